@@ -1,0 +1,185 @@
+// The small floating types on the CPU: storage structs and their conversions, correctly rounded.
+//
+// Each conversion is written once for "a float or a vector of floats" (F) and the integers of the same width (U):
+// GCC's vector extensions give comparisons and ?: the same spelling for both.  Stores round to nearest even and keep
+// NaN.  The one-byte types saturate: infinities and everything too large become the largest finite value; NaN becomes
+// 0x7F (E4M3) or 0x7E (E5M2) with its sign.
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#ifndef PYKV_ISA
+#error "cpu/float16.h belongs into *_cpu.cc, which is compiled once for each instruction set with -DPYKV_ISA=..."
+#endif
+
+namespace pykv::PYKV_ISA {
+
+struct f16 {
+  uint16_t bits;
+};
+struct bf16 {
+  uint16_t bits;
+};
+struct e4m3 {
+  uint8_t bits;
+};
+struct e5m2 {
+  uint8_t bits;
+};
+
+// A constant in every lane (or the constant itself).
+template <class U>
+constexpr U all(uint32_t value) {
+  return U{} + value;
+}
+
+// Floats of `kMantissa` bits and `kBias`, subnormals included, from their magnitude without the sign.
+// Adding the implicit one and subtracting it again turns a subnormal into a float without a multiplication of
+// float subnormals, which a process may have switched off.
+template <int kMantissa, int kBias, class F, class U>
+inline F widen_finite(U magnitude) {
+  const U normal = (magnitude << (23 - kMantissa)) + ((127u - kBias) << 23);
+  const F subnormal = __builtin_bit_cast(F, normal + (1u << 23)) - __builtin_bit_cast(float, (128u - kBias) << 23);
+  return __builtin_bit_cast(F, magnitude < (1u << kMantissa) ? __builtin_bit_cast(U, subnormal) : normal);
+}
+
+// The magnitude bits of a float that is finite and not too large, rounded to `kMantissa` bits and `kBias`.
+template <int kMantissa, int kBias, class F, class U>
+inline U narrow_finite(U magnitude) {
+  constexpr int kDrop = 23 - kMantissa;
+  const U odd = (magnitude >> kDrop) & 1u;
+  const U normal = ((magnitude + (odd + ((1u << (kDrop - 1)) - 1u))) >> kDrop) - ((127u - kBias) << kMantissa);
+  // In this number's binade the unit in the last place of a float is the smallest subnormal: its adder rounds for us.
+  constexpr uint32_t kMagic = (127u - kBias + 1u + kDrop) << 23;
+  const U subnormal =
+      __builtin_bit_cast(U, __builtin_bit_cast(F, magnitude) + __builtin_bit_cast(float, kMagic)) - kMagic;
+  return magnitude < ((128u - kBias) << 23) ? subnormal : normal;
+}
+
+template <class F, class U>
+inline F widen_bf16(U bits) {
+  return __builtin_bit_cast(F, bits << 16);
+}
+
+template <class F, class U>
+inline U narrow_bf16(F value) {
+  const U bits = __builtin_bit_cast(U, value);
+  const U rounded = (bits + (((bits >> 16) & 1u) + 0x7fffu)) >> 16;
+  return (bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded;
+}
+
+template <class F, class U>
+inline F widen_f16(U bits) {
+  const U magnitude = bits & 0x7fffu;
+  const U finite = __builtin_bit_cast(U, widen_finite<10, 15, F>(magnitude));
+  const U special = (magnitude << 13) | 0x7f800000u;
+  return __builtin_bit_cast(F, (magnitude >= 0x7c00u ? special : finite) | ((bits & 0x8000u) << 16));
+}
+
+template <class F, class U>
+inline U narrow_f16(F value) {
+  const U bits = __builtin_bit_cast(U, value);
+  const U magnitude = bits & 0x7fffffffu;
+  U result = narrow_finite<10, 15, F>(magnitude);
+  result = magnitude >= 0x47800000u ? all<U>(0x7c00u) : result;  // 65536; from 65520 the rounding itself gives infinity
+  result = magnitude > 0x7f800000u ? ((magnitude >> 13) & 0x3ffu) | 0x7e00u : result;
+  return result | ((bits >> 16) & 0x8000u);
+}
+
+template <class F, class U>
+inline F widen_e4m3(U bits) {
+  const U magnitude = bits & 0x7fu;
+  const U finite = __builtin_bit_cast(U, widen_finite<3, 7, F>(magnitude));
+  return __builtin_bit_cast(F, (magnitude == 0x7fu ? all<U>(0x7fc00000u) : finite) | ((bits & 0x80u) << 24));
+}
+
+template <class F, class U>
+inline U narrow_e4m3(F value) {
+  const U bits = __builtin_bit_cast(U, value);
+  const U magnitude = bits & 0x7fffffffu;
+  const U clamped = magnitude > 0x43e00000u ? all<U>(0x43e00000u) : magnitude;  // 448
+  const U finite = narrow_finite<3, 7, F>(clamped);
+  return (magnitude > 0x7f800000u ? all<U>(0x7fu) : finite) | ((bits >> 24) & 0x80u);
+}
+
+template <class F, class U>
+inline F widen_e5m2(U bits) {
+  return widen_f16<F>(bits << 8);
+}
+
+template <class F, class U>
+inline U narrow_e5m2(F value) {
+  const U bits = __builtin_bit_cast(U, value);
+  const U magnitude = bits & 0x7fffffffu;
+  const U clamped = magnitude > 0x47600000u ? all<U>(0x47600000u) : magnitude;  // 57344
+  const U finite = narrow_finite<2, 15, F>(clamped);
+  return (magnitude > 0x7f800000u ? all<U>(0x7eu) : finite) | ((bits >> 24) & 0x80u);
+}
+
+// One value at a time.
+inline float to_float(float v) { return v; }
+inline float to_float(bf16 v) { return widen_bf16<float>(uint32_t{v.bits}); }
+inline float to_float(e4m3 v) { return widen_e4m3<float>(uint32_t{v.bits}); }
+inline float to_float(e5m2 v) { return widen_e5m2<float>(uint32_t{v.bits}); }
+inline float to_float(f16 v) {
+#if defined(__F16C__)
+  return _cvtsh_ss(v.bits);
+#else
+  return widen_f16<float>(uint32_t{v.bits});
+#endif
+}
+
+template <class T>
+T from_float(float v);
+template <>
+inline float from_float<float>(float v) {
+  return v;
+}
+template <>
+inline f16 from_float<f16>(float v) {
+#if defined(__F16C__)
+  return {_cvtss_sh(v, _MM_FROUND_TO_NEAREST_INT)};
+#else
+  return {static_cast<uint16_t>(narrow_f16<float, uint32_t>(v))};
+#endif
+}
+template <>
+inline bf16 from_float<bf16>(float v) {
+  return {static_cast<uint16_t>(narrow_bf16<float, uint32_t>(v))};
+}
+template <>
+inline e4m3 from_float<e4m3>(float v) {
+  return {static_cast<uint8_t>(narrow_e4m3<float, uint32_t>(v))};
+}
+template <>
+inline e5m2 from_float<e5m2>(float v) {
+  return {static_cast<uint8_t>(narrow_e5m2<float, uint32_t>(v))};
+}
+
+template <class T>
+inline constexpr DType kDType = DType::kOther;
+template <>
+inline constexpr DType kDType<float> = DType::kFloat32;
+template <>
+inline constexpr DType kDType<f16> = DType::kFloat16;
+template <>
+inline constexpr DType kDType<bf16> = DType::kBFloat16;
+template <>
+inline constexpr DType kDType<e4m3> = DType::kFloat8E4M3;
+template <>
+inline constexpr DType kDType<e5m2> = DType::kFloat8E5M2;
+
+// Calls body.operator()<T>() with the one of Ts that stands for `dtype`:
+//   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() { ... });
+template <class... Ts, class Body>
+inline void dispatch(DType dtype, Body&& body) {
+  (void)((dtype == kDType<Ts> ? (body.template operator()<Ts>(), true) : false) || ...);
+}
+
+}  // namespace pykv::PYKV_ISA

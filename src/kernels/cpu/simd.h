@@ -1,0 +1,196 @@
+// Vectors of floats, as wide as the instruction set this file is compiled for, built on GCC's vector extensions:
+// arithmetic, comparisons and ?: are the compiler's own, so only what has no operator is here.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/float16.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace pykv::PYKV_ISA {
+
+#if defined(__AVX512F__)
+inline constexpr int kWidth = 16;
+#elif defined(__AVX2__)
+inline constexpr int kWidth = 8;
+#else
+inline constexpr int kWidth = 4;
+#endif
+
+using Floats = float __attribute__((vector_size(4 * kWidth)));
+using Words = uint32_t __attribute__((vector_size(4 * kWidth)));
+using Halfwords = uint16_t __attribute__((vector_size(2 * kWidth)));
+using Bytes = uint8_t __attribute__((vector_size(kWidth)));
+
+inline Floats splat(float v) { return Floats{} + v; }
+inline Floats select(Words mask, Floats a, Floats b) { return mask ? a : b; }
+
+// NaN in `a` gives `b`, as the machine's own max and min do.
+inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
+
+template <class V, class T>
+inline V load_raw(const T* from) {  // no alignment is assumed anywhere
+  V v;
+  __builtin_memcpy(&v, from, sizeof(V));
+  return v;
+}
+
+// Integers widened to 32 bits and cut again.  GCC 12's __builtin_convertvector takes bytes one by one, hence
+// intrinsics.
+inline Words widen(Halfwords v) {
+#if defined(__AVX512F__)
+  return __builtin_bit_cast(Words,
+                            _mm512_maskz_cvtepu16_epi32(0xffff, __builtin_bit_cast(__m256i, v)));  // plain: warns
+#elif defined(__AVX2__)
+  return __builtin_bit_cast(Words, _mm256_cvtepu16_epi32(__builtin_bit_cast(__m128i, v)));
+#else
+  return __builtin_convertvector(v, Words);
+#endif
+}
+inline Words widen(Bytes v) {
+#if defined(__AVX512F__)
+  return __builtin_bit_cast(Words, _mm512_maskz_cvtepu8_epi32(0xffff, __builtin_bit_cast(__m128i, v)));
+#elif defined(__AVX2__)
+  return __builtin_bit_cast(Words, _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(__builtin_bit_cast(long long, v))));
+#else
+  return __builtin_convertvector(v, Words);
+#endif
+}
+inline Halfwords narrow_to_halfwords(Words v) {
+#if defined(__AVX512F__)
+  return __builtin_bit_cast(Halfwords, _mm512_maskz_cvtepi32_epi16(0xffff, __builtin_bit_cast(__m512i, v)));
+#else
+  return __builtin_convertvector(v, Halfwords);
+#endif
+}
+inline Bytes narrow_to_bytes(Words v) {
+#if defined(__AVX512F__)
+  return __builtin_bit_cast(Bytes, _mm512_maskz_cvtepi32_epi8(0xffff, __builtin_bit_cast(__m512i, v)));
+#else
+  return __builtin_convertvector(v, Bytes);
+#endif
+}
+
+// kWidth elements as floats.
+inline Floats load(const float* from) { return load_raw<Floats>(from); }
+inline Floats load(const bf16* from) { return widen_bf16<Floats>(widen(load_raw<Halfwords>(from))); }
+inline Floats load(const f16* from) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_cvtph_ps(0xffff, load_raw<__m256i>(from));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(load_raw<__m128i>(from));
+#else
+  return widen_f16<Floats>(widen(load_raw<Halfwords>(from)));
+#endif
+}
+inline Floats load(const e4m3* from) { return widen_e4m3<Floats>(widen(load_raw<Bytes>(from))); }
+inline Floats load(const e5m2* from) {  // the upper byte of an f16
+#if defined(__AVX512F__)
+  return _mm512_maskz_cvtph_ps(0xffff, _mm256_slli_epi16(_mm256_cvtepu8_epi16(load_raw<__m128i>(from)), 8));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))), 8));
+#else
+  return widen_e5m2<Floats>(widen(load_raw<Bytes>(from)));
+#endif
+}
+
+// kWidth floats, rounded to T (see cpu/float16.h).
+inline void store(float* to, Floats v) { __builtin_memcpy(to, &v, sizeof(v)); }
+inline void store(f16* to, Floats v) {
+#if defined(__AVX512F__)
+  const __m256i halves = _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+  const __m128i halves = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT);
+#else
+  const Halfwords halves = narrow_to_halfwords(narrow_f16<Floats, Words>(v));
+#endif
+  __builtin_memcpy(to, &halves, sizeof(halves));
+}
+inline void store(bf16* to, Floats v) {
+  const Halfwords halves = narrow_to_halfwords(narrow_bf16<Floats, Words>(v));
+  __builtin_memcpy(to, &halves, sizeof(halves));
+}
+inline void store(e4m3* to, Floats v) {
+  const Bytes bytes = narrow_to_bytes(narrow_e4m3<Floats, Words>(v));
+  __builtin_memcpy(to, &bytes, sizeof(bytes));
+}
+inline void store(e5m2* to, Floats v) {
+  const Bytes bytes = narrow_to_bytes(narrow_e5m2<Floats, Words>(v));
+  __builtin_memcpy(to, &bytes, sizeof(bytes));
+}
+
+// The first `count` (0 ... kWidth) elements; the other lanes are zero, their memory is not touched.
+template <class T>
+inline Floats load(const T* from, int64_t count) {
+  if (count >= kWidth) return load(from);
+  T padded[kWidth] = {};
+  for (int64_t i = 0; i < count; ++i) padded[i] = from[i];
+  return load(padded);
+}
+template <class T>
+inline void store(T* to, Floats v, int64_t count) {
+  if (count >= kWidth) return store(to, v);
+  T padded[kWidth];
+  store(padded, v);
+  for (int64_t i = 0; i < count; ++i) to[i] = padded[i];
+}
+
+// Over the lanes, always in the same order: upper half onto lower half, until one is left.
+template <class Combine>
+inline float reduce(Floats v, Combine combine) {
+#if defined(__AVX512F__)
+  const auto eight = combine(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7),
+                             __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+#else
+  const auto eight = v;
+#endif
+#if defined(__AVX2__)
+  const auto four =
+      combine(__builtin_shufflevector(eight, eight, 0, 1, 2, 3), __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
+#else
+  const auto four = eight;
+#endif
+  const auto two = combine(four, __builtin_shufflevector(four, four, 2, 3, 2, 3));
+  return combine(two, __builtin_shufflevector(two, two, 1, 1, 1, 1))[0];
+}
+inline float sum(Floats v) {
+  return reduce(v, [](auto a, auto b) { return a + b; });
+}
+inline float max(Floats v) {
+  return reduce(v, [](auto a, auto b) { return a > b ? a : b; });
+}
+
+// e^x within 2e-7 of the truth.  Below -86.6 (results under 2^-125) it is 0, above 88.72 infinity; NaN stays NaN.
+inline Floats exp(Floats x) {
+  constexpr float kLow = -86.6f, kHigh = 88.72283f;
+  const Floats clamped = max(min(x, splat(kHigh)), splat(kLow));
+  // x = n ln 2 + r, |r| <= ln 2 / 2.  Adding 1.5 * 2^23 rounds to an integer, which then lies in the low bits.
+  constexpr float kRound = 12582912.0f;
+  const Floats shifted = clamped * 1.44269504f + kRound;
+  const Floats n = shifted - kRound;
+  const Floats r = (clamped - n * 0.693145752f) - n * 1.42860677e-6f;
+  // Taylor's series to r^7 / 7!; the rest is below 6e-9.
+  Floats p = r * 1.98412698e-4f + 1.38888889e-3f;
+  p = p * r + 8.33333333e-3f;
+  p = p * r + 4.16666667e-2f;
+  p = p * r + 1.66666667e-1f;
+  p = p * r + 0.5f;
+  p = p * r * r + r + 1.0f;
+  // Times 2^n in two steps, since 2^128 is no float.
+  const Words exponent = (__builtin_bit_cast(Words, shifted) - __builtin_bit_cast(uint32_t, kRound) + 126u) << 23;
+  Floats result = p * __builtin_bit_cast(Floats, exponent) * 2.0f;
+  result = x < kLow ? Floats{} : result;
+  result = x > kHigh ? splat(__builtin_inff()) : result;
+  return x == x ? result : x;
+}
+
+// tanh within 3e-7 absolute: what a soft cap needs.
+inline Floats tanh(Floats x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
+
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+}  // namespace pykv::PYKV_ISA
