@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "core/dtype.h"
+#include "core/dispatch.h"
 
 #if defined(__F16C__)
 #include <immintrin.h>
@@ -162,24 +162,17 @@ inline e5m2 from_float<e5m2>(float v) {
   return {static_cast<uint8_t>(narrow_e5m2<float, uint32_t>(v))};
 }
 
-template <class T>
-inline constexpr DType kDType = DType::kOther;
-template <>
-inline constexpr DType kDType<float> = DType::kFloat32;
-template <>
-inline constexpr DType kDType<f16> = DType::kFloat16;
-template <>
-inline constexpr DType kDType<bf16> = DType::kBFloat16;
-template <>
-inline constexpr DType kDType<e4m3> = DType::kFloat8E4M3;
-template <>
-inline constexpr DType kDType<e5m2> = DType::kFloat8E5M2;
-
-// Calls body.operator()<T>() with the one of Ts that stands for `dtype`:
-//   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() { ... });
-template <class... Ts, class Body>
-inline void dispatch(DType dtype, Body&& body) {
-  (void)((dtype == kDType<Ts> ? (body.template operator()<Ts>(), true) : false) || ...);
-}
-
 }  // namespace pykv::PYKV_ISA
+
+namespace pykv {
+
+template <>
+inline constexpr DType kDTypeOf<PYKV_ISA::f16> = DType::kFloat16;
+template <>
+inline constexpr DType kDTypeOf<PYKV_ISA::bf16> = DType::kBFloat16;
+template <>
+inline constexpr DType kDTypeOf<PYKV_ISA::e4m3> = DType::kFloat8E4M3;
+template <>
+inline constexpr DType kDTypeOf<PYKV_ISA::e5m2> = DType::kFloat8E5M2;
+
+}  // namespace pykv
