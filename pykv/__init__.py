@@ -1,0 +1,61 @@
+"""pykv: paged KV-cache, attention and other inference kernels for any array, on CPU and CUDA.
+
+Every operation takes arrays of NumPy, CuPy, torch or anything else with ``__dlpack__`` or ``__cuda_array_interface__``,
+writes into its output arguments and returns None.  On a GPU it runs on ``stream``, by default the current stream of the
+library that made the arrays, and never waits for the device.
+"""
+
+from pykv._types import Array, ScalarOrArray, Stream
+from pykv.activation import silu_and_mul
+from pykv.attention import (
+    merge_attn_states,
+    paged_attention,
+    paged_attention_v1,
+    paged_attention_v2,
+    paged_attention_workspace_size,
+)
+from pykv.cache import copy_blocks, reshape_and_cache, reshape_and_cache_flash, swap_blocks
+from pykv.norm import fused_add_rms_norm, rms_norm
+from pykv.paged_kv_cache import OutOfBlocks, PagedKVCache
+from pykv.rotary import rotary_embedding
+from pykv.runtime import (
+    check_errors,
+    from_pointer,
+    get_cmake_dir,
+    get_include,
+    get_library_dir,
+    get_num_threads,
+    has_cuda,
+    set_num_threads,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Array",
+    "OutOfBlocks",
+    "PagedKVCache",
+    "ScalarOrArray",
+    "Stream",
+    "check_errors",
+    "copy_blocks",
+    "from_pointer",
+    "fused_add_rms_norm",
+    "get_cmake_dir",
+    "get_include",
+    "get_library_dir",
+    "get_num_threads",
+    "has_cuda",
+    "merge_attn_states",
+    "paged_attention",
+    "paged_attention_v1",
+    "paged_attention_v2",
+    "paged_attention_workspace_size",
+    "reshape_and_cache",
+    "reshape_and_cache_flash",
+    "rms_norm",
+    "rotary_embedding",
+    "set_num_threads",
+    "silu_and_mul",
+    "swap_blocks",
+]

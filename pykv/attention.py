@@ -1,0 +1,272 @@
+"""Attention over a paged KV cache.
+
+Layouts of the caches, NB blocks of BS tokens, x = 16 bytes / element size:
+
+=======  =====================================================  ========================================
+flash    ``[NB, BS, num_kv_heads, head_size]``                  the same; NHD, or HND by strides
+packed   ``[NB, num_kv_heads, head_size / x, BS, x]``           ``[NB, num_kv_heads, head_size, BS]``
+=======  =====================================================  ========================================
+
+told apart by the number of dimensions of ``key_cache``.  All strides but the innermost are free.
+
+A block id outside the cache masks its tokens, a length beyond the row of ``block_tables`` is clamped; both raise
+``ValueError``, on the GPU at the next ``pykv.check_errors()``.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pykv import _C
+from pykv._types import Array, ScalarOrArray, Stream
+
+
+def paged_attention(
+    out: Array,
+    query: Array,
+    key_cache: Array,
+    value_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    cu_query_lens: Array | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale: ScalarOrArray = 1.0,
+    v_scale: ScalarOrArray = 1.0,
+    lse: Array | None = None,
+    workspace: Array | None = None,
+    stream: Stream = None,
+) -> None:
+    """Attend from the last tokens of each sequence to all of it: prefill, chunked prefill and decode in one batch.
+
+    Args:
+        out: ``[num_tokens, num_heads, head_size]``, dtype of ``query``; written.
+        query: ``[num_tokens, num_heads, head_size]`` float32, float16 or bfloat16.
+        key_cache, value_cache: paged caches, flash or packed (see the module).
+        block_tables: ``[num_seqs, max_blocks_per_seq]`` int32 or int64, the blocks of each sequence in order.
+        seq_lens: ``[num_seqs]`` int32 or int64, lengths with the queries included.
+        cu_query_lens: ``[num_seqs + 1]``: queries of sequence s are rows ``cu[s]`` to ``cu[s + 1] - 1``, at its last
+            positions.  ``None``: one query for each sequence.
+        scale: factor of q.k; ``None``: ``1 / sqrt(head_size)``.
+        causal: a query at position p sees keys ``j <= p``.
+        window: it sees keys with ``|p - j| < window``.
+        softcap: logits become ``softcap * tanh(logit / softcap)``.
+        alibi_slopes: ``[num_heads]`` float32; adds ``slope * (j - p)``.
+        sinks: ``[num_heads]`` float32; one more logit in each softmax, without a value.
+        kv_cache_dtype: ``"auto"``: caches have the dtype of ``query``; ``"fp8_e4m3"``, ``"fp8_e5m2"``: one-byte elements.
+        k_scale, v_scale: value = element * scale for fp8 caches; one, or one for each KV head.
+        lse: ``[num_heads, num_tokens]`` float32; written with the natural log of the softmax denominator.
+        workspace: bytes on the device (see ``paged_attention_workspace_size``); ``None``: from the stream-ordered pool.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    A row that sees nothing gives 0 and an lse of -inf.
+
+    Raises:
+        ValueError: a shape, layout or option is wrong, or (CPU) an id was out of range.
+        TypeError: a dtype is wrong.
+    """
+    _C.paged_attention(
+        out,
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        seq_lens,
+        cu_query_lens,
+        math.nan if scale is None else scale,
+        causal,
+        _positive("window", window),
+        _positive("softcap", softcap),
+        alibi_slopes,
+        sinks,
+        kv_cache_dtype,
+        k_scale,
+        v_scale,
+        lse,
+        workspace,
+        stream,
+    )
+
+
+def _positive(name: str, value: float | None) -> float:
+    """The C sentinel 0 for None; 0 itself would otherwise silently mean "off"."""
+    if value is None:
+        return 0
+    if not value > 0:
+        raise ValueError(f"paged_attention: {name}: must be positive, got {value}")
+    return value
+
+
+def paged_attention_workspace_size(
+    num_tokens: int, num_seqs: int, num_heads: int, num_kv_heads: int, head_size: int, device: int = 0
+) -> int:
+    """Bytes of ``workspace`` that :func:`paged_attention` wants on a CUDA device for batches of up to these sizes."""
+    return _C.paged_attention_workspace_size(num_tokens, num_seqs, num_heads, num_kv_heads, head_size, device)
+
+
+def paged_attention_v1(
+    out: Array,
+    query: Array,
+    key_cache: Array,
+    value_cache: Array,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: Array,
+    seq_lens: Array,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: Array | None,
+    kv_cache_dtype: str,
+    k_scale: ScalarOrArray,
+    v_scale: ScalarOrArray,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Decode attention by vLLM's signature: one query for each sequence.  The softmax denominator is ``sum + 1e-6``.
+
+    Args:
+        out: ``[num_seqs, num_heads, head_size]``; written.
+        query: ``[num_seqs, num_heads, head_size]`` float32, float16 or bfloat16.
+        key_cache, value_cache: paged caches, packed or flash (see the module).
+        num_kv_heads, block_size: as in the caches.
+        block_tables, seq_lens: ``[num_seqs, max_blocks_per_seq]``, ``[num_seqs]``, int32 or int64.
+        max_seq_len: an upper bound of ``seq_lens``; a longer length is clamped to it and reported.
+        alibi_slopes, kv_cache_dtype, k_scale, v_scale: as for :func:`paged_attention`.
+        tp_rank, blocksparse_*: block-sparse attention, on if ``blocksparse_vert_stride > 1``: a cache block in sparsity
+            block ``kb`` is seen if ``(kb + offset(head)) % vert_stride == 0`` or ``kb > qb - local_blocks``; the header
+            ``pykv/attention.h`` has the offset.
+
+    Raises:
+        ValueError, TypeError: as for :func:`paged_attention`.
+    """
+    _C.paged_attention_v1(
+        out,
+        query,
+        key_cache,
+        value_cache,
+        num_kv_heads,
+        scale,
+        block_tables,
+        seq_lens,
+        block_size,
+        max_seq_len,
+        alibi_slopes,
+        kv_cache_dtype,
+        k_scale,
+        v_scale,
+        tp_rank,
+        blocksparse_local_blocks,
+        blocksparse_vert_stride,
+        blocksparse_block_size,
+        blocksparse_head_sliding_step,
+        stream,
+    )
+
+
+def paged_attention_v2(
+    out: Array,
+    exp_sum: Array,
+    max_logits: Array,
+    tmp_out: Array,
+    query: Array,
+    key_cache: Array,
+    value_cache: Array,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: Array,
+    seq_lens: Array,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: Array | None,
+    kv_cache_dtype: str,
+    k_scale: ScalarOrArray,
+    v_scale: ScalarOrArray,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+    *,
+    stream: Stream = None,
+) -> None:
+    """:func:`paged_attention_v1` with the scratch arrays of vLLM's signature, ``P = ceil(max_seq_len / 512)``.
+
+    Args:
+        exp_sum, max_logits: ``[num_seqs, num_heads, P]`` float32; scratch.
+        tmp_out: ``[num_seqs, num_heads, P, head_size]``, dtype of ``query``; scratch.
+
+    What the scratch arrays hold after the call is not specified.
+    """
+    _C.paged_attention_v2(
+        out,
+        exp_sum,
+        max_logits,
+        tmp_out,
+        query,
+        key_cache,
+        value_cache,
+        num_kv_heads,
+        scale,
+        block_tables,
+        seq_lens,
+        block_size,
+        max_seq_len,
+        alibi_slopes,
+        kv_cache_dtype,
+        k_scale,
+        v_scale,
+        tp_rank,
+        blocksparse_local_blocks,
+        blocksparse_vert_stride,
+        blocksparse_block_size,
+        blocksparse_head_sliding_step,
+        stream,
+    )
+
+
+def merge_attn_states(
+    output: Array,
+    prefix_output: Array,
+    prefix_lse: Array,
+    suffix_output: Array,
+    suffix_lse: Array,
+    output_lse: Array | None = None,
+    prefill_tokens_with_context: int | None = None,
+    output_scale: ScalarOrArray | None = None,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Merge two partial attentions over disjoint sets of keys (arXiv:2501.01005, section 2.2).
+
+    Args:
+        output: ``[num_tokens, num_heads, head_size]``; written.  May be ``prefix_output`` or ``suffix_output``.
+        prefix_output, suffix_output: ``[num_tokens, num_heads, head_size]`` float32, float16 or bfloat16.
+        prefix_lse, suffix_lse: ``[num_heads, num_tokens]`` float32, natural log; infinite where nothing was seen.
+        output_lse: the same; written.
+        prefill_tokens_with_context: tokens from here on copy the suffix; ``None``: none does.
+        output_scale: with it ``output`` is float8_e4m3fn (or uint8) and holds value / scale.
+
+    Where both sides are empty the prefix is copied, and the lse is -inf.
+    """
+    _C.merge_attn_states(
+        output,
+        prefix_output,
+        prefix_lse,
+        suffix_output,
+        suffix_lse,
+        output_lse,
+        -1 if prefill_tokens_with_context is None else prefill_tokens_with_context,
+        output_scale,
+        stream,
+    )

@@ -1,0 +1,338 @@
+#include "array.h"
+
+#include <pybind11/numpy.h>
+
+#include <cstring>
+#include <string>
+#include <unordered_map>
+
+namespace pykv::python {
+namespace {
+
+enum class Protocol { kNone, kPointer, kNumpy, kExchange, kCupy, kDlpack, kCudaInterface };
+
+struct TypeInfo {
+  Protocol protocol = Protocol::kNone;
+  const DLPackExchangeAPI* api = nullptr;
+  bool is_torch = false;
+  bool immutable = false;  // JAX: buffers are shared between arrays that look different
+};
+
+[[noreturn]] void type_error(const std::string& message) { throw py::type_error(message); }
+[[noreturn]] void value_error(const std::string& message) { throw py::value_error(message); }
+
+PyObject* interned(const char* name) {
+  PyObject* s = PyUnicode_InternFromString(name);
+  if (!s) throw py::error_already_set();
+  return s;
+}
+
+bool has_attribute(PyObject* object, const char* name) { return py::hasattr(py::handle(object), name); }
+
+const DLPackExchangeAPI* exchange_api(PyTypeObject* type) {
+  PyObject* found = PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__");
+  if (!found) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  py::object capsule = py::reinterpret_steal<py::object>(found);
+  if (!PyCapsule_IsValid(found, "dlpack_exchange_api")) return nullptr;
+  auto* header = static_cast<DLPackExchangeAPIHeader*>(PyCapsule_GetPointer(found, "dlpack_exchange_api"));
+  while (header && header->version.major > DLPACK_MAJOR_VERSION) header = header->prev_api;
+  if (!header || header->version.major != DLPACK_MAJOR_VERSION) return nullptr;
+  auto* api = reinterpret_cast<const DLPackExchangeAPI*>(header);
+  return api->dltensor_from_py_object_no_sync ? api : nullptr;
+}
+
+TypeInfo inspect(PyTypeObject* type) {
+  PyObject* object = reinterpret_cast<PyObject*>(type);
+  if (is_pointer(object)) return {Protocol::kPointer};
+  static PyObject* ndarray = py::object(py::module_::import("numpy").attr("ndarray")).release().ptr();
+  if (PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(ndarray))) return {Protocol::kNumpy};
+  bool cupy = false, torch = false, jax = false;
+  for (py::handle base : py::reinterpret_borrow<py::tuple>(type->tp_mro)) {
+    if (!has_attribute(base.ptr(), "__module__")) continue;
+    const std::string module = py::str(base.attr("__module__")), name = py::str(base.attr("__name__"));
+    cupy |= name == "ndarray" && module.rfind("cupy", 0) == 0;
+    torch |= name == "Tensor" && module == "torch";
+    jax |= (module.rfind("jax", 0) == 0) && (name == "ArrayImpl" || name == "Array" || name == "Tracer");
+  }
+  if (const DLPackExchangeAPI* api = exchange_api(type)) return {Protocol::kExchange, api, torch, jax};
+  if (cupy) return {Protocol::kCupy};
+  if (has_attribute(object, "__dlpack__")) return {Protocol::kDlpack, nullptr, torch, jax};
+  if (has_attribute(object, "__cuda_array_interface__")) return {Protocol::kCudaInterface};
+  return {};
+}
+
+// Keyed by exact type; the types are kept alive, so that an address never means another one.  Guarded by the GIL.
+const TypeInfo& type_info(PyTypeObject* type) {
+  static auto& cache = *new std::unordered_map<PyTypeObject*, TypeInfo>;
+  auto found = cache.find(type);
+  if (found == cache.end()) {
+    const TypeInfo info = inspect(type);
+    Py_INCREF(type);
+    found = cache.emplace(type, info).first;
+  }
+  return found->second;
+}
+
+void call_deleter(PyObject* capsule) {
+  if (PyCapsule_IsValid(capsule, "used_dltensor_versioned")) {
+    auto* m = static_cast<DLManagedTensorVersioned*>(PyCapsule_GetPointer(capsule, "used_dltensor_versioned"));
+    if (m->deleter) m->deleter(m);
+  } else if (PyCapsule_IsValid(capsule, "used_dltensor")) {
+    auto* m = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "used_dltensor"));
+    if (m->deleter) m->deleter(m);
+  }
+}
+
+}  // namespace
+
+DLDataType dtype_from_numpy(PyObject* dtype) {
+  static auto& cache = *new std::unordered_map<PyObject*, DLDataType>;
+  const auto found = cache.find(dtype);
+  if (found != cache.end()) return found->second;
+  static const std::unordered_map<std::string, DLDataType> names = {
+      {"float64", {kDLFloat, 64, 1}},      {"float32", {kDLFloat, 32, 1}},
+      {"float16", {kDLFloat, 16, 1}},      {"bfloat16", {kDLBfloat, 16, 1}},
+      {"float8_e4m3fn", {kDLFloat8_e4m3fn, 8, 1}}, {"float8_e5m2", {kDLFloat8_e5m2, 8, 1}},
+      {"int64", {kDLInt, 64, 1}},          {"int32", {kDLInt, 32, 1}},
+      {"int16", {kDLInt, 16, 1}},          {"int8", {kDLInt, 8, 1}},
+      {"uint64", {kDLUInt, 64, 1}},        {"uint32", {kDLUInt, 32, 1}},
+      {"uint16", {kDLUInt, 16, 1}},        {"uint8", {kDLUInt, 8, 1}},
+      {"bool", {kDLBool, 8, 1}},
+  };
+  py::handle d(dtype);
+  const std::string name = py::str(d.attr("name"));
+  const auto known = names.find(name);
+  if (known == names.end()) type_error("dtype '" + name + "' is not supported");
+  if (!py::cast<bool>(d.attr("isnative"))) type_error("dtype '" + std::string(py::str(d)) + "' is not in native byte order");
+  Py_INCREF(dtype);
+  cache.emplace(dtype, known->second);
+  return known->second;
+}
+
+Array::~Array() {
+  if (owner_) {
+    call_deleter(owner_);
+    Py_DECREF(owner_);
+  }
+}
+
+void Array::borrow(PyObject* object, bool written) {
+  if (object == Py_None) return;
+  none_ = false;
+  written_ = written;
+  if (PyFloat_CheckExact(object) && borrow_number(object)) return;
+  const TypeInfo& info = type_info(Py_TYPE(object));
+  if (written && info.immutable)
+    value_error("a JAX array cannot be written in place: its buffer may be shared; give an array of NumPy, CuPy or torch");
+  switch (info.protocol) {
+    case Protocol::kPointer:
+      tensor_ = pointer_tensor(object);
+      return;
+    case Protocol::kNumpy:
+      return borrow_numpy(object, written);
+    case Protocol::kExchange:
+      if (written && info.is_torch) {
+        static PyObject* name = interned("requires_grad");
+        PyObject* grad = PyObject_GetAttr(object, name);
+        if (!grad) throw py::error_already_set();
+        Py_DECREF(grad);
+        if (grad == Py_True)
+          value_error("requires grad: autograd would not see that it is written; give tensor.detach()");
+      }
+      return borrow_exchange(object, info.api, written);
+    case Protocol::kCupy:
+      return borrow_cupy(object);
+    case Protocol::kDlpack:
+      if (written && info.is_torch && py::cast<bool>(py::handle(object).attr("requires_grad")))
+        value_error("requires grad: autograd would not see that it is written; give tensor.detach()");
+      pending_ = object;
+      return;
+    case Protocol::kCudaInterface:
+      return borrow_cuda_interface(object, written);
+    case Protocol::kNone:
+      if (borrow_number(object)) return;
+      type_error("an array (NumPy, CuPy, torch, JAX, or anything with __dlpack__ or __cuda_array_interface__) is required, got " +
+                 std::string(Py_TYPE(object)->tp_name));
+  }
+}
+
+// A Python number stands for a scale: a scalar float32 on the host.
+bool Array::borrow_number(PyObject* object) {
+  if (!PyNumber_Check(object)) return false;
+  const double value = PyFloat_AsDouble(object);
+  if (value == -1.0 && PyErr_Occurred()) {
+    PyErr_Clear();
+    return false;
+  }
+  if (written_) type_error("an array is required, got a number");
+  number_ = static_cast<float>(value);
+  tensor_ = {&number_, {kDLCPU, 0}, 0, {kDLFloat, 32, 1}, shape_, strides_, 0};
+  return true;
+}
+
+void Array::keep_shape() {
+  if (tensor_.ndim > kMaxRank) value_error("at most 8 dimensions are supported, got " + std::to_string(tensor_.ndim));
+  std::memcpy(shape_, tensor_.shape, tensor_.ndim * sizeof(int64_t));
+  tensor_.shape = shape_;
+  if (!tensor_.strides) return;
+  std::memcpy(strides_, tensor_.strides, tensor_.ndim * sizeof(int64_t));
+  tensor_.strides = strides_;
+}
+
+void Array::take_strides_in_bytes(int64_t itemsize) {
+  for (int i = 0; i < tensor_.ndim; ++i) {
+    if (shape_[i] > 1 && strides_[i] % itemsize != 0)
+      value_error("strides must be multiples of the element size of " + std::to_string(itemsize) + " bytes, got " +
+                  std::to_string(strides_[i]));
+    strides_[i] /= itemsize;
+  }
+  tensor_.strides = strides_;
+}
+
+void Array::borrow_numpy(PyObject* object, bool written) {
+  const auto* a = py::detail::array_proxy(object);
+  if (written && !(a->flags & py::detail::npy_api::NPY_ARRAY_WRITEABLE_)) value_error("is read-only, but it is written");
+  if (a->nd > kMaxRank) value_error("at most 8 dimensions are supported, got " + std::to_string(a->nd));
+  tensor_ = {a->data, {kDLCPU, 0}, a->nd, dtype_from_numpy(a->descr), shape_, strides_, 0};
+  for (int i = 0; i < a->nd; ++i) {
+    shape_[i] = a->dimensions[i];
+    strides_[i] = a->strides[i];
+  }
+  take_strides_in_bytes(tensor_.dtype.bits / 8);
+}
+
+void Array::borrow_exchange(PyObject* object, const DLPackExchangeAPI* api, bool written) {
+  (void)written;
+  if (api->dltensor_from_py_object_no_sync(object, &tensor_) != 0) throw py::error_already_set();
+  keep_shape();
+  if (on_cuda()) {
+    if (api->current_work_stream(tensor_.device.device_type, tensor_.device.device_id, &producer_.stream) != 0)
+      throw py::error_already_set();
+    producer_.known = true;
+  }
+}
+
+void Array::borrow_cupy(PyObject* object) {
+  static PyObject* data = interned("data");
+  static PyObject* pointer = interned("ptr");
+  static PyObject* shape = interned("shape");
+  static PyObject* strides = interned("strides");
+  static PyObject* dtype = interned("dtype");
+  static PyObject* device_id = interned("device_id");
+  static PyObject* current_stream =
+      py::object(py::module_::import("cupy").attr("cuda").attr("get_current_stream")).release().ptr();
+  const auto get = [](PyObject* from, PyObject* name) {
+    PyObject* found = PyObject_GetAttr(from, name);
+    if (!found) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(found);
+  };
+  const py::object memory = get(object, data);
+  const py::tuple sizes = get(object, shape), steps = get(object, strides);
+  const int ndim = static_cast<int>(sizes.size());
+  if (ndim > kMaxRank) value_error("at most 8 dimensions are supported, got " + std::to_string(ndim));
+  tensor_ = {PyLong_AsVoidPtr(get(memory.ptr(), pointer).ptr()),
+             {kDLCUDA, static_cast<int32_t>(PyLong_AsLong(get(memory.ptr(), device_id).ptr()))},
+             ndim,
+             dtype_from_numpy(get(object, dtype).ptr()),
+             shape_,
+             strides_,
+             0};
+  for (int i = 0; i < ndim; ++i) {
+    shape_[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(sizes.ptr(), i));
+    strides_[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(steps.ptr(), i));
+  }
+  if (PyErr_Occurred()) throw py::error_already_set();
+  take_strides_in_bytes(tensor_.dtype.bits / 8);
+  const py::object stream = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(current_stream));
+  if (!stream) throw py::error_already_set();
+  producer_ = {true, PyLong_AsVoidPtr(get(stream.ptr(), pointer).ptr())};
+}
+
+void Array::borrow_cuda_interface(PyObject* object, bool written) {
+  const py::dict face = py::handle(object).attr("__cuda_array_interface__");
+  const py::tuple memory = face["data"];
+  if (written && py::cast<bool>(memory[1])) value_error("is read-only, but it is written");
+  const py::tuple sizes = face["shape"];
+  const int ndim = static_cast<int>(sizes.size());
+  if (ndim > kMaxRank) value_error("at most 8 dimensions are supported, got " + std::to_string(ndim));
+  const py::object dtype = py::module_::import("numpy").attr("dtype")(face["typestr"]);
+  tensor_ = {reinterpret_cast<void*>(py::cast<uintptr_t>(memory[0])), {kDLCUDA, 0}, ndim, dtype_from_numpy(dtype.ptr()),
+             shape_, nullptr, 0};
+  for (int i = 0; i < ndim; ++i) shape_[i] = py::cast<int64_t>(sizes[i]);
+  if (face.contains("strides") && !face["strides"].is_none()) {
+    const py::tuple steps = face["strides"];
+    for (int i = 0; i < ndim; ++i) strides_[i] = py::cast<int64_t>(steps[i]);
+    take_strides_in_bytes(tensor_.dtype.bits / 8);
+  }
+  // the interface names no device: the owner may (Numba: context.device.id)
+  if (has_attribute(object, "gpu_data")) {
+    const py::object context = py::handle(object).attr("gpu_data").attr("context");
+    tensor_.device.device_id = py::cast<int32_t>(context.attr("device").attr("id"));
+  }
+  if (face.contains("stream") && !face["stream"].is_none())
+    producer_ = {true, reinterpret_cast<void*>(py::cast<uintptr_t>(face["stream"]))};
+}
+
+void Array::finish(bool stream_known, void* stream) {
+  if (!pending_) return;
+  py::handle object(pending_);
+  pending_ = nullptr;
+  const py::tuple device = object.attr("__dlpack_device__")();
+  const int type = py::cast<int>(device[0]);
+  py::dict options;
+  if (type == kDLCUDA || type == kDLCUDAManaged) {
+    // CUDA's own numbers: 1 is the legacy default stream, 0 may not be used
+    const auto number = reinterpret_cast<uintptr_t>(stream);
+    if (stream_known) options["stream"] = number ? number : 1;
+  }
+  py::dict versioned = options.attr("copy")();
+  versioned["max_version"] = py::make_tuple(DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION);
+  versioned["copy"] = false;
+  py::object capsule;
+  try {
+    capsule = object.attr("__dlpack__")(**versioned);
+  } catch (py::error_already_set& e) {
+    if (!e.matches(PyExc_TypeError)) throw;
+    capsule = object.attr("__dlpack__")(**options);  // a producer of before DLPack 1.0
+  }
+  uint64_t flags = 0;
+  if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned")) {
+    auto* m = static_cast<DLManagedTensorVersioned*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned"));
+    PyCapsule_SetName(capsule.ptr(), "used_dltensor_versioned");
+    owner_ = capsule.release().ptr();
+    if (m->version.major != DLPACK_MAJOR_VERSION)
+      value_error("exports DLPack version " + std::to_string(m->version.major) + ", which is not known here");
+    flags = m->flags;
+    tensor_ = m->dl_tensor;
+  } else if (PyCapsule_IsValid(capsule.ptr(), "dltensor")) {
+    auto* m = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
+    PyCapsule_SetName(capsule.ptr(), "used_dltensor");
+    owner_ = capsule.release().ptr();
+    tensor_ = m->dl_tensor;
+  } else {
+    type_error("__dlpack__ gave no DLPack capsule");
+  }
+  keep_shape();
+  if (written_ && (flags & DLPACK_FLAG_BITMASK_READ_ONLY)) value_error("is read-only, but it is written");
+  if (flags & DLPACK_FLAG_BITMASK_IS_COPIED) value_error("was copied by its producer, so that a write would be lost");
+}
+
+StreamChoice stream_from(PyObject* object) {
+  if (object == Py_None) return {};
+  if (PyLong_Check(object)) {
+    void* stream = PyLong_AsVoidPtr(object);
+    if (PyErr_Occurred()) throw py::error_already_set();
+    return {true, stream};
+  }
+  py::handle h(object);
+  if (py::hasattr(h, "__cuda_stream__"))
+    return {true, reinterpret_cast<void*>(py::cast<uintptr_t>(py::tuple(h.attr("__cuda_stream__")())[1]))};
+  for (const char* name : {"cuda_stream", "ptr"})  // torch, CuPy
+    if (py::hasattr(h, name)) return {true, reinterpret_cast<void*>(py::cast<uintptr_t>(h.attr(name)))};
+  type_error("stream: must be an int or a stream of CuPy, torch or cuda.core, got " + std::string(Py_TYPE(object)->tp_name));
+}
+
+}  // namespace pykv::python

@@ -1,0 +1,52 @@
+// pykv._C: the C library as positional Python functions.
+#include "op.h"
+#include "pykv/attention.h"
+
+void bind_activation(Module& m);
+void bind_attention(Module& m);
+void bind_cache(Module& m);
+void bind_norm(Module& m);
+void bind_rotary(Module& m);
+
+namespace pykv::python {
+
+PYBIND11_MODULE(_C, m) {
+  bind_pointer(m);
+  m.def("version", pykv_version);
+  m.def("has_cuda", pykv_has_cuda);
+  m.def("cuda_architectures", pykv_cuda_architectures);
+  m.def("cuda_device_count", pykv_cuda_device_count);
+  m.def("get_num_threads", pykv_get_num_threads);
+  m.def("set_num_threads", pykv_set_num_threads);
+  m.def("check_errors", [](int device_type, int device_id) {
+    pykv_status status;
+    {
+      const py::gil_scoped_release released;
+      status = pykv_check_errors({static_cast<DLDeviceType>(device_type), device_id});
+    }
+    if (status == PYKV_OK) return;
+    raise_status(status);
+    throw py::error_already_set();
+  });
+
+  m.def("paged_attention_workspace_size", [](int64_t num_tokens, int64_t num_seqs, int64_t num_heads, int64_t num_kv_heads,
+                                             int64_t head_size, int32_t device_id) {
+    int64_t size = 0;
+    const pykv_status status =
+        pykv_paged_attention_workspace_size(num_tokens, num_seqs, num_heads, num_kv_heads, head_size, device_id, &size);
+    if (status != PYKV_OK) {
+      raise_status(status);
+      throw py::error_already_set();
+    }
+    return size;
+  });
+
+  Module ops(m);
+  bind_activation(ops);
+  bind_attention(ops);
+  bind_cache(ops);
+  bind_norm(ops);
+  bind_rotary(ops);
+}
+
+}  // namespace pykv::python

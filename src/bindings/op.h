@@ -1,0 +1,190 @@
+// One line for each op: everything a Python call needs is deduced from the C declaration.
+//
+//   DLTensor*         an array that is written          const DLTensor*   an array that is read, or a number (a scale)
+//   pykv_tensor_list  a sequence of written arrays      int64_t, double, bool, const char*      as they are
+//   void*             the stream, always last
+//
+// The functions are positional (METH_FASTCALL); names, defaults and meaning are those of the Python function above them.
+#pragma once
+
+#include <array>
+#include <deque>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "array.h"
+
+namespace pykv::python {
+
+// Which argument a conversion was at when it failed.
+struct Failure {
+  const char* op;
+  int position;
+};
+void raise_failure(const Failure& failure);  // from inside a catch block: sets the Python error, with the argument's name
+void raise_status(pykv_status status);       // sets the Python error of the last failing call
+
+// Everything that a call borrows; lives until the call is over.
+class Frame {
+ public:
+  Array& add(PyObject* object, bool written) {
+    Array& a = arrays_.emplace_back();
+    a.borrow(object, written);
+    return a;
+  }
+  std::vector<DLTensor*>& list() { return lists_.emplace_back(); }
+
+  // Decides the stream, orders the producers before it and finishes what had to wait for it.
+  void* resolve_stream(const StreamChoice& choice);
+
+ private:
+  std::deque<Array> arrays_;  // addresses stay
+  std::deque<std::vector<DLTensor*>> lists_;
+};
+
+// Argument<T>: first `take`, in order, then `get` once the stream is known.
+template <class T>
+struct Argument;
+
+template <>
+struct Argument<DLTensor*> {
+  Array* array;
+  void take(Frame& frame, PyObject* object) { array = &frame.add(object, true); }
+  DLTensor* get() { return array->get(); }
+};
+
+template <>
+struct Argument<const DLTensor*> {
+  Array* array;
+  void take(Frame& frame, PyObject* object) { array = &frame.add(object, false); }
+  const DLTensor* get() { return array->get(); }
+};
+
+template <>
+struct Argument<pykv_tensor_list> {
+  std::vector<Array*> arrays;
+  std::vector<DLTensor*>* tensors;
+  void take(Frame& frame, PyObject* object) {
+    if (!PyList_Check(object) && !PyTuple_Check(object)) throw py::type_error("a list or tuple of arrays is required");
+    tensors = &frame.list();
+    for (py::handle item : py::reinterpret_borrow<py::sequence>(object)) arrays.push_back(&frame.add(item.ptr(), true));
+  }
+  pykv_tensor_list get() {
+    for (Array* a : arrays) tensors->push_back(a->get());
+    return {tensors->data(), static_cast<int64_t>(tensors->size())};
+  }
+};
+
+template <>
+struct Argument<int64_t> {
+  int64_t value;
+  void take(Frame&, PyObject* object) {
+    PyObject* number = PyNumber_Index(object);
+    if (!number) throw py::error_already_set();
+    value = PyLong_AsLongLong(number);
+    Py_DECREF(number);
+    if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+  }
+  int64_t get() { return value; }
+};
+
+template <>
+struct Argument<double> {
+  double value;
+  void take(Frame&, PyObject* object) {
+    value = PyFloat_AsDouble(object);
+    if (value == -1.0 && PyErr_Occurred()) throw py::error_already_set();
+  }
+  double get() { return value; }
+};
+
+template <>
+struct Argument<bool> {
+  bool value;
+  void take(Frame&, PyObject* object) {
+    const int truth = PyObject_IsTrue(object);
+    if (truth < 0) throw py::error_already_set();
+    value = truth != 0;
+  }
+  bool get() { return value; }
+};
+
+template <>
+struct Argument<const char*> {
+  const char* value;
+  void take(Frame&, PyObject* object) {
+    value = PyUnicode_Check(object) ? PyUnicode_AsUTF8(object) : nullptr;
+    if (!value) throw py::type_error("a string is required, got " + std::string(Py_TYPE(object)->tp_name));
+  }
+  const char* get() { return value; }
+};
+
+template <>
+struct Argument<void*> {
+  StreamChoice choice;
+  void* stream = nullptr;
+  void take(Frame&, PyObject* object) { choice = stream_from(object); }
+  void* get() { return stream; }
+};
+
+template <auto kOp, class Signature = decltype(kOp)>
+struct Entry;
+
+template <auto kOp, class... Args>
+struct Entry<kOp, pykv_status (*)(Args...)> {
+  static inline const char* name = "";
+
+  static PyObject* call(PyObject*, PyObject* const* objects, Py_ssize_t count) {
+    Failure at{name, -1};
+    try {
+      return run(objects, count, at, std::index_sequence_for<Args...>());
+    } catch (...) {
+      raise_failure(at);
+      return nullptr;
+    }
+  }
+
+  template <size_t... I>
+  static PyObject* run(PyObject* const* objects, Py_ssize_t count, Failure& at, std::index_sequence<I...>) {
+    if (count != sizeof...(Args))
+      throw py::type_error("takes " + std::to_string(sizeof...(Args)) + " arguments, got " + std::to_string(count));
+    Frame frame;
+    std::tuple<Argument<Args>...> arguments;
+    ((at.position = I, std::get<I>(arguments).take(frame, objects[I])), ...);
+    at.position = -1;
+    auto& last = std::get<sizeof...(Args) - 1>(arguments);
+    last.stream = frame.resolve_stream(last.choice);
+    pykv_status status;
+    {
+      const py::gil_scoped_release released;
+      status = kOp(std::get<I>(arguments).get()...);
+    }
+    if (status == PYKV_OK) Py_RETURN_NONE;
+    raise_status(status);
+    return nullptr;
+  }
+};
+
+class Module {
+ public:
+  explicit Module(py::module_& module) : module_(module) {}
+
+  template <auto kOp>
+  void def(const char* name) {
+    Entry<kOp>::name = name;
+    // CPython keeps the definition's address for the life of the process
+    static PyMethodDef definition{name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(Entry<kOp>::call)),
+                                  METH_FASTCALL, nullptr};
+    PyObject* function = PyCFunction_NewEx(&definition, nullptr, nullptr);
+    if (!function) throw py::error_already_set();
+    module_.add_object(name, py::reinterpret_steal<py::object>(function));
+  }
+
+ private:
+  py::module_& module_;
+};
+
+}  // namespace pykv::python
+
+using pykv::python::Module;

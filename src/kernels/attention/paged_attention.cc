@@ -1,0 +1,236 @@
+// The three C entries of paged attention: one args struct, filled from three signatures.
+#include "attention/paged_attention.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/call.h"
+#include "pykv/attention.h"
+
+namespace pykv {
+namespace {
+
+// What all three have in common, by the names of the C declarations.
+struct Inputs {
+  DLTensor* out;
+  const DLTensor *query, *key_cache, *value_cache, *block_tables, *seq_lens, *cu_query_lens, *alibi_slopes, *sinks;
+  const char* kv_cache_dtype;
+  const DLTensor *k_scale, *v_scale;
+};
+
+int64_t x_of(DType type) { return 16 / static_cast<int64_t>(size_of(type)); }
+
+void take_packed(PagedAttentionArgs& a, Tensor key, Tensor value, Dim& blocks, Dim& kv_heads, Dim& head_size) {
+  Dim x{"x = 16 bytes / element size", x_of(key.type())}, chunks{"head_size / x"}, block_size{"block_size"};
+  key.shape(blocks, kv_heads, chunks, block_size, x);
+  if (chunks * x != head_size)
+    key.fail(PYKV_VALUE_ERROR, "dimension 2 must be head_size / x = %lld / %lld, got shape %s",
+             static_cast<long long>(head_size), static_cast<long long>(x), key.shape_string().c_str());
+  key.contiguous_rows();
+  value.shape(blocks, kv_heads, head_size, block_size);
+  a.key = {key.data(), key.stride(0), key.stride(3), key.stride(1), key.stride(2), static_cast<int>(x)};
+  a.value = {value.data(), value.stride(0), value.stride(3), value.stride(1), value.stride(2)};
+  a.block_size = static_cast<int>(block_size);
+}
+
+void take_flash(PagedAttentionArgs& a, Tensor key, Tensor value, Dim& blocks, Dim& kv_heads, Dim& head_size) {
+  Dim block_size{"block_size"};
+  key.shape(blocks, block_size, kv_heads, head_size).contiguous_rows();
+  value.shape(blocks, block_size, kv_heads, head_size).contiguous_rows();
+  const int chunk = static_cast<int>(head_size);
+  a.key = {key.data(), key.stride(0), key.stride(1), key.stride(2), 0, chunk};
+  a.value = {value.data(), value.stride(0), value.stride(1), value.stride(2), 1};
+  a.block_size = static_cast<int>(block_size);
+}
+
+const float* per_head(Call& call, const char* name, const DLTensor* t, Dim& heads) {
+  if (!t) return nullptr;
+  return static_cast<const float*>(call.read(name, t).shape(heads).dtype({DType::kFloat32}).contiguous().data());
+}
+
+PagedAttentionArgs take(Call& call, const Inputs& in, double scale) {
+  PagedAttentionArgs a{};
+  a.op = call.op();
+  Dim tokens{"num_tokens"}, heads{"num_heads"}, head_size{"head_size"}, blocks{"num_blocks"}, kv_heads{"num_kv_heads"};
+  Dim seqs{"num_seqs"}, width{"max_blocks_per_seq"};
+  Tensor query = call.read("query", in.query).shape(tokens, heads, head_size).dtype(kFloats).contiguous_rows();
+  Tensor out = call.write("out", in.out).shape(tokens, heads, head_size).like(query).contiguous_rows().no_overlap_within();
+  Tensor key = call.read("key_cache", in.key_cache).rank_between(4, 5);
+  Tensor value = call.read("value_cache", in.value_cache).like(key);
+  if (key.ndim() == 5) {
+    take_packed(a, key, value, blocks, kv_heads, head_size);
+  } else {
+    take_flash(a, key, value, blocks, kv_heads, head_size);
+  }
+  if (head_size < 1 || head_size > 1024)
+    query.fail(PYKV_NOT_IMPLEMENTED, "head_size must lie between 1 and 1024, got %lld", static_cast<long long>(head_size));
+  if (kv_heads < 1 || heads % kv_heads != 0)
+    query.fail(PYKV_VALUE_ERROR, "num_heads must be a multiple of num_kv_heads = %lld, got %lld",
+               static_cast<long long>(kv_heads), static_cast<long long>(heads));
+  Tensor tables = call.read("block_tables", in.block_tables).shape(seqs, width);
+  Tensor lens = call.read("seq_lens", in.seq_lens).shape(seqs);
+  a.block_tables = tables.index();
+  a.block_table_stride = tables.stride(0);
+  a.seq_lens = lens.index();
+  if (in.cu_query_lens) {
+    Dim seqs_plus_1{"num_seqs + 1", seqs + 1};
+    a.cu_query_lens = call.read("cu_query_lens", in.cu_query_lens).shape(seqs_plus_1).index();
+  } else if (tokens != seqs) {
+    query.fail(PYKV_VALUE_ERROR, "without cu_query_lens there must be one query for each of the %lld sequences, got shape %s",
+               static_cast<long long>(seqs), query.shape_string().c_str());
+  }
+  a.dtype = query.type();
+  a.kv_format = kv_format(in.kv_cache_dtype, key, query.type());
+  a.out = out.data();
+  a.query = query.data();
+  a.out_token_stride = out.stride(0);
+  a.out_head_stride = out.stride(1);
+  a.query_token_stride = query.stride(0);
+  a.query_head_stride = query.stride(1);
+  a.alibi_slopes = per_head(call, "alibi_slopes", in.alibi_slopes, heads);
+  a.sinks = per_head(call, "sinks", in.sinks, heads);
+  // without fp8 the elements are values themselves
+  const bool scaled = a.kv_format != KvFormat::kSame;
+  a.k_scale = call.scale("k_scale", scaled ? in.k_scale : nullptr, kv_heads);
+  a.v_scale = call.scale("v_scale", scaled ? in.v_scale : nullptr, kv_heads);
+  a.num_tokens = tokens;
+  a.num_seqs = seqs;
+  a.num_blocks = blocks;
+  a.max_blocks_per_seq = width;
+  a.max_seq_len = width * a.block_size;
+  a.num_heads = static_cast<int>(heads);
+  a.num_kv_heads = static_cast<int>(kv_heads);
+  a.head_size = static_cast<int>(head_size);
+  a.scale = static_cast<float>(std::isnan(scale) ? 1 / std::sqrt(static_cast<double>(head_size)) : scale);
+  a.causal = true;
+  return a;
+}
+
+void run(Call& call, void* stream, const PagedAttentionArgs& a) {
+  if (a.num_tokens == 0 || a.num_seqs == 0 || a.num_heads == 0) return;
+  call.run(stream, a, paged_attention_cpu, PYKV_CUDA(paged_attention_cuda));
+}
+
+// The arguments that vLLM's entries have beside those of Inputs.
+struct DecodeOptions {
+  int64_t num_kv_heads, block_size, max_seq_len;
+  double scale;
+  BlockSparse sparse;
+};
+
+PagedAttentionArgs take_decode(Call& call, const Inputs& in, const DecodeOptions& options) {
+  PagedAttentionArgs a = take(call, in, options.scale);
+  if (options.num_kv_heads != a.num_kv_heads)
+    fail(PYKV_VALUE_ERROR, "num_kv_heads: must be that of key_cache, %d, got %lld", a.num_kv_heads,
+         static_cast<long long>(options.num_kv_heads));
+  if (options.block_size != a.block_size)
+    fail(PYKV_VALUE_ERROR, "block_size: must be that of key_cache, %d, got %lld", a.block_size,
+         static_cast<long long>(options.block_size));
+  if (options.max_seq_len < 0)
+    fail(PYKV_VALUE_ERROR, "max_seq_len: must not be negative, got %lld", static_cast<long long>(options.max_seq_len));
+  if (options.sparse.vert_stride > 1 && (options.sparse.block_size < 1 || options.sparse.block_size % a.block_size != 0))
+    fail(PYKV_VALUE_ERROR, "blocksparse_block_size: must be a multiple of block_size = %d, got %lld", a.block_size,
+         static_cast<long long>(options.sparse.block_size));
+  a.max_seq_len = std::min(a.max_seq_len, options.max_seq_len);
+  a.denominator_epsilon = 1e-6f;
+  a.sparse = options.sparse;
+  return a;
+}
+
+}  // namespace
+}  // namespace pykv
+
+using namespace pykv;
+
+pykv_status pykv_paged_attention(DLTensor* out, const DLTensor* query, const DLTensor* key_cache,
+                                 const DLTensor* value_cache, const DLTensor* block_tables, const DLTensor* seq_lens,
+                                 const DLTensor* cu_query_lens, double scale, bool causal, int64_t window, double softcap,
+                                 const DLTensor* alibi_slopes, const DLTensor* sinks, const char* kv_cache_dtype,
+                                 const DLTensor* k_scale, const DLTensor* v_scale, DLTensor* lse, DLTensor* workspace,
+                                 void* stream) {
+  return guarded("paged_attention", [&](Call& call) {
+    PagedAttentionArgs a = take(call,
+                                {out, query, key_cache, value_cache, block_tables, seq_lens, cu_query_lens, alibi_slopes,
+                                 sinks, kv_cache_dtype, k_scale, v_scale},
+                                scale);
+    if (window < 0) fail(PYKV_VALUE_ERROR, "window: must be positive, got %lld", static_cast<long long>(window));
+    if (!(softcap >= 0)) fail(PYKV_VALUE_ERROR, "softcap: must be positive, got %g", softcap);
+    a.causal = causal;
+    a.window = window;
+    a.softcap = static_cast<float>(softcap);
+    if (lse) {
+      Dim heads{"num_heads", a.num_heads}, tokens{"num_tokens", a.num_tokens};
+      Tensor t = call.write("lse", lse).shape(heads, tokens).dtype({DType::kFloat32}).no_overlap_within();
+      a.lse = static_cast<float*>(t.data());
+      a.lse_head_stride = t.stride(0);
+      a.lse_token_stride = t.stride(1);
+    }
+    if (workspace) {
+      Tensor t = call.write("workspace", workspace).rank(1).contiguous();
+      a.workspace = t.data();
+      a.workspace_size = t.numel() * static_cast<int64_t>(size_of(t.type()));
+      if (reinterpret_cast<uintptr_t>(a.workspace) % 256 != 0)
+        t.fail(PYKV_VALUE_ERROR, "must be aligned to 256 bytes, got address %p", a.workspace);
+    }
+    run(call, stream, a);
+  });
+}
+
+pykv_status pykv_paged_attention_workspace_size(int64_t num_tokens, int64_t num_seqs, int64_t num_heads,
+                                                int64_t num_kv_heads, int64_t head_size, int32_t device_id,
+                                                int64_t* size) {
+  return guarded("paged_attention_workspace_size", [&](Call&) {
+    if (num_tokens < 0 || num_seqs < 0 || num_heads < 1 || num_kv_heads < 1 || head_size < 1)
+      fail(PYKV_VALUE_ERROR, "sizes must be positive, got num_tokens %lld, num_seqs %lld, num_heads %lld, num_kv_heads %lld, "
+           "head_size %lld", static_cast<long long>(num_tokens), static_cast<long long>(num_seqs),
+           static_cast<long long>(num_heads), static_cast<long long>(num_kv_heads), static_cast<long long>(head_size));
+#if defined(PYKV_WITH_CUDA)
+    *size = paged_attention_workspace_cuda(num_tokens, num_seqs, static_cast<int>(num_heads),
+                                           static_cast<int>(num_kv_heads), static_cast<int>(head_size), device_id);
+#else
+    (void)device_id;
+    (void)size;
+    Call::no_cuda();
+#endif
+  });
+}
+
+pykv_status pykv_paged_attention_v1(DLTensor* out, const DLTensor* query, const DLTensor* key_cache,
+                                    const DLTensor* value_cache, int64_t num_kv_heads, double scale,
+                                    const DLTensor* block_tables, const DLTensor* seq_lens, int64_t block_size,
+                                    int64_t max_seq_len, const DLTensor* alibi_slopes, const char* kv_cache_dtype,
+                                    const DLTensor* k_scale, const DLTensor* v_scale, int64_t tp_rank,
+                                    int64_t blocksparse_local_blocks, int64_t blocksparse_vert_stride,
+                                    int64_t blocksparse_block_size, int64_t blocksparse_head_sliding_step,
+                                    void* stream) {
+  return guarded("paged_attention_v1", [&](Call& call) {
+    const Inputs in = {out,     query,        key_cache, value_cache,    block_tables, seq_lens,
+                       nullptr, alibi_slopes, nullptr,   kv_cache_dtype, k_scale,      v_scale};
+    const BlockSparse sparse = {tp_rank, blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
+                                blocksparse_head_sliding_step};
+    run(call, stream, take_decode(call, in, {num_kv_heads, block_size, max_seq_len, scale, sparse}));
+  });
+}
+
+pykv_status pykv_paged_attention_v2(DLTensor* out, DLTensor* exp_sum, DLTensor* max_logits, DLTensor* tmp_out,
+                                    const DLTensor* query, const DLTensor* key_cache, const DLTensor* value_cache,
+                                    int64_t num_kv_heads, double scale, const DLTensor* block_tables,
+                                    const DLTensor* seq_lens, int64_t block_size, int64_t max_seq_len,
+                                    const DLTensor* alibi_slopes, const char* kv_cache_dtype, const DLTensor* k_scale,
+                                    const DLTensor* v_scale, int64_t tp_rank, int64_t blocksparse_local_blocks,
+                                    int64_t blocksparse_vert_stride, int64_t blocksparse_block_size,
+                                    int64_t blocksparse_head_sliding_step, void* stream) {
+  return guarded("paged_attention_v2", [&](Call& call) {
+    const Inputs in = {out,     query,        key_cache, value_cache,    block_tables, seq_lens,
+                       nullptr, alibi_slopes, nullptr,   kv_cache_dtype, k_scale,      v_scale};
+    const BlockSparse sparse = {tp_rank, blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
+                                blocksparse_head_sliding_step};
+    const PagedAttentionArgs a = take_decode(call, in, {num_kv_heads, block_size, max_seq_len, scale, sparse});
+    Dim seqs{"num_seqs", a.num_seqs}, heads{"num_heads", a.num_heads}, head_size{"head_size", a.head_size};
+    Dim parts{"ceil(max_seq_len / 512)", (max_seq_len + 511) / 512};
+    call.write("exp_sum", exp_sum).shape(seqs, heads, parts).dtype({DType::kFloat32});
+    call.write("max_logits", max_logits).shape(seqs, heads, parts).dtype({DType::kFloat32});
+    call.write("tmp_out", tmp_out).shape(seqs, heads, parts, head_size).dtype({a.dtype});
+    run(call, stream, a);
+  });
+}

@@ -1,0 +1,95 @@
+#include "core/call.h"
+
+#include <cinttypes>
+#include <cstdlib>
+#include <cstring>
+
+#if defined(PYKV_WITH_CUDA)
+#include "cuda/device.h"
+#endif
+
+namespace pykv {
+
+Tensor Call::on_device(Tensor t) {
+  const DLDevice d = t.device();
+  if (!device_known_) {
+    device_ = d;
+    device_known_ = true;
+  } else if (d.device_type != device_.device_type || d.device_id != device_.device_id) {
+    const auto name = [](DLDevice x) {
+      return x.device_type == kDLCPU ? std::string("cpu") : "cuda:" + std::to_string(x.device_id);
+    };
+    t.fail(PYKV_VALUE_ERROR, "must lie on %s like the arguments before it, got %s", name(device_).c_str(), name(d).c_str());
+  }
+  return t;
+}
+
+Scale Call::scale(const char* name, const DLTensor* t, int64_t heads) {
+  Scale s{nullptr, 0, {1.0f}};
+  if (!t) return s;
+  Tensor x(name, t);
+  x.rank_between(0, 1).dtype({DType::kFloat32});
+  const int64_t count = x.numel();
+  if (count != 1 && count != heads)
+    x.fail(PYKV_VALUE_ERROR, heads == 1 ? "must have 1 element, got shape %s"
+                                        : "must have 1 element, or one for each of the %2$" PRId64 " heads, got shape %1$s",
+           x.shape_string().c_str(), heads);
+  const int64_t step = count == 1 ? 0 : x.stride(0);
+  if (x.device().device_type == kDLCUDA) {
+    on_device(x);
+    return {static_cast<const float*>(x.data()), step, {}};
+  }
+  const float* host = static_cast<const float*>(x.data());
+  if (!on_cuda()) return {host, step, {}};
+  if (count > Scale::kMaxOnHost)
+    x.fail(PYKV_NOT_IMPLEMENTED, "more than %d scales must lie on the device, got %" PRId64 " on the host", Scale::kMaxOnHost,
+           count);
+  s.stride = count > 1;
+  for (int64_t i = 0; i < count; ++i) s.values[i] = host[i * step];
+  return s;
+}
+
+void Call::no_cuda() {
+  fail(PYKV_NOT_IMPLEMENTED, "got CUDA arrays, but this pykv was built without CUDA (PYKV_CUDA=OFF)");
+}
+
+std::string describe(const ErrorWord& word) {
+  return std::string(word.what) + ": " + std::to_string(word.value) + " is out of range [0, " +
+         std::to_string(word.bound) + "); it was skipped";
+}
+
+void Call::fail_out_of_range(const ErrorWord& word) {
+  // `what` is "op: argument"; the door puts the op before every message, so it is left out here
+  const std::string message = describe(word);
+  throw Error(PYKV_VALUE_ERROR, message.substr(message.find(": ") + 2));
+}
+
+#if defined(PYKV_WITH_CUDA)
+
+Call::CudaScope::CudaScope(const Call& call, void* stream) {
+  const int device = call.device().device_id;
+  previous_ = enter_device(device);
+  launch_ = {stream, device, error_word(device)};
+}
+
+Call::CudaScope::~CudaScope() { leave_device(previous_); }
+
+void Call::CudaScope::finish() {
+  static const bool check_each_call = [] {
+    const char* wanted = std::getenv("PYKV_CHECK");
+    return wanted && std::strcmp(wanted, "sync") == 0;
+  }();
+  if (!check_each_call || is_capturing(launch_.stream)) return;
+  const ErrorWord word = take_error_word(launch_.device);
+  if (word.claimed) fail_out_of_range(word);
+}
+
+#else
+
+Call::CudaScope::CudaScope(const Call&, void*) : launch_{} {}
+Call::CudaScope::~CudaScope() = default;
+void Call::CudaScope::finish() {}
+
+#endif
+
+}  // namespace pykv

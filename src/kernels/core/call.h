@@ -1,0 +1,103 @@
+// The front desk: what stands between the C door and the kernels of an op.
+//
+//   return guarded("rms_norm", [&](Call& call) {
+//     Dim hidden{"hidden_size"};
+//     Tensor x = call.read("input", input).dtype(kFloats).last_dim(hidden).contiguous_rows();
+//     ...
+//     call.run(stream, RmsNormArgs{...}, rms_norm_cpu, PYKV_CUDA(rms_norm_cuda));
+//   });
+#pragma once
+
+#include <type_traits>
+
+#include "core/check.h"
+#include "core/launch.h"
+
+namespace pykv {
+
+// In a build without CUDA the CUDA twins do not exist.
+#if defined(PYKV_WITH_CUDA)
+#define PYKV_CUDA(f) f
+#else
+#define PYKV_CUDA(f) nullptr
+#endif
+
+template <class Args>
+using Twin = void (*)(const Args&, const Launch&);
+
+// "op: argument: 99 is out of range [0, 64); it was skipped"
+std::string describe(const ErrorWord& word);
+
+class Call {
+ public:
+  explicit Call(const char* op) : op_(op) {}
+
+  // An array on the device of the call.  The first array that names a device decides it.
+  Tensor read(const char* name, const DLTensor* t) { return on_device(Tensor(name, t)); }
+  Tensor write(const char* name, DLTensor* t) { return on_device(Tensor(name, t)); }
+  // An array anywhere: the op looks after its device itself.
+  Tensor anywhere(const char* name, const DLTensor* t) { return Tensor(name, t); }
+
+  // A scale, or one for each of `heads`: on the device of the call or on the host; null means 1.
+  Scale scale(const char* name, const DLTensor* t, int64_t heads);
+
+  const char* op() const { return op_; }
+  bool on_cuda() const { return device_.device_type == kDLCUDA; }
+  DLDevice device() const { return device_; }
+  void set_device(DLDevice device) { device_ = device; }
+
+  template <class Args>
+  void run(void* stream, const Args& args, std::type_identity_t<Twin<Args>> cpu, std::type_identity_t<Twin<Args>> cuda) {
+    if (on_cuda()) {
+      if (!cuda) no_cuda();
+      CudaScope scope(*this, stream);
+      cuda(args, scope.launch());
+      scope.finish();
+    } else {
+      ErrorWord word{};
+      cpu(args, Launch{nullptr, 0, &word});
+      if (word.claimed) fail_out_of_range(word);
+    }
+  }
+
+  [[noreturn]] static void no_cuda();
+  [[noreturn]] static void fail_out_of_range(const ErrorWord& word);
+
+ private:
+  // Switches to the device of the call and back; with PYKV_CHECK=sync reads the error word at the end.
+  class CudaScope {
+   public:
+    CudaScope(const Call& call, void* stream);
+    ~CudaScope();
+    const Launch& launch() const { return launch_; }
+    void finish();
+
+   private:
+    Launch launch_;
+    int previous_ = -1;
+  };
+
+  Tensor on_device(Tensor t);
+
+  const char* op_;
+  DLDevice device_{kDLCPU, -1};
+  bool device_known_ = false;
+};
+
+// Runs an entry: exceptions become a status and a message that starts with the op's name.
+template <class Body>
+pykv_status guarded(const char* op, Body&& body) {
+  try {
+    Call call(op);
+    body(call);
+    return PYKV_OK;
+  } catch (const Error& e) {
+    return set_last_error(e.status(), std::string(op) + ": " + e.what());
+  } catch (const std::exception& e) {
+    return set_last_error(PYKV_RUNTIME_ERROR, std::string(op) + ": " + e.what());
+  } catch (...) {
+    return set_last_error(PYKV_RUNTIME_ERROR, std::string(op) + ": unknown failure");
+  }
+}
+
+}  // namespace pykv

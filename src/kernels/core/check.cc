@@ -1,0 +1,234 @@
+#include "core/check.h"
+
+#include <cinttypes>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+
+namespace pykv {
+namespace {
+
+DType to_dtype(DLDataType t) {
+  if (t.lanes != 1) return DType::kOther;
+  switch (t.code) {
+    case kDLFloat:
+      return t.bits == 32 ? DType::kFloat32 : t.bits == 16 ? DType::kFloat16 : DType::kOther;
+    case kDLBfloat:
+      return t.bits == 16 ? DType::kBFloat16 : DType::kOther;
+    case kDLInt:
+      return t.bits == 64 ? DType::kInt64 : t.bits == 32 ? DType::kInt32 : t.bits == 8 ? DType::kInt8 : DType::kOther;
+    case kDLUInt:
+      return t.bits == 8 ? DType::kUInt8 : DType::kOther;
+    case kDLFloat8_e4m3fn:
+      return DType::kFloat8E4M3;
+    case kDLFloat8_e5m2:
+      return DType::kFloat8E5M2;
+    default:
+      return DType::kOther;
+  }
+}
+
+const char* kind_of(DLDataType t) {
+  switch (t.code) {
+    case kDLInt:
+      return "int";
+    case kDLUInt:
+      return "uint";
+    case kDLFloat:
+      return "float";
+    case kDLBfloat:
+      return "bfloat";
+    case kDLComplex:
+      return "complex";
+    case kDLBool:
+      return "bool";
+    default:
+      return "DLPack type code";
+  }
+}
+
+std::string list_of(std::initializer_list<DType> types) {
+  std::string s;
+  for (DType t : types) s += (s.empty() ? "" : " or ") + std::string(name_of(t));
+  return s;
+}
+
+}  // namespace
+
+Tensor::Tensor(const char* name, const DLTensor* t) : name_(name) {
+  if (!t) pykv::fail(PYKV_TYPE_ERROR, "%s: an array is required, got None", name);
+  if (t->ndim < 0 || t->ndim > kMaxRank)
+    pykv::fail(PYKV_VALUE_ERROR, "%s: at most %d dimensions are supported, got %d", name, kMaxRank, t->ndim);
+  ndim_ = t->ndim;
+  shape_ = t->shape;
+  dtype_ = to_dtype(t->dtype);
+  if (dtype_ == DType::kOther)
+    pykv::fail(PYKV_TYPE_ERROR, "%s: elements of %s%d are not supported", name, kind_of(t->dtype), t->dtype.bits);
+  data_ = static_cast<char*>(t->data) + t->byte_offset;
+  switch (t->device.device_type) {
+    case kDLCPU:
+    case kDLCUDAHost:
+      device_ = {kDLCPU, 0};
+      break;
+    case kDLCUDA:
+    case kDLCUDAManaged:
+      device_ = {kDLCUDA, t->device.device_id};
+      break;
+    default:
+      pykv::fail(PYKV_VALUE_ERROR, "%s: must lie on the CPU or on a CUDA device, got DLPack device type %d", name,
+                 static_cast<int>(t->device.device_type));
+  }
+  int64_t compact = 1;
+  for (int i = ndim_ - 1; i >= 0; --i) {
+    if (shape_[i] < 0) pykv::fail(PYKV_VALUE_ERROR, "%s: dimension %d is negative: %" PRId64, name, i, shape_[i]);
+    // the stride of a dimension of one element says nothing: make it what a compact array would have
+    strides_[i] = t->strides && shape_[i] != 1 ? t->strides[i] : compact;
+    compact *= shape_[i] > 0 ? shape_[i] : 1;
+  }
+  if (!t->data && numel() > 0)
+    pykv::fail(PYKV_VALUE_ERROR, "%s: has shape %s but no memory (a fake, lazy or freed array?)", name,
+               shape_string().c_str());
+}
+
+void Tensor::fail(pykv_status status, const char* format, ...) const {
+  char buffer[896];
+  va_list args;
+  va_start(args, format);
+  std::vsnprintf(buffer, sizeof buffer, format, args);
+  va_end(args);
+  pykv::fail(status, "%s: %s", name_, buffer);
+}
+
+std::string Tensor::shape_string() const {
+  std::string s = "[";
+  for (int i = 0; i < ndim_; ++i) s += (i ? ", " : "") + std::to_string(shape_[i]);
+  return s + "]";
+}
+
+int64_t Tensor::numel() const {
+  int64_t n = 1;
+  for (int i = 0; i < ndim_; ++i) n *= shape_[i];
+  return n;
+}
+
+Tensor& Tensor::rank(int wanted) { return rank_between(wanted, wanted); }
+
+Tensor& Tensor::rank_between(int low, int high) {
+  if (ndim_ >= low && ndim_ <= high) return *this;
+  if (low == high) fail(PYKV_VALUE_ERROR, "must have %d dimensions, got shape %s", low, shape_string().c_str());
+  fail(PYKV_VALUE_ERROR, "must have %d to %d dimensions, got shape %s", low, high, shape_string().c_str());
+}
+
+Tensor& Tensor::dim(int axis, Dim& d) {
+  const int at = axis < 0 ? axis + ndim_ : axis;
+  if (at < 0 || at >= ndim_)
+    fail(PYKV_VALUE_ERROR, "must have a dimension for %s, got shape %s", d.name(), shape_string().c_str());
+  if (!d.bound()) {
+    d.bind(shape_[at]);
+  } else if (shape_[at] != d) {
+    fail(PYKV_VALUE_ERROR, "dimension %d must equal %s = %" PRId64 ", got shape %s", at, d.name(),
+         static_cast<int64_t>(d), shape_string().c_str());
+  }
+  return *this;
+}
+
+Tensor& Tensor::dtype(std::initializer_list<DType> allowed) {
+  for (DType t : allowed)
+    if (t == dtype_) return *this;
+  fail(PYKV_TYPE_ERROR, "dtype must be %s, got %s", list_of(allowed).c_str(), name_of(dtype_));
+}
+
+Tensor& Tensor::like(const Tensor& other) {
+  if (dtype_ != other.dtype_)
+    fail(PYKV_TYPE_ERROR, "dtype must be that of %s, %s, got %s", other.name_, name_of(other.dtype_), name_of(dtype_));
+  return *this;
+}
+
+Tensor& Tensor::same_shape(const Tensor& other) {
+  if (ndim_ != other.ndim_ || (ndim_ && std::memcmp(shape_, other.shape_, ndim_ * sizeof(int64_t)) != 0))
+    fail(PYKV_VALUE_ERROR, "must have the shape of %s, %s, got %s", other.name_, other.shape_string().c_str(),
+         shape_string().c_str());
+  return *this;
+}
+
+Tensor& Tensor::contiguous_rows() {
+  if (ndim_ > 0 && numel() > 0 && strides_[ndim_ - 1] != 1)
+    fail(PYKV_VALUE_ERROR, "the last dimension must be contiguous (stride 1), got stride %" PRId64, strides_[ndim_ - 1]);
+  return *this;
+}
+
+Tensor& Tensor::contiguous() {
+  int64_t compact = 1;
+  for (int i = ndim_ - 1; i >= 0 && numel() > 0; --i) {
+    if (strides_[i] != compact)
+      fail(PYKV_VALUE_ERROR, "must be contiguous, got stride %" PRId64 " for dimension %d of shape %s", strides_[i], i,
+           shape_string().c_str());
+    compact *= shape_[i];
+  }
+  return *this;
+}
+
+Tensor& Tensor::no_overlap_within() {
+  for (int i = 0; i < ndim_; ++i)
+    if (shape_[i] > 1 && strides_[i] == 0 && numel() > 0)
+      fail(PYKV_VALUE_ERROR, "is written, but dimension %d of shape %s has stride 0 (an expanded view?)", i,
+           shape_string().c_str());
+  return *this;
+}
+
+Index Tensor::index() {
+  dtype({DType::kInt64, DType::kInt32});
+  return {data_, ndim_ ? strides_[ndim_ - 1] : 1, dtype_ == DType::kInt64};
+}
+
+Rows Tensor::rows() const {
+  int64_t sizes[3] = {1, 1, 1}, strides[3] = {0, 0, 0};  // innermost first
+  int used = 0;
+  for (int i = ndim_ - 2; i >= 0; --i) {
+    if (shape_[i] == 1) continue;
+    if (used > 0 && strides_[i] == sizes[used - 1] * strides[used - 1]) {
+      sizes[used - 1] *= shape_[i];
+      continue;
+    }
+    if (used == 3) fail(PYKV_NOT_IMPLEMENTED, "at most 3 leading dimensions with independent strides are supported");
+    sizes[used] = shape_[i];
+    strides[used++] = strides_[i];
+  }
+  switch (used) {
+    case 0:
+    case 1:
+      return {1, 1, strides[0], 0, 0};
+    case 2:
+      return {1, sizes[0], strides[1], 0, strides[0]};
+    default:
+      return {sizes[1], sizes[0], strides[2], strides[1], strides[0]};
+  }
+}
+
+KvFormat kv_format(const char* name, const Tensor& cache, DType data) {
+  const auto is = [&](const char* s) { return std::strcmp(name, s) == 0; };
+  const auto wants = [&](DType wanted) {
+    if (data != wanted)
+      fail(PYKV_TYPE_ERROR, "kv_cache_dtype: '%s' needs data of that dtype, got %s", name, name_of(data));
+  };
+  if (is("auto") || is("float16") || is("bfloat16") || is("float32")) {
+    if (is("float16")) wants(DType::kFloat16);
+    if (is("bfloat16")) wants(DType::kBFloat16);
+    if (is("float32")) wants(DType::kFloat32);
+    if (cache.type() != data)
+      cache.fail(PYKV_TYPE_ERROR, "dtype must be that of the data, %s, for kv_cache_dtype '%s', got %s", name_of(data), name,
+                 name_of(cache.type()));
+    return KvFormat::kSame;
+  }
+  const bool e4m3 = is("fp8") || is("fp8_e4m3"), e5m2 = is("fp8_e5m2");
+  if (!e4m3 && !e5m2)
+    fail(PYKV_VALUE_ERROR,
+         "kv_cache_dtype: must be 'auto', 'float16', 'bfloat16', 'float32', 'fp8', 'fp8_e4m3' or 'fp8_e5m2', got '%s'", name);
+  const DType own = e4m3 ? DType::kFloat8E4M3 : DType::kFloat8E5M2;
+  if (cache.type() != own && cache.type() != DType::kUInt8 && cache.type() != DType::kInt8)
+    cache.fail(PYKV_TYPE_ERROR, "dtype must be %s or uint8 for kv_cache_dtype '%s', got %s", name_of(own), name,
+               name_of(cache.type()));
+  return e4m3 ? KvFormat::kE4M3 : KvFormat::kE5M2;
+}
+
+}  // namespace pykv

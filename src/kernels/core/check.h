@@ -1,0 +1,86 @@
+// Checks that read as the contract.  A message names the argument, what was wanted and what came.
+#pragma once
+
+#include <initializer_list>
+#include <string>
+
+#include "core/args.h"
+#include "core/error.h"
+
+namespace pykv {
+
+// A symbolic size: the first array that has it binds it, all others must agree.
+class Dim {
+ public:
+  explicit Dim(const char* name) : name_(name) {}
+  Dim(const char* name, int64_t value) : name_(name), value_(value) {}
+  operator int64_t() const { return value_; }
+  const char* name() const { return name_; }
+  bool bound() const { return value_ >= 0; }
+  void bind(int64_t value) { value_ = value; }
+
+ private:
+  const char* name_;
+  int64_t value_ = -1;
+};
+
+inline constexpr std::initializer_list<DType> kFloats = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+
+// An argument under inspection: a DLTensor with its name, its dtype and its strides spelled out.  A null argument fails
+// on construction; ask `if (alibi_slopes)` first where an argument is optional.
+class Tensor {
+ public:
+  static constexpr int kMaxRank = 8;
+
+  Tensor(const char* name, const DLTensor* t);
+
+  // Checks; each returns the tensor, so that they chain.
+  template <class... Dims>
+  Tensor& shape(Dims&... dims) {
+    rank(sizeof...(Dims));
+    int axis = 0;
+    (dim(axis++, dims), ...);
+    return *this;
+  }
+  Tensor& rank(int wanted);
+  Tensor& rank_between(int low, int high);
+  Tensor& dim(int axis, Dim& d);  // axis < 0 counts from the end
+  Tensor& last_dim(Dim& d) { return dim(-1, d); }
+  Tensor& dtype(std::initializer_list<DType> allowed);
+  Tensor& like(const Tensor& other);        // the same dtype
+  Tensor& same_shape(const Tensor& other);  // and the same rank
+  Tensor& contiguous_rows();                // the last dimension has stride 1
+  Tensor& contiguous();
+  Tensor& no_overlap_within();  // an array to be written: no two elements at one address (stride 0)
+
+  const char* name() const { return name_; }
+  DType type() const { return dtype_; }
+  DLDevice device() const { return device_; }  // kDLCPU or kDLCUDA
+  int ndim() const { return ndim_; }
+  int64_t size(int axis) const { return shape_[axis < 0 ? axis + ndim_ : axis]; }
+  int64_t stride(int axis) const { return strides_[axis < 0 ? axis + ndim_ : axis]; }  // elements
+  int64_t numel() const;
+  void* data() const { return data_; }
+
+  // A one-dimensional (or scalar) array of int32 or int64 ids.
+  Index index();
+  // All but the last dimension, as numbered rows.
+  Rows rows() const;
+
+  std::string shape_string() const;
+  [[noreturn]] __attribute__((format(printf, 3, 4))) void fail(pykv_status status, const char* format, ...) const;
+
+ private:
+  const char* name_;
+  void* data_;
+  DLDevice device_;
+  DType dtype_;
+  int ndim_;
+  const int64_t* shape_;
+  int64_t strides_[kMaxRank];
+};
+
+// What a cache of the given kv_cache_dtype string holds, checked against the dtypes of the cache and of the data.
+KvFormat kv_format(const char* kv_cache_dtype, const Tensor& cache, DType data);
+
+}  // namespace pykv

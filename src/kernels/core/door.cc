@@ -1,0 +1,51 @@
+// The entries of base.h: everything of the C ABI that is not an operation.
+#include "core/call.h"
+#include "cpu/parallel.h"
+#if defined(PYKV_WITH_CUDA)
+#include "cuda/device.h"
+#endif
+
+using pykv::Call;
+using pykv::fail;
+using pykv::guarded;
+
+int32_t pykv_version() { return PYKV_VERSION_MAJOR * 10000 + PYKV_VERSION_MINOR * 100 + PYKV_VERSION_PATCH; }
+
+int32_t pykv_get_num_threads() { return pykv::num_threads(); }
+void pykv_set_num_threads(int32_t num_threads) { pykv::set_num_threads(num_threads); }
+
+#if defined(PYKV_WITH_CUDA)
+
+bool pykv_has_cuda() { return true; }
+const char* pykv_cuda_architectures() { return PYKV_CUDA_ARCHITECTURES; }
+int32_t pykv_cuda_device_count() { return pykv::device_count(); }
+
+pykv_status pykv_check_errors(DLDevice device) {
+  if (device.device_type != kDLCUDA && device.device_type != kDLCUDAManaged) return PYKV_OK;
+  pykv::ErrorWord word{};
+  const pykv_status status = guarded("check_errors", [&](Call&) { word = pykv::take_error_word(device.device_id); });
+  if (status != PYKV_OK || !word.claimed) return status;
+  return pykv::set_last_error(PYKV_VALUE_ERROR, pykv::describe(word));
+}
+
+pykv_status pykv_stream_wait(DLDevice device, void* stream, void* producer) {
+  return guarded("stream_wait", [&](Call&) { pykv::stream_wait(device.device_id, stream, producer); });
+}
+
+#else
+
+bool pykv_has_cuda() { return false; }
+const char* pykv_cuda_architectures() { return ""; }
+int32_t pykv_cuda_device_count() { return 0; }
+
+pykv_status pykv_check_errors(DLDevice device) {
+  return guarded("check_errors", [&](Call&) {
+    if (device.device_type != kDLCPU && device.device_type != kDLCUDAHost) Call::no_cuda();
+  });
+}
+
+pykv_status pykv_stream_wait(DLDevice, void*, void*) {
+  return guarded("stream_wait", [](Call&) { Call::no_cuda(); });
+}
+
+#endif

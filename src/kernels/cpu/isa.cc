@@ -1,0 +1,28 @@
+#include "cpu/isa.h"
+
+#include <cstdlib>
+#include <cstring>
+
+namespace pykv {
+
+Isa cpu_isa() {
+  static const Isa isa = [] {
+    Isa best = Isa::kBase;
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")) {
+      best = Isa::kAvx2;
+      if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd"))
+        best = Isa::kAvx512;
+    }
+    if (const char* wanted = std::getenv("PYKV_ISA")) {
+      if (std::strcmp(wanted, "base") == 0) best = Isa::kBase;
+      if (std::strcmp(wanted, "avx2") == 0 && best == Isa::kAvx512) best = Isa::kAvx2;
+    }
+#endif
+    return best;
+  }();
+  return isa;
+}
+
+}  // namespace pykv

@@ -1,0 +1,38 @@
+// CPU twins are compiled once for each instruction set from one source and chosen at run time.
+//
+// A twin lives in namespace pykv::PYKV_ISA; helpers it includes must be in that namespace (or static), since a weak
+// inline symbol compiled for AVX-512 could otherwise be the one that an old CPU runs.
+#pragma once
+
+#include "core/launch.h"
+
+namespace pykv {
+
+enum class Isa { kBase, kAvx2, kAvx512 };
+
+// The best instruction set of this machine; PYKV_ISA=base|avx2|avx512 in the environment lowers it.
+Isa cpu_isa();
+
+}  // namespace pykv
+
+// Declares the twins of one op and the function that runs the one for this machine.
+#if defined(__x86_64__)
+#define PYKV_CPU_TWIN(NAME, ARGS)                                     \
+  namespace base { void NAME(const ARGS& args, const Launch& launch); }   \
+  namespace avx2 { void NAME(const ARGS& args, const Launch& launch); }   \
+  namespace avx512 { void NAME(const ARGS& args, const Launch& launch); } \
+  inline void NAME(const ARGS& args, const Launch& launch) {          \
+    switch (cpu_isa()) {                                              \
+      case Isa::kAvx512:                                              \
+        return avx512::NAME(args, launch);                            \
+      case Isa::kAvx2:                                                \
+        return avx2::NAME(args, launch);                              \
+      default:                                                        \
+        return base::NAME(args, launch);                              \
+    }                                                                 \
+  }
+#else
+#define PYKV_CPU_TWIN(NAME, ARGS)                                   \
+  namespace base { void NAME(const ARGS& args, const Launch& launch); } \
+  inline void NAME(const ARGS& args, const Launch& launch) { base::NAME(args, launch); }
+#endif

@@ -1,0 +1,115 @@
+#include "cuda/device.h"
+
+#include <atomic>
+
+#include "core/call.h"
+#include "cuda/launch.h"
+
+namespace pykv {
+namespace {
+
+constexpr int kMaxDevices = 64;
+
+// Static storage of the module: zero from the start and never allocated, so its first use may lie in a graph capture.
+__device__ ErrorWord device_error_word;
+
+// Things that a capture would refuse in other modes: loading a module, asking for an address.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+void check_device(int device) {
+  if (device < 0 || device >= kMaxDevices) fail(PYKV_VALUE_ERROR, "CUDA device %d does not exist", device);
+}
+
+}  // namespace
+
+int device_count() {
+  int n = 0;
+  if (cudaGetDeviceCount(&n) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  return n;
+}
+
+int num_sms(int device) {
+  static std::atomic<int> cached[kMaxDevices];
+  check_device(device);
+  int n = cached[device].load(std::memory_order_relaxed);
+  if (n == 0) {
+    cuda_check(cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+    cached[device].store(n, std::memory_order_relaxed);
+  }
+  return n;
+}
+
+int enter_device(int device) {
+  int previous = -1;
+  const cudaError_t status = cudaGetDevice(&previous);
+  if (status == cudaErrorInsufficientDriver || status == cudaErrorNoDevice) {
+    cudaGetLastError();
+    fail(PYKV_RUNTIME_ERROR, "no CUDA device can be used here: %s", cudaGetErrorString(status));
+  }
+  cuda_check(status, "cudaGetDevice");
+  if (previous != device) cuda_check(cudaSetDevice(device), "cudaSetDevice");
+  return previous == device ? -1 : previous;
+}
+
+void leave_device(int previous) {
+  if (previous >= 0) cudaSetDevice(previous);
+}
+
+bool is_capturing(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cuda_check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+ErrorWord* error_word(int device) {
+  static std::atomic<ErrorWord*> cached[kMaxDevices];
+  check_device(device);
+  ErrorWord* word = cached[device].load(std::memory_order_acquire);
+  if (!word) {
+    RelaxedCapture relaxed;
+    cuda_check(cudaGetSymbolAddress(reinterpret_cast<void**>(&word), device_error_word), "cudaGetSymbolAddress");
+    cached[device].store(word, std::memory_order_release);
+  }
+  return word;
+}
+
+ErrorWord take_error_word(int device) {
+  const int previous = enter_device(device);
+  ErrorWord word{};
+  const ErrorWord clear{};
+  ErrorWord* on_device = error_word(device);
+  cudaError_t status = cudaDeviceSynchronize();
+  if (status == cudaSuccess) status = cudaMemcpy(&word, on_device, sizeof word, cudaMemcpyDeviceToHost);
+  if (status == cudaSuccess && word.claimed) status = cudaMemcpy(on_device, &clear, sizeof clear, cudaMemcpyHostToDevice);
+  leave_device(previous);
+  cuda_check(status, "reading the error word");
+  return word;
+}
+
+void stream_wait(int device, void* stream, void* producer) {
+  const int previous = enter_device(device);
+  cudaEvent_t event = nullptr;
+  cudaError_t status = cudaErrorStreamCaptureUnsupported;
+  if (!is_capturing(stream) && !is_capturing(producer)) {
+    status = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+    if (status == cudaSuccess) status = cudaEventRecord(event, static_cast<cudaStream_t>(producer));
+    if (status == cudaSuccess) status = cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), event, 0);
+    if (event) cudaEventDestroy(event);  // freed by the runtime once it has fired
+  }
+  leave_device(previous);
+  if (status == cudaErrorStreamCaptureUnsupported)
+    fail(PYKV_RUNTIME_ERROR, "arrays of two streams cannot be ordered inside a graph capture");
+  cuda_check(status, "ordering two streams");
+}
+
+}  // namespace pykv

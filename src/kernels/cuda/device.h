@@ -1,0 +1,24 @@
+// Devices and streams for code that is compiled without CUDA headers.
+#pragma once
+
+#include "core/launch.h"
+
+namespace pykv {
+
+int device_count();  // 0 without a driver
+int num_sms(int device);
+
+// Makes `device` current and returns the one that was; leave_device goes back.
+int enter_device(int device);
+void leave_device(int previous);
+
+bool is_capturing(void* stream);
+
+// The error word of a device: device memory that lives as long as the process.
+ErrorWord* error_word(int device);
+// Waits for the device, reads its error word and clears it.
+ErrorWord take_error_word(int device);
+
+void stream_wait(int device, void* stream, void* producer);
+
+}  // namespace pykv

@@ -1,0 +1,102 @@
+/* Attention over a paged KV cache.
+ *
+ * Layouts of the caches, NB blocks of BS tokens, x = 16 bytes / element size:
+ *   flash   key_cache and value_cache [NB, BS, num_kv_heads, head_size], innermost contiguous; NHD, or HND by strides
+ *   packed  key_cache [NB, num_kv_heads, head_size / x, BS, x], value_cache [NB, num_kv_heads, head_size, BS]
+ * told apart by the number of dimensions of key_cache (4 or 5); all strides but the innermost are free.
+ *
+ * kv_cache_dtype: "auto" (or "float16", "bfloat16", "float32"): the cache has the dtype of query.  "fp8", "fp8_e4m3",
+ * "fp8_e5m2": one-byte elements (uint8 or that type), value = element * k_scale or v_scale.
+ * k_scale, v_scale: float32, one element or one for each KV head, on the host or on the device; NULL means 1.
+ *
+ * Query head h reads KV head h / (num_heads / num_kv_heads).  Sums and the softmax are in float32.
+ *
+ * Out of range: a block id outside the cache masks its tokens; a length outside [0, limit], where limit is what the row of
+ * block_tables can hold, is clamped.  Both are reported (pykv/base.h). */
+#ifndef PYKV_ATTENTION_H_
+#define PYKV_ATTENTION_H_
+
+#include <pykv/base.h>
+
+/* Prefill, chunked prefill and decode in one batch: the queries of sequence s are its last tokens.
+ *
+ *   out, query      [num_tokens, num_heads, head_size]   f32 | f16 | bf16, innermost contiguous; out is written
+ *   key_cache, value_cache                               see above
+ *   block_tables    [num_seqs, max_blocks_per_seq]       int32 | int64: the blocks of each sequence, in order
+ *   seq_lens        [num_seqs]                           int32 | int64: length with the queries included
+ *   cu_query_lens   [num_seqs + 1]                       int32 | int64: queries of s are rows cu[s] .. cu[s + 1] - 1;
+ *                                                        NULL: one query for each sequence.  Rows of no sequence are not
+ *                                                        written
+ *   scale           of q.k; NAN: 1 / sqrt(head_size)
+ *   causal          the query at position p sees keys j <= p; its position is seq_len - query_len + its row
+ *   window          > 0: it sees keys with |p - j| < window; 0: all
+ *   softcap         > 0: logits become softcap * tanh(logit / softcap); 0: no change
+ *   alibi_slopes    [num_heads] f32, contiguous, or NULL: + slope * (j - p)
+ *   sinks           [num_heads] f32, contiguous, or NULL: one more logit in each softmax, without a value
+ *   lse             [num_heads, num_tokens] f32 or NULL: written with the natural log of the softmax denominator
+ *                   (sinks included); -inf where nothing is seen, and out is 0 there
+ *   workspace       contiguous bytes (uint8), at least pykv_paged_attention_workspace_size, 256-byte aligned; NULL: CUDA
+ *                   takes it from the stream-ordered pool.  Not used on the CPU */
+PYKV_API pykv_status pykv_paged_attention(DLTensor* out, const DLTensor* query, const DLTensor* key_cache,
+                                          const DLTensor* value_cache, const DLTensor* block_tables,
+                                          const DLTensor* seq_lens, const DLTensor* cu_query_lens, double scale,
+                                          bool causal, int64_t window, double softcap, const DLTensor* alibi_slopes,
+                                          const DLTensor* sinks, const char* kv_cache_dtype, const DLTensor* k_scale,
+                                          const DLTensor* v_scale, DLTensor* lse, DLTensor* workspace, void* stream);
+
+/* Bytes of workspace that pykv_paged_attention wants on CUDA device `device_id` for batches of up to these sizes: a closed
+ * formula of a few megabytes, independent of lengths.  Written to *size. */
+PYKV_API pykv_status pykv_paged_attention_workspace_size(int64_t num_tokens, int64_t num_seqs, int64_t num_heads,
+                                                         int64_t num_kv_heads, int64_t head_size, int32_t device_id,
+                                                         int64_t* size);
+
+/* vLLM's decode attention: one query for each sequence.  The softmax denominator is sum + 1e-6, as there.
+ *
+ *   out, query    [num_seqs, num_heads, head_size]
+ *   num_kv_heads, block_size   must agree with the caches
+ *   max_seq_len   an upper bound of seq_lens; a longer length is clamped to it and reported
+ *   alibi_slopes  [num_heads] f32, contiguous, or NULL
+ *   blocksparse_vert_stride > 1 turns on block-sparse attention: with kb = the sparsity block (of blocksparse_block_size
+ *     tokens, a multiple of the block size) that a cache block starts in, qb = (seq_len - 1) / blocksparse_block_size,
+ *     step = blocksparse_head_sliding_step and
+ *       offset = (tp_rank * num_heads + head) * step + 1           if step >= 0
+ *              = (tp_rank * num_kv_heads + kv_head) * -step + 1    otherwise,
+ *     a cache block is seen if (kb + offset) % vert_stride == 0 or kb > qb - blocksparse_local_blocks */
+PYKV_API pykv_status pykv_paged_attention_v1(DLTensor* out, const DLTensor* query, const DLTensor* key_cache,
+                                             const DLTensor* value_cache, int64_t num_kv_heads, double scale,
+                                             const DLTensor* block_tables, const DLTensor* seq_lens, int64_t block_size,
+                                             int64_t max_seq_len, const DLTensor* alibi_slopes,
+                                             const char* kv_cache_dtype, const DLTensor* k_scale,
+                                             const DLTensor* v_scale, int64_t tp_rank, int64_t blocksparse_local_blocks,
+                                             int64_t blocksparse_vert_stride, int64_t blocksparse_block_size,
+                                             int64_t blocksparse_head_sliding_step, void* stream);
+
+/* The same with the scratch arrays of vLLM's signature, P = ceil(max_seq_len / 512):
+ *   exp_sum, max_logits  [num_seqs, num_heads, P] f32        tmp_out  [num_seqs, num_heads, P, head_size] like out
+ * They are checked, and what they hold after the call is not specified: the work is split as pykv_paged_attention does. */
+PYKV_API pykv_status pykv_paged_attention_v2(DLTensor* out, DLTensor* exp_sum, DLTensor* max_logits, DLTensor* tmp_out,
+                                             const DLTensor* query, const DLTensor* key_cache,
+                                             const DLTensor* value_cache, int64_t num_kv_heads, double scale,
+                                             const DLTensor* block_tables, const DLTensor* seq_lens, int64_t block_size,
+                                             int64_t max_seq_len, const DLTensor* alibi_slopes,
+                                             const char* kv_cache_dtype, const DLTensor* k_scale,
+                                             const DLTensor* v_scale, int64_t tp_rank, int64_t blocksparse_local_blocks,
+                                             int64_t blocksparse_vert_stride, int64_t blocksparse_block_size,
+                                             int64_t blocksparse_head_sliding_step, void* stream);
+
+/* Merges two partial attentions over disjoint sets of keys (arXiv:2501.01005, section 2.2).
+ *
+ *   output                        [num_tokens, num_heads, head_size]; may be prefix_output or suffix_output
+ *   prefix_output, suffix_output  [num_tokens, num_heads, head_size]  f32 | f16 | bf16
+ *   prefix_lse, suffix_lse        [num_heads, num_tokens] f32, natural log; +inf and -inf mean that nothing was seen
+ *   output_lse                    the same, written; or NULL
+ *   prefill_tokens_with_context   tokens from here on copy the suffix; -1: none does
+ *   output_scale                  f32, 1 element, or NULL.  With it output is float8_e4m3fn (or uint8): value / scale
+ *
+ * Where both sides are empty the prefix is copied and output_lse is -inf. */
+PYKV_API pykv_status pykv_merge_attn_states(DLTensor* output, const DLTensor* prefix_output, const DLTensor* prefix_lse,
+                                            const DLTensor* suffix_output, const DLTensor* suffix_lse,
+                                            DLTensor* output_lse, int64_t prefill_tokens_with_context,
+                                            const DLTensor* output_scale, void* stream);
+
+#endif /* PYKV_ATTENTION_H_ */

@@ -1,0 +1,76 @@
+/* pykv: conventions shared by all operations.
+ *
+ * Arrays are `DLTensor`s (https://dmlc.github.io/dlpack): borrowed for the length of the call, never owned or freed here.
+ * `DLTensor*` is written by the call, `const DLTensor*` is read.  Strides are honoured, also NULL ones (compact).  All
+ * arrays of a call lie on one device: kDLCPU (and kDLCUDAHost, taken as CPU memory) or kDLCUDA (and kDLCUDAManaged).
+ *
+ * Every operation checks its arguments on the host first and touches nothing if they are wrong.  On CUDA it then enqueues
+ * its work on `stream` (a cudaStream_t; NULL is the default stream) and returns: no synchronisation, and every call can be
+ * captured in a CUDA graph.  On the CPU it returns when the work is done, and `stream` is not looked at.
+ *
+ * Ids inside arrays (slots, block ids, lengths, positions) cannot be checked before a launch.  One that is out of range is
+ * skipped (writes) or treated as masked (reads); memory outside the arrays is never touched.  On the CPU the call then
+ * returns PYKV_VALUE_ERROR; on CUDA the first such id is kept by the device until pykv_check_errors() reports it, or by
+ * every call itself (which then synchronises) if PYKV_CHECK=sync is in the environment.
+ *
+ * All functions are thread-safe.
+ */
+#ifndef PYKV_BASE_H_
+#define PYKV_BASE_H_
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <dlpack/dlpack.h>
+
+#define PYKV_VERSION_MAJOR 0
+#define PYKV_VERSION_MINOR 1
+#define PYKV_VERSION_PATCH 0
+
+#ifdef __cplusplus
+#define PYKV_API extern "C" __attribute__((visibility("default")))
+#else
+#define PYKV_API __attribute__((visibility("default")))
+#endif
+
+typedef enum pykv_status {
+  PYKV_OK = 0,
+  PYKV_VALUE_ERROR = 1,     /* a shape, a value, a device or a layout is wrong       */
+  PYKV_TYPE_ERROR = 2,      /* an element type is wrong, or an array is missing      */
+  PYKV_NOT_IMPLEMENTED = 3, /* right, but not supported by this build or this device */
+  PYKV_RUNTIME_ERROR = 4    /* CUDA or the operating system failed                   */
+} pykv_status;
+
+/* A list of arrays that the call writes, one for each layer. */
+typedef struct pykv_tensor_list {
+  DLTensor* const* tensors;
+  int64_t size;
+} pykv_tensor_list;
+
+/* What went wrong in the last call of this thread that returned other than PYKV_OK: "op: argument: wanted, got".  Never
+ * NULL; valid until the next failing call of the thread. */
+PYKV_API const char* pykv_last_error(void);
+
+/* Version of the library that runs, e.g. 100 for 0.1.0 (major * 10000 + minor * 100 + patch). */
+PYKV_API int32_t pykv_version(void);
+
+/* Whether the library was built with CUDA kernels, and for which architectures ("90a-real" or "" without CUDA). */
+PYKV_API bool pykv_has_cuda(void);
+PYKV_API const char* pykv_cuda_architectures(void);
+
+/* Number of CUDA devices that can be used: 0 on a machine without a driver. */
+PYKV_API int32_t pykv_cuda_device_count(void);
+
+/* Reports and clears the first out-of-range id that a call on this CUDA device met.  Synchronises the device.  Returns
+ * PYKV_VALUE_ERROR if there was one; PYKV_OK for the CPU, whose calls report at once. */
+PYKV_API pykv_status pykv_check_errors(DLDevice device);
+
+/* Makes `stream` wait for what was enqueued on `producer` so far.  An error inside a graph capture. */
+PYKV_API pykv_status pykv_stream_wait(DLDevice device, void* stream, void* producer);
+
+/* Threads that CPU operations use: PYKV_NUM_THREADS in the environment, else the CPUs that the process may run on. */
+PYKV_API int32_t pykv_get_num_threads(void);
+PYKV_API void pykv_set_num_threads(int32_t num_threads);
+
+#endif /* PYKV_BASE_H_ */

@@ -1,0 +1,12 @@
+/* pykv: paged KV-cache, attention and other inference kernels.  This header is all of them. */
+#ifndef PYKV_KERNELS_H_
+#define PYKV_KERNELS_H_
+
+#include <pykv/activation.h>
+#include <pykv/attention.h>
+#include <pykv/base.h>
+#include <pykv/cache.h>
+#include <pykv/norm.h>
+#include <pykv/rotary.h>
+
+#endif /* PYKV_KERNELS_H_ */
