@@ -1,0 +1,213 @@
+// out = z * r * w,  r = 1 / sqrt(sum(z^2) / hidden_size + epsilon),  z = input or R_T(input + residual).
+//
+// Memory-bound.  The floor is each byte of input, out (and residual, twice) moved once, so a row stays in registers
+// between the sum and the product.  A row belongs to kThreads threads (part of a warp up to a whole block) as packs of 16
+// bytes, kPacks a thread, all loaded before the first is used, together with the weight: a call that is too small to
+// fill the chip waits for memory once.  Rows too wide for registers are read twice (kPacks = 0).
+//
+// The mapping follows from hidden_size alone, and who adds what in which order from the mapping: a row's result depends
+// neither on the number of rows nor on their alignment, which only decides how a pack is fetched.
+#include "norm/rms_norm.h"
+
+#include "cuda/launch.h"
+#include "cuda/reduce.cuh"
+#include "cuda/vec.cuh"
+
+namespace pykv {
+namespace {
+
+// One row of an array, in packs.  Unaligned, or with a last pack that is not full, element by element.
+template <class T, bool kAligned>
+struct Row {
+  T* data;
+  int64_t size;
+
+  __device__ Pack<T> load_streamed(int64_t pack) const {
+    if constexpr (kAligned) {
+      return load_vec_streamed<Pack<T>>(data + pack * kPackSize<T>);
+    } else {
+      return load(pack);
+    }
+  }
+  __device__ Pack<T> load(int64_t pack) const {
+    const int64_t at = pack * kPackSize<T>;
+    if constexpr (kAligned) {
+      return load_vec<Pack<T>>(data + at);
+    } else {
+      return load_some<Pack<T>>(data + at, size - at, from_float<T>(0.0f));
+    }
+  }
+  __device__ void store(int64_t pack, const Pack<T>& v) const {
+    const int64_t at = pack * kPackSize<T>;
+    if constexpr (kAligned) {
+      store_vec(data + at, v);
+    } else {
+      store_some(data + at, v, size - at);
+    }
+  }
+};
+
+template <class T>
+__device__ Pack<T> add(const Pack<T>& a, const Pack<T>& b) {
+  auto sum = to_floats(a);
+  const auto other = to_floats(b);
+#pragma unroll
+  for (int i = 0; i < kPackSize<T>; ++i) sum[i] += other[i];
+  return round_to<T>(sum);
+}
+
+template <class T>
+__device__ float sum_of_squares(const Pack<T>& v) {
+  const auto floats = to_floats(v);
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kPackSize<T>; ++i) sum = fmaf(floats[i], floats[i], sum);
+  return sum;
+}
+
+template <class T>
+__device__ Pack<T> scale(const Pack<T>& z, float r, const Pack<T>& weight) {
+  auto floats = to_floats(z);
+  const auto w = to_floats(weight);
+#pragma unroll
+  for (int i = 0; i < kPackSize<T>; ++i) floats[i] = floats[i] * r * w[i];
+  return round_to<T>(floats);
+}
+
+template <class T>
+__device__ Pack<T> ones() {
+  Pack<T> v;
+#pragma unroll
+  for (int i = 0; i < kPackSize<T>; ++i) v[i] = from_float<T>(1.0f);
+  return v;
+}
+
+template <int kThreads>
+__device__ float row_sum(float v) {
+  if constexpr (kThreads <= 32) {
+    return warp_sum<kThreads>(v);
+  } else {
+    return block_sum<kThreads>(v);
+  }
+}
+
+constexpr int block_size(int threads_per_row) { return threads_per_row > 128 ? threads_per_row : 128; }
+
+template <class T, int kThreads, int kPacks, bool kAligned, bool kResidual>
+__global__ __launch_bounds__(block_size(kThreads)) void rms_norm_kernel(const __grid_constant__ RmsNormArgs args) {
+  constexpr int kRows = block_size(kThreads) / kThreads;
+  const int64_t row = blockIdx.x * int64_t{kRows} + threadIdx.x / kThreads;
+  const int thread = threadIdx.x % kThreads;
+  const int64_t hidden_size = args.hidden_size;
+  const bool there = row < args.num_rows;  // threads without a row stay: their warp sums with all lanes
+  const int64_t packs = there ? (hidden_size + kPackSize<T> - 1) / kPackSize<T> : 0;
+
+  const auto at = [&](const void* data, int64_t offset) {
+    return Row<T, kAligned>{static_cast<T*>(const_cast<void*>(data)) + offset, hidden_size};
+  };
+  const auto input = at(args.input, there ? args.input_rows.offset(row) : 0);
+  const auto out = at(args.out, there ? args.out_rows.offset(row) : 0);
+  const auto residual = at(args.residual, kResidual && there ? args.residual_rows.offset(row) : 0);
+  const auto weight = at(args.weight, 0);
+  const auto rsqrt_mean = [&](float sum) {
+    return rsqrtf(row_sum<kThreads>(sum) / static_cast<float>(hidden_size) + args.epsilon);
+  };
+
+  if constexpr (kPacks > 0) {
+    Pack<T> z[kPacks], added[kPacks], w[kPacks];
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k)
+      if (thread + k * kThreads < packs) {
+        z[k] = input.load_streamed(thread + k * kThreads);
+        if constexpr (kResidual) added[k] = residual.load_streamed(thread + k * kThreads);
+      }
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k)
+      if (thread + k * kThreads < packs) w[k] = args.weight ? weight.load(thread + k * kThreads) : ones<T>();
+
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k)
+      if (thread + k * kThreads < packs) {
+        if constexpr (kResidual) {
+          z[k] = add(z[k], added[k]);
+          residual.store(thread + k * kThreads, z[k]);
+        }
+        sum += sum_of_squares(z[k]);
+      }
+    const float r = rsqrt_mean(sum);
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k)
+      if (thread + k * kThreads < packs) out.store(thread + k * kThreads, scale(z[k], r, w[k]));
+  } else {
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int64_t p = thread; p < packs; p += kThreads) {
+      Pack<T> z = input.load(p);
+      if constexpr (kResidual) {
+        z = add(z, residual.load(p));
+        residual.store(p, z);
+      }
+      sum += sum_of_squares(z);
+    }
+    const float r = rsqrt_mean(sum);
+    const auto z = kResidual ? residual : input;  // each thread reads what it has written itself
+#pragma unroll 4
+    for (int64_t p = thread; p < packs; p += kThreads)
+      out.store(p, scale(z.load(p), r, args.weight ? weight.load(p) : ones<T>()));
+  }
+}
+
+template <class T, bool kAligned, bool kResidual>
+void run(const RmsNormArgs& args, cudaStream_t stream) {
+  const auto launch = [&]<int kThreads, int kPacks>() {
+    constexpr int kRows = block_size(kThreads) / kThreads;
+    const int64_t blocks = (args.num_rows + kRows - 1) / kRows;
+    if (blocks > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "at most 2^31 - 1 rows are supported");
+    rms_norm_kernel<T, kThreads, kPacks, kAligned, kResidual>
+        <<<static_cast<unsigned>(blocks), block_size(kThreads), 0, stream>>>(args);
+  };
+  const int64_t packs = (args.hidden_size + kPackSize<T> - 1) / kPackSize<T>;
+  if (packs <= 16) {
+    launch.template operator()<16, 1>();
+  } else if (packs <= 32) {
+    launch.template operator()<32, 1>();
+  } else if (packs <= 128) {
+    launch.template operator()<32, 4>();
+  } else if (packs <= 512) {
+    launch.template operator()<256, 2>();
+  } else if (packs <= 1024) {
+    launch.template operator()<256, 4>();
+  } else if (packs <= 2048) {
+    launch.template operator()<512, 4>();
+  } else if (packs <= 4096) {
+    launch.template operator()<1024, 4>();
+  } else {
+    launch.template operator()<1024, 0>();
+  }
+}
+
+// Whether every row of every array can be moved in whole, aligned packs.
+bool in_packs(const RmsNormArgs& args) {
+  const int64_t size = static_cast<int64_t>(size_of(args.dtype));
+  const auto aligned = [&](const void* data, const Rows& rows) {
+    return is_aligned(kAccessBytes, data, {rows.stride0 * size, rows.stride1 * size, rows.stride2 * size});
+  };
+  return aligned(args.input, args.input_rows) && aligned(args.out, args.out_rows) &&
+         aligned(args.residual, args.residual_rows) && is_aligned(kAccessBytes, args.weight, {args.hidden_size * size});
+}
+
+}  // namespace
+
+void rms_norm_cuda(const RmsNormArgs& args, const Launch& launch) {
+  dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
+    dispatch_bool(in_packs(args), [&]<bool kAligned>() {
+      dispatch_bool(args.residual != nullptr, [&]<bool kResidual>() {
+        run<T, kAligned, kResidual>(args, stream_of(launch));
+      });
+    });
+  });
+  check_launch("rms_norm");
+}
+
+}  // namespace pykv
