@@ -23,7 +23,8 @@ inline constexpr int kPackSize = kAccessBytes / static_cast<int>(sizeof(T));
 template <class T>
 using Pack = Vec<T, kPackSize<T>>;
 
-// Whether an address and all these strides (bytes) are multiples of `bytes`, so that accesses of that width are aligned.
+// Whether an address and all these strides (bytes) are multiples of `bytes`, so that accesses of that width are
+// aligned.
 inline bool is_aligned(int64_t bytes, const void* address, std::initializer_list<int64_t> strides = {}) {
   int64_t bits = static_cast<int64_t>(reinterpret_cast<intptr_t>(address));
   for (int64_t stride : strides) bits |= stride;

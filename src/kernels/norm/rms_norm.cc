@@ -19,7 +19,8 @@ using namespace pykv;
 pykv_status pykv_rms_norm(DLTensor* out, const DLTensor* input, const DLTensor* weight, double epsilon, void* stream) {
   return guarded("rms_norm", [&](Call& call) {
     Dim hidden_size{"hidden_size"};
-    const Tensor x = call.read("input", input).rank_between(2, 4).last_dim(hidden_size).dtype(kFloats).contiguous_rows();
+    const Tensor x =
+        call.read("input", input).rank_between(2, 4).last_dim(hidden_size).dtype(kFloats).contiguous_rows();
     const Tensor y = call.write("out", out).same_shape(x).like(x).contiguous_rows().no_overlap_within();
     const void* w = weight_of(call, weight, x, hidden_size);
     if (x.numel() == 0) return;

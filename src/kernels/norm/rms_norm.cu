@@ -1,17 +1,17 @@
 // out = z * r * w,  r = 1 / sqrt(sum(z^2) / hidden_size + epsilon),  z = input or R_T(input + residual).
 //
 // Memory-bound.  The floor is each byte of input, out (and residual, twice) moved once, so a row stays in registers
-// between the sum and the product.  A row belongs to kThreads threads (part of a warp up to a whole block) as packs of 16
-// bytes, kPacks a thread, all loaded before the first is used, together with the weight: a call that is too small to
-// fill the chip waits for memory once.  Rows too wide for registers are read twice (kPacks = 0).
+// between the sum and the product.  A row belongs to kThreads threads (part of a warp up to a whole block) as packs of
+// 16 bytes, kPacks a thread, all loaded before the first is used, together with the weight (while registers last): a
+// call that is too small to fill the chip waits for memory once.  Rows too wide for registers are read twice (kPacks =
+// 0).
 //
 // The mapping follows from hidden_size alone, and who adds what in which order from the mapping: a row's result depends
 // neither on the number of rows nor on their alignment, which only decides how a pack is fetched.
-#include "norm/rms_norm.h"
-
 #include "cuda/launch.h"
 #include "cuda/reduce.cuh"
 #include "cuda/vec.cuh"
+#include "norm/rms_norm.h"
 
 namespace pykv {
 namespace {
@@ -20,25 +20,25 @@ namespace {
 template <class T, bool kAligned>
 struct Row {
   T* data;
-  int64_t size;
+  int size;
 
-  __device__ Pack<T> load_streamed(int64_t pack) const {
+  __device__ Pack<T> load_streamed(int pack) const {
     if constexpr (kAligned) {
       return load_vec_streamed<Pack<T>>(data + pack * kPackSize<T>);
     } else {
       return load(pack);
     }
   }
-  __device__ Pack<T> load(int64_t pack) const {
-    const int64_t at = pack * kPackSize<T>;
+  __device__ Pack<T> load(int pack) const {
+    const int at = pack * kPackSize<T>;
     if constexpr (kAligned) {
       return load_vec<Pack<T>>(data + at);
     } else {
       return load_some<Pack<T>>(data + at, size - at, from_float<T>(0.0f));
     }
   }
-  __device__ void store(int64_t pack, const Pack<T>& v) const {
-    const int64_t at = pack * kPackSize<T>;
+  __device__ void store(int pack, const Pack<T>& v) const {
+    const int at = pack * kPackSize<T>;
     if constexpr (kAligned) {
       store_vec(data + at, v);
     } else {
@@ -91,6 +91,11 @@ __device__ float row_sum(float v) {
   }
 }
 
+template <class T>
+__host__ __device__ int packs_of(int hidden_size) {
+  return (hidden_size - 1) / kPackSize<T> + 1;
+}
+
 constexpr int block_size(int threads_per_row) { return threads_per_row > 128 ? threads_per_row : 128; }
 
 template <class T, int kThreads, int kPacks, bool kAligned, bool kResidual>
@@ -98,9 +103,9 @@ __global__ __launch_bounds__(block_size(kThreads)) void rms_norm_kernel(const __
   constexpr int kRows = block_size(kThreads) / kThreads;
   const int64_t row = blockIdx.x * int64_t{kRows} + threadIdx.x / kThreads;
   const int thread = threadIdx.x % kThreads;
-  const int64_t hidden_size = args.hidden_size;
+  const int hidden_size = static_cast<int>(args.hidden_size);
   const bool there = row < args.num_rows;  // threads without a row stay: their warp sums with all lanes
-  const int64_t packs = there ? (hidden_size + kPackSize<T> - 1) / kPackSize<T> : 0;
+  const int packs = there ? packs_of<T>(hidden_size) : 0;
 
   const auto at = [&](const void* data, int64_t offset) {
     return Row<T, kAligned>{static_cast<T*>(const_cast<void*>(data)) + offset, hidden_size};
@@ -109,11 +114,13 @@ __global__ __launch_bounds__(block_size(kThreads)) void rms_norm_kernel(const __
   const auto out = at(args.out, there ? args.out_rows.offset(row) : 0);
   const auto residual = at(args.residual, kResidual && there ? args.residual_rows.offset(row) : 0);
   const auto weight = at(args.weight, 0);
+  const auto weight_pack = [&](int pack) { return args.weight ? weight.load(pack) : ones<T>(); };
   const auto rsqrt_mean = [&](float sum) {
     return rsqrtf(row_sum<kThreads>(sum) / static_cast<float>(hidden_size) + args.epsilon);
   };
 
   if constexpr (kPacks > 0) {
+    constexpr bool kWeightEarly = kThreads <= 256;
     Pack<T> z[kPacks], added[kPacks], w[kPacks];
 #pragma unroll
     for (int k = 0; k < kPacks; ++k)
@@ -123,7 +130,7 @@ __global__ __launch_bounds__(block_size(kThreads)) void rms_norm_kernel(const __
       }
 #pragma unroll
     for (int k = 0; k < kPacks; ++k)
-      if (thread + k * kThreads < packs) w[k] = args.weight ? weight.load(thread + k * kThreads) : ones<T>();
+      if (kWeightEarly && thread + k * kThreads < packs) w[k] = weight_pack(thread + k * kThreads);
 
     float sum = 0.0f;
 #pragma unroll
@@ -138,11 +145,12 @@ __global__ __launch_bounds__(block_size(kThreads)) void rms_norm_kernel(const __
     const float r = rsqrt_mean(sum);
 #pragma unroll
     for (int k = 0; k < kPacks; ++k)
-      if (thread + k * kThreads < packs) out.store(thread + k * kThreads, scale(z[k], r, w[k]));
+      if (thread + k * kThreads < packs)
+        out.store(thread + k * kThreads, scale(z[k], r, kWeightEarly ? w[k] : weight_pack(thread + k * kThreads)));
   } else {
     float sum = 0.0f;
 #pragma unroll 4
-    for (int64_t p = thread; p < packs; p += kThreads) {
+    for (int p = thread; p < packs; p += kThreads) {
       Pack<T> z = input.load(p);
       if constexpr (kResidual) {
         z = add(z, residual.load(p));
@@ -153,13 +161,13 @@ __global__ __launch_bounds__(block_size(kThreads)) void rms_norm_kernel(const __
     const float r = rsqrt_mean(sum);
     const auto z = kResidual ? residual : input;  // each thread reads what it has written itself
 #pragma unroll 4
-    for (int64_t p = thread; p < packs; p += kThreads)
-      out.store(p, scale(z.load(p), r, args.weight ? weight.load(p) : ones<T>()));
+    for (int p = thread; p < packs; p += kThreads) out.store(p, scale(z.load(p), r, weight_pack(p)));
   }
 }
 
 template <class T, bool kAligned, bool kResidual>
 void run(const RmsNormArgs& args, cudaStream_t stream) {
+  if (args.hidden_size > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "rows of more than 2^31 - 1 elements are not supported");
   const auto launch = [&]<int kThreads, int kPacks>() {
     constexpr int kRows = block_size(kThreads) / kThreads;
     const int64_t blocks = (args.num_rows + kRows - 1) / kRows;
@@ -167,7 +175,7 @@ void run(const RmsNormArgs& args, cudaStream_t stream) {
     rms_norm_kernel<T, kThreads, kPacks, kAligned, kResidual>
         <<<static_cast<unsigned>(blocks), block_size(kThreads), 0, stream>>>(args);
   };
-  const int64_t packs = (args.hidden_size + kPackSize<T> - 1) / kPackSize<T>;
+  const int packs = packs_of<T>(static_cast<int>(args.hidden_size));
   if (packs <= 16) {
     launch.template operator()<16, 1>();
   } else if (packs <= 32) {
@@ -180,8 +188,8 @@ void run(const RmsNormArgs& args, cudaStream_t stream) {
     launch.template operator()<256, 4>();
   } else if (packs <= 2048) {
     launch.template operator()<512, 4>();
-  } else if (packs <= 4096) {
-    launch.template operator()<1024, 4>();
+  } else if (sizeof(T) == 4 && packs <= 4096) {
+    launch.template operator()<1024, sizeof(T) == 4 ? 4 : 0>();
   } else {
     launch.template operator()<1024, 0>();
   }
@@ -202,9 +210,8 @@ bool in_packs(const RmsNormArgs& args) {
 void rms_norm_cuda(const RmsNormArgs& args, const Launch& launch) {
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
     dispatch_bool(in_packs(args), [&]<bool kAligned>() {
-      dispatch_bool(args.residual != nullptr, [&]<bool kResidual>() {
-        run<T, kAligned, kResidual>(args, stream_of(launch));
-      });
+      dispatch_bool(args.residual != nullptr,
+                    [&]<bool kResidual>() { run<T, kAligned, kResidual>(args, stream_of(launch)); });
     });
   });
   check_launch("rms_norm");

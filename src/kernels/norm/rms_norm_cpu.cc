@@ -1,14 +1,13 @@
 // out = z * r * w,  r = 1 / sqrt(sum(z^2) / hidden_size + epsilon),  z = input or R_T(input + residual).
 //
-// A row is one thread's: a first pass for the sum (which also writes z), a second for the product, which finds the row in
-// the cache.  Bound by memory for rows that come from there: each byte is moved once in and once out.
-#include "norm/rms_norm.h"
-
+// A row is one thread's: a first pass for the sum (which also writes z), a second for the product, which finds the row
+// in the cache.  Bound by memory for rows that come from there: each byte is moved once in and once out.
 #include <algorithm>
 #include <cmath>
 
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
+#include "norm/rms_norm.h"
 
 namespace pykv::PYKV_ISA {
 namespace {
