@@ -74,7 +74,15 @@ class Histories(RuleBasedStateMachine):
     def append(self, known, counts):
         known = known[: len(counts)]
         new = [self.new_id() for _ in counts[len(known) :]]
-        ids = known + new
+        return multiple(*new) if self.grow(known + new, counts) else multiple()
+
+    @rule(count=st.integers(0, 3), backwards=st.booleans())
+    def decode(self, count, backwards):
+        """Every sequence grows, so that readers of one block write at once."""
+        ids = list(self.model.tokens)[:: -1 if backwards else 1]
+        self.grow(ids, [count] * len(ids))
+
+    def grow(self, ids, counts):
         values = [float(self.next_value + i) for i in range(sum(counts))]
         self.next_value += len(values)
         wanted, rest = self.model.copy(), iter(values)
@@ -83,14 +91,14 @@ class Histories(RuleBasedStateMachine):
         if len(wanted.owners()) > self.kv.num_blocks:
             with pytest.raises(pykv.OutOfBlocks):
                 self.kv.append(ids, counts)
-            assert not any(seq in self.kv for seq in new)
-            return multiple()
+            assert [seq in self.kv for seq in ids] == [seq in self.model.tokens for seq in ids]
+            return False
         slots = self.kv.append(ids, counts)
         assert slots.dtype == np.int64
         assert len(set(slots.tolist())) == slots.size == len(values)
         write_tokens(self.kv, slots, values)
         self.model = wanted
-        return multiple(*new)
+        return True
 
     @rule(target=seqs, parent=seqs)
     def fork(self, parent):

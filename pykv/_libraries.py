@@ -1,0 +1,131 @@
+"""The array libraries that a cache can live in.  Only the one that the caller uses is touched."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pykv._types import Stream
+
+
+class Library(Protocol):
+    """Where arrays are made: an array library and one of its devices."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """An array of zeros; ``dtype`` is the NumPy or ml_dtypes name."""
+
+    def from_host(self, array: npt.NDArray[Any], stream: Stream) -> Any:
+        """``array`` on the device, ordered on ``stream`` (None: the library's current stream)."""
+
+
+class NumpyLibrary:
+    def __init__(self, device: Any) -> None:
+        if device not in (None, "cpu"):
+            raise ValueError(f"PagedKVCache: device: NumPy arrays live on 'cpu', got {device!r}")
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return np.zeros(shape, _numpy_dtype(dtype))
+
+    def from_host(self, array: npt.NDArray[Any], stream: Stream) -> Any:
+        return array
+
+
+class CupyLibrary:
+    def __init__(self, cupy: Any, device: Any) -> None:
+        self._cupy = cupy
+        if isinstance(device, str):
+            kind, _, index = device.partition(":")
+            if kind != "cuda" or not (index or "0").isdigit():
+                raise ValueError(f"PagedKVCache: device: CuPy arrays live on 'cuda' or 'cuda:N', got {device!r}")
+            device = int(index) if index else None
+        self._device = cupy.cuda.Device(device)  # None: the current one
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
+        with self._device:
+            return self._cupy.zeros(shape, _numpy_dtype(dtype))
+
+    def from_host(self, array: npt.NDArray[Any], stream: Stream) -> Any:
+        cuda = self._cupy.cuda
+        with self._device, nullcontext() if stream is None else cuda.ExternalStream(stream_pointer(stream)):
+            return self._cupy.asarray(array)
+
+
+class TorchLibrary:
+    def __init__(self, torch: Any, device: Any) -> None:
+        self._torch = torch
+        self._device = torch.empty(0, device=device).device  # with its index, which "cuda" leaves open
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return self._torch.zeros(shape, dtype=getattr(self._torch, dtype), device=self._device)
+
+    def from_host(self, array: npt.NDArray[Any], stream: Stream) -> Any:
+        with self._on(stream):
+            return self._torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    def _on(self, stream: Stream) -> AbstractContextManager[Any]:
+        if stream is None or self._device.type != "cuda":
+            return nullcontext()
+        cuda, pointer = self._torch.cuda, stream_pointer(stream)
+        if pointer == 2:  # cudaStreamPerThread
+            raise NotImplementedError("PagedKVCache: stream: torch has no per-thread default stream")
+        legacy_default = pointer in (0, 1)
+        chosen = cuda.default_stream(self._device) if legacy_default else cuda.ExternalStream(pointer, self._device)
+        context: AbstractContextManager[Any] = cuda.stream(chosen)
+        return context
+
+
+def choose_library(like: Any, device: Any) -> Library:
+    """The library that ``like``, an array or a module, belongs to (None: NumPy), on ``device`` or else like's own."""
+    name = _root_name(like)
+    if name == "numpy":
+        return NumpyLibrary(device)
+    if name in ("cupy", "torch"):
+        if device is None and not isinstance(like, ModuleType):
+            device = like.device
+        return (CupyLibrary if name == "cupy" else TorchLibrary)(sys.modules[name], device)
+    if name in ("jax", "jaxlib"):
+        raise TypeError(
+            "PagedKVCache: like: JAX arrays are immutable, so a cache cannot live in them; "
+            "keep it in NumPy, CuPy or torch and let JAX read it through DLPack"
+        )
+    got = f"module {like.__name__}" if isinstance(like, ModuleType) else type(like).__name__
+    raise TypeError(f"PagedKVCache: like: must be an array or the module of NumPy, CuPy or torch, got {got}")
+
+
+def stream_pointer(stream: Stream) -> int:
+    """The cudaStream_t of an integer or of a CuPy, torch or cuda.core stream."""
+    if isinstance(stream, int):
+        return stream
+    for attribute in ("cuda_stream", "ptr"):  # torch, CuPy
+        if hasattr(stream, attribute):
+            return int(getattr(stream, attribute))
+    if hasattr(stream, "__cuda_stream__"):  # (protocol version, pointer)
+        return int(stream.__cuda_stream__()[1])
+    raise TypeError(
+        f"PagedKVCache: stream: must be an integer or a CuPy, torch or cuda.core stream, got {type(stream).__name__}"
+    )
+
+
+def _root_name(like: Any) -> str:
+    if like is None:
+        return "numpy"
+    if isinstance(like, ModuleType):
+        return like.__name__.partition(".")[0]
+    roots = [base.__module__.partition(".")[0] for base in type(like).__mro__]  # subclasses count as their library's
+    return next((root for root in roots if root in ("numpy", "cupy", "torch", "jax", "jaxlib")), "")
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    if name == "bfloat16":
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise ImportError("PagedKVCache: dtype: bfloat16 in NumPy or CuPy needs the package ml_dtypes") from None
+        name = ml_dtypes.bfloat16
+    dtype: np.dtype[Any] = np.dtype(name)
+    return dtype
