@@ -1,0 +1,64 @@
+"""Dependencies run one way: pykv -> _C -> door -> family -> front desk and toolboxes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+KERNELS = ROOT / "src" / "kernels"
+SHARED = {"core", "cpu", "cuda", "include"}
+FAMILIES = sorted(p.name for p in KERNELS.iterdir() if p.is_dir() and p.name not in SHARED)
+
+
+def includes(path: Path) -> list[str]:
+    return re.findall(r'^#include [<"](.+?)[>"]', path.read_text(), flags=re.MULTILINE)
+
+
+def rooms(folder: Path) -> set[str]:
+    """First parts of what the files of a folder include from our own tree."""
+    found = {i.split("/")[0] for path in folder.rglob("*.*") for i in includes(path) if "/" in i}
+    return found & ({*FAMILIES, *SHARED, "pykv"} | {"pybind11"})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_knows_no_other_family(family: str) -> None:
+    assert rooms(KERNELS / family) <= {family, "core", "cpu", "cuda", "pykv"}
+
+
+@pytest.mark.parametrize(("room", "allowed"), [("core", {"core", "cpu", "cuda", "pykv"}), ("cpu", {"core", "cpu", "pykv"})])
+def test_shared_rooms_know_no_op(room: str, allowed: set[str]) -> None:
+    assert rooms(KERNELS / room) <= allowed
+
+
+def test_the_door_is_c() -> None:
+    for header in (KERNELS / "include" / "pykv").glob("*.h"):
+        assert set(includes(header)) <= {
+            "stdbool.h",
+            "stddef.h",
+            "stdint.h",
+            "dlpack/dlpack.h",
+            *(f"pykv/{h.name}" for h in header.parent.glob("*.h")),
+        }
+
+
+def test_bindings_see_the_door_alone() -> None:
+    assert rooms(ROOT / "src" / "bindings") <= {"pykv", "pybind11"}
+
+
+def test_python_imports_no_framework() -> None:
+    for path in (ROOT / "pykv").glob("*.py"):
+        at_import = re.findall(r"^(?:import|from) (\w+)", path.read_text(), flags=re.MULTILINE)
+        assert not {"torch", "cupy", "jax", "ml_dtypes"} & set(at_import), path.name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_op_has_twins(family: str) -> None:
+    """Each stem with a C entry has a CPU twin; and a CUDA twin lies beside every CPU twin."""
+    stems = {p.name.removesuffix("_cpu.cc") for p in (KERNELS / family).glob("*_cpu.cc")}
+    assert stems
+    for stem in stems:
+        assert list((KERNELS / family).glob(f"{stem}*.cu")), f"{stem} has no CUDA twin"
+        assert (KERNELS / family / f"{stem}.h").exists()
