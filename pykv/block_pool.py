@@ -281,7 +281,7 @@ def _integers(op: str, argument: str, values: Any) -> Int64s:
         raise TypeError(f"{op}: {argument}: must be integers, got {array.dtype}")
     if array.ndim > 1:
         raise ValueError(f"{op}: {argument}: must be one integer or a list of them, got shape {list(array.shape)}")
-    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+    if array.dtype == np.uint64 and array.size and int(array.max()) >= 2**63:
         raise ValueError(f"{op}: {argument}: must fit in int64, got {array.max()}")
     return array.astype(np.int64, copy=False)
 
