@@ -1,0 +1,27 @@
+"""Activation functions.
+
+A row is the last dimension of an array; its elements lie side by side.  All other strides, the width and the alignment
+are the caller's choice.
+"""
+
+from __future__ import annotations
+
+from pykv import _C
+from pykv._types import Array, Stream
+
+
+def silu_and_mul(result: Array, input: Array, *, stream: Stream = None) -> None:
+    """Multiply the second half of each row by ``silu`` of the first: ``result = silu(a) * b``, ``input = [a, b]``.
+
+    ``silu(a) = a / (1 + exp(-a))`` is computed in fp32 and rounded to the dtype, and so is the product.
+
+    Args:
+        result: ``[..., width]``, dtype of ``input``; written.  May be the memory of ``a`` (or of ``b``) itself.
+        input: ``[..., 2 * width]`` float32, float16 or bfloat16, at least 1 dimension.
+        stream: see the package.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit.
+        TypeError: dtypes do not fit.
+    """
+    _C.silu_and_mul(result, input, stream)

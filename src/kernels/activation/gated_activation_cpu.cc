@@ -1,0 +1,58 @@
+// result = R_T( R_T(activation(gate)) * up ), the activation in fp32.
+//
+// Work is handed out in pieces of rows, so that one long row keeps all threads busy.  Bound by memory for rows that
+// come from there, else by the exponential.
+#include <algorithm>
+
+#include "activation/gated_activation.h"
+#include "cpu/parallel.h"
+#include "cpu/simd.h"
+
+namespace pykv::PYKV_ISA {
+namespace {
+
+constexpr int64_t kPiece = 4096;  // elements of a row in one piece
+
+// R_T(v) as floats.
+template <class T>
+Floats rounded(Floats v) {
+  T stored[kWidth];
+  store(stored, v);
+  return load(stored);
+}
+template <>
+Floats rounded<float>(Floats v) {
+  return v;
+}
+
+template <class T, class Activation>
+void gate_piece(T* result, const T* gate, const T* up, int64_t n, Activation activation) {
+  for (int64_t i = 0; i < n; i += kWidth) {
+    const int64_t left = n - i;
+    store(result + i, rounded<T>(activation(load(gate + i, left))) * load(up + i, left), left);
+  }
+}
+
+template <class Activation>
+void run(const GatedActivationArgs& args, Activation activation) {
+  const int64_t pieces = (args.width + kPiece - 1) / kPiece;
+  const int64_t grain = std::max<int64_t>(1, 2 * kPiece / args.width);
+  dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
+    parallel_for(args.num_rows * pieces, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t piece = begin; piece < end; ++piece) {
+        const int64_t row = piece / pieces, first = piece % pieces * kPiece;
+        const T* gate = static_cast<const T*>(args.input) + args.input_rows.offset(row) + first;
+        T* result = static_cast<T*>(args.result) + args.result_rows.offset(row) + first;
+        gate_piece(result, gate, gate + args.width, std::min(kPiece, args.width - first), activation);
+      }
+    });
+  });
+}
+
+}  // namespace
+
+void silu_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
+  run(args, [](Floats x) { return x / (1.0f + exp(-x)); });
+}
+
+}  // namespace pykv::PYKV_ISA
