@@ -217,7 +217,8 @@ def test_many_sequences_and_long_ones_make_the_tables_grow():
     assert tables.shape == (900, 1003)
     assert lengths.sum() == (tables >= 0).sum() == 3700
     assert np.unique(tables[tables >= 0]).size == 3700
-    kv.fork(3, 1000)
+    for child in range(1000, 2000):
+        kv.fork(3, child)
     kv.free(ids)
     assert kv.num_free_blocks == 4000 - 1003
 
