@@ -1,0 +1,149 @@
+// x' = x * cos - y * sin,  y' = y * cos + x * sin  for the pairs of each head, in fp32, rounded once.
+//
+// Memory-bound: the floor is the rotated part of every head moved once in and once out.  A thread owns kSize pairs of the
+// rotary dimension (two vectors of kSize elements) in kHeads heads at a time: it reads its cosines and sines once for all
+// heads, and has loaded the vectors of kHeads heads before the position, and what the position points to, have arrived.
+// Threads run along x over the rotary dimension, y over the heads of query and key in one count, z over tokens.
+#include <algorithm>
+
+#include "cuda/device.h"
+#include "cuda/launch.h"
+#include "cuda/vec.cuh"
+#include "rotary/rotary_embedding.h"
+
+namespace pykv {
+namespace {
+
+constexpr int kThreads = 256;
+
+// kSize elements of a row of cosines and sines, as floats.
+template <int kSize>
+__device__ Vec<float, kSize> load_angles(const void* row, DType dtype, int64_t at) {
+  const auto load = [&]<class C>() { return to_floats(load_vec<Vec<C, kSize>>(static_cast<const C*>(row) + at)); };
+  switch (dtype) {
+    case DType::kFloat16:
+      return load.template operator()<half>();
+    case DType::kBFloat16:
+      return load.template operator()<bf16>();
+    default:
+      return load.template operator()<float>();
+  }
+}
+
+template <class T, int kSize, bool kNeox, int kHeads>
+__global__ __launch_bounds__(kThreads) void rotary_embedding_kernel(const __grid_constant__ RotaryEmbeddingArgs args,
+                                                                    Reporter report) {
+  using V = Vec<T, kSize>;
+  const int64_t t = int64_t{blockIdx.x} * blockDim.z + threadIdx.z;
+  if (t >= args.num_tokens) return;
+  const int64_t b = args.seq == args.num_tokens ? 0 : t / args.seq, s = t - b * args.seq;
+  const int half_dim = static_cast<int>(args.rotary_dim / 2);
+  const int num_query_heads = static_cast<int>(args.query.num_heads);
+  const int num_heads = num_query_heads + static_cast<int>(args.key.num_heads);
+  T* const query = static_cast<T*>(args.query.data) + b * args.query.batch + s * args.query.token;
+  T* const key = static_cast<T*>(args.key.data) + b * args.key.batch + s * args.key.token;
+  const auto head_at = [&](int h) {
+    return h < num_query_heads ? query + h * args.query.head : key + (h - num_query_heads) * args.key.head;
+  };
+  const int64_t position = args.position(b, s);
+
+  for (int i = threadIdx.x * kSize; i < half_dim; i += blockDim.x * kSize) {
+    const int low = kNeox ? i : 2 * i, high = kNeox ? half_dim + i : 2 * i + kSize;
+    Vec<float, kSize> cosines, sines;
+    bool have_angles = false;
+    for (int first = threadIdx.y; first < num_heads; first += blockDim.y * kHeads) {
+      V v[kHeads][2];
+#pragma unroll
+      for (int k = 0; k < kHeads; ++k) {
+        const int h = first + k * static_cast<int>(blockDim.y);
+        if (h < num_heads) {
+          v[k][0] = load_vec<V>(head_at(h) + low);
+          v[k][1] = load_vec<V>(head_at(h) + high);
+        }
+      }
+      if (!have_angles) {
+        if (position < 0 || position >= args.max_position) {
+          if (threadIdx.x == 0 && threadIdx.y == 0) report(position, args.max_position);
+          return;
+        }
+        const int64_t row = position * args.cache_stride;
+        cosines = load_angles<kSize>(args.cos_sin_cache, args.cache_dtype, row + i);
+        sines = load_angles<kSize>(args.cos_sin_cache, args.cache_dtype, row + half_dim + i);
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) sines[j] = args.inverse ? -sines[j] : sines[j];
+        have_angles = true;
+      }
+#pragma unroll
+      for (int k = 0; k < kHeads; ++k) {
+        const int h = first + k * static_cast<int>(blockDim.y);
+        if (h >= num_heads) continue;
+        Vec<float, kSize> rotated[2];
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) {
+          // element j of x and of y: side by side in two vectors (NeoX), or in turn
+          const int at_x = kNeox ? j : 2 * j, at_y = kNeox ? kSize + j : 2 * j + 1;
+          const float x = to_float(v[k][at_x / kSize][at_x % kSize]), y = to_float(v[k][at_y / kSize][at_y % kSize]);
+          rotated[at_x / kSize][at_x % kSize] = x * cosines[j] - y * sines[j];
+          rotated[at_y / kSize][at_y % kSize] = y * cosines[j] + x * sines[j];
+        }
+        store_vec(head_at(h) + low, round_to<T>(rotated[0]));
+        store_vec(head_at(h) + high, round_to<T>(rotated[1]));
+      }
+    }
+  }
+}
+
+template <class T, int kSize>
+void run(const RotaryEmbeddingArgs& args, const Launch& launch) {
+  const int64_t vectors = args.rotary_dim / 2 / kSize, heads = args.query.num_heads + args.key.num_heads;
+  const auto start = [&]<bool kNeox, int kHeads>() {
+    dim3 block;
+    block.x = static_cast<unsigned>(std::min<int64_t>(vectors, kThreads));
+    block.y = static_cast<unsigned>(std::min<int64_t>((heads + kHeads - 1) / kHeads, kThreads / block.x));
+    block.z = std::min(kThreads / (block.x * block.y), 64u);
+    const int64_t blocks = (args.num_tokens + block.z - 1) / block.z;
+    if (blocks > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "positions: at most 2^31 - 1 tokens are supported");
+    rotary_embedding_kernel<T, kSize, kNeox, kHeads><<<static_cast<unsigned>(blocks), block, 0, stream_of(launch)>>>(
+        args, launch.reporter("rotary_embedding: positions"));
+  };
+  // What does not fill the chip is spread over as many threads as possible.
+  const bool fills = vectors * heads * args.num_tokens > int64_t{num_sms(launch.device)} * 1024;
+  dispatch_bool(args.is_neox, [&]<bool kNeox>() {
+    if (fills) {
+      start.template operator()<kNeox, 4>();
+    } else {
+      start.template operator()<kNeox, 1>();
+    }
+  });
+}
+
+// Whether vectors of `count` elements divide the rotary dimension and are aligned in every head and every cache row.
+bool fits(const RotaryEmbeddingArgs& args, int count) {
+  const int64_t half_dim = args.rotary_dim / 2;
+  if (half_dim % count != 0) return false;
+  const int64_t size = static_cast<int64_t>(size_of(args.dtype)),
+                cache_size = static_cast<int64_t>(size_of(args.cache_dtype));
+  const auto aligned = [&](const RotaryHeads& h) {
+    return h.num_heads == 0 || is_aligned(count * size, h.data, {h.batch * size, h.token * size, h.head * size});
+  };
+  return aligned(args.query) && aligned(args.key) &&
+         is_aligned(std::min<int64_t>(count * cache_size, kAccessBytes), args.cos_sin_cache,
+                    {args.cache_stride * cache_size, half_dim * cache_size});
+}
+
+}  // namespace
+
+void rotary_embedding_cuda(const RotaryEmbeddingArgs& args, const Launch& launch) {
+  dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
+    if (fits(args, kPackSize<T>)) {
+      run<T, kPackSize<T>>(args, launch);
+    } else if (fits(args, kPackSize<T> / 2)) {
+      run<T, kPackSize<T> / 2>(args, launch);
+    } else {
+      run<T, 1>(args, launch);
+    }
+  });
+  check_launch("rotary_embedding");
+}
+
+}  // namespace pykv
