@@ -110,7 +110,7 @@ void run(const RotaryEmbeddingArgs& args, const Launch& launch) {
   const bool fills = vectors * heads * args.num_tokens > int64_t{num_sms(launch.device)} * 1024;
   dispatch_bool(args.is_neox, [&]<bool kNeox>() {
     if (fills) {
-      start.template operator()<kNeox, 4>();
+      start.template operator()<kNeox, 2>();
     } else {
       start.template operator()<kNeox, 1>();
     }
