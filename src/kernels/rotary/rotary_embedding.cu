@@ -31,7 +31,7 @@ __device__ Vec<float, kSize> load_angles(const void* row, DType dtype, int64_t a
 }
 
 template <class T, int kSize, bool kNeox, int kHeads>
-__global__ __launch_bounds__(kThreads) void rotary_embedding_kernel(const __grid_constant__ RotaryEmbeddingArgs args,
+__global__ __launch_bounds__(kThreads, 3) void rotary_embedding_kernel(const __grid_constant__ RotaryEmbeddingArgs args,
                                                                     Reporter report) {
   using V = Vec<T, kSize>;
   const int64_t t = int64_t{blockIdx.x} * blockDim.z + threadIdx.z;
