@@ -1,0 +1,110 @@
+"""The paged KV cache: writing new tokens, copying blocks within it, moving blocks out of it and back.
+
+A cache has NB blocks of BS tokens; slot ``block * BS + offset`` is one token's place.  Layouts (x is 16 bytes):
+
+=======  =====================================================  ========================================
+flash    ``[NB, BS, num_kv_heads, head_size]``                  the same; NHD, or HND by strides
+packed   ``[NB, num_kv_heads, head_size / x, BS, x]``           ``[NB, num_kv_heads, head_size, BS]``
+=======  =====================================================  ========================================
+
+All strides are free, and those of keys and values independent: views of one allocation are as good as two allocations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pykv import _C
+from pykv._types import Array, ScalarOrArray, Stream
+
+
+def reshape_and_cache(
+    key: Array,
+    value: Array,
+    key_cache: Array,
+    value_cache: Array,
+    slot_mapping: Array,
+    kv_cache_dtype: str = "auto",
+    k_scale: ScalarOrArray = 1.0,
+    v_scale: ScalarOrArray = 1.0,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Write the keys and values of tokens into their slots of packed caches.
+
+    Args:
+        key: ``[num_rows, num_kv_heads, head_size]`` float32, float16 or bfloat16.
+        value: ``[num_rows, num_kv_heads, v_head_size]``, dtype of ``key``.
+        key_cache, value_cache: packed (see the module); written.
+        slot_mapping: ``[num_tokens]`` int32 or int64: the slot of each token; negative: padding, the token is skipped.
+            Its length decides: ``key`` and ``value`` may have more rows.  Of tokens with one slot, any may win.
+        kv_cache_dtype: ``"auto"`` (or the dtype's name): elements are copied, the caches have the dtype of ``key``;
+            ``"fp8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``: one-byte elements, ``value / scale`` rounded to nearest even and
+            saturated; NaN stays NaN.
+        k_scale, v_scale: for fp8 caches: a number, or a float32 array of one element or one for each head.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: a shape or an option is wrong; or a slot lies beyond the cache: it was skipped (CPU: at once;
+            CUDA: by ``pykv.check_errors()``).
+        TypeError: a dtype is wrong.
+    """
+    _C.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, stream)
+
+
+def reshape_and_cache_flash(
+    key: Array,
+    value: Array,
+    key_cache: Array,
+    value_cache: Array,
+    slot_mapping: Array,
+    kv_cache_dtype: str = "auto",
+    k_scale: ScalarOrArray = 1.0,
+    v_scale: ScalarOrArray = 1.0,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Write the keys and values of tokens into their slots of flash caches; else as :func:`reshape_and_cache`."""
+    _C.reshape_and_cache_flash(
+        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, stream
+    )
+
+
+def copy_blocks(
+    key_caches: Sequence[Array], value_caches: Sequence[Array], block_mapping: Array, *, stream: Stream = None
+) -> None:
+    """``cache[to] = cache[from]`` for each row ``(from, to)`` of the mapping, in the caches of all layers.
+
+    Args:
+        key_caches, value_caches: lists or tuples of a cache ``[NB, ...]`` a layer; any dtype and layout; written.
+        block_mapping: ``[num_pairs, 2]`` int64 or int32.  On the host (always for CPU caches) it is checked first, and
+            its rows take effect in order: a destination may be a source further down.  On the device of the caches its
+            rows are copied concurrently: no destination may occur in another row.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: a shape is wrong; or a block lies outside the caches: then nothing was copied if the mapping is on the
+            host, and the row was skipped if it is on the device (raised by ``pykv.check_errors()``).
+        TypeError: a dtype is wrong.
+    """
+    _C.copy_blocks(key_caches, value_caches, block_mapping, stream)
+
+
+def swap_blocks(
+    src: Array, dst: Array, block_size_in_bytes: int, block_mapping: Array, *, stream: Stream = None
+) -> None:
+    """Copy bytes of ``src`` to ``dst``: block ``from`` to block ``to`` for each row of the mapping, in order.
+
+    Args:
+        src, dst: arrays of any dtype and shape on the CPU or any CUDA device, taken as the bytes from their first
+            element on; ``dst`` is written.
+        block_size_in_bytes: size of a block, and distance from one to the next.
+        block_mapping: ``[num_pairs, 2]`` int64 or int32 on the host; checked before anything is copied.
+        stream: CUDA stream of the device of ``dst``, or of ``src`` if ``dst`` lies on the host.  The copies are
+            asynchronous where host memory is pinned: synchronise before reading it or letting go of it.
+
+    Raises:
+        ValueError: a block lies outside ``src`` or ``dst``, or the mapping not on the host; nothing was copied.
+        TypeError: a dtype is wrong.
+    """
+    _C.swap_blocks(src, dst, block_size_in_bytes, block_mapping, stream)

@@ -1,0 +1,127 @@
+#include "cache/reshape_and_cache.h"
+
+#include <cinttypes>
+
+#include "core/call.h"
+#include "pykv/cache.h"
+
+namespace pykv {
+namespace {
+
+struct Arguments {
+  const DLTensor *key, *value;
+  DLTensor *key_cache, *value_cache;
+  const DLTensor* slot_mapping;
+  const char* kv_cache_dtype;
+  const DLTensor *k_scale, *v_scale;
+};
+
+struct Sizes {
+  Dim rows{"num_rows"}, heads{"num_kv_heads"}, head_size{"head_size"}, v_head_size{"v_head_size"};
+  Dim blocks{"num_blocks"}, block_size{"block_size"};
+};
+
+// The strides of a cache in one of its layouts; `axis_*` say which dimension is which.
+struct Layout {
+  int axis_token, axis_head, axis_chunk;
+  int64_t chunk;
+};
+
+CacheSide side(const Tensor& data, const Tensor& cache, const Layout& layout) {
+  CacheSide s{};
+  s.data = data.data();
+  s.data_token = data.stride(0);
+  s.data_head = data.stride(1);
+  s.data_dim = data.stride(2);
+  s.cache = cache.data();
+  s.block = cache.stride(0);
+  s.token = cache.stride(layout.axis_token);
+  s.head = cache.stride(layout.axis_head);
+  s.chunk_stride = cache.stride(layout.axis_chunk);
+  s.chunk = layout.chunk;
+  s.head_size = data.size(2);
+  return s;
+}
+
+// [NB, H, D / x, BS, x]: x elements are 16 bytes, here as in the kernels that read the cache.
+Layout packed_key(Tensor& cache, Sizes& d) {
+  Dim chunks{"head_size / x"}, x{"x"};
+  cache.shape(d.blocks, d.heads, chunks, d.block_size, x);
+  const int64_t wanted = 16 / static_cast<int64_t>(size_of(cache.type()));
+  if (x != wanted || chunks * wanted != d.head_size)
+    cache.fail(PYKV_VALUE_ERROR,
+               "must have shape [num_blocks, %" PRId64 ", %" PRId64 " / x, block_size, x] with x = 16 bytes = %" PRId64
+               " elements, got %s",
+               static_cast<int64_t>(d.heads), static_cast<int64_t>(d.head_size), wanted, cache.shape_string().c_str());
+  if (cache.stride(4) == 1) return {3, 1, 2, x};
+  cache.fail(PYKV_VALUE_ERROR, "the last dimension must be contiguous (stride 1), got stride %" PRId64,
+             cache.stride(4));
+}
+
+Layout packed_value(Tensor& cache, Sizes& d) {
+  cache.shape(d.blocks, d.heads, d.v_head_size, d.block_size);
+  return cache.stride(2) == 1 ? Layout{3, 1, 2, d.v_head_size} : Layout{3, 1, 2, 1};
+}
+
+Layout flash(Tensor& cache, Sizes& d, Dim& head_size) {
+  cache.shape(d.blocks, d.block_size, d.heads, head_size);
+  return cache.stride(3) == 1 ? Layout{1, 2, 3, head_size} : Layout{1, 2, 3, 1};
+}
+
+pykv_status run(const char* op, const char* report, bool packed, const Arguments& a, void* stream) {
+  return guarded(op, [&](Call& call) {
+    Sizes d;
+    Tensor key = call.read("key", a.key).shape(d.rows, d.heads, d.head_size).dtype(kFloats);
+    Dim value_rows{"num_rows of value"};
+    Tensor value = call.read("value", a.value).shape(value_rows, d.heads, d.v_head_size).like(key);
+    Tensor key_cache = call.write("key_cache", a.key_cache).no_overlap_within();
+    Tensor value_cache = call.write("value_cache", a.value_cache).no_overlap_within();
+
+    ReshapeAndCacheArgs args{};
+    args.format = kv_format(a.kv_cache_dtype, key_cache, key.type());
+    kv_format(a.kv_cache_dtype, value_cache, key.type());
+    const Layout key_layout = packed ? packed_key(key_cache, d) : flash(key_cache, d, d.head_size);
+    const Layout value_layout = packed ? packed_value(value_cache, d) : flash(value_cache, d, d.v_head_size);
+    args.key = side(key, key_cache, key_layout);
+    args.value = side(value, value_cache, value_layout);
+    if (args.format != KvFormat::kSame) {
+      args.key.scale = call.scale("k_scale", a.k_scale, d.heads);
+      args.value.scale = call.scale("v_scale", a.v_scale, d.heads);
+    }
+
+    Dim tokens{"num_tokens"};
+    Tensor slots = call.read("slot_mapping", a.slot_mapping).shape(tokens);
+    args.slots = slots.index();
+    for (const Tensor* t : {&key, &value})
+      if (t->size(0) < tokens)
+        t->fail(PYKV_VALUE_ERROR, "must have a row for each of the %" PRId64 " slots of slot_mapping, got shape %s",
+                static_cast<int64_t>(tokens), t->shape_string().c_str());
+
+    args.report = report;
+    args.dtype = key.type();
+    args.num_tokens = tokens;
+    args.num_heads = d.heads;
+    args.num_blocks = d.blocks;
+    args.block_size = d.block_size;
+    if (tokens == 0 || d.heads == 0) return;
+    call.run(stream, args, reshape_and_cache_cpu, PYKV_CUDA(reshape_and_cache_cuda));
+  });
+}
+
+}  // namespace
+}  // namespace pykv
+
+pykv_status pykv_reshape_and_cache(const DLTensor* key, const DLTensor* value, DLTensor* key_cache,
+                                   DLTensor* value_cache, const DLTensor* slot_mapping, const char* kv_cache_dtype,
+                                   const DLTensor* k_scale, const DLTensor* v_scale, void* stream) {
+  return pykv::run("reshape_and_cache", "reshape_and_cache: slot_mapping", true,
+                   {key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale}, stream);
+}
+
+pykv_status pykv_reshape_and_cache_flash(const DLTensor* key, const DLTensor* value, DLTensor* key_cache,
+                                         DLTensor* value_cache, const DLTensor* slot_mapping,
+                                         const char* kv_cache_dtype, const DLTensor* k_scale, const DLTensor* v_scale,
+                                         void* stream) {
+  return pykv::run("reshape_and_cache_flash", "reshape_and_cache_flash: slot_mapping", false,
+                   {key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale}, stream);
+}

@@ -1,0 +1,53 @@
+// Tokens into a cache whose elements lie side by side as they do in the token (flash layouts, packed keys).
+//
+// A thread takes one vector (16 bytes where the addresses allow it) of kTokensPerThread tokens, so that everything about
+// its place in a head is computed once and its loads are all in flight together, with those of the slots.  2^lanes_log2
+// threads lie along the token; the others of a warp take the next tokens.
+#pragma once
+
+#include "cache/reshape_and_cache.cuh"
+
+namespace pykv {
+
+inline constexpr int kTokensPerThread = 4;
+
+template <class Mover>
+__device__ __forceinline__ void scatter_tokens(const SlotMap& map, const SidePlan& side, const Scale* scale,
+                                               uint32_t block) {
+  const uint32_t lane = threadIdx.x & ((1u << side.lanes_log2) - 1), row = threadIdx.x >> side.lanes_log2;
+  const uint32_t rows = blockDim.x >> side.lanes_log2;
+  uint32_t piece;
+  const uint32_t group = side.pieces(block, piece);
+  const uint32_t vector = (piece << side.lanes_log2) + lane;
+  if (vector >= side.num_vectors) return;
+
+  uint32_t in_head, in_chunk;
+  const uint32_t head = side.vectors_per_head(vector, in_head);
+  const uint32_t chunk = side.vectors_per_chunk(in_head, in_chunk);
+  const char* from = side.data + head * side.data_head + in_head * side.data_vector;
+  char* to = side.cache + head * side.head + chunk * side.chunk + in_chunk * sizeof(typename Mover::Result);
+
+  typename Mover::Loaded loaded[kTokensPerThread];
+  int64_t slots[kTokensPerThread];
+  const int64_t first = int64_t{group} * (rows * kTokensPerThread) + row;
+#pragma unroll
+  for (int i = 0; i < kTokensPerThread; ++i) {
+    const int64_t token = first + i * rows;
+    const bool inside = token < map.num_tokens;
+    slots[i] = inside ? map.slots[token] : -1;
+    if (inside) loaded[i] = load_vec<typename Mover::Loaded>(from + token * side.data_token);
+  }
+
+  const Quotient quotient(scale ? (*scale)[head] : 1.0f);
+#pragma unroll
+  for (int i = 0; i < kTokensPerThread; ++i) {
+    int64_t page;
+    uint32_t offset;
+    if (map.locate(slots[i], page, offset)) {
+      char* place = to + page * side.block + offset * side.token;
+      store_vec(place, Mover::convert(loaded[i], quotient));
+    }
+  }
+}
+
+}  // namespace pykv

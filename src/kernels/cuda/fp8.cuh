@@ -1,0 +1,107 @@
+// One-byte floats of the KV cache: E4M3 (largest 448, no infinity) and E5M2 (largest 57344).
+//
+// stored = value / scale, a true division, rounded to nearest even; infinities and everything too large become the largest
+// finite value; NaN becomes 0x7F (E4M3) or 0x7E (E5M2) with its sign.  Loads are exact: every code is a half.
+#pragma once
+
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "cuda/types.cuh"
+
+namespace pykv {
+
+template <KvFormat kFormat>
+inline constexpr __nv_fp8_interpretation_t kInterpretation = kFormat == KvFormat::kE4M3 ? __NV_E4M3 : __NV_E5M2;
+
+// Two codes, the first in the lower byte.
+template <KvFormat kFormat>
+__device__ __forceinline__ half2 fp8x2_to_half2(uint16_t codes) {
+  return half2(__nv_cvt_fp8x2_to_halfraw2(codes, kInterpretation<kFormat>));
+}
+
+template <KvFormat kFormat>
+__device__ __forceinline__ float2 fp8x2_to_float2(uint16_t codes) {
+  return __half22float2(fp8x2_to_half2<kFormat>(codes));
+}
+
+template <KvFormat kFormat>
+__device__ __forceinline__ float fp8_to_float(uint8_t code) {
+  return fp8x2_to_float2<kFormat>(code).x;
+}
+
+// x / scale, correctly rounded wherever rounding it further to fp8 depends on that.
+//
+// With r = 1 / scale correctly rounded, one Newton step on x * r gives the correctly rounded quotient (Markstein) unless
+// something overflows or underflows on the way: two more instructions instead of a division's ten.  Quotients that are too
+// large (or NaN) saturate as they are, tiny ones round to zero either way, and an unusual scale takes the division.
+class Quotient {
+ public:
+  __device__ explicit Quotient(float scale) {
+    scale_ = scale;
+    reciprocal_ = __frcp_rn(scale);
+    usual_ = fabsf(scale) > 0x1p-40f && fabsf(scale) < 0x1p40f;
+  }
+
+  __device__ float operator()(float x) const {
+    if (!usual_) return __fdiv_rn(x, scale_);
+    const float q = x * reciprocal_;
+    return fabsf(q) < 0x1p20f ? fmaf(fmaf(-q, scale_, x), reciprocal_, q) : q;
+  }
+
+  __device__ uint32_t sign_bytes() const { return scale_ < 0.0f ? 0x80808080u : 0u; }
+
+ private:
+  float scale_, reciprocal_;
+  bool usual_;
+};
+
+// Four neighbours of type T (float, half or bf16), as the words they lie in, to four codes, the first in the lowest byte.
+//
+// Arithmetic on the way may lose the sign of a NaN or of a zero, and it is not said which of its three NaN codes the
+// conversion to E5M2 gives: signs are taken from the source's own bits, NaN is put in place.
+template <KvFormat kFormat, class T>
+__device__ __forceinline__ uint32_t to_fp8x4(const uint32_t (&words)[sizeof(T)], const Quotient& quotient) {
+  float2 low, high;
+  uint32_t signs;
+  if constexpr (sizeof(T) == 4) {
+    low = {__uint_as_float(words[0]), __uint_as_float(words[1])};
+    high = {__uint_as_float(words[2]), __uint_as_float(words[3])};
+    signs = __byte_perm(__byte_perm(words[0], words[1], 0x0073), __byte_perm(words[2], words[3], 0x7300), 0x7610);
+  } else {
+    if constexpr (kDTypeOf<T> == DType::kFloat16) {
+      low = __half22float2(reinterpret_cast<const half2&>(words[0]));
+      high = __half22float2(reinterpret_cast<const half2&>(words[1]));
+    } else {
+      low = {__uint_as_float(words[0] << 16), __uint_as_float(words[0] & 0xffff0000u)};
+      high = {__uint_as_float(words[1] << 16), __uint_as_float(words[1] & 0xffff0000u)};
+    }
+    signs = __byte_perm(words[0], words[1], 0x7531);
+  }
+  const uint32_t codes_low =
+      __nv_cvt_float2_to_fp8x2({quotient(low.x), quotient(low.y)}, __NV_SATFINITE, kInterpretation<kFormat>);
+  const uint32_t codes_high =
+      __nv_cvt_float2_to_fp8x2({quotient(high.x), quotient(high.y)}, __NV_SATFINITE, kInterpretation<kFormat>);
+  uint32_t codes = (codes_low | codes_high << 16) & 0x7f7f7f7fu;
+  if constexpr (kFormat == KvFormat::kE5M2) {
+    const uint32_t nan = (codes + 0x04040404u) >> 7 & 0x01010101u;  // from 0x7C on; finite codes end at 0x7B
+    codes = (codes & ~nan) | nan << 1;
+  }
+  return codes | ((signs ^ quotient.sign_bytes()) & 0x80808080u);
+}
+
+template <KvFormat kFormat, class T>
+__device__ __forceinline__ uint8_t to_fp8(T x, const Quotient& quotient) {
+  uint32_t words[sizeof(T)] = {};
+  if constexpr (sizeof(T) == 4) {
+    words[0] = __float_as_uint(x);
+  } else {
+    words[0] = reinterpret_cast<const uint16_t&>(x);
+  }
+  return static_cast<uint8_t>(to_fp8x4<kFormat, T>(words, quotient));
+}
+
+}  // namespace pykv

@@ -1,0 +1,57 @@
+/* pykv: the paged KV cache: writing new tokens, copying blocks within it, moving blocks out of it and back.
+ *
+ * NB blocks of BS tokens; a slot is block * BS + offset.  Layouts, with x = 16 / sizeof(element of the cache):
+ *   packed   key_cache [NB, num_kv_heads, head_size / x, BS, x]   value_cache [NB, num_kv_heads, v_head_size, BS]
+ *   flash    key_cache [NB, BS, num_kv_heads, head_size]          value_cache [NB, BS, num_kv_heads, v_head_size]
+ *            NHD as it stands, HND by permuted strides
+ * All strides of all arrays are honoured, those of key_cache and value_cache independently: two views of one allocation
+ * are as good as two allocations.
+ */
+#ifndef PYKV_CACHE_H_
+#define PYKV_CACHE_H_
+
+#include "pykv/base.h"
+
+/* For each token t with slot_mapping[t] >= 0: writes key[t] and value[t] into that slot of packed caches.
+ *   key            [num_rows, num_kv_heads, head_size]     f32 | f16 | bf16
+ *   value          [num_rows, num_kv_heads, v_head_size]   dtype of key
+ *   key_cache, value_cache                                 packed; dtype of key, or one-byte elements
+ *   slot_mapping   [num_tokens]                            int32 | int64; negative: padding, the token is skipped
+ *   kv_cache_dtype "auto", "float32", "float16", "bfloat16": elements are copied, the dtypes must agree;
+ *                  "fp8", "fp8_e4m3", "fp8_e5m2": element = value / scale, rounded to nearest even, saturated to the
+ *                  largest finite value; NaN stays NaN
+ *   k_scale, v_scale   one float, or one for each head; NULL: 1.  Looked at for fp8 caches only
+ * num_tokens decides: key and value may have more rows.  Where two tokens share a slot, either of them may win.
+ * A slot >= NB * BS is skipped and reported. */
+PYKV_API pykv_status pykv_reshape_and_cache(const DLTensor* key, const DLTensor* value, DLTensor* key_cache,
+                                            DLTensor* value_cache, const DLTensor* slot_mapping,
+                                            const char* kv_cache_dtype, const DLTensor* k_scale,
+                                            const DLTensor* v_scale, void* stream);
+
+/* The same for flash caches. */
+PYKV_API pykv_status pykv_reshape_and_cache_flash(const DLTensor* key, const DLTensor* value, DLTensor* key_cache,
+                                                  DLTensor* value_cache, const DLTensor* slot_mapping,
+                                                  const char* kv_cache_dtype, const DLTensor* k_scale,
+                                                  const DLTensor* v_scale, void* stream);
+
+/* cache[to] = cache[from] for each row (from, to) of block_mapping and each of the key and value caches.
+ *   key_caches, value_caches   one cache [NB, ...] a layer each; any dtype and layout, NB alike in all of them
+ *   block_mapping              [num_pairs, 2]  int32 | int64, on the host or on the device of the caches
+ * A mapping on the host (and any mapping of CPU caches) is checked before anything is copied, and its rows take effect in
+ * order: a block may be a destination first and a source later.  The rows of a mapping on the device are copied
+ * concurrently: no block may be a destination and occur a second time.  There, ids out of range are skipped and
+ * reported. */
+PYKV_API pykv_status pykv_copy_blocks(pykv_tensor_list key_caches, pykv_tensor_list value_caches,
+                                      const DLTensor* block_mapping, void* stream);
+
+/* Copies bytes [from * block_size_in_bytes, (from + 1) * block_size_in_bytes) of src to block `to` of dst, for each row
+ * (from, to) of block_mapping, in order.
+ *   src, dst        any dtype and shape, taken as the bytes from their data pointer on; on the CPU or on any CUDA
+ *                   device, the same or two different ones
+ *   block_mapping   [num_pairs, 2]  int32 | int64, on the host; checked before anything is copied
+ * Enqueued on `stream`, which belongs to the device of dst, or to that of src where dst lies on the host.  Host memory
+ * must stay alive until then; pageable host memory makes the call wait for its copies. */
+PYKV_API pykv_status pykv_swap_blocks(const DLTensor* src, DLTensor* dst, int64_t block_size_in_bytes,
+                                      const DLTensor* block_mapping, void* stream);
+
+#endif /* PYKV_CACHE_H_ */
