@@ -25,7 +25,7 @@ using Words = uint32_t __attribute__((vector_size(4 * kWidth)));
 using Halfwords = uint16_t __attribute__((vector_size(2 * kWidth)));
 using Bytes = uint8_t __attribute__((vector_size(kWidth)));
 
-inline Floats splat(float v) { return Floats{} + v; }
+inline Floats splat(float v) { return v - Floats{}; }  // v + 0 would not be -0 for v = -0, and costs an addition
 inline Floats select(Words mask, Floats a, Floats b) { return mask ? a : b; }
 
 // NaN in `a` gives `b`, as the machine's own max and min do.

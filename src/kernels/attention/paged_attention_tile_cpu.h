@@ -1,0 +1,242 @@
+// Four query rows against one tile of keys: the inner loops of CPU attention.
+//
+// A quad is four query rows of one KV head (heads of a group, or neighbouring queries).  Each vector of K or V that is
+// loaded serves all four, so a loop does 16 multiply-adds for 8 loads and 16 sums live in registers.  Scores are kept
+// as [key][row of the quad], so one vector holds the scores of kKeys keys and softmax runs on whole vectors.
+#pragma once
+
+#include <cmath>
+#include <utility>
+
+#include "cpu/simd.h"
+
+namespace pykv::PYKV_ISA {
+
+using Ints = int32_t __attribute__((vector_size(4 * kWidth)));
+
+inline constexpr int kQuad = 4;
+inline constexpr int kKeys = kWidth / kQuad;
+inline constexpr int kTile = 64;  // keys; a multiple of kKeys
+inline constexpr float kNegInf = -__builtin_inff();
+
+// One row pointer for each key of a tile, rounded up to kKeys.  Keys that must not be read have a row of zeros.
+template <class T>
+using RowPointers = const T* const*;
+
+// Lane i of the result has a[i] + a[i ^ kStep] if i lacks the bit kStep, else the same of b.
+template <int kStep, int... I>
+inline Floats add_pairs(Floats a, Floats b, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(a, b, (I & kStep ? kWidth + I : I)...) +
+         __builtin_shufflevector(a, b, (I & kStep ? kWidth + (I ^ kStep) : I ^ kStep)...);
+}
+
+// Lane i of the result is the sum over the lanes of v[i].
+template <int kStep = 1>
+inline Floats sum_each(const Floats* v) {
+  if constexpr (kStep == kWidth) {
+    return v[0];
+  } else {
+    Floats halves[kWidth / kStep / 2];
+    for (int i = 0; i < kWidth / kStep / 2; ++i)
+      halves[i] = add_pairs<kStep>(v[2 * i], v[2 * i + 1], std::make_integer_sequence<int, kWidth>());
+    return sum_each<2 * kStep>(halves);
+  }
+}
+
+template <int kStep, int... I>
+inline Floats swap_lanes(Floats v, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(v, v, (I ^ kStep)...);
+}
+
+// Combines the lanes of one row of the quad; every lane of that row gets the result.
+template <int kStep = kQuad, class Combine>
+inline Floats over_keys(Floats v, Combine combine) {
+  if constexpr (kStep == kWidth) {
+    return v;
+  } else {
+    return over_keys<2 * kStep>(combine(v, swap_lanes<kStep>(v, std::make_integer_sequence<int, kWidth>())), combine);
+  }
+}
+
+// Four values, one for each row of the quad, repeated over the keys of a vector.
+template <class V, class E>
+inline V repeat_quad(const E* four) {
+  V v;
+  for (int i = 0; i < kWidth; ++i) v[i] = four[i % kQuad];
+  return v;
+}
+
+// Asks for what will be needed soon, a little with each step of a loop: in the order of addresses, and into the second
+// level cache, which takes many more requests at a time than the first.
+struct Fetch {
+  const char* segments[kTile];
+  int64_t bytes = 0;  // of each segment
+  int count = 0;
+
+  void ahead(int64_t wanted) {
+    for (; wanted > 0 && current < count; wanted -= 64) {
+      __builtin_prefetch(segments[current] + done, 0, 2);
+      done += 64;
+      if (done >= bytes) ++current, done = 0;
+    }
+  }
+
+ private:
+  int current = 0;
+  int64_t done = 0;
+};
+
+// scores[key][row] = q[row] . keys[key].
+template <class T>
+inline void score_quad(const float* q, RowPointers<T> keys, Fetch& fetch, int count, int dims, float* scores) {
+  for (int j = 0; j < count; j += kKeys) {
+    fetch.ahead(kKeys * dims * sizeof(T));
+    Floats sums[kWidth] = {};
+    for (int d = 0; d < dims; d += kWidth) {
+      Floats k[kKeys];
+      for (int i = 0; i < kKeys; ++i) k[i] = load(keys[j + i] + d);
+      for (int r = 0; r < kQuad; ++r) {
+        const Floats qr = load(q + r * dims + d);
+        for (int i = 0; i < kKeys; ++i) sums[i * kQuad + r] += qr * k[i];
+      }
+    }
+    store(scores + j * kQuad, sum_each(sums));
+  }
+}
+
+template <int kVectors, class T>
+inline void accumulate_columns(const float* p, RowPointers<T> values, Fetch& fetch, int count, int dims, int d,
+                               const float* decay, float* acc) {
+  Floats sums[kQuad][kVectors];
+  for (int r = 0; r < kQuad; ++r)
+    for (int i = 0; i < kVectors; ++i) sums[r][i] = load(acc + r * dims + d + i * kWidth) * decay[r];
+  for (int j = 0; j < count; ++j) {
+    fetch.ahead(kVectors * kWidth * sizeof(T));
+    Floats v[kVectors];
+    for (int i = 0; i < kVectors; ++i) v[i] = load(values[j] + d + i * kWidth);
+    for (int r = 0; r < kQuad; ++r) {
+      const Floats pr = splat(p[j * kQuad + r]);
+      for (int i = 0; i < kVectors; ++i) sums[r][i] += pr * v[i];
+    }
+  }
+  for (int r = 0; r < kQuad; ++r)
+    for (int i = 0; i < kVectors; ++i) store(acc + r * dims + d + i * kWidth, sums[r][i]);
+}
+
+// acc[row] = acc[row] * decay[row] + sum over keys of p[key][row] * values[key].
+template <class T>
+inline void accumulate_quad(const float* p, RowPointers<T> values, Fetch& fetch, int count, int dims,
+                            const float* decay, float* acc) {
+  constexpr int kVectors = kWidth == 16 ? 4 : 2;
+  int d = 0;
+  for (; d + kVectors * kWidth <= dims; d += kVectors * kWidth)
+    accumulate_columns<kVectors>(p, values, fetch, count, dims, d, decay, acc);
+  for (; d < dims; d += kWidth) accumulate_columns<1>(p, values, fetch, count, dims, d, decay, acc);
+}
+
+// What turns a dot product into a logit, and which keys each row of a quad sees.
+struct QuadMask {
+  float softcap;                    // 0: none
+  float slopes[kQuad];              // ALiBi; 0: none
+  int32_t distance[kQuad];          // first key of the tile - position of the row
+  int32_t low[kQuad], high[kQuad];  // keys of the tile that the row sees: low <= key < high
+};
+
+inline Ints key_of_lane() {
+  Ints key;
+  for (int i = 0; i < kWidth; ++i) key[i] = i / kQuad;
+  return key;
+}
+
+inline void mask_quad(const QuadMask& mask, int count, float* scores) {
+  const Floats slopes = repeat_quad<Floats>(mask.slopes);
+  const Ints distance = repeat_quad<Ints>(mask.distance);
+  const Ints low = repeat_quad<Ints>(mask.low), high = repeat_quad<Ints>(mask.high);
+  for (int j = 0; j < count; j += kKeys) {
+    const Ints key = key_of_lane() + j;
+    Floats x = load(scores + j * kQuad);
+    if (mask.softcap > 0) x = mask.softcap * tanh(x / mask.softcap);
+    x += slopes * __builtin_convertvector(key + distance, Floats);
+    x = (key >= low) & (key < high) ? x : splat(kNegInf);
+    store(scores + j * kQuad, x);
+  }
+}
+
+// The running softmax of a quad: lane i belongs to row i % kQuad.
+struct QuadSoftmax {
+  Floats top, total;  // greatest logit so far, sum of exp(logit - top)
+};
+
+// scores become exp(score - top); decay is what older sums must be multiplied with.
+inline void softmax_quad(QuadSoftmax& state, int count, float* scores, float* decay) {
+  Floats top = state.top;
+  for (int j = 0; j < count; j += kKeys) top = max(load(scores + j * kQuad), top);
+  top = over_keys(top, [](Floats a, Floats b) { return max(a, b); });
+  const Floats shift = top == kNegInf ? Floats{} : top;  // nothing seen yet: exp(-inf - 0) = 0 is what we want
+  Floats total{};
+  for (int j = 0; j < count; j += kKeys) {
+    const Floats p = exp(load(scores + j * kQuad) - shift);
+    store(scores + j * kQuad, p);
+    total += p;
+  }
+  const Floats old = exp(state.top - shift);
+  state.total = state.total * old + over_keys(total, [](Floats a, Floats b) { return a + b; });
+  state.top = top;
+  for (int r = 0; r < kQuad; ++r) decay[r] = old[r];
+}
+
+// Rows of a cache as floats, `dims` of `size` with zeros behind.
+template <class T>
+inline void widen_rows(RowPointers<T> rows, Fetch& fetch, int count, int size, int dims, float* to) {
+  for (int j = 0; j < count; ++j) {
+    fetch.ahead(size * sizeof(T));
+    for (int d = 0; d < dims; d += kWidth) store(to + j * dims + d, load(rows[j] + d, size - d));
+  }
+}
+
+template <int kStep, int... I>
+inline void swap_blocks(Floats& a, Floats& b, std::integer_sequence<int, I...>) {
+  const Floats first = __builtin_shufflevector(a, b, (I & kStep ? kWidth + (I ^ kStep) : I)...);
+  b = __builtin_shufflevector(a, b, (I & kStep ? kWidth + I : I ^ kStep)...);
+  a = first;
+}
+
+template <int kStep = kWidth / 2>
+inline void transpose(Floats* v) {  // [kWidth][kWidth]
+  for (int i = 0; i < kWidth; ++i)
+    if (!(i & kStep)) swap_blocks<kStep>(v[i], v[i + kStep], std::make_integer_sequence<int, kWidth>());
+  if constexpr (kStep > 1) transpose<kStep / 2>(v);
+}
+
+// The same for values that lie dimension by dimension: element d of a row is `step` elements behind element d - 1.
+template <class T>
+inline void widen_columns(RowPointers<T> rows, Fetch& fetch, int count, int size, int dims, int64_t step,
+                          const T* zeros, float* to) {
+  for (int j = 0; j < count; j += kWidth) {
+    const int tokens = count - j < kWidth ? count - j : kWidth;
+    bool adjacent = true;  // and in one page, so that tokens can be loaded as a vector
+    for (int i = 0; i < tokens; ++i) {
+      adjacent = adjacent && rows[j + i] == rows[j] + i && rows[j] != zeros;
+      fetch.ahead(size * sizeof(T));
+    }
+    for (int d = 0; d < dims; d += kWidth) {
+      Floats block[kWidth];
+      for (int k = 0; k < kWidth; ++k) {
+        block[k] = Floats{};
+        if (d + k >= size) continue;
+        if (adjacent) {
+          block[k] = load(rows[j] + (d + k) * step, tokens);
+        } else {
+          T column[kWidth] = {};
+          for (int i = 0; i < tokens; ++i)
+            if (rows[j + i] != zeros) column[i] = rows[j + i][(d + k) * step];
+          block[k] = load(column);
+        }
+      }
+      transpose(block);
+      for (int i = 0; i < tokens; ++i) store(to + (j + i) * dims + d, block[i]);
+    }
+  }
+}
+
+}  // namespace pykv::PYKV_ISA

@@ -1,0 +1,145 @@
+"""Attention by the textbook, in NumPy and float64: no tiles, no running maximum, one query row at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class BlockSparse:
+    """Which cache blocks a head sees in vLLM's block-sparse decode attention."""
+
+    tp_rank: int = 0
+    local_blocks: int = 0
+    vert_stride: int = 0
+    block_size: int = 64
+    head_sliding_step: int = 0
+
+    def seen(self, length: int, cache_block: int, head: int, num_heads: int, num_kv_heads: int) -> NDArray[np.bool_]:
+        """For each token of a sequence, whether query head ``head`` sees the cache block that holds it."""
+        token = np.arange(length)
+        if self.vert_stride <= 1:
+            return np.ones(length, bool)
+        sparse_block = token // cache_block * cache_block // self.block_size
+        last = (length - 1) // self.block_size
+        step = self.head_sliding_step
+        if step >= 0:
+            offset = (self.tp_rank * num_heads + head) * step + 1
+        else:
+            offset = (self.tp_rank * num_kv_heads + head // (num_heads // num_kv_heads)) * -step + 1
+        return ((sparse_block + offset) % self.vert_stride == 0) | (sparse_block > last - self.local_blocks)
+
+
+DENSE = BlockSparse()
+
+
+def block_size_of(key_cache: NDArray[np.generic]) -> int:
+    return int(key_cache.shape[3] if key_cache.ndim == 5 else key_cache.shape[1])
+
+
+def tokens_of(cache: NDArray[np.generic], blocks: NDArray[np.int64], packed: bool) -> Floats:
+    """The named blocks of a cache of floats as [token, kv_head, head_size]."""
+    pages = np.asarray(cache)[blocks].astype(np.float64)
+    if packed and pages.ndim == 5:  # [block, head, dim / x, token, x]
+        pages = pages.transpose(0, 3, 1, 2, 4)
+    elif packed:  # [block, head, dim, token]
+        pages = pages.transpose(0, 3, 1, 2)
+    return pages.reshape(pages.shape[0] * pages.shape[1], pages.shape[2], math.prod(pages.shape[3:]))
+
+
+def paged_attention(
+    query: NDArray[np.generic],
+    key_cache: NDArray[np.generic],
+    value_cache: NDArray[np.generic],
+    block_tables: NDArray[np.integer],
+    seq_lens: NDArray[np.integer],
+    *,
+    cu_query_lens: NDArray[np.integer] | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: NDArray[np.float32] | None = None,
+    sinks: NDArray[np.float32] | None = None,
+    k_scale: float | NDArray[np.float32] = 1.0,
+    v_scale: float | NDArray[np.float32] = 1.0,
+    epsilon: float = 0.0,
+    sparse: BlockSparse = DENSE,
+) -> tuple[Floats, Floats]:
+    """Output [token, head, head_size] and log-sum-exp [head, token]; NaN for rows that belong to no sequence."""
+    tokens, heads, head_size = query.shape
+    packed = key_cache.ndim == 5
+    page = block_size_of(key_cache)
+    num_blocks = key_cache.shape[0]
+    kv_heads = key_cache.shape[1] if packed else key_cache.shape[2]
+    group = heads // kv_heads
+    scale = head_size**-0.5 if scale is None else scale
+    bounds = np.arange(len(seq_lens) + 1) if cu_query_lens is None else np.asarray(cu_query_lens)
+    k_scales = np.broadcast_to(np.asarray(k_scale, np.float64), (kv_heads,))
+    v_scales = np.broadcast_to(np.asarray(v_scale, np.float64), (kv_heads,))
+    out = np.full(query.shape, np.nan)
+    lse = np.full((heads, tokens), np.nan)
+
+    for s, length in enumerate(int(n) for n in seq_lens):
+        table = np.asarray(block_tables[s, : -(-length // page)], np.int64)
+        valid = np.repeat((table >= 0) & (table < num_blocks), page)[:length]
+        blocks = np.where((table >= 0) & (table < num_blocks), table, 0)
+        keys = tokens_of(key_cache, blocks, packed)[:length] * k_scales[:, None]
+        values = tokens_of(value_cache, blocks, packed)[:length] * v_scales[:, None]
+        j = np.arange(length)
+        for row in range(int(bounds[s]), int(bounds[s + 1])):
+            position = length - int(bounds[s + 1]) + row
+            for h in range(heads):
+                visible = valid & sparse.seen(length, page, h, heads, kv_heads)
+                if causal:
+                    visible = visible & (j <= position)
+                if window:
+                    visible = visible & (np.abs(position - j) < window)
+                logits = scale * (keys[visible, h // group] @ query[row, h].astype(np.float64))
+                if softcap:
+                    logits = softcap * np.tanh(logits / softcap)
+                if alibi_slopes is not None:
+                    logits = logits + float(alibi_slopes[h]) * (j[visible] - position)
+                sink = -np.inf if sinks is None else float(sinks[h])
+                top = max(logits.max(initial=-np.inf), sink)
+                if top == -np.inf:
+                    out[row, h], lse[h, row] = 0.0, -np.inf
+                    continue
+                weights = np.exp(logits - top)
+                total = weights.sum() + np.exp(sink - top)
+                out[row, h] = weights @ values[visible, h // group] / (total + epsilon)
+                lse[h, row] = top + np.log(total)
+    return out, lse
+
+
+def merge_attn_states(
+    prefix_output: NDArray[np.generic],
+    prefix_lse: NDArray[np.float32],
+    suffix_output: NDArray[np.generic],
+    suffix_lse: NDArray[np.float32],
+    context_tokens: int | None = None,
+) -> tuple[Floats, Floats]:
+    """Two partial softmaxes as one.  An lse of +inf or -inf means that its side saw nothing."""
+    tokens = prefix_output.shape[0]
+    prefix, suffix = prefix_output.astype(np.float64), suffix_output.astype(np.float64)
+    p = np.where(np.isinf(prefix_lse), -np.inf, prefix_lse.astype(np.float64)).T  # [token, head]
+    s = np.where(np.isinf(suffix_lse), -np.inf, suffix_lse.astype(np.float64)).T
+    lse = np.logaddexp(p, s)
+    empty = np.isneginf(lse)
+    with np.errstate(invalid="ignore"):
+        prefix_weight = np.where(empty, 1.0, np.exp(p - lse))
+        suffix_weight = np.where(empty, 0.0, np.exp(s - lse))
+    # A side of weight zero contributes nothing, whatever it holds.
+    out = np.where(prefix_weight[..., None] > 0, prefix * prefix_weight[..., None], 0.0) + np.where(
+        suffix_weight[..., None] > 0, suffix * suffix_weight[..., None], 0.0
+    )
+    context = tokens if context_tokens is None else context_tokens
+    out[context:] = suffix[context:]
+    lse[context:] = suffix_lse.astype(np.float64).T[context:]
+    return out, lse.T
