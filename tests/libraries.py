@@ -30,15 +30,18 @@ class Library:
     module: ClassVar[str]
     device: ClassVar[str]
 
-    def output(self, x: np.ndarray) -> Any:
-        """A copy that pykv may write into; a strided view stays one, with the same strides."""
+    def output(self, x: np.ndarray, *, offset: int = 0) -> Any:
+        """A copy that pykv may write into; a strided view stays one, with the same strides.
+
+        ``offset`` elements lie before it in its memory, which decides how it is aligned.
+        """
         flat, _ = _span(x)
         strides = tuple(s // x.itemsize for s in x.strides)
-        return self._view(self._copy(flat), x.shape, strides)
+        return self._view(self._copy(np.concatenate([np.zeros(offset, x.dtype), flat]))[offset:], x.shape, strides)
 
-    def input(self, x: np.ndarray) -> Any:
+    def input(self, x: np.ndarray, *, offset: int = 0) -> Any:
         """A copy that pykv reads."""
-        return self.output(x)
+        return self.output(x, offset=offset)
 
     def numpy(self, a: Any) -> np.ndarray:
         raise NotImplementedError
@@ -103,14 +106,14 @@ class Jax(Library):
     name, module, device = "jax", "jax", "cpu"
     writer: ClassVar[type[Library]] = Numpy
 
-    def output(self, x: np.ndarray) -> Any:
-        return self.writer().output(x)
+    def output(self, x: np.ndarray, *, offset: int = 0) -> Any:
+        return self.writer().output(x, offset=offset)
 
-    def input(self, x: np.ndarray) -> Any:
+    def input(self, x: np.ndarray, *, offset: int = 0) -> Any:
         import jax
 
-        if x.dtype.itemsize == 8:  # JAX has no 64-bit integers unless it is told so for the whole process
-            return self.output(x)
+        if x.dtype.itemsize == 8 or offset:  # JAX has no 64-bit integers unless the whole process is told so
+            return self.output(x, offset=offset)
         return jax.device_put(np.ascontiguousarray(x), jax.devices(self.device)[0])
 
     def numpy(self, a: Any) -> np.ndarray:
@@ -165,9 +168,9 @@ class _Interface:
 class Interface(Cupy):
     name, module, device = "interface", "cupy", "cuda"
 
-    def output(self, x: np.ndarray) -> Any:
+    def output(self, x: np.ndarray, *, offset: int = 0) -> Any:
         # the interface has no name for bfloat16 and fp8
-        made = super().output(x)
+        made = super().output(x, offset=offset)
         return made if x.dtype.name == "bfloat16" or x.dtype.name in _SMALL_FLOATS else _Interface(made)
 
     def numpy(self, a: Any) -> np.ndarray:

@@ -93,20 +93,28 @@ DLDataType dtype_from_numpy(PyObject* dtype) {
   const auto found = cache.find(dtype);
   if (found != cache.end()) return found->second;
   static const std::unordered_map<std::string, DLDataType> names = {
-      {"float64", {kDLFloat, 64, 1}},      {"float32", {kDLFloat, 32, 1}},
-      {"float16", {kDLFloat, 16, 1}},      {"bfloat16", {kDLBfloat, 16, 1}},
-      {"float8_e4m3fn", {kDLFloat8_e4m3fn, 8, 1}}, {"float8_e5m2", {kDLFloat8_e5m2, 8, 1}},
-      {"int64", {kDLInt, 64, 1}},          {"int32", {kDLInt, 32, 1}},
-      {"int16", {kDLInt, 16, 1}},          {"int8", {kDLInt, 8, 1}},
-      {"uint64", {kDLUInt, 64, 1}},        {"uint32", {kDLUInt, 32, 1}},
-      {"uint16", {kDLUInt, 16, 1}},        {"uint8", {kDLUInt, 8, 1}},
+      {"float64", {kDLFloat, 64, 1}},
+      {"float32", {kDLFloat, 32, 1}},
+      {"float16", {kDLFloat, 16, 1}},
+      {"bfloat16", {kDLBfloat, 16, 1}},
+      {"float8_e4m3fn", {kDLFloat8_e4m3fn, 8, 1}},
+      {"float8_e5m2", {kDLFloat8_e5m2, 8, 1}},
+      {"int64", {kDLInt, 64, 1}},
+      {"int32", {kDLInt, 32, 1}},
+      {"int16", {kDLInt, 16, 1}},
+      {"int8", {kDLInt, 8, 1}},
+      {"uint64", {kDLUInt, 64, 1}},
+      {"uint32", {kDLUInt, 32, 1}},
+      {"uint16", {kDLUInt, 16, 1}},
+      {"uint8", {kDLUInt, 8, 1}},
       {"bool", {kDLBool, 8, 1}},
   };
   py::handle d(dtype);
   const std::string name = py::str(d.attr("name"));
   const auto known = names.find(name);
   if (known == names.end()) type_error("dtype '" + name + "' is not supported");
-  if (!py::cast<bool>(d.attr("isnative"))) type_error("dtype '" + std::string(py::str(d)) + "' is not in native byte order");
+  if (!py::cast<bool>(d.attr("isnative")))
+    type_error("dtype '" + std::string(py::str(d)) + "' is not in native byte order");
   Py_INCREF(dtype);
   cache.emplace(dtype, known->second);
   return known->second;
@@ -126,7 +134,8 @@ void Array::borrow(PyObject* object, bool written) {
   if (PyFloat_CheckExact(object) && borrow_number(object)) return;
   const TypeInfo& info = type_info(Py_TYPE(object));
   if (written && info.immutable)
-    value_error("a JAX array cannot be written in place: its buffer may be shared; give an array of NumPy, CuPy or torch");
+    value_error(
+        "a JAX array cannot be written in place: its buffer may be shared; give an array of NumPy, CuPy or torch");
   switch (info.protocol) {
     case Protocol::kPointer:
       tensor_ = pointer_tensor(object);
@@ -154,8 +163,10 @@ void Array::borrow(PyObject* object, bool written) {
       return borrow_cuda_interface(object, written);
     case Protocol::kNone:
       if (borrow_number(object)) return;
-      type_error("an array (NumPy, CuPy, torch, JAX, or anything with __dlpack__ or __cuda_array_interface__) is required, got " +
-                 std::string(Py_TYPE(object)->tp_name));
+      type_error(
+          "an array (NumPy, CuPy, torch, JAX, or anything with __dlpack__ or __cuda_array_interface__) is required, "
+          "got " +
+          std::string(Py_TYPE(object)->tp_name));
   }
 }
 
@@ -194,7 +205,8 @@ void Array::take_strides_in_bytes(int64_t itemsize) {
 
 void Array::borrow_numpy(PyObject* object, bool written) {
   const auto* a = py::detail::array_proxy(object);
-  if (written && !(a->flags & py::detail::npy_api::NPY_ARRAY_WRITEABLE_)) value_error("is read-only, but it is written");
+  if (written && !(a->flags & py::detail::npy_api::NPY_ARRAY_WRITEABLE_))
+    value_error("is read-only, but it is written");
   if (a->nd > kMaxRank) value_error("at most 8 dimensions are supported, got " + std::to_string(a->nd));
   tensor_ = {a->data, {kDLCPU, 0}, a->nd, dtype_from_numpy(a->descr), shape_, strides_, 0};
   for (int i = 0; i < a->nd; ++i) {
@@ -259,8 +271,13 @@ void Array::borrow_cuda_interface(PyObject* object, bool written) {
   const int ndim = static_cast<int>(sizes.size());
   if (ndim > kMaxRank) value_error("at most 8 dimensions are supported, got " + std::to_string(ndim));
   const py::object dtype = py::module_::import("numpy").attr("dtype")(face["typestr"]);
-  tensor_ = {reinterpret_cast<void*>(py::cast<uintptr_t>(memory[0])), {kDLCUDA, 0}, ndim, dtype_from_numpy(dtype.ptr()),
-             shape_, nullptr, 0};
+  tensor_ = {reinterpret_cast<void*>(py::cast<uintptr_t>(memory[0])),
+             {kDLCUDA, 0},
+             ndim,
+             dtype_from_numpy(dtype.ptr()),
+             shape_,
+             nullptr,
+             0};
   for (int i = 0; i < ndim; ++i) shape_[i] = py::cast<int64_t>(sizes[i]);
   if (face.contains("strides") && !face["strides"].is_none()) {
     const py::tuple steps = face["strides"];
@@ -332,7 +349,7 @@ StreamChoice stream_from(PyObject* object) {
     return {true, reinterpret_cast<void*>(py::cast<uintptr_t>(py::tuple(h.attr("__cuda_stream__")())[1]))};
   for (const char* name : {"cuda_stream", "ptr"})  // torch, CuPy
     if (py::hasattr(h, name)) return {true, reinterpret_cast<void*>(py::cast<uintptr_t>(h.attr(name)))};
-  type_error("stream: must be an int or a stream of CuPy, torch or cuda.core, got " + std::string(Py_TYPE(object)->tp_name));
+  type_error("must be an int or a stream of CuPy, torch or cuda.core, got " + std::string(Py_TYPE(object)->tp_name));
 }
 
 }  // namespace pykv::python

@@ -28,7 +28,7 @@ struct Producer {
 
 class Array {
  public:
-  Array() = default;
+  explicit Array(int position) : position_(position) {}
   Array(const Array&) = delete;
   Array& operator=(const Array&) = delete;
   ~Array();
@@ -39,9 +39,12 @@ class Array {
   void finish(bool stream_known, void* stream);
 
   DLTensor* get() { return none_ ? nullptr : &tensor_; }
-  bool on_cuda() const { return !none_ && (tensor_.device.device_type == kDLCUDA || tensor_.device.device_type == kDLCUDAManaged); }
+  bool on_cuda() const {
+    return !none_ && (tensor_.device.device_type == kDLCUDA || tensor_.device.device_type == kDLCUDAManaged);
+  }
   const DLTensor& tensor() const { return tensor_; }
   const Producer& producer() const { return producer_; }
+  int position() const { return position_; }  // among the arguments of the call
 
  private:
   void borrow_numpy(PyObject* object, bool written);
@@ -52,6 +55,7 @@ class Array {
   void take_strides_in_bytes(int64_t itemsize);
   void keep_shape();
 
+  int position_;
   DLTensor tensor_{};
   int64_t shape_[kMaxRank], strides_[kMaxRank];
   float number_ = 0;

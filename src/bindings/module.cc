@@ -29,8 +29,8 @@ PYBIND11_MODULE(_C, m) {
     throw py::error_already_set();
   });
 
-  m.def("paged_attention_workspace_size", [](int64_t num_tokens, int64_t num_seqs, int64_t num_heads, int64_t num_kv_heads,
-                                             int64_t head_size, int32_t device_id) {
+  m.def("paged_attention_workspace_size", [](int64_t num_tokens, int64_t num_seqs, int64_t num_heads,
+                                             int64_t num_kv_heads, int64_t head_size, int32_t device_id) {
     int64_t size = 0;
     const pykv_status status =
         pykv_paged_attention_workspace_size(num_tokens, num_seqs, num_heads, num_kv_heads, head_size, device_id, &size);

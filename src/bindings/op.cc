@@ -66,6 +66,7 @@ void* Frame::resolve_stream(const StreamChoice& choice) {
     }
   }
   for (Array& a : arrays_) {
+    at_.position = a.position();
     a.finish(known, stream);
     // an explicit stream= is the caller's own word; otherwise every producer's work comes first
     if (!choice.given && a.get() && a.producer().known && a.producer().stream != stream)

@@ -22,14 +22,17 @@ struct Failure {
   const char* op;
   int position;
 };
-void raise_failure(const Failure& failure);  // from inside a catch block: sets the Python error, with the argument's name
-void raise_status(pykv_status status);       // sets the Python error of the last failing call
+void raise_failure(
+    const Failure& failure);            // from inside a catch block: sets the Python error, with the argument's name
+void raise_status(pykv_status status);  // sets the Python error of the last failing call
 
 // Everything that a call borrows; lives until the call is over.
 class Frame {
  public:
+  explicit Frame(Failure& at) : at_(at) {}
+
   Array& add(PyObject* object, bool written) {
-    Array& a = arrays_.emplace_back();
+    Array& a = arrays_.emplace_back(at_.position);
     a.borrow(object, written);
     return a;
   }
@@ -39,6 +42,7 @@ class Frame {
   void* resolve_stream(const StreamChoice& choice);
 
  private:
+  Failure& at_;
   std::deque<Array> arrays_;  // addresses stay
   std::deque<std::vector<DLTensor*>> lists_;
 };
@@ -149,12 +153,12 @@ struct Entry<kOp, pykv_status (*)(Args...)> {
   static PyObject* run(PyObject* const* objects, Py_ssize_t count, Failure& at, std::index_sequence<I...>) {
     if (count != sizeof...(Args))
       throw py::type_error("takes " + std::to_string(sizeof...(Args)) + " arguments, got " + std::to_string(count));
-    Frame frame;
+    Frame frame(at);
     std::tuple<Argument<Args>...> arguments;
     ((at.position = I, std::get<I>(arguments).take(frame, objects[I])), ...);
-    at.position = -1;
     auto& last = std::get<sizeof...(Args) - 1>(arguments);
     last.stream = frame.resolve_stream(last.choice);
+    at.position = -1;
     pykv_status status;
     {
       const py::gil_scoped_release released;

@@ -61,7 +61,8 @@ void bind_pointer(py::module_& m) {
              auto p = std::make_unique<Pointer>();
              p->shape = std::move(shape);
              if (strides) {
-               if (strides->size() != p->shape.size()) throw py::value_error("strides: must have one entry for each dimension");
+               if (strides->size() != p->shape.size())
+                 throw py::value_error("strides: must have one entry for each dimension");
                p->strides = std::move(*strides);
              } else {
                p->strides.resize(p->shape.size());

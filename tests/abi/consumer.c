@@ -1,9 +1,8 @@
 /* A C99 program that knows nothing but the headers and the library. */
 #include <math.h>
+#include <pykv/kernels.h>
 #include <stdio.h>
 #include <string.h>
-
-#include <pykv/kernels.h>
 
 static DLTensor vector(float* data, int64_t* shape, int ndim) {
   DLTensor t;
@@ -30,7 +29,8 @@ int main(void) {
   if (fabsf(y[0][0] - 3 / sqrtf(25.0f / 3)) > 1e-6f || fabsf(y[1][1] - 2) > 1e-6f) return 3;
   columns[0] = 2;
   if (pykv_rms_norm(&out, &input, &weight, 0.0, NULL) != PYKV_VALUE_ERROR) return 4;
-  if (strcmp(pykv_last_error(), "rms_norm: weight: dimension 0 must equal hidden_size = 3, got shape [2]") != 0) return 5;
+  if (strcmp(pykv_last_error(), "rms_norm: weight: dimension 0 must equal hidden_size = 3, got shape [2]") != 0)
+    return 5;
   puts("ok");
   return 0;
 }

@@ -1,10 +1,10 @@
 // A C++ program that links the library: writes a paged cache and attends to it.
+#include <pykv/kernels.h>
+
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <vector>
-
-#include <pykv/kernels.h>
 
 namespace {
 

@@ -54,7 +54,8 @@ PagedAttentionArgs take(Call& call, const Inputs& in, double scale) {
   Dim tokens{"num_tokens"}, heads{"num_heads"}, head_size{"head_size"}, blocks{"num_blocks"}, kv_heads{"num_kv_heads"};
   Dim seqs{"num_seqs"}, width{"max_blocks_per_seq"};
   Tensor query = call.read("query", in.query).shape(tokens, heads, head_size).dtype(kFloats).contiguous_rows();
-  Tensor out = call.write("out", in.out).shape(tokens, heads, head_size).like(query).contiguous_rows().no_overlap_within();
+  Tensor out =
+      call.write("out", in.out).shape(tokens, heads, head_size).like(query).contiguous_rows().no_overlap_within();
   Tensor key = call.read("key_cache", in.key_cache).rank_between(4, 5);
   Tensor value = call.read("value_cache", in.value_cache).like(key);
   if (key.ndim() == 5) {
@@ -63,7 +64,8 @@ PagedAttentionArgs take(Call& call, const Inputs& in, double scale) {
     take_flash(a, key, value, blocks, kv_heads, head_size);
   }
   if (head_size < 1 || head_size > 1024)
-    query.fail(PYKV_NOT_IMPLEMENTED, "head_size must lie between 1 and 1024, got %lld", static_cast<long long>(head_size));
+    query.fail(PYKV_NOT_IMPLEMENTED, "head_size must lie between 1 and 1024, got %lld",
+               static_cast<long long>(head_size));
   if (kv_heads < 1 || heads % kv_heads != 0)
     query.fail(PYKV_VALUE_ERROR, "num_heads must be a multiple of num_kv_heads = %lld, got %lld",
                static_cast<long long>(kv_heads), static_cast<long long>(heads));
@@ -76,7 +78,8 @@ PagedAttentionArgs take(Call& call, const Inputs& in, double scale) {
     Dim seqs_plus_1{"num_seqs + 1", seqs + 1};
     a.cu_query_lens = call.read("cu_query_lens", in.cu_query_lens).shape(seqs_plus_1).index();
   } else if (tokens != seqs) {
-    query.fail(PYKV_VALUE_ERROR, "without cu_query_lens there must be one query for each of the %lld sequences, got shape %s",
+    query.fail(PYKV_VALUE_ERROR,
+               "without cu_query_lens there must be one query for each of the %lld sequences, got shape %s",
                static_cast<long long>(seqs), query.shape_string().c_str());
   }
   a.dtype = query.type();
@@ -128,7 +131,8 @@ PagedAttentionArgs take_decode(Call& call, const Inputs& in, const DecodeOptions
          static_cast<long long>(options.block_size));
   if (options.max_seq_len < 0)
     fail(PYKV_VALUE_ERROR, "max_seq_len: must not be negative, got %lld", static_cast<long long>(options.max_seq_len));
-  if (options.sparse.vert_stride > 1 && (options.sparse.block_size < 1 || options.sparse.block_size % a.block_size != 0))
+  if (options.sparse.vert_stride > 1 &&
+      (options.sparse.block_size < 1 || options.sparse.block_size % a.block_size != 0))
     fail(PYKV_VALUE_ERROR, "blocksparse_block_size: must be a multiple of block_size = %d, got %lld", a.block_size,
          static_cast<long long>(options.sparse.block_size));
   a.max_seq_len = std::min(a.max_seq_len, options.max_seq_len);
@@ -144,14 +148,14 @@ using namespace pykv;
 
 pykv_status pykv_paged_attention(DLTensor* out, const DLTensor* query, const DLTensor* key_cache,
                                  const DLTensor* value_cache, const DLTensor* block_tables, const DLTensor* seq_lens,
-                                 const DLTensor* cu_query_lens, double scale, bool causal, int64_t window, double softcap,
-                                 const DLTensor* alibi_slopes, const DLTensor* sinks, const char* kv_cache_dtype,
-                                 const DLTensor* k_scale, const DLTensor* v_scale, DLTensor* lse, DLTensor* workspace,
-                                 void* stream) {
+                                 const DLTensor* cu_query_lens, double scale, bool causal, int64_t window,
+                                 double softcap, const DLTensor* alibi_slopes, const DLTensor* sinks,
+                                 const char* kv_cache_dtype, const DLTensor* k_scale, const DLTensor* v_scale,
+                                 DLTensor* lse, DLTensor* workspace, void* stream) {
   return guarded("paged_attention", [&](Call& call) {
     PagedAttentionArgs a = take(call,
-                                {out, query, key_cache, value_cache, block_tables, seq_lens, cu_query_lens, alibi_slopes,
-                                 sinks, kv_cache_dtype, k_scale, v_scale},
+                                {out, query, key_cache, value_cache, block_tables, seq_lens, cu_query_lens,
+                                 alibi_slopes, sinks, kv_cache_dtype, k_scale, v_scale},
                                 scale);
     if (window < 0) fail(PYKV_VALUE_ERROR, "window: must be positive, got %lld", static_cast<long long>(window));
     if (!(softcap >= 0)) fail(PYKV_VALUE_ERROR, "softcap: must be positive, got %g", softcap);
@@ -181,9 +185,11 @@ pykv_status pykv_paged_attention_workspace_size(int64_t num_tokens, int64_t num_
                                                 int64_t* size) {
   return guarded("paged_attention_workspace_size", [&](Call&) {
     if (num_tokens < 0 || num_seqs < 0 || num_heads < 1 || num_kv_heads < 1 || head_size < 1)
-      fail(PYKV_VALUE_ERROR, "sizes must be positive, got num_tokens %lld, num_seqs %lld, num_heads %lld, num_kv_heads %lld, "
-           "head_size %lld", static_cast<long long>(num_tokens), static_cast<long long>(num_seqs),
-           static_cast<long long>(num_heads), static_cast<long long>(num_kv_heads), static_cast<long long>(head_size));
+      fail(PYKV_VALUE_ERROR,
+           "sizes must be positive, got num_tokens %lld, num_seqs %lld, num_heads %lld, num_kv_heads %lld, "
+           "head_size %lld",
+           static_cast<long long>(num_tokens), static_cast<long long>(num_seqs), static_cast<long long>(num_heads),
+           static_cast<long long>(num_kv_heads), static_cast<long long>(head_size));
 #if defined(PYKV_WITH_CUDA)
     *size = paged_attention_workspace_cuda(num_tokens, num_seqs, static_cast<int>(num_heads),
                                            static_cast<int>(num_kv_heads), static_cast<int>(head_size), device_id);

@@ -44,13 +44,13 @@ struct PagedAttentionArgs {
   float* lse;  // [num_heads, num_tokens] natural log of the softmax denominator (sinks included), or null
   int64_t lse_head_stride, lse_token_stride;
 
-  Index block_tables;             // row s starts at s * block_table_stride; column stride is Index::stride
-  int64_t block_table_stride;     // elements
-  Index seq_lens;                 // [num_seqs]
-  Index cu_query_lens;            // [num_seqs + 1]; data null: one query token for each sequence
-  const float* alibi_slopes;      // [num_heads], contiguous, or null
-  const float* sinks;             // [num_heads], contiguous, or null: one more logit in each softmax, without a value
-  Scale k_scale, v_scale;         // a scale or one for each KV head; stored = value / scale; 1 unless kv_format is fp8
+  Index block_tables;          // row s starts at s * block_table_stride; column stride is Index::stride
+  int64_t block_table_stride;  // elements
+  Index seq_lens;              // [num_seqs]
+  Index cu_query_lens;         // [num_seqs + 1]; data null: one query token for each sequence
+  const float* alibi_slopes;   // [num_heads], contiguous, or null
+  const float* sinks;          // [num_heads], contiguous, or null: one more logit in each softmax, without a value
+  Scale k_scale, v_scale;      // a scale or one for each KV head; stored = value / scale; 1 unless kv_format is fp8
 
   int64_t num_tokens;  // rows of query; rows beyond cu_query_lens[num_seqs] are left untouched
   int64_t num_seqs, num_blocks, max_blocks_per_seq;
@@ -58,11 +58,11 @@ struct PagedAttentionArgs {
   int num_heads, num_kv_heads, head_size, block_size;
 
   float scale;
-  float softcap;               // 0: none.  logit = softcap * tanh(scale * q.k / softcap), before ALiBi
-  int64_t window;              // 0: none.  keys j with |position - j| < window
-  bool causal;                 // keys j <= position
-  float denominator_epsilon;   // 1e-6 for v1 and v2, 0 for paged_attention
-  BlockSparse sparse;          // vert_stride <= 1: dense
+  float softcap;              // 0: none.  logit = softcap * tanh(scale * q.k / softcap), before ALiBi
+  int64_t window;             // 0: none.  keys j with |position - j| < window
+  bool causal;                // keys j <= position
+  float denominator_epsilon;  // 1e-6 for v1 and v2, 0 for paged_attention
+  BlockSparse sparse;         // vert_stride <= 1: dense
 
   void* workspace;  // CUDA alone; null: from the stream-ordered pool
   int64_t workspace_size;
@@ -75,7 +75,7 @@ PYKV_CPU_TWIN(paged_attention_cpu, PagedAttentionArgs)
 void paged_attention_cuda(const PagedAttentionArgs& args, const Launch& launch);
 
 // Bytes of workspace that paged_attention_cuda wants on `device`: closed form, no array is read.
-int64_t paged_attention_workspace_cuda(int64_t num_tokens, int64_t num_seqs, int num_heads, int num_kv_heads, int head_size,
-                                       int device);
+int64_t paged_attention_workspace_cuda(int64_t num_tokens, int64_t num_seqs, int num_heads, int num_kv_heads,
+                                       int head_size, int device);
 
 }  // namespace pykv

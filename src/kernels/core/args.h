@@ -34,7 +34,7 @@ struct Scale {
 
 // Leading dimensions as numbered rows: up to three that do not collapse into one another.
 struct Rows {
-  int64_t size1, size2;              // the inner two of the leading dimensions; 1 where they collapsed
+  int64_t size1, size2;               // the inner two of the leading dimensions; 1 where they collapsed
   int64_t stride0, stride1, stride2;  // elements
 
   PYKV_HOST_DEVICE int64_t offset(int64_t row) const {

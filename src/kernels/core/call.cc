@@ -19,7 +19,8 @@ Tensor Call::on_device(Tensor t) {
     const auto name = [](DLDevice x) {
       return x.device_type == kDLCPU ? std::string("cpu") : "cuda:" + std::to_string(x.device_id);
     };
-    t.fail(PYKV_VALUE_ERROR, "must lie on %s like the arguments before it, got %s", name(device_).c_str(), name(d).c_str());
+    t.fail(PYKV_VALUE_ERROR, "must lie on %s like the arguments before it, got %s", name(device_).c_str(),
+           name(d).c_str());
   }
   return t;
 }
@@ -31,8 +32,9 @@ Scale Call::scale(const char* name, const DLTensor* t, int64_t heads) {
   x.rank_between(0, 1).dtype({DType::kFloat32});
   const int64_t count = x.numel();
   if (count != 1 && count != heads)
-    x.fail(PYKV_VALUE_ERROR, heads == 1 ? "must have 1 element, got shape %s"
-                                        : "must have 1 element, or one for each of the %2$" PRId64 " heads, got shape %1$s",
+    x.fail(PYKV_VALUE_ERROR,
+           heads == 1 ? "must have 1 element, got shape %s"
+                      : "must have 1 element, or one for each of the %2$" PRId64 " heads, got shape %1$s",
            x.shape_string().c_str(), heads);
   const int64_t step = count == 1 ? 0 : x.stride(0);
   if (x.device().device_type == kDLCUDA) {
@@ -42,8 +44,8 @@ Scale Call::scale(const char* name, const DLTensor* t, int64_t heads) {
   const float* host = static_cast<const float*>(x.data());
   if (!on_cuda()) return {host, step, {}};
   if (count > Scale::kMaxOnHost)
-    x.fail(PYKV_NOT_IMPLEMENTED, "more than %d scales must lie on the device, got %" PRId64 " on the host", Scale::kMaxOnHost,
-           count);
+    x.fail(PYKV_NOT_IMPLEMENTED, "more than %d scales must lie on the device, got %" PRId64 " on the host",
+           Scale::kMaxOnHost, count);
   s.stride = count > 1;
   for (int64_t i = 0; i < count; ++i) s.values[i] = host[i * step];
   return s;

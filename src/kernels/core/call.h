@@ -47,7 +47,8 @@ class Call {
   void set_device(DLDevice device) { device_ = device; }
 
   template <class Args>
-  void run(void* stream, const Args& args, std::type_identity_t<Twin<Args>> cpu, std::type_identity_t<Twin<Args>> cuda) {
+  void run(void* stream, const Args& args, std::type_identity_t<Twin<Args>> cpu,
+           std::type_identity_t<Twin<Args>> cuda) {
     if (on_cuda()) {
       if (!cuda) no_cuda();
       CudaScope scope(*this, stream);

@@ -153,7 +153,8 @@ Tensor& Tensor::same_shape(const Tensor& other) {
 
 Tensor& Tensor::contiguous_rows() {
   if (ndim_ > 0 && numel() > 0 && strides_[ndim_ - 1] != 1)
-    fail(PYKV_VALUE_ERROR, "the last dimension must be contiguous (stride 1), got stride %" PRId64, strides_[ndim_ - 1]);
+    fail(PYKV_VALUE_ERROR, "the last dimension must be contiguous (stride 1), got stride %" PRId64,
+         strides_[ndim_ - 1]);
   return *this;
 }
 
@@ -216,14 +217,15 @@ KvFormat kv_format(const char* name, const Tensor& cache, DType data) {
     if (is("bfloat16")) wants(DType::kBFloat16);
     if (is("float32")) wants(DType::kFloat32);
     if (cache.type() != data)
-      cache.fail(PYKV_TYPE_ERROR, "dtype must be that of the data, %s, for kv_cache_dtype '%s', got %s", name_of(data), name,
-                 name_of(cache.type()));
+      cache.fail(PYKV_TYPE_ERROR, "dtype must be that of the data, %s, for kv_cache_dtype '%s', got %s", name_of(data),
+                 name, name_of(cache.type()));
     return KvFormat::kSame;
   }
   const bool e4m3 = is("fp8") || is("fp8_e4m3"), e5m2 = is("fp8_e5m2");
   if (!e4m3 && !e5m2)
     fail(PYKV_VALUE_ERROR,
-         "kv_cache_dtype: must be 'auto', 'float16', 'bfloat16', 'float32', 'fp8', 'fp8_e4m3' or 'fp8_e5m2', got '%s'", name);
+         "kv_cache_dtype: must be 'auto', 'float16', 'bfloat16', 'float32', 'fp8', 'fp8_e4m3' or 'fp8_e5m2', got '%s'",
+         name);
   const DType own = e4m3 ? DType::kFloat8E4M3 : DType::kFloat8E5M2;
   if (cache.type() != own && cache.type() != DType::kUInt8 && cache.type() != DType::kInt8)
     cache.fail(PYKV_TYPE_ERROR, "dtype must be %s or uint8 for kv_cache_dtype '%s', got %s", name_of(own), name,

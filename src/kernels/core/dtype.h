@@ -6,7 +6,18 @@
 
 namespace pykv {
 
-enum class DType : uint8_t { kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2, kUInt8, kInt8, kInt32, kInt64, kOther };
+enum class DType : uint8_t {
+  kFloat32,
+  kFloat16,
+  kBFloat16,
+  kFloat8E4M3,
+  kFloat8E5M2,
+  kUInt8,
+  kInt8,
+  kInt32,
+  kInt64,
+  kOther
+};
 
 constexpr size_t size_of(DType t) {
   switch (t) {

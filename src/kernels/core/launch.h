@@ -29,7 +29,8 @@ struct Reporter {
     if (atomicCAS(&word->claimed, 0ull, 1ull) != 0) return;
 #else
     unsigned long long expected = 0;
-    if (!__atomic_compare_exchange_n(&word->claimed, &expected, 1ull, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return;
+    if (!__atomic_compare_exchange_n(&word->claimed, &expected, 1ull, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+      return;
 #endif
     word->what = what;
     word->value = value;

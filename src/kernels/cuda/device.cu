@@ -1,8 +1,7 @@
-#include "cuda/device.h"
-
 #include <atomic>
 
 #include "core/call.h"
+#include "cuda/device.h"
 #include "cuda/launch.h"
 
 namespace pykv {
@@ -90,7 +89,8 @@ ErrorWord take_error_word(int device) {
   ErrorWord* on_device = error_word(device);
   cudaError_t status = cudaDeviceSynchronize();
   if (status == cudaSuccess) status = cudaMemcpy(&word, on_device, sizeof word, cudaMemcpyDeviceToHost);
-  if (status == cudaSuccess && word.claimed) status = cudaMemcpy(on_device, &clear, sizeof clear, cudaMemcpyHostToDevice);
+  if (status == cudaSuccess && word.claimed)
+    status = cudaMemcpy(on_device, &clear, sizeof clear, cudaMemcpyHostToDevice);
   leave_device(previous);
   cuda_check(status, "reading the error word");
   return word;

@@ -18,11 +18,10 @@
 #ifndef PYKV_BASE_H_
 #define PYKV_BASE_H_
 
+#include <dlpack/dlpack.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
-
-#include <dlpack/dlpack.h>
 
 #define PYKV_VERSION_MAJOR 0
 #define PYKV_VERSION_MINOR 1
