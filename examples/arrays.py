@@ -1,0 +1,143 @@
+"""What a model wants of an array library, for NumPy, CuPy, torch and JAX: the part of the work that pykv leaves to it.
+
+That is: data put on the device, matrix products, row lookup, argmax.  All else is done by pykv, which takes the arrays
+of any of these libraries as they are.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Array = Any  # an array of the chosen library
+Host = np.ndarray[Any, Any]
+
+
+class NumpyArrays:
+    """NumPy, and CuPy by the same calls."""
+
+    def __init__(self, namespace: ModuleType, dtype: str):
+        self.namespace = namespace  # where PagedKVCache makes its arrays
+        self.dtype = dtype
+        self._dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+    def put(self, host: Host) -> Array:
+        """``host`` on the device, its dtype unchanged."""
+        return self.namespace.asarray(host)
+
+    def vector(self, host: Host) -> Array:
+        """A weight that pykv reads, in the dtype of the model."""
+        return self.namespace.asarray(host.astype(self._dtype))
+
+    def matrix(self, host: Host) -> Array:
+        """A weight for `matmul` and `rows`."""
+        return self.vector(host)
+
+    def empty(self, *shape: int) -> Array:
+        return self.namespace.empty(shape, self._dtype)
+
+    def rows(self, table: Array, ids: Array) -> Array:
+        """A new array of the rows ``ids`` of ``table``."""
+        return table[ids]
+
+    def matmul(self, x: Array, matrix: Array) -> Array:
+        """[T, in] times the transpose of [out, in]: [T, out].  Before writing into the result, see `writable`."""
+        return x @ matrix.T
+
+    def writable(self, x: Array) -> Array:
+        """``x``, or a copy of it where its library does not allow writing."""
+        return x
+
+    def argmax(self, x: Array) -> Host:
+        """The index of the largest element of each row, on the host."""
+        return self.host(x.argmax(-1))
+
+    def host(self, x: Array) -> Host:
+        return np.asarray(x.get() if hasattr(x, "get") else x)
+
+
+class TorchArrays(NumpyArrays):
+    def __init__(self, torch: ModuleType, device: str, dtype: str):
+        super().__init__(torch, dtype)
+        self.device = device
+        self._dtype = getattr(torch, dtype)
+
+    def put(self, host: Host) -> Array:
+        return self.namespace.from_numpy(host).to(self.device)
+
+    def vector(self, host: Host) -> Array:
+        return self.put(host.astype(np.float32)).to(self._dtype)  # from_numpy does not know bfloat16
+
+    def empty(self, *shape: int) -> Array:
+        return self.namespace.empty(shape, dtype=self._dtype, device=self.device)
+
+    def host(self, x: Array) -> Host:
+        return (x.float() if x.is_floating_point() else x).cpu().numpy()  # type: ignore[no-any-return]
+
+
+class JaxArrays(NumpyArrays):
+    """Products and lookups by JAX.  Its arrays are immutable, so what pykv writes lies in NumPy or CuPy arrays.
+
+    The two share memory through DLPack; only a product that pykv goes on to change is copied (`writable`).
+    """
+
+    def __init__(self, jax: ModuleType, device: Any, buffers: ModuleType, dtype: str):
+        super().__init__(buffers, dtype)
+        self._jax, self._device = jax, device
+        self._product = jax.jit(lambda x, matrix: jax.numpy.matmul(x, matrix.T, precision="highest"))  # fp32 as such
+
+    def matrix(self, host: Host) -> Array:
+        return self._jax.device_put(host.astype(self._dtype), self._device)
+
+    def rows(self, table: Array, ids: Array) -> Array:
+        if not isinstance(table, self._jax.Array):
+            return table[ids]
+        return self._from_jax(table[self._to_jax(ids.astype(np.int32))]).copy()  # JAX has no int64 unless told so
+
+    def matmul(self, x: Array, matrix: Array) -> Array:
+        # JAX compiles the product for every new shape: rounding rows up to a power of two keeps these few.
+        padded = self.namespace.zeros((1 << (len(x) - 1).bit_length(), x.shape[1]), x.dtype)
+        padded[: len(x)] = x
+        return self._from_jax(self._product(self._to_jax(padded), matrix))[: len(x)]
+
+    def writable(self, x: Array) -> Array:
+        return x.copy()
+
+    def _to_jax(self, x: Array) -> Array:
+        return self._jax.device_put(x, self._device) if self.namespace is np else self._jax.dlpack.from_dlpack(x)
+
+    def _from_jax(self, x: Array) -> Array:
+        return np.asarray(x) if self.namespace is np else self.namespace.from_dlpack(x)
+
+
+def open_arrays(library: str, device: str | None = None, dtype: str = "auto") -> NumpyArrays:
+    """Arrays of ``library`` on ``device`` ("cpu", "cuda", "cuda:1"; None: a GPU if the library has one)."""
+    module = importlib.import_module(library)
+    if device is None:
+        device = {
+            "numpy": lambda: "cpu",
+            "cupy": lambda: "cuda",
+            "torch": lambda: "cuda" if module.cuda.is_available() else "cpu",
+            "jax": lambda: "cuda" if module.default_backend() == "gpu" else "cpu",
+        }[library]()
+    kind, _, index = device.partition(":")
+    if kind not in ({"numpy": ["cpu"], "cupy": ["cuda"]}.get(library) or ["cpu", "cuda"]):
+        raise ValueError(f"{library} has no arrays on {device!r}")
+    if dtype == "auto":  # CPUs multiply fp32 fastest; on GPUs bf16 where the library's products are made for it
+        dtype = "float32" if kind == "cpu" else "bfloat16" if library == "torch" else "float16"
+    if library == "torch":
+        return TorchArrays(module, device, dtype)
+    if kind == "cuda":
+        cupy = importlib.import_module("cupy")
+        cupy.cuda.Device(int(index or 0)).use()
+        buffers = cupy
+    else:
+        buffers = np
+    if library == "jax":
+        jax_device = module.devices("gpu" if kind == "cuda" else "cpu")[int(index or 0)]
+        return JaxArrays(module, jax_device, buffers, dtype)
+    return NumpyArrays(buffers, dtype)

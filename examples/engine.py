@@ -1,0 +1,191 @@
+"""Continuous batching over a paged KV cache: every step computes whatever is due, of whichever sequences are there.
+
+A step has room for a number of tokens.  Sequences that decode take one each; what is left goes to prompts, cut into
+chunks where they do not fit, and to sequences that wait to join.  A sequence that ends leaves its blocks to the others.
+If blocks run out, the youngest sequence gives up its own and is computed again later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import numpy as np
+from arrays import Host
+from llama import Batch, Llama
+
+import pykv
+
+
+@dataclass
+class Request:
+    id: int
+    tokens: list[int]  # the prompt, then what was generated
+    max_length: int
+    temperature: float
+    random: np.random.Generator  # its own, so that its neighbours in a batch do not matter
+    prompt_length: int = field(init=False)
+    cached: int = 0  # tokens whose keys and values the cache holds
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.tokens)
+
+    @property
+    def due(self) -> int:
+        """Tokens to compute before the next one can be chosen."""
+        return len(self.tokens) - self.cached
+
+
+@dataclass
+class Counters:
+    steps: int = 0
+    prompt_tokens: int = 0  # computed; those of a shared prefix count once
+    generated_tokens: int = 0
+    preemptions: int = 0
+    peak_blocks: int = 0
+
+
+def common_prefix(prompts: list[list[int]]) -> list[int]:
+    """The tokens with which all prompts begin, short of the last one of any prompt: that one is left to compute."""
+    alike = takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False))
+    return [column[0] for column in alike][: min(map(len, prompts)) - 1]
+
+
+class Engine:
+    PREFIX = -1  # the id of the shared prefix, which is a sequence like the others
+
+    def __init__(self, model: Llama, cache: pykv.PagedKVCache, tokens_per_step: int = 256):
+        self.model, self.cache = model, cache
+        self.tokens_per_step = tokens_per_step
+        self.prefix: list[int] = []
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.counters = Counters()
+        self._ids = 0
+
+    def share_prefix(self, tokens: list[int]) -> None:
+        """Compute ``tokens`` once; requests that begin with them, and go on, fork the cached blocks."""
+        holder = Request(self.PREFIX, list(tokens), len(tokens), 0.0, np.random.default_rng())
+        for begin in range(0, len(tokens), self.tokens_per_step):
+            self._run([(holder, min(self.tokens_per_step, len(tokens) - begin))])
+        self.prefix = list(tokens)
+
+    def add(self, tokens: list[int], max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> Request:
+        """A new request; it joins in a later step.  Temperature 0 takes the likeliest token always."""
+        if not 0 < len(tokens) < self.model.config.max_length:
+            raise ValueError(f"a prompt must have 1 to {self.model.config.max_length - 1} tokens, got {len(tokens)}")
+        max_length = min(len(tokens) + max_new_tokens, self.model.config.max_length)
+        random = np.random.default_rng([seed, self._ids])
+        request = Request(self._ids, list(tokens), max_length, temperature, random)
+        request.finished = max_new_tokens == 0
+        self._ids += 1
+        if not request.finished:
+            self.waiting.append(request)
+        return request
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def step(self) -> list[Request]:
+        """Compute one batch; returns the requests that got a token."""
+        plan = self._plan()
+        while True:
+            try:
+                logits = self._run(plan)
+                break
+            except pykv.OutOfBlocks:  # raised before anything changed
+                if len(self.running) == 1:
+                    raise
+                self._preempt(self.running[-1])
+                plan = [(request, count) for request, count in plan if request in self.running]
+                if not plan:
+                    return []
+        ready = [request for request, _ in plan if request.due == 0]
+        for request, token in zip(ready, self._choose(logits, ready), strict=True):
+            request.tokens.append(token)
+            request.finished = token in self.model.config.end_ids or len(request.tokens) >= request.max_length
+        for request in [r for r in ready if r.finished]:
+            self.running.remove(request)
+            self.cache.free([request.id])
+        self.counters.generated_tokens += len(ready)
+        return ready
+
+    def close(self) -> None:
+        """Give the blocks of the shared prefix back."""
+        if self.prefix:
+            self.cache.free([self.PREFIX])
+            self.prefix = []
+
+    def _plan(self) -> list[tuple[Request, int]]:
+        """Who computes how many tokens in this step."""
+        room = self.tokens_per_step
+        plan = []
+        for request in sorted(self.running, key=lambda r: r.due > 1):  # decoding first, then the rest of prompts
+            if room:
+                plan.append((request, min(request.due, room)))
+                room -= plan[-1][1]
+        while room and self.waiting and (self._fits(self.waiting[0]) or not self.running):
+            request = self.waiting.popleft()
+            shared = len(self.prefix)
+            if 0 < shared < len(request.tokens) and request.tokens[:shared] == self.prefix:
+                self.cache.fork(self.PREFIX, request.id)
+                request.cached = shared
+            self.running.append(request)
+            plan.append((request, min(request.due, room)))
+            room -= plan[-1][1]
+        return plan
+
+    def _fits(self, request: Request) -> bool:
+        """Whether the cache has room for the request's tokens, and one block more to grow into."""
+        promised = sum(self._blocks(len(r.tokens)) - self._blocks(r.cached) for r in self.running)
+        return promised + self._blocks(len(request.tokens)) + 1 <= self.cache.num_free_blocks
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.cache.block_size)
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        if request.cached:
+            self.cache.free([request.id])
+            request.cached = 0
+        self.waiting.appendleft(request)
+        self.counters.preemptions += 1
+
+    def _run(self, plan: list[tuple[Request, int]]) -> Host:
+        """The model over the next tokens of each request; logits of those that thereby are ready for a new one."""
+        put = self.model.arrays.put
+        requests, counts = [r for r, _ in plan], np.array([n for _, n in plan])
+        ids = [r.id for r in requests]
+        spans = [(r, r.cached, r.cached + n) for r, n in plan]
+        ends = np.cumsum(counts)
+        ready = np.array([end == len(r.tokens) for r, _, end in spans])
+        slots = self.cache.append(ids, counts)
+        batch = Batch(
+            tokens=put(np.concatenate([np.array(r.tokens[begin:end]) for r, begin, end in spans])),
+            positions=put(np.concatenate([np.arange(begin, end) for _, begin, end in spans])),
+            slots=slots,
+            cu_query_lens=put(np.concatenate(([0], ends)).astype(np.int32)),
+            seq_lens=self.cache.seq_lens(ids),
+            block_tables=self.cache.block_tables(ids),
+            wanted=put(ends[ready] - 1),
+        )
+        logits = self.model.forward(batch, self.cache)
+        for request, begin, end in spans:
+            request.cached = end
+            self.counters.prompt_tokens += max(0, min(end, request.prompt_length) - begin)
+        self.counters.steps += 1
+        self.counters.peak_blocks = max(self.counters.peak_blocks, self.cache.num_blocks - self.cache.num_free_blocks)
+        return logits
+
+    def _choose(self, logits: Host, requests: list[Request]) -> list[int]:
+        """The next token of each request: the likeliest, or one drawn by the Gumbel-max trick."""
+        if all(r.temperature == 0 for r in requests):
+            return [int(token) for token in self.model.arrays.argmax(logits)] if requests else []
+        scores = self.model.arrays.host(logits).astype(np.float64)
+        for row, request in zip(scores, requests, strict=True):
+            if request.temperature > 0:
+                row += request.temperature * request.random.gumbel(size=row.shape)
+        return [int(token) for token in scores.argmax(-1)]

@@ -1,0 +1,101 @@
+"""Continue prompts with a Llama or Qwen3 checkpoint: continuous batching over a paged KV cache, with pykv's kernels.
+
+    python examples/generate.py                      # the small model that lies beside this file, with NumPy
+    python examples/generate.py --array torch --device cuda --model FOLDER --prompt "Once" --prompt "It was"
+
+Read llama.py for the model, engine.py for the batching, arrays.py for what is asked of the array library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from arrays import open_arrays
+from engine import Engine, common_prefix
+from llama import Llama
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+from tokenizers import Tokenizer
+
+OPENING = "Elizabeth had been a week at Netherfield, and the rain had not ceased since Tuesday. "
+PROMPTS = [
+    OPENING + "Mr. Darcy",
+    OPENING + "Her sister",
+    OPENING + '"You must allow me to say,"',
+    OPENING + "The next morning",
+]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", type=Path, default=Path(__file__).parent / "model", help="a Hugging Face checkpoint folder")
+    add("--array", choices=["numpy", "torch", "cupy", "jax"], default="numpy", help="the array library")
+    add("--device", help="cpu, cuda or cuda:N (default: a GPU if the library has one)")
+    add("--dtype", choices=["auto", "float32", "float16", "bfloat16"], default="auto", help="of the weights")
+    add("--kv-dtype", choices=["auto", "fp8_e4m3"], default="auto", help="of the cache (auto: as --dtype)")
+    add("--prompt", action="append", help="a text to continue; may be given many times")
+    add("--max-tokens", type=int, default=120, help="new tokens for each prompt")
+    add("--temperature", type=float, default=0.7, help="0: always the likeliest token")
+    add("--seed", type=int, default=0)
+    add("--chunk", type=int, default=64, help="tokens computed per step at most; longer prompts take several steps")
+    add("--blocks", type=int, default=512, help="blocks in the cache")
+    add("--block-size", type=int, default=16, help="tokens in a block")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    console = Console()
+    arrays = open_arrays(args.array, args.device, args.dtype)
+    model = Llama(args.model, arrays)
+    cache = model.make_cache(args.blocks, args.block_size, args.kv_dtype)
+    engine = Engine(model, cache, args.chunk)
+    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    prompts = [tokenizer.encode(text).ids for text in args.prompt or PROMPTS]
+
+    began = time.perf_counter()
+    shared = common_prefix(prompts)
+    if len(prompts) > 1 and len(shared) >= args.block_size:
+        engine.share_prefix(shared)
+    requests = [engine.add(ids, args.max_tokens, args.temperature, args.seed) for ids in prompts]
+
+    columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed} tokens"),
+               TimeElapsedColumn()]  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("generating", total=sum(r.max_length - r.prompt_length for r in requests))
+        while engine.busy:
+            progress.advance(bar, len(engine.step()))
+            progress.update(bar, description=f"{len(engine.running)} running, cache {cache.usage:.0%}")
+    seconds = time.perf_counter() - began
+    engine.close()
+
+    for request in requests:
+        start, continued = (
+            tokenizer.decode(ids)
+            for ids in (request.tokens[: request.prompt_length], request.tokens[request.prompt_length :])
+        )
+        console.print(Panel(Text.assemble((start, "bold"), continued)))
+    report(console, engine, args.array, seconds)
+
+
+def report(console: Console, engine: Engine, library: str, seconds: float) -> None:
+    count, cache = engine.counters, engine.cache
+    caches = cache.key_caches + cache.value_caches
+    block_bytes = sum(c.nbytes for c in caches) / cache.num_blocks
+    console.print(
+        f"{library}, {engine.model.arrays.dtype} weights, {cache.dtype} cache: "
+        f"{count.prompt_tokens} prompt and {count.generated_tokens} new tokens in {count.steps} steps and "
+        f"{seconds:.2f} s: {count.generated_tokens / seconds:.0f} new tokens/s\n"
+        f"cache: at most {count.peak_blocks} of {cache.num_blocks} blocks in use "
+        f"({count.peak_blocks * block_bytes / 2**20:.1f} MiB), {count.preemptions} preemptions",
+        highlight=False,
+    )
+
+
+if __name__ == "__main__":
+    main()

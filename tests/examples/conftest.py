@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from examples.checkpoints import write_checkpoint
+from libraries import Library
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without what the examples need (`pip install pykv[examples]`) there is nothing to test here."""
+    needed = ("ml_dtypes", "rich", "safetensors", "tokenizers")
+    return True if any(importlib.util.find_spec(name) is None for name in needed) else None
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a checkpoint of the given variant, written once."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    made: dict[str, Path] = {}
+
+    def folder(variant: str, **save_options: Any) -> Path:
+        key = f"{variant}{save_options}"
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(variant)
+            write_checkpoint(made[key], variant, **save_options)
+        return made[key]
+
+    return folder
+
+
+@pytest.fixture
+def arrays(array: Library) -> Any:
+    """What the examples see of the array library; in float32, so that libraries can be compared."""
+    from arrays import open_arrays
+
+    if array.name == "interface":
+        pytest.skip("Numba's arrays have no products")
+    return open_arrays(array.name, array.device, "float32")

@@ -1,0 +1,137 @@
+"""However the work is cut, the tokens are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from examples.checkpoints import prompts
+
+Checkpoint = Callable[..., Path]
+
+
+def generate(
+    folder: Path,
+    arrays: Any,
+    texts: list[list[int]],
+    *,
+    step: int = 64,
+    blocks: int = 64,
+    shared: int = 0,
+    new: int = 15,
+    kv_dtype: str = "auto",
+    **sampling: Any,
+) -> tuple[list[list[int]], Any]:
+    """The new tokens of each prompt, and the engine's counters."""
+    from engine import Engine
+    from llama import Llama
+
+    model = Llama(folder, arrays)
+    cache = model.make_cache(blocks, 4, kv_dtype)
+    engine = Engine(model, cache, step)
+    if shared:
+        engine.share_prefix(texts[0][:shared])
+    requests = [engine.add(tokens, new, **sampling) for tokens in texts]
+    while engine.busy:
+        engine.step()
+    engine.close()
+    assert cache.num_free_blocks == blocks
+    return [r.tokens[r.prompt_length :] for r in requests], engine.counters
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3"])
+def test_same_tokens_from_every_library(checkpoint: Checkpoint, arrays: Any, variant: str) -> None:
+    from arrays import open_arrays
+
+    folder, texts = checkpoint(variant), prompts(4)
+    expected, _ = generate(folder, open_arrays("numpy"), texts)
+    assert len({tuple(tokens) for tokens in expected}) == 4
+    assert generate(folder, arrays, texts)[0] == expected
+
+
+def test_batched_equals_alone(checkpoint: Checkpoint, arrays: Any) -> None:
+    folder, texts = checkpoint("llama"), prompts(5)
+    alone = [generate(folder, arrays, [tokens])[0][0] for tokens in texts]
+    assert generate(folder, arrays, texts)[0] == alone
+
+
+@pytest.mark.parametrize("step", [1, 3, 8])
+def test_chunked_equals_whole(checkpoint: Checkpoint, arrays: Any, step: int) -> None:
+    folder, texts = checkpoint("qwen3"), prompts(4)
+    whole, _ = generate(folder, arrays, texts, step=1000)
+    assert generate(folder, arrays, texts, step=step)[0] == whole
+
+
+@pytest.mark.parametrize("shared", [8, 10])  # whole blocks, and a block that is copied when written
+def test_forked_equals_fresh(checkpoint: Checkpoint, arrays: Any, shared: int) -> None:
+    folder, texts = checkpoint("llama"), prompts(4, shared=shared)
+    fresh, without = generate(folder, arrays, texts)
+    forked, counters = generate(folder, arrays, texts, shared=shared, step=7)
+    assert forked == fresh
+    assert without.prompt_tokens - counters.prompt_tokens == 3 * shared
+    assert counters.peak_blocks < without.peak_blocks
+
+
+def test_too_small_a_cache_only_takes_longer(checkpoint: Checkpoint, arrays: Any) -> None:
+    folder, texts = checkpoint("llama"), prompts(5)
+    ample, unhurried = generate(folder, arrays, texts)
+    tight, counters = generate(folder, arrays, texts, blocks=12)
+    assert tight == ample
+    assert unhurried.preemptions == 0
+    assert counters.preemptions > 0
+
+
+def test_no_room_for_a_single_sequence(checkpoint: Checkpoint, arrays: Any) -> None:
+    import pykv
+
+    with pytest.raises(pykv.OutOfBlocks):
+        generate(checkpoint("llama"), arrays, prompts(1, shared=18), blocks=3)
+
+
+def test_end_token_ends_a_sequence(checkpoint: Checkpoint, arrays: Any, tmp_path: Path) -> None:
+    folder, texts = checkpoint("llama"), prompts(2)
+    endless, _ = generate(folder, arrays, texts)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(folder / name)
+    end = endless[0][6]
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [{end}]}}')
+    ended, _ = generate(tmp_path, arrays, texts)
+    assert ended[0] == endless[0][: endless[0].index(end) + 1]
+    assert ended[1] == (endless[1][: endless[1].index(end) + 1] if end in endless[1] else endless[1])
+
+
+def test_length_stops_at_what_the_model_knows(checkpoint: Checkpoint, arrays: Any) -> None:
+    folder, texts = checkpoint("llama"), prompts(1, shared=110)
+    (tokens,), _ = generate(folder, arrays, texts, new=100)
+    assert len(texts[0]) + len(tokens) == 128
+    with pytest.raises(ValueError, match="a prompt must have 1 to 127 tokens, got 128"):
+        generate(folder, arrays, [[2] * 128])
+    with pytest.raises(ValueError, match="a prompt must have 1 to 127 tokens, got 0"):
+        generate(folder, arrays, [[]])
+
+
+def test_no_new_tokens_wanted(checkpoint: Checkpoint, arrays: Any) -> None:
+    tokens, counters = generate(checkpoint("llama"), arrays, prompts(2), new=0)
+    assert tokens == [[], []]
+    assert counters.steps == 0
+
+
+def test_sampling_depends_on_seed_and_prompt_alone(checkpoint: Checkpoint, arrays: Any) -> None:
+    from arrays import open_arrays
+
+    folder, texts = checkpoint("llama"), prompts(3)
+    one, _ = generate(folder, arrays, texts, temperature=1.0, seed=1)
+    assert generate(folder, arrays, texts, temperature=1.0, seed=1, step=5)[0] == one
+    assert generate(folder, open_arrays("numpy"), texts, temperature=1.0, seed=1)[0] == one
+    assert generate(folder, arrays, texts[:1], temperature=1.0, seed=1)[0] == one[:1]
+    assert generate(folder, arrays, texts, temperature=1.0, seed=2)[0] != one
+    assert generate(folder, arrays, texts)[0] != one
+
+
+def test_fp8_cache_generates(checkpoint: Checkpoint, arrays: Any) -> None:
+    folder, texts = checkpoint("qwen3"), prompts(3)
+    tokens, counters = generate(folder, arrays, texts, kv_dtype="fp8_e4m3")
+    assert generate(folder, arrays, texts, kv_dtype="fp8_e4m3", step=3)[0] == tokens
+    assert counters.generated_tokens == sum(map(len, tokens))

@@ -1,0 +1,39 @@
+"""The program itself, on the model that ships with it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from libraries import Library
+
+PROGRAM = Path(__file__).parents[2] / "examples" / "generate.py"
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.stdout).split())
+
+
+def test_default_run_makes_english(tmp_path: Path) -> None:
+    text = run("--max-tokens", "40")
+    assert "160 new tokens" in text or re.search(r"and \d+ new tokens in \d+ steps", text)
+    words = re.findall(r"[a-z]+", text.lower())
+    common = {"the", "to", "of", "and", "a", "was", "her", "in", "i", "it", "not", "she", "he", "had", "be", "that"}
+    assert sum(word in common for word in words) > 0.2 * len(words)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+def test_every_library_runs_it(array: Library, kv_dtype: str) -> None:
+    if array.name == "interface":
+        pytest.skip("Numba's arrays have no products")
+    options = ["--array", array.name, "--device", array.device, "--kv-dtype", kv_dtype, "--temperature", "0"]
+    text = run(*options, "--prompt", "It was a", "--prompt", "Her mother", "--max-tokens", "8", "--chunk", "3")
+    assert f"{array.name}, " in text
+    assert "16 new tokens" in text
+    assert "It was a" in text
+    assert "Her mother" in text

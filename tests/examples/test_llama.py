@@ -1,0 +1,110 @@
+"""The model of the examples computes what transformers computes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from examples.checkpoints import VARIANTS, logits_of, prompts
+
+Checkpoint = Callable[..., Path]
+
+
+@cache
+def transformers_logits(folder: Path, tokens: tuple[int, ...]) -> np.ndarray:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].numpy()  # type: ignore[no-any-return]
+
+
+@cache
+def transformers_greedy(folder: Path, tokens: tuple[int, ...], count: int) -> list[int]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor([tokens])
+    whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    return whole[0].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_those_of_transformers(checkpoint: Checkpoint, arrays: Any, variant: str) -> None:
+    folder, tokens = checkpoint(variant), prompts(1, shared=18)[0]
+    expected = transformers_logits(folder, tuple(tokens))
+    assert np.ptp(expected, axis=1).min() > 1  # not all alike
+    np.testing.assert_allclose(logits_of(folder, arrays, tokens, chunk=len(tokens)), expected, atol=2e-4, rtol=1e-4)
+    np.testing.assert_allclose(logits_of(folder, arrays, tokens, chunk=5), expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_tokens_equal_those_of_transformers(checkpoint: Checkpoint, arrays: Any, variant: str) -> None:
+    """40 tokens each, which takes the dynamic variant beyond the length it was trained for."""
+    from engine import Engine
+    from llama import Llama
+
+    folder = checkpoint(variant)
+    model = Llama(folder, arrays)
+    engine = Engine(model, model.make_cache(64, 4), tokens_per_step=16)
+    texts = prompts(3)
+    requests = [engine.add(tokens, max_new_tokens=40) for tokens in texts]
+    while engine.busy:
+        engine.step()
+    expected = [transformers_greedy(folder, tuple(tokens), 40) for tokens in texts]
+    assert [r.tokens for r in requests] == expected
+
+
+def test_checkpoint_in_parts(checkpoint: Checkpoint, arrays: Any) -> None:
+    whole, parts = checkpoint("llama"), checkpoint("llama", max_shard_size="60KB")
+    assert len(list(parts.glob("*.safetensors"))) > 1
+    tokens = prompts(1)[0]
+    np.testing.assert_array_equal(logits_of(parts, arrays, tokens, 64), logits_of(whole, arrays, tokens, 64))
+
+
+def test_fp8_cache_is_near_but_not_equal(checkpoint: Checkpoint, arrays: Any) -> None:
+    folder, tokens = checkpoint("llama"), prompts(1, shared=18)[0]
+    exact = logits_of(folder, arrays, tokens, chunk=5)
+    fp8 = logits_of(folder, arrays, tokens, chunk=5, kv_dtype="fp8_e4m3")
+    error = np.linalg.norm(fp8 - exact) / np.linalg.norm(exact)
+    assert 1e-3 < error < 0.25
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gemma"}, "llama and qwen3 are supported, got 'gemma'"),
+        ({"attention_bias": True}, "layers without bias"),
+        ({"hidden_act": "gelu"}, "only silu"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope type 'longrope' is not supported"),
+    ],
+)
+def test_unsupported_models_are_refused(
+    checkpoint: Checkpoint, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    from arrays import open_arrays
+    from llama import Llama
+
+    folder = checkpoint("llama")
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        Llama(tmp_path, open_arrays("numpy"))
+
+
+def test_old_and_new_spelling_of_rope_agree() -> None:
+    from rope import rope_table
+
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    old = {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}, "max_position_embeddings": 256}
+    new = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}, "max_position_embeddings": 256}
+    plain = {"rope_theta": 5e5, "max_position_embeddings": 256}
+    np.testing.assert_array_equal(rope_table(old, 64, 100), rope_table(new, 64, 100))
+    assert np.abs(rope_table(old, 64, 100) - rope_table(plain, 64, 100)).max() > 0.1
