@@ -11,9 +11,7 @@ from pykv import _C
 from pykv._types import Array, Stream
 
 
-def rms_norm(
-    out: Array, input: Array, weight: Array | None, epsilon: float = 1e-6, *, stream: Stream = None
-) -> None:
+def rms_norm(out: Array, input: Array, weight: Array | None, epsilon: float = 1e-6, *, stream: Stream = None) -> None:
     """Divide each row of ``input`` by its root mean square, times ``weight``, into ``out``.
 
     ``out = input * r * weight`` with ``r = 1 / sqrt(mean(input ** 2) + epsilon)``.
