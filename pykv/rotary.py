@@ -30,15 +30,16 @@ def rotary_embedding(
             or bfloat16; written.  All strides but the last are free.
         key: as ``query``, with its own number of heads, strides and form; or ``None``.
         head_size: elements of a head.
-        cos_sin_cache: ``[max_position, rotary_dim]`` float32, float16 or bfloat16; each row all cosines, then all sines.
+        cos_sin_cache: ``[max_position, rotary_dim]`` float32, float16 or bfloat16: in each row all cosines,
+            then all sines.
         is_neox: NeoX style pairs, else GPT-J style.
         rope_dim_offset: first element of a head that is rotated.
         inverse: rotate back.
         stream: see the package.
 
     Raises:
-        ValueError: shapes, strides or devices do not fit.  Also for a position outside the cache, whose token is left as
-            it is: at once on the CPU, on the GPU at the next ``pykv.check_errors()``.
+        ValueError: shapes, strides or devices do not fit.  Also for a position outside the cache, whose token is left
+            as it is: at once on the CPU, on the GPU at the next ``pykv.check_errors()``.
         TypeError: dtypes do not fit.
     """
     _C.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset, inverse, stream)

@@ -20,7 +20,7 @@ def random(shape: tuple[int, ...], dtype: np.dtype, seed: int = 0) -> np.ndarray
 
 
 def padded(x: np.ndarray, *padding: int) -> np.ndarray:
-    """The same values in larger memory, full of NaN elsewhere: ``padding`` elements more along each of the last axes."""
+    """The same values in larger memory, full of NaN elsewhere: ``padding`` more along each of the last axes."""
     grow = (0,) * (x.ndim - len(padding)) + padding
     memory = np.full([n + p for n, p in zip(x.shape, grow, strict=True)], np.nan, x.dtype)
     view = memory[tuple(slice(n) for n in x.shape)]

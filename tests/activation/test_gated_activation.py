@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import numpy as np
-import pykv
 import pytest
 from activation.reference import assert_gated
 from hypothesis import given
 from hypothesis import strategies as st
 from rows import FLOATS, name_of, padded, random, turned
+
+import pykv
 
 dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import numpy as np
-import pykv
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from norm import reference
 from norm.inputs import EPSILON, WIDTHS, dtypes
 from rows import FLOATS, assert_rounded_once, name_of, padded, random, turned
+
+import pykv
 
 
 def fused_add_rms_norm(array, x, residual, weight, *, offsets=(0, 0, 0)):
@@ -132,5 +133,5 @@ def test_a_row_written_twice_is_refused():
     with pytest.raises((ValueError, TypeError)):
         pykv.fused_add_rms_norm(rows, np.ones((3, 8), np.float32), None)
     torch = pytest.importorskip("torch")
-    with pytest.raises(ValueError, match="input: is written, but dimension 0 .* has stride 0"):
+    with pytest.raises(ValueError, match=r"input: is written, but dimension 0 .* has stride 0"):
         pykv.fused_add_rms_norm(torch.ones(8).expand(3, 8), torch.ones(3, 8), None)

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import numpy as np
-import pykv
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from norm import reference
 from norm.inputs import EPSILON, WIDTHS, dtypes
 from rows import FLOATS, assert_rounded_once, name_of, padded, random, turned
+
+import pykv
 
 
 def rms_norm(array, x, weight=None, *, out=None, offsets=(0, 0, 0), epsilon=EPSILON):

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import numpy as np
-import pykv
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rotary import reference
 from rows import FLOATS, assert_rounded_once, name_of, padded, random, turned
+
+import pykv
 
 MAX_POSITION = 97
 
