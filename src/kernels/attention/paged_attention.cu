@@ -1,0 +1,255 @@
+// The host side of paged attention on CUDA: which kernel takes which sequences, the workspace, and the combining kernel.
+#include "attention/paged_attention.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "attention/paged_attention_launch.cuh"
+#include "attention/paged_attention_plan.cuh"
+#include "cuda/device.h"
+#include "cuda/launch.h"
+
+namespace pykv {
+namespace attention {
+namespace {
+
+constexpr int64_t kAlignment = 256;
+int64_t align(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+int grid_of(const Tiling& t, int device) { return std::min(kMaxGrid, num_sms(device) * t.blocks_per_sm); }
+
+int64_t stats_bytes(int grid, const Tiling& t) { return align(int64_t{2} * grid * t.rows * sizeof(float2)); }
+int64_t notes_bytes(int grid) { return align(grid * sizeof(Unfinished)); }
+
+int64_t bytes_of(const Tiling& t, int device) {
+  const int grid = grid_of(t, device);
+  return notes_bytes(grid) + stats_bytes(grid, t) + align(int64_t{2} * grid * t.rows * t.pitch * sizeof(float));
+}
+
+// With few rows for each sequence on average, one launch with small tiles takes all sequences.
+bool few_take_all(int64_t num_tokens, int64_t num_seqs, int group) {
+  return group <= 16 && num_tokens * group <= 16 * num_seqs;
+}
+
+// One block for each block of the main kernel, and one row at a time: weights first, then the weighted sum over the
+// pieces, in the pieces' order.
+template <class T>
+__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ Problem p) {
+  const Unfinished& u = p.unfinished[blockIdx.x];
+  if (u.first_block < 0) return;
+  const int pieces = blockIdx.x - u.first_block + 1;
+  const auto slot_of = [&](int i) { return 2 * (u.first_block + i) + (i == 0 && !u.first_slot_is_head); };
+
+  __shared__ float weights[kMaxGrid];
+  __shared__ float2 warp_stats[kThreads / 32];
+  __shared__ float4 sums[kThreads];
+  const int quads = p.pitch / 4, lanes = min(quads, kThreads);
+  const int groups = kThreads / lanes, group = threadIdx.x / lanes;
+
+  const Unit unit{0, u.query_begin, u.query_len, u.kv_head, u.head_tile, u.query_tile, 0, false, false, 0};
+  for (int r = blockIdx.y; r < p.tile_tokens * p.tile_heads; r += gridDim.y) {
+    const Row row = row_of(p, unit, r);
+    if (!row.valid) continue;
+
+    float maximum = -INFINITY;
+    for (int i = threadIdx.x; i < pieces; i += kThreads) {
+      maximum = fmaxf(maximum, p.partial_stats[slot_of(i) * p.rows + r].x);
+    }
+    for (int m = 16; m > 0; m /= 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, m));
+    __syncthreads();  // the last row's sums and weights are no longer needed
+    if (threadIdx.x % 32 == 0) warp_stats[threadIdx.x / 32].x = maximum;
+    __syncthreads();
+    for (int w = 0; w < kThreads / 32; ++w) maximum = fmaxf(maximum, warp_stats[w].x);
+
+    float sum = 0;
+    for (int i = threadIdx.x; i < pieces; i += kThreads) {
+      const float2 stats = p.partial_stats[slot_of(i) * p.rows + r];
+      weights[i] = stats.x == -INFINITY ? 0.f : exp2f(stats.x - maximum);
+      sum += weights[i] * stats.y;
+    }
+    for (int m = 16; m > 0; m /= 2) sum += __shfl_xor_sync(~0u, sum, m);
+    if (threadIdx.x % 32 == 0) warp_stats[threadIdx.x / 32].y = sum;
+    __syncthreads();
+    sum = 0;
+    for (int w = 0; w < kThreads / 32; ++w) sum += warp_stats[w].y;
+    const float factor = finish_row(p, row, u.kv_head, maximum, sum);
+
+    for (int base = 0; base < quads; base += lanes) {
+      const int quad = base + threadIdx.x % lanes;
+      float4 o = {0, 0, 0, 0};
+      if (group < groups && quad < quads) {
+#pragma unroll 4
+        for (int i = group; i < pieces; i += groups) {
+          const float4 x =
+              reinterpret_cast<const float4*>(p.partial + (int64_t{slot_of(i)} * p.rows + r) * p.pitch)[quad];
+          o = {o.x + weights[i] * x.x, o.y + weights[i] * x.y, o.z + weights[i] * x.z, o.w + weights[i] * x.w};
+        }
+      }
+      sums[threadIdx.x] = o;
+      __syncthreads();
+      if (group == 0 && quad < quads) {
+        for (int g = 1; g < groups; ++g) {
+          const float4 x = sums[threadIdx.x + g * lanes];
+          o = {o.x + x.x, o.y + x.y, o.z + x.z, o.w + x.w};
+        }
+        T* out = output_row<T>(p, row);
+        const float x[4] = {o.x, o.y, o.z, o.w};
+        for (int e = 0; e < 4; ++e) {
+          if (quad * 4 + e < p.a.head_size) out[quad * 4 + e] = T(x[e] * factor);
+        }
+      }
+      __syncthreads();
+    }
+  }
+}
+
+// Can the tensor-core kernels take this call?  They want 16-byte pieces everywhere.
+bool suits_mma(const PagedAttentionArgs& a) {
+  if (a.dtype == DType::kFloat32 || a.head_size > 256) return false;
+  const int bytes = a.kv_format == KvFormat::kSame ? 2 : 1;
+  const auto whole = [&](int64_t elements) { return elements * bytes % 16 == 0; };
+  const auto aligned = [](const void* x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; };
+
+  const bool head = whole(a.head_size) && a.head_size % 8 == 0;
+  const bool rows = aligned(a.query) && aligned(a.out) && a.query_token_stride % 8 == 0 && a.query_head_stride % 8 == 0 &&
+                    a.out_token_stride % 8 == 0 && a.out_head_stride % 8 == 0;
+  const bool key_chunks = a.key.chunk >= a.head_size || (a.key.chunk * bytes == 16 && whole(a.key.chunk_stride));
+  const bool key = aligned(a.key.data) && whole(a.key.block) && whole(a.key.token) && whole(a.key.head) && key_chunks;
+  const bool value_rows = a.value.dim == 1 && whole(a.value.token);
+  const bool value_columns = a.value.dim != 1 && a.value.token == 1 && whole(a.value.dim) && whole(a.block_size);
+  const bool value =
+      aligned(a.value.data) && whole(a.value.block) && whole(a.value.head) && (value_rows || value_columns);
+  return head && rows && key && value;
+}
+
+bool launch_mma(const Problem& p, bool many, const Launch& launch) {
+  switch (p.a.kv_format) {
+    case KvFormat::kE4M3:
+      return launch_e4m3(p, many, launch);
+    case KvFormat::kE5M2:
+      return launch_e5m2(p, many, launch);
+    default:
+      return p.a.dtype == DType::kFloat16 ? launch_f16(p, many, launch) : launch_bf16(p, many, launch);
+  }
+}
+
+void launch_all(Problem p, const Launch& launch) {
+  constexpr int kAnyRows = 1 << 30;
+  const auto take = [&](bool many, int min_rows, int max_rows) {
+    p.min_rows = min_rows;
+    p.max_rows = max_rows;
+    if (!suits_mma(p.a) || !launch_mma(p, many, launch)) launch_simple(p, launch);
+  };
+  if (few_take_all(p.a.num_tokens, p.a.num_seqs, p.group)) {
+    take(false, 0, kAnyRows);
+  } else if (p.group > 16 || p.a.num_seqs == 1) {
+    take(true, 0, kAnyRows);
+  } else {
+    take(true, 16, kAnyRows);
+    take(false, 0, 16);
+  }
+}
+
+struct ReportNames {
+  const char *op, *block_tables, *seq_lens, *cu_query_lens;
+};
+
+const ReportNames& report_names(const char* op) {
+  static constexpr ReportNames kNames[] = {
+      {"paged_attention", "paged_attention: block_tables", "paged_attention: seq_lens", "paged_attention: cu_query_lens"},
+      {"paged_attention_v1", "paged_attention_v1: block_tables", "paged_attention_v1: seq_lens", ""},
+      {"paged_attention_v2", "paged_attention_v2: block_tables", "paged_attention_v2: seq_lens", ""},
+  };
+  for (const ReportNames& names : kNames) {
+    if (std::strcmp(names.op, op) == 0) return names;
+  }
+  return kNames[0];
+}
+
+}  // namespace
+
+int set_tiling(Problem& p, const Tiling& t, int device) {
+  const int grid = grid_of(t, device);
+  p.rows = t.rows;
+  p.pitch = t.pitch;
+  p.tile_heads = std::min(p.group, t.rows);
+  p.head_tiles = (p.group + t.rows - 1) / t.rows;
+  p.tile_tokens = t.rows / p.tile_heads;
+  char* memory = static_cast<char*>(p.a.workspace);
+  p.unfinished = reinterpret_cast<Unfinished*>(memory);
+  p.partial_stats = reinterpret_cast<float2*>(memory + notes_bytes(grid));
+  p.partial = reinterpret_cast<float*>(memory + notes_bytes(grid) + stats_bytes(grid, t));
+  return grid;
+}
+
+void combine(const Problem& p, int grid, const Launch& launch) {
+  dispatch<half, bf16, float>(p.a.dtype, [&]<class T> {
+    const dim3 blocks(grid, std::min(16, p.tile_tokens * p.tile_heads));
+    combine_kernel<T><<<blocks, kThreads, 0, stream_of(launch)>>>(p);
+    check_launch(p.a.op);
+  });
+}
+
+size_t shared_memory_limit(int device) {
+  int bytes = 0;
+  cuda_check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared memory size");
+  return bytes;
+}
+
+}  // namespace attention
+
+int64_t paged_attention_workspace_cuda(int64_t num_tokens, int64_t num_seqs, int num_heads, int num_kv_heads, int head_size,
+                                       int device) {
+  using namespace attention;
+  int64_t bytes = std::max(bytes_of(simple_tiling(head_size), device), bytes_of(few_rows_tiling(head_size), device));
+  if (!few_take_all(num_tokens, num_seqs, num_heads / num_kv_heads)) {
+    bytes = std::max(bytes, bytes_of(many_rows_tiling(head_size), device));
+  }
+  return bytes;
+}
+
+void paged_attention_cuda(const PagedAttentionArgs& args, const Launch& launch) {
+  using namespace attention;
+  if (args.num_tokens == 0 || args.num_seqs == 0) return;
+
+  Problem p{};
+  p.a = args;
+  const ReportNames& names = report_names(args.op);
+  p.bad_block = launch.reporter(names.block_tables);
+  p.bad_length = launch.reporter(names.seq_lens);
+  p.bad_query = launch.reporter(names.cu_query_lens);
+  p.a.max_seq_len = std::min({args.max_seq_len, args.max_blocks_per_seq * args.block_size, int64_t{kNoWindow}});
+  p.group = args.num_heads / args.num_kv_heads;
+  p.window = static_cast<int>(args.window > 0 ? std::min(args.window, int64_t{kNoWindow}) : kNoWindow);
+  p.plain_logits = args.softcap == 0 && args.alibi_slopes == nullptr;
+  const auto small = [](int64_t x) { return static_cast<int>(std::clamp(x, int64_t{0}, int64_t{kNoWindow})); };
+  p.sparse = args.sparse.vert_stride > 1;
+  p.sparse_block = small(args.sparse.block_size);
+  p.sparse_stride = small(args.sparse.vert_stride);
+  p.sparse_local = small(args.sparse.local_blocks);
+  p.block_shift = -1;
+  for (int i = 0; i < 31; ++i) {
+    if (args.block_size == 1 << i) p.block_shift = i;
+  }
+
+  const int64_t wanted = paged_attention_workspace_cuda(args.num_tokens, args.num_seqs, args.num_heads,
+                                                        args.num_kv_heads, args.head_size, launch.device);
+  if (args.workspace) {
+    if (args.workspace_size < wanted) {
+      fail(PYKV_VALUE_ERROR, "%s: workspace: %lld bytes are needed, got %lld", args.op, static_cast<long long>(wanted),
+           static_cast<long long>(args.workspace_size));
+    }
+  } else {
+    cuda_check(cudaMallocAsync(&p.a.workspace, wanted, stream_of(launch)), "paged_attention: workspace");
+  }
+  void* allocated = args.workspace ? nullptr : p.a.workspace;
+  try {
+    launch_all(p, launch);
+  } catch (...) {
+    if (allocated) cudaFreeAsync(allocated, stream_of(launch));
+    throw;
+  }
+  if (allocated) cuda_check(cudaFreeAsync(allocated, stream_of(launch)), "paged_attention: workspace");
+}
+
+}  // namespace pykv

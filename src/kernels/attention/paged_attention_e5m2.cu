@@ -1,0 +1,10 @@
+// Paged attention over a cache of fp8 e5m2.
+#include "attention/paged_attention_mma.cuh"
+
+namespace pykv::attention {
+
+bool launch_e5m2(const Problem& p, bool many, const Launch& launch) {
+  return launch_mma<Element8<KvFormat::kE5M2>>(p, many, launch);
+}
+
+}  // namespace pykv::attention

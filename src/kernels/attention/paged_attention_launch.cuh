@@ -1,0 +1,58 @@
+// Host side shared by the kernels of paged attention: sizes of tiles, grids and the workspace.
+#pragma once
+
+#include <cstdint>
+
+#include <atomic>
+
+#include "attention/paged_attention_plan.cuh"
+#include "core/launch.h"
+
+namespace pykv::attention {
+
+// Tile sizes that the grid and the workspace follow from.
+struct Tiling {
+  int rows;           // of a query tile
+  int pitch;          // floats in a partial row
+  int blocks_per_sm;
+};
+
+inline Tiling few_rows_tiling(int head_size) {
+  return head_size <= 64 ? Tiling{16, 64, 3} : head_size <= 128 ? Tiling{16, 128, 2} : Tiling{16, 256, 1};
+}
+inline Tiling many_rows_tiling(int head_size) {
+  return head_size <= 64 ? Tiling{128, 64, 2} : head_size <= 128 ? Tiling{128, 128, 2} : Tiling{64, 256, 2};
+}
+inline Tiling simple_tiling(int head_size) { return {16, (head_size + 3) / 4 * 4, 2}; }
+
+// Completes `p` for a tiling (rows, workspace) and returns the grid.
+int set_tiling(Problem& p, const Tiling& tiling, int device);
+inline int set_tiles(Problem& p, bool many, int device) {
+  return set_tiling(p, many ? many_rows_tiling(p.a.head_size) : few_rows_tiling(p.a.head_size), device);
+}
+
+// Adds up what the `grid` blocks of a launch left unfinished.
+void combine(const Problem& p, int grid, const Launch& launch);
+
+size_t shared_memory_limit(int device);  // of one block
+
+// Something to do once on each device.
+class PerDevice {
+ public:
+  bool first_time(int device) {
+    const uint64_t bit = uint64_t{1} << (device % 64);
+    return device >= 64 || !(done_.fetch_or(bit) & bit);
+  }
+
+ private:
+  std::atomic<uint64_t> done_{0};
+};
+
+// One for each kind of cache element, in a file of its own.  False if the device has too little shared memory.
+bool launch_f16(const Problem& p, bool many, const Launch& launch);
+bool launch_bf16(const Problem& p, bool many, const Launch& launch);
+bool launch_e4m3(const Problem& p, bool many, const Launch& launch);
+bool launch_e5m2(const Problem& p, bool many, const Launch& launch);
+void launch_simple(Problem p, const Launch& launch);  // anything at all
+
+}  // namespace pykv::attention

@@ -1,0 +1,860 @@
+// Attention over a paged cache on tensor cores (mma.sync, sm_80 and later), for 16-bit data and 16-bit or fp8 caches.
+//
+//   out = softmax(logit(q . k)) . v      by the online softmax, one KV tile after another
+//
+// Work: see paged_attention_plan.cuh; every block walks a contiguous share of all KV tiles.
+//   Few   16 rows (query tokens x the heads of a KV head), so that decode reads each KV byte once for a KV head;
+//         the four warps split a KV tile's tokens and add up once, at the end of a segment.
+//   Many  64 or 128 rows; a warp owns 16 or 32 of them against all tokens of the tile.
+// Data: K and V tiles come by 16-byte asynchronous copies into a ring of stages; the look-up of the block table runs one
+// tile ahead of the copies, into a ring of slots.  The rows of a stage are swizzled so that ldmatrix meets no bank twice.
+// An fp8 element is widened to half once, in registers: ldmatrix hands a lane neighbouring bytes, so the dimensions (or
+// tokens) of a fragment are permuted, and Q (or the order of K's tokens) is permuted to match.  Queries of dtype bf16
+// against an fp8 cache become halves too, scaled row by row by a power of two.
+//
+// Bottleneck: decode is bound by memory, floor = KV bytes / bandwidth; it lives by the bytes in flight, (stages - 1) *
+// 32 KB * blocks per SM.  Prefill is bound by mma.sync and by shared-memory reads: a warp of 32 rows uses each K or V
+// fragment twice.
+#pragma once
+
+#include "attention/paged_attention_launch.cuh"
+#include "attention/paged_attention_plan.cuh"
+#include "cuda/cp_async.cuh"
+#include "cuda/fp8.cuh"
+#include "cuda/launch.h"
+#include "cuda/mma.cuh"
+
+namespace pykv::attention {
+
+// Kinds of cache element: storage size, the type that tensor cores see, and how a register of elements becomes fragments.
+template <class T>
+struct Element16 {
+  using Mma = T;
+  static constexpr int kBytes = 2;
+};
+
+template <KvFormat kFormat>
+struct Element8 {
+  using Mma = half;
+  static constexpr int kBytes = 1;
+
+  static __device__ uint32_t widen(uint32_t codes) {  // the lower two of four codes
+    const half2 pair = fp8x2_to_half2<kFormat>(static_cast<uint16_t>(codes));
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+};
+
+// Sizes of one instantiation.  kD: head size rounded up to 64, 128 or 256.
+template <class Element, int kD, bool kMany>
+struct Shape {
+  static constexpr int kBytes = Element::kBytes;
+  static constexpr int kRowTiles = kMany && kD <= 128 ? 2 : 1;                       // 16-row tiles of a warp
+  static constexpr int kWarpRows = 16 * kRowTiles;
+  static constexpr int kRows = kMany ? 4 * kWarpRows : 16;
+  static constexpr int kTile = kMany ? (kD == 256 && kBytes == 2 ? 32 : 64) : 128 / kBytes;  // tokens
+  static constexpr int kWarpTokens = kMany ? kTile : kTile / 4;
+  static constexpr int kStep = kWarpTokens < 32 ? kWarpTokens : 32;  // tokens between two updates of the softmax
+  static constexpr int kRowBytes = kD * kBytes;
+  static constexpr int kTileBytes = kTile * kRowBytes;
+  static constexpr int kStageBytes = 2 * kTileBytes;
+  static constexpr bool kQueryShared = kMany || kD == 256;  // otherwise in registers
+  static constexpr int kQueryBytes = kQueryShared ? kRows * kD * 2 : 0;
+  static constexpr int kBlocksPerSm = kMany ? 2 : kD == 64 ? 3 : kD == 128 ? 2 : 1;
+  static constexpr int kStages = kMany ? 2 : kD == 64 ? 4 : 3;
+};
+
+struct alignas(16) TokenOffsets {
+  long long key, value;  // bytes from the cache's start; -1: nothing to read
+};
+
+template <int kTile>
+struct Slot {
+  TokenOffsets offsets[kTile];
+  Unit unit;
+  uint32_t valid[kTile / 32];
+};
+
+struct RowState {
+  int position;
+  float slope, scale;
+  int sparse_offset;
+};
+
+template <class S>
+struct alignas(16) Scratch {
+  PlanScratch plan;
+  Walker walker;
+  int units;
+  float2 stats[4][16];
+  RowState rows[4][S::kWarpRows];
+};
+
+// Byte offset of a 16-byte chunk in a tile whose rows have kRowBytes bytes: eight neighbouring rows at one chunk index
+// lie in eight different groups of banks.
+template <int kRowBytes>
+__device__ inline int swizzled(int row, int chunk) {
+  static_assert(kRowBytes == 64 || kRowBytes % 128 == 0);
+  const int moved = kRowBytes == 64 ? chunk ^ (row >> 1 & 3) : chunk ^ (row & 7);
+  return row * kRowBytes + moved * 16;
+}
+
+// The token at place r of a tile.  With packed V and fp8, a lane's four bytes of V are four neighbouring tokens, so K's
+// tokens are laid out to bring the scores of the same four to that lane.
+template <bool kPermuted>
+__device__ inline int token_at(int r) {
+  if (!kPermuted) return r;
+  return (r & ~15) + (r & 6) * 2 + (r & 1) + (r & 8) / 4;
+}
+
+// Problem's cache views in bytes, for the copies.
+struct CacheCopies {
+  int head_bytes;
+  int64_t key_chunk_bytes;   // from one 16-byte chunk of a key to the next
+  bool key_token_fast;       // packed K: copy a chunk index's tokens side by side
+  int64_t value_dim_bytes;   // packed V: from one dimension to the next
+  int value_chunk_shift;     // packed V: log2 of the 16-byte chunks of a dimension that lie side by side
+};
+
+template <class Element, int kD, bool kPackedV, bool kMany>
+struct Kernel {
+  using S = Shape<Element, kD, kMany>;
+  using Mma = typename Element::Mma;
+  static constexpr int kTile = S::kTile;
+  static constexpr bool kFp8 = S::kBytes == 1;
+  static constexpr bool kPermutedTokens = kFp8 && kPackedV;
+  static constexpr bool kPermutedOutput = kFp8 && !kPackedV;
+  static constexpr int kValueRowBytes = kPackedV ? kTile * S::kBytes : S::kRowBytes;
+  static constexpr int kSteps = kD / 16;
+
+  const Problem& p;
+  const CacheCopies& copies;
+  Slot<kTile>* slots;
+  Scratch<S>& scratch;
+  uint32_t stage0, queries;  // shared addresses
+  float* merge0;             // stage 0 as memory for the sum over warps
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+
+  // ---- look-up of pages ---------------------------------------------------------------------------------------------
+
+  struct Lookup {
+    int64_t id;
+    int token;
+    bool wanted, visible;
+  };
+
+  __device__ Lookup begin_lookup(const Unit& u) const {
+    Lookup x{0, 0, false, false};
+    if (threadIdx.x >= kTile) return x;
+    x.token = u.first_token + token_at<kPermutedTokens>(threadIdx.x);
+    x.visible = x.wanted = is_wanted(p, u, x.token);
+    if (kPackedV && !x.visible) {  // a chunk of V is read whole; its invisible tokens are zeroed afterwards
+      constexpr int kChunk = 16 / S::kBytes;
+      const int chunk = x.token / kChunk * kChunk, first = max(chunk, u.first_key);
+      x.wanted = first < chunk + kChunk && is_wanted(p, u, first);
+    }
+    if (x.wanted) x.id = page_of(p, u.sequence, x.token);
+    return x;
+  }
+
+  __device__ void end_lookup(const Lookup& x, Slot<kTile>& slot) const {
+    if (threadIdx.x >= kTile) return;
+    const bool ok = x.wanted && x.id >= 0 && x.id < p.a.num_blocks;
+    if (x.wanted && !ok) p.bad_block(x.id, p.a.num_blocks);
+    TokenOffsets at{-1, -1};
+    if (ok) {
+      const int o = place_in_page(p, x.token), kv_head = slot.unit.kv_head;
+      const KeyCacheView& k = p.a.key;
+      const ValueCacheView& v = p.a.value;
+      if (x.visible) at.key = (x.id * k.block + o * k.token + kv_head * k.head) * S::kBytes;
+      at.value = (x.id * v.block + o * v.token + kv_head * v.head) * S::kBytes;
+    }
+    slot.offsets[threadIdx.x] = at;
+    const uint32_t valid = __ballot_sync(~0u, ok && x.visible);
+    if (lane == 0) slot.valid[warp] = valid;
+  }
+
+  // ---- copies into a stage ------------------------------------------------------------------------------------------
+
+  __device__ void load_key_chunk(uint32_t stage, const Slot<kTile>& slot, int r, int chunk) const {
+    const long long at = slot.offsets[r].key;
+    const bool read = at >= 0 && chunk * 16 < copies.head_bytes;
+    const char* source = static_cast<const char*>(p.a.key.data) + (read ? at + chunk * copies.key_chunk_bytes : 0);
+    cp_async_16(stage + swizzled<S::kRowBytes>(r, chunk), source, read);
+  }
+
+  __device__ void load_stage(uint32_t stage, const Slot<kTile>& slot) const {
+    constexpr int kChunks = S::kRowBytes / 16;
+    constexpr int kCopies = kTile * kChunks / kThreads;
+    const uint32_t value_stage = stage + S::kTileBytes;
+    if (copies.key_token_fast) {  // packed K: a chunk index's tokens are neighbours
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const int x = threadIdx.x + i * kThreads;
+        load_key_chunk(stage, slot, x % kTile, x / kTile);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const int x = threadIdx.x + i * kThreads;
+        load_key_chunk(stage, slot, x / kChunks, x % kChunks);
+      }
+    }
+    if constexpr (kPackedV) {
+      constexpr int kTokenChunks = kTile * S::kBytes / 16;
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {  // order within a page: its chunks of one dimension, then the next dimension
+        const int x = threadIdx.x + i * kThreads;
+        const int d = (x >> copies.value_chunk_shift) % kD;
+        const int chunk = (x & ((1 << copies.value_chunk_shift) - 1)) + (x / kD >> copies.value_chunk_shift << copies.value_chunk_shift);
+        static_assert(kTokenChunks * kD == kCopies * kThreads);
+        const long long at = slot.offsets[chunk * (16 / S::kBytes)].value;
+        const bool read = at >= 0 && d < p.a.head_size;
+        const char* source = static_cast<const char*>(p.a.value.data) + (read ? at + d * copies.value_dim_bytes : 0);
+        cp_async_16(value_stage + swizzled<kValueRowBytes>(d, chunk), source, read);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const int x = threadIdx.x + i * kThreads;
+        const int r = x / kChunks, chunk = x % kChunks;
+        const long long at = slot.offsets[r].value;
+        const bool read = at >= 0 && chunk * 16 < copies.head_bytes;
+        const char* source = static_cast<const char*>(p.a.value.data) + (read ? at + chunk * 16 : 0);
+        cp_async_16(value_stage + swizzled<kValueRowBytes>(r, chunk), source, read);
+      }
+    }
+  }
+
+  // Packed V: what lies past the end of a sequence may be NaN, and 0 * NaN is not 0.
+  __device__ void clear_invisible(char* value_stage, const Slot<kTile>& slot) const {
+    constexpr int kChunk = 16 / S::kBytes;
+    for (int r = 0; r < kTile; ++r) {
+      if (slot.valid[r / 32] >> r % 32 & 1 || slot.offsets[r].value < 0) continue;
+      const int t = token_at<kPermutedTokens>(r);
+      for (int d = threadIdx.x; d < kD; d += kThreads) {
+        char* at = value_stage + swizzled<kValueRowBytes>(d, t / kChunk) + t % kChunk * S::kBytes;
+        if constexpr (kFp8) {
+          *at = 0;
+        } else {
+          *reinterpret_cast<uint16_t*>(at) = 0;
+        }
+      }
+    }
+  }
+
+  // ---- queries ------------------------------------------------------------------------------------------------------
+
+  // Scaling a row by a power of two brings its largest element to [1, 2).
+  static __device__ void power_of_two(float largest, float& factor, float& inverse) {
+    const uint32_t bits = __float_as_uint(largest) & 0x7f800000u;
+    const bool usual = bits > 0 && bits < 0x7e000000u;
+    factor = usual ? __uint_as_float(bits) : 1.f;
+    inverse = usual ? __uint_as_float(0x7f000000u - bits) : 1.f;
+  }
+
+  static __device__ float largest_of(uint32_t pair) {
+    const float2 x = unpack_pair<bf16>(pair);
+    return fmaxf(fabsf(x.x), fabsf(x.y));
+  }
+
+  static __device__ uint32_t to_half(uint32_t pair, float inverse) {
+    const float2 x = unpack_pair<bf16>(pair);
+    return pack_pair<half>(x.x * inverse, x.y * inverse);
+  }
+
+  __device__ const uint16_t* query_row(const Row& row) const {
+    return static_cast<const uint16_t*>(p.a.query) + row.token * p.a.query_token_stride +
+           row.head * p.a.query_head_stride;
+  }
+
+  __device__ bool narrows_queries() const { return kFp8 && p.a.dtype == DType::kBFloat16; }
+
+  // The warp's rows as A fragments; `factor` is what each row was divided by.
+  __device__ void load_query_fragments(const Unit& u, uint32_t (&q)[kSteps][4], float (&factor)[2]) const {
+    const int g = lane / 4, c = lane % 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const Row row = row_of(p, u, g + 8 * h);
+      const uint16_t* source = query_row(row);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        q[k][h] = q[k][h + 2] = 0;
+        if (!row.valid || k * 16 >= p.a.head_size) continue;
+        if constexpr (kFp8) {  // bytes 4c .. 4c + 3 of a chunk are this lane's
+          const uint2 x = *reinterpret_cast<const uint2*>(source + k * 16 + 4 * c);
+          q[k][h] = x.x;
+          q[k][h + 2] = x.y;
+        } else {
+          q[k][h] = *reinterpret_cast<const uint32_t*>(source + k * 16 + 2 * c);
+          if (k * 16 + 8 < p.a.head_size) {
+            q[k][h + 2] = *reinterpret_cast<const uint32_t*>(source + k * 16 + 8 + 2 * c);
+          }
+        }
+      }
+      factor[h] = 1;
+    }
+    if (!narrows_queries()) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float largest = 0, inverse;
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) largest = fmaxf(largest, fmaxf(largest_of(q[k][h]), largest_of(q[k][h + 2])));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      power_of_two(largest, factor[h], inverse);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        q[k][h] = to_half(q[k][h], inverse);
+        q[k][h + 2] = to_half(q[k][h + 2], inverse);
+      }
+    }
+  }
+
+  // The same through shared memory.  With many rows a warp touches its own alone; with few, all write the same.
+  __device__ void load_query_rows(const Unit& u, int row0) {
+    constexpr int kChunks = kD / 8;
+    for (int x = lane; x < S::kWarpRows * kChunks; x += 32) {
+      const int r = row0 + x / kChunks, chunk = x % kChunks;
+      const Row row = row_of(p, u, r);
+      uint4 v = {0, 0, 0, 0};
+      if (row.valid && chunk * 8 < p.a.head_size) v = *reinterpret_cast<const uint4*>(query_row(row) + chunk * 8);
+      if (narrows_queries()) {
+        float largest = fmaxf(fmaxf(largest_of(v.x), largest_of(v.y)), fmaxf(largest_of(v.z), largest_of(v.w)));
+        float factor, inverse;
+        for (int m = 1; m < kChunks; m *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, m));
+        power_of_two(largest, factor, inverse);
+        v = {to_half(v.x, inverse), to_half(v.y, inverse), to_half(v.z, inverse), to_half(v.w, inverse)};
+        if (chunk == 0) scratch.rows[warp][x / kChunks].scale *= factor;
+      }
+      if constexpr (kFp8) {  // dimensions 4c .. 4c + 3 of 16 to places 2c, 2c + 1, 2c + 8, 2c + 9
+        const uint32_t even = queries + swizzled<2 * kD>(r, chunk & ~1) + (chunk & 1) * 8;
+        const uint32_t odd = queries + swizzled<2 * kD>(r, chunk | 1) + (chunk & 1) * 8;
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(even), "r"(v.x), "r"(v.z) : "memory");
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(odd), "r"(v.y), "r"(v.w) : "memory");
+      } else {
+        const uint32_t at = queries + swizzled<2 * kD>(r, chunk);
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                     : "memory");
+      }
+    }
+  }
+
+  // ---- one segment's running state ----------------------------------------------------------------------------------
+
+  struct State {
+    float o[S::kRowTiles][kD / 8][4];
+    float maximum[S::kRowTiles][2];
+    float sum[S::kRowTiles][2];  // of this lane's columns
+    uint32_t q[S::kQueryShared ? 1 : kSteps][4];
+    int first_position, last_position;  // of the warp's rows
+  };
+
+  __device__ void begin_segment(const Unit& u, State& s) {
+#pragma unroll
+    for (int i = 0; i < S::kRowTiles; ++i) {
+#pragma unroll
+      for (int n = 0; n < kD / 8; ++n) {
+        for (int e = 0; e < 4; ++e) s.o[i][n][e] = 0;
+      }
+      for (int h = 0; h < 2; ++h) {
+        s.maximum[i][h] = -INFINITY;
+        s.sum[i][h] = 0;
+      }
+    }
+    const int row0 = kMany ? warp * S::kWarpRows : 0;
+    const float k_scale = kFp8 ? p.a.k_scale[u.kv_head] : 1.f;
+    __syncwarp();
+    if (lane < S::kWarpRows) {
+      const Row row = row_of(p, u, row0 + lane);
+      RowState state{row.position, 0, p.a.scale * k_scale * (p.plain_logits ? kLog2e : 1.f), 0};
+      if (p.a.alibi_slopes && row.valid) state.slope = p.a.alibi_slopes[row.head];
+      if (p.sparse) state.sparse_offset = sparse_offset(p, row.head, u.kv_head);
+      scratch.rows[warp][lane] = state;
+    }
+    __syncwarp();
+    if constexpr (S::kQueryShared) {
+      load_query_rows(u, row0);
+    } else {
+      float factor[2];
+      load_query_fragments(u, s.q, factor);
+      if (lane % 4 == 0) {
+        scratch.rows[warp][lane / 4].scale *= factor[0];
+        scratch.rows[warp][lane / 4 + 8].scale *= factor[1];
+      }
+    }
+    __syncwarp();
+    s.first_position = scratch.rows[warp][0].position;
+    s.last_position = scratch.rows[warp][S::kWarpRows - 1].position;
+  }
+
+  // s = q . k for kStep tokens from place r0 of the tile
+  __device__ void scores(uint32_t key_stage, int r0, const State& state, float (&s)[S::kRowTiles][S::kStep / 8][4]) const {
+#pragma unroll
+    for (int i = 0; i < S::kRowTiles; ++i) {
+#pragma unroll
+      for (int n = 0; n < S::kStep / 8; ++n) {
+        for (int e = 0; e < 4; ++e) s[i][n][e] = 0;
+      }
+    }
+    const int matrix_row = lane / 16 * 8 + lane % 8, matrix_chunk = lane / 8 % 2;
+    constexpr int kAtOnce = kFp8 ? 2 : 1;  // k-steps of one ldmatrix
+#pragma unroll
+    for (int k = 0; k < kSteps; k += kAtOnce) {
+      uint32_t a[kAtOnce][S::kRowTiles][4];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+#pragma unroll
+        for (int i = 0; i < S::kRowTiles; ++i) {
+          if constexpr (S::kQueryShared) {
+            const int row = (kMany ? warp * S::kWarpRows : 0) + i * 16 + lane % 16;
+            ldmatrix_x4(a[j][i], queries + swizzled<2 * kD>(row, (k + j) * 2 + lane / 16));
+          } else {
+            for (int e = 0; e < 4; ++e) a[j][i][e] = state.q[k + j][e];
+          }
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < S::kStep / 16; ++t) {
+        uint32_t b[4];
+        const int chunk = (kFp8 ? k : k * 2) + matrix_chunk;
+        ldmatrix_x4(b, key_stage + swizzled<S::kRowBytes>(r0 + t * 16 + matrix_row, chunk));
+#pragma unroll
+        for (int i = 0; i < S::kRowTiles; ++i) {
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            if constexpr (kFp8) {
+#pragma unroll
+              for (int j = 0; j < 2; ++j) {
+                const uint32_t x = b[2 * n + j];
+                mma_16x8x16<Mma>(s[i][2 * t + n], a[j][i], Element::widen(x), Element::widen(x >> 16));
+              }
+            } else {
+              mma_16x8x16<Mma>(s[i][2 * t + n], a[0][i], b[2 * n], b[2 * n + 1]);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // o += p . v, with p the fragments of kStep tokens
+  __device__ void add_values(uint32_t value_stage, int r0, const uint32_t (&probs)[S::kRowTiles][S::kStep / 16][4],
+                             State& state) const {
+    const auto multiply = [&](int t, int n, uint32_t b0, uint32_t b1) {
+#pragma unroll
+      for (int i = 0; i < S::kRowTiles; ++i) mma_16x8x16<Mma>(state.o[i][n], probs[i][t], b0, b1);
+    };
+#pragma unroll
+    for (int t = 0; t < S::kStep / 16; ++t) {
+      const int token = r0 + t * 16;
+      uint32_t b[4];
+      if constexpr (!kPackedV) {
+        const int row = token + lane % 16;
+        constexpr int kPerLoad = kFp8 ? 4 : 2;  // 8-wide column tiles
+#pragma unroll
+        for (int n = 0; n < kD / 8; n += kPerLoad) {
+          ldmatrix_x4_trans(b, value_stage + swizzled<kValueRowBytes>(row, n * S::kBytes / 2 + lane / 16));
+          if constexpr (kFp8) {  // [token 2c: d, d + 1; token 2c + 1: d, d + 1] to [d: two tokens; d + 1: two tokens]
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const uint32_t low = __byte_perm(b[2 * h], 0, 0x3120), high = __byte_perm(b[2 * h + 1], 0, 0x3120);
+              multiply(t, n + 2 * h, Element::widen(low), Element::widen(high));
+              multiply(t, n + 2 * h + 1, Element::widen(low >> 16), Element::widen(high >> 16));
+            }
+          } else {
+            multiply(t, n, b[0], b[1]);
+            multiply(t, n + 1, b[2], b[3]);
+          }
+        }
+      } else if constexpr (kFp8) {
+#pragma unroll
+        for (int n = 0; n < kD / 8; n += 4) {
+          ldmatrix_x4(b, value_stage + swizzled<kValueRowBytes>(n * 8 + lane, token / 16));
+#pragma unroll
+          for (int h = 0; h < 4; ++h) multiply(t, n + h, Element::widen(b[h]), Element::widen(b[h] >> 16));
+        }
+      } else {
+#pragma unroll
+        for (int n = 0; n < kD / 8; n += 2) {
+          const int row = n * 8 + lane / 16 * 8 + lane % 8;
+          ldmatrix_x4(b, value_stage + swizzled<kValueRowBytes>(row, token / 8 + lane / 8 % 2));
+          multiply(t, n, b[0], b[1]);
+          multiply(t, n + 1, b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  // This lane's scores of one row, with their places in the step.
+  __device__ void for_each_score(float (&s)[S::kStep / 8][4], int h, auto&& body) const {
+#pragma unroll
+    for (int n = 0; n < S::kStep / 8; ++n) {
+      body(s[n][2 * h], n * 8 + lane % 4 * 2);
+      body(s[n][2 * h + 1], n * 8 + lane % 4 * 2 + 1);
+    }
+  }
+
+  // Bits of this lane's places in a step that a row may see, whatever the pages say.
+  __device__ uint32_t visible_places(const Unit& u, const RowState& row, int first) const {
+    const int low = row.position - p.window + 1;
+    const int high = p.a.causal ? row.position : row.position + p.window - 1;
+    uint32_t bits = 0;
+#pragma unroll 1
+    for (int n = 0; n < S::kStep / 4; ++n) {
+      const int r = n / 2 * 8 + lane % 4 * 2 + n % 2;
+      const int key = first + token_at<kPermutedTokens>(r);
+      bool seen = key >= low && key <= high;
+      if (p.sparse) seen = seen && sparse_attends(p, row.sparse_offset, u.sequence_len, key);
+      bits |= static_cast<uint32_t>(seen) << r;
+    }
+    return bits;
+  }
+
+  __device__ void compute(uint32_t stage, const Slot<kTile>& slot, const Unit& u, State& state) {
+    const int warp_r0 = kMany ? 0 : warp * S::kWarpTokens;
+#pragma unroll 1
+    for (int r0 = warp_r0; r0 < warp_r0 + S::kWarpTokens; r0 += S::kStep) {
+      constexpr uint32_t kAll = S::kStep == 32 ? ~0u : (1u << S::kStep) - 1;
+      const uint32_t valid = slot.valid[r0 / 32] >> r0 % 32 & kAll;
+      const int first = u.first_token + r0, last = first + S::kStep - 1;
+      const bool hidden = p.a.causal ? first > state.last_position : false;
+      if (valid == 0 || hidden) continue;
+      const bool masked = valid != kAll || (p.a.causal && last > state.first_position) || p.sparse ||
+                          (p.window != kNoWindow && (state.last_position - first >= p.window ||
+                                                     last - state.first_position >= p.window));
+
+      float s[S::kRowTiles][S::kStep / 8][4];
+      scores(stage, r0, state, s);
+#pragma unroll
+      for (int i = 0; i < S::kRowTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const RowState& row = scratch.rows[warp][i * 16 + h * 8 + lane / 4];
+          const float scale = row.scale;
+#pragma unroll
+          for (int n = 0; n < S::kStep / 8; ++n) {
+            s[i][n][2 * h] *= scale;
+            s[i][n][2 * h + 1] *= scale;
+          }
+          if (!p.plain_logits) {
+            const int distance = first - row.position;
+            for_each_score(s[i], h, [&](float& x, int r) {
+              x = logit(p, x, row.slope, distance + token_at<kPermutedTokens>(r));
+            });
+          }
+          if (masked) {
+            const uint32_t seen = valid & visible_places(u, row, first);
+            for_each_score(s[i], h, [&](float& x, int r) {
+              if (!(seen >> r & 1)) x = -INFINITY;
+            });
+          }
+        }
+      }
+
+      // The running maximum; earlier sums are rescaled only if it rose somewhere in the warp.
+      uint32_t probs[S::kRowTiles][S::kStep / 16][4];
+#pragma unroll
+      for (int i = 0; i < S::kRowTiles; ++i) {
+        float base[2], rescale[2];
+        bool rose = false;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float top = state.maximum[i][h];
+#pragma unroll
+          for (int n = 0; n < S::kStep / 8; ++n) top = fmaxf(top, fmaxf(s[i][n][2 * h], s[i][n][2 * h + 1]));
+          top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+          top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+          rose = rose || top > state.maximum[i][h];
+          base[h] = top == -INFINITY ? 0.f : top;
+          rescale[h] = exp2_fast(state.maximum[i][h] - base[h]);
+          state.maximum[i][h] = top;
+        }
+        if (__any_sync(~0u, rose)) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            state.sum[i][h] *= rescale[h];
+#pragma unroll
+            for (int n = 0; n < kD / 8; ++n) {
+              state.o[i][n][2 * h] *= rescale[h];
+              state.o[i][n][2 * h + 1] *= rescale[h];
+            }
+          }
+        }
+#pragma unroll
+        for (int n = 0; n < S::kStep / 8; ++n) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float a = exp2_fast(s[i][n][2 * h] - base[h]), b = exp2_fast(s[i][n][2 * h + 1] - base[h]);
+            state.sum[i][h] += a + b;
+            probs[i][n / 2][n % 2 * 2 + h] = pack_pair<Mma>(a, b);
+          }
+        }
+      }
+      add_values(stage + S::kTileBytes, r0, probs, state);
+    }
+  }
+
+  // ---- results ------------------------------------------------------------------------------------------------------
+
+  // Column of o[.][n][e] (e 0 or 1) in the head.
+  __device__ int column(int n, int e) const {
+    const int c = lane % 4;
+    return kPermutedOutput ? n / 2 * 16 + c * 4 + e * 2 + n % 2 : n * 8 + c * 2 + e;
+  }
+
+  template <class T>
+  __device__ void store(T* out, int d, float4 x) const {
+    if (d >= p.a.head_size) return;
+    *reinterpret_cast<uint2*>(out + d) = {pack_pair<T>(x.x, x.y), pack_pair<T>(x.z, x.w)};
+  }
+
+  __device__ void store_output(const Row& row, int d, float4 x) const {
+    if constexpr (!kFp8) {
+      store(output_row<Mma>(p, row), d, x);
+    } else if (p.a.dtype == DType::kBFloat16) {
+      store(output_row<bf16>(p, row), d, x);
+    } else {
+      store(output_row<half>(p, row), d, x);
+    }
+  }
+
+  __device__ float* partial_row(int slot, int r) const {
+    return p.partial + (static_cast<int64_t>(slot) * p.rows + r) * p.pitch;
+  }
+
+  static __device__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+  }
+
+  // Four neighbouring columns of this lane, from two column tiles, for the row half h.
+  __device__ void for_each_four(const float (&o)[kD / 8][4], int h, auto&& body) const {
+    const int c = lane % 4;
+#pragma unroll
+    for (int n = 0; n < kD / 8; n += 2) {
+      const float a0 = o[n][2 * h], a1 = o[n][2 * h + 1], b0 = o[n + 1][2 * h], b1 = o[n + 1][2 * h + 1];
+      if constexpr (kPermutedOutput) {
+        body(n * 8 + 4 * c, float4{a0, b0, a1, b1});
+      } else {  // lanes trade pairs: even ones take four columns of the first tile, odd ones of the second
+        const bool odd = c & 1;
+        const float send0 = odd ? a0 : b0, send1 = odd ? a1 : b1;
+        const float got0 = __shfl_xor_sync(~0u, send0, 1), got1 = __shfl_xor_sync(~0u, send1, 1);
+        const int d = n * 8 + (odd ? 8 : 0) + c / 2 * 4;
+        body(d, odd ? float4{got0, got1, b0, b1} : float4{a0, a1, got0, got1});
+      }
+    }
+  }
+
+  __device__ void end_segment_many(const Unit& u, State& state) {
+#pragma unroll
+    for (int i = 0; i < S::kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int r = warp * S::kWarpRows + i * 16 + h * 8 + lane / 4;
+        const Row row = row_of(p, u, r);
+        const float sum = quad_sum(state.sum[i][h]);
+        float factor = 1;
+        if (u.slot < 0 && row.valid) factor = finish_row(p, row, u.kv_head, state.maximum[i][h], sum);
+        if (u.slot >= 0 && lane % 4 == 0) {
+          p.partial_stats[u.slot * p.rows + r] = {state.maximum[i][h], sum};
+        }
+        for_each_four(state.o[i], h, [&](int d, float4 x) {
+          if (!row.valid) return;
+          if (u.slot >= 0) {
+            *reinterpret_cast<float4*>(partial_row(u.slot, r) + d) = x;
+          } else {
+            store_output(row, d, {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
+          }
+        });
+      }
+    }
+  }
+
+  // Adds the four warps' results up in `merge`, [warp][row][kD] with its 8-wide column tiles swizzled by row.
+  __device__ void end_segment_few(const Unit& u, State& state, float* merge) {
+    const auto place = [](int w, int r, int d) { return ((w * 16 + r) * (kD / 8) + (d / 8 ^ (r & 7))) * 8 + d % 8; };
+    __syncthreads();  // every warp is done with the stage that `merge` lies in
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = h * 8 + lane / 4;
+      const float sum = quad_sum(state.sum[0][h]);
+      if (lane % 4 == 0) scratch.stats[warp][r] = {state.maximum[0][h], sum};
+#pragma unroll
+      for (int n = 0; n < kD / 8; ++n) {
+        for (int e = 0; e < 2; ++e) merge[place(warp, r, column(n, e))] = state.o[0][n][2 * h + e];
+      }
+    }
+    __syncthreads();
+    const int tokens = min(p.tile_tokens, u.query_len - u.query_tile * p.tile_tokens);
+    for (int x = threadIdx.x; x < tokens * p.tile_heads * (kD / 4); x += kThreads) {
+      const int r = x / (kD / 4), d = x % (kD / 4) * 4;
+      const Row row = row_of(p, u, r);
+      if (!row.valid) continue;
+      float maximum = -INFINITY, sum = 0;
+      for (int w = 0; w < 4; ++w) maximum = fmaxf(maximum, scratch.stats[w][r].x);
+      float4 o = {0, 0, 0, 0};
+      for (int w = 0; w < 4; ++w) {
+        const float2 stats = scratch.stats[w][r];
+        const float weight = stats.x == -INFINITY ? 0.f : exp2f(stats.x - maximum);
+        const float4 part = *reinterpret_cast<const float4*>(merge + place(w, r, d));
+        sum += weight * stats.y;
+        o = {o.x + weight * part.x, o.y + weight * part.y, o.z + weight * part.z, o.w + weight * part.w};
+      }
+      if (u.slot >= 0) {
+        if (d == 0) p.partial_stats[u.slot * p.rows + r] = {maximum, sum};
+        *reinterpret_cast<float4*>(partial_row(u.slot, r) + d) = o;
+      } else {
+        const float factor = finish_row(p, row, u.kv_head, maximum, sum);
+        store_output(row, d, {o.x * factor, o.y * factor, o.z * factor, o.w * factor});
+      }
+    }
+  }
+
+  // ---- the walk -----------------------------------------------------------------------------------------------------
+
+  __device__ void wait_for_stage() const {
+    if (p.stages == 2) {
+      cp_async_wait<0>();
+    } else if (p.stages == 3) {
+      cp_async_wait<1>();
+    } else {
+      cp_async_wait<2>();
+    }
+  }
+
+  __device__ Slot<kTile>& slot_of(int i) const { return slots[i % (p.stages + 2)]; }
+
+  // One thread: the next unit into its slot.
+  __device__ void describe_next(int i) {
+    slot_of(i).unit = describe(p, scratch.walker);
+    scratch.walker.next(p);
+  }
+
+  // Unit j is described in iteration j - stages - 1, its pages are looked up in iteration j - stages, its copies start in
+  // iteration j - stages + 1.
+  __device__ void run() {
+    const SequencePosition share = find_share(p, scratch.plan);
+    if (threadIdx.x == 0) {
+      scratch.walker.start(p, share);
+      p.unfinished[blockIdx.x] = find_unfinished(p, scratch.walker);
+      scratch.units = scratch.walker.left;
+      for (int i = 0; i < min(scratch.units, p.stages + 1); ++i) describe_next(i);
+    }
+    __syncthreads();
+    const int units = scratch.units;
+    for (int i = 0; i < min(units, p.stages); ++i) end_lookup(begin_lookup(slot_of(i).unit), slot_of(i));
+    __syncthreads();
+    for (int i = 0; i < p.stages - 1; ++i) {
+      if (i < units) load_stage(stage0 + i * S::kStageBytes, slot_of(i));
+      cp_async_commit();
+    }
+
+    State state;
+    for (int i = 0; i < units; ++i) {
+      wait_for_stage();
+      __syncthreads();  // stage i is filled, stage i - 1 free
+      Slot<kTile>& lookup_slot = slot_of(i + p.stages);
+      Lookup lookup;
+      if (i + p.stages < units) lookup = begin_lookup(lookup_slot.unit);
+      const int ahead = i + p.stages - 1;
+      if (ahead < units) load_stage(stage0 + ahead % p.stages * S::kStageBytes, slot_of(ahead));
+      cp_async_commit();
+      if (i + p.stages + 1 < units && threadIdx.x == i % 4 * 32) describe_next(i + p.stages + 1);
+
+      const Slot<kTile>& slot = slot_of(i);
+      const Unit& unit = slot.unit;
+      const uint32_t stage = stage0 + i % p.stages * S::kStageBytes;
+      char* stage_memory = reinterpret_cast<char*>(merge0) + i % p.stages * S::kStageBytes;
+      if constexpr (kPackedV) {
+        bool whole = true;
+        for (int w = 0; w < kTile / 32; ++w) whole = whole && slot.valid[w] == ~0u;
+        if (!whole) {
+          clear_invisible(stage_memory + S::kTileBytes, slot);
+          __syncthreads();
+        }
+      }
+      __syncwarp();
+      if (unit.begins) begin_segment(unit, state);
+      compute(stage, slot, unit, state);
+      if (unit.ends) {
+        if constexpr (kMany) {
+          end_segment_many(unit, state);
+        } else {
+          end_segment_few(unit, state, reinterpret_cast<float*>(stage_memory));
+        }
+      }
+      if (i + p.stages < units) end_lookup(lookup, lookup_slot);
+    }
+  }
+};
+
+template <class Element, int kD, bool kPackedV, bool kMany>
+__global__ void __launch_bounds__(kThreads, (Shape<Element, kD, kMany>::kBlocksPerSm))
+    paged_attention_mma_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
+  using S = Shape<Element, kD, kMany>;
+  extern __shared__ __align__(128) char memory[];
+  char* after = memory + p.stages * S::kStageBytes;
+  auto* scratch = reinterpret_cast<Scratch<S>*>(after + S::kQueryBytes);
+  auto* slots = reinterpret_cast<Slot<S::kTile>*>(scratch + 1);
+  Kernel<Element, kD, kPackedV, kMany> kernel{
+      p, copies, slots, *scratch, shared_address(memory), shared_address(after), reinterpret_cast<float*>(memory)};
+  kernel.run();
+}
+
+template <class Element, int kD, bool kPackedV, bool kMany>
+bool launch_mma_kernel(Problem p, const Launch& launch) {
+  using S = Shape<Element, kD, kMany>;
+  static_assert(kMany || S::kStageBytes >= 4 * 16 * kD * 4, "a stage holds the four warps' results");
+  const auto kernel = paged_attention_mma_kernel<Element, kD, kPackedV, kMany>;
+
+  const auto shared_bytes = [](int stages) {
+    return stages * S::kStageBytes + S::kQueryBytes + sizeof(Scratch<S>) + (stages + 2) * sizeof(Slot<S::kTile>);
+  };
+  p.stages = S::kStages;
+  while (p.stages > 1 && shared_bytes(p.stages) > shared_memory_limit(launch.device)) --p.stages;
+  if (p.stages < 2) return false;
+  static PerDevice allowed;
+  if (allowed.first_time(launch.device)) {
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes(p.stages)),
+               "paged_attention: shared memory");
+  }
+
+  constexpr int kChunk = 16 / S::kBytes;
+  const KeyCacheView& k = p.a.key;
+  CacheCopies copies{};
+  copies.head_bytes = p.a.head_size * S::kBytes;
+  copies.key_token_fast = k.chunk < p.a.head_size;
+  copies.key_chunk_bytes = copies.key_token_fast ? k.chunk_stride * S::kBytes : 16;
+  copies.value_dim_bytes = p.a.value.dim * S::kBytes;
+  const int page_chunks = p.a.block_size / kChunk;
+  while (kPackedV && page_chunks % (2 << copies.value_chunk_shift) == 0 &&
+         2 << copies.value_chunk_shift <= S::kTile / kChunk) {
+    ++copies.value_chunk_shift;
+  }
+
+  p.kv_tile = S::kTile;
+  const int grid = set_tiles(p, kMany, launch.device);
+  kernel<<<grid, kThreads, shared_bytes(p.stages), stream_of(launch)>>>(p, copies);
+  check_launch(p.a.op);
+  combine(p, grid, launch);
+  return true;
+}
+
+template <class Element>
+bool launch_mma(const Problem& p, bool many, const Launch& launch) {
+  bool done = false;
+  dispatch_bool(p.a.value.dim != 1, [&]<bool kPackedV> {
+    dispatch_bool(many, [&]<bool kMany> {
+      if (p.a.head_size <= 64) {
+        done = launch_mma_kernel<Element, 64, kPackedV, kMany>(p, launch);
+      } else if (p.a.head_size <= 128) {
+        done = launch_mma_kernel<Element, 128, kPackedV, kMany>(p, launch);
+      } else {
+        done = launch_mma_kernel<Element, 256, kPackedV, kMany>(p, launch);
+      }
+    });
+  });
+  return done;
+}
+
+}  // namespace pykv::attention

@@ -1,0 +1,417 @@
+// How the work of one call is divided, found by every block for itself from the lengths on the device.
+//
+// Unit of work: one KV tile (Problem::kv_tile tokens) against one query tile (up to Problem::rows rows, a row being a
+// query token and a head).  All units of all sequences lie on one line, ordered by sequence, KV head, query tile, KV
+// tile; block b of G takes units [W b / G, W (b + 1) / G).  A query tile's units are a segment.  A segment cut by a
+// border of blocks leaves partial results, at most two a block, which a second kernel adds up in a fixed order: hence
+// a grid and a workspace that depend on no length, no host synchronisation, and the same bits in every run.
+#pragma once
+
+#include "attention/paged_attention.h"
+#include "cuda/types.cuh"
+
+namespace pykv::attention {
+
+constexpr int kThreads = 128;
+constexpr int kMaxGrid = 1024;  // blocks, which bounds the pieces of one segment
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr int kNoWindow = 1 << 30;  // longer than any sequence
+
+// A segment that several blocks worked on, noted by the block that finished it.
+struct Unfinished {
+  int first_block;  // -1: nothing to do
+  bool first_slot_is_head;
+  int query_begin, query_len, kv_head, head_tile, query_tile;
+};
+
+struct Problem {
+  PagedAttentionArgs a;
+  Reporter bad_block, bad_length, bad_query;
+  int group;          // query heads of a KV head
+  int tile_heads;     // query heads in a query tile
+  int head_tiles;     // query tiles that the heads of one KV head take
+  int tile_tokens;    // query tokens in a query tile
+  int rows, kv_tile;  // tile sizes; kv_tile is a power of two
+  int stages;         // KV tiles in shared memory at a time
+  int min_rows, max_rows;  // takes the sequences with min_rows < query tokens * group <= max_rows
+  int window;
+  bool plain_logits;      // neither soft cap nor ALiBi: the logits' unit is folded into the scale
+  int block_shift;        // log2 of the block size; -1 if it is no power of two
+  bool sparse;
+  int sparse_block, sparse_stride, sparse_local;  // of BlockSparse, each at most kNoWindow
+  int pitch;                // floats from one partial row to the next
+  float* partial;           // [2 * grid][rows][pitch], not normalised
+  float2* partial_stats;    // [2 * grid][rows]: maximum (base 2) and sum
+  Unfinished* unfinished;   // [grid]
+};
+
+struct Sequence {
+  int len, query_begin, query_len;
+  __device__ int context() const { return len - query_len; }  // position of the first query; negative if out of range
+};
+
+struct RawSequence {
+  int64_t len, begin, end;
+};
+
+__device__ inline RawSequence load_sequence(const Problem& p, int64_t s) {
+  if (s >= p.a.num_seqs) return {0, 0, 0};
+  if (!p.a.cu_query_lens.data) return {p.a.seq_lens[s], s, s + 1};
+  return {p.a.seq_lens[s], p.a.cu_query_lens[s], p.a.cu_query_lens[s + 1]};
+}
+
+__device__ inline int64_t clamp(int64_t x, int64_t low, int64_t high) { return min(max(x, low), high); }
+
+__device__ inline Sequence clamp_sequence(const Problem& p, const RawSequence& raw) {
+  const int64_t begin = clamp(raw.begin, 0, p.a.num_tokens);
+  const int64_t end = clamp(raw.end, begin, p.a.num_tokens);
+  return {static_cast<int>(clamp(raw.len, 0, p.a.max_seq_len)), static_cast<int>(begin), static_cast<int>(end - begin)};
+}
+
+__device__ inline void report_sequence(const Problem& p, const RawSequence& raw) {
+  if (raw.len < 0 || raw.len > p.a.max_seq_len) p.bad_length(raw.len, p.a.max_seq_len + 1);
+  if (raw.begin < 0 || raw.begin > p.a.num_tokens) p.bad_query(raw.begin, p.a.num_tokens + 1);
+  if (raw.end < raw.begin || raw.end > p.a.num_tokens) p.bad_query(raw.end, p.a.num_tokens + 1);
+  const Sequence s = clamp_sequence(p, raw);
+  if (s.query_len > s.len && p.a.cu_query_lens.data) p.bad_query(s.query_len, s.len + 1);
+}
+
+// Sum of floor((a * i + b) / m) over 0 <= i < n, by the steps of Euclid's algorithm.
+__device__ inline int64_t floor_sum(int64_t n, int64_t m, int64_t a, int64_t b) {
+  int64_t sum = 0;
+  while (n > 0) {
+    sum += n * (n - 1) / 2 * (a / m) + n * (b / m);
+    a %= m;
+    b %= m;
+    const int64_t y = a * n + b;
+    if (y < m) break;
+    n = y / m;
+    b = y % m;
+    const int64_t swap = m;
+    m = a;
+    a = swap;
+  }
+  return sum;
+}
+
+// The visible keys of each query tile of one sequence, in tokens and in tiles.
+struct Extent {
+  int tokens, kv_tile;   // query tokens and keys in a tile
+  int num_tiles;         // query tiles
+  int last;              // the last key's index, or 0
+  int high, low;         // of tile j: keys high + j * tokens and low + j * tokens, clamped, are its last and its first
+
+  Extent() = default;
+  __device__ Extent(const Problem& p, const Sequence& s) : tokens(p.tile_tokens), kv_tile(p.kv_tile) {
+    num_tiles = (s.query_len + tokens - 1) / tokens;
+    last = max(s.len - 1, 0);
+    const int end = s.context() + tokens - 1;  // position of the first tile's last token
+    high = p.a.causal ? end : p.window == kNoWindow ? last : min(end, kNoWindow) + p.window - 1;
+    low = s.context() - p.window + 1;
+    high_step = p.a.causal || p.window != kNoWindow ? tokens : 0;
+  }
+
+  __device__ int first_key(int j) const { return clamp_key(low + static_cast<int64_t>(j) * tokens); }
+  __device__ int last_key(int j) const { return clamp_key(high + static_cast<int64_t>(j) * high_step); }
+  __device__ int first_tile(int j) const { return first_key(j) / kv_tile; }
+  __device__ int end_tile(int j) const { return last_key(j) / kv_tile + 1; }
+
+  // Units of work of query tiles 0 .. n - 1.  A tile without a visible key counts as one: its rows want their zeros.
+  __device__ int64_t units_before(int n) const {
+    if (n == 0) return 0;
+    if (n == 1) return end_tile(0) - first_tile(0);
+    return n + sum_of_tiles(n, high, high_step) - sum_of_tiles(n, low, tokens);
+  }
+  __device__ int64_t units() const { return units_before(num_tiles); }
+
+ private:
+  int high_step;
+
+  __device__ int clamp_key(int64_t key) const { return static_cast<int>(clamp(key, 0, last)); }
+
+  // Sum of clamp(start + j * step, 0, last) / kv_tile over 0 <= j < n.
+  __device__ int64_t sum_of_tiles(int64_t n, int64_t start, int64_t step) const {
+    if (step == 0) return n * (clamp_key(start) / kv_tile);
+    const int64_t rising = min(n, start >= 0 ? 0 : (step - 1 - start) / step);
+    const int64_t flat = min(n, start >= last ? 0 : (last - start + step - 1) / step);
+    if (flat <= rising) return (n - rising) * (last / kv_tile);
+    return floor_sum(flat - rising, kv_tile, step, start + rising * step) + (n - flat) * (last / kv_tile);
+  }
+};
+
+// Units of one sequence for one (KV head, head tile); 0 if another launch takes the sequence.
+__device__ inline int64_t sequence_units(const Problem& p, const Sequence& s) {
+  const int64_t rows = static_cast<int64_t>(s.query_len) * p.group;
+  return rows > p.min_rows && rows <= p.max_rows ? Extent(p, s).units() : 0;
+}
+
+__device__ inline int64_t range_begin(int64_t units, int64_t block, int64_t blocks) { return units * block / blocks; }
+__device__ inline int block_of(int64_t units, int64_t unit, int64_t blocks) {
+  return static_cast<int>(((unit + 1) * blocks - 1) / units);
+}
+
+struct SequencePosition {
+  int64_t units;     // of the whole call
+  int64_t sequence;  // that holds the first unit of this block
+  int64_t offset;    // of this unit in the sequence
+};
+
+struct PlanScratch {
+  int64_t warp_units[kThreads / 32];
+  int64_t total;
+  int64_t sequence, offset;
+};
+
+// Inclusive sum over the block's threads; `total` is the block's.
+__device__ inline int64_t block_scan(int64_t x, PlanScratch& scratch, int64_t& total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int delta = 1; delta < 32; delta *= 2) {
+    const int64_t below = __shfl_up_sync(~0u, x, delta);
+    if (lane >= delta) x += below;
+  }
+  if (lane == 31) scratch.warp_units[warp] = x;
+  __syncthreads();
+  total = 0;
+  for (int w = 0; w < kThreads / 32; ++w) {
+    if (w < warp) x += scratch.warp_units[w];
+    total += scratch.warp_units[w];
+  }
+  __syncthreads();
+  return x;
+}
+
+// Two passes over the lengths: the sum of all work, then the place where this block's share begins.
+__device__ inline SequencePosition find_share(const Problem& p, PlanScratch& scratch) {
+  const int64_t heads = static_cast<int64_t>(p.a.num_kv_heads) * p.head_tiles;
+  int64_t mine = 0, last_units = 0;
+  for (int64_t s = threadIdx.x; s < p.a.num_seqs; s += kThreads) {
+    const RawSequence raw = load_sequence(p, s);
+    if (blockIdx.x == 0) report_sequence(p, raw);
+    last_units = sequence_units(p, clamp_sequence(p, raw)) * heads;
+    mine += last_units;
+  }
+  int64_t units;
+  int64_t end = block_scan(mine, scratch, units);
+  const int64_t blocks = min(units, static_cast<int64_t>(gridDim.x));
+  if (blockIdx.x >= blocks) return {units, 0, 0};
+
+  const int64_t begin = range_begin(units, blockIdx.x, blocks);
+  int64_t before = 0, total = units;
+  for (int64_t chunk = 0; chunk < p.a.num_seqs; chunk += kThreads) {
+    const int64_t s = chunk + threadIdx.x;
+    if (p.a.num_seqs > kThreads) {  // otherwise the first pass already holds the sums
+      last_units = s < p.a.num_seqs ? sequence_units(p, clamp_sequence(p, load_sequence(p, s))) * heads : 0;
+      end = block_scan(last_units, scratch, total);
+    }
+    if (begin < before + total) {
+      if (begin < before + end && begin >= before + end - last_units) {
+        scratch.sequence = s;
+        scratch.offset = begin - (before + end - last_units);
+      }
+      break;
+    }
+    before += total;
+  }
+  __syncthreads();
+  return {units, scratch.sequence, scratch.offset};
+}
+
+// Walks along this block's units.  It lies in shared memory, and one thread at a time moves it.
+struct Walker {
+  Sequence seq;
+  Extent extent;
+  int sequence;
+  int head;  // KV head * head tiles + head tile
+  int query_tile;
+  int tile, end_tile;   // of the current segment
+  int left;             // units of this block from here on
+  int64_t unit, units;  // position on the line and its length
+  int64_t blocks, share_begin, segment_begin;
+
+  __device__ void start(const Problem& p, const SequencePosition& at) {
+    units = at.units;
+    blocks = min(units, static_cast<int64_t>(gridDim.x));
+    left = 0;
+    if (blockIdx.x >= blocks) return;
+    unit = share_begin = range_begin(units, blockIdx.x, blocks);
+    left = static_cast<int>(range_begin(units, blockIdx.x + 1, blocks) - unit);
+    enter(p, static_cast<int>(at.sequence));
+    const int64_t per_head = extent.units();
+    head = static_cast<int>(at.offset / per_head);
+    const int64_t offset = at.offset - head * per_head;
+    int low = 0, high = extent.num_tiles;  // the last tile j with units_before(j) <= offset
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (extent.units_before(middle) <= offset ? low : high) = middle;
+    }
+    query_tile = low;
+    const int skipped = static_cast<int>(offset - extent.units_before(low));
+    tile = extent.first_tile(low) + skipped;
+    end_tile = extent.end_tile(low);
+    segment_begin = unit - skipped;
+  }
+
+  __device__ void next(const Problem& p) {
+    ++unit;
+    --left;
+    if (++tile < end_tile || left == 0) return;
+    segment_begin = unit;
+    if (++query_tile == extent.num_tiles) {
+      query_tile = 0;
+      if (++head == p.a.num_kv_heads * p.head_tiles) {
+        head = 0;
+        do enter(p, sequence + 1);
+        while (sequence_units(p, seq) == 0);
+      }
+    }
+    tile = extent.first_tile(query_tile);
+    end_tile = extent.end_tile(query_tile);
+  }
+
+ private:
+  __device__ void enter(const Problem& p, int s) {
+    sequence = s;
+    seq = clamp_sequence(p, load_sequence(p, s));
+    extent = Extent(p, seq);
+  }
+};
+
+// What a block needs to know of one unit, from the look-up of its pages to its arithmetic.
+struct Unit {
+  int sequence, sequence_len, query_begin, query_len;
+  int kv_head, head_tile, query_tile;
+  int first_token;          // of the KV tile
+  int first_key, last_key;  // that some row of the query tile may see
+  int slot;                 // where a partial result goes; -1: the whole segment is this block's
+  bool begins, ends;        // this block's part of the segment
+};
+
+__device__ inline Unit describe(const Problem& p, const Walker& w) {
+  const bool starts_here = w.segment_begin >= w.share_begin;
+  const bool finishes_here = w.left >= w.end_tile - w.tile;
+  Unit u;
+  u.sequence = w.sequence;
+  u.sequence_len = w.seq.len;
+  u.query_begin = w.seq.query_begin;
+  u.query_len = w.seq.query_len;
+  u.kv_head = w.head / p.head_tiles;
+  u.head_tile = w.head % p.head_tiles;
+  u.query_tile = w.query_tile;
+  u.first_token = w.tile * p.kv_tile;
+  u.first_key = w.extent.first_key(w.query_tile);
+  u.last_key = w.extent.last_key(w.query_tile);
+  u.slot = starts_here && finishes_here ? -1 : 2 * static_cast<int>(blockIdx.x) + (w.segment_begin <= w.share_begin ? 0 : 1);
+  u.begins = w.unit == max(w.segment_begin, w.share_begin);
+  u.ends = w.left == 1 || w.tile + 1 == w.end_tile;
+  return u;
+}
+
+// The head segment of a block's share may have begun in an earlier block: then, and if it ends here, it is for this
+// block's number in the combining kernel.
+__device__ inline Unfinished find_unfinished(const Problem& p, const Walker& w) {
+  const bool mine = w.left > 0 && w.segment_begin < w.unit && w.left >= w.end_tile - w.tile;
+  if (!mine) return {-1, false, 0, 0, 0, 0, 0};
+  const int first = block_of(w.units, w.segment_begin, w.blocks);
+  return {first,
+          range_begin(w.units, first, w.blocks) == w.segment_begin,
+          w.seq.query_begin,
+          w.seq.query_len,
+          w.head / p.head_tiles,
+          w.head % p.head_tiles,
+          w.query_tile};
+}
+
+// The block table's entry for a key, not yet checked.
+__device__ inline int64_t page_of(const Problem& p, int64_t sequence, int key) {
+  const int64_t column = p.block_shift >= 0 ? key >> p.block_shift : key / p.a.block_size;
+  const int64_t at = sequence * p.a.block_table_stride + column * p.a.block_tables.stride;
+  return p.a.block_tables.is_int64 ? static_cast<const int64_t*>(p.a.block_tables.data)[at]
+                                   : static_cast<const int32_t*>(p.a.block_tables.data)[at];
+}
+
+__device__ inline int place_in_page(const Problem& p, int key) {
+  return p.block_shift >= 0 ? key & (p.a.block_size - 1) : key % p.a.block_size;
+}
+
+// The row r of a query tile: a token of the batch, its position in the sequence, and a query head.
+struct Row {
+  int token, position, head;
+  bool valid;
+};
+
+__device__ inline Row row_of(const Problem& p, const Unit& u, int r) {
+  const int token = u.query_tile * p.tile_tokens + r / p.tile_heads;
+  const int head = u.head_tile * p.tile_heads + r % p.tile_heads;
+  const bool valid = r < p.tile_tokens * p.tile_heads && token < u.query_len && head < p.group;
+  return {u.query_begin + token, u.sequence_len - u.query_len + min(token, u.query_len - 1), u.kv_head * p.group + head,
+          valid};
+}
+
+// Sparsity of a head: its offset modulo vert_stride.
+__device__ inline int sparse_offset(const Problem& p, int head, int kv_head) {
+  const BlockSparse& s = p.a.sparse;
+  const int64_t offset = s.sliding_step >= 0
+                             ? (s.tp_rank * p.a.num_heads + head) * s.sliding_step + 1
+                             : (s.tp_rank * p.a.num_kv_heads + kv_head) * -s.sliding_step + 1;
+  return static_cast<int>(offset % s.vert_stride);
+}
+
+__device__ inline bool sparse_attends(const Problem& p, int offset, int sequence_len, int key) {
+  const int page_begin = key - place_in_page(p, key);
+  const int kb = page_begin / p.sparse_block, qb = (sequence_len - 1) / p.sparse_block;
+  return (kb + offset) % p.sparse_stride == 0 || kb > qb - p.sparse_local;
+}
+
+// For any of the heads of a query tile.
+__device__ inline bool sparse_attends_any(const Problem& p, const Unit& u, int key) {
+  for (int h = 0; h < p.tile_heads; ++h) {
+    const int head = u.head_tile * p.tile_heads + h;
+    if (head >= p.group) break;
+    if (sparse_attends(p, sparse_offset(p, u.kv_head * p.group + head, u.kv_head), u.sequence_len, key)) return true;
+    if (p.a.sparse.sliding_step <= 0) break;  // all heads of the group are alike
+  }
+  return false;
+}
+
+// May some row of the query tile see this key?
+__device__ inline bool is_wanted(const Problem& p, const Unit& u, int key) {
+  return key >= u.first_key && key <= u.last_key && key < u.sequence_len &&
+         (!p.sparse || sparse_attends_any(p, u, key));
+}
+
+// From x = scale * q.k to the logit in base-2 units, with soft cap and ALiBi.
+__device__ inline float logit(const Problem& p, float x, float slope, int distance) {
+  if (p.a.softcap != 0) {
+    const float e = exp2f(x * (2 * kLog2e / p.a.softcap));  // tanh(y) = 1 - 2 / (exp(2 y) + 1)
+    x = p.a.softcap * (1 - __fdividef(2.f, e + 1));
+  }
+  return (x + slope * distance) * kLog2e;
+}
+
+// Ends the softmax of one row: folds in the sink, writes the LSE, returns the factor for the sum of p * v.
+__device__ inline float finish_row(const Problem& p, const Row& row, int kv_head, float maximum, float sum) {
+  float rescale = 1;
+  if (p.a.sinks) {
+    const float sink = p.a.sinks[row.head] * kLog2e;
+    const float top = fmaxf(maximum, sink);
+    if (top != -INFINITY) {
+      rescale = exp2f(maximum - top);
+      sum = sum * rescale + exp2f(sink - top);
+      maximum = top;
+    }
+  }
+  if (p.a.lse) {
+    p.a.lse[row.head * p.a.lse_head_stride + row.token * p.a.lse_token_stride] =
+        sum == 0 ? -INFINITY : (maximum + log2f(sum)) / kLog2e;
+  }
+  const float v_scale = p.a.kv_format == KvFormat::kSame ? 1.f : p.a.v_scale[kv_head];
+  return sum == 0 ? 0.f : rescale * v_scale / (sum + p.a.denominator_epsilon);
+}
+
+// Where the output of a row begins.
+template <class T>
+__device__ inline T* output_row(const Problem& p, const Row& row) {
+  return static_cast<T*>(p.a.out) + row.token * p.a.out_token_stride + row.head * p.a.out_head_stride;
+}
+
+}  // namespace pykv::attention

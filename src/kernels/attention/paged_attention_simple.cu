@@ -1,0 +1,243 @@
+// Attention over a paged cache without tensor cores: fp32 data, and whatever the tensor-core kernels do not take (odd
+// head sizes, strides that are no multiple of 16 bytes).
+//
+// Work: see paged_attention_plan.cuh.  A tile of 16 rows against 32 tokens at a time; queries, one tile of K or V and the
+// running output lie in shared memory as floats.  A thread computes four scores, then four rows by four columns of the
+// output.  Bound by shared-memory reads and by latency (one tile in flight), far from the memory floor of
+// KV bytes / bandwidth.
+#include "attention/paged_attention_launch.cuh"
+#include "attention/paged_attention_plan.cuh"
+#include "cuda/fp8.cuh"
+#include "cuda/launch.h"
+
+namespace pykv::attention {
+namespace {
+
+constexpr int kRows = 16;
+constexpr int kTile = 32;  // tokens of a tile; half of them if the head is very large (Problem::kv_tile)
+
+template <KvFormat kFormat>
+struct Fp8 {
+  uint8_t code;
+};
+
+template <class T>
+__device__ float to_float(T x) {
+  return static_cast<float>(x);
+}
+template <KvFormat kFormat>
+__device__ float to_float(Fp8<kFormat> x) {
+  return fp8_to_float<kFormat>(x.code);
+}
+
+__device__ float load_query(const Problem& p, const Row& row, int d) {
+  const int64_t at = row.token * p.a.query_token_stride + row.head * p.a.query_head_stride + d;
+  if (p.a.dtype == DType::kFloat16) return to_float(static_cast<const half*>(p.a.query)[at]);
+  if (p.a.dtype == DType::kBFloat16) return to_float(static_cast<const bf16*>(p.a.query)[at]);
+  return static_cast<const float*>(p.a.query)[at];
+}
+
+__device__ void store_output(const Problem& p, const Row& row, int d, float x) {
+  if (p.a.dtype == DType::kFloat16) {
+    output_row<half>(p, row)[d] = half(x);
+  } else if (p.a.dtype == DType::kBFloat16) {
+    output_row<bf16>(p, row)[d] = bf16(x);
+  } else {
+    output_row<float>(p, row)[d] = x;
+  }
+}
+
+struct Pages {
+  int64_t id[kTile];  // -1: not visible to any row, or out of range
+  int token[kTile];
+};
+
+template <class Cache>
+__global__ void __launch_bounds__(kThreads) paged_attention_simple_kernel(const __grid_constant__ Problem p) {
+  extern __shared__ __align__(16) float memory[];
+  __shared__ PlanScratch plan;
+  __shared__ Walker walker;
+  __shared__ Unit u;
+  __shared__ Pages pages;
+  __shared__ float probs[kRows][kTile];
+  __shared__ float rescale[kRows];
+
+  const int head_size = p.a.head_size, pitch = p.pitch + 4;  // 4: eight rows of float4 in different banks
+  float* queries = memory;                                   // [kRows][pitch], scaled
+  float* outputs = queries + kRows * pitch;                  // [kRows][pitch]
+  float* tile = outputs + kRows * pitch;                     // [kTile][pitch], K then V
+  const int my_row = threadIdx.x / 8, my_column = threadIdx.x % 8;
+
+  const SequencePosition share = find_share(p, plan);
+  if (threadIdx.x == 0) {
+    walker.start(p, share);
+    p.unfinished[blockIdx.x] = find_unfinished(p, walker);
+  }
+  __syncthreads();
+
+  float maximum = -INFINITY, sum = 0, slope = 0;
+  int offset = 0;
+  Row row{};
+  for (int left = walker.left; left > 0; --left) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      u = describe(p, walker);
+      walker.next(p);
+    }
+    __syncthreads();
+    if (u.begins) {
+      const float scale = p.a.scale * (p.a.kv_format == KvFormat::kSame ? 1.f : p.a.k_scale[u.kv_head]);
+      for (int x = threadIdx.x; x < kRows * pitch; x += kThreads) {
+        const Row r = row_of(p, u, x / pitch);
+        const int d = x % pitch;
+        queries[x] = r.valid && d < head_size ? load_query(p, r, d) * scale : 0.f;
+        outputs[x] = 0;
+      }
+      row = row_of(p, u, my_row);
+      slope = p.a.alibi_slopes && row.valid ? p.a.alibi_slopes[row.head] : 0.f;
+      if (p.sparse) offset = sparse_offset(p, row.head, u.kv_head);
+      maximum = -INFINITY;
+      sum = 0;
+    }
+
+    // Pages of the tile's tokens.
+    if (threadIdx.x < kTile) {
+      const int token = u.first_token + threadIdx.x;
+      int64_t id = -1;
+      if (threadIdx.x < p.kv_tile && is_wanted(p, u, token)) {
+        id = page_of(p, u.sequence, token);
+        if (id < 0 || id >= p.a.num_blocks) {
+          p.bad_block(id, p.a.num_blocks);
+          id = -1;
+        }
+      }
+      pages.id[threadIdx.x] = id;
+      pages.token[threadIdx.x] = place_in_page(p, token);
+    }
+    __syncthreads();
+
+    const KeyCacheView& k = p.a.key;
+    for (int x = threadIdx.x; x < p.kv_tile * pitch; x += kThreads) {
+      const int t = x / pitch, d = x % pitch;
+      const int64_t at = pages.id[t] * k.block + pages.token[t] * k.token + u.kv_head * k.head + d / k.chunk * k.chunk_stride +
+                         d % k.chunk;
+      tile[x] = pages.id[t] >= 0 && d < head_size ? to_float(static_cast<const Cache*>(k.data)[at]) : 0.f;
+    }
+    __syncthreads();
+
+    float s[kTile / 8] = {};
+    for (int d = 0; d < head_size; d += 4) {
+      const float4 q = *reinterpret_cast<const float4*>(queries + my_row * pitch + d);
+#pragma unroll
+      for (int i = 0; i < kTile / 8; ++i) {
+        if (8 * i >= p.kv_tile) break;
+        const float4 y = *reinterpret_cast<const float4*>(tile + (my_column + 8 * i) * pitch + d);
+        s[i] += q.x * y.x + q.y * y.y + q.z * y.z + q.w * y.w;
+      }
+    }
+    float top = maximum;
+#pragma unroll
+    for (int i = 0; i < kTile / 8; ++i) {
+      const int t = my_column + 8 * i, distance = u.first_token + t - row.position;
+      bool seen = pages.id[t] >= 0 && (!p.a.causal || distance <= 0) && abs(distance) < p.window;
+      if (p.sparse) {
+        seen = seen && sparse_attends(p, offset, u.sequence_len, u.first_token + t);
+      }
+      s[i] = seen ? logit(p, s[i], slope, distance) : -INFINITY;
+      top = fmaxf(top, s[i]);
+    }
+    for (int m = 1; m < 8; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
+    const float base = top == -INFINITY ? 0.f : top;
+    const float factor = exp2f(maximum - base);
+    sum *= factor;
+    maximum = top;
+#pragma unroll
+    for (int i = 0; i < kTile / 8; ++i) {
+      const float x = exp2f(s[i] - base);
+      probs[my_row][my_column + 8 * i] = x;
+      sum += x;
+    }
+    if (my_column == 0) rescale[my_row] = factor;
+    __syncthreads();
+
+    const ValueCacheView& v = p.a.value;
+    for (int x = threadIdx.x; x < p.kv_tile * pitch; x += kThreads) {
+      const int t = x / pitch, d = x % pitch;
+      const int64_t at = pages.id[t] * v.block + pages.token[t] * v.token + u.kv_head * v.head + d * v.dim;
+      tile[x] = pages.id[t] >= 0 && d < head_size ? to_float(static_cast<const Cache*>(v.data)[at]) : 0.f;
+    }
+    __syncthreads();
+    const int quads = p.pitch / 4;
+    for (int x = threadIdx.x; x < kRows / 4 * quads; x += kThreads) {
+      const int r0 = x / quads * 4, d = x % quads * 4;
+      float4 o[4];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const float4 old = *reinterpret_cast<const float4*>(outputs + (r0 + r) * pitch + d);
+        const float f = rescale[r0 + r];
+        o[r] = {old.x * f, old.y * f, old.z * f, old.w * f};
+      }
+#pragma unroll 4
+      for (int t = 0; t < p.kv_tile; ++t) {
+        const float4 y = *reinterpret_cast<const float4*>(tile + t * pitch + d);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          const float w = probs[r0 + r][t];
+          o[r] = {o[r].x + w * y.x, o[r].y + w * y.y, o[r].z + w * y.z, o[r].w + w * y.w};
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 4; ++r) *reinterpret_cast<float4*>(outputs + (r0 + r) * pitch + d) = o[r];
+    }
+    if (!u.ends) continue;
+
+    __syncthreads();
+    float total = sum;
+    for (int m = 1; m < 8; m *= 2) total += __shfl_xor_sync(~0u, total, m);
+    if (!row.valid) continue;
+    if (u.slot >= 0) {
+      if (my_column == 0) p.partial_stats[u.slot * kRows + my_row] = {maximum, total};
+      float* partial = p.partial + (int64_t{u.slot} * kRows + my_row) * p.pitch;
+      for (int d = my_column; d < p.pitch; d += 8) partial[d] = outputs[my_row * pitch + d];
+    } else {
+      const float last = finish_row(p, row, u.kv_head, maximum, total);
+      for (int d = my_column; d < head_size; d += 8) store_output(p, row, d, outputs[my_row * pitch + d] * last);
+    }
+  }
+}
+
+template <class Cache>
+void launch_kernel(Problem p, const Launch& launch) {
+  const auto kernel = paged_attention_simple_kernel<Cache>;
+  const int grid = set_tiling(p, simple_tiling(p.a.head_size), launch.device);
+  const auto shared_bytes = [&] { return (2 * kRows + p.kv_tile) * (p.pitch + 4) * sizeof(float); };
+  const size_t limit = shared_memory_limit(launch.device) - 8192;  // what the kernel declares itself
+  p.kv_tile = kTile;
+  if (shared_bytes() > limit) p.kv_tile = kTile / 2;
+  if (shared_bytes() > limit) {
+    fail(PYKV_NOT_IMPLEMENTED, "%s: query: head_size %d is too large for this GPU", p.a.op, p.a.head_size);
+  }
+  static PerDevice allowed;
+  if (allowed.first_time(launch.device)) {
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit)),
+               "paged_attention: shared memory");
+  }
+  kernel<<<grid, kThreads, shared_bytes(), stream_of(launch)>>>(p);
+  check_launch(p.a.op);
+  combine(p, grid, launch);
+}
+
+}  // namespace
+
+void launch_simple(Problem p, const Launch& launch) {
+  switch (p.a.kv_format) {
+    case KvFormat::kE4M3:
+      return launch_kernel<Fp8<KvFormat::kE4M3>>(p, launch);
+    case KvFormat::kE5M2:
+      return launch_kernel<Fp8<KvFormat::kE5M2>>(p, launch);
+    case KvFormat::kSame:
+      dispatch<float, half, bf16>(p.a.dtype, [&]<class Cache> { launch_kernel<Cache>(p, launch); });
+  }
+}
+
+}  // namespace pykv::attention
