@@ -7,6 +7,7 @@ of any of these libraries as they are.
 from __future__ import annotations
 
 import importlib
+import os
 from types import ModuleType
 from typing import Any
 
@@ -116,6 +117,9 @@ class JaxArrays(NumpyArrays):
 
 def open_arrays(library: str, device: str | None = None, dtype: str = "auto") -> NumpyArrays:
     """Arrays of ``library`` on ``device`` ("cpu", "cuda", "cuda:1"; None: a GPU if the library has one)."""
+    os.environ.setdefault(
+        "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
+    )  # JAX would take most of the GPU's memory for itself
     module = importlib.import_module(library)
     if device is None:
         device = {

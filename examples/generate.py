@@ -72,7 +72,6 @@ def main() -> None:
             progress.advance(bar, len(engine.step()))
             progress.update(bar, description=f"{len(engine.running)} running, cache {cache.usage:.0%}")
     seconds = time.perf_counter() - began
-    engine.close()
 
     for request in requests:
         start, continued = (
@@ -81,20 +80,21 @@ def main() -> None:
         )
         console.print(Panel(Text.assemble((start, "bold"), continued)))
     report(console, engine, args.array, seconds)
+    engine.close()
 
 
 def report(console: Console, engine: Engine, library: str, seconds: float) -> None:
     count, cache = engine.counters, engine.cache
-    caches = cache.key_caches + cache.value_caches
-    block_bytes = sum(c.nbytes for c in caches) / cache.num_blocks
-    console.print(
-        f"{library}, {engine.model.arrays.dtype} weights, {cache.dtype} cache: "
-        f"{count.prompt_tokens} prompt and {count.generated_tokens} new tokens in {count.steps} steps and "
-        f"{seconds:.2f} s: {count.generated_tokens / seconds:.0f} new tokens/s\n"
+    block_bytes = sum(array.nbytes for array in cache.key_caches + cache.value_caches) / cache.num_blocks
+    lines = [
+        f"{library}, {engine.model.arrays.dtype} weights, {cache.dtype} cache",
+        f"{count.generated_tokens} new tokens in {seconds:.2f} s: {count.generated_tokens / seconds:.0f} tokens/s "
+        f"({count.steps} steps)",
+        f"{count.prompt_tokens} prompt tokens computed, {len(engine.prefix)} of them once for all prompts",
         f"cache: at most {count.peak_blocks} of {cache.num_blocks} blocks in use "
         f"({count.peak_blocks * block_bytes / 2**20:.1f} MiB), {count.preemptions} preemptions",
-        highlight=False,
-    )
+    ]
+    console.print("\n".join(lines), highlight=False)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def arrays(array: Library) -> Any:
+def arrays(array: Library) -> Iterator[Any]:
     """What the examples see of the array library; in float32, so that libraries can be compared."""
     from arrays import open_arrays
 
     if array.name == "interface":
         pytest.skip("Numba's arrays have no products")
-    return open_arrays(array.name, array.device, "float32")
+    opened = open_arrays(array.name, array.device, "float32")
+    if array.name != "torch":
+        yield opened
+        return
+    threads = opened.namespace.get_num_threads()
+    opened.namespace.set_num_threads(1)  # products this small only wait for one another
+    yield opened
+    opened.namespace.set_num_threads(threads)
