@@ -67,7 +67,8 @@ class Numpy(Library):
         return flat.copy()
 
     def _view(self, flat: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
-        return np.lib.stride_tricks.as_strided(flat, shape, [s * flat.itemsize for s in strides])
+        # as_strided does not know ml_dtypes' float8_e5m2
+        return np.ndarray(shape, flat.dtype, flat.view(np.uint8), strides=[s * flat.itemsize for s in strides])
 
     def numpy(self, a: np.ndarray) -> np.ndarray:
         return np.asarray(a)
