@@ -83,8 +83,8 @@ def copy_blocks(
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
-        ValueError: a shape is wrong; or a block lies outside the caches: then nothing was copied if the mapping is on the
-            host, and the row was skipped if it is on the device (raised by ``pykv.check_errors()``).
+        ValueError: a shape is wrong; or a block lies outside the caches: then nothing was copied if the mapping is on
+            the host, and the row was skipped if it is on the device (raised by ``pykv.check_errors()``).
         TypeError: a dtype is wrong.
     """
     _C.copy_blocks(key_caches, value_caches, block_mapping, stream)

@@ -1,0 +1,93 @@
+"""The cache ops inside a CUDA graph: whatever they need travels with the launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from cache import reference
+
+import pykv
+
+
+@pytest.fixture
+def cupy(request: pytest.FixtureRequest) -> Any:
+    if request.config.getoption("--device") == "cpu":
+        pytest.skip("--device cpu")
+    if not pykv.has_cuda() or pykv._C.cuda_device_count() == 0:
+        pytest.skip("no CUDA device")
+    return pytest.importorskip("cupy")
+
+
+def replay(cupy: Any, body: Callable[[Any], None], between: Callable[[], None]) -> None:
+    """Captures ``body(stream)``, runs ``between``, then launches the graph."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        body(stream)
+        graph = stream.end_capture()
+        between()
+        graph.launch(stream)
+    stream.synchronize()
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_reshape_and_cache(cupy: Any, packed: bool, kind: str) -> None:
+    rng = np.random.default_rng(0)
+    tokens = rng.standard_normal((40, 4, 64)).astype(np.float16)
+    slots = rng.permutation(96)[:40]
+    element, x = (np.float16, 8) if kind == "auto" else (np.uint8, 16)
+    shapes = ((6, 4, 64 // x, 16, x), (6, 4, 64, 16)) if packed else ((6, 16, 4, 64),) * 2
+    expected = [np.zeros(shape, element) for shape in shapes]
+    caches = [cupy.zeros(shape, element) for shape in shapes]
+    name = "reshape_and_cache" if packed else "reshape_and_cache_flash"
+    getattr(reference, name)(tokens, tokens, *expected, slots, kind, 0.5, 2.0)
+    key, where = cupy.zeros_like(cupy.asarray(tokens)), cupy.full(40, -1)
+    scale = np.full(4, 0.5, np.float32)  # read during the call, not at replay
+
+    def later() -> None:
+        scale[:] = 99
+        key.set(tokens)
+        where.set(slots)
+
+    op = getattr(pykv, name)
+    replay(cupy, lambda stream: op(key, key, *caches, where, kind, scale, 2.0, stream=stream), later)
+    for got, wanted in zip(caches, expected, strict=True):
+        np.testing.assert_array_equal(cupy.asnumpy(got), wanted)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_copy_blocks(cupy: Any, on_device: bool) -> None:
+    pairs = np.array([[0, 1], [2, 3]]) if on_device else np.array([[0, 1], [1, 2], [3, 0]])
+    expected = np.random.default_rng(0).random((5, 4, 8), np.float32)
+    caches = [cupy.zeros((5, 4, 8), np.float32) for _ in range(2)]
+    mapping = cupy.asarray(pairs) if on_device else pairs.copy()
+
+    def later() -> None:
+        if not on_device:
+            mapping[:] = 0
+        for cache in caches:
+            cache.set(expected)
+
+    replay(cupy, lambda stream: pykv.copy_blocks(caches[:1], caches[1:], mapping, stream=stream), later)
+    reference.copy_blocks([expected], pairs)
+    for cache in caches:
+        np.testing.assert_array_equal(cupy.asnumpy(cache), expected)
+
+
+def test_swap_blocks(cupy: Any) -> None:
+    src = np.random.default_rng(0).integers(0, 256, (8, 32), np.uint8)
+    on_device, target = cupy.zeros((8, 32), cupy.uint8), cupy.zeros((8, 32), cupy.uint8)
+    pairs = np.array([[0, 3], [1, 4], [7, 0]])
+    replay(
+        cupy,
+        lambda stream: pykv.swap_blocks(on_device, target, 32, pairs, stream=stream),
+        lambda: on_device.set(src),
+    )
+    expected = np.zeros(256, np.uint8)
+    reference.swap_blocks(src.reshape(-1), expected, 32, pairs)
+    np.testing.assert_array_equal(cupy.asnumpy(target).reshape(-1), expected)
