@@ -84,7 +84,7 @@ def has_cuda() -> bool:
 
 def _installed() -> Path:
     # beside the extension, which in an editable install lies in another tree than the Python files
-    return Path(_C.__file__).parent  # type: ignore[attr-defined]
+    return Path(_C.__file__).parent
 
 
 def get_include() -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 
 import hypothesis
 import pykv
 import pytest
 from libraries import LIBRARIES, Library
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the GPU's memory for itself
 
 hypothesis.settings.register_profile("pykv", deadline=None, derandomize=True, max_examples=40, print_blob=False)
 hypothesis.settings.load_profile("pykv")

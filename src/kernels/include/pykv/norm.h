@@ -16,9 +16,10 @@
 PYKV_API pykv_status pykv_rms_norm(DLTensor* out, const DLTensor* input, const DLTensor* weight, double epsilon,
                                    void* stream);
 
-/* residual <- z = input + residual, rounded to the dtype;  input <- z * r * weight, with r = 1 / sqrt(mean(z^2) +
- * epsilon). input     [..., hidden_size]  float32 | float16 | bfloat16, 2 to 4 dimensions residual  [..., hidden_size]
- * shape and dtype of input, other memory weight    [hidden_size]       dtype of input; NULL: all ones */
+/* residual <- z = input + residual, rounded to the dtype;  input <- z * r * weight, with r = 1 / sqrt(mean(z^2) + epsilon).
+ *   input     [..., hidden_size]  float32 | float16 | bfloat16, 2 to 4 dimensions
+ *   residual  [..., hidden_size]  shape and dtype of input, other memory
+ *   weight    [hidden_size]       dtype of input; NULL: all ones                    */
 PYKV_API pykv_status pykv_fused_add_rms_norm(DLTensor* input, DLTensor* residual, const DLTensor* weight,
                                              double epsilon, void* stream);
 
