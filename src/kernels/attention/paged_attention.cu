@@ -6,6 +6,7 @@
 
 #include "attention/paged_attention_launch.cuh"
 #include "attention/paged_attention_plan.cuh"
+#include "cuda/dependent.cuh"
 #include "cuda/device.h"
 #include "cuda/launch.h"
 
@@ -31,74 +32,68 @@ bool few_take_all(int64_t num_tokens, int64_t num_seqs, int group) {
   return group <= 16 && num_tokens * group <= 16 * num_seqs;
 }
 
-// One block for each block of the main kernel, and one row at a time: weights first, then the weighted sum over the
-// pieces, in the pieces' order.
-template <class T>
+// blockIdx.x: the block of the main kernel whose note is followed; kWarps warps add up one row, each its share of the
+// pieces, lanes side by side along the row.
+template <class T, int kWarps>
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ Problem p) {
-  const Unfinished& u = p.unfinished[blockIdx.x];
+  wait_for_previous_kernel();
+  const Unfinished u = p.unfinished[blockIdx.x];
   if (u.first_block < 0) return;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % kWarps;
+  const int r = blockIdx.y * (kThreads / 32 / kWarps) + warp / kWarps;
+  Unit unit{};
+  unit.query_begin = u.query_begin;
+  unit.query_len = u.query_len;
+  unit.kv_head = u.kv_head;
+  unit.head_tile = u.head_tile;
+  unit.query_tile = u.query_tile;
+  const Row row = row_of(p, unit, r);
+  if (!row.valid) return;  // as one: whoever shares the row
+
   const int pieces = blockIdx.x - u.first_block + 1;
-  const auto slot_of = [&](int i) { return 2 * (u.first_block + i) + (i == 0 && !u.first_slot_is_head); };
+  const auto row_in = [&](int i) {
+    return static_cast<int64_t>(2 * (u.first_block + i) + (i == 0 && !u.first_slot_is_head)) * p.rows + r;
+  };
+  float maximum = -INFINITY, sum = 0;
+  for (int i = lane; i < pieces; i += 32) {
+    const float2 stats = p.partial_stats[row_in(i)];
+    const float top = fmaxf(maximum, stats.x), base = top == -INFINITY ? 0.f : top;
+    sum = sum * exp2f(maximum - base) + stats.y * exp2f(stats.x - base);
+    maximum = top;
+  }
+  const float mine = maximum;
+  for (int m = 16; m > 0; m /= 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, m));
+  const float base = maximum == -INFINITY ? 0.f : maximum;
+  sum *= exp2f(mine - base);
+  for (int m = 16; m > 0; m /= 2) sum += __shfl_xor_sync(~0u, sum, m);
+  const float factor = finish_row(p, row, u.kv_head, maximum, sum);
 
-  __shared__ float weights[kMaxGrid];
-  __shared__ float2 warp_stats[kThreads / 32];
   __shared__ float4 sums[kThreads];
-  const int quads = p.pitch / 4, lanes = min(quads, kThreads);
-  const int groups = kThreads / lanes, group = threadIdx.x / lanes;
-
-  const Unit unit{0, u.query_begin, u.query_len, u.kv_head, u.head_tile, u.query_tile, 0, false, false, 0};
-  for (int r = blockIdx.y; r < p.tile_tokens * p.tile_heads; r += gridDim.y) {
-    const Row row = row_of(p, unit, r);
-    if (!row.valid) continue;
-
-    float maximum = -INFINITY;
-    for (int i = threadIdx.x; i < pieces; i += kThreads) {
-      maximum = fmaxf(maximum, p.partial_stats[slot_of(i) * p.rows + r].x);
-    }
-    for (int m = 16; m > 0; m /= 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, m));
-    __syncthreads();  // the last row's sums and weights are no longer needed
-    if (threadIdx.x % 32 == 0) warp_stats[threadIdx.x / 32].x = maximum;
-    __syncthreads();
-    for (int w = 0; w < kThreads / 32; ++w) maximum = fmaxf(maximum, warp_stats[w].x);
-
-    float sum = 0;
-    for (int i = threadIdx.x; i < pieces; i += kThreads) {
-      const float2 stats = p.partial_stats[slot_of(i) * p.rows + r];
-      weights[i] = stats.x == -INFINITY ? 0.f : exp2f(stats.x - maximum);
-      sum += weights[i] * stats.y;
-    }
-    for (int m = 16; m > 0; m /= 2) sum += __shfl_xor_sync(~0u, sum, m);
-    if (threadIdx.x % 32 == 0) warp_stats[threadIdx.x / 32].y = sum;
-    __syncthreads();
-    sum = 0;
-    for (int w = 0; w < kThreads / 32; ++w) sum += warp_stats[w].y;
-    const float factor = finish_row(p, row, u.kv_head, maximum, sum);
-
-    for (int base = 0; base < quads; base += lanes) {
-      const int quad = base + threadIdx.x % lanes;
-      float4 o = {0, 0, 0, 0};
-      if (group < groups && quad < quads) {
+  for (int quad0 = 0; quad0 < p.pitch / 4; quad0 += 32) {
+    const int quad = quad0 + lane;
+    float4 o = {0, 0, 0, 0};
+    if (quad < p.pitch / 4) {
 #pragma unroll 4
-        for (int i = group; i < pieces; i += groups) {
-          const float4 x =
-              reinterpret_cast<const float4*>(p.partial + (int64_t{slot_of(i)} * p.rows + r) * p.pitch)[quad];
-          o = {o.x + weights[i] * x.x, o.y + weights[i] * x.y, o.z + weights[i] * x.z, o.w + weights[i] * x.w};
-        }
+      for (int i = part; i < pieces; i += kWarps) {
+        const float weight = exp2f(p.partial_stats[row_in(i)].x - base);
+        const float4 x = reinterpret_cast<const float4*>(p.partial + row_in(i) * p.pitch)[quad];
+        o = {o.x + weight * x.x, o.y + weight * x.y, o.z + weight * x.z, o.w + weight * x.w};
       }
+    }
+    if constexpr (kWarps > 1) {
+      __syncthreads();
       sums[threadIdx.x] = o;
       __syncthreads();
-      if (group == 0 && quad < quads) {
-        for (int g = 1; g < groups; ++g) {
-          const float4 x = sums[threadIdx.x + g * lanes];
-          o = {o.x + x.x, o.y + x.y, o.z + x.z, o.w + x.w};
-        }
-        T* out = output_row<T>(p, row);
-        const float x[4] = {o.x, o.y, o.z, o.w};
-        for (int e = 0; e < 4; ++e) {
-          if (quad * 4 + e < p.a.head_size) out[quad * 4 + e] = T(x[e] * factor);
-        }
+      if (part > 0) continue;
+      for (int w = 1; w < kWarps; ++w) {
+        const float4 x = sums[threadIdx.x + w * 32];
+        o = {o.x + x.x, o.y + x.y, o.z + x.z, o.w + x.w};
       }
-      __syncthreads();
+    }
+    T* out = output_row<T>(p, row);
+    const float x[4] = {o.x, o.y, o.z, o.w};
+    for (int e = 0; e < 4; ++e) {
+      if (quad * 4 + e < p.a.head_size) out[quad * 4 + e] = T(x[e] * factor);
     }
   }
 }
@@ -150,6 +145,22 @@ void launch_all(Problem p, const Launch& launch) {
   }
 }
 
+// Launches a kernel whose blocks may come up while the kernel before it still runs (it waits for that kernel itself).
+void launch_after(void (*kernel)(Problem), dim3 grid, const Problem& p, const Launch& launch) {
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  int major = 0;
+  cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, launch.device), "compute capability");
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(kThreads);
+  config.stream = stream_of(launch);
+  config.attrs = &overlap;
+  config.numAttrs = major >= 9 ? 1 : 0;
+  cuda_check(cudaLaunchKernelEx(&config, kernel, p), p.a.op);
+}
+
 struct ReportNames {
   const char *op, *block_tables, *seq_lens, *cu_query_lens;
 };
@@ -183,10 +194,13 @@ int set_tiling(Problem& p, const Tiling& t, int device) {
 }
 
 void combine(const Problem& p, int grid, const Launch& launch) {
+  const int rows = p.tile_tokens * p.tile_heads;
   dispatch<half, bf16, float>(p.a.dtype, [&]<class T> {
-    const dim3 blocks(grid, std::min(16, p.tile_tokens * p.tile_heads));
-    combine_kernel<T><<<blocks, kThreads, 0, stream_of(launch)>>>(p);
-    check_launch(p.a.op);
+    if (rows <= 16) {
+      launch_after(combine_kernel<T, 4>, dim3(grid, rows), p, launch);
+    } else {
+      launch_after(combine_kernel<T, 1>, dim3(grid, (rows + 3) / 4), p, launch);
+    }
   });
 }
 

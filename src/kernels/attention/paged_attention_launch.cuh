@@ -18,7 +18,7 @@ struct Tiling {
 };
 
 inline Tiling few_rows_tiling(int head_size) {
-  return head_size <= 64 ? Tiling{16, 64, 3} : head_size <= 128 ? Tiling{16, 128, 2} : Tiling{16, 256, 1};
+  return head_size <= 64 ? Tiling{16, 64, 4} : head_size <= 128 ? Tiling{16, 128, 3} : Tiling{16, 256, 1};
 }
 inline Tiling many_rows_tiling(int head_size) {
   return head_size <= 64 ? Tiling{128, 64, 2} : head_size <= 128 ? Tiling{128, 128, 2} : Tiling{64, 256, 2};

@@ -20,6 +20,7 @@
 #include "attention/paged_attention_launch.cuh"
 #include "attention/paged_attention_plan.cuh"
 #include "cuda/cp_async.cuh"
+#include "cuda/dependent.cuh"
 #include "cuda/fp8.cuh"
 #include "cuda/launch.h"
 #include "cuda/mma.cuh"
@@ -59,8 +60,9 @@ struct Shape {
   static constexpr int kStageBytes = 2 * kTileBytes;
   static constexpr bool kQueryShared = kMany || kD == 256;  // otherwise in registers
   static constexpr int kQueryBytes = kQueryShared ? kRows * kD * 2 : 0;
-  static constexpr int kBlocksPerSm = kMany ? 2 : kD == 64 ? 3 : kD == 128 ? 2 : 1;
-  static constexpr int kStages = kMany ? 2 : kD == 64 ? 4 : 3;
+  static constexpr int kBlocksPerSm = kMany ? 2 : kD == 64 ? 4 : kD == 128 ? 3 : 1;
+  static constexpr int kStages = kD == 64 || (kD == 256 && !kMany) ? 3 : 2;
+  static constexpr int kSlots = kStages + 2;
 };
 
 struct alignas(16) TokenOffsets {
@@ -712,59 +714,53 @@ struct Kernel {
 
   // ---- the walk -----------------------------------------------------------------------------------------------------
 
-  __device__ void wait_for_stage() const {
-    if (p.stages == 2) {
-      cp_async_wait<0>();
-    } else if (p.stages == 3) {
-      cp_async_wait<1>();
-    } else {
-      cp_async_wait<2>();
-    }
-  }
-
-  __device__ Slot<kTile>& slot_of(int i) const { return slots[i % (p.stages + 2)]; }
-
   // One thread: the next unit into its slot.
-  __device__ void describe_next(int i) {
-    slot_of(i).unit = describe(p, scratch.walker);
+  __device__ void describe_next(Slot<kTile>& slot) {
+    slot.unit = scratch.walker.unit;
     scratch.walker.next(p);
   }
 
   // Unit j is described in iteration j - stages - 1, its pages are looked up in iteration j - stages, its copies start in
   // iteration j - stages + 1.
   __device__ void run() {
-    const SequencePosition share = find_share(p, scratch.plan);
+    constexpr int kStages = S::kStages;
+    let_next_kernel_start();
+    const SharePosition share = find_share(p, scratch.plan);
     if (threadIdx.x == 0) {
-      scratch.walker.start(p, share);
-      p.unfinished[blockIdx.x] = find_unfinished(p, scratch.walker);
-      scratch.units = scratch.walker.left;
-      for (int i = 0; i < min(scratch.units, p.stages + 1); ++i) describe_next(i);
+      scratch.units = scratch.walker.start(p, share);
+      for (int i = 0; i < min(scratch.units, kStages + 1); ++i) describe_next(slots[i]);
     }
     __syncthreads();
     const int units = scratch.units;
-    for (int i = 0; i < min(units, p.stages); ++i) end_lookup(begin_lookup(slot_of(i).unit), slot_of(i));
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) {
+      if (i < units) end_lookup(begin_lookup(slots[i].unit), slots[i]);
+    }
     __syncthreads();
-    for (int i = 0; i < p.stages - 1; ++i) {
-      if (i < units) load_stage(stage0 + i * S::kStageBytes, slot_of(i));
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) {
+      if (i < units) load_stage(stage0 + i * S::kStageBytes, slots[i]);
       cp_async_commit();
     }
 
     State state;
+    int at = 0, slot_at = 0;  // i modulo stages and slots
+    const auto wrapped = [&](int k) { return slot_at + k >= S::kSlots ? slot_at + k - S::kSlots : slot_at + k; };
     for (int i = 0; i < units; ++i) {
-      wait_for_stage();
+      cp_async_wait<kStages - 2>();
       __syncthreads();  // stage i is filled, stage i - 1 free
-      Slot<kTile>& lookup_slot = slot_of(i + p.stages);
+      Slot<kTile>& lookup_slot = slots[wrapped(kStages)];
       Lookup lookup;
-      if (i + p.stages < units) lookup = begin_lookup(lookup_slot.unit);
-      const int ahead = i + p.stages - 1;
-      if (ahead < units) load_stage(stage0 + ahead % p.stages * S::kStageBytes, slot_of(ahead));
+      if (i + kStages < units) lookup = begin_lookup(lookup_slot.unit);
+      const int free = at == 0 ? kStages - 1 : at - 1;
+      if (i + kStages - 1 < units) load_stage(stage0 + free * S::kStageBytes, slots[wrapped(kStages - 1)]);
       cp_async_commit();
-      if (i + p.stages + 1 < units && threadIdx.x == i % 4 * 32) describe_next(i + p.stages + 1);
+      if (i + kStages + 1 < units && threadIdx.x == i % 4 * 32) describe_next(slots[wrapped(kStages + 1)]);
 
-      const Slot<kTile>& slot = slot_of(i);
+      const Slot<kTile>& slot = slots[slot_at];
       const Unit& unit = slot.unit;
-      const uint32_t stage = stage0 + i % p.stages * S::kStageBytes;
-      char* stage_memory = reinterpret_cast<char*>(merge0) + i % p.stages * S::kStageBytes;
+      const uint32_t stage = stage0 + at * S::kStageBytes;
+      char* stage_memory = reinterpret_cast<char*>(merge0) + at * S::kStageBytes;
       if constexpr (kPackedV) {
         bool whole = true;
         for (int w = 0; w < kTile / 32; ++w) whole = whole && slot.valid[w] == ~0u;
@@ -783,7 +779,9 @@ struct Kernel {
           end_segment_few(unit, state, reinterpret_cast<float*>(stage_memory));
         }
       }
-      if (i + p.stages < units) end_lookup(lookup, lookup_slot);
+      if (i + kStages < units) end_lookup(lookup, lookup_slot);
+      at = at + 1 == kStages ? 0 : at + 1;
+      slot_at = wrapped(1);
     }
   }
 };
@@ -793,7 +791,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<Element, kD, kMany>::kBlocksP
     paged_attention_mma_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
   using S = Shape<Element, kD, kMany>;
   extern __shared__ __align__(128) char memory[];
-  char* after = memory + p.stages * S::kStageBytes;
+  char* after = memory + S::kStages * S::kStageBytes;
   auto* scratch = reinterpret_cast<Scratch<S>*>(after + S::kQueryBytes);
   auto* slots = reinterpret_cast<Slot<S::kTile>*>(scratch + 1);
   Kernel<Element, kD, kPackedV, kMany> kernel{
@@ -807,15 +805,12 @@ bool launch_mma_kernel(Problem p, const Launch& launch) {
   static_assert(kMany || S::kStageBytes >= 4 * 16 * kD * 4, "a stage holds the four warps' results");
   const auto kernel = paged_attention_mma_kernel<Element, kD, kPackedV, kMany>;
 
-  const auto shared_bytes = [](int stages) {
-    return stages * S::kStageBytes + S::kQueryBytes + sizeof(Scratch<S>) + (stages + 2) * sizeof(Slot<S::kTile>);
-  };
-  p.stages = S::kStages;
-  while (p.stages > 1 && shared_bytes(p.stages) > shared_memory_limit(launch.device)) --p.stages;
-  if (p.stages < 2) return false;
+  constexpr int kSharedBytes =
+      S::kStages * S::kStageBytes + S::kQueryBytes + sizeof(Scratch<S>) + S::kSlots * sizeof(Slot<S::kTile>);
+  if (kSharedBytes > shared_memory_limit(launch.device)) return false;
   static PerDevice allowed;
   if (allowed.first_time(launch.device)) {
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes(p.stages)),
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
                "paged_attention: shared memory");
   }
 
@@ -834,7 +829,7 @@ bool launch_mma_kernel(Problem p, const Launch& launch) {
 
   p.kv_tile = S::kTile;
   const int grid = set_tiles(p, kMany, launch.device);
-  kernel<<<grid, kThreads, shared_bytes(p.stages), stream_of(launch)>>>(p, copies);
+  kernel<<<grid, kThreads, kSharedBytes, stream_of(launch)>>>(p, copies);
   check_launch(p.a.op);
   combine(p, grid, launch);
   return true;

@@ -32,7 +32,6 @@ struct Problem {
   int head_tiles;     // query tiles that the heads of one KV head take
   int tile_tokens;    // query tokens in a query tile
   int rows, kv_tile;  // tile sizes; kv_tile is a power of two
-  int stages;         // KV tiles in shared memory at a time
   int min_rows, max_rows;  // takes the sequences with min_rows < query tokens * group <= max_rows
   int window;
   bool plain_logits;      // neither soft cap nor ALiBi: the logits' unit is folded into the scale
@@ -145,13 +144,31 @@ __device__ inline int64_t sequence_units(const Problem& p, const Sequence& s) {
   return rows > p.min_rows && rows <= p.max_rows ? Extent(p, s).units() : 0;
 }
 
-__device__ inline int64_t range_begin(int64_t units, int64_t block, int64_t blocks) { return units * block / blocks; }
-__device__ inline int block_of(int64_t units, int64_t unit, int64_t blocks) {
-  return static_cast<int>(((unit + 1) * blocks - 1) / units);
+// Division that is quick where 32 bits are enough.
+__device__ inline int64_t divide(int64_t a, int64_t b) {
+  if ((a | b) >> 32 == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+  return a / b;
 }
 
-struct SequencePosition {
-  int64_t units;     // of the whole call
+// All units in equal shares; the first `longer` blocks have one more.
+struct Shares {
+  int64_t units, each, longer;
+  int blocks;
+
+  Shares() = default;
+  __device__ explicit Shares(int64_t n) : units(n), blocks(static_cast<int>(min(n, static_cast<int64_t>(gridDim.x)))) {
+    each = blocks ? divide(units, blocks) : 0;
+    longer = units - each * blocks;
+  }
+  __device__ int64_t begin(int block) const { return block * each + min(static_cast<int64_t>(block), longer); }
+  __device__ int block_of(int64_t unit) const {
+    const int64_t in_longer = longer * (each + 1);
+    return static_cast<int>(unit < in_longer ? divide(unit, each + 1) : longer + divide(unit - in_longer, each));
+  }
+};
+
+struct SharePosition {
+  Shares shares;
   int64_t sequence;  // that holds the first unit of this block
   int64_t offset;    // of this unit in the sequence
 };
@@ -181,7 +198,7 @@ __device__ inline int64_t block_scan(int64_t x, PlanScratch& scratch, int64_t& t
 }
 
 // Two passes over the lengths: the sum of all work, then the place where this block's share begins.
-__device__ inline SequencePosition find_share(const Problem& p, PlanScratch& scratch) {
+__device__ inline SharePosition find_share(const Problem& p, PlanScratch& scratch) {
   const int64_t heads = static_cast<int64_t>(p.a.num_kv_heads) * p.head_tiles;
   int64_t mine = 0, last_units = 0;
   for (int64_t s = threadIdx.x; s < p.a.num_seqs; s += kThreads) {
@@ -192,10 +209,10 @@ __device__ inline SequencePosition find_share(const Problem& p, PlanScratch& scr
   }
   int64_t units;
   int64_t end = block_scan(mine, scratch, units);
-  const int64_t blocks = min(units, static_cast<int64_t>(gridDim.x));
-  if (blockIdx.x >= blocks) return {units, 0, 0};
+  const Shares shares(units);
+  if (blockIdx.x >= shares.blocks) return {shares, 0, 0};
 
-  const int64_t begin = range_begin(units, blockIdx.x, blocks);
+  const int64_t begin = shares.begin(blockIdx.x);
   int64_t before = 0, total = units;
   for (int64_t chunk = 0; chunk < p.a.num_seqs; chunk += kThreads) {
     const int64_t s = chunk + threadIdx.x;
@@ -213,71 +230,11 @@ __device__ inline SequencePosition find_share(const Problem& p, PlanScratch& scr
     before += total;
   }
   __syncthreads();
-  return {units, scratch.sequence, scratch.offset};
+  return {shares, scratch.sequence, scratch.offset};
 }
 
-// Walks along this block's units.  It lies in shared memory, and one thread at a time moves it.
-struct Walker {
-  Sequence seq;
-  Extent extent;
-  int sequence;
-  int head;  // KV head * head tiles + head tile
-  int query_tile;
-  int tile, end_tile;   // of the current segment
-  int left;             // units of this block from here on
-  int64_t unit, units;  // position on the line and its length
-  int64_t blocks, share_begin, segment_begin;
-
-  __device__ void start(const Problem& p, const SequencePosition& at) {
-    units = at.units;
-    blocks = min(units, static_cast<int64_t>(gridDim.x));
-    left = 0;
-    if (blockIdx.x >= blocks) return;
-    unit = share_begin = range_begin(units, blockIdx.x, blocks);
-    left = static_cast<int>(range_begin(units, blockIdx.x + 1, blocks) - unit);
-    enter(p, static_cast<int>(at.sequence));
-    const int64_t per_head = extent.units();
-    head = static_cast<int>(at.offset / per_head);
-    const int64_t offset = at.offset - head * per_head;
-    int low = 0, high = extent.num_tiles;  // the last tile j with units_before(j) <= offset
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (extent.units_before(middle) <= offset ? low : high) = middle;
-    }
-    query_tile = low;
-    const int skipped = static_cast<int>(offset - extent.units_before(low));
-    tile = extent.first_tile(low) + skipped;
-    end_tile = extent.end_tile(low);
-    segment_begin = unit - skipped;
-  }
-
-  __device__ void next(const Problem& p) {
-    ++unit;
-    --left;
-    if (++tile < end_tile || left == 0) return;
-    segment_begin = unit;
-    if (++query_tile == extent.num_tiles) {
-      query_tile = 0;
-      if (++head == p.a.num_kv_heads * p.head_tiles) {
-        head = 0;
-        do enter(p, sequence + 1);
-        while (sequence_units(p, seq) == 0);
-      }
-    }
-    tile = extent.first_tile(query_tile);
-    end_tile = extent.end_tile(query_tile);
-  }
-
- private:
-  __device__ void enter(const Problem& p, int s) {
-    sequence = s;
-    seq = clamp_sequence(p, load_sequence(p, s));
-    extent = Extent(p, seq);
-  }
-};
-
 // What a block needs to know of one unit, from the look-up of its pages to its arithmetic.
-struct Unit {
+struct alignas(16) Unit {
   int sequence, sequence_len, query_begin, query_len;
   int kv_head, head_tile, query_tile;
   int first_token;          // of the KV tile
@@ -286,40 +243,96 @@ struct Unit {
   bool begins, ends;        // this block's part of the segment
 };
 
-__device__ inline Unit describe(const Problem& p, const Walker& w) {
-  const bool starts_here = w.segment_begin >= w.share_begin;
-  const bool finishes_here = w.left >= w.end_tile - w.tile;
-  Unit u;
-  u.sequence = w.sequence;
-  u.sequence_len = w.seq.len;
-  u.query_begin = w.seq.query_begin;
-  u.query_len = w.seq.query_len;
-  u.kv_head = w.head / p.head_tiles;
-  u.head_tile = w.head % p.head_tiles;
-  u.query_tile = w.query_tile;
-  u.first_token = w.tile * p.kv_tile;
-  u.first_key = w.extent.first_key(w.query_tile);
-  u.last_key = w.extent.last_key(w.query_tile);
-  u.slot = starts_here && finishes_here ? -1 : 2 * static_cast<int>(blockIdx.x) + (w.segment_begin <= w.share_begin ? 0 : 1);
-  u.begins = w.unit == max(w.segment_begin, w.share_begin);
-  u.ends = w.left == 1 || w.tile + 1 == w.end_tile;
-  return u;
-}
+// Walks along this block's units.  It lies in shared memory, and one thread at a time moves it.
+struct Walker {
+  Unit unit;       // the next one
+  int in_segment;  // units of this block in its segment, from `unit` on
+  int left;        // units of this block after the segment
+  Sequence seq;
+  Extent extent;
+  int sequence;
+  int head;  // KV head * head tiles + head tile
+  int query_tile;
 
-// The head segment of a block's share may have begun in an earlier block: then, and if it ends here, it is for this
-// block's number in the combining kernel.
-__device__ inline Unfinished find_unfinished(const Problem& p, const Walker& w) {
-  const bool mine = w.left > 0 && w.segment_begin < w.unit && w.left >= w.end_tile - w.tile;
-  if (!mine) return {-1, false, 0, 0, 0, 0, 0};
-  const int first = block_of(w.units, w.segment_begin, w.blocks);
-  return {first,
-          range_begin(w.units, first, w.blocks) == w.segment_begin,
-          w.seq.query_begin,
-          w.seq.query_len,
-          w.head / p.head_tiles,
-          w.head % p.head_tiles,
-          w.query_tile};
-}
+  // Returns the number of units, and notes the first segment for the combining kernel if it began in an earlier block
+  // and ends in this one.
+  __device__ int start(const Problem& p, const SharePosition& at) {
+    const Shares& shares = at.shares;
+    p.unfinished[blockIdx.x].first_block = -1;
+    if (blockIdx.x >= shares.blocks) return 0;
+    const int64_t begin = shares.begin(blockIdx.x);
+    left = static_cast<int>(shares.begin(blockIdx.x + 1) - begin);
+    const int units = left;
+    enter_sequence(p, static_cast<int>(at.sequence));
+    const int64_t per_head = extent.units();
+    head = static_cast<int>(divide(at.offset, per_head));
+    const int64_t offset = at.offset - head * per_head;
+    int low = 0, high = extent.num_tiles;  // the last tile j with units_before(j) <= offset
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (extent.units_before(middle) <= offset ? low : high) = middle;
+    }
+    query_tile = low;
+    const int skipped = static_cast<int>(offset - extent.units_before(low));
+    const bool finishes = enter_segment(p, skipped, 2 * blockIdx.x);
+    if (skipped > 0 && finishes) {
+      const int first = shares.block_of(begin - skipped);
+      p.unfinished[blockIdx.x] = {first,           shares.begin(first) == begin - skipped,
+                                  seq.query_begin, seq.query_len,
+                                  unit.kv_head,    unit.head_tile,
+                                  query_tile};
+    }
+    return units;
+  }
+
+  __device__ void next(const Problem& p) {
+    if (--in_segment > 0) {
+      unit.first_token += p.kv_tile;
+      unit.begins = false;
+      unit.ends = in_segment == 1;
+      return;
+    }
+    if (left == 0) return;
+    if (++query_tile == extent.num_tiles) {
+      query_tile = 0;
+      if (++head == p.a.num_kv_heads * p.head_tiles) {
+        head = 0;
+        do enter_sequence(p, sequence + 1);
+        while (sequence_units(p, seq) == 0);
+      }
+    }
+    enter_segment(p, 0, 2 * blockIdx.x + 1);
+  }
+
+ private:
+  __device__ void enter_sequence(const Problem& p, int s) {
+    sequence = s;
+    seq = clamp_sequence(p, load_sequence(p, s));
+    extent = Extent(p, seq);
+  }
+
+  // Is the end of the segment in this block's share?
+  __device__ bool enter_segment(const Problem& p, int skipped, int slot) {
+    const int tile = extent.first_tile(query_tile) + skipped, tiles = extent.end_tile(query_tile) - tile;
+    in_segment = min(left, tiles);
+    left -= in_segment;
+    const bool finishes = in_segment == tiles;
+    unit.sequence = sequence;
+    unit.sequence_len = seq.len;
+    unit.query_begin = seq.query_begin;
+    unit.query_len = seq.query_len;
+    unit.kv_head = p.head_tiles == 1 ? head : head / p.head_tiles;
+    unit.head_tile = head - unit.kv_head * p.head_tiles;
+    unit.query_tile = query_tile;
+    unit.first_token = tile * p.kv_tile;
+    unit.first_key = extent.first_key(query_tile);
+    unit.last_key = extent.last_key(query_tile);
+    unit.slot = skipped == 0 && finishes ? -1 : slot;
+    unit.begins = true;
+    unit.ends = in_segment == 1;
+    return finishes;
+  }
+};
 
 // The block table's entry for a key, not yet checked.
 __device__ inline int64_t page_of(const Problem& p, int64_t sequence, int key) {

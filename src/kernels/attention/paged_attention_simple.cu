@@ -7,6 +7,7 @@
 // KV bytes / bandwidth.
 #include "attention/paged_attention_launch.cuh"
 #include "attention/paged_attention_plan.cuh"
+#include "cuda/dependent.cuh"
 #include "cuda/fp8.cuh"
 #include "cuda/launch.h"
 
@@ -58,6 +59,7 @@ __global__ void __launch_bounds__(kThreads) paged_attention_simple_kernel(const 
   __shared__ PlanScratch plan;
   __shared__ Walker walker;
   __shared__ Unit u;
+  __shared__ int units;
   __shared__ Pages pages;
   __shared__ float probs[kRows][kTile];
   __shared__ float rescale[kRows];
@@ -68,20 +70,18 @@ __global__ void __launch_bounds__(kThreads) paged_attention_simple_kernel(const 
   float* tile = outputs + kRows * pitch;                     // [kTile][pitch], K then V
   const int my_row = threadIdx.x / 8, my_column = threadIdx.x % 8;
 
-  const SequencePosition share = find_share(p, plan);
-  if (threadIdx.x == 0) {
-    walker.start(p, share);
-    p.unfinished[blockIdx.x] = find_unfinished(p, walker);
-  }
+  let_next_kernel_start();
+  const SharePosition share = find_share(p, plan);
+  if (threadIdx.x == 0) units = walker.start(p, share);
   __syncthreads();
 
   float maximum = -INFINITY, sum = 0, slope = 0;
   int offset = 0;
   Row row{};
-  for (int left = walker.left; left > 0; --left) {
+  for (int left = units; left > 0; --left) {
     __syncthreads();
     if (threadIdx.x == 0) {
-      u = describe(p, walker);
+      u = walker.unit;
       walker.next(p);
     }
     __syncthreads();
