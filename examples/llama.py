@@ -38,14 +38,14 @@ class Config:
 
     @classmethod
     def from_hugging_face(cls, raw: dict[str, Any]) -> Config:
-        kind = raw.get("model_type")
-        if kind not in ("llama", "qwen3"):
-            raise ValueError(f"model_type: llama and qwen3 are supported, got {kind!r}")
+        family = raw.get("model_type")
+        if family not in ("llama", "qwen3"):
+            raise ValueError(f"model_type: llama and qwen3 are supported, got {family!r}")
         if raw.get("hidden_act", "silu") != "silu" or raw.get("attention_bias") or raw.get("mlp_bias"):
             raise ValueError("config.json: only silu activation and layers without bias are supported")
         layers, heads, rope = raw["num_hidden_layers"], raw["num_attention_heads"], rope_parameters(raw)
-        kinds = raw.get("layer_types") or ["full_attention"] * layers
-        sliding = raw.get("sliding_window")
+        full = raw.get("max_window_layers", layers) if raw.get("use_sliding_window") else layers
+        kinds = raw.get("layer_types") or ["full_attention"] * full + ["sliding_attention"] * (layers - full)
         end = raw.get("eos_token_id")
         stretch = rope["factor"] if rope["rope_type"] == "dynamic" else 1
         return cls(
@@ -56,9 +56,9 @@ class Config:
             num_kv_heads=raw.get("num_key_value_heads") or heads,
             head_size=raw.get("head_dim") or raw["hidden_size"] // heads,
             epsilon=raw["rms_norm_eps"],
-            qk_norm=kind == "qwen3",
+            qk_norm=family == "qwen3",
             tied=raw.get("tie_word_embeddings", False),
-            windows=[sliding if kind == "sliding_attention" else None for kind in kinds],
+            windows=[raw["sliding_window"] if kind == "sliding_attention" else None for kind in kinds],
             max_length=int(raw["max_position_embeddings"] * stretch),
             end_ids=frozenset([] if end is None else end if isinstance(end, list) else [end]),
         )

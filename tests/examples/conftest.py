@@ -21,17 +21,15 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The folder of a checkpoint of the given variant, written once."""
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
+    """The folder of a checkpoint of the given variant (and number of parts), written once."""
     made: dict[str, Path] = {}
 
-    def folder(variant: str, **save_options: Any) -> Path:
-        key = f"{variant}{save_options}"
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp(variant)
-            write_checkpoint(made[key], variant, **save_options)
-        return made[key]
+    def folder(variant: str, parts: int = 1) -> Path:
+        name = f"{variant}-{parts}"
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            write_checkpoint(made[name], variant, parts)
+        return made[name]
 
     return folder
 
