@@ -4,7 +4,7 @@
 //
 // Work: the query rows of a sequence and KV head (queries x heads of the group) form blocks of at most kRows rows.  An
 // item is one block, for some KV heads and, where a sequence has a single block (decode), for one chunk of kChunk keys.
-// Within an item tiles of 64 keys are walked once, and for each tile the heads, so that a page is read as it lies in
+// Within an item tiles of kTile keys are walked once, and for each tile the heads, so that a page is read as it lies in
 // memory.  Chunks leave partial sums that a second pass merges in order: results depend neither on the number of
 // threads nor on the rest of the batch.
 //
@@ -132,12 +132,14 @@ struct Problem {
 // ---- One tile of keys
 // ------------------------------------------------------------------------------------------------
 
-// Where some neighbouring keys lie, for all heads.  They do not cross a multiple of kTile.
+// Where some neighbouring keys lie, before a head is chosen.  They do not cross a multiple of kTile.
 struct Tile {
   int64_t first;
   int count;
-  int64_t block[kTile];  // -1: out of range
-  int slot[kTile];       // within the block
+  bool some_missing;
+  bool missing[kTile];               // the block id is out of range
+  int slot[kTile];                   // within the block
+  int64_t key[kTile], value[kTile];  // elements from the start of the cache
 };
 
 void locate(const Problem& p, const Sequence& s, Span keys, Tile& tile) {
@@ -145,17 +147,19 @@ void locate(const Problem& p, const Sequence& s, Span keys, Tile& tile) {
   const Index table = {a.block_tables.data, 1, a.block_tables.is_int64};
   tile.first = keys.begin;
   tile.count = static_cast<int>(std::min(keys.end, (keys.begin / kTile + 1) * kTile) - keys.begin);
+  tile.some_missing = false;
   int64_t page = keys.begin / a.block_size;
   int slot = static_cast<int>(keys.begin % a.block_size);
   for (int j = 0; j < tile.count; ++page, slot = 0) {
-    int64_t block = table[s.index * a.block_table_stride + page * a.block_tables.stride];
-    if (block < 0 || block >= a.num_blocks) {
-      p.bad_block(block, a.num_blocks);
-      block = -1;
-    }
+    const int64_t block = table[s.index * a.block_table_stride + page * a.block_tables.stride];
+    const bool missing = block < 0 || block >= a.num_blocks;
+    if (missing) p.bad_block(block, a.num_blocks);
+    tile.some_missing |= missing;
     for (; j < tile.count && slot < a.block_size; ++j, ++slot) {
-      tile.block[j] = block;
+      tile.missing[j] = missing;
       tile.slot[j] = slot;
+      tile.key[j] = missing ? 0 : block * a.key.block + slot * a.key.token;
+      tile.value[j] = missing ? 0 : block * a.value.block + slot * a.value.token;
     }
   }
 }
@@ -174,29 +178,25 @@ struct TileRows {
 template <class T>
 void point_at(const Problem& p, const Sequence& s, const Tile& tile, int kv_head, TileRows<T>& rows) {
   const PagedAttentionArgs& a = p.args;
-  const T* const zeros = reinterpret_cast<const T*>(kZeros);
   const T* const keys = static_cast<const T*>(a.key.data) + kv_head * a.key.head;
   const T* const values = static_cast<const T*>(a.value.data) + kv_head * a.value.head;
   rows.count = tile.count;
   rows.padded = static_cast<int>(round_up(tile.count, kKeys));
-  rows.some_hidden = false;
   for (int j = 0; j < tile.count; ++j) {
-    bool hidden = tile.block[j] < 0;
-    if (p.sparse() && !hidden) {
+    rows.key[j] = keys + tile.key[j];
+    rows.value[j] = values + tile.value[j];
+  }
+  rows.some_hidden = tile.some_missing || p.sparse() || rows.padded > rows.count;
+  if (!rows.some_hidden) return;
+  for (int j = 0; j < rows.padded; ++j) {
+    bool hidden = j >= tile.count || tile.missing[j];
+    if (!hidden && p.sparse()) {
       hidden = true;
       for (int g = 0; g < p.group && hidden; ++g)
         hidden = !p.sees(s, kv_head * p.group + g, tile.first + j - tile.slot[j]);
     }
     rows.hidden[j] = hidden;
-    rows.some_hidden |= hidden;
-    const T* const key_block = keys + tile.block[j] * a.key.block;
-    const T* const value_block = values + tile.block[j] * a.value.block;
-    rows.key[j] = hidden ? zeros : key_block + tile.slot[j] * a.key.token;
-    rows.value[j] = hidden ? zeros : value_block + tile.slot[j] * a.value.token;
-  }
-  for (int j = tile.count; j < rows.padded; ++j) {
-    rows.hidden[j] = rows.some_hidden = true;
-    rows.key[j] = rows.value[j] = zeros;
+    if (hidden) rows.key[j] = rows.value[j] = reinterpret_cast<const T*>(kZeros);
   }
 }
 
@@ -204,17 +204,20 @@ void point_at(const Problem& p, const Sequence& s, const Tile& tile, int kv_head
 // tokens with all heads, otherwise all tokens of that head.  In the packed layouts a row is scattered over its page, and
 // each token answers for an equal part of the page.
 template <class T, class View>
-void share(const Problem& p, const Item& item, const Tile& tile, const View& view, bool packed, int h, Fetch& fetch) {
+void share(const Problem& p, const Item& item, const Tile& tile, const int64_t* offsets, const View& view, bool packed,
+           int h, Fetch& fetch) {
   const int heads = item.last_head - item.first_head, size = p.args.head_size;
   const bool side_by_side = !packed && view.head < view.token;
   const int head = item.first_head + (side_by_side ? 0 : h);
   const int begin = side_by_side ? tile.count * h / heads : 0;
   const int end = side_by_side ? tile.count * (h + 1) / heads : tile.count;
-  fetch.bytes = ((side_by_side ? (heads - 1) * view.head : 0) + size) * sizeof(T);
-  for (int j = begin; j < end; ++j) {
-    if (tile.block[j] < 0) continue;
-    const int64_t offset = tile.block[j] * view.block + head * view.head + tile.slot[j] * (packed ? size : view.token);
-    fetch.segments[fetch.count++] = reinterpret_cast<const char*>(static_cast<const T*>(view.data) + offset);
+  const int64_t row = (side_by_side ? (heads - 1) * view.head : 0) + size;  // elements for one token
+  const int64_t token = packed ? size : view.token;
+  for (int j = begin; j < end;) {
+    const int run = token == row ? std::min(end - j, p.args.block_size - tile.slot[j]) : 1;  // tokens without a gap
+    const int64_t offset = offsets[j] + head * view.head + tile.slot[j] * (token - view.token);
+    if (!tile.missing[j]) fetch.add(static_cast<const T*>(view.data) + offset, run * row * sizeof(T));
+    j += run;
   }
 }
 
@@ -283,12 +286,12 @@ void finish_row(const Problem& p, const Sequence& s, int64_t row, int kv_head, f
 
 // Packed keys, put together row by row.
 template <class T>
-void gather_keys(const Problem& p, const TileRows<T>& rows, Fetch& fetch, T* to) {
+void gather_keys(const Problem& p, const TileRows<T>& rows, Fetch::Cursor& fetch, T* to) {
   const KeyCacheView& key = p.args.key;
   const int size = p.args.head_size;
   for (int j = 0; j < rows.padded; ++j, to += size) {
     fetch.ahead(size * sizeof(T));
-    if (rows.hidden[j]) {
+    if (rows.some_hidden && rows.hidden[j]) {
       std::memset(to, 0, size * sizeof(T));
       continue;
     }
@@ -328,10 +331,10 @@ void shape_logits(const Problem& p, const Item& item, const Tile& tile, int kv_h
 // All query rows of one KV head against one tile.
 template <class T>
 void attend(const Problem& p, const Item& item, const Tile& tile, int kv_head, const TileRows<T>& rows,
-            Fetch& next_keys, Fetch& next_values, const Workspace& w, const float* q, float* acc,
+            Fetch::Cursor next_keys, Fetch::Cursor next_values, const Workspace& w, const float* q, float* acc,
             QuadSoftmax* softmax) {
   const PagedAttentionArgs& a = p.args;
-  const bool widen = a.head_size % kWidth != 0 || (item.rows > kQuad && sizeof(T) < sizeof(float));
+  const bool widen = a.head_size % kWidth != 0 || (item.rows > 2 * kQuad && sizeof(T) < sizeof(float));
 
   const float* float_keys[kTile];
   const float* float_values[kTile];
@@ -394,11 +397,11 @@ void run_item(const Problem& p, const Item& item) {
       point_at(p, item.sequence, tile, item.first_head + h, rows);
       Fetch keys, values;
       if (!last) {
-        share<T>(p, item, next, p.args.key, p.packed_keys, h, keys);
-        share<T>(p, item, next, p.args.value, p.packed_values, h, values);
+        share<T>(p, item, next, next.key, p.args.key, p.packed_keys, h, keys);
+        share<T>(p, item, next, next.value, p.args.value, p.packed_values, h, values);
       }
-      attend(p, item, tile, item.first_head + h, rows, keys, values, w, w.q + h * state, w.acc + h * state,
-             w.softmax + h * quads);
+      attend(p, item, tile, item.first_head + h, rows, keys.cursor(), values.cursor(), w, w.q + h * state,
+             w.acc + h * state, w.softmax + h * quads);
     }
   }
 

@@ -16,7 +16,7 @@ using Ints = int32_t __attribute__((vector_size(4 * kWidth)));
 
 inline constexpr int kQuad = 4;
 inline constexpr int kKeys = kWidth / kQuad;
-inline constexpr int kTile = 64;  // keys; a multiple of kKeys
+inline constexpr int kTile = 32;  // keys; a multiple of kKeys
 inline constexpr float kNegInf = -__builtin_inff();
 
 // One row pointer for each key of a tile, rounded up to kKeys.  Keys that must not be read have a row of zeros.
@@ -66,31 +66,43 @@ inline V repeat_quad(const E* four) {
   return v;
 }
 
-// Asks for what will be needed soon, a little with each step of a loop: in the order of addresses, and into the second
-// level cache, which takes many more requests at a time than the first.
-struct Fetch {
-  const char* segments[kTile];
-  int64_t bytes = 0;  // of each segment
-  int count = 0;
-
-  void ahead(int64_t wanted) {
-    for (; wanted > 0 && current < count; wanted -= 64) {
-      __builtin_prefetch(segments[current] + done, 0, 2);
-      done += 64;
-      if (done >= bytes) ++current, done = 0;
-    }
+// What will be needed soon: pieces of memory, asked for a little with each step of a loop, in the order of addresses and
+// into the second level cache, which takes many more requests at a time than the first.
+class Fetch {
+ public:
+  void add(const void* first, int64_t bytes) {
+    const char* const begin = static_cast<const char*>(first);
+    begin_[count_] = begin;
+    end_[count_++] = begin + bytes;
   }
 
+  // The place in the pieces.  A loop works on a copy, which then stays in registers.
+  struct Cursor {
+    const Fetch* fetch;
+    int piece;
+    const char *next, *end;
+
+    void ahead(int64_t bytes) {
+      for (; bytes > 0 && piece < fetch->count_; bytes -= 64) {
+        __builtin_prefetch(next, 0, 2);
+        next += 64;
+        if (next >= end && ++piece < fetch->count_) next = fetch->begin_[piece], end = fetch->end_[piece];
+      }
+    }
+  };
+  Cursor cursor() const { return {this, 0, count_ ? begin_[0] : nullptr, count_ ? end_[0] : nullptr}; }
+
  private:
-  int current = 0;
-  int64_t done = 0;
+  int count_ = 0;
+  const char *begin_[kTile], *end_[kTile];
 };
 
 // scores[key][row] = q[row] . keys[key].
 template <class T>
-inline void score_quad(const float* q, RowPointers<T> keys, Fetch& fetch, int count, int dims, float* scores) {
+inline void score_quad(const float* q, RowPointers<T> keys, Fetch::Cursor& fetch, int count, int dims, float* scores) {
+  Fetch::Cursor cursor = fetch;
   for (int j = 0; j < count; j += kKeys) {
-    fetch.ahead(kKeys * dims * sizeof(T));
+    cursor.ahead(kKeys * dims * sizeof(T));
     Floats sums[kWidth] = {};
     for (int d = 0; d < dims; d += kWidth) {
       Floats k[kKeys];
@@ -102,16 +114,18 @@ inline void score_quad(const float* q, RowPointers<T> keys, Fetch& fetch, int co
     }
     store(scores + j * kQuad, sum_each(sums));
   }
+  fetch = cursor;
 }
 
 template <int kVectors, class T>
-inline void accumulate_columns(const float* p, RowPointers<T> values, Fetch& fetch, int count, int dims, int d,
+inline void accumulate_columns(const float* p, RowPointers<T> values, Fetch::Cursor& fetch, int count, int dims, int d,
                                const float* decay, float* acc) {
+  Fetch::Cursor cursor = fetch;
   Floats sums[kQuad][kVectors];
   for (int r = 0; r < kQuad; ++r)
     for (int i = 0; i < kVectors; ++i) sums[r][i] = load(acc + r * dims + d + i * kWidth) * decay[r];
   for (int j = 0; j < count; ++j) {
-    fetch.ahead(kVectors * kWidth * sizeof(T));
+    cursor.ahead(kVectors * kWidth * sizeof(T));
     Floats v[kVectors];
     for (int i = 0; i < kVectors; ++i) v[i] = load(values[j] + d + i * kWidth);
     for (int r = 0; r < kQuad; ++r) {
@@ -121,11 +135,12 @@ inline void accumulate_columns(const float* p, RowPointers<T> values, Fetch& fet
   }
   for (int r = 0; r < kQuad; ++r)
     for (int i = 0; i < kVectors; ++i) store(acc + r * dims + d + i * kWidth, sums[r][i]);
+  fetch = cursor;
 }
 
 // acc[row] = acc[row] * decay[row] + sum over keys of p[key][row] * values[key].
 template <class T>
-inline void accumulate_quad(const float* p, RowPointers<T> values, Fetch& fetch, int count, int dims,
+inline void accumulate_quad(const float* p, RowPointers<T> values, Fetch::Cursor& fetch, int count, int dims,
                             const float* decay, float* acc) {
   constexpr int kVectors = kWidth == 16 ? 4 : 2;
   int d = 0;
@@ -187,7 +202,7 @@ inline void softmax_quad(QuadSoftmax& state, int count, float* scores, float* de
 
 // Rows of a cache as floats, `dims` of `size` with zeros behind.
 template <class T>
-inline void widen_rows(RowPointers<T> rows, Fetch& fetch, int count, int size, int dims, float* to) {
+inline void widen_rows(RowPointers<T> rows, Fetch::Cursor& fetch, int count, int size, int dims, float* to) {
   for (int j = 0; j < count; ++j) {
     fetch.ahead(size * sizeof(T));
     for (int d = 0; d < dims; d += kWidth) store(to + j * dims + d, load(rows[j] + d, size - d));
@@ -210,7 +225,7 @@ inline void transpose(Floats* v) {  // [kWidth][kWidth]
 
 // The same for values that lie dimension by dimension: element d of a row is `step` elements behind element d - 1.
 template <class T>
-inline void widen_columns(RowPointers<T> rows, Fetch& fetch, int count, int size, int dims, int64_t step,
+inline void widen_columns(RowPointers<T> rows, Fetch::Cursor& fetch, int count, int size, int dims, int64_t step,
                           const T* zeros, float* to) {
   for (int j = 0; j < count; j += kWidth) {
     const int tokens = count - j < kWidth ? count - j : kWidth;

@@ -87,7 +87,18 @@ inline Floats load(const f16* from) {
   return widen_f16<Floats>(widen(load_raw<Halfwords>(from)));
 #endif
 }
-inline Floats load(const e4m3* from) { return widen_e4m3<Floats>(widen(load_raw<Bytes>(from))); }
+inline Floats load(const e4m3* from) {
+#if defined(__AVX512F__)
+  // With its exponent in the place of an f16's it is 2^-8 of itself; the one NaN would be a number.
+  const __m128i codes = load_raw<__m128i>(from);
+  const __m256i halves =
+      _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7), _mm256_set1_epi16(0xbfff - 0x10000));
+  const __mmask16 number = _mm_cmpneq_epi8_mask(_mm_or_si128(codes, _mm_set1_epi8(-128)), _mm_set1_epi8(-1));
+  return _mm512_mask_mul_ps(splat(__builtin_nanf("")), number, _mm512_maskz_cvtph_ps(0xffff, halves), splat(256.0f));
+#else
+  return widen_e4m3<Floats>(widen(load_raw<Bytes>(from)));
+#endif
+}
 inline Floats load(const e5m2* from) {  // the upper byte of an f16
 #if defined(__AVX512F__)
   return _mm512_maskz_cvtph_ps(0xffff, _mm256_slli_epi16(_mm256_cvtepu8_epi16(load_raw<__m128i>(from)), 8));
@@ -166,13 +177,18 @@ inline float max(Floats v) {
 
 // e^x within 2e-7 of the truth.  Below -86.6 (results under 2^-125) it is 0, above 88.72 infinity; NaN stays NaN.
 inline Floats exp(Floats x) {
-  constexpr float kLow = -86.6f, kHigh = 88.72283f;
-  const Floats clamped = max(min(x, splat(kHigh)), splat(kLow));
-  // x = n ln 2 + r, |r| <= ln 2 / 2.  Adding 1.5 * 2^23 rounds to an integer, which then lies in the low bits.
+  constexpr float kLow = -86.6f, kHigh = 89.0f;  // e^89 overflows of itself
+  x = kHigh < x ? splat(kHigh) : x;              // in this order NaN stays
+  // x = n ln 2 + r, |r| <= ln 2 / 2.
+#if defined(__AVX512F__)
+  const Floats n = _mm512_maskz_roundscale_ps(0xffff, x * 1.44269504f, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  // Adding 1.5 * 2^23 rounds to an integer, which then lies in the low bits.
   constexpr float kRound = 12582912.0f;
-  const Floats shifted = clamped * 1.44269504f + kRound;
+  const Floats shifted = (kLow > x ? splat(kLow) : x) * 1.44269504f + kRound;
   const Floats n = shifted - kRound;
-  const Floats r = (clamped - n * 0.693145752f) - n * 1.42860677e-6f;
+#endif
+  const Floats r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
   // Taylor's series to r^7 / 7!; the rest is below 6e-9.
   Floats p = r * 1.98412698e-4f + 1.38888889e-3f;
   p = p * r + 8.33333333e-3f;
@@ -180,12 +196,13 @@ inline Floats exp(Floats x) {
   p = p * r + 1.66666667e-1f;
   p = p * r + 0.5f;
   p = p * r * r + r + 1.0f;
+#if defined(__AVX512F__)
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, splat(kLow), _CMP_NLT_UQ), p, n);
+#else
   // Times 2^n in two steps, since 2^128 is no float.
   const Words exponent = (__builtin_bit_cast(Words, shifted) - __builtin_bit_cast(uint32_t, kRound) + 126u) << 23;
-  Floats result = p * __builtin_bit_cast(Floats, exponent) * 2.0f;
-  result = x < kLow ? Floats{} : result;
-  result = x > kHigh ? splat(__builtin_inff()) : result;
-  return x == x ? result : x;
+  return x < kLow ? Floats{} : p * __builtin_bit_cast(Floats, exponent) * 2.0f;
+#endif
 }
 
 // tanh within 3e-7 absolute: what a soft cap needs.
