@@ -24,13 +24,19 @@ template <>
 Floats rounded<float>(Floats v) {
   return v;
 }
+template <>
+Floats rounded<bf16>(Floats v) {  // without the way through memory
+  return widen_bf16<Floats>(narrow_bf16<Floats, Words>(v));
+}
 
 template <class T, class Activation>
 void gate_piece(T* result, const T* gate, const T* up, int64_t n, Activation activation) {
-  for (int64_t i = 0; i < n; i += kWidth) {
-    const int64_t left = n - i;
-    store(result + i, rounded<T>(activation(load(gate + i, left))) * load(up + i, left), left);
-  }
+  const auto gate_vector = [&](int64_t i, int64_t count) {
+    store(result + i, rounded<T>(activation(load(gate + i, count))) * load(up + i, count), count);
+  };
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) gate_vector(i, kWidth);
+  if (i < n) gate_vector(i, n - i);
 }
 
 template <class Activation>

@@ -14,13 +14,20 @@ namespace {
 
 constexpr int kSums = 4;  // independent additions in flight; the order of addition is the same for every row
 
+// Calls body(i, count) for vectors that cover n elements; only the last may count less than kWidth of them.
+template <class Body>
+void each_vector(int64_t n, Body body) {
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) body(i, kWidth);
+  if (i < n) body(i, n - i);
+}
+
 // z = R_T(input + residual), left in residual.
 template <class T>
 void add_row(const T* input, T* residual, int64_t n) {
-  for (int64_t i = 0; i < n; i += kWidth) {
-    const int64_t left = n - i;
-    store(residual + i, load(input + i, left) + load(residual + i, left), left);
-  }
+  each_vector(n, [&](int64_t i, int64_t count) {
+    store(residual + i, load(input + i, count) + load(residual + i, count), count);
+  });
 }
 
 template <class T>
@@ -41,11 +48,10 @@ float sum_of_squares(const T* z, int64_t n) {
 
 template <class T>
 void scale_row(T* out, const T* z, const T* weight, float r, int64_t n) {
-  for (int64_t i = 0; i < n; i += kWidth) {
-    const int64_t left = n - i;
-    const Floats normed = load(z + i, left) * r;
-    store(out + i, weight ? normed * load(weight + i, left) : normed, left);
-  }
+  each_vector(n, [&](int64_t i, int64_t count) {
+    const Floats normed = load(z + i, count) * r;
+    store(out + i, weight ? normed * load(weight + i, count) : normed, count);
+  });
 }
 
 template <class T>

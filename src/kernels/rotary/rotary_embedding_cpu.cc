@@ -28,28 +28,37 @@ Floats interleaved(Floats a, Floats b, int first) {
 
 template <class T>
 void rotate_neox(T* head, const float* cosines, const float* sines, int64_t half) {
-  for (int64_t i = 0; i < half; i += kWidth) {
-    const int64_t left = half - i;
-    const Floats x = load(head + i, left), y = load(head + half + i, left);
+  const auto rotate_vector = [&](int64_t i, int64_t count) {
+    const Floats x = load(head + i, count), y = load(head + half + i, count);
     const Floats c = load(cosines + i), s = load(sines + i);
-    store(head + i, x * c - y * s, left);
-    store(head + half + i, y * c + x * s, left);
-  }
+    store(head + i, x * c - y * s, count);
+    store(head + half + i, y * c + x * s, count);
+  };
+  int64_t i = 0;
+  for (; i + kWidth <= half; i += kWidth) rotate_vector(i, kWidth);
+  if (i < half) rotate_vector(i, half - i);
+}
+
+// kWidth pairs side by side in memory.
+template <class T>
+void rotate_pairs(T* pairs, const float* cosines, const float* sines) {
+  const Floats a = load(pairs), b = load(pairs + kWidth);
+  const Floats x = strided(a, b, 0, 2), y = strided(a, b, 1, 2);
+  const Floats c = load(cosines), s = load(sines);
+  const Floats u = x * c - y * s, v = y * c + x * s;
+  store(pairs, interleaved(u, v, 0));
+  store(pairs + kWidth, interleaved(u, v, kWidth / 2));
 }
 
 template <class T>
-void rotate_pairs(T* head, const float* cosines, const float* sines, int64_t half) {
-  for (int64_t i = 0; i < half; i += kWidth) {
-    T* const low = head + 2 * i;
-    T* const high = low + std::min<int64_t>(kWidth, 2 * (half - i));
-    const int64_t left = 2 * (half - i), above = std::max<int64_t>(0, left - kWidth);
-    const Floats a = load(low, left), b = load(high, above);
-    const Floats x = strided(a, b, 0, 2), y = strided(a, b, 1, 2);
-    const Floats c = load(cosines + i), s = load(sines + i);
-    const Floats u = x * c - y * s, v = y * c + x * s;
-    store(low, interleaved(u, v, 0), left);
-    store(high, interleaved(u, v, kWidth / 2), above);
-  }
+void rotate_gptj(T* head, const float* cosines, const float* sines, int64_t half) {
+  int64_t i = 0;
+  for (; i + kWidth <= half; i += kWidth) rotate_pairs(head + 2 * i, cosines + i, sines + i);
+  if (i == half) return;
+  T last[2 * kWidth] = {};
+  std::copy(head + 2 * i, head + 2 * half, last);
+  rotate_pairs(last, cosines + i, sines + i);
+  std::copy(last, last + 2 * (half - i), head + 2 * i);
 }
 
 // Floats of n elements, padded with zeros to whole vectors.
@@ -81,7 +90,7 @@ void rotate_tokens(const RotaryEmbeddingArgs& args, const Reporter& report, int6
         if (args.is_neox) {
           rotate_neox(token + h * heads.head, cosines, sines, half);
         } else {
-          rotate_pairs(token + h * heads.head, cosines, sines, half);
+          rotate_gptj(token + h * heads.head, cosines, sines, half);
         }
       }
     }
