@@ -120,7 +120,7 @@ def open_arrays(library: str, device: str | None = None, dtype: str = "auto") ->
     os.environ.setdefault(
         "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
     )  # JAX would take most of the GPU's memory for itself
-    module = importlib.import_module(library)
+    module: Any = importlib.import_module(library)
     if device is None:
         device = {
             "numpy": lambda: "cpu",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 import numpy as np
-from arrays import Host
+from arrays import Array
 from llama import Batch, Llama
 
 import pykv
@@ -154,7 +154,7 @@ class Engine:
         self.waiting.appendleft(request)
         self.counters.preemptions += 1
 
-    def _run(self, plan: list[tuple[Request, int]]) -> Host:
+    def _run(self, plan: list[tuple[Request, int]]) -> Array:
         """The model over the next tokens of each request; logits of those that thereby are ready for a new one."""
         put = self.model.arrays.put
         requests, counts = [r for r, _ in plan], np.array([n for _, n in plan])
@@ -180,7 +180,7 @@ class Engine:
         self.counters.peak_blocks = max(self.counters.peak_blocks, self.cache.num_blocks - self.cache.num_free_blocks)
         return logits
 
-    def _choose(self, logits: Host, requests: list[Request]) -> list[int]:
+    def _choose(self, logits: Array, requests: list[Request]) -> list[int]:
         """The next token of each request: the likeliest, or one drawn by the Gumbel-max trick."""
         if all(r.temperature == 0 for r in requests):
             return [int(token) for token in self.model.arrays.argmax(logits)] if requests else []

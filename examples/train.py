@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -201,7 +202,7 @@ class Llama(nn.Module):
     def __init__(self, c: Config, dropout: float = 0.0):
         super().__init__()
         self.config = c
-        self.model = nn.ModuleDict({
+        self.model: Any = nn.ModuleDict({
             "embed_tokens": nn.Embedding(c.vocab_size, c.hidden_size),
             "layers": nn.ModuleList(Layer(c, dropout) for _ in range(c.num_hidden_layers)),
             "norm": nn.RMSNorm(c.hidden_size, c.rms_norm_eps),
@@ -268,7 +269,7 @@ def train(args: argparse.Namespace) -> None:
         with autocast:
             losses = [model(i, t).item() * len(i) for i, t in zip(inputs.split(16), targets.split(16), strict=True)]
         model.train()
-        return sum(losses) / len(inputs)
+        return float(sum(losses) / len(inputs))
 
     chars_per_token = int(data["valid_chars"]) / valid.numel()
     began, best = time.monotonic(), math.inf
