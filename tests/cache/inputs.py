@@ -148,7 +148,7 @@ def floats(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any
     return x
 
 
-TOKENS = ["compact", "part of qkv", "heads first", "elements apart"]
+TOKENS = ["compact", "part of qkv", "heads first", "padded", "elements apart"]
 
 
 def tokens(make: Callable[..., np.ndarray], rows: int, heads: int, size: int, arrangement: str) -> np.ndarray:
@@ -160,6 +160,8 @@ def tokens(make: Callable[..., np.ndarray], rows: int, heads: int, size: int, ar
             return make((rows, heads + 4, size))[:, 3:-1]
         case "heads first":
             return make((heads, rows, size)).swapaxes(0, 1)
+        case "padded":  # every head starts at a multiple of 32 elements, whatever its size
+            return make((rows, heads, size // 32 * 32 + 32))[..., :size]
         case "elements apart":
             return make((rows, heads, size, 2))[..., 1]
     raise ValueError(arrangement)

@@ -155,6 +155,7 @@ def test_values_of_another_head_size(array: Library, name: str, head_size: int, 
 def test_packed_values_of_any_head_size(array: Library) -> None:
     for dtype in DTYPES:
         check(array, "packed", Sizes(head_size=16, v_head_size=37), dtype=dtype)
+        check(array, "packed", Sizes(head_size=16, v_head_size=37), dtype=dtype, arrangement="padded")
 
 
 @pytest.mark.parametrize("name", ["NHD", "packed"])

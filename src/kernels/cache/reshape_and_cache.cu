@@ -57,13 +57,11 @@ int64_t vector_width(const CacheSide& s, int64_t source_size, int64_t stored_siz
   return std::max<int64_t>(width, 1);
 }
 
-// The threads along a token: as many as make good use of them, at most `most`.
+// The threads along a token: as many as possible (2^most) with at least three in four at work.
 int lanes_log2_for(int64_t vectors, int most) {
-  const auto covered = [&](int log2) { return ceil_div(vectors, 1ll << log2) << log2; };
-  int best = most;
-  for (int log2 = most - 1; log2 >= 0; --log2)
-    if (covered(log2) < covered(best)) best = log2;
-  return best;
+  int log2 = most;
+  while (3 * (ceil_div(vectors, 1ll << log2) << log2) > 4 * vectors) --log2;
+  return log2;
 }
 
 struct Widths {
