@@ -35,6 +35,16 @@ class NumpyLibrary:
         return array
 
 
+class _RawStream:
+    """A cudaStream_t by the protocol that CuPy asks for."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
 class CupyLibrary:
     def __init__(self, cupy: Any, device: Any) -> None:
         self._cupy = cupy
@@ -50,9 +60,14 @@ class CupyLibrary:
             return self._cupy.zeros(shape, _numpy_dtype(dtype))
 
     def from_host(self, array: npt.NDArray[Any], stream: Stream) -> Any:
-        cuda = self._cupy.cuda
-        with self._device, nullcontext() if stream is None else cuda.ExternalStream(stream_pointer(stream)):
+        with self._device, nullcontext() if stream is None else self._external_stream(stream_pointer(stream)):
             return self._cupy.asarray(array)
+
+    def _external_stream(self, pointer: int) -> AbstractContextManager[Any]:
+        cuda = self._cupy.cuda
+        if not hasattr(cuda.Stream, "from_external"):  # before CuPy 14
+            return cuda.ExternalStream(pointer)  # type: ignore[no-any-return]
+        return cuda.Stream.from_external(_RawStream(pointer))  # type: ignore[no-any-return]
 
 
 class TorchLibrary:

@@ -36,7 +36,7 @@ def test_libraries_mix(array: Library, x: np.ndarray) -> None:
     made = pykv.from_pointer(x.ctypes.data, x.shape, x.dtype, "cpu", owner=x)
     out = np.zeros_like(x)
     if array.device == "cuda":
-        with pytest.raises(ValueError, match=r"rms_norm: input: must lie on .* like the arguments before it, got cuda:0"):
+        with pytest.raises(ValueError, match=r"rms_norm: \w+: must lie on \S+ like the arguments before it, got \S+$"):
             pykv.rms_norm(out, array.input(x), made)
         return
     pykv.rms_norm(out, made, array.input(np.ones(24, np.float32)))
