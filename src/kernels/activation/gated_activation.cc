@@ -8,12 +8,12 @@
 namespace pykv {
 namespace {
 
-GatedActivationArgs checked(Call& call, DLTensor* result, const DLTensor* input) {
+GatedActivationArgs checked(Call& call, const DLTensor* input, const char* result_name, DLTensor* result) {
   const Tensor x = call.read("input", input).rank_between(1, Tensor::kMaxRank).dtype(kFloats).contiguous_rows();
   if (x.size(-1) % 2 != 0)
     x.fail(PYKV_VALUE_ERROR, "the last dimension holds two halves and must be even, got shape %s",
            x.shape_string().c_str());
-  Tensor y = call.write("result", result).rank(x.ndim()).like(x);
+  Tensor y = call.write(result_name, result).rank(x.ndim()).like(x);
   for (int i = 0; i < x.ndim() - 1; ++i)
     if (y.size(i) != x.size(i))
       y.fail(PYKV_VALUE_ERROR, "dimension %d must be that of input, %" PRId64 ", got shape %s", i, x.size(i),
@@ -38,7 +38,7 @@ using namespace pykv;
 
 pykv_status pykv_silu_and_mul(DLTensor* result, const DLTensor* input, void* stream) {
   return guarded("silu_and_mul", [&](Call& call) {
-    const GatedActivationArgs args = checked(call, result, input);
+    const GatedActivationArgs args = checked(call, input, "result", result);
     if (args.num_rows == 0) return;
     call.run(stream, args, silu_and_mul_cpu, PYKV_CUDA(silu_and_mul_cuda));
   });
