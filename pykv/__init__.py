@@ -6,7 +6,7 @@ library that made the arrays, and never waits for the device.
 """
 
 from pykv._types import Array, ScalarOrArray, Stream
-from pykv.activation import silu_and_mul
+from pykv.activation import gelu_tanh_and_mul, silu_and_mul
 from pykv.attention import (
     merge_attn_states,
     paged_attention,
@@ -41,6 +41,7 @@ __all__ = [
     "copy_blocks",
     "from_pointer",
     "fused_add_rms_norm",
+    "gelu_tanh_and_mul",
     "get_cmake_dir",
     "get_include",
     "get_library_dir",

@@ -25,3 +25,11 @@ def silu_and_mul(result: Array, input: Array, *, stream: Stream = None) -> None:
         TypeError: dtypes do not fit.
     """
     _C.silu_and_mul(result, input, stream)
+
+
+def gelu_tanh_and_mul(out: Array, input: Array, *, stream: Stream = None) -> None:
+    """Multiply the second half of each row by the tanh form of ``gelu`` of the first; all else as :func:`silu_and_mul`.
+
+    ``gelu(a) = a / 2 * (1 + tanh(sqrt(2 / pi) * (a + 0.044715 * a**3)))`` (arXiv:1606.08415).
+    """
+    _C.gelu_tanh_and_mul(out, input, stream)

@@ -13,6 +13,10 @@ def silu(x: np.ndarray) -> np.ndarray:
         return x / (1 + np.exp(-x))
 
 
+def gelu_tanh(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
 def assert_gated(actual: np.ndarray, x: np.ndarray, activation=silu) -> None:
     """``actual`` is R_T(R_T(activation(gate)) * up), exactly, where ``activation`` is known up to LOST."""
     width = x.shape[-1] // 2

@@ -43,3 +43,11 @@ pykv_status pykv_silu_and_mul(DLTensor* result, const DLTensor* input, void* str
     call.run(stream, args, silu_and_mul_cpu, PYKV_CUDA(silu_and_mul_cuda));
   });
 }
+
+pykv_status pykv_gelu_tanh_and_mul(DLTensor* out, const DLTensor* input, void* stream) {
+  return guarded("gelu_tanh_and_mul", [&](Call& call) {
+    const GatedActivationArgs args = checked(call, input, "out", out);
+    if (args.num_rows == 0) return;
+    call.run(stream, args, gelu_tanh_and_mul_cpu, PYKV_CUDA(gelu_tanh_and_mul_cuda));
+  });
+}

@@ -20,6 +20,14 @@ struct Silu {
   }
 };
 
+// x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u)), with u = sqrt(2 / pi) * (x + 0.044715 x^3).
+struct GeluTanh {
+  __device__ float operator()(float x) const {
+    const float twice_u = 1.5957691216057308f * (x + 0.044715f * x * x * x);
+    return __fdividef(x, 1.0f + expf(-twice_u));
+  }
+};
+
 constexpr int kThreads = 256;
 
 template <class T, class Activation, int kSize, int kVectors>
@@ -103,6 +111,11 @@ void run_in_vectors(const GatedActivationArgs& args, const Launch& launch) {
 void silu_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch) {
   run_in_vectors<Silu>(args, launch);
   check_launch("silu_and_mul");
+}
+
+void gelu_tanh_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch) {
+  run_in_vectors<GeluTanh>(args, launch);
+  check_launch("gelu_tanh_and_mul");
 }
 
 }  // namespace pykv

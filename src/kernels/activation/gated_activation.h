@@ -1,4 +1,5 @@
-// An activation of one half of each row times the other half.  The idea behind pykv_silu_and_mul.
+// An activation of one half of each row times the other half.  The idea behind pykv_silu_and_mul
+// and pykv_gelu_tanh_and_mul.
 #pragma once
 
 #include "core/args.h"
@@ -18,5 +19,8 @@ struct GatedActivationArgs {
 
 PYKV_CPU_TWIN(silu_and_mul_cpu, GatedActivationArgs)
 void silu_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch);
+
+PYKV_CPU_TWIN(gelu_tanh_and_mul_cpu, GatedActivationArgs)
+void gelu_tanh_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch);
 
 }  // namespace pykv

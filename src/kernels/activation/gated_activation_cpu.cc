@@ -61,4 +61,8 @@ void silu_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
   run(args, [](Floats x) { return x / (1.0f + exp(-x)); });
 }
 
+void gelu_tanh_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
+  run(args, [](Floats x) { return x / (1.0f + exp(-1.5957691216057308f * (x + 0.044715f * x * x * x))); });
+}
+
 }  // namespace pykv::PYKV_ISA

@@ -14,4 +14,7 @@
  *   input   [..., 2 * width]  float32 | float16 | bfloat16, at least 1 dimension                            */
 PYKV_API pykv_status pykv_silu_and_mul(DLTensor* result, const DLTensor* input, void* stream);
 
+/* out = gelu(a) * b, the same with gelu(a) = a / 2 * (1 + tanh(sqrt(2 / pi) * (a + 0.044715 * a^3))). */
+PYKV_API pykv_status pykv_gelu_tanh_and_mul(DLTensor* out, const DLTensor* input, void* stream);
+
 #endif /* PYKV_ACTIVATION_H_ */
