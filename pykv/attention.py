@@ -59,7 +59,7 @@ def paged_attention(
         softcap: logits become ``softcap * tanh(logit / softcap)``.
         alibi_slopes: ``[num_heads]`` float32; adds ``slope * (j - p)``.
         sinks: ``[num_heads]`` float32; one more logit in each softmax, without a value.
-        kv_cache_dtype: ``"auto"``: caches have the dtype of ``query``; ``"fp8_e4m3"``, ``"fp8_e5m2"``: one-byte elements.
+        kv_cache_dtype: ``"auto"``: caches have the dtype of ``query``; ``"fp8_e4m3"``, ``"fp8_e5m2"``: one-byte floats.
         k_scale, v_scale: value = element * scale for fp8 caches; one, or one for each KV head.
         lse: ``[num_heads, num_tokens]`` float32; written with the natural log of the softmax denominator.
         workspace: bytes on the device (see ``paged_attention_workspace_size``); ``None``: from the stream-ordered pool.

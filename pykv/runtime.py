@@ -50,7 +50,7 @@ def from_pointer(
     """Describe memory that other code owns, as an array that every operation takes.
 
     address: of the first element.  shape, strides: in elements (strides default to compact).
-    dtype: a NumPy dtype or its name, ``"bfloat16"``, ``"float8_e4m3fn"`` and ``"float8_e5m2"`` included (with ml_dtypes).
+    dtype: a NumPy dtype or its name; with ml_dtypes also ``"bfloat16"``, ``"float8_e4m3fn"`` and ``"float8_e5m2"``.
     owner: kept alive as long as the result.
 
     The result exports ``__dlpack__``, so that other libraries can look at the same memory.
