@@ -130,14 +130,16 @@ def merge_attn_states(
     prefix, suffix = prefix_output.astype(np.float64), suffix_output.astype(np.float64)
     p = np.where(np.isinf(prefix_lse), -np.inf, prefix_lse.astype(np.float64)).T  # [token, head]
     s = np.where(np.isinf(suffix_lse), -np.inf, suffix_lse.astype(np.float64)).T
-    lse = np.logaddexp(p, s)
-    empty = np.isneginf(lse)
-    with np.errstate(invalid="ignore"):
-        prefix_weight = np.where(empty, 1.0, np.exp(p - lse))
-        suffix_weight = np.where(empty, 0.0, np.exp(s - lse))
+    top = np.fmax(p, s)
+    empty = np.isneginf(top)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        parts = np.exp(p - top), np.exp(s - top)
+        prefix_weight = np.where(empty, 1.0, parts[0] / (parts[0] + parts[1]))
+        suffix_weight = np.where(empty, 0.0, parts[1] / (parts[0] + parts[1]))
+        lse = np.where(empty, -np.inf, top + np.log(parts[0] + parts[1]))
     # A side of weight zero contributes nothing, whatever it holds.
-    out = np.where(prefix_weight[..., None] > 0, prefix * prefix_weight[..., None], 0.0) + np.where(
-        suffix_weight[..., None] > 0, suffix * suffix_weight[..., None], 0.0
+    out = np.where(prefix_weight[..., None] == 0, 0.0, prefix * prefix_weight[..., None]) + np.where(
+        suffix_weight[..., None] == 0, 0.0, suffix * suffix_weight[..., None]
     )
     context = tokens if context_tokens is None else context_tokens
     out[context:] = suffix[context:]

@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from attention import inputs
+from attention.inputs import KINDS, LAYOUTS, Batch, Sizes
+from cache import inputs as cache_inputs
+from cache.inputs import DTYPES, PACKED, TOKENS
+from hypothesis import given
+from hypothesis import strategies as st
+from libraries import Library
+from tolerance import assert_close
+
+import pykv
+
+# (queries, length): decode, speculative decode, the first and a later chunk of a prompt, a whole one, one that waits
+MIXED = [(1, 77), (3, 20), (17, 17), (5, 64), (33, 70), (0, 9), (1, 1)]
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def check(array: Library, b: Batch) -> None:
+    """Output and lse against the reference; rows of no sequence must stay as they were."""
+    out, lse = (array.output(x) for x in inputs.outputs(b))
+    inputs.run(array, b, out, lse)
+    want_out, want_lse = inputs.expected(b)
+    assert_close(array.numpy(out), want_out, b.query.dtype)
+    assert_close(array.numpy(lse), want_lse, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(array: Library, layout: str, kind: str, dtype: str) -> None:
+    b = inputs.batch(rng(), MIXED, layout=layout, dtype=dtype, kind=kind, extra_rows=2)
+    if kind != "auto":
+        b.options |= {"k_scale": 0.7, "v_scale": 1.3}
+    check(array, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["NHD", "packed"])
+def test_decode_without_query_bounds(array: Library, layout: str, dtype: str) -> None:
+    check(
+        array, inputs.batch(rng(), [(1, n) for n in (1, 16, 17, 64, 65, 300)], layout=layout, dtype=dtype, decode=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_size", [1, 7, 8, 24, 32, 40, 80, 96, 112, 120, 128, 130, 192, 256, 576, 1024])
+def test_head_sizes(array: Library, head_size: int, dtype: str) -> None:
+    check(array, inputs.batch(rng(), [(1, 50), (6, 19)], Sizes(4, 2, head_size), dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_size", [16, 80, 112, 128, 256])
+def test_head_sizes_packed(array: Library, head_size: int, kind: str) -> None:
+    for dtype in DTYPES:
+        check(
+            array,
+            inputs.batch(rng(), [(1, 50), (6, 19)], Sizes(4, 2, head_size), dtype=dtype, kind=kind, layout="packed"),
+        )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (5, 5), (6, 2), (8, 1), (14, 2), (40, 8), (64, 8), (71, 1)])
+def test_groups_of_heads(array: Library, heads: int, kv_heads: int) -> None:
+    for dtype in ("bfloat16", "float32"):
+        check(array, inputs.batch(rng(), [(1, 70), (3, 40)], Sizes(heads, kv_heads, 32), dtype=dtype))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "packed"])
+@pytest.mark.parametrize("block_size", [1, 2, 3, 8, 20, 32, 64, 128, 256])
+def test_block_sizes(array: Library, block_size: int, layout: str) -> None:
+    check(array, inputs.batch(rng(), MIXED, Sizes(block_size=block_size), layout=layout, dtype="float16"))
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"causal": False},
+    {"scale": 0.3},
+    {"scale": -0.1},
+    {"softcap": 5.0},
+    {"alibi_slopes": np.linspace(0.01, 0.5, 8, dtype=np.float32)},
+    {"sinks": np.linspace(-4, 4, 8, dtype=np.float32)},
+    {"sinks": np.full(8, -np.inf, np.float32)},
+    *({"window": n, "causal": causal} for n in (1, 2, 16, 31, 64, 1000) for causal in (True, False)),
+]
+
+
+@pytest.mark.parametrize("layout", ["NHD", "packed"])
+@pytest.mark.parametrize(
+    "options", OPTIONS, ids=lambda o: ", ".join(f"{k} {v}" for k, v in o.items() if np.isscalar(v))
+)
+def test_options(array: Library, options: dict[str, Any], layout: str) -> None:
+    for dtype in ("float32", "bfloat16"):
+        check(array, inputs.batch(rng(), MIXED, layout=layout, dtype=dtype).changed(options=options))
+
+
+@given(data=st.data())
+def test_everything_at_once(array: Library, data: st.DataObject) -> None:
+    draw = data.draw
+    kind, layout = draw(st.sampled_from(KINDS), "kind"), draw(st.sampled_from(LAYOUTS), "layout")
+    kv_heads, group = draw(st.integers(1, 4), "kv_heads"), draw(st.integers(1, 9), "group")
+    heads = kv_heads * group
+    head_size = draw(st.sampled_from([16, 64, 80, 128]) if layout in PACKED else st.integers(1, 70), "head_size")
+    lengths = st.integers(0, 90).flatmap(lambda n: st.tuples(st.integers(0, min(n, 40)), st.just(n)))
+    lens = draw(st.lists(lengths, min_size=1, max_size=5), "lens")
+    b = inputs.batch(
+        rng(draw(st.integers(0, 99), "seed")),
+        lens,
+        Sizes(heads, kv_heads, head_size, draw(st.sampled_from([1, 4, 8, 16, 48]), "block_size")),
+        layout=layout,
+        dtype=draw(st.sampled_from(list(DTYPES)), "dtype"),
+        kind=kind,
+        ids=draw(st.sampled_from([np.int32, np.int64]), "ids"),
+        extra_rows=draw(st.integers(0, 2), "extra_rows"),
+        as_bytes=kind != "auto" and draw(st.booleans(), "as_bytes"),
+    )
+    per_head = np.linspace(0.5, 2, kv_heads, dtype=np.float32)
+    b.options = {
+        name: value
+        for name, value in {
+            "causal": False,
+            "window": draw(st.integers(1, 100), "window"),
+            "softcap": 10.0,
+            "alibi_slopes": np.linspace(0, 0.2, heads, dtype=np.float32),
+            "sinks": np.linspace(-2, 2, heads, dtype=np.float32),
+            "k_scale": draw(st.sampled_from([0.5, per_head]), "k_scale"),
+            "v_scale": draw(st.sampled_from([2.0, per_head[::-1].copy()]), "v_scale"),
+        }.items()
+        if (kind != "auto" or not name.endswith("_scale")) and draw(st.booleans(), name)
+    }
+    check(array, b)
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("layout", ["NHD", "packed"])
+def test_long_sequences(array: Library, layout: str, kind: str) -> None:
+    """Long enough to be split over threads or blocks, at lengths around the multiples where that could happen."""
+    lens = [(1, 2047), (1, 2048), (1, 2049), (4, 4500), (1, 9), (1, 8192), (40, 2060)]
+    for options in ({}, {"window": 2500}, {"sinks": np.array([0.0, 3.0], np.float32), "softcap": 20.0}):
+        check(array, inputs.batch(rng(), lens, Sizes(2, 1, 64), layout=layout, kind=kind).changed(options=options))
+
+
+@pytest.mark.parametrize("arrangement", TOKENS[:3])
+def test_strides_of_query_and_out(array: Library, arrangement: str) -> None:
+    """``out`` and ``lse`` are parts of larger arrays, of which nothing else may change."""
+    for dtype in DTYPES:
+        b = inputs.batch(rng(), MIXED, dtype=dtype, arrangement=arrangement, extra_rows=1)
+        tokens, heads, size = b.query.shape
+        room = np.full((tokens, heads + 2, size + 6), inputs.SENTINEL, b.query.dtype)
+        lse_room = np.full((tokens, heads + 1), inputs.SENTINEL, np.float32)
+        out, lse = array.output(room), array.output(lse_room)
+        inputs.run(
+            array,
+            b,
+            cache_inputs.view(out, lambda m: m[:, 1:-1, 3:-3]),
+            cache_inputs.view(lse, lambda m: m[:, 1:].swapaxes(0, 1)),
+        )
+        want_out, want_lse = inputs.expected(b)
+        expected, expected_lse = room.astype(np.float64), lse_room.astype(np.float64)
+        expected[:, 1:-1, 3:-3], expected_lse[:, 1:] = want_out, want_lse.T
+        assert_close(array.numpy(out), expected, b.query.dtype)
+        assert_close(array.numpy(lse), expected_lse, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("ids", [np.int32, np.int64])
+def test_index_arrays_with_strides(array: Library, ids: type) -> None:
+    b = inputs.batch(rng(), MIXED, ids=ids)
+    assert b.cu_query_lens is not None
+    apart = np.zeros((*b.block_tables.shape, 2), ids)
+    apart[..., 0] = b.block_tables
+    check(
+        array,
+        b.changed(
+            block_tables=apart[..., 0],
+            seq_lens=np.repeat(b.seq_lens, 3)[::3],
+            cu_query_lens=np.repeat(b.cu_query_lens, 2)[::2],
+        ),
+    )
+
+
+def test_lse_is_optional(array: Library) -> None:
+    b = inputs.batch(rng(), MIXED)
+    out = array.output(inputs.outputs(b)[0])
+    inputs.run(array, b, out)
+    assert_close(array.numpy(out), inputs.expected(b)[0], b.query.dtype)
+
+
+def test_nothing_to_see(array: Library) -> None:
+    """Sequences of length 0, and queries before the first token: zeros and -inf, or the sink."""
+    b = inputs.batch(rng(), [(2, 0), (4, 2), (1, 40)], dtype="float32")
+    assert np.isneginf(inputs.expected(b)[1][:, :4]).all()
+    check(array, b)
+    check(array, b.changed(options={"sinks": np.linspace(-1, 1, 8, dtype=np.float32)}))
+
+
+def test_nothing_to_do(array: Library) -> None:
+    for lens in ([], [(0, 30)]):
+        check(array, inputs.batch(rng(), lens, extra_rows=3))
+        check(array, inputs.batch(rng(), lens))
+    check(array, inputs.batch(rng(), [], decode=True))
+
+
+def test_nan_of_the_cache_comes_out(array: Library) -> None:
+    """What a query sees is used as it is: NaN in a value reaches the output of its dimension and no other."""
+    b = inputs.batch(rng(), [(1, 40)], dtype="float32", decode=True)
+    b.value_cache[b.block_tables[0, 1], 3, 1, 5] = np.nan
+    out = array.output(inputs.outputs(b)[0])
+    inputs.run(array, b, out)
+    nan = np.isnan(array.numpy(out))
+    assert nan[0, 4:, 5].all()
+    assert nan.sum() == 4
+
+
+@pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, "one too large"])
+@pytest.mark.parametrize("layout", ["NHD", "HND", "packed"])
+def test_block_ids_out_of_range_are_masked(array: Library, layout: str, bad: int | str) -> None:
+    for dtype in DTYPES:
+        b = inputs.batch(rng(), MIXED, layout=layout, dtype=dtype)
+        value = b.key_cache.shape[0] if isinstance(bad, str) else bad
+        b.block_tables[0, 2] = b.block_tables[4, 0] = value
+        out, lse = (array.output(x) for x in inputs.outputs(b))
+        with array.reports(rf"paged_attention: block_tables: {value} is out of range \[0, {b.key_cache.shape[0]}\)"):
+            inputs.run(array, b, out, lse)
+        want_out, want_lse = inputs.expected(b)
+        assert_close(array.numpy(out), want_out, b.query.dtype)
+        assert_close(array.numpy(lse), want_lse, atol=2e-5, rtol=1e-5)
+
+
+def test_block_ids_behind_the_length_are_not_read(array: Library) -> None:
+    b = inputs.batch(rng(), MIXED)
+    b.block_tables[b.block_tables < 0] = 2**30
+    check(array, b)
+
+
+def test_blocks_outside_the_window_are_not_read(array: Library) -> None:
+    b = inputs.batch(rng(), [(1, 200), (3, 150)]).changed(options={"window": 20})
+    want = inputs.expected(b)
+    b.block_tables[:, :8] = 2**30  # no report: the fixture would fail the test
+    out, lse = (array.output(x) for x in inputs.outputs(b))
+    inputs.run(array, b, out, lse)
+    assert_close(array.numpy(out), want[0], b.query.dtype)
+
+
+@pytest.mark.parametrize("length", [-3, 10**6])
+def test_lengths_out_of_range_are_clamped(array: Library, length: int) -> None:
+    b = inputs.batch(rng(), [(1, 20), (1, 64), (1, 33)], decode=True)
+    limit = b.block_tables.shape[1] * 16
+    b.block_tables[1, 4] = 0
+    key = b.key_cache
+    key[0], b.value_cache[0] = 1.0, 2.0  # the row of the table is full: all of it may be seen
+    wrong = b.changed(seq_lens=np.array([20, length, 33], np.int32))
+    out, lse = (array.output(x) for x in inputs.outputs(b))
+    with array.reports(rf"paged_attention: seq_lens: {length} is out of range \[0, {limit + 1}\)"):
+        inputs.run(array, wrong, out, lse)
+    want_out, want_lse = inputs.expected(b.changed(seq_lens=np.array([20, min(max(length, 0), limit), 33], np.int32)))
+    assert_close(array.numpy(out), want_out, b.query.dtype)
+    assert_close(array.numpy(lse), want_lse, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bounds", [[0, 5, 3, 9], [0, 2, 4, 10**6], [-4, 2, 3, 9], [2**30, -7, 2**31 - 1, 0]])
+def test_query_bounds_out_of_range_stay_inside(array: Library, bounds: list[int]) -> None:
+    """Whatever the bounds say, only rows of ``out`` are written, with numbers, and the first bad one is named."""
+    b = inputs.batch(rng(), [(3, 20), (3, 30), (3, 40)])
+    room = np.full((13, 8, 64), inputs.SENTINEL, b.query.dtype)
+    memory = array.output(room)
+    out = cache_inputs.view(memory, lambda m: m[2:11])
+    with array.reports(r"paged_attention: cu_query_lens: .* is out of range \[0, 10\)"):
+        inputs.run(array, b.changed(cu_query_lens=np.array(bounds, np.int32)), out)
+    got = array.numpy(memory).astype(np.float32)
+    assert (got[:2] == inputs.SENTINEL).all()
+    assert (got[11:] == inputs.SENTINEL).all()
+    assert np.isfinite(got).all()
+
+
+def test_the_number_of_threads_changes_nothing() -> None:
+    """On the CPU the result is the same to the last bit, and so is that of a sequence by itself."""
+    b = inputs.batch(rng(), [(1, 5000), *MIXED], dtype="float32")
+    before = pykv.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3, 8):
+            pykv.set_num_threads(threads)
+            out, lse = inputs.outputs(b)
+            pykv.paged_attention(
+                out,
+                b.query,
+                b.key_cache,
+                b.value_cache,
+                b.block_tables,
+                b.seq_lens,
+                cu_query_lens=b.cu_query_lens,
+                lse=lse,
+            )
+            results.append((out, lse))
+    finally:
+        pykv.set_num_threads(before)
+    for out, lse in results[1:]:
+        np.testing.assert_array_equal(out, results[0][0])
+        np.testing.assert_array_equal(lse, results[0][1])
+    alone = np.empty_like(b.query[:1])
+    pykv.paged_attention(alone, b.query[:1], b.key_cache, b.value_cache, b.block_tables[:1], b.seq_lens[:1])
+    np.testing.assert_array_equal(alone, results[0][0][:1])

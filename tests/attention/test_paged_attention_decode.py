@@ -1,0 +1,186 @@
+"""The two entries with vLLM's signatures: paged_attention_v1 and paged_attention_v2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from attention import inputs, reference
+from attention.inputs import KINDS, Batch, Sizes
+from attention.reference import DENSE, BlockSparse
+from cache import inputs as cache_inputs
+from cache.inputs import DTYPES
+from hypothesis import given
+from hypothesis import strategies as st
+from libraries import Library
+from tolerance import assert_close
+
+import pykv
+
+LENGTHS = (1, 15, 16, 17, 0, 130, 600)
+versions = pytest.mark.parametrize("version", ["v1", "v2"])
+
+
+def batch(
+    lengths: tuple[int, ...] = LENGTHS, sizes: Sizes | None = None, *, layout: str = "packed", **kwargs: Any
+) -> Batch:
+    lens = [(1, n) for n in lengths]
+    return inputs.batch(np.random.default_rng(0), lens, sizes or Sizes(), layout=layout, decode=True, **kwargs)
+
+
+def run(array: Library, b: Batch, version: str, out: Any, sparse: BlockSparse = DENSE, **changes: Any) -> None:
+    memories = [array.input(m) for m in b.memories]
+    key_cache = cache_inputs.view(memories[0], b.layout.key)
+    value_cache = cache_inputs.view(memories[-1], b.layout.value)
+    tokens, heads, head_size = b.query.shape
+    kv_heads = b.key_cache.shape[1] if b.layout.packed else b.key_cache.shape[2]
+    arguments = {
+        "num_kv_heads": kv_heads,
+        "scale": 0.1,
+        "block_tables": array.input(b.block_tables),
+        "seq_lens": array.input(b.seq_lens),
+        "block_size": reference.block_size_of(b.key_cache),
+        "max_seq_len": int(b.seq_lens.max(initial=0)),
+        "alibi_slopes": None,
+        "kv_cache_dtype": b.kind,
+        "k_scale": 1.0,
+        "v_scale": 1.0,
+        "tp_rank": sparse.tp_rank,
+        "blocksparse_local_blocks": sparse.local_blocks,
+        "blocksparse_vert_stride": sparse.vert_stride,
+        "blocksparse_block_size": sparse.block_size,
+        "blocksparse_head_sliding_step": sparse.head_sliding_step,
+    }
+    for name, value in {**b.options, **changes}.items():
+        arguments[name] = array.input(value) if isinstance(value, np.ndarray) else value
+    rest = (array.input(b.query), key_cache, value_cache, *arguments.values())
+    if version == "v1":
+        pykv.paged_attention_v1(out, *rest)
+        return
+    parts = -(-arguments["max_seq_len"] // 512)
+    scratch = np.zeros((tokens, heads, parts), np.float32)
+    tmp = np.zeros((tokens, heads, parts, head_size), b.query.dtype)
+    pykv.paged_attention_v2(out, array.output(scratch), array.output(scratch), array.output(tmp), *rest)
+
+
+def check(array: Library, b: Batch, version: str, sparse: BlockSparse = DENSE) -> None:
+    out = array.output(inputs.outputs(b)[0])
+    run(array, b, version, out, sparse)
+    want, _ = inputs.expected(b, **{"scale": 0.1, **b.options}, epsilon=1e-6, sparse=sparse)
+    assert_close(array.numpy(out), want, b.query.dtype)
+
+
+@versions
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["packed", "packed, halves of one memory", "NHD", "HND"])
+def test_layouts(array: Library, layout: str, kind: str, dtype: str, version: str) -> None:
+    b = batch(layout=layout, kind=kind, dtype=dtype)
+    if kind != "auto":
+        b.options = {"k_scale": 0.6, "v_scale": 1.7}
+    check(array, b, version)
+
+
+@versions
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize("head_size", [32, 64, 80, 96, 112, 120, 128, 192, 256])
+def test_sizes_of_vllm(array: Library, head_size: int, block_size: int, version: str) -> None:
+    check(array, batch(sizes=Sizes(4, 2, head_size, block_size)), version)
+
+
+@versions
+def test_alibi(array: Library, version: str) -> None:
+    b = batch(dtype="float32")
+    b.options = {"alibi_slopes": np.geomspace(0.001, 1, 8, dtype=np.float32)}
+    check(array, b, version)
+
+
+@versions
+@given(data=st.data())
+def test_block_sparse(array: Library, version: str, data: st.DataObject) -> None:
+    draw = data.draw
+    page = draw(st.sampled_from([8, 16, 32]), "block_size")
+    sparse = BlockSparse(
+        tp_rank=draw(st.integers(0, 3), "tp_rank"),
+        local_blocks=draw(st.integers(0, 4), "local_blocks"),
+        vert_stride=draw(st.integers(2, 7), "vert_stride"),
+        block_size=page * draw(st.integers(1, 4), "pages in a sparsity block"),
+        head_sliding_step=draw(st.integers(-3, 3), "head_sliding_step"),
+    )
+    lengths = tuple(draw(st.lists(st.integers(0, 700), min_size=1, max_size=4), "lengths"))
+    layout = draw(st.sampled_from(["packed", "NHD"]), "layout")
+    check(array, batch(lengths, Sizes(6, 3, 32, page), layout=layout), version, sparse)
+
+
+@versions
+def test_unseen_blocks_are_not_read(array: Library, version: str) -> None:
+    """Of 13 sparsity blocks of one page only the 3 last are seen: the others may name any block."""
+    sparse = BlockSparse(local_blocks=3, vert_stride=1000, block_size=16)
+    b = batch((200,))
+    want, _ = inputs.expected(b, scale=0.1, sparse=sparse)
+    b.key_cache[b.block_tables[0, :10]] = np.nan
+    b.value_cache[b.block_tables[0, :10]] = np.nan
+    out = array.output(inputs.outputs(b)[0])
+    run(array, b, version, out, sparse)
+    assert_close(array.numpy(out), want, b.query.dtype)
+
+
+@versions
+def test_a_sequence_that_sees_nothing_gives_zeros(array: Library, version: str) -> None:
+    b = batch((64, 0, 33))
+    sparse = BlockSparse(vert_stride=1000, block_size=16)
+    assert (inputs.expected(b, sparse=sparse)[0] == 0).all()
+    check(array, b, version, sparse)
+
+
+@versions
+def test_no_sequences(array: Library, version: str) -> None:
+    check(array, batch(()), version)
+
+
+@versions
+def test_a_length_above_max_seq_len_is_clamped(array: Library, version: str) -> None:
+    b = batch((40, 100))
+    out = array.output(inputs.outputs(b)[0])
+    with array.reports(r"seq_lens: 100 is out of range \[0, 65\)"):
+        run(array, b, version, out, max_seq_len=64)
+    want, _ = inputs.expected(b.changed(seq_lens=np.array([40, 64], np.int32)), scale=0.1)
+    assert_close(array.numpy(out), want, b.query.dtype)
+
+
+@versions
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_heads": 4}, "num_kv_heads: must be that of key_cache, 2, got 4"),
+        ({"block_size": 32}, "block_size: must be that of key_cache, 16, got 32"),
+        ({"max_seq_len": -1}, "max_seq_len: must not be negative, got -1"),
+        (
+            {"blocksparse_vert_stride": 2, "blocksparse_block_size": 24},
+            "blocksparse_block_size: must be a multiple of block_size = 16, got 24",
+        ),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype"),
+    ],
+)
+def test_wrong_arguments(changes: dict[str, Any], message: str, version: str) -> None:
+    from libraries import Numpy
+
+    b = batch()
+    out = inputs.outputs(b)[0]
+    with pytest.raises(ValueError, match=message):
+        run(Numpy(), b, version, out, **changes)
+    assert (out == inputs.SENTINEL).all()
+
+
+def test_scratch_of_v2_has_a_shape() -> None:
+    b = batch()
+    out, scratch, tmp = inputs.outputs(b)[0], np.zeros((7, 8, 2), np.float32), np.zeros((7, 8, 2, 64), b.query.dtype)
+    good = (scratch, scratch.copy(), tmp)
+    for i, name in enumerate(("exp_sum", "max_logits", "tmp_out")):
+        arrays = [x[:, :, :1] if k == i else x for k, x in enumerate(good)]
+        with pytest.raises(ValueError, match=rf"paged_attention_v2: {name}: .*ceil\(max_seq_len / 512\) = 2"):
+            pykv.paged_attention_v2(
+                out, *arrays, b.query, b.key_cache, b.value_cache, 2, 0.1, b.block_tables, b.seq_lens, 16, 600,
+                None, "auto", 1.0, 1.0,
+            )  # fmt: skip
