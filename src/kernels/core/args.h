@@ -38,7 +38,7 @@ struct Rows {
   int64_t stride0, stride1, stride2;  // elements
 
   PYKV_HOST_DEVICE int64_t offset(int64_t row) const {
-    if (size1 * size2 == 1) return row * stride0;
+    if ((size1 | size2) == 1) return row * stride0;
     const int64_t outer = row / size2;
     return outer / size1 * stride0 + outer % size1 * stride1 + row % size2 * stride2;
   }

@@ -8,12 +8,29 @@
 
 namespace pykv {
 
-// kSize elements that move as one access of up to 16 bytes.
+// Whether elements are held as the words they came in.  Taken apart at once, they would make the thread wait for each
+// load before it starts the next.
 template <class T, int kSize>
+inline constexpr bool kInWords = sizeof(T) < 4 && sizeof(T) * kSize % 4 == 0;
+
+// kSize elements that move as one access of up to 16 bytes.
+template <class T, int kSize, bool = kInWords<T, kSize>>
 struct alignas(sizeof(T) * kSize < 16 ? sizeof(T) * kSize : 16) Vec {
   T elements[kSize];
   __device__ T& operator[](int i) { return elements[i]; }
   __device__ const T& operator[](int i) const { return elements[i]; }
+};
+
+template <class T, int kSize>
+struct alignas(sizeof(T) * kSize < 16 ? sizeof(T) * kSize : 16) Vec<T, kSize, true> {
+  static constexpr int kPerWord = 4 / sizeof(T);
+  uint32_t words[kSize / kPerWord];
+  __device__ T operator[](int i) const {
+    T v;
+    const uint32_t bits = words[i / kPerWord] >> (i % kPerWord * 8 * sizeof(T));
+    __builtin_memcpy(&v, &bits, sizeof v);  // the lowest bytes
+    return v;
+  }
 };
 
 // The widest access there is on every chip we build for.
@@ -51,36 +68,67 @@ __device__ inline bf16 from_float<bf16>(float v) {
   return __float2bfloat16_rn(v);
 }
 
-// Two at a time: one instruction where the type is 16 bits wide.
-__device__ inline void from_floats(float a, float b, float* to) {
-  to[0] = a;
-  to[1] = b;
+// The two elements of a word.
+template <class T>
+__device__ float2 word_to_floats(uint32_t word);
+template <>
+__device__ inline float2 word_to_floats<half>(uint32_t word) {
+  return __half22float2(*reinterpret_cast<const half2*>(&word));
 }
-__device__ inline void from_floats(float a, float b, half* to) {
-  *reinterpret_cast<half2*>(to) = __floats2half2_rn(a, b);
+template <>
+__device__ inline float2 word_to_floats<bf16>(uint32_t word) {
+  return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
 }
-__device__ inline void from_floats(float a, float b, bf16* to) {
-  *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
+template <class T>
+__device__ uint32_t word_from_floats(float low, float high);
+template <>
+__device__ inline uint32_t word_from_floats<half>(float low, float high) {
+  const half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <>
+__device__ inline uint32_t word_from_floats<bf16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
 template <class T, int kSize>
 __device__ Vec<float, kSize> to_floats(const Vec<T, kSize>& v) {
   Vec<float, kSize> floats;
+  if constexpr (kInWords<T, kSize>) {
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) floats[i] = to_float(v[i]);
+    for (int i = 0; i < kSize / 2; ++i) {
+      const float2 pair = word_to_floats<T>(v.words[i]);
+      floats[2 * i] = pair.x;
+      floats[2 * i + 1] = pair.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) floats[i] = to_float(v[i]);
+  }
   return floats;
 }
 
 template <class T, int kSize>
 __device__ Vec<T, kSize> round_to(const Vec<float, kSize>& floats) {
   Vec<T, kSize> v;
-  if constexpr (kSize == 1) {
-    v[0] = from_float<T>(floats[0]);
+  if constexpr (kInWords<T, kSize>) {
+#pragma unroll
+    for (int i = 0; i < kSize / 2; ++i) v.words[i] = word_from_floats<T>(floats[2 * i], floats[2 * i + 1]);
   } else {
 #pragma unroll
-    for (int i = 0; i < kSize; i += 2) from_floats(floats[i], floats[i + 1], v.elements + i);
+    for (int i = 0; i < kSize; ++i) v[i] = from_float<T>(floats[i]);
   }
   return v;
+}
+
+// Every element `value`.
+template <class T, int kSize>
+__device__ Vec<T, kSize> filled(float value) {
+  Vec<float, kSize> floats;
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) floats[i] = value;
+  return round_to<T>(floats);
 }
 
 // Aligned accesses.  A streamed one passes by L1: data that is used once should not push out what is shared (weights).
@@ -106,18 +154,20 @@ __device__ void store_vec(T* to, const V& v) {
   *reinterpret_cast<V*>(to) = v;
 }
 
-// The first `count` elements, one by one, whatever the alignment; the others are `rest`.
-template <class V, class T>
-__device__ V load_some(const T* from, int64_t count, T rest) {
-  V v;
+// The first `count` elements, one by one, whatever the alignment; the others are 0.
+template <class T>
+__device__ Pack<T> load_some(const T* from, int count) {
+  T elements[kPackSize<T>];
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(V) / sizeof(T)); ++i) v[i] = i < count ? from[i] : rest;
+  for (int i = 0; i < kPackSize<T>; ++i) elements[i] = i < count ? from[i] : from_float<T>(0.0f);
+  Pack<T> v;
+  __builtin_memcpy(&v, elements, sizeof v);
   return v;
 }
-template <class V, class T>
-__device__ void store_some(T* to, const V& v, int64_t count) {
+template <class T>
+__device__ void store_some(T* to, const Pack<T>& v, int count) {
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(V) / sizeof(T)); ++i)
+  for (int i = 0; i < kPackSize<T>; ++i)
     if (i < count) to[i] = v[i];
 }
 

@@ -34,7 +34,7 @@ struct Row {
     if constexpr (kAligned) {
       return load_vec<Pack<T>>(data + at);
     } else {
-      return load_some<Pack<T>>(data + at, size - at, from_float<T>(0.0f));
+      return load_some(data + at, size - at);
     }
   }
   __device__ void store(int pack, const Pack<T>& v) const {
@@ -74,14 +74,6 @@ __device__ Pack<T> scale(const Pack<T>& z, float r, const Pack<T>& weight) {
   return round_to<T>(floats);
 }
 
-template <class T>
-__device__ Pack<T> ones() {
-  Pack<T> v;
-#pragma unroll
-  for (int i = 0; i < kPackSize<T>; ++i) v[i] = from_float<T>(1.0f);
-  return v;
-}
-
 template <int kThreads>
 __device__ float row_sum(float v) {
   if constexpr (kThreads <= 32) {
@@ -99,7 +91,8 @@ __host__ __device__ int packs_of(int hidden_size) {
 constexpr int block_size(int threads_per_row) { return threads_per_row > 128 ? threads_per_row : 128; }
 
 template <class T, int kThreads, int kPacks, bool kAligned, bool kResidual>
-__global__ __launch_bounds__(block_size(kThreads)) void rms_norm_kernel(const __grid_constant__ RmsNormArgs args) {
+__global__ __launch_bounds__(block_size(kThreads)) void rms_norm_kernel(const __grid_constant__ RmsNormArgs args,
+                                                                        float inverse_size) {
   constexpr int kRows = block_size(kThreads) / kThreads;
   const int64_t row = blockIdx.x * int64_t{kRows} + threadIdx.x / kThreads;
   const int thread = threadIdx.x % kThreads;
@@ -107,47 +100,61 @@ __global__ __launch_bounds__(block_size(kThreads)) void rms_norm_kernel(const __
   const bool there = row < args.num_rows;  // threads without a row stay: their warp sums with all lanes
   const int packs = there ? packs_of<T>(hidden_size) : 0;
 
-  const auto at = [&](const void* data, int64_t offset) {
+  const auto row_at = [&](const void* data, const Rows& rows) {
+    const int64_t offset = there ? rows.offset(row) : 0;
     return Row<T, kAligned>{static_cast<T*>(const_cast<void*>(data)) + offset, hidden_size};
   };
-  const auto input = at(args.input, there ? args.input_rows.offset(row) : 0);
-  const auto out = at(args.out, there ? args.out_rows.offset(row) : 0);
-  const auto residual = at(args.residual, kResidual && there ? args.residual_rows.offset(row) : 0);
-  const auto weight = at(args.weight, 0);
-  const auto weight_pack = [&](int pack) { return args.weight ? weight.load(pack) : ones<T>(); };
-  const auto rsqrt_mean = [&](float sum) {
-    return rsqrtf(row_sum<kThreads>(sum) / static_cast<float>(hidden_size) + args.epsilon);
-  };
+  const Row<T, kAligned> weight{static_cast<T*>(const_cast<void*>(args.weight)), hidden_size};
+  const auto rsqrt_mean = [&](float sum) { return rsqrtf(fmaf(row_sum<kThreads>(sum), inverse_size, args.epsilon)); };
+  constexpr Pack<T> kNothing{};
 
   if constexpr (kPacks > 0) {
     constexpr bool kWeightEarly = kThreads <= 256;
     Pack<T> z[kPacks], added[kPacks], w[kPacks];
+    const auto load_weight = [&](int k) {
+      w[k] = filled<T, kPackSize<T>>(1.0f);
+      if (args.weight && thread + k * kThreads < packs) w[k] = weight.load(thread + k * kThreads);
+    };
+
+    const auto input = row_at(args.input, args.input_rows);
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k)
-      if (thread + k * kThreads < packs) {
-        z[k] = input.load_streamed(thread + k * kThreads);
-        if constexpr (kResidual) added[k] = residual.load_streamed(thread + k * kThreads);
+    for (int k = 0; k < kPacks; ++k) {
+      z[k] = kNothing;
+      if (thread + k * kThreads < packs) z[k] = input.load_streamed(thread + k * kThreads);
+    }
+    [[maybe_unused]] Row<T, kAligned> residual;
+    if constexpr (kResidual) {
+      residual = row_at(args.residual, args.residual_rows);
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+        added[k] = kNothing;
+        if (thread + k * kThreads < packs) added[k] = residual.load_streamed(thread + k * kThreads);
       }
+    }
+    if constexpr (kWeightEarly) {
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k)
-      if (kWeightEarly && thread + k * kThreads < packs) w[k] = weight_pack(thread + k * kThreads);
+      for (int k = 0; k < kPacks; ++k) load_weight(k);
+    }
 
     float sum = 0.0f;
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k)
-      if (thread + k * kThreads < packs) {
-        if constexpr (kResidual) {
-          z[k] = add(z[k], added[k]);
-          residual.store(thread + k * kThreads, z[k]);
-        }
-        sum += sum_of_squares(z[k]);
+    for (int k = 0; k < kPacks; ++k) {
+      if constexpr (kResidual) {
+        z[k] = add(z[k], added[k]);
+        if (thread + k * kThreads < packs) residual.store(thread + k * kThreads, z[k]);
       }
+      sum += sum_of_squares(z[k]);
+    }
     const float r = rsqrt_mean(sum);
+    const auto out = row_at(args.out, args.out_rows);
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k)
-      if (thread + k * kThreads < packs)
-        out.store(thread + k * kThreads, scale(z[k], r, kWeightEarly ? w[k] : weight_pack(thread + k * kThreads)));
+    for (int k = 0; k < kPacks; ++k) {
+      if constexpr (!kWeightEarly) load_weight(k);
+      if (thread + k * kThreads < packs) out.store(thread + k * kThreads, scale(z[k], r, w[k]));
+    }
   } else {
+    const auto input = row_at(args.input, args.input_rows);
+    const auto residual = row_at(args.residual, args.residual_rows);
     float sum = 0.0f;
 #pragma unroll 4
     for (int p = thread; p < packs; p += kThreads) {
@@ -160,8 +167,10 @@ __global__ __launch_bounds__(block_size(kThreads)) void rms_norm_kernel(const __
     }
     const float r = rsqrt_mean(sum);
     const auto z = kResidual ? residual : input;  // each thread reads what it has written itself
-#pragma unroll 4
-    for (int p = thread; p < packs; p += kThreads) out.store(p, scale(z.load(p), r, weight_pack(p)));
+    const auto out = row_at(args.out, args.out_rows);
+#pragma unroll 2
+    for (int p = thread; p < packs; p += kThreads)
+      out.store(p, scale(z.load(p), r, args.weight ? weight.load(p) : filled<T, kPackSize<T>>(1.0f)));
   }
 }
 
@@ -173,7 +182,8 @@ void run(const RmsNormArgs& args, cudaStream_t stream) {
     const int64_t blocks = (args.num_rows + kRows - 1) / kRows;
     if (blocks > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "at most 2^31 - 1 rows are supported");
     rms_norm_kernel<T, kThreads, kPacks, kAligned, kResidual>
-        <<<static_cast<unsigned>(blocks), block_size(kThreads), 0, stream>>>(args);
+        <<<static_cast<unsigned>(blocks), block_size(kThreads), 0, stream>>>(
+            args, 1.0f / static_cast<float>(args.hidden_size));
   };
   const int packs = packs_of<T>(static_cast<int>(args.hidden_size));
   if (packs <= 16) {

@@ -16,11 +16,22 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// kSize elements of a row of cosines and sines, as floats.
 template <int kSize>
-__device__ Vec<float, kSize> load_angles(const void* row, DType dtype, int64_t at) {
-  const auto load = [&]<class C>() { return to_floats(load_vec<Vec<C, kSize>>(static_cast<const C*>(row) + at)); };
-  switch (dtype) {
+struct Angles {
+  Vec<float, kSize> cosines, sines;
+};
+
+// kSize cosines and sines from frequency `i` on, of a position inside the cache.
+template <int kSize>
+__device__ Angles<kSize> load_angles(const RotaryEmbeddingArgs& args, int64_t position, int i) {
+  const int half_dim = static_cast<int>(args.rotary_dim) / 2;
+  const auto load = [&]<class C>() {
+    using V = Vec<C, kSize>;
+    const C* row = static_cast<const C*>(args.cos_sin_cache) + position * args.cache_stride;
+    const V cosines = load_vec<V>(row + i), sines = load_vec<V>(row + half_dim + i);  // both before either is used
+    return Angles<kSize>{to_floats(cosines), to_floats(sines)};
+  };
+  switch (args.cache_dtype) {
     case DType::kFloat16:
       return load.template operator()<half>();
     case DType::kBFloat16:
@@ -30,64 +41,86 @@ __device__ Vec<float, kSize> load_angles(const void* row, DType dtype, int64_t a
   }
 }
 
+// A position on its way, as the words it consists of.
+class PositionLoad {
+ public:
+  __device__ PositionLoad(const Index& positions, int64_t at) {
+    const int32_t* words = static_cast<const int32_t*>(positions.data);
+    low_ = words[positions.is_int64 ? 2 * at : at];
+    high_ = words[positions.is_int64 ? 2 * at + 1 : at];
+  }
+  // Waits for it; what was started before stays before.
+  __device__ int64_t wait(bool is_int64) {
+    asm volatile("" : "+r"(low_), "+r"(high_));
+    return is_int64 ? int64_t{high_} << 32 | static_cast<uint32_t>(low_) : int64_t{low_};
+  }
+
+ private:
+  int32_t low_, high_;
+};
+
 template <class T, int kSize, bool kNeox, int kHeads>
 __global__ __launch_bounds__(kThreads, 3) void rotary_embedding_kernel(const __grid_constant__ RotaryEmbeddingArgs args,
-                                                                    Reporter report) {
+                                                                       Reporter report) {
   using V = Vec<T, kSize>;
   const int64_t t = int64_t{blockIdx.x} * blockDim.z + threadIdx.z;
   if (t >= args.num_tokens) return;
   const int64_t b = args.seq == args.num_tokens ? 0 : t / args.seq, s = t - b * args.seq;
-  const int half_dim = static_cast<int>(args.rotary_dim / 2);
+  PositionLoad position_load(args.positions, b * args.position_batch + s * args.position_token);
+
+  const int half_dim = static_cast<int>(args.rotary_dim) / 2;
   const int num_query_heads = static_cast<int>(args.query.num_heads);
   const int num_heads = num_query_heads + static_cast<int>(args.key.num_heads);
   T* const query = static_cast<T*>(args.query.data) + b * args.query.batch + s * args.query.token;
   T* const key = static_cast<T*>(args.key.data) + b * args.key.batch + s * args.key.token;
   const auto head_at = [&](int h) {
-    return h < num_query_heads ? query + h * args.query.head : key + (h - num_query_heads) * args.key.head;
+    const bool of_query = h < num_query_heads;
+    return (of_query ? query : key) +
+           (of_query ? h : h - num_query_heads) * (of_query ? args.query.head : args.key.head);
   };
-  const int64_t position = args.position(b, s);
 
   for (int i = threadIdx.x * kSize; i < half_dim; i += blockDim.x * kSize) {
     const int low = kNeox ? i : 2 * i, high = kNeox ? half_dim + i : 2 * i + kSize;
-    Vec<float, kSize> cosines, sines;
+    Angles<kSize> angles;
     bool have_angles = false;
     for (int first = threadIdx.y; first < num_heads; first += blockDim.y * kHeads) {
+      T* heads[kHeads];
       V v[kHeads][2];
 #pragma unroll
       for (int k = 0; k < kHeads; ++k) {
         const int h = first + k * static_cast<int>(blockDim.y);
+        heads[k] = head_at(h);
         if (h < num_heads) {
-          v[k][0] = load_vec<V>(head_at(h) + low);
-          v[k][1] = load_vec<V>(head_at(h) + high);
+          v[k][0] = load_vec<V>(heads[k] + low);
+          v[k][1] = load_vec<V>(heads[k] + high);
         }
       }
       if (!have_angles) {
+        const int64_t position = position_load.wait(args.positions.is_int64);
         if (position < 0 || position >= args.max_position) {
           if (threadIdx.x == 0 && threadIdx.y == 0) report(position, args.max_position);
           return;
         }
-        const int64_t row = position * args.cache_stride;
-        cosines = load_angles<kSize>(args.cos_sin_cache, args.cache_dtype, row + i);
-        sines = load_angles<kSize>(args.cos_sin_cache, args.cache_dtype, row + half_dim + i);
+        angles = load_angles<kSize>(args, position, i);
 #pragma unroll
-        for (int j = 0; j < kSize; ++j) sines[j] = args.inverse ? -sines[j] : sines[j];
+        for (int j = 0; j < kSize; ++j) angles.sines[j] = args.inverse ? -angles.sines[j] : angles.sines[j];
         have_angles = true;
       }
 #pragma unroll
       for (int k = 0; k < kHeads; ++k) {
-        const int h = first + k * static_cast<int>(blockDim.y);
-        if (h >= num_heads) continue;
+        if (first + k * static_cast<int>(blockDim.y) >= num_heads) continue;
+        const Vec<float, kSize> given[2] = {to_floats(v[k][0]), to_floats(v[k][1])};
         Vec<float, kSize> rotated[2];
 #pragma unroll
         for (int j = 0; j < kSize; ++j) {
           // element j of x and of y: side by side in two vectors (NeoX), or in turn
           const int at_x = kNeox ? j : 2 * j, at_y = kNeox ? kSize + j : 2 * j + 1;
-          const float x = to_float(v[k][at_x / kSize][at_x % kSize]), y = to_float(v[k][at_y / kSize][at_y % kSize]);
-          rotated[at_x / kSize][at_x % kSize] = x * cosines[j] - y * sines[j];
-          rotated[at_y / kSize][at_y % kSize] = y * cosines[j] + x * sines[j];
+          const float x = given[at_x / kSize][at_x % kSize], y = given[at_y / kSize][at_y % kSize];
+          rotated[at_x / kSize][at_x % kSize] = x * angles.cosines[j] - y * angles.sines[j];
+          rotated[at_y / kSize][at_y % kSize] = y * angles.cosines[j] + x * angles.sines[j];
         }
-        store_vec(head_at(h) + low, round_to<T>(rotated[0]));
-        store_vec(head_at(h) + high, round_to<T>(rotated[1]));
+        store_vec(heads[k] + low, round_to<T>(rotated[0]));
+        store_vec(heads[k] + high, round_to<T>(rotated[1]));
       }
     }
   }
