@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterator
 
 import hypothesis
-import pykv
 import pytest
 from libraries import LIBRARIES, Library
+
+import pykv
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the GPU's memory for itself
 
@@ -25,7 +26,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "array" in metafunc.fixturenames:
         wanted = metafunc.config.getoption("--device")
         chosen = [kind for kind in LIBRARIES if wanted in (None, kind.device)]
-        metafunc.parametrize("array", chosen, ids=[f"{k.name}-{k.device}" for k in chosen], indirect=True, scope="session")
+        metafunc.parametrize(
+            "array", chosen, ids=[f"{k.name}-{k.device}" for k in chosen], indirect=True, scope="session"
+        )
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
-import pykv
 import pytest
+
+import pykv
 
 _SMALL_FLOATS = {"float8_e4m3fn", "float8_e5m2"}
 

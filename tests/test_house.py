@@ -28,7 +28,9 @@ def test_a_family_knows_no_other_family(family: str) -> None:
     assert rooms(KERNELS / family) <= {family, "core", "cpu", "cuda", "pykv"}
 
 
-@pytest.mark.parametrize(("room", "allowed"), [("core", {"core", "cpu", "cuda", "pykv"}), ("cpu", {"core", "cpu", "pykv"})])
+@pytest.mark.parametrize(
+    ("room", "allowed"), [("core", {"core", "cpu", "cuda", "pykv"}), ("cpu", {"core", "cpu", "pykv"})]
+)
 def test_shared_rooms_know_no_op(room: str, allowed: set[str]) -> None:
     assert rooms(KERNELS / room) <= allowed
 

@@ -15,7 +15,12 @@ TOLERANCE = {
 
 
 def assert_close(
-    actual: np.ndarray, expected: np.ndarray, dtype: object = None, *, atol: float | None = None, rtol: float | None = None
+    actual: np.ndarray,
+    expected: np.ndarray,
+    dtype: object = None,
+    *,
+    atol: float | None = None,
+    rtol: float | None = None,
 ) -> None:
     """Element by element, NaN equal to NaN.  ``dtype``: whose tolerance holds, by default that of ``actual``."""
     assert actual.shape == expected.shape

@@ -7,8 +7,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pykv
 import pytest
+
+import pykv
 
 SOURCES = Path(__file__).parent
 
@@ -27,11 +28,24 @@ def test_find_package(tmp_path: Path) -> None:
     assert run("build/consumer_cc", cwd=tmp_path) == "ok\n"
 
 
-@pytest.mark.parametrize(("compiler", "standard", "source"), [("gcc", "c99", "consumer.c"), ("g++", "c++17", "consumer.cc")])
+@pytest.mark.parametrize(
+    ("compiler", "standard", "source"), [("gcc", "c99", "consumer.c"), ("g++", "c++17", "consumer.cc")]
+)
 def test_pkg_config(tmp_path: Path, compiler: str, standard: str, source: str) -> None:
     if shutil.which("pkg-config") is None:
         pytest.skip("pkg-config is not installed")
     where = {**os.environ, "PKG_CONFIG_PATH": f"{pykv.get_library_dir()}/pkgconfig"}
     flags = run("pkg-config", "--cflags", "--libs", "pykv", cwd=tmp_path, env=where).split()
-    run(compiler, f"-std={standard}", "-Wall", "-Werror", SOURCES / source, *flags, "-lm", "-o", "consumer", cwd=tmp_path)
+    run(
+        compiler,
+        f"-std={standard}",
+        "-Wall",
+        "-Werror",
+        SOURCES / source,
+        *flags,
+        "-lm",
+        "-o",
+        "consumer",
+        cwd=tmp_path,
+    )
     assert run("./consumer", cwd=tmp_path, env={**os.environ, "LD_LIBRARY_PATH": pykv.get_library_dir()}) == "ok\n"

@@ -7,9 +7,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import pykv
 import pytest
 from libraries import Library
+
+import pykv
 
 
 def normalised(x: np.ndarray) -> np.ndarray:
@@ -106,7 +107,9 @@ def test_refused(x: np.ndarray, bad: Any, error: type[Exception], message: str) 
 def test_strides_that_split_elements(x: np.ndarray) -> None:
     bytes_ = np.zeros(5 * 98, np.uint8)
     odd = np.ndarray((5, 24), np.float32, bytes_, strides=(98, 4))
-    with pytest.raises(ValueError, match=r"rms_norm: input: strides must be multiples of the element size of 4 bytes, got 98"):
+    with pytest.raises(
+        ValueError, match=r"rms_norm: input: strides must be multiples of the element size of 4 bytes, got 98"
+    ):
         pykv.rms_norm(x, odd, np.ones(24, np.float32))
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pykv
 import pytest
+
+import pykv
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +119,11 @@ def test_plain_dlpack_is_told_the_stream(cupy: Any) -> None:
 @pytest.mark.parametrize("library", ["torch", "cupy"])
 def test_graph_capture(cupy: Any, torch: Any, library: str) -> None:
     if library == "torch":
-        x, out, ones = torch.ones(8, 64, device="cuda"), torch.zeros(8, 64, device="cuda"), torch.ones(64, device="cuda")
+        x, out, ones = (
+            torch.ones(8, 64, device="cuda"),
+            torch.zeros(8, 64, device="cuda"),
+            torch.ones(64, device="cuda"),
+        )
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             pykv.rms_norm(out, x, ones)

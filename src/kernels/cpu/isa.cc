@@ -11,8 +11,9 @@ Isa cpu_isa() {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")) {
       best = Isa::kAvx2;
-      if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd"))
+      if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+          __builtin_cpu_supports("avx512cd"))
         best = Isa::kAvx512;
     }
     if (const char* wanted = std::getenv("PYKV_ISA")) {

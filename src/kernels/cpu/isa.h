@@ -17,22 +17,30 @@ Isa cpu_isa();
 
 // Declares the twins of one op and the function that runs the one for this machine.
 #if defined(__x86_64__)
-#define PYKV_CPU_TWIN(NAME, ARGS)                                     \
-  namespace base { void NAME(const ARGS& args, const Launch& launch); }   \
-  namespace avx2 { void NAME(const ARGS& args, const Launch& launch); }   \
-  namespace avx512 { void NAME(const ARGS& args, const Launch& launch); } \
-  inline void NAME(const ARGS& args, const Launch& launch) {          \
-    switch (cpu_isa()) {                                              \
-      case Isa::kAvx512:                                              \
-        return avx512::NAME(args, launch);                            \
-      case Isa::kAvx2:                                                \
-        return avx2::NAME(args, launch);                              \
-      default:                                                        \
-        return base::NAME(args, launch);                              \
-    }                                                                 \
+#define PYKV_CPU_TWIN(NAME, ARGS)                            \
+  namespace base {                                           \
+  void NAME(const ARGS& args, const Launch& launch);         \
+  }                                                          \
+  namespace avx2 {                                           \
+  void NAME(const ARGS& args, const Launch& launch);         \
+  }                                                          \
+  namespace avx512 {                                         \
+  void NAME(const ARGS& args, const Launch& launch);         \
+  }                                                          \
+  inline void NAME(const ARGS& args, const Launch& launch) { \
+    switch (cpu_isa()) {                                     \
+      case Isa::kAvx512:                                     \
+        return avx512::NAME(args, launch);                   \
+      case Isa::kAvx2:                                       \
+        return avx2::NAME(args, launch);                     \
+      default:                                               \
+        return base::NAME(args, launch);                     \
+    }                                                        \
   }
 #else
-#define PYKV_CPU_TWIN(NAME, ARGS)                                   \
-  namespace base { void NAME(const ARGS& args, const Launch& launch); } \
+#define PYKV_CPU_TWIN(NAME, ARGS)                    \
+  namespace base {                                   \
+  void NAME(const ARGS& args, const Launch& launch); \
+  }                                                  \
   inline void NAME(const ARGS& args, const Launch& launch) { base::NAME(args, launch); }
 #endif

@@ -19,7 +19,8 @@ void parallel_ranges(int64_t n, int64_t grain, RangeFn fn, void* context);
 template <class F>
 void parallel_for(int64_t n, int64_t grain, F&& body) {
   parallel_ranges(
-      n, grain, [](void* f, int64_t begin, int64_t end) { (*static_cast<std::remove_reference_t<F>*>(f))(begin, end); }, &body);
+      n, grain, [](void* f, int64_t begin, int64_t end) { (*static_cast<std::remove_reference_t<F>*>(f))(begin, end); },
+      &body);
 }
 
 }  // namespace pykv
