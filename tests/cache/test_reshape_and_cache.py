@@ -158,9 +158,12 @@ def test_packed_values_of_any_head_size(array: Library) -> None:
         check(array, "packed", Sizes(head_size=16, v_head_size=37), dtype=dtype, arrangement="padded")
 
 
-@pytest.mark.parametrize("name", ["NHD", "packed"])
-def test_many_tokens(array: Library, name: str) -> None:
-    check(array, name, Sizes(blocks=150, heads=8, head_size=128), num_tokens=2345)
+@pytest.mark.parametrize("arrangement", ["compact", "part of qkv"])
+@pytest.mark.parametrize("name", ["NHD", "rows not aligned", "packed", "packed, values not aligned"])
+def test_many_tokens(array: Library, name: str, arrangement: str) -> None:
+    """More bytes than CPU caches hold: on the CPU they are written past them."""
+    s = Sizes(blocks=150, heads=8, head_size=128)
+    check(array, name, s, dtype="float32", num_tokens=2345, arrangement=arrangement)
 
 
 @pytest.mark.parametrize("name", ["NHD", "packed"])

@@ -1,5 +1,6 @@
-// Twin of reshape_and_cache.cu.  Memory-bound too: whole rows are copied, converted rows pass through a small tile on the
-// stack, and where tokens become neighbours (packed values) a square of 16-byte vectors is transposed in registers.
+// Twin of reshape_and_cache.cu.  Memory-bound too: whole rows are copied (past the caches, if there are many), converted
+// rows pass through a small tile on the stack, and where tokens become neighbours (packed values) a square of 16-byte
+// vectors is transposed in registers.
 #include <cstring>
 #include <utility>
 
@@ -10,12 +11,53 @@
 namespace pykv::PYKV_ISA {
 namespace {
 
-constexpr int kColumns = 256;                  // of a head, at once
-constexpr int64_t kBytesPerTask = 128 * 1024;  // less is not worth another thread
+constexpr int kColumns = 256;                   // of a head, at once
+constexpr int64_t kGroup = 16;                  // tokens that no two threads share: often a block of the cache
+constexpr int64_t kBytesPerTask = 128 * 1024;   // less is not worth another thread
+constexpr int64_t kBytesPastCaches = 16 << 20;  // more than this pushes everything else out of the caches
 
-// Tokens that one 16-byte vector of the cache can hold: the longest run handled at once.
+// Rows of one or two kilobytes are where memcpy does badly: too short for its way past the caches, long enough to spend
+// half of the memory's bandwidth on reading lines that are then overwritten.
+inline void copy_past_caches(char* to, const char* from, int64_t bytes) {
+#if defined(__x86_64__)
+  const int64_t head = -reinterpret_cast<intptr_t>(to) & 63;
+  if (bytes >= head + 64) {
+    std::memcpy(to, from, head);
+    to += head, from += head, bytes -= head;
+    for (; bytes >= 64; to += 64, from += 64, bytes -= 64) {
+      __m128i line[4];
+      std::memcpy(line, from, 64);
+      for (int i = 0; i < 4; ++i) _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, line[i]);
+    }
+  }
+#endif
+  std::memcpy(to, from, bytes);
+}
+
+// Sixteen bytes.  Past the caches only if the stores around it fill the line.
+inline void store16(void* to, const void* from, bool past_caches) {
+#if defined(__x86_64__)
+  if (past_caches && (reinterpret_cast<uintptr_t>(to) & 15) == 0) {
+    __m128i v;
+    std::memcpy(&v, from, 16);
+    return _mm_stream_si128(static_cast<__m128i*>(to), v);
+  }
+#endif
+  std::memcpy(to, from, 16);
+}
+
+// Stores past the caches are ordered by nothing but this.
+inline void finish_past_caches() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+// Tokens that one 16-byte vector of the cache can hold, and how many are handled at once.
 template <class Stored>
-constexpr int kRun = 16 / sizeof(Stored);
+constexpr int kTokens = 16 / sizeof(Stored);
+template <class Stored>
+constexpr int kMostTokens = 4 * kTokens<Stored>;
 
 // `length` tokens in consecutive slots of one block.
 struct Run {
@@ -37,8 +79,8 @@ inline V interleave(V a, V b, std::integer_sequence<int, kLane...>) {
 
 // log2(n) rounds of interleaving row i with row i + n / 2 turn n rows into n columns.
 template <class Stored>
-inline void transpose(Vector<Stored> (&v)[kRun<Stored>]) {
-  constexpr int n = kRun<Stored>;
+inline void transpose(Vector<Stored> (&v)[kTokens<Stored>]) {
+  constexpr int n = kTokens<Stored>;
   constexpr auto lanes = std::make_integer_sequence<int, n>();
   for (int round = 1; round < n; round *= 2) {
     Vector<Stored> next[n];
@@ -52,14 +94,22 @@ inline void transpose(Vector<Stored> (&v)[kRun<Stored>]) {
 
 // Columns [0, n) of `length` rows to a place where tokens are neighbours and columns lie `stride` elements apart.
 template <class Stored>
-inline void store_transposed(Stored* to, int64_t stride, const Stored* const* rows, int64_t length, int64_t n) {
+inline void store_transposed(Stored* to, int64_t stride, const Stored* const* rows, int64_t length, int64_t n,
+                             bool past_caches) {
+  constexpr int kSide = kTokens<Stored>;
+  const int64_t squares = length / kSide;
+  past_caches = past_caches && length == stride;  // columns touch, and all of each is written
   int64_t column = 0;
-  if (length == kRun<Stored>) {
-    for (; column + kRun<Stored> <= n; column += kRun<Stored>) {
-      Vector<Stored> v[kRun<Stored>];
-      for (int i = 0; i < kRun<Stored>; ++i) v[i] = load_raw<Vector<Stored>>(rows[i] + column);
-      transpose<Stored>(v);
-      for (int i = 0; i < kRun<Stored>; ++i) std::memcpy(to + (column + i) * stride, &v[i], 16);
+  for (; column + kSide <= n && squares > 0; column += kSide) {
+    Vector<Stored> v[kMostTokens<Stored> / kSide][kSide];
+    for (int64_t k = 0; k < squares; ++k) {
+      for (int i = 0; i < kSide; ++i) v[k][i] = load_raw<Vector<Stored>>(rows[k * kSide + i] + column);
+      transpose<Stored>(v[k]);
+    }
+    for (int i = 0; i < kSide; ++i) {
+      Stored* tokens = to + (column + i) * stride;
+      for (int64_t k = 0; k < squares; ++k) store16(tokens + k * kSide, &v[k][i], past_caches);
+      for (int64_t t = squares * kSide; t < length; ++t) tokens[t] = rows[t][column + i];
     }
   }
   for (; column < n; ++column)
@@ -93,57 +143,77 @@ struct Quantise {
   }
 };
 
+// Heads lie in the cache as they do in the token: no tile is needed.
 template <class Convert>
-void write_run(const CacheSide& side, int64_t num_heads, const Run& run) {
+void write_rows(const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches) {
   using Source = typename Convert::Source;
   using Stored = typename Convert::Stored;
-  Stored tile[kRun<Stored>][kColumns];
+  const int64_t size = side.head_size, row = num_heads * size;
+  // as much at once as lies together on both sides: all heads, or even all tokens
+  const bool by_the_row =
+      (num_heads == 1 || (side.data_head == size && side.head == size)) && side.data_dim == 1 && side.scale.stride == 0;
+  const bool at_once = by_the_row && Convert::kIsCopy && side.data_token == row && side.token == row;
+  const int64_t tokens = at_once ? 1 : run.length, heads = by_the_row ? 1 : num_heads;
+  const int64_t n = run.length * row / (tokens * heads);
+  for (int64_t i = 0; i < tokens; ++i) {
+    for (int64_t h = 0; h < heads; ++h) {
+      Stored* to =
+          static_cast<Stored*>(side.cache) + run.block * side.block + (run.offset + i) * side.token + h * side.head;
+      const Source* from =
+          static_cast<const Source*>(side.data) + (run.token + i) * side.data_token + h * side.data_head;
+      if (!Convert::kIsCopy || side.data_dim != 1) {
+        Convert::row(to, from, side.data_dim, n, side.scale[h]);
+      } else if (past_caches) {
+        copy_past_caches(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), n * sizeof(Stored));
+      } else {
+        std::memcpy(to, from, n * sizeof(Stored));
+      }
+    }
+  }
+}
+
+template <class Convert>
+void write_tiles(const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches) {
+  using Source = typename Convert::Source;
+  using Stored = typename Convert::Stored;
+  Stored tile[kMostTokens<Stored>][kColumns];
+  const Stored* rows[kMostTokens<Stored>];
   const Source* data = static_cast<const Source*>(side.data) + run.token * side.data_token;
   Stored* cache = static_cast<Stored*>(side.cache) + run.block * side.block + run.offset * side.token;
-  const int64_t size = side.head_size;
-
-  const bool rows_as_they_are = Convert::kIsCopy && side.data_dim == 1;
-  if (rows_as_they_are && side.chunk == size) {
-    const bool heads_adjacent = num_heads == 1 || (side.data_head == size && side.head == size);
-    const int64_t pieces = heads_adjacent ? 1 : num_heads;
-    const size_t bytes = (heads_adjacent ? num_heads : 1) * size * sizeof(Stored);
-    for (int64_t i = 0; i < run.length; ++i)
-      for (int64_t h = 0; h < pieces; ++h)
-        std::memcpy(cache + i * side.token + h * side.head, data + i * side.data_token + h * side.data_head, bytes);
-    return;
-  }
-
   for (int64_t h = 0; h < num_heads; ++h) {
-    for (int64_t first = 0; first < size; first += kColumns) {
-      const int64_t n = size - first < kColumns ? size - first : kColumns;
-      const Stored* rows[kRun<Stored>];
+    for (int64_t first = 0; first < side.head_size; first += kColumns) {
+      const int64_t n = side.head_size - first < kColumns ? side.head_size - first : kColumns;
       for (int64_t i = 0; i < run.length; ++i) {
         const Source* from = data + i * side.data_token + h * side.data_head + first * side.data_dim;
-        if (rows_as_they_are) {
+        if (Convert::kIsCopy && side.data_dim == 1) {
           rows[i] = reinterpret_cast<const Stored*>(from);
         } else {
           Convert::row(tile[i], from, side.data_dim, n, side.scale[h]);
           rows[i] = tile[i];
         }
       }
-      Stored* to = cache + h * side.head;
-      if (side.chunk == size) {
-        for (int64_t i = 0; i < run.length; ++i) std::memcpy(to + i * side.token + first, rows[i], n * sizeof(Stored));
-      } else if (side.chunk > 1) {  // x elements, 16 bytes; a tile's columns are a multiple of x
-        to += first / side.chunk * side.chunk_stride;
-        for (int64_t column = 0; column < n; column += kRun<Stored>, to += side.chunk_stride)
-          for (int64_t i = 0; i < run.length; ++i) std::memcpy(to + i * side.token, rows[i] + column, 16);
+      Stored* to = cache + h * side.head + first / side.chunk * side.chunk_stride;
+      if (side.chunk > 1) {  // x elements, 16 bytes; a tile's columns are a multiple of x
+        const bool whole_lines = past_caches && run.length % 4 == 0 && side.token == side.chunk;
+        for (int64_t column = 0; column < n; column += side.chunk, to += side.chunk_stride)
+          for (int64_t i = 0; i < run.length; ++i) store16(to + i * side.token, rows[i] + column, whole_lines);
+      } else if (side.token == 1) {
+        store_transposed(to, side.chunk_stride, rows, run.length, n, past_caches);
       } else {
-        to += first * side.chunk_stride;
-        if (side.token == 1) {
-          store_transposed(to, side.chunk_stride, rows, run.length, n);
-        } else {
-          for (int64_t i = 0; i < run.length; ++i)
-            for (int64_t column = 0; column < n; ++column)
-              to[i * side.token + column * side.chunk_stride] = rows[i][column];
-        }
+        for (int64_t i = 0; i < run.length; ++i)
+          for (int64_t column = 0; column < n; ++column)
+            to[i * side.token + column * side.chunk_stride] = rows[i][column];
       }
     }
+  }
+}
+
+template <class Convert>
+void write_run(const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches) {
+  if (side.chunk == side.head_size) {
+    write_rows<Convert>(side, num_heads, run, past_caches);
+  } else {
+    write_tiles<Convert>(side, num_heads, run, past_caches);
   }
 }
 
@@ -153,8 +223,11 @@ void write_all(const ReshapeAndCacheArgs& args, const Launch& launch) {
   const int64_t num_slots = args.num_blocks * args.block_size;
   const int64_t token_bytes = args.num_heads * (args.key.head_size + args.value.head_size) *
                               static_cast<int64_t>(sizeof(typename Convert::Source));
-  const int64_t grain = kBytesPerTask / (token_bytes + 1) + 1;
-  parallel_for(args.num_tokens, grain, [&](int64_t begin, int64_t end) {
+  const bool past_caches = args.num_tokens * token_bytes > kBytesPastCaches;
+  const int64_t groups = (args.num_tokens + kGroup - 1) / kGroup;
+  parallel_for(groups, kBytesPerTask / (kGroup * token_bytes + 1) + 1, [&](int64_t first, int64_t last) {
+    int64_t begin = first * kGroup;
+    const int64_t end = last == groups ? args.num_tokens : last * kGroup;
     while (begin < end) {
       const int64_t slot = args.slots[begin];
       Run run{begin++, 1, 0, 0};
@@ -166,11 +239,12 @@ void write_all(const ReshapeAndCacheArgs& args, const Launch& launch) {
       run.block = slot / args.block_size;
       run.offset = slot % args.block_size;
       const int64_t left = args.block_size - run.offset;
-      const int64_t most = left < kRun<typename Convert::Stored> ? left : kRun<typename Convert::Stored>;
+      const int64_t most = left < kMostTokens<typename Convert::Stored> ? left : kMostTokens<typename Convert::Stored>;
       while (run.length < most && begin < end && args.slots[begin] == slot + run.length) ++run.length, ++begin;
-      write_run<Convert>(args.key, args.num_heads, run);
-      write_run<Convert>(args.value, args.num_heads, run);
+      write_run<Convert>(args.key, args.num_heads, run, past_caches);
+      write_run<Convert>(args.value, args.num_heads, run, past_caches);
     }
+    if (past_caches) finish_past_caches();
   });
 }
 
