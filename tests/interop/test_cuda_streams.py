@@ -192,3 +192,17 @@ except ValueError as error:
     env = {**os.environ, "PYKV_CHECK": "sync"}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, cwd="/")
     assert done.stdout.startswith("reshape_and_cache_flash: slot_mapping: 9 is out of range [0, 8)"), done.stderr
+
+
+def test_numba_arrays() -> None:
+    pytest.importorskip("numba")
+    from numba import cuda
+
+    x = np.random.default_rng(0).standard_normal((5, 96)).astype(np.float32)
+    source, out = cuda.to_device(x), cuda.device_array((5, 96), np.float32)
+    pykv.rms_norm(out, source, cuda.to_device(np.ones(96, np.float32)))
+    expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(out.copy_to_host(), expected, rtol=1e-5, atol=1e-6)
+    pykv.rms_norm(out[::2], source[::2], cuda.to_device(np.full(96, 2, np.float32)))
+    expected[::2] *= 2
+    np.testing.assert_allclose(out.copy_to_host(), expected, rtol=1e-5, atol=1e-6)
