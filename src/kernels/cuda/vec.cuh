@@ -131,27 +131,41 @@ __device__ Vec<T, kSize> filled(float value) {
   return round_to<T>(floats);
 }
 
-// Aligned accesses.  A streamed one passes by L1: data that is used once should not push out what is shared (weights).
+// Aligned accesses to global memory.  A streamed one passes by L1: data that is used once should not push out what is
+// shared (weights).
 template <class V, class T>
 __device__ V load_vec(const T* from) {
   return *reinterpret_cast<const V*>(from);
 }
 template <class V, class T>
 __device__ V load_vec_streamed(const T* from) {
-  V v;
   if constexpr (sizeof(V) == 16) {
-    uint32_t* r = reinterpret_cast<uint32_t*>(&v);
+    uint4 raw;
     asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
                  : "l"(from));
+    V v;
+    __builtin_memcpy(&v, &raw, sizeof v);
+    return v;
   } else {
-    v = load_vec<V>(from);
+    return load_vec<V>(from);
   }
-  return v;
 }
+// Spelled out, since the compiler may take the copy of a struct apart.
 template <class V, class T>
 __device__ void store_vec(T* to, const V& v) {
-  *reinterpret_cast<V*>(to) = v;
+  if constexpr (sizeof(V) == 16) {
+    uint4 raw;
+    __builtin_memcpy(&raw, &v, sizeof v);
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w)
+                 : "memory");
+  } else if constexpr (sizeof(V) == 8) {
+    uint2 raw;
+    __builtin_memcpy(&raw, &v, sizeof v);
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(raw.x), "r"(raw.y) : "memory");
+  } else {
+    *reinterpret_cast<V*>(to) = v;
+  }
 }
 
 // The first `count` elements, one by one, whatever the alignment; the others are 0.
