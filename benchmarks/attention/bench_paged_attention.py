@@ -1,0 +1,246 @@
+"""Decode and prefill of paged attention on CUDA: head size 128, 32 query and 8 KV heads, pages of 16 in random order.
+
+    python benchmarks/attention/bench_paged_attention.py [--json FILE] [--quick]
+
+Calls are captured into one CUDA graph and timed by events, on inputs that are rotated so that the L2 cache is cold;
+medians (see ../timing.py).  Decode is set against reading as many bytes in one piece, in the same run, which is its
+floor; prefill is given in TFLOP/s of visible pairs.
+
+`peer` is the best figure that was measured elsewhere on an H200, in microseconds or TFLOP/s: FlashInfer 0.6.11 and
+FlashAttention 3 (bf16), cuDNN 9.19, vLLM 0.22's Triton kernel, all with CUDA 13.0; fp8: the same with fp8 caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import pykv
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from timing import Call, Cuda, _commit
+
+HEADS, KV_HEADS, HEAD_SIZE, PAGE = 32, 8, 128, 16
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    lens: tuple[int, ...]  # of the sequences
+    queries: tuple[int, ...]  # of the sequences
+    kind: str = "auto"
+    layout: str = "NHD"
+    peer: float | None = None
+    kv_heads: int = KV_HEADS
+    op: str = "paged_attention"
+
+    @property
+    def decode(self) -> bool:
+        return max(self.queries) <= 16
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(self.lens) * 2 * self.kv_heads * HEAD_SIZE * (2 if self.kind == "auto" else 1)
+
+    @property
+    def flops(self) -> float:
+        pairs = sum(q * (n - q) + q * (q + 1) / 2 for n, q in zip(self.lens, self.queries, strict=True))
+        return 4.0 * HEADS * HEAD_SIZE * pairs
+
+
+@dataclass(frozen=True)
+class Figure:
+    case: Case
+    us: float
+    read_us: float | None  # of as many bytes in one piece
+    tflops: float | None
+
+
+def uniform(batch: int, length: int, queries: int = 1) -> dict[str, tuple[int, ...]]:
+    return {"lens": (length,) * batch, "queries": (queries,) * batch}
+
+
+def cases() -> Iterator[Case]:
+    bf16 = {
+        (1, 1024): 7.8, (1, 4096): 12.6, (1, 8192): 16.5, (1, 32768): 40.9, (1, 131072): 131.8, (8, 1024): 15.7,
+        (8, 8192): 71.3, (8, 32768): 252.7, (64, 1024): 69.9, (64, 8192): 482.0, (256, 128): 50.0, (256, 1024): 250.0,
+        (256, 8192): 1904.0,
+    }  # fmt: skip
+    fp8 = {
+        (1, 1024): 10.9, (1, 8192): 16.8, (1, 131072): 109.0, (8, 8192): 58.8, (64, 1024): 67.8, (64, 8192): 405.0,
+        (256, 8192): 1568.0,
+    }  # fmt: skip
+    for (batch, length), peer in bf16.items():
+        yield Case(f"{batch} x {length}", **uniform(batch, length), peer=peer)
+    mixed = tuple(int(n) for n in np.random.default_rng(0).integers(128, 32769, 64))
+    yield Case("64 x random 128..32k", mixed, (1,) * 64, peer=972.0)
+    yield Case("1 x 128k + 63 x 1k", (131072,) + (1024,) * 63, (1,) * 64, peer=202.0)
+    for (batch, length), peer in fp8.items():
+        yield Case(f"{batch} x {length}", **uniform(batch, length), kind="fp8_e4m3", peer=peer)
+    yield Case("64 x 8192", **uniform(64, 8192), kind="fp8_e5m2")
+    for layout in ("HND", "packed"):
+        yield Case("64 x 8192", **uniform(64, 8192), layout=layout)
+    yield Case("8 x 8192", **uniform(8, 8192), layout="packed", op="paged_attention_v1", peer=537.0)
+    yield Case("8 x 8192", **uniform(8, 8192), layout="packed", op="paged_attention_v2", peer=248.0)
+    yield Case("64 x 8192", **uniform(64, 8192), layout="packed", op="paged_attention_v1", peer=2152.0)
+    yield Case("64 x 8192", **uniform(64, 8192), layout="packed", op="paged_attention_v2", peer=1720.0)
+    yield Case("8 x 1024", **uniform(8, 1024), kv_heads=32, peer=38.2)
+    yield Case("64 x 8192", **uniform(64, 8192), kv_heads=32, peer=1895.0)
+    for queries, peer in ((2, 250.0), (4, 250.0), (8, 275.0), (16, 276.0)):
+        yield Case(f"32 x 8192, {queries} queries", **uniform(32, 8192, queries), peer=peer)
+    for name, lens, queries, peer in (
+        ("prefill 1 x 2k", (2048,), (2048,), 467.0),
+        ("prefill 1 x 8k", (8192,), (8192,), 564.0),
+        ("prefill 4 x 4k", (4096,) * 4, (4096,) * 4, 536.0),
+        ("prefill 1 x 32k", (32768,), (32768,), 580.0),
+        ("prefill 2k on 30k", (32768,), (2048,), 580.0),
+    ):
+        yield Case(name, lens, queries, peer=peer)
+
+
+def fp8_codes(shape: tuple[int, ...], device: Cuda) -> object:
+    """Random codes of positive finite numbers."""
+    some = device.cupy.random.randint(0, 0x58, 1 << 22, dtype=device.cupy.uint8)
+    return device.cupy.resize(some, math.prod(shape)).reshape(shape)
+
+
+def call(case: Case, device: Cuda) -> Call:
+    cupy = device.cupy
+    rng = np.random.default_rng(1)
+    pages = [math.ceil(n / PAGE) for n in case.lens]
+    total = sum(pages)
+    table = np.zeros((len(pages), max(pages)), np.int32)
+    ids = rng.permutation(total)
+    for row, (start, count) in enumerate(zip(np.cumsum([0, *pages]), pages, strict=False)):
+        table[row, :count] = ids[start : start + count]
+    itemsize = 2 if case.kind == "auto" else 1
+    x = 16 // itemsize
+    heads = case.kv_heads
+    if case.layout == "packed":
+        shapes = [(total, heads, HEAD_SIZE // x, PAGE, x), (total, heads, HEAD_SIZE, PAGE)]
+    elif case.layout == "HND":
+        shapes = [(total, heads, PAGE, HEAD_SIZE)] * 2
+    else:
+        shapes = [(total, PAGE, heads, HEAD_SIZE)] * 2
+    caches = [device.random(s, "bfloat16") if itemsize == 2 else fp8_codes(s, device) for s in shapes]
+    if case.layout == "HND":
+        caches = [c.transpose(0, 2, 1, 3) for c in caches]
+    tokens = sum(case.queries)
+    query = device.random((tokens, HEADS, HEAD_SIZE), "bfloat16")
+    out = cupy.empty_like(query)
+    tables, lens = device.array(table), device.array(np.array(case.lens, np.int32))
+    if case.op != "paged_attention":
+        longest = max(case.lens)
+        shape = (tokens, HEADS, math.ceil(longest / 512))
+        scratch = (
+            [cupy.empty(shape, "f"), cupy.empty(shape, "f"), cupy.empty((*shape, HEAD_SIZE), out.dtype)]
+            if case.op == "paged_attention_v2"
+            else []
+        )
+        scale = HEAD_SIZE**-0.5
+        op = getattr(pykv, case.op)
+        return lambda: op(
+            out, *scratch, query, *caches, heads, scale, tables, lens, PAGE, longest, None, case.kind, 1.0, 1.0
+        )
+    cu = None if max(case.queries) == 1 else device.array(np.cumsum([0, *case.queries]).astype(np.int32))
+    size = pykv.paged_attention_workspace_size(tokens, len(case.lens), HEADS, heads, HEAD_SIZE)
+    workspace = cupy.empty(size, cupy.uint8)
+    return lambda: pykv.paged_attention(
+        out, query, *caches, tables, lens, cu_query_lens=cu, kv_cache_dtype=case.kind, workspace=workspace
+    )
+
+
+# Sums up what it reads, 8 loads of 16 bytes in flight for each thread.
+_READ = r"""
+extern "C" __global__ void read(unsigned* to, const uint4* from, long long n) {
+  unsigned sum = 0;
+  for (long long i = blockIdx.x * 2048ll + threadIdx.x; i < n; i += gridDim.x * 2048ll) {
+    uint4 v[8];
+    #pragma unroll
+    for (int k = 0; k < 8; ++k) v[k] = i + 256 * k < n ? __ldcs(from + i + 256 * k) : make_uint4(0, 0, 0, 0);
+    #pragma unroll
+    for (int k = 0; k < 8; ++k) sum += v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
+  }
+  if (sum == 12345) *to = sum;
+}
+"""
+
+
+def read(num_bytes: int, device: Cuda) -> Call:
+    kernel = device.cupy.RawKernel(_READ, "read")
+    source, target = device.random((num_bytes // 2,), "bfloat16"), device.cupy.zeros(1, "uint32")
+    n = num_bytes // 16
+    return lambda: kernel((min(132 * 8, math.ceil(n / 2048)),), (256,), (target, source, np.int64(n)))
+
+
+def measure(case: Case, device: Cuda) -> Figure:
+    copies = min(64, math.ceil(3 * device.cache_bytes / case.kv_bytes))
+    us = 1e6 * device.time([call(case, device) for _ in range(copies)])
+    if not case.decode:
+        return Figure(case, us, None, case.flops / us / 1e6)
+    return Figure(case, us, 1e6 * device.time([read(case.kv_bytes, device) for _ in range(copies)]), None)
+
+
+def show(figures: list[Figure]) -> None:
+    table = Table("op", "case", "cache", "layout", "heads")
+    for heading in ("us", "TB/s or TFLOP/s", "of read", "peer", "x faster"):
+        table.add_column(heading, justify="right")
+    for f in figures:
+        c = f.case
+        rate = f.tflops if f.tflops is not None else c.kv_bytes / f.us / 1e6
+        gain = None if c.peer is None else (rate / c.peer if f.tflops is not None else c.peer / f.us)
+        table.add_row(
+            c.op,
+            c.name,
+            c.kind,
+            c.layout,
+            f"{HEADS}/{c.kv_heads}",
+            f"{f.us:.1f}",
+            f"{rate:.2f}" if f.tflops is None else f"{rate:.0f}",
+            "" if f.read_us is None else f"{f.read_us / f.us:.0%}",
+            "" if c.peer is None else f"{c.peer:g}",
+            "" if gain is None else f"{gain:.2f}",
+        )
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--quick", action="store_true", help="decode with 8 x 8k and 64 x 8k alone")
+    arguments = parser.parse_args()
+    device = Cuda()
+    wanted = [c for c in cases() if not arguments.quick or c.name in ("8 x 8192", "64 x 8192")]
+    figures = []
+    for case in wanted:
+        figures.append(measure(case, device))
+        device.cupy.get_default_memory_pool().free_all_blocks()
+    about = {
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": device.describe(),
+        "pykv": pykv.__version__,
+        "cuda_architectures": pykv._C.cuda_architectures(),
+    }
+    show(figures)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        lines = [asdict(f) for f in figures]
+        for line in lines:  # a line for each sequence would be long
+            line["case"].pop("lens"), line["case"].pop("queries")
+        arguments.json.write_text(json.dumps(about | {"figures": lines}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
