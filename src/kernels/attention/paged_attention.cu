@@ -17,13 +17,13 @@ namespace {
 constexpr int64_t kAlignment = 256;
 int64_t align(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-int grid_of(const Tiling& t, int device) { return std::min(kMaxGrid, num_sms(device) * t.blocks_per_sm); }
+int grid_of(int blocks_per_sm, int device) { return std::min(kMaxGrid, num_sms(device) * blocks_per_sm); }
 
 int64_t stats_bytes(int grid, const Tiling& t) { return align(int64_t{2} * grid * t.rows * sizeof(float2)); }
 int64_t notes_bytes(int grid) { return align(grid * sizeof(Unfinished)); }
 
 int64_t bytes_of(const Tiling& t, int device) {
-  const int grid = grid_of(t, device);
+  const int grid = grid_of(t.blocks_per_sm, device);
   return notes_bytes(grid) + stats_bytes(grid, t) + align(int64_t{2} * grid * t.rows * t.pitch * sizeof(float));
 }
 
@@ -103,15 +103,16 @@ bool suits_mma(const PagedAttentionArgs& a) {
   if (a.dtype == DType::kFloat32 || a.head_size > 256) return false;
   const int bytes = a.kv_format == KvFormat::kSame ? 2 : 1;
   const auto whole = [&](int64_t elements) { return elements * bytes % 16 == 0; };
+  const auto small = [&](int64_t elements) { return whole(elements) && elements >= 0 && elements < 1 << 29; };
   const auto aligned = [](const void* x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; };
 
   const bool head = whole(a.head_size) && a.head_size % 8 == 0;
   const bool rows = aligned(a.query) && aligned(a.out) && a.query_token_stride % 8 == 0 && a.query_head_stride % 8 == 0 &&
                     a.out_token_stride % 8 == 0 && a.out_head_stride % 8 == 0;
-  const bool key_chunks = a.key.chunk >= a.head_size || (a.key.chunk * bytes == 16 && whole(a.key.chunk_stride));
+  const bool key_chunks = a.key.chunk >= a.head_size || (a.key.chunk * bytes == 16 && small(a.key.chunk_stride));
   const bool key = aligned(a.key.data) && whole(a.key.block) && whole(a.key.token) && whole(a.key.head) && key_chunks;
   const bool value_rows = a.value.dim == 1 && whole(a.value.token);
-  const bool value_columns = a.value.dim != 1 && a.value.token == 1 && whole(a.value.dim) && whole(a.block_size);
+  const bool value_columns = a.value.dim != 1 && a.value.token == 1 && small(a.value.dim) && whole(a.block_size);
   const bool value =
       aligned(a.value.data) && whole(a.value.block) && whole(a.value.head) && (value_rows || value_columns);
   return head && rows && key && value;
@@ -179,11 +180,18 @@ const ReportNames& report_names(const char* op) {
 
 }  // namespace
 
-int set_tiling(Problem& p, const Tiling& t, int device) {
-  const int grid = grid_of(t, device);
+int count_resident_blocks(const void* kernel, size_t shared_bytes) {
+  int blocks = 0;
+  cuda_check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared_bytes), "occupancy");
+  return std::max(1, blocks);
+}
+
+int set_tiling(Problem& p, const Tiling& t, int blocks_per_sm, int device) {
+  const int grid = grid_of(std::min(blocks_per_sm, t.blocks_per_sm), device);
   p.rows = t.rows;
   p.pitch = t.pitch;
   p.tile_heads = std::min(p.group, t.rows);
+  p.by_tile_heads = Divider(p.tile_heads);
   p.head_tiles = (p.group + t.rows - 1) / t.rows;
   p.tile_tokens = t.rows / p.tile_heads;
   char* memory = static_cast<char*>(p.a.workspace);
@@ -235,16 +243,13 @@ void paged_attention_cuda(const PagedAttentionArgs& args, const Launch& launch) 
   p.a.max_seq_len = std::min({args.max_seq_len, args.max_blocks_per_seq * args.block_size, int64_t{kNoWindow}});
   p.group = args.num_heads / args.num_kv_heads;
   p.window = static_cast<int>(args.window > 0 ? std::min(args.window, int64_t{kNoWindow}) : kNoWindow);
-  p.plain_logits = args.softcap == 0 && args.alibi_slopes == nullptr;
+  p.plain_logits = args.softcap == 0 && args.alibi_slopes == nullptr && args.scale > 0;
   const auto small = [](int64_t x) { return static_cast<int>(std::clamp(x, int64_t{0}, int64_t{kNoWindow})); };
   p.sparse = args.sparse.vert_stride > 1;
   p.sparse_block = small(args.sparse.block_size);
   p.sparse_stride = small(args.sparse.vert_stride);
   p.sparse_local = small(args.sparse.local_blocks);
-  p.block_shift = -1;
-  for (int i = 0; i < 31; ++i) {
-    if (args.block_size == 1 << i) p.block_shift = i;
-  }
+  p.block_size = Divider(args.block_size);
 
   const int64_t wanted = paged_attention_workspace_cuda(args.num_tokens, args.num_seqs, args.num_heads,
                                                         args.num_kv_heads, args.head_size, launch.device);

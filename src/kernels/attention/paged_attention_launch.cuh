@@ -14,7 +14,7 @@ namespace pykv::attention {
 struct Tiling {
   int rows;           // of a query tile
   int pitch;          // floats in a partial row
-  int blocks_per_sm;
+  int blocks_per_sm;  // at most
 };
 
 inline Tiling few_rows_tiling(int head_size) {
@@ -25,27 +25,32 @@ inline Tiling many_rows_tiling(int head_size) {
 }
 inline Tiling simple_tiling(int head_size) { return {16, (head_size + 3) / 4 * 4, 2}; }
 
-// Completes `p` for a tiling (rows, workspace) and returns the grid.
-int set_tiling(Problem& p, const Tiling& tiling, int device);
-inline int set_tiles(Problem& p, bool many, int device) {
-  return set_tiling(p, many ? many_rows_tiling(p.a.head_size) : few_rows_tiling(p.a.head_size), device);
-}
+// Completes `p` for a tiling (rows, workspace) and returns the grid: as many blocks as run at once, at most
+// tiling.blocks_per_sm on an SM.
+int set_tiling(Problem& p, const Tiling& tiling, int blocks_per_sm, int device);
 
 // Adds up what the `grid` blocks of a launch left unfinished.
 void combine(const Problem& p, int grid, const Launch& launch);
 
 size_t shared_memory_limit(int device);  // of one block
 
-// Something to do once on each device.
+// Sets up one kernel: how many of its blocks an SM holds.
+int count_resident_blocks(const void* kernel, size_t shared_bytes);
+
+// A number found out once on each device.
 class PerDevice {
  public:
-  bool first_time(int device) {
-    const uint64_t bit = uint64_t{1} << (device % 64);
-    return device >= 64 || !(done_.fetch_or(bit) & bit);
+  template <class F>
+  int get(int device, F&& find_out) {
+    if (device >= kDevices) return find_out();
+    int value = values_[device].load(std::memory_order_relaxed);
+    if (value == 0) values_[device].store(value = find_out(), std::memory_order_relaxed);
+    return value;
   }
 
  private:
-  std::atomic<uint64_t> done_{0};
+  static constexpr int kDevices = 64;
+  std::atomic<int> values_[kDevices]{};
 };
 
 // One for each kind of cache element, in a file of its own.  False if the device has too little shared memory.

@@ -58,20 +58,19 @@ struct Shape {
   static constexpr int kRowBytes = kD * kBytes;
   static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kStageBytes = 2 * kTileBytes;
-  static constexpr bool kQueryShared = kMany || kD == 256;  // otherwise in registers
-  static constexpr int kQueryBytes = kQueryShared ? kRows * kD * 2 : 0;
-  static constexpr int kBlocksPerSm = kMany ? 2 : kD == 64 ? 4 : kD == 128 ? 3 : 1;
-  static constexpr int kStages = kD == 64 || (kD == 256 && !kMany) ? 3 : 2;
+  static constexpr int kQueryBytes = kRows * kD * 2;
+  static constexpr int kBlocksPerSm = kMany ? 2 : kD == 64 ? 4 : kD == 256 ? 1 : kBytes == 2 ? 3 : 2;
+  static constexpr int kStages = kMany || kBlocksPerSm > 2 ? 2 : 3;
   static constexpr int kSlots = kStages + 2;
 };
 
-struct alignas(16) TokenOffsets {
-  long long key, value;  // bytes from the cache's start; -1: nothing to read
+struct alignas(16) TokenPointers {
+  const char *key, *value;  // of the slot's KV head; null: nothing to read
 };
 
 template <int kTile>
 struct Slot {
-  TokenOffsets offsets[kTile];
+  TokenPointers tokens[kTile];
   Unit unit;
   uint32_t valid[kTile / 32];
 };
@@ -110,11 +109,12 @@ __device__ inline int token_at(int r) {
 
 // Problem's cache views in bytes, for the copies.
 struct CacheCopies {
+  int64_t key_block, key_token, key_head, value_block, value_token, value_head;
   int head_bytes;
-  int64_t key_chunk_bytes;   // from one 16-byte chunk of a key to the next
-  bool key_token_fast;       // packed K: copy a chunk index's tokens side by side
-  int64_t value_dim_bytes;   // packed V: from one dimension to the next
-  int value_chunk_shift;     // packed V: log2 of the 16-byte chunks of a dimension that lie side by side
+  bool key_token_fast;      // packed K: copy a chunk index's tokens side by side
+  uint32_t key_chunk;       // packed K: from one 16-byte chunk of a key to the next
+  uint32_t value_dim;       // packed V: from one dimension to the next
+  int value_chunk_shift;    // packed V: log2 of the 16-byte chunks of a dimension that lie side by side
 };
 
 template <class Element, int kD, bool kPackedV, bool kMany>
@@ -139,13 +139,13 @@ struct Kernel {
   // ---- look-up of pages ---------------------------------------------------------------------------------------------
 
   struct Lookup {
-    int64_t id;
+    PageEntry page;
     int token;
     bool wanted, visible;
   };
 
   __device__ Lookup begin_lookup(const Unit& u) const {
-    Lookup x{0, 0, false, false};
+    Lookup x{{0, 0}, 0, false, false};
     if (threadIdx.x >= kTile) return x;
     x.token = u.first_token + token_at<kPermutedTokens>(threadIdx.x);
     x.visible = x.wanted = is_wanted(p, u, x.token);
@@ -154,84 +154,118 @@ struct Kernel {
       const int chunk = x.token / kChunk * kChunk, first = max(chunk, u.first_key);
       x.wanted = first < chunk + kChunk && is_wanted(p, u, first);
     }
-    if (x.wanted) x.id = page_of(p, u.sequence, x.token);
+    if (x.wanted) x.page = load_page(p, u.sequence, x.token);
     return x;
   }
 
   __device__ void end_lookup(const Lookup& x, Slot<kTile>& slot) const {
     if (threadIdx.x >= kTile) return;
-    const bool ok = x.wanted && x.id >= 0 && x.id < p.a.num_blocks;
-    if (x.wanted && !ok) p.bad_block(x.id, p.a.num_blocks);
-    TokenOffsets at{-1, -1};
+    const int64_t id = x.page.id(p);
+    const bool ok = x.wanted && id >= 0 && id < p.a.num_blocks;
+    if (x.wanted && !ok) p.bad_block(id, p.a.num_blocks);
+    TokenPointers at{nullptr, nullptr};
     if (ok) {
-      const int o = place_in_page(p, x.token), kv_head = slot.unit.kv_head;
-      const KeyCacheView& k = p.a.key;
-      const ValueCacheView& v = p.a.value;
-      if (x.visible) at.key = (x.id * k.block + o * k.token + kv_head * k.head) * S::kBytes;
-      at.value = (x.id * v.block + o * v.token + kv_head * v.head) * S::kBytes;
+      const int o = p.block_size.remainder(x.token), kv_head = slot.unit.kv_head;
+      const char* key = static_cast<const char*>(p.a.key.data);
+      const char* value = static_cast<const char*>(p.a.value.data);
+      if (x.visible) at.key = key + id * copies.key_block + o * copies.key_token + kv_head * copies.key_head;
+      at.value = value + id * copies.value_block + o * copies.value_token + kv_head * copies.value_head;
     }
-    slot.offsets[threadIdx.x] = at;
+    slot.tokens[threadIdx.x] = at;
     const uint32_t valid = __ballot_sync(~0u, ok && x.visible);
     if (lane == 0) slot.valid[warp] = valid;
   }
 
+  __device__ bool is_whole(const Slot<kTile>& slot) const {
+    bool whole = true;
+    for (int w = 0; w < kTile / 32; ++w) whole = whole && slot.valid[w] == ~0u;
+    return whole;
+  }
+
   // ---- copies into a stage ------------------------------------------------------------------------------------------
 
-  __device__ void load_key_chunk(uint32_t stage, const Slot<kTile>& slot, int r, int chunk) const {
-    const long long at = slot.offsets[r].key;
-    const bool read = at >= 0 && chunk * 16 < copies.head_bytes;
-    const char* source = static_cast<const char*>(p.a.key.data) + (read ? at + chunk * copies.key_chunk_bytes : 0);
-    cp_async_16(stage + swizzled<S::kRowBytes>(r, chunk), source, read);
+  static constexpr int kChunks = S::kRowBytes / 16;                // of a token's row
+  static constexpr int kCopies = kTile * kChunks / kThreads;      // by each thread, for K as for V
+
+  // Copies 16 bytes from `row` + offset; nothing is read, and zeros written, if the row is null or the chunk past the head.
+  template <bool kChecked>
+  __device__ void copy(uint32_t to, const char* row, uint32_t offset, bool in_head) const {
+    const bool read = !kChecked || (row != nullptr && in_head);
+    cp_async_16(to, read ? row + offset : static_cast<const char*>(p.a.key.data), read);
+  }
+
+  // Neighbouring threads take neighbouring chunks of a token.
+  template <bool kChecked, bool kKeys, bool kValues>
+  __device__ void load_token_rows(uint32_t stage, const Slot<kTile>& slot) const {
+    const int chunk = threadIdx.x % kChunks, r0 = threadIdx.x / kChunks;
+    const bool in_head = chunk * 16 < copies.head_bytes;
+#pragma unroll(kChecked ? 1 : kCopies)
+    for (int i = 0; i < kCopies; ++i) {
+      const int r = r0 + i * (kThreads / kChunks);
+      const TokenPointers at = slot.tokens[r];
+      const uint32_t to = stage + swizzled<S::kRowBytes>(r, chunk);
+      if (kKeys) copy<kChecked>(to, at.key, chunk * 16, in_head);
+      if (kValues) copy<kChecked>(to + S::kTileBytes, at.value, chunk * 16, in_head);
+    }
+  }
+
+  // Packed K: neighbouring threads take neighbouring tokens at one chunk index.
+  template <bool kChecked>
+  __device__ void load_packed_keys(uint32_t stage, const Slot<kTile>& slot) const {
+    const int r = threadIdx.x % kTile, chunk0 = threadIdx.x / kTile;
+    const char* row = slot.tokens[r].key;
+#pragma unroll(kChecked ? 1 : kCopies)
+    for (int i = 0; i < kCopies; ++i) {
+      const int chunk = chunk0 + i * (kThreads / kTile);
+      copy<kChecked>(stage + swizzled<S::kRowBytes>(r, chunk), row, chunk * copies.key_chunk,
+                     chunk * 16 < copies.head_bytes);
+    }
+  }
+
+  // Packed V: order within a page: its chunks of one dimension, then the next dimension.
+  template <bool kChecked>
+  __device__ void load_packed_values(uint32_t stage, const Slot<kTile>& slot) const {
+    const int shift = copies.value_chunk_shift, low = threadIdx.x & ((1 << shift) - 1);
+#pragma unroll(kChecked ? 1 : kCopies)
+    for (int i = 0; i < kCopies; ++i) {
+      const int x = (threadIdx.x + i * kThreads) >> shift;
+      const int d = x % kD, chunk = low + (x / kD << shift);
+      copy<kChecked>(stage + S::kTileBytes + swizzled<kValueRowBytes>(d, chunk),
+                     slot.tokens[chunk * (16 / S::kBytes)].value, d * copies.value_dim, d < p.a.head_size);
+    }
+  }
+
+  template <bool kChecked>
+  __device__ void load_checked(uint32_t stage, const Slot<kTile>& slot) const {
+    if constexpr (kPackedV) {
+      load_packed_values<kChecked>(stage, slot);
+      if (copies.key_token_fast) {
+        load_packed_keys<kChecked>(stage, slot);
+      } else {
+        load_token_rows<kChecked, true, false>(stage, slot);
+      }
+    } else if (!copies.key_token_fast) {
+      load_token_rows<kChecked, true, true>(stage, slot);
+    } else {
+      load_packed_keys<kChecked>(stage, slot);
+      load_token_rows<kChecked, false, true>(stage, slot);
+    }
   }
 
   __device__ void load_stage(uint32_t stage, const Slot<kTile>& slot) const {
-    constexpr int kChunks = S::kRowBytes / 16;
-    constexpr int kCopies = kTile * kChunks / kThreads;
-    const uint32_t value_stage = stage + S::kTileBytes;
-    if (copies.key_token_fast) {  // packed K: a chunk index's tokens are neighbours
-#pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        const int x = threadIdx.x + i * kThreads;
-        load_key_chunk(stage, slot, x % kTile, x / kTile);
-      }
+    if (is_whole(slot) && copies.head_bytes == S::kRowBytes) {
+      load_checked<false>(stage, slot);
     } else {
-#pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        const int x = threadIdx.x + i * kThreads;
-        load_key_chunk(stage, slot, x / kChunks, x % kChunks);
-      }
-    }
-    if constexpr (kPackedV) {
-      constexpr int kTokenChunks = kTile * S::kBytes / 16;
-#pragma unroll
-      for (int i = 0; i < kCopies; ++i) {  // order within a page: its chunks of one dimension, then the next dimension
-        const int x = threadIdx.x + i * kThreads;
-        const int d = (x >> copies.value_chunk_shift) % kD;
-        const int chunk = (x & ((1 << copies.value_chunk_shift) - 1)) + (x / kD >> copies.value_chunk_shift << copies.value_chunk_shift);
-        static_assert(kTokenChunks * kD == kCopies * kThreads);
-        const long long at = slot.offsets[chunk * (16 / S::kBytes)].value;
-        const bool read = at >= 0 && d < p.a.head_size;
-        const char* source = static_cast<const char*>(p.a.value.data) + (read ? at + d * copies.value_dim_bytes : 0);
-        cp_async_16(value_stage + swizzled<kValueRowBytes>(d, chunk), source, read);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        const int x = threadIdx.x + i * kThreads;
-        const int r = x / kChunks, chunk = x % kChunks;
-        const long long at = slot.offsets[r].value;
-        const bool read = at >= 0 && chunk * 16 < copies.head_bytes;
-        const char* source = static_cast<const char*>(p.a.value.data) + (read ? at + chunk * 16 : 0);
-        cp_async_16(value_stage + swizzled<kValueRowBytes>(r, chunk), source, read);
-      }
+      load_checked<true>(stage, slot);
     }
   }
 
   // Packed V: what lies past the end of a sequence may be NaN, and 0 * NaN is not 0.
   __device__ void clear_invisible(char* value_stage, const Slot<kTile>& slot) const {
     constexpr int kChunk = 16 / S::kBytes;
+#pragma unroll 1
     for (int r = 0; r < kTile; ++r) {
-      if (slot.valid[r / 32] >> r % 32 & 1 || slot.offsets[r].value < 0) continue;
+      if (slot.valid[r / 32] >> r % 32 & 1 || slot.tokens[r].value == nullptr) continue;
       const int t = token_at<kPermutedTokens>(r);
       for (int d = threadIdx.x; d < kD; d += kThreads) {
         char* at = value_stage + swizzled<kValueRowBytes>(d, t / kChunk) + t % kChunk * S::kBytes;
@@ -269,75 +303,45 @@ struct Kernel {
            row.head * p.a.query_head_stride;
   }
 
-  __device__ bool narrows_queries() const { return kFp8 && p.a.dtype == DType::kBFloat16; }
-
-  // The warp's rows as A fragments; `factor` is what each row was divided by.
-  __device__ void load_query_fragments(const Unit& u, uint32_t (&q)[kSteps][4], float (&factor)[2]) const {
-    const int g = lane / 4, c = lane % 4;
+  // The warp's rows into shared memory.  With many rows a warp touches its own alone; with few, all write the same.
+  __device__ void load_query_rows(const Unit& u, int row0) {
+    constexpr int kQueryChunks = kD / 8, kLoads = S::kWarpRows * kQueryChunks / 32, kBatch = kLoads < 8 ? kLoads : 8;
+#pragma unroll 1
+    for (int batch = 0; batch < kLoads; batch += kBatch) {
+      uint4 v[kBatch];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const Row row = row_of(p, u, g + 8 * h);
-      const uint16_t* source = query_row(row);
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        q[k][h] = q[k][h + 2] = 0;
-        if (!row.valid || k * 16 >= p.a.head_size) continue;
-        if constexpr (kFp8) {  // bytes 4c .. 4c + 3 of a chunk are this lane's
-          const uint2 x = *reinterpret_cast<const uint2*>(source + k * 16 + 4 * c);
-          q[k][h] = x.x;
-          q[k][h + 2] = x.y;
-        } else {
-          q[k][h] = *reinterpret_cast<const uint32_t*>(source + k * 16 + 2 * c);
-          if (k * 16 + 8 < p.a.head_size) {
-            q[k][h + 2] = *reinterpret_cast<const uint32_t*>(source + k * 16 + 8 + 2 * c);
-          }
-        }
+      for (int i = 0; i < kBatch; ++i) {
+        const int x = (batch + i) * 32 + lane, chunk = x % kQueryChunks;
+        const Row row = row_of(p, u, row0 + x / kQueryChunks);
+        v[i] = {0, 0, 0, 0};
+        if (row.valid && chunk * 8 < p.a.head_size) v[i] = *reinterpret_cast<const uint4*>(query_row(row) + chunk * 8);
       }
-      factor[h] = 1;
-    }
-    if (!narrows_queries()) return;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float largest = 0, inverse;
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) largest = fmaxf(largest, fmaxf(largest_of(q[k][h]), largest_of(q[k][h + 2])));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      power_of_two(largest, factor[h], inverse);
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        q[k][h] = to_half(q[k][h], inverse);
-        q[k][h + 2] = to_half(q[k][h + 2], inverse);
+      for (int i = 0; i < kBatch; ++i) {
+        const int x = (batch + i) * 32 + lane, chunk = x % kQueryChunks, r = x / kQueryChunks;
+        store_query_chunk(v[i], r, row0 + r, chunk);
       }
     }
   }
 
-  // The same through shared memory.  With many rows a warp touches its own alone; with few, all write the same.
-  __device__ void load_query_rows(const Unit& u, int row0) {
-    constexpr int kChunks = kD / 8;
-    for (int x = lane; x < S::kWarpRows * kChunks; x += 32) {
-      const int r = row0 + x / kChunks, chunk = x % kChunks;
-      const Row row = row_of(p, u, r);
-      uint4 v = {0, 0, 0, 0};
-      if (row.valid && chunk * 8 < p.a.head_size) v = *reinterpret_cast<const uint4*>(query_row(row) + chunk * 8);
-      if (narrows_queries()) {
-        float largest = fmaxf(fmaxf(largest_of(v.x), largest_of(v.y)), fmaxf(largest_of(v.z), largest_of(v.w)));
-        float factor, inverse;
-        for (int m = 1; m < kChunks; m *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, m));
-        power_of_two(largest, factor, inverse);
-        v = {to_half(v.x, inverse), to_half(v.y, inverse), to_half(v.z, inverse), to_half(v.w, inverse)};
-        if (chunk == 0) scratch.rows[warp][x / kChunks].scale *= factor;
-      }
-      if constexpr (kFp8) {  // dimensions 4c .. 4c + 3 of 16 to places 2c, 2c + 1, 2c + 8, 2c + 9
-        const uint32_t even = queries + swizzled<2 * kD>(r, chunk & ~1) + (chunk & 1) * 8;
-        const uint32_t odd = queries + swizzled<2 * kD>(r, chunk | 1) + (chunk & 1) * 8;
-        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(even), "r"(v.x), "r"(v.z) : "memory");
-        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(odd), "r"(v.y), "r"(v.w) : "memory");
-      } else {
-        const uint32_t at = queries + swizzled<2 * kD>(r, chunk);
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                     : "memory");
-      }
+  __device__ void store_query_chunk(uint4 v, int warp_row, int r, int chunk) {
+    if (kFp8 && p.a.dtype == DType::kBFloat16) {
+      float largest = fmaxf(fmaxf(largest_of(v.x), largest_of(v.y)), fmaxf(largest_of(v.z), largest_of(v.w)));
+      float factor, inverse;
+      for (int m = 1; m < kD / 8; m *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, m));
+      power_of_two(largest, factor, inverse);
+      v = {to_half(v.x, inverse), to_half(v.y, inverse), to_half(v.z, inverse), to_half(v.w, inverse)};
+      if (chunk == 0) scratch.rows[warp][warp_row].scale *= factor;
+    }
+    if constexpr (kFp8) {  // dimensions 4c .. 4c + 3 of 16 to places 2c, 2c + 1, 2c + 8, 2c + 9
+      const uint32_t even = queries + swizzled<2 * kD>(r, chunk & ~1) + (chunk & 1) * 8;
+      const uint32_t odd = queries + swizzled<2 * kD>(r, chunk | 1) + (chunk & 1) * 8;
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(even), "r"(v.x), "r"(v.z) : "memory");
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(odd), "r"(v.y), "r"(v.w) : "memory");
+    } else {
+      const uint32_t at = queries + swizzled<2 * kD>(r, chunk);
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                   : "memory");
     }
   }
 
@@ -346,12 +350,32 @@ struct Kernel {
   struct State {
     float o[S::kRowTiles][kD / 8][4];
     float maximum[S::kRowTiles][2];
-    float sum[S::kRowTiles][2];  // of this lane's columns
-    uint32_t q[S::kQueryShared ? 1 : kSteps][4];
+    float sum[S::kRowTiles][2];         // of this lane's columns
     int first_position, last_position;  // of the warp's rows
+    bool idle;                          // none of the warp's rows exists
+    bool plain;                         // scores become logits by a positive factor alone
   };
 
   __device__ void begin_segment(const Unit& u, State& s) {
+    const int row0 = kMany ? warp * S::kWarpRows : 0;
+    const int rows = min(p.tile_tokens, u.query_len - u.query_tile * p.tile_tokens) * p.tile_heads;
+    s.idle = row0 >= rows;
+    if (s.idle) return;
+    const float k_scale = kFp8 ? p.a.k_scale[u.kv_head] : 1.f;
+    s.plain = p.plain_logits && k_scale > 0;
+    __syncwarp();
+    if (lane < S::kWarpRows) {
+      const Row row = row_of(p, u, row0 + lane);
+      RowState state{row.position, 0, p.a.scale * k_scale * (s.plain ? kLog2e : 1.f), 0};
+      if (p.a.alibi_slopes && row.valid) state.slope = p.a.alibi_slopes[row.head];
+      if (p.sparse) state.sparse_offset = sparse_offset(p, row.head, u.kv_head);
+      scratch.rows[warp][lane] = state;
+    }
+    __syncwarp();
+    load_query_rows(u, row0);
+    __syncwarp();
+    s.first_position = scratch.rows[warp][0].position;
+    s.last_position = scratch.rows[warp][S::kWarpRows - 1].position;
 #pragma unroll
     for (int i = 0; i < S::kRowTiles; ++i) {
 #pragma unroll
@@ -363,34 +387,13 @@ struct Kernel {
         s.sum[i][h] = 0;
       }
     }
-    const int row0 = kMany ? warp * S::kWarpRows : 0;
-    const float k_scale = kFp8 ? p.a.k_scale[u.kv_head] : 1.f;
-    __syncwarp();
-    if (lane < S::kWarpRows) {
-      const Row row = row_of(p, u, row0 + lane);
-      RowState state{row.position, 0, p.a.scale * k_scale * (p.plain_logits ? kLog2e : 1.f), 0};
-      if (p.a.alibi_slopes && row.valid) state.slope = p.a.alibi_slopes[row.head];
-      if (p.sparse) state.sparse_offset = sparse_offset(p, row.head, u.kv_head);
-      scratch.rows[warp][lane] = state;
-    }
-    __syncwarp();
-    if constexpr (S::kQueryShared) {
-      load_query_rows(u, row0);
-    } else {
-      float factor[2];
-      load_query_fragments(u, s.q, factor);
-      if (lane % 4 == 0) {
-        scratch.rows[warp][lane / 4].scale *= factor[0];
-        scratch.rows[warp][lane / 4 + 8].scale *= factor[1];
-      }
-    }
-    __syncwarp();
-    s.first_position = scratch.rows[warp][0].position;
-    s.last_position = scratch.rows[warp][S::kWarpRows - 1].position;
   }
 
+  // In these two, the address of a row's chunk differs from that of its first chunks by an exclusive or: stages and rows
+  // are aligned so that the chunk's index has its bits to itself.
+
   // s = q . k for kStep tokens from place r0 of the tile
-  __device__ void scores(uint32_t key_stage, int r0, const State& state, float (&s)[S::kRowTiles][S::kStep / 8][4]) const {
+  __device__ void scores(uint32_t key_stage, int r0, float (&s)[S::kRowTiles][S::kStep / 8][4]) const {
 #pragma unroll
     for (int i = 0; i < S::kRowTiles; ++i) {
 #pragma unroll
@@ -398,7 +401,8 @@ struct Kernel {
         for (int e = 0; e < 4; ++e) s[i][n][e] = 0;
       }
     }
-    const int matrix_row = lane / 16 * 8 + lane % 8, matrix_chunk = lane / 8 % 2;
+    const uint32_t query_row0 = queries + swizzled<2 * kD>((kMany ? warp * S::kWarpRows : 0) + lane % 16, lane / 16);
+    const uint32_t key_row0 = key_stage + swizzled<S::kRowBytes>(r0 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
     constexpr int kAtOnce = kFp8 ? 2 : 1;  // k-steps of one ldmatrix
 #pragma unroll
     for (int k = 0; k < kSteps; k += kAtOnce) {
@@ -407,19 +411,13 @@ struct Kernel {
       for (int j = 0; j < kAtOnce; ++j) {
 #pragma unroll
         for (int i = 0; i < S::kRowTiles; ++i) {
-          if constexpr (S::kQueryShared) {
-            const int row = (kMany ? warp * S::kWarpRows : 0) + i * 16 + lane % 16;
-            ldmatrix_x4(a[j][i], queries + swizzled<2 * kD>(row, (k + j) * 2 + lane / 16));
-          } else {
-            for (int e = 0; e < 4; ++e) a[j][i][e] = state.q[k + j][e];
-          }
+          ldmatrix_x4(a[j][i], (query_row0 ^ (k + j) * 32) + i * 16 * 2 * kD);
         }
       }
 #pragma unroll
       for (int t = 0; t < S::kStep / 16; ++t) {
         uint32_t b[4];
-        const int chunk = (kFp8 ? k : k * 2) + matrix_chunk;
-        ldmatrix_x4(b, key_stage + swizzled<S::kRowBytes>(r0 + t * 16 + matrix_row, chunk));
+        ldmatrix_x4(b, (key_row0 ^ k * 16 * S::kBytes) + t * 16 * S::kRowBytes);
 #pragma unroll
         for (int i = 0; i < S::kRowTiles; ++i) {
 #pragma unroll
@@ -446,16 +444,22 @@ struct Kernel {
 #pragma unroll
       for (int i = 0; i < S::kRowTiles; ++i) mma_16x8x16<Mma>(state.o[i][n], probs[i][t], b0, b1);
     };
+    uint32_t row0 = value_stage;
+    if constexpr (!kPackedV) {
+      row0 += swizzled<kValueRowBytes>(r0 + lane % 16, lane / 16);
+    } else if constexpr (kFp8) {
+      row0 += swizzled<kValueRowBytes>(lane, 0);
+    } else {
+      row0 += swizzled<kValueRowBytes>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    }
 #pragma unroll
     for (int t = 0; t < S::kStep / 16; ++t) {
-      const int token = r0 + t * 16;
       uint32_t b[4];
       if constexpr (!kPackedV) {
-        const int row = token + lane % 16;
         constexpr int kPerLoad = kFp8 ? 4 : 2;  // 8-wide column tiles
 #pragma unroll
         for (int n = 0; n < kD / 8; n += kPerLoad) {
-          ldmatrix_x4_trans(b, value_stage + swizzled<kValueRowBytes>(row, n * S::kBytes / 2 + lane / 16));
+          ldmatrix_x4_trans(b, (row0 ^ n * 8 * S::kBytes) + t * 16 * kValueRowBytes);
           if constexpr (kFp8) {  // [token 2c: d, d + 1; token 2c + 1: d, d + 1] to [d: two tokens; d + 1: two tokens]
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
@@ -468,20 +472,19 @@ struct Kernel {
             multiply(t, n + 1, b[2], b[3]);
           }
         }
-      } else if constexpr (kFp8) {
-#pragma unroll
-        for (int n = 0; n < kD / 8; n += 4) {
-          ldmatrix_x4(b, value_stage + swizzled<kValueRowBytes>(n * 8 + lane, token / 16));
-#pragma unroll
-          for (int h = 0; h < 4; ++h) multiply(t, n + h, Element::widen(b[h]), Element::widen(b[h] >> 16));
-        }
       } else {
+        const uint32_t token_row0 = row0 ^ (r0 + t * 16) * S::kBytes;
+        constexpr int kPerLoad = kFp8 ? 4 : 2;
 #pragma unroll
-        for (int n = 0; n < kD / 8; n += 2) {
-          const int row = n * 8 + lane / 16 * 8 + lane % 8;
-          ldmatrix_x4(b, value_stage + swizzled<kValueRowBytes>(row, token / 8 + lane / 8 % 2));
-          multiply(t, n, b[0], b[1]);
-          multiply(t, n + 1, b[2], b[3]);
+        for (int n = 0; n < kD / 8; n += kPerLoad) {
+          ldmatrix_x4(b, token_row0 + n * 8 * kValueRowBytes);
+          if constexpr (kFp8) {
+#pragma unroll
+            for (int h = 0; h < 4; ++h) multiply(t, n + h, Element::widen(b[h]), Element::widen(b[h] >> 16));
+          } else {
+            multiply(t, n, b[0], b[1]);
+            multiply(t, n + 1, b[2], b[3]);
+          }
         }
       }
     }
@@ -513,6 +516,7 @@ struct Kernel {
   }
 
   __device__ void compute(uint32_t stage, const Slot<kTile>& slot, const Unit& u, State& state) {
+    if (state.idle) return;
     const int warp_r0 = kMany ? 0 : warp * S::kWarpTokens;
 #pragma unroll 1
     for (int r0 = warp_r0; r0 < warp_r0 + S::kWarpTokens; r0 += S::kStep) {
@@ -526,22 +530,17 @@ struct Kernel {
                                                      last - state.first_position >= p.window));
 
       float s[S::kRowTiles][S::kStep / 8][4];
-      scores(stage, r0, state, s);
+      scores(stage, r0, s);
 #pragma unroll
       for (int i = 0; i < S::kRowTiles; ++i) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const RowState& row = scratch.rows[warp][i * 16 + h * 8 + lane / 4];
-          const float scale = row.scale;
-#pragma unroll
-          for (int n = 0; n < S::kStep / 8; ++n) {
-            s[i][n][2 * h] *= scale;
-            s[i][n][2 * h + 1] *= scale;
-          }
-          if (!p.plain_logits) {
+          if (!state.plain) {
+            const float scale = row.scale, slope = row.slope;
             const int distance = first - row.position;
             for_each_score(s[i], h, [&](float& x, int r) {
-              x = logit(p, x, row.slope, distance + token_at<kPermutedTokens>(r));
+              x = logit(p, x * scale, slope, distance + token_at<kPermutedTokens>(r));
             });
           }
           if (masked) {
@@ -557,15 +556,17 @@ struct Kernel {
       uint32_t probs[S::kRowTiles][S::kStep / 16][4];
 #pragma unroll
       for (int i = 0; i < S::kRowTiles; ++i) {
-        float base[2], rescale[2];
+        float base[2], rescale[2], scale[2];
         bool rose = false;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          float top = state.maximum[i][h];
+          scale[h] = state.plain ? scratch.rows[warp][i * 16 + h * 8 + lane / 4].scale : 1.f;
+          float top = -INFINITY;
 #pragma unroll
           for (int n = 0; n < S::kStep / 8; ++n) top = fmaxf(top, fmaxf(s[i][n][2 * h], s[i][n][2 * h + 1]));
           top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
           top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+          top = fmaxf(top * scale[h], state.maximum[i][h]);
           rose = rose || top > state.maximum[i][h];
           base[h] = top == -INFINITY ? 0.f : top;
           rescale[h] = exp2_fast(state.maximum[i][h] - base[h]);
@@ -586,7 +587,8 @@ struct Kernel {
         for (int n = 0; n < S::kStep / 8; ++n) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const float a = exp2_fast(s[i][n][2 * h] - base[h]), b = exp2_fast(s[i][n][2 * h + 1] - base[h]);
+            const float a = exp2_fast(fmaf(s[i][n][2 * h], scale[h], -base[h]));
+            const float b = exp2_fast(fmaf(s[i][n][2 * h + 1], scale[h], -base[h]));
             state.sum[i][h] += a + b;
             probs[i][n / 2][n % 2 * 2 + h] = pack_pair<Mma>(a, b);
           }
@@ -648,6 +650,7 @@ struct Kernel {
   }
 
   __device__ void end_segment_many(const Unit& u, State& state) {
+    if (state.idle) return;
 #pragma unroll
     for (int i = 0; i < S::kRowTiles; ++i) {
 #pragma unroll
@@ -688,6 +691,7 @@ struct Kernel {
     }
     __syncthreads();
     const int tokens = min(p.tile_tokens, u.query_len - u.query_tile * p.tile_tokens);
+#pragma unroll 1
     for (int x = threadIdx.x; x < tokens * p.tile_heads * (kD / 4); x += kThreads) {
       const int r = x / (kD / 4), d = x % (kD / 4) * 4;
       const Row row = row_of(p, u, r);
@@ -697,7 +701,7 @@ struct Kernel {
       float4 o = {0, 0, 0, 0};
       for (int w = 0; w < 4; ++w) {
         const float2 stats = scratch.stats[w][r];
-        const float weight = stats.x == -INFINITY ? 0.f : exp2f(stats.x - maximum);
+        const float weight = stats.x == -INFINITY ? 0.f : exp2_fast(stats.x - maximum);
         const float4 part = *reinterpret_cast<const float4*>(merge + place(w, r, d));
         sum += weight * stats.y;
         o = {o.x + weight * part.x, o.y + weight * part.y, o.z + weight * part.z, o.w + weight * part.w};
@@ -728,16 +732,17 @@ struct Kernel {
     const SharePosition share = find_share(p, scratch.plan);
     if (threadIdx.x == 0) {
       scratch.units = scratch.walker.start(p, share);
+#pragma unroll 1
       for (int i = 0; i < min(scratch.units, kStages + 1); ++i) describe_next(slots[i]);
     }
     __syncthreads();
     const int units = scratch.units;
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kStages; ++i) {
       if (i < units) end_lookup(begin_lookup(slots[i].unit), slots[i]);
     }
     __syncthreads();
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kStages - 1; ++i) {
       if (i < units) load_stage(stage0 + i * S::kStageBytes, slots[i]);
       cp_async_commit();
@@ -762,9 +767,7 @@ struct Kernel {
       const uint32_t stage = stage0 + at * S::kStageBytes;
       char* stage_memory = reinterpret_cast<char*>(merge0) + at * S::kStageBytes;
       if constexpr (kPackedV) {
-        bool whole = true;
-        for (int w = 0; w < kTile / 32; ++w) whole = whole && slot.valid[w] == ~0u;
-        if (!whole) {
+        if (!is_whole(slot)) {
           clear_invisible(stage_memory + S::kTileBytes, slot);
           __syncthreads();
         }
@@ -790,7 +793,7 @@ template <class Element, int kD, bool kPackedV, bool kMany>
 __global__ void __launch_bounds__(kThreads, (Shape<Element, kD, kMany>::kBlocksPerSm))
     paged_attention_mma_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
   using S = Shape<Element, kD, kMany>;
-  extern __shared__ __align__(128) char memory[];
+  extern __shared__ __align__(1024) char memory[];
   char* after = memory + S::kStages * S::kStageBytes;
   auto* scratch = reinterpret_cast<Scratch<S>*>(after + S::kQueryBytes);
   auto* slots = reinterpret_cast<Slot<S::kTile>*>(scratch + 1);
@@ -808,19 +811,25 @@ bool launch_mma_kernel(Problem p, const Launch& launch) {
   constexpr int kSharedBytes =
       S::kStages * S::kStageBytes + S::kQueryBytes + sizeof(Scratch<S>) + S::kSlots * sizeof(Slot<S::kTile>);
   if (kSharedBytes > shared_memory_limit(launch.device)) return false;
-  static PerDevice allowed;
-  if (allowed.first_time(launch.device)) {
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-               "paged_attention: shared memory");
-  }
+  static PerDevice resident_blocks;
+  const int blocks_per_sm = resident_blocks.get(launch.device, [&] {
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), p.a.op);
+    return count_resident_blocks(reinterpret_cast<const void*>(kernel), kSharedBytes);
+  });
 
   constexpr int kChunk = 16 / S::kBytes;
   const KeyCacheView& k = p.a.key;
   CacheCopies copies{};
+  copies.key_block = k.block * S::kBytes;
+  copies.key_token = k.token * S::kBytes;
+  copies.key_head = k.head * S::kBytes;
+  copies.value_block = p.a.value.block * S::kBytes;
+  copies.value_token = p.a.value.token * S::kBytes;
+  copies.value_head = p.a.value.head * S::kBytes;
   copies.head_bytes = p.a.head_size * S::kBytes;
   copies.key_token_fast = k.chunk < p.a.head_size;
-  copies.key_chunk_bytes = copies.key_token_fast ? k.chunk_stride * S::kBytes : 16;
-  copies.value_dim_bytes = p.a.value.dim * S::kBytes;
+  copies.key_chunk = static_cast<uint32_t>(k.chunk_stride * S::kBytes);
+  copies.value_dim = static_cast<uint32_t>(p.a.value.dim * S::kBytes);
   const int page_chunks = p.a.block_size / kChunk;
   while (kPackedV && page_chunks % (2 << copies.value_chunk_shift) == 0 &&
          2 << copies.value_chunk_shift <= S::kTile / kChunk) {
@@ -828,7 +837,8 @@ bool launch_mma_kernel(Problem p, const Launch& launch) {
   }
 
   p.kv_tile = S::kTile;
-  const int grid = set_tiles(p, kMany, launch.device);
+  const int grid = set_tiling(p, kMany ? many_rows_tiling(p.a.head_size) : few_rows_tiling(p.a.head_size), blocks_per_sm,
+                              launch.device);
   kernel<<<grid, kThreads, kSharedBytes, stream_of(launch)>>>(p, copies);
   check_launch(p.a.op);
   combine(p, grid, launch);

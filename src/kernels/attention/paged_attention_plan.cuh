@@ -8,9 +8,17 @@
 #pragma once
 
 #include "attention/paged_attention.h"
+#include "cuda/divider.h"
 #include "cuda/types.cuh"
 
 namespace pykv::attention {
+
+// 2^x by the special function unit.
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 constexpr int kThreads = 128;
 constexpr int kMaxGrid = 1024;  // blocks, which bounds the pieces of one segment
@@ -29,13 +37,14 @@ struct Problem {
   Reporter bad_block, bad_length, bad_query;
   int group;          // query heads of a KV head
   int tile_heads;     // query heads in a query tile
+  Divider by_tile_heads;
   int head_tiles;     // query tiles that the heads of one KV head take
   int tile_tokens;    // query tokens in a query tile
   int rows, kv_tile;  // tile sizes; kv_tile is a power of two
   int min_rows, max_rows;  // takes the sequences with min_rows < query tokens * group <= max_rows
   int window;
-  bool plain_logits;      // neither soft cap nor ALiBi: the logits' unit is folded into the scale
-  int block_shift;        // log2 of the block size; -1 if it is no power of two
+  bool plain_logits;      // neither soft cap nor ALiBi: only a positive factor lies between scores and logits
+  Divider block_size;
   bool sparse;
   int sparse_block, sparse_stride, sparse_local;  // of BlockSparse, each at most kNoWindow
   int pitch;                // floats from one partial row to the next
@@ -93,6 +102,15 @@ __device__ inline int64_t floor_sum(int64_t n, int64_t m, int64_t a, int64_t b) 
   return sum;
 }
 
+// Sum of clamp(start + j * step, 0, last) / kv_tile over 0 <= j < n.  Rare: kept out of the callers' code.
+static __device__ __noinline__ int64_t sum_of_tiles(int64_t n, int64_t start, int64_t step, int last, int kv_tile) {
+  if (step == 0) return n * (clamp(start, 0, last) / kv_tile);
+  const int64_t rising = min(n, start >= 0 ? 0 : (step - 1 - start) / step);
+  const int64_t flat = min(n, start >= last ? 0 : (last - start + step - 1) / step);
+  if (flat <= rising) return (n - rising) * (last / kv_tile);
+  return floor_sum(flat - rising, kv_tile, step, start + rising * step) + (n - flat) * (last / kv_tile);
+}
+
 // The visible keys of each query tile of one sequence, in tokens and in tiles.
 struct Extent {
   int tokens, kv_tile;   // query tokens and keys in a tile
@@ -119,7 +137,7 @@ struct Extent {
   __device__ int64_t units_before(int n) const {
     if (n == 0) return 0;
     if (n == 1) return end_tile(0) - first_tile(0);
-    return n + sum_of_tiles(n, high, high_step) - sum_of_tiles(n, low, tokens);
+    return n + sum_of_tiles(n, high, high_step, last, kv_tile) - sum_of_tiles(n, low, tokens, last, kv_tile);
   }
   __device__ int64_t units() const { return units_before(num_tiles); }
 
@@ -127,21 +145,12 @@ struct Extent {
   int high_step;
 
   __device__ int clamp_key(int64_t key) const { return static_cast<int>(clamp(key, 0, last)); }
-
-  // Sum of clamp(start + j * step, 0, last) / kv_tile over 0 <= j < n.
-  __device__ int64_t sum_of_tiles(int64_t n, int64_t start, int64_t step) const {
-    if (step == 0) return n * (clamp_key(start) / kv_tile);
-    const int64_t rising = min(n, start >= 0 ? 0 : (step - 1 - start) / step);
-    const int64_t flat = min(n, start >= last ? 0 : (last - start + step - 1) / step);
-    if (flat <= rising) return (n - rising) * (last / kv_tile);
-    return floor_sum(flat - rising, kv_tile, step, start + rising * step) + (n - flat) * (last / kv_tile);
-  }
 };
 
-// Units of one sequence for one (KV head, head tile); 0 if another launch takes the sequence.
-__device__ inline int64_t sequence_units(const Problem& p, const Sequence& s) {
+// Is the sequence for this launch?  If not, another launch takes it, or it has no query at all.
+__device__ inline bool takes(const Problem& p, const Sequence& s) {
   const int64_t rows = static_cast<int64_t>(s.query_len) * p.group;
-  return rows > p.min_rows && rows <= p.max_rows ? Extent(p, s).units() : 0;
+  return rows > p.min_rows && rows <= p.max_rows;
 }
 
 // Division that is quick where 32 bits are enough.
@@ -200,34 +209,38 @@ __device__ inline int64_t block_scan(int64_t x, PlanScratch& scratch, int64_t& t
 // Two passes over the lengths: the sum of all work, then the place where this block's share begins.
 __device__ inline SharePosition find_share(const Problem& p, PlanScratch& scratch) {
   const int64_t heads = static_cast<int64_t>(p.a.num_kv_heads) * p.head_tiles;
-  int64_t mine = 0, last_units = 0;
-  for (int64_t s = threadIdx.x; s < p.a.num_seqs; s += kThreads) {
-    const RawSequence raw = load_sequence(p, s);
-    if (blockIdx.x == 0) report_sequence(p, raw);
-    last_units = sequence_units(p, clamp_sequence(p, raw)) * heads;
-    mine += last_units;
-  }
-  int64_t units;
-  int64_t end = block_scan(mine, scratch, units);
-  const Shares shares(units);
-  if (blockIdx.x >= shares.blocks) return {shares, 0, 0};
-
-  const int64_t begin = shares.begin(blockIdx.x);
-  int64_t before = 0, total = units;
-  for (int64_t chunk = 0; chunk < p.a.num_seqs; chunk += kThreads) {
-    const int64_t s = chunk + threadIdx.x;
-    if (p.a.num_seqs > kThreads) {  // otherwise the first pass already holds the sums
-      last_units = s < p.a.num_seqs ? sequence_units(p, clamp_sequence(p, load_sequence(p, s))) * heads : 0;
-      end = block_scan(last_units, scratch, total);
-    }
-    if (begin < before + total) {
-      if (begin < before + end && begin >= before + end - last_units) {
-        scratch.sequence = s;
-        scratch.offset = begin - (before + end - last_units);
+  const bool one_chunk = p.a.num_seqs <= kThreads;
+  Shares shares{};
+  int64_t before = 0, begin = 0;
+#pragma unroll 1
+  for (int pass = 0; pass < 2; ++pass) {
+#pragma unroll 1
+    for (int64_t chunk = 0; chunk < p.a.num_seqs; chunk += kThreads) {
+      const int64_t s = chunk + threadIdx.x;
+      int64_t units = 0, total;
+      if (s < p.a.num_seqs) {
+        const RawSequence raw = load_sequence(p, s);
+        const Sequence sequence = clamp_sequence(p, raw);
+        if (blockIdx.x == 0 && pass == 0) report_sequence(p, raw);
+        if (takes(p, sequence)) units = Extent(p, sequence).units() * heads;
       }
-      break;
+      const int64_t end = before + block_scan(units, scratch, total);
+      if (pass == 0 && one_chunk) {  // the sums serve both passes
+        shares = Shares(total);
+        begin = shares.begin(blockIdx.x);
+        pass = 1;
+      }
+      if (pass == 1 && begin >= end - units && begin < end) {
+        scratch.sequence = s;
+        scratch.offset = begin - (end - units);
+      }
+      before += total;
     }
-    before += total;
+    if (pass == 0) {
+      shares = Shares(before);
+      begin = shares.begin(blockIdx.x);
+      before = 0;
+    }
   }
   __syncthreads();
   return {shares, scratch.sequence, scratch.offset};
@@ -298,7 +311,7 @@ struct Walker {
       if (++head == p.a.num_kv_heads * p.head_tiles) {
         head = 0;
         do enter_sequence(p, sequence + 1);
-        while (sequence_units(p, seq) == 0);
+        while (!takes(p, seq));
       }
     }
     enter_segment(p, 0, 2 * blockIdx.x + 1);
@@ -334,16 +347,25 @@ struct Walker {
   }
 };
 
-// The block table's entry for a key, not yet checked.
-__device__ inline int64_t page_of(const Problem& p, int64_t sequence, int key) {
-  const int64_t column = p.block_shift >= 0 ? key >> p.block_shift : key / p.a.block_size;
-  const int64_t at = sequence * p.a.block_table_stride + column * p.a.block_tables.stride;
-  return p.a.block_tables.is_int64 ? static_cast<const int64_t*>(p.a.block_tables.data)[at]
-                                   : static_cast<const int32_t*>(p.a.block_tables.data)[at];
-}
+// The block table's entry for a key, in two words, so that loading it does not wait for its arrival.
+struct PageEntry {
+  int low, high;
+  __device__ int64_t id(const Problem& p) const {
+    return p.a.block_tables.is_int64 ? static_cast<int64_t>(high) << 32 | static_cast<uint32_t>(low) : low;
+  }
+};
 
-__device__ inline int place_in_page(const Problem& p, int key) {
-  return p.block_shift >= 0 ? key & (p.a.block_size - 1) : key % p.a.block_size;
+__device__ inline PageEntry load_page(const Problem& p, int sequence, int key) {
+  const int64_t at = sequence * p.a.block_table_stride + p.block_size.quotient(key) * p.a.block_tables.stride;
+  const int* words = static_cast<const int*>(p.a.block_tables.data);
+  PageEntry entry{0, 0};
+  if (p.a.block_tables.is_int64) {
+    entry.low = words[2 * at];
+    entry.high = words[2 * at + 1];
+  } else {
+    entry.low = words[at];
+  }
+  return entry;
 }
 
 // The row r of a query tile: a token of the batch, its position in the sequence, and a query head.
@@ -353,9 +375,9 @@ struct Row {
 };
 
 __device__ inline Row row_of(const Problem& p, const Unit& u, int r) {
-  const int token = u.query_tile * p.tile_tokens + r / p.tile_heads;
-  const int head = u.head_tile * p.tile_heads + r % p.tile_heads;
-  const bool valid = r < p.tile_tokens * p.tile_heads && token < u.query_len && head < p.group;
+  const int tile_token = p.by_tile_heads.quotient(r), tile_head = r - tile_token * p.tile_heads;
+  const int token = u.query_tile * p.tile_tokens + tile_token, head = u.head_tile * p.tile_heads + tile_head;
+  const bool valid = tile_token < p.tile_tokens && token < u.query_len && head < p.group;
   return {u.query_begin + token, u.sequence_len - u.query_len + min(token, u.query_len - 1), u.kv_head * p.group + head,
           valid};
 }
@@ -370,7 +392,7 @@ __device__ inline int sparse_offset(const Problem& p, int head, int kv_head) {
 }
 
 __device__ inline bool sparse_attends(const Problem& p, int offset, int sequence_len, int key) {
-  const int page_begin = key - place_in_page(p, key);
+  const int page_begin = key - p.block_size.remainder(key);
   const int kb = page_begin / p.sparse_block, qb = (sequence_len - 1) / p.sparse_block;
   return (kb + offset) % p.sparse_stride == 0 || kb > qb - p.sparse_local;
 }
@@ -395,7 +417,7 @@ __device__ inline bool is_wanted(const Problem& p, const Unit& u, int key) {
 // From x = scale * q.k to the logit in base-2 units, with soft cap and ALiBi.
 __device__ inline float logit(const Problem& p, float x, float slope, int distance) {
   if (p.a.softcap != 0) {
-    const float e = exp2f(x * (2 * kLog2e / p.a.softcap));  // tanh(y) = 1 - 2 / (exp(2 y) + 1)
+    const float e = exp2_fast(x * (2 * kLog2e / p.a.softcap));  // tanh(y) = 1 - 2 / (exp(2 y) + 1)
     x = p.a.softcap * (1 - __fdividef(2.f, e + 1));
   }
   return (x + slope * distance) * kLog2e;

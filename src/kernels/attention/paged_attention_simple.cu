@@ -105,14 +105,14 @@ __global__ void __launch_bounds__(kThreads) paged_attention_simple_kernel(const 
       const int token = u.first_token + threadIdx.x;
       int64_t id = -1;
       if (threadIdx.x < p.kv_tile && is_wanted(p, u, token)) {
-        id = page_of(p, u.sequence, token);
+        id = load_page(p, u.sequence, token).id(p);
         if (id < 0 || id >= p.a.num_blocks) {
           p.bad_block(id, p.a.num_blocks);
           id = -1;
         }
       }
       pages.id[threadIdx.x] = id;
-      pages.token[threadIdx.x] = place_in_page(p, token);
+      pages.token[threadIdx.x] = p.block_size.remainder(token);
     }
     __syncthreads();
 
@@ -209,7 +209,8 @@ __global__ void __launch_bounds__(kThreads) paged_attention_simple_kernel(const 
 template <class Cache>
 void launch_kernel(Problem p, const Launch& launch) {
   const auto kernel = paged_attention_simple_kernel<Cache>;
-  const int grid = set_tiling(p, simple_tiling(p.a.head_size), launch.device);
+  const Tiling tiling = simple_tiling(p.a.head_size);
+  const int grid = set_tiling(p, tiling, tiling.blocks_per_sm, launch.device);
   const auto shared_bytes = [&] { return (2 * kRows + p.kv_tile) * (p.pitch + 4) * sizeof(float); };
   const size_t limit = shared_memory_limit(launch.device) - 8192;  // what the kernel declares itself
   p.kv_tile = kTile;
@@ -217,11 +218,12 @@ void launch_kernel(Problem p, const Launch& launch) {
   if (shared_bytes() > limit) {
     fail(PYKV_NOT_IMPLEMENTED, "%s: query: head_size %d is too large for this GPU", p.a.op, p.a.head_size);
   }
-  static PerDevice allowed;
-  if (allowed.first_time(launch.device)) {
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit)),
-               "paged_attention: shared memory");
-  }
+  static PerDevice resident_blocks;
+  resident_blocks.get(launch.device, [&] {
+    const int bytes = static_cast<int>(limit);
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), p.a.op);
+    return 1;
+  });
   kernel<<<grid, kThreads, shared_bytes(), stream_of(launch)>>>(p);
   check_launch(p.a.op);
   combine(p, grid, launch);

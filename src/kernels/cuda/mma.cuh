@@ -73,11 +73,4 @@ __device__ inline float2 unpack_pair<bf16>(uint32_t pair) {
   return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
 }
 
-// 2^x by the special function unit.
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 }  // namespace pykv
