@@ -31,7 +31,9 @@ def test_widths(array, dtype, rows, width):
 
 @dtypes
 @pytest.mark.parametrize(
-    "shape", [(10,), (300, 8192), (2, 3, 40), (4, 5, 6, 72), (2, 1, 3, 1, 2, 10), (70001, 4)], ids=name_of
+    "shape",
+    [(10,), (300, 8192), (2, 3, 40), (4, 5, 6, 72), (2, 1, 3, 1, 2, 10), (150000, 6), (150000, 12)],
+    ids=name_of,
 )
 def test_shapes(array, dtype, shape):
     x = random(shape, dtype)

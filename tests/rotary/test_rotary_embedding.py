@@ -80,11 +80,12 @@ def test_dimensions(array, dtype, is_neox, dims):
 
 @styles
 @pytest.mark.parametrize(("dtype", "heads", "kv_heads"), [(FLOATS[2], 32, 8), (FLOATS[1], 9, 1), (FLOATS[0], 32, 8)])
-def test_many_tokens(array, dtype, is_neox, heads, kv_heads):
-    tokens = 700 if heads == 32 else 2200
+@pytest.mark.parametrize("head_size", [128, 120, 66])
+def test_many_tokens(array, dtype, is_neox, heads, kv_heads, head_size):
+    tokens = 500 if heads == 32 else 2000
     positions = some_positions(tokens)
-    query, key = random((tokens, heads, 128), dtype), random((tokens, kv_heads, 128), dtype, 1)
-    cache = reference.cos_sin_cache(MAX_POSITION, 128, dtype)
+    query, key = random((tokens, heads, head_size), dtype), random((tokens, kv_heads, head_size), dtype, 1)
+    cache = reference.cos_sin_cache(MAX_POSITION, head_size, dtype)
     rotated_query, rotated_key = rotate(array, positions, query, key, cache, is_neox)
     check(rotated_query, positions, query, cache, is_neox)
     check(rotated_key, positions, key, cache, is_neox)

@@ -154,7 +154,7 @@ __global__ __launch_bounds__(block_size(kThreads)) void rms_norm_kernel(const __
     }
   } else {
     const auto input = row_at(args.input, args.input_rows);
-    const auto residual = row_at(args.residual, args.residual_rows);
+    const auto residual = kResidual ? row_at(args.residual, args.residual_rows) : input;
     float sum = 0.0f;
 #pragma unroll 4
     for (int p = thread; p < packs; p += kThreads) {
