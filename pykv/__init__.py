@@ -16,7 +16,7 @@ from pykv.attention import (
 )
 from pykv.cache import copy_blocks, reshape_and_cache, reshape_and_cache_flash, swap_blocks
 from pykv.norm import fused_add_rms_norm, rms_norm
-from pykv.paged_kv_cache import OutOfBlocks, PagedKVCache
+from pykv.paged_kv_cache import OutOfBlocks, PagedKVCache, PrefixStats
 from pykv.rotary import rotary_embedding
 from pykv.runtime import (
     check_errors,
@@ -35,6 +35,7 @@ __all__ = [
     "Array",
     "OutOfBlocks",
     "PagedKVCache",
+    "PrefixStats",
     "ScalarOrArray",
     "Stream",
     "check_errors",

@@ -31,19 +31,24 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.num_free = num_blocks
         self.ref_counts = np.zeros(num_blocks, np.int32)
-        self._stack = np.arange(num_blocks, dtype=np.int32)[::-1].copy()  # free ids below num_free, the next one last
+        self._stack = np.arange(num_blocks, dtype=np.int32)[::-1].copy()  # free ids below height, the next one last
+        self._height = num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """How many blocks ``take`` could take."""
+        return self._height
 
     def peek(self, count: int) -> Int32s:
         """The blocks that ``take(count)`` would take, in order."""
-        top: Int32s = self._stack[self.num_free - count : self.num_free]
+        top: Int32s = self._stack[self._height - count : self._height]
         return top[::-1]
 
     def take(self, count: int) -> None:
         """Move ``count`` free blocks to one owner each."""
         self.ref_counts[self.peek(count)] = 1
-        self.num_free -= count
+        self._height -= count
 
     def share(self, blocks: Int32s) -> None:
         """Add one owner to each of these distinct blocks."""
@@ -52,9 +57,11 @@ class BlockPool:
     def release(self, blocks: Int32s) -> None:
         """Drop one owner per mention; blocks without an owner become free."""
         np.subtract.at(self.ref_counts, blocks, 1)
-        idle = np.unique(blocks[self.ref_counts[blocks] == 0])
-        self._stack[self.num_free : self.num_free + idle.size] = idle[::-1]
-        self.num_free += idle.size
+        self._push(np.unique(blocks[self.ref_counts[blocks] == 0]))
+
+    def _push(self, idle: Int32s) -> None:
+        self._stack[self._height : self._height + idle.size] = idle[::-1]
+        self._height += idle.size
 
 
 @dataclass(slots=True)
@@ -76,9 +83,9 @@ class Append:
 class Sequences:
     """Lengths and block tables of sequences that live in one pool of blocks."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, pool: BlockPool | None = None) -> None:
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
+        self.pool = pool or BlockPool(num_blocks)
         self._row_of: dict[int, int] = {}
         self._table = np.full((16, min(16, num_blocks)), NO_BLOCK, np.int32)  # [rows, blocks]
         self._lengths = np.zeros(16, np.int64)  # [rows]; 0 in free rows
@@ -88,6 +95,10 @@ class Sequences:
 
     def __contains__(self, seq_id: object) -> bool:
         return seq_id in self._row_of
+
+    @property
+    def count(self) -> int:
+        return len(self._row_of)
 
     def plan_append(self, seq_ids: Any, num_tokens: Any) -> Append:
         """Lay out ``num_tokens`` more tokens for each sequence; unknown ids begin a sequence.  Changes nothing."""
@@ -177,14 +188,10 @@ class Sequences:
         source = self._row("fork", "parent", parent_id)
         if child_id in self._row_of:
             raise ValueError(f"fork: child: sequence {child_id} exists already")
-        self._reserve_rows(1)
-        row = self._free_rows.pop()
-        width = self._num_blocks(int(self._lengths[source]))
-        self.pool.share(self._table[source, :width])
-        self._table[row, :width] = self._table[source, :width]
-        self._lengths[row] = self._lengths[source]
-        self._row_of[child_id] = row
-        self._forget_lookup()
+        length = int(self._lengths[source])
+        blocks = self._table[source, : self._num_blocks(length)]
+        self.pool.share(blocks)
+        self._begin(child_id, blocks, length)
 
     def truncate(self, seq_id: Any, length: Any) -> None:
         """Keep the first ``length`` tokens of a sequence and drop the blocks behind them."""
@@ -196,6 +203,16 @@ class Sequences:
         self.pool.release(dropped)
         dropped[:] = NO_BLOCK
         self._lengths[row] = wanted
+
+    def _begin(self, seq_id: int, blocks: Int32s, length: int) -> None:
+        """A new sequence in these blocks, which count it as an owner already."""
+        self._reserve_rows(1)
+        self._reserve_columns(blocks.size)
+        row = self._free_rows.pop()
+        self._table[row, : blocks.size] = blocks
+        self._lengths[row] = length
+        self._row_of[seq_id] = row
+        self._forget_lookup()
 
     def _num_blocks(self, length: int) -> int:
         return -(-length // self.block_size)
@@ -272,7 +289,7 @@ def integer(op: str, argument: str, value: Any) -> int:
     return index
 
 
-def _integers(op: str, argument: str, values: Any) -> Int64s:
+def integers(op: str, argument: str, values: Any) -> Int64s:
     """One integer or a sequence of them as an array of at most one dimension."""
     array = np.asarray(values)
     if array.size == 0 and array.ndim == 1:
@@ -287,7 +304,7 @@ def _integers(op: str, argument: str, values: Any) -> Int64s:
 
 
 def _ids(op: str, seq_ids: Any) -> list[int]:
-    ids: list[int] = np.atleast_1d(_integers(op, "seq_ids", seq_ids)).tolist()
+    ids: list[int] = np.atleast_1d(integers(op, "seq_ids", seq_ids)).tolist()
     return ids
 
 
@@ -298,7 +315,7 @@ def _check_distinct(op: str, ids: list[int]) -> None:
 
 
 def _counts(num_tokens: Any, num_seqs: int) -> Int64s:
-    counts = _integers("append", "num_tokens", num_tokens)
+    counts = integers("append", "num_tokens", num_tokens)
     if counts.ndim == 1 and counts.size != num_seqs:
         raise ValueError(
             f"append: num_tokens: must be one integer or one for each of {num_seqs} seq_ids, got {counts.size}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ from pykv._libraries import choose_library
 from pykv._types import Stream
 from pykv.block_pool import MAX_LENGTH, OutOfBlocks, Sequences, integer
 from pykv.cache import copy_blocks
+from pykv.prefix_cache import PrefixSequences, PrefixStats
 
-__all__ = ["OutOfBlocks", "PagedKVCache"]
+__all__ = ["OutOfBlocks", "PagedKVCache", "PrefixStats"]
 
 # The dtypes a cache may have, and how their elements are stored.
 _STORAGE = {
@@ -40,6 +42,10 @@ class PagedKVCache:
     Sequences are named by any integers.  ``append`` makes room for new tokens and says where they go; the cache ops
     write them there.  All work on one cache belongs on one stream, or on streams ordered by the caller: a freed block
     is handed out again at once.  Methods are not thread-safe.
+
+    With ``prefix_caching`` full blocks can be found by the tokens they hold, also after their sequence was freed and
+    until they are taken for something else, the least recently used first: ``reuse_prefix`` begins a sequence with
+    them, ``commit_prefix`` says what a sequence holds.
     """
 
     def __init__(
@@ -53,6 +59,8 @@ class PagedKVCache:
         layout: str = "NHD",
         like: Any = None,
         device: Any = None,
+        *,
+        prefix_caching: bool = False,
     ) -> None:
         self.num_layers = _size("num_layers", num_layers)
         self.num_blocks = _size("num_blocks", num_blocks)
@@ -65,7 +73,8 @@ class PagedKVCache:
         self.layout = layout
         self._library = choose_library(like, device)
         self._key_caches, self._value_caches = self._allocate()
-        self._sequences = Sequences(self.num_blocks, self.block_size)
+        self._prefixes = PrefixSequences(self.num_blocks, self.block_size) if prefix_caching else None
+        self._sequences = self._prefixes or Sequences(self.num_blocks, self.block_size)
 
     @property
     def key_caches(self) -> list[Any]:
@@ -84,7 +93,7 @@ class PagedKVCache:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds."""
+        """Blocks that no sequence holds; those that can be found by their tokens are among them."""
         return self._sequences.pool.num_free
 
     @property
@@ -128,6 +137,49 @@ class PagedKVCache:
     def truncate(self, seq_id: int, length: int) -> None:
         """Forget all but the first ``length`` tokens of a sequence."""
         self._sequences.truncate(seq_id, length)
+
+    def match_prefix(self, tokens: Sequence[int]) -> int:
+        """With how many of these tokens a sequence could begin, in blocks that are in the cache: whole blocks only."""
+        blocks, _ = self._with_prefixes("match_prefix").match_prefix("match_prefix", tokens)
+        return blocks.size * self.block_size
+
+    def reuse_prefix(self, seq_id: int, tokens: Sequence[int]) -> int:
+        """Begin a sequence with as many of these tokens as ``match_prefix`` finds; returns their number, maybe 0.
+
+        Who needs the model's answer to the last token must compute at least that one: pass ``tokens[:-1]``.
+        """
+        return self._with_prefixes("reuse_prefix").reuse_prefix(seq_id, tokens)
+
+    def commit_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """Say that a sequence holds these tokens, so that others can begin with its full blocks.
+
+        ``tokens`` (a list or array on the host) are the sequence's from its beginning; what lies beyond its length is
+        ignored.  Call it when the keys and values have been written, on the stream, and again when the sequence has
+        grown: only blocks that are new since then are looked at.
+        """
+        self._with_prefixes("commit_prefix").commit_prefix(seq_id, tokens)
+
+    def clear_prefixes(self) -> None:
+        """Let no block be found any more, as when the model's weights have changed.  There must be no sequences."""
+        prefixes = self._with_prefixes("clear_prefixes")
+        if self._sequences.count:
+            raise ValueError(f"clear_prefixes: {self._sequences.count} sequences would be found again; free them first")
+        prefixes.clear_prefixes()
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that can be found by their tokens, in use or free."""
+        return self._prefixes.num_named if self._prefixes else 0
+
+    @property
+    def prefix_stats(self) -> PrefixStats:
+        """What prefix reuse has saved so far: a snapshot."""
+        return self._with_prefixes("prefix_stats").stats
+
+    def _with_prefixes(self, op: str) -> PrefixSequences:
+        if self._prefixes is None:
+            raise ValueError(f"{op}: the cache was made without prefix_caching=True")
+        return self._prefixes
 
     def _allocate(self) -> tuple[list[Any], list[Any]]:
         blocks, size, heads, width = self.num_blocks, self.block_size, self.num_kv_heads, self.head_size
