@@ -18,7 +18,7 @@ namespace {
 constexpr int kThreads = 256;
 
 template <class Mover, bool kTransposes>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     reshape_and_cache_kernel(const __grid_constant__ Plan plan,
                              const __grid_constant__ Scales<Mover::kStoredFormat> scales) {
   const bool is_key = blockIdx.x < plan.key.num_blocks;

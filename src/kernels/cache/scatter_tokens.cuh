@@ -33,9 +33,12 @@ __device__ __forceinline__ void scatter_tokens(const SlotMap& map, const SidePla
 #pragma unroll
   for (int i = 0; i < kTokensPerThread; ++i) {
     const int64_t token = first + i * rows;
-    const bool inside = token < map.num_tokens;
-    slots[i] = inside ? map.slots[token] : -1;
-    if (inside) loaded[i] = load_vec<typename Mover::Loaded>(from + token * side.data_token);
+    if (token < map.num_tokens) loaded[i] = load_vec<typename Mover::Loaded>(from + token * side.data_token);
+  }
+#pragma unroll
+  for (int i = 0; i < kTokensPerThread; ++i) {
+    const int64_t token = first + i * rows;
+    slots[i] = token < map.num_tokens ? map.slots[token] : -1;
   }
 
   const Quotient quotient(scale ? (*scale)[head] : 1.0f);

@@ -1,6 +1,7 @@
 // n / d for a divisor that the host knows, by a multiplication.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 namespace pykv {
@@ -9,8 +10,8 @@ namespace pykv {
 struct Divider {
   uint32_t d, multiplier, shift;
 
-  Divider(int64_t divisor = 1) : d(divisor < 1 ? 1 : static_cast<uint32_t>(divisor)), shift(0) {
-    while ((uint64_t{1} << shift) < d) ++shift;
+  Divider(int64_t divisor = 1) : d(divisor < 1 ? 1 : static_cast<uint32_t>(divisor)) {
+    shift = static_cast<uint32_t>(std::bit_width(d - 1));
     multiplier = static_cast<uint32_t>((((uint64_t{1} << shift) - d) << 32) / d + 1);
   }
 

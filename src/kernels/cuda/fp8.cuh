@@ -46,10 +46,19 @@ class Quotient {
     usual_ = fabsf(scale) > 0x1p-40f && fabsf(scale) < 0x1p40f;
   }
 
-  __device__ float operator()(float x) const {
-    if (!usual_) return __fdiv_rn(x, scale_);
-    const float q = x * reciprocal_;
-    return fabsf(q) < 0x1p20f ? fmaf(fmaf(-q, scale_, x), reciprocal_, q) : q;
+  // All of x, in place.
+  template <int kSize>
+  __device__ void operator()(float (&x)[kSize]) const {
+    if (usual_) {  // the same for a whole head
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const float q = x[i] * reciprocal_;
+        x[i] = fabsf(q) < 0x1p20f ? fmaf(fmaf(-q, scale_, x[i]), reciprocal_, q) : q;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) x[i] = __fdiv_rn(x[i], scale_);
+    }
   }
 
   __device__ uint32_t sign_bytes() const { return scale_ < 0.0f ? 0x80808080u : 0u; }
@@ -65,26 +74,25 @@ class Quotient {
 // conversion to E5M2 gives: signs are taken from the source's own bits, NaN is put in place.
 template <KvFormat kFormat, class T>
 __device__ __forceinline__ uint32_t to_fp8x4(const uint32_t (&words)[sizeof(T)], const Quotient& quotient) {
-  float2 low, high;
+  float x[4];
   uint32_t signs;
   if constexpr (sizeof(T) == 4) {
-    low = {__uint_as_float(words[0]), __uint_as_float(words[1])};
-    high = {__uint_as_float(words[2]), __uint_as_float(words[3])};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = __uint_as_float(words[i]);
     signs = __byte_perm(__byte_perm(words[0], words[1], 0x0073), __byte_perm(words[2], words[3], 0x7300), 0x7610);
   } else {
-    if constexpr (kDTypeOf<T> == DType::kFloat16) {
-      low = __half22float2(reinterpret_cast<const half2&>(words[0]));
-      high = __half22float2(reinterpret_cast<const half2&>(words[1]));
-    } else {
-      low = {__uint_as_float(words[0] << 16), __uint_as_float(words[0] & 0xffff0000u)};
-      high = {__uint_as_float(words[1] << 16), __uint_as_float(words[1] & 0xffff0000u)};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float2 pair = {__uint_as_float(words[i] << 16), __uint_as_float(words[i] & 0xffff0000u)};
+      if constexpr (kDTypeOf<T> == DType::kFloat16) pair = __half22float2(reinterpret_cast<const half2&>(words[i]));
+      x[2 * i] = pair.x;
+      x[2 * i + 1] = pair.y;
     }
     signs = __byte_perm(words[0], words[1], 0x7531);
   }
-  const uint32_t codes_low =
-      __nv_cvt_float2_to_fp8x2({quotient(low.x), quotient(low.y)}, __NV_SATFINITE, kInterpretation<kFormat>);
-  const uint32_t codes_high =
-      __nv_cvt_float2_to_fp8x2({quotient(high.x), quotient(high.y)}, __NV_SATFINITE, kInterpretation<kFormat>);
+  quotient(x);
+  const uint32_t codes_low = __nv_cvt_float2_to_fp8x2({x[0], x[1]}, __NV_SATFINITE, kInterpretation<kFormat>);
+  const uint32_t codes_high = __nv_cvt_float2_to_fp8x2({x[2], x[3]}, __NV_SATFINITE, kInterpretation<kFormat>);
   uint32_t codes = (codes_low | codes_high << 16) & 0x7f7f7f7fu;
   if constexpr (kFormat == KvFormat::kE5M2) {
     const uint32_t nan = (codes + 0x04040404u) >> 7 & 0x01010101u;  // from 0x7C on; finite codes end at 0x7B
