@@ -14,7 +14,7 @@ from pykv.attention import (
     paged_attention_v2,
     paged_attention_workspace_size,
 )
-from pykv.cache import copy_blocks, reshape_and_cache, reshape_and_cache_flash, swap_blocks
+from pykv.cache import copy_blocks, reshape_and_cache, reshape_and_cache_flash, swap_blocks, swap_blocks_layers
 from pykv.norm import fused_add_rms_norm, rms_norm
 from pykv.paged_kv_cache import OutOfBlocks, PagedKVCache, PrefixStats
 from pykv.rotary import rotary_embedding
@@ -60,4 +60,5 @@ __all__ = [
     "set_num_threads",
     "silu_and_mul",
     "swap_blocks",
+    "swap_blocks_layers",
 ]

@@ -108,3 +108,29 @@ def swap_blocks(
         TypeError: a dtype is wrong.
     """
     _C.swap_blocks(src, dst, block_size_in_bytes, block_mapping, stream)
+
+
+def swap_blocks_layers(
+    src_caches: Sequence[Array],
+    dst_caches: Sequence[Array],
+    block_size_in_bytes: int,
+    block_mapping: Array,
+    *,
+    stream: Stream = None,
+) -> None:
+    """:func:`swap_blocks` for each pair of arrays of two lists, one after the other: all layers in one call.
+
+    Between a device and pinned host memory many short runs of blocks are copied by a kernel on a few SMs, few long ones
+    by the copy engines: either way issuing them takes little time on the host.
+
+    Args:
+        src_caches, dst_caches: lists or tuples of equally many arrays, each list on one device; ``dst_caches`` are
+            written.  Arrays of both must be writable.
+        block_size_in_bytes, block_mapping, stream: as for :func:`swap_blocks`.
+
+    Raises:
+        ValueError: a block lies outside the smallest array, an array on another device than the first of its list, or
+            the mapping not on the host; nothing was copied.
+        TypeError: a dtype is wrong.
+    """
+    _C.swap_blocks_layers(src_caches, dst_caches, block_size_in_bytes, block_mapping, stream)

@@ -1,23 +1,184 @@
+// to[b'] = from[b] for each pair (b, b') and each array, one side on the host or on another device.
+//
+// Bound by the link, some 50 GB/s on PCIe 5: what counts is to keep enough of it in flight, and to issue tens of
+// thousands of pieces in little host time.
+//
+// - Blocks that follow each other on both sides are one run.  Few long runs go to the copy engines, which leave the SMs
+//   alone; so does all that a kernel cannot reach: pageable memory, other devices.
+// - Many short runs go to a kernel that reads and writes pinned memory itself, because each run would cost the copy
+//   engine's queue some microseconds on either side.  A few blocks of threads fill the link (32 * 256 threads * 64 bytes
+//   in flight) and leave nearly all SMs to the kernels of other streams.  Arrays and pairs travel in its parameters.
+#include <algorithm>
+#include <vector>
+
 #include "cache/swap_blocks.h"
+#include "cuda/divider.cuh"
 #include "cuda/launch.h"
 
 namespace pykv {
+namespace {
 
-void swap_blocks_cuda(const SwapBlocksArgs& args, const Launch& launch) {
-  for (int64_t i = 0, n; i < args.num_pairs; i += n) {
-    const BlockPair* run = args.pairs + i;
-    for (n = 1; i + n < args.num_pairs && run[n].from == run[0].from + n && run[n].to == run[0].to + n;) ++n;
-    const char* from = args.from + run[0].from * args.block_bytes;
-    char* to = args.to + run[0].to * args.block_bytes;
-    const size_t bytes = static_cast<size_t>(n * args.block_bytes);
-    if (args.from_device >= 0 && args.to_device >= 0) {
-      cuda_check(cudaMemcpyPeerAsync(to, args.to_device, from, args.from_device, bytes, stream_of(launch)),
-                 "cudaMemcpyPeerAsync");
-    } else {
-      const auto kind = args.to_device >= 0 ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
-      cuda_check(cudaMemcpyAsync(to, from, bytes, kind, stream_of(launch)), "cudaMemcpyAsync");
+constexpr int kThreads = 256, kVectorsPerThread = 4, kBlocks = 32;
+constexpr int kMaxArrays = 64, kMaxPairs = 128;  // 3 KB of the 4 KB that parameters may take
+
+// The copy engines: runs at least this long, and so few that issuing them takes some hundred microseconds.
+constexpr int64_t kLongRun = 1 << 20, kMostRuns = 128;
+
+struct Work {
+  BlockArray arrays[kMaxArrays];
+  BlockPair pairs[kMaxPairs];
+  int64_t block_bytes;
+  uint32_t num_vectors;        // of all pairs and arrays
+  Divider in_block, of_pairs;  // vectors of a block, number of pairs
+};
+
+// Vectors are numbered through all arrays, pairs and blocks; each block of threads takes 1024 in a row at a time.
+template <class Vector>
+__global__ void __launch_bounds__(kThreads) swap_blocks_kernel(const __grid_constant__ Work work) {
+  constexpr uint32_t kTile = kThreads * kVectorsPerThread;
+  for (uint32_t first = blockIdx.x * kTile; first < work.num_vectors; first += gridDim.x * kTile) {
+    Vector v[kVectorsPerThread];
+    char* to[kVectorsPerThread];
+#pragma unroll
+    for (int i = 0; i < kVectorsPerThread; ++i) {
+      const uint32_t n = first + i * kThreads + threadIdx.x;
+      if (n >= work.num_vectors) continue;
+      uint32_t vector, p;
+      const uint32_t array = work.of_pairs(work.in_block(n, vector), p);
+      const BlockPair pair = work.pairs[p];
+      const int64_t offset = vector * int64_t{sizeof(Vector)};
+      v[i] = *reinterpret_cast<const Vector*>(work.arrays[array].from + pair.from * work.block_bytes + offset);
+      to[i] = work.arrays[array].to + pair.to * work.block_bytes + offset;
+    }
+#pragma unroll
+    for (int i = 0; i < kVectorsPerThread; ++i)
+      if (first + i * kThreads + threadIdx.x < work.num_vectors) *reinterpret_cast<Vector*>(to[i]) = v[i];
+  }
+}
+
+template <class Vector>
+void launch_all(const SwapBlocksArgs& args, const std::vector<BlockArray>& arrays, const Launch& launch) {
+  constexpr uint32_t kTile = kThreads * kVectorsPerThread;
+  constexpr int64_t kMostVectors = int64_t{1} << 30;  // of a launch: numbers stay below 2^31
+  const int64_t in_block = args.block_bytes / static_cast<int64_t>(sizeof(Vector));
+  const int64_t pairs_at_once = std::clamp<int64_t>(kMostVectors / in_block, 1, kMaxPairs);
+  const int64_t arrays_at_once = std::clamp<int64_t>(kMostVectors / (in_block * pairs_at_once), 1, kMaxArrays);
+  Work work{};
+  work.block_bytes = args.block_bytes;
+  work.in_block = Divider(in_block);
+  for (int64_t part = 0, first = 0; part < args.num_parts; ++part) {
+    for (int64_t n; first < args.part_ends[part]; first += n) {
+      n = std::min(args.part_ends[part] - first, pairs_at_once);
+      std::copy_n(args.pairs + first, n, work.pairs);
+      work.of_pairs = Divider(n);
+      for (int64_t array = 0; array < args.num_arrays; array += arrays_at_once) {
+        const int64_t m = std::min(args.num_arrays - array, arrays_at_once);
+        std::copy_n(arrays.begin() + array, m, work.arrays);
+        work.num_vectors = static_cast<uint32_t>(m * n * in_block);
+        const uint32_t grid = std::min<uint32_t>((work.num_vectors + kTile - 1) / kTile, kBlocks);
+        swap_blocks_kernel<Vector><<<grid, kThreads, 0, stream_of(launch)>>>(work);
+        check_launch("swap_blocks");
+      }
     }
   }
+}
+
+void copy_by_kernel(const SwapBlocksArgs& args, const std::vector<BlockArray>& arrays, const Launch& launch) {
+  uint64_t bits = 16 | args.block_bytes;
+  for (const BlockArray& a : arrays) bits |= reinterpret_cast<uintptr_t>(a.from) | reinterpret_cast<uintptr_t>(a.to);
+  switch (bits & -bits) {  // the largest power of two that divides all addresses
+    case 16:
+      return launch_all<uint4>(args, arrays, launch);
+    case 8:
+      return launch_all<uint2>(args, arrays, launch);
+    case 4:
+      return launch_all<uint32_t>(args, arrays, launch);
+    case 2:
+      return launch_all<uint16_t>(args, arrays, launch);
+    default:
+      return launch_all<uint8_t>(args, arrays, launch);
+  }
+}
+
+struct Run {
+  BlockPair first;
+  int64_t length;
+};
+
+std::vector<Run> runs_of(const SwapBlocksArgs& args) {
+  std::vector<Run> runs;
+  for (int64_t i = 0; i < args.num_pairs; ++i) {
+    const BlockPair& p = args.pairs[i];
+    if (!runs.empty() && p.from == runs.back().first.from + runs.back().length &&
+        p.to == runs.back().first.to + runs.back().length)
+      ++runs.back().length;
+    else
+      runs.push_back({p, 1});
+  }
+  return runs;
+}
+
+void copy_runs(const SwapBlocksArgs& args, const std::vector<Run>& runs, const Launch& launch) {
+  const bool peers = args.from_device >= 0 && args.to_device >= 0;
+  const auto kind = args.to_device >= 0 ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
+  for (int64_t i = 0; i < args.num_arrays; ++i)
+    for (const Run& run : runs) {
+      const char* from = args.arrays[i].from + run.first.from * args.block_bytes;
+      char* to = args.arrays[i].to + run.first.to * args.block_bytes;
+      const size_t bytes = static_cast<size_t>(run.length * args.block_bytes);
+      if (peers)
+        cuda_check(cudaMemcpyPeerAsync(to, args.to_device, from, args.from_device, bytes, stream_of(launch)),
+                   "cudaMemcpyPeerAsync");
+      else
+        cuda_check(cudaMemcpyAsync(to, from, bytes, kind, stream_of(launch)), "cudaMemcpyAsync");
+    }
+}
+
+// Where the device sees pinned host memory [p, p + bytes), or null.
+template <class T>
+T* on_device(T* p, int64_t bytes) {
+  T* ends[2] = {p, p + bytes - 1};
+  for (T*& end : ends) {
+    cudaPointerAttributes attributes;
+    if (cudaPointerGetAttributes(&attributes, end) != cudaSuccess) {
+      cudaGetLastError();
+      return nullptr;
+    }
+    if (attributes.type != cudaMemoryTypeHost) return nullptr;
+    end = static_cast<T*>(attributes.devicePointer);
+  }
+  return ends[0] && ends[1] == ends[0] + bytes - 1 ? ends[0] : nullptr;
+}
+
+// The arrays by addresses of the device; none if one of them is not pinned.
+std::vector<BlockArray> pinned_arrays(const SwapBlocksArgs& args) {
+  int64_t from_blocks = 0, to_blocks = 0;
+  for (int64_t i = 0; i < args.num_pairs; ++i) {
+    from_blocks = std::max(from_blocks, args.pairs[i].from + 1);
+    to_blocks = std::max(to_blocks, args.pairs[i].to + 1);
+  }
+  std::vector<BlockArray> arrays(args.arrays, args.arrays + args.num_arrays);
+  for (BlockArray& a : arrays) {
+    if (args.from_device < 0) a.from = on_device(a.from, from_blocks * args.block_bytes);
+    if (args.to_device < 0) a.to = on_device(a.to, to_blocks * args.block_bytes);
+    if (!a.from || !a.to) return {};
+  }
+  return arrays;
+}
+
+}  // namespace
+
+void swap_blocks_cuda(const SwapBlocksArgs& args, const Launch& launch) {
+  const std::vector<Run> runs = runs_of(args);
+  const int64_t num_runs = static_cast<int64_t>(runs.size());
+  const bool long_runs =
+      args.num_pairs * args.block_bytes >= num_runs * kLongRun && num_runs * args.num_arrays <= kMostRuns;
+  // blocks of a GB and more are beyond the kernel's numbers, and good for the copy engines anyway
+  const bool reachable = (args.from_device < 0 || args.to_device < 0) && args.block_bytes < int64_t{1} << 30;
+  if (reachable && !long_runs)
+    if (const std::vector<BlockArray> arrays = pinned_arrays(args); !arrays.empty())
+      return copy_by_kernel(args, arrays, launch);
+  copy_runs(args, runs, launch);
 }
 
 }  // namespace pykv

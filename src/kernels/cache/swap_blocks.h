@@ -1,21 +1,24 @@
-// Blocks between the host and a device, or between two devices.
+// Blocks between the host and a device, or between two devices: the kernel idea behind pykv_swap_blocks and
+// pykv_swap_blocks_layers.
 #pragma once
 
 #include "cache/block_mapping.h"
+#include "cache/copy_blocks.h"
 #include "core/launch.h"
 
 namespace pykv {
 
 struct SwapBlocksArgs {
-  const char* from;
-  char* to;
+  const BlockArray* arrays;
+  int64_t num_arrays;
   int from_device, to_device;  // CUDA ordinals; -1: the host
   int64_t block_bytes;
   const BlockPair* pairs;
   int64_t num_pairs;
+  const int64_t* part_ends;  // rows that are independent of each other
+  int64_t num_parts;
 };
 
-// A copy on the stream for each run of rows whose blocks follow each other on both sides.
 void swap_blocks_cuda(const SwapBlocksArgs& args, const Launch& launch);
 
 }  // namespace pykv

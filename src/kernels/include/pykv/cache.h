@@ -54,4 +54,12 @@ PYKV_API pykv_status pykv_copy_blocks(pykv_tensor_list key_caches, pykv_tensor_l
 PYKV_API pykv_status pykv_swap_blocks(const DLTensor* src, DLTensor* dst, int64_t block_size_in_bytes,
                                       const DLTensor* block_mapping, void* stream);
 
+/* The same for each pair (src_caches[i], dst_caches[i]), one after the other: the caches of all layers in one call.
+ *   src_caches   on one device        dst_caches   as many, on one device
+ *   block_mapping                     checked against the smallest of them
+ * Between a device and pinned memory, many short runs of blocks are copied by a kernel on a few SMs, few long ones by
+ * the copy engines. */
+PYKV_API pykv_status pykv_swap_blocks_layers(pykv_tensor_list src_caches, pykv_tensor_list dst_caches,
+                                             int64_t block_size_in_bytes, const DLTensor* block_mapping, void* stream);
+
 #endif /* PYKV_CACHE_H_ */
