@@ -11,7 +11,7 @@ from cache.inputs import DTYPES, PACKED, TOKENS
 from hypothesis import given
 from hypothesis import strategies as st
 from libraries import Library
-from tolerance import assert_close
+from tolerance import assert_attention, assert_close
 
 import pykv
 
@@ -28,7 +28,7 @@ def check(array: Library, b: Batch) -> None:
     out, lse = (array.output(x) for x in inputs.outputs(b))
     inputs.run(array, b, out, lse)
     want_out, want_lse = inputs.expected(b)
-    assert_close(array.numpy(out), want_out, b.query.dtype)
+    assert_attention(array.numpy(out), want_out)
     assert_close(array.numpy(lse), want_lse, atol=2e-5, rtol=1e-5)
 
 
@@ -163,7 +163,7 @@ def test_strides_of_query_and_out(array: Library, arrangement: str) -> None:
         want_out, want_lse = inputs.expected(b)
         expected, expected_lse = room.astype(np.float64), lse_room.astype(np.float64)
         expected[:, 1:-1, 3:-3], expected_lse[:, 1:] = want_out, want_lse.T
-        assert_close(array.numpy(out), expected, b.query.dtype)
+        assert_attention(array.numpy(out), expected)
         assert_close(array.numpy(lse), expected_lse, atol=2e-5, rtol=1e-5)
 
 
@@ -187,7 +187,7 @@ def test_lse_is_optional(array: Library) -> None:
     b = inputs.batch(rng(), MIXED)
     out = array.output(inputs.outputs(b)[0])
     inputs.run(array, b, out)
-    assert_close(array.numpy(out), inputs.expected(b)[0], b.query.dtype)
+    assert_attention(array.numpy(out), inputs.expected(b)[0])
 
 
 def test_nothing_to_see(array: Library) -> None:
@@ -227,7 +227,7 @@ def test_block_ids_out_of_range_are_masked(array: Library, layout: str, bad: int
         with array.reports(rf"paged_attention: block_tables: {value} is out of range \[0, {b.key_cache.shape[0]}\)"):
             inputs.run(array, b, out, lse)
         want_out, want_lse = inputs.expected(b)
-        assert_close(array.numpy(out), want_out, b.query.dtype)
+        assert_attention(array.numpy(out), want_out)
         assert_close(array.numpy(lse), want_lse, atol=2e-5, rtol=1e-5)
 
 
@@ -243,7 +243,7 @@ def test_blocks_outside_the_window_are_not_read(array: Library) -> None:
     b.block_tables[:, :8] = 2**30  # no report: the fixture would fail the test
     out, lse = (array.output(x) for x in inputs.outputs(b))
     inputs.run(array, b, out, lse)
-    assert_close(array.numpy(out), want[0], b.query.dtype)
+    assert_attention(array.numpy(out), want[0])
 
 
 @pytest.mark.parametrize("length", [-3, 10**6])
@@ -258,7 +258,7 @@ def test_lengths_out_of_range_are_clamped(array: Library, length: int) -> None:
     with array.reports(rf"paged_attention: seq_lens: {length} is out of range \[0, {limit + 1}\)"):
         inputs.run(array, wrong, out, lse)
     want_out, want_lse = inputs.expected(b.changed(seq_lens=np.array([20, min(max(length, 0), limit), 33], np.int32)))
-    assert_close(array.numpy(out), want_out, b.query.dtype)
+    assert_attention(array.numpy(out), want_out)
     assert_close(array.numpy(lse), want_lse, atol=2e-5, rtol=1e-5)
 
 
