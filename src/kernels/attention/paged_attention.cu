@@ -27,9 +27,12 @@ int64_t bytes_of(const Tiling& t, int device) {
   return notes_bytes(grid) + stats_bytes(grid, t) + align(int64_t{2} * grid * t.rows * t.pitch * sizeof(float));
 }
 
-// With few rows for each sequence on average, one launch with small tiles takes all sequences.
-bool few_take_all(int64_t num_tokens, int64_t num_seqs, int group) {
-  return group <= 16 && num_tokens * group <= 16 * num_seqs;
+// If all sequences have about as few rows, as in decoding, one launch with tiles of that size takes them all.  (It would
+// take any: this is a guess from the totals, the lengths being on the device.)
+bool uniform_rows(int64_t num_tokens, int64_t num_seqs, int group, int head_size, RowClass& rows) {
+  const auto fits = [&](int limit) { return group <= limit && num_tokens * group <= limit * num_seqs; };
+  rows = fits(16) ? RowClass::kFew : head_size <= 128 ? RowClass::kSome : RowClass::kMany;
+  return fits(16) || fits(32);
 }
 
 // blockIdx.x: the block of the main kernel whose note is followed; kWarps warps add up one row, each its share of the
@@ -118,32 +121,37 @@ bool suits_mma(const PagedAttentionArgs& a) {
   return head && rows && key && value;
 }
 
-bool launch_mma(const Problem& p, bool many, const Launch& launch) {
+bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
   switch (p.a.kv_format) {
     case KvFormat::kE4M3:
-      return launch_e4m3(p, many, launch);
+      return launch_e4m3(p, rows, launch);
     case KvFormat::kE5M2:
-      return launch_e5m2(p, many, launch);
+      return launch_e5m2(p, rows, launch);
     default:
-      return p.a.dtype == DType::kFloat16 ? launch_f16(p, many, launch) : launch_bf16(p, many, launch);
+      return p.a.dtype == DType::kFloat16 ? launch_f16(p, rows, launch) : launch_bf16(p, rows, launch);
   }
 }
 
 void launch_all(Problem p, const Launch& launch) {
   constexpr int kAnyRows = 1 << 30;
-  const auto take = [&](bool many, int min_rows, int max_rows) {
+  const auto take = [&](RowClass rows, int min_rows, int max_rows) {
     p.min_rows = min_rows;
     p.max_rows = max_rows;
-    if (!suits_mma(p.a) || !launch_mma(p, many, launch)) launch_simple(p, launch);
+    return launch_mma(p, rows, launch);
   };
-  if (few_take_all(p.a.num_tokens, p.a.num_seqs, p.group)) {
-    take(false, 0, kAnyRows);
-  } else if (p.group > 16 || p.a.num_seqs == 1) {
-    take(true, 0, kAnyRows);
-  } else {
-    take(true, 16, kAnyRows);
-    take(false, 0, 16);
+  if (suits_mma(p.a)) {
+    RowClass rows;
+    if (uniform_rows(p.a.num_tokens, p.a.num_seqs, p.group, p.a.head_size, rows)) {
+      if (take(rows, 0, kAnyRows)) return;
+    } else if (p.group > 16 || p.a.num_seqs == 1) {
+      if (take(RowClass::kMany, 0, kAnyRows)) return;
+    } else {
+      if (take(RowClass::kMany, 16, kAnyRows) && take(RowClass::kFew, 0, 16)) return;
+    }
   }
+  p.min_rows = 0;
+  p.max_rows = kAnyRows;
+  launch_simple(p, launch);
 }
 
 // Launches a kernel whose blocks may come up while the kernel before it still runs (it waits for that kernel itself).
@@ -202,7 +210,7 @@ int set_tiling(Problem& p, const Tiling& t, int blocks_per_sm, int device) {
 }
 
 void combine(const Problem& p, int grid, const Launch& launch) {
-  const int rows = p.tile_tokens * p.tile_heads;
+  const int rows = (p.a.cu_query_lens.data ? p.tile_tokens : 1) * p.tile_heads;
   dispatch<half, bf16, float>(p.a.dtype, [&]<class T> {
     if (rows <= 16) {
       launch_after(combine_kernel<T, 4>, dim3(grid, rows), p, launch);
@@ -223,11 +231,13 @@ size_t shared_memory_limit(int device) {
 int64_t paged_attention_workspace_cuda(int64_t num_tokens, int64_t num_seqs, int num_heads, int num_kv_heads, int head_size,
                                        int device) {
   using namespace attention;
-  int64_t bytes = std::max(bytes_of(simple_tiling(head_size), device), bytes_of(few_rows_tiling(head_size), device));
-  if (!few_take_all(num_tokens, num_seqs, num_heads / num_kv_heads)) {
-    bytes = std::max(bytes, bytes_of(many_rows_tiling(head_size), device));
+  const auto bytes = [&](const Tiling& tiling) { return bytes_of(tiling, device); };
+  const int64_t simple = bytes(simple_tiling(head_size));
+  RowClass rows;
+  if (uniform_rows(num_tokens, num_seqs, num_heads / num_kv_heads, head_size, rows)) {
+    return std::max(simple, bytes(tiling_of(rows, head_size)));
   }
-  return bytes;
+  return std::max({simple, bytes(few_rows_tiling(head_size)), bytes(many_rows_tiling(head_size))});
 }
 
 void paged_attention_cuda(const PagedAttentionArgs& args, const Launch& launch) {
@@ -243,6 +253,7 @@ void paged_attention_cuda(const PagedAttentionArgs& args, const Launch& launch) 
   p.a.max_seq_len = std::min({args.max_seq_len, args.max_blocks_per_seq * args.block_size, int64_t{kNoWindow}});
   p.group = args.num_heads / args.num_kv_heads;
   p.window = static_cast<int>(args.window > 0 ? std::min(args.window, int64_t{kNoWindow}) : kNoWindow);
+  p.softcap_rate = args.softcap == 0 ? 0.f : 2 * kLog2e / args.softcap;
   p.plain_logits = args.softcap == 0 && args.alibi_slopes == nullptr && args.scale > 0;
   const auto small = [](int64_t x) { return static_cast<int>(std::clamp(x, int64_t{0}, int64_t{kNoWindow})); };
   p.sparse = args.sparse.vert_stride > 1;

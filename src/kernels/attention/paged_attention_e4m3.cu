@@ -3,8 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_e4m3(const Problem& p, bool many, const Launch& launch) {
-  return launch_mma<Element8<KvFormat::kE4M3>>(p, many, launch);
+bool launch_e4m3(const Problem& p, RowClass rows, const Launch& launch) {
+  return launch_mma<Element8<KvFormat::kE4M3>>(p, rows, launch);
 }
 
 }  // namespace pykv::attention

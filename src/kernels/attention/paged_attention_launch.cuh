@@ -17,13 +17,22 @@ struct Tiling {
   int blocks_per_sm;  // at most
 };
 
+// How many rows a query tile has: Few 16, Some 32, Many 64 or 128.
+enum class RowClass { kFew, kSome, kMany };
+
 inline Tiling few_rows_tiling(int head_size) {
   return head_size <= 64 ? Tiling{16, 64, 4} : head_size <= 128 ? Tiling{16, 128, 3} : Tiling{16, 256, 1};
 }
+inline Tiling some_rows_tiling(int head_size) { return {32, head_size <= 64 ? 64 : 128, head_size <= 64 ? 3 : 2}; }
 inline Tiling many_rows_tiling(int head_size) {
   return head_size <= 64 ? Tiling{128, 64, 2} : head_size <= 128 ? Tiling{128, 128, 2} : Tiling{64, 256, 2};
 }
-inline Tiling simple_tiling(int head_size) { return {16, (head_size + 3) / 4 * 4, 2}; }
+inline Tiling simple_tiling(int head_size) { return {16, (head_size + 3) / 4 * 4, 4}; }
+inline Tiling tiling_of(RowClass rows, int head_size) {
+  return rows == RowClass::kFew    ? few_rows_tiling(head_size)
+         : rows == RowClass::kSome ? some_rows_tiling(head_size)
+                               : many_rows_tiling(head_size);
+}
 
 // Completes `p` for a tiling (rows, workspace) and returns the grid: as many blocks as run at once, at most
 // tiling.blocks_per_sm on an SM.
@@ -54,10 +63,10 @@ class PerDevice {
 };
 
 // One for each kind of cache element, in a file of its own.  False if the device has too little shared memory.
-bool launch_f16(const Problem& p, bool many, const Launch& launch);
-bool launch_bf16(const Problem& p, bool many, const Launch& launch);
-bool launch_e4m3(const Problem& p, bool many, const Launch& launch);
-bool launch_e5m2(const Problem& p, bool many, const Launch& launch);
+bool launch_f16(const Problem& p, RowClass rows, const Launch& launch);
+bool launch_bf16(const Problem& p, RowClass rows, const Launch& launch);
+bool launch_e4m3(const Problem& p, RowClass rows, const Launch& launch);
+bool launch_e5m2(const Problem& p, RowClass rows, const Launch& launch);
 void launch_simple(Problem p, const Launch& launch);  // anything at all
 
 }  // namespace pykv::attention

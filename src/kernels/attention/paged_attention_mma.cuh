@@ -3,9 +3,9 @@
 //   out = softmax(logit(q . k)) . v      by the online softmax, one KV tile after another
 //
 // Work: see paged_attention_plan.cuh; every block walks a contiguous share of all KV tiles.
-//   Few   16 rows (query tokens x the heads of a KV head), so that decode reads each KV byte once for a KV head;
-//         the four warps split a KV tile's tokens and add up once, at the end of a segment.
-//   Many  64 or 128 rows; a warp owns 16 or 32 of them against all tokens of the tile.
+//   Few, Some  16 or 32 rows (query tokens x the heads of a KV head), so that decode reads each KV byte once for a KV
+//              head; the four warps split a KV tile's tokens and add up once, at the end of a segment.
+//   Many       64 or 128 rows; a warp owns 16 or 32 of them against all tokens of the tile.
 // Data: K and V tiles come by 16-byte asynchronous copies into a ring of stages; the look-up of the block table runs one
 // tile ahead of the copies, into a ring of slots.  The rows of a stage are swizzled so that ldmatrix meets no bank twice.
 // An fp8 element is widened to half once, in registers: ldmatrix hands a lane neighbouring bytes, so the dimensions (or
@@ -39,19 +39,36 @@ struct Element8 {
   using Mma = half;
   static constexpr int kBytes = 1;
 
-  static __device__ uint32_t widen(uint32_t codes) {  // the lower two of four codes
-    const half2 pair = fp8x2_to_half2<kFormat>(static_cast<uint16_t>(codes));
-    return reinterpret_cast<const uint32_t&>(pair);
+  // Four codes to two pairs of halves.
+  static __device__ void widen(uint32_t codes, uint32_t& low, uint32_t& high) {
+#if __CUDA_ARCH__ >= 890
+    if constexpr (kFormat == KvFormat::kE4M3) {
+      asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
+          : "=r"(low), "=r"(high)
+          : "r"(codes));
+      return;
+    }
+#endif
+    if constexpr (kFormat == KvFormat::kE5M2) {  // the upper byte of a half
+      low = __byte_perm(codes, 0, 0x1404);
+      high = __byte_perm(codes, 0, 0x3424);
+    } else {
+      const half2 first = fp8x2_to_half2<kFormat>(static_cast<uint16_t>(codes));
+      const half2 second = fp8x2_to_half2<kFormat>(static_cast<uint16_t>(codes >> 16));
+      low = reinterpret_cast<const uint32_t&>(first);
+      high = reinterpret_cast<const uint32_t&>(second);
+    }
   }
 };
 
 // Sizes of one instantiation.  kD: head size rounded up to 64, 128 or 256.
-template <class Element, int kD, bool kMany>
+template <class Element, int kD, RowClass kRowClass>
 struct Shape {
+  static constexpr bool kMany = kRowClass == RowClass::kMany;
   static constexpr int kBytes = Element::kBytes;
-  static constexpr int kRowTiles = kMany && kD <= 128 ? 2 : 1;                       // 16-row tiles of a warp
+  static constexpr int kRowTiles = kRowClass == RowClass::kFew || kD == 256 ? 1 : 2;  // 16-row tiles of a warp
   static constexpr int kWarpRows = 16 * kRowTiles;
-  static constexpr int kRows = kMany ? 4 * kWarpRows : 16;
+  static constexpr int kRows = kMany ? 4 * kWarpRows : kWarpRows;
   static constexpr int kTile = kMany ? (kD == 256 && kBytes == 2 ? 32 : 64) : 128 / kBytes;  // tokens
   static constexpr int kWarpTokens = kMany ? kTile : kTile / 4;
   static constexpr int kStep = kWarpTokens < 32 ? kWarpTokens : 32;  // tokens between two updates of the softmax
@@ -59,8 +76,12 @@ struct Shape {
   static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kStageBytes = 2 * kTileBytes;
   static constexpr int kQueryBytes = kRows * kD * 2;
-  static constexpr int kBlocksPerSm = kMany ? 2 : kD == 64 ? 4 : kD == 256 ? 1 : kBytes == 2 ? 3 : 2;
-  static constexpr int kStages = kMany || kBlocksPerSm > 2 ? 2 : 3;
+  static constexpr int kBlocksPerSm = kRowClass != RowClass::kFew ? (kRowClass == RowClass::kSome && kD == 64 ? 3 : 2)
+                                      : kD == 64              ? 4
+                                      : kD == 256             ? 1
+                                      : kBytes == 2           ? 3
+                                                              : 2;
+  static constexpr int kStages = kRowClass != RowClass::kFew || kBlocksPerSm > 2 ? 2 : 3;
   static constexpr int kSlots = kStages + 2;
 };
 
@@ -85,8 +106,7 @@ template <class S>
 struct alignas(16) Scratch {
   PlanScratch plan;
   Walker walker;
-  int units;
-  float2 stats[4][16];
+  float2 stats[4][S::kWarpRows];
   RowState rows[4][S::kWarpRows];
 };
 
@@ -117,11 +137,12 @@ struct CacheCopies {
   int value_chunk_shift;    // packed V: log2 of the 16-byte chunks of a dimension that lie side by side
 };
 
-template <class Element, int kD, bool kPackedV, bool kMany>
+template <class Element, int kD, bool kPackedV, RowClass kRowClass>
 struct Kernel {
-  using S = Shape<Element, kD, kMany>;
+  using S = Shape<Element, kD, kRowClass>;
   using Mma = typename Element::Mma;
   static constexpr int kTile = S::kTile;
+  static constexpr bool kMany = S::kMany;
   static constexpr bool kFp8 = S::kBytes == 1;
   static constexpr bool kPermutedTokens = kFp8 && kPackedV;
   static constexpr bool kPermutedOutput = kFp8 && !kPackedV;
@@ -194,18 +215,25 @@ struct Kernel {
     cp_async_16(to, read ? row + offset : static_cast<const char*>(p.a.key.data), read);
   }
 
+  // Pointers are fetched a few at a time, ahead of the copies that use them.
+  static constexpr int kBatch = kCopies < 4 ? kCopies : 4;
+
   // Neighbouring threads take neighbouring chunks of a token.
   template <bool kChecked, bool kKeys, bool kValues>
   __device__ void load_token_rows(uint32_t stage, const Slot<kTile>& slot) const {
     const int chunk = threadIdx.x % kChunks, r0 = threadIdx.x / kChunks;
     const bool in_head = chunk * 16 < copies.head_bytes;
-#pragma unroll(kChecked ? 1 : kCopies)
-    for (int i = 0; i < kCopies; ++i) {
-      const int r = r0 + i * (kThreads / kChunks);
-      const TokenPointers at = slot.tokens[r];
-      const uint32_t to = stage + swizzled<S::kRowBytes>(r, chunk);
-      if (kKeys) copy<kChecked>(to, at.key, chunk * 16, in_head);
-      if (kValues) copy<kChecked>(to + S::kTileBytes, at.value, chunk * 16, in_head);
+#pragma unroll(kChecked ? 1 : kCopies / kBatch)
+    for (int batch = 0; batch < kCopies; batch += kBatch) {
+      TokenPointers at[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) at[i] = slot.tokens[r0 + (batch + i) * (kThreads / kChunks)];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const uint32_t to = stage + swizzled<S::kRowBytes>(r0 + (batch + i) * (kThreads / kChunks), chunk);
+        if (kKeys) copy<kChecked>(to, at[i].key, chunk * 16, in_head);
+        if (kValues) copy<kChecked>(to + S::kTileBytes, at[i].value, chunk * 16, in_head);
+      }
     }
   }
 
@@ -222,16 +250,31 @@ struct Kernel {
     }
   }
 
-  // Packed V: order within a page: its chunks of one dimension, then the next dimension.
+  // Packed V: neighbouring threads take eight dimensions (different banks), then the chunks that these have in one page.
   template <bool kChecked>
   __device__ void load_packed_values(uint32_t stage, const Slot<kTile>& slot) const {
-    const int shift = copies.value_chunk_shift, low = threadIdx.x & ((1 << shift) - 1);
-#pragma unroll(kChecked ? 1 : kCopies)
-    for (int i = 0; i < kCopies; ++i) {
-      const int x = (threadIdx.x + i * kThreads) >> shift;
-      const int d = x % kD, chunk = low + (x / kD << shift);
-      copy<kChecked>(stage + S::kTileBytes + swizzled<kValueRowBytes>(d, chunk),
-                     slot.tokens[chunk * (16 / S::kBytes)].value, d * copies.value_dim, d < p.a.head_size);
+    const int shift = copies.value_chunk_shift;
+    const int low = threadIdx.x >> 3 & ((1 << shift) - 1);
+    const auto position = [&](int i, int& d, int& chunk) {
+      const int x = (threadIdx.x + i * kThreads) >> (3 + shift);
+      d = x * 8 % kD + threadIdx.x % 8;
+      chunk = low + (x * 8 / kD << shift);
+    };
+#pragma unroll(kChecked ? 1 : kCopies / kBatch)
+    for (int batch = 0; batch < kCopies; batch += kBatch) {
+      const char* at[kBatch];
+      int d, chunk;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        position(batch + i, d, chunk);
+        at[i] = slot.tokens[chunk * (16 / S::kBytes)].value;
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        position(batch + i, d, chunk);
+        copy<kChecked>(stage + S::kTileBytes + swizzled<kValueRowBytes>(d, chunk), at[i], d * copies.value_dim,
+                       d < p.a.head_size);
+      }
     }
   }
 
@@ -425,8 +468,9 @@ struct Kernel {
             if constexpr (kFp8) {
 #pragma unroll
               for (int j = 0; j < 2; ++j) {
-                const uint32_t x = b[2 * n + j];
-                mma_16x8x16<Mma>(s[i][2 * t + n], a[j][i], Element::widen(x), Element::widen(x >> 16));
+                uint32_t b0, b1;
+                Element::widen(b[2 * n + j], b0, b1);
+                mma_16x8x16<Mma>(s[i][2 * t + n], a[j][i], b0, b1);
               }
             } else {
               mma_16x8x16<Mma>(s[i][2 * t + n], a[0][i], b[2 * n], b[2 * n + 1]);
@@ -463,9 +507,11 @@ struct Kernel {
           if constexpr (kFp8) {  // [token 2c: d, d + 1; token 2c + 1: d, d + 1] to [d: two tokens; d + 1: two tokens]
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-              const uint32_t low = __byte_perm(b[2 * h], 0, 0x3120), high = __byte_perm(b[2 * h + 1], 0, 0x3120);
-              multiply(t, n + 2 * h, Element::widen(low), Element::widen(high));
-              multiply(t, n + 2 * h + 1, Element::widen(low >> 16), Element::widen(high >> 16));
+              uint32_t even0, odd0, even1, odd1;
+              Element::widen(__byte_perm(b[2 * h], 0, 0x3120), even0, odd0);
+              Element::widen(__byte_perm(b[2 * h + 1], 0, 0x3120), even1, odd1);
+              multiply(t, n + 2 * h, even0, even1);
+              multiply(t, n + 2 * h + 1, odd0, odd1);
             }
           } else {
             multiply(t, n, b[0], b[1]);
@@ -480,7 +526,11 @@ struct Kernel {
           ldmatrix_x4(b, token_row0 + n * 8 * kValueRowBytes);
           if constexpr (kFp8) {
 #pragma unroll
-            for (int h = 0; h < 4; ++h) multiply(t, n + h, Element::widen(b[h]), Element::widen(b[h] >> 16));
+            for (int h = 0; h < 4; ++h) {
+              uint32_t b0, b1;
+              Element::widen(b[h], b0, b1);
+              multiply(t, n + h, b0, b1);
+            }
           } else {
             multiply(t, n, b[0], b[1]);
             multiply(t, n + 1, b[2], b[3]);
@@ -515,6 +565,31 @@ struct Kernel {
     return bits;
   }
 
+  // What is not the same for all scores of a tile: soft cap, ALiBi, masks.
+  __device__ void adjust_scores(const Unit& u, const State& state, int first, uint32_t valid, bool masked,
+                                float (&s)[S::kRowTiles][S::kStep / 8][4]) const {
+#pragma unroll
+    for (int i = 0; i < S::kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const RowState& row = scratch.rows[warp][i * 16 + h * 8 + lane / 4];
+        if (!state.plain) {
+          const float scale = row.scale, slope = row.slope;
+          const int distance = first - row.position;
+          for_each_score(s[i], h, [&](float& x, int r) {
+            x = logit(p, x * scale, slope, distance + token_at<kPermutedTokens>(r));
+          });
+        }
+        if (masked) {
+          const uint32_t seen = valid & visible_places(u, row, first);
+          for_each_score(s[i], h, [&](float& x, int r) {
+            if (!(seen >> r & 1)) x = -INFINITY;
+          });
+        }
+      }
+    }
+  }
+
   __device__ void compute(uint32_t stage, const Slot<kTile>& slot, const Unit& u, State& state) {
     if (state.idle) return;
     const int warp_r0 = kMany ? 0 : warp * S::kWarpTokens;
@@ -531,58 +606,41 @@ struct Kernel {
 
       float s[S::kRowTiles][S::kStep / 8][4];
       scores(stage, r0, s);
-#pragma unroll
-      for (int i = 0; i < S::kRowTiles; ++i) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const RowState& row = scratch.rows[warp][i * 16 + h * 8 + lane / 4];
-          if (!state.plain) {
-            const float scale = row.scale, slope = row.slope;
-            const int distance = first - row.position;
-            for_each_score(s[i], h, [&](float& x, int r) {
-              x = logit(p, x * scale, slope, distance + token_at<kPermutedTokens>(r));
-            });
-          }
-          if (masked) {
-            const uint32_t seen = valid & visible_places(u, row, first);
-            for_each_score(s[i], h, [&](float& x, int r) {
-              if (!(seen >> r & 1)) x = -INFINITY;
-            });
-          }
-        }
-      }
+      if (masked || !state.plain) [[unlikely]] adjust_scores(u, state, first, masked ? valid : kAll, masked, s);
 
-      // The running maximum; earlier sums are rescaled only if it rose somewhere in the warp.
+      // The sums are kept relative to a maximum that may lag behind by kLag (a factor of 256): following it is rare.
+      constexpr float kLag = 8;
       uint32_t probs[S::kRowTiles][S::kStep / 16][4];
 #pragma unroll
       for (int i = 0; i < S::kRowTiles; ++i) {
-        float base[2], rescale[2], scale[2];
+        float top[2], base[2], scale[2];
         bool rose = false;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           scale[h] = state.plain ? scratch.rows[warp][i * 16 + h * 8 + lane / 4].scale : 1.f;
-          float top = -INFINITY;
+          float x = -INFINITY;
 #pragma unroll
-          for (int n = 0; n < S::kStep / 8; ++n) top = fmaxf(top, fmaxf(s[i][n][2 * h], s[i][n][2 * h + 1]));
-          top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-          top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-          top = fmaxf(top * scale[h], state.maximum[i][h]);
-          rose = rose || top > state.maximum[i][h];
-          base[h] = top == -INFINITY ? 0.f : top;
-          rescale[h] = exp2_fast(state.maximum[i][h] - base[h]);
-          state.maximum[i][h] = top;
+          for (int n = 0; n < S::kStep / 8; ++n) x = fmaxf(x, fmaxf(s[i][n][2 * h], s[i][n][2 * h + 1]));
+          x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+          x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+          top[h] = fmaxf(x * scale[h], state.maximum[i][h]);
+          rose = rose || top[h] > state.maximum[i][h] + kLag;
         }
         if (__any_sync(~0u, rose)) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            state.sum[i][h] *= rescale[h];
+            const float rescale = exp2_fast(state.maximum[i][h] - (top[h] == -INFINITY ? 0.f : top[h]));
+            state.maximum[i][h] = top[h];
+            state.sum[i][h] *= rescale;
 #pragma unroll
             for (int n = 0; n < kD / 8; ++n) {
-              state.o[i][n][2 * h] *= rescale[h];
-              state.o[i][n][2 * h + 1] *= rescale[h];
+              state.o[i][n][2 * h] *= rescale;
+              state.o[i][n][2 * h + 1] *= rescale;
             }
           }
         }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) base[h] = state.maximum[i][h] == -INFINITY ? 0.f : state.maximum[i][h];
 #pragma unroll
         for (int n = 0; n < S::kStep / 8; ++n) {
 #pragma unroll
@@ -675,44 +733,53 @@ struct Kernel {
     }
   }
 
-  // Adds the four warps' results up in `merge`, [warp][row][kD] with its 8-wide column tiles swizzled by row.
+  // Adds the four warps' results up in `merge`, [warp][row][kD] with its 8-wide column tiles swizzled by row; sixteen
+  // rows at a time.
   __device__ void end_segment_few(const Unit& u, State& state, float* merge) {
     const auto place = [](int w, int r, int d) { return ((w * 16 + r) * (kD / 8) + (d / 8 ^ (r & 7))) * 8 + d % 8; };
-    __syncthreads();  // every warp is done with the stage that `merge` lies in
+    const int rows = min(p.tile_tokens, u.query_len - u.query_tile * p.tile_tokens) * p.tile_heads;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int r = h * 8 + lane / 4;
-      const float sum = quad_sum(state.sum[0][h]);
-      if (lane % 4 == 0) scratch.stats[warp][r] = {state.maximum[0][h], sum};
+    for (int i = 0; i < S::kRowTiles; ++i) {
+      __syncthreads();  // every warp is done with the stage that `merge` lies in, or with the rows before
 #pragma unroll
-      for (int n = 0; n < kD / 8; ++n) {
-        for (int e = 0; e < 2; ++e) merge[place(warp, r, column(n, e))] = state.o[0][n][2 * h + e];
+      for (int h = 0; h < 2; ++h) {
+        const int r = h * 8 + lane / 4;
+        const float sum = quad_sum(state.sum[i][h]);
+        if (lane % 4 == 0) scratch.stats[warp][i * 16 + r] = {state.maximum[i][h], sum};
+#pragma unroll
+        for (int n = 0; n < kD / 8; ++n) {
+          for (int e = 0; e < 2; ++e) merge[place(warp, r, column(n, e))] = state.o[i][n][2 * h + e];
+        }
+      }
+      __syncthreads();
+#pragma unroll 1
+      for (int x = threadIdx.x; x < min(rows - i * 16, 16) * (kD / 4); x += kThreads) {
+        const int r = x / (kD / 4), d = x % (kD / 4) * 4;
+        add_warps(u, i * 16 + r, d, merge + place(0, r, d));
       }
     }
-    __syncthreads();
-    const int tokens = min(p.tile_tokens, u.query_len - u.query_tile * p.tile_tokens);
-#pragma unroll 1
-    for (int x = threadIdx.x; x < tokens * p.tile_heads * (kD / 4); x += kThreads) {
-      const int r = x / (kD / 4), d = x % (kD / 4) * 4;
-      const Row row = row_of(p, u, r);
-      if (!row.valid) continue;
-      float maximum = -INFINITY, sum = 0;
-      for (int w = 0; w < 4; ++w) maximum = fmaxf(maximum, scratch.stats[w][r].x);
-      float4 o = {0, 0, 0, 0};
-      for (int w = 0; w < 4; ++w) {
-        const float2 stats = scratch.stats[w][r];
-        const float weight = stats.x == -INFINITY ? 0.f : exp2_fast(stats.x - maximum);
-        const float4 part = *reinterpret_cast<const float4*>(merge + place(w, r, d));
-        sum += weight * stats.y;
-        o = {o.x + weight * part.x, o.y + weight * part.y, o.z + weight * part.z, o.w + weight * part.w};
-      }
-      if (u.slot >= 0) {
-        if (d == 0) p.partial_stats[u.slot * p.rows + r] = {maximum, sum};
-        *reinterpret_cast<float4*>(partial_row(u.slot, r) + d) = o;
-      } else {
-        const float factor = finish_row(p, row, u.kv_head, maximum, sum);
-        store_output(row, d, {o.x * factor, o.y * factor, o.z * factor, o.w * factor});
-      }
+  }
+
+  // Four columns of one row; `parts` are those of the first warp.
+  __device__ void add_warps(const Unit& u, int r, int d, const float* parts) const {
+    const Row row = row_of(p, u, r);
+    if (!row.valid) return;
+    float maximum = -INFINITY, sum = 0;
+    for (int w = 0; w < 4; ++w) maximum = fmaxf(maximum, scratch.stats[w][r].x);
+    float4 o = {0, 0, 0, 0};
+    for (int w = 0; w < 4; ++w) {
+      const float2 stats = scratch.stats[w][r];
+      const float weight = stats.x == -INFINITY ? 0.f : exp2_fast(stats.x - maximum);
+      const float4 part = *reinterpret_cast<const float4*>(parts + w * 16 * kD);
+      sum += weight * stats.y;
+      o = {o.x + weight * part.x, o.y + weight * part.y, o.z + weight * part.z, o.w + weight * part.w};
+    }
+    if (u.slot >= 0) {
+      if (d == 0) p.partial_stats[u.slot * p.rows + r] = {maximum, sum};
+      *reinterpret_cast<float4*>(partial_row(u.slot, r) + d) = o;
+    } else {
+      const float factor = finish_row(p, row, u.kv_head, maximum, sum);
+      store_output(row, d, {o.x * factor, o.y * factor, o.z * factor, o.w * factor});
     }
   }
 
@@ -721,46 +788,49 @@ struct Kernel {
   // One thread: the next unit into its slot.
   __device__ void describe_next(Slot<kTile>& slot) {
     slot.unit = scratch.walker.unit;
-    scratch.walker.next(p);
+    if (slot.unit.exists) scratch.walker.next(p);
   }
 
   // Unit j is described in iteration j - stages - 1, its pages are looked up in iteration j - stages, its copies start in
   // iteration j - stages + 1.
   __device__ void run() {
     constexpr int kStages = S::kStages;
-    let_next_kernel_start();
     const SharePosition share = find_share(p, scratch.plan);
     if (threadIdx.x == 0) {
-      scratch.units = scratch.walker.start(p, share);
+      scratch.walker.start(p, share);
 #pragma unroll 1
-      for (int i = 0; i < min(scratch.units, kStages + 1); ++i) describe_next(slots[i]);
+      for (int i = 0; i < kStages + 1; ++i) describe_next(slots[i]);
     }
     __syncthreads();
-    const int units = scratch.units;
 #pragma unroll 1
     for (int i = 0; i < kStages; ++i) {
-      if (i < units) end_lookup(begin_lookup(slots[i].unit), slots[i]);
+      if (slots[i].unit.exists) end_lookup(begin_lookup(slots[i].unit), slots[i]);
     }
     __syncthreads();
 #pragma unroll 1
     for (int i = 0; i < kStages - 1; ++i) {
-      if (i < units) load_stage(stage0 + i * S::kStageBytes, slots[i]);
+      if (slots[i].unit.exists) load_stage(stage0 + i * S::kStageBytes, slots[i]);
       cp_async_commit();
     }
 
     State state;
-    int at = 0, slot_at = 0;  // i modulo stages and slots
-    const auto wrapped = [&](int k) { return slot_at + k >= S::kSlots ? slot_at + k - S::kSlots : slot_at + k; };
-    for (int i = 0; i < units; ++i) {
+    int at = 0, slot_at = 0;  // the unit's stage and slot
+    const auto slot_after = [&](int k) -> Slot<kTile>& {
+      return slots[slot_at + k >= S::kSlots ? slot_at + k - S::kSlots : slot_at + k];
+    };
+    if (slots[0].unit.exists) begin_segment(slots[0].unit, state);
+    for (int i = 0; slots[slot_at].unit.exists; ++i) {
       cp_async_wait<kStages - 2>();
-      __syncthreads();  // stage i is filled, stage i - 1 free
-      Slot<kTile>& lookup_slot = slots[wrapped(kStages)];
+      __syncthreads();  // the unit's stage is filled, the last one's free
+      Slot<kTile>& lookup_slot = slot_after(kStages);
+      const bool looks_up = lookup_slot.unit.exists;
       Lookup lookup;
-      if (i + kStages < units) lookup = begin_lookup(lookup_slot.unit);
+      if (looks_up) lookup = begin_lookup(lookup_slot.unit);
       const int free = at == 0 ? kStages - 1 : at - 1;
-      if (i + kStages - 1 < units) load_stage(stage0 + free * S::kStageBytes, slots[wrapped(kStages - 1)]);
+      const Slot<kTile>& load_slot = slot_after(kStages - 1);
+      if (load_slot.unit.exists) load_stage(stage0 + free * S::kStageBytes, load_slot);
       cp_async_commit();
-      if (i + kStages + 1 < units && threadIdx.x == i % 4 * 32) describe_next(slots[wrapped(kStages + 1)]);
+      if (threadIdx.x == i % 4 * 32) describe_next(slot_after(kStages + 1));
 
       const Slot<kTile>& slot = slots[slot_at];
       const Unit& unit = slot.unit;
@@ -773,7 +843,7 @@ struct Kernel {
         }
       }
       __syncwarp();
-      if (unit.begins) begin_segment(unit, state);
+      if (unit.begins && i > 0) begin_segment(unit, state);
       compute(stage, slot, unit, state);
       if (unit.ends) {
         if constexpr (kMany) {
@@ -782,31 +852,31 @@ struct Kernel {
           end_segment_few(unit, state, reinterpret_cast<float*>(stage_memory));
         }
       }
-      if (i + kStages < units) end_lookup(lookup, lookup_slot);
+      if (looks_up) end_lookup(lookup, lookup_slot);
       at = at + 1 == kStages ? 0 : at + 1;
-      slot_at = wrapped(1);
+      slot_at = slot_at + 1 == S::kSlots ? 0 : slot_at + 1;
     }
   }
 };
 
-template <class Element, int kD, bool kPackedV, bool kMany>
-__global__ void __launch_bounds__(kThreads, (Shape<Element, kD, kMany>::kBlocksPerSm))
+template <class Element, int kD, bool kPackedV, RowClass kRowClass>
+__global__ void __launch_bounds__(kThreads, (Shape<Element, kD, kRowClass>::kBlocksPerSm))
     paged_attention_mma_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
-  using S = Shape<Element, kD, kMany>;
+  using S = Shape<Element, kD, kRowClass>;
   extern __shared__ __align__(1024) char memory[];
   char* after = memory + S::kStages * S::kStageBytes;
   auto* scratch = reinterpret_cast<Scratch<S>*>(after + S::kQueryBytes);
   auto* slots = reinterpret_cast<Slot<S::kTile>*>(scratch + 1);
-  Kernel<Element, kD, kPackedV, kMany> kernel{
+  Kernel<Element, kD, kPackedV, kRowClass> kernel{
       p, copies, slots, *scratch, shared_address(memory), shared_address(after), reinterpret_cast<float*>(memory)};
   kernel.run();
 }
 
-template <class Element, int kD, bool kPackedV, bool kMany>
+template <class Element, int kD, bool kPackedV, RowClass kRowClass>
 bool launch_mma_kernel(Problem p, const Launch& launch) {
-  using S = Shape<Element, kD, kMany>;
-  static_assert(kMany || S::kStageBytes >= 4 * 16 * kD * 4, "a stage holds the four warps' results");
-  const auto kernel = paged_attention_mma_kernel<Element, kD, kPackedV, kMany>;
+  using S = Shape<Element, kD, kRowClass>;
+  static_assert(S::kMany || S::kStageBytes >= 4 * 16 * kD * 4, "a stage holds the four warps' results");
+  const auto kernel = paged_attention_mma_kernel<Element, kD, kPackedV, kRowClass>;
 
   constexpr int kSharedBytes =
       S::kStages * S::kStageBytes + S::kQueryBytes + sizeof(Scratch<S>) + S::kSlots * sizeof(Slot<S::kTile>);
@@ -837,29 +907,38 @@ bool launch_mma_kernel(Problem p, const Launch& launch) {
   }
 
   p.kv_tile = S::kTile;
-  const int grid = set_tiling(p, kMany ? many_rows_tiling(p.a.head_size) : few_rows_tiling(p.a.head_size), blocks_per_sm,
-                              launch.device);
+  const int grid = set_tiling(p, tiling_of(kRowClass, p.a.head_size), blocks_per_sm, launch.device);
   kernel<<<grid, kThreads, kSharedBytes, stream_of(launch)>>>(p, copies);
   check_launch(p.a.op);
   combine(p, grid, launch);
   return true;
 }
 
-template <class Element>
-bool launch_mma(const Problem& p, bool many, const Launch& launch) {
+template <class Element, RowClass kRowClass>
+bool launch_rows(const Problem& p, const Launch& launch) {
   bool done = false;
   dispatch_bool(p.a.value.dim != 1, [&]<bool kPackedV> {
-    dispatch_bool(many, [&]<bool kMany> {
-      if (p.a.head_size <= 64) {
-        done = launch_mma_kernel<Element, 64, kPackedV, kMany>(p, launch);
-      } else if (p.a.head_size <= 128) {
-        done = launch_mma_kernel<Element, 128, kPackedV, kMany>(p, launch);
-      } else {
-        done = launch_mma_kernel<Element, 256, kPackedV, kMany>(p, launch);
-      }
-    });
+    if (p.a.head_size <= 64) {
+      done = launch_mma_kernel<Element, 64, kPackedV, kRowClass>(p, launch);
+    } else if (p.a.head_size <= 128) {
+      done = launch_mma_kernel<Element, 128, kPackedV, kRowClass>(p, launch);
+    } else if constexpr (kRowClass != RowClass::kSome) {
+      done = launch_mma_kernel<Element, 256, kPackedV, kRowClass>(p, launch);
+    }
   });
   return done;
+}
+
+template <class Element>
+bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
+  switch (rows) {
+    case RowClass::kFew:
+      return launch_rows<Element, RowClass::kFew>(p, launch);
+    case RowClass::kSome:
+      return launch_rows<Element, RowClass::kSome>(p, launch);
+    default:
+      return launch_rows<Element, RowClass::kMany>(p, launch);
+  }
 }
 
 }  // namespace pykv::attention

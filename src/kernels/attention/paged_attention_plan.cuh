@@ -2,9 +2,10 @@
 //
 // Unit of work: one KV tile (Problem::kv_tile tokens) against one query tile (up to Problem::rows rows, a row being a
 // query token and a head).  All units of all sequences lie on one line, ordered by sequence, KV head, query tile, KV
-// tile; block b of G takes units [W b / G, W (b + 1) / G).  A query tile's units are a segment.  A segment cut by a
-// border of blocks leaves partial results, at most two a block, which a second kernel adds up in a fixed order: hence
-// a grid and a workspace that depend on no length, no host synchronisation, and the same bits in every run.
+// tile, and the blocks take equal shares of it.  A query tile's units are a segment; it has one place more, in front,
+// that stands for the cost of beginning and ending it.  A segment cut by a border of blocks leaves partial results, at
+// most two a block, which a second kernel adds up in a fixed order: hence a grid and a workspace that depend on no
+// length, no host synchronisation, and the same bits in every run.
 #pragma once
 
 #include "attention/paged_attention.h"
@@ -43,6 +44,7 @@ struct Problem {
   int rows, kv_tile;  // tile sizes; kv_tile is a power of two
   int min_rows, max_rows;  // takes the sequences with min_rows < query tokens * group <= max_rows
   int window;
+  float softcap_rate;     // 2 log2(e) / softcap
   bool plain_logits;      // neither soft cap nor ALiBi: only a positive factor lies between scores and logits
   Divider block_size;
   bool sparse;
@@ -80,8 +82,6 @@ __device__ inline void report_sequence(const Problem& p, const RawSequence& raw)
   if (raw.len < 0 || raw.len > p.a.max_seq_len) p.bad_length(raw.len, p.a.max_seq_len + 1);
   if (raw.begin < 0 || raw.begin > p.a.num_tokens) p.bad_query(raw.begin, p.a.num_tokens + 1);
   if (raw.end < raw.begin || raw.end > p.a.num_tokens) p.bad_query(raw.end, p.a.num_tokens + 1);
-  const Sequence s = clamp_sequence(p, raw);
-  if (s.query_len > s.len && p.a.cu_query_lens.data) p.bad_query(s.query_len, s.len + 1);
 }
 
 // Sum of floor((a * i + b) / m) over 0 <= i < n, by the steps of Euclid's algorithm.
@@ -133,11 +133,11 @@ struct Extent {
   __device__ int first_tile(int j) const { return first_key(j) / kv_tile; }
   __device__ int end_tile(int j) const { return last_key(j) / kv_tile + 1; }
 
-  // Units of work of query tiles 0 .. n - 1.  A tile without a visible key counts as one: its rows want their zeros.
+  // Places on the line of query tiles 0 .. n - 1.  Even a tile without a visible key has a unit: its rows want zeros.
   __device__ int64_t units_before(int n) const {
     if (n == 0) return 0;
-    if (n == 1) return end_tile(0) - first_tile(0);
-    return n + sum_of_tiles(n, high, high_step, last, kv_tile) - sum_of_tiles(n, low, tokens, last, kv_tile);
+    if (n == 1) return 1 + end_tile(0) - first_tile(0);
+    return 2 * n + sum_of_tiles(n, high, high_step, last, kv_tile) - sum_of_tiles(n, low, tokens, last, kv_tile);
   }
   __device__ int64_t units() const { return units_before(num_tiles); }
 
@@ -159,7 +159,7 @@ __device__ inline int64_t divide(int64_t a, int64_t b) {
   return a / b;
 }
 
-// All units in equal shares; the first `longer` blocks have one more.
+// The line in equal shares; the first `longer` blocks have one place more.
 struct Shares {
   int64_t units, each, longer;
   int blocks;
@@ -178,14 +178,16 @@ struct Shares {
 
 struct SharePosition {
   Shares shares;
-  int64_t sequence;  // that holds the first unit of this block
-  int64_t offset;    // of this unit in the sequence
+  int sequence;    // in which this block's share begins
+  Sequence seq;
+  int64_t offset;  // from the sequence's first place
 };
 
 struct PlanScratch {
   int64_t warp_units[kThreads / 32];
-  int64_t total;
-  int64_t sequence, offset;
+  int64_t offset;
+  int sequence;
+  Sequence seq;
 };
 
 // Inclusive sum over the block's threads; `total` is the block's.
@@ -218,9 +220,10 @@ __device__ inline SharePosition find_share(const Problem& p, PlanScratch& scratc
     for (int64_t chunk = 0; chunk < p.a.num_seqs; chunk += kThreads) {
       const int64_t s = chunk + threadIdx.x;
       int64_t units = 0, total;
+      Sequence sequence{};
       if (s < p.a.num_seqs) {
         const RawSequence raw = load_sequence(p, s);
-        const Sequence sequence = clamp_sequence(p, raw);
+        sequence = clamp_sequence(p, raw);
         if (blockIdx.x == 0 && pass == 0) report_sequence(p, raw);
         if (takes(p, sequence)) units = Extent(p, sequence).units() * heads;
       }
@@ -231,7 +234,8 @@ __device__ inline SharePosition find_share(const Problem& p, PlanScratch& scratc
         pass = 1;
       }
       if (pass == 1 && begin >= end - units && begin < end) {
-        scratch.sequence = s;
+        scratch.sequence = static_cast<int>(s);
+        scratch.seq = sequence;
         scratch.offset = begin - (end - units);
       }
       before += total;
@@ -243,7 +247,7 @@ __device__ inline SharePosition find_share(const Problem& p, PlanScratch& scratc
     }
   }
   __syncthreads();
-  return {shares, scratch.sequence, scratch.offset};
+  return {shares, scratch.sequence, scratch.seq, scratch.offset};
 }
 
 // What a block needs to know of one unit, from the look-up of its pages to its arithmetic.
@@ -253,6 +257,7 @@ struct alignas(16) Unit {
   int first_token;          // of the KV tile
   int first_key, last_key;  // that some row of the query tile may see
   int slot;                 // where a partial result goes; -1: the whole segment is this block's
+  bool exists;              // false after the block's last unit
   bool begins, ends;        // this block's part of the segment
 };
 
@@ -260,23 +265,22 @@ struct alignas(16) Unit {
 struct Walker {
   Unit unit;       // the next one
   int in_segment;  // units of this block in its segment, from `unit` on
-  int left;        // units of this block after the segment
+  int left;        // places of this block after the segment
   Sequence seq;
   Extent extent;
   int sequence;
   int head;  // KV head * head tiles + head tile
   int query_tile;
 
-  // Returns the number of units, and notes the first segment for the combining kernel if it began in an earlier block
-  // and ends in this one.
-  __device__ int start(const Problem& p, const SharePosition& at) {
+  // Notes the first segment for the combining kernel if it began in an earlier block and ends in this one.
+  __device__ void start(const Problem& p, const SharePosition& at) {
     const Shares& shares = at.shares;
     p.unfinished[blockIdx.x].first_block = -1;
-    if (blockIdx.x >= shares.blocks) return 0;
+    unit.exists = false;
+    if (blockIdx.x >= shares.blocks) return;
     const int64_t begin = shares.begin(blockIdx.x);
     left = static_cast<int>(shares.begin(blockIdx.x + 1) - begin);
-    const int units = left;
-    enter_sequence(p, static_cast<int>(at.sequence));
+    enter_sequence(p, at.sequence, at.seq);
     const int64_t per_head = extent.units();
     head = static_cast<int>(divide(at.offset, per_head));
     const int64_t offset = at.offset - head * per_head;
@@ -286,49 +290,57 @@ struct Walker {
       (extent.units_before(middle) <= offset ? low : high) = middle;
     }
     query_tile = low;
-    const int skipped = static_cast<int>(offset - extent.units_before(low));
-    const bool finishes = enter_segment(p, skipped, 2 * blockIdx.x);
-    if (skipped > 0 && finishes) {
-      const int first = shares.block_of(begin - skipped);
-      p.unfinished[blockIdx.x] = {first,           shares.begin(first) == begin - skipped,
+    const int place = static_cast<int>(offset - extent.units_before(low));
+    const bool finishes = enter_segment(p, place, 2 * blockIdx.x);
+    if (place > 1 && finishes) {
+      const int64_t first_unit = begin - place + 1;
+      const int first = shares.block_of(first_unit);
+      p.unfinished[blockIdx.x] = {first,           shares.begin(first) >= first_unit - 1,
                                   seq.query_begin, seq.query_len,
                                   unit.kv_head,    unit.head_tile,
                                   query_tile};
     }
-    return units;
+    if (in_segment == 0) leave_segment(p);
   }
 
   __device__ void next(const Problem& p) {
-    if (--in_segment > 0) {
+    if (--in_segment == 0) {
+      leave_segment(p);
+    } else {
       unit.first_token += p.kv_tile;
       unit.begins = false;
       unit.ends = in_segment == 1;
-      return;
     }
-    if (left == 0) return;
+  }
+
+ private:
+  __device__ void leave_segment(const Problem& p) {
+    unit.exists = false;
+    if (left <= 1) return;  // no unit of the next segment is this block's
     if (++query_tile == extent.num_tiles) {
       query_tile = 0;
       if (++head == p.a.num_kv_heads * p.head_tiles) {
         head = 0;
-        do enter_sequence(p, sequence + 1);
+        do enter_sequence(p, sequence + 1, clamp_sequence(p, load_sequence(p, sequence + 1)));
         while (!takes(p, seq));
       }
     }
     enter_segment(p, 0, 2 * blockIdx.x + 1);
   }
 
- private:
-  __device__ void enter_sequence(const Problem& p, int s) {
+  __device__ void enter_sequence(const Problem& p, int s, const Sequence& of) {
     sequence = s;
-    seq = clamp_sequence(p, load_sequence(p, s));
+    seq = of;
     extent = Extent(p, seq);
   }
 
-  // Is the end of the segment in this block's share?
-  __device__ bool enter_segment(const Problem& p, int skipped, int slot) {
+  // From this place of the segment on.  Is its end in this block's share?
+  __device__ bool enter_segment(const Problem& p, int place, int slot) {
+    const int skipped = max(place - 1, 0);
     const int tile = extent.first_tile(query_tile) + skipped, tiles = extent.end_tile(query_tile) - tile;
-    in_segment = min(left, tiles);
-    left -= in_segment;
+    const int places = min(left, skipped + 1 + tiles - place);  // of the segment in this share
+    left -= places;
+    in_segment = place == 0 ? places - 1 : places;
     const bool finishes = in_segment == tiles;
     unit.sequence = sequence;
     unit.sequence_len = seq.len;
@@ -341,6 +353,7 @@ struct Walker {
     unit.first_key = extent.first_key(query_tile);
     unit.last_key = extent.last_key(query_tile);
     unit.slot = skipped == 0 && finishes ? -1 : slot;
+    unit.exists = in_segment > 0;
     unit.begins = true;
     unit.ends = in_segment == 1;
     return finishes;
@@ -417,7 +430,7 @@ __device__ inline bool is_wanted(const Problem& p, const Unit& u, int key) {
 // From x = scale * q.k to the logit in base-2 units, with soft cap and ALiBi.
 __device__ inline float logit(const Problem& p, float x, float slope, int distance) {
   if (p.a.softcap != 0) {
-    const float e = exp2_fast(x * (2 * kLog2e / p.a.softcap));  // tanh(y) = 1 - 2 / (exp(2 y) + 1)
+    const float e = exp2_fast(x * p.softcap_rate);  // tanh(y) = 1 - 2 / (exp(2 y) + 1)
     x = p.a.softcap * (1 - __fdividef(2.f, e + 1));
   }
   return (x + slope * distance) * kLog2e;

@@ -5,6 +5,8 @@
 // running output lie in shared memory as floats.  A thread computes four scores, then four rows by four columns of the
 // output.  Bound by shared-memory reads and by latency (one tile in flight), far from the memory floor of
 // KV bytes / bandwidth.
+#include <algorithm>
+
 #include "attention/paged_attention_launch.cuh"
 #include "attention/paged_attention_plan.cuh"
 #include "cuda/dependent.cuh"
@@ -53,18 +55,36 @@ struct Pages {
   int token[kTile];
 };
 
+// One tile of K or V as floats, zeros where there is nothing: a warp takes every fourth token, its lanes the dimensions.
 template <class Cache>
-__global__ void __launch_bounds__(kThreads) paged_attention_simple_kernel(const __grid_constant__ Problem p) {
+__device__ void load_tile(const Problem& p, const Pages& pages, const void* data, int64_t block_stride,
+                          int64_t token_stride, int64_t head_offset, float* tile, auto&& offset_of) {
+  const int pitch = p.pitch + 4;
+#pragma unroll 4
+  for (int t = threadIdx.x / 32; t < p.kv_tile; t += kThreads / 32) {
+    const bool exists = pages.id[t] >= 0;
+    const Cache* row = static_cast<const Cache*>(data) +
+                       (exists ? pages.id[t] * block_stride + pages.token[t] * token_stride + head_offset : 0);
+#pragma unroll 4
+    for (int d = threadIdx.x % 32; d < p.pitch; d += 32) {
+      tile[t * pitch + d] = exists && d < p.a.head_size ? to_float(row[offset_of(d)]) : 0.f;
+    }
+  }
+}
+
+template <class Cache>
+__global__ void __launch_bounds__(kThreads, 4) paged_attention_simple_kernel(const __grid_constant__ Problem p,
+                                                                         const __grid_constant__ Divider by_chunk) {
   extern __shared__ __align__(16) float memory[];
   __shared__ PlanScratch plan;
   __shared__ Walker walker;
   __shared__ Unit u;
-  __shared__ int units;
   __shared__ Pages pages;
   __shared__ float probs[kRows][kTile];
   __shared__ float rescale[kRows];
 
-  const int head_size = p.a.head_size, pitch = p.pitch + 4;  // 4: eight rows of float4 in different banks
+  const int head_size = p.a.head_size;
+  const int pitch = p.pitch + 4;  // 4: eight rows of float4 in different banks
   float* queries = memory;                                   // [kRows][pitch], scaled
   float* outputs = queries + kRows * pitch;                  // [kRows][pitch]
   float* tile = outputs + kRows * pitch;                     // [kTile][pitch], K then V
@@ -72,19 +92,19 @@ __global__ void __launch_bounds__(kThreads) paged_attention_simple_kernel(const 
 
   let_next_kernel_start();
   const SharePosition share = find_share(p, plan);
-  if (threadIdx.x == 0) units = walker.start(p, share);
-  __syncthreads();
+  if (threadIdx.x == 0) walker.start(p, share);
 
   float maximum = -INFINITY, sum = 0, slope = 0;
   int offset = 0;
   Row row{};
-  for (int left = units; left > 0; --left) {
+  while (true) {
     __syncthreads();
     if (threadIdx.x == 0) {
       u = walker.unit;
-      walker.next(p);
+      if (u.exists) walker.next(p);
     }
     __syncthreads();
+    if (!u.exists) return;
     if (u.begins) {
       const float scale = p.a.scale * (p.a.kv_format == KvFormat::kSame ? 1.f : p.a.k_scale[u.kv_head]);
       for (int x = threadIdx.x; x < kRows * pitch; x += kThreads) {
@@ -117,12 +137,10 @@ __global__ void __launch_bounds__(kThreads) paged_attention_simple_kernel(const 
     __syncthreads();
 
     const KeyCacheView& k = p.a.key;
-    for (int x = threadIdx.x; x < p.kv_tile * pitch; x += kThreads) {
-      const int t = x / pitch, d = x % pitch;
-      const int64_t at = pages.id[t] * k.block + pages.token[t] * k.token + u.kv_head * k.head + d / k.chunk * k.chunk_stride +
-                         d % k.chunk;
-      tile[x] = pages.id[t] >= 0 && d < head_size ? to_float(static_cast<const Cache*>(k.data)[at]) : 0.f;
-    }
+    load_tile<Cache>(p, pages, k.data, k.block, k.token, u.kv_head * k.head, tile, [&](int d) {
+      const int64_t chunk = by_chunk.quotient(d);
+      return chunk * (k.chunk_stride - k.chunk) + d;
+    });
     __syncthreads();
 
     float s[kTile / 8] = {};
@@ -161,11 +179,7 @@ __global__ void __launch_bounds__(kThreads) paged_attention_simple_kernel(const 
     __syncthreads();
 
     const ValueCacheView& v = p.a.value;
-    for (int x = threadIdx.x; x < p.kv_tile * pitch; x += kThreads) {
-      const int t = x / pitch, d = x % pitch;
-      const int64_t at = pages.id[t] * v.block + pages.token[t] * v.token + u.kv_head * v.head + d * v.dim;
-      tile[x] = pages.id[t] >= 0 && d < head_size ? to_float(static_cast<const Cache*>(v.data)[at]) : 0.f;
-    }
+    load_tile<Cache>(p, pages, v.data, v.block, v.token, u.kv_head * v.head, tile, [&](int d) { return d * v.dim; });
     __syncthreads();
     const int quads = p.pitch / 4;
     for (int x = threadIdx.x; x < kRows / 4 * quads; x += kThreads) {
@@ -209,22 +223,22 @@ __global__ void __launch_bounds__(kThreads) paged_attention_simple_kernel(const 
 template <class Cache>
 void launch_kernel(Problem p, const Launch& launch) {
   const auto kernel = paged_attention_simple_kernel<Cache>;
-  const Tiling tiling = simple_tiling(p.a.head_size);
-  const int grid = set_tiling(p, tiling, tiling.blocks_per_sm, launch.device);
-  const auto shared_bytes = [&] { return (2 * kRows + p.kv_tile) * (p.pitch + 4) * sizeof(float); };
+  const auto shared_bytes = [&] { return (2 * kRows + p.kv_tile) * (simple_tiling(p.a.head_size).pitch + 4) * sizeof(float); };
   const size_t limit = shared_memory_limit(launch.device) - 8192;  // what the kernel declares itself
   p.kv_tile = kTile;
   if (shared_bytes() > limit) p.kv_tile = kTile / 2;
   if (shared_bytes() > limit) {
     fail(PYKV_NOT_IMPLEMENTED, "%s: query: head_size %d is too large for this GPU", p.a.op, p.a.head_size);
   }
-  static PerDevice resident_blocks;
-  resident_blocks.get(launch.device, [&] {
+  static PerDevice ready;
+  ready.get(launch.device, [&] {
     const int bytes = static_cast<int>(limit);
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), p.a.op);
     return 1;
   });
-  kernel<<<grid, kThreads, shared_bytes(), stream_of(launch)>>>(p);
+  const int resident = count_resident_blocks(reinterpret_cast<const void*>(kernel), shared_bytes());
+  const int grid = set_tiling(p, simple_tiling(p.a.head_size), resident, launch.device);
+  kernel<<<grid, kThreads, shared_bytes(), stream_of(launch)>>>(p, Divider(std::min(p.a.key.chunk, p.a.head_size)));
   check_launch(p.a.op);
   combine(p, grid, launch);
 }
