@@ -12,7 +12,12 @@ print(pathlib.Path(spec.origin).parent / "include" if spec else "", end="")
 ]]
       OUTPUT_VARIABLE _hint ERROR_QUIET)
   endif()
-  find_path(PYKV_DLPACK_INCLUDE_DIR dlpack/dlpack.h HINTS ${_hint})
+  find_path(_found dlpack/dlpack.h HINTS ${_hint} NO_CACHE)
+  if(_found)
+    # pip's build environment is gone afterwards: a copy keeps one path, so that the next build finds its objects valid
+    set(PYKV_DLPACK_INCLUDE_DIR "${CMAKE_BINARY_DIR}/dlpack-include")
+    configure_file("${_found}/dlpack/dlpack.h" "${PYKV_DLPACK_INCLUDE_DIR}/dlpack/dlpack.h" COPYONLY)
+  endif()
 endif()
 if(NOT EXISTS "${PYKV_DLPACK_INCLUDE_DIR}/dlpack/dlpack.h")
   message(FATAL_ERROR "pykv: dlpack/dlpack.h was not found. `pip install apache-tvm-ffi` brings it, "
