@@ -213,3 +213,18 @@ def test_devices_have_names() -> None:
     pykv.check_errors("cpu")
     with pytest.raises(ValueError, match=r"device: must be 'cpu', 'cuda', 'cuda:<n>' or an int, got 'gpu'"):
         pykv.check_errors("gpu")
+
+
+def test_cuda_arrays_without_a_gpu() -> None:
+    """The library loads without a driver; a call on CUDA memory then says what is missing."""
+    if pykv._C.cuda_device_count() > 0:
+        pytest.skip("there is a GPU")
+    there = pykv.from_pointer(4096, (2, 8), "float32", "cuda:0")
+    error, text = (
+        (RuntimeError, "rms_norm: no CUDA device can be used here: ")
+        if pykv.has_cuda()
+        else (NotImplementedError, "rms_norm: got CUDA arrays, but this pykv was built without CUDA")
+    )
+    with pytest.raises(error, match=text):
+        pykv.rms_norm(there, there, pykv.from_pointer(8192, (8,), "float32", "cuda:0"))
+    pykv.check_errors()
