@@ -1,9 +1,8 @@
 // The host side of paged attention on CUDA: which kernel takes which sequences, the workspace, and the combining kernel.
-#include "attention/paged_attention.h"
-
 #include <algorithm>
 #include <cstring>
 
+#include "attention/paged_attention.h"
 #include "attention/paged_attention_launch.cuh"
 #include "attention/paged_attention_plan.cuh"
 #include "cuda/dependent.cuh"
@@ -110,8 +109,8 @@ bool suits_mma(const PagedAttentionArgs& a) {
   const auto aligned = [](const void* x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; };
 
   const bool head = whole(a.head_size) && a.head_size % 8 == 0;
-  const bool rows = aligned(a.query) && aligned(a.out) && a.query_token_stride % 8 == 0 && a.query_head_stride % 8 == 0 &&
-                    a.out_token_stride % 8 == 0 && a.out_head_stride % 8 == 0;
+  const bool rows = aligned(a.query) && aligned(a.out) && a.query_token_stride % 8 == 0 &&
+                    a.query_head_stride % 8 == 0 && a.out_token_stride % 8 == 0 && a.out_head_stride % 8 == 0;
   const bool key_chunks = a.key.chunk >= a.head_size || (a.key.chunk * bytes == 16 && small(a.key.chunk_stride));
   const bool key = aligned(a.key.data) && whole(a.key.block) && whole(a.key.token) && whole(a.key.head) && key_chunks;
   const bool value_rows = a.value.dim == 1 && whole(a.value.token);
@@ -176,7 +175,8 @@ struct ReportNames {
 
 const ReportNames& report_names(const char* op) {
   static constexpr ReportNames kNames[] = {
-      {"paged_attention", "paged_attention: block_tables", "paged_attention: seq_lens", "paged_attention: cu_query_lens"},
+      {"paged_attention", "paged_attention: block_tables", "paged_attention: seq_lens",
+       "paged_attention: cu_query_lens"},
       {"paged_attention_v1", "paged_attention_v1: block_tables", "paged_attention_v1: seq_lens", ""},
       {"paged_attention_v2", "paged_attention_v2: block_tables", "paged_attention_v2: seq_lens", ""},
   };
@@ -228,8 +228,8 @@ size_t shared_memory_limit(int device) {
 
 }  // namespace attention
 
-int64_t paged_attention_workspace_cuda(int64_t num_tokens, int64_t num_seqs, int num_heads, int num_kv_heads, int head_size,
-                                       int device) {
+int64_t paged_attention_workspace_cuda(int64_t num_tokens, int64_t num_seqs, int num_heads, int num_kv_heads,
+                                       int head_size, int device) {
   using namespace attention;
   const auto bytes = [&](const Tiling& tiling) { return bytes_of(tiling, device); };
   const int64_t simple = bytes(simple_tiling(head_size));

@@ -3,6 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_bf16(const Problem& p, RowClass rows, const Launch& launch) { return launch_mma<Element16<bf16>>(p, rows, launch); }
+bool launch_bf16(const Problem& p, RowClass rows, const Launch& launch) {
+  return launch_mma<Element16<bf16>>(p, rows, launch);
+}
 
 }  // namespace pykv::attention

@@ -3,6 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_f16(const Problem& p, RowClass rows, const Launch& launch) { return launch_mma<Element16<half>>(p, rows, launch); }
+bool launch_f16(const Problem& p, RowClass rows, const Launch& launch) {
+  return launch_mma<Element16<half>>(p, rows, launch);
+}
 
 }  // namespace pykv::attention

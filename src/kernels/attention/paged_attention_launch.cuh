@@ -1,9 +1,8 @@
 // Host side shared by the kernels of paged attention: sizes of tiles, grids and the workspace.
 #pragma once
 
-#include <cstdint>
-
 #include <atomic>
+#include <cstdint>
 
 #include "attention/paged_attention_plan.cuh"
 #include "core/launch.h"
@@ -31,7 +30,7 @@ inline Tiling simple_tiling(int head_size) { return {16, (head_size + 3) / 4 * 4
 inline Tiling tiling_of(RowClass rows, int head_size) {
   return rows == RowClass::kFew    ? few_rows_tiling(head_size)
          : rows == RowClass::kSome ? some_rows_tiling(head_size)
-                               : many_rows_tiling(head_size);
+                                   : many_rows_tiling(head_size);
 }
 
 // Completes `p` for a tiling (rows, workspace) and returns the grid: as many blocks as run at once, at most

@@ -21,7 +21,6 @@
 #include "attention/paged_attention_plan.cuh"
 #include "cuda/cp_async.cuh"
 #include "cuda/dependent.cuh"
-#include "cuda/fp8.cuh"
 #include "cuda/launch.h"
 #include "cuda/mma.cuh"
 
@@ -41,23 +40,36 @@ struct Element8 {
 
   // Four codes to two pairs of halves.
   static __device__ void widen(uint32_t codes, uint32_t& low, uint32_t& high) {
+    if constexpr (kFormat == KvFormat::kE5M2) {
+      spread(codes, low, high);
+    } else {
 #if __CUDA_ARCH__ >= 890
-    if constexpr (kFormat == KvFormat::kE4M3) {
       asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
           : "=r"(low), "=r"(high)
           : "r"(codes));
-      return;
-    }
+#else
+      spread(codes, low, high);
+      low = from_e4m3(low);
+      high = from_e4m3(high);
 #endif
-    if constexpr (kFormat == KvFormat::kE5M2) {  // the upper byte of a half
-      low = __byte_perm(codes, 0, 0x1404);
-      high = __byte_perm(codes, 0, 0x3424);
-    } else {
-      const half2 first = fp8x2_to_half2<kFormat>(static_cast<uint16_t>(codes));
-      const half2 second = fp8x2_to_half2<kFormat>(static_cast<uint16_t>(codes >> 16));
-      low = reinterpret_cast<const uint32_t&>(first);
-      high = reinterpret_cast<const uint32_t&>(second);
     }
+  }
+
+ private:
+  // Each code as the upper byte of a half: for E5M2 that is its value.
+  static __device__ void spread(uint32_t codes, uint32_t& low, uint32_t& high) {
+    low = __byte_perm(codes, 0, 0x1404);
+    high = __byte_perm(codes, 0, 0x3424);
+  }
+
+  // E4M3 has one exponent bit less than a half: shifted by one place its value is 256 times too small, and its NaN
+  // reads as 1.875.
+  static __device__ uint32_t from_e4m3(uint32_t spread_codes) {
+    const uint32_t magnitude = (spread_codes & 0x7f007f00u) >> 1, is_nan = 0x3f803f80u;
+    const uint32_t small = (spread_codes & 0x80008000u) | magnitude, scale = 0x5c005c00u;  // 256
+    const __half2 value = __hmul2(reinterpret_cast<const __half2&>(small), reinterpret_cast<const __half2&>(scale));
+    return reinterpret_cast<const uint32_t&>(value) |
+           __heq2_mask(reinterpret_cast<const __half2&>(magnitude), reinterpret_cast<const __half2&>(is_nan));
   }
 };
 
@@ -77,10 +89,10 @@ struct Shape {
   static constexpr int kStageBytes = 2 * kTileBytes;
   static constexpr int kQueryBytes = kRows * kD * 2;
   static constexpr int kBlocksPerSm = kRowClass != RowClass::kFew ? (kRowClass == RowClass::kSome && kD == 64 ? 3 : 2)
-                                      : kD == 64              ? 4
-                                      : kD == 256             ? 1
-                                      : kBytes == 2           ? 3
-                                                              : 2;
+                                      : kD == 64                  ? 4
+                                      : kD == 256                 ? 1
+                                      : kBytes == 2               ? 3
+                                                                  : 2;
   static constexpr int kStages = kRowClass != RowClass::kFew || kBlocksPerSm > 2 ? 2 : 3;
   static constexpr int kSlots = kStages + 2;
 };
@@ -131,10 +143,10 @@ __device__ inline int token_at(int r) {
 struct CacheCopies {
   int64_t key_block, key_token, key_head, value_block, value_token, value_head;
   int head_bytes;
-  bool key_token_fast;      // packed K: copy a chunk index's tokens side by side
-  uint32_t key_chunk;       // packed K: from one 16-byte chunk of a key to the next
-  uint32_t value_dim;       // packed V: from one dimension to the next
-  int value_chunk_shift;    // packed V: log2 of the 16-byte chunks of a dimension that lie side by side
+  bool key_token_fast;    // packed K: copy a chunk index's tokens side by side
+  uint32_t key_chunk;     // packed K: from one 16-byte chunk of a key to the next
+  uint32_t value_dim;     // packed V: from one dimension to the next
+  int value_chunk_shift;  // packed V: log2 of the 16-byte chunks of a dimension that lie side by side
 };
 
 template <class Element, int kD, bool kPackedV, RowClass kRowClass>
@@ -205,8 +217,8 @@ struct Kernel {
 
   // ---- copies into a stage ------------------------------------------------------------------------------------------
 
-  static constexpr int kChunks = S::kRowBytes / 16;                // of a token's row
-  static constexpr int kCopies = kTile * kChunks / kThreads;      // by each thread, for K as for V
+  static constexpr int kChunks = S::kRowBytes / 16;           // of a token's row
+  static constexpr int kCopies = kTile * kChunks / kThreads;  // by each thread, for K as for V
 
   // Copies 16 bytes from `row` + offset; nothing is read, and zeros written, if the row is null or the chunk past the head.
   template <bool kChecked>
@@ -601,12 +613,13 @@ struct Kernel {
       const bool hidden = p.a.causal ? first > state.last_position : false;
       if (valid == 0 || hidden) continue;
       const bool masked = valid != kAll || (p.a.causal && last > state.first_position) || p.sparse ||
-                          (p.window != kNoWindow && (state.last_position - first >= p.window ||
-                                                     last - state.first_position >= p.window));
+                          (p.window != kNoWindow &&
+                           (state.last_position - first >= p.window || last - state.first_position >= p.window));
 
       float s[S::kRowTiles][S::kStep / 8][4];
       scores(stage, r0, s);
-      if (masked || !state.plain) [[unlikely]] adjust_scores(u, state, first, masked ? valid : kAll, masked, s);
+      if (masked || !state.plain) [[unlikely]]
+        adjust_scores(u, state, first, masked ? valid : kAll, masked, s);
 
       // The sums are kept relative to a maximum that may lag behind by kLag (a factor of 256): following it is rare.
       constexpr float kLag = 8;

@@ -36,23 +36,23 @@ struct Unfinished {
 struct Problem {
   PagedAttentionArgs a;
   Reporter bad_block, bad_length, bad_query;
-  int group;          // query heads of a KV head
-  int tile_heads;     // query heads in a query tile
+  int group;       // query heads of a KV head
+  int tile_heads;  // query heads in a query tile
   Divider by_tile_heads;
-  int head_tiles;     // query tiles that the heads of one KV head take
-  int tile_tokens;    // query tokens in a query tile
-  int rows, kv_tile;  // tile sizes; kv_tile is a power of two
+  int head_tiles;          // query tiles that the heads of one KV head take
+  int tile_tokens;         // query tokens in a query tile
+  int rows, kv_tile;       // tile sizes; kv_tile is a power of two
   int min_rows, max_rows;  // takes the sequences with min_rows < query tokens * group <= max_rows
   int window;
-  float softcap_rate;     // 2 log2(e) / softcap
-  bool plain_logits;      // neither soft cap nor ALiBi: only a positive factor lies between scores and logits
+  float softcap_rate;  // 2 log2(e) / softcap
+  bool plain_logits;   // neither soft cap nor ALiBi: only a positive factor lies between scores and logits
   Divider block_size;
   bool sparse;
   int sparse_block, sparse_stride, sparse_local;  // of BlockSparse, each at most kNoWindow
-  int pitch;                // floats from one partial row to the next
-  float* partial;           // [2 * grid][rows][pitch], not normalised
-  float2* partial_stats;    // [2 * grid][rows]: maximum (base 2) and sum
-  Unfinished* unfinished;   // [grid]
+  int pitch;                                      // floats from one partial row to the next
+  float* partial;                                 // [2 * grid][rows][pitch], not normalised
+  float2* partial_stats;                          // [2 * grid][rows]: maximum (base 2) and sum
+  Unfinished* unfinished;                         // [grid]
 };
 
 struct Sequence {
@@ -113,10 +113,10 @@ static __device__ __noinline__ int64_t sum_of_tiles(int64_t n, int64_t start, in
 
 // The visible keys of each query tile of one sequence, in tokens and in tiles.
 struct Extent {
-  int tokens, kv_tile;   // query tokens and keys in a tile
-  int num_tiles;         // query tiles
-  int last;              // the last key's index, or 0
-  int high, low;         // of tile j: keys high + j * tokens and low + j * tokens, clamped, are its last and its first
+  int tokens, kv_tile;  // query tokens and keys in a tile
+  int num_tiles;        // query tiles
+  int last;             // the last key's index, or 0
+  int high, low;        // of tile j: keys high + j * tokens and low + j * tokens, clamped, are its last and its first
 
   Extent() = default;
   __device__ Extent(const Problem& p, const Sequence& s) : tokens(p.tile_tokens), kv_tile(p.kv_tile) {
@@ -178,7 +178,7 @@ struct Shares {
 
 struct SharePosition {
   Shares shares;
-  int sequence;    // in which this block's share begins
+  int sequence;  // in which this block's share begins
   Sequence seq;
   int64_t offset;  // from the sequence's first place
 };
@@ -322,7 +322,7 @@ struct Walker {
       if (++head == p.a.num_kv_heads * p.head_tiles) {
         head = 0;
         do enter_sequence(p, sequence + 1, clamp_sequence(p, load_sequence(p, sequence + 1)));
-        while (!takes(p, seq));
+        while (!takes(p, seq) && sequence < p.a.num_seqs);
       }
     }
     enter_segment(p, 0, 2 * blockIdx.x + 1);
@@ -398,9 +398,8 @@ __device__ inline Row row_of(const Problem& p, const Unit& u, int r) {
 // Sparsity of a head: its offset modulo vert_stride.
 __device__ inline int sparse_offset(const Problem& p, int head, int kv_head) {
   const BlockSparse& s = p.a.sparse;
-  const int64_t offset = s.sliding_step >= 0
-                             ? (s.tp_rank * p.a.num_heads + head) * s.sliding_step + 1
-                             : (s.tp_rank * p.a.num_kv_heads + kv_head) * -s.sliding_step + 1;
+  const int64_t offset = s.sliding_step >= 0 ? (s.tp_rank * p.a.num_heads + head) * s.sliding_step + 1
+                                             : (s.tp_rank * p.a.num_kv_heads + kv_head) * -s.sliding_step + 1;
   return static_cast<int>(offset % s.vert_stride);
 }
 

@@ -73,8 +73,8 @@ __device__ void load_tile(const Problem& p, const Pages& pages, const void* data
 }
 
 template <class Cache>
-__global__ void __launch_bounds__(kThreads, 4) paged_attention_simple_kernel(const __grid_constant__ Problem p,
-                                                                         const __grid_constant__ Divider by_chunk) {
+__global__ void __launch_bounds__(kThreads, 4)
+    paged_attention_simple_kernel(const __grid_constant__ Problem p, const __grid_constant__ Divider by_chunk) {
   extern __shared__ __align__(16) float memory[];
   __shared__ PlanScratch plan;
   __shared__ Walker walker;
@@ -84,10 +84,10 @@ __global__ void __launch_bounds__(kThreads, 4) paged_attention_simple_kernel(con
   __shared__ float rescale[kRows];
 
   const int head_size = p.a.head_size;
-  const int pitch = p.pitch + 4;  // 4: eight rows of float4 in different banks
-  float* queries = memory;                                   // [kRows][pitch], scaled
-  float* outputs = queries + kRows * pitch;                  // [kRows][pitch]
-  float* tile = outputs + kRows * pitch;                     // [kTile][pitch], K then V
+  const int pitch = p.pitch + 4;             // 4: eight rows of float4 in different banks
+  float* queries = memory;                   // [kRows][pitch], scaled
+  float* outputs = queries + kRows * pitch;  // [kRows][pitch]
+  float* tile = outputs + kRows * pitch;     // [kTile][pitch], K then V
   const int my_row = threadIdx.x / 8, my_column = threadIdx.x % 8;
 
   let_next_kernel_start();
@@ -223,7 +223,9 @@ __global__ void __launch_bounds__(kThreads, 4) paged_attention_simple_kernel(con
 template <class Cache>
 void launch_kernel(Problem p, const Launch& launch) {
   const auto kernel = paged_attention_simple_kernel<Cache>;
-  const auto shared_bytes = [&] { return (2 * kRows + p.kv_tile) * (simple_tiling(p.a.head_size).pitch + 4) * sizeof(float); };
+  const auto shared_bytes = [&] {
+    return (2 * kRows + p.kv_tile) * (simple_tiling(p.a.head_size).pitch + 4) * sizeof(float);
+  };
   const size_t limit = shared_memory_limit(launch.device) - 8192;  // what the kernel declares itself
   p.kv_tile = kTile;
   if (shared_bytes() > limit) p.kv_tile = kTile / 2;

@@ -11,7 +11,8 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 
 // Copies 16 bytes, or writes 16 zero bytes without reading `source` at all.
 __device__ inline void cp_async_16(uint32_t destination, const void* source, bool read) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(read ? 16 : 0)
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "r"(read ? 16 : 0)
                : "memory");
 }
 
