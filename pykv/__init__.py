@@ -15,6 +15,7 @@ from pykv.attention import (
     paged_attention_workspace_size,
 )
 from pykv.cache import copy_blocks, reshape_and_cache, reshape_and_cache_flash, swap_blocks, swap_blocks_layers
+from pykv.mla import concat_and_cache_mla
 from pykv.norm import fused_add_rms_norm, rms_norm
 from pykv.paged_kv_cache import OutOfBlocks, PagedKVCache, PrefixStats
 from pykv.rotary import rotary_embedding
@@ -39,6 +40,7 @@ __all__ = [
     "ScalarOrArray",
     "Stream",
     "check_errors",
+    "concat_and_cache_mla",
     "copy_blocks",
     "from_pointer",
     "fused_add_rms_norm",

@@ -8,4 +8,5 @@ void bind_cache(Module& m) {
   m.def<pykv_copy_blocks>("copy_blocks");
   m.def<pykv_swap_blocks>("swap_blocks");
   m.def<pykv_swap_blocks_layers>("swap_blocks_layers");
+  m.def<pykv_concat_and_cache_mla>("concat_and_cache_mla");
 }

@@ -62,4 +62,21 @@ PYKV_API pykv_status pykv_swap_blocks(const DLTensor* src, DLTensor* dst, int64_
 PYKV_API pykv_status pykv_swap_blocks_layers(pykv_tensor_list src_caches, pykv_tensor_list dst_caches,
                                              int64_t block_size_in_bytes, const DLTensor* block_mapping, void* stream);
 
+/* MLA caches [NB, BS, kv_lora_rank + rope_size]: for each token t with slot_mapping[t] >= 0 writes concat(kv_c[t],
+ * k_pe[t]) into that slot.
+ *   kv_c           [num_rows, kv_lora_rank]  f32 | f16 | bf16
+ *   k_pe           [num_rows, rope_size]     dtype of kv_c
+ *   kv_cache       as above; dtype of kv_c, or one-byte elements; for "fp8_ds_mla" [NB, BS, record] of bytes
+ *   slot_mapping   [num_tokens]              int32 | int64; negative: padding, the token is skipped
+ *   kv_cache_dtype as for pykv_reshape_and_cache; or
+ *                  "fp8_ds_mla": a record of kv_lora_rank e4m3 elements, a float32 scale for each 128 of them (their
+ *                  largest magnitude / 448, at least FLT_MIN; NaN is not counted), and k_pe as it is.  kv_lora_rank must
+ *                  be a multiple of 128 and the data 16-bit floats; 512 and 64 make 656 bytes
+ *   scale          one float; NULL: 1.  Looked at for "fp8..." except "fp8_ds_mla"
+ * num_tokens decides: kv_c and k_pe may have more rows.  Where two tokens share a slot, either of them may win.
+ * A slot >= NB * BS is skipped and reported. */
+PYKV_API pykv_status pykv_concat_and_cache_mla(const DLTensor* kv_c, const DLTensor* k_pe, DLTensor* kv_cache,
+                                               const DLTensor* slot_mapping, const char* kv_cache_dtype,
+                                               const DLTensor* scale, void* stream);
+
 #endif /* PYKV_CACHE_H_ */

@@ -1,0 +1,73 @@
+#include "cache/concat_and_cache_mla.h"
+
+#include <cinttypes>
+#include <cstring>
+
+#include "cache/mla_record.h"
+#include "core/call.h"
+#include "pykv/cache.h"
+
+namespace pykv {
+namespace {
+
+MlaPart part_of(const Tensor& t) { return {t.data(), t.stride(0), t.stride(1), t.size(1)}; }
+
+// The cache as records, one in each row of bytes.
+void check_records(Tensor& cache, const Tensor& kv_c, const ConcatAndCacheMlaArgs& args) {
+  cache.dtype({DType::kUInt8, DType::kInt8, DType::kFloat8E4M3}).contiguous_rows();
+  if (args.latent.size % MlaRecord::kTile != 0)
+    kv_c.fail(PYKV_VALUE_ERROR, "must have a multiple of 128 columns for kv_cache_dtype 'fp8_ds_mla', got shape %s",
+              kv_c.shape_string().c_str());
+  const MlaRecord record{args.latent.size, args.rope.size};
+  if (cache.size(2) != record.bytes())
+    cache.fail(PYKV_VALUE_ERROR, "must have records of %" PRId64 " bytes for kv_cache_dtype 'fp8_ds_mla', got shape %s",
+               record.bytes(), cache.shape_string().c_str());
+}
+
+}  // namespace
+}  // namespace pykv
+
+pykv_status pykv_concat_and_cache_mla(const DLTensor* kv_c, const DLTensor* k_pe, DLTensor* kv_cache,
+                                      const DLTensor* slot_mapping, const char* kv_cache_dtype, const DLTensor* scale,
+                                      void* stream) {
+  using namespace pykv;
+  return guarded("concat_and_cache_mla", [&](Call& call) {
+    const bool records = std::strcmp(kv_cache_dtype, "fp8_ds_mla") == 0;
+    Dim rows{"num_rows"}, pe_rows{"num_rows of k_pe"}, latent{"kv_lora_rank"}, rope{"rope_size"};
+    Dim blocks{"num_blocks"}, block_size{"block_size"}, entry{"entry"}, tokens{"num_tokens"};
+    Tensor c = call.read("kv_c", kv_c).shape(rows, latent);
+    c.dtype(records ? std::initializer_list<DType>{DType::kFloat16, DType::kBFloat16} : kFloats);
+    Tensor pe = call.read("k_pe", k_pe).shape(pe_rows, rope).like(c);
+    Tensor cache = call.write("kv_cache", kv_cache).shape(blocks, block_size, entry).no_overlap_within();
+
+    ConcatAndCacheMlaArgs args{};
+    args.dtype = c.type();
+    args.latent = part_of(c);
+    args.rope = part_of(pe);
+    if (records) {
+      args.entry = MlaEntry::kRecord;
+      args.format = KvFormat::kE4M3;
+      check_records(cache, c, args);
+    } else {
+      args.format = kv_format(kv_cache_dtype, cache, c.type());
+      Dim width{"kv_lora_rank + rope_size", latent + rope};
+      cache.last_dim(width);
+      if (args.format != KvFormat::kSame) args.scale = call.scale("scale", scale, 1);
+    }
+    args.cache = cache.data();
+    args.block = cache.stride(0);
+    args.token = cache.stride(1);
+    args.dim = cache.stride(2);
+
+    args.slots = call.read("slot_mapping", slot_mapping).shape(tokens).index();
+    for (const Tensor* t : {&c, &pe})
+      if (t->size(0) < tokens)
+        t->fail(PYKV_VALUE_ERROR, "must have a row for each of the %" PRId64 " slots of slot_mapping, got shape %s",
+                static_cast<int64_t>(tokens), t->shape_string().c_str());
+    args.num_tokens = tokens;
+    args.num_blocks = blocks;
+    args.block_size = block_size;
+    if (tokens == 0 || latent + rope == 0) return;
+    call.run(stream, args, concat_and_cache_mla_cpu, PYKV_CUDA(concat_and_cache_mla_cuda));
+  });
+}

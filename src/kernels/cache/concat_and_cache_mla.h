@@ -1,0 +1,36 @@
+// Latent vectors and rotated keys into their slots of an MLA cache.  The idea behind pykv_concat_and_cache_mla.
+#pragma once
+
+#include "core/args.h"
+#include "cpu/isa.h"
+
+namespace pykv {
+
+// Rows of one input: element d of row t lies at data + t * row + d * dim.
+struct MlaPart {
+  const void* data;
+  int64_t row, dim, size;  // elements
+};
+
+// What a token's place in the cache holds.
+enum class MlaEntry : uint8_t {
+  kPlain,   // latent, then rope, in one format
+  kRecord,  // fp8_ds_mla (cache/mla_record.h)
+};
+
+struct ConcatAndCacheMlaArgs {
+  DType dtype;  // of both parts
+  MlaEntry entry;
+  KvFormat format;
+  MlaPart latent, rope;
+  void* cache;
+  int64_t block, token, dim;  // distances in the cache: elements of the cache
+  Scale scale;
+  Index slots;  // [num_tokens]
+  int64_t num_tokens, num_blocks, block_size;
+};
+
+PYKV_CPU_TWIN(concat_and_cache_mla_cpu, ConcatAndCacheMlaArgs)
+void concat_and_cache_mla_cuda(const ConcatAndCacheMlaArgs& args, const Launch& launch);
+
+}  // namespace pykv

@@ -1,0 +1,130 @@
+// Twin of concat_and_cache_mla.cu: tokens shared out among threads, each written whole.
+#include "cache/concat_and_cache_mla.h"
+#include "cache/mla_record.h"
+#include "cpu/parallel.h"
+#include "cpu/simd.h"
+#include "cpu/stream_copy.h"
+
+namespace pykv::PYKV_ISA {
+namespace {
+
+constexpr int64_t kBytesPerTask = 64 * 1024;  // less is not worth another thread
+
+template <class T>
+const T* row_of(const MlaPart& part, int64_t token) {
+  return static_cast<const T*>(part.data) + token * part.row;
+}
+
+// write(token, place) for every token with a slot inside the cache; place: its first element there.
+template <class Stored, class Write>
+void for_each_token(const ConcatAndCacheMlaArgs& args, const Launch& launch, Write&& write) {
+  const Reporter report = launch.reporter("concat_and_cache_mla: slot_mapping");
+  const int64_t num_slots = args.num_blocks * args.block_size;
+  const int64_t token_bytes = (args.latent.size + args.rope.size) * static_cast<int64_t>(size_of(args.dtype));
+  parallel_for(args.num_tokens, kBytesPerTask / token_bytes + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t slot = args.slots[token];
+      if (slot < 0) continue;
+      if (slot >= num_slots) {
+        report(slot, num_slots);
+        continue;
+      }
+      write(token, static_cast<Stored*>(args.cache) + slot / args.block_size * args.block +
+                       slot % args.block_size * args.token);
+    }
+    finish_streaming();
+  });
+}
+
+template <class T>
+void copy_part(T* to, int64_t to_dim, const T* from, const MlaPart& part, bool streamed) {
+  if (part.dim != 1 || to_dim != 1) {
+    for (int64_t i = 0; i < part.size; ++i) to[i * to_dim] = from[i * part.dim];
+  } else if (streamed) {
+    stream_copy(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), part.size * sizeof(T));
+  } else {
+    std::memcpy(to, from, part.size * sizeof(T));
+  }
+}
+
+template <class T>
+void copy_all(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
+  const int64_t bytes = args.num_tokens * (args.latent.size + args.rope.size) * static_cast<int64_t>(sizeof(T));
+  const bool streamed = bytes > kWorthStreaming;
+  for_each_token<T>(args, launch, [&](int64_t token, T* place) {
+    copy_part(place, args.dim, row_of<T>(args.latent, token), args.latent, streamed);
+    copy_part(place + args.latent.size * args.dim, args.dim, row_of<T>(args.rope, token), args.rope, streamed);
+  });
+}
+
+template <class T, class Code>
+void quantise(Code* to, int64_t to_dim, const T* from, int64_t dim, int64_t size, float scale) {
+  if (dim == 1 && to_dim == 1) {
+    const Floats divisor = splat(scale);
+    for (int64_t i = 0; i < size; i += kWidth) store(to + i, load(from + i, size - i) / divisor, size - i);
+  } else {
+    for (int64_t i = 0; i < size; ++i) to[i * to_dim] = from_float<Code>(to_float(from[i * dim]) / scale);
+  }
+}
+
+template <class T, class Code>
+void quantise_all(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
+  const float scale = args.scale[0];
+  for_each_token<Code>(args, launch, [&](int64_t token, Code* place) {
+    const MlaPart &latent = args.latent, &rope = args.rope;
+    quantise(place, args.dim, row_of<T>(latent, token), latent.dim, latent.size, scale);
+    quantise(place + latent.size * args.dim, args.dim, row_of<T>(rope, token), rope.dim, rope.size, scale);
+  });
+}
+
+template <class T>
+float largest_magnitude(const T* from, int64_t dim) {
+  if (dim == 1) {
+    Floats most{};
+    for (int64_t i = 0; i < MlaRecord::kTile; i += kWidth) {
+      const Floats v = load(from + i);
+      most = max(v < 0.0f ? -v : v, most);
+    }
+    return max(most);
+  }
+  float most = 0.0f;
+  for (int64_t i = 0; i < MlaRecord::kTile; ++i) {
+    const float v = __builtin_fabsf(to_float(from[i * dim]));
+    most = v > most ? v : most;  // NaN is not
+  }
+  return most;
+}
+
+template <class T>
+void write_records(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
+  const MlaPart &latent = args.latent, &rope = args.rope;
+  const MlaRecord record{latent.size, rope.size};
+  for_each_token<uint8_t>(args, launch, [&](int64_t token, uint8_t* place) {
+    for (int64_t first = 0; first < latent.size; first += MlaRecord::kTile) {
+      const T* tile = row_of<T>(latent, token) + first * latent.dim;
+      float scale = largest_magnitude(tile, latent.dim) / MlaRecord::kLargest;
+      scale = scale > MlaRecord::kLeastScale ? scale : MlaRecord::kLeastScale;
+      quantise(reinterpret_cast<e4m3*>(place + first), 1, tile, latent.dim, MlaRecord::kTile, scale);
+      std::memcpy(place + record.scales_at() + first / (MlaRecord::kTile / 4), &scale, 4);
+    }
+    const T* from = row_of<T>(rope, token);
+    for (int64_t i = 0; i < rope.size; ++i) std::memcpy(place + record.rope_at() + 2 * i, from + i * rope.dim, 2);
+  });
+}
+
+}  // namespace
+
+void concat_and_cache_mla_cpu(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
+  if (args.entry == MlaEntry::kRecord)
+    return dispatch<f16, bf16>(args.dtype, [&]<class T>() { write_records<T>(args, launch); });
+  switch (args.format) {
+    case KvFormat::kSame:
+      return size_of(args.dtype) == 2 ? copy_all<uint16_t>(args, launch) : copy_all<uint32_t>(args, launch);
+    case KvFormat::kE4M3:
+      return dispatch<float, f16, bf16>(args.dtype, [&]<class T>() { quantise_all<T, e4m3>(args, launch); });
+    case KvFormat::kE5M2:
+      return dispatch<float, f16, bf16>(args.dtype, [&]<class T>() { quantise_all<T, e5m2>(args, launch); });
+  }
+}
+
+}  // namespace pykv::PYKV_ISA
