@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from pykv._side_stream import CupySideStream, SideStream, TorchSideStream
 from pykv._types import Stream
 
 
@@ -22,6 +26,12 @@ class Library(Protocol):
     def from_host(self, array: npt.NDArray[Any], stream: Stream) -> Any:
         """``array`` on the device, ordered on ``stream`` (None: the library's current stream)."""
 
+    def host_memory(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Memory of the host for copies from and to the device, pinned where there is one."""
+
+    def side_stream(self) -> SideStream | None:
+        """A stream for copies beside the caller's work, or None where everything is done at once."""
+
 
 class NumpyLibrary:
     def __init__(self, device: Any) -> None:
@@ -33,6 +43,12 @@ class NumpyLibrary:
 
     def from_host(self, array: npt.NDArray[Any], stream: Stream) -> Any:
         return array
+
+    def host_memory(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        return np.zeros(num_bytes, np.uint8)
+
+    def side_stream(self) -> SideStream | None:
+        return None
 
 
 class _RawStream:
@@ -60,8 +76,23 @@ class CupyLibrary:
             return self._cupy.zeros(shape, _numpy_dtype(dtype))
 
     def from_host(self, array: npt.NDArray[Any], stream: Stream) -> Any:
-        with self._device, nullcontext() if stream is None else self._external_stream(stream_pointer(stream)):
+        with self._on(stream):
             return self._cupy.asarray(array)
+
+    def host_memory(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        runtime = self._cupy.cuda.runtime
+        with self._device:
+            return _pinned(num_bytes, runtime.hostRegister, runtime.hostUnregister)
+
+    def side_stream(self) -> SideStream | None:
+        return CupySideStream(self._cupy, self._on)
+
+    def _on(self, stream: Stream) -> AbstractContextManager[Any]:
+        contexts = ExitStack()
+        contexts.enter_context(self._device)
+        if stream is not None:
+            contexts.enter_context(self._external_stream(stream_pointer(stream)))
+        return contexts
 
     def _external_stream(self, pointer: int) -> AbstractContextManager[Any]:
         cuda = self._cupy.cuda
@@ -81,6 +112,16 @@ class TorchLibrary:
     def from_host(self, array: npt.NDArray[Any], stream: Stream) -> Any:
         with self._on(stream):
             return self._torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    def host_memory(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        if self._device.type != "cuda":
+            return np.zeros(num_bytes, np.uint8)
+        cudart, check = self._torch.cuda.cudart(), self._torch.cuda.check_error
+        with self._torch.cuda.device(self._device):
+            return _pinned(num_bytes, lambda *where: check(cudart.cudaHostRegister(*where)), cudart.cudaHostUnregister)
+
+    def side_stream(self) -> SideStream | None:
+        return TorchSideStream(self._torch, self._device, self._on) if self._device.type == "cuda" else None
 
     def _on(self, stream: Stream) -> AbstractContextManager[Any]:
         if stream is None or self._device.type != "cuda":
@@ -124,6 +165,19 @@ def stream_pointer(stream: Stream) -> int:
     raise TypeError(
         f"PagedKVCache: stream: must be an integer or a CuPy, torch or cuda.core stream, got {type(stream).__name__}"
     )
+
+
+def _pinned(
+    num_bytes: int, register: Callable[[int, int, int], object], unregister: Callable[[int], object]
+) -> npt.NDArray[np.uint8]:
+    """Memory of exactly this size: the libraries' own allocators of pinned memory round up to a power of two."""
+    if num_bytes == 0:
+        return np.empty(0, np.uint8)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # no other memory's pages
+    memory = np.frombuffer(pages, np.uint8)
+    register(memory.ctypes.data, num_bytes, 0)
+    weakref.finalize(memory, unregister, memory.ctypes.data).atexit = False
+    return memory
 
 
 def _root_name(like: Any) -> str:

@@ -54,13 +54,17 @@ class BlockPool:
         """Add one owner to each of these distinct blocks."""
         self.ref_counts[blocks] += 1
 
-    def release(self, blocks: Int32s) -> None:
-        """Drop one owner per mention; blocks without an owner become free."""
+    def release(self, blocks: Int32s, *, last: bool = False) -> None:
+        """Drop one owner per mention; blocks without an owner become free, the next or the last to be taken."""
         np.subtract.at(self.ref_counts, blocks, 1)
-        self._push(np.unique(blocks[self.ref_counts[blocks] == 0]))
+        self._push(np.unique(blocks[self.ref_counts[blocks] == 0]), last)
 
-    def _push(self, idle: Int32s) -> None:
-        self._stack[self._height : self._height + idle.size] = idle[::-1]
+    def _push(self, idle: Int32s, last: bool) -> None:
+        place = self._height
+        if last:
+            self._stack[idle.size : idle.size + self._height] = self._stack[: self._height].copy()
+            place = 0
+        self._stack[place : place + idle.size] = idle[::-1]
         self._height += idle.size
 
 
@@ -78,6 +82,15 @@ class Append:
     block_columns: Int64s  # [B]
     num_taken: int  # how many of them come from the pool
     num_new_rows: int
+
+
+@dataclass(slots=True)
+class Residents:
+    """Some of the sequences in a pool."""
+
+    ids: list[int]  # [S]
+    lengths: Int64s  # [S]
+    table: Int32s  # [S, W]  block ids, NO_BLOCK behind the last
 
 
 class Sequences:
@@ -168,13 +181,27 @@ class Sequences:
         _, rows = self._find_known("seq_lens", seq_ids)
         return self._lengths[rows].astype(np.int32)
 
-    def free(self, seq_ids: Any) -> None:
-        """Forget the sequences and drop their blocks."""
+    def residents(self, op: str, seq_ids: Any) -> Residents:
+        """All there is to know about these distinct sequences."""
+        ids, rows = self._find_known(op, seq_ids)
+        _check_distinct(op, ids)
+        return Residents(ids, self._lengths[rows], self.block_tables(ids))
+
+    def admit(self, residents: Residents) -> None:
+        """Begin these sequences in the blocks that ``take`` gives, in any order; each mention is an owner."""
+        blocks, owners = np.unique(residents.table[residents.table != NO_BLOCK], return_counts=True)
+        self.pool.take(blocks.size)
+        self.pool.ref_counts[blocks] = owners
+        for seq_id, length, row in zip(residents.ids, residents.lengths.tolist(), residents.table, strict=True):
+            self._begin(seq_id, row[: self._num_blocks(length)], length)
+
+    def free(self, seq_ids: Any, *, last: bool = False) -> None:
+        """Forget the sequences and drop their blocks, to be taken again next or last."""
         ids, rows = self._find_known("free", seq_ids)
         _check_distinct("free", ids)
         width = self._num_blocks(int(self._lengths[rows].max(initial=0)))
         blocks = self._table[rows, :width]
-        self.pool.release(blocks[blocks != NO_BLOCK])
+        self.pool.release(blocks[blocks != NO_BLOCK], last=last)
         self._table[rows, :width] = NO_BLOCK
         self._lengths[rows] = 0
         self._free_rows.extend(rows[::-1].tolist())
@@ -239,7 +266,7 @@ class Sequences:
     def _find(self, op: str, seq_ids: Any) -> tuple[list[int], Int64s]:
         """Ids and their rows, -1 for unknown ones.  Callers ask for one list several times in a step, so it is kept."""
         if not (type(seq_ids) is list and seq_ids == self._asked):
-            self._asked = _ids(op, seq_ids)
+            self._asked = sequence_ids(op, seq_ids)
             self._found = np.fromiter(map(self._row_of.get, self._asked, repeat(-1)), np.int64, len(self._asked))
         return self._asked, self._found
 
@@ -303,7 +330,7 @@ def integers(op: str, argument: str, values: Any) -> Int64s:
     return array.astype(np.int64, copy=False)
 
 
-def _ids(op: str, seq_ids: Any) -> list[int]:
+def sequence_ids(op: str, seq_ids: Any) -> list[int]:
     ids: list[int] = np.atleast_1d(integers(op, "seq_ids", seq_ids)).tolist()
     return ids
 

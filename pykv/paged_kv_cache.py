@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from pykv._libraries import choose_library
+from pykv._side_stream import Transfers
 from pykv._types import Stream
-from pykv.block_pool import MAX_LENGTH, OutOfBlocks, Sequences, integer
-from pykv.cache import copy_blocks
+from pykv.block_moves import Move, plan_move
+from pykv.block_pool import MAX_LENGTH, NO_BLOCK, OutOfBlocks, Sequences, integer, sequence_ids
+from pykv.cache import copy_blocks, swap_blocks_layers
 from pykv.prefix_cache import PrefixSequences, PrefixStats
 
 __all__ = ["OutOfBlocks", "PagedKVCache", "PrefixStats"]
@@ -46,6 +50,9 @@ class PagedKVCache:
     With ``prefix_caching`` full blocks can be found by the tokens they hold, also after their sequence was freed and
     until they are taken for something else, the least recently used first: ``reuse_prefix`` begins a sequence with
     them, ``commit_prefix`` says what a sequence holds.
+
+    ``swap_out`` moves sequences to ``num_host_blocks`` blocks of host memory, pinned if the cache lives on a GPU, and
+    ``swap_in`` moves them back.
     """
 
     def __init__(
@@ -61,6 +68,7 @@ class PagedKVCache:
         device: Any = None,
         *,
         prefix_caching: bool = False,
+        num_host_blocks: int = 0,
     ) -> None:
         self.num_layers = _size("num_layers", num_layers)
         self.num_blocks = _size("num_blocks", num_blocks)
@@ -75,6 +83,10 @@ class PagedKVCache:
         self._key_caches, self._value_caches = self._allocate()
         self._prefixes = PrefixSequences(self.num_blocks, self.block_size) if prefix_caching else None
         self._sequences = self._prefixes or Sequences(self.num_blocks, self.block_size)
+        self.num_host_blocks = _size("num_host_blocks", num_host_blocks, least=0)
+        self._swapped = Sequences(self.num_host_blocks, self.block_size)
+        self._host_caches = self._host_pool(self.num_host_blocks)
+        self._transfers = self._begin_transfers()
 
     @property
     def key_caches(self) -> list[Any]:
@@ -97,12 +109,17 @@ class PagedKVCache:
         return self._sequences.pool.num_free
 
     @property
+    def num_free_host_blocks(self) -> int:
+        """Blocks of host memory that no sequence holds."""
+        return self._swapped.pool.num_free
+
+    @property
     def usage(self) -> float:
         """The share of blocks in use, 0 to 1."""
         return 1.0 - self.num_free_blocks / self.num_blocks
 
     def __contains__(self, seq_id: object) -> bool:
-        return seq_id in self._sequences
+        return seq_id in self._sequences or seq_id in self._swapped
 
     def append(self, seq_ids: Any, num_tokens: Any, *, stream: Stream = None) -> Any:
         """Make room for ``num_tokens`` (one number, or one per sequence) more tokens at the end of each sequence.
@@ -111,7 +128,10 @@ class PagedKVCache:
         ``reshape_and_cache`` and the like.  A partly filled last block that others read too is copied first, on
         ``stream``.  Raises ``OutOfBlocks``, with everything left as it was, if the pool cannot hold all of them.
         """
+        self._check_not_swapped("append", "seq_ids", seq_ids)
         plan = self._sequences.plan_append(seq_ids, num_tokens)
+        if self._transfers:
+            self._transfers.order(stream, np.concatenate([plan.blocks, plan.copies[:, 0]]))
         if plan.copies.size:
             copy_blocks(self._key_caches, self._value_caches, plan.copies, stream=stream)
         slots = self._library.from_host(plan.slots, stream)
@@ -120,23 +140,76 @@ class PagedKVCache:
 
     def block_tables(self, seq_ids: Any, *, stream: Stream = None) -> Any:
         """Block ids of each sequence, int32 [S, W]: W is the longest one's number of blocks, -1 fills the rest."""
-        return self._library.from_host(self._sequences.block_tables(seq_ids), stream)
+        self._check_not_swapped("block_tables", "seq_ids", seq_ids)
+        tables = self._sequences.block_tables(seq_ids)
+        if self._transfers:
+            self._transfers.order(stream, tables[tables != NO_BLOCK])
+        return self._library.from_host(tables, stream)
 
     def seq_lens(self, seq_ids: Any, *, stream: Stream = None) -> Any:
         """The number of tokens of each sequence, int32 [S]."""
+        self._check_not_swapped("seq_lens", "seq_ids", seq_ids)
         return self._library.from_host(self._sequences.seq_lens(seq_ids), stream)
 
     def free(self, seq_ids: Any) -> None:
-        """Forget these sequences.  Blocks that no other sequence reads return to the pool."""
-        self._sequences.free(seq_ids)
+        """Forget these sequences, wherever they are.  Blocks that no other sequence reads return to their pool."""
+        if self._swapped.count == 0:
+            self._sequences.free(seq_ids)
+            return
+        swapped: list[int] = []
+        others: list[int] = []
+        for seq_id in sequence_ids("free", seq_ids):
+            (swapped if seq_id in self._swapped else others).append(seq_id)
+        for sequences, ids in ((self._sequences, others), (self._swapped, swapped)):
+            sequences.residents("free", ids)  # refuses what is unknown or named twice, before anything is freed
+        self._sequences.free(others)
+        self._swapped.free(swapped)
 
     def fork(self, parent: int, child: int) -> None:
         """Begin sequence ``child`` with ``parent``'s tokens.  They share blocks until one of them writes there."""
+        self._check_not_swapped("fork", "parent", parent)
+        self._check_not_swapped("fork", "child", child)
         self._sequences.fork(parent, child)
 
     def truncate(self, seq_id: int, length: int) -> None:
         """Forget all but the first ``length`` tokens of a sequence."""
+        self._check_not_swapped("truncate", "seq_id", seq_id)
         self._sequences.truncate(seq_id, length)
+
+    def swap_out(self, seq_ids: Any, *, stream: Stream = None) -> None:
+        """Move sequences to the host.  Until ``swap_in`` nothing but ``free`` can be done with them.
+
+        On a GPU the copies run on a stream of the cache's own, behind all work so far on ``stream``; the call does not
+        wait for them.  The blocks are free at once: whoever gets them waits, on the device, for the copies to be done.
+        Blocks that these sequences share stay shared; blocks that others read too stay where they are, as well.
+        Raises ``OutOfBlocks``, with everything left as it was, if the host's blocks do not suffice.
+        """
+        self._check_not_swapped("swap_out", "seq_ids", seq_ids)
+        leaving = self._sequences.residents("swap_out", seq_ids)
+        move = plan_move("swap_out", "host blocks", leaving, self._swapped)
+        self._copy(self._device_caches, self._host_caches, move, move.sources, stream)
+        self._swapped.admit(move.arriving)
+        self._sequences.free(leaving.ids, last=True)
+
+    def swap_in(self, seq_ids: Any, *, stream: Stream = None) -> None:
+        """Move sequences back.  They can be used at once: ``append`` and ``block_tables`` make their stream wait.
+
+        On a GPU the copies run on the cache's own stream, behind all work so far on ``stream``; the call does not wait
+        for them, and neither does work that has nothing to do with these sequences.  Raises ``OutOfBlocks``, with
+        everything left as it was, if the free blocks do not suffice.
+        """
+        for seq_id in sequence_ids("swap_in", seq_ids):
+            if seq_id in self._sequences:
+                raise ValueError(f"swap_in: seq_ids: sequence {seq_id} is not swapped out")
+        leaving = self._swapped.residents("swap_in", seq_ids)
+        move = plan_move("swap_in", "more blocks", leaving, self._sequences)
+        self._copy(self._host_caches, self._device_caches, move, move.targets, stream)
+        self._sequences.admit(move.arriving)
+        self._swapped.free(leaving.ids)
+
+    def is_swapped_out(self, seq_id: int) -> bool:
+        """Whether a sequence is on the host."""
+        return seq_id in self._swapped
 
     def match_prefix(self, tokens: Sequence[int]) -> int:
         """With how many of these tokens a sequence could begin, in blocks that are in the cache: whole blocks only."""
@@ -148,6 +221,7 @@ class PagedKVCache:
 
         Who needs the model's answer to the last token must compute at least that one: pass ``tokens[:-1]``.
         """
+        self._check_not_swapped("reuse_prefix", "seq_id", seq_id)
         return self._with_prefixes("reuse_prefix").reuse_prefix(seq_id, tokens)
 
     def commit_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
@@ -157,13 +231,14 @@ class PagedKVCache:
         ignored.  Call it when the keys and values have been written, on the stream, and again when the sequence has
         grown: only blocks that are new since then are looked at.
         """
+        self._check_not_swapped("commit_prefix", "seq_id", seq_id)
         self._with_prefixes("commit_prefix").commit_prefix(seq_id, tokens)
 
     def clear_prefixes(self) -> None:
         """Let no block be found any more, as when the model's weights have changed.  There must be no sequences."""
         prefixes = self._with_prefixes("clear_prefixes")
-        if self._sequences.count:
-            raise ValueError(f"clear_prefixes: {self._sequences.count} sequences would be found again; free them first")
+        if count := self._sequences.count + self._swapped.count:
+            raise ValueError(f"clear_prefixes: {count} sequences would be found again; free them first")
         prefixes.clear_prefixes()
 
     @property
@@ -180,6 +255,48 @@ class PagedKVCache:
         if self._prefixes is None:
             raise ValueError(f"{op}: the cache was made without prefix_caching=True")
         return self._prefixes
+
+    @property
+    def _device_caches(self) -> list[Any]:
+        return [*self._key_caches, *self._value_caches]
+
+    @property
+    def _block_bytes(self) -> int:
+        """Of a block of one layer's keys, or values."""
+        itemsize = {"float32": 4, "uint8": 1}.get(_STORAGE[self.dtype], 2)
+        return self.block_size * self.num_kv_heads * self.head_size * itemsize
+
+    def _host_pool(self, num_blocks: int) -> list[Any]:
+        """As many host arrays as there are caches, each of that many blocks."""
+        shape = (2 * self.num_layers, num_blocks, self._block_bytes)
+        return list(self._library.host_memory(math.prod(shape)).reshape(shape))
+
+    def _begin_transfers(self) -> Transfers | None:
+        side = self._library.side_stream() if self.num_host_blocks else None
+        if side is None:
+            return None
+        # memory must not go while copies are under way
+        weakref.finalize(self, side.synchronize).atexit = False
+        return Transfers(side, self.num_blocks)
+
+    def _copy(self, sources: list[Any], targets: list[Any], move: Move, device_blocks: Any, stream: Stream) -> None:
+        """Do the copies of a move between the caches and the host's pool, which touch these blocks of the caches."""
+        if move.pairs.size == 0:
+            return
+
+        def copy(on: Stream) -> None:
+            swap_blocks_layers(sources, targets, self._block_bytes, move.pairs, stream=on)
+
+        if self._transfers:
+            self._transfers.run(copy, device_blocks, stream)
+        else:
+            copy(stream)
+
+    def _check_not_swapped(self, op: str, argument: str, seq_ids: Any) -> None:
+        if self._swapped.count:
+            for seq_id in sequence_ids(op, seq_ids):
+                if seq_id in self._swapped:
+                    raise ValueError(f"{op}: {argument}: sequence {seq_id} is swapped out")
 
     def _allocate(self) -> tuple[list[Any], list[Any]]:
         blocks, size, heads, width = self.num_blocks, self.block_size, self.num_kv_heads, self.head_size
@@ -206,10 +323,10 @@ class PagedKVCache:
         return [self._library.zeros(shape, storage) for _ in range(self.num_layers)]
 
 
-def _size(argument: str, value: Any) -> int:
+def _size(argument: str, value: Any, least: int = 1) -> int:
     size = integer("PagedKVCache", argument, value)
-    if not 1 <= size <= MAX_LENGTH:
-        raise ValueError(f"PagedKVCache: {argument}: must be between 1 and {MAX_LENGTH}, got {size}")
+    if not least <= size <= MAX_LENGTH:
+        raise ValueError(f"PagedKVCache: {argument}: must be between {least} and {MAX_LENGTH}, got {size}")
     return size
 
 

@@ -73,7 +73,7 @@ class PrefixPool(BlockPool):
             del self._idle[block]
         super().share(blocks)
 
-    def release(self, blocks: Int32s) -> None:
+    def release(self, blocks: Int32s, *, last: bool = False) -> None:
         np.subtract.at(self.ref_counts, blocks, 1)
         idle = blocks[self.ref_counts[blocks] == 0]
         # Blocks come from the beginning of a sequence to its end.  The end goes first: without the beginning it is
@@ -84,7 +84,7 @@ class PrefixPool(BlockPool):
                 self._idle[block] = None
             else:
                 nameless.append(block)
-        self._push(np.array(sorted(nameless), np.int32))
+        self._push(np.array(sorted(nameless), np.int32), last)
 
     def name(self, block: int, digest: Digest) -> None:
         """Let ``block`` be found by ``digest``, unless another one is already."""
@@ -104,7 +104,7 @@ class PrefixPool(BlockPool):
     def forget_all(self) -> None:
         self._block_of.clear()
         self._name_of.clear()
-        self._push(np.array(sorted(self._idle), np.int32))
+        self._push(np.array(sorted(self._idle), np.int32), last=False)
         self._idle.clear()
 
 
@@ -175,9 +175,9 @@ class PrefixSequences(Sequences):
         for block in plan.blocks.tolist():  # what is written is no longer what its name says
             self._prefixes.forget(block)
 
-    def free(self, seq_ids: Any) -> None:
+    def free(self, seq_ids: Any, *, last: bool = False) -> None:
         ids, _ = self._find_known("free", seq_ids)
-        super().free(seq_ids)
+        super().free(seq_ids, last=last)
         for seq_id in ids:
             self._names.pop(seq_id, None)
 

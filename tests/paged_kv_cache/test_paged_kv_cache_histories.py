@@ -1,10 +1,8 @@
-"""Random histories of the cache against a model that is too simple to be wrong.
+"""Random histories of the cache against the model.
 
-The model keeps, per sequence, a list of tokens and a list of block objects, and handles one token at a time.  After
-each step the cache must show the same tokens in its arrays and the same sharing of blocks.
+After each step the cache must show the same tokens in its arrays, the same sharing of blocks and the same prefixes.
 """
 
-from collections import Counter
 from itertools import islice
 
 import hypothesis.strategies as st
@@ -12,57 +10,36 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from paged_kv_cache.model import Model
 from paged_kv_cache.tokens import LAYOUTS, read_tokens, write_tokens
 
 import pykv
 
 
-class Model:
-    def __init__(self, block_size):
-        self.block_size = block_size
-        self.tokens = {}
-        self.blocks = {}
-
-    def copy(self):
-        other = Model(self.block_size)
-        other.tokens = {seq: list(tokens) for seq, tokens in self.tokens.items()}
-        other.blocks = {seq: list(blocks) for seq, blocks in self.blocks.items()}
-        return other
-
-    def owners(self):
-        return Counter(block for blocks in self.blocks.values() for block in blocks)
-
-    def append(self, seq, values):
-        tokens, blocks = self.tokens.setdefault(seq, []), self.blocks.setdefault(seq, [])
-        for value in values:
-            if len(tokens) % self.block_size == 0:
-                blocks.append(object())
-            elif self.owners()[blocks[-1]] > 1:
-                blocks[-1] = object()
-            tokens.append(value)
-
-    def fork(self, parent, child):
-        self.tokens[child], self.blocks[child] = list(self.tokens[parent]), list(self.blocks[parent])
-
-    def truncate(self, seq, length):
-        del self.tokens[seq][length:]
-        del self.blocks[seq][-(-length // self.block_size) :]
-
-    def free(self, seq):
-        del self.tokens[seq], self.blocks[seq]
-
-
 class Histories(RuleBasedStateMachine):
     seqs = Bundle("seqs")
+    prefix_caching = False
 
     @initialize(
         num_blocks=st.integers(1, 24),
         block_size=st.integers(1, 5),
+        num_host_blocks=st.integers(0, 12),
         layout=st.sampled_from(LAYOUTS),
     )
-    def begin(self, num_blocks, block_size, layout):
-        self.kv = pykv.PagedKVCache(2, num_blocks, block_size, 1, 4, "float32", layout)
-        self.model = Model(block_size)
+    def begin(self, num_blocks, block_size, num_host_blocks, layout):
+        self.kv = pykv.PagedKVCache(
+            2,
+            num_blocks,
+            block_size,
+            1,
+            4,
+            "float32",
+            layout,
+            prefix_caching=self.prefix_caching,
+            num_host_blocks=num_host_blocks,
+        )
+        self.model = Model(num_blocks, block_size, num_host_blocks)
+        self.prompts = [[]]  # what was committed once, and may be asked for again
         self.next_id = 0
         self.next_value = 1
 
@@ -70,39 +47,50 @@ class Histories(RuleBasedStateMachine):
         self.next_id += 1
         return 7 * self.next_id - 20
 
-    @rule(target=seqs, known=st.lists(seqs, max_size=5, unique=True), counts=st.lists(st.integers(0, 12), max_size=7))
+    def new_values(self, count):
+        self.next_value += count
+        return list(range(self.next_value - count, self.next_value))
+
+    def here(self, seqs):
+        return [seq for seq in dict.fromkeys(seqs) if seq in self.model.blocks]
+
+    @rule(target=seqs, known=st.lists(seqs, max_size=5), counts=st.lists(st.integers(0, 12), max_size=7))
     def append(self, known, counts):
-        known = known[: len(counts)]
+        known = self.here(known)[: len(counts)]
         new = [self.new_id() for _ in counts[len(known) :]]
-        return multiple(*new) if self.grow(known + new, counts) else multiple()
+        values = [self.new_values(count) for count in counts]
+        return multiple(*new) if self.grow(known + new, values) else multiple()
 
     @rule(count=st.integers(0, 3), backwards=st.booleans())
     def decode(self, count, backwards):
         """Every sequence grows, so that readers of one block write at once."""
-        ids = list(self.model.tokens)[:: -1 if backwards else 1]
-        self.grow(ids, [count] * len(ids))
+        ids = list(self.model.blocks)[:: -1 if backwards else 1]
+        self.grow(ids, [self.new_values(count) for _ in ids])
 
-    def grow(self, ids, counts):
-        values = [float(self.next_value + i) for i in range(sum(counts))]
-        self.next_value += len(values)
-        wanted, rest = self.model.copy(), iter(values)
-        for seq, count in zip(ids, counts, strict=True):
-            wanted.append(seq, list(islice(rest, count)))
-        if len(wanted.owners()) > self.kv.num_blocks:
+    def grow(self, ids, values):
+        wanted = self.model.copy()
+        for seq, more in zip(ids, values, strict=True):
+            wanted.append(seq, more)
+        counts, flat = [len(more) for more in values], [value for more in values for value in more]
+        if not wanted.fits():
             with pytest.raises(pykv.OutOfBlocks):
                 self.kv.append(ids, counts)
             assert [seq in self.kv for seq in ids] == [seq in self.model.tokens for seq in ids]
             return False
         slots = self.kv.append(ids, counts)
         assert slots.dtype == np.int64
-        assert len(set(slots.tolist())) == slots.size == len(values)
-        write_tokens(self.kv, slots, values)
+        assert len(set(slots.tolist())) == slots.size == len(flat)
+        write_tokens(self.kv, slots, flat)
         self.model = wanted
         return True
 
     @rule(target=seqs, parent=seqs)
     def fork(self, parent):
         child = self.new_id()
+        if parent in self.model.swapped:
+            with pytest.raises(ValueError, match="is swapped out"):
+                self.kv.fork(parent, child)
+            return multiple()
         self.kv.fork(parent, child)
         self.model.fork(parent, child)
         return child
@@ -110,23 +98,49 @@ class Histories(RuleBasedStateMachine):
     @rule(seq=seqs, data=st.data())
     def truncate(self, seq, data):
         length = data.draw(st.integers(0, len(self.model.tokens[seq])))
-        self.kv.truncate(seq, length)
-        self.model.truncate(seq, length)
+        if seq in self.model.swapped:
+            with pytest.raises(ValueError, match="is swapped out"):
+                self.kv.truncate(seq, length)
+        else:
+            self.kv.truncate(seq, length)
+            self.model.truncate(seq, length)
 
     @rule(gone=st.lists(consumes(seqs), max_size=3))
     def free(self, gone):
         self.kv.free(gone)
-        for seq in gone:
-            self.model.free(seq)
+        self.model.free(gone)
+
+    @rule(seqs=st.lists(seqs, min_size=1, max_size=4))
+    def swap_out(self, seqs):
+        seqs, wanted = self.here(seqs), self.model.copy()
+        wanted.swap_out(seqs)
+        self.swap(self.kv.swap_out, seqs, wanted)
+
+    @rule(seqs=st.lists(seqs, min_size=1, max_size=4))
+    def swap_in(self, seqs):
+        seqs, wanted = [s for s in dict.fromkeys(seqs) if s in self.model.swapped], self.model.copy()
+        wanted.swap_in(seqs)
+        self.swap(self.kv.swap_in, seqs, wanted)
+
+    def swap(self, move, seqs, wanted):
+        if wanted.fits():
+            move(seqs)
+            self.model = wanted
+        else:
+            with pytest.raises(pykv.OutOfBlocks):
+                move(seqs)
 
     @invariant()
     def same_tokens(self):
+        assert all(seq in self.kv for seq in self.model.tokens)
         for seq, tokens in self.model.tokens.items():
-            assert read_tokens(self.kv, seq) == tokens
+            assert self.kv.is_swapped_out(seq) == (seq in self.model.swapped)
+            if seq in self.model.blocks:
+                assert read_tokens(self.kv, seq) == tokens
 
     @invariant()
     def same_sharing(self):
-        ids = list(self.model.tokens)
+        ids = list(self.model.blocks)
         tables, lengths = self.kv.block_tables(ids), self.kv.seq_lens(ids)
         assert tables.dtype == lengths.dtype == np.int32
         assert lengths.tolist() == [len(self.model.tokens[seq]) for seq in ids]
@@ -144,14 +158,60 @@ class Histories(RuleBasedStateMachine):
         owners = self.model.owners()
         assert self.kv.num_free_blocks == self.kv.num_blocks - len(owners)
         assert self.kv.usage == pytest.approx(len(owners) / self.kv.num_blocks)
+        assert self.kv.num_free_host_blocks == self.kv.num_host_blocks - len(self.model.host_owners())
 
     def teardown(self):
         """Whatever happened, freeing all gives all blocks back, once each."""
         if hasattr(self, "kv"):
             self.kv.free(list(self.model.tokens))
+            assert self.kv.num_free_host_blocks == self.kv.num_host_blocks
             self.kv.append(0, self.kv.num_blocks * self.kv.block_size)
             assert sorted(self.kv.block_tables(0)[0].tolist()) == list(range(self.kv.num_blocks))
 
 
+class PrefixHistories(Histories):
+    """The same with prefix reuse; most sequences begin like a former one."""
+
+    prefix_caching = True
+
+    def say(self, seq, ahead=()):
+        self.prompts.append(list(self.model.tokens[seq]))
+        self.kv.commit_prefix(seq, [*self.model.tokens[seq], *ahead])
+        self.model.commit(seq)
+
+    @rule(seq=Histories.seqs, ahead=st.integers(0, 3))
+    def commit(self, seq, ahead):
+        """What a sequence will hold later may be said, too, and is ignored."""
+        if seq in self.model.blocks:
+            self.say(seq, [-1] * ahead)
+
+    @rule()
+    def commit_all(self):
+        for seq in self.model.blocks:
+            self.say(seq)
+
+    @rule(target=Histories.seqs, data=st.data(), cut=st.integers(0, 4), more=st.integers(0, 6), say=st.booleans())
+    def reuse(self, data, cut, more, say):
+        """A prompt like a former one, up to a place near its end; then what is not there is computed."""
+        prompt = data.draw(st.sampled_from(self.prompts))
+        prompt = prompt[: max(0, len(prompt) - cut)] + self.new_values(more)
+        seq = self.new_id()
+        found = self.kv.reuse_prefix(seq, prompt)
+        self.model.reuse(seq, prompt)
+        assert found == len(self.model.tokens[seq])
+        if self.grow([seq], [prompt[found:]]) and say:
+            self.say(seq)
+        return seq
+
+    @invariant()
+    def same_prefixes(self):
+        for prompt in islice(reversed(self.prompts), 10):
+            assert self.kv.match_prefix(prompt) == len(self.model.prefix(prompt)) * self.model.block_size
+        assert self.kv.num_cached_blocks == len(self.model.found)
+        assert self.kv.prefix_stats.evicted_blocks == self.model.evicted
+
+
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestHistories.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPrefixHistories = PrefixHistories.TestCase
+TestPrefixHistories.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
