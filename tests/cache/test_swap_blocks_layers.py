@@ -177,9 +177,6 @@ def test_pinned_memory_is_copied_asynchronously(request: pytest.FixtureRequest, 
     cupy = pytest.importorskip("cupy")
     on_device = [cupy.zeros((100, 64), np.uint8) for _ in range(4)]
     pinned = [np.frombuffer(cupy.cuda.alloc_pinned_memory(6400), np.uint8, 6400).reshape(100, 64) for _ in on_device]
-    for layer, (array, host) in enumerate(zip(on_device, pinned, strict=True)):
-        array.fill(layer + 1)
-        host.fill(layer + 101)
     rows = np.stack([np.random.default_rng(0).permutation(100)] * 2, 1)
     sources, targets = (on_device, pinned) if direction == "out" else (pinned, on_device)
     spin = cupy.RawKernel(
@@ -189,7 +186,11 @@ def test_pinned_memory_is_copied_asynchronously(request: pytest.FixtureRequest, 
     )
     spin((1,), (1,), (0,))
     stream = cupy.cuda.Stream(non_blocking=True)
-    pykv.swap_blocks_layers(sources, targets, 64, rows[:0], stream=stream)
+    pykv.swap_blocks_layers(sources, targets, 64, rows, stream=stream)  # CUDA loads kernels when they are first used
+    cupy.cuda.Device().synchronize()
+    for layer, (array, host) in enumerate(zip(on_device, pinned, strict=True)):
+        array.fill(layer + 1)
+        host.fill(layer + 101)
     cupy.cuda.Device().synchronize()
     with stream:
         spin((1,), (1,), (300_000_000,))

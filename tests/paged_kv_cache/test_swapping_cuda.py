@@ -89,6 +89,12 @@ def is_busy(module, stream):
     return not (stream.query() if module.__name__ == "torch" else stream.done)
 
 
+def load_kernels(kv):
+    """CUDA loads a kernel when it is first used, and may wait for the device then."""
+    kv.swap_out([1])
+    kv.swap_in([1])
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND", "packed"])
 def test_there_and_back(module, layout):
     kv = new_cache(module, layout=layout)
@@ -112,6 +118,7 @@ def test_copies_wait_for_the_stream_and_the_host_for_nobody(module, how):
     """What is written before swap_out arrives, and whoever takes the blocks does not come too early."""
     kv = new_cache(module)
     kv.append([1], 8 * 256)
+    load_kernels(kv)
     synchronize(module)
     stream = new_stream(module)
     argument = {"object": stream, "pointer": stream.cuda_stream if module.__name__ == "torch" else stream.ptr}
@@ -168,6 +175,7 @@ def test_other_sequences_need_not_wait(module):
     """Work of another sequence goes on while copies are held up: those blocks are not touched by them."""
     kv = new_cache(module, num_blocks=16)
     kv.append([1, 2], 256)
+    load_kernels(kv)
     stream, other = new_stream(module), new_stream(module)
     synchronize(module)
     keep_busy(module, stream)
