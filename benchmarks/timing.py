@@ -242,6 +242,21 @@ def measure(device: Device, cases: Iterable[Case]) -> Iterator[Figure]:
         yield Figure(case.op, case.size, case.dtype, case.num_bytes, 1e6 * seconds, 1e6 * copy_times[case.num_bytes])
 
 
+def write_json(path: Path, device: Device, figures: list[dict[str, object]]) -> None:
+    """Writes figures with what they were measured on."""
+    about = {
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": device.describe(),
+        "pykv": pykv.__version__,
+        "cuda_architectures": pykv._C.cuda_architectures(),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(about | {"figures": figures}, indent=1) + "\n")
+
+
 def show(title: str, figures: list[Figure]) -> None:
     sizes = list(dict.fromkeys(name for f in figures for name in f.size))
     table = Table("op", "dtype", title=title)
@@ -279,17 +294,7 @@ def main(cases: Callable[[list[str]], Iterable[Case]]) -> None:
     ]
     console = Console(stderr=True)
     figures = list(measure(device, track(wanted, "measuring", console=console, disable=not console.is_terminal)))
-    about = {
-        "commit": _commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": device.describe(),
-        "pykv": pykv.__version__,
-        "cuda_architectures": pykv._C.cuda_architectures(),
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
-    show(f"{device.describe()['name']}, pykv {about['commit']}", figures)
+    show(f"{device.describe()['name']}, pykv {_commit()}", figures)
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         lines = [asdict(f) | {"gb_per_s": f.gb_per_s, "of_copy": f.of_copy} for f in figures]
-        arguments.json.write_text(json.dumps(about | {"figures": lines}, indent=1) + "\n")
+        write_json(arguments.json, device, lines)

@@ -13,8 +13,6 @@ FlashAttention 3 (bf16), cuDNN 9.19, vLLM 0.22's Triton kernel, all with CUDA 13
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import math
 import sys
 from collections.abc import Iterator
@@ -29,7 +27,7 @@ import pykv
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from timing import Call, Cuda, _commit
+from timing import Call, Cuda, write_json
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE = 32, 8, 128, 16
 
@@ -226,20 +224,12 @@ def main() -> None:
     for case in wanted:
         figures.append(measure(case, device))
         device.cupy.get_default_memory_pool().free_all_blocks()
-    about = {
-        "commit": _commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": device.describe(),
-        "pykv": pykv.__version__,
-        "cuda_architectures": pykv._C.cuda_architectures(),
-    }
     show(figures)
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         lines = [asdict(f) for f in figures]
-        for line in lines:  # a line for each sequence would be long
+        for line in lines:  # a number for each sequence would be long
             line["case"].pop("lens"), line["case"].pop("queries")
-        arguments.json.write_text(json.dumps(about | {"figures": lines}, indent=1) + "\n")
+        write_json(arguments.json, device, lines)
 
 
 if __name__ == "__main__":
