@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from pykv import sequence_files
 from pykv._libraries import choose_library
 from pykv._side_stream import Transfers
 from pykv._types import Stream
-from pykv.block_moves import Move, plan_move
-from pykv.block_pool import MAX_LENGTH, NO_BLOCK, OutOfBlocks, Sequences, integer, sequence_ids
+from pykv.block_moves import plan_move
+from pykv.block_pool import MAX_LENGTH, NO_BLOCK, OutOfBlocks, Residents, Sequences, integer, sequence_ids
 from pykv.cache import copy_blocks, swap_blocks_layers
 from pykv.prefix_cache import PrefixSequences, PrefixStats
 
@@ -131,7 +132,7 @@ class PagedKVCache:
         self._check_not_swapped("append", "seq_ids", seq_ids)
         plan = self._sequences.plan_append(seq_ids, num_tokens)
         if self._transfers:
-            self._transfers.order(stream, np.concatenate([plan.blocks, plan.copies[:, 0]]))
+            self._order(stream, np.concatenate([plan.blocks, plan.copies[:, 0]]))
         if plan.copies.size:
             copy_blocks(self._key_caches, self._value_caches, plan.copies, stream=stream)
         slots = self._library.from_host(plan.slots, stream)
@@ -143,7 +144,7 @@ class PagedKVCache:
         self._check_not_swapped("block_tables", "seq_ids", seq_ids)
         tables = self._sequences.block_tables(seq_ids)
         if self._transfers:
-            self._transfers.order(stream, tables[tables != NO_BLOCK])
+            self._order(stream, tables[tables != NO_BLOCK])
         return self._library.from_host(tables, stream)
 
     def seq_lens(self, seq_ids: Any, *, stream: Stream = None) -> Any:
@@ -187,7 +188,7 @@ class PagedKVCache:
         self._check_not_swapped("swap_out", "seq_ids", seq_ids)
         leaving = self._sequences.residents("swap_out", seq_ids)
         move = plan_move("swap_out", "host blocks", leaving, self._swapped)
-        self._copy(self._device_caches, self._host_caches, move, move.sources, stream)
+        self._copy_aside(self._device_caches, self._host_caches, move.pairs, move.sources, stream)
         self._swapped.admit(move.arriving)
         self._sequences.free(leaving.ids, last=True)
 
@@ -203,13 +204,52 @@ class PagedKVCache:
                 raise ValueError(f"swap_in: seq_ids: sequence {seq_id} is not swapped out")
         leaving = self._swapped.residents("swap_in", seq_ids)
         move = plan_move("swap_in", "more blocks", leaving, self._sequences)
-        self._copy(self._host_caches, self._device_caches, move, move.targets, stream)
+        self._copy_aside(self._host_caches, self._device_caches, move.pairs, move.targets, stream)
         self._sequences.admit(move.arriving)
         self._swapped.free(leaving.ids)
 
     def is_swapped_out(self, seq_id: int) -> bool:
         """Whether a sequence is on the host."""
         return seq_id in self._swapped
+
+    def save(self, path: Any, seq_ids: Any, *, stream: Stream = None) -> None:
+        """Write sequences to a safetensors file, with a checksum; needs the package safetensors.
+
+        Blocks that they share are written once.  The file appears under its name when it is complete, in place of what
+        had that name.  Waits for the work on ``stream``.
+        """
+        self._check_not_swapped("save", "seq_ids", seq_ids)
+        residents = self._sequences.residents("save", seq_ids)
+        held = residents.table != NO_BLOCK
+        blocks, index = np.unique(residents.table[held], return_inverse=True)
+        residents.table[held] = index
+        self._order(stream, blocks)
+        caches = np.empty((2 * self.num_layers, blocks.size, self._block_bytes), np.uint8)
+        pairs = np.stack([blocks, np.arange(blocks.size)], axis=1).astype(np.int64)
+        self._copy(self._device_caches, list(caches), pairs, stream)  # waits, because this memory is not pinned
+        sequence_files.save(path, self._shape, self.layout, residents, caches)
+
+    def load(self, path: Any, seq_ids: Any = None, *, stream: Stream = None) -> list[int]:
+        """Begin the sequences of a file, under these ids or those they had; returns the ids.
+
+        The cache must have the layers, heads, sizes and dtype of the one that wrote the file; the layout may differ.
+        A file that is truncated, altered or of another kind is a ``ValueError``; no room for all of its blocks is
+        ``OutOfBlocks``.  Nothing has changed then.
+        """
+        arriving, caches = sequence_files.load(path, self._shape, self.layout)
+        if seq_ids is not None:
+            ids = sequence_ids("load", seq_ids)
+            if len(ids) != len(arriving.ids) or len(set(ids)) != len(ids):
+                raise ValueError(f"load: seq_ids: must be {len(arriving.ids)} different ids, got {ids}")
+            arriving = Residents(ids, arriving.lengths, arriving.table)
+        for seq_id in arriving.ids:
+            if seq_id in self:
+                raise ValueError(f"load: seq_ids: sequence {seq_id} exists already")
+        move = plan_move("load", "more blocks", arriving, self._sequences)
+        self._order(stream, move.targets)
+        self._copy(list(caches), self._device_caches, move.pairs, stream)  # the memory has been read by then, likewise
+        self._sequences.admit(move.arriving)
+        return arriving.ids
 
     def match_prefix(self, tokens: Sequence[int]) -> int:
         """With how many of these tokens a sequence could begin, in blocks that are in the cache: whole blocks only."""
@@ -261,10 +301,15 @@ class PagedKVCache:
         return [*self._key_caches, *self._value_caches]
 
     @property
+    def _shape(self) -> sequence_files.CacheShape:
+        return sequence_files.CacheShape(
+            self.num_layers, self.block_size, self.num_kv_heads, self.head_size, self.dtype
+        )
+
+    @property
     def _block_bytes(self) -> int:
         """Of a block of one layer's keys, or values."""
-        itemsize = {"float32": 4, "uint8": 1}.get(_STORAGE[self.dtype], 2)
-        return self.block_size * self.num_kv_heads * self.head_size * itemsize
+        return math.prod(self._shape.block) * self._shape.element.itemsize
 
     def _host_pool(self, num_blocks: int) -> list[Any]:
         """As many host arrays as there are caches, each of that many blocks."""
@@ -279,18 +324,22 @@ class PagedKVCache:
         weakref.finalize(self, side.synchronize).atexit = False
         return Transfers(side, self.num_blocks)
 
-    def _copy(self, sources: list[Any], targets: list[Any], move: Move, device_blocks: Any, stream: Stream) -> None:
-        """Do the copies of a move between the caches and the host's pool, which touch these blocks of the caches."""
-        if move.pairs.size == 0:
-            return
+    def _copy(self, sources: list[Any], targets: list[Any], pairs: Any, stream: Stream) -> None:
+        """Blocks between the caches and as many arrays on the host."""
+        if pairs.size:
+            swap_blocks_layers(sources, targets, self._block_bytes, pairs, stream=stream)
 
-        def copy(on: Stream) -> None:
-            swap_blocks_layers(sources, targets, self._block_bytes, move.pairs, stream=on)
-
-        if self._transfers:
-            self._transfers.run(copy, device_blocks, stream)
+    def _copy_aside(self, sources: list[Any], targets: list[Any], pairs: Any, touched: Any, stream: Stream) -> None:
+        """The same on the side stream, where there is one; it touches these blocks of the caches."""
+        if self._transfers and pairs.size:
+            self._transfers.run(lambda side: self._copy(sources, targets, pairs, side), touched, stream)
         else:
-            copy(stream)
+            self._copy(sources, targets, pairs, stream)
+
+    def _order(self, stream: Stream, blocks: Any) -> None:
+        """Let ``stream`` wait for copies on the side stream that touch these blocks."""
+        if self._transfers:
+            self._transfers.order(stream, blocks)
 
     def _check_not_swapped(self, op: str, argument: str, seq_ids: Any) -> None:
         if self._swapped.count:

@@ -123,3 +123,13 @@ class Model:
                 if block not in here:
                     here[block] = self.new_block()
                 self.blocks[seq].append(here[block])
+
+    def load(self, seqs: list[int], ids: list[int]) -> None:
+        """New sequences with the tokens of others, of which they share nothing but what those share."""
+        here: dict[Block, Block] = {}
+        for seq, new_id in zip(seqs, ids, strict=True):
+            self.tokens[new_id], self.blocks[new_id] = list(self.tokens[seq]), []
+            for block in self.blocks[seq]:
+                if block not in here:
+                    here[block] = self.new_block()
+                self.blocks[new_id].append(here[block])

@@ -3,6 +3,7 @@
 After each step the cache must show the same tokens in its arrays, the same sharing of blocks and the same prefixes.
 """
 
+import tempfile
 from itertools import islice
 
 import hypothesis.strategies as st
@@ -121,6 +122,16 @@ class Histories(RuleBasedStateMachine):
         seqs, wanted = [s for s in dict.fromkeys(seqs) if s in self.model.swapped], self.model.copy()
         wanted.swap_in(seqs)
         self.swap(self.kv.swap_in, seqs, wanted)
+
+    @rule(target=seqs, seqs=st.lists(seqs, min_size=1, max_size=4))
+    def save_and_load(self, seqs):
+        seqs, wanted = self.here(seqs), self.model.copy()
+        ids = [self.new_id() for _ in seqs]
+        wanted.load(seqs, ids)
+        with tempfile.TemporaryDirectory() as folder:
+            self.kv.save(f"{folder}/sequences", seqs)
+            self.swap(lambda ids: self.kv.load(f"{folder}/sequences", ids), ids, wanted)
+        return multiple(*[seq for seq in ids if seq in self.model.tokens])
 
     def swap(self, move, seqs, wanted):
         if wanted.fits():

@@ -1,0 +1,281 @@
+"""Sequences in files: there and back in every layout and dtype, and every way in which a file can be bad."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+from paged_kv_cache.tokens import LAYOUTS, read_tokens, token_view, write_tokens
+
+import pykv
+
+safetensors = pytest.importorskip("safetensors")
+
+
+def new_cache(layout="NHD", num_blocks=8, dtype="float32", **more):
+    sizes = {"num_layers": 2, "block_size": 4, "num_kv_heads": 3, "head_size": 16} | more
+    return pykv.PagedKVCache(num_blocks=num_blocks, dtype=dtype, layout=layout, **sizes)
+
+
+def fill(kv, seq, values):
+    write_tokens(kv, kv.append([seq], len(values)), values)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A file of two sequences that share a block, and end within one."""
+    kv = new_cache()
+    fill(kv, 99, [-7] * 32)  # leaves something behind in all blocks
+    kv.free([99])
+    fill(kv, 10, list(range(6)))
+    kv.fork(10, -5)
+    fill(kv, -5, [60, 70, 80])
+    path = tmp_path / "sequences.safetensors"
+    kv.save(path, [10, -5])
+    return path
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_from_any_layout_to_any(tmp_path, source, target):
+    kv = new_cache(source)
+    fill(kv, 3, list(range(9)))
+    fill(kv, 4, [40, 41])
+    kv.save(tmp_path / "a", [4, 3])
+    other = new_cache(target)
+    fill(other, 1, [100])
+    assert other.load(tmp_path / "a") == [4, 3]
+    assert read_tokens(other, 3) == list(range(9))
+    assert read_tokens(other, 4) == [40, 41]
+    assert read_tokens(other, 1) == [100]
+    assert other.num_free_blocks == 3
+    fill(other, 3, [9])
+    assert read_tokens(other, 3) == list(range(10))
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bits_stay(tmp_path, layout, dtype, library):
+    """Every channel of every head gets bits of its own."""
+    module = np if library == "numpy" else pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+
+    def bits(cache):
+        if library == "torch":
+            return cache.view(module.uint8 if "fp8" in dtype else module.int16).numpy()
+        return cache.view(np.uint8 if "fp8" in dtype else np.int16)
+
+    kv, other = (new_cache(layout, dtype=dtype, like=module) for _ in range(2))
+    for cache in [*kv.key_caches, *kv.value_caches]:
+        bits(cache)[...] = rng.integers(-(2**15), 2**15, cache.shape).astype(bits(cache).dtype)
+    kv.append([1], 12)
+    other.append([2], 5)  # other blocks than over there
+    kv.save(tmp_path / "a", 1)
+    other.load(tmp_path / "a")
+    ours, theirs = np.asarray(kv.block_tables([1]))[0], np.asarray(other.block_tables([1]))[0]
+    assert ours.tolist() != theirs.tolist()
+    caches = zip([*kv.key_caches, *kv.value_caches], [*other.key_caches, *other.value_caches], strict=True)
+    for a, b in caches:
+        np.testing.assert_array_equal(bits(b)[theirs], bits(a)[ours])
+
+
+def test_what_is_shared_stays_shared(saved):
+    kv = new_cache()
+    assert kv.load(saved) == [10, -5]
+    assert kv.num_free_blocks == 4
+    assert read_tokens(kv, 10) == list(range(6))
+    assert read_tokens(kv, -5) == [0, 1, 2, 3, 4, 5, 60, 70, 80]
+    kv.free([10])
+    assert read_tokens(kv, -5) == [0, 1, 2, 3, 4, 5, 60, 70, 80]
+    kv.free([-5])
+    assert kv.num_free_blocks == 8
+
+
+def test_under_other_ids(saved):
+    kv = new_cache(num_blocks=9)
+    fill(kv, 10, [1])
+    assert kv.load(saved, [8, 9]) == [8, 9]
+    assert read_tokens(kv, 8) == list(range(6))
+    assert kv.load(saved, np.array([18, 19])) == [18, 19]
+    assert read_tokens(kv, 19) == read_tokens(kv, 9) == [0, 1, 2, 3, 4, 5, 60, 70, 80]
+    assert kv.num_free_blocks == 0
+
+
+def test_nothing_of_others_is_in_the_file(saved):
+    with safetensors.safe_open(saved, framework="np") as file:
+        for kind, sign in (("keys", 1), ("values", -1)):
+            for layer in range(2):
+                tensor = sign * file.get_tensor(f"{kind}.{layer}")
+                assert not (tensor == -7 + layer / 4).any()
+                assert set(np.unique(tensor - layer / 4).tolist()) == {0, 1, 2, 3, 4, 5, 60, 70, 80, -layer / 4}
+
+
+def test_no_sequences_and_empty_ones(tmp_path):
+    kv, other = new_cache(), new_cache()
+    kv.save(tmp_path / "a", [])
+    assert other.load(tmp_path / "a") == []
+    kv.append([7], 0)
+    kv.save(tmp_path / "a", [7])
+    assert other.load(tmp_path / "a") == [7]
+    assert other.seq_lens([7]).tolist() == [0]
+    assert other.num_free_blocks == 8
+
+
+def test_a_file_is_replaced_at_once_or_not_at_all(saved, monkeypatch):
+    before = saved.read_bytes()
+    kv = new_cache()
+    fill(kv, 1, [1])
+
+    def fail(*args):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fail)
+        with pytest.raises(OSError, match="disk full"):
+            kv.save(saved, [1])
+    assert saved.read_bytes() == before
+    assert os.listdir(saved.parent) == [saved.name]
+    kv.save(saved, [1])
+    assert os.listdir(saved.parent) == [saved.name]
+    assert new_cache().load(str(saved)) == [1]
+
+
+def refuses(path, text, kv=None, error=ValueError, **arguments):
+    kv = kv or new_cache()
+    before = kv.num_free_blocks
+    with pytest.raises(error, match=text):
+        kv.load(path, **arguments)
+    assert kv.num_free_blocks == before
+    assert -5 not in kv
+
+
+def test_a_truncated_file(saved):
+    whole = saved.read_bytes()
+    for length in (0, 1, 7, 8, 100, len(whole) // 2, len(whole) - 1):
+        saved.write_bytes(whole[:length])
+        refuses(saved, r"^load: .*sequences.safetensors: the file is damaged or no safetensors file: ")
+    saved.write_bytes(whole + b"x")
+    refuses(saved, r"^load: .*: the file is damaged")
+
+
+def test_an_altered_file(saved):
+    """Whichever bit of the data it is, and whatever in the header."""
+    whole = saved.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    rng = np.random.default_rng(0)
+    for place in [header, len(whole) - 1, *rng.integers(header, len(whole), 50).tolist()]:
+        altered = bytearray(whole)
+        altered[place] ^= 1 << int(rng.integers(8))
+        saved.write_bytes(altered)
+        refuses(saved, r"^load: .*: the checksum is wrong, the file was altered$")
+    for old, new in ((b'"keys.0"', b'"keys.1"'), (b'"keys.0"', b'"keys.7"'), (b'"dtype":"F32"', b'"dtype":"I32"')):
+        altered = whole.replace(old, new)
+        assert altered != whole
+        saved.write_bytes(altered)
+        refuses(saved, r"^load: .*(the checksum is wrong|the file is damaged)")
+
+
+def rewritten(path, change):
+    """The same file after a change, with a checksum that fits."""
+    from pykv import sequence_files
+
+    metadata, tensors = sequence_files._read(path)
+    del metadata["sha256"]
+    change(metadata, tensors)
+    metadata["sha256"] = sequence_files._checksum(metadata, tensors)
+    sequence_files._write(path, tensors, metadata)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda m, t: t["tables"].__setitem__((0, 0), 9), "its tensors contradict each other"),
+        (lambda m, t: t["tables"].__setitem__((0, 0), -1), "its tensors contradict each other"),
+        (lambda m, t: t["tables"].__setitem__((0, 0), -2), "its tensors contradict each other"),
+        (lambda m, t: t["lengths"].__setitem__(0, 13), "its tensors contradict each other"),
+        (lambda m, t: t["lengths"].__setitem__(0, -1), "its tensors contradict each other"),
+        (lambda m, t: t.update(lengths=t["lengths"][:1]), "its tensors contradict each other"),
+        (lambda m, t: t.update(seq_ids=np.array([3, 3])), "its tensors contradict each other"),
+        (lambda m, t: t.update(tables=t["tables"].astype(np.int64)), "its tensors contradict each other"),
+        (lambda m, t: t.update({"keys.1": t["keys.1"][:-1]}), "its tensors contradict each other"),
+        (lambda m, t: t.update({"values.0": t["values.0"].astype(np.float16)}), "its tensors contradict each other"),
+        (lambda m, t: t.pop("keys.1"), "tensors are missing or unknown"),
+        (lambda m, t: t.update(more=np.zeros(1)), "tensors are missing or unknown"),
+        (lambda m, t: m.update(format="pykv sequences 2"), "no file of pykv sequences"),
+    ],
+)
+def test_a_file_that_makes_no_sense(saved, change, text):
+    rewritten(saved, change)
+    refuses(saved, f"^load: .*: {text}$")
+
+
+def test_a_file_of_something_else(tmp_path):
+    from safetensors.numpy import save_file
+
+    save_file({"a": np.zeros(3)}, tmp_path / "a")
+    refuses(tmp_path / "a", "^load: .*: no file of pykv sequences$")
+    (tmp_path / "b").write_text(json.dumps({"keys": 1}))
+    refuses(tmp_path / "b", "^load: .*: the file is damaged")
+    refuses(tmp_path / "c", "c", error=FileNotFoundError)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num_layers": 3}, "its num_layers is 2, that of the cache 3"),
+        ({"block_size": 8}, "its block_size is 4, that of the cache 8"),
+        ({"num_kv_heads": 1}, "its num_kv_heads is 3, that of the cache 1"),
+        ({"head_size": 8}, "its head_size is 16, that of the cache 8"),
+        ({"dtype": "float16"}, "its dtype is float32, that of the cache float16"),
+    ],
+)
+def test_a_cache_of_another_shape(saved, change, text):
+    refuses(saved, f"^load: .*: {text}$", new_cache(**change))
+
+
+def test_no_room_and_no_ids(saved):
+    kv = new_cache(num_blocks=3)
+    refuses(saved, r"^load: 4 more blocks are needed, 3 of 3 are free$", kv, pykv.OutOfBlocks)
+    kv = new_cache(num_host_blocks=2)
+    fill(kv, 10, [1])
+    refuses(saved, r"^load: seq_ids: sequence 10 exists already$", kv)
+    kv.swap_out([10])
+    refuses(saved, r"^load: seq_ids: sequence 10 exists already$", kv)
+    for ids in ([1], [1, 2, 3], [2, 2]):
+        refuses(saved, r"^load: seq_ids: must be 2 different ids, got \[", kv, seq_ids=ids)
+    with pytest.raises(ValueError, match=r"^save: seq_ids: sequence 10 is swapped out$"):
+        kv.save(saved, [10])
+    with pytest.raises(ValueError, match=r"^save: seq_ids: unknown sequence 11$"):
+        kv.save(saved, [11])
+
+
+def test_without_safetensors(saved, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    kv = new_cache()
+    refuses(saved, r"^load: needs the package safetensors \(pip install 'pykv\[files\]'\)$", kv, ImportError)
+    with pytest.raises(ImportError, match=r"^save: needs the package safetensors"):
+        kv.save(saved, [])
+
+
+def test_on_every_library(array, tmp_path):
+    if array.name in ("jax", "interface"):
+        pytest.skip("no cache lives in these")
+    kv, other = (new_cache(layout, like=array.output(np.zeros(1, np.float32))) for layout in ("packed", "HND"))
+    tokens = np.random.default_rng(0).standard_normal((9, 3, 16)).astype(np.float32)
+    slots = kv.append([1], 9)
+    for layer in range(2):
+        key, value = array.input(tokens + layer), array.input(layer - tokens)
+        pykv.reshape_and_cache(key, value, kv.key_caches[layer], kv.value_caches[layer], slots)
+    kv.save(tmp_path / "a", [1])
+    other.append([2], 5)
+    other.load(tmp_path / "a")
+    table = array.numpy(other.block_tables([1]))[0]
+    blocks, offsets = table[np.arange(9) // 4], np.arange(9) % 4
+    for layer in range(2):
+        for cache, wanted in ((other.key_caches[layer], tokens + layer), (other.value_caches[layer], layer - tokens)):
+            np.testing.assert_array_equal(token_view(array.numpy(cache), "HND")[blocks, offsets], wanted)
