@@ -15,7 +15,12 @@ from pykv.attention import (
     paged_attention_workspace_size,
 )
 from pykv.cache import copy_blocks, reshape_and_cache, reshape_and_cache_flash, swap_blocks, swap_blocks_layers
-from pykv.mla import concat_and_cache_mla
+from pykv.mla import (
+    concat_and_cache_mla,
+    cp_gather_and_upconvert_fp8_kv_cache,
+    cp_gather_cache,
+    gather_and_maybe_dequant_cache,
+)
 from pykv.norm import fused_add_rms_norm, rms_norm
 from pykv.paged_kv_cache import OutOfBlocks, PagedKVCache, PrefixStats
 from pykv.rotary import rotary_embedding
@@ -42,8 +47,11 @@ __all__ = [
     "check_errors",
     "concat_and_cache_mla",
     "copy_blocks",
+    "cp_gather_and_upconvert_fp8_kv_cache",
+    "cp_gather_cache",
     "from_pointer",
     "fused_add_rms_norm",
+    "gather_and_maybe_dequant_cache",
     "gelu_tanh_and_mul",
     "get_cmake_dir",
     "get_include",

@@ -41,3 +41,97 @@ def concat_and_cache_mla(
         TypeError: a dtype is wrong.
     """
     _C.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale, stream)
+
+
+def cp_gather_cache(
+    src_cache: Array,
+    dst: Array,
+    block_table: Array,
+    cu_seq_lens: Array,
+    batch_size: int,
+    seq_starts: Array | None = None,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Gather tokens of requests from a paged cache into the rows of ``dst``, one request after another.
+
+    Request ``r`` has the rows from ``cu_seq_lens[r]`` to ``cu_seq_lens[r + 1]``; row ``i`` is its token
+    ``i - cu_seq_lens[r] + seq_starts[r]``.  All other rows of ``dst`` stay as they are.
+
+    Args:
+        src_cache: ``[NB, BS, ...]`` of any dtype, MLA or NHD or HND.
+        dst: ``[num_rows, ...]``, dtype and entries of ``src_cache``; written.
+        block_table: ``[>= batch_size, width]`` int32 or int64, as all ids here.
+        cu_seq_lens: ``[>= batch_size + 1]``, ascending.
+        batch_size: number of requests.
+        seq_starts: ``[>= batch_size]``, any token of a block; ``None``: 0.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: a shape is wrong; or a position lies beyond the block table, or a block beyond the cache: its row was
+            not written (CPU: at once; CUDA: by ``pykv.check_errors()``).
+        TypeError: a dtype is wrong.
+    """
+    _C.cp_gather_cache(src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts, stream)
+
+
+def gather_and_maybe_dequant_cache(
+    src_cache: Array,
+    dst: Array,
+    block_table: Array,
+    cu_seq_lens: Array,
+    token_to_seq: Array | None,
+    num_tokens: int,
+    kv_cache_dtype: str,
+    scale: ScalarOrArray,
+    seq_starts: Array | None = None,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Gather as :func:`cp_gather_cache`, the elements turned into those of ``dst``.
+
+    Args:
+        src_cache: ``[NB, BS, ...]``; for ``"fp8_ds_mla"`` records.
+        dst: ``[>= num_tokens, ...]`` float32, float16 or bfloat16; for ``"fp8_ds_mla"`` 16-bit, of the dtype in which the
+            rope was written.  Rows from ``num_tokens`` on are not written.
+        block_table: ``[>= num_requests, width]``.
+        cu_seq_lens: ``[num_requests + 1]``, ascending.
+        token_to_seq: ``[>= num_tokens]``: the request of each row; a row at or beyond its request's end is not written.
+            ``None``: found from ``cu_seq_lens``.
+        num_tokens: number of rows.
+        kv_cache_dtype: ``"auto"`` (or the dtype's name): copied; ``"fp8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``: element
+            times ``scale``; ``"fp8_ds_mla"``.
+        scale: a number, or a float32 array of one element.
+        seq_starts: ``[>= num_requests]``; ``None``: 0.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: as there; or a request in ``token_to_seq`` is out of range.
+        TypeError: a dtype is wrong.
+    """
+    _C.gather_and_maybe_dequant_cache(
+        src_cache, dst, block_table, cu_seq_lens, token_to_seq, num_tokens, kv_cache_dtype, scale, seq_starts, stream
+    )
+
+
+def cp_gather_and_upconvert_fp8_kv_cache(
+    src_cache: Array,
+    dst: Array,
+    block_table: Array,
+    seq_lens: Array,
+    workspace_starts: Array,
+    batch_size: int,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Gather ``"fp8_ds_mla"`` records as 16-bit rows; request ``r`` begins in row ``workspace_starts[r]``.
+
+    Args:
+        src_cache: ``[NB, BS, record]`` of bytes: 656 for rows of 576.
+        dst: ``[num_rows, kv_lora_rank + rope_size]`` bfloat16 or float16, as the rope was written; written.
+        block_table: ``[>= batch_size, width]``.
+        seq_lens: ``[>= batch_size]``: the rows of each request.
+        workspace_starts: ``[>= batch_size]``, ascending.
+        batch_size, stream: as for :func:`cp_gather_cache`, and so are the errors.
+    """
+    _C.cp_gather_and_upconvert_fp8_kv_cache(src_cache, dst, block_table, seq_lens, workspace_starts, batch_size, stream)

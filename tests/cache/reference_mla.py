@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import ml_dtypes
 import numpy as np
 from cache.reference import FP8, quantise
@@ -44,3 +46,22 @@ def concat_and_cache_mla(
     for token, slot in enumerate(slots.tolist()):
         if 0 <= slot < blocks * block_size:
             cache[divmod(slot, block_size)] = entry(kv_c[token], k_pe[token], kind, scale, cache)
+
+
+def gather(
+    cache: np.ndarray,
+    out: np.ndarray,
+    block_table: np.ndarray,
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    positions: np.ndarray | None = None,
+    decode: Callable[[np.ndarray], np.ndarray] = lambda entry: entry,
+) -> None:
+    """Writes the rows of each request; a token that is not in the cache leaves its row as it is."""
+    blocks, block_size = cache.shape[:2]
+    for request, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        first = 0 if positions is None else int(positions[request])
+        for i in range(min(length, len(out) - start)):
+            column, offset = divmod(first + i, block_size)
+            if 0 <= column < block_table.shape[1] and 0 <= block_table[request, column] < blocks:
+                out[start + i] = decode(cache[block_table[request, column], offset])

@@ -14,7 +14,7 @@ from libraries import Library
 import pykv
 
 KINDS = ["auto", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"]
-# name -> (shape of the memory, where in it the cache lies): guard blocks, and padding where there is some, are compared too
+# name -> (shape of the memory, where in it the cache lies); all of the memory is compared
 LAYOUTS: dict[str, tuple[Callable[[int, int, int], tuple[int, ...]], Callable[[Any], Any]]] = {
     "compact": (lambda nb, bs, w: (nb, bs, w), lambda m: m[1:-1]),
     "one of two layers": (lambda nb, bs, w: (nb, 2, bs, w), lambda m: m[1:-1, 1]),
@@ -247,8 +247,8 @@ def zeros(*shape: int, dtype: Any = np.float16) -> np.ndarray:
         ({"k_pe": zeros(3, 64)}, ValueError, r"k_pe: must have a row for each of the 4 slots .* \[3, 64\]"),
         ({"slot_mapping": zeros(4)}, TypeError, "slot_mapping: dtype must be int64 or int32, got float16"),
         ({"slot_mapping": np.zeros(5, np.int64)}, ValueError, "kv_c: must have a row for each of the 5 slots"),
-        ({"kv_cache": zeros(3, 8, 190)}, ValueError, r"kv_cache: dimension 2 must equal kv_lora_rank \+ rope_size = 192"),
-        ({"kv_cache": zeros(3, 8, 192, dtype=np.uint8)}, TypeError, "kv_cache: dtype must be that of the data, float16"),
+        ({"kv_cache": zeros(3, 8, 190)}, ValueError, r"kv_cache: dimension 2 must equal kv_lora_rank \+ rope_size"),
+        ({"kv_cache": zeros(3, 8, 192, dtype=np.uint8)}, TypeError, "kv_cache: dtype must be that of the data"),
         ({"kv_cache_dtype": "fp8"}, TypeError, "kv_cache: dtype must be float8_e4m3fn or uint8 .* got float16"),
         ({"kv_cache_dtype": "fp9"}, ValueError, "kv_cache_dtype: must be 'auto'.* got 'fp9'"),
         ({"kv_cache_dtype": "fp8_ds_mla"}, TypeError, "kv_cache: dtype must be uint8 or int8 or float8_e4m3fn, got"),

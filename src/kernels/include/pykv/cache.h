@@ -79,4 +79,38 @@ PYKV_API pykv_status pykv_concat_and_cache_mla(const DLTensor* kv_c, const DLTen
                                                const DLTensor* slot_mapping, const char* kv_cache_dtype,
                                                const DLTensor* scale, void* stream);
 
+/* dst[i] = entry of src_cache for row i of the gathered requests: request r has rows cu_seq_lens[r] to cu_seq_lens[r + 1]
+ * of dst, and row i is its token i - cu_seq_lens[r] + seq_starts[r].
+ *   src_cache     [NB, BS, ...]           any dtype
+ *   dst           [num_rows, ...]         dtype and entries of src_cache; rows that no request has stay as they are
+ *   block_table   [>= batch_size, width]  int32 | int64, as all ids here
+ *   cu_seq_lens   [>= batch_size + 1]     ascending
+ *   seq_starts    [>= batch_size]         any token of a block; NULL: 0
+ * An entry is any number of dimensions that merge into at most 2: [heads, head_size] of NHD and HND caches, too.
+ * Rows whose position is beyond the block table, or whose block is not in [0, NB), are not written but reported. */
+PYKV_API pykv_status pykv_cp_gather_cache(const DLTensor* src_cache, DLTensor* dst, const DLTensor* block_table,
+                                          const DLTensor* cu_seq_lens, int64_t batch_size, const DLTensor* seq_starts,
+                                          void* stream);
+
+/* The same for the requests of all of cu_seq_lens [num_requests + 1], with elements turned into those of dst.
+ *   dst            [>= num_tokens, ...]   f32 | f16 | bf16; no row from num_tokens on is written
+ *   token_to_seq   [>= num_tokens]        the request of each row; NULL: it is searched for in cu_seq_lens.  A row at or
+ *                                         beyond its request's end is left as it is; a request out of range reported
+ *   kv_cache_dtype "auto" and so on: copied, the dtypes must agree; "fp8...": element * scale, rounded to nearest even;
+ *                  "fp8_ds_mla": src_cache [NB, BS, record] as pykv_concat_and_cache_mla writes it, dst f16 | bf16
+ *                  [num_rows, kv_lora_rank + rope_size]; the rope is copied: it must have been written in the dtype of dst
+ *   scale          one float; NULL: 1.  Looked at for "fp8..." except "fp8_ds_mla" */
+PYKV_API pykv_status pykv_gather_and_maybe_dequant_cache(const DLTensor* src_cache, DLTensor* dst,
+                                                         const DLTensor* block_table, const DLTensor* cu_seq_lens,
+                                                         const DLTensor* token_to_seq, int64_t num_tokens,
+                                                         const char* kv_cache_dtype, const DLTensor* scale,
+                                                         const DLTensor* seq_starts, void* stream);
+
+/* The same for "fp8_ds_mla" caches, with request r in rows workspace_starts[r] to workspace_starts[r] + seq_lens[r].
+ *   workspace_starts, seq_lens   [>= batch_size]   workspace_starts ascending, requests without a common row */
+PYKV_API pykv_status pykv_cp_gather_and_upconvert_fp8_kv_cache(const DLTensor* src_cache, DLTensor* dst,
+                                                               const DLTensor* block_table, const DLTensor* seq_lens,
+                                                               const DLTensor* workspace_starts, int64_t batch_size,
+                                                               void* stream);
+
 #endif /* PYKV_CACHE_H_ */

@@ -1,0 +1,190 @@
+#include "cache/gather_cache.h"
+
+#include <cinttypes>
+#include <cstring>
+
+#include "core/call.h"
+#include "pykv/cache.h"
+
+namespace pykv {
+namespace {
+
+void at_least(const Tensor& t, int64_t wanted, const char* of_what) {
+  if (t.size(0) < wanted)
+    t.fail(PYKV_VALUE_ERROR, "must have at least %" PRId64 " rows, %s, got shape %s", wanted, of_what,
+           t.shape_string().c_str());
+}
+
+void not_negative(const char* name, int64_t value) {
+  if (value < 0) fail(PYKV_VALUE_ERROR, "%s: must not be negative, got %" PRId64, name, value);
+}
+
+// The dimensions of an entry, merged where they touch in both arrays.
+void set_entry(const Tensor& src, const Tensor& dst, GatherCacheArgs& args) {
+  struct Axis {
+    int64_t size, src, dst;
+  } axes[2] = {{1, 1, 1}, {1, 1, 1}};  // innermost first
+  int used = 0;
+  for (int i = src.ndim() - 1; i >= 2; --i) {
+    if (dst.size(i - 1) != src.size(i))
+      dst.fail(PYKV_VALUE_ERROR, "must have shape [num_tokens, ...] with entries like those of src_cache, %s, got %s",
+               src.shape_string().c_str(), dst.shape_string().c_str());
+    if (src.size(i) == 1) continue;
+    const Axis axis{src.size(i), src.stride(i), dst.stride(i - 1)};
+    if (used > 0 && axis.src == axes[used - 1].size * axes[used - 1].src &&
+        axis.dst == axes[used - 1].size * axes[used - 1].dst) {
+      axes[used - 1].size *= axis.size;
+    } else if (used == 2) {
+      src.fail(PYKV_NOT_IMPLEMENTED, "an entry must be at most 2 dimensions with independent strides");
+    } else {
+      axes[used++] = axis;
+    }
+  }
+  if (axes[0].src == 1 && axes[0].dst == 1) {
+    args.piece = axes[0].size;
+    args.pieces = axes[1].size;
+    args.src_piece = axes[1].src;
+    args.dst_piece = axes[1].dst;
+  } else if (used == 1) {
+    args.piece = 1;
+    args.pieces = axes[0].size;
+    args.src_piece = axes[0].src;
+    args.dst_piece = axes[0].dst;
+  } else {
+    src.fail(PYKV_NOT_IMPLEMENTED, "the last dimension of entries of 2 dimensions must be contiguous");
+  }
+}
+
+Tensor source(Call& call, const DLTensor* src_cache, GatherCacheArgs& args) {
+  Tensor src = call.read("src_cache", src_cache).rank_between(3, Tensor::kMaxRank);
+  args.src = src.data();
+  args.src_block = src.stride(0);
+  args.src_token = src.stride(1);
+  args.requests.num_blocks = src.size(0);
+  args.requests.block_size = src.size(1);
+  return src;
+}
+
+Tensor target(Call& call, DLTensor* dst, int rank, GatherCacheArgs& args) {
+  Tensor t = call.write("dst", dst).rank(rank).no_overlap_within();
+  args.dst = t.data();
+  args.dst_row = t.stride(0);
+  args.num_rows = t.size(0);
+  args.dtype = t.type();
+  return t;
+}
+
+void set_blocks(Call& call, const DLTensor* block_table, int64_t num_requests, PagedRequests& requests) {
+  Tensor table = call.read("block_table", block_table).rank(2);
+  at_least(table, num_requests, "one for each request");
+  requests.blocks = table.index();
+  requests.blocks.stride = 1;
+  requests.blocks_row = table.stride(0);
+  requests.blocks_column = table.stride(1);
+  requests.table_width = table.size(1);
+  requests.num_requests = num_requests;
+}
+
+Index ids(Call& call, const char* name, const DLTensor* array, int64_t wanted, const char* of_what) {
+  Tensor t = call.read(name, array).rank(1);
+  at_least(t, wanted, of_what);
+  return t.index();
+}
+
+void set_records(Tensor& src, const Tensor& dst, GatherCacheArgs& args) {
+  src.rank(3).dtype({DType::kUInt8, DType::kInt8, DType::kFloat8E4M3, DType::kFloat8E5M2}).contiguous_rows();
+  Tensor(dst).dtype({DType::kFloat16, DType::kBFloat16});
+  args.kind = GatherKind::kRecords;
+  args.record = mla_record(src.size(2), dst.size(1));
+  args.pieces = dst.size(1);
+  args.piece = 1;
+  args.dst_piece = dst.stride(1);
+  if (args.record.latent < 0)
+    dst.fail(PYKV_VALUE_ERROR,
+             "no fp8_ds_mla record of %" PRId64 " bytes holds rows of %" PRId64 " elements (656 bytes hold 576)",
+             src.size(2), dst.size(1));
+}
+
+void run(Call& call, void* stream, const GatherCacheArgs& args) {
+  if (args.num_rows == 0 || args.requests.num_requests == 0 || args.pieces * args.piece == 0) return;
+  if (args.requests.block_size == 0) fail(PYKV_VALUE_ERROR, "src_cache: must have blocks of at least one token");
+  call.run(stream, args, gather_cache_cpu, PYKV_CUDA(gather_cache_cuda));
+}
+
+}  // namespace
+}  // namespace pykv
+
+pykv_status pykv_cp_gather_cache(const DLTensor* src_cache, DLTensor* dst, const DLTensor* block_table,
+                                 const DLTensor* cu_seq_lens, int64_t batch_size, const DLTensor* seq_starts,
+                                 void* stream) {
+  using namespace pykv;
+  return guarded("cp_gather_cache", [&](Call& call) {
+    GatherCacheArgs args{};
+    PagedRequests& requests = args.requests;
+    requests.reports = {nullptr, "cp_gather_cache: position", "cp_gather_cache: block_table"};
+    Tensor src = source(call, src_cache, args);
+    Tensor rows = target(call, dst, src.ndim() - 1, args).like(src);
+    set_entry(src, rows, args);
+    args.element_bytes = static_cast<int64_t>(size_of(src.type()));
+    not_negative("batch_size", batch_size);
+    set_blocks(call, block_table, batch_size, requests);
+    requests.starts = ids(call, "cu_seq_lens", cu_seq_lens, batch_size + 1, "batch_size + 1");
+    if (seq_starts) requests.positions = ids(call, "seq_starts", seq_starts, batch_size, "batch_size");
+    run(call, stream, args);
+  });
+}
+
+pykv_status pykv_gather_and_maybe_dequant_cache(const DLTensor* src_cache, DLTensor* dst, const DLTensor* block_table,
+                                                const DLTensor* cu_seq_lens, const DLTensor* token_to_seq,
+                                                int64_t num_tokens, const char* kv_cache_dtype, const DLTensor* scale,
+                                                const DLTensor* seq_starts, void* stream) {
+  using namespace pykv;
+  return guarded("gather_and_maybe_dequant_cache", [&](Call& call) {
+    GatherCacheArgs args{};
+    PagedRequests& requests = args.requests;
+    requests.reports = {"gather_and_maybe_dequant_cache: token_to_seq", "gather_and_maybe_dequant_cache: position",
+                        "gather_and_maybe_dequant_cache: block_table"};
+    Tensor src = source(call, src_cache, args);
+    Tensor rows = target(call, dst, src.ndim() - 1, args).dtype(kFloats);
+    if (std::strcmp(kv_cache_dtype, "fp8_ds_mla") == 0) {
+      set_records(src, rows, args);
+    } else {
+      args.format = kv_format(kv_cache_dtype, src, rows.type());
+      args.kind = args.format == KvFormat::kSame ? GatherKind::kCopy : GatherKind::kScaled;
+      args.element_bytes = static_cast<int64_t>(size_of(src.type()));
+      set_entry(src, rows, args);
+      if (args.kind == GatherKind::kScaled) args.scale = call.scale("scale", scale, 1);
+    }
+    not_negative("num_tokens", num_tokens);
+    at_least(rows, num_tokens, "num_tokens");
+    args.num_rows = num_tokens;
+    Tensor starts = call.read("cu_seq_lens", cu_seq_lens).rank(1);
+    at_least(starts, 1, "one more than there are requests");
+    requests.starts = starts.index();
+    set_blocks(call, block_table, starts.size(0) - 1, requests);
+    if (token_to_seq) requests.request_of = ids(call, "token_to_seq", token_to_seq, num_tokens, "num_tokens");
+    if (seq_starts)
+      requests.positions = ids(call, "seq_starts", seq_starts, requests.num_requests, "one for each request");
+    run(call, stream, args);
+  });
+}
+
+pykv_status pykv_cp_gather_and_upconvert_fp8_kv_cache(const DLTensor* src_cache, DLTensor* dst,
+                                                      const DLTensor* block_table, const DLTensor* seq_lens,
+                                                      const DLTensor* workspace_starts, int64_t batch_size,
+                                                      void* stream) {
+  using namespace pykv;
+  return guarded("cp_gather_and_upconvert_fp8_kv_cache", [&](Call& call) {
+    GatherCacheArgs args{};
+    PagedRequests& requests = args.requests;
+    requests.reports = {nullptr, "cp_gather_and_upconvert_fp8_kv_cache: position",
+                        "cp_gather_and_upconvert_fp8_kv_cache: block_table"};
+    Tensor src = source(call, src_cache, args);
+    set_records(src, target(call, dst, 2, args), args);
+    not_negative("batch_size", batch_size);
+    set_blocks(call, block_table, batch_size, requests);
+    requests.lengths = ids(call, "seq_lens", seq_lens, batch_size, "batch_size");
+    requests.starts = ids(call, "workspace_starts", workspace_starts, batch_size, "batch_size");
+    run(call, stream, args);
+  });
+}

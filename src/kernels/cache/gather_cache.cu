@@ -1,0 +1,268 @@
+// dst[i] = entry of the cache for token i - start[r] of its request r: copied, times a scale, or from fp8_ds_mla records.
+//
+// Memory-bound.  A block of threads takes a few neighbouring rows of dst, whatever requests they belong to, so that the work
+// is balanced by tokens and not by requests.  One thread a row finds the request (binary search), the block and the entry;
+// then all threads move the vectors of these rows, kVectorsPerThread loads in flight each.
+#include <algorithm>
+
+#include "cache/gather_cache.h"
+#include "cuda/device.h"
+#include "cuda/divider.cuh"
+#include "cuda/fp8.cuh"
+#include "cuda/launch.h"
+#include "cuda/vec.cuh"
+
+namespace pykv {
+namespace {
+
+constexpr int kMaxThreads = 256, kMaxRows = 16, kVectorsPerThread = 4;
+
+struct Plan {
+  PagedRequests requests;
+  Launch launch;
+  const char* src;
+  char* dst;
+  int64_t src_block, src_token, dst_row;  // bytes
+  int64_t num_rows;
+  uint32_t rows;              // of a block of threads
+  Divider vectors, in_piece;  // of an entry, of a piece
+  int64_t src_piece, dst_piece;
+  MlaRecord record;
+};
+
+// Readers: how a vector of an entry is loaded, and stored as a vector of a row.
+template <class V>
+struct Copy {
+  using Loaded = V;
+  static __device__ Loaded load(const Plan& plan, const char* entry, uint32_t vector) {
+    uint32_t at;
+    const uint32_t piece = plan.in_piece(vector, at);
+    return *reinterpret_cast<const V*>(entry + piece * plan.src_piece + at * sizeof(V));
+  }
+  static __device__ void store(const Plan& plan, char* row, uint32_t vector, const Loaded& v, float) {
+    uint32_t at;
+    const uint32_t piece = plan.in_piece(vector, at);
+    *reinterpret_cast<V*>(row + piece * plan.dst_piece + at * sizeof(V)) = v;
+  }
+};
+
+template <class T, KvFormat kFormat, int kSize>
+__device__ Vec<T, kSize> scaled(const Vec<uint8_t, kSize>& codes, float scale) {
+  Vec<float, kSize> x;
+  if constexpr (kSize == 1) {
+    x[0] = fp8_to_float<kFormat>(codes[0]) * scale;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSize; i += 2) {
+      const float2 pair = fp8x2_to_float2<kFormat>(static_cast<uint16_t>(codes.words[i / 4] >> (i % 4 * 8)));
+      x[i] = pair.x * scale;
+      x[i + 1] = pair.y * scale;
+    }
+  }
+  return round_to<T>(x);
+}
+
+template <class T, KvFormat kFormat, int kSize>
+struct Scaled {
+  static constexpr int kSource = kSize, kTarget = kSize * sizeof(T);
+  using Loaded = Vec<uint8_t, kSize>;
+  static __device__ Loaded load(const Plan& plan, const char* entry, uint32_t vector) {
+    uint32_t at;
+    const uint32_t piece = plan.in_piece(vector, at);
+    return load_vec<Loaded>(entry + piece * plan.src_piece + at * kSource);
+  }
+  static __device__ void store(const Plan& plan, char* row, uint32_t vector, const Loaded& v, float scale) {
+    uint32_t at;
+    const uint32_t piece = plan.in_piece(vector, at);
+    store_vec(row + piece * plan.dst_piece + at * kTarget, scaled<T, kFormat>(v, scale));
+  }
+};
+
+// Of a record: 8 codes and their scale, or 8 elements of rope.
+template <class T>
+struct Records {
+  static constexpr int kSize = 8, kTarget = 16;
+  struct Loaded {
+    Vec<T, kSize> raw;  // codes: the first half
+    float scale;
+  };
+  static __device__ Loaded load(const Plan& plan, const char* record, uint32_t vector) {
+    Loaded v;
+    const int64_t column = vector * kSize;
+    if (column < plan.record.latent) {
+      const uint2 codes = *reinterpret_cast<const uint2*>(record + column);
+      v.raw.words[0] = codes.x;
+      v.raw.words[1] = codes.y;
+      v.scale = *reinterpret_cast<const float*>(record + plan.record.scales_at() + column / MlaRecord::kTile * 4);
+    } else {
+      v.raw = load_vec<Vec<T, kSize>>(record + plan.record.rope_at() + 2 * (column - plan.record.latent));
+    }
+    return v;
+  }
+  static __device__ void store(const Plan& plan, char* row, uint32_t vector, const Loaded& v, float) {
+    Vec<T, kSize> out = v.raw;
+    if (vector * kSize < plan.record.latent)
+      out = scaled<T, KvFormat::kE4M3>(Vec<uint8_t, kSize>{{v.raw.words[0], v.raw.words[1]}}, v.scale);
+    store_vec(row + vector * kTarget, out);
+  }
+};
+
+// The same element by element, whatever the alignment: everything is put together from bytes.
+template <class T>
+struct RecordElements {
+  using Loaded = T;
+  static __device__ uint32_t bytes(const char* from, int n) {
+    uint32_t bits = 0;
+    for (int i = 0; i < n; ++i) bits |= uint32_t{static_cast<uint8_t>(from[i])} << (8 * i);
+    return bits;
+  }
+  static __device__ Loaded load(const Plan& plan, const char* record, uint32_t column) {
+    if (column < plan.record.latent) {
+      const float scale = __uint_as_float(bytes(record + plan.record.scales_at() + column / MlaRecord::kTile * 4, 4));
+      return from_float<T>(fp8_to_float<KvFormat::kE4M3>(static_cast<uint8_t>(record[column])) * scale);
+    }
+    const uint16_t bits =
+        static_cast<uint16_t>(bytes(record + plan.record.rope_at() + 2 * (column - plan.record.latent), 2));
+    return reinterpret_cast<const T&>(bits);
+  }
+  static __device__ void store(const Plan& plan, char* row, uint32_t column, const Loaded& v, float) {
+    *reinterpret_cast<T*>(row + column * plan.dst_piece) = v;
+  }
+};
+
+struct NoScale {
+  __device__ float operator[](int) const { return 1.0f; }
+};
+
+template <class Reader, class ScaleType>
+__global__ void __launch_bounds__(kMaxThreads)
+    gather_cache_kernel(const __grid_constant__ Plan plan, const __grid_constant__ ScaleType scales) {
+  __shared__ const char* entries[kMaxRows];
+  const int64_t first = int64_t{blockIdx.x} * plan.rows;
+  for (uint32_t i = threadIdx.x; i < plan.rows; i += blockDim.x) {
+    PagedRequests::Place place{-1, 0};
+    if (first + i < plan.num_rows) place = plan.requests.locate(first + i, plan.launch);
+    entries[i] = place.block < 0 ? nullptr : plan.src + place.block * plan.src_block + place.offset * plan.src_token;
+  }
+  const float scale = scales[0];
+  __syncthreads();
+
+  const uint32_t total = plan.rows * plan.vectors.d;
+  for (uint32_t n = threadIdx.x; n < total; n += blockDim.x * kVectorsPerThread) {
+    typename Reader::Loaded loaded[kVectorsPerThread];
+    uint32_t rows[kVectorsPerThread], vectors[kVectorsPerThread];
+#pragma unroll
+    for (int i = 0; i < kVectorsPerThread; ++i) {
+      const uint32_t at = n + i * blockDim.x;
+      rows[i] = kMaxRows;
+      if (at >= total) continue;
+      const uint32_t row = plan.vectors(at, vectors[i]);
+      if (!entries[row]) continue;
+      rows[i] = row;
+      loaded[i] = Reader::load(plan, entries[row], vectors[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kVectorsPerThread; ++i)
+      if (rows[i] < kMaxRows)
+        Reader::store(plan, plan.dst + (first + rows[i]) * plan.dst_row, vectors[i], loaded[i], scale);
+  }
+}
+
+template <class Reader, class ScaleType>
+void launch_kernel(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_bytes, int64_t elements_per_vector,
+                   const ScaleType& scales, const Launch& launch) {
+  const int64_t vectors = args.pieces * args.piece / elements_per_vector;
+  if (vectors * kMaxRows >= int64_t{1} << 31) fail(PYKV_NOT_IMPLEMENTED, "entries of 2^27 elements are not supported");
+  int64_t rows = kMaxRows;  // fewer where that gives every SM something to do
+  while (rows > 1 && (args.num_rows + rows - 1) / rows < 2 * num_sms(launch.device)) rows /= 2;
+  while (rows > 1 && rows * vectors > 2 * kMaxThreads * kVectorsPerThread) rows /= 2;
+  const int64_t blocks = (args.num_rows + rows - 1) / rows;
+  if (blocks >= int64_t{1} << 31) fail(PYKV_NOT_IMPLEMENTED, "too many tokens for one call");
+  // So many threads that they all have the same number of vectors to move, or nearly.
+  const int64_t most = kMaxThreads * kVectorsPerThread, turns = (rows * vectors + most - 1) / most;
+  const int64_t per_turn = turns * kVectorsPerThread * 32;
+  const int64_t threads = (rows * vectors + per_turn - 1) / per_turn * 32;
+
+  Plan plan{args.requests,
+            launch,
+            static_cast<const char*>(args.src),
+            static_cast<char*>(args.dst),
+            args.src_block * src_bytes,
+            args.src_token * src_bytes,
+            args.dst_row * dst_bytes,
+            args.num_rows,
+            static_cast<uint32_t>(rows),
+            Divider(vectors),
+            Divider(std::max<int64_t>(args.piece / elements_per_vector, 1)),
+            args.src_piece * src_bytes,
+            args.dst_piece * dst_bytes,
+            args.record};
+  gather_cache_kernel<Reader><<<static_cast<uint32_t>(blocks), threads, 0, stream_of(launch)>>>(plan, scales);
+  check_launch("gather_cache");
+}
+
+void copy(const GatherCacheArgs& args, const Launch& launch) {
+  const int64_t item = args.element_bytes;
+  uint64_t bits = 16 | static_cast<uint64_t>(args.piece * item) | reinterpret_cast<uintptr_t>(args.src) |
+                  reinterpret_cast<uintptr_t>(args.dst);
+  for (int64_t stride : {args.src_block, args.src_token, args.dst_row}) bits |= static_cast<uint64_t>(stride * item);
+  if (args.pieces > 1)
+    bits |= static_cast<uint64_t>(args.src_piece * item) | static_cast<uint64_t>(args.dst_piece * item);
+  const int64_t width = static_cast<int64_t>(bits & -bits);  // bytes
+  // an element is never cut: it is aligned to its own size
+  const auto launch_with = [&]<class V> {
+    GatherCacheArgs in_bytes = args;
+    in_bytes.piece *= item;
+    launch_kernel<Copy<V>>(in_bytes, item, item, sizeof(V), NoScale{}, launch);
+  };
+  switch (width) {
+    case 16:
+      return launch_with.operator()<uint4>();
+    case 8:
+      return launch_with.operator()<uint2>();
+    case 4:
+      return launch_with.operator()<uint32_t>();
+    case 2:
+      return launch_with.operator()<uint16_t>();
+    default:
+      return launch_with.operator()<uint8_t>();
+  }
+}
+
+template <class T, KvFormat kFormat>
+void scale_codes(const GatherCacheArgs& args, const Launch& launch) {
+  constexpr int64_t kSize = 16 / sizeof(T), kItem = sizeof(T);
+  const int64_t src_piece = args.pieces > 1 ? args.src_piece : 0, dst_piece = args.pieces > 1 ? args.dst_piece : 0;
+  if (args.piece % kSize == 0 && is_aligned(kSize, args.src, {args.src_block, args.src_token, src_piece}) &&
+      is_aligned(16, args.dst, {args.dst_row * kItem, dst_piece * kItem}))
+    return launch_kernel<Scaled<T, kFormat, kSize>>(args, 1, kItem, kSize, args.scale, launch);
+  launch_kernel<Scaled<T, kFormat, 1>>(args, 1, kItem, 1, args.scale, launch);
+}
+
+template <class T>
+void read_records(const GatherCacheArgs& args, const Launch& launch) {
+  constexpr int64_t kSize = Records<T>::kSize;
+  if (args.dst_piece == 1 && args.record.rope % kSize == 0 &&
+      is_aligned(16, args.src, {args.src_block, args.src_token, args.record.rope_at()}) &&
+      is_aligned(16, args.dst, {2 * args.dst_row}))
+    return launch_kernel<Records<T>>(args, 1, 2, kSize, NoScale{}, launch);
+  launch_kernel<RecordElements<T>>(args, 1, 2, 1, NoScale{}, launch);
+}
+
+}  // namespace
+
+void gather_cache_cuda(const GatherCacheArgs& args, const Launch& launch) {
+  switch (args.kind) {
+    case GatherKind::kCopy:
+      return copy(args, launch);
+    case GatherKind::kScaled:
+      return dispatch<half, bf16, float>(args.dtype, [&]<class T> {
+        return args.format == KvFormat::kE4M3 ? scale_codes<T, KvFormat::kE4M3>(args, launch)
+                                              : scale_codes<T, KvFormat::kE5M2>(args, launch);
+      });
+    case GatherKind::kRecords:
+      return dispatch<half, bf16>(args.dtype, [&]<class T> { read_records<T>(args, launch); });
+  }
+}
+
+}  // namespace pykv

@@ -1,0 +1,92 @@
+// Twin of gather_cache.cu: rows shared out among threads, each found and read by itself.
+#include "cache/gather_cache.h"
+#include "cpu/parallel.h"
+#include "cpu/simd.h"
+#include "cpu/stream_copy.h"
+
+namespace pykv::PYKV_ISA {
+namespace {
+
+constexpr int64_t kBytesPerTask = 64 * 1024;  // less is not worth another thread
+
+// read(from, row): for every row that a request has; from: its entry in the cache.
+template <class Read>
+void for_each_row(const GatherCacheArgs& args, int64_t src_bytes, const Launch& launch, Read&& read) {
+  const int64_t row_bytes = args.pieces * args.piece * src_bytes;
+  parallel_for(args.num_rows, kBytesPerTask / row_bytes + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const auto [block, offset] = args.requests.locate(row, launch);
+      if (block < 0) continue;
+      read(static_cast<const char*>(args.src) + (block * args.src_block + offset * args.src_token) * src_bytes, row);
+    }
+    finish_streaming();
+  });
+}
+
+void copy_rows(const GatherCacheArgs& args, const Launch& launch) {
+  const int64_t item = args.element_bytes, bytes = args.piece * item;
+  const bool streamed = args.num_rows * args.pieces * bytes > kWorthStreaming;
+  for_each_row(args, item, launch, [&](const char* from, int64_t row) {
+    char* to = static_cast<char*>(args.dst) + row * args.dst_row * item;
+    for (int64_t i = 0; i < args.pieces; ++i, from += args.src_piece * item, to += args.dst_piece * item) {
+      if (streamed) {
+        stream_copy(to, from, bytes);
+      } else {
+        std::memcpy(to, from, bytes);
+      }
+    }
+  });
+}
+
+template <class T, class Code>
+void scale_codes(T* to, const Code* from, int64_t n, float scale) {
+  for (int64_t i = 0; i < n; i += kWidth) store(to + i, load(from + i, n - i) * splat(scale), n - i);
+}
+
+template <class T, class Code>
+void scale_rows(const GatherCacheArgs& args, const Launch& launch) {
+  const float scale = args.scale[0];
+  for_each_row(args, 1, launch, [&](const char* from, int64_t row) {
+    T* to = static_cast<T*>(args.dst) + row * args.dst_row;
+    for (int64_t i = 0; i < args.pieces; ++i)
+      scale_codes(to + i * args.dst_piece, reinterpret_cast<const Code*>(from) + i * args.src_piece, args.piece, scale);
+  });
+}
+
+template <class T>
+void read_records(const GatherCacheArgs& args, const Launch& launch) {
+  const MlaRecord& record = args.record;
+  for_each_row(args, 1, launch, [&](const char* from, int64_t row) {
+    T* to = static_cast<T*>(args.dst) + row * args.dst_row;
+    for (int64_t first = 0; first < record.latent; first += MlaRecord::kTile) {
+      float scale;
+      std::memcpy(&scale, from + record.scales_at() + first / (MlaRecord::kTile / 4), 4);
+      const e4m3* codes = reinterpret_cast<const e4m3*>(from) + first;
+      if (args.dst_piece == 1) {
+        scale_codes(to + first, codes, MlaRecord::kTile, scale);
+      } else {
+        for (int64_t i = 0; i < MlaRecord::kTile; ++i)
+          to[(first + i) * args.dst_piece] = from_float<T>(to_float(codes[i]) * scale);
+      }
+    }
+    for (int64_t i = 0; i < record.rope; ++i)
+      std::memcpy(to + (record.latent + i) * args.dst_piece, from + record.rope_at() + 2 * i, 2);
+  });
+}
+
+}  // namespace
+
+void gather_cache_cpu(const GatherCacheArgs& args, const Launch& launch) {
+  switch (args.kind) {
+    case GatherKind::kCopy:
+      return copy_rows(args, launch);
+    case GatherKind::kScaled:
+      return dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
+        return args.format == KvFormat::kE4M3 ? scale_rows<T, e4m3>(args, launch) : scale_rows<T, e5m2>(args, launch);
+      });
+    case GatherKind::kRecords:
+      return dispatch<f16, bf16>(args.dtype, [&]<class T>() { read_records<T>(args, launch); });
+  }
+}
+
+}  // namespace pykv::PYKV_ISA

@@ -1,0 +1,68 @@
+// Which token of a paged cache belongs into row i of a gathered array.
+#pragma once
+
+#include "core/args.h"
+
+namespace pykv {
+
+// "op: argument" of each id that may be out of range.
+struct PagedReports {
+  const char *request, *position, *block;
+};
+
+// Requests lie one after another in the gathered rows; optional arrays have null data.
+struct PagedRequests {
+  PagedReports reports;
+  Index starts;                       // [num_requests]: the first row of each
+  Index lengths;                      // its number of rows; without: up to starts[r + 1]
+  Index positions;                    // the position of its first row in the sequence; without: 0
+  Index request_of;                   // the request of each row; without: it is searched for in starts
+  Index blocks;                       // block table [num_requests, table_width], stride 1
+  int64_t blocks_row, blocks_column;  // its strides
+  int64_t num_requests, table_width, num_blocks, block_size;
+
+  struct Place {
+    int64_t block, offset;  // block -1: none
+  };
+
+  // None for a row that no request has; none, and a report, where an id is out of range.  Inlined by force: it is compiled
+  // for several instruction sets, and must not become a symbol that they share.
+  PYKV_HOST_DEVICE __attribute__((always_inline)) inline Place locate(int64_t row, const Launch& launch) const {
+    constexpr Place kNone{-1, 0};
+    const auto report = [&](const char* what, int64_t value, int64_t bound) {
+      launch.reporter(what)(value, bound);
+      return kNone;
+    };
+    int64_t request = 0;
+    if (request_of.data) {
+      request = request_of[row];
+      if (request < 0 || request >= num_requests) return report(reports.request, request, num_requests);
+    } else {  // the last that starts here or before; empty ones before it start here too
+      for (int64_t end = num_requests; end - request > 1;) {
+        const int64_t middle = request + (end - request) / 2;
+        if (starts[middle] <= row) {
+          request = middle;
+        } else {
+          end = middle;
+        }
+      }
+    }
+    const int64_t start = starts[request];
+    if (row < start || (lengths.data == nullptr && row >= starts[request + 1])) return kNone;
+    // unsigned: ids may be anything
+    const uint64_t in_request = static_cast<uint64_t>(row) - static_cast<uint64_t>(start);
+    if (lengths.data != nullptr) {
+      const int64_t length = lengths[request];
+      if (length < 0 || in_request >= static_cast<uint64_t>(length)) return kNone;
+    }
+    const int64_t position =
+        static_cast<int64_t>(in_request + (positions.data ? static_cast<uint64_t>(positions[request]) : uint64_t{0}));
+    if (position < 0 || position / block_size >= table_width)
+      return report(reports.position, position, table_width * block_size);
+    const int64_t block = blocks[request * blocks_row + position / block_size * blocks_column];
+    if (block < 0 || block >= num_blocks) return report(reports.block, block, num_blocks);
+    return {block, position % block_size};
+  }
+};
+
+}  // namespace pykv
