@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from paged_kv_cache.late_copies import copy_late
 from paged_kv_cache.model import Model
 from paged_kv_cache.tokens import LAYOUTS, read_tokens, write_tokens
 
@@ -20,6 +21,7 @@ import pykv
 class Histories(RuleBasedStateMachine):
     seqs = Bundle("seqs")
     prefix_caching = False
+    copies_are_late = False
 
     @initialize(
         num_blocks=st.integers(1, 24),
@@ -39,6 +41,7 @@ class Histories(RuleBasedStateMachine):
             prefix_caching=self.prefix_caching,
             num_host_blocks=num_host_blocks,
         )
+        self.side = copy_late(self.kv) if self.copies_are_late else None
         self.model = Model(num_blocks, block_size, num_host_blocks)
         self.prompts = [[]]  # what was committed once, and may be asked for again
         self.next_id = 0
@@ -222,7 +225,38 @@ class PrefixHistories(Histories):
         assert self.kv.prefix_stats.evicted_blocks == self.model.evicted
 
 
+class LateHistories(PrefixHistories):
+    """The same with copies that come as late as they may, a few of them earlier.
+
+    Looking at all sequences after each step would leave nothing to put off: one of them is looked at now and then.
+    """
+
+    copies_are_late = True
+
+    @rule(count=st.integers(1, 3))
+    def some_copies_finish(self, count):
+        self.side.finish(min(self.side.started, self.side.finished + count))
+
+    @rule(seq=Histories.seqs)
+    def look(self, seq):
+        if seq in self.model.blocks:
+            assert read_tokens(self.kv, seq) == self.model.tokens[seq]
+
+    def same_tokens(self):
+        pass
+
+    def same_sharing(self):
+        pass
+
+    def teardown(self):
+        if hasattr(self, "kv"):
+            Histories.same_tokens(self)
+        super().teardown()
+
+
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestPrefixHistories = PrefixHistories.TestCase
 TestPrefixHistories.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestLateHistories = LateHistories.TestCase
+TestLateHistories.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
