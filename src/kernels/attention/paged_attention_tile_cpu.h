@@ -10,7 +10,7 @@
 
 #include "cpu/simd.h"
 
-namespace pykv::PYKV_ISA {
+namespace pykv::PYKV_ISA::attention {
 
 using Ints = int32_t __attribute__((vector_size(4 * kWidth)));
 
@@ -66,8 +66,9 @@ inline V repeat_quad(const E* four) {
   return v;
 }
 
-// What will be needed soon: pieces of memory, asked for a little with each step of a loop, in the order of addresses and
-// into the second level cache, which takes many more requests at a time than the first.
+// What will be needed soon: pieces of memory, asked for in the order of addresses and into the second level cache, which
+// takes many more requests at a time than the first.  A few with each step of a loop: those that come when too many are
+// under way are dropped, which costs far more than a slower loop does.
 class Fetch {
  public:
   void add(const void* first, int64_t bytes) {
@@ -102,9 +103,9 @@ template <class T>
 inline void score_quad(const float* q, RowPointers<T> keys, Fetch::Cursor& fetch, int count, int dims, float* scores) {
   Fetch::Cursor cursor = fetch;
   for (int j = 0; j < count; j += kKeys) {
-    cursor.ahead(kKeys * dims * sizeof(T));
     Floats sums[kWidth] = {};
     for (int d = 0; d < dims; d += kWidth) {
+      cursor.ahead(kKeys * kWidth * sizeof(T));
       Floats k[kKeys];
       for (int i = 0; i < kKeys; ++i) k[i] = load(keys[j + i] + d);
       for (int r = 0; r < kQuad; ++r) {
@@ -254,4 +255,4 @@ inline void widen_columns(RowPointers<T> rows, Fetch::Cursor& fetch, int count, 
   }
 }
 
-}  // namespace pykv::PYKV_ISA
+}  // namespace pykv::PYKV_ISA::attention

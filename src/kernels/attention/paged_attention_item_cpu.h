@@ -1,0 +1,497 @@
+// One item of CPU attention: some query rows of a sequence, for some KV heads, over some of its keys.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <type_traits>
+
+#include "attention/paged_attention.h"
+#include "attention/paged_attention_dot_cpu.h"
+#include "attention/paged_attention_tile_cpu.h"
+
+namespace pykv::PYKV_ISA::attention {
+
+inline constexpr int kMaxHeadSize = 1024;
+inline constexpr int kRows = 64;  // query rows of an item; a multiple of kQuad
+
+// The row of a key that must not be read: zero bits are zero in every type.
+alignas(64) inline constexpr float kZeros[kMaxHeadSize] = {};
+
+inline int64_t divide_up(int64_t n, int64_t d) { return (n + d - 1) / d; }
+inline int64_t round_up(int64_t n, int64_t multiple) { return divide_up(n, multiple) * multiple; }
+
+// Memory that grows as asked and is kept until its owner goes.
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  ~Buffer() { ::operator delete(data_, std::align_val_t{64}); }
+
+  template <class T>
+  T* at_least(int64_t count) {
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+    if (bytes > size_) {
+      ::operator delete(data_, std::align_val_t{64});
+      data_ = nullptr;
+      size_ = 0;
+      data_ = ::operator new(bytes, std::align_val_t{64});
+      size_ = bytes;
+    }
+    return static_cast<T*>(data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+inline thread_local Buffer scratch;
+
+struct Span {
+  int64_t begin, end;
+};
+
+// The queries of one sequence: its last tokens.
+struct Sequence {
+  int64_t index, first_token, queries, length;
+
+  int64_t position(int64_t query) const { return length - queries + query; }
+};
+
+// Row r of a sequence and KV head is query r / group and query head r % group of the group.
+struct Item {
+  Sequence sequence;
+  int64_t first_row;
+  int rows;
+  int first_head, last_head;  // KV heads, last_head excluded
+  Span keys;
+  float* partial;  // where the unfinished softmax goes; null: the item writes the output itself
+};
+
+// A call, and what all its items have in common.
+struct Problem {
+  const PagedAttentionArgs& args;
+  Reporter bad_block;
+  int group;       // query heads of a KV head
+  int dims;        // head_size in whole vectors
+  int64_t window;  // 0: none; small enough to be added to a position
+  bool packed_keys, packed_values;
+  bool dot;  // can multiply in bf16, see paged_attention_dot_cpu.h
+
+  Problem(const PagedAttentionArgs& a, const Launch& launch)
+      : args(a),
+        bad_block(launch.reporter("paged_attention: block_tables")),
+        group(a.num_heads / a.num_kv_heads),
+        dims(static_cast<int>(round_up(a.head_size, kWidth))),
+        window(std::min<int64_t>(a.window, int64_t{1} << 40)),
+        packed_keys(a.key.chunk < a.head_size),
+        packed_values(a.value.dim != 1),
+        dot(has_bf16_dot() && a.dtype == DType::kBFloat16 && a.head_size % (2 * kWidth) == 0) {}
+
+  // What a query is multiplied with before the softmax.
+  float scale(int kv_head) const {
+    return args.scale * (args.kv_format == KvFormat::kSame ? 1.0f : args.k_scale[kv_head]);
+  }
+
+  Span visible(const Sequence& s, int64_t query) const {
+    const int64_t position = s.position(query);
+    const int64_t end = args.causal ? position + 1 : window > 0 ? position + window : s.length;
+    return {window > 0 ? std::max<int64_t>(0, position - window + 1) : 0, std::clamp<int64_t>(end, 0, s.length)};
+  }
+
+  // What at least one row of a block sees.
+  Span visible(const Sequence& s, int64_t first_row, int rows) const {
+    const Span first = visible(s, first_row / group), last = visible(s, (first_row + rows - 1) / group);
+    return {first.begin, std::max(first.begin, last.end)};
+  }
+
+  bool sparse() const { return args.sparse.vert_stride > 1; }
+
+  // Whether a query head sees the cache block that starts at `position`.
+  bool sees(const Sequence& s, int64_t head, int64_t position) const {
+    const BlockSparse& b = args.sparse;
+    const int64_t kb = position / b.block_size, qb = (s.length - 1) / b.block_size;
+    const int64_t offset = b.sliding_step >= 0 ? (b.tp_rank * args.num_heads + head) * b.sliding_step + 1
+                                               : (b.tp_rank * args.num_kv_heads + head / group) * -b.sliding_step + 1;
+    return (kb + offset) % b.vert_stride == 0 || kb > qb - b.local_blocks;
+  }
+};
+
+// Where some neighbouring keys lie, before a head is chosen.  They do not cross a multiple of kTile.
+struct Tile {
+  int64_t first;
+  int count;
+  bool some_missing;
+  bool missing[kTile];               // the block id is out of range
+  int slot[kTile];                   // within the block
+  int64_t key[kTile], value[kTile];  // elements from the start of the cache
+};
+
+inline void locate(const Problem& p, const Sequence& s, Span keys, Tile& tile) {
+  const PagedAttentionArgs& a = p.args;
+  const Index table = {a.block_tables.data, 1, a.block_tables.is_int64};
+  tile.first = keys.begin;
+  tile.count = static_cast<int>(std::min(keys.end, (keys.begin / kTile + 1) * kTile) - keys.begin);
+  tile.some_missing = false;
+  int64_t page = keys.begin / a.block_size;
+  int slot = static_cast<int>(keys.begin % a.block_size);
+  for (int j = 0; j < tile.count; ++page, slot = 0) {
+    const int64_t block = table[s.index * a.block_table_stride + page * a.block_tables.stride];
+    const bool missing = block < 0 || block >= a.num_blocks;
+    if (missing) p.bad_block(block, a.num_blocks);
+    tile.some_missing |= missing;
+    for (; j < tile.count && slot < a.block_size; ++j, ++slot) {
+      tile.missing[j] = missing;
+      tile.slot[j] = slot;
+      tile.key[j] = missing ? 0 : block * a.key.block + slot * a.key.token;
+      tile.value[j] = missing ? 0 : block * a.value.block + slot * a.value.token;
+    }
+  }
+}
+
+// The same for one KV head, ready to be read.
+template <class T>
+struct TileRows {
+  int count;   // keys
+  int padded;  // rows, in whole vectors of scores
+  bool some_hidden;
+  bool hidden[kTile];
+  const T* key[kTile];
+  const T* value[kTile];
+};
+
+template <class T>
+void point_at(const Problem& p, const Sequence& s, const Tile& tile, int kv_head, TileRows<T>& rows) {
+  const PagedAttentionArgs& a = p.args;
+  const T* const keys = static_cast<const T*>(a.key.data) + kv_head * a.key.head;
+  const T* const values = static_cast<const T*>(a.value.data) + kv_head * a.value.head;
+  rows.count = tile.count;
+  rows.padded = static_cast<int>(round_up(tile.count, kKeys));
+  for (int j = 0; j < tile.count; ++j) {
+    rows.key[j] = keys + tile.key[j];
+    rows.value[j] = values + tile.value[j];
+  }
+  rows.some_hidden = tile.some_missing || p.sparse() || rows.padded > rows.count;
+  if (!rows.some_hidden) return;
+  for (int j = 0; j < rows.padded; ++j) {
+    bool hidden = j >= tile.count || tile.missing[j];
+    if (!hidden && p.sparse()) {
+      hidden = true;
+      for (int g = 0; g < p.group && hidden; ++g)
+        hidden = !p.sees(s, kv_head * p.group + g, tile.first + j - tile.slot[j]);
+    }
+    rows.hidden[j] = hidden;
+    if (hidden) rows.key[j] = rows.value[j] = reinterpret_cast<const T*>(kZeros);
+  }
+}
+
+// The part of head number h of `heads` in fetching a tile.  Where the heads of a token lie side by side, a head takes some
+// tokens with all heads, otherwise all tokens of that head.  In the packed layouts a row is scattered over its page, and
+// each token answers for an equal part of the page.
+template <class T, class View>
+void share(const Problem& p, const Item& item, const Tile& tile, const int64_t* offsets, const View& view, bool packed,
+           int h, Fetch& fetch) {
+  const int heads = item.last_head - item.first_head, size = p.args.head_size;
+  const bool side_by_side = !packed && view.head < view.token;
+  const int head = item.first_head + (side_by_side ? 0 : h);
+  const int begin = side_by_side ? tile.count * h / heads : 0;
+  const int end = side_by_side ? tile.count * (h + 1) / heads : tile.count;
+  const int64_t row = (side_by_side ? (heads - 1) * view.head : 0) + size;  // elements for one token
+  const int64_t token = packed ? size : view.token;
+  for (int j = begin; j < end;) {
+    const int run = token == row ? std::min(end - j, p.args.block_size - tile.slot[j]) : 1;  // tokens without a gap
+    const int64_t offset = offsets[j] + head * view.head + tile.slot[j] * (token - view.token);
+    if (!tile.missing[j]) fetch.add(static_cast<const T*>(view.data) + offset, run * row * sizeof(T));
+    j += run;
+  }
+}
+
+// The rows of an array [kTile][dims].
+template <class T>
+struct RowsOf {
+  T* array;
+  const T* row[kTile];
+
+  RowsOf(float* memory, int dims) : array(reinterpret_cast<T*>(memory)) {
+    for (int j = 0; j < kTile; ++j) row[j] = array + j * dims;
+  }
+};
+
+// A thread's memory for one item.
+template <class T>
+struct Workspace {
+  float* next;                            // of what is not taken yet
+  QuadSoftmax* softmax;                   // [heads][rows / kQuad]
+  float* scores;                          // [kTile][kQuad]
+  float* q;                               // [heads][rows][dims], scaled; bf16 and as they are for the dot loops
+  float* acc;                             // [heads][rows][dims]
+  RowsOf<float> wide_keys, wide_values;   // a tile as floats
+  RowsOf<bf16> short_keys, short_values;  // or, in the same memory, as bf16
+  RowsOf<T> gathered;                     // packed keys, row by row
+
+  Workspace(Buffer& buffer, int64_t heads, int64_t rows, const Problem& p)
+      : next(buffer.at_least<float>(heads * rows * (2 * p.dims + 2 * kWidth / kQuad) + kTile * (3 * p.dims + kQuad))),
+        softmax(reinterpret_cast<QuadSoftmax*>(take(heads * rows * 2 * kWidth / kQuad))),
+        scores(take(kTile * kQuad)),
+        q(take(heads * rows * p.dims)),
+        acc(take(heads * rows * p.dims)),
+        wide_keys(take(kTile * p.dims), p.dims),
+        wide_values(take(kTile * p.dims), p.dims),
+        short_keys(wide_keys.array, p.dims),
+        short_values(wide_values.array, p.dims),
+        gathered(take(kTile * p.dims), p.args.head_size) {}
+
+  float* take(int64_t count) { return std::exchange(next, next + count); }
+};
+
+// What each row of an item sees.
+struct Sight {
+  int64_t begin[kRows], end[kRows], position[kRows];                 // keys begin <= j < end
+  int head[kRows];                                                   // of the group
+  int64_t latest_begin[kRows / kQuad], earliest_end[kRows / kQuad];  // of a quad
+
+  Sight(const Problem& p, const Item& item, int padded_rows) {
+    for (int r = 0; r < padded_rows; ++r) {
+      const int64_t row = item.first_row + std::min(r, item.rows - 1), query = row / p.group;
+      const Span visible = p.visible(item.sequence, query);
+      begin[r] = visible.begin;
+      end[r] = visible.end;
+      position[r] = item.sequence.position(query);
+      head[r] = static_cast<int>(row % p.group);
+      int64_t &latest = latest_begin[r / kQuad], &earliest = earliest_end[r / kQuad];
+      latest = r % kQuad ? std::max(latest, begin[r]) : begin[r];
+      earliest = r % kQuad ? std::min(earliest, end[r]) : end[r];
+    }
+  }
+};
+
+// Where arithmetic decides, so that converting a tile once for all quads pays.
+inline bool many_rows(const Item& item) { return item.rows > 2 * kQuad; }
+
+// Whether scores and sums of values are made in bf16.
+template <class T>
+bool dot_scores(const Problem& p, const Item& item) {
+  return p.dot && (std::is_same_v<T, bf16> || (sizeof(T) == 1 && many_rows(item)));
+}
+template <class T>
+bool dot_values(const Problem& p, const Item& item) {
+  return dot_scores<T>(p, item) && many_rows(item) && !p.packed_values;
+}
+
+// The part of it that belongs to one head.
+struct HeadState {
+  const float* q;
+  float* acc;
+  QuadSoftmax* softmax;
+};
+
+// The queries of one KV head as the loops want them; zeros beyond the head size, the last row again beyond the rows.
+inline void load_queries(const Problem& p, const Item& item, int kv_head, int padded_rows, bool dot, float* q) {
+  const PagedAttentionArgs& a = p.args;
+  dispatch<float, f16, bf16>(a.dtype, [&]<class T> {
+    for (int r = 0; r < padded_rows; ++r) {
+      const int64_t row = item.first_row + std::min(r, item.rows - 1);
+      const int64_t token = item.sequence.first_token + row / p.group, head = kv_head * p.group + row % p.group;
+      const T* from = static_cast<const T*>(a.query) + token * a.query_token_stride + head * a.query_head_stride;
+      if (dot) {
+        std::memcpy(reinterpret_cast<bf16*>(q) + r * p.dims, from, a.head_size * sizeof(bf16));
+      } else {
+        for (int d = 0; d < p.dims; d += kWidth)
+          store(q + r * p.dims + d, load(from + d, a.head_size - d) * p.scale(kv_head));
+      }
+    }
+  });
+}
+
+// out = values / denominator, and lse.
+inline void finish_row(const Problem& p, const Sequence& s, int64_t row, int kv_head, float top, float total,
+                       const float* values) {
+  const PagedAttentionArgs& a = p.args;
+  const int64_t token = s.first_token + row / p.group, head = kv_head * p.group + row % p.group;
+  float weight = a.kv_format == KvFormat::kSame ? 1.0f : a.v_scale[kv_head];
+  if (a.sinks && a.sinks[head] != kNegInf) {
+    const float joint = std::max(top, a.sinks[head]);
+    weight *= std::exp(top - joint);
+    total = total * std::exp(top - joint) + std::exp(a.sinks[head] - joint);
+    top = joint;
+  }
+  weight /= total + a.denominator_epsilon;
+  const bool empty = total == 0;
+  if (a.lse) a.lse[head * a.lse_head_stride + token * a.lse_token_stride] = empty ? kNegInf : top + std::log(total);
+  dispatch<float, f16, bf16>(a.dtype, [&]<class T> {
+    T* to = static_cast<T*>(a.out) + token * a.out_token_stride + head * a.out_head_stride;
+    for (int d = 0; d < a.head_size; d += kWidth)
+      store(to + d, empty ? Floats{} : load(values + d, a.head_size - d) * weight, a.head_size - d);
+  });
+}
+
+// Packed keys, put together row by row.
+template <class T>
+void gather_keys(const Problem& p, const TileRows<T>& rows, Fetch::Cursor& fetch, T* to) {
+  const KeyCacheView& key = p.args.key;
+  const int size = p.args.head_size;
+  for (int j = 0; j < rows.padded; ++j, to += size) {
+    fetch.ahead(size * sizeof(T));
+    if (rows.some_hidden && rows.hidden[j]) {
+      std::memset(to, 0, size * sizeof(T));
+      continue;
+    }
+    for (int c = 0; c * key.chunk < size; ++c) {
+      constexpr int kElements = 16 / sizeof(T);  // of a chunk in the packed layout
+      std::memcpy(to + c * kElements, rows.key[j] + c * key.chunk_stride, 16);
+    }
+  }
+}
+
+// From dot products to logits: soft cap, ALiBi, and -inf for what a row does not see.
+template <class T>
+void shape_logits(const Problem& p, const Item& item, const Sight& sight, const Tile& tile, int kv_head,
+                  const TileRows<T>& rows, int first_row, float* scores) {
+  const PagedAttentionArgs& a = p.args;
+  if (a.softcap > 0 || a.alibi_slopes || sight.latest_begin[first_row / kQuad] > tile.first ||
+      sight.earliest_end[first_row / kQuad] < tile.first + rows.count) {
+    QuadMask mask{a.softcap, {}, {}, {}, {}};
+    for (int i = 0; i < kQuad; ++i) {
+      const int r = first_row + i;
+      mask.slopes[i] = a.alibi_slopes ? a.alibi_slopes[kv_head * p.group + sight.head[r]] : 0.0f;
+      mask.distance[i] = static_cast<int32_t>(tile.first - sight.position[r]);
+      mask.low[i] = static_cast<int32_t>(std::clamp<int64_t>(sight.begin[r] - tile.first, 0, kTile));
+      mask.high[i] = static_cast<int32_t>(std::clamp<int64_t>(sight.end[r] - tile.first, 0, kTile));
+    }
+    mask_quad(mask, rows.padded, scores);
+  }
+  if (!rows.some_hidden) return;
+  for (int j = 0; j < rows.padded; ++j)
+    for (int i = 0; i < kQuad; ++i)
+      if (rows.hidden[j] || (p.sparse() && !p.sees(item.sequence, kv_head * p.group + sight.head[first_row + i],
+                                                   tile.first + j - tile.slot[j])))
+        scores[j * kQuad + i] = kNegInf;
+}
+
+// All query rows of one KV head against one tile.
+template <class T>
+void attend(const Problem& p, const Item& item, const Sight& sight, const Tile& tile, int kv_head,
+            const TileRows<T>& rows, Fetch::Cursor next_keys, Fetch::Cursor next_values, const Workspace<T>& w,
+            const HeadState& state) {
+  const int size = p.args.head_size, dims = p.dims;
+  if (p.packed_keys) gather_keys(p, rows, next_keys, w.gathered.array);
+  const RowPointers<T> keys = p.packed_keys ? w.gathered.row : rows.key;
+
+  // The inner loops, given below: score(first row) and accumulate(first row, decay).
+  const auto for_each_quad = [&](auto score, auto accumulate) {
+    for (int first = 0; first < item.rows; first += kQuad) {
+      score(first);
+      shape_logits(p, item, sight, tile, kv_head, rows, first, w.scores);
+      float decay[kQuad];
+      softmax_quad(state.softmax[first / kQuad], rows.padded, w.scores, decay);
+      accumulate(first, decay);
+    }
+  };
+
+  const bool widen = size % kWidth != 0 || (many_rows(item) && sizeof(T) < sizeof(float) && !dot_scores<T>(p, item));
+  if (p.packed_values) {
+    widen_columns(rows.value, next_values, rows.count, size, dims, p.args.value.dim, reinterpret_cast<const T*>(kZeros),
+                  w.wide_values.array);
+  } else if (widen) {
+    widen_rows(rows.value, next_values, rows.count, size, dims, w.wide_values.array);
+  }
+  const auto accumulate = [&](int first, const float* decay) {
+    if (widen || p.packed_values) {
+      accumulate_quad(w.scores, w.wide_values.row, next_values, rows.count, dims, decay, state.acc + first * dims);
+    } else {
+      accumulate_quad(w.scores, rows.value, next_values, rows.count, dims, decay, state.acc + first * dims);
+    }
+  };
+
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, bf16> || sizeof(T) == 1) {
+    if (dot_scores<T>(p, item)) {
+      RowPointers<bf16> short_keys = w.short_keys.row, short_values = w.short_values.row;
+      if constexpr (std::is_same_v<T, bf16>) {
+        short_keys = keys;
+        short_values = rows.value;
+      } else {
+        narrow_rows(keys, next_keys, rows.padded, dims, w.short_keys.array);
+        if (!p.packed_values) narrow_rows(rows.value, next_values, rows.padded, dims, w.short_values.array);
+      }
+      const auto score = [&](int first) {
+        score_quad_dot(reinterpret_cast<const bf16*>(state.q) + first * dims, p.scale(kv_head), short_keys, next_keys,
+                       rows.padded, dims, w.scores);
+      };
+      if (!dot_values<T>(p, item)) return for_each_quad(score, accumulate);
+      return for_each_quad(score, [&](int first, const float* decay) {
+        accumulate_quad_dot(w.scores, short_values, rows.padded, dims, decay, state.acc + first * dims);
+      });
+    }
+  }
+#endif
+
+  if (widen) widen_rows(keys, next_keys, rows.padded, size, dims, w.wide_keys.array);
+  for_each_quad(
+      [&](int first) {
+        if (widen) {
+          score_quad(state.q + first * dims, w.wide_keys.row, next_keys, rows.padded, dims, w.scores);
+        } else {
+          score_quad(state.q + first * dims, keys, next_keys, rows.padded, dims, w.scores);
+        }
+      },
+      accumulate);
+}
+
+template <class T>
+void run_item(const Problem& p, const Item& item) {
+  const int heads = item.last_head - item.first_head;
+  const int padded_rows = static_cast<int>(round_up(item.rows, kQuad)), quads = padded_rows / kQuad;
+  const int64_t size = int64_t{padded_rows} * p.dims;  // of one head's queries
+  const Workspace<T> w(scratch, heads, padded_rows, p);
+  const Sight sight(p, item, padded_rows);
+  const bool dot = dot_scores<T>(p, item);
+  for (int h = 0; h < heads; ++h) load_queries(p, item, item.first_head + h, padded_rows, dot, w.q + h * size);
+  std::fill_n(w.acc, heads * size, 0.0f);
+  for (int i = 0; i < heads * quads; ++i) w.softmax[i] = {splat(kNegInf), Floats{}};
+
+  // While one tile is worked on, the next is fetched.
+  Tile tiles[2];
+  int current = 0;
+  if (item.keys.begin < item.keys.end) locate(p, item.sequence, item.keys, tiles[current]);
+  for (Span left = item.keys; left.begin < left.end; current ^= 1) {
+    const Tile &tile = tiles[current], &next = tiles[current ^ 1];
+    left.begin += tile.count;
+    const bool last = left.begin >= left.end;
+    if (!last) locate(p, item.sequence, left, tiles[current ^ 1]);
+    for (int h = 0; h < heads; ++h) {
+      TileRows<T> rows;
+      point_at(p, item.sequence, tile, item.first_head + h, rows);
+      Fetch keys, values;
+      if (!last) {
+        share<T>(p, item, next, next.key, p.args.key, p.packed_keys, h, keys);
+        share<T>(p, item, next, next.value, p.args.value, p.packed_values, h, values);
+      }
+      attend(p, item, sight, tile, item.first_head + h, rows, keys.cursor(), values.cursor(), w,
+             HeadState{w.q + h * size, w.acc + h * size, w.softmax + h * quads});
+    }
+  }
+
+  for (int h = 0; h < heads; ++h) {
+    for (int r = 0; r < item.rows; ++r) {
+      const QuadSoftmax& softmax = w.softmax[h * quads + r / kQuad];
+      const float top = softmax.top[r % kQuad], total = softmax.total[r % kQuad];
+      float* const values = w.acc + h * size + r * p.dims;
+#if defined(__AVX512F__)
+      if (dot_values<T>(p, item)) restore_order(values, p.dims);
+#endif
+      if (item.partial) {
+        const int64_t partial = p.args.head_size + 2;
+        float* to = item.partial + (int64_t{item.first_head + h} * item.rows + r) * partial;
+        to[0] = top;
+        to[1] = total;
+        std::memcpy(to + 2, values, p.args.head_size * sizeof(float));
+      } else {
+        finish_row(p, item.sequence, item.first_row + r, item.first_head + h, top, total, values);
+      }
+    }
+  }
+}
+
+}  // namespace pykv::PYKV_ISA::attention
