@@ -14,7 +14,14 @@ from pykv.attention import (
     paged_attention_v2,
     paged_attention_workspace_size,
 )
-from pykv.cache import copy_blocks, reshape_and_cache, reshape_and_cache_flash, swap_blocks, swap_blocks_layers
+from pykv.cache import (
+    convert_fp8,
+    copy_blocks,
+    reshape_and_cache,
+    reshape_and_cache_flash,
+    swap_blocks,
+    swap_blocks_layers,
+)
 from pykv.mla import (
     concat_and_cache_mla,
     cp_gather_and_upconvert_fp8_kv_cache,
@@ -46,6 +53,7 @@ __all__ = [
     "Stream",
     "check_errors",
     "concat_and_cache_mla",
+    "convert_fp8",
     "copy_blocks",
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_cache",

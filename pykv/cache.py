@@ -134,3 +134,22 @@ def swap_blocks_layers(
         TypeError: a dtype is wrong.
     """
     _C.swap_blocks_layers(src_caches, dst_caches, block_size_in_bytes, block_mapping, stream)
+
+
+def convert_fp8(
+    output: Array, input: Array, scale: ScalarOrArray = 1.0, kv_dtype: str = "fp8", *, stream: Stream = None
+) -> None:
+    """``output = fp8(input / scale)``, or ``output = input * scale`` where the input is fp8.
+
+    Args:
+        output: one-byte elements if ``input`` is float32, float16 or bfloat16; else one of these; written.
+        input: the same shape; both with any strides.
+        scale: a number, or a float32 array of one element.
+        kv_dtype: ``"fp8"``, ``"fp8_e4m3"`` or ``"fp8_e5m2"``: rounded to nearest even, saturated, NaN stays NaN.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: a shape or an option is wrong.
+        TypeError: a dtype is wrong, or none of the two arrays has one-byte elements.
+    """
+    _C.convert_fp8(output, input, scale, kv_dtype, stream)

@@ -68,8 +68,8 @@ def cp_gather_cache(
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
-        ValueError: a shape is wrong; or a position lies beyond the block table, or a block beyond the cache: its row was
-            not written (CPU: at once; CUDA: by ``pykv.check_errors()``).
+        ValueError: a shape is wrong; or a position lies beyond the block table, or a block beyond the cache: its row
+            was not written (CPU: at once; CUDA: by ``pykv.check_errors()``).
         TypeError: a dtype is wrong.
     """
     _C.cp_gather_cache(src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts, stream)
@@ -92,8 +92,8 @@ def gather_and_maybe_dequant_cache(
 
     Args:
         src_cache: ``[NB, BS, ...]``; for ``"fp8_ds_mla"`` records.
-        dst: ``[>= num_tokens, ...]`` float32, float16 or bfloat16; for ``"fp8_ds_mla"`` 16-bit, of the dtype in which the
-            rope was written.  Rows from ``num_tokens`` on are not written.
+        dst: ``[>= num_tokens, ...]`` float32, float16 or bfloat16; for ``"fp8_ds_mla"`` 16-bit, of the dtype in which
+            the rope was written.  Rows from ``num_tokens`` on are not written.
         block_table: ``[>= num_requests, width]``.
         cu_seq_lens: ``[num_requests + 1]``, ascending.
         token_to_seq: ``[>= num_tokens]``: the request of each row; a row at or beyond its request's end is not written.

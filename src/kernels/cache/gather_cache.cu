@@ -5,12 +5,11 @@
 // then all threads move the vectors of these rows, kVectorsPerThread loads in flight each.
 #include <algorithm>
 
+#include "cache/dequantise.cuh"
 #include "cache/gather_cache.h"
 #include "cuda/device.h"
 #include "cuda/divider.cuh"
-#include "cuda/fp8.cuh"
 #include "cuda/launch.h"
-#include "cuda/vec.cuh"
 
 namespace pykv {
 namespace {
@@ -19,7 +18,7 @@ constexpr int kMaxThreads = 256, kMaxRows = 16, kVectorsPerThread = 4;
 
 struct Plan {
   PagedRequests requests;
-  Launch launch;
+  ErrorWord* errors;
   const char* src;
   char* dst;
   int64_t src_block, src_token, dst_row;  // bytes
@@ -47,22 +46,6 @@ struct Copy {
 };
 
 template <class T, KvFormat kFormat, int kSize>
-__device__ Vec<T, kSize> scaled(const Vec<uint8_t, kSize>& codes, float scale) {
-  Vec<float, kSize> x;
-  if constexpr (kSize == 1) {
-    x[0] = fp8_to_float<kFormat>(codes[0]) * scale;
-  } else {
-#pragma unroll
-    for (int i = 0; i < kSize; i += 2) {
-      const float2 pair = fp8x2_to_float2<kFormat>(static_cast<uint16_t>(codes.words[i / 4] >> (i % 4 * 8)));
-      x[i] = pair.x * scale;
-      x[i + 1] = pair.y * scale;
-    }
-  }
-  return round_to<T>(x);
-}
-
-template <class T, KvFormat kFormat, int kSize>
 struct Scaled {
   static constexpr int kSource = kSize, kTarget = kSize * sizeof(T);
   using Loaded = Vec<uint8_t, kSize>;
@@ -74,7 +57,7 @@ struct Scaled {
   static __device__ void store(const Plan& plan, char* row, uint32_t vector, const Loaded& v, float scale) {
     uint32_t at;
     const uint32_t piece = plan.in_piece(vector, at);
-    store_vec(row + piece * plan.dst_piece + at * kTarget, scaled<T, kFormat>(v, scale));
+    store_vec(row + piece * plan.dst_piece + at * kTarget, dequantise<T, kFormat>(v, scale));
   }
 };
 
@@ -102,7 +85,7 @@ struct Records {
   static __device__ void store(const Plan& plan, char* row, uint32_t vector, const Loaded& v, float) {
     Vec<T, kSize> out = v.raw;
     if (vector * kSize < plan.record.latent)
-      out = scaled<T, KvFormat::kE4M3>(Vec<uint8_t, kSize>{{v.raw.words[0], v.raw.words[1]}}, v.scale);
+      out = dequantise<T, KvFormat::kE4M3>(Vec<uint8_t, kSize>{{v.raw.words[0], v.raw.words[1]}}, v.scale);
     store_vec(row + vector * kTarget, out);
   }
 };
@@ -141,7 +124,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   const int64_t first = int64_t{blockIdx.x} * plan.rows;
   for (uint32_t i = threadIdx.x; i < plan.rows; i += blockDim.x) {
     PagedRequests::Place place{-1, 0};
-    if (first + i < plan.num_rows) place = plan.requests.locate(first + i, plan.launch);
+    if (first + i < plan.num_rows) place = plan.requests.locate(first + i, plan.errors);
     entries[i] = place.block < 0 ? nullptr : plan.src + place.block * plan.src_block + place.offset * plan.src_token;
   }
   const float scale = scales[0];
@@ -184,7 +167,7 @@ void launch_kernel(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_b
   const int64_t threads = (rows * vectors + per_turn - 1) / per_turn * 32;
 
   Plan plan{args.requests,
-            launch,
+            launch.errors,
             static_cast<const char*>(args.src),
             static_cast<char*>(args.dst),
             args.src_block * src_bytes,

@@ -15,7 +15,7 @@ void for_each_row(const GatherCacheArgs& args, int64_t src_bytes, const Launch& 
   const int64_t row_bytes = args.pieces * args.piece * src_bytes;
   parallel_for(args.num_rows, kBytesPerTask / row_bytes + 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const auto [block, offset] = args.requests.locate(row, launch);
+      const auto [block, offset] = args.requests.locate(row, launch.errors);
       if (block < 0) continue;
       read(static_cast<const char*>(args.src) + (block * args.src_block + offset * args.src_token) * src_bytes, row);
     }

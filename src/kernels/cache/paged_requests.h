@@ -27,10 +27,10 @@ struct PagedRequests {
 
   // None for a row that no request has; none, and a report, where an id is out of range.  Inlined by force: it is compiled
   // for several instruction sets, and must not become a symbol that they share.
-  PYKV_HOST_DEVICE __attribute__((always_inline)) inline Place locate(int64_t row, const Launch& launch) const {
+  PYKV_HOST_DEVICE __attribute__((always_inline)) inline Place locate(int64_t row, ErrorWord* errors) const {
     constexpr Place kNone{-1, 0};
     const auto report = [&](const char* what, int64_t value, int64_t bound) {
-      launch.reporter(what)(value, bound);
+      Reporter{errors, what}(value, bound);
       return kNone;
     };
     int64_t request = 0;

@@ -113,4 +113,12 @@ PYKV_API pykv_status pykv_cp_gather_and_upconvert_fp8_kv_cache(const DLTensor* s
                                                                const DLTensor* workspace_starts, int64_t batch_size,
                                                                void* stream);
 
+/* output = fp8(input / scale), rounded to nearest even and saturated, if input is f32 | f16 | bf16 and output has one-byte
+ * elements; output = input * scale, rounded to nearest even, the other way round.  NaN stays NaN.
+ *   output, input   the same shape, any strides
+ *   scale           one float; NULL: 1
+ *   kv_dtype        "fp8", "fp8_e4m3", "fp8_e5m2" */
+PYKV_API pykv_status pykv_convert_fp8(DLTensor* output, const DLTensor* input, const DLTensor* scale,
+                                      const char* kv_dtype, void* stream);
+
 #endif /* PYKV_CACHE_H_ */

@@ -1,0 +1,53 @@
+// Twin of convert_fp8.cu: rows of the innermost dimension, cut into pieces, shared out among threads.
+#include "cache/convert_fp8.h"
+#include "cpu/parallel.h"
+#include "cpu/simd.h"
+
+namespace pykv::PYKV_ISA {
+namespace {
+
+constexpr int64_t kPiece = 4096;             // elements of a row at once
+constexpr int64_t kElementsPerTask = 32768;  // fewer are not worth another thread
+
+template <class From, class To, class Vector, class Scalar>
+void convert_all(const ConvertFp8Args& args, Vector&& of_vector, Scalar&& of_scalar) {
+  const int64_t *sizes = args.sizes, *in = args.input_strides, *out = args.output_strides;
+  const int64_t pieces = (sizes[3] + kPiece - 1) / kPiece, elements = sizes[3] < kPiece ? sizes[3] : kPiece;
+  parallel_for(
+      sizes[0] * sizes[1] * sizes[2] * pieces, kElementsPerTask / elements + 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          const int64_t row = i / pieces, first = i % pieces * kPiece;
+          const int64_t a = row / sizes[2] / sizes[1], b = row / sizes[2] % sizes[1], c = row % sizes[2];
+          const From* from = static_cast<const From*>(args.input) + a * in[0] + b * in[1] + c * in[2] + first * in[3];
+          To* to = static_cast<To*>(args.output) + a * out[0] + b * out[1] + c * out[2] + first * out[3];
+          const int64_t n = sizes[3] - first < kPiece ? sizes[3] - first : kPiece;
+          if (in[3] == 1 && out[3] == 1) {
+            for (int64_t e = 0; e < n; e += kWidth) store(to + e, of_vector(load(from + e, n - e)), n - e);
+          } else {
+            for (int64_t e = 0; e < n; ++e) to[e * out[3]] = from_float<To>(of_scalar(to_float(from[e * in[3]])));
+          }
+        }
+      });
+}
+
+template <class T, class Code>
+void convert_pair(const ConvertFp8Args& args) {
+  const float scale = args.scale[0];
+  if (args.to_fp8) {
+    const auto divide = [scale](auto x) { return x / scale; };
+    convert_all<T, Code>(args, divide, divide);
+  } else {
+    const auto multiply = [scale](auto x) { return x * scale; };
+    convert_all<Code, T>(args, multiply, multiply);
+  }
+}
+
+}  // namespace
+
+void convert_fp8_cpu(const ConvertFp8Args& args, const Launch&) {
+  dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
+    return args.format == KvFormat::kE4M3 ? convert_pair<T, e4m3>(args) : convert_pair<T, e5m2>(args);
+  });
+}
+
+}  // namespace pykv::PYKV_ISA

@@ -1,0 +1,25 @@
+// Vectors of one-byte floats times a scale, rounded to T.
+#pragma once
+
+#include "cuda/fp8.cuh"
+#include "cuda/vec.cuh"
+
+namespace pykv {
+
+template <class T, KvFormat kFormat, int kSize>
+__device__ Vec<T, kSize> dequantise(const Vec<uint8_t, kSize>& codes, float scale) {
+  Vec<float, kSize> x;
+  if constexpr (kSize == 1) {
+    x[0] = fp8_to_float<kFormat>(codes[0]) * scale;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSize; i += 2) {
+      const float2 pair = fp8x2_to_float2<kFormat>(static_cast<uint16_t>(codes.words[i / 4] >> (i % 4 * 8)));
+      x[i] = pair.x * scale;
+      x[i + 1] = pair.y * scale;
+    }
+  }
+  return round_to<T>(x);
+}
+
+}  // namespace pykv

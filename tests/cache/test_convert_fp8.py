@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from cache import inputs, reference
+from cache.inputs import DTYPES
+from libraries import Library
+
+import pykv
+
+KINDS = ["fp8", "fp8_e4m3", "fp8_e5m2"]
+View = Callable[[Any], Any]
+
+
+def same(x: Any) -> Any:
+    return x
+
+
+def dequantise(codes: np.ndarray, scale: np.float32, kind: str, dtype: np.dtype[Any]) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return (codes.view(reference.FP8[kind]).astype(np.float32) * scale).astype(dtype)
+
+
+def check(
+    array: Library,
+    shape: tuple[int, ...],
+    *,
+    dtype: str = "bfloat16",
+    kind: str = "fp8",
+    scale: np.float32 = np.float32(0.37),  # noqa: B008
+    as_scale: Callable[[Any], Any] = float,
+    take_input: View = same,
+    take_output: View = same,
+    typed: bool = False,
+) -> None:
+    """Both directions; ``take_*`` take the arrays from memory of that shape."""
+    rng = np.random.default_rng(0)
+    code_type = np.dtype(reference.FP8[kind] if typed else np.uint8)
+
+    source = inputs.floats(rng, shape, DTYPES[dtype])
+    expected = inputs.bits(rng, shape, np.dtype(np.uint8))
+    actual = array.output(expected.view(code_type))
+    take_output(expected)[...] = reference.quantise(take_input(source), scale, kind)
+    pykv.convert_fp8(
+        inputs.view(actual, take_output), inputs.view(array.output(source), take_input), as_scale(scale), kind
+    )
+    np.testing.assert_array_equal(array.numpy(actual).view(np.uint8), expected)
+
+    codes = inputs.bits(rng, shape, np.dtype(np.uint8))
+    back = np.zeros(shape, DTYPES[dtype])
+    actual = array.output(back)
+    take_output(back)[...] = dequantise(take_input(codes), scale, kind, back.dtype)
+    pykv.convert_fp8(
+        inputs.view(actual, take_output),
+        inputs.view(array.output(codes.view(code_type)), take_input),
+        as_scale(scale),
+        kind,
+    )
+    np.testing.assert_array_equal(array.numpy(actual).astype(np.float32), back.astype(np.float32))  # NaN equals NaN
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("typed", [False, True])
+def test_directions(array: Library, dtype: str, kind: str, typed: bool) -> None:
+    check(array, (5, 7, 64), dtype=dtype, kind=kind, typed=typed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1,), (3,), (8,), (1000,), (4097,), (2, 3, 4, 5, 6), (1, 1, 16), (70000, 3)])
+def test_shapes(array: Library, shape: tuple[int, ...], dtype: str) -> None:
+    check(array, shape, dtype=dtype)
+
+
+STRIDED: dict[str, View] = {
+    "every other row": lambda m: m[::2],
+    "columns": lambda m: m[..., 8:40],
+    "columns, not aligned": lambda m: m[..., 3:41],
+    "every other element": lambda m: m[..., ::2],
+    "axes in another order": lambda m: m.swapaxes(0, 2),
+    "rows and columns swapped": lambda m: m.swapaxes(2, 3),
+    "pieces of everything": lambda m: m[1:, :3, ::2, 8:24],
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strides(array: Library, name: str, dtype: str) -> None:
+    take = STRIDED[name]
+    shape = (6, 4, 6, 64)
+    check(array, shape, dtype=dtype, take_input=take, take_output=take)
+    cube = (6, 6, 6, 6)
+    if "swapped" in name or "order" in name:
+        check(array, cube, dtype=dtype, take_input=take)
+        check(array, cube, dtype=dtype, take_output=take)
+
+
+def test_broadcast_input(array: Library) -> None:
+    row = np.arange(64, dtype=np.float32)
+    wide = np.lib.stride_tricks.as_strided(row, (5, 64), (0, 4))
+    out = array.output(np.zeros((5, 64), np.uint8))
+    pykv.convert_fp8(out, array.output(wide))
+    np.testing.assert_array_equal(array.numpy(out), reference.quantise(wide, 1.0, "fp8"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", [1.0, 1 / 3, 300.0, 1e-30, 3e38])
+def test_scales(array: Library, kind: str, scale: float) -> None:
+    for dtype in DTYPES:
+        check(array, (256, 256), kind=kind, dtype=dtype, scale=np.float32(scale))
+
+
+@pytest.mark.parametrize("where", ["host", "with the arrays"])
+def test_scale_as_an_array(array: Library, where: str) -> None:
+    check(array, (9, 64), as_scale=np.atleast_1d if where == "host" else lambda x: array.input(np.atleast_1d(x)))
+
+
+def test_every_code_survives(array: Library) -> None:
+    """To the wider type and back: the same codes, NaN in its one form."""
+    for kind in KINDS:
+        codes = np.arange(256, dtype=np.uint8)
+        for dtype in DTYPES.values():
+            wide, back = array.output(np.zeros(256, dtype)), array.output(codes)
+            pykv.convert_fp8(wide, array.input(codes), 1.0, kind)
+            pykv.convert_fp8(back, wide, 1.0, kind)
+            values = codes.view(reference.FP8[kind]).astype(np.float32)
+            finite = np.isfinite(values)
+            np.testing.assert_array_equal(array.numpy(back)[finite], codes[finite])
+            assert np.isnan(array.numpy(back).view(reference.FP8[kind]).astype(np.float32)[np.isnan(values)]).all()
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 64)])
+def test_nothing_to_do(array: Library, shape: tuple[int, ...]) -> None:
+    check(array, shape)
+
+
+F, B = np.zeros((4, 8), np.float16), np.zeros((4, 8), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("output", "input", "kind", "error", "message"),
+    [
+        (B, F[:3], "fp8", ValueError, r"input: must have the shape of output, \[4, 8\], got \[3, 8\]"),
+        (B, F, "auto", ValueError, "kv_dtype: must be 'fp8', 'fp8_e4m3' or 'fp8_e5m2', got 'auto'"),
+        (F, F, "fp8", TypeError, "output: dtype must be float8_e4m3fn or uint8"),
+        (B, B, "fp8", TypeError, "output: dtype must be float32 or float16 or bfloat16, got uint8"),
+        (B, np.zeros((4, 8), np.int32), "fp8", TypeError, "input: dtype must be float32 or float16 or bfloat16"),
+        (None, F, "fp8", TypeError, "output: an array is required"),
+    ],
+)
+def test_errors(output: Any, input: Any, kind: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^convert_fp8: {message}"):
+        pykv.convert_fp8(output, input, 1.0, kind)
