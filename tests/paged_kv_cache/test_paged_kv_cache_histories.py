@@ -30,6 +30,8 @@ class Histories(RuleBasedStateMachine):
         layout=st.sampled_from(LAYOUTS),
     )
     def begin(self, num_blocks, block_size, num_host_blocks, layout):
+        if self.prefix_caching:  # prefixes of several blocks shall be frequent
+            num_blocks, block_size = num_blocks + 6, (block_size + 3) // 2
         self.kv = pykv.PagedKVCache(
             2,
             num_blocks,
@@ -109,7 +111,19 @@ class Histories(RuleBasedStateMachine):
             self.kv.truncate(seq, length)
             self.model.truncate(seq, length)
 
+    @rule(seq=seqs, count=st.integers(1, 3))
+    def reconsider(self, seq, count):
+        """Other tokens in place of the last ones, as after a wrong guess."""
+        if seq in self.model.blocks:
+            length = max(0, len(self.model.tokens[seq]) - count)
+            self.kv.truncate(seq, length)
+            self.model.truncate(seq, length)
+            self.grow([seq], [self.new_values(count)])
+
     @rule(gone=st.lists(consumes(seqs), max_size=3))
+    def leave(self, gone):
+        self.free(gone)
+
     def free(self, gone):
         self.kv.free(gone)
         self.model.free(gone)
@@ -199,22 +213,26 @@ class PrefixHistories(Histories):
         if seq in self.model.blocks:
             self.say(seq, [-1] * ahead)
 
-    @rule()
-    def commit_all(self):
-        for seq in self.model.blocks:
-            self.say(seq)
-
-    @rule(target=Histories.seqs, data=st.data(), cut=st.integers(0, 4), more=st.integers(0, 6), say=st.booleans())
-    def reuse(self, data, cut, more, say):
-        """A prompt like a former one, up to a place near its end; then what is not there is computed."""
-        prompt = data.draw(st.sampled_from(self.prompts))
+    @rule(
+        target=Histories.seqs,
+        back=st.integers(1, 4),
+        cut=st.integers(0, 4),
+        more=st.integers(0, 9),
+        then=st.sampled_from(["go on", "say", "say and leave"]),
+    )
+    def reuse(self, back, cut, more, then):
+        """A prompt like a recent one, up to a place near its end; then what is not there is computed."""
+        prompt = self.prompts[-min(back, len(self.prompts))]
         prompt = prompt[: max(0, len(prompt) - cut)] + self.new_values(more)
         seq = self.new_id()
         found = self.kv.reuse_prefix(seq, prompt)
         self.model.reuse(seq, prompt)
         assert found == len(self.model.tokens[seq])
-        if self.grow([seq], [prompt[found:]]) and say:
+        if self.grow([seq], [prompt[found:]]) and then != "go on":
             self.say(seq)
+            if then == "say and leave":
+                self.free([seq])
+                return multiple()
         return seq
 
     @invariant()
@@ -257,6 +275,6 @@ class LateHistories(PrefixHistories):
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestPrefixHistories = PrefixHistories.TestCase
-TestPrefixHistories.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestPrefixHistories.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 TestLateHistories = LateHistories.TestCase
 TestLateHistories.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
