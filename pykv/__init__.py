@@ -6,7 +6,21 @@ library that made the arrays, and never waits for the device.
 """
 
 from pykv._types import Array, ScalarOrArray, Stream
-from pykv.activation import gelu_tanh_and_mul, silu_and_mul
+from pykv.activation import (
+    fatrelu_and_mul,
+    gelu_and_mul,
+    gelu_fast,
+    gelu_new,
+    gelu_quick,
+    gelu_tanh_and_mul,
+    mul_and_silu,
+    relu2,
+    silu_and_mul,
+    silu_and_mul_with_clamp,
+    swigluoai_and_mul,
+    swiglustep_and_mul,
+    xielu,
+)
 from pykv.attention import (
     merge_attn_states,
     paged_attention,
@@ -24,6 +38,7 @@ from pykv.cache import (
 )
 from pykv.mla import (
     concat_and_cache_mla,
+    concat_mla_q,
     cp_gather_and_upconvert_fp8_kv_cache,
     cp_gather_cache,
     gather_and_maybe_dequant_cache,
@@ -53,13 +68,19 @@ __all__ = [
     "Stream",
     "check_errors",
     "concat_and_cache_mla",
+    "concat_mla_q",
     "convert_fp8",
     "copy_blocks",
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_cache",
+    "fatrelu_and_mul",
     "from_pointer",
     "fused_add_rms_norm",
     "gather_and_maybe_dequant_cache",
+    "gelu_and_mul",
+    "gelu_fast",
+    "gelu_new",
+    "gelu_quick",
     "gelu_tanh_and_mul",
     "get_cmake_dir",
     "get_include",
@@ -67,16 +88,22 @@ __all__ = [
     "get_num_threads",
     "has_cuda",
     "merge_attn_states",
+    "mul_and_silu",
     "paged_attention",
     "paged_attention_v1",
     "paged_attention_v2",
     "paged_attention_workspace_size",
+    "relu2",
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "rms_norm",
     "rotary_embedding",
     "set_num_threads",
     "silu_and_mul",
+    "silu_and_mul_with_clamp",
     "swap_blocks",
     "swap_blocks_layers",
+    "swigluoai_and_mul",
+    "swiglustep_and_mul",
+    "xielu",
 ]

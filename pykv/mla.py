@@ -135,3 +135,20 @@ def cp_gather_and_upconvert_fp8_kv_cache(
         batch_size, stream: as for :func:`cp_gather_cache`, and so are the errors.
     """
     _C.cp_gather_and_upconvert_fp8_kv_cache(src_cache, dst, block_table, seq_lens, workspace_starts, batch_size, stream)
+
+
+def concat_mla_q(ql_nope: Array, q_pe: Array, q_out: Array, *, stream: Stream = None) -> None:
+    """``q_out = concat(ql_nope, q_pe)`` along the last dimension, bit by bit.
+
+    Args:
+        ql_nope: ``[num_tokens, num_heads, kv_lora_rank]`` of any dtype; any strides, as for the others.  It may be
+            ``q_out[:, :, :kv_lora_rank]`` itself: then ``q_pe`` alone is copied.
+        q_pe: ``[num_tokens, num_heads, rope_size]``, the same dtype.
+        q_out: ``[num_tokens, num_heads, kv_lora_rank + rope_size]``, the same dtype; written.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: a shape is wrong.
+        TypeError: a dtype is wrong.
+    """
+    _C.concat_mla_q(ql_nope, q_pe, q_out, stream)

@@ -121,4 +121,11 @@ PYKV_API pykv_status pykv_cp_gather_and_upconvert_fp8_kv_cache(const DLTensor* s
 PYKV_API pykv_status pykv_convert_fp8(DLTensor* output, const DLTensor* input, const DLTensor* scale,
                                       const char* kv_dtype, void* stream);
 
+/* q_out = concat(ql_nope, q_pe) along the last dimension, bit by bit.
+ *   ql_nope   [num_tokens, num_heads, kv_lora_rank]               any dtype; any strides, as for the others
+ *   q_pe      [num_tokens, num_heads, rope_size]                  the same dtype
+ *   q_out     [num_tokens, num_heads, kv_lora_rank + rope_size]   the same dtype
+ * ql_nope may be q_out[:, :, :kv_lora_rank] itself: then q_pe alone is copied.  Otherwise the arrays must not overlap. */
+PYKV_API pykv_status pykv_concat_mla_q(const DLTensor* ql_nope, const DLTensor* q_pe, DLTensor* q_out, void* stream);
+
 #endif /* PYKV_CACHE_H_ */

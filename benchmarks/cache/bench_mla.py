@@ -1,0 +1,101 @@
+"""Writing and gathering MLA caches (512 + 64), and concatenating queries: pages of 64 in random order."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+import pykv
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from timing import Call, Case, Device, main
+
+TOKENS = [1, 64, 4096, 65536]
+LATENT, ROPE, RECORD, BLOCK_SIZE, HEADS = 512, 64, 656, 64, 128
+WIDTH = LATENT + ROPE
+
+
+def itemsize(dtype: str) -> int:
+    return np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+
+
+def pages(tokens: int) -> np.ndarray:
+    return np.random.default_rng(0).permutation(-(-tokens // BLOCK_SIZE))
+
+
+def slots(tokens: int) -> np.ndarray:
+    return (pages(tokens)[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)[:tokens]
+
+
+def cache(tokens: int, kind: str, dtype: str, device: Device) -> object:
+    shape = (-(-tokens // BLOCK_SIZE), BLOCK_SIZE, RECORD if kind == "fp8_ds_mla" else WIDTH)
+    return device.random(shape, dtype if kind == "auto" else "float8_e4m3fn")
+
+
+def write(kind: str, tokens: int, dtype: str, device: Device) -> Call:
+    kv_c, k_pe = device.random((tokens, LATENT), dtype), device.random((tokens, ROPE), dtype)
+    kv_cache, slot_mapping = cache(tokens, kind, dtype, device), device.array(slots(tokens))
+    return lambda: pykv.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kind, 0.5)
+
+
+def gather(kind: str, tokens: int, dtype: str, device: Device) -> Call:
+    """One request a page, or as many as there are tokens."""
+    src, dst = cache(tokens, kind, dtype, device), device.random((tokens, WIDTH), dtype)
+    table = device.array(pages(tokens)[:, None].astype(np.int32))
+    ends = np.minimum(np.arange(len(pages(tokens)) + 1) * BLOCK_SIZE, tokens).astype(np.int32)
+    cu_seq_lens, batch = device.array(ends), len(ends) - 1
+    if kind == "auto":
+        return lambda: pykv.cp_gather_cache(src, dst, table, cu_seq_lens, batch)
+    return lambda: pykv.gather_and_maybe_dequant_cache(src, dst, table, cu_seq_lens, None, tokens, kind, 0.5)
+
+
+def queries(_: str, tokens: int, dtype: str, device: Device) -> Call:
+    arrays = [device.random((tokens, HEADS, d), dtype) for d in (LATENT, ROPE, WIDTH)]
+    return lambda: pykv.concat_mla_q(*arrays)
+
+
+def convert(kind: str, tokens: int, dtype: str, device: Device) -> Call:
+    arrays = device.random((tokens, 4096), "float8_e4m3fn"), device.random((tokens, 4096), dtype)
+    if kind == "from fp8":
+        arrays = arrays[::-1]
+    return lambda: pykv.convert_fp8(*arrays, 0.5)
+
+
+# name -> (what makes the call, its kind, bytes of a token given those of an element)
+OPS: dict[str, tuple[Callable[[str, int, str, Device], Call], str, Callable[[int], int]]] = {
+    "concat_and_cache_mla": (write, "auto", lambda e: 2 * WIDTH * e + 8),
+    "concat_and_cache_mla fp8": (write, "fp8_e4m3", lambda e: WIDTH * (e + 1) + 8),
+    "concat_and_cache_mla fp8_ds_mla": (write, "fp8_ds_mla", lambda e: WIDTH * e + RECORD + 8),
+    "cp_gather_cache": (gather, "auto", lambda e: 2 * WIDTH * e),
+    "gather_and_maybe_dequant fp8": (gather, "fp8_e4m3", lambda e: WIDTH * (e + 1)),
+    "gather_and_maybe_dequant fp8_ds_mla": (gather, "fp8_ds_mla", lambda e: WIDTH * e + RECORD),
+    "concat_mla_q": (queries, "", lambda e: 2 * HEADS * WIDTH * e),
+    "convert_fp8": (convert, "to fp8", lambda e: 4096 * (e + 1)),
+    "convert_fp8, from fp8": (convert, "from fp8", lambda e: 4096 * (e + 1)),
+}
+
+
+def cases(dtypes: list[str]) -> Iterator[Case]:
+    for name, (make, kind, token_bytes) in OPS.items():
+        for dtype in dtypes:
+            if kind == "fp8_ds_mla" and itemsize(dtype) != 2:
+                continue
+            for tokens in TOKENS:
+                if tokens * token_bytes(itemsize(dtype)) > 4 << 30:
+                    continue
+                yield Case(
+                    name,
+                    {"tokens": tokens},
+                    dtype,
+                    tokens * token_bytes(itemsize(dtype)),
+                    lambda device, make=make, arguments=(kind, tokens, dtype): make(*arguments, device),
+                )
+
+
+if __name__ == "__main__":
+    main(cases)
