@@ -5,6 +5,7 @@
 // threads read and write whole 32-byte sectors in every layout: scatter_tokens.cuh where elements of a token stay
 // neighbours, transpose_tokens.cuh where tokens become neighbours.
 #include <algorithm>
+#include <bit>
 
 #include "cache/reshape_and_cache.cuh"
 #include "cache/scatter_tokens.cuh"
@@ -15,10 +16,17 @@
 namespace pykv {
 namespace {
 
-constexpr int kThreads = 256;
+// Tokens of a thread, and blocks that an SM must hold.  Tiles wait for barriers: more threads with fewer loads each, where
+// nothing is computed between them.
+template <class Mover, bool kTransposes>
+struct Shape {
+  static constexpr bool kCopies = Mover::kStoredFormat == KvFormat::kSame;
+  static constexpr int kTokens = kTransposes && kCopies ? 2 : 4;
+  static constexpr int kBlocks = kTransposes && kCopies ? 6 : 4;
+};
 
 template <class Mover, bool kTransposes>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, Shape<Mover, kTransposes>::kBlocks)
     reshape_and_cache_kernel(const __grid_constant__ Plan plan,
                              const __grid_constant__ Scales<Mover::kStoredFormat> scales) {
   const bool is_key = blockIdx.x < plan.key.num_blocks;
@@ -27,10 +35,10 @@ __global__ void __launch_bounds__(kThreads, 4)
   const Scale* scale = nullptr;
   if constexpr (Mover::kStoredFormat != KvFormat::kSame) scale = is_key ? &scales.key : &scales.value;
   if constexpr (kTransposes) {
-    __shared__ TokenTile tile;
+    __shared__ TokenTile<typename Mover::Stored> tile;
     if (side.run) return transpose_tokens<Mover>(plan.map, side, scale, block, tile);
   }
-  scatter_tokens<Mover>(plan.map, side, scale, block);
+  scatter_tokens<Mover, Shape<Mover, kTransposes>::kTokens>(plan.map, side, scale, block);
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -68,7 +76,25 @@ struct Widths {
   int64_t vector, source_size, stored_size;
 };
 
-SidePlan plan_side(const CacheSide& s, const ReshapeAndCacheArgs& args, const Widths& w, uint32_t threads) {
+// How finely the tokens are cut: steps from long pieces of work to many.
+struct Grain {
+  uint32_t threads, tokens;  // of a block; of a thread
+  int tile_tokens_log2;
+
+  bool refine() {
+    if (tokens > 1) {
+      tokens /= 2;
+    } else if (threads > (tile_tokens_log2 ? kThreads : 64)) {
+      threads /= 2;
+    } else if (tile_tokens_log2 <= 2) {
+      return false;
+    }
+    if (tile_tokens_log2 > 2) --tile_tokens_log2;
+    return true;
+  }
+};
+
+SidePlan plan_side(const CacheSide& s, const ReshapeAndCacheArgs& args, const Widths& w, const Grain& grain) {
   SidePlan p{};
   p.data = static_cast<const char*>(s.data);
   p.cache = static_cast<char*>(s.cache);
@@ -93,16 +119,20 @@ SidePlan plan_side(const CacheSide& s, const ReshapeAndCacheArgs& args, const Wi
   if (transposes(s, args.block_size)) {
     const int64_t bits = address(s.cache) | ((s.block | s.head | s.chunk_stride) * w.stored_size);
     p.run = static_cast<uint32_t>(std::max<int64_t>(std::min<int64_t>(alignment_of(bits), 16) / w.stored_size, 1));
-    const int64_t columns = kTileRowBytes / w.stored_size, pieces = ceil_div(s.head_size, columns);
+    const int64_t pieces = ceil_div(s.head_size, kTileColumns);
     p.pieces = Divider(pieces);
-    while (p.lanes_log2 < 5 && (1 << p.lanes_log2) < std::min(columns, s.head_size) / w.vector) ++p.lanes_log2;
-    blocks = ceil_div(args.num_tokens, kTileTokens) * args.num_heads * pieces;
+    while ((1 << p.lanes_log2) < kWarps &&
+           (4 << p.lanes_log2) < std::min<int64_t>(kTileColumns, s.head_size) / w.vector)
+      ++p.lanes_log2;
+    p.tile_tokens_log2 = grain.tile_tokens_log2;
+    blocks = ceil_div(args.num_tokens, int64_t{1} << grain.tile_tokens_log2) * args.num_heads * pieces;
   } else {
-    // Where the next token is nearer in the cache than the next vector, a warp is best 8 tokens high.
-    p.lanes_log2 = lanes_log2_for(vectors, s.chunk < s.head_size ? 2 : 5);
+    // Where the next token is nearer in the cache than the next vector, a warp is best 4 tokens high.
+    p.lanes_log2 = lanes_log2_for(vectors, s.chunk < s.head_size ? 3 : 5);
     const int64_t pieces = ceil_div(vectors, 1ll << p.lanes_log2);
     p.pieces = Divider(pieces);
-    blocks = ceil_div(args.num_tokens, int64_t{threads >> p.lanes_log2} * kTokensPerThread) * pieces;
+    p.tokens = grain.tokens;
+    blocks = ceil_div(args.num_tokens, int64_t{grain.threads >> p.lanes_log2} * grain.tokens) * pieces;
   }
   if (blocks >= int64_t{1} << 30) fail(PYKV_NOT_IMPLEMENTED, "too many tokens for one call");
   p.num_blocks = static_cast<uint32_t>(blocks);
@@ -123,21 +153,21 @@ void launch_kernel(const ReshapeAndCacheArgs& args, const Launch& launch) {
               Divider(args.block_size),
               num_slots >= int64_t{1} << 31,
               launch.reporter(args.report)};
-  // Few tokens are spread over the machine by smaller blocks; a tile wants all its threads.
-  const uint32_t enough = transposed ? 0 : num_sms(launch.device);
-  uint32_t threads = 2 * kThreads, blocks = 0;
-  do {
-    threads /= 2;
-    plan.key = plan_side(args.key, args, w, threads);
-    plan.value = plan_side(args.value, args, w, threads);
-    blocks = plan.key.num_blocks + plan.value.num_blocks;
-  } while (threads > 64 && blocks < enough);
-  if (blocks == 0) return;
-
   Scales<Mover::kStoredFormat> scales;
   if constexpr (Mover::kStoredFormat != KvFormat::kSame) scales = {args.key.scale, args.value.scale};
   dispatch_bool(transposed, [&]<bool kTransposes> {
-    reshape_and_cache_kernel<Mover, kTransposes><<<blocks, threads, 0, stream_of(launch)>>>(plan, scales);
+    // Few tokens are spread over the machine.
+    Grain grain{kThreads, Shape<Mover, kTransposes>::kTokens,
+                kTransposes ? std::countr_zero(unsigned{kMostTileTokens}) : 0};
+    const uint32_t enough = num_sms(launch.device);
+    uint32_t blocks;
+    do {
+      plan.key = plan_side(args.key, args, w, grain);
+      plan.value = plan_side(args.value, args, w, grain);
+      blocks = plan.key.num_blocks + plan.value.num_blocks;
+    } while (blocks < enough && grain.refine());
+    if (blocks == 0) return;
+    reshape_and_cache_kernel<Mover, kTransposes><<<blocks, grain.threads, 0, stream_of(launch)>>>(plan, scales);
   });
   check_launch("reshape_and_cache");
 }

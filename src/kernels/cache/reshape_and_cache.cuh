@@ -44,10 +44,13 @@ struct SidePlan {
   Divider vectors_per_head, vectors_per_chunk;
   uint32_t num_vectors, head_size;
   uint32_t num_blocks;  // of the grid, that work on this side
-  uint32_t lanes_log2;  // neighbouring threads that take neighbouring vectors of a token
+  uint32_t lanes_log2;  // neighbouring threads (transposing: warps) that take neighbouring vectors of a token
   Divider pieces;       // blocks over the width of a token (transposing: of a head)
-  Divider heads;        // transposing only
-  uint32_t run;         // tokens that the transposing path stores at once: a power of two; 0: do not transpose
+  uint32_t tokens;      // of a thread: at most as many as it is compiled for
+  // Transposing only.
+  Divider heads;
+  uint32_t tile_tokens_log2;
+  uint32_t run;  // tokens stored at once: a power of two; 0: do not transpose
 };
 
 struct Plan {

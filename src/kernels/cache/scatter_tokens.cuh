@@ -1,7 +1,7 @@
 // Tokens into a cache whose elements lie side by side as they do in the token (flash layouts, packed keys).
 //
-// A thread takes one vector (16 bytes where the addresses allow it) of kTokensPerThread tokens, so that everything about
-// its place in a head is computed once and its loads are all in flight together, with those of the slots.  2^lanes_log2
+// A thread takes one vector (16 bytes where the addresses allow it) of up to kTokens tokens, so that everything
+// about its place in a head is computed once and its loads are all in flight together, with those of the slots.  2^lanes_log2
 // threads lie along the token; the others of a warp take the next tokens.
 #pragma once
 
@@ -9,9 +9,7 @@
 
 namespace pykv {
 
-inline constexpr int kTokensPerThread = 4;
-
-template <class Mover>
+template <class Mover, int kTokens>
 __device__ __forceinline__ void scatter_tokens(const SlotMap& map, const SidePlan& side, const Scale* scale,
                                                uint32_t block) {
   const uint32_t lane = threadIdx.x & ((1u << side.lanes_log2) - 1), row = threadIdx.x >> side.lanes_log2;
@@ -27,23 +25,25 @@ __device__ __forceinline__ void scatter_tokens(const SlotMap& map, const SidePla
   const char* from = side.data + head * side.data_head + in_head * side.data_vector;
   char* to = side.cache + head * side.head + chunk * side.chunk + in_chunk * sizeof(typename Mover::Result);
 
-  typename Mover::Loaded loaded[kTokensPerThread];
-  int64_t slots[kTokensPerThread];
-  const int64_t first = int64_t{group} * (rows * kTokensPerThread) + row;
+  typename Mover::Loaded loaded[kTokens];
+  int64_t slots[kTokens];
+  const int64_t first = int64_t{group} * (rows * side.tokens) + row;
+  const int64_t group_end = first - row + rows * side.tokens,
+                end = group_end < map.num_tokens ? group_end : map.num_tokens;
 #pragma unroll
-  for (int i = 0; i < kTokensPerThread; ++i) {
+  for (int i = 0; i < kTokens; ++i) {
     const int64_t token = first + i * rows;
-    if (token < map.num_tokens) loaded[i] = load_vec<typename Mover::Loaded>(from + token * side.data_token);
+    if (token < end) loaded[i] = load_vec<typename Mover::Loaded>(from + token * side.data_token);
   }
 #pragma unroll
-  for (int i = 0; i < kTokensPerThread; ++i) {
+  for (int i = 0; i < kTokens; ++i) {
     const int64_t token = first + i * rows;
-    slots[i] = token < map.num_tokens ? map.slots[token] : -1;
+    slots[i] = token < end ? map.slots[token] : -1;
   }
 
   const Quotient quotient(scale ? (*scale)[head] : 1.0f);
 #pragma unroll
-  for (int i = 0; i < kTokensPerThread; ++i) {
+  for (int i = 0; i < kTokens; ++i) {
     int64_t page;
     uint32_t offset;
     if (map.locate(slots[i], page, offset)) {

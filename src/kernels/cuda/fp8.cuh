@@ -33,39 +33,45 @@ __device__ __forceinline__ float fp8_to_float(uint8_t code) {
   return fp8x2_to_float2<kFormat>(code).x;
 }
 
-// x / scale, correctly rounded wherever rounding it further to fp8 depends on that.
+// x / scale, rounded as a division is wherever rounding it further to fp8 depends on that.
 //
-// With r = 1 / scale correctly rounded, one Newton step on x * r gives the correctly rounded quotient (Markstein) unless
-// something overflows or underflows on the way: two more instructions instead of a division's ten.  Quotients that are too
-// large (or NaN) saturate as they are, tiny ones round to zero either way, and an unusual scale takes the division.
+// 1 / scale is held as a sum, r + rest with r the float below it: x * r + x * rest is two instructions instead of a
+// division's ten.  Both products carry one sign, so that infinities and overflow come through and saturate.  For every
+// scale this rounds all quotients of half and bf16 to the code that a division leads to (checked exhaustively); 24-bit
+// numerators take one Newton step more.  Scales far from 1 are brought closer, x with them, by a power of two.
 class Quotient {
  public:
   __device__ explicit Quotient(float scale) {
-    scale_ = scale;
-    reciprocal_ = __frcp_rn(scale);
-    usual_ = fabsf(scale) > 0x1p-40f && fabsf(scale) < 0x1p40f;
+    power_ = fabsf(scale) < 0x1p-40f ? 0x1p64f : fabsf(scale) > 0x1p40f ? 0x1p-64f : 1.0f;
+    scale_ = scale * power_;
+    reciprocal_ = __frcp_rn(scale_);
+    if (fmaf(-scale_, reciprocal_, 1.0f) <= 0.0f) reciprocal_ = __uint_as_float(__float_as_uint(reciprocal_) - 1);
+    const float error = fmaf(-scale_, reciprocal_, 1.0f);
+    rest_ = error > 0.0f ? __fdiv_rn(error, scale_) : reciprocal_;  // the latter where scale is 0 or not finite
   }
 
-  // All of x, in place.
-  template <int kSize>
-  __device__ void operator()(float (&x)[kSize]) const {
-    if (usual_) {  // the same for a whole head
+  // All of x, in place.  T is the type that they had.
+  template <class T, int kSize>
+  __device__ void divide(float (&x)[kSize]) const {
+    if (power_ != 1.0f) {  // the same for a whole head
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        const float q = x[i] * reciprocal_;
+      for (int i = 0; i < kSize; ++i) x[i] *= power_;
+    }
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const float q = fmaf(x[i], reciprocal_, x[i] * rest_);
+      if constexpr (sizeof(T) < 4) {
+        x[i] = q;
+      } else {
         x[i] = fabsf(q) < 0x1p20f ? fmaf(fmaf(-q, scale_, x[i]), reciprocal_, q) : q;
       }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) x[i] = __fdiv_rn(x[i], scale_);
     }
   }
 
   __device__ uint32_t sign_bytes() const { return scale_ < 0.0f ? 0x80808080u : 0u; }
 
  private:
-  float scale_, reciprocal_;
-  bool usual_;
+  float scale_, power_, reciprocal_, rest_;
 };
 
 // Four neighbours of type T (float, half or bf16), as the words they lie in, to four codes, the first in the lowest byte.
@@ -90,7 +96,7 @@ __device__ __forceinline__ uint32_t to_fp8x4(const uint32_t (&words)[sizeof(T)],
     }
     signs = __byte_perm(words[0], words[1], 0x7531);
   }
-  quotient(x);
+  quotient.template divide<T>(x);
   const uint32_t codes_low = __nv_cvt_float2_to_fp8x2({x[0], x[1]}, __NV_SATFINITE, kInterpretation<kFormat>);
   const uint32_t codes_high = __nv_cvt_float2_to_fp8x2({x[2], x[3]}, __NV_SATFINITE, kInterpretation<kFormat>);
   uint32_t codes = (codes_low | codes_high << 16) & 0x7f7f7f7fu;
