@@ -31,6 +31,7 @@ from pykv.attention import (
 from pykv.cache import (
     convert_fp8,
     copy_blocks,
+    copy_blocks_mla,
     reshape_and_cache,
     reshape_and_cache_flash,
     swap_blocks,
@@ -71,6 +72,7 @@ __all__ = [
     "concat_mla_q",
     "convert_fp8",
     "copy_blocks",
+    "copy_blocks_mla",
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_cache",
     "fatrelu_and_mul",

@@ -90,6 +90,11 @@ def copy_blocks(
     _C.copy_blocks(key_caches, value_caches, block_mapping, stream)
 
 
+def copy_blocks_mla(kv_caches: Sequence[Array], block_mapping: Array, *, stream: Stream = None) -> None:
+    """:func:`copy_blocks` for layers of one cache ``[NB, ...]`` each; all else as there."""
+    _C.copy_blocks_mla(kv_caches, block_mapping, stream)
+
+
 def swap_blocks(
     src: Array, dst: Array, block_size_in_bytes: int, block_mapping: Array, *, stream: Stream = None
 ) -> None:

@@ -111,9 +111,8 @@ void launch_all(const CopyBlocksArgs& args, const Launch& launch) {
   if (!args.pairs) {
     constexpr int64_t kMaxGrid = 65535;
     for (int64_t first = 0; first < args.num_pairs; first += kMaxGrid)
-      launch_pairs<Vector>(
-          args, DevicePairs{args.from, args.to, first, args.num_blocks, launch.reporter("copy_blocks: block_mapping")},
-          std::min(args.num_pairs - first, kMaxGrid), launch);
+      launch_pairs<Vector>(args, DevicePairs{args.from, args.to, first, args.num_blocks, launch.reporter(args.report)},
+                           std::min(args.num_pairs - first, kMaxGrid), launch);
     return;
   }
   for (int64_t part = 0, first = 0; part < args.num_parts; ++part) {

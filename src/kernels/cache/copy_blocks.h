@@ -1,5 +1,5 @@
-// Blocks of memory from one place to another, many at once: the kernel idea behind pykv_copy_blocks, and behind
-// pykv_swap_blocks where both sides lie on one device.
+// Blocks of memory from one place to another, many at once: the kernel idea behind pykv_copy_blocks and
+// pykv_copy_blocks_mla, and behind pykv_swap_blocks where both sides lie on one device.
 #pragma once
 
 #include "cache/block_mapping.h"
@@ -35,6 +35,7 @@ struct CopyBlocksArgs {
   int64_t num_parts;
 
   // On the device, if pairs is null: rows that are copied at once.  Row i is (from[i], to[i]).
+  const char* report;  // "op: block_mapping"
   Index from, to;
   int64_t num_pairs, num_blocks;
 };

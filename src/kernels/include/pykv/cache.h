@@ -44,6 +44,9 @@ PYKV_API pykv_status pykv_reshape_and_cache_flash(const DLTensor* key, const DLT
 PYKV_API pykv_status pykv_copy_blocks(pykv_tensor_list key_caches, pykv_tensor_list value_caches,
                                       const DLTensor* block_mapping, void* stream);
 
+/* The same for layers of one cache [NB, ...] each. */
+PYKV_API pykv_status pykv_copy_blocks_mla(pykv_tensor_list kv_caches, const DLTensor* block_mapping, void* stream);
+
 /* Copies bytes [from * block_size_in_bytes, (from + 1) * block_size_in_bytes) of src to block `to` of dst, for each row
  * (from, to) of block_mapping, in order.
  *   src, dst        any dtype and shape, taken as the bytes from their data pointer on; on the CPU or on any CUDA
