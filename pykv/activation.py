@@ -7,7 +7,7 @@ are the caller's choice.
 from __future__ import annotations
 
 from pykv import _C
-from pykv._types import Array, Stream
+from pykv._types import Array, ScalarOrArray, Stream
 
 
 def silu_and_mul(result: Array, input: Array, *, stream: Stream = None) -> None:
@@ -33,3 +33,108 @@ def gelu_tanh_and_mul(out: Array, input: Array, *, stream: Stream = None) -> Non
     ``gelu(a) = a / 2 * (1 + tanh(sqrt(2 / pi) * (a + 0.044715 * a**3)))`` (arXiv:1606.08415).
     """
     _C.gelu_tanh_and_mul(out, input, stream)
+
+
+def mul_and_silu(out: Array, input: Array, *, stream: Stream = None) -> None:
+    """Multiply the first half of each row by ``silu`` of the second; all else as :func:`silu_and_mul`."""
+    _C.mul_and_silu(out, input, stream)
+
+
+def silu_and_mul_with_clamp(result: Array, input: Array, limit: float, *, stream: Stream = None) -> None:
+    """Compute ``result = silu(min(a, limit)) * clamp(b, -limit, limit)``; all else as :func:`silu_and_mul`.
+
+    ``limit`` is rounded to the dtype.  NaN in ``a`` or ``b`` is taken for ``limit``.
+    """
+    _C.silu_and_mul_with_clamp(result, input, limit, stream)
+
+
+def gelu_and_mul(out: Array, input: Array, *, stream: Stream = None) -> None:
+    """Multiply the second half of each row by ``gelu`` of the first; all else as :func:`silu_and_mul`.
+
+    ``gelu(a) = a / 2 * (1 + erf(a / sqrt(2)))`` (arXiv:1606.08415).
+    """
+    _C.gelu_and_mul(out, input, stream)
+
+
+def fatrelu_and_mul(out: Array, input: Array, threshold: float = 0.0, *, stream: Stream = None) -> None:
+    """Compute ``out = (a > threshold ? a : 0) * b``, ``input = [a, b]``; all else as :func:`silu_and_mul`.
+
+    The comparison is made in fp32; NaN in ``a`` counts as 0.
+    """
+    _C.fatrelu_and_mul(out, input, threshold, stream)
+
+
+def swigluoai_and_mul(
+    out: Array, input: Array, alpha: float = 1.702, limit: float = 7.0, *, stream: Stream = None
+) -> None:
+    """Compute ``out = (u + 1) * g / (1 + exp(-alpha * g))`` of interleaved rows ``input = [g0, u0, g1, u1, ...]``.
+
+    First ``g = min(g, limit)`` and ``u = clamp(u, -limit, limit)``, where NaN is taken for ``limit``.  Arithmetic is
+    fp32, rounded once.  Shapes and dtypes are those of :func:`silu_and_mul`; ``out`` may not be memory of ``input``.
+    """
+    _C.swigluoai_and_mul(out, input, alpha, limit, stream)
+
+
+def swiglustep_and_mul(out: Array, input: Array, limit: float = 7.0, *, stream: Stream = None) -> None:
+    """Compute ``out = min(silu(a), limit) * clamp(b, -limit, limit)``, ``input = [a, b]``, in fp32, rounded once.
+
+    NaN in ``a`` or ``b`` is taken for ``limit``.  Shapes and dtypes are those of :func:`silu_and_mul`.
+    """
+    _C.swiglustep_and_mul(out, input, limit, stream)
+
+
+def gelu_new(out: Array, input: Array, *, stream: Stream = None) -> None:
+    """Apply ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))`` to each element, in fp32, rounded once.
+
+    Args:
+        out: shape and dtype of ``input``; written.  May be ``input`` itself.
+        input: float32, float16 or bfloat16, at least 1 dimension.
+        stream: see the package.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit.
+        TypeError: dtypes do not fit.
+    """
+    _C.gelu_new(out, input, stream)
+
+
+def gelu_fast(out: Array, input: Array, *, stream: Stream = None) -> None:
+    """Apply the same function as :func:`gelu_new`: the names differ in roundings that are not made here."""
+    _C.gelu_fast(out, input, stream)
+
+
+def gelu_quick(out: Array, input: Array, *, stream: Stream = None) -> None:
+    """Apply ``x / (1 + exp(-1.702 * x))`` to each element; all else as :func:`gelu_new`."""
+    _C.gelu_quick(out, input, stream)
+
+
+def relu2(out: Array, input: Array, *, stream: Stream = None) -> None:
+    """Apply ``max(x, 0) ** 2`` to each element; all else as :func:`gelu_new`."""
+    _C.relu2(out, input, stream)
+
+
+def xielu(
+    out: Array,
+    input: Array,
+    alpha_p: ScalarOrArray,
+    alpha_n: ScalarOrArray,
+    beta: float = 0.5,
+    eps: float = -1e-6,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Apply xIELU (arXiv:2411.13010) to each element; arrays as in :func:`gelu_new`.
+
+    ``softplus(alpha_p) * x**2 + beta * x`` where ``x > 0``, elsewhere
+    ``(beta + softplus(alpha_n)) * (expm1(min(x, eps)) - x) + beta * x``.
+
+    Args:
+        out: shape and dtype of ``input``; written.
+        input: float32, float16 or bfloat16.
+        alpha_p: one number, as it was trained (before ``softplus``).
+        alpha_n: one number, as it was trained.
+        beta: slope at 0.
+        eps: keeps ``expm1`` away from 0.
+        stream: see the package.
+    """
+    _C.xielu(out, input, alpha_p, alpha_n, beta, eps, stream)

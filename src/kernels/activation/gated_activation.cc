@@ -1,6 +1,7 @@
 #include "activation/gated_activation.h"
 
 #include <cinttypes>
+#include <utility>
 
 #include "core/call.h"
 #include "pykv/activation.h"
@@ -28,8 +29,27 @@ GatedActivationArgs checked(Call& call, const DLTensor* input, const char* resul
       .input_rows = x.rows(),
       .num_rows = x.numel() == 0 ? 0 : x.numel() / x.size(-1),
       .width = width,
+      .gate = 0,
+      .up = width,
+      .alpha = 0.0f,
+      .limit = 0.0f,
   };
 }
+
+using GatedTwin = Twin<GatedActivationArgs>;
+
+// All entries: `change` turns the args of plain halves into those of the op.
+template <class Change>
+pykv_status gate(const char* op, const char* result_name, DLTensor* result, const DLTensor* input, void* stream,
+                 GatedTwin cpu, GatedTwin cuda, Change change) {
+  return guarded(op, [&](Call& call) {
+    GatedActivationArgs args = checked(call, input, result_name, result);
+    if (args.num_rows == 0) return;
+    change(args);
+    call.run(stream, args, cpu, cuda);
+  });
+}
+constexpr auto kAsItIs = [](GatedActivationArgs&) {};
 
 }  // namespace
 }  // namespace pykv
@@ -37,17 +57,44 @@ GatedActivationArgs checked(Call& call, const DLTensor* input, const char* resul
 using namespace pykv;
 
 pykv_status pykv_silu_and_mul(DLTensor* result, const DLTensor* input, void* stream) {
-  return guarded("silu_and_mul", [&](Call& call) {
-    const GatedActivationArgs args = checked(call, input, "result", result);
-    if (args.num_rows == 0) return;
-    call.run(stream, args, silu_and_mul_cpu, PYKV_CUDA(silu_and_mul_cuda));
-  });
+  return gate("silu_and_mul", "result", result, input, stream, silu_and_mul_cpu, PYKV_CUDA(silu_and_mul_cuda), kAsItIs);
+}
+
+pykv_status pykv_mul_and_silu(DLTensor* out, const DLTensor* input, void* stream) {
+  return gate("mul_and_silu", "out", out, input, stream, silu_and_mul_cpu, PYKV_CUDA(silu_and_mul_cuda),
+              [](GatedActivationArgs& args) { std::swap(args.gate, args.up); });
+}
+
+pykv_status pykv_silu_and_mul_with_clamp(DLTensor* result, const DLTensor* input, double limit, void* stream) {
+  return gate("silu_and_mul_with_clamp", "result", result, input, stream, silu_and_mul_with_clamp_cpu,
+              PYKV_CUDA(silu_and_mul_with_clamp_cuda),
+              [=](GatedActivationArgs& args) { args.limit = static_cast<float>(limit); });
+}
+
+pykv_status pykv_gelu_and_mul(DLTensor* out, const DLTensor* input, void* stream) {
+  return gate("gelu_and_mul", "out", out, input, stream, gelu_and_mul_cpu, PYKV_CUDA(gelu_and_mul_cuda), kAsItIs);
 }
 
 pykv_status pykv_gelu_tanh_and_mul(DLTensor* out, const DLTensor* input, void* stream) {
-  return guarded("gelu_tanh_and_mul", [&](Call& call) {
-    const GatedActivationArgs args = checked(call, input, "out", out);
-    if (args.num_rows == 0) return;
-    call.run(stream, args, gelu_tanh_and_mul_cpu, PYKV_CUDA(gelu_tanh_and_mul_cuda));
-  });
+  return gate("gelu_tanh_and_mul", "out", out, input, stream, gelu_tanh_and_mul_cpu, PYKV_CUDA(gelu_tanh_and_mul_cuda),
+              kAsItIs);
+}
+
+pykv_status pykv_fatrelu_and_mul(DLTensor* out, const DLTensor* input, double threshold, void* stream) {
+  return gate("fatrelu_and_mul", "out", out, input, stream, fatrelu_and_mul_cpu, PYKV_CUDA(fatrelu_and_mul_cuda),
+              [=](GatedActivationArgs& args) { args.limit = static_cast<float>(threshold); });
+}
+
+pykv_status pykv_swigluoai_and_mul(DLTensor* out, const DLTensor* input, double alpha, double limit, void* stream) {
+  return gate("swigluoai_and_mul", "out", out, input, stream, swigluoai_and_mul_cpu, PYKV_CUDA(swigluoai_and_mul_cuda),
+              [=](GatedActivationArgs& args) {
+                args.alpha = static_cast<float>(alpha);
+                args.limit = static_cast<float>(limit);
+              });
+}
+
+pykv_status pykv_swiglustep_and_mul(DLTensor* out, const DLTensor* input, double limit, void* stream) {
+  return gate("swiglustep_and_mul", "out", out, input, stream, swiglustep_and_mul_cpu,
+              PYKV_CUDA(swiglustep_and_mul_cuda),
+              [=](GatedActivationArgs& args) { args.limit = static_cast<float>(limit); });
 }

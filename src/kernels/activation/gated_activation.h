@@ -1,5 +1,4 @@
-// An activation of one half of each row times the other half.  The idea behind pykv_silu_and_mul
-// and pykv_gelu_tanh_and_mul.
+// An activation of one part of each row times the other part.  The idea behind all pykv_..._and_mul.
 #pragma once
 
 #include "core/args.h"
@@ -11,16 +10,35 @@ struct GatedActivationArgs {
   DType dtype;  // of both arrays: float32, float16 or bfloat16
 
   void* result;       // [num_rows, width]
-  const void* input;  // [num_rows, 2 * width]: gate, up
+  const void* input;  // [num_rows, 2 * width]
   Rows result_rows, input_rows;
 
   int64_t num_rows, width;
+  int64_t gate,
+      up;  // elements from the start of a row of input to what is activated, and to what it is multiplied with
+
+  float alpha, limit;  // of the activations that have them; limit is the threshold of fatrelu
 };
 
 PYKV_CPU_TWIN(silu_and_mul_cpu, GatedActivationArgs)
 void silu_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch);
 
+PYKV_CPU_TWIN(silu_and_mul_with_clamp_cpu, GatedActivationArgs)
+void silu_and_mul_with_clamp_cuda(const GatedActivationArgs& args, const Launch& launch);
+
+PYKV_CPU_TWIN(gelu_and_mul_cpu, GatedActivationArgs)
+void gelu_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch);
+
 PYKV_CPU_TWIN(gelu_tanh_and_mul_cpu, GatedActivationArgs)
 void gelu_tanh_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch);
+
+PYKV_CPU_TWIN(fatrelu_and_mul_cpu, GatedActivationArgs)
+void fatrelu_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch);
+
+PYKV_CPU_TWIN(swigluoai_and_mul_cpu, GatedActivationArgs)
+void swigluoai_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch);
+
+PYKV_CPU_TWIN(swiglustep_and_mul_cpu, GatedActivationArgs)
+void swiglustep_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch);
 
 }  // namespace pykv

@@ -4,9 +4,9 @@
 // come from there, else by the exponential.
 #include <algorithm>
 
+#include "activation/activations_cpu.h"
 #include "activation/gated_activation.h"
 #include "cpu/parallel.h"
-#include "cpu/simd.h"
 
 namespace pykv::PYKV_ISA {
 namespace {
@@ -29,40 +29,101 @@ Floats rounded<bf16>(Floats v) {  // without the way through memory
   return widen_bf16<Floats>(narrow_bf16<Floats, Words>(v));
 }
 
-template <class T, class Activation>
-void gate_piece(T* result, const T* gate, const T* up, int64_t n, Activation activation) {
+// From the first and the second half of 2 * kWidth numbers to those in even and those in odd places.
+void take_apart(Floats& x, Floats& y) {
+  Words even;
+  for (int i = 0; i < kWidth; ++i) even[i] = 2 * i;
+  const Floats first = __builtin_shuffle(x, y, even);
+  y = __builtin_shuffle(x, y, even + 1);
+  x = first;
+}
+
+// One piece: op(gate, up) for floats.
+template <bool kInterleaved, class T, class Op>
+void gate_piece(T* result, const T* gate, const T* up, int64_t n, Op op) {
   const auto gate_vector = [&](int64_t i, int64_t count) {
-    store(result + i, rounded<T>(activation(load(gate + i, count))) * load(up + i, count), count);
+    if constexpr (kInterleaved) {
+      const int64_t left = 2 * count - kWidth;
+      Floats a = load(gate + 2 * i, 2 * count), b = left > 0 ? load(gate + 2 * i + kWidth, left) : Floats{};
+      take_apart(a, b);
+      store(result + i, op(a, b), count);
+    } else {
+      store(result + i, op(load(gate + i, count), load(up + i, count)), count);
+    }
   };
   int64_t i = 0;
   for (; i + kWidth <= n; i += kWidth) gate_vector(i, kWidth);
   if (i < n) gate_vector(i, n - i);
 }
 
-template <class Activation>
-void run(const GatedActivationArgs& args, Activation activation) {
+// make_op.operator()<T>() gives the op for arrays of T.
+template <bool kInterleaved = false, class MakeOp>
+void run(const GatedActivationArgs& args, MakeOp make_op) {
   const int64_t pieces = (args.width + kPiece - 1) / kPiece;
   const int64_t grain = std::max<int64_t>(1, 2 * kPiece / args.width);
   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
+    const auto op = make_op.template operator()<T>();
     parallel_for(args.num_rows * pieces, grain, [&](int64_t begin, int64_t end) {
       for (int64_t piece = begin; piece < end; ++piece) {
         const int64_t row = piece / pieces, first = piece % pieces * kPiece;
-        const T* gate = static_cast<const T*>(args.input) + args.input_rows.offset(row) + first;
+        const T* input = static_cast<const T*>(args.input) + args.input_rows.offset(row);
+        const T* gate = input + args.gate + (kInterleaved ? 2 * first : first);
         T* result = static_cast<T*>(args.result) + args.result_rows.offset(row) + first;
-        gate_piece(result, gate, gate + args.width, std::min(kPiece, args.width - first), activation);
+        gate_piece<kInterleaved>(result, gate, input + args.up + first, std::min(kPiece, args.width - first), op);
       }
     });
   });
 }
 
+// R_T(activation(gate)) * up
+template <class Activation>
+void run_activation(const GatedActivationArgs& args, Activation activation) {
+  run(args, [=]<class T>() { return [=](Floats a, Floats b) { return rounded<T>(activation(a)) * b; }; });
+}
+
+// NaN gives the limit.
+Floats at_most(Floats x, float limit) { return min(x, splat(limit)); }
+Floats within(Floats x, float limit) { return max(at_most(x, limit), splat(-limit)); }
+
 }  // namespace
 
 void silu_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
-  run(args, [](Floats x) { return x / (1.0f + exp(-x)); });
+  run_activation(args, [](Floats x) { return silu(x); });
+}
+
+void gelu_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
+  run_activation(args, [](Floats x) { return gelu(x); });
 }
 
 void gelu_tanh_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
-  run(args, [](Floats x) { return x / (1.0f + exp(-1.5957691216057308f * (x + 0.044715f * x * x * x))); });
+  run_activation(args, [](Floats x) { return gelu_tanh(x); });
+}
+
+void fatrelu_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
+  run_activation(args, [threshold = args.limit](Floats x) { return x > threshold ? x : Floats{}; });
+}
+
+void silu_and_mul_with_clamp_cpu(const GatedActivationArgs& args, const Launch&) {
+  run(args, [&]<class T>() {
+    // min(x, limit), rounded to T, is min(x, limit rounded to T)
+    const float limit = to_float(from_float<T>(args.limit));
+    return [=](Floats a, Floats b) { return rounded<T>(silu(at_most(a, limit))) * within(b, limit); };
+  });
+}
+
+void swigluoai_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
+  run<true>(args, [&]<class T>() {
+    return [alpha = args.alpha, limit = args.limit](Floats a, Floats b) {
+      const Floats gate = at_most(a, limit);
+      return (within(b, limit) + 1.0f) * gate / (1.0f + exp(-alpha * gate));
+    };
+  });
+}
+
+void swiglustep_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
+  run(args, [&]<class T>() {
+    return [limit = args.limit](Floats a, Floats b) { return at_most(silu(a), limit) * within(b, limit); };
+  });
 }
 
 }  // namespace pykv::PYKV_ISA

@@ -17,4 +17,44 @@ PYKV_API pykv_status pykv_silu_and_mul(DLTensor* result, const DLTensor* input, 
 /* out = gelu(a) * b, the same with gelu(a) = a / 2 * (1 + tanh(sqrt(2 / pi) * (a + 0.044715 * a^3))). */
 PYKV_API pykv_status pykv_gelu_tanh_and_mul(DLTensor* out, const DLTensor* input, void* stream);
 
+/* out = a * silu(b): the second half of each row is activated. */
+PYKV_API pykv_status pykv_mul_and_silu(DLTensor* out, const DLTensor* input, void* stream);
+
+/* result = silu(min(a, limit)) * clamp(b, -limit, limit), with silu and the product rounded to the dtype.  limit is a
+ * number of the dtype, the nearest one.  NaN in a or in b is taken for limit. */
+PYKV_API pykv_status pykv_silu_and_mul_with_clamp(DLTensor* result, const DLTensor* input, double limit, void* stream);
+
+/* out = gelu(a) * b, with gelu(a) = a / 2 * (1 + erf(a / sqrt(2))); roundings as in pykv_silu_and_mul. */
+PYKV_API pykv_status pykv_gelu_and_mul(DLTensor* out, const DLTensor* input, void* stream);
+
+/* out = (a > threshold ? a : 0) * b.  The threshold is compared in fp32; NaN in a gives 0 * b. */
+PYKV_API pykv_status pykv_fatrelu_and_mul(DLTensor* out, const DLTensor* input, double threshold, void* stream);
+
+/* out = (clamp(u, -limit, limit) + 1) * g / (1 + exp(-alpha * g)), with g = min(gate, limit), in fp32 and rounded once.
+ * A row of input is interleaved: gate, u, gate, u, ...  NaN in gate or u is taken for limit.  out may not be the memory
+ * of input. */
+PYKV_API pykv_status pykv_swigluoai_and_mul(DLTensor* out, const DLTensor* input, double alpha, double limit,
+                                            void* stream);
+
+/* out = min(silu(a), limit) * clamp(b, -limit, limit), in fp32 and rounded once.  NaN in a or b is taken for limit. */
+PYKV_API pykv_status pykv_swiglustep_and_mul(DLTensor* out, const DLTensor* input, double limit, void* stream);
+
+/* Activations of every element, in fp32 and rounded once.
+ *   out    shape and dtype of input; may be input itself
+ *   input  float32 | float16 | bfloat16, at least 1 dimension
+ *
+ * gelu_new and gelu_fast: x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))).
+ * gelu_quick: x / (1 + exp(-1.702 * x)).
+ * relu2: max(x, 0)^2. */
+PYKV_API pykv_status pykv_gelu_new(DLTensor* out, const DLTensor* input, void* stream);
+PYKV_API pykv_status pykv_gelu_fast(DLTensor* out, const DLTensor* input, void* stream);
+PYKV_API pykv_status pykv_gelu_quick(DLTensor* out, const DLTensor* input, void* stream);
+PYKV_API pykv_status pykv_relu2(DLTensor* out, const DLTensor* input, void* stream);
+
+/* out = ap * x^2 + beta * x where x > 0, else an * (expm1(min(x, eps)) - x) + beta * x, with ap = softplus(alpha_p) and
+ * an = beta + softplus(alpha_n).
+ *   alpha_p, alpha_n  float32, 1 element, on the host or on the device */
+PYKV_API pykv_status pykv_xielu(DLTensor* out, const DLTensor* input, const DLTensor* alpha_p, const DLTensor* alpha_n,
+                                double beta, double eps, void* stream);
+
 #endif /* PYKV_ACTIVATION_H_ */

@@ -1,0 +1,100 @@
+// result = R_T( R_T(activation(gate)) * up ), the activation in fp32.  What an op does with its pairs is a functor (below).
+//
+// Memory-bound: the floor is each byte of input and result moved once.  A block takes blockDim.y rows, threads side by
+// side along a row, each with kVectors vectors of kSize elements of both halves, all loaded before the first is used.
+// An activation costs some 20 instructions an element, half of what the chip can issue while memory delivers one.
+//
+// Such a functor is made from the args by each thread and has
+//   kInterleaved       a row is gate, up, gate, up, ... instead of two halves
+//   kRounded           whether the activation is rounded to T before the product
+//   activation(gate)
+//   product(activated, up)
+#pragma once
+
+#include "activation/activations.cuh"
+#include "activation/gated_activation.h"
+#include "activation/row_tiles.cuh"
+#include "cuda/launch.h"
+#include "cuda/vec.cuh"
+
+namespace pykv {
+namespace {
+
+// The common case: two halves, a plain product.
+struct Halves {
+  static constexpr bool kInterleaved = false, kRounded = true;
+  __device__ float product(float activated, float up) const { return activated * up; }
+};
+
+// From the first and the second half of 2 * kSize numbers to those in even and those in odd places.
+template <int kSize>
+__device__ void take_apart(Vec<float, kSize>& x, Vec<float, kSize>& y) {
+  float all[2 * kSize];
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    all[i] = x[i];
+    all[kSize + i] = y[i];
+  }
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    x[i] = all[2 * i];
+    y[i] = all[2 * i + 1];
+  }
+}
+
+template <class T, template <class> class Op, int kSize, int kVectors>
+__global__ __launch_bounds__(kTileThreads) void gated_activation_kernel(
+    const __grid_constant__ GatedActivationArgs args, unsigned tiles) {
+  using V = Vec<T, kSize>;
+  const int64_t row = int64_t{blockIdx.x / tiles} * blockDim.y + threadIdx.y;
+  if (row >= args.num_rows) return;
+  const int64_t first = (int64_t{blockIdx.x % tiles} * (blockDim.x * kVectors) + threadIdx.x) * kSize;
+  const int step = blockDim.x * kSize;
+  const T* input = static_cast<const T*>(args.input) + args.input_rows.offset(row);
+  T* result = static_cast<T*>(args.result) + args.result_rows.offset(row) + first;
+
+  V a[kVectors], b[kVectors];
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k)
+    if (first + k * step < args.width) {
+      if constexpr (Op<T>::kInterleaved) {  // through L1, which keeps the other half of each sector
+        a[k] = load_vec<V>(input + 2 * (first + k * step));
+        b[k] = load_vec<V>(input + 2 * (first + k * step) + kSize);
+      } else {
+        a[k] = load_vec_streamed<V>(input + args.gate + first + k * step);
+        b[k] = load_vec_streamed<V>(input + args.up + first + k * step);
+      }
+    }
+  const Op<T> op(args);
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k)
+    if (first + k * step < args.width) {
+      auto x = to_floats(a[k]), y = to_floats(b[k]);
+      if constexpr (Op<T>::kInterleaved) take_apart(x, y);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) x[i] = op.activation(x[i]);
+      if constexpr (Op<T>::kRounded) x = to_floats(round_to<T>(x));
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) x[i] = op.product(x[i], y[i]);
+      store_vec(result + k * step, round_to<T>(x));
+    }
+}
+
+// The widest vectors that are aligned in every row of both arrays, and divide a row.
+template <template <class> class Op>
+void run_in_vectors(const GatedActivationArgs& args, const Launch& launch) {
+  const int64_t size = static_cast<int64_t>(size_of(args.dtype));
+  const auto aligned = [&](int64_t bytes) {
+    return rows_aligned(bytes, args.input, args.input_rows, size) &&
+           rows_aligned(bytes, args.result, args.result_rows, size) && args.width * size % bytes == 0;
+  };
+  dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
+    tile_rows<T>(aligned, args.width, args.num_rows, launch.device, [&]<int kSize, int kVectors>(RowTiles tiles) {
+      gated_activation_kernel<T, Op, kSize, kVectors>
+          <<<tiles.blocks, tiles.block, 0, stream_of(launch)>>>(args, tiles.tiles);
+    });
+  });
+}
+
+}  // namespace
+}  // namespace pykv

@@ -1,0 +1,70 @@
+// The gated activations with a limit or a threshold.  fminf and fmaxf take the number where the other is NaN, so that NaN
+// becomes the limit.
+#include "activation/gated_activation.cuh"
+
+namespace pykv {
+namespace {
+
+// min(x, limit), rounded to T, is min(x, limit rounded to T).
+template <class T>
+struct SiluAndMulWithClamp : Halves {
+  float limit, low;
+  __device__ explicit SiluAndMulWithClamp(const GatedActivationArgs& args)
+      : limit(to_float(from_float<T>(args.limit))), low(to_float(from_float<T>(-args.limit))) {}
+  __device__ float activation(float x) const { return silu(fminf(x, limit)); }
+  __device__ float product(float activated, float up) const { return activated * fmaxf(fminf(up, limit), low); }
+};
+
+template <class T>
+struct FatreluAndMul : Halves {
+  float threshold;
+  __device__ explicit FatreluAndMul(const GatedActivationArgs& args) : threshold(args.limit) {}
+  __device__ float activation(float x) const { return x > threshold ? x : 0.0f; }
+};
+
+template <class T>
+struct SwigluoaiAndMul {
+  static constexpr bool kInterleaved = true, kRounded = false;
+  float alpha, limit;
+  __device__ explicit SwigluoaiAndMul(const GatedActivationArgs& args) : alpha(args.alpha), limit(args.limit) {}
+  __device__ float activation(float x) const {
+    x = fminf(x, limit);
+    return x * sigmoid(alpha * x);
+  }
+  __device__ float product(float activated, float up) const {
+    return (fmaxf(fminf(up, limit), -limit) + 1.0f) * activated;
+  }
+};
+
+template <class T>
+struct SwiglustepAndMul {
+  static constexpr bool kInterleaved = false, kRounded = false;
+  float limit;
+  __device__ explicit SwiglustepAndMul(const GatedActivationArgs& args) : limit(args.limit) {}
+  __device__ float activation(float x) const { return fminf(silu(x), limit); }
+  __device__ float product(float activated, float up) const { return activated * fmaxf(fminf(up, limit), -limit); }
+};
+
+}  // namespace
+
+void silu_and_mul_with_clamp_cuda(const GatedActivationArgs& args, const Launch& launch) {
+  run_in_vectors<SiluAndMulWithClamp>(args, launch);
+  check_launch("silu_and_mul_with_clamp");
+}
+
+void fatrelu_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch) {
+  run_in_vectors<FatreluAndMul>(args, launch);
+  check_launch("fatrelu_and_mul");
+}
+
+void swigluoai_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch) {
+  run_in_vectors<SwigluoaiAndMul>(args, launch);
+  check_launch("swigluoai_and_mul");
+}
+
+void swiglustep_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch) {
+  run_in_vectors<SwiglustepAndMul>(args, launch);
+  check_launch("swiglustep_and_mul");
+}
+
+}  // namespace pykv

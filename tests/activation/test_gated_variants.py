@@ -1,0 +1,142 @@
+"""The gated activations other than silu_and_mul, which share its kernel."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from activation.reference import assert_gated, gelu, silu
+from hypothesis import given
+from hypothesis import strategies as st
+from rows import FLOATS, assert_rounded_once, name_of, padded, random
+
+import pykv
+
+dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+
+
+def call(array, op, x, *parameters, out=None, offsets=(0, 0)):
+    out = np.full((*x.shape[:-1], x.shape[-1] // 2), np.nan, x.dtype) if out is None else out
+    result = array.output(out, offset=offsets[0])
+    op(result, array.input(x, offset=offsets[1]), *parameters)
+    return array.numpy(result)
+
+
+def clamped(x, limit):
+    """Halves after the clamp of silu_and_mul_with_clamp, exact in the dtype."""
+    gate, up = np.split(x.astype(np.float64), 2, axis=-1)
+    both = np.concatenate([np.fmin(gate, limit), np.fmax(np.fmin(up, limit), -limit)], axis=-1)
+    return both.astype(x.dtype)
+
+
+def check_mul_and_silu(array, x, **how):
+    swapped = np.concatenate(np.split(x, 2, axis=-1)[::-1], axis=-1)
+    assert_gated(call(array, pykv.mul_and_silu, padded(x, *how.pop("padding", (0,))), **how), swapped)
+
+
+def check_clamp(array, x, *, limit=0.7, padding=(0,), **how):
+    result = call(array, pykv.silu_and_mul_with_clamp, padded(x, *padding), limit, **how)
+    assert_gated(result, clamped(x, limit))
+
+
+def check_gelu(array, x, *, padding=(0,), **how):
+    assert_gated(call(array, pykv.gelu_and_mul, padded(x, *padding), **how), x, gelu, lost=4e-6)
+
+
+def check_fatrelu(array, x, *, threshold=0.3, padding=(0,), **how):
+    result = call(array, pykv.fatrelu_and_mul, padded(x, *padding), threshold, **how)
+    gate, up = np.split(x.astype(np.float64), 2, axis=-1)
+    np.testing.assert_array_equal(result, (np.where(gate > np.float32(threshold), gate, 0) * up).astype(x.dtype))
+
+
+def check_swigluoai(array, x, *, alpha=1.702, limit=1.5, padding=(0,), **how):
+    result = call(array, pykv.swigluoai_and_mul, padded(x, *padding), alpha, limit, **how)
+    gate, up = np.fmin(x[..., ::2].astype(np.float64), limit), np.clip(x[..., 1::2].astype(np.float64), -limit, limit)
+    assert_rounded_once(result, (up + 1) * gate / (1 + np.exp(-alpha * gate)), lost=4e-6, atol=1e-7)
+
+
+def check_swiglustep(array, x, *, limit=0.4, padding=(0,), **how):
+    result = call(array, pykv.swiglustep_and_mul, padded(x, *padding), limit, **how)
+    gate, up = np.split(x.astype(np.float64), 2, axis=-1)
+    assert_rounded_once(result, np.minimum(silu(gate), limit) * np.clip(up, -limit, limit), lost=4e-6)
+
+
+CHECKS = {
+    "mul_and_silu": check_mul_and_silu,
+    "silu_and_mul_with_clamp": check_clamp,
+    "gelu_and_mul": check_gelu,
+    "fatrelu_and_mul": check_fatrelu,
+    "swigluoai_and_mul": check_swigluoai,
+    "swiglustep_and_mul": check_swiglustep,
+}
+ops = pytest.mark.parametrize("op", CHECKS)
+
+
+@dtypes
+@ops
+@pytest.mark.parametrize("shape", [(2,), (7, 66), (2, 3, 40), (83, 1024), (3, 27648), (60000, 6)], ids=name_of)
+def test_shapes(array, op, dtype, shape):
+    CHECKS[op](array, random(shape, dtype, 1))
+
+
+@ops
+@given(
+    dtype=st.sampled_from(FLOATS),
+    rows=st.integers(0, 12),
+    width=st.integers(1, 100) | st.integers(1, 16384),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 17)),
+    out_padding=st.tuples(st.integers(0, 2), st.integers(0, 17)),
+    offsets=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+)
+def test_any_width_stride_and_alignment(array, op, dtype, rows, width, padding, out_padding, offsets):
+    out = padded(np.zeros((2, rows, width), dtype), *out_padding)
+    CHECKS[op](array, random((2, rows, 2 * width), dtype, width), out=out, padding=padding, offsets=offsets)
+
+
+@dtypes
+def test_gelu_in_its_tail(array, dtype):
+    gates = np.linspace(-9 if dtype != np.float16 else -3, 9, 20011).astype(dtype)
+    x = np.concatenate([gates, np.ones_like(gates)])[None]
+    result = call(array, pykv.gelu_and_mul, x)
+    assert_rounded_once(result[0], gelu(gates.astype(np.float64)), lost=1.5e-5)
+
+
+@dtypes
+def test_nan_becomes_the_limit(array, dtype):
+    nan = np.array([[np.nan, 1.0, 1.0, np.nan]], dtype)  # gates, ups
+    two = np.where(np.isnan(nan.astype(np.float32)), 2.0, nan.astype(np.float32)).astype(dtype)
+    for op in (pykv.silu_and_mul_with_clamp, pykv.swiglustep_and_mul):
+        np.testing.assert_array_equal(call(array, op, nan, 2.0)[0, 1:], call(array, op, two, 2.0)[0, 1:])
+    assert call(array, pykv.silu_and_mul_with_clamp, nan, 2.0)[0, 0] == call(array, pykv.silu_and_mul, two)[0, 0]
+    assert call(array, pykv.swiglustep_and_mul, nan, 2.0)[0, 0] == 2.0
+    interleaved = np.array([[np.nan, 1.0, 1.0, np.nan]], dtype)
+    np.testing.assert_array_equal(
+        call(array, pykv.swigluoai_and_mul, interleaved, 1.702, 2.0),
+        call(array, pykv.swigluoai_and_mul, two, 1.702, 2.0),
+    )
+
+
+@dtypes
+def test_nan_and_infinity(array, dtype):
+    gates = np.array([np.nan, np.inf, -np.inf, 1, 0], dtype)
+    x = np.concatenate([gates, np.array([1, 1, 1, np.nan, np.inf], dtype)])[None]
+    result = call(array, pykv.gelu_and_mul, x)[0].astype(np.float32)
+    np.testing.assert_array_equal(result, np.array([np.nan, np.inf, np.nan, np.nan, np.nan], np.float32))
+    result = call(array, pykv.fatrelu_and_mul, x, 0.5)[0].astype(np.float32)
+    np.testing.assert_array_equal(result, np.array([0, np.inf, 0, np.nan, np.nan], np.float32))
+
+
+@pytest.mark.parametrize("op", CHECKS)
+@pytest.mark.parametrize("shape", [(0,), (0, 64), (3, 0)], ids=name_of)
+def test_empty(array, op, shape):
+    parameters = (1.0,) if op == "silu_and_mul_with_clamp" else ()
+    assert call(array, getattr(pykv, op), np.zeros(shape, np.float32), *parameters).size == 0
+
+
+@pytest.mark.parametrize("op", CHECKS)
+def test_what_does_not_fit_is_named(array, op):
+    parameters = (1.0,) if op == "silu_and_mul_with_clamp" else ()
+    name = "result" if op == "silu_and_mul_with_clamp" else "out"
+    with pytest.raises(ValueError, match=rf"{op}: {name}: dimension 1 must equal width = 4, got shape \[3, 5\]"):
+        getattr(pykv, op)(
+            array.output(np.zeros((3, 5), np.float32)), array.input(np.zeros((3, 8), np.float32)), *parameters
+        )
