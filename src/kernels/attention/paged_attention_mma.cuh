@@ -7,7 +7,8 @@
 //              head; the four warps split a KV tile's tokens and add up once, at the end of a segment.
 //   Many       64 or 128 rows; a warp owns 16 or 32 of them against all tokens of the tile.
 // Data: K and V tiles come by 16-byte asynchronous copies into a ring of stages; the look-up of the block table runs one
-// tile ahead of the copies, into a ring of slots.  The rows of a stage are swizzled so that ldmatrix meets no bank twice.
+// tile ahead of the copies, into a ring of slots.  A stage holds rows of tokens, swizzled so that ldmatrix meets no bank
+// twice, or, for packed caches, their own order.
 // An fp8 element is widened to half once, in registers: ldmatrix hands a lane neighbouring bytes, so the dimensions (or
 // tokens) of a fragment are permuted, and Q (or the order of K's tokens) is permuted to match.  Queries of dtype bf16
 // against an fp8 cache become halves too, scaled row by row by a power of two.
@@ -158,7 +159,6 @@ struct Kernel {
   static constexpr bool kFp8 = S::kBytes == 1;
   static constexpr bool kPermutedTokens = kFp8 && kPackedV;
   static constexpr bool kPermutedOutput = kFp8 && !kPackedV;
-  static constexpr int kValueRowBytes = kPackedV ? kTile * S::kBytes : S::kRowBytes;
   static constexpr int kSteps = kD / 16;
 
   const Problem& p;
@@ -220,6 +220,19 @@ struct Kernel {
   static constexpr int kChunks = S::kRowBytes / 16;           // of a token's row
   static constexpr int kCopies = kTile * kChunks / kThreads;  // by each thread, for K as for V
 
+  // Packed tiles keep in shared memory the order of the cache, so that a copy by neighbouring threads is one line to one
+  // line, and ldmatrix, too, reads whole lines: K as [chunk][token], V as [group of chunks][dimension][chunk of the
+  // group], the last place swizzled so that eight neighbouring dimensions at one chunk lie in different banks.
+  static __device__ int key_place(int row, int chunk) {
+    return kPackedV ? (chunk * kTile + row) * 16 : swizzled<S::kRowBytes>(row, chunk);
+  }
+
+  __device__ int packed_value_place(int d, int chunk) const {
+    const int shift = copies.value_chunk_shift, mask = (1 << shift) - 1;
+    const int x = ((chunk >> shift) * kD + d) << shift | (chunk & mask);
+    return (x ^ (x >> 3 & mask)) * 16;
+  }
+
   // Copies 16 bytes from `row` + offset; nothing is read, and zeros written, if the row is null or the chunk past the head.
   template <bool kChecked>
   __device__ void copy(uint32_t to, const char* row, uint32_t offset, bool in_head) const {
@@ -242,9 +255,11 @@ struct Kernel {
       for (int i = 0; i < kBatch; ++i) at[i] = slot.tokens[r0 + (batch + i) * (kThreads / kChunks)];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const uint32_t to = stage + swizzled<S::kRowBytes>(r0 + (batch + i) * (kThreads / kChunks), chunk);
-        if (kKeys) copy<kChecked>(to, at[i].key, chunk * 16, in_head);
-        if (kValues) copy<kChecked>(to + S::kTileBytes, at[i].value, chunk * 16, in_head);
+        const int r = r0 + (batch + i) * (kThreads / kChunks);
+        if (kKeys) copy<kChecked>(stage + key_place(r, chunk), at[i].key, chunk * 16, in_head);
+        if (kValues) {
+          copy<kChecked>(stage + S::kTileBytes + swizzled<S::kRowBytes>(r, chunk), at[i].value, chunk * 16, in_head);
+        }
       }
     }
   }
@@ -257,20 +272,18 @@ struct Kernel {
 #pragma unroll(kChecked ? 1 : kCopies)
     for (int i = 0; i < kCopies; ++i) {
       const int chunk = chunk0 + i * (kThreads / kTile);
-      copy<kChecked>(stage + swizzled<S::kRowBytes>(r, chunk), row, chunk * copies.key_chunk,
-                     chunk * 16 < copies.head_bytes);
+      copy<kChecked>(stage + key_place(r, chunk), row, chunk * copies.key_chunk, chunk * 16 < copies.head_bytes);
     }
   }
 
-  // Packed V: neighbouring threads take eight dimensions (different banks), then the chunks that these have in one page.
+  // Packed V: order within a page: its chunks of one dimension, then the next dimension.
   template <bool kChecked>
   __device__ void load_packed_values(uint32_t stage, const Slot<kTile>& slot) const {
-    const int shift = copies.value_chunk_shift;
-    const int low = threadIdx.x >> 3 & ((1 << shift) - 1);
+    const int shift = copies.value_chunk_shift, low = threadIdx.x & ((1 << shift) - 1);
     const auto position = [&](int i, int& d, int& chunk) {
-      const int x = (threadIdx.x + i * kThreads) >> (3 + shift);
-      d = x * 8 % kD + threadIdx.x % 8;
-      chunk = low + (x * 8 / kD << shift);
+      const int x = (threadIdx.x + i * kThreads) >> shift;
+      d = x % kD;
+      chunk = low + (x / kD << shift);
     };
 #pragma unroll(kChecked ? 1 : kCopies / kBatch)
     for (int batch = 0; batch < kCopies; batch += kBatch) {
@@ -284,7 +297,7 @@ struct Kernel {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         position(batch + i, d, chunk);
-        copy<kChecked>(stage + S::kTileBytes + swizzled<kValueRowBytes>(d, chunk), at[i], d * copies.value_dim,
+        copy<kChecked>(stage + S::kTileBytes + packed_value_place(d, chunk), at[i], d * copies.value_dim,
                        d < p.a.head_size);
       }
     }
@@ -323,7 +336,7 @@ struct Kernel {
       if (slot.valid[r / 32] >> r % 32 & 1 || slot.tokens[r].value == nullptr) continue;
       const int t = token_at<kPermutedTokens>(r);
       for (int d = threadIdx.x; d < kD; d += kThreads) {
-        char* at = value_stage + swizzled<kValueRowBytes>(d, t / kChunk) + t % kChunk * S::kBytes;
+        char* at = value_stage + packed_value_place(d, t / kChunk) + t % kChunk * S::kBytes;
         if constexpr (kFp8) {
           *at = 0;
         } else {
@@ -457,7 +470,7 @@ struct Kernel {
       }
     }
     const uint32_t query_row0 = queries + swizzled<2 * kD>((kMany ? warp * S::kWarpRows : 0) + lane % 16, lane / 16);
-    const uint32_t key_row0 = key_stage + swizzled<S::kRowBytes>(r0 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    const uint32_t key_row0 = key_stage + key_place(r0 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
     constexpr int kAtOnce = kFp8 ? 2 : 1;  // k-steps of one ldmatrix
 #pragma unroll
     for (int k = 0; k < kSteps; k += kAtOnce) {
@@ -472,7 +485,8 @@ struct Kernel {
 #pragma unroll
       for (int t = 0; t < S::kStep / 16; ++t) {
         uint32_t b[4];
-        ldmatrix_x4(b, (key_row0 ^ k * 16 * S::kBytes) + t * 16 * S::kRowBytes);
+        ldmatrix_x4(b, kPackedV ? key_row0 + k * S::kBytes * kTile * 16 + t * 256
+                                : (key_row0 ^ k * 16 * S::kBytes) + t * 16 * S::kRowBytes);
 #pragma unroll
         for (int i = 0; i < S::kRowTiles; ++i) {
 #pragma unroll
@@ -502,11 +516,7 @@ struct Kernel {
     };
     uint32_t row0 = value_stage;
     if constexpr (!kPackedV) {
-      row0 += swizzled<kValueRowBytes>(r0 + lane % 16, lane / 16);
-    } else if constexpr (kFp8) {
-      row0 += swizzled<kValueRowBytes>(lane, 0);
-    } else {
-      row0 += swizzled<kValueRowBytes>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+      row0 += swizzled<S::kRowBytes>(r0 + lane % 16, lane / 16);
     }
 #pragma unroll
     for (int t = 0; t < S::kStep / 16; ++t) {
@@ -515,7 +525,7 @@ struct Kernel {
         constexpr int kPerLoad = kFp8 ? 4 : 2;  // 8-wide column tiles
 #pragma unroll
         for (int n = 0; n < kD / 8; n += kPerLoad) {
-          ldmatrix_x4_trans(b, (row0 ^ n * 8 * S::kBytes) + t * 16 * kValueRowBytes);
+          ldmatrix_x4_trans(b, (row0 ^ n * 8 * S::kBytes) + t * 16 * S::kRowBytes);
           if constexpr (kFp8) {  // [token 2c: d, d + 1; token 2c + 1: d, d + 1] to [d: two tokens; d + 1: two tokens]
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
@@ -531,11 +541,13 @@ struct Kernel {
           }
         }
       } else {
-        const uint32_t token_row0 = row0 ^ (r0 + t * 16) * S::kBytes;
+        const int d0 = kFp8 ? lane : lane / 16 * 8 + lane % 8;
+        const int chunk = (r0 + t * 16) * S::kBytes / 16 + (kFp8 ? 0 : lane / 8 % 2);
+        const uint32_t packed_row0 = row0 + packed_value_place(d0, chunk);
         constexpr int kPerLoad = kFp8 ? 4 : 2;
 #pragma unroll
         for (int n = 0; n < kD / 8; n += kPerLoad) {
-          ldmatrix_x4(b, token_row0 + n * 8 * kValueRowBytes);
+          ldmatrix_x4(b, packed_row0 + (n * 128 << copies.value_chunk_shift));
           if constexpr (kFp8) {
 #pragma unroll
             for (int h = 0; h < 4; ++h) {
