@@ -77,8 +77,8 @@ def values(kv, seq):
     return [block.flat[0] for block in found[0]]
 
 
-def keep_busy(module, stream, turns=400):
-    """Some tens of milliseconds of work."""
+def keep_busy(module, stream, turns=1500):
+    """Some hundred milliseconds of work."""
     with on(module, stream):
         big = module.ones(1 << 26, dtype=module.float32, **({"device": "cuda"} if module.__name__ == "torch" else {}))
         for _ in range(turns):
@@ -90,7 +90,10 @@ def is_busy(module, stream):
 
 
 def load_kernels(kv):
-    """CUDA loads a kernel when it is first used, and may wait for the device then."""
+    """A kernel is loaded, or compiled, when it is first used: that takes long, and may wait for the device."""
+    fill(kv, 1, 5)
+    for cache in caches(kv):
+        cache[...] = -2
     kv.swap_out([1])
     kv.swap_in([1])
 
