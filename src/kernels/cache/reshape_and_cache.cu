@@ -16,22 +16,30 @@
 namespace pykv {
 namespace {
 
-// Tokens of a thread, and blocks that an SM must hold.  Tiles wait for barriers: more threads with fewer loads each, where
+// From sm_89 on conversions to fp8 are instructions; before, they are code that wants registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+constexpr int kConvertingBlocks = 4;
+#else
+constexpr int kConvertingBlocks = 5;
+#endif
+
+// Tokens of a thread, and blocks that an SM must hold.  Tiles wait for barriers: more threads, with fewer loads each where
 // nothing is computed between them.
 template <class Mover, bool kTransposes>
 struct Shape {
   static constexpr bool kCopies = Mover::kStoredFormat == KvFormat::kSame;
   static constexpr int kTokens = kTransposes && kCopies ? 2 : 4;
-  static constexpr int kBlocks = kTransposes && kCopies ? 6 : 4;
+  static constexpr int kBlocks = !kTransposes ? 4 : kCopies ? 8 : kConvertingBlocks;
 };
 
 template <class Mover, bool kTransposes>
 __global__ void __launch_bounds__(kThreads, Shape<Mover, kTransposes>::kBlocks)
     reshape_and_cache_kernel(const __grid_constant__ Plan plan,
                              const __grid_constant__ Scales<Mover::kStoredFormat> scales) {
-  const bool is_key = blockIdx.x < plan.key.num_blocks;
+  // Values first: where they are transposed, they take longer.
+  const bool is_key = blockIdx.x >= plan.value.num_blocks;
   const SidePlan& side = is_key ? plan.key : plan.value;
-  const uint32_t block = is_key ? blockIdx.x : blockIdx.x - plan.key.num_blocks;
+  const uint32_t block = is_key ? blockIdx.x - plan.value.num_blocks : blockIdx.x;
   const Scale* scale = nullptr;
   if constexpr (Mover::kStoredFormat != KvFormat::kSame) scale = is_key ? &scales.key : &scales.value;
   if constexpr (kTransposes) {
@@ -159,7 +167,7 @@ void launch_kernel(const ReshapeAndCacheArgs& args, const Launch& launch) {
     // Few tokens are spread over the machine.
     Grain grain{kThreads, Shape<Mover, kTransposes>::kTokens,
                 kTransposes ? std::countr_zero(unsigned{kMostTileTokens}) : 0};
-    const uint32_t enough = num_sms(launch.device);
+    const uint32_t enough = (kTransposes ? 2 : 1) * num_sms(launch.device);
     uint32_t blocks;
     do {
       plan.key = plan_side(args.key, args, w, grain);

@@ -46,8 +46,10 @@ class Quotient {
     scale_ = scale * power_;
     reciprocal_ = __frcp_rn(scale_);
     if (fmaf(-scale_, reciprocal_, 1.0f) <= 0.0f) reciprocal_ = __uint_as_float(__float_as_uint(reciprocal_) - 1);
-    const float error = fmaf(-scale_, reciprocal_, 1.0f);
-    rest_ = error > 0.0f ? __fdiv_rn(error, scale_) : reciprocal_;  // the latter where scale is 0 or not finite
+    // rest = r (e + e^2 + ...); the factor, for the terms left out, matters where the second rounds to a tie.
+    const float error = fmaf(-scale_, reciprocal_, 1.0f), first = error * reciprocal_;
+    rest_ =
+        error > 0.0f ? fmaf(first, error * 0x1.000004p0f, first) : reciprocal_;  // scale 0 or not finite: the latter
   }
 
   // All of x, in place.  T is the type that they had.
