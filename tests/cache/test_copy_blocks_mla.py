@@ -49,7 +49,7 @@ def test_a_block_out_of_range(array: Library) -> None:
 
 def test_errors() -> None:
     cache = np.zeros((10, 4), np.float32)
-    with pytest.raises(ValueError, match="^copy_blocks_mla: kv_caches: dimension 0 must equal num_blocks = 10"):
+    with pytest.raises(ValueError, match=r"^copy_blocks_mla: kv_caches: dimension 0 must equal num_blocks = 10"):
         pykv.copy_blocks_mla([cache, cache[:9]], INDEPENDENT)
-    with pytest.raises(TypeError, match="^copy_blocks_mla: kv_caches: a list or tuple of arrays is required"):
+    with pytest.raises(TypeError, match=r"^copy_blocks_mla: kv_caches: a list or tuple of arrays is required"):
         pykv.copy_blocks_mla(cache, INDEPENDENT)  # type: ignore[arg-type]
