@@ -153,22 +153,6 @@ void launch_all(Problem p, const Launch& launch) {
   launch_simple(p, launch);
 }
 
-// Launches a kernel whose blocks may come up while the kernel before it still runs (it waits for that kernel itself).
-void launch_after(void (*kernel)(Problem), dim3 grid, const Problem& p, const Launch& launch) {
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  int major = 0;
-  cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, launch.device), "compute capability");
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(kThreads);
-  config.stream = stream_of(launch);
-  config.attrs = &overlap;
-  config.numAttrs = major >= 9 ? 1 : 0;
-  cuda_check(cudaLaunchKernelEx(&config, kernel, p), p.a.op);
-}
-
 struct ReportNames {
   const char *op, *block_tables, *seq_lens, *cu_query_lens;
 };
@@ -213,9 +197,9 @@ void combine(const Problem& p, int grid, const Launch& launch) {
   const int rows = (p.a.cu_query_lens.data ? p.tile_tokens : 1) * p.tile_heads;
   dispatch<half, bf16, float>(p.a.dtype, [&]<class T> {
     if (rows <= 16) {
-      launch_after(combine_kernel<T, 4>, dim3(grid, rows), p, launch);
+      launch_after(combine_kernel<T, 4>, dim3(grid, rows), 0, launch, p.a.op, p);
     } else {
-      launch_after(combine_kernel<T, 1>, dim3(grid, (rows + 3) / 4), p, launch);
+      launch_after(combine_kernel<T, 1>, dim3(grid, (rows + 3) / 4), 0, launch, p.a.op, p);
     }
   });
 }

@@ -6,6 +6,7 @@
 
 #include "attention/paged_attention_plan.cuh"
 #include "core/launch.h"
+#include "cuda/launch.h"
 
 namespace pykv::attention {
 
@@ -39,6 +40,25 @@ int set_tiling(Problem& p, const Tiling& tiling, int blocks_per_sm, int device);
 
 // Adds up what the `grid` blocks of a launch left unfinished.
 void combine(const Problem& p, int grid, const Launch& launch);
+
+// Launches a kernel whose blocks may come up while the kernel before it still runs (it waits for that kernel itself).
+template <class... Parameters>
+void launch_after(void (*kernel)(Parameters...), dim3 grid, size_t shared_bytes, const Launch& launch, const char* op,
+                  const Parameters&... parameters) {
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  int major = 0;
+  cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, launch.device), "compute capability");
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream_of(launch);
+  config.attrs = &overlap;
+  config.numAttrs = major >= 9 ? 1 : 0;
+  cuda_check(cudaLaunchKernelEx(&config, kernel, parameters...), op);
+}
 
 size_t shared_memory_limit(int device);  // of one block
 

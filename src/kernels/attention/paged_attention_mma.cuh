@@ -820,6 +820,7 @@ struct Kernel {
   // iteration j - stages + 1.
   __device__ void run() {
     constexpr int kStages = S::kStages;
+    wait_for_previous_kernel();  // (starting the next kernel early, too, made most calls slower)
     const SharePosition share = find_share(p, scratch.plan);
     if (threadIdx.x == 0) {
       scratch.walker.start(p, share);
@@ -933,8 +934,7 @@ bool launch_mma_kernel(Problem p, const Launch& launch) {
 
   p.kv_tile = S::kTile;
   const int grid = set_tiling(p, tiling_of(kRowClass, p.a.head_size), blocks_per_sm, launch.device);
-  kernel<<<grid, kThreads, kSharedBytes, stream_of(launch)>>>(p, copies);
-  check_launch(p.a.op);
+  launch_after(kernel, dim3(grid), kSharedBytes, launch, p.a.op, p, copies);
   combine(p, grid, launch);
   return true;
 }
