@@ -1,10 +1,13 @@
-"""silu_and_mul."""
+"""silu_and_mul and its kin, which share a kernel."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,24 +21,32 @@ from timing import Call, Case, Device, main
 TOKENS = [1, 64, 4096, 65536]
 WIDTHS = [4096, 8192]  # of the result
 
+OPS: dict[str, Callable[[Any, Any], None]] = {
+    "silu_and_mul": pykv.silu_and_mul,
+    "mul_and_silu": pykv.mul_and_silu,
+    "silu_and_mul_with_clamp": lambda result, x: pykv.silu_and_mul_with_clamp(result, x, 7.0),
+    "gelu_and_mul": pykv.gelu_and_mul,
+    "gelu_tanh_and_mul": pykv.gelu_tanh_and_mul,
+    "fatrelu_and_mul": pykv.fatrelu_and_mul,
+    "swigluoai_and_mul": pykv.swigluoai_and_mul,
+    "swiglustep_and_mul": pykv.swiglustep_and_mul,
+}
 
-def silu_and_mul(tokens: int, width: int, dtype: str, device: Device) -> Call:
+
+def gated(op: str, tokens: int, width: int, dtype: str, device: Device) -> Call:
     x, result = device.random((tokens, 2 * width), dtype), device.random((tokens, width), dtype)
-    return lambda: pykv.silu_and_mul(result, x)
+    return lambda: OPS[op](result, x)
 
 
 def cases(dtypes: list[str]) -> Iterator[Case]:
-    for dtype in dtypes:
-        itemsize = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
-        for width in WIDTHS:
-            for tokens in TOKENS:
-                yield Case(
-                    "silu_and_mul",
-                    {"tokens": tokens, "hidden": width},
-                    dtype,
-                    3 * tokens * width * itemsize,
-                    lambda device, sizes=(tokens, width, dtype): silu_and_mul(*sizes, device),
-                )
+    for dtype, op, width, tokens in itertools.product(dtypes, OPS, WIDTHS, TOKENS):
+        yield Case(
+            op,
+            {"tokens": tokens, "hidden": width},
+            dtype,
+            3 * tokens * width * np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize,
+            functools.partial(gated, op, tokens, width, dtype),
+        )
 
 
 if __name__ == "__main__":

@@ -140,3 +140,11 @@ def test_what_does_not_fit_is_named(array, op):
         getattr(pykv, op)(
             array.output(np.zeros((3, 5), np.float32)), array.input(np.zeros((3, 8), np.float32)), *parameters
         )
+
+
+def test_an_interleaved_row_is_not_overwritten_while_it_is_read(array):
+    if array.name == "interface":
+        pytest.skip("its arrays cannot be sliced")
+    both = array.output(np.zeros((3, 8), np.float32))
+    with pytest.raises(ValueError, match="swigluoai_and_mul: out: must not share memory with input"):
+        pykv.swigluoai_and_mul(both[:, :4], both)

@@ -88,6 +88,7 @@ pykv_status pykv_fatrelu_and_mul(DLTensor* out, const DLTensor* input, double th
 pykv_status pykv_swigluoai_and_mul(DLTensor* out, const DLTensor* input, double alpha, double limit, void* stream) {
   return gate("swigluoai_and_mul", "out", out, input, stream, swigluoai_and_mul_cpu, PYKV_CUDA(swigluoai_and_mul_cuda),
               [=](GatedActivationArgs& args) {
+                if (args.result == args.input) fail(PYKV_VALUE_ERROR, "out: must not share memory with input");
                 args.alpha = static_cast<float>(alpha);
                 args.limit = static_cast<float>(limit);
               });
