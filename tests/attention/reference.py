@@ -33,7 +33,10 @@ class BlockSparse:
             offset = (self.tp_rank * num_heads + head) * step + 1
         else:
             offset = (self.tp_rank * num_kv_heads + head // (num_heads // num_kv_heads)) * -step + 1
-        return ((sparse_block + offset) % self.vert_stride == 0) | (sparse_block > last - self.local_blocks)
+        seen: NDArray[np.bool_] = ((sparse_block + offset) % self.vert_stride == 0) | (
+            sparse_block > last - self.local_blocks
+        )
+        return seen
 
 
 DENSE = BlockSparse()

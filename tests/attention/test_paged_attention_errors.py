@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from attention import inputs
 from attention.inputs import Sizes
+from cache.inputs import DTYPES
 
 import pykv
 
@@ -32,7 +33,7 @@ def call(**changes: Any) -> None:
         np.testing.assert_array_equal(out, before)
 
 
-BF16 = inputs.DTYPES["bfloat16"]
+BF16 = DTYPES["bfloat16"]
 
 
 def zeros(*shape: int, dtype: Any = BF16) -> np.ndarray:
