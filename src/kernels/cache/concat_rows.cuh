@@ -63,10 +63,10 @@ __device__ __forceinline__ void concat_rows(const ConcatPlan& plan, const Target
   for (int i = 0; i < kRowsPerThread; ++i)
     if (first + i < plan.num_rows)
       loaded[i] = load_vec<typename Mover::Loaded>(from + part.rows.offset(static_cast<uint32_t>(first + i)));
+  const Quotient quotient(scale);
   char* places[kRowsPerThread];
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) places[i] = first + i < plan.num_rows ? target(first + i) : nullptr;
-  const Quotient quotient(scale);
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i)
     if (places[i]) store_vec(places[i] + vector * plan.out_vector, Mover::convert(loaded[i], quotient));
