@@ -20,9 +20,10 @@ def test_lesser_instruction_sets(isa: str, tmp_path: Path) -> None:
     which = "numpy and (layouts or options or long_sequences or in_fp8)"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--device", "cpu", "-k", which]
     done = subprocess.run(
-        [*command, "-c", ROOT / "pyproject.toml", "--rootdir", ROOT, *files],
+        # whatever plugins the outer run has: this one is alone, and nobody's worker
+        [*command, "-p", "no:xdist", "-p", "no:benchmark", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT, *files],
         cwd=tmp_path,  # -m puts the working directory on sys.path, and pykv/ in the sources must not be found there
-        env={**os.environ, "PYKV_ISA": isa},
+        env={name: value for name, value in os.environ.items() if "XDIST" not in name} | {"PYKV_ISA": isa},
         capture_output=True,
         text=True,
         check=False,

@@ -194,6 +194,7 @@ except ValueError as error:
     assert done.stdout.startswith("reshape_and_cache_flash: slot_mapping: 9 is out of range [0, 8)"), done.stderr
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Numba's own, with NumPy 2.5
 def test_numba_arrays() -> None:
     pytest.importorskip("numba")
     from numba import cuda
