@@ -7,32 +7,14 @@
 #include "cache/reshape_and_cache.h"
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
+#include "cpu/stream_copy.h"
 
 namespace pykv::PYKV_ISA {
 namespace {
 
-constexpr int kColumns = 256;                   // of a head, at once
-constexpr int64_t kGroup = 16;                  // tokens that no two threads share: often a block of the cache
-constexpr int64_t kBytesPerTask = 128 * 1024;   // less is not worth another thread
-constexpr int64_t kBytesPastCaches = 16 << 20;  // more than this pushes everything else out of the caches
-
-// Rows of one or two kilobytes are where memcpy does badly: too short for its way past the caches, long enough to spend
-// half of the memory's bandwidth on reading lines that are then overwritten.
-inline void copy_past_caches(char* to, const char* from, int64_t bytes) {
-#if defined(__x86_64__)
-  const int64_t head = -reinterpret_cast<intptr_t>(to) & 63;
-  if (bytes >= head + 64) {
-    std::memcpy(to, from, head);
-    to += head, from += head, bytes -= head;
-    for (; bytes >= 64; to += 64, from += 64, bytes -= 64) {
-      __m128i line[4];
-      std::memcpy(line, from, 64);
-      for (int i = 0; i < 4; ++i) _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, line[i]);
-    }
-  }
-#endif
-  std::memcpy(to, from, bytes);
-}
+constexpr int kColumns = 256;                  // of a head, at once
+constexpr int64_t kGroup = 16;                 // tokens that no two threads share: often a block of the cache
+constexpr int64_t kBytesPerTask = 128 * 1024;  // less is not worth another thread
 
 // Sixteen bytes.  Past the caches only if the stores around it fill the line.
 inline void store16(void* to, const void* from, bool past_caches) {
@@ -44,13 +26,6 @@ inline void store16(void* to, const void* from, bool past_caches) {
   }
 #endif
   std::memcpy(to, from, 16);
-}
-
-// Stores past the caches are ordered by nothing but this.
-inline void finish_past_caches() {
-#if defined(__x86_64__)
-  _mm_sfence();
-#endif
 }
 
 // Tokens that one 16-byte vector of the cache can hold, and how many are handled at once.
@@ -164,7 +139,7 @@ void write_rows(const CacheSide& side, int64_t num_heads, const Run& run, bool p
       if (!Convert::kIsCopy || side.data_dim != 1) {
         Convert::row(to, from, side.data_dim, n, side.scale[h]);
       } else if (past_caches) {
-        copy_past_caches(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), n * sizeof(Stored));
+        stream_copy(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), n * sizeof(Stored));
       } else {
         std::memcpy(to, from, n * sizeof(Stored));
       }
@@ -223,7 +198,7 @@ void write_all(const ReshapeAndCacheArgs& args, const Launch& launch) {
   const int64_t num_slots = args.num_blocks * args.block_size;
   const int64_t token_bytes = args.num_heads * (args.key.head_size + args.value.head_size) *
                               static_cast<int64_t>(sizeof(typename Convert::Source));
-  const bool past_caches = args.num_tokens * token_bytes > kBytesPastCaches;
+  const bool past_caches = args.num_tokens * token_bytes > kWorthStreaming;
   const int64_t groups = (args.num_tokens + kGroup - 1) / kGroup;
   parallel_for(groups, kBytesPerTask / (kGroup * token_bytes + 1) + 1, [&](int64_t first, int64_t last) {
     int64_t begin = first * kGroup;
@@ -244,7 +219,7 @@ void write_all(const ReshapeAndCacheArgs& args, const Launch& launch) {
       write_run<Convert>(args.key, args.num_heads, run, past_caches);
       write_run<Convert>(args.value, args.num_heads, run, past_caches);
     }
-    if (past_caches) finish_past_caches();
+    if (past_caches) finish_streaming();
   });
 }
 
