@@ -242,8 +242,8 @@ def measure(device: Device, cases: Iterable[Case]) -> Iterator[Figure]:
         yield Figure(case.op, case.size, case.dtype, case.num_bytes, 1e6 * seconds, 1e6 * copy_times[case.num_bytes])
 
 
-def write_json(path: Path, device: Device, figures: list[dict[str, object]]) -> None:
-    """Writes figures with what they were measured on."""
+def write_json(path: Path, device: Device, figures: list[dict[str, object]], **more: object) -> None:
+    """Writes figures with what they were measured on, and ``more`` of the circumstances."""
     about = {
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -254,7 +254,7 @@ def write_json(path: Path, device: Device, figures: list[dict[str, object]]) -> 
         "python": platform.python_version(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(about | {"figures": figures}, indent=1) + "\n")
+    path.write_text(json.dumps(about | more | {"figures": figures}, indent=1) + "\n")
 
 
 def show(title: str, figures: list[Figure]) -> None:

@@ -15,13 +15,13 @@ import pykv
 _SMALL_FLOATS = {"float8_e4m3fn", "float8_e5m2"}
 
 
-def _span(x: np.ndarray) -> tuple[np.ndarray, int]:
-    """The flat memory that a view without negative strides covers, and the offset of its first element in it."""
+def _span(x: np.ndarray) -> np.ndarray:
+    """The flat memory that a view without negative strides covers."""
     if x.size == 0 or x.flags.c_contiguous:
-        return np.ascontiguousarray(x).reshape(-1), 0
+        return np.ascontiguousarray(x).reshape(-1)
     assert all(s >= 0 for s in x.strides), "negative strides are not needed here"
     last = sum((n - 1) * (s // x.itemsize) for n, s in zip(x.shape, x.strides, strict=True))
-    return np.lib.stride_tricks.as_strided(x, (last + 1,), (x.itemsize,)), 0
+    return np.lib.stride_tricks.as_strided(x, (last + 1,), (x.itemsize,))
 
 
 class Library:
@@ -36,7 +36,7 @@ class Library:
 
         ``offset`` elements lie before it in its memory, which decides how it is aligned.
         """
-        flat, _ = _span(x)
+        flat = _span(x)
         strides = tuple(s // x.itemsize for s in x.strides)
         return self._view(self._copy(np.concatenate([np.zeros(offset, x.dtype), flat]))[offset:], x.shape, strides)
 

@@ -11,7 +11,6 @@ is slower was shared with other processes.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -30,7 +29,7 @@ import pykv
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from timing import Cpu, _commit
+from timing import Cpu, write_json
 
 try:
     import torch
@@ -160,8 +159,8 @@ def main() -> None:
     if torch is not None:
         torch.set_num_threads(arguments.threads)
 
-    about = {"commit": _commit(), "pykv": pykv.__version__, "device": Cpu().describe()}
-    table = Table(title=f"{about['device']}, {arguments.megabytes} MB, page {PAGE}, head size {HEAD_SIZE}")
+    device = Cpu()
+    table = Table(title=f"{device.describe()}, {arguments.megabytes} MB, page {PAGE}, head size {HEAD_SIZE}")
     for heading in ("layout", "dtype", "cache", "heads", "sequences", "ms", "GB/s", "read GB/s", "of read", "torch ms"):
         table.add_column(heading)
     figures = []
@@ -183,9 +182,8 @@ def main() -> None:
             )
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         lines = [asdict(f) | {"gb_per_s": f.gb_per_s, "of_read": f.of_read} for f in figures]
-        arguments.json.write_text(json.dumps(about | {"figures": lines}, indent=1) + "\n")
+        write_json(arguments.json, device, lines, megabytes=arguments.megabytes)
 
 
 if __name__ == "__main__":

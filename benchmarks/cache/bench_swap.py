@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import statistics
 import sys
 import time
@@ -29,7 +28,7 @@ import pykv
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from timing import Cuda, _commit
+from timing import Cuda, write_json
 
 IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 
@@ -194,18 +193,16 @@ def main() -> None:
                 gb_per_s, of_link = share * swap.moved / seconds / 1e9, share * link / seconds
                 figures.append(Figure(method, direction, mapping, gb_per_s, of_link, 1e6 * host))
 
-    about = {"commit": _commit(), "device": Cuda().describe(), "pykv": pykv.__version__} | {
-        name: getattr(arguments, name) for name in ("blocks", "layers", "block_bytes")
-    }
-    table = Table("method", "direction", "mapping", title=f"{about['device']['name']}, {swap.moved / 1e9:.2f} GB")
+    device = Cuda()
+    table = Table("method", "direction", "mapping", title=f"{device.describe()['name']}, {swap.moved / 1e9:.2f} GB")
     for heading in ("GB/s", "of link", "host us"):
         table.add_column(heading, justify="right")
     for f in figures:
         table.add_row(f.method, f.direction, f.mapping, f"{f.gb_per_s:.1f}", f"{f.of_link:.1%}", f"{f.host_us:.0f}")
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(about | {"figures": [asdict(f) for f in figures]}, indent=1) + "\n")
+        sizes = {name: getattr(arguments, name) for name in ("blocks", "layers", "block_bytes")}
+        write_json(arguments.json, device, [asdict(f) for f in figures], **sizes)
 
 
 if __name__ == "__main__":

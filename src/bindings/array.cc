@@ -86,6 +86,14 @@ void call_deleter(PyObject* capsule) {
   }
 }
 
+void refuse_requires_grad(PyObject* tensor) {
+  static PyObject* name = interned("requires_grad");
+  PyObject* grad = PyObject_GetAttr(tensor, name);
+  if (!grad) throw py::error_already_set();
+  Py_DECREF(grad);
+  if (grad == Py_True) value_error("requires grad: autograd would not see that it is written; give tensor.detach()");
+}
+
 }  // namespace
 
 DLDataType dtype_from_numpy(PyObject* dtype) {
@@ -136,31 +144,22 @@ void Array::borrow(PyObject* object, bool written) {
   if (written && info.immutable)
     value_error(
         "a JAX array cannot be written in place: its buffer may be shared; give an array of NumPy, CuPy or torch");
+  if (written && info.is_torch) refuse_requires_grad(object);
   switch (info.protocol) {
     case Protocol::kPointer:
       tensor_ = pointer_tensor(object);
       return;
     case Protocol::kNumpy:
-      return borrow_numpy(object, written);
+      return borrow_numpy(object);
     case Protocol::kExchange:
-      if (written && info.is_torch) {
-        static PyObject* name = interned("requires_grad");
-        PyObject* grad = PyObject_GetAttr(object, name);
-        if (!grad) throw py::error_already_set();
-        Py_DECREF(grad);
-        if (grad == Py_True)
-          value_error("requires grad: autograd would not see that it is written; give tensor.detach()");
-      }
-      return borrow_exchange(object, info.api, written);
+      return borrow_exchange(object, info.api);
     case Protocol::kCupy:
       return borrow_cupy(object);
     case Protocol::kDlpack:
-      if (written && info.is_torch && py::cast<bool>(py::handle(object).attr("requires_grad")))
-        value_error("requires grad: autograd would not see that it is written; give tensor.detach()");
       pending_ = object;
       return;
     case Protocol::kCudaInterface:
-      return borrow_cuda_interface(object, written);
+      return borrow_cuda_interface(object);
     case Protocol::kNone:
       if (borrow_number(object)) return;
       type_error(
@@ -203,9 +202,9 @@ void Array::take_strides_in_bytes(int64_t itemsize) {
   tensor_.strides = strides_;
 }
 
-void Array::borrow_numpy(PyObject* object, bool written) {
+void Array::borrow_numpy(PyObject* object) {
   const auto* a = py::detail::array_proxy(object);
-  if (written && !(a->flags & py::detail::npy_api::NPY_ARRAY_WRITEABLE_))
+  if (written_ && !(a->flags & py::detail::npy_api::NPY_ARRAY_WRITEABLE_))
     value_error("is read-only, but it is written");
   if (a->nd > kMaxRank) value_error("at most 8 dimensions are supported, got " + std::to_string(a->nd));
   tensor_ = {a->data, {kDLCPU, 0}, a->nd, dtype_from_numpy(a->descr), shape_, strides_, 0};
@@ -216,8 +215,7 @@ void Array::borrow_numpy(PyObject* object, bool written) {
   take_strides_in_bytes(tensor_.dtype.bits / 8);
 }
 
-void Array::borrow_exchange(PyObject* object, const DLPackExchangeAPI* api, bool written) {
-  (void)written;
+void Array::borrow_exchange(PyObject* object, const DLPackExchangeAPI* api) {
   if (api->dltensor_from_py_object_no_sync(object, &tensor_) != 0) throw py::error_already_set();
   keep_shape();
   if (on_cuda()) {
@@ -263,10 +261,10 @@ void Array::borrow_cupy(PyObject* object) {
   producer_ = {true, PyLong_AsVoidPtr(get(stream.ptr(), pointer).ptr())};
 }
 
-void Array::borrow_cuda_interface(PyObject* object, bool written) {
+void Array::borrow_cuda_interface(PyObject* object) {
   const py::dict face = py::handle(object).attr("__cuda_array_interface__");
   const py::tuple memory = face["data"];
-  if (written && py::cast<bool>(memory[1])) value_error("is read-only, but it is written");
+  if (written_ && py::cast<bool>(memory[1])) value_error("is read-only, but it is written");
   const py::tuple sizes = face["shape"];
   const int ndim = static_cast<int>(sizes.size());
   if (ndim > kMaxRank) value_error("at most 8 dimensions are supported, got " + std::to_string(ndim));

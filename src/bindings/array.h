@@ -47,10 +47,10 @@ class Array {
   int position() const { return position_; }  // among the arguments of the call
 
  private:
-  void borrow_numpy(PyObject* object, bool written);
-  void borrow_exchange(PyObject* object, const DLPackExchangeAPI* api, bool written);
+  void borrow_numpy(PyObject* object);
+  void borrow_exchange(PyObject* object, const DLPackExchangeAPI* api);
   void borrow_cupy(PyObject* object);
-  void borrow_cuda_interface(PyObject* object, bool written);
+  void borrow_cuda_interface(PyObject* object);
   bool borrow_number(PyObject* object);
   void take_strides_in_bytes(int64_t itemsize);
   void keep_shape();

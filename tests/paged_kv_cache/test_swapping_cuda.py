@@ -7,34 +7,11 @@ import time
 
 import numpy as np
 import pytest
+from paged_kv_cache.gpu import new_stream, on, to_host
 
 import pykv
 
 LAYERS = 2
-
-
-@pytest.fixture(params=["torch", "cupy"])
-def module(request):
-    if request.config.getoption("--device") == "cpu":
-        pytest.skip("tests of the CPU are asked for")
-    if not pykv.has_cuda() or pykv._C.cuda_device_count() == 0:
-        pytest.skip("no CUDA in this pykv, or no device")
-    module = pytest.importorskip(request.param)
-    if not module.cuda.is_available():
-        pytest.skip(f"{request.param} sees no CUDA device")
-    return module
-
-
-def to_host(array):
-    return array.get() if hasattr(array, "get") else array.cpu().numpy()
-
-
-def new_stream(module):
-    return module.cuda.Stream() if module.__name__ == "torch" else module.cuda.Stream(non_blocking=True)
-
-
-def on(module, stream):
-    return module.cuda.stream(stream) if module.__name__ == "torch" else stream
 
 
 def synchronize(module):
