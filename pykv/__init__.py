@@ -23,6 +23,7 @@ from pykv.activation import (
 )
 from pykv.attention import (
     merge_attn_states,
+    merge_attn_states_n,
     paged_attention,
     paged_attention_v1,
     paged_attention_v2,
@@ -90,6 +91,7 @@ __all__ = [
     "get_num_threads",
     "has_cuda",
     "merge_attn_states",
+    "merge_attn_states_n",
     "mul_and_silu",
     "paged_attention",
     "paged_attention_v1",

@@ -270,3 +270,27 @@ def merge_attn_states(
         output_scale,
         stream,
     )
+
+
+def merge_attn_states_n(
+    output: Array,
+    partial_outputs: Array,
+    partial_lses: Array,
+    output_lse: Array | None = None,
+    output_scale: ScalarOrArray | None = None,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Merge any number of partial attentions over disjoint sets of keys, stacked in one array.
+
+    Args:
+        output: ``[num_tokens, num_heads, head_size]``, dtype of ``partial_outputs`` or, if that is float32, any of the
+            three; written.  May be one of the parts.
+        partial_outputs: ``[num_parts, num_tokens, num_heads, head_size]`` float32, float16 or bfloat16.
+        partial_lses: ``[num_parts, num_heads, num_tokens]`` float32, natural log; infinite where nothing was seen.
+        output_lse: ``[num_heads, num_tokens]`` float32; written.  May be one of ``partial_lses``.
+        output_scale: with it ``output`` is float8_e4m3fn (or uint8) and holds value / scale.
+
+    A part that saw nothing may hold anything.  Where no part saw anything the output is 0, and the lse is -inf.
+    """
+    _C.merge_attn_states_n(output, partial_outputs, partial_lses, output_lse, output_scale, stream)

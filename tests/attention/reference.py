@@ -148,3 +148,19 @@ def merge_attn_states(
     out[context:] = suffix[context:]
     lse[context:] = suffix_lse.astype(np.float64).T[context:]
     return out, lse.T
+
+
+def merge_attn_states_n(
+    partial_outputs: NDArray[np.generic], partial_lses: NDArray[np.float32]
+) -> tuple[Floats, Floats]:
+    """Stacked partial softmaxes as one.  An lse of +inf or -inf means that its part saw nothing."""
+    lses = np.where(np.isinf(partial_lses), -np.inf, partial_lses.astype(np.float64)).transpose(0, 2, 1)
+    top = np.fmax.reduce(lses, axis=0, initial=-np.inf)
+    weights = np.exp(lses - np.where(np.isneginf(top), 0, top))
+    total = weights.sum(axis=0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = (weights / total)[..., None]
+        lse = np.where(np.isneginf(top), 0, top) + np.log(total)
+    # A part of weight zero contributes nothing, whatever it holds.
+    out = np.where(weights[..., None] == 0, 0.0, partial_outputs.astype(np.float64) * shares).sum(axis=0)
+    return out, lse.T

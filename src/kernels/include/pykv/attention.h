@@ -99,4 +99,18 @@ PYKV_API pykv_status pykv_merge_attn_states(DLTensor* output, const DLTensor* pr
                                             DLTensor* output_lse, int64_t prefill_tokens_with_context,
                                             const DLTensor* output_scale, void* stream);
 
+/* Merges any number of partial attentions over disjoint sets of keys, stacked in one array.
+ *
+ *   output           [num_tokens, num_heads, head_size]; may be one of the parts
+ *   partial_outputs  [num_parts, num_tokens, num_heads, head_size]  f32 | f16 | bf16
+ *   partial_lses     [num_parts, num_heads, num_tokens] f32, natural log; +inf and -inf mean that nothing was seen
+ *   output_lse       [num_heads, num_tokens] f32, written; or NULL; may be one of partial_lses
+ *   output_scale     f32, 1 element, or NULL.  With it output is float8_e4m3fn (or uint8): value / scale.  Without it
+ *                    output has the dtype of the parts or, if that is f32, any of the three
+ *
+ * A part that saw nothing may hold anything.  Where no part saw anything (or there is none): 0, and output_lse is -inf. */
+PYKV_API pykv_status pykv_merge_attn_states_n(DLTensor* output, const DLTensor* partial_outputs,
+                                              const DLTensor* partial_lses, DLTensor* output_lse,
+                                              const DLTensor* output_scale, void* stream);
+
 #endif /* PYKV_ATTENTION_H_ */
