@@ -2,9 +2,12 @@
 
 #include <pybind11/numpy.h>
 
+#include <bit>
 #include <cstring>
 #include <string>
 #include <unordered_map>
+
+#include "pointer_map.h"
 
 namespace pykv::python {
 namespace {
@@ -64,16 +67,14 @@ TypeInfo inspect(PyTypeObject* type) {
   return {};
 }
 
-// Keyed by exact type; the types are kept alive, so that an address never means another one.  Guarded by the GIL.
+// Keyed by exact type; the types are kept alive, so that an address never means another one.
+PointerMap<TypeInfo> types;
+
 const TypeInfo& type_info(PyTypeObject* type) {
-  static auto& cache = *new std::unordered_map<PyTypeObject*, TypeInfo>;
-  auto found = cache.find(type);
-  if (found == cache.end()) {
-    const TypeInfo info = inspect(type);
-    Py_INCREF(type);
-    found = cache.emplace(type, info).first;
-  }
-  return found->second;
+  if (const TypeInfo* known = types.find(type)) return *known;
+  const TypeInfo info = inspect(type);
+  Py_INCREF(type);
+  return types.add(type, info);
 }
 
 void call_deleter(PyObject* capsule) {
@@ -97,9 +98,8 @@ void refuse_requires_grad(PyObject* tensor) {
 }  // namespace
 
 DLDataType dtype_from_numpy(PyObject* dtype) {
-  static auto& cache = *new std::unordered_map<PyObject*, DLDataType>;
-  const auto found = cache.find(dtype);
-  if (found != cache.end()) return found->second;
+  static PointerMap<DLDataType> dtypes;
+  if (const DLDataType* known = dtypes.find(dtype)) return *known;
   static const std::unordered_map<std::string, DLDataType> names = {
       {"float64", {kDLFloat, 64, 1}},
       {"float32", {kDLFloat, 32, 1}},
@@ -124,8 +124,7 @@ DLDataType dtype_from_numpy(PyObject* dtype) {
   if (!py::cast<bool>(d.attr("isnative")))
     type_error("dtype '" + std::string(py::str(d)) + "' is not in native byte order");
   Py_INCREF(dtype);
-  cache.emplace(dtype, known->second);
-  return known->second;
+  return dtypes.add(dtype, known->second);
 }
 
 Array::~Array() {
@@ -135,7 +134,8 @@ Array::~Array() {
   }
 }
 
-void Array::borrow(PyObject* object, bool written) {
+void Array::borrow(PyObject* object, bool written, int position) {
+  position_ = position;
   if (object == Py_None) return;
   none_ = false;
   written_ = written;
@@ -192,12 +192,14 @@ void Array::keep_shape() {
   tensor_.strides = strides_;
 }
 
+// Element sizes are powers of two; divisions are what a call with eight arrays would notice.
 void Array::take_strides_in_bytes(int64_t itemsize) {
+  const int log2 = std::countr_zero(static_cast<uint64_t>(itemsize));
   for (int i = 0; i < tensor_.ndim; ++i) {
-    if (shape_[i] > 1 && strides_[i] % itemsize != 0)
+    if (shape_[i] > 1 && (strides_[i] & (itemsize - 1)) != 0)
       value_error("strides must be multiples of the element size of " + std::to_string(itemsize) + " bytes, got " +
                   std::to_string(strides_[i]));
-    strides_[i] /= itemsize;
+    strides_[i] >>= log2;
   }
   tensor_.strides = strides_;
 }

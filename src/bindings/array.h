@@ -28,13 +28,13 @@ struct Producer {
 
 class Array {
  public:
-  explicit Array(int position) : position_(position) {}
+  Array() {}
   Array(const Array&) = delete;
   Array& operator=(const Array&) = delete;
   ~Array();
 
   // First pass: everything but `__dlpack__`, whose producers must be told the stream of the call.
-  void borrow(PyObject* object, bool written);
+  void borrow(PyObject* object, bool written, int position);
   // Second pass: those that were left, ordered before `stream`.
   void finish(bool stream_known, void* stream);
 
@@ -46,6 +46,8 @@ class Array {
   const Producer& producer() const { return producer_; }
   int position() const { return position_; }  // among the arguments of the call
 
+  Array* next = nullptr;  // of the call
+
  private:
   void borrow_numpy(PyObject* object);
   void borrow_exchange(PyObject* object, const DLPackExchangeAPI* api);
@@ -55,8 +57,8 @@ class Array {
   void take_strides_in_bytes(int64_t itemsize);
   void keep_shape();
 
-  int position_;
-  DLTensor tensor_{};
+  int position_ = -1;
+  DLTensor tensor_;
   int64_t shape_[kMaxRank], strides_[kMaxRank];
   float number_ = 0;
   bool none_ = true, written_ = false;

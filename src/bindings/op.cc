@@ -58,19 +58,17 @@ void raise_status(pykv_status status) {
 void* Frame::resolve_stream(const StreamChoice& choice) {
   bool known = choice.given;
   void* stream = choice.stream;
-  for (Array& a : arrays_) {
-    if (known) break;
-    if (a.get() && a.producer().known) {
-      known = true;
-      stream = a.producer().stream;
-    }
+  for (const Array* a = first_; a && !known; a = a->next) {
+    if (!a->producer().known) continue;
+    known = true;
+    stream = a->producer().stream;
   }
-  for (Array& a : arrays_) {
-    at_.position = a.position();
-    a.finish(known, stream);
+  for (Array* a = first_; a; a = a->next) {
+    at_.position = a->position();
+    a->finish(known, stream);
     // an explicit stream= is the caller's own word; otherwise every producer's work comes first
-    if (!choice.given && a.get() && a.producer().known && a.producer().stream != stream)
-      if (pykv_stream_wait(a.tensor().device, stream, a.producer().stream) != PYKV_OK)
+    if (!choice.given && a->producer().known && a->producer().stream != stream)
+      if (pykv_stream_wait(a->tensor().device, stream, a->producer().stream) != PYKV_OK)
         throw std::runtime_error(pykv_last_error());
   }
   return stream;

@@ -26,25 +26,24 @@ void raise_failure(
     const Failure& failure);            // from inside a catch block: sets the Python error, with the argument's name
 void raise_status(pykv_status status);  // sets the Python error of the last failing call
 
-// Everything that a call borrows; lives until the call is over.
+// The arrays of a call, chained: they lie where their arguments do, and nothing is allocated.
 class Frame {
  public:
   explicit Frame(Failure& at) : at_(at) {}
 
-  Array& add(PyObject* object, bool written) {
-    Array& a = arrays_.emplace_back(at_.position);
-    a.borrow(object, written);
-    return a;
+  void add(Array& array, PyObject* object, bool written) {
+    *last_ = &array;
+    last_ = &array.next;
+    array.borrow(object, written, at_.position);
   }
-  std::vector<DLTensor*>& list() { return lists_.emplace_back(); }
 
   // Decides the stream, orders the producers before it and finishes what had to wait for it.
   void* resolve_stream(const StreamChoice& choice);
 
  private:
   Failure& at_;
-  std::deque<Array> arrays_;  // addresses stay
-  std::deque<std::vector<DLTensor*>> lists_;
+  Array* first_ = nullptr;
+  Array** last_ = &first_;
 };
 
 // Argument<T>: first `take`, in order, then `get` once the stream is known.
@@ -53,30 +52,30 @@ struct Argument;
 
 template <>
 struct Argument<DLTensor*> {
-  Array* array;
-  void take(Frame& frame, PyObject* object) { array = &frame.add(object, true); }
-  DLTensor* get() { return array->get(); }
+  Array array;
+  void take(Frame& frame, PyObject* object) { frame.add(array, object, true); }
+  DLTensor* get() { return array.get(); }
 };
 
 template <>
 struct Argument<const DLTensor*> {
-  Array* array;
-  void take(Frame& frame, PyObject* object) { array = &frame.add(object, false); }
-  const DLTensor* get() { return array->get(); }
+  Array array;
+  void take(Frame& frame, PyObject* object) { frame.add(array, object, false); }
+  const DLTensor* get() { return array.get(); }
 };
 
 template <>
 struct Argument<pykv_tensor_list> {
-  std::vector<Array*> arrays;
-  std::vector<DLTensor*>* tensors;
+  std::deque<Array> arrays;  // addresses stay
+  std::vector<DLTensor*> tensors;
   void take(Frame& frame, PyObject* object) {
     if (!PyList_Check(object) && !PyTuple_Check(object)) throw py::type_error("a list or tuple of arrays is required");
-    tensors = &frame.list();
-    for (py::handle item : py::reinterpret_borrow<py::sequence>(object)) arrays.push_back(&frame.add(item.ptr(), true));
+    for (py::handle item : py::reinterpret_borrow<py::sequence>(object))
+      frame.add(arrays.emplace_back(), item.ptr(), true);
   }
   pykv_tensor_list get() {
-    for (Array* a : arrays) tensors->push_back(a->get());
-    return {tensors->data(), static_cast<int64_t>(tensors->size())};
+    for (Array& a : arrays) tensors.push_back(a.get());
+    return {tensors.data(), static_cast<int64_t>(tensors.size())};
   }
 };
 
@@ -159,11 +158,9 @@ struct Entry<kOp, pykv_status (*)(Args...)> {
     auto& last = std::get<sizeof...(Args) - 1>(arguments);
     last.stream = frame.resolve_stream(last.choice);
     at.position = -1;
-    pykv_status status;
-    {
-      const py::gil_scoped_release released;
-      status = kOp(std::get<I>(arguments).get()...);
-    }
+    PyThreadState* thread = PyEval_SaveThread();  // the C entries throw nothing
+    const pykv_status status = kOp(std::get<I>(arguments).get()...);
+    PyEval_RestoreThread(thread);
     if (status == PYKV_OK) Py_RETURN_NONE;
     raise_status(status);
     return nullptr;

@@ -27,8 +27,7 @@ struct Layout {
   int64_t chunk;
 };
 
-CacheSide side(const Tensor& data, const Tensor& cache, const Layout& layout) {
-  CacheSide s{};
+void fill(CacheSide& s, const Tensor& data, const Tensor& cache, const Layout& layout) {
   s.data = data.data();
   s.data_token = data.stride(0);
   s.data_head = data.stride(1);
@@ -40,7 +39,6 @@ CacheSide side(const Tensor& data, const Tensor& cache, const Layout& layout) {
   s.chunk_stride = cache.stride(layout.axis_chunk);
   s.chunk = layout.chunk;
   s.head_size = data.size(2);
-  return s;
 }
 
 // [NB, H, D / x, BS, x]: x elements are 16 bytes, here as in the kernels that read the cache.
@@ -81,8 +79,8 @@ pykv_status run(const char* op, const char* report, bool packed, const Arguments
     kv_format(a.kv_cache_dtype, value_cache, key.type());
     const Layout key_layout = packed ? packed_key(key_cache, d) : flash(key_cache, d, d.head_size);
     const Layout value_layout = packed ? packed_value(value_cache, d) : flash(value_cache, d, d.v_head_size);
-    args.key = side(key, key_cache, key_layout);
-    args.value = side(value, value_cache, value_layout);
+    fill(args.key, key, key_cache, key_layout);
+    fill(args.value, value, value_cache, value_layout);
     if (args.format != KvFormat::kSame) {
       args.key.scale = call.scale("k_scale", a.k_scale, d.heads);
       args.value.scale = call.scale("v_scale", a.v_scale, d.heads);

@@ -23,9 +23,12 @@ struct Index {
 struct Scale {
   static constexpr int kMaxOnHost = 128;  // heads whose scales fit into the kernel's parameters
 
-  const float* data;  // null: read values[]
-  int64_t stride;     // elements between two heads; 0 for a single scale
-  float values[kMaxOnHost];
+  const float* data = nullptr;  // null: read values[]
+  int64_t stride = 0;           // elements between two heads; 0 for a single scale
+  float values[kMaxOnHost];     // as many as there are: the rest is never written, since every call would pay for it
+
+  PYKV_HOST_DEVICE Scale() { values[0] = 1.0f; }
+  PYKV_HOST_DEVICE Scale(const float* memory, int64_t step) : data(memory), stride(step) {}
 
   PYKV_HOST_DEVICE float operator[](int64_t head) const {
     return data ? data[head * stride] : values[stride ? head : 0];

@@ -10,23 +10,16 @@
 
 namespace pykv {
 
-Tensor Call::on_device(Tensor t) {
-  const DLDevice d = t.device();
-  if (!device_known_) {
-    device_ = d;
-    device_known_ = true;
-  } else if (d.device_type != device_.device_type || d.device_id != device_.device_id) {
-    const auto name = [](DLDevice x) {
-      return x.device_type == kDLCPU ? std::string("cpu") : "cuda:" + std::to_string(x.device_id);
-    };
-    t.fail(PYKV_VALUE_ERROR, "must lie on %s like the arguments before it, got %s", name(device_).c_str(),
-           name(d).c_str());
-  }
-  return t;
+void Call::fail_device(const Tensor& t) const {
+  const auto name = [](DLDevice x) {
+    return x.device_type == kDLCPU ? std::string("cpu") : "cuda:" + std::to_string(x.device_id);
+  };
+  t.fail(PYKV_VALUE_ERROR, "must lie on %s like the arguments before it, got %s", name(device_).c_str(),
+         name(t.device()).c_str());
 }
 
 Scale Call::scale(const char* name, const DLTensor* t, int64_t heads) {
-  Scale s{nullptr, 0, {1.0f}};
+  Scale s;
   if (!t) return s;
   Tensor x(name, t);
   x.rank_between(0, 1).dtype({DType::kFloat32});
@@ -39,10 +32,10 @@ Scale Call::scale(const char* name, const DLTensor* t, int64_t heads) {
   const int64_t step = count == 1 ? 0 : x.stride(0);
   if (x.device().device_type == kDLCUDA) {
     on_device(x);
-    return {static_cast<const float*>(x.data()), step, {}};
+    return {static_cast<const float*>(x.data()), step};
   }
   const float* host = static_cast<const float*>(x.data());
-  if (!on_cuda()) return {host, step, {}};
+  if (!on_cuda()) return {host, step};
   if (count > Scale::kMaxOnHost)
     x.fail(PYKV_NOT_IMPLEMENTED, "more than %d scales must lie on the device, got %" PRId64 " on the host",
            Scale::kMaxOnHost, count);

@@ -33,8 +33,12 @@ class Call {
   explicit Call(const char* op) : op_(op) {}
 
   // An array on the device of the call.  The first array that names a device decides it.
-  Tensor read(const char* name, const DLTensor* t) { return on_device(Tensor(name, t)); }
-  Tensor write(const char* name, DLTensor* t) { return on_device(Tensor(name, t)); }
+  Tensor read(const char* name, const DLTensor* t) {
+    const Tensor x(name, t);
+    on_device(x);
+    return x;
+  }
+  Tensor write(const char* name, DLTensor* t) { return read(name, t); }
   // An array anywhere: the op looks after its device itself.
   Tensor anywhere(const char* name, const DLTensor* t) { return Tensor(name, t); }
 
@@ -78,7 +82,13 @@ class Call {
     int previous_ = -1;
   };
 
-  Tensor on_device(Tensor t);
+  void on_device(const Tensor& t) {
+    const DLDevice d = t.device();
+    if (!device_known_) device_ = d;
+    device_known_ = true;
+    if (d.device_type != device_.device_type || d.device_id != device_.device_id) fail_device(t);
+  }
+  [[noreturn]] void fail_device(const Tensor& t) const;
 
   const char* op_;
   DLDevice device_{kDLCPU, -1};

@@ -78,13 +78,9 @@ Tensor::Tensor(const char* name, const DLTensor* t) : name_(name) {
       pykv::fail(PYKV_VALUE_ERROR, "%s: must lie on the CPU or on a CUDA device, got DLPack device type %d", name,
                  static_cast<int>(t->device.device_type));
   }
-  int64_t compact = 1;
-  for (int i = ndim_ - 1; i >= 0; --i) {
+  strides_ = t->strides;
+  for (int i = 0; i < ndim_; ++i)
     if (shape_[i] < 0) pykv::fail(PYKV_VALUE_ERROR, "%s: dimension %d is negative: %" PRId64, name, i, shape_[i]);
-    // the stride of a dimension of one element says nothing: make it what a compact array would have
-    strides_[i] = t->strides && shape_[i] != 1 ? t->strides[i] : compact;
-    compact *= shape_[i] > 0 ? shape_[i] : 1;
-  }
   if (!t->data && numel() > 0)
     pykv::fail(PYKV_VALUE_ERROR, "%s: has shape %s but no memory (a fake, lazy or freed array?)", name,
                shape_string().c_str());
@@ -105,31 +101,28 @@ std::string Tensor::shape_string() const {
   return s + "]";
 }
 
+int64_t Tensor::compact_stride(int axis) const {
+  int64_t n = 1;
+  for (int i = axis + 1; i < ndim_; ++i) n *= shape_[i] > 0 ? shape_[i] : 1;
+  return n;
+}
+
 int64_t Tensor::numel() const {
   int64_t n = 1;
   for (int i = 0; i < ndim_; ++i) n *= shape_[i];
   return n;
 }
 
-Tensor& Tensor::rank(int wanted) { return rank_between(wanted, wanted); }
-
-Tensor& Tensor::rank_between(int low, int high) {
-  if (ndim_ >= low && ndim_ <= high) return *this;
+void Tensor::fail_rank(int low, int high) const {
   if (low == high) fail(PYKV_VALUE_ERROR, "must have %d dimensions, got shape %s", low, shape_string().c_str());
   fail(PYKV_VALUE_ERROR, "must have %d to %d dimensions, got shape %s", low, high, shape_string().c_str());
 }
 
-Tensor& Tensor::dim(int axis, Dim& d) {
-  const int at = axis < 0 ? axis + ndim_ : axis;
-  if (at < 0 || at >= ndim_)
+void Tensor::fail_dim(int axis, const Dim& d) const {
+  if (axis < 0 || axis >= ndim_)
     fail(PYKV_VALUE_ERROR, "must have a dimension for %s, got shape %s", d.name(), shape_string().c_str());
-  if (!d.bound()) {
-    d.bind(shape_[at]);
-  } else if (shape_[at] != d) {
-    fail(PYKV_VALUE_ERROR, "dimension %d must equal %s = %" PRId64 ", got shape %s", at, d.name(),
-         static_cast<int64_t>(d), shape_string().c_str());
-  }
-  return *this;
+  fail(PYKV_VALUE_ERROR, "dimension %d must equal %s = %" PRId64 ", got shape %s", axis, d.name(),
+       static_cast<int64_t>(d), shape_string().c_str());
 }
 
 Tensor& Tensor::dtype(std::initializer_list<DType> allowed) {
@@ -152,17 +145,16 @@ Tensor& Tensor::same_shape(const Tensor& other) {
 }
 
 Tensor& Tensor::contiguous_rows() {
-  if (ndim_ > 0 && numel() > 0 && strides_[ndim_ - 1] != 1)
-    fail(PYKV_VALUE_ERROR, "the last dimension must be contiguous (stride 1), got stride %" PRId64,
-         strides_[ndim_ - 1]);
+  if (ndim_ > 0 && numel() > 0 && stride(ndim_ - 1) != 1)
+    fail(PYKV_VALUE_ERROR, "the last dimension must be contiguous (stride 1), got stride %" PRId64, stride(ndim_ - 1));
   return *this;
 }
 
 Tensor& Tensor::contiguous() {
   int64_t compact = 1;
   for (int i = ndim_ - 1; i >= 0 && numel() > 0; --i) {
-    if (strides_[i] != compact)
-      fail(PYKV_VALUE_ERROR, "must be contiguous, got stride %" PRId64 " for dimension %d of shape %s", strides_[i], i,
+    if (stride(i) != compact)
+      fail(PYKV_VALUE_ERROR, "must be contiguous, got stride %" PRId64 " for dimension %d of shape %s", stride(i), i,
            shape_string().c_str());
     compact *= shape_[i];
   }
@@ -171,7 +163,7 @@ Tensor& Tensor::contiguous() {
 
 Tensor& Tensor::no_overlap_within() {
   for (int i = 0; i < ndim_; ++i)
-    if (shape_[i] > 1 && strides_[i] == 0 && numel() > 0)
+    if (shape_[i] > 1 && stride(i) == 0 && numel() > 0)
       fail(PYKV_VALUE_ERROR, "is written, but dimension %d of shape %s has stride 0 (an expanded view?)", i,
            shape_string().c_str());
   return *this;
@@ -179,7 +171,7 @@ Tensor& Tensor::no_overlap_within() {
 
 Index Tensor::index() {
   dtype({DType::kInt64, DType::kInt32});
-  return {data_, ndim_ ? strides_[ndim_ - 1] : 1, dtype_ == DType::kInt64};
+  return {data_, ndim_ ? stride(ndim_ - 1) : 1, dtype_ == DType::kInt64};
 }
 
 Rows Tensor::rows() const {
@@ -187,13 +179,13 @@ Rows Tensor::rows() const {
   int used = 0;
   for (int i = ndim_ - 2; i >= 0; --i) {
     if (shape_[i] == 1) continue;
-    if (used > 0 && strides_[i] == sizes[used - 1] * strides[used - 1]) {
+    if (used > 0 && stride(i) == sizes[used - 1] * strides[used - 1]) {
       sizes[used - 1] *= shape_[i];
       continue;
     }
     if (used == 3) fail(PYKV_NOT_IMPLEMENTED, "at most 3 leading dimensions with independent strides are supported");
     sizes[used] = shape_[i];
-    strides[used++] = strides_[i];
+    strides[used++] = stride(i);
   }
   switch (used) {
     case 0:

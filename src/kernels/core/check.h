@@ -26,7 +26,7 @@ class Dim {
 
 inline constexpr std::initializer_list<DType> kFloats = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
 
-// An argument under inspection: a DLTensor with its name, its dtype and its strides spelled out.  A null argument fails
+// An argument under inspection: a DLTensor with its name, its dtype and its strides made plain.  A null argument fails
 // on construction; ask `if (alibi_slopes)` first where an argument is optional.
 class Tensor {
  public:
@@ -42,9 +42,18 @@ class Tensor {
     (dim(axis++, dims), ...);
     return *this;
   }
-  Tensor& rank(int wanted);
-  Tensor& rank_between(int low, int high);
-  Tensor& dim(int axis, Dim& d);  // axis < 0 counts from the end
+  Tensor& rank(int wanted) { return rank_between(wanted, wanted); }
+  Tensor& rank_between(int low, int high) {
+    if (ndim_ < low || ndim_ > high) fail_rank(low, high);
+    return *this;
+  }
+  Tensor& dim(int axis, Dim& d) {  // axis < 0 counts from the end
+    const int at = axis < 0 ? axis + ndim_ : axis;
+    if (at < 0 || at >= ndim_) fail_dim(at, d);
+    if (!d.bound()) d.bind(shape_[at]);
+    if (shape_[at] != d) fail_dim(at, d);
+    return *this;
+  }
   Tensor& last_dim(Dim& d) { return dim(-1, d); }
   Tensor& dtype(std::initializer_list<DType> allowed);
   Tensor& like(const Tensor& other);        // the same dtype
@@ -58,7 +67,11 @@ class Tensor {
   DLDevice device() const { return device_; }  // kDLCPU or kDLCUDA
   int ndim() const { return ndim_; }
   int64_t size(int axis) const { return shape_[axis < 0 ? axis + ndim_ : axis]; }
-  int64_t stride(int axis) const { return strides_[axis < 0 ? axis + ndim_ : axis]; }  // elements
+  // In elements.  The stride of a dimension of one element says nothing: it is what a compact array would have.
+  int64_t stride(int axis) const {
+    const int i = axis < 0 ? axis + ndim_ : axis;
+    return strides_ && shape_[i] != 1 ? strides_[i] : compact_stride(i);
+  }
   int64_t numel() const;
   void* data() const { return data_; }
 
@@ -71,13 +84,17 @@ class Tensor {
   [[noreturn]] __attribute__((format(printf, 3, 4))) void fail(pykv_status status, const char* format, ...) const;
 
  private:
+  int64_t compact_stride(int axis) const;
+  [[noreturn]] void fail_rank(int low, int high) const;
+  [[noreturn]] void fail_dim(int axis, const Dim& d) const;
+
   const char* name_;
   void* data_;
   DLDevice device_;
   DType dtype_;
   int ndim_;
   const int64_t* shape_;
-  int64_t strides_[kMaxRank];
+  const int64_t* strides_;  // null: compact
 };
 
 // What a cache of the given kv_cache_dtype string holds, checked against the dtypes of the cache and of the data.
