@@ -8,7 +8,7 @@
 
 #include "cuda/device.h"
 #include "cuda/launch.h"
-#include "cuda/vec.cuh"
+#include "cuda/rotation.cuh"
 #include "rotary/rotary_embedding.h"
 
 namespace pykv {
@@ -16,51 +16,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-template <int kSize>
-struct Angles {
-  Vec<float, kSize> cosines, sines;
-};
-
-// kSize cosines and sines from frequency `i` on, of a position inside the cache.
-template <int kSize>
-__device__ Angles<kSize> load_angles(const RotaryEmbeddingArgs& args, int64_t position, int i) {
-  const int half_dim = static_cast<int>(args.rotary_dim) / 2;
-  const auto load = [&]<class C>() {
-    using V = Vec<C, kSize>;
-    const C* row = static_cast<const C*>(args.cos_sin_cache) + position * args.cache_stride;
-    const V cosines = load_vec<V>(row + i), sines = load_vec<V>(row + half_dim + i);  // both before either is used
-    return Angles<kSize>{to_floats(cosines), to_floats(sines)};
-  };
-  switch (args.cache_dtype) {
-    case DType::kFloat16:
-      return load.template operator()<half>();
-    case DType::kBFloat16:
-      return load.template operator()<bf16>();
-    default:
-      return load.template operator()<float>();
-  }
-}
-
-// A position on its way, as the words it consists of.
-class PositionLoad {
- public:
-  __device__ PositionLoad(const Index& positions, int64_t at) {
-    const int32_t* words = static_cast<const int32_t*>(positions.data);
-    low_ = words[positions.is_int64 ? 2 * at : at];
-    high_ = words[positions.is_int64 ? 2 * at + 1 : at];
-  }
-  // Waits for it; what was started before stays before.
-  __device__ int64_t wait(bool is_int64) {
-    asm volatile("" : "+r"(low_), "+r"(high_));
-    return is_int64 ? int64_t{high_} << 32 | static_cast<uint32_t>(low_) : int64_t{low_};
-  }
-
- private:
-  int32_t low_, high_;
-};
-
 template <class T, int kSize, bool kNeox, int kHeads>
-__global__ __launch_bounds__(kThreads, 3) void rotary_embedding_kernel(const __grid_constant__ RotaryEmbeddingArgs args,
+__global__ __launch_bounds__(kThreads, 3) void rotary_embedding_kernel(const __grid_constant__ Rotation args,
                                                                        Reporter report) {
   using V = Vec<T, kSize>;
   const int64_t t = int64_t{blockIdx.x} * blockDim.z + threadIdx.z;
@@ -109,25 +66,16 @@ __global__ __launch_bounds__(kThreads, 3) void rotary_embedding_kernel(const __g
 #pragma unroll
       for (int k = 0; k < kHeads; ++k) {
         if (first + k * static_cast<int>(blockDim.y) >= num_heads) continue;
-        const Vec<float, kSize> given[2] = {to_floats(v[k][0]), to_floats(v[k][1])};
-        Vec<float, kSize> rotated[2];
-#pragma unroll
-        for (int j = 0; j < kSize; ++j) {
-          // element j of x and of y: side by side in two vectors (NeoX), or in turn
-          const int at_x = kNeox ? j : 2 * j, at_y = kNeox ? kSize + j : 2 * j + 1;
-          const float x = given[at_x / kSize][at_x % kSize], y = given[at_y / kSize][at_y % kSize];
-          rotated[at_x / kSize][at_x % kSize] = x * angles.cosines[j] - y * angles.sines[j];
-          rotated[at_y / kSize][at_y % kSize] = y * angles.cosines[j] + x * angles.sines[j];
-        }
-        store_vec(heads[k] + low, round_to<T>(rotated[0]));
-        store_vec(heads[k] + high, round_to<T>(rotated[1]));
+        rotate<kNeox>(v[k][0], v[k][1], angles);
+        store_vec(heads[k] + low, v[k][0]);
+        store_vec(heads[k] + high, v[k][1]);
       }
     }
   }
 }
 
 template <class T, int kSize>
-void run(const RotaryEmbeddingArgs& args, const Launch& launch) {
+void run(const Rotation& args, const Launch& launch) {
   const int64_t vectors = args.rotary_dim / 2 / kSize, heads = args.query.num_heads + args.key.num_heads;
   const auto start = [&]<bool kNeox, int kHeads>() {
     dim3 block;
@@ -136,8 +84,8 @@ void run(const RotaryEmbeddingArgs& args, const Launch& launch) {
     block.z = std::min(kThreads / (block.x * block.y), 64u);
     const int64_t blocks = (args.num_tokens + block.z - 1) / block.z;
     if (blocks > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "positions: at most 2^31 - 1 tokens are supported");
-    rotary_embedding_kernel<T, kSize, kNeox, kHeads><<<static_cast<unsigned>(blocks), block, 0, stream_of(launch)>>>(
-        args, launch.reporter("rotary_embedding: positions"));
+    rotary_embedding_kernel<T, kSize, kNeox, kHeads>
+        <<<static_cast<unsigned>(blocks), block, 0, stream_of(launch)>>>(args, launch.reporter(args.report));
   };
   // What does not fill the chip is spread over as many threads as possible.
   const bool fills = vectors * heads * args.num_tokens > int64_t{num_sms(launch.device)} * 1024;
@@ -150,23 +98,14 @@ void run(const RotaryEmbeddingArgs& args, const Launch& launch) {
   });
 }
 
-// Whether vectors of `count` elements divide the rotary dimension and are aligned in every head and every cache row.
-bool fits(const RotaryEmbeddingArgs& args, int count) {
-  const int64_t half_dim = args.rotary_dim / 2;
-  if (half_dim % count != 0) return false;
-  const int64_t size = static_cast<int64_t>(size_of(args.dtype)),
-                cache_size = static_cast<int64_t>(size_of(args.cache_dtype));
-  const auto aligned = [&](const RotaryHeads& h) {
-    return h.num_heads == 0 || is_aligned(count * size, h.data, {h.batch * size, h.token * size, h.head * size});
-  };
-  return aligned(args.query) && aligned(args.key) &&
-         is_aligned(std::min<int64_t>(count * cache_size, kAccessBytes), args.cos_sin_cache,
-                    {args.cache_stride * cache_size, half_dim * cache_size});
+bool fits(const Rotation& args, int count) {
+  const int64_t size = static_cast<int64_t>(size_of(args.dtype));
+  return angles_fit(args, count) && heads_fit(args.query, size, count) && heads_fit(args.key, size, count);
 }
 
 }  // namespace
 
-void rotary_embedding_cuda(const RotaryEmbeddingArgs& args, const Launch& launch) {
+void rotary_embedding_cuda(const Rotation& args, const Launch& launch) {
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
     if (fits(args, kPackSize<T>)) {
       run<T, kPackSize<T>>(args, launch);
