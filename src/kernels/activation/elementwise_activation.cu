@@ -5,6 +5,7 @@
 #include "activation/activations.cuh"
 #include "activation/elementwise_activation.h"
 #include "activation/row_tiles.cuh"
+#include "cuda/dependent.cuh"
 
 namespace pykv {
 namespace {
@@ -24,14 +25,32 @@ struct Relu2 {
   __device__ float operator()(float x) const { return x <= 0.0f ? 0.0f : x * x; }  // NaN stays
 };
 
+// Below zero an * expm1(min(x, eps)) + (beta - an) * x: expm1 by its series near zero, where the difference would cancel.
 struct Xielu {
-  float alpha_p, alpha_n, beta, eps;
+  float alpha_p, alpha_n, beta, slope, eps;
   __device__ explicit Xielu(const ElementwiseActivationArgs& args)
-      : alpha_p(softplus(args.alpha_p)), alpha_n(args.beta + softplus(args.alpha_n)), beta(args.beta), eps(args.eps) {}
-  __device__ static float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
+      : alpha_p(softplus(args.alpha_p)),
+        alpha_n(args.beta + softplus(args.alpha_n)),
+        beta(args.beta),
+        slope(beta - alpha_n),
+        eps(args.eps) {}
+  // max(x, 0) + log(1 + e), e = exp(-|x|), by the series of 2 atanh(e / (2 + e)).
+  __device__ static float softplus(float x) {
+    const float e = expf(-fabsf(x)), s = e * reciprocal(2.0f + e), s2 = s * s;
+    float sum = fmaf(s2, 0.15384615f, 0.18181818f);
+    sum = fmaf(sum, s2, 0.22222222f);
+    sum = fmaf(sum, s2, 0.28571429f);
+    sum = fmaf(sum, s2, 0.4f);
+    sum = fmaf(sum, s2, 0.66666667f);
+    sum = fmaf(sum, s2, 2.0f);
+    return fmaf(s, sum, fmaxf(x, 0.0f));
+  }
   __device__ float operator()(float x) const {
-    const float curve = x > 0.0f ? alpha_p * x * x : (expm1f(eps < x ? eps : x) - x) * alpha_n;  // NaN stays
-    return fmaf(beta, x, curve);
+    const float m = fminf(x, eps);  // eps where x is NaN: slope * x brings that back
+    const float far = fmaf(alpha_n, power_of_2(m * 1.44269504f), -alpha_n);
+    const float near = alpha_n * fmaf(m * m, fmaf(m, fmaf(m, 0.041666667f, 0.16666667f), 0.5f), m);
+    const float negative = fmaf(slope, x, m > -0.0625f ? near : far);
+    return x > 0.0f ? x * fmaf(alpha_p, x, beta) : negative;
   }
 };
 
@@ -39,6 +58,7 @@ template <class T, class Op, int kSize, int kVectors>
 __global__ __launch_bounds__(kTileThreads) void elementwise_activation_kernel(
     const __grid_constant__ ElementwiseActivationArgs args, unsigned tiles) {
   using V = Vec<T, kSize>;
+  begin_dependent();
   const int64_t row = int64_t{blockIdx.x / tiles} * blockDim.y + threadIdx.y;
   if (row >= args.num_rows) return;
   const int64_t first = (int64_t{blockIdx.x % tiles} * (blockDim.x * kVectors) + threadIdx.x) * kSize;
@@ -62,7 +82,7 @@ __global__ __launch_bounds__(kTileThreads) void elementwise_activation_kernel(
 }
 
 template <class Op>
-void run(const ElementwiseActivationArgs& args, const Launch& launch) {
+void run(const char* op, const ElementwiseActivationArgs& args, const Launch& launch) {
   const int64_t size = static_cast<int64_t>(size_of(args.dtype));
   const auto aligned = [&](int64_t bytes) {
     return rows_aligned(bytes, args.input, args.input_rows, size) &&
@@ -70,8 +90,8 @@ void run(const ElementwiseActivationArgs& args, const Launch& launch) {
   };
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
     tile_rows<T>(aligned, args.width, args.num_rows, launch.device, [&]<int kSize, int kVectors>(RowTiles tiles) {
-      elementwise_activation_kernel<T, Op, kSize, kVectors>
-          <<<tiles.blocks, tiles.block, 0, stream_of(launch)>>>(args, tiles.tiles);
+      launch_dependent(elementwise_activation_kernel<T, Op, kSize, kVectors>, tiles.blocks, tiles.block, launch, op,
+                       args, tiles.tiles);
     });
   });
 }
@@ -79,23 +99,15 @@ void run(const ElementwiseActivationArgs& args, const Launch& launch) {
 }  // namespace
 
 void gelu_tanh_cuda(const ElementwiseActivationArgs& args, const Launch& launch) {
-  run<GeluTanh>(args, launch);
-  check_launch("gelu_tanh");
+  run<GeluTanh>("gelu_tanh", args, launch);
 }
 
 void gelu_quick_cuda(const ElementwiseActivationArgs& args, const Launch& launch) {
-  run<GeluQuick>(args, launch);
-  check_launch("gelu_quick");
+  run<GeluQuick>("gelu_quick", args, launch);
 }
 
-void relu2_cuda(const ElementwiseActivationArgs& args, const Launch& launch) {
-  run<Relu2>(args, launch);
-  check_launch("relu2");
-}
+void relu2_cuda(const ElementwiseActivationArgs& args, const Launch& launch) { run<Relu2>("relu2", args, launch); }
 
-void xielu_cuda(const ElementwiseActivationArgs& args, const Launch& launch) {
-  run<Xielu>(args, launch);
-  check_launch("xielu");
-}
+void xielu_cuda(const ElementwiseActivationArgs& args, const Launch& launch) { run<Xielu>("xielu", args, launch); }
 
 }  // namespace pykv

@@ -62,10 +62,10 @@ void relu2_cpu(const ElementwiseActivationArgs& args, const Launch&) {
 
 void xielu_cpu(const ElementwiseActivationArgs& args, const Launch&) {
   const float beta = args.beta, eps = args.eps;
-  const float alpha_p = softplus(args.alpha_p), alpha_n = beta + softplus(args.alpha_n);
+  const float alpha_p = softplus(args.alpha_p), alpha_n = beta + softplus(args.alpha_n), slope = beta - alpha_n;
   run(args, [=](Floats x) {
     const Floats most = eps < x ? splat(eps) : x;  // in this order NaN stays
-    return (x > 0.0f ? alpha_p * x * x : (expm1(most) - x) * alpha_n) + beta * x;
+    return x > 0.0f ? x * (alpha_p * x + beta) : alpha_n * expm1(most) + slope * x;
   });
 }
 

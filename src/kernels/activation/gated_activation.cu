@@ -25,18 +25,15 @@ struct GeluTanhAndMul : Halves {
 }  // namespace
 
 void silu_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch) {
-  run_in_vectors<SiluAndMul>(args, launch);
-  check_launch("silu_and_mul");
+  run_in_vectors<SiluAndMul>("silu_and_mul", args, launch);
 }
 
 void gelu_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch) {
-  run_in_vectors<GeluAndMul>(args, launch);
-  check_launch("gelu_and_mul");
+  run_in_vectors<GeluAndMul>("gelu_and_mul", args, launch);
 }
 
 void gelu_tanh_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch) {
-  run_in_vectors<GeluTanhAndMul>(args, launch);
-  check_launch("gelu_tanh_and_mul");
+  run_in_vectors<GeluTanhAndMul>("gelu_tanh_and_mul", args, launch);
 }
 
 }  // namespace pykv

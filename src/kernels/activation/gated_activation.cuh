@@ -14,7 +14,7 @@
 #include "activation/activations.cuh"
 #include "activation/gated_activation.h"
 #include "activation/row_tiles.cuh"
-#include "cuda/launch.h"
+#include "cuda/dependent.cuh"
 #include "cuda/vec.cuh"
 
 namespace pykv {
@@ -46,6 +46,7 @@ template <class T, template <class> class Op, int kSize, int kVectors>
 __global__ __launch_bounds__(kTileThreads) void gated_activation_kernel(
     const __grid_constant__ GatedActivationArgs args, unsigned tiles) {
   using V = Vec<T, kSize>;
+  begin_dependent();
   const int64_t row = int64_t{blockIdx.x / tiles} * blockDim.y + threadIdx.y;
   if (row >= args.num_rows) return;
   const int64_t first = (int64_t{blockIdx.x % tiles} * (blockDim.x * kVectors) + threadIdx.x) * kSize;
@@ -82,7 +83,7 @@ __global__ __launch_bounds__(kTileThreads) void gated_activation_kernel(
 
 // The widest vectors that are aligned in every row of both arrays, and divide a row.
 template <template <class> class Op>
-void run_in_vectors(const GatedActivationArgs& args, const Launch& launch) {
+void run_in_vectors(const char* op, const GatedActivationArgs& args, const Launch& launch) {
   const int64_t size = static_cast<int64_t>(size_of(args.dtype));
   const auto aligned = [&](int64_t bytes) {
     return rows_aligned(bytes, args.input, args.input_rows, size) &&
@@ -90,8 +91,8 @@ void run_in_vectors(const GatedActivationArgs& args, const Launch& launch) {
   };
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
     tile_rows<T>(aligned, args.width, args.num_rows, launch.device, [&]<int kSize, int kVectors>(RowTiles tiles) {
-      gated_activation_kernel<T, Op, kSize, kVectors>
-          <<<tiles.blocks, tiles.block, 0, stream_of(launch)>>>(args, tiles.tiles);
+      launch_dependent(gated_activation_kernel<T, Op, kSize, kVectors>, tiles.blocks, tiles.block, launch, op, args,
+                       tiles.tiles);
     });
   });
 }

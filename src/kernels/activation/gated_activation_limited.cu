@@ -48,23 +48,19 @@ struct SwiglustepAndMul {
 }  // namespace
 
 void silu_and_mul_with_clamp_cuda(const GatedActivationArgs& args, const Launch& launch) {
-  run_in_vectors<SiluAndMulWithClamp>(args, launch);
-  check_launch("silu_and_mul_with_clamp");
+  run_in_vectors<SiluAndMulWithClamp>("silu_and_mul_with_clamp", args, launch);
 }
 
 void fatrelu_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch) {
-  run_in_vectors<FatreluAndMul>(args, launch);
-  check_launch("fatrelu_and_mul");
+  run_in_vectors<FatreluAndMul>("fatrelu_and_mul", args, launch);
 }
 
 void swigluoai_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch) {
-  run_in_vectors<SwigluoaiAndMul>(args, launch);
-  check_launch("swigluoai_and_mul");
+  run_in_vectors<SwigluoaiAndMul>("swigluoai_and_mul", args, launch);
 }
 
 void swiglustep_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch) {
-  run_in_vectors<SwiglustepAndMul>(args, launch);
-  check_launch("swiglustep_and_mul");
+  run_in_vectors<SwiglustepAndMul>("swiglustep_and_mul", args, launch);
 }
 
 }  // namespace pykv

@@ -1,5 +1,13 @@
 // Programmatic dependent launch (sm_90 and later): a kernel comes up while the one before it in the stream still runs.
+//
+// Every thread of such a kernel waits before it touches memory, and before it returns: the kernel after it takes the end
+// of this one for the end of all before.
 #pragma once
+
+#include <type_traits>
+
+#include "cuda/device.h"
+#include "cuda/launch.h"
 
 namespace pykv {
 
@@ -15,6 +23,28 @@ __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+// What a kernel begins with that launch_dependent launches.
+__device__ inline void begin_dependent() {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+}
+
+// Launches a kernel that begins with begin_dependent().
+template <class... Parameters>
+void launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, const Launch& launch, const char* op,
+                      const std::type_identity_t<Parameters>&... parameters) {
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream_of(launch);
+  config.attrs = &overlap;
+  config.numAttrs = overlaps_kernels(launch.device) ? 1 : 0;
+  cuda_check(cudaLaunchKernelEx(&config, kernel, parameters...), op);
 }
 
 }  // namespace pykv

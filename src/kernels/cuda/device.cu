@@ -26,6 +26,21 @@ void check_device(int device) {
   if (device < 0 || device >= kMaxDevices) fail(PYKV_VALUE_ERROR, "CUDA device %d does not exist", device);
 }
 
+// An attribute that is never 0, asked for once a device.
+struct Cached {
+  std::atomic<int> values[kMaxDevices];
+
+  int get(cudaDeviceAttr attribute, int device) {
+    check_device(device);
+    int value = values[device].load(std::memory_order_relaxed);
+    if (value == 0) {
+      cuda_check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+      values[device].store(value, std::memory_order_relaxed);
+    }
+    return value;
+  }
+};
+
 }  // namespace
 
 int device_count() {
@@ -38,14 +53,13 @@ int device_count() {
 }
 
 int num_sms(int device) {
-  static std::atomic<int> cached[kMaxDevices];
-  check_device(device);
-  int n = cached[device].load(std::memory_order_relaxed);
-  if (n == 0) {
-    cuda_check(cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-    cached[device].store(n, std::memory_order_relaxed);
-  }
-  return n;
+  static Cached cached;
+  return cached.get(cudaDevAttrMultiProcessorCount, device);
+}
+
+bool overlaps_kernels(int device) {
+  static Cached cached;
+  return cached.get(cudaDevAttrComputeCapabilityMajor, device) >= 9;
 }
 
 int enter_device(int device) {
