@@ -2,19 +2,11 @@
 
 #include <cinttypes>
 
-#include "core/call.h"
+#include "cache/reshape_and_cache_inputs.h"
 #include "pykv/cache.h"
 
 namespace pykv {
 namespace {
-
-struct Arguments {
-  const DLTensor *key, *value;
-  DLTensor *key_cache, *value_cache;
-  const DLTensor* slot_mapping;
-  const char* kv_cache_dtype;
-  const DLTensor *k_scale, *v_scale;
-};
 
 struct Sizes {
   Dim rows{"num_rows"}, heads{"num_kv_heads"}, head_size{"head_size"}, v_head_size{"v_head_size"};
@@ -65,47 +57,52 @@ Layout flash(Tensor& cache, Sizes& d, Dim& head_size) {
   return cache.stride(3) == 1 ? Layout{1, 2, 3, head_size} : Layout{1, 2, 3, 1};
 }
 
-pykv_status run(const char* op, const char* report, bool packed, const Arguments& a, void* stream) {
+pykv_status run(const char* op, const char* report, bool packed, const ReshapeAndCacheInputs& inputs, void* stream) {
   return guarded(op, [&](Call& call) {
-    Sizes d;
-    Tensor key = call.read("key", a.key).shape(d.rows, d.heads, d.head_size).dtype(kFloats);
-    Dim value_rows{"num_rows of value"};
-    Tensor value = call.read("value", a.value).shape(value_rows, d.heads, d.v_head_size).like(key);
-    Tensor key_cache = call.write("key_cache", a.key_cache).no_overlap_within();
-    Tensor value_cache = call.write("value_cache", a.value_cache).no_overlap_within();
-
     ReshapeAndCacheArgs args{};
-    args.format = kv_format(a.kv_cache_dtype, key_cache, key.type());
-    kv_format(a.kv_cache_dtype, value_cache, key.type());
-    const Layout key_layout = packed ? packed_key(key_cache, d) : flash(key_cache, d, d.head_size);
-    const Layout value_layout = packed ? packed_value(value_cache, d) : flash(value_cache, d, d.v_head_size);
-    fill(args.key, key, key_cache, key_layout);
-    fill(args.value, value, value_cache, value_layout);
-    if (args.format != KvFormat::kSame) {
-      args.key.scale = call.scale("k_scale", a.k_scale, d.heads);
-      args.value.scale = call.scale("v_scale", a.v_scale, d.heads);
-    }
-
-    Dim tokens{"num_tokens"};
-    Tensor slots = call.read("slot_mapping", a.slot_mapping).shape(tokens);
-    args.slots = slots.index();
-    for (const Tensor* t : {&key, &value})
-      if (t->size(0) < tokens)
-        t->fail(PYKV_VALUE_ERROR, "must have a row for each of the %" PRId64 " slots of slot_mapping, got shape %s",
-                static_cast<int64_t>(tokens), t->shape_string().c_str());
-
     args.report = report;
-    args.dtype = key.type();
-    args.num_tokens = tokens;
-    args.num_heads = d.heads;
-    args.num_blocks = d.blocks;
-    args.block_size = d.block_size;
-    if (tokens == 0 || d.heads == 0) return;
+    take_inputs(args, call, packed, inputs);
+    if (args.num_tokens == 0 || args.num_heads == 0) return;
     call.run(stream, args, reshape_and_cache_cpu, PYKV_CUDA(reshape_and_cache_cuda));
   });
 }
 
 }  // namespace
+
+void take_inputs(ReshapeAndCacheArgs& args, Call& call, bool packed, const ReshapeAndCacheInputs& a) {
+  Sizes d;
+  Tensor key = call.read("key", a.key).shape(d.rows, d.heads, d.head_size).dtype(kFloats);
+  Dim value_rows{"num_rows of value"};
+  Tensor value = call.read("value", a.value).shape(value_rows, d.heads, d.v_head_size).like(key);
+  Tensor key_cache = call.write("key_cache", a.key_cache).no_overlap_within();
+  Tensor value_cache = call.write("value_cache", a.value_cache).no_overlap_within();
+
+  args.format = kv_format(a.kv_cache_dtype, key_cache, key.type());
+  kv_format(a.kv_cache_dtype, value_cache, key.type());
+  const Layout key_layout = packed ? packed_key(key_cache, d) : flash(key_cache, d, d.head_size);
+  const Layout value_layout = packed ? packed_value(value_cache, d) : flash(value_cache, d, d.v_head_size);
+  fill(args.key, key, key_cache, key_layout);
+  fill(args.value, value, value_cache, value_layout);
+  if (args.format != KvFormat::kSame) {
+    args.key.scale = call.scale("k_scale", a.k_scale, d.heads);
+    args.value.scale = call.scale("v_scale", a.v_scale, d.heads);
+  }
+
+  Dim tokens{"num_tokens"};
+  Tensor slots = call.read("slot_mapping", a.slot_mapping).shape(tokens);
+  args.slots = slots.index();
+  for (const Tensor* t : {&key, &value})
+    if (t->size(0) < tokens)
+      t->fail(PYKV_VALUE_ERROR, "must have a row for each of the %" PRId64 " slots of slot_mapping, got shape %s",
+              static_cast<int64_t>(tokens), t->shape_string().c_str());
+
+  args.dtype = key.type();
+  args.num_tokens = tokens;
+  args.num_heads = d.heads;
+  args.num_blocks = d.blocks;
+  args.block_size = d.block_size;
+}
+
 }  // namespace pykv
 
 pykv_status pykv_reshape_and_cache(const DLTensor* key, const DLTensor* value, DLTensor* key_cache,

@@ -1,0 +1,156 @@
+// Keys or values into their cache, by some of the blocks of a launch: how the work is cut, and the work itself.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+
+#include "cache/reshape_and_cache.cuh"
+#include "cache/scatter_tokens.cuh"
+#include "cache/transpose_tokens.cuh"
+
+namespace pykv {
+
+// From sm_89 on conversions to fp8 are instructions; before, they are code that wants registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+inline constexpr int kConvertingBlocks = 4;
+#else
+inline constexpr int kConvertingBlocks = 5;
+#endif
+
+// Tokens of a thread, and blocks that an SM must hold.  Tiles wait for barriers: more threads, with fewer loads each where
+// nothing is computed between them.
+template <class Mover, bool kTransposes>
+struct Shape {
+  static constexpr bool kCopies = Mover::kStoredFormat == KvFormat::kSame;
+  static constexpr int kTokens = kTransposes && kCopies ? 2 : 4;
+  static constexpr int kBlocks = !kTransposes ? 4 : kCopies ? 8 : kConvertingBlocks;
+};
+
+// `block` counts from the first block that works on this side.
+template <class Mover, bool kTransposes>
+__device__ __forceinline__ void write_side(const SlotMap& map, const SidePlan& side, const Scale* scale,
+                                           uint32_t block) {
+  if constexpr (kTransposes) {
+    __shared__ TokenTile<typename Mover::Stored> tile;
+    if (side.run) return transpose_tokens<Mover>(map, side, scale, block, tile);
+  }
+  scatter_tokens<Mover, Shape<Mover, kTransposes>::kTokens>(map, side, scale, block);
+}
+
+inline SlotMap slot_map_of(const ReshapeAndCacheArgs& args, const Launch& launch) {
+  const int64_t num_slots = args.num_blocks * args.block_size;
+  return {args.slots,
+          args.num_tokens,
+          num_slots,
+          Divider(args.block_size),
+          num_slots >= int64_t{1} << 31,
+          launch.reporter(args.report)};
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The lowest set bit: the largest power of two that divides an address and strides or'ed together.
+inline int64_t alignment_of(int64_t bits) { return bits == 0 ? 4096 : bits & -bits; }
+
+inline int64_t address(const void* p) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(p)); }
+
+inline bool transposes(const CacheSide& s, int64_t block_size) {
+  return s.chunk == 1 && s.token == 1 && block_size > 1;
+}
+
+// Elements that may be moved at once, as far as this side is concerned.
+inline int64_t vector_width(const CacheSide& s, int64_t source_size, int64_t stored_size, bool transposed) {
+  if (s.head_size == 0) return 16;
+  if (s.data_dim != 1 && s.head_size > 1) return 1;
+  int64_t width =
+      std::min(alignment_of(s.head_size),
+               alignment_of(address(s.data) | s.data_token * source_size | s.data_head * source_size) / source_size);
+  if (!transposed) {
+    width = std::min(width, alignment_of(s.chunk));
+    const int64_t distances = s.block | s.token | s.head | (s.chunk < s.head_size ? s.chunk_stride : 0);
+    width = std::min(width, alignment_of(address(s.cache) | distances * stored_size) / stored_size);
+  }
+  return std::max<int64_t>(width, 1);
+}
+
+// The threads along a token: as many as possible (2^most) with at least three in four at work.
+inline int lanes_log2_for(int64_t vectors, int most) {
+  int log2 = most;
+  while (3 * (ceil_div(vectors, 1ll << log2) << log2) > 4 * vectors) --log2;
+  return log2;
+}
+
+struct Widths {
+  int64_t vector, source_size, stored_size;
+};
+
+// How finely the tokens are cut: steps from long pieces of work to many.
+struct Grain {
+  uint32_t threads, tokens;  // of a block; of a thread
+  int tile_tokens_log2;
+
+  template <class Mover, bool kTransposes>
+  static Grain coarsest() {
+    return {kThreads, Shape<Mover, kTransposes>::kTokens,
+            kTransposes ? std::countr_zero(unsigned{kMostTileTokens}) : 0};
+  }
+
+  bool refine() {
+    if (tokens > 1) {
+      tokens /= 2;
+    } else if (threads > (tile_tokens_log2 ? kThreads : 64)) {
+      threads /= 2;
+    } else if (tile_tokens_log2 <= 2) {
+      return false;
+    }
+    if (tile_tokens_log2 > 2) --tile_tokens_log2;
+    return true;
+  }
+};
+
+inline SidePlan plan_side(const CacheSide& s, const ReshapeAndCacheArgs& args, const Widths& w, const Grain& grain) {
+  SidePlan p{};
+  p.data = static_cast<const char*>(s.data);
+  p.cache = static_cast<char*>(s.cache);
+  p.data_token = s.data_token * w.source_size;
+  p.data_head = s.data_head * w.source_size;
+  p.data_vector = s.data_dim * w.vector * w.source_size;
+  p.block = s.block * w.stored_size;
+  p.token = s.token * w.stored_size;
+  p.head = s.head * w.stored_size;
+  p.chunk = s.chunk_stride * w.stored_size;
+  p.head_size = static_cast<uint32_t>(s.head_size);
+  p.heads = Divider(args.num_heads);
+  const int64_t vectors_per_head = s.head_size / w.vector, vectors = args.num_heads * vectors_per_head;
+  if (vectors == 0) return p;
+  if (args.num_heads * s.head_size >= int64_t{1} << 31 || args.block_size >= int64_t{1} << 31)
+    fail(PYKV_NOT_IMPLEMENTED, "tokens of 2^31 elements and blocks of 2^31 tokens are not supported");
+  p.vectors_per_head = Divider(vectors_per_head);
+  p.vectors_per_chunk = Divider(s.chunk / w.vector);
+  p.num_vectors = static_cast<uint32_t>(vectors);
+
+  int64_t blocks;
+  if (transposes(s, args.block_size)) {
+    const int64_t bits = address(s.cache) | ((s.block | s.head | s.chunk_stride) * w.stored_size);
+    p.run = static_cast<uint32_t>(std::max<int64_t>(std::min<int64_t>(alignment_of(bits), 16) / w.stored_size, 1));
+    const int64_t pieces = ceil_div(s.head_size, kTileColumns);
+    p.pieces = Divider(pieces);
+    while ((1 << p.lanes_log2) < kWarps &&
+           (4 << p.lanes_log2) < std::min<int64_t>(kTileColumns, s.head_size) / w.vector)
+      ++p.lanes_log2;
+    p.tile_tokens_log2 = grain.tile_tokens_log2;
+    blocks = ceil_div(args.num_tokens, int64_t{1} << grain.tile_tokens_log2) * args.num_heads * pieces;
+  } else {
+    // Where the next token is nearer in the cache than the next vector, a warp is best 4 tokens high.
+    p.lanes_log2 = lanes_log2_for(vectors, s.chunk < s.head_size ? 3 : 5);
+    const int64_t pieces = ceil_div(vectors, 1ll << p.lanes_log2);
+    p.pieces = Divider(pieces);
+    p.tokens = grain.tokens;
+    blocks = ceil_div(args.num_tokens, int64_t{grain.threads >> p.lanes_log2} * grain.tokens) * pieces;
+  }
+  if (blocks >= int64_t{1} << 30) fail(PYKV_NOT_IMPLEMENTED, "too many tokens for one call");
+  p.num_blocks = static_cast<uint32_t>(blocks);
+  return p;
+}
+
+}  // namespace pykv

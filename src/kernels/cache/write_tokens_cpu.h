@@ -1,0 +1,218 @@
+// Runs of tokens into their slots: whole rows are copied (past the caches, if there are many), converted rows pass through
+// a small tile on the stack, and where tokens become neighbours (packed values) a square of 16-byte vectors is transposed
+// in registers.
+#pragma once
+
+#include <cstring>
+#include <utility>
+
+#include "cache/reshape_and_cache.h"
+#include "cpu/simd.h"
+#include "cpu/stream_copy.h"
+
+namespace pykv::PYKV_ISA {
+
+inline constexpr int kColumns = 256;                  // of a head, at once
+inline constexpr int64_t kGroup = 16;                 // tokens that no two threads share: often a block of the cache
+inline constexpr int64_t kBytesPerTask = 128 * 1024;  // less is not worth another thread
+
+// Sixteen bytes.  Past the caches only if the stores around it fill the line.
+inline void store16(void* to, const void* from, bool past_caches) {
+#if defined(__x86_64__)
+  if (past_caches && (reinterpret_cast<uintptr_t>(to) & 15) == 0) {
+    __m128i v;
+    std::memcpy(&v, from, 16);
+    return _mm_stream_si128(static_cast<__m128i*>(to), v);
+  }
+#endif
+  std::memcpy(to, from, 16);
+}
+
+// Tokens that one 16-byte vector of the cache can hold, and how many are handled at once.
+template <class Stored>
+constexpr int kTokens = 16 / sizeof(Stored);
+template <class Stored>
+constexpr int kMostTokens = 4 * kTokens<Stored>;
+
+// `length` tokens in consecutive slots of one block.
+struct Run {
+  int64_t token, length, block, offset;
+};
+
+template <class Stored>
+struct VectorOf {
+  typedef Stored Type __attribute__((vector_size(16)));
+};
+template <class Stored>
+using Vector = typename VectorOf<Stored>::Type;
+
+// a[kFrom], b[kFrom], a[kFrom + 1], b[kFrom + 1], ...
+template <int kFrom, class V, int... kLane>
+inline V interleave(V a, V b, std::integer_sequence<int, kLane...>) {
+  return __builtin_shufflevector(a, b, (kFrom + kLane / 2 + kLane % 2 * static_cast<int>(sizeof...(kLane)))...);
+}
+
+// log2(n) rounds of interleaving row i with row i + n / 2 turn n rows into n columns.
+template <class Stored>
+inline void transpose(Vector<Stored> (&v)[kTokens<Stored>]) {
+  constexpr int n = kTokens<Stored>;
+  constexpr auto lanes = std::make_integer_sequence<int, n>();
+  for (int round = 1; round < n; round *= 2) {
+    Vector<Stored> next[n];
+    for (int i = 0; i < n / 2; ++i) {
+      next[2 * i] = interleave<0>(v[i], v[i + n / 2], lanes);
+      next[2 * i + 1] = interleave<n / 2>(v[i], v[i + n / 2], lanes);
+    }
+    for (int i = 0; i < n; ++i) v[i] = next[i];
+  }
+}
+
+// Columns [0, n) of `length` rows to a place where tokens are neighbours and columns lie `stride` elements apart.
+template <class Stored>
+inline void store_transposed(Stored* to, int64_t stride, const Stored* const* rows, int64_t length, int64_t n,
+                             bool past_caches) {
+  constexpr int kSide = kTokens<Stored>;
+  const int64_t squares = length / kSide;
+  past_caches = past_caches && length == stride;  // columns touch, and all of each is written
+  int64_t column = 0;
+  for (; column + kSide <= n && squares > 0; column += kSide) {
+    Vector<Stored> v[kMostTokens<Stored> / kSide][kSide];
+    for (int64_t k = 0; k < squares; ++k) {
+      for (int i = 0; i < kSide; ++i) v[k][i] = load_raw<Vector<Stored>>(rows[k * kSide + i] + column);
+      transpose<Stored>(v[k]);
+    }
+    for (int i = 0; i < kSide; ++i) {
+      Stored* tokens = to + (column + i) * stride;
+      for (int64_t k = 0; k < squares; ++k) store16(tokens + k * kSide, &v[k][i], past_caches);
+      for (int64_t t = squares * kSide; t < length; ++t) tokens[t] = rows[t][column + i];
+    }
+  }
+  for (; column < n; ++column)
+    for (int64_t i = 0; i < length; ++i) to[column * stride + i] = rows[i][column];
+}
+
+// How elements become what the cache stores.
+template <class T>
+struct Copy {
+  using Source = T;
+  using Stored = T;
+  static constexpr bool kIsCopy = true;
+  static void row(Stored* to, const T* from, int64_t stride, int64_t n, float) {
+    for (int64_t i = 0; i < n; ++i) to[i] = from[i * stride];
+  }
+};
+
+template <class T, class Code>
+struct Quantise {
+  using Source = T;
+  using Stored = uint8_t;
+  static constexpr bool kIsCopy = false;
+  static void row(Stored* to, const T* from, int64_t stride, int64_t n, float scale) {
+    Code* codes = reinterpret_cast<Code*>(to);
+    if (stride == 1) {
+      const Floats divisor = splat(scale);
+      for (int64_t i = 0; i < n; i += kWidth) store(codes + i, load(from + i, n - i) / divisor, n - i);
+    } else {
+      for (int64_t i = 0; i < n; ++i) codes[i] = from_float<Code>(to_float(from[i * stride]) / scale);
+    }
+  }
+};
+
+// Heads lie in the cache as they do in the token: no tile is needed.
+template <class Convert>
+void write_rows(const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches) {
+  using Source = typename Convert::Source;
+  using Stored = typename Convert::Stored;
+  const int64_t size = side.head_size, row = num_heads * size;
+  // as much at once as lies together on both sides: all heads, or even all tokens
+  const bool by_the_row =
+      (num_heads == 1 || (side.data_head == size && side.head == size)) && side.data_dim == 1 && side.scale.stride == 0;
+  const bool at_once = by_the_row && Convert::kIsCopy && side.data_token == row && side.token == row;
+  const int64_t tokens = at_once ? 1 : run.length, heads = by_the_row ? 1 : num_heads;
+  const int64_t n = run.length * row / (tokens * heads);
+  for (int64_t i = 0; i < tokens; ++i) {
+    for (int64_t h = 0; h < heads; ++h) {
+      Stored* to =
+          static_cast<Stored*>(side.cache) + run.block * side.block + (run.offset + i) * side.token + h * side.head;
+      const Source* from =
+          static_cast<const Source*>(side.data) + (run.token + i) * side.data_token + h * side.data_head;
+      if (!Convert::kIsCopy || side.data_dim != 1) {
+        Convert::row(to, from, side.data_dim, n, side.scale[h]);
+      } else if (past_caches) {
+        stream_copy(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), n * sizeof(Stored));
+      } else {
+        std::memcpy(to, from, n * sizeof(Stored));
+      }
+    }
+  }
+}
+
+template <class Convert>
+void write_tiles(const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches) {
+  using Source = typename Convert::Source;
+  using Stored = typename Convert::Stored;
+  Stored tile[kMostTokens<Stored>][kColumns];
+  const Stored* rows[kMostTokens<Stored>];
+  const Source* data = static_cast<const Source*>(side.data) + run.token * side.data_token;
+  Stored* cache = static_cast<Stored*>(side.cache) + run.block * side.block + run.offset * side.token;
+  for (int64_t h = 0; h < num_heads; ++h) {
+    for (int64_t first = 0; first < side.head_size; first += kColumns) {
+      const int64_t n = side.head_size - first < kColumns ? side.head_size - first : kColumns;
+      for (int64_t i = 0; i < run.length; ++i) {
+        const Source* from = data + i * side.data_token + h * side.data_head + first * side.data_dim;
+        if (Convert::kIsCopy && side.data_dim == 1) {
+          rows[i] = reinterpret_cast<const Stored*>(from);
+        } else {
+          Convert::row(tile[i], from, side.data_dim, n, side.scale[h]);
+          rows[i] = tile[i];
+        }
+      }
+      Stored* to = cache + h * side.head + first / side.chunk * side.chunk_stride;
+      if (side.chunk > 1) {  // x elements, 16 bytes; a tile's columns are a multiple of x
+        const bool whole_lines = past_caches && run.length % 4 == 0 && side.token == side.chunk;
+        for (int64_t column = 0; column < n; column += side.chunk, to += side.chunk_stride)
+          for (int64_t i = 0; i < run.length; ++i) store16(to + i * side.token, rows[i] + column, whole_lines);
+      } else if (side.token == 1) {
+        store_transposed(to, side.chunk_stride, rows, run.length, n, past_caches);
+      } else {
+        for (int64_t i = 0; i < run.length; ++i)
+          for (int64_t column = 0; column < n; ++column)
+            to[i * side.token + column * side.chunk_stride] = rows[i][column];
+      }
+    }
+  }
+}
+
+template <class Convert>
+void write_run(const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches) {
+  if (side.chunk == side.head_size) {
+    write_rows<Convert>(side, num_heads, run, past_caches);
+  } else {
+    write_tiles<Convert>(side, num_heads, run, past_caches);
+  }
+}
+
+// Tokens [begin, end) into the caches.
+template <class Convert>
+void write_tokens(const ReshapeAndCacheArgs& args, const Reporter& report, int64_t begin, int64_t end,
+                  bool past_caches) {
+  const int64_t num_slots = args.num_blocks * args.block_size;
+  while (begin < end) {
+    const int64_t slot = args.slots[begin];
+    Run run{begin++, 1, 0, 0};
+    if (slot < 0) continue;
+    if (slot >= num_slots) {
+      report(slot, num_slots);
+      continue;
+    }
+    run.block = slot / args.block_size;
+    run.offset = slot % args.block_size;
+    const int64_t left = args.block_size - run.offset;
+    const int64_t most = left < kMostTokens<typename Convert::Stored> ? left : kMostTokens<typename Convert::Stored>;
+    while (run.length < most && begin < end && args.slots[begin] == slot + run.length) ++run.length, ++begin;
+    write_run<Convert>(args.key, args.num_heads, run, past_caches);
+    write_run<Convert>(args.value, args.num_heads, run, past_caches);
+  }
+}
+
+}  // namespace pykv::PYKV_ISA
