@@ -28,5 +28,7 @@ def paged_attention_workspace_size(
     num_tokens: int, num_seqs: int, num_heads: int, num_kv_heads: int, head_size: int, device_id: int, /
 ) -> int: ...
 
+ops: dict[str, tuple[str, ...]]  # kinds of the parameters, from the C declaration
+
 # The operations: positional, typed and documented in the modules above them.
 def __getattr__(name: str) -> Any: ...

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pykv._schema import Spec
 from pykv._side_stream import CupySideStream, SideStream, TorchSideStream
 from pykv._types import Stream
 
@@ -153,6 +154,28 @@ def choose_library(like: Any, device: Any) -> Library:
     raise TypeError(f"PagedKVCache: like: must be an array or the module of NumPy, CuPy or torch, got {got}")
 
 
+def spec_of(array: Any) -> Spec:
+    """Shape and dtype of an array of NumPy, CuPy, torch or JAX."""
+    dtype = getattr(array, "dtype", "")
+    name = getattr(dtype, "name", None)
+    return Spec(tuple(array.shape), name if isinstance(name, str) else str(dtype).removeprefix("torch."))
+
+
+def empty_beside(array: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    """A new array of the library of ``array`` on its device, not initialised."""
+    name = _root_name(array)
+    if name == "torch":
+        return array.new_empty(shape, dtype=getattr(sys.modules[name], dtype))
+    if name == "cupy":
+        with array.device:
+            return sys.modules[name].empty(shape, _numpy_dtype(dtype))
+    if name == "numpy":
+        return np.empty(shape, _numpy_dtype(dtype))
+    if name in ("jax", "jaxlib"):
+        raise TypeError("JAX arrays are immutable: pykv.jax has the operations as pure functions")
+    raise TypeError(f"outputs are made in NumPy, CuPy or torch, got {type(array).__name__}")
+
+
 def stream_pointer(stream: Stream) -> int:
     """The cudaStream_t of an integer or of a CuPy, torch or cuda.core stream."""
     if isinstance(stream, int):
@@ -190,11 +213,12 @@ def _root_name(like: Any) -> str:
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:
-    if name == "bfloat16":
+    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         try:
             import ml_dtypes
         except ImportError:
-            raise ImportError("PagedKVCache: dtype: bfloat16 in NumPy or CuPy needs the package ml_dtypes") from None
-        name = ml_dtypes.bfloat16
+            raise ImportError(f"{name} in NumPy or CuPy needs the package ml_dtypes") from None
+        small: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return small
     dtype: np.dtype[Any] = np.dtype(name)
     return dtype

@@ -7,9 +7,11 @@ are the caller's choice.
 from __future__ import annotations
 
 from pykv import _C
+from pykv._schema import half_rows_of, like, returns
 from pykv._types import Array, ScalarOrArray, Stream
 
 
+@returns(result=half_rows_of("input"))
 def silu_and_mul(result: Array, input: Array, *, stream: Stream = None) -> None:
     """Multiply the second half of each row by ``silu`` of the first: ``result = silu(a) * b``, ``input = [a, b]``.
 
@@ -27,6 +29,7 @@ def silu_and_mul(result: Array, input: Array, *, stream: Stream = None) -> None:
     _C.silu_and_mul(result, input, stream)
 
 
+@returns(out=half_rows_of("input"))
 def gelu_tanh_and_mul(out: Array, input: Array, *, stream: Stream = None) -> None:
     """Multiply the second half of each row by the tanh form of ``gelu`` of the first; all else as :func:`silu_and_mul`.
 
@@ -35,11 +38,13 @@ def gelu_tanh_and_mul(out: Array, input: Array, *, stream: Stream = None) -> Non
     _C.gelu_tanh_and_mul(out, input, stream)
 
 
+@returns(out=half_rows_of("input"))
 def mul_and_silu(out: Array, input: Array, *, stream: Stream = None) -> None:
     """Multiply the first half of each row by ``silu`` of the second; all else as :func:`silu_and_mul`."""
     _C.mul_and_silu(out, input, stream)
 
 
+@returns(result=half_rows_of("input"))
 def silu_and_mul_with_clamp(result: Array, input: Array, limit: float, *, stream: Stream = None) -> None:
     """Compute ``result = silu(min(a, limit)) * clamp(b, -limit, limit)``; all else as :func:`silu_and_mul`.
 
@@ -48,6 +53,7 @@ def silu_and_mul_with_clamp(result: Array, input: Array, limit: float, *, stream
     _C.silu_and_mul_with_clamp(result, input, limit, stream)
 
 
+@returns(out=half_rows_of("input"))
 def gelu_and_mul(out: Array, input: Array, *, stream: Stream = None) -> None:
     """Multiply the second half of each row by ``gelu`` of the first; all else as :func:`silu_and_mul`.
 
@@ -56,6 +62,7 @@ def gelu_and_mul(out: Array, input: Array, *, stream: Stream = None) -> None:
     _C.gelu_and_mul(out, input, stream)
 
 
+@returns(out=half_rows_of("input"))
 def fatrelu_and_mul(out: Array, input: Array, threshold: float = 0.0, *, stream: Stream = None) -> None:
     """Compute ``out = (a > threshold ? a : 0) * b``, ``input = [a, b]``; all else as :func:`silu_and_mul`.
 
@@ -64,6 +71,7 @@ def fatrelu_and_mul(out: Array, input: Array, threshold: float = 0.0, *, stream:
     _C.fatrelu_and_mul(out, input, threshold, stream)
 
 
+@returns(out=half_rows_of("input"))
 def swigluoai_and_mul(
     out: Array, input: Array, alpha: float = 1.702, limit: float = 7.0, *, stream: Stream = None
 ) -> None:
@@ -75,6 +83,7 @@ def swigluoai_and_mul(
     _C.swigluoai_and_mul(out, input, alpha, limit, stream)
 
 
+@returns(out=half_rows_of("input"))
 def swiglustep_and_mul(out: Array, input: Array, limit: float = 7.0, *, stream: Stream = None) -> None:
     """Compute ``out = min(silu(a), limit) * clamp(b, -limit, limit)``, ``input = [a, b]``, in fp32, rounded once.
 
@@ -83,6 +92,7 @@ def swiglustep_and_mul(out: Array, input: Array, limit: float = 7.0, *, stream: 
     _C.swiglustep_and_mul(out, input, limit, stream)
 
 
+@returns(out=like("input"))
 def gelu_new(out: Array, input: Array, *, stream: Stream = None) -> None:
     """Apply ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))`` to each element, in fp32, rounded once.
 
@@ -98,21 +108,25 @@ def gelu_new(out: Array, input: Array, *, stream: Stream = None) -> None:
     _C.gelu_new(out, input, stream)
 
 
+@returns(out=like("input"))
 def gelu_fast(out: Array, input: Array, *, stream: Stream = None) -> None:
     """Apply the same function as :func:`gelu_new`: the names differ in roundings that are not made here."""
     _C.gelu_fast(out, input, stream)
 
 
+@returns(out=like("input"))
 def gelu_quick(out: Array, input: Array, *, stream: Stream = None) -> None:
     """Apply ``x / (1 + exp(-1.702 * x))`` to each element; all else as :func:`gelu_new`."""
     _C.gelu_quick(out, input, stream)
 
 
+@returns(out=like("input"))
 def relu2(out: Array, input: Array, *, stream: Stream = None) -> None:
     """Apply ``max(x, 0) ** 2`` to each element; all else as :func:`gelu_new`."""
     _C.relu2(out, input, stream)
 
 
+@returns(out=like("input"))
 def xielu(
     out: Array,
     input: Array,

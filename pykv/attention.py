@@ -16,11 +16,48 @@ A block id outside the cache masks its tokens, a length beyond the row of ``bloc
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from pykv import _C
+from pykv._schema import Rule, Spec, like, returns
 from pykv._types import Array, ScalarOrArray, Stream
 
 
+@Rule
+def _lse(arguments: Mapping[str, Any]) -> Spec:
+    num_tokens, num_heads, _ = arguments["query"].shape
+    return Spec((num_heads, num_tokens), "float32")
+
+
+def _partitions(arguments: Mapping[str, Any]) -> Spec:
+    num_seqs, num_heads, _ = arguments["query"].shape
+    return Spec((num_seqs, num_heads, -(-arguments["max_seq_len"] // 512)), "float32")
+
+
+def _partition_outputs(arguments: Mapping[str, Any]) -> Spec:
+    query = arguments["query"]
+    return Spec((*_partitions(arguments).shape, query.shape[-1]), query.dtype)
+
+
+_SUMS = Rule(_partitions, is_scratch=True)
+_OUTPUTS = Rule(_partition_outputs, is_scratch=True)
+
+
+@Rule
+def _merged_lse(arguments: Mapping[str, Any]) -> Spec:
+    return Spec(arguments["partial_lses"].shape[1:], "float32")
+
+
+def _merged(parts: str) -> Rule:
+    def make(arguments: Mapping[str, Any]) -> Spec:
+        shape, dtype = arguments[parts]
+        return Spec(shape[-3:], dtype if arguments["output_scale"] is None else "float8_e4m3fn")
+
+    return Rule(make)
+
+
+@returns(out=like("query"), lse=_lse)
 def paged_attention(
     out: Array,
     query: Array,
@@ -110,6 +147,7 @@ def paged_attention_workspace_size(
     return _C.paged_attention_workspace_size(num_tokens, num_seqs, num_heads, num_kv_heads, head_size, device)
 
 
+@returns(out=like("query"))
 def paged_attention_v1(
     out: Array,
     query: Array,
@@ -174,6 +212,12 @@ def paged_attention_v1(
     )
 
 
+@returns(
+    out=like("query"),
+    exp_sum=Rule(_partitions, is_scratch=True),
+    max_logits=Rule(_partitions, is_scratch=True),
+    tmp_out=Rule(_partition_outputs, is_scratch=True),
+)
 def paged_attention_v2(
     out: Array,
     exp_sum: Array,
@@ -235,6 +279,7 @@ def paged_attention_v2(
     )
 
 
+@returns(output=_merged("prefix_output"), output_lse=like("prefix_lse"))
 def merge_attn_states(
     output: Array,
     prefix_output: Array,
@@ -272,6 +317,10 @@ def merge_attn_states(
     )
 
 
+@returns(
+    output=_merged("partial_outputs"),
+    output_lse=Rule(lambda arguments: Spec(arguments["partial_lses"].shape[1:], "float32")),
+)
 def merge_attn_states_n(
     output: Array,
     partial_outputs: Array,

@@ -12,9 +12,11 @@ All strides are free, and those of keys and values independent: views of one all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pykv import _C
+from pykv._schema import Rule, Spec, returns
 from pykv._types import Array, ScalarOrArray, Stream
 
 
@@ -141,6 +143,15 @@ def swap_blocks_layers(
     _C.swap_blocks_layers(src_caches, dst_caches, block_size_in_bytes, block_mapping, stream)
 
 
+@Rule
+def _fp8(arguments: Mapping[str, Any]) -> Spec:
+    shape, dtype = arguments["input"]
+    if dtype not in ("float32", "float16", "bfloat16"):
+        raise TypeError("convert_fp8: output: must be given where the input is fp8: it decides the dtype")
+    return Spec(shape, "float8_e5m2" if arguments["kv_dtype"] == "fp8_e5m2" else "float8_e4m3fn")
+
+
+@returns(output=_fp8)
 def convert_fp8(
     output: Array, input: Array, scale: ScalarOrArray = 1.0, kv_dtype: str = "fp8", *, stream: Stream = None
 ) -> None:

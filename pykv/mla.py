@@ -7,7 +7,11 @@ float8_e4m3fn, a float32 scale for each 128 of it, and the 16-bit rope as it is:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pykv import _C
+from pykv._schema import Rule, Spec, returns
 from pykv._types import Array, ScalarOrArray, Stream
 
 
@@ -137,6 +141,13 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     _C.cp_gather_and_upconvert_fp8_kv_cache(src_cache, dst, block_table, seq_lens, workspace_starts, batch_size, stream)
 
 
+@Rule
+def _both_parts(arguments: Mapping[str, Any]) -> Spec:
+    shape, dtype = arguments["ql_nope"]
+    return Spec((*shape[:-1], shape[-1] + arguments["q_pe"].shape[-1]), dtype)
+
+
+@returns(q_out=_both_parts)
 def concat_mla_q(ql_nope: Array, q_pe: Array, q_out: Array, *, stream: Stream = None) -> None:
     """``q_out = concat(ql_nope, q_pe)`` along the last dimension, bit by bit.
 

@@ -8,9 +8,11 @@ are.
 from __future__ import annotations
 
 from pykv import _C
+from pykv._schema import like, returns
 from pykv._types import Array, Stream
 
 
+@returns(out=like("input"))
 def rms_norm(out: Array, input: Array, weight: Array | None, epsilon: float = 1e-6, *, stream: Stream = None) -> None:
     """Divide each row of ``input`` by its root mean square, times ``weight``, into ``out``.
 

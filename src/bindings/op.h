@@ -46,12 +46,13 @@ class Frame {
   Array** last_ = &first_;
 };
 
-// Argument<T>: first `take`, in order, then `get` once the stream is known.
+// Argument<T>: first `take`, in order, then `get` once the stream is known.  kKind is what Python calls it.
 template <class T>
 struct Argument;
 
 template <>
 struct Argument<DLTensor*> {
+  static constexpr const char* kKind = "written";
   Array array;
   void take(Frame& frame, PyObject* object) { frame.add(array, object, true); }
   DLTensor* get() { return array.get(); }
@@ -59,6 +60,7 @@ struct Argument<DLTensor*> {
 
 template <>
 struct Argument<const DLTensor*> {
+  static constexpr const char* kKind = "read";
   Array array;
   void take(Frame& frame, PyObject* object) { frame.add(array, object, false); }
   const DLTensor* get() { return array.get(); }
@@ -66,6 +68,7 @@ struct Argument<const DLTensor*> {
 
 template <>
 struct Argument<pykv_tensor_list> {
+  static constexpr const char* kKind = "written list";
   std::deque<Array> arrays;  // addresses stay
   std::vector<DLTensor*> tensors;
   void take(Frame& frame, PyObject* object) {
@@ -81,6 +84,7 @@ struct Argument<pykv_tensor_list> {
 
 template <>
 struct Argument<int64_t> {
+  static constexpr const char* kKind = "int";
   int64_t value;
   void take(Frame&, PyObject* object) {
     PyObject* number = PyNumber_Index(object);
@@ -94,6 +98,7 @@ struct Argument<int64_t> {
 
 template <>
 struct Argument<double> {
+  static constexpr const char* kKind = "float";
   double value;
   void take(Frame&, PyObject* object) {
     value = PyFloat_AsDouble(object);
@@ -104,6 +109,7 @@ struct Argument<double> {
 
 template <>
 struct Argument<bool> {
+  static constexpr const char* kKind = "bool";
   bool value;
   void take(Frame&, PyObject* object) {
     const int truth = PyObject_IsTrue(object);
@@ -115,6 +121,7 @@ struct Argument<bool> {
 
 template <>
 struct Argument<const char*> {
+  static constexpr const char* kKind = "str";
   const char* value;
   void take(Frame&, PyObject* object) {
     value = PyUnicode_Check(object) ? PyUnicode_AsUTF8(object) : nullptr;
@@ -125,6 +132,7 @@ struct Argument<const char*> {
 
 template <>
 struct Argument<void*> {
+  static constexpr const char* kKind = "stream";
   StreamChoice choice;
   void* stream = nullptr;
   void take(Frame&, PyObject* object) { choice = stream_from(object); }
@@ -137,6 +145,7 @@ struct Entry;
 template <auto kOp, class... Args>
 struct Entry<kOp, pykv_status (*)(Args...)> {
   static inline const char* name = "";
+  static py::tuple kinds() { return py::make_tuple(Argument<Args>::kKind...); }
 
   static PyObject* call(PyObject*, PyObject* const* objects, Py_ssize_t count) {
     Failure at{name, -1};
@@ -169,7 +178,7 @@ struct Entry<kOp, pykv_status (*)(Args...)> {
 
 class Module {
  public:
-  explicit Module(py::module_& module) : module_(module) {}
+  explicit Module(py::module_& module) : module_(module) { module_.attr("ops") = ops_; }
 
   template <auto kOp>
   void def(const char* name) {
@@ -180,10 +189,12 @@ class Module {
     PyObject* function = PyCFunction_NewEx(&definition, nullptr, nullptr);
     if (!function) throw py::error_already_set();
     module_.add_object(name, py::reinterpret_steal<py::object>(function));
+    ops_[name] = Entry<kOp>::kinds();
   }
 
  private:
   py::module_& module_;
+  py::dict ops_;  // _C.ops: name -> what each parameter is, from which pykv._schema makes the signatures of frameworks
 };
 
 }  // namespace pykv::python

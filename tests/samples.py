@@ -1,0 +1,178 @@
+"""A small right call of every operation, for the tests that go over all of them: ``sample("rms_norm")``.
+
+The values are NumPy arrays and plain Python values by parameter name.  An operation without a sample fails those tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from rows import random
+
+Sample = dict[str, Any]
+
+F32 = np.dtype(np.float32)
+NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEADS, HEAD_SIZE = 6, 4, 2, 4, 16
+
+
+def floats(*shape: int, seed: int = 0) -> np.ndarray:
+    return random(shape, F32, seed + sum(shape))
+
+
+def ids(*values: Any) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def flash_caches() -> Sample:
+    shape = (NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_SIZE)
+    return {"key_cache": floats(*shape, seed=1), "value_cache": floats(*shape, seed=2)}
+
+
+def packed_caches() -> Sample:
+    key = floats(NUM_BLOCKS, KV_HEADS, HEAD_SIZE // 4, BLOCK_SIZE, 4)
+    return {"key_cache": key, "value_cache": floats(NUM_BLOCKS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE)}
+
+
+def new_tokens() -> Sample:
+    return {"key": floats(3, KV_HEADS, HEAD_SIZE, seed=3), "value": floats(3, KV_HEADS, HEAD_SIZE, seed=4)}
+
+
+def two_sequences() -> Sample:
+    return {"block_tables": ids([1, 4], [3, 0]), "seq_lens": ids(7, 5)}
+
+
+def decode(*outputs: str) -> Sample:
+    scratch = {"exp_sum": floats(2, HEADS, 1), "max_logits": floats(2, HEADS, 1), "tmp_out": floats(2, HEADS, 1, 16)}
+    return (
+        {"out": floats(2, HEADS, HEAD_SIZE)}
+        | {name: scratch[name] for name in outputs}
+        | {"query": floats(2, HEADS, HEAD_SIZE, seed=5)}
+        | packed_caches()
+        | {"num_kv_heads": KV_HEADS, "scale": 0.25}
+        | two_sequences()
+        | {"block_size": BLOCK_SIZE, "max_seq_len": 8, "alibi_slopes": None, "kv_cache_dtype": "auto"}
+        | {"k_scale": 1.0, "v_scale": 1.0}
+    )
+
+
+def gated(output: str, **options: float) -> Sample:
+    return {output: floats(3, 8), "input": floats(3, 16), **options}
+
+
+def ungated(**options: Any) -> Sample:
+    return {"out": floats(3, 8), "input": floats(3, 8), **options}
+
+
+def latent_cache() -> np.ndarray:
+    return floats(NUM_BLOCKS, BLOCK_SIZE, 24)
+
+
+SAMPLES: dict[str, Callable[[], Sample]] = {
+    "silu_and_mul": lambda: gated("result"),
+    "silu_and_mul_with_clamp": lambda: gated("result", limit=7.0),
+    "mul_and_silu": lambda: gated("out"),
+    "gelu_and_mul": lambda: gated("out"),
+    "gelu_tanh_and_mul": lambda: gated("out"),
+    "fatrelu_and_mul": lambda: gated("out", threshold=0.1),
+    "swigluoai_and_mul": lambda: gated("out"),
+    "swiglustep_and_mul": lambda: gated("out"),
+    "gelu_new": ungated,
+    "gelu_fast": ungated,
+    "gelu_quick": ungated,
+    "relu2": ungated,
+    "xielu": lambda: ungated(alpha_p=floats(1), alpha_n=floats(1)),
+    "rms_norm": lambda: ungated(weight=floats(8)),
+    "fused_add_rms_norm": lambda: {"input": floats(3, 8), "residual": floats(3, 8, seed=1), "weight": floats(8)},
+    "rotary_embedding": lambda: {
+        "positions": ids(0, 4, 2),
+        "query": floats(3, HEADS * HEAD_SIZE),
+        "key": floats(3, KV_HEADS * HEAD_SIZE),
+        "head_size": HEAD_SIZE,
+        "cos_sin_cache": floats(5, HEAD_SIZE),
+        "is_neox": True,
+    },
+    "paged_attention": lambda: (
+        {"out": floats(3, HEADS, HEAD_SIZE), "query": floats(3, HEADS, HEAD_SIZE, seed=5)}
+        | flash_caches()
+        | two_sequences()
+        | {"cu_query_lens": ids(0, 1, 3), "lse": floats(HEADS, 3)}
+    ),
+    "paged_attention_v1": lambda: decode(),
+    "paged_attention_v2": lambda: decode("exp_sum", "max_logits", "tmp_out"),
+    "merge_attn_states": lambda: {
+        "output": floats(3, HEADS, HEAD_SIZE),
+        "prefix_output": floats(3, HEADS, HEAD_SIZE, seed=1),
+        "prefix_lse": floats(HEADS, 3, seed=2),
+        "suffix_output": floats(3, HEADS, HEAD_SIZE, seed=3),
+        "suffix_lse": floats(HEADS, 3, seed=4),
+        "output_lse": floats(HEADS, 3),
+    },
+    "merge_attn_states_n": lambda: {
+        "output": floats(3, HEADS, HEAD_SIZE),
+        "partial_outputs": floats(2, 3, HEADS, HEAD_SIZE, seed=1),
+        "partial_lses": floats(2, HEADS, 3, seed=2),
+    },
+    "reshape_and_cache": lambda: new_tokens() | packed_caches() | {"slot_mapping": ids(5, -1, 17)},
+    "reshape_and_cache_flash": lambda: new_tokens() | flash_caches() | {"slot_mapping": ids(5, -1, 17)},
+    "copy_blocks": lambda: {
+        "key_caches": [flash_caches()["key_cache"] for _ in range(2)],
+        "value_caches": [flash_caches()["value_cache"] for _ in range(2)],
+        "block_mapping": ids([1, 2], [0, 5]),
+    },
+    "copy_blocks_mla": lambda: {"kv_caches": [latent_cache(), latent_cache()], "block_mapping": ids([1, 2], [0, 5])},
+    "swap_blocks": lambda: {
+        "src": floats(4, 32),
+        "dst": floats(4, 32, seed=1),
+        "block_size_in_bytes": 128,
+        "block_mapping": ids([1, 2], [0, 3]),
+    },
+    "swap_blocks_layers": lambda: {
+        "src_caches": [floats(4, 32), floats(4, 32, seed=1)],
+        "dst_caches": [floats(4, 32, seed=2), floats(4, 32, seed=3)],
+        "block_size_in_bytes": 128,
+        "block_mapping": ids([1, 2], [0, 3]),
+    },
+    "concat_and_cache_mla": lambda: {
+        "kv_c": floats(3, 16),
+        "k_pe": floats(3, 8),
+        "kv_cache": latent_cache(),
+        "slot_mapping": ids(5, -1, 17),
+    },
+    "cp_gather_cache": lambda: {
+        "src_cache": latent_cache(),
+        "dst": floats(7, 24, seed=1),
+        "block_table": np.array([[1, 4], [3, 0]], np.int32),
+        "cu_seq_lens": np.array([0, 2, 7], np.int32),
+        "batch_size": 2,
+    },
+    "gather_and_maybe_dequant_cache": lambda: {
+        "src_cache": latent_cache(),
+        "dst": floats(7, 24, seed=1),
+        "block_table": np.array([[1, 4], [3, 0]], np.int32),
+        "cu_seq_lens": np.array([0, 2, 7], np.int32),
+        "token_to_seq": np.array([0, 0, 1, 1, 1, 1, 1], np.int32),
+        "num_tokens": 7,
+        "kv_cache_dtype": "auto",
+        "scale": 1.0,
+    },
+    "cp_gather_and_upconvert_fp8_kv_cache": lambda: {
+        "src_cache": np.zeros((NUM_BLOCKS, BLOCK_SIZE, 656), np.uint8),
+        "dst": np.ones((7, 576), np.float16),
+        "block_table": np.array([[1, 4], [3, 0]], np.int32),
+        "seq_lens": np.array([2, 5], np.int32),
+        "workspace_starts": np.array([0, 2], np.int32),
+        "batch_size": 2,
+    },
+    "convert_fp8": lambda: {"output": np.zeros((3, 8), np.uint8), "input": floats(3, 8), "scale": 0.5},
+    "concat_mla_q": lambda: {
+        "ql_nope": floats(3, HEADS, 16),
+        "q_pe": floats(3, HEADS, 8),
+        "q_out": floats(3, HEADS, 24, seed=1),
+    },
+}
+
+
+def sample(name: str) -> Sample:
+    return SAMPLES[name]()
