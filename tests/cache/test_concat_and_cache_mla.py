@@ -250,7 +250,7 @@ def zeros(*shape: int, dtype: Any = np.float16) -> np.ndarray:
         ({"kv_cache": zeros(3, 8, 190)}, ValueError, r"kv_cache: dimension 2 must equal kv_lora_rank \+ rope_size"),
         ({"kv_cache": zeros(3, 8, 192, dtype=np.uint8)}, TypeError, "kv_cache: dtype must be that of the data"),
         ({"kv_cache_dtype": "fp8"}, TypeError, "kv_cache: dtype must be float8_e4m3fn or uint8 .* got float16"),
-        ({"kv_cache_dtype": "fp9"}, ValueError, "kv_cache_dtype: must be 'auto'.* got 'fp9'"),
+        ({"kv_cache_dtype": "fp9"}, ValueError, "kv_cache_dtype: must be one of 'auto'.* got 'fp9'"),
         ({"kv_cache_dtype": "fp8_ds_mla"}, TypeError, "kv_cache: dtype must be uint8 or int8 or float8_e4m3fn, got"),
         ({"kv_cache_dtype": "fp8_ds_mla", "kv_cache": zeros(3, 8, 192, dtype=np.uint8)}, ValueError,
          "kv_cache: must have records of 260 bytes for kv_cache_dtype 'fp8_ds_mla', got"),

@@ -386,7 +386,7 @@ def test_errors_of_cp_gather_cache(changed: dict[str, Any], error: type[Exceptio
         ({"kv_cache_dtype": "fp8_ds_mla", "src_cache": np.zeros((3, 8, 655), np.uint8)}, ValueError,
          r"dst: no fp8_ds_mla record of 655 bytes holds rows of 64 elements"),
         ({"kv_cache_dtype": "fp8_ds_mla"}, TypeError, "src_cache: dtype must be uint8 or"),
-        ({"kv_cache_dtype": "fp7"}, ValueError, "kv_cache_dtype: must be 'auto'"),
+        ({"kv_cache_dtype": "fp7"}, ValueError, "kv_cache_dtype: must be one of 'auto'"),
         ({"cu_seq_lens": ENDS[:0]}, ValueError, "cu_seq_lens: must have at least 1 rows"),
     ],
 )  # fmt: skip

@@ -254,7 +254,10 @@ void launch_simple(Problem p, const Launch& launch) {
     case KvFormat::kE5M2:
       return launch_kernel<Fp8<KvFormat::kE5M2>>(p, launch);
     case KvFormat::kSame:
-      dispatch<float, half, bf16>(p.a.dtype, [&]<class Cache> { launch_kernel<Cache>(p, launch); });
+      return dispatch<float, half, bf16>(p.a.dtype, [&]<class Cache> { launch_kernel<Cache>(p, launch); });
+    case KvFormat::kInt8:
+    case KvFormat::kNvfp4:
+      break;
   }
 }
 

@@ -49,7 +49,7 @@ pykv_status pykv_concat_and_cache_mla(const DLTensor* kv_c, const DLTensor* k_pe
       args.format = KvFormat::kE4M3;
       check_records(cache, c, args);
     } else {
-      args.format = kv_format(kv_cache_dtype, cache, c.type());
+      args.format = kv_format(kv_cache_dtype, cache, c.type(), {KvFormat::kInt8});
       Dim width{"kv_lora_rank + rope_size", latent + rope};
       cache.last_dim(width);
       if (args.format != KvFormat::kSame) args.scale = call.scale("scale", scale, 1);

@@ -10,6 +10,7 @@
 #include "cache/concat_and_cache_mla.h"
 #include "cache/concat_rows.cuh"
 #include "cache/mla_record.h"
+#include "cache/slot_map.cuh"
 
 namespace pykv {
 namespace {
@@ -237,6 +238,11 @@ void concat_and_cache_mla_cuda(const ConcatAndCacheMlaArgs& args, const Launch& 
     case KvFormat::kE5M2:
       return dispatch<half, bf16, float>(args.dtype,
                                          [&]<class T> { launch_with.template operator()<T, KvFormat::kE5M2>(); });
+    case KvFormat::kInt8:
+      return dispatch<half, bf16, float>(args.dtype,
+                                         [&]<class T> { launch_with.template operator()<T, KvFormat::kInt8>(); });
+    case KvFormat::kNvfp4:
+      break;
   }
 }
 

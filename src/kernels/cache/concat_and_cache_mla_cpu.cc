@@ -124,6 +124,10 @@ void concat_and_cache_mla_cpu(const ConcatAndCacheMlaArgs& args, const Launch& l
       return dispatch<float, f16, bf16>(args.dtype, [&]<class T>() { quantise_all<T, e4m3>(args, launch); });
     case KvFormat::kE5M2:
       return dispatch<float, f16, bf16>(args.dtype, [&]<class T>() { quantise_all<T, e5m2>(args, launch); });
+    case KvFormat::kInt8:
+      return dispatch<float, f16, bf16>(args.dtype, [&]<class T>() { quantise_all<T, i8>(args, launch); });
+    case KvFormat::kNvfp4:
+      break;
   }
 }
 

@@ -5,7 +5,8 @@
 // under way before the first store, and works out its place in the row once.
 #pragma once
 
-#include "cache/reshape_and_cache.cuh"
+#include "cache/mover.cuh"
+#include "cuda/divider.cuh"
 #include "cuda/launch.h"
 
 namespace pykv {

@@ -4,7 +4,7 @@
 // addresses do not allow that), all loads under way before the first is used.  Contiguous arrays are one axis by then.
 #include "cache/convert_fp8.h"
 #include "cache/dequantise.cuh"
-#include "cache/reshape_and_cache.cuh"
+#include "cache/mover.cuh"
 #include "cuda/divider.cuh"
 #include "cuda/launch.h"
 

@@ -1,16 +1,28 @@
-// Vectors of one-byte floats times a scale, rounded to T.
+// Vectors of one-byte codes times a scale, rounded to T.
 #pragma once
 
 #include "cuda/fp8.cuh"
+#include "cuda/int8.cuh"
 #include "cuda/vec.cuh"
 
 namespace pykv {
 
 template <class T, KvFormat kFormat, int kSize>
 __device__ Vec<T, kSize> dequantise(const Vec<uint8_t, kSize>& codes, float scale) {
+  constexpr bool kInt8 = kFormat == KvFormat::kInt8;
   Vec<float, kSize> x;
-  if constexpr (kSize == 1) {
+  if constexpr (kSize == 1 && kInt8) {
+    x[0] = int8_to_float(codes[0]) * scale;
+  } else if constexpr (kSize == 1) {
     x[0] = fp8_to_float<kFormat>(codes[0]) * scale;
+  } else if constexpr (kInt8) {
+#pragma unroll
+    for (int i = 0; i < kSize; i += 4) {
+      float quad[4];
+      int8x4_to_floats(codes.words[i / 4], quad);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[i + j] = quad[j] * scale;
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < kSize; i += 2) {

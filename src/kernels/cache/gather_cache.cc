@@ -149,7 +149,7 @@ pykv_status pykv_gather_and_maybe_dequant_cache(const DLTensor* src_cache, DLTen
     if (std::strcmp(kv_cache_dtype, "fp8_ds_mla") == 0) {
       set_records(src, rows, args);
     } else {
-      args.format = kv_format(kv_cache_dtype, src, rows.type());
+      args.format = kv_format(kv_cache_dtype, src, rows.type(), {KvFormat::kInt8});
       args.kind = args.format == KvFormat::kSame ? GatherKind::kCopy : GatherKind::kScaled;
       args.element_bytes = static_cast<int64_t>(size_of(src.type()));
       set_entry(src, rows, args);

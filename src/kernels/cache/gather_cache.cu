@@ -240,8 +240,9 @@ void gather_cache_cuda(const GatherCacheArgs& args, const Launch& launch) {
       return copy(args, launch);
     case GatherKind::kScaled:
       return dispatch<half, bf16, float>(args.dtype, [&]<class T> {
-        return args.format == KvFormat::kE4M3 ? scale_codes<T, KvFormat::kE4M3>(args, launch)
-                                              : scale_codes<T, KvFormat::kE5M2>(args, launch);
+        return args.format == KvFormat::kE4M3   ? scale_codes<T, KvFormat::kE4M3>(args, launch)
+               : args.format == KvFormat::kE5M2 ? scale_codes<T, KvFormat::kE5M2>(args, launch)
+                                                : scale_codes<T, KvFormat::kInt8>(args, launch);
       });
     case GatherKind::kRecords:
       return dispatch<half, bf16>(args.dtype, [&]<class T> { read_records<T>(args, launch); });

@@ -10,7 +10,7 @@ namespace pykv {
 
 enum class GatherKind : uint8_t {
   kCopy,     // elements of `element_bytes` bytes
-  kScaled,   // one-byte floats times a scale
+  kScaled,   // one-byte codes times a scale
   kRecords,  // fp8_ds_mla
 };
 

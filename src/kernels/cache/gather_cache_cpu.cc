@@ -82,7 +82,9 @@ void gather_cache_cpu(const GatherCacheArgs& args, const Launch& launch) {
       return copy_rows(args, launch);
     case GatherKind::kScaled:
       return dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
-        return args.format == KvFormat::kE4M3 ? scale_rows<T, e4m3>(args, launch) : scale_rows<T, e5m2>(args, launch);
+        return args.format == KvFormat::kE4M3   ? scale_rows<T, e4m3>(args, launch)
+               : args.format == KvFormat::kE5M2 ? scale_rows<T, e5m2>(args, launch)
+                                                : scale_rows<T, i8>(args, launch);
       });
     case GatherKind::kRecords:
       return dispatch<f16, bf16>(args.dtype, [&]<class T>() { read_records<T>(args, launch); });

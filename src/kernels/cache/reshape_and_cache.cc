@@ -77,8 +77,8 @@ void take_inputs(ReshapeAndCacheArgs& args, Call& call, bool packed, const Resha
   Tensor key_cache = call.write("key_cache", a.key_cache).no_overlap_within();
   Tensor value_cache = call.write("value_cache", a.value_cache).no_overlap_within();
 
-  args.format = kv_format(a.kv_cache_dtype, key_cache, key.type());
-  kv_format(a.kv_cache_dtype, value_cache, key.type());
+  args.format = kv_format(a.kv_cache_dtype, key_cache, key.type(), {KvFormat::kInt8});
+  kv_format(a.kv_cache_dtype, value_cache, key.type(), {KvFormat::kInt8});
   const Layout key_layout = packed ? packed_key(key_cache, d) : flash(key_cache, d, d.head_size);
   const Layout value_layout = packed ? packed_value(value_cache, d) : flash(value_cache, d, d.v_head_size);
   fill(args.key, key, key_cache, key_layout);

@@ -84,6 +84,10 @@ void reshape_and_cache_cuda(const ReshapeAndCacheArgs& args, const Launch& launc
       return quantise.operator()<KvFormat::kE4M3>();
     case KvFormat::kE5M2:
       return quantise.operator()<KvFormat::kE5M2>();
+    case KvFormat::kInt8:
+      return quantise.operator()<KvFormat::kInt8>();
+    case KvFormat::kNvfp4:
+      break;
   }
 }
 

@@ -35,6 +35,10 @@ void reshape_and_cache_cpu(const ReshapeAndCacheArgs& args, const Launch& launch
       return quantise_all<e4m3>(args, launch);
     case KvFormat::kE5M2:
       return quantise_all<e5m2>(args, launch);
+    case KvFormat::kInt8:
+      return quantise_all<i8>(args, launch);
+    case KvFormat::kNvfp4:
+      break;
   }
 }
 

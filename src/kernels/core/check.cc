@@ -1,5 +1,6 @@
 #include "core/check.h"
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstdarg>
 #include <cstdio>
@@ -198,31 +199,38 @@ Rows Tensor::rows() const {
   }
 }
 
-KvFormat kv_format(const char* name, const Tensor& cache, DType data) {
-  const auto is = [&](const char* s) { return std::strcmp(name, s) == 0; };
-  const auto wants = [&](DType wanted) {
-    if (data != wanted)
-      fail(PYKV_TYPE_ERROR, "kv_cache_dtype: '%s' needs data of that dtype, got %s", name, name_of(data));
+KvFormat kv_format(const char* name, const Tensor& cache, DType data, std::initializer_list<KvFormat> more) {
+  struct Choice {
+    const char* name;
+    KvFormat format;
+    DType dtype;  // kSame: of the data; else of the cache, if it is not just bytes
   };
-  if (is("auto") || is("float16") || is("bfloat16") || is("float32")) {
-    if (is("float16")) wants(DType::kFloat16);
-    if (is("bfloat16")) wants(DType::kBFloat16);
-    if (is("float32")) wants(DType::kFloat32);
-    if (cache.type() != data)
-      cache.fail(PYKV_TYPE_ERROR, "dtype must be that of the data, %s, for kv_cache_dtype '%s', got %s", name_of(data),
-                 name, name_of(cache.type()));
-    return KvFormat::kSame;
+  static constexpr Choice kChoices[] = {
+      {"auto", KvFormat::kSame, DType::kOther},          {"float16", KvFormat::kSame, DType::kFloat16},
+      {"bfloat16", KvFormat::kSame, DType::kBFloat16},   {"float32", KvFormat::kSame, DType::kFloat32},
+      {"fp8", KvFormat::kE4M3, DType::kFloat8E4M3},      {"fp8_e4m3", KvFormat::kE4M3, DType::kFloat8E4M3},
+      {"fp8_e5m2", KvFormat::kE5M2, DType::kFloat8E5M2}, {"int8", KvFormat::kInt8, DType::kInt8},
+      {"nvfp4", KvFormat::kNvfp4, DType::kUInt8},
+  };
+  std::string names;
+  for (const Choice& c : kChoices) {
+    const bool extra = c.format == KvFormat::kInt8 || c.format == KvFormat::kNvfp4;
+    if (extra && std::find(more.begin(), more.end(), c.format) == more.end()) continue;
+    names += (names.empty() ? "'" : ", '") + std::string(c.name) + "'";
+    if (std::strcmp(name, c.name) != 0) continue;
+    if (c.format == KvFormat::kSame) {
+      if (c.dtype != DType::kOther && c.dtype != data)
+        fail(PYKV_TYPE_ERROR, "kv_cache_dtype: '%s' needs data of that dtype, got %s", name, name_of(data));
+      if (cache.type() != data)
+        cache.fail(PYKV_TYPE_ERROR, "dtype must be that of the data, %s, for kv_cache_dtype '%s', got %s",
+                   name_of(data), name, name_of(cache.type()));
+    } else if (cache.type() != c.dtype && cache.type() != DType::kUInt8 && cache.type() != DType::kInt8) {
+      cache.fail(PYKV_TYPE_ERROR, "dtype must be %s%s for kv_cache_dtype '%s', got %s", name_of(c.dtype),
+                 c.dtype == DType::kUInt8 ? "" : " or uint8", name, name_of(cache.type()));
+    }
+    return c.format;
   }
-  const bool e4m3 = is("fp8") || is("fp8_e4m3"), e5m2 = is("fp8_e5m2");
-  if (!e4m3 && !e5m2)
-    fail(PYKV_VALUE_ERROR,
-         "kv_cache_dtype: must be 'auto', 'float16', 'bfloat16', 'float32', 'fp8', 'fp8_e4m3' or 'fp8_e5m2', got '%s'",
-         name);
-  const DType own = e4m3 ? DType::kFloat8E4M3 : DType::kFloat8E5M2;
-  if (cache.type() != own && cache.type() != DType::kUInt8 && cache.type() != DType::kInt8)
-    cache.fail(PYKV_TYPE_ERROR, "dtype must be %s or uint8 for kv_cache_dtype '%s', got %s", name_of(own), name,
-               name_of(cache.type()));
-  return e4m3 ? KvFormat::kE4M3 : KvFormat::kE5M2;
+  fail(PYKV_VALUE_ERROR, "kv_cache_dtype: must be one of %s, got '%s'", names.c_str(), name);
 }
 
 }  // namespace pykv

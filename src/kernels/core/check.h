@@ -97,7 +97,9 @@ class Tensor {
   const int64_t* strides_;  // null: compact
 };
 
-// What a cache of the given kv_cache_dtype string holds, checked against the dtypes of the cache and of the data.
-KvFormat kv_format(const char* kv_cache_dtype, const Tensor& cache, DType data);
+// What a cache of the given kv_cache_dtype string holds, checked against the dtypes of the cache and of the data.  Every op
+// takes copies and fp8; `more` are the formats that this one takes beside them.
+KvFormat kv_format(const char* kv_cache_dtype, const Tensor& cache, DType data,
+                   std::initializer_list<KvFormat> more = {});
 
 }  // namespace pykv

@@ -59,7 +59,8 @@ constexpr const char* name_of(DType t) {
   }
 }
 
-// How a KV cache stores its elements: as the data's own dtype, or as one-byte floats times a scale.
-enum class KvFormat : uint8_t { kSame, kE4M3, kE5M2 };
+// How a KV cache stores its elements: as the data's own dtype; as one-byte floats or integers times a scale; or as
+// four-bit floats with scales among them (core/nvfp4.h).
+enum class KvFormat : uint8_t { kSame, kE4M3, kE5M2, kInt8, kNvfp4 };
 
 }  // namespace pykv

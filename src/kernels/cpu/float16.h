@@ -3,7 +3,7 @@
 // Each conversion is written once for "a float or a vector of floats" (F) and the integers of the same width (U):
 // GCC's vector extensions give comparisons and ?: the same spelling for both.  Stores round to nearest even and keep
 // NaN.  The one-byte types saturate: infinities and everything too large become the largest finite value; NaN becomes
-// 0x7F (E4M3) or 0x7E (E5M2) with its sign.
+// 0x7F (E4M3) or 0x7E (E5M2) with its sign.  Four-bit floats and int8 saturate too, but have no NaN: it becomes 0.
 #pragma once
 
 #include <cstdint>
@@ -31,6 +31,9 @@ struct e4m3 {
 };
 struct e5m2 {
   uint8_t bits;
+};
+struct i8 {
+  int8_t bits;
 };
 
 // A constant in every lane (or the constant itself).
@@ -122,11 +125,36 @@ inline U narrow_e5m2(F value) {
   return (magnitude > 0x7f800000u ? all<U>(0x7eu) : finite) | ((bits >> 24) & 0x80u);
 }
 
+// A four-bit float, in the lowest bits; its magnitude alone for a value of any sign.
+template <class F, class U>
+inline F widen_e2m1(U bits) {
+  return __builtin_bit_cast(F, __builtin_bit_cast(U, widen_finite<1, 1, F>(bits & 7u)) | ((bits & 8u) << 28));
+}
+
+template <class F, class U>
+inline U narrow_e2m1_magnitude(F value) {
+  const U magnitude = __builtin_bit_cast(U, value) & 0x7fffffffu;
+  const U clamped = magnitude > 0x40c00000u ? all<U>(0x40c00000u) : magnitude;  // 6
+  const U finite = narrow_finite<1, 1, F>(clamped);
+  return magnitude > 0x7f800000u ? all<U>(0u) : finite;
+}
+
+// An integer as its lowest eight bits.
+template <class F, class U>
+inline U narrow_i8(F value) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which then lies in the low bits
+  const F number = value == value ? value : F{};
+  const F low = number < -128.0f ? F{} - 128.0f : number;
+  const F clamped = low > 127.0f ? F{} + 127.0f : low;
+  return __builtin_bit_cast(U, clamped + kRound);
+}
+
 // One value at a time.
 inline float to_float(float v) { return v; }
 inline float to_float(bf16 v) { return widen_bf16<float>(uint32_t{v.bits}); }
 inline float to_float(e4m3 v) { return widen_e4m3<float>(uint32_t{v.bits}); }
 inline float to_float(e5m2 v) { return widen_e5m2<float>(uint32_t{v.bits}); }
+inline float to_float(i8 v) { return v.bits; }
 inline float to_float(f16 v) {
 #if defined(__F16C__)
   return _cvtsh_ss(v.bits);
@@ -161,6 +189,10 @@ template <>
 inline e5m2 from_float<e5m2>(float v) {
   return {static_cast<uint8_t>(narrow_e5m2<float, uint32_t>(v))};
 }
+template <>
+inline i8 from_float<i8>(float v) {
+  return {static_cast<int8_t>(narrow_i8<float, uint32_t>(v))};
+}
 
 }  // namespace pykv::PYKV_ISA
 
@@ -174,5 +206,7 @@ template <>
 inline constexpr DType kDTypeOf<PYKV_ISA::e4m3> = DType::kFloat8E4M3;
 template <>
 inline constexpr DType kDTypeOf<PYKV_ISA::e5m2> = DType::kFloat8E5M2;
+template <>
+inline constexpr DType kDTypeOf<PYKV_ISA::i8> = DType::kInt8;
 
 }  // namespace pykv

@@ -108,6 +108,17 @@ inline Floats load(const e5m2* from) {  // the upper byte of an f16
   return widen_e5m2<Floats>(widen(load_raw<Bytes>(from)));
 #endif
 }
+inline Floats load(const i8* from) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, load_raw<__m128i>(from)));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  // Flipped, the sign bit counts 128: a number with a known exponent, less than what it has too much.
+  const Words shifted = (widen(load_raw<Bytes>(from)) ^ 0x80u) | 0x4b000000u;
+  return __builtin_bit_cast(Floats, shifted) - 8388736.0f;  // 2^23 + 128
+#endif
+}
 
 // kWidth floats, rounded to T (see cpu/float16.h).
 inline void store(float* to, Floats v) { __builtin_memcpy(to, &v, sizeof(v)); }
@@ -131,6 +142,10 @@ inline void store(e4m3* to, Floats v) {
 }
 inline void store(e5m2* to, Floats v) {
   const Bytes bytes = narrow_to_bytes(narrow_e5m2<Floats, Words>(v));
+  __builtin_memcpy(to, &bytes, sizeof(bytes));
+}
+inline void store(i8* to, Floats v) {
+  const Bytes bytes = narrow_to_bytes(narrow_i8<Floats, Words>(v));
   __builtin_memcpy(to, &bytes, sizeof(bytes));
 }
 

@@ -1,0 +1,51 @@
+// Division by one number that many are divided by: a scale.
+#pragma once
+
+#include <cstdint>
+
+namespace pykv {
+
+// x / scale, rounded as a division is wherever rounding it further to fp8 depends on that.
+//
+// 1 / scale is held as a sum, r + rest with r the float below it: x * r + x * rest is two instructions instead of a
+// division's ten.  Both products carry one sign, so that infinities and overflow come through and saturate.  For every
+// scale this rounds all quotients of half and bf16 to the code that a division leads to (checked exhaustively); 24-bit
+// numerators take one Newton step more.  Scales far from 1 are brought closer, x with them, by a power of two.
+class Quotient {
+ public:
+  __device__ explicit Quotient(float scale) {
+    power_ = fabsf(scale) < 0x1p-40f ? 0x1p64f : fabsf(scale) > 0x1p40f ? 0x1p-64f : 1.0f;
+    scale_ = scale * power_;
+    reciprocal_ = __frcp_rn(scale_);
+    if (fmaf(-scale_, reciprocal_, 1.0f) <= 0.0f) reciprocal_ = __uint_as_float(__float_as_uint(reciprocal_) - 1);
+    // rest = r (e + e^2 + ...); the factor, for the terms left out, matters where the second rounds to a tie.
+    const float error = fmaf(-scale_, reciprocal_, 1.0f), first = error * reciprocal_;
+    rest_ =
+        error > 0.0f ? fmaf(first, error * 0x1.000004p0f, first) : reciprocal_;  // scale 0 or not finite: the latter
+  }
+
+  // All of x, in place.  T is the type that they had.
+  template <class T, int kSize>
+  __device__ void divide(float (&x)[kSize]) const {
+    if (power_ != 1.0f) {  // the same for a whole head
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) x[i] *= power_;
+    }
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const float q = fmaf(x[i], reciprocal_, x[i] * rest_);
+      if constexpr (sizeof(T) < 4) {
+        x[i] = q;
+      } else {
+        x[i] = fabsf(q) < 0x1p20f ? fmaf(fmaf(-q, scale_, x[i]), reciprocal_, q) : q;
+      }
+    }
+  }
+
+  __device__ uint32_t sign_bytes() const { return scale_ < 0.0f ? 0x80808080u : 0u; }
+
+ private:
+  float scale_, power_, reciprocal_, rest_;
+};
+
+}  // namespace pykv
