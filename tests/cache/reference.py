@@ -12,10 +12,15 @@ FP8 = {
     "fp8_e4m3": ml_dtypes.float8_e4m3fn,
     "fp8_e5m2": ml_dtypes.float8_e5m2,
 }
+CODES = {**FP8, "int8": np.int8}  # caches of one byte an element, with a scale
 
 
 def quantise(x: np.ndarray, scale: np.ndarray | float, kind: str) -> np.ndarray:
-    """Codes of x / scale: rounded to nearest even, saturated; NaN keeps its sign."""
+    """Codes of x / scale: rounded to nearest even, saturated; NaN keeps its sign, or is 0 where there is none."""
+    if kind == "int8":
+        with np.errstate(all="ignore"):
+            quotient = x.astype(np.float32) / np.asarray(scale, np.float32)
+        return np.clip(np.rint(np.nan_to_num(quotient, nan=0.0)), -128, 127).astype(np.int8).view(np.uint8)
     dtype = FP8[kind]
     largest = np.float32(ml_dtypes.finfo(dtype).max)
     with np.errstate(all="ignore"):
@@ -28,7 +33,7 @@ def quantise(x: np.ndarray, scale: np.ndarray | float, kind: str) -> np.ndarray:
 
 def stored(x: np.ndarray, kind: str, scale: np.ndarray | float, cache: np.ndarray) -> np.ndarray:
     """What a cache holds for tokens x ``[..., heads, head_size]``: the elements themselves, or codes."""
-    if kind not in FP8:
+    if kind not in CODES:
         return x
     return quantise(x, np.reshape(scale, (-1, 1)), kind).view(cache.dtype)
 

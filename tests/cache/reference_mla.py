@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
-from cache.reference import FP8, quantise
+from cache.reference import CODES, quantise
 
 
 def record_bytes(latent: int, rope: int) -> int:
@@ -36,7 +36,7 @@ def entry(latent: np.ndarray, rope: np.ndarray, kind: str, scale: float, cache: 
     if kind == "fp8_ds_mla":
         return pack_record(latent, rope).view(cache.dtype)
     row = np.concatenate([latent, rope])
-    return quantise(row, scale, kind).view(cache.dtype) if kind in FP8 else row
+    return quantise(row, scale, kind).view(cache.dtype) if kind in CODES else row
 
 
 def concat_and_cache_mla(

@@ -13,7 +13,7 @@ from libraries import Library
 
 import pykv
 
-KINDS = ["auto", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"]
+KINDS = ["auto", "fp8_e4m3", "fp8_e5m2", "int8", "fp8_ds_mla"]
 # name -> (shape of the memory, where in it the cache lies); all of the memory is compared
 LAYOUTS: dict[str, tuple[Callable[[int, int, int], tuple[int, ...]], Callable[[Any], Any]]] = {
     "compact": (lambda nb, bs, w: (nb, bs, w), lambda m: m[1:-1]),
@@ -60,7 +60,7 @@ def prepare(
     """The call, and the comparison of the whole memory with what it is to leave behind."""
     rng = np.random.default_rng(seed)
     source = DTYPES[dtype]
-    stored = source if kind == "auto" else np.dtype(reference.FP8.get(kind, np.uint8))
+    stored = source if kind == "auto" else np.dtype(reference.CODES.get(kind, np.uint8))
     width = reference_mla.record_bytes(latent, rope) if kind == "fp8_ds_mla" else latent + rope
     shape, take = LAYOUTS[layout]
     expected = inputs.bits(rng, shape(blocks + 2, block_size, width), stored)

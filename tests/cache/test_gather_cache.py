@@ -17,7 +17,7 @@ from libraries import Library
 import pykv
 
 LATENT, ROPE = 256, 64
-OPS = ["copy", "auto", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "upconvert"]
+OPS = ["copy", "auto", "fp8_e4m3", "fp8_e5m2", "int8", "fp8_ds_mla", "upconvert"]
 RECORDS = {"fp8_ds_mla", "upconvert"}
 NAMES = {"copy": "cp_gather_cache", "upconvert": "cp_gather_and_upconvert_fp8_kv_cache"}
 
@@ -73,13 +73,13 @@ def cache_of(op: str, dtype: np.dtype, shape: tuple[int, ...], rng: np.random.Ge
             latent = np.where(np.abs(latent.astype(np.float32)) < 1e30, latent, dtype.type(1))
         records = [reference_mla.pack_record(c, r) for c, r in zip(latent, rope, strict=True)]
         return np.array(records).reshape(*shape[:2], -1)
-    return inputs.bits(rng, shape, np.dtype(reference.FP8.get(op, dtype)))
+    return inputs.bits(rng, shape, np.dtype(reference.CODES.get(op, dtype)))
 
 
 def decoder(op: str, dtype: np.dtype, scale: np.float32) -> Callable[[np.ndarray], np.ndarray]:
     if op in RECORDS:
         return lambda entry: reference_mla.unpack_record(entry, LATENT, dtype)
-    if op in reference.FP8:
+    if op in reference.CODES:
 
         def scaled(entry: np.ndarray) -> np.ndarray:
             with np.errstate(all="ignore"):
@@ -168,14 +168,14 @@ def test_numbers_of_requests(array: Library, op: str, lengths: list[int]) -> Non
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 46, 64, 320, 512, 576, 577, 4096, 40000])
-@pytest.mark.parametrize("op", ["copy", "auto", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("op", ["copy", "auto", "fp8_e4m3", "fp8_e5m2", "int8"])
 def test_widths(array: Library, op: str, width: int) -> None:
     for dtype in DTYPES:
         r = requests([5, 20], blocks=3, block_size=8)
         check(array, op, r, dtype=dtype, entry=(width,), blocks=3, block_size=8)
 
 
-@pytest.mark.parametrize("op", ["copy", "auto", "fp8_e4m3"])
+@pytest.mark.parametrize("op", ["copy", "auto", "fp8_e4m3", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads(array: Library, op: str, dtype: str) -> None:
     """K or V of NHD and HND caches, halves of one allocation."""
@@ -223,9 +223,9 @@ def test_nothing_to_do(array: Library, op: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 1 / 3, 1e-30, 1e30, 3e38])
-@pytest.mark.parametrize("op", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("op", ["fp8_e4m3", "fp8_e5m2", "int8"])
 def test_every_code(array: Library, op: str, scale: float) -> None:
-    codes = np.arange(256, dtype=np.uint8).view(reference.FP8[op]).reshape(2, 1, 128)
+    codes = np.arange(256, dtype=np.uint8).view(reference.CODES[op]).reshape(2, 1, 128)
     for dtype in DTYPES.values():
         out = array.output(np.zeros((2, 128), dtype))
         arguments = [np.array([[0, 1]], np.int32), np.array([0, 2], np.int32), np.zeros(2, np.int32)]

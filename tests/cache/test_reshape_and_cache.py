@@ -15,7 +15,7 @@ from libraries import Library
 
 import pykv
 
-KINDS = ["auto", "fp8_e4m3", "fp8_e5m2"]
+KINDS = ["auto", "fp8_e4m3", "fp8_e5m2", "int8"]
 
 
 @dataclass
@@ -67,7 +67,7 @@ def prepare(
     """The call, and what it is to leave behind."""
     rng = np.random.default_rng(seed)
     source = DTYPES[dtype]
-    element = source if kind == "auto" else np.dtype(np.uint8 if as_bytes else reference.FP8[kind])
+    element = source if kind == "auto" else np.dtype(np.uint8 if as_bytes else reference.CODES[kind])
     caches = Caches.make(array, name, s, element, rng)
     if slots is None:
         slots = inputs.slot_mapping(rng, "sequences", min(num_tokens, s.slots), s)
@@ -178,19 +178,20 @@ def test_scales(array: Library, name: str, where: str) -> None:
         check(array, name, s, kind="fp8", k_scale=k_scale, v_scale=v_scale, as_scale=as_scale[where])
 
 
-def test_fp8_caches_as_bytes(array: Library) -> None:
+def test_caches_as_bytes(array: Library) -> None:
     check(array, "NHD", Sizes(), kind="fp8_e5m2", as_bytes=True)
     check(array, "packed", Sizes(), kind="fp8", as_bytes=True)
+    check(array, "packed", Sizes(), kind="int8", as_bytes=True)
 
 
-@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1.0, 0.37, 1 / 3, 300.0, 1e-6, 1e-30, 3e38, 1e-44])
 def test_every_rounding(array: Library, dtype: str, kind: str, scale: float) -> None:
     """All 16-bit floats; for float32 the neighbourhood of every boundary between two codes, scaled."""
     scale32 = np.float32(scale)
     if dtype == "float32":
-        codes = np.arange(256, dtype=np.uint8).view(reference.FP8[kind]).astype(np.float32)
+        codes = np.arange(256, dtype=np.uint8).view(reference.CODES[kind]).astype(np.float32)
         codes = np.sort(codes[np.isfinite(codes)])
         with np.errstate(over="ignore"):
             middle = (codes[1:] + codes[:-1]) / 2 * scale32
@@ -340,6 +341,7 @@ E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
         ({"key_cache": zeros(3, 8, 2, 16, dtype=np.float32)}, TypeError, "key_cache: dtype must be that of the data"),
         ({"key_cache": np.broadcast_to(zeros(1, 8, 2, 16), (3, 8, 2, 16))}, (ValueError, TypeError), "key_cache: "),
         ({"kv_cache_dtype": "fp8"}, TypeError, "key_cache: dtype must be float8_e4m3fn or uint8 for"),
+        ({"kv_cache_dtype": "int8"}, TypeError, "key_cache: dtype must be int8 or uint8 for kv_cache_dtype 'int8', got"),
         ({"kv_cache_dtype": "int4"}, ValueError, "kv_cache_dtype: must be one of 'auto', .* got 'int4'"),
         ({"kv_cache_dtype": "bfloat16"}, TypeError, "kv_cache_dtype: 'bfloat16' needs data of that dtype, got float16"),
     ],

@@ -19,8 +19,9 @@
  *   slot_mapping   [num_tokens]                            int32 | int64; negative: padding, the token is skipped
  *   kv_cache_dtype "auto", "float32", "float16", "bfloat16": elements are copied, the dtypes must agree;
  *                  "fp8", "fp8_e4m3", "fp8_e5m2": element = value / scale, rounded to nearest even, saturated to the
- *                  largest finite value; NaN stays NaN
- *   k_scale, v_scale   one float, or one for each head; NULL: 1.  Looked at for fp8 caches only
+ *                  largest finite value; NaN stays NaN;
+ *                  "int8": the same with integers, -128 to 127; NaN becomes 0
+ *   k_scale, v_scale   one float, or one for each head; NULL: 1.  Looked at where elements are divided by them
  * num_tokens decides: key and value may have more rows.  Where two tokens share a slot, either of them may win.
  * A slot >= NB * BS is skipped and reported. */
 PYKV_API pykv_status pykv_reshape_and_cache(const DLTensor* key, const DLTensor* value, DLTensor* key_cache,
@@ -75,7 +76,7 @@ PYKV_API pykv_status pykv_swap_blocks_layers(pykv_tensor_list src_caches, pykv_t
  *                  "fp8_ds_mla": a record of kv_lora_rank e4m3 elements, a float32 scale for each 128 of them (their
  *                  largest magnitude / 448, at least FLT_MIN; NaN is not counted), and k_pe as it is.  kv_lora_rank must
  *                  be a multiple of 128 and the data 16-bit floats; 512 and 64 make 656 bytes
- *   scale          one float; NULL: 1.  Looked at for "fp8..." except "fp8_ds_mla"
+ *   scale          one float; NULL: 1.  Looked at for "fp8..." except "fp8_ds_mla", and "int8"
  * num_tokens decides: kv_c and k_pe may have more rows.  Where two tokens share a slot, either of them may win.
  * A slot >= NB * BS is skipped and reported. */
 PYKV_API pykv_status pykv_concat_and_cache_mla(const DLTensor* kv_c, const DLTensor* k_pe, DLTensor* kv_cache,
@@ -99,10 +100,11 @@ PYKV_API pykv_status pykv_cp_gather_cache(const DLTensor* src_cache, DLTensor* d
  *   dst            [>= num_tokens, ...]   f32 | f16 | bf16; no row from num_tokens on is written
  *   token_to_seq   [>= num_tokens]        the request of each row; NULL: it is searched for in cu_seq_lens.  A row at or
  *                                         beyond its request's end is left as it is; a request out of range reported
- *   kv_cache_dtype "auto" and so on: copied, the dtypes must agree; "fp8...": element * scale, rounded to nearest even;
+ *   kv_cache_dtype "auto" and so on: copied, the dtypes must agree; "fp8...", "int8": element * scale, rounded to nearest
+ *                  even;
  *                  "fp8_ds_mla": src_cache [NB, BS, record] as pykv_concat_and_cache_mla writes it, dst f16 | bf16
  *                  [num_rows, kv_lora_rank + rope_size]; the rope is copied: it must have been written in the dtype of dst
- *   scale          one float; NULL: 1.  Looked at for "fp8..." except "fp8_ds_mla" */
+ *   scale          one float; NULL: 1.  Looked at for "fp8..." except "fp8_ds_mla", and "int8" */
 PYKV_API pykv_status pykv_gather_and_maybe_dequant_cache(const DLTensor* src_cache, DLTensor* dst,
                                                          const DLTensor* block_table, const DLTensor* cu_seq_lens,
                                                          const DLTensor* token_to_seq, int64_t num_tokens,
