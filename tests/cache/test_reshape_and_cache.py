@@ -341,7 +341,7 @@ E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
         ({"key_cache": zeros(3, 8, 2, 16, dtype=np.float32)}, TypeError, "key_cache: dtype must be that of the data"),
         ({"key_cache": np.broadcast_to(zeros(1, 8, 2, 16), (3, 8, 2, 16))}, (ValueError, TypeError), "key_cache: "),
         ({"kv_cache_dtype": "fp8"}, TypeError, "key_cache: dtype must be float8_e4m3fn or uint8 for"),
-        ({"kv_cache_dtype": "int8"}, TypeError, "key_cache: dtype must be int8 or uint8 for kv_cache_dtype 'int8', got"),
+        ({"kv_cache_dtype": "int8"}, TypeError, "key_cache: dtype must be int8 or uint8 for kv_cache_dtype 'int8'"),
         ({"kv_cache_dtype": "int4"}, ValueError, "kv_cache_dtype: must be one of 'auto', .* got 'int4'"),
         ({"kv_cache_dtype": "bfloat16"}, TypeError, "kv_cache_dtype: 'bfloat16' needs data of that dtype, got float16"),
     ],
