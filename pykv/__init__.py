@@ -38,6 +38,7 @@ from pykv.cache import (
     swap_blocks,
     swap_blocks_layers,
 )
+from pykv.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from pykv.mla import (
     concat_and_cache_mla,
     concat_mla_q,
@@ -76,6 +77,7 @@ __all__ = [
     "copy_blocks_mla",
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_cache",
+    "cp_gather_indexer_k_quant_cache",
     "fatrelu_and_mul",
     "from_pointer",
     "fused_add_rms_norm",
@@ -90,6 +92,7 @@ __all__ = [
     "get_library_dir",
     "get_num_threads",
     "has_cuda",
+    "indexer_k_quant_and_cache",
     "merge_attn_states",
     "merge_attn_states_n",
     "mul_and_silu",

@@ -165,6 +165,19 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         "workspace_starts": np.array([0, 2], np.int32),
         "batch_size": 2,
     },
+    "indexer_k_quant_and_cache": lambda: {
+        "k": floats(3, 32),
+        "kv_cache": np.ones((NUM_BLOCKS, BLOCK_SIZE, 40), np.uint8),
+        "slot_mapping": ids(5, -1, 17),
+        "quant_block_size": 16,
+    },
+    "cp_gather_indexer_k_quant_cache": lambda: {
+        "kv_cache": np.ones((NUM_BLOCKS, BLOCK_SIZE, 40), np.uint8),
+        "dst_k": np.zeros((7, 32), np.uint8),
+        "dst_scale": np.zeros((7, 2), np.float32),
+        "block_table": np.array([[1, 4], [3, 0]], np.int32),
+        "cu_seq_lens": np.array([0, 2, 7], np.int32),
+    },
     "convert_fp8": lambda: {"output": np.zeros((3, 8), np.uint8), "input": floats(3, 8), "scale": 0.5},
     "concat_mla_q": lambda: {
         "ql_nope": floats(3, HEADS, 16),

@@ -1,4 +1,5 @@
-"""Writing and gathering MLA caches (512 + 64), and concatenating queries: pages of 64 in random order."""
+"""Writing and gathering MLA caches (512 + 64) and the indexer's (128), and concatenating queries: pages of 64 in random
+order."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from timing import Call, Case, Device, main
 
 TOKENS = [1, 64, 4096, 65536]
 LATENT, ROPE, RECORD, BLOCK_SIZE, HEADS = 512, 64, 656, 64, 128
+INDEXER, INDEXER_ENTRY = 128, 132
 WIDTH = LATENT + ROPE
 
 
@@ -43,15 +45,37 @@ def write(kind: str, tokens: int, dtype: str, device: Device) -> Call:
     return lambda: pykv.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kind, 0.5)
 
 
-def gather(kind: str, tokens: int, dtype: str, device: Device) -> Call:
-    """One request a page, or as many as there are tokens."""
-    src, dst = cache(tokens, kind, dtype, device), device.random((tokens, WIDTH), dtype)
-    table = device.array(pages(tokens)[:, None].astype(np.int32))
+def requests(tokens: int, device: Device) -> tuple[object, object, int]:
+    """A block table and ends of rows: one request a page, or as many as there are tokens."""
     ends = np.minimum(np.arange(len(pages(tokens)) + 1) * BLOCK_SIZE, tokens).astype(np.int32)
-    cu_seq_lens, batch = device.array(ends), len(ends) - 1
+    return device.array(pages(tokens)[:, None].astype(np.int32)), device.array(ends), len(ends) - 1
+
+
+def gather(kind: str, tokens: int, dtype: str, device: Device) -> Call:
+    src, dst = cache(tokens, kind, dtype, device), device.random((tokens, WIDTH), dtype)
+    table, cu_seq_lens, batch = requests(tokens, device)
     if kind == "auto":
         return lambda: pykv.cp_gather_cache(src, dst, table, cu_seq_lens, batch)
     return lambda: pykv.gather_and_maybe_dequant_cache(src, dst, table, cu_seq_lens, None, tokens, kind, 0.5)
+
+
+def indexer_cache(tokens: int, device: Device) -> object:
+    return device.random((-(-tokens // BLOCK_SIZE), BLOCK_SIZE, INDEXER_ENTRY), "float8_e4m3fn")
+
+
+def write_indexer(kind: str, tokens: int, dtype: str, device: Device) -> Call:
+    k, kv_cache, slot_mapping = (
+        device.random((tokens, INDEXER), dtype),
+        indexer_cache(tokens, device),
+        device.array(slots(tokens)),
+    )
+    return lambda: pykv.indexer_k_quant_and_cache(k, kv_cache, slot_mapping, INDEXER, kind)
+
+
+def gather_indexer(_: str, tokens: int, dtype: str, device: Device) -> Call:
+    src, dst_k = indexer_cache(tokens, device), device.random((tokens, INDEXER), "float8_e4m3fn")
+    dst_scale, (table, cu_seq_lens, _batch) = device.random((tokens, 1), "float32"), requests(tokens, device)
+    return lambda: pykv.cp_gather_indexer_k_quant_cache(src, dst_k, dst_scale, table, cu_seq_lens)
 
 
 def queries(_: str, tokens: int, dtype: str, device: Device) -> Call:
@@ -74,6 +98,8 @@ OPS: dict[str, tuple[Callable[[str, int, str, Device], Call], str, Callable[[int
     "cp_gather_cache": (gather, "auto", lambda e: 2 * WIDTH * e),
     "gather_and_maybe_dequant fp8": (gather, "fp8_e4m3", lambda e: WIDTH * (e + 1)),
     "gather_and_maybe_dequant fp8_ds_mla": (gather, "fp8_ds_mla", lambda e: WIDTH * e + RECORD),
+    "indexer_k_quant_and_cache": (write_indexer, "ue8m0", lambda e: INDEXER * e + INDEXER_ENTRY + 8),
+    "cp_gather_indexer_k_quant_cache": (gather_indexer, "", lambda e: 2 * INDEXER_ENTRY),
     "concat_mla_q": (queries, "", lambda e: 2 * HEADS * WIDTH * e),
     "convert_fp8": (convert, "to fp8", lambda e: 4096 * (e + 1)),
     "convert_fp8, from fp8": (convert, "from fp8", lambda e: 4096 * (e + 1)),

@@ -12,6 +12,8 @@ void bind_cache(Module& m) {
   m.def<pykv_cp_gather_cache>("cp_gather_cache");
   m.def<pykv_gather_and_maybe_dequant_cache>("gather_and_maybe_dequant_cache");
   m.def<pykv_cp_gather_and_upconvert_fp8_kv_cache>("cp_gather_and_upconvert_fp8_kv_cache");
+  m.def<pykv_indexer_k_quant_and_cache>("indexer_k_quant_and_cache");
+  m.def<pykv_cp_gather_indexer_k_quant_cache>("cp_gather_indexer_k_quant_cache");
   m.def<pykv_convert_fp8>("convert_fp8");
   m.def<pykv_concat_mla_q>("concat_mla_q");
   m.def<pykv_copy_blocks_mla>("copy_blocks_mla");

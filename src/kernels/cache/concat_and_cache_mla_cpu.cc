@@ -1,8 +1,8 @@
 // Twin of concat_and_cache_mla.cu: tokens shared out among threads, each written whole.
 #include "cache/concat_and_cache_mla.h"
 #include "cache/mla_record.h"
+#include "cache/quantise_cpu.h"
 #include "cpu/parallel.h"
-#include "cpu/simd.h"
 #include "cpu/stream_copy.h"
 
 namespace pykv::PYKV_ISA {
@@ -58,16 +58,6 @@ void copy_all(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
 }
 
 template <class T, class Code>
-void quantise(Code* to, int64_t to_dim, const T* from, int64_t dim, int64_t size, float scale) {
-  if (dim == 1 && to_dim == 1) {
-    const Floats divisor = splat(scale);
-    for (int64_t i = 0; i < size; i += kWidth) store(to + i, load(from + i, size - i) / divisor, size - i);
-  } else {
-    for (int64_t i = 0; i < size; ++i) to[i * to_dim] = from_float<Code>(to_float(from[i * dim]) / scale);
-  }
-}
-
-template <class T, class Code>
 void quantise_all(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
   const float scale = args.scale[0];
   for_each_token<Code>(args, launch, [&](int64_t token, Code* place) {
@@ -78,31 +68,13 @@ void quantise_all(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
 }
 
 template <class T>
-float largest_magnitude(const T* from, int64_t dim) {
-  if (dim == 1) {
-    Floats most{};
-    for (int64_t i = 0; i < MlaRecord::kTile; i += kWidth) {
-      const Floats v = load(from + i);
-      most = max(v < 0.0f ? -v : v, most);
-    }
-    return max(most);
-  }
-  float most = 0.0f;
-  for (int64_t i = 0; i < MlaRecord::kTile; ++i) {
-    const float v = __builtin_fabsf(to_float(from[i * dim]));
-    most = v > most ? v : most;  // NaN is not
-  }
-  return most;
-}
-
-template <class T>
 void write_records(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
   const MlaPart &latent = args.latent, &rope = args.rope;
   const MlaRecord record{latent.size, rope.size};
   for_each_token<uint8_t>(args, launch, [&](int64_t token, uint8_t* place) {
     for (int64_t first = 0; first < latent.size; first += MlaRecord::kTile) {
       const T* tile = row_of<T>(latent, token) + first * latent.dim;
-      float scale = largest_magnitude(tile, latent.dim) / MlaRecord::kLargest;
+      float scale = largest_magnitude(tile, latent.dim, MlaRecord::kTile) / MlaRecord::kLargest;
       scale = scale > MlaRecord::kLeastScale ? scale : MlaRecord::kLeastScale;
       quantise(reinterpret_cast<e4m3*>(place + first), 1, tile, latent.dim, MlaRecord::kTile, scale);
       std::memcpy(place + record.scales_at() + first / (MlaRecord::kTile / 4), &scale, 4);

@@ -3,17 +3,11 @@
 #include <cinttypes>
 #include <cstring>
 
-#include "core/call.h"
+#include "cache/request_arrays.h"
 #include "pykv/cache.h"
 
 namespace pykv {
 namespace {
-
-void at_least(const Tensor& t, int64_t wanted, const char* of_what) {
-  if (t.size(0) < wanted)
-    t.fail(PYKV_VALUE_ERROR, "must have at least %" PRId64 " rows, %s, got shape %s", wanted, of_what,
-           t.shape_string().c_str());
-}
 
 void not_negative(const char* name, int64_t value) {
   if (value < 0) fail(PYKV_VALUE_ERROR, "%s: must not be negative, got %" PRId64, name, value);
@@ -74,23 +68,6 @@ Tensor target(Call& call, DLTensor* dst, int rank, GatherCacheArgs& args) {
   return t;
 }
 
-void set_blocks(Call& call, const DLTensor* block_table, int64_t num_requests, PagedRequests& requests) {
-  Tensor table = call.read("block_table", block_table).rank(2);
-  at_least(table, num_requests, "one for each request");
-  requests.blocks = table.index();
-  requests.blocks.stride = 1;
-  requests.blocks_row = table.stride(0);
-  requests.blocks_column = table.stride(1);
-  requests.table_width = table.size(1);
-  requests.num_requests = num_requests;
-}
-
-Index ids(Call& call, const char* name, const DLTensor* array, int64_t wanted, const char* of_what) {
-  Tensor t = call.read(name, array).rank(1);
-  at_least(t, wanted, of_what);
-  return t.index();
-}
-
 void set_records(Tensor& src, const Tensor& dst, GatherCacheArgs& args) {
   src.rank(3).dtype({DType::kUInt8, DType::kInt8, DType::kFloat8E4M3, DType::kFloat8E5M2}).contiguous_rows();
   Tensor(dst).dtype({DType::kFloat16, DType::kBFloat16});
@@ -128,8 +105,8 @@ pykv_status pykv_cp_gather_cache(const DLTensor* src_cache, DLTensor* dst, const
     args.element_bytes = static_cast<int64_t>(size_of(src.type()));
     not_negative("batch_size", batch_size);
     set_blocks(call, block_table, batch_size, requests);
-    requests.starts = ids(call, "cu_seq_lens", cu_seq_lens, batch_size + 1, "batch_size + 1");
-    if (seq_starts) requests.positions = ids(call, "seq_starts", seq_starts, batch_size, "batch_size");
+    requests.starts = read_ids(call, "cu_seq_lens", cu_seq_lens, batch_size + 1, "batch_size + 1");
+    if (seq_starts) requests.positions = read_ids(call, "seq_starts", seq_starts, batch_size, "batch_size");
     run(call, stream, args);
   });
 }
@@ -158,13 +135,10 @@ pykv_status pykv_gather_and_maybe_dequant_cache(const DLTensor* src_cache, DLTen
     not_negative("num_tokens", num_tokens);
     at_least(rows, num_tokens, "num_tokens");
     args.num_rows = num_tokens;
-    Tensor starts = call.read("cu_seq_lens", cu_seq_lens).rank(1);
-    at_least(starts, 1, "one more than there are requests");
-    requests.starts = starts.index();
-    set_blocks(call, block_table, starts.size(0) - 1, requests);
-    if (token_to_seq) requests.request_of = ids(call, "token_to_seq", token_to_seq, num_tokens, "num_tokens");
+    set_requests(call, cu_seq_lens, block_table, requests);
+    if (token_to_seq) requests.request_of = read_ids(call, "token_to_seq", token_to_seq, num_tokens, "num_tokens");
     if (seq_starts)
-      requests.positions = ids(call, "seq_starts", seq_starts, requests.num_requests, "one for each request");
+      requests.positions = read_ids(call, "seq_starts", seq_starts, requests.num_requests, "one for each request");
     run(call, stream, args);
   });
 }
@@ -183,8 +157,8 @@ pykv_status pykv_cp_gather_and_upconvert_fp8_kv_cache(const DLTensor* src_cache,
     set_records(src, target(call, dst, 2, args), args);
     not_negative("batch_size", batch_size);
     set_blocks(call, block_table, batch_size, requests);
-    requests.lengths = ids(call, "seq_lens", seq_lens, batch_size, "batch_size");
-    requests.starts = ids(call, "workspace_starts", workspace_starts, batch_size, "batch_size");
+    requests.lengths = read_ids(call, "seq_lens", seq_lens, batch_size, "batch_size");
+    requests.starts = read_ids(call, "workspace_starts", workspace_starts, batch_size, "batch_size");
     run(call, stream, args);
   });
 }

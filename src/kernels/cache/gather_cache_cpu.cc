@@ -1,4 +1,6 @@
-// Twin of gather_cache.cu: rows shared out among threads, each found and read by itself.
+// Twin of gather_cache.cu: rows shared out among threads, found together where they lie in one block.
+#include <algorithm>
+
 #include "cache/gather_cache.h"
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
@@ -14,10 +16,13 @@ template <class Read>
 void for_each_row(const GatherCacheArgs& args, int64_t src_bytes, const Launch& launch, Read&& read) {
   const int64_t row_bytes = args.pieces * args.piece * src_bytes;
   parallel_for(args.num_rows, kBytesPerTask / row_bytes + 1, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const auto [block, offset] = args.requests.locate(row, launch.errors);
-      if (block < 0) continue;
-      read(static_cast<const char*>(args.src) + (block * args.src_block + offset * args.src_token) * src_bytes, row);
+    for (int64_t row = begin; row < end;) {
+      const auto [block, offset, run] = args.requests.locate(row, launch.errors);
+      const int64_t last = block < 0 || run == 1 ? row + 1 : std::min(row + run, end);
+      const char* from =
+          static_cast<const char*>(args.src) + (block * args.src_block + offset * args.src_token) * src_bytes;
+      for (; row < last; ++row, from += args.src_token * src_bytes)
+        if (block >= 0) read(from, row);
     }
     finish_streaming();
   });

@@ -23,22 +23,28 @@ struct PagedRequests {
 
   struct Place {
     int64_t block, offset;  // block -1: none
+    int64_t run;            // so many rows, this one and the next, lie one after another from here on in the block
   };
 
   // None for a row that no request has; none, and a report, where an id is out of range.  Inlined by force: it is compiled
   // for several instruction sets, and must not become a symbol that they share.
   PYKV_HOST_DEVICE __attribute__((always_inline)) inline Place locate(int64_t row, ErrorWord* errors) const {
-    constexpr Place kNone{-1, 0};
+    return locate(row, 0, num_requests, errors);
+  }
+
+  // The same where the row's request is known to be in [request, end), unless request_of says which it is.
+  PYKV_HOST_DEVICE __attribute__((always_inline)) inline Place locate(int64_t row, int64_t request, int64_t end,
+                                                                      ErrorWord* errors) const {
+    constexpr Place kNone{-1, 0, 1};
     const auto report = [&](const char* what, int64_t value, int64_t bound) {
       Reporter{errors, what}(value, bound);
       return kNone;
     };
-    int64_t request = 0;
     if (request_of.data) {
       request = request_of[row];
       if (request < 0 || request >= num_requests) return report(reports.request, request, num_requests);
     } else {  // the last that starts here or before; empty ones before it start here too
-      for (int64_t end = num_requests; end - request > 1;) {
+      while (end - request > 1) {
         const int64_t middle = request + (end - request) / 2;
         if (starts[middle] <= row) {
           request = middle;
@@ -48,12 +54,18 @@ struct PagedRequests {
       }
     }
     const int64_t start = starts[request];
-    if (row < start || (lengths.data == nullptr && row >= starts[request + 1])) return kNone;
+    if (row < start) return kNone;
     // unsigned: ids may be anything
     const uint64_t in_request = static_cast<uint64_t>(row) - static_cast<uint64_t>(start);
-    if (lengths.data != nullptr) {
+    int64_t rest;  // rows of the request from this one on
+    if (lengths.data == nullptr) {
+      const int64_t next = starts[request + 1];
+      if (row >= next) return kNone;
+      rest = next - row;
+    } else {
       const int64_t length = lengths[request];
       if (length < 0 || in_request >= static_cast<uint64_t>(length)) return kNone;
+      rest = length - static_cast<int64_t>(in_request);
     }
     const int64_t position =
         static_cast<int64_t>(in_request + (positions.data ? static_cast<uint64_t>(positions[request]) : uint64_t{0}));
@@ -61,7 +73,8 @@ struct PagedRequests {
       return report(reports.position, position, table_width * block_size);
     const int64_t block = blocks[request * blocks_row + position / block_size * blocks_column];
     if (block < 0 || block >= num_blocks) return report(reports.block, block, num_blocks);
-    return {block, position % block_size};
+    const int64_t offset = position % block_size, in_block = block_size - offset;
+    return {block, offset, request_of.data ? 1 : rest < in_block ? rest : in_block};
   }
 };
 

@@ -37,7 +37,7 @@ class Quotient {
       if constexpr (sizeof(T) < 4) {
         x[i] = q;
       } else {
-        x[i] = fabsf(q) < 0x1p20f ? fmaf(fmaf(-q, scale_, x[i]), reciprocal_, q) : q;
+        x[i] = q != 0.0f && fabsf(q) < 0x1p20f ? fmaf(fmaf(-q, scale_, x[i]), reciprocal_, q) : q;
       }
     }
   }

@@ -118,6 +118,36 @@ PYKV_API pykv_status pykv_cp_gather_and_upconvert_fp8_kv_cache(const DLTensor* s
                                                                const DLTensor* workspace_starts, int64_t batch_size,
                                                                void* stream);
 
+/* Keys of a sparse-attention indexer into a cache of blocks that hold first all values, then all scales: with G = head_dim /
+ * quant_block_size, in bytes from the beginning of a block,
+ *   value d of offset o   o * head_dim + d                        e4m3
+ *   scale g of offset o   BS * head_dim + (o * G + g) * 4         float32
+ * For each token t with slot_mapping[t] >= 0 and each group of quant_block_size elements of k[t]:
+ *   scale = max(amax, 1e-4) / 448, NaN not counted; value = k / scale, rounded to nearest even; NaN stays NaN
+ *   k                [num_rows, head_dim]   f32 | f16 | bf16
+ *   kv_cache         [NB, BS, >= head_dim + 4 * G]  of bytes; the shape of a token is its size alone.  A block must be
+ *                    contiguous
+ *   slot_mapping     [num_tokens]           int32 | int64; negative: padding, the token is skipped
+ *   quant_block_size a divisor of head_dim
+ *   kv_cache_dtype   "ue8m0": scales are rounded up to powers of two (still stored as float32); "auto", "fp8", "fp8_e4m3":
+ *                    they are not
+ * num_tokens decides: k may have more rows.  A slot >= NB * BS is skipped and reported. */
+PYKV_API pykv_status pykv_indexer_k_quant_and_cache(const DLTensor* k, DLTensor* kv_cache, const DLTensor* slot_mapping,
+                                                    int64_t quant_block_size, const char* kv_cache_dtype, void* stream);
+
+/* The values and scales of requests from such a cache: row i of dst_k and dst_scale for row i of the requests, as for
+ * pykv_cp_gather_cache, requests being those of all of cu_seq_lens.
+ *   kv_cache      as above
+ *   dst_k         [num_rows, head_dim]    of bytes; rows that no request has stay as they are, as those of dst_scale
+ *   dst_scale     [num_rows, G] float32, or [num_rows, 4 * G] of bytes: decides how many scales a token has
+ *   block_table   [>= num_requests, width]  int32 | int64, as all ids here
+ *   cu_seq_lens   [num_requests + 1]        ascending
+ *   seq_starts    [>= num_requests]         NULL: 0 */
+PYKV_API pykv_status pykv_cp_gather_indexer_k_quant_cache(const DLTensor* kv_cache, DLTensor* dst_k,
+                                                          DLTensor* dst_scale, const DLTensor* block_table,
+                                                          const DLTensor* cu_seq_lens, const DLTensor* seq_starts,
+                                                          void* stream);
+
 /* output = fp8(input / scale), rounded to nearest even and saturated, if input is f32 | f16 | bf16 and output has one-byte
  * elements; output = input * scale, rounded to nearest even, the other way round.  NaN stays NaN.
  *   output, input   the same shape, any strides

@@ -1,0 +1,55 @@
+// Twin of gather_indexer_cache.cu: rows shared out among threads; those of one block are copied together.
+#include <algorithm>
+
+#include "cache/gather_indexer_cache.h"
+#include "cpu/parallel.h"
+#include "cpu/stream_copy.h"
+
+namespace pykv::PYKV_ISA {
+namespace {
+
+constexpr int64_t kBytesPerTask = 64 * 1024;  // less is not worth another thread
+
+// Rows [row, row + count) of so many bytes, which lie side by side at `from`.
+void copy_rows(const GatheredRows& rows, int64_t row, int64_t count, int64_t row_bytes, const char* from,
+               bool streamed) {
+  char* to = static_cast<char*>(rows.data) + row * rows.row;
+  if (rows.compact() && rows.row == row_bytes) {
+    row_bytes *= count;
+    count = 1;
+  }
+  for (int64_t i = 0; i < count; ++i, to += rows.row, from += row_bytes) {
+    if (!rows.compact()) {
+      for (int64_t at = 0; at < row_bytes; at += rows.bytes)
+        std::memcpy(to + at / rows.bytes * rows.element, from + at, rows.bytes);
+    } else if (streamed) {
+      stream_copy(to, from, row_bytes);
+    } else {
+      std::memcpy(to, from, row_bytes);
+    }
+  }
+}
+
+}  // namespace
+
+void gather_indexer_cache_cpu(const GatherIndexerArgs& args, const Launch& launch) {
+  const int64_t value_bytes = args.block.values, scale_bytes = args.block.scale_bytes();
+  const bool streamed = args.num_rows * value_bytes > kWorthStreaming;
+  parallel_for(args.num_rows, kBytesPerTask / value_bytes + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end;) {
+      const auto [block, offset, run] = args.requests.locate(row, launch.errors);
+      if (block < 0) {
+        ++row;
+        continue;
+      }
+      const int64_t count = std::min(run, end - row);
+      const char* from = static_cast<const char*>(args.cache) + block * args.block_bytes;
+      copy_rows(args.values, row, count, value_bytes, from + offset * value_bytes, streamed);
+      copy_rows(args.scales, row, count, scale_bytes, from + args.block.scales_at() + offset * scale_bytes, false);
+      row += count;
+    }
+    finish_streaming();
+  });
+}
+
+}  // namespace pykv::PYKV_ISA

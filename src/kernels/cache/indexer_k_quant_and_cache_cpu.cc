@@ -1,0 +1,58 @@
+// Twin of indexer_k_quant_and_cache.cu: tokens shared out among threads, each written whole.
+#include <cstring>
+
+#include "cache/indexer_k_quant_and_cache.h"
+#include "cache/quantise_cpu.h"
+#include "cpu/parallel.h"
+
+namespace pykv::PYKV_ISA {
+namespace {
+
+constexpr int64_t kBytesPerTask = 64 * 1024;  // less is not worth another thread
+
+// The smallest power of two that is not below a positive, normal s; infinity stays what it is.
+float power_of_two_from(float s) {
+  return __builtin_bit_cast(float, (__builtin_bit_cast(uint32_t, s) + 0x7fffffu) & 0xff800000u);
+}
+
+template <class T>
+void write_token(const IndexerKQuantArgs& args, const T* from, int64_t offset, char* block) {
+  const int64_t size = args.group_size;
+  e4m3* values = reinterpret_cast<e4m3*>(block + offset * args.block.values);
+  char* scales = block + args.block.scales_at() + offset * args.block.scale_bytes();
+  for (int64_t g = 0; g < args.block.groups; ++g, from += size * args.k_dim, values += size) {
+    const float most = largest_magnitude(from, args.k_dim, size);
+    float scale =
+        (most > IndexerBlock::kLeastMagnitude ? most : IndexerBlock::kLeastMagnitude) / IndexerBlock::kLargest;
+    if (args.power_of_two) scale = power_of_two_from(scale);
+    quantise(values, 1, from, args.k_dim, size, scale);
+    std::memcpy(scales + 4 * g, &scale, 4);
+  }
+}
+
+template <class T>
+void write_tokens(const IndexerKQuantArgs& args, const Launch& launch) {
+  const Reporter report = launch.reporter("indexer_k_quant_and_cache: slot_mapping");
+  const int64_t block_size = args.block.block_size, num_slots = args.num_blocks * block_size;
+  const int64_t token_bytes = args.block.values * static_cast<int64_t>(sizeof(T));
+  parallel_for(args.num_tokens, kBytesPerTask / token_bytes + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t slot = args.slots[token];
+      if (slot < 0) continue;
+      if (slot >= num_slots) {
+        report(slot, num_slots);
+        continue;
+      }
+      write_token(args, static_cast<const T*>(args.k) + token * args.k_row, slot % block_size,
+                  static_cast<char*>(args.cache) + slot / block_size * args.block_bytes);
+    }
+  });
+}
+
+}  // namespace
+
+void indexer_k_quant_and_cache_cpu(const IndexerKQuantArgs& args, const Launch& launch) {
+  dispatch<float, f16, bf16>(args.dtype, [&]<class T>() { write_tokens<T>(args, launch); });
+}
+
+}  // namespace pykv::PYKV_ISA
