@@ -29,6 +29,25 @@ def silu_and_mul(result: Array, input: Array, *, stream: Stream = None) -> None:
     _C.silu_and_mul(result, input, stream)
 
 
+@returns(result=half_rows_of("input", "uint8"))
+def silu_and_mul_quant(result: Array, input: Array, scale: ScalarOrArray, *, stream: Stream = None) -> None:
+    """Quantise what :func:`silu_and_mul` gives: ``result = code(silu_and_mul(input) * (1 / scale))``.
+
+    Rounded to the nearest code, ties to even, and to the last one where it is too large; NaN becomes 448 or 0.
+
+    Args:
+        result: ``[..., width]`` float8_e4m3fn, uint8 (which holds it) or int8; written.
+        input: ``[..., 2 * width]`` float32, float16 or bfloat16, at least 1 dimension.
+        scale: one number.
+        stream: see the package.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit.
+        TypeError: dtypes do not fit.
+    """
+    _C.silu_and_mul_quant(result, input, scale, stream)
+
+
 @returns(out=half_rows_of("input"))
 def gelu_tanh_and_mul(out: Array, input: Array, *, stream: Stream = None) -> None:
     """Multiply the second half of each row by the tanh form of ``gelu`` of the first; all else as :func:`silu_and_mul`.

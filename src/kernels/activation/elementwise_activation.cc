@@ -35,12 +35,6 @@ pykv_status activate(const char* op, DLTensor* out, const DLTensor* input, void*
   });
 }
 
-Parameter parameter(Call& call, const char* name, const DLTensor* t) {
-  if (!t) fail(PYKV_TYPE_ERROR, "%s: is required", name);
-  const Scale s = call.scale(name, t, 1);
-  return {s.data, s.values[0]};
-}
-
 }  // namespace
 }  // namespace pykv
 

@@ -1,18 +1,11 @@
 // An activation of every element.  The idea behind pykv_gelu_new, gelu_fast, gelu_quick, relu2 and xielu.
 #pragma once
 
+#include "activation/parameter.h"
 #include "core/args.h"
 #include "cpu/isa.h"
 
 namespace pykv {
-
-// A number on the host or in device memory.
-struct Parameter {
-  const float* data;  // null: value
-  float value;
-
-  PYKV_HOST_DEVICE operator float() const { return data ? *data : value; }
-};
 
 struct ElementwiseActivationArgs {
   DType dtype;  // of both arrays: float32, float16 or bfloat16

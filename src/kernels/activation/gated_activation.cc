@@ -9,12 +9,19 @@
 namespace pykv {
 namespace {
 
-GatedActivationArgs checked(Call& call, const DLTensor* input, const char* result_name, DLTensor* result) {
+// `quantised` results are codes, else numbers of the input's dtype.
+GatedActivationArgs checked(Call& call, const DLTensor* input, const char* result_name, DLTensor* result,
+                            bool quantised = false) {
   const Tensor x = call.read("input", input).rank_between(1, Tensor::kMaxRank).dtype(kFloats).contiguous_rows();
   if (x.size(-1) % 2 != 0)
     x.fail(PYKV_VALUE_ERROR, "the last dimension holds two halves and must be even, got shape %s",
            x.shape_string().c_str());
-  Tensor y = call.write(result_name, result).rank(x.ndim()).like(x);
+  Tensor y = call.write(result_name, result).rank(x.ndim());
+  if (quantised) {
+    y.dtype({DType::kFloat8E4M3, DType::kUInt8, DType::kInt8});
+  } else {
+    y.like(x);
+  }
   for (int i = 0; i < x.ndim() - 1; ++i)
     if (y.size(i) != x.size(i))
       y.fail(PYKV_VALUE_ERROR, "dimension %d must be that of input, %" PRId64 ", got shape %s", i, x.size(i),
@@ -23,6 +30,7 @@ GatedActivationArgs checked(Call& call, const DLTensor* input, const char* resul
   y.last_dim(width).contiguous_rows().no_overlap_within();
   return {
       .dtype = x.type(),
+      .result_dtype = y.type() == DType::kUInt8 ? DType::kFloat8E4M3 : y.type(),
       .result = y.data(),
       .input = x.data(),
       .result_rows = y.rows(),
@@ -33,6 +41,7 @@ GatedActivationArgs checked(Call& call, const DLTensor* input, const char* resul
       .up = width,
       .alpha = 0.0f,
       .limit = 0.0f,
+      .scale = {},
   };
 }
 
@@ -58,6 +67,15 @@ using namespace pykv;
 
 pykv_status pykv_silu_and_mul(DLTensor* result, const DLTensor* input, void* stream) {
   return gate("silu_and_mul", "result", result, input, stream, silu_and_mul_cpu, PYKV_CUDA(silu_and_mul_cuda), kAsItIs);
+}
+
+pykv_status pykv_silu_and_mul_quant(DLTensor* result, const DLTensor* input, const DLTensor* scale, void* stream) {
+  return guarded("silu_and_mul_quant", [&](Call& call) {
+    GatedActivationArgs args = checked(call, input, "result", result, true);
+    args.scale = parameter(call, "scale", scale);
+    if (args.num_rows == 0) return;
+    call.run(stream, args, silu_and_mul_quant_cpu, PYKV_CUDA(silu_and_mul_quant_cuda));
+  });
 }
 
 pykv_status pykv_mul_and_silu(DLTensor* out, const DLTensor* input, void* stream) {

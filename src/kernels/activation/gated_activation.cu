@@ -1,4 +1,4 @@
-// The gated activations without parameters.
+// The gated activations without a limit.
 #include "activation/gated_activation.cuh"
 
 namespace pykv {
@@ -26,6 +26,14 @@ struct GeluTanhAndMul : Halves {
 
 void silu_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch) {
   run_in_vectors<SiluAndMul>("silu_and_mul", args, launch);
+}
+
+void silu_and_mul_quant_cuda(const GatedActivationArgs& args, const Launch& launch) {
+  if (args.result_dtype == DType::kInt8) {
+    run_in_vectors<SiluAndMul, InInt8>("silu_and_mul_quant", args, launch);
+  } else {
+    run_in_vectors<SiluAndMul, InE4M3>("silu_and_mul_quant", args, launch);
+  }
 }
 
 void gelu_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch) {

@@ -9,12 +9,15 @@
 //   kRounded           whether the activation is rounded to T before the product
 //   activation(gate)
 //   product(activated, up)
+//
+// What becomes of the products is another (Rounded, Quantised).
 #pragma once
 
 #include "activation/activations.cuh"
 #include "activation/gated_activation.h"
 #include "activation/row_tiles.cuh"
 #include "cuda/dependent.cuh"
+#include "cuda/quantise.cuh"
 #include "cuda/vec.cuh"
 
 namespace pykv {
@@ -42,7 +45,36 @@ __device__ void take_apart(Vec<float, kSize>& x, Vec<float, kSize>& y) {
   }
 }
 
-template <class T, template <class> class Op, int kSize, int kVectors>
+template <class T>
+struct Rounded {
+  using Element = T;
+  __device__ explicit Rounded(const GatedActivationArgs&) {}
+  template <int kSize>
+  __device__ Vec<T, kSize> operator()(const Vec<float, kSize>& products) const {
+    return round_to<T>(products);
+  }
+};
+
+// quantise(R_T(product) * (1 / scale))
+template <class T, DType kFormat>
+struct Quantised {
+  using Element = uint8_t;
+  float inverse;
+  __device__ explicit Quantised(const GatedActivationArgs& args) : inverse(1.0f / args.scale) {}
+  template <int kSize>
+  __device__ Vec<uint8_t, kSize> operator()(const Vec<float, kSize>& products) const {
+    auto y = to_floats(round_to<T>(products));
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) y[i] *= inverse;
+    return quantise<kFormat>(y);
+  }
+};
+template <class T>
+using InE4M3 = Quantised<T, DType::kFloat8E4M3>;
+template <class T>
+using InInt8 = Quantised<T, DType::kInt8>;
+
+template <class T, template <class> class Op, template <class> class Result, int kSize, int kVectors>
 __global__ __launch_bounds__(kTileThreads) void gated_activation_kernel(
     const __grid_constant__ GatedActivationArgs args, unsigned tiles) {
   using V = Vec<T, kSize>;
@@ -52,7 +84,7 @@ __global__ __launch_bounds__(kTileThreads) void gated_activation_kernel(
   const int64_t first = (int64_t{blockIdx.x % tiles} * (blockDim.x * kVectors) + threadIdx.x) * kSize;
   const int step = blockDim.x * kSize;
   const T* input = static_cast<const T*>(args.input) + args.input_rows.offset(row);
-  T* result = static_cast<T*>(args.result) + args.result_rows.offset(row) + first;
+  auto* result = static_cast<typename Result<T>::Element*>(args.result) + args.result_rows.offset(row) + first;
 
   V a[kVectors], b[kVectors];
 #pragma unroll
@@ -67,6 +99,7 @@ __global__ __launch_bounds__(kTileThreads) void gated_activation_kernel(
       }
     }
   const Op<T> op(args);
+  const Result<T> make_result(args);
 #pragma unroll
   for (int k = 0; k < kVectors; ++k)
     if (first + k * step < args.width) {
@@ -77,22 +110,24 @@ __global__ __launch_bounds__(kTileThreads) void gated_activation_kernel(
       if constexpr (Op<T>::kRounded) x = to_floats(round_to<T>(x));
 #pragma unroll
       for (int i = 0; i < kSize; ++i) x[i] = op.product(x[i], y[i]);
-      store_vec(result + k * step, round_to<T>(x));
+      store_vec(result + k * step, make_result(x));
     }
 }
 
 // The widest vectors that are aligned in every row of both arrays, and divide a row.
-template <template <class> class Op>
+template <template <class> class Op, template <class> class Result = Rounded>
 void run_in_vectors(const char* op, const GatedActivationArgs& args, const Launch& launch) {
-  const int64_t size = static_cast<int64_t>(size_of(args.dtype));
+  const int64_t size = static_cast<int64_t>(size_of(args.dtype)),
+                result_size = static_cast<int64_t>(size_of(args.result_dtype));
   const auto aligned = [&](int64_t bytes) {
     return rows_aligned(bytes, args.input, args.input_rows, size) &&
-           rows_aligned(bytes, args.result, args.result_rows, size) && args.width * size % bytes == 0;
+           rows_aligned(bytes * result_size / size, args.result, args.result_rows, result_size) &&
+           args.width * size % bytes == 0;
   };
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
     tile_rows<T>(aligned, args.width, args.num_rows, launch.device, [&]<int kSize, int kVectors>(RowTiles tiles) {
-      launch_dependent(gated_activation_kernel<T, Op, kSize, kVectors>, tiles.blocks, tiles.block, launch, op, args,
-                       tiles.tiles);
+      launch_dependent(gated_activation_kernel<T, Op, Result, kSize, kVectors>, tiles.blocks, tiles.block, launch, op,
+                       args, tiles.tiles);
     });
   });
 }

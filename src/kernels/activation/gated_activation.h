@@ -1,13 +1,15 @@
 // An activation of one part of each row times the other part.  The idea behind all pykv_..._and_mul.
 #pragma once
 
+#include "activation/parameter.h"
 #include "core/args.h"
 #include "cpu/isa.h"
 
 namespace pykv {
 
 struct GatedActivationArgs {
-  DType dtype;  // of both arrays: float32, float16 or bfloat16
+  DType dtype;         // float32, float16 or bfloat16
+  DType result_dtype;  // the same; where there is a scale kFloat8E4M3 or kInt8
 
   void* result;       // [num_rows, width]
   const void* input;  // [num_rows, 2 * width]
@@ -18,10 +20,14 @@ struct GatedActivationArgs {
       up;  // elements from the start of a row of input to what is activated, and to what it is multiplied with
 
   float alpha, limit;  // of the activations that have them; limit is the threshold of fatrelu
+  Parameter scale;     // of a quantised result
 };
 
 PYKV_CPU_TWIN(silu_and_mul_cpu, GatedActivationArgs)
 void silu_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch);
+
+PYKV_CPU_TWIN(silu_and_mul_quant_cpu, GatedActivationArgs)
+void silu_and_mul_quant_cuda(const GatedActivationArgs& args, const Launch& launch);
 
 PYKV_CPU_TWIN(silu_and_mul_with_clamp_cpu, GatedActivationArgs)
 void silu_and_mul_with_clamp_cuda(const GatedActivationArgs& args, const Launch& launch);

@@ -7,6 +7,7 @@
 #include "activation/activations_cpu.h"
 #include "activation/gated_activation.h"
 #include "cpu/parallel.h"
+#include "cpu/quantise.h"
 
 namespace pykv::PYKV_ISA {
 namespace {
@@ -38,17 +39,40 @@ void take_apart(Floats& x, Floats& y) {
   x = first;
 }
 
+// What becomes of the products: numbers of T ...
+template <class T>
+struct Rounded {
+  using Element = T;
+  explicit Rounded(const GatedActivationArgs&) {}
+  void operator()(T* to, Floats products, int64_t count) const { store(to, products, count); }
+};
+
+// ... or the codes of R_T(product) * (1 / scale).
+template <class T, class Code>
+struct Quantised {
+  using Element = Code;
+  float inverse;
+  explicit Quantised(const GatedActivationArgs& args) : inverse(1.0f / args.scale) {}
+  void operator()(Code* to, Floats products, int64_t count) const {
+    store_quantised(to, rounded<T>(products) * inverse, count);
+  }
+};
+template <class T>
+using InE4M3 = Quantised<T, e4m3>;
+template <class T>
+using InInt8 = Quantised<T, int8_t>;
+
 // One piece: op(gate, up) for floats.
-template <bool kInterleaved, class T, class Op>
-void gate_piece(T* result, const T* gate, const T* up, int64_t n, Op op) {
+template <bool kInterleaved, class T, class Op, class Result>
+void gate_piece(typename Result::Element* result, const T* gate, const T* up, int64_t n, Op op, Result store_result) {
   const auto gate_vector = [&](int64_t i, int64_t count) {
     if constexpr (kInterleaved) {
       const int64_t left = 2 * count - kWidth;
       Floats a = load(gate + 2 * i, 2 * count), b = left > 0 ? load(gate + 2 * i + kWidth, left) : Floats{};
       take_apart(a, b);
-      store(result + i, op(a, b), count);
+      store_result(result + i, op(a, b), count);
     } else {
-      store(result + i, op(load(gate + i, count), load(up + i, count)), count);
+      store_result(result + i, op(load(gate + i, count), load(up + i, count)), count);
     }
   };
   int64_t i = 0;
@@ -57,28 +81,31 @@ void gate_piece(T* result, const T* gate, const T* up, int64_t n, Op op) {
 }
 
 // make_op.operator()<T>() gives the op for arrays of T.
-template <bool kInterleaved = false, class MakeOp>
+template <bool kInterleaved = false, template <class> class Result = Rounded, class MakeOp>
 void run(const GatedActivationArgs& args, MakeOp make_op) {
   const int64_t pieces = (args.width + kPiece - 1) / kPiece;
   const int64_t grain = std::max<int64_t>(1, 2 * kPiece / args.width);
   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
     const auto op = make_op.template operator()<T>();
+    const Result<T> store_result(args);
     parallel_for(args.num_rows * pieces, grain, [&](int64_t begin, int64_t end) {
       for (int64_t piece = begin; piece < end; ++piece) {
         const int64_t row = piece / pieces, first = piece % pieces * kPiece;
         const T* input = static_cast<const T*>(args.input) + args.input_rows.offset(row);
         const T* gate = input + args.gate + (kInterleaved ? 2 * first : first);
-        T* result = static_cast<T*>(args.result) + args.result_rows.offset(row) + first;
-        gate_piece<kInterleaved>(result, gate, input + args.up + first, std::min(kPiece, args.width - first), op);
+        auto* result = static_cast<typename Result<T>::Element*>(args.result) + args.result_rows.offset(row) + first;
+        gate_piece<kInterleaved>(result, gate, input + args.up + first, std::min(kPiece, args.width - first), op,
+                                 store_result);
       }
     });
   });
 }
 
 // R_T(activation(gate)) * up
-template <class Activation>
+template <template <class> class Result = Rounded, class Activation>
 void run_activation(const GatedActivationArgs& args, Activation activation) {
-  run(args, [=]<class T>() { return [=](Floats a, Floats b) { return rounded<T>(activation(a)) * b; }; });
+  run<false, Result>(args,
+                     [=]<class T>() { return [=](Floats a, Floats b) { return rounded<T>(activation(a)) * b; }; });
 }
 
 // NaN gives the limit.
@@ -89,6 +116,15 @@ Floats within(Floats x, float limit) { return max(at_most(x, limit), splat(-limi
 
 void silu_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
   run_activation(args, [](Floats x) { return silu(x); });
+}
+
+void silu_and_mul_quant_cpu(const GatedActivationArgs& args, const Launch&) {
+  const auto activation = [](Floats x) { return silu(x); };
+  if (args.result_dtype == DType::kInt8) {
+    run_activation<InInt8>(args, activation);
+  } else {
+    run_activation<InE4M3>(args, activation);
+  }
 }
 
 void gelu_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {

@@ -14,6 +14,13 @@
  *   input   [..., 2 * width]  float32 | float16 | bfloat16, at least 1 dimension                            */
 PYKV_API pykv_status pykv_silu_and_mul(DLTensor* result, const DLTensor* input, void* stream);
 
+/* result = code(y * (1 / scale)), with y what pykv_silu_and_mul gives: the nearest code, ties to even, the last one where
+ * it is too large.  NaN becomes 448 or 0.
+ *   result  [..., width]  float8_e4m3fn, uint8 (which holds it) or int8
+ *   scale   float32, 1 element, on the host or on the device          */
+PYKV_API pykv_status pykv_silu_and_mul_quant(DLTensor* result, const DLTensor* input, const DLTensor* scale,
+                                             void* stream);
+
 /* out = gelu(a) * b, the same with gelu(a) = a / 2 * (1 + tanh(sqrt(2 / pi) * (a + 0.044715 * a^3))). */
 PYKV_API pykv_status pykv_gelu_tanh_and_mul(DLTensor* out, const DLTensor* input, void* stream);
 
