@@ -54,12 +54,12 @@ def like(name: str) -> Rule:
     return Rule(lambda arguments: cast(Spec, arguments[name]))
 
 
-def half_rows_of(name: str) -> Rule:
-    """As another argument, with half its last dimension."""
+def half_rows_of(name: str, dtype: str | None = None) -> Rule:
+    """As another argument, with half its last dimension, or of another dtype."""
 
     def make(arguments: Mapping[str, Any]) -> Spec:
-        shape, dtype = arguments[name]
-        return Spec((*shape[:-1], shape[-1] // 2), dtype)
+        shape, own = arguments[name]
+        return Spec((*shape[:-1], shape[-1] // 2), dtype or own)
 
     return Rule(make)
 

@@ -6,8 +6,11 @@ are the caller's choice.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pykv import _C
-from pykv._schema import half_rows_of, like, returns
+from pykv._schema import Rule, Spec, half_rows_of, like, returns
 from pykv._types import Array, ScalarOrArray, Stream
 
 
@@ -29,7 +32,7 @@ def silu_and_mul(result: Array, input: Array, *, stream: Stream = None) -> None:
     _C.silu_and_mul(result, input, stream)
 
 
-@returns(result=half_rows_of("input", "uint8"))
+@returns(result=half_rows_of("input", "float8_e4m3fn"))
 def silu_and_mul_quant(result: Array, input: Array, scale: ScalarOrArray, *, stream: Stream = None) -> None:
     """Quantise what :func:`silu_and_mul` gives: ``result = code(silu_and_mul(input) * (1 / scale))``.
 
@@ -46,6 +49,45 @@ def silu_and_mul_quant(result: Array, input: Array, scale: ScalarOrArray, *, str
         TypeError: dtypes do not fit.
     """
     _C.silu_and_mul_quant(result, input, scale, stream)
+
+
+def _scales(arguments: Mapping[str, Any]) -> Spec:
+    tokens, width = arguments["input"].shape
+    return Spec((tokens, width // 2 // arguments["group_size"]), "float32")
+
+
+@returns(out=half_rows_of("input", "float8_e4m3fn"), scales=Rule(_scales))
+def silu_and_mul_per_block_quant(
+    out: Array,
+    input: Array,
+    scales: Array,
+    group_size: int,
+    scale_ub: ScalarOrArray | None = None,
+    is_scale_transposed: bool = False,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Quantise ``y = silu(a) * b`` with a scale for each group of neighbours: ``out = code(y / s)``, ``[a, b] = input``.
+
+    ``s = max(abs(y)) / 448`` (float8_e4m3fn) or ``/ 127`` (int8) over the group, at most ``scale_ub``, at least
+    ``1 / (448 * 512)`` or ``2**-23``.  Arithmetic is fp32 to the end.  NaN does not count for the scale; it becomes 448
+    or 0.
+
+    Args:
+        out: ``[num_tokens, width]`` float8_e4m3fn, uint8 (which holds it) or int8; written.
+        input: ``[num_tokens, 2 * width]`` float32, float16 or bfloat16.
+        scales: ``[num_tokens, width / group_size]`` float32, any strides; written.
+        group_size: elements that share a scale; divides ``width``.
+        scale_ub: the largest scale, for float8_e4m3fn.
+        is_scale_transposed: ``scales`` must be the transpose of a contiguous array (which is no more than a check:
+            strides are honoured anyway).
+        stream: see the package.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit.
+        TypeError: dtypes do not fit.
+    """
+    _C.silu_and_mul_per_block_quant(out, input, scales, group_size, scale_ub, is_scale_transposed, stream)
 
 
 @returns(out=half_rows_of("input"))

@@ -71,6 +71,13 @@ def latent_cache() -> np.ndarray:
 
 SAMPLES: dict[str, Callable[[], Sample]] = {
     "silu_and_mul": lambda: gated("result"),
+    "silu_and_mul_quant": lambda: {"result": np.zeros((3, 8), np.uint8), "input": floats(3, 16), "scale": 0.5},
+    "silu_and_mul_per_block_quant": lambda: {
+        "out": np.zeros((3, 8), np.uint8),
+        "input": floats(3, 16),
+        "scales": floats(3, 2, seed=1),
+        "group_size": 4,
+    },
     "silu_and_mul_with_clamp": lambda: gated("result", limit=7.0),
     "mul_and_silu": lambda: gated("out"),
     "gelu_and_mul": lambda: gated("out"),

@@ -5,6 +5,7 @@
 void bind_activation(Module& m) {
   m.def<pykv_silu_and_mul>("silu_and_mul");
   m.def<pykv_silu_and_mul_quant>("silu_and_mul_quant");
+  m.def<pykv_silu_and_mul_per_block_quant>("silu_and_mul_per_block_quant");
   m.def<pykv_gelu_tanh_and_mul>("gelu_tanh_and_mul");
   m.def<pykv_mul_and_silu>("mul_and_silu");
   m.def<pykv_silu_and_mul_with_clamp>("silu_and_mul_with_clamp");

@@ -21,6 +21,19 @@ PYKV_API pykv_status pykv_silu_and_mul(DLTensor* result, const DLTensor* input, 
 PYKV_API pykv_status pykv_silu_and_mul_quant(DLTensor* result, const DLTensor* input, const DLTensor* scale,
                                              void* stream);
 
+/* out = code(y / s), y = silu(a) * b in fp32, with a scale s for each group of neighbours: max |y| / 448 (float8_e4m3fn) or
+ * / 127 (int8), at most scale_ub, at least 1 / (448 * 512) or 2^-23.  NaN does not count for the scale and becomes 448 or
+ * 0.
+ *   out         [num_tokens, width]               float8_e4m3fn, uint8 (which holds it) or int8
+ *   input       [num_tokens, 2 * width]           float32 | float16 | bfloat16
+ *   scales      [num_tokens, width / group_size]  float32, any strides; written
+ *   group_size  divides width
+ *   scale_ub    float32, 1 element, on the host or on the device; for float8_e4m3fn; NULL: no bound
+ *   is_scale_transposed  scales must be the transpose of a contiguous array                        */
+PYKV_API pykv_status pykv_silu_and_mul_per_block_quant(DLTensor* out, const DLTensor* input, DLTensor* scales,
+                                                       int64_t group_size, const DLTensor* scale_ub,
+                                                       bool is_scale_transposed, void* stream);
+
 /* out = gelu(a) * b, the same with gelu(a) = a / 2 * (1 + tanh(sqrt(2 / pi) * (a + 0.044715 * a^3))). */
 PYKV_API pykv_status pykv_gelu_tanh_and_mul(DLTensor* out, const DLTensor* input, void* stream);
 
