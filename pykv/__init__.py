@@ -9,6 +9,7 @@ from pykv._types import Array, ScalarOrArray, Stream
 from pykv.activation import (
     fatrelu_and_mul,
     gelu_and_mul,
+    gelu_and_mul_sparse,
     gelu_fast,
     gelu_new,
     gelu_quick,
@@ -85,6 +86,7 @@ __all__ = [
     "fused_add_rms_norm",
     "gather_and_maybe_dequant_cache",
     "gelu_and_mul",
+    "gelu_and_mul_sparse",
     "gelu_fast",
     "gelu_new",
     "gelu_quick",

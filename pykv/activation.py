@@ -67,7 +67,7 @@ def silu_and_mul_per_block_quant(
     *,
     stream: Stream = None,
 ) -> None:
-    """Quantise ``y = silu(a) * b`` with a scale for each group of neighbours: ``out = code(y / s)``, ``[a, b] = input``.
+    """Quantise ``y = silu(a) * b``, ``input = [a, b]``, with a scale for each group: ``out = code(y / s)``.
 
     ``s = max(abs(y)) / 448`` (float8_e4m3fn) or ``/ 127`` (int8) over the group, at most ``scale_ub``, at least
     ``1 / (448 * 512)`` or ``2**-23``.  Arithmetic is fp32 to the end.  NaN does not count for the scale; it becomes 448
@@ -121,6 +121,29 @@ def gelu_and_mul(out: Array, input: Array, *, stream: Stream = None) -> None:
     ``gelu(a) = a / 2 * (1 + erf(a / sqrt(2)))`` (arXiv:1606.08415).
     """
     _C.gelu_and_mul(out, input, stream)
+
+
+@returns(out=half_rows_of("input"))
+def gelu_and_mul_sparse(
+    out: Array, input: Array, activation_sparsity: float, approximate: str = "none", *, stream: Stream = None
+) -> None:
+    """Compute ``out = gelu(max(a - cut, 0)) * b``, ``input = [a, b]``, which is 0 for most elements (Gemma 3n).
+
+    ``cut = mean(a) + c * std(a)`` of each row, over all its elements, where a normal variable lies below ``c`` with
+    probability ``activation_sparsity``.  In fp32; ``gelu`` and the product are rounded to the dtype.
+
+    Args:
+        out: ``[..., width]``, dtype of ``input``; written.
+        input: ``[..., 2 * width]`` float32, float16 or bfloat16, at least 1 dimension.
+        activation_sparsity: more than 0, less than 1.
+        approximate: the form of ``gelu``: ``"none"`` (:func:`gelu_and_mul`) or ``"tanh"`` (:func:`gelu_tanh_and_mul`).
+        stream: see the package.
+
+    Raises:
+        ValueError: shapes, strides, devices or parameters do not fit.
+        TypeError: dtypes do not fit.
+    """
+    _C.gelu_and_mul_sparse(out, input, activation_sparsity, approximate, stream)
 
 
 @returns(out=half_rows_of("input"))

@@ -82,6 +82,7 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     "mul_and_silu": lambda: gated("out"),
     "gelu_and_mul": lambda: gated("out"),
     "gelu_tanh_and_mul": lambda: gated("out"),
+    "gelu_and_mul_sparse": lambda: gated("out", activation_sparsity=0.5),
     "fatrelu_and_mul": lambda: gated("out", threshold=0.1),
     "swigluoai_and_mul": lambda: gated("out"),
     "swiglustep_and_mul": lambda: gated("out"),

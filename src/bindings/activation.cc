@@ -10,6 +10,7 @@ void bind_activation(Module& m) {
   m.def<pykv_mul_and_silu>("mul_and_silu");
   m.def<pykv_silu_and_mul_with_clamp>("silu_and_mul_with_clamp");
   m.def<pykv_gelu_and_mul>("gelu_and_mul");
+  m.def<pykv_gelu_and_mul_sparse>("gelu_and_mul_sparse");
   m.def<pykv_fatrelu_and_mul>("fatrelu_and_mul");
   m.def<pykv_swigluoai_and_mul>("swigluoai_and_mul");
   m.def<pykv_swiglustep_and_mul>("swiglustep_and_mul");

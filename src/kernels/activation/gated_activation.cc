@@ -1,8 +1,11 @@
 #include "activation/gated_activation.h"
 
 #include <cinttypes>
+#include <cmath>
+#include <cstring>
 #include <utility>
 
+#include "activation/gated_activation_sparse.h"
 #include "core/call.h"
 #include "pykv/activation.h"
 
@@ -60,6 +63,19 @@ pykv_status gate(const char* op, const char* result_name, DLTensor* result, cons
 }
 constexpr auto kAsItIs = [](GatedActivationArgs&) {};
 
+// The number below which a normal variable lies with probability p, 0 < p < 1.  Newton's method towards the left tail,
+// where erfc keeps its digits; coming from 0, it does not overshoot.
+double normal_quantile(double p) {
+  if (p > 0.5) return -normal_quantile(1.0 - p);
+  double x = 0.0;
+  for (int i = 0; i < 1000; ++i) {
+    const double step = (0.5 * std::erfc(-x / std::sqrt(2.0)) - p) * std::sqrt(2.0 * M_PI) * std::exp(0.5 * x * x);
+    x -= step;
+    if (std::fabs(step) <= 1e-15 * std::fabs(x)) break;
+  }
+  return x;
+}
+
 }  // namespace
 }  // namespace pykv
 
@@ -116,4 +132,31 @@ pykv_status pykv_swiglustep_and_mul(DLTensor* out, const DLTensor* input, double
   return gate("swiglustep_and_mul", "out", out, input, stream, swiglustep_and_mul_cpu,
               PYKV_CUDA(swiglustep_and_mul_cuda),
               [=](GatedActivationArgs& args) { args.limit = static_cast<float>(limit); });
+}
+
+pykv_status pykv_gelu_and_mul_sparse(DLTensor* out, const DLTensor* input, double activation_sparsity,
+                                     const char* approximate, void* stream) {
+  return guarded("gelu_and_mul_sparse", [&](Call& call) {
+    const GatedActivationArgs args = checked(call, input, "out", out);
+    if (!(activation_sparsity > 0.0 && activation_sparsity < 1.0))
+      fail(PYKV_VALUE_ERROR, "activation_sparsity: must lie between 0 and 1, both excluded, got %g",
+           activation_sparsity);
+    const bool tanh = std::strcmp(approximate, "tanh") == 0;
+    if (!tanh && std::strcmp(approximate, "none") != 0)
+      fail(PYKV_VALUE_ERROR, "approximate: must be 'none' or 'tanh', got '%s'", approximate);
+    if (args.num_rows == 0) return;
+    call.run(stream,
+             GatedActivationSparseArgs{
+                 .dtype = args.dtype,
+                 .out = args.result,
+                 .input = args.input,
+                 .out_rows = args.result_rows,
+                 .input_rows = args.input_rows,
+                 .num_rows = args.num_rows,
+                 .width = args.width,
+                 .deviations = static_cast<float>(normal_quantile(activation_sparsity)),
+                 .tanh = tanh,
+             },
+             gated_activation_sparse_cpu, PYKV_CUDA(gated_activation_sparse_cuda));
+  });
 }

@@ -47,6 +47,14 @@ PYKV_API pykv_status pykv_silu_and_mul_with_clamp(DLTensor* result, const DLTens
 /* out = gelu(a) * b, with gelu(a) = a / 2 * (1 + erf(a / sqrt(2))); roundings as in pykv_silu_and_mul. */
 PYKV_API pykv_status pykv_gelu_and_mul(DLTensor* out, const DLTensor* input, void* stream);
 
+/* out = gelu(max(a - cut, 0)) * b, with cut = mean(a) + c * std(a) of each row (the deviation of all its elements) and c
+ * below which a normal variable lies with probability activation_sparsity: about so many of a give 0.  In fp32, gelu and
+ * the product rounded to the dtype.
+ *   activation_sparsity  more than 0, less than 1
+ *   approximate          "none": gelu of pykv_gelu_and_mul; "tanh": of pykv_gelu_tanh_and_mul */
+PYKV_API pykv_status pykv_gelu_and_mul_sparse(DLTensor* out, const DLTensor* input, double activation_sparsity,
+                                              const char* approximate, void* stream);
+
 /* out = (a > threshold ? a : 0) * b.  The threshold is compared in fp32; NaN in a gives 0 * b. */
 PYKV_API pykv_status pykv_fatrelu_and_mul(DLTensor* out, const DLTensor* input, double threshold, void* stream);
 
