@@ -38,6 +38,7 @@ from pykv.cache import (
     copy_blocks_mla,
     reshape_and_cache,
     reshape_and_cache_flash,
+    rotary_and_cache,
     swap_blocks,
     swap_blocks_layers,
 )
@@ -108,6 +109,7 @@ __all__ = [
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "rms_norm",
+    "rotary_and_cache",
     "rotary_embedding",
     "set_num_threads",
     "silu_and_mul",

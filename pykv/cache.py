@@ -72,6 +72,54 @@ def reshape_and_cache_flash(
     )
 
 
+def rotary_and_cache(
+    positions: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    cos_sin_cache: Array,
+    is_neox: bool,
+    key_cache: Array,
+    value_cache: Array,
+    slot_mapping: Array,
+    kv_cache_dtype: str = "auto",
+    k_scale: ScalarOrArray = 1.0,
+    v_scale: ScalarOrArray = 1.0,
+    rope_dim_offset: int = 0,
+    *,
+    stream: Stream = None,
+) -> None:
+    """:func:`rotary_embedding` of ``query`` and ``key``, then :func:`reshape_and_cache_flash` (or the packed form) of
+    the rotated ``key`` and of ``value``: in one launch, with the very same results.
+
+    Args:
+        positions: ``[num_tokens]`` int32 or int64.
+        query: ``[num_tokens, num_heads * head_size]`` or ``[num_tokens, num_heads, head_size]``, float32, float16 or
+            bfloat16; rotated in place.
+        key: as ``query``, with ``num_kv_heads``; rotated in place.
+        value: as ``key``, with a head size of its own.  The three may be parts of one buffer.
+        cos_sin_cache: ``[max_position, rotary_dim]`` float32, float16 or bfloat16: in each row all cosines, then all
+            sines.
+        is_neox: NeoX style pairs, else GPT-J style.
+        key_cache, value_cache: flash or packed (see the module); written.  The head sizes are theirs.
+        slot_mapping: at most ``[num_tokens]`` int32 or int64: the slot of each token.  A token without one (beyond its
+            end, or negative) is rotated and not cached.
+        kv_cache_dtype, k_scale, v_scale: as for :func:`reshape_and_cache`.
+        rope_dim_offset: first element of a head that is rotated.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: a shape, a stride or an option is wrong.  Also for a position outside ``cos_sin_cache``, whose token
+            was not rotated, but cached as it is, and for a slot beyond the cache, which was skipped (CPU: at once;
+            CUDA: by ``pykv.check_errors()``).
+        TypeError: a dtype is wrong.
+    """
+    _C.rotary_and_cache(
+        positions, query, key, value, cos_sin_cache, is_neox, key_cache, value_cache, slot_mapping, kv_cache_dtype,
+        k_scale, v_scale, rope_dim_offset, stream,
+    )  # fmt: skip
+
+
 def copy_blocks(
     key_caches: Sequence[Array], value_caches: Sequence[Array], block_mapping: Array, *, stream: Stream = None
 ) -> None:

@@ -124,6 +124,13 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     },
     "reshape_and_cache": lambda: new_tokens() | packed_caches() | {"slot_mapping": ids(5, -1, 17)},
     "reshape_and_cache_flash": lambda: new_tokens() | flash_caches() | {"slot_mapping": ids(5, -1, 17)},
+    "rotary_and_cache": lambda: (
+        {"positions": ids(0, 4, 2), "query": floats(3, HEADS, HEAD_SIZE)}
+        | new_tokens()
+        | {"cos_sin_cache": floats(5, HEAD_SIZE), "is_neox": True}
+        | flash_caches()
+        | {"slot_mapping": ids(5, -1, 17)}
+    ),
     "copy_blocks": lambda: {
         "key_caches": [flash_caches()["key_cache"] for _ in range(2)],
         "value_caches": [flash_caches()["value_cache"] for _ in range(2)],

@@ -19,27 +19,12 @@ void write_all(const ReshapeAndCacheArgs& args, const Launch& launch) {
   });
 }
 
-template <class Code>
-void quantise_all(const ReshapeAndCacheArgs& args, const Launch& launch) {
-  dispatch<float, f16, bf16>(args.dtype, [&]<class T>() { write_all<Quantise<T, Code>>(args, launch); });
-}
-
 }  // namespace
 
 void reshape_and_cache_cpu(const ReshapeAndCacheArgs& args, const Launch& launch) {
-  switch (args.format) {
-    case KvFormat::kSame:
-      return size_of(args.dtype) == 2 ? write_all<Copy<uint16_t>>(args, launch)
-                                      : write_all<Copy<uint32_t>>(args, launch);
-    case KvFormat::kE4M3:
-      return quantise_all<e4m3>(args, launch);
-    case KvFormat::kE5M2:
-      return quantise_all<e5m2>(args, launch);
-    case KvFormat::kInt8:
-      return quantise_all<i8>(args, launch);
-    case KvFormat::kNvfp4:
-      break;
-  }
+  dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
+    with_conversion<T>(args.format, [&]<class Convert>() { write_all<Convert>(args, launch); });
+  });
 }
 
 }  // namespace pykv::PYKV_ISA

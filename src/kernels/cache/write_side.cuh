@@ -87,7 +87,7 @@ struct Widths {
 // How finely the tokens are cut: steps from long pieces of work to many.
 struct Grain {
   uint32_t threads, tokens;  // of a block; of a thread
-  int tile_tokens_log2;
+  int tile_tokens_log2;      // 0: nothing is transposed
 
   template <class Mover, bool kTransposes>
   static Grain coarsest() {
@@ -130,7 +130,7 @@ inline SidePlan plan_side(const CacheSide& s, const ReshapeAndCacheArgs& args, c
   p.num_vectors = static_cast<uint32_t>(vectors);
 
   int64_t blocks;
-  if (transposes(s, args.block_size)) {
+  if (grain.tile_tokens_log2 > 0 && transposes(s, args.block_size)) {
     const int64_t bits = address(s.cache) | ((s.block | s.head | s.chunk_stride) * w.stored_size);
     p.run = static_cast<uint32_t>(std::max<int64_t>(std::min<int64_t>(alignment_of(bits), 16) / w.stored_size, 1));
     const int64_t pieces = ceil_div(s.head_size, kTileColumns);

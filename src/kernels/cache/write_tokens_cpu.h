@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "cache/reshape_and_cache.h"
@@ -189,6 +190,23 @@ void write_run(const CacheSide& side, int64_t num_heads, const Run& run, bool pa
     write_rows<Convert>(side, num_heads, run, past_caches);
   } else {
     write_tiles<Convert>(side, num_heads, run, past_caches);
+  }
+}
+
+// f.operator()<Convert>() for elements of T in that format.
+template <class T, class F>
+void with_conversion(KvFormat format, F&& f) {
+  switch (format) {
+    case KvFormat::kSame:
+      return f.template operator()<Copy<std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>>>();
+    case KvFormat::kE4M3:
+      return f.template operator()<Quantise<T, e4m3>>();
+    case KvFormat::kE5M2:
+      return f.template operator()<Quantise<T, e5m2>>();
+    case KvFormat::kInt8:
+      return f.template operator()<Quantise<T, i8>>();
+    case KvFormat::kNvfp4:
+      break;
   }
 }
 

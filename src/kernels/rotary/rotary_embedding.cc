@@ -23,7 +23,7 @@ pykv_status pykv_rotary_embedding(const DLTensor* positions, DLTensor* query, DL
     if (key) {
       const Tensor k = call.write("key", key).like(q);
       args.key = rotary_heads(k, pos, size, rope_dim_offset);
-      if (k.numel() > 0 && k.data() == q.data()) k.fail(PYKV_VALUE_ERROR, "must not share memory with query");
+      no_shared_memory(k, q);
     }
     if (args.num_tokens == 0 || args.rotary_dim == 0 || args.query.num_heads + args.key.num_heads == 0) return;
     call.run(stream, args, rotary_embedding_cpu, PYKV_CUDA(rotary_embedding_cuda));

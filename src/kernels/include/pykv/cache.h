@@ -35,6 +35,25 @@ PYKV_API pykv_status pykv_reshape_and_cache_flash(const DLTensor* key, const DLT
                                                   const char* kv_cache_dtype, const DLTensor* k_scale,
                                                   const DLTensor* v_scale, void* stream);
 
+/* pykv_rotary_embedding of query and key, then pykv_reshape_and_cache(_flash) of the rotated key and of value, in one
+ * launch and with the very same results.
+ *   positions      [num_tokens]                                       int32 | int64
+ *   query          [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size]      f32 | f16 | bf16
+ *   key            the same with num_kv_heads; dtype of query
+ *   value          the same with num_kv_heads and v_head_size; dtype of query
+ *   cos_sin_cache  [max_position, rotary_dim]   f32 | f16 | bf16: cos_0 ... , sin_0 ... in each row
+ *   key_cache, value_cache                      flash or packed: head_size is theirs
+ *   slot_mapping   [<= num_tokens]              int32 | int64; a token without a slot (beyond its end, or negative) is
+ *                                               rotated and not cached
+ * query and key are rotated in place, from element rope_dim_offset of each head on; their last dimensions must be
+ * contiguous.  The three may be parts of one buffer.  A position outside [0, max_position) is reported, and
+ * its token not rotated, but cached as it is.  All else as for those two. */
+PYKV_API pykv_status pykv_rotary_and_cache(const DLTensor* positions, DLTensor* query, DLTensor* key,
+                                           const DLTensor* value, const DLTensor* cos_sin_cache, bool is_neox,
+                                           DLTensor* key_cache, DLTensor* value_cache, const DLTensor* slot_mapping,
+                                           const char* kv_cache_dtype, const DLTensor* k_scale, const DLTensor* v_scale,
+                                           int64_t rope_dim_offset, void* stream);
+
 /* cache[to] = cache[from] for each row (from, to) of block_mapping and each of the key and value caches.
  *   key_caches, value_caches   one cache [NB, ...] a layer each; any dtype and layout, NB alike in all of them
  *   block_mapping              [num_pairs, 2]  int32 | int64, on the host or on the device of the caches

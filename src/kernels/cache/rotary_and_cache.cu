@@ -1,0 +1,105 @@
+// query and key rotated in place; cache[slot[t] / BS, slot[t] % BS] = rotated key[t] (and value[t]): the results of
+// rotary_embedding and reshape_and_cache in one launch.
+//
+// Memory-bound: queries and keys are moved in and out once, and keys and values into the cache; the floor is that traffic
+// at copy bandwidth.  Against the two launches it spares a launch and reading the keys again.  The first blocks write
+// values as reshape_and_cache does (write_side.cuh), the others rotate (rotate_to_cache.cuh).
+#include <algorithm>
+
+#include "cache/rotary_and_cache.h"
+#include "cache/rotate_to_cache.cuh"
+#include "cache/write_side.cuh"
+#include "cuda/dependent.cuh"
+
+namespace pykv {
+namespace {
+
+// Values are copied as bits.
+template <class T, KvFormat kFormat, int kWidth>
+using ValueMover =
+    Mover<std::conditional_t<kFormat != KvFormat::kSame, T, std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>>,
+          kFormat, kWidth>;
+
+template <class T, KvFormat kFormat, int kWidth, bool kTransposes>
+__global__ void __launch_bounds__(kThreads, 3)
+    rotary_and_cache_kernel(const __grid_constant__ Plan plan, const __grid_constant__ RotationPlan rotation,
+                            const __grid_constant__ Scales<kFormat> scales) {
+  begin_dependent();
+  const Scale *k_scale = nullptr, *v_scale = nullptr;
+  if constexpr (kFormat != KvFormat::kSame) k_scale = &scales.key, v_scale = &scales.value;
+  const uint32_t value_blocks = plan.value.num_blocks;
+  if (blockIdx.x < value_blocks) {
+    write_side<ValueMover<T, kFormat, kWidth>, kTransposes>(plan.map, plan.value, v_scale, blockIdx.x);
+  } else {
+    rotate_to_cache<Mover<T, kFormat, kWidth>, T>(rotation, plan.map, plan.key, k_scale, blockIdx.x - value_blocks,
+                                                  RotateAll{});
+  }
+}
+
+template <class T, KvFormat kFormat, int kWidth, bool kTransposes>
+void launch_kernel(const RotaryAndCacheArgs& args, const Launch& launch) {
+  using Values = ValueMover<T, kFormat, kWidth>;
+  const ReshapeAndCacheArgs& cache = args.cache;
+  const Widths w{kWidth, sizeof(T), sizeof(typename Values::Stored)};
+  Plan plan{};
+  plan.map = slot_map_of(cache, launch);
+  Scales<kFormat> scales;
+  if constexpr (kFormat != KvFormat::kSame) scales = {cache.key.scale, cache.value.scale};
+
+  // Few tokens are spread over the machine.
+  Grain grain = Grain::coarsest<Values, kTransposes>();
+  int64_t heads = kRotatedHeads;
+  const uint32_t enough = (kTransposes ? 4 : 2) * num_sms(launch.device);
+  RotationPlan rotation;
+  uint32_t blocks;
+  do {
+    plan.key = plan_side(cache.key, cache, w, grain);
+    plan.value = plan_side(cache.value, cache, w, grain);
+    rotation =
+        plan_rotation(args.rotation, args.rope_dim_offset, cache.key.head_size, kWidth, heads, grain.threads, launch);
+    blocks = plan.value.num_blocks + rotation.num_blocks;
+    heads = 1;
+  } while (blocks < enough && grain.refine());
+  if (blocks == 0) return;
+  launch_dependent(rotary_and_cache_kernel<T, kFormat, kWidth, kTransposes>, blocks, grain.threads, launch,
+                   "rotary_and_cache", plan, rotation, scales);
+}
+
+template <class T, KvFormat kFormat>
+void launch_with(const RotaryAndCacheArgs& args, const Launch& launch) {
+  constexpr int kWidth = kPackSize<T>;
+  const ReshapeAndCacheArgs& cache = args.cache;
+  const int64_t stored_size = kFormat == KvFormat::kSame ? sizeof(T) : 1;
+  const bool transposed = transposes(cache.value, cache.block_size);
+  const bool wide = rotation_width(args.rotation, args.rope_dim_offset, kWidth) == kWidth &&
+                    vector_width(cache.key, sizeof(T), stored_size, false) >= kWidth &&
+                    vector_width(cache.value, sizeof(T), stored_size, transposed) >= kWidth;
+  if (!wide) {
+    launch_kernel<T, kFormat, 1, false>(args, launch);
+  } else if (transposed) {
+    launch_kernel<T, kFormat, kWidth, true>(args, launch);
+  } else {
+    launch_kernel<T, kFormat, kWidth, false>(args, launch);
+  }
+}
+
+}  // namespace
+
+void rotary_and_cache_cuda(const RotaryAndCacheArgs& args, const Launch& launch) {
+  dispatch<half, bf16, float>(args.rotation.dtype, [&]<class T>() {
+    switch (args.cache.format) {
+      case KvFormat::kSame:
+        return launch_with<T, KvFormat::kSame>(args, launch);
+      case KvFormat::kE4M3:
+        return launch_with<T, KvFormat::kE4M3>(args, launch);
+      case KvFormat::kE5M2:
+        return launch_with<T, KvFormat::kE5M2>(args, launch);
+      case KvFormat::kInt8:
+        return launch_with<T, KvFormat::kInt8>(args, launch);
+      case KvFormat::kNvfp4:
+        break;
+    }
+  });
+}
+
+}  // namespace pykv
