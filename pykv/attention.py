@@ -9,6 +9,9 @@ packed   ``[NB, num_kv_heads, head_size / x, BS, x]``           ``[NB, num_kv_he
 
 told apart by the number of dimensions of ``key_cache``.  All strides but the innermost are free.
 
+Caches of nvfp4 are uint8 ``[NB, BS, num_kv_heads, head_size / 2 + head_size / 16]`` with compact pages, NHD or HND by
+strides; ``head_size`` is a multiple of 64, ``BS`` of 4.
+
 A block id outside the cache masks its tokens, a length beyond the row of ``block_tables`` is clamped; both raise
 ``ValueError``, on the GPU at the next ``pykv.check_errors()``.
 """
@@ -96,8 +99,9 @@ def paged_attention(
         softcap: logits become ``softcap * tanh(logit / softcap)``.
         alibi_slopes: ``[num_heads]`` float32; adds ``slope * (j - p)``.
         sinks: ``[num_heads]`` float32; one more logit in each softmax, without a value.
-        kv_cache_dtype: ``"auto"``: caches have the dtype of ``query``; ``"fp8_e4m3"``, ``"fp8_e5m2"``: one-byte floats.
-        k_scale, v_scale: value = element * scale for fp8 caches; one, or one for each KV head.
+        kv_cache_dtype: ``"auto"``: caches have the dtype of ``query``; ``"fp8_e4m3"``, ``"fp8_e5m2"``: one-byte floats;
+            ``"int8"``; ``"nvfp4"``: pages of four-bit floats and their scales.
+        k_scale, v_scale: value = element * scale for all but ``"auto"``; one, or one for each KV head.
         lse: ``[num_heads, num_tokens]`` float32; written with the natural log of the softmax denominator.
         workspace: bytes on the device (see ``paged_attention_workspace_size``); ``None``: from the stream-ordered pool.
         stream: CUDA stream; ``None``: the current one of the arrays' library.

@@ -1,4 +1,4 @@
-"""Batches over paged caches whose unused memory is poisoned with NaN.
+"""Batches over paged caches whose unused memory is poisoned: with NaN, or with the largest code where there is none.
 
 The caches come from the layouts of the cache tests, with guard blocks around them: a block id that is one too small or
 too large would read NaN from a guard.
@@ -20,8 +20,14 @@ from libraries import Library
 import pykv
 
 LAYOUTS = [name for name in cache_inputs.FLASH if name not in ("elements apart", "tokens adjacent")] + PACKED
-FP8 = {"fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2)}
-KINDS = ["auto", *FP8]
+ONE_BYTE = {
+    "fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "int8": np.dtype(np.int8),
+}
+KINDS = ["auto", *ONE_BYTE]
+NVFP4_LAYOUTS = ["NHD", "HND", "NHD, blocks of K and V in turn", "HND, blocks of K and V in turn", "K NHD, V HND"]
+UNIT = {"int8": 1 / 32}  # the scale with which the elements of a batch are normal numbers; 1 for all others
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,30 @@ class Batch:
 
 
 def cache_values(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    return rng.standard_normal(shape, np.float32).astype(dtype)
+    values = rng.standard_normal(shape, np.float32)
+    return np.clip(values / UNIT["int8"], -128, 127).astype(dtype) if dtype == np.int8 else values.astype(dtype)
+
+
+def scales(kind: str, k_scale: Any = 1.0, v_scale: Any = 1.0) -> dict[str, Any]:
+    """The options for these scales of what a batch of this kind holds."""
+    unit = np.float32(UNIT.get(kind, 1))
+    return {} if kind == "auto" else {"k_scale": k_scale * unit, "v_scale": v_scale * unit}
+
+
+def fill_nvfp4(rng: np.random.Generator, cache: np.ndarray, used: np.ndarray, heads_first: bool) -> None:
+    """Random codes everywhere, and random scales, or NaN where a token is not ``used`` (``[block, token]``)."""
+    pages = cache.swapaxes(1, 2) if heads_first else cache  # as they lie in memory
+    blocks, tokens, heads, num_bytes = cache.shape
+    num_scales = num_bytes // 9
+    scales = rng.uniform(0.1, 0.5, (blocks, tokens, heads, num_scales)).astype(ONE_BYTE["fp8_e4m3"]).view(np.uint8)
+    scales[~used] = 0x7F
+    quarter = num_scales // 4  # rows of 4 tokens, columns [s / quarter][s % quarter]; turned: [s / quarter][..][t % 4]
+    scales = scales.reshape(blocks, tokens // 4, 4, heads, 4, quarter).transpose(0, 1, 4, 3, 5, 2)
+    scales = scales.reshape(blocks, tokens, heads, num_scales)
+    if heads_first:
+        scales = scales.swapaxes(1, 2)
+    codes = rng.integers(0, 256, (blocks, tokens * heads * num_scales * 8), np.uint8)
+    pages[...] = np.concatenate([codes, scales.reshape(blocks, -1)], axis=1).reshape(pages.shape)
 
 
 def batch(
@@ -79,11 +108,14 @@ def batch(
     """``lens``: (queries, length with them) of each sequence.  Pages are dealt out at random."""
     page = sizes.block_size
     pages = [-(-length // page) for _, length in lens]
-    element = DTYPES[dtype] if kind == "auto" else FP8[kind]
-    cache = cache_inputs.Sizes(max(1, sum(pages) + spare_blocks), page, sizes.kv_heads, sizes.head_size)
+    nvfp4 = kind == "nvfp4"
+    element = DTYPES[dtype] if kind == "auto" else ONE_BYTE.get(kind, np.dtype(np.uint8))
+    poison = np.array(127 if element.kind in "iu" else np.nan).astype(element)
+    row = sizes.head_size * 9 // 16 if nvfp4 else sizes.head_size
+    cache = cache_inputs.Sizes(max(1, sum(pages) + spare_blocks), page, sizes.kv_heads, row)
     made = cache_inputs.layout(layout, cache, element.itemsize)
     shapes = [made.key_shape] if made.one_memory else [made.key_shape, made.value_shape]
-    memories = [np.full(shape, np.nan, element) for shape in shapes]
+    memories = [np.full(shape, poison, element) for shape in shapes]
 
     deck = rng.permutation(cache.blocks)
     tables = np.full((len(lens), max(pages, default=0) + 1), -1)
@@ -93,14 +125,18 @@ def batch(
         tables[s, : pages[s]] = mine
         used[mine] = (np.arange(pages[s] * page) < length).reshape(pages[s], page, 1, 1)
 
-    shape = (cache.blocks, page, sizes.kv_heads, sizes.head_size)
-    keys, values = (np.where(used, cache_values(rng, shape, element), np.array(np.nan, element)) for _ in range(2))
-    if made.packed:
-        x = 16 // element.itemsize
-        keys = keys.reshape(*shape[:3], sizes.head_size // x, x).transpose(0, 2, 3, 1, 4)
-        values = values.transpose(0, 2, 3, 1)
-    made.key(memories[0])[...] = keys
-    made.value(memories[-1])[...] = values
+    if nvfp4:
+        fill_nvfp4(rng, made.key(memories[0]), used[:, :, 0, 0], layout.startswith("HND"))
+        fill_nvfp4(rng, made.value(memories[-1]), used[:, :, 0, 0], "HND" in layout)
+    else:
+        shape = (cache.blocks, page, sizes.kv_heads, sizes.head_size)
+        keys, values = (np.where(used, cache_values(rng, shape, element), poison) for _ in range(2))
+        if made.packed:
+            x = 16 // element.itemsize
+            keys = keys.reshape(*shape[:3], sizes.head_size // x, x).transpose(0, 2, 3, 1, 4)
+            values = values.transpose(0, 2, 3, 1)
+        made.key(memories[0])[...] = keys
+        made.value(memories[-1])[...] = values
 
     rows = sum(queries for queries, _ in lens) + extra_rows
     query = cache_inputs.tokens(
@@ -114,6 +150,7 @@ def batch(
         np.array([length for _, length in lens], ids),
         None if decode else np.cumsum([0, *(queries for queries, _ in lens)]).astype(ids),
         kind,
+        scales(kind) if kind in UNIT else {},
     )
 
 
@@ -125,14 +162,18 @@ def outputs(b: Batch) -> tuple[np.ndarray, np.ndarray]:
     return out, np.full((b.query.shape[1], b.query.shape[0]), SENTINEL, np.float32)
 
 
+def caches(array: Library, b: Batch) -> tuple[Any, Any]:
+    """Key and value cache in this library.  JAX makes every array compact, which would turn pages of nvfp4 around."""
+    memories = [(array.output if b.kind == "nvfp4" else array.input)(m) for m in b.memories]
+    return cache_inputs.view(memories[0], b.layout.key), cache_inputs.view(memories[-1], b.layout.value)
+
+
 def run(array: Library, b: Batch, out: Any, lse: Any = None) -> None:
     """``pykv.paged_attention`` with the arrays of this library."""
-    memories = [array.input(m) for m in b.memories]
     pykv.paged_attention(
         out,
         array.input(b.query),
-        cache_inputs.view(memories[0], b.layout.key),
-        cache_inputs.view(memories[-1], b.layout.value),
+        *caches(array, b),
         array.input(b.block_tables),
         array.input(b.seq_lens),
         cu_query_lens=None if b.cu_query_lens is None else array.input(b.cu_query_lens),
@@ -144,11 +185,13 @@ def run(array: Library, b: Batch, out: Any, lse: Any = None) -> None:
 
 def expected(b: Batch, **more: Any) -> tuple[np.ndarray, np.ndarray]:
     """By the reference; rows of no sequence hold the sentinel."""
-    element = FP8.get(b.kind, b.query.dtype)
+    if b.kind == "nvfp4":
+        values = [reference.nvfp4_values(c) for c in (b.key_cache, b.value_cache)]
+    else:
+        values = [c.view(ONE_BYTE.get(b.kind, b.query.dtype)) for c in (b.key_cache, b.value_cache)]
     out, lse = reference.paged_attention(
         b.query,
-        b.key_cache.view(element),
-        b.value_cache.view(element),
+        *values,
         b.block_tables,
         b.seq_lens,
         cu_query_lens=b.cu_query_lens,

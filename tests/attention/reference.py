@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -54,6 +55,24 @@ def tokens_of(cache: NDArray[np.generic], blocks: NDArray[np.int64], packed: boo
     elif packed:  # [block, head, dim, token]
         pages = pages.transpose(0, 3, 1, 2)
     return pages.reshape(pages.shape[0] * pages.shape[1], pages.shape[2], math.prod(pages.shape[3:]))
+
+
+def nvfp4_values(cache: NDArray[np.uint8]) -> Floats:
+    """What pages of nvfp4, ``[block, token, head, bytes]``, hold, below the global scale."""
+    blocks, tokens, heads, num_bytes = cache.shape
+    num_scales = num_bytes // 9
+    in_memory = (0, 1, 2, 3) if cache.strides[1] >= cache.strides[2] else (0, 2, 1, 3)  # NHD or HND
+    pages = cache.transpose(in_memory)
+    codes, scales = np.split(pages.reshape(blocks, -1), [tokens * heads * num_scales * 8], axis=1)
+    codes = codes.reshape(*pages.shape[:3], num_scales * 8).transpose(in_memory)
+    scales = scales.reshape(*pages.shape[:3], num_scales).transpose(in_memory).view(ml_dtypes.float8_e4m3fn)
+    nibbles = np.stack([codes & 15, codes >> 4], axis=-1).reshape(blocks, tokens, heads, num_scales, 16)
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = np.concatenate([magnitudes, -magnitudes])[nibbles]
+    for t, s in np.ndindex(tokens, num_scales):
+        at = t // 4 * 4 + s // (num_scales // 4), s % (num_scales // 4) * 4 + t % 4
+        values[:, t, :, s] *= scales[:, at[0], :, at[1]].astype(np.float64)[..., None]
+    return values.reshape(blocks, tokens, heads, num_scales * 16)
 
 
 def paged_attention(

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attention import inputs
-from attention.inputs import KINDS, LAYOUTS, Batch, Sizes
+from attention.inputs import KINDS, LAYOUTS, NVFP4_LAYOUTS, Batch, Sizes
 from cache import inputs as cache_inputs
 from cache.inputs import DTYPES, PACKED, TOKENS
 from hypothesis import given
@@ -37,9 +37,17 @@ def check(array: Library, b: Batch) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(array: Library, layout: str, kind: str, dtype: str) -> None:
     b = inputs.batch(rng(), MIXED, layout=layout, dtype=dtype, kind=kind, extra_rows=2)
-    if kind != "auto":
-        b.options |= {"k_scale": 0.7, "v_scale": 1.3}
-    check(array, b)
+    check(array, b.changed(options=inputs.scales(kind, 0.7, 1.3)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", NVFP4_LAYOUTS)
+def test_layouts_nvfp4(array: Library, layout: str, dtype: str) -> None:
+    per_head = np.array([0.7, 1.1], np.float32)
+    for head_size, block_size in ((64, 16), (128, 4), (192, 12), (256, 64)):
+        sizes = Sizes(head_size=head_size, block_size=block_size)
+        b = inputs.batch(rng(), MIXED, sizes, layout=layout, dtype=dtype, kind="nvfp4", extra_rows=2)
+        check(array, b.changed(options={"k_scale": per_head, "v_scale": 1.3}))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,50 +107,70 @@ def test_options(array: Library, options: dict[str, Any], layout: str) -> None:
         check(array, inputs.batch(rng(), MIXED, layout=layout, dtype=dtype).changed(options=options))
 
 
+@pytest.mark.parametrize("sizes", ["odd", "usual"])
 @given(data=st.data())
-def test_everything_at_once(array: Library, data: st.DataObject) -> None:
-    draw = data.draw
-    kind, layout = draw(st.sampled_from(KINDS), "kind"), draw(st.sampled_from(LAYOUTS), "layout")
-    kv_heads, group = draw(st.integers(1, 4), "kv_heads"), draw(st.integers(1, 9), "group")
+def test_everything_at_once(array: Library, sizes: str, data: st.DataObject) -> None:
+    """``usual`` sizes are those that engines have, all of which the quickest kernels take."""
+    draw, usual = data.draw, sizes == "usual"
+    kind = draw(st.sampled_from([*KINDS, "nvfp4"]), "kind")
+    nvfp4 = kind == "nvfp4"
+    layout = draw(st.sampled_from(NVFP4_LAYOUTS if nvfp4 else LAYOUTS), "layout")
+    kv_heads, group = (
+        draw(st.integers(1, 2 if usual else 4), "kv_heads"),
+        draw(st.integers(1, 32 if usual else 9), "group"),
+    )
     heads = kv_heads * group
-    head_size = draw(st.sampled_from([16, 64, 80, 128]) if layout in PACKED else st.integers(1, 70), "head_size")
-    lengths = st.integers(0, 90).flatmap(lambda n: st.tuples(st.integers(0, min(n, 40)), st.just(n)))
-    lens = draw(st.lists(lengths, min_size=1, max_size=5), "lens")
+    head_sizes = [64, 80, 96, 112, 128, 192, 256] if usual else [16, 64, 80, 128]
+    if nvfp4:
+        head_sizes = [64, 128, 192, 256]
+    some = usual or nvfp4 or layout in PACKED
+    head_size = draw(st.sampled_from(head_sizes) if some else st.integers(1, 70), "head_size")
+    queries, longest = (16 if draw(st.booleans(), "speculative") else 1, 400) if usual else (40, 90)
+    lengths = st.integers(0, longest).flatmap(lambda n: st.tuples(st.integers(0, min(n, queries)), st.just(n)))
+    lens = draw(st.lists(lengths, min_size=1, max_size=max(1, 400 // (heads * queries)) if usual else 5), "lens")
     b = inputs.batch(
         rng(draw(st.integers(0, 99), "seed")),
         lens,
-        Sizes(heads, kv_heads, head_size, draw(st.sampled_from([1, 4, 8, 16, 48]), "block_size")),
+        Sizes(
+            heads,
+            kv_heads,
+            head_size,
+            draw(
+                st.sampled_from([8, 16, 32, 64, 128] if usual else [4, 8, 48] if nvfp4 else [1, 4, 8, 48]), "block_size"
+            ),
+        ),
         layout=layout,
         dtype=draw(st.sampled_from(list(DTYPES)), "dtype"),
         kind=kind,
         ids=draw(st.sampled_from([np.int32, np.int64]), "ids"),
         extra_rows=draw(st.integers(0, 2), "extra_rows"),
-        as_bytes=kind != "auto" and draw(st.booleans(), "as_bytes"),
+        as_bytes=kind not in ("auto", "nvfp4") and draw(st.booleans(), "as_bytes"),
     )
     per_head = np.linspace(0.5, 2, kv_heads, dtype=np.float32)
-    b.options = {
+    k_scale = draw(st.sampled_from([0.5, per_head]), "k_scale")
+    b.options = inputs.scales(kind, k_scale, draw(st.sampled_from([2.0, per_head[::-1]]), "v_scale"))
+    b.options |= {
         name: value
         for name, value in {
             "causal": False,
-            "window": draw(st.integers(1, 100), "window"),
+            "window": draw(st.integers(1, longest + 10), "window"),
             "softcap": 10.0,
             "alibi_slopes": np.linspace(0, 0.2, heads, dtype=np.float32),
             "sinks": np.linspace(-2, 2, heads, dtype=np.float32),
-            "k_scale": draw(st.sampled_from([0.5, per_head]), "k_scale"),
-            "v_scale": draw(st.sampled_from([2.0, per_head[::-1].copy()]), "v_scale"),
         }.items()
-        if (kind != "auto" or not name.endswith("_scale")) and draw(st.booleans(), name)
+        if draw(st.booleans(), name)
     }
     check(array, b)
 
 
-@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3", "int8"])
 @pytest.mark.parametrize("layout", ["NHD", "packed"])
 def test_long_sequences(array: Library, layout: str, kind: str) -> None:
     """Long enough to be split over threads or blocks, at lengths around the multiples where that could happen."""
     lens = [(1, 2047), (1, 2048), (1, 2049), (4, 4500), (1, 9), (1, 8192), (40, 2060)]
     for options in ({}, {"window": 2500}, {"sinks": np.array([0.0, 3.0], np.float32), "softcap": 20.0}):
-        check(array, inputs.batch(rng(), lens, Sizes(2, 1, 64), layout=layout, kind=kind).changed(options=options))
+        b = inputs.batch(rng(), lens, Sizes(2, 1, 64), layout=layout, kind=kind)
+        check(array, b.changed(options=b.options | options))
 
 
 @pytest.mark.parametrize("arrangement", TOKENS[:3])

@@ -9,7 +9,6 @@ import pytest
 from attention import inputs, reference
 from attention.inputs import KINDS, Batch, Sizes
 from attention.reference import DENSE, BlockSparse
-from cache import inputs as cache_inputs
 from cache.inputs import DTYPES
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,9 +29,6 @@ def batch(
 
 
 def run(array: Library, b: Batch, version: str, out: Any, sparse: BlockSparse = DENSE, **changes: Any) -> None:
-    memories = [array.input(m) for m in b.memories]
-    key_cache = cache_inputs.view(memories[0], b.layout.key)
-    value_cache = cache_inputs.view(memories[-1], b.layout.value)
     tokens, heads, head_size = b.query.shape
     kv_heads = b.key_cache.shape[1] if b.layout.packed else b.key_cache.shape[2]
     arguments = {
@@ -54,7 +50,7 @@ def run(array: Library, b: Batch, version: str, out: Any, sparse: BlockSparse = 
     }
     for name, value in {**b.options, **changes}.items():
         arguments[name] = array.input(value) if isinstance(value, np.ndarray) else value
-    rest = (array.input(b.query), key_cache, value_cache, *arguments.values())
+    rest = (array.input(b.query), *inputs.caches(array, b), *arguments.values())
     if version == "v1":
         pykv.paged_attention_v1(out, *rest)
         return
@@ -77,9 +73,15 @@ def check(array: Library, b: Batch, version: str, sparse: BlockSparse = DENSE) -
 @pytest.mark.parametrize("layout", ["packed", "packed, halves of one memory", "NHD", "HND"])
 def test_layouts(array: Library, layout: str, kind: str, dtype: str, version: str) -> None:
     b = batch(layout=layout, kind=kind, dtype=dtype)
-    if kind != "auto":
-        b.options = {"k_scale": 0.6, "v_scale": 1.7}
-    check(array, b, version)
+    check(array, b.changed(options=inputs.scales(kind, 0.6, 1.7)), version)
+
+
+@versions
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_layouts_nvfp4(array: Library, layout: str, dtype: str, version: str) -> None:
+    b = batch(layout=layout, kind="nvfp4", dtype=dtype, sizes=Sizes(head_size=128))
+    check(array, b.changed(options=inputs.scales("nvfp4", 0.6, np.array([1.7, 0.2], np.float32))), version)
 
 
 @versions
@@ -98,7 +100,7 @@ def test_alibi(array: Library, version: str) -> None:
 
 @versions
 @given(data=st.data())
-def test_block_sparse(array: Library, version: str, data: st.DataObject) -> None:
+def test_block_sparse_with_everything_else(array: Library, version: str, data: st.DataObject) -> None:
     draw = data.draw
     page = draw(st.sampled_from([8, 16, 32]), "block_size")
     sparse = BlockSparse(
@@ -108,9 +110,22 @@ def test_block_sparse(array: Library, version: str, data: st.DataObject) -> None
         block_size=page * draw(st.integers(1, 4), "pages in a sparsity block"),
         head_sliding_step=draw(st.integers(-3, 3), "head_sliding_step"),
     )
-    lengths = tuple(draw(st.lists(st.integers(0, 700), min_size=1, max_size=4), "lengths"))
-    layout = draw(st.sampled_from(["packed", "NHD"]), "layout")
-    check(array, batch(lengths, Sizes(6, 3, 32, page), layout=layout), version, sparse)
+    kind = draw(st.sampled_from([*KINDS, "nvfp4"]), "kind")
+    layout = draw(st.sampled_from(["NHD", "HND"] if kind == "nvfp4" else ["packed", "NHD", "HND"]), "layout")
+    kv_heads, group = draw(st.integers(1, 3), "kv_heads"), draw(st.integers(1, 32), "group")
+    lengths = tuple(
+        draw(st.lists(st.integers(0, 700), min_size=1, max_size=max(1, 60 // (kv_heads * group))), "lengths")
+    )
+    head_size, dtype = (
+        draw(st.sampled_from([64, 128, 256] if kind == "nvfp4" else [32, 64, 120, 128, 256]), "head_size"),
+        draw(st.sampled_from(list(DTYPES)), "dtype"),
+    )
+    if kind != "auto" and layout == "packed" and head_size % 16:
+        head_size = 112
+    b = batch(lengths, Sizes(kv_heads * group, kv_heads, head_size, page), layout=layout, kind=kind, dtype=dtype)
+    if draw(st.booleans(), "alibi_slopes"):
+        b.options["alibi_slopes"] = np.geomspace(0.001, 1, kv_heads * group, dtype=np.float32)
+    check(array, b, version, sparse)
 
 
 @versions

@@ -79,6 +79,39 @@ def test_wrong_arguments(changes: dict[str, Any], error: type[Exception], messag
         call(**changes)
 
 
+@pytest.mark.parametrize(
+    ("cache", "head_size", "error", "message"),
+    [
+        (
+            zeros(7, 2, 4, 16, 16, dtype=np.uint8),
+            64,
+            NotImplementedError,
+            "key_cache: .*'nvfp4' has pages of the flash",
+        ),
+        (
+            zeros(7, 16, 2, 64, dtype=np.uint8),
+            64,
+            ValueError,
+            r"key_cache: dimension 3 .*head_size / 16 = 36, got shape",
+        ),
+        (
+            zeros(7, 16, 2, 18, dtype=np.uint8),
+            32,
+            NotImplementedError,
+            "query: head_size must be a multiple of 64 .* 32",
+        ),
+        (zeros(7, 6, 2, 36, dtype=np.uint8), 64, NotImplementedError, "key_cache: block_size must be a multiple of 4"),
+        (zeros(7, 16, 2, 40, dtype=np.uint8)[..., :36], 64, ValueError, "key_cache: pages of nvfp4 must be contiguous"),
+        (zeros(7, 16, 2, 36, dtype=np.float16), 64, TypeError, "key_cache: dtype must be uint8"),
+    ],
+)
+def test_pages_of_nvfp4(cache: np.ndarray, head_size: int, error: type[Exception], message: str) -> None:
+    changes = {"key_cache": cache, "value_cache": cache, "kv_cache_dtype": "nvfp4"}
+    query, out = zeros(3, 4, head_size), zeros(3, 4, head_size)
+    with pytest.raises(error, match=f"^paged_attention: {message}"):
+        call(query=query, out=out, **changes)
+
+
 def test_scales_must_fit_the_heads() -> None:
     b = inputs.batch(np.random.default_rng(0), [(1, 30)], Sizes(4, 2, 32), kind="fp8_e4m3", decode=True)
     with pytest.raises(

@@ -43,6 +43,37 @@ void take_flash(PagedAttentionArgs& a, Tensor key, Tensor value, Dim& blocks, Di
   a.block_size = static_cast<int>(block_size);
 }
 
+// The pages of one side: rows of a cache that are compact within a page, NHD or HND.
+Nvfp4Page nvfp4_page_of(const Tensor& cache) {
+  const int64_t tokens = cache.size(1), heads = cache.size(2), bytes = cache.size(3);
+  const bool nhd = cache.stride(1) == heads * bytes && cache.stride(2) == bytes;
+  const bool hnd = cache.stride(1) == bytes && cache.stride(2) == tokens * bytes;
+  if (!nhd && !hnd && cache.numel() > 0)
+    cache.fail(PYKV_VALUE_ERROR, "pages of nvfp4 must be contiguous, in the order NHD or HND");
+  return nvfp4_page(tokens, heads, bytes * kNvfp4Block / nvfp4_bytes(kNvfp4Block), !nhd);
+}
+
+void take_nvfp4(PagedAttentionArgs& a, Tensor key, Tensor value, Dim& blocks, Dim& kv_heads, const Dim& head_size) {
+  if (key.ndim() != 4)
+    key.fail(PYKV_NOT_IMPLEMENTED, "kv_cache_dtype 'nvfp4' has pages of the flash layouts alone, got shape %s",
+             key.shape_string().c_str());
+  if (head_size % kNvfp4HeadMultiple != 0)
+    fail(PYKV_NOT_IMPLEMENTED, "query: head_size must be a multiple of %d for kv_cache_dtype 'nvfp4', got %lld",
+         kNvfp4HeadMultiple, static_cast<long long>(head_size));
+  Dim block_size{"block_size"}, bytes{"head_size / 2 + head_size / 16", nvfp4_bytes(head_size)};
+  key.shape(blocks, block_size, kv_heads, bytes).contiguous_rows();
+  value.shape(blocks, block_size, kv_heads, bytes).contiguous_rows();
+  if (block_size % kNvfp4TokenGroup != 0)
+    key.fail(PYKV_NOT_IMPLEMENTED, "block_size must be a multiple of %d for kv_cache_dtype 'nvfp4', got %lld",
+             kNvfp4TokenGroup, static_cast<long long>(block_size));
+  a.key_page = nvfp4_page_of(key);
+  a.value_page = nvfp4_page_of(value);
+  const int chunk = static_cast<int>(head_size);
+  a.key = {key.data(), key.stride(0), a.key_page.codes_token, a.key_page.codes_head, 0, chunk};
+  a.value = {value.data(), value.stride(0), a.value_page.codes_token, a.value_page.codes_head, 1};
+  a.block_size = static_cast<int>(block_size);
+}
+
 const float* per_head(Call& call, const char* name, const DLTensor* t, Dim& heads) {
   if (!t) return nullptr;
   return static_cast<const float*>(call.read(name, t).shape(heads).dtype({DType::kFloat32}).contiguous().data());
@@ -58,7 +89,10 @@ PagedAttentionArgs take(Call& call, const Inputs& in, double scale) {
       call.write("out", in.out).shape(tokens, heads, head_size).like(query).contiguous_rows().no_overlap_within();
   Tensor key = call.read("key_cache", in.key_cache).rank_between(4, 5);
   Tensor value = call.read("value_cache", in.value_cache).like(key);
-  if (key.ndim() == 5) {
+  a.kv_format = kv_format(in.kv_cache_dtype, key, query.type(), {KvFormat::kInt8, KvFormat::kNvfp4});
+  if (a.kv_format == KvFormat::kNvfp4) {
+    take_nvfp4(a, key, value, blocks, kv_heads, head_size);
+  } else if (key.ndim() == 5) {
     take_packed(a, key, value, blocks, kv_heads, head_size);
   } else {
     take_flash(a, key, value, blocks, kv_heads, head_size);
@@ -83,7 +117,6 @@ PagedAttentionArgs take(Call& call, const Inputs& in, double scale) {
                static_cast<long long>(seqs), query.shape_string().c_str());
   }
   a.dtype = query.type();
-  a.kv_format = kv_format(in.kv_cache_dtype, key, query.type());
   a.out = out.data();
   a.query = query.data();
   a.out_token_stride = out.stride(0);
@@ -92,7 +125,7 @@ PagedAttentionArgs take(Call& call, const Inputs& in, double scale) {
   a.query_head_stride = query.stride(1);
   a.alibi_slopes = per_head(call, "alibi_slopes", in.alibi_slopes, heads);
   a.sinks = per_head(call, "sinks", in.sinks, heads);
-  // without fp8 the elements are values themselves
+  // otherwise the elements are values themselves
   const bool scaled = a.kv_format != KvFormat::kSame;
   a.k_scale = call.scale("k_scale", scaled ? in.k_scale : nullptr, kv_heads);
   a.v_scale = call.scale("v_scale", scaled ? in.v_scale : nullptr, kv_heads);

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 
 // Can the tensor-core kernels take this call?  They want 16-byte pieces everywhere.
 bool suits_mma(const PagedAttentionArgs& a) {
-  if (a.dtype == DType::kFloat32 || a.head_size > 256) return false;
+  if (a.dtype == DType::kFloat32 || a.head_size > 256 || a.kv_format == KvFormat::kNvfp4) return false;
   const int bytes = a.kv_format == KvFormat::kSame ? 2 : 1;
   const auto whole = [&](int64_t elements) { return elements * bytes % 16 == 0; };
   const auto small = [&](int64_t elements) { return whole(elements) && elements >= 0 && elements < 1 << 29; };
@@ -126,6 +126,8 @@ bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
       return launch_e4m3(p, rows, launch);
     case KvFormat::kE5M2:
       return launch_e5m2(p, rows, launch);
+    case KvFormat::kInt8:
+      return launch_int8(p, rows, launch);
     default:
       return p.a.dtype == DType::kFloat16 ? launch_f16(p, rows, launch) : launch_bf16(p, rows, launch);
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/args.h"
+#include "core/nvfp4.h"
 #include "cpu/isa.h"
 
 namespace pykv {
@@ -11,6 +12,7 @@ namespace pykv {
 // packed K layout and the whole head for the flash layouts, all layouts differ in strides alone:
 //   key   (b, o, h, d) = b * block + o * token + h * head + (d / chunk) * chunk_stride + d % chunk
 //   value (b, o, h, d) = b * block + o * token + h * head + d * dim
+// For kNvfp4 these are the addresses, in bytes, of the codes of a token's head; the pages of args have those of the scales.
 struct KeyCacheView {
   const void* data;
   int64_t block, token, head, chunk_stride;
@@ -40,6 +42,7 @@ struct PagedAttentionArgs {
   const void* query;  // [num_tokens, num_heads, head_size], innermost contiguous
   KeyCacheView key;
   ValueCacheView value;
+  Nvfp4Page key_page, value_page;                                                    // kNvfp4 alone
   int64_t out_token_stride, out_head_stride, query_token_stride, query_head_stride;  // elements
   float* lse;  // [num_heads, num_tokens] natural log of the softmax denominator (sinks included), or null
   int64_t lse_head_stride, lse_token_stride;
@@ -50,7 +53,7 @@ struct PagedAttentionArgs {
   Index cu_query_lens;         // [num_seqs + 1]; data null: one query token for each sequence
   const float* alibi_slopes;   // [num_heads], contiguous, or null
   const float* sinks;          // [num_heads], contiguous, or null: one more logit in each softmax, without a value
-  Scale k_scale, v_scale;      // a scale or one for each KV head; stored = value / scale; 1 unless kv_format is fp8
+  Scale k_scale, v_scale;      // a scale or one for each KV head; stored = value / scale; 1 for kSame
 
   int64_t num_tokens;  // rows of query; rows beyond cu_query_lens[num_seqs] are left untouched
   int64_t num_seqs, num_blocks, max_blocks_per_seq;

@@ -137,6 +137,8 @@ void paged_attention_cpu(const PagedAttentionArgs& args, const Launch& launch) {
   const auto with_cache_type = [&](auto&& body) {
     if (args.kv_format == KvFormat::kE4M3) return body.template operator()<e4m3>();
     if (args.kv_format == KvFormat::kE5M2) return body.template operator()<e5m2>();
+    if (args.kv_format == KvFormat::kInt8) return body.template operator()<i8>();
+    if (args.kv_format == KvFormat::kNvfp4) return body.template operator()<Nvfp4>();
     dispatch<float, f16, bf16>(args.dtype, body);
   };
   parallel_for(plan.items, 1, [&](int64_t begin, int64_t end) {

@@ -10,8 +10,16 @@
 #include "attention/paged_attention_dot_cpu.h"
 #include "attention/paged_attention_problem_cpu.h"
 #include "attention/paged_attention_tile_cpu.h"
+#include "cpu/nvfp4.h"
 
 namespace pykv::PYKV_ISA::attention {
+
+// A byte with the codes of two elements.
+struct Nvfp4 {
+  uint8_t bits;
+};
+template <class T>
+inline constexpr bool kIsNvfp4 = std::is_same_v<T, Nvfp4>;
 
 // The row of a key that must not be read: zero bits are zero in every type.
 inline constexpr int kMaxHeadSize = 1024;
@@ -91,7 +99,7 @@ void point_at(const Problem& p, const Sequence& s, const Tile& tile, int kv_head
 template <class T, class View>
 void share(const Problem& p, const Item& item, const Tile& tile, const int64_t* offsets, const View& view, bool packed,
            int h, Fetch& fetch) {
-  const int heads = item.last_head - item.first_head, size = p.args.head_size;
+  const int heads = item.last_head - item.first_head, size = p.args.head_size / (kIsNvfp4<T> ? 2 : 1);
   const bool side_by_side = !packed && view.head < view.token;
   const int head = item.first_head + (side_by_side ? 0 : h);
   const int begin = side_by_side ? tile.count * h / heads : 0;
@@ -118,7 +126,6 @@ struct RowsOf {
 };
 
 // A thread's memory for one item.
-template <class T>
 struct Workspace {
   float* next;                            // of what is not taken yet
   QuadSoftmax* softmax;                   // [heads][rows / kQuad]
@@ -127,7 +134,7 @@ struct Workspace {
   float* acc;                             // [heads][rows][dims]
   RowsOf<float> wide_keys, wide_values;   // a tile as floats
   RowsOf<bf16> short_keys, short_values;  // or, in the same memory, as bf16
-  RowsOf<T> gathered;                     // packed keys, row by row
+  float* gathered;                        // packed keys, row by row
 
   Workspace(Buffer& buffer, int64_t heads, int64_t rows, const Problem& p)
       : next(buffer.at_least<float>(heads * rows * (2 * p.dims + 2 * kWidth / kQuad) + kTile * (3 * p.dims + kQuad))),
@@ -139,7 +146,7 @@ struct Workspace {
         wide_values(take(kTile * p.dims), p.dims),
         short_keys(wide_keys.array, p.dims),
         short_values(wide_values.array, p.dims),
-        gathered(take(kTile * p.dims), p.args.head_size) {}
+        gathered(take(kTile * p.dims)) {}
 
   float* take(int64_t count) { return std::exchange(next, next + count); }
 };
@@ -171,7 +178,7 @@ inline bool many_rows(const Item& item) { return item.rows > 2 * kQuad; }
 // Whether scores and sums of values are made in bf16.
 template <class T>
 bool dot_scores(const Problem& p, const Item& item) {
-  return p.dot && (std::is_same_v<T, bf16> || (sizeof(T) == 1 && many_rows(item)));
+  return p.dot && (std::is_same_v<T, bf16> || kIsNvfp4<T> || (sizeof(T) == 1 && many_rows(item)));
 }
 template <class T>
 bool dot_values(const Problem& p, const Item& item) {
@@ -271,11 +278,12 @@ void shape_logits(const Problem& p, const Item& item, const Sight& sight, const 
 // All query rows of one KV head against one tile.
 template <class T>
 void attend(const Problem& p, const Item& item, const Sight& sight, const Tile& tile, int kv_head,
-            const TileRows<T>& rows, Fetch::Cursor next_keys, Fetch::Cursor next_values, const Workspace<T>& w,
+            const TileRows<T>& rows, Fetch::Cursor next_keys, Fetch::Cursor next_values, const Workspace& w,
             const HeadState& state) {
   const int size = p.args.head_size, dims = p.dims;
-  if (p.packed_keys) gather_keys(p, rows, next_keys, w.gathered.array);
-  const RowPointers<T> keys = p.packed_keys ? w.gathered.row : rows.key;
+  const RowsOf<T> gathered(w.gathered, size);
+  if (p.packed_keys) gather_keys(p, rows, next_keys, gathered.array);
+  const RowPointers<T> keys = p.packed_keys ? gathered.row : rows.key;
 
   // The inner loops, given below: score(first row) and accumulate(first row, decay).
   const auto for_each_quad = [&](auto score, auto accumulate) {
@@ -338,12 +346,46 @@ void attend(const Problem& p, const Item& item, const Sight& sight, const Tile& 
       accumulate);
 }
 
+// Some rows of nvfp4 as Wide, without the scale of the head: exact in every type.  `offsets` are those of their codes.
+template <class View, class Wide>
+void widen_nvfp4(const Problem& p, const Tile& tile, const TileRows<Nvfp4>& rows, int kv_head, const View& view,
+                 const Nvfp4Page& at, const int64_t* offsets, Fetch::Cursor& fetch, Wide* to) {
+  const int size = p.args.head_size;
+  for (int j = 0; j < rows.padded; ++j, to += size) {
+    fetch.ahead(size / 2);
+    if (rows.some_hidden && rows.hidden[j]) {
+      std::memset(to, 0, size * sizeof(Wide));
+      continue;
+    }
+    const uint8_t* page = static_cast<const uint8_t*>(view.data) + offsets[j] - tile.slot[j] * view.token;
+    const uint8_t* codes = page + at.codes_at(tile.slot[j], kv_head, 0);
+    for (int s = 0; s < size / kNvfp4Block; ++s)
+      load_nvfp4(to + s * kNvfp4Block, codes + s * kNvfp4Block / 2, page[at.scale_at(tile.slot[j], kv_head, s)], 1.0f);
+  }
+}
+
+// The same for a cache of nvfp4: its tile becomes one of Wide first.
+template <class Wide>
+void attend_nvfp4(const Problem& p, const Item& item, const Sight& sight, const Tile& tile, int kv_head,
+                  const TileRows<Nvfp4>& rows, Fetch::Cursor next_keys, Fetch::Cursor next_values, const Workspace& w,
+                  const HeadState& state) {
+  const int size = p.args.head_size;
+  const RowsOf<Wide> keys(w.wide_keys.array, size), values(w.wide_values.array, size);
+  widen_nvfp4(p, tile, rows, kv_head, p.args.key, p.args.key_page, tile.key, next_keys, keys.array);
+  widen_nvfp4(p, tile, rows, kv_head, p.args.value, p.args.value_page, tile.value, next_values, values.array);
+  TileRows<Wide> wide{rows.count, rows.padded, rows.some_hidden, {}, {}, {}};
+  if (rows.some_hidden) std::copy_n(rows.hidden, rows.padded, wide.hidden);
+  std::copy_n(keys.row, kTile, wide.key);
+  std::copy_n(values.row, kTile, wide.value);
+  attend(p, item, sight, tile, kv_head, wide, next_keys, next_values, w, state);
+}
+
 template <class T>
 void run_item(const Problem& p, const Item& item) {
   const int heads = item.last_head - item.first_head;
   const int padded_rows = static_cast<int>(round_up(item.rows, kQuad)), quads = padded_rows / kQuad;
   const int64_t size = int64_t{padded_rows} * p.dims;  // of one head's queries
-  const Workspace<T> w(scratch, heads, padded_rows, p);
+  const Workspace w(scratch, heads, padded_rows, p);
   const Sight sight(p, item, padded_rows);
   const bool dot = dot_scores<T>(p, item);
   for (int h = 0; h < heads; ++h) load_queries(p, item, item.first_head + h, padded_rows, dot, w.q + h * size);
@@ -367,8 +409,17 @@ void run_item(const Problem& p, const Item& item) {
         share<T>(p, item, next, next.key, p.args.key, p.packed_keys, h, keys);
         share<T>(p, item, next, next.value, p.args.value, p.packed_values, h, values);
       }
-      attend(p, item, sight, tile, item.first_head + h, rows, keys.cursor(), values.cursor(), w,
-             HeadState{w.q + h * size, w.acc + h * size, w.softmax + h * quads});
+      const HeadState state{w.q + h * size, w.acc + h * size, w.softmax + h * quads};
+      const auto attend_to = [&](auto function) {
+        function(p, item, sight, tile, item.first_head + h, rows, keys.cursor(), values.cursor(), w, state);
+      };
+      if constexpr (!kIsNvfp4<T>) {
+        attend_to(attend<T>);
+      } else if (p.dot) {
+        attend_to(attend_nvfp4<bf16>);
+      } else {
+        attend_to(attend_nvfp4<float>);
+      }
     }
   }
 

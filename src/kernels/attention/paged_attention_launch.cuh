@@ -86,6 +86,7 @@ bool launch_f16(const Problem& p, RowClass rows, const Launch& launch);
 bool launch_bf16(const Problem& p, RowClass rows, const Launch& launch);
 bool launch_e4m3(const Problem& p, RowClass rows, const Launch& launch);
 bool launch_e5m2(const Problem& p, RowClass rows, const Launch& launch);
+bool launch_int8(const Problem& p, RowClass rows, const Launch& launch);
 void launch_simple(Problem p, const Launch& launch);  // anything at all
 
 }  // namespace pykv::attention

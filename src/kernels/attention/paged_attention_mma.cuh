@@ -1,4 +1,4 @@
-// Attention over a paged cache on tensor cores (mma.sync, sm_80 and later), for 16-bit data and 16-bit or fp8 caches.
+// Attention over a paged cache on tensor cores (mma.sync, sm_80 and later), for 16-bit data and 16-bit, fp8 or int8 caches.
 //
 //   out = softmax(logit(q . k)) . v      by the online softmax, one KV tile after another
 //
@@ -9,9 +9,9 @@
 // Data: K and V tiles come by 16-byte asynchronous copies into a ring of stages; the look-up of the block table runs one
 // tile ahead of the copies, into a ring of slots.  A stage holds rows of tokens, swizzled so that ldmatrix meets no bank
 // twice, or, for packed caches, their own order.
-// An fp8 element is widened to half once, in registers: ldmatrix hands a lane neighbouring bytes, so the dimensions (or
+// A one-byte element is widened to half once, in registers: ldmatrix hands a lane neighbouring bytes, so the dimensions (or
 // tokens) of a fragment are permuted, and Q (or the order of K's tokens) is permuted to match.  Queries of dtype bf16
-// against an fp8 cache become halves too, scaled row by row by a power of two.
+// against such a cache become halves too, scaled row by row by a power of two.
 //
 // Bottleneck: decode is bound by memory, floor = KV bytes / bandwidth; it lives by the bytes in flight, (stages - 1) *
 // 32 KB * blocks per SM.  Prefill is bound by mma.sync and by shared-memory reads: a warp of 32 rows uses each K or V
@@ -22,6 +22,7 @@
 #include "attention/paged_attention_plan.cuh"
 #include "cuda/cp_async.cuh"
 #include "cuda/dependent.cuh"
+#include "cuda/int8.cuh"
 #include "cuda/launch.h"
 #include "cuda/mma.cuh"
 
@@ -43,6 +44,11 @@ struct Element8 {
   static __device__ void widen(uint32_t codes, uint32_t& low, uint32_t& high) {
     if constexpr (kFormat == KvFormat::kE5M2) {
       spread(codes, low, high);
+    } else if constexpr (kFormat == KvFormat::kInt8) {
+      half2 pairs[2];
+      int8x4_to_half2x2(codes, pairs[0], pairs[1]);
+      low = reinterpret_cast<const uint32_t&>(pairs[0]);
+      high = reinterpret_cast<const uint32_t&>(pairs[1]);
     } else {
 #if __CUDA_ARCH__ >= 890
       asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"

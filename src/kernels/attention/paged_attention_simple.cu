@@ -1,17 +1,19 @@
 // Attention over a paged cache without tensor cores: fp32 data, and whatever the tensor-core kernels do not take (odd
-// head sizes, strides that are no multiple of 16 bytes).
+// head sizes, strides that are no multiple of 16 bytes, nvfp4 caches).
 //
 // Work: see paged_attention_plan.cuh.  A tile of 16 rows against 32 tokens at a time; queries, one tile of K or V and the
 // running output lie in shared memory as floats.  A thread computes four scores, then four rows by four columns of the
 // output.  Bound by shared-memory reads and by latency (one tile in flight), far from the memory floor of
 // KV bytes / bandwidth.
 #include <algorithm>
+#include <type_traits>
 
 #include "attention/paged_attention_launch.cuh"
 #include "attention/paged_attention_plan.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/fp8.cuh"
 #include "cuda/launch.h"
+#include "cuda/nvfp4.cuh"
 
 namespace pykv::attention {
 namespace {
@@ -23,6 +25,8 @@ template <KvFormat kFormat>
 struct Fp8 {
   uint8_t code;
 };
+
+struct Nvfp4 {};
 
 template <class T>
 __device__ float to_float(T x) {
@@ -68,6 +72,29 @@ __device__ void load_tile(const Problem& p, const Pages& pages, const void* data
 #pragma unroll 4
     for (int d = threadIdx.x % 32; d < p.pitch; d += 32) {
       tile[t * pitch + d] = exists && d < p.a.head_size ? to_float(row[offset_of(d)]) : 0.f;
+    }
+  }
+}
+
+// The same for pages of nvfp4: a thread takes eight neighbours of a token.
+__device__ void load_nvfp4_tile(const Problem& p, const Pages& pages, const void* data, int64_t block_stride,
+                                const Nvfp4Page& page, int kv_head, float* tile) {
+  const int eighths = p.a.head_size / 8;
+  for (int x = threadIdx.x; x < p.kv_tile * eighths; x += kThreads) {
+    const int t = x / eighths, d = x % eighths * 8, token = pages.token[t];
+    half2 values[4] = {};
+    if (pages.id[t] >= 0) {
+      const uint8_t* at = static_cast<const uint8_t*>(data) + pages.id[t] * block_stride;
+      const uint8_t* bytes = at + page.codes_at(token, kv_head, 0) + d / 2;
+      uint32_t codes = 0;
+      for (int i = 0; i < 4; ++i) codes |= static_cast<uint32_t>(bytes[i]) << 8 * i;  // whatever the alignment
+      nvfp4x8_to_half2x4(codes, at[page.scale_at(token, kv_head, d / kNvfp4Block)], values);
+    }
+    float4* to = reinterpret_cast<float4*>(tile + t * (p.pitch + 4) + d);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 low = __half22float2(values[2 * i]), high = __half22float2(values[2 * i + 1]);
+      to[i] = {low.x, low.y, high.x, high.y};
     }
   }
 }
@@ -137,10 +164,14 @@ __global__ void __launch_bounds__(kThreads, 4)
     __syncthreads();
 
     const KeyCacheView& k = p.a.key;
-    load_tile<Cache>(p, pages, k.data, k.block, k.token, u.kv_head * k.head, tile, [&](int d) {
-      const int64_t chunk = by_chunk.quotient(d);
-      return chunk * (k.chunk_stride - k.chunk) + d;
-    });
+    if constexpr (std::is_same_v<Cache, Nvfp4>) {
+      load_nvfp4_tile(p, pages, k.data, k.block, p.a.key_page, u.kv_head, tile);
+    } else {
+      load_tile<Cache>(p, pages, k.data, k.block, k.token, u.kv_head * k.head, tile, [&](int d) {
+        const int64_t chunk = by_chunk.quotient(d);
+        return chunk * (k.chunk_stride - k.chunk) + d;
+      });
+    }
     __syncthreads();
 
     float s[kTile / 8] = {};
@@ -179,7 +210,11 @@ __global__ void __launch_bounds__(kThreads, 4)
     __syncthreads();
 
     const ValueCacheView& v = p.a.value;
-    load_tile<Cache>(p, pages, v.data, v.block, v.token, u.kv_head * v.head, tile, [&](int d) { return d * v.dim; });
+    if constexpr (std::is_same_v<Cache, Nvfp4>) {
+      load_nvfp4_tile(p, pages, v.data, v.block, p.a.value_page, u.kv_head, tile);
+    } else {
+      load_tile<Cache>(p, pages, v.data, v.block, v.token, u.kv_head * v.head, tile, [&](int d) { return d * v.dim; });
+    }
     __syncthreads();
     const int quads = p.pitch / 4;
     for (int x = threadIdx.x; x < kRows / 4 * quads; x += kThreads) {
@@ -253,11 +288,12 @@ void launch_simple(Problem p, const Launch& launch) {
       return launch_kernel<Fp8<KvFormat::kE4M3>>(p, launch);
     case KvFormat::kE5M2:
       return launch_kernel<Fp8<KvFormat::kE5M2>>(p, launch);
+    case KvFormat::kInt8:
+      return launch_kernel<int8_t>(p, launch);
+    case KvFormat::kNvfp4:
+      return launch_kernel<Nvfp4>(p, launch);
     case KvFormat::kSame:
       return dispatch<float, half, bf16>(p.a.dtype, [&]<class Cache> { launch_kernel<Cache>(p, launch); });
-    case KvFormat::kInt8:
-    case KvFormat::kNvfp4:
-      break;
   }
 }
 

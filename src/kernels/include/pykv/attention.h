@@ -6,7 +6,9 @@
  * told apart by the number of dimensions of key_cache (4 or 5); all strides but the innermost are free.
  *
  * kv_cache_dtype: "auto" (or "float16", "bfloat16", "float32"): the cache has the dtype of query.  "fp8", "fp8_e4m3",
- * "fp8_e5m2": one-byte elements (uint8 or that type), value = element * k_scale or v_scale.
+ * "fp8_e5m2", "int8": one-byte elements (uint8 or that type), value = element * k_scale or v_scale.  "nvfp4": uint8
+ * [NB, BS, num_kv_heads, head_size / 2 + head_size / 16], as reshape_and_cache_flash writes it, pages compact,
+ * NHD or HND by strides, with k_scale and v_scale the global scales; head_size a multiple of 64, BS of 4.
  * k_scale, v_scale: float32, one element or one for each KV head, on the host or on the device; NULL means 1.
  *
  * Query head h reads KV head h / (num_heads / num_kv_heads).  Sums and the softmax are in float32.
