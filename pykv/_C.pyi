@@ -29,6 +29,7 @@ def paged_attention_workspace_size(
 ) -> int: ...
 
 ops: dict[str, tuple[str, ...]]  # kinds of the parameters, from the C declaration
+xla_handlers: dict[str, tuple[Any, Any]]  # for the CPU and for CUDA, as pykv.jax registers them
 
 # The operations: positional, typed and documented in the modules above them.
 def __getattr__(name: str) -> Any: ...

@@ -40,7 +40,7 @@ class NumpyLibrary:
             raise ValueError(f"PagedKVCache: device: NumPy arrays live on 'cpu', got {device!r}")
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
-        return np.zeros(shape, _numpy_dtype(dtype))
+        return np.zeros(shape, numpy_dtype(dtype))
 
     def from_host(self, array: npt.NDArray[Any], stream: Stream) -> Any:
         return array
@@ -74,7 +74,7 @@ class CupyLibrary:
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
         with self._device:
-            return self._cupy.zeros(shape, _numpy_dtype(dtype))
+            return self._cupy.zeros(shape, numpy_dtype(dtype))
 
     def from_host(self, array: npt.NDArray[Any], stream: Stream) -> Any:
         with self._on(stream):
@@ -168,9 +168,9 @@ def empty_beside(array: Any, shape: tuple[int, ...], dtype: str) -> Any:
         return array.new_empty(shape, dtype=getattr(sys.modules[name], dtype))
     if name == "cupy":
         with array.device:
-            return sys.modules[name].empty(shape, _numpy_dtype(dtype))
+            return sys.modules[name].empty(shape, numpy_dtype(dtype))
     if name == "numpy":
-        return np.empty(shape, _numpy_dtype(dtype))
+        return np.empty(shape, numpy_dtype(dtype))
     if name in ("jax", "jaxlib"):
         raise TypeError("JAX arrays are immutable: pykv.jax has the operations as pure functions")
     raise TypeError(f"outputs are made in NumPy, CuPy or torch, got {type(array).__name__}")
@@ -212,7 +212,7 @@ def _root_name(like: Any) -> str:
     return next((root for root in roots if root in ("numpy", "cupy", "torch", "jax", "jaxlib")), "")
 
 
-def _numpy_dtype(name: str) -> np.dtype[Any]:
+def numpy_dtype(name: str) -> np.dtype[Any]:
     if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         try:
             import ml_dtypes

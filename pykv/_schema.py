@@ -10,6 +10,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from types import FunctionType, SimpleNamespace
 from typing import Any, Final, Literal, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
 from pykv import _C
@@ -97,6 +99,25 @@ class Op:
             for p in self.parameters
             if p.name in self.rules and (known[p.name] is True if p.optional else p.name not in arguments)
         }
+
+    def c_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """What the Python function would hand to the C entry: sentinels for None, defaults for what is left out."""
+        return dict(zip((p.name for p in self.parameters), self._before_the_call(**arguments)[:-1], strict=True))
+
+    @cached_property
+    def _before_the_call(self) -> Callable[..., tuple[Any, ...]]:
+        """The Python function, with another ``_C`` that only tells what it was called with."""
+        told: list[tuple[Any, ...]] = []
+        own = {**self.function.__globals__, "_C": SimpleNamespace(**{self.name: lambda *args: told.append(args)})}
+        code = cast(FunctionType, self.function)
+        copy = FunctionType(code.__code__, own, code.__name__, code.__defaults__, code.__closure__)
+        copy.__kwdefaults__ = code.__kwdefaults__
+
+        def call(**arguments: Any) -> tuple[Any, ...]:
+            copy(**arguments)
+            return told.pop()
+
+        return call
 
 
 def _parameters(name: str, function: Callable[..., None]) -> tuple[Parameter, ...]:

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "array.h"
+#include "xla.h"
 
 namespace pykv::python {
 
@@ -178,7 +179,10 @@ struct Entry<kOp, pykv_status (*)(Args...)> {
 
 class Module {
  public:
-  explicit Module(py::module_& module) : module_(module) { module_.attr("ops") = ops_; }
+  explicit Module(py::module_& module) : module_(module) {
+    module_.attr("ops") = ops_;
+    module_.attr("xla_handlers") = xla_handlers_;
+  }
 
   template <auto kOp>
   void def(const char* name) {
@@ -190,11 +194,18 @@ class Module {
     if (!function) throw py::error_already_set();
     module_.add_object(name, py::reinterpret_steal<py::object>(function));
     ops_[name] = Entry<kOp>::kinds();
+    xla_handlers_[name] = py::make_tuple(handler<kOp, kDLCPU>(), handler<kOp, kDLCUDA>());
   }
 
  private:
+  template <auto kOp, DLDeviceType kDevice>
+  static py::capsule handler() {
+    return py::capsule(reinterpret_cast<void*>(xla::Handler<kOp, kDevice>::call), "xla._CUSTOM_CALL_TARGET");
+  }
+
   py::module_& module_;
-  py::dict ops_;  // _C.ops: name -> what each parameter is, from which pykv._schema makes the signatures of frameworks
+  py::dict ops_;           // name -> what each parameter is, from which pykv._schema makes the signatures of frameworks
+  py::dict xla_handlers_;  // name -> (for the CPU, for CUDA), for pykv.jax
 };
 
 }  // namespace pykv::python

@@ -40,6 +40,7 @@ struct Side {
   DLDevice device{kDLCPU, 0};
 
   void add(const Tensor& t) {
+    if (t.device().device_type == kDLExtDev) t.fail(PYKV_VALUE_ERROR, "must have memory, which is copied at once");
     if (arrays.empty()) device = t.device();
     if (!same(t.device(), device))
       t.fail(PYKV_VALUE_ERROR, "must all lie on %s like the first, got %s", name_of_device(device).c_str(),

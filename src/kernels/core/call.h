@@ -53,6 +53,7 @@ class Call {
   template <class Args>
   void run(void* stream, const Args& args, std::type_identity_t<Twin<Args>> cpu,
            std::type_identity_t<Twin<Args>> cuda) {
+    if (device_.device_type == kDLExtDev) return;
     if (on_cuda()) {
       if (!cuda) no_cuda();
       CudaScope scope(*this, stream);

@@ -75,6 +75,9 @@ Tensor::Tensor(const char* name, const DLTensor* t) : name_(name) {
     case kDLCUDAManaged:
       device_ = {kDLCUDA, t->device.device_id};
       break;
+    case kDLExtDev:
+      device_ = t->device;
+      break;
     default:
       pykv::fail(PYKV_VALUE_ERROR, "%s: must lie on the CPU or on a CUDA device, got DLPack device type %d", name,
                  static_cast<int>(t->device.device_type));
@@ -82,7 +85,7 @@ Tensor::Tensor(const char* name, const DLTensor* t) : name_(name) {
   strides_ = t->strides;
   for (int i = 0; i < ndim_; ++i)
     if (shape_[i] < 0) pykv::fail(PYKV_VALUE_ERROR, "%s: dimension %d is negative: %" PRId64, name, i, shape_[i]);
-  if (!t->data && numel() > 0)
+  if (!t->data && numel() > 0 && device_.device_type != kDLExtDev)
     pykv::fail(PYKV_VALUE_ERROR, "%s: has shape %s but no memory (a fake, lazy or freed array?)", name,
                shape_string().c_str());
 }

@@ -3,6 +3,7 @@
  * Arrays are `DLTensor`s (https://dmlc.github.io/dlpack): borrowed for the length of the call, never owned or freed here.
  * `DLTensor*` is written by the call, `const DLTensor*` is read.  Strides are honoured, also NULL ones (compact).  All
  * arrays of a call lie on one device: kDLCPU (and kDLCUDAHost, taken as CPU memory) or kDLCUDA (and kDLCUDAManaged).
+ * Arrays on kDLExtDev stand for arrays that do not exist yet: the call checks its arguments, and that is all it does.
  *
  * Every operation checks its arguments on the host first and touches nothing if they are wrong.  On CUDA it then enqueues
  * its work on `stream` (a cudaStream_t; NULL is the default stream) and returns: no synchronisation, and every call can be
