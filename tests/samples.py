@@ -193,6 +193,20 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         "block_table": np.array([[1, 4], [3, 0]], np.int32),
         "cu_seq_lens": np.array([0, 2, 7], np.int32),
     },
+    "indexer_k_quant_and_cache": lambda: {
+        "k": floats(3, 16),
+        "kv_cache": np.ones((NUM_BLOCKS, BLOCK_SIZE, 24), np.uint8),
+        "slot_mapping": ids(5, -1, 17),
+        "quant_block_size": 8,
+        "kv_cache_dtype": "ue8m0",
+    },
+    "cp_gather_indexer_k_quant_cache": lambda: {
+        "kv_cache": np.ones((NUM_BLOCKS, BLOCK_SIZE, 24), np.uint8),
+        "dst_k": np.zeros((7, 16), np.uint8),
+        "dst_scale": floats(7, 2),
+        "block_table": np.array([[1, 4], [3, 0]], np.int32),
+        "cu_seq_lens": np.array([0, 2, 7], np.int32),
+    },
     "convert_fp8": lambda: {"output": np.zeros((3, 8), np.uint8), "input": floats(3, 8), "scale": 0.5},
     "concat_mla_q": lambda: {
         "ql_nope": floats(3, HEADS, 16),
