@@ -40,6 +40,7 @@ from pykv.cache import (
     reshape_and_cache_flash,
     rotary_and_cache,
     swap_blocks,
+    swap_blocks_batch,
     swap_blocks_layers,
 )
 from pykv.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
@@ -117,6 +118,7 @@ __all__ = [
     "silu_and_mul_quant",
     "silu_and_mul_with_clamp",
     "swap_blocks",
+    "swap_blocks_batch",
     "swap_blocks_layers",
     "swigluoai_and_mul",
     "swiglustep_and_mul",

@@ -136,6 +136,14 @@ class TorchLibrary:
         return context
 
 
+def torch_stream(*arrays: Any) -> Stream:
+    """torch's current stream if one of these arrays, which may all lie on the host, is torch's; else None."""
+    if not any(_root_name(a) == "torch" for a in arrays):
+        return None
+    cuda = sys.modules["torch"].cuda
+    return cuda.current_stream() if cuda.is_initialized() else None
+
+
 def choose_library(like: Any, device: Any) -> Library:
     """The library that ``like``, an array or a module, belongs to (None: NumPy), on ``device`` or else like's own."""
     name = _root_name(like)

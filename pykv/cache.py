@@ -15,7 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from pykv import _C
+from pykv._libraries import torch_stream
 from pykv._schema import Rule, Spec, returns
 from pykv._types import Array, ScalarOrArray, Stream
 
@@ -189,6 +192,45 @@ def swap_blocks_layers(
         TypeError: a dtype is wrong.
     """
     _C.swap_blocks_layers(src_caches, dst_caches, block_size_in_bytes, block_mapping, stream)
+
+
+def swap_blocks_batch(
+    src_ptrs: Array | Sequence[int],
+    dst_ptrs: Array | Sequence[int],
+    sizes: Array | Sequence[int],
+    is_src_access_order_any: bool = False,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Copy ``sizes[i]`` bytes from the address ``src_ptrs[i]`` to the address ``dst_ptrs[i]``, for each ``i``.
+
+    The copies have no order among them; neighbours that go on where the one before them ends become one.  Between a
+    device and pinned memory a kernel on a few SMs makes the short ones, and the copy engines make few long ones.
+
+    Args:
+        src_ptrs, dst_ptrs: ``[n]`` int64 on the host, or sequences of ints: addresses of the host, pinned or pageable,
+            or of any CUDA device, freely mixed.  Ranges that are written must not overlap others.
+        sizes: ``[n]`` int64 on the host, or a sequence of ints.  None of the three is needed after the call.
+        is_src_access_order_any: permission to read before earlier work of the stream is done.  It is not made use of.
+        stream: CUDA stream; ``None``: torch's current one if an argument is a torch tensor, else the default stream of
+            the first device that has one of the addresses.  Where all memory is the host's and the stream is a default
+            one, the CPU copies at once.  Otherwise copies are asynchronous where host memory is pinned: synchronise
+            before reading it or letting go of it.
+
+    Raises:
+        ValueError: the three differ in length; a size is negative; an address is null or negative.  Nothing was copied.
+        TypeError: a dtype is wrong.
+
+    Addresses are taken at their word: one that is not valid ends the process, or poisons its CUDA context.
+    """
+    arrays = (_as_array(src_ptrs), _as_array(dst_ptrs), _as_array(sizes))
+    _C.swap_blocks_batch(*arrays, is_src_access_order_any, torch_stream(*arrays) if stream is None else stream)
+
+
+def _as_array(values: Array | Sequence[int]) -> Any:
+    if not isinstance(values, (list, tuple)):
+        return values
+    return np.array(values) if values else np.empty(0, np.int64)
 
 
 @Rule

@@ -17,6 +17,11 @@ F32 = np.dtype(np.float32)
 NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEADS, HEAD_SIZE = 6, 4, 2, 4, 16
 
 
+MEMORY = np.zeros(32, np.float32)  # what addresses point to
+# arguments that lie on the host whatever the device of the others
+ON_HOST = {"block_mapping", "src_ptrs", "dst_ptrs", "sizes"}
+
+
 def floats(*shape: int, seed: int = 0) -> np.ndarray:
     return random(shape, F32, seed + sum(shape))
 
@@ -149,6 +154,11 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         "block_size_in_bytes": 128,
         "block_mapping": ids([1, 2], [0, 3]),
     },
+    "swap_blocks_batch": lambda: {
+        "src_ptrs": ids(MEMORY.ctypes.data, MEMORY.ctypes.data + 16),
+        "dst_ptrs": ids(MEMORY.ctypes.data + 64, MEMORY.ctypes.data + 32),
+        "sizes": ids(16, 8),
+    },
     "concat_and_cache_mla": lambda: {
         "kv_c": floats(3, 16),
         "k_pe": floats(3, 8),
@@ -179,19 +189,6 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         "seq_lens": np.array([2, 5], np.int32),
         "workspace_starts": np.array([0, 2], np.int32),
         "batch_size": 2,
-    },
-    "indexer_k_quant_and_cache": lambda: {
-        "k": floats(3, 32),
-        "kv_cache": np.ones((NUM_BLOCKS, BLOCK_SIZE, 40), np.uint8),
-        "slot_mapping": ids(5, -1, 17),
-        "quant_block_size": 16,
-    },
-    "cp_gather_indexer_k_quant_cache": lambda: {
-        "kv_cache": np.ones((NUM_BLOCKS, BLOCK_SIZE, 40), np.uint8),
-        "dst_k": np.zeros((7, 32), np.uint8),
-        "dst_scale": np.zeros((7, 2), np.float32),
-        "block_table": np.array([[1, 4], [3, 0]], np.int32),
-        "cu_seq_lens": np.array([0, 2, 7], np.int32),
     },
     "indexer_k_quant_and_cache": lambda: {
         "k": floats(3, 16),

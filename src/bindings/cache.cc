@@ -9,6 +9,7 @@ void bind_cache(Module& m) {
   m.def<pykv_copy_blocks>("copy_blocks");
   m.def<pykv_swap_blocks>("swap_blocks");
   m.def<pykv_swap_blocks_layers>("swap_blocks_layers");
+  m.def<pykv_swap_blocks_batch>("swap_blocks_batch");
   m.def<pykv_concat_and_cache_mla>("concat_and_cache_mla");
   m.def<pykv_cp_gather_cache>("cp_gather_cache");
   m.def<pykv_gather_and_maybe_dequant_cache>("gather_and_maybe_dequant_cache");

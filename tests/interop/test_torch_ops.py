@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from samples import SAMPLES, sample
+from samples import ON_HOST, SAMPLES, sample
 
 import pykv
 from pykv._schema import all_ops
@@ -33,7 +33,7 @@ def tensors(name: str, device: str) -> dict[str, Any]:
         return torch.from_numpy(value).to(device) if isinstance(value, np.ndarray) else value
 
     values = sample(name)
-    return {k: torch.from_numpy(v) if k == "block_mapping" else convert(v) for k, v in values.items()}
+    return {k: torch.from_numpy(v) if k in ON_HOST else convert(v) for k, v in values.items()}
 
 
 def flat(values: dict[str, Any]) -> list[Any]:

@@ -85,6 +85,17 @@ PYKV_API pykv_status pykv_swap_blocks(const DLTensor* src, DLTensor* dst, int64_
 PYKV_API pykv_status pykv_swap_blocks_layers(pykv_tensor_list src_caches, pykv_tensor_list dst_caches,
                                              int64_t block_size_in_bytes, const DLTensor* block_mapping, void* stream);
 
+/* Copies sizes[i] bytes from the address src_ptrs[i] to the address dst_ptrs[i], for each i, in no order among them.
+ *   src_ptrs, dst_ptrs, sizes   [n]  int64, on the host; looked at during the call alone
+ *   is_src_access_order_any     permits to read before what was enqueued earlier is done; reads are in order all the same
+ * Each address is one of the host, pinned or pageable, or of any CUDA device; neighbours that go on where the one before
+ * them ends are copied as one.  Enqueued on `stream`; NULL is the default stream of the first device that has one of the
+ * addresses, and where all of them are the host's, its CPU copies before the call returns.  Host memory must stay alive until
+ * the copies are done; pageable host memory makes the call wait for its copies.
+ * Ranges that are written must not overlap others.  No memory can be looked up here: an address that is not one crashes. */
+PYKV_API pykv_status pykv_swap_blocks_batch(const DLTensor* src_ptrs, const DLTensor* dst_ptrs, const DLTensor* sizes,
+                                            bool is_src_access_order_any, void* stream);
+
 /* MLA caches [NB, BS, kv_lora_rank + rope_size]: for each token t with slot_mapping[t] >= 0 writes concat(kv_c[t],
  * k_pe[t]) into that slot.
  *   kv_c           [num_rows, kv_lora_rank]  f32 | f16 | bf16
