@@ -170,13 +170,13 @@ def spec_of(array: Any) -> Spec:
 
 
 def empty_beside(array: Any, shape: tuple[int, ...], dtype: str) -> Any:
-    """A new array of the library of ``array`` on its device, not initialised."""
+    """A new array of the library of ``array`` on its device, not initialised; CuPy has no fp8, there it is of bytes."""
     name = _root_name(array)
     if name == "torch":
         return array.new_empty(shape, dtype=getattr(sys.modules[name], dtype))
     if name == "cupy":
         with array.device:
-            return sys.modules[name].empty(shape, numpy_dtype(dtype))
+            return sys.modules[name].empty(shape, np.uint8 if dtype.startswith("float8") else numpy_dtype(dtype))
     if name == "numpy":
         return np.empty(shape, numpy_dtype(dtype))
     if name in ("jax", "jaxlib"):

@@ -31,14 +31,12 @@ def test_it_returns_what_the_operation_writes(array, name):
     optional = {p.name for p in op.parameters if p.optional}
     made = {k: array.input(v) if isinstance(v, np.ndarray) else v for k, v in values.items() if k not in outputs}
     made |= {k: True for k in outputs if k in optional}
-    if name == "convert_fp8":
-        call["output"] = call["output"].view("float8_e4m3fn") if array.name != "torch" else call["output"]
     result = getattr(functional, name)(**made)
     returned = [k for k in outputs if not op.rules[k].is_scratch]
     results = dict(zip(returned, result if isinstance(result, tuple) else (result,), strict=True))
     for k, got in results.items():
         assert type(got) is type(call[k])
-        assert got.shape == call[k].shape
+        assert tuple(got.shape) == tuple(call[k].shape)
         assert array.numpy(got).tobytes() == array.numpy(call[k]).tobytes()
 
 

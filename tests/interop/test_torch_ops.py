@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 import pykv.torch  # noqa: E402
 
 NAMES = sorted(all_ops())
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -83,7 +84,6 @@ def test_a_compiled_function_writes_what_a_direct_call_writes(name, device):
     assert_equal(direct, compiled)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 def test_inductor_keeps_the_order_of_writes(device):
     x, weight = torch.randn(5, 64, device=device), torch.randn(64, device=device)
 
