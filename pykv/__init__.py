@@ -53,7 +53,7 @@ from pykv.mla import (
 )
 from pykv.norm import fused_add_rms_norm, rms_norm
 from pykv.paged_kv_cache import OutOfBlocks, PagedKVCache, PrefixStats
-from pykv.rotary import rotary_embedding
+from pykv.rotary import batched_rotary_embedding, dual_chunk_rotary_embedding, mrope, rotary_embedding
 from pykv.runtime import (
     check_errors,
     from_pointer,
@@ -74,6 +74,7 @@ __all__ = [
     "PrefixStats",
     "ScalarOrArray",
     "Stream",
+    "batched_rotary_embedding",
     "check_errors",
     "concat_and_cache_mla",
     "concat_mla_q",
@@ -83,6 +84,7 @@ __all__ = [
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_cache",
     "cp_gather_indexer_k_quant_cache",
+    "dual_chunk_rotary_embedding",
     "fatrelu_and_mul",
     "from_pointer",
     "fused_add_rms_norm",
@@ -101,6 +103,7 @@ __all__ = [
     "indexer_k_quant_and_cache",
     "merge_attn_states",
     "merge_attn_states_n",
+    "mrope",
     "mul_and_silu",
     "paged_attention",
     "paged_attention_v1",

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
 from pykv import _C
+from pykv._schema import Rule, Spec, returns
 from pykv._types import Array, Stream
 
 
@@ -43,3 +49,137 @@ def rotary_embedding(
         TypeError: dtypes do not fit.
     """
     _C.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset, inverse, stream)
+
+
+def batched_rotary_embedding(
+    positions: Array,
+    query: Array,
+    key: Array | None,
+    head_size: int,
+    cos_sin_cache: Array,
+    is_neox: bool,
+    rot_dim: int,
+    cos_sin_cache_offsets: Array,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Rotate as :func:`rotary_embedding`, by one of several tables of angles that lie one below the other.
+
+    Token t takes row ``positions[t] + cos_sin_cache_offsets[t]``.
+
+    Args:
+        positions: as in :func:`rotary_embedding`; within a table.
+        query: as there; written.
+        key: as there.
+        head_size: elements of a head.
+        cos_sin_cache: ``[rows of all tables, rot_dim]``.
+        is_neox: NeoX style pairs, else GPT-J style.
+        rot_dim: elements of a head that are rotated.
+        cos_sin_cache_offsets: ``[num_tokens]`` int32 or int64: first row of each token's table.
+        stream: see the package.
+
+    Raises:
+        ValueError: as :func:`rotary_embedding`.
+        TypeError: dtypes do not fit.
+    """
+    _C.batched_rotary_embedding(
+        positions, query, key, head_size, cos_sin_cache, is_neox, rot_dim, cos_sin_cache_offsets, stream
+    )
+
+
+def mrope(
+    positions: Array,
+    query: Array,
+    key: Array | None,
+    head_size: int,
+    cos_sin_cache: Array,
+    is_neox: bool,
+    mrope_section: Array | Sequence[int],
+    mrope_interleaved: bool = False,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Rotate as :func:`rotary_embedding`, by several positions of each token (time, height, width) at once.
+
+    Each frequency belongs to one axis: in a row, the first ``mrope_section[0]`` to axis 0, the next ones to axis 1, and
+    so on; or interleaved, frequency i to axis ``i % num_axes`` until that one has its number, and then to axis 0.
+
+    Args:
+        positions: ``[num_axes, num_tokens]`` or ``[num_axes, batch, seq]`` int32 or int64; or ``[num_tokens]``, one
+            position for all axes (text).
+        query: as in :func:`rotary_embedding`; written.
+        key: as there.
+        head_size: elements of a head.
+        cos_sin_cache: ``[max_position, rotary_dim]``.
+        is_neox: NeoX style pairs, else GPT-J style.
+        mrope_section: how many of the ``rotary_dim / 2`` frequencies each axis has, up to 4 axes: numbers, or an array
+            of int32 or int64 on the device of the others or on the host.
+        mrope_interleaved: which of the two ways.
+        stream: see the package.
+
+    Raises:
+        ValueError: as :func:`rotary_embedding`.
+        TypeError: dtypes do not fit.
+    """
+    sections = np.asarray(mrope_section, np.int64) if isinstance(mrope_section, Sequence) else mrope_section
+    _C.mrope(positions, query, key, head_size, cos_sin_cache, is_neox, sections, mrope_interleaved, stream)
+
+
+def _five_copies(arguments: Mapping[str, Any]) -> Spec:
+    (tokens, heads, *head), dtype = arguments["query"]
+    return Spec((tokens, 5 * heads, *head), dtype)
+
+
+@returns(query_out=Rule(_five_copies))
+def dual_chunk_rotary_embedding(
+    query_out: Array,
+    positions: Array,
+    query: Array,
+    key: Array | None,
+    head_size: int,
+    cos_sin_cache: Array,
+    is_neox: bool,
+    chunk_size: int,
+    local_size: int,
+    offsets: Array | None = None,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Rotate ``key`` within its chunk, and ``query`` as dual chunk attention wants it (arXiv:2402.17463), five times.
+
+    With ``c = chunk_size - local_size`` and ``m = position % c``, ``key`` is rotated in place by the angles of ``m``;
+    the copies of ``query`` by those of ``m`` (within the chunk), ``min(m + c, chunk_size)`` (the next one),
+    ``min(2 * c - 1, chunk_size)`` (others), ``m + c`` and ``m + chunk_size`` (both without the bound).
+
+    Args:
+        query_out: ``[num_tokens, 5 * num_heads * head_size]`` or ``[num_tokens, 5 * num_heads, head_size]``, dtype of
+            ``query``: one copy behind the other; written.
+        positions: ``[num_tokens]`` int32 or int64.
+        query: ``[num_tokens, num_heads * head_size]`` or ``[num_tokens, num_heads, head_size]``; read.
+        key: as ``query``, with its own number of heads; written.  Or ``None``.
+        head_size: elements of a head; those behind ``rotary_dim`` are copied.
+        cos_sin_cache: ``[max_position, rotary_dim]``.
+        is_neox: NeoX style pairs, else GPT-J style.
+        chunk_size: tokens of a chunk.
+        local_size: less than ``chunk_size``.
+        offsets: ``[num_tokens]``, added to ``positions``.
+        stream: see the package.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit.  Also where ``m + chunk_size`` is outside the cache; then the
+            token is left out.
+        TypeError: dtypes do not fit.
+    """
+    _C.dual_chunk_rotary_embedding(
+        query_out,
+        positions,
+        query,
+        key,
+        head_size,
+        cos_sin_cache,
+        is_neox,
+        chunk_size,
+        local_size,
+        offsets,
+        stream,
+    )

@@ -106,6 +106,36 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         "cos_sin_cache": floats(5, HEAD_SIZE),
         "is_neox": True,
     },
+    "batched_rotary_embedding": lambda: {
+        "positions": ids(0, 1, 2),
+        "query": floats(3, HEADS * HEAD_SIZE),
+        "key": floats(3, KV_HEADS * HEAD_SIZE),
+        "head_size": HEAD_SIZE,
+        "cos_sin_cache": floats(5, HEAD_SIZE),
+        "is_neox": True,
+        "rot_dim": HEAD_SIZE,
+        "cos_sin_cache_offsets": ids(0, 3, 2),
+    },
+    "mrope": lambda: {
+        "positions": ids([0, 1, 2], [4, 3, 2], [0, 0, 1]),
+        "query": floats(3, HEADS * HEAD_SIZE),
+        "key": floats(3, KV_HEADS * HEAD_SIZE),
+        "head_size": HEAD_SIZE,
+        "cos_sin_cache": floats(5, HEAD_SIZE),
+        "is_neox": True,
+        "mrope_section": ids(4, 2, 2),
+    },
+    "dual_chunk_rotary_embedding": lambda: {
+        "query_out": floats(3, 5 * HEADS * HEAD_SIZE),
+        "positions": ids(0, 7, 30),
+        "query": floats(3, HEADS * HEAD_SIZE, seed=1),
+        "key": floats(3, KV_HEADS * HEAD_SIZE),
+        "head_size": HEAD_SIZE,
+        "cos_sin_cache": floats(14, HEAD_SIZE),
+        "is_neox": True,
+        "chunk_size": 8,
+        "local_size": 3,
+    },
     "paged_attention": lambda: (
         {"out": floats(3, HEADS, HEAD_SIZE), "query": floats(3, HEADS, HEAD_SIZE, seed=5)}
         | flash_caches()

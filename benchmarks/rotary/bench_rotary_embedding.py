@@ -1,4 +1,4 @@
-"""rotary_embedding of query and key, in both styles."""
+"""rotary_embedding of query and key, in both styles; by several positions; five times for dual chunk attention."""
 
 from __future__ import annotations
 
@@ -37,6 +37,25 @@ def rotary(tokens: int, heads: int, kv_heads: int, dtype: str, is_neox: bool, de
     return lambda: pykv.rotary_embedding(positions, query, key, HEAD_SIZE, cache, is_neox)
 
 
+def mrope(tokens: int, heads: int, kv_heads: int, dtype: str, device: Device) -> Call:
+    query = device.random((tokens, heads * HEAD_SIZE), dtype)
+    key = device.random((tokens, kv_heads * HEAD_SIZE), dtype)
+    positions = device.array(np.random.default_rng(0).integers(0, MAX_POSITION, (3, tokens)))
+    cache, sections = cos_sin_cache(dtype, device), np.array([16, 24, 24])
+    return lambda: pykv.mrope(positions, query, key, HEAD_SIZE, cache, True, sections)
+
+
+def dual_chunk(tokens: int, heads: int, kv_heads: int, dtype: str, device: Device) -> Call:
+    out = device.random((tokens, 5 * heads * HEAD_SIZE), dtype)
+    query = device.random((tokens, heads * HEAD_SIZE), dtype)
+    key = device.random((tokens, kv_heads * HEAD_SIZE), dtype)
+    positions = device.array(np.random.default_rng(0).integers(0, 1 << 20, tokens))
+    cache = cos_sin_cache(dtype, device)
+    return lambda: pykv.dual_chunk_rotary_embedding(
+        out, positions, query, key, HEAD_SIZE, cache, True, MAX_POSITION // 2, 1024
+    )
+
+
 def cases(dtypes: list[str]) -> Iterator[Case]:
     for is_neox in (True, False):
         for dtype in dtypes:
@@ -50,6 +69,21 @@ def cases(dtypes: list[str]) -> Iterator[Case]:
                         2 * tokens * (heads + kv_heads) * HEAD_SIZE * itemsize,
                         lambda device, sizes=(tokens, heads, kv_heads, dtype, is_neox): rotary(*sizes, device),
                     )
+    for dtype in dtypes:
+        itemsize = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+        for tokens in TOKENS:
+            heads, kv_heads = HEADS[0]
+            for op, moved, make in (
+                ("mrope neox", 2 * (heads + kv_heads), mrope),
+                ("dual chunk neox", 6 * heads + 2 * kv_heads, dual_chunk),
+            ):
+                yield Case(
+                    op,
+                    {"tokens": tokens, "heads": heads, "kv_heads": kv_heads},
+                    dtype,
+                    tokens * moved * HEAD_SIZE * itemsize,
+                    functools.partial(make, tokens, heads, kv_heads, dtype),
+                )
 
 
 if __name__ == "__main__":

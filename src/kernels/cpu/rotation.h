@@ -51,18 +51,46 @@ class TokenRotator {
 
   void operator()(int64_t t) {
     const int64_t b = t / rotation_.seq, s = t % rotation_.seq;
-    const int64_t position = rotation_.position(b, s);
-    if (position < 0 || position >= rotation_.max_position) return report_(position, rotation_.max_position);
+    if (!take_angles(rotation_.position(b, s))) return;
+    rotate(rotation_.query, b, s);
+    rotate(rotation_.key, b, s);
+  }
+
+  // Whether the position lies in the cache; reported otherwise.
+  bool is_inside(int64_t position) const {
+    const bool inside = position >= 0 && position < rotation_.max_position;
+    if (!inside) report_(position, rotation_.max_position);
+    return inside;
+  }
+
+  // The angles of a position, if there are any.
+  bool take_angles(int64_t position) {
+    if (!is_inside(position)) return false;
     widen(cosines_, position * rotation_.cache_stride, 1.0f);
     widen(sines_, position * rotation_.cache_stride + half_, rotation_.inverse ? -1.0f : 1.0f);
-    for (const RotaryHeads* heads : {&rotation_.query, &rotation_.key}) {
-      T* const token = static_cast<T*>(heads->data) + b * heads->batch + s * heads->token;
-      for (int64_t h = 0; h < heads->num_heads; ++h) {
-        if (rotation_.is_neox) {
-          rotate_neox(token + h * heads->head);
-        } else {
-          rotate_gptj(token + h * heads->head);
-        }
+    return true;
+  }
+
+  // The angles of several positions inside the cache, one for each frequency: position_of(i).
+  template <class PositionOf>
+  void gather_angles(PositionOf position_of) {
+    dispatch<float, f16, bf16>(rotation_.cache_dtype, [&]<class C>() {
+      for (int64_t i = 0; i < half_; ++i) {
+        const C* row = static_cast<const C*>(rotation_.cos_sin_cache) + position_of(i) * rotation_.cache_stride;
+        cosines_[i] = to_float(row[i]);
+        sines_[i] = rotation_.inverse ? -to_float(row[half_ + i]) : to_float(row[half_ + i]);
+      }
+    });
+  }
+
+  // The heads of token (b, s), by the angles that were taken.
+  void rotate(const RotaryHeads& heads, int64_t b, int64_t s) const {
+    T* const token = static_cast<T*>(heads.data) + b * heads.batch + s * heads.token;
+    for (int64_t h = 0; h < heads.num_heads; ++h) {
+      if (rotation_.is_neox) {
+        rotate_neox(token + h * heads.head);
+      } else {
+        rotate_gptj(token + h * heads.head);
       }
     }
   }

@@ -6,8 +6,7 @@
 // Threads run along x over the rotary dimension, y over the heads of query and key in one count, z over tokens.
 #include <algorithm>
 
-#include "cuda/device.h"
-#include "cuda/launch.h"
+#include "cuda/dependent.cuh"
 #include "cuda/rotation.cuh"
 #include "rotary/rotary_embedding.h"
 
@@ -16,14 +15,83 @@ namespace {
 
 constexpr int kThreads = 256;
 
-template <class T, int kSize, bool kNeox, int kHeads>
-__global__ __launch_bounds__(kThreads, 3) void rotary_embedding_kernel(const __grid_constant__ Rotation args,
-                                                                       Reporter report) {
+// The position of a token, on its way.
+class OnePosition {
+ public:
+  __device__ OnePosition(const RotaryEmbeddingArgs& args, int64_t b, int64_t s)
+      : load_(args.rotation.positions, b * args.rotation.position_batch + s * args.rotation.position_token) {}
+  // Its angles from frequency `i` on; false where it lies outside the cache.
+  template <int kSize>
+  __device__ bool angles(Angles<kSize>& angles, const RotaryEmbeddingArgs& args, int i, const Reporter& report) {
+    const Rotation& rotation = args.rotation;
+    const int64_t position = load_.wait(rotation.positions.is_int64);
+    if (position < 0 || position >= rotation.max_position) {
+      if (threadIdx.x == 0 && threadIdx.y == 0) report(position, rotation.max_position);
+      return false;
+    }
+    angles = load_angles<kSize>(rotation, position, i);
+    return true;
+  }
+
+ private:
+  PositionLoad load_;
+};
+
+// The positions of a token along several axes, or with an offset.
+class ManyPositions {
+ public:
+  __device__ ManyPositions(const RotaryEmbeddingArgs& args, int64_t b, int64_t s) : axes_(args.axes) {
+#pragma unroll
+    for (int axis = 0; axis < RotaryAxes::kMost; ++axis)
+      if (axis < axes_.count) {
+        positions_[axis] = args.position(axis, b, s);
+        if (axes_.on_device.data) axes_.sizes[axis] = static_cast<int>(axes_.on_device[axis]);
+      }
+  }
+  template <int kSize>
+  __device__ bool angles(Angles<kSize>& angles, const RotaryEmbeddingArgs& args, int i, const Reporter& report) {
+    const Rotation& rotation = args.rotation;
+#pragma unroll
+    for (int axis = 0; axis < RotaryAxes::kMost; ++axis)
+      if (axis < axes_.count && (positions_[axis] < 0 || positions_[axis] >= rotation.max_position)) {
+        if (threadIdx.x == 0 && threadIdx.y == 0) report(positions_[axis], rotation.max_position);
+        return false;
+      }
+    int axes[kSize];
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) axes[j] = axes_(i + j);
+#pragma unroll
+    for (int axis = 0; axis < RotaryAxes::kMost; ++axis) {
+      bool wanted = false;
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) wanted |= axes[j] == axis;
+      if (!wanted) continue;
+      const Angles<kSize> own = load_angles<kSize>(rotation, positions_[axis], i);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        angles.cosines[j] = axes[j] == axis ? own.cosines[j] : angles.cosines[j];
+        angles.sines[j] = axes[j] == axis ? own.sines[j] : angles.sines[j];
+      }
+    }
+    return true;
+  }
+
+ private:
+  RotaryAxes axes_;
+  int64_t positions_[RotaryAxes::kMost] = {};
+};
+
+template <class T, int kSize, bool kNeox, int kHeads, class Positions>
+__global__ __launch_bounds__(kThreads,
+                             3) void rotary_embedding_kernel(const __grid_constant__ RotaryEmbeddingArgs all_args,
+                                                             Reporter report) {
   using V = Vec<T, kSize>;
+  const Rotation& args = all_args.rotation;
+  begin_dependent();
   const int64_t t = int64_t{blockIdx.x} * blockDim.z + threadIdx.z;
   if (t >= args.num_tokens) return;
   const int64_t b = args.seq == args.num_tokens ? 0 : t / args.seq, s = t - b * args.seq;
-  PositionLoad position_load(args.positions, b * args.position_batch + s * args.position_token);
+  Positions positions(all_args, b, s);
 
   const int half_dim = static_cast<int>(args.rotary_dim) / 2;
   const int num_query_heads = static_cast<int>(args.query.num_heads);
@@ -53,12 +121,7 @@ __global__ __launch_bounds__(kThreads, 3) void rotary_embedding_kernel(const __g
         }
       }
       if (!have_angles) {
-        const int64_t position = position_load.wait(args.positions.is_int64);
-        if (position < 0 || position >= args.max_position) {
-          if (threadIdx.x == 0 && threadIdx.y == 0) report(position, args.max_position);
-          return;
-        }
-        angles = load_angles<kSize>(args, position, i);
+        if (!positions.angles(angles, all_args, i, report)) return;
 #pragma unroll
         for (int j = 0; j < kSize; ++j) angles.sines[j] = args.inverse ? -angles.sines[j] : angles.sines[j];
         have_angles = true;
@@ -74,8 +137,9 @@ __global__ __launch_bounds__(kThreads, 3) void rotary_embedding_kernel(const __g
   }
 }
 
-template <class T, int kSize>
-void run(const Rotation& args, const Launch& launch) {
+template <class T, int kSize, class Positions>
+void run(const RotaryEmbeddingArgs& all_args, const Launch& launch) {
+  const Rotation& args = all_args.rotation;
   const int64_t vectors = args.rotary_dim / 2 / kSize, heads = args.query.num_heads + args.key.num_heads;
   const auto start = [&]<bool kNeox, int kHeads>() {
     dim3 block;
@@ -84,8 +148,8 @@ void run(const Rotation& args, const Launch& launch) {
     block.z = std::min(kThreads / (block.x * block.y), 64u);
     const int64_t blocks = (args.num_tokens + block.z - 1) / block.z;
     if (blocks > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "positions: at most 2^31 - 1 tokens are supported");
-    rotary_embedding_kernel<T, kSize, kNeox, kHeads>
-        <<<static_cast<unsigned>(blocks), block, 0, stream_of(launch)>>>(args, launch.reporter(args.report));
+    launch_dependent(rotary_embedding_kernel<T, kSize, kNeox, kHeads, Positions>, static_cast<unsigned>(blocks), block,
+                     launch, "rotary_embedding", all_args, launch.reporter(args.report));
   };
   // What does not fill the chip is spread over as many threads as possible.
   const bool fills = vectors * heads * args.num_tokens > int64_t{num_sms(launch.device)} * 1024;
@@ -103,19 +167,27 @@ bool fits(const Rotation& args, int count) {
   return angles_fit(args, count) && heads_fit(args.query, size, count) && heads_fit(args.key, size, count);
 }
 
+template <class T, class Positions>
+void run_in_vectors(const RotaryEmbeddingArgs& args, const Launch& launch) {
+  if (fits(args.rotation, kPackSize<T>)) {
+    run<T, kPackSize<T>, Positions>(args, launch);
+  } else if (fits(args.rotation, kPackSize<T> / 2)) {
+    run<T, kPackSize<T> / 2, Positions>(args, launch);
+  } else {
+    run<T, 1, Positions>(args, launch);
+  }
+}
+
 }  // namespace
 
-void rotary_embedding_cuda(const Rotation& args, const Launch& launch) {
-  dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
-    if (fits(args, kPackSize<T>)) {
-      run<T, kPackSize<T>>(args, launch);
-    } else if (fits(args, kPackSize<T> / 2)) {
-      run<T, kPackSize<T> / 2>(args, launch);
+void rotary_embedding_cuda(const RotaryEmbeddingArgs& args, const Launch& launch) {
+  dispatch<half, bf16, float>(args.rotation.dtype, [&]<class T>() {
+    if (args.is_plain()) {
+      run_in_vectors<T, OnePosition>(args, launch);
     } else {
-      run<T, 1>(args, launch);
+      run_in_vectors<T, ManyPositions>(args, launch);
     }
   });
-  check_launch("rotary_embedding");
 }
 
 }  // namespace pykv

@@ -1,4 +1,5 @@
-// Rotation of query and key heads by angles that depend on a token's position.
+// Rotation of query and key heads by angles that depend on a token's position, or on several.
+// The idea behind pykv_rotary_embedding, pykv_batched_rotary_embedding and pykv_mrope.
 #pragma once
 
 #include "core/rotation.h"
@@ -6,7 +7,44 @@
 
 namespace pykv {
 
-PYKV_CPU_TWIN(rotary_embedding_cpu, Rotation)
-void rotary_embedding_cuda(const Rotation& args, const Launch& launch);
+// How the positions of a token (time, height, width, ...) share its frequencies.
+struct RotaryAxes {
+  static constexpr int kMost = 4;
+
+  int count;         // 1: one position
+  int64_t stride;    // elements between two positions of a token
+  int sizes[kMost];  // frequencies of each axis
+  Index on_device;   // where they are instead, if not null
+  bool
+      interleaved;  // axis k > 0 has the first of the frequencies k, k + count, k + 2 count, ...; else all lie in a row
+
+  // Whatever the sizes are, one of the axes.
+  PYKV_HOST_DEVICE int operator()(int frequency) const {
+    int axis = 0;
+    if (interleaved) {
+      axis = frequency % count;
+      return frequency < count * sizes[axis] ? axis : 0;
+    }
+    for (int k = 1, end = sizes[0]; k < count; end += sizes[k++]) axis += frequency >= end;
+    return axis;
+  }
+};
+
+struct RotaryEmbeddingArgs {
+  Rotation rotation;
+  Index offsets;  // added to the positions of token t, where there are any
+  RotaryAxes axes;
+
+  PYKV_HOST_DEVICE bool is_plain() const { return axes.count == 1 && !offsets.data; }
+  PYKV_HOST_DEVICE int64_t position(int axis, int64_t b, int64_t s) const {
+    const Rotation& r = rotation;
+    const int64_t position = r.positions[axis * axes.stride + b * r.position_batch + s * r.position_token];
+    const int64_t offset = offsets.data ? offsets[b * r.seq + s] : 0;
+    return static_cast<int64_t>(static_cast<uint64_t>(position) + static_cast<uint64_t>(offset));
+  }
+};
+
+PYKV_CPU_TWIN(rotary_embedding_cpu, RotaryEmbeddingArgs)
+void rotary_embedding_cuda(const RotaryEmbeddingArgs& args, const Launch& launch);
 
 }  // namespace pykv

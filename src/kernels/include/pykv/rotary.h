@@ -19,4 +19,37 @@ PYKV_API pykv_status pykv_rotary_embedding(const DLTensor* positions, DLTensor* 
                                            const DLTensor* cos_sin_cache, bool is_neox, int64_t rope_dim_offset,
                                            bool inverse, void* stream);
 
+/* The same with several tables of angles, one below the other: token t rotates by row positions[t] + offsets[t].
+ *   positions              int32 | int64, as above
+ *   rot_dim                rotary_dim
+ *   cos_sin_cache_offsets  [num_tokens]  int32 | int64; with [batch, seq] positions batch * seq of them
+ * A row outside the cache is reported, and its token left as it is. */
+PYKV_API pykv_status pykv_batched_rotary_embedding(const DLTensor* positions, DLTensor* query, DLTensor* key,
+                                                   int64_t head_size, const DLTensor* cos_sin_cache, bool is_neox,
+                                                   int64_t rot_dim, const DLTensor* cos_sin_cache_offsets,
+                                                   void* stream);
+
+/* The same with several positions for each token (multimodal: time, height, width), which share the frequencies.
+ *   positions          [num_axes, num_tokens] or [num_axes, batch, seq]; [num_tokens]: one for all axes (text)
+ *   mrope_section      [num_axes]  int32 | int64, also on the host: how many of the frequencies each axis has; at most 4 axes
+ *   mrope_interleaved  false: axis 0 has the first mrope_section[0] frequencies, axis 1 the next, and so on.  true:
+ *                      frequency i is of axis a = i % num_axes if i < num_axes * mrope_section[a], else of axis 0
+ * A token with a position outside the cache is reported and left as it is. */
+PYKV_API pykv_status pykv_mrope(const DLTensor* positions, DLTensor* query, DLTensor* key, int64_t head_size,
+                                const DLTensor* cos_sin_cache, bool is_neox, const DLTensor* mrope_section,
+                                bool mrope_interleaved, void* stream);
+
+/* Rotations of dual chunk attention.  With c = chunk_size - local_size and m = position % c, key is rotated in place by
+ * the angles of m, and query into five copies one behind the other, by the angles of: m; min(m + c, chunk_size);
+ * min(2 c - 1, chunk_size); m + c; m + chunk_size.  Elements behind the rotary dimension are copied.
+ *   query_out      [num_tokens, 5 * num_heads * head_size] or [num_tokens, 5 * num_heads, head_size]   dtype of query
+ *   positions      [num_tokens]  int32 | int64
+ *   query, key, cos_sin_cache    as in pykv_rotary_embedding; key may be NULL
+ *   offsets        [num_tokens]  int32 | int64, added to positions; may be NULL
+ * A token for which m + chunk_size is outside the cache, or m negative, is reported and left out. */
+PYKV_API pykv_status pykv_dual_chunk_rotary_embedding(DLTensor* query_out, const DLTensor* positions,
+                                                      const DLTensor* query, DLTensor* key, int64_t head_size,
+                                                      const DLTensor* cos_sin_cache, bool is_neox, int64_t chunk_size,
+                                                      int64_t local_size, const DLTensor* offsets, void* stream);
+
 #endif /* PYKV_ROTARY_H_ */
