@@ -7,6 +7,10 @@ flash    ``[NB, BS, num_kv_heads, head_size]``                  the same; NHD, o
 packed   ``[NB, num_kv_heads, head_size / x, BS, x]``           ``[NB, num_kv_heads, head_size, BS]``
 =======  =====================================================  ========================================
 
+nvfp4 caches are bytes ``[NB, BS, num_kv_heads, head_size * 9 / 16]``, NHD or (by strides) HND: a nominal shape, since
+in a block all four-bit floats come first and then the scales of each 16 of them, in an order of their own.  They need a
+``head_size`` that is a multiple of 64, a BS that is a multiple of 4, and blocks without gaps.
+
 All strides are free, and those of keys and values independent: views of one allocation are as good as two allocations.
 """
 
@@ -45,8 +49,12 @@ def reshape_and_cache(
             Its length decides: ``key`` and ``value`` may have more rows.  Of tokens with one slot, any may win.
         kv_cache_dtype: ``"auto"`` (or the dtype's name): elements are copied, the caches have the dtype of ``key``;
             ``"fp8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``: one-byte elements, ``value / scale`` rounded to nearest even and
-            saturated; NaN stays NaN.
-        k_scale, v_scale: for fp8 caches: a number, or a float32 array of one element or one for each head.
+            saturated; NaN stays NaN; ``"int8"``: the same with integers, -128 to 127, NaN becomes 0; ``"nvfp4"`` (flash
+            caches only): four-bit floats times a scale for each 16 of them, which is the largest magnitude among them
+            over 6, as float8_e4m3fn, times ``scale``; NaN becomes 0.  ``scale`` = largest of all / 2688 uses the whole
+            range.
+        k_scale, v_scale: for fp8, int8 and nvfp4 caches: a number, or a float32 array of one element or one for each
+            head.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:

@@ -30,13 +30,15 @@ def concat_and_cache_mla(
     Args:
         kv_c: ``[num_rows, kv_lora_rank]`` float32, float16 or bfloat16.
         k_pe: ``[num_rows, rope_size]``, dtype of ``kv_c``.
-        kv_cache: ``[NB, BS, kv_lora_rank + rope_size]``, or records; any strides; written.
+        kv_cache: ``[NB, BS, kv_lora_rank + rope_size]``, any strides; or records; or nvfp4
+            ``[NB, BS, (kv_lora_rank + rope_size) * 9 / 16]`` in blocks without gaps; written.
         slot_mapping: ``[num_tokens]`` int32 or int64: the slot of each token; negative: padding, the token is skipped.
             Its length decides: ``kv_c`` and ``k_pe`` may have more rows.  Of tokens with one slot, any may win.
         kv_cache_dtype: ``"auto"`` (or the dtype's name): copied; ``"fp8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``: one-byte
-            elements, ``value / scale`` rounded to nearest even and saturated, NaN stays NaN; ``"fp8_ds_mla"``: records,
-            of 16-bit data and a ``kv_lora_rank`` that is a multiple of 128.
-        scale: for fp8 caches, but not for ``"fp8_ds_mla"``: a number, or a float32 array of one element.
+            elements, ``value / scale`` rounded to nearest even and saturated, NaN stays NaN; ``"int8"``: the same with
+            integers, NaN becomes 0; ``"nvfp4"``: as of one head (see ``pykv.cache``), whose size must be a multiple of
+            64; ``"fp8_ds_mla"``: records, of 16-bit data and a ``kv_lora_rank`` that is a multiple of 128.
+        scale: for all but copies and ``"fp8_ds_mla"``: a number, or a float32 array of one element.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
@@ -95,7 +97,8 @@ def gather_and_maybe_dequant_cache(
     """Gather as :func:`cp_gather_cache`, the elements turned into those of ``dst``.
 
     Args:
-        src_cache: ``[NB, BS, ...]``; for ``"fp8_ds_mla"`` records.
+        src_cache: ``[NB, BS, ...]``; for ``"fp8_ds_mla"`` records; for ``"nvfp4"`` with 9 bytes for 16 elements, MLA,
+            NHD or HND.
         dst: ``[>= num_tokens, ...]`` float32, float16 or bfloat16; for ``"fp8_ds_mla"`` 16-bit, of the dtype in which
             the rope was written.  Rows from ``num_tokens`` on are not written.
         block_table: ``[>= num_requests, width]``.
@@ -103,8 +106,8 @@ def gather_and_maybe_dequant_cache(
         token_to_seq: ``[>= num_tokens]``: the request of each row; a row at or beyond its request's end is not written.
             ``None``: found from ``cu_seq_lens``.
         num_tokens: number of rows.
-        kv_cache_dtype: ``"auto"`` (or the dtype's name): copied; ``"fp8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``: element
-            times ``scale``; ``"fp8_ds_mla"``.
+        kv_cache_dtype: ``"auto"`` (or the dtype's name): copied; ``"fp8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``,
+            ``"int8"``: element times ``scale``; ``"nvfp4"``: times the scale of its block, too; ``"fp8_ds_mla"``.
         scale: a number, or a float32 array of one element.
         seq_starts: ``[>= num_requests]``; ``None``: 0.
         stream: CUDA stream; ``None``: the current one of the arrays' library.

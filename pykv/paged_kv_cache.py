@@ -27,6 +27,8 @@ _STORAGE = {
     "bfloat16": "bfloat16",
     "fp8_e4m3": "uint8",
     "fp8_e5m2": "uint8",
+    "int8": "uint8",
+    "nvfp4": "uint8",
 }
 _ALIASES = {"fp8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
 _LAYOUTS = ("NHD", "HND", "packed")
@@ -36,8 +38,10 @@ class PagedKVCache:
     """Keys and values of many growing sequences, in blocks of ``block_size`` tokens that any sequence can use.
 
     ``like`` (an array or a module of NumPy, CuPy or torch; default NumPy) and ``device`` say where the arrays live;
-    what the methods return lives there too.  ``dtype`` is "float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2" or
-    the library's own dtype; fp8 is stored as uint8.  ``layout`` fixes the shapes of each layer's caches:
+    what the methods return lives there too.  ``dtype`` is "float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2",
+    "int8", "nvfp4" or the library's own dtype; the last four are stored as uint8, nvfp4 in NHD and HND caches alone,
+    with head_size * 9 / 16 in the place of head_size (see ``pykv.cache``).  ``layout`` fixes the shapes of each layer's
+    caches:
 
     - "NHD": both [num_blocks, block_size, num_kv_heads, head_size];
     - "HND": the same shape, but the tokens of one head lie together in memory;
@@ -102,7 +106,7 @@ class PagedKVCache:
     @property
     def kv_cache_dtype(self) -> str:
         """What the ops want to hear as ``kv_cache_dtype`` with these caches."""
-        return self.dtype if self.dtype.startswith("fp8") else "auto"
+        return "auto" if _STORAGE[self.dtype] == self.dtype else self.dtype
 
     @property
     def num_free_blocks(self) -> int:
@@ -350,6 +354,9 @@ class PagedKVCache:
     def _allocate(self) -> tuple[list[Any], list[Any]]:
         blocks, size, heads, width = self.num_blocks, self.block_size, self.num_kv_heads, self.head_size
         storage = _STORAGE[self.dtype]
+        if self.dtype == "nvfp4":
+            self._check_nvfp4()
+            width = width * 9 // 16
         if self.layout == "packed":
             itemsize = {"float32": 4, "uint8": 1}.get(storage, 2)
             x = 16 // itemsize
@@ -367,6 +374,13 @@ class PagedKVCache:
             return [cache.swapaxes(1, 2) for cache in keys], [cache.swapaxes(1, 2) for cache in values]
         shape = (blocks, size, heads, width)
         return self._zeros(shape, storage), self._zeros(shape, storage)
+
+    def _check_nvfp4(self) -> None:
+        if self.layout == "packed":
+            raise ValueError("PagedKVCache: layout: nvfp4 caches are NHD or HND, got 'packed'")
+        for argument, size, step in (("head_size", self.head_size, 64), ("block_size", self.block_size, 4)):
+            if size % step:
+                raise ValueError(f"PagedKVCache: {argument}: must be a multiple of {step} for nvfp4 caches, got {size}")
 
     def _zeros(self, shape: tuple[int, ...], storage: str) -> list[Any]:
         return [self._library.zeros(shape, storage) for _ in range(self.num_layers)]

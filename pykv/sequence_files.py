@@ -1,7 +1,8 @@
 """Sequences of a cache as safetensors files.
 
 A file holds the distinct blocks of its sequences in the order of their tokens, whatever the layout of the cache:
-``keys.<layer>`` and ``values.<layer>``, [num_blocks, block_size, num_kv_heads, head_size], bfloat16 as its bits;
+``keys.<layer>`` and ``values.<layer>``, [num_blocks, block_size, num_kv_heads, head_size], bfloat16 as its bits, nvfp4
+as head_size / 2 bytes of codes and head_size / 16 block scales;
 ``tables`` [S, W] (-1 behind the last block), ``lengths`` [S] and ``seq_ids`` [S].  Its metadata says what the cache is
 like, and has the SHA-256 of everything else.
 """
@@ -42,9 +43,38 @@ class CacheShape:
 
     @property
     def block(self) -> tuple[int, int, int]:
-        return self.block_size, self.num_kv_heads, self.head_size
+        width = self.head_size * 9 // 16 if self.dtype == "nvfp4" else self.head_size
+        return self.block_size, self.num_kv_heads, width
 
     def by_token(self, blocks: npt.NDArray[np.uint8], layout: str, keys: bool) -> npt.NDArray[Any]:
+        """Raw blocks, [n, bytes], as [n, *block]."""
+        if self.dtype == "nvfp4":
+            return blocks[:, self._nvfp4_places(layout)]
+        return np.array(self._view_by_token(blocks, layout, keys)).reshape(-1, *self.block)
+
+    def put_by_token(self, blocks: npt.NDArray[np.uint8], layout: str, keys: bool, by_token: npt.NDArray[Any]) -> None:
+        """The other way round."""
+        if self.dtype == "nvfp4":
+            blocks[:, self._nvfp4_places(layout)] = by_token
+            return
+        view = self._view_by_token(blocks, layout, keys)
+        view[...] = by_token.reshape(view.shape)
+
+    def _nvfp4_places(self, layout: str) -> npt.NDArray[np.int64]:
+        """[*block]: where in a raw block the bytes of each token and head are."""
+        token, head = np.ogrid[: self.block_size, : self.num_kv_heads]
+        num_scales = self.head_size // 16
+
+        def row(token: npt.NDArray[np.int64], head: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+            return head * self.block_size + token if layout == "HND" else token * self.num_kv_heads + head
+
+        token, head, s = token[..., None], head[..., None], np.arange(num_scales)
+        codes = row(token, head) * (8 * num_scales) + np.arange(8 * num_scales)
+        quarter = num_scales // 4
+        scales = row(token // 4 * 4 + s // quarter, head) * num_scales + s % quarter * 4 + token % 4
+        return np.concatenate([codes, self.block_size * self.num_kv_heads * 8 * num_scales + scales], axis=-1)
+
+    def _view_by_token(self, blocks: npt.NDArray[np.uint8], layout: str, keys: bool) -> npt.NDArray[Any]:
         """A view of raw blocks, [n, bytes], as [n, block_size, num_kv_heads, ...]."""
         size, heads, width = self.block
         elements = blocks.view(self.element)
@@ -66,7 +96,7 @@ def save(path: Any, shape: CacheShape, layout: str, residents: Residents, caches
     unused = _unused(shape.block_size, residents, caches.shape[1])
     for i, blocks in enumerate(caches):
         keys = i < shape.num_layers
-        by_token = np.array(shape.by_token(blocks, layout, keys)).reshape(-1, *shape.block)
+        by_token = shape.by_token(blocks, layout, keys)
         by_token[unused] = 0  # what others have left there is nobody's business
         tensors[f"{'keys' if keys else 'values'}.{i % shape.num_layers}"] = by_token
     metadata = {"format": FORMAT} | {name: str(value) for name, value in vars(shape).items()}
@@ -95,8 +125,7 @@ def load(path: Any, shape: CacheShape, layout: str) -> tuple[Residents, npt.NDAr
         raise ValueError(f"load: {path}: its tensors contradict each other")
     caches = np.empty((len(names), num_blocks, int(np.prod(shape.block)) * shape.element.itemsize), np.uint8)
     for i, (blocks, name) in enumerate(zip(caches, names, strict=True)):
-        by_token = shape.by_token(blocks, layout, keys=i < shape.num_layers)
-        by_token[...] = tensors[name].reshape(by_token.shape)
+        shape.put_by_token(blocks, layout, i < shape.num_layers, tensors[name])
     return residents, caches
 
 

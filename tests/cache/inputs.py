@@ -95,6 +95,14 @@ def layout(name: str, s: Sizes, itemsize: int) -> Layout:
         case "tokens adjacent":  # the flash shape over memory that looks like packed values
             tokens_last: View = lambda m: _inner(m).swapaxes(1, 3)  # noqa: E731
             return Layout(False, (nb, d, h, bs), (nb, v, h, bs), tokens_last, tokens_last)
+        case "pages not aligned":
+            return Layout(
+                False,
+                (nb, bs * h * d + 1),
+                (nb, bs * h * v + 1),
+                lambda m: _inner(m)[:, 1:].reshape(nb - 2 * GUARD, bs, h, d),
+                lambda m: _inner(m)[:, 1:].reshape(nb - 2 * GUARD, bs, h, v),
+            )
         case "packed":
             return Layout(True, packed_key, packed_value, _inner, _inner)
         case "packed, halves of one memory":

@@ -83,6 +83,29 @@ def test_bits_stay(tmp_path, layout, dtype, library):
         np.testing.assert_array_equal(bits(b)[theirs], bits(a)[ours])
 
 
+@pytest.mark.parametrize("target", ["NHD", "HND"])
+@pytest.mark.parametrize("source", ["NHD", "HND"])
+def test_nvfp4(tmp_path, source, target):
+    """Read with the op that knows where its pages keep codes and scales."""
+
+    def read(kv, seq_id, length):
+        out = np.zeros((length, 3, 128), np.float32)
+        given = kv.block_tables([seq_id]), np.array([0, length], np.int32), None, length, "nvfp4", 0.01
+        pykv.gather_and_maybe_dequant_cache(kv.value_caches[1], out, *given)
+        return out
+
+    kv, other = (new_cache(layout, dtype="nvfp4", head_size=128) for layout in (source, target))
+    x = np.random.default_rng(0).standard_normal((10, 3, 128)).astype(np.float32)
+    other.append([1], 5)  # other blocks than over there
+    pykv.reshape_and_cache_flash(
+        x, x[::-1], kv.key_caches[1], kv.value_caches[1], kv.append([7], 10), "nvfp4", 0.01, 0.01
+    )
+    kv.save(tmp_path / "a", 7)
+    other.load(tmp_path / "a")
+    assert np.abs(read(kv, 7, 10) - x[::-1]).max() < 0.6
+    np.testing.assert_array_equal(read(other, 7, 10), read(kv, 7, 10))
+
+
 def test_what_is_shared_stays_shared(saved):
     kv = new_cache()
     assert kv.load(saved) == [10, -5]

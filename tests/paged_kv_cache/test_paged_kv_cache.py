@@ -224,12 +224,13 @@ def test_many_sequences_and_long_ones_make_the_tables_grow():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8"])
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_shapes_and_dtypes(library, dtype, layout):
     module = np if library == "numpy" else torch_or_skip()
     kv = pykv.PagedKVCache(2, 5, 4, 3, 32, dtype, layout, like=module)
-    itemsize = {"float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}.get(dtype, 2)
+    codes = dtype in ("fp8_e4m3", "fp8_e5m2", "int8")
+    itemsize = 1 if codes else {"float32": 4}.get(dtype, 2)
     key_shape, value_shape = (5, 4, 3, 32), (5, 4, 3, 32)
     if layout == "packed":
         key_shape, value_shape = (5, 3, 32 * itemsize // 16, 4, 16 // itemsize), (5, 3, 32, 4)
@@ -237,14 +238,33 @@ def test_shapes_and_dtypes(library, dtype, layout):
         assert len(caches) == 2
         for cache in caches:
             assert tuple(cache.shape) == shape
-            storage = "uint8" if dtype.startswith("fp8") else dtype
+            storage = "uint8" if codes else dtype
             assert str(cache.dtype).removeprefix("torch.") == storage
             strides = cache.stride() if library == "torch" else tuple(step // itemsize for step in cache.strides)
             if layout == "HND":
                 assert strides == (384, 32, 128, 1)
             assert strides[0] == 384
             assert not cache.reshape(-1)[0]
-    assert kv.kv_cache_dtype == (dtype if dtype.startswith("fp8") else "auto")
+    assert kv.kv_cache_dtype == (dtype if codes else "auto")
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_nvfp4_is_written_and_read(layout):
+    kv = pykv.PagedKVCache(1, 5, 4, 3, 64, "nvfp4", layout)
+    assert kv.kv_cache_dtype == "nvfp4"
+    assert kv.key_caches[0].shape == (5, 4, 3, 36)
+    rng = np.random.default_rng(0)
+    key, value = (rng.standard_normal((7, 3, 64)).astype(np.float32) for _ in range(2))
+    slots = kv.append([1], 7)
+    caches = kv.key_caches[0], kv.value_caches[0]
+    pykv.reshape_and_cache_flash(key, value, *caches, slots, kv.kv_cache_dtype, 0.01, 0.01)
+    for data, cache in zip((key, value), caches, strict=True):
+        out = np.zeros_like(data)
+        pykv.gather_and_maybe_dequant_cache(
+            cache, out, kv.block_tables([1]), np.array([0, 7], np.int32), None, 7, kv.kv_cache_dtype, 0.01
+        )
+        assert np.abs(out - data).max() < 0.6
+        assert np.abs(out - data).mean() < 0.1
 
 
 @pytest.mark.parametrize(
@@ -347,8 +367,11 @@ JaxArray.__module__ = "jaxlib._jax"
         (
             {"dtype": "float64"},
             ValueError,
-            r"dtype: must be one of float32, float16, bfloat16, fp8_e4m3, fp8_e5m2, got 'float64'",
+            r"dtype: must be one of float32, float16, bfloat16, fp8_e4m3, fp8_e5m2, int8, nvfp4, got 'float64'",
         ),
+        ({"dtype": "nvfp4", "layout": "packed"}, ValueError, r"layout: nvfp4 caches are NHD or HND, got 'packed'"),
+        ({"dtype": "nvfp4", "head_size": 48}, ValueError, r"head_size: must be a multiple of 64 for nvfp4 .* got 48"),
+        ({"dtype": "nvfp4", "head_size": 64, "block_size": 6}, ValueError, r"block_size: must be a multiple of 4 for"),
         ({"dtype": object()}, ValueError, r"PagedKVCache: dtype: must be one of .*, got 'object'"),
         ({"dtype": 5}, ValueError, r"PagedKVCache: dtype: must be one of .*, got 'int'"),
         ({"layout": "nhd"}, ValueError, r"PagedKVCache: layout: must be one of NHD, HND, packed, got 'nhd'"),

@@ -49,9 +49,11 @@ pykv_status pykv_concat_and_cache_mla(const DLTensor* kv_c, const DLTensor* k_pe
       args.format = KvFormat::kE4M3;
       check_records(cache, c, args);
     } else {
-      args.format = kv_format(kv_cache_dtype, cache, c.type(), {KvFormat::kInt8});
+      args.format = kv_format(kv_cache_dtype, cache, c.type(), {KvFormat::kInt8, KvFormat::kNvfp4});
       Dim width{"kv_lora_rank + rope_size", latent + rope};
-      cache.last_dim(width);
+      Dim bytes{"(kv_lora_rank + rope_size) * 9 / 16", nvfp4_bytes(width)};
+      cache.last_dim(args.format == KvFormat::kNvfp4 ? bytes : width);
+      if (args.format == KvFormat::kNvfp4) args.page = nvfp4_page(cache, width);
       if (args.format != KvFormat::kSame) args.scale = call.scale("scale", scale, 1);
     }
     args.cache = cache.data();

@@ -1,7 +1,7 @@
 // cache[slot[t] / BS, slot[t] % BS] = concat(kv_c[t], k_pe[t]): copied, quantised by one scale (concat_rows.cuh), or as
 // fp8_ds_mla records with a scale for each tile of 128, worked out here.
 //
-// All three read each element once and write its bytes once; the floor is that traffic at copy bandwidth.
+// All read each element once and write its bytes once; the floor is that traffic at copy bandwidth.
 //
 // Records: 16 neighbouring lanes take a tile, 8 elements each, so that its amax is four shuffles away; lanes beyond the
 // tiles copy rope.  As in concat_rows.cuh a thread does this for kRowsPerThread neighbouring tokens at once.
@@ -10,6 +10,7 @@
 #include "cache/concat_and_cache_mla.h"
 #include "cache/concat_rows.cuh"
 #include "cache/mla_record.h"
+#include "cache/nvfp4_tokens.cuh"
 #include "cache/slot_map.cuh"
 
 namespace pykv {
@@ -34,6 +35,39 @@ __global__ void __launch_bounds__(kConcatThreads)
   float scale = 1.0f;
   if constexpr (Mover::kStoredFormat != KvFormat::kSame) scale = scales.key[0];
   concat_rows<Mover>(plan, target, scale, first_row);
+}
+
+struct PagePlan {
+  const char *latent, *rope;
+  int64_t latent_row, latent_dim, rope_row, rope_dim;  // bytes
+  int64_t latent_size;
+  Divider blocks;  // of 16 elements, in an entry
+  char* cache;
+  int64_t block;
+  Nvfp4Page page;
+  SlotMap map;
+};
+
+// nvfp4, as of one head.
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(kConcatThreads)
+    mla_nvfp4_kernel(const __grid_constant__ PagePlan plan, const __grid_constant__ Scale scale, int64_t first_token) {
+  uint32_t block;
+  const uint32_t group = plan.blocks(blockIdx.x * kConcatThreads + threadIdx.x, block);
+  const int64_t first = first_token + int64_t{group} * kNvfp4Tokens, end = first + kNvfp4Tokens;
+  const int64_t column = int64_t{block} * kNvfp4Block, in_rope = column - plan.latent_size;
+  const bool from_rope = in_rope >= 0;
+  const char *latent = plan.latent + column * plan.latent_dim, *rope = plan.rope + in_rope * plan.rope_dim;
+  const Nvfp4Source source = {from_rope ? rope : latent,
+                              rope,
+                              from_rope ? plan.rope_row : plan.latent_row,
+                              plan.rope_row,
+                              from_rope ? plan.rope_dim : plan.latent_dim,
+                              plan.rope_dim,
+                              from_rope ? kNvfp4Block : static_cast<int>(min(-in_rope, int64_t{kNvfp4Block}))};
+  const Nvfp4Target target(plan.cache, plan.block, plan.page, 0, block);
+  write_nvfp4<T, kAligned>(plan.map, source, target, scale[0], first,
+                           end < plan.map.num_tokens ? end : plan.map.num_tokens);
 }
 
 struct RecordPlan {
@@ -136,13 +170,19 @@ __global__ void __launch_bounds__(kConcatThreads)
   }
 }
 
-SlotTarget target_of(const ConcatAndCacheMlaArgs& args, int64_t stored_size, const Launch& launch) {
+SlotMap slot_map_of(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
   const int64_t num_slots = args.num_blocks * args.block_size;
   if (args.block_size >= int64_t{1} << 31) fail(PYKV_NOT_IMPLEMENTED, "blocks of 2^31 tokens are not supported");
-  return {{args.slots, args.num_tokens, num_slots, Divider(args.block_size), num_slots >= int64_t{1} << 31,
-           launch.reporter("concat_and_cache_mla: slot_mapping")},
-          static_cast<char*>(args.cache),
-          args.block * stored_size,
+  return {args.slots,
+          args.num_tokens,
+          num_slots,
+          Divider(args.block_size),
+          num_slots >= int64_t{1} << 31,
+          launch.reporter("concat_and_cache_mla: slot_mapping")};
+}
+
+SlotTarget target_of(const ConcatAndCacheMlaArgs& args, int64_t stored_size, const Launch& launch) {
+  return {slot_map_of(args, launch), static_cast<char*>(args.cache), args.block * stored_size,
           args.token * stored_size};
 }
 
@@ -206,6 +246,35 @@ void launch_records(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
   });
 }
 
+template <class T>
+void launch_nvfp4(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
+  constexpr int64_t kSource = sizeof(T);
+  const MlaPart &latent = args.latent, &rope = args.rope;
+  const int64_t blocks = (latent.size + rope.size) / kNvfp4Block;
+  const PagePlan plan{static_cast<const char*>(latent.data),
+                      static_cast<const char*>(rope.data),
+                      latent.row * kSource,
+                      latent.dim * kSource,
+                      rope.row * kSource,
+                      rope.dim * kSource,
+                      latent.size,
+                      Divider(blocks),
+                      static_cast<char*>(args.cache),
+                      args.block,
+                      args.page,
+                      slot_map_of(args, launch)};
+  const auto fits = [](const MlaPart& p) {
+    return p.size == 0 || (p.size % kNvfp4Block == 0 && p.dim == 1 && is_aligned(16, p.data, {p.row * kSource}));
+  };
+  const bool aligned = fits(latent) && fits(rope) && is_aligned(8, args.cache, {args.block});
+  static_assert(kNvfp4Tokens == kRowsPerThread);
+  for_each_launch(args, blocks, [&](int64_t first, uint32_t grid) {
+    dispatch_bool(aligned, [&]<bool kAligned> {
+      mla_nvfp4_kernel<T, kAligned><<<grid, kConcatThreads, 0, stream_of(launch)>>>(plan, args.scale, first);
+    });
+  });
+}
+
 // Whether vectors of `bytes` of the source fit both parts and the cache.
 bool fits(const ConcatAndCacheMlaArgs& args, int64_t bytes, int64_t stored_size) {
   const int64_t size = static_cast<int64_t>(size_of(args.dtype)), width = bytes / size;
@@ -242,7 +311,7 @@ void concat_and_cache_mla_cuda(const ConcatAndCacheMlaArgs& args, const Launch& 
       return dispatch<half, bf16, float>(args.dtype,
                                          [&]<class T> { launch_with.template operator()<T, KvFormat::kInt8>(); });
     case KvFormat::kNvfp4:
-      break;
+      return dispatch<half, bf16, float>(args.dtype, [&]<class T> { launch_nvfp4<T>(args, launch); });
   }
 }
 

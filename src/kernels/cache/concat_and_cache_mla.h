@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/args.h"
+#include "core/nvfp4.h"
 #include "cpu/isa.h"
 
 namespace pykv {
@@ -26,7 +27,8 @@ struct ConcatAndCacheMlaArgs {
   void* cache;
   int64_t block, token, dim;  // distances in the cache: elements of the cache
   Scale scale;
-  Index slots;  // [num_tokens]
+  Nvfp4Page page;  // nvfp4: as one head
+  Index slots;     // [num_tokens]
   int64_t num_tokens, num_blocks, block_size;
 };
 

@@ -2,6 +2,7 @@
 #include "cache/concat_and_cache_mla.h"
 #include "cache/mla_record.h"
 #include "cache/quantise_cpu.h"
+#include "cpu/nvfp4.h"
 #include "cpu/parallel.h"
 #include "cpu/stream_copy.h"
 
@@ -15,9 +16,9 @@ const T* row_of(const MlaPart& part, int64_t token) {
   return static_cast<const T*>(part.data) + token * part.row;
 }
 
-// write(token, place) for every token with a slot inside the cache; place: its first element there.
-template <class Stored, class Write>
-void for_each_token(const ConcatAndCacheMlaArgs& args, const Launch& launch, Write&& write) {
+// write(token, block, offset) for every token with a slot inside the cache.
+template <class Write>
+void for_each_slot(const ConcatAndCacheMlaArgs& args, const Launch& launch, Write&& write) {
   const Reporter report = launch.reporter("concat_and_cache_mla: slot_mapping");
   const int64_t num_slots = args.num_blocks * args.block_size;
   const int64_t token_bytes = (args.latent.size + args.rope.size) * static_cast<int64_t>(size_of(args.dtype));
@@ -29,10 +30,17 @@ void for_each_token(const ConcatAndCacheMlaArgs& args, const Launch& launch, Wri
         report(slot, num_slots);
         continue;
       }
-      write(token, static_cast<Stored*>(args.cache) + slot / args.block_size * args.block +
-                       slot % args.block_size * args.token);
+      write(token, slot / args.block_size, slot % args.block_size);
     }
     finish_streaming();
+  });
+}
+
+// write(token, place); place: its first element in the cache.
+template <class Stored, class Write>
+void for_each_token(const ConcatAndCacheMlaArgs& args, const Launch& launch, Write&& write) {
+  for_each_slot(args, launch, [&](int64_t token, int64_t block, int64_t offset) {
+    write(token, static_cast<Stored*>(args.cache) + block * args.block + offset * args.token);
   });
 }
 
@@ -64,6 +72,32 @@ void quantise_all(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
     const MlaPart &latent = args.latent, &rope = args.rope;
     quantise(place, args.dim, row_of<T>(latent, token), latent.dim, latent.size, scale);
     quantise(place + latent.size * args.dim, args.dim, row_of<T>(rope, token), rope.dim, rope.size, scale);
+  });
+}
+
+// nvfp4: a block that one part does not hold as neighbours is brought together first.
+template <class T>
+void quantise_blocks(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
+  const MlaPart &latent = args.latent, &rope = args.rope;
+  const float scale = args.scale[0];
+  for_each_slot(args, launch, [&](int64_t token, int64_t block, int64_t offset) {
+    uint8_t* page = static_cast<uint8_t*>(args.cache) + block * args.block;
+    const T *c = row_of<T>(latent, token), *pe = row_of<T>(rope, token);
+    for (int64_t first = 0; first < latent.size + rope.size; first += kNvfp4Block) {
+      const int64_t in_rope = first - latent.size;
+      T together[kNvfp4Block];
+      const T* from = together;
+      if (in_rope + kNvfp4Block <= 0 && latent.dim == 1) {
+        from = c + first;
+      } else if (in_rope >= 0 && rope.dim == 1) {
+        from = pe + in_rope;
+      } else {
+        for (int64_t i = 0; i < kNvfp4Block; ++i)
+          together[i] = in_rope + i < 0 ? c[(first + i) * latent.dim] : pe[(in_rope + i) * rope.dim];
+      }
+      store_nvfp4(page + args.page.codes_at(offset, 0, first),
+                  page + args.page.scale_at(offset, 0, static_cast<int32_t>(first / kNvfp4Block)), from, scale);
+    }
   });
 }
 
@@ -99,7 +133,7 @@ void concat_and_cache_mla_cpu(const ConcatAndCacheMlaArgs& args, const Launch& l
     case KvFormat::kInt8:
       return dispatch<float, f16, bf16>(args.dtype, [&]<class T>() { quantise_all<T, i8>(args, launch); });
     case KvFormat::kNvfp4:
-      break;
+      return dispatch<float, f16, bf16>(args.dtype, [&]<class T>() { quantise_blocks<T>(args, launch); });
   }
 }
 

@@ -82,6 +82,22 @@ void set_records(Tensor& src, const Tensor& dst, GatherCacheArgs& args) {
              src.size(2), dst.size(1));
 }
 
+// [NB, BS, head_size * 9 / 16] or [NB, BS, heads, head_size * 9 / 16].
+void set_pages(Tensor& src, const Tensor& dst, GatherCacheArgs& args) {
+  src.rank_between(3, 4);
+  args.kind = GatherKind::kNvfp4;
+  args.piece = dst.size(-1);
+  args.pieces = src.ndim() == 4 ? src.size(2) : 1;
+  args.dst_dim = dst.stride(-1);
+  args.dst_piece = src.ndim() == 4 ? dst.stride(1) : 0;
+  if (src.size(-1) != nvfp4_bytes(args.piece) || (src.ndim() == 4 && dst.size(1) != args.pieces))
+    dst.fail(PYKV_VALUE_ERROR,
+             "must have shape [num_tokens, ...] with entries like those of src_cache, %s with 16 elements in 9 bytes, "
+             "got %s",
+             src.shape_string().c_str(), dst.shape_string().c_str());
+  args.page = nvfp4_page(src, args.piece);
+}
+
 void run(Call& call, void* stream, const GatherCacheArgs& args) {
   if (args.num_rows == 0 || args.requests.num_requests == 0 || args.pieces * args.piece == 0) return;
   if (args.requests.block_size == 0) fail(PYKV_VALUE_ERROR, "src_cache: must have blocks of at least one token");
@@ -126,11 +142,15 @@ pykv_status pykv_gather_and_maybe_dequant_cache(const DLTensor* src_cache, DLTen
     if (std::strcmp(kv_cache_dtype, "fp8_ds_mla") == 0) {
       set_records(src, rows, args);
     } else {
-      args.format = kv_format(kv_cache_dtype, src, rows.type(), {KvFormat::kInt8});
+      args.format = kv_format(kv_cache_dtype, src, rows.type(), {KvFormat::kInt8, KvFormat::kNvfp4});
       args.kind = args.format == KvFormat::kSame ? GatherKind::kCopy : GatherKind::kScaled;
       args.element_bytes = static_cast<int64_t>(size_of(src.type()));
-      set_entry(src, rows, args);
-      if (args.kind == GatherKind::kScaled) args.scale = call.scale("scale", scale, 1);
+      if (args.format == KvFormat::kNvfp4) {
+        set_pages(src, rows, args);
+      } else {
+        set_entry(src, rows, args);
+      }
+      if (args.format != KvFormat::kSame) args.scale = call.scale("scale", scale, 1);
     }
     not_negative("num_tokens", num_tokens);
     at_least(rows, num_tokens, "num_tokens");

@@ -27,6 +27,8 @@ struct Plan {
   Divider vectors, in_piece;  // of an entry, of a piece
   int64_t src_piece, dst_piece;
   MlaRecord record;
+  Nvfp4Page page;
+  int64_t dst_dim;
 };
 
 // Readers: how a vector of an entry is loaded, and stored as a vector of a row.
@@ -113,6 +115,43 @@ struct RecordElements {
   }
 };
 
+// Of a page: 16 codes and their scale.  Loads are told the token's place in the page, too.  kAligned: codes are loaded and
+// elements stored by vectors.
+template <class T, bool kAligned>
+struct Pages {
+  using Loaded = Nvfp4Codes;
+  static __device__ Loaded load(const Plan& plan, const char* page, uint32_t offset, uint32_t vector) {
+    uint32_t block;
+    const uint32_t head = plan.in_piece(vector, block);
+    const char* codes = page + plan.page.codes_at(offset, head, int64_t{block} * kNvfp4Block);
+    Loaded v;
+    if constexpr (kAligned) {
+      v.codes = *reinterpret_cast<const uint2*>(codes);
+    } else {
+      v.codes = {0, 0};
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        (i < 4 ? v.codes.x : v.codes.y) |= uint32_t{static_cast<uint8_t>(codes[i])} << (i % 4 * 8);
+    }
+    v.scale = static_cast<uint8_t>(page[plan.page.scale_at(offset, head, static_cast<int32_t>(block))]);
+    return v;
+  }
+  static __device__ void store(const Plan& plan, char* row, uint32_t vector, const Loaded& v, float scale) {
+    uint32_t block;
+    const uint32_t head = plan.in_piece(vector, block);
+    char* to = row + head * plan.dst_piece + int64_t{block} * kNvfp4Block * plan.dst_dim;
+    const Vec<T, kNvfp4Block> x = dequantise<T>(v, scale);
+    if constexpr (kAligned) {
+      const auto& vectors = reinterpret_cast<const Vec<uint4, sizeof(T)>&>(x);
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(sizeof(T)); ++i) store_vec(to + i * 16, vectors[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kNvfp4Block; ++i) *reinterpret_cast<T*>(to + i * plan.dst_dim) = x[i];
+    }
+  }
+};
+
 struct NoScale {
   __device__ float operator[](int) const { return 1.0f; }
 };
@@ -120,12 +159,16 @@ struct NoScale {
 template <class Reader, class ScaleType>
 __global__ void __launch_bounds__(kMaxThreads)
     gather_cache_kernel(const __grid_constant__ Plan plan, const __grid_constant__ ScaleType scales) {
+  // Where the entry of a row is, or its page, and its place there.
+  constexpr bool kInPages = requires { Reader::load(plan, nullptr, 0u, 0u); };
   __shared__ const char* entries[kMaxRows];
+  __shared__ uint32_t offsets[kInPages ? kMaxRows : 1];
   const int64_t first = int64_t{blockIdx.x} * plan.rows;
   for (uint32_t i = threadIdx.x; i < plan.rows; i += blockDim.x) {
     PagedRequests::Place place{-1, 0};
     if (first + i < plan.num_rows) place = plan.requests.locate(first + i, plan.errors);
     entries[i] = place.block < 0 ? nullptr : plan.src + place.block * plan.src_block + place.offset * plan.src_token;
+    if constexpr (kInPages) offsets[i] = static_cast<uint32_t>(place.offset);
   }
   const float scale = scales[0];
   __syncthreads();
@@ -142,7 +185,11 @@ __global__ void __launch_bounds__(kMaxThreads)
       const uint32_t row = plan.vectors(at, vectors[i]);
       if (!entries[row]) continue;
       rows[i] = row;
-      loaded[i] = Reader::load(plan, entries[row], vectors[i]);
+      if constexpr (kInPages) {
+        loaded[i] = Reader::load(plan, entries[row], offsets[row], vectors[i]);
+      } else {
+        loaded[i] = Reader::load(plan, entries[row], vectors[i]);
+      }
     }
 #pragma unroll
     for (int i = 0; i < kVectorsPerThread; ++i)
@@ -179,7 +226,9 @@ void launch_kernel(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_b
             Divider(std::max<int64_t>(args.piece / elements_per_vector, 1)),
             args.src_piece * src_bytes,
             args.dst_piece * dst_bytes,
-            args.record};
+            args.record,
+            args.page,
+            args.dst_dim * dst_bytes};
   gather_cache_kernel<Reader><<<static_cast<uint32_t>(blocks), threads, 0, stream_of(launch)>>>(plan, scales);
   check_launch("gather_cache");
 }
@@ -223,6 +272,20 @@ void scale_codes(const GatherCacheArgs& args, const Launch& launch) {
 }
 
 template <class T>
+void read_pages(const GatherCacheArgs& args, const Launch& launch) {
+  constexpr int64_t kItem = sizeof(T);
+  if (args.requests.block_size >= int64_t{1} << 31)
+    fail(PYKV_NOT_IMPLEMENTED, "blocks of 2^31 tokens are not supported");
+  GatherCacheArgs in_pages = args;
+  in_pages.src_token = 0;  // rows are told their page
+  const bool aligned = args.dst_dim == 1 && is_aligned(16, args.dst, {args.dst_row * kItem, args.dst_piece * kItem}) &&
+                       is_aligned(8, args.src, {args.src_block});
+  dispatch_bool(aligned, [&]<bool kAligned> {
+    launch_kernel<Pages<T, kAligned>>(in_pages, 1, kItem, kNvfp4Block, args.scale, launch);
+  });
+}
+
+template <class T>
 void read_records(const GatherCacheArgs& args, const Launch& launch) {
   constexpr int64_t kSize = Records<T>::kSize;
   if (args.dst_piece == 1 && args.record.rope % kSize == 0 &&
@@ -244,6 +307,8 @@ void gather_cache_cuda(const GatherCacheArgs& args, const Launch& launch) {
                : args.format == KvFormat::kE5M2 ? scale_codes<T, KvFormat::kE5M2>(args, launch)
                                                 : scale_codes<T, KvFormat::kInt8>(args, launch);
       });
+    case GatherKind::kNvfp4:
+      return dispatch<half, bf16, float>(args.dtype, [&]<class T> { read_pages<T>(args, launch); });
     case GatherKind::kRecords:
       return dispatch<half, bf16>(args.dtype, [&]<class T> { read_records<T>(args, launch); });
   }

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "cache/gather_cache.h"
+#include "cpu/nvfp4.h"
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
 #include "cpu/stream_copy.h"
@@ -11,20 +12,26 @@ namespace {
 
 constexpr int64_t kBytesPerTask = 64 * 1024;  // less is not worth another thread
 
-// read(from, row): for every row that a request has; from: its entry in the cache.
+// read(block, offset, row): for every row that a request has.
 template <class Read>
-void for_each_row(const GatherCacheArgs& args, int64_t src_bytes, const Launch& launch, Read&& read) {
+void for_each_place(const GatherCacheArgs& args, int64_t src_bytes, const Launch& launch, Read&& read) {
   const int64_t row_bytes = args.pieces * args.piece * src_bytes;
   parallel_for(args.num_rows, kBytesPerTask / row_bytes + 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end;) {
       const auto [block, offset, run] = args.requests.locate(row, launch.errors);
       const int64_t last = block < 0 || run == 1 ? row + 1 : std::min(row + run, end);
-      const char* from =
-          static_cast<const char*>(args.src) + (block * args.src_block + offset * args.src_token) * src_bytes;
-      for (; row < last; ++row, from += args.src_token * src_bytes)
-        if (block >= 0) read(from, row);
+      for (int64_t in_block = offset; row < last; ++row, ++in_block)
+        if (block >= 0) read(block, in_block, row);
     }
     finish_streaming();
+  });
+}
+
+// read(from, row); from: its entry in the cache.
+template <class Read>
+void for_each_row(const GatherCacheArgs& args, int64_t src_bytes, const Launch& launch, Read&& read) {
+  for_each_place(args, src_bytes, launch, [&](int64_t block, int64_t offset, int64_t row) {
+    read(static_cast<const char*>(args.src) + (block * args.src_block + offset * args.src_token) * src_bytes, row);
   });
 }
 
@@ -55,6 +62,17 @@ void scale_rows(const GatherCacheArgs& args, const Launch& launch) {
     T* to = static_cast<T*>(args.dst) + row * args.dst_row;
     for (int64_t i = 0; i < args.pieces; ++i)
       scale_codes(to + i * args.dst_piece, reinterpret_cast<const Code*>(from) + i * args.src_piece, args.piece, scale);
+  });
+}
+
+template <class T>
+void read_pages(const GatherCacheArgs& args, const Launch& launch) {
+  const float scale = args.scale[0];
+  for_each_place(args, 1, launch, [&](int64_t block, int64_t offset, int64_t row) {
+    const uint8_t* page = static_cast<const uint8_t*>(args.src) + block * args.src_block;
+    T* to = static_cast<T*>(args.dst) + row * args.dst_row;
+    for (int64_t head = 0; head < args.pieces; ++head)
+      load_nvfp4_row(to + head * args.dst_piece, args.dst_dim, page, args.page, offset, head, args.piece, scale);
   });
 }
 
@@ -93,6 +111,8 @@ void gather_cache_cpu(const GatherCacheArgs& args, const Launch& launch) {
       });
     case GatherKind::kRecords:
       return dispatch<f16, bf16>(args.dtype, [&]<class T>() { read_records<T>(args, launch); });
+    case GatherKind::kNvfp4:
+      return dispatch<float, f16, bf16>(args.dtype, [&]<class T>() { read_pages<T>(args, launch); });
   }
 }
 

@@ -19,18 +19,21 @@ struct Layout {
   int64_t chunk;
 };
 
-void fill(CacheSide& s, const Tensor& data, const Tensor& cache, const Layout& layout) {
+void fill(CacheSide& s, const Tensor& data, const Tensor& cache) {
   s.data = data.data();
   s.data_token = data.stride(0);
   s.data_head = data.stride(1);
   s.data_dim = data.stride(2);
+  s.head_size = data.size(2);
   s.cache = cache.data();
+}
+
+void set_layout(CacheSide& s, const Tensor& cache, const Layout& layout) {
   s.block = cache.stride(0);
   s.token = cache.stride(layout.axis_token);
   s.head = cache.stride(layout.axis_head);
   s.chunk_stride = cache.stride(layout.axis_chunk);
   s.chunk = layout.chunk;
-  s.head_size = data.size(2);
 }
 
 // [NB, H, D / x, BS, x]: x elements are 16 bytes, here as in the kernels that read the cache.
@@ -57,6 +60,16 @@ Layout flash(Tensor& cache, Sizes& d, Dim& head_size) {
   return cache.stride(3) == 1 ? Layout{1, 2, 3, head_size} : Layout{1, 2, 3, 1};
 }
 
+// Bytes from page to page, and what is in a page.
+void set_pages(CacheSide& s, Tensor& cache, Sizes& d, const Dim& head_size) {
+  Dim bytes{"head_size * 9 / 16", nvfp4_bytes(head_size)};
+  s.page = nvfp4_page(cache.shape(d.blocks, d.block_size, d.heads, bytes), head_size);
+  s.block = cache.stride(0);
+  s.token = s.page.codes_token;
+  s.head = s.page.codes_head;
+  s.chunk = head_size;
+}
+
 pykv_status run(const char* op, const char* report, bool packed, const ReshapeAndCacheInputs& inputs, void* stream) {
   return guarded(op, [&](Call& call) {
     ReshapeAndCacheArgs args{};
@@ -77,12 +90,20 @@ void take_inputs(ReshapeAndCacheArgs& args, Call& call, bool packed, const Resha
   Tensor key_cache = call.write("key_cache", a.key_cache).no_overlap_within();
   Tensor value_cache = call.write("value_cache", a.value_cache).no_overlap_within();
 
-  args.format = kv_format(a.kv_cache_dtype, key_cache, key.type(), {KvFormat::kInt8});
-  kv_format(a.kv_cache_dtype, value_cache, key.type(), {KvFormat::kInt8});
-  const Layout key_layout = packed ? packed_key(key_cache, d) : flash(key_cache, d, d.head_size);
-  const Layout value_layout = packed ? packed_value(value_cache, d) : flash(value_cache, d, d.v_head_size);
-  fill(args.key, key, key_cache, key_layout);
-  fill(args.value, value, value_cache, value_layout);
+  for (const Tensor* cache : {&key_cache, &value_cache})
+    args.format = kv_format(a.kv_cache_dtype, *cache, key.type(), {KvFormat::kInt8, KvFormat::kNvfp4});
+  if (packed && args.format == KvFormat::kNvfp4)
+    fail(PYKV_VALUE_ERROR,
+         "kv_cache_dtype: 'nvfp4' is for flash caches (NHD, HND) and MLA caches; packed ones cannot hold it");
+  fill(args.key, key, key_cache);
+  fill(args.value, value, value_cache);
+  if (args.format == KvFormat::kNvfp4) {
+    set_pages(args.key, key_cache, d, d.head_size);
+    set_pages(args.value, value_cache, d, d.v_head_size);
+  } else {
+    set_layout(args.key, key_cache, packed ? packed_key(key_cache, d) : flash(key_cache, d, d.head_size));
+    set_layout(args.value, value_cache, packed ? packed_value(value_cache, d) : flash(value_cache, d, d.v_head_size));
+  }
   if (args.format != KvFormat::kSame) {
     args.key.scale = call.scale("k_scale", a.k_scale, d.heads);
     args.value.scale = call.scale("v_scale", a.v_scale, d.heads);

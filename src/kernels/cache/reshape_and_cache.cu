@@ -36,7 +36,7 @@ void launch_kernel(const ReshapeAndCacheArgs& args, const Launch& launch) {
   plan.map = slot_map_of(args, launch);
   Scales<Mover::kStoredFormat> scales;
   if constexpr (Mover::kStoredFormat != KvFormat::kSame) scales = {args.key.scale, args.value.scale};
-  dispatch_bool(transposed, [&]<bool kTransposes> {
+  const auto launch_with = [&]<bool kTransposes> {
     // Few tokens are spread over the machine.
     Grain grain = Grain::coarsest<Mover, kTransposes>();
     const uint32_t enough = (kTransposes ? 2 : 1) * num_sms(launch.device);
@@ -48,7 +48,12 @@ void launch_kernel(const ReshapeAndCacheArgs& args, const Launch& launch) {
     } while (blocks < enough && grain.refine());
     if (blocks == 0) return;
     reshape_and_cache_kernel<Mover, kTransposes><<<blocks, grain.threads, 0, stream_of(launch)>>>(plan, scales);
-  });
+  };
+  if constexpr (kInPages<Mover>) {
+    launch_with.template operator()<false>();
+  } else {
+    dispatch_bool(transposed, launch_with);
+  }
   check_launch("reshape_and_cache");
 }
 
@@ -77,6 +82,16 @@ void reshape_and_cache_cuda(const ReshapeAndCacheArgs& args, const Launch& launc
       if (width >= 2) return launch_kernel<Mover<T, KvFormat::kSame, 2>>(args, launch);
     launch_kernel<Mover<T, KvFormat::kSame, 1>>(args, launch);
   };
+  const auto quantise_pages = [&] {
+    const auto aligned = [&](const CacheSide& s) {
+      return s.data_dim == 1 && is_aligned(16, s.data, {s.data_token * source_size, s.data_head * source_size}) &&
+             is_aligned(8, s.cache, {s.block});
+    };
+    dispatch<half, bf16, float>(args.dtype, [&]<class T> {
+      dispatch_bool(aligned(args.key) && aligned(args.value),
+                    [&]<bool kAligned> { launch_kernel<Nvfp4Mover<T, kAligned>>(args, launch); });
+    });
+  };
   switch (args.format) {
     case KvFormat::kSame:
       return source_size == 2 ? copy.operator()<uint16_t>() : copy.operator()<uint32_t>();
@@ -87,7 +102,7 @@ void reshape_and_cache_cuda(const ReshapeAndCacheArgs& args, const Launch& launc
     case KvFormat::kInt8:
       return quantise.operator()<KvFormat::kInt8>();
     case KvFormat::kNvfp4:
-      break;
+      return quantise_pages();
   }
 }
 

@@ -22,7 +22,8 @@ struct SidePlan {
   // Transposing only.
   Divider heads;
   uint32_t tile_tokens_log2;
-  uint32_t run;  // tokens stored at once: a power of two; 0: do not transpose
+  uint32_t run;    // tokens stored at once: a power of two; 0: do not transpose
+  Nvfp4Page page;  // nvfp4 only
 };
 
 struct Plan {

@@ -3,13 +3,15 @@
 #pragma once
 
 #include "core/args.h"
+#include "core/nvfp4.h"
 #include "cpu/isa.h"
 
 namespace pykv {
 
 // Keys or values: where they come from and where they go.  Element (b, o, h, d) of the cache lies at
 //   b * block + o * token + h * head + (d / chunk) * chunk_stride + d % chunk
-// with chunk = head_size for the flash layouts, x for packed keys and 1 for packed values.
+// with chunk = head_size for the flash layouts, x for packed keys and 1 for packed values.  Of an nvfp4 cache only `cache`
+// and `block` count, which is in bytes; the rest is said by `page`.
 struct CacheSide {
   const void* data;                         // [num_rows, num_heads, head_size]
   int64_t data_token, data_head, data_dim;  // elements
@@ -17,6 +19,7 @@ struct CacheSide {
   int64_t block, token, head, chunk_stride;  // elements
   int64_t chunk, head_size;
   Scale scale;
+  Nvfp4Page page;
 };
 
 struct ReshapeAndCacheArgs {

@@ -83,6 +83,15 @@ void launch_with(const RotaryAndCacheArgs& args, const Launch& launch) {
   }
 }
 
+// nvfp4, whose blocks lie across the vectors that are rotated: two launches.
+template <class T>
+void rotate_before_writing(const RotaryAndCacheArgs& args, const Launch& launch) {
+  RotaryAndCacheArgs nothing_cached = args;
+  nothing_cached.cache.num_tokens = 0;
+  launch_with<T, KvFormat::kSame>(nothing_cached, launch);
+  reshape_and_cache_cuda(args.cache, launch);
+}
+
 }  // namespace
 
 void rotary_and_cache_cuda(const RotaryAndCacheArgs& args, const Launch& launch) {
@@ -97,7 +106,7 @@ void rotary_and_cache_cuda(const RotaryAndCacheArgs& args, const Launch& launch)
       case KvFormat::kInt8:
         return launch_with<T, KvFormat::kInt8>(args, launch);
       case KvFormat::kNvfp4:
-        break;
+        return rotate_before_writing<T>(args, launch);
     }
   });
 }

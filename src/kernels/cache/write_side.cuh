@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "cache/nvfp4_tokens.cuh"
 #include "cache/reshape_and_cache.cuh"
 #include "cache/scatter_tokens.cuh"
 #include "cache/transpose_tokens.cuh"
@@ -17,24 +18,61 @@ inline constexpr int kConvertingBlocks = 4;
 inline constexpr int kConvertingBlocks = 5;
 #endif
 
+// Instead of a Mover, for nvfp4: 16 elements become 9 bytes.
+template <class T, bool kAlignedAccess>
+struct Nvfp4Mover {
+  static constexpr KvFormat kStoredFormat = KvFormat::kNvfp4;
+  static constexpr int kWidth = kNvfp4Block;
+  static constexpr bool kAligned = kAlignedAccess;
+  using Element = T;
+  using Stored = uint8_t;
+  struct Loaded {
+    T elements[kWidth];
+  };
+};
+
+template <class Mover>
+inline constexpr bool kInPages = Mover::kStoredFormat == KvFormat::kNvfp4;
+
 // Tokens of a thread, and blocks that an SM must hold.  Tiles wait for barriers: more threads, with fewer loads each where
 // nothing is computed between them.
 template <class Mover, bool kTransposes>
 struct Shape {
   static constexpr bool kCopies = Mover::kStoredFormat == KvFormat::kSame;
   static constexpr int kTokens = kTransposes && kCopies ? 2 : 4;
-  static constexpr int kBlocks = !kTransposes ? 4 : kCopies ? 8 : kConvertingBlocks;
+  static constexpr int kBlocks = kInPages<Mover> ? 2 : !kTransposes ? 4 : kCopies ? 8 : kConvertingBlocks;
 };
+
+template <class Mover>
+__device__ __forceinline__ void write_pages(const SlotMap& map, const SidePlan& side, const Scale& scale,
+                                            uint32_t block) {
+  const uint32_t lane = threadIdx.x & ((1u << side.lanes_log2) - 1), row = threadIdx.x >> side.lanes_log2;
+  const uint32_t rows = blockDim.x >> side.lanes_log2;
+  uint32_t piece, in_head;
+  const uint32_t group = side.pieces(block, piece);
+  const uint32_t vector = (piece << side.lanes_log2) + lane;
+  if (vector >= side.num_vectors) return;
+  const uint32_t head = side.vectors_per_head(vector, in_head);
+
+  const char* from = side.data + head * side.data_head + in_head * side.data_vector;
+  const Nvfp4Source source{from, from, side.data_token, 0, side.data_vector / kNvfp4Block, 0, kNvfp4Block};
+  const Nvfp4Target target(side.cache, side.block, side.page, head, in_head);
+  const int64_t first = (int64_t{group} * rows + row) * side.tokens, end = first + side.tokens;
+  write_nvfp4<typename Mover::Element, Mover::kAligned>(map, source, target, scale[head], first,
+                                                        end < map.num_tokens ? end : map.num_tokens);
+}
 
 // `block` counts from the first block that works on this side.
 template <class Mover, bool kTransposes>
 __device__ __forceinline__ void write_side(const SlotMap& map, const SidePlan& side, const Scale* scale,
                                            uint32_t block) {
-  if constexpr (kTransposes) {
+  if constexpr (kInPages<Mover>) {
+    return write_pages<Mover>(map, side, *scale, block);
+  } else if constexpr (kTransposes) {
     __shared__ TokenTile<typename Mover::Stored> tile;
     if (side.run) return transpose_tokens<Mover>(map, side, scale, block, tile);
   }
-  scatter_tokens<Mover, Shape<Mover, kTransposes>::kTokens>(map, side, scale, block);
+  if constexpr (!kInPages<Mover>) scatter_tokens<Mover, Shape<Mover, kTransposes>::kTokens>(map, side, scale, block);
 }
 
 inline SlotMap slot_map_of(const ReshapeAndCacheArgs& args, const Launch& launch) {
@@ -120,6 +158,7 @@ inline SidePlan plan_side(const CacheSide& s, const ReshapeAndCacheArgs& args, c
   p.head = s.head * w.stored_size;
   p.chunk = s.chunk_stride * w.stored_size;
   p.head_size = static_cast<uint32_t>(s.head_size);
+  p.page = s.page;
   p.heads = Divider(args.num_heads);
   const int64_t vectors_per_head = s.head_size / w.vector, vectors = args.num_heads * vectors_per_head;
   if (vectors == 0) return p;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "cache/reshape_and_cache.h"
+#include "cpu/nvfp4.h"
 #include "cpu/simd.h"
 #include "cpu/stream_copy.h"
 
@@ -119,6 +120,20 @@ struct Quantise {
   }
 };
 
+// Blocks of nvfp4: neither rows nor columns, but pages.
+template <class T>
+struct QuantiseBlocks {
+  using Source = T;
+  using Stored = uint8_t;
+  static void run(const CacheSide& side, int64_t num_heads, const Run& run) {
+    for (int64_t i = 0; i < run.length; ++i)
+      for (int64_t h = 0; h < num_heads; ++h)
+        store_nvfp4_row(static_cast<uint8_t*>(side.cache) + run.block * side.block, side.page, run.offset + i, h,
+                        static_cast<const T*>(side.data) + (run.token + i) * side.data_token + h * side.data_head,
+                        side.data_dim, side.head_size, side.scale[h]);
+  }
+};
+
 // Heads lie in the cache as they do in the token: no tile is needed.
 template <class Convert>
 void write_rows(const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches) {
@@ -186,7 +201,9 @@ void write_tiles(const CacheSide& side, int64_t num_heads, const Run& run, bool 
 
 template <class Convert>
 void write_run(const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches) {
-  if (side.chunk == side.head_size) {
+  if constexpr (requires { Convert::run; }) {
+    Convert::run(side, num_heads, run);
+  } else if (side.chunk == side.head_size) {
     write_rows<Convert>(side, num_heads, run, past_caches);
   } else {
     write_tiles<Convert>(side, num_heads, run, past_caches);
@@ -206,7 +223,7 @@ void with_conversion(KvFormat format, F&& f) {
     case KvFormat::kInt8:
       return f.template operator()<Quantise<T, i8>>();
     case KvFormat::kNvfp4:
-      break;
+      return f.template operator()<QuantiseBlocks<T>>();
   }
 }
 

@@ -236,4 +236,25 @@ KvFormat kv_format(const char* name, const Tensor& cache, DType data, std::initi
   fail(PYKV_VALUE_ERROR, "kv_cache_dtype: must be one of %s, got '%s'", names.c_str(), name);
 }
 
+Nvfp4Page nvfp4_page(const Tensor& cache, int64_t head_size) {
+  if (head_size % kNvfp4HeadMultiple != 0)
+    cache.fail(PYKV_VALUE_ERROR, "nvfp4 needs a head size (MLA: an entry) that is a multiple of 64, got %" PRId64,
+               head_size);
+  const int64_t block_size = cache.size(1), heads = cache.ndim() == 4 ? cache.size(2) : 1, row = nvfp4_bytes(head_size);
+  if (block_size % kNvfp4TokenGroup != 0)
+    cache.fail(PYKV_VALUE_ERROR, "nvfp4 needs blocks of a multiple of 4 tokens, got shape %s",
+               cache.shape_string().c_str());
+  const int64_t token = cache.stride(1), head = cache.ndim() == 4 && heads > 1 ? cache.stride(2) : row;
+  const bool compact = cache.size(-1) == row && cache.stride(-1) == 1;
+  const bool tokens_first = token == heads * row && head == row;
+  const bool heads_first = token == row && (head == block_size * row || heads == 1);
+  if (cache.numel() > 0 && !(compact && (tokens_first || heads_first)))
+    cache.fail(PYKV_VALUE_ERROR,
+               "nvfp4 needs blocks [block_size, num_heads, %" PRId64
+               "] of bytes without gaps, NHD or (by permuted strides) HND, got shape %s with strides [%" PRId64
+               ", %" PRId64 ", %" PRId64 ", ...]",
+               row, cache.shape_string().c_str(), cache.stride(0), token, cache.stride(2));
+  return nvfp4_page(block_size, heads, head_size, !tokens_first);
+}
+
 }  // namespace pykv

@@ -6,6 +6,7 @@
 
 #include "core/args.h"
 #include "core/error.h"
+#include "core/nvfp4.h"
 
 namespace pykv {
 
@@ -101,5 +102,9 @@ class Tensor {
 // takes copies and fp8; `more` are the formats that this one takes beside them.
 KvFormat kv_format(const char* kv_cache_dtype, const Tensor& cache, DType data,
                    std::initializer_list<KvFormat> more = {});
+
+// The pages of an nvfp4 cache [NB, BS, heads, head_size * 9 / 16], NHD or HND, or [NB, BS, head_size * 9 / 16].  The shape
+// is nominal: what lies where in a page is said in core/nvfp4.h.
+Nvfp4Page nvfp4_page(const Tensor& cache, int64_t head_size);
 
 }  // namespace pykv

@@ -77,4 +77,31 @@ inline void load_nvfp4(T* to, const uint8_t* codes, uint8_t scale, float global)
   for (int i = 0; i < kNvfp4Block; i += kWidth) store(to + i, load_e2m1(bytes + i) * block * global);
 }
 
+// A head of a token: `size` elements that lie `stride` apart, to their places in a page.
+template <class T>
+inline void store_nvfp4_row(uint8_t* page, const Nvfp4Page& places, int64_t token, int64_t head, const T* from,
+                            int64_t stride, int64_t size, float global) {
+  for (int64_t first = 0; first < size; first += kNvfp4Block, from += kNvfp4Block * stride) {
+    T together[kNvfp4Block];
+    if (stride != 1)
+      for (int i = 0; i < kNvfp4Block; ++i) together[i] = from[i * stride];
+    store_nvfp4(page + places.codes_at(token, head, first),
+                page + places.scale_at(token, head, static_cast<int32_t>(first / kNvfp4Block)),
+                stride == 1 ? from : together, global);
+  }
+}
+
+// The other way round.
+template <class T>
+inline void load_nvfp4_row(T* to, int64_t stride, const uint8_t* page, const Nvfp4Page& places, int64_t token,
+                           int64_t head, int64_t size, float global) {
+  for (int64_t first = 0; first < size; first += kNvfp4Block, to += kNvfp4Block * stride) {
+    T together[kNvfp4Block];
+    load_nvfp4(stride == 1 ? to : together, page + places.codes_at(token, head, first),
+               page[places.scale_at(token, head, static_cast<int32_t>(first / kNvfp4Block))], global);
+    if (stride != 1)
+      for (int i = 0; i < kNvfp4Block; ++i) to[i * stride] = together[i];
+  }
+}
+
 }  // namespace pykv::PYKV_ISA

@@ -4,6 +4,11 @@
  *   packed   key_cache [NB, num_kv_heads, head_size / x, BS, x]   value_cache [NB, num_kv_heads, v_head_size, BS]
  *   flash    key_cache [NB, BS, num_kv_heads, head_size]          value_cache [NB, BS, num_kv_heads, v_head_size]
  *            NHD as it stands, HND by permuted strides
+ * nvfp4: bytes [NB, BS, num_kv_heads, head_size * 9 / 16], a flash cache by its nominal shape.  In a block lie first all
+ * four-bit floats (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; the even element in the lower half of a byte),
+ * then a scale (e4m3) for each 16 of them, NHD or HND both; scale s of token t lies in row (t / 4) * 4 + s / (S / 4) and
+ * column (s % (S / 4)) * 4 + t % 4, with S = head_size / 16.  head_size must be a multiple of 64, BS of 4; blocks may lie
+ * anywhere, but have no gaps.
  * All strides of all arrays are honoured, those of key_cache and value_cache independently: two views of one allocation
  * are as good as two allocations.
  */
@@ -20,7 +25,10 @@
  *   kv_cache_dtype "auto", "float32", "float16", "bfloat16": elements are copied, the dtypes must agree;
  *                  "fp8", "fp8_e4m3", "fp8_e5m2": element = value / scale, rounded to nearest even, saturated to the
  *                  largest finite value; NaN stays NaN;
- *                  "int8": the same with integers, -128 to 127; NaN becomes 0
+ *                  "int8": the same with integers, -128 to 127; NaN becomes 0;
+ *                  "nvfp4" (flash only): element = value / (block scale * scale), to nearest, ties to even, at most 6;
+ *                  NaN becomes 0.  block scale = e4m3(largest magnitude of the 16, NaN not counted / (6 * scale)), at
+ *                  most 448.  So scale = largest of all / 2688 uses the whole range
  *   k_scale, v_scale   one float, or one for each head; NULL: 1.  Looked at where elements are divided by them
  * num_tokens decides: key and value may have more rows.  Where two tokens share a slot, either of them may win.
  * A slot >= NB * BS is skipped and reported. */
@@ -102,11 +110,12 @@ PYKV_API pykv_status pykv_swap_blocks_batch(const DLTensor* src_ptrs, const DLTe
  *   k_pe           [num_rows, rope_size]     dtype of kv_c
  *   kv_cache       as above; dtype of kv_c, or one-byte elements; for "fp8_ds_mla" [NB, BS, record] of bytes
  *   slot_mapping   [num_tokens]              int32 | int64; negative: padding, the token is skipped
- *   kv_cache_dtype as for pykv_reshape_and_cache; or
+ *   kv_cache_dtype as for pykv_reshape_and_cache; "nvfp4": kv_cache [NB, BS, (kv_lora_rank + rope_size) * 9 / 16], a head
+ *                  of kv_lora_rank + rope_size elements, which must be a multiple of 64; or
  *                  "fp8_ds_mla": a record of kv_lora_rank e4m3 elements, a float32 scale for each 128 of them (their
  *                  largest magnitude / 448, at least FLT_MIN; NaN is not counted), and k_pe as it is.  kv_lora_rank must
  *                  be a multiple of 128 and the data 16-bit floats; 512 and 64 make 656 bytes
- *   scale          one float; NULL: 1.  Looked at for "fp8..." except "fp8_ds_mla", and "int8"
+ *   scale          one float; NULL: 1.  Looked at for "fp8..." except "fp8_ds_mla", "int8" and "nvfp4"
  * num_tokens decides: kv_c and k_pe may have more rows.  Where two tokens share a slot, either of them may win.
  * A slot >= NB * BS is skipped and reported. */
 PYKV_API pykv_status pykv_concat_and_cache_mla(const DLTensor* kv_c, const DLTensor* k_pe, DLTensor* kv_cache,
@@ -131,10 +140,11 @@ PYKV_API pykv_status pykv_cp_gather_cache(const DLTensor* src_cache, DLTensor* d
  *   token_to_seq   [>= num_tokens]        the request of each row; NULL: it is searched for in cu_seq_lens.  A row at or
  *                                         beyond its request's end is left as it is; a request out of range reported
  *   kv_cache_dtype "auto" and so on: copied, the dtypes must agree; "fp8...", "int8": element * scale, rounded to nearest
- *                  even;
+ *                  even; "nvfp4": element * block scale * scale, src_cache [NB, BS, head_size * 9 / 16] for dst
+ *                  [num_rows, head_size], or with heads before the last dimension of both;
  *                  "fp8_ds_mla": src_cache [NB, BS, record] as pykv_concat_and_cache_mla writes it, dst f16 | bf16
  *                  [num_rows, kv_lora_rank + rope_size]; the rope is copied: it must have been written in the dtype of dst
- *   scale          one float; NULL: 1.  Looked at for "fp8..." except "fp8_ds_mla", and "int8" */
+ *   scale          one float; NULL: 1.  Looked at for "fp8..." except "fp8_ds_mla", "int8" and "nvfp4" */
 PYKV_API pykv_status pykv_gather_and_maybe_dequant_cache(const DLTensor* src_cache, DLTensor* dst,
                                                          const DLTensor* block_table, const DLTensor* cu_seq_lens,
                                                          const DLTensor* token_to_seq, int64_t num_tokens,
