@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -54,8 +54,11 @@ class Case:
         if self.positions is None:
             self.positions = rng.integers(0, MAX_POSITION, self.rows)
         self.rows = len(self.positions)
-        stored = DTYPES[self.dtype] if self.kind == "auto" else np.dtype(reference.CODES[self.kind])
-        where = inputs.layout(self.layout, self.s, stored.itemsize)
+        stored = DTYPES[self.dtype] if self.kind == "auto" else np.dtype(reference.CODES.get(self.kind, np.uint8))
+        places = self.s
+        if self.kind == "nvfp4":
+            places = replace(places, head_size=places.head_size * 9 // 16, v_head_size=places.v_size * 9 // 16)
+        where = inputs.layout(self.layout, places, stored.itemsize)
         shapes = [where.key_shape] if where.one_memory else [where.key_shape, where.value_shape]
         self.where = where
         self.memories = [inputs.bits(rng, shape, stored) for shape in shapes]
@@ -188,6 +191,15 @@ def test_dimensions(array: Library, dims: tuple[int, int, int], is_neox: bool) -
                 offset=offset,
             )  # fmt: skip
             case.check()
+
+
+@styles
+@pytest.mark.parametrize("layout", ["NHD", "HND", "HND, blocks of K and V in turn", "pages not aligned"])
+def test_nvfp4(array: Library, layout: str, is_neox: bool) -> None:
+    s = Sizes(head_size=128)
+    for dtype in DTYPES:
+        Case(array, layout, s=s, dtype=dtype, kind="nvfp4", is_neox=is_neox, k_scale=0.01).check()
+        Case(array, layout, s=s, dtype=dtype, kind="nvfp4", is_neox=is_neox, arrangement="flat", offset=16).check()
 
 
 @styles

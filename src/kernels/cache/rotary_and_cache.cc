@@ -1,6 +1,7 @@
 #include "cache/rotary_and_cache.h"
 
 #include <cinttypes>
+#include <cstring>
 
 #include "cache/reshape_and_cache_inputs.h"
 #include "pykv/cache.h"
@@ -28,8 +29,8 @@ struct Heads {
 };
 
 // From the shape of a cache, flash or packed; other shapes are refused later.
-int64_t head_size_of(const Tensor& cache, bool packed, bool of_key) {
-  if (!packed) return cache.ndim() == 4 ? cache.size(3) : 0;
+int64_t head_size_of(const Tensor& cache, bool packed, bool nvfp4, bool of_key) {
+  if (!packed) return cache.ndim() != 4 ? 0 : nvfp4 ? cache.size(3) * 16 / 9 : cache.size(3);
   if (of_key) return cache.size(2) * cache.size(4);
   return cache.ndim() == 4 ? cache.size(2) : 0;
 }
@@ -51,8 +52,9 @@ pykv_status pykv_rotary_and_cache(const DLTensor* positions, DLTensor* query, DL
     const Tensor k_cache = call.write("key_cache", key_cache).rank_between(4, 5);
     const Tensor v_cache = call.write("value_cache", value_cache).rank(4);
     const bool packed = k_cache.ndim() == 5;
-    Dim head_size{"head_size", head_size_of(k_cache, packed, true)};
-    const Heads keys(k, *key, head_size), values(v, *value, head_size_of(v_cache, packed, false));
+    const bool nvfp4 = std::strcmp(kv_cache_dtype, "nvfp4") == 0;
+    Dim head_size{"head_size", head_size_of(k_cache, packed, nvfp4, true)};
+    const Heads keys(k, *key, head_size), values(v, *value, head_size_of(v_cache, packed, nvfp4, false));
 
     RotaryAndCacheArgs args{};
     args.cache.report = "rotary_and_cache: slot_mapping";
