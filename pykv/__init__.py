@@ -65,6 +65,8 @@ from pykv.runtime import (
     set_num_threads,
 )
 
+from pykv.dispatch import configure, explain  # isort: skip  # after all operations: it looks at them
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -78,6 +80,7 @@ __all__ = [
     "check_errors",
     "concat_and_cache_mla",
     "concat_mla_q",
+    "configure",
     "convert_fp8",
     "copy_blocks",
     "copy_blocks_mla",
@@ -85,6 +88,7 @@ __all__ = [
     "cp_gather_cache",
     "cp_gather_indexer_k_quant_cache",
     "dual_chunk_rotary_embedding",
+    "explain",
     "fatrelu_and_mul",
     "from_pointer",
     "fused_add_rms_norm",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from types import FunctionType, SimpleNamespace
 from typing import Any, Final, Literal, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
@@ -83,7 +83,8 @@ class Parameter:
 @dataclass(frozen=True)
 class Op:
     name: str
-    function: Callable[..., None]
+    function: FunctionType  # what pykv has under this name
+    direct: FunctionType  # the same as it was written, whatever pykv.dispatch makes of the other
     parameters: tuple[Parameter, ...]  # without `stream`
     rules: Mapping[str, Rule]
 
@@ -108,16 +109,20 @@ class Op:
     def _before_the_call(self) -> Callable[..., tuple[Any, ...]]:
         """The Python function, with another ``_C`` that only tells what it was called with."""
         told: list[tuple[Any, ...]] = []
-        own = {**self.function.__globals__, "_C": SimpleNamespace(**{self.name: lambda *args: told.append(args)})}
-        code = cast(FunctionType, self.function)
-        copy = FunctionType(code.__code__, own, code.__name__, code.__defaults__, code.__closure__)
-        copy.__kwdefaults__ = code.__kwdefaults__
+        own = {**self.direct.__globals__, "_C": SimpleNamespace(**{self.name: lambda *args: told.append(args)})}
+        copy = _copy(self.direct, own)
 
         def call(**arguments: Any) -> tuple[Any, ...]:
             copy(**arguments)
             return told.pop()
 
         return call
+
+
+def _copy(function: FunctionType, own_globals: dict[str, Any]) -> FunctionType:
+    copy = FunctionType(function.__code__, own_globals, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def _parameters(name: str, function: Callable[..., None]) -> tuple[Parameter, ...]:
@@ -137,7 +142,8 @@ def _parameters(name: str, function: Callable[..., None]) -> tuple[Parameter, ..
     )
 
 
-def all_ops() -> dict[str, Op]:
+@cache
+def all_ops() -> Mapping[str, Op]:
     """Every operation by its name."""
     import pykv
 
@@ -145,5 +151,6 @@ def all_ops() -> dict[str, Op]:
     for name in _C.ops:
         function = getattr(pykv, name)
         rules = getattr(function, "__pykv_returns__", {})
-        ops[name] = Op(name, function, _parameters(name, function), rules)
+        direct = _copy(function, function.__globals__)
+        ops[name] = Op(name, function, direct, _parameters(name, function), rules)
     return ops

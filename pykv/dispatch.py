@@ -1,0 +1,263 @@
+"""Several implementations of one operation: which one a call takes, and how to have a say in it.
+
+An operation has the implementation ``pykv`` (the kernels of this package, on ``cpu`` and, if built so, ``cuda``), some
+have one in array-API terms, ``native`` (``pykv.native``), and others may be registered::
+
+    @pykv.dispatch.register("rms_norm", "mine", platforms=["cuda"], accepts=lambda out, *_, **__: out.ndim == 2)
+    def rms_norm(out, input, weight, epsilon=1e-6, *, stream=None): ...
+
+or come from an installed package by an entry point of the group ``pykv.ops`` whose name is that of the operation and
+the provider, ``rms_norm.mine = package.module:function`` (taken as they are, for both platforms).
+
+A call takes the first that is enabled, is for the platform of its first array and accepts the arguments: in the order
+of their priorities, registered ones (10 unless they say otherwise), ``pykv`` (0), ``native`` (-10).  ``-op`` (see
+:func:`configure`) leaves ``native`` alone.  As long as an operation has nothing registered and is enabled, none of this
+exists for it: calls go straight to the kernels.  ``pykv.jax``, whose calls are XLA's, always takes these.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from inspect import signature
+from typing import Any, Final, TypeVar
+
+from pykv import _C
+from pykv._schema import Op, all_ops
+
+PLATFORMS: Final = ("cpu", "cuda")
+_PLATFORM_OF_DEVICE: Final = {1: "cpu", 3: "cpu", 2: "cuda", 13: "cuda"}  # DLDeviceType
+
+_Function = TypeVar("_Function", bound=Callable[..., None])
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to carry out an operation; ``accepts`` says False, or why not, to calls that it cannot do."""
+
+    provider: str
+    function: Callable[..., None]
+    platforms: frozenset[str]
+    priority: int
+    accepts: Callable[..., bool | str] | None = None
+
+    def refusal(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        if platform not in self.platforms:
+            return f"is for {' and '.join(sorted(self.platforms))}, the call is on {platform}"
+        if self.accepts is None:
+            return None
+        answer = self.accepts(*args, **kwargs)
+        return None if answer is True else answer if isinstance(answer, str) else "does not accept these arguments"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would do: ``str()`` of it is one line for each implementation, in the order they are asked."""
+
+    op: str
+    platform: str
+    chosen: str | None
+    reasons: Sequence[tuple[str, str]]
+
+    def __str__(self) -> str:
+        lines = [f"  {provider}: {reason}" for provider, reason in self.reasons]
+        return "\n".join([f"{self.op} on {self.platform}: {self.chosen or 'no implementation'}", *lines])
+
+
+@dataclass
+class _Choice:
+    """All that is known of one operation."""
+
+    op: Op
+    implementations: list[Implementation] = field(default_factory=list)
+    is_routed: bool = False  # calls come here
+
+    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Implementation | None, Explanation]:
+        platform = _platform_of(self.op, args, kwargs)
+        reasons, chosen = [], None
+        for candidate in self.implementations:
+            if not _is_enabled(self.op.name) and candidate.provider != "native":
+                reason = f"{self.op.name} is disabled"
+            elif chosen:
+                reason = "is not asked any more"
+            else:
+                refusal = candidate.refusal(platform, args, kwargs)
+                reason, chosen = (refusal, None) if refusal else ("is taken", candidate)
+            reasons.append((candidate.provider, reason))
+        return chosen, Explanation(self.op.name, platform, chosen.provider if chosen else None, reasons)
+
+
+def _platform_of(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    arguments = dict(zip((p.name for p in op.parameters), args, strict=False)) | kwargs
+    for p in op.parameters:
+        value = arguments.get(p.name)
+        first = value[0] if isinstance(value, (list, tuple)) and value else value
+        if p.is_array and (device := getattr(first, "__dlpack_device__", None)):
+            return _PLATFORM_OF_DEVICE.get(int(device()[0]), "cpu")
+        if p.is_array and hasattr(first, "__cuda_array_interface__"):
+            return "cuda"
+    return "cpu"
+
+
+def _begin() -> dict[str, _Choice]:
+    platforms = frozenset(PLATFORMS if _C.has_cuda() else ("cpu",))
+    choices = {}
+    for name, op in all_ops().items():
+        choices[name] = _Choice(op, [Implementation("pykv", op.direct, platforms, 0)])
+    return choices
+
+
+_choices: Final = _begin()
+_entries: list[str] = ["all"]
+
+
+def register(
+    op: str,
+    provider: str,
+    *,
+    platforms: Iterable[str] = PLATFORMS,
+    priority: int = 10,
+    accepts: Callable[..., bool | str] | None = None,
+    override: bool = False,
+) -> Callable[[_Function], _Function]:
+    """Decorates a function with the signature of an operation: from now on calls may take it.
+
+    Args:
+        op: name of the operation.
+        provider: whose it is; the name it has in :func:`explain`.
+        platforms: ``"cpu"``, ``"cuda"``.
+        priority: higher ones are asked first.
+        accepts: called with the arguments of a call: True, or False or a reason.
+        override: replace the implementation that the provider has registered before.
+
+    Raises:
+        ValueError: no such operation or platform; or the provider has one already.
+    """
+    choice = _choice_of(op)
+    wanted = frozenset(platforms)
+    if unknown := wanted - set(PLATFORMS):
+        raise ValueError(f"platforms: must be of {', '.join(PLATFORMS)}, got {min(unknown)!r}")
+    if not override and any(i.provider == provider for i in choice.implementations):
+        raise ValueError(f"{op}: {provider} has an implementation already; say override=True to replace it")
+
+    def attach(function: _Function) -> _Function:
+        others = [i for i in choice.implementations if i.provider != provider]
+        new = Implementation(provider, function, wanted, priority, accepts)
+        choice.implementations = sorted([*others, new], key=lambda i: -i.priority)
+        _route(choice)
+        return function
+
+    return attach
+
+
+def unregister(op: str, provider: str) -> None:
+    """Takes back what :func:`register` did."""
+    choice = _choice_of(op)
+    if provider == "pykv" or not any(i.provider == provider for i in choice.implementations):
+        raise ValueError(f"{op}: {provider!r} has registered nothing")
+    choice.implementations = [i for i in choice.implementations if i.provider != provider]
+    _route(choice)
+
+
+def configure(ops: str | Sequence[str]) -> None:
+    """Enables and disables operations: ``"all"``, ``"none"``, ``"+op"``, ``"-op"``, as a list or joined by commas.
+
+    ``all`` is what counts if neither is said.  A disabled operation is carried out by its ``native`` implementation.
+    The environment variable ``PYKV_OPS`` says the same when pykv is imported.  The last call counts.
+
+    Raises:
+        ValueError: an entry is none of these, names no operation, contradicts another one, or more than one of ``all``
+            and ``none`` is given; nothing has changed.
+    """
+    global _entries
+    entries = [e.strip() for e in ops.split(",")] if isinstance(ops, str) else list(ops)
+    if len([e for e in entries if e in ("all", "none")]) > 1:
+        raise ValueError(f"ops: only one of 'all' and 'none' may be given, once, got {entries}")
+    for entry in entries:
+        if entry in ("all", "none"):
+            continue
+        if len(entry) < 2 or entry[0] not in "+-":
+            raise ValueError(f"ops: an entry must be 'all', 'none', '+op' or '-op', got {entry!r}")
+        _choice_of(entry[1:])
+        if ("-" if entry[0] == "+" else "+") + entry[1:] in entries:
+            raise ValueError(f"ops: {entry[1:]} is both enabled and disabled")
+    _entries = entries
+    for choice in _choices.values():
+        _route(choice)
+
+
+def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
+    """Which implementation the call ``pykv.<op>(*args, **kwargs)`` would take, and why; nothing is called."""
+    return _choice_of(op).look(args, kwargs)[1]
+
+
+def _choice_of(op: str) -> _Choice:
+    if op not in _choices:
+        raise ValueError(f"no operation is called {op!r}")
+    return _choices[op]
+
+
+def _is_enabled(op: str) -> bool:
+    return ("none" not in _entries or f"+{op}" in _entries) and f"-{op}" not in _entries
+
+
+def _route(choice: _Choice) -> None:
+    """Sends calls here if there is anything to choose, else straight to the kernels.
+
+    The code of the function itself is exchanged: all names that it has anywhere mean the same, and where there is
+    nothing to choose nothing is left of the choice.
+    """
+    wanted = not _is_enabled(choice.op.name) or any(
+        i.priority >= 0 and i.provider != "pykv" for i in choice.implementations
+    )
+    if wanted == choice.is_routed:
+        return
+    choice.is_routed = wanted
+    function, direct = choice.op.function, choice.op.direct
+    if wanted:
+        function.__dict__["__signature__"] = signature(direct)
+        function.__defaults__ = function.__kwdefaults__ = None
+        function.__globals__["__pykv_dispatch__"] = _dispatch
+        function.__code__ = _routing_code(choice.op.name)
+    else:
+        del function.__dict__["__signature__"]
+        function.__code__, function.__defaults__ = direct.__code__, direct.__defaults__
+        function.__kwdefaults__ = direct.__kwdefaults__
+
+
+def _routing_code(name: str) -> Any:
+    scope: dict[str, Any] = {}
+    exec(f"def {name}(*args, **kwargs): return __pykv_dispatch__({name!r}, args, kwargs)", scope)
+    return scope[name].__code__
+
+
+def _dispatch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    chosen, explanation = _choices[name].look(args, kwargs)
+    if chosen is None:
+        raise NotImplementedError(f"no implementation takes this call\n{explanation}")
+    chosen.function(*args, **kwargs)
+
+
+def _register_installed() -> None:
+    """What other packages offer by entry points, and what the environment wants."""
+    from pykv import native
+
+    for name, function in native.FUNCTIONS.items():
+        register(name, "native", priority=-10)(function)
+    for entry in entry_points(group="pykv.ops"):
+        op, _, provider = entry.name.partition(".")
+        register(op, provider or entry.name)(_on_first_call(entry))
+    if "PYKV_OPS" in os.environ:
+        configure(os.environ["PYKV_OPS"])
+
+
+def _on_first_call(entry: Any) -> Callable[..., None]:
+    def function(*args: Any, **kwargs: Any) -> None:
+        entry.load()(*args, **kwargs)
+
+    return function
+
+
+_register_installed()

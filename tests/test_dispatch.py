@@ -1,0 +1,181 @@
+"""Which implementation of an operation a call takes."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from samples import sample
+from tolerance import assert_close
+
+import pykv
+from pykv import dispatch, native
+
+rms_norm = pykv.rms_norm  # a name of before anything is registered
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was():
+    yield
+    dispatch.configure("all")
+    for choice in dispatch._choices.values():
+        for implementation in list(choice.implementations):
+            if implementation.provider not in ("pykv", "native"):
+                dispatch.unregister(choice.op.name, implementation.provider)
+
+
+def call(function=pykv.rms_norm):
+    out = np.full((2, 8), 7, np.float32)
+    function(out, np.ones((2, 8), np.float32), None)
+    return out
+
+
+def fives(out, input, weight, epsilon=1e-6, *, stream=None):
+    out[...] = 5
+
+
+def test_nothing_is_left_of_it_where_there_is_nothing_to_choose():
+    code = rms_norm.__code__
+    dispatch.register("rms_norm", "mine")(fives)
+    assert rms_norm.__code__ is not code
+    dispatch.unregister("rms_norm", "mine")
+    assert rms_norm.__code__ is code
+    assert "__signature__" not in rms_norm.__dict__
+
+
+def test_a_registered_function_is_taken_under_every_name():
+    dispatch.register("rms_norm", "mine")(fives)
+    assert (call() == 5).all()
+    assert (call(rms_norm) == 5).all()
+    assert list(inspect.signature(rms_norm).parameters) == ["out", "input", "weight", "epsilon", "stream"]
+    dispatch.unregister("rms_norm", "mine")
+    assert_close(call(), np.ones((2, 8)), np.float32)
+
+
+def test_platforms_and_arguments_decide():
+    dispatch.register("rms_norm", "gpu", platforms=["cuda"])(fives)
+    dispatch.register("rms_norm", "wide", accepts=lambda out, *_, **__: out.shape[-1] > 8 or "rows are too short")(
+        fives
+    )
+    assert_close(call(), np.ones((2, 8)), np.float32)
+    explanation = pykv.explain("rms_norm", *(np.ones((2, 8), np.float32),) * 2, None)
+    assert explanation.chosen == "pykv"
+    assert str(explanation).splitlines() == [
+        "rms_norm on cpu: pykv",
+        "  gpu: is for cuda, the call is on cpu",
+        "  wide: rows are too short",
+        "  pykv: is taken",
+        "  native: is not asked any more",
+    ]
+
+
+def test_higher_priorities_are_asked_first():
+    dispatch.register("rms_norm", "low", priority=1)(lambda *_, **__: None)
+    dispatch.register("rms_norm", "high", priority=99)(fives)
+    assert (call() == 5).all()
+
+
+def test_a_provider_registers_once():
+    dispatch.register("rms_norm", "mine")(fives)
+    with pytest.raises(ValueError, match="rms_norm: mine has an implementation already"):
+        dispatch.register("rms_norm", "mine")
+    dispatch.register("rms_norm", "mine", override=True)(lambda *_, **__: None)
+    assert (call() == 7).all()
+    with pytest.raises(ValueError, match="no operation is called 'rms'"):
+        dispatch.register("rms", "mine")
+    with pytest.raises(ValueError, match="platforms: must be of cpu, cuda, got 'tpu'"):
+        dispatch.register("rms_norm", "other", platforms=["tpu"])
+
+
+@pytest.mark.parametrize(
+    ("entries", "enabled", "disabled"),
+    [
+        (["all", "-rms_norm"], ["relu2"], ["rms_norm"]),
+        ("all,-rms_norm", ["relu2"], ["rms_norm"]),
+        ("none, +rms_norm", ["rms_norm"], ["relu2"]),
+        (["-rms_norm", "-rms_norm"], ["relu2"], ["rms_norm"]),
+        (["+rms_norm"], ["rms_norm", "relu2"], []),
+        ("none", [], ["rms_norm", "relu2"]),
+    ],
+)
+def test_grammar(entries, enabled, disabled):
+    dispatch.configure(entries)
+    for name, chosen in [*((n, "pykv") for n in enabled), *((n, "native") for n in disabled)]:
+        assert pykv.explain(name, **sample(name)).chosen == chosen
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (["all", "none"], "only one of 'all' and 'none'"),
+        (["all", "all"], "only one of 'all' and 'none'"),
+        (["rms_norm"], "an entry must be"),
+        (["all,-rms_norm"], "an entry must be"),
+        ("", "an entry must be"),
+        (["+"], "an entry must be"),
+        (["+rms_norm", "-rms_norm"], "rms_norm is both enabled and disabled"),
+        (["-what"], "no operation is called 'what'"),
+    ],
+)
+def test_wrong_entries_change_nothing(entries, message):
+    dispatch.configure("-relu2")
+    with pytest.raises(ValueError, match=message):
+        dispatch.configure(entries)
+    assert pykv.explain("relu2", **sample("relu2")).chosen == "native"
+
+
+def test_a_disabled_operation_without_a_native_one_says_so():
+    dispatch.configure("-concat_mla_q")
+    with pytest.raises(NotImplementedError, match=r"concat_mla_q on cpu: no implementation\n  pykv: .* is disabled"):
+        pykv.concat_mla_q(**sample("concat_mla_q"))
+
+
+@pytest.mark.parametrize("name", sorted(native.FUNCTIONS))
+def test_native_implementations_agree(array, name):
+    if array.name in ("jax", "interface"):
+        pytest.skip("no arrays that can be written by this library")
+    pytest.importorskip("array_api_compat")
+    values = sample(name)
+    ours = {k: array.output(v) if isinstance(v, np.ndarray) else v for k, v in values.items()}
+    theirs = {k: array.output(v) if isinstance(v, np.ndarray) else v for k, v in values.items()}
+    getattr(pykv, name)(**ours)
+    dispatch.configure(f"-{name}")
+    getattr(pykv, name)(**theirs)
+    for k, v in values.items():
+        if isinstance(v, np.ndarray):
+            assert_close(array.numpy(theirs[k]), array.numpy(ours[k]), np.float32)
+
+
+def test_the_environment_is_read():
+    program = "import pykv, numpy as np; x = np.ones((2, 8)); print(pykv.explain('relu2', x, x).chosen)"
+    done = subprocess.run(
+        [sys.executable, "-P" if sys.version_info >= (3, 11) else "-I", "-c", program],
+        env={"PYKV_OPS": "all,-relu2", "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "native"
+
+
+def test_entry_points_are_found(tmp_path):
+    (tmp_path / "mine.py").write_text("def relu2(out, input, *, stream=None):\n    out[...] = 42\n")
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[pykv.ops]\nrelu2.mine = mine:relu2\n")
+    program = (
+        "import pykv, numpy as np; x = np.ones((1, 2), np.float32); y = x.copy(); pykv.relu2(y, x); print(y.max())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": ":".join([str(tmp_path), *sys.path]), "PYTHONSAFEPATH": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "42.0"
