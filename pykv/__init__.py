@@ -51,7 +51,18 @@ from pykv.mla import (
     cp_gather_cache,
     gather_and_maybe_dequant_cache,
 )
-from pykv.norm import fused_add_rms_norm, rms_norm
+from pykv.norm import (
+    fused_add_rms_norm,
+    fused_add_rms_norm_static_fp8_quant,
+    gemma_fused_add_rms_norm,
+    gemma_rms_norm,
+    layer_norm,
+    rms_norm,
+    rms_norm_dynamic_per_token_quant,
+    rms_norm_gated,
+    rms_norm_per_block_quant,
+    rms_norm_static_fp8_quant,
+)
 from pykv.paged_kv_cache import OutOfBlocks, PagedKVCache, PrefixStats
 from pykv.rotary import batched_rotary_embedding, dual_chunk_rotary_embedding, mrope, rotary_embedding
 from pykv.runtime import (
@@ -92,6 +103,7 @@ __all__ = [
     "fatrelu_and_mul",
     "from_pointer",
     "fused_add_rms_norm",
+    "fused_add_rms_norm_static_fp8_quant",
     "gather_and_maybe_dequant_cache",
     "gelu_and_mul",
     "gelu_and_mul_sparse",
@@ -99,12 +111,15 @@ __all__ = [
     "gelu_new",
     "gelu_quick",
     "gelu_tanh_and_mul",
+    "gemma_fused_add_rms_norm",
+    "gemma_rms_norm",
     "get_cmake_dir",
     "get_include",
     "get_library_dir",
     "get_num_threads",
     "has_cuda",
     "indexer_k_quant_and_cache",
+    "layer_norm",
     "merge_attn_states",
     "merge_attn_states_n",
     "mrope",
@@ -117,6 +132,10 @@ __all__ = [
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "rms_norm",
+    "rms_norm_dynamic_per_token_quant",
+    "rms_norm_gated",
+    "rms_norm_per_block_quant",
+    "rms_norm_static_fp8_quant",
     "rotary_and_cache",
     "rotary_embedding",
     "set_num_threads",

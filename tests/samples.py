@@ -70,6 +70,14 @@ def ungated(**options: Any) -> Sample:
     return {"out": floats(3, 8), "input": floats(3, 8), **options}
 
 
+def added(**options: Any) -> Sample:
+    return {"input": floats(3, 8), "residual": floats(3, 8, seed=1), **options}
+
+
+def codes(**options: Any) -> Sample:
+    return {"result": np.zeros((3, 8), np.uint8), **options}
+
+
 def latent_cache() -> np.ndarray:
     return floats(NUM_BLOCKS, BLOCK_SIZE, 24)
 
@@ -97,7 +105,19 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     "relu2": ungated,
     "xielu": lambda: ungated(alpha_p=floats(1), alpha_n=floats(1)),
     "rms_norm": lambda: ungated(weight=floats(8)),
-    "fused_add_rms_norm": lambda: {"input": floats(3, 8), "residual": floats(3, 8, seed=1), "weight": floats(8)},
+    "fused_add_rms_norm": lambda: added(weight=floats(8)),
+    "gemma_rms_norm": lambda: ungated(weight=floats(8)),
+    "gemma_fused_add_rms_norm": lambda: added(weight=floats(8)),
+    "layer_norm": lambda: ungated(weight=floats(8), bias=floats(8, seed=1)),
+    "rms_norm_gated": lambda: ungated(weight=floats(8), z=floats(3, 8, seed=1), group_size=4),
+    "rms_norm_static_fp8_quant": lambda: codes(input=floats(3, 8), weight=floats(8), scale=0.5),
+    "fused_add_rms_norm_static_fp8_quant": lambda: codes(**added(weight=floats(8), scale=0.5)),
+    "rms_norm_dynamic_per_token_quant": lambda: codes(
+        input=floats(3, 8), weight=floats(8), scale=floats(3, 1), scale_ub=2.0
+    ),
+    "rms_norm_per_block_quant": lambda: codes(
+        input=floats(3, 8), weight=floats(8), scale=floats(3, 2), scale_ub=None, group_size=4
+    ),
     "rotary_embedding": lambda: {
         "positions": ids(0, 4, 2),
         "query": floats(3, HEADS * HEAD_SIZE),

@@ -1,10 +1,11 @@
-"""rms_norm and fused_add_rms_norm."""
+"""The norms."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -31,17 +32,63 @@ def fused_add_rms_norm(tokens: int, hidden_size: int, dtype: str, device: Device
     return lambda: pykv.fused_add_rms_norm(x, residual, weight)
 
 
+def layer_norm(tokens: int, hidden_size: int, dtype: str, device: Device) -> Call:
+    x, out = (device.random((tokens, hidden_size), dtype) for _ in range(2))
+    weight, bias = (device.random((hidden_size,), dtype) for _ in range(2))
+    return lambda: pykv.layer_norm(out, x, weight, bias)
+
+
+def rms_norm_gated(tokens: int, hidden_size: int, dtype: str, device: Device) -> Call:
+    x, z, out = (device.random((tokens, hidden_size), dtype) for _ in range(3))
+    weight = device.random((hidden_size,), dtype)
+    return lambda: pykv.rms_norm_gated(out, x, weight, z)
+
+
+def codes(tokens: int, hidden_size: int, device: Device) -> Any:
+    return device.array(np.zeros((tokens, hidden_size), np.uint8))
+
+
+def rms_norm_static_fp8_quant(tokens: int, hidden_size: int, dtype: str, device: Device) -> Call:
+    x, result = device.random((tokens, hidden_size), dtype), codes(tokens, hidden_size, device)
+    weight, scale = device.random((hidden_size,), dtype), device.array(np.full(1, 0.02, np.float32))
+    return lambda: pykv.rms_norm_static_fp8_quant(result, x, weight, scale)
+
+
+def rms_norm_dynamic_per_token_quant(tokens: int, hidden_size: int, dtype: str, device: Device) -> Call:
+    x, result = device.random((tokens, hidden_size), dtype), codes(tokens, hidden_size, device)
+    weight, scales = device.random((hidden_size,), dtype), device.array(np.zeros((tokens, 1), np.float32))
+    return lambda: pykv.rms_norm_dynamic_per_token_quant(result, x, weight, scales)
+
+
+def rms_norm_per_block_quant(tokens: int, hidden_size: int, dtype: str, device: Device) -> Call:
+    x, result = device.random((tokens, hidden_size), dtype), codes(tokens, hidden_size, device)
+    weight, scales = device.random((hidden_size,), dtype), device.array(np.zeros((hidden_size // 128, tokens), "f4")).T
+    return lambda: pykv.rms_norm_per_block_quant(result, x, weight, scales, group_size=128)
+
+
+# What a call moves for each element: as many of the input's size, and so many codes.
+OPS = [
+    (rms_norm, 2, 0),
+    (fused_add_rms_norm, 4, 0),
+    (layer_norm, 2, 0),
+    (rms_norm_gated, 3, 0),
+    (rms_norm_static_fp8_quant, 1, 1),
+    (rms_norm_dynamic_per_token_quant, 1, 1),
+    (rms_norm_per_block_quant, 1, 1),
+]
+
+
 def cases(dtypes: list[str]) -> Iterator[Case]:
-    for op, passes in ((rms_norm, 2), (fused_add_rms_norm, 4)):
+    for op, elements, num_codes in OPS:
         for dtype in dtypes:
-            itemsize = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+            size = elements * np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize + num_codes
             for hidden_size in HIDDEN_SIZES:
                 for tokens in TOKENS:
                     yield Case(
                         op.__name__,
                         {"tokens": tokens, "hidden": hidden_size},
                         dtype,
-                        passes * tokens * hidden_size * itemsize,
+                        size * tokens * hidden_size,
                         lambda device, op=op, sizes=(tokens, hidden_size, dtype): op(*sizes, device),
                     )
 

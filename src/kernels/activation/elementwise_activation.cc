@@ -60,8 +60,8 @@ pykv_status pykv_xielu(DLTensor* out, const DLTensor* input, const DLTensor* alp
                        double beta, double eps, void* stream) {
   return guarded("xielu", [&](Call& call) {
     ElementwiseActivationArgs args = checked(call, out, input);
-    args.alpha_p = parameter(call, "alpha_p", alpha_p);
-    args.alpha_n = parameter(call, "alpha_n", alpha_n);
+    args.alpha_p = call.parameter("alpha_p", alpha_p);
+    args.alpha_n = call.parameter("alpha_n", alpha_n);
     args.beta = static_cast<float>(beta);
     args.eps = static_cast<float>(eps);
     if (args.num_rows == 0) return;

@@ -1,7 +1,6 @@
 // An activation of every element.  The idea behind pykv_gelu_new, gelu_fast, gelu_quick, relu2 and xielu.
 #pragma once
 
-#include "activation/parameter.h"
 #include "core/args.h"
 #include "cpu/isa.h"
 

@@ -88,7 +88,7 @@ pykv_status pykv_silu_and_mul(DLTensor* result, const DLTensor* input, void* str
 pykv_status pykv_silu_and_mul_quant(DLTensor* result, const DLTensor* input, const DLTensor* scale, void* stream) {
   return guarded("silu_and_mul_quant", [&](Call& call) {
     GatedActivationArgs args = checked(call, input, "result", result, true);
-    args.scale = parameter(call, "scale", scale);
+    args.scale = call.parameter("scale", scale);
     if (args.num_rows == 0) return;
     call.run(stream, args, silu_and_mul_quant_cpu, PYKV_CUDA(silu_and_mul_quant_cuda));
   });

@@ -1,7 +1,6 @@
 // An activation of one part of each row times the other part.  The idea behind all pykv_..._and_mul.
 #pragma once
 
-#include "activation/parameter.h"
 #include "core/args.h"
 #include "cpu/isa.h"
 

@@ -14,22 +14,6 @@ namespace {
 
 constexpr int64_t kPiece = 4096;  // elements of a row in one piece
 
-// R_T(v) as floats.
-template <class T>
-Floats rounded(Floats v) {
-  T stored[kWidth];
-  store(stored, v);
-  return load(stored);
-}
-template <>
-Floats rounded<float>(Floats v) {
-  return v;
-}
-template <>
-Floats rounded<bf16>(Floats v) {  // without the way through memory
-  return widen_bf16<Floats>(narrow_bf16<Floats, Words>(v));
-}
-
 // From the first and the second half of 2 * kWidth numbers to those in even and those in odd places.
 void take_apart(Floats& x, Floats& y) {
   Words even;

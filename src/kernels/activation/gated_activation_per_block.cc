@@ -48,7 +48,7 @@ pykv_status pykv_silu_and_mul_per_block_quant(DLTensor* out, const DLTensor* inp
         .num_rows = tokens,
         .width = width,
         .group_size = group_size,
-        .most = scale_ub ? parameter(call, "scale_ub", scale_ub) : Parameter{nullptr, INFINITY},
+        .most = scale_ub ? call.parameter("scale_ub", scale_ub) : Parameter{nullptr, INFINITY},
     };
     if (tokens == 0 || width == 0) return;
     call.run(stream, args, gated_activation_per_block_cpu, PYKV_CUDA(gated_activation_per_block_cuda));

@@ -2,7 +2,6 @@
 // The idea behind pykv_silu_and_mul_per_block_quant.
 #pragma once
 
-#include "activation/parameter.h"
 #include "core/args.h"
 #include "cpu/isa.h"
 

@@ -22,7 +22,7 @@ __device__ Pack<T> load_pack(const T* row, int pack, int width) {
   if constexpr (kAligned) {
     return load_vec<Pack<T>>(row + at);
   } else {
-    return load_some(row + at, width - at);
+    return load_some<Pack<T>>(row + at, width - at);
   }
 }
 

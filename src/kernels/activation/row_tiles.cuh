@@ -25,11 +25,6 @@ inline RowTiles row_tiles(int64_t wanted, int64_t num_rows, int threads) {
   return {block, static_cast<unsigned>(tiles * row_groups), static_cast<unsigned>(tiles)};
 }
 
-// Whether every row of an array starts at a multiple of `bytes`.
-inline bool rows_aligned(int64_t bytes, const void* data, const Rows& rows, int64_t size) {
-  return is_aligned(bytes, data, {rows.stride0 * size, rows.stride1 * size, rows.stride2 * size});
-}
-
 // start<kSize, kVectors>(tiles), with the widest vectors for which aligned(bytes).
 template <class T, class Aligned, class Start>
 void tile_rows(Aligned aligned, int64_t width, int64_t num_rows, int device, Start start) {

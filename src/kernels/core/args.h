@@ -35,6 +35,14 @@ struct Scale {
   }
 };
 
+// A number on the host or in device memory.
+struct Parameter {
+  const float* data;  // null: value
+  float value;
+
+  PYKV_HOST_DEVICE operator float() const { return data ? *data : value; }
+};
+
 // Leading dimensions as numbered rows: up to three that do not collapse into one another.
 struct Rows {
   int64_t size1, size2;               // the inner two of the leading dimensions; 1 where they collapsed

@@ -44,6 +44,12 @@ Scale Call::scale(const char* name, const DLTensor* t, int64_t heads) {
   return s;
 }
 
+Parameter Call::parameter(const char* name, const DLTensor* t) {
+  if (!t) fail(PYKV_TYPE_ERROR, "%s: is required", name);
+  const Scale s = scale(name, t, 1);
+  return {s.data, s.values[0]};
+}
+
 void Call::no_cuda() {
   fail(PYKV_NOT_IMPLEMENTED, "got CUDA arrays, but this pykv was built without CUDA (PYKV_CUDA=OFF)");
 }

@@ -45,6 +45,9 @@ class Call {
   // A scale, or one for each of `heads`: on the device of the call or on the host; null means 1.
   Scale scale(const char* name, const DLTensor* t, int64_t heads);
 
+  // A float32 number that must be given, on the device of the call or on the host.
+  Parameter parameter(const char* name, const DLTensor* t);
+
   const char* op() const { return op_; }
   bool on_cuda() const { return device_.device_type == kDLCUDA; }
   DLDevice device() const { return device_; }

@@ -165,6 +165,22 @@ inline void store(T* to, Floats v, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = padded[i];
 }
 
+// R_T(v) as floats.
+template <class T>
+inline Floats rounded(Floats v) {
+  T stored[kWidth];
+  store(stored, v);
+  return load(stored);
+}
+template <>
+inline Floats rounded<float>(Floats v) {
+  return v;
+}
+template <>
+inline Floats rounded<bf16>(Floats v) {  // without the way through memory
+  return widen_bf16<Floats>(narrow_bf16<Floats, Words>(v));
+}
+
 // Over the lanes, always in the same order: upper half onto lower half, until one is left.
 template <class Combine>
 inline float reduce(Floats v, Combine combine) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "core/args.h"
 #include "cuda/types.cuh"
 
 namespace pykv {
@@ -46,6 +47,11 @@ inline bool is_aligned(int64_t bytes, const void* address, std::initializer_list
   int64_t bits = static_cast<int64_t>(reinterpret_cast<intptr_t>(address));
   for (int64_t stride : strides) bits |= stride;
   return (bits & (bytes - 1)) == 0;
+}
+
+// Whether every row of an array starts at a multiple of `bytes`.
+inline bool rows_aligned(int64_t bytes, const void* data, const Rows& rows, int64_t size) {
+  return is_aligned(bytes, data, {rows.stride0 * size, rows.stride1 * size, rows.stride2 * size});
 }
 
 __device__ inline float to_float(float v) { return v; }
@@ -169,19 +175,20 @@ __device__ void store_vec(T* to, const V& v) {
 }
 
 // The first `count` elements, one by one, whatever the alignment; the others are 0.
-template <class T>
-__device__ Pack<T> load_some(const T* from, int count) {
-  T elements[kPackSize<T>];
+template <class V, class T>
+__device__ V load_some(const T* from, int count) {
+  constexpr int kSize = sizeof(V) / sizeof(T);
+  T elements[kSize];
 #pragma unroll
-  for (int i = 0; i < kPackSize<T>; ++i) elements[i] = i < count ? from[i] : from_float<T>(0.0f);
-  Pack<T> v;
+  for (int i = 0; i < kSize; ++i) elements[i] = i < count ? from[i] : T{};
+  V v;
   __builtin_memcpy(&v, elements, sizeof v);
   return v;
 }
-template <class T>
-__device__ void store_some(T* to, const Pack<T>& v, int count) {
+template <class T, int kSize>
+__device__ void store_some(T* to, const Vec<T, kSize>& v, int count) {
 #pragma unroll
-  for (int i = 0; i < kPackSize<T>; ++i)
+  for (int i = 0; i < kSize; ++i)
     if (i < count) to[i] = v[i];
 }
 

@@ -1,23 +1,15 @@
 // Root-mean-square norm of rows, with or without a residual that is added first.
-// One kernel idea behind pykv_rms_norm and pykv_fused_add_rms_norm.
+// One kernel idea behind pykv_rms_norm, pykv_fused_add_rms_norm, pykv_gemma_rms_norm and pykv_gemma_fused_add_rms_norm.
 #pragma once
 
-#include "core/args.h"
 #include "cpu/isa.h"
+#include "norm/row_norm.h"
 
 namespace pykv {
 
-struct RmsNormArgs {
-  DType dtype;  // of all arrays: float32, float16 or bfloat16
-
-  void* out;           // [num_rows, hidden_size]; may be input
-  const void* input;   // [num_rows, hidden_size]
-  void* residual;      // [num_rows, hidden_size], or null; becomes z = R_T(input + residual), which is what is normed
-  const void* weight;  // [hidden_size], or null: ones
-  Rows out_rows, input_rows, residual_rows;
-
-  int64_t num_rows, hidden_size;
-  float epsilon;
+struct RmsNormArgs : RowNormArgs {
+  float weight_offset;  // is added to each weight
+  bool wide_residual;   // float32, and so the sum, beside 16-bit input
 };
 
 PYKV_CPU_TWIN(rms_norm_cpu, RmsNormArgs)

@@ -11,16 +11,90 @@
 
 /* out = input * r * weight, with r = 1 / sqrt(mean(input^2) + epsilon) of each row.
  *   out     [..., hidden_size]  shape and dtype of input; may be input itself
- *   input   [..., hidden_size]  float32 | float16 | bfloat16, 2 to 4 dimensions
- *   weight  [hidden_size]       dtype of input; NULL: all ones                    */
+ *   input   [..., hidden_size]  float32 | float16 | bfloat16, 2 to 8 dimensions
+ *   weight  [hidden_size]       dtype of input, or float32; NULL: all ones        */
 PYKV_API pykv_status pykv_rms_norm(DLTensor* out, const DLTensor* input, const DLTensor* weight, double epsilon,
                                    void* stream);
 
 /* residual <- z = input + residual, rounded to the dtype;  input <- z * r * weight, with r = 1 / sqrt(mean(z^2) + epsilon).
- *   input     [..., hidden_size]  float32 | float16 | bfloat16, 2 to 4 dimensions
+ *   input     [..., hidden_size]  float32 | float16 | bfloat16, 2 to 8 dimensions
  *   residual  [..., hidden_size]  shape and dtype of input, other memory
- *   weight    [hidden_size]       dtype of input; NULL: all ones                    */
+ *   weight    [hidden_size]       dtype of input, or float32; NULL: all ones        */
 PYKV_API pykv_status pykv_fused_add_rms_norm(DLTensor* input, DLTensor* residual, const DLTensor* weight,
                                              double epsilon, void* stream);
+
+/* The same two with 1 + weight in place of weight (a sum in fp32), which is not optional.  Here residual may be float32
+ * whatever the dtype of input: then z is not rounded. */
+PYKV_API pykv_status pykv_gemma_rms_norm(DLTensor* out, const DLTensor* input, const DLTensor* weight, double epsilon,
+                                         void* stream);
+PYKV_API pykv_status pykv_gemma_fused_add_rms_norm(DLTensor* input, DLTensor* residual, const DLTensor* weight,
+                                                   double epsilon, void* stream);
+
+/* out = (z - mean) * r * weight + bias, with r = 1 / sqrt(mean((z - mean)^2) + epsilon) and mean = mean(z) of each row.
+ * z = input, or, with a residual, residual <- z = input + residual, rounded to the dtype.
+ *   out       [..., hidden_size]  shape and dtype of input; may be input itself
+ *   input     [..., hidden_size]  float32 | float16 | bfloat16, 2 to 8 dimensions
+ *   weight    [hidden_size]       dtype of input, or float32; NULL: all ones
+ *   bias      [hidden_size]       dtype of input, or float32; NULL: all zeros
+ *   residual  [..., hidden_size]  shape and dtype of input, other memory than input and out; NULL: none */
+PYKV_API pykv_status pykv_layer_norm(DLTensor* out, const DLTensor* input, const DLTensor* weight, const DLTensor* bias,
+                                     double epsilon, DLTensor* residual, void* stream);
+
+/* A norm of groups of each row, times an activation of a gate z: g(z) = z / (1 + exp(-z)) or, for "sigmoid",
+ * 1 / (1 + exp(-z)).  All in fp32, rounded once.  r = 1 / sqrt(mean(u^2) + epsilon) of each group of u.
+ *   norm_before_gate: out = u * r * weight * g(z), u = input
+ *   else:             out = u * r * weight,        u = input * g(z)
+ *
+ *   out         [..., hidden_size]  shape and dtype of input; may be input itself
+ *   input       [..., hidden_size]  float32 | float16 | bfloat16, 2 to 8 dimensions
+ *   weight      [hidden_size]       dtype of input, or float32; NULL: all ones
+ *   z           [..., hidden_size]  shape and dtype of input; NULL: g(z) is 1
+ *   group_size  divides hidden_size; 0: hidden_size
+ *   activation  "swish" or "silu" (the same), or "sigmoid" */
+PYKV_API pykv_status pykv_rms_norm_gated(DLTensor* out, const DLTensor* input, const DLTensor* weight,
+                                         const DLTensor* z, double epsilon, int64_t group_size, bool norm_before_gate,
+                                         const char* activation, void* stream);
+
+/* Norms that end in codes for GEMMs, E4M3 or int8.  What is too large for a code becomes the largest one (of E4M3: 448),
+ * and so does NaN in E4M3; in int8 it becomes 0. */
+
+/* result = E4M3(y * (1 / scale)), y the row as pykv_rms_norm has it, rounded to the dtype of input.
+ *   result  [..., hidden_size]  float8_e4m3fn | uint8, shape of input
+ *   input   [..., hidden_size]  float32 | float16 | bfloat16, 2 to 8 dimensions
+ *   weight  [hidden_size]       dtype of input, or float32; NULL: all ones
+ *   scale   float32, 1 element, on the host or on the device                  */
+PYKV_API pykv_status pykv_rms_norm_static_fp8_quant(DLTensor* result, const DLTensor* input, const DLTensor* weight,
+                                                    const DLTensor* scale, double epsilon, void* stream);
+
+/* The same of residual <- z = input + residual, rounded to the dtype.  input stays as it is.
+ *   residual  [..., hidden_size]  shape and dtype of input, other memory than input and result */
+PYKV_API pykv_status pykv_fused_add_rms_norm_static_fp8_quant(DLTensor* result, const DLTensor* input,
+                                                              DLTensor* residual, const DLTensor* weight,
+                                                              const DLTensor* scale, double epsilon, void* stream);
+
+/* y = R(R(s * r) * weight), R rounding to the dtype of input, with r = 1 / sqrt(mean(s^2) + epsilon) and s = input or, with
+ * a residual, the sum input + residual in fp32, which residual then gets rounded.  Each row has a scale of its own:
+ *   E4M3: scale = max(m / 448, 1 / (448 * 512)),  result = E4M3(y / scale)
+ *   int8: scale = max(m / 127, 2^-23),            result = round(y * (1 / scale)), ties to even
+ * with m = max|y|, of numbers, and scale_ub at most.
+ *   result    [..., hidden_size]  float8_e4m3fn | uint8 (E4M3), or int8; shape of input
+ *   input     [..., hidden_size]  float32 | float16 | bfloat16, 2 to 8 dimensions
+ *   weight    [hidden_size]       dtype of input, or float32; NULL: all ones
+ *   scale     [num_rows, 1] | [num_rows]  float32, any strides, written; num_rows: the product of all sizes but the last
+ *   scale_ub  float32, 1 element, on the host or on the device, for E4M3; NULL: no bound
+ *   residual  [..., hidden_size]  shape and dtype of input, other memory than input and result; NULL: none */
+PYKV_API pykv_status pykv_rms_norm_dynamic_per_token_quant(DLTensor* result, const DLTensor* input,
+                                                           const DLTensor* weight, DLTensor* scale, double epsilon,
+                                                           const DLTensor* scale_ub, DLTensor* residual, void* stream);
+
+/* The same with a scale for each group of group_size neighbours in a row.
+ *   scale       [num_rows, hidden_size / group_size]  float32, written where its strides say: row by row, or transposed,
+ *               with padding or without
+ *   group_size  divides hidden_size
+ *   is_scale_transposed  the caller counts on scales of one group lying side by side: a check of scale's strides */
+PYKV_API pykv_status pykv_rms_norm_per_block_quant(DLTensor* result, const DLTensor* input, const DLTensor* weight,
+                                                   DLTensor* scale, double epsilon, const DLTensor* scale_ub,
+                                                   DLTensor* residual, int64_t group_size, bool is_scale_transposed,
+                                                   void* stream);
 
 #endif /* PYKV_NORM_H_ */

@@ -1,0 +1,54 @@
+// out = (z - mean) * r * weight + bias,  r = 1 / sqrt(sum((z - mean)^2) / hidden_size + epsilon),  z = input or
+// R_T(input + residual).  Mapping and floor: row_norm.cuh.
+#include "norm/layer_norm.h"
+#include "norm/row_norm.cuh"
+
+namespace pykv {
+namespace {
+
+template <class T, bool kAligned>
+struct ScaledAndShifted {
+  using Args = LayerNormArgs;
+  struct Raw {
+    Pack<T> weight, bias;
+  };
+  using Value = Pack<T>;
+  static constexpr Largest kLargest = Largest::kNothing;
+
+  Packs<T, kPackSize<T>, kAligned> out;
+  Weights<T, kAligned> weights, bias;
+
+  __device__ static Part part_of(const Args& args, int64_t row) { return {row, 0, static_cast<int>(args.hidden_size)}; }
+  __device__ ScaledAndShifted(const Args& args, const Part& part)
+      : out(part.of<T, kPackSize<T>, kAligned>(args.out, args.out_rows)),
+        weights(args.weights, 1.0f, part),
+        bias(args.bias, 0.0f, part) {}
+  __device__ Raw load(int pack) const { return {weights.load(pack), bias.load(pack)}; }
+  __device__ Value scaled(int pack, Vec<float, kPackSize<T>> v, const Raw& raw) const {
+    const auto w = weights.floats(pack, raw.weight), b = bias.floats(pack, raw.bias);
+#pragma unroll
+    for (int i = 0; i < kPackSize<T>; ++i) v[i] = fmaf(v[i], w[i], b[i]);
+    return round_to<T>(v);
+  }
+  __device__ void store(int pack, const Value& v) const { out.store(pack, v); }
+};
+
+template <class T, template <class, bool> class Source>
+void run(const LayerNormArgs& args, const Launch& launch) {
+  const bool whole = in_packs<T>(args, sizeof(T), sizeof(T)) && is_aligned(kAccessBytes, args.bias.data);
+  launch_row_norm<Source, ScaledAndShifted, T, true>(args, whole, true, launch, "layer_norm");
+}
+
+}  // namespace
+
+void layer_norm_cuda(const LayerNormArgs& args, const Launch& launch) {
+  dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
+    if (args.residual) {
+      run<T, WithResidual<T, true>::template Source>(args, launch);
+    } else {
+      run<T, Input>(args, launch);
+    }
+  });
+}
+
+}  // namespace pykv

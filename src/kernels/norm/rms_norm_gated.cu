@@ -1,0 +1,103 @@
+// out = R_T(z * r * weight * after),  z = input * before,  r = 1 / sqrt(sum(z^2) / hidden_size + epsilon): one of before
+// and after is an activation of the gate, the other 1.  All in fp32, a group at a time.  Mapping and floor: row_norm.cuh.
+#include "norm/rms_norm_gated.h"
+#include "norm/row_norm.cuh"
+
+namespace pykv {
+namespace {
+
+// x * silu(gate), or x * sigmoid(gate).
+template <class T, int kSize>
+__device__ Vec<float, kSize> gated(Vec<float, kSize> x, const Vec<T, kSize>& gate, bool sigmoid) {
+  const auto g = to_floats(gate);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    const float s = __fdividef(1.0f, 1.0f + expf(-g[i]));
+    x[i] *= sigmoid ? s : g[i] * s;
+  }
+  return x;
+}
+
+template <class T, bool kAligned>
+struct GatedInput {
+  using Element = T;
+  struct Raw {
+    Pack<T> input, gate;
+  };
+  using Value = Vec<float, kPackSize<T>>;
+  Packs<T, kPackSize<T>, kAligned> input, gate;
+  bool sigmoid;
+
+  __device__ GatedInput(const RmsNormGatedArgs& args, const Part& part)
+      : input(part.of<T, kPackSize<T>, kAligned>(args.input, args.input_rows)),
+        gate(part.of<T, kPackSize<T>, kAligned>(args.gate, args.gate_rows)),
+        sigmoid(args.sigmoid) {}
+  __device__ Raw load(int pack) const { return {input.load_streamed(pack), gate.load_streamed(pack)}; }
+  __device__ Value value(const Raw& raw) const { return gated(to_floats(raw.input), raw.gate, sigmoid); }
+  __device__ void keep(int, const Value&) const {}
+};
+
+// kGated: the gate comes after the norm.
+template <bool kGated>
+struct Grouped {
+  template <class T, bool kAligned>
+  struct Result {
+    using Args = RmsNormGatedArgs;
+    struct Raw {
+      Pack<T> weight, gate;
+    };
+    using Value = Pack<T>;
+    static constexpr Largest kLargest = Largest::kNothing;
+
+    Packs<T, kPackSize<T>, kAligned> out, gate;
+    Weights<T, kAligned> weights;
+    bool sigmoid;
+
+    __device__ static Part part_of(const Args& args, int64_t row) {
+      const int size = static_cast<int>(args.hidden_size);
+      if (args.groups == 1) return {row, 0, size};
+      return {row / args.groups, static_cast<int>(row % args.groups) * size, size};
+    }
+    __device__ Result(const Args& args, const Part& part)
+        : out(part.of<T, kPackSize<T>, kAligned>(args.out, args.out_rows)),
+          gate(part.of<T, kPackSize<T>, kAligned>(args.gate, args.gate_rows)),
+          weights(args.weights, 1.0f, part),
+          sigmoid(args.sigmoid) {}
+    __device__ Raw load(int pack) const {
+      Raw raw{weights.load(pack), {}};
+      if constexpr (kGated) raw.gate = gate.load_streamed(pack);
+      return raw;
+    }
+    __device__ Value scaled(int pack, Vec<float, kPackSize<T>> v, const Raw& raw) const {
+      const auto w = weights.floats(pack, raw.weight);
+#pragma unroll
+      for (int i = 0; i < kPackSize<T>; ++i) v[i] *= w[i];
+      if constexpr (kGated) v = gated(v, raw.gate, sigmoid);
+      return round_to<T>(v);
+    }
+    __device__ void store(int pack, const Value& v) const { out.store(pack, v); }
+  };
+};
+
+template <class T, template <class, bool> class Source, template <class, bool> class Result>
+void run(const RmsNormGatedArgs& args, const Launch& launch) {
+  const bool whole =
+      in_packs<T>(args, sizeof(T), sizeof(T)) && rows_aligned(kAccessBytes, args.gate, args.gate_rows, sizeof(T));
+  launch_row_norm<Source, Result, T>(args, whole, true, launch, "rms_norm_gated");
+}
+
+}  // namespace
+
+void rms_norm_gated_cuda(const RmsNormGatedArgs& args, const Launch& launch) {
+  dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
+    if (!args.gate) {
+      run<T, Input, Grouped<false>::Result>(args, launch);
+    } else if (args.gate_first) {
+      run<T, GatedInput, Grouped<false>::Result>(args, launch);
+    } else {
+      run<T, Input, Grouped<true>::Result>(args, launch);
+    }
+  });
+}
+
+}  // namespace pykv

@@ -1,0 +1,59 @@
+// out = E4M3(R_T(z * r * weight) / scale),  r = 1 / sqrt(sum(z^2) / hidden_size + epsilon),  z = input or
+// R_T(input + residual).  Mapping and floor: row_norm.cuh.
+#include "cuda/quantise.cuh"
+#include "norm/rms_norm_static_quant.h"
+#include "norm/row_norm.cuh"
+
+namespace pykv {
+namespace {
+
+template <class T, bool kAligned>
+struct Codes {
+  using Args = RmsNormStaticQuantArgs;
+  using Raw = Pack<T>;
+  using Value = Pack<T>;
+  static constexpr Largest kLargest = Largest::kNothing;
+
+  Packs<uint8_t, kPackSize<T>, kAligned> out;
+  Weights<T, kAligned> weights;
+  float inverse_scale;
+
+  __device__ static Part part_of(const Args& args, int64_t row) { return {row, 0, static_cast<int>(args.hidden_size)}; }
+  __device__ Codes(const Args& args, const Part& part)
+      : out(part.of<uint8_t, kPackSize<T>, kAligned>(args.out, args.out_rows)),
+        weights(args.weights, 1.0f, part),
+        inverse_scale(1.0f / args.scale) {}
+  __device__ Raw load(int pack) const { return weights.load(pack); }
+  // The rounding to T in between is that of the norm alone.
+  __device__ Value scaled(int pack, Vec<float, kPackSize<T>> v, const Raw& raw) const {
+    const auto w = weights.floats(pack, raw);
+#pragma unroll
+    for (int i = 0; i < kPackSize<T>; ++i) v[i] *= w[i];
+    return round_to<T>(v);
+  }
+  __device__ void store(int pack, const Value& v) const {
+    auto floats = to_floats(v);
+#pragma unroll
+    for (int i = 0; i < kPackSize<T>; ++i) floats[i] *= inverse_scale;
+    out.store(pack, quantise<DType::kFloat8E4M3>(floats));
+  }
+};
+
+template <class T, template <class, bool> class Source>
+void run(const RmsNormStaticQuantArgs& args, const Launch& launch) {
+  launch_row_norm<Source, Codes, T>(args, in_packs<T>(args, 1, sizeof(T)), true, launch, "rms_norm_static_fp8_quant");
+}
+
+}  // namespace
+
+void rms_norm_static_quant_cuda(const RmsNormStaticQuantArgs& args, const Launch& launch) {
+  dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
+    if (args.residual) {
+      run<T, WithResidual<T, true>::template Source>(args, launch);
+    } else {
+      run<T, Input>(args, launch);
+    }
+  });
+}
+
+}  // namespace pykv
