@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 from arrays import Array, Host, NumpyArrays
-from rope import rope_parameters, rope_table
+from rope import rope_table
 from safetensors import safe_open
 
 import pykv
+from pykv.rope import parameters_of_config
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Config:
             raise ValueError(f"model_type: llama and qwen3 are supported, got {family!r}")
         if raw.get("hidden_act", "silu") != "silu" or raw.get("attention_bias") or raw.get("mlp_bias"):
             raise ValueError("config.json: only silu activation and layers without bias are supported")
-        layers, heads, rope = raw["num_hidden_layers"], raw["num_attention_heads"], rope_parameters(raw)
+        layers, heads, rope = raw["num_hidden_layers"], raw["num_attention_heads"], parameters_of_config(raw)
         full = raw.get("max_window_layers", layers) if raw.get("use_sliding_window") else layers
         kinds = raw.get("layer_types") or ["full_attention"] * full + ["sliding_attention"] * (layers - full)
         end = raw.get("eos_token_id")

@@ -184,6 +184,23 @@ def empty_beside(array: Any, shape: tuple[int, ...], dtype: str) -> Any:
     raise TypeError(f"outputs are made in NumPy, CuPy or torch, got {type(array).__name__}")
 
 
+def array_like(values: npt.NDArray[Any], dtype: str, like: Any) -> Any:
+    """``values`` as an array of the library of ``like``, an array or a module, on its device (None: NumPy)."""
+    name = _root_name(like)
+    device = None if isinstance(like, ModuleType) else getattr(like, "device", None)
+    if name == "torch":
+        return sys.modules[name].tensor(values, dtype=getattr(sys.modules[name], dtype), device=device)
+    host = np.ascontiguousarray(values, numpy_dtype(dtype))
+    if name == "numpy":
+        return host
+    if name == "cupy":
+        with device or nullcontext():  # CuPy moves small floats as integers alone
+            return sys.modules[name].asarray(host.view(f"u{host.itemsize}")).view(host.dtype)
+    if name in ("jax", "jaxlib"):
+        return sys.modules["jax"].device_put(host, device)
+    raise TypeError(f"like: must be an array or the module of NumPy, CuPy, torch or JAX, got {type(like).__name__}")
+
+
 def stream_pointer(stream: Stream) -> int:
     """The cudaStream_t of an integer or of a CuPy, torch or cuda.core stream."""
     if isinstance(stream, int):

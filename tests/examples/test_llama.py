@@ -83,7 +83,7 @@ def test_fp8_cache_is_near_but_not_equal(checkpoint: Checkpoint, arrays: Any) ->
         ({"model_type": "gemma"}, "llama and qwen3 are supported, got 'gemma'"),
         ({"attention_bias": True}, "layers without bias"),
         ({"hidden_act": "gelu"}, "only silu"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope type 'longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "xpos", "rope_theta": 1e4}}, "rope type 'xpos' is not supported"),
     ],
 )
 def test_unsupported_models_are_refused(

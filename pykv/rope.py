@@ -1,0 +1,236 @@
+"""Tables of cosines and sines for the rotary operations: ``cache = pykv.rope.cache_of_config(config, 128, 8192)``.
+
+A kind of scaling is a function that gives :class:`Frequencies`; :func:`cos_sin_cache` makes the table of any of them.
+``rotary_dim`` is the number of elements of a head that are rotated, ``base`` is theta.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pykv._libraries import array_like
+from pykv._types import Array
+
+Floats = npt.NDArray[np.floating[Any]]
+
+
+class Frequencies(NamedTuple):
+    """How the pairs of elements of a head turn."""
+
+    inverse: Floats
+    """Radians per position of each pair, ``[rotary_dim / 2]``; or for each position its own, ``[positions, ...]``."""
+    magnitude: float = 1.0
+    """What cosines and sines are multiplied by."""
+
+
+def default(rotary_dim: int, base: float = 10000.0) -> Frequencies:
+    """Pair i turns by ``base ** (-2 * i / rotary_dim)`` a position."""
+    return Frequencies(base ** (-np.arange(0, rotary_dim, 2) / rotary_dim))
+
+
+def linear(rotary_dim: int, base: float, factor: float) -> Frequencies:
+    """All positions are divided by ``factor``."""
+    return Frequencies(default(rotary_dim, base).inverse / factor)
+
+
+def dynamic_ntk(
+    rotary_dim: int, base: float, factor: float, trained: int, length: int | npt.NDArray[np.integer[Any]]
+) -> Frequencies:
+    """The base grows with what ``length`` has beyond the ``trained`` one.
+
+    Args:
+        rotary_dim: elements of a head that are rotated.
+        base: theta up to the trained length.
+        factor: how fast it grows.
+        trained: positions that the model was trained with.
+        length: of the sequence; or one for each position, such as ``np.arange(n) + 1``: the length that a model that
+            decodes token by token had when it rotated that one.
+    """
+    grown = factor * np.maximum(length, trained) / trained - (factor - 1)
+    grown_base = np.asarray(base * grown ** (rotary_dim / (rotary_dim - 2)))
+    return Frequencies(grown_base[..., None] ** (-np.arange(0, rotary_dim, 2) / rotary_dim))
+
+
+def llama3(
+    rotary_dim: int, base: float, factor: float, low_freq_factor: float, high_freq_factor: float, trained: int
+) -> Frequencies:
+    """Pairs that turn less than ``low_freq_factor`` times in the trained length are slowed by ``factor``.
+
+    Those that turn more than ``high_freq_factor`` times are kept, those between are blended.
+    """
+    inverse = default(rotary_dim, base).inverse
+    turns = trained * inverse / (2 * math.pi)
+    between = high_freq_factor - low_freq_factor
+    keep = np.clip((turns - low_freq_factor) / between, 0, 1) if between else (turns > low_freq_factor).astype(float)
+    return Frequencies(keep * inverse + (1 - keep) * inverse / factor)
+
+
+def yarn(
+    rotary_dim: int,
+    base: float,
+    factor: float,
+    trained: int,
+    *,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    extrapolation_factor: float = 1.0,
+    truncate: bool = True,
+    mscale: float | None = None,
+    mscale_all_dim: float | None = None,
+    attention_factor: float | None = None,
+) -> Frequencies:
+    """YaRN (arXiv:2309.00071): slow pairs are slowed by ``factor``, fast ones kept; attention is sharpened.
+
+    Args:
+        rotary_dim: elements of a head that are rotated.
+        base: theta.
+        factor: how much longer sequences get.
+        trained: positions that the model was trained with.
+        beta_fast: pairs that turn as often in the trained length are kept.
+        beta_slow: pairs that turn no more often are slowed.
+        extrapolation_factor: how much of the kept ones is kept.
+        truncate: blend between whole pairs.
+        mscale: with ``mscale_all_dim`` (DeepSeek), the magnitude is ``m(mscale) / m(mscale_all_dim)``.
+        mscale_all_dim: without both it is ``m(1)``, where ``m(k) = 0.1 * k * log(factor) + 1``.
+        attention_factor: the magnitude itself.
+    """
+    inverse, pairs = default(rotary_dim, base).inverse, rotary_dim // 2
+
+    def pair_that_turns(times: float) -> float:
+        return pairs * math.log(trained / (times * 2 * math.pi)) / math.log(base)
+
+    first, last = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
+    slow = np.clip((np.arange(pairs) - first) / (last - first or 0.001), 0, 1)
+    keep = (1 - slow) * extrapolation_factor
+
+    def sharpness(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    if attention_factor is None:
+        both = mscale and mscale_all_dim
+        attention_factor = sharpness(mscale) / sharpness(mscale_all_dim) if both else sharpness(1)  # type: ignore[arg-type]
+    return Frequencies(keep * inverse + (1 - keep) * inverse / factor, attention_factor)
+
+
+def longrope(
+    rotary_dim: int,
+    base: float,
+    factors: Sequence[float],
+    trained: int,
+    factor: float,
+    *,
+    attention_factor: float | None = None,
+) -> Frequencies:
+    """LongRoPE (arXiv:2402.13753): each pair is slowed by a number of its own.
+
+    Args:
+        rotary_dim: elements of a head that are rotated.
+        base: theta.
+        factors: one for each pair: a model has a list for short and one for long sequences.
+        trained: positions that the model was trained with first.
+        factor: how much longer sequences got.
+        attention_factor: the magnitude; by default ``sqrt(1 + log(factor) / log(trained))``.
+    """
+    if len(factors) != rotary_dim // 2:
+        raise ValueError(f"factors: one for each of {rotary_dim // 2} pairs is needed, got {len(factors)}")
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    return Frequencies(default(rotary_dim, base).inverse / np.asarray(factors), attention_factor)
+
+
+def proportional(head_size: int, base: float, share: float, factor: float = 1.0) -> Frequencies:
+    """All of a head is rotated, but all pairs beyond a ``share`` of them by 0 (Gemma 4)."""
+    inverse = default(head_size, base).inverse / factor
+    inverse[int(share * head_size // 2) :] = 0
+    return Frequencies(inverse)
+
+
+def cos_sin_cache(frequencies: Frequencies, num_positions: int, *, dtype: str = "float32", like: Any = None) -> Array:
+    """The table of positions 0 to ``num_positions - 1``: all cosines, then all sines, in each row.
+
+    As in training, frequencies and angles are rounded to fp32.
+
+    Args:
+        frequencies: of each pair.
+        num_positions: rows.
+        dtype: of the table: float32, float16 or bfloat16.
+        like: an array or a module (NumPy, CuPy, torch, JAX): the library, and the device, of the table.
+    """
+    angles = np.arange(num_positions, dtype=np.float32)[:, None] * np.asarray(frequencies.inverse, np.float32)
+    table = np.concatenate((np.cos(angles), np.sin(angles)), axis=1) * np.float32(frequencies.magnitude)
+    made: Array = array_like(table, dtype, like)
+    return made
+
+
+def parameters_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a Hugging Face config says of rope, under one set of names.
+
+    Newer files nest all of it under ``rope_parameters``, older ones only the scaling.
+    """
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    common = {
+        "rope_theta": config.get("rope_theta", 10000.0),
+        "rope_type": given.get("type", "default"),
+        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
+        "original_max_position_embeddings": config.get("original_max_position_embeddings")
+        or config["max_position_embeddings"],
+    }
+    return common | dict(given)
+
+
+def frequencies_of_config(config: Mapping[str, Any], head_size: int, length: int | None = None) -> Frequencies:
+    """The frequencies of a Hugging Face config: the contents of a ``config.json``.
+
+    Args:
+        config: with ``max_position_embeddings`` and ``rope_theta``, ``rope_scaling`` or ``rope_parameters``; the types
+            default, mrope, linear, dynamic, llama3, yarn, longrope and proportional are known.
+        head_size: elements of a head.
+        length: of the sequences that will be served, on which dynamic and longrope depend; by default what the model
+            was trained with.
+    """
+    rope = parameters_of_config(config)
+    kind, base, trained = rope["rope_type"], rope["rope_theta"], rope["original_max_position_embeddings"]
+    width, longest = int(head_size * rope["partial_rotary_factor"]), config["max_position_embeddings"]
+
+    def given(*names: str) -> dict[str, Any]:
+        return {name: rope[name] for name in names if rope.get(name) is not None}
+
+    if kind in ("default", "mrope"):
+        return default(width, base)
+    if kind == "linear":
+        return linear(width, base, rope["factor"])
+    if kind == "dynamic":
+        return dynamic_ntk(width, base, rope["factor"], longest, length or longest)
+    if kind == "llama3":
+        return llama3(width, base, rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], trained)
+    if kind == "yarn":
+        options = given("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor")
+        return yarn(width, base, rope.get("factor") or longest / trained, trained, **options)
+    if kind == "longrope":
+        factors = rope["long_factor"] if (length or trained) > trained else rope["short_factor"]
+        factor = rope.get("factor") or longest / trained
+        return longrope(width, base, factors, trained, factor, **given("attention_factor"))
+    if kind == "proportional":
+        return proportional(head_size, base, rope["partial_rotary_factor"], rope.get("factor", 1.0))
+    raise ValueError(
+        f"rope type {kind!r} is not supported; "
+        "default, mrope, linear, dynamic, llama3, yarn, longrope and proportional are"
+    )
+
+
+def cache_of_config(
+    config: Mapping[str, Any], head_size: int, num_positions: int, *, dtype: str = "float32", like: Any = None
+) -> Array:
+    """The table for a Hugging Face config and sequences of up to ``num_positions`` tokens.
+
+    See :func:`frequencies_of_config` and :func:`cos_sin_cache`.
+    """
+    return cos_sin_cache(frequencies_of_config(config, head_size, num_positions), num_positions, dtype=dtype, like=like)
