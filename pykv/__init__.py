@@ -46,6 +46,7 @@ from pykv.cache import (
 from pykv.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from pykv.mla import (
     concat_and_cache_mla,
+    concat_and_cache_mla_rope_fused,
     concat_mla_q,
     cp_gather_and_upconvert_fp8_kv_cache,
     cp_gather_cache,
@@ -90,6 +91,7 @@ __all__ = [
     "batched_rotary_embedding",
     "check_errors",
     "concat_and_cache_mla",
+    "concat_and_cache_mla_rope_fused",
     "concat_mla_q",
     "configure",
     "convert_fp8",

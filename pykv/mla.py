@@ -49,6 +49,53 @@ def concat_and_cache_mla(
     _C.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale, stream)
 
 
+def concat_and_cache_mla_rope_fused(
+    positions: Array,
+    q_pe: Array,
+    k_pe: Array,
+    kv_c: Array,
+    cos_sin_cache: Array,
+    is_neox: bool,
+    slot_mapping: Array,
+    kv_cache: Array,
+    kv_cache_dtype: str = "auto",
+    kv_cache_scale: ScalarOrArray = 1.0,
+    rotate_in_fp32: bool = False,
+    rotate_padded: bool = False,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Rotate ``q_pe`` and ``k_pe`` in place, then write as :func:`concat_and_cache_mla` does.
+
+    Args:
+        positions: ``[num_rows]`` int32 or int64.
+        q_pe: ``[num_rows, num_heads, rope_size]`` or ``[num_rows, num_heads * rope_size]``, float32, float16 or
+            bfloat16; rotated in place.
+        k_pe: ``[num_rows, rope_size]``, dtype of ``q_pe``; rotated in place.
+        kv_c: ``[num_rows, kv_lora_rank]``, dtype of ``q_pe``.
+        cos_sin_cache: ``[max_position, rope_size]`` float32, float16 or bfloat16: in each row all cosines, then all
+            sines.
+        is_neox: NeoX style pairs, else GPT-J style (see :func:`rotary_embedding`).
+        slot_mapping: at most ``[num_rows]`` int32 or int64: the slot of each token.
+        kv_cache, kv_cache_dtype, kv_cache_scale: as for :func:`concat_and_cache_mla`; ``kv_cache`` is written.
+        rotate_in_fp32: rotate in fp32 and round once, as :func:`rotary_embedding`.  Otherwise as vLLM does, in the
+            data's own dtype: cosines, sines, both products and their sum are rounded to it, one after the other.
+        rotate_padded: rotate all tokens.  Otherwise those without a place in the cache (beyond the end of
+            ``slot_mapping``, or with a slot that is negative or beyond the cache) are left as they are.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: a shape, a stride or an option is wrong.  Also for a position outside ``cos_sin_cache``, whose token
+            was not rotated, but cached as it is, and for a slot beyond the cache, which was skipped (CPU: at once;
+            CUDA: by ``pykv.check_errors()``).
+        TypeError: a dtype is wrong.
+    """
+    _C.concat_and_cache_mla_rope_fused(
+        positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, slot_mapping, kv_cache, kv_cache_dtype, kv_cache_scale,
+        rotate_in_fp32, rotate_padded, stream,
+    )  # fmt: skip
+
+
 def cp_gather_cache(
     src_cache: Array,
     dst: Array,

@@ -215,6 +215,16 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         "kv_cache": latent_cache(),
         "slot_mapping": ids(5, -1, 17),
     },
+    "concat_and_cache_mla_rope_fused": lambda: {
+        "positions": ids(0, 4, 2),
+        "q_pe": floats(3, HEADS, 8),
+        "k_pe": floats(3, 8),
+        "kv_c": floats(3, 16),
+        "cos_sin_cache": floats(5, 8),
+        "is_neox": True,
+        "slot_mapping": ids(5, -1, 17),
+        "kv_cache": latent_cache(),
+    },
     "cp_gather_cache": lambda: {
         "src_cache": latent_cache(),
         "dst": floats(7, 24, seed=1),

@@ -1,11 +1,15 @@
-"""Writing and gathering MLA caches (512 + 64) and the indexer's (128), and concatenating queries: pages of 64 in random
-order."""
+"""MLA caches (512 + 64) and the indexer's (128), written and gathered; queries, rotated and concatenated.
+
+Pages of 64 in random order.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +24,7 @@ TOKENS = [1, 64, 4096, 65536]
 LATENT, ROPE, RECORD, BLOCK_SIZE, HEADS = 512, 64, 656, 64, 128
 INDEXER, INDEXER_ENTRY = 128, 132
 WIDTH = LATENT + ROPE
+ROTATED, MAX_POSITION = (HEADS + 1) * ROPE, 8192
 
 
 def itemsize(dtype: str) -> int:
@@ -43,6 +48,22 @@ def write(kind: str, tokens: int, dtype: str, device: Device) -> Call:
     kv_c, k_pe = device.random((tokens, LATENT), dtype), device.random((tokens, ROPE), dtype)
     kv_cache, slot_mapping = cache(tokens, kind, dtype, device), device.array(slots(tokens))
     return lambda: pykv.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kind, 0.5)
+
+
+@functools.cache
+def cos_sin_cache(dtype: str, device: Device) -> Any:
+    """One for all calls, as in a model."""
+    return device.random((MAX_POSITION, ROPE), dtype)
+
+
+def rotate_and_write(kind: str, tokens: int, dtype: str, device: Device) -> Call:
+    q_pe, k_pe = device.random((tokens, HEADS, ROPE), dtype), device.random((tokens, ROPE), dtype)
+    kv_c, kv_cache = device.random((tokens, LATENT), dtype), cache(tokens, kind, dtype, device)
+    positions = device.array(np.random.default_rng(0).integers(0, MAX_POSITION, tokens))
+    slot_mapping, cos_sin = device.array(slots(tokens)), cos_sin_cache(dtype, device)
+    return lambda: pykv.concat_and_cache_mla_rope_fused(
+        positions, q_pe, k_pe, kv_c, cos_sin, False, slot_mapping, kv_cache, kind, 0.5
+    )
 
 
 def requests(tokens: int, device: Device) -> tuple[object, object, int]:
@@ -95,6 +116,17 @@ OPS: dict[str, tuple[Callable[[str, int, str, Device], Call], str, Callable[[int
     "concat_and_cache_mla": (write, "auto", lambda e: 2 * WIDTH * e + 8),
     "concat_and_cache_mla fp8": (write, "fp8_e4m3", lambda e: WIDTH * (e + 1) + 8),
     "concat_and_cache_mla fp8_ds_mla": (write, "fp8_ds_mla", lambda e: WIDTH * e + RECORD + 8),
+    "concat_and_cache_mla_rope_fused": (rotate_and_write, "auto", lambda e: (2 * ROTATED + LATENT + WIDTH) * e + 16),
+    "concat_and_cache_mla_rope_fused fp8": (
+        rotate_and_write,
+        "fp8_e4m3",
+        lambda e: (2 * ROTATED + LATENT) * e + WIDTH + 16,
+    ),
+    "concat_and_cache_mla_rope_fused fp8_ds_mla": (
+        rotate_and_write,
+        "fp8_ds_mla",
+        lambda e: (2 * ROTATED + LATENT) * e + RECORD + 16,
+    ),
     "cp_gather_cache": (gather, "auto", lambda e: 2 * WIDTH * e),
     "gather_and_maybe_dequant fp8": (gather, "fp8_e4m3", lambda e: WIDTH * (e + 1)),
     "gather_and_maybe_dequant fp8_ds_mla": (gather, "fp8_ds_mla", lambda e: WIDTH * e + RECORD),

@@ -3,8 +3,8 @@
 #include <cinttypes>
 #include <cstring>
 
+#include "cache/concat_and_cache_mla_inputs.h"
 #include "cache/mla_record.h"
-#include "core/call.h"
 #include "pykv/cache.h"
 
 namespace pykv {
@@ -25,6 +25,46 @@ void check_records(Tensor& cache, const Tensor& kv_c, const ConcatAndCacheMlaArg
 }
 
 }  // namespace
+
+void take_inputs(ConcatAndCacheMlaArgs& args, Call& call, const ConcatAndCacheMlaInputs& in) {
+  const bool records = std::strcmp(in.kv_cache_dtype, "fp8_ds_mla") == 0;
+  Dim rows{"num_rows"}, pe_rows{"num_rows of k_pe"}, latent{"kv_lora_rank"}, rope{"rope_size"};
+  Dim blocks{"num_blocks"}, block_size{"block_size"}, entry{"entry"}, tokens{"num_tokens"};
+  Tensor c = call.read("kv_c", in.kv_c).shape(rows, latent);
+  c.dtype(records ? std::initializer_list<DType>{DType::kFloat16, DType::kBFloat16} : kFloats);
+  Tensor pe = call.read("k_pe", in.k_pe).shape(pe_rows, rope).like(c);
+  Tensor cache = call.write("kv_cache", in.kv_cache).shape(blocks, block_size, entry).no_overlap_within();
+
+  args.dtype = c.type();
+  args.latent = part_of(c);
+  args.rope = part_of(pe);
+  if (records) {
+    args.entry = MlaEntry::kRecord;
+    args.format = KvFormat::kE4M3;
+    check_records(cache, c, args);
+  } else {
+    args.format = kv_format(in.kv_cache_dtype, cache, c.type(), {KvFormat::kInt8, KvFormat::kNvfp4});
+    Dim width{"kv_lora_rank + rope_size", latent + rope};
+    Dim bytes{"(kv_lora_rank + rope_size) * 9 / 16", nvfp4_bytes(width)};
+    cache.last_dim(args.format == KvFormat::kNvfp4 ? bytes : width);
+    if (args.format == KvFormat::kNvfp4) args.page = nvfp4_page(cache, width);
+    if (args.format != KvFormat::kSame) args.scale = call.scale(in.scale_name, in.scale, 1);
+  }
+  args.cache = cache.data();
+  args.block = cache.stride(0);
+  args.token = cache.stride(1);
+  args.dim = cache.stride(2);
+
+  args.slots = call.read("slot_mapping", in.slot_mapping).shape(tokens).index();
+  for (const Tensor* t : {&c, &pe})
+    if (t->size(0) < tokens)
+      t->fail(PYKV_VALUE_ERROR, "must have a row for each of the %" PRId64 " slots of slot_mapping, got shape %s",
+              static_cast<int64_t>(tokens), t->shape_string().c_str());
+  args.num_tokens = tokens;
+  args.num_blocks = blocks;
+  args.block_size = block_size;
+}
+
 }  // namespace pykv
 
 pykv_status pykv_concat_and_cache_mla(const DLTensor* kv_c, const DLTensor* k_pe, DLTensor* kv_cache,
@@ -32,44 +72,10 @@ pykv_status pykv_concat_and_cache_mla(const DLTensor* kv_c, const DLTensor* k_pe
                                       void* stream) {
   using namespace pykv;
   return guarded("concat_and_cache_mla", [&](Call& call) {
-    const bool records = std::strcmp(kv_cache_dtype, "fp8_ds_mla") == 0;
-    Dim rows{"num_rows"}, pe_rows{"num_rows of k_pe"}, latent{"kv_lora_rank"}, rope{"rope_size"};
-    Dim blocks{"num_blocks"}, block_size{"block_size"}, entry{"entry"}, tokens{"num_tokens"};
-    Tensor c = call.read("kv_c", kv_c).shape(rows, latent);
-    c.dtype(records ? std::initializer_list<DType>{DType::kFloat16, DType::kBFloat16} : kFloats);
-    Tensor pe = call.read("k_pe", k_pe).shape(pe_rows, rope).like(c);
-    Tensor cache = call.write("kv_cache", kv_cache).shape(blocks, block_size, entry).no_overlap_within();
-
     ConcatAndCacheMlaArgs args{};
-    args.dtype = c.type();
-    args.latent = part_of(c);
-    args.rope = part_of(pe);
-    if (records) {
-      args.entry = MlaEntry::kRecord;
-      args.format = KvFormat::kE4M3;
-      check_records(cache, c, args);
-    } else {
-      args.format = kv_format(kv_cache_dtype, cache, c.type(), {KvFormat::kInt8, KvFormat::kNvfp4});
-      Dim width{"kv_lora_rank + rope_size", latent + rope};
-      Dim bytes{"(kv_lora_rank + rope_size) * 9 / 16", nvfp4_bytes(width)};
-      cache.last_dim(args.format == KvFormat::kNvfp4 ? bytes : width);
-      if (args.format == KvFormat::kNvfp4) args.page = nvfp4_page(cache, width);
-      if (args.format != KvFormat::kSame) args.scale = call.scale("scale", scale, 1);
-    }
-    args.cache = cache.data();
-    args.block = cache.stride(0);
-    args.token = cache.stride(1);
-    args.dim = cache.stride(2);
-
-    args.slots = call.read("slot_mapping", slot_mapping).shape(tokens).index();
-    for (const Tensor* t : {&c, &pe})
-      if (t->size(0) < tokens)
-        t->fail(PYKV_VALUE_ERROR, "must have a row for each of the %" PRId64 " slots of slot_mapping, got shape %s",
-                static_cast<int64_t>(tokens), t->shape_string().c_str());
-    args.num_tokens = tokens;
-    args.num_blocks = blocks;
-    args.block_size = block_size;
-    if (tokens == 0 || latent + rope == 0) return;
+    args.report = "concat_and_cache_mla: slot_mapping";
+    take_inputs(args, call, {kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, "scale", scale});
+    if (args.num_tokens == 0 || args.latent.size + args.rope.size == 0) return;
     call.run(stream, args, concat_and_cache_mla_cpu, PYKV_CUDA(concat_and_cache_mla_cuda));
   });
 }

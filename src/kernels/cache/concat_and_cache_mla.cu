@@ -178,7 +178,7 @@ SlotMap slot_map_of(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
           num_slots,
           Divider(args.block_size),
           num_slots >= int64_t{1} << 31,
-          launch.reporter("concat_and_cache_mla: slot_mapping")};
+          launch.reporter(args.report)};
 }
 
 SlotTarget target_of(const ConcatAndCacheMlaArgs& args, int64_t stored_size, const Launch& launch) {

@@ -20,7 +20,8 @@ enum class MlaEntry : uint8_t {
 };
 
 struct ConcatAndCacheMlaArgs {
-  DType dtype;  // of both parts
+  const char* report;  // "op: slot_mapping"
+  DType dtype;         // of both parts
   MlaEntry entry;
   KvFormat format;
   MlaPart latent, rope;

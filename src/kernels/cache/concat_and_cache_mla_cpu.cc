@@ -19,7 +19,7 @@ const T* row_of(const MlaPart& part, int64_t token) {
 // write(token, block, offset) for every token with a slot inside the cache.
 template <class Write>
 void for_each_slot(const ConcatAndCacheMlaArgs& args, const Launch& launch, Write&& write) {
-  const Reporter report = launch.reporter("concat_and_cache_mla: slot_mapping");
+  const Reporter report = launch.reporter(args.report);
   const int64_t num_slots = args.num_blocks * args.block_size;
   const int64_t token_bytes = (args.latent.size + args.rope.size) * static_cast<int64_t>(size_of(args.dtype));
   parallel_for(args.num_tokens, kBytesPerTask / token_bytes + 1, [&](int64_t begin, int64_t end) {

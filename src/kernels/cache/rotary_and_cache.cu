@@ -31,8 +31,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   if (blockIdx.x < value_blocks) {
     write_side<ValueMover<T, kFormat, kWidth>, kTransposes>(plan.map, plan.value, v_scale, blockIdx.x);
   } else {
-    rotate_to_cache<Mover<T, kFormat, kWidth>, T>(rotation, plan.map, plan.key, k_scale, blockIdx.x - value_blocks,
-                                                  RotateAll{});
+    rotate_to_cache<Mover<T, kFormat, kWidth>, T>(rotation, plan.map, plan.key, k_scale, blockIdx.x - value_blocks);
   }
 }
 
@@ -54,9 +53,8 @@ void launch_kernel(const RotaryAndCacheArgs& args, const Launch& launch) {
   uint32_t blocks;
   do {
     plan.key = plan_side(cache.key, cache, w, grain);
-    plan.value = plan_side(cache.value, cache, w, grain);
-    rotation =
-        plan_rotation(args.rotation, args.rope_dim_offset, cache.key.head_size, kWidth, heads, grain.threads, launch);
+    if (!args.rotate_only) plan.value = plan_side(cache.value, cache, w, grain);
+    rotation = plan_rotation(args, kWidth, heads, grain.threads, launch);
     blocks = plan.value.num_blocks + rotation.num_blocks;
     heads = 1;
   } while (blocks < enough && grain.refine());
@@ -65,13 +63,25 @@ void launch_kernel(const RotaryAndCacheArgs& args, const Launch& launch) {
                    "rotary_and_cache", plan, rotation, scales);
 }
 
+// Rotates alone: a second launch writes what this one has no way to store, such as nvfp4, whose blocks lie across the
+// vectors that are rotated.
+template <class T>
+void rotate_first(RotaryAndCacheArgs args, const Launch& launch) {
+  args.rotate_only = true;
+  if (rotation_width(args, kPackSize<T>) == kPackSize<T>) {
+    launch_kernel<T, KvFormat::kSame, kPackSize<T>, false>(args, launch);
+  } else {
+    launch_kernel<T, KvFormat::kSame, 1, false>(args, launch);
+  }
+}
+
 template <class T, KvFormat kFormat>
 void launch_with(const RotaryAndCacheArgs& args, const Launch& launch) {
   constexpr int kWidth = kPackSize<T>;
   const ReshapeAndCacheArgs& cache = args.cache;
   const int64_t stored_size = kFormat == KvFormat::kSame ? sizeof(T) : 1;
   const bool transposed = transposes(cache.value, cache.block_size);
-  const bool wide = rotation_width(args.rotation, args.rope_dim_offset, kWidth) == kWidth &&
+  const bool wide = rotation_width(args, kWidth) == kWidth &&
                     vector_width(cache.key, sizeof(T), stored_size, false) >= kWidth &&
                     vector_width(cache.value, sizeof(T), stored_size, transposed) >= kWidth;
   if (!wide) {
@@ -83,19 +93,11 @@ void launch_with(const RotaryAndCacheArgs& args, const Launch& launch) {
   }
 }
 
-// nvfp4, whose blocks lie across the vectors that are rotated: two launches.
-template <class T>
-void rotate_before_writing(const RotaryAndCacheArgs& args, const Launch& launch) {
-  RotaryAndCacheArgs nothing_cached = args;
-  nothing_cached.cache.num_tokens = 0;
-  launch_with<T, KvFormat::kSame>(nothing_cached, launch);
-  reshape_and_cache_cuda(args.cache, launch);
-}
-
 }  // namespace
 
 void rotary_and_cache_cuda(const RotaryAndCacheArgs& args, const Launch& launch) {
   dispatch<half, bf16, float>(args.rotation.dtype, [&]<class T>() {
+    if (args.rotate_only) return rotate_first<T>(args, launch);
     switch (args.cache.format) {
       case KvFormat::kSame:
         return launch_with<T, KvFormat::kSame>(args, launch);
@@ -106,7 +108,8 @@ void rotary_and_cache_cuda(const RotaryAndCacheArgs& args, const Launch& launch)
       case KvFormat::kInt8:
         return launch_with<T, KvFormat::kInt8>(args, launch);
       case KvFormat::kNvfp4:
-        return rotate_before_writing<T>(args, launch);
+        rotate_first<T>(args, launch);
+        return reshape_and_cache_cuda(args.cache, launch);
     }
   });
 }

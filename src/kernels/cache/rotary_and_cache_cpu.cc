@@ -1,6 +1,7 @@
 // Twin of rotary_and_cache.cu.  Memory-bound: a few tokens at a time are rotated, and their keys written into the cache
 // while they are still in the CPU's own.
 #include <algorithm>
+#include <type_traits>
 
 #include "cache/rotary_and_cache.h"
 #include "cache/write_tokens_cpu.h"
@@ -10,7 +11,13 @@
 namespace pykv::PYKV_ISA {
 namespace {
 
-template <class T, class Convert>
+bool is_cached(const ReshapeAndCacheArgs& cache, int64_t token) {
+  if (token >= cache.num_tokens) return false;
+  const int64_t slot = cache.slots[token];
+  return slot >= 0 && slot < cache.num_blocks * cache.block_size;
+}
+
+template <class T, class Turn, class Convert>
 void run(const RotaryAndCacheArgs& args, const Launch& launch) {
   const Rotation& rotation = args.rotation;
   const ReshapeAndCacheArgs& cache = args.cache;
@@ -23,12 +30,13 @@ void run(const RotaryAndCacheArgs& args, const Launch& launch) {
   const int64_t groups = (rotation.num_tokens + kGroup - 1) / kGroup;
   const int64_t grain = kBytesPerTask / (kGroup * (cached_bytes + rotated_bytes) + 1) + 1;
   parallel_for(groups, grain, [&](int64_t first, int64_t last) {
-    TokenRotator<T> rotate(rotation, bad_position);
+    TokenRotator<T, Turn> rotate(rotation, bad_position);
     for (int64_t group = first; group < last; ++group) {
       const int64_t begin = group * kGroup, end = std::min(begin + kGroup, rotation.num_tokens);
-      if (rotation.rotary_dim > 0)
-        for (int64_t t = begin; t < end; ++t) rotate(t);
-      write_tokens<Convert>(cache, bad_slot, begin, std::min(end, cache.num_tokens), past_caches);
+      for (int64_t t = begin; t < end; ++t)
+        if (rotation.rotary_dim > 0 && (!args.only_cached || is_cached(cache, t))) rotate(t);
+      if (!args.rotate_only)
+        write_tokens<Convert>(cache, bad_slot, begin, std::min(end, cache.num_tokens), past_caches);
     }
     if (past_caches) finish_streaming();
   });
@@ -38,7 +46,11 @@ void run(const RotaryAndCacheArgs& args, const Launch& launch) {
 
 void rotary_and_cache_cpu(const RotaryAndCacheArgs& args, const Launch& launch) {
   dispatch<float, f16, bf16>(args.rotation.dtype, [&]<class T>() {
-    with_conversion<T>(args.cache.format, [&]<class Convert>() { run<T, Convert>(args, launch); });
+    // the arithmetic of float is that of fp32
+    using InDtype = std::conditional_t<std::is_same_v<T, float>, TurnInFloat, TurnIn<T>>;
+    with_conversion<T>(args.cache.format, [&]<class Convert>() {
+      args.in_dtype ? run<T, InDtype, Convert>(args, launch) : run<T, TurnInFloat, Convert>(args, launch);
+    });
   });
 }
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "cache/reshape_and_cache.cuh"
+#include "cache/rotary_and_cache.h"
 #include "cuda/rotation.cuh"
 
 namespace pykv {
@@ -25,6 +26,7 @@ struct RotationPlan {
   uint32_t rotated_vectors;
   Divider rest;           // pairs of vectors of a key that are not rotated
   uint32_t rest_vectors;  // 2 rest, or one less
+  bool in_dtype, only_cached, rotate_only;
   uint32_t num_blocks;
 };
 
@@ -77,19 +79,10 @@ __device__ __forceinline__ void copy_rest(const RotationPlan& plan, const SlotMa
   if (two) place.store(head, in_head(first + 1), v[1], quotient);
 }
 
-// How a launch rotates.
-struct RotateAll {
-  template <bool kNeox, class T, int kSize>
-  __device__ __forceinline__ void turn(Vec<T, kSize>& low, Vec<T, kSize>& high, const Angles<kSize>& angles) const {
-    rotate<kNeox>(low, high, angles);
-  }
-  __device__ bool skips_uncached() const { return false; }
-};
-
-// `block` counts from the first block that rotates.  Way: RotateAll, or the like of it.
-template <class Mover, class T, class Way>
+// `block` counts from the first block that rotates.
+template <class Mover, class T>
 __device__ __forceinline__ void rotate_to_cache(const RotationPlan& plan, const SlotMap& map, const SidePlan& side,
-                                                const Scale* scale, uint32_t block, const Way& way) {
+                                                const Scale* scale, uint32_t block) {
   using V = typename Mover::Loaded;
   constexpr int kWidth = Mover::kWidth;
   const Rotation& rotation = plan.rotation;
@@ -120,28 +113,29 @@ __device__ __forceinline__ void rotate_to_cache(const RotationPlan& plan, const 
     any_key |= !is_query;
     scales[k] = scale && !is_query ? (*scale)[h - num_queries] : 1.0f;
   }
-  const int64_t slot = (any_key || way.skips_uncached()) && t < map.num_tokens ? map.slots[t] : -1;
+  const int64_t slot = (any_key || plan.only_cached) && t < map.num_tokens ? map.slots[t] : -1;
 
   const int64_t position = position_load.wait(rotation.positions.is_int64);
   const KeyPlace<Mover> place(map, side, slot);
-  if (way.skips_uncached() && !place) return;
+  if (plan.only_cached && !place) return;
   if (position >= 0 && position < rotation.max_position) {
     const Angles<kWidth> angles = load_angles<kWidth>(rotation, position, column * kWidth);
+    const auto turn = [&](V& x, V& y) {
+      if (plan.in_dtype)
+        return rotation.is_neox ? rotate_in_dtype<true>(x, y, angles) : rotate_in_dtype<false>(x, y, angles);
+      rotation.is_neox ? rotate<true>(x, y, angles) : rotate<false>(x, y, angles);
+    };
 #pragma unroll
     for (int k = 0; k < kRotatedHeads; ++k) {
       if (group + k * plan.groups >= num_heads) continue;
-      if (rotation.is_neox) {
-        way.template turn<true>(v[k][0], v[k][1], angles);
-      } else {
-        way.template turn<false>(v[k][0], v[k][1], angles);
-      }
+      turn(v[k][0], v[k][1]);
       store_vec(heads[k] + low * kWidth, v[k][0]);
       store_vec(heads[k] + high * kWidth, v[k][1]);
     }
   } else {
     plan.report(position, rotation.max_position);
   }
-  if (!place) return;
+  if (!place || plan.rotate_only) return;
 #pragma unroll
   for (int k = 0; k < kRotatedHeads; ++k) {
     const uint32_t h = group + k * plan.groups;
@@ -153,21 +147,23 @@ __device__ __forceinline__ void rotate_to_cache(const RotationPlan& plan, const 
 }
 
 // Elements that a vector of queries and keys may have: `most`, or 1.
-inline int64_t rotation_width(const Rotation& rotation, int64_t rope_dim_offset, int64_t most) {
+inline int64_t rotation_width(const RotaryAndCacheArgs& args, int64_t most) {
+  const Rotation& rotation = args.rotation;
   const int64_t size = static_cast<int64_t>(size_of(rotation.dtype));
-  const bool fits = rope_dim_offset % most == 0 && angles_fit(rotation, most) &&
+  const bool fits = args.rope_dim_offset % most == 0 && angles_fit(rotation, most) &&
                     heads_fit(rotation.query, size, most) && heads_fit(rotation.key, size, most);
   return fits ? most : 1;
 }
 
-// Keys have `key_size` elements, of which those that are not rotated are cached too.
-inline RotationPlan plan_rotation(const Rotation& rotation, int64_t rope_dim_offset, int64_t key_size, int64_t width,
-                                  int64_t heads_per_thread, int64_t threads, const Launch& launch) {
+inline RotationPlan plan_rotation(const RotaryAndCacheArgs& args, int64_t width, int64_t heads_per_thread,
+                                  int64_t threads, const Launch& launch) {
+  const Rotation& rotation = args.rotation;
   const int64_t num_keys = rotation.key.num_heads, num_heads = rotation.query.num_heads + num_keys;
   const int64_t columns = rotation.rotary_dim / 2 / width,
                 groups = (num_heads + heads_per_thread - 1) / heads_per_thread;
-  const int64_t rest_vectors = (key_size - rotation.rotary_dim) / width, rest = (rest_vectors + 1) / 2;
-  const int64_t rotated_units = columns * groups, units = rotated_units + num_keys * rest;
+  const int64_t rest_vectors = args.rotate_only ? 0 : (args.cache.key.head_size - rotation.rotary_dim) / width;
+  const int64_t rest = (rest_vectors + 1) / 2, rotated_units = columns * groups,
+                units = rotated_units + num_keys * rest;
   const int64_t blocks = (rotation.num_tokens * units + threads - 1) / threads;
   if (units >= int64_t{1} << 31 || blocks * threads >= int64_t{1} << 31)
     fail(PYKV_NOT_IMPLEMENTED, "too many tokens for one call");
@@ -177,10 +173,13 @@ inline RotationPlan plan_rotation(const Rotation& rotation, int64_t rope_dim_off
           Divider(columns),
           static_cast<uint32_t>(rotated_units),
           static_cast<uint32_t>(groups),
-          static_cast<uint32_t>(rope_dim_offset / width),
+          static_cast<uint32_t>(args.rope_dim_offset / width),
           static_cast<uint32_t>(2 * columns),
           Divider(rest),
           static_cast<uint32_t>(rest_vectors),
+          args.in_dtype,
+          args.only_cached,
+          args.rotate_only,
           static_cast<uint32_t>(blocks)};
 }
 

@@ -25,9 +25,9 @@ RotaryHeads rotary_heads(Tensor x, const Tensor& positions, Dim& head_size, int6
     heads.head = x.stride(lead);
     return heads;
   }
-  if (x.size(-1) % head_size != 0)
-    x.fail(PYKV_VALUE_ERROR, "the last dimension must be a multiple of head_size = %" PRId64 ", got shape %s",
-           static_cast<int64_t>(head_size), x.shape_string().c_str());
+  if (head_size == 0 || x.size(-1) % head_size != 0)
+    x.fail(PYKV_VALUE_ERROR, "the last dimension must be a multiple of %s = %" PRId64 ", got shape %s",
+           head_size.name(), static_cast<int64_t>(head_size), x.shape_string().c_str());
   heads.num_heads = x.size(-1) / head_size;
   return heads;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "core/rotation.h"
@@ -31,9 +32,15 @@ struct TurnIn {
 
  private:
   static Floats rounded(Floats v) {
-    T elements[kWidth];
-    store(elements, v);
-    return load(elements);
+    if constexpr (std::is_same_v<T, bf16>) {  // the upper halves of floats: they need not be packed and unpacked
+      const Words bits = __builtin_bit_cast(Words, v);
+      const Words even = (bits + ((bits >> 16 & 1u) + 0x7fffu)) & 0xffff0000u;
+      return v == v ? __builtin_bit_cast(Floats, even) : v;
+    } else {
+      T elements[kWidth];
+      store(elements, v);
+      return load(elements);
+    }
   }
 };
 

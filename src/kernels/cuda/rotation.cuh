@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "core/rotation.h"
 #include "cuda/vec.cuh"
@@ -69,6 +70,46 @@ __device__ __forceinline__ void rotate(Vec<T, kSize>& low, Vec<T, kSize>& high, 
   }
   low = round_to<T>(rotated[0]);
   high = round_to<T>(rotated[1]);
+}
+
+// Two pairs at once, as words: first elements in x, second ones in y.  In the arithmetic of T, nothing contracted.
+template <class T>
+__device__ __forceinline__ void rotate_words(uint32_t& x, uint32_t& y, uint32_t cosines, uint32_t sines) {
+  using Pair = std::conditional_t<std::is_same_v<T, half>, half2, __nv_bfloat162>;
+  const auto pair = [](const uint32_t& word) { return reinterpret_cast<const Pair&>(word); };
+  const Pair new_x = __hsub2_rn(__hmul2_rn(pair(x), pair(cosines)), __hmul2_rn(pair(y), pair(sines)));
+  const Pair new_y = __hadd2_rn(__hmul2_rn(pair(y), pair(cosines)), __hmul2_rn(pair(x), pair(sines)));
+  x = reinterpret_cast<const uint32_t&>(new_x);
+  y = reinterpret_cast<const uint32_t&>(new_y);
+}
+
+// In the arithmetic of T: cosines, sines, each product and each sum are rounded to it.
+template <bool kNeox, class T, int kSize>
+__device__ __forceinline__ void rotate_in_dtype(Vec<T, kSize>& low, Vec<T, kSize>& high, const Angles<kSize>& angles) {
+  if constexpr (sizeof(T) == 4) {
+    rotate<kNeox>(low, high, angles);
+  } else if constexpr (kSize == 1) {
+    uint32_t x = reinterpret_cast<const uint16_t&>(low), y = reinterpret_cast<const uint16_t&>(high);
+    rotate_words<T>(x, y, word_from_floats<T>(angles.cosines[0], 0.0f), word_from_floats<T>(angles.sines[0], 0.0f));
+    reinterpret_cast<uint16_t&>(low) = static_cast<uint16_t>(x);
+    reinterpret_cast<uint16_t&>(high) = static_cast<uint16_t>(y);
+  } else {
+    constexpr int kWords = kSize / 2;
+    const auto cosines = round_to<T>(angles.cosines), sines = round_to<T>(angles.sines);
+    const auto word = [&](int i) -> uint32_t& { return i < kWords ? low.words[i] : high.words[i - kWords]; };
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) {
+      if constexpr (kNeox) {
+        rotate_words<T>(low.words[j], high.words[j], cosines.words[j], sines.words[j]);
+      } else {
+        uint32_t &first = word(2 * j), &second = word(2 * j + 1);  // a pair each
+        uint32_t x = __byte_perm(first, second, 0x5410), y = __byte_perm(first, second, 0x7632);
+        rotate_words<T>(x, y, cosines.words[j], sines.words[j]);
+        first = __byte_perm(x, y, 0x5410);
+        second = __byte_perm(x, y, 0x7632);
+      }
+    }
+  }
 }
 
 // Whether vectors of `count` elements fit the rows of the cache and the halves of the rotary dimension.

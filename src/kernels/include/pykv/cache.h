@@ -122,6 +122,27 @@ PYKV_API pykv_status pykv_concat_and_cache_mla(const DLTensor* kv_c, const DLTen
                                                const DLTensor* slot_mapping, const char* kv_cache_dtype,
                                                const DLTensor* scale, void* stream);
 
+/* The same with rotation first: rotates q_pe and k_pe in place by the angles of the token's position, as
+ * pykv_rotary_embedding does, then writes concat(kv_c[t], k_pe[t]).
+ *   positions       [num_rows]                       int32 | int64
+ *   q_pe            [num_rows, num_heads * rope_size] or [num_rows, num_heads, rope_size]   f32 | f16 | bf16
+ *   k_pe            [num_rows, rope_size]            dtype of q_pe
+ *   kv_c            [>= num_tokens, kv_lora_rank]    dtype of q_pe
+ *   cos_sin_cache   [max_position, rope_size]        f32 | f16 | bf16: cos_0 ... , sin_0 ... in each row
+ *   slot_mapping    [num_tokens <= num_rows]
+ *   rotate_in_fp32  rotate as pykv_rotary_embedding: in fp32, rounded once.  Otherwise as vLLM does, in the data's own dtype:
+ *                   cosines, sines, both products and their sum are rounded to it, one after the other
+ *   rotate_padded   rotate all tokens.  Otherwise those without a place in the cache (beyond slot_mapping's end, or with a
+ *                   slot that is negative or beyond the cache) are left as they are
+ * The last dimensions of q_pe and k_pe must be contiguous.  A position outside [0, max_position) is reported, and its token
+ * not rotated, but cached as it is. */
+PYKV_API pykv_status pykv_concat_and_cache_mla_rope_fused(const DLTensor* positions, DLTensor* q_pe, DLTensor* k_pe,
+                                                          const DLTensor* kv_c, const DLTensor* cos_sin_cache,
+                                                          bool is_neox, const DLTensor* slot_mapping,
+                                                          DLTensor* kv_cache, const char* kv_cache_dtype,
+                                                          const DLTensor* kv_cache_scale, bool rotate_in_fp32,
+                                                          bool rotate_padded, void* stream);
+
 /* dst[i] = entry of src_cache for row i of the gathered requests: request r has rows cu_seq_lens[r] to cu_seq_lens[r + 1]
  * of dst, and row i is its token i - cu_seq_lens[r] + seq_starts[r].
  *   src_cache     [NB, BS, ...]           any dtype
