@@ -49,7 +49,7 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        return sum(self.lens) * 2 * self.kv_heads * HEAD_SIZE * (2 if self.kind == "auto" else 1)
+        return int(sum(self.lens) * 2 * self.kv_heads * HEAD_SIZE * {"auto": 2, "nvfp4": 9 / 16}.get(self.kind, 1))
 
     @property
     def flops(self) -> float:
@@ -86,7 +86,8 @@ def cases() -> Iterator[Case]:
     yield Case("1 x 128k + 63 x 1k", (131072,) + (1024,) * 63, (1,) * 64, peer=202.0)
     for (batch, length), peer in fp8.items():
         yield Case(f"{batch} x {length}", **uniform(batch, length), kind="fp8_e4m3", peer=peer)
-    yield Case("64 x 8192", **uniform(64, 8192), kind="fp8_e5m2")
+    for kind, layout in (("fp8_e5m2", "NHD"), ("int8", "NHD"), ("int8", "packed"), ("nvfp4", "NHD")):
+        yield Case("64 x 8192", **uniform(64, 8192), kind=kind, layout=layout)
     for layout in ("HND", "packed"):
         yield Case("64 x 8192", **uniform(64, 8192), layout=layout)
     yield Case("8 x 8192", **uniform(8, 8192), layout="packed", op="paged_attention_v1", peer=537.0)
@@ -107,8 +108,8 @@ def cases() -> Iterator[Case]:
         yield Case(name, lens, queries, peer=peer)
 
 
-def fp8_codes(shape: tuple[int, ...], device: Cuda) -> object:
-    """Random codes of positive finite numbers."""
+def codes(shape: tuple[int, ...], device: Cuda) -> object:
+    """Random codes of positive finite numbers in fp8, where they are also harmless in the other formats."""
     some = device.cupy.random.randint(0, 0x58, 1 << 22, dtype=device.cupy.uint8)
     return device.cupy.resize(some, math.prod(shape)).reshape(shape)
 
@@ -130,8 +131,8 @@ def call(case: Case, device: Cuda) -> Call:
     elif case.layout == "HND":
         shapes = [(total, heads, PAGE, HEAD_SIZE)] * 2
     else:
-        shapes = [(total, PAGE, heads, HEAD_SIZE)] * 2
-    caches = [device.random(s, "bfloat16") if itemsize == 2 else fp8_codes(s, device) for s in shapes]
+        shapes = [(total, PAGE, heads, HEAD_SIZE * 9 // 16 if case.kind == "nvfp4" else HEAD_SIZE)] * 2
+    caches = [device.random(s, "bfloat16") if itemsize == 2 else codes(s, device) for s in shapes]
     if case.layout == "HND":
         caches = [c.transpose(0, 2, 1, 3) for c in caches]
     tokens = sum(case.queries)
