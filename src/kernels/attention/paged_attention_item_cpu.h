@@ -8,16 +8,12 @@
 #include <utility>
 
 #include "attention/paged_attention_dot_cpu.h"
+#include "attention/paged_attention_nvfp4_cpu.h"
 #include "attention/paged_attention_problem_cpu.h"
 #include "attention/paged_attention_tile_cpu.h"
-#include "cpu/nvfp4.h"
 
 namespace pykv::PYKV_ISA::attention {
 
-// A byte with the codes of two elements.
-struct Nvfp4 {
-  uint8_t bits;
-};
 template <class T>
 inline constexpr bool kIsNvfp4 = std::is_same_v<T, Nvfp4>;
 
@@ -346,21 +342,20 @@ void attend(const Problem& p, const Item& item, const Sight& sight, const Tile& 
       accumulate);
 }
 
-// Some rows of nvfp4 as Wide, without the scale of the head: exact in every type.  `offsets` are those of their codes.
+// Some rows of nvfp4 as Wide.  `offsets` are those of their codes.
 template <class View, class Wide>
 void widen_nvfp4(const Problem& p, const Tile& tile, const TileRows<Nvfp4>& rows, int kv_head, const View& view,
-                 const Nvfp4Page& at, const int64_t* offsets, Fetch::Cursor& fetch, Wide* to) {
+                 const Nvfp4Page& page, const int64_t* offsets, Fetch::Cursor& fetch, Wide* to) {
   const int size = p.args.head_size;
+  const Nvfp4Rows from(page, kv_head, size);
   for (int j = 0; j < rows.padded; ++j, to += size) {
     fetch.ahead(size / 2);
     if (rows.some_hidden && rows.hidden[j]) {
       std::memset(to, 0, size * sizeof(Wide));
-      continue;
+    } else {
+      const int64_t start = offsets[j] - tile.slot[j] * view.token;  // of the page
+      from.widen(static_cast<const uint8_t*>(view.data) + start, tile.slot[j], to);
     }
-    const uint8_t* page = static_cast<const uint8_t*>(view.data) + offsets[j] - tile.slot[j] * view.token;
-    const uint8_t* codes = page + at.codes_at(tile.slot[j], kv_head, 0);
-    for (int s = 0; s < size / kNvfp4Block; ++s)
-      load_nvfp4(to + s * kNvfp4Block, codes + s * kNvfp4Block / 2, page[at.scale_at(tile.slot[j], kv_head, s)], 1.0f);
   }
 }
 
