@@ -40,7 +40,14 @@ template <class Mover, bool kTransposes>
 struct Shape {
   static constexpr bool kCopies = Mover::kStoredFormat == KvFormat::kSame;
   static constexpr int kTokens = kTransposes && kCopies ? 2 : 4;
-  static constexpr int kBlocks = kInPages<Mover> ? 2 : !kTransposes ? 4 : kCopies ? 8 : kConvertingBlocks;
+  static constexpr int kBlocks = !kTransposes ? 4 : kCopies ? 8 : kConvertingBlocks;
+};
+
+// Sixteen elements of four tokens are many registers; put together one by one, even more.
+template <class T, bool kAligned>
+struct Shape<Nvfp4Mover<T, kAligned>, false> {
+  static constexpr int kTokens = kNvfp4Tokens;
+  static constexpr int kBlocks = kAligned ? 2 : 1;
 };
 
 template <class Mover>
