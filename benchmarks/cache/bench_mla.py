@@ -39,9 +39,10 @@ def slots(tokens: int) -> np.ndarray:
     return (pages(tokens)[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)[:tokens]
 
 
-def cache(tokens: int, kind: str, dtype: str, device: Device) -> object:
-    shape = (-(-tokens // BLOCK_SIZE), BLOCK_SIZE, RECORD if kind == "fp8_ds_mla" else WIDTH)
-    return device.random(shape, dtype if kind == "auto" else "float8_e4m3fn")
+def cache(tokens: int, kind: str, dtype: str, device: Device) -> Any:
+    width = {"fp8_ds_mla": RECORD, "nvfp4": WIDTH * 9 // 16}.get(kind, WIDTH)
+    made = device.random((-(-tokens // BLOCK_SIZE), BLOCK_SIZE, width), dtype if kind == "auto" else "float8_e4m3fn")
+    return made.view(np.uint8) if kind in ("int8", "nvfp4") else made
 
 
 def write(kind: str, tokens: int, dtype: str, device: Device) -> Call:
@@ -115,6 +116,8 @@ def convert(kind: str, tokens: int, dtype: str, device: Device) -> Call:
 OPS: dict[str, tuple[Callable[[str, int, str, Device], Call], str, Callable[[int], int]]] = {
     "concat_and_cache_mla": (write, "auto", lambda e: 2 * WIDTH * e + 8),
     "concat_and_cache_mla fp8": (write, "fp8_e4m3", lambda e: WIDTH * (e + 1) + 8),
+    "concat_and_cache_mla int8": (write, "int8", lambda e: WIDTH * (e + 1) + 8),
+    "concat_and_cache_mla nvfp4": (write, "nvfp4", lambda e: WIDTH * e + WIDTH * 9 // 16 + 8),
     "concat_and_cache_mla fp8_ds_mla": (write, "fp8_ds_mla", lambda e: WIDTH * e + RECORD + 8),
     "concat_and_cache_mla_rope_fused": (rotate_and_write, "auto", lambda e: (2 * ROTATED + LATENT + WIDTH) * e + 16),
     "concat_and_cache_mla_rope_fused fp8": (
@@ -129,6 +132,8 @@ OPS: dict[str, tuple[Callable[[str, int, str, Device], Call], str, Callable[[int
     ),
     "cp_gather_cache": (gather, "auto", lambda e: 2 * WIDTH * e),
     "gather_and_maybe_dequant fp8": (gather, "fp8_e4m3", lambda e: WIDTH * (e + 1)),
+    "gather_and_maybe_dequant int8": (gather, "int8", lambda e: WIDTH * (e + 1)),
+    "gather_and_maybe_dequant nvfp4": (gather, "nvfp4", lambda e: WIDTH * e + WIDTH * 9 // 16),
     "gather_and_maybe_dequant fp8_ds_mla": (gather, "fp8_ds_mla", lambda e: WIDTH * e + RECORD),
     "indexer_k_quant_and_cache": (write_indexer, "ue8m0", lambda e: INDEXER * e + INDEXER_ENTRY + 8),
     "cp_gather_indexer_k_quant_cache": (gather_indexer, "", lambda e: 2 * INDEXER_ENTRY),

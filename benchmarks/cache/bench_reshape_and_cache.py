@@ -23,8 +23,11 @@ BLOCK_SIZE = 16
 OPS = {
     "reshape_and_cache_flash": (pykv.reshape_and_cache_flash, "auto"),
     "reshape_and_cache_flash fp8": (pykv.reshape_and_cache_flash, "fp8_e4m3"),
+    "reshape_and_cache_flash int8": (pykv.reshape_and_cache_flash, "int8"),
+    "reshape_and_cache_flash nvfp4": (pykv.reshape_and_cache_flash, "nvfp4"),
     "reshape_and_cache": (pykv.reshape_and_cache, "auto"),
     "reshape_and_cache fp8": (pykv.reshape_and_cache, "fp8_e4m3"),
+    "reshape_and_cache int8": (pykv.reshape_and_cache, "int8"),
 }
 
 
@@ -47,12 +50,15 @@ def call(name: str, tokens: int, heads: int, dtype: str, device: Device) -> Call
     blocks = tokens if tokens <= 256 else tokens // BLOCK_SIZE
     x = 16 // itemsize(stored)
     if op is pykv.reshape_and_cache_flash:
-        key_shape = value_shape = (blocks, BLOCK_SIZE, heads, HEAD_SIZE)
+        width = HEAD_SIZE * 9 // 16 if kv_cache_dtype == "nvfp4" else HEAD_SIZE
+        key_shape = value_shape = (blocks, BLOCK_SIZE, heads, width)
     else:
         key_shape = (blocks, heads, HEAD_SIZE // x, BLOCK_SIZE, x)
         value_shape = (blocks, heads, HEAD_SIZE, BLOCK_SIZE)
     key, value = (device.random((tokens, heads, HEAD_SIZE), dtype) for _ in range(2))
     key_cache, value_cache = (device.random(shape, stored) for shape in (key_shape, value_shape))
+    if kv_cache_dtype in ("int8", "nvfp4"):
+        key_cache, value_cache = key_cache.view(np.uint8), value_cache.view(np.uint8)
     slot_mapping = device.array(slots(tokens))
     return lambda: op(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, 0.5, 0.5)
 
@@ -60,14 +66,14 @@ def call(name: str, tokens: int, heads: int, dtype: str, device: Device) -> Call
 def cases(dtypes: list[str]) -> Iterator[Case]:
     for name, (_, kv_cache_dtype) in OPS.items():
         for dtype in dtypes:
-            bytes_per_element = itemsize(dtype) + (itemsize(dtype) if kv_cache_dtype == "auto" else 1)
+            stored = {"auto": itemsize(dtype), "nvfp4": 9 / 16}.get(kv_cache_dtype, 1)
             for heads in KV_HEADS:
                 for tokens in TOKENS:
                     yield Case(
                         name,
                         {"tokens": tokens, "kv heads": heads},
                         dtype,
-                        tokens * (2 * heads * HEAD_SIZE * bytes_per_element + 8),
+                        int(tokens * (2 * heads * HEAD_SIZE * (itemsize(dtype) + stored) + 8)),
                         lambda device, arguments=(name, tokens, heads, dtype): call(*arguments, device),
                     )
 
