@@ -60,6 +60,35 @@ def test_reshape_and_cache(cupy: Any, packed: bool, kind: str) -> None:
         np.testing.assert_array_equal(cupy.asnumpy(got), wanted)
 
 
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
+def test_rotary_and_cache(cupy: Any, kind: str) -> None:
+    """Replayed twice, on what has changed in between: it rotates in place, and by nothing that may be rounded."""
+    rng = np.random.default_rng(0)
+    tokens = rng.standard_normal((40, 2, 64)).astype(np.float16)
+    cos_sin = np.repeat([[2.0, 0.0]], 32, axis=1).astype(np.float16)  # heads become twice what they are
+    expected = [np.zeros((6, 16, 2, 64), np.float16 if kind == "auto" else np.uint8) for _ in range(2)]
+    caches = [cupy.asarray(cache) for cache in expected]
+    slots = rng.permutation(96)[:40]
+    reference.reshape_and_cache_flash(4 * tokens, tokens, *expected, slots, kind, 0.5, 2.0)
+    query, key, value = (cupy.zeros((40, 2, 64), np.float16) for _ in range(3))
+    positions, where, angles = cupy.zeros(40, np.int64), cupy.full(40, -1), cupy.asarray(cos_sin)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        pykv.rotary_and_cache(positions, query, key, value, angles, True, *caches, where, kind, 0.5, 2.0, stream=stream)
+        graph = stream.end_capture()
+        for array, now in ((query, tokens), (key, tokens), (value, tokens), (where, slots)):
+            array.set(now)
+        graph.launch(stream)
+        graph.launch(stream)
+    stream.synchronize()
+    for array in (query, key):
+        np.testing.assert_array_equal(cupy.asnumpy(array), 4 * tokens)
+    for got, wanted in zip(caches, expected, strict=True):
+        np.testing.assert_array_equal(cupy.asnumpy(got), wanted)
+
+
 @pytest.mark.parametrize("on_device", [False, True])
 def test_copy_blocks(cupy: Any, on_device: bool) -> None:
     pairs = np.array([[0, 1], [2, 3]]) if on_device else np.array([[0, 1], [1, 2], [3, 0]])

@@ -168,6 +168,37 @@ def test_latents(library: Library, kind: str, ids: Ids) -> None:
 
 
 @ids_of_both_kinds
+@pytest.mark.parametrize("rotate_padded", [False, True])
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3", "fp8_ds_mla"])
+def test_rotated_keys_and_latents(library: Library, kind: str, rotate_padded: bool, ids: Ids) -> None:
+    """Rotations as above; a token without a place in the cache is not rotated, unless that is asked for."""
+    rng = np.random.default_rng(4)
+    width = reference_mla.record_bytes(128, 16) if kind == "fp8_ds_mla" else 144
+    cache = Guarded(library, np.zeros((BLOCKS, BLOCK_SIZE, width), F16 if kind == "auto" else np.uint8))
+    q_pe, k_pe = (Guarded(library, normal(rng, COUNT, heads, 16)) for heads in (3, 1))
+    kv_c, slots = normal(rng, COUNT, 128), all_slots(rng, ids)
+    positions = among_wild(rng, rng.integers(0, 64, COUNT // 2), 64, ids)
+    cos_sin = np.repeat([1, 0], 8) * np.exp2(np.arange(64) % 3)[:, None]
+    known = (positions >= 0) & (positions < 64)
+    cached = (slots >= 0) & (slots < SLOTS)
+    rotated = known & (cached | rotate_padded)
+    for x in (q_pe, k_pe):
+        x.wanted[rotated] *= cos_sin[positions[rotated], :1, None].astype(F16)
+    reference_mla.concat_and_cache_mla(kv_c, k_pe.wanted[:, 0], cache.wanted, slots, kind)
+    expect_report(
+        lambda: pykv.concat_and_cache_mla_rope_fused(
+            library.input(positions), q_pe.view, k_pe.view[:, 0], library.input(kv_c),
+            library.input(cos_sin.astype(F16)), True, library.input(slots), cache.view, kind, 1.0, False, rotate_padded,
+        ),
+        "concat_and_cache_mla_rope_fused",
+        slot_mapping=beyond(slots),
+        positions=(positions[~known], 64),
+    )  # fmt: skip
+    for array in (q_pe, k_pe, cache):
+        array.check()
+
+
+@ids_of_both_kinds
 @pytest.mark.parametrize("group", [32, 20])
 def test_keys_of_the_indexer(library: Library, group: int, ids: Ids) -> None:
     rng = np.random.default_rng(3)
