@@ -24,8 +24,13 @@ void write_token(const IndexerKQuantArgs& args, const T* from, int64_t offset, c
     const float most = largest_magnitude(from, args.k_dim, size);
     float scale =
         (most > IndexerBlock::kLeastMagnitude ? most : IndexerBlock::kLeastMagnitude) / IndexerBlock::kLargest;
-    if (args.power_of_two) scale = power_of_two_from(scale);
-    quantise(values, 1, from, args.k_dim, size, scale);
+    if (args.power_of_two) {
+      scale = power_of_two_from(scale);
+      const float reciprocal = 1.0f / scale;  // exact, and so are the products: no division for each element
+      convert(values, 1, from, args.k_dim, size, [=](auto x) { return x * reciprocal; });
+    } else {
+      quantise(values, 1, from, args.k_dim, size, scale);
+    }
     std::memcpy(scales + 4 * g, &scale, 4);
   }
 }
