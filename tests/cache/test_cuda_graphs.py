@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache import reference
+from cache import reference, reference_indexer
 
 import pykv
 
@@ -120,3 +120,46 @@ def test_swap_blocks(cupy: Any) -> None:
     expected = np.zeros(256, np.uint8)
     reference.swap_blocks(src.reshape(-1), expected, 32, pairs)
     np.testing.assert_array_equal(cupy.asnumpy(target).reshape(-1), expected)
+
+
+def test_swap_blocks_batch(cupy: Any) -> None:
+    """From pinned memory and the device; addresses are read during the call, memory at replay."""
+    src = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
+    pinned = np.frombuffer(cupy.cuda.alloc_pinned_memory(4096), np.uint8, 4096)
+    on_device, target = cupy.zeros(4096, cupy.uint8), cupy.zeros(8192, cupy.uint8)
+    pinned[:] = 0
+    rows = np.array(
+        [[pinned.ctypes.data + 16, target.data.ptr, 3000], [on_device.data.ptr, target.data.ptr + 4096, 77]]
+    )
+
+    def later() -> None:
+        rows[:] = 0
+        on_device.set(src)
+        pinned[:] = src
+
+    replay(cupy, lambda stream: pykv.swap_blocks_batch(*rows.T, stream=stream), later)
+    expected = np.zeros(8192, np.uint8)
+    expected[:3000], expected[4096:4173] = src[16:3016], src[:77]
+    np.testing.assert_array_equal(cupy.asnumpy(target), expected)
+
+
+@pytest.mark.parametrize("size", [128, 24])
+def test_indexer_cache(cupy: Any, size: int) -> None:
+    """Written and gathered in one graph."""
+    k = np.random.default_rng(0).standard_normal((40, size)).astype(np.float16)
+    cache, keys = cupy.zeros((3, 16, size + 4), cupy.uint8), cupy.zeros((40, size), cupy.float16)
+    values, scales = cupy.zeros((40, size), cupy.uint8), cupy.zeros((40, 1), cupy.float32)
+    slots, table, ends = cupy.full(40, -1), cupy.asarray([[2, 0, 1]]), cupy.asarray([0, 40])
+
+    def body(stream: Any) -> None:
+        pykv.indexer_k_quant_and_cache(keys, cache, slots, size, "ue8m0", stream=stream)
+        pykv.cp_gather_indexer_k_quant_cache(cache, values, scales, table, ends, stream=stream)
+
+    def later() -> None:
+        keys.set(k)
+        slots.set(np.concatenate([np.arange(32, 48), np.arange(24)]))
+
+    replay(cupy, body, later)
+    own = reference_indexer.scales_of(k, "ue8m0")[:, None]
+    np.testing.assert_array_equal(cupy.asnumpy(scales), own)
+    np.testing.assert_array_equal(cupy.asnumpy(values), reference.quantise(k, own, "fp8_e4m3"))
