@@ -28,15 +28,16 @@ pykv_status pykv_merge_attn_states_n(DLTensor* output, const DLTensor* partial_o
           call.write("output_lse", output_lse).shape(heads, tokens).dtype({DType::kFloat32}).no_overlap_within();
       a.output_lse = {static_cast<float*>(lse.data()), lse.stride(0), lse.stride(1)};
     }
-    if (head_size > INT32_MAX || heads > INT32_MAX)
-      from.fail(PYKV_NOT_IMPLEMENTED, "at most 2^31 - 1 heads, and elements in each, are supported");
+    constexpr int64_t kMost = 1 << 30;
+    if (parts > kMost || head_size > kMost || heads > kMost)
+      from.fail(PYKV_NOT_IMPLEMENTED, "at most 2^30 parts, heads, and elements in each, are supported");
     a.dtype = from.type();
     a.output_dtype = output_scale ? DType::kFloat8E4M3 : out.type();
     a.output = {out.data(), out.stride(0), out.stride(1)};
     a.outputs = {{from.data(), from.stride(1), from.stride(2)}, from.stride(0)};
     a.lses = {{static_cast<float*>(lses.data()), lses.stride(1), lses.stride(2)}, lses.stride(0)};
     a.output_scale = call.scale("output_scale", output_scale, 1);
-    a.num_parts = parts;
+    a.num_parts = static_cast<int>(parts);
     a.num_tokens = tokens;
     a.num_heads = static_cast<int>(heads);
     a.head_size = static_cast<int>(head_size);

@@ -1,10 +1,10 @@
 // The merge of merge_attn_states_n.h.
 //
 // Memory-bound: the floor is each byte of the parts and of the output moved once.  A row (token, head) belongs to some
-// neighbouring lanes of one warp, a power of two, each with packs of 16 bytes.  Each such group takes kRows rows and loads
-// kAhead parts of each before it uses any, the first ones even before the lse.  Where there are many parts, several groups
-// share their rows, and the first adds up what they have through shared memory.  How many depends on the number of parts
-// alone: the bits of a row do not depend on the batch.
+// neighbouring lanes of one warp, a power of two, each with packs of 16 bytes.  Such a group loads kAhead parts before it
+// uses any, the first ones even before the lse.  A lane weighs the part of its own number; the group trades weights.
+// Where there are many parts, several groups share a row, and the first adds up what they have through shared memory.  How
+// many depends on the number of parts alone: the bits of a row do not depend on the batch.
 // All threads of a row read the lse before one of them writes the merged one: output_lse may be one of the inputs.
 #include <algorithm>
 
@@ -17,23 +17,44 @@ namespace pykv {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kRows = 1;
 constexpr int kAhead = 4;
 
-struct Softmax {
-  float base, total;  // the largest lse, or 0 where nothing was seen; sum of exp(lse - base)
-};
+// The lse of one row, as the lanes of a group know them.
+class Weights {
+ public:
+  __device__ Weights(const MergeAttnStatesNArgs& a, uint32_t token, uint32_t head, int lane, int lanes)
+      : lses_(&a.lses.first.at(token, head)), stride_(a.lses.part), parts_(a.num_parts), lanes_(lanes) {
+    own_ = lane < parts_ ? lse(lane) : -INFINITY;
+    float top = own_;
+    for (int p = lane + lanes; p < parts_; p += lanes) top = fmaxf(top, lse(p));
+    for (int m = 1; m < lanes; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
+    base_ = top == -INFINITY ? 0.0f : top;
+    own_ = expf(own_ - base_);
+    total_ = own_;
+    for (int p = lane + lanes; p < parts_; p += lanes) total_ += expf(lse(p) - base_);
+    for (int m = 1; m < lanes; m *= 2) total_ += __shfl_xor_sync(~0u, total_, m);
+  }
 
-// The lanes of a group, each with its share of the parts.
-__device__ Softmax weigh(const MergeAttnStatesNArgs& a, uint32_t token, uint32_t head, int lane, int lanes) {
-  float top = -INFINITY, total = 0;
-  for (int64_t p = lane; p < a.num_parts; p += lanes) top = fmaxf(top, a.lses.at(p, token, head));
-  for (int m = 1; m < lanes; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
-  const float base = top == -INFINITY ? 0.0f : top;
-  for (int64_t p = lane; p < a.num_parts; p += lanes) total += expf(a.lses.at(p, token, head) - base);
-  for (int m = 1; m < lanes; m *= 2) total += __shfl_xor_sync(~0u, total, m);
-  return {base, total};
-}
+  // exp(lse - largest lse); 0 beyond the last part.  All lanes of the warp must ask.
+  __device__ float operator()(int part) const {
+    if (parts_ > lanes_) return part < parts_ ? expf(lse(part) - base_) : 0.0f;
+    const float weight = __shfl_sync(~0u, own_, part, lanes_);
+    return part < parts_ ? weight : 0.0f;
+  }
+  __device__ float total() const { return total_; }
+  __device__ float merged_lse() const { return base_ + logf(total_); }  // log 0 = -inf
+
+ private:
+  __device__ float lse(int part) const {
+    const float x = lses_[part * stride_];
+    return x == INFINITY ? -INFINITY : x;
+  }
+
+  const float* lses_;
+  int64_t stride_;
+  int parts_, lanes_;
+  float own_, base_, total_;
+};
 
 // Lanes of a group: 1 << lanes_log2; groups of a row: 1 << groups_log2.  kSize: elements of an access.
 template <class T, class Out, int kSize>
@@ -41,87 +62,62 @@ __global__ __launch_bounds__(kThreads, 4) void merge_n_kernel(const __grid_const
                                                               Divider by_head, int lanes_log2, int groups_log2) {
   using V = Vec<T, kSize>;
   __shared__ float shared_sums[kSize][kThreads];
-  const int lanes = 1 << lanes_log2, groups = 1 << groups_log2;
+  const int lanes = 1 << lanes_log2, groups = 1 << groups_log2, parts = a.num_parts;
   const int lane = threadIdx.x & (lanes - 1), group = threadIdx.x >> lanes_log2 & (groups - 1);
-  const int rows_log2 = lanes_log2 + groups_log2, rows = kThreads >> rows_log2;
+  const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) >> (lanes_log2 + groups_log2);
+  const bool there = row < a.num_tokens * a.num_heads;
+  uint32_t head = 0;
+  const uint32_t token = there ? by_head(static_cast<uint32_t>(row), head) : 0;
+  const T* const mine = a.outputs.row<const T>(group, token, head) + lane * kSize;
+  const int64_t step = a.outputs.part << groups_log2;  // from one part of this group to its next
 
-  uint32_t token[kRows], head[kRows];
-  bool there[kRows];
-  Softmax softmax[kRows];
+  const auto load = [&](V(&x)[kAhead], int first, int d0) {
+    const bool in_head = there && d0 + lane * kSize < a.head_size;
+    const T* from = mine + d0 + (first >> groups_log2) * step;
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int64_t row = (int64_t{blockIdx.x} * kRows + r) * rows + (threadIdx.x >> rows_log2);
-    there[r] = row < a.num_tokens * a.num_heads;
-    token[r] = head[r] = 0;
-    if (there[r]) token[r] = by_head(static_cast<uint32_t>(row), head[r]);
-    softmax[r] = {0.0f, 0.0f};  // of no parts at all
-  }
+    for (int k = 0; k < kAhead; ++k, from += step) {
+      if (in_head && first + group + (k << groups_log2) < parts) x[k] = load_vec_streamed<V>(from);
+    }
+  };
+  V x[kAhead];
+  load(x, 0, 0);
+  const Weights weights(a, token, head, lane, lanes);
 
   const bool quantised = a.output_dtype == DType::kFloat8E4M3;
-  const float scale = quantised ? 1.0f / a.output_scale[0] : 1.0f;
+  const float scale = quantised ? 1.0f / a.output_scale[0] : 1.0f, factor = 1.0f / weights.total();
   for (int d0 = 0; d0 < a.head_size; d0 += kSize << lanes_log2) {
-    const int d = d0 + lane * kSize;
-    Vec<float, kSize> sums[kRows];
+    Vec<float, kSize> sum;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kSize; ++i) sum[i] = -0.0f;  // what leaves a zero of either sign as it is
+    for (int first = 0; first < parts; first += kAhead << groups_log2) {
+      if (first + d0 > 0) load(x, first, d0);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) sums[r][i] = -0.0f;  // what leaves a zero of either sign as it is
-    }
-    for (int64_t first = group; first < a.num_parts; first += int64_t{kAhead} << groups_log2) {
-      V x[kRows][kAhead];
+      for (int k = 0; k < kAhead; ++k) {
+        const float weight = weights(first + group + (k << groups_log2));
+        if (weight == 0.0f) continue;  // such a part may hold anything
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
-          const int64_t p = first + (k << groups_log2);
-          if (there[r] && d < a.head_size && p < a.num_parts)
-            x[r][k] = load_vec_streamed<V>(a.outputs.row<const T>(p, token[r], head[r]) + d);
-        }
-      }
-      if (d0 == 0 && first == group) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) softmax[r] = weigh(a, token[r], head[r], lane, lanes);
-      }
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
-          const int64_t p = first + (k << groups_log2);
-          if (p >= a.num_parts) continue;
-          const float weight = expf(a.lses.at(p, token[r], head[r]) - softmax[r].base);
-          if (weight == 0.0f) continue;  // such a part may hold anything
-#pragma unroll
-          for (int i = 0; i < kSize; ++i) sums[r][i] = fmaf(to_float(x[r][k][i]), weight, sums[r][i]);
-        }
+        for (int i = 0; i < kSize; ++i) sum[i] = fmaf(to_float(x[k][i]), weight, sum[i]);
       }
     }
+    if (groups > 1) {
+      __syncthreads();  // what was there is read
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (groups > 1) {
-        __syncthreads();  // what was there is read
+      for (int i = 0; i < kSize; ++i) shared_sums[i][threadIdx.x] = sum[i];
+      __syncthreads();
+      for (int g = 1; group == 0 && g < groups; ++g) {
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) shared_sums[i][threadIdx.x] = sums[r][i];
-        __syncthreads();
-        for (int g = 1; group == 0 && g < groups; ++g) {
-#pragma unroll
-          for (int i = 0; i < kSize; ++i) sums[r][i] += shared_sums[i][threadIdx.x + (g << lanes_log2)];
-        }
+        for (int i = 0; i < kSize; ++i) sum[i] += shared_sums[i][threadIdx.x + (g << lanes_log2)];
       }
-      if (!there[r] || d >= a.head_size || group > 0) continue;
-      const float total = softmax[r].total, factor = 1.0f / total;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) sums[r][i] = total == 0.0f ? 0.0f : sums[r][i] * factor;
-      store_row_part(a.output.row<Out>(token[r], head[r]) + d, sums[r], scale);
     }
+    if (!there || d0 + lane * kSize >= a.head_size || group > 0) continue;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) sum[i] = weights.total() == 0.0f ? 0.0f : sum[i] * factor;
+    store_row_part(a.output.row<Out>(token, head) + d0 + lane * kSize, sum, scale);
   }
 
   if (!a.output_lse.data) return;
-  __syncthreads();  // every thread has read the lse of its rows
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    if (there[r] && lane == 0 && group == 0)
-      a.output_lse.at(token[r], head[r]) = softmax[r].base + logf(softmax[r].total);  // log 0 = -inf
-  }
+  __syncthreads();  // every thread has read the lse of its row
+  if (there && lane == 0 && group == 0) a.output_lse.at(token, head) = weights.merged_lse();
 }
 
 template <class T, class Out, int kSize>
@@ -131,8 +127,7 @@ void run(const MergeAttnStatesNArgs& args, cudaStream_t stream) {
   while ((kThreads >> (lanes_log2 + groups_log2)) > 1 && (int64_t{4 * kAhead} << groups_log2) <= args.num_parts) {
     ++groups_log2;  // each has two rounds of loads at least
   }
-  const int64_t rows = args.num_tokens * args.num_heads,
-                rows_of_block = int64_t{kThreads >> (lanes_log2 + groups_log2)} * kRows;
+  const int64_t rows = args.num_tokens * args.num_heads, rows_of_block = kThreads >> (lanes_log2 + groups_log2);
   if (rows > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "at most 2^31 - 1 rows (tokens x heads) are supported");
   merge_n_kernel<T, Out, kSize>
       <<<static_cast<unsigned>((rows + rows_of_block - 1) / rows_of_block), kThreads, 0, stream>>>(

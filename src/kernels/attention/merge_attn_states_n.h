@@ -36,8 +36,8 @@ struct MergeAttnStatesNArgs {
   StackedOutputs outputs;
   StackedLses lses;
   Scale output_scale;
-  int64_t num_parts, num_tokens;
-  int num_heads, head_size;
+  int64_t num_tokens;
+  int num_parts, num_heads, head_size;
 };
 
 // With l_i the lse of the parts and m the largest:
