@@ -14,6 +14,13 @@
 namespace pykv {
 namespace {
 
+// Blocks that an SM must hold; where conversions to fp8 are code, they want registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+constexpr int kLeastBlocks = 3;
+#else
+constexpr int kLeastBlocks = 4;
+#endif
+
 // Values are copied as bits.
 template <class T, KvFormat kFormat, int kWidth>
 using ValueMover =
@@ -21,7 +28,7 @@ using ValueMover =
           kFormat, kWidth>;
 
 template <class T, KvFormat kFormat, int kWidth, bool kTransposes>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, kLeastBlocks)
     rotary_and_cache_kernel(const __grid_constant__ Plan plan, const __grid_constant__ RotationPlan rotation,
                             const __grid_constant__ Scales<kFormat> scales) {
   begin_dependent();
