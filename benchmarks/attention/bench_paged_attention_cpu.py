@@ -50,8 +50,14 @@ class Case:
 
     @property
     def element(self) -> np.dtype[Any]:
-        name = {"auto": self.dtype, "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}[self.kind]
+        names = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8", "nvfp4": "uint8"}
+        name = names.get(self.kind, self.dtype)
         return np.dtype(getattr(ml_dtypes, name, name))
+
+    @property
+    def row(self) -> int:
+        """Elements of a head: values, or bytes of nvfp4."""
+        return HEAD_SIZE * 9 // 16 if self.kind == "nvfp4" else HEAD_SIZE
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,10 @@ def cases() -> Iterator[Case]:
     for layout in ("NHD", "HND", "packed"):
         for dtype in ("bfloat16", "float16", "float32"):
             yield Case(layout, dtype)
-        for kind in ("fp8_e4m3", "fp8_e5m2"):
+        for kind in ("fp8_e4m3", "fp8_e5m2", "int8"):
             yield Case(layout, "bfloat16", kind)
+    for layout in ("NHD", "HND"):
+        yield Case(layout, "bfloat16", "nvfp4")
     yield Case("NHD", "bfloat16", heads=8)
     yield Case("NHD", "bfloat16", heads=64)
     yield Case("NHD", "bfloat16", sequences=1)
@@ -85,14 +93,14 @@ def cases() -> Iterator[Case]:
 
 
 def caches(case: Case, blocks: int, some: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    shape = (blocks, PAGE, case.kv_heads, HEAD_SIZE)
+    shape = (blocks, PAGE, case.kv_heads, case.row)
     memories = [np.resize(values, math.prod(shape)) for values in (some, some[::-1])]
     if case.layout == "packed":
         x = 16 // case.element.itemsize
         key = memories[0].reshape(blocks, case.kv_heads, HEAD_SIZE // x, PAGE, x)
         return key, memories[1].reshape(blocks, case.kv_heads, HEAD_SIZE, PAGE)
     if case.layout == "HND":
-        key, value = (m.reshape(blocks, case.kv_heads, PAGE, HEAD_SIZE).swapaxes(1, 2) for m in memories)
+        key, value = (m.reshape(blocks, case.kv_heads, PAGE, case.row).swapaxes(1, 2) for m in memories)
         return key, value
     return memories[0].reshape(shape), memories[1].reshape(shape)
 
@@ -130,9 +138,12 @@ def in_turn(calls: list[Callable[[], object]]) -> list[float]:
 
 def measure(case: Case, megabytes: int, pool: ThreadPoolExecutor, threads: int) -> Figure:
     rng = np.random.default_rng(0)
-    block_bytes = PAGE * case.kv_heads * HEAD_SIZE * case.element.itemsize
+    block_bytes = PAGE * case.kv_heads * case.row * case.element.itemsize
     pages = max(1, (megabytes << 20) // (2 * block_bytes * case.sequences))  # of each sequence
-    some = rng.standard_normal(1 << 20, np.float32).astype(case.element)
+    if case.element.kind in "iu":
+        some = rng.integers(0, 0x50, 1 << 20).astype(case.element)  # numbers also as the scales of nvfp4
+    else:
+        some = rng.standard_normal(1 << 20, np.float32).astype(case.element)
     key, value = caches(case, pages * case.sequences, some)
     tables = rng.permutation(pages * case.sequences).astype(np.int32).reshape(case.sequences, pages)
     lens = np.full(case.sequences, pages * PAGE, np.int32)

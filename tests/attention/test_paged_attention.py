@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention import inputs
+from attention import inputs, reference
 from attention.inputs import KINDS, LAYOUTS, NVFP4_LAYOUTS, Batch, Sizes
 from cache import inputs as cache_inputs
 from cache.inputs import DTYPES, PACKED, TOKENS
@@ -48,6 +48,30 @@ def test_layouts_nvfp4(array: Library, layout: str, dtype: str) -> None:
         sizes = Sizes(head_size=head_size, block_size=block_size)
         b = inputs.batch(rng(), MIXED, sizes, layout=layout, dtype=dtype, kind="nvfp4", extra_rows=2)
         check(array, b.changed(options={"k_scale": per_head, "v_scale": 1.3}))
+
+
+@pytest.mark.parametrize("kind", ["int8", "nvfp4"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_what_reshape_and_cache_wrote(array: Library, layout: str, kind: str) -> None:
+    """Keys and values go through the op that writes caches, and come out of attention as the reference reads them."""
+    lens = [(1, n) for n in (77, 20, 1, 130)]
+    b = inputs.batch(rng(), lens, Sizes(head_size=128), layout=layout, kind=kind, decode=True)
+    tokens = [(table[i // 16], i % 16) for table, n in zip(b.block_tables, b.seq_lens, strict=True) for i in range(n)]
+    blocks, offsets = np.array(tokens).T
+    key, value = (rng(seed).standard_normal((len(tokens), 2, 128), np.float32) for seed in (1, 2))
+    scales = {"int8": (1 / 32, 1 / 30), "nvfp4": (0.01, 0.02)}[kind]
+    b.options = {"k_scale": scales[0], "v_scale": scales[1]}
+
+    memories = [array.output(m) for m in b.memories]
+    caches = cache_inputs.view(memories[0], b.layout.key), cache_inputs.view(memories[-1], b.layout.value)
+    slots = array.input((blocks * 16 + offsets).astype(np.int64))
+    pykv.reshape_and_cache_flash(array.input(key), array.input(value), *caches, slots, kind, *scales)
+    b.memories = [array.numpy(m) for m in memories]
+    check(array, b)
+    for cache, written, scale in zip((b.key_cache, b.value_cache), (key, value), scales, strict=True):
+        read = (reference.nvfp4_values(cache) if kind == "nvfp4" else cache) * scale
+        error = np.abs(read[blocks, offsets] - written)
+        assert error.mean() < {"int8": 0.01, "nvfp4": 0.1}[kind]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
