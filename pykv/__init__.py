@@ -55,6 +55,7 @@ from pykv.mla import (
 from pykv.norm import (
     fused_add_rms_norm,
     fused_add_rms_norm_static_fp8_quant,
+    fused_qk_norm_rope,
     gemma_fused_add_rms_norm,
     gemma_rms_norm,
     layer_norm,
@@ -106,6 +107,7 @@ __all__ = [
     "from_pointer",
     "fused_add_rms_norm",
     "fused_add_rms_norm_static_fp8_quant",
+    "fused_qk_norm_rope",
     "gather_and_maybe_dequant_cache",
     "gelu_and_mul",
     "gelu_and_mul_sparse",

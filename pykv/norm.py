@@ -281,3 +281,60 @@ def rms_norm_per_block_quant(
     _C.rms_norm_per_block_quant(
         result, input, weight, scale, epsilon, scale_ub, residual, group_size, is_scale_transposed, stream
     )
+
+
+def fused_qk_norm_rope(
+    qkv: Array,
+    num_heads_q: int,
+    num_heads_k: int,
+    num_heads_v: int,
+    head_dim: int,
+    eps: float,
+    q_weight: Array | None,
+    k_weight: Array | None,
+    cos_sin_cache: Array,
+    is_neox: bool,
+    position_ids: Array,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Norm each query and key head of ``qkv`` and rotate its first elements, in place, in fp32 and rounded once.
+
+    A head ``x`` becomes ``x * (r * weight)`` with ``r = 1 / sqrt(mean(x ** 2) + eps)``, rotated as
+    :func:`rotary_embedding` does it.  Heads of ``v`` stay as they are.
+
+    Args:
+        qkv: ``[<positions>, num_heads * head_dim]`` or ``[<positions>, num_heads, head_dim]`` float32, float16 or
+            bfloat16, all heads of ``q``, then of ``k``, then of ``v``; written.
+        num_heads_q: heads of ``q``.
+        num_heads_k: heads of ``k``.
+        num_heads_v: heads of ``v``.
+        head_dim: any size.
+        eps: added to the mean square.
+        q_weight: ``[head_dim]``, dtype of ``qkv`` or float32.  ``None``: all ones.
+        k_weight: the same of ``k``.
+        cos_sin_cache: ``[max_position, rotary_dim]`` float32, float16 or bfloat16; ``rotary_dim`` is even and at most
+            ``head_dim``.
+        is_neox: pairs are ``(i, i + rotary_dim / 2)`` instead of neighbours.
+        position_ids: ``[num_tokens]`` or ``[batch, seq]`` int32 or int64.  A token whose position is out of range
+            stays as it is and is reported.
+        stream: see the package.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit.
+        TypeError: dtypes do not fit.
+    """
+    _C.fused_qk_norm_rope(
+        qkv,
+        num_heads_q,
+        num_heads_k,
+        num_heads_v,
+        head_dim,
+        eps,
+        q_weight,
+        k_weight,
+        cos_sin_cache,
+        is_neox,
+        position_ids,
+        stream,
+    )

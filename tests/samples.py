@@ -118,6 +118,19 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     "rms_norm_per_block_quant": lambda: codes(
         input=floats(3, 8), weight=floats(8), scale=floats(3, 2), scale_ub=None, group_size=4
     ),
+    "fused_qk_norm_rope": lambda: {
+        "qkv": floats(3, 4 * HEAD_SIZE),
+        "num_heads_q": 2,
+        "num_heads_k": 1,
+        "num_heads_v": 1,
+        "head_dim": HEAD_SIZE,
+        "eps": 1e-6,
+        "q_weight": floats(HEAD_SIZE, seed=1),
+        "k_weight": floats(HEAD_SIZE, seed=2),
+        "cos_sin_cache": floats(5, HEAD_SIZE, seed=3),
+        "is_neox": True,
+        "position_ids": ids(0, 4, 2),
+    },
     "rotary_embedding": lambda: {
         "positions": ids(0, 4, 2),
         "query": floats(3, HEADS * HEAD_SIZE),

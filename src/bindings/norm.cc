@@ -13,4 +13,5 @@ void bind_norm(Module& m) {
   m.def<pykv_fused_add_rms_norm_static_fp8_quant>("fused_add_rms_norm_static_fp8_quant");
   m.def<pykv_rms_norm_dynamic_per_token_quant>("rms_norm_dynamic_per_token_quant");
   m.def<pykv_rms_norm_per_block_quant>("rms_norm_per_block_quant");
+  m.def<pykv_fused_qk_norm_rope>("fused_qk_norm_rope");
 }

@@ -40,7 +40,7 @@ float row_sum(int64_t n, Term term) {
 }
 
 // v where there are `count` elements, else 0.
-Floats first_of(Floats v, int64_t count) {
+inline Floats first_of(Floats v, int64_t count) {
   if (count >= kWidth) return v;
   float lanes[kWidth] = {};
   __builtin_memcpy(lanes, &v, count * sizeof(float));

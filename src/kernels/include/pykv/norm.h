@@ -97,4 +97,17 @@ PYKV_API pykv_status pykv_rms_norm_per_block_quant(DLTensor* result, const DLTen
                                                    DLTensor* residual, int64_t group_size, bool is_scale_transposed,
                                                    void* stream);
 
+/* Each query and key head x of qkv becomes x * (r * weight), with r = 1 / sqrt(mean(x^2) + eps), its first rotary_dim
+ * elements rotated as pykv_rotary_embedding does it, in fp32 from load to store and rounded once.  Heads of v stay.
+ *   qkv            [<positions>, num_heads * head_dim] or [<positions>, num_heads, head_dim]  float32 | float16 | bfloat16,
+ *                  with num_heads = num_heads_q + num_heads_k + num_heads_v
+ *   q_weight       [head_dim]  dtype of qkv, or float32; NULL: all ones.  So is k_weight.
+ *   cos_sin_cache  [max_position, rotary_dim]  float32 | float16 | bfloat16, rotary_dim even, head_dim at most
+ *   position_ids   [num_tokens] | [batch, seq]  int32 | int64; a token whose position is out of range stays as it is */
+PYKV_API pykv_status pykv_fused_qk_norm_rope(DLTensor* qkv, int64_t num_heads_q, int64_t num_heads_k,
+                                             int64_t num_heads_v, int64_t head_dim, double eps,
+                                             const DLTensor* q_weight, const DLTensor* k_weight,
+                                             const DLTensor* cos_sin_cache, bool is_neox, const DLTensor* position_ids,
+                                             void* stream);
+
 #endif /* PYKV_NORM_H_ */
