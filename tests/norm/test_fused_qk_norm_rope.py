@@ -125,7 +125,7 @@ def test_a_position_out_of_range_leaves_its_token(array):
         ({"num_heads_v": 2}, ValueError, r"qkv: must have num_heads_q \+ num_heads_k \+ num_heads_v = 5 heads"),
         ({"num_heads_q": -1}, ValueError, "num_heads_q: must lie between 0 and the 4 heads of qkv, got -1"),
         ({"head_dim": 0}, ValueError, "head_dim: must be positive, got 0"),
-        ({"head_dim": 7}, ValueError, "qkv: the last dimension must be a multiple of head_size = 7"),
+        ({"head_dim": 7}, ValueError, "qkv: the last dimension must be a multiple of head_dim = 7"),
         ({"q_weight": np.ones(7, np.float32)}, ValueError, "q_weight: dimension 0 must equal head_dim = 8"),
         ({"k_weight": np.ones(8, np.float16)}, TypeError, "k_weight: dtype must be that of qkv, float32, got float16"),
         ({"cos_sin_cache": np.ones((5, 10), np.float32)}, ValueError, "must not exceed head_size = 8"),
