@@ -80,24 +80,19 @@ template <class T>
 void quantise_blocks(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
   const MlaPart &latent = args.latent, &rope = args.rope;
   const float scale = args.scale[0];
+  const int32_t num_blocks = static_cast<int32_t>((latent.size + rope.size) / kNvfp4Block);
   for_each_slot(args, launch, [&](int64_t token, int64_t block, int64_t offset) {
     uint8_t* page = static_cast<uint8_t*>(args.cache) + block * args.block;
     const T *c = row_of<T>(latent, token), *pe = row_of<T>(rope, token);
-    for (int64_t first = 0; first < latent.size + rope.size; first += kNvfp4Block) {
-      const int64_t in_rope = first - latent.size;
-      T together[kNvfp4Block];
-      const T* from = together;
-      if (in_rope + kNvfp4Block <= 0 && latent.dim == 1) {
-        from = c + first;
-      } else if (in_rope >= 0 && rope.dim == 1) {
-        from = pe + in_rope;
-      } else {
-        for (int64_t i = 0; i < kNvfp4Block; ++i)
-          together[i] = in_rope + i < 0 ? c[(first + i) * latent.dim] : pe[(in_rope + i) * rope.dim];
-      }
-      store_nvfp4(page + args.page.codes_at(offset, 0, first),
-                  page + args.page.scale_at(offset, 0, static_cast<int32_t>(first / kNvfp4Block)), from, scale);
-    }
+    T together[kNvfp4Block];
+    store_nvfp4(page, args.page, offset, 0, num_blocks, scale, [&](int64_t block) {
+      const int64_t first = block * kNvfp4Block, in_rope = first - latent.size;
+      if (in_rope + kNvfp4Block <= 0 && latent.dim == 1) return c + first;
+      if (in_rope >= 0 && rope.dim == 1) return pe + in_rope;
+      for (int64_t i = 0; i < kNvfp4Block; ++i)
+        together[i] = in_rope + i < 0 ? c[(first + i) * latent.dim] : pe[(in_rope + i) * rope.dim];
+      return static_cast<const T*>(together);
+    });
   });
 }
 

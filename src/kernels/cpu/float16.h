@@ -131,12 +131,17 @@ inline F widen_e2m1(U bits) {
   return __builtin_bit_cast(F, __builtin_bit_cast(U, widen_finite<1, 1, F>(bits & 7u)) | ((bits & 8u) << 28));
 }
 
+// The code is the least of three lines, rounded by adding a large number, in whose lowest bits it then is: 2 y below 2,
+// y + 2 below 4 and y / 2 + 4 from there.
 template <class F, class U>
 inline U narrow_e2m1_magnitude(F value) {
-  const U magnitude = __builtin_bit_cast(U, value) & 0x7fffffffu;
-  const U clamped = magnitude > 0x40c00000u ? all<U>(0x40c00000u) : magnitude;  // 6
-  const U finite = narrow_finite<1, 1, F>(clamped);
-  return magnitude > 0x7f800000u ? all<U>(0u) : finite;
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
+  const F magnitude = __builtin_bit_cast(F, __builtin_bit_cast(U, value) & 0x7fffffffu);
+  const F clamped = magnitude > 6.0f ? F{} + 6.0f : magnitude;
+  const F y = clamped == clamped ? clamped : F{};
+  const F low = y * 2.0f + kRound, middle = y + (kRound + 2.0f), high = y * 0.5f + (kRound + 4.0f);
+  const F lower = low < middle ? low : middle;
+  return __builtin_bit_cast(U, lower < high ? lower : high) & 7u;
 }
 
 // An integer as its lowest eight bits.

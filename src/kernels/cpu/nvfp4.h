@@ -36,23 +36,15 @@ inline Floats load_e2m1(const uint8_t* codes) {
 #endif
 }
 
-// Sixteen elements.
+// Sixteen elements times r, as codes.
 template <class T>
-inline void store_nvfp4(uint8_t* codes, uint8_t* scale, const T* from, float global) {
-  constexpr int kVectors = kNvfp4Block / kWidth;
-  Floats x[kVectors], most{};
-  for (int i = 0; i < kVectors; ++i) {
-    x[i] = load(from + i * kWidth);
-    most = max(x[i] < 0.0f ? -x[i] : x[i], most);  // NaN is not counted
-  }
-  const float a = max(most);
-  const e4m3 block = a == 0.0f ? e4m3{0} : from_float<e4m3>(a / (kNvfp4Largest * global));
-  const float r = (block.bits & 0x7f) == 0 ? 0.0f : 1.0f / (to_float(block) * global);
+inline void store_e2m1(uint8_t* codes, const T* from, float r) {
   uint8_t bytes[kNvfp4Block];
-  for (int i = 0; i < kVectors; ++i) {
-    const Words signs = __builtin_bit_cast(Words, x[i]) >> 28 & 8u;  // the product of 0 and infinity has any sign
-    const Bytes some = narrow_to_bytes(narrow_e2m1_magnitude<Floats, Words>(x[i] * r) | signs);
-    __builtin_memcpy(bytes + i * kWidth, &some, sizeof some);
+  for (int i = 0; i < kNvfp4Block; i += kWidth) {
+    const Floats x = load(from + i);
+    const Words signs = __builtin_bit_cast(Words, x) >> 28 & 8u;  // the product of 0 and infinity has any sign
+    const Bytes some = narrow_to_bytes(narrow_e2m1_magnitude<Floats, Words>(x * r) | signs);
+    __builtin_memcpy(bytes + i, &some, sizeof some);
   }
   for (int i = 0; i < 2; ++i) {
     uint64_t eight;
@@ -60,7 +52,50 @@ inline void store_nvfp4(uint8_t* codes, uint8_t* scale, const T* from, float glo
     const uint32_t packed = pack_nibbles(eight);
     __builtin_memcpy(codes + 4 * i, &packed, 4);
   }
-  *scale = block.bits;
+}
+
+// A head of a token to its places in a page; block_at(b): the sixteen elements of block b, as neighbours.  The scales of
+// as many blocks as a vector has lanes are worked out at once.
+template <class BlockAt>
+inline void store_nvfp4(uint8_t* page, const Nvfp4Page& places, int64_t token, int64_t head, int32_t num_blocks,
+                        float global, BlockAt&& block_at) {
+  for (int32_t first = 0; first < num_blocks; first += kWidth) {
+    const int32_t n = num_blocks - first < kWidth ? num_blocks - first : kWidth;
+    float largest[kWidth] = {}, reciprocals[kWidth];
+    for (int32_t b = 0; b < n; ++b) {
+      const auto* from = block_at(first + b);
+      Floats most{};
+      for (int i = 0; i < kNvfp4Block; i += kWidth) {
+        const Floats x = load(from + i);
+        most = max(x < 0.0f ? -x : x, most);  // NaN is not counted
+      }
+      largest[b] = max(most);
+    }
+    const Floats a = load(largest);
+    const Words rounded = narrow_e4m3<Floats, Words>(a / splat(kNvfp4Largest * global));
+    const Words scales = a == 0.0f ? Words{} : rounded;
+    const Floats r = 1.0f / (widen_e4m3<Floats>(scales) * global);
+    store(reciprocals, (scales & 0x7fu) == 0u ? Floats{} : r);
+    const Bytes bytes = narrow_to_bytes(scales);
+    for (int32_t b = 0; b < n; ++b) {
+      const int64_t block = first + b;
+      store_e2m1(page + places.codes_at(token, head, block * kNvfp4Block), block_at(first + b), reciprocals[b]);
+      page[places.scale_at(token, head, first + b)] = bytes[b];
+    }
+  }
+}
+
+// The same for `size` elements that lie `stride` apart.
+template <class T>
+inline void store_nvfp4_row(uint8_t* page, const Nvfp4Page& places, int64_t token, int64_t head, const T* from,
+                            int64_t stride, int64_t size, float global) {
+  T together[kNvfp4Block];
+  store_nvfp4(page, places, token, head, static_cast<int32_t>(size / kNvfp4Block), global, [&](int64_t b) {
+    const T* block = from + b * kNvfp4Block * stride;
+    if (stride == 1) return block;
+    for (int i = 0; i < kNvfp4Block; ++i) together[i] = block[i * stride];
+    return static_cast<const T*>(together);
+  });
 }
 
 // Sixteen codes times the scale of their block, which is exact, times `global`, rounded to T.
@@ -77,21 +112,7 @@ inline void load_nvfp4(T* to, const uint8_t* codes, uint8_t scale, float global)
   for (int i = 0; i < kNvfp4Block; i += kWidth) store(to + i, load_e2m1(bytes + i) * block * global);
 }
 
-// A head of a token: `size` elements that lie `stride` apart, to their places in a page.
-template <class T>
-inline void store_nvfp4_row(uint8_t* page, const Nvfp4Page& places, int64_t token, int64_t head, const T* from,
-                            int64_t stride, int64_t size, float global) {
-  for (int64_t first = 0; first < size; first += kNvfp4Block, from += kNvfp4Block * stride) {
-    T together[kNvfp4Block];
-    if (stride != 1)
-      for (int i = 0; i < kNvfp4Block; ++i) together[i] = from[i * stride];
-    store_nvfp4(page + places.codes_at(token, head, first),
-                page + places.scale_at(token, head, static_cast<int32_t>(first / kNvfp4Block)),
-                stride == 1 ? from : together, global);
-  }
-}
-
-// The other way round.
+// A head of a token back to elements that lie `stride` apart.
 template <class T>
 inline void load_nvfp4_row(T* to, int64_t stride, const uint8_t* page, const Nvfp4Page& places, int64_t token,
                            int64_t head, int64_t size, float global) {
