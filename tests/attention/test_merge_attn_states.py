@@ -182,6 +182,21 @@ def test_strides(array: Library) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_output_in_fp8_into_part_of_a_larger_array(array: Library, dtype: str) -> None:
+    """The same codes as in an array of its own, and nothing beside them."""
+    for head_size, first in ((64, 16), (64, 3), (13, 0)):
+        p = with_empty_sides(parts(21, 4, head_size, dtype))
+        alone = array.output(np.zeros(p[0].shape, np.uint8))
+        merge(array, p, alone, output_scale=0.05)
+        room = array.output(np.full((4, 21, 96), 7, np.uint8))
+        part = np.s_[:, :, first : first + head_size]
+        merge(array, p, cache_inputs.view(room, lambda m, part=part: m[part].swapaxes(0, 1)), output_scale=0.05)
+        expected = np.full((4, 21, 96), 7, np.uint8)
+        expected[part] = array.numpy(alone).swapaxes(0, 1)
+        np.testing.assert_array_equal(array.numpy(room), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_two_halves_make_the_whole(array: Library, dtype: str) -> None:
     """Attention to the first 48 and to the last tokens of each sequence, merged, is attention to all of them."""
     whole = inputs.batch(

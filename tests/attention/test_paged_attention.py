@@ -271,8 +271,9 @@ def test_nan_of_the_cache_comes_out(array: Library) -> None:
 @pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, "one too large"])
 @pytest.mark.parametrize("layout", ["NHD", "HND", "packed"])
 def test_block_ids_out_of_range_are_masked(array: Library, layout: str, bad: int | str) -> None:
-    for dtype in DTYPES:
-        b = inputs.batch(rng(), MIXED, layout=layout, dtype=dtype)
+    kinds = [(dtype, "auto") for dtype in DTYPES] + [("bfloat16", "int8")]
+    for dtype, kind in kinds if layout == "packed" else [*kinds, ("float16", "nvfp4")]:
+        b = inputs.batch(rng(), MIXED, layout=layout, dtype=dtype, kind=kind)
         value = b.key_cache.shape[0] if isinstance(bad, str) else bad
         b.block_tables[0, 2] = b.block_tables[4, 0] = value
         out, lse = (array.output(x) for x in inputs.outputs(b))
