@@ -34,15 +34,19 @@ bool uniform_rows(int64_t num_tokens, int64_t num_seqs, int group, int head_size
   return fits(16) || fits(32);
 }
 
-// blockIdx.x: the block of the main kernel whose note is followed; kWarps warps add up one row, each its share of the
-// pieces, lanes side by side along the row.
-template <class T, int kWarps>
-__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ Problem p) {
+constexpr int kCombineThreads = 256;
+
+// blockIdx.x: the block of the main kernel whose note is followed.  A thread adds up four columns of a row over its part
+// of the pieces, whose loads depend on the note alone; then the parts are added up in their order.
+template <class T>
+__global__ void __launch_bounds__(kCombineThreads, 4) combine_kernel(const __grid_constant__ Problem p, int parts) {
+  const int items = kCombineThreads / parts;  // of a block
+  const int part = threadIdx.x / items, item = blockIdx.y * items + threadIdx.x % items;
+  const int quads = p.pitch / 4, r = item / quads, quad = item % quads;
   wait_for_previous_kernel();
+  let_next_kernel_start();
   const Unfinished u = p.unfinished[blockIdx.x];
   if (u.first_block < 0) return;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % kWarps;
-  const int r = blockIdx.y * (kThreads / 32 / kWarps) + warp / kWarps;
   Unit unit{};
   unit.query_begin = u.query_begin;
   unit.query_len = u.query_len;
@@ -50,53 +54,52 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   unit.head_tile = u.head_tile;
   unit.query_tile = u.query_tile;
   const Row row = row_of(p, unit, r);
-  if (!row.valid) return;  // as one: whoever shares the row
+  const bool valid = r < p.rows && row.valid;
 
   const int pieces = blockIdx.x - u.first_block + 1;
-  const auto row_in = [&](int i) {
-    return static_cast<int64_t>(2 * (u.first_block + i) + (i == 0 && !u.first_slot_is_head)) * p.rows + r;
-  };
   float maximum = -INFINITY, sum = 0;
-  for (int i = lane; i < pieces; i += 32) {
-    const float2 stats = p.partial_stats[row_in(i)];
-    const float top = fmaxf(maximum, stats.x), base = top == -INFINITY ? 0.f : top;
-    sum = sum * exp2f(maximum - base) + stats.y * exp2f(stats.x - base);
+  float4 o = {0, 0, 0, 0};
+  const auto add = [&](float2 stats, float4 x) {
+    if (stats.x == -INFINITY) return;
+    const float top = fmaxf(maximum, stats.x);
+    const float old = exp2_fast(maximum - top), weight = exp2_fast(stats.x - top);
     maximum = top;
+    sum = sum * old + stats.y * weight;
+    o = {o.x * old + weight * x.x, o.y * old + weight * x.y, o.z * old + weight * x.z, o.w * old + weight * x.w};
+  };
+  constexpr int kBatch = 4;
+  for (int first = part; valid && first < pieces; first += parts * kBatch) {
+    float2 stats[kBatch];
+    float4 x[kBatch];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      const int i = first + k * parts;
+      if (i >= pieces) continue;
+      const int64_t at = static_cast<int64_t>(2 * (u.first_block + i) + (i == 0 && !u.first_slot_is_head)) * p.rows + r;
+      stats[k] = p.partial_stats[at];
+      x[k] = reinterpret_cast<const float4*>(p.partial + at * p.pitch)[quad];
+    }
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      if (first + k * parts < pieces) add(stats[k], x[k]);
+    }
   }
-  const float mine = maximum;
-  for (int m = 16; m > 0; m /= 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, m));
-  const float base = maximum == -INFINITY ? 0.f : maximum;
-  sum *= exp2f(mine - base);
-  for (int m = 16; m > 0; m /= 2) sum += __shfl_xor_sync(~0u, sum, m);
-  const float factor = finish_row(p, row, u.kv_head, maximum, sum);
 
-  __shared__ float4 sums[kThreads];
-  for (int quad0 = 0; quad0 < p.pitch / 4; quad0 += 32) {
-    const int quad = quad0 + lane;
-    float4 o = {0, 0, 0, 0};
-    if (quad < p.pitch / 4) {
-#pragma unroll 4
-      for (int i = part; i < pieces; i += kWarps) {
-        const float weight = exp2f(p.partial_stats[row_in(i)].x - base);
-        const float4 x = reinterpret_cast<const float4*>(p.partial + row_in(i) * p.pitch)[quad];
-        o = {o.x + weight * x.x, o.y + weight * x.y, o.z + weight * x.z, o.w + weight * x.w};
-      }
-    }
-    if constexpr (kWarps > 1) {
-      __syncthreads();
-      sums[threadIdx.x] = o;
-      __syncthreads();
-      if (part > 0) continue;
-      for (int w = 1; w < kWarps; ++w) {
-        const float4 x = sums[threadIdx.x + w * 32];
-        o = {o.x + x.x, o.y + x.y, o.z + x.z, o.w + x.w};
-      }
-    }
-    T* out = output_row<T>(p, row);
-    const float x[4] = {o.x, o.y, o.z, o.w};
-    for (int e = 0; e < 4; ++e) {
-      if (quad * 4 + e < p.a.head_size) out[quad * 4 + e] = T(x[e] * factor);
-    }
+  if (parts > 1) {
+    __shared__ float4 sums[kCombineThreads];
+    __shared__ float2 stats[kCombineThreads];
+    sums[threadIdx.x] = o;
+    stats[threadIdx.x] = {maximum, sum};
+    __syncthreads();
+    if (part > 0) return;
+    for (int i = 1; i < parts; ++i) add(stats[threadIdx.x + i * items], sums[threadIdx.x + i * items]);
+  }
+  if (!valid) return;
+  const float factor = finish_row(p, row, u.kv_head, maximum, sum);
+  T* out = output_row<T>(p, row);
+  const float x[4] = {o.x, o.y, o.z, o.w};
+  for (int e = 0; e < 4; ++e) {
+    if (quad * 4 + e < p.a.head_size) out[quad * 4 + e] = T(x[e] * factor);
   }
 }
 
@@ -184,6 +187,7 @@ int set_tiling(Problem& p, const Tiling& t, int blocks_per_sm, int device) {
   const int grid = grid_of(std::min(blocks_per_sm, t.blocks_per_sm), device);
   p.rows = t.rows;
   p.pitch = t.pitch;
+  p.by_grid = Divider(grid);
   p.tile_heads = std::min(p.group, t.rows);
   p.by_tile_heads = Divider(p.tile_heads);
   p.head_tiles = (p.group + t.rows - 1) / t.rows;
@@ -197,12 +201,14 @@ int set_tiling(Problem& p, const Tiling& t, int blocks_per_sm, int device) {
 
 void combine(const Problem& p, int grid, const Launch& launch) {
   const int rows = (p.a.cu_query_lens.data ? p.tile_tokens : 1) * p.tile_heads;
+  const int items = rows * (p.pitch / 4);
+  // Few segments come in many pieces, which want as many hands.
+  int parts = p.a.num_seqs * p.a.num_kv_heads * p.head_tiles * 4 <= grid ? 8 : 1;
+  while (parts < 16 && items * parts * 2 <= kCombineThreads) parts *= 2;
+  const int per_block = kCombineThreads / parts;
   dispatch<half, bf16, float>(p.a.dtype, [&]<class T> {
-    if (rows <= 16) {
-      launch_after(combine_kernel<T, 4>, dim3(grid, rows), 0, launch, p.a.op, p);
-    } else {
-      launch_after(combine_kernel<T, 1>, dim3(grid, (rows + 3) / 4), 0, launch, p.a.op, p);
-    }
+    launch_after(combine_kernel<T>, dim3(grid, (items + per_block - 1) / per_block), dim3(kCombineThreads), 0, launch,
+                 p.a.op, p, parts);
   });
 }
 

@@ -43,8 +43,8 @@ void combine(const Problem& p, int grid, const Launch& launch);
 
 // Launches a kernel whose blocks may come up while the kernel before it still runs (it waits for that kernel itself).
 template <class... Parameters>
-void launch_after(void (*kernel)(Parameters...), dim3 grid, size_t shared_bytes, const Launch& launch, const char* op,
-                  const Parameters&... parameters) {
+void launch_after(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, const Launch& launch,
+                  const char* op, const Parameters&... parameters) {
   cudaLaunchAttribute overlap;
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -52,7 +52,7 @@ void launch_after(void (*kernel)(Parameters...), dim3 grid, size_t shared_bytes,
   cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, launch.device), "compute capability");
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
-  config.blockDim = dim3(kThreads);
+  config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream_of(launch);
   config.attrs = &overlap;

@@ -42,6 +42,7 @@ struct Problem {
   int head_tiles;          // query tiles that the heads of one KV head take
   int tile_tokens;         // query tokens in a query tile
   int rows, kv_tile;       // tile sizes; kv_tile is a power of two
+  Divider by_grid;         // the main kernel's blocks
   int min_rows, max_rows;  // takes the sequences with min_rows < query tokens * group <= max_rows
   int window;
   float softcap_rate;  // 2 log2(e) / softcap

@@ -1,0 +1,246 @@
+// From the block table to a tile of keys and values in shared memory.
+//
+// A tile comes by 16-byte asynchronous copies; the look-up of its pages runs ahead of them, into a slot.  A stage holds
+// rows of tokens, swizzled so that ldmatrix meets no bank twice, or, for packed caches, their own order: a copy by
+// neighbouring threads is then one line to one line, and ldmatrix, too, reads whole lines.
+#pragma once
+
+#include "attention/paged_attention_shape.cuh"
+#include "cuda/cp_async.cuh"
+
+namespace pykv::attention {
+
+// Problem's cache views in bytes, for the copies.
+struct CacheCopies {
+  int64_t key_block, key_token, key_head, value_block, value_token, value_head;
+  int head_bytes;
+  bool key_token_fast;    // packed K: copy a chunk index's tokens side by side
+  uint32_t key_chunk;     // packed K: from one 16-byte chunk of a key to the next
+  uint32_t value_dim;     // packed V: from one dimension to the next
+  int value_chunk_shift;  // packed V: log2 of the 16-byte chunks of a dimension that lie side by side
+};
+
+template <class S>
+struct TileLoader {
+  static constexpr int kD = S::kD, kTile = S::kTile, kTeam = S::kTeam;
+  using TileSlot = Slot<kTile>;
+
+  const Problem& p;
+  const CacheCopies& copies;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int member = threadIdx.x % kTeam;  // of the team
+
+  static __device__ void sync_team() {
+    if constexpr (kTeam == 32) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  // ---- look-up of pages ---------------------------------------------------------------------------------------------
+
+  struct Lookup {
+    PageEntry page;
+    int token;
+    bool wanted, visible;
+  };
+
+  __device__ Lookup begin_lookup(const Unit& u) const {
+    Lookup x{{0, 0}, 0, false, false};
+    if (member >= kTile) return x;
+    x.token = u.first_token + token_at<S::kPermutedTokens>(member);
+    x.visible = x.wanted = is_wanted(p, u, x.token);
+    if (S::kPackedV && !x.visible) {  // a chunk of V is read whole; its invisible tokens are zeroed afterwards
+      constexpr int kChunk = 16 / S::kBytes;
+      const int chunk = x.token / kChunk * kChunk, first = max(chunk, u.first_key);
+      x.wanted = first < chunk + kChunk && is_wanted(p, u, first);
+    }
+    if (x.wanted) x.page = load_page(p, u.sequence, x.token);
+    return x;
+  }
+
+  __device__ void end_lookup(const Lookup& x, TileSlot& slot, int kv_head) const {
+    if (member >= kTile && member >= 32) return;
+    const int64_t id = x.page.id(p);
+    const bool ok = x.wanted && id >= 0 && id < p.a.num_blocks;
+    if (x.wanted && !ok) p.bad_block(id, p.a.num_blocks);
+    const uint32_t valid = __ballot_sync(~0u, ok && x.visible);
+    if (member >= kTile) return;
+    TokenPointers at{nullptr, nullptr};
+    if (ok) {
+      const int o = p.block_size.remainder(x.token);
+      const char* key = static_cast<const char*>(p.a.key.data);
+      const char* value = static_cast<const char*>(p.a.value.data);
+      if (x.visible) at.key = key + id * copies.key_block + o * copies.key_token + kv_head * copies.key_head;
+      at.value = value + id * copies.value_block + o * copies.value_token + kv_head * copies.value_head;
+    }
+    slot.tokens[member] = at;
+    if (lane == 0) slot.valid[member / 32] = valid;
+  }
+
+  using Valid = uint32_t[kTile < 32 ? 1 : kTile / 32];  // a bit for each place of a tile
+
+  static __device__ bool is_whole(const Valid& valid) {
+    constexpr uint32_t kAll = kTile < 32 ? (1u << kTile % 32) - 1 : ~0u;
+    bool whole = true;
+    for (const uint32_t bits : valid) whole = whole && bits == kAll;
+    return whole;
+  }
+
+  // ---- copies into a stage ------------------------------------------------------------------------------------------
+
+  static constexpr int kChunks = S::kRowBytes / 16;        // of a token's row
+  static constexpr int kCopies = kTile * kChunks / kTeam;  // by each thread, for K as for V
+
+  // Packed tiles: K as [chunk][token], V as [group of chunks][dimension][chunk of the group], the last place swizzled so
+  // that eight neighbouring dimensions at one chunk lie in different banks.
+  static __device__ int key_place(int row, int chunk) {
+    return S::kPackedV ? (chunk * kTile + row) * 16 : swizzled<S::kRowBytes>(row, chunk);
+  }
+
+  __device__ int packed_value_place(int d, int chunk) const {
+    const int shift = copies.value_chunk_shift, mask = (1 << shift) - 1;
+    const int x = ((chunk >> shift) * kD + d) << shift | (chunk & mask);
+    return (x ^ (x >> 3 & mask)) * 16;
+  }
+
+  // Copies 16 bytes from `row` + offset; nothing is read, and zeros written, if the row is null or the chunk past the head.
+  template <bool kChecked>
+  __device__ void copy(uint32_t to, const char* row, uint32_t offset, bool in_head) const {
+    const bool read = !kChecked || (row != nullptr && in_head);
+    cp_async_16(to, read ? row + offset : static_cast<const char*>(p.a.key.data), read);
+  }
+
+  // Pointers are fetched a few at a time, ahead of the copies that use them.
+  static constexpr int kBatch = kCopies < 4 ? kCopies : 4;
+
+  // Neighbouring threads take neighbouring chunks of a token.
+  template <bool kChecked, bool kKeys, bool kValues>
+  __device__ void load_token_rows(uint32_t stage, const TileSlot& slot) const {
+    const int chunk = member % kChunks, r0 = member / kChunks;
+    const bool in_head = chunk * 16 < copies.head_bytes;
+#pragma unroll(kChecked ? 1 : kCopies / kBatch)
+    for (int batch = 0; batch < kCopies; batch += kBatch) {
+      TokenPointers at[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) at[i] = slot.tokens[r0 + (batch + i) * (kTeam / kChunks)];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int r = r0 + (batch + i) * (kTeam / kChunks);
+        if (kKeys) copy<kChecked>(stage + key_place(r, chunk), at[i].key, chunk * 16, in_head);
+        if (kValues) {
+          copy<kChecked>(stage + S::kTileBytes + swizzled<S::kRowBytes>(r, chunk), at[i].value, chunk * 16, in_head);
+        }
+      }
+    }
+  }
+
+  // Packed K: neighbouring threads take neighbouring tokens at one chunk index.
+  template <bool kChecked>
+  __device__ void load_packed_keys(uint32_t stage, const TileSlot& slot) const {
+    const int r = member % kTile, chunk0 = member / kTile;
+    const char* row = slot.tokens[r].key;
+#pragma unroll(kChecked ? 1 : kCopies)
+    for (int i = 0; i < kCopies; ++i) {
+      const int chunk = chunk0 + i * (kTeam / kTile);
+      copy<kChecked>(stage + key_place(r, chunk), row, chunk * copies.key_chunk, chunk * 16 < copies.head_bytes);
+    }
+  }
+
+  // Packed V: order within a page: its chunks of one dimension, then the next dimension.
+  template <bool kChecked>
+  __device__ void load_packed_values(uint32_t stage, const TileSlot& slot) const {
+    const int shift = copies.value_chunk_shift, low = member & ((1 << shift) - 1);
+    const auto position = [&](int i, int& d, int& chunk) {
+      const int x = (member + i * kTeam) >> shift;
+      d = x % kD;
+      chunk = low + (x / kD << shift);
+    };
+#pragma unroll(kChecked ? 1 : kCopies / kBatch)
+    for (int batch = 0; batch < kCopies; batch += kBatch) {
+      const char* at[kBatch];
+      int d, chunk;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        position(batch + i, d, chunk);
+        at[i] = slot.tokens[chunk * (16 / S::kBytes)].value;
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        position(batch + i, d, chunk);
+        copy<kChecked>(stage + S::kTileBytes + packed_value_place(d, chunk), at[i], d * copies.value_dim,
+                       d < p.a.head_size);
+      }
+    }
+  }
+
+  template <bool kChecked>
+  __device__ void load_checked(uint32_t stage, const TileSlot& slot) const {
+    if constexpr (S::kPackedV) {
+      load_packed_values<kChecked>(stage, slot);
+      if (copies.key_token_fast) {
+        load_packed_keys<kChecked>(stage, slot);
+      } else {
+        load_token_rows<kChecked, true, false>(stage, slot);
+      }
+    } else if (!copies.key_token_fast) {
+      load_token_rows<kChecked, true, true>(stage, slot);
+    } else {
+      load_packed_keys<kChecked>(stage, slot);
+      load_token_rows<kChecked, false, true>(stage, slot);
+    }
+  }
+
+  __device__ void load_stage(uint32_t stage, const TileSlot& slot) const {
+    if (is_whole(slot.valid) && copies.head_bytes == S::kRowBytes) {
+      load_checked<false>(stage, slot);
+    } else {
+      load_checked<true>(stage, slot);
+    }
+  }
+
+  // Packed V: what lies past the end of a sequence may be NaN, and 0 * NaN is not 0.
+  __device__ void clear_invisible(char* value_stage, const Valid& valid) const {
+    constexpr int kChunk = 16 / S::kBytes;
+#pragma unroll 1
+    for (int r = 0; r < kTile; ++r) {
+      if (valid[r / 32] >> r % 32 & 1) continue;
+      const int t = token_at<S::kPermutedTokens>(r);
+      for (int d = member; d < kD; d += kTeam) {
+        char* at = value_stage + packed_value_place(d, t / kChunk) + t % kChunk * S::kBytes;
+        if constexpr (S::kNarrow) {
+          *at = 0;
+        } else {
+          *reinterpret_cast<uint16_t*>(at) = 0;
+        }
+      }
+    }
+  }
+};
+
+// The host's side of it.
+template <class S>
+CacheCopies cache_copies(const PagedAttentionArgs& a) {
+  const KeyCacheView& k = a.key;
+  CacheCopies copies{};
+  copies.key_block = k.block * S::kBytes;
+  copies.key_token = k.token * S::kBytes;
+  copies.key_head = k.head * S::kBytes;
+  copies.value_block = a.value.block * S::kBytes;
+  copies.value_token = a.value.token * S::kBytes;
+  copies.value_head = a.value.head * S::kBytes;
+  copies.head_bytes = a.head_size * S::kBytes;
+  copies.key_token_fast = k.chunk < a.head_size;
+  copies.key_chunk = static_cast<uint32_t>(k.chunk_stride * S::kBytes);
+  copies.value_dim = static_cast<uint32_t>(a.value.dim * S::kBytes);
+  constexpr int kChunk = 16 / S::kBytes;
+  const int page_chunks = a.block_size / kChunk;
+  while (S::kPackedV && page_chunks % (2 << copies.value_chunk_shift) == 0 &&
+         2 << copies.value_chunk_shift <= S::kTile / kChunk) {
+    ++copies.value_chunk_shift;
+  }
+  return copies;
+}
+
+}  // namespace pykv::attention

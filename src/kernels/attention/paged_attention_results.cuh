@@ -1,0 +1,156 @@
+// The end of a segment: rows are finished and stored, or left for the combining kernel.
+#pragma once
+
+#include "attention/paged_attention_softmax.cuh"
+
+namespace pykv::attention {
+
+template <class S>
+struct SegmentResults : RowSoftmax<S> {
+  using Softmax = RowSoftmax<S>;
+  using Softmax::kD;
+  using Softmax::lane;
+  using Softmax::p;
+  using Softmax::scratch;
+  using Softmax::warp;
+  using typename Softmax::Mma;
+  using typename Softmax::State;
+
+  // Column of o[.][n][e] (e 0 or 1) in the head.
+  __device__ int column(int n, int e) const {
+    const int c = lane % 4;
+    return S::kPermutedOutput ? n / 2 * 16 + c * 4 + e * 2 + n % 2 : n * 8 + c * 2 + e;
+  }
+
+  template <class T>
+  __device__ void store(T* out, int d, float4 x) const {
+    if (d >= p.a.head_size) return;
+    *reinterpret_cast<uint2*>(out + d) = {pack_pair<T>(x.x, x.y), pack_pair<T>(x.z, x.w)};
+  }
+
+  __device__ void store_output(const Row& row, int d, float4 x) const {
+    if constexpr (!S::kNarrow) {
+      store(output_row<Mma>(p, row), d, x);
+    } else if (p.a.dtype == DType::kBFloat16) {
+      store(output_row<bf16>(p, row), d, x);
+    } else {
+      store(output_row<half>(p, row), d, x);
+    }
+  }
+
+  __device__ float* partial_row(int slot, int r) const {
+    return p.partial + (static_cast<int64_t>(slot) * p.rows + r) * p.pitch;
+  }
+
+  static __device__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+  }
+
+  // Four neighbouring columns of this lane, from two column tiles, for the row half h.
+  __device__ void for_each_four(const float (&o)[kD / 8][4], int h, auto&& body) const {
+    const int c = lane % 4;
+#pragma unroll
+    for (int n = 0; n < kD / 8; n += 2) {
+      const float a0 = o[n][2 * h], a1 = o[n][2 * h + 1], b0 = o[n + 1][2 * h], b1 = o[n + 1][2 * h + 1];
+      if constexpr (S::kPermutedOutput) {
+        body(n * 8 + 4 * c, float4{a0, b0, a1, b1});
+      } else {  // lanes trade pairs: even ones take four columns of the first tile, odd ones of the second
+        const bool odd = c & 1;
+        const float send0 = odd ? a0 : b0, send1 = odd ? a1 : b1;
+        const float got0 = __shfl_xor_sync(~0u, send0, 1), got1 = __shfl_xor_sync(~0u, send1, 1);
+        const int d = n * 8 + (odd ? 8 : 0) + c / 2 * 4;
+        body(d, odd ? float4{got0, got1, b0, b1} : float4{a0, a1, got0, got1});
+      }
+    }
+  }
+
+  __device__ void end_segment_many(const Unit& u, State& state) {
+    if (state.idle) return;
+#pragma unroll
+    for (int i = 0; i < S::kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int r = warp * S::kWarpRows + i * 16 + h * 8 + lane / 4;
+        const Row row = row_of(p, u, r);
+        const float sum = quad_sum(state.sum[i][h]);
+        float factor = 1;
+        if (u.slot < 0 && row.valid) factor = finish_row(p, row, u.kv_head, state.maximum[i][h], sum);
+        if (u.slot >= 0 && lane % 4 == 0) {
+          p.partial_stats[u.slot * p.rows + r] = {state.maximum[i][h], sum};
+        }
+        for_each_four(state.o[i], h, [&](int d, float4 x) {
+          if (!row.valid) return;
+          if (u.slot >= 0) {
+            *reinterpret_cast<float4*>(partial_row(u.slot, r) + d) = x;
+          } else {
+            store_output(row, d, {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
+          }
+        });
+      }
+    }
+  }
+
+  // Where a row's column lies among the 16 rows that a warp leaves for others: 8-wide column tiles swizzled by row.
+  static __device__ int row_place(int r, int d) { return (r * (kD / 8) + (d / 8 ^ (r & 7))) * 8 + d % 8; }
+
+  // A warp's results of the i-th sixteen rows, for others to add up.
+  __device__ void leave_rows(int i, int rows, const State& state, float* to) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = h * 8 + lane / 4;
+      if (i * 16 + h * 8 >= rows) break;
+      const float sum = quad_sum(state.sum[i][h]);
+      if (lane % 4 == 0) scratch.stats[warp][i * 16 + r] = {state.maximum[i][h], sum};
+      if (i * 16 + r >= rows) continue;
+#pragma unroll
+      for (int n = 0; n < kD / 8; ++n) {
+        for (int e = 0; e < 2; ++e) to[row_place(r, column(n, e))] = state.o[i][n][2 * h + e];
+      }
+    }
+  }
+
+  // The four warps' results are added up through memory: each warp leaves its own in its ring at `stage_offset`, the stage
+  // it is done with; sixteen rows at a time.
+  __device__ void end_segment_few(const Unit& u, const State& state, char* rings, int stage_offset) const {
+    static_assert(S::kStageBytes >= 16 * kD * 4);
+    const int rows = min(p.tile_tokens, u.query_len - u.query_tile * p.tile_tokens) * p.tile_heads;
+    float* mine = reinterpret_cast<float*>(rings + warp * S::kRingBytes + stage_offset);
+#pragma unroll
+    for (int i = 0; i < S::kRowTiles; ++i) {
+      leave_rows(i, rows, state, mine);
+      __syncthreads();
+#pragma unroll 1
+      for (int x = threadIdx.x; x < min(rows - i * 16, 16) * (kD / 4); x += kThreads) {
+        const int r = x / (kD / 4), d = x % (kD / 4) * 4;
+        add_warps(u, i * 16 + r, d, rings + stage_offset + row_place(r, d) * 4);
+      }
+      __syncthreads();  // the stages are free again
+    }
+  }
+
+  // Four columns of one row; `parts` are those of the first warp.
+  __device__ void add_warps(const Unit& u, int r, int d, const char* parts) const {
+    const Row row = row_of(p, u, r);
+    if (!row.valid) return;
+    float maximum = -INFINITY, sum = 0;
+    for (int w = 0; w < 4; ++w) maximum = fmaxf(maximum, scratch.stats[w][r].x);
+    float4 o = {0, 0, 0, 0};
+    for (int w = 0; w < 4; ++w) {
+      const float2 stats = scratch.stats[w][r];
+      const float weight = stats.x == -INFINITY ? 0.f : exp2_fast(stats.x - maximum);
+      const float4 part = *reinterpret_cast<const float4*>(parts + w * S::kRingBytes);
+      sum += weight * stats.y;
+      o = {o.x + weight * part.x, o.y + weight * part.y, o.z + weight * part.z, o.w + weight * part.w};
+    }
+    if (u.slot >= 0) {
+      if (d == 0) p.partial_stats[u.slot * p.rows + r] = {maximum, sum};
+      *reinterpret_cast<float4*>(partial_row(u.slot, r) + d) = o;
+    } else {
+      const float factor = finish_row(p, row, u.kv_head, maximum, sum);
+      store_output(row, d, {o.x * factor, o.y * factor, o.z * factor, o.w * factor});
+    }
+  }
+};
+
+}  // namespace pykv::attention

@@ -1,0 +1,95 @@
+// Sizes of one instantiation of the tensor-core kernels, and what lies in its shared memory.
+//
+// A team of threads shares a ring of stages and works on one tile after another.  With many rows the team is the block;
+// with few it is a warp, so that the four warps of a block, each at its quarter of a unit's tokens, wait for each other
+// at the ends of segments alone.
+#pragma once
+
+#include "attention/paged_attention_elements.cuh"
+#include "attention/paged_attention_launch.cuh"
+#include "attention/paged_attention_plan.cuh"
+
+namespace pykv::attention {
+
+// kD: head size rounded up to 64, 128 or 256.
+template <class KvElement, int kHeadSize, bool kPacked, RowClass kRowClass>
+struct Shape {
+  using Element = KvElement;
+  using Mma = typename Element::Mma;
+  static constexpr int kD = kHeadSize;
+  static constexpr bool kPackedV = kPacked;
+  static constexpr bool kMany = kRowClass == RowClass::kMany;
+  static constexpr int kBytes = Element::kBytes;
+  static constexpr bool kNarrow = kBytes == 1;  // elements that registers widen
+  static constexpr bool kPermutedTokens = kNarrow && kPackedV;
+  static constexpr bool kPermutedOutput = kNarrow && !kPackedV;
+
+  static constexpr int kRowTiles = kRowClass == RowClass::kFew || kD == 256 ? 1 : 2;  // 16-row tiles of a warp
+  static constexpr int kWarpRows = 16 * kRowTiles;
+  static constexpr int kRows = kMany ? 4 * kWarpRows : kWarpRows;
+  static constexpr bool kOneToken = false;  // all rows see the same keys: those that the pages hold
+  static constexpr bool kQueriesInRegisters = kRowClass == RowClass::kFew && kD <= 128;
+
+  static constexpr int kTeam = kMany ? kThreads : 32;
+  static constexpr int kTeams = kThreads / kTeam;
+  static constexpr int kTile = kMany ? (kD == 256 && kBytes == 2 ? 32 : 64) : 32 / kBytes;  // tokens
+  static constexpr int kUnitTokens = kTeams * kTile;
+  static constexpr int kStep = kTile < 32 ? kTile : 32;  // tokens between two updates of the softmax
+  static constexpr int kRowBytes = kD * kBytes;
+  static constexpr int kTileBytes = kTile * kRowBytes;
+  static constexpr int kStageBytes = 2 * kTileBytes;  // keys, then values
+
+  static constexpr int kBlocksPerSm = kRowClass != RowClass::kFew ? (kRowClass == RowClass::kSome && kD == 64 ? 3 : 2)
+                                      : kD == 64                  ? 4
+                                      : kD == 256                 ? 1
+                                      : kBytes == 2               ? 3
+                                                                  : 2;
+  static constexpr int kStages = kRowClass != RowClass::kFew || kBlocksPerSm > 2 ? 2 : 3;
+  static constexpr int kSlots = kStages + 2;
+  static constexpr int kRingBytes = kStages * kStageBytes;
+  static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kRows * kD * 2;
+};
+
+struct alignas(16) TokenPointers {
+  const char *key, *value;  // of the slot's KV head; null: nothing to read
+};
+
+template <int kTile>
+struct Slot {
+  TokenPointers tokens[kTile];
+  Unit unit;  // first_token: of the team's tile
+  uint32_t valid[kTile < 32 ? 1 : kTile / 32];
+};
+
+struct RowState {
+  int position;
+  float slope, scale;
+  int sparse_offset;
+};
+
+template <class S>
+struct alignas(16) Scratch {
+  PlanScratch plan;
+  Walker walkers[S::kTeams];
+  float2 stats[4][S::kWarpRows];
+  RowState rows[4][S::kWarpRows];
+};
+
+// Byte offset of a 16-byte chunk in a tile whose rows have kRowBytes bytes: eight neighbouring rows at one chunk index
+// lie in eight different groups of banks.
+template <int kRowBytes>
+__device__ inline int swizzled(int row, int chunk) {
+  static_assert(kRowBytes == 64 || kRowBytes % 128 == 0);
+  const int moved = kRowBytes == 64 ? chunk ^ (row >> 1 & 3) : chunk ^ (row & 7);
+  return row * kRowBytes + moved * 16;
+}
+
+// The token at place r of a tile.  With packed V and one-byte elements, a lane's four bytes of V are four neighbouring
+// tokens, so K's tokens are laid out to bring the scores of the same four to that lane.
+template <bool kPermuted>
+__device__ inline int token_at(int r) {
+  if (!kPermuted) return r;
+  return (r & ~15) + (r & 6) * 2 + (r & 1) + (r & 8) / 4;
+}
+
+}  // namespace pykv::attention

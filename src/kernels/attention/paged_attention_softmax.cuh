@@ -1,0 +1,432 @@
+// The rows of a query tile against tiles of keys and values: the online softmax on tensor cores.
+//
+// An element of one byte is widened to half once, in registers: ldmatrix hands a lane neighbouring bytes, so the
+// dimensions (or tokens) of a fragment are permuted, and Q (or the order of K's tokens) is permuted to match.  Queries of
+// dtype bf16 against such a cache become halves too, scaled row by row by a power of two.
+//
+// The fragments of up to 16 query rows stay in registers for a whole segment; more rows lie in shared memory.
+#pragma once
+
+#include "attention/paged_attention_load.cuh"
+#include "cuda/mma.cuh"
+
+namespace pykv::attention {
+
+template <class S>
+struct RowSoftmax : TileLoader<S> {
+  using Loader = TileLoader<S>;
+  using typename Loader::Valid;
+  using Element = typename S::Element;
+  using Mma = typename S::Mma;
+  using Loader::copies;
+  using Loader::key_place;
+  using Loader::kTile;
+  using Loader::lane;
+  using Loader::p;
+  using Loader::packed_value_place;
+  using Loader::warp;
+  static constexpr int kD = S::kD, kSteps = kD / 16;
+
+  Scratch<S>& scratch;
+  uint32_t queries;  // shared address, of rows that do not stay in registers
+
+  // ---- queries ------------------------------------------------------------------------------------------------------
+
+  // Scaling a row by a power of two brings its largest element to [1, 2).
+  static __device__ void power_of_two(float largest, float& factor, float& inverse) {
+    const uint32_t bits = __float_as_uint(largest) & 0x7f800000u;
+    const bool usual = bits > 0 && bits < 0x7e000000u;
+    factor = usual ? __uint_as_float(bits) : 1.f;
+    inverse = usual ? __uint_as_float(0x7f000000u - bits) : 1.f;
+  }
+
+  static __device__ float largest_of(uint32_t pair) {
+    const float2 x = unpack_pair<bf16>(pair);
+    return fmaxf(fabsf(x.x), fabsf(x.y));
+  }
+
+  static __device__ uint32_t to_half(uint32_t pair, float inverse) {
+    const float2 x = unpack_pair<bf16>(pair);
+    return pack_pair<half>(x.x * inverse, x.y * inverse);
+  }
+
+  __device__ const uint16_t* query_row(const Row& row) const {
+    return static_cast<const uint16_t*>(p.a.query) + row.token * p.a.query_token_stride +
+           row.head * p.a.query_head_stride;
+  }
+
+  // The warp's rows into shared memory.  With many rows a warp touches its own alone; with few, all write the same.
+  __device__ void load_query_rows(const Unit& u, int row0) {
+    constexpr int kQueryChunks = kD / 8, kLoads = S::kWarpRows * kQueryChunks / 32, kBatch = kLoads < 8 ? kLoads : 8;
+#pragma unroll 1
+    for (int batch = 0; batch < kLoads; batch += kBatch) {
+      uint4 v[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int x = (batch + i) * 32 + lane, chunk = x % kQueryChunks;
+        const Row row = row_of(p, u, row0 + x / kQueryChunks);
+        v[i] = {0, 0, 0, 0};
+        if (row.valid && chunk * 8 < p.a.head_size) v[i] = *reinterpret_cast<const uint4*>(query_row(row) + chunk * 8);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int x = (batch + i) * 32 + lane, chunk = x % kQueryChunks, r = x / kQueryChunks;
+        store_query_chunk(v[i], r, row0 + r, chunk);
+      }
+    }
+  }
+
+  __device__ void store_query_chunk(uint4 v, int warp_row, int r, int chunk) {
+    if (S::kNarrow && p.a.dtype == DType::kBFloat16) {
+      float largest = fmaxf(fmaxf(largest_of(v.x), largest_of(v.y)), fmaxf(largest_of(v.z), largest_of(v.w)));
+      float factor, inverse;
+      for (int m = 1; m < kD / 8; m *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, m));
+      power_of_two(largest, factor, inverse);
+      v = {to_half(v.x, inverse), to_half(v.y, inverse), to_half(v.z, inverse), to_half(v.w, inverse)};
+      if (chunk == 0) scratch.rows[warp][warp_row].scale *= factor;
+    }
+    if constexpr (S::kNarrow) {  // dimensions 4c .. 4c + 3 of 16 to places 2c, 2c + 1, 2c + 8, 2c + 9
+      const uint32_t even = queries + swizzled<2 * kD>(r, chunk & ~1) + (chunk & 1) * 8;
+      const uint32_t odd = queries + swizzled<2 * kD>(r, chunk | 1) + (chunk & 1) * 8;
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(even), "r"(v.x), "r"(v.z) : "memory");
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(odd), "r"(v.y), "r"(v.w) : "memory");
+    } else {
+      const uint32_t at = queries + swizzled<2 * kD>(r, chunk);
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                   : "memory");
+    }
+  }
+
+  __device__ static uint32_t load_pair(const uint16_t* q, bool read) {
+    return read ? *reinterpret_cast<const uint32_t*>(q) : 0;
+  }
+
+  // Rows straight to fragments: with one-byte elements dimensions 4c .. 4c + 3 of 16 take places 2c, 2c + 1, 2c + 8 and
+  // 2c + 9, with others each its own.
+  __device__ void load_query_fragments(const Unit& u, int rows, uint32_t (&a)[kSteps][4]) {
+    const int c = lane % 4, head_size = p.a.head_size;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = h * 8 + lane / 4;
+      const Row row = row_of(p, u, r);
+      const bool read = r < rows && row.valid;
+      const uint16_t* q = query_row(row);
+      if (h * 8 < rows) {
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          const int d0 = k * 16 + (S::kNarrow ? 4 : 2) * c, d1 = S::kNarrow ? d0 + 2 : d0 + 8;
+          a[k][h] = load_pair(q + d0, read && d0 < head_size);
+          a[k][2 + h] = load_pair(q + d1, read && d1 < head_size);
+        }
+      } else {
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) a[k][h] = a[k][2 + h] = 0;
+      }
+      if (S::kNarrow && p.a.dtype == DType::kBFloat16 && h * 8 < rows) {
+        float largest = 0, factor, inverse;
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) largest = fmaxf(largest, fmaxf(largest_of(a[k][h]), largest_of(a[k][2 + h])));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        power_of_two(largest, factor, inverse);
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          a[k][h] = to_half(a[k][h], inverse);
+          a[k][2 + h] = to_half(a[k][2 + h], inverse);
+        }
+        if (c == 0) scratch.rows[warp][r].scale *= factor;
+      }
+    }
+  }
+
+  // Starts the way of a tile's queries from memory, so that its beginning finds them near.
+  __device__ void prefetch_queries(const Unit& u) const {
+    if constexpr (S::kQueriesInRegisters) {
+      const Row row = row_of(p, u, lane / 2);
+      if (row.valid && lane % 2 * 64 < p.a.head_size) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(query_row(row) + lane % 2 * 64));
+      }
+    }
+  }
+
+  // ---- one segment's running state ----------------------------------------------------------------------------------
+
+  struct State {
+    float o[S::kRowTiles][kD / 8][4];
+    uint32_t query[S::kQueriesInRegisters ? kSteps : 1][4];  // fragments
+    float maximum[S::kRowTiles][2];
+    float sum[S::kRowTiles][2];         // of this lane's columns
+    int first_position, last_position;  // of the warp's rows
+    bool idle;                          // none of the warp's rows exists
+    bool plain;                         // scores become logits by a positive factor alone
+  };
+
+  __device__ void begin_segment(const Unit& u, State& s) {
+    const int row0 = S::kMany ? warp * S::kWarpRows : 0;
+    const int rows = min(p.tile_tokens, u.query_len - u.query_tile * p.tile_tokens) * p.tile_heads;
+    s.idle = row0 >= rows;
+    if (s.idle) return;
+    const float k_scale = S::kNarrow ? p.a.k_scale[u.kv_head] : 1.f;
+    s.plain = p.plain_logits && k_scale > 0;
+    __syncwarp();
+    if (lane < S::kWarpRows) {
+      const Row row = row_of(p, u, row0 + lane);
+      RowState state{row.position, 0, p.a.scale * k_scale * (s.plain ? kLog2e : 1.f), 0};
+      if (p.a.alibi_slopes && row.valid) state.slope = p.a.alibi_slopes[row.head];
+      if (p.sparse) state.sparse_offset = sparse_offset(p, row.head, u.kv_head);
+      scratch.rows[warp][lane] = state;
+    }
+    __syncwarp();
+    if constexpr (S::kQueriesInRegisters) {
+      load_query_fragments(u, rows, s.query);
+    } else {
+      load_query_rows(u, row0);
+    }
+    __syncwarp();
+    s.first_position = scratch.rows[warp][0].position;
+    s.last_position = scratch.rows[warp][S::kWarpRows - 1].position;
+#pragma unroll
+    for (int i = 0; i < S::kRowTiles; ++i) {
+#pragma unroll
+      for (int n = 0; n < kD / 8; ++n) {
+        for (int e = 0; e < 4; ++e) s.o[i][n][e] = 0;
+      }
+      for (int h = 0; h < 2; ++h) {
+        s.maximum[i][h] = -INFINITY;
+        s.sum[i][h] = 0;
+      }
+    }
+  }
+
+  // In these two, the address of a row's chunk differs from that of its first chunks by an exclusive or: stages and rows
+  // are aligned so that the chunk's index has its bits to itself.
+
+  // s = q . k for kStep tokens from place r0 of the tile
+  __device__ void scores(uint32_t key_stage, int r0, const State& state,
+                         float (&s)[S::kRowTiles][S::kStep / 8][4]) const {
+#pragma unroll
+    for (int i = 0; i < S::kRowTiles; ++i) {
+#pragma unroll
+      for (int n = 0; n < S::kStep / 8; ++n) {
+        for (int e = 0; e < 4; ++e) s[i][n][e] = 0;
+      }
+    }
+    const uint32_t query_row0 = queries + swizzled<2 * kD>((S::kMany ? warp * S::kWarpRows : 0) + lane % 16, lane / 16);
+    const uint32_t key_row0 = key_stage + key_place(r0 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    constexpr int kAtOnce = S::kNarrow ? 2 : 1;  // k-steps of one ldmatrix
+#pragma unroll
+    for (int k = 0; k < kSteps; k += kAtOnce) {
+      uint32_t a[kAtOnce][S::kRowTiles][4];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+#pragma unroll
+        for (int i = 0; i < S::kRowTiles; ++i) {
+          if constexpr (S::kQueriesInRegisters) {
+            for (int e = 0; e < 4; ++e) a[j][i][e] = state.query[k + j][e];
+          } else {
+            ldmatrix_x4(a[j][i], (query_row0 ^ (k + j) * 32) + i * 16 * 2 * kD);
+          }
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < S::kStep / 16; ++t) {
+        uint32_t b[4];
+        ldmatrix_x4(b, S::kPackedV ? key_row0 + k * S::kBytes * kTile * 16 + t * 256
+                                   : (key_row0 ^ k * 16 * S::kBytes) + t * 16 * S::kRowBytes);
+#pragma unroll
+        for (int i = 0; i < S::kRowTiles; ++i) {
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            if constexpr (S::kNarrow) {
+#pragma unroll
+              for (int j = 0; j < 2; ++j) {
+                uint32_t b0, b1;
+                Element::widen(b[2 * n + j], b0, b1);
+                mma_16x8x16<Mma>(s[i][2 * t + n], a[j][i], b0, b1);
+              }
+            } else {
+              mma_16x8x16<Mma>(s[i][2 * t + n], a[0][i], b[2 * n], b[2 * n + 1]);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // o += p . v, with p the fragments of kStep tokens
+  __device__ void add_values(uint32_t value_stage, int r0, const uint32_t (&probs)[S::kRowTiles][S::kStep / 16][4],
+                             State& state) const {
+    const auto multiply = [&](int t, int n, uint32_t b0, uint32_t b1) {
+#pragma unroll
+      for (int i = 0; i < S::kRowTiles; ++i) mma_16x8x16<Mma>(state.o[i][n], probs[i][t], b0, b1);
+    };
+    uint32_t row0 = value_stage;
+    if constexpr (!S::kPackedV) {
+      row0 += swizzled<S::kRowBytes>(r0 + lane % 16, lane / 16);
+    }
+#pragma unroll
+    for (int t = 0; t < S::kStep / 16; ++t) {
+      uint32_t b[4];
+      if constexpr (!S::kPackedV) {
+        constexpr int kPerLoad = S::kNarrow ? 4 : 2;  // 8-wide column tiles
+#pragma unroll
+        for (int n = 0; n < kD / 8; n += kPerLoad) {
+          ldmatrix_x4_trans(b, (row0 ^ n * 8 * S::kBytes) + t * 16 * S::kRowBytes);
+          if constexpr (
+              S::kNarrow) {  // [token 2c: d, d + 1; token 2c + 1: d, d + 1] to [d: two tokens; d + 1: two tokens]
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              uint32_t even0, odd0, even1, odd1;
+              Element::widen(__byte_perm(b[2 * h], 0, 0x3120), even0, odd0);
+              Element::widen(__byte_perm(b[2 * h + 1], 0, 0x3120), even1, odd1);
+              multiply(t, n + 2 * h, even0, even1);
+              multiply(t, n + 2 * h + 1, odd0, odd1);
+            }
+          } else {
+            multiply(t, n, b[0], b[1]);
+            multiply(t, n + 1, b[2], b[3]);
+          }
+        }
+      } else {
+        const int d0 = S::kNarrow ? lane : lane / 16 * 8 + lane % 8;
+        const int chunk = (r0 + t * 16) * S::kBytes / 16 + (S::kNarrow ? 0 : lane / 8 % 2);
+        const uint32_t packed_row0 = row0 + packed_value_place(d0, chunk);
+        constexpr int kPerLoad = S::kNarrow ? 4 : 2;
+#pragma unroll
+        for (int n = 0; n < kD / 8; n += kPerLoad) {
+          ldmatrix_x4(b, packed_row0 + (n * 128 << copies.value_chunk_shift));
+          if constexpr (S::kNarrow) {
+#pragma unroll
+            for (int h = 0; h < 4; ++h) {
+              uint32_t b0, b1;
+              Element::widen(b[h], b0, b1);
+              multiply(t, n + h, b0, b1);
+            }
+          } else {
+            multiply(t, n, b[0], b[1]);
+            multiply(t, n + 1, b[2], b[3]);
+          }
+        }
+      }
+    }
+  }
+
+  // This lane's scores of one row, with their places in the step.
+  __device__ void for_each_score(float (&s)[S::kStep / 8][4], int h, auto&& body) const {
+#pragma unroll
+    for (int n = 0; n < S::kStep / 8; ++n) {
+      body(s[n][2 * h], n * 8 + lane % 4 * 2);
+      body(s[n][2 * h + 1], n * 8 + lane % 4 * 2 + 1);
+    }
+  }
+
+  // Bits of this lane's places in a step that a row may see, whatever the pages say.
+  __device__ uint32_t visible_places(const Unit& u, const RowState& row, int first) const {
+    const int low = row.position - p.window + 1;
+    const int high = p.a.causal ? row.position : row.position + p.window - 1;
+    uint32_t bits = 0;
+#pragma unroll 1
+    for (int n = 0; n < S::kStep / 4; ++n) {
+      const int r = n / 2 * 8 + lane % 4 * 2 + n % 2;
+      const int key = first + token_at<S::kPermutedTokens>(r);
+      bool seen = key >= low && key <= high;
+      if (p.sparse) seen = seen && sparse_attends(p, row.sparse_offset, u.sequence_len, key);
+      bits |= static_cast<uint32_t>(seen) << r;
+    }
+    return bits;
+  }
+
+  // What is not the same for all scores of a tile: soft cap, ALiBi, masks.
+  __device__ void adjust_scores(const Unit& u, const State& state, int first, uint32_t valid, bool masked,
+                                float (&s)[S::kRowTiles][S::kStep / 8][4]) const {
+#pragma unroll
+    for (int i = 0; i < S::kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const RowState& row = scratch.rows[warp][i * 16 + h * 8 + lane / 4];
+        if (!state.plain) {
+          const float scale = row.scale, slope = row.slope;
+          const int distance = first - row.position;
+          for_each_score(s[i], h, [&](float& x, int r) {
+            x = logit(p, x * scale, slope, distance + token_at<S::kPermutedTokens>(r));
+          });
+        }
+        if (masked) {
+          const uint32_t seen = S::kOneToken ? valid : valid & visible_places(u, row, first);
+          for_each_score(s[i], h, [&](float& x, int r) {
+            if (!(seen >> r & 1)) x = -INFINITY;
+          });
+        }
+      }
+    }
+  }
+
+  __device__ void compute(uint32_t stage, const Valid& tile_valid, const Unit& u, State& state) {
+    if (state.idle) return;
+#pragma unroll 1
+    for (int r0 = 0; r0 < kTile; r0 += S::kStep) {
+      constexpr uint32_t kAll = S::kStep == 32 ? ~0u : (1u << S::kStep) - 1;
+      const uint32_t valid = tile_valid[r0 / 32] >> r0 % 32 & kAll;
+      const int first = u.first_token + r0, last = first + S::kStep - 1;
+      const bool hidden = !S::kOneToken && p.a.causal ? first > state.last_position : false;
+      if (valid == 0 || hidden) continue;
+      const bool masked = S::kOneToken ? valid != kAll
+                                       : valid != kAll || (p.a.causal && last > state.first_position) || p.sparse ||
+                                             (p.window != kNoWindow && (state.last_position - first >= p.window ||
+                                                                        last - state.first_position >= p.window));
+
+      float s[S::kRowTiles][S::kStep / 8][4];
+      scores(stage, r0, state, s);
+      if (masked || !state.plain) [[unlikely]]
+        adjust_scores(u, state, first, masked ? valid : kAll, masked, s);
+
+      // The sums are kept relative to a maximum that may lag behind by kLag (a factor of 256): following it is rare.
+      constexpr float kLag = 8;
+      uint32_t probs[S::kRowTiles][S::kStep / 16][4];
+#pragma unroll
+      for (int i = 0; i < S::kRowTiles; ++i) {
+        float top[2], base[2], scale[2];
+        bool rose = false;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          scale[h] = state.plain ? scratch.rows[warp][i * 16 + h * 8 + lane / 4].scale : 1.f;
+          float x = -INFINITY;
+#pragma unroll
+          for (int n = 0; n < S::kStep / 8; ++n) x = fmaxf(x, fmaxf(s[i][n][2 * h], s[i][n][2 * h + 1]));
+          x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+          x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+          top[h] = fmaxf(x * scale[h], state.maximum[i][h]);
+          rose = rose || top[h] > state.maximum[i][h] + kLag;
+        }
+        if (__any_sync(~0u, rose)) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float rescale = exp2_fast(state.maximum[i][h] - (top[h] == -INFINITY ? 0.f : top[h]));
+            state.maximum[i][h] = top[h];
+            state.sum[i][h] *= rescale;
+#pragma unroll
+            for (int n = 0; n < kD / 8; ++n) {
+              state.o[i][n][2 * h] *= rescale;
+              state.o[i][n][2 * h + 1] *= rescale;
+            }
+          }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) base[h] = state.maximum[i][h] == -INFINITY ? 0.f : state.maximum[i][h];
+#pragma unroll
+        for (int n = 0; n < S::kStep / 8; ++n) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float a = exp2_fast(fmaf(s[i][n][2 * h], scale[h], -base[h]));
+            const float b = exp2_fast(fmaf(s[i][n][2 * h + 1], scale[h], -base[h]));
+            state.sum[i][h] += a + b;
+            probs[i][n / 2][n % 2 * 2 + h] = pack_pair<Mma>(a, b);
+          }
+        }
+      }
+      add_values(stage + S::kTileBytes, r0, probs, state);
+    }
+  }
+};
+
+}  // namespace pykv::attention
