@@ -18,6 +18,7 @@ constexpr int kThreads = 256;
 // The position of a token, on its way.
 class OnePosition {
  public:
+  static constexpr int kBlocks = 4;  // of an SM, at least: few registers, many loads under way
   __device__ OnePosition(const RotaryEmbeddingArgs& args, int64_t b, int64_t s)
       : load_(args.rotation.positions, b * args.rotation.position_batch + s * args.rotation.position_token) {}
   // Its angles from frequency `i` on; false where it lies outside the cache.
@@ -40,6 +41,7 @@ class OnePosition {
 // The positions of a token along several axes, or with an offset.
 class ManyPositions {
  public:
+  static constexpr int kBlocks = 3;
   __device__ ManyPositions(const RotaryEmbeddingArgs& args, int64_t b, int64_t s) : axes_(args.axes) {
 #pragma unroll
     for (int axis = 0; axis < RotaryAxes::kMost; ++axis)
@@ -82,9 +84,8 @@ class ManyPositions {
 };
 
 template <class T, int kSize, bool kNeox, int kHeads, class Positions>
-__global__ __launch_bounds__(kThreads,
-                             3) void rotary_embedding_kernel(const __grid_constant__ RotaryEmbeddingArgs all_args,
-                                                             Reporter report) {
+__global__ __launch_bounds__(kThreads, Positions::kBlocks) void rotary_embedding_kernel(
+    const __grid_constant__ RotaryEmbeddingArgs all_args, Reporter report) {
   using V = Vec<T, kSize>;
   const Rotation& args = all_args.rotation;
   begin_dependent();
