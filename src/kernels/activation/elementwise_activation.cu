@@ -69,7 +69,7 @@ __global__ __launch_bounds__(kTileThreads) void elementwise_activation_kernel(
   V v[kVectors];
 #pragma unroll
   for (int k = 0; k < kVectors; ++k)
-    if (first + k * step < args.width) v[k] = load_vec_streamed<V>(input + k * step);
+    if (first + k * step < args.width) v[k] = load_vec<V>(input + k * step);
   const Op op(args);
 #pragma unroll
   for (int k = 0; k < kVectors; ++k)

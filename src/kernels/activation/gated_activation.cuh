@@ -90,12 +90,12 @@ __global__ __launch_bounds__(kTileThreads) void gated_activation_kernel(
 #pragma unroll
   for (int k = 0; k < kVectors; ++k)
     if (first + k * step < args.width) {
-      if constexpr (Op<T>::kInterleaved) {  // through L1, which keeps the other half of each sector
+      if constexpr (Op<T>::kInterleaved) {
         a[k] = load_vec<V>(input + 2 * (first + k * step));
         b[k] = load_vec<V>(input + 2 * (first + k * step) + kSize);
       } else {
-        a[k] = load_vec_streamed<V>(input + args.gate + first + k * step);
-        b[k] = load_vec_streamed<V>(input + args.up + first + k * step);
+        a[k] = load_vec<V>(input + args.gate + first + k * step);
+        b[k] = load_vec<V>(input + args.up + first + k * step);
       }
     }
   const Op<T> op(args);

@@ -59,8 +59,8 @@ __global__ __launch_bounds__(kTileThreads) void gated_activation_per_block_kerne
 #pragma unroll
   for (int k = 0; k < kVectors; ++k)
     if (lane + k * lanes < vectors) {
-      a[k] = load_vec_streamed<V>(gate + (lane + k * lanes) * kSize);
-      b[k] = load_vec_streamed<V>(up + (lane + k * lanes) * kSize);
+      a[k] = load_vec<V>(gate + (lane + k * lanes) * kSize);
+      b[k] = load_vec<V>(up + (lane + k * lanes) * kSize);
     }
   Vec<float, kSize> y[kVectors];
 #pragma unroll
