@@ -55,8 +55,8 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
     p[r] = has_context[r] ? a.prefix_lse.at(token[r], head[r]) : 0.0f;
     s[r] = a.suffix_lse.at(token[r], head[r]);
     if (lane * kSize < a.head_size) {
-      if (has_context[r]) prefix[r] = load_vec_streamed<V>(a.prefix.row<const T>(token[r], head[r]) + lane * kSize);
-      suffix[r] = load_vec_streamed<V>(a.suffix.row<const T>(token[r], head[r]) + lane * kSize);
+      if (has_context[r]) prefix[r] = load_vec_in_order<V>(a.prefix.row<const T>(token[r], head[r]) + lane * kSize);
+      suffix[r] = load_vec_in_order<V>(a.suffix.row<const T>(token[r], head[r]) + lane * kSize);
     }
   }
 
@@ -68,8 +68,8 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
     p[r] = w.lse;
     for (int d = lane * kSize; d < a.head_size; d += kSize << lanes_log2) {
       if (d != lane * kSize) {
-        if (has_context[r]) prefix[r] = load_vec_streamed<V>(a.prefix.row<const T>(token[r], head[r]) + d);
-        suffix[r] = load_vec_streamed<V>(a.suffix.row<const T>(token[r], head[r]) + d);
+        if (has_context[r]) prefix[r] = load_vec_in_order<V>(a.prefix.row<const T>(token[r], head[r]) + d);
+        suffix[r] = load_vec_in_order<V>(a.suffix.row<const T>(token[r], head[r]) + d);
       }
       Vec<float, kSize> v;
 #pragma unroll

@@ -76,7 +76,7 @@ __global__ __launch_bounds__(kThreads, 4) void merge_n_kernel(const __grid_const
     const T* from = mine + d0 + (first >> groups_log2) * step;
 #pragma unroll
     for (int k = 0; k < kAhead; ++k, from += step) {
-      if (in_head && first + group + (k << groups_log2) < parts) x[k] = load_vec_streamed<V>(from);
+      if (in_head && first + group + (k << groups_log2) < parts) x[k] = load_vec_in_order<V>(from);
     }
   };
   V x[kAhead];

@@ -32,7 +32,7 @@ struct GatedInput {
       : input(part.of<T, kPackSize<T>, kAligned>(args.input, args.input_rows)),
         gate(part.of<T, kPackSize<T>, kAligned>(args.gate, args.gate_rows)),
         sigmoid(args.sigmoid) {}
-  __device__ Raw load(int pack) const { return {input.load_streamed(pack), gate.load_streamed(pack)}; }
+  __device__ Raw load(int pack) const { return {input.load_in_order(pack), gate.load_in_order(pack)}; }
   __device__ Value value(const Raw& raw) const { return gated(to_floats(raw.input), raw.gate, sigmoid); }
   __device__ void keep(int, const Value&) const {}
 };
@@ -65,7 +65,7 @@ struct Grouped {
           sigmoid(args.sigmoid) {}
     __device__ Raw load(int pack) const {
       Raw raw{weights.load(pack), {}};
-      if constexpr (kGated) raw.gate = gate.load_streamed(pack);
+      if constexpr (kGated) raw.gate = gate.load_in_order(pack);
       return raw;
     }
     __device__ Value scaled(int pack, Vec<float, kPackSize<T>> v, const Raw& raw) const {

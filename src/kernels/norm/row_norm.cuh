@@ -35,9 +35,9 @@ struct Packs {
   E* data;
   int size;
 
-  __device__ V load_streamed(int pack) const {
+  __device__ V load_in_order(int pack) const {
     if constexpr (kAligned && sizeof(V) <= 16) {
-      return load_vec_streamed<V>(data + pack * kSize);
+      return load_vec_in_order<V>(data + pack * kSize);
     } else {
       return load(pack);
     }
@@ -110,7 +110,7 @@ struct Input {
 
   __device__ Input(const RowNormArgs& args, const Part& part)
       : input(part.of<T, kPackSize<T>, kAligned>(args.input, args.input_rows)) {}
-  __device__ Raw load(int pack) const { return input.load_streamed(pack); }
+  __device__ Raw load(int pack) const { return input.load_in_order(pack); }
   __device__ Value value(const Raw& raw) const { return raw; }
   __device__ void keep(int, const Value&) const {}
 };
@@ -133,7 +133,7 @@ struct WithResidual {
     __device__ Source(const RowNormArgs& args, const Part& part)
         : input(part.of<T, kSize, kAligned>(args.input, args.input_rows)),
           residual(part.of<R, kSize, kAligned>(args.residual, args.residual_rows)) {}
-    __device__ Raw load(int pack) const { return {input.load_streamed(pack), residual.load_streamed(pack)}; }
+    __device__ Raw load(int pack) const { return {input.load_in_order(pack), residual.load_in_order(pack)}; }
     __device__ Value value(const Raw& raw) const {
       auto sum = to_floats(raw.input);
       const auto other = to_floats(raw.residual);
