@@ -66,6 +66,17 @@ def rms_norm_per_block_quant(tokens: int, hidden_size: int, dtype: str, device: 
     return lambda: pykv.rms_norm_per_block_quant(result, x, weight, scales, group_size=128)
 
 
+def fused_qk_norm_rope(tokens: int, hidden_size: int, dtype: str, device: Device) -> Call:
+    """Heads of 128: for eight of queries two each of keys and values."""
+    queries, others = hidden_size // 128, hidden_size // 512
+    qkv = device.random((tokens, (queries + 2 * others) * 128), dtype)
+    weight, cache = device.random((128,), dtype), device.random((4096, 128), dtype)
+    positions = device.array(np.arange(tokens) % 4096)
+    return lambda: pykv.fused_qk_norm_rope(
+        qkv, queries, others, others, 128, 1e-6, weight, weight, cache, True, positions
+    )
+
+
 # What a call moves for each element: as many of the input's size, and so many codes.
 OPS = [
     (rms_norm, 2, 0),
@@ -75,13 +86,14 @@ OPS = [
     (rms_norm_static_fp8_quant, 1, 1),
     (rms_norm_dynamic_per_token_quant, 1, 1),
     (rms_norm_per_block_quant, 1, 1),
+    (fused_qk_norm_rope, 2.5, 0),
 ]
 
 
 def cases(dtypes: list[str]) -> Iterator[Case]:
     for op, elements, num_codes in OPS:
         for dtype in dtypes:
-            size = elements * np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize + num_codes
+            size = round(elements * np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize) + num_codes
             for hidden_size in HIDDEN_SIZES:
                 for tokens in TOKENS:
                     yield Case(
