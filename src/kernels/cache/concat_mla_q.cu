@@ -1,6 +1,4 @@
 // q_out[t, h] = concat(ql_nope[t, h], q_pe[t, h]), bit by bit: concat_rows.cuh with heads as rows.  Memory-bound.
-#include <algorithm>
-
 #include "cache/concat_mla_q.h"
 #include "cache/concat_rows.cuh"
 
@@ -17,14 +15,27 @@ struct RawMover {
 struct HeadTarget {
   char* out;
   RowMap rows;
-  __device__ char* operator()(int64_t row) const { return out + rows.offset(static_cast<uint32_t>(row)); }
+  template <int kRows>
+  struct Offsets {
+    int64_t at[kRows];
+  };
+  template <int kRows>
+  __device__ Offsets<kRows> ids(uint32_t first, uint32_t) const {
+    Offsets<kRows> offsets;
+    rows.offsets(first, offsets.at);
+    return offsets;
+  }
+  template <int kRows>
+  __device__ char* place(const Offsets<kRows>& offsets, int i) const {
+    return out + offsets.at[i];
+  }
 };
 
-template <class V>
+template <class V, int kRows>
 __global__ void __launch_bounds__(kConcatThreads)
     concat_mla_q_kernel(const __grid_constant__ ConcatPlan plan, const __grid_constant__ HeadTarget target,
-                        int64_t first_row) {
-  concat_rows<RawMover<V>>(plan, target, 1.0f, first_row);
+                        uint32_t first_row) {
+  concat_rows<RawMover<V>, kRows>(plan, target, [] { return 1.0f; }, first_row);
 }
 
 template <class V>
@@ -39,15 +50,15 @@ void launch_kernel(const ConcatMlaQArgs& args, const Launch& launch) {
     fail(PYKV_NOT_IMPLEMENTED, "2^31 heads, or heads of 2^30 elements, are not supported");
   const ConcatPlan plan{part(args.nope),         part(args.pe),
                         Divider(vectors),        static_cast<uint32_t>(vectors_of(args.nope)),
-                        vector_step(args.pe_to), rows};
+                        vector_step(args.pe_to), static_cast<uint32_t>(rows)};
   // where the latent part needs no copy, the vectors of a row begin with the other one
   const HeadTarget target{args.nope.size ? args.nope_to.data : args.pe_to.data, map(args.pe_to)};
-  const int64_t most = rows_of_a_launch(vectors);
-  for (int64_t first = 0; first < rows; first += most) {
-    const uint32_t blocks = concat_blocks(std::min(most, rows - first), vectors);
-    concat_mla_q_kernel<V><<<blocks, kConcatThreads, 0, stream_of(launch)>>>(plan, target, first);
-    check_launch("concat_mla_q");
-  }
+  dispatch_rows_per_thread<4>(rows, vectors, launch, [&]<int kRows> {
+    for_each_concat_launch(rows, vectors, kRows, [&](uint32_t first, uint32_t blocks) {
+      launch_dependent(concat_mla_q_kernel<V, kRows>, blocks, kConcatThreads, launch, "concat_mla_q", plan, target,
+                       first);
+    });
+  });
 }
 
 // The widest vector that all addresses, distances and sizes allow: an element where elements lie apart.

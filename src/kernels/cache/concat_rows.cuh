@@ -1,26 +1,39 @@
 // Rows of two parts into one row each: out[place(r)] = concat(a[r], b[r]), copied or quantised.
 //
 // Memory-bound: each element is read and written once.  The vectors of all rows are numbered through, so that no lane idles
-// whatever the width of a row; a thread takes one vector of kRowsPerThread neighbouring rows, which puts all its loads
-// under way before the first store, and works out its place in the row once.
+// whatever the width of a row; a thread takes one vector of up to four neighbouring rows, which puts all its loads under
+// way, those of their ids too, before the first store, and works out its place in the row once.
 #pragma once
 
 #include "cache/mover.cuh"
+#include "cuda/dependent.cuh"
 #include "cuda/divider.cuh"
-#include "cuda/launch.h"
 
 namespace pykv {
 
-inline constexpr int kConcatThreads = 128, kRowsPerThread = 4;
+inline constexpr int kConcatThreads = 128;
 
 // Rows numbered (outer, inner): offsets in bytes.
 struct RowMap {
   Divider inner_size;
   int64_t outer, inner;
-  __device__ int64_t offset(uint32_t row) const {
+
+  static RowMap plain(int64_t row) { return {Divider(0x7fffffff), 0, row}; }
+
+  // Of neighbouring rows.
+  template <int kRows>
+  __device__ void offsets(uint32_t first, int64_t (&at)[kRows]) const {
     uint32_t i;
-    const uint32_t o = inner_size(row, i);
-    return o * outer + i * inner;
+    uint32_t o = inner_size(first, i);
+    at[0] = o * outer + i * inner;
+#pragma unroll
+    for (int r = 1; r < kRows; ++r) {
+      at[r] = at[r - 1] + inner;
+      if (++i == inner_size.d) {
+        i = 0;
+        at[r] = ++o * outer;
+      }
+    }
   }
 };
 
@@ -35,41 +48,61 @@ struct ConcatPlan {
   Divider vectors;     // of a row
   uint32_t a_vectors;  // its first ones
   int64_t out_vector;
-  int64_t num_rows;
+  uint32_t num_rows;
 };
 
-// A number of rows that one launch can take: vectors are numbered by 31 bits.
-inline int64_t rows_of_a_launch(int64_t vectors) {
-  return ((int64_t{1} << 30) / vectors / kRowsPerThread + 1) * kRowsPerThread;
+// f.operator()<rows of a thread>(), one where more would leave SMs without work.
+template <int kMost, class F>
+void dispatch_rows_per_thread(int64_t rows, int64_t vectors, const Launch& launch, F&& f) {
+  const bool few = rows * vectors < int64_t{4} * kConcatThreads * num_sms(launch.device);
+  dispatch_bool(few, [&]<bool kFew> { f.template operator()<(kFew ? 1 : kMost)>(); });
 }
 
-inline uint32_t concat_blocks(int64_t rows, int64_t vectors) {
-  const int64_t groups = (rows + kRowsPerThread - 1) / kRowsPerThread;
-  return static_cast<uint32_t>((groups * vectors + kConcatThreads - 1) / kConcatThreads);
+// launch_some(first row, blocks) for as many rows at a time as one launch can take: vectors are numbered by 31 bits.
+template <class F>
+void for_each_concat_launch(int64_t num_rows, int64_t vectors, int rows_per_thread, F&& launch_some) {
+  const int64_t most = ((int64_t{1} << 30) / vectors / rows_per_thread + 1) * rows_per_thread;
+  for (int64_t first = 0; first < num_rows; first += most) {
+    const int64_t rows = num_rows - first < most ? num_rows - first : most;
+    const int64_t groups = (rows + rows_per_thread - 1) / rows_per_thread;
+    launch_some(static_cast<uint32_t>(first),
+                static_cast<uint32_t>((groups * vectors + kConcatThreads - 1) / kConcatThreads));
+  }
 }
 
-// Target: `char* operator()(int64_t row)`, null for a row that is not to be written.
-template <class Mover, class Target>
-__device__ __forceinline__ void concat_rows(const ConcatPlan& plan, const Target& target, float scale,
-                                            int64_t first_row) {
+// Target: `Ids<kRows> ids(uint32_t first, uint32_t end)` starts the loads of what it must know of rows first, first + 1 ...
+// (up to `end`); `char* place(ids, i)` is null for a row that is not to be written.  Waits for the kernel before.
+template <class Mover, int kRows, class Target, class ScaleOf>
+__device__ __forceinline__ void concat_rows(const ConcatPlan& plan, const Target& target, const ScaleOf& scale_of,
+                                            uint32_t first_row) {
   uint32_t vector;
   const uint32_t group = plan.vectors(blockIdx.x * kConcatThreads + threadIdx.x, vector);
-  const int64_t first = first_row + int64_t{group} * kRowsPerThread;
+  const uint32_t first = first_row + group * kRows;
   const bool in_a = vector < plan.a_vectors;
-  const ConcatPart& part = in_a ? plan.a : plan.b;
-  const char* from = part.data + (in_a ? vector : vector - plan.a_vectors) * part.vector;
+  int64_t a_offsets[kRows], b_offsets[kRows];
+  plan.a.rows.offsets(first, a_offsets);
+  plan.b.rows.offsets(first, b_offsets);
+  const char* part =
+      in_a ? plan.a.data + vector * plan.a.vector : plan.b.data + (vector - plan.a_vectors) * plan.b.vector;
+  const char* from[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    from[i] = part + (in_a ? a_offsets[i] : b_offsets[i]);
+    have_ready(from[i]);
+  }
+  begin_dependent_in_turn();
 
-  typename Mover::Loaded loaded[kRowsPerThread];
+  typename Mover::Loaded loaded[kRows];
 #pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i)
-    if (first + i < plan.num_rows)
-      loaded[i] = load_vec<typename Mover::Loaded>(from + part.rows.offset(static_cast<uint32_t>(first + i)));
-  const Quotient quotient(scale);
-  char* places[kRowsPerThread];
+  for (int i = 0; i < kRows; ++i)
+    if (first + i < plan.num_rows) loaded[i] = load_vec<typename Mover::Loaded>(from[i]);
+  const auto ids = target.template ids<kRows>(first, plan.num_rows);
+  const Quotient quotient(scale_of());
+  char* places[kRows];
 #pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) places[i] = first + i < plan.num_rows ? target(first + i) : nullptr;
+  for (int i = 0; i < kRows; ++i) places[i] = first + i < plan.num_rows ? target.place(ids, i) : nullptr;
 #pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i)
+  for (int i = 0; i < kRows; ++i)
     if (places[i]) store_vec(places[i] + vector * plan.out_vector, Mover::convert(loaded[i], quotient));
 }
 

@@ -5,8 +5,8 @@
 #include "cache/convert_fp8.h"
 #include "cache/dequantise.cuh"
 #include "cache/mover.cuh"
+#include "cuda/dependent.cuh"
 #include "cuda/divider.cuh"
-#include "cuda/launch.h"
 
 namespace pykv {
 namespace {
@@ -41,6 +41,7 @@ template <class Convert>
 __global__ void __launch_bounds__(kThreads)
     convert_fp8_kernel(const __grid_constant__ ConvertPlan plan, const __grid_constant__ Scale scale) {
   using Loaded = typename Convert::Loaded;
+  begin_dependent_in_turn();
   const uint32_t first = blockIdx.x * (kThreads * kVectorsPerThread) + threadIdx.x;
   Loaded loaded[kVectorsPerThread];
   char* places[kVectorsPerThread];
@@ -80,9 +81,8 @@ void launch_kernel(const ConvertFp8Args& args, int64_t size, int64_t in_bytes, i
   }
   plan.num_vectors = static_cast<uint32_t>(total);
   constexpr int64_t kTile = kThreads * kVectorsPerThread;
-  convert_fp8_kernel<Convert>
-      <<<static_cast<uint32_t>((total + kTile - 1) / kTile), kThreads, 0, stream_of(launch)>>>(plan, args.scale);
-  check_launch("convert_fp8");
+  launch_dependent(convert_fp8_kernel<Convert>, static_cast<uint32_t>((total + kTile - 1) / kTile), kThreads, launch,
+                   "convert_fp8", plan, args.scale);
 }
 
 bool aligned(const void* data, const int64_t (&strides)[kAxes], const int64_t (&sizes)[kAxes], int64_t item,

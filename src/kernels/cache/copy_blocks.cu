@@ -6,8 +6,8 @@
 #include <algorithm>
 
 #include "cache/copy_blocks.h"
+#include "cuda/dependent.cuh"
 #include "cuda/divider.cuh"
-#include "cuda/launch.h"
 #include "cuda/vec.cuh"
 
 namespace pykv {
@@ -61,6 +61,7 @@ template <class Vector, class Pairs>
 __global__ void __launch_bounds__(kThreads)
     copy_blocks_kernel(const __grid_constant__ Layout layout, const __grid_constant__ Arrays arrays,
                        const __grid_constant__ Pairs pairs) {
+  begin_dependent_in_turn();
   BlockPair pair;
   if (!pairs.get(blockIdx.y, pair)) return;
   const char* from = arrays.array[blockIdx.z].from + pair.from * layout.stride;
@@ -101,8 +102,8 @@ void launch_pairs(const CopyBlocksArgs& args, const Pairs& pairs, int64_t num_pa
     const int64_t n = std::min<int64_t>(args.num_arrays - first, kMaxArrays);
     Arrays arrays{};
     std::copy_n(args.arrays + first, n, arrays.array);
-    copy_blocks_kernel<Vector><<<dim3(grid, num_pairs, n), kThreads, 0, stream_of(launch)>>>(layout, arrays, pairs);
-    check_launch("copy_blocks");
+    launch_dependent(copy_blocks_kernel<Vector, Pairs>, dim3(grid, num_pairs, n), kThreads, launch, "copy_blocks",
+                     layout, arrays, pairs);
   }
 }
 

@@ -2,9 +2,9 @@
 #include <algorithm>
 
 #include "cache/gather_cache.h"
+#include "cpu/decode.h"
 #include "cpu/nvfp4.h"
 #include "cpu/parallel.h"
-#include "cpu/simd.h"
 #include "cpu/stream_copy.h"
 
 namespace pykv::PYKV_ISA {
@@ -51,17 +51,16 @@ void copy_rows(const GatherCacheArgs& args, const Launch& launch) {
 }
 
 template <class T, class Code>
-void scale_codes(T* to, const Code* from, int64_t n, float scale) {
-  for (int64_t i = 0; i < n; i += kWidth) store(to + i, load(from + i, n - i) * splat(scale), n - i);
-}
-
-template <class T, class Code>
 void scale_rows(const GatherCacheArgs& args, const Launch& launch) {
-  const float scale = args.scale[0];
+  const Decoder<T, Code> decode(args.scale[0]);
+  const bool streamed = args.num_rows * args.pieces * args.piece * static_cast<int64_t>(sizeof(T)) > kWorthStreaming;
   for_each_row(args, 1, launch, [&](const char* from, int64_t row) {
     T* to = static_cast<T*>(args.dst) + row * args.dst_row;
-    for (int64_t i = 0; i < args.pieces; ++i)
-      scale_codes(to + i * args.dst_piece, reinterpret_cast<const Code*>(from) + i * args.src_piece, args.piece, scale);
+    for (int64_t i = 0; i < args.pieces; ++i) {
+      const Code* codes = reinterpret_cast<const Code*>(from) + i * args.src_piece;
+      write_worked_out(to + i * args.dst_piece, args.piece, streamed,
+                       [&](T* part, int64_t first, int64_t count) { decode(part, codes + first, count); });
+    }
   });
 }
 
@@ -86,7 +85,7 @@ void read_records(const GatherCacheArgs& args, const Launch& launch) {
       std::memcpy(&scale, from + record.scales_at() + first / (MlaRecord::kTile / 4), 4);
       const e4m3* codes = reinterpret_cast<const e4m3*>(from) + first;
       if (args.dst_piece == 1) {
-        scale_codes(to + first, codes, MlaRecord::kTile, scale);
+        for (int64_t i = 0; i < MlaRecord::kTile; i += kWidth) store(to + first + i, load(codes + i) * splat(scale));
       } else {
         for (int64_t i = 0; i < MlaRecord::kTile; ++i)
           to[(first + i) * args.dst_piece] = from_float<T>(to_float(codes[i]) * scale);

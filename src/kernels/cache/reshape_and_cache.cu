@@ -7,8 +7,8 @@
 #include <algorithm>
 
 #include "cache/write_side.cuh"
+#include "cuda/dependent.cuh"
 #include "cuda/device.h"
-#include "cuda/launch.h"
 
 namespace pykv {
 namespace {
@@ -17,6 +17,7 @@ template <class Mover, bool kTransposes>
 __global__ void __launch_bounds__(kThreads, Shape<Mover, kTransposes>::kBlocks)
     reshape_and_cache_kernel(const __grid_constant__ Plan plan,
                              const __grid_constant__ Scales<Mover::kStoredFormat> scales) {
+  if constexpr (kInPages<Mover>) begin_dependent_in_turn();  // the others wait when they know what to load
   // Values first: where they are transposed, they take longer.
   const bool is_key = blockIdx.x >= plan.value.num_blocks;
   const SidePlan& side = is_key ? plan.key : plan.value;
@@ -47,14 +48,14 @@ void launch_kernel(const ReshapeAndCacheArgs& args, const Launch& launch) {
       blocks = plan.key.num_blocks + plan.value.num_blocks;
     } while (blocks < enough && grain.refine());
     if (blocks == 0) return;
-    reshape_and_cache_kernel<Mover, kTransposes><<<blocks, grain.threads, 0, stream_of(launch)>>>(plan, scales);
+    launch_dependent(reshape_and_cache_kernel<Mover, kTransposes>, blocks, grain.threads, launch, "reshape_and_cache",
+                     plan, scales);
   };
   if constexpr (kInPages<Mover>) {
     launch_with.template operator()<false>();
   } else {
     dispatch_bool(transposed, launch_with);
   }
-  check_launch("reshape_and_cache");
 }
 
 }  // namespace

@@ -2,10 +2,11 @@
 //
 // A thread takes one vector (16 bytes where the addresses allow it) of up to kTokens tokens, so that everything
 // about its place in a head is computed once and its loads are all in flight together, with those of the slots.  2^lanes_log2
-// threads lie along the token; the others of a warp take the next tokens.
+// threads lie along the token; the others of a warp take the next tokens.  Waits for the kernel before.
 #pragma once
 
 #include "cache/reshape_and_cache.cuh"
+#include "cuda/dependent.cuh"
 
 namespace pykv {
 
@@ -17,7 +18,6 @@ __device__ __forceinline__ void scatter_tokens(const SlotMap& map, const SidePla
   uint32_t piece;
   const uint32_t group = side.pieces(block, piece);
   const uint32_t vector = (piece << side.lanes_log2) + lane;
-  if (vector >= side.num_vectors) return;
 
   uint32_t in_head, in_chunk;
   const uint32_t head = side.vectors_per_head(vector, in_head);
@@ -25,28 +25,27 @@ __device__ __forceinline__ void scatter_tokens(const SlotMap& map, const SidePla
   const char* from = side.data + head * side.data_head + in_head * side.data_vector;
   char* to = side.cache + head * side.head + chunk * side.chunk + in_chunk * sizeof(typename Mover::Result);
 
-  typename Mover::Loaded loaded[kTokens];
-  int64_t slots[kTokens];
   const int64_t first = int64_t{group} * (rows * side.tokens) + row;
   const int64_t group_end = first - row + rows * side.tokens,
                 end = group_end < map.num_tokens ? group_end : map.num_tokens;
+  from += first * side.data_token;
+  have_ready(from);
+  have_ready(to);
+  begin_dependent_in_turn();
+  if (vector >= side.num_vectors) return;
+
+  typename Mover::Loaded loaded[kTokens];
 #pragma unroll
-  for (int i = 0; i < kTokens; ++i) {
-    const int64_t token = first + i * rows;
-    if (token < end) loaded[i] = load_vec<typename Mover::Loaded>(from + token * side.data_token);
-  }
-#pragma unroll
-  for (int i = 0; i < kTokens; ++i) {
-    const int64_t token = first + i * rows;
-    slots[i] = token < end ? map.slots[token] : -1;
-  }
+  for (int i = 0; i < kTokens; ++i)
+    if (first + i * rows < end) loaded[i] = load_vec<typename Mover::Loaded>(from + i * rows * side.data_token);
+  const Slots<kTokens> slots = map.load<kTokens>(first, rows, end);
 
   const Quotient quotient(scale ? (*scale)[head] : 1.0f);
 #pragma unroll
   for (int i = 0; i < kTokens; ++i) {
     int64_t page;
     uint32_t offset;
-    if (map.locate(slots[i], page, offset)) {
+    if (map.locate(map.slot(slots, i), page, offset)) {
       char* place = to + page * side.block + offset * side.token;
       store_vec(place, Mover::convert(loaded[i], quotient));
     }

@@ -6,6 +6,12 @@
 
 namespace pykv {
 
+// Slots as they were loaded: put together at once, each would be waited for before the next is asked for.
+template <int kTokens>
+struct Slots {
+  int32_t low[kTokens], high[kTokens];
+};
+
 // Where tokens go.
 struct SlotMap {
   Index slots;
@@ -13,6 +19,30 @@ struct SlotMap {
   Divider block_size;
   bool wide;  // 2^31 slots or more
   Reporter report;
+
+  // Starts the loads of those of tokens first, first + step ... before `end`.
+  template <int kTokens>
+  __device__ Slots<kTokens> load(int64_t first, uint32_t step, int64_t end) const {
+    Slots<kTokens> loaded;
+    const int64_t item = slots.is_int64 ? 8 : 4;
+    const char* at = static_cast<const char*>(slots.data) + first * slots.stride * item;
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      loaded.low[i] = loaded.high[i] = -1;
+      if (first + i * step < end) {
+        const char* slot = at + i * step * slots.stride * item;
+        loaded.low[i] = *reinterpret_cast<const int32_t*>(slot);
+        if (slots.is_int64) loaded.high[i] = *reinterpret_cast<const int32_t*>(slot + 4);
+      }
+    }
+    return loaded;
+  }
+
+  template <int kTokens>
+  __device__ int64_t slot(const Slots<kTokens>& loaded, int i) const {
+    return slots.is_int64 ? int64_t{loaded.high[i]} << 32 | static_cast<uint32_t>(loaded.low[i])
+                          : int64_t{loaded.low[i]};
+  }
 
   // False for padding and for a slot outside the cache, which is reported.
   __device__ bool locate(int64_t slot, int64_t& block, uint32_t& offset) const {

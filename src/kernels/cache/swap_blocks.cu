@@ -8,6 +8,8 @@
 // - Many short runs go to a kernel that reads and writes pinned memory itself, because each run would cost the copy
 //   engine's queue some microseconds on either side.  A few blocks of threads fill the link (32 * 256 threads * 64 bytes
 //   in flight) and leave nearly all SMs to the kernels of other streams.  Arrays and pairs travel in its parameters.
+//   Measured on an H200: 95 % of one large copy on the way out, 92 % on the way in, and no more by any number of blocks,
+//   any width or kind of access, bulk copies, or copy engines at work beside it (two-dimensional copies across layers).
 #include <algorithm>
 #include <vector>
 

@@ -40,4 +40,18 @@ inline void finish_streaming() {
 #endif
 }
 
+// n elements that fill(To* to, int64_t first, int64_t count) works out: where they are to go past the caches, piece by
+// piece into a buffer first.
+template <class To, class Fill>
+inline void write_worked_out(To* to, int64_t n, bool streamed, Fill&& fill) {
+  constexpr int64_t kPiece = 4096 / sizeof(To);
+  if (!streamed) return fill(to, int64_t{0}, n);
+  alignas(64) To buffer[kPiece];
+  for (int64_t first = 0; first < n; first += kPiece) {
+    const int64_t count = n - first < kPiece ? n - first : kPiece;
+    fill(buffer, first, count);
+    stream_copy(reinterpret_cast<char*>(to + first), reinterpret_cast<const char*>(buffer), count * sizeof(To));
+  }
+}
+
 }  // namespace pykv::PYKV_ISA

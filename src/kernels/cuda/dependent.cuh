@@ -31,7 +31,21 @@ __device__ inline void begin_dependent() {
   wait_for_previous_kernel();
 }
 
-// Launches a kernel that begins with begin_dependent().
+// The same for a kernel that may fill the machine once: blocks of the next one that come up while this one still waits
+// find room on few SMs, and all stay there.
+__device__ inline void begin_dependent_in_turn() {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+}
+
+// Has a number ready at this point: what is worked out before the wait costs nothing while another kernel runs.
+__device__ inline void have_ready(uint32_t& x) { asm volatile("" : "+r"(x)); }
+template <class T>
+__device__ inline void have_ready(T*& x) {
+  asm volatile("" : "+l"(x));
+}
+
+// Launches a kernel that begins with one of them.
 template <class... Parameters>
 void launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, const Launch& launch, const char* op,
                       const std::type_identity_t<Parameters>&... parameters) {

@@ -1,0 +1,160 @@
+// Tokens into fp8_ds_mla records (mla_record.h): a scale for each tile of 128 elements, worked out here, its codes, and rope.
+//
+// Memory-bound as long as arithmetic is spread thin.  Eight neighbouring lanes take a tile, two vectors of 8 elements each:
+// its largest magnitude is found among pairs of 16-bit floats as they are, three shuffles away, and what a division by the
+// scale needs is worked out once for 16 elements.  Lanes beyond the tiles copy rope.  A thread does this for up to four
+// neighbouring tokens, all loads under way first.
+#pragma once
+
+#include "cache/concat_rows.cuh"
+#include "cache/mla_record.h"
+
+namespace pykv {
+
+struct RecordPlan {
+  const char *latent, *rope;
+  int64_t latent_row, latent_dim, rope_row, rope_dim;  // bytes
+  Divider lanes;                                       // that a token takes: a multiple of kTileLanes
+  uint32_t latent_lanes, rope_size, rope_step;         // elements from one vector of a rope lane to the next
+  int64_t scales_at, rope_at;
+  uint32_t num_tokens;
+};
+
+inline constexpr int kLaneElements = 8, kLaneVectors = 2;
+inline constexpr int kTileLanes = MlaRecord::kTile / (kLaneElements * kLaneVectors);
+
+// Up to 8 elements, one by one; the others are 0.
+template <class T>
+__device__ Vec<T, kLaneElements> load_elements(const char* from, int64_t dim, int count) {
+  uint16_t bits[kLaneElements];
+#pragma unroll
+  for (int i = 0; i < kLaneElements; ++i)
+    bits[i] = i < count ? *reinterpret_cast<const uint16_t*>(from + i * dim) : uint16_t{0};
+  Vec<T, kLaneElements> v;
+  __builtin_memcpy(&v, bits, sizeof v);
+  return v;
+}
+
+// The larger ones of two pairs; NaN only against NaN.
+template <class T>
+__device__ uint32_t larger(uint32_t a, uint32_t b);
+template <>
+__device__ inline uint32_t larger<half>(uint32_t a, uint32_t b) {
+  const half2 v = __hmax2(reinterpret_cast<const half2&>(a), reinterpret_cast<const half2&>(b));
+  return reinterpret_cast<const uint32_t&>(v);
+}
+template <>
+__device__ inline uint32_t larger<bf16>(uint32_t a, uint32_t b) {
+  const __nv_bfloat162 v =
+      __hmax2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));
+  return reinterpret_cast<const uint32_t&>(v);
+}
+
+// Of a tile, given to all its lanes; NaN is not counted.  All lanes of the warp must call it.
+template <class T>
+__device__ __forceinline__ float tile_magnitude(const Vec<T, kLaneElements> (&vectors)[kLaneVectors]) {
+  uint32_t most = 0;
+#pragma unroll
+  for (const auto& v : vectors)
+#pragma unroll
+    for (uint32_t word : v.words) most = larger<T>(most, word & 0x7fff7fffu);
+#pragma unroll
+  for (int distance = kTileLanes / 2; distance > 0; distance /= 2)
+    most = larger<T>(most, __shfl_xor_sync(~0u, most, distance));
+  const float2 pair = word_to_floats<T>(most);
+  return fmaxf(pair.x, pair.y);
+}
+
+// magnitude / 448, but at least FLT_MIN: rounded as a division is for every half and bf16 (checked exhaustively).
+__device__ __forceinline__ float tile_scale(float magnitude) {
+  constexpr float kReciprocal = 1.0f / MlaRecord::kLargest;
+  const float q = magnitude * kReciprocal;
+  const float scale = fmaf(fmaf(-MlaRecord::kLargest, q, magnitude), kReciprocal, q);
+  return magnitude > 0x1.fep127f ? magnitude : fmaxf(scale, MlaRecord::kLeastScale);
+}
+
+// kAligned: every access is one vector.  Otherwise elements are read, and bytes written, one by one.  Waits for the kernel
+// before.
+template <class T, bool kAligned, int kRows, class Target>
+__device__ __forceinline__ void write_mla_records(const RecordPlan& plan, const Target& target, uint32_t first_token) {
+  using Loaded = Vec<T, kLaneElements>;
+  using Codes = Mover<T, KvFormat::kE4M3, kLaneElements>;
+  uint32_t lane;
+  const uint32_t group = plan.lanes(blockIdx.x * kConcatThreads + threadIdx.x, lane);
+  const uint32_t first = first_token + group * kRows;
+  const bool in_latent = lane < plan.latent_lanes;  // all lanes of a tile alike
+  const uint32_t tile = lane / kTileLanes;
+  const uint32_t column = in_latent ? tile * uint32_t{MlaRecord::kTile} + lane % kTileLanes * kLaneElements
+                                    : (lane - plan.latent_lanes) * kLaneElements;
+  const uint32_t step = in_latent ? MlaRecord::kTile / kLaneVectors : plan.rope_step;
+  const int64_t row = in_latent ? plan.latent_row : plan.rope_row;
+  const int64_t dim = kAligned ? int64_t{sizeof(T)} : in_latent ? plan.latent_dim : plan.rope_dim;
+  const char* from = (in_latent ? plan.latent : plan.rope) + first * row + column * dim;
+  int counts[kLaneVectors];
+#pragma unroll
+  for (int v = 0; v < kLaneVectors; ++v)
+    counts[v] =
+        in_latent ? kLaneElements : max(min(static_cast<int>(plan.rope_size - column - v * step), kLaneElements), 0);
+
+  have_ready(from);
+  begin_dependent_in_turn();
+
+  Loaded loaded[kRows][kLaneVectors];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i)
+#pragma unroll
+    for (int v = 0; v < kLaneVectors; ++v) {
+      loaded[i][v] = Loaded{};
+      if (first + i >= plan.num_tokens || counts[v] == 0) continue;
+      const char* at = from + i * row + v * step * dim;
+      if constexpr (kAligned) {
+        loaded[i][v] = load_vec<Loaded>(at);
+      } else {
+        loaded[i][v] = load_elements<T>(at, dim, counts[v]);
+      }
+    }
+  const auto ids = target.template ids<kRows>(first, plan.num_tokens);
+
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const float scale = tile_scale(tile_magnitude(loaded[i]));  // lanes of rope take part, for nothing
+    char* place = target.place(ids, i);
+    if (!place) continue;
+    if (!in_latent) {
+#pragma unroll
+      for (int v = 0; v < kLaneVectors; ++v) {
+        char* to = place + plan.rope_at + 2 * (column + v * step);
+        if constexpr (kAligned) {
+          if (counts[v] > 0) store_vec(to, loaded[i][v]);
+        } else {
+          const char* bytes = reinterpret_cast<const char*>(&loaded[i][v]);
+#pragma unroll
+          for (int b = 0; b < 2 * kLaneElements; ++b)
+            if (b < 2 * counts[v]) to[b] = bytes[b];
+        }
+      }
+      continue;
+    }
+    const Quotient quotient(scale);
+#pragma unroll
+    for (int v = 0; v < kLaneVectors; ++v) {
+      const auto codes = Codes::convert(loaded[i][v], quotient);
+      char* to = place + column + v * step;
+      if constexpr (kAligned) {
+        store_vec(to, codes);
+      } else {
+#pragma unroll
+        for (int b = 0; b < kLaneElements; ++b) to[b] = static_cast<char>(codes[b]);
+      }
+    }
+    if (lane % kTileLanes != 0) continue;
+    char* scale_to = place + plan.scales_at + 4 * tile;
+    if constexpr (kAligned) {
+      *reinterpret_cast<float*>(scale_to) = scale;
+    } else {
+      for (int b = 0; b < 4; ++b) scale_to[b] = static_cast<char>(__float_as_uint(scale) >> (8 * b));
+    }
+  }
+}
+
+}  // namespace pykv
