@@ -1,7 +1,8 @@
 // Twin of convert_fp8.cu: rows of the innermost dimension, cut into pieces, shared out among threads.
 #include "cache/convert_fp8.h"
+#include "cpu/decode.h"
 #include "cpu/parallel.h"
-#include "cpu/simd.h"
+#include "cpu/stream_copy.h"
 
 namespace pykv::PYKV_ISA {
 namespace {
@@ -9,10 +10,12 @@ namespace {
 constexpr int64_t kPiece = 4096;             // elements of a row at once
 constexpr int64_t kElementsPerTask = 32768;  // fewer are not worth another thread
 
-template <class From, class To, class Vector, class Scalar>
-void convert_all(const ConvertFp8Args& args, Vector&& of_vector, Scalar&& of_scalar) {
+// of_row(To* to, const From* from, int64_t n) for elements side by side, of_scalar(float) for others.
+template <class From, class To, class Row, class Scalar>
+void convert_all(const ConvertFp8Args& args, Row&& of_row, Scalar&& of_scalar) {
   const int64_t *sizes = args.sizes, *in = args.input_strides, *out = args.output_strides;
   const int64_t pieces = (sizes[3] + kPiece - 1) / kPiece, elements = sizes[3] < kPiece ? sizes[3] : kPiece;
+  const bool streamed = sizes[0] * sizes[1] * sizes[2] * sizes[3] * static_cast<int64_t>(sizeof(To)) > kWorthStreaming;
   parallel_for(
       sizes[0] * sizes[1] * sizes[2] * pieces, kElementsPerTask / elements + 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
@@ -22,11 +25,13 @@ void convert_all(const ConvertFp8Args& args, Vector&& of_vector, Scalar&& of_sca
           To* to = static_cast<To*>(args.output) + a * out[0] + b * out[1] + c * out[2] + first * out[3];
           const int64_t n = sizes[3] - first < kPiece ? sizes[3] - first : kPiece;
           if (in[3] == 1 && out[3] == 1) {
-            for (int64_t e = 0; e < n; e += kWidth) store(to + e, of_vector(load(from + e, n - e)), n - e);
+            write_worked_out(to, n, streamed,
+                             [&](To* part, int64_t at, int64_t count) { of_row(part, from + at, count); });
           } else {
             for (int64_t e = 0; e < n; ++e) to[e * out[3]] = from_float<To>(of_scalar(to_float(from[e * in[3]])));
           }
         }
+        finish_streaming();
       });
 }
 
@@ -34,11 +39,12 @@ template <class T, class Code>
 void convert_pair(const ConvertFp8Args& args) {
   const float scale = args.scale[0];
   if (args.to_fp8) {
-    const auto divide = [scale](auto x) { return x / scale; };
-    convert_all<T, Code>(args, divide, divide);
+    const auto row = [scale](Code* to, const T* from, int64_t n) {
+      for (int64_t i = 0; i < n; i += kWidth) store(to + i, load(from + i, n - i) / splat(scale), n - i);
+    };
+    convert_all<T, Code>(args, row, [scale](float x) { return x / scale; });
   } else {
-    const auto multiply = [scale](auto x) { return x * scale; };
-    convert_all<Code, T>(args, multiply, multiply);
+    convert_all<Code, T>(args, Decoder<T, Code>(scale), [scale](float x) { return x * scale; });
   }
 }
 
