@@ -1,0 +1,54 @@
+"""A captured call of paged_attention splits its work anew at every replay, by the lengths of that moment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from attention import inputs
+from attention.inputs import Sizes
+from cache import inputs as cache_inputs
+from tolerance import assert_attention
+
+import pykv
+
+LONGEST = (700, 3000, 64, 1, 130, 2049)
+REPLAYED = [LONGEST, (1, 1, 1, 1, 1, 1), (0, 3000, 0, 1, 0, 0), (650, 17, 64, 0, 129, 2048)]
+
+
+@pytest.fixture
+def cupy(request: pytest.FixtureRequest) -> Any:
+    if request.config.getoption("--device") == "cpu":
+        pytest.skip("--device cpu")
+    if not pykv.has_cuda() or pykv._C.cuda_device_count() == 0:
+        pytest.skip("no CUDA device")
+    return pytest.importorskip("cupy")
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("layout", ["NHD", "packed"])
+def test_replayed_with_other_lengths(cupy: Any, layout: str, head_size: int) -> None:
+    lens = [(1, n) for n in LONGEST]
+    sizes = Sizes(head_size=head_size)
+    b = inputs.batch(np.random.default_rng(0), lens, sizes, layout=layout, dtype="float16", decode=True)
+    query, tables, seq_lens = (cupy.asarray(x) for x in (b.query, b.block_tables, b.seq_lens))
+    memories = [cupy.asarray(m) for m in b.memories]
+    caches = (cache_inputs.view(memories[0], b.layout.key), cache_inputs.view(memories[-1], b.layout.value))
+    out = cupy.zeros_like(query)
+    num_bytes = pykv.paged_attention_workspace_size(len(lens), len(lens), sizes.heads, sizes.kv_heads, head_size)
+    workspace = cupy.full(num_bytes, 255, np.uint8)
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        pykv.paged_attention(out, query, *caches, tables, seq_lens, workspace=workspace, stream=stream)
+        graph = stream.end_capture()
+    for now in REPLAYED:
+        seq_lens.set(np.array(now, b.seq_lens.dtype))
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        want, _ = inputs.expected(b.changed(seq_lens=np.array(now, b.seq_lens.dtype)))
+        assert_attention(cupy.asnumpy(out), want)
