@@ -46,6 +46,14 @@ def test_the_door_is_c() -> None:
         }
 
 
+def test_the_layer_for_cpp_knows_no_op() -> None:
+    header = KERNELS / "include" / "pykv" / "kernels.hpp"
+    assert [i for i in includes(header) if "/" in i or i.endswith(".h")] == ["pykv/kernels.h"]
+    code = re.sub(r"//.*", "", header.read_text())
+    names = {"pykv_status", "pykv_last_error", "pykv_tensor_list", "pykv_paged_attention_workspace_size"}
+    assert set(re.findall(r"\bpykv_\w+", code)) == names
+
+
 def test_bindings_see_the_door_alone() -> None:
     assert rooms(ROOT / "src" / "bindings") <= {"pykv", "pybind11"}
 
