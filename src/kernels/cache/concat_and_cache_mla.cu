@@ -61,7 +61,7 @@ struct PagePlan {
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kConcatThreads)
     mla_nvfp4_kernel(const __grid_constant__ PagePlan plan, const __grid_constant__ Scale scale, uint32_t first_token) {
-  begin_dependent_in_turn();
+  begin_dependent();
   uint32_t block;
   const uint32_t group = plan.blocks(blockIdx.x * kConcatThreads + threadIdx.x, block);
   const int64_t first = first_token + int64_t{group} * kNvfp4Tokens, end = first + kNvfp4Tokens;

@@ -90,7 +90,7 @@ __device__ __forceinline__ void concat_rows(const ConcatPlan& plan, const Target
     from[i] = part + (in_a ? a_offsets[i] : b_offsets[i]);
     have_ready(from[i]);
   }
-  begin_dependent_in_turn();
+  begin_dependent();
 
   typename Mover::Loaded loaded[kRows];
 #pragma unroll

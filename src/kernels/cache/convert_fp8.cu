@@ -41,7 +41,7 @@ template <class Convert>
 __global__ void __launch_bounds__(kThreads)
     convert_fp8_kernel(const __grid_constant__ ConvertPlan plan, const __grid_constant__ Scale scale) {
   using Loaded = typename Convert::Loaded;
-  begin_dependent_in_turn();
+  begin_dependent();
   const uint32_t first = blockIdx.x * (kThreads * kVectorsPerThread) + threadIdx.x;
   Loaded loaded[kVectorsPerThread];
   char* places[kVectorsPerThread];

@@ -61,7 +61,7 @@ template <class Vector, class Pairs>
 __global__ void __launch_bounds__(kThreads)
     copy_blocks_kernel(const __grid_constant__ Layout layout, const __grid_constant__ Arrays arrays,
                        const __grid_constant__ Pairs pairs) {
-  begin_dependent_in_turn();
+  begin_dependent();
   BlockPair pair;
   if (!pairs.get(blockIdx.y, pair)) return;
   const char* from = arrays.array[blockIdx.z].from + pair.from * layout.stride;

@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   };
   if (threadIdx.x < 32) {
     const RowLocator::Guess guess = plan.locate.guess(first, count);
-    begin_dependent_in_turn();
+    begin_dependent();
     const PagedRequests::Place place = plan.locate(first, count, guess);
     if (static_cast<int>(threadIdx.x) < count) {
       entries[threadIdx.x] =
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     choose_vectors(threadIdx.x);
   } else {
     choose_vectors(threadIdx.x);
-    begin_dependent_in_turn();
+    begin_dependent();
   }
   const float scale = scales[0];
   __syncthreads();

@@ -31,7 +31,7 @@ __device__ __forceinline__ void scatter_tokens(const SlotMap& map, const SidePla
   from += first * side.data_token;
   have_ready(from);
   have_ready(to);
-  begin_dependent_in_turn();
+  begin_dependent();
   if (vector >= side.num_vectors) return;
 
   typename Mover::Loaded loaded[kTokens];

@@ -136,7 +136,7 @@ __device__ __forceinline__ void transpose_tokens(const SlotMap& map, const SideP
   const int columns = min(static_cast<int>(side.head_size) - first_column, kTileColumns), vectors = columns / kWidth;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
-  begin_dependent_in_turn();
+  begin_dependent();
   // Asked for now, looked at once the tile's own loads are on their way.
   int64_t slot = -1;
   if (static_cast<int>(threadIdx.x) < tokens) slot = map.slots[first_token + threadIdx.x];

@@ -97,7 +97,7 @@ __device__ __forceinline__ void write_mla_records(const RecordPlan& plan, const 
         in_latent ? kLaneElements : max(min(static_cast<int>(plan.rope_size - column - v * step), kLaneElements), 0);
 
   have_ready(from);
-  begin_dependent_in_turn();
+  begin_dependent();
 
   Loaded loaded[kRows][kLaneVectors];
 #pragma unroll

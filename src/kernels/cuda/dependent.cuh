@@ -25,15 +25,9 @@ __device__ inline void wait_for_previous_kernel() {
 #endif
 }
 
-// What a kernel begins with that launch_dependent launches.
+// What a kernel begins with that launch_dependent launches.  In this order: blocks of the next kernel that came up while
+// this one still waits would find room on few SMs, and all stay there (records of 4096 tokens on an H200: 6.8 us, not 5.3).
 __device__ inline void begin_dependent() {
-  let_next_kernel_start();
-  wait_for_previous_kernel();
-}
-
-// The same for a kernel that may fill the machine once: blocks of the next one that come up while this one still waits
-// find room on few SMs, and all stay there.
-__device__ inline void begin_dependent_in_turn() {
   wait_for_previous_kernel();
   let_next_kernel_start();
 }
@@ -45,7 +39,7 @@ __device__ inline void have_ready(T*& x) {
   asm volatile("" : "+l"(x));
 }
 
-// Launches a kernel that begins with one of them.
+// Launches a kernel that begins with begin_dependent().
 template <class... Parameters>
 void launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, const Launch& launch, const char* op,
                       const std::type_identity_t<Parameters>&... parameters) {
