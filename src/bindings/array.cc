@@ -18,7 +18,7 @@ struct TypeInfo {
   Protocol protocol = Protocol::kNone;
   const DLPackExchangeAPI* api = nullptr;
   bool is_torch = false;
-  bool immutable = false;  // JAX: buffers are shared between arrays that look different
+  bool immutable = false;  // JAX, MLX: buffers are shared between arrays that look different, or are read later
 };
 
 [[noreturn]] void type_error(const std::string& message) { throw py::type_error(message); }
@@ -52,17 +52,18 @@ TypeInfo inspect(PyTypeObject* type) {
   if (is_pointer(object)) return {Protocol::kPointer};
   static PyObject* ndarray = py::object(py::module_::import("numpy").attr("ndarray")).release().ptr();
   if (PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(ndarray))) return {Protocol::kNumpy};
-  bool cupy = false, torch = false, jax = false;
+  bool cupy = false, torch = false, immutable = false;
   for (py::handle base : py::reinterpret_borrow<py::tuple>(type->tp_mro)) {
     if (!has_attribute(base.ptr(), "__module__")) continue;
     const std::string module = py::str(base.attr("__module__")), name = py::str(base.attr("__name__"));
     cupy |= name == "ndarray" && module.rfind("cupy", 0) == 0;
     torch |= name == "Tensor" && module == "torch";
-    jax |= (module.rfind("jax", 0) == 0) && (name == "ArrayImpl" || name == "Array" || name == "Tracer");
+    immutable |= (module.rfind("jax", 0) == 0) && (name == "ArrayImpl" || name == "Array" || name == "Tracer");
+    immutable |= name == "array" && module == "mlx.core";
   }
-  if (const DLPackExchangeAPI* api = exchange_api(type)) return {Protocol::kExchange, api, torch, jax};
+  if (const DLPackExchangeAPI* api = exchange_api(type)) return {Protocol::kExchange, api, torch, immutable};
   if (cupy) return {Protocol::kCupy};
-  if (has_attribute(object, "__dlpack__")) return {Protocol::kDlpack, nullptr, torch, jax};
+  if (has_attribute(object, "__dlpack__")) return {Protocol::kDlpack, nullptr, torch, immutable};
   if (has_attribute(object, "__cuda_array_interface__")) return {Protocol::kCudaInterface};
   return {};
 }
@@ -143,7 +144,8 @@ void Array::borrow(PyObject* object, bool written, int position) {
   const TypeInfo& info = type_info(Py_TYPE(object));
   if (written && info.immutable)
     value_error(
-        "a JAX array cannot be written in place: its buffer may be shared; give an array of NumPy, CuPy or torch");
+        "an array of JAX or MLX cannot be written in place: its buffer may be shared; give one of NumPy, CuPy or "
+        "torch");
   if (written && info.is_torch) refuse_requires_grad(object);
   switch (info.protocol) {
     case Protocol::kPointer:

@@ -122,7 +122,7 @@ def test_arguments_that_are_no_arrays(x: np.ndarray) -> None:
 
 def test_jax_is_not_written(x: np.ndarray) -> None:
     jax = pytest.importorskip("jax")
-    with pytest.raises(ValueError, match=r"rms_norm: out: a JAX array cannot be written in place"):
+    with pytest.raises(ValueError, match=r"rms_norm: out: an array of JAX or MLX cannot be written in place"):
         pykv.rms_norm(jax.numpy.asarray(x), x, np.ones(24, np.float32))
 
 
