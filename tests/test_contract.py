@@ -21,6 +21,7 @@ NOT_OPS = {
     "pykv_cuda_device_count",
     "pykv_check_errors",
     "pykv_stream_wait",
+    "pykv_cpu_isa",
     "pykv_get_num_threads",
     "pykv_set_num_threads",
     "pykv_paged_attention_workspace_size",

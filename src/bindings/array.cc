@@ -98,6 +98,26 @@ void refuse_requires_grad(PyObject* tensor) {
 
 }  // namespace
 
+const char* way_in(PyObject* type) {
+  switch (type_info(reinterpret_cast<PyTypeObject*>(type)).protocol) {
+    case Protocol::kPointer:
+      return "raw pointer";
+    case Protocol::kNumpy:
+      return "ndarray struct";
+    case Protocol::kExchange:
+      return "DLPack C exchange API";
+    case Protocol::kCupy:
+      return "attributes of cupy.ndarray";
+    case Protocol::kDlpack:
+      return "__dlpack__";
+    case Protocol::kCudaInterface:
+      return "__cuda_array_interface__";
+    case Protocol::kNone:
+      return "";
+  }
+  return "";
+}
+
 DLDataType dtype_from_numpy(PyObject* dtype) {
   static PointerMap<DLDataType> dtypes;
   if (const DLDataType* known = dtypes.find(dtype)) return *known;

@@ -73,6 +73,9 @@ StreamChoice stream_from(PyObject* object);
 // The element type of a NumPy or CuPy dtype object, ml_dtypes included.
 DLDataType dtype_from_numpy(PyObject* dtype);
 
+// How arrays of a Python type are borrowed, in words; "" for what is no array.
+const char* way_in(PyObject* type);
+
 // pykv.Pointer: raw memory with a shape, from from_pointer().
 void bind_pointer(py::module_& m);
 bool is_pointer(PyObject* object);

@@ -1,6 +1,7 @@
 // pykv._C: the C library as positional Python functions.
 #include "op.h"
 #include "pykv/attention.h"
+#include "pykv/cpu.h"
 
 void bind_activation(Module& m);
 void bind_attention(Module& m);
@@ -16,6 +17,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("has_cuda", pykv_has_cuda);
   m.def("cuda_architectures", pykv_cuda_architectures);
   m.def("cuda_device_count", pykv_cuda_device_count);
+  m.def("cpu_isa", pykv_cpu_isa);
+  m.def("way_in", [](py::type type) { return py::str(pykv::python::way_in(type.ptr())); });
   m.def("get_num_threads", pykv_get_num_threads);
   m.def("set_num_threads", pykv_set_num_threads);
   m.def("check_errors", [](int device_type, int device_id) {

@@ -3,6 +3,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "pykv/cpu.h"
+
 namespace pykv {
 
 Isa cpu_isa() {
@@ -27,3 +29,14 @@ Isa cpu_isa() {
 }
 
 }  // namespace pykv
+
+const char* pykv_cpu_isa(void) {
+  switch (pykv::cpu_isa()) {
+    case pykv::Isa::kAvx512:
+      return "avx512";
+    case pykv::Isa::kAvx2:
+      return "avx2";
+    default:
+      return "base";
+  }
+}

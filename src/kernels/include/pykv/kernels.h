@@ -6,6 +6,7 @@
 #include <pykv/attention.h>
 #include <pykv/base.h>
 #include <pykv/cache.h>
+#include <pykv/cpu.h>
 #include <pykv/norm.h>
 #include <pykv/rotary.h>
 

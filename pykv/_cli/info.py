@@ -1,0 +1,103 @@
+"""``python -m pykv info``: what is installed, what it runs on, and how arrays come in."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pykv
+from pykv import _C
+from pykv._cli import output
+
+# Name, distributions that bring it (the first that is installed counts), and the class of its arrays.
+_CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+FRAMEWORKS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("NumPy", ("numpy",), "numpy:ndarray"),
+    ("CuPy", _CUPY, "cupy:ndarray"),
+    ("torch", ("torch",), "torch:Tensor"),
+    ("JAX", ("jax",), "jax._src.array:ArrayImpl"),
+    ("Numba", ("numba",), "numba.cuda.cudadrv.devicearray:DeviceNDArray"),
+)
+
+
+def cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
+
+
+def version_of(*distributions: str) -> str | None:
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _class(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def way_in(path: str) -> str:
+    """How arrays of a class come in.  Only the class itself tells, so its module is imported."""
+    try:
+        found = _class(path)
+    except Exception as error:  # a framework may fail to load in ways of its own; the others are still told
+        return f"cannot be imported: {type(error).__name__}: {error}".splitlines()[0]
+    way = _C.way_in(found)
+    return f"{way}, read only" if path.startswith("jax") else way
+
+
+def frameworks() -> Iterator[tuple[str, str, str]]:
+    """Name, version and way in of those that are installed; those that are not are not imported."""
+    for name, distributions, path in FRAMEWORKS:
+        version = version_of(*distributions)
+        yield name, version or "-", way_in(path) if version else "not installed"
+    version = version_of("ml_dtypes")
+    yield "ml_dtypes", version or "-", "bfloat16 and fp8 of NumPy and CuPy" if version else "not installed"
+
+
+def cuda_device_name(ordinal: int) -> str:
+    """As CuPy or torch calls it: the library itself knows its devices by number alone."""
+    try:
+        cupy = importlib.import_module("cupy")
+        return str(cupy.cuda.runtime.getDeviceProperties(ordinal)["name"].decode())
+    except Exception:  # not installed, or built for another CUDA
+        pass
+    try:
+        torch = importlib.import_module("torch")
+        return str(torch.cuda.get_device_name(ordinal))
+    except Exception:
+        return "named by CuPy or torch, of which neither is usable"
+
+
+def machine() -> Iterator[tuple[str, str]]:
+    v = _C.version()
+    yield "pykv", pykv.__version__
+    yield "libkernels", f"{v // 10000}.{v // 100 % 100}.{v % 100}, {pykv.get_library_dir()}"
+    yield "Python", f"{platform.python_version()}, {sys.executable}"
+    yield "system", platform.platform()
+    yield "CUDA kernels", f"for {_C.cuda_architectures()}" if _C.has_cuda() else "none: built with PYKV_CUDA=OFF"
+    lowered = f", PYKV_ISA={os.environ['PYKV_ISA']}" if "PYKV_ISA" in os.environ else ""
+    yield "cpu", f"{cpu_model()}; {_C.get_num_threads()} threads; kernels for {_C.cpu_isa()}{lowered}"
+    for ordinal in range(_C.cuda_device_count()):
+        yield f"cuda:{ordinal}", cuda_device_name(ordinal)
+    if _C.cuda_device_count() == 0:
+        yield "cuda", "no device"
+
+
+def run() -> int:
+    output.show("pykv", ("what", "is"), list(machine()))
+    output.show("Arrays", ("library", "version", "arrays come in by"), list(frameworks()))
+    return 0
