@@ -1,7 +1,7 @@
-"""What a model wants of an array library, for NumPy, CuPy, torch and JAX: the part of the work that pykv leaves to it.
+"""What a model wants of an array library, for NumPy, CuPy and torch: the part of the work that pykv leaves to it.
 
 That is: data put on the device, matrix products, row lookup, argmax.  All else is done by pykv, which takes the arrays
-of any of these libraries as they are.
+of any of these libraries as they are.  With JAX all is compiled at once, so that little is asked for here.
 """
 
 from __future__ import annotations
@@ -46,12 +46,8 @@ class NumpyArrays:
         return table[ids]
 
     def matmul(self, x: Array, matrix: Array) -> Array:
-        """[T, in] times the transpose of [out, in]: [T, out].  Before writing into the result, see `writable`."""
+        """[T, in] times the transpose of [out, in]: [T, out], which the caller may write into."""
         return x @ matrix.T
-
-    def writable(self, x: Array) -> Array:
-        """``x``, or a copy of it where its library does not allow writing."""
-        return x
 
     def argmax(self, x: Array) -> Host:
         """The index of the largest element of each row, on the host."""
@@ -81,38 +77,17 @@ class TorchArrays(NumpyArrays):
 
 
 class JaxArrays(NumpyArrays):
-    """Products and lookups by JAX.  Its arrays are immutable, so what pykv writes lies in NumPy or CuPy arrays.
+    """Weights alone: what is done with them is compiled (see llama_jax.py), with batches that come from NumPy."""
 
-    The two share memory through DLPack; only a product that pykv goes on to change is copied (`writable`).
-    """
+    def __init__(self, jax: ModuleType, device: Any, dtype: str):
+        super().__init__(np, dtype)
+        self._jax, self.device = jax, device
 
-    def __init__(self, jax: ModuleType, device: Any, buffers: ModuleType, dtype: str):
-        super().__init__(buffers, dtype)
-        self._jax, self._device = jax, device
-        self._product = jax.jit(lambda x, matrix: jax.numpy.matmul(x, matrix.T, precision="highest"))  # fp32 as such
+    def put(self, host: Host) -> Array:
+        return host
 
-    def matrix(self, host: Host) -> Array:
-        return self._jax.device_put(host.astype(self._dtype), self._device)
-
-    def rows(self, table: Array, ids: Array) -> Array:
-        if not isinstance(table, self._jax.Array):
-            return table[ids]
-        return self._from_jax(table[self._to_jax(ids.astype(np.int32))]).copy()  # JAX has no int64 unless told so
-
-    def matmul(self, x: Array, matrix: Array) -> Array:
-        # JAX compiles the product for every new shape: rounding rows up to a power of two keeps these few.
-        padded = self.namespace.zeros((1 << (len(x) - 1).bit_length(), x.shape[1]), x.dtype)
-        padded[: len(x)] = x
-        return self._from_jax(self._product(self._to_jax(padded), matrix))[: len(x)]
-
-    def writable(self, x: Array) -> Array:
-        return x.copy()
-
-    def _to_jax(self, x: Array) -> Array:
-        return self._jax.device_put(x, self._device) if self.namespace is np else self._jax.dlpack.from_dlpack(x)
-
-    def _from_jax(self, x: Array) -> Array:
-        return np.asarray(x) if self.namespace is np else self.namespace.from_dlpack(x)
+    def vector(self, host: Host) -> Array:
+        return self._jax.device_put(host.astype(self._dtype), self.device)
 
 
 def open_arrays(library: str, device: str | None = None, dtype: str = "auto") -> NumpyArrays:
@@ -132,16 +107,11 @@ def open_arrays(library: str, device: str | None = None, dtype: str = "auto") ->
     if kind not in ({"numpy": ["cpu"], "cupy": ["cuda"]}.get(library) or ["cpu", "cuda"]):
         raise ValueError(f"{library} has no arrays on {device!r}")
     if dtype == "auto":  # CPUs multiply fp32 fastest; on GPUs bf16 where the library's products are made for it
-        dtype = "float32" if kind == "cpu" else "bfloat16" if library == "torch" else "float16"
+        dtype = "float32" if kind == "cpu" else "float16" if library == "cupy" else "bfloat16"
     if library == "torch":
         return TorchArrays(module, device, dtype)
-    if kind == "cuda":
-        cupy = importlib.import_module("cupy")
-        cupy.cuda.Device(int(index or 0)).use()
-        buffers = cupy
-    else:
-        buffers = np
     if library == "jax":
-        jax_device = module.devices("gpu" if kind == "cuda" else "cpu")[int(index or 0)]
-        return JaxArrays(module, jax_device, buffers, dtype)
-    return NumpyArrays(buffers, dtype)
+        return JaxArrays(module, module.devices("gpu" if kind == "cuda" else "cpu")[int(index or 0)], dtype)
+    if library == "cupy":
+        module.cuda.Device(int(index or 0)).use()
+    return NumpyArrays(module, dtype)

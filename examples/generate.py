@@ -3,7 +3,8 @@
     python examples/generate.py                      # the small model that lies beside this file, with NumPy
     python examples/generate.py --array torch --device cuda --model FOLDER --prompt "Once" --prompt "It was"
 
-Read llama.py for the model, engine.py for the batching, arrays.py for what is asked of the array library.
+Read llama.py for the model (llama_jax.py with JAX), engine.py for the batching, arrays.py for what is asked of the
+array library.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from arrays import open_arrays
 from engine import Engine, common_prefix
-from llama import Llama
+from llama import open_model
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -52,7 +53,7 @@ def main() -> None:
     args = parse_arguments()
     console = Console()
     arrays = open_arrays(args.array, args.device, args.dtype)
-    model = Llama(args.model, arrays)
+    model = open_model(args.model, arrays)
     cache = model.make_cache(args.blocks, args.block_size, args.kv_dtype)
     engine = Engine(model, cache, args.chunk)
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))

@@ -1,6 +1,7 @@
 """Llama and Qwen3 from a Hugging Face folder, one ragged batch at a time over a paged KV cache.
 
 pykv does all but the matrix products and the embedding lookup, which the array library does (see arrays.py).
+JAX, whose arrays are immutable, has the same in llama_jax.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from arrays import Array, Host, NumpyArrays
+from arrays import Array, Host, JaxArrays, NumpyArrays
 from rope import rope_table
 from safetensors import safe_open
 
@@ -20,7 +21,7 @@ import pykv
 from pykv.rope import parameters_of_config
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
     """The part of config.json that the computation needs."""
 
@@ -33,7 +34,7 @@ class Config:
     epsilon: float
     qk_norm: bool
     tied: bool
-    windows: list[int | None]  # of each layer; None: attention to everything before
+    windows: tuple[int | None, ...]  # of each layer; None: attention to everything before
     max_length: int
     end_ids: frozenset[int]
 
@@ -59,7 +60,7 @@ class Config:
             epsilon=raw["rms_norm_eps"],
             qk_norm=family == "qwen3",
             tied=raw.get("tie_word_embeddings", False),
-            windows=[raw["sliding_window"] if kind == "sliding_attention" else None for kind in kinds],
+            windows=tuple(raw["sliding_window"] if kind == "sliding_attention" else None for kind in kinds),
             max_length=int(raw["max_position_embeddings"] * stretch),
             end_ids=frozenset([] if end is None else end if isinstance(end, list) else [end]),
         )
@@ -137,11 +138,11 @@ class Llama:
         x = a.empty(*residual.shape)
         pykv.rms_norm(x, residual, self.layers[0].input_norm, c.epsilon)
         for i, layer in enumerate(self.layers):
-            x = a.writable(a.matmul(self._attention(x, i, batch, cache), layer.out))
+            x = a.matmul(self._attention(x, i, batch, cache), layer.out)
             pykv.fused_add_rms_norm(x, residual, layer.mlp_norm, c.epsilon)  # residual += x; x = norm(residual)
             gated = a.empty(len(x), c.intermediate_size)
             pykv.silu_and_mul(gated, a.matmul(x, layer.gate_up))
-            x = a.writable(a.matmul(gated, layer.down))
+            x = a.matmul(gated, layer.down)
             next_norm = self.layers[i + 1].input_norm if i + 1 < c.num_layers else self.norm
             pykv.fused_add_rms_norm(x, residual, next_norm, c.epsilon)
         return a.matmul(a.rows(x, batch.wanted), self.head)
@@ -149,7 +150,7 @@ class Llama:
     def _attention(self, x: Array, index: int, batch: Batch, cache: pykv.PagedKVCache) -> Array:
         a, c, layer = self.arrays, self.config, self.layers[index]
         key_cache, value_cache = cache.key_caches[index], cache.value_caches[index]
-        qkv = a.writable(a.matmul(x, layer.qkv)).reshape(len(x), -1, c.head_size)
+        qkv = a.matmul(x, layer.qkv).reshape(len(x), -1, c.head_size)
         query, key, value = (  # views; pykv takes them with their strides
             qkv[:, : c.num_heads],
             qkv[:, c.num_heads : c.num_heads + c.num_kv_heads],
@@ -166,6 +167,15 @@ class Llama:
             cu_query_lens=batch.cu_query_lens, window=layer.window, kv_cache_dtype=cache.kv_cache_dtype,
         )  # fmt: skip
         return attended.reshape(len(x), -1)
+
+
+def open_model(folder: Path, arrays: NumpyArrays) -> Llama:
+    """The model in the form that suits the array library."""
+    if isinstance(arrays, JaxArrays):
+        from llama_jax import JaxLlama
+
+        return JaxLlama(folder, arrays)
+    return Llama(folder, arrays)
 
 
 def _tensors(folder: Path) -> Callable[[str], Host]:

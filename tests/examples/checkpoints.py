@@ -93,9 +93,9 @@ def prompts(count: int, longest: int = 20, shared: int = 0) -> list[list[int]]:
 
 def logits_of(folder: Path, arrays: Any, tokens: list[int], chunk: int, **cache_options: Any) -> np.ndarray:
     """The logits of every token, the sequence computed ``chunk`` tokens at a time."""
-    from llama import Batch, Llama
+    from llama import Batch, open_model
 
-    model, put = Llama(folder, arrays), arrays.put
+    model, put = open_model(folder, arrays), arrays.put
     cache = model.make_cache(num_blocks=20, block_size=4, **cache_options)
     rows = []
     for begin in range(0, len(tokens), chunk):

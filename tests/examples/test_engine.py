@@ -26,9 +26,9 @@ def generate(
 ) -> tuple[list[list[int]], Any]:
     """The new tokens of each prompt, and the engine's counters."""
     from engine import Engine
-    from llama import Llama
+    from llama import open_model
 
-    model = Llama(folder, arrays)
+    model = open_model(folder, arrays)
     cache = model.make_cache(blocks, 4, kv_dtype)
     engine = Engine(model, cache, step)
     if shared:

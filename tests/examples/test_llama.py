@@ -49,10 +49,10 @@ def test_logits_equal_those_of_transformers(checkpoint: Checkpoint, arrays: Any,
 def test_greedy_tokens_equal_those_of_transformers(checkpoint: Checkpoint, arrays: Any, variant: str) -> None:
     """40 tokens each, which takes the dynamic variant beyond the length it was trained for."""
     from engine import Engine
-    from llama import Llama
+    from llama import open_model
 
     folder = checkpoint(variant)
-    model = Llama(folder, arrays)
+    model = open_model(folder, arrays)
     engine = Engine(model, model.make_cache(64, 4), tokens_per_step=16)
     texts = prompts(3)
     requests = [engine.add(tokens, max_new_tokens=40) for tokens in texts]
@@ -90,13 +90,13 @@ def test_unsupported_models_are_refused(
     checkpoint: Checkpoint, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     from arrays import open_arrays
-    from llama import Llama
+    from llama import open_model
 
     folder = checkpoint("llama")
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | change))
     with pytest.raises(ValueError, match=message):
-        Llama(tmp_path, open_arrays("numpy"))
+        open_model(tmp_path, open_arrays("numpy"))
 
 
 def test_old_and_new_spelling_of_rope_agree() -> None:
