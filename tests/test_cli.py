@@ -5,13 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import expected
 import numpy as np
 import pytest
 
 import pykv
 from pykv import _C
-from pykv._cli import info, output
+from pykv._cli import check, devices, info, output
 from pykv._cli.main import main
+from pykv._samples import MEMORY, SAMPLES, sample
+from pykv._schema import all_ops
 
 
 @pytest.fixture
@@ -77,3 +80,69 @@ def test_an_unknown_command_is_refused(capsys):
 def test_plain_tables_line_up(capsys, no_rich):
     output.show("title", ("op", "us"), [("a", "1"), ("long", "10")], right=1)
     assert capsys.readouterr().out == "title\nop    us\n----  --\na      1\nlong  10\n"
+
+
+def test_recorded_results_are_those_of_the_references():
+    """Else: python tests/expected.py"""
+    kept = check.recorded()
+    assert set(kept) == set(expected.EXPECTED) == set(SAMPLES) == set(all_ops())
+    for name, results in kept.items():
+        now = {k.partition("/")[2]: v for k, v in expected.entries(name).items()}
+        assert set(results) == set(now)
+        for k, v in now.items():
+            assert (results[k].dtype, results[k].shape) == (v.dtype, v.shape)
+            np.testing.assert_allclose(results[k], v, rtol=1e-6, atol=1e-7, err_msg=f"{name}: {k}")
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_an_operation_that_does_nothing_fails(name):
+    """Every written array is recorded, and differs from what is there before the call."""
+    kept = check.recorded()[name]
+    assert check.check(name, devices.CPU, kept).result == "pass"
+    assert set(check.results(name, devices.CPU)) == set(kept)
+    before = sample(name) | {"memory": MEMORY}
+    for key, wanted in kept.items():
+        parameter, _, number = key.partition("/")
+        array = before[parameter][int(number)] if number else before[parameter]
+        unwritten = (name, parameter) == ("swap_blocks_layers", "src_caches")
+        assert unwritten or check.compare({key: array}, {key: wanted})[1], key
+
+
+def test_check_passes_here(capsys):
+    pytest.importorskip("rich")
+    assert main(["check", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert f"{len(SAMPLES)} passed, 0 failed, 0 skipped" in text
+    assert "rms_norm_gated" in text
+
+
+def test_check_finds_what_is_wrong(capsys, monkeypatch, no_rich):
+    kept = check.recorded()
+    kept["rms_norm"]["out"][1, 2] *= 1.001
+    kept["silu_and_mul_quant"]["result"][0, 3] ^= 1
+    del kept["relu2"]["out"]
+    kept["relu2"]["nothing"] = np.zeros(1)
+    monkeypatch.setattr(check, "recorded", lambda: kept)
+    assert main(["check", "rms_norm", "silu_and_mul_quant", "relu2", "layer_norm", "--device", "cpu"]) == 1
+    text = capsys.readouterr().out
+    assert "out[1, 2]: " in text
+    assert "1 of 24 are wrong" in text
+    assert "result[0, 3]: " in text
+    assert "KeyError: 'nothing'" in text
+    assert "1 passed, 3 failed" in text
+
+
+def test_nan_is_an_error():
+    one = np.ones(1, np.float32)
+    assert check.compare({"a": one * np.float32(np.nan)}, {"a": one})[0] == np.inf
+    assert check.compare({"a": one}, {"a": one * np.float32(np.nan)})[1]
+    assert check.compare({"a": one}, {"a": np.ones(2, np.float32)})[1] == "a: float32[1], not float32[2]"
+
+
+@pytest.mark.parametrize("command", ["check"])
+def test_what_cannot_be_done_is_told_in_a_line(capsys, command):
+    assert main([command, "rms_nrom"]) == 2
+    told = capsys.readouterr().err
+    assert told == f"python -m pykv {command}: no operation is called 'rms_nrom'; did you mean rms_norm?\n"
+    assert main([command, "--device", "tpu"]) == 2
+    assert "no device is called 'tpu'; there are: cpu" in capsys.readouterr().err

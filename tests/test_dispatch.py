@@ -8,11 +8,11 @@ import sys
 
 import numpy as np
 import pytest
-from samples import sample
 from tolerance import assert_close
 
 import pykv
 from pykv import dispatch, native
+from pykv._samples import sample
 
 rms_norm = pykv.rms_norm  # a name of before anything is registered
 

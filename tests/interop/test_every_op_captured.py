@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from samples import Sample, sample
 
 import pykv
+from pykv._samples import Sample, sample
 from pykv._schema import all_ops
 
 # raw addresses of the host: their copies are no work of a stream

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from samples import sample
 
 import pykv
 from pykv import functional
+from pykv._samples import sample
 from pykv._schema import all_ops
 
 WITH_OUTPUTS = {name: op for name, op in all_ops().items() if op.rules}

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from samples import sample
 
 import pykv
+from pykv._samples import sample
 from pykv._schema import all_ops
 
 jax = pytest.importorskip("jax")

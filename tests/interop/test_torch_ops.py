@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from samples import ON_HOST, SAMPLES, sample
 
 import pykv
+from pykv._samples import ON_HOST, SAMPLES, sample
 from pykv._schema import all_ops
 
 torch = pytest.importorskip("torch")

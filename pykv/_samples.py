@@ -1,6 +1,6 @@
-"""A small right call of every operation, for the tests that go over all of them: ``sample("rms_norm")``.
+"""A small right call of every operation, for what goes over all of them: ``sample("rms_norm")``.
 
-The values are NumPy arrays and plain Python values by parameter name.  An operation without a sample fails those tests.
+The values are NumPy arrays and plain Python values by parameter name.  An operation without a sample fails the tests.
 """
 
 from __future__ import annotations
@@ -9,24 +9,34 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from rows import random
+import numpy.typing as npt
 
 Sample = dict[str, Any]
 
-F32 = np.dtype(np.float32)
 NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEADS, HEAD_SIZE = 6, 4, 2, 4, 16
 
 
 MEMORY = np.zeros(32, np.float32)  # what addresses point to
+_START = MEMORY.ctypes.data
 # arguments that lie on the host whatever the device of the others
 ON_HOST = {"block_mapping", "src_ptrs", "dst_ptrs", "sizes"}
 
 
-def floats(*shape: int, seed: int = 0) -> np.ndarray:
-    return random(shape, F32, seed + sum(shape))
+def floats(*shape: int, seed: int = 0) -> npt.NDArray[np.float32]:
+    return np.random.default_rng(seed + sum(shape)).standard_normal(shape, np.float32)
 
 
-def ids(*values: Any) -> np.ndarray:
+def some_codes(*shape: int) -> npt.NDArray[np.uint8]:
+    """Those of finite e4m3 numbers."""
+    return (np.arange(np.prod(shape)) % 97).astype(np.uint8).reshape(shape)
+
+
+def together(*parts: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """The bytes of each row of several arrays, one after another."""
+    return np.concatenate([p.view(np.uint8) for p in parts], axis=1)
+
+
+def ids(*values: Any) -> npt.NDArray[Any]:
     return np.array(values, np.int64)
 
 
@@ -78,7 +88,27 @@ def codes(**options: Any) -> Sample:
     return {"result": np.zeros((3, 8), np.uint8), **options}
 
 
-def latent_cache() -> np.ndarray:
+def copies_on_the_host() -> Sample:
+    MEMORY[...] = floats(32)
+    return {
+        "src_ptrs": ids(_START, _START + 16),
+        "dst_ptrs": ids(_START + 64, _START + 32),
+        "sizes": ids(16, 8),
+    }
+
+
+def fp8_records() -> npt.NDArray[np.uint8]:
+    tokens = NUM_BLOCKS * BLOCK_SIZE
+    scales, rope = np.abs(floats(tokens, 4)), floats(tokens, 64).astype(np.float16)
+    return together(some_codes(tokens, 512), scales, rope).reshape(NUM_BLOCKS, BLOCK_SIZE, 656)
+
+
+def indexer_cache() -> npt.NDArray[np.uint8]:
+    values, scales = some_codes(NUM_BLOCKS, BLOCK_SIZE * 16), np.abs(floats(NUM_BLOCKS, BLOCK_SIZE * 2))
+    return together(values, scales).reshape(NUM_BLOCKS, BLOCK_SIZE, 24)
+
+
+def latent_cache() -> npt.NDArray[Any]:
     return floats(NUM_BLOCKS, BLOCK_SIZE, 24)
 
 
@@ -217,11 +247,7 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         "block_size_in_bytes": 128,
         "block_mapping": ids([1, 2], [0, 3]),
     },
-    "swap_blocks_batch": lambda: {
-        "src_ptrs": ids(MEMORY.ctypes.data, MEMORY.ctypes.data + 16),
-        "dst_ptrs": ids(MEMORY.ctypes.data + 64, MEMORY.ctypes.data + 32),
-        "sizes": ids(16, 8),
-    },
+    "swap_blocks_batch": copies_on_the_host,
     "concat_and_cache_mla": lambda: {
         "kv_c": floats(3, 16),
         "k_pe": floats(3, 8),
@@ -256,7 +282,7 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         "scale": 1.0,
     },
     "cp_gather_and_upconvert_fp8_kv_cache": lambda: {
-        "src_cache": np.zeros((NUM_BLOCKS, BLOCK_SIZE, 656), np.uint8),
+        "src_cache": fp8_records(),
         "dst": np.ones((7, 576), np.float16),
         "block_table": np.array([[1, 4], [3, 0]], np.int32),
         "seq_lens": np.array([2, 5], np.int32),
@@ -271,7 +297,7 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         "kv_cache_dtype": "ue8m0",
     },
     "cp_gather_indexer_k_quant_cache": lambda: {
-        "kv_cache": np.ones((NUM_BLOCKS, BLOCK_SIZE, 24), np.uint8),
+        "kv_cache": indexer_cache(),
         "dst_k": np.zeros((7, 16), np.uint8),
         "dst_scale": floats(7, 2),
         "block_table": np.array([[1, 4], [3, 0]], np.int32),

@@ -1,0 +1,124 @@
+"""``python -m pykv check``: every operation against recorded results.
+
+The results come from references in NumPy that share nothing with the kernels; ``_expected.npz`` holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import pykv
+from pykv._cli import devices, output
+from pykv._cli.devices import Device
+from pykv._cli.errors import CommandError, known_ops
+from pykv._samples import MEMORY, ON_HOST, sample
+from pykv._schema import all_ops
+
+FILE = Path(pykv.__file__).parent / "_expected.npz"
+# (absolute, relative): what the arithmetic of float32, in any order, may lose; codes and other integers are exact
+TOLERANCE = {"float32": (1e-5, 2e-6), "float16": (1e-3, 1e-3)}
+HOST_ONLY = {"swap_blocks_batch": "copies between addresses of the host here"}
+
+Recorded = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    op: str
+    device: str
+    result: str  # "pass", "FAIL" or "skipped"
+    error: float | None = None  # the largest difference, absolute
+    why: str = ""
+
+
+def recorded() -> dict[str, Recorded]:
+    """Operation -> what its sample gives, "parameter" or "parameter/number of the list" -> array."""
+    found: dict[str, Recorded] = {}
+    with np.load(FILE) as file:
+        for key in file.files:
+            name, _, parameter = key.partition("/")
+            found.setdefault(name, {})[parameter] = file[key]
+    return found
+
+
+def _arguments(name: str, device: Device) -> dict[str, Any]:
+    def convert(key: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [convert(key, v) for v in value]
+        return device.array(value) if isinstance(value, np.ndarray) and key not in ON_HOST else value
+
+    return {k: convert(k, v) for k, v in sample(name).items()}
+
+
+def results(name: str, device: Device) -> Recorded:
+    """Runs the sample; every array that it writes and that others than the operation read."""
+    op, given = all_ops()[name], _arguments(name, device)
+    op.direct(**given)
+    if device is not devices.CPU:
+        pykv.check_errors(device.name)
+    if name in HOST_ONLY:
+        return {"memory": MEMORY}
+    found: Recorded = {}
+    for p in op.parameters:
+        value = given.get(p.name)
+        if value is None or not p.kind.startswith("written") or (p.name in op.rules and op.rules[p.name].is_scratch):
+            continue
+        parts = {f"{p.name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {p.name: value}
+        found |= {key: device.read(array) for key, array in parts.items()}
+    return found
+
+
+def compare(got: Recorded, wanted: Recorded) -> tuple[float, str]:
+    """The largest error, and what is wrong."""
+    largest, wrong = 0.0, ""
+    for key, expected in wanted.items():
+        actual = got[key]
+        if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+            return float(
+                "inf"
+            ), f"{key}: {actual.dtype}{list(actual.shape)}, not {expected.dtype}{list(expected.shape)}"
+        difference = np.abs(actual.astype(np.float64) - expected.astype(np.float64))
+        difference = np.where(np.isnan(difference), np.inf, difference)
+        absolute, relative = TOLERANCE.get(expected.dtype.name, (0.0, 0.0))
+        bad = np.argwhere(~(difference <= absolute + relative * np.abs(expected.astype(np.float64))))  # NaN as well
+        if len(bad) and not wrong:
+            at = tuple(bad[0].tolist())
+            wrong = f"{key}{list(at)}: {actual[at]}, not {expected[at]}; {len(bad)} of {actual.size} are wrong"
+        largest = max(largest, float(difference.max(initial=0)))
+    return largest, wrong
+
+
+def check(name: str, device: Device, wanted: Recorded) -> Outcome:
+    if name in HOST_ONLY and device is not devices.CPU:
+        return Outcome(name, device.name, "skipped", why=HOST_ONLY[name])
+    try:
+        with device.current():
+            error, wrong = compare(results(name, device), wanted)
+    except Exception as raised:  # whatever it is: the operation did not work
+        return Outcome(name, device.name, "FAIL", why=f"{type(raised).__name__}: {raised}".splitlines()[0])
+    return Outcome(name, device.name, "FAIL" if wrong else "pass", error, wrong)
+
+
+def run(ops: Sequence[str], wanted_devices: Sequence[str]) -> int:
+    everything = recorded()
+    calls = [(op, devices.device(d)) for d in wanted_devices or devices.names() for op in known_ops(ops)]
+    missing = {op for op, _ in calls} - set(everything)
+    if missing:
+        raise CommandError(f"{FILE.name} has no results of {', '.join(sorted(missing))}")
+    outcomes = [check(op, device, everything[op]) for op, device in output.progress(calls, "checking")]
+    rows = [
+        (o.op, o.device, o.result, "" if o.error is None else "0" if o.error == 0 else f"{o.error:.1e}", o.why)
+        for o in outcomes
+    ]
+    output.show("Every operation against recorded results", ("operation", "device", "result", "error", ""), rows)
+    failed = sum(o.result == "FAIL" for o in outcomes)
+    skipped = sum(o.result == "skipped" for o in outcomes)
+    largest = max((o.error for o in outcomes if o.error is not None), default=0.0)
+    print(f"{len(outcomes) - failed - skipped} passed, {failed} failed, {skipped} skipped; largest error {largest:.1e}")
+    return 1 if failed else 0

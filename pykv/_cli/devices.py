@@ -1,0 +1,65 @@
+"""The devices that commands run on, and arrays there."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pykv import _C
+from pykv._cli.errors import CommandError
+from pykv._libraries import array_like
+
+
+@dataclass(frozen=True)
+class Device:
+    name: str  # "cpu", "cuda:0"
+    library: str
+    like: Any  # an array there, or None for NumPy
+    read: Callable[[Any], npt.NDArray[Any]]
+    current: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def array(self, values: npt.NDArray[Any]) -> Any:
+        return array_like(values.copy(), values.dtype.name, self.like)
+
+
+CPU = Device("cpu", "NumPy", None, np.asarray)
+
+
+def names() -> list[str]:
+    return ["cpu", *(f"cuda:{i}" for i in range(_C.cuda_device_count()))]
+
+
+def _cupy(name: str) -> Device:
+    cupy = importlib.import_module("cupy")
+    place = cupy.cuda.Device(int(name.removeprefix("cuda:")))
+    with place:
+        return Device(name, "CuPy", cupy.empty(0), cupy.asnumpy, lambda: place)
+
+
+def _torch(name: str) -> Device:
+    torch = importlib.import_module("torch")
+    like = torch.empty(0, device=name)
+    return Device(name, "torch", like, lambda tensor: tensor.cpu().numpy(), lambda: torch.cuda.device(like.device))
+
+
+def device(name: str) -> Device:
+    """By CuPy or torch on CUDA, whichever is usable."""
+    name = "cuda:0" if name == "cuda" else name
+    if name not in names():
+        why = "" if _C.has_cuda() else "; this pykv was built without CUDA"
+        raise CommandError(f"no device is called {name!r}; there are: {', '.join(names())}{why}")
+    if name == "cpu":
+        return CPU
+    reasons = []
+    for library, make in (("CuPy", _cupy), ("torch", _torch)):
+        try:
+            return make(name)
+        except Exception as error:  # not installed, or built for another CUDA
+            reasons.append(f"{library}: {error}")
+    raise CommandError(f"{name}: arrays need CuPy or torch; {'; '.join(reasons)}")
