@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import pytest
 
 import pykv
 from pykv import _C
-from pykv._cli import check, devices, info, output
+from pykv._cli import bench, check, devices, info, output
 from pykv._cli.main import main
 from pykv._samples import MEMORY, SAMPLES, sample
 from pykv._schema import all_ops
@@ -139,10 +140,81 @@ def test_nan_is_an_error():
     assert check.compare({"a": one}, {"a": np.ones(2, np.float32)})[1] == "a: float32[1], not float32[2]"
 
 
-@pytest.mark.parametrize("command", ["check"])
+@pytest.mark.parametrize("command", ["check", "bench"])
 def test_what_cannot_be_done_is_told_in_a_line(capsys, command):
     assert main([command, "rms_nrom"]) == 2
     told = capsys.readouterr().err
     assert told == f"python -m pykv {command}: no operation is called 'rms_nrom'; did you mean rms_norm?\n"
     assert main([command, "--device", "tpu"]) == 2
     assert "no device is called 'tpu'; there are: cpu" in capsys.readouterr().err
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Timing that calls once."""
+
+    class Once(bench.Cpu):
+        most_copies = 1
+
+        def time(self, calls):
+            for call in calls:
+                call()
+            return 1e-6
+
+    monkeypatch.setattr(bench, "Cpu", Once)
+
+
+def test_bench_runs_every_operation_on_rows(capsys, quick, tmp_path):
+    pytest.importorskip("ml_dtypes")
+    file = tmp_path / "figures.json"
+    assert main(["bench", "--device", "cpu", "--tokens", "2", "--json", str(file)]) == 0
+    assert "of copy" in capsys.readouterr().out
+    written = json.loads(file.read_text())
+    assert written["pykv"] == pykv.__version__
+    figures = {f["op"]: f for f in written["figures"]}
+    assert set(figures) == set(bench.row_ops()) >= {"rms_norm", "fused_add_rms_norm", "silu_and_mul", "convert_fp8"}
+    row = 2 * 4096
+    assert figures["rms_norm"]["num_bytes"] == (2 + 2 + 1) * row  # input, output, weight
+    assert figures["fused_add_rms_norm"]["num_bytes"] == (4 + 4 + 1) * row  # both read and written
+    assert figures["silu_and_mul"]["num_bytes"] == (4 + 2) * row
+    assert figures["rms_norm_dynamic_per_token_quant"]["num_bytes"] == (2 + 1 + 1) * row + 2 * 4  # codes, scales
+    assert all(f["us"] == f["copy_us"] == pytest.approx(1) for f in figures.values())
+
+
+def test_bench_measures(capsys, no_rich):
+    assert main(["bench", "relu2", "--device", "cpu", "--tokens", "4", "--dtype", "float32"]) == 0
+    title, headings, _, row = capsys.readouterr().out.splitlines()
+    assert title.endswith(", float32")
+    figure = dict(zip(headings.replace("copy us", "copy_us").split(), row.split(), strict=False))
+    assert figure["op"] == "relu2"
+    assert float(figure["us"]) > 0
+
+
+def test_bench_draws(quick, tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "roof.png"
+    call = ["bench", "relu2", "rms_norm", "--device", "cpu", "--tokens", "1", "--tokens", "9", "--dtype", "float32"]
+    assert main([*call, "--plot", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rms_norm", "paged_attention"], "paged_attention: not timed here, for it is no operation on rows"),
+        (["--json", "/no/such/folder/f.json"], "/no/such/folder/f.json: there is no folder /no/such/folder"),
+        (["--plot", "f.png"], "--plot needs matplotlib: pip install 'pykv[cli]'"),
+        (["--device", "cpu"], "bfloat16 in NumPy or CuPy needs the package ml_dtypes; or try --dtype float16"),
+    ],
+)
+def test_bench_says_what_is_missing(capsys, monkeypatch, arguments, message):
+    for module in ("matplotlib", "matplotlib.figure", "ml_dtypes"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_bench_refuses_sizes(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--tokens", "0"])
+    assert "must be a whole number of at least 1, got '0'" in capsys.readouterr().err

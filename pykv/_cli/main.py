@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from pykv._cli import check, info
+from pykv._cli import bench, check, info
 from pykv._cli.errors import CommandError
 
 
@@ -17,7 +18,20 @@ def parser() -> argparse.ArgumentParser:
     checking = commands.add_parser("check", help="runs every operation and compares with recorded results")
     checking.add_argument("op", nargs="*", help="operations, by default all")
     checking.add_argument("--device", action="append", default=[], help='"cpu" or "cuda:<n>", by default all')
+    timing = commands.add_parser("bench", help="times operations on rows beside a plain copy of as many bytes")
+    timing.add_argument("op", nargs="*", help="operations, by default all on rows")
+    timing.add_argument("--device", help='"cpu" or "cuda:<n>", by default the first GPU, else the CPU')
+    timing.add_argument("--tokens", type=_count, action="append", help="rows of 4096; by default 16, 512 and 8192")
+    timing.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="bfloat16")
+    timing.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    timing.add_argument("--plot", type=Path, metavar="FILE", help="draw them under the roof of the copy (matplotlib)")
     return top
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if asked.command == "info":
             return info.run()
-        return check.run(asked.op, asked.device)
+        if asked.command == "check":
+            return check.run(asked.op, asked.device)
+        return bench.run(asked.op, asked.device, asked.tokens or [16, 512, 8192], asked.dtype, asked.json, asked.plot)
     except CommandError as error:
         print(f"python -m pykv {asked.command}: {error}", file=sys.stderr)
         return 2

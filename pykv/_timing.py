@@ -1,0 +1,247 @@
+"""How long calls take, on CUDA and on the CPU, and how that compares with copying the same bytes.
+
+Each call works on arrays of its own, so many that all of them together are several times the last-level cache: what a
+call reads comes from memory.  On CUDA the calls are captured into one graph, which is replayed and timed by events, so
+that the figures hold no host time; on the CPU each call is timed by the clock.  Figures are medians.  The yardstick is
+a plain copy of as many bytes, read and written, timed in the same run in the same way.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+import pykv
+from pykv._libraries import numpy_dtype
+
+Call = Callable[[], object]
+
+
+class Device(Protocol):
+    """Where calls run: makes arrays there and times calls."""
+
+    cache_bytes: int  # of the last-level cache
+    most_copies: int  # sets of arrays, at most
+
+    def random(self, shape: tuple[int, ...], dtype: str) -> Any: ...
+    def array(self, values: npt.NDArray[Any]) -> Any: ...
+    def copy(self, num_bytes: int) -> Call: ...
+    def time(self, calls: list[Call]) -> float: ...  # seconds for one of them
+    def describe(self) -> dict[str, object]: ...
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table."""
+
+    op: str
+    size: dict[str, int]
+    dtype: str
+    num_bytes: int  # that one call must read and write
+    make: Callable[[Device], Call]  # a call on fresh arrays
+
+
+@dataclass(frozen=True)
+class Figure:
+    op: str
+    size: dict[str, int]
+    dtype: str
+    num_bytes: int
+    us: float
+    copy_us: float
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.num_bytes / self.us / 1e3
+
+    @property
+    def of_copy(self) -> float:
+        return self.copy_us / self.us
+
+
+@functools.cache
+def _normal(dtype: str) -> npt.NDArray[Any]:
+    """Some millions of normal numbers; what needs more repeats them."""
+    return np.random.default_rng(0).standard_normal(1 << 22, np.float32).astype(numpy_dtype(dtype))
+
+
+class Cuda:
+    most_copies = 4096
+
+    # Four loads in flight for each thread, nothing else: as fast as a copy kernel gets.
+    _COPY = r"""
+    extern "C" __global__ void copy(uint4* to, const uint4* from, long long n) {
+      long long first = blockIdx.x * 1024ll + threadIdx.x;
+      uint4 v[4];
+      #pragma unroll
+      for (int k = 0; k < 4; ++k) if (first + 256 * k < n) v[k] = from[first + 256 * k];
+      #pragma unroll
+      for (int k = 0; k < 4; ++k) if (first + 256 * k < n) to[first + 256 * k] = v[k];
+    }
+    """
+
+    def __init__(self) -> None:
+        self.cupy: Any = importlib.import_module("cupy")
+        self.cache_bytes = int(self.cupy.cuda.Device().attributes["L2CacheSize"])
+        self._copy = self.cupy.RawKernel(self._COPY, "copy")
+        self._normal = functools.cache(lambda dtype: self.cupy.asarray(self._bits(_normal(dtype))))
+
+    @staticmethod
+    def _bits(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return values.view(f"u{values.itemsize}")  # CuPy moves small floats as integers alone
+
+    def random(self, shape: tuple[int, ...], dtype: str) -> Any:
+        some = self._normal(dtype)
+        array = self.cupy.empty(math.prod(shape), some.dtype)
+        for start in range(0, array.size, some.size):
+            array[start : start + some.size] = some[: array.size - start]
+        return array.view(_normal(dtype).dtype).reshape(shape)
+
+    def array(self, values: npt.NDArray[Any]) -> Any:
+        return self.cupy.asarray(self._bits(values)).view(values.dtype)
+
+    def copy(self, num_bytes: int) -> Call:
+        n = max(1, num_bytes // 32)
+        source, target = self.cupy.zeros((n, 4), np.uint32), self.cupy.empty((n, 4), np.uint32)
+        return lambda: self._copy((math.ceil(n / 1024),), (256,), (target, source, np.int64(n)))
+
+    def time(self, calls: list[Call]) -> float:
+        cuda = self.cupy.cuda
+        calls = calls * math.ceil(8 / len(calls))  # starting a graph takes some microseconds: spread them
+        cuda.Device().synchronize()  # the arrays were filled on another stream
+        stream = cuda.Stream(non_blocking=True)
+        with stream:
+            calls[0]()  # loads modules, which a capture would refuse
+            stream.synchronize()
+            stream.begin_capture()
+            for call in calls:
+                call()
+            graph = stream.end_capture()
+            start, end = cuda.Event(), cuda.Event()
+
+            def replay() -> float:
+                start.record(stream)
+                graph.launch(stream)
+                end.record(stream)
+                end.synchronize()
+                return float(cuda.get_elapsed_time(start, end)) / 1e3
+
+            warm_until = time.perf_counter() + 0.05
+            while time.perf_counter() < warm_until:
+                replay()
+            times = [replay() for _ in range(10)]
+            while sum(times) < 0.1:
+                times.append(replay())
+        return statistics.median(times) / len(calls)
+
+    def describe(self) -> dict[str, object]:
+        runtime = self.cupy.cuda.runtime
+        properties = runtime.getDeviceProperties(self.cupy.cuda.Device().id)
+        return {
+            "name": properties["name"].decode(),
+            "driver_cuda": runtime.driverGetVersion(),
+            "cupy": self.cupy.__version__,
+        }
+
+
+class Cpu:
+    most_copies = 64
+
+    def __init__(self) -> None:
+        self.cache_bytes = _last_level_cache()
+        self.threads = pykv.get_num_threads()
+        self._pool = ThreadPoolExecutor(self.threads)
+
+    def random(self, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+        return np.resize(_normal(dtype), shape)
+
+    def array(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return values.copy()
+
+    def copy(self, num_bytes: int) -> Call:
+        source = np.ones(num_bytes // 2, np.uint8)
+        target = np.ones_like(source)
+        if num_bytes < 8 << 20:  # calling the threads would cost more
+            return lambda: np.copyto(target, source)
+        parts = list(zip(np.array_split(target, self.threads), np.array_split(source, self.threads), strict=True))
+        return lambda: list(self._pool.map(lambda part: np.copyto(*part), parts))
+
+    def time(self, calls: list[Call]) -> float:
+        for call in calls:
+            call()
+        times: list[float] = []
+        while len(times) < 10 or (sum(times) < 0.2 and len(times) < 10000):
+            for call in calls:
+                start = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    def describe(self) -> dict[str, object]:
+        models = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+        return {"name": models[0] if models else platform.processor(), "threads": self.threads}
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _last_level_cache() -> int:
+    sizes = [_lines(f"/sys/devices/system/cpu/cpu0/cache/index{i}/size") for i in range(5)]
+    found = [int(lines[0].removesuffix("K")) << 10 for lines in sizes if lines]
+    return max(found, default=32 << 20)
+
+
+def measure(device: Device, cases: Iterable[Case]) -> Iterator[Figure]:
+    copy_times: dict[int, float] = {}
+    for case in cases:
+        # so many sets of arrays that none is still in the cache when its turn comes again
+        copies = min(device.most_copies, math.ceil(3 * device.cache_bytes / case.num_bytes))
+        if case.num_bytes not in copy_times:
+            copy_times[case.num_bytes] = device.time([device.copy(case.num_bytes) for _ in range(copies)])
+        seconds = device.time([case.make(device) for _ in range(copies)])
+        yield Figure(case.op, case.size, case.dtype, case.num_bytes, 1e6 * seconds, 1e6 * copy_times[case.num_bytes])
+
+
+def about(device: Device) -> dict[str, object]:
+    """What figures were measured on."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": device.describe(),
+        "pykv": pykv.__version__,
+        "cuda_architectures": pykv._C.cuda_architectures(),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def lines(figures: Iterable[Figure]) -> list[dict[str, object]]:
+    """Figures as they are written to files."""
+    return [asdict(f) | {"gb_per_s": f.gb_per_s, "of_copy": f.of_copy} for f in figures]
+
+
+def table(figures: list[Figure]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows; the first two columns are text."""
+    sizes = list(dict.fromkeys(name for f in figures for name in f.size))
+    rows = [
+        [f.op, f.dtype, *(str(f.size.get(name, "")) for name in sizes)]
+        + [f"{f.us:.2f}", f"{f.gb_per_s:.0f}", f"{f.copy_us:.2f}", f"{f.of_copy:.0%}"]
+        for f in figures
+    ]
+    return ["op", "dtype", *sizes, "us", "GB/s", "copy us", "of copy"], rows
