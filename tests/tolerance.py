@@ -36,11 +36,11 @@ def assert_close(
 def assert_attention(actual: np.ndarray, expected: np.ndarray) -> None:
     """The output of attention: the probabilities too may be rounded to the dtype, as tensor cores want them.
 
-    Where few keys share the weight, that is half a unit in the last place of each of their values; as a whole the error
-    stays that of a rounding or two.
+    Where few keys share the weight, that is half a unit in the last place of each of their values, which are up to 4 in
+    the tests: 2^-9 * 4 = 8e-3.  As a whole the error stays that of a rounding or two.
     """
     name = actual.dtype.name
-    assert_close(actual, expected, atol=4e-3 if name == "bfloat16" else None)
+    assert_close(actual, expected, atol=8e-3 if name == "bfloat16" else None)
     seen = np.isfinite(expected)
     error = np.linalg.norm((actual.astype(np.float64) - expected)[seen])
     assert error <= {"float32": 1e-5, "float16": 6e-4, "bfloat16": 4e-3}[name] * np.linalg.norm(expected[seen])
