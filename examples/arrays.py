@@ -14,12 +14,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+import pykv
+
 Array = Any  # an array of the chosen library
 Host = np.ndarray[Any, Any]
 
 
 class NumpyArrays:
     """NumPy, and CuPy by the same calls."""
+
+    ops: ModuleType = pykv  # the operations, as this library wants them
 
     def __init__(self, namespace: ModuleType, dtype: str):
         self.namespace = namespace  # where PagedKVCache makes its arrays
@@ -58,8 +62,11 @@ class NumpyArrays:
 
 
 class TorchArrays(NumpyArrays):
+    """By `pykv.torch`, whose functions `torch.compile` keeps in its graph."""
+
     def __init__(self, torch: ModuleType, device: str, dtype: str):
         super().__init__(torch, dtype)
+        self.ops = importlib.import_module("pykv.torch")
         self.device = device
         self._dtype = getattr(torch, dtype)
 

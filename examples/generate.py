@@ -10,6 +10,7 @@ array library.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from pathlib import Path
 
@@ -46,7 +47,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--chunk", type=int, default=64, help="tokens computed per step at most; longer prompts take several steps")
     add("--blocks", type=int, default=512, help="blocks in the cache")
     add("--block-size", type=int, default=16, help="tokens in a block")
-    return parser.parse_args()
+    add("--compile", action="store_true", help="let torch compile the step; JAX always does")
+    args = parser.parse_args()
+    if args.compile and args.array != "torch":
+        parser.error("--compile goes with --array torch")
+    return args
 
 
 def main() -> None:
@@ -54,6 +59,8 @@ def main() -> None:
     console = Console()
     arrays = open_arrays(args.array, args.device, args.dtype)
     model = open_model(args.model, arrays)
+    if args.compile:
+        model.forward = arrays.namespace.compile(model.forward)
     cache = model.make_cache(args.blocks, args.block_size, args.kv_dtype)
     engine = Engine(model, cache, args.chunk)
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
@@ -65,12 +72,15 @@ def main() -> None:
         engine.share_prefix(shared)
     requests = [engine.add(ids, args.max_tokens, args.temperature, args.seed) for ids in prompts]
 
+    steps: list[float] = []
     columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed} tokens"),
                TimeElapsedColumn()]  # fmt: skip
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("generating", total=sum(r.max_length - r.prompt_length for r in requests))
         while engine.busy:
+            step_began = time.perf_counter()
             progress.advance(bar, len(engine.step()))
+            steps.append(time.perf_counter() - step_began)
             progress.update(bar, description=f"{len(engine.running)} running, cache {cache.usage:.0%}")
     seconds = time.perf_counter() - began
 
@@ -80,17 +90,17 @@ def main() -> None:
             for ids in (request.tokens[: request.prompt_length], request.tokens[request.prompt_length :])
         )
         console.print(Panel(Text.assemble((start, "bold"), continued)))
-    report(console, engine, args.array, seconds)
+    report(console, engine, args.array + " compiled" * args.compile, seconds, steps)
     engine.close()
 
 
-def report(console: Console, engine: Engine, library: str, seconds: float) -> None:
+def report(console: Console, engine: Engine, library: str, seconds: float, steps: list[float]) -> None:
     count, cache = engine.counters, engine.cache
     block_bytes = sum(array.nbytes for array in cache.key_caches + cache.value_caches) / cache.num_blocks
     lines = [
         f"{library}, {engine.model.arrays.dtype} weights, {cache.dtype} cache",
         f"{count.generated_tokens} new tokens in {seconds:.2f} s: {count.generated_tokens / seconds:.0f} tokens/s "
-        f"({count.steps} steps)",
+        f"({count.steps} steps, {1e3 * statistics.median(steps):.1f} ms each at the median)",
         f"{count.prompt_tokens} prompt tokens computed, {len(engine.prefix)} of them once for all prompts",
         f"cache: at most {count.peak_blocks} of {cache.num_blocks} blocks in use "
         f"({count.peak_blocks * block_bytes / 2**20:.1f} MiB), {count.preemptions} preemptions",

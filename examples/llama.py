@@ -133,22 +133,22 @@ class Llama:
 
     def forward(self, batch: Batch, cache: pykv.PagedKVCache) -> Array:
         """Puts the batch's keys and values into the cache; returns the logits [N, vocabulary] of the wanted tokens."""
-        a, c = self.arrays, self.config
+        a, c, ops = self.arrays, self.config, self.arrays.ops
         residual = a.rows(self.embedding, batch.tokens)  # [T, hidden]
         x = a.empty(*residual.shape)
-        pykv.rms_norm(x, residual, self.layers[0].input_norm, c.epsilon)
+        ops.rms_norm(x, residual, self.layers[0].input_norm, c.epsilon)
         for i, layer in enumerate(self.layers):
             x = a.matmul(self._attention(x, i, batch, cache), layer.out)
-            pykv.fused_add_rms_norm(x, residual, layer.mlp_norm, c.epsilon)  # residual += x; x = norm(residual)
+            ops.fused_add_rms_norm(x, residual, layer.mlp_norm, c.epsilon)  # residual += x; x = norm(residual)
             gated = a.empty(len(x), c.intermediate_size)
-            pykv.silu_and_mul(gated, a.matmul(x, layer.gate_up))
+            ops.silu_and_mul(gated, a.matmul(x, layer.gate_up))
             x = a.matmul(gated, layer.down)
             next_norm = self.layers[i + 1].input_norm if i + 1 < c.num_layers else self.norm
-            pykv.fused_add_rms_norm(x, residual, next_norm, c.epsilon)
+            ops.fused_add_rms_norm(x, residual, next_norm, c.epsilon)
         return a.matmul(a.rows(x, batch.wanted), self.head)
 
     def _attention(self, x: Array, index: int, batch: Batch, cache: pykv.PagedKVCache) -> Array:
-        a, c, layer = self.arrays, self.config, self.layers[index]
+        a, c, ops, layer = self.arrays, self.config, self.arrays.ops, self.layers[index]
         key_cache, value_cache = cache.key_caches[index], cache.value_caches[index]
         qkv = a.matmul(x, layer.qkv).reshape(len(x), -1, c.head_size)
         query, key, value = (  # views; pykv takes them with their strides
@@ -157,12 +157,12 @@ class Llama:
             qkv[:, c.num_heads + c.num_kv_heads :],
         )
         if c.qk_norm:
-            pykv.rms_norm(query, query, layer.q_norm, c.epsilon)
-            pykv.rms_norm(key, key, layer.k_norm, c.epsilon)
-        pykv.rotary_embedding(batch.positions, query, key, c.head_size, self.cos_sin, True)
-        pykv.reshape_and_cache_flash(key, value, key_cache, value_cache, batch.slots, cache.kv_cache_dtype)
+            ops.rms_norm(query, query, layer.q_norm, c.epsilon)
+            ops.rms_norm(key, key, layer.k_norm, c.epsilon)
+        ops.rotary_embedding(batch.positions, query, key, c.head_size, self.cos_sin, True)
+        ops.reshape_and_cache_flash(key, value, key_cache, value_cache, batch.slots, cache.kv_cache_dtype)
         attended = a.empty(*query.shape)
-        pykv.paged_attention(
+        ops.paged_attention(
             attended, query, key_cache, value_cache, batch.block_tables, batch.seq_lens,
             cu_query_lens=batch.cu_query_lens, window=layer.window, kv_cache_dtype=cache.kv_cache_dtype,
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,3 +38,34 @@ def test_every_library_runs_it(array: Library, kv_dtype: str) -> None:
     assert "16 new tokens" in text
     assert "It was a" in text
     assert "Her mother" in text
+
+
+def test_torch_compiles_the_step(request: pytest.FixtureRequest) -> None:
+    """The text is the same as without."""
+    if request.config.getoption("--device") == "cuda":
+        pytest.skip("runs on the CPU")
+    pytest.importorskip("torch")
+    if shutil.which("g++") is None:
+        pytest.skip("torch compiles for the CPU with g++")
+    options = [
+        "--array",
+        "torch",
+        "--device",
+        "cpu",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "20",
+        "--prompt",
+        "It was a",
+    ]
+    plain, compiled = run(*options), run(*options, "--compile")
+    assert "torch, float32" in plain
+    assert "torch compiled, float32" in compiled
+    assert compiled.partition("torch compiled")[0] == plain.partition("torch,")[0]
+
+
+def test_only_torch_is_compiled() -> None:
+    done = subprocess.run([sys.executable, str(PROGRAM), "--compile"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--compile goes with --array torch" in done.stderr
