@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from threading import get_ident
 from types import FunctionType, SimpleNamespace
 from typing import Any, Final, Literal, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
@@ -88,6 +89,20 @@ class Op:
     parameters: tuple[Parameter, ...]  # without `stream`
     rules: Mapping[str, Rule]
 
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """The positional parameters of the forms that make the outputs themselves."""
+        return tuple(p.name for p in self.parameters if p.name not in self.rules and not p.keyword_only)
+
+    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call of such a form."""
+        if len(args) > len(self.inputs):
+            raise TypeError(f"{self.name}: takes at most {len(self.inputs)} positional arguments, got {len(args)}")
+        arguments = dict(zip(self.inputs, args, strict=False))
+        if twice := arguments.keys() & kwargs.keys():
+            raise TypeError(f"{self.name}: {min(twice)}: given twice")
+        return arguments | kwargs
+
     def infer(self, arguments: Mapping[str, Any]) -> dict[str, Spec]:
         """What the outputs are that a call leaves out; an optional one only where its argument is True.
 
@@ -108,13 +123,13 @@ class Op:
     @cached_property
     def _before_the_call(self) -> Callable[..., tuple[Any, ...]]:
         """The Python function, with another ``_C`` that only tells what it was called with."""
-        told: list[tuple[Any, ...]] = []
-        own = {**self.direct.__globals__, "_C": SimpleNamespace(**{self.name: lambda *args: told.append(args)})}
-        copy = _copy(self.direct, own)
+        told: dict[int, tuple[Any, ...]] = {}  # by thread
+        entry = {self.name: lambda *args: told.update({get_ident(): args})}
+        copy = _copy(self.direct, {**self.direct.__globals__, "_C": SimpleNamespace(**entry)})
 
         def call(**arguments: Any) -> tuple[Any, ...]:
             copy(**arguments)
-            return told.pop()
+            return told.pop(get_ident())
 
         return call
 

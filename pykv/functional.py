@@ -20,17 +20,11 @@ from pykv._schema import Op, all_ops
 
 def _functional(op: Op) -> Callable[..., Any]:
     array_names = {p.name for p in op.parameters if p.is_array}
-    inputs = [p.name for p in op.parameters if p.name not in op.rules and not p.keyword_only]
     returned = [p.name for p in op.parameters if p.name in op.rules and not op.rules[p.name].is_scratch]
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > len(inputs):
-            raise TypeError(f"{op.name}: takes at most {len(inputs)} positional arguments, got {len(args)}")
-        arguments = dict(zip(inputs, args, strict=False))
-        if twice := arguments.keys() & kwargs.keys():
-            raise TypeError(f"{op.name}: {min(twice)}: given twice")
-        arguments |= kwargs
-        beside = next((arguments[name] for name in inputs if name in array_names and name in arguments), None)
+        arguments = op.by_name(args, kwargs)
+        beside = next((arguments[name] for name in op.inputs if name in array_names and name in arguments), None)
         specs = {k: spec_of(v) if k in array_names and hasattr(v, "shape") else v for k, v in arguments.items()}
         for name, spec in op.infer(specs).items():
             arguments[name] = empty_beside(beside, spec.shape, spec.dtype)
@@ -41,7 +35,7 @@ def _functional(op: Op) -> Callable[..., Any]:
     function.__name__ = function.__qualname__ = op.name
     function.__doc__ = (
         f"``pykv.{op.name}`` that allocates and returns {', '.join(f'``{name}``' for name in returned)}.\n\n"
-        f"Positional arguments: {', '.join(inputs)}.\n\n{op.function.__doc__}"
+        f"Positional arguments: {', '.join(op.inputs)}.\n\n{op.function.__doc__}"
     )
     return function
 

@@ -87,19 +87,13 @@ class _Call:
 
 
 def _function(op: Op) -> Callable[..., Any]:
-    inputs = [p.name for p in op.parameters if p.name not in op.rules and not p.keyword_only]
     arrays = {p.name: p for p in op.parameters if p.is_array}
     target = f"pykv.{op.name}"
     for platform, handler in zip(("cpu", "CUDA"), _C.xla_handlers[op.name], strict=True):
         jax.ffi.register_ffi_target(target, handler, platform=platform, api_version=1)
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > len(inputs):
-            raise TypeError(f"{op.name}: takes at most {len(inputs)} positional arguments, got {len(args)}")
-        arguments = dict(zip(inputs, args, strict=False))
-        if twice := arguments.keys() & kwargs.keys():
-            raise TypeError(f"{op.name}: {min(twice)}: given twice")
-        arguments |= kwargs
+        arguments = op.by_name(args, kwargs)
         for name in arguments.keys() & arrays.keys():
             value, p = arguments[name], arrays[name]
             if isinstance(value, (list, tuple)) and p.kind == "written list":
@@ -124,7 +118,7 @@ def _function(op: Op) -> Callable[..., Any]:
         return _in_order(op, call, run(*call.buffers, modes=call.modes, **call.attributes))
 
     function.__name__ = function.__qualname__ = op.name
-    function.__doc__ = f"``pykv.{op.name}`` as a pure function of {', '.join(inputs)}.\n\n{op.function.__doc__}"
+    function.__doc__ = f"``pykv.{op.name}`` as a pure function of {', '.join(op.inputs)}.\n\n{op.function.__doc__}"
     return function
 
 
