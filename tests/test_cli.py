@@ -133,6 +133,16 @@ def test_check_finds_what_is_wrong(capsys, monkeypatch, no_rich):
     assert "1 passed, 3 failed" in text
 
 
+def test_check_hands_over_arrays_of_a_framework(monkeypatch):
+    """As on CUDA, where they are made and read back by CuPy or torch."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(pykv, "check_errors", lambda device: None)
+    device = devices.Device("cuda:0", "torch", torch.empty(0), lambda tensor: tensor.numpy())
+    outcomes = {name: check.check(name, device, kept) for name, kept in check.recorded().items()}
+    assert outcomes.pop("swap_blocks_batch").result == "skipped"
+    assert {o.result for o in outcomes.values()} == {"pass"}
+
+
 def test_nan_is_an_error():
     one = np.ones(1, np.float32)
     assert check.compare({"a": one * np.float32(np.nan)}, {"a": one})[0] == np.inf

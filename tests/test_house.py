@@ -59,7 +59,7 @@ def test_bindings_see_the_door_alone() -> None:
 
 
 def test_python_imports_no_framework() -> None:
-    for path in (ROOT / "pykv").glob("*.py"):
+    for path in (ROOT / "pykv").rglob("*.py"):
         if path.name in ("torch.py", "jax.py"):  # imported by those alone who have them
             continue
         at_import = re.findall(r"^(?:import|from) (\w+)", path.read_text(), flags=re.MULTILINE)
