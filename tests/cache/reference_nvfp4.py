@@ -25,6 +25,7 @@ def quantise(x: np.ndarray, scale: np.ndarray | float) -> tuple[np.ndarray, np.n
     with np.errstate(all="ignore"):
         largest = np.fmax.reduce(np.abs(blocks), axis=-1, initial=0)
         scales = np.clip(largest / (np.float32(6) * g), -448, 448)
+        scales = np.where(np.isnan(scales), np.copysign(np.float32(np.nan), g), scales)  # infinity / infinity
         scales = np.where(largest == 0, np.float32(0), scales).astype(E4M3)
         value = scales.astype(np.float32)
         reciprocal = np.where(value == 0, np.float32(0), np.float32(1) / (value * g)).astype(np.float32)

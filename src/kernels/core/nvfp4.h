@@ -4,7 +4,7 @@
 // Value: e2m1 * block scale * g.  Storing 16 elements x, all in float32:
 //
 //   a            = the largest |x|; NaN is not counted
-//   block scale  = e4m3(a / (6 g)), to nearest even and at most 448; 0 if a is 0
+//   block scale  = e4m3(a / (6 g)), to nearest even and at most 448, with the sign of g, NaN too; 0 if a is 0
 //   r            = 1 / (block scale * g); 0 if the block scale is 0
 //   code         = the sign of x, and e2m1(|x| r): to nearest, ties to the even code, at most 6; NaN becomes 0
 //

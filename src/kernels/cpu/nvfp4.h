@@ -72,7 +72,8 @@ inline void store_nvfp4(uint8_t* page, const Nvfp4Page& places, int64_t token, i
       largest[b] = max(most);
     }
     const Floats a = load(largest);
-    const Words rounded = narrow_e4m3<Floats, Words>(a / splat(kNvfp4Largest * global));
+    const Words magnitudes = narrow_e4m3<Floats, Words>(a / splat(kNvfp4Largest * global)) & 0x7fu;
+    const Words rounded = magnitudes | (__builtin_signbit(global) ? 0x80u : 0u);  // that of a NaN is the processor's
     const Words scales = a == 0.0f ? Words{} : rounded;
     const Floats r = 1.0f / (widen_e4m3<Floats>(scales) * global);
     store(reciprocals, (scales & 0x7fu) == 0u ? Floats{} : r);
