@@ -154,3 +154,17 @@ F, B = np.zeros((4, 8), np.float16), np.zeros((4, 8), np.uint8)
 def test_errors(output: Any, input: Any, kind: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^convert_fp8: {message}"):
         pykv.convert_fp8(output, input, 1.0, kind)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+def test_every_value_by_many_scales(array: Library, dtype: str, kind: str) -> None:
+    """Much at once may be worked out another way (the CPU's tables) than the reference's division."""
+    values = np.arange(65536, dtype=np.uint16).view(DTYPES[dtype])
+    source = array.output(values)
+    rng = np.random.default_rng(0)
+    scales = [1.0, 0.37, 2.0**-9, 2.0**-20, 2.0**30, 2.0**-130, 448.0, *2.0 ** rng.uniform(-18, 18, 60)]
+    for scale in np.array(scales, np.float32):
+        actual = array.output(np.zeros(65536, np.uint8))
+        pykv.convert_fp8(actual, source, float(scale), kind)
+        np.testing.assert_array_equal(array.numpy(actual), reference.quantise(values, scale, kind), f"by {scale!r}")

@@ -2,6 +2,7 @@
 #include "cache/concat_and_cache_mla.h"
 #include "cache/mla_record.h"
 #include "cache/quantise_cpu.h"
+#include "cpu/encode.h"
 #include "cpu/nvfp4.h"
 #include "cpu/parallel.h"
 #include "cpu/stream_copy.h"
@@ -67,11 +68,16 @@ void copy_all(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
 
 template <class T, class Code>
 void quantise_all(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
+  const MlaPart &latent = args.latent, &rope = args.rope;
   const float scale = args.scale[0];
+  const Encoder<T, Code> encode(scale, args.num_tokens * (latent.size + rope.size));
+  const auto write = [&](Code* to, const T* from, const MlaPart& part) {
+    if (args.dim != 1 || part.dim != 1) return quantise(to, args.dim, from, part.dim, part.size, scale);
+    encode(to, from, part.size);
+  };
   for_each_token<Code>(args, launch, [&](int64_t token, Code* place) {
-    const MlaPart &latent = args.latent, &rope = args.rope;
-    quantise(place, args.dim, row_of<T>(latent, token), latent.dim, latent.size, scale);
-    quantise(place + latent.size * args.dim, args.dim, row_of<T>(rope, token), rope.dim, rope.size, scale);
+    write(place, row_of<T>(latent, token), latent);
+    write(place + latent.size * args.dim, row_of<T>(rope, token), rope);
   });
 }
 

@@ -1,6 +1,7 @@
 // Twin of convert_fp8.cu: rows of the innermost dimension, cut into pieces, shared out among threads.
 #include "cache/convert_fp8.h"
 #include "cpu/decode.h"
+#include "cpu/encode.h"
 #include "cpu/parallel.h"
 #include "cpu/stream_copy.h"
 
@@ -39,10 +40,8 @@ template <class T, class Code>
 void convert_pair(const ConvertFp8Args& args) {
   const float scale = args.scale[0];
   if (args.to_fp8) {
-    const auto row = [scale](Code* to, const T* from, int64_t n) {
-      for (int64_t i = 0; i < n; i += kWidth) store(to + i, load(from + i, n - i) / splat(scale), n - i);
-    };
-    convert_all<T, Code>(args, row, [scale](float x) { return x / scale; });
+    const int64_t elements = args.sizes[0] * args.sizes[1] * args.sizes[2] * args.sizes[3];
+    convert_all<T, Code>(args, Encoder<T, Code>(scale, elements), [scale](float x) { return x / scale; });
   } else {
     convert_all<Code, T>(args, Decoder<T, Code>(scale), [scale](float x) { return x * scale; });
   }

@@ -7,14 +7,14 @@ namespace {
 
 template <class Convert>
 void write_all(const ReshapeAndCacheArgs& args, const Launch& launch) {
-  const Reporter report = launch.reporter(args.report);
   const int64_t token_bytes = args.num_heads * (args.key.head_size + args.value.head_size) *
                               static_cast<int64_t>(sizeof(typename Convert::Source));
   const bool past_caches = args.num_tokens * token_bytes > kWorthStreaming;
+  const TokenWriter<Convert> write(args, launch.reporter(args.report), past_caches);
   const int64_t groups = (args.num_tokens + kGroup - 1) / kGroup;
   parallel_for(groups, kBytesPerTask / (kGroup * token_bytes + 1) + 1, [&](int64_t first, int64_t last) {
     const int64_t end = last == groups ? args.num_tokens : last * kGroup;
-    write_tokens<Convert>(args, report, first * kGroup, end, past_caches);
+    write(first * kGroup, end);
     if (past_caches) finish_streaming();
   });
 }

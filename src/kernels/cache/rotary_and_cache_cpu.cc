@@ -21,12 +21,13 @@ template <class T, class Turn, class Convert>
 void run(const RotaryAndCacheArgs& args, const Launch& launch) {
   const Rotation& rotation = args.rotation;
   const ReshapeAndCacheArgs& cache = args.cache;
-  const Reporter bad_position = launch.reporter(rotation.report), bad_slot = launch.reporter(cache.report);
+  const Reporter bad_position = launch.reporter(rotation.report);
   const int64_t cached_bytes =
       cache.num_heads * (cache.key.head_size + cache.value.head_size) * static_cast<int64_t>(sizeof(T));
   const int64_t rotated_bytes =
       (rotation.query.num_heads + rotation.key.num_heads) * rotation.rotary_dim * static_cast<int64_t>(sizeof(T));
   const bool past_caches = cache.num_tokens * cached_bytes > kWorthStreaming;
+  const TokenWriter<Convert> write(cache, launch.reporter(cache.report), past_caches);
   const int64_t groups = (rotation.num_tokens + kGroup - 1) / kGroup;
   const int64_t grain = kBytesPerTask / (kGroup * (cached_bytes + rotated_bytes) + 1) + 1;
   parallel_for(groups, grain, [&](int64_t first, int64_t last) {
@@ -35,8 +36,7 @@ void run(const RotaryAndCacheArgs& args, const Launch& launch) {
       const int64_t begin = group * kGroup, end = std::min(begin + kGroup, rotation.num_tokens);
       for (int64_t t = begin; t < end; ++t)
         if (rotation.rotary_dim > 0 && (!args.only_cached || is_cached(cache, t))) rotate(t);
-      if (!args.rotate_only)
-        write_tokens<Convert>(cache, bad_slot, begin, std::min(end, cache.num_tokens), past_caches);
+      if (!args.rotate_only) write(begin, std::min(end, cache.num_tokens));
     }
     if (past_caches) finish_streaming();
   });

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "cache/reshape_and_cache.h"
+#include "cpu/encode.h"
 #include "cpu/nvfp4.h"
 #include "cpu/simd.h"
 #include "cpu/stream_copy.h"
@@ -93,12 +94,13 @@ inline void store_transposed(Stored* to, int64_t stride, const Stored* const* ro
     for (int64_t i = 0; i < length; ++i) to[column * stride + i] = rows[i][column];
 }
 
-// How elements become what the cache stores.
+// How elements become what the cache stores: made once for a side and all of its elements.
 template <class T>
 struct Copy {
   using Source = T;
   using Stored = T;
   static constexpr bool kIsCopy = true;
+  Copy(const CacheSide&, int64_t) {}
   static void row(Stored* to, const T* from, int64_t stride, int64_t n, float) {
     for (int64_t i = 0; i < n; ++i) to[i] = from[i * stride];
   }
@@ -109,13 +111,19 @@ struct Quantise {
   using Source = T;
   using Stored = uint8_t;
   static constexpr bool kIsCopy = false;
-  static void row(Stored* to, const T* from, int64_t stride, int64_t n, float scale) {
+  bool one_scale;
+  Encoder<T, Code> encode;
+
+  Quantise(const CacheSide& side, int64_t elements)
+      : one_scale(side.scale.stride == 0), encode(side.scale[0], one_scale ? elements : 0) {}
+  void row(Stored* to, const T* from, int64_t stride, int64_t n, float scale) const {
     Code* codes = reinterpret_cast<Code*>(to);
-    if (stride == 1) {
-      const Floats divisor = splat(scale);
-      for (int64_t i = 0; i < n; i += kWidth) store(codes + i, load(from + i, n - i) / divisor, n - i);
-    } else {
+    if (stride != 1) {
       for (int64_t i = 0; i < n; ++i) codes[i] = from_float<Code>(to_float(from[i * stride]) / scale);
+    } else if (one_scale) {
+      encode(codes, from, n);
+    } else {
+      store_divided(codes, from, n, scale);
     }
   }
 };
@@ -125,6 +133,7 @@ template <class T>
 struct QuantiseBlocks {
   using Source = T;
   using Stored = uint8_t;
+  QuantiseBlocks(const CacheSide&, int64_t) {}
   static void run(const CacheSide& side, int64_t num_heads, const Run& run) {
     for (int64_t i = 0; i < run.length; ++i)
       for (int64_t h = 0; h < num_heads; ++h)
@@ -136,7 +145,7 @@ struct QuantiseBlocks {
 
 // Heads lie in the cache as they do in the token: no tile is needed.
 template <class Convert>
-void write_rows(const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches) {
+void write_rows(const Convert& convert, const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches) {
   using Source = typename Convert::Source;
   using Stored = typename Convert::Stored;
   const int64_t size = side.head_size, row = num_heads * size;
@@ -153,7 +162,7 @@ void write_rows(const CacheSide& side, int64_t num_heads, const Run& run, bool p
       const Source* from =
           static_cast<const Source*>(side.data) + (run.token + i) * side.data_token + h * side.data_head;
       if (!Convert::kIsCopy || side.data_dim != 1) {
-        Convert::row(to, from, side.data_dim, n, side.scale[h]);
+        convert.row(to, from, side.data_dim, n, side.scale[h]);
       } else if (past_caches) {
         stream_copy(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), n * sizeof(Stored));
       } else {
@@ -164,7 +173,7 @@ void write_rows(const CacheSide& side, int64_t num_heads, const Run& run, bool p
 }
 
 template <class Convert>
-void write_tiles(const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches) {
+void write_tiles(const Convert& convert, const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches) {
   using Source = typename Convert::Source;
   using Stored = typename Convert::Stored;
   Stored tile[kMostTokens<Stored>][kColumns];
@@ -179,7 +188,7 @@ void write_tiles(const CacheSide& side, int64_t num_heads, const Run& run, bool 
         if (Convert::kIsCopy && side.data_dim == 1) {
           rows[i] = reinterpret_cast<const Stored*>(from);
         } else {
-          Convert::row(tile[i], from, side.data_dim, n, side.scale[h]);
+          convert.row(tile[i], from, side.data_dim, n, side.scale[h]);
           rows[i] = tile[i];
         }
       }
@@ -200,13 +209,13 @@ void write_tiles(const CacheSide& side, int64_t num_heads, const Run& run, bool 
 }
 
 template <class Convert>
-void write_run(const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches) {
+void write_run(const Convert& convert, const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches) {
   if constexpr (requires { Convert::run; }) {
     Convert::run(side, num_heads, run);
   } else if (side.chunk == side.head_size) {
-    write_rows<Convert>(side, num_heads, run, past_caches);
+    write_rows(convert, side, num_heads, run, past_caches);
   } else {
-    write_tiles<Convert>(side, num_heads, run, past_caches);
+    write_tiles(convert, side, num_heads, run, past_caches);
   }
 }
 
@@ -227,27 +236,43 @@ void with_conversion(KvFormat format, F&& f) {
   }
 }
 
-// Tokens [begin, end) into the caches.
+// Tokens into the caches.
 template <class Convert>
-void write_tokens(const ReshapeAndCacheArgs& args, const Reporter& report, int64_t begin, int64_t end,
-                  bool past_caches) {
-  const int64_t num_slots = args.num_blocks * args.block_size;
-  while (begin < end) {
-    const int64_t slot = args.slots[begin];
-    Run run{begin++, 1, 0, 0};
-    if (slot < 0) continue;
-    if (slot >= num_slots) {
-      report(slot, num_slots);
-      continue;
+class TokenWriter {
+ public:
+  TokenWriter(const ReshapeAndCacheArgs& args, const Reporter& report, bool past_caches)
+      : args_(args),
+        report_(report),
+        past_caches_(past_caches),
+        key_(args.key, args.num_tokens * args.num_heads * args.key.head_size),
+        value_(args.value, args.num_tokens * args.num_heads * args.value.head_size) {}
+
+  // Those of [begin, end).
+  void operator()(int64_t begin, int64_t end) const {
+    constexpr int64_t kMost = kMostTokens<typename Convert::Stored>;
+    const int64_t num_slots = args_.num_blocks * args_.block_size;
+    while (begin < end) {
+      const int64_t slot = args_.slots[begin];
+      Run run{begin++, 1, 0, 0};
+      if (slot < 0) continue;
+      if (slot >= num_slots) {
+        report_(slot, num_slots);
+        continue;
+      }
+      run.block = slot / args_.block_size;
+      run.offset = slot % args_.block_size;
+      const int64_t left = args_.block_size - run.offset, most = left < kMost ? left : kMost;
+      while (run.length < most && begin < end && args_.slots[begin] == slot + run.length) ++run.length, ++begin;
+      write_run(key_, args_.key, args_.num_heads, run, past_caches_);
+      write_run(value_, args_.value, args_.num_heads, run, past_caches_);
     }
-    run.block = slot / args.block_size;
-    run.offset = slot % args.block_size;
-    const int64_t left = args.block_size - run.offset;
-    const int64_t most = left < kMostTokens<typename Convert::Stored> ? left : kMostTokens<typename Convert::Stored>;
-    while (run.length < most && begin < end && args.slots[begin] == slot + run.length) ++run.length, ++begin;
-    write_run<Convert>(args.key, args.num_heads, run, past_caches);
-    write_run<Convert>(args.value, args.num_heads, run, past_caches);
   }
-}
+
+ private:
+  const ReshapeAndCacheArgs& args_;
+  const Reporter report_;
+  const bool past_caches_;
+  const Convert key_, value_;
+};
 
 }  // namespace pykv::PYKV_ISA

@@ -52,17 +52,22 @@ inline F widen_finite(U magnitude) {
   return __builtin_bit_cast(F, magnitude < (1u << kMantissa) ? __builtin_bit_cast(U, subnormal) : normal);
 }
 
-// The magnitude bits of a float that is finite and not too large, rounded to `kMantissa` bits and `kBias`.
-template <int kMantissa, int kBias, class F, class U>
+// The magnitude bits of a float that is finite and not too large, rounded to `kMantissa` bits and `kBias`; above the
+// `kBits` of the result there is rubbish.
+//
+// The adder rounds for us: 2^(e + kDrop), where e is the float's exponent, or the least normal one if that is larger, has
+// the wanted unit in the last place, so that the sum's lowest bits are the rounded significand.  The exponent is added to
+// them as an integer; what both have too much, from the beginning.
+template <int kMantissa, int kBias, int kBits, class F, class U>
 inline U narrow_finite(U magnitude) {
   constexpr int kDrop = 23 - kMantissa;
-  const U odd = (magnitude >> kDrop) & 1u;
-  const U normal = ((magnitude + (odd + ((1u << (kDrop - 1)) - 1u))) >> kDrop) - ((127u - kBias) << kMantissa);
-  // In this number's binade the unit in the last place of a float is the smallest subnormal: its adder rounds for us.
-  constexpr uint32_t kMagic = (127u - kBias + 1u + kDrop) << 23;
-  const U subnormal =
-      __builtin_bit_cast(U, __builtin_bit_cast(F, magnitude) + __builtin_bit_cast(float, kMagic)) - kMagic;
-  return magnitude < ((128u - kBias) << 23) ? subnormal : normal;
+  constexpr uint32_t kLeastNormal = (128u - kBias) << 23;
+  constexpr uint32_t kTooMuch = ((128u - kBias) << kMantissa) & ((1u << kBits) - 1u);
+  const U power = magnitude & 0x7f800000u;
+  const U from = power > kLeastNormal ? power : all<U>(kLeastNormal);
+  const U unit = from + ((static_cast<uint32_t>(kDrop) << 23) + ((1u << kBits) - kTooMuch));
+  const F sum = __builtin_bit_cast(F, magnitude) + __builtin_bit_cast(F, unit);
+  return __builtin_bit_cast(U, sum) + (from >> kDrop);
 }
 
 template <class F, class U>
@@ -89,7 +94,7 @@ template <class F, class U>
 inline U narrow_f16(F value) {
   const U bits = __builtin_bit_cast(U, value);
   const U magnitude = bits & 0x7fffffffu;
-  U result = narrow_finite<10, 15, F>(magnitude);
+  U result = narrow_finite<10, 15, 16, F>(magnitude) & 0xffffu;
   result = magnitude >= 0x47800000u ? all<U>(0x7c00u) : result;  // 65536; from 65520 the rounding itself gives infinity
   result = magnitude > 0x7f800000u ? ((magnitude >> 13) & 0x3ffu) | 0x7e00u : result;
   return result | ((bits >> 16) & 0x8000u);
@@ -107,7 +112,7 @@ inline U narrow_e4m3(F value) {
   const U bits = __builtin_bit_cast(U, value);
   const U magnitude = bits & 0x7fffffffu;
   const U clamped = magnitude > 0x43e00000u ? all<U>(0x43e00000u) : magnitude;  // 448
-  const U finite = narrow_finite<3, 7, F>(clamped);
+  const U finite = narrow_finite<3, 7, 8, F>(clamped);
   return (magnitude > 0x7f800000u ? all<U>(0x7fu) : finite) | ((bits >> 24) & 0x80u);
 }
 
@@ -121,7 +126,7 @@ inline U narrow_e5m2(F value) {
   const U bits = __builtin_bit_cast(U, value);
   const U magnitude = bits & 0x7fffffffu;
   const U clamped = magnitude > 0x47600000u ? all<U>(0x47600000u) : magnitude;  // 57344
-  const U finite = narrow_finite<2, 15, F>(clamped);
+  const U finite = narrow_finite<2, 15, 8, F>(clamped);
   return (magnitude > 0x7f800000u ? all<U>(0x7eu) : finite) | ((bits >> 24) & 0x80u);
 }
 

@@ -1,0 +1,139 @@
+// Elements divided by a scale and rounded to a one-byte float, in bulk.
+//
+// For a given scale the code is a staircase over the bits of a 16-bit T: of sixteen (E5M2: eight) equal parts of a binade
+// none has more than one step, and the binades of normal codes are alike.  In a part, (bits + d) >> kDrop is the code's
+// magnitude for a d that puts the step where the shift carries.  AVX-512 looks up the d of 32 elements in two tables,
+// one for normal codes and one for what is below: no division, no conversion, no product.
+#pragma once
+
+#include "cpu/simd.h"
+
+namespace pykv::PYKV_ISA {
+
+template <class T, class Code>
+void store_divided(Code* to, const T* from, int64_t n, float scale) {
+  const Floats divisor = splat(scale);
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) store(to + i, load(from + i) / divisor);
+  if (i < n) store(to + i, load(from + i, n - i) / divisor, n - i);
+}
+
+template <class T, class Code>
+class Encoder {
+ public:
+  // For that many elements in all: few are not worth tables.
+  Encoder(float scale, int64_t) : scale_(scale) {}
+
+  void operator()(Code* to, const T* from, int64_t n) const { store_divided(to, from, n, scale_); }
+
+ private:
+  float scale_;
+};
+
+#if defined(__AVX512BW__)
+template <class T, class Code>
+  requires(sizeof(T) == 2 && (__is_same(Code, e4m3) || __is_same(Code, e5m2)))
+class Encoder<T, Code> {
+ public:
+  Encoder(float scale, int64_t elements) : scale_(scale), tables_(elements >= kWorthTables && build()) {}
+
+  void operator()(Code* to, const T* from, int64_t n) const {
+    if (!tables_) return store_divided(to, from, n, scale_);
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32)
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), look_up(_mm512_loadu_si512(from + i)));
+    store_divided(to + i, from + i, n - i, scale_);
+  }
+
+ private:
+  static constexpr int64_t kWorthTables = 1 << 16;
+  static constexpr bool kBf16 = __is_same(T, bf16);
+  static constexpr int kMantissa = kBf16 ? 7 : 10;  // of T
+  static constexpr int kCodeMantissa = __is_same(Code, e4m3) ? 3 : 2;
+  static constexpr int kDrop = kMantissa - kCodeMantissa;
+  static constexpr int kNormalPart = kMantissa - 5, kSmallPart = kMantissa - 3;  // log2 of the bits' values in a part
+  static constexpr uint16_t kInfinity = ((1u << (15 - kMantissa)) - 1u) << kMantissa;
+  static constexpr uint8_t kLargestCode = __is_same(Code, e4m3) ? 0x7e : 0x7b,
+                           kNan = __is_same(Code, e4m3) ? 0x7f : 0x7e;
+
+  uint8_t code_of(uint32_t bits) const {
+    return from_float<Code>(to_float(T{static_cast<uint16_t>(bits)}) / scale_).bits;
+  }
+
+  // The least bits of a code of at least so much; infinity's where there are none.
+  uint16_t least_with(uint8_t code) const {
+    uint32_t low = 0, high = kInfinity;
+    while (low < high) {
+      const uint32_t middle = (low + high) / 2;
+      if (code_of(middle) >= code) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    return static_cast<uint16_t>(low);
+  }
+
+  // The d of the part of 2^size values from `begin`; false if it has more than one step (T's subnormals may).
+  bool find_shift(uint32_t begin, int size, uint16_t* d) const {
+    const uint8_t code = code_of(begin);
+    if (code_of(begin + (1u << size) - 1u) > code + 1) return false;
+    uint32_t low = begin, high = begin + (1u << size);  // the step: the first one with a larger code
+    while (low < high) {
+      const uint32_t middle = (low + high) / 2;
+      if (code_of(middle) > code) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    *d = static_cast<uint16_t>(((code + 1u) << kDrop) - low);
+    return true;
+  }
+
+  bool build() {
+    if (!(scale_ > 0x1p-100f && scale_ < 0x1p100f)) return false;
+    constexpr uint32_t kBinade = 1u << kMantissa;
+    // the first binade of T that has only quotients above the least normal one (which smaller ones too are rounded to)
+    const uint32_t normal = (least_with((1u << kCodeMantissa) + 1u) + kBinade - 1u) & ~(kBinade - 1u);
+    top_ = least_with(kLargestCode);
+    if (normal + kBinade > top_ || top_ >= kInfinity) return false;
+    // of the 64 parts below, the first has zeros alone
+    constexpr uint32_t kParts = 64u << kSmallPart;
+    bottom_ = normal > kParts ? normal - kParts : 0u;
+    if (bottom_ > 0 && code_of(bottom_) != 0) return false;
+    normal_ = normal;
+    uint16_t d[64] = {};
+    for (uint32_t i = 0; i < 32; ++i)
+      if (!find_shift(normal + (i << kNormalPart), kNormalPart, d + i)) return false;
+    table_ = _mm512_loadu_si512(d);
+    for (uint32_t begin = bottom_; begin < normal; begin += 1u << kSmallPart)
+      if (!find_shift(begin, kSmallPart, d + (begin >> kSmallPart & 63u))) return false;
+    small_[0] = _mm512_loadu_si512(d);
+    small_[1] = _mm512_loadu_si512(d + 32);
+    return true;
+  }
+
+  __m256i look_up(__m512i bits) const {
+    const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
+    const __m512i within =
+        _mm512_max_epu16(_mm512_min_epu16(magnitude, _mm512_set1_epi16(top_)), _mm512_set1_epi16(bottom_));
+    const __m512i small = _mm512_permutex2var_epi16(small_[0], _mm512_srli_epi16(within, kSmallPart), small_[1]);
+    const __m512i d = _mm512_mask_permutexvar_epi16(small, _mm512_cmpge_epu16_mask(within, _mm512_set1_epi16(normal_)),
+                                                    _mm512_srli_epi16(within, kNormalPart), table_);
+    const __m512i code = _mm512_mask_mov_epi16(_mm512_srli_epi16(_mm512_add_epi16(within, d), kDrop),
+                                               _mm512_cmpgt_epu16_mask(magnitude, _mm512_set1_epi16(kInfinity)),
+                                               _mm512_set1_epi16(kNan));
+    // code | sign: 0xf8 is a | b & c
+    const __m512i all = _mm512_ternarylogic_epi32(code, _mm512_srli_epi16(bits, 8), _mm512_set1_epi16(0x80), 0xf8);
+    return _mm512_maskz_cvtepi16_epi8(~__mmask32{}, all);
+  }
+
+  float scale_;
+  uint16_t top_, bottom_, normal_;
+  __m512i table_, small_[2];
+  bool tables_;
+};
+#endif
+
+}  // namespace pykv::PYKV_ISA
