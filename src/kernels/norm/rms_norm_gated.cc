@@ -15,6 +15,7 @@ pykv_status pykv_rms_norm_gated(DLTensor* out, const DLTensor* input, const DLTe
     const Tensor x = norm_input(call, input, hidden_size);
     const Tensor y = norm_output(call, "out", out, x);
     RmsNormGatedArgs args{};
+    args.gate_rows = {1, 1, 0, 0, 0};  // rows without memory have places, too, which must not divide by zero
     set_rows(args, x, y, row_weights(call, "weight", weight, x, hidden_size), epsilon);
     if (z) {
       const Tensor gate = call.read("z", z).same_shape(x).like(x).contiguous_rows();
