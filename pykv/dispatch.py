@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import entry_points
 from inspect import signature
 from typing import Any, Final, TypeVar
@@ -101,15 +102,22 @@ def _platform_of(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return "cpu"
 
 
-def _begin() -> dict[str, _Choice]:
+@cache
+def _choices() -> dict[str, _Choice]:
+    """All operations, from the first time that anybody asks: an import of pykv alone does not."""
+    from pykv import native
+
     platforms = frozenset(PLATFORMS if _C.has_cuda() else ("cpu",))
     choices = {}
     for name, op in all_ops().items():
         choices[name] = _Choice(op, [Implementation("pykv", op.direct, platforms, 0)])
+        if name in native.FUNCTIONS:
+            choices[name].implementations.append(
+                Implementation("native", native.FUNCTIONS[name], frozenset(PLATFORMS), -10)
+            )
     return choices
 
 
-_choices: Final = _begin()
 _entries: list[str] = ["all"]
 
 
@@ -184,7 +192,7 @@ def configure(ops: str | Sequence[str]) -> None:
         if ("-" if entry[0] == "+" else "+") + entry[1:] in entries:
             raise ValueError(f"ops: {entry[1:]} is both enabled and disabled")
     _entries = entries
-    for choice in _choices.values():
+    for choice in _choices().values():
         _route(choice)
 
 
@@ -194,9 +202,9 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
 
 
 def _choice_of(op: str) -> _Choice:
-    if op not in _choices:
+    if op not in _choices():
         raise ValueError(f"no operation is called {op!r}")
-    return _choices[op]
+    return _choices()[op]
 
 
 def _is_enabled(op: str) -> bool:
@@ -234,7 +242,7 @@ def _routing_code(name: str) -> Any:
 
 
 def _dispatch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    chosen, explanation = _choices[name].look(args, kwargs)
+    chosen, explanation = _choices()[name].look(args, kwargs)
     if chosen is None:
         raise NotImplementedError(f"no implementation takes this call\n{explanation}")
     chosen.function(*args, **kwargs)
@@ -242,10 +250,6 @@ def _dispatch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def _register_installed() -> None:
     """What other packages offer by entry points, and what the environment wants."""
-    from pykv import native
-
-    for name, function in native.FUNCTIONS.items():
-        register(name, "native", priority=-10)(function)
     for entry in entry_points(group="pykv.ops"):
         op, _, provider = entry.name.partition(".")
         register(op, provider or entry.name)(_on_first_call(entry))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -42,6 +43,16 @@ def array(request: pytest.FixtureRequest) -> Library:
         if pykv._C.cuda_device_count() == 0:
             pytest.skip("no CUDA device")
     return kind()
+
+
+@pytest.fixture
+def cupy(request: pytest.FixtureRequest) -> Any:
+    """CuPy, for what only a GPU can show."""
+    if request.config.getoption("--device") == "cpu":
+        pytest.skip("--device cpu")
+    if not pykv.has_cuda() or pykv._C.cuda_device_count() == 0:
+        pytest.skip("no CUDA device")
+    return pytest.importorskip("cupy")
 
 
 @pytest.fixture(autouse=True)

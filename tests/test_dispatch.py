@@ -21,7 +21,7 @@ rms_norm = pykv.rms_norm  # a name of before anything is registered
 def _as_it_was():
     yield
     dispatch.configure("all")
-    for choice in dispatch._choices.values():
+    for choice in dispatch._choices().values():
         for implementation in list(choice.implementations):
             if implementation.provider not in ("pykv", "native"):
                 dispatch.unregister(choice.op.name, implementation.provider)

@@ -17,15 +17,6 @@ LONGEST = (700, 3000, 64, 1, 130, 2049)
 REPLAYED = [LONGEST, (1, 1, 1, 1, 1, 1), (0, 3000, 0, 1, 0, 0), (650, 17, 64, 0, 129, 2048)]
 
 
-@pytest.fixture
-def cupy(request: pytest.FixtureRequest) -> Any:
-    if request.config.getoption("--device") == "cpu":
-        pytest.skip("--device cpu")
-    if not pykv.has_cuda() or pykv._C.cuda_device_count() == 0:
-        pytest.skip("no CUDA device")
-    return pytest.importorskip("cupy")
-
-
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("layout", ["NHD", "packed"])
 def test_replayed_with_other_lengths(cupy: Any, layout: str, head_size: int) -> None:

@@ -12,15 +12,6 @@ from cache import reference, reference_indexer
 import pykv
 
 
-@pytest.fixture
-def cupy(request: pytest.FixtureRequest) -> Any:
-    if request.config.getoption("--device") == "cpu":
-        pytest.skip("--device cpu")
-    if not pykv.has_cuda() or pykv._C.cuda_device_count() == 0:
-        pytest.skip("no CUDA device")
-    return pytest.importorskip("cupy")
-
-
 def replay(cupy: Any, body: Callable[[Any], None], between: Callable[[], None]) -> None:
     """Captures ``body(stream)``, runs ``between``, then launches the graph."""
     stream = cupy.cuda.Stream(non_blocking=True)
