@@ -212,9 +212,11 @@ Seen see(AddressSpace& space, const char* p, int64_t bytes, int device) {
 
 int device_of_transfers(const std::vector<Transfer>& transfers, void* stream) {
   const auto handle = static_cast<cudaStream_t>(stream);
-  const bool any_device = handle == nullptr || handle == cudaStreamLegacy || handle == cudaStreamPerThread;
+  const bool is_default = handle == nullptr || handle == cudaStreamLegacy || handle == cudaStreamPerThread;
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  if (!is_default) cuda_check(cudaStreamIsCapturing(handle, &capture), "cudaStreamIsCapturing");
   int device = -1;
-  if (!any_device) {
+  if (!is_default && capture == cudaStreamCaptureStatusNone) {  // one that captures does not tell its device
     cuda_check(cudaStreamGetDevice(handle, &device), "cudaStreamGetDevice");
     return device;
   }

@@ -211,6 +211,13 @@ __host__ __device__ int packs_of(int hidden_size) {
   return (hidden_size - 1) / kPackSize<T> + 1;
 }
 
+// The mean of a row with this sum.  The second step makes it what a division would give, so that equal elements are
+// their own mean: what is left of them would be multiplied by 1 / sqrt(epsilon).
+__device__ inline float mean_of(float sum, int hidden_size, float inverse_size) {
+  const float mean = sum * inverse_size;
+  return fmaf(fmaf(-mean, static_cast<float>(hidden_size), sum), inverse_size, mean);
+}
+
 template <int kThreads>
 inline constexpr int kBlockSize = kThreads > 128 ? kThreads : 128;
 
@@ -261,7 +268,7 @@ __global__ __launch_bounds__(kBlockSize<kThreads>) void row_norm_kernel(const __
     }
   }
   if constexpr (kCentred) {
-    centre = row_reduce<kThreads, 0>(centre, Sum()) * inverse_size;
+    centre = mean_of(row_reduce<kThreads, 0>(centre, Sum()), hidden_size, inverse_size);
 #pragma unroll
     for (int k = 0; k < kPacks; ++k)
       sum += sum_of_squares<true>(to_floats(z[k]), centre, thread + k * kThreads < packs ? kPackSize<T> : 0);
@@ -320,7 +327,7 @@ __global__ __launch_bounds__(1024) void row_norm_again_kernel(const __grid_const
   float centre = 0.0f, sum = 0.0f;
   if constexpr (kCentred) {
     for (int p = thread; p < packs; p += threads) centre += sum_of(to_floats(value(p)));
-    centre = row_reduce<0, 0>(centre, Sum()) * inverse_size;
+    centre = mean_of(row_reduce<0, 0>(centre, Sum()), static_cast<int>(args.hidden_size), inverse_size);
   }
 #pragma unroll 2
   for (int p = thread; p < packs; p += threads)
