@@ -292,7 +292,7 @@ class PagedKVCache:
 
     @property
     def prefix_stats(self) -> PrefixStats:
-        """What prefix reuse has saved so far: a snapshot."""
+        """What prefix reuse has saved so far, a snapshot."""
         return self._with_prefixes("prefix_stats").stats
 
     def _with_prefixes(self, op: str) -> PrefixSequences:

@@ -103,15 +103,15 @@ def matplotlib_figure() -> Any:
 
 def plot(path: Path, title: str, figures: Sequence[Figure]) -> None:
     """Throughput over the bytes of a call, under the roof that a copy of as many bytes gives."""
-    figure = matplotlib_figure()(figsize=(9, 5), layout="constrained")
+    figure = matplotlib_figure()(figsize=(7, 6), layout="constrained")
     axes = figure.subplots()
     roof = sorted({(f.num_bytes, f.num_bytes / f.copy_us / 1e3) for f in figures})
     axes.plot(*zip(*roof, strict=True), color="black", label="copy")
     for op in dict.fromkeys(f.op for f in figures):
-        points = [(f.num_bytes, f.gb_per_s) for f in figures if f.op == op]
+        points = sorted((f.num_bytes, f.gb_per_s) for f in figures if f.op == op)
         axes.plot(*zip(*points, strict=True), "o-", linewidth=0.7, markersize=4, label=op)
     axes.set(xscale="log", yscale="log", xlabel="bytes read and written by a call", ylabel="GB/s", title=title)
-    axes.legend(fontsize="x-small", ncols=2, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.legend(fontsize="x-small", ncols=3, loc="outside lower center")
     figure.savefig(path)
 
 

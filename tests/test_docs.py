@@ -1,0 +1,84 @@
+"""What the documents show runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from abi.building import build, run
+from documents import LANGUAGES, MARKS, PAGES, Block, Missing, as_program, blocks, name_of, pages_with, run_python
+
+import pykv
+
+PROGRAMS = [b for page in PAGES for b in blocks(page, "c", "cpp") if not b.after("not run: ")]
+COMPILERS = {"c": ("cc", "-std=c11", "-Wno-unused"), "cpp": ("c++", "-std=c++17")}
+
+
+def ids(found: list[Block]) -> list[str]:
+    return [f"{name_of(b.page)}:{b.line}" for b in found]
+
+
+def test_every_block_says_what_it_is() -> None:
+    found = [b for page in PAGES for b in blocks(page)]
+    assert len(found) > 20
+    unknown = [
+        f"{name_of(b.page)}:{b.line}: {b.language} {b.mark}"
+        for b in found
+        if b.language not in LANGUAGES or (b.mark and not b.mark.startswith(MARKS))
+    ]
+    assert not unknown
+
+
+@pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
+def test_python(page: Path) -> None:
+    try:
+        run_python(page)
+    except Missing as missing:
+        pytest.skip(f"{missing} is not installed")
+
+
+@pytest.mark.parametrize("block", PROGRAMS, ids=ids(PROGRAMS))
+def test_c_and_cpp(block: Block, tmp_path: Path) -> None:
+    command = COMPILERS[block.language]
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    source = tmp_path / f"program.{block.language}"
+    source.write_text(as_program(block))
+    options = ["-Wall", "-Wextra", "-Werror", f"-I{pykv.get_include()}", source]
+    if "main(" not in block.code:
+        assert block.after("given: "), "neither a program, nor a piece that says what is given"
+        run(*command, *options, "-fsyntax-only", cwd=tmp_path)
+        return
+    library = next(Path(pykv.get_library_dir()).glob("libkernels.so.?"))
+    run(*command, *options, library, f"-Wl,-rpath,{library.parent}", "-lm", "-o", "program", cwd=tmp_path)
+    run(tmp_path / "program", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("page", pages_with("cmake"), ids=name_of)
+def test_cmake(page: Path, tmp_path: Path) -> None:
+    (lists,) = blocks(page, "cmake")
+    program = next(b for b in blocks(page, "c", "cpp") if "main(" in b.code)
+    (tmp_path / "CMakeLists.txt").write_text(lists.code)
+    (tmp_path / f"main.{program.language}").write_text(program.code)
+    run(build(tmp_path, tmp_path) / "engine", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("page", pages_with("sh"), ids=name_of)
+def test_shell(page: Path, tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "PYTHONSAFEPATH": "1",
+    }
+    for block in blocks(page, "sh"):
+        if block.mark:
+            continue
+        done = subprocess.run(
+            ["bash", "-euc", block.code], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{name_of(page)}:{block.line}\n{done.stdout}\n{done.stderr}"
