@@ -9,8 +9,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 class SupportsDLPack(Protocol):
     """What NumPy, CuPy, torch, JAX and most other array libraries offer."""
 
-    def __dlpack__(self, *, stream: Any = ...) -> Any: ...
-    def __dlpack_device__(self) -> tuple[Any, int]: ...
+    def __dlpack__(self) -> Any: ...  # the parameters that libraries declare for it differ; JAX declares none
 
 
 @runtime_checkable

@@ -12,10 +12,13 @@ What an output is like the operation itself tells (see ``pykv._schema``); nothin
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pykv._libraries import empty_beside, spec_of
 from pykv._schema import Op, all_ops
+
+if TYPE_CHECKING:
+    from pykv._hints.functional import *  # noqa: F403  # what is made below
 
 
 def _functional(op: Op) -> Callable[..., Any]:
@@ -44,5 +47,7 @@ globals().update({name: _functional(op) for name, op in all_ops().items() if op.
 __all__ = sorted(name for name, op in all_ops().items() if op.rules)
 
 
-def __getattr__(name: str) -> Callable[..., Any]:
-    raise AttributeError(f"module 'pykv.functional' has no {name!r}: it has {', '.join(__all__)}")
+if not TYPE_CHECKING:  # which would take any name for right
+
+    def __getattr__(name: str) -> Callable[..., Any]:
+        raise AttributeError(f"module 'pykv.functional' has no {name!r}: it has {', '.join(__all__)}")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ import numpy as np
 from pykv import _C
 from pykv._libraries import numpy_dtype, spec_of
 from pykv._schema import Op, Parameter, Spec, all_ops
+
+if TYPE_CHECKING:
+    from pykv._hints.jax import *  # noqa: F403  # what is made below
 
 _CHECK_ONLY = 12  # kDLExtDev: arrays without memory, of which the library looks at shape and dtype
 

@@ -11,11 +11,14 @@ and refuse to write a tensor that requires grad.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pykv._schema import REQUIRED, Op, Parameter, all_ops
+
+if TYPE_CHECKING:
+    from pykv._hints.torch import *  # noqa: F403  # what is made below
 
 _TYPES = {"int": "int", "float": "float", "bool": "bool", "str": "str", "read": "Tensor"}
 

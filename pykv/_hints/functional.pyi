@@ -1,0 +1,276 @@
+"""Written by tests/hints/stubs.py: see there."""
+
+from typing import Any, Literal, TypeVar, overload
+
+from pykv._types import Array, ScalarOrArray, Stream
+
+_Array = TypeVar("_Array", bound=Array)
+
+def silu_and_mul(input: _Array, *, result: Array = ..., stream: Stream = None) -> _Array: ...
+def silu_and_mul_quant(input: Array, scale: ScalarOrArray, *, result: Array = ..., stream: Stream = None) -> Any: ...
+def silu_and_mul_per_block_quant(
+    input: Array,
+    group_size: int,
+    scale_ub: ScalarOrArray | None = None,
+    is_scale_transposed: bool = False,
+    *,
+    out: Array = ...,
+    scales: Array = ...,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+def gelu_tanh_and_mul(input: _Array, *, out: Array = ..., stream: Stream = None) -> _Array: ...
+def mul_and_silu(input: _Array, *, out: Array = ..., stream: Stream = None) -> _Array: ...
+def silu_and_mul_with_clamp(input: _Array, limit: float, *, result: Array = ..., stream: Stream = None) -> _Array: ...
+def gelu_and_mul(input: _Array, *, out: Array = ..., stream: Stream = None) -> _Array: ...
+def gelu_and_mul_sparse(
+    input: _Array, activation_sparsity: float, approximate: str = "none", *, out: Array = ..., stream: Stream = None
+) -> _Array: ...
+def fatrelu_and_mul(input: _Array, threshold: float = 0.0, *, out: Array = ..., stream: Stream = None) -> _Array: ...
+def swigluoai_and_mul(
+    input: _Array, alpha: float = 1.702, limit: float = 7.0, *, out: Array = ..., stream: Stream = None
+) -> _Array: ...
+def swiglustep_and_mul(input: _Array, limit: float = 7.0, *, out: Array = ..., stream: Stream = None) -> _Array: ...
+def gelu_new(input: _Array, *, out: Array = ..., stream: Stream = None) -> _Array: ...
+def gelu_fast(input: _Array, *, out: Array = ..., stream: Stream = None) -> _Array: ...
+def gelu_quick(input: _Array, *, out: Array = ..., stream: Stream = None) -> _Array: ...
+def relu2(input: _Array, *, out: Array = ..., stream: Stream = None) -> _Array: ...
+def xielu(
+    input: _Array,
+    alpha_p: ScalarOrArray,
+    alpha_n: ScalarOrArray,
+    beta: float = 0.5,
+    eps: float = -1e-06,
+    *,
+    out: Array = ...,
+    stream: Stream = None,
+) -> _Array: ...
+@overload
+def paged_attention(
+    query: _Array,
+    key_cache: Array,
+    value_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    lse: None = None,
+    out: Array = ...,
+    cu_query_lens: Array | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale: ScalarOrArray = 1.0,
+    v_scale: ScalarOrArray = 1.0,
+    workspace: Array | None = None,
+    stream: Stream = None,
+) -> _Array: ...
+@overload
+def paged_attention(
+    query: _Array,
+    key_cache: Array,
+    value_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    lse: Array | Literal[True],
+    out: Array = ...,
+    cu_query_lens: Array | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale: ScalarOrArray = 1.0,
+    v_scale: ScalarOrArray = 1.0,
+    workspace: Array | None = None,
+    stream: Stream = None,
+) -> tuple[_Array, Any]: ...
+def paged_attention_v1(
+    query: _Array,
+    key_cache: Array,
+    value_cache: Array,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: Array,
+    seq_lens: Array,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: Array | None,
+    kv_cache_dtype: str,
+    k_scale: ScalarOrArray,
+    v_scale: ScalarOrArray,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+    *,
+    out: Array = ...,
+    stream: Stream = None,
+) -> _Array: ...
+def paged_attention_v2(
+    query: _Array,
+    key_cache: Array,
+    value_cache: Array,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: Array,
+    seq_lens: Array,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: Array | None,
+    kv_cache_dtype: str,
+    k_scale: ScalarOrArray,
+    v_scale: ScalarOrArray,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+    *,
+    out: Array = ...,
+    exp_sum: Array = ...,
+    max_logits: Array = ...,
+    tmp_out: Array = ...,
+    stream: Stream = None,
+) -> _Array: ...
+@overload
+def merge_attn_states(
+    prefix_output: _Array,
+    prefix_lse: Array,
+    suffix_output: Array,
+    suffix_lse: Array,
+    prefill_tokens_with_context: int | None = None,
+    output_scale: ScalarOrArray | None = None,
+    *,
+    output_lse: None = None,
+    output: Array = ...,
+    stream: Stream = None,
+) -> _Array: ...
+@overload
+def merge_attn_states(
+    prefix_output: _Array,
+    prefix_lse: Array,
+    suffix_output: Array,
+    suffix_lse: Array,
+    prefill_tokens_with_context: int | None = None,
+    output_scale: ScalarOrArray | None = None,
+    *,
+    output_lse: Array | Literal[True],
+    output: Array = ...,
+    stream: Stream = None,
+) -> tuple[_Array, Any]: ...
+@overload
+def merge_attn_states_n(
+    partial_outputs: Array,
+    partial_lses: Array,
+    output_scale: ScalarOrArray | None = None,
+    *,
+    output_lse: None = None,
+    output: Array = ...,
+    stream: Stream = None,
+) -> Any: ...
+@overload
+def merge_attn_states_n(
+    partial_outputs: Array,
+    partial_lses: Array,
+    output_scale: ScalarOrArray | None = None,
+    *,
+    output_lse: Array | Literal[True],
+    output: Array = ...,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+def convert_fp8(
+    input: Array, scale: ScalarOrArray = 1.0, kv_dtype: str = "fp8", *, output: Array = ..., stream: Stream = None
+) -> Any: ...
+def concat_mla_q(ql_nope: _Array, q_pe: Array, *, q_out: Array = ..., stream: Stream = None) -> _Array: ...
+def rms_norm(
+    input: _Array, weight: Array | None, epsilon: float = 1e-06, *, out: Array = ..., stream: Stream = None
+) -> _Array: ...
+def gemma_rms_norm(
+    input: _Array, weight: Array, epsilon: float = 1e-06, *, out: Array = ..., stream: Stream = None
+) -> _Array: ...
+def layer_norm(
+    input: _Array,
+    weight: Array | None,
+    bias: Array | None,
+    epsilon: float = 1e-05,
+    residual: Array | None = None,
+    *,
+    out: Array = ...,
+    stream: Stream = None,
+) -> _Array: ...
+def rms_norm_gated(
+    input: _Array,
+    weight: Array | None,
+    z: Array | None = None,
+    epsilon: float = 1e-05,
+    group_size: int = 0,
+    norm_before_gate: bool = False,
+    activation: str = "swish",
+    *,
+    out: Array = ...,
+    stream: Stream = None,
+) -> _Array: ...
+def rms_norm_static_fp8_quant(
+    input: Array,
+    weight: Array | None,
+    scale: ScalarOrArray,
+    epsilon: float = 1e-06,
+    *,
+    result: Array = ...,
+    stream: Stream = None,
+) -> Any: ...
+def fused_add_rms_norm_static_fp8_quant(
+    input: Array,
+    residual: Array,
+    weight: Array | None,
+    scale: ScalarOrArray,
+    epsilon: float = 1e-06,
+    *,
+    result: Array = ...,
+    stream: Stream = None,
+) -> Any: ...
+def rms_norm_dynamic_per_token_quant(
+    input: Array,
+    weight: Array | None,
+    epsilon: float = 1e-06,
+    scale_ub: ScalarOrArray | None = None,
+    residual: Array | None = None,
+    *,
+    result: Array = ...,
+    scale: Array = ...,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+def rms_norm_per_block_quant(
+    input: Array,
+    weight: Array | None,
+    epsilon: float = 1e-06,
+    scale_ub: ScalarOrArray | None = None,
+    residual: Array | None = None,
+    group_size: int = 128,
+    is_scale_transposed: bool = False,
+    *,
+    result: Array = ...,
+    scale: Array = ...,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+def dual_chunk_rotary_embedding(
+    positions: Array,
+    query: Array,
+    key: Array | None,
+    head_size: int,
+    cos_sin_cache: Array,
+    is_neox: bool,
+    chunk_size: int,
+    local_size: int,
+    offsets: Array | None = None,
+    *,
+    query_out: Array = ...,
+    stream: Stream = None,
+) -> Any: ...

@@ -1,0 +1,567 @@
+"""Written by tests/hints/stubs.py: see there."""
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+from jax import Array
+from jax.typing import ArrayLike
+
+def silu_and_mul(input: ArrayLike, *, result: ArrayLike = ...) -> Array: ...
+def silu_and_mul_quant(input: ArrayLike, scale: float | ArrayLike, *, result: ArrayLike = ...) -> Array: ...
+def silu_and_mul_per_block_quant(
+    input: ArrayLike,
+    group_size: int,
+    scale_ub: float | ArrayLike | None = None,
+    is_scale_transposed: bool = False,
+    *,
+    out: ArrayLike = ...,
+    scales: ArrayLike = ...,
+) -> tuple[Array, Array]: ...
+def gelu_tanh_and_mul(input: ArrayLike, *, out: ArrayLike = ...) -> Array: ...
+def mul_and_silu(input: ArrayLike, *, out: ArrayLike = ...) -> Array: ...
+def silu_and_mul_with_clamp(input: ArrayLike, limit: float, *, result: ArrayLike = ...) -> Array: ...
+def gelu_and_mul(input: ArrayLike, *, out: ArrayLike = ...) -> Array: ...
+def gelu_and_mul_sparse(
+    input: ArrayLike, activation_sparsity: float, approximate: str = "none", *, out: ArrayLike = ...
+) -> Array: ...
+def fatrelu_and_mul(input: ArrayLike, threshold: float = 0.0, *, out: ArrayLike = ...) -> Array: ...
+def swigluoai_and_mul(input: ArrayLike, alpha: float = 1.702, limit: float = 7.0, *, out: ArrayLike = ...) -> Array: ...
+def swiglustep_and_mul(input: ArrayLike, limit: float = 7.0, *, out: ArrayLike = ...) -> Array: ...
+def gelu_new(input: ArrayLike, *, out: ArrayLike = ...) -> Array: ...
+def gelu_fast(input: ArrayLike, *, out: ArrayLike = ...) -> Array: ...
+def gelu_quick(input: ArrayLike, *, out: ArrayLike = ...) -> Array: ...
+def relu2(input: ArrayLike, *, out: ArrayLike = ...) -> Array: ...
+def xielu(
+    input: ArrayLike,
+    alpha_p: float | ArrayLike,
+    alpha_n: float | ArrayLike,
+    beta: float = 0.5,
+    eps: float = -1e-06,
+    *,
+    out: ArrayLike = ...,
+) -> Array: ...
+@overload
+def paged_attention(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    cu_query_lens: ArrayLike | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale: float | ArrayLike = 1.0,
+    v_scale: float | ArrayLike = 1.0,
+    workspace: None = None,
+    out: ArrayLike = ...,
+    lse: None = None,
+) -> Array: ...
+@overload
+def paged_attention(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    cu_query_lens: ArrayLike | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale: float | ArrayLike = 1.0,
+    v_scale: float | ArrayLike = 1.0,
+    workspace: ArrayLike,
+    out: ArrayLike = ...,
+    lse: None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def paged_attention(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    cu_query_lens: ArrayLike | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale: float | ArrayLike = 1.0,
+    v_scale: float | ArrayLike = 1.0,
+    workspace: None = None,
+    out: ArrayLike = ...,
+    lse: ArrayLike | Literal[True],
+) -> tuple[Array, Array]: ...
+@overload
+def paged_attention(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    cu_query_lens: ArrayLike | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale: float | ArrayLike = 1.0,
+    v_scale: float | ArrayLike = 1.0,
+    workspace: ArrayLike,
+    out: ArrayLike = ...,
+    lse: ArrayLike | Literal[True],
+) -> tuple[Array, Array, Array]: ...
+def paged_attention_v1(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: ArrayLike | None,
+    kv_cache_dtype: str,
+    k_scale: float | ArrayLike,
+    v_scale: float | ArrayLike,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+    *,
+    out: ArrayLike = ...,
+) -> Array: ...
+def paged_attention_v2(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: ArrayLike | None,
+    kv_cache_dtype: str,
+    k_scale: float | ArrayLike,
+    v_scale: float | ArrayLike,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+    *,
+    out: ArrayLike = ...,
+    exp_sum: ArrayLike = ...,
+    max_logits: ArrayLike = ...,
+    tmp_out: ArrayLike = ...,
+) -> Array: ...
+@overload
+def merge_attn_states(
+    prefix_output: ArrayLike,
+    prefix_lse: ArrayLike,
+    suffix_output: ArrayLike,
+    suffix_lse: ArrayLike,
+    prefill_tokens_with_context: int | None = None,
+    output_scale: float | ArrayLike | None = None,
+    *,
+    output: ArrayLike = ...,
+    output_lse: None = None,
+) -> Array: ...
+@overload
+def merge_attn_states(
+    prefix_output: ArrayLike,
+    prefix_lse: ArrayLike,
+    suffix_output: ArrayLike,
+    suffix_lse: ArrayLike,
+    prefill_tokens_with_context: int | None = None,
+    output_scale: float | ArrayLike | None = None,
+    *,
+    output: ArrayLike = ...,
+    output_lse: ArrayLike | Literal[True],
+) -> tuple[Array, Array]: ...
+@overload
+def merge_attn_states_n(
+    partial_outputs: ArrayLike,
+    partial_lses: ArrayLike,
+    output_scale: float | ArrayLike | None = None,
+    *,
+    output: ArrayLike = ...,
+    output_lse: None = None,
+) -> Array: ...
+@overload
+def merge_attn_states_n(
+    partial_outputs: ArrayLike,
+    partial_lses: ArrayLike,
+    output_scale: float | ArrayLike | None = None,
+    *,
+    output: ArrayLike = ...,
+    output_lse: ArrayLike | Literal[True],
+) -> tuple[Array, Array]: ...
+def reshape_and_cache(
+    key: ArrayLike,
+    value: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    slot_mapping: ArrayLike,
+    kv_cache_dtype: str = "auto",
+    k_scale: float | ArrayLike = 1.0,
+    v_scale: float | ArrayLike = 1.0,
+) -> tuple[Array, Array]: ...
+def reshape_and_cache_flash(
+    key: ArrayLike,
+    value: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    slot_mapping: ArrayLike,
+    kv_cache_dtype: str = "auto",
+    k_scale: float | ArrayLike = 1.0,
+    v_scale: float | ArrayLike = 1.0,
+) -> tuple[Array, Array]: ...
+def rotary_and_cache(
+    positions: ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cos_sin_cache: ArrayLike,
+    is_neox: bool,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    slot_mapping: ArrayLike,
+    kv_cache_dtype: str = "auto",
+    k_scale: float | ArrayLike = 1.0,
+    v_scale: float | ArrayLike = 1.0,
+    rope_dim_offset: int = 0,
+) -> tuple[Array, Array, Array, Array]: ...
+def copy_blocks(
+    key_caches: Sequence[ArrayLike], value_caches: Sequence[ArrayLike], block_mapping: ArrayLike
+) -> tuple[list[Array], list[Array]]: ...
+def concat_and_cache_mla(
+    kv_c: ArrayLike,
+    k_pe: ArrayLike,
+    kv_cache: ArrayLike,
+    slot_mapping: ArrayLike,
+    kv_cache_dtype: str = "auto",
+    scale: float | ArrayLike = 1.0,
+) -> Array: ...
+def concat_and_cache_mla_rope_fused(
+    positions: ArrayLike,
+    q_pe: ArrayLike,
+    k_pe: ArrayLike,
+    kv_c: ArrayLike,
+    cos_sin_cache: ArrayLike,
+    is_neox: bool,
+    slot_mapping: ArrayLike,
+    kv_cache: ArrayLike,
+    kv_cache_dtype: str = "auto",
+    kv_cache_scale: float | ArrayLike = 1.0,
+    rotate_in_fp32: bool = False,
+    rotate_padded: bool = False,
+) -> tuple[Array, Array, Array]: ...
+def cp_gather_cache(
+    src_cache: ArrayLike,
+    dst: ArrayLike,
+    block_table: ArrayLike,
+    cu_seq_lens: ArrayLike,
+    batch_size: int,
+    seq_starts: ArrayLike | None = None,
+) -> Array: ...
+def gather_and_maybe_dequant_cache(
+    src_cache: ArrayLike,
+    dst: ArrayLike,
+    block_table: ArrayLike,
+    cu_seq_lens: ArrayLike,
+    token_to_seq: ArrayLike | None,
+    num_tokens: int,
+    kv_cache_dtype: str,
+    scale: float | ArrayLike,
+    seq_starts: ArrayLike | None = None,
+) -> Array: ...
+def cp_gather_and_upconvert_fp8_kv_cache(
+    src_cache: ArrayLike,
+    dst: ArrayLike,
+    block_table: ArrayLike,
+    seq_lens: ArrayLike,
+    workspace_starts: ArrayLike,
+    batch_size: int,
+) -> Array: ...
+def indexer_k_quant_and_cache(
+    k: ArrayLike, kv_cache: ArrayLike, slot_mapping: ArrayLike, quant_block_size: int, kv_cache_dtype: str = "auto"
+) -> Array: ...
+def cp_gather_indexer_k_quant_cache(
+    kv_cache: ArrayLike,
+    dst_k: ArrayLike,
+    dst_scale: ArrayLike,
+    block_table: ArrayLike,
+    cu_seq_lens: ArrayLike,
+    seq_starts: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
+def convert_fp8(
+    input: ArrayLike, scale: float | ArrayLike = 1.0, kv_dtype: str = "fp8", *, output: ArrayLike = ...
+) -> Array: ...
+def concat_mla_q(ql_nope: ArrayLike, q_pe: ArrayLike, *, q_out: ArrayLike = ...) -> Array: ...
+def copy_blocks_mla(kv_caches: Sequence[ArrayLike], block_mapping: ArrayLike) -> list[Array]: ...
+def rms_norm(input: ArrayLike, weight: ArrayLike | None, epsilon: float = 1e-06, *, out: ArrayLike = ...) -> Array: ...
+def fused_add_rms_norm(
+    input: ArrayLike, residual: ArrayLike, weight: ArrayLike | None, epsilon: float = 1e-06
+) -> tuple[Array, Array]: ...
+def gemma_rms_norm(input: ArrayLike, weight: ArrayLike, epsilon: float = 1e-06, *, out: ArrayLike = ...) -> Array: ...
+def gemma_fused_add_rms_norm(
+    input: ArrayLike, residual: ArrayLike, weight: ArrayLike, epsilon: float = 1e-06
+) -> tuple[Array, Array]: ...
+@overload
+def layer_norm(
+    input: ArrayLike,
+    weight: ArrayLike | None,
+    bias: ArrayLike | None,
+    epsilon: float = 1e-05,
+    residual: None = None,
+    *,
+    out: ArrayLike = ...,
+) -> Array: ...
+@overload
+def layer_norm(
+    input: ArrayLike,
+    weight: ArrayLike | None,
+    bias: ArrayLike | None,
+    epsilon: float = 1e-05,
+    *,
+    residual: ArrayLike,
+    out: ArrayLike = ...,
+) -> tuple[Array, Array]: ...
+@overload
+def layer_norm(
+    input: ArrayLike,
+    weight: ArrayLike | None,
+    bias: ArrayLike | None,
+    epsilon: float,
+    residual: ArrayLike,
+    *,
+    out: ArrayLike = ...,
+) -> tuple[Array, Array]: ...
+def rms_norm_gated(
+    input: ArrayLike,
+    weight: ArrayLike | None,
+    z: ArrayLike | None = None,
+    epsilon: float = 1e-05,
+    group_size: int = 0,
+    norm_before_gate: bool = False,
+    activation: str = "swish",
+    *,
+    out: ArrayLike = ...,
+) -> Array: ...
+def rms_norm_static_fp8_quant(
+    input: ArrayLike,
+    weight: ArrayLike | None,
+    scale: float | ArrayLike,
+    epsilon: float = 1e-06,
+    *,
+    result: ArrayLike = ...,
+) -> Array: ...
+def fused_add_rms_norm_static_fp8_quant(
+    input: ArrayLike,
+    residual: ArrayLike,
+    weight: ArrayLike | None,
+    scale: float | ArrayLike,
+    epsilon: float = 1e-06,
+    *,
+    result: ArrayLike = ...,
+) -> tuple[Array, Array]: ...
+@overload
+def rms_norm_dynamic_per_token_quant(
+    input: ArrayLike,
+    weight: ArrayLike | None,
+    epsilon: float = 1e-06,
+    scale_ub: float | ArrayLike | None = None,
+    residual: None = None,
+    *,
+    result: ArrayLike = ...,
+    scale: ArrayLike = ...,
+) -> tuple[Array, Array]: ...
+@overload
+def rms_norm_dynamic_per_token_quant(
+    input: ArrayLike,
+    weight: ArrayLike | None,
+    epsilon: float = 1e-06,
+    scale_ub: float | ArrayLike | None = None,
+    *,
+    residual: ArrayLike,
+    result: ArrayLike = ...,
+    scale: ArrayLike = ...,
+) -> tuple[Array, Array, Array]: ...
+@overload
+def rms_norm_dynamic_per_token_quant(
+    input: ArrayLike,
+    weight: ArrayLike | None,
+    epsilon: float,
+    scale_ub: float | ArrayLike | None,
+    residual: ArrayLike,
+    *,
+    result: ArrayLike = ...,
+    scale: ArrayLike = ...,
+) -> tuple[Array, Array, Array]: ...
+@overload
+def rms_norm_per_block_quant(
+    input: ArrayLike,
+    weight: ArrayLike | None,
+    epsilon: float = 1e-06,
+    scale_ub: float | ArrayLike | None = None,
+    residual: None = None,
+    group_size: int = 128,
+    is_scale_transposed: bool = False,
+    *,
+    result: ArrayLike = ...,
+    scale: ArrayLike = ...,
+) -> tuple[Array, Array]: ...
+@overload
+def rms_norm_per_block_quant(
+    input: ArrayLike,
+    weight: ArrayLike | None,
+    epsilon: float = 1e-06,
+    scale_ub: float | ArrayLike | None = None,
+    group_size: int = 128,
+    is_scale_transposed: bool = False,
+    *,
+    residual: ArrayLike,
+    result: ArrayLike = ...,
+    scale: ArrayLike = ...,
+) -> tuple[Array, Array, Array]: ...
+@overload
+def rms_norm_per_block_quant(
+    input: ArrayLike,
+    weight: ArrayLike | None,
+    epsilon: float,
+    scale_ub: float | ArrayLike | None,
+    residual: ArrayLike,
+    group_size: int = 128,
+    is_scale_transposed: bool = False,
+    *,
+    result: ArrayLike = ...,
+    scale: ArrayLike = ...,
+) -> tuple[Array, Array, Array]: ...
+def fused_qk_norm_rope(
+    qkv: ArrayLike,
+    num_heads_q: int,
+    num_heads_k: int,
+    num_heads_v: int,
+    head_dim: int,
+    eps: float,
+    q_weight: ArrayLike | None,
+    k_weight: ArrayLike | None,
+    cos_sin_cache: ArrayLike,
+    is_neox: bool,
+    position_ids: ArrayLike,
+) -> Array: ...
+@overload
+def rotary_embedding(
+    positions: ArrayLike,
+    query: ArrayLike,
+    key: None,
+    head_size: int,
+    cos_sin_cache: ArrayLike,
+    is_neox: bool,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
+) -> Array: ...
+@overload
+def rotary_embedding(
+    positions: ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    head_size: int,
+    cos_sin_cache: ArrayLike,
+    is_neox: bool,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
+) -> tuple[Array, Array]: ...
+@overload
+def batched_rotary_embedding(
+    positions: ArrayLike,
+    query: ArrayLike,
+    key: None,
+    head_size: int,
+    cos_sin_cache: ArrayLike,
+    is_neox: bool,
+    rot_dim: int,
+    cos_sin_cache_offsets: ArrayLike,
+) -> Array: ...
+@overload
+def batched_rotary_embedding(
+    positions: ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    head_size: int,
+    cos_sin_cache: ArrayLike,
+    is_neox: bool,
+    rot_dim: int,
+    cos_sin_cache_offsets: ArrayLike,
+) -> tuple[Array, Array]: ...
+@overload
+def mrope(
+    positions: ArrayLike,
+    query: ArrayLike,
+    key: None,
+    head_size: int,
+    cos_sin_cache: ArrayLike,
+    is_neox: bool,
+    mrope_section: Array | Sequence[int],
+    mrope_interleaved: bool = False,
+) -> Array: ...
+@overload
+def mrope(
+    positions: ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    head_size: int,
+    cos_sin_cache: ArrayLike,
+    is_neox: bool,
+    mrope_section: Array | Sequence[int],
+    mrope_interleaved: bool = False,
+) -> tuple[Array, Array]: ...
+@overload
+def dual_chunk_rotary_embedding(
+    positions: ArrayLike,
+    query: ArrayLike,
+    key: None,
+    head_size: int,
+    cos_sin_cache: ArrayLike,
+    is_neox: bool,
+    chunk_size: int,
+    local_size: int,
+    offsets: ArrayLike | None = None,
+    *,
+    query_out: ArrayLike = ...,
+) -> Array: ...
+@overload
+def dual_chunk_rotary_embedding(
+    positions: ArrayLike,
+    query: ArrayLike,
+    key: ArrayLike,
+    head_size: int,
+    cos_sin_cache: ArrayLike,
+    is_neox: bool,
+    chunk_size: int,
+    local_size: int,
+    offsets: ArrayLike | None = None,
+    *,
+    query_out: ArrayLike = ...,
+) -> tuple[Array, Array]: ...
