@@ -14,6 +14,7 @@ import pykv
 from pykv import _C
 from pykv._cli import bench, check, devices, info, output
 from pykv._cli.main import main
+from pykv._cli.workloads import WORKLOADS
 from pykv._samples import MEMORY, SAMPLES, sample
 from pykv._schema import all_ops
 
@@ -174,7 +175,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(bench, "Cpu", Once)
 
 
-def test_bench_runs_every_operation_on_rows(capsys, quick, tmp_path):
+def test_bench_runs_every_operation(capsys, quick, tmp_path):
     pytest.importorskip("ml_dtypes")
     file = tmp_path / "figures.json"
     assert main(["bench", "--device", "cpu", "--tokens", "2", "--json", str(file)]) == 0
@@ -182,13 +183,36 @@ def test_bench_runs_every_operation_on_rows(capsys, quick, tmp_path):
     written = json.loads(file.read_text())
     assert written["pykv"] == pykv.__version__
     figures = {f["op"]: f for f in written["figures"]}
-    assert set(figures) == set(bench.row_ops()) >= {"rms_norm", "fused_add_rms_norm", "silu_and_mul", "convert_fp8"}
+    assert set(figures) == set(all_ops()) - bench.ADDRESSED
+    assert {"rms_norm", "fused_add_rms_norm", "silu_and_mul", "convert_fp8"} <= set(bench.row_ops())
     row = 2 * 4096
     assert figures["rms_norm"]["num_bytes"] == (2 + 2 + 1) * row  # input, output, weight
     assert figures["fused_add_rms_norm"]["num_bytes"] == (4 + 4 + 1) * row  # both read and written
     assert figures["silu_and_mul"]["num_bytes"] == (4 + 2) * row
     assert figures["rms_norm_dynamic_per_token_quant"]["num_bytes"] == (2 + 1 + 1) * row + 2 * 4  # codes, scales
+    tokens, ids = 2 * 8 * 128 * 2, 2 * 8  # keys of two tokens for 8 heads of 128; slots, or whatever else is int64
+    assert figures["reshape_and_cache_flash"]["num_bytes"] == 2 * 2 * tokens + ids  # of a cache no more than new tokens
+    queries = 32 * 128 * 2
+    assert figures["paged_attention"]["num_bytes"] == 2 * tokens + 2 * queries + 2 * 8  # one sequence: table and length
+    assert figures["cp_gather_cache"]["num_bytes"] == 2 * 2 * 576 * 2 + (1 + 2) * 8
+    assert figures["swap_blocks"]["num_bytes"] == 2 * 8 * tokens + ids  # a block has 16 tokens
+    assert figures["copy_blocks"]["num_bytes"] == 2 * 2 * 4 * 8 * tokens + ids  # 4 layers, keys and values
     assert all(f["us"] == f["copy_us"] == pytest.approx(1) for f in figures.values())
+
+
+def test_an_operation_without_sizes_is_timed_on_its_sample(monkeypatch):
+    monkeypatch.setattr(bench, "WORKLOADS", {})
+    (case,) = bench.cases(["rotary_embedding"], [7, 8], "float16")
+    assert (case.size, case.dtype) == ({}, "float32")
+    case.make(bench.Cpu())()
+
+
+@pytest.mark.parametrize("tokens", [1, 1500, 2049])
+@pytest.mark.parametrize("name", sorted(WORKLOADS))
+def test_a_workload_is_a_right_call_of_any_size(name, tokens):
+    (case,) = bench.cases([name], [tokens], "float32")
+    case.make(bench.Cpu())()  # an id out of range would raise
+    assert case.num_bytes >= 4 * tokens
 
 
 def test_bench_measures(capsys, no_rich):
@@ -208,10 +232,25 @@ def test_bench_draws(quick, tmp_path):
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
+def test_bench_draws_many_operations_by_family(monkeypatch, tmp_path):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn = []
+    monkeypatch.setattr(figure, "savefig", lambda self, path: drawn.append(self))
+    names = sorted(all_ops())
+    bench.plot(
+        tmp_path / "x.png", "all", [bench.Figure(n, {}, "float32", 100 + i, 2.0, 1.0) for i, n in enumerate(names)]
+    )
+    (legend,) = drawn[0].legends
+    told = [text.get_text() for text in legend.get_texts()]
+    assert told[0] == "copy"
+    assert {"attention", "cache", "mla", "norm", "rotary", "activation"} <= set(told)
+    assert len(told) == len(set(told)) < 12
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["rms_norm", "paged_attention"], "paged_attention: not timed here, for it is no operation on rows"),
+        (["rms_norm", "swap_blocks_batch"], "swap_blocks_batch: takes addresses; see benchmarks/cache/bench_swap.py"),
         (["--json", "/no/such/folder/f.json"], "/no/such/folder/f.json: there is no folder /no/such/folder"),
         (["--plot", "f.png"], "--plot needs matplotlib: pip install 'pykv[cli]'"),
         (["--device", "cpu"], "bfloat16 in NumPy or CuPy needs the package ml_dtypes; or try --dtype float16"),

@@ -1,7 +1,7 @@
-"""``python -m pykv bench``: throughput of the operations on rows, beside a plain copy of as many bytes on this machine.
+"""``python -m pykv bench``: throughput of the operations, beside a plain copy of as many bytes on this machine.
 
-A case is the operation's sample with more and wider rows.  What has caches, angles or sequences has benchmarks of its
-own in the repository, where their sizes mean something.
+A case is a call of a size that means something (``workloads``), or, for operations on rows, the operation's sample with
+more and wider rows.  Bytes are those that a call must read and write.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ import numpy as np
 from pykv import _C
 from pykv._cli import devices, output
 from pykv._cli.errors import CommandError, known_ops
+from pykv._cli.workloads import WORKLOADS, Tokens, Workload
 from pykv._libraries import numpy_dtype
-from pykv._samples import sample
+from pykv._samples import ON_HOST, sample
 from pykv._schema import Op, Spec, all_ops
 from pykv._timing import Call, Case, Cpu, Cuda, Device, Figure, about, lines, measure, table
 
 HIDDEN, GROUP = 4096, 128
+ADDRESSED = {"swap_blocks_batch"}
+MOST_COLORS = 16
 # What the sizes in the samples of these operations stand for: numbers, rows, a row, a row of two halves.
 SIZES: Mapping[int, Callable[[int], int]] = {
     1: lambda _: 1,
@@ -43,11 +46,11 @@ def row_ops() -> list[str]:
         arrays = [v for v in read.values() if isinstance(v, np.ndarray)]
         return "input" in read and all(v.dtype == np.float32 and set(v.shape) <= set(SIZES) for v in arrays)
 
-    return sorted(name for name, op in all_ops().items() if on_rows(op))
+    return sorted(name for name, op in all_ops().items() if name not in WORKLOADS and on_rows(op))
 
 
-def specs(op: Op, tokens: int, dtype: str) -> dict[str, Any]:
-    """The sample's arguments at that size, arrays as :class:`Spec`; what is written comes from the schema."""
+def _on_rows(op: Op, tokens: int, dtype: str) -> Workload:
+    """The sample's arguments at that size, without its outputs."""
     given: dict[str, Any] = {}
     numbers = {p.name for p in op.parameters if p.may_be_number}
     for name, value in sample(op.name).items():
@@ -58,40 +61,64 @@ def specs(op: Op, tokens: int, dtype: str) -> dict[str, Any]:
             given[name] = Spec(shape, "float32" if name in numbers else dtype)
         else:
             given[name] = GROUP if name == "group_size" else value
-    # the libraries' arrays of fp8 are bytes
-    outputs = {
-        k: Spec(s.shape, "uint8" if s.dtype.startswith("float8") else s.dtype) for k, s in op.infer(given).items()
+    return Workload(given)
+
+
+def with_outputs(op: Op, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with those that the schema knows to be written; the libraries' arrays of fp8 are bytes."""
+    known = {k: Spec(v.shape, str(v.dtype)) if isinstance(v, np.ndarray) else v for k, v in arguments.items()}
+    made = op.infer(known)
+    return {**arguments} | {
+        k: Spec(s.shape, "uint8" if s.dtype.startswith("float8") else s.dtype) for k, s in made.items()
     }
-    return given | outputs
 
 
-def num_bytes(op: Op, arguments: Mapping[str, Any]) -> int:
+def num_bytes(op: Op, workload: Workload) -> int:
     """That a call must move: what it reads, what it writes, and both of what it changes."""
-    total = 0
-    for p in op.parameters:
-        spec = arguments.get(p.name)
-        if isinstance(spec, Spec):
-            ways = 2 if p.kind == "written" and p.name not in op.rules else 1
-            total += ways * math.prod(spec.shape) * numpy_dtype(spec.dtype).itemsize
-    return total
+    arguments = with_outputs(op, workload.arguments)
+    return sum(
+        workload.touched[p.name] if p.name in workload.touched
+        # what is changed is read and written
+        else _size(arguments.get(p.name)) * (2 if p.kind.startswith("written") and p.name not in op.rules else 1)
+        for p in op.parameters
+    )  # fmt: skip
 
 
-def _make(op: Op, arguments: Mapping[str, Any], device: Device) -> Call:
-    def array(spec: Spec) -> Any:
-        if spec.dtype == "uint8":
-            return device.array(np.zeros(spec.shape, np.uint8))
-        return device.random(spec.shape, spec.dtype)
+def _size(value: Any) -> int:
+    if isinstance(value, list):
+        return sum(map(_size, value))
+    if isinstance(value, Spec):
+        return math.prod(value.shape) * numpy_dtype(value.dtype).itemsize
+    return value.nbytes if isinstance(value, np.ndarray) else 0
 
-    return partial(op.direct, **{k: array(v) if isinstance(v, Spec) else v for k, v in arguments.items()})
+
+def _make(op: Op, workload: Workload, device: Device) -> Call:
+    def array(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [array(name, v) for v in value]
+        if isinstance(value, np.ndarray):
+            return value if name in ON_HOST else device.array(value)
+        if isinstance(value, Spec):
+            integers = numpy_dtype(value.dtype).kind in "iu"
+            return device.array(np.zeros(value.shape, value.dtype)) if integers else device.random(*value)
+        return value
+
+    arguments = with_outputs(op, workload.arguments)
+    return partial(op.direct, **{k: array(k, v) for k, v in arguments.items()})
 
 
 def cases(ops: Sequence[str], tokens: Sequence[int], dtype: str) -> Iterator[Case]:
+    rows = row_ops()
     for name in ops:
         op = all_ops()[name]
+        if name not in rows and name not in WORKLOADS:  # on what its sample has
+            plain = Workload({k: v for k, v in sample(name).items() if k not in op.rules})
+            yield Case(name, {}, "float32", num_bytes(op, plain), partial(_make, op, plain))
+            continue
         for n in tokens:
-            arguments = specs(op, n, dtype)
-            size = {"tokens": n, "hidden": HIDDEN}
-            yield Case(name, size, dtype, num_bytes(op, arguments), partial(_make, op, arguments))
+            workload = WORKLOADS[name](Tokens(n, dtype)) if name in WORKLOADS else _on_rows(op, n, dtype)
+            size = {"tokens": n} | ({"hidden": HIDDEN} if name in rows else {})
+            yield Case(name, size, dtype, num_bytes(op, workload), partial(_make, op, workload))
 
 
 def matplotlib_figure() -> Any:
@@ -101,15 +128,28 @@ def matplotlib_figure() -> Any:
         raise CommandError("--plot needs matplotlib: pip install 'pykv[cli]'") from None
 
 
+def _family(op: str) -> str:
+    return all_ops()[op].function.__module__.rpartition(".")[2]
+
+
 def plot(path: Path, title: str, figures: Sequence[Figure]) -> None:
-    """Throughput over the bytes of a call, under the roof that a copy of as many bytes gives."""
+    """Throughput over the bytes of a call, under the roof that a copy of as many bytes gives.
+
+    Many operations have a colour for each family.
+    """
     figure = matplotlib_figure()(figsize=(7, 6), layout="constrained")
     axes = figure.subplots()
     roof = sorted({(f.num_bytes, f.num_bytes / f.copy_us / 1e3) for f in figures})
     axes.plot(*zip(*roof, strict=True), color="black", label="copy")
-    for op in dict.fromkeys(f.op for f in figures):
+    ops = list(dict.fromkeys(f.op for f in figures))
+    colors: dict[str, str] = {}
+    for op in ops:
         points = sorted((f.num_bytes, f.gb_per_s) for f in figures if f.op == op)
-        axes.plot(*zip(*points, strict=True), "o-", linewidth=0.7, markersize=4, label=op)
+        name = op if len(ops) <= MOST_COLORS else _family(op)
+        new = name not in colors
+        color = colors.setdefault(name, f"C{len(colors)}")
+        label = name if new else "_"  # a name that the legend leaves out
+        axes.plot(*zip(*points, strict=True), "o-", color=color, linewidth=0.7, markersize=4, label=label)
     axes.set(xscale="log", yscale="log", xlabel="bytes read and written by a call", ylabel="GB/s", title=title)
     figure.legend(fontsize="x-small", ncols=3, loc="outside lower center")
     figure.savefig(path)
@@ -127,19 +167,15 @@ def _device(name: str) -> tuple[AbstractContextManager[Any], Callable[[], Device
 def run(ops: Sequence[str], device: str | None, tokens: Sequence[int], dtype: str, json_to: Path | None,
         plot_to: Path | None) -> int:  # fmt: skip
     known_ops(ops)
-    timed = row_ops()
-    others = [op for op in ops if op not in timed]
-    if others:
-        raise CommandError(
-            f"{', '.join(others)}: not timed here, for it is no operation on rows; see benchmarks/ of pykv"
-        )
+    if addressed := [op for op in ops if op in ADDRESSED]:
+        raise CommandError(f"{', '.join(addressed)}: takes addresses; see benchmarks/cache/bench_swap.py")
     for path in filter(None, (json_to, plot_to)):
         if not path.absolute().parent.is_dir():
             raise CommandError(f"{path}: there is no folder {path.absolute().parent}")
     if plot_to:
         matplotlib_figure()  # it is missing before anything is measured
     try:
-        wanted = list(cases(list(ops) or timed, tokens, dtype))
+        wanted = list(cases(list(ops) or [name for name in all_ops() if name not in ADDRESSED], tokens, dtype))
     except ImportError as error:
         raise CommandError(f"{error}; or try --dtype float16") from None
     context, make = _device(device or ("cuda:0" if _C.cuda_device_count() else "cpu"))
