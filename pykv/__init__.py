@@ -74,6 +74,7 @@ from pykv.runtime import (
     get_include,
     get_library_dir,
     get_num_threads,
+    get_pkgconfig_dir,
     has_cuda,
     set_num_threads,
 )
@@ -121,6 +122,7 @@ __all__ = [
     "get_include",
     "get_library_dir",
     "get_num_threads",
+    "get_pkgconfig_dir",
     "has_cuda",
     "indexer_k_quant_and_cache",
     "layer_norm",

@@ -83,8 +83,10 @@ def has_cuda() -> bool:
 
 
 def _installed() -> Path:
-    # beside the extension, which in an editable install lies in another tree than the Python files
-    return Path(_C.__file__).parent
+    # beside the extension, which in an editable install lies in another tree than the Python files; or in pykv-kernels,
+    # the wheel that those for each Python share
+    beside = Path(_C.__file__).parent
+    return beside if (beside / "lib").is_dir() else beside.parent / "pykv_kernels"
 
 
 def get_include() -> str:
@@ -100,3 +102,8 @@ def get_library_dir() -> str:
 def get_cmake_dir() -> str:
     """Folder of ``pykvConfig.cmake``, for ``find_package(pykv)``."""
     return str(_installed() / "lib" / "cmake" / "pykv")
+
+
+def get_pkgconfig_dir() -> str:
+    """Folder of ``pykv.pc``, for ``PKG_CONFIG_PATH``."""
+    return str(_installed() / "lib" / "pkgconfig")

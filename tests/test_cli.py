@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import expected
 import numpy as np
@@ -50,6 +51,18 @@ def test_info(capsys, request, monkeypatch, rich):
     assert f"kernels for {_C.cpu_isa()}" in text
     assert np.__version__ in text
     assert "ndarray struct" in text
+
+
+def test_config_tells_the_folders_that_exist(capsys, no_rich):
+    assert main(["config", "--cmakedir", "--includes", "--pkgconfigdir"]) == 0
+    cmake, includes, pkgconfig = capsys.readouterr().out.splitlines()
+    assert (Path(cmake) / "pykvConfig.cmake").is_file()
+    assert (Path(includes.removeprefix("-I")) / "pykv" / "kernels.h").is_file()
+    assert (Path(pkgconfig) / "pykv.pc").is_file()
+    assert main(["config"]) == 0
+    text = capsys.readouterr().out
+    assert f"--libdir        {pykv.get_library_dir()}" in text
+    assert text.count("--") > 4
 
 
 def test_what_is_not_installed_is_not_imported(monkeypatch):

@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,14 @@ FRAMEWORKS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("JAX", ("jax",), "jax._src.array:ArrayImpl"),
     ("Numba", ("numba",), "numba.cuda.cudadrv.devicearray:DeviceNDArray"),
 )
+
+# What `config` answers: flags, what they stand for, and how to know.
+FOLDERS: dict[str, tuple[str, Callable[[], str]]] = {
+    "includes": ("compiler flags for <pykv/kernels.h>", lambda: f"-I{pykv.get_include()}"),
+    "libdir": ("folder of libkernels.so.0", pykv.get_library_dir),
+    "cmakedir": ("folder of pykvConfig.cmake, for pykv_DIR", pykv.get_cmake_dir),
+    "pkgconfigdir": ("folder of pykv.pc, for PKG_CONFIG_PATH", pykv.get_pkgconfig_dir),
+}
 
 
 def cpu_model() -> str:
@@ -95,6 +103,15 @@ def machine() -> Iterator[tuple[str, str]]:
         yield f"cuda:{ordinal}", cuda_device_name(ordinal)
     if _C.cuda_device_count() == 0:
         yield "cuda", "no device"
+
+
+def config(flags: Sequence[str]) -> int:
+    """One line for each flag, in their order; all of them, named, without any."""
+    for flag in flags:
+        print(FOLDERS[flag][1]())
+    if not flags:
+        output.show("pykv", ("flag", "is"), [(f"--{flag}", find()) for flag, (_, find) in FOLDERS.items()])
+    return 0
 
 
 def run() -> int:

@@ -25,6 +25,9 @@ def parser() -> argparse.ArgumentParser:
     timing.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="bfloat16")
     timing.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     timing.add_argument("--plot", type=Path, metavar="FILE", help="draw them under the roof of the copy (matplotlib)")
+    config = commands.add_parser("config", help="where the C library is, for compilers and build systems")
+    for flag, (meaning, _) in info.FOLDERS.items():
+        config.add_argument(f"--{flag}", dest="flags", action="append_const", const=flag, help=meaning)
     return top
 
 
@@ -40,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if asked.command == "info":
             return info.run()
+        if asked.command == "config":
+            return info.config(asked.flags or [])
         if asked.command == "check":
             return check.run(asked.op, asked.device)
         return bench.run(asked.op, asked.device, asked.tokens or [16, 512, 8192], asked.dtype, asked.json, asked.plot)

@@ -25,7 +25,7 @@ def test_find_package(tmp_path: Path) -> None:
 def test_pkg_config(tmp_path: Path, compiler: str, standard: str, source: str) -> None:
     if shutil.which("pkg-config") is None:
         pytest.skip("pkg-config is not installed")
-    where = {"PKG_CONFIG_PATH": f"{pykv.get_library_dir()}/pkgconfig"}
+    where = {"PKG_CONFIG_PATH": pykv.get_pkgconfig_dir()}
     flags = run("pkg-config", "--cflags", "--libs", "pykv", cwd=tmp_path, env=where).split()
     run(
         compiler,
