@@ -1,8 +1,8 @@
 """What every operation takes and gives, for the frameworks that want to know.
 
 Nothing is said twice: the C declaration says what each parameter is (``_C.ops``, deduced by the compiler), the Python
-function its name, its default and whether it may be None.  What neither can tell, the shape of an output, the function
-states by the decorator :func:`returns`.
+definition its name, its default and whether it may be None.  What neither can tell, the shape of an output, the
+decorator :func:`operation` is told, which makes a callable of C of the definition.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
-from threading import get_ident
-from types import FunctionType, SimpleNamespace
+from functools import cache, cached_property, update_wrapper
 from typing import Any, Final, Literal, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
 from pykv import _C
@@ -36,20 +34,49 @@ class Rule(NamedTuple):
     is_scratch: bool = False  # only the operation itself reads it
 
 
-_Function = TypeVar("_Function", bound=Callable[..., None])
+_Definition = TypeVar("_Definition", bound=Callable[..., None])
 
 
-def returns(**rules: Rule) -> Callable[[_Function], _Function]:
-    """States the outputs of an operation, those parameters that are written and never read, and what each is like.
+def operation(
+    *, has_body: bool = False, converters: Mapping[str, Callable[[Any], Any]] | None = None, **rules: Rule
+) -> Callable[[_Definition], _Definition]:
+    """Makes an operation of its definition, which gives it names, defaults, types and text, but no body.
 
-    The function itself stays as it is: a direct call pays nothing for it.
+    The result is a callable of C: no frame of Python lies between a call and its checks.
+
+    Args:
+        has_body: the definition calls ``_C`` itself, and takes all calls.
+        converters: what makes of an argument the one that C takes, such as a sentinel in place of None.
+        rules: the outputs, those parameters that are written and never read, and what each is like.
     """
 
-    def attach(function: _Function) -> _Function:
-        function.__dict__["__pykv_returns__"] = rules
-        return function
+    def make(definition: _Definition) -> _Definition:
+        how = _How(definition, has_body, converters or {}, rules)
+        function = how.function()
+        function.__dict__["__pykv__"] = how
+        return cast(_Definition, function)
 
-    return attach
+    return make
+
+
+class _How(NamedTuple):
+    """How an operation was declared."""
+
+    definition: Any  # a function of Python
+    has_body: bool
+    converters: Mapping[str, Callable[[Any], Any]]
+    rules: Mapping[str, Rule]
+
+    def function(self) -> _C.Function:
+        definition, code = self.definition, self.definition.__code__
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        positional = definition.__defaults__ or ()
+        defaults = dict(zip(names[code.co_argcount - len(positional) :], positional, strict=False))
+        defaults |= definition.__kwdefaults__ or {}
+        entry = None if self.has_body else getattr(_C, definition.__name__)
+        function = _C.make_function(definition, entry, names, code.co_argcount, defaults, dict(self.converters))
+        update_wrapper(function, definition)
+        return function
 
 
 def like(name: str) -> Rule:
@@ -75,6 +102,7 @@ class Parameter:
     optional: bool  # may be None
     may_be_number: bool  # an array, or a Python number in its place
     keyword_only: bool
+    convert: Callable[[Any], Any]  # to what C takes
 
     @property
     def is_array(self) -> bool:
@@ -84,8 +112,8 @@ class Parameter:
 @dataclass(frozen=True)
 class Op:
     name: str
-    function: FunctionType  # what pykv has under this name
-    direct: FunctionType  # the same as it was written, whatever pykv.dispatch makes of the other
+    function: _C.Function  # what pykv has under this name
+    direct: _C.Function  # another one, which always goes to C, wherever pykv.dispatch sends the first
     parameters: tuple[Parameter, ...]  # without `stream`
     rules: Mapping[str, Rule]
 
@@ -117,32 +145,13 @@ class Op:
         }
 
     def c_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """What the Python function would hand to the C entry: sentinels for None, defaults for what is left out."""
-        return dict(zip((p.name for p in self.parameters), self._before_the_call(**arguments)[:-1], strict=True))
-
-    @cached_property
-    def _before_the_call(self) -> Callable[..., tuple[Any, ...]]:
-        """The Python function, with another ``_C`` that only tells what it was called with."""
-        told: dict[int, tuple[Any, ...]] = {}  # by thread
-        entry = {self.name: lambda *args: told.update({get_ident(): args})}
-        copy = _copy(self.direct, {**self.direct.__globals__, "_C": SimpleNamespace(**entry)})
-
-        def call(**arguments: Any) -> tuple[Any, ...]:
-            copy(**arguments)
-            return told.pop(get_ident())
-
-        return call
+        """What the C entry is called with: sentinels for None, defaults for what is left out."""
+        return {p.name: p.convert(arguments.get(p.name, p.default)) for p in self.parameters}
 
 
-def _copy(function: FunctionType, own_globals: dict[str, Any]) -> FunctionType:
-    copy = FunctionType(function.__code__, own_globals, function.__name__, function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-def _parameters(name: str, function: Callable[..., None]) -> tuple[Parameter, ...]:
-    hints = get_type_hints(function)
-    signature = inspect.signature(function).parameters.values()
+def _parameters(how: _How) -> tuple[Parameter, ...]:
+    hints = get_type_hints(how.definition)
+    signature = inspect.signature(how.definition).parameters.values()
     return tuple(
         Parameter(
             name=p.name,
@@ -151,8 +160,9 @@ def _parameters(name: str, function: Callable[..., None]) -> tuple[Parameter, ..
             optional=type(None) in get_args(hints[p.name]),
             may_be_number=kind == "read" and float in get_args(hints[p.name]),
             keyword_only=p.kind is p.KEYWORD_ONLY,
+            convert=how.converters.get(p.name, _as_it_is),
         )
-        for p, kind in zip(signature, _C.ops[name], strict=True)
+        for p, kind in zip(signature, _C.ops[how.definition.__name__], strict=True)
         if kind != "stream"
     )
 
@@ -165,7 +175,10 @@ def all_ops() -> Mapping[str, Op]:
     ops = {}
     for name in _C.ops:
         function = getattr(pykv, name)
-        rules = getattr(function, "__pykv_returns__", {})
-        direct = _copy(function, function.__globals__)
-        ops[name] = Op(name, function, direct, _parameters(name, function), rules)
+        how = function.__pykv__
+        ops[name] = Op(name, function, how.function(), _parameters(how), how.rules)
     return ops
+
+
+def _as_it_is(value: Any) -> Any:
+    return value

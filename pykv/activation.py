@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pykv import _C
-from pykv._schema import Rule, Spec, half_rows_of, like, returns
+from pykv._schema import Rule, Spec, half_rows_of, like, operation
 from pykv._types import Array, ScalarOrArray, Stream
 
 
-@returns(result=half_rows_of("input"))
+@operation(result=half_rows_of("input"))
 def silu_and_mul(result: Array, input: Array, *, stream: Stream = None) -> None:
     """Multiply the second half of each row by ``silu`` of the first: ``result = silu(a) * b``, ``input = [a, b]``.
 
@@ -29,10 +28,9 @@ def silu_and_mul(result: Array, input: Array, *, stream: Stream = None) -> None:
         ValueError: shapes, strides or devices do not fit.
         TypeError: dtypes do not fit.
     """
-    _C.silu_and_mul(result, input, stream)
 
 
-@returns(result=half_rows_of("input", "float8_e4m3fn"))
+@operation(result=half_rows_of("input", "float8_e4m3fn"))
 def silu_and_mul_quant(result: Array, input: Array, scale: ScalarOrArray, *, stream: Stream = None) -> None:
     """Quantise what :func:`silu_and_mul` gives: ``result = code(silu_and_mul(input) * (1 / scale))``.
 
@@ -48,7 +46,6 @@ def silu_and_mul_quant(result: Array, input: Array, scale: ScalarOrArray, *, str
         ValueError: shapes, strides or devices do not fit.
         TypeError: dtypes do not fit.
     """
-    _C.silu_and_mul_quant(result, input, scale, stream)
 
 
 def _scales(arguments: Mapping[str, Any]) -> Spec:
@@ -56,7 +53,7 @@ def _scales(arguments: Mapping[str, Any]) -> Spec:
     return Spec((tokens, width // 2 // arguments["group_size"]), "float32")
 
 
-@returns(out=half_rows_of("input", "float8_e4m3fn"), scales=Rule(_scales))
+@operation(out=half_rows_of("input", "float8_e4m3fn"), scales=Rule(_scales))
 def silu_and_mul_per_block_quant(
     out: Array,
     input: Array,
@@ -87,43 +84,38 @@ def silu_and_mul_per_block_quant(
         ValueError: shapes, strides or devices do not fit.
         TypeError: dtypes do not fit.
     """
-    _C.silu_and_mul_per_block_quant(out, input, scales, group_size, scale_ub, is_scale_transposed, stream)
 
 
-@returns(out=half_rows_of("input"))
+@operation(out=half_rows_of("input"))
 def gelu_tanh_and_mul(out: Array, input: Array, *, stream: Stream = None) -> None:
     """Multiply the second half of each row by the tanh form of ``gelu`` of the first; all else as :func:`silu_and_mul`.
 
     ``gelu(a) = a / 2 * (1 + tanh(sqrt(2 / pi) * (a + 0.044715 * a**3)))`` (arXiv:1606.08415).
     """
-    _C.gelu_tanh_and_mul(out, input, stream)
 
 
-@returns(out=half_rows_of("input"))
+@operation(out=half_rows_of("input"))
 def mul_and_silu(out: Array, input: Array, *, stream: Stream = None) -> None:
     """Multiply the first half of each row by ``silu`` of the second; all else as :func:`silu_and_mul`."""
-    _C.mul_and_silu(out, input, stream)
 
 
-@returns(result=half_rows_of("input"))
+@operation(result=half_rows_of("input"))
 def silu_and_mul_with_clamp(result: Array, input: Array, limit: float, *, stream: Stream = None) -> None:
     """Compute ``result = silu(min(a, limit)) * clamp(b, -limit, limit)``; all else as :func:`silu_and_mul`.
 
     ``limit`` is rounded to the dtype.  NaN in ``a`` or ``b`` is taken for ``limit``.
     """
-    _C.silu_and_mul_with_clamp(result, input, limit, stream)
 
 
-@returns(out=half_rows_of("input"))
+@operation(out=half_rows_of("input"))
 def gelu_and_mul(out: Array, input: Array, *, stream: Stream = None) -> None:
     """Multiply the second half of each row by ``gelu`` of the first; all else as :func:`silu_and_mul`.
 
     ``gelu(a) = a / 2 * (1 + erf(a / sqrt(2)))`` (arXiv:1606.08415).
     """
-    _C.gelu_and_mul(out, input, stream)
 
 
-@returns(out=half_rows_of("input"))
+@operation(out=half_rows_of("input"))
 def gelu_and_mul_sparse(
     out: Array, input: Array, activation_sparsity: float, approximate: str = "none", *, stream: Stream = None
 ) -> None:
@@ -143,19 +135,17 @@ def gelu_and_mul_sparse(
         ValueError: shapes, strides, devices or parameters do not fit.
         TypeError: dtypes do not fit.
     """
-    _C.gelu_and_mul_sparse(out, input, activation_sparsity, approximate, stream)
 
 
-@returns(out=half_rows_of("input"))
+@operation(out=half_rows_of("input"))
 def fatrelu_and_mul(out: Array, input: Array, threshold: float = 0.0, *, stream: Stream = None) -> None:
     """Compute ``out = (a > threshold ? a : 0) * b``, ``input = [a, b]``; all else as :func:`silu_and_mul`.
 
     The comparison is made in fp32; NaN in ``a`` counts as 0.
     """
-    _C.fatrelu_and_mul(out, input, threshold, stream)
 
 
-@returns(out=half_rows_of("input"))
+@operation(out=half_rows_of("input"))
 def swigluoai_and_mul(
     out: Array, input: Array, alpha: float = 1.702, limit: float = 7.0, *, stream: Stream = None
 ) -> None:
@@ -164,19 +154,17 @@ def swigluoai_and_mul(
     First ``g = min(g, limit)`` and ``u = clamp(u, -limit, limit)``, where NaN is taken for ``limit``.  Arithmetic is
     fp32, rounded once.  Shapes and dtypes are those of :func:`silu_and_mul`; ``out`` may not be memory of ``input``.
     """
-    _C.swigluoai_and_mul(out, input, alpha, limit, stream)
 
 
-@returns(out=half_rows_of("input"))
+@operation(out=half_rows_of("input"))
 def swiglustep_and_mul(out: Array, input: Array, limit: float = 7.0, *, stream: Stream = None) -> None:
     """Compute ``out = min(silu(a), limit) * clamp(b, -limit, limit)``, ``input = [a, b]``, in fp32, rounded once.
 
     NaN in ``a`` or ``b`` is taken for ``limit``.  Shapes and dtypes are those of :func:`silu_and_mul`.
     """
-    _C.swiglustep_and_mul(out, input, limit, stream)
 
 
-@returns(out=like("input"))
+@operation(out=like("input"))
 def gelu_new(out: Array, input: Array, *, stream: Stream = None) -> None:
     """Apply ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))`` to each element, in fp32, rounded once.
 
@@ -189,28 +177,24 @@ def gelu_new(out: Array, input: Array, *, stream: Stream = None) -> None:
         ValueError: shapes, strides or devices do not fit.
         TypeError: dtypes do not fit.
     """
-    _C.gelu_new(out, input, stream)
 
 
-@returns(out=like("input"))
+@operation(out=like("input"))
 def gelu_fast(out: Array, input: Array, *, stream: Stream = None) -> None:
     """Apply the same function as :func:`gelu_new`: the names differ in roundings that are not made here."""
-    _C.gelu_fast(out, input, stream)
 
 
-@returns(out=like("input"))
+@operation(out=like("input"))
 def gelu_quick(out: Array, input: Array, *, stream: Stream = None) -> None:
     """Apply ``x / (1 + exp(-1.702 * x))`` to each element; all else as :func:`gelu_new`."""
-    _C.gelu_quick(out, input, stream)
 
 
-@returns(out=like("input"))
+@operation(out=like("input"))
 def relu2(out: Array, input: Array, *, stream: Stream = None) -> None:
     """Apply ``max(x, 0) ** 2`` to each element; all else as :func:`gelu_new`."""
-    _C.relu2(out, input, stream)
 
 
-@returns(out=like("input"))
+@operation(out=like("input"))
 def xielu(
     out: Array,
     input: Array,
@@ -235,4 +219,3 @@ def xielu(
         eps: keeps ``expm1`` away from 0.
         stream: see the package.
     """
-    _C.xielu(out, input, alpha_p, alpha_n, beta, eps, stream)

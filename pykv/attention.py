@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from pykv import _C
-from pykv._schema import Rule, Spec, like, returns
+from pykv._schema import Rule, Spec, like, operation
 from pykv._types import Array, ScalarOrArray, Stream
 
 
@@ -60,7 +61,26 @@ def _merged(parts: str) -> Rule:
     return Rule(make)
 
 
-@returns(out=like("query"), lse=_lse)
+def _or(sentinel: float, value: float | None) -> float:
+    return sentinel if value is None else value
+
+
+def _positive(name: str, sentinel: float, value: float | None) -> float:
+    """The sentinel of C is 0 for None; 0 itself would otherwise silently mean "off"."""
+    if value is not None and not value > 0:
+        raise ValueError(f"paged_attention: {name}: must be positive, got {value}")
+    return _or(sentinel, value)
+
+
+@operation(
+    converters={
+        "scale": partial(_or, math.nan),
+        "window": partial(_positive, "window", 0),
+        "softcap": partial(_positive, "softcap", 0.0),
+    },
+    out=like("query"),
+    lse=_lse,
+)
 def paged_attention(
     out: Array,
     query: Array,
@@ -112,36 +132,6 @@ def paged_attention(
         ValueError: a shape, layout or option is wrong, or (CPU) an id was out of range.
         TypeError: a dtype is wrong.
     """
-    _C.paged_attention(
-        out,
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        cu_query_lens,
-        math.nan if scale is None else scale,
-        causal,
-        _positive("window", window),
-        _positive("softcap", softcap),
-        alibi_slopes,
-        sinks,
-        kv_cache_dtype,
-        k_scale,
-        v_scale,
-        lse,
-        workspace,
-        stream,
-    )
-
-
-def _positive(name: str, value: float | None) -> float:
-    """The C sentinel 0 for None; 0 itself would otherwise silently mean "off"."""
-    if value is None:
-        return 0
-    if not value > 0:
-        raise ValueError(f"paged_attention: {name}: must be positive, got {value}")
-    return value
 
 
 def paged_attention_workspace_size(
@@ -151,7 +141,7 @@ def paged_attention_workspace_size(
     return _C.paged_attention_workspace_size(num_tokens, num_seqs, num_heads, num_kv_heads, head_size, device)
 
 
-@returns(out=like("query"))
+@operation(out=like("query"))
 def paged_attention_v1(
     out: Array,
     query: Array,
@@ -192,31 +182,9 @@ def paged_attention_v1(
     Raises:
         ValueError, TypeError: as for :func:`paged_attention`.
     """
-    _C.paged_attention_v1(
-        out,
-        query,
-        key_cache,
-        value_cache,
-        num_kv_heads,
-        scale,
-        block_tables,
-        seq_lens,
-        block_size,
-        max_seq_len,
-        alibi_slopes,
-        kv_cache_dtype,
-        k_scale,
-        v_scale,
-        tp_rank,
-        blocksparse_local_blocks,
-        blocksparse_vert_stride,
-        blocksparse_block_size,
-        blocksparse_head_sliding_step,
-        stream,
-    )
 
 
-@returns(
+@operation(
     out=like("query"),
     exp_sum=Rule(_partitions, is_scratch=True),
     max_logits=Rule(_partitions, is_scratch=True),
@@ -256,34 +224,13 @@ def paged_attention_v2(
 
     What the scratch arrays hold after the call is not specified.
     """
-    _C.paged_attention_v2(
-        out,
-        exp_sum,
-        max_logits,
-        tmp_out,
-        query,
-        key_cache,
-        value_cache,
-        num_kv_heads,
-        scale,
-        block_tables,
-        seq_lens,
-        block_size,
-        max_seq_len,
-        alibi_slopes,
-        kv_cache_dtype,
-        k_scale,
-        v_scale,
-        tp_rank,
-        blocksparse_local_blocks,
-        blocksparse_vert_stride,
-        blocksparse_block_size,
-        blocksparse_head_sliding_step,
-        stream,
-    )
 
 
-@returns(output=_merged("prefix_output"), output_lse=like("prefix_lse"))
+@operation(
+    converters={"prefill_tokens_with_context": partial(_or, -1)},
+    output=_merged("prefix_output"),
+    output_lse=like("prefix_lse"),
+)
 def merge_attn_states(
     output: Array,
     prefix_output: Array,
@@ -308,20 +255,9 @@ def merge_attn_states(
 
     Where both sides are empty the prefix is copied, and the lse is -inf.
     """
-    _C.merge_attn_states(
-        output,
-        prefix_output,
-        prefix_lse,
-        suffix_output,
-        suffix_lse,
-        output_lse,
-        -1 if prefill_tokens_with_context is None else prefill_tokens_with_context,
-        output_scale,
-        stream,
-    )
 
 
-@returns(
+@operation(
     output=_merged("partial_outputs"),
     output_lse=Rule(lambda arguments: Spec(arguments["partial_lses"].shape[1:], "float32")),
 )
@@ -346,4 +282,3 @@ def merge_attn_states_n(
 
     A part that saw nothing may hold anything.  Where no part saw anything the output is 0, and the lse is -inf.
     """
-    _C.merge_attn_states_n(output, partial_outputs, partial_lses, output_lse, output_scale, stream)

@@ -23,10 +23,11 @@ import numpy as np
 
 from pykv import _C
 from pykv._libraries import torch_stream
-from pykv._schema import Rule, Spec, returns
+from pykv._schema import Rule, Spec, operation
 from pykv._types import Array, ScalarOrArray, Stream
 
 
+@operation()
 def reshape_and_cache(
     key: Array,
     value: Array,
@@ -62,9 +63,9 @@ def reshape_and_cache(
             CUDA: by ``pykv.check_errors()``).
         TypeError: a dtype is wrong.
     """
-    _C.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, stream)
 
 
+@operation()
 def reshape_and_cache_flash(
     key: Array,
     value: Array,
@@ -78,11 +79,9 @@ def reshape_and_cache_flash(
     stream: Stream = None,
 ) -> None:
     """Write the keys and values of tokens into their slots of flash caches; else as :func:`reshape_and_cache`."""
-    _C.reshape_and_cache_flash(
-        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, stream
-    )
 
 
+@operation()
 def rotary_and_cache(
     positions: Array,
     query: Array,
@@ -125,12 +124,9 @@ def rotary_and_cache(
             CUDA: by ``pykv.check_errors()``).
         TypeError: a dtype is wrong.
     """
-    _C.rotary_and_cache(
-        positions, query, key, value, cos_sin_cache, is_neox, key_cache, value_cache, slot_mapping, kv_cache_dtype,
-        k_scale, v_scale, rope_dim_offset, stream,
-    )  # fmt: skip
 
 
+@operation()
 def copy_blocks(
     key_caches: Sequence[Array], value_caches: Sequence[Array], block_mapping: Array, *, stream: Stream = None
 ) -> None:
@@ -148,14 +144,14 @@ def copy_blocks(
             the host, and the row was skipped if it is on the device (raised by ``pykv.check_errors()``).
         TypeError: a dtype is wrong.
     """
-    _C.copy_blocks(key_caches, value_caches, block_mapping, stream)
 
 
+@operation()
 def copy_blocks_mla(kv_caches: Sequence[Array], block_mapping: Array, *, stream: Stream = None) -> None:
     """:func:`copy_blocks` for layers of one cache ``[NB, ...]`` each; all else as there."""
-    _C.copy_blocks_mla(kv_caches, block_mapping, stream)
 
 
+@operation()
 def swap_blocks(
     src: Array, dst: Array, block_size_in_bytes: int, block_mapping: Array, *, stream: Stream = None
 ) -> None:
@@ -173,9 +169,9 @@ def swap_blocks(
         ValueError: a block lies outside ``src`` or ``dst``, or the mapping not on the host; nothing was copied.
         TypeError: a dtype is wrong.
     """
-    _C.swap_blocks(src, dst, block_size_in_bytes, block_mapping, stream)
 
 
+@operation()
 def swap_blocks_layers(
     src_caches: Sequence[Array],
     dst_caches: Sequence[Array],
@@ -199,9 +195,9 @@ def swap_blocks_layers(
             the mapping not on the host; nothing was copied.
         TypeError: a dtype is wrong.
     """
-    _C.swap_blocks_layers(src_caches, dst_caches, block_size_in_bytes, block_mapping, stream)
 
 
+@operation(has_body=True)
 def swap_blocks_batch(
     src_ptrs: Array | Sequence[int],
     dst_ptrs: Array | Sequence[int],
@@ -249,7 +245,7 @@ def _fp8(arguments: Mapping[str, Any]) -> Spec:
     return Spec(shape, "float8_e5m2" if arguments["kv_dtype"] == "fp8_e5m2" else "float8_e4m3fn")
 
 
-@returns(output=_fp8)
+@operation(output=_fp8)
 def convert_fp8(
     output: Array, input: Array, scale: ScalarOrArray = 1.0, kv_dtype: str = "fp8", *, stream: Stream = None
 ) -> None:
@@ -266,4 +262,3 @@ def convert_fp8(
         ValueError: a shape or an option is wrong.
         TypeError: a dtype is wrong, or none of the two arrays has one-byte elements.
     """
-    _C.convert_fp8(output, input, scale, kv_dtype, stream)

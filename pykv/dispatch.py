@@ -11,8 +11,9 @@ the provider, ``rms_norm.mine = package.module:function`` (taken as they are, fo
 
 A call takes the first that is enabled, is for the platform of its first array and accepts the arguments: in the order
 of their priorities, registered ones (10 unless they say otherwise), ``pykv`` (0), ``native`` (-10).  ``-op`` (see
-:func:`configure`) leaves ``native`` alone.  As long as an operation has nothing registered and is enabled, none of this
-exists for it: calls go straight to the kernels.  ``pykv.jax``, whose calls are XLA's, always takes these.
+:func:`configure`) leaves ``native`` alone.  As long as an operation is enabled and nothing is registered that comes
+before ``pykv`` or is for another platform, none of this exists for it: calls go straight to the kernels.  ``pykv.jax``,
+whose calls are XLA's, always takes these.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
-from inspect import signature
 from typing import Any, Final, TypeVar
 
 from pykv import _C
@@ -75,6 +75,16 @@ class _Choice:
     implementations: list[Implementation] = field(default_factory=list)
     is_routed: bool = False  # calls come here
 
+    @property
+    def registered(self) -> list[Implementation]:
+        return [i for i in self.implementations if i.provider not in ("pykv", "native")]
+
+    def take(self, *args: Any, **kwargs: Any) -> None:
+        chosen, explanation = self.look(args, kwargs)
+        if chosen is None:
+            raise NotImplementedError(f"no implementation takes this call\n{explanation}")
+        chosen.function(*args, **kwargs)
+
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Implementation | None, Explanation]:
         platform = _platform_of(self.op, args, kwargs)
         reasons, chosen = [], None
@@ -83,6 +93,8 @@ class _Choice:
                 reason = f"{self.op.name} is disabled"
             elif chosen:
                 reason = "is not asked any more"
+            elif not self.is_routed and candidate.provider != "pykv":
+                reason = "is not asked: no implementation is registered that would be, and none is disabled"
             else:
                 refusal = candidate.refusal(platform, args, kwargs)
                 reason, chosen = (refusal, None) if refusal else ("is taken", candidate)
@@ -212,40 +224,15 @@ def _is_enabled(op: str) -> bool:
 
 
 def _route(choice: _Choice) -> None:
-    """Sends calls here if there is anything to choose, else straight to the kernels.
+    """Sends calls here if there is anything to choose, else straight to the kernels, which then know nothing of it.
 
-    The code of the function itself is exchanged: all names that it has anywhere mean the same, and where there is
-    nothing to choose nothing is left of the choice.
+    There is something to choose if an implementation comes before ours, or is for a platform that ours has not.
     """
-    wanted = not _is_enabled(choice.op.name) or any(
-        i.priority >= 0 and i.provider != "pykv" for i in choice.implementations
+    ours = next(i for i in choice.implementations if i.provider == "pykv")
+    choice.is_routed = not _is_enabled(choice.op.name) or any(
+        i.priority >= ours.priority or i.platforms - ours.platforms for i in choice.registered
     )
-    if wanted == choice.is_routed:
-        return
-    choice.is_routed = wanted
-    function, direct = choice.op.function, choice.op.direct
-    if wanted:
-        function.__dict__["__signature__"] = signature(direct)
-        function.__defaults__ = function.__kwdefaults__ = None
-        function.__globals__["__pykv_dispatch__"] = _dispatch
-        function.__code__ = _routing_code(choice.op.name)
-    else:
-        del function.__dict__["__signature__"]
-        function.__code__, function.__defaults__ = direct.__code__, direct.__defaults__
-        function.__kwdefaults__ = direct.__kwdefaults__
-
-
-def _routing_code(name: str) -> Any:
-    scope: dict[str, Any] = {}
-    exec(f"def {name}(*args, **kwargs): return __pykv_dispatch__({name!r}, args, kwargs)", scope)
-    return scope[name].__code__
-
-
-def _dispatch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    chosen, explanation = _choices()[name].look(args, kwargs)
-    if chosen is None:
-        raise NotImplementedError(f"no implementation takes this call\n{explanation}")
-    chosen.function(*args, **kwargs)
+    choice.op.function.route(choice.take if choice.is_routed else None)
 
 
 def _register_installed() -> None:

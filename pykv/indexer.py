@@ -6,10 +6,11 @@ A block of ``BS`` tokens holds first all values (float8_e4m3fn), then all scales
 
 from __future__ import annotations
 
-from pykv import _C
+from pykv._schema import operation
 from pykv._types import Array, Stream
 
 
+@operation()
 def indexer_k_quant_and_cache(
     k: Array,
     kv_cache: Array,
@@ -40,9 +41,9 @@ def indexer_k_quant_and_cache(
             CUDA: by ``pykv.check_errors()``).
         TypeError: a dtype is wrong.
     """
-    _C.indexer_k_quant_and_cache(k, kv_cache, slot_mapping, quant_block_size, kv_cache_dtype, stream)
 
 
+@operation()
 def cp_gather_indexer_k_quant_cache(
     kv_cache: Array,
     dst_k: Array,
@@ -72,4 +73,3 @@ def cp_gather_indexer_k_quant_cache(
             was not written (CPU: at once; CUDA: by ``pykv.check_errors()``).
         TypeError: a dtype is wrong.
     """
-    _C.cp_gather_indexer_k_quant_cache(kv_cache, dst_k, dst_scale, block_table, cu_seq_lens, seq_starts, stream)

@@ -40,7 +40,7 @@ def _check(op: Op, arguments: dict[str, Any]) -> None:
             return _C.Pointer(next(addresses), list(value.shape), numpy_dtype(value.dtype), _CHECK_ONLY, 0)
         return [fake(v) for v in value] if isinstance(value, list) else value
 
-    op.function(**{name: fake(value) for name, value in arguments.items()})
+    op.direct(**{name: fake(value) for name, value in arguments.items()})
 
 
 def _attribute(kind: str, value: Any) -> Any:

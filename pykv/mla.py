@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pykv import _C
-from pykv._schema import Rule, Spec, returns
+from pykv._schema import Rule, Spec, operation
 from pykv._types import Array, ScalarOrArray, Stream
 
 
+@operation()
 def concat_and_cache_mla(
     kv_c: Array,
     k_pe: Array,
@@ -46,9 +46,9 @@ def concat_and_cache_mla(
             CUDA: by ``pykv.check_errors()``).
         TypeError: a dtype is wrong.
     """
-    _C.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale, stream)
 
 
+@operation()
 def concat_and_cache_mla_rope_fused(
     positions: Array,
     q_pe: Array,
@@ -90,12 +90,9 @@ def concat_and_cache_mla_rope_fused(
             CUDA: by ``pykv.check_errors()``).
         TypeError: a dtype is wrong.
     """
-    _C.concat_and_cache_mla_rope_fused(
-        positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, slot_mapping, kv_cache, kv_cache_dtype, kv_cache_scale,
-        rotate_in_fp32, rotate_padded, stream,
-    )  # fmt: skip
 
 
+@operation()
 def cp_gather_cache(
     src_cache: Array,
     dst: Array,
@@ -125,9 +122,9 @@ def cp_gather_cache(
             was not written (CPU: at once; CUDA: by ``pykv.check_errors()``).
         TypeError: a dtype is wrong.
     """
-    _C.cp_gather_cache(src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts, stream)
 
 
+@operation()
 def gather_and_maybe_dequant_cache(
     src_cache: Array,
     dst: Array,
@@ -163,11 +160,9 @@ def gather_and_maybe_dequant_cache(
         ValueError: as there; or a request in ``token_to_seq`` is out of range.
         TypeError: a dtype is wrong.
     """
-    _C.gather_and_maybe_dequant_cache(
-        src_cache, dst, block_table, cu_seq_lens, token_to_seq, num_tokens, kv_cache_dtype, scale, seq_starts, stream
-    )
 
 
+@operation()
 def cp_gather_and_upconvert_fp8_kv_cache(
     src_cache: Array,
     dst: Array,
@@ -188,7 +183,6 @@ def cp_gather_and_upconvert_fp8_kv_cache(
         workspace_starts: ``[>= batch_size]``, ascending.
         batch_size, stream: as for :func:`cp_gather_cache`, and so are the errors.
     """
-    _C.cp_gather_and_upconvert_fp8_kv_cache(src_cache, dst, block_table, seq_lens, workspace_starts, batch_size, stream)
 
 
 @Rule
@@ -197,7 +191,7 @@ def _both_parts(arguments: Mapping[str, Any]) -> Spec:
     return Spec((*shape[:-1], shape[-1] + arguments["q_pe"].shape[-1]), dtype)
 
 
-@returns(q_out=_both_parts)
+@operation(q_out=_both_parts)
 def concat_mla_q(ql_nope: Array, q_pe: Array, q_out: Array, *, stream: Stream = None) -> None:
     """``q_out = concat(ql_nope, q_pe)`` along the last dimension, bit by bit.
 
@@ -212,4 +206,3 @@ def concat_mla_q(ql_nope: Array, q_pe: Array, q_out: Array, *, stream: Stream = 
         ValueError: a shape is wrong.
         TypeError: a dtype is wrong.
     """
-    _C.concat_mla_q(ql_nope, q_pe, q_out, stream)

@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pykv import _C
-from pykv._schema import Rule, Spec, like, returns
+from pykv._schema import Rule, Spec, like, operation
 from pykv._types import Array, ScalarOrArray, Stream
 
 
@@ -32,7 +31,7 @@ def _block_scales(arguments: Mapping[str, Any]) -> Spec:
     return Spec((math.prod(rows), width // arguments["group_size"]), "float32")
 
 
-@returns(out=like("input"))
+@operation(out=like("input"))
 def rms_norm(out: Array, input: Array, weight: Array | None, epsilon: float = 1e-6, *, stream: Stream = None) -> None:
     """Divide each row of ``input`` by its root mean square, times ``weight``, into ``out``.
 
@@ -49,9 +48,9 @@ def rms_norm(out: Array, input: Array, weight: Array | None, epsilon: float = 1e
         ValueError: shapes, strides or devices do not fit.
         TypeError: dtypes do not fit.
     """
-    _C.rms_norm(out, input, weight, epsilon, stream)
 
 
+@operation()
 def fused_add_rms_norm(
     input: Array, residual: Array, weight: Array | None, epsilon: float = 1e-6, *, stream: Stream = None
 ) -> None:
@@ -71,15 +70,14 @@ def fused_add_rms_norm(
         ValueError: shapes, strides or devices do not fit, or both arrays are the same memory.
         TypeError: dtypes do not fit.
     """
-    _C.fused_add_rms_norm(input, residual, weight, epsilon, stream)
 
 
-@returns(out=like("input"))
+@operation(out=like("input"))
 def gemma_rms_norm(out: Array, input: Array, weight: Array, epsilon: float = 1e-6, *, stream: Stream = None) -> None:
     """Compute :func:`rms_norm` with ``1 + weight``, a sum in fp32, in place of ``weight``, which is required."""
-    _C.gemma_rms_norm(out, input, weight, epsilon, stream)
 
 
+@operation()
 def gemma_fused_add_rms_norm(
     input: Array, residual: Array, weight: Array, epsilon: float = 1e-6, *, stream: Stream = None
 ) -> None:
@@ -88,10 +86,9 @@ def gemma_fused_add_rms_norm(
     ``residual`` may be float32 whatever the dtype of ``input``: then the sum is not rounded.  A model that keeps its
     residual in float32 widens it once, before the first such norm.
     """
-    _C.gemma_fused_add_rms_norm(input, residual, weight, epsilon, stream)
 
 
-@returns(out=like("input"))
+@operation(out=like("input"))
 def layer_norm(
     out: Array,
     input: Array,
@@ -120,10 +117,9 @@ def layer_norm(
         ValueError: shapes, strides or devices do not fit, or residual is the memory of another array.
         TypeError: dtypes do not fit.
     """
-    _C.layer_norm(out, input, weight, bias, epsilon, residual, stream)
 
 
-@returns(out=like("input"))
+@operation(out=like("input"))
 def rms_norm_gated(
     out: Array,
     input: Array,
@@ -156,10 +152,9 @@ def rms_norm_gated(
         ValueError: shapes, strides or devices do not fit, or the activation is not known.
         TypeError: dtypes do not fit.
     """
-    _C.rms_norm_gated(out, input, weight, z, epsilon, group_size, norm_before_gate, activation, stream)
 
 
-@returns(result=_codes)
+@operation(result=_codes)
 def rms_norm_static_fp8_quant(
     result: Array,
     input: Array,
@@ -185,10 +180,9 @@ def rms_norm_static_fp8_quant(
         ValueError: shapes, strides or devices do not fit.
         TypeError: dtypes do not fit.
     """
-    _C.rms_norm_static_fp8_quant(result, input, weight, scale, epsilon, stream)
 
 
-@returns(result=_codes)
+@operation(result=_codes)
 def fused_add_rms_norm_static_fp8_quant(
     result: Array,
     input: Array,
@@ -203,10 +197,9 @@ def fused_add_rms_norm_static_fp8_quant(
 
     ``input`` stays as it is; ``residual`` (written) is other memory than ``input`` and ``result``.
     """
-    _C.fused_add_rms_norm_static_fp8_quant(result, input, residual, weight, scale, epsilon, stream)
 
 
-@returns(result=_codes, scale=_row_scales)
+@operation(result=_codes, scale=_row_scales)
 def rms_norm_dynamic_per_token_quant(
     result: Array,
     input: Array,
@@ -242,10 +235,9 @@ def rms_norm_dynamic_per_token_quant(
         ValueError: shapes, strides or devices do not fit, or scale_ub is given for int8.
         TypeError: dtypes do not fit.
     """
-    _C.rms_norm_dynamic_per_token_quant(result, input, weight, scale, epsilon, scale_ub, residual, stream)
 
 
-@returns(result=_codes, scale=_block_scales)
+@operation(result=_codes, scale=_block_scales)
 def rms_norm_per_block_quant(
     result: Array,
     input: Array,
@@ -278,11 +270,9 @@ def rms_norm_per_block_quant(
         ValueError: shapes, strides or devices do not fit.
         TypeError: dtypes do not fit.
     """
-    _C.rms_norm_per_block_quant(
-        result, input, weight, scale, epsilon, scale_ub, residual, group_size, is_scale_transposed, stream
-    )
 
 
+@operation()
 def fused_qk_norm_rope(
     qkv: Array,
     num_heads_q: int,
@@ -324,17 +314,3 @@ def fused_qk_norm_rope(
         ValueError: shapes, strides or devices do not fit.
         TypeError: dtypes do not fit.
     """
-    _C.fused_qk_norm_rope(
-        qkv,
-        num_heads_q,
-        num_heads_k,
-        num_heads_v,
-        head_dim,
-        eps,
-        q_weight,
-        k_weight,
-        cos_sin_cache,
-        is_neox,
-        position_ids,
-        stream,
-    )

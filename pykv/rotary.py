@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from pykv import _C
-from pykv._schema import Rule, Spec, returns
+from pykv._schema import Rule, Spec, operation
 from pykv._types import Array, Stream
 
 
+@operation()
 def rotary_embedding(
     positions: Array,
     query: Array,
@@ -48,9 +48,9 @@ def rotary_embedding(
             as it is: at once on the CPU, on the GPU at the next ``pykv.check_errors()``.
         TypeError: dtypes do not fit.
     """
-    _C.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset, inverse, stream)
 
 
+@operation()
 def batched_rotary_embedding(
     positions: Array,
     query: Array,
@@ -82,11 +82,13 @@ def batched_rotary_embedding(
         ValueError: as :func:`rotary_embedding`.
         TypeError: dtypes do not fit.
     """
-    _C.batched_rotary_embedding(
-        positions, query, key, head_size, cos_sin_cache, is_neox, rot_dim, cos_sin_cache_offsets, stream
-    )
 
 
+def _sections(mrope_section: Array | Sequence[int]) -> Any:
+    return np.asarray(mrope_section, np.int64) if isinstance(mrope_section, Sequence) else mrope_section
+
+
+@operation(converters={"mrope_section": _sections})
 def mrope(
     positions: Array,
     query: Array,
@@ -121,8 +123,6 @@ def mrope(
         ValueError: as :func:`rotary_embedding`.
         TypeError: dtypes do not fit.
     """
-    sections = np.asarray(mrope_section, np.int64) if isinstance(mrope_section, Sequence) else mrope_section
-    _C.mrope(positions, query, key, head_size, cos_sin_cache, is_neox, sections, mrope_interleaved, stream)
 
 
 def _five_copies(arguments: Mapping[str, Any]) -> Spec:
@@ -130,7 +130,7 @@ def _five_copies(arguments: Mapping[str, Any]) -> Spec:
     return Spec((tokens, 5 * heads, *head), dtype)
 
 
-@returns(query_out=Rule(_five_copies))
+@operation(query_out=Rule(_five_copies))
 def dual_chunk_rotary_embedding(
     query_out: Array,
     positions: Array,
@@ -170,16 +170,3 @@ def dual_chunk_rotary_embedding(
             token is left out.
         TypeError: dtypes do not fit.
     """
-    _C.dual_chunk_rotary_embedding(
-        query_out,
-        positions,
-        query,
-        key,
-        head_size,
-        cos_sin_cache,
-        is_neox,
-        chunk_size,
-        local_size,
-        offsets,
-        stream,
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,13 +38,39 @@ def fives(out, input, weight, epsilon=1e-6, *, stream=None):
     out[...] = 5
 
 
+def routed(name="rms_norm"):
+    return dispatch._choices()[name].is_routed
+
+
 def test_nothing_is_left_of_it_where_there_is_nothing_to_choose():
-    code = rms_norm.__code__
     dispatch.register("rms_norm", "mine")(fives)
-    assert rms_norm.__code__ is not code
+    assert routed()
+    assert not routed("relu2")
     dispatch.unregister("rms_norm", "mine")
-    assert rms_norm.__code__ is code
-    assert "__signature__" not in rms_norm.__dict__
+    assert not routed()
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):  # of C again: it names what it lacks
+        rms_norm(1, 2)
+
+
+def test_what_comes_after_ours_is_taken_where_ours_cannot_be():
+    """A negative priority: behind the kernels, for a platform that they are not built for."""
+    choice = dispatch._choices()["rms_norm"]
+    ours = choice.implementations[0]
+    choice.implementations[0] = replace(ours, platforms=frozenset({"cuda"}))
+    try:
+        assert call()[0, 0] != 5
+        dispatch.register("rms_norm", "spare", priority=-1)(fives)
+        assert (call() == 5).all()
+        assert pykv.explain("rms_norm", *(np.ones((2, 8), np.float32),) * 2, None).chosen == "spare"
+    finally:
+        choice.implementations = [ours if i.provider == "pykv" else i for i in choice.implementations]
+
+
+def test_what_comes_after_ours_leaves_the_direct_way_where_ours_always_can():
+    dispatch.register("rms_norm", "spare", priority=-1, platforms=["cpu"])(fives)
+    assert not routed()
+    assert pykv.explain("rms_norm", *(np.ones((2, 8), np.float32),) * 2, None).chosen == "pykv"
+    assert_close(call(), np.ones((2, 8)), np.float32)
 
 
 def test_a_registered_function_is_taken_under_every_name():

@@ -1,5 +1,6 @@
 #include "array.h"
 
+#include <pybind11/gil_safe_call_once.h>
 #include <pybind11/numpy.h>
 
 #include <bit>
@@ -12,15 +13,6 @@
 namespace pykv::python {
 namespace {
 
-enum class Protocol { kNone, kPointer, kNumpy, kExchange, kCupy, kDlpack, kCudaInterface };
-
-struct TypeInfo {
-  Protocol protocol = Protocol::kNone;
-  const DLPackExchangeAPI* api = nullptr;
-  bool is_torch = false;
-  bool immutable = false;  // JAX, MLX: buffers are shared between arrays that look different, or are read later
-};
-
 [[noreturn]] void type_error(const std::string& message) { throw py::type_error(message); }
 [[noreturn]] void value_error(const std::string& message) { throw py::value_error(message); }
 
@@ -29,6 +21,8 @@ PyObject* interned(const char* name) {
   if (!s) throw py::error_already_set();
   return s;
 }
+
+PyObject* type_of(const py::object& object) { return reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())); }
 
 bool has_attribute(PyObject* object, const char* name) { return py::hasattr(py::handle(object), name); }
 
@@ -48,35 +42,47 @@ const DLPackExchangeAPI* exchange_api(PyTypeObject* type) {
 }
 
 TypeInfo inspect(PyTypeObject* type) {
+  TypeInfo info;
   PyObject* object = reinterpret_cast<PyObject*>(type);
-  if (is_pointer(object)) return {Protocol::kPointer};
-  static PyObject* ndarray = py::object(py::module_::import("numpy").attr("ndarray")).release().ptr();
-  if (PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(ndarray))) return {Protocol::kNumpy};
-  bool cupy = false, torch = false, immutable = false;
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> ndarray;
+  ndarray.call_once_and_store_result([] { return py::object(py::module_::import("numpy").attr("ndarray")); });
+  if (is_pointer(object)) {
+    info.protocol = Protocol::kPointer;
+    return info;
+  }
+  if (PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(ndarray.get_stored().ptr()))) {
+    info.protocol = Protocol::kNumpy;
+    return info;
+  }
+  bool cupy = false;
   for (py::handle base : py::reinterpret_borrow<py::tuple>(type->tp_mro)) {
     if (!has_attribute(base.ptr(), "__module__")) continue;
     const std::string module = py::str(base.attr("__module__")), name = py::str(base.attr("__name__"));
     cupy |= name == "ndarray" && module.rfind("cupy", 0) == 0;
-    torch |= name == "Tensor" && module == "torch";
-    immutable |= (module.rfind("jax", 0) == 0) && (name == "ArrayImpl" || name == "Array" || name == "Tracer");
-    immutable |= name == "array" && module == "mlx.core";
+    info.is_torch |= name == "Tensor" && module == "torch";
+    info.immutable |= (module.rfind("jax", 0) == 0) && (name == "ArrayImpl" || name == "Array" || name == "Tracer");
+    info.immutable |= name == "array" && module == "mlx.core";
   }
-  if (const DLPackExchangeAPI* api = exchange_api(type)) return {Protocol::kExchange, api, torch, immutable};
-  if (cupy) return {Protocol::kCupy};
-  if (has_attribute(object, "__dlpack__")) return {Protocol::kDlpack, nullptr, torch, immutable};
-  if (has_attribute(object, "__cuda_array_interface__")) return {Protocol::kCudaInterface};
-  return {};
+  if (info.is_torch) info.requires_grad = {object, "requires_grad"};
+  info.api = exchange_api(type);
+  if (info.api) {
+    info.protocol = Protocol::kExchange;
+  } else if (cupy) {
+    info.protocol = Protocol::kCupy;
+    info.data = {object, "data"};
+    info.shape = {object, "shape"};
+    info.strides = {object, "strides"};
+    info.dtype = {object, "dtype"};
+  } else if (has_attribute(object, "__dlpack__")) {
+    info.protocol = Protocol::kDlpack;
+  } else if (has_attribute(object, "__cuda_array_interface__")) {
+    info.protocol = Protocol::kCudaInterface;
+  }
+  return info;
 }
 
 // Keyed by exact type; the types are kept alive, so that an address never means another one.
 PointerMap<TypeInfo> types;
-
-const TypeInfo& type_info(PyTypeObject* type) {
-  if (const TypeInfo* known = types.find(type)) return *known;
-  const TypeInfo info = inspect(type);
-  Py_INCREF(type);
-  return types.add(type, info);
-}
 
 void call_deleter(PyObject* capsule) {
   if (PyCapsule_IsValid(capsule, "used_dltensor_versioned")) {
@@ -88,15 +94,29 @@ void call_deleter(PyObject* capsule) {
   }
 }
 
-void refuse_requires_grad(PyObject* tensor) {
-  static PyObject* name = interned("requires_grad");
-  PyObject* grad = PyObject_GetAttr(tensor, name);
-  if (!grad) throw py::error_already_set();
-  Py_DECREF(grad);
-  if (grad == Py_True) value_error("requires grad: autograd would not see that it is written; give tensor.detach()");
+void refuse_requires_grad(PyObject* tensor, const Attribute& requires_grad) {
+  if (requires_grad.of(tensor).ptr() == Py_True)
+    value_error("requires grad: autograd would not see that it is written; give tensor.detach()");
 }
 
 }  // namespace
+
+const TypeInfo& type_info(PyTypeObject* type) {
+  if (const TypeInfo* known = types.find(type)) return *known;
+  const TypeInfo info = inspect(type);
+  Py_INCREF(type);
+  return types.add(type, info);
+}
+
+Attribute::Attribute(PyObject* type, const char* name) : name_(interned(name)) {
+  PyObject* found = PyObject_GetAttr(type, name_);
+  if (!found) throw py::error_already_set();
+  if (Py_TYPE(found) == &PyGetSetDescr_Type) {
+    owner_ = PyDescr_TYPE(found);
+    getter_ = reinterpret_cast<PyGetSetDescrObject*>(found)->d_getset;
+  }
+  Py_DECREF(found);
+}
 
 const char* way_in(PyObject* type) {
   switch (type_info(reinterpret_cast<PyTypeObject*>(type)).protocol) {
@@ -148,47 +168,47 @@ DLDataType dtype_from_numpy(PyObject* dtype) {
   return dtypes.add(dtype, known->second);
 }
 
-Array::~Array() {
-  if (owner_) {
-    call_deleter(owner_);
-    Py_DECREF(owner_);
-  }
+void Array::release() {
+  call_deleter(owner_);
+  Py_DECREF(owner_);
 }
 
-void Array::borrow(PyObject* object, bool written, int position) {
+bool Array::borrow(PyObject* object, const TypeInfo& info, CurrentStreams& streams, bool written, int position) {
   position_ = position;
-  if (object == Py_None) return;
   none_ = false;
   written_ = written;
-  if (PyFloat_CheckExact(object) && borrow_number(object)) return;
-  const TypeInfo& info = type_info(Py_TYPE(object));
   if (written && info.immutable)
     value_error(
         "an array of JAX or MLX cannot be written in place: its buffer may be shared; give one of NumPy, CuPy or "
         "torch");
-  if (written && info.is_torch) refuse_requires_grad(object);
+  if (written && info.is_torch) refuse_requires_grad(object, info.requires_grad);
   switch (info.protocol) {
     case Protocol::kPointer:
       tensor_ = pointer_tensor(object);
-      return;
+      return false;
     case Protocol::kNumpy:
-      return borrow_numpy(object);
+      borrow_numpy(object);
+      return false;
     case Protocol::kExchange:
-      return borrow_exchange(object, info.api);
+      borrow_exchange(object, info.api, streams);
+      return producer_.known;
     case Protocol::kCupy:
-      return borrow_cupy(object);
+      borrow_cupy(object, info, streams);
+      return true;
     case Protocol::kDlpack:
       pending_ = object;
-      return;
+      return true;
     case Protocol::kCudaInterface:
-      return borrow_cuda_interface(object);
+      borrow_cuda_interface(object);
+      return producer_.known;
     case Protocol::kNone:
-      if (borrow_number(object)) return;
+      if (borrow_number(object)) return false;
       type_error(
           "an array (NumPy, CuPy, torch, JAX, or anything with __dlpack__ or __cuda_array_interface__) is required, "
           "got " +
           std::string(Py_TYPE(object)->tp_name));
   }
+  return false;
 }
 
 // A Python number stands for a scale: a scalar float32 on the host.
@@ -200,8 +220,7 @@ bool Array::borrow_number(PyObject* object) {
     return false;
   }
   if (written_) type_error("an array is required, got a number");
-  number_ = static_cast<float>(value);
-  tensor_ = {&number_, {kDLCPU, 0}, 0, {kDLFloat, 32, 1}, shape_, strides_, 0};
+  set_number(value);
   return true;
 }
 
@@ -215,10 +234,11 @@ void Array::keep_shape() {
 }
 
 // Element sizes are powers of two; divisions are what a call with eight arrays would notice.
-void Array::take_strides_in_bytes(int64_t itemsize) {
+inline void Array::take_strides_in_bytes() {
+  const int64_t itemsize = tensor_.dtype.bits / 8;
   const int log2 = std::countr_zero(static_cast<uint64_t>(itemsize));
   for (int i = 0; i < tensor_.ndim; ++i) {
-    if (shape_[i] > 1 && (strides_[i] & (itemsize - 1)) != 0)
+    if ((strides_[i] & (itemsize - 1)) != 0 && shape_[i] > 1)
       value_error("strides must be multiples of the element size of " + std::to_string(itemsize) + " bytes, got " +
                   std::to_string(strides_[i]));
     strides_[i] >>= log2;
@@ -236,41 +256,35 @@ void Array::borrow_numpy(PyObject* object) {
     shape_[i] = a->dimensions[i];
     strides_[i] = a->strides[i];
   }
-  take_strides_in_bytes(tensor_.dtype.bits / 8);
+  take_strides_in_bytes();
 }
 
-void Array::borrow_exchange(PyObject* object, const DLPackExchangeAPI* api) {
+void Array::borrow_exchange(PyObject* object, const DLPackExchangeAPI* api, CurrentStreams& streams) {
   if (api->dltensor_from_py_object_no_sync(object, &tensor_) != 0) throw py::error_already_set();
   keep_shape();
-  if (on_cuda()) {
-    if (api->current_work_stream(tensor_.device.device_type, tensor_.device.device_id, &producer_.stream) != 0)
+  if (!on_cuda()) return;
+  const DLDevice device = tensor_.device;
+  const DLDevice known = streams.device;
+  if (streams.api != api || known.device_type != device.device_type || known.device_id != device.device_id) {
+    if (api->current_work_stream(device.device_type, device.device_id, &streams.stream) != 0)
       throw py::error_already_set();
-    producer_.known = true;
+    streams.api = api;
+    streams.device = device;
   }
+  producer_ = {true, streams.stream};
 }
 
-void Array::borrow_cupy(PyObject* object) {
-  static PyObject* data = interned("data");
-  static PyObject* pointer = interned("ptr");
-  static PyObject* shape = interned("shape");
-  static PyObject* strides = interned("strides");
-  static PyObject* dtype = interned("dtype");
-  static PyObject* device_id = interned("device_id");
-  static PyObject* current_stream =
-      py::object(py::module_::import("cupy").attr("cuda").attr("get_current_stream")).release().ptr();
-  const auto get = [](PyObject* from, PyObject* name) {
-    PyObject* found = PyObject_GetAttr(from, name);
-    if (!found) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(found);
-  };
-  const py::object memory = get(object, data);
-  const py::tuple sizes = get(object, shape), steps = get(object, strides);
+void Array::borrow_cupy(PyObject* object, const TypeInfo& info, CurrentStreams& streams) {
+  const py::object memory = info.data.of(object);
+  static const Attribute pointer(type_of(memory), "ptr");
+  static const Attribute device_id(type_of(memory), "device_id");
+  const py::tuple sizes = info.shape.of(object), steps = info.strides.of(object);
   const int ndim = static_cast<int>(sizes.size());
   if (ndim > kMaxRank) value_error("at most 8 dimensions are supported, got " + std::to_string(ndim));
-  tensor_ = {PyLong_AsVoidPtr(get(memory.ptr(), pointer).ptr()),
-             {kDLCUDA, static_cast<int32_t>(PyLong_AsLong(get(memory.ptr(), device_id).ptr()))},
+  tensor_ = {PyLong_AsVoidPtr(pointer.of(memory.ptr()).ptr()),
+             {kDLCUDA, static_cast<int32_t>(PyLong_AsLong(device_id.of(memory.ptr()).ptr()))},
              ndim,
-             dtype_from_numpy(get(object, dtype).ptr()),
+             dtype_from_numpy(info.dtype.of(object).ptr()),
              shape_,
              strides_,
              0};
@@ -279,10 +293,16 @@ void Array::borrow_cupy(PyObject* object) {
     strides_[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(steps.ptr(), i));
   }
   if (PyErr_Occurred()) throw py::error_already_set();
-  take_strides_in_bytes(tensor_.dtype.bits / 8);
-  const py::object stream = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(current_stream));
-  if (!stream) throw py::error_already_set();
-  producer_ = {true, PyLong_AsVoidPtr(get(stream.ptr(), pointer).ptr())};
+  take_strides_in_bytes();
+  if (!streams.cupy.known) {
+    PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> current_stream;
+    current_stream.call_once_and_store_result(
+        [] { return py::object(py::module_::import("cupy").attr("cuda").attr("get_current_stream")); });
+    const py::object stream = current_stream.get_stored()();
+    static const Attribute stream_pointer(type_of(stream), "ptr");
+    streams.cupy = {true, PyLong_AsVoidPtr(stream_pointer.of(stream.ptr()).ptr())};
+  }
+  producer_ = streams.cupy;
 }
 
 void Array::borrow_cuda_interface(PyObject* object) {
@@ -304,7 +324,7 @@ void Array::borrow_cuda_interface(PyObject* object) {
   if (face.contains("strides") && !face["strides"].is_none()) {
     const py::tuple steps = face["strides"];
     for (int i = 0; i < ndim; ++i) strides_[i] = py::cast<int64_t>(steps[i]);
-    take_strides_in_bytes(tensor_.dtype.bits / 8);
+    take_strides_in_bytes();
   }
   // the interface names no device: the owner may (Numba: context.device.id)
   if (has_attribute(object, "gpu_data")) {

@@ -20,10 +20,49 @@ struct StreamChoice {
   void* stream = nullptr;
 };
 
+// An attribute that every call reads: by the type's own getter of C, where it has one, without a look-up.
+class Attribute {
+ public:
+  constexpr Attribute() = default;
+  Attribute(PyObject* type, const char* name);  // both live for ever
+  py::object of(PyObject* object) const {
+    PyObject* found = getter_ && PyObject_TypeCheck(object, owner_) ? getter_->get(object, getter_->closure)
+                                                                    : PyObject_GetAttr(object, name_);
+    if (!found) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(found);
+  }
+
+ private:
+  PyObject* name_ = nullptr;
+  PyTypeObject* owner_ = nullptr;  // whose objects the getter takes
+  const PyGetSetDef* getter_ = nullptr;
+};
+
+enum class Protocol { kNone, kPointer, kNumpy, kExchange, kCupy, kDlpack, kCudaInterface };
+
+// What is known of the arrays of a Python type.
+struct TypeInfo {
+  Protocol protocol = Protocol::kNone;
+  const DLPackExchangeAPI* api = nullptr;
+  bool is_torch = false;
+  bool immutable = false;     // JAX, MLX: buffers are shared between arrays that look different, or are read later
+  Attribute requires_grad{};  // torch
+  Attribute data{}, shape{}, strides{}, dtype{};  // CuPy
+};
+const TypeInfo& type_info(PyTypeObject* type);
+
 // The stream on which a producer's work on an array was enqueued.
 struct Producer {
   bool known = false;
   void* stream = nullptr;
+};
+
+// The current streams that the arrays of a call have asked their libraries for: a call asks once.
+struct CurrentStreams {
+  Producer cupy;
+  const DLPackExchangeAPI* api = nullptr;  // of whom `stream` is, on `device`
+  DLDevice device;
+  void* stream;
 };
 
 class Array {
@@ -31,10 +70,19 @@ class Array {
   Array() {}
   Array(const Array&) = delete;
   Array& operator=(const Array&) = delete;
-  ~Array();
+  ~Array() {
+    if (owner_) release();
+  }
 
-  // First pass: everything but `__dlpack__`, whose producers must be told the stream of the call.
-  void borrow(PyObject* object, bool written, int position);
+  // First pass: everything but `__dlpack__`, whose producers must be told the stream of the call.  Tells whether the
+  // stream of the call matters: to this array, or because this array has one.
+  bool borrow(PyObject* object, const TypeInfo& info, CurrentStreams& streams, bool written, int position);
+  // A Python number in place of an array that is read: a scalar float32 on the host.
+  void set_number(double value) {
+    none_ = false;
+    number_ = static_cast<float>(value);
+    tensor_ = {&number_, {kDLCPU, 0}, 0, {kDLFloat, 32, 1}, shape_, strides_, 0};
+  }
   // Second pass: those that were left, ordered before `stream`.
   void finish(bool stream_known, void* stream);
 
@@ -49,12 +97,13 @@ class Array {
   Array* next = nullptr;  // of the call
 
  private:
+  void release();
   void borrow_numpy(PyObject* object);
-  void borrow_exchange(PyObject* object, const DLPackExchangeAPI* api);
-  void borrow_cupy(PyObject* object);
+  void borrow_exchange(PyObject* object, const DLPackExchangeAPI* api, CurrentStreams& streams);
+  void borrow_cupy(PyObject* object, const TypeInfo& info, CurrentStreams& streams);
   void borrow_cuda_interface(PyObject* object);
   bool borrow_number(PyObject* object);
-  void take_strides_in_bytes(int64_t itemsize);
+  void take_strides_in_bytes();
   void keep_shape();
 
   int position_ = -1;

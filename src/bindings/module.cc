@@ -1,4 +1,5 @@
 // pykv._C: the C library as positional Python functions.
+#include "function.h"
 #include "op.h"
 #include "pykv/attention.h"
 #include "pykv/cpu.h"
@@ -12,6 +13,7 @@ void bind_rotary(Module& m);
 namespace pykv::python {
 
 PYBIND11_MODULE(_C, m) {
+  bind_function(m);
   bind_pointer(m);
   m.def("version", pykv_version);
   m.def("has_cuda", pykv_has_cuda);

@@ -55,7 +55,7 @@ void raise_status(pykv_status status) {
   PyErr_SetString(type, pykv_last_error());
 }
 
-void* Frame::resolve_stream(const StreamChoice& choice) {
+void* Frame::resolve_streams(const StreamChoice& choice) {
   bool known = choice.given;
   void* stream = choice.stream;
   for (const Array* a = first_; a && !known; a = a->next) {

@@ -35,14 +35,26 @@ class Frame {
   void add(Array& array, PyObject* object, bool written) {
     *last_ = &array;
     last_ = &array.next;
-    array.borrow(object, written, at_.position);
+    if (object == Py_None) return;
+    if (!written && PyFloat_CheckExact(object)) return array.set_number(PyFloat_AS_DOUBLE(object));
+    if (Py_TYPE(object) != type_) {  // as a rule all arrays of a call are of one
+      type_ = Py_TYPE(object);
+      info_ = &type_info(type_);
+    }
+    streams_matter_ |= array.borrow(object, *info_, streams_, written, at_.position);
   }
 
   // Decides the stream, orders the producers before it and finishes what had to wait for it.
-  void* resolve_stream(const StreamChoice& choice);
+  void* resolve_stream(const StreamChoice& choice) { return streams_matter_ ? resolve_streams(choice) : choice.stream; }
 
  private:
+  void* resolve_streams(const StreamChoice& choice);
+
   Failure& at_;
+  PyTypeObject* type_ = nullptr;
+  const TypeInfo* info_ = nullptr;
+  CurrentStreams streams_;
+  bool streams_matter_ = false;
   Array* first_ = nullptr;
   Array** last_ = &first_;
 };
@@ -102,7 +114,7 @@ struct Argument<double> {
   static constexpr const char* kKind = "float";
   double value;
   void take(Frame&, PyObject* object) {
-    value = PyFloat_AsDouble(object);
+    value = PyFloat_CheckExact(object) ? PyFloat_AS_DOUBLE(object) : PyFloat_AsDouble(object);
     if (value == -1.0 && PyErr_Occurred()) throw py::error_already_set();
   }
   double get() { return value; }

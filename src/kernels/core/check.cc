@@ -9,26 +9,6 @@
 namespace pykv {
 namespace {
 
-DType to_dtype(DLDataType t) {
-  if (t.lanes != 1) return DType::kOther;
-  switch (t.code) {
-    case kDLFloat:
-      return t.bits == 32 ? DType::kFloat32 : t.bits == 16 ? DType::kFloat16 : DType::kOther;
-    case kDLBfloat:
-      return t.bits == 16 ? DType::kBFloat16 : DType::kOther;
-    case kDLInt:
-      return t.bits == 64 ? DType::kInt64 : t.bits == 32 ? DType::kInt32 : t.bits == 8 ? DType::kInt8 : DType::kOther;
-    case kDLUInt:
-      return t.bits == 8 ? DType::kUInt8 : DType::kOther;
-    case kDLFloat8_e4m3fn:
-      return DType::kFloat8E4M3;
-    case kDLFloat8_e5m2:
-      return DType::kFloat8E5M2;
-    default:
-      return DType::kOther;
-  }
-}
-
 const char* kind_of(DLDataType t) {
   switch (t.code) {
     case kDLInt:
@@ -56,38 +36,19 @@ std::string list_of(std::initializer_list<DType> types) {
 
 }  // namespace
 
-Tensor::Tensor(const char* name, const DLTensor* t) : name_(name) {
+void Tensor::fail_array(const char* name, const DLTensor* t) {
   if (!t) pykv::fail(PYKV_TYPE_ERROR, "%s: an array is required, got None", name);
   if (t->ndim < 0 || t->ndim > kMaxRank)
     pykv::fail(PYKV_VALUE_ERROR, "%s: at most %d dimensions are supported, got %d", name, kMaxRank, t->ndim);
-  ndim_ = t->ndim;
-  shape_ = t->shape;
-  dtype_ = to_dtype(t->dtype);
-  if (dtype_ == DType::kOther)
+  if (to_dtype(t->dtype) == DType::kOther)
     pykv::fail(PYKV_TYPE_ERROR, "%s: elements of %s%d are not supported", name, kind_of(t->dtype), t->dtype.bits);
-  data_ = static_cast<char*>(t->data) + t->byte_offset;
-  switch (t->device.device_type) {
-    case kDLCPU:
-    case kDLCUDAHost:
-      device_ = {kDLCPU, 0};
-      break;
-    case kDLCUDA:
-    case kDLCUDAManaged:
-      device_ = {kDLCUDA, t->device.device_id};
-      break;
-    case kDLExtDev:
-      device_ = t->device;
-      break;
-    default:
-      pykv::fail(PYKV_VALUE_ERROR, "%s: must lie on the CPU or on a CUDA device, got DLPack device type %d", name,
-                 static_cast<int>(t->device.device_type));
-  }
-  strides_ = t->strides;
-  for (int i = 0; i < ndim_; ++i)
-    if (shape_[i] < 0) pykv::fail(PYKV_VALUE_ERROR, "%s: dimension %d is negative: %" PRId64, name, i, shape_[i]);
-  if (!t->data && numel() > 0 && device_.device_type != kDLExtDev)
-    pykv::fail(PYKV_VALUE_ERROR, "%s: has shape %s but no memory (a fake, lazy or freed array?)", name,
-               shape_string().c_str());
+  if (!plain(t->device).device_type)
+    pykv::fail(PYKV_VALUE_ERROR, "%s: must lie on the CPU or on a CUDA device, got DLPack device type %d", name,
+               static_cast<int>(t->device.device_type));
+  for (int i = 0; i < t->ndim; ++i)
+    if (t->shape[i] < 0) pykv::fail(PYKV_VALUE_ERROR, "%s: dimension %d is negative: %" PRId64, name, i, t->shape[i]);
+  pykv::fail(PYKV_VALUE_ERROR, "%s: has shape %s but no memory (a fake, lazy or freed array?)", name,
+             shape_string(t->ndim, t->shape).c_str());
 }
 
 void Tensor::fail(pykv_status status, const char* format, ...) const {
@@ -99,22 +60,10 @@ void Tensor::fail(pykv_status status, const char* format, ...) const {
   pykv::fail(status, "%s: %s", name_, buffer);
 }
 
-std::string Tensor::shape_string() const {
+std::string Tensor::shape_string(int ndim, const int64_t* shape) {
   std::string s = "[";
-  for (int i = 0; i < ndim_; ++i) s += (i ? ", " : "") + std::to_string(shape_[i]);
+  for (int i = 0; i < ndim; ++i) s += (i ? ", " : "") + std::to_string(shape[i]);
   return s + "]";
-}
-
-int64_t Tensor::compact_stride(int axis) const {
-  int64_t n = 1;
-  for (int i = axis + 1; i < ndim_; ++i) n *= shape_[i] > 0 ? shape_[i] : 1;
-  return n;
-}
-
-int64_t Tensor::numel() const {
-  int64_t n = 1;
-  for (int i = 0; i < ndim_; ++i) n *= shape_[i];
-  return n;
 }
 
 void Tensor::fail_rank(int low, int high) const {
@@ -129,16 +78,12 @@ void Tensor::fail_dim(int axis, const Dim& d) const {
        static_cast<int64_t>(d), shape_string().c_str());
 }
 
-Tensor& Tensor::dtype(std::initializer_list<DType> allowed) {
-  for (DType t : allowed)
-    if (t == dtype_) return *this;
+void Tensor::fail_dtype(std::initializer_list<DType> allowed) const {
   fail(PYKV_TYPE_ERROR, "dtype must be %s, got %s", list_of(allowed).c_str(), name_of(dtype_));
 }
 
-Tensor& Tensor::like(const Tensor& other) {
-  if (dtype_ != other.dtype_)
-    fail(PYKV_TYPE_ERROR, "dtype must be that of %s, %s, got %s", other.name_, name_of(other.dtype_), name_of(dtype_));
-  return *this;
+void Tensor::fail_like(const Tensor& other) const {
+  fail(PYKV_TYPE_ERROR, "dtype must be that of %s, %s, got %s", other.name_, name_of(other.dtype_), name_of(dtype_));
 }
 
 Tensor& Tensor::same_shape(const Tensor& other) {
@@ -148,10 +93,8 @@ Tensor& Tensor::same_shape(const Tensor& other) {
   return *this;
 }
 
-Tensor& Tensor::contiguous_rows() {
-  if (ndim_ > 0 && numel() > 0 && stride(ndim_ - 1) != 1)
-    fail(PYKV_VALUE_ERROR, "the last dimension must be contiguous (stride 1), got stride %" PRId64, stride(ndim_ - 1));
-  return *this;
+void Tensor::fail_rows() const {
+  fail(PYKV_VALUE_ERROR, "the last dimension must be contiguous (stride 1), got stride %" PRId64, stride(ndim_ - 1));
 }
 
 Tensor& Tensor::contiguous() {
@@ -165,17 +108,10 @@ Tensor& Tensor::contiguous() {
   return *this;
 }
 
-Tensor& Tensor::no_overlap_within() {
-  for (int i = 0; i < ndim_; ++i)
-    if (shape_[i] > 1 && stride(i) == 0 && numel() > 0)
-      fail(PYKV_VALUE_ERROR, "is written, but dimension %d of shape %s has stride 0 (an expanded view?)", i,
-           shape_string().c_str());
-  return *this;
-}
-
-Index Tensor::index() {
-  dtype({DType::kInt64, DType::kInt32});
-  return {data_, ndim_ ? stride(ndim_ - 1) : 1, dtype_ == DType::kInt64};
+void Tensor::fail_overlap(int axis) const {
+  if (numel() == 0) return;
+  fail(PYKV_VALUE_ERROR, "is written, but dimension %d of shape %s has stride 0 (an expanded view?)", axis,
+       shape_string().c_str());
 }
 
 Rows Tensor::rows() const {
@@ -215,12 +151,12 @@ KvFormat kv_format(const char* name, const Tensor& cache, DType data, std::initi
       {"fp8_e5m2", KvFormat::kE5M2, DType::kFloat8E5M2}, {"int8", KvFormat::kInt8, DType::kInt8},
       {"nvfp4", KvFormat::kNvfp4, DType::kUInt8},
   };
-  std::string names;
-  for (const Choice& c : kChoices) {
+  const auto is_offered = [&](const Choice& c) {
     const bool extra = c.format == KvFormat::kInt8 || c.format == KvFormat::kNvfp4;
-    if (extra && std::find(more.begin(), more.end(), c.format) == more.end()) continue;
-    names += (names.empty() ? "'" : ", '") + std::string(c.name) + "'";
-    if (std::strcmp(name, c.name) != 0) continue;
+    return !extra || std::find(more.begin(), more.end(), c.format) != more.end();
+  };
+  for (const Choice& c : kChoices) {
+    if (std::strcmp(name, c.name) != 0 || !is_offered(c)) continue;
     if (c.format == KvFormat::kSame) {
       if (c.dtype != DType::kOther && c.dtype != data)
         fail(PYKV_TYPE_ERROR, "kv_cache_dtype: '%s' needs data of that dtype, got %s", name, name_of(data));
@@ -233,6 +169,9 @@ KvFormat kv_format(const char* name, const Tensor& cache, DType data, std::initi
     }
     return c.format;
   }
+  std::string names;
+  for (const Choice& c : kChoices)
+    if (is_offered(c)) names += (names.empty() ? "'" : ", '") + std::string(c.name) + "'";
   fail(PYKV_VALUE_ERROR, "kv_cache_dtype: must be one of %s, got '%s'", names.c_str(), name);
 }
 

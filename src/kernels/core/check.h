@@ -27,13 +27,55 @@ class Dim {
 
 inline constexpr std::initializer_list<DType> kFloats = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
 
+inline DType to_dtype(DLDataType t) {
+  if (t.lanes != 1) return DType::kOther;
+  switch (t.code) {
+    case kDLFloat:
+      return t.bits == 32 ? DType::kFloat32 : t.bits == 16 ? DType::kFloat16 : DType::kOther;
+    case kDLBfloat:
+      return t.bits == 16 ? DType::kBFloat16 : DType::kOther;
+    case kDLInt:
+      return t.bits == 64 ? DType::kInt64 : t.bits == 32 ? DType::kInt32 : t.bits == 8 ? DType::kInt8 : DType::kOther;
+    case kDLUInt:
+      return t.bits == 8 ? DType::kUInt8 : DType::kOther;
+    case kDLFloat8_e4m3fn:
+      return DType::kFloat8E4M3;
+    case kDLFloat8_e5m2:
+      return DType::kFloat8E5M2;
+    default:
+      return DType::kOther;
+  }
+}
+
 // An argument under inspection: a DLTensor with its name, its dtype and its strides made plain.  A null argument fails
 // on construction; ask `if (alibi_slopes)` first where an argument is optional.
 class Tensor {
  public:
   static constexpr int kMaxRank = 8;
 
-  Tensor(const char* name, const DLTensor* t);
+  Tensor(const char* name, const DLTensor* t) : name_(name) {
+    if (!t || t->ndim < 0 || t->ndim > kMaxRank) fail_array(name, t);
+    data_ = static_cast<char*>(t->data) + t->byte_offset;
+    dtype_ = to_dtype(t->dtype);
+    device_ = plain(t->device);
+    ndim_ = t->ndim;
+    shape_ = t->shape;
+    strides_ = t->strides;
+    int64_t sign = 0;
+    for (int i = 0; i < ndim_; ++i) sign |= shape_[i];
+    const bool without_memory = !t->data && device_.device_type != kDLExtDev;
+    if (sign < 0 || dtype_ == DType::kOther || !device_.device_type || (without_memory && numel() > 0))
+      fail_array(name, t);
+  }
+  // Member by member: a copy in wide pieces of what has just been written in narrow ones would stall.
+  Tensor(const Tensor& t)
+      : name_(t.name_),
+        data_(t.data_),
+        device_(t.device_),
+        dtype_(t.dtype_),
+        ndim_(t.ndim_),
+        shape_(t.shape_),
+        strides_(t.strides_) {}
 
   // Checks; each returns the tensor, so that they chain.
   template <class... Dims>
@@ -56,12 +98,26 @@ class Tensor {
     return *this;
   }
   Tensor& last_dim(Dim& d) { return dim(-1, d); }
-  Tensor& dtype(std::initializer_list<DType> allowed);
-  Tensor& like(const Tensor& other);        // the same dtype
+  Tensor& dtype(std::initializer_list<DType> allowed) {
+    for (DType t : allowed)
+      if (t == dtype_) return *this;
+    fail_dtype(allowed);
+  }
+  Tensor& like(const Tensor& other) {  // the same dtype
+    if (dtype_ != other.dtype_) fail_like(other);
+    return *this;
+  }
   Tensor& same_shape(const Tensor& other);  // and the same rank
-  Tensor& contiguous_rows();                // the last dimension has stride 1
+  Tensor& contiguous_rows() {               // the last dimension has stride 1
+    if (ndim_ > 0 && stride(ndim_ - 1) != 1 && numel() > 0) fail_rows();
+    return *this;
+  }
   Tensor& contiguous();
-  Tensor& no_overlap_within();  // an array to be written: no two elements at one address (stride 0)
+  Tensor& no_overlap_within() {  // an array to be written: no two elements at one address (stride 0)
+    for (int i = 0; i < ndim_ && strides_; ++i)
+      if (shape_[i] > 1 && strides_[i] == 0) fail_overlap(i);
+    return *this;
+  }
 
   const char* name() const { return name_; }
   DType type() const { return dtype_; }
@@ -73,21 +129,53 @@ class Tensor {
     const int i = axis < 0 ? axis + ndim_ : axis;
     return strides_ && shape_[i] != 1 ? strides_[i] : compact_stride(i);
   }
-  int64_t numel() const;
+  int64_t numel() const {
+    int64_t n = 1;
+    for (int i = 0; i < ndim_; ++i) n *= shape_[i];
+    return n;
+  }
   void* data() const { return data_; }
 
   // A one-dimensional (or scalar) array of int32 or int64 ids.
-  Index index();
+  Index index() {
+    dtype({DType::kInt64, DType::kInt32});
+    return {data_, ndim_ ? stride(ndim_ - 1) : 1, dtype_ == DType::kInt64};
+  }
   // All but the last dimension, as numbered rows.
   Rows rows() const;
 
-  std::string shape_string() const;
+  std::string shape_string() const { return shape_string(ndim_, shape_); }
   [[noreturn]] __attribute__((format(printf, 3, 4))) void fail(pykv_status status, const char* format, ...) const;
 
  private:
-  int64_t compact_stride(int axis) const;
+  int64_t compact_stride(int axis) const {
+    int64_t n = 1;
+    for (int i = axis + 1; i < ndim_; ++i) n *= shape_[i] > 0 ? shape_[i] : 1;
+    return n;
+  }
+  // What is the host's is the CPU's; device_type 0: neither on the CPU nor on a CUDA device.
+  static DLDevice plain(DLDevice device) {
+    switch (device.device_type) {
+      case kDLCPU:
+      case kDLCUDAHost:
+        return {kDLCPU, 0};
+      case kDLCUDA:
+      case kDLCUDAManaged:
+        return {kDLCUDA, device.device_id};
+      case kDLExtDev:
+        return device;
+      default:
+        return {};
+    }
+  }
+  static std::string shape_string(int ndim, const int64_t* shape);
+  [[noreturn]] static void fail_array(const char* name, const DLTensor* t);
   [[noreturn]] void fail_rank(int low, int high) const;
   [[noreturn]] void fail_dim(int axis, const Dim& d) const;
+  [[noreturn]] void fail_dtype(std::initializer_list<DType> allowed) const;
+  [[noreturn]] void fail_like(const Tensor& other) const;
+  [[noreturn]] void fail_rows() const;
+  void fail_overlap(int axis) const;
 
   const char* name_;
   void* data_;

@@ -1,0 +1,110 @@
+"""The operations as callables: of C, and yet what their Python definitions say."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import typing
+
+import numpy as np
+import pytest
+from tolerance import assert_close
+
+import pykv
+from pykv._schema import all_ops, operation
+
+OUT, X = np.zeros((2, 8), np.float32), np.ones((2, 8), np.float32)
+
+
+@pytest.mark.parametrize("name", sorted(all_ops()))
+def test_they_are_callables_of_c(name):
+    function = getattr(pykv, name)
+    assert type(function) is pykv._C.Function
+    assert function.__name__ == function.__qualname__ == name
+    assert inspect.isroutine(function)  # help() shows it as a function
+    assert inspect.signature(function) == inspect.signature(function.__wrapped__)
+    assert typing.get_type_hints(function)["return"] is type(None)
+    assert pickle.loads(pickle.dumps(function)) is copy.deepcopy(function) is function
+    assert repr(function) == f"<operation {name}>"
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((OUT, X, None), {}),
+        ((OUT, X, None, 1e-6), {"stream": None}),
+        ((OUT, X), {"weight": None}),
+        ((OUT,), {"epsilon": 1e-6, "weight": None, "input": X}),
+        ((), {"stream": None, "epsilon": 1e-6, "weight": None, "input": X, "out": OUT}),
+        ((OUT, X), {"".join(["wei", "ght"]): None}),  # a name that is not interned
+    ],
+)
+def test_arguments_by_position_and_by_name(args, kwargs):
+    OUT[...] = 0
+    pykv.rms_norm(*args, **kwargs)
+    assert_close(OUT, np.ones((2, 8)), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((), {}),
+        ((OUT, X), {}),
+        ((OUT, X), {"stream": None}),
+        ((OUT, X, None, 1e-6, None), {}),
+        ((OUT, X, None), {"out": OUT}),
+        ((OUT, X, None), {"what": 1}),
+        ((OUT, X, None), {"epsilon": 1, "what": 1}),
+    ],
+)
+def test_wrong_arguments_are_refused_in_the_words_of_python(args, kwargs):
+    with pytest.raises(TypeError) as wanted:
+        pykv.rms_norm.__wrapped__(*args, **kwargs)
+    with pytest.raises(TypeError) as got:
+        pykv.rms_norm(*args, **kwargs)
+    assert str(got.value) == str(wanted.value)
+
+
+def test_converters_make_what_c_takes():
+    calls = []
+
+    def halved(value):
+        calls.append(value)
+        if value is None:
+            return 1e-6
+        if value < 0:
+            raise ValueError("negative")
+        return value / 2
+
+    def rms_norm(out, input, weight, epsilon=None, *, stream=None): ...
+
+    function = operation(converters={"epsilon": halved})(rms_norm)
+    assert calls == [None]  # the default, once and for all
+    for arguments in ((OUT, X, None), (OUT, X, None, None)):
+        function(*arguments)
+        assert_close(OUT, np.ones((2, 8)), np.float32)
+    assert calls == [None]
+    function(OUT, X, None, epsilon=6.0)
+    assert_close(OUT, np.full((2, 8), 0.5), np.float32)
+    with pytest.raises(ValueError, match="negative"):
+        function(OUT, X, None, -1.0)
+    assert calls == [None, 6.0, -1.0]
+
+
+def test_a_definition_with_a_body_takes_the_calls_itself():
+    def rms_norm(out, input, weight, epsilon=1e-6, *, stream=None):
+        out[...] = epsilon
+
+    function = operation(has_body=True)(rms_norm)
+    function(OUT, X, None, epsilon=3)
+    assert (OUT == 3).all()
+
+
+def test_in_a_class_they_bind_as_functions_do():
+    class Norm:
+        norm = pykv.rms_norm
+
+    assert Norm.norm is pykv.rms_norm
+    with pytest.raises(TypeError, match=r"rms_norm: out: an array .* is required, got Norm"):
+        Norm().norm(X, None)
