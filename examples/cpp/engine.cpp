@@ -1,5 +1,6 @@
-// A decode loop from C++: continues prompts with a Llama checkpoint, greedily, on the CPU.  pykv does all but the matrix
-// products, which are a plain loop here.  The tokens are those of examples/generate.py at temperature 0.
+// A decode loop from C++: continues prompts with a Llama checkpoint, greedily.  pykv does all but the matrix products, which
+// are a plain loop here; built with ENGINE_CUDA all runs on a GPU, and cuBLAS makes them.  The tokens are those of
+// examples/generate.py at temperature 0, either way.
 //
 //   engine FOLDER NEW_TOKENS 12,34,56 [78,90 ...]
 //
@@ -20,12 +21,91 @@
 #include <stdexcept>
 #include <string>
 #include <vector>
+#ifdef ENGINE_CUDA
+#include <cublas_v2.h>
+#include <cuda_runtime_api.h>
+#endif
 
 namespace {
 
-using Floats = std::vector<float>;
 using pykv::ConstTensor;
 using pykv::Tensor;
+
+// --- where arrays lie, and what the device does without pykv ------------------------------------------
+
+#ifdef ENGINE_CUDA
+
+constexpr DLDevice kDevice{kDLCUDAManaged, 0};
+
+void check(cudaError_t status) {
+  if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
+}
+
+// Memory that host and GPU share: the driver moves pages to the one that touches them.
+template <class T>
+struct Memory {
+  using value_type = T;
+  Memory() = default;
+  template <class U>
+  Memory(const Memory<U>&) {}
+  T* allocate(size_t count) {
+    void* memory = nullptr;
+    check(cudaMallocManaged(&memory, count * sizeof(T)));
+    return static_cast<T*>(memory);
+  }
+  void deallocate(T* memory, size_t) { cudaFree(memory); }  // waits for the device
+  friend bool operator==(const Memory&, const Memory&) { return true; }
+  friend bool operator!=(const Memory&, const Memory&) { return false; }
+};
+
+// Afterwards the host may read what the device has written.
+void wait() {
+  check(cudaDeviceSynchronize());
+  pykv::check(pykv_check_errors(pykv::cuda()));
+}
+
+// result [rows, out] = x [rows, in] times the transpose of matrix [out, in].  cuBLAS counts by columns, so that all three are
+// their own transposes to it.
+void multiply(float* result, const float* x, const float* matrix, int rows, int out, int in) {
+  static const cublasHandle_t blas = [] {
+    cublasHandle_t handle = nullptr;
+    if (cublasCreate(&handle) != CUBLAS_STATUS_SUCCESS) throw std::runtime_error("cuBLAS does not start");
+    return handle;
+  }();
+  const float one = 1, zero = 0;
+  if (cublasSgemm(blas, CUBLAS_OP_T, CUBLAS_OP_N, out, rows, in, &one, matrix, in, x, in, &zero, result, out) !=
+      CUBLAS_STATUS_SUCCESS)
+    throw std::runtime_error("cuBLAS failed");
+}
+
+#else
+
+constexpr DLDevice kDevice = pykv::cpu;
+
+template <class T>
+using Memory = std::allocator<T>;
+
+void wait() {}
+
+void multiply(float* result, const float* x, const float* matrix, int rows, int out, int in) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t o = 0; o < out; ++o) {
+      float sum = 0;
+      for (int64_t i = 0; i < in; ++i) sum += x[r * in + i] * matrix[o * in + i];
+      result[r * out + o] = sum;
+    }
+}
+
+#endif
+
+template <class T>
+using Array = std::vector<T, Memory<T>>;
+using Floats = Array<float>;
+
+template <class T>
+ConstTensor view(const Array<T>& values) {
+  return {values.data(), {static_cast<int64_t>(values.size())}, kDevice};
+}
 
 // --- files: just as much JSON as config.json and the header of a safetensors file want ----------------
 
@@ -99,8 +179,8 @@ struct Layer {
 
 // Tokens of several sequences, one sequence behind the other; see llama.py.
 struct Batch {
-  std::vector<int64_t> tokens, positions, slots;
-  std::vector<int32_t> cu_query_lens{0}, seq_lens, block_tables;  // block_tables: one row for each sequence
+  Array<int64_t> tokens, positions, slots;
+  Array<int32_t> cu_query_lens{0}, seq_lens, block_tables;  // block_tables: one row for each sequence
 };
 
 constexpr int64_t kBlock = 16;  // tokens in a block of the cache
@@ -109,12 +189,7 @@ constexpr int64_t kBlock = 16;  // tokens in a block of the cache
 Floats matmul(const float* x, int64_t rows, const Floats& matrix, int64_t in) {
   const int64_t out = static_cast<int64_t>(matrix.size()) / in;
   Floats result(rows * out);
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t o = 0; o < out; ++o) {
-      float sum = 0;
-      for (int64_t i = 0; i < in; ++i) sum += x[r * in + i] * matrix[o * in + i];
-      result[r * out + o] = sum;
-    }
+  multiply(result.data(), x, matrix.data(), static_cast<int>(rows), static_cast<int>(out), static_cast<int>(in));
   return result;
 }
 
@@ -181,25 +256,26 @@ class Llama {
       std::copy_n(&embedding_[token * hidden_], hidden_, &residual[r * hidden_]);
     }
     Floats x(residual.size());
-    auto normed = [&](Floats& data) { return Tensor(data.data(), {rows, hidden_}); };
-    pykv::call(pykv_rms_norm, normed(x), normed(residual), ConstTensor(layers_[0].input_norm), epsilon_);
+    auto normed = [&](Floats& data) { return Tensor(data.data(), {rows, hidden_}, kDevice); };
+    pykv::call(pykv_rms_norm, normed(x), normed(residual), view(layers_[0].input_norm), epsilon_);
     for (size_t i = 0; i < layers_.size(); ++i) {
       Layer& layer = layers_[i];
       x = matmul(attention(x, layer, batch).data(), rows, layer.out, heads_ * head_size_);
       // residual += x; x = norm(residual)
-      pykv::call(pykv_fused_add_rms_norm, normed(x), normed(residual), ConstTensor(layer.mlp_norm), epsilon_);
+      pykv::call(pykv_fused_add_rms_norm, normed(x), normed(residual), view(layer.mlp_norm), epsilon_);
       const Floats gate_up = matmul(x.data(), rows, layer.gate_up, hidden_);
       Floats gated(rows * intermediate_);
-      pykv::call(pykv_silu_and_mul, Tensor(gated.data(), {rows, intermediate_}),
-                 ConstTensor(gate_up.data(), {rows, 2 * intermediate_}));
+      pykv::call(pykv_silu_and_mul, Tensor(gated.data(), {rows, intermediate_}, kDevice),
+                 ConstTensor(gate_up.data(), {rows, 2 * intermediate_}, kDevice));
       x = matmul(gated.data(), rows, layer.down, intermediate_);
       const Floats& after = i + 1 < layers_.size() ? layers_[i + 1].input_norm : norm_;
-      pykv::call(pykv_fused_add_rms_norm, normed(x), normed(residual), ConstTensor(after), epsilon_);
+      pykv::call(pykv_fused_add_rms_norm, normed(x), normed(residual), view(after), epsilon_);
     }
     std::vector<int64_t> likeliest;
     for (size_t s = 1; s < batch.cu_query_lens.size(); ++s) {
       const float* last = &x[(batch.cu_query_lens[s] - 1) * hidden_];
       const Floats logits = matmul(last, 1, head_.empty() ? embedding_ : head_, hidden_);
+      wait();
       likeliest.push_back(std::max_element(logits.begin(), logits.end()) - logits.begin());
     }
     return likeliest;
@@ -209,20 +285,21 @@ class Llama {
   Floats attention(const Floats& x, Layer& layer, const Batch& batch) const {
     const auto rows = static_cast<int64_t>(batch.tokens.size()), seqs = static_cast<int64_t>(batch.seq_lens.size());
     Floats projected = matmul(x.data(), rows, layer.qkv, hidden_);
-    const Tensor qkv(projected.data(), {rows, heads_ + 2 * kv_heads_, head_size_});
+    const Tensor qkv(projected.data(), {rows, heads_ + 2 * kv_heads_, head_size_}, kDevice);
     const Tensor query = qkv.slice(1, 0, heads_);
     const Tensor key = qkv.slice(1, heads_, heads_ + kv_heads_);
     const Tensor values = qkv.slice(1, heads_ + kv_heads_, heads_ + 2 * kv_heads_);
     const pykv::Sizes of_cache = {num_blocks_, kBlock, kv_heads_, head_size_};
-    const Tensor key_cache(layer.key_cache.data(), of_cache), value_cache(layer.value_cache.data(), of_cache);
+    const Tensor key_cache(layer.key_cache.data(), of_cache, kDevice);
+    const Tensor value_cache(layer.value_cache.data(), of_cache, kDevice);
     const ConstTensor block_tables(batch.block_tables.data(),
-                                   {seqs, static_cast<int64_t>(batch.block_tables.size()) / seqs});
-    pykv::call(pykv_rotary_and_cache, ConstTensor(batch.positions), query, key, values,
-               ConstTensor(cos_sin_.data(), {max_length, head_size_}), true, key_cache, value_cache,
-               ConstTensor(batch.slots), "auto", nullptr, nullptr, 0);
+                                   {seqs, static_cast<int64_t>(batch.block_tables.size()) / seqs}, kDevice);
+    pykv::call(pykv_rotary_and_cache, view(batch.positions), query, key, values,
+               ConstTensor(cos_sin_.data(), {max_length, head_size_}, kDevice), true, key_cache, value_cache,
+               view(batch.slots), "auto", nullptr, nullptr, 0);
     Floats attended(rows * heads_ * head_size_);
-    pykv::call(pykv_paged_attention, Tensor(attended.data(), {rows, heads_, head_size_}), query, key_cache, value_cache,
-               block_tables, ConstTensor(batch.seq_lens), ConstTensor(batch.cu_query_lens),
+    pykv::call(pykv_paged_attention, Tensor(attended.data(), {rows, heads_, head_size_}, kDevice), query, key_cache,
+               value_cache, block_tables, view(batch.seq_lens), view(batch.cu_query_lens),
                NAN,  // scale: 1 / sqrt(head size)
                true, /*window*/ 0, /*softcap*/ 0.0, /*alibi_slopes*/ nullptr, /*sinks*/ nullptr, "auto",
                /*k_scale*/ nullptr, /*v_scale*/ nullptr, /*lse*/ nullptr, /*workspace*/ nullptr);

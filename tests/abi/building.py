@@ -21,9 +21,9 @@ def run(*command: object, cwd: Path, env: dict[str, str] | None = None) -> str:
     return done.stdout
 
 
-def build(source: Path, folder: Path) -> Path:
+def build(source: Path, folder: Path, *options: str) -> Path:
     """The folder of the programs of a CMake project that does find_package(pykv)."""
-    definitions = [f"-Dpykv_DIR={pykv.get_cmake_dir()}", "-DCMAKE_COMPILE_WARNING_AS_ERROR=ON"]
+    definitions = [*options, f"-Dpykv_DIR={pykv.get_cmake_dir()}", "-DCMAKE_COMPILE_WARNING_AS_ERROR=ON"]
     run("cmake", "-G", "Ninja", "-S", source, "-B", folder / "build", *definitions, cwd=folder)
     run("cmake", "--build", "build", cwd=folder)
     return folder / "build"

@@ -32,9 +32,18 @@ def test_c(tmp_path: Path) -> None:
     assert float(difference[1]) < 1e-5
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(EXAMPLES / "cpp", tmp_path_factory.mktemp("engine")) / "engine"
+@pytest.fixture(scope="module", params=["cpu", "cuda"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    options = []
+    if request.config.getoption("--device") not in (None, request.param):
+        pytest.skip(f"--device {request.config.getoption('--device')}")
+    if request.param == "cuda":
+        if pykv._C.cuda_device_count() == 0:
+            pytest.skip("no CUDA device")
+        if shutil.which("nvcc") is None:
+            pytest.skip("no CUDA toolkit, of which cuBLAS is a part")
+        options = ["-DENGINE_CUDA=ON"]
+    return build(EXAMPLES / "cpp", tmp_path_factory.mktemp("engine"), *options) / "engine"
 
 
 def tokens_of_python(folder: Path, prompts: list[list[int]]) -> list[list[int]]:

@@ -2,6 +2,15 @@
  *
  * The last dimension of an array is a row; its elements lie side by side (stride 1).  The strides of all other
  * dimensions are the caller's choice, separately for each array, and so are the width and the alignment.
+ *
+ * Example, three rows on the host:
+ *
+ *   float x[3][16] = {{1, 2, 3}}, y[3][8];
+ *   int64_t of_x[] = {3, 16}, of_y[] = {3, 8};
+ *   DLTensor input = {x, {kDLCPU, 0}, 2, {kDLFloat, 32, 1}, of_x, NULL, 0}, result = input;
+ *   result.data = y;
+ *   result.shape = of_y;
+ *   if (pykv_silu_and_mul(&result, &input, NULL) != PYKV_OK) puts(pykv_last_error());
  */
 #ifndef PYKV_ACTIVATION_H_
 #define PYKV_ACTIVATION_H_

@@ -14,7 +14,23 @@
  * Query head h reads KV head h / (num_heads / num_kv_heads).  Sums and the softmax are in float32.
  *
  * Out of range: a block id outside the cache masks its tokens; a length outside [0, limit], where limit is what the row of
- * block_tables can hold, is clamped.  Both are reported (pykv/base.h). */
+ * block_tables can hold, is clamped.  Both are reported (pykv/base.h).
+ *
+ * Example, a query of one sequence, whose three tokens lie in block 1, on the host:
+ *
+ *   float q[1][4][8] = {{{1}}}, y[1][4][8], keys[2][4][2][8] = {{{{0}}}}, values[2][4][2][8] = {{{{0}}}};
+ *   int32_t table[] = {1}, lens[] = {3};
+ *   int64_t of_query[] = {1, 4, 8}, of_cache[] = {2, 4, 2, 8}, of_table[] = {1, 1}, of_lens[] = {1};
+ *   DLTensor query = {q, {kDLCPU, 0}, 3, {kDLFloat, 32, 1}, of_query, NULL, 0}, out = query;
+ *   DLTensor key_cache = {keys, {kDLCPU, 0}, 4, {kDLFloat, 32, 1}, of_cache, NULL, 0}, value_cache = key_cache;
+ *   DLTensor block_tables = {table, {kDLCPU, 0}, 2, {kDLInt, 32, 1}, of_table, NULL, 0};
+ *   DLTensor seq_lens = {lens, {kDLCPU, 0}, 1, {kDLInt, 32, 1}, of_lens, NULL, 0};
+ *   out.data = y;
+ *   value_cache.data = values;
+ *   if (pykv_paged_attention(&out, &query, &key_cache, &value_cache, &block_tables, &seq_lens, NULL, NAN, true, 0, 0, NULL,
+ *                            NULL, "auto", NULL, NULL, NULL, NULL, NULL) != PYKV_OK)
+ *     puts(pykv_last_error());
+ */
 #ifndef PYKV_ATTENTION_H_
 #define PYKV_ATTENTION_H_
 

@@ -4,6 +4,14 @@
  * `DLTensor*` is written by the call, `const DLTensor*` is read.  Strides are honoured, also NULL ones (compact).  All
  * arrays of a call lie on one device: kDLCPU (and kDLCUDAHost, taken as CPU memory) or kDLCUDA (and kDLCUDAManaged).
  * Arrays on kDLExtDev stand for arrays that do not exist yet: the call checks its arguments, and that is all it does.
+ * An array that is written shares no memory with another one of the call, unless the function's comment allows it.  Two
+ * parts of one allocation that do not overlap are always right.  An array without elements may have any data pointer.
+ *
+ * Names in shapes ([num_tokens, hidden_size]) are sizes that have to agree within a call; "..." is any number of dimensions;
+ * f32, f16, bf16 are float32, float16 and bfloat16.  What may be NULL is said; everything else must be there.
+ *
+ * A shape, a stride, a device or an option that does not fit is PYKV_VALUE_ERROR, an element type that does not fit or an
+ * array that is missing PYKV_TYPE_ERROR, and pykv_last_error() names the argument, what was wanted and what came.
  *
  * Every operation checks its arguments on the host first and touches nothing if they are wrong.  On CUDA it then enqueues
  * its work on `stream` (a cudaStream_t; NULL is the default stream) and returns: no synchronisation, and every call can be
@@ -15,6 +23,14 @@
  * every call itself (which then synchronises) if PYKV_CHECK=sync is in the environment.
  *
  * All functions are thread-safe.
+ *
+ * Example, an array of C and the version that runs:
+ *
+ *   float data[2][4] = {{1, 2, 3, 4}};
+ *   int64_t shape[] = {2, 4};
+ *   DLTensor x = {data, {kDLCPU, 0}, 2, {kDLFloat, 32, 1}, shape, NULL, 0}; // NULL: compact; 0: data is the first element
+ *   if (pykv_gelu_new(&x, &x, NULL) != PYKV_OK) puts(pykv_last_error());
+ *   if (pykv_version() < 100) puts("older than 0.1.0");
  */
 #ifndef PYKV_BASE_H_
 #define PYKV_BASE_H_

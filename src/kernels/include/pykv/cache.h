@@ -11,6 +11,18 @@
  * anywhere, but have no gaps.
  * All strides of all arrays are honoured, those of key_cache and value_cache independently: two views of one allocation
  * are as good as two allocations.
+ *
+ * Example, two tokens into the second of three blocks of four on the host:
+ *
+ *   float k[2][2][8] = {{{1}}}, v[2][2][8] = {{{2}}}, keys[3][4][2][8], values[3][4][2][8];
+ *   int64_t slots[] = {4, 5}, of_tokens[] = {2, 2, 8}, of_cache[] = {3, 4, 2, 8}, of_slots[] = {2};
+ *   DLTensor key = {k, {kDLCPU, 0}, 3, {kDLFloat, 32, 1}, of_tokens, NULL, 0}, value = key;
+ *   DLTensor key_cache = {keys, {kDLCPU, 0}, 4, {kDLFloat, 32, 1}, of_cache, NULL, 0}, value_cache = key_cache;
+ *   DLTensor slot_mapping = {slots, {kDLCPU, 0}, 1, {kDLInt, 64, 1}, of_slots, NULL, 0};
+ *   value.data = v;
+ *   value_cache.data = values;
+ *   if (pykv_reshape_and_cache_flash(&key, &value, &key_cache, &value_cache, &slot_mapping, "auto", NULL, NULL, NULL))
+ *     puts(pykv_last_error());
  */
 #ifndef PYKV_CACHE_H_
 #define PYKV_CACHE_H_

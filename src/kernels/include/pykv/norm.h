@@ -3,6 +3,15 @@
  * The last dimension of an array is a row; its elements lie side by side (stride 1).  The strides of all other
  * dimensions are the caller's choice, separately for each array, and so is the alignment.  The result for a row never
  * depends on how many other rows there are.  Arithmetic is fp32, rounded to the dtype once where nothing else is said.
+ *
+ * Example, three rows on the host:
+ *
+ *   float x[3][8] = {{1, 2, 3}}, y[3][8], w[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+ *   int64_t rows[] = {3, 8}, row[] = {8};
+ *   DLTensor input = {x, {kDLCPU, 0}, 2, {kDLFloat, 32, 1}, rows, NULL, 0}, out = input;
+ *   DLTensor weight = {w, {kDLCPU, 0}, 1, {kDLFloat, 32, 1}, row, NULL, 0};
+ *   out.data = y;
+ *   if (pykv_rms_norm(&out, &input, &weight, 1e-6, NULL) != PYKV_OK) puts(pykv_last_error());
  */
 #ifndef PYKV_NORM_H_
 #define PYKV_NORM_H_

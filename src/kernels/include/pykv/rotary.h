@@ -1,4 +1,16 @@
-/* pykv: rotary position embedding. */
+/* pykv: rotary position embedding. Queries and keys are rotated in place, in fp32, and rounded once; all else is said of
+ * each function.
+ *
+ * Example, queries of two tokens on the host, without keys:
+ *
+ *   float q[2][4 * 8] = {{1}}, angles[16][8] = {{1, 1, 1, 1}};
+ *   int64_t at[] = {0, 5}, of_tokens[] = {2}, of_query[] = {2, 32}, of_angles[] = {16, 8};
+ *   DLTensor positions = {at, {kDLCPU, 0}, 1, {kDLInt, 64, 1}, of_tokens, NULL, 0};
+ *   DLTensor query = {q, {kDLCPU, 0}, 2, {kDLFloat, 32, 1}, of_query, NULL, 0};
+ *   DLTensor cos_sin_cache = {angles, {kDLCPU, 0}, 2, {kDLFloat, 32, 1}, of_angles, NULL, 0};
+ *   if (pykv_rotary_embedding(&positions, &query, NULL, 8, &cos_sin_cache, true, 0, false, NULL) != PYKV_OK)
+ *     puts(pykv_last_error());
+ */
 #ifndef PYKV_ROTARY_H_
 #define PYKV_ROTARY_H_
 
