@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import site
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +52,9 @@ CHECKERS = {"mypy": by_mypy, "pyright": by_pyright}
 
 
 def _python(module: str, *arguments: str, cwd: Path) -> str:
-    environment = {**os.environ, "MYPYPATH": str(INSTALLED), "PYTHONSAFEPATH": "1"}
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    if str(INSTALLED) not in site.getsitepackages():  # which mypy knows
+        environment["MYPYPATH"] = str(INSTALLED)
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stdout + done.stderr
