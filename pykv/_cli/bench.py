@@ -142,10 +142,11 @@ def plot(path: Path, title: str, figures: Sequence[Figure]) -> None:
     roof = sorted({(f.num_bytes, f.num_bytes / f.copy_us / 1e3) for f in figures})
     axes.plot(*zip(*roof, strict=True), color="black", label="copy")
     ops = list(dict.fromkeys(f.op for f in figures))
+    by_family = len(ops) > MOST_COLORS and all_ops().keys() >= set(ops)
     colors: dict[str, str] = {}
     for op in ops:
         points = sorted((f.num_bytes, f.gb_per_s) for f in figures if f.op == op)
-        name = op if len(ops) <= MOST_COLORS else _family(op)
+        name = _family(op) if by_family else op
         new = name not in colors
         color = colors.setdefault(name, f"C{len(colors)}")
         label = name if new else "_"  # a name that the legend leaves out
