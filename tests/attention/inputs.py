@@ -104,8 +104,10 @@ def batch(
     extra_rows: int = 0,
     spare_blocks: int = 2,
     as_bytes: bool = False,
+    room: int = 0,
 ) -> Batch:
-    """``lens``: (queries, length with them) of each sequence.  Pages are dealt out at random."""
+    """``lens``: (queries, length with them) of each sequence.  Pages are dealt out at random; tables have room for so
+    many tokens, or just enough."""
     page = sizes.block_size
     pages = [-(-length // page) for _, length in lens]
     nvfp4 = kind == "nvfp4"
@@ -118,7 +120,7 @@ def batch(
     memories = [np.full(shape, poison, element) for shape in shapes]
 
     deck = rng.permutation(cache.blocks)
-    tables = np.full((len(lens), max(pages, default=0) + 1), -1)
+    tables = np.full((len(lens), max(max(pages, default=0) + 1, -(-room // page))), -1)
     used = np.zeros((cache.blocks, page, 1, 1), bool)
     for s, (_, length) in enumerate(lens):
         mine, deck = deck[: pages[s]], deck[pages[s] :]

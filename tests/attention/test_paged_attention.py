@@ -74,12 +74,40 @@ def test_what_reshape_and_cache_wrote(array: Library, layout: str, kind: str) ->
         assert error.mean() < {"int8": 0.01, "nvfp4": 0.1}[kind]
 
 
+@pytest.mark.parametrize("room", [0, 10000], ids=["", "long tables"])  # which decide how the work is divided
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["NHD", "HND", "packed"])
+def test_decode_without_query_bounds(array: Library, layout: str, kind: str, dtype: str, room: int) -> None:
+    lens = [(1, n) for n in (1, 16, 17, 64, 0, 65, 1300)]
+    for sizes in (Sizes(), Sizes(12, 3, 128), Sizes(16, 1, 112), Sizes(8, 2, 256, 8), Sizes(5, 5, 80, 32)):
+        b = inputs.batch(rng(), lens, sizes, layout=layout, kind=kind, dtype=dtype, decode=True, room=room)
+        check(array, b)
+
+
+@pytest.mark.parametrize("room", [0, 10000], ids=["", "long tables"])
 @pytest.mark.parametrize("layout", ["NHD", "packed"])
-def test_decode_without_query_bounds(array: Library, layout: str, dtype: str) -> None:
-    check(
-        array, inputs.batch(rng(), [(1, n) for n in (1, 16, 17, 64, 65, 300)], layout=layout, dtype=dtype, decode=True)
-    )
+def test_options_of_decode(array: Library, layout: str, room: int) -> None:
+    options = {
+        "softcap": 5.0,
+        "alibi_slopes": np.linspace(0.01, 0.5, 16, dtype=np.float32),
+        "sinks": np.linspace(-4, 4, 16, dtype=np.float32),
+        "scale": 0.3,
+    }
+    for kind in ("auto", "fp8_e4m3"):
+        b = inputs.batch(
+            rng(), [(1, n) for n in (33, 700, 1)], Sizes(16, 2), layout=layout, kind=kind, decode=True, room=room
+        )
+        check(array, b.changed(options=options))
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("layout", ["NHD", "packed"])
+@pytest.mark.parametrize("queries", [2, 5, 9, 16])
+def test_a_few_queries_each(array: Library, queries: int, layout: str, kind: str) -> None:
+    for head_size in (64, 128):
+        lens = [(queries, n) for n in (16, 17, 64, 300, 1100)]
+        check(array, inputs.batch(rng(), lens, Sizes(8, 2, head_size), layout=layout, kind=kind))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,12 +17,13 @@ LONGEST = (700, 3000, 64, 1, 130, 2049)
 REPLAYED = [LONGEST, (1, 1, 1, 1, 1, 1), (0, 3000, 0, 1, 0, 0), (650, 17, 64, 0, 129, 2048)]
 
 
+@pytest.mark.parametrize("room", [0, 10000], ids=["", "long tables"])
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("layout", ["NHD", "packed"])
-def test_replayed_with_other_lengths(cupy: Any, layout: str, head_size: int) -> None:
+def test_replayed_with_other_lengths(cupy: Any, layout: str, head_size: int, room: int) -> None:
     lens = [(1, n) for n in LONGEST]
     sizes = Sizes(head_size=head_size)
-    b = inputs.batch(np.random.default_rng(0), lens, sizes, layout=layout, dtype="float16", decode=True)
+    b = inputs.batch(np.random.default_rng(0), lens, sizes, layout=layout, dtype="float16", decode=True, room=room)
     query, tables, seq_lens = (cupy.asarray(x) for x in (b.query, b.block_tables, b.seq_lens))
     memories = [cupy.asarray(m) for m in b.memories]
     caches = (cache_inputs.view(memories[0], b.layout.key), cache_inputs.view(memories[-1], b.layout.value))

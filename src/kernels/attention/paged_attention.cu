@@ -31,7 +31,9 @@ int64_t bytes_of(const Tiling& t, int device) {
 bool uniform_rows(int64_t num_tokens, int64_t num_seqs, int group, int head_size, RowClass& rows) {
   const auto fits = [&](int limit) { return group <= limit && num_tokens * group <= limit * num_seqs; };
   rows = fits(16) ? RowClass::kFew : head_size <= 128 ? RowClass::kSome : RowClass::kMany;
-  return fits(16) || fits(32);
+  if (fits(32)) return true;
+  rows = RowClass::kMore;  // poor at single tokens: not for a mean
+  return head_size <= 128 && fits(64) && num_tokens % num_seqs == 0;
 }
 
 constexpr int kCombineThreads = 256;
@@ -123,7 +125,21 @@ bool suits_mma(const PagedAttentionArgs& a) {
   return head && rows && key && value;
 }
 
+bool launch_decode(const Problem& p, const Launch& launch) {
+  switch (p.a.kv_format) {
+    case KvFormat::kE4M3:
+      return launch_decode_e4m3(p, launch);
+    case KvFormat::kE5M2:
+      return launch_decode_e5m2(p, launch);
+    case KvFormat::kInt8:
+      return launch_decode_int8(p, launch);
+    default:
+      return p.a.dtype == DType::kFloat16 ? launch_decode_f16(p, launch) : launch_decode_bf16(p, launch);
+  }
+}
+
 bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
+  if (rows == RowClass::kFew && launch_decode(p, launch)) return true;
   switch (p.a.kv_format) {
     case KvFormat::kE4M3:
       return launch_e4m3(p, rows, launch);
@@ -183,6 +199,32 @@ int count_resident_blocks(const void* kernel, size_t shared_bytes) {
   return std::max(1, blocks);
 }
 
+int count_resident_clusters(const void* kernel, int blocks, int threads, size_t shared_bytes, const Launch& launch) {
+  int clusters = 0;
+  if (shared_bytes > shared_memory_limit(launch.device)) return 0;
+  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+             "shared memory");
+  if (blocks == 1) {
+    cuda_check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, kernel, threads, shared_bytes), "occupancy");
+    return clusters * num_sms(launch.device);
+  }
+  if (!overlaps_kernels(launch.device)) return 0;
+  cudaLaunchAttribute size;
+  size.id = cudaLaunchAttributeClusterDimension;
+  size.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.attrs = &size;
+  config.numAttrs = 1;
+  if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
+    cudaGetLastError();
+    clusters = 0;
+  }
+  return clusters;
+}
+
 int set_tiling(Problem& p, const Tiling& t, int blocks_per_sm, int device) {
   const int grid = grid_of(std::min(blocks_per_sm, t.blocks_per_sm), device);
   p.rows = t.rows;
@@ -207,8 +249,8 @@ void combine(const Problem& p, int grid, const Launch& launch) {
   while (parts < 16 && items * parts * 2 <= kCombineThreads) parts *= 2;
   const int per_block = kCombineThreads / parts;
   dispatch<half, bf16, float>(p.a.dtype, [&]<class T> {
-    launch_after(combine_kernel<T>, dim3(grid, (items + per_block - 1) / per_block), dim3(kCombineThreads), 0, launch,
-                 p.a.op, p, parts);
+    launch_after(combine_kernel<T>, dim3(grid, (items + per_block - 1) / per_block), dim3(kCombineThreads), 1, 0,
+                 launch, p.a.op, p, parts);
   });
 }
 

@@ -1,4 +1,5 @@
-// Decoding proper: one query token for each sequence, which sees all its keys, and pages of a multiple of eight tokens.
+// Decoding proper: one query token for each sequence, which sees all its keys, at most 16 query heads for a KV head, and
+// pages of a multiple of eight tokens.
 //
 // What paged_attention_mma.cuh does for any batch, in the fewest steps from the start of the kernel to the first copy: a
 // warp finds its place from the lengths by itself, walks on in registers, and starts the copies of a tile before it waits
@@ -7,16 +8,24 @@
 // Floor: KV bytes / bandwidth + the chain length -> page -> tile.
 #pragma once
 
-#include "attention/paged_attention_results.cuh"
+#include "attention/paged_attention_columns.cuh"
 #include "cuda/dependent.cuh"
 
 namespace pykv::attention {
 
 constexpr int kGroupTokens = 8;  // looked up and addressed as one
 
-template <class Element, int kD, bool kPackedV>
+// kQueries: 8 or 16, the heads of a group at most.
+template <class Element, int kD, bool kPackedV, int kQueries>
 struct DecodeShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
-  static constexpr bool kOneToken = true;
+  using Few = Shape<Element, kD, kPackedV, RowClass::kFew>;
+  static constexpr int kWarps = 4, kColumns = kQueries;
+  static constexpr int kBlocksPerSm = kD == 64                                       ? 4
+                                      : kD == 256                                    ? 1
+                                      : kQueries == 16 && (Few::kNarrow || kPackedV) ? 2
+                                                                                     : 3;
+  static constexpr int kStages = kBlocksPerSm > 2 ? 2 : 3;
+  static constexpr int kRingBytes = kStages * Few::kStageBytes;
 };
 
 // A warp's tile, from its copies to its arithmetic.
@@ -27,21 +36,188 @@ struct alignas(16) TilePart {
   bool exists, begins, ends;
 };
 
+// From the block table to a stage.
 template <class S>
-struct DecodeKernel : SegmentResults<S> {
-  using Results = SegmentResults<S>;
-  using Results::copies;
-  using Results::lane;
-  using Results::p;
-  using Results::scratch;
-  using Results::warp;
-  using typename Results::State;
-  using typename Results::Valid;
-  static constexpr int kD = S::kD, kTile = S::kTile, kStages = S::kStages, kGroups = kTile / kGroupTokens;
+struct DecodeLoader : QueryColumns<S> {
+  using Columns = QueryColumns<S>;
+  using Columns::copies;
+  using Columns::lane;
+  using Columns::p;
+  using Columns::warp;
+  static constexpr int kD = S::kD, kTile = S::kTile, kGroups = kTile / kGroupTokens;
+
+  __device__ int length(int s) const { return static_cast<int>(clamp(p.a.seq_lens[s], 0, p.a.max_seq_len)); }
+
+  struct Pages {
+    int id[kGroups];  // of eight tokens each; -1: no id of any cache
+  };
+
+  __device__ int look_up(int sequence, int token) const {
+    const int* words = static_cast<const int*>(p.a.block_tables.data);
+    const int64_t at = sequence * p.a.block_table_stride + p.block_size.quotient(token) * p.a.block_tables.stride;
+    if (!p.a.block_tables.is_int64) return words[at];
+    return words[2 * at + 1] == 0 ? words[2 * at] : -1;
+  }
+
+  __device__ __noinline__ void report_page(int sequence, int token) const {
+    p.bad_block(load_page(p, sequence, token).id(p), p.a.num_blocks);
+  }
+
+  // Bits of the tile's places with a key.
+  __device__ uint32_t valid_places(const TilePart& part, const Pages& pages) const {
+    const int token = token_at<S::kPermutedTokens>(lane);
+    bool ok = false;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const bool good = static_cast<uint32_t>(pages.id[g]) < static_cast<uint32_t>(p.a.num_blocks);
+      const int first = part.first_token + g * kGroupTokens;
+      if (!good && first < part.len) [[unlikely]]
+        report_page(part.sequence, first);
+      if (token / kGroupTokens == g) ok = good;
+    }
+    return __ballot_sync(~0u, ok && lane < kTile && part.first_token + token < part.len);
+  }
+
+  // Starts the copies of a tile.
+  __device__ void load(uint32_t stage, const TilePart& part, const Pages& pages) const {
+    const char *key[kGroups], *value[kGroups];
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int64_t id = pages.id[g];
+      const int o = p.block_size.remainder(part.first_token + g * kGroupTokens);
+      key[g] = static_cast<const char*>(p.a.key.data) + id * copies.key_block + o * copies.key_token +
+               part.kv_head * copies.key_head;
+      value[g] = static_cast<const char*>(p.a.value.data) + id * copies.value_block + o * copies.value_token +
+                 part.kv_head * copies.value_head;
+    }
+    const auto copy = [&](uint32_t to, const char* from, bool read) {
+      cp_async_16(to, read ? from : static_cast<const char*>(p.a.key.data), read);
+    };
+    constexpr int kChunks = Columns::kChunks, kCopies = Columns::kCopies;
+    if constexpr (!S::kPackedV) {  // neighbouring lanes take neighbouring chunks of a token
+      constexpr int kRows = 32 / kChunks;
+      const int chunk = lane % kChunks, r0 = lane / kChunks;
+      const bool in_head = chunk * 16 < copies.head_bytes;
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const int r = r0 + i * kRows, g = i * kRows / kGroupTokens, in_group = r0 + i * kRows % kGroupTokens;
+        const bool read = in_head && (part.valid >> r & 1);
+        copy(stage + this->key_place(r, chunk), key[g] + in_group * copies.key_token + chunk * 16, read);
+        copy(stage + S::kTileBytes + swizzled<S::kRowBytes>(r, chunk),
+             value[g] + in_group * copies.value_token + chunk * 16, read);
+      }
+    } else {
+      const auto of_group = [](const char* const(&from)[kGroups], int group) {
+        const char* x = from[0];
+#pragma unroll
+        for (int g = 1; g < kGroups; ++g) x = group == g ? from[g] : x;
+        return x;
+      };
+      const int r = lane % kTile, token = token_at<S::kPermutedTokens>(r);
+      const char* row = of_group(key, token / kGroupTokens) + token % kGroupTokens * copies.key_token;
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const int chunk = lane / kTile + i * (32 / kTile);
+        copy(stage + this->key_place(r, chunk), row + chunk * copies.key_chunk,
+             chunk * 16 < copies.head_bytes && (part.valid >> r & 1));
+      }
+      constexpr int kChunk = 16 / S::kBytes;
+      const int shift = copies.value_chunk_shift;
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const int x = (lane + i * 32) >> shift, d = x % kD, c = (lane & ((1 << shift) - 1)) + (x / kD << shift);
+        copy(stage + S::kTileBytes + this->packed_value_place(d, c),
+             of_group(value, c * kChunk / kGroupTokens) + d * copies.value_dim,
+             d < p.a.head_size && (part.valid >> c * kChunk & 1));
+      }
+    }
+  }
+
+  // The same where all is there: whole rows of tokens, a page's id for each eight of them.
+  __device__ void load_whole(uint32_t stage, int kv_head, int first_token, const Pages& pages) const {
+    constexpr int kChunks = Columns::kChunks, kRows = 32 / kChunks;  // rows of a step of the warp
+    const int chunk = lane % kChunks, r0 = lane / kChunks;
+    const auto times = [](int64_t stride, int n) {  // both fit in 32 bits
+      return static_cast<uint64_t>(static_cast<uint32_t>(stride)) * static_cast<uint32_t>(n);
+    };
+    const char* key = static_cast<const char*>(p.a.key.data) + times(copies.key_head, kv_head) +
+                      times(copies.key_token, r0) + chunk * 16;
+    const char* value = static_cast<const char*>(p.a.value.data) + times(copies.value_head, kv_head) +
+                        times(copies.value_token, r0) + chunk * 16;
+    const uint64_t key_step = kRows * copies.key_token, value_step = kRows * copies.value_token;
+    int o = p.block_size.remainder(first_token);
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const char* k = key + times(copies.key_block, pages.id[g]) + times(copies.key_token, o);
+      const char* v = value + times(copies.value_block, pages.id[g]) + times(copies.value_token, o);
+#pragma unroll
+      for (int i = 0; i < kGroupTokens / kRows; ++i) {
+        const int at = swizzled<S::kRowBytes>(r0 + g * kGroupTokens + i * kRows, chunk);
+        cp_async_16(stage + at, k + i * key_step);
+        cp_async_16(stage + S::kTileBytes + at, v + i * value_step);
+      }
+      o = o + kGroupTokens == p.a.block_size ? 0 : o + kGroupTokens;
+    }
+  }
+
+  // Starts the copies of a tile; returns the bits of its places with a key.
+  __device__ uint32_t start(uint32_t stage, TilePart& part, const Pages& pages) const {
+    bool whole = !S::kPackedV && part.first_token + kTile <= part.len && copies.head_bytes == S::kRowBytes;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      whole = whole && static_cast<uint32_t>(pages.id[g]) < static_cast<uint32_t>(p.a.num_blocks);
+    }
+    if constexpr (!S::kPackedV) {
+      if (whole) {
+        load_whole(stage, part.kv_head, part.first_token, pages);
+        return kTile == 32 ? ~0u : (1u << kTile % 32) - 1;
+      }
+    }
+    part.valid = valid_places(part, pages);
+    if (part.valid != 0) load(stage, part, pages);
+    return part.valid;
+  }
+
+  static constexpr int kAtOnce = 32 / kGroups;  // tiles whose pages the lanes look up together
+
+  // From what look_up gave to the lanes, kGroups each, the pages of tile i.
+  static __device__ Pages pages_of(int ids, int i) {
+    Pages pages;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) pages.id[g] = __shfl_sync(~0u, ids, i * kGroups + g);
+    return pages;
+  }
+
+  // A tile that has arrived.
+  __device__ void attend(char* stage, const TilePart& part, typename Columns::State& state) const {
+    if (part.valid == 0) return;
+    if constexpr (S::kPackedV) {
+      const typename Columns::Valid valid = {part.valid};
+      if (!this->is_whole(valid)) {
+        this->clear_invisible(stage + S::kTileBytes, valid);
+        __syncwarp();
+      }
+    }
+    this->compute(shared_address(stage), part.valid, part.kv_head, part.first_token, part.len, state);
+  }
+};
+
+// Blocks share the line of paged_attention_plan.cuh.
+template <class S>
+struct DecodeKernel : DecodeLoader<S> {
+  using Base = DecodeLoader<S>;
+  using Base::copies;
+  using Base::lane;
+  using Base::length;
+  using Base::p;
+  using Base::warp;
+  using typename Base::State;
+  static constexpr int kD = S::kD, kTile = S::kTile, kStages = S::kStages, kGroups = Base::kGroups;
   static constexpr int kUnitTokens = S::kUnitTokens;
 
   TilePart* parts;  // of the warp's stages
   char* rings;      // all warps' stages
+  ColumnStats<S>& stats;
 
   // ---- the walk -----------------------------------------------------------------------------------------------------
 
@@ -53,8 +229,6 @@ struct DecodeKernel : SegmentResults<S> {
     int slot;
     bool exists, begins;
   };
-
-  __device__ int length(int s) const { return static_cast<int>(clamp(p.a.seq_lens[s], 0, p.a.max_seq_len)); }
 
   // Of one KV head on the line: its tiles and one more.
   static __device__ int places(int len) { return 1 + max(1, (len + kUnitTokens - 1) / kUnitTokens); }
@@ -159,123 +333,62 @@ struct DecodeKernel : SegmentResults<S> {
     enter_segment(w, 0, 2 * blockIdx.x + 1);
   }
 
-  // ---- from the block table to a stage ------------------------------------------------------------------------------
-
-  struct Pages {
-    int id[kGroups];  // of eight tokens each; -1: no id of any cache
-  };
-
-  __device__ Pages look_up(const Walk& w) const {
-    Pages pages;
-    const int* words = static_cast<const int*>(p.a.block_tables.data);
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const int token = w.tile * kUnitTokens + warp * kTile + g * kGroupTokens;
-      pages.id[g] = -1;
-      if (token >= w.len) continue;
-      const int64_t at = w.sequence * p.a.block_table_stride + p.block_size.quotient(token) * p.a.block_tables.stride;
-      if (p.a.block_tables.is_int64) {
-        pages.id[g] = words[2 * at + 1] == 0 ? words[2 * at] : -1;
-      } else {
-        pages.id[g] = words[at];
-      }
-    }
-    return pages;
-  }
-
-  __device__ __noinline__ void report_page(int sequence, int token) const {
-    p.bad_block(load_page(p, sequence, token).id(p), p.a.num_blocks);
-  }
-
-  // Bits of the tile's places with a key.
-  __device__ uint32_t valid_places(const TilePart& part, const Pages& pages) const {
-    const int token = token_at<S::kPermutedTokens>(lane);
-    bool ok = false;
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const bool good = static_cast<uint32_t>(pages.id[g]) < static_cast<uint32_t>(p.a.num_blocks);
-      const int first = part.first_token + g * kGroupTokens;
-      if (!good && first < part.len) [[unlikely]]
-        report_page(part.sequence, first);
-      if (token / kGroupTokens == g) ok = good;
-    }
-    return __ballot_sync(~0u, ok && lane < kTile && part.first_token + token < part.len);
-  }
-
-  // Starts the copies of a tile.
-  __device__ void load(uint32_t stage, const TilePart& part, const Pages& pages) const {
-    const char *key[kGroups], *value[kGroups];
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const int64_t id = pages.id[g];
-      const int o = p.block_size.remainder(part.first_token + g * kGroupTokens);
-      key[g] = static_cast<const char*>(p.a.key.data) + id * copies.key_block + o * copies.key_token +
-               part.kv_head * copies.key_head;
-      value[g] = static_cast<const char*>(p.a.value.data) + id * copies.value_block + o * copies.value_token +
-                 part.kv_head * copies.value_head;
-    }
-    const auto copy = [&](uint32_t to, const char* from, bool read) {
-      cp_async_16(to, read ? from : static_cast<const char*>(p.a.key.data), read);
-    };
-    constexpr int kChunks = Results::kChunks, kCopies = Results::kCopies;
-    if constexpr (!S::kPackedV) {  // neighbouring lanes take neighbouring chunks of a token
-      constexpr int kRows = 32 / kChunks;
-      const int chunk = lane % kChunks, r0 = lane / kChunks;
-      const bool in_head = chunk * 16 < copies.head_bytes;
-#pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        const int r = r0 + i * kRows, g = i * kRows / kGroupTokens, in_group = r0 + i * kRows % kGroupTokens;
-        const bool read = in_head && (part.valid >> r & 1);
-        copy(stage + this->key_place(r, chunk), key[g] + in_group * copies.key_token + chunk * 16, read);
-        copy(stage + S::kTileBytes + swizzled<S::kRowBytes>(r, chunk),
-             value[g] + in_group * copies.value_token + chunk * 16, read);
-      }
-    } else {
-      const auto of_group = [](const char* const(&from)[kGroups], int group) {
-        const char* x = from[0];
-#pragma unroll
-        for (int g = 1; g < kGroups; ++g) x = group == g ? from[g] : x;
-        return x;
-      };
-      const int r = lane % kTile, token = token_at<S::kPermutedTokens>(r);
-      const char* row = of_group(key, token / kGroupTokens) + token % kGroupTokens * copies.key_token;
-#pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        const int chunk = lane / kTile + i * (32 / kTile);
-        copy(stage + this->key_place(r, chunk), row + chunk * copies.key_chunk,
-             chunk * 16 < copies.head_bytes && (part.valid >> r & 1));
-      }
-      constexpr int kChunk = 16 / S::kBytes;
-      const int shift = copies.value_chunk_shift;
-#pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        const int x = (lane + i * 32) >> shift, d = x % kD, c = (lane & ((1 << shift) - 1)) + (x / kD << shift);
-        copy(stage + S::kTileBytes + this->packed_value_place(d, c),
-             of_group(value, c * kChunk / kGroupTokens) + d * copies.value_dim,
-             d < p.a.head_size && (part.valid >> c * kChunk & 1));
-      }
-    }
-  }
-
   // ---- the loop -----------------------------------------------------------------------------------------------------
 
-  static __device__ Unit unit_of(const TilePart& part) {
-    Unit u{};
-    u.sequence = u.query_begin = part.sequence;
-    u.sequence_len = part.len;
-    u.query_len = 1;
-    u.kv_head = part.kv_head;
-    u.first_token = part.first_token;
-    u.slot = part.slot;
-    return u;
+  // For this tile and the next ones of the segment.
+  __device__ int look_up_tiles(const Walk& w) const {
+    const int token = (w.tile + lane / kGroups) * kUnitTokens + warp * kTile + lane % kGroups * kGroupTokens;
+    return token < w.len ? this->look_up(w.sequence, token) : -1;
+  }
+
+  // Starts the way of the queries from memory, so that the beginning of a segment finds them near.
+  __device__ void prefetch_queries(const TilePart& part) const {
+    constexpr int kLines = kD <= 64 ? 1 : kD / 64;  // of 128 bytes
+    const int column = lane / kLines;
+    if (lane < S::kColumns * kLines && column < p.group && lane % kLines * 64 < p.a.head_size) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(
+          static_cast<const uint16_t*>(p.a.query) + part.sequence * p.a.query_token_stride +
+          this->query_head(part.kv_head, column) * p.a.query_head_stride + lane % kLines * 64));
+    }
+  }
+
+  // The four warps add up through the stages that they are done with.
+  __device__ void end_segment(const TilePart& part, const State& state, int stage_offset) const {
+    static_assert(S::kStageBytes >= Base::kLeftBytes);
+    float* left = reinterpret_cast<float*>(rings + stage_offset);
+    constexpr int kRing = S::kRingBytes / 4;
+    this->leave(state, left + warp * kRing, stats.of[warp]);
+    __syncthreads();
+#pragma unroll 1
+    for (int x = threadIdx.x; x < p.group * (kD / 4); x += kThreads) {
+      const int column = x / (kD / 4), d = x % (kD / 4) * 4;
+      float top = -INFINITY;
+#pragma unroll
+      for (int w = 0; w < S::kWarps; ++w) top = fmaxf(top, stats.of[w][column].x);
+      PartSum sum;
+#pragma unroll
+      for (int w = 0; w < S::kWarps; ++w) {
+        sum.add(stats.of[w][column], *reinterpret_cast<const float4*>(left + w * kRing + this->place(column, d)), top);
+      }
+      if (part.slot >= 0) {
+        const int64_t at = static_cast<int64_t>(part.slot) * p.rows + column;
+        if (d == 0) p.partial_stats[at] = {top, sum.sum};
+        *reinterpret_cast<float4*>(p.partial + at * p.pitch + d) = sum.o;
+      } else {
+        const Row row = this->row_of_column(part.sequence, part.len, part.kv_head, column);
+        const float f = finish_row(p, row, part.kv_head, top, sum.sum);
+        this->store_output(row, d, {sum.o.x * f, sum.o.y * f, sum.o.z * f, sum.o.w * f});
+      }
+    }
+    __syncthreads();  // the stages are free again
   }
 
   __device__ void run() {
     wait_for_previous_kernel();
     State state;
     Walk w = start_line();
-    Pages pages;
-    if (w.exists) pages = look_up(w);
+    int ids = -1, looked_up = w.tile;  // the pages of tiles from `looked_up` on
+    if (w.exists) ids = look_up_tiles(w);
 
     // In iteration i the copies of tile i + stages - 1 start and the pages of the next are looked up.
     int at = 0, free = 0;  // the stages of tiles i and i + stages - 1
@@ -286,11 +399,13 @@ struct DecodeKernel : SegmentResults<S> {
       TilePart next{w.sequence, w.len,    w.kv_head,   w.tile * kUnitTokens + warp * kTile, w.slot, 0,
                     w.exists,   w.begins, w.units == 1};
       if (w.exists) {
-        next.valid = valid_places(next, pages);
-        if (next.valid != 0) load(stage0 + free * S::kStageBytes, next, pages);
-        if (next.begins && i > 1 - kStages) this->prefetch_queries(unit_of(next));
+        next.valid = this->start(stage0 + free * S::kStageBytes, next, Base::pages_of(ids, w.tile - looked_up));
+        if (next.begins && i > 1 - kStages) prefetch_queries(next);
         step(w);
-        if (w.exists) pages = look_up(w);
+        if (w.exists && (w.begins || w.tile == looked_up + Base::kAtOnce)) {
+          looked_up = w.tile;
+          ids = look_up_tiles(w);
+        }
       }
       cp_async_commit();
       if (lane == 0) parts[free] = next;
@@ -299,20 +414,15 @@ struct DecodeKernel : SegmentResults<S> {
       __syncwarp();
       const TilePart part = parts[at];
       if (!part.exists) break;
-      const Unit unit = unit_of(part);
-      if (part.begins) this->begin_segment(unit, state);
+      if (part.begins) {
+        this->fetch_queries(part.sequence, part.kv_head, state);
+        this->settle(part.kv_head, state);
+      }
       cp_async_wait<kStages - 1>();
       __syncwarp();  // the tile is there
-      const Valid valid = {part.valid};
       const int offset = at * S::kStageBytes;
-      if constexpr (S::kPackedV) {
-        if (!this->is_whole(valid) && part.valid != 0) {
-          this->clear_invisible(rings + warp * S::kRingBytes + offset + S::kTileBytes, valid);
-          __syncwarp();
-        }
-      }
-      this->compute(stage0 + offset, valid, unit, state);
-      if (part.ends) this->end_segment_few(unit, state, rings, offset);
+      this->attend(rings + warp * S::kRingBytes + offset, part, state);
+      if (part.ends) end_segment(part, state, offset);
       __syncwarp();  // its stage is free
       at = after(at);
     }
@@ -324,12 +434,18 @@ struct DecodeKernel : SegmentResults<S> {
 };
 
 template <class S>
+constexpr int decode_shared_bytes() {
+  return S::kWarps * (S::kRingBytes + S::kStages * static_cast<int>(sizeof(TilePart))) +
+         static_cast<int>(sizeof(ColumnStats<S>));
+}
+
+template <class S>
 __global__ void __launch_bounds__(kThreads, S::kBlocksPerSm)
     paged_attention_decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
   extern __shared__ __align__(1024) char memory[];
-  auto* scratch = reinterpret_cast<Scratch<S>*>(memory + S::kTeams * S::kRingBytes + S::kQueryBytes);
-  auto* parts = reinterpret_cast<TilePart*>(scratch + 1) + threadIdx.x / 32 * S::kStages;
-  DecodeKernel<S> kernel{{{{p, copies}, *scratch, shared_address(memory + S::kTeams * S::kRingBytes)}}, parts, memory};
+  auto* stats = reinterpret_cast<ColumnStats<S>*>(memory + S::kWarps * S::kRingBytes);
+  auto* parts = reinterpret_cast<TilePart*>(stats + 1) + threadIdx.x / 32 * S::kStages;
+  DecodeKernel<S> kernel{{{{p, copies}}}, parts, memory, *stats};
   kernel.run();
 }
 
@@ -339,9 +455,20 @@ bool suits_decode(const Problem& p) {
   const PagedAttentionArgs& a = p.a;
   const bool packed_keys = a.key.chunk < a.head_size;
   const int64_t most_places = (a.max_seq_len / S::kUnitTokens + 2) * a.num_kv_heads;
-  return a.cu_query_lens.data == nullptr && p.window == kNoWindow && !p.sparse && a.block_size % kGroupTokens == 0 &&
-         packed_keys == S::kPackedV && a.num_blocks < (int64_t{1} << 31) &&
+  const auto fits = [](int64_t elements) { return elements >= 0 && elements * S::kBytes < int64_t{1} << 32; };
+  const bool strides = fits(a.key.block) && fits(a.key.token) && fits(a.key.head) && fits(a.value.block) &&
+                       fits(a.value.token) && fits(a.value.head);
+  return strides && a.cu_query_lens.data == nullptr && p.group <= S::kColumns && p.window == kNoWindow && !p.sparse &&
+         a.block_size % kGroupTokens == 0 && packed_keys == S::kPackedV && a.num_blocks < (int64_t{1} << 31) &&
          a.num_seqs * most_places < (int64_t{1} << 31) && a.max_seq_len < kNoWindow - S::kUnitTokens * 64;
+}
+
+template <class S>
+bool launch_decode_kernel(const Problem& p, const Launch& launch) {
+  if (!suits_decode<S>(p)) return false;
+  static PerDevice resident;
+  return launch_line(paged_attention_decode_kernel<S>, decode_shared_bytes<S>(), S::kUnitTokens,
+                     few_rows_tiling(p.a.head_size), cache_copies<S>(p.a), p, launch, resident);
 }
 
 }  // namespace pykv::attention

@@ -17,13 +17,14 @@ struct Tiling {
   int blocks_per_sm;  // at most
 };
 
-// How many rows a query tile has: Few 16, Some 32, Many 64 or 128.
-enum class RowClass { kFew, kSome, kMany };
+// How many rows a query tile has: Few 16, Some 32, More 64, Many 64 or 128.
+enum class RowClass { kFew, kSome, kMore, kMany };
 
 inline Tiling few_rows_tiling(int head_size) {
   return head_size <= 64 ? Tiling{16, 64, 4} : head_size <= 128 ? Tiling{16, 128, 3} : Tiling{16, 256, 1};
 }
 inline Tiling some_rows_tiling(int head_size) { return {32, head_size <= 64 ? 64 : 128, head_size <= 64 ? 3 : 2}; }
+inline Tiling more_rows_tiling(int head_size) { return {64, head_size <= 64 ? 64 : 128, 2}; }
 inline Tiling many_rows_tiling(int head_size) {
   return head_size <= 64 ? Tiling{128, 64, 2} : head_size <= 128 ? Tiling{128, 128, 2} : Tiling{64, 256, 2};
 }
@@ -31,6 +32,7 @@ inline Tiling simple_tiling(int head_size) { return {16, (head_size + 3) / 4 * 4
 inline Tiling tiling_of(RowClass rows, int head_size) {
   return rows == RowClass::kFew    ? few_rows_tiling(head_size)
          : rows == RowClass::kSome ? some_rows_tiling(head_size)
+         : rows == RowClass::kMore ? more_rows_tiling(head_size)
                                    : many_rows_tiling(head_size);
 }
 
@@ -41,13 +43,16 @@ int set_tiling(Problem& p, const Tiling& tiling, int blocks_per_sm, int device);
 // Adds up what the `grid` blocks of a launch left unfinished.
 void combine(const Problem& p, int grid, const Launch& launch);
 
-// Launches a kernel whose blocks may come up while the kernel before it still runs (it waits for that kernel itself).
+// Launches a kernel, in clusters of so many blocks (sm_90), that may come up while the kernel before it still runs (it
+// waits for that kernel itself).
 template <class... Parameters>
-void launch_after(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, const Launch& launch,
-                  const char* op, const Parameters&... parameters) {
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+void launch_after(void (*kernel)(Parameters...), dim3 grid, dim3 block, int cluster, size_t shared_bytes,
+                  const Launch& launch, const char* op, const Parameters&... parameters) {
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   int major = 0;
   cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, launch.device), "compute capability");
   cudaLaunchConfig_t config{};
@@ -55,8 +60,8 @@ void launch_after(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t s
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream_of(launch);
-  config.attrs = &overlap;
-  config.numAttrs = major >= 9 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = major < 9 ? 0 : cluster > 1 ? 2 : 1;
   cuda_check(cudaLaunchKernelEx(&config, kernel, parameters...), op);
 }
 
@@ -64,6 +69,9 @@ size_t shared_memory_limit(int device);  // of one block
 
 // Sets up one kernel: how many of its blocks an SM holds.
 int count_resident_blocks(const void* kernel, size_t shared_bytes);
+
+// How many clusters of so many blocks run at once; 0 if the device has no such clusters.
+int count_resident_clusters(const void* kernel, int blocks, int threads, size_t shared_bytes, const Launch& launch);
 
 // A number found out once on each device.
 class PerDevice {
@@ -81,12 +89,34 @@ class PerDevice {
   std::atomic<int> values_[kDevices]{};
 };
 
+// Launches one kernel over the whole line, and what combines its pieces.
+template <class Kernel, class Copies>
+bool launch_line(Kernel kernel, int shared_bytes, int unit_tokens, const Tiling& tiling, const Copies& copies,
+                 Problem p, const Launch& launch, PerDevice& resident) {
+  if (shared_bytes > static_cast<int>(shared_memory_limit(launch.device))) return false;
+  const int blocks_per_sm = resident.get(launch.device, [&] {
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), p.a.op);
+    return count_resident_blocks(reinterpret_cast<const void*>(kernel), shared_bytes);
+  });
+  p.kv_tile = unit_tokens;
+  const int grid = set_tiling(p, tiling, blocks_per_sm, launch.device);
+  launch_after(kernel, dim3(grid), dim3(kThreads), 1, shared_bytes, launch, p.a.op, p, copies);
+  combine(p, grid, launch);
+  return true;
+}
+
 // One for each kind of cache element, in a file of its own.  False if the device has too little shared memory.
 bool launch_f16(const Problem& p, RowClass rows, const Launch& launch);
 bool launch_bf16(const Problem& p, RowClass rows, const Launch& launch);
 bool launch_e4m3(const Problem& p, RowClass rows, const Launch& launch);
 bool launch_e5m2(const Problem& p, RowClass rows, const Launch& launch);
 bool launch_int8(const Problem& p, RowClass rows, const Launch& launch);
+// The same for one query token of each sequence.  False if the call is not for the kernels of decoding proper.
+bool launch_decode_f16(const Problem& p, const Launch& launch);
+bool launch_decode_bf16(const Problem& p, const Launch& launch);
+bool launch_decode_e4m3(const Problem& p, const Launch& launch);
+bool launch_decode_e5m2(const Problem& p, const Launch& launch);
+bool launch_decode_int8(const Problem& p, const Launch& launch);
 void launch_simple(Problem p, const Launch& launch);  // anything at all
 
 }  // namespace pykv::attention

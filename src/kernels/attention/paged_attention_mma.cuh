@@ -6,7 +6,7 @@
 // Work: see paged_attention_plan.cuh; every block walks a contiguous share of all units.
 //   Few, Some  16 or 32 rows (query tokens x the heads of a KV head), so that decode reads each KV byte once for a KV
 //              head; the four warps split a unit's tokens and add up once, at the end of a segment.
-//   Many       64 or 128 rows; a warp owns 16 or 32 of them against all tokens of the tile.
+//   More, Many 64 or 128 rows; a warp owns 16 or 32 of them against all tokens of the tile.
 // Data: paged_attention_load.cuh, from the block table to a ring of stages; arithmetic: paged_attention_softmax.cuh.
 //
 // Bottleneck: decode is bound by memory, floor = KV bytes / bandwidth; it lives by the bytes in flight, (stages - 1) *
@@ -14,7 +14,8 @@
 // fragment twice.
 #pragma once
 
-#include "attention/paged_attention_decode.cuh"
+#include "attention/paged_attention_results.cuh"
+#include "cuda/dependent.cuh"
 #include "cuda/launch.h"
 
 namespace pykv::attention {
@@ -133,22 +134,6 @@ __global__ void __launch_bounds__(kThreads, S::kBlocksPerSm)
   kernel.run();
 }
 
-// Launches one kernel over the whole line, and what combines its pieces.
-template <class Kernel>
-bool launch_line(Kernel kernel, int shared_bytes, int unit_tokens, const Tiling& tiling, const CacheCopies& copies,
-                 Problem p, const Launch& launch, PerDevice& resident) {
-  if (shared_bytes > static_cast<int>(shared_memory_limit(launch.device))) return false;
-  const int blocks_per_sm = resident.get(launch.device, [&] {
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), p.a.op);
-    return count_resident_blocks(reinterpret_cast<const void*>(kernel), shared_bytes);
-  });
-  p.kv_tile = unit_tokens;
-  const int grid = set_tiling(p, tiling, blocks_per_sm, launch.device);
-  launch_after(kernel, dim3(grid), dim3(kThreads), shared_bytes, launch, p.a.op, p, copies);
-  combine(p, grid, launch);
-  return true;
-}
-
 template <class S>
 bool launch_mma_kernel(const Problem& p, RowClass rows, const Launch& launch) {
   constexpr int kSharedBytes = S::kTeams * (S::kRingBytes + S::kSlots * static_cast<int>(sizeof(Slot<S::kTile>))) +
@@ -158,21 +143,8 @@ bool launch_mma_kernel(const Problem& p, RowClass rows, const Launch& launch) {
                      cache_copies<S>(p.a), p, launch, resident);
 }
 
-template <class S>
-bool launch_decode_kernel(const Problem& p, const Launch& launch) {
-  if (!suits_decode<S>(p)) return false;
-  constexpr int kSharedBytes = S::kTeams * (S::kRingBytes + S::kStages * static_cast<int>(sizeof(TilePart))) +
-                               S::kQueryBytes + static_cast<int>(sizeof(Scratch<S>));
-  static PerDevice resident;
-  return launch_line(paged_attention_decode_kernel<S>, kSharedBytes, S::kUnitTokens, few_rows_tiling(p.a.head_size),
-                     cache_copies<S>(p.a), p, launch, resident);
-}
-
 template <class Element, int kD, bool kPackedV, RowClass kRowClass>
 bool launch_shape(const Problem& p, const Launch& launch) {
-  if constexpr (kRowClass == RowClass::kFew && Element::kBytes == 2) {
-    if (launch_decode_kernel<DecodeShape<Element, kD, kPackedV>>(p, launch)) return true;
-  }
   return launch_mma_kernel<Shape<Element, kD, kPackedV, kRowClass>>(p, kRowClass, launch);
 }
 
@@ -184,7 +156,7 @@ bool launch_rows(const Problem& p, const Launch& launch) {
       done = launch_shape<Element, 64, kPackedV, kRowClass>(p, launch);
     } else if (p.a.head_size <= 128) {
       done = launch_shape<Element, 128, kPackedV, kRowClass>(p, launch);
-    } else if constexpr (kRowClass != RowClass::kSome) {
+    } else if constexpr (kRowClass != RowClass::kSome && kRowClass != RowClass::kMore) {
       done = launch_shape<Element, 256, kPackedV, kRowClass>(p, launch);
     }
   });
@@ -198,6 +170,8 @@ bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
       return launch_rows<Element, RowClass::kFew>(p, launch);
     case RowClass::kSome:
       return launch_rows<Element, RowClass::kSome>(p, launch);
+    case RowClass::kMore:
+      return launch_rows<Element, RowClass::kMore>(p, launch);
     default:
       return launch_rows<Element, RowClass::kMany>(p, launch);
   }

@@ -39,10 +39,12 @@ struct Problem {
   int group;       // query heads of a KV head
   int tile_heads;  // query heads in a query tile
   Divider by_tile_heads;
-  int head_tiles;          // query tiles that the heads of one KV head take
-  int tile_tokens;         // query tokens in a query tile
-  int rows, kv_tile;       // tile sizes; kv_tile is a power of two
-  Divider by_grid;         // the main kernel's blocks
+  int head_tiles;     // query tiles that the heads of one KV head take
+  int tile_tokens;    // query tokens in a query tile
+  int rows, kv_tile;  // tile sizes; kv_tile is a power of two
+  Divider by_grid;    // the main kernel's blocks
+  int cluster;        // blocks for a KV head of a sequence, where such a cluster takes it whole
+  Divider by_cluster;
   int min_rows, max_rows;  // takes the sequences with min_rows < query tokens * group <= max_rows
   int window;
   float softcap_rate;  // 2 log2(e) / softcap

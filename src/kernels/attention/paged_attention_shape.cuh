@@ -18,17 +18,18 @@ struct Shape {
   using Mma = typename Element::Mma;
   static constexpr int kD = kHeadSize;
   static constexpr bool kPackedV = kPacked;
-  static constexpr bool kMany = kRowClass == RowClass::kMany;
+  static constexpr bool kMany = kRowClass == RowClass::kMany || kRowClass == RowClass::kMore;
   static constexpr int kBytes = Element::kBytes;
   static constexpr bool kNarrow = kBytes == 1;  // elements that registers widen
   static constexpr bool kPermutedTokens = kNarrow && kPackedV;
   static constexpr bool kPermutedOutput = kNarrow && !kPackedV;
 
-  static constexpr int kRowTiles = kRowClass == RowClass::kFew || kD == 256 ? 1 : 2;  // 16-row tiles of a warp
+  static constexpr bool kOneRowTile = kRowClass == RowClass::kFew || kRowClass == RowClass::kMore;
+  static constexpr int kRowTiles = kOneRowTile || kD == 256 ? 1 : 2;  // 16-row tiles of a warp
   static constexpr int kWarpRows = 16 * kRowTiles;
   static constexpr int kRows = kMany ? 4 * kWarpRows : kWarpRows;
   static constexpr bool kOneToken = false;  // all rows see the same keys: those that the pages hold
-  static constexpr bool kQueriesInRegisters = kRowClass == RowClass::kFew && kD <= 128;
+  static constexpr bool kQueriesInRegisters = kRowClass == RowClass::kMore ? kBytes == 2 : kOneRowTile && kD <= 128;
 
   static constexpr int kTeam = kMany ? kThreads : 32;
   static constexpr int kTeams = kThreads / kTeam;
@@ -44,7 +45,7 @@ struct Shape {
                                       : kD == 256                 ? 1
                                       : kBytes == 2               ? 3
                                                                   : 2;
-  static constexpr int kStages = kRowClass != RowClass::kFew || kBlocksPerSm > 2 ? 2 : 3;
+  static constexpr int kStages = !kOneRowTile || kBlocksPerSm > 2 ? 2 : 3;
   static constexpr int kSlots = kStages + 2;
   static constexpr int kRingBytes = kStages * kStageBytes;
   static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kRows * kD * 2;

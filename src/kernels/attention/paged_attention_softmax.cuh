@@ -103,15 +103,15 @@ struct RowSoftmax : TileLoader<S> {
 
   // Rows straight to fragments: with one-byte elements dimensions 4c .. 4c + 3 of 16 take places 2c, 2c + 1, 2c + 8 and
   // 2c + 9, with others each its own.
-  __device__ void load_query_fragments(const Unit& u, int rows, uint32_t (&a)[kSteps][4]) {
+  __device__ void load_query_fragments(const Unit& u, int row0, int rows, uint32_t (&a)[kSteps][4]) {
     const int c = lane % 4, head_size = p.a.head_size;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = h * 8 + lane / 4;
-      const Row row = row_of(p, u, r);
-      const bool read = r < rows && row.valid;
+      const Row row = row_of(p, u, row0 + r);
+      const bool read = row0 + r < rows && row.valid;
       const uint16_t* q = query_row(row);
-      if (h * 8 < rows) {
+      if (row0 + h * 8 < rows) {
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
           const int d0 = k * 16 + (S::kNarrow ? 4 : 2) * c, d1 = S::kNarrow ? d0 + 2 : d0 + 8;
@@ -122,7 +122,7 @@ struct RowSoftmax : TileLoader<S> {
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) a[k][h] = a[k][2 + h] = 0;
       }
-      if (S::kNarrow && p.a.dtype == DType::kBFloat16 && h * 8 < rows) {
+      if (S::kNarrow && p.a.dtype == DType::kBFloat16 && row0 + h * 8 < rows) {
         float largest = 0, factor, inverse;
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) largest = fmaxf(largest, fmaxf(largest_of(a[k][h]), largest_of(a[k][2 + h])));
@@ -142,7 +142,7 @@ struct RowSoftmax : TileLoader<S> {
   // Starts the way of a tile's queries from memory, so that its beginning finds them near.
   __device__ void prefetch_queries(const Unit& u) const {
     if constexpr (S::kQueriesInRegisters) {
-      const Row row = row_of(p, u, lane / 2);
+      const Row row = row_of(p, u, (S::kMany ? warp * S::kWarpRows : 0) + lane / 2);
       if (row.valid && lane % 2 * 64 < p.a.head_size) {
         asm volatile("prefetch.global.L2 [%0];" ::"l"(query_row(row) + lane % 2 * 64));
       }
@@ -178,7 +178,7 @@ struct RowSoftmax : TileLoader<S> {
     }
     __syncwarp();
     if constexpr (S::kQueriesInRegisters) {
-      load_query_fragments(u, rows, s.query);
+      load_query_fragments(u, row0, rows, s.query);
     } else {
       load_query_rows(u, row0);
     }

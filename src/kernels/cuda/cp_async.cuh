@@ -16,6 +16,10 @@ __device__ inline void cp_async_16(uint32_t destination, const void* source, boo
                : "memory");
 }
 
+__device__ inline void cp_async_16(uint32_t destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
+}
+
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most `kPending` of this thread's committed groups are still under way.

@@ -1,0 +1,234 @@
+// Decoding for few sequences: the blocks of a cluster take the tiles of one KV head in turn and add up in each other's
+// shared memory.  No second kernel, nothing to find out beforehand: pages are looked up while the length is on its way.
+//
+// Chain: length, pages and queries at once -> tiles -> sums -> one exchange -> output.
+#pragma once
+
+#include "attention/paged_attention_decode.cuh"
+#include "cuda/cluster.cuh"
+
+namespace pykv::attention {
+
+constexpr int kMostBlocks = 8;  // of a cluster, everywhere
+
+template <class Element, int kD, bool kPackedV, int kQueries>
+struct ClusterShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
+  using Few = Shape<Element, kD, kPackedV, RowClass::kFew>;
+  static constexpr int kWarps = kD <= 128 ? 8 : 4, kColumns = kQueries;  // warps at most
+  static constexpr int kStages = 3;
+  static constexpr int kRingBytes = kStages * Few::kStageBytes;
+};
+
+// What the blocks send to the one that finishes these columns.
+template <class S>
+struct Exchange {
+  static constexpr int kItems = S::kColumns * S::kD / 4 + kMostBlocks;  // four columns of a query each
+  ColumnStats<S> stats;
+  float4 parts[kItems];  // [block][item]
+  float2 part_stats[kItems];
+};
+
+template <class S>
+struct ClusterKernel : DecodeLoader<S> {
+  using Base = DecodeLoader<S>;
+  using Base::kGroups;
+  using Base::lane;
+  using Base::p;
+  using Base::warp;
+  using typename Base::State;
+  static constexpr int kD = S::kD, kTile = S::kTile, kStages = S::kStages;
+  static constexpr int kAtOnce = Base::kAtOnce;
+
+  char* rings;  // all warps' stages
+  Exchange<S>& exchange;
+  const int warps = blockDim.x / 32;
+  const int task = p.by_cluster.quotient(blockIdx.x), rank = p.by_cluster.remainder(blockIdx.x);
+  const int sequence = task / p.a.num_kv_heads, kv_head = task - sequence * p.a.num_kv_heads;
+
+  // The warp's i-th tile.
+  __device__ int first_token(int i) const { return ((i * warps + warp) * p.cluster + rank) * kTile; }
+
+  // Lane: tile i + lane / kGroups, and of its groups lane % kGroups.  What lies past the end is no page, but in the table.
+  __device__ int look_up_tiles(int i) const {
+    const int token = first_token(i + lane / kGroups) + lane % kGroups * kGroupTokens;
+    return token < p.a.max_seq_len ? this->look_up(sequence, token) : -1;
+  }
+
+  __device__ void run() {
+    cluster_arrive();  // others may write here
+    wait_for_previous_kernel();
+    int ids = look_up_tiles(0), later_ids = -1;  // pages
+    State state;
+    this->fetch_queries(sequence, kv_head, state);
+    const int len = this->length(sequence);
+
+    // In iteration i the copies of tile i + stages - 1 start.  One body for all iterations: fetching instructions counts.
+    const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes);
+    uint32_t valid[kStages];  // of tiles i to i + stages - 1
+    int at = 0, free = 0;     // the stages of the first and the last of these
+    const auto after = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
+#pragma unroll 1
+    for (int i = 1 - kStages;; ++i) {
+      const int next = i + kStages - 1;
+      TilePart part{sequence, len, kv_head, first_token(next), 0, 0, true, false, false};
+      if (part.first_token < len) {
+        if (next % kAtOnce == 0 && next > 0) ids = later_ids;
+        if (next % kAtOnce == kAtOnce - 1) later_ids = look_up_tiles(next + 1);
+        part.valid = Base::start(stage0 + free * S::kStageBytes, part, Base::pages_of(ids, next % kAtOnce));
+      }
+      cp_async_commit();
+      free = after(free);
+#pragma unroll
+      for (int k = 0; k + 1 < kStages; ++k) valid[k] = valid[k + 1];
+      valid[kStages - 1] = part.valid;
+      if (i < 0) continue;
+      if (i == 0) this->settle(kv_head, state);
+      part.first_token = first_token(i);
+      if (part.first_token >= len) break;
+      part.valid = valid[0];
+      cp_async_wait<kStages - 1>();
+      __syncwarp();  // the tile is there
+      this->attend(rings + warp * S::kRingBytes + at * S::kStageBytes, part, state);
+      __syncwarp();  // its stage is free
+      at = after(at);
+    }
+    let_next_kernel_start();
+    finish(state, len);
+    if (rank == 0 && kv_head == 0 && threadIdx.x == 0) report_sequence(p, load_sequence(p, sequence));
+  }
+
+  // The warps add up, each block sends its sums to those that finish them, and these add up.
+  __device__ void finish(const State& state, int len) const {
+    constexpr int kQuads = kD / 4, kRing = S::kRingBytes / 4;
+    static_assert(S::kStageBytes >= Base::kLeftBytes);
+    float* left = reinterpret_cast<float*>(rings);
+    this->leave(state, left + warp * kRing, exchange.stats.of[warp]);
+    __syncthreads();
+    cluster_wait();
+    const int items = p.group * kQuads, each = (items + p.cluster - 1) / p.cluster;
+#pragma unroll 1
+    for (int x = threadIdx.x; x < items; x += blockDim.x) {
+      const int column = x / kQuads, d = x % kQuads * 4;
+      float top = -INFINITY;
+#pragma unroll 4
+      for (int w = 0; w < warps; ++w) top = fmaxf(top, exchange.stats.of[w][column].x);
+      PartSum sum;
+#pragma unroll 4
+      for (int w = 0; w < warps; ++w) {
+        sum.add(exchange.stats.of[w][column],
+                *reinterpret_cast<const float4*>(left + w * kRing + this->place(column, d)), top);
+      }
+      const int to = x / each, place = rank * each + x - to * each;
+      store_cluster(cluster_address(shared_address(&exchange.parts[place]), to), sum.o);
+      store_cluster(cluster_address(shared_address(&exchange.part_stats[place]), to), float2{top, sum.sum});
+    }
+    cluster_arrive();
+    cluster_wait();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < each && rank * each + i < items; i += blockDim.x) {
+      const int x = rank * each + i, column = x / kQuads, d = x % kQuads * 4;
+      float top = -INFINITY;
+#pragma unroll 4
+      for (int b = 0; b < p.cluster; ++b) top = fmaxf(top, exchange.part_stats[b * each + i].x);
+      PartSum sum;
+#pragma unroll 4
+      for (int b = 0; b < p.cluster; ++b) sum.add(exchange.part_stats[b * each + i], exchange.parts[b * each + i], top);
+      const Row row = this->row_of_column(sequence, len, kv_head, column);
+      const float f = finish_row(p, row, kv_head, top, sum.sum);
+      this->store_output(row, d, {sum.o.x * f, sum.o.y * f, sum.o.z * f, sum.o.w * f});
+    }
+  }
+};
+
+template <class S>
+constexpr int cluster_shared_bytes(int warps) {
+  return warps * S::kRingBytes + static_cast<int>(sizeof(Exchange<S>));
+}
+
+template <class S>
+__global__ void __launch_bounds__(S::kWarps * 32, 1)
+    paged_attention_cluster_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
+  extern __shared__ __align__(1024) char memory[];
+  ClusterKernel<S> kernel{
+      {{{p, copies}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)};
+  kernel.run();
+}
+
+// How many blocks take a KV head of a sequence, and their warps; no blocks: better leave it to the line.
+struct ClusterSize {
+  int blocks, warps;
+};
+
+// One block for each SM, or two of half the size where there are more sequences than that.  Blocks of other sequences
+// do not help with a long one, hence the limits (in tokens), for nobody knows the lengths here.
+template <class S>
+ClusterSize cluster_size(const Problem& p, const Launch& launch) {
+  constexpr int64_t kMostOfFew = 8192, kMostOfMany = 2048;
+  const int64_t heads = p.a.num_seqs * p.a.num_kv_heads;
+  const auto kernel = paged_attention_cluster_kernel<S>;
+  static PerDevice resident[kMostBlocks + 1];
+  const auto fit = [&](int blocks) {
+    return heads < resident[blocks].get(
+                       launch.device,
+                       [&] {
+                         return 1 + count_resident_clusters(reinterpret_cast<const void*>(kernel), blocks,
+                                                            S::kWarps * 32, cluster_shared_bytes<S>(S::kWarps), launch);
+                       });
+  };
+  if (p.a.num_seqs > 1 && p.a.max_seq_len > kMostOfFew) return {0, 0};
+  for (int blocks = kMostBlocks; blocks > 0; --blocks) {
+    if (fit(blocks)) return {blocks, S::kWarps};
+  }
+  constexpr int kHalf = S::kWarps / 2;
+  if (p.a.max_seq_len > kMostOfMany || cluster_shared_bytes<S>(kHalf) > shared_memory_limit(launch.device))
+    return {0, 0};
+  return {1, kHalf};
+}
+
+template <class S>
+bool launch_cluster_kernel(Problem p, const Launch& launch) {
+  if (!suits_decode<S>(p)) return false;
+  const ClusterSize size = cluster_size<S>(p, launch);
+  const int64_t blocks = p.a.num_seqs * p.a.num_kv_heads * size.blocks;
+  if (blocks == 0 || blocks >= int64_t{1} << 31) return false;
+  const auto kernel = paged_attention_cluster_kernel<S>;
+  static PerDevice ready;
+  ready.get(launch.device, [&] {
+    cuda_check(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             std::min<int>(cluster_shared_bytes<S>(S::kWarps), shared_memory_limit(launch.device))),
+        p.a.op);
+    return 1;
+  });
+  p.cluster = size.blocks;
+  p.by_cluster = Divider(size.blocks);
+  launch_after(kernel, dim3(static_cast<unsigned>(blocks)), dim3(size.warps * 32), size.blocks,
+               cluster_shared_bytes<S>(size.warps), launch, p.a.op, p, cache_copies<S>(p.a));
+  return true;
+}
+
+// Decoding proper in one way or the other.
+template <class Element, int kD, bool kPackedV, int kQueries>
+bool launch_decode_shape(const Problem& p, const Launch& launch) {
+  return launch_cluster_kernel<ClusterShape<Element, kD, kPackedV, kQueries>>(p, launch) ||
+         launch_decode_kernel<DecodeShape<Element, kD, kPackedV, kQueries>>(p, launch);
+}
+
+template <class Element>
+bool launch_decode(const Problem& p, const Launch& launch) {
+  bool done = false;
+  dispatch_bool(p.a.value.dim != 1, [&]<bool kPackedV> {
+    if (p.a.head_size > 128) {
+      done = launch_decode_shape<Element, 256, kPackedV, 8>(p, launch);
+    } else {
+      dispatch_bool(p.a.head_size > 64, [&]<bool kLarge> {
+        constexpr int kD = kLarge ? 128 : 64;
+        done = p.group <= 8 ? launch_decode_shape<Element, kD, kPackedV, 8>(p, launch)
+                            : launch_decode_shape<Element, kD, kPackedV, 16>(p, launch);
+      });
+    }
+  });
+  return done;
+}
+
+}  // namespace pykv::attention

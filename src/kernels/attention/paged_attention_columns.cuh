@@ -1,0 +1,399 @@
+// The queries of one KV head against tiles of keys and values, for few query heads: tokens are the rows of the MMAs,
+// queries their columns.
+//
+//   S^T = K Q^T     A: 16 tokens x 16 dimensions of K,   B: 16 dimensions x 8 queries
+//   O^T = V^T P^T   A: 16 dimensions x 16 tokens of V^T, B: 16 tokens x 8 queries
+//
+// So a KV element passes through one MMA for eight queries, not for sixteen, and a lane keeps half the sums that
+// paged_attention_softmax.cuh would have it keep.  Between the two, P is transposed by movmatrix.  Elements of one byte
+// are widened as there: the permutation of a fragment's dimensions is undone in Q, or in the places of the output.
+//
+// bf16 keeps too little of P: what rounding leaves of it goes through a second MMA.
+#pragma once
+
+#include <type_traits>
+
+#include "attention/paged_attention_load.cuh"
+#include "cuda/mma.cuh"
+
+namespace pykv::attention {
+
+// What the warps of a block leave for each other.
+template <class S>
+struct alignas(16) ColumnStats {
+  float2 of[S::kWarps][S::kColumns];  // maximum (base 2) and sum of each query
+};
+
+template <class S>
+struct QueryColumns : TileLoader<S> {
+  using Loader = TileLoader<S>;
+  using typename Loader::Valid;
+  using Element = typename S::Element;
+  using Mma = typename S::Mma;
+  using Loader::copies;
+  using Loader::key_place;
+  using Loader::kTile;
+  using Loader::lane;
+  using Loader::p;
+  using Loader::packed_value_place;
+  using Loader::warp;
+  static constexpr int kD = S::kD, kSteps = kD / 16, kParts = kTile / 16;
+  static constexpr int kQueryTiles = S::kColumns / 8;
+  static constexpr int kTerms = std::is_same_v<Mma, bf16> ? 2 : 1;  // of a weight: rounded, and the rest
+  using Weights = uint32_t[kQueryTiles][kParts][kTerms][2];         // fragments of P^T
+
+  // For each eight queries; this lane has two of them.
+  struct State {
+    float o[kQueryTiles][kD / 16][4];        // rows: dimensions; columns: this lane's queries
+    uint32_t query[kQueryTiles][kSteps][2];  // fragments of Q^T
+    float maximum[kQueryTiles][2];
+    float sum[kQueryTiles][2];    // over this lane's tokens
+    float scale[kQueryTiles][2];  // from q . k to the logit, in base 2 if `plain`
+    bool plain;                   // scores become logits by a positive factor alone
+  };
+  using Scores = float[kQueryTiles][kParts][4];  // [2 h + e]: of token 16 t + 8 h + lane / 4 and this lane's query e
+
+  __device__ int query_head(int kv_head, int column) const { return kv_head * p.group + column; }
+
+  // Asks for the queries; settle() must come before the first tile.
+  __device__ void fetch_queries(int sequence, int kv_head, State& s) const {
+    const int c = lane % 4;
+#pragma unroll
+    for (int i = 0; i < kQueryTiles; ++i) {
+      const int column = i * 8 + lane / 4;
+      const bool exists = column < p.group;
+      const uint16_t* q = static_cast<const uint16_t*>(p.a.query) + sequence * p.a.query_token_stride +
+                          query_head(kv_head, exists ? column : 0) * p.a.query_head_stride;
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        const int d0 = k * 16 + (S::kNarrow ? 4 : 2) * c, d1 = S::kNarrow ? d0 + 2 : d0 + 8;
+        s.query[i][k][0] = exists && d0 < p.a.head_size ? *reinterpret_cast<const uint32_t*>(q + d0) : 0;
+        s.query[i][k][1] = exists && d1 < p.a.head_size ? *reinterpret_cast<const uint32_t*>(q + d1) : 0;
+      }
+    }
+  }
+
+  static __device__ float largest_of(uint32_t pair) {
+    const float2 x = unpack_pair<bf16>(pair);
+    return fmaxf(fabsf(x.x), fabsf(x.y));
+  }
+
+  static __device__ uint32_t to_half(uint32_t pair, float factor) {
+    const float2 x = unpack_pair<bf16>(pair);
+    return pack_pair<half>(x.x * factor, x.y * factor);
+  }
+
+  // bf16 queries against elements of one byte become halves, each scaled by a power of two that brings its largest
+  // element to [1, 2).  Returns what its scores are to be multiplied by.
+  static __device__ float halve_queries(uint32_t (&q)[kSteps][2]) {
+    float largest = 0;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) largest = fmaxf(largest, fmaxf(largest_of(q[k][0]), largest_of(q[k][1])));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    const uint32_t bits = __float_as_uint(largest) & 0x7f800000u;
+    const bool usual = bits > 0 && bits < 0x7e000000u;
+    const float factor = usual ? __uint_as_float(0x7f000000u - bits) : 1.f;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      q[k][0] = to_half(q[k][0], factor);
+      q[k][1] = to_half(q[k][1], factor);
+    }
+    return usual ? __uint_as_float(bits) : 1.f;
+  }
+
+  __device__ void settle(int kv_head, State& s) const {
+    const float k_scale = S::kNarrow ? p.a.k_scale[kv_head] : 1.f;
+    s.plain = p.plain_logits && k_scale > 0;
+#pragma unroll
+    for (int i = 0; i < kQueryTiles; ++i) {
+      const float factor = S::kNarrow && p.a.dtype == DType::kBFloat16 ? halve_queries(s.query[i]) : 1.f;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        s.scale[i][e] = p.a.scale * k_scale * (s.plain ? kLog2e : 1.f);
+        if (S::kNarrow) s.scale[i][e] *= __shfl_sync(~0u, factor, (lane % 4 * 2 + e) * 4);
+        s.maximum[i][e] = -INFINITY;
+        s.sum[i][e] = 0;
+      }
+#pragma unroll
+      for (int n = 0; n < kD / 16; ++n) {
+        for (int e = 0; e < 4; ++e) s.o[i][n][e] = 0;
+      }
+    }
+  }
+
+  // In these two, the address of a row's chunk differs from that of its first chunks by an exclusive or: stages and rows
+  // are aligned so that the chunk's index has its bits to itself.
+
+  // s = k . q
+  __device__ void scores(uint32_t key_stage, const State& state, Scores& s) const {
+    const uint32_t row0 = key_stage + key_place(lane % 16, lane / 16);
+    Scores odd;  // of every second step: half as long a chain of MMAs
+#pragma unroll
+    for (int i = 0; i < kQueryTiles; ++i) {
+#pragma unroll
+      for (int t = 0; t < kParts; ++t) {
+        for (int e = 0; e < 4; ++e) s[i][t][e] = odd[i][t][e] = 0;
+      }
+    }
+    const auto part = [&](int k, int t) {
+      return S::kPackedV ? row0 + k * S::kBytes * kTile * 16 + t * 256
+                         : (row0 ^ k * 16 * S::kBytes) + t * 16 * S::kRowBytes;
+    };
+#pragma unroll
+    for (int k = 0; k < kSteps; k += 2) {
+#pragma unroll
+      for (int t = 0; t < kParts; ++t) {
+        uint32_t a[2][4];
+        if constexpr (S::kNarrow) {
+          uint32_t x[4];
+          ldmatrix_x4(x, part(k, t));
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            Element::widen(x[2 * j], a[j][0], a[j][2]);
+            Element::widen(x[2 * j + 1], a[j][1], a[j][3]);
+          }
+        } else {
+          ldmatrix_x4(a[0], part(k, t));
+          ldmatrix_x4(a[1], part(k + 1, t));
+        }
+#pragma unroll
+        for (int i = 0; i < kQueryTiles; ++i) {
+          mma_16x8x16<Mma>(s[i][t], a[0], state.query[i][k][0], state.query[i][k][1]);
+          mma_16x8x16<Mma>(odd[i][t], a[1], state.query[i][k + 1][0], state.query[i][k + 1][1]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kQueryTiles; ++i) {
+#pragma unroll
+      for (int t = 0; t < kParts; ++t) {
+        for (int e = 0; e < 4; ++e) s[i][t][e] += odd[i][t][e];
+      }
+    }
+  }
+
+  // o += v . p
+  __device__ void add_values(uint32_t value_stage, const Weights& weights, State& state) const {
+#pragma unroll
+    for (int t = 0; t < kParts; ++t) {
+      const auto multiply = [&](int n, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
+        const uint32_t a[4] = {a0, a1, a2, a3};
+#pragma unroll
+        for (int i = 0; i < kQueryTiles; ++i) {
+#pragma unroll
+          for (const auto& w : weights[i][t]) mma_16x8x16<Mma>(state.o[i][n], a, w[0], w[1]);
+        }
+      };
+      uint32_t x[4];
+      if constexpr (!S::kPackedV) {
+        const uint32_t row0 = value_stage + swizzled<S::kRowBytes>(t * 16 + lane % 16, lane / 16);
+        constexpr int kPerLoad = S::kNarrow ? 2 : 1;  // sixteen dimensions each
+#pragma unroll
+        for (int n = 0; n < kD / 16; n += kPerLoad) {
+          ldmatrix_x4_trans(x, row0 ^ n * 16 * S::kBytes);
+          if constexpr (
+              S::kNarrow) {  // [token 2c: d, d + 1; token 2c + 1: d, d + 1] to [d: two tokens; d + 1: two tokens]
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+              uint32_t a[4];
+              Element::widen(__byte_perm(x[2 * j], 0, 0x3120), a[0], a[1]);
+              Element::widen(__byte_perm(x[2 * j + 1], 0, 0x3120), a[2], a[3]);
+              multiply(n + j, a[0], a[1], a[2], a[3]);
+            }
+          } else {
+            multiply(n, x[0], x[2], x[1], x[3]);
+          }
+        }
+      } else {
+        const int d0 = S::kNarrow ? lane : lane / 16 * 8 + lane % 8;
+        const int chunk = t * 16 * S::kBytes / 16 + (S::kNarrow ? 0 : lane / 8 % 2);
+        const uint32_t row0 = value_stage + packed_value_place(d0, chunk);
+        constexpr int kPerLoad = S::kNarrow ? 2 : 1;
+#pragma unroll
+        for (int n = 0; n < kD / 16; n += kPerLoad) {
+          ldmatrix_x4(x, row0 + (n * 256 << copies.value_chunk_shift));
+          if constexpr (S::kNarrow) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+              uint32_t a[4];
+              Element::widen(x[2 * j], a[0], a[2]);
+              Element::widen(x[2 * j + 1], a[1], a[3]);
+              multiply(n + j, a[0], a[1], a[2], a[3]);
+            }
+          } else {
+            multiply(n, x[0], x[2], x[1], x[3]);
+          }
+        }
+      }
+    }
+  }
+
+  static __device__ uint32_t transpose(uint32_t pair) {
+    uint32_t y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(pair));
+    return y;
+  }
+
+  // Soft cap and ALiBi: the query stands at the sequence's last token.
+  __device__ void to_logits(int kv_head, int first_token, int len, const State& state, Scores& s) const {
+#pragma unroll
+    for (int i = 0; i < kQueryTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int column = i * 8 + lane % 4 * 2 + e;
+        const float slope = p.a.alibi_slopes && column < p.group ? p.a.alibi_slopes[query_head(kv_head, column)] : 0.f;
+#pragma unroll
+        for (int t = 0; t < kParts; ++t) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int token = first_token + token_at<S::kPermutedTokens>(t * 16 + h * 8 + lane / 4);
+            float& x = s[i][t][2 * h + e];
+            x = logit(p, x * state.scale[i][e], slope, token - (len - 1));
+          }
+        }
+      }
+    }
+  }
+
+  // A tile whose places of `valid` hold keys; the first is token `first_token`.
+  __device__ void compute(uint32_t stage, uint32_t valid, int kv_head, int first_token, int len, State& state) const {
+    constexpr uint32_t kAll = kTile == 32 ? ~0u : (1u << kTile % 32) - 1;
+    Scores s;
+    scores(stage, state, s);
+    if (!state.plain) [[unlikely]]
+      to_logits(kv_head, first_token, len, state, s);
+    if (valid != kAll) {
+#pragma unroll
+      for (int t = 0; t < kParts; ++t) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if (valid >> (t * 16 + h * 8 + lane / 4) & 1) continue;
+#pragma unroll
+          for (int i = 0; i < kQueryTiles; ++i) s[i][t][2 * h] = s[i][t][2 * h + 1] = -INFINITY;
+        }
+      }
+    }
+    Weights weights;
+#pragma unroll
+    for (int i = 0; i < kQueryTiles; ++i) weigh(i, s[i], state, weights[i]);
+    add_values(stage + S::kTileBytes, weights, state);
+  }
+
+  // The sums are kept relative to a maximum that may lag behind by kLag (a factor of 256): following it is rare.
+  __device__ void weigh(int i, const float (&s)[kParts][4], State& state,
+                        uint32_t (&weights)[kParts][kTerms][2]) const {
+    constexpr float kLag = 8;
+    float scale[2], top[2], base[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      scale[e] = state.plain ? state.scale[i][e] : 1.f;
+      float x = -INFINITY;
+#pragma unroll
+      for (int t = 0; t < kParts; ++t) x = fmaxf(x, fmaxf(s[t][e], s[t][2 + e]));
+      top[e] = fmaxf(x * scale[e], state.maximum[i][e]);
+    }
+    if (__any_sync(~0u, top[0] > state.maximum[i][0] + kLag || top[1] > state.maximum[i][1] + kLag)) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        for (int m = 4; m < 32; m *= 2) top[e] = fmaxf(top[e], __shfl_xor_sync(~0u, top[e], m));
+        const float rescale = exp2_fast(state.maximum[i][e] - (top[e] == -INFINITY ? 0.f : top[e]));
+        state.maximum[i][e] = top[e];
+        state.sum[i][e] *= rescale;
+#pragma unroll
+        for (int n = 0; n < kD / 16; ++n) {
+          state.o[i][n][e] *= rescale;
+          state.o[i][n][2 + e] *= rescale;
+        }
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) base[e] = state.maximum[i][e] == -INFINITY ? 0.f : state.maximum[i][e];
+#pragma unroll
+    for (int t = 0; t < kParts; ++t) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float a = exp2_fast(fmaf(s[t][2 * h], scale[0], -base[0]));
+        const float b = exp2_fast(fmaf(s[t][2 * h + 1], scale[1], -base[1]));
+        state.sum[i][0] += a;
+        state.sum[i][1] += b;
+        const uint32_t pair = pack_pair<Mma>(a, b);
+        weights[t][0][h] = transpose(pair);
+        if constexpr (kTerms == 2) {
+          const float2 rounded = unpack_pair<Mma>(pair);
+          weights[t][1][h] = transpose(pack_pair<Mma>(a - rounded.x, b - rounded.y));
+        }
+      }
+    }
+  }
+
+  // ---- results ------------------------------------------------------------------------------------------------------
+
+  // The dimension of o[n][2 h + .].
+  __device__ int dimension(int n, int h) const {
+    return n * 16 + (S::kPermutedOutput ? lane / 4 * 2 + h : h * 8 + lane / 4);
+  }
+
+  // Where others find a warp's sum for a query and a dimension; lanes that store together meet no bank twice.
+  static __device__ int place(int column, int d) { return column * kD + (d ^ column / 2 % 4 * 8); }
+  static constexpr int kLeftBytes = S::kColumns * kD * 4;
+
+  __device__ void leave(const State& state, float* to, float2 (&stats)[S::kColumns]) const {
+#pragma unroll
+    for (int i = 0; i < kQueryTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int column = i * 8 + lane % 4 * 2 + e;
+        float sum = state.sum[i][e];
+        for (int m = 4; m < 32; m *= 2) sum += __shfl_xor_sync(~0u, sum, m);
+        if (column >= p.group) continue;
+        if (lane / 4 == 0) stats[column] = {state.maximum[i][e], sum};
+#pragma unroll
+        for (int n = 0; n < kD / 16; ++n) {
+          float* at = to + place(column, dimension(n, 0));
+          if constexpr (S::kPermutedOutput) {
+            *reinterpret_cast<float2*>(at) = {state.o[i][n][e], state.o[i][n][2 + e]};
+          } else {
+            *at = state.o[i][n][e];
+            to[place(column, dimension(n, 1))] = state.o[i][n][2 + e];
+          }
+        }
+      }
+    }
+  }
+
+  template <class T>
+  __device__ void store(T* out, int d, float4 x) const {
+    if (d >= p.a.head_size) return;
+    *reinterpret_cast<uint2*>(out + d) = {pack_pair<T>(x.x, x.y), pack_pair<T>(x.z, x.w)};
+  }
+
+  __device__ void store_output(const Row& row, int d, float4 x) const {
+    if constexpr (!S::kNarrow) {
+      store(output_row<Mma>(p, row), d, x);
+    } else if (p.a.dtype == DType::kBFloat16) {
+      store(output_row<bf16>(p, row), d, x);
+    } else {
+      store(output_row<half>(p, row), d, x);
+    }
+  }
+
+  __device__ Row row_of_column(int sequence, int len, int kv_head, int column) const {
+    return {sequence, len - 1, query_head(kv_head, column), true};
+  }
+};
+
+// Adds up parts of one query: (maximum, sum) and four columns.
+struct PartSum {
+  float maximum = -INFINITY, sum = 0;
+  float4 o = {0, 0, 0, 0};
+
+  // `top` is the largest maximum of all parts.
+  __device__ void add(float2 stats, float4 x, float top) {
+    const float weight = stats.x == -INFINITY ? 0.f : exp2_fast(stats.x - top);
+    sum += weight * stats.y;
+    o = {o.x + weight * x.x, o.y + weight * x.y, o.z + weight * x.z, o.w + weight * x.w};
+  }
+};
+
+}  // namespace pykv::attention
