@@ -149,8 +149,9 @@ def plot(path: Path, title: str, figures: Sequence[Figure]) -> None:
         name = _family(op) if by_family else op
         new = name not in colors
         color = colors.setdefault(name, f"C{len(colors)}")
+        marker = "os^Dv"[int(color[1:]) // 10 % 5]  # there are ten colors
         label = name if new else "_"  # a name that the legend leaves out
-        axes.plot(*zip(*points, strict=True), "o-", color=color, linewidth=0.7, markersize=4, label=label)
+        axes.plot(*zip(*points, strict=True), f"{marker}-", color=color, linewidth=0.7, markersize=4, label=label)
     axes.set(xscale="log", yscale="log", xlabel="bytes read and written by a call", ylabel="GB/s", title=title)
     figure.legend(fontsize="x-small", ncols=3, loc="outside lower center")
     figure.savefig(path)
