@@ -4,7 +4,7 @@
     python examples/generate.py --array torch --device cuda --model FOLDER --prompt "Once" --prompt "It was"
 
 Read llama.py for the model (llama_jax.py with JAX), engine.py for the batching, arrays.py for what is asked of the
-array library.
+array library, cuda_graphs.py for steps that are replayed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import argparse
 import statistics
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from arrays import open_arrays
+from cuda_graphs import Captured
 from engine import Engine, common_prefix
 from llama import open_model
 from rich.console import Console
@@ -30,6 +32,11 @@ PROMPTS = [
     OPENING + '"You must allow me to say,"',
     OPENING + "The next morning",
 ]
+
+
+class Step(NamedTuple):
+    tokens: int
+    seconds: float
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -48,9 +55,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--blocks", type=int, default=512, help="blocks in the cache")
     add("--block-size", type=int, default=16, help="tokens in a block")
     add("--compile", action="store_true", help="let torch compile the step; JAX always does")
+    add("--cuda-graphs", action="store_true", help="with torch on a GPU: steps of decoding are replayed CUDA graphs")
     args = parser.parse_args()
-    if args.compile and args.array != "torch":
-        parser.error("--compile goes with --array torch")
+    for option in ("compile", "cuda_graphs"):
+        if getattr(args, option) and args.array != "torch":
+            parser.error(f"--{option.replace('_', '-')} goes with --array torch")
     return args
 
 
@@ -61,6 +70,10 @@ def main() -> None:
     model = open_model(args.model, arrays)
     if args.compile:
         model.forward = arrays.namespace.compile(model.forward)
+    if args.cuda_graphs:
+        if not arrays.device.startswith("cuda"):
+            raise SystemExit("--cuda-graphs needs a GPU")
+        model.forward = Captured(arrays.namespace, model.forward)
     cache = model.make_cache(args.blocks, args.block_size, args.kv_dtype)
     engine = Engine(model, cache, args.chunk)
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
@@ -72,15 +85,16 @@ def main() -> None:
         engine.share_prefix(shared)
     requests = [engine.add(ids, args.max_tokens, args.temperature, args.seed) for ids in prompts]
 
-    steps: list[float] = []
+    steps: list[Step] = []
     columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed} tokens"),
                TimeElapsedColumn()]  # fmt: skip
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("generating", total=sum(r.max_length - r.prompt_length for r in requests))
         while engine.busy:
             step_began = time.perf_counter()
-            progress.advance(bar, len(engine.step()))
-            steps.append(time.perf_counter() - step_began)
+            tokens = len(engine.step())
+            steps.append(Step(tokens, time.perf_counter() - step_began))
+            progress.advance(bar, tokens)
             progress.update(bar, description=f"{len(engine.running)} running, cache {cache.usage:.0%}")
     seconds = time.perf_counter() - began
 
@@ -90,17 +104,19 @@ def main() -> None:
             for ids in (request.tokens[: request.prompt_length], request.tokens[request.prompt_length :])
         )
         console.print(Panel(Text.assemble((start, "bold"), continued)))
-    report(console, engine, args.array + " compiled" * args.compile, seconds, steps)
+    library = args.array + " compiled" * args.compile + " with CUDA graphs" * args.cuda_graphs
+    report(console, engine, library, seconds, steps)
     engine.close()
 
 
-def report(console: Console, engine: Engine, library: str, seconds: float, steps: list[float]) -> None:
+def report(console: Console, engine: Engine, library: str, seconds: float, steps: list[Step]) -> None:
     count, cache = engine.counters, engine.cache
     block_bytes = sum(array.nbytes for array in cache.key_caches + cache.value_caches) / cache.num_blocks
     lines = [
         f"{library}, {engine.model.arrays.dtype} weights, {cache.dtype} cache",
         f"{count.generated_tokens} new tokens in {seconds:.2f} s: {count.generated_tokens / seconds:.0f} tokens/s "
-        f"({count.steps} steps, {1e3 * statistics.median(steps):.1f} ms each at the median)",
+        f"({count.steps} steps, {1e3 * statistics.median(s.seconds for s in steps):.2f} ms each at the median: "
+        f"{statistics.median(s.tokens / s.seconds for s in steps):.0f} tokens/s)",
         f"{count.prompt_tokens} prompt tokens computed, {len(engine.prefix)} of them once for all prompts",
         f"cache: at most {count.peak_blocks} of {cache.num_blocks} blocks in use "
         f"({count.peak_blocks * block_bytes / 2**20:.1f} MiB), {count.preemptions} preemptions",

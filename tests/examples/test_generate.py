@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from libraries import Library
 
+import pykv
+
 PROGRAM = Path(__file__).parents[2] / "examples" / "generate.py"
 
 
@@ -65,7 +67,29 @@ def test_torch_compiles_the_step(request: pytest.FixtureRequest) -> None:
     assert compiled.partition("torch compiled")[0] == plain.partition("torch,")[0]
 
 
-def test_only_torch_is_compiled() -> None:
-    done = subprocess.run([sys.executable, str(PROGRAM), "--compile"], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("options", [["--cuda-graphs"], ["--compile", "--cuda-graphs"]])
+def test_torch_replays_steps(request: pytest.FixtureRequest, options: list[str]) -> None:
+    """The text is the same as without, also when sequences end and when their tables grow."""
+    torch = pytest.importorskip("torch")
+    if request.config.getoption("--device") == "cpu" or not (torch.cuda.is_available() and pykv.has_cuda()):
+        pytest.skip("CUDA graphs want a GPU")
+    common = ["--array", "torch", "--dtype", "float32", "--temperature", "0", "--max-tokens", "40", "--block-size", "4"]
+    common += ["--prompt", "It was a", "--prompt", "Her mother and her sisters"]
+    plain, replayed = run(*common), run(*common, *options)
+    assert "with CUDA graphs, float32" in replayed
+    assert replayed.partition("torch")[0] == plain.partition("torch")[0]
+
+
+@pytest.mark.parametrize("option", ["--compile", "--cuda-graphs"])
+def test_some_options_are_for_torch(option: str) -> None:
+    done = subprocess.run([sys.executable, str(PROGRAM), option], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "--compile goes with --array torch" in done.stderr
+    assert f"{option} goes with --array torch" in done.stderr
+
+
+def test_cuda_graphs_want_a_gpu() -> None:
+    pytest.importorskip("torch")
+    options = ["--array", "torch", "--device", "cpu", "--cuda-graphs"]
+    done = subprocess.run([sys.executable, str(PROGRAM), *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "--cuda-graphs needs a GPU" in done.stderr
