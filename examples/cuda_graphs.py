@@ -1,4 +1,4 @@
-"""Steps of decoding as CUDA graphs, with torch: the host asks for a step's kernels once, then for all of them at a time.
+"""Steps of decoding as CUDA graphs, with torch: the host asks for all kernels of a step at once.
 
 A step in which each sequence computes one token has few shapes: as many as there are numbers of sequences and widths of
 the block tables, which are rounded up.  Each is captured when it comes for the first time; steps with parts of prompts

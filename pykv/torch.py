@@ -49,20 +49,11 @@ def _literal(p: Parameter) -> str:
     return f'"{p.default}"' if isinstance(p.default, str) else str(p.default)
 
 
-def _as_tensors(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Numbers that stand for arrays (scales) as tensors on the host: a schema has one type for each parameter."""
-    numbers = {p.name for p in op.parameters if p.may_be_number}
-
-    def convert(name: str, value: Any) -> Any:
-        if name in numbers and isinstance(value, (int, float)):
-            return torch.tensor(float(value), dtype=torch.float32, device="cpu")
-        return value
-
-    names = [p.name for p in op.parameters]
-    return (
-        tuple(convert(name, value) for name, value in zip(names, args, strict=False)),
-        {name: convert(name, value) for name, value in kwargs.items() if name != "stream"},
-    )
+def _as_tensor(value: Any) -> Any:
+    """A number that stands for an array (a scale) as a tensor on the host: a schema has one type for each parameter."""
+    if isinstance(value, (int, float)):
+        return torch.tensor(float(value), dtype=torch.float32, device="cpu")
+    return value
 
 
 def _fake(*args: Any, **kwargs: Any) -> None:
@@ -75,11 +66,18 @@ def _register(library: torch.library.Library, op: Op) -> Callable[..., None]:
     torch.library.register_fake(f"pykv::{op.name}", _fake, lib=library)
     registered = getattr(torch.ops.pykv, op.name)
     direct = op.function
+    names = tuple(p.name for p in op.parameters)
+    numbers = tuple(p.name for p in op.parameters if p.may_be_number)
 
     def function(*args: Any, **kwargs: Any) -> None:
         if torch.compiler.is_compiling():
-            tensors, named = _as_tensors(op, args, kwargs)
-            registered(*tensors, **named)
+            given = dict(zip(names[: len(args)], args, strict=True))
+            given.update(kwargs)
+            given.pop("stream", None)
+            for name in numbers:
+                if name in given:
+                    given[name] = _as_tensor(given[name])
+            registered(**given)
         else:
             direct(*args, **kwargs)
 

@@ -110,7 +110,10 @@ const TypeInfo& type_info(PyTypeObject* type) {
 
 Attribute::Attribute(PyObject* type, const char* name) : name_(interned(name)) {
   PyObject* found = PyObject_GetAttr(type, name_);
-  if (!found) throw py::error_already_set();
+  if (!found) {  // each object has its own
+    PyErr_Clear();
+    return;
+  }
   if (Py_TYPE(found) == &PyGetSetDescr_Type) {
     owner_ = PyDescr_TYPE(found);
     getter_ = reinterpret_cast<PyGetSetDescrObject*>(found)->d_getset;
