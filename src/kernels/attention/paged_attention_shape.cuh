@@ -5,6 +5,8 @@
 // at the ends of segments alone.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/paged_attention_elements.cuh"
 #include "attention/paged_attention_launch.cuh"
 #include "attention/paged_attention_plan.cuh"
@@ -28,6 +30,9 @@ struct Shape {
   static constexpr int kRowTiles = kOneRowTile || kD == 256 ? 1 : 2;  // 16-row tiles of a warp
   static constexpr int kWarpRows = 16 * kRowTiles;
   static constexpr int kRows = kMany ? 4 * kWarpRows : kWarpRows;
+  // Weights of bf16 have 8 bits, which alone would be an error of 1e-3.  Decoding waits for memory and can afford to add
+  // the other 8, prefill cannot.
+  static constexpr bool kSplitWeights = std::is_same_v<Mma, bf16> && !kMany;
   static constexpr bool kOneToken = false;  // all rows see the same keys: those that the pages hold
   static constexpr bool kQueriesInRegisters = kRowClass == RowClass::kMore ? kBytes == 2 : kOneRowTile && kD <= 128;
 

@@ -253,12 +253,28 @@ struct RowSoftmax : TileLoader<S> {
     }
   }
 
-  // o += p . v, with p the fragments of kStep tokens
-  __device__ void add_values(uint32_t value_stage, int r0, const uint32_t (&probs)[S::kRowTiles][S::kStep / 16][4],
-                             State& state) const {
+  // The weights of kStep tokens as fragments; `rest` is what rounding left of them.
+  struct Weights {
+    uint32_t rounded[S::kRowTiles][S::kStep / 16][4];
+    uint32_t rest[S::kSplitWeights ? S::kRowTiles : 1][S::kStep / 16][4];
+
+    __device__ void set(int i, int t, int e, float low, float high) {
+      rounded[i][t][e] = pack_pair<Mma>(low, high);
+      if constexpr (S::kSplitWeights) {
+        const float2 x = unpack_pair<Mma>(rounded[i][t][e]);
+        rest[i][t][e] = pack_pair<Mma>(low - x.x, high - x.y);
+      }
+    }
+  };
+
+  // o += p . v for kStep tokens
+  __device__ void add_values(uint32_t value_stage, int r0, const Weights& weights, State& state) const {
     const auto multiply = [&](int t, int n, uint32_t b0, uint32_t b1) {
 #pragma unroll
-      for (int i = 0; i < S::kRowTiles; ++i) mma_16x8x16<Mma>(state.o[i][n], probs[i][t], b0, b1);
+      for (int i = 0; i < S::kRowTiles; ++i) {
+        mma_16x8x16<Mma>(state.o[i][n], weights.rounded[i][t], b0, b1);
+        if constexpr (S::kSplitWeights) mma_16x8x16<Mma>(state.o[i][n], weights.rest[i][t], b0, b1);
+      }
     };
     uint32_t row0 = value_stage;
     if constexpr (!S::kPackedV) {
@@ -382,7 +398,7 @@ struct RowSoftmax : TileLoader<S> {
 
       // The sums are kept relative to a maximum that may lag behind by kLag (a factor of 256): following it is rare.
       constexpr float kLag = 8;
-      uint32_t probs[S::kRowTiles][S::kStep / 16][4];
+      Weights weights;
 #pragma unroll
       for (int i = 0; i < S::kRowTiles; ++i) {
         float top[2], base[2], scale[2];
@@ -420,11 +436,11 @@ struct RowSoftmax : TileLoader<S> {
             const float a = exp2_fast(fmaf(s[i][n][2 * h], scale[h], -base[h]));
             const float b = exp2_fast(fmaf(s[i][n][2 * h + 1], scale[h], -base[h]));
             state.sum[i][h] += a + b;
-            probs[i][n / 2][n % 2 * 2 + h] = pack_pair<Mma>(a, b);
+            weights.set(i, n / 2, n % 2 * 2 + h, a, b);
           }
         }
       }
-      add_values(stage + S::kTileBytes, r0, probs, state);
+      add_values(stage + S::kTileBytes, r0, weights, state);
     }
   }
 };
