@@ -40,7 +40,14 @@ def get_num_threads() -> int: ...
 def set_num_threads(num_threads: int, /) -> None: ...
 def check_errors(device_type: int, device_id: int, /) -> None: ...
 def paged_attention_workspace_size(
-    num_tokens: int, num_seqs: int, num_heads: int, num_kv_heads: int, head_size: int, device_id: int, /
+    num_tokens: int,
+    num_seqs: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    batch_invariant: bool,
+    device_id: int,
+    /,
 ) -> int: ...
 
 ops: dict[str, tuple[str, ...]]  # kinds of the parameters, from the C declaration

@@ -99,6 +99,7 @@ def paged_attention(
     kv_cache_dtype: str = "auto",
     k_scale: ScalarOrArray = 1.0,
     v_scale: ScalarOrArray = 1.0,
+    batch_invariant: bool = False,
     lse: Array | None = None,
     workspace: Array | None = None,
     stream: Stream = None,
@@ -122,6 +123,8 @@ def paged_attention(
         kv_cache_dtype: ``"auto"``: caches have the dtype of ``query``; ``"fp8_e4m3"``, ``"fp8_e5m2"``: one-byte floats;
             ``"int8"``; ``"nvfp4"``: pages of four-bit floats and their scales.
         k_scale, v_scale: value = element * scale for all but ``"auto"``; one, or one for each KV head.
+        batch_invariant: the result of a query depends, to the last bit, on itself, on the keys that it sees and on the
+            options alone: not on the rest of the batch, nor on how its prompt was cut into calls.
         lse: ``[num_heads, num_tokens]`` float32; written with the natural log of the softmax denominator.
         workspace: bytes on the device (see ``paged_attention_workspace_size``); ``None``: from the stream-ordered pool.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
@@ -135,10 +138,18 @@ def paged_attention(
 
 
 def paged_attention_workspace_size(
-    num_tokens: int, num_seqs: int, num_heads: int, num_kv_heads: int, head_size: int, device: int = 0
+    num_tokens: int,
+    num_seqs: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    device: int = 0,
+    *,
+    batch_invariant: bool = False,
 ) -> int:
     """Bytes of ``workspace`` that :func:`paged_attention` wants on a CUDA device for batches of up to these sizes."""
-    return _C.paged_attention_workspace_size(num_tokens, num_seqs, num_heads, num_kv_heads, head_size, device)
+    sizes = num_tokens, num_seqs, num_heads, num_kv_heads, head_size
+    return _C.paged_attention_workspace_size(*sizes, batch_invariant, device)
 
 
 @operation(out=like("query"))

@@ -302,7 +302,8 @@ class Llama {
                value_cache, block_tables, view(batch.seq_lens), view(batch.cu_query_lens),
                NAN,  // scale: 1 / sqrt(head size)
                true, /*window*/ 0, /*softcap*/ 0.0, /*alibi_slopes*/ nullptr, /*sinks*/ nullptr, "auto",
-               /*k_scale*/ nullptr, /*v_scale*/ nullptr, /*lse*/ nullptr, /*workspace*/ nullptr);
+               /*k_scale*/ nullptr, /*v_scale*/ nullptr, /*batch_invariant*/ false, /*lse*/ nullptr,
+               /*workspace*/ nullptr);
     return attended;
   }
 

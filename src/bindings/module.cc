@@ -34,17 +34,18 @@ PYBIND11_MODULE(_C, m) {
     throw py::error_already_set();
   });
 
-  m.def("paged_attention_workspace_size", [](int64_t num_tokens, int64_t num_seqs, int64_t num_heads,
-                                             int64_t num_kv_heads, int64_t head_size, int32_t device_id) {
-    int64_t size = 0;
-    const pykv_status status =
-        pykv_paged_attention_workspace_size(num_tokens, num_seqs, num_heads, num_kv_heads, head_size, device_id, &size);
-    if (status != PYKV_OK) {
-      raise_status(status);
-      throw py::error_already_set();
-    }
-    return size;
-  });
+  m.def("paged_attention_workspace_size",
+        [](int64_t num_tokens, int64_t num_seqs, int64_t num_heads, int64_t num_kv_heads, int64_t head_size,
+           bool batch_invariant, int32_t device_id) {
+          int64_t size = 0;
+          const pykv_status status = pykv_paged_attention_workspace_size(num_tokens, num_seqs, num_heads, num_kv_heads,
+                                                                         head_size, batch_invariant, device_id, &size);
+          if (status != PYKV_OK) {
+            raise_status(status);
+            throw py::error_already_set();
+          }
+          return size;
+        });
 
   Module ops(m);
   bind_activation(ops);

@@ -48,7 +48,7 @@ int main() {
     return 1;
   if (!ok(pykv_paged_attention(&result.tensor, &query.tensor, &key_cache.tensor, &value_cache.tensor, &tables.tensor,
                                &seq_lens.tensor, nullptr, NAN, true, 0, 0.0, nullptr, nullptr, "auto", nullptr, nullptr,
-                               nullptr, nullptr, nullptr)))
+                               false, nullptr, nullptr, nullptr)))
     return 2;
   for (float x : out)
     if (std::fabs(x - 1) > 1e-6f) return 3;  // equal logits: the mean of 0, 1, 2

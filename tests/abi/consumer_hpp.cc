@@ -99,7 +99,7 @@ void attention(DLTensor* workspace) {
              nullptr, nullptr);
   pykv::call(pykv_paged_attention, Tensor(out.data(), {1, heads, head_size}),
              ConstTensor(q.data(), {1, heads, head_size}), key_cache, value_cache, ConstTensor(table.data(), {1, 2}),
-             ConstTensor(lens), nullptr, NAN, true, 0, 0.0, nullptr, nullptr, "auto", nullptr, nullptr, nullptr,
+             ConstTensor(lens), nullptr, NAN, true, 0, 0.0, nullptr, nullptr, "auto", nullptr, nullptr, false, nullptr,
              workspace);
   for (int64_t i = 0; i < heads * head_size;
        ++i)  // equal logits: the mean of 0, 1, 2, and one more for the second head
@@ -107,7 +107,7 @@ void attention(DLTensor* workspace) {
 }
 
 void workspaces() {
-  EXPECT(pykv::paged_attention_workspace_size(1, 1, 2, 2, 8, pykv::cpu) == 0);
+  EXPECT(pykv::paged_attention_workspace_size(1, 1, 2, 2, 8, false, pykv::cpu) == 0);
   EXPECT(static_cast<DLTensor*>(pykv::Workspace()) == nullptr);
   int freed = 0;
   auto allocate = [](size_t bytes) { return std::aligned_alloc(256, bytes); };

@@ -68,6 +68,7 @@ extern "C" {
         kv_cache_dtype: *const c_char,
         k_scale: *const DLTensor,
         v_scale: *const DLTensor,
+        batch_invariant: bool,
         lse: *mut DLTensor,
         workspace: *mut DLTensor,
         stream: *mut c_void,

@@ -82,6 +82,7 @@ fn decode_equals_a_plain_loop() {
             c"auto".as_ptr(),
             null(),
             null(),
+            false,
             null_mut(),
             null_mut(),
             null_mut(),

@@ -184,7 +184,7 @@ pykv_status pykv_paged_attention(DLTensor* out, const DLTensor* query, const DLT
                                  const DLTensor* cu_query_lens, double scale, bool causal, int64_t window,
                                  double softcap, const DLTensor* alibi_slopes, const DLTensor* sinks,
                                  const char* kv_cache_dtype, const DLTensor* k_scale, const DLTensor* v_scale,
-                                 DLTensor* lse, DLTensor* workspace, void* stream) {
+                                 bool batch_invariant, DLTensor* lse, DLTensor* workspace, void* stream) {
   return guarded("paged_attention", [&](Call& call) {
     PagedAttentionArgs a = take(call,
                                 {out, query, key_cache, value_cache, block_tables, seq_lens, cu_query_lens,
@@ -195,6 +195,10 @@ pykv_status pykv_paged_attention(DLTensor* out, const DLTensor* query, const DLT
     a.causal = causal;
     a.window = window;
     a.softcap = static_cast<float>(softcap);
+    a.batch_invariant = batch_invariant;
+    if (batch_invariant && a.max_seq_len > kMostInvariantTokens)
+      fail(PYKV_NOT_IMPLEMENTED, "block_tables: with batch_invariant a row may hold %lld tokens at most, got %lld",
+           static_cast<long long>(kMostInvariantTokens), static_cast<long long>(a.max_seq_len));
     if (lse) {
       Dim heads{"num_heads", a.num_heads}, tokens{"num_tokens", a.num_tokens};
       Tensor t = call.write("lse", lse).shape(heads, tokens).dtype({DType::kFloat32}).no_overlap_within();
@@ -214,8 +218,8 @@ pykv_status pykv_paged_attention(DLTensor* out, const DLTensor* query, const DLT
 }
 
 pykv_status pykv_paged_attention_workspace_size(int64_t num_tokens, int64_t num_seqs, int64_t num_heads,
-                                                int64_t num_kv_heads, int64_t head_size, int32_t device_id,
-                                                int64_t* size) {
+                                                int64_t num_kv_heads, int64_t head_size, bool batch_invariant,
+                                                int32_t device_id, int64_t* size) {
   return guarded("paged_attention_workspace_size", [&](Call&) {
     if (num_tokens < 0 || num_seqs < 0 || num_heads < 1 || num_kv_heads < 1 || head_size < 1)
       fail(PYKV_VALUE_ERROR,
@@ -225,8 +229,10 @@ pykv_status pykv_paged_attention_workspace_size(int64_t num_tokens, int64_t num_
            static_cast<long long>(num_kv_heads), static_cast<long long>(head_size));
 #if defined(PYKV_WITH_CUDA)
     *size = paged_attention_workspace_cuda(num_tokens, num_seqs, static_cast<int>(num_heads),
-                                           static_cast<int>(num_kv_heads), static_cast<int>(head_size), device_id);
+                                           static_cast<int>(num_kv_heads), static_cast<int>(head_size), batch_invariant,
+                                           device_id);
 #else
+    (void)batch_invariant;
     (void)device_id;
     (void)size;
     Call::no_cuda();

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "attention/paged_attention.h"
+#include "attention/paged_attention_exact.cuh"
 #include "attention/paged_attention_launch.cuh"
 #include "attention/paged_attention_plan.cuh"
 #include "cuda/dependent.cuh"
@@ -21,8 +22,9 @@ int grid_of(int blocks_per_sm, int device) { return std::min(kMaxGrid, num_sms(d
 int64_t stats_bytes(int grid, const Tiling& t) { return align(int64_t{2} * grid * t.rows * sizeof(float2)); }
 int64_t notes_bytes(int grid) { return align(grid * sizeof(Unfinished)); }
 
-int64_t bytes_of(const Tiling& t, int device) {
+int64_t bytes_of(const Tiling& t, bool batch_invariant, int device) {
   const int grid = grid_of(t.blocks_per_sm, device);
+  if (batch_invariant) return notes_bytes(grid) + align(int64_t{2} * grid * t.rows * t.pitch / 4 * sizeof(ExactQuad));
   return notes_bytes(grid) + stats_bytes(grid, t) + align(int64_t{2} * grid * t.rows * t.pitch * sizeof(float));
 }
 
@@ -34,6 +36,23 @@ bool uniform_rows(int64_t num_tokens, int64_t num_seqs, int group, int head_size
   if (fits(32)) return true;
   rows = RowClass::kMore;  // poor at single tokens: not for a mean
   return head_size <= 128 && fits(64) && num_tokens % num_seqs == 0;
+}
+
+// The row r of a segment that was noted.
+__device__ Row row_of_note(const Problem& p, const Unfinished& u, int r) {
+  Unit unit{};
+  unit.query_begin = u.query_begin;
+  unit.query_len = u.query_len;
+  unit.kv_head = u.kv_head;
+  unit.head_tile = u.head_tile;
+  unit.query_tile = u.query_tile;
+  return row_of(p, unit, r);
+}
+
+// With batch_invariant tiles of 32 rows stand in for larger ones: rows of 16 and of 32 are computed alike.
+RowClass class_for(RowClass rows, bool batch_invariant, int head_size) {
+  if (!batch_invariant || rows == RowClass::kFew || rows == RowClass::kSome) return rows;
+  return head_size <= 128 ? RowClass::kSome : RowClass::kFew;
 }
 
 constexpr int kCombineThreads = 256;
@@ -49,13 +68,7 @@ __global__ void __launch_bounds__(kCombineThreads, 4) combine_kernel(const __gri
   let_next_kernel_start();
   const Unfinished u = p.unfinished[blockIdx.x];
   if (u.first_block < 0) return;
-  Unit unit{};
-  unit.query_begin = u.query_begin;
-  unit.query_len = u.query_len;
-  unit.kv_head = u.kv_head;
-  unit.head_tile = u.head_tile;
-  unit.query_tile = u.query_tile;
-  const Row row = row_of(p, unit, r);
+  const Row row = row_of_note(p, u, r);
   const bool valid = r < p.rows && row.valid;
 
   const int pieces = blockIdx.x - u.first_block + 1;
@@ -102,6 +115,41 @@ __global__ void __launch_bounds__(kCombineThreads, 4) combine_kernel(const __gri
   const float x[4] = {o.x, o.y, o.z, o.w};
   for (int e = 0; e < 4; ++e) {
     if (quad * 4 + e < p.a.head_size) out[quad * 4 + e] = T(x[e] * factor);
+  }
+}
+
+// The same for the records of paged_attention_exact.cuh, whose order does not matter.
+template <class T>
+__global__ void __launch_bounds__(kCombineThreads) combine_exact_kernel(const __grid_constant__ Problem p, int parts) {
+  __shared__ ExactQuad sums[kCombineThreads];
+  const int items = kCombineThreads / parts;  // of a block
+  const int part = threadIdx.x / items, item = blockIdx.y * items + threadIdx.x % items;
+  const int quads = p.pitch / 4, r = item / quads, quad = item % quads;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const Unfinished u = p.unfinished[blockIdx.x];
+  if (u.first_block < 0) return;
+  const Row row = row_of_note(p, u, r);
+  const bool valid = r < p.rows && row.valid;
+
+  ExactQuad sum;
+  const int pieces = blockIdx.x - u.first_block + 1;
+#pragma unroll 2
+  for (int i = part; valid && i < pieces; i += parts) {
+    sum.add(*exact_quad(p, 2 * (u.first_block + i) + (i == 0 && !u.first_slot_is_head), r, quad));
+  }
+  if (parts > 1) {
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    if (part > 0) return;
+    for (int i = 1; i < parts; ++i) sum.add(sums[threadIdx.x + i * items]);
+  }
+  if (!valid) return;
+  const float4 x = sum.finish(p, row, u.kv_head);
+  T* out = output_row<T>(p, row);
+  const float columns[4] = {x.x, x.y, x.z, x.w};
+  for (int e = 0; e < 4; ++e) {
+    if (quad * 4 + e < p.a.head_size) out[quad * 4 + e] = T(columns[e]);
   }
 }
 
@@ -161,12 +209,13 @@ void launch_all(Problem p, const Launch& launch) {
   };
   if (suits_mma(p.a)) {
     RowClass rows;
+    const RowClass many = class_for(RowClass::kMany, p.a.batch_invariant, p.a.head_size);
     if (uniform_rows(p.a.num_tokens, p.a.num_seqs, p.group, p.a.head_size, rows)) {
-      if (take(rows, 0, kAnyRows)) return;
+      if (take(class_for(rows, p.a.batch_invariant, p.a.head_size), 0, kAnyRows)) return;
     } else if (p.group > 16 || p.a.num_seqs == 1) {
-      if (take(RowClass::kMany, 0, kAnyRows)) return;
+      if (take(many, 0, kAnyRows)) return;
     } else {
-      if (take(RowClass::kMany, 16, kAnyRows) && take(RowClass::kFew, 0, 16)) return;
+      if (take(many, 16, kAnyRows) && take(RowClass::kFew, 0, 16)) return;
     }
   }
   p.min_rows = 0;
@@ -249,8 +298,9 @@ void combine(const Problem& p, int grid, const Launch& launch) {
   while (parts < 16 && items * parts * 2 <= kCombineThreads) parts *= 2;
   const int per_block = kCombineThreads / parts;
   dispatch<half, bf16, float>(p.a.dtype, [&]<class T> {
-    launch_after(combine_kernel<T>, dim3(grid, (items + per_block - 1) / per_block), dim3(kCombineThreads), 1, 0,
-                 launch, p.a.op, p, parts);
+    launch_after(p.a.batch_invariant ? combine_exact_kernel<T> : combine_kernel<T>,
+                 dim3(grid, (items + per_block - 1) / per_block), dim3(kCombineThreads), 1, 0, launch, p.a.op, p,
+                 parts);
   });
 }
 
@@ -263,15 +313,16 @@ size_t shared_memory_limit(int device) {
 }  // namespace attention
 
 int64_t paged_attention_workspace_cuda(int64_t num_tokens, int64_t num_seqs, int num_heads, int num_kv_heads,
-                                       int head_size, int device) {
+                                       int head_size, bool batch_invariant, int device) {
   using namespace attention;
-  const auto bytes = [&](const Tiling& tiling) { return bytes_of(tiling, device); };
+  const auto bytes = [&](const Tiling& tiling) { return bytes_of(tiling, batch_invariant, device); };
   const int64_t simple = bytes(simple_tiling(head_size));
   RowClass rows;
   if (uniform_rows(num_tokens, num_seqs, num_heads / num_kv_heads, head_size, rows)) {
-    return std::max(simple, bytes(tiling_of(rows, head_size)));
+    return std::max(simple, bytes(tiling_of(class_for(rows, batch_invariant, head_size), head_size)));
   }
-  return std::max({simple, bytes(few_rows_tiling(head_size)), bytes(many_rows_tiling(head_size))});
+  const RowClass many = class_for(RowClass::kMany, batch_invariant, head_size);
+  return std::max({simple, bytes(few_rows_tiling(head_size)), bytes(tiling_of(many, head_size))});
 }
 
 void paged_attention_cuda(const PagedAttentionArgs& args, const Launch& launch) {
@@ -296,8 +347,9 @@ void paged_attention_cuda(const PagedAttentionArgs& args, const Launch& launch) 
   p.sparse_local = small(args.sparse.local_blocks);
   p.block_size = Divider(args.block_size);
 
-  const int64_t wanted = paged_attention_workspace_cuda(args.num_tokens, args.num_seqs, args.num_heads,
-                                                        args.num_kv_heads, args.head_size, launch.device);
+  const int64_t wanted =
+      paged_attention_workspace_cuda(args.num_tokens, args.num_seqs, args.num_heads, args.num_kv_heads, args.head_size,
+                                     args.batch_invariant, launch.device);
   if (args.workspace) {
     if (args.workspace_size < wanted) {
       fail(PYKV_VALUE_ERROR, "%s: workspace: %lld bytes are needed, got %lld", args.op, static_cast<long long>(wanted),

@@ -33,6 +33,8 @@ struct BlockSparse {
   int64_t tp_rank, local_blocks, vert_stride, block_size, sliding_step;
 };
 
+inline constexpr int64_t kMostInvariantTokens = int64_t{1} << 23;  // max_seq_len with batch_invariant
+
 struct PagedAttentionArgs {
   const char* op;  // which entry was called, for reports
   DType dtype;     // of out and query: float32, float16 or bfloat16
@@ -65,6 +67,7 @@ struct PagedAttentionArgs {
   int64_t window;             // 0: none.  keys j with |position - j| < window
   bool causal;                // keys j <= position
   float denominator_epsilon;  // 1e-6 for v1 and v2, 0 for paged_attention
+  bool batch_invariant;       // a query's result depends on nothing but itself, its keys and the options
   BlockSparse sparse;         // vert_stride <= 1: dense
 
   void* workspace;  // CUDA alone; null: from the stream-ordered pool
@@ -79,6 +82,6 @@ void paged_attention_cuda(const PagedAttentionArgs& args, const Launch& launch);
 
 // Bytes of workspace that paged_attention_cuda wants on `device`: closed form, no array is read.
 int64_t paged_attention_workspace_cuda(int64_t num_tokens, int64_t num_seqs, int num_heads, int num_kv_heads,
-                                       int head_size, int device);
+                                       int head_size, bool batch_invariant, int device);
 
 }  // namespace pykv

@@ -6,7 +6,8 @@
 // item is one block, for some KV heads and, where a sequence has a single block (decode), for one chunk of kChunk keys.
 // Within an item tiles of kTile keys are walked once, and for each tile the heads, so that a page is read as it lies in
 // memory.  Chunks leave partial sums that a second pass merges in order: results depend neither on the number of
-// threads nor on the rest of the batch.
+// threads nor on the rest of the batch; and with batch_invariant, which keeps blocks of many rows from taking quicker
+// loops than those of few, nor on the number of queries.
 //
 // Decode is bound by memory: each byte of the cache is read once, and since jumps between pages defeat the hardware's
 // prefetcher, every loop asks for the rows that the next head or tile will need.  Floor: bytes of K and V / bandwidth.
@@ -24,13 +25,11 @@ namespace pykv::PYKV_ISA {
 namespace attention {
 namespace {
 
-constexpr int64_t kChunk = 2048;  // keys
-
 // A sequence whose keys are spread over several items.
 struct Merge {
   Sequence sequence;
   int64_t chunks;
-  float* partials;  // [chunks][num_kv_heads][rows][2 + head_size]: greatest logit, sum, unnormalised values
+  float* partials;  // [chunks][num_kv_heads][rows][kPartialHead + head_size]
 };
 
 // Calls body(sequence) for each sequence with queries.  Bounds that make no sense are clamped and reported.
@@ -91,7 +90,7 @@ Plan cut(const Problem& p, const Launch& launch, int64_t heads_per_item, Item* i
     const Span all = p.visible(s, 0, static_cast<int>(rows));
     const Chunks chunks(all);
     if (chunks.count == 1) return emit(s, 0, static_cast<int>(rows), all, nullptr);
-    const int64_t size = a.num_kv_heads * rows * (a.head_size + 2);
+    const int64_t size = a.num_kv_heads * rows * (kPartialHead + a.head_size);
     if (merges) merges[plan.merges] = {s, chunks.count, partials + plan.floats};
     ++plan.merges;
     for (int64_t c = 0; c < chunks.count; ++c, plan.floats += size)
@@ -100,22 +99,13 @@ Plan cut(const Problem& p, const Launch& launch, int64_t heads_per_item, Item* i
   return plan;
 }
 
-void merge(const Problem& p, const Merge& m, int kv_head, float* values) {
-  const int64_t rows = m.sequence.queries * p.group, size = p.args.head_size + 2;
+void merge(const Problem& p, const Merge& m, int kv_head, float* sum) {
+  const int64_t rows = m.sequence.queries * p.group, size = kPartialHead + p.args.head_size;
   for (int64_t row = 0; row < rows; ++row) {
-    const auto partial = [&](int64_t c) {
-      return m.partials + ((c * p.args.num_kv_heads + kv_head) * rows + row) * size;
-    };
-    float top = kNegInf, total = 0;
-    for (int64_t c = 0; c < m.chunks; ++c) top = std::max(top, partial(c)[0]);
-    std::fill_n(values, p.dims, 0.0f);
-    for (int64_t c = 0; c < m.chunks; ++c) {
-      const float* from = partial(c);
-      const float weight = from[0] == top ? 1.0f : std::exp(from[0] - top);  // also when nothing was seen at all
-      total += from[1] * weight;
-      for (int d = 0; d < p.args.head_size; ++d) values[d] += from[2 + d] * weight;
-    }
-    finish_row(p, m.sequence, row, kv_head, top, total, values);
+    clear_partial(sum, p.dims);
+    for (int64_t c = 0; c < m.chunks; ++c)
+      add_partial(sum, m.partials + ((c * p.args.num_kv_heads + kv_head) * rows + row) * size, p.args.head_size);
+    finish_row(p, m.sequence, row, kv_head, sum[0], sum[1], sum + kPartialHead);
   }
 }
 
@@ -148,7 +138,8 @@ void paged_attention_cpu(const PagedAttentionArgs& args, const Launch& launch) {
   });
   parallel_for(plan.merges * args.num_kv_heads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
-      merge(p, merges[i / args.num_kv_heads], static_cast<int>(i % args.num_kv_heads), scratch.at_least<float>(p.dims));
+      merge(p, merges[i / args.num_kv_heads], static_cast<int>(i % args.num_kv_heads),
+            scratch.at_least<float>(kPartialHead + p.dims));
   });
 }
 

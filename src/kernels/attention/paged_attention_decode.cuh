@@ -458,9 +458,10 @@ bool suits_decode(const Problem& p) {
   const auto fits = [](int64_t elements) { return elements >= 0 && elements * S::kBytes < int64_t{1} << 32; };
   const bool strides = fits(a.key.block) && fits(a.key.token) && fits(a.key.head) && fits(a.value.block) &&
                        fits(a.value.token) && fits(a.value.head);
-  return strides && a.cu_query_lens.data == nullptr && p.group <= S::kColumns && p.window == kNoWindow && !p.sparse &&
-         a.block_size % kGroupTokens == 0 && packed_keys == S::kPackedV && a.num_blocks < (int64_t{1} << 31) &&
-         a.num_seqs * most_places < (int64_t{1} << 31) && a.max_seq_len < kNoWindow - S::kUnitTokens * 64;
+  return strides && a.cu_query_lens.data == nullptr && !a.batch_invariant && p.group <= S::kColumns &&
+         p.window == kNoWindow && !p.sparse && a.block_size % kGroupTokens == 0 && packed_keys == S::kPackedV &&
+         a.num_blocks < (int64_t{1} << 31) && a.num_seqs * most_places < (int64_t{1} << 31) &&
+         a.max_seq_len < kNoWindow - S::kUnitTokens * 64;
 }
 
 template <class S>

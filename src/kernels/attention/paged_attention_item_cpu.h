@@ -21,12 +21,13 @@ inline constexpr bool kIsNvfp4 = std::is_same_v<T, Nvfp4>;
 inline constexpr int kMaxHeadSize = 1024;
 alignas(64) inline constexpr float kZeros[kMaxHeadSize] = {};
 
-// Where some neighbouring keys lie, before a head is chosen.  They do not cross a multiple of kTile.
+// Where some neighbouring keys lie, before a head is chosen.  The first is a multiple of kTile, so that a row's sums are
+// added up in the same order whatever other rows see; keys before those of the item are not looked up.
 struct Tile {
   int64_t first;
   int count;
   bool some_missing;
-  bool missing[kTile];               // the block id is out of range
+  bool missing[kTile];               // the block id is out of range, or nobody asks
   int slot[kTile];                   // within the block
   int64_t key[kTile], value[kTile];  // elements from the start of the cache
 };
@@ -34,12 +35,18 @@ struct Tile {
 inline void locate(const Problem& p, const Sequence& s, Span keys, Tile& tile) {
   const PagedAttentionArgs& a = p.args;
   const Index table = {a.block_tables.data, 1, a.block_tables.is_int64};
-  tile.first = keys.begin;
-  tile.count = static_cast<int>(std::min(keys.end, (keys.begin / kTile + 1) * kTile) - keys.begin);
-  tile.some_missing = false;
+  tile.first = keys.begin / kTile * kTile;
+  tile.count = static_cast<int>(std::min(keys.end, tile.first + kTile) - tile.first);
+  const int unseen = static_cast<int>(keys.begin - tile.first);
+  tile.some_missing = unseen > 0;
+  for (int j = 0; j < unseen; ++j) {
+    tile.missing[j] = true;
+    tile.slot[j] = static_cast<int>((tile.first + j) % a.block_size);
+    tile.key[j] = tile.value[j] = 0;
+  }
   int64_t page = keys.begin / a.block_size;
   int slot = static_cast<int>(keys.begin % a.block_size);
-  for (int j = 0; j < tile.count; ++page, slot = 0) {
+  for (int j = unseen; j < tile.count; ++page, slot = 0) {
     const int64_t block = table[s.index * a.block_table_stride + page * a.block_tables.stride];
     const bool missing = block < 0 || block >= a.num_blocks;
     if (missing) p.bad_block(block, a.num_blocks);
@@ -174,11 +181,12 @@ inline bool many_rows(const Item& item) { return item.rows > 2 * kQuad; }
 // Whether scores and sums of values are made in bf16.
 template <class T>
 bool dot_scores(const Problem& p, const Item& item) {
-  return p.dot && (std::is_same_v<T, bf16> || kIsNvfp4<T> || (sizeof(T) == 1 && many_rows(item)));
+  const bool narrow = sizeof(T) == 1 && many_rows(item) && !p.args.batch_invariant;
+  return p.dot && (std::is_same_v<T, bf16> || kIsNvfp4<T> || narrow);
 }
 template <class T>
 bool dot_values(const Problem& p, const Item& item) {
-  return dot_scores<T>(p, item) && many_rows(item) && !p.packed_values;
+  return dot_scores<T>(p, item) && many_rows(item) && !p.packed_values && !p.args.batch_invariant;
 }
 
 // The part of it that belongs to one head.
@@ -207,8 +215,8 @@ inline void load_queries(const Problem& p, const Item& item, int kv_head, int pa
 }
 
 // out = values / denominator, and lse.
-inline void finish_row(const Problem& p, const Sequence& s, int64_t row, int kv_head, float top, float total,
-                       const float* values) {
+[[gnu::noinline]] inline void finish_row(const Problem& p, const Sequence& s, int64_t row, int kv_head, float top,
+                                         float total, const float* values) {
   const PagedAttentionArgs& a = p.args;
   const int64_t token = s.first_token + row / p.group, head = kv_head * p.group + row % p.group;
   float weight = a.kv_format == KvFormat::kSame ? 1.0f : a.v_scale[kv_head];
@@ -384,8 +392,31 @@ void run_item(const Problem& p, const Item& item) {
   const Sight sight(p, item, padded_rows);
   const bool dot = dot_scores<T>(p, item);
   for (int h = 0; h < heads; ++h) load_queries(p, item, item.first_head + h, padded_rows, dot, w.q + h * size);
-  std::fill_n(w.acc, heads * size, 0.0f);
-  for (int i = 0; i < heads * quads; ++i) w.softmax[i] = {splat(kNegInf), Floats{}};
+
+  const auto begin_chunk = [&] {
+    std::fill_n(w.acc, heads * size, 0.0f);
+    for (int i = 0; i < heads * quads; ++i) w.softmax[i] = {splat(kNegInf), Floats{}};
+  };
+  // The rows go to `partials`, [heads of the item][rows][kPartialHead + dims], to be added up there.
+  const int64_t pitch = kPartialHead + p.dims;
+  const auto end_chunk = [&](float* partials) {
+    float* const one = w.gathered;  // tiles are done with
+    for (int h = 0; h < heads; ++h) {
+      for (int r = 0; r < item.rows; ++r, partials += pitch) {
+        float* const values = w.acc + h * size + r * p.dims;
+#if defined(__AVX512F__)
+        if (dot_values<T>(p, item)) restore_order(values, p.dims);
+#endif
+        one[0] = w.softmax[h * quads + r / kQuad].top[r % kQuad];
+        one[1] = w.softmax[h * quads + r / kQuad].total[r % kQuad];
+        std::memcpy(one + kPartialHead, values, p.dims * sizeof(float));
+        add_partial(partials, one, p.args.head_size);
+      }
+    }
+  };
+  float* const partials = folded.at_least<float>(heads * item.rows * pitch);
+  for (int i = 0; i < heads * item.rows; ++i) clear_partial(partials + i * pitch, p.dims);
+  begin_chunk();
 
   // While one tile is worked on, the next is fetched.
   Tile tiles[2];
@@ -393,7 +424,7 @@ void run_item(const Problem& p, const Item& item) {
   if (item.keys.begin < item.keys.end) locate(p, item.sequence, item.keys, tiles[current]);
   for (Span left = item.keys; left.begin < left.end; current ^= 1) {
     const Tile &tile = tiles[current], &next = tiles[current ^ 1];
-    left.begin += tile.count;
+    left.begin = tile.first + tile.count;
     const bool last = left.begin >= left.end;
     if (!last) locate(p, item.sequence, left, tiles[current ^ 1]);
     for (int h = 0; h < heads; ++h) {
@@ -416,24 +447,21 @@ void run_item(const Problem& p, const Item& item) {
         attend_to(attend_nvfp4<float>);
       }
     }
+    if (!last && left.begin % kChunk == 0) {
+      end_chunk(partials);
+      begin_chunk();
+    }
   }
+  end_chunk(partials);
 
   for (int h = 0; h < heads; ++h) {
     for (int r = 0; r < item.rows; ++r) {
-      const QuadSoftmax& softmax = w.softmax[h * quads + r / kQuad];
-      const float top = softmax.top[r % kQuad], total = softmax.total[r % kQuad];
-      float* const values = w.acc + h * size + r * p.dims;
-#if defined(__AVX512F__)
-      if (dot_values<T>(p, item)) restore_order(values, p.dims);
-#endif
+      const float* const done = partials + (h * item.rows + r) * pitch;
       if (item.partial) {
-        const int64_t partial = p.args.head_size + 2;
-        float* to = item.partial + (int64_t{item.first_head + h} * item.rows + r) * partial;
-        to[0] = top;
-        to[1] = total;
-        std::memcpy(to + 2, values, p.args.head_size * sizeof(float));
+        const int64_t row = kPartialHead + p.args.head_size;
+        std::copy_n(done, row, item.partial + (int64_t{item.first_head + h} * item.rows + r) * row);
       } else {
-        finish_row(p, item.sequence, item.first_row + r, item.first_head + h, top, total, values);
+        finish_row(p, item.sequence, item.first_row + r, item.first_head + h, done[0], done[1], done + kPartialHead);
       }
     }
   }

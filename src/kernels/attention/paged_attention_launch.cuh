@@ -99,6 +99,7 @@ bool launch_line(Kernel kernel, int shared_bytes, int unit_tokens, const Tiling&
     return count_resident_blocks(reinterpret_cast<const void*>(kernel), shared_bytes);
   });
   p.kv_tile = unit_tokens;
+  p.place_tokens = p.a.batch_invariant ? kChunkTokens : p.kv_tile;
   const int grid = set_tiling(p, tiling, blocks_per_sm, launch.device);
   launch_after(kernel, dim3(grid), dim3(kThreads), 1, shared_bytes, launch, p.a.op, p, copies);
   combine(p, grid, launch);

@@ -109,11 +109,12 @@ struct LineKernel : SegmentResults<S> {
       __syncwarp();
       if (unit.begins && i > 0) this->begin_segment(unit, state);
       this->compute(stage0 + offset, slot.valid, unit, state);
-      if (unit.ends) {
+      if (unit.ends_chunk) {
         if constexpr (S::kMany) {
           this->end_segment_many(unit, state);
         } else {
           this->end_segment_few(unit, state, rings, offset);
+          if (!unit.ends) this->clear_sums(state);
         }
       }
       if (looks_up) this->end_lookup(lookup, lookup_slot, lookup_slot.unit.kv_head);

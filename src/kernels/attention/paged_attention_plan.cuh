@@ -1,7 +1,8 @@
 // How the work of one call is divided, found by every block for itself from the lengths on the device.
 //
 // Unit of work: one KV tile (Problem::kv_tile tokens) against one query tile (up to Problem::rows rows, a row being a
-// query token and a head).  All units of all sequences lie on one line, ordered by sequence, KV head, query tile, KV
+// query token and a head).  With batch_invariant several KV tiles, a chunk, are one place on the line, and what comes of
+// each chunk is added up by itself (paged_attention_exact.cuh).  All units of all sequences lie on one line, ordered by sequence, KV head, query tile, KV
 // tile, and the blocks take equal shares of it.  A query tile's units are a segment; it has one place more, in front,
 // that stands for the cost of beginning and ending it.  A segment cut by a border of blocks leaves partial results, at
 // most two a block, which a second kernel adds up in a fixed order: hence a grid and a workspace that depend on no
@@ -22,7 +23,8 @@ __device__ inline float exp2_fast(float x) {
 }
 
 constexpr int kThreads = 128;
-constexpr int kMaxGrid = 1024;  // blocks, which bounds the pieces of one segment
+constexpr int kChunkTokens = 256;  // with batch_invariant; a chunk begins at a multiple of it
+constexpr int kMaxGrid = 1024;     // blocks, which bounds the pieces of one segment
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr int kNoWindow = 1 << 30;  // longer than any sequence
 
@@ -42,6 +44,7 @@ struct Problem {
   int head_tiles;     // query tiles that the heads of one KV head take
   int tile_tokens;    // query tokens in a query tile
   int rows, kv_tile;  // tile sizes; kv_tile is a power of two
+  int place_tokens;   // keys of a place on the line: kv_tile or, with batch_invariant, kChunkTokens
   Divider by_grid;    // the main kernel's blocks
   int cluster;        // blocks for a KV head of a sequence, where such a cluster takes it whole
   Divider by_cluster;
@@ -53,7 +56,8 @@ struct Problem {
   bool sparse;
   int sparse_block, sparse_stride, sparse_local;  // of BlockSparse, each at most kNoWindow
   int pitch;                                      // floats from one partial row to the next
-  float* partial;                                 // [2 * grid][rows][pitch], not normalised
+  float* partial;                                 // [2 * grid][rows][pitch], not normalised; or the records of
+                                                  // paged_attention_exact.cuh, [2 * grid][rows][pitch / 4]
   float2* partial_stats;                          // [2 * grid][rows]: maximum (base 2) and sum
   Unfinished* unfinished;                         // [grid]
 };
@@ -105,24 +109,24 @@ __device__ inline int64_t floor_sum(int64_t n, int64_t m, int64_t a, int64_t b) 
   return sum;
 }
 
-// Sum of clamp(start + j * step, 0, last) / kv_tile over 0 <= j < n.  Rare: kept out of the callers' code.
-static __device__ __noinline__ int64_t sum_of_tiles(int64_t n, int64_t start, int64_t step, int last, int kv_tile) {
-  if (step == 0) return n * (clamp(start, 0, last) / kv_tile);
+// Sum of clamp(start + j * step, 0, last) / place over 0 <= j < n.  Rare: kept out of the callers' code.
+static __device__ __noinline__ int64_t sum_of_places(int64_t n, int64_t start, int64_t step, int last, int place) {
+  if (step == 0) return n * (clamp(start, 0, last) / place);
   const int64_t rising = min(n, start >= 0 ? 0 : (step - 1 - start) / step);
   const int64_t flat = min(n, start >= last ? 0 : (last - start + step - 1) / step);
-  if (flat <= rising) return (n - rising) * (last / kv_tile);
-  return floor_sum(flat - rising, kv_tile, step, start + rising * step) + (n - flat) * (last / kv_tile);
+  if (flat <= rising) return (n - rising) * (last / place);
+  return floor_sum(flat - rising, place, step, start + rising * step) + (n - flat) * (last / place);
 }
 
-// The visible keys of each query tile of one sequence, in tokens and in tiles.
+// The visible keys of each query tile of one sequence, in tokens and in places.
 struct Extent {
-  int tokens, kv_tile;  // query tokens and keys in a tile
-  int num_tiles;        // query tiles
-  int last;             // the last key's index, or 0
-  int high, low;        // of tile j: keys high + j * tokens and low + j * tokens, clamped, are its last and its first
+  int tokens, place;  // query tokens in a tile, keys in a place
+  int num_tiles;      // query tiles
+  int last;           // the last key's index, or 0
+  int high, low;      // of tile j: keys high + j * tokens and low + j * tokens, clamped, are its last and its first
 
   Extent() = default;
-  __device__ Extent(const Problem& p, const Sequence& s) : tokens(p.tile_tokens), kv_tile(p.kv_tile) {
+  __device__ Extent(const Problem& p, const Sequence& s) : tokens(p.tile_tokens), place(p.place_tokens) {
     num_tiles = (s.query_len + tokens - 1) / tokens;
     last = max(s.len - 1, 0);
     const int end = s.context() + tokens - 1;  // position of the first tile's last token
@@ -133,14 +137,14 @@ struct Extent {
 
   __device__ int first_key(int j) const { return clamp_key(low + static_cast<int64_t>(j) * tokens); }
   __device__ int last_key(int j) const { return clamp_key(high + static_cast<int64_t>(j) * high_step); }
-  __device__ int first_tile(int j) const { return first_key(j) / kv_tile; }
-  __device__ int end_tile(int j) const { return last_key(j) / kv_tile + 1; }
+  __device__ int first_place(int j) const { return first_key(j) / place; }
+  __device__ int end_place(int j) const { return last_key(j) / place + 1; }
 
   // Places on the line of query tiles 0 .. n - 1.  Even a tile without a visible key has a unit: its rows want zeros.
   __device__ int64_t units_before(int n) const {
     if (n == 0) return 0;
-    if (n == 1) return 1 + end_tile(0) - first_tile(0);
-    return 2 * n + sum_of_tiles(n, high, high_step, last, kv_tile) - sum_of_tiles(n, low, tokens, last, kv_tile);
+    if (n == 1) return 1 + end_place(0) - first_place(0);
+    return 2 * n + sum_of_places(n, high, high_step, last, place) - sum_of_places(n, low, tokens, last, place);
   }
   __device__ int64_t units() const { return units_before(num_tiles); }
 
@@ -262,6 +266,8 @@ struct alignas(16) Unit {
   int slot;                 // where a partial result goes; -1: the whole segment is this block's
   bool exists;              // false after the block's last unit
   bool begins, ends;        // this block's part of the segment
+  bool first_chunk;         // with batch_invariant: of that part
+  bool ends_chunk;          // its sums leave the registers: it ends the part or, with batch_invariant, a chunk
 };
 
 // Walks along this block's units.  It lies in shared memory, and one thread at a time moves it.
@@ -312,7 +318,8 @@ struct Walker {
     } else {
       unit.first_token += p.kv_tile;
       unit.begins = false;
-      unit.ends = in_segment == 1;
+      unit.first_chunk = unit.first_chunk && !unit.ends_chunk;
+      set_ends(p);
     }
   }
 
@@ -340,11 +347,11 @@ struct Walker {
   // From this place of the segment on.  Is its end in this block's share?
   __device__ bool enter_segment(const Problem& p, int place, int slot) {
     const int skipped = max(place - 1, 0);
-    const int tile = extent.first_tile(query_tile) + skipped, tiles = extent.end_tile(query_tile) - tile;
-    const int places = min(left, skipped + 1 + tiles - place);  // of the segment in this share
+    const int at = extent.first_place(query_tile) + skipped, rest = extent.end_place(query_tile) - at;
+    const int places = min(left, skipped + 1 + rest - place);  // of the segment in this share
     left -= places;
-    in_segment = place == 0 ? places - 1 : places;
-    const bool finishes = in_segment == tiles;
+    const int here = place == 0 ? places - 1 : places;  // with keys
+    const bool finishes = here == rest;
     unit.sequence = sequence;
     unit.sequence_len = seq.len;
     unit.query_begin = seq.query_begin;
@@ -352,14 +359,22 @@ struct Walker {
     unit.kv_head = p.head_tiles == 1 ? head : head / p.head_tiles;
     unit.head_tile = head - unit.kv_head * p.head_tiles;
     unit.query_tile = query_tile;
-    unit.first_token = tile * p.kv_tile;
+    unit.first_token = max(at * p.place_tokens, extent.first_key(query_tile) & -p.kv_tile);
+    const int end = min((at + here) * p.place_tokens, extent.last_key(query_tile) + 1);
+    in_segment = here == 0 ? 0 : (end - unit.first_token + p.kv_tile - 1) >> (31 - __clz(p.kv_tile));
     unit.first_key = extent.first_key(query_tile);
     unit.last_key = extent.last_key(query_tile);
     unit.slot = skipped == 0 && finishes ? -1 : slot;
     unit.exists = in_segment > 0;
-    unit.begins = true;
-    unit.ends = in_segment == 1;
+    unit.begins = unit.first_chunk = true;
+    set_ends(p);
     return finishes;
+  }
+
+  __device__ void set_ends(const Problem& p) {
+    unit.ends = in_segment == 1;
+    unit.ends_chunk =
+        unit.ends || (p.a.batch_invariant && ((unit.first_token + p.kv_tile) & (p.place_tokens - 1)) == 0);
   }
 };
 

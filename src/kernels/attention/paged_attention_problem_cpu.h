@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <new>
 
 #include "attention/paged_attention.h"
@@ -10,6 +11,10 @@
 namespace pykv::PYKV_ISA::attention {
 
 inline constexpr int kRows = 64;  // query rows of an item; a multiple of kQuad
+
+// Keys that one running softmax takes; they begin at a multiple of it, and what comes of them is added up in order.  So a
+// row's result is the same whether its chunks are spread over threads or one item has them all.
+inline constexpr int64_t kChunk = 2048;
 
 inline int64_t divide_up(int64_t n, int64_t d) { return (n + d - 1) / d; }
 inline int64_t round_up(int64_t n, int64_t multiple) { return divide_up(n, multiple) * multiple; }
@@ -39,7 +44,29 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-inline thread_local Buffer scratch;
+inline thread_local Buffer scratch, folded;
+
+// An unfinished softmax: greatest logit, sum of exp(logit - greatest), and as many values weighted so.
+inline constexpr int kPartialHead = 2;
+
+inline void clear_partial(float* partial, int size) {
+  std::fill_n(partial, kPartialHead + size, 0.0f);
+  partial[0] = kNegInf;
+}
+
+// Adds `from` to `to`.  A function of its own, lest one caller's copy rounds otherwise than another's.
+[[gnu::noinline]] inline void add_partial(float* to, const float* from, int size) {
+  if (from[0] == kNegInf) return;
+  if (to[0] == kNegInf) {
+    std::copy_n(from, kPartialHead + size, to);
+    return;
+  }
+  const float top = std::max(to[0], from[0]);
+  const float old = to[0] == top ? 1.0f : std::exp(to[0] - top),
+              weight = from[0] == top ? 1.0f : std::exp(from[0] - top);
+  to[0] = top;
+  for (int i = 1; i < kPartialHead + size; ++i) to[i] = to[i] * old + from[i] * weight;
+}
 
 struct Span {
   int64_t begin, end;

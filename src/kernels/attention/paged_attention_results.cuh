@@ -1,6 +1,7 @@
 // The end of a segment: rows are finished and stored, or left for the combining kernel.
 #pragma once
 
+#include "attention/paged_attention_exact.cuh"
 #include "attention/paged_attention_softmax.cuh"
 
 namespace pykv::attention {
@@ -143,7 +144,10 @@ struct SegmentResults : RowSoftmax<S> {
       sum += weight * stats.y;
       o = {o.x + weight * part.x, o.y + weight * part.y, o.z + weight * part.z, o.w + weight * part.w};
     }
-    if (u.slot >= 0) {
+    if (!S::kOneToken && p.a.batch_invariant) {
+      const FinishedQuad done = add_chunk(p, u, row, r, d / 4, maximum, sum, o);
+      if (done.is_finished) store_output(row, d, done.x);
+    } else if (u.slot >= 0) {
       if (d == 0) p.partial_stats[u.slot * p.rows + r] = {maximum, sum};
       *reinterpret_cast<float4*>(partial_row(u.slot, r) + d) = o;
     } else {

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "attention/paged_attention_exact.cuh"
 #include "attention/paged_attention_launch.cuh"
 #include "attention/paged_attention_plan.cuh"
 #include "cuda/dependent.cuh"
@@ -196,6 +197,7 @@ __global__ void __launch_bounds__(kThreads, 4)
       top = fmaxf(top, s[i]);
     }
     for (int m = 1; m < 8; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
+    top = ceilf(top);  // its powers are exact
     const float base = top == -INFINITY ? 0.f : top;
     const float factor = exp2f(maximum - base);
     sum *= factor;
@@ -238,13 +240,23 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
       for (int r = 0; r < 4; ++r) *reinterpret_cast<float4*>(outputs + (r0 + r) * pitch + d) = o[r];
     }
-    if (!u.ends) continue;
+    if (!u.ends_chunk) continue;
 
     __syncthreads();
     float total = sum;
     for (int m = 1; m < 8; m *= 2) total += __shfl_xor_sync(~0u, total, m);
     if (!row.valid) continue;
-    if (u.slot >= 0) {
+    if (p.a.batch_invariant) {
+      for (int d = my_column * 4; d < p.pitch; d += 32) {
+        float4& o = *reinterpret_cast<float4*>(outputs + my_row * pitch + d);
+        const FinishedQuad done = add_chunk(p, u, row, my_row, d / 4, maximum, total, o);
+        const float columns[4] = {done.x.x, done.x.y, done.x.z, done.x.w};
+        for (int e = 0; e < 4 && done.is_finished && d + e < head_size; ++e) store_output(p, row, d + e, columns[e]);
+        o = {0, 0, 0, 0};
+      }
+      maximum = -INFINITY;
+      sum = 0;
+    } else if (u.slot >= 0) {
       if (my_column == 0) p.partial_stats[u.slot * kRows + my_row] = {maximum, total};
       float* partial = p.partial + (int64_t{u.slot} * kRows + my_row) * p.pitch;
       for (int d = my_column; d < p.pitch; d += 8) partial[d] = outputs[my_row * pitch + d];
@@ -273,6 +285,7 @@ void launch_kernel(Problem p, const Launch& launch) {
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), p.a.op);
     return 1;
   });
+  p.place_tokens = p.a.batch_invariant ? kChunkTokens : p.kv_tile;
   const int resident = count_resident_blocks(reinterpret_cast<const void*>(kernel), shared_bytes());
   const int grid = set_tiling(p, simple_tiling(p.a.head_size), resident, launch.device);
   kernel<<<grid, kThreads, shared_bytes(), stream_of(launch)>>>(p, Divider(std::min(p.a.key.chunk, p.a.head_size)));

@@ -185,6 +185,10 @@ struct RowSoftmax : TileLoader<S> {
     __syncwarp();
     s.first_position = scratch.rows[warp][0].position;
     s.last_position = scratch.rows[warp][S::kWarpRows - 1].position;
+    clear_sums(s);
+  }
+
+  static __device__ void clear_sums(State& s) {
 #pragma unroll
     for (int i = 0; i < S::kRowTiles; ++i) {
 #pragma unroll
@@ -396,7 +400,8 @@ struct RowSoftmax : TileLoader<S> {
       if (masked || !state.plain) [[unlikely]]
         adjust_scores(u, state, first, masked ? valid : kAll, masked, s);
 
-      // The sums are kept relative to a maximum that may lag behind by kLag (a factor of 256): following it is rare.
+      // The sums are kept relative to a maximum that may lag behind by kLag (a factor of 256): following it is rare.  It is
+      // a whole number, which makes its powers exact, and each row's own affair: a row beside it changes nothing.
       constexpr float kLag = 8;
       Weights weights;
 #pragma unroll
@@ -417,8 +422,9 @@ struct RowSoftmax : TileLoader<S> {
         if (__any_sync(~0u, rose)) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const float rescale = exp2_fast(state.maximum[i][h] - (top[h] == -INFINITY ? 0.f : top[h]));
-            state.maximum[i][h] = top[h];
+            const float old = state.maximum[i][h], now = top[h] > old + kLag ? ceilf(top[h]) : old;
+            const float rescale = exp2_fast(old - (now == -INFINITY ? 0.f : now));
+            state.maximum[i][h] = now;
             state.sum[i][h] *= rescale;
 #pragma unroll
             for (int n = 0; n < kD / 8; ++n) {

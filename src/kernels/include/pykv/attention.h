@@ -51,6 +51,9 @@
  *   softcap         > 0: logits become softcap * tanh(logit / softcap); 0: no change
  *   alibi_slopes    [num_heads] f32, contiguous, or NULL: + slope * (j - p)
  *   sinks           [num_heads] f32, contiguous, or NULL: one more logit in each softmax, without a value
+ *   batch_invariant the result of a query depends, to the last bit, on itself, on the keys that it sees and on the options
+ *                   alone: not on the rest of the batch, nor on how many queries its sequence has in this call.  Rows of
+ *                   block_tables may then hold 2^23 tokens at most
  *   lse             [num_heads, num_tokens] f32 or NULL: written with the natural log of the softmax denominator
  *                   (sinks included); -inf where nothing is seen, and out is 0 there
  *   workspace       contiguous bytes (uint8), at least pykv_paged_attention_workspace_size, 256-byte aligned; NULL: CUDA
@@ -60,13 +63,14 @@ PYKV_API pykv_status pykv_paged_attention(DLTensor* out, const DLTensor* query, 
                                           const DLTensor* seq_lens, const DLTensor* cu_query_lens, double scale,
                                           bool causal, int64_t window, double softcap, const DLTensor* alibi_slopes,
                                           const DLTensor* sinks, const char* kv_cache_dtype, const DLTensor* k_scale,
-                                          const DLTensor* v_scale, DLTensor* lse, DLTensor* workspace, void* stream);
+                                          const DLTensor* v_scale, bool batch_invariant, DLTensor* lse,
+                                          DLTensor* workspace, void* stream);
 
 /* Bytes of workspace that pykv_paged_attention wants on CUDA device `device_id` for batches of up to these sizes: a closed
- * formula of a few megabytes, independent of lengths.  Written to *size. */
+ * formula, independent of lengths: a few megabytes, some tens of them with batch_invariant.  Written to *size. */
 PYKV_API pykv_status pykv_paged_attention_workspace_size(int64_t num_tokens, int64_t num_seqs, int64_t num_heads,
-                                                         int64_t num_kv_heads, int64_t head_size, int32_t device_id,
-                                                         int64_t* size);
+                                                         int64_t num_kv_heads, int64_t head_size, bool batch_invariant,
+                                                         int32_t device_id, int64_t* size);
 
 /* vLLM's decode attention: one query for each sequence.  The softmax denominator is sum + 1e-6, as there.
  *

@@ -205,11 +205,12 @@ class TensorList {
 
 // Bytes that pykv_paged_attention wants for batches of up to these sizes: 0 on the CPU.
 inline int64_t paged_attention_workspace_size(int64_t num_tokens, int64_t num_seqs, int64_t num_heads,
-                                              int64_t num_kv_heads, int64_t head_size, DLDevice device) {
+                                              int64_t num_kv_heads, int64_t head_size, bool batch_invariant,
+                                              DLDevice device) {
   int64_t size = 0;
   if (device.device_type != kDLCPU)
     call(pykv_paged_attention_workspace_size, num_tokens, num_seqs, num_heads, num_kv_heads, head_size,
-         device.device_id, &size);
+         batch_invariant, device.device_id, &size);
   return size;
 }
 

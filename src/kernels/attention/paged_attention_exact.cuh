@@ -1,0 +1,156 @@
+// Sums that come out the same to the last bit whatever the order of their terms, for batch_invariant.
+//
+// The keys of a row are taken in chunks that begin at multiples of kChunkTokens.  What a chunk gives depends on nothing
+// but the row and the chunk; which blocks work on which chunks depends on the batch.  So the chunks' results are added up
+// as digits: value = sum of digit[i] * 2^(kDigitBits * (place - 1 - i)).  Where a number is cut into digits is the same for
+// all numbers, whole digits are added exactly, and the digits kept are the first ones of the greatest term: all this is
+// associative.  The first three hold 33 bits or more of the greatest term.
+//
+// Of the greatest power of two times 2^15 chunks an int has room: hence kMostInvariantTokens.
+#pragma once
+
+#include "attention/paged_attention_plan.cuh"
+
+namespace pykv::attention {
+
+constexpr int kDigitBits = 16, kDigits = 3;
+static_assert(kDigitBits == 1 << 4);
+static_assert(kMostInvariantTokens / kChunkTokens <= 1 << (31 - kDigitBits));
+
+template <int kN>
+struct ExactSum {
+  static constexpr int kEmpty = -(1 << 30);
+
+  int place = kEmpty;  // of the first digit
+  int not_finite = 0;  // bits for each number: NaN, +inf, -inf
+  int digit[kDigits][kN] = {};
+
+  // Adds x * 2^exponent.
+  __device__ void add(const float (&x)[kN], int exponent) {
+    int top = kEmpty;  // a power of two above all numbers
+#pragma unroll
+    for (int e = 0; e < kN; ++e) {
+      const int bits = static_cast<int>(__float_as_uint(x[e]) >> 23 & 255);
+      if (bits == 255) {
+        not_finite |= (isnan(x[e]) ? 1 : x[e] > 0 ? 2 : 4) << 3 * e;
+      } else if (x[e] != 0) {
+        top = max(top, max(bits, 1) - 126 + exponent);
+      }
+    }
+    if (top == kEmpty) return;
+    raise((top + kDigitBits - 1) >> 4);  // a sixteenth, rounded up
+#pragma unroll
+    for (int e = 0; e < kN; ++e) {
+      float y = isfinite(x[e]) ? ldexpf(x[e], exponent - kDigitBits * (place - 1)) : 0.f;
+#pragma unroll
+      for (int i = 0; i < kDigits; ++i) {
+        const float whole = truncf(y);
+        digit[i][e] += static_cast<int>(whole);
+        y = (y - whole) * (1 << kDigitBits);
+      }
+    }
+  }
+
+  __device__ void add(const ExactSum& other) {
+    not_finite |= other.not_finite;
+    if (other.place == kEmpty) return;
+    raise(other.place);
+    const int by = place - other.place;
+#pragma unroll
+    for (int i = 0; i < kDigits; ++i) {
+#pragma unroll
+      for (int k = 0; k <= i; ++k) {
+        if (i - k != by) continue;
+#pragma unroll
+        for (int e = 0; e < kN; ++e) digit[i][e] += other.digit[k][e];
+      }
+    }
+  }
+
+  // The e-th sum is number(e) * 2^exponent().
+  __device__ float number(int e) const {
+    const int kind = not_finite >> 3 * e & 7;
+    if (kind != 0) return kind == 2 ? INFINITY : kind == 4 ? -INFINITY : NAN;
+    return static_cast<float>((static_cast<long long>(digit[0][e]) << 2 * kDigitBits) +
+                              (static_cast<long long>(digit[1][e]) << kDigitBits) + digit[2][e]);
+  }
+  __device__ int exponent() const { return place == kEmpty ? 0 : kDigitBits * (place - kDigits); }
+
+ private:
+  // Makes room for greater numbers; digits that fall off the end are those of numbers that no longer count.
+  __device__ void raise(int to) {
+    if (to <= place) return;
+    const int by = place == kEmpty ? kDigits : min(to - place, kDigits);
+#pragma unroll
+    for (int i = kDigits - 1; i >= 0; --i) {
+#pragma unroll
+      for (int e = 0; e < kN; ++e) {
+        int moved = 0;
+#pragma unroll
+        for (int k = 0; k < i; ++k) moved = i - k == by ? digit[k][e] : moved;
+        digit[i][e] = moved;
+      }
+    }
+    place = to;
+  }
+};
+
+// Of a row: four columns of the sum of p * v, and the sum of p.  A thread's own, so that no other waits for it.
+struct alignas(16) ExactQuad {
+  ExactSum<4> values;
+  ExactSum<1> total;
+
+  // The result of a chunk, below 2^maximum.
+  __device__ void add(float4 o, float sum, float maximum) {
+    if (maximum == -INFINITY) return;
+    const int exponent = static_cast<int>(fminf(fmaxf(maximum, -1e8f), 1e8f));
+    values.add({o.x, o.y, o.z, o.w}, exponent);
+    total.add({sum}, exponent);
+  }
+
+  __device__ void add(const ExactQuad& other) {
+    values.add(other.values);
+    total.add(other.total);
+  }
+
+  // Ends the softmax of the row, of which these are four columns.
+  __device__ float4 finish(const Problem& p, const Row& row, int kv_head) const {
+    float sum = total.number(0);
+    int exponent = 0;
+    if (sum > 0 && sum < INFINITY) {
+      exponent = total.exponent() + static_cast<int>(__float_as_uint(sum) >> 23) - 127;
+      sum = __uint_as_float((__float_as_uint(sum) & 0x7fffffu) | 0x3f800000u);  // in [1, 2)
+    }
+    const float maximum = sum == 0 ? -INFINITY : static_cast<float>(exponent);
+    const float factor = finish_row(p, row, kv_head, maximum, sum);
+    const int shift = values.exponent() - exponent;
+    return {ldexpf(values.number(0), shift) * factor, ldexpf(values.number(1), shift) * factor,
+            ldexpf(values.number(2), shift) * factor, ldexpf(values.number(3), shift) * factor};
+  }
+};
+
+__device__ inline ExactQuad* exact_quad(const Problem& p, int slot, int r, int quad) {
+  return reinterpret_cast<ExactQuad*>(p.partial) + (static_cast<int64_t>(slot) * p.rows + r) * (p.pitch / 4) + quad;
+}
+
+struct FinishedQuad {
+  float4 x;
+  bool is_finished;
+};
+
+// Adds what a chunk gave for four columns of row r to what the same thread keeps of the chunks before it, in memory: no
+// register is free.  At the end of the block's part it stays there for the combining kernel, unless the block has the
+// whole segment.
+inline __device__ __noinline__ FinishedQuad add_chunk(const Problem& p, const Unit& u, const Row& row, int r, int quad,
+                                                      float maximum, float sum, float4 o) {
+  const bool whole = u.slot < 0;  // then the slot of a last, unfinished segment is still free
+  ExactQuad* const kept = exact_quad(p, whole ? 2 * blockIdx.x + 1 : u.slot, r, quad);
+  ExactQuad now;
+  if (!u.first_chunk) now = *kept;
+  now.add(o, sum, maximum);
+  if (whole && u.ends) return {now.finish(p, row, u.kv_head), true};
+  *kept = now;
+  return {o, false};
+}
+
+}  // namespace pykv::attention

@@ -1,0 +1,233 @@
+"""``batch_invariant=True``: the same bits for a query whatever else the call does and however a prompt is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from attention import inputs
+from attention.inputs import KINDS, Batch, Sizes
+from cache.inputs import DTYPES
+from hypothesis import given
+from hypothesis import strategies as st
+from libraries import Library
+from tolerance import assert_attention, assert_close
+
+import pykv
+
+USUAL = Sizes()
+Piece = tuple[int, int, int]  # sequence, and the positions first to end - 1 that its queries have in this call
+
+
+@dataclass
+class Prompts:
+    """Sequences whose pages are written, and queries for the positions from ``firsts`` on."""
+
+    b: Batch
+    firsts: list[int]
+
+    @property
+    def lens(self) -> list[int]:
+        return [int(n) for n in self.b.seq_lens]
+
+    @property
+    def whole(self) -> list[Piece]:
+        return [(s, first, n) for s, (first, n) in enumerate(zip(self.firsts, self.lens, strict=True))]
+
+    def cuts(self, size: int, rng: np.random.Generator) -> Iterator[list[Piece]]:
+        """Calls with at most ``size`` queries of each sequence, whose order and number differ from call to call."""
+        pieces = [
+            [(s, at, min(at + size, end)) for at in range(first, end, size)]
+            for s, first, end in self.whole
+            if first < end
+        ]
+        while pieces:
+            rng.shuffle(pieces)
+            taken = pieces[: rng.integers(1, len(pieces) + 1)]
+            yield [p.pop(0) for p in taken]
+            pieces = [p for p in pieces if p]
+
+
+def prompts(lens: list[tuple[int, int]], sizes: Sizes = USUAL, seed: int = 0, **kwargs: Any) -> Prompts:
+    """``lens``: first position with a query, and length of each sequence."""
+    b = inputs.batch(np.random.default_rng(seed), [(n - first, n) for first, n in lens], sizes, **kwargs)
+    return Prompts(b, [first for first, _ in lens])
+
+
+class Attention:
+    """The op on arrays that are copied to the device once."""
+
+    def __init__(self, array: Library, prompts: Prompts, **options: Any) -> None:
+        self.array, self.prompts = array, prompts
+        self.caches = inputs.caches(array, prompts.b)
+        given = {**prompts.b.options, **options}
+        self.options = {k: array.input(v) if isinstance(v, np.ndarray) else v for k, v in given.items()}
+
+    def __call__(self, pieces: list[Piece]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Output and lse of each piece."""
+        b, firsts = self.prompts.b, self.prompts.firsts
+        assert b.cu_query_lens is not None
+        rows = [np.arange(first, end) - firsts[s] + b.cu_query_lens[s] for s, first, end in pieces]
+        bounds = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+        query = b.query[np.concatenate(rows)]
+        out = self.array.output(np.zeros_like(query))
+        lse = self.array.output(np.zeros((query.shape[1], query.shape[0]), np.float32))
+        decoding = all(end - first == 1 for _, first, end in pieces)
+        pykv.paged_attention(
+            out,
+            self.array.input(query),
+            *self.caches,
+            self.array.input(b.block_tables[[s for s, _, _ in pieces]]),
+            self.array.input(np.array([end for _, _, end in pieces], np.int32)),
+            cu_query_lens=None if decoding else self.array.input(bounds),
+            kv_cache_dtype=b.kind,
+            batch_invariant=True,
+            lse=lse,
+            **self.options,
+        )
+        outs, lses = self.array.numpy(out), self.array.numpy(lse)
+        return [(outs[i:j], lses[:, i:j]) for i, j in pairwise(bounds)]
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).view(f"u{x.itemsize}")
+
+
+def assert_same(got: tuple[np.ndarray, np.ndarray], want: tuple[np.ndarray, np.ndarray], what: str) -> None:
+    for g, w, name in zip(got, want, ("out", "lse"), strict=True):
+        np.testing.assert_array_equal(bits(g), bits(w), err_msg=f"{name} of {what}")
+
+
+def check(array: Library, p: Prompts, cuts: tuple[int, ...] = (1, 3, 16), **options: Any) -> None:
+    """All at once against the reference, then everything else against all at once."""
+    attend = Attention(array, p, **options)
+    want = attend(p.whole)
+    assert p.b.cu_query_lens is not None
+    outs, lses = inputs.expected(p.b.changed(options={**p.b.options, **options}))
+    assert_attention(np.concatenate([out for out, _ in want]), outs)
+    assert_close(np.concatenate([lse for _, lse in want], axis=1), lses, atol=2e-5, rtol=1e-5)
+    for piece in p.whole:
+        if piece[1] < piece[2]:
+            assert_same(attend([piece])[0], want[piece[0]], f"{piece} alone")
+    rng = np.random.default_rng(1)
+    for size in cuts:
+        for pieces in p.cuts(size, rng):
+            for (s, first, end), got in zip(pieces, attend(pieces), strict=True):
+                here = slice(first - p.firsts[s], end - p.firsts[s])
+                assert_same(got, (want[s][0][here], want[s][1][:, here]), f"{(s, first, end)} among {pieces}")
+
+
+LENS = [(0, 20), (300, 340), (250, 262), (0, 1), (1500, 1537)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [*KINDS, "nvfp4"])
+@pytest.mark.parametrize("layout", ["NHD", "packed"])
+def test_kinds(array: Library, layout: str, kind: str, dtype: str) -> None:
+    if kind == "nvfp4" and layout == "packed":
+        layout = "HND"
+    check(array, prompts(LENS, layout=layout, kind=kind, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 33},
+        {"window": 270, "sinks": np.linspace(-2, 2, 8, dtype=np.float32)},
+        {"softcap": 5.0, "alibi_slopes": np.linspace(0, 0.3, 8, dtype=np.float32)},
+        {"scale": 0.4},
+    ],
+)
+def test_options(array: Library, options: dict[str, Any]) -> None:
+    for dtype in DTYPES:
+        check(array, prompts(LENS, dtype=dtype), **options)
+
+
+@pytest.mark.parametrize(
+    "sizes", [Sizes(4, 4, 128), Sizes(8, 2, 256, 32), Sizes(20, 1, 80), Sizes(6, 2, 40, 4), Sizes(71, 1, 7, 3)]
+)
+def test_sizes(array: Library, sizes: Sizes) -> None:
+    check(array, prompts([(0, 40), (280, 300), (2040, 2060)], sizes))
+
+
+@given(data=st.data())
+def test_random_batches(array: Library, data: st.DataObject) -> None:
+    draw = data.draw
+    lens = [
+        (max(0, n - draw(st.integers(0, 24), "queries")), n)
+        for n in draw(st.lists(st.integers(1, 1100), min_size=1, max_size=6), "lens")
+    ]
+    kv_heads, group = draw(st.integers(1, 3), "kv_heads"), draw(st.sampled_from([1, 2, 4, 5, 16, 32]), "group")
+    sizes = Sizes(kv_heads * group, kv_heads, draw(st.sampled_from([64, 128]), "head_size"))
+    options = {"window": draw(st.sampled_from([None, 17, 400]), "window")}
+    kind = draw(st.sampled_from(KINDS), "kind")
+    p = prompts(
+        lens, sizes, draw(st.integers(0, 99), "seed"), kind=kind, dtype=draw(st.sampled_from(list(DTYPES)), "dtype")
+    )
+    check(array, p, (draw(st.integers(1, 20), "cut"),), **options)
+
+
+def test_long_sequences_are_shared_by_many_blocks(array: Library) -> None:
+    """Shares of work are cut at other places for each batch."""
+    lens = [(n - 1, n) for n in (9000, 40_000, 700, 8192, 1)]
+    p = prompts(lens, Sizes(4, 1, 128))
+    check(array, p)
+    attend = Attention(array, p)
+    want = attend(p.whole)
+    for times in (3, 40):
+        for s, piece in enumerate(p.whole):
+            for got in attend([piece] * times):
+                assert_same(got, want[s], f"{piece}, {times} times")
+
+
+def test_without_a_causal_mask(array: Library) -> None:
+    """All queries see all keys; which queries share a call does not matter."""
+    p = prompts([(0, 50), (500, 540)])
+    attend = Attention(array, p, causal=False)
+    want = attend(p.whole)
+    for s, first, end in p.whole:
+        for start in (first + 1, first + 7, end - 1):
+            assert_same(
+                attend([(s, start, end)])[0], (want[s][0][start - first :], want[s][1][:, start - first :]), f"{start}"
+            )
+
+
+def test_extremes_add_up(array: Library) -> None:
+    """Chunks whose sums are far apart."""
+    p = prompts([(2090, 2100)], Sizes(2, 1, 64), dtype="float32")
+    table = p.b.block_tables[0]
+    for page, factor in ((0, 1e30), (20, 1e-30), (40, 1e-38), (60, 0.0), (100, -1e20)):
+        p.b.value_cache[table[page]] *= np.float32(factor)
+    p.b.key_cache[table[70]] *= 300
+    check(array, p)
+
+
+def test_what_is_no_number_stays_in_its_column(array: Library) -> None:
+    p = prompts([(2090, 2100)], Sizes(2, 1, 64), dtype="float32")
+    table = p.b.block_tables[0]
+    p.b.value_cache[table[3], 2, 0, 5] = np.inf
+    p.b.value_cache[table[90], 1, 0, 5] = np.inf
+    p.b.value_cache[table[90], 2, 0, 6] = -np.inf
+    p.b.value_cache[table[110], 3, 0, 7] = np.nan
+    attend = Attention(array, p)
+    want = attend(p.whole)[0]
+    assert (want[0][..., 5] == np.inf).all()
+    assert (want[0][..., 6] == -np.inf).all()
+    assert np.isnan(want[0][..., 7]).all()
+    assert np.isfinite(np.delete(want[0], [5, 6, 7], axis=-1)).all()
+    for i in range(10):
+        assert_same(attend([(0, 2090 + i, 2091 + i)])[0], (want[0][i : i + 1], want[1][:, i : i + 1]), f"{i}")
+
+
+def test_tables_must_not_be_wider_than_the_sums() -> None:
+    b = inputs.batch(np.random.default_rng(0), [(1, 20)], decode=True)
+    tables = np.zeros((1, (1 << 19) + 1), np.int32)
+    out = inputs.outputs(b)[0]
+    with pytest.raises(
+        NotImplementedError, match="block_tables: with batch_invariant a row may hold 8388608 tokens at most"
+    ):
+        pykv.paged_attention(out, b.query, b.key_cache, b.value_cache, tables, b.seq_lens, batch_invariant=True)
