@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,10 +58,15 @@ def decode(axes: Axes, points: Sequence[Point]) -> None:
         axes.plot(c.kv_bytes, rate(c, us), MARKERS[c.layout], **style(c))
     axes.set(xscale="log", xlim=(1.5e6, 1.3e10), ylim=(0, 5.2), title="Decoding: bandwidth", ylabel="TB/s",
              xlabel="bytes of keys and values that a call reads")  # fmt: skip
-    axes.annotate("a plain read of as many bytes", (8e6, 3.6), color="0.3", ha="center")
+    axes.annotate("a plain read of as many bytes", (1.1e7, 4.6), color="0.3", ha="center")
     for c, us, _ in points:
-        if c.kind == "auto" and c.name in ("1 x 1024", "1 x 8192", "1 x 131072", "64 x 8192") and c.kv_heads == 8:
-            axes.annotate(c.name, (c.kv_bytes, rate(c, us)), (7, -11), textcoords="offset points", fontsize="small")
+        if (c.kind, c.layout, c.kv_heads) == ("auto", "NHD", 8) and c.name in (
+            "1 x 1024",
+            "1 x 8192",
+            "8 x 8192",
+            "64 x 8192",
+        ):
+            axes.annotate(c.name, (c.kv_bytes, rate(c, us)), (8, -10), textcoords="offset points", fontsize="small")
 
 
 def roofline(axes: Axes, points: Sequence[Point]) -> None:
@@ -75,7 +81,8 @@ def roofline(axes: Axes, points: Sequence[Point]) -> None:
             text = c.name.split(", ")[1] if max(c.queries) == 2 else str(max(c.queries))
             axes.annotate(text, place, (6, -9), textcoords="offset points", fontsize="small")
     axes.annotate("prefill", (1.6e4, 350), ha="center", fontsize="small")
-    axes.text(10, 10 * bandwidth * 1.25, f"{bandwidth:.2f} TB/s, the best plain read", rotation=45, ha="center",
+    along = math.degrees(math.atan(bandwidth))
+    axes.text(10, 10 * bandwidth * 1.25, f"{bandwidth:.2f} TB/s, the best plain read", rotation=along, ha="center",
               va="bottom", color="0.3", rotation_mode="anchor", transform_rotates_text=True)  # fmt: skip
     axes.annotate(f"{PEAK:.0f} TFLOP/s, tensor cores in bf16", (9e4, PEAK * 1.15), ha="right", color="0.3")
     axes.set(xscale="log", yscale="log", xlim=(0.7, 1e5), ylim=(1, 3000), title="All calls: arithmetic",

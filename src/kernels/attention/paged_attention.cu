@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_exact_kernel(const __
 
 // Can the tensor-core kernels take this call?  They want 16-byte pieces everywhere.
 bool suits_mma(const PagedAttentionArgs& a) {
-  if (a.dtype == DType::kFloat32 || a.head_size > 256 || a.kv_format == KvFormat::kNvfp4) return false;
+  if (a.dtype == DType::kFloat32 || a.head_size > 256) return false;
   const int bytes = a.kv_format == KvFormat::kSame ? 2 : 1;
   const auto whole = [&](int64_t elements) { return elements * bytes % 16 == 0; };
   const auto small = [&](int64_t elements) { return whole(elements) && elements >= 0 && elements < 1 << 29; };
@@ -181,6 +181,8 @@ bool launch_decode(const Problem& p, const Launch& launch) {
       return launch_decode_e5m2(p, launch);
     case KvFormat::kInt8:
       return launch_decode_int8(p, launch);
+    case KvFormat::kNvfp4:
+      return false;
     default:
       return p.a.dtype == DType::kFloat16 ? launch_decode_f16(p, launch) : launch_decode_bf16(p, launch);
   }
@@ -195,6 +197,8 @@ bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
       return launch_e5m2(p, rows, launch);
     case KvFormat::kInt8:
       return launch_int8(p, rows, launch);
+    case KvFormat::kNvfp4:
+      return launch_nvfp4(p, rows, launch);
     default:
       return p.a.dtype == DType::kFloat16 ? launch_f16(p, rows, launch) : launch_bf16(p, rows, launch);
   }

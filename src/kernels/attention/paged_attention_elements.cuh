@@ -13,6 +13,12 @@ struct Element16 {
   static constexpr int kBytes = 2;
 };
 
+// Becomes a half on its way into shared memory.
+struct ElementNvfp4 {
+  using Mma = half;
+  static constexpr int kBytes = 2;  // there
+};
+
 template <KvFormat kFormat>
 struct Element8 {
   using Mma = half;

@@ -112,6 +112,7 @@ bool launch_bf16(const Problem& p, RowClass rows, const Launch& launch);
 bool launch_e4m3(const Problem& p, RowClass rows, const Launch& launch);
 bool launch_e5m2(const Problem& p, RowClass rows, const Launch& launch);
 bool launch_int8(const Problem& p, RowClass rows, const Launch& launch);
+bool launch_nvfp4(const Problem& p, RowClass rows, const Launch& launch);
 // The same for one query token of each sequence.  False if the call is not for the kernels of decoding proper.
 bool launch_decode_f16(const Problem& p, const Launch& launch);
 bool launch_decode_bf16(const Problem& p, const Launch& launch);

@@ -2,11 +2,13 @@
 //
 // A tile comes by 16-byte asynchronous copies; the look-up of its pages runs ahead of them, into a slot.  A stage holds
 // rows of tokens, swizzled so that ldmatrix meets no bank twice, or, for packed caches, their own order: a copy by
-// neighbouring threads is then one line to one line, and ldmatrix, too, reads whole lines.
+// neighbouring threads is then one line to one line, and ldmatrix, too, reads whole lines.  Only nvfp4 comes through
+// registers, where it becomes halves.
 #pragma once
 
 #include "attention/paged_attention_shape.cuh"
 #include "cuda/cp_async.cuh"
+#include "cuda/nvfp4.cuh"
 
 namespace pykv::attention {
 
@@ -68,7 +70,10 @@ struct TileLoader {
     const uint32_t valid = __ballot_sync(~0u, ok && x.visible);
     if (member >= kTile) return;
     TokenPointers at{nullptr, nullptr};
-    if (ok) {
+    if (ok && S::kNvfp4) {  // of the page
+      at.key = static_cast<const char*>(p.a.key.data) + id * copies.key_block;
+      at.value = static_cast<const char*>(p.a.value.data) + id * copies.value_block;
+    } else if (ok) {
       const int o = p.block_size.remainder(x.token);
       const char* key = static_cast<const char*>(p.a.key.data);
       const char* value = static_cast<const char*>(p.a.value.data);
@@ -192,8 +197,60 @@ struct TileLoader {
     }
   }
 
+  // Sixteen bytes of codes with their two scales.
+  struct Codes {
+    uint4 codes{0, 0, 0, 0};
+    uint8_t scales[2] = {0, 0};
+
+    __device__ void read(const char* at, const Nvfp4Page& page, int token, int head, int piece) {
+      const uint8_t* bytes = reinterpret_cast<const uint8_t*>(at);
+      codes = *reinterpret_cast<const uint4*>(bytes + page.codes_at(token, head, piece * 32));
+      for (int i = 0; i < 2; ++i) scales[i] = bytes[page.scale_at(token, head, piece * 2 + i)];
+    }
+
+    // address_of(i): where the i-th eight of the 32 halves go
+    __device__ void store(auto&& address_of) const {
+      const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        half2 values[4];
+        nvfp4x8_to_half2x4(words[i], scales[i / 2], values);
+        const auto* bits = reinterpret_cast<const uint32_t*>(values);
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address_of(i)), "r"(bits[0]), "r"(bits[1]),
+                     "r"(bits[2]), "r"(bits[3])
+                     : "memory");
+      }
+    }
+  };
+
+  __device__ void load_nvfp4(uint32_t stage, const TileSlot& slot) const {
+    constexpr int kPieces = kD / 32, kLoads = kTile * kPieces / kTeam;  // by each thread, for K as for V
+    constexpr int kAtOnce = kLoads < 2 ? kLoads : 2;
+#pragma unroll 1
+    for (int batch = 0; batch < kLoads; batch += kAtOnce) {
+      Codes keys[kAtOnce], values[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int x = member + (batch + i) * kTeam, r = x / kPieces, piece = x % kPieces;
+        const TokenPointers at = slot.tokens[r];
+        if (at.key == nullptr || piece * 32 >= p.a.head_size) continue;
+        const int token = p.block_size.remainder(slot.unit.first_token + r);
+        keys[i].read(at.key, p.a.key_page, token, slot.unit.kv_head, piece);
+        values[i].read(at.value, p.a.value_page, token, slot.unit.kv_head, piece);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int x = member + (batch + i) * kTeam, r = x / kPieces, chunk = x % kPieces * 4;
+        keys[i].store([&](int c) { return stage + key_place(r, chunk + c); });
+        values[i].store([&](int c) { return stage + S::kTileBytes + swizzled<S::kRowBytes>(r, chunk + c); });
+      }
+    }
+  }
+
   __device__ void load_stage(uint32_t stage, const TileSlot& slot) const {
-    if (is_whole(slot.valid) && copies.head_bytes == S::kRowBytes) {
+    if constexpr (S::kNvfp4) {
+      load_nvfp4(stage, slot);
+    } else if (is_whole(slot.valid) && copies.head_bytes == S::kRowBytes) {
       load_checked<false>(stage, slot);
     } else {
       load_checked<true>(stage, slot);
@@ -224,6 +281,11 @@ template <class S>
 CacheCopies cache_copies(const PagedAttentionArgs& a) {
   const KeyCacheView& k = a.key;
   CacheCopies copies{};
+  if (S::kNvfp4) {  // these views are in bytes
+    copies.key_block = k.block;
+    copies.value_block = a.value.block;
+    return copies;
+  }
   copies.key_block = k.block * S::kBytes;
   copies.key_token = k.token * S::kBytes;
   copies.key_head = k.head * S::kBytes;

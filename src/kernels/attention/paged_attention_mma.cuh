@@ -1,4 +1,4 @@
-// Attention over a paged cache on tensor cores (mma.sync, sm_80 and later), for 16-bit data and 16-bit, fp8 or int8
+// Attention over a paged cache on tensor cores (mma.sync, sm_80 and later), for 16-bit data and 16-bit, fp8, int8 or nvfp4
 // caches.
 //
 //   out = softmax(logit(q . k)) . v      by the online softmax, one KV tile after another
@@ -153,7 +153,9 @@ template <class Element, RowClass kRowClass>
 bool launch_rows(const Problem& p, const Launch& launch) {
   bool done = false;
   dispatch_bool(p.a.value.dim != 1, [&]<bool kPackedV> {
-    if (p.a.head_size <= 64) {
+    if constexpr (kPackedV && std::is_same_v<Element, ElementNvfp4>) {
+      return;  // there is no such layout
+    } else if (p.a.head_size <= 64) {
       done = launch_shape<Element, 64, kPackedV, kRowClass>(p, launch);
     } else if (p.a.head_size <= 128) {
       done = launch_shape<Element, 128, kPackedV, kRowClass>(p, launch);

@@ -30,7 +30,7 @@ struct SegmentResults : RowSoftmax<S> {
   }
 
   __device__ void store_output(const Row& row, int d, float4 x) const {
-    if constexpr (!S::kNarrow) {
+    if constexpr (!S::kScaled) {
       store(output_row<Mma>(p, row), d, x);
     } else if (p.a.dtype == DType::kBFloat16) {
       store(output_row<bf16>(p, row), d, x);

@@ -23,6 +23,8 @@ struct Shape {
   static constexpr bool kMany = kRowClass == RowClass::kMany || kRowClass == RowClass::kMore;
   static constexpr int kBytes = Element::kBytes;
   static constexpr bool kNarrow = kBytes == 1;  // elements that registers widen
+  static constexpr bool kNvfp4 = std::is_same_v<Element, ElementNvfp4>;
+  static constexpr bool kScaled = kNarrow || kNvfp4;  // not of the queries' dtype
   static constexpr bool kPermutedTokens = kNarrow && kPackedV;
   static constexpr bool kPermutedOutput = kNarrow && !kPackedV;
 

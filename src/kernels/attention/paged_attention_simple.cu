@@ -1,5 +1,5 @@
-// Attention over a paged cache without tensor cores: fp32 data, and whatever the tensor-core kernels do not take (odd
-// head sizes, strides that are no multiple of 16 bytes, nvfp4 caches).
+// Attention over a paged cache without tensor cores: fp32 data, and whatever the tensor-core kernels do not take (odd or
+// large head sizes, strides that are no multiple of 16 bytes).
 //
 // Work: see paged_attention_plan.cuh.  A tile of 16 rows against 32 tokens at a time; queries, one tile of K or V and the
 // running output lie in shared memory as floats.  A thread computes four scores, then four rows by four columns of the

@@ -2,7 +2,7 @@
 //
 // An element of one byte is widened to half once, in registers: ldmatrix hands a lane neighbouring bytes, so the
 // dimensions (or tokens) of a fragment are permuted, and Q (or the order of K's tokens) is permuted to match.  Queries of
-// dtype bf16 against such a cache become halves too, scaled row by row by a power of two.
+// dtype bf16 against such a cache or one of nvfp4 become halves too, scaled row by row by a power of two.
 //
 // The fragments of up to 16 query rows stay in registers for a whole segment; more rows lie in shared memory.
 #pragma once
@@ -77,7 +77,7 @@ struct RowSoftmax : TileLoader<S> {
   }
 
   __device__ void store_query_chunk(uint4 v, int warp_row, int r, int chunk) {
-    if (S::kNarrow && p.a.dtype == DType::kBFloat16) {
+    if (S::kScaled && p.a.dtype == DType::kBFloat16) {
       float largest = fmaxf(fmaxf(largest_of(v.x), largest_of(v.y)), fmaxf(largest_of(v.z), largest_of(v.w)));
       float factor, inverse;
       for (int m = 1; m < kD / 8; m *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, m));
@@ -122,7 +122,7 @@ struct RowSoftmax : TileLoader<S> {
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) a[k][h] = a[k][2 + h] = 0;
       }
-      if (S::kNarrow && p.a.dtype == DType::kBFloat16 && row0 + h * 8 < rows) {
+      if (S::kScaled && p.a.dtype == DType::kBFloat16 && row0 + h * 8 < rows) {
         float largest = 0, factor, inverse;
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) largest = fmaxf(largest, fmaxf(largest_of(a[k][h]), largest_of(a[k][2 + h])));
@@ -166,7 +166,7 @@ struct RowSoftmax : TileLoader<S> {
     const int rows = min(p.tile_tokens, u.query_len - u.query_tile * p.tile_tokens) * p.tile_heads;
     s.idle = row0 >= rows;
     if (s.idle) return;
-    const float k_scale = S::kNarrow ? p.a.k_scale[u.kv_head] : 1.f;
+    const float k_scale = S::kScaled ? p.a.k_scale[u.kv_head] : 1.f;
     s.plain = p.plain_logits && k_scale > 0;
     __syncwarp();
     if (lane < S::kWarpRows) {
