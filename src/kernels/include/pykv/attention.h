@@ -28,7 +28,7 @@
  *   out.data = y;
  *   value_cache.data = values;
  *   if (pykv_paged_attention(&out, &query, &key_cache, &value_cache, &block_tables, &seq_lens, NULL, NAN, true, 0, 0, NULL,
- *                            NULL, "auto", NULL, NULL, NULL, NULL, NULL) != PYKV_OK)
+ *                            NULL, "auto", NULL, NULL, false, NULL, NULL, NULL) != PYKV_OK)
  *     puts(pykv_last_error());
  */
 #ifndef PYKV_ATTENTION_H_
