@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
+from threading import RLock
 from typing import Any, Final, TypeVar
 
 from pykv import _C
@@ -114,9 +115,17 @@ def _platform_of(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return "cpu"
 
 
-@cache
+_lock = RLock()  # held while choices are made or changed; calls read them without it
+
+
 def _choices() -> dict[str, _Choice]:
     """All operations, from the first time that anybody asks: an import of pykv alone does not."""
+    with _lock:
+        return _make_choices()
+
+
+@cache
+def _make_choices() -> dict[str, _Choice]:
     from pykv import native
 
     platforms = frozenset(PLATFORMS if _C.has_cuda() else ("cpu",))
@@ -163,10 +172,11 @@ def register(
         raise ValueError(f"{op}: {provider} has an implementation already; say override=True to replace it")
 
     def attach(function: _Function) -> _Function:
-        others = [i for i in choice.implementations if i.provider != provider]
-        new = Implementation(provider, function, wanted, priority, accepts)
-        choice.implementations = sorted([*others, new], key=lambda i: -i.priority)
-        _route(choice)
+        with _lock:
+            others = [i for i in choice.implementations if i.provider != provider]
+            new = Implementation(provider, function, wanted, priority, accepts)
+            choice.implementations = sorted([*others, new], key=lambda i: -i.priority)
+            _route(choice)
         return function
 
     return attach
@@ -177,8 +187,9 @@ def unregister(op: str, provider: str) -> None:
     choice = _choice_of(op)
     if provider == "pykv" or not any(i.provider == provider for i in choice.implementations):
         raise ValueError(f"{op}: {provider!r} has registered nothing")
-    choice.implementations = [i for i in choice.implementations if i.provider != provider]
-    _route(choice)
+    with _lock:
+        choice.implementations = [i for i in choice.implementations if i.provider != provider]
+        _route(choice)
 
 
 def configure(ops: str | Sequence[str]) -> None:
@@ -203,9 +214,10 @@ def configure(ops: str | Sequence[str]) -> None:
         _choice_of(entry[1:])
         if ("-" if entry[0] == "+" else "+") + entry[1:] in entries:
             raise ValueError(f"ops: {entry[1:]} is both enabled and disabled")
-    _entries = entries
-    for choice in _choices().values():
-        _route(choice)
+    with _lock:
+        _entries = entries
+        for choice in _choices().values():
+            _route(choice)
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:

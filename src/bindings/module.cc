@@ -12,7 +12,9 @@ void bind_rotary(Module& m);
 
 namespace pykv::python {
 
-PYBIND11_MODULE(_C, m) {
+// Without a GIL, too: what threads share are maps that readers look into without a lock (pointer_map.h), the words of the
+// library, which works without the GIL anyway, and the way that calls of an operation go (function.cc), one atomic word.
+PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   bind_function(m);
   bind_pointer(m);
   m.def("version", pykv_version);

@@ -82,12 +82,15 @@ struct Argument<const DLTensor*> {
 template <>
 struct Argument<pykv_tensor_list> {
   static constexpr const char* kKind = "written list";
+  py::object held;           // another thread may take arrays out of a list while the operation runs
   std::deque<Array> arrays;  // addresses stay
   std::vector<DLTensor*> tensors;
   void take(Frame& frame, PyObject* object) {
     if (!PyList_Check(object) && !PyTuple_Check(object)) throw py::type_error("a list or tuple of arrays is required");
-    for (py::handle item : py::reinterpret_borrow<py::sequence>(object))
-      frame.add(arrays.emplace_back(), item.ptr(), true);
+    held = py::reinterpret_steal<py::object>(PySequence_Tuple(object));
+    if (!held) throw py::error_already_set();
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(held.ptr()); ++i)
+      frame.add(arrays.emplace_back(), PyTuple_GET_ITEM(held.ptr(), i), true);
   }
   pykv_tensor_list get() {
     for (Array& a : arrays) tensors.push_back(a.get());

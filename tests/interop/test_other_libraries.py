@@ -14,6 +14,7 @@ import pykv
 LIBRARIES = {
     "array_api_strict": lambda library, x: library.asarray(x),
     "mlx.core": lambda library, x: library.array(x),
+    "paddle": lambda library, x: library.to_tensor(x),
     "tvm_ffi": lambda library, x: library.from_dlpack(x),
 }
 
@@ -46,7 +47,7 @@ def test_they_are_read(make: Any, x: np.ndarray) -> None:
     np.testing.assert_allclose(out, normalised(x) * weight, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["array_api_strict", "tvm_ffi"])
+@pytest.mark.parametrize("name", ["array_api_strict", "paddle", "tvm_ffi"])
 def test_they_are_written(name: str, x: np.ndarray) -> None:
     out = LIBRARIES[name](pytest.importorskip(name), np.zeros_like(x))
     pykv.rms_norm(out, x, np.ones(24, np.float32))
@@ -61,6 +62,16 @@ def test_mlx_lazy_and_bfloat16(x: np.ndarray) -> None:
     small = np.zeros(x.shape, ml_dtypes.bfloat16)
     pykv.rms_norm(small, mx.array(x).astype(mx.bfloat16), mx.ones(24, mx.bfloat16))
     np.testing.assert_allclose(small.astype(np.float64), normalised(x), rtol=2**-6, atol=2**-6)
+
+
+def test_paddle_strides_and_bfloat16(x: np.ndarray) -> None:
+    paddle = pytest.importorskip("paddle")
+    wide = paddle.to_tensor(np.concatenate([x, x], axis=1))
+    out = paddle.zeros(x.shape, dtype="bfloat16")
+    pykv.rms_norm(out, wide.astype("bfloat16")[:, 24:], None)
+    np.testing.assert_allclose(out.astype("float32").numpy(), normalised(x), rtol=2**-6, atol=2**-6)
+    with pytest.raises(ValueError, match="input: the last dimension must be contiguous"):
+        pykv.rms_norm(paddle.zeros([24, 5]), paddle.to_tensor(x).t(), None)
 
 
 def test_mlx_is_not_written(x: np.ndarray) -> None:
