@@ -2,35 +2,18 @@
 // fp8_ds_mla records (write_mla_records.cuh).
 //
 // All read each element once and write its bytes once; the floor is that traffic at copy bandwidth.  On an H200, MLA's 512 +
-// 64: 65536 tokens take 40 us, 98 % of a copy of as many bytes (fp8 103 %, records 90 %); 4096 tokens 4.0 us, 93 % (fp8
-// 80 %, records 82 %, which are conversions that one wave of threads cannot hide).
+// 64: 65536 tokens take 40 us, 99 % of a copy of as many bytes (fp8 101 %, records 91 %); 4096 tokens 3.7 us, 106 % (fp8
+// 95 %, records 88 %, whose conversions one wave of threads cannot hide).
 #include "cache/concat_and_cache_mla.h"
 #include "cache/concat_rows.cuh"
+#include "cache/entry_places.cuh"
 #include "cache/nvfp4_tokens.cuh"
-#include "cache/slot_map.cuh"
 #include "cache/write_mla_records.cuh"
 
 namespace pykv {
 namespace {
 
 constexpr char kOp[] = "concat_and_cache_mla";
-
-struct SlotTarget {
-  SlotMap map;
-  char* cache;
-  int64_t block, token;  // bytes
-
-  template <int kRows>
-  __device__ Slots<kRows> ids(uint32_t first, uint32_t end) const {
-    return map.load<kRows>(first, 1, end);
-  }
-  template <int kRows>
-  __device__ char* place(const Slots<kRows>& slots, int i) const {
-    int64_t page;
-    uint32_t offset;
-    return map.locate(map.slot(slots, i), page, offset) ? cache + page * block + offset * token : nullptr;
-  }
-};
 
 template <class Mover, int kRows>
 __global__ void __launch_bounds__(kConcatThreads)
@@ -87,22 +70,6 @@ __global__ void __launch_bounds__(kConcatThreads)
   write_mla_records<T, kAligned, kRows>(plan, target, first_token);
 }
 
-SlotMap slot_map_of(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
-  const int64_t num_slots = args.num_blocks * args.block_size;
-  if (args.block_size >= int64_t{1} << 31) fail(PYKV_NOT_IMPLEMENTED, "blocks of 2^31 tokens are not supported");
-  return {args.slots,
-          args.num_tokens,
-          num_slots,
-          Divider(args.block_size),
-          num_slots >= int64_t{1} << 31,
-          launch.reporter(args.report)};
-}
-
-SlotTarget target_of(const ConcatAndCacheMlaArgs& args, int64_t stored_size, const Launch& launch) {
-  return {slot_map_of(args, launch), static_cast<char*>(args.cache), args.block * stored_size,
-          args.token * stored_size};
-}
-
 // launch_some.operator()<tokens of a thread>(first token, blocks)
 template <int kMostRows, class F>
 void for_each_launch(const ConcatAndCacheMlaArgs& args, int64_t lanes, const Launch& launch, F&& launch_some) {
@@ -138,29 +105,10 @@ void launch_concat(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
 
 template <class T>
 void launch_records(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
-  const MlaPart &latent = args.latent, &rope = args.rope;
-  const MlaRecord record{latent.size, rope.size};
-  const uint32_t latent_lanes = static_cast<uint32_t>(latent.size / (kLaneElements * kLaneVectors));
-  const int64_t rope_vectors = (rope.size + kLaneElements - 1) / kLaneElements, group = kTileLanes * kLaneVectors;
-  const int64_t rope_lanes = (rope_vectors + group - 1) / group * kTileLanes, lanes = latent_lanes + rope_lanes;
-  const RecordPlan plan{static_cast<const char*>(latent.data),
-                        static_cast<const char*>(rope.data),
-                        2 * latent.row,
-                        2 * latent.dim,
-                        2 * rope.row,
-                        2 * rope.dim,
-                        Divider(lanes),
-                        latent_lanes,
-                        static_cast<uint32_t>(rope.size),
-                        static_cast<uint32_t>(rope_lanes * kLaneElements),
-                        record.scales_at(),
-                        record.rope_at(),
-                        static_cast<uint32_t>(args.num_tokens)};
-  const bool aligned = latent.dim == 1 && (rope.dim == 1 || rope.size <= 1) && rope.size % kLaneElements == 0 &&
-                       is_aligned(16, latent.data, {2 * latent.row}) && is_aligned(16, rope.data, {2 * rope.row}) &&
-                       is_aligned(16, args.cache, {args.block, args.token, record.rope_at()});
+  const RecordPlan plan = record_plan(args, args.rope.size);
+  const bool aligned = records_aligned(args);
   const SlotTarget target = target_of(args, 1, launch);
-  for_each_launch<2>(args, lanes, launch, [&]<int kRows>(uint32_t first, uint32_t blocks) {
+  for_each_launch<2>(args, plan.lanes.d, launch, [&]<int kRows>(uint32_t first, uint32_t blocks) {
     dispatch_bool(aligned, [&]<bool kAligned> {
       launch_dependent(mla_record_kernel<T, kAligned, kRows>, blocks, kConcatThreads, launch, kOp, plan, target, first);
     });

@@ -4,6 +4,7 @@
 // table, the token.  Cold, each takes as long as a whole small copy.  So the first two go out together: were all requests of
 // one length, row i would belong to a known request, at a known position.  The warp loads the starts of 32 requests around
 // that one, and each lane the entry of the block table there; a lane whose guess was wrong loads again.
+// What they read is on its way to L2 while the kernel before still runs.
 //
 // This is done in 32-bit numbers, for the ids and sizes that allow it.  All others, and ids out of range, which are to be
 // reported, are left to PagedRequests::locate.
@@ -67,6 +68,11 @@ class RowLocator {
     have_ready(g.column);
     have_ready(g.block);
     have_ready(g.start);
+    prefetch(g.block);
+    if (g.start <= starts_ + last_start_) prefetch(g.start);
+    if (lengths_) prefetch(lengths_ + g.request);
+    if (positions_) prefetch(positions_ + g.request);
+    if (request_of_) prefetch(request_of_ + row);
     return g;
   }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/args.h"
+#include "cuda/dependent.cuh"
 #include "cuda/divider.cuh"
 
 namespace pykv {
@@ -25,12 +26,13 @@ struct SlotMap {
   __device__ Slots<kTokens> load(int64_t first, uint32_t step, int64_t end) const {
     Slots<kTokens> loaded;
     const int64_t item = slots.is_int64 ? 8 : 4;
-    const char* at = static_cast<const char*>(slots.data) + first * slots.stride * item;
+    const int64_t next = step * slots.stride * item;
+    const char* slot = static_cast<const char*>(slots.data) + first * slots.stride * item;
 #pragma unroll
-    for (int i = 0; i < kTokens; ++i) {
+    for (int i = 0; i < kTokens; ++i, slot += next) {
+      have_ready(slot);  // one addition from the last: not to be worked out from the first each time
       loaded.low[i] = loaded.high[i] = -1;
       if (first + i * step < end) {
-        const char* slot = at + i * step * slots.stride * item;
         loaded.low[i] = *reinterpret_cast<const int32_t*>(slot);
         if (slots.is_int64) loaded.high[i] = *reinterpret_cast<const int32_t*>(slot + 4);
       }

@@ -6,7 +6,9 @@
 // neighbouring tokens, all loads under way first.
 #pragma once
 
+#include "cache/concat_and_cache_mla.h"
 #include "cache/concat_rows.cuh"
+#include "cache/magnitude.cuh"
 #include "cache/mla_record.h"
 
 namespace pykv {
@@ -35,42 +37,49 @@ __device__ Vec<T, kLaneElements> load_elements(const char* from, int64_t dim, in
   return v;
 }
 
-// The larger ones of two pairs; NaN only against NaN.
-template <class T>
-__device__ uint32_t larger(uint32_t a, uint32_t b);
-template <>
-__device__ inline uint32_t larger<half>(uint32_t a, uint32_t b) {
-  const half2 v = __hmax2(reinterpret_cast<const half2&>(a), reinterpret_cast<const half2&>(b));
-  return reinterpret_cast<const uint32_t&>(v);
-}
-template <>
-__device__ inline uint32_t larger<bf16>(uint32_t a, uint32_t b) {
-  const __nv_bfloat162 v =
-      __hmax2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));
-  return reinterpret_cast<const uint32_t&>(v);
-}
-
 // Of a tile, given to all its lanes; NaN is not counted.  All lanes of the warp must call it.
 template <class T>
 __device__ __forceinline__ float tile_magnitude(const Vec<T, kLaneElements> (&vectors)[kLaneVectors]) {
-  uint32_t most = 0;
-#pragma unroll
-  for (const auto& v : vectors)
-#pragma unroll
-    for (uint32_t word : v.words) most = larger<T>(most, word & 0x7fff7fffu);
+  uint32_t most = largest_word(vectors);
 #pragma unroll
   for (int distance = kTileLanes / 2; distance > 0; distance /= 2)
     most = larger<T>(most, __shfl_xor_sync(~0u, most, distance));
-  const float2 pair = word_to_floats<T>(most);
-  return fmaxf(pair.x, pair.y);
+  return largest_in_word<T>(most);
 }
 
-// magnitude / 448, but at least FLT_MIN: rounded as a division is for every half and bf16 (checked exhaustively).
+// magnitude / 448, but at least FLT_MIN.
 __device__ __forceinline__ float tile_scale(float magnitude) {
-  constexpr float kReciprocal = 1.0f / MlaRecord::kLargest;
-  const float q = magnitude * kReciprocal;
-  const float scale = fmaf(fmaf(-MlaRecord::kLargest, q, magnitude), kReciprocal, q);
+  const float scale = fp8_unit(magnitude);
   return magnitude > 0x1.fep127f ? magnitude : fmaxf(scale, MlaRecord::kLeastScale);
+}
+
+// Records of latents and, behind them, the first `rope_size` elements of rope.
+inline RecordPlan record_plan(const ConcatAndCacheMlaArgs& args, int64_t rope_size) {
+  const MlaPart &latent = args.latent, &rope = args.rope;
+  const MlaRecord record{latent.size, rope.size};
+  const uint32_t latent_lanes = static_cast<uint32_t>(latent.size / (kLaneElements * kLaneVectors));
+  const int64_t rope_vectors = (rope_size + kLaneElements - 1) / kLaneElements, group = kTileLanes * kLaneVectors;
+  const int64_t rope_lanes = (rope_vectors + group - 1) / group * kTileLanes;
+  return {static_cast<const char*>(latent.data),
+          static_cast<const char*>(rope.data),
+          2 * latent.row,
+          2 * latent.dim,
+          2 * rope.row,
+          2 * rope.dim,
+          Divider(latent_lanes + rope_lanes),
+          latent_lanes,
+          static_cast<uint32_t>(rope_size),
+          static_cast<uint32_t>(rope_lanes * kLaneElements),
+          record.scales_at(),
+          record.rope_at(),
+          static_cast<uint32_t>(args.num_tokens)};
+}
+
+inline bool records_aligned(const ConcatAndCacheMlaArgs& args) {
+  const MlaPart &latent = args.latent, &rope = args.rope;
+  return latent.dim == 1 && (rope.dim == 1 || rope.size <= 1) && rope.size % kLaneElements == 0 &&
+         is_aligned(16, latent.data, {2 * latent.row}) && is_aligned(16, rope.data, {2 * rope.row}) &&
+         is_aligned(16, args.cache, {args.block, args.token, MlaRecord{latent.size, rope.size}.rope_at()});
 }
 
 // kAligned: every access is one vector.  Otherwise elements are read, and bytes written, one by one.  Waits for the kernel
@@ -99,6 +108,8 @@ __device__ __forceinline__ void write_mla_records(const RecordPlan& plan, const 
   have_ready(from);
   begin_dependent();
 
+  // First what there is to work out while the elements are on their way.
+  const auto ids = target.template ids<kRows>(first, plan.num_tokens);
   Loaded loaded[kRows][kLaneVectors];
 #pragma unroll
   for (int i = 0; i < kRows; ++i)
@@ -108,12 +119,11 @@ __device__ __forceinline__ void write_mla_records(const RecordPlan& plan, const 
       if (first + i >= plan.num_tokens || counts[v] == 0) continue;
       const char* at = from + i * row + v * step * dim;
       if constexpr (kAligned) {
-        loaded[i][v] = load_vec<Loaded>(at);
+        loaded[i][v] = load_vec_in_order<Loaded>(at);
       } else {
         loaded[i][v] = load_elements<T>(at, dim, counts[v]);
       }
     }
-  const auto ids = target.template ids<kRows>(first, plan.num_tokens);
 
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {

@@ -1,0 +1,43 @@
+// Where the entry of a token lies in an MLA cache.
+#pragma once
+
+#include "cache/concat_and_cache_mla.h"
+#include "cache/slot_map.cuh"
+#include "core/error.h"
+
+namespace pykv {
+
+struct SlotTarget {
+  SlotMap map;
+  char* cache;
+  int64_t block, token;  // bytes
+
+  template <int kRows>
+  __device__ Slots<kRows> ids(uint32_t first, uint32_t end) const {
+    return map.load<kRows>(first, 1, end);
+  }
+  template <int kRows>
+  __device__ char* place(const Slots<kRows>& slots, int i) const {
+    int64_t page;
+    uint32_t offset;
+    return map.locate(map.slot(slots, i), page, offset) ? cache + page * block + offset * token : nullptr;
+  }
+};
+
+inline SlotMap slot_map_of(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
+  const int64_t num_slots = args.num_blocks * args.block_size;
+  if (args.block_size >= int64_t{1} << 31) fail(PYKV_NOT_IMPLEMENTED, "blocks of 2^31 tokens are not supported");
+  return {args.slots,
+          args.num_tokens,
+          num_slots,
+          Divider(args.block_size),
+          num_slots >= int64_t{1} << 31,
+          launch.reporter(args.report)};
+}
+
+inline SlotTarget target_of(const ConcatAndCacheMlaArgs& args, int64_t stored_size, const Launch& launch) {
+  return {slot_map_of(args, launch), static_cast<char*>(args.cache), args.block * stored_size,
+          args.token * stored_size};
+}
+
+}  // namespace pykv
