@@ -64,6 +64,7 @@ def paged_attention(
     kv_cache_dtype: str = "auto",
     k_scale: ScalarOrArray = 1.0,
     v_scale: ScalarOrArray = 1.0,
+    batch_invariant: bool = False,
     workspace: Array | None = None,
     stream: Stream = None,
 ) -> _Array: ...
@@ -87,6 +88,7 @@ def paged_attention(
     kv_cache_dtype: str = "auto",
     k_scale: ScalarOrArray = 1.0,
     v_scale: ScalarOrArray = 1.0,
+    batch_invariant: bool = False,
     workspace: Array | None = None,
     stream: Stream = None,
 ) -> tuple[_Array, Any]: ...
