@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -129,9 +132,16 @@ def throughput(path: Path, name: str, title: str) -> None:
     plot(path, f"{title}: {measured_on(found)}", figures)
 
 
+def roofline(path: Path) -> None:
+    """By the script that draws it for the README."""
+    script = RESULTS.parent / "attention" / "plot_roofline.py"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}  # its neighbours are imported
+    subprocess.run([sys.executable, script, RESULTS / "paged_attention.json", path], check=True, env=environment)
+
+
 def write(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
-    for draw in (decode, prefill, on_the_cpu, swap, call_cost):
+    for draw in (roofline, decode, prefill, on_the_cpu, swap, call_cost):
         draw(folder / f"{draw.__name__}.svg")
     for name, title in THROUGHPUT.items():
         throughput(folder / f"{name}.svg", name, title)

@@ -1,6 +1,6 @@
 """The signatures of the forms that are made when they are imported, for type checkers.
 
-    python tests/hints/stubs.py      # writes pykv/_hints/*.pyi, after an operation was added or changed
+    python tests/hints/stubs.py && ruff format pykv/_hints     # after an operation was added or changed
 
 Where a parameter that may be left out decides what is returned, there is an overload for each case.
 """
