@@ -236,15 +236,17 @@ void Array::keep_shape() {
   tensor_.strides = strides_;
 }
 
-// Element sizes are powers of two; divisions are what a call with eight arrays would notice.
-inline void Array::take_strides_in_bytes() {
+// Strides in bytes.  Element sizes are powers of two; divisions are what a call with eight arrays would notice.
+inline void Array::take_layout(const int64_t* sizes, const int64_t* strides) {
   const int64_t itemsize = tensor_.dtype.bits / 8;
   const int log2 = std::countr_zero(static_cast<uint64_t>(itemsize));
   for (int i = 0; i < tensor_.ndim; ++i) {
-    if ((strides_[i] & (itemsize - 1)) != 0 && shape_[i] > 1)
+    const int64_t size = sizes[i], stride = strides[i];
+    if ((stride & (itemsize - 1)) != 0 && size > 1)
       value_error("strides must be multiples of the element size of " + std::to_string(itemsize) + " bytes, got " +
-                  std::to_string(strides_[i]));
-    strides_[i] >>= log2;
+                  std::to_string(stride));
+    shape_[i] = size;
+    strides_[i] = stride >> log2;
   }
   tensor_.strides = strides_;
 }
@@ -255,11 +257,7 @@ void Array::borrow_numpy(PyObject* object) {
     value_error("is read-only, but it is written");
   if (a->nd > kMaxRank) value_error("at most 8 dimensions are supported, got " + std::to_string(a->nd));
   tensor_ = {a->data, {kDLCPU, 0}, a->nd, dtype_from_numpy(a->descr), shape_, strides_, 0};
-  for (int i = 0; i < a->nd; ++i) {
-    shape_[i] = a->dimensions[i];
-    strides_[i] = a->strides[i];
-  }
-  take_strides_in_bytes();
+  take_layout(a->dimensions, a->strides);
 }
 
 void Array::borrow_exchange(PyObject* object, const DLPackExchangeAPI* api, CurrentStreams& streams) {
@@ -296,7 +294,7 @@ void Array::borrow_cupy(PyObject* object, const TypeInfo& info, CurrentStreams& 
     strides_[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(steps.ptr(), i));
   }
   if (PyErr_Occurred()) throw py::error_already_set();
-  take_strides_in_bytes();
+  take_layout(shape_, strides_);
   if (!streams.cupy.known) {
     PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> current_stream;
     current_stream.call_once_and_store_result(
@@ -327,7 +325,7 @@ void Array::borrow_cuda_interface(PyObject* object) {
   if (face.contains("strides") && !face["strides"].is_none()) {
     const py::tuple steps = face["strides"];
     for (int i = 0; i < ndim; ++i) strides_[i] = py::cast<int64_t>(steps[i]);
-    take_strides_in_bytes();
+    take_layout(shape_, strides_);
   }
   // the interface names no device: the owner may (Numba: context.device.id)
   if (has_attribute(object, "gpu_data")) {

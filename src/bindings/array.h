@@ -103,7 +103,7 @@ class Array {
   void borrow_cupy(PyObject* object, const TypeInfo& info, CurrentStreams& streams);
   void borrow_cuda_interface(PyObject* object);
   bool borrow_number(PyObject* object);
-  void take_strides_in_bytes();
+  void take_layout(const int64_t* sizes, const int64_t* strides);
   void keep_shape();
 
   int position_ = -1;

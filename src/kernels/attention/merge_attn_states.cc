@@ -42,7 +42,7 @@ pykv_status pykv_merge_attn_states(DLTensor* output, const DLTensor* prefix_outp
       prefix.fail(PYKV_NOT_IMPLEMENTED, "at most 2^31 - 1 heads, and elements in each, are supported");
     a.dtype = prefix.type();
     a.quantised = output_scale != nullptr;
-    a.output_scale = call.scale("output_scale", output_scale, 1);
+    call.scale(a.output_scale, "output_scale", output_scale, 1);
     a.output = partial_output(out);
     a.prefix = partial_output(prefix);
     a.suffix = partial_output(suffix);

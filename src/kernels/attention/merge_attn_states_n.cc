@@ -36,7 +36,7 @@ pykv_status pykv_merge_attn_states_n(DLTensor* output, const DLTensor* partial_o
     a.output = {out.data(), out.stride(0), out.stride(1)};
     a.outputs = {{from.data(), from.stride(1), from.stride(2)}, from.stride(0)};
     a.lses = {{static_cast<float*>(lses.data()), lses.stride(1), lses.stride(2)}, lses.stride(0)};
-    a.output_scale = call.scale("output_scale", output_scale, 1);
+    call.scale(a.output_scale, "output_scale", output_scale, 1);
     a.num_parts = static_cast<int>(parts);
     a.num_tokens = tokens;
     a.num_heads = static_cast<int>(heads);

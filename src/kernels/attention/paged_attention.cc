@@ -127,8 +127,8 @@ PagedAttentionArgs take(Call& call, const Inputs& in, double scale) {
   a.sinks = per_head(call, "sinks", in.sinks, heads);
   // otherwise the elements are values themselves
   const bool scaled = a.kv_format != KvFormat::kSame;
-  a.k_scale = call.scale("k_scale", scaled ? in.k_scale : nullptr, kv_heads);
-  a.v_scale = call.scale("v_scale", scaled ? in.v_scale : nullptr, kv_heads);
+  call.scale(a.k_scale, "k_scale", scaled ? in.k_scale : nullptr, kv_heads);
+  call.scale(a.v_scale, "v_scale", scaled ? in.v_scale : nullptr, kv_heads);
   a.num_tokens = tokens;
   a.num_seqs = seqs;
   a.num_blocks = blocks;

@@ -19,7 +19,7 @@ void fill(CacheSide& side, const MlaPart& part, const ConcatAndCacheMlaArgs& ent
   side.head = 0;
   side.chunk = entry.dim == 1 ? part.size : 1;
   side.chunk_stride = entry.dim;
-  side.scale = entry.scale;
+  side.scale.take(entry.scale);
 }
 
 }  // namespace

@@ -63,7 +63,7 @@ pykv_status pykv_convert_fp8(DLTensor* output, const DLTensor* input, const DLTe
     Tensor& values = (args.to_fp8 ? from : to).dtype(kFloats);
     args.format = kv_format(kv_dtype, codes, values.type());
     args.dtype = values.type();
-    args.scale = call.scale("scale", scale, 1);
+    call.scale(args.scale, "scale", scale, 1);
     args.input = from.data();
     args.output = to.data();
     if (to.numel() == 0) return;

@@ -150,7 +150,7 @@ pykv_status pykv_gather_and_maybe_dequant_cache(const DLTensor* src_cache, DLTen
       } else {
         set_entry(src, rows, args);
       }
-      if (args.format != KvFormat::kSame) args.scale = call.scale("scale", scale, 1);
+      if (args.format != KvFormat::kSame) call.scale(args.scale, "scale", scale, 1);
     }
     not_negative("num_tokens", num_tokens);
     at_least(rows, num_tokens, "num_tokens");

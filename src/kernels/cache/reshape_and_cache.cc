@@ -105,8 +105,8 @@ void take_inputs(ReshapeAndCacheArgs& args, Call& call, bool packed, const Resha
     set_layout(args.value, value_cache, packed ? packed_value(value_cache, d) : flash(value_cache, d, d.v_head_size));
   }
   if (args.format != KvFormat::kSame) {
-    args.key.scale = call.scale("k_scale", a.k_scale, d.heads);
-    args.value.scale = call.scale("v_scale", a.v_scale, d.heads);
+    call.scale(args.key.scale, "k_scale", a.k_scale, d.heads);
+    call.scale(args.value.scale, "v_scale", a.v_scale, d.heads);
   }
 
   Dim tokens{"num_tokens"};

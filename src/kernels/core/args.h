@@ -30,6 +30,13 @@ struct Scale {
   PYKV_HOST_DEVICE Scale() { values[0] = 1.0f; }
   PYKV_HOST_DEVICE Scale(const float* memory, int64_t step) : data(memory), stride(step) {}
 
+  // Copies what there is.
+  void take(const Scale& other) {
+    data = other.data;
+    stride = other.stride;
+    for (int i = 0; i < (!data && stride ? kMaxOnHost : 1); ++i) values[i] = other.values[i];
+  }
+
   PYKV_HOST_DEVICE float operator[](int64_t head) const {
     return data ? data[head * stride] : values[stride ? head : 0];
   }

@@ -18,9 +18,8 @@ void Call::fail_device(const Tensor& t) const {
          name(t.device()).c_str());
 }
 
-Scale Call::scale(const char* name, const DLTensor* t, int64_t heads) {
-  Scale s;
-  if (!t) return s;
+void Call::scale(Scale& into, const char* name, const DLTensor* t, int64_t heads) {
+  if (!t) return;
   Tensor x(name, t);
   x.rank_between(0, 1).dtype({DType::kFloat32});
   const int64_t count = x.numel();
@@ -30,23 +29,24 @@ Scale Call::scale(const char* name, const DLTensor* t, int64_t heads) {
                       : "must have 1 element, or one for each of the %2$" PRId64 " heads, got shape %1$s",
            x.shape_string().c_str(), heads);
   const int64_t step = count == 1 ? 0 : x.stride(0);
-  if (x.device().device_type == kDLCUDA) {
-    on_device(x);
-    return {static_cast<const float*>(x.data()), step};
+  const float* data = static_cast<const float*>(x.data());
+  if (x.device().device_type == kDLCUDA) on_device(x);
+  if (x.device().device_type == kDLCUDA || !on_cuda()) {
+    into.data = data;
+    into.stride = step;
+    return;
   }
-  const float* host = static_cast<const float*>(x.data());
-  if (!on_cuda()) return {host, step};
   if (count > Scale::kMaxOnHost)
     x.fail(PYKV_NOT_IMPLEMENTED, "more than %d scales must lie on the device, got %" PRId64 " on the host",
            Scale::kMaxOnHost, count);
-  s.stride = count > 1;
-  for (int64_t i = 0; i < count; ++i) s.values[i] = host[i * step];
-  return s;
+  into.stride = count > 1;
+  for (int64_t i = 0; i < count; ++i) into.values[i] = data[i * step];
 }
 
 Parameter Call::parameter(const char* name, const DLTensor* t) {
   if (!t) fail(PYKV_TYPE_ERROR, "%s: is required", name);
-  const Scale s = scale(name, t, 1);
+  Scale s;
+  scale(s, name, t, 1);
   return {s.data, s.values[0]};
 }
 

@@ -43,7 +43,7 @@ class Call {
   Tensor anywhere(const char* name, const DLTensor* t) { return Tensor(name, t); }
 
   // A scale, or one for each of `heads`: on the device of the call or on the host; null means 1.
-  Scale scale(const char* name, const DLTensor* t, int64_t heads);
+  void scale(Scale& into, const char* name, const DLTensor* t, int64_t heads);
 
   // A float32 number that must be given, on the device of the call or on the host.
   Parameter parameter(const char* name, const DLTensor* t);
