@@ -251,12 +251,26 @@ inline void Array::take_layout(const int64_t* sizes, const int64_t* strides) {
   tensor_.strides = strides_;
 }
 
+// NumPy's own dtypes have numbers for ever; the others, such as those of ml_dtypes, are looked up.
+DLDataType dtype_of(const py::detail::PyArray_Proxy& array) {
+  static constexpr DLDataType kKnown[] = {
+      {kDLBool, 8, 1},  {kDLInt, 8, 1},    {kDLUInt, 8, 1},   {kDLInt, 16, 1},  {kDLUInt, 16, 1},
+      {kDLInt, 32, 1},  {kDLUInt, 32, 1},  {kDLInt, 64, 1},   {kDLUInt, 64, 1}, {kDLInt, 64, 1},
+      {kDLUInt, 64, 1}, {kDLFloat, 32, 1}, {kDLFloat, 64, 1},
+  };
+  static_assert(sizeof(long) == 8, "NumPy's numbers 7 and 8 are those of long");
+  const auto* descr = py::detail::array_descriptor_proxy(array.descr);
+  const bool is_native = descr->byteorder == '=' || descr->byteorder == '|';
+  if (is_native && static_cast<size_t>(descr->type_num) < std::size(kKnown)) return kKnown[descr->type_num];
+  return dtype_from_numpy(array.descr);
+}
+
 void Array::borrow_numpy(PyObject* object) {
   const auto* a = py::detail::array_proxy(object);
   if (written_ && !(a->flags & py::detail::npy_api::NPY_ARRAY_WRITEABLE_))
     value_error("is read-only, but it is written");
   if (a->nd > kMaxRank) value_error("at most 8 dimensions are supported, got " + std::to_string(a->nd));
-  tensor_ = {a->data, {kDLCPU, 0}, a->nd, dtype_from_numpy(a->descr), shape_, strides_, 0};
+  tensor_ = {a->data, {kDLCPU, 0}, a->nd, dtype_of(*a), shape_, strides_, 0};
   take_layout(a->dimensions, a->strides);
 }
 
