@@ -6,6 +6,7 @@
 
 #include "attention/paged_attention_decode.cuh"
 #include "cuda/cluster.cuh"
+#include "cuda/device.h"
 
 namespace pykv::attention {
 
@@ -92,7 +93,8 @@ struct ClusterKernel : DecodeLoader<S> {
       __syncwarp();  // its stage is free
       at = after(at);
     }
-    let_next_kernel_start();
+    // Where large clusters leave SMs over, those of the next kernel would come up on few GPCs, each of limited bandwidth.
+    if (p.cluster <= 2 || len <= 2048) let_next_kernel_start();
     finish(state, len);
     if (rank == 0 && kv_head == 0 && threadIdx.x == 0) report_sequence(p, load_sequence(p, sequence));
   }
@@ -160,7 +162,8 @@ struct ClusterSize {
 };
 
 // One block for each SM, or two of half the size where there are more sequences than that.  Blocks of other sequences
-// do not help with a long one, hence the limits (in tokens), for nobody knows the lengths here.
+// do not help with a long one, hence the limits (in tokens), for nobody knows the lengths here.  Half of the SMs draw
+// the whole bandwidth; fewer blocks than that may lose more than they save, which is some microseconds.
 template <class S>
 ClusterSize cluster_size(const Problem& p, const Launch& launch) {
   constexpr int64_t kMostOfFew = 8192, kMostOfMany = 2048;
@@ -177,12 +180,16 @@ ClusterSize cluster_size(const Problem& p, const Launch& launch) {
   };
   if (p.a.num_seqs > 1 && p.a.max_seq_len > kMostOfFew) return {0, 0};
   for (int blocks = kMostBlocks; blocks > 0; --blocks) {
-    if (fit(blocks)) return {blocks, S::kWarps};
+    if (!fit(blocks)) continue;
+    constexpr int64_t kMostElements = 1 << 23;  // of a block's keys, times the blocks that are missing
+    const int64_t missing = num_sms(launch.device) * 4 / 9 - heads * blocks;
+    if (missing > 0 && p.a.max_seq_len / blocks * S::kD * missing > kMostElements) return {0, 0};
+    return {blocks, S::kWarps};
   }
   constexpr int kHalf = S::kWarps / 2;
-  if (p.a.max_seq_len > kMostOfMany || cluster_shared_bytes<S>(kHalf) > shared_memory_limit(launch.device))
-    return {0, 0};
-  return {1, kHalf};
+  const bool suits = p.a.max_seq_len <= kMostOfMany && p.a.max_seq_len >= 2 * kHalf * S::kTile &&
+                     cluster_shared_bytes<S>(kHalf) <= shared_memory_limit(launch.device);
+  return {suits ? 1 : 0, kHalf};
 }
 
 template <class S>
