@@ -14,23 +14,27 @@ __device__ inline float reciprocal(float x) {
   return result;
 }
 
-// 2^x; its relative error grows with |x|, which the caller has rounded.
+// 2^x; that of a rounded product has a relative error of half a unit in the last place for each unit of |x|.
 __device__ inline float power_of_2(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 
-__device__ inline float sigmoid(float x) { return reciprocal(1.0f + expf(-x)); }
+// 1 / (1 + exp(-x)) = 0.5 / (0.5 + 2^t * 2^lost / 2): t is rounded, and what that lost, far below 1, is made good.  The
+// saturation gives a number where x is infinite, so that there too the result is that of the formula.
+__device__ inline float sigmoid(float x) {
+  const float t = -1.44269502f * x;
+  const float lost = fmaf(-1.92596299e-8f, x, fmaf(-1.44269502f, x, -t));
+  const float half_scale = __saturatef(fmaf(lost, 0.34657359f, 0.5f));
+  return 0.5f * reciprocal(fmaf(power_of_2(t), half_scale, 0.5f));
+}
 
 // x / (1 + exp(-x)); -inf gives NaN, as the formula does.
 __device__ inline float silu(float x) { return x * sigmoid(x); }
 
 // x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u)), with u = sqrt(2 / pi) * (x + 0.044715 x^3).
-__device__ inline float gelu_tanh(float x) {
-  const float twice_u = 1.5957691216057308f * (x + 0.044715f * x * x * x);
-  return x * reciprocal(1.0f + expf(-twice_u));
-}
+__device__ inline float gelu_tanh(float x) { return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x)); }
 
 // x * Phi(x), Phi the normal distribution.  For the tail's sake not by erf, whose sum with 1 cancels: with z = |x| / sqrt(2),
 // erfc(z) / 2 as in erfc.h.  -inf gives NaN, as the formula does.

@@ -56,28 +56,31 @@ struct Xielu {
 
 template <class T, class Op, int kSize, int kVectors>
 __global__ __launch_bounds__(kTileThreads) void elementwise_activation_kernel(
-    const __grid_constant__ ElementwiseActivationArgs args, unsigned tiles) {
+    const __grid_constant__ ElementwiseActivationArgs args, Divider tiles) {
   using V = Vec<T, kSize>;
+  const TilePart<kSize, kVectors> part(tiles, args.num_rows, args.width);
+  const T* input = static_cast<const T*>(args.input) + args.input_rows.offset(part.row) + part.first;
+  T* out = static_cast<T*>(args.out) + args.out_rows.offset(part.row) + part.first;
+  if (comes_early()) {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k)
+      if (part.has(k)) prefetch(input + k * part.step);
+  }
+  have_ready(out);
   begin_dependent();
-  const int64_t row = int64_t{blockIdx.x / tiles} * blockDim.y + threadIdx.y;
-  if (row >= args.num_rows) return;
-  const int64_t first = (int64_t{blockIdx.x % tiles} * (blockDim.x * kVectors) + threadIdx.x) * kSize;
-  const int step = blockDim.x * kSize;
-  const T* input = static_cast<const T*>(args.input) + args.input_rows.offset(row) + first;
-  T* out = static_cast<T*>(args.out) + args.out_rows.offset(row) + first;
 
   V v[kVectors];
 #pragma unroll
   for (int k = 0; k < kVectors; ++k)
-    if (first + k * step < args.width) v[k] = load_vec<V>(input + k * step);
+    if (part.has(k)) v[k] = load_vec<V>(input + k * part.step);
   const Op op(args);
 #pragma unroll
   for (int k = 0; k < kVectors; ++k)
-    if (first + k * step < args.width) {
+    if (part.has(k)) {
       auto x = to_floats(v[k]);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) x[i] = op(x[i]);
-      store_vec(out + k * step, round_to<T>(x));
+      store_vec(out + k * part.step, round_to<T>(x));
     }
 }
 

@@ -3,7 +3,9 @@
 #pragma once
 
 #include "core/args.h"
+#include "cuda/dependent.cuh"
 #include "cuda/device.h"
+#include "cuda/divider.cuh"
 #include "cuda/launch.h"
 #include "cuda/vec.cuh"
 
@@ -11,7 +13,8 @@ namespace pykv {
 
 struct RowTiles {
   dim3 block;
-  unsigned blocks, tiles;  // all of them; those of one row
+  unsigned blocks;
+  Divider tiles;  // of one row
 };
 
 inline constexpr int kTileThreads = 256;  // at most
@@ -22,8 +25,24 @@ inline RowTiles row_tiles(int64_t wanted, int64_t num_rows, int threads) {
   block.y = threads / block.x;
   const int64_t tiles = (wanted + block.x - 1) / block.x, row_groups = (num_rows + block.y - 1) / block.y;
   if (tiles * row_groups > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "input: too large, more than 2^31 - 1 tiles");
-  return {block, static_cast<unsigned>(tiles * row_groups), static_cast<unsigned>(tiles)};
+  return {block, static_cast<unsigned>(tiles * row_groups), Divider(tiles)};
 }
+
+// The vectors of a thread: vector k starts at element first + k * step of its row, if has(k).
+template <int kSize, int kVectors>
+struct TilePart {
+  int64_t row, first, end;
+  int step;
+
+  __device__ TilePart(const Divider& tiles, int64_t num_rows, int64_t width) {
+    uint32_t tile;
+    row = int64_t{tiles(blockIdx.x, tile)} * blockDim.y + threadIdx.y;
+    first = (int64_t{tile} * (blockDim.x * kVectors) + threadIdx.x) * kSize;
+    end = row < num_rows ? width : 0;
+    step = blockDim.x * kSize;
+  }
+  __device__ bool has(int k) const { return first + k * step < end; }
+};
 
 // start<kSize, kVectors>(tiles), with the widest vectors for which aligned(bytes).
 template <class T, class Aligned, class Start>

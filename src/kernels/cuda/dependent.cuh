@@ -35,6 +35,15 @@ __device__ inline void begin_dependent() {
   let_next_kernel_start();
 }
 
+// Whether a block is one of the first, which come up while the kernel before still runs and have time to prefetch.
+__device__ inline bool comes_early() {
+#if __CUDA_ARCH__ >= 900
+  return blockIdx.x < 1024;
+#else
+  return false;
+#endif
+}
+
 // Has a number ready at this point: what is worked out before the wait costs nothing while another kernel runs.
 __device__ inline void have_ready(uint32_t& x) { asm volatile("" : "+r"(x)); }
 template <class T>

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "core/rotation.h"
+#include "cuda/dependent.cuh"
 #include "cuda/vec.cuh"
 
 namespace pykv {
@@ -54,6 +55,28 @@ class PositionLoad {
  private:
   int32_t low_, high_;
 };
+
+// Before the wait for the kernel before: prefetches the angles of the position that lies at `at`.  It may not be written yet,
+// so it is but a guess, taken past L1, which would keep it.
+__device__ inline void prefetch_angles(const Rotation& rotation, int64_t at, int i) {
+  int64_t position;
+  if (rotation.positions.is_int64) {
+    asm volatile("ld.global.cg.s64 %0, [%1];"
+                 : "=l"(position)
+                 : "l"(static_cast<const int64_t*>(rotation.positions.data) + at));
+  } else {
+    int32_t narrow;
+    asm volatile("ld.global.cg.s32 %0, [%1];"
+                 : "=r"(narrow)
+                 : "l"(static_cast<const int32_t*>(rotation.positions.data) + at));
+    position = narrow;
+  }
+  if (position < 0 || position >= rotation.max_position) return;
+  const int64_t size = static_cast<int64_t>(size_of(rotation.cache_dtype));
+  const char* row = static_cast<const char*>(rotation.cos_sin_cache) + position * rotation.cache_stride * size;
+  prefetch(row + i * size);
+  prefetch(row + (rotation.rotary_dim / 2 + i) * size);
+}
 
 // In fp32, rounded once.  Contractions are spelled out, so that every kernel gives the same bits.
 template <bool kNeox, class T, int kSize>
