@@ -1,8 +1,9 @@
 // Five copies of each query head, rotated at five positions, and each key head rotated at one; fp32, rounded once.
 //
-// Memory-bound: the floor is query read once, five copies written, key moved once in and once out.  A thread takes two
-// vectors of kSize elements of a head, pairs or what lies behind the rotary dimension, and writes them five times; angles
-// come from L1, where the threads of a token meet.  Threads run along x over the vectors of all heads, y over tokens.
+// Memory-bound: the floor is query read once, five copies written, key moved once in and once out.  A thread owns kSize
+// pairs of the rotary dimension (two vectors of kSize elements) of a head, and keeps them while it writes one copy after the
+// other; the angles of the next copy are on their way meanwhile.  Threads run along x over the rotary dimension, y over the
+// heads of query and key in one count, z over tokens.
 #include <algorithm>
 
 #include "cuda/dependent.cuh"
@@ -15,68 +16,95 @@ namespace {
 constexpr int kThreads = 256;
 
 template <class T, int kSize, bool kNeox>
-__global__ __launch_bounds__(kThreads) void dual_chunk_rotary_embedding_kernel(
+__global__ __launch_bounds__(kThreads, 3) void dual_chunk_rotary_embedding_kernel(
     const __grid_constant__ DualChunkRotaryEmbeddingArgs args, Reporter report) {
   using V = Vec<T, kSize>;
-  begin_dependent();
   const Rotation& rotation = args.rotation;
-  const int64_t t = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-  if (t >= rotation.num_tokens) return;
-  const int64_t position = args.position(0, t);
-  const int64_t own = position < 0 ? position : args.chunks.own(position);
-  const int64_t last = own < 0 ? own : args.chunks.last(own);
-  if (last < 0 || last >= rotation.max_position) {
-    if (threadIdx.x == 0) report(last, rotation.max_position);
-    return;
+  const int64_t t = int64_t{blockIdx.x} * blockDim.z + threadIdx.z;
+  const bool there = t < rotation.num_tokens;
+  const int half_dim = static_cast<int>(rotation.rotary_dim) / 2;
+  const int num_query_heads = static_cast<int>(args.query.num_heads);
+  const int num_heads = num_query_heads + static_cast<int>(rotation.key.num_heads);
+  T* const query = static_cast<T*>(args.query.data) + t * args.query.token;
+  T* const key = static_cast<T*>(rotation.key.data) + t * rotation.key.token;
+  T* const out = static_cast<T*>(args.out.data) + t * args.out.token;
+  const auto head_at = [&](int h) {
+    return h < num_query_heads ? query + h * args.query.head : key + (h - num_query_heads) * rotation.key.head;
+  };
+  const auto low_of = [&](int i) { return kNeox ? i : 2 * i; };
+  const auto high_of = [&](int i) { return kNeox ? half_dim + i : 2 * i + kSize; };
+  const int first_head = blockIdx.y * blockDim.y + threadIdx.y, heads_at_once = blockDim.y * gridDim.y;
+  if (const int i = threadIdx.x * kSize; comes_early() && there && i < half_dim && first_head < num_heads) {
+    prefetch(head_at(first_head) + low_of(i));
+    prefetch(head_at(first_head) + high_of(i));
+  }
+  begin_dependent();
+  if (!there) return;
+
+  PositionLoad load(rotation.positions, t * rotation.position_token);
+  int64_t own = -1;  // not known yet
+  const auto find_own = [&] {
+    const int64_t position = args.shifted(load.wait(rotation.positions.is_int64), t);
+    own = position < 0 ? position : args.chunks.own(position);
+    const int64_t last = position < 0 ? position : args.chunks.last(own);
+    const bool inside = last >= 0 && last < rotation.max_position;
+    if (!inside && threadIdx.x == 0 && threadIdx.y == 0) report(last, rotation.max_position);
+    return inside;
+  };
+  for (int i = threadIdx.x * kSize; i < half_dim; i += blockDim.x * kSize) {
+    const int low = low_of(i), high = high_of(i);
+    for (int h = first_head; h < num_heads; h += heads_at_once) {
+      const T* const head = head_at(h);
+      const V given[2] = {load_vec_in_order<V>(head + low), load_vec_in_order<V>(head + high)};
+      if (own < 0 && !find_own()) return;
+      Angles<kSize> angles = load_angles<kSize>(rotation, own, i);
+      const bool of_query = h < num_query_heads;
+      T* to = of_query ? out + h * args.out.head : head_at(h);
+#pragma unroll 1
+      for (int copy = 0;; to += args.copy) {
+        V v[2] = {given[0], given[1]};
+        rotate<kNeox>(v[0], v[1], angles);
+        const bool more = of_query && ++copy < DualChunks::kCopies;
+        if (more) angles = load_angles<kSize>(rotation, args.chunks.of_copy(copy, own), i);
+        store_vec(to + low, v[0]);
+        store_vec(to + high, v[1]);
+        if (!more) break;
+      }
+    }
   }
 
-  const int half_dim = static_cast<int>(rotation.rotary_dim) / 2, pairs = half_dim / kSize;
-  const int rest = (static_cast<int>(args.head_size) - 2 * half_dim) / kSize, items = pairs + rest;
-  const int num_query_heads = static_cast<int>(args.query.num_heads);
-  const int num_items = (num_query_heads + static_cast<int>(rotation.key.num_heads)) * items;
-  for (int n = threadIdx.x; n < num_items; n += blockDim.x) {
-    const int h = n / items, item = n - h * items;
-    const bool of_query = h < num_query_heads;
-    const RotaryHeads& heads = of_query ? args.query : rotation.key;
-    T* head = static_cast<T*>(heads.data) + t * heads.token + (of_query ? h : h - num_query_heads) * heads.head;
-    T* copy = static_cast<T*>(args.out.data) + t * args.out.token + h * args.out.head;
-    if (item >= pairs) {
-      if (!of_query) continue;
-      const int at = 2 * half_dim + (item - pairs) * kSize;
-      const V v = load_vec<V>(head + at);
+  // what lies behind the rotary dimension
+  if (own < 0 && !find_own()) return;
+  const int rest = (static_cast<int>(args.head_size) - 2 * half_dim) / kSize;
+  for (int n = first_head * blockDim.x + threadIdx.x; n < num_query_heads * rest; n += blockDim.x * heads_at_once) {
+    const int h = n / rest, at = 2 * half_dim + (n - h * rest) * kSize;
+    const V v = load_vec<V>(head_at(h) + at);
 #pragma unroll
-      for (int k = 0; k < DualChunks::kCopies; ++k) store_vec(copy + k * args.copy + at, v);
-      continue;
-    }
-    const int i = item * kSize, low = kNeox ? i : 2 * i, high = kNeox ? half_dim + i : 2 * i + kSize;
-    const V given[2] = {load_vec<V>(head + low), load_vec<V>(head + high)};
-    const auto rotate_to = [&](T* to, int64_t at) {
-      V v[2] = {given[0], given[1]};
-      rotate<kNeox>(v[0], v[1], load_angles<kSize>(rotation, at, i));
-      store_vec(to + low, v[0]);
-      store_vec(to + high, v[1]);
-    };
-    if (of_query) {
-#pragma unroll 1
-      for (int k = 0; k < DualChunks::kCopies; ++k) rotate_to(copy + k * args.copy, args.chunks.of_copy(k, own));
-    } else {
-      rotate_to(head, own);
-    }
+    for (int copy = 0; copy < DualChunks::kCopies; ++copy)
+      store_vec(out + copy * args.copy + h * args.out.head + at, v);
   }
 }
 
 template <class T, int kSize>
 void run(const DualChunkRotaryEmbeddingArgs& args, const Launch& launch) {
   const Rotation& rotation = args.rotation;
-  const int64_t items = (args.query.num_heads + rotation.key.num_heads) * (args.head_size / kSize);
-  dim3 block;
-  block.x = static_cast<unsigned>(std::min<int64_t>((items + 31) / 32 * 32, kThreads));
-  block.y = kThreads / block.x;
-  const int64_t blocks = (rotation.num_tokens + block.y - 1) / block.y;
-  if (blocks > INT32_MAX || items > INT32_MAX)
+  const int64_t vectors = std::max<int64_t>(rotation.rotary_dim / 2 / kSize, 1);
+  const int64_t heads = args.query.num_heads + rotation.key.num_heads;
+  // What does not fill the chip is spread over more blocks.
+  const bool fills = vectors * heads * rotation.num_tokens > int64_t{num_sms(launch.device)} * 1024;
+  const int most_threads = fills ? kThreads : kThreads / 4;
+  dim3 block, grid;
+  block.x = static_cast<unsigned>(std::min<int64_t>(vectors, most_threads));
+  const int64_t most = most_threads / block.x, rounds = (heads + most - 1) / most;
+  block.y = static_cast<unsigned>((heads + rounds - 1) / rounds);  // none idle in the last round
+  block.z = std::min(most_threads / (block.x * block.y), 64u);
+  const int64_t blocks = (rotation.num_tokens + block.z - 1) / block.z;
+  if (blocks > INT32_MAX || heads > INT32_MAX / args.head_size)
     fail(PYKV_NOT_IMPLEMENTED, "at most 2^31 - 1 tokens, and elements of each, are supported");
+  grid.x = static_cast<unsigned>(blocks);
+  if (!fills) grid.y = static_cast<unsigned>(rounds);
   dispatch_bool(rotation.is_neox, [&]<bool kNeox>() {
-    launch_dependent(dual_chunk_rotary_embedding_kernel<T, kSize, kNeox>, static_cast<unsigned>(blocks), block, launch,
+    launch_dependent(dual_chunk_rotary_embedding_kernel<T, kSize, kNeox>, grid, block, launch,
                      "dual_chunk_rotary_embedding", args, launch.reporter(rotation.report));
   });
 }

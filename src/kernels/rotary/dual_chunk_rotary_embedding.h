@@ -42,10 +42,10 @@ struct DualChunkRotaryEmbeddingArgs {
   Index offsets;      // added to the positions of token t, where there are any
   DualChunks chunks;
 
-  PYKV_HOST_DEVICE int64_t position(int64_t b, int64_t s) const {
-    const int64_t position = rotation.position(b, s), offset = offsets.data ? offsets[b * rotation.seq + s] : 0;
-    return static_cast<int64_t>(static_cast<uint64_t>(position) + static_cast<uint64_t>(offset));
+  PYKV_HOST_DEVICE int64_t shifted(int64_t position, int64_t t) const {
+    return static_cast<int64_t>(static_cast<uint64_t>(position) + static_cast<uint64_t>(offsets.data ? offsets[t] : 0));
   }
+  PYKV_HOST_DEVICE int64_t position(int64_t t) const { return shifted(rotation.position(0, t), t); }
 };
 
 PYKV_CPU_TWIN(dual_chunk_rotary_embedding_cpu, DualChunkRotaryEmbeddingArgs)

@@ -10,7 +10,7 @@ namespace {
 
 template <class T>
 void rotate_token(TokenRotator<T>& rotator, const DualChunkRotaryEmbeddingArgs& args, int64_t t) {
-  const int64_t position = args.position(0, t);
+  const int64_t position = args.position(t);
   const int64_t own = position < 0 ? position : args.chunks.own(position);
   if (!rotator.is_inside(own < 0 ? own : args.chunks.last(own))) return;
   const RotaryHeads& query = args.query;

@@ -3,7 +3,9 @@
 // Memory-bound: the floor is the rotated part of every head moved once in and once out.  A thread owns kSize pairs of the
 // rotary dimension (two vectors of kSize elements) in kHeads heads at a time: it reads its cosines and sines once for all
 // heads, and has loaded the vectors of kHeads heads before the position, and what the position points to, have arrived.
-// Threads run along x over the rotary dimension, y over the heads of query and key in one count, z over tokens.
+// Threads run along x over the rotary dimension, y over the heads of query and key in one count, z over tokens.  In small
+// calls the heads of a token are spread over blocks, so that all loads come at once; what is then left is the chain of
+// position, angles and rotation, whose memory is fetched while the kernel before still runs.
 #include <algorithm>
 
 #include "cuda/dependent.cuh"
@@ -14,18 +16,25 @@ namespace pykv {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kBlocks = 4;  // of an SM, at least: few registers, many loads under way
 
-// The position of a token, on its way.
+__device__ int64_t token_of_thread() { return int64_t{blockIdx.x} * blockDim.z + threadIdx.z; }
+
+// The angles of a token that has one position.
 class OnePosition {
  public:
-  static constexpr int kBlocks = 4;  // of an SM, at least: few registers, many loads under way
-  __device__ OnePosition(const RotaryEmbeddingArgs& args, int64_t b, int64_t s)
-      : load_(args.rotation.positions, b * args.rotation.position_batch + s * args.rotation.position_token) {}
-  // Its angles from frequency `i` on; false where it lies outside the cache.
+  // Before the wait.  `at`: where the token's (first) position is.
+  __device__ static void prefetch(const RotaryEmbeddingArgs& args, int64_t at, int i) {
+    if (threadIdx.y == 0) prefetch_angles(args.rotation, at, i);
+  }
+  __device__ OnePosition(const RotaryEmbeddingArgs& args, int64_t at) : load_(args.rotation.positions, at) {}
+  // Those from frequency `i` on; false where there are none.  All threads of the block ask, and `there` says who needs some.
   template <int kSize>
-  __device__ bool angles(Angles<kSize>& angles, const RotaryEmbeddingArgs& args, int i, const Reporter& report) {
+  __device__ bool take(Angles<kSize>& angles, const RotaryEmbeddingArgs& args, int i, bool there,
+                       const Reporter& report) {
     const Rotation& rotation = args.rotation;
     const int64_t position = load_.wait(rotation.positions.is_int64);
+    if (!there) return false;
     if (position < 0 || position >= rotation.max_position) {
       if (threadIdx.x == 0 && threadIdx.y == 0) report(position, rotation.max_position);
       return false;
@@ -38,61 +47,60 @@ class OnePosition {
   PositionLoad load_;
 };
 
-// The positions of a token along several axes, or with an offset.
+// The angles of a token that has several positions, or an offset.  Each frequency is looked up once, by one of the token's
+// threads; they trade them, and whether all positions are inside, through shared memory.
 class ManyPositions {
  public:
-  static constexpr int kBlocks = 3;
-  __device__ ManyPositions(const RotaryEmbeddingArgs& args, int64_t b, int64_t s) : axes_(args.axes) {
-#pragma unroll
-    for (int axis = 0; axis < RotaryAxes::kMost; ++axis)
-      if (axis < axes_.count) {
-        positions_[axis] = args.position(axis, b, s);
-        if (axes_.on_device.data) axes_.sizes[axis] = static_cast<int>(axes_.on_device[axis]);
-      }
+  __device__ static void prefetch(const RotaryEmbeddingArgs& args, int64_t at, int i) {
+    const int axis = threadIdx.y;
+    if (axis < args.axes.count && !args.offsets.data) prefetch_angles(args.rotation, at + axis * args.axes.stride, i);
   }
+  __device__ ManyPositions(const RotaryEmbeddingArgs&, int64_t at) : at_(at) {}
   template <int kSize>
-  __device__ bool angles(Angles<kSize>& angles, const RotaryEmbeddingArgs& args, int i, const Reporter& report) {
+  __device__ bool take(Angles<kSize>& angles, const RotaryEmbeddingArgs& args, int i, bool there,
+                       const Reporter& report) {
+    __shared__ Vec<float, kSize> shared[2][kThreads];
+    __shared__ Vec<uint8_t, RotaryAxes::kMost> valid[kThreads];
     const Rotation& rotation = args.rotation;
-#pragma unroll
-    for (int axis = 0; axis < RotaryAxes::kMost; ++axis)
-      if (axis < axes_.count && (positions_[axis] < 0 || positions_[axis] >= rotation.max_position)) {
-        if (threadIdx.x == 0 && threadIdx.y == 0) report(positions_[axis], rotation.max_position);
-        return false;
-      }
-    int axes[kSize];
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) axes[j] = axes_(i + j);
-#pragma unroll
-    for (int axis = 0; axis < RotaryAxes::kMost; ++axis) {
-      bool wanted = false;
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) wanted |= axes[j] == axis;
-      if (!wanted) continue;
-      const Angles<kSize> own = load_angles<kSize>(rotation, positions_[axis], i);
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) {
-        angles.cosines[j] = axes[j] == axis ? own.cosines[j] : angles.cosines[j];
-        angles.sines[j] = axes[j] == axis ? own.sines[j] : angles.sines[j];
-      }
+    const int vectors = blockDim.x, threads = vectors * blockDim.y, thread = threadIdx.y * vectors + threadIdx.x;
+    const int first = i - static_cast<int>(threadIdx.x) * kSize;  // frequency of the block
+    const int end = min(vectors * kSize, static_cast<int>(rotation.rotary_dim) / 2 - first);
+    const auto position = [&](int axis) {
+      return args.sum(rotation.positions[at_ + axis * args.axes.stride], token_of_thread());
+    };
+    if (first > 0) __syncthreads();  // what was there is read
+    for (int j = thread; there && j < end; j += threads) {
+      const int64_t at = position(args.axes(first + j));
+      if (at < 0 || at >= rotation.max_position) continue;
+      const Angles<1> one = load_angles<1>(rotation, at, first + j);
+      reinterpret_cast<float*>(shared[0] + threadIdx.z * vectors)[j] = one.cosines[0];
+      reinterpret_cast<float*>(shared[1] + threadIdx.z * vectors)[j] = one.sines[0];
     }
-    return true;
+    for (int axis = threads - 1 - thread; axis < RotaryAxes::kMost; axis += threads) {  // not by those who gather
+      const int64_t at = there && axis < args.axes.count ? position(axis) : 0;
+      const bool inside = at >= 0 && at < rotation.max_position;
+      if (!inside) report(at, rotation.max_position);
+      reinterpret_cast<uint8_t*>(valid + threadIdx.z)[axis] = inside;
+    }
+    __syncthreads();
+    angles = {shared[0][threadIdx.z * vectors + threadIdx.x], shared[1][threadIdx.z * vectors + threadIdx.x]};
+    return there && i < first + end && valid[threadIdx.z].words[0] == 0x01010101u;
   }
 
  private:
-  RotaryAxes axes_;
-  int64_t positions_[RotaryAxes::kMost] = {};
+  int64_t at_;
 };
 
 template <class T, int kSize, bool kNeox, int kHeads, class Positions>
-__global__ __launch_bounds__(kThreads, Positions::kBlocks) void rotary_embedding_kernel(
-    const __grid_constant__ RotaryEmbeddingArgs all_args, Reporter report) {
+__global__ __launch_bounds__(kThreads,
+                             kBlocks) void rotary_embedding_kernel(const __grid_constant__ RotaryEmbeddingArgs all_args,
+                                                                   Reporter report) {
   using V = Vec<T, kSize>;
   const Rotation& args = all_args.rotation;
-  begin_dependent();
-  const int64_t t = int64_t{blockIdx.x} * blockDim.z + threadIdx.z;
-  if (t >= args.num_tokens) return;
+  const int64_t t = token_of_thread();
+  const bool there = t < args.num_tokens;
   const int64_t b = args.seq == args.num_tokens ? 0 : t / args.seq, s = t - b * args.seq;
-  Positions positions(all_args, b, s);
+  const int64_t at = there ? b * args.position_batch + s * args.position_token : 0;
 
   const int half_dim = static_cast<int>(args.rotary_dim) / 2;
   const int num_query_heads = static_cast<int>(args.query.num_heads);
@@ -104,37 +112,58 @@ __global__ __launch_bounds__(kThreads, Positions::kBlocks) void rotary_embedding
     return (of_query ? query : key) +
            (of_query ? h : h - num_query_heads) * (of_query ? args.query.head : args.key.head);
   };
+  const auto low_of = [&](int i) { return kNeox ? i : 2 * i; };
+  const auto high_of = [&](int i) { return kNeox ? half_dim + i : 2 * i + kSize; };
 
-  for (int i = threadIdx.x * kSize; i < half_dim; i += blockDim.x * kSize) {
-    const int low = kNeox ? i : 2 * i, high = kNeox ? half_dim + i : 2 * i + kSize;
+  T* heads[kHeads];
+  const auto find_heads = [&](int first) {
+#pragma unroll
+    for (int k = 0; k < kHeads; ++k) heads[k] = head_at(first + k * static_cast<int>(blockDim.y));
+  };
+  const auto has_head = [&](int first, int k) { return first + k * static_cast<int>(blockDim.y) < num_heads; };
+  const int first_head = blockIdx.y * blockDim.y + threadIdx.y;
+  find_heads(first_head);
+  if (const int i = threadIdx.x * kSize; comes_early() && there && i < half_dim) {
+    Positions::prefetch(all_args, at, i);
+#pragma unroll
+    for (int k = 0; k < kHeads; ++k) {
+      if (!has_head(first_head, k)) continue;
+      prefetch(heads[k] + low_of(i));
+      prefetch(heads[k] + high_of(i));
+    }
+  }
+  begin_dependent();
+
+  Positions positions(all_args, at);
+  for (int i = threadIdx.x * kSize; i - static_cast<int>(threadIdx.x) * kSize < half_dim; i += blockDim.x * kSize) {
+    const bool inside = there && i < half_dim;
+    const int low = low_of(i), high = high_of(i);
     Angles<kSize> angles;
-    bool have_angles = false;
-    for (int first = threadIdx.y; first < num_heads; first += blockDim.y * kHeads) {
-      T* heads[kHeads];
+    int first = first_head;
+    do {
       V v[kHeads][2];
+      find_heads(first);
 #pragma unroll
       for (int k = 0; k < kHeads; ++k) {
-        const int h = first + k * static_cast<int>(blockDim.y);
-        heads[k] = head_at(h);
-        if (h < num_heads) {
+        if (inside && has_head(first, k)) {
           v[k][0] = load_vec<V>(heads[k] + low);
           v[k][1] = load_vec<V>(heads[k] + high);
         }
       }
-      if (!have_angles) {
-        if (!positions.angles(angles, all_args, i, report)) return;
+      if (first == first_head) {
+        if (!positions.take(angles, all_args, i, inside, report)) break;
 #pragma unroll
         for (int j = 0; j < kSize; ++j) angles.sines[j] = args.inverse ? -angles.sines[j] : angles.sines[j];
-        have_angles = true;
       }
 #pragma unroll
       for (int k = 0; k < kHeads; ++k) {
-        if (first + k * static_cast<int>(blockDim.y) >= num_heads) continue;
+        if (!has_head(first, k)) continue;
         rotate<kNeox>(v[k][0], v[k][1], angles);
         store_vec(heads[k] + low, v[k][0]);
         store_vec(heads[k] + high, v[k][1]);
       }
-    }
+      first += blockDim.y * kHeads;
+    } while (gridDim.y == 1 && first < num_heads);
   }
 }
 
@@ -142,23 +171,27 @@ template <class T, int kSize, class Positions>
 void run(const RotaryEmbeddingArgs& all_args, const Launch& launch) {
   const Rotation& args = all_args.rotation;
   const int64_t vectors = args.rotary_dim / 2 / kSize, heads = args.query.num_heads + args.key.num_heads;
-  const auto start = [&]<bool kNeox, int kHeads>() {
-    dim3 block;
-    block.x = static_cast<unsigned>(std::min<int64_t>(vectors, kThreads));
-    block.y = static_cast<unsigned>(std::min<int64_t>((heads + kHeads - 1) / kHeads, kThreads / block.x));
-    block.z = std::min(kThreads / (block.x * block.y), 64u);
+  const auto start = [&]<bool kNeox, int kHeads>(int most_threads, bool over_blocks) {
+    dim3 block, grid;
+    block.x = static_cast<unsigned>(std::min<int64_t>(vectors, most_threads));
+    const int64_t threads = (heads + kHeads - 1) / kHeads, most = most_threads / block.x;
+    const int64_t rounds = (threads + most - 1) / most;
+    block.y = static_cast<unsigned>((threads + rounds - 1) / rounds);  // none idle in the last round
+    block.z = std::min(most_threads / (block.x * block.y), 64u);
     const int64_t blocks = (args.num_tokens + block.z - 1) / block.z;
     if (blocks > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "positions: at most 2^31 - 1 tokens are supported");
-    launch_dependent(rotary_embedding_kernel<T, kSize, kNeox, kHeads, Positions>, static_cast<unsigned>(blocks), block,
-                     launch, "rotary_embedding", all_args, launch.reporter(args.report));
+    grid.x = static_cast<unsigned>(blocks);
+    if (over_blocks) grid.y = static_cast<unsigned>(rounds);
+    launch_dependent(rotary_embedding_kernel<T, kSize, kNeox, kHeads, Positions>, grid, block, launch,
+                     "rotary_embedding", all_args, launch.reporter(args.report));
   };
-  // What does not fill the chip is spread over as many threads as possible.
+  // What does not fill the chip is spread over as many threads as possible, all loads at once.
   const bool fills = vectors * heads * args.num_tokens > int64_t{num_sms(launch.device)} * 1024;
   dispatch_bool(args.is_neox, [&]<bool kNeox>() {
     if (fills) {
-      start.template operator()<kNeox, 2>();
+      start.template operator()<kNeox, 2>(kThreads, false);
     } else {
-      start.template operator()<kNeox, 1>();
+      start.template operator()<kNeox, 1>(kThreads / 2, true);
     }
   });
 }
@@ -170,9 +203,10 @@ bool fits(const Rotation& args, int count) {
 
 template <class T, class Positions>
 void run_in_vectors(const RotaryEmbeddingArgs& args, const Launch& launch) {
-  if (fits(args.rotation, kPackSize<T>)) {
+  const Rotation& r = args.rotation;
+  if (fits(r, kPackSize<T>)) {
     run<T, kPackSize<T>, Positions>(args, launch);
-  } else if (fits(args.rotation, kPackSize<T> / 2)) {
+  } else if (fits(r, kPackSize<T> / 2)) {
     run<T, kPackSize<T> / 2, Positions>(args, launch);
   } else {
     run<T, 1, Positions>(args, launch);

@@ -18,14 +18,18 @@ struct RotaryAxes {
   bool
       interleaved;  // axis k > 0 has the first of the frequencies k, k + count, k + 2 count, ...; else all lie in a row
 
+  PYKV_HOST_DEVICE int size(int axis) const { return on_device.data ? static_cast<int>(on_device[axis]) : sizes[axis]; }
   // Whatever the sizes are, one of the axes.
   PYKV_HOST_DEVICE int operator()(int frequency) const {
-    int axis = 0;
     if (interleaved) {
-      axis = frequency % count;
-      return frequency < count * sizes[axis] ? axis : 0;
+      const int axis = frequency % count;
+      return frequency < count * size(axis) ? axis : 0;
     }
-    for (int k = 1, end = sizes[0]; k < count; end += sizes[k++]) axis += frequency >= end;
+    int axis = 0, end = 0;
+    for (int k = 0; k + 1 < kMost; ++k) {  // as many as can be: to be unrolled
+      end += k + 1 < count ? size(k) : 0;
+      axis += k + 1 < count && frequency >= end;
+    }
     return axis;
   }
 };
@@ -36,11 +40,14 @@ struct RotaryEmbeddingArgs {
   RotaryAxes axes;
 
   PYKV_HOST_DEVICE bool is_plain() const { return axes.count == 1 && !offsets.data; }
+  // Position of token t, with its offset.
+  PYKV_HOST_DEVICE int64_t sum(int64_t position, int64_t t) const {
+    return static_cast<int64_t>(static_cast<uint64_t>(position) + static_cast<uint64_t>(offsets.data ? offsets[t] : 0));
+  }
   PYKV_HOST_DEVICE int64_t position(int axis, int64_t b, int64_t s) const {
     const Rotation& r = rotation;
     const int64_t position = r.positions[axis * axes.stride + b * r.position_batch + s * r.position_token];
-    const int64_t offset = offsets.data ? offsets[b * r.seq + s] : 0;
-    return static_cast<int64_t>(static_cast<uint64_t>(position) + static_cast<uint64_t>(offset));
+    return sum(position, b * r.seq + s);
   }
 };
 
