@@ -98,6 +98,21 @@ def test_the_only_part_that_saw_something_is_copied(array: Library, count: int, 
     assert (array.numpy(lse) == 3.25).all()
 
 
+@pytest.mark.parametrize("count", [2, 5, 20])
+def test_rows_do_not_depend_on_the_batch(array: Library, count: int) -> None:
+    """Bit by bit, though many rows are shared out otherwise than few."""
+    many = parts(count, 1100, 8, 128)
+    few = many[0][:, 500:503].copy(), many[1][:, :, 500:503].copy()
+    got = []
+    for p in (many, few):
+        output = array.output(np.zeros(p[0].shape[1:], p[0].dtype))
+        lse = array.output(np.zeros(p[1].shape[1:], np.float32))
+        merge(array, p, output, lse)
+        got.append((array.numpy(output), array.numpy(lse)))
+    np.testing.assert_array_equal(got[0][0][500:503].view(np.uint16), got[1][0].view(np.uint16))
+    np.testing.assert_array_equal(got[0][1][:, 500:503], got[1][1])
+
+
 def test_nothing_seen_at_all_gives_zeros(array: Library) -> None:
     p = parts(4, 9, 4, 64)
     p[1][...], p[0][...] = -np.inf, np.nan

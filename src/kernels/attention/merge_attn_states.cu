@@ -1,134 +1,280 @@
 // The merge of merge_attn_states.h.
 //
-// Memory-bound: the floor is each byte of prefix, suffix and output moved once.  A row (token, head) belongs to some
-// neighbouring lanes of one warp, a power of two, each with packs of 16 bytes; each group of lanes takes kRows rows and
-// loads the first packs of all before it uses any, so that enough bytes are under way.  All lanes of a row read both lse
-// in the same warp before one of them writes the merged one: output_lse may be one of the inputs.
+// Memory-bound: the floor is each byte of the parts and of the output moved once.  A row (token, head) belongs to some
+// neighbouring lanes of one warp, a power of two, each with kPacks packs of 16 bytes.  Such a group has loaded the packs and
+// the lse of kParts parts before it uses any; every lane weighs the parts for itself.
+// Where there are more parts, a group goes on with the next ones; where there are few rows, several groups of a block share
+// one instead, and add up what they have through shared memory.  Both add in the same order, and else their number depends
+// on that of the parts alone: the bits of a row do not depend on the batch.
+// All threads of a row have read its lse before one of them writes the merged one: output_lse may be one of the inputs.
 #include <algorithm>
 
-#include "attention/merge_attn_states.cuh"
 #include "attention/merge_attn_states.h"
+#include "cuda/dependent.cuh"
 #include "cuda/divider.cuh"
-#include "cuda/launch.h"
+#include "cuda/fp8.cuh"
+#include "cuda/vec.cuh"
 
 namespace pykv {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kRows = 2;
+constexpr int kThreads = 256;  // at most
 
-struct Weights {
-  float prefix, suffix, lse;
-};
-
-__device__ Weights weigh(float p, float s, bool has_context) {
-  if (!has_context) return {0.0f, 1.0f, s};
-  if (isinf(p)) p = -INFINITY;
-  if (isinf(s)) s = -INFINITY;
-  const float top = fmaxf(p, s);
-  if (top == -INFINITY) return {1.0f, 0.0f, top};
-  const float pe = expf(p - top), se = expf(s - top), total = pe + se;
-  return {pe / total, se / total, top + logf(total)};
+// v as E4M3, or in a dtype.
+template <int kSize>
+__device__ void store_row_part(uint8_t* to, const Vec<float, kSize>& v, float scale) {
+  const Quotient one(1.0f);
+  if constexpr (kSize == 1) {
+    *to = to_fp8<KvFormat::kE4M3>(v[0] * scale, one);
+  } else {
+    Vec<uint32_t, kSize / 4> codes;
+#pragma unroll
+    for (int i = 0; i < kSize; i += 4) {
+      const uint32_t words[4] = {__float_as_uint(v[i] * scale), __float_as_uint(v[i + 1] * scale),
+                                 __float_as_uint(v[i + 2] * scale), __float_as_uint(v[i + 3] * scale)};
+      codes[i / 4] = to_fp8x4<KvFormat::kE4M3, float>(words, one);
+    }
+    store_vec(to, codes);
+  }
+}
+template <class T, int kSize>
+__device__ void store_row_part(T* to, const Vec<float, kSize>& v, float) {
+  store_vec(to, round_to<T>(v));
 }
 
-// kSize: elements of an access.  Lanes of a row: 1 << lanes_log2.
-template <class T, class Out, int kSize>
-__global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__ MergeAttnStatesArgs a, Divider by_head,
-                                                         int lanes_log2) {
-  using V = Vec<T, kSize>;
-  const int lane = threadIdx.x & ((1 << lanes_log2) - 1);
-  const int groups = kThreads >> lanes_log2;
-  const int64_t num_rows = a.num_tokens * a.num_heads;
-  const int64_t first = int64_t{blockIdx.x} * (groups * kRows) + (threadIdx.x >> lanes_log2);
+// exp and log of what they are wanted for here: weights of 1 and less, and sums of these.
+__device__ float weight_of(float difference) {
+  float weight;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(weight) : "f"(difference * 1.44269504f));
+  return weight;
+}
 
-  uint32_t token[kRows], head[kRows];
-  bool there[kRows], has_context[kRows];
-  V prefix[kRows], suffix[kRows];
-  float p[kRows], s[kRows];
+// kSize: elements of an access.  Lanes of a group: 1 << lanes_log2.  Groups of a row: 1 << groups_log2 with kMany, which
+// takes any number of parts; else one, and at most kParts.
+template <class T, class Out, int kSize, int kPacks, int kParts, bool kMany>
+__global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__ MergeAttnStatesArgs a, Divider by_head,
+                                                         int lanes_log2, int groups_log2) {
+  using V = Vec<T, kSize>;
+  constexpr bool kPair = kParts == 2;  // two parts, wherever they are
+  const int groups = kMany ? 1 << groups_log2 : 1, lanes = 1 << lanes_log2;
+  const int lane = threadIdx.x & (lanes - 1), group = threadIdx.x >> lanes_log2 & (groups - 1);
+  const int threads_log2 = kMany ? lanes_log2 + groups_log2 : lanes_log2;  // of a row
+  const uint32_t row = blockIdx.x * (blockDim.x >> threads_log2) + (threadIdx.x >> threads_log2);
+  const bool there = row < static_cast<uint32_t>(a.num_tokens) * a.num_heads;
+  uint32_t head;
+  const uint32_t token = by_head(there ? row : 0, head);
+  const bool has_context = token < a.context_tokens;
+
+  // Of part `first + k`: whether it is looked at, and where it is.
+  const T* from[kPair ? 2 : 1];
+  const float* lse_from[kPair ? 2 : 1];
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int64_t row = first + r * groups;
-    there[r] = row < num_rows;
-    if (!there[r]) continue;
-    token[r] = by_head(static_cast<uint32_t>(row), head[r]);
-    has_context[r] = token[r] < a.context_tokens;
-    p[r] = has_context[r] ? a.prefix_lse.at(token[r], head[r]) : 0.0f;
-    s[r] = a.suffix_lse.at(token[r], head[r]);
-    if (lane * kSize < a.head_size) {
-      if (has_context[r]) prefix[r] = load_vec_in_order<V>(a.prefix.row<const T>(token[r], head[r]) + lane * kSize);
-      suffix[r] = load_vec_in_order<V>(a.suffix.row<const T>(token[r], head[r]) + lane * kSize);
+  for (int k = 0; k < (kPair ? 2 : 1); ++k) {
+    from[k] = a.outputs[k].row<const T>(token, head) + lane * kSize;
+    lse_from[k] = &a.lses[k].at(token, head);
+  }
+  const auto exists = [&](int first, int k) {
+    return there && first + k < a.num_parts && (k > 0 || !kPair || has_context);
+  };
+  const auto pack_at = [&](int first, int k, int d) {
+    return (kPair ? from[k] : from[0] + (first + k) * a.output_part) + d;
+  };
+  const auto lse_at = [&](int first, int k) { return kPair ? lse_from[k] : lse_from[0] + (first + k) * a.lse_part; };
+  // Of the packs of this lane the q-th one after element `d0`: where it starts, and whether there is one.
+  const auto element = [&](int d0, int q) { return d0 + (q * kSize << lanes_log2); };
+  const auto in_head = [&](int d0, int q) { return element(d0, q) + lane * kSize < a.head_size; };
+
+  const int mine = group * kParts, step = groups * kParts;  // the first part of this group, and parts at a time
+  if (comes_early()) {
+#pragma unroll
+    for (int k = 0; k < kParts; ++k)
+      if (exists(mine, k)) {
+        if (lane == 0) prefetch(lse_at(mine, k));
+#pragma unroll
+        for (int q = 0; q < kPacks; ++q)
+          if (in_head(0, q)) prefetch(pack_at(mine, k, element(0, q)));
+      }
+  }
+  begin_dependent();
+
+  V x[kParts][kPacks];
+  float lse[kParts];
+  const auto load_lse = [&](int first) {
+#pragma unroll
+    for (int k = 0; k < kParts; ++k) lse[k] = exists(first, k) ? *lse_at(first, k) : -INFINITY;
+  };
+  const auto load_packs = [&](int first, int d0) {
+#pragma unroll
+    for (int k = 0; k < kParts; ++k)
+#pragma unroll
+      for (int q = 0; q < kPacks; ++q)
+        if (exists(first, k) && in_head(d0, q)) x[k][q] = load_vec_in_order<V>(pack_at(first, k, element(d0, q)));
+  };
+  load_lse(mine);
+  load_packs(mine, 0);
+  const float scale = std::is_same_v<Out, uint8_t> ? 1.0f / a.output_scale : 1.0f;
+
+  const float last = lse[kParts - 1];
+  // of the groups of the block, and of the threads
+  __shared__ float tops[kMany ? kThreads : 1], totals[kMany ? kThreads : 1],
+      sums[kMany ? kThreads * kPacks * kSize : 1];
+  const int first_group = static_cast<int>(threadIdx.x >> lanes_log2) - group;  // of this row
+  float top = -INFINITY, total = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kParts; ++k) top = fmaxf(top, seen(lse[k]));
+  if constexpr (kMany) {
+    for (int first = mine + step; first < a.num_parts; first += step)
+#pragma unroll
+      for (int k = 0; k < kParts; ++k) top = fmaxf(top, exists(first, k) ? seen(*lse_at(first, k)) : -INFINITY);
+    if (groups > 1) {
+      tops[first_group + group] = top;
+      __syncthreads();
+#pragma unroll 8
+      for (int g = 0; g < groups; ++g) top = fmaxf(top, tops[first_group + g]);
     }
   }
+  const bool copies_first = kPair && a.copies_empty && top == -INFINITY;
+  if (copies_first) lse[0] = 0.0f;
+  if (!has_context) lse[kParts - 1] = top = 0.0f;
+  const float base = top == -INFINITY ? 0.0f : top;
+  const int width = kSize * kPacks << lanes_log2;  // elements at a time
+  Out* const out = a.output.row<Out>(token, head);
+  for (int d0 = 0; d0 < a.head_size; d0 += width) {
+    // kParts parts at a time are added up, and then their sums: in this order, whoever does it.  Begins with what leaves a
+    // zero of either sign as it is.
+    Vec<float, kSize> sum[kPacks];
+    total = 0.0f;
+    for (int first = mine; first == mine || (kMany && first < a.num_parts); first += step) {
+      if (d0 > 0 || (kMany && first > mine)) load_packs(first, d0);
+      if (kMany && (d0 > 0 || first > mine)) load_lse(first);
+      Vec<float, kSize> few[kPacks];
+      float few_weights = 0.0f;
+#pragma unroll
+      for (int q = 0; q < kPacks; ++q)
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) few[q][i] = -0.0f;
+#pragma unroll
+      for (int k = 0; k < kParts; ++k) {
+        const float weight = weight_of(seen(lse[k]) - base);
+        few_weights += weight;
+        if (weight == 0.0f) continue;  // such a part may hold anything
+#pragma unroll
+        for (int q = 0; q < kPacks; ++q) {
+          const auto v = to_floats(x[k][q]);
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) few[q][i] = fmaf(v[i], weight, few[q][i]);
+        }
+      }
+      total += few_weights;
+#pragma unroll
+      for (int q = 0; q < kPacks; ++q)
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) sum[q][i] = first == mine ? few[q][i] : sum[q][i] + few[q][i];
+    }
 
-  const float scale = a.quantised ? 1.0f / a.output_scale[0] : 1.0f;
+    if (kMany && groups > 1) {
+      if (d0 > 0) __syncthreads();  // what was there is read
+      totals[first_group + group] = total;
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    if (!there[r]) continue;
-    const Weights w = weigh(p[r], s[r], has_context[r]);
-    p[r] = w.lse;
-    for (int d = lane * kSize; d < a.head_size; d += kSize << lanes_log2) {
-      if (d != lane * kSize) {
-        if (has_context[r]) prefix[r] = load_vec_in_order<V>(a.prefix.row<const T>(token[r], head[r]) + d);
-        suffix[r] = load_vec_in_order<V>(a.suffix.row<const T>(token[r], head[r]) + d);
-      }
-      Vec<float, kSize> v;
+      for (int q = 0; q < kPacks; ++q)
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        const float x = to_float(prefix[r][i]), y = to_float(suffix[r][i]);
-        v[i] = w.prefix == 0.0f ? y * w.suffix : w.suffix == 0.0f ? x * w.prefix : fmaf(x, w.prefix, y * w.suffix);
+        for (int i = 0; i < kSize; ++i)
+          sums[(first_group + group) * width + element(0, q) + lane * kSize + i] = sum[q][i];
+      __syncthreads();
+      total = 0.0f;
+#pragma unroll 8
+      for (int g = 0; g < groups; ++g) total += totals[first_group + g];
+    }
+    const float factor = total == 0.0f ? -0.0f : __fdividef(1.0f, total);
+    if (kMany && groups > 1) {
+      for (int e = group << lanes_log2 | lane; there && e < min(width, a.head_size - d0); e += groups << lanes_log2) {
+        Vec<float, 1> v;
+        v[0] = -0.0f;
+#pragma unroll 8
+        for (int g = 0; g < groups; ++g) v[0] += sums[(first_group + g) * width + e];
+        v[0] *= factor;
+        store_row_part(out + d0 + e, v, scale);
       }
-      store_row_part(a.output.row<Out>(token[r], head[r]) + d, v, scale);
+    } else {
+#pragma unroll
+      for (int q = 0; q < kPacks; ++q) {
+        if (!there || !in_head(d0, q)) continue;
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) sum[q][i] *= factor;
+        store_row_part(out + element(d0, q) + lane * kSize, sum[q], scale);
+      }
     }
   }
 
   if (!a.output_lse.data) return;
-  __syncwarp();  // every lane has read the lse of its rows
-#pragma unroll
-  for (int r = 0; r < kRows; ++r)
-    if (there[r] && lane == 0) a.output_lse.at(token[r], head[r]) = p[r];
+  if constexpr (kMany) {  // all threads of the row have read its lse
+    __syncthreads();
+  } else {
+    __syncwarp();
+  }
+  if (there && group == 0 && lane == 0)
+    a.output_lse.at(token, head) = !has_context   ? last
+                                   : copies_first ? -INFINITY
+                                                  : base + __logf(total);  // log 0 = -inf
 }
 
 template <class T, class Out, int kSize>
-void run(const MergeAttnStatesArgs& args, cudaStream_t stream) {
-  int lanes_log2 = 0;
-  while (lanes_log2 < 5 && (kSize << lanes_log2) < args.head_size) ++lanes_log2;
-  const int64_t rows = args.num_tokens * args.num_heads, rows_of_block = int64_t{kThreads >> lanes_log2} * kRows;
-  if (rows > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "at most 2^31 - 1 rows (tokens x heads) are supported");
-  merge_kernel<T, Out, kSize>
-      <<<static_cast<unsigned>((rows + rows_of_block - 1) / rows_of_block), kThreads, 0, stream>>>(
-          args, Divider(args.num_heads), lanes_log2);
+void run(const MergeAttnStatesArgs& args, const Launch& launch) {
+  const int64_t num_rows = args.num_tokens * args.num_heads;
+  if (num_rows > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "at most 2^31 - 1 rows (tokens x heads) are supported");
+  // What does not fill the chip is spread over as much of it as possible.
+  const bool fills = num_rows * args.head_size > int64_t{num_sms(launch.device)} * 1024 * kSize;
+  const auto start = [&]<int kPacks, int kParts, bool kMany>() {
+    int lanes_log2 = 0, groups_log2 = 0, threads = fills ? kThreads : kThreads / 2;
+    while (lanes_log2 < 5 && kPacks * kSize << lanes_log2 < args.head_size) ++lanes_log2;
+    if (kMany) {
+      threads = kThreads;
+      // as many groups as there are parts to add up first, where a block holds them: they give the same bits as one group
+      while (threads >> (lanes_log2 + groups_log2) > 1 && kParts << groups_log2 < args.num_parts) ++groups_log2;
+      if (fills && kParts << groups_log2 >= args.num_parts) groups_log2 = 0;
+    }
+    const int64_t rows = threads >> (lanes_log2 + groups_log2);  // of a block
+    launch_dependent(merge_kernel<T, Out, kSize, kPacks, kParts, kMany>,
+                     static_cast<unsigned>((num_rows + rows - 1) / rows), threads, launch, "merge_attn_states", args,
+                     Divider(args.num_heads), lanes_log2, groups_log2);
+  };
+  if (args.num_parts > 8 || (kSize == 1 && args.num_parts > 2)) {
+    start.template operator()<1, 4, true>();
+  } else if (kSize == 1 || (args.num_parts <= 2 && !fills)) {
+    start.template operator()<1, 2, false>();
+  } else if constexpr (kSize > 1) {
+    if (args.num_parts <= 2) {
+      start.template operator()<2, 2, false>();
+    } else if (args.num_parts <= 4) {
+      start.template operator()<1, 4, false>();
+    } else {
+      start.template operator()<1, 8, false>();
+    }
+  }
 }
 
 // Whether all rows consist of whole, aligned packs.
 template <class T, class Out>
 bool in_packs(const MergeAttnStatesArgs& a) {
   constexpr int64_t kSize = kPackSize<T>, kIn = sizeof(T), kOut = sizeof(Out);
-  return a.head_size % kSize == 0 &&
-         is_aligned(kAccessBytes, a.prefix.data, {a.prefix.token * kIn, a.prefix.head * kIn}) &&
-         is_aligned(kAccessBytes, a.suffix.data, {a.suffix.token * kIn, a.suffix.head * kIn}) &&
-         is_aligned(kSize * kOut, a.output.data, {a.output.token * kOut, a.output.head * kOut});
-}
-
-template <class T, class Out>
-void choose_width(const MergeAttnStatesArgs& args, cudaStream_t stream) {
-  if (in_packs<T, Out>(args)) {
-    run<T, Out, kPackSize<T>>(args, stream);
-  } else {
-    run<T, Out, 1>(args, stream);
-  }
+  const auto aligned = [](int64_t bytes, const PartialOutput& x, int64_t size) {
+    return is_aligned(bytes, x.data, {x.token * size, x.head * size});
+  };
+  return a.head_size % kSize == 0 && aligned(kAccessBytes, a.outputs[0], kIn) &&
+         aligned(kAccessBytes, a.outputs[1], kIn) && a.output_part % kSize == 0 &&
+         aligned(kSize * kOut, a.output, kOut);
 }
 
 }  // namespace
 
 void merge_attn_states_cuda(const MergeAttnStatesArgs& args, const Launch& launch) {
-  dispatch<float, half, bf16>(args.dtype, [&]<class T> {
-    if (args.quantised) {
-      choose_width<T, uint8_t>(args, stream_of(launch));
+  dispatch_merge<float, half, bf16, uint8_t>(args, [&]<class T, class Out> {
+    if (in_packs<T, Out>(args)) {
+      run<T, Out, kPackSize<T>>(args, launch);
     } else {
-      choose_width<T, T>(args, stream_of(launch));
+      run<T, Out, 1>(args, launch);
     }
   });
-  check_launch("merge_attn_states");
 }
 
 }  // namespace pykv
