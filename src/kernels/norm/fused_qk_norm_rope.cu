@@ -5,7 +5,12 @@
 // neighbouring lanes of one warp.  A lane's items are pairs of vectors of kSize elements that are rotated with one another
 // (both halves in NeoX style, neighbours in GPT-J style), then vectors that are not rotated; the first stays in registers,
 // others are read again, from the cache.  Which lane adds what follows from the sizes and the alignment of the heads alone.
+// A warp takes several heads of a token, one or a few at a time, so that angles and weights are fetched once for all of
+// them, and has the next ones on their way meanwhile.
+#include <algorithm>
+
 #include "cuda/dependent.cuh"
+#include "cuda/device.h"
 #include "cuda/divider.cuh"
 #include "cuda/reduce.cuh"
 #include "cuda/rotation.cuh"
@@ -16,24 +21,34 @@ namespace {
 
 constexpr int kThreads = 128;
 
+// What lanes hold of heads.
 template <class T, int kSize, bool kNeox>
-struct Head {
+struct Items {
   using V = Vec<T, kSize>;
   struct Item {
     V low, high;
   };
-  T* data;
-  RowWeights weights;
+  struct Weights {
+    Vec<float, kSize> low, high;
+  };
+  struct Place {
+    int low, high;
+    bool is_pair;  // is rotated; else there is no high one
+  };
   int half, pairs;  // elements of half the rotary dimension; items that are rotated
 
-  __device__ int low(int item) const {
-    return item < pairs ? (kNeox ? item : 2 * item) * kSize : (item + pairs) * kSize;
+  __device__ Place place_of(int item) const {
+    if (item >= pairs) return {(item + pairs) * kSize, 0, false};
+    return kNeox ? Place{item * kSize, half + item * kSize, true}
+                 : Place{2 * item * kSize, (2 * item + 1) * kSize, true};
   }
-  __device__ int high(int item) const { return kNeox ? half + item * kSize : (2 * item + 1) * kSize; }
-
-  __device__ Item load(int item) const {
-    Item v{load_vec<V>(data + low(item)), {}};
-    if (item < pairs) v.high = load_vec<V>(data + high(item));
+  __device__ static void prefetch(const T* head, const Place& at) {
+    pykv::prefetch(head + at.low);
+    if (at.is_pair) pykv::prefetch(head + at.high);
+  }
+  __device__ static Item load(const T* head, const Place& at) {
+    Item v{load_vec<V>(head + at.low), {}};
+    if (at.is_pair) v.high = load_vec<V>(head + at.high);
     return v;
   }
   __device__ static float sum_of_squares(const Item& item) {
@@ -43,72 +58,126 @@ struct Head {
     for (int i = 0; i < kSize; ++i) sum = fmaf(high[i], high[i], fmaf(low[i], low[i], sum));
     return sum;
   }
-  __device__ Vec<float, kSize> normed(const V& v, int at, float r) const {
-    auto y = to_floats(v);
-    const auto scale = [&](const auto& w) {
+  // Of any alignment: few, and the same for all heads.
+  __device__ static Vec<float, kSize> weights_at(const RowWeights& weights, int at) {
+    auto w = filled<float, kSize>(1.0f);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) y[i] *= r * w[i];
-    };
-    if (!weights.data) {
-      scale(filled<float, kSize>(1.0f));
-    } else if (weights.is_float32) {
-      Vec<float, kSize> w;  // of any alignment: few, and the same for all heads
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) w[i] = static_cast<const float*>(weights.data)[at + i];
-      scale(w);
-    } else {
-      Vec<float, kSize> w;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) w[i] = to_float(static_cast<const T*>(weights.data)[at + i]);
-      scale(w);
+    for (int i = 0; i < kSize; ++i) {
+      if (weights.data && weights.is_float32) w[i] = static_cast<const float*>(weights.data)[at + i];
+      if (weights.data && !weights.is_float32) w[i] = to_float(static_cast<const T*>(weights.data)[at + i]);
     }
-    return y;
+    return w;
   }
-  __device__ void finish(int item, const Item& given, float r, const Rotation& rotation, int64_t position) const {
-    auto x = normed(given.low, low(item), r);
-    if (item < pairs) {
-      auto y = normed(given.high, high(item), r);
-      rotate<kNeox>(x, y, load_angles<kSize>(rotation, position, item * kSize));
-      store_vec(data + high(item), round_to<T>(y));
+  __device__ static Weights weights_of(const RowWeights& weights, const Place& at) {
+    Weights w{weights_at(weights, at.low), {}};
+    if (at.is_pair) w.high = weights_at(weights, at.high);
+    return w;
+  }
+  __device__ static void finish(T* head, const Place& at, const Item& given, float r, const Weights& w,
+                                const Angles<kSize>& angles) {
+    auto x = to_floats(given.low), y = to_floats(given.high);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      x[i] *= r * w.low[i];
+      y[i] *= r * w.high[i];
     }
-    store_vec(data + low(item), round_to<T>(x));
+    if (at.is_pair) {
+      rotate<kNeox>(x, y, angles);
+      store_vec(head + at.high, round_to<T>(y));
+    }
+    store_vec(head + at.low, round_to<T>(x));
   }
 };
 
+// A head belongs to `lanes` lanes; a warp takes `steps` times as many heads as that leaves room for.
 template <class T, int kSize, bool kNeox>
-__global__ __launch_bounds__(kThreads) void qk_norm_rope_kernel(const __grid_constant__ QkNormRopeArgs args,
-                                                                Divider by_heads, int lanes, float inverse_size,
-                                                                Reporter report) {
-  using H = Head<T, kSize, kNeox>;
+__global__ __launch_bounds__(kThreads, 4) void qk_norm_rope_kernel(const __grid_constant__ QkNormRopeArgs args,
+                                                                   Divider by_parts, int lanes, int steps,
+                                                                   float inverse_size, Reporter report) {
+  using Item = typename Items<T, kSize, kNeox>::Item;
   const Rotation& rotation = args.rotation;
-  const int lane = threadIdx.x % lanes, heads_of_block = kThreads / lanes;
-  const int64_t index = int64_t{blockIdx.x} * heads_of_block + threadIdx.x / lanes;
-  const int64_t heads = rotation.query.num_heads + rotation.key.num_heads;
-  bool there = index < rotation.num_tokens * heads;  // lanes without a head stay: their warp adds with all lanes
-  uint32_t h;
-  const int64_t token = by_heads(static_cast<uint32_t>(there ? index : 0), h);
-  const int64_t b = token / rotation.seq, s = token % rotation.seq;
-  const bool is_key = h >= rotation.query.num_heads;
-  const RotaryHeads& of = is_key ? rotation.key : rotation.query;
+  const auto num_queries = static_cast<int>(rotation.query.num_heads);
+  const auto heads = static_cast<int>(num_queries + rotation.key.num_heads);
   const int half = static_cast<int>(rotation.rotary_dim) / 2;
+  const Items<T, kSize, kNeox> of{half, half / kSize};
+  const int items = static_cast<int>(args.head_size) / kSize - of.pairs;
+  const int lane = threadIdx.x & (lanes - 1), together = 32 / lanes;
+  uint32_t part;
+  const uint32_t token = by_parts(blockIdx.x * (kThreads / 32) + threadIdx.x / 32, part);
+  const bool exists = token < rotation.num_tokens;
+  const uint32_t b = rotation.seq == 1 ? token : token / static_cast<uint32_t>(rotation.seq);
+  const uint32_t s = token - b * static_cast<uint32_t>(rotation.seq);
+  const int end = exists ? min(heads, (static_cast<int>(part) + 1) * together * steps) : 0;
+  int h = static_cast<int>(part) * together * steps + static_cast<int>(threadIdx.x) % 32 / lanes;
+
+  T* const queries = static_cast<T*>(rotation.query.data) + b * rotation.query.batch + s * rotation.query.token;
+  T* const keys = static_cast<T*>(rotation.key.data) + b * rotation.key.batch + s * rotation.key.token -
+                  num_queries * rotation.key.head;
+  const auto head_at = [&](int h) {
+    const bool is_key = h >= num_queries;
+    return (is_key ? keys : queries) + h * (is_key ? rotation.key.head : rotation.query.head);
+  };
+  const auto own = of.place_of(lane);
+  constexpr int kAhead = 3;  // steps
+  const auto prefetch = [&](int h) {
+    if (lane < items && h < end) of.prefetch(head_at(h), own);
+  };
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) prefetch(h + i * together);
   begin_dependent();
+  if (!exists) return;
 
   const int64_t position = rotation.position(b, s);
-  if (there && (position < 0 || position >= rotation.max_position)) {
-    if (lane == 0) report(position, rotation.max_position);
-    there = false;
+  T* head = head_at(h);
+  Item next{};
+  if (lane < items && h < end) next = of.load(head, own);
+  const auto weights_of = [&](bool is_key, const auto& place) {
+    return of.weights_of(is_key ? args.key_weight : args.query_weight, place);
+  };
+  bool is_key = h >= num_queries;
+  typename Items<T, kSize, kNeox>::Weights weights{};
+  if (lane < items) weights = weights_of(is_key, own);
+  if (position < 0 || position >= rotation.max_position) {  // the same for the whole warp
+    if (part == 0 && threadIdx.x % 32 == 0) report(position, rotation.max_position);
+    return;
   }
-  const int64_t in_group = is_key ? h - rotation.query.num_heads : h;
-  const H head{static_cast<T*>(of.data) + b * of.batch + s * of.token + in_group * of.head,
-               is_key ? args.key_weight : args.query_weight, half, half / kSize};
-  const int items = there ? static_cast<int>(args.head_size) / kSize - head.pairs : 0;
-  typename H::Item first{};
-  if (lane < items) first = head.load(lane);
-  float sum = H::sum_of_squares(first);
-  for (int item = lane + lanes; item < items; item += lanes) sum += H::sum_of_squares(head.load(item));
-  const float r = rsqrtf(fmaf(warp_reduce(sum, lanes, Sum()), inverse_size, args.epsilon));
-  if (lane < items) head.finish(lane, first, r, rotation, position);
-  for (int item = lane + lanes; item < items; item += lanes) head.finish(item, head.load(item), r, rotation, position);
+  const auto angles_of = [&](int item) {
+    return item < of.pairs ? load_angles<kSize>(rotation, position, item * kSize) : Angles<kSize>{};
+  };
+  const auto angles = angles_of(lane);
+
+  for (int step = 0; step < steps; ++step) {
+    const bool there = h < end;  // lanes without a head stay: their warp adds with all lanes
+    T* const here = head;
+    const Item first = next;
+    if (lane < items && is_key != (h >= num_queries)) {
+      is_key = !is_key;
+      weights = weights_of(is_key, own);
+    }
+    prefetch(h + kAhead * together);
+    h += together;
+    head = head_at(h);
+    if (lane < items && h < end) next = of.load(head, own);
+    float sum = of.sum_of_squares(first);
+    if (items > lanes && there) {
+      for (int item = lane + lanes; item < items; item += lanes)
+        sum += of.sum_of_squares(of.load(here, of.place_of(item)));
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      const float other = __shfl_xor_sync(0xffffffffu, sum, distance);
+      if (distance < lanes) sum += other;
+    }
+    const float r = rsqrtf(fmaf(sum, inverse_size, args.epsilon));
+    if (!there) continue;
+    if (lane < items) of.finish(here, own, first, r, weights, angles);
+    if (items > lanes) {
+      for (int item = lane + lanes; item < items; item += lanes) {
+        const auto at = of.place_of(item);
+        of.finish(here, at, of.load(here, at), r, weights_of(is_key, at), angles_of(item));
+      }
+    }
+  }
 }
 
 template <class T, int kSize>
@@ -120,11 +189,15 @@ void run(const QkNormRopeArgs& args, const Launch& launch) {
   const int64_t items = args.head_size / kSize - rotation.rotary_dim / 2 / kSize;
   int lanes = 1;
   while (lanes < 32 && lanes < items) lanes *= 2;
-  const int64_t heads_of_block = kThreads / lanes;
-  const auto blocks = static_cast<unsigned>((rotation.num_tokens * heads + heads_of_block - 1) / heads_of_block);
+  // As many steps as leave every SM enough warps.  A head's result does not depend on it.
+  const int64_t together = 32 / lanes, most_steps = (heads - 1) / together + 1;
+  const int64_t warps = int64_t{num_sms(launch.device)} * 16;
+  const int64_t steps = std::clamp<int64_t>(rotation.num_tokens * most_steps / warps, 1, most_steps);
+  const int64_t parts = (most_steps - 1) / steps + 1;
+  const auto blocks = static_cast<unsigned>((rotation.num_tokens * parts - 1) / (kThreads / 32) + 1);
   dispatch_bool(rotation.is_neox, [&]<bool kNeox>() {
     launch_dependent(qk_norm_rope_kernel<T, kSize, kNeox>, blocks, kThreads, launch, "fused_qk_norm_rope", args,
-                     Divider(heads), lanes, 1.0f / static_cast<float>(args.head_size),
+                     Divider(parts), lanes, static_cast<int>(steps), 1.0f / static_cast<float>(args.head_size),
                      launch.reporter(rotation.report));
   });
 }
@@ -134,7 +207,7 @@ void run(const QkNormRopeArgs& args, const Launch& launch) {
 void fused_qk_norm_rope_cuda(const QkNormRopeArgs& args, const Launch& launch) {
   const Rotation& rotation = args.rotation;
   dispatch<half, bf16, float>(rotation.dtype, [&]<class T>() {
-    constexpr int kWide = 4;
+    constexpr int kWide = kPackSize<T>;
     const bool wide = args.head_size % kWide == 0 && rotation.rotary_dim / 2 % kWide == 0 &&
                       angles_fit(rotation, kWide) && heads_fit(rotation.query, sizeof(T), kWide) &&
                       heads_fit(rotation.key, sizeof(T), kWide);
