@@ -1,14 +1,16 @@
 // For each token t and each group g of Q elements: s = max(amax, 1e-4) / 448, values = e4m3(k[t, g] / s) and s itself into
 // the token's two places of its block.
 //
-// Memory-bound: k is read and its bytes are written once; the floor is that traffic at copy bandwidth.  16 bytes of a token
-// are one thread's, so that the amax of a group of a power of two elements is a few shuffles away (four for 128 of 16
-// bits).  A thread does this for four neighbouring tokens at once, all loads in flight together, or for one where that
-// would leave SMs without work.  Other groups, strides and alignments are taken element by element.
+// Memory-bound: k is read and its bytes are written once; the floor is that traffic at copy bandwidth.  Two vectors of 16
+// bytes of a group are one thread's, so that the amax of a group of a power of two elements is a few shuffles away (three
+// for 128 of 16 bits), and what a division by the scale needs is worked out once for both.  A thread does this for two
+// neighbouring tokens at once, all loads in flight together, or for one where that would leave SMs without work.  Other
+// groups, strides and alignments are taken element by element.
 #include <algorithm>
 #include <bit>
 
 #include "cache/indexer_k_quant_and_cache.h"
+#include "cache/magnitude.cuh"
 #include "cache/mover.cuh"
 #include "cache/slot_map.cuh"
 #include "cuda/dependent.cuh"
@@ -17,7 +19,7 @@ namespace pykv {
 namespace {
 
 constexpr char kOp[] = "indexer_k_quant_and_cache";
-constexpr int kThreads = 128, kMostTokens = 4;
+constexpr int kThreads = 128, kMostTokens = 2, kLaneVectors = 2;
 constexpr uint32_t kWholeWarp = 0xffffffffu;
 
 struct IndexerPlan {
@@ -33,17 +35,17 @@ struct IndexerPlan {
 };
 
 __device__ float scale_from(float amax, bool power_of_two) {
-  const float scale = __fdiv_rn(fmaxf(amax, IndexerBlock::kLeastMagnitude), IndexerBlock::kLargest);
+  const float scale = amax > 0x1.fffffep127f ? amax : fp8_unit(fmaxf(amax, IndexerBlock::kLeastMagnitude));
   // rounded up: a carry out of the mantissa, unless that is 0; infinity stays what it is
   return power_of_two ? __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & 0xff800000u) : scale;
 }
 
-// The largest of all lanes of a group, for each of several groups.  Whole warps call it.
-template <int kTokens>
-__device__ void share_largest(float (&most)[kTokens], uint32_t lanes_log2) {
+// The largest words of all lanes of a group, for each of several groups.  Whole warps call it.
+template <class T, int kTokens>
+__device__ void share_largest(uint32_t (&most)[kTokens], uint32_t lanes_log2) {
   for (uint32_t distance = (1u << lanes_log2) / 2; distance > 0; distance /= 2) {
 #pragma unroll
-    for (int i = 0; i < kTokens; ++i) most[i] = fmaxf(most[i], __shfl_xor_sync(kWholeWarp, most[i], distance));
+    for (int i = 0; i < kTokens; ++i) most[i] = larger<T>(most[i], __shfl_xor_sync(kWholeWarp, most[i], distance));
   }
 }
 
@@ -53,44 +55,44 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kElements = 16 / sizeof(T);
   using Codes = Mover<T, KvFormat::kE4M3, kElements>;
   using Loaded = typename Codes::Loaded;
+  const uint32_t id = blockIdx.x * kThreads + threadIdx.x, lanes = 1u << plan.lanes_log2;
+  uint32_t piece;
+  const int64_t first = first_token + int64_t{plan.pieces(id, piece)} * kTokens;
+  const uint32_t group = piece >> plan.lanes_log2, step = lanes * kElements;
+  const uint32_t column = group * plan.group_size + (piece & (lanes - 1)) * kElements;
+  const char* from = plan.k + first * plan.k_row + column * sizeof(T);
+  have_ready(from);
   begin_dependent();
-  const uint32_t id = blockIdx.x * kThreads + threadIdx.x;
-  uint32_t vector;
-  const int64_t first = first_token + int64_t{plan.pieces(id, vector)} * kTokens;
-  const char* from = plan.k + vector * 16;
 
-  Loaded loaded[kTokens];
-  int64_t slots[kTokens];
+  const Slots<kTokens> slots = plan.map.template load<kTokens>(first, 1, plan.map.num_tokens);
+  Loaded loaded[kTokens][kLaneVectors];
 #pragma unroll
-  for (int i = 0; i < kTokens; ++i) {
-    loaded[i] = Loaded{};
-    if (first + i < plan.map.num_tokens) loaded[i] = load_vec<Loaded>(from + (first + i) * plan.k_row);
-  }
+  for (int i = 0; i < kTokens; ++i)
 #pragma unroll
-  for (int i = 0; i < kTokens; ++i) slots[i] = first + i < plan.map.num_tokens ? plan.map.slots[first + i] : -1;
+    for (int v = 0; v < kLaneVectors; ++v) {
+      loaded[i][v] = Loaded{};
+      if (first + i < plan.map.num_tokens)
+        loaded[i][v] = load_vec_in_order<Loaded>(from + i * plan.k_row + v * step * sizeof(T));
+    }
 
-  float most[kTokens];
+  uint32_t most[kTokens];
 #pragma unroll
-  for (int i = 0; i < kTokens; ++i) {
-    const Vec<float, kElements> x = to_floats(loaded[i]);
-    most[i] = 0.0f;
-#pragma unroll
-    for (int e = 0; e < kElements; ++e) most[i] = fmaxf(most[i], fabsf(x[e]));  // NaN is not counted
-  }
-  share_largest(most, plan.lanes_log2);
+  for (int i = 0; i < kTokens; ++i) most[i] = largest_word(loaded[i]);
+  share_largest<T>(most, plan.lanes_log2);
 
-  const bool leads = (id & ((1u << plan.lanes_log2) - 1)) == 0;
 #pragma unroll
   for (int i = 0; i < kTokens; ++i) {
     int64_t page;
     uint32_t offset;
-    if (!plan.map.locate(slots[i], page, offset)) continue;
-    const float scale = scale_from(most[i], plan.power_of_two);
+    if (!plan.map.locate(plan.map.slot(slots, i), page, offset)) continue;
+    const float scale = scale_from(largest_in_word<T>(most[i]), plan.power_of_two);
+    const Quotient quotient(scale);
     char* block = plan.cache + page * plan.block_bytes;
-    store_vec(block + int64_t{offset} * plan.values + vector * kElements, Codes::convert(loaded[i], Quotient(scale)));
-    if (leads)
-      reinterpret_cast<float*>(block + plan.scales_at)[int64_t{offset} * plan.groups + (vector >> plan.lanes_log2)] =
-          scale;
+    char* to = block + int64_t{offset} * plan.values + column;
+#pragma unroll
+    for (int v = 0; v < kLaneVectors; ++v) store_vec(to + v * step, Codes::convert(loaded[i][v], quotient));
+    if ((piece & (lanes - 1)) == 0)
+      reinterpret_cast<float*>(block + plan.scales_at)[int64_t{offset} * plan.groups + group] = scale;
   }
 }
 
@@ -106,15 +108,15 @@ __global__ void __launch_bounds__(kThreads)
   const char* from = plan.k + token * plan.k_row + int64_t{group} * plan.group_size * plan.k_dim;
   const auto element = [&](uint32_t e) { return *reinterpret_cast<const T*>(from + e * plan.k_dim); };
 
-  float most[1] = {0.0f};
-  for (uint32_t e = lane; exists && e < plan.group_size; e += lanes)
-    most[0] = fmaxf(most[0], fabsf(to_float(element(e))));
-  share_largest(most, plan.lanes_log2);
+  float amax = 0.0f;
+  for (uint32_t e = lane; exists && e < plan.group_size; e += lanes) amax = fmaxf(amax, fabsf(to_float(element(e))));
+  uint32_t most[1] = {__float_as_uint(amax)};
+  share_largest<float>(most, plan.lanes_log2);
 
   int64_t page;
   uint32_t offset;
   if (!exists || !plan.map.locate(plan.map.slots[token], page, offset)) return;
-  const float scale = scale_from(most[0], plan.power_of_two);
+  const float scale = scale_from(__uint_as_float(most[0]), plan.power_of_two);
   const Quotient quotient(scale);
   char* block = plan.cache + page * plan.block_bytes;
   char* to = block + int64_t{offset} * plan.values + int64_t{group} * plan.group_size;
@@ -139,7 +141,8 @@ void for_each_launch(int64_t num_tokens, int64_t threads_of_a_step, int tokens_o
 template <class T>
 void launch_kernel(const IndexerKQuantArgs& args, const Launch& launch) {
   constexpr int64_t kSize = sizeof(T), kElements = 16 / kSize;
-  const int64_t num_slots = args.num_blocks * args.block.block_size, group_lanes = args.group_size / kElements;
+  const int64_t num_slots = args.num_blocks * args.block.block_size,
+                group_lanes = args.group_size / (kElements * kLaneVectors);
   IndexerPlan plan{{args.slots, args.num_tokens, num_slots, Divider(args.block.block_size),
                     num_slots >= int64_t{1} << 31, launch.reporter("indexer_k_quant_and_cache: slot_mapping")},
                    static_cast<const char*>(args.k),
@@ -154,17 +157,18 @@ void launch_kernel(const IndexerKQuantArgs& args, const Launch& launch) {
                    Divider(),
                    0,
                    args.power_of_two};
-  const bool in_vectors = args.group_size % kElements == 0 && std::has_single_bit(static_cast<uint64_t>(group_lanes)) &&
-                          group_lanes <= 32 && args.k_dim == 1 && is_aligned(16, args.k, {args.k_row * kSize}) &&
+  const bool in_vectors = args.group_size % (kElements * kLaneVectors) == 0 &&
+                          std::has_single_bit(static_cast<uint64_t>(group_lanes)) && group_lanes <= 32 &&
+                          args.k_dim == 1 && is_aligned(16, args.k, {args.k_row * kSize}) &&
                           is_aligned(kElements, args.cache, {args.block_bytes});
   if (in_vectors) {
-    const int64_t vectors = args.block.values / kElements;
-    plan.pieces = Divider(vectors);
+    const int64_t pieces = args.block.values / (kElements * kLaneVectors);
+    plan.pieces = Divider(pieces);
     plan.lanes_log2 = static_cast<uint32_t>(std::countr_zero(static_cast<uint64_t>(group_lanes)));
-    const bool few = args.num_tokens * vectors < int64_t{kMostTokens} * kThreads * num_sms(launch.device);
+    const bool few = args.num_tokens * pieces < int64_t{kMostTokens} * kThreads * num_sms(launch.device);
     return dispatch_bool(few, [&]<bool kFew> {
       constexpr int kTokens = kFew ? 1 : kMostTokens;
-      for_each_launch(args.num_tokens, vectors, kTokens, [&](int64_t first, uint32_t blocks) {
+      for_each_launch(args.num_tokens, pieces, kTokens, [&](int64_t first, uint32_t blocks) {
         launch_dependent(indexer_k_quant_kernel<T, kTokens>, blocks, kThreads, launch, kOp, plan, first);
       });
     });
