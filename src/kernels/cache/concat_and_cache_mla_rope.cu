@@ -38,9 +38,9 @@ void launch_kernel(const ConcatAndCacheMlaRopeArgs& args, const Launch& launch) 
   key.token = entry.token;
   key.vectors_per_chunk = Divider(entry.rope.size / kPackSize<T>);
 
-  RotationPlan rotation = plan_rotation(rotary, kPackSize<T>, kRotatedHeads, kConcatThreads, launch);
+  RotationPlan rotation = plan_rotation(rotary, kPackSize<T>, kRotatedHeads, kConcatThreads, 0, launch);
   if (rotation.num_blocks < 2 * static_cast<uint32_t>(num_sms(launch.device)))
-    rotation = plan_rotation(rotary, kPackSize<T>, 1, kConcatThreads, launch);
+    rotation = plan_rotation(rotary, kPackSize<T>, 1, kConcatThreads, 0, launch);
   dispatch_rows_per_thread<2>(entry.num_tokens, latents.lanes.d, launch, [&]<int kRows> {
     const int64_t groups = (entry.num_tokens + kRows - 1) / kRows;
     const uint32_t blocks = static_cast<uint32_t>((groups * latents.lanes.d + kConcatThreads - 1) / kConcatThreads);

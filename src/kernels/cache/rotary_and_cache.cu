@@ -21,6 +21,8 @@ constexpr int kLeastBlocks = 3;
 constexpr int kLeastBlocks = 4;
 #endif
 
+constexpr int64_t kManyTokens = 512;  // from so many on, tiles of tokens (rotate_to_cache.cuh)
+
 // Values are copied as bits.
 template <class T, KvFormat kFormat, int kWidth>
 using ValueMover =
@@ -56,12 +58,15 @@ void launch_kernel(const RotaryAndCacheArgs& args, const Launch& launch) {
   Grain grain = Grain::coarsest<Values, kTransposes>();
   int64_t heads = kRotatedHeads;
   const uint32_t enough = (kTransposes ? 4 : 2) * num_sms(launch.device);
+  // Where the next token is nearer in the cache than the next vector, neighbouring lanes take neighbouring tokens.
+  const int tile_log2 =
+      !args.rotate_only && cache.key.chunk < cache.key.head_size && cache.num_tokens >= kManyTokens ? 2 : 0;
   RotationPlan rotation;
   uint32_t blocks;
   do {
     plan.key = plan_side(cache.key, cache, w, grain);
     if (!args.rotate_only) plan.value = plan_side(cache.value, cache, w, grain);
-    rotation = plan_rotation(args, kWidth, heads, grain.threads, launch);
+    rotation = plan_rotation(args, kWidth, heads, grain.threads, tile_log2, launch);
     blocks = plan.value.num_blocks + rotation.num_blocks;
     heads = 1;
   } while (blocks < enough && grain.refine());

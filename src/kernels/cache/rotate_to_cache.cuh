@@ -3,6 +3,9 @@
 // The work of all tokens is numbered through, in units: two vectors (so many pairs as a vector has elements) of up to
 // kRotatedHeads heads, which share their cosines and sines; or two vectors of what of a key is not rotated.  A thread has
 // its elements, slot and position under way before it waits for the position, and then for what that points to.
+//
+// Packed keys have 16 bytes of neighbouring tokens side by side: there, units are numbered through tiles of four tokens, so
+// that a warp writes whole sectors (65536 tokens on an H200: 455 us, not 572).
 #pragma once
 
 #include <algorithm>
@@ -18,7 +21,8 @@ inline constexpr int kRotatedHeads = 2;
 struct RotationPlan {
   Rotation rotation;
   Reporter report;
-  Divider units;           // of a token
+  Divider units;  // of a tile: of 2^tile_log2 neighbouring tokens
+  uint32_t tile_log2;
   Divider columns;         // pairs of vectors of a head
   uint32_t rotated_units;  // columns times groups; the others are rest
   uint32_t groups;         // a thread's heads lie so many apart
@@ -86,14 +90,18 @@ __device__ __forceinline__ void rotate_to_cache(const RotationPlan& plan, const 
   using V = typename Mover::Loaded;
   constexpr int kWidth = Mover::kWidth;
   const Rotation& rotation = plan.rotation;
-  uint32_t unit;
-  const int64_t t = plan.units(block * blockDim.x + threadIdx.x, unit);
+  uint32_t unit, column = 0;
+  int64_t t = int64_t{plan.units(block * blockDim.x + threadIdx.x, unit)} << plan.tile_log2;
+  const uint32_t all_rotated = plan.rotated_units << plan.tile_log2;
+  const bool rotates = unit < all_rotated;
+  unit = rotates ? plan.columns(unit, column) : unit - all_rotated;
+  t += unit & ((1u << plan.tile_log2) - 1);
+  unit >>= plan.tile_log2;
   if (t >= rotation.num_tokens) return;
-  if (unit >= plan.rotated_units) return copy_rest<Mover, T>(plan, map, side, scale, t, unit - plan.rotated_units);
+  if (!rotates) return copy_rest<Mover, T>(plan, map, side, scale, t, unit);
 
   PositionLoad position_load(rotation.positions, t * rotation.position_token);
-  uint32_t column;
-  const uint32_t group = plan.columns(unit, column);
+  const uint32_t group = unit;
   const uint32_t low = rotation.is_neox ? column : 2 * column, high = low + (rotation.is_neox ? plan.columns.d : 1);
   const uint32_t num_queries = static_cast<uint32_t>(rotation.query.num_heads);
   const uint32_t num_heads = num_queries + static_cast<uint32_t>(rotation.key.num_heads);
@@ -156,20 +164,22 @@ inline int64_t rotation_width(const RotaryAndCacheArgs& args, int64_t most) {
 }
 
 inline RotationPlan plan_rotation(const RotaryAndCacheArgs& args, int64_t width, int64_t heads_per_thread,
-                                  int64_t threads, const Launch& launch) {
+                                  int64_t threads, int tile_log2, const Launch& launch) {
   const Rotation& rotation = args.rotation;
   const int64_t num_keys = rotation.key.num_heads, num_heads = rotation.query.num_heads + num_keys;
   const int64_t columns = rotation.rotary_dim / 2 / width,
                 groups = (num_heads + heads_per_thread - 1) / heads_per_thread;
   const int64_t rest_vectors = args.rotate_only ? 0 : (args.cache.key.head_size - rotation.rotary_dim) / width;
   const int64_t rest = (rest_vectors + 1) / 2, rotated_units = columns * groups,
-                units = rotated_units + num_keys * rest;
-  const int64_t blocks = (rotation.num_tokens * units + threads - 1) / threads;
+                units = (rotated_units + num_keys * rest) << tile_log2;
+  const int64_t tiles = (rotation.num_tokens + (1 << tile_log2) - 1) >> tile_log2;
+  const int64_t blocks = (tiles * units + threads - 1) / threads;
   if (units >= int64_t{1} << 31 || blocks * threads >= int64_t{1} << 31)
     fail(PYKV_NOT_IMPLEMENTED, "too many tokens for one call");
   return {rotation,
           launch.reporter(rotation.report),
           Divider(units),
+          static_cast<uint32_t>(tile_log2),
           Divider(columns),
           static_cast<uint32_t>(rotated_units),
           static_cast<uint32_t>(groups),
