@@ -42,7 +42,7 @@ struct PagePlan {
 
 // nvfp4, as of one head.
 template <class T, bool kAligned>
-__global__ void __launch_bounds__(kConcatThreads)
+__global__ void __launch_bounds__(kConcatThreads, kNvfp4Blocks<T, kAligned>)
     mla_nvfp4_kernel(const __grid_constant__ PagePlan plan, const __grid_constant__ Scale scale, uint32_t first_token) {
   begin_dependent();
   uint32_t block;

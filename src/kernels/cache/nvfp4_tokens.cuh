@@ -13,6 +13,12 @@ namespace pykv {
 
 inline constexpr int kNvfp4Tokens = kNvfp4TokenGroup;
 
+// Launches have blocks of so many threads, of which an SM must hold as many as registers allow: the conversion is most of the
+// time, and hides only behind that of other threads.
+inline constexpr int kNvfp4Threads = 128;
+template <class T, bool kAligned>
+inline constexpr int kNvfp4Blocks = kAligned ? (sizeof(T) == 4 ? 4 : 5) : 2;
+
 // A block of each token, in bytes: its first `split` elements at a, the others at b.  With kAligned they are all at a, side
 // by side, and may be loaded by 16 bytes.
 struct Nvfp4Source {
@@ -21,8 +27,7 @@ struct Nvfp4Source {
   int split;
 
   template <class T, bool kAligned>
-  __device__ __forceinline__ void load(int64_t token, uint32_t (&words)[4 * sizeof(T)]) const {
-    const char* from = a + token * a_token;
+  __device__ __forceinline__ void load(int64_t token, const char* from, uint32_t (&words)[4 * sizeof(T)]) const {
     if constexpr (kAligned) {
       const auto v = load_vec<Vec<uint4, sizeof(T)>>(from);
       __builtin_memcpy(words, &v, sizeof v);
@@ -59,15 +64,19 @@ template <class T, bool kAligned>
 __device__ __forceinline__ void write_nvfp4(const SlotMap& map, const Nvfp4Source& source, const Nvfp4Target& target,
                                             float global, int64_t first, int64_t end) {
   uint32_t words[kNvfp4Tokens][4 * sizeof(T)];
+  const Slots<kNvfp4Tokens> loaded = map.load<kNvfp4Tokens>(first, 1, end);
+  const char* from = source.a + first * source.a_token;
+#pragma unroll
+  for (int i = 0; i < kNvfp4Tokens; ++i, from += source.a_token) {
+    have_ready(from);
+    if (first + i < end) source.template load<T, kAligned>(first + i, from, words[i]);
+  }
   int64_t slots[kNvfp4Tokens];
 #pragma unroll
-  for (int i = 0; i < kNvfp4Tokens; ++i)
-    if (first + i < end) source.template load<T, kAligned>(first + i, words[i]);
-#pragma unroll
-  for (int i = 0; i < kNvfp4Tokens; ++i) slots[i] = first + i < end ? map.slots[first + i] : -1;
+  for (int i = 0; i < kNvfp4Tokens; ++i) slots[i] = map.slot(loaded, i);
 
   const Nvfp4Quantiser quantise(global);
-  bool group = kAligned && slots[0] >= 0 && slots[0] % kNvfp4TokenGroup == 0;
+  bool group = kAligned && slots[0] >= 0 && slots[0] % kNvfp4Tokens == 0;
 #pragma unroll
   for (int i = 1; i < kNvfp4Tokens; ++i) group = group && slots[i] == slots[0] + i;
   uint32_t scales = 0;

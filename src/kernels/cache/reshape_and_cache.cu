@@ -14,7 +14,7 @@ namespace pykv {
 namespace {
 
 template <class Mover, bool kTransposes>
-__global__ void __launch_bounds__(kThreads, Shape<Mover, kTransposes>::kBlocks)
+__global__ void __launch_bounds__(kMostThreads<Mover>, Shape<Mover, kTransposes>::kBlocks)
     reshape_and_cache_kernel(const __grid_constant__ Plan plan,
                              const __grid_constant__ Scales<Mover::kStoredFormat> scales) {
   if constexpr (kInPages<Mover>) begin_dependent();  // the others wait when they know what to load

@@ -47,8 +47,12 @@ struct Shape {
 template <class T, bool kAligned>
 struct Shape<Nvfp4Mover<T, kAligned>, false> {
   static constexpr int kTokens = kNvfp4Tokens;
-  static constexpr int kBlocks = kAligned ? 2 : 1;
+  static constexpr int kBlocks = kNvfp4Blocks<T, kAligned>;
 };
+
+// Threads of a block, at most.
+template <class Mover>
+inline constexpr int kMostThreads = kInPages<Mover> ? kNvfp4Threads : kThreads;
 
 template <class Mover>
 __device__ __forceinline__ void write_pages(const SlotMap& map, const SidePlan& side, const Scale& scale,
@@ -136,7 +140,7 @@ struct Grain {
 
   template <class Mover, bool kTransposes>
   static Grain coarsest() {
-    return {kThreads, Shape<Mover, kTransposes>::kTokens,
+    return {kMostThreads<Mover>, Shape<Mover, kTransposes>::kTokens,
             kTransposes ? std::countr_zero(unsigned{kMostTileTokens}) : 0};
   }
 

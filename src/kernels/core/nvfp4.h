@@ -49,7 +49,8 @@ struct Nvfp4Page {
   // The scale of block `s` of a head.
   PYKV_HOST_DEVICE __attribute__((always_inline)) constexpr int64_t scale_at(int64_t token, int64_t head,
                                                                              int32_t s) const {
-    return scales + (token / 4 * 4 + s / quarter) * scales_token + head * scales_head + s % quarter * 4 + token % 4;
+    const int32_t row = (s >= quarter) + (s >= 2 * quarter) + (s >= 3 * quarter);  // s / quarter, without a division
+    return scales + (token / 4 * 4 + row) * scales_token + head * scales_head + (s - row * quarter) * 4 + token % 4;
   }
 };
 

@@ -32,8 +32,12 @@ class Nvfp4Quantiser {
     bool plain;  // no NaN here, and no code can exceed that of 6
     const T most = largest<T>(words, plain);
     Nvfp4Codes result;
-    result.scale = to_float(most) == 0.0f ? uint8_t{0} : to_fp8<KvFormat::kE4M3>(most, six_global_);
-    const uint32_t magnitude = result.scale & 0x7fu;
+    float scale[1] = {to_float(most)};
+    const bool zeros = scale[0] == 0.0f;
+    six_global_.divide<T>(scale);
+    const uint32_t code = __nv_cvt_float_to_fp8(scale[0], __NV_SATFINITE, __NV_E4M3) & 0x7fu;
+    const uint32_t magnitude = zeros ? 0u : code;
+    result.scale = zeros ? uint8_t{0} : static_cast<uint8_t>(code | (six_global_.sign_bytes() & 0x80u));
     const float r = magnitude == 0 ? 0.0f : __frcp_rn(__fmul_rn(fp8_to_float<KvFormat::kE4M3>(result.scale), global_));
     // A normal scale below the largest was rounded by 1 in 17 at most: |x| r < 6.5.
     plain = plain && magnitude >= 0x08u && magnitude < 0x7eu && r < __uint_as_float(0x7f800000u);
@@ -127,29 +131,26 @@ class Nvfp4Quantiser {
   Quotient six_global_;
 };
 
-// Eight codes as halves, two neighbours a word, each 2^-14 of itself: the places of its bits in a half, subnormals too.
-__device__ __forceinline__ void e2m1x8_to_small_halves(uint32_t codes, uint32_t (&halves)[4]) {
-  uint32_t apart[4];  // elements i and i + 4
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t magnitude = i == 3 ? codes >> 3 : codes << (9 - 4 * i), sign = codes << (12 - 4 * i);
-    apart[i] = (magnitude & 0x0e000e00u) | (sign & 0x80008000u);
-  }
+// Eight codes as halves, two neighbours a word.  Of these halves only the higher byte is not 0: it is looked up among eight.
+__device__ __forceinline__ void e2m1x8_to_halves(uint32_t codes, uint32_t (&halves)[4]) {
+  const uint32_t magnitudes = codes & 0x77777777u, evens = codes << 4;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    halves[i] = __byte_perm(apart[2 * i], apart[2 * i + 1], 0x5410);
-    halves[i + 2] = __byte_perm(apart[2 * i], apart[2 * i + 1], 0x7632);
+    const uint32_t bytes = __byte_perm(0x3e3c3800u, 0x46444240u, magnitudes >> (16 * i));  // 0 0.5 1 1.5, 2 3 4 6
+    const uint32_t signs = __byte_perm(evens, codes, i == 0 ? 0x5140 : 0x7362);            // bit 7 of each byte
+    const uint32_t high = bytes | (signs & 0x80808080u);
+    halves[2 * i] = __byte_perm(high, 0, 0x1404);
+    halves[2 * i + 1] = __byte_perm(high, 0, 0x3424);
   }
 }
 
 // Eight codes times the scale of their block: exact.
 __device__ __forceinline__ void nvfp4x8_to_half2x4(uint32_t codes, uint8_t scale, half2 (&values)[4]) {
   const half2 scales = fp8x2_to_half2<KvFormat::kE4M3>(static_cast<uint16_t>(scale * 0x0101u));
-  const half2 unit = __halves2half2(__ushort_as_half(0x7400), __ushort_as_half(0x7400));  // 2^14
   uint32_t halves[4];
-  e2m1x8_to_small_halves(codes, halves);
+  e2m1x8_to_halves(codes, halves);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) values[i] = __hmul2(__hmul2(reinterpret_cast<const half2&>(halves[i]), unit), scales);
+  for (int i = 0; i < 4; ++i) values[i] = __hmul2(reinterpret_cast<const half2&>(halves[i]), scales);
 }
 
 }  // namespace pykv
