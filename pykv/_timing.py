@@ -98,17 +98,30 @@ class Cuda:
         self.cache_bytes = int(self.cupy.cuda.Device().attributes["L2CacheSize"])
         self._copy = self.cupy.RawKernel(self._COPY, "copy")
         self._normal = functools.cache(lambda dtype: self.cupy.asarray(self._bits(_normal(dtype))))
+        self._slabs: dict[str, tuple[Any, int]] = {}  # what is left of arrays that small ones are cut from
 
     @staticmethod
     def _bits(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return values.view(f"u{values.itemsize}")  # CuPy moves small floats as integers alone
 
     def random(self, shape: tuple[int, ...], dtype: str) -> Any:
-        some = self._normal(dtype)
-        array = self.cupy.empty(math.prod(shape), some.dtype)
-        for start in range(0, array.size, some.size):
-            array[start : start + some.size] = some[: array.size - start]
+        some, size = self._normal(dtype), math.prod(shape)
+        if size <= some.size // 4:
+            array = self._slice(dtype, size)
+        else:
+            array = self.cupy.empty(size, some.dtype)
+            for start in range(0, size, some.size):
+                array[start : start + some.size] = some[: size - start]
         return array.view(_normal(dtype).dtype).reshape(shape)
+
+    def _slice(self, dtype: str, size: int) -> Any:
+        """Neighbouring slices of one array: making thousands of small arrays takes longer than timing them."""
+        slab, used = self._slabs.get(dtype, (None, 0))
+        if slab is None or used + size > slab.size:
+            slab, used = self._normal(dtype).copy(), 0
+        step = 512 // slab.itemsize  # where arrays of their own would begin
+        self._slabs[dtype] = slab, used + -(-size // step) * step
+        return slab[used : used + size]
 
     def array(self, values: npt.NDArray[Any]) -> Any:
         return self.cupy.asarray(self._bits(values)).view(values.dtype)

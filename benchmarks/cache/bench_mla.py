@@ -31,10 +31,12 @@ def itemsize(dtype: str) -> int:
     return np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
 
 
+@functools.cache
 def pages(tokens: int) -> np.ndarray:
     return np.random.default_rng(0).permutation(-(-tokens // BLOCK_SIZE))
 
 
+@functools.cache
 def slots(tokens: int) -> np.ndarray:
     return (pages(tokens)[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)[:tokens]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ def itemsize(dtype: str) -> int:
     return np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
 
 
+@functools.cache
 def slots(tokens: int) -> np.ndarray:
     """Up to 256 tokens: one each for as many sequences.  More: whole sequences, page after page."""
     rng = np.random.default_rng(0)
