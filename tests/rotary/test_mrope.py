@@ -100,6 +100,18 @@ def test_many_tokens_in_a_batch(array, dtype, is_neox):
     check(array, positions, query, key, cache, is_neox, (16, 24, 24), False)
 
 
+@dtypes
+@styles
+@pytest.mark.parametrize("sections", [(50, 50, 51), (301, 2, 250)])
+def test_more_frequencies_than_threads_of_a_block(array, dtype, is_neox, sections):
+    """Odd ones, of which a thread takes one at a time."""
+    size = 2 * sum(sections)
+    positions = np.random.default_rng(1).integers(0, MAX_POSITION, (3, 3))
+    query, key = random((3, 2, size), dtype), random((3, 1, size), dtype, 1)
+    cache = reference.cos_sin_cache(MAX_POSITION, size, np.dtype(np.float32))
+    check(array, positions, query, key, cache, is_neox, sections, False)
+
+
 @given(
     dtype=st.sampled_from(FLOATS),
     cache_dtype=st.sampled_from(FLOATS),

@@ -28,13 +28,13 @@ class OnePosition {
     if (threadIdx.y == 0) prefetch_angles(args.rotation, at, i);
   }
   __device__ OnePosition(const RotaryEmbeddingArgs& args, int64_t at) : load_(args.rotation.positions, at) {}
-  // Those from frequency `i` on; false where there are none.  All threads of the block ask, and `there` says who needs some.
+  // Those from frequency `i` on; false where there are none.  All threads of the block ask; `there`: their token exists.
   template <int kSize>
   __device__ bool take(Angles<kSize>& angles, const RotaryEmbeddingArgs& args, int i, bool there,
                        const Reporter& report) {
     const Rotation& rotation = args.rotation;
     const int64_t position = load_.wait(rotation.positions.is_int64);
-    if (!there) return false;
+    if (!there || i >= rotation.rotary_dim / 2) return false;
     if (position < 0 || position >= rotation.max_position) {
       if (threadIdx.x == 0 && threadIdx.y == 0) report(position, rotation.max_position);
       return false;
@@ -151,7 +151,7 @@ __global__ __launch_bounds__(kThreads,
         }
       }
       if (first == first_head) {
-        if (!positions.take(angles, all_args, i, inside, report)) break;
+        if (!positions.take(angles, all_args, i, there, report)) break;
 #pragma unroll
         for (int j = 0; j < kSize; ++j) angles.sines[j] = args.inverse ? -angles.sines[j] : angles.sines[j];
       }
