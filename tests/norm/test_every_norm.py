@@ -103,6 +103,12 @@ def rms_norm_per_block_quant(p: Problem) -> list[Any]:
     return [out, scales, residual]
 
 
+def groups_of_64(p: Problem) -> list[Any]:
+    out, scales = p.empty(E4M3), p.scales(p.rows[0].shape[-1] // 64)
+    pykv.rms_norm_per_block_quant(out, p.made(0), p.weight(), scales, EPSILON, group_size=64)
+    return [out, scales]
+
+
 OPS: list[Callable[[Problem], list[Any]]] = [
     rms_norm,
     fused_add_rms_norm,
@@ -142,6 +148,17 @@ def test_a_row_depends_neither_on_others_nor_on_where_it_lies(array, op, dtype, 
         alone = results(op, array, [x[part] for x in rows], weights)
         assert_same_bits(alone, [x[part] for x in together])
     assert_same_bits(results(op, array, rows, weights, padding=3, offset=1), together)
+
+
+@pytest.mark.parametrize("op", [*OPS, groups_of_64], ids=lambda op: op.__name__)
+@pytest.mark.parametrize(("rows", "width"), [(12001, 64), (1501, 4096)])
+def test_one_of_more_rows_than_a_gpu_holds(array, op, rows, width):
+    """Where blocks of threads take several rows, one after the other."""
+    inputs, weights = problem((rows, width), np.dtype(ml_dtypes.bfloat16))
+    together = results(op, array, inputs, weights)
+    for part in (slice(0, 50), slice(rows // 2, rows // 2 + 50), slice(rows - 50, rows)):
+        alone = results(op, array, [x[part] for x in inputs], weights)
+        assert_same_bits(alone, [x[part] for x in together])
 
 
 @every

@@ -6,12 +6,13 @@
 #include <cuda_fp8.h>
 
 #include "core/dtype.h"
+#include "cuda/pairs.cuh"
 #include "cuda/vec.cuh"
 
 namespace pykv {
 
-// Four numbers, the first in the lowest byte.
-template <DType kFormat>
+// Four numbers, the first in the lowest byte.  kNumbers: none is NaN.
+template <DType kFormat, bool kNumbers = false>
 __device__ uint32_t quantise4(float a, float b, float c, float d) {
   if constexpr (kFormat == DType::kInt8) {
     const auto code = [](float x) {
@@ -23,24 +24,45 @@ __device__ uint32_t quantise4(float a, float b, float c, float d) {
   } else {
     static_assert(kFormat == DType::kFloat8E4M3);
     const auto codes = [](float x, float y) -> uint32_t {
-      return __nv_cvt_float2_to_fp8x2({fminf(x, 448.0f), fminf(y, 448.0f)}, __NV_SATFINITE, __NV_E4M3);
+      const float2 pair = kNumbers ? float2{x, y} : float2{fminf(x, 448.0f), fminf(y, 448.0f)};
+      return __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
     };
     return codes(a, b) | codes(c, d) << 16;
   }
 }
 
-template <DType kFormat, int kSize>
+template <DType kFormat, bool kNumbers = false, int kSize>
 __device__ Vec<uint8_t, kSize> quantise(const Vec<float, kSize>& x) {
   Vec<uint8_t, kSize> codes;
   if constexpr (kSize % 4 == 0) {
 #pragma unroll
     for (int i = 0; i < kSize / 4; ++i)
-      codes.words[i] = quantise4<kFormat>(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+      codes.words[i] = quantise4<kFormat, kNumbers>(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
   } else {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) codes[i] = static_cast<uint8_t>(quantise4<kFormat>(x[i], x[i], x[i], x[i]));
+    for (int i = 0; i < kSize; ++i)
+      codes[i] = static_cast<uint8_t>(quantise4<kFormat, kNumbers>(x[i], x[i], x[i], x[i]));
   }
   return codes;
+}
+
+// E4M3 codes of pairs of numbers times what `scaled` does to them, which makes NaN of infinities alone, and only where
+// `odd` says so.
+template <class T, int kSize, class Scaled>
+__device__ Vec<uint8_t, kSize> quantise_pairs(Vec<T, kSize> x, bool odd, Scaled scaled) {
+  if constexpr (kInWords<T, kSize>) {
+#pragma unroll
+    for (int i = 0; i < kSize / 2; ++i) x.words[i] = nan_to_infinity<T>(x.words[i]);
+    auto codes = quantise<DType::kFloat8E4M3, true>(scaled(to_floats(x)));
+    if (odd) {
+#pragma unroll
+      for (int i = 0; i < kSize / 4; ++i)  // 0x7F, which NaN became, to 0x7E
+        codes.words[i] -= ((codes.words[i] & 0x7f7f7f7fu) + 0x01010101u & 0x80808080u) >> 7;
+    }
+    return codes;
+  } else {
+    return quantise<DType::kFloat8E4M3>(scaled(to_floats(x)));
+  }
 }
 
 }  // namespace pykv

@@ -42,6 +42,19 @@ class Quotient {
     }
   }
 
+  // Whether x goes in as it is.
+  __device__ bool is_plain() const { return power_ == 1.0f; }
+  // A plain one that another lane of the warp has.
+  template <class T>
+  __device__ Quotient of_lane(int lane) const {
+    Quotient other = *this;
+    other.power_ = 1.0f;
+    other.reciprocal_ = __shfl_sync(0xffffffffu, reciprocal_, lane);
+    other.rest_ = __shfl_sync(0xffffffffu, rest_, lane);
+    if constexpr (sizeof(T) == 4) other.scale_ = __shfl_sync(0xffffffffu, scale_, lane);
+    return other;
+  }
+
   __device__ uint32_t sign_bytes() const { return scale_ < 0.0f ? 0x80808080u : 0u; }
 
  private:

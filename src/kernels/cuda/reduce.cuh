@@ -33,6 +33,45 @@ __device__ float block_reduce(float v, int warps, Combine combine) {
   return warp_reduce(parts[lane & (warps - 1)], warps, combine);
 }
 
+// The same in a loop, with up to four uses a turn.  Addresses are worked out once, and turns alternate between two places,
+// since a slow warp may still read what the turn before left.  A maximum is of numbers, not NaN.
+class BlockReducer {
+ public:
+  __device__ explicit BlockReducer(int warps) : warps_(warps) {
+    __shared__ alignas(1024) float memory[2][4][32];
+    const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+    const uint32_t lane = threadIdx.x % 32;
+    write_ = base + threadIdx.x / 32 * 4;
+    read_ = base + (lane & (warps - 1)) * 4;
+    asm volatile("" : "+r"(write_), "+r"(read_));  // to stay in registers
+  }
+  template <int kUse, class Combine>
+  __device__ float reduce(float v, Combine combine) const {
+    v = all<32>(v, combine);
+    if (threadIdx.x % 32 == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(write_ + kUse * 128), "f"(v) : "memory");
+    __syncthreads();
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(read_ + kUse * 128) : "memory");
+    return all<0>(v, combine);
+  }
+  __device__ void next_turn() {
+    write_ ^= 512;
+    read_ ^= 512;
+  }
+
+ private:
+  template <int kWidth>
+  __device__ float all(float v, Sum combine) const {
+    return warp_reduce(v, kWidth ? kWidth : warps_, combine);
+  }
+  template <int kWidth>
+  __device__ float all(float v, Maximum) const {  // floats >= 0 compare as integers
+    return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(v)));
+  }
+
+  int warps_;
+  uint32_t write_, read_;
+};
+
 template <int kWidth>
 __device__ float warp_sum(float v) {
   return warp_reduce(v, kWidth, Sum());

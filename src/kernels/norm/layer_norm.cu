@@ -6,7 +6,7 @@
 namespace pykv {
 namespace {
 
-template <class T, bool kAligned>
+template <class T, Fit kFit>
 struct ScaledAndShifted {
   using Args = LayerNormArgs;
   struct Raw {
@@ -15,14 +15,23 @@ struct ScaledAndShifted {
   using Value = Pack<T>;
   static constexpr Largest kLargest = Largest::kNothing;
 
-  Packs<T, kPackSize<T>, kAligned> out;
-  Weights<T, kAligned> weights, bias;
+  Packs<T, kPackSize<T>, kFit> out;
+  Weights<T, kFit> weights, bias;
 
-  __device__ static Part part_of(const Args& args, int64_t row) { return {row, 0, static_cast<int>(args.hidden_size)}; }
+  __device__ static Part part_of(const Args& args, uint32_t row) {
+    return {row, 0, static_cast<int>(args.hidden_size)};
+  }
   __device__ ScaledAndShifted(const Args& args, const Part& part)
-      : out(part.of<T, kPackSize<T>, kAligned>(args.out, args.out_rows)),
+      : out(part.of<T, kPackSize<T>, kFit>(args.out, args.out_rows)),
         weights(args.weights, 1.0f, part),
         bias(args.bias, 0.0f, part) {}
+  __device__ void move_to(const Args& args, const Part& part) {
+    out = part.of<T, kPackSize<T>, kFit>(args.out, args.out_rows);
+  }
+  __device__ static void prefetch(const Args& args, const Part& part, int pack) {
+    Weights<T, kFit>(args.weights, 1.0f, part).prefetch(pack);
+    Weights<T, kFit>(args.bias, 0.0f, part).prefetch(pack);
+  }
   __device__ Raw load(int pack) const { return {weights.load(pack), bias.load(pack)}; }
   __device__ Value scaled(int pack, Vec<float, kPackSize<T>> v, const Raw& raw) const {
     const auto w = weights.floats(pack, raw.weight), b = bias.floats(pack, raw.bias);
@@ -33,10 +42,10 @@ struct ScaledAndShifted {
   __device__ void store(int pack, const Value& v) const { out.store(pack, v); }
 };
 
-template <class T, template <class, bool> class Source>
+template <class T, template <class, Fit> class Source>
 void run(const LayerNormArgs& args, const Launch& launch) {
-  const bool whole = in_packs<T>(args, sizeof(T), sizeof(T)) && is_aligned(kAccessBytes, args.bias.data);
-  launch_row_norm<Source, ScaledAndShifted, T, true>(args, whole, true, launch, "layer_norm");
+  const Fit fit = std::min(fit_of<T>(args, sizeof(T), sizeof(T)), fit_of_weights<T>(args.bias));
+  launch_row_norm<Source, ScaledAndShifted, T, true, true>(args, fit, true, launch, "layer_norm");
 }
 
 }  // namespace

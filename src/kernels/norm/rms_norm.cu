@@ -6,22 +6,30 @@
 namespace pykv {
 namespace {
 
-template <class T, bool kAligned>
+template <class T, Fit kFit>
 struct Scaled {
   using Args = RmsNormArgs;
   using Raw = Pack<T>;
   using Value = Pack<T>;
   static constexpr Largest kLargest = Largest::kNothing;
 
-  Packs<T, kPackSize<T>, kAligned> out;
-  Weights<T, kAligned> weights;
+  Packs<T, kPackSize<T>, kFit> out;
+  Weights<T, kFit> weights;
   float offset;
 
-  __device__ static Part part_of(const Args& args, int64_t row) { return {row, 0, static_cast<int>(args.hidden_size)}; }
+  __device__ static Part part_of(const Args& args, uint32_t row) {
+    return {row, 0, static_cast<int>(args.hidden_size)};
+  }
   __device__ Scaled(const Args& args, const Part& part)
-      : out(part.of<T, kPackSize<T>, kAligned>(args.out, args.out_rows)),
+      : out(part.of<T, kPackSize<T>, kFit>(args.out, args.out_rows)),
         weights(args.weights, 1.0f, part),
         offset(args.weight_offset) {}
+  __device__ void move_to(const Args& args, const Part& part) {
+    out = part.of<T, kPackSize<T>, kFit>(args.out, args.out_rows);
+  }
+  __device__ static void prefetch(const Args& args, const Part& part, int pack) {
+    Weights<T, kFit>(args.weights, 1.0f, part).prefetch(pack);
+  }
   __device__ Raw load(int pack) const { return weights.load(pack); }
   __device__ Value scaled(int pack, Vec<float, kPackSize<T>> v, const Raw& raw) const {
     const auto w = weights.floats(pack, raw);
@@ -32,9 +40,9 @@ struct Scaled {
   __device__ void store(int pack, const Value& v) const { out.store(pack, v); }
 };
 
-template <class T, template <class, bool> class Source>
+template <class T, template <class, Fit> class Source>
 void run(const RmsNormArgs& args, int64_t residual_size, const Launch& launch) {
-  launch_row_norm<Source, Scaled, T>(args, in_packs<T>(args, sizeof(T), residual_size), true, launch, "rms_norm");
+  launch_row_norm<Source, Scaled, T, false>(args, fit_of<T>(args, sizeof(T), residual_size), true, launch, "rms_norm");
 }
 
 }  // namespace

@@ -18,20 +18,24 @@ __device__ Vec<float, kSize> gated(Vec<float, kSize> x, const Vec<T, kSize>& gat
   return x;
 }
 
-template <class T, bool kAligned>
+template <class T, Fit kFit>
 struct GatedInput {
   using Element = T;
   struct Raw {
     Pack<T> input, gate;
   };
   using Value = Vec<float, kPackSize<T>>;
-  Packs<T, kPackSize<T>, kAligned> input, gate;
+  Packs<T, kPackSize<T>, kFit> input, gate;
   bool sigmoid;
 
   __device__ GatedInput(const RmsNormGatedArgs& args, const Part& part)
-      : input(part.of<T, kPackSize<T>, kAligned>(args.input, args.input_rows)),
-        gate(part.of<T, kPackSize<T>, kAligned>(args.gate, args.gate_rows)),
+      : input(part.of<T, kPackSize<T>, kFit>(args.input, args.input_rows)),
+        gate(part.of<T, kPackSize<T>, kFit>(args.gate, args.gate_rows)),
         sigmoid(args.sigmoid) {}
+  __device__ void prefetch(int pack) const {
+    input.prefetch(pack);
+    gate.prefetch(pack);
+  }
   __device__ Raw load(int pack) const { return {input.load_in_order(pack), gate.load_in_order(pack)}; }
   __device__ Value value(const Raw& raw) const { return gated(to_floats(raw.input), raw.gate, sigmoid); }
   __device__ void keep(int, const Value&) const {}
@@ -40,7 +44,7 @@ struct GatedInput {
 // kGated: the gate comes after the norm.
 template <bool kGated>
 struct Grouped {
-  template <class T, bool kAligned>
+  template <class T, Fit kFit>
   struct Result {
     using Args = RmsNormGatedArgs;
     struct Raw {
@@ -49,20 +53,27 @@ struct Grouped {
     using Value = Pack<T>;
     static constexpr Largest kLargest = Largest::kNothing;
 
-    Packs<T, kPackSize<T>, kAligned> out, gate;
-    Weights<T, kAligned> weights;
+    Packs<T, kPackSize<T>, kFit> out, gate;
+    Weights<T, kFit> weights;
     bool sigmoid;
 
-    __device__ static Part part_of(const Args& args, int64_t row) {
+    __device__ static Part part_of(const Args& args, uint32_t row) {
       const int size = static_cast<int>(args.hidden_size);
       if (args.groups == 1) return {row, 0, size};
-      return {row / args.groups, static_cast<int>(row % args.groups) * size, size};
+      const auto groups = static_cast<uint32_t>(args.groups);
+      return {row / groups, static_cast<int>(row % groups) * size, size};
     }
     __device__ Result(const Args& args, const Part& part)
-        : out(part.of<T, kPackSize<T>, kAligned>(args.out, args.out_rows)),
-          gate(part.of<T, kPackSize<T>, kAligned>(args.gate, args.gate_rows)),
+        : out(part.of<T, kPackSize<T>, kFit>(args.out, args.out_rows)),
+          gate(part.of<T, kPackSize<T>, kFit>(args.gate, args.gate_rows)),
           weights(args.weights, 1.0f, part),
           sigmoid(args.sigmoid) {}
+    __device__ void move_to(const Args& args, const Part& part) { *this = Result(args, part); }
+    __device__ static void prefetch(const Args& args, const Part& part, int pack) {
+      const Result result(args, part);
+      result.weights.prefetch(pack);
+      if constexpr (kGated) result.gate.prefetch(pack);
+    }
     __device__ Raw load(int pack) const {
       Raw raw{weights.load(pack), {}};
       if constexpr (kGated) raw.gate = gate.load_in_order(pack);
@@ -79,11 +90,11 @@ struct Grouped {
   };
 };
 
-template <class T, template <class, bool> class Source, template <class, bool> class Result>
+template <class T, template <class, Fit> class Source, template <class, Fit> class Result>
 void run(const RmsNormGatedArgs& args, const Launch& launch) {
-  const bool whole =
-      in_packs<T>(args, sizeof(T), sizeof(T)) && rows_aligned(kAccessBytes, args.gate, args.gate_rows, sizeof(T));
-  launch_row_norm<Source, Result, T>(args, whole, true, launch, "rms_norm_gated");
+  const Fit fit =
+      std::min(fit_of<T>(args, sizeof(T), sizeof(T)), fit_of_rows(kAccessBytes, args.gate, args.gate_rows, sizeof(T)));
+  launch_row_norm<Source, Result, T, false>(args, fit, true, launch, "rms_norm_gated");
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 // out = E4M3(R_T(z * r * weight) / scale),  r = 1 / sqrt(sum(z^2) / hidden_size + epsilon),  z = input or
 // R_T(input + residual).  Mapping and floor: row_norm.cuh.
+#include <cfloat>
+
 #include "cuda/quantise.cuh"
 #include "norm/rms_norm_static_quant.h"
 #include "norm/row_norm.cuh"
@@ -7,22 +9,30 @@
 namespace pykv {
 namespace {
 
-template <class T, bool kAligned>
+template <class T, Fit kFit>
 struct Codes {
   using Args = RmsNormStaticQuantArgs;
   using Raw = Pack<T>;
   using Value = Pack<T>;
   static constexpr Largest kLargest = Largest::kNothing;
 
-  Packs<uint8_t, kPackSize<T>, kAligned> out;
-  Weights<T, kAligned> weights;
+  Packs<uint8_t, kPackSize<T>, kFit> out;
+  Weights<T, kFit> weights;
   float inverse_scale;
 
-  __device__ static Part part_of(const Args& args, int64_t row) { return {row, 0, static_cast<int>(args.hidden_size)}; }
+  __device__ static Part part_of(const Args& args, uint32_t row) {
+    return {row, 0, static_cast<int>(args.hidden_size)};
+  }
   __device__ Codes(const Args& args, const Part& part)
-      : out(part.of<uint8_t, kPackSize<T>, kAligned>(args.out, args.out_rows)),
+      : out(part.of<uint8_t, kPackSize<T>, kFit>(args.out, args.out_rows)),
         weights(args.weights, 1.0f, part),
         inverse_scale(1.0f / args.scale) {}
+  __device__ void move_to(const Args& args, const Part& part) {
+    out = part.of<uint8_t, kPackSize<T>, kFit>(args.out, args.out_rows);
+  }
+  __device__ static void prefetch(const Args& args, const Part& part, int pack) {
+    Weights<T, kFit>(args.weights, 1.0f, part).prefetch(pack);
+  }
   __device__ Raw load(int pack) const { return weights.load(pack); }
   // The rounding to T in between is that of the norm alone.
   __device__ Value scaled(int pack, Vec<float, kPackSize<T>> v, const Raw& raw) const {
@@ -32,16 +42,19 @@ struct Codes {
     return round_to<T>(v);
   }
   __device__ void store(int pack, const Value& v) const {
-    auto floats = to_floats(v);
+    const bool odd = !(fabsf(inverse_scale) > 0.0f && fabsf(inverse_scale) <= FLT_MAX);
+    out.store(pack, quantise_pairs(v, odd, [this](Vec<float, kPackSize<T>> x) {
 #pragma unroll
-    for (int i = 0; i < kPackSize<T>; ++i) floats[i] *= inverse_scale;
-    out.store(pack, quantise<DType::kFloat8E4M3>(floats));
+                for (int i = 0; i < kPackSize<T>; ++i) x[i] *= inverse_scale;
+                return x;
+              }));
   }
 };
 
-template <class T, template <class, bool> class Source>
+template <class T, template <class, Fit> class Source>
 void run(const RmsNormStaticQuantArgs& args, const Launch& launch) {
-  launch_row_norm<Source, Codes, T>(args, in_packs<T>(args, 1, sizeof(T)), true, launch, "rms_norm_static_fp8_quant");
+  launch_row_norm<Source, Codes, T, true>(args, fit_of<T>(args, 1, sizeof(T)), true, launch,
+                                          "rms_norm_static_fp8_quant");
 }
 
 }  // namespace

@@ -7,19 +7,27 @@
 //
 // Memory-bound.  The floor is each byte moved once, so a row stays in registers until it is stored.  A row belongs to
 // kThreads threads (part of a warp up to a whole block) as packs of 16 bytes of the input, kPacks a thread, all loaded
-// before the first is used, together with the weight (while registers last): a call that is too small to fill the chip
-// waits for memory once, and comes up under the tail of the kernel before it.  Rows too wide for registers, or not made of
-// whole aligned packs, are read once for each pass instead (kPacks = 0), by as many threads.
+// before the first is used, together with the weight (while registers last).
+//
+// Where a row costs many instructions or waits for several reductions, blocks take rows in turn and have the next one on
+// its way meanwhile; weights are loaded once.  Where reading and writing is nearly all there is, a block for each row has
+// more of them on an SM and lets the chip even them out (rms_norm of 65536 x 4096 on an H200: 256 us, in turn 272).  What
+// a call begins with is fetched into the second-level cache under the tail of the kernel before it, so that a call too
+// small to fill the chip hardly waits for memory (1 row of 4096: 1.1 us, not 1.5); such calls are always made in this way.
+//
+// Rows too wide for registers, or not made of whole aligned packs, are read once for each pass instead, by as many threads.
 //
 // The mapping follows from hidden_size alone, and who adds what in which order from the mapping: a row's result depends
-// neither on the number of rows nor on their alignment, which only decides how a pack is fetched.
+// neither on the number of rows nor on their alignment, which only decide how a pack is fetched.
 #pragma once
-
+#include <algorithm>
 #include <cinttypes>
 #include <type_traits>
 
 #include "cuda/dependent.cuh"
+#include "cuda/device.h"
 #include "cuda/launch.h"
+#include "cuda/pairs.cuh"
 #include "cuda/reduce.cuh"
 #include "cuda/vec.cuh"
 #include "norm/row_norm.h"
@@ -27,52 +35,65 @@
 namespace pykv {
 namespace {
 
+// How arrays lie: anyhow, in rows of whole aligned packs, or (kPlain) besides that with one stride from row to row, weights
+// being of the input's dtype.
+enum class Fit { kAny, kPacks, kPlain };
+
 // Packs of kSize elements of a row, or of a part of one.  Unaligned, or with a last pack that is not full, element by
 // element.
-template <class E, int kSize, bool kAligned>
+template <class E, int kSize, Fit kFit>
 struct Packs {
   using V = Vec<E, kSize>;
   E* data;
   int size;
 
   __device__ V load_in_order(int pack) const {
-    if constexpr (kAligned && sizeof(V) <= 16) {
+    if constexpr (kFit != Fit::kAny && sizeof(V) <= 16) {
       return load_vec_in_order<V>(data + pack * kSize);
     } else {
       return load(pack);
     }
   }
   __device__ V load(int pack) const {
-    if constexpr (kAligned) {
+    if constexpr (kFit != Fit::kAny) {
       return load_vec<V>(data + pack * kSize);
     } else {
       return load_some<V>(data + pack * kSize, size - pack * kSize);
     }
   }
   __device__ void store(int pack, const V& v) const {
-    if constexpr (kAligned) {
+    if constexpr (kFit != Fit::kAny) {
       store_vec(data + pack * kSize, v);
     } else {
       store_some(data + pack * kSize, v, size - pack * kSize);
     }
   }
+  __device__ void prefetch(int pack) const { pykv::prefetch(data + pack * kSize); }
   // Elements that a pack really has.
-  __device__ int count(int pack) const { return kAligned ? kSize : min(kSize, size - pack * kSize); }
+  __device__ int count(int pack) const { return kFit != Fit::kAny ? kSize : min(kSize, size - pack * kSize); }
 };
 
 // `size` elements of row `row`, from `first` on.
 struct Part {
-  int64_t row;
+  uint32_t row;
   int first, size;
 
-  template <class E, int kSize, bool kAligned>
-  __device__ Packs<E, kSize, kAligned> of(const void* data, const Rows& rows) const {
-    return {static_cast<E*>(const_cast<void*>(data)) + rows.offset(row) + first, size};
+  template <class E, int kSize, Fit kFit>
+  __device__ Packs<E, kSize, kFit> of(const void* data, const Rows& rows) const {
+    return {static_cast<E*>(const_cast<void*>(data)) + offset<kFit>(rows) + first, size};
+  }
+  // Rows::offset in 32 bits: there are fewer than 2^31 rows.
+  template <Fit kFit>
+  __device__ int64_t offset(const Rows& rows) const {
+    if (kFit == Fit::kPlain || (rows.size1 | rows.size2) == 1) return row * rows.stride0;
+    const auto size1 = static_cast<uint32_t>(rows.size1), size2 = static_cast<uint32_t>(rows.size2);
+    const uint32_t outer = row / size2;
+    return outer / size1 * rows.stride0 + outer % size1 * rows.stride1 + row % size2 * rows.stride2;
   }
 };
 
 // Weights are loaded early as they lie; those in float32 beside 16-bit data, twice the registers, when they are needed.
-template <class T, bool kAligned>
+template <class T, Fit kFit>
 struct Weights {
   using Raw = Pack<T>;
   const void* data;
@@ -82,16 +103,20 @@ struct Weights {
 
   __device__ Weights(const RowWeights& weights, float otherwise, const Part& part)
       : data(weights.data),
-        is_float32(sizeof(T) < 4 && weights.is_float32),
+        is_float32(kFit != Fit::kPlain && sizeof(T) < 4 && weights.is_float32),
         otherwise(otherwise),
         first(part.first),
         size(part.size) {}
   template <class E>
-  __device__ Packs<E, kPackSize<T>, kAligned> packs() const {
+  __device__ Packs<E, kPackSize<T>, kFit> packs() const {
     return {static_cast<E*>(const_cast<void*>(data)) + first, size};
   }
   __device__ Raw load(int pack) const {
     return data && !is_float32 ? packs<T>().load(pack) : filled<T, kPackSize<T>>(otherwise);
+  }
+  __device__ void prefetch(int pack) const {
+    if (data)
+      pykv::prefetch(static_cast<const char*>(data) + (first + pack * kPackSize<T>)*(is_float32 ? 4 : sizeof(T)));
   }
   __device__ Vec<float, kPackSize<T>> floats(int pack, const Raw& raw) const {
     if (is_float32) return packs<float>().load(pack);
@@ -101,15 +126,16 @@ struct Weights {
 
 // Sources.
 
-template <class T, bool kAligned>
+template <class T, Fit kFit>
 struct Input {
   using Element = T;
   using Raw = Pack<T>;
   using Value = Pack<T>;
-  Packs<T, kPackSize<T>, kAligned> input;
+  Packs<T, kPackSize<T>, kFit> input;
 
   __device__ Input(const RowNormArgs& args, const Part& part)
-      : input(part.of<T, kPackSize<T>, kAligned>(args.input, args.input_rows)) {}
+      : input(part.of<T, kPackSize<T>, kFit>(args.input, args.input_rows)) {}
+  __device__ void prefetch(int pack) const { input.prefetch(pack); }
   __device__ Raw load(int pack) const { return input.load_in_order(pack); }
   __device__ Value value(const Raw& raw) const { return raw; }
   __device__ void keep(int, const Value&) const {}
@@ -118,7 +144,7 @@ struct Input {
 // input + residual, the residual an array of R.  kRounded: to R before anything else, as it is kept.
 template <class R, bool kRounded>
 struct WithResidual {
-  template <class T, bool kAligned>
+  template <class T, Fit kFit>
   struct Source {
     using Element = T;
     static constexpr int kSize = kPackSize<T>;
@@ -127,12 +153,16 @@ struct WithResidual {
       Vec<R, kSize> residual;
     };
     using Value = std::conditional_t<kRounded, Vec<R, kSize>, Vec<float, kSize>>;
-    Packs<T, kSize, kAligned> input;
-    Packs<R, kSize, kAligned> residual;
+    Packs<T, kSize, kFit> input;
+    Packs<R, kSize, kFit> residual;
 
     __device__ Source(const RowNormArgs& args, const Part& part)
-        : input(part.of<T, kSize, kAligned>(args.input, args.input_rows)),
-          residual(part.of<R, kSize, kAligned>(args.residual, args.residual_rows)) {}
+        : input(part.of<T, kSize, kFit>(args.input, args.input_rows)),
+          residual(part.of<R, kSize, kFit>(args.residual, args.residual_rows)) {}
+    __device__ void prefetch(int pack) const {
+      input.prefetch(pack);
+      residual.prefetch(pack);
+    }
     __device__ Raw load(int pack) const { return {input.load_in_order(pack), residual.load_in_order(pack)}; }
     __device__ Value value(const Raw& raw) const {
       auto sum = to_floats(raw.input);
@@ -176,13 +206,56 @@ __device__ float sum_of_squares(const Vec<float, kSize>& v, float centre, int co
   }
   return sum;
 }
+// The largest magnitude, NaN being passed over.  As it is found: of 16-bit numbers two, signs meaning nothing.
+template <class T, int kSize>
+__device__ auto largest_parts(const Vec<T, kSize>& v) {
+  if constexpr (kInWords<T, kSize>) {
+    uint32_t most = v.words[0];
+#pragma unroll
+    for (int i = 1; i < kSize / 2; ++i) most = larger_magnitudes<T>(most, v.words[i]);
+    return most;
+  } else {
+    const auto floats = to_floats(v);
+    float most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) most = fmaxf(most, fabsf(floats[i]));
+    return most;
+  }
+}
 template <class T, int kSize>
 __device__ float largest_of(const Vec<T, kSize>& v) {
-  const auto floats = to_floats(v);
-  float most = 0.0f;
+  if constexpr (kInWords<T, kSize>) {
+    const float2 pair = word_to_floats<T>(largest_parts(v) & 0x7fff7fffu);
+    return fmaxf(fmaxf(pair.x, pair.y), 0.0f);
+  } else {
+    return largest_parts(v);
+  }
+}
+
+// The largest of each of kCount packs over `lanes` neighbouring lanes.
+template <class T, int kSize, int kCount>
+__device__ void largest_of_lanes(const Vec<T, kSize> (&v)[kCount], int lanes, float (&mosts)[kCount]) {
+  if constexpr (kInWords<T, kSize> && kCount % 2 == 0) {
+    uint32_t pairs[kCount / 2];  // of two packs each
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) most = fmaxf(most, fabsf(floats[i]));  // passes NaN over
-  return most;
+    for (int k = 0; k < kCount / 2; ++k) {
+      const uint32_t a = largest_parts(v[2 * k]), b = largest_parts(v[2 * k + 1]);
+      pairs[k] = larger_magnitudes<T>(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
+    }
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+#pragma unroll
+      for (uint32_t& pair : pairs) pair = larger_magnitudes<T>(pair, __shfl_xor_sync(0xffffffffu, pair, distance));
+    }
+#pragma unroll
+    for (int k = 0; k < kCount / 2; ++k) {
+      const float2 floats = word_to_floats<T>(pairs[k] & 0x7fff7fffu);
+      mosts[2 * k] = fmaxf(floats.x, 0.0f);  // NaN where there is nothing else
+      mosts[2 * k + 1] = fmaxf(floats.y, 0.0f);
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) mosts[k] = warp_reduce(largest_of(v[k]), lanes, Maximum());
+  }
 }
 
 // (v - centre) * r.
@@ -194,17 +267,30 @@ __device__ Vec<float, kSize> normed(const Vec<T, kSize>& v, float centre, float 
   return floats;
 }
 
-// Over the threads of a row: kThreads, or the whole block (0).  Each use in a kernel has a number of its own.
-template <int kThreads, int kUse, class Combine>
-__device__ float row_reduce(float v, Combine combine) {
-  if constexpr (kThreads == 0) {
-    return block_reduce<kUse>(v, static_cast<int>(blockDim.x) / 32, combine);
-  } else if constexpr (kThreads <= 32) {
-    return warp_reduce(v, kThreads, combine);
-  } else {
-    return block_reduce<kUse>(v, kThreads / 32, combine);
+// Over the threads of a row: kThreads, or the whole block (0).  Each use in a turn has a number of its own.
+template <int kThreads>
+class RowReducer {
+ public:
+  __device__ RowReducer() : block_(kThreads ? kThreads / 32 : static_cast<int>(blockDim.x) / 32) {}
+  template <int kUse, class Combine>
+  __device__ float reduce(float v, Combine combine) const {
+    return block_.reduce<kUse>(v, combine);
   }
-}
+  __device__ void next_turn() { block_.next_turn(); }
+
+ private:
+  BlockReducer block_;
+};
+template <int kThreads>
+  requires(kThreads > 0 && kThreads <= 32)
+class RowReducer<kThreads> {
+ public:
+  template <int kUse, class Combine>
+  __device__ float reduce(float v, Combine combine) const {
+    return warp_reduce(v, kThreads, combine);
+  }
+  __device__ void next_turn() {}
+};
 
 template <class T>
 __host__ __device__ int packs_of(int hidden_size) {
@@ -221,14 +307,174 @@ __device__ inline float mean_of(float sum, int hidden_size, float inverse_size) 
 template <int kThreads>
 inline constexpr int kBlockSize = kThreads > 128 ? kThreads : 128;
 
-// Rows that stay in registers.
+// Rows that stay in registers, in turn: a block takes every gridDim.x-th set of kRows.
+template <class Source, class Result, int kThreads, int kPacks>
+struct Mapping {
+  static constexpr int kBlock = kBlockSize<kThreads>, kRows = kBlock / kThreads;
+  // 32-bit registers of a thread: for what it has of two rows and beside them, and for the rest.
+  static constexpr int kHeld =
+      kPacks *
+      static_cast<int>(sizeof(typename Source::Raw) + sizeof(typename Source::Value) + sizeof(typename Result::Raw)) /
+      4;
+  static constexpr int kRest = kThreads == 32 ? 48 : 38;  // more where the row is not that of the block
+  static constexpr int kBlocksOfSm = std::max(1, std::min(2048, 65536 / (kHeld + kRest)) / kBlock);
+};
+
+template <class Source, class Result, bool kCentred, int kThreads, int kPacks>
+__global__ __launch_bounds__(Mapping<Source, Result, kThreads, kPacks>::kBlock,
+                             Mapping<Source, Result, kThreads, kPacks>::kBlocksOfSm)  //
+    void row_norm_in_turn_kernel(const __grid_constant__ typename Result::Args args, float inverse_size) {
+  using T = typename Source::Element;
+  using Raw = typename Source::Raw;
+  constexpr int kRows = Mapping<Source, Result, kThreads, kPacks>::kRows, kSize = kPackSize<T>;
+  const int thread = threadIdx.x % kThreads;
+  const int hidden_size = static_cast<int>(args.hidden_size);
+  const auto num_rows = static_cast<uint32_t>(args.num_rows);
+  const uint32_t step = gridDim.x * kRows;
+  uint32_t first = blockIdx.x * kRows;
+  bool has[kPacks];
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) has[k] = thread + k * kThreads < packs_of<T>(hidden_size);
+  // The row of these threads, from the thread's first pack on.  Threads without a row stay: their warp reduces with all
+  // lanes.  They get the last one, which they do not store.
+  const auto part_of = [&](uint32_t first) {
+    const uint32_t row = first + threadIdx.x / kThreads;
+    Part part = Result::part_of(args, kRows == 1 ? row : min(row, num_rows - 1));
+    part.first += thread * kSize;
+    return part;
+  };
+  {
+    const Part part = part_of(first);
+    const Source source(args, part);
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      if (has[k]) {
+        source.prefetch(k * kThreads);
+        Result::prefetch(args, part, k * kThreads);
+      }
+    }
+  }
+  begin_dependent();
+
+  Raw raw[kPacks];
+  const auto load = [&](uint32_t first) {
+    const Source source(args, part_of(first));
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      raw[k] = {};
+      if (has[k]) raw[k] = source.load(k * kThreads);
+    }
+  };
+  load(first);
+
+  constexpr bool kEarly = kThreads <= 256 && sizeof(typename Result::Raw) * kPacks <= 128;
+  Result result(args, part_of(first));
+  typename Result::Raw beside[kPacks];
+  const auto load_beside = [&](int k) {
+    beside[k] = {};
+    if (has[k]) beside[k] = result.load(k * kThreads);
+  };
+  if constexpr (kEarly) {
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) load_beside(k);
+  }
+
+  RowReducer<kThreads> reducer;
+  while (true) {
+    const bool there = kRows == 1 || first + threadIdx.x / kThreads < num_rows;
+    typename Source::Value z[kPacks];
+    float centre = 0.0f, sum = 0.0f;
+    const Source source(args, part_of(first));
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      z[k] = source.value(raw[k]);
+      if (has[k] && there) source.keep(k * kThreads, z[k]);
+    }
+    const bool more = first + step < num_rows;
+    if (more) load(first + step);
+
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      if constexpr (kCentred) {
+        centre += sum_of(to_floats(z[k]));
+      } else {
+        sum += sum_of_squares<false>(to_floats(z[k]), 0.0f, 0);
+      }
+    }
+    if constexpr (kCentred) {
+      centre = mean_of(reducer.template reduce<0>(centre, Sum()), hidden_size, inverse_size);
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+        const float of_pack = sum_of_squares<true>(to_floats(z[k]), centre, kSize);
+        sum += has[k] ? of_pack : 0.0f;
+      }
+    }
+    const float r = rsqrtf(fmaf(reducer.template reduce<1>(sum, Sum()), inverse_size, args.epsilon));
+
+    typename Result::Value y[kPacks];
+    const auto scale = [&](int k) {
+      if constexpr (!kEarly) load_beside(k);
+      y[k] = result.scaled(k * kThreads, normed<kCentred>(z[k], centre, r), beside[k]);
+    };
+    const auto store = [&](int k, const Result& result) {
+      if (has[k] && there) result.store(k * kThreads, y[k]);
+    };
+    if constexpr (Result::kLargest != Largest::kNothing) {
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) scale(k);
+    }
+    if constexpr (Result::kLargest == Largest::kOfRow) {
+      float most = 0.0f;
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) most = fmaxf(most, has[k] ? largest_of(y[k]) : 0.0f);
+      result.scale_by(reducer.template reduce<2>(most, Maximum()));
+      if (there && thread == 0) result.store_scale(0);
+    }
+    if constexpr (Result::kLargest == Largest::kOfGroups) {
+      // Each lane makes one of the scales that the lanes of its group need, those of kPacks groups.
+      const int lanes = result.group_size() / kSize;  // a power of two: see in_lanes
+      const int shift = __ffs(lanes) - 1, own = thread % kPacks;
+      float mosts[kPacks], most = 0.0f;
+      largest_of_lanes(y, lanes, mosts);
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) most = own == k ? mosts[k] : most;
+      if (lanes >= kPacks) result.scale_by(most);
+      if (lanes >= kPacks && __all_sync(0xffffffffu, result.is_plain())) {
+        const int pack = thread + own * kThreads;
+        if (there && pack * kSize < hidden_size && (thread & (lanes - 1)) < kPacks) result.store_scale(pack >> shift);
+#pragma unroll
+        for (int k = 0; k < kPacks; ++k) store(k, result.of_lane((threadIdx.x & -lanes) + k));
+      } else {
+#pragma unroll
+        for (int k = 0; k < kPacks; ++k) {
+          result.scale_by(mosts[k]);
+          if (there && has[k] && (thread & (lanes - 1)) == 0) result.store_scale((thread + k * kThreads) >> shift);
+          store(k, result);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+        if constexpr (Result::kLargest == Largest::kNothing) scale(k);
+        store(k, result);
+      }
+    }
+    if (!more) break;
+    first += step;
+    result.move_to(args, part_of(first));
+    reducer.next_turn();
+  }
+}
+
+// Rows that stay in registers, a set of kRows for each block.
 template <class Source, class Result, bool kCentred, int kThreads, int kPacks>
 __global__ __launch_bounds__(kBlockSize<kThreads>) void row_norm_kernel(const __grid_constant__
                                                                         typename Result::Args args,
                                                                         float inverse_size) {
   using T = typename Source::Element;
+  static_assert(!kCentred && Result::kLargest == Largest::kNothing);
   constexpr int kRows = kBlockSize<kThreads> / kThreads;
-  const int64_t row = blockIdx.x * int64_t{kRows} + threadIdx.x / kThreads;
+  const uint32_t row = blockIdx.x * kRows + threadIdx.x / kThreads;
   const int thread = threadIdx.x % kThreads;
   const int hidden_size = static_cast<int>(args.hidden_size);
   const bool there = row < args.num_rows;  // threads without a row stay: their warp reduces with all lanes
@@ -237,8 +483,8 @@ __global__ __launch_bounds__(kBlockSize<kThreads>) void row_norm_kernel(const __
   begin_dependent();
 
   const Source source(args, part);
-  Result result(args, part);
-  constexpr bool kWeightEarly = kThreads <= 256;
+  const Result result(args, part);
+  constexpr bool kEarly = kThreads <= 256;
   typename Source::Raw raw[kPacks];
   typename Result::Raw beside[kPacks];
 #pragma unroll
@@ -250,64 +496,26 @@ __global__ __launch_bounds__(kBlockSize<kThreads>) void row_norm_kernel(const __
     beside[k] = {};
     if (thread + k * kThreads < packs) beside[k] = result.load(thread + k * kThreads);
   };
-  if constexpr (kWeightEarly) {
+  if constexpr (kEarly) {
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) load_beside(k);
   }
 
+  const RowReducer<kThreads> reducer;
   typename Source::Value z[kPacks];
-  float centre = 0.0f, sum = 0.0f;
+  float sum = 0.0f;
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
     z[k] = source.value(raw[k]);
     if (thread + k * kThreads < packs) source.keep(thread + k * kThreads, z[k]);
-    if constexpr (kCentred) {
-      centre += sum_of(to_floats(z[k]));
-    } else {
-      sum += sum_of_squares<false>(to_floats(z[k]), 0.0f, 0);
-    }
+    sum += sum_of_squares<false>(to_floats(z[k]), 0.0f, 0);
   }
-  if constexpr (kCentred) {
-    centre = mean_of(row_reduce<kThreads, 0>(centre, Sum()), hidden_size, inverse_size);
+  const float r = rsqrtf(fmaf(reducer.template reduce<1>(sum, Sum()), inverse_size, args.epsilon));
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k)
-      sum += sum_of_squares<true>(to_floats(z[k]), centre, thread + k * kThreads < packs ? kPackSize<T> : 0);
-  }
-  const float r = rsqrtf(fmaf(row_reduce<kThreads, 1>(sum, Sum()), inverse_size, args.epsilon));
-
-  if constexpr (Result::kLargest == Largest::kNothing) {
-#pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      if constexpr (!kWeightEarly) load_beside(k);
-      const int pack = thread + k * kThreads;
-      if (pack < packs) result.store(pack, result.scaled(pack, normed<kCentred>(z[k], centre, r), beside[k]));
-    }
-  } else {
-    typename Result::Value y[kPacks];
-    float most[kPacks], of_row = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      if constexpr (!kWeightEarly) load_beside(k);
-      const int pack = thread + k * kThreads;
-      y[k] = {};
-      if (pack < packs) y[k] = result.scaled(pack, normed<kCentred>(z[k], centre, r), beside[k]);
-      most[k] = largest_of(y[k]);
-      of_row = fmaxf(of_row, most[k]);
-    }
-    if constexpr (Result::kLargest == Largest::kOfRow) {
-      result.scale_by(row_reduce<kThreads, 2>(of_row, Maximum()));
-      if (there && thread == 0) result.store_scale(0);
-    }
-#pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      const int pack = thread + k * kThreads;
-      if constexpr (Result::kLargest == Largest::kOfGroups) {
-        const int lanes = result.group_size() / kPackSize<T>;  // a power of two: see in_lanes
-        result.scale_by(warp_reduce(most[k], lanes, Maximum()));
-        if (pack < packs && pack % lanes == 0) result.store_scale(pack / lanes);
-      }
-      if (pack < packs) result.store(pack, y[k]);
-    }
+  for (int k = 0; k < kPacks; ++k) {
+    if constexpr (!kEarly) load_beside(k);
+    const int pack = thread + k * kThreads;
+    if (pack < packs) result.store(pack, result.scaled(pack, normed<false>(z[k], 0.0f, r), beside[k]));
   }
 }
 
@@ -323,16 +531,17 @@ __global__ __launch_bounds__(1024) void row_norm_again_kernel(const __grid_const
 
   const Source source(args, part);
   Result result(args, part);
+  const RowReducer<0> reducer;
   const auto value = [&](int pack) { return source.value(source.load(pack)); };
   float centre = 0.0f, sum = 0.0f;
   if constexpr (kCentred) {
     for (int p = thread; p < packs; p += threads) centre += sum_of(to_floats(value(p)));
-    centre = mean_of(row_reduce<0, 0>(centre, Sum()), static_cast<int>(args.hidden_size), inverse_size);
+    centre = mean_of(reducer.reduce<0>(centre, Sum()), static_cast<int>(args.hidden_size), inverse_size);
   }
 #pragma unroll 2
   for (int p = thread; p < packs; p += threads)
     sum += sum_of_squares<kCentred>(to_floats(value(p)), centre, source.input.count(p));
-  const float r = rsqrtf(fmaf(row_reduce<0, 1>(sum, Sum()), inverse_size, args.epsilon));
+  const float r = rsqrtf(fmaf(reducer.reduce<1>(sum, Sum()), inverse_size, args.epsilon));
 
   // One pass over packs first, first + step, ... of a row or of a part of it.
   const auto largest = [&](const Source& from, const Result& to, int first, int step, int end) {
@@ -360,7 +569,7 @@ __global__ __launch_bounds__(1024) void row_norm_again_kernel(const __grid_const
     }
   } else {
     if constexpr (Result::kLargest == Largest::kOfRow) {
-      result.scale_by(row_reduce<0, 2>(largest(source, result, thread, threads, packs), Maximum()));
+      result.scale_by(reducer.reduce<2>(largest(source, result, thread, threads, packs), Maximum()));
       if (thread == 0) result.store_scale(0);
     }
     store(source, result, thread, threads, packs);
@@ -374,37 +583,72 @@ bool in_lanes(int64_t group_size) {
   return group_size % kPackSize<T> == 0 && lanes <= 32 && (lanes & (lanes - 1)) == 0;
 }
 
-// Launches a norm; in_packs: every row of every array consists of whole, aligned packs.  stays: rows may be held in
+// How rows of elements of `size` bytes lie that are moved in packs of `bytes`.  None: well.
+inline Fit fit_of_rows(int64_t bytes, const void* data, const Rows& rows, int64_t size) {
+  if (!data) return Fit::kPlain;
+  if (!rows_aligned(bytes, data, rows, size)) return Fit::kAny;
+  return rows.size1 == 1 && rows.size2 == 1 ? Fit::kPlain : Fit::kPacks;
+}
+template <class T>
+Fit fit_of_weights(const RowWeights& weights) {
+  if (!is_aligned(kAccessBytes, weights.data)) return Fit::kAny;
+  return sizeof(T) < 4 && weights.is_float32 ? Fit::kPacks : Fit::kPlain;
+}
+// The least of the arrays of RowNormArgs, out having elements of out_size bytes, residual of residual_size.
+template <class T>
+Fit fit_of(const RowNormArgs& args, int64_t out_size, int64_t residual_size) {
+  constexpr int64_t kSize = kPackSize<T>;
+  if (args.hidden_size % kSize != 0) return Fit::kAny;
+  return std::min({fit_of_rows(kAccessBytes, args.input, args.input_rows, sizeof(T)),
+                   fit_of_rows(kSize * out_size, args.out, args.out_rows, out_size),
+                   fit_of_rows(kAccessBytes, args.residual, args.residual_rows, residual_size),
+                   fit_of_weights<T>(args.weights)});
+}
+
+// Launches a norm of arrays that lie as `fit` says.  kInTurn: rows are worth taking in turn.  stays: they may be held in
 // registers.
-template <template <class, bool> class Source, template <class, bool> class Result, class T, bool kCentred = false>
-void launch_row_norm(const typename Result<T, true>::Args& args, bool in_packs, bool stays, const Launch& launch,
+template <template <class, Fit> class Source, template <class, Fit> class Result, class T, bool kInTurn,
+          bool kCentred = false>
+void launch_row_norm(const typename Result<T, Fit::kAny>::Args& args, Fit fit, bool stays, const Launch& launch,
                      const char* op) {
   if (args.hidden_size > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "rows of more than 2^31 - 1 elements are not supported");
+  if (args.num_rows > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "at most 2^31 - 1 rows are supported");
   const float inverse_size = 1.0f / static_cast<float>(args.hidden_size);
-  const auto blocks = [&](int rows) {
-    const int64_t n = (args.num_rows + rows - 1) / rows;
-    if (n > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "at most 2^31 - 1 rows are supported");
-    return dim3(static_cast<unsigned>(n));
-  };
+  const auto num_rows = static_cast<int>(args.num_rows);
   const int packs = packs_of<T>(static_cast<int>(args.hidden_size));
   const auto mapped = [&]<int kThreads, int kPacks>() {
     constexpr bool kFits = kPacks > 0 && kThreads * kPacks <= 2048 * (sizeof(T) == 4 ? 2 : 1);
     if constexpr (kFits) {
-      if (in_packs && stays)
-        return launch_dependent(row_norm_kernel<Source<T, true>, Result<T, true>, kCentred, kThreads, kPacks>,
-                                blocks(kBlockSize<kThreads> / kThreads), kBlockSize<kThreads>, launch, op, args,
-                                inverse_size);
+      if (fit != Fit::kAny && stays) {
+        const auto launch_resident = [&]<Fit kFit>() {
+          using M = Mapping<Source<T, kFit>, Result<T, kFit>, kThreads, kPacks>;
+          const int sets = (num_rows - 1) / M::kRows + 1, room = num_sms(launch.device) * M::kBlocksOfSm;
+          if constexpr (!kInTurn) {
+            if (sets > room)
+              return launch_dependent(row_norm_kernel<Source<T, kFit>, Result<T, kFit>, kCentred, kThreads, kPacks>,
+                                      sets, M::kBlock, launch, op, args, inverse_size);
+          }
+          // Very many rows: a few turns each, for the same reason that others get blocks of their own.
+          const bool few = M::kBlocksOfSm > 2 && sets / 16 > room;
+          const int grid = few ? (sets - 1) / 8 + 1 : std::min(sets, room);
+          launch_dependent(row_norm_in_turn_kernel<Source<T, kFit>, Result<T, kFit>, kCentred, kThreads, kPacks>, grid,
+                           M::kBlock, launch, op, args, inverse_size);
+        };
+        return fit == Fit::kPlain ? launch_resident.template operator()<Fit::kPlain>()
+                                  : launch_resident.template operator()<Fit::kPacks>();
+      }
     }
     // as many threads: the order of addition is the same
     const uint32_t threads = kThreads < 32 ? 32 : kThreads;
-    if (in_packs) {
-      launch_dependent(row_norm_again_kernel<Source<T, true>, Result<T, true>, kCentred>, blocks(1), threads, launch,
-                       op, args, inverse_size);
+    if (fit != Fit::kAny) {
+      launch_dependent(row_norm_again_kernel<Source<T, Fit::kPacks>, Result<T, Fit::kPacks>, kCentred>, num_rows,
+                       threads, launch, op, args, inverse_size);
     } else {
-      launch_dependent(row_norm_again_kernel<Source<T, false>, Result<T, false>, kCentred>, blocks(1), threads, launch,
-                       op, args, inverse_size);
+      launch_dependent(row_norm_again_kernel<Source<T, Fit::kAny>, Result<T, Fit::kAny>, kCentred>, num_rows, threads,
+                       launch, op, args, inverse_size);
     }
   };
+  constexpr bool kGroups = Result<T, Fit::kAny>::kLargest == Largest::kOfGroups;  // scales cost less for more elements
   if (packs <= 16) {
     mapped.template operator()<16, 1>();
   } else if (packs <= 32) {
@@ -412,7 +656,7 @@ void launch_row_norm(const typename Result<T, true>::Args& args, bool in_packs, 
   } else if (packs <= 128) {
     mapped.template operator()<32, 4>();
   } else if (packs <= 512) {
-    mapped.template operator()<256, 2>();
+    mapped.template operator()<kGroups ? 128 : 256, kGroups ? 4 : 2>();
   } else if (packs <= 1024) {
     mapped.template operator()<256, 4>();
   } else if (packs <= 2048) {
@@ -422,17 +666,6 @@ void launch_row_norm(const typename Result<T, true>::Args& args, bool in_packs, 
   } else {
     mapped.template operator()<1024, 0>();
   }
-}
-
-// Whether the arrays of RowNormArgs consist of whole, aligned packs, out having elements of out_size bytes, residual of
-// residual_size.
-template <class T>
-bool in_packs(const RowNormArgs& args, int64_t out_size, int64_t residual_size) {
-  constexpr int64_t kSize = kPackSize<T>;
-  return args.hidden_size % kSize == 0 && rows_aligned(kAccessBytes, args.input, args.input_rows, sizeof(T)) &&
-         rows_aligned(kSize * out_size, args.out, args.out_rows, out_size) &&
-         rows_aligned(kAccessBytes, args.residual, args.residual_rows, residual_size) &&
-         is_aligned(kAccessBytes, args.weights.data);
 }
 
 }  // namespace
