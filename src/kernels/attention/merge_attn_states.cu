@@ -133,7 +133,7 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
       for (int g = 0; g < groups; ++g) top = fmaxf(top, tops[first_group + g]);
     }
   }
-  const bool copies_first = kPair && a.copies_empty && top == -INFINITY;
+  const bool copies_first = kPair && has_context && a.copies_empty && top == -INFINITY;
   if (copies_first) lse[0] = 0.0f;
   if (!has_context) lse[kParts - 1] = top = 0.0f;
   const float base = top == -INFINITY ? 0.0f : top;
