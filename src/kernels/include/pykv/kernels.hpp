@@ -209,8 +209,8 @@ inline int64_t paged_attention_workspace_size(int64_t num_tokens, int64_t num_se
                                               DLDevice device) {
   int64_t size = 0;
   if (device.device_type != kDLCPU)
-    call(pykv_paged_attention_workspace_size, num_tokens, num_seqs, num_heads, num_kv_heads, head_size,
-         batch_invariant, device.device_id, &size);
+    call(pykv_paged_attention_workspace_size, num_tokens, num_seqs, num_heads, num_kv_heads, head_size, batch_invariant,
+         device.device_id, &size);
   return size;
 }
 
