@@ -84,6 +84,18 @@ def added(**options: Any) -> Sample:
     return {"input": floats(3, 8), "residual": floats(3, 8, seed=1), **options}
 
 
+def rotated(positions: npt.NDArray[Any], **options: Any) -> Sample:
+    return {
+        "positions": positions,
+        "query": floats(3, HEADS * HEAD_SIZE),
+        "key": floats(3, KV_HEADS * HEAD_SIZE),
+        "head_size": HEAD_SIZE,
+        "cos_sin_cache": floats(5, HEAD_SIZE),
+        "is_neox": True,
+        **options,
+    }
+
+
 def codes(**options: Any) -> Sample:
     return {"result": np.zeros((3, 8), np.uint8), **options}
 
@@ -161,33 +173,9 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         "is_neox": True,
         "position_ids": ids(0, 4, 2),
     },
-    "rotary_embedding": lambda: {
-        "positions": ids(0, 4, 2),
-        "query": floats(3, HEADS * HEAD_SIZE),
-        "key": floats(3, KV_HEADS * HEAD_SIZE),
-        "head_size": HEAD_SIZE,
-        "cos_sin_cache": floats(5, HEAD_SIZE),
-        "is_neox": True,
-    },
-    "batched_rotary_embedding": lambda: {
-        "positions": ids(0, 1, 2),
-        "query": floats(3, HEADS * HEAD_SIZE),
-        "key": floats(3, KV_HEADS * HEAD_SIZE),
-        "head_size": HEAD_SIZE,
-        "cos_sin_cache": floats(5, HEAD_SIZE),
-        "is_neox": True,
-        "rot_dim": HEAD_SIZE,
-        "cos_sin_cache_offsets": ids(0, 3, 2),
-    },
-    "mrope": lambda: {
-        "positions": ids([0, 1, 2], [4, 3, 2], [0, 0, 1]),
-        "query": floats(3, HEADS * HEAD_SIZE),
-        "key": floats(3, KV_HEADS * HEAD_SIZE),
-        "head_size": HEAD_SIZE,
-        "cos_sin_cache": floats(5, HEAD_SIZE),
-        "is_neox": True,
-        "mrope_section": ids(4, 2, 2),
-    },
+    "rotary_embedding": lambda: rotated(ids(0, 4, 2)),
+    "batched_rotary_embedding": lambda: rotated(ids(0, 1, 2), rot_dim=HEAD_SIZE, cos_sin_cache_offsets=ids(0, 3, 2)),
+    "mrope": lambda: rotated(ids([0, 1, 2], [4, 3, 2], [0, 0, 1]), mrope_section=ids(4, 2, 2)),
     "dual_chunk_rotary_embedding": lambda: {
         "query_out": floats(3, 5 * HEADS * HEAD_SIZE),
         "positions": ids(0, 7, 30),

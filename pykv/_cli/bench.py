@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -20,7 +19,7 @@ import numpy as np
 from pykv import _C
 from pykv._cli import devices, output
 from pykv._cli.errors import CommandError, known_ops
-from pykv._cli.workloads import WORKLOADS, Tokens, Workload
+from pykv._cli.workloads import WORKLOADS, Tokens, Workload, size_of
 from pykv._libraries import numpy_dtype
 from pykv._samples import ON_HOST, sample
 from pykv._schema import Op, Spec, all_ops
@@ -88,7 +87,7 @@ def _size(value: Any) -> int:
     if isinstance(value, list):
         return sum(map(_size, value))
     if isinstance(value, Spec):
-        return math.prod(value.shape) * numpy_dtype(value.dtype).itemsize
+        return size_of(value)
     return value.nbytes if isinstance(value, np.ndarray) else 0
 
 

@@ -5,6 +5,7 @@ The results come from references in NumPy that share nothing with the kernels; `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,9 +81,8 @@ def compare(got: Recorded, wanted: Recorded) -> tuple[float, str]:
     for key, expected in wanted.items():
         actual = got[key]
         if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
-            return float(
-                "inf"
-            ), f"{key}: {actual.dtype}{list(actual.shape)}, not {expected.dtype}{list(expected.shape)}"
+            found, should = (f"{a.dtype}{list(a.shape)}" for a in (actual, expected))
+            return math.inf, f"{key}: {found}, not {should}"
         difference = np.abs(actual.astype(np.float64) - expected.astype(np.float64))
         difference = np.where(np.isnan(difference), np.inf, difference)
         absolute, relative = TOLERANCE.get(expected.dtype.name, (0.0, 0.0))

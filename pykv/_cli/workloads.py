@@ -175,11 +175,12 @@ def _mla_rotate_and_write(t: Tokens) -> Workload:
 
 def _gathered(t: Tokens, of_cache: Spec, source: str, touched: int, **rest: Any) -> Workload:
     cache = Spec((t.tables.size, *of_cache.shape), of_cache.dtype)
-    written = {k: _size(v) for k, v in rest.items() if isinstance(v, Spec)}
+    written = {k: size_of(v) for k, v in rest.items() if isinstance(v, Spec)}
     return Workload({source: cache, "block_table": t.tables, **rest}, {source: touched, **written})
 
 
-def _size(spec: Spec) -> int:
+def size_of(spec: Spec) -> int:
+    """Bytes."""
     return math.prod(spec.shape) * numpy_dtype(spec.dtype).itemsize
 
 
