@@ -25,14 +25,8 @@ struct SlotTarget {
 };
 
 inline SlotMap slot_map_of(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
-  const int64_t num_slots = args.num_blocks * args.block_size;
   if (args.block_size >= int64_t{1} << 31) fail(PYKV_NOT_IMPLEMENTED, "blocks of 2^31 tokens are not supported");
-  return {args.slots,
-          args.num_tokens,
-          num_slots,
-          Divider(args.block_size),
-          num_slots >= int64_t{1} << 31,
-          launch.reporter(args.report)};
+  return slot_map_of(args.slots, args.num_tokens, args.num_blocks, args.block_size, launch.reporter(args.report));
 }
 
 inline SlotTarget target_of(const ConcatAndCacheMlaArgs& args, int64_t stored_size, const Launch& launch) {

@@ -141,10 +141,9 @@ void for_each_launch(int64_t num_tokens, int64_t threads_of_a_step, int tokens_o
 template <class T>
 void launch_kernel(const IndexerKQuantArgs& args, const Launch& launch) {
   constexpr int64_t kSize = sizeof(T), kElements = 16 / kSize;
-  const int64_t num_slots = args.num_blocks * args.block.block_size,
-                group_lanes = args.group_size / (kElements * kLaneVectors);
-  IndexerPlan plan{{args.slots, args.num_tokens, num_slots, Divider(args.block.block_size),
-                    num_slots >= int64_t{1} << 31, launch.reporter("indexer_k_quant_and_cache: slot_mapping")},
+  const int64_t group_lanes = args.group_size / (kElements * kLaneVectors);
+  IndexerPlan plan{slot_map_of(args.slots, args.num_tokens, args.num_blocks, args.block.block_size,
+                               launch.reporter("indexer_k_quant_and_cache: slot_mapping")),
                    static_cast<const char*>(args.k),
                    args.k_row * kSize,
                    args.k_dim * kSize,

@@ -63,4 +63,10 @@ struct SlotMap {
   }
 };
 
+inline SlotMap slot_map_of(const Index& slots, int64_t num_tokens, int64_t num_blocks, int64_t block_size,
+                           const Reporter& report) {
+  const int64_t num_slots = num_blocks * block_size;
+  return {slots, num_tokens, num_slots, Divider(block_size), num_slots >= int64_t{1} << 31, report};
+}
+
 }  // namespace pykv

@@ -87,13 +87,7 @@ __device__ __forceinline__ void write_side(const SlotMap& map, const SidePlan& s
 }
 
 inline SlotMap slot_map_of(const ReshapeAndCacheArgs& args, const Launch& launch) {
-  const int64_t num_slots = args.num_blocks * args.block_size;
-  return {args.slots,
-          args.num_tokens,
-          num_slots,
-          Divider(args.block_size),
-          num_slots >= int64_t{1} << 31,
-          launch.reporter(args.report)};
+  return slot_map_of(args.slots, args.num_tokens, args.num_blocks, args.block_size, launch.reporter(args.report));
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
