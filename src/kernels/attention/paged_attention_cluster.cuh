@@ -137,7 +137,7 @@ struct ClusterKernel : DecodeLoader<S> {
       for (int b = 0; b < p.cluster; ++b) sum.add(exchange.part_stats[b * each + i], exchange.parts[b * each + i], top);
       const Row row = this->row_of_column(sequence, len, kv_head, column);
       const float f = finish_row(p, row, kv_head, top, sum.sum);
-      this->store_output(row, d, {sum.o.x * f, sum.o.y * f, sum.o.z * f, sum.o.w * f});
+      store_output<S>(p, row, d, {sum.o.x * f, sum.o.y * f, sum.o.z * f, sum.o.w * f});
     }
   }
 };

@@ -362,22 +362,6 @@ struct QueryColumns : TileLoader<S> {
     }
   }
 
-  template <class T>
-  __device__ void store(T* out, int d, float4 x) const {
-    if (d >= p.a.head_size) return;
-    *reinterpret_cast<uint2*>(out + d) = {pack_pair<T>(x.x, x.y), pack_pair<T>(x.z, x.w)};
-  }
-
-  __device__ void store_output(const Row& row, int d, float4 x) const {
-    if constexpr (!S::kNarrow) {
-      store(output_row<Mma>(p, row), d, x);
-    } else if (p.a.dtype == DType::kBFloat16) {
-      store(output_row<bf16>(p, row), d, x);
-    } else {
-      store(output_row<half>(p, row), d, x);
-    }
-  }
-
   __device__ Row row_of_column(int sequence, int len, int kv_head, int column) const {
     return {sequence, len - 1, query_head(kv_head, column), true};
   }

@@ -377,7 +377,7 @@ struct DecodeKernel : DecodeLoader<S> {
       } else {
         const Row row = this->row_of_column(part.sequence, part.len, part.kv_head, column);
         const float f = finish_row(p, row, part.kv_head, top, sum.sum);
-        this->store_output(row, d, {sum.o.x * f, sum.o.y * f, sum.o.z * f, sum.o.w * f});
+        store_output<S>(p, row, d, {sum.o.x * f, sum.o.y * f, sum.o.z * f, sum.o.w * f});
       }
     }
     __syncthreads();  // the stages are free again

@@ -23,22 +23,6 @@ struct SegmentResults : RowSoftmax<S> {
     return S::kPermutedOutput ? n / 2 * 16 + c * 4 + e * 2 + n % 2 : n * 8 + c * 2 + e;
   }
 
-  template <class T>
-  __device__ void store(T* out, int d, float4 x) const {
-    if (d >= p.a.head_size) return;
-    *reinterpret_cast<uint2*>(out + d) = {pack_pair<T>(x.x, x.y), pack_pair<T>(x.z, x.w)};
-  }
-
-  __device__ void store_output(const Row& row, int d, float4 x) const {
-    if constexpr (!S::kScaled) {
-      store(output_row<Mma>(p, row), d, x);
-    } else if (p.a.dtype == DType::kBFloat16) {
-      store(output_row<bf16>(p, row), d, x);
-    } else {
-      store(output_row<half>(p, row), d, x);
-    }
-  }
-
   __device__ float* partial_row(int slot, int r) const {
     return p.partial + (static_cast<int64_t>(slot) * p.rows + r) * p.pitch;
   }
@@ -85,7 +69,7 @@ struct SegmentResults : RowSoftmax<S> {
           if (u.slot >= 0) {
             *reinterpret_cast<float4*>(partial_row(u.slot, r) + d) = x;
           } else {
-            store_output(row, d, {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
+            store_output<S>(p, row, d, {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
           }
         });
       }
@@ -146,13 +130,13 @@ struct SegmentResults : RowSoftmax<S> {
     }
     if (!S::kOneToken && p.a.batch_invariant) {
       const FinishedQuad done = add_chunk(p, u, row, r, d / 4, maximum, sum, o);
-      if (done.is_finished) store_output(row, d, done.x);
+      if (done.is_finished) store_output<S>(p, row, d, done.x);
     } else if (u.slot >= 0) {
       if (d == 0) p.partial_stats[u.slot * p.rows + r] = {maximum, sum};
       *reinterpret_cast<float4*>(partial_row(u.slot, r) + d) = o;
     } else {
       const float factor = finish_row(p, row, u.kv_head, maximum, sum);
-      store_output(row, d, {o.x * factor, o.y * factor, o.z * factor, o.w * factor});
+      store_output<S>(p, row, d, {o.x * factor, o.y * factor, o.z * factor, o.w * factor});
     }
   }
 };

@@ -10,6 +10,7 @@
 #include "attention/paged_attention_elements.cuh"
 #include "attention/paged_attention_launch.cuh"
 #include "attention/paged_attention_plan.cuh"
+#include "cuda/mma.cuh"
 
 namespace pykv::attention {
 
@@ -98,6 +99,24 @@ template <bool kPermuted>
 __device__ inline int token_at(int r) {
   if (!kPermuted) return r;
   return (r & ~15) + (r & 6) * 2 + (r & 1) + (r & 8) / 4;
+}
+
+// Four columns of a row of the output, from `d` on.
+template <class T>
+__device__ void store_columns(const Problem& p, T* out, int d, float4 x) {
+  if (d >= p.a.head_size) return;
+  *reinterpret_cast<uint2*>(out + d) = {pack_pair<T>(x.x, x.y), pack_pair<T>(x.z, x.w)};
+}
+
+template <class S>
+__device__ void store_output(const Problem& p, const Row& row, int d, float4 x) {
+  if constexpr (!S::kScaled) {
+    store_columns(p, output_row<typename S::Mma>(p, row), d, x);
+  } else if (p.a.dtype == DType::kBFloat16) {
+    store_columns(p, output_row<bf16>(p, row), d, x);
+  } else {
+    store_columns(p, output_row<half>(p, row), d, x);
+  }
 }
 
 }  // namespace pykv::attention
