@@ -52,7 +52,8 @@ class Tokens:
 
     @property
     def slots(self) -> Ids:
-        return _shuffled(self.blocks * BLOCK)[: self.count]
+        """Of whole sequences, as a prefill writes them: block after block, each anywhere in the cache."""
+        return (_shuffled(self.blocks)[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)[: self.count]
 
     @property
     def positions(self) -> Ids:

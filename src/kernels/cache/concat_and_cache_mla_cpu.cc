@@ -17,13 +17,16 @@ const T* row_of(const MlaPart& part, int64_t token) {
   return static_cast<const T*>(part.data) + token * part.row;
 }
 
-// write(token, block, offset) for every token with a slot inside the cache.
+// write(token, block, offset, out) for every token with a slot inside the cache, of elements of so many bytes.
 template <class Write>
-void for_each_slot(const ConcatAndCacheMlaArgs& args, const Launch& launch, Write&& write) {
+void for_each_slot(const ConcatAndCacheMlaArgs& args, int64_t stored_bytes, const Launch& launch, Write&& write) {
   const Reporter report = launch.reporter(args.report);
   const int64_t num_slots = args.num_blocks * args.block_size;
-  const int64_t token_bytes = (args.latent.size + args.rope.size) * static_cast<int64_t>(size_of(args.dtype));
+  const int64_t size = args.latent.size + args.rope.size;
+  const int64_t token_bytes = size * static_cast<int64_t>(size_of(args.dtype));
+  const bool streamed = args.num_tokens * size * stored_bytes > kWorthStreaming;
   parallel_for(args.num_tokens, kBytesPerTask / token_bytes + 1, [&](int64_t begin, int64_t end) {
+    LineWriter out(streamed);
     for (int64_t token = begin; token < end; ++token) {
       const int64_t slot = args.slots[token];
       if (slot < 0) continue;
@@ -31,38 +34,33 @@ void for_each_slot(const ConcatAndCacheMlaArgs& args, const Launch& launch, Writ
         report(slot, num_slots);
         continue;
       }
-      write(token, slot / args.block_size, slot % args.block_size);
+      write(token, slot / args.block_size, slot % args.block_size, out);
     }
-    finish_streaming();
   });
 }
 
-// write(token, place); place: its first element in the cache.
+// write(token, place, out); place: its first element in the cache.
 template <class Stored, class Write>
 void for_each_token(const ConcatAndCacheMlaArgs& args, const Launch& launch, Write&& write) {
-  for_each_slot(args, launch, [&](int64_t token, int64_t block, int64_t offset) {
-    write(token, static_cast<Stored*>(args.cache) + block * args.block + offset * args.token);
+  for_each_slot(args, sizeof(Stored), launch, [&](int64_t token, int64_t block, int64_t offset, LineWriter& out) {
+    write(token, static_cast<Stored*>(args.cache) + block * args.block + offset * args.token, out);
   });
 }
 
 template <class T>
-void copy_part(T* to, int64_t to_dim, const T* from, const MlaPart& part, bool streamed) {
+void copy_part(T* to, int64_t to_dim, const T* from, const MlaPart& part, LineWriter& out) {
   if (part.dim != 1 || to_dim != 1) {
     for (int64_t i = 0; i < part.size; ++i) to[i * to_dim] = from[i * part.dim];
-  } else if (streamed) {
-    stream_copy(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), part.size * sizeof(T));
   } else {
-    std::memcpy(to, from, part.size * sizeof(T));
+    out.put(to, from, part.size * static_cast<int64_t>(sizeof(T)));
   }
 }
 
 template <class T>
 void copy_all(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
-  const int64_t bytes = args.num_tokens * (args.latent.size + args.rope.size) * static_cast<int64_t>(sizeof(T));
-  const bool streamed = bytes > kWorthStreaming;
-  for_each_token<T>(args, launch, [&](int64_t token, T* place) {
-    copy_part(place, args.dim, row_of<T>(args.latent, token), args.latent, streamed);
-    copy_part(place + args.latent.size * args.dim, args.dim, row_of<T>(args.rope, token), args.rope, streamed);
+  for_each_token<T>(args, launch, [&](int64_t token, T* place, LineWriter& out) {
+    copy_part(place, args.dim, row_of<T>(args.latent, token), args.latent, out);
+    copy_part(place + args.latent.size * args.dim, args.dim, row_of<T>(args.rope, token), args.rope, out);
   });
 }
 
@@ -71,13 +69,13 @@ void quantise_all(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
   const MlaPart &latent = args.latent, &rope = args.rope;
   const float scale = args.scale[0];
   const Encoder<T, Code> encode(scale, args.num_tokens * (latent.size + rope.size));
-  const auto write = [&](Code* to, const T* from, const MlaPart& part) {
+  const auto write = [&](Code* to, const T* from, const MlaPart& part, LineWriter& out) {
     if (args.dim != 1 || part.dim != 1) return quantise(to, args.dim, from, part.dim, part.size, scale);
-    encode(to, from, part.size);
+    out.fill(to, part.size, [&](Code* codes, int64_t first, int64_t n) { encode(codes, from + first, n); });
   };
-  for_each_token<Code>(args, launch, [&](int64_t token, Code* place) {
-    write(place, row_of<T>(latent, token), latent);
-    write(place + latent.size * args.dim, row_of<T>(rope, token), rope);
+  for_each_token<Code>(args, launch, [&](int64_t token, Code* place, LineWriter& out) {
+    write(place, row_of<T>(latent, token), latent, out);
+    write(place + latent.size * args.dim, row_of<T>(rope, token), rope, out);
   });
 }
 
@@ -87,7 +85,7 @@ void quantise_blocks(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
   const MlaPart &latent = args.latent, &rope = args.rope;
   const float scale = args.scale[0];
   const int32_t num_blocks = static_cast<int32_t>((latent.size + rope.size) / kNvfp4Block);
-  for_each_slot(args, launch, [&](int64_t token, int64_t block, int64_t offset) {
+  for_each_slot(args, 1, launch, [&](int64_t token, int64_t block, int64_t offset, LineWriter&) {
     uint8_t* page = static_cast<uint8_t*>(args.cache) + block * args.block;
     const T *c = row_of<T>(latent, token), *pe = row_of<T>(rope, token);
     T together[kNvfp4Block];
@@ -106,7 +104,7 @@ template <class T>
 void write_records(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
   const MlaPart &latent = args.latent, &rope = args.rope;
   const MlaRecord record{latent.size, rope.size};
-  for_each_token<uint8_t>(args, launch, [&](int64_t token, uint8_t* place) {
+  for_each_token<uint8_t>(args, launch, [&](int64_t token, uint8_t* place, LineWriter&) {
     for (int64_t first = 0; first < latent.size; first += MlaRecord::kTile) {
       const T* tile = row_of<T>(latent, token) + first * latent.dim;
       float scale = largest_magnitude(tile, latent.dim, MlaRecord::kTile) / MlaRecord::kLargest;

@@ -19,6 +19,7 @@ void convert_all(const ConvertFp8Args& args, Row&& of_row, Scalar&& of_scalar) {
   const bool streamed = sizes[0] * sizes[1] * sizes[2] * sizes[3] * static_cast<int64_t>(sizeof(To)) > kWorthStreaming;
   parallel_for(
       sizes[0] * sizes[1] * sizes[2] * pieces, kElementsPerTask / elements + 1, [&](int64_t begin, int64_t end) {
+        LineWriter stream(streamed);
         for (int64_t i = begin; i < end; ++i) {
           const int64_t row = i / pieces, first = i % pieces * kPiece;
           const int64_t a = row / sizes[2] / sizes[1], b = row / sizes[2] % sizes[1], c = row % sizes[2];
@@ -26,13 +27,11 @@ void convert_all(const ConvertFp8Args& args, Row&& of_row, Scalar&& of_scalar) {
           To* to = static_cast<To*>(args.output) + a * out[0] + b * out[1] + c * out[2] + first * out[3];
           const int64_t n = sizes[3] - first < kPiece ? sizes[3] - first : kPiece;
           if (in[3] == 1 && out[3] == 1) {
-            write_worked_out(to, n, streamed,
-                             [&](To* part, int64_t at, int64_t count) { of_row(part, from + at, count); });
+            stream.fill(to, n, [&](To* part, int64_t at, int64_t count) { of_row(part, from + at, count); });
           } else {
             for (int64_t e = 0; e < n; ++e) to[e * out[3]] = from_float<To>(of_scalar(to_float(from[e * in[3]])));
           }
         }
-        finish_streaming();
       });
 }
 

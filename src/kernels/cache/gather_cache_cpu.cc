@@ -12,54 +12,50 @@ namespace {
 
 constexpr int64_t kBytesPerTask = 64 * 1024;  // less is not worth another thread
 
-// read(block, offset, row): for every row that a request has.
+// read(block, offset, row, out): for every row that a request has, of so many bytes in the cache and here.
 template <class Read>
-void for_each_place(const GatherCacheArgs& args, int64_t src_bytes, const Launch& launch, Read&& read) {
-  const int64_t row_bytes = args.pieces * args.piece * src_bytes;
-  parallel_for(args.num_rows, kBytesPerTask / row_bytes + 1, [&](int64_t begin, int64_t end) {
+void for_each_place(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_bytes, const Launch& launch,
+                    Read&& read) {
+  const int64_t row = args.pieces * args.piece;
+  const bool streamed = args.num_rows * row * dst_bytes > kWorthStreaming;
+  parallel_for(args.num_rows, kBytesPerTask / (row * src_bytes) + 1, [&](int64_t begin, int64_t end) {
+    LineWriter out(streamed);
     for (int64_t row = begin; row < end;) {
       const auto [block, offset, run] = args.requests.locate(row, launch.errors);
       const int64_t last = block < 0 || run == 1 ? row + 1 : std::min(row + run, end);
       for (int64_t in_block = offset; row < last; ++row, ++in_block)
-        if (block >= 0) read(block, in_block, row);
+        if (block >= 0) read(block, in_block, row, out);
     }
-    finish_streaming();
   });
 }
 
-// read(from, row); from: its entry in the cache.
+// read(from, row, out); from: its entry in the cache.
 template <class Read>
-void for_each_row(const GatherCacheArgs& args, int64_t src_bytes, const Launch& launch, Read&& read) {
-  for_each_place(args, src_bytes, launch, [&](int64_t block, int64_t offset, int64_t row) {
-    read(static_cast<const char*>(args.src) + (block * args.src_block + offset * args.src_token) * src_bytes, row);
+void for_each_row(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_bytes, const Launch& launch,
+                  Read&& read) {
+  for_each_place(args, src_bytes, dst_bytes, launch, [&](int64_t block, int64_t offset, int64_t row, LineWriter& out) {
+    read(static_cast<const char*>(args.src) + (block * args.src_block + offset * args.src_token) * src_bytes, row, out);
   });
 }
 
 void copy_rows(const GatherCacheArgs& args, const Launch& launch) {
   const int64_t item = args.element_bytes, bytes = args.piece * item;
-  const bool streamed = args.num_rows * args.pieces * bytes > kWorthStreaming;
-  for_each_row(args, item, launch, [&](const char* from, int64_t row) {
+  for_each_row(args, item, item, launch, [&](const char* from, int64_t row, LineWriter& out) {
     char* to = static_cast<char*>(args.dst) + row * args.dst_row * item;
-    for (int64_t i = 0; i < args.pieces; ++i, from += args.src_piece * item, to += args.dst_piece * item) {
-      if (streamed) {
-        stream_copy(to, from, bytes);
-      } else {
-        std::memcpy(to, from, bytes);
-      }
-    }
+    for (int64_t i = 0; i < args.pieces; ++i, from += args.src_piece * item, to += args.dst_piece * item)
+      out.put(to, from, bytes);
   });
 }
 
 template <class T, class Code>
 void scale_rows(const GatherCacheArgs& args, const Launch& launch) {
   const Decoder<T, Code> decode(args.scale[0]);
-  const bool streamed = args.num_rows * args.pieces * args.piece * static_cast<int64_t>(sizeof(T)) > kWorthStreaming;
-  for_each_row(args, 1, launch, [&](const char* from, int64_t row) {
+  for_each_row(args, 1, sizeof(T), launch, [&](const char* from, int64_t row, LineWriter& out) {
     T* to = static_cast<T*>(args.dst) + row * args.dst_row;
     for (int64_t i = 0; i < args.pieces; ++i) {
       const Code* codes = reinterpret_cast<const Code*>(from) + i * args.src_piece;
-      write_worked_out(to + i * args.dst_piece, args.piece, streamed,
-                       [&](T* part, int64_t first, int64_t count) { decode(part, codes + first, count); });
+      out.fill(to + i * args.dst_piece, args.piece,
+               [&](T* part, int64_t first, int64_t count) { decode(part, codes + first, count); });
     }
   });
 }
@@ -67,7 +63,7 @@ void scale_rows(const GatherCacheArgs& args, const Launch& launch) {
 template <class T>
 void read_pages(const GatherCacheArgs& args, const Launch& launch) {
   const float scale = args.scale[0];
-  for_each_place(args, 1, launch, [&](int64_t block, int64_t offset, int64_t row) {
+  for_each_place(args, 1, sizeof(T), launch, [&](int64_t block, int64_t offset, int64_t row, LineWriter&) {
     const uint8_t* page = static_cast<const uint8_t*>(args.src) + block * args.src_block;
     T* to = static_cast<T*>(args.dst) + row * args.dst_row;
     for (int64_t head = 0; head < args.pieces; ++head)
@@ -78,7 +74,7 @@ void read_pages(const GatherCacheArgs& args, const Launch& launch) {
 template <class T>
 void read_records(const GatherCacheArgs& args, const Launch& launch) {
   const MlaRecord& record = args.record;
-  for_each_row(args, 1, launch, [&](const char* from, int64_t row) {
+  for_each_row(args, 1, sizeof(T), launch, [&](const char* from, int64_t row, LineWriter&) {
     T* to = static_cast<T*>(args.dst) + row * args.dst_row;
     for (int64_t first = 0; first < record.latent; first += MlaRecord::kTile) {
       float scale;

@@ -12,7 +12,7 @@ constexpr int64_t kBytesPerTask = 64 * 1024;  // less is not worth another threa
 
 // Rows [row, row + count) of so many bytes, which lie side by side at `from`.
 void copy_rows(const GatheredRows& rows, int64_t row, int64_t count, int64_t row_bytes, const char* from,
-               bool streamed) {
+               LineWriter& out) {
   char* to = static_cast<char*>(rows.data) + row * rows.row;
   if (rows.compact() && rows.row == row_bytes) {
     row_bytes *= count;
@@ -22,10 +22,8 @@ void copy_rows(const GatheredRows& rows, int64_t row, int64_t count, int64_t row
     if (!rows.compact()) {
       for (int64_t at = 0; at < row_bytes; at += rows.bytes)
         std::memcpy(to + at / rows.bytes * rows.element, from + at, rows.bytes);
-    } else if (streamed) {
-      stream_copy(to, from, row_bytes);
     } else {
-      std::memcpy(to, from, row_bytes);
+      out.put(to, from, row_bytes);
     }
   }
 }
@@ -36,6 +34,7 @@ void gather_indexer_cache_cpu(const GatherIndexerArgs& args, const Launch& launc
   const int64_t value_bytes = args.block.values, scale_bytes = args.block.scale_bytes();
   const bool streamed = args.num_rows * value_bytes > kWorthStreaming;
   parallel_for(args.num_rows, kBytesPerTask / value_bytes + 1, [&](int64_t begin, int64_t end) {
+    LineWriter values(streamed), scales(false);
     for (int64_t row = begin; row < end;) {
       const auto [block, offset, run] = args.requests.locate(row, launch.errors);
       if (block < 0) {
@@ -44,11 +43,10 @@ void gather_indexer_cache_cpu(const GatherIndexerArgs& args, const Launch& launc
       }
       const int64_t count = std::min(run, end - row);
       const char* from = static_cast<const char*>(args.cache) + block * args.block_bytes;
-      copy_rows(args.values, row, count, value_bytes, from + offset * value_bytes, streamed);
-      copy_rows(args.scales, row, count, scale_bytes, from + args.block.scales_at() + offset * scale_bytes, false);
+      copy_rows(args.values, row, count, value_bytes, from + offset * value_bytes, values);
+      copy_rows(args.scales, row, count, scale_bytes, from + args.block.scales_at() + offset * scale_bytes, scales);
       row += count;
     }
-    finish_streaming();
   });
 }
 

@@ -8,28 +8,42 @@
 #include <cstring>
 
 #if defined(__x86_64__)
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace pykv::PYKV_ISA {
 
 // More than this pushes everything else out of the caches.
-inline constexpr int64_t kWorthStreaming = 16 << 20;
+inline constexpr int64_t kWorthStreaming = 8 << 20;
+
+inline constexpr int64_t kLine = 64;
+
+// A whole line; `from` is anywhere.
+inline void stream_line(char* to, const char* from) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
+#elif defined(__AVX2__)
+  const __m256i *halves = reinterpret_cast<const __m256i*>(from), low = _mm256_loadu_si256(halves),
+                high = _mm256_loadu_si256(halves + 1);
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), low);
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to) + 1, high);
+#elif defined(__x86_64__)
+  __m128i line[4];
+  std::memcpy(line, from, kLine);
+  for (int i = 0; i < 4; ++i) _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, line[i]);
+#else
+  std::memcpy(to, from, kLine);
+#endif
+}
 
 inline void stream_copy(char* to, const char* from, int64_t bytes) {
-#if defined(__x86_64__)
-  const int64_t to_line = -reinterpret_cast<intptr_t>(to) & 63;
-  if (bytes >= to_line + 64) {
+  const int64_t to_line = -reinterpret_cast<intptr_t>(to) & (kLine - 1);
+  if (bytes >= to_line + kLine) {
     std::memcpy(to, from, to_line);
     int64_t at = to_line;
-    for (; at + 64 <= bytes; at += 64) {
-      __m128i line[4];
-      std::memcpy(line, from + at, 64);
-      for (int i = 0; i < 4; ++i) _mm_stream_si128(reinterpret_cast<__m128i*>(to + at) + i, line[i]);
-    }
+    for (; at + kLine <= bytes; at += kLine) stream_line(to + at, from + at);
     to += at, from += at, bytes -= at;
   }
-#endif
   std::memcpy(to, from, bytes);
 }
 
@@ -40,18 +54,71 @@ inline void finish_streaming() {
 #endif
 }
 
-// n elements that fill(To* to, int64_t first, int64_t count) works out: where they are to go past the caches, piece by
-// piece into a buffer first.
-template <class To, class Fill>
-inline void write_worked_out(To* to, int64_t n, bool streamed, Fill&& fill) {
-  constexpr int64_t kPiece = 4096 / sizeof(To);
-  if (!streamed) return fill(to, int64_t{0}, n);
-  alignas(64) To buffer[kPiece];
-  for (int64_t first = 0; first < n; first += kPiece) {
-    const int64_t count = n - first < kPiece ? n - first : kPiece;
-    fill(buffer, first, count);
-    stream_copy(reinterpret_cast<char*>(to + first), reinterpret_cast<const char*>(buffer), count * sizeof(To));
+// What one thread writes, mostly piece after piece: where it is to go past the caches, a line that one piece begins and the
+// next one ends is put together here first.  All is in its place when the writer is gone.
+class LineWriter {
+ public:
+  explicit LineWriter(bool streamed) : streamed_(streamed) {}
+  LineWriter(const LineWriter&) = delete;
+  LineWriter& operator=(const LineWriter&) = delete;
+  ~LineWriter() {
+    flush();
+    if (streamed_) finish_streaming();
   }
-}
+
+  void put(void* target, const void* source, int64_t bytes) {
+    if (!streamed_) {
+      std::memcpy(target, source, static_cast<size_t>(bytes));
+      return;
+    }
+    char* to = static_cast<char*>(target);
+    const char* from = static_cast<const char*>(source);
+    if (to != next_) {
+      flush();
+      begin_ = end_ = reinterpret_cast<intptr_t>(to) & (kLine - 1);
+    }
+    next_ = to + bytes;
+    if (end_ > 0) {
+      const int64_t rest = kLine - end_, some = bytes < rest ? bytes : rest;
+      std::memcpy(line_ + end_, from, static_cast<size_t>(some));
+      end_ += some, to += some, from += some, bytes -= some;
+      if (end_ < kLine) return;
+      if (begin_ == 0) {
+        stream_line(to - kLine, line_);
+      } else {
+        std::memcpy(to - kLine + begin_, line_ + begin_, static_cast<size_t>(kLine - begin_));
+      }
+      begin_ = end_ = 0;
+    }
+    for (; bytes >= kLine; to += kLine, from += kLine, bytes -= kLine) stream_line(to, from);
+    std::memcpy(line_, from, static_cast<size_t>(bytes));
+    end_ = bytes;
+  }
+
+  // n elements that fill(To* to, int64_t first, int64_t count) works out, piece by piece into a buffer if they are streamed.
+  template <class To, class Fill>
+  void fill(To* to, int64_t n, Fill&& fill) {
+    constexpr int64_t kPiece = 4096 / sizeof(To);
+    if (!streamed_) return fill(to, int64_t{0}, n);
+    alignas(64) To buffer[kPiece];
+    for (int64_t first = 0; first < n; first += kPiece) {
+      const int64_t count = n - first < kPiece ? n - first : kPiece;
+      fill(buffer, first, count);
+      put(to + first, buffer, count * static_cast<int64_t>(sizeof(To)));
+    }
+  }
+
+ private:
+  // The line that is not whole yet: bytes [begin_, end_) of it, the last of them before next_.
+  void flush() {
+    if (end_ > begin_) std::memcpy(next_ - (end_ - begin_), line_ + begin_, static_cast<size_t>(end_ - begin_));
+    begin_ = end_ = 0;
+  }
+
+  alignas(64) char line_[kLine];
+  char* next_ = nullptr;
+  int64_t begin_ = 0, end_ = 0;
+  const bool streamed_;
+};
 
 }  // namespace pykv::PYKV_ISA
