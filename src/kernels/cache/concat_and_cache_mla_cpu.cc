@@ -1,4 +1,6 @@
 // Twin of concat_and_cache_mla.cu: tokens shared out among threads, each written whole.
+#include <vector>
+
 #include "cache/concat_and_cache_mla.h"
 #include "cache/mla_record.h"
 #include "cache/quantise_cpu.h"
@@ -79,24 +81,26 @@ void quantise_all(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
   });
 }
 
-// nvfp4: a block that one part does not hold as neighbours is brought together first.
+// nvfp4: parts that are no neighbours, or end within a block, are brought together first.
 template <class T>
 void quantise_blocks(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
   const MlaPart &latent = args.latent, &rope = args.rope;
-  const float scale = args.scale[0];
-  const int32_t num_blocks = static_cast<int32_t>((latent.size + rope.size) / kNvfp4Block);
+  const Nvfp4Encoder<T> encode(args.scale[0], args.num_tokens * (latent.size + rope.size));
+  const bool in_place = latent.dim == 1 && rope.dim == 1 && latent.size % kNvfp4Block == 0;
+  const int32_t latents = static_cast<int32_t>(latent.size / kNvfp4Block),
+                all = static_cast<int32_t>((latent.size + rope.size) / kNvfp4Block);
   for_each_slot(args, 1, launch, [&](int64_t token, int64_t block, int64_t offset, LineWriter&) {
     uint8_t* page = static_cast<uint8_t*>(args.cache) + block * args.block;
     const T *c = row_of<T>(latent, token), *pe = row_of<T>(rope, token);
-    T together[kNvfp4Block];
-    store_nvfp4(page, args.page, offset, 0, num_blocks, scale, [&](int64_t block) {
-      const int64_t first = block * kNvfp4Block, in_rope = first - latent.size;
-      if (in_rope + kNvfp4Block <= 0 && latent.dim == 1) return c + first;
-      if (in_rope >= 0 && rope.dim == 1) return pe + in_rope;
-      for (int64_t i = 0; i < kNvfp4Block; ++i)
-        together[i] = in_rope + i < 0 ? c[(first + i) * latent.dim] : pe[(in_rope + i) * rope.dim];
-      return static_cast<const T*>(together);
-    });
+    if (in_place) {
+      encode(page, args.page, offset, 0, 1, 0, latents, c, 0);
+      encode(page, args.page, offset, 0, 1, latents, all - latents, pe, 0);
+    } else {
+      std::vector<T> together(latent.size + rope.size);
+      for (int64_t i = 0; i < latent.size; ++i) together[i] = c[i * latent.dim];
+      for (int64_t i = 0; i < rope.size; ++i) together[latent.size + i] = pe[i * rope.dim];
+      encode(page, args.page, offset, 0, 1, 0, all, together.data(), 0);
+    }
   });
 }
 

@@ -62,12 +62,12 @@ void scale_rows(const GatherCacheArgs& args, const Launch& launch) {
 
 template <class T>
 void read_pages(const GatherCacheArgs& args, const Launch& launch) {
-  const float scale = args.scale[0];
+  const Nvfp4Decoder<T> decode(args.scale[0], args.num_rows * args.pieces * args.piece);
   for_each_place(args, 1, sizeof(T), launch, [&](int64_t block, int64_t offset, int64_t row, LineWriter&) {
     const uint8_t* page = static_cast<const uint8_t*>(args.src) + block * args.src_block;
     T* to = static_cast<T*>(args.dst) + row * args.dst_row;
     for (int64_t head = 0; head < args.pieces; ++head)
-      load_nvfp4_row(to + head * args.dst_piece, args.dst_dim, page, args.page, offset, head, args.piece, scale);
+      load_nvfp4_row(decode, to + head * args.dst_piece, args.dst_dim, page, args.page, offset, head, args.piece);
   });
 }
 

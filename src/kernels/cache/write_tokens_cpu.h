@@ -6,6 +6,7 @@
 #include <cstring>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "cache/reshape_and_cache.h"
 #include "cpu/encode.h"
@@ -100,7 +101,7 @@ struct Copy {
   using Source = T;
   using Stored = T;
   static constexpr bool kIsCopy = true;
-  Copy(const CacheSide&, int64_t) {}
+  Copy(const CacheSide&, int64_t, int64_t) {}
   static void row(Stored* to, const T* from, int64_t stride, int64_t n, float) {
     for (int64_t i = 0; i < n; ++i) to[i] = from[i * stride];
   }
@@ -114,7 +115,7 @@ struct Quantise {
   bool one_scale;
   Encoder<T, Code> encode;
 
-  Quantise(const CacheSide& side, int64_t elements)
+  Quantise(const CacheSide& side, int64_t, int64_t elements)
       : one_scale(side.scale.stride == 0), encode(side.scale[0], one_scale ? elements : 0) {}
   void row(Stored* to, const T* from, int64_t stride, int64_t n, float scale) const {
     Code* codes = reinterpret_cast<Code*>(to);
@@ -133,13 +134,28 @@ template <class T>
 struct QuantiseBlocks {
   using Source = T;
   using Stored = uint8_t;
-  QuantiseBlocks(const CacheSide&, int64_t) {}
-  static void run(const CacheSide& side, int64_t num_heads, const Run& run) {
-    for (int64_t i = 0; i < run.length; ++i)
-      for (int64_t h = 0; h < num_heads; ++h)
-        store_nvfp4_row(static_cast<uint8_t*>(side.cache) + run.block * side.block, side.page, run.offset + i, h,
-                        static_cast<const T*>(side.data) + (run.token + i) * side.data_token + h * side.data_head,
-                        side.data_dim, side.head_size, side.scale[h]);
+  std::vector<Nvfp4Encoder<T>> encoders;  // one for all heads, or one for each
+
+  QuantiseBlocks(const CacheSide& side, int64_t num_heads, int64_t elements) {
+    const int64_t scales = side.scale.stride == 0 ? 1 : num_heads;
+    for (int64_t h = 0; h < scales; ++h) encoders.emplace_back(side.scale[h], elements / scales);
+  }
+  void run(const CacheSide& side, int64_t num_heads, const Run& run) const {
+    uint8_t* page = static_cast<uint8_t*>(side.cache) + run.block * side.block;
+    const int64_t size = side.head_size, at_once = encoders.size() == 1 && side.data_dim == 1 ? num_heads : 1;
+    const int32_t num_blocks = static_cast<int32_t>(size / kNvfp4Block);
+    std::vector<T> together(side.data_dim == 1 ? 0 : size);  // a head whose elements are no neighbours
+    for (int64_t i = 0; i < run.length; ++i) {
+      for (int64_t h = 0; h < num_heads; h += at_once) {
+        const T* from = static_cast<const T*>(side.data) + (run.token + i) * side.data_token + h * side.data_head;
+        if (side.data_dim != 1) {
+          for (int64_t d = 0; d < size; ++d) together[d] = from[d * side.data_dim];
+          from = together.data();
+        }
+        encoders[encoders.size() == 1 ? 0 : h](page, side.page, run.offset + i, h, h + at_once, 0, num_blocks, from,
+                                               side.data_head);
+      }
+    }
   }
 };
 
@@ -210,8 +226,8 @@ void write_tiles(const Convert& convert, const CacheSide& side, int64_t num_head
 
 template <class Convert>
 void write_run(const Convert& convert, const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches) {
-  if constexpr (requires { Convert::run; }) {
-    Convert::run(side, num_heads, run);
+  if constexpr (requires { &Convert::run; }) {
+    convert.run(side, num_heads, run);
   } else if (side.chunk == side.head_size) {
     write_rows(convert, side, num_heads, run, past_caches);
   } else {
@@ -244,8 +260,8 @@ class TokenWriter {
       : args_(args),
         report_(report),
         past_caches_(past_caches),
-        key_(args.key, args.num_tokens * args.num_heads * args.key.head_size),
-        value_(args.value, args.num_tokens * args.num_heads * args.value.head_size) {}
+        key_(args.key, args.num_heads, args.num_tokens * args.num_heads * args.key.head_size),
+        value_(args.value, args.num_heads, args.num_tokens * args.num_heads * args.value.head_size) {}
 
   // Those of [begin, end).
   void operator()(int64_t begin, int64_t end) const {

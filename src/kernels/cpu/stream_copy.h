@@ -14,7 +14,7 @@
 namespace pykv::PYKV_ISA {
 
 // More than this pushes everything else out of the caches.
-inline constexpr int64_t kWorthStreaming = 8 << 20;
+inline constexpr int64_t kWorthStreaming = 4 << 20;
 
 inline constexpr int64_t kLine = 64;
 
