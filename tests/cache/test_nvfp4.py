@@ -178,6 +178,15 @@ def test_many_tokens(array: Library, arrangement: str) -> None:
     check(array, "HND", s, slots=np.arange(600), arrangement=arrangement)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [2.0**-70, 3e-5, 0.011, 0.75, 700.0, -0.5])
+def test_many_tokens_by_scale(array: Library, dtype: str, scale: float) -> None:
+    """Enough for the tables of the CPU; in float16 some scales lead to subnormal numbers or past the largest one."""
+    s = Sizes(blocks=8, heads=5, head_size=192)
+    per_head = np.float32(scale) * np.float32([1, 0.3, 2, 5, 0.01])
+    check(array, "NHD", s, dtype=dtype, k_scale=np.float32(scale), v_scale=per_head, num_tokens=110)
+
+
 def write_one_block(array: Library, rows: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """Codes ``[rows, 16]`` and scales ``[rows]`` of blocks of 16, of keys of 64."""
     n = len(rows)

@@ -9,7 +9,7 @@ namespace pykv::PYKV_ISA {
 namespace {
 
 constexpr int64_t kBytesPerTask = 64 * 1024;  // less is not worth another thread
-constexpr int64_t kMostAhead = 4096;           // bytes of the next block
+constexpr int64_t kMostAhead = 4096;          // bytes of the next block
 
 // Rows [row, row + count) of so many bytes, which lie side by side at `from`.
 void copy_rows(const GatheredRows& rows, int64_t row, int64_t count, int64_t row_bytes, const char* from,
