@@ -183,8 +183,12 @@ def test_many_tokens(array: Library, arrangement: str) -> None:
 def test_many_tokens_by_scale(array: Library, dtype: str, scale: float) -> None:
     """Enough for the tables of the CPU; in float16 some scales lead to subnormal numbers or past the largest one."""
     s = Sizes(blocks=8, heads=5, head_size=192)
-    per_head = np.float32(scale) * np.float32([1, 0.3, 2, 5, 0.01])
-    check(array, "NHD", s, dtype=dtype, k_scale=np.float32(scale), v_scale=per_head, num_tokens=110)
+    check(array, "NHD", s, dtype=dtype, k_scale=np.float32(scale), v_scale=np.float32(3 * scale), num_tokens=110)
+    per_head = (np.float32(scale) * np.array([1, 0.3, 2, 5, 0.01], np.float32)).astype(np.float32)
+    check(
+        array, "NHD", s, dtype=dtype, k_scale=per_head, v_scale=per_head[::-1].copy(), num_tokens=110,
+        as_scale=array.input,
+    )  # fmt: skip
 
 
 def write_one_block(array: Library, rows: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
