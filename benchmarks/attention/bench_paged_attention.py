@@ -1,6 +1,6 @@
 """Decode and prefill of paged attention on CUDA: head size 128, 32 query and 8 KV heads, pages of 16 in random order.
 
-    python benchmarks/attention/bench_paged_attention.py [--json FILE] [--quick]
+    python benchmarks/attention/bench_paged_attention.py [--json FILE] [--quick] [--peers]
 
 Calls are captured into one CUDA graph and timed by events, on inputs that are rotated so that the L2 cache is cold;
 medians (see ../timing.py).  Decode is set against reading as many bytes in one piece, in the same run, which is its
@@ -8,11 +8,13 @@ floor; prefill is given in TFLOP/s of visible pairs.
 
 `peer` is the best figure that was measured elsewhere on an H200, in microseconds or TFLOP/s: FlashInfer 0.6.11 and
 FlashAttention 3 (bf16), cuDNN 9.19, vLLM 0.22's Triton kernel, all with CUDA 13.0; fp8: the same with fp8 caches.
+With --peers those of peers.py that are installed are timed here, on the same arrays, and their results compared.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 from collections.abc import Iterator
@@ -25,8 +27,10 @@ from rich.table import Table
 
 import pykv
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import peers
 from timing import Call, Cuda, write_json
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE = 32, 8, 128, 16
@@ -63,6 +67,7 @@ class Figure:
     us: float
     read_us: float | None  # of as many bytes in one piece
     tflops: float | None
+    here: dict[str, float]  # what other libraries take, in microseconds
 
 
 def uniform(batch: int, length: int, queries: int = 1) -> dict[str, tuple[int, ...]]:
@@ -114,7 +119,8 @@ def codes(shape: tuple[int, ...], device: Cuda) -> object:
     return device.cupy.resize(some, math.prod(shape)).reshape(shape)
 
 
-def call(case: Case, device: Cuda) -> Call:
+def call(case: Case, device: Cuda) -> tuple[Call, peers.Decode | None]:
+    """A call on arrays of its own, and those arrays, if other libraries can take them."""
     cupy = device.cupy
     rng = np.random.default_rng(1)
     pages = [math.ceil(n / PAGE) for n in case.lens]
@@ -151,13 +157,14 @@ def call(case: Case, device: Cuda) -> Call:
         op = getattr(pykv, case.op)
         return lambda: op(
             out, *scratch, query, *caches, heads, scale, tables, lens, PAGE, longest, None, case.kind, 1.0, 1.0
-        )
+        ), None
     cu = None if max(case.queries) == 1 else device.array(np.cumsum([0, *case.queries]).astype(np.int32))
     size = pykv.paged_attention_workspace_size(tokens, len(case.lens), HEADS, heads, HEAD_SIZE)
     workspace = cupy.empty(size, cupy.uint8)
+    common = cu is None and case.layout == "NHD" and case.kind in ("auto", "fp8_e4m3")
     return lambda: pykv.paged_attention(
         out, query, *caches, tables, lens, cu_query_lens=cu, kv_cache_dtype=case.kind, workspace=workspace
-    )
+    ), peers.Decode(out, query, *caches, tables, lens, case.lens) if common else None
 
 
 # Sums up what it reads, 8 loads of 16 bytes in flight for each thread.
@@ -183,17 +190,38 @@ def read(num_bytes: int, device: Cuda) -> Call:
     return lambda: kernel((min(132 * 8, math.ceil(n / 2048)),), (256,), (target, source, np.int64(n)))
 
 
-def measure(case: Case, device: Cuda) -> Figure:
+def time_peers(own: list[Call], problems: list[peers.Decode], device: Cuda) -> dict[str, float]:
+    """Microseconds of each library's call, where it computes what pykv does; NaN where it does not."""
+    us = {}
+    own[0]()
+    wanted = problems[0].out.astype("f")
+    for name, its in itertools.groupby(
+        sorted((c for p in problems for c in peers.calls(p)), key=lambda c: c[0]), key=lambda c: c[0]
+    ):
+        theirs = [c for _, c in its]
+        problems[0].out.fill(0)
+        theirs[0]()
+        device.cupy.cuda.Device().synchronize()
+        right = abs(problems[0].out.astype("f") - wanted).max() <= 0.02 * abs(wanted).max()
+        us[name] = 1e6 * device.time(theirs) if right else math.nan
+    return us
+
+
+def measure(case: Case, device: Cuda, with_peers: bool) -> Figure:
     copies = min(64, math.ceil(3 * device.cache_bytes / case.kv_bytes))
-    us = 1e6 * device.time([call(case, device) for _ in range(copies)])
+    made = [call(case, device) for _ in range(copies)]
+    own, problems = [c for c, _ in made], [p for _, p in made if p]
+    us = 1e6 * device.time(own)
     if not case.decode:
-        return Figure(case, us, None, case.flops / us / 1e6)
-    return Figure(case, us, 1e6 * device.time([read(case.kv_bytes, device) for _ in range(copies)]), None)
+        return Figure(case, us, None, case.flops / us / 1e6, {})
+    here = time_peers(own, problems, device) if with_peers and problems else {}
+    return Figure(case, us, 1e6 * device.time([read(case.kv_bytes, device) for _ in range(copies)]), None, here)
 
 
 def show(figures: list[Figure]) -> None:
     table = Table("op", "case", "cache", "layout", "heads")
-    for heading in ("us", "TB/s or TFLOP/s", "of read", "peer", "x faster"):
+    here = list(peers.installed()) if any(f.here for f in figures) else []
+    for heading in ("us", "TB/s or TFLOP/s", "of read", "peer", "x faster", *(f"{name} here" for name in here)):
         table.add_column(heading, justify="right")
     for f in figures:
         c = f.case
@@ -210,6 +238,7 @@ def show(figures: list[Figure]) -> None:
             "" if f.read_us is None else f"{f.read_us / f.us:.0%}",
             "" if c.peer is None else f"{c.peer:g}",
             "" if gain is None else f"{gain:.2f}",
+            *(f"{f.here[name]:.1f}" if name in f.here else "" for name in here),
         )
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
@@ -218,19 +247,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--quick", action="store_true", help="decode with 8 x 8k and 64 x 8k alone")
+    parser.add_argument("--peers", action="store_true", help="time the libraries of peers.py beside pykv")
     arguments = parser.parse_args()
     device = Cuda()
     wanted = [c for c in cases() if not arguments.quick or c.name in ("8 x 8192", "64 x 8192")]
     figures = []
     for case in wanted:
-        figures.append(measure(case, device))
+        figures.append(measure(case, device, arguments.peers))
         device.cupy.get_default_memory_pool().free_all_blocks()
     show(figures)
     if arguments.json:
         lines = [asdict(f) for f in figures]
         for line in lines:  # a number for each sequence would be long
             line["case"].pop("lens"), line["case"].pop("queries")
-        write_json(arguments.json, device, lines)
+        more = {"peers": peers.installed()} if arguments.peers else {}
+        write_json(arguments.json, device, lines, **more)
 
 
 if __name__ == "__main__":

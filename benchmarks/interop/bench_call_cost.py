@@ -6,15 +6,23 @@ The operations return after their checks because there are no tokens.  Beside th
 function and, as a yardstick, tvm-ffi's `testing.nop`, which converts as many torch tensors and checks nothing.  Each
 figure is the least of many rounds, in which all callers take turns, so that a noisy moment meets all of them.  Arrays
 belong to Python alone, and libraries that are not installed are left out.
+
+With a GPU also what the host spends on a call that does launch: `rms_norm` of one row, three arrays, beside the same
+call from C (`bare_launch.c`, which the C compiler of the machine builds).  The calls come in bursts that the launch
+queue holds, and the wait for their end is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
+import shlex
+import subprocess
 import sys
+import tempfile
 import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -31,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import Cpu, Cuda, Device, write_json
 
 ROUNDS, CALLS = 40, 5000
+BURST, HIDDEN = 200, 1024  # calls of rms_norm that wait in the queue of a stream, and their rows
 
 # eight arrays each, named as the parameters; what is called is `op`
 STATEMENTS = {
@@ -133,6 +142,55 @@ def measure(chosen: list[Caller]) -> list[Figure]:
     return [Figure(c.arrays, c.through, c.op, round(1e9 * t / CALLS, 1)) for c, t in zip(chosen, best, strict=True)]
 
 
+def _bare_launch(folder: str) -> Any:
+    """The loop in C, linked with the library that this process has loaded."""
+    source, built = Path(__file__).with_name("bare_launch.c"), Path(folder) / "bare_launch.so"
+    flags = [f"-I{pykv.get_include()}", f"-L{pykv.get_library_dir()}", "-l:libkernels.so.0"]
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    subprocess.run([*compiler, "-O2", "-shared", "-fPIC", source, "-o", built, *flags], check=True)
+    function = ctypes.CDLL(str(built)).bare_launch
+    function.restype = ctypes.c_double
+    pointer = ctypes.c_void_p
+    function.argtypes = [pointer, pointer, pointer, ctypes.c_int64, ctypes.c_int, pointer]
+    return function
+
+
+def launches() -> Iterator[Figure]:
+    """What the host spends on rms_norm and its launch."""
+    import cupy
+
+    made = [cupy.zeros(shape, "float32") for shape in ((1, HIDDEN), (1, HIDDEN), (HIDDEN,))]
+    ways: list[tuple[str, str, Any, list[Any]]] = [("CuPy", "pykv", pykv.rms_norm, made)]
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        importlib.import_module("pykv.torch")
+        tensors = [torch.zeros(a.shape, device="cuda") for a in made]
+        ways += [
+            ("torch, cuda", "pykv", pykv.rms_norm, tensors),
+            ("torch, cuda", "torch.ops.pykv", torch.ops.pykv.rms_norm, tensors),
+        ]
+    with tempfile.TemporaryDirectory() as folder:
+        bare = _bare_launch(folder)
+        pointers = [a.data.ptr for a in made]
+        timers = [
+            _timer("op(out, x, w, 1e-6)", op, dict(zip(("out", "x", "w"), arrays, strict=True)))
+            for _, _, op, arrays in ways
+        ]
+        best = [float("inf")] * (1 + len(ways))
+        for _ in range(ROUNDS):
+            for i in range(len(best)):
+                cupy.cuda.Device().synchronize()
+                ns = bare(*pointers, HIDDEN, BURST, None) if i == 0 else 1e9 * timers[i - 1].timeit(BURST) / BURST
+                best[i] = min(best[i], ns)
+        cupy.cuda.Device().synchronize()
+    if best[0] < 0:
+        raise RuntimeError("pykv_rms_norm failed in bare_launch.c")
+    yield Figure("none", "C", "rms_norm, launched", round(best[0], 1))
+    for (arrays, through, _, _), ns in zip(ways, best[1:], strict=True):
+        yield Figure(arrays, through, "rms_norm, launched", round(ns, 1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times calls up to the start of the kernel")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -141,7 +199,9 @@ def main() -> None:
     has_gpu = pykv._C.cuda_device_count() > 0
     before = os.getloadavg()[0]
     figures = measure(list(callers(has_gpu)))
-    table = Table("arrays", "through", "operation", title="eight arrays, before launch")
+    if has_gpu and importlib.util.find_spec("cupy"):
+        figures += launches()
+    table = Table("arrays", "through", "operation", title="eight arrays, before launch; and rms_norm with its launch")
     table.add_column("ns", justify="right")
     for f in figures:
         table.add_row(f.arrays, f.through, f.op, f"{f.ns:.0f}")
