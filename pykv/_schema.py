@@ -34,6 +34,24 @@ class Rule(NamedTuple):
     is_scratch: bool = False  # only the operation itself reads it
 
 
+@dataclass(frozen=True)
+class NoneIs:
+    """A converter of numbers: C takes ``sentinel`` for None.
+
+    Where ``positive`` names the parameter, numbers must be that: 0, the sentinel, would silently mean None.
+    """
+
+    sentinel: float
+    positive: str = ""
+
+    def __call__(self, value: float | None) -> float:
+        if value is None:
+            return self.sentinel
+        if self.positive and not value > 0:
+            raise ValueError(f"{self.positive}: must be positive, got {value}")
+        return value
+
+
 _Definition = TypeVar("_Definition", bound=Callable[..., None])
 
 
@@ -46,7 +64,7 @@ def operation(
 
     Args:
         has_body: the definition calls ``_C`` itself, and takes all calls.
-        converters: what makes of an argument the one that C takes, such as a sentinel in place of None.
+        converters: what makes of an argument the one that C takes: a :class:`NoneIs`, or an array of a list.
         rules: the outputs, those parameters that are written and never read, and what each is like.
     """
 
@@ -116,6 +134,7 @@ class Op:
     direct: _C.Function  # another one, which always goes to C, wherever pykv.dispatch sends the first
     parameters: tuple[Parameter, ...]  # without `stream`
     rules: Mapping[str, Rule]
+    has_body: bool  # the definition makes something of the arguments before C sees them
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
@@ -176,7 +195,7 @@ def all_ops() -> Mapping[str, Op]:
     for name in _C.ops:
         function = getattr(pykv, name)
         how = function.__pykv__
-        ops[name] = Op(name, function, how.function(), _parameters(how), how.rules)
+        ops[name] = Op(name, function, how.function(), _parameters(how), how.rules, how.has_body)
     return ops
 
 

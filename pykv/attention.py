@@ -20,11 +20,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from pykv import _C
-from pykv._schema import Rule, Spec, like, operation
+from pykv._schema import NoneIs, Rule, Spec, like, operation
 from pykv._types import Array, ScalarOrArray, Stream
 
 
@@ -61,22 +60,11 @@ def _merged(parts: str) -> Rule:
     return Rule(make)
 
 
-def _or(sentinel: float, value: float | None) -> float:
-    return sentinel if value is None else value
-
-
-def _positive(name: str, sentinel: float, value: float | None) -> float:
-    """The sentinel of C is 0 for None; 0 itself would otherwise silently mean "off"."""
-    if value is not None and not value > 0:
-        raise ValueError(f"paged_attention: {name}: must be positive, got {value}")
-    return _or(sentinel, value)
-
-
 @operation(
     converters={
-        "scale": partial(_or, math.nan),
-        "window": partial(_positive, "window", 0),
-        "softcap": partial(_positive, "softcap", 0.0),
+        "scale": NoneIs(math.nan),
+        "window": NoneIs(0, positive="paged_attention: window"),
+        "softcap": NoneIs(0.0, positive="paged_attention: softcap"),
     },
     out=like("query"),
     lse=_lse,
@@ -239,7 +227,7 @@ def paged_attention_v2(
 
 
 @operation(
-    converters={"prefill_tokens_with_context": partial(_or, -1)},
+    converters={"prefill_tokens_with_context": NoneIs(-1)},
     output=_merged("prefix_output"),
     output_lse=like("prefix_lse"),
 )

@@ -245,6 +245,19 @@ def _route(choice: _Choice) -> None:
         i.priority >= ours.priority or i.platforms - ours.platforms for i in choice.registered
     )
     choice.op.function.route(choice.take if choice.is_routed else None)
+    for watcher in _watchers:
+        watcher(choice.op, choice.is_routed)
+
+
+_watchers: list[Callable[[Op, bool], None]] = []
+
+
+def watch(watcher: Callable[[Op, bool], None]) -> None:
+    """Tells the watcher, now and at each change, for which operations there is something to choose."""
+    with _lock:
+        _watchers.append(watcher)
+        for choice in _choices().values():
+            watcher(choice.op, choice.is_routed)
 
 
 def _register_installed() -> None:

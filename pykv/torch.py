@@ -1,6 +1,7 @@
 """The operations as ``torch.ops.pykv.*``, for ``torch.compile`` and all else that goes through torch's dispatcher.
 
-``import pykv.torch`` registers them; nothing is compiled, so one build serves every torch.  The functions of this
+``import pykv.torch`` registers them, as kernels of C, by the stable shim of the torch that is there, or, where something
+of that is missing, as functions of Python: nothing is compiled, so one build serves every torch.  The functions of this
 module have the signatures of ``pykv``: ``pykv.torch.rms_norm(out, x, w)`` calls the library directly, which is the
 quickest way, except while torch compiles: then it puts ``torch.ops.pykv.rms_norm`` into the graph.
 
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pykv._schema import REQUIRED, Op, Parameter, all_ops
+from pykv import _C, dispatch
+from pykv._schema import REQUIRED, NoneIs, Op, Parameter, all_ops
 
 if TYPE_CHECKING:
     from pykv._hints.torch import *  # noqa: F403  # what is made below
@@ -36,11 +38,14 @@ def _schema_of(op: Op) -> str:
             kind = f"Tensor({next(sets)}!)[]"
         else:
             kind = _TYPES[p.kind]
-        # a number in place of an array becomes a tensor on the way in, and 1.0 is what the library takes None for
-        optional = p.optional or (p.may_be_number and p.default is not REQUIRED)
         default = "" if p.default is REQUIRED else f"={_literal(p)}"
-        parts.append(f"{kind}{'?' if optional else ''} {p.name}{default}")
+        parts.append(f"{kind}{'?' if _is_optional(p) else ''} {p.name}{default}")
     return f"{op.name}({', '.join(parts)}) -> ()"
+
+
+def _is_optional(p: Parameter) -> bool:
+    # a number in place of an array becomes a tensor on the way in, and 1.0 is what the library takes None for
+    return p.optional or (p.may_be_number and p.default is not REQUIRED)
 
 
 def _literal(p: Parameter) -> str:
@@ -60,10 +65,77 @@ def _fake(*args: Any, **kwargs: Any) -> None:
     """What an operation does to shapes: it returns nothing and allocates nothing."""
 
 
-def _register(library: torch.library.Library, op: Op) -> Callable[..., None]:
-    library.define(_schema_of(op))  # type: ignore[no-untyped-call]
-    library.impl(op.name, op.function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"pykv::{op.name}", _fake, lib=library)
+class _Kernels:
+    """What torch calls for an operation: the C function itself, or the Python one where it has to be."""
+
+    def __init__(self) -> None:
+        module = torch._C.__file__  # needs all of torch's libraries
+        self._connected = torch.version.hip is None and _C.connect_torch(module, torch.version.cuda is not None)
+        self.in_c: set[str] = set()
+        self._in_python: dict[str, torch.library.Library] = {}
+
+    def add(self, op: Op) -> None:
+        # the operation itself refuses what autograd would not see
+        _library.impl(op.name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
+        if self._connected and _is_plain(op) and _C.implement_in_torch(op.name, _described(op)):
+            self.in_c.add(op.name)
+        else:
+            _library.impl(op.name, op.function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+    def route(self, op: Op, elsewhere: bool) -> None:
+        """Sends calls by way of Python while :mod:`pykv.dispatch` has a choice to make: these keys come first."""
+        self._in_python.pop(op.name, None)
+        if not elsewhere:
+            return
+        library = torch.library.Library("pykv", "IMPL")  # type: ignore[no-untyped-call]
+        for key in ("CPU", "CUDA"):
+            library.impl(op.name, op.function, key)  # type: ignore[no-untyped-call]
+        self._in_python[op.name] = library
+
+    def work(self) -> bool:
+        """Whether C sees and says what it should, in whatever torch this is."""
+        out, x = torch.empty(0, 8), torch.empty(0, 8)
+        wrong = ((x.detach().requires_grad_(), ValueError, "out: requires grad"), (x.int(), TypeError, "dtype"))
+        try:
+            torch.ops.pykv.rms_norm(out, x, None)
+            for argument, error, text in wrong:
+                try:
+                    torch.ops.pykv.rms_norm(argument, x, None)
+                except error as e:
+                    if text not in str(e):
+                        return False
+                else:
+                    return False
+        except Exception:
+            return False
+        return True
+
+
+def _is_plain(op: Op) -> bool:
+    """Whether C can take a call as torch hands it over: tensors and numbers need nothing of Python."""
+    if op.has_body:
+        return False
+    any_tensor = torch.empty(0)
+    return all(
+        isinstance(p.convert, NoneIs) or (p.convert(any_tensor) is any_tensor and (p.is_array or not p.optional))
+        for p in op.parameters
+    )
+
+
+def _described(op: Op) -> list[tuple[str, bool, float | None, bool]]:
+    """For C: kind, whether it may be None, what number then counts, whether others have to be positive."""
+    described: list[tuple[str, bool, float | None, bool]] = []
+    for p in op.parameters:
+        number = p.convert if isinstance(p.convert, NoneIs) else None
+        sentinel, positive = (number.sentinel, bool(number.positive)) if number else (None, False)
+        described.append((p.kind, _is_optional(p), sentinel, positive))
+    return described
+
+
+def _register(op: Op) -> Callable[..., None]:
+    _library.define(_schema_of(op))  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"pykv::{op.name}", _fake, lib=_library)
+    _kernels.add(op)
     registered = getattr(torch.ops.pykv, op.name)
     direct = op.function
     names = tuple(p.name for p in op.parameters)
@@ -89,6 +161,12 @@ def _register(library: torch.library.Library, op: Op) -> Callable[..., None]:
 
 # lives as long as its registrations are wanted
 _library = torch.library.Library("pykv", "DEF")  # type: ignore[no-untyped-call]
-_functions = {name: _register(_library, op) for name, op in all_ops().items()}
+_kernels = _Kernels()
+_functions = {name: _register(op) for name, op in all_ops().items()}
+if _kernels.work():
+    dispatch.watch(_kernels.route)
+else:
+    for _op in all_ops().values():
+        _kernels.route(_op, True)
 globals().update(_functions)
 __all__ = sorted(_functions)

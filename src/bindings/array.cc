@@ -95,8 +95,7 @@ void call_deleter(PyObject* capsule) {
 }
 
 void refuse_requires_grad(PyObject* tensor, const Attribute& requires_grad) {
-  if (requires_grad.of(tensor).ptr() == Py_True)
-    value_error("requires grad: autograd would not see that it is written; give tensor.detach()");
+  if (requires_grad.of(tensor).ptr() == Py_True) value_error(kRequiresGrad);
 }
 
 }  // namespace

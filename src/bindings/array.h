@@ -13,6 +13,8 @@ namespace pykv::python {
 namespace py = pybind11;
 
 inline constexpr int kMaxRank = 8;
+inline constexpr char kRequiresGrad[] =
+    "requires grad: autograd would not see that it is written; give tensor.detach()";
 
 // What `stream=` of the call said, if anything.
 struct StreamChoice {

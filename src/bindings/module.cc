@@ -55,6 +55,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   bind_cache(ops);
   bind_norm(ops);
   bind_rotary(ops);
+  torch_ops::bind(m);
 }
 
 }  // namespace pykv::python

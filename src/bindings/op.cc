@@ -1,60 +1,8 @@
 #include "op.h"
 
-#include <string>
+#include <stdexcept>
 
 namespace pykv::python {
-namespace {
-
-// The Python functions of this name carry the names; they are looked up only when something went wrong.
-std::string argument_name(const Failure& failure) {
-  const py::object function = py::module_::import("pykv").attr(failure.op);
-  const py::object parameters = py::module_::import("inspect").attr("signature")(function).attr("parameters");
-  return py::str(py::list(parameters)[failure.position]);
-}
-
-void raise_at(const Failure& failure, PyObject* type, const std::string& message) {
-  std::string where = failure.op;
-  if (failure.position >= 0) {
-    try {
-      where += ": " + argument_name(failure);
-    } catch (const py::error_already_set&) {
-      where += ": argument " + std::to_string(failure.position + 1);
-    }
-  }
-  PyErr_SetString(type, (where + ": " + message).c_str());
-}
-
-}  // namespace
-
-void raise_failure(const Failure& failure) {
-  try {
-    throw;
-  } catch (py::error_already_set& e) {
-    // a framework's own refusal: its type of error, without its C++ trace
-    PyObject* type = e.matches(PyExc_TypeError)             ? PyExc_TypeError
-                     : e.matches(PyExc_NotImplementedError) ? PyExc_NotImplementedError
-                     : e.matches(PyExc_RuntimeError)        ? PyExc_RuntimeError
-                                                            : PyExc_ValueError;
-    std::string message = py::str(e.value());
-    message = message.substr(0, message.find('\n'));
-    raise_at(failure, type, message);
-  } catch (const py::type_error& e) {
-    raise_at(failure, PyExc_TypeError, e.what());
-  } catch (const py::value_error& e) {
-    raise_at(failure, PyExc_ValueError, e.what());
-  } catch (const std::exception& e) {
-    raise_at(failure, PyExc_RuntimeError, e.what());
-  }
-}
-
-void raise_status(pykv_status status) {
-  PyObject* type = status == PYKV_VALUE_ERROR       ? PyExc_ValueError
-                   : status == PYKV_TYPE_ERROR      ? PyExc_TypeError
-                   : status == PYKV_NOT_IMPLEMENTED ? PyExc_NotImplementedError
-                                                    : PyExc_RuntimeError;
-  PyErr_SetString(type, pykv_last_error());
-}
-
 void* Frame::resolve_streams(const StreamChoice& choice) {
   bool known = choice.given;
   void* stream = choice.stream;

@@ -14,18 +14,11 @@
 #include <vector>
 
 #include "array.h"
+#include "failure.h"
+#include "torch_ops.h"
 #include "xla.h"
 
 namespace pykv::python {
-
-// Which argument a conversion was at when it failed.
-struct Failure {
-  const char* op;
-  int position;
-};
-void raise_failure(
-    const Failure& failure);            // from inside a catch block: sets the Python error, with the argument's name
-void raise_status(pykv_status status);  // sets the Python error of the last failing call
 
 // The arrays of a call, chained: they lie where their arguments do, and nothing is allocated.
 class Frame {
@@ -209,6 +202,8 @@ class Module {
     if (!function) throw py::error_already_set();
     module_.add_object(name, py::reinterpret_steal<py::object>(function));
     ops_[name] = Entry<kOp>::kinds();
+    torch_ops::Handler<kOp>::operation = {name, torch_ops::Handler<kOp>::call, {}};
+    torch_ops::add(torch_ops::Handler<kOp>::operation);
     xla_handlers_[name] = py::make_tuple(handler<kOp, kDLCPU>(), handler<kOp, kDLCUDA>());
   }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from typing import Any
 
 import numpy as np
@@ -114,6 +117,110 @@ def test_defaults_may_be_left_out():
     expected = torch.empty_like(out)
     pykv.rms_norm(expected, x, None)
     assert torch.equal(out, expected)
+
+
+def test_torch_calls_c_where_nothing_of_python_is_needed():
+    listed = {n for n, op in all_ops().items() if any(p.kind == "written list" for p in op.parameters)}
+    expected = set(NAMES) - listed - {"swap_blocks_batch"}
+    if torch.__version__.startswith("2.9."):  # its shim knows no strings
+        expected -= {n for n, op in all_ops().items() if any(p.kind == "str" for p in op.parameters)}
+    assert pykv.torch._kernels.in_c == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_strides_offsets_and_dtypes_reach_c(device, dtype):
+    x = torch.randn(3, 2, 40, device=device).to(dtype)[:, 1, 4:36]
+    assert x.storage_offset() == 44
+    assert x.stride() == (80, 1)
+    direct, through = torch.zeros(5, 32, device=device, dtype=dtype), torch.zeros(5, 32, device=device, dtype=dtype)
+    weight = torch.randn(32, device=device).to(dtype)
+    pykv.rms_norm(direct[1:4], x, weight, epsilon=0.5)
+    torch.ops.pykv.rms_norm(through[1:4], x, weight, epsilon=0.5)
+    assert torch.equal(direct, through)
+    assert direct.any()
+
+
+NORMED = torch.zeros(2, 8)
+ATTENDED = dict(
+    out=torch.zeros(1, 2, 64),
+    query=torch.zeros(1, 2, 64),
+    key_cache=torch.zeros(2, 16, 2, 64),
+    value_cache=torch.zeros(2, 16, 2, 64),
+    block_tables=torch.zeros(1, 2, dtype=torch.int32),
+    seq_lens=torch.ones(1, dtype=torch.int32),
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda op: op.rms_norm(NORMED, torch.zeros(3, 8), None), ValueError, "rms_norm: out: must have the shape"),
+        (lambda op: op.rms_norm(NORMED, NORMED.int(), None), TypeError, "rms_norm: input: dtype must be"),
+        (lambda op: op.rms_norm(NORMED, NORMED, torch.zeros(8).to_sparse()), ValueError, "rms_norm: weight: is a ten"),
+        (lambda op: op.rms_norm(NORMED.to(torch.complex64), NORMED, None), TypeError, "rms_norm: out: has a dtype"),
+        (lambda op: op.rms_norm(torch.zeros([1] * 9), NORMED, None), ValueError, "out: at most 8 dimensions"),
+        (lambda op: op.paged_attention(**ATTENDED, window=0), ValueError, "paged_attention: window: must be positive"),
+        (lambda op: op.paged_attention(**ATTENDED, softcap=-1.0), ValueError, "softcap: must be positive, got -1"),
+        (lambda op: op.paged_attention(**ATTENDED, kv_cache_dtype="no"), ValueError, "kv_cache_dtype: must be one of"),
+    ],
+)
+def test_refusals_keep_type_and_text_and_let_go_of_the_arguments(call, error, text):
+    tensors = [NORMED, *ATTENDED.values()]
+    before = [t._use_count() for t in tensors]
+    for _ in range(3):
+        with pytest.raises(error, match=text):
+            call(torch.ops.pykv)
+    assert [t._use_count() for t in tensors] == before
+
+
+def test_none_is_what_is_left_out():
+    given = dict(scale=None, window=None, softcap=None, cu_query_lens=None, k_scale=None, kv_cache_dtype="auto")
+    query = torch.randn(1, 2, 64)
+    cache = torch.randn(2, 16, 2, 64)
+    outs = [torch.zeros(1, 2, 64) for _ in range(3)]
+    arguments = ATTENDED | dict(query=query, key_cache=cache, value_cache=cache)
+    torch.ops.pykv.paged_attention(**arguments | dict(out=outs[0]))
+    torch.ops.pykv.paged_attention(**arguments | dict(out=outs[1]), **given)
+    pykv.paged_attention(**arguments | dict(out=outs[2]))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+    assert outs[0].any()
+
+
+def test_an_implementation_that_comes_first_is_taken():
+    taken = []
+
+    def mine(out, input, weight, epsilon=1e-6, *, stream=None):
+        taken.append(epsilon)
+
+    out, x = torch.zeros(2, 8), torch.randn(2, 8)
+    pykv.dispatch.register("rms_norm", "mine")(mine)
+    try:
+        torch.ops.pykv.rms_norm(out, x, None, 0.25)
+    finally:
+        pykv.dispatch.unregister("rms_norm", "mine")
+    assert taken == [0.25]
+    assert not out.any()
+    torch.ops.pykv.rms_norm(out, x, None, 0.25)
+    assert taken == [0.25]
+    assert out.any()
+
+
+def test_a_torch_without_the_shim_calls_the_functions_of_python(tmp_path):
+    program = """
+    import torch, pykv
+    pykv._C.connect_torch = lambda path, has_cuda: False
+    import pykv.torch
+    assert not pykv.torch._kernels.in_c
+    x, out, direct = torch.randn(2, 8), torch.zeros(2, 8), torch.zeros(2, 8)
+    torch.ops.pykv.rms_norm(out, x, None)
+    pykv.rms_norm(direct, x, None)
+    assert torch.equal(out, direct)
+    """
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    command = [sys.executable, tmp_path / "program.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_functions_keep_name_signature_and_text():

@@ -1,0 +1,25 @@
+// How a call that went wrong becomes an exception of Python.
+#pragma once
+
+#include <Python.h>
+
+#include <string>
+
+#include "pykv/base.h"
+
+namespace pykv::python {
+
+// Which argument a conversion was at when it failed.
+struct Failure {
+  const char* op;
+  int position;  // -1: none
+};
+
+// These set the error of Python, with the names of the operation and of the argument.
+void raise_at(const Failure& failure, PyObject* type, const std::string& message);
+void raise_failure(const Failure& failure);  // from inside a catch block
+void raise_status(pykv_status status);       // of the last failing call of C
+
+PyObject* error_type(pykv_status status);
+
+}  // namespace pykv::python

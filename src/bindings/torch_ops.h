@@ -1,0 +1,184 @@
+// An operation as a kernel of torch's dispatcher, deduced from its C declaration as the Python function is.
+//
+// torch calls kernels of C through its stable shim (torch/csrc/stable): void kernel(words, num_inputs, num_outputs), a word
+// of 64 bits for each argument of the schema.  Nothing of torch is compiled against or linked: the shim's functions are
+// looked up by name in the torch that the process has loaded, and their encodings are those of 2.10 whatever its version.
+// A kernel owns what its words refer to, runs without the GIL and knows nothing of Python, except where it raises.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <bit>
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "failure.h"
+#include "pykv/base.h"
+
+namespace pykv::python::torch_ops {
+
+namespace py = pybind11;
+
+using Word = uint64_t;
+using Kernel = void (*)(Word* words, uint64_t num_inputs, uint64_t num_outputs);
+
+// What the schema and the Python definition say of a parameter.
+struct Parameter {
+  bool optional = false;          // the word is the address of another one, or null
+  Word none = 0;                  // the number that C takes for None
+  bool must_be_positive = false;  // a number, where C takes 0 for None
+};
+
+struct Operation {
+  const char* name;
+  Kernel kernel;
+  std::vector<Parameter> parameters;  // without the stream
+};
+
+// What an argument is, out of its optional.
+struct Given {
+  const Parameter& parameter;
+  bool is_none;
+  Word word;
+
+  Given(Word given, const Parameter& p) : parameter(p), is_none(p.optional && !given), word(given) {
+    if (!p.optional || is_none) return;
+    auto* boxed = reinterpret_cast<Word*>(given);
+    word = *boxed;
+    delete boxed;  // torch made it by `new`
+  }
+};
+
+// One call: where it is, and the device whose current stream it takes.
+struct Call {
+  Failure at;
+  int32_t cuda_device = -1;
+  [[noreturn]] void refuse(PyObject* type, const std::string& message) const;
+  void* stream() const { return cuda_device < 0 ? nullptr : current_stream(); }
+
+ private:
+  void* current_stream() const;
+};
+
+[[noreturn]] void fail(pykv_status status);  // as the last failing call of C says
+
+// Argument<T>: first all are made, and own what they were given, then `read`, in order, then `get`.
+template <class T>
+struct Argument;
+
+class Tensor {
+ public:
+  explicit Tensor(const Given& given) : handle_(given.is_none ? nullptr : reinterpret_cast<void*>(given.word)) {}
+  Tensor(const Tensor&) = delete;
+  Tensor& operator=(const Tensor&) = delete;
+  ~Tensor() {
+    if (handle_) release();
+  }
+  void read(Call& call, bool written);
+  DLTensor* get() { return handle_ ? &tensor_ : nullptr; }
+
+ private:
+  void release();
+
+  void* handle_;
+  DLTensor tensor_;
+};
+
+template <>
+struct Argument<DLTensor*> : Tensor {
+  using Tensor::Tensor;
+  void read(Call& call) { Tensor::read(call, true); }
+};
+
+template <>
+struct Argument<const DLTensor*> : Tensor {
+  using Tensor::Tensor;
+  void read(Call& call) { Tensor::read(call, false); }
+};
+
+template <>
+struct Argument<const char*> {
+  explicit Argument(const Given& given) : handle_(reinterpret_cast<void*>(given.word)) {}
+  Argument(const Argument&) = delete;
+  Argument& operator=(const Argument&) = delete;
+  ~Argument();
+  void read(Call& call);
+  const char* get() { return text_; }
+
+ private:
+  void* handle_;
+  const char* text_ = nullptr;
+};
+
+template <class T>
+class Number {
+ public:
+  explicit Number(const Given& given)
+      : value_(std::bit_cast<T>(given.is_none ? given.parameter.none : given.word)),
+        is_wrong_(given.parameter.must_be_positive && !given.is_none && !(value_ > 0)) {}
+  void read(Call& call) {
+    if (is_wrong_) call.refuse(PyExc_ValueError, "must be positive, got " + std::to_string(value_));
+  }
+  T get() { return value_; }
+
+ private:
+  T value_;
+  bool is_wrong_;
+};
+
+template <>
+struct Argument<int64_t> : Number<int64_t> {
+  using Number::Number;
+};
+
+template <>
+struct Argument<double> : Number<double> {
+  using Number::Number;
+};
+
+template <>
+struct Argument<bool> {
+  bool value;
+  explicit Argument(const Given& given) : value((given.word & 0xff) != 0) {}  // the other bytes say nothing
+  void read(Call&) {}
+  bool get() { return value; }
+};
+
+// Operations with lists go through Python: torch 2.9 has no encoding for lists.
+template <>
+struct Argument<pykv_tensor_list> {
+  explicit Argument(const Given&) {}
+  void read(Call&) {}
+  pykv_tensor_list get() { return {nullptr, 0}; }
+};
+
+template <auto kOp, class Signature = decltype(kOp)>
+struct Handler;
+
+template <auto kOp, class... Args>
+struct Handler<kOp, pykv_status (*)(Args...)> {
+  static inline Operation operation{};
+
+  static void call(Word* words, uint64_t, uint64_t) { run(words, std::make_index_sequence<sizeof...(Args) - 1>()); }
+
+  template <size_t... I>
+  static void run(Word* words, std::index_sequence<I...>) {
+    using Types = std::tuple<Args...>;
+    const Parameter* parameters = operation.parameters.data();
+    std::tuple<Argument<std::tuple_element_t<I, Types>>...> arguments{Given(words[I], parameters[I])...};
+    Call call{{operation.name, -1}};
+    ((call.at.position = I, std::get<I>(arguments).read(call)), ...);
+    const pykv_status status = kOp(std::get<I>(arguments).get()..., call.stream());
+    if (status != PYKV_OK) fail(status);
+  }
+};
+
+void add(Operation& operation);
+
+// For Python: connect() and implement().
+void bind(py::module_& m);
+
+}  // namespace pykv::python::torch_ops
