@@ -1,7 +1,7 @@
 """The operations as ``torch.ops.pykv.*``, for ``torch.compile`` and all else that goes through torch's dispatcher.
 
-``import pykv.torch`` registers them, as kernels of C, by the stable shim of the torch that is there, or, where something
-of that is missing, as functions of Python: nothing is compiled, so one build serves every torch.  The functions of this
+``import pykv.torch`` registers them as kernels of C, by the stable shim of the torch that is there, or, where something
+of it is missing, as functions of Python: nothing is compiled, so one build is for every torch.  The functions of this
 module have the signatures of ``pykv``: ``pykv.torch.rms_norm(out, x, w)`` calls the library directly, which is the
 quickest way, except while torch compiles: then it puts ``torch.ops.pykv.rms_norm`` into the graph.
 
