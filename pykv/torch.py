@@ -1,9 +1,9 @@
 """The operations as ``torch.ops.pykv.*``, for ``torch.compile`` and all else that goes through torch's dispatcher.
 
 ``import pykv.torch`` registers them as kernels of C, by the stable shim of the torch that is there, or, where something
-of it is missing, as functions of Python: nothing is compiled, so one build is for every torch.  The functions of this
-module have the signatures of ``pykv``: ``pykv.torch.rms_norm(out, x, w)`` calls the library directly, which is the
-quickest way, except while torch compiles: then it puts ``torch.ops.pykv.rms_norm`` into the graph.
+of it is missing, as functions of Python: nothing is compiled, so one build is for every torch.  From then on the
+functions of ``pykv``, which are in this module too, put ``torch.ops.pykv.*`` into the graph while torch compiles or
+exports; otherwise they call the library directly, which is the quickest way.
 
 Arguments that are written are declared as mutated, so that graphs keep their order; the operations have no derivatives,
 and refuse to write a tensor that requires grad.
@@ -133,40 +133,44 @@ def _described(op: Op) -> list[tuple[str, bool, float | None, bool]]:
 
 
 def _register(op: Op) -> Callable[..., None]:
+    """Makes an operation known to torch; returns what calls it there, with numbers for tensors and a stream as here."""
     _library.define(_schema_of(op))  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"pykv::{op.name}", _fake, lib=_library)
     _kernels.add(op)
     registered = getattr(torch.ops.pykv, op.name)
-    direct = op.function
     names = tuple(p.name for p in op.parameters)
     numbers = tuple(p.name for p in op.parameters if p.may_be_number)
 
     def function(*args: Any, **kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            given = dict(zip(names[: len(args)], args, strict=True))
-            given.update(kwargs)
-            given.pop("stream", None)
-            for name in numbers:
-                if name in given:
-                    given[name] = _as_tensor(given[name])
-            registered(**given)
-        else:
-            direct(*args, **kwargs)
+        given = dict(zip(names[: len(args)], args, strict=True))
+        given.update(kwargs)
+        given.pop("stream", None)
+        for name in numbers:
+            if name in given:
+                given[name] = _as_tensor(given[name])
+        registered(**given)
 
-    function.__name__ = function.__qualname__ = op.name
-    function.__doc__ = direct.__doc__
-    function.__wrapped__ = direct  # type: ignore[attr-defined]  # its signature
+    op.function.dispatch(function)
     return function
+
+
+def _traced_call(self: Any, *args: Any, **kwargs: Any) -> None:
+    """A call of any operation, for those who look into it."""
+    if torch.compiler.is_compiling():
+        _registered[self.__name__](*args, **kwargs)
+    else:
+        self(*args, **kwargs)
 
 
 # lives as long as its registrations are wanted
 _library = torch.library.Library("pykv", "DEF")  # type: ignore[no-untyped-call]
 _kernels = _Kernels()
-_functions = {name: _register(op) for name, op in all_ops().items()}
+_registered = {name: _register(op) for name, op in all_ops().items()}
 if _kernels.work():
     dispatch.watch(_kernels.route)
 else:
     for _op in all_ops().values():
         _kernels.route(_op, True)
-globals().update(_functions)
-__all__ = sorted(_functions)
+_C.set_traced_call(_traced_call)
+globals().update({name: op.function for name, op in all_ops().items()})
+__all__ = sorted(_registered)

@@ -8,6 +8,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "failure.h"
 #include "pointer_map.h"
 
 namespace pykv::python {
@@ -54,18 +55,24 @@ TypeInfo inspect(PyTypeObject* type) {
     info.protocol = Protocol::kNumpy;
     return info;
   }
-  bool cupy = false;
+  bool cupy = false, takes_dispatch = false;
   for (py::handle base : py::reinterpret_borrow<py::tuple>(type->tp_mro)) {
     if (!has_attribute(base.ptr(), "__module__")) continue;
     const std::string module = py::str(base.attr("__module__")), name = py::str(base.attr("__name__"));
     cupy |= name == "ndarray" && module.rfind("cupy", 0) == 0;
-    info.is_torch |= name == "Tensor" && module == "torch";
+    if (name == "Tensor" && module == "torch") {
+      info.is_torch = true;
+      // FakeTensor and its like
+      takes_dispatch = !py::handle(object).attr("__torch_dispatch__").is(base.attr("__torch_dispatch__"));
+    }
     info.immutable |= (module.rfind("jax", 0) == 0) && (name == "ArrayImpl" || name == "Array" || name == "Tracer");
     info.immutable |= name == "array" && module == "mlx.core";
   }
   if (info.is_torch) info.requires_grad = {object, "requires_grad"};
   info.api = exchange_api(type);
-  if (info.api) {
+  if (takes_dispatch) {
+    info.protocol = Protocol::kDispatcher;
+  } else if (info.api) {
     info.protocol = Protocol::kExchange;
   } else if (cupy) {
     info.protocol = Protocol::kCupy;
@@ -134,6 +141,8 @@ const char* way_in(PyObject* type) {
       return "__dlpack__";
     case Protocol::kCudaInterface:
       return "__cuda_array_interface__";
+    case Protocol::kDispatcher:
+      return "torch's dispatcher";
     case Protocol::kNone:
       return "";
   }
@@ -203,6 +212,9 @@ bool Array::borrow(PyObject* object, const TypeInfo& info, CurrentStreams& strea
     case Protocol::kCudaInterface:
       borrow_cuda_interface(object);
       return producer_.known;
+    case Protocol::kDispatcher:
+      throw ForDispatcher("a " + std::string(Py_TYPE(object)->tp_name) +
+                          " goes through torch's dispatcher: import pykv.torch");
     case Protocol::kNone:
       if (borrow_number(object)) return false;
       type_error(

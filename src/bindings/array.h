@@ -40,7 +40,7 @@ class Attribute {
   const PyGetSetDef* getter_ = nullptr;
 };
 
-enum class Protocol { kNone, kPointer, kNumpy, kExchange, kCupy, kDlpack, kCudaInterface };
+enum class Protocol { kNone, kPointer, kNumpy, kExchange, kCupy, kDlpack, kCudaInterface, kDispatcher };
 
 // What is known of the arrays of a Python type.
 struct TypeInfo {

@@ -2,8 +2,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <stdexcept>
-
 namespace pykv::python {
 namespace {
 
@@ -17,6 +15,11 @@ std::string argument_name(const Failure& failure) {
 }
 
 }  // namespace
+
+PyObject* for_dispatcher() {
+  static PyObject* type = PyErr_NewException("pykv._C.ForDispatcher", PyExc_TypeError, nullptr);
+  return type;
+}
 
 void raise_at(const Failure& failure, PyObject* type, const std::string& message) {
   std::string where = failure.op;
@@ -42,6 +45,8 @@ void raise_failure(const Failure& failure) {
     std::string message = py::str(e.value());
     message = message.substr(0, message.find('\n'));
     raise_at(failure, type, message);
+  } catch (const ForDispatcher& e) {
+    raise_at(failure, for_dispatcher(), e.what());
   } catch (const py::type_error& e) {
     raise_at(failure, PyExc_TypeError, e.what());
   } catch (const py::value_error& e) {

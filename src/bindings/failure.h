@@ -3,6 +3,7 @@
 
 #include <Python.h>
 
+#include <stdexcept>
 #include <string>
 
 #include "pykv/base.h"
@@ -14,6 +15,12 @@ struct Failure {
   const char* op;
   int position;  // -1: none
 };
+
+// A tensor of torch that only torch's dispatcher can take: it stands for others, or for none as yet.
+struct ForDispatcher : std::runtime_error {
+  using runtime_error::runtime_error;
+};
+PyObject* for_dispatcher();  // its class in Python, a TypeError
 
 // These set the error of Python, with the names of the operation and of the argument.
 void raise_at(const Failure& failure, PyObject* type, const std::string& message);

@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "failure.h"
+
 namespace pykv::python {
 namespace {
 
@@ -30,6 +32,8 @@ struct Function {
   PyObject* definition;
   Entry entry;
   std::atomic<PyObject*> route;  // who takes the calls; null: `entry`
+  std::atomic<PyObject*>
+      dispatcher;  // who takes those that `entry` cannot, for their tensors are torch's alone to read
   Parameter* parameters;
   PyObject** left_out;  // for each parameter its default, converted; null: it is required
   Py_ssize_t count, num_positional;
@@ -79,8 +83,7 @@ PyObject* call_converted(const Function* self, PyObject** values, uint32_t given
   return result;
 }
 
-PyObject* call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject* keywords) {
-  const Function* self = cast(object);
+PyObject* call_here(const Function* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   if (PyObject* route = self->route.load(std::memory_order_acquire))
     return PyObject_Vectorcall(route, args, nargsf, keywords);
   const Py_ssize_t num_given = PyVectorcall_NARGS(nargsf), count = self->count;
@@ -101,6 +104,15 @@ PyObject* call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject*
   }
   if (self->required & ~given) return refuse(self, args, nargsf, keywords);
   return given & self->converted ? call_converted(self, values, given) : self->entry(nullptr, values, count);
+}
+
+PyObject* call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject* keywords) {
+  const Function* self = cast(object);
+  if (PyObject* result = call_here(self, args, nargsf, keywords)) return result;
+  PyObject* dispatcher = self->dispatcher.load(std::memory_order_acquire);
+  if (!dispatcher || !PyErr_ExceptionMatches(for_dispatcher())) return nullptr;
+  PyErr_Clear();
+  return PyObject_Vectorcall(dispatcher, args, nargsf & ~PY_VECTORCALL_ARGUMENTS_OFFSET, keywords);
 }
 
 PyObject* repr(PyObject* object) {
@@ -127,12 +139,19 @@ PyObject* set_route(PyObject* object, PyObject* route) {
   Py_RETURN_NONE;
 }
 
+PyObject* set_dispatcher(PyObject* object, PyObject* dispatcher) {
+  Py_INCREF(dispatcher);
+  cast(object)->dispatcher.store(dispatcher, std::memory_order_release);
+  Py_RETURN_NONE;
+}
+
 PyTypeObject* type = nullptr;
 
 PyTypeObject* make_type() {
   static PyMethodDef methods[] = {
       {"__reduce__", reduce, METH_NOARGS, nullptr},
       {"route", set_route, METH_O, "Sends calls to another callable; None: back to C."},
+      {"dispatch", set_dispatcher, METH_O, "Sends calls with tensors that only torch's dispatcher can take elsewhere."},
       {nullptr, nullptr, 0, nullptr},
   };
   static PyMemberDef members[] = {
@@ -201,11 +220,24 @@ py::object make_function(py::function definition, py::object entry, py::tuple na
   return py::reinterpret_borrow<py::object>(object);  // the other reference is for ever
 }
 
+// Tracers, such as torch.compile, which look up `__call__` in the class and cannot follow C, find a function of Python there.
+// Calls never come to it: theirs is the slot, which this leaves as it is.
+void set_traced_call(py::function traced) {
+#if PY_VERSION_HEX >= 0x030C0000
+  const py::object dict = py::reinterpret_steal<py::object>(PyType_GetDict(type));
+#else
+  const py::object dict = py::reinterpret_borrow<py::object>(type->tp_dict);
+#endif
+  if (PyDict_SetItemString(dict.ptr(), "__call__", traced.ptr()) != 0) throw py::error_already_set();
+  PyType_Modified(type);
+}
+
 }  // namespace
 
 void bind_function(py::module_& m) {
   type = make_type();
   m.attr("Function") = py::handle(reinterpret_cast<PyObject*>(type));
+  m.def("set_traced_call", set_traced_call, py::arg("traced"));
   m.def("make_function", make_function, py::arg("definition"), py::arg("entry"), py::arg("names"),
         py::arg("num_positional"), py::arg("defaults"), py::arg("converters"));
 }

@@ -104,6 +104,43 @@ def test_inductor_keeps_the_order_of_writes(device):
         torch.testing.assert_close(a, b)
 
 
+class Normed(torch.nn.Module):
+    def forward(self, x, weight):
+        out = torch.empty_like(x)
+        pykv.rms_norm(out, x * 2, weight, epsilon=1e-5)
+        return out + 1
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_program_has_the_operation_as_a_node(strict):
+    given = torch.randn(2, 8), torch.randn(8)
+    torch._dynamo.reset()
+    program = torch.export.export(Normed(), given, strict=strict)
+    assert torch.ops.pykv.rms_norm.default in [node.target for node in program.graph.nodes]
+    assert torch.equal(program.module()(*given), Normed()(*given))
+
+
+def test_fake_tensors_go_through_torch():
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        out, x = torch.empty(2, 8), torch.empty(2, 8)
+    assert pykv._C.way_in(type(x)) == "torch's dispatcher"
+    pykv.rms_norm(out, x, None)
+    with pytest.raises(TypeError, match="rms_norm: out: a FakeTensor goes through torch's dispatcher"):
+        all_ops()["rms_norm"].direct(out, x, None)
+
+
+def test_what_tracers_see_of_a_call_is_a_call():
+    assert pykv.torch.rms_norm is pykv.rms_norm
+    out, direct = np.zeros((2, 8), np.float32), np.zeros((2, 8), np.float32)
+    x = np.arange(16, dtype=np.float32).reshape(2, 8)
+    pykv.rms_norm(direct, x, None)
+    pykv.rms_norm.__call__(out, x, weight=None)
+    assert out.tobytes() == direct.tobytes()
+    assert out.any()
+
+
 def test_an_output_that_requires_grad_is_refused():
     out, x = torch.zeros(2, 8, requires_grad=True), torch.zeros(2, 8)
     for call in (pykv.torch.rms_norm, torch.ops.pykv.rms_norm):
