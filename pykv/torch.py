@@ -69,15 +69,13 @@ class _Kernels:
     """What torch calls for an operation: the C function itself, or the Python one where it has to be."""
 
     def __init__(self) -> None:
-        module = torch._C.__file__  # needs all of torch's libraries
-        self._connected = torch.version.hip is None and _C.connect_torch(module, torch.version.cuda is not None)
         self.in_c: set[str] = set()
         self._in_python: dict[str, torch.library.Library] = {}
 
     def add(self, op: Op) -> None:
         # the operation itself refuses what autograd would not see
         _library.impl(op.name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
-        if self._connected and _is_plain(op) and _C.implement_in_torch(op.name, _described(op)):
+        if _is_plain(op) and _C.implement_in_torch(op.name, _described(op)):
             self.in_c.add(op.name)
         else:
             _library.impl(op.name, op.function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]

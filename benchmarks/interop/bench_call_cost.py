@@ -4,8 +4,8 @@
 
 The operations return after their checks because there are no tokens.  Beside them, in the same process: an empty Python
 function and, as a yardstick, tvm-ffi's `testing.nop`, which converts as many torch tensors and checks nothing.  Each
-figure is the least of many rounds, in which all callers take turns, so that a noisy moment meets all of them.  Arrays
-belong to Python alone, and libraries that are not installed are left out.
+figure is the least of many short rounds, in which all callers take turns, so that a noisy moment meets all of them.
+Arrays belong to Python alone, and libraries that are not installed are left out.
 
 With a GPU also what the host spends on a call that does launch: `rms_norm` of one row, three arrays, beside the same
 call from C (`bare_launch.c`, which the C compiler of the machine builds).  The calls come in bursts that the launch
@@ -38,7 +38,7 @@ import pykv
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from timing import Cpu, Cuda, Device, write_json
 
-ROUNDS, CALLS = 40, 5000
+ROUNDS, CALLS = 400, 500
 BURST, HIDDEN = 200, 1024  # calls of rms_norm that wait in the queue of a stream, and their rows
 
 # eight arrays each, named as the parameters; what is called is `op`

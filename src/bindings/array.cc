@@ -55,23 +55,28 @@ TypeInfo inspect(PyTypeObject* type) {
     info.protocol = Protocol::kNumpy;
     return info;
   }
-  bool cupy = false, takes_dispatch = false;
+  bool cupy = false, is_torch = false, takes_dispatch = false;
   for (py::handle base : py::reinterpret_borrow<py::tuple>(type->tp_mro)) {
     if (!has_attribute(base.ptr(), "__module__")) continue;
     const std::string module = py::str(base.attr("__module__")), name = py::str(base.attr("__name__"));
     cupy |= name == "ndarray" && module.rfind("cupy", 0) == 0;
     if (name == "Tensor" && module == "torch") {
-      info.is_torch = true;
+      is_torch = true;
       // FakeTensor and its like
       takes_dispatch = !py::handle(object).attr("__torch_dispatch__").is(base.attr("__torch_dispatch__"));
     }
     info.immutable |= (module.rfind("jax", 0) == 0) && (name == "ArrayImpl" || name == "Array" || name == "Tracer");
     info.immutable |= name == "array" && module == "mlx.core";
   }
-  if (info.is_torch) info.requires_grad = {object, "requires_grad"};
+  if (is_torch) {
+    info.requires_grad = {object, "requires_grad"};
+    info.torch = TorchShim::get();
+  }
   info.api = exchange_api(type);
   if (takes_dispatch) {
     info.protocol = Protocol::kDispatcher;
+  } else if (info.torch && info.torch->finds_tensors()) {
+    info.protocol = Protocol::kTorch;
   } else if (info.api) {
     info.protocol = Protocol::kExchange;
   } else if (cupy) {
@@ -102,7 +107,7 @@ void call_deleter(PyObject* capsule) {
 }
 
 void refuse_requires_grad(PyObject* tensor, const Attribute& requires_grad) {
-  if (requires_grad.of(tensor).ptr() == Py_True) value_error(kRequiresGrad);
+  if (requires_grad && requires_grad.of(tensor).ptr() == Py_True) value_error(kRequiresGrad);
 }
 
 }  // namespace
@@ -133,6 +138,8 @@ const char* way_in(PyObject* type) {
       return "raw pointer";
     case Protocol::kNumpy:
       return "ndarray struct";
+    case Protocol::kTorch:
+      return "stable shim of torch";
     case Protocol::kExchange:
       return "DLPack C exchange API";
     case Protocol::kCupy:
@@ -192,7 +199,6 @@ bool Array::borrow(PyObject* object, const TypeInfo& info, CurrentStreams& strea
     value_error(
         "an array of JAX or MLX cannot be written in place: its buffer may be shared; give one of NumPy, CuPy or "
         "torch");
-  if (written && info.is_torch) refuse_requires_grad(object, info.requires_grad);
   switch (info.protocol) {
     case Protocol::kPointer:
       tensor_ = pointer_tensor(object);
@@ -200,13 +206,17 @@ bool Array::borrow(PyObject* object, const TypeInfo& info, CurrentStreams& strea
     case Protocol::kNumpy:
       borrow_numpy(object);
       return false;
+    case Protocol::kTorch:
+      return borrow_torch(object, info, streams);
     case Protocol::kExchange:
+      if (written) refuse_requires_grad(object, info.requires_grad);
       borrow_exchange(object, info.api, streams);
       return producer_.known;
     case Protocol::kCupy:
       borrow_cupy(object, info, streams);
       return true;
     case Protocol::kDlpack:
+      if (written) refuse_requires_grad(object, info.requires_grad);
       pending_ = object;
       return true;
     case Protocol::kCudaInterface:
@@ -283,6 +293,31 @@ void Array::borrow_numpy(PyObject* object) {
   if (a->nd > kMaxRank) value_error("at most 8 dimensions are supported, got " + std::to_string(a->nd));
   tensor_ = {a->data, {kDLCPU, 0}, a->nd, dtype_of(*a), shape_, strides_, 0};
   take_layout(a->dimensions, a->strides);
+}
+
+// What the shim cannot read, others tell more about.
+bool Array::borrow_torch(PyObject* object, const TypeInfo& info, CurrentStreams& streams) {
+  void* tensor = info.torch->tensor_of(object);
+  if (!tensor || info.torch->read(tensor, tensor_)) {
+    if (written_) refuse_requires_grad(object, info.requires_grad);
+    if (!info.api) {
+      pending_ = object;
+      return true;
+    }
+    borrow_exchange(object, info.api, streams);
+    return producer_.known;
+  }
+  if (written_ && info.torch->requires_grad(tensor)) value_error(kRequiresGrad);
+  keep_shape();
+  if (tensor_.device.device_type == kDLCPU) return false;
+  const int32_t device = tensor_.device.device_id;
+  if (!streams.torch.known || streams.torch_device != device) {
+    streams.torch.known = info.torch->current_stream(device, &streams.torch.stream);
+    if (!streams.torch.known) throw std::runtime_error("torch does not tell its current stream");
+    streams.torch_device = device;
+  }
+  producer_ = streams.torch;
+  return true;
 }
 
 void Array::borrow_exchange(PyObject* object, const DLPackExchangeAPI* api, CurrentStreams& streams) {

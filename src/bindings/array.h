@@ -1,12 +1,13 @@
 // Any Python array as a borrowed DLTensor.
 //
-// The quickest way that its type knows: our own Pointer; NumPy's C struct; the DLPack C exchange API (torch, paddle, ...);
-// CuPy's attributes; `__dlpack__`; `__cuda_array_interface__` (Numba).
+// The quickest way that its type knows: our own Pointer; NumPy's C struct; torch's stable shim; the DLPack C exchange API
+// (paddle, ...); CuPy's attributes; `__dlpack__`; `__cuda_array_interface__` (Numba).
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 #include "pykv/base.h"
+#include "torch_shim.h"
 
 namespace pykv::python {
 
@@ -27,6 +28,7 @@ class Attribute {
  public:
   constexpr Attribute() = default;
   Attribute(PyObject* type, const char* name);  // both live for ever
+  explicit operator bool() const { return name_; }
   py::object of(PyObject* object) const {
     PyObject* found = getter_ && PyObject_TypeCheck(object, owner_) ? getter_->get(object, getter_->closure)
                                                                     : PyObject_GetAttr(object, name_);
@@ -40,15 +42,15 @@ class Attribute {
   const PyGetSetDef* getter_ = nullptr;
 };
 
-enum class Protocol { kNone, kPointer, kNumpy, kExchange, kCupy, kDlpack, kCudaInterface, kDispatcher };
+enum class Protocol { kNone, kPointer, kNumpy, kTorch, kExchange, kCupy, kDlpack, kCudaInterface, kDispatcher };
 
 // What is known of the arrays of a Python type.
 struct TypeInfo {
   Protocol protocol = Protocol::kNone;
   const DLPackExchangeAPI* api = nullptr;
-  bool is_torch = false;
+  const TorchShim* torch = nullptr;
   bool immutable = false;     // JAX, MLX: buffers are shared between arrays that look different, or are read later
-  Attribute requires_grad{};  // torch
+  Attribute requires_grad{};  // torch, where there is no shim
   Attribute data{}, shape{}, strides{}, dtype{};  // CuPy
 };
 const TypeInfo& type_info(PyTypeObject* type);
@@ -62,6 +64,8 @@ struct Producer {
 // The current streams that the arrays of a call have asked their libraries for: a call asks once.
 struct CurrentStreams {
   Producer cupy;
+  Producer torch;  // of `torch_device`
+  int32_t torch_device;
   const DLPackExchangeAPI* api = nullptr;  // of whom `stream` is, on `device`
   DLDevice device;
   void* stream;
@@ -101,6 +105,7 @@ class Array {
  private:
   void release();
   void borrow_numpy(PyObject* object);
+  bool borrow_torch(PyObject* object, const TypeInfo& info, CurrentStreams& streams);
   void borrow_exchange(PyObject* object, const DLPackExchangeAPI* api, CurrentStreams& streams);
   void borrow_cupy(PyObject* object, const TypeInfo& info, CurrentStreams& streams);
   void borrow_cuda_interface(PyObject* object);

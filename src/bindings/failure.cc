@@ -1,11 +1,10 @@
 #include "failure.h"
 
-#include <pybind11/pybind11.h>
-
 namespace pykv::python {
-namespace {
 
 namespace py = pybind11;
+
+namespace {
 
 // The Python functions of this name carry the names; they are looked up only when something went wrong.
 std::string argument_name(const Failure& failure) {
@@ -16,9 +15,10 @@ std::string argument_name(const Failure& failure) {
 
 }  // namespace
 
-PyObject* for_dispatcher() {
-  static PyObject* type = PyErr_NewException("pykv._C.ForDispatcher", PyExc_TypeError, nullptr);
-  return type;
+PyObject* for_dispatcher = nullptr;
+
+void bind_failure(py::module_& m) {
+  for_dispatcher = py::exception<ForDispatcher>(m, "ForDispatcher", PyExc_TypeError).release().ptr();
 }
 
 void raise_at(const Failure& failure, PyObject* type, const std::string& message) {
@@ -46,7 +46,7 @@ void raise_failure(const Failure& failure) {
     message = message.substr(0, message.find('\n'));
     raise_at(failure, type, message);
   } catch (const ForDispatcher& e) {
-    raise_at(failure, for_dispatcher(), e.what());
+    raise_at(failure, for_dispatcher, e.what());
   } catch (const py::type_error& e) {
     raise_at(failure, PyExc_TypeError, e.what());
   } catch (const py::value_error& e) {

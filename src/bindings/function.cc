@@ -110,7 +110,7 @@ PyObject* call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject*
   const Function* self = cast(object);
   if (PyObject* result = call_here(self, args, nargsf, keywords)) return result;
   PyObject* dispatcher = self->dispatcher.load(std::memory_order_acquire);
-  if (!dispatcher || !PyErr_ExceptionMatches(for_dispatcher())) return nullptr;
+  if (!dispatcher || !PyErr_ExceptionMatches(for_dispatcher)) return nullptr;
   PyErr_Clear();
   return PyObject_Vectorcall(dispatcher, args, nargsf & ~PY_VECTORCALL_ARGUMENTS_OFFSET, keywords);
 }

@@ -15,6 +15,7 @@ namespace pykv::python {
 // Without a GIL, too: what threads share are maps that readers look into without a lock (pointer_map.h), the words of the
 // library, which works without the GIL anyway, and the way that calls of an operation go (function.cc), one atomic word.
 PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
+  bind_failure(m);
   bind_function(m);
   bind_pointer(m);
   m.def("version", pykv_version);

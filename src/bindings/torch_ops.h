@@ -1,9 +1,7 @@
 // An operation as a kernel of torch's dispatcher, deduced from its C declaration as the Python function is.
 //
-// torch calls kernels of C through its stable shim (torch/csrc/stable): void kernel(words, num_inputs, num_outputs), a word
-// of 64 bits for each argument of the schema.  Nothing of torch is compiled against or linked: the shim's functions are
-// looked up by name in the torch that the process has loaded, and their encodings are those of 2.10 whatever its version.
-// A kernel owns what its words refer to, runs without the GIL and knows nothing of Python, except where it raises.
+// torch calls kernels of C through its stable shim: void kernel(words, num_inputs, num_outputs), a word of 64 bits for each
+// argument of the schema, in the encodings of torch 2.10 whatever the version of torch.  A kernel owns what its words refer to, runs without the GIL and knows nothing of Python, except where it raises.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -17,13 +15,14 @@
 
 #include "failure.h"
 #include "pykv/base.h"
+#include "torch_shim.h"
 
 namespace pykv::python::torch_ops {
 
 namespace py = pybind11;
 
 using Word = uint64_t;
-using Kernel = void (*)(Word* words, uint64_t num_inputs, uint64_t num_outputs);
+using Kernel = TorchShim::Kernel;
 
 // What the schema and the Python definition say of a parameter.
 struct Parameter {
@@ -178,7 +177,7 @@ struct Handler<kOp, pykv_status (*)(Args...)> {
 
 void add(Operation& operation);
 
-// For Python: connect() and implement().
+// For Python: implement_in_torch().
 void bind(py::module_& m);
 
 }  // namespace pykv::python::torch_ops
