@@ -117,7 +117,11 @@ void write_records(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
       std::memcpy(place + record.scales_at() + first / (MlaRecord::kTile / 4), &scale, 4);
     }
     const T* from = row_of<T>(rope, token);
-    for (int64_t i = 0; i < rope.size; ++i) std::memcpy(place + record.rope_at() + 2 * i, from + i * rope.dim, 2);
+    if (rope.dim == 1) {
+      std::memcpy(place + record.rope_at(), from, 2 * rope.size);
+    } else {
+      for (int64_t i = 0; i < rope.size; ++i) std::memcpy(place + record.rope_at() + 2 * i, from + i * rope.dim, 2);
+    }
   });
 }
 

@@ -17,14 +17,69 @@ void convert(Code* to, int64_t to_dim, const T* from, int64_t dim, int64_t size,
   }
 }
 
+// x / scale, for results that are rounded to one byte.  A vector's division takes as long as ten other operations, hence
+// two steps from the product with the reciprocal: what the first quotient leaves of x is exact, and so is the rounded sum.
+class Quotient {
+ public:
+  explicit Quotient(float scale)
+      : scale_(scale), reciprocal_(1.0f / scale), in_steps_(scale > 0x1p-80f && scale < 0x1p80f) {}
+
+  float operator()(float x) const { return x / scale_; }
+  Floats operator()(Floats x) const {
+#if defined(__AVX512F__)
+    if (in_steps_) {
+      const __m512 scale = splat(scale_), reciprocal = splat(reciprocal_), first = x * reciprocal;
+      const __m512 rest = _mm512_fnmadd_ps(first, scale, x);
+      const __mmask16 finite = _mm512_cmp_ps_mask(rest, rest, _CMP_ORD_Q);
+      const __m512 quotient = _mm512_mask3_fmadd_ps(rest, reciprocal, first, finite);
+      // with x's sign, which a zero has lost: 0xe4 is c ? a : b
+      return __builtin_bit_cast(
+          Floats, _mm512_ternarylogic_epi32(__builtin_bit_cast(__m512i, quotient), __builtin_bit_cast(__m512i, x),
+                                            _mm512_set1_epi32(0x7fffffff), 0xe4));
+    }
+#endif
+    return x / scale_;
+  }
+
+ private:
+  const float scale_, reciprocal_;
+  const bool in_steps_;
+};
+
 template <class T, class Code>
 void quantise(Code* to, int64_t to_dim, const T* from, int64_t dim, int64_t size, float scale) {
-  convert(to, to_dim, from, dim, size, [scale](auto x) { return x / scale; });
+  convert(to, to_dim, from, dim, size, Quotient(scale));
 }
+
+#if defined(__AVX512BW__)
+template <class T>
+  requires(sizeof(T) == 2)
+float largest_of_neighbours(const T* from, int64_t size) {
+  constexpr int16_t kInfinity = __is_same(T, bf16) ? 0x7f80 : 0x7c00;
+  __m512i most = _mm512_setzero_si512();
+  for (int64_t i = 0; i < size; i += 32) {
+    const __mmask32 inside = size - i < 32 ? (__mmask32{1} << (size - i)) - 1 : ~__mmask32{};
+    const __m512i m = _mm512_and_si512(_mm512_maskz_loadu_epi16(inside, from + i), _mm512_set1_epi16(0x7fff));
+    most = _mm512_mask_max_epi16(most, _mm512_cmple_epi16_mask(m, _mm512_set1_epi16(kInfinity)), most, m);
+  }
+  __m256i halves[2];
+  __builtin_memcpy(halves, &most, sizeof most);
+  const __m256i half = _mm256_max_epi16(halves[0], halves[1]);
+  const __m128i eight = _mm_max_epi16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  // there is a least of eight, not a largest
+  const int least = _mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1))));
+  return to_float(T{static_cast<uint16_t>(~least)});
+}
+#endif
 
 // NaN is not counted.
 template <class T>
 float largest_magnitude(const T* from, int64_t dim, int64_t size) {
+#if defined(__AVX512BW__)
+  if constexpr (sizeof(T) == 2) {
+    if (dim == 1) return largest_of_neighbours(from, size);
+  }
+#endif
   if (dim == 1) {
     // magnitudes have the order of their bits, and integers a maximum that is quickly had; NaN counts as 0
     Words most{};
