@@ -1,8 +1,10 @@
-// Runs of tokens into their slots: whole rows are copied (past the caches, if there are many), converted rows pass through
-// a small tile on the stack, and where tokens become neighbours (packed values) a square of 16-byte vectors is transposed
-// in registers.
+// Runs of tokens into their slots: whole rows are copied (past the caches, if there are many).  Where tokens of a head
+// become neighbours, some heads of all tokens of the run are first brought into a tile, converted, in the order in which
+// they lie, which the processor fetches ahead; from there 16 bytes a token are spread, or (packed values) a square of
+// 16-byte vectors is transposed in registers.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <type_traits>
 #include <utility>
@@ -16,7 +18,7 @@
 
 namespace pykv::PYKV_ISA {
 
-inline constexpr int kColumns = 256;                  // of a head, at once
+inline constexpr int64_t kTileBytes = 64 * 1024;      // of some heads, or more for one head
 inline constexpr int64_t kGroup = 16;                 // tokens that no two threads share: often a block of the cache
 inline constexpr int64_t kBytesPerTask = 128 * 1024;  // less is not worth another thread
 
@@ -71,9 +73,10 @@ inline void transpose(Vector<Stored> (&v)[kTokens<Stored>]) {
   }
 }
 
-// Columns [0, n) of `length` rows to a place where tokens are neighbours and columns lie `stride` elements apart.
+// Columns [0, n) of `length` rows, which lie `row` elements apart, to a place where tokens are neighbours and columns lie
+// `stride` elements apart.
 template <class Stored>
-inline void store_transposed(Stored* to, int64_t stride, const Stored* const* rows, int64_t length, int64_t n,
+inline void store_transposed(Stored* to, int64_t stride, const Stored* from, int64_t row, int64_t length, int64_t n,
                              bool past_caches) {
   constexpr int kSide = kTokens<Stored>;
   const int64_t squares = length / kSide;
@@ -82,17 +85,17 @@ inline void store_transposed(Stored* to, int64_t stride, const Stored* const* ro
   for (; column + kSide <= n && squares > 0; column += kSide) {
     Vector<Stored> v[kMostTokens<Stored> / kSide][kSide];
     for (int64_t k = 0; k < squares; ++k) {
-      for (int i = 0; i < kSide; ++i) v[k][i] = load_raw<Vector<Stored>>(rows[k * kSide + i] + column);
+      for (int i = 0; i < kSide; ++i) v[k][i] = load_raw<Vector<Stored>>(from + (k * kSide + i) * row + column);
       transpose<Stored>(v[k]);
     }
     for (int i = 0; i < kSide; ++i) {
       Stored* tokens = to + (column + i) * stride;
       for (int64_t k = 0; k < squares; ++k) store16(tokens + k * kSide, &v[k][i], past_caches);
-      for (int64_t t = squares * kSide; t < length; ++t) tokens[t] = rows[t][column + i];
+      for (int64_t t = squares * kSide; t < length; ++t) tokens[t] = from[t * row + column + i];
     }
   }
   for (; column < n; ++column)
-    for (int64_t i = 0; i < length; ++i) to[column * stride + i] = rows[i][column];
+    for (int64_t i = 0; i < length; ++i) to[column * stride + i] = from[i * row + column];
 }
 
 // How elements become what the cache stores: made once for a side and all of its elements.
@@ -103,7 +106,11 @@ struct Copy {
   static constexpr bool kIsCopy = true;
   Copy(const CacheSide&, int64_t, int64_t) {}
   static void row(Stored* to, const T* from, int64_t stride, int64_t n, float) {
-    for (int64_t i = 0; i < n; ++i) to[i] = from[i * stride];
+    if (stride == 1) {
+      std::memcpy(to, from, n * sizeof(T));
+    } else {
+      for (int64_t i = 0; i < n; ++i) to[i] = from[i * stride];
+    }
   }
 };
 
@@ -188,50 +195,79 @@ void write_rows(const Convert& convert, const CacheSide& side, int64_t num_heads
   }
 }
 
+// Rows that are read next: while a tile is spread, nothing else would fetch them.  Into the second cache: the first one holds
+// the tile.
+struct Ahead {
+  const char* from;
+  int64_t stride, row, length;  // bytes, bytes, rows
+
+  template <class T>
+  static Ahead rows(const CacheSide& side, int64_t num_heads, int64_t token, int64_t length) {
+    constexpr int64_t kBytes = sizeof(T);
+    const bool compact = side.data_dim == 1 && side.data_head == side.head_size;
+    return {static_cast<const char*>(side.data) + token * side.data_token * kBytes, side.data_token * kBytes,
+            num_heads * side.head_size * kBytes, compact ? length : 0};
+  }
+  // Part i of n.
+  void fetch(int64_t i, int64_t n) const {
+    for (int64_t r = i * length / n; r < (i + 1) * length / n; ++r)
+      for (int64_t at = 0; at < row; at += 64) __builtin_prefetch(from + r * stride + at, 0, 2);
+  }
+};
+
 template <class Convert>
-void write_tiles(const Convert& convert, const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches) {
+void write_tiles(const Convert& convert, const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches,
+                 std::vector<typename Convert::Stored>& tile, const Ahead& ahead) {
   using Source = typename Convert::Source;
   using Stored = typename Convert::Stored;
-  Stored tile[kMostTokens<Stored>][kColumns];
-  const Stored* rows[kMostTokens<Stored>];
+  constexpr int64_t kPadding = 64 / sizeof(Stored);  // rows a power of two apart would share few lines of the cache
+  const int64_t size = side.head_size, head_bytes = run.length * size * static_cast<int64_t>(sizeof(Stored));
+  const int64_t heads_at_once = std::clamp<int64_t>(kTileBytes / head_bytes, 1, num_heads);
+  const int64_t row = heads_at_once * size + kPadding;
+  if (static_cast<int64_t>(tile.size()) < run.length * row) tile.resize(run.length * row);
+  const bool by_the_row = side.data_head == size && side.data_dim == 1 && side.scale.stride == 0;
   const Source* data = static_cast<const Source*>(side.data) + run.token * side.data_token;
   Stored* cache = static_cast<Stored*>(side.cache) + run.block * side.block + run.offset * side.token;
-  for (int64_t h = 0; h < num_heads; ++h) {
-    for (int64_t first = 0; first < side.head_size; first += kColumns) {
-      const int64_t n = side.head_size - first < kColumns ? side.head_size - first : kColumns;
-      for (int64_t i = 0; i < run.length; ++i) {
-        const Source* from = data + i * side.data_token + h * side.data_head + first * side.data_dim;
-        if (Convert::kIsCopy && side.data_dim == 1) {
-          rows[i] = reinterpret_cast<const Stored*>(from);
-        } else {
-          convert.row(tile[i], from, side.data_dim, n, side.scale[h]);
-          rows[i] = tile[i];
-        }
+  for (int64_t first = 0; first < num_heads; first += heads_at_once) {
+    const int64_t heads = num_heads - first < heads_at_once ? num_heads - first : heads_at_once;
+    for (int64_t i = 0; i < run.length; ++i) {
+      const Source* from = data + i * side.data_token + first * side.data_head;
+      Stored* to = tile.data() + i * row;
+      if (by_the_row) {
+        convert.row(to, from, 1, heads * size, side.scale[0]);
+      } else {
+        for (int64_t h = 0; h < heads; ++h)
+          convert.row(to + h * size, from + h * side.data_head, side.data_dim, size, side.scale[first + h]);
       }
-      Stored* to = cache + h * side.head + first / side.chunk * side.chunk_stride;
-      if (side.chunk > 1) {  // x elements, 16 bytes; a tile's columns are a multiple of x
+    }
+    for (int64_t h = 0; h < heads; ++h) {
+      ahead.fetch(first + h, num_heads);
+      const Stored* from = tile.data() + h * size;
+      Stored* to = cache + (first + h) * side.head;
+      if (side.chunk > 1) {  // x elements, 16 bytes
         const bool whole_lines = past_caches && run.length % 4 == 0 && side.token == side.chunk;
-        for (int64_t column = 0; column < n; column += side.chunk, to += side.chunk_stride)
-          for (int64_t i = 0; i < run.length; ++i) store16(to + i * side.token, rows[i] + column, whole_lines);
+        for (int64_t column = 0; column < size; column += side.chunk, to += side.chunk_stride)
+          for (int64_t i = 0; i < run.length; ++i) store16(to + i * side.token, from + i * row + column, whole_lines);
       } else if (side.token == 1) {
-        store_transposed(to, side.chunk_stride, rows, run.length, n, past_caches);
+        store_transposed(to, side.chunk_stride, from, row, run.length, size, past_caches);
       } else {
         for (int64_t i = 0; i < run.length; ++i)
-          for (int64_t column = 0; column < n; ++column)
-            to[i * side.token + column * side.chunk_stride] = rows[i][column];
+          for (int64_t column = 0; column < size; ++column)
+            to[i * side.token + column * side.chunk_stride] = from[i * row + column];
       }
     }
   }
 }
 
 template <class Convert>
-void write_run(const Convert& convert, const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches) {
+void write_run(const Convert& convert, const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches,
+               std::vector<typename Convert::Stored>& tile, const Ahead& ahead) {
   if constexpr (requires { &Convert::run; }) {
     convert.run(side, num_heads, run);
   } else if (side.chunk == side.head_size) {
     write_rows(convert, side, num_heads, run, past_caches);
   } else {
-    write_tiles(convert, side, num_heads, run, past_caches);
+    write_tiles(convert, side, num_heads, run, past_caches, tile, ahead);
   }
 }
 
@@ -265,8 +301,10 @@ class TokenWriter {
 
   // Those of [begin, end).
   void operator()(int64_t begin, int64_t end) const {
+    using Source = typename Convert::Source;
     constexpr int64_t kMost = kMostTokens<typename Convert::Stored>;
     const int64_t num_slots = args_.num_blocks * args_.block_size;
+    std::vector<typename Convert::Stored> tile;
     while (begin < end) {
       const int64_t slot = args_.slots[begin];
       Run run{begin++, 1, 0, 0};
@@ -279,8 +317,11 @@ class TokenWriter {
       run.offset = slot % args_.block_size;
       const int64_t left = args_.block_size - run.offset, most = left < kMost ? left : kMost;
       while (run.length < most && begin < end && args_.slots[begin] == slot + run.length) ++run.length, ++begin;
-      write_run(key_, args_.key, args_.num_heads, run, past_caches_);
-      write_run(value_, args_.value, args_.num_heads, run, past_caches_);
+      const int64_t num_heads = args_.num_heads, next = std::min(run.length, end - begin);
+      write_run(key_, args_.key, num_heads, run, past_caches_, tile,
+                Ahead::rows<Source>(args_.value, num_heads, run.token, run.length));
+      write_run(value_, args_.value, num_heads, run, past_caches_, tile,
+                Ahead::rows<Source>(args_.key, num_heads, begin, next));
     }
   }
 
