@@ -81,6 +81,7 @@ TypeInfo inspect(PyTypeObject* type) {
     info.protocol = Protocol::kExchange;
   } else if (cupy) {
     info.protocol = Protocol::kCupy;
+    info.cupy = CupyStruct::of(type);
     info.data = {object, "data"};
     info.shape = {object, "shape"};
     info.strides = {object, "strides"};
@@ -133,7 +134,8 @@ Attribute::Attribute(PyObject* type, const char* name) : name_(interned(name)) {
 }
 
 const char* way_in(PyObject* type) {
-  switch (type_info(reinterpret_cast<PyTypeObject*>(type)).protocol) {
+  const TypeInfo& info = type_info(reinterpret_cast<PyTypeObject*>(type));
+  switch (info.protocol) {
     case Protocol::kPointer:
       return "raw pointer";
     case Protocol::kNumpy:
@@ -143,7 +145,7 @@ const char* way_in(PyObject* type) {
     case Protocol::kExchange:
       return "DLPack C exchange API";
     case Protocol::kCupy:
-      return "attributes of cupy.ndarray";
+      return info.cupy ? "struct of cupy.ndarray" : "attributes of cupy.ndarray";
     case Protocol::kDlpack:
       return "__dlpack__";
     case Protocol::kCudaInterface:
@@ -213,7 +215,8 @@ bool Array::borrow(PyObject* object, const TypeInfo& info, CurrentStreams& strea
       borrow_exchange(object, info.api, streams);
       return producer_.known;
     case Protocol::kCupy:
-      borrow_cupy(object, info, streams);
+      if (!info.cupy || !borrow_cupy(object, *info.cupy, streams)) borrow_cupy(object, info, streams);
+      producer_ = streams.cupy;
       return true;
     case Protocol::kDlpack:
       if (written) refuse_requires_grad(object, info.requires_grad);
@@ -335,6 +338,17 @@ void Array::borrow_exchange(PyObject* object, const DLPackExchangeAPI* api, Curr
   producer_ = {true, streams.stream};
 }
 
+bool Array::borrow_cupy(PyObject* object, const CupyStruct& cupy, CurrentStreams& streams) {
+  CupyStruct::Fields fields;
+  if (!cupy.read(object, fields)) return false;
+  if (fields.ndim > kMaxRank) value_error("at most 8 dimensions are supported, got " + std::to_string(fields.ndim));
+  tensor_ = {
+      fields.pointer, {kDLCUDA, fields.device}, fields.ndim, dtype_from_numpy(fields.dtype), shape_, strides_, 0};
+  take_layout(fields.sizes, fields.strides);
+  if (!streams.cupy.known) streams.cupy = {true, cupy.current_stream()};
+  return true;
+}
+
 void Array::borrow_cupy(PyObject* object, const TypeInfo& info, CurrentStreams& streams) {
   const py::object memory = info.data.of(object);
   static const Attribute pointer(type_of(memory), "ptr");
@@ -363,7 +377,6 @@ void Array::borrow_cupy(PyObject* object, const TypeInfo& info, CurrentStreams& 
     static const Attribute stream_pointer(type_of(stream), "ptr");
     streams.cupy = {true, PyLong_AsVoidPtr(stream_pointer.of(stream.ptr()).ptr())};
   }
-  producer_ = streams.cupy;
 }
 
 void Array::borrow_cuda_interface(PyObject* object) {

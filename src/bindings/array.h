@@ -1,11 +1,12 @@
 // Any Python array as a borrowed DLTensor.
 //
 // The quickest way that its type knows: our own Pointer; NumPy's C struct; torch's stable shim; the DLPack C exchange API
-// (paddle, ...); CuPy's attributes; `__dlpack__`; `__cuda_array_interface__` (Numba).
+// (paddle, ...); CuPy's struct or its attributes; `__dlpack__`; `__cuda_array_interface__` (Numba).
 #pragma once
 
 #include <pybind11/pybind11.h>
 
+#include "cupy_struct.h"
 #include "pykv/base.h"
 #include "torch_shim.h"
 
@@ -51,7 +52,8 @@ struct TypeInfo {
   const TorchShim* torch = nullptr;
   bool immutable = false;     // JAX, MLX: buffers are shared between arrays that look different, or are read later
   Attribute requires_grad{};  // torch, where there is no shim
-  Attribute data{}, shape{}, strides{}, dtype{};  // CuPy
+  const CupyStruct* cupy = nullptr;
+  Attribute data{}, shape{}, strides{}, dtype{};  // CuPy, where its struct is not known
 };
 const TypeInfo& type_info(PyTypeObject* type);
 
@@ -107,6 +109,7 @@ class Array {
   void borrow_numpy(PyObject* object);
   bool borrow_torch(PyObject* object, const TypeInfo& info, CurrentStreams& streams);
   void borrow_exchange(PyObject* object, const DLPackExchangeAPI* api, CurrentStreams& streams);
+  bool borrow_cupy(PyObject* object, const CupyStruct& cupy, CurrentStreams& streams);
   void borrow_cupy(PyObject* object, const TypeInfo& info, CurrentStreams& streams);
   void borrow_cuda_interface(PyObject* object);
   bool borrow_number(PyObject* object);

@@ -151,6 +151,15 @@ def test_torch_is_read_by_its_shim(x: np.ndarray) -> None:
     assert pykv._C.way_in(torch.Tensor) == pykv._C.way_in(torch.nn.Parameter) == "stable shim of torch"
 
 
+def test_cupy_is_read_by_its_struct() -> None:
+    cupy = pytest.importorskip("cupy")
+
+    class Derived(cupy.ndarray):  # type: ignore[misc]
+        pass
+
+    assert pykv._C.way_in(cupy.ndarray) == pykv._C.way_in(Derived) == "struct of cupy.ndarray"
+
+
 def test_a_tensor_whose_object_another_owner_keeps(x: np.ndarray) -> None:
     """Up to torch 2.10 such an object refers to its tensor in another way."""
     torch = pytest.importorskip("torch")
