@@ -4,6 +4,7 @@
 #include <pybind11/gil_safe_call_once.h>
 
 #include <cstring>
+#include <exception>
 #include <string>
 #include <utility>
 #include <vector>
@@ -49,7 +50,7 @@ const TorchShim* TorchShim::get() {
         auto* made = new TorchShim();
         try {
           if (made->connect()) return made;
-        } catch (const py::error_already_set&) {  // a torch of another kind
+        } catch (const std::exception&) {  // a torch of another kind
         }
         delete made;
         return nullptr;
