@@ -2,8 +2,8 @@
 // fp8_ds_mla records (write_mla_records.cuh).
 //
 // All read each element once and write its bytes once; the floor is that traffic at copy bandwidth.  On an H200, MLA's 512 +
-// 64: 65536 tokens take 40 us, 99 % of a copy of as many bytes (fp8 101 %, records 91 %); 4096 tokens 3.7 us, 106 % (fp8
-// 95 %, records 88 %, whose conversions one wave of threads cannot hide).
+// 64: 65536 tokens take 41 us, 98 % of a copy of as many bytes (fp8 103 %, records 102 %, nvfp4 103 %); 4096 tokens 3.7 us,
+// 113 % (fp8 108 %, records 99 %, nvfp4 97 %).
 #include "cache/concat_and_cache_mla.h"
 #include "cache/concat_rows.cuh"
 #include "cache/entry_places.cuh"
@@ -44,10 +44,10 @@ struct PagePlan {
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kConcatThreads, kNvfp4Blocks<T, kAligned>)
     mla_nvfp4_kernel(const __grid_constant__ PagePlan plan, const __grid_constant__ Scale scale, uint32_t first_token) {
-  begin_dependent();
   uint32_t block;
   const uint32_t group = plan.blocks(blockIdx.x * kConcatThreads + threadIdx.x, block);
-  const int64_t first = first_token + int64_t{group} * kNvfp4Tokens, end = first + kNvfp4Tokens;
+  const uint32_t first = first_token + group * kNvfp4Tokens;
+  const int left = static_cast<int>(static_cast<uint32_t>(plan.map.num_tokens) - first);
   const int64_t column = int64_t{block} * kNvfp4Block, in_rope = column - plan.latent_size;
   const bool from_rope = in_rope >= 0;
   const char *latent = plan.latent + column * plan.latent_dim, *rope = plan.rope + in_rope * plan.rope_dim;
@@ -59,8 +59,7 @@ __global__ void __launch_bounds__(kConcatThreads, kNvfp4Blocks<T, kAligned>)
                               plan.rope_dim,
                               from_rope ? kNvfp4Block : static_cast<int>(min(-in_rope, int64_t{kNvfp4Block}))};
   const Nvfp4Target target(plan.cache, plan.block, plan.page, 0, block);
-  write_nvfp4<T, kAligned>(plan.map, source, target, scale[0], first,
-                           end < plan.map.num_tokens ? end : plan.map.num_tokens);
+  write_nvfp4<T, kAligned>(plan.map, source, target, scale, 0, first, min(left, kNvfp4Tokens));
 }
 
 template <class T, bool kAligned, int kRows>

@@ -19,7 +19,6 @@ __global__ void __launch_bounds__(kConcatThreads, 8)
                         const __grid_constant__ RotationPlan rotation, const __grid_constant__ SidePlan key,
                         uint32_t latent_blocks) {
   if (blockIdx.x < latent_blocks) return write_mla_records<T, true, kRows>(latents, target, 0);
-  begin_dependent();
   rotate_to_cache<Mover<T, KvFormat::kSame, kPackSize<T>>, T>(rotation, target.map, key, nullptr,
                                                               blockIdx.x - latent_blocks);
 }

@@ -19,6 +19,7 @@ struct HeadTarget {
   struct Offsets {
     int64_t at[kRows];
   };
+  __device__ void prefetch_ids(uint32_t, uint32_t) const {}
   template <int kRows>
   __device__ Offsets<kRows> ids(uint32_t first, uint32_t) const {
     Offsets<kRows> offsets;

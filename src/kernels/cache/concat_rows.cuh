@@ -93,6 +93,12 @@ __device__ __forceinline__ void concat_rows(const ConcatPlan& plan, const Target
     from[i] = part + (in_a ? a_offsets[i] : b_offsets[i]);
     have_ready(from[i]);
   }
+  if (comes_early()) {
+    target.prefetch_ids(first, plan.num_rows);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      if (first + i < plan.num_rows) prefetch(from[i]);
+  }
   begin_dependent();
 
   // First what there is to work out while the elements are on their way.

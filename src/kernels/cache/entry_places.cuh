@@ -12,6 +12,7 @@ struct SlotTarget {
   char* cache;
   int64_t block, token;  // bytes
 
+  __device__ void prefetch_ids(uint32_t first, uint32_t) const { map.prefetch_slot(first); }
   template <int kRows>
   __device__ Slots<kRows> ids(uint32_t first, uint32_t end) const {
     return map.load<kRows>(first, 1, end);

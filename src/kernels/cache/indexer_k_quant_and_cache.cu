@@ -62,6 +62,14 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t column = group * plan.group_size + (piece & (lanes - 1)) * kElements;
   const char* from = plan.k + first * plan.k_row + column * sizeof(T);
   have_ready(from);
+  if (comes_early()) {
+    plan.map.prefetch_slot(first);
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i)
+#pragma unroll
+      for (int v = 0; v < kLaneVectors; ++v)
+        if (first + i < plan.map.num_tokens) prefetch(from + i * plan.k_row + v * step * sizeof(T));
+  }
   begin_dependent();
 
   const Slots<kTokens> slots = plan.map.template load<kTokens>(first, 1, plan.map.num_tokens);

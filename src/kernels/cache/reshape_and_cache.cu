@@ -17,7 +17,6 @@ template <class Mover, bool kTransposes>
 __global__ void __launch_bounds__(kMostThreads<Mover>, Shape<Mover, kTransposes>::kBlocks)
     reshape_and_cache_kernel(const __grid_constant__ Plan plan,
                              const __grid_constant__ Scales<Mover::kStoredFormat> scales) {
-  if constexpr (kInPages<Mover>) begin_dependent();  // the others wait when they know what to load
   // Values first: where they are transposed, they take longer.
   const bool is_key = blockIdx.x >= plan.value.num_blocks;
   const SidePlan& side = is_key ? plan.key : plan.value;

@@ -33,7 +33,6 @@ template <class T, KvFormat kFormat, int kWidth, bool kTransposes>
 __global__ void __launch_bounds__(kThreads, kLeastBlocks)
     rotary_and_cache_kernel(const __grid_constant__ Plan plan, const __grid_constant__ RotationPlan rotation,
                             const __grid_constant__ Scales<kFormat> scales) {
-  begin_dependent();
   const Scale *k_scale = nullptr, *v_scale = nullptr;
   if constexpr (kFormat != KvFormat::kSame) k_scale = &scales.key, v_scale = &scales.value;
   const uint32_t value_blocks = plan.value.num_blocks;

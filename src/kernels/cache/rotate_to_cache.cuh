@@ -63,6 +63,7 @@ __device__ __forceinline__ void copy_rest(const RotationPlan& plan, const SlotMa
                                           const Scale* scale, int64_t t, uint32_t unit) {
   using V = typename Mover::Loaded;
   constexpr uint32_t kWidth = Mover::kWidth;
+  begin_dependent();
   if (t >= map.num_tokens) return;
   const RotaryHeads& keys = plan.rotation.key;
   uint32_t pair;
@@ -97,15 +98,34 @@ __device__ __forceinline__ void rotate_to_cache(const RotationPlan& plan, const 
   unit = rotates ? plan.columns(unit, column) : unit - all_rotated;
   t += unit & ((1u << plan.tile_log2) - 1);
   unit >>= plan.tile_log2;
-  if (t >= rotation.num_tokens) return;
+  if (t >= rotation.num_tokens) return begin_dependent();
   if (!rotates) return copy_rest<Mover, T>(plan, map, side, scale, t, unit);
 
-  PositionLoad position_load(rotation.positions, t * rotation.position_token);
   const uint32_t group = unit;
   const uint32_t low = rotation.is_neox ? column : 2 * column, high = low + (rotation.is_neox ? plan.columns.d : 1);
   const uint32_t num_queries = static_cast<uint32_t>(rotation.query.num_heads);
   const uint32_t num_heads = num_queries + static_cast<uint32_t>(rotation.key.num_heads);
   T* heads[kRotatedHeads];
+#pragma unroll
+  for (int k = 0; k < kRotatedHeads; ++k) {
+    const uint32_t h = group + k * plan.groups;
+    const bool is_query = h < num_queries;
+    const RotaryHeads& of = is_query ? rotation.query : rotation.key;
+    heads[k] = static_cast<T*>(of.data) + t * of.token + (is_query ? h : h - num_queries) * of.head;
+    have_ready(heads[k]);
+  }
+  if (comes_early()) {
+    prefetch_angles(rotation, t * rotation.position_token, column * kWidth);
+#pragma unroll
+    for (int k = 0; k < kRotatedHeads; ++k) {
+      if (group + k * plan.groups >= num_heads) continue;
+      prefetch(heads[k] + low * kWidth);
+      prefetch(heads[k] + high * kWidth);
+    }
+    map.prefetch_slot(t);
+  }
+  begin_dependent();
+  PositionLoad position_load(rotation.positions, t * rotation.position_token);
   V v[kRotatedHeads][2];
   float scales[kRotatedHeads];
   bool any_key = false;
@@ -113,8 +133,6 @@ __device__ __forceinline__ void rotate_to_cache(const RotationPlan& plan, const 
   for (int k = 0; k < kRotatedHeads; ++k) {
     const uint32_t h = group + k * plan.groups;
     const bool is_query = h < num_queries;
-    const RotaryHeads& of = is_query ? rotation.query : rotation.key;
-    heads[k] = static_cast<T*>(of.data) + t * of.token + (is_query ? h : h - num_queries) * of.head;
     if (h >= num_heads) continue;
     v[k][0] = load_vec<V>(heads[k] + low * kWidth);
     v[k][1] = load_vec<V>(heads[k] + high * kWidth);

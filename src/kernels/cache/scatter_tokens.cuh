@@ -31,6 +31,13 @@ __device__ __forceinline__ void scatter_tokens(const SlotMap& map, const SidePla
   from += first * side.data_token;
   have_ready(from);
   have_ready(to);
+  constexpr bool kCopies = Mover::kStoredFormat == KvFormat::kSame;
+  if (comes_early() && (kCopies || gridDim.x <= kFewBlocks) && vector < side.num_vectors) {
+    map.prefetch_slot(first);
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i)
+      if (first + i * rows < end) prefetch(from + i * rows * side.data_token);
+  }
   begin_dependent();
   if (vector >= side.num_vectors) return;
 

@@ -1,8 +1,8 @@
 // From slots to places in a paged cache.
 #pragma once
 
+#include "cache/early.cuh"
 #include "core/args.h"
-#include "cuda/dependent.cuh"
 #include "cuda/divider.cuh"
 
 namespace pykv {
@@ -12,6 +12,12 @@ template <int kTokens>
 struct Slots {
   int32_t low[kTokens], high[kTokens];
 };
+
+__device__ inline int32_t load_word_in_order(const char* from) {
+  int32_t word;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(word) : "l"(from));
+  return word;
+}
 
 // Where tokens go.
 struct SlotMap {
@@ -38,6 +44,37 @@ struct SlotMap {
       }
     }
     return loaded;
+  }
+
+  // Of `count` neighbouring tokens, which is at least 1; those beyond are the last one again.
+  template <int kTokens>
+  __device__ Slots<kTokens> load_some(int64_t first, int count) const {
+    Slots<kTokens> loaded;
+    const int64_t next = slots.stride * (slots.is_int64 ? 8 : 4);
+    const char* slot = static_cast<const char*>(slots.data) + first * next;
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      loaded.low[i] = load_word_in_order(slot);
+      loaded.high[i] = slots.is_int64 ? load_word_in_order(slot + 4) : 0;
+      if (i + 1 < count) slot += next;
+    }
+    return loaded;
+  }
+
+  // Whether these are as many neighbouring slots, of which the first is a multiple of their number, a power of two.
+  template <int kTokens>
+  __device__ bool follow(const Slots<kTokens>& loaded) const {
+    uint32_t differ = loaded.low[0] & (kTokens - 1);
+#pragma unroll
+    for (int i = 1; i < kTokens; ++i)
+      differ |= static_cast<uint32_t>(loaded.low[i] - loaded.low[0] - i) | (loaded.high[i] ^ loaded.high[0]);
+    return differ == 0;
+  }
+
+  // What a thread may ask for before it waits: the slot of a token, and those that lie beside it.
+  __device__ void prefetch_slot(int64_t token) const {
+    if (token < num_tokens)
+      prefetch(static_cast<const char*>(slots.data) + token * slots.stride * (slots.is_int64 ? 8 : 4));
   }
 
   template <int kTokens>

@@ -7,8 +7,8 @@
 // tile cost no more than others: a run is read as words and shifted into place.
 #pragma once
 
+#include "cache/early.cuh"
 #include "cache/reshape_and_cache.cuh"
-#include "cuda/dependent.cuh"
 
 namespace pykv {
 
@@ -136,6 +136,12 @@ __device__ __forceinline__ void transpose_tokens(const SlotMap& map, const SideP
   const int columns = min(static_cast<int>(side.head_size) - first_column, kTileColumns), vectors = columns / kWidth;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
+  const char* from =
+      side.data + head * side.data_head + first_token * side.data_token + int64_t{piece} * kVectors * side.data_vector;
+  if (comes_early() && gridDim.x <= kFewBlocks && static_cast<int>(threadIdx.x) < tokens) {
+    map.prefetch_slot(first_token + threadIdx.x);
+    if (side.data_vector == sizeof(Loaded)) prefetch(from + threadIdx.x * side.data_token, vectors * sizeof(Loaded));
+  }
   begin_dependent();
   // Asked for now, looked at once the tile's own loads are on their way.
   int64_t slot = -1;
@@ -143,8 +149,6 @@ __device__ __forceinline__ void transpose_tokens(const SlotMap& map, const SideP
 
   // A warp reads 4 vectors of 8 words' tokens at a time, and 2^lanes_log2 warps lie along the head.
   const Quotient quotient(scale ? (*scale)[head] : 1.0f);
-  const char* from =
-      side.data + head * side.data_head + first_token * side.data_token + int64_t{piece} * kVectors * side.data_vector;
   const int along = 1 << side.lanes_log2, step = (kWarps >> side.lanes_log2) * 8;
   for (int vector = (warp & (along - 1)) * 4 + lane % 4; vector < vectors; vector += along * 4) {
     for (int word = (warp >> side.lanes_log2) * 8 + lane / 4; word * kTokens < tokens; word += kUnroll * step) {

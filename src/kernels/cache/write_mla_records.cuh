@@ -106,6 +106,14 @@ __device__ __forceinline__ void write_mla_records(const RecordPlan& plan, const 
         in_latent ? kLaneElements : max(min(static_cast<int>(plan.rope_size - column - v * step), kLaneElements), 0);
 
   have_ready(from);
+  if (kAligned && comes_early()) {
+    target.prefetch_ids(first, plan.num_tokens);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int v = 0; v < kLaneVectors; ++v)
+        if (first + i < plan.num_tokens && counts[v] > 0) prefetch(from + i * row + v * step * dim);
+  }
   begin_dependent();
 
   // First what there is to work out while the elements are on their way.

@@ -40,7 +40,7 @@ template <class Mover, bool kTransposes>
 struct Shape {
   static constexpr bool kCopies = Mover::kStoredFormat == KvFormat::kSame;
   static constexpr int kTokens = kTransposes && kCopies ? 2 : 4;
-  static constexpr int kBlocks = !kTransposes ? 4 : kCopies ? 8 : kConvertingBlocks;
+  static constexpr int kBlocks = !kCopies ? kConvertingBlocks : kTransposes ? 8 : 4;
 };
 
 // Sixteen elements of four tokens are many registers; put together one by one, even more.
@@ -62,15 +62,15 @@ __device__ __forceinline__ void write_pages(const SlotMap& map, const SidePlan& 
   uint32_t piece, in_head;
   const uint32_t group = side.pieces(block, piece);
   const uint32_t vector = (piece << side.lanes_log2) + lane;
-  if (vector >= side.num_vectors) return;
   const uint32_t head = side.vectors_per_head(vector, in_head);
 
   const char* from = side.data + head * side.data_head + in_head * side.data_vector;
   const Nvfp4Source source{from, from, side.data_token, 0, side.data_vector / kNvfp4Block, 0, kNvfp4Block};
   const Nvfp4Target target(side.cache, side.block, side.page, head, in_head);
-  const int64_t first = (int64_t{group} * rows + row) * side.tokens, end = first + side.tokens;
-  write_nvfp4<typename Mover::Element, Mover::kAligned>(map, source, target, scale[head], first,
-                                                        end < map.num_tokens ? end : map.num_tokens);
+  const int64_t first = (int64_t{group} * rows + row) * side.tokens, left = map.num_tokens - first;
+  const int most = vector < side.num_vectors ? static_cast<int>(side.tokens) : 0;
+  write_nvfp4<typename Mover::Element, Mover::kAligned>(map, source, target, scale, head, first,
+                                                        left < most ? static_cast<int>(left) : most);
 }
 
 // `block` counts from the first block that works on this side.

@@ -1,0 +1,188 @@
+// Blocks of sixteen to nvfp4 (core/nvfp4.h) without the conversion instructions that only later chips have.
+//
+// e2m1 is uniform in three pieces, with code = 2 y below 2, y + 2 below 4 and y / 2 + 4 from there: the magnitude's code is
+// the least of these three lines, each rounded by one fused multiplication and addition to a large number, whose lowest
+// bits are then the code.
+//
+// A block is eight instructions an element, and what is odd is kept out of its way: nearly all blocks are plain.
+#pragma once
+
+#include <cstdint>
+
+#include "core/nvfp4.h"
+#include "cuda/nvfp4.cuh"
+#include "cuda/pairs.cuh"
+#include "cuda/quotient.cuh"
+
+namespace pykv {
+
+// The larger ones of magnitudes in two words; NaN if one is.  The signs of the result mean nothing.
+template <class T>
+__device__ uint32_t larger_magnitudes_or_nan(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ >= 860
+  uint32_t most;
+  if constexpr (std::is_same_v<T, half>) {
+    asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+  } else {
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+  }
+  return most;
+#else
+  return as_word(__hmax2_nan(__habs2(as_pair<T>(a)), __habs2(as_pair<T>(b))));
+#endif
+}
+
+// What the blocks of a head share.
+class Nvfp4Quantiser {
+ public:
+  __device__ explicit Nvfp4Quantiser(float global)
+      : global_(global), six_global_(kNvfp4Largest * global), plain_(global > 0.0f && six_global_.is_plain()) {}
+
+  // The scale of a block and what its elements are multiplied by.
+  struct BlockScale {
+    float reciprocal;
+    uint32_t code;
+  };
+
+  // Whether a block is like nearly all: without NaN, its scale neither 0 nor subnormal nor the largest.  Only then has
+  // `block` a meaning.  Sixteen neighbours of type T (float, half or bf16), as the words they lie in.
+  template <class T>
+  __device__ __forceinline__ bool find_scale(const uint32_t (&words)[4 * sizeof(T)], BlockScale& block) const {
+    float scale[1] = {largest_or_nan<T>(words)};
+    six_global_.template divide<T>(scale);
+    block.code = __nv_cvt_float_to_fp8(scale[0], __NV_SATFINITE, __NV_E4M3);
+    // Far from 0 and infinity, so that this is 1 / x to nearest.
+    const float x = __fmul_rn(fp8_to_float<KvFormat::kE4M3>(static_cast<uint8_t>(block.code)), global_);
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    block.reciprocal = fmaf(r, fmaf(-x, r, 1.0f), r);
+    return plain_ && block.code - 0x08u < 0x7eu - 0x08u;
+  }
+
+  // The codes of such a block: its scale was rounded by 1 in 17 at most, so that none can exceed that of 6.
+  template <class T>
+  __device__ __forceinline__ uint2 plain_codes(const uint32_t (&words)[4 * sizeof(T)], const BlockScale& block) const {
+    float y[kNvfp4Block];
+    multiply<T>(words, block.reciprocal, y);
+    return codes<T>(words, y);
+  }
+
+  // Any block.
+  template <class T>
+  __device__ __forceinline__ Nvfp4Codes operator()(const uint32_t (&words)[4 * sizeof(T)]) const {
+    float scale[1] = {largest_number<T>(words)};
+    const bool zeros = scale[0] == 0.0f;
+    six_global_.divide<T>(scale);
+    const uint32_t code = __nv_cvt_float_to_fp8(scale[0], __NV_SATFINITE, __NV_E4M3) & 0x7fu;
+    Nvfp4Codes result;
+    result.scale = zeros ? uint8_t{0} : static_cast<uint8_t>(code | (six_global_.sign_bytes() & 0x80u));
+    const float r =
+        zeros || code == 0 ? 0.0f : __frcp_rn(__fmul_rn(fp8_to_float<KvFormat::kE4M3>(result.scale), global_));
+    float y[kNvfp4Block];
+    multiply<T>(words, r, y);
+#pragma unroll
+    for (float& x : y) x = x == x ? fminf(x, kNvfp4Largest) : 0.0f;
+    result.codes = codes<T>(words, y);
+    return result;
+  }
+
+ private:
+  static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
+  static constexpr uint32_t kRoundBits = 0x4b400000u;
+  static constexpr uint32_t kExtra = kRoundBits * 0x11111111u;  // what eight codes carry beside themselves
+
+  // The code in the lowest bits of kRoundBits, for 0 <= y < 7.
+  static __device__ uint32_t magnitude_bits(float y) {
+    // Positive floats are in the order of their bits; from sm_90 on the least of three is one instruction.
+    return __vimin3_u32(__float_as_uint(__fmaf_rn(y, 2.0f, kRound)), __float_as_uint(__fadd_rn(y, kRound + 2.0f)),
+                        __float_as_uint(__fmaf_rn(y, 0.5f, kRound + 4.0f)));
+  }
+
+  template <class T>
+  static __device__ __forceinline__ void multiply(const uint32_t (&words)[4 * sizeof(T)], float r,
+                                                  float (&y)[kNvfp4Block]) {
+    constexpr int kWords = 4 * sizeof(T);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        y[i] = __fmul_rn(fabsf(__uint_as_float(words[i])), r);
+      } else {
+        const float2 pair = word_to_floats<T>(words[i]);
+        y[2 * i] = __fmul_rn(fabsf(pair.x), r);
+        y[2 * i + 1] = __fmul_rn(fabsf(pair.y), r);
+      }
+    }
+  }
+
+  template <class T>
+  static __device__ __forceinline__ uint2 codes(const uint32_t (&words)[4 * sizeof(T)], const float (&y)[kNvfp4Block]) {
+    uint32_t packed[2] = {0, 0};
+#pragma unroll
+    for (int i = kNvfp4Block - 1; i >= 0; --i) packed[i / 8] = packed[i / 8] * 16 + magnitude_bits(y[i]);
+    return {(packed[0] - kExtra) | sign_bits<T, 0>(words), (packed[1] - kExtra) | sign_bits<T, 1>(words)};
+  }
+
+  // The highest bit of a byte of each word, as a byte.
+  template <int kByte>
+  static __device__ uint32_t signs(uint32_t a, uint32_t b) {
+    uint32_t bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "n"(kByte | 8 | (kByte | 12) << 4));
+    return bytes;
+  }
+
+  // The signs of elements 8 kHalf and following, in bits 3, 7, ...
+  template <class T, int kHalf>
+  static __device__ uint32_t sign_bits(const uint32_t (&words)[4 * sizeof(T)]) {
+    uint32_t even, odd;  // bytes all of whose bits are the sign of an element
+    if constexpr (sizeof(T) == 4) {
+      const uint32_t* w = words + 8 * kHalf;
+      even = __byte_perm(signs<3>(w[0], w[2]), signs<3>(w[4], w[6]), 0x5410);
+      odd = __byte_perm(signs<3>(w[1], w[3]), signs<3>(w[5], w[7]), 0x5410);
+    } else {
+      const uint32_t* w = words + 4 * kHalf;
+      even = __byte_perm(signs<1>(w[0], w[1]), signs<1>(w[2], w[3]), 0x5410);
+      odd = __byte_perm(signs<3>(w[0], w[1]), signs<3>(w[2], w[3]), 0x5410);
+    }
+    return ((even & 0x0f0f0f0fu) | (odd & 0xf0f0f0f0u)) & 0x88888888u;
+  }
+
+  // The largest magnitude; NaN if one is.
+  template <class T>
+  static __device__ float largest_or_nan(const uint32_t (&words)[4 * sizeof(T)]) {
+    constexpr int kWords = 4 * sizeof(T);
+    if constexpr (sizeof(T) == 4) {
+      uint32_t most = 0;
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) most = max(most, words[i] & 0x7fffffffu);
+      return __uint_as_float(most);
+    } else {
+      uint32_t most = words[0];
+#pragma unroll
+      for (int i = 1; i < kWords; ++i) most = larger_magnitudes_or_nan<T>(most, words[i]);
+      const Pair<T> pair = as_pair<T>(most & 0x7fff7fffu);
+      return to_float(__hmax_nan(pair.x, pair.y));
+    }
+  }
+
+  // The same among what is not NaN.
+  template <class T>
+  static __device__ float largest_number(const uint32_t (&words)[4 * sizeof(T)]) {
+    float most = 0.0f;
+#pragma unroll
+    for (const uint32_t word : words) {
+      if constexpr (sizeof(T) == 4) {
+        most = fmaxf(most, fabsf(__uint_as_float(word)));
+      } else {
+        const float2 pair = word_to_floats<T>(word);
+        most = fmaxf(most, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+      }
+    }
+    return most;
+  }
+
+  float global_;
+  Quotient six_global_;
+  bool plain_;
+};
+
+}  // namespace pykv
