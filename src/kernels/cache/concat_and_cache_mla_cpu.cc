@@ -108,12 +108,19 @@ template <class T>
 void write_records(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
   const MlaPart &latent = args.latent, &rope = args.rope;
   const MlaRecord record{latent.size, rope.size};
+  const TileEncoder<T, 448> encode(args.num_tokens * latent.size);
   for_each_token<uint8_t>(args, launch, [&](int64_t token, uint8_t* place, LineWriter&) {
     for (int64_t first = 0; first < latent.size; first += MlaRecord::kTile) {
       const T* tile = row_of<T>(latent, token) + first * latent.dim;
-      float scale = largest_magnitude(tile, latent.dim, MlaRecord::kTile) / MlaRecord::kLargest;
+      const float largest = largest_magnitude(tile, latent.dim, MlaRecord::kTile);
+      float scale = largest / MlaRecord::kLargest;
       scale = scale > MlaRecord::kLeastScale ? scale : MlaRecord::kLeastScale;
-      quantise(reinterpret_cast<e4m3*>(place + first), 1, tile, latent.dim, MlaRecord::kTile, scale);
+      e4m3* codes = reinterpret_cast<e4m3*>(place + first);
+      if (latent.dim == 1) {
+        encode.divide(codes, tile, MlaRecord::kTile, largest, scale);
+      } else {
+        quantise(codes, 1, tile, latent.dim, MlaRecord::kTile, scale);
+      }
       std::memcpy(place + record.scales_at() + first / (MlaRecord::kTile / 4), &scale, 4);
     }
     const T* from = row_of<T>(rope, token);

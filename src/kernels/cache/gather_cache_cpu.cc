@@ -74,6 +74,7 @@ void read_pages(const GatherCacheArgs& args, const Launch& launch) {
 template <class T>
 void read_records(const GatherCacheArgs& args, const Launch& launch) {
   const MlaRecord& record = args.record;
+  const Decoder<T, e4m3> decode(1.0f);
   for_each_row(args, 1, sizeof(T), launch, [&](const char* from, int64_t row, LineWriter&) {
     T* to = static_cast<T*>(args.dst) + row * args.dst_row;
     for (int64_t first = 0; first < record.latent; first += MlaRecord::kTile) {
@@ -81,14 +82,18 @@ void read_records(const GatherCacheArgs& args, const Launch& launch) {
       std::memcpy(&scale, from + record.scales_at() + first / (MlaRecord::kTile / 4), 4);
       const e4m3* codes = reinterpret_cast<const e4m3*>(from) + first;
       if (args.dst_piece == 1) {
-        for (int64_t i = 0; i < MlaRecord::kTile; i += kWidth) store(to + first + i, load(codes + i) * splat(scale));
+        decode.tile(to + first, codes, MlaRecord::kTile, scale);
       } else {
         for (int64_t i = 0; i < MlaRecord::kTile; ++i)
           to[(first + i) * args.dst_piece] = from_float<T>(to_float(codes[i]) * scale);
       }
     }
-    for (int64_t i = 0; i < record.rope; ++i)
-      std::memcpy(to + (record.latent + i) * args.dst_piece, from + record.rope_at() + 2 * i, 2);
+    const char* rope = from + record.rope_at();
+    if (args.dst_piece == 1) {
+      std::memcpy(to + record.latent, rope, 2 * record.rope);
+    } else {
+      for (int64_t i = 0; i < record.rope; ++i) std::memcpy(to + (record.latent + i) * args.dst_piece, rope + 2 * i, 2);
+    }
   });
 }
 

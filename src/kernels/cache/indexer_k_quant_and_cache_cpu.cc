@@ -8,6 +8,7 @@
 namespace pykv::PYKV_ISA {
 namespace {
 
+static_assert(IndexerBlock::kLargest == 448.0f);
 constexpr int64_t kBytesPerTask = 64 * 1024;  // less is not worth another thread
 
 // The smallest power of two that is not below a positive, normal s; infinity stays what it is.
@@ -16,18 +17,26 @@ float power_of_two_from(float s) {
 }
 
 template <class T>
-void write_token(const IndexerKQuantArgs& args, const T* from, int64_t offset, char* block) {
+void write_token(const IndexerKQuantArgs& args, const TileEncoder<T, 448>& encode, const T* from, int64_t offset,
+                 char* block) {
+  const bool tile = args.k_dim == 1 && args.group_size % 32 == 0;
   const int64_t size = args.group_size;
   e4m3* values = reinterpret_cast<e4m3*>(block + offset * args.block.values);
   char* scales = block + args.block.scales_at() + offset * args.block.scale_bytes();
   for (int64_t g = 0; g < args.block.groups; ++g, from += size * args.k_dim, values += size) {
     const float most = largest_magnitude(from, args.k_dim, size);
-    float scale =
-        (most > IndexerBlock::kLeastMagnitude ? most : IndexerBlock::kLeastMagnitude) / IndexerBlock::kLargest;
+    const float largest = most > IndexerBlock::kLeastMagnitude ? most : IndexerBlock::kLeastMagnitude;
+    float scale = largest / IndexerBlock::kLargest;
     if (args.power_of_two) {
       scale = power_of_two_from(scale);
-      const float reciprocal = 1.0f / scale;  // exact, and so are the products: no division for each element
-      convert(values, 1, from, args.k_dim, size, [=](auto x) { return x * reciprocal; });
+      if (tile) {
+        encode.divide_by_power_of_two(values, from, size, scale);
+      } else {
+        const float reciprocal = 1.0f / scale;  // exact, and so are the products: no division for each element
+        convert(values, 1, from, args.k_dim, size, [=](auto x) { return x * reciprocal; });
+      }
+    } else if (tile && largest == most) {
+      encode.divide(values, from, size, largest, scale);
     } else {
       quantise(values, 1, from, args.k_dim, size, scale);
     }
@@ -40,6 +49,7 @@ void write_tokens(const IndexerKQuantArgs& args, const Launch& launch) {
   const Reporter report = launch.reporter("indexer_k_quant_and_cache: slot_mapping");
   const int64_t block_size = args.block.block_size, num_slots = args.num_blocks * block_size;
   const int64_t token_bytes = args.block.values * static_cast<int64_t>(sizeof(T));
+  const TileEncoder<T, 448> encode(args.num_tokens * args.block.values);
   parallel_for(args.num_tokens, kBytesPerTask / token_bytes + 1, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       const int64_t slot = args.slots[token];
@@ -48,7 +58,7 @@ void write_tokens(const IndexerKQuantArgs& args, const Launch& launch) {
         report(slot, num_slots);
         continue;
       }
-      write_token(args, static_cast<const T*>(args.k) + token * args.k_row, slot % block_size,
+      write_token(args, encode, static_cast<const T*>(args.k) + token * args.k_row, slot % block_size,
                   static_cast<char*>(args.cache) + slot / block_size * args.block_bytes);
     }
   });

@@ -18,6 +18,11 @@ class Decoder {
     for (int64_t i = 0; i < n; i += kWidth) store(to + i, load(from + i, n - i) * scale_, n - i);
   }
 
+  // Each times a scale of its own tile more; n is a multiple of 32.
+  void tile(T* to, const Code* from, int64_t n, float scale) const {
+    for (int64_t i = 0; i < n; i += kWidth) store(to + i, load(from + i) * scale_ * scale);
+  }
+
  private:
   Floats scale_;
 };
@@ -48,8 +53,32 @@ class Decoder<T, Code> {
     __builtin_memcpy(to + i, results, static_cast<size_t>(n - i) * 2);
   }
 
+  // The table's results are exact, if its scale is one: floats again, which are multiplied.
+  void tile(T* to, const Code* from, int64_t n, float scale) const {
+    const Floats factor = splat(scale == scale ? scale : __builtin_nanf(""));  // a NaN that outlives rounding
+    for (int64_t i = 0; i < n; i += 32) {
+      const __m512i numbers = look_up(load_raw<__m256i>(from + i));
+      if constexpr (__is_same(T, bf16)) {
+        const Words both = __builtin_bit_cast(Words, numbers);
+        const Words even = rounded(both << 16, factor) >> 16, odd = rounded(both & 0xffff0000u, factor);
+        const Words all = even | (odd & 0xffff0000u);
+        __builtin_memcpy(to + i, &all, sizeof all);
+      } else {
+        f16 halves[32];
+        __builtin_memcpy(halves, &numbers, sizeof halves);
+        for (int j = 0; j < 32; j += kWidth) store(to + i + j, load(halves + j) * factor);
+      }
+    }
+  }
+
  private:
   static constexpr int kCodes = 128;
+
+  // The product, rounded to the upper half.
+  static Words rounded(Words number, Floats factor) {
+    const Words bits = __builtin_bit_cast(Words, __builtin_bit_cast(Floats, number) * factor);
+    return bits + ((bits >> 16 & 1u) + 0x7fffu);
+  }
 
   __m512i look_up(__m256i bytes) const {
     const __m512i codes = _mm512_cvtepu8_epi16(bytes);  // a permute looks at six bits

@@ -45,6 +45,20 @@ class Encoder<T, Code> {
     store_divided(to + i, from + i, n - i, scale_);
   }
 
+  // Of elements divided by the scale times 2^power, if tables(); 32 or a multiple of them, none of which is infinite or has
+  // a quotient above the largest code's.
+  void scaled(Code* to, const T* from, int64_t n, int power) const {
+    const __m512i less = _mm512_set1_epi16(static_cast<int16_t>(power > 0 ? power << kMantissa : 0));
+    const __m512i more = _mm512_set1_epi16(static_cast<int16_t>(power < 0 ? -power << kMantissa : 0));
+    for (int64_t i = 0; i < n; i += 32) {
+      const __m512i bits = _mm512_loadu_si512(from + i);
+      const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
+      const __m512i quotient = _mm512_adds_epu16(_mm512_subs_epu16(magnitude, less), more);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), look_up(bits, magnitude, quotient));
+    }
+  }
+  bool tables() const { return tables_; }
+
  private:
   static constexpr int64_t kWorthTables = 1 << 16;
   static constexpr bool kBf16 = __is_same(T, bf16);
@@ -116,8 +130,13 @@ class Encoder<T, Code> {
 
   __m256i look_up(__m512i bits) const {
     const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
+    return look_up(bits, magnitude, magnitude);
+  }
+
+  // The codes of `quotient`, with the signs of `bits`; NaN is known by its magnitude.
+  __m256i look_up(__m512i bits, __m512i magnitude, __m512i quotient) const {
     const __m512i within =
-        _mm512_max_epu16(_mm512_min_epu16(magnitude, _mm512_set1_epi16(top_)), _mm512_set1_epi16(bottom_));
+        _mm512_max_epu16(_mm512_min_epu16(quotient, _mm512_set1_epi16(top_)), _mm512_set1_epi16(bottom_));
     const __m512i small = _mm512_permutex2var_epi16(small_[0], _mm512_srli_epi16(within, kSmallPart), small_[1]);
     const __m512i d = _mm512_mask_permutexvar_epi16(small, _mm512_cmpge_epu16_mask(within, _mm512_set1_epi16(normal_)),
                                                     _mm512_srli_epi16(within, kNormalPart), table_);
