@@ -98,14 +98,14 @@ inline void store_transposed(Stored* to, int64_t stride, const Stored* from, int
     for (int64_t i = 0; i < length; ++i) to[column * stride + i] = from[i * row + column];
 }
 
-// How elements become what the cache stores: made once for a side and all of its elements.
+// How elements of a head become what the cache stores: made once for a side and all of its elements.
 template <class T>
 struct Copy {
   using Source = T;
   using Stored = T;
   static constexpr bool kIsCopy = true;
   Copy(const CacheSide&, int64_t, int64_t) {}
-  static void row(Stored* to, const T* from, int64_t stride, int64_t n, float) {
+  static void row(Stored* to, const T* from, int64_t stride, int64_t n, int64_t) {
     if (stride == 1) {
       std::memcpy(to, from, n * sizeof(T));
     } else {
@@ -119,19 +119,20 @@ struct Quantise {
   using Source = T;
   using Stored = uint8_t;
   static constexpr bool kIsCopy = false;
-  bool one_scale;
-  Encoder<T, Code> encode;
+  const Scale& scale;
+  std::vector<Encoder<T, Code>> encoders;  // one for all heads, or one for each
 
-  Quantise(const CacheSide& side, int64_t, int64_t elements)
-      : one_scale(side.scale.stride == 0), encode(side.scale[0], one_scale ? elements : 0) {}
-  void row(Stored* to, const T* from, int64_t stride, int64_t n, float scale) const {
+  Quantise(const CacheSide& side, int64_t num_heads, int64_t elements) : scale(side.scale) {
+    const int64_t scales = scale.stride == 0 ? 1 : num_heads;
+    for (int64_t h = 0; h < scales; ++h) encoders.emplace_back(scale[h], elements / scales);
+  }
+  void row(Stored* to, const T* from, int64_t stride, int64_t n, int64_t head) const {
     Code* codes = reinterpret_cast<Code*>(to);
     if (stride != 1) {
-      for (int64_t i = 0; i < n; ++i) codes[i] = from_float<Code>(to_float(from[i * stride]) / scale);
-    } else if (one_scale) {
-      encode(codes, from, n);
+      const float divisor = scale[head];
+      for (int64_t i = 0; i < n; ++i) codes[i] = from_float<Code>(to_float(from[i * stride]) / divisor);
     } else {
-      store_divided(codes, from, n, scale);
+      encoders[encoders.size() == 1 ? 0 : head](codes, from, n);
     }
   }
 };
@@ -185,7 +186,7 @@ void write_rows(const Convert& convert, const CacheSide& side, int64_t num_heads
       const Source* from =
           static_cast<const Source*>(side.data) + (run.token + i) * side.data_token + h * side.data_head;
       if (!Convert::kIsCopy || side.data_dim != 1) {
-        convert.row(to, from, side.data_dim, n, side.scale[h]);
+        convert.row(to, from, side.data_dim, n, h);
       } else if (past_caches) {
         stream_copy(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), n * sizeof(Stored));
       } else {
@@ -234,10 +235,10 @@ void write_tiles(const Convert& convert, const CacheSide& side, int64_t num_head
       const Source* from = data + i * side.data_token + first * side.data_head;
       Stored* to = tile.data() + i * row;
       if (by_the_row) {
-        convert.row(to, from, 1, heads * size, side.scale[0]);
+        convert.row(to, from, 1, heads * size, 0);
       } else {
         for (int64_t h = 0; h < heads; ++h)
-          convert.row(to + h * size, from + h * side.data_head, side.data_dim, size, side.scale[first + h]);
+          convert.row(to + h * size, from + h * side.data_head, side.data_dim, size, first + h);
       }
     }
     for (int64_t h = 0; h < heads; ++h) {
