@@ -126,6 +126,19 @@ def test_many_tokens(array: Library, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_every_quotient_of_bfloat16(array: Library, kind: str) -> None:
+    """All fractions of the largest magnitude, by all fractions of the others down to what becomes zero."""
+    fractions = (1 + np.arange(128) / 128).astype(np.float32)
+    powers = np.exp2(-np.arange(21, dtype=np.float32))
+    k = fractions[:, None, None] * 0 + fractions * powers[:, None]  # [largest, power, 128]
+    k[k > fractions[:, None, None]] /= 2
+    k[..., ::3] *= -1
+    k[..., 0] = fractions[:, None]
+    k = (k.reshape(-1, 128) * np.exp2(np.arange(128 * 21) % 37 - 10)[:, None]).astype(DTYPES["bfloat16"])
+    check_writing(array, kind=kind, k=k, slots=np.arange(len(k)), blocks=42, block_size=64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_scales_next_to_powers_of_two(array: Library, kind: str) -> None:
     """The exponent is exact: neither less than the scale nor twice what it need be."""
     powers = np.float32(2.0) ** np.arange(-10, 20, dtype=np.float32) * np.float32(448)
