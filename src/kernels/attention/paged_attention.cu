@@ -188,6 +188,11 @@ bool launch_decode(const Problem& p, const Launch& launch) {
   }
 }
 
+bool launch_prefill(const Problem& p, const Launch& launch) {
+  if (p.a.kv_format != KvFormat::kSame) return false;
+  return p.a.dtype == DType::kFloat16 ? launch_wgmma_f16(p, launch) : launch_wgmma_bf16(p, launch);
+}
+
 bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
   if (rows == RowClass::kFew && launch_decode(p, launch)) return true;
   switch (p.a.kv_format) {
@@ -214,12 +219,17 @@ void launch_all(Problem p, const Launch& launch) {
   if (suits_mma(p.a)) {
     RowClass rows;
     const RowClass many = class_for(RowClass::kMany, p.a.batch_invariant, p.a.head_size);
+    const auto take_many = [&](int min_rows) {
+      p.min_rows = min_rows;
+      p.max_rows = kAnyRows;
+      return launch_prefill(p, launch) || launch_mma(p, many, launch);
+    };
     if (uniform_rows(p.a.num_tokens, p.a.num_seqs, p.group, p.a.head_size, rows)) {
       if (take(class_for(rows, p.a.batch_invariant, p.a.head_size), 0, kAnyRows)) return;
     } else if (p.group > 16 || p.a.num_seqs == 1) {
-      if (take(many, 0, kAnyRows)) return;
+      if (take_many(0)) return;
     } else {
-      if (take(many, 16, kAnyRows) && take(RowClass::kFew, 0, 16)) return;
+      if (take_many(16) && take(RowClass::kFew, 0, 16)) return;
     }
   }
   p.min_rows = 0;
@@ -297,8 +307,8 @@ int set_tiling(Problem& p, const Tiling& t, int blocks_per_sm, int device) {
 void combine(const Problem& p, int grid, const Launch& launch) {
   const int rows = (p.a.cu_query_lens.data ? p.tile_tokens : 1) * p.tile_heads;
   const int items = rows * (p.pitch / 4);
-  // Few segments come in many pieces, which want as many hands.
-  int parts = p.a.num_seqs * p.a.num_kv_heads * p.head_tiles * 4 <= grid ? 8 : 1;
+  // Few segments come in many pieces, which want as many hands; unless they are so large that they have hands enough.
+  int parts = p.a.num_seqs * p.a.num_kv_heads * p.head_tiles * 4 <= grid && p.rows < 128 ? 8 : 1;
   while (parts < 16 && items * parts * 2 <= kCombineThreads) parts *= 2;
   const int per_block = kCombineThreads / parts;
   dispatch<half, bf16, float>(p.a.dtype, [&]<class T> {

@@ -119,6 +119,9 @@ bool launch_decode_bf16(const Problem& p, const Launch& launch);
 bool launch_decode_e4m3(const Problem& p, const Launch& launch);
 bool launch_decode_e5m2(const Problem& p, const Launch& launch);
 bool launch_decode_int8(const Problem& p, const Launch& launch);
+// Prefill on Hopper.  False if the call is not for these kernels.
+bool launch_wgmma_f16(const Problem& p, const Launch& launch);
+bool launch_wgmma_bf16(const Problem& p, const Launch& launch);
 void launch_simple(Problem p, const Launch& launch);  // anything at all
 
 }  // namespace pykv::attention

@@ -91,17 +91,24 @@ __device__ inline void report_sequence(const Problem& p, const RawSequence& raw)
   if (raw.end < raw.begin || raw.end > p.a.num_tokens) p.bad_query(raw.end, p.a.num_tokens + 1);
 }
 
+// Division that is quick where 32 bits are enough.
+__device__ inline int64_t divide(int64_t a, int64_t b) {
+  if ((a | b) >> 32 == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+  return a / b;
+}
+
 // Sum of floor((a * i + b) / m) over 0 <= i < n, by the steps of Euclid's algorithm.
 __device__ inline int64_t floor_sum(int64_t n, int64_t m, int64_t a, int64_t b) {
   int64_t sum = 0;
   while (n > 0) {
-    sum += n * (n - 1) / 2 * (a / m) + n * (b / m);
-    a %= m;
-    b %= m;
+    const int64_t a_by_m = divide(a, m), b_by_m = divide(b, m);
+    sum += n * (n - 1) / 2 * a_by_m + n * b_by_m;
+    a -= a_by_m * m;
+    b -= b_by_m * m;
     const int64_t y = a * n + b;
     if (y < m) break;
-    n = y / m;
-    b = y % m;
+    n = divide(y, m);
+    b = y - n * m;
     const int64_t swap = m;
     m = a;
     a = swap;
@@ -111,11 +118,11 @@ __device__ inline int64_t floor_sum(int64_t n, int64_t m, int64_t a, int64_t b) 
 
 // Sum of clamp(start + j * step, 0, last) / place over 0 <= j < n.  Rare: kept out of the callers' code.
 static __device__ __noinline__ int64_t sum_of_places(int64_t n, int64_t start, int64_t step, int last, int place) {
-  if (step == 0) return n * (clamp(start, 0, last) / place);
-  const int64_t rising = min(n, start >= 0 ? 0 : (step - 1 - start) / step);
-  const int64_t flat = min(n, start >= last ? 0 : (last - start + step - 1) / step);
-  if (flat <= rising) return (n - rising) * (last / place);
-  return floor_sum(flat - rising, place, step, start + rising * step) + (n - flat) * (last / place);
+  if (step == 0) return n * divide(clamp(start, 0, last), place);
+  const int64_t rising = min(n, start >= 0 ? 0 : divide(step - 1 - start, step));
+  const int64_t flat = min(n, start >= last ? 0 : divide(last - start + step - 1, step));
+  if (flat <= rising) return (n - rising) * divide(last, place);
+  return floor_sum(flat - rising, place, step, start + rising * step) + (n - flat) * divide(last, place);
 }
 
 // The visible keys of each query tile of one sequence, in tokens and in places.
@@ -160,12 +167,6 @@ __device__ inline bool takes(const Problem& p, const Sequence& s) {
   return rows > p.min_rows && rows <= p.max_rows;
 }
 
-// Division that is quick where 32 bits are enough.
-__device__ inline int64_t divide(int64_t a, int64_t b) {
-  if ((a | b) >> 32 == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
-  return a / b;
-}
-
 // The line in equal shares; the first `longer` blocks have one place more.
 struct Shares {
   int64_t units, each, longer;
@@ -197,7 +198,18 @@ struct PlanScratch {
   Sequence seq;
 };
 
-// Inclusive sum over the block's threads; `total` is the block's.
+// Of the threads that look for their share: the block's, or its first kThreads, which then have a named barrier.
+template <int kBarrier>
+__device__ inline void sync_finders() {
+  if constexpr (kBarrier == 0) {
+    __syncthreads();
+  } else {
+    asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+  }
+}
+
+// Inclusive sum over these threads; `total` is that of all.
+template <int kBarrier>
 __device__ inline int64_t block_scan(int64_t x, PlanScratch& scratch, int64_t& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int delta = 1; delta < 32; delta *= 2) {
@@ -205,17 +217,18 @@ __device__ inline int64_t block_scan(int64_t x, PlanScratch& scratch, int64_t& t
     if (lane >= delta) x += below;
   }
   if (lane == 31) scratch.warp_units[warp] = x;
-  __syncthreads();
+  sync_finders<kBarrier>();
   total = 0;
   for (int w = 0; w < kThreads / 32; ++w) {
     if (w < warp) x += scratch.warp_units[w];
     total += scratch.warp_units[w];
   }
-  __syncthreads();
+  sync_finders<kBarrier>();
   return x;
 }
 
 // Two passes over the lengths: the sum of all work, then the place where this block's share begins.
+template <int kBarrier = 0>
 __device__ inline SharePosition find_share(const Problem& p, PlanScratch& scratch) {
   const int64_t heads = static_cast<int64_t>(p.a.num_kv_heads) * p.head_tiles;
   const bool one_chunk = p.a.num_seqs <= kThreads;
@@ -234,7 +247,7 @@ __device__ inline SharePosition find_share(const Problem& p, PlanScratch& scratc
         if (blockIdx.x == 0 && pass == 0) report_sequence(p, raw);
         if (takes(p, sequence)) units = Extent(p, sequence).units() * heads;
       }
-      const int64_t end = before + block_scan(units, scratch, total);
+      const int64_t end = before + block_scan<kBarrier>(units, scratch, total);
       if (pass == 0 && one_chunk) {  // the sums serve both passes
         shares = Shares(total);
         begin = shares.begin(blockIdx.x);
@@ -253,7 +266,7 @@ __device__ inline SharePosition find_share(const Problem& p, PlanScratch& scratc
       before = 0;
     }
   }
-  __syncthreads();
+  sync_finders<kBarrier>();
   return {shares, scratch.sequence, scratch.seq, scratch.offset};
 }
 
@@ -322,6 +335,9 @@ struct Walker {
       set_ends(p);
     }
   }
+
+  // From a segment, whose in_segment units the caller takes together, to the next.
+  __device__ void next_segment(const Problem& p) { leave_segment(p); }
 
  private:
   __device__ void leave_segment(const Problem& p) {

@@ -22,6 +22,11 @@ __device__ inline void cp_async_16(uint32_t destination, const void* source) {
 
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
+// Arrives at a barrier (cuda/mbarrier.cuh) once this thread's copies up to here have landed.
+__device__ inline void cp_async_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Waits until at most `kPending` of this thread's committed groups are still under way.
 template <int kPending>
 __device__ inline void cp_async_wait() {
