@@ -21,4 +21,11 @@ __device__ inline void prefetch(const void* p, uint32_t bytes) {
 #endif
 }
 
+// An id, past L1: before the wait it may not be written yet, and is good for a guess of what to prefetch, but must not be kept.
+__device__ inline int32_t load_id(const char* at) {
+  int32_t word;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(word) : "l"(at));
+  return word;
+}
+
 }  // namespace pykv

@@ -17,7 +17,7 @@
 namespace pykv {
 namespace {
 
-constexpr int kMaxThreads = 512, kMostRows = 16, kVectorsPerThread = 4;
+constexpr int kMaxThreads = 288, kMostRows = 16, kVectorsPerThread = 4;
 
 struct Plan {
   RowLocator locate;
@@ -31,6 +31,18 @@ struct Plan {
   MlaRecord record;
   Nvfp4Page page;
   int64_t dst_dim;
+  uint32_t early;  // bytes of an entry, or of its codes, to prefetch before the wait; 0: none
+
+  template <bool kInPages>
+  __device__ void prefetch_entry(const char* entry, uint32_t in_page) const {
+    if constexpr (kInPages) {
+      prefetch(entry + page.codes_at(in_page, 0, 0), early);
+      prefetch(entry + page.scale_at(in_page / kNvfp4TokenGroup * kNvfp4TokenGroup, 0, 0),
+               static_cast<uint32_t>(kNvfp4TokenGroup * page.scales_token));
+    } else {
+      prefetch(entry, early);
+    }
+  }
 
   // Where a vector of so many bytes lies in an entry.
   __device__ int64_t offset(uint32_t vector, int64_t piece_bytes, int64_t vector_bytes) const {
@@ -144,22 +156,52 @@ struct Pages {
     char* to = row + head * plan.dst_piece + int64_t{block} * kNvfp4Block * plan.dst_dim;
     const Vec<T, kNvfp4Block> x = dequantise<T>(v, scale);
     if constexpr (kAligned) {
-      const auto& vectors = reinterpret_cast<const Vec<uint4, sizeof(T)>&>(x);
-#pragma unroll
-      for (int i = 0; i < static_cast<int>(sizeof(T)); ++i) store_vec(to + i * 16, vectors[i]);
+      store_pairs(row ? to : nullptr, reinterpret_cast<const Vec<uint4, sizeof(T)>&>(x));
     } else {
 #pragma unroll
       for (int i = 0; i < kNvfp4Block; ++i) *reinterpret_cast<T*>(to + i * plan.dst_dim) = x[i];
     }
   }
+
+ private:
+  // Two neighbouring lanes, which have neighbouring blocks, each store 16 bytes of every sector of both: sectors are written
+  // whole.
+  static __device__ void store_pairs(char* to, const Vec<uint4, sizeof(T)>& x) {
+    constexpr int kBytes = 16 * sizeof(T);
+    const bool odd = threadIdx.x & 1;
+    char* first = to - (odd ? kBytes - 16 : 0);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(T)); i += 2) {
+      const uint4 mine = odd ? x[i + 1] : x[i];
+      uint4 other = odd ? x[i] : x[i + 1];
+      for (uint32_t* word : {&other.x, &other.y, &other.z, &other.w}) *word = __shfl_xor_sync(~0u, *word, 1);
+      if (!to) continue;
+      store_vec(first + i * 16, odd ? other : mine);
+      store_vec(first + i * 16 + kBytes, odd ? mine : other);
+    }
+  }
 };
+
+// Whether all lanes of a warp store at once, those that have nothing to store to a null row.
+template <class Reader>
+inline constexpr bool kTogether = false;
+template <class T>
+inline constexpr bool kTogether<Pages<T, true>> = true;
+
+// Blocks that an SM must hold, as far as registers are concerned.
+template <class Reader>
+inline constexpr int kBlocks = 5;
+template <class T>
+inline constexpr int kBlocks<Records<T>> = 4;
+template <class T, bool kAligned>
+inline constexpr int kBlocks<Pages<T, kAligned>> = 3;
 
 struct NoScale {
   __device__ float operator[](int) const { return 1.0f; }
 };
 
 template <class Reader, class ScaleType>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, kBlocks<Reader>)
     gather_cache_kernel(const __grid_constant__ Plan plan, const __grid_constant__ ScaleType scales) {
   // Where the entry of a row is, or its page, and its place there.
   constexpr bool kInPages = requires { Reader::load(plan, nullptr, 0u, 0u); };
@@ -175,11 +217,20 @@ __global__ void __launch_bounds__(kMaxThreads)
   };
   if (threadIdx.x < 32) {
     const RowLocator::Guess guess = plan.locate.guess(first, count);
-    begin_dependent();
-    const PagedRequests::Place place = plan.locate(first, count, guess);
+    const char* entry;
+    PagedRequests::Place place;
+    bool early = plan.early > 0;
+    if (!early) begin_dependent();
+#pragma unroll 1
+    for (;; early = false) {
+      place = plan.locate(first, count, guess, early);
+      entry = place.block < 0 ? nullptr : plan.src + place.block * plan.src_block + place.offset * plan.src_token;
+      if (!early) break;
+      if (entry) plan.template prefetch_entry<kInPages>(entry, static_cast<uint32_t>(place.offset));
+      begin_dependent();
+    }
     if (static_cast<int>(threadIdx.x) < count) {
-      entries[threadIdx.x] =
-          place.block < 0 ? nullptr : plan.src + place.block * plan.src_block + place.offset * plan.src_token;
+      entries[threadIdx.x] = entry;
       if constexpr (kInPages) offsets[threadIdx.x] = static_cast<uint32_t>(place.offset);
     }
     choose_vectors(threadIdx.x);
@@ -191,7 +242,8 @@ __global__ void __launch_bounds__(kMaxThreads)
   __syncthreads();
 
   char* to = plan.dst + first * plan.dst_row;
-  for (uint32_t n = threadIdx.x; n < total; choose_vectors(n += blockDim.x * kVectorsPerThread)) {
+  const uint32_t others = kTogether<Reader> ? threadIdx.x % 32 : 0;
+  for (uint32_t n = threadIdx.x; n - others < total; choose_vectors(n += blockDim.x * kVectorsPerThread)) {
     typename Reader::Loaded loaded[kVectorsPerThread];
 #pragma unroll
     for (int i = 0; i < kVectorsPerThread; ++i)
@@ -203,9 +255,23 @@ __global__ void __launch_bounds__(kMaxThreads)
         }
       }
 #pragma unroll
-    for (int i = 0; i < kVectorsPerThread; ++i)
-      if (n + i * blockDim.x < total && entries[rows[i]])
-        Reader::store(plan, to + rows[i] * plan.dst_row, vectors[i], loaded[i], scale);
+    for (int i = 0; i < kVectorsPerThread; ++i) {
+      const bool there = n + i * blockDim.x < total && entries[rows[i]];
+      if (there || kTogether<Reader>)
+        Reader::store(plan, there ? to + rows[i] * plan.dst_row : nullptr, vectors[i], loaded[i], scale);
+    }
+  }
+}
+
+// Of an entry, or of the codes of one; 0 if they lie apart.
+int64_t bytes_side_by_side(const GatherCacheArgs& args) {
+  switch (args.kind) {
+    case GatherKind::kRecords:
+      return args.record.bytes();
+    case GatherKind::kNvfp4:
+      return args.page.codes_token == args.pieces * args.page.codes_head ? args.page.codes_token : 0;
+    default:
+      return args.pieces == 1 ? args.piece : 0;  // in bytes by now
   }
 }
 
@@ -226,6 +292,9 @@ void launch_kernel(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_b
   const int64_t threads =
       std::min<int64_t>((total + turns * in_flight * 32 - 1) / (turns * in_flight * 32) * 32, kMaxThreads);
 
+  // Many blocks would still be prefetching when they have nothing left to wait for.
+  const int64_t side_by_side = bytes_side_by_side(args);
+  const bool early = side_by_side < 1 << 20 && blocks <= 4 * num_sms(launch.device) && overlaps_kernels(launch.device);
   const Plan plan{RowLocator(args.requests, args.num_rows, launch.errors),
                   static_cast<const char*>(args.src),
                   static_cast<char*>(args.dst),
@@ -240,7 +309,8 @@ void launch_kernel(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_b
                   args.dst_piece * dst_bytes,
                   args.record,
                   args.page,
-                  args.dst_dim * dst_bytes};
+                  args.dst_dim * dst_bytes,
+                  static_cast<uint32_t>(early ? side_by_side : 0)};
   launch_dependent(gather_cache_kernel<Reader, ScaleType>, static_cast<uint32_t>(blocks),
                    static_cast<uint32_t>(threads), launch, "gather_cache", plan, scales);
 }

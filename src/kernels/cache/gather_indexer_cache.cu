@@ -26,6 +26,7 @@ struct GatherIndexerPlan {
   GatheredRows values, scales;
   uint32_t rows;            // of a block of threads
   Divider vectors, groups;  // of a token's values, of its scales
+  bool early;               // whether to prefetch rows before the wait
 };
 
 // kVector: what values move as.  Scales move as words, or byte by byte if values do.
@@ -38,11 +39,22 @@ __global__ void __launch_bounds__(kMaxThreads)
   const uint32_t rows = left < plan.rows ? static_cast<uint32_t>(left) : plan.rows;
   if (threadIdx.x < 32) {
     const RowLocator::Guess guess = plan.locate.guess(first, static_cast<int>(rows));
-    begin_dependent();
-    const PagedRequests::Place place = plan.locate(first, static_cast<int>(rows), guess);
-    const char* block = plan.cache + place.block * plan.block_bytes;
-    values_of[threadIdx.x] = place.block < 0 ? nullptr : block + place.offset * plan.value_bytes;
-    scales_of[threadIdx.x] = block + plan.scales_at + place.offset * plan.scale_bytes;
+    PagedRequests::Place place;
+    bool early = plan.early && comes_early();
+    if (!early) begin_dependent();
+#pragma unroll 1
+    for (;; early = false) {
+      place = plan.locate(first, static_cast<int>(rows), guess, early);
+      const char* block = plan.cache + place.block * plan.block_bytes;
+      values_of[threadIdx.x] = place.block < 0 ? nullptr : block + place.offset * plan.value_bytes;
+      scales_of[threadIdx.x] = block + plan.scales_at + place.offset * plan.scale_bytes;
+      if (!early) break;
+      if (place.block >= 0) {
+        prefetch(values_of[threadIdx.x], static_cast<uint32_t>(plan.value_bytes));
+        prefetch(scales_of[threadIdx.x]);
+      }
+      begin_dependent();
+    }
   } else {
     begin_dependent();
   }
@@ -125,7 +137,8 @@ void launch_kernel(const GatherIndexerArgs& args, const Launch& launch) {
                                args.scales,
                                static_cast<uint32_t>(rows),
                                Divider(vectors),
-                               Divider(args.block.groups)};
+                               Divider(args.block.groups),
+                               blocks >= 8 * num_sms(launch.device)};
   launch_dependent(gather_indexer_cache_kernel<Vector>, static_cast<uint32_t>(blocks), static_cast<uint32_t>(threads),
                    launch, "cp_gather_indexer_k_quant_cache", plan);
 }

@@ -4,16 +4,17 @@
 // table, the token.  Cold, each takes as long as a whole small copy.  So the first two go out together: were all requests of
 // one length, row i would belong to a known request, at a known position.  The warp loads the starts of 32 requests around
 // that one, and each lane the entry of the block table there; a lane whose guess was wrong loads again.
-// What they read is on its way to L2 while the kernel before still runs.
+// All this is done twice: while the kernel before still runs, rows are located by what ids may be then, and what they lead
+// to is brought to L2 (prefetch_entry); after the wait, by what ids are, in L2 by now.
 //
-// This is done in 32-bit numbers, for the ids and sizes that allow it.  All others, and ids out of range, which are to be
-// reported, are left to PagedRequests::locate.
+// Numbers are of 32 bits, for the sizes that allow it; ids of 64 bits beyond are as good as ids far out of range.  All others,
+// and ids out of range, which are to be reported, are left to PagedRequests::locate.
 #pragma once
 
 #include <climits>
 
+#include "cache/early.cuh"
 #include "cache/paged_requests.h"
-#include "cuda/dependent.cuh"
 #include "cuda/divider.cuh"
 
 namespace pykv {
@@ -22,25 +23,23 @@ class RowLocator {
  public:
   RowLocator(const PagedRequests& requests, int64_t num_rows, ErrorWord* errors)
       : requests_(requests), errors_(errors), num_rows_(num_rows) {
-    constexpr int64_t kMost = INT_MAX / 2;
     const PagedRequests& r = requests;
     quick_ = num_rows < kMost && r.num_requests < kMost && r.num_blocks < kMost && r.table_width > 0 &&
-             r.block_size <= kMost / r.table_width;
+             r.block_size < kMost / r.table_width;
     for (const Index* ids : {&r.starts, &r.lengths, &r.positions, &r.request_of, &r.blocks})
-      if (ids->data && (ids->is_int64 || ids->stride != 1)) quick_ = false;
+      if (ids->data && ids->stride != 1) quick_ = false;
     if (!quick_) return;
-    const auto ids = [](const Index& i) { return static_cast<const int32_t*>(i.data); };
-    starts_ = ids(r.starts);
-    lengths_ = ids(r.lengths);
-    positions_ = ids(r.positions);
-    request_of_ = ids(r.request_of);
-    blocks_ = ids(r.blocks);
-    blocks_row_ = r.blocks_row;
-    blocks_column_ = r.blocks_column;
+    starts_ = Ids(r.starts);
+    lengths_ = Ids(r.lengths);
+    positions_ = Ids(r.positions);
+    request_of_ = Ids(r.request_of);
+    blocks_ = Ids(r.blocks);
+    blocks_row_ = r.blocks_row * blocks_.bytes;
+    blocks_column_ = r.blocks_column * blocks_.bytes;
     num_blocks_ = static_cast<uint32_t>(r.num_blocks);
     num_positions_ = static_cast<uint32_t>(r.table_width * r.block_size);
     last_request_ = static_cast<int>(r.num_requests - 1);
-    last_start_ = lengths_ ? last_request_ : last_request_ + 1;
+    last_start_ = lengths_.data ? last_request_ : last_request_ + 1;
     last_window_ = last_start_ > 31 ? last_start_ - 31 : 0;
     block_size_ = Divider(r.block_size);
     requests_per_row_ = static_cast<float>(r.num_requests) / static_cast<float>(num_rows);
@@ -52,7 +51,8 @@ class RowLocator {
   // What can be known without a load; kept by the warp from before it waits for the kernel before.
   struct Guess {
     uint32_t request, column;
-    const int32_t *start, *block;
+    int base;  // number of the first start in the window
+    const char *start, *block;
   };
   __device__ __forceinline__ Guess guess(int64_t first, int count) const {
     Guess g{};
@@ -62,50 +62,87 @@ class RowLocator {
     const int position = row - static_cast<int>(fmaf(static_cast<float>(g.request), rows_per_request_, 0.5f));
     uint32_t rest;
     g.column = block_size_(min(max(position, 0), static_cast<int>(num_positions_) - 1), rest);
-    g.block = blocks_ + g.request * blocks_row_ + g.column * blocks_column_;
-    g.start = starts_ + window_of(static_cast<int>(__shfl_sync(kAll, g.request, 0)) - 15) + lane;
+    g.block = block_at(g.request, g.column);
+    g.base = window_of(static_cast<int>(__shfl_sync(kAll, g.request, 0)) - 15);
+    g.start = starts_.at(g.base + lane);
     have_ready(g.request);
     have_ready(g.column);
     have_ready(g.block);
     have_ready(g.start);
     prefetch(g.block);
-    if (g.start <= starts_ + last_start_) prefetch(g.start);
-    if (lengths_) prefetch(lengths_ + g.request);
-    if (positions_) prefetch(positions_ + g.request);
-    if (request_of_) prefetch(request_of_ + row);
+    if (g.base + lane <= last_start_) prefetch(g.start);
+    if (lengths_) prefetch(lengths_.at(g.request));
+    if (positions_) prefetch(positions_.at(g.request));
+    if (request_of_) prefetch(request_of_.at(row));
     return g;
   }
 
-  // For row first + lane of each lane below `count`, which is at least 1.  All lanes of the warp must call it.
-  __device__ __forceinline__ PagedRequests::Place operator()(int64_t first, int count, const Guess& g) const {
+  // For row first + lane of each lane below `count`, which is at least 1.  All lanes of the warp must call it.  `early`: by what
+  // ids are before the wait; none where that would take long.
+  __device__ __forceinline__ PagedRequests::Place operator()(int64_t first, int count, const Guess& g,
+                                                             bool early) const {
     const int lane = threadIdx.x % 32;
     PagedRequests::Place place{-1, 0};
-    bool done = lane >= count;
-    if (quick_) done = locate_quickly(static_cast<int>(first), count, g, place) || done;
-    if (!done) place = requests_.locate(first + lane, errors_);
+    bool found = false;
+    if (quick_) found = locate_quickly(static_cast<int>(first), count, g, early, place);
+    if (lane >= count || (early && !found)) place.block = -1;
+    if (lane < count && !early && !found) place = requests_.locate(first + lane, errors_);
     return place;
   }
 
  private:
   static constexpr uint32_t kAll = ~0u;
+  static constexpr int kMost = 1 << 30;  // what numbers stay below
+
+  // Ids side by side, of 4 or 8 bytes.
+  struct Ids {
+    const char* data = nullptr;
+    uint32_t bytes = 4;
+
+    Ids() = default;
+    explicit Ids(const Index& ids) : data(static_cast<const char*>(ids.data)), bytes(ids.is_int64 ? 8 : 4) {}
+    __device__ explicit operator bool() const { return data; }
+    __device__ const char* at(uint32_t i) const { return data + uint64_t{i} * bytes; }
+  };
+
+  // An id on its way.
+  struct Loaded {
+    int32_t low = 0, high = 0;
+  };
+  static __device__ Loaded load(const Ids& ids, const char* at) {
+    Loaded id;
+    id.low = load_id(at);
+    if (ids.bytes == 8) id.high = load_id(at + 4);
+    return id;
+  }
+  static __device__ int value(const Ids& ids, const Loaded& id) {
+    return ids.bytes == 4 || id.high == id.low >> 31 ? id.low : id.high < 0 ? -kMost : kMost;
+  }
+  __device__ const char* block_at(uint32_t request, uint32_t column) const {
+    return blocks_.data + request * blocks_row_ + column * blocks_column_;
+  }
 
   // False where the row is still to be found.
-  __device__ __forceinline__ bool locate_quickly(int first, int count, const Guess& g,
+  __device__ __forceinline__ bool locate_quickly(int first, int count, const Guess& g, bool early,
                                                  PagedRequests::Place& place) const {
     const int lane = threadIdx.x % 32, row = first + min(lane, count - 1), guess = static_cast<int>(g.request);
-    int block = *g.block;
-    int base = static_cast<int>(g.start - starts_) - lane, start = base + lane <= last_start_ ? *g.start : INT_MAX;
-    int length = lengths_ ? lengths_[guess] : 0, before = positions_ ? positions_[guess] : 0;
+    const Loaded block_load = load(blocks_, g.block);
+    Loaded start_load, length_load, before_load, request_load;
+    if (g.base + lane <= last_start_) start_load = load(starts_, g.start);
+    if (lengths_) length_load = load(lengths_, lengths_.at(guess));
+    if (positions_) before_load = load(positions_, positions_.at(guess));
+    if (request_of_) request_load = load(request_of_, request_of_.at(row));
 
-    int request;
+    int base = g.base, start = base + lane <= last_start_ ? value(starts_, start_load) : INT_MAX, request;
     if (request_of_) {
-      request = request_of_[row];
+      request = value(request_of_, request_load);
     } else {
       int found = last_before(start, first, count);  // in the window; -1 if all are later
       const bool leaves = (found < 0 && base > 0) || (found == 31 && base < last_window_);
       if (__any_sync(kAll, leaves)) {
+        if (early) return false;
         base = window_of(search(first));
-        start = load_start(base + lane);
+        start = start_at(base + lane);
         found = last_before(start, first, count);
       }
       request = found == 31 && base < last_window_ ? -1 : min(base + max(found, 0), last_request_);
@@ -116,17 +153,20 @@ class RowLocator {
     if (row < begin) return true;
     if (begin < 0) return false;
     if (request != guess) {
-      if (lengths_) length = lengths_[request];
-      if (positions_) before = positions_[request];
+      if (lengths_) length_load = load(lengths_, lengths_.at(request));
+      if (positions_) before_load = load(positions_, positions_.at(request));
     }
     const uint32_t in_request = static_cast<uint32_t>(row) - static_cast<uint32_t>(begin);
-    if (!lengths_) length = end > row ? INT_MAX : 0;
+    const int length = lengths_ ? value(lengths_, length_load) : end > row ? INT_MAX : 0;
     if (length <= 0 || in_request >= static_cast<uint32_t>(length)) return true;
+    const int before = positions_ ? value(positions_, before_load) : 0;
     const uint32_t position = in_request + static_cast<uint32_t>(before);
     if (before < 0 || position >= num_positions_) return false;
     uint32_t offset;
     const uint32_t column = block_size_(position, offset);
-    if (request != guess || column != g.column) block = blocks_[request * blocks_row_ + column * blocks_column_];
+    Loaded id = block_load;
+    if (request != guess || column != g.column) id = load(blocks_, block_at(request, column));
+    const int block = value(blocks_, id);
     place = {block, offset};
     return static_cast<uint32_t>(block) < num_blocks_;
   }
@@ -134,7 +174,9 @@ class RowLocator {
   // Where a window that begins at start `i` begins, so that it holds as many as there are.
   __device__ int window_of(int i) const { return min(max(i, 0), last_window_); }
 
-  __device__ int load_start(int i) const { return i <= last_start_ ? starts_[i] : INT_MAX; }
+  __device__ int start_at(int i) const {
+    return i <= last_start_ ? value(starts_, load(starts_, starts_.at(i))) : INT_MAX;
+  }
 
   // For each lane below `count`: the last lane whose start is not after its row, -1 if there is none.
   static __device__ int last_before(int start, int first, int count) {
@@ -153,7 +195,7 @@ class RowLocator {
     int low = 0, high = last_request_ + 1;
     while (high - low > 1) {
       const int step = (high - low + 31) / 32, probe = low + static_cast<int>(threadIdx.x % 32) * step;
-      const int started = __popc(__ballot_sync(kAll, probe < high && starts_[min(probe, last_request_)] <= row));
+      const int started = __popc(__ballot_sync(kAll, probe < high && start_at(min(probe, last_request_)) <= row));
       if (started == 0) return 0;
       low += (started - 1) * step;
       high = min(low + step, high);
@@ -165,8 +207,8 @@ class RowLocator {
   ErrorWord* errors_;
   int64_t num_rows_;
   bool quick_;
-  const int32_t *starts_, *lengths_, *positions_, *request_of_, *blocks_;
-  int64_t blocks_row_, blocks_column_;
+  Ids starts_, lengths_, positions_, request_of_, blocks_;
+  int64_t blocks_row_, blocks_column_;  // bytes
   uint32_t num_blocks_, num_positions_;
   int last_request_, last_start_, last_window_;  // the last index of a request, of a start, of a window's first start
   Divider block_size_;
