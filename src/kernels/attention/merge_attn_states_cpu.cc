@@ -2,6 +2,7 @@
 // once and from whole lines of lse, then the rows in the order of memory, each part read once, past the caches if there is
 // much to write.
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "attention/merge_attn_states.h"
@@ -89,48 +90,83 @@ class Weights {
   std::vector<float> weights_;
 };
 
+// Two vectors of floats, the even and the odd elements of one vector of bf16: a shift and a mask widen it, and the way back
+// needs no narrowing.
+inline void add_weighted(Floats* sums, const bf16* from, float weight) {
+  const Words both = load_raw<Words>(from);
+  sums[0] += __builtin_bit_cast(Floats, both << 16) * weight;
+  sums[1] += __builtin_bit_cast(Floats, both & 0xffff0000u) * weight;
+}
+// NaN outlives this rounding where its lower half is zero, as that of bf16 is.
+inline Words rounded_up_half(Floats v) {
+  const Words bits = __builtin_bit_cast(Words, v);
+  return bits + ((bits >> 16 & 1u) + 0x7fffu);
+}
+inline void store_both(bf16* to, const Floats* sums) {
+  const Words both = rounded_up_half(sums[0]) >> 16 | (rounded_up_half(sums[1]) & 0xffff0000u);
+  __builtin_memcpy(to, &both, sizeof both);
+}
+
 // Elements [d, d + count) of a row, at most kVectors vectors of them.
 template <bool kWhole, class T, class Out>
 void merge_elements(const MergeAttnStatesArgs& a, int64_t token, int64_t head, const float* weights, int64_t stride,
                     int64_t d, int64_t count, Out* out) {
+  constexpr bool kBoth = kWhole && std::is_same_v<T, bf16> && std::is_same_v<Out, bf16>;
   Floats sums[kVectors];
   for (Floats& x : sums) x = splat(-0.0f);  // what leaves a zero of either sign as it is
   bool any = false;
   for (int64_t p = 0; p < a.num_parts; ++p) {
-    const float weight = weights[p * stride];
+    float weight = weights[p * stride];
     if (weight == 0) continue;
+    if (kBoth && weight != weight) weight = __builtin_nanf("");
     any = true;
     const T* row = a.part<T>(p, token, head) + d;
     for (int v = 0; v < kVectors; ++v) {
-      if (kWhole) {
+      if constexpr (kBoth) {
+        if (v % 2 == 0) add_weighted(sums + v, row + v * kWidth, weight);
+      } else if (kWhole) {
         sums[v] += load(row + v * kWidth) * weight;
       } else if (v * kWidth < count) {
         sums[v] += load(row + v * kWidth, count - v * kWidth) * weight;
       }
     }
   }
+  if (!any) std::fill_n(sums, kVectors, Floats{});
   for (int v = 0; v < kVectors; ++v) {
-    const Floats sum = any ? sums[v] : Floats{};
-    if (kWhole) {
-      store(out + v * kWidth, sum);
+    if constexpr (kBoth) {
+      if (v % 2 == 0) store_both(out + v * kWidth, sums + v);
+    } else if (kWhole) {
+      store(out + v * kWidth, sums[v]);
     } else if (v * kWidth < count) {
-      store(out + v * kWidth, sum, count - v * kWidth);
+      store(out + v * kWidth, sums[v], count - v * kWidth);
     }
   }
+}
+
+// Elements [from, from + n) of a row.
+template <class T, class Out>
+void merge_row(const MergeAttnStatesArgs& a, int64_t token, int64_t head, const float* weights, int64_t stride,
+               int64_t from, int64_t n, Out* out) {
+  constexpr int64_t kAtOnce = kVectors * kWidth;
+  int64_t d = 0;
+  for (; d + kAtOnce <= n; d += kAtOnce)
+    merge_elements<true, T>(a, token, head, weights, stride, from + d, kAtOnce, out + d);
+  if (d < n) merge_elements<false, T>(a, token, head, weights, stride, from + d, n - d, out + d);
 }
 
 template <class T, class Out>
 void merge_tokens(const MergeAttnStatesArgs& a, const Weights& weights, int64_t first, int64_t count,
                   LineWriter& written) {
-  constexpr int64_t kPiece = kVectors * kWidth;
+  // heads that are neighbours are written together, as many as a piece holds: what has just been stored is slow to read
+  const int64_t in_piece = LineWriter::kPieceBytes / static_cast<int64_t>(sizeof(Out)) / a.head_size;
+  const int64_t at_once = a.output.head == a.head_size ? std::max<int64_t>(1, in_piece) : 1;
   for (int64_t t = 0; t < count; ++t) {
-    for (int64_t h = 0; h < a.num_heads; ++h) {
-      written.fill(a.output.row<Out>(first + t, h), a.head_size, [&](Out* out, int64_t from, int64_t n) {
-        int64_t d = 0;
-        for (; d + kPiece <= n; d += kPiece)
-          merge_elements<true, T>(a, first + t, h, weights(h * count + t), weights.stride(), from + d, kPiece, out + d);
-        if (d < n)
-          merge_elements<false, T>(a, first + t, h, weights(h * count + t), weights.stride(), from + d, n - d, out + d);
+    for (int64_t h = 0; h < a.num_heads; h += at_once) {
+      const int64_t heads = std::min(at_once, a.num_heads - h), size = a.head_size;
+      written.fill(a.output.row<Out>(first + t, h), heads * size, [&](Out* out, int64_t from, int64_t n) {
+        for (int64_t i = 0; i < heads; ++i)
+          merge_row<T>(a, first + t, h + i, weights((h + i) * count + t), weights.stride(), heads == 1 ? from : 0,
+                       heads == 1 ? n : size, out + i * size);
       });
     }
   }

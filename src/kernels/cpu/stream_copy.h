@@ -58,6 +58,8 @@ inline void finish_streaming() {
 // next one ends is put together here first.  All is in its place when the writer is gone.
 class LineWriter {
  public:
+  static constexpr int64_t kPieceBytes = 4096;
+
   explicit LineWriter(bool streamed) : streamed_(streamed) {}
   LineWriter(const LineWriter&) = delete;
   LineWriter& operator=(const LineWriter&) = delete;
@@ -98,7 +100,7 @@ class LineWriter {
   // n elements that fill(To* to, int64_t first, int64_t count) works out, piece by piece into a buffer if they are streamed.
   template <class To, class Fill>
   void fill(To* to, int64_t n, Fill&& fill) {
-    constexpr int64_t kPiece = 4096 / sizeof(To);
+    constexpr int64_t kPiece = kPieceBytes / sizeof(To);
     if (!streamed_) return fill(to, int64_t{0}, n);
     alignas(64) To buffer[kPiece];
     for (int64_t first = 0; first < n; first += kPiece) {
