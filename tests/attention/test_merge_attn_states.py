@@ -62,6 +62,18 @@ def test_numbers_of_rows(array: Library, tokens: int, heads: int) -> None:
     check(array, with_empty_sides(parts(tokens, heads, 32)))
 
 
+@pytest.mark.parametrize(("head_size", "dtype"), [(128, "bfloat16"), (300, "float16"), (130, "float32")])
+def test_more_than_caches_hold(array: Library, head_size: int, dtype: str) -> None:
+    """On the CPU results go past them, in lines that rows may share."""
+    p = with_empty_sides(parts(2100, 9, head_size, dtype), np.nan)
+    check(array, p)
+    memory = array.output(np.full((2100, 10, head_size + 3), 7, p[0].dtype))
+    merge(array, p, cache_inputs.view(memory, lambda m: m[:, 1:, 3:]))
+    got = array.numpy(memory)
+    assert_close(got[:, 1:, 3:], reference.merge_attn_states(*p, None)[0], p[0].dtype)
+    assert (got[:, 0] == 7).all() and (got[..., :3] == 7).all()
+
+
 @pytest.mark.parametrize("context", [0, 1, 20, 32, 33])
 def test_tokens_without_context_copy_the_suffix(array: Library, context: int) -> None:
     p = with_empty_sides(parts(33, 4, 64))
