@@ -167,6 +167,13 @@ def test_numbers_of_requests(array: Library, op: str, lengths: list[int]) -> Non
     check(array, op, r, with_token_to_seq=True)
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_more_than_caches_hold(array: Library, op: str) -> None:
+    """On the CPU results go past them, in lines that rows may share."""
+    r = requests([3000, 0, 2111], blocks=7, block_size=16)
+    check(array, op, r, entry=(577,))
+
+
 @pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 46, 64, 320, 512, 576, 577, 4096, 40000])
 @pytest.mark.parametrize("op", ["copy", "auto", "fp8_e4m3", "fp8_e5m2", "int8"])
 def test_widths(array: Library, op: str, width: int) -> None:

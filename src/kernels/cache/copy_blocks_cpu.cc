@@ -1,8 +1,7 @@
 // Twin of copy_blocks.cu: the pieces of all blocks of all arrays, shared out among threads.
-#include <cstring>
-
 #include "cache/copy_blocks.h"
 #include "cpu/parallel.h"
+#include "cpu/stream_copy.h"
 
 namespace pykv::PYKV_ISA {
 namespace {
@@ -13,7 +12,9 @@ void copy_part(const CopyBlocksArgs& args, const BlockPair* pairs, int64_t num_p
   const BlockShape& s = args.shape;
   const int64_t cuts = (s.piece + kBytesPerTask - 1) / kBytesPerTask, pieces = s.num_pieces() * cuts;
   const int64_t grain = kBytesPerTask / 8 / (s.piece < kBytesPerTask ? s.piece : kBytesPerTask) + 1;
+  const bool streamed = args.num_arrays * num_pairs * s.num_pieces() * s.piece > kWorthStreaming;
   parallel_for(args.num_arrays * num_pairs * pieces, grain, [&](int64_t begin, int64_t end) {
+    LineWriter out(streamed);
     for (int64_t i = begin; i < end; ++i) {
       const BlockArray& array = args.arrays[i / pieces / num_pairs];
       const BlockPair& pair = pairs[i / pieces % num_pairs];
@@ -21,7 +22,7 @@ void copy_part(const CopyBlocksArgs& args, const BlockPair* pairs, int64_t num_p
       const int64_t offset = piece % s.sizes[0] * s.strides[0] + piece / s.sizes[0] % s.sizes[1] * s.strides[1] +
                              piece / s.sizes[0] / s.sizes[1] * s.strides[2] + first;
       const int64_t bytes = s.piece - first < kBytesPerTask ? s.piece - first : kBytesPerTask;
-      std::memcpy(array.to + pair.to * s.stride + offset, array.from + pair.from * s.stride + offset, bytes);
+      out.put(array.to + pair.to * s.stride + offset, array.from + pair.from * s.stride + offset, bytes);
     }
   });
 }
