@@ -71,7 +71,8 @@ def test_more_than_caches_hold(array: Library, head_size: int, dtype: str) -> No
     merge(array, p, cache_inputs.view(memory, lambda m: m[:, 1:, 3:]))
     got = array.numpy(memory)
     assert_close(got[:, 1:, 3:], reference.merge_attn_states(*p, None)[0], p[0].dtype)
-    assert (got[:, 0] == 7).all() and (got[..., :3] == 7).all()
+    assert (got[:, 0] == 7).all()
+    assert (got[..., :3] == 7).all()
 
 
 @pytest.mark.parametrize("context", [0, 1, 20, 32, 33])
