@@ -11,23 +11,33 @@
 namespace pykv::PYKV_ISA {
 namespace {
 
-constexpr int64_t kPiece = 8192;  // elements of a row in one piece
+constexpr int64_t kPiece = 2048;  // elements of a row in one piece
 
 template <class Activation>
 void run(const ElementwiseActivationArgs& args, Activation activation) {
   const int64_t pieces = (args.width + kPiece - 1) / kPiece;
-  const int64_t grain = std::max<int64_t>(1, 2 * kPiece / args.width);
+  const int64_t grain = std::max<int64_t>(1, 8 * kPiece / args.width);
   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
+    const bool streamed =
+        args.out != args.input && args.num_rows * args.width * static_cast<int64_t>(sizeof(T)) > kWorthStreaming;
+    const auto input_at = [&](int64_t piece) {
+      return static_cast<const T*>(args.input) + args.input_rows.offset(piece / pieces) + piece % pieces * kPiece;
+    };
     parallel_for(args.num_rows * pieces, grain, [&](int64_t begin, int64_t end) {
+      LineWriter writer(streamed);
       for (int64_t piece = begin; piece < end; ++piece) {
-        const int64_t row = piece / pieces, first = piece % pieces * kPiece;
-        const T* input = static_cast<const T*>(args.input) + args.input_rows.offset(row) + first;
-        T* out = static_cast<T*>(args.out) + args.out_rows.offset(row) + first;
-        const int64_t n = std::min(kPiece, args.width - first);
-        int64_t i = 0;
-        for (; i + kWidth <= n; i += kWidth) store(out + i, activation(load(input + i)));
-        if (i < n) store(out + i, activation(load(input + i, n - i)), n - i);
+        const int64_t row = piece / pieces, start = piece % pieces * kPiece;
+        const T *input = input_at(piece), *next = input_at(std::min(piece + 1, end - 1));
+        T* out = static_cast<T*>(args.out) + args.out_rows.offset(row) + start;
+        write_pairs(writer, out, std::min(kPiece, args.width - start), streamed,
+                    [&](T* to, int64_t first, int64_t size, bool past) {
+                      each_pair(0, size, [&](int64_t i, int64_t count) {
+                        prefetch_pair(next + first + i);
+                        store_pair(to + i, activation(load_pair<T>(input + first + i, count)), count, past);
+                      });
+                    });
       }
+      if (streamed) finish_streaming();
     });
   });
 }
@@ -49,23 +59,27 @@ Floats expm1(Floats x) {
 }  // namespace
 
 void gelu_tanh_cpu(const ElementwiseActivationArgs& args, const Launch&) {
-  run(args, [](Floats x) { return gelu_tanh(x); });
+  run(args, [](auto x) { return gelu_tanh(x); });
 }
 
 void gelu_quick_cpu(const ElementwiseActivationArgs& args, const Launch&) {
-  run(args, [](Floats x) { return x / (1.0f + exp(-1.702f * x)); });
+  run(args, [](auto x) { return times_sigmoid(x, 1.702f * x); });
 }
 
 void relu2_cpu(const ElementwiseActivationArgs& args, const Launch&) {
-  run(args, [](Floats x) { return x <= 0.0f ? Floats{} : x * x; });  // NaN stays
+  run(args, [](auto x) {
+    return each(x, [](Floats v) { return v <= 0.0f ? Floats{} : v * v; });  // NaN stays
+  });
 }
 
 void xielu_cpu(const ElementwiseActivationArgs& args, const Launch&) {
   const float beta = args.beta, eps = args.eps;
   const float alpha_p = softplus(args.alpha_p), alpha_n = beta + softplus(args.alpha_n), slope = beta - alpha_n;
-  run(args, [=](Floats x) {
-    const Floats most = eps < x ? splat(eps) : x;  // in this order NaN stays
-    return x > 0.0f ? x * (alpha_p * x + beta) : alpha_n * expm1(most) + slope * x;
+  run(args, [=](auto x) {
+    return each(x, [=](Floats v) {
+      const Floats most = eps < v ? splat(eps) : v;  // in this order NaN stays
+      return v > 0.0f ? v * (alpha_p * v + beta) : alpha_n * expm1(most) + slope * v;
+    });
   });
 }
 

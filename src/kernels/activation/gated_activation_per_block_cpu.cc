@@ -12,15 +12,16 @@
 namespace pykv::PYKV_ISA {
 namespace {
 
-// Fills y, padded to whole vectors, and gives the largest of all |y|, in which NaN does not count.
+// Fills y, padded to whole pairs, and gives the largest of all |y|, in which NaN does not count.
 template <class T>
 float multiply(float* y, const T* gate, const T* up, int64_t n) {
-  Floats largest{};
-  for (int64_t i = 0; i < n; i += kWidth) {
-    const Floats product = silu(load(gate + i, n - i)) * load(up + i, n - i);
-    store(y + i, product);
-    largest = max(product < 0.0f ? -product : product, largest);
-  }
+  Pair<T> largest = 0.0f;
+  each_pair(0, n, [&](int64_t i, int64_t count) {
+    const Pair<T> product = silu(load_pair<T>(gate + i, count)) * load_pair<T>(up + i, count);
+    store(y + i, product.x);
+    store(y + i + kWidth, product.y);
+    largest = max(abs(product), largest);
+  });
   return max(largest);
 }
 
@@ -30,7 +31,7 @@ void run(const GatedActivationPerBlockArgs& args) {
   const int64_t n = args.group_size, groups = args.width / n;
   parallel_for(args.num_rows * groups, std::max<int64_t>(1, kElementsWorthAThread / n),
                [&](int64_t begin, int64_t end) {
-                 std::vector<float> y((n + kWidth - 1) / kWidth * kWidth);
+                 std::vector<float> y((n + kPair - 1) / kPair * kPair);
                  for (int64_t block = begin; block < end; ++block) {
                    const int64_t row = block / groups, group = block % groups;
                    const T* gate = static_cast<const T*>(args.input) + args.input_rows.offset(row) + group * n;
@@ -38,7 +39,11 @@ void run(const GatedActivationPerBlockArgs& args) {
                    const float scale = std::max(std::min(largest / args.largest(), float{args.most}), args.least());
                    args.scales[row * args.scales_row + group * args.scales_group] = scale;
                    Code* out = static_cast<Code*>(args.out) + args.out_rows.offset(row) + group * n;
-                   for (int64_t i = 0; i < n; i += kWidth) store_quantised(out + i, load(y.data() + i) / scale, n - i);
+                   const Divisor by(scale, largest);
+                   each_pair(0, n, [&](int64_t i, int64_t count) {
+                     const Pair<T> products = {load(y.data() + i), load(y.data() + i + kWidth)};
+                     store_quantised(out + i, products / by, count);
+                   });
                  }
                });
 }

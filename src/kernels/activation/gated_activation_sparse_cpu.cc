@@ -12,48 +12,50 @@
 namespace pykv::PYKV_ISA {
 namespace {
 
-constexpr int kSums = 4;  // independent additions in flight; their order is the same for every row
+constexpr int kSums = 2;  // independent additions of pairs in flight; their order is the same for every row
 
-// The sum of term(x) over n elements; what lies behind the last is taken for `neutral`, whose term is 0.
+// The sum of term(x) over n elements; what lies behind the last counts 0.
 template <class T, class Term>
-float sum_of(const T* row, int64_t n, float neutral, Term term) {
-  Floats sums[kSums] = {};
+float sum_of(const T* row, int64_t n, Term term) {
+  Pair<T> sums[kSums] = {0.0f, 0.0f};
   int64_t i = 0;
-  for (; i + kSums * kWidth <= n; i += kSums * kWidth)
-    for (int k = 0; k < kSums; ++k) sums[k] += term(load(row + i + k * kWidth));
-  for (; i < n; i += kWidth) {
-    Floats x = load(row + i, n - i);
-    for (int64_t k = n - i; k < kWidth; ++k) x[k] = neutral;
-    sums[0] += term(x);
-  }
-  return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  for (; i + kSums * kPair <= n; i += kSums * kPair)
+    for (int k = 0; k < kSums; ++k) sums[k] = sums[k] + term(load_pair<T>(row + i + k * kPair));
+  for (; i < n; i += kPair) sums[0] = sums[0] + first_of(term(load_pair<T>(row + i, n - i)), n - i);
+  return sum(sums[0] + sums[1]);
 }
 
 template <class T>
 float cut_of(const T* gate, int64_t n, float deviations) {
-  const float mean = sum_of(gate, n, 0.0f, [](Floats x) { return x; }) / static_cast<float>(n);
-  const float squares = sum_of(gate, n, mean, [=](Floats x) { return (x - mean) * (x - mean); });
+  const float mean = sum_of(gate, n, [](Pair<T> x) { return x; }) / static_cast<float>(n);
+  const float squares = sum_of(gate, n, [=](Pair<T> x) { return (x - mean) * (x - mean); });
   return mean + std::sqrt(squares / static_cast<float>(n)) * deviations;
 }
 
-bool any(Words lanes) {
-  uint32_t found = 0;
-  for (int i = 0; i < kWidth; ++i) found |= lanes[i];
-  return found != 0;
+// Whether a number of them is above 0, or NaN.
+bool any_positive(Floats x) {
+  const Words found = __builtin_bit_cast(Words, ~(x <= 0.0f));
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask(__builtin_bit_cast(__m512i, found), __builtin_bit_cast(__m512i, found)) != 0;
+#else
+  uint32_t any = 0;
+  for (int i = 0; i < kWidth; ++i) any |= found[i];
+  return any != 0;
+#endif
 }
 
 template <class T, class Gelu>
-void activate_row(T* out, const T* gate, const T* up, float cut, int64_t n, Gelu activation) {
-  for (int64_t i = 0; i < n; i += kWidth) {
-    const Floats over = load(gate + i, n - i) - cut, factor = load(up + i, n - i);
-    Floats activated{};
-    if (any(__builtin_bit_cast(Words, ~(over <= 0.0f)))) {  // NaN, too
-      T rounded[kWidth];
-      store(rounded, activation(over < 0.0f ? Floats{} : over));
-      activated = load(rounded);
-    }
-    store(out + i, activated * factor, n - i);
-  }
+void activate_row(LineWriter& writer, T* out, const T* gate, const T* up, float cut, int64_t n, bool streamed,
+                  Gelu activation) {
+  write_pairs(writer, out, n, streamed, [&](T* to, int64_t first, int64_t size, bool past) {
+    each_pair(0, size, [&](int64_t i, int64_t count) {
+      const Pair<T> over = load_pair<T>(gate + first + i, count) - cut, factor = load_pair<T>(up + first + i, count);
+      Pair<T> activated = 0.0f;
+      if (any_positive(over.x) || any_positive(over.y))
+        activated = rounded(activation(each(over, [](Floats x) { return x < 0.0f ? Floats{} : x; })));
+      store_pair(to + i, activated * factor, count, past);
+    });
+  });
 }
 
 }  // namespace
@@ -62,17 +64,20 @@ void gated_activation_sparse_cpu(const GatedActivationSparseArgs& args, const La
   constexpr int64_t kElementsWorthAThread = 8192;
   const int64_t n = args.width;
   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
+    const bool streamed = args.num_rows * n * static_cast<int64_t>(sizeof(T)) > kWorthStreaming;
     parallel_for(args.num_rows, std::max<int64_t>(1, kElementsWorthAThread / n), [&](int64_t begin, int64_t end) {
+      LineWriter writer(streamed);
       for (int64_t row = begin; row < end; ++row) {
         const T* gate = static_cast<const T*>(args.input) + args.input_rows.offset(row);
         T* out = static_cast<T*>(args.out) + args.out_rows.offset(row);
         const float cut = cut_of(gate, n, args.deviations);
         if (args.tanh) {
-          activate_row(out, gate, gate + n, cut, n, [](Floats x) { return gelu_tanh(x); });
+          activate_row(writer, out, gate, gate + n, cut, n, streamed, [](auto x) { return gelu_tanh(x); });
         } else {
-          activate_row(out, gate, gate + n, cut, n, [](Floats x) { return gelu(x); });
+          activate_row(writer, out, gate, gate + n, cut, n, streamed, [](auto x) { return gelu(x); });
         }
       }
+      if (streamed) finish_streaming();
     });
   });
 }

@@ -1,4 +1,4 @@
-// Elements divided by a scale and rounded to a one-byte float, in bulk.
+// Elements divided by a scale and rounded to a one-byte float, in bulk; or what another rule makes of them, see below.
 //
 // For a given scale the code is a staircase over the bits of a 16-bit T: of sixteen (E5M2: eight) equal parts of a binade
 // none has more than one step, and the binades of normal codes are alike.  In a part, (bits + d) >> kDrop is the code's
@@ -6,43 +6,81 @@
 // one for normal codes and one for what is below: no division, no conversion, no product.
 #pragma once
 
-#include "cpu/simd.h"
+#include "cpu/pairs.h"
 
 namespace pykv::PYKV_ISA {
 
-template <class T, class Code>
-void store_divided(Code* to, const T* from, int64_t n, float scale) {
-  const Floats divisor = splat(scale);
+// A rule makes codes of numbers, one or a vector at once: of ever larger ones never smaller codes, and twice the code's
+// number of twice the number.  This one is that of the caches.
+template <class Code>
+struct Divided {
+  static constexpr uint8_t kNan = __is_same(Code, e4m3) ? 0x7f : 0x7e;
+  static constexpr bool kNanHasSign = true;
+  float scale;
+
+  Code code(float v) const { return from_float<Code>(v / scale); }
+  void store(Code* to, Floats v, int64_t count) const { PYKV_ISA::store(to, v / scale, count); }
+};
+
+template <class T, class Code, class Rule>
+void store_by_rule(const Rule& rule, Code* to, const T* from, int64_t n) {
   int64_t i = 0;
-  for (; i + kWidth <= n; i += kWidth) store(to + i, load(from + i) / divisor);
-  if (i < n) store(to + i, load(from + i, n - i) / divisor, n - i);
+  for (; i + kWidth <= n; i += kWidth) rule.store(to + i, load(from + i), kWidth);
+  if (i < n) rule.store(to + i, load(from + i, n - i), n - i);
+}
+
+template <class T, class Code, class Rule>
+void store_pair_by_rule(const Rule& rule, Code* to, Pair<T> v, int64_t count) {
+  const Pair<float> neighbours = in_memory_order(rounded(v));
+  rule.store(to, neighbours.x, count < kWidth ? count : kWidth);
+  if (count > kWidth) rule.store(to + kWidth, neighbours.y, count - kWidth);
 }
 
 template <class T, class Code>
+void store_divided(Code* to, const T* from, int64_t n, float scale) {
+  store_by_rule(Divided<Code>{scale}, to, from, n);
+}
+
+template <class T, class Code, class Rule = Divided<Code>>
 class Encoder {
  public:
   // For that many elements in all: few are not worth tables.
-  Encoder(float scale, int64_t) : scale_(scale) {}
+  Encoder(float scale, int64_t) : rule_{scale} {}
 
-  void operator()(Code* to, const T* from, int64_t n) const { store_divided(to, from, n, scale_); }
+  void operator()(Code* to, const T* from, int64_t n) const { store_by_rule(rule_, to, from, n); }
+  // f(store) once, for a store(to, pair, count, past) of R_T(pair): what is the same for all pairs is decided before.
+  template <class F>
+  void visit(F f) const {
+    f([this](Code* to, Pair<T> v, int64_t count, bool) { store_pair_by_rule(rule_, to, v, count); });
+  }
 
  private:
-  float scale_;
+  Rule rule_;
 };
 
 #if defined(__AVX512BW__)
-template <class T, class Code>
+template <class T, class Code, class Rule>
   requires(sizeof(T) == 2 && (__is_same(Code, e4m3) || __is_same(Code, e5m2)))
-class Encoder<T, Code> {
+class Encoder<T, Code, Rule> {
  public:
-  Encoder(float scale, int64_t elements) : scale_(scale), tables_(elements >= kWorthTables && build()) {}
+  Encoder(float scale, int64_t elements) : scale_(scale), rule_{scale}, tables_(elements >= kWorthTables && build()) {}
 
   void operator()(Code* to, const T* from, int64_t n) const {
-    if (!tables_) return store_divided(to, from, n, scale_);
+    if (!tables_) return store_by_rule(rule_, to, from, n);
     int64_t i = 0;
     for (; i + 32 <= n; i += 32)
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), look_up(_mm512_loadu_si512(from + i)));
-    store_divided(to + i, from + i, n - i, scale_);
+    store_by_rule(rule_, to + i, from + i, n - i);
+  }
+
+  template <class F>
+  void visit(F f) const {
+    const auto by_rule = [this](Code* to, Pair<T> v, int64_t count, bool) { store_pair_by_rule(rule_, to, v, count); };
+    if (!tables_) return f(by_rule);
+    f([this, by_rule](Code* to, Pair<T> v, int64_t count, bool past) {
+      if (count < kPair) return by_rule(to, v, count, past);
+      store_raw(to, look_up(__builtin_bit_cast(__m512i, packed(v))), past);
+    });
   }
 
   // Of elements divided by the scale times 2^power, if tables(); 32 or a multiple of them, none of which is infinite or has
@@ -67,12 +105,9 @@ class Encoder<T, Code> {
   static constexpr int kDrop = kMantissa - kCodeMantissa;
   static constexpr int kNormalPart = kMantissa - 5, kSmallPart = kMantissa - 3;  // log2 of the bits' values in a part
   static constexpr uint16_t kInfinity = ((1u << (15 - kMantissa)) - 1u) << kMantissa;
-  static constexpr uint8_t kLargestCode = __is_same(Code, e4m3) ? 0x7e : 0x7b,
-                           kNan = __is_same(Code, e4m3) ? 0x7f : 0x7e;
+  static constexpr uint8_t kLargestCode = __is_same(Code, e4m3) ? 0x7e : 0x7b;
 
-  uint8_t code_of(uint32_t bits) const {
-    return from_float<Code>(to_float(T{static_cast<uint16_t>(bits)}) / scale_).bits;
-  }
+  uint8_t code_of(uint32_t bits) const { return rule_.code(to_float(T{static_cast<uint16_t>(bits)})).bits; }
 
   // The least bits of a code of at least so much; infinity's where there are none.
   uint16_t least_with(uint8_t code) const {
@@ -140,15 +175,17 @@ class Encoder<T, Code> {
     const __m512i small = _mm512_permutex2var_epi16(small_[0], _mm512_srli_epi16(within, kSmallPart), small_[1]);
     const __m512i d = _mm512_mask_permutexvar_epi16(small, _mm512_cmpge_epu16_mask(within, _mm512_set1_epi16(normal_)),
                                                     _mm512_srli_epi16(within, kNormalPart), table_);
-    const __m512i code = _mm512_mask_mov_epi16(_mm512_srli_epi16(_mm512_add_epi16(within, d), kDrop),
-                                               _mm512_cmpgt_epu16_mask(magnitude, _mm512_set1_epi16(kInfinity)),
-                                               _mm512_set1_epi16(kNan));
+    __m512i code = _mm512_srli_epi16(_mm512_add_epi16(within, d), kDrop);
+    const __mmask32 nan = _mm512_cmpgt_epu16_mask(magnitude, _mm512_set1_epi16(kInfinity));
+    if constexpr (Rule::kNanHasSign) code = _mm512_mask_mov_epi16(code, nan, _mm512_set1_epi16(Rule::kNan));
     // code | sign: 0xf8 is a | b & c
-    const __m512i all = _mm512_ternarylogic_epi32(code, _mm512_srli_epi16(bits, 8), _mm512_set1_epi16(0x80), 0xf8);
-    return _mm512_maskz_cvtepi16_epi8(~__mmask32{}, all);
+    code = _mm512_ternarylogic_epi32(code, _mm512_srli_epi16(bits, 8), _mm512_set1_epi16(0x80), 0xf8);
+    if constexpr (!Rule::kNanHasSign) code = _mm512_mask_mov_epi16(code, nan, _mm512_set1_epi16(Rule::kNan));
+    return _mm512_maskz_cvtepi16_epi8(~__mmask32{}, code);
   }
 
   float scale_;
+  Rule rule_;
   uint16_t top_, bottom_, normal_;
   __m512i table_, small_[2];
   bool tables_;

@@ -3,19 +3,90 @@
 // Unlike in a KV cache (cpu/float16.h), NaN becomes the largest number (E4M3) or 0 (int8).
 #pragma once
 
-#include "cpu/simd.h"
+#include "cpu/pairs.h"
 
 namespace pykv::PYKV_ISA {
 
-inline void store_quantised(e4m3* to, Floats v, int64_t count) { store(to, min(v, splat(448.0f)), count); }
-
-inline void store_quantised(int8_t* to, Floats v, int64_t count) {
-  const Floats within = max(min(v == v ? v : Floats{}, splat(127.0f)), splat(-128.0f));
-  // Adding 1.5 * 2^23 rounds to an integer, which then lies in the low bits.
-  const Bytes codes = narrow_to_bytes(__builtin_bit_cast(Words, within + 12582912.0f));
-  int8_t all[kWidth];
-  __builtin_memcpy(count >= kWidth ? to : all, &codes, sizeof codes);
-  for (int64_t i = 0; count < kWidth && i < count; ++i) to[i] = all[i];
+// In the lowest byte; above it there is rubbish.
+inline Words quantised(e4m3, Floats v) {
+  const Floats within = greater(lesser(v, splat(448.0f)), splat(-448.0f));  // NaN is the largest from here
+  const Words bits = __builtin_bit_cast(Words, within);
+  const Words code = narrow_finite<3, 7, 8, Floats, Words>(bits & 0x7fffffffu);
+  return (code & ~0x80u) | (bits >> 24 & 0x80u);
 }
+inline Words quantised(int8_t, Floats v) {
+  const Floats within = greater(lesser(v == v ? v : Floats{}, splat(127.0f)), splat(-128.0f));
+  // Adding 1.5 * 2^23 rounds to an integer, which then lies in the low bits.
+  return __builtin_bit_cast(Words, within + 12582912.0f);
+}
+
+template <class Code>
+inline void store_quantised(Code* to, Floats v, int64_t count) {
+  const Bytes codes = narrow_to_bytes(quantised(Code{}, v) & 0xffu);
+  if (count >= kWidth) {
+    __builtin_memcpy(to, &codes, sizeof codes);
+  } else {
+    __builtin_memcpy(to, &codes, static_cast<size_t>(count));
+  }
+}
+
+template <class Code, class T>
+inline void store_quantised(Code* to, Pair<T> v, int64_t count, [[maybe_unused]] bool past = false) {
+#if defined(__AVX512BW__)
+  if constexpr (kAlternating<T>) {
+    const Words even = quantised(Code{}, v.x), odd = quantised(Code{}, v.y);
+    const __m512i both =
+        _mm512_mask_blend_epi16(0xaaaaaaaa, __builtin_bit_cast(__m512i, even), __builtin_bit_cast(__m512i, odd << 16));
+    const __m256i codes = _mm512_maskz_cvtepi16_epi8(~__mmask32{}, both);
+    if (count >= kPair) return store_raw(to, codes, past);
+    __builtin_memcpy(to, &codes, static_cast<size_t>(count));
+    return;
+  }
+#endif
+  const Pair<float> neighbours = in_memory_order(v);
+  store_quantised(to, neighbours.x, count);
+  if (count > kWidth) store_quantised(to + kWidth, neighbours.y, count - kWidth);
+}
+
+// v / scale, for many v that are at most `largest` (or NaN): the quotient itself, without dividing.  v times the inverse
+// is next to it, and what is missing (exact) times the inverse decides (Markstein's theorem).  That is for numbers that
+// neither overflow nor underflow on the way; other scales divide.
+class Divisor {
+ public:
+  Divisor(float scale, float largest)
+      : scale_(scale), inverse_(1.0f / scale), tame_(scale > 0x1p-40f && scale < 0x1p40f && largest < 0x1p80f) {}
+
+  friend Floats operator/(Floats v, const Divisor& by) {
+#if defined(__FMA__)
+    if (by.tame_) {
+      const Floats near = v * by.inverse_;
+      return (v - near * by.scale_) * by.inverse_ + near;
+    }
+#endif
+    return v / by.scale_;
+  }
+  template <class T>
+  friend Pair<T> operator/(Pair<T> v, const Divisor& by) {
+    return {v.x / by, v.y / by};
+  }
+
+ private:
+  float scale_, inverse_;
+  bool tame_;
+};
+
+// The rule of static scales (cpu/encode.h): times the inverse of the scale.
+struct TimesInverse {
+  static constexpr uint8_t kNan = 0x7e;
+  static constexpr bool kNanHasSign = false;
+  float inverse;
+
+  explicit TimesInverse(float scale) : inverse(1.0f / scale) {}
+  e4m3 code(float v) const {
+    const float y = v * inverse;
+    return from_float<e4m3>(y < 448.0f ? y : 448.0f);
+  }
+  void store(e4m3* to, Floats v, int64_t count) const { store_quantised(to, v * inverse, count); }
+};
 
 }  // namespace pykv::PYKV_ISA

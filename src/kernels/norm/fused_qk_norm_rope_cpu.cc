@@ -19,12 +19,13 @@ void norm_heads(const RotaryHeads& heads, int64_t b, int64_t s, const RowWeights
   for (int64_t h = 0; h < heads.num_heads; ++h, out += n) {
     const T* x = head_at<T>(heads, b, s, h);
     const float squares = row_sum(n, [&](int64_t i, int64_t count) {
-      const Floats v = load(x + i, count);
+      const Pair<T> v = load_pair<T>(x + i, count);
       return v * v;
     });
-    const float r = 1.0f / std::sqrt(squares / static_cast<float>(n) + args.epsilon);
-    each_vector(0, n,
-                [&](int64_t i, int64_t count) { store(out + i, load(x + i, count) * (r * weights(i, count)), count); });
+    const Pair<T> r = 1.0f / std::sqrt(squares / static_cast<float>(n) + args.epsilon);
+    each_pair(0, n, [&](int64_t i, int64_t count) {
+      store_pair(out + i, load_pair<T>(x + i, count) * (r * weights(i, count)), count);
+    });
   }
 }
 
@@ -32,7 +33,7 @@ template <class T>
 void round_heads(const RotaryHeads& heads, int64_t b, int64_t s, const float* normed, int64_t n) {
   for (int64_t h = 0; h < heads.num_heads; ++h, normed += n) {
     T* out = head_at<T>(heads, b, s, h);
-    each_vector(0, n, [&](int64_t i, int64_t count) { store(out + i, load(normed + i, count), count); });
+    each_pair(0, n, [&](int64_t i, int64_t count) { store_pair(out + i, load_pair<T>(normed + i, count), count); });
   }
 }
 

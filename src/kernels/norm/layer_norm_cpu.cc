@@ -14,19 +14,19 @@ struct ScaledAndShifted {
 
   ScaledAndShifted(const LayerNormArgs& args, int64_t row)
       : out(row_at<T>(args.out, args.out_rows, row)), weights(args.weights, 1.0f), bias(args.bias, 0.0f) {}
-  int64_t group_size(int64_t n) const { return n; }
-  Floats scaled(int64_t i, Floats v, int64_t count) const { return v * weights(i, count) + bias(i, count); }
-  void store(T* to, Floats v, int64_t count) const { PYKV_ISA::store(to, v, count); }
+  Pair<T> scaled(int64_t i, Pair<T> v, int64_t count) const { return v * weights(i, count) + bias(i, count); }
+  void store(T* to, Pair<T> v, int64_t count, bool past) const { store_pair(to, v, count, past); }
 };
 
 }  // namespace
 
 void layer_norm_cpu(const LayerNormArgs& args, const Launch&) {
   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
+    const auto scaled = [&](int64_t row) { return ScaledAndShifted<T>(args, row); };
     if (args.residual) {
-      norm_rows<WithResidual<T, T, true>, ScaledAndShifted<T>, true>(args);
+      norm_rows<WithResidual<T, T, true>, true>(args, scaled);
     } else {
-      norm_rows<Input<T>, ScaledAndShifted<T>, true>(args);
+      norm_rows<Input<T>, true>(args, scaled);
     }
   });
 }

@@ -15,21 +15,21 @@ struct Scaled {
 
   Scaled(const RmsNormArgs& args, int64_t row)
       : out(row_at<T>(args.out, args.out_rows, row)), weights(args.weights, 1.0f), offset(args.weight_offset) {}
-  int64_t group_size(int64_t n) const { return n; }
-  Floats scaled(int64_t i, Floats v, int64_t count) const { return v * (weights(i, count) + offset); }
-  void store(T* to, Floats v, int64_t count) const { PYKV_ISA::store(to, v, count); }
+  Pair<T> scaled(int64_t i, Pair<T> v, int64_t count) const { return v * (weights(i, count) + offset); }
+  void store(T* to, Pair<T> v, int64_t count, bool past) const { store_pair(to, v, count, past); }
 };
 
 }  // namespace
 
 void rms_norm_cpu(const RmsNormArgs& args, const Launch&) {
   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
+    const auto scaled = [&](int64_t row) { return Scaled<T>(args, row); };
     if (!args.residual) {
-      norm_rows<Input<T>, Scaled<T>>(args);
+      norm_rows<Input<T>>(args, scaled);
     } else if (args.wide_residual) {
-      norm_rows<WithResidual<T, float, true>, Scaled<T>>(args);
+      norm_rows<WithResidual<T, float, true>>(args, scaled);
     } else {
-      norm_rows<WithResidual<T, T, true>, Scaled<T>>(args);
+      norm_rows<WithResidual<T, T, true>>(args, scaled);
     }
   });
 }

@@ -9,13 +9,16 @@ namespace {
 template <class T, class Code>
 struct Codes {
   using Element = Code;
+  using Kept = T;
   static constexpr bool kByLargest = true;
   static constexpr bool kInt8 = std::is_same_v<Code, int8_t>;
   const RmsNormDynamicQuantArgs& args;
   Code* out;
   Weights<T> weights;
   float* scales;  // of the row
-  float bound, scale = 1.0f;
+  float bound;
+  Divisor scale{1.0f, 0.0f};
+  float inverse = 1.0f;
 
   Codes(const RmsNormDynamicQuantArgs& args, int64_t row)
       : args(args),
@@ -23,24 +26,30 @@ struct Codes {
         weights(args.weights, 1.0f),
         scales(args.scales + row * args.scale_row),
         bound(args.bound()) {}
-  int64_t group_size(int64_t) const { return args.group_size; }
-  Floats scaled(int64_t i, Floats v, int64_t count) const { return rounded<T>(rounded<T>(v) * weights(i, count)); }
+  int64_t group_size() const { return args.group_size; }
+  Pair<T> scaled(int64_t i, Pair<T> v, int64_t count) const { return rounded<true>(v) * weights(i, count); }
   void scale_by(int64_t index, float most) {
-    scale = args.scale_of(most, bound);
-    scales[index * args.scale_group] = scale;
+    const float s = args.scale_of(most, bound);
+    scales[index * args.scale_group] = s;
+    scale = {s, most};
+    inverse = 1.0f / s;
   }
   // E4M3 divides, int8 multiplies with the scale's inverse.
-  void store(Code* to, Floats v, int64_t count) const {
-    store_quantised(to, kInt8 ? v * (1.0f / scale) : v / scale, count);
+  void store(Code* to, Pair<T> v, int64_t count, bool past) const {
+    if constexpr (kInt8) {
+      store_quantised(to, v * inverse, count, past);
+    } else {
+      store_quantised(to, v / scale, count, past);
+    }
   }
 };
 
 template <class T, class Source>
 void run(const RmsNormDynamicQuantArgs& args) {
   if (args.int8) {
-    norm_rows<Source, Codes<T, int8_t>>(args);
+    norm_rows<Source>(args, [&](int64_t row) { return Codes<T, int8_t>(args, row); });
   } else {
-    norm_rows<Source, Codes<T, e4m3>>(args);
+    norm_rows<Source>(args, [&](int64_t row) { return Codes<T, e4m3>(args, row); });
   }
 }
 

@@ -1,4 +1,5 @@
 // Twin of rms_norm_static_quant.cu.
+#include "cpu/encode.h"
 #include "cpu/quantise.h"
 #include "norm/rms_norm_static_quant.h"
 #include "norm/row_norm_cpu.h"
@@ -6,32 +7,32 @@
 namespace pykv::PYKV_ISA {
 namespace {
 
-template <class T>
+template <class T, class Store>
 struct Codes {
   using Element = e4m3;
   static constexpr bool kByLargest = false;
+  const Store& store;  // see Encoder::visit
   e4m3* out;
   Weights<T> weights;
-  float inverse_scale;
 
-  Codes(const RmsNormStaticQuantArgs& args, int64_t row)
-      : out(row_at<e4m3>(args.out, args.out_rows, row)),
-        weights(args.weights, 1.0f),
-        inverse_scale(1.0f / args.scale) {}
-  int64_t group_size(int64_t n) const { return n; }
-  Floats scaled(int64_t i, Floats v, int64_t count) const { return rounded<T>(v * weights(i, count)); }
-  void store(e4m3* to, Floats v, int64_t count) const { store_quantised(to, v * inverse_scale, count); }
+  Codes(const Store& store, const RmsNormStaticQuantArgs& args, int64_t row)
+      : store(store), out(row_at<e4m3>(args.out, args.out_rows, row)), weights(args.weights, 1.0f) {}
+  Pair<T> scaled(int64_t i, Pair<T> v, int64_t count) const { return v * weights(i, count); }
 };
 
 }  // namespace
 
 void rms_norm_static_quant_cpu(const RmsNormStaticQuantArgs& args, const Launch&) {
   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
-    if (args.residual) {
-      norm_rows<WithResidual<T, T, true>, Codes<T>>(args);
-    } else {
-      norm_rows<Input<T>, Codes<T>>(args);
-    }
+    const Encoder<T, e4m3, TimesInverse> encoder(args.scale, args.num_rows * args.hidden_size);
+    encoder.visit([&]<class Store>(const Store& store) {
+      const auto codes = [&](int64_t row) { return Codes<T, Store>(store, args, row); };
+      if (args.residual) {
+        norm_rows<WithResidual<T, T, true>>(args, codes);
+      } else {
+        norm_rows<Input<T>>(args, codes);
+      }
+    });
   });
 }
 

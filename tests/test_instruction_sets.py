@@ -1,0 +1,50 @@
+"""The CPU twins are compiled three times; the machine's own choice runs in all other tests, the lesser ones here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+# files, and which of their tests
+SOME = {
+    "attention": (
+        ["attention/test_paged_attention.py", "attention/test_merge_attn_states.py"],
+        "layouts or options or long_sequences or in_fp8",
+    ),
+    "activation": (
+        ["activation/test_elementwise_activation.py", "activation/test_gated_variants.py"]
+        + ["activation/test_silu_and_mul_quant.py", "activation/test_silu_and_mul_per_block_quant.py"],
+        "whole_range or nan or widths or any_group_size or any_width or limits or saturate",
+    ),
+    "norm": (
+        ["norm/test_rms_norm.py", "norm/test_rms_norm_static_fp8_quant.py", "norm/test_rms_norm_dynamic_quant.py"]
+        + ["norm/test_rms_norm_gated.py", "norm/test_layer_norm.py", "norm/test_fused_qk_norm_rope.py"],
+        "widths or sizes or nan or any",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("isa", ["base", "avx2"])
+def test_lesser_instruction_sets(isa: str, family: str, tmp_path: Path) -> None:
+    """The choice is made once a process, so the tests run in another one."""
+    files, which = SOME[family]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--device", "cpu"]
+    command += ["-k", f"numpy and ({which})"]
+    done = subprocess.run(
+        # whatever plugins the outer run has: this one is alone, and nobody's worker
+        [*command, "-p", "no:xdist", "-p", "no:benchmark", "-c", TESTS.parent / "pyproject.toml"]
+        + ["--rootdir", TESTS.parent, *(TESTS / file for file in files)],
+        cwd=tmp_path,  # -m puts the working directory on sys.path, and pykv/ in the sources must not be found there
+        env={name: value for name, value in os.environ.items() if "XDIST" not in name} | {"PYKV_ISA": isa},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
