@@ -33,7 +33,7 @@ class Quotient {
     if (in_steps_) {
       const __m512 scale = splat(scale_), reciprocal = splat(reciprocal_), first = x * reciprocal;
       const __m512 rest = _mm512_fnmadd_ps(first, scale, x);
-      const __mmask16 finite = _mm512_cmp_ps_mask(rest, rest, _CMP_ORD_Q);
+      const __mmask16 finite = ~_mm512_fpclass_ps_mask(first, 0x99);  // neither an infinity nor NaN
       const __m512 quotient = _mm512_mask3_fmadd_ps(rest, reciprocal, first, finite);
       // with x's sign, which a zero has lost: 0xe4 is c ? a : b
       return __builtin_bit_cast(
