@@ -223,7 +223,7 @@ void write_tiles(const Convert& convert, const CacheSide& side, int64_t num_head
   using Stored = typename Convert::Stored;
   constexpr int64_t kPadding = 64 / sizeof(Stored);  // rows a power of two apart would share few lines of the cache
   const int64_t size = side.head_size, head_bytes = run.length * size * static_cast<int64_t>(sizeof(Stored));
-  const int64_t heads_at_once = std::clamp<int64_t>(kTileBytes / head_bytes, 1, num_heads);
+  const int64_t heads_at_once = std::clamp<int64_t>(kTileBytes / std::max<int64_t>(head_bytes, 1), 1, num_heads);
   const int64_t row = heads_at_once * size + kPadding;
   if (static_cast<int64_t>(tile.size()) < run.length * row) tile.resize(run.length * row);
   const bool by_the_row = side.data_head == size && side.data_dim == 1 && side.scale.stride == 0;
