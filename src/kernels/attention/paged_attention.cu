@@ -307,8 +307,9 @@ int set_tiling(Problem& p, const Tiling& t, int blocks_per_sm, int device) {
 void combine(const Problem& p, int grid, const Launch& launch) {
   const int rows = (p.a.cu_query_lens.data ? p.tile_tokens : 1) * p.tile_heads;
   const int items = rows * (p.pitch / 4);
-  // Few segments come in many pieces, which want as many hands; unless they are so large that they have hands enough.
-  int parts = p.a.num_seqs * p.a.num_kv_heads * p.head_tiles * 4 <= grid && p.rows < 128 ? 8 : 1;
+  // Few segments come in many pieces, which want as many hands; large ones have hands enough.
+  const int64_t query_tiles = std::max(p.a.num_seqs, p.a.num_tokens / p.tile_tokens);
+  int parts = query_tiles * p.a.num_kv_heads * p.head_tiles * (p.rows < 128 ? 4 : 32) <= grid ? 8 : 1;
   while (parts < 16 && items * parts * 2 <= kCombineThreads) parts *= 2;
   const int per_block = kCombineThreads / parts;
   dispatch<half, bf16, float>(p.a.dtype, [&]<class T> {
