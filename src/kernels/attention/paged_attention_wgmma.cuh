@@ -13,8 +13,8 @@
 // or, where a few tiles are much longer than a block's part of the work, in order of the line of
 // paged_attention_plan.cuh, of which every block has an equal share.
 //
-// Bottleneck: the matrix units, floor = 4 * head size * visible (query, key) pairs * heads / 989 TFLOP/s; what keeps
-// them waiting is the softmax, of whose 620 instructions for a tile few can run beside each other.
+// Bottleneck: the matrix units, floor = 4 * head size * visible (query, key) pairs * heads / 989 TFLOP/s.  They are busy for
+// little more than half the time; docs/kernels/paged_attention.md lists what it is not.
 #pragma once
 
 #include <string_view>
