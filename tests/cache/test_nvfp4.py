@@ -178,6 +178,11 @@ def test_many_tokens(array: Library, arrangement: str) -> None:
     check(array, "HND", s, slots=np.arange(600), arrangement=arrangement)
 
 
+@pytest.mark.parametrize(("latent", "rope"), [(512, 64), (512, 0), (0, 512), (504, 72)])
+def test_many_latents(array: Library, latent: int, rope: int) -> None:
+    check_mla(array, latent, rope, blocks=8, slots=np.random.default_rng(0).permutation(128))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [2.0**-70, 3e-5, 0.011, 0.75, 700.0, -0.5])
 def test_many_tokens_by_scale(array: Library, dtype: str, scale: float) -> None:

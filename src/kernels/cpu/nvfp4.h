@@ -173,6 +173,7 @@ class Nvfp4Encoder<T> {
         store_nvfp4(page, places, token, head, block, num_blocks, elements, global_);
       return;
     }
+    if (num_blocks == 0) return;  // a part of nothing
     const int64_t heads_at_once = num_blocks < kAtOnce ? kAtOnce / num_blocks : 1;
     for (; head < end; head += heads_at_once, elements += heads_at_once * head_stride) {
       const int64_t heads = end - head < heads_at_once ? end - head : heads_at_once;
