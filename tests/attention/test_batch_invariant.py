@@ -154,6 +154,27 @@ def test_sizes(array: Library, sizes: Sizes) -> None:
     check(array, prompts([(0, 40), (280, 300), (2040, 2060)], sizes))
 
 
+# Keys are taken in chunks of 512, a quarter of one by each warp, 16 or 32 keys at a time.
+EDGES = [(120, 136), (250, 258), (505, 520), (1018, 1030), (0, 513), (2047, 2049)]
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("sizes", [Sizes(8, 2, 64), Sizes(12, 2, 128), Sizes(16, 1, 128, 8), Sizes(4, 1, 256)])
+def test_lengths_around_the_edges_of_chunks(array: Library, sizes: Sizes, kind: str) -> None:
+    check(array, prompts(EDGES, sizes, kind=kind), (1, 2, 5, 11, 40))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 17, 70])
+def test_decoding_of_few_and_of_many(array: Library, count: int) -> None:
+    """How many sequences there are decides which kernel takes them, and how many blocks each of them gets."""
+    p = prompts([(n - 1, n) for n in (513, 1024, 1500, 1, 300)], Sizes(8, 2, 128))
+    attend = Attention(array, p)
+    want = attend(p.whole)
+    pieces = (p.whole * 14)[:count]
+    for (s, _, _), got in zip(pieces, attend(pieces), strict=True):
+        assert_same(got, want[s], f"sequence {s} of {count}")
+
+
 @given(data=st.data())
 def test_random_batches(array: Library, data: st.DataObject) -> None:
     draw = data.draw

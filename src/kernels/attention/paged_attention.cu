@@ -49,79 +49,51 @@ __device__ Row row_of_note(const Problem& p, const Unfinished& u, int r) {
   return row_of(p, unit, r);
 }
 
-// With batch_invariant tiles of 32 rows stand in for larger ones: rows of 16 and of 32 are computed alike.
+// With batch_invariant: tiles that all compute a row in the same steps.
 RowClass class_for(RowClass rows, bool batch_invariant, int head_size) {
-  if (!batch_invariant || rows == RowClass::kFew || rows == RowClass::kSome) return rows;
-  return head_size <= 128 ? RowClass::kSome : RowClass::kFew;
+  if (!batch_invariant) return rows;
+  return rows == RowClass::kFew || head_size > 128 ? RowClass::kInvariantFew : RowClass::kInvariantMore;
 }
 
 constexpr int kCombineThreads = 256;
 
-// blockIdx.x: the block of the main kernel whose note is followed.  A thread adds up four columns of a row over its part
-// of the pieces, whose loads depend on the note alone; then the parts are added up in their order.
-template <class T>
-__global__ void __launch_bounds__(kCombineThreads, 4) combine_kernel(const __grid_constant__ Problem p, int parts) {
-  const int items = kCombineThreads / parts;  // of a block
-  const int part = threadIdx.x / items, item = blockIdx.y * items + threadIdx.x % items;
-  const int quads = p.pitch / 4, r = item / quads, quad = item % quads;
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  const Unfinished u = p.unfinished[blockIdx.x];
-  if (u.first_block < 0) return;
-  const Row row = row_of_note(p, u, r);
-  const bool valid = r < p.rows && row.valid;
+// Four columns of a row, relative to 2^maximum, and the sum of its weights.
+struct Quad {
+  float maximum, sum;
+  float4 o;
 
-  const int pieces = blockIdx.x - u.first_block + 1;
-  float maximum = -INFINITY, sum = 0;
-  float4 o = {0, 0, 0, 0};
-  const auto add = [&](float2 stats, float4 x) {
-    if (stats.x == -INFINITY) return;
-    const float top = fmaxf(maximum, stats.x);
-    const float old = exp2_fast(maximum - top), weight = exp2_fast(stats.x - top);
+  static constexpr int kAtOnce = 4, kBlocksPerSm = 4;
+
+  static __device__ Quad empty() { return {-INFINITY, 0, {0, 0, 0, 0}}; }
+  static __device__ Quad load(const Problem& p, int slot, int r, int quad) {
+    const int64_t at = static_cast<int64_t>(slot) * p.rows + r;
+    const float2 stats = p.partial_stats[at];
+    return {stats.x, stats.y, reinterpret_cast<const float4*>(p.partial + at * p.pitch)[quad]};
+  }
+
+  __device__ void add(const Quad& x) {
+    if (x.maximum == -INFINITY) return;
+    const float top = fmaxf(maximum, x.maximum);
+    const float old = exp2_fast(maximum - top), weight = exp2_fast(x.maximum - top);
     maximum = top;
-    sum = sum * old + stats.y * weight;
-    o = {o.x * old + weight * x.x, o.y * old + weight * x.y, o.z * old + weight * x.z, o.w * old + weight * x.w};
-  };
-  constexpr int kBatch = 4;
-  for (int first = part; valid && first < pieces; first += parts * kBatch) {
-    float2 stats[kBatch];
-    float4 x[kBatch];
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      const int i = first + k * parts;
-      if (i >= pieces) continue;
-      const int64_t at = static_cast<int64_t>(2 * (u.first_block + i) + (i == 0 && !u.first_slot_is_head)) * p.rows + r;
-      stats[k] = p.partial_stats[at];
-      x[k] = reinterpret_cast<const float4*>(p.partial + at * p.pitch)[quad];
-    }
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      if (first + k * parts < pieces) add(stats[k], x[k]);
-    }
+    sum = sum * old + x.sum * weight;
+    o = {o.x * old + weight * x.o.x, o.y * old + weight * x.o.y, o.z * old + weight * x.o.z,
+         o.w * old + weight * x.o.w};
   }
 
-  if (parts > 1) {
-    __shared__ float4 sums[kCombineThreads];
-    __shared__ float2 stats[kCombineThreads];
-    sums[threadIdx.x] = o;
-    stats[threadIdx.x] = {maximum, sum};
-    __syncthreads();
-    if (part > 0) return;
-    for (int i = 1; i < parts; ++i) add(stats[threadIdx.x + i * items], sums[threadIdx.x + i * items]);
+  __device__ float4 finish(const Problem& p, const Row& row, int kv_head) const {
+    const float factor = finish_row(p, row, kv_head, maximum, sum);
+    return {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
   }
-  if (!valid) return;
-  const float factor = finish_row(p, row, u.kv_head, maximum, sum);
-  T* out = output_row<T>(p, row);
-  const float x[4] = {o.x, o.y, o.z, o.w};
-  for (int e = 0; e < 4; ++e) {
-    if (quad * 4 + e < p.a.head_size) out[quad * 4 + e] = T(x[e] * factor);
-  }
-}
+};
 
-// The same for the records of paged_attention_exact.cuh, whose order does not matter.
-template <class T>
-__global__ void __launch_bounds__(kCombineThreads) combine_exact_kernel(const __grid_constant__ Problem p, int parts) {
-  __shared__ ExactQuad sums[kCombineThreads];
+// blockIdx.x: the block of the main kernel whose note is followed.  A thread adds up four columns of a row over its part
+// of the pieces, whose loads depend on the note alone; then the parts are added up in their order.  Sum: Quad or, with
+// batch_invariant, ExactQuad.
+template <class T, class Sum>
+__global__ void __launch_bounds__(kCombineThreads, Sum::kBlocksPerSm)
+    combine_kernel(const __grid_constant__ Problem p, int parts) {
+  __shared__ Sum sums[kCombineThreads];
   const int items = kCombineThreads / parts;  // of a block
   const int part = threadIdx.x / items, item = blockIdx.y * items + threadIdx.x % items;
   const int quads = p.pitch / 4, r = item / quads, quad = item % quads;
@@ -132,11 +104,19 @@ __global__ void __launch_bounds__(kCombineThreads) combine_exact_kernel(const __
   const Row row = row_of_note(p, u, r);
   const bool valid = r < p.rows && row.valid;
 
-  ExactQuad sum;
   const int pieces = blockIdx.x - u.first_block + 1;
-#pragma unroll 2
-  for (int i = part; valid && i < pieces; i += parts) {
-    sum.add(*exact_quad(p, 2 * (u.first_block + i) + (i == 0 && !u.first_slot_is_head), r, quad));
+  Sum sum = Sum::empty();
+  for (int first = part; valid && first < pieces; first += parts * Sum::kAtOnce) {
+    Sum x[Sum::kAtOnce];
+#pragma unroll
+    for (int k = 0; k < Sum::kAtOnce; ++k) {
+      const int i = first + k * parts;
+      if (i < pieces) x[k] = Sum::load(p, 2 * (u.first_block + i) + (i == 0 && !u.first_slot_is_head), r, quad);
+    }
+#pragma unroll
+    for (int k = 0; k < Sum::kAtOnce; ++k) {
+      if (first + k * parts < pieces) sum.add(x[k]);
+    }
   }
   if (parts > 1) {
     sums[threadIdx.x] = sum;
@@ -194,7 +174,7 @@ bool launch_prefill(const Problem& p, const Launch& launch) {
 }
 
 bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
-  if (rows == RowClass::kFew && launch_decode(p, launch)) return true;
+  if ((rows == RowClass::kFew || rows == RowClass::kInvariantFew) && launch_decode(p, launch)) return true;
   switch (p.a.kv_format) {
     case KvFormat::kE4M3:
       return launch_e4m3(p, rows, launch);
@@ -229,7 +209,7 @@ void launch_all(Problem p, const Launch& launch) {
     } else if (p.group > 16 || p.a.num_seqs == 1) {
       if (take_many(0)) return;
     } else {
-      if (take_many(16) && take(RowClass::kFew, 0, 16)) return;
+      if (take_many(16) && take(class_for(RowClass::kFew, p.a.batch_invariant, p.a.head_size), 0, 16)) return;
     }
   }
   p.min_rows = 0;
@@ -290,6 +270,7 @@ int count_resident_clusters(const void* kernel, int blocks, int threads, size_t 
 
 int set_tiling(Problem& p, const Tiling& t, int blocks_per_sm, int device) {
   const int grid = grid_of(std::min(blocks_per_sm, t.blocks_per_sm), device);
+  p.lead = p.a.batch_invariant ? 0 : 1;
   p.rows = t.rows;
   p.pitch = t.pitch;
   p.by_grid = Divider(grid);
@@ -313,7 +294,7 @@ void combine(const Problem& p, int grid, const Launch& launch) {
   while (parts < 16 && items * parts * 2 <= kCombineThreads) parts *= 2;
   const int per_block = kCombineThreads / parts;
   dispatch<half, bf16, float>(p.a.dtype, [&]<class T> {
-    launch_after(p.a.batch_invariant ? combine_exact_kernel<T> : combine_kernel<T>,
+    launch_after(p.a.batch_invariant ? combine_kernel<T, ExactQuad> : combine_kernel<T, Quad>,
                  dim3(grid, (items + per_block - 1) / per_block), dim3(kCombineThreads), 1, 0, launch, p.a.op, p,
                  parts);
   });

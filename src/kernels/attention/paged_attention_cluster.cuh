@@ -217,8 +217,9 @@ bool launch_cluster_kernel(Problem p, const Launch& launch) {
 // Decoding proper in one way or the other.
 template <class Element, int kD, bool kPackedV, int kQueries>
 bool launch_decode_shape(const Problem& p, const Launch& launch) {
+  if (p.a.batch_invariant) return launch_decode_kernel<DecodeShape<Element, kD, kPackedV, kQueries, true>>(p, launch);
   return launch_cluster_kernel<ClusterShape<Element, kD, kPackedV, kQueries>>(p, launch) ||
-         launch_decode_kernel<DecodeShape<Element, kD, kPackedV, kQueries>>(p, launch);
+         launch_decode_kernel<DecodeShape<Element, kD, kPackedV, kQueries, false>>(p, launch);
 }
 
 template <class Element>

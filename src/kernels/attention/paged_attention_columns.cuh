@@ -112,9 +112,16 @@ struct QueryColumns : TileLoader<S> {
       for (int e = 0; e < 2; ++e) {
         s.scale[i][e] = p.a.scale * k_scale * (s.plain ? kLog2e : 1.f);
         if (S::kNarrow) s.scale[i][e] *= __shfl_sync(~0u, factor, (lane % 4 * 2 + e) * 4);
-        s.maximum[i][e] = -INFINITY;
-        s.sum[i][e] = 0;
       }
+    }
+    clear_sums(s);
+  }
+
+  static __device__ void clear_sums(State& s) {
+#pragma unroll
+    for (int i = 0; i < kQueryTiles; ++i) {
+      s.maximum[i][0] = s.maximum[i][1] = -INFINITY;
+      s.sum[i][0] = s.sum[i][1] = 0;
 #pragma unroll
       for (int n = 0; n < kD / 16; ++n) {
         for (int e = 0; e < 4; ++e) s.o[i][n][e] = 0;
@@ -249,7 +256,7 @@ struct QueryColumns : TileLoader<S> {
           for (int h = 0; h < 2; ++h) {
             const int token = first_token + token_at<S::kPermutedTokens>(t * 16 + h * 8 + lane / 4);
             float& x = s[i][t][2 * h + e];
-            x = logit(p, x * state.scale[i][e], slope, token - (len - 1));
+            x = logit(p, x, state.scale[i][e], slope, token - (len - 1));
           }
         }
       }
@@ -280,7 +287,9 @@ struct QueryColumns : TileLoader<S> {
     add_values(stage + S::kTileBytes, weights, state);
   }
 
-  // The sums are kept relative to a maximum that may lag behind by kLag (a factor of 256): following it is rare.
+  // The sums are kept relative to a maximum that may lag behind by kLag (a factor of 256): following it is rare.  With
+  // batch_invariant it is a whole number, which makes its powers exact, and each query's own affair: one beside it
+  // changes nothing; and weights are added up as in paged_attention_softmax.cuh.
   __device__ void weigh(int i, const float (&s)[kParts][4], State& state,
                         uint32_t (&weights)[kParts][kTerms][2]) const {
     constexpr float kLag = 8;
@@ -297,6 +306,7 @@ struct QueryColumns : TileLoader<S> {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         for (int m = 4; m < 32; m *= 2) top[e] = fmaxf(top[e], __shfl_xor_sync(~0u, top[e], m));
+        if (S::kInvariant) top[e] = top[e] > state.maximum[i][e] + kLag ? ceilf(top[e]) : state.maximum[i][e];
         const float rescale = exp2_fast(state.maximum[i][e] - (top[e] == -INFINITY ? 0.f : top[e]));
         state.maximum[i][e] = top[e];
         state.sum[i][e] *= rescale;
@@ -311,12 +321,21 @@ struct QueryColumns : TileLoader<S> {
     for (int e = 0; e < 2; ++e) base[e] = state.maximum[i][e] == -INFINITY ? 0.f : state.maximum[i][e];
 #pragma unroll
     for (int t = 0; t < kParts; ++t) {
+      [[maybe_unused]] float before[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float a = exp2_fast(fmaf(s[t][2 * h], scale[0], -base[0]));
         const float b = exp2_fast(fmaf(s[t][2 * h + 1], scale[1], -base[1]));
-        state.sum[i][0] += a;
-        state.sum[i][1] += b;
+        if constexpr (!S::kInvariant) {
+          state.sum[i][0] += a;
+          state.sum[i][1] += b;
+        } else if (h == 0) {
+          before[0] = a;
+          before[1] = b;
+        } else {
+          state.sum[i][0] += before[0] + a;
+          state.sum[i][1] += before[1] + b;
+        }
         const uint32_t pair = pack_pair<Mma>(a, b);
         weights[t][0][h] = transpose(pair);
         if constexpr (kTerms == 2) {
@@ -338,6 +357,19 @@ struct QueryColumns : TileLoader<S> {
   static __device__ int place(int column, int d) { return column * kD + (d ^ column / 2 % 4 * 8); }
   static constexpr int kLeftBytes = S::kColumns * kD * 4;
 
+  __device__ void store_sums(const State& state, int i, int e, float* to, int column) const {
+#pragma unroll
+    for (int n = 0; n < kD / 16; ++n) {
+      float* at = to + place(column, dimension(n, 0));
+      if constexpr (S::kPermutedOutput) {
+        *reinterpret_cast<float2*>(at) = {state.o[i][n][e], state.o[i][n][2 + e]};
+      } else {
+        *at = state.o[i][n][e];
+        to[place(column, dimension(n, 1))] = state.o[i][n][2 + e];
+      }
+    }
+  }
+
   __device__ void leave(const State& state, float* to, float2 (&stats)[S::kColumns]) const {
 #pragma unroll
     for (int i = 0; i < kQueryTiles; ++i) {
@@ -348,16 +380,7 @@ struct QueryColumns : TileLoader<S> {
         for (int m = 4; m < 32; m *= 2) sum += __shfl_xor_sync(~0u, sum, m);
         if (column >= p.group) continue;
         if (lane / 4 == 0) stats[column] = {state.maximum[i][e], sum};
-#pragma unroll
-        for (int n = 0; n < kD / 16; ++n) {
-          float* at = to + place(column, dimension(n, 0));
-          if constexpr (S::kPermutedOutput) {
-            *reinterpret_cast<float2*>(at) = {state.o[i][n][e], state.o[i][n][2 + e]};
-          } else {
-            *at = state.o[i][n][e];
-            to[place(column, dimension(n, 1))] = state.o[i][n][2 + e];
-          }
-        }
+        store_sums(state, i, e, to, column);
       }
     }
   }

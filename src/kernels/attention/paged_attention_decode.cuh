@@ -8,17 +8,18 @@
 // Floor: KV bytes / bandwidth + the chain length -> page -> tile.
 #pragma once
 
-#include "attention/paged_attention_columns.cuh"
+#include "attention/paged_attention_chunks.cuh"
 #include "cuda/dependent.cuh"
 
 namespace pykv::attention {
 
 constexpr int kGroupTokens = 8;  // looked up and addressed as one
 
-// kQueries: 8 or 16, the heads of a group at most.
-template <class Element, int kD, bool kPackedV, int kQueries>
+// kQueries: 8 or 16, the heads of a group at most.  kForAnyBatch: with batch_invariant.
+template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch>
 struct DecodeShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
   using Few = Shape<Element, kD, kPackedV, RowClass::kFew>;
+  static constexpr bool kInvariant = kForAnyBatch;
   static constexpr int kWarps = 4, kColumns = kQueries;
   static constexpr int kBlocksPerSm = kD == 64                                       ? 4
                                       : kD == 256                                    ? 1
@@ -34,12 +35,13 @@ struct alignas(16) TilePart {
   int slot;
   uint32_t valid;
   bool exists, begins, ends;
+  bool ends_chunk;  // with batch_invariant
 };
 
 // From the block table to a stage.
 template <class S>
-struct DecodeLoader : QueryColumns<S> {
-  using Columns = QueryColumns<S>;
+struct DecodeLoader : ColumnsOf<S> {
+  using Columns = ColumnsOf<S>;
   using Columns::copies;
   using Columns::lane;
   using Columns::p;
@@ -218,6 +220,7 @@ struct DecodeKernel : DecodeLoader<S> {
   TilePart* parts;  // of the warp's stages
   char* rings;      // all warps' stages
   ColumnStats<S>& stats;
+  float* chunk_left;  // with batch_invariant
 
   // ---- the walk -----------------------------------------------------------------------------------------------------
 
@@ -230,8 +233,11 @@ struct DecodeKernel : DecodeLoader<S> {
     bool exists, begins;
   };
 
-  // Of one KV head on the line: its tiles and one more.
-  static __device__ int places(int len) { return 1 + max(1, (len + kUnitTokens - 1) / kUnitTokens); }
+  // Of one KV head on the line: its tiles and one more or, with batch_invariant, its chunks.
+  static constexpr int kPlaceTokens = S::kInvariant ? kChunkTokens : kUnitTokens,
+                       kPlaceUnits = kPlaceTokens / kUnitTokens;
+  static constexpr int kLead = S::kInvariant ? 0 : 1;
+  static __device__ int places(int len) { return kLead + max(1, (len + kPlaceTokens - 1) / kPlaceTokens); }
 
   // 128 sequences, four to a lane, and the places before each.
   struct Scan {
@@ -297,10 +303,10 @@ struct DecodeKernel : DecodeLoader<S> {
       }
       w.kv_head = static_cast<uint32_t>(place) / static_cast<uint32_t>(all);
       place -= w.kv_head * all;
-      if (enter_segment(w, place, 2 * block) && place > 1) {
-        const int first_unit = begin - place + 1, in_longer = longer * (each + 1);
+      if (enter_segment(w, place, 2 * block) && place > kLead) {
+        const int first_unit = begin - place + kLead, in_longer = longer * (each + 1);
         const int first = first_unit < in_longer ? first_unit / (each + 1) : longer + (first_unit - in_longer) / each;
-        note = {first, first * each + min(first, longer) >= first_unit - 1, w.sequence, 1, w.kv_head, 0, 0};
+        note = {first, first * each + min(first, longer) >= first_unit - kLead, w.sequence, 1, w.kv_head, 0, 0};
       }
     }
     if (threadIdx.x == 0) p.unfinished[block] = note;
@@ -309,10 +315,10 @@ struct DecodeKernel : DecodeLoader<S> {
 
   // From this place of the segment on.  Is its end in this share?
   static __device__ bool enter_segment(Walk& w, int place, int slot) {
-    w.tile = max(place - 1, 0);
+    w.tile = max(place - kLead, 0) * kPlaceUnits;
     const int all = places(w.len), here = min(w.left, all - place);
     w.left -= here;
-    w.units = place == 0 ? here - 1 : here;
+    w.units = (place < kLead ? here - kLead : here) * kPlaceUnits;
     const bool finishes = place + here == all;
     w.slot = w.tile == 0 && finishes ? -1 : slot;
     w.exists = w.units > 0;
@@ -325,7 +331,7 @@ struct DecodeKernel : DecodeLoader<S> {
     ++w.tile;
     if (--w.units > 0) return;
     w.exists = false;
-    if (w.left <= 1) return;  // no tile of the next segment is this block's
+    if (w.left <= kLead) return;  // no tile of the next segment is this block's
     if (++w.kv_head == p.a.num_kv_heads) {
       w.kv_head = 0;
       w.len = length(++w.sequence);
@@ -335,9 +341,18 @@ struct DecodeKernel : DecodeLoader<S> {
 
   // ---- the loop -----------------------------------------------------------------------------------------------------
 
+  // Of this warp's tile in a unit.
+  __device__ int first_token(int unit) const {
+    if constexpr (S::kInvariant) {
+      static_assert(kPlaceUnits == Base::kPartTiles);
+      return this->token_in_chunk(unit / kPlaceUnits, unit % kPlaceUnits);
+    }
+    return unit * kUnitTokens + warp * kTile;
+  }
+
   // For this tile and the next ones of the segment.
   __device__ int look_up_tiles(const Walk& w) const {
-    const int token = (w.tile + lane / kGroups) * kUnitTokens + warp * kTile + lane % kGroups * kGroupTokens;
+    const int token = first_token(w.tile + lane / kGroups) + lane % kGroups * kGroupTokens;
     return token < w.len ? this->look_up(w.sequence, token) : -1;
   }
 
@@ -383,9 +398,38 @@ struct DecodeKernel : DecodeLoader<S> {
     __syncthreads();  // the stages are free again
   }
 
+  // The same with batch_invariant; `part`: the last tile of a chunk.
+  __device__ void end_chunk(const TilePart& part, State& state, auto& near, auto& far) const {
+    Base::end_chunk(state, chunk_left, stats.of, near, far);
+    if (!part.ends) return;
+    this->for_each_kept(
+        near, far, [](int) {},
+        [&](ExactQuad& kept, int column, int d) {
+          if (part.slot >= 0) {
+            ExactQuad::at(p, part.slot, column, d / 4) = kept;
+          } else {
+            const Row row = this->row_of_column(part.sequence, part.len, part.kv_head, column);
+            store_output<S>(p, row, d, kept.finish(p, row, part.kv_head));
+          }
+        });
+    Base::clear_kept(near, far);
+  }
+
   __device__ void run() {
+    if constexpr (S::kInvariant) {
+      typename Base::Near near;
+      typename Base::Far far;
+      Base::clear_kept(near, far);
+      run_with([&](const TilePart& part, State& state) { end_chunk(part, state, near, far); });
+    } else {
+      run_with([](const TilePart&, State&) {});
+    }
+  }
+
+  __device__ void run_with(auto&& end_chunk) {
     wait_for_previous_kernel();
     State state;
+    [[maybe_unused]] TilePart last{};  // if its chunk is over and was not added up yet
     Walk w = start_line();
     int ids = -1, looked_up = w.tile;  // the pages of tiles from `looked_up` on
     if (w.exists) ids = look_up_tiles(w);
@@ -396,8 +440,8 @@ struct DecodeKernel : DecodeLoader<S> {
     const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes);
 #pragma unroll 1
     for (int i = 1 - kStages;; ++i) {
-      TilePart next{w.sequence, w.len,    w.kv_head,   w.tile * kUnitTokens + warp * kTile, w.slot, 0,
-                    w.exists,   w.begins, w.units == 1};
+      TilePart next{w.sequence, w.len, w.kv_head, first_token(w.tile), w.slot, 0, w.exists, w.begins, w.units == 1};
+      next.ends_chunk = S::kInvariant && (w.tile + 1) % kPlaceUnits == 0;
       if (w.exists) {
         next.valid = this->start(stage0 + free * S::kStageBytes, next, Base::pages_of(ids, w.tile - looked_up));
         if (next.begins && i > 1 - kStages) prefetch_queries(next);
@@ -412,6 +456,10 @@ struct DecodeKernel : DecodeLoader<S> {
       free = after(free);
       if (i < 0) continue;
       __syncwarp();
+      if constexpr (S::kInvariant) {
+        if (last.ends_chunk) end_chunk(last, state);
+        last.ends_chunk = false;
+      }
       const TilePart part = parts[at];
       if (!part.exists) break;
       if (part.begins) {
@@ -422,7 +470,11 @@ struct DecodeKernel : DecodeLoader<S> {
       __syncwarp();  // the tile is there
       const int offset = at * S::kStageBytes;
       this->attend(rings + warp * S::kRingBytes + offset, part, state);
-      if (part.ends) end_segment(part, state, offset);
+      if constexpr (S::kInvariant) {
+        if (part.ends_chunk) last = part;
+      } else {
+        if (part.ends) end_segment(part, state, offset);
+      }
       __syncwarp();  // its stage is free
       at = after(at);
     }
@@ -436,7 +488,7 @@ struct DecodeKernel : DecodeLoader<S> {
 template <class S>
 constexpr int decode_shared_bytes() {
   return S::kWarps * (S::kRingBytes + S::kStages * static_cast<int>(sizeof(TilePart))) +
-         static_cast<int>(sizeof(ColumnStats<S>));
+         static_cast<int>(sizeof(ColumnStats<S>)) + (S::kInvariant ? ChunkColumns<S>::kLeftBytes : 0);
 }
 
 template <class S>
@@ -445,8 +497,14 @@ __global__ void __launch_bounds__(kThreads, S::kBlocksPerSm)
   extern __shared__ __align__(1024) char memory[];
   auto* stats = reinterpret_cast<ColumnStats<S>*>(memory + S::kWarps * S::kRingBytes);
   auto* parts = reinterpret_cast<TilePart*>(stats + 1) + threadIdx.x / 32 * S::kStages;
-  DecodeKernel<S> kernel{{{{p, copies}}}, parts, memory, *stats};
-  kernel.run();
+  auto* left = reinterpret_cast<float*>(reinterpret_cast<TilePart*>(stats + 1) + S::kWarps * S::kStages);
+  if constexpr (S::kInvariant) {
+    DecodeKernel<S> kernel{{{{{p, copies}}}}, parts, memory, *stats, left};
+    kernel.run();
+  } else {
+    DecodeKernel<S> kernel{{{{p, copies}}}, parts, memory, *stats, left};
+    kernel.run();
+  }
 }
 
 // Can it take this call, whatever the lengths?
@@ -458,10 +516,9 @@ bool suits_decode(const Problem& p) {
   const auto fits = [](int64_t elements) { return elements >= 0 && elements * S::kBytes < int64_t{1} << 32; };
   const bool strides = fits(a.key.block) && fits(a.key.token) && fits(a.key.head) && fits(a.value.block) &&
                        fits(a.value.token) && fits(a.value.head);
-  return strides && a.cu_query_lens.data == nullptr && !a.batch_invariant && p.group <= S::kColumns &&
-         p.window == kNoWindow && !p.sparse && a.block_size % kGroupTokens == 0 && packed_keys == S::kPackedV &&
-         a.num_blocks < (int64_t{1} << 31) && a.num_seqs * most_places < (int64_t{1} << 31) &&
-         a.max_seq_len < kNoWindow - S::kUnitTokens * 64;
+  return strides && a.cu_query_lens.data == nullptr && p.group <= S::kColumns && p.window == kNoWindow && !p.sparse &&
+         a.block_size % kGroupTokens == 0 && packed_keys == S::kPackedV && a.num_blocks < (int64_t{1} << 31) &&
+         a.num_seqs * most_places < (int64_t{1} << 31) && a.max_seq_len < kNoWindow - S::kUnitTokens * 64;
 }
 
 template <class S>

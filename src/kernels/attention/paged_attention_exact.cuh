@@ -3,8 +3,10 @@
 // The keys of a row are taken in chunks that begin at multiples of kChunkTokens.  What a chunk gives depends on nothing
 // but the row and the chunk; which blocks work on which chunks depends on the batch.  So the chunks' results are added up
 // as digits: value = sum of digit[i] * 2^(kDigitBits * (place - 1 - i)).  Where a number is cut into digits is the same for
-// all numbers, whole digits are added exactly, and the digits kept are the first ones of the greatest term: all this is
-// associative.  The first three hold 33 bits or more of the greatest term.
+// all numbers, whole digits are added exactly, and the digits kept are the first ones of the greatest term.  Cutting rounds
+// to the nearest digit, and what is left of it makes the next one: so the first digits are the number rounded to that
+// place, however many more there were, and all this is associative.  The first three hold 33 bits or more of the greatest
+// term.
 //
 // Of the greatest power of two times 2^15 chunks an int has room: hence kMostInvariantTokens.
 #pragma once
@@ -19,40 +21,43 @@ static_assert(kMostInvariantTokens / kChunkTokens <= 1 << (31 - kDigitBits));
 
 template <int kN>
 struct ExactSum {
-  static constexpr int kEmpty = -(1 << 30);
+  static constexpr int kEmpty = -(1 << 26);
 
-  int place = kEmpty;  // of the first digit
-  int not_finite = 0;  // bits for each number: NaN, +inf, -inf
-  int digit[kDigits][kN] = {};
+  int place;       // of the first digit
+  int not_finite;  // bits for each number: NaN, +inf, -inf
+  int digit[kDigits][kN];
+
+  __device__ void clear() {
+    place = kEmpty;
+    not_finite = 0;
+#pragma unroll
+    for (auto& row : digit) {
+      for (int& x : row) x = 0;
+    }
+  }
 
   // Adds x * 2^exponent.
   __device__ void add(const float (&x)[kN], int exponent) {
-    int top = kEmpty;  // a power of two above all numbers
+    const int shift = exponent - kDigitBits * (place - 1);
+    float most = 0;
 #pragma unroll
-    for (int e = 0; e < kN; ++e) {
-      const int bits = static_cast<int>(__float_as_uint(x[e]) >> 23 & 255);
-      if (bits == 255) {
-        not_finite |= (isnan(x[e]) ? 1 : x[e] > 0 ? 2 : 4) << 3 * e;
-      } else if (x[e] != 0) {
-        top = max(top, max(bits, 1) - 126 + exponent);
-      }
-    }
-    if (top == kEmpty) return;
-    raise((top + kDigitBits - 1) >> 4);  // a sixteenth, rounded up
+    for (int e = 0; e < kN; ++e) most += fabsf(x[e]);
+    const float factor = __int_as_float((shift + 127) << 23);  // 2^shift
+    if (shift < -126 || shift > 127 || !(most * factor < 1 << kDigitBits)) [[unlikely]]
+      return add_any(x, exponent);
 #pragma unroll
-    for (int e = 0; e < kN; ++e) {
-      float y = isfinite(x[e]) ? ldexpf(x[e], exponent - kDigitBits * (place - 1)) : 0.f;
-#pragma unroll
-      for (int i = 0; i < kDigits; ++i) {
-        const float whole = truncf(y);
-        digit[i][e] += static_cast<int>(whole);
-        y = (y - whole) * (1 << kDigitBits);
-      }
-    }
+    for (int e = 0; e < kN; ++e) add_digits(x[e] * factor, e);
   }
 
   __device__ void add(const ExactSum& other) {
     not_finite |= other.not_finite;
+    if (other.place == place) {
+#pragma unroll
+      for (int i = 0; i < kDigits; ++i) {
+        for (int e = 0; e < kN; ++e) digit[i][e] += other.digit[i][e];
+      }
+      return;
+    }
     if (other.place == kEmpty) return;
     raise(other.place);
     const int by = place - other.place;
@@ -77,6 +82,38 @@ struct ExactSum {
   __device__ int exponent() const { return place == kEmpty ? 0 : kDigitBits * (place - kDigits); }
 
  private:
+  // The digits of y, which is below 2^kDigitBits.  What has 1.5 * 2^23 added to it is rounded to a whole number and shows it
+  // in its lowest bits.
+  __device__ void add_digits(float y, int e) {
+    constexpr float kWhole = 3 << 22;
+#pragma unroll
+    for (int i = 0; i < kDigits; ++i) {
+      const float shown = y + kWhole;
+      digit[i][e] += __float_as_int(shown) - __float_as_int(kWhole);
+      y = (y - (shown - kWhole)) * (1 << kDigitBits);
+    }
+  }
+
+  // The same whatever the numbers are.
+  __device__ void add_any(const float (&x)[kN], int exponent) {
+    int top = kEmpty;  // a power of two above all numbers
+#pragma unroll
+    for (int e = 0; e < kN; ++e) {
+      const int bits = static_cast<int>(__float_as_uint(x[e]) >> 23 & 255);
+      if (bits == 255) {
+        not_finite |= (isnan(x[e]) ? 1 : x[e] > 0 ? 2 : 4) << 3 * e;
+      } else if (x[e] != 0) {
+        top = max(top, max(bits, 1) - 126 + exponent);
+      }
+    }
+    if (top == kEmpty) return;
+    raise((top + kDigitBits - 1) >> 4);  // a sixteenth, rounded up
+#pragma unroll
+    for (int e = 0; e < kN; ++e) {
+      if (isfinite(x[e])) add_digits(ldexpf(x[e], exponent - kDigitBits * (place - 1)), e);
+    }
+  }
+
   // Makes room for greater numbers; digits that fall off the end are those of numbers that no longer count.
   __device__ void raise(int to) {
     if (to <= place) return;
@@ -99,6 +136,25 @@ struct ExactSum {
 struct alignas(16) ExactQuad {
   ExactSum<4> values;
   ExactSum<1> total;
+
+  static constexpr int kAtOnce = 2, kBlocksPerSm = 1;  // in the combining kernel
+
+  static __device__ ExactQuad empty() {
+    ExactQuad x;
+    x.clear();
+    return x;
+  }
+  // Where a block leaves it.
+  static __device__ ExactQuad& at(const Problem& p, int slot, int r, int quad) {
+    auto* records = reinterpret_cast<ExactQuad*>(p.partial);
+    return records[(static_cast<int64_t>(slot) * p.rows + r) * (p.pitch / 4) + quad];
+  }
+  static __device__ ExactQuad load(const Problem& p, int slot, int r, int quad) { return at(p, slot, r, quad); }
+
+  __device__ void clear() {
+    values.clear();
+    total.clear();
+  }
 
   // The result of a chunk, below 2^maximum.
   __device__ void add(float4 o, float sum, float maximum) {
@@ -129,28 +185,46 @@ struct alignas(16) ExactQuad {
   }
 };
 
-__device__ inline ExactQuad* exact_quad(const Problem& p, int slot, int r, int quad) {
-  return reinterpret_cast<ExactQuad*>(p.partial) + (static_cast<int64_t>(slot) * p.rows + r) * (p.pitch / 4) + quad;
-}
+// Adds up the parts of a chunk, one after another: maximum (a whole number, base 2), sum, and four columns.
+struct PartsOfChunk {
+  float maximum = -INFINITY, sum = 0;
+  float4 o = {0, 0, 0, 0};
+
+  __device__ void add(float2 stats, float4 x) {
+    if (stats.x == -INFINITY) return;
+    const float top = fmaxf(maximum, stats.x);
+    const float old = exp2_fast(maximum - top), weight = exp2_fast(stats.x - top);
+    maximum = top;
+    sum = fmaf(stats.y, weight, sum * old);
+    o = {fmaf(x.x, weight, o.x * old), fmaf(x.y, weight, o.y * old), fmaf(x.z, weight, o.z * old),
+         fmaf(x.w, weight, o.w * old)};
+  }
+};
 
 struct FinishedQuad {
   float4 x;
   bool is_finished;
 };
 
-// Adds what a chunk gave for four columns of row r to what the same thread keeps of the chunks before it, in memory: no
-// register is free.  At the end of the block's part it stays there for the combining kernel, unless the block has the
-// whole segment.
-inline __device__ __noinline__ FinishedQuad add_chunk(const Problem& p, const Unit& u, const Row& row, int r, int quad,
-                                                      float maximum, float sum, float4 o) {
-  const bool whole = u.slot < 0;  // then the slot of a last, unfinished segment is still free
-  ExactQuad* const kept = exact_quad(p, whole ? 2 * blockIdx.x + 1 : u.slot, r, quad);
-  ExactQuad now;
-  if (!u.first_chunk) now = *kept;
-  now.add(o, sum, maximum);
-  if (whole && u.ends) return {now.finish(p, row, u.kv_head), true};
-  *kept = now;
-  return {o, false};
+// What a chunk gave for four columns of a row: maximum (base 2) and sum, and the columns.
+struct ChunkQuad {
+  float2 stats{-INFINITY, 0};
+  float4 o{0, 0, 0, 0};
+};
+
+// Adds what one or two chunks gave for four columns of row r to what the same thread keeps of those before, or to nothing
+// if it keeps none yet.  At the end of the block's part that goes to the combining kernel, unless the block has the whole
+// segment.
+inline __device__ __noinline__ FinishedQuad add_chunks(const Problem& p, const Unit& u, const Row& row, int r, int quad,
+                                                       const ChunkQuad& one, const ChunkQuad& two, bool keeps,
+                                                       ExactQuad& kept) {
+  ExactQuad now = ExactQuad::empty();
+  if (keeps) now = kept;
+  now.add(one.o, one.stats.y, one.stats.x);
+  now.add(two.o, two.stats.y, two.stats.x);
+  if (u.ends && u.slot < 0) return {now.finish(p, row, u.kv_head), true};
+  (u.ends ? ExactQuad::at(p, u.slot, r, quad) : kept) = now;
+  return {two.o, false};
 }
 
 }  // namespace pykv::attention

@@ -17,8 +17,8 @@ struct Tiling {
   int blocks_per_sm;  // at most
 };
 
-// How many rows a query tile has: Few 16, Some 32, More 64, Many 64 or 128.
-enum class RowClass { kFew, kSome, kMore, kMany };
+// How many rows a query tile has: Few 16, Some 32, More 64, Many 64 or 128; with batch_invariant 16 or 64.
+enum class RowClass { kFew, kSome, kMore, kMany, kInvariantFew, kInvariantMore };
 
 inline Tiling few_rows_tiling(int head_size) {
   return head_size <= 64 ? Tiling{16, 64, 4} : head_size <= 128 ? Tiling{16, 128, 3} : Tiling{16, 256, 1};
@@ -30,10 +30,17 @@ inline Tiling many_rows_tiling(int head_size) {
 }
 inline Tiling simple_tiling(int head_size) { return {16, (head_size + 3) / 4 * 4, 4}; }
 inline Tiling tiling_of(RowClass rows, int head_size) {
-  return rows == RowClass::kFew    ? few_rows_tiling(head_size)
-         : rows == RowClass::kSome ? some_rows_tiling(head_size)
-         : rows == RowClass::kMore ? more_rows_tiling(head_size)
-                                   : many_rows_tiling(head_size);
+  switch (rows) {
+    case RowClass::kFew:
+    case RowClass::kInvariantFew:
+      return few_rows_tiling(head_size);
+    case RowClass::kSome:
+      return some_rows_tiling(head_size);
+    case RowClass::kMany:
+      return many_rows_tiling(head_size);
+    default:
+      return more_rows_tiling(head_size);
+  }
 }
 
 // Completes `p` for a tiling (rows, workspace) and returns the grid: as many blocks as run at once, at most

@@ -7,6 +7,7 @@
 //   Few, Some  16 or 32 rows (query tokens x the heads of a KV head), so that decode reads each KV byte once for a KV
 //              head; the four warps split a unit's tokens and add up once, at the end of a segment.
 //   More, Many 64 or 128 rows; a warp owns 16 or 32 of them against all tokens of the tile.
+//   InvariantFew, InvariantMore  16 and 64 rows with batch_invariant: as Few and More, in the steps of decoding proper.
 // Data: paged_attention_load.cuh, from the block table to a ring of stages; arithmetic: paged_attention_softmax.cuh.
 //
 // Bottleneck: decode is bound by memory, floor = KV bytes / bandwidth; it lives by the bytes in flight, (stages - 1) *
@@ -35,12 +36,18 @@ struct LineKernel : SegmentResults<S> {
 
   TileSlot* slots;  // the team's
   char* rings;      // all teams' stages
+  char* waiting;    // S::kWaitingBytes
 
   // One thread of the team: the next unit into its slot.
   __device__ void describe_next(TileSlot& slot, int team) {
     Walker& walker = scratch.walkers[team];
     slot.unit = walker.unit;
-    slot.unit.first_token += team * S::kTile;
+    int& token = slot.unit.first_token;
+    if constexpr (!S::kInvariant || S::kMany) {
+      token += team * S::kTile;
+    } else {
+      token = (token & -kChunkTokens) + team * kPartTokens + (token & (kChunkTokens - 1)) / S::kTeams;
+    }
     if (slot.unit.exists) walker.next(p);
   }
 
@@ -76,6 +83,7 @@ struct LineKernel : SegmentResults<S> {
     }
 
     State state;
+    [[maybe_unused]] ExactQuad kept[Results::kQuads];
     int at = 0, slot_at = 0;  // the unit's stage and slot
     const auto slot_after = [&](int k) -> TileSlot& {
       return slots[slot_at + k >= S::kSlots ? slot_at + k - S::kSlots : slot_at + k];
@@ -109,12 +117,18 @@ struct LineKernel : SegmentResults<S> {
       __syncwarp();
       if (unit.begins && i > 0) this->begin_segment(unit, state);
       this->compute(stage0 + offset, slot.valid, unit, state);
-      if (unit.ends_chunk) {
+      if constexpr (S::kWholeChunks) {
+        if (unit.ends_chunk || (unit.first_token + S::kTile) % kPartTokens == 0) {
+          this->end_part(state);
+          if (unit.ends_chunk) this->end_chunk(unit, state, reinterpret_cast<float4*>(waiting) + threadIdx.x);
+          this->clear_sums(state);
+        }
+      } else if (unit.ends_chunk) {
         if constexpr (S::kMany) {
           this->end_segment_many(unit, state);
         } else {
-          this->end_segment_few(unit, state, rings, offset);
-          if (!unit.ends) this->clear_sums(state);
+          this->end_segment_few(unit, state, rings, offset, kept);
+          if (S::kInvariant && !unit.ends) this->clear_sums(state);
         }
       }
       if (looks_up) this->end_lookup(lookup, lookup_slot, lookup_slot.unit.kv_head);
@@ -129,16 +143,17 @@ __global__ void __launch_bounds__(kThreads, S::kBlocksPerSm)
     paged_attention_mma_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
   extern __shared__ __align__(1024) char memory[];
   char* after = memory + S::kTeams * S::kRingBytes;
-  auto* scratch = reinterpret_cast<Scratch<S>*>(after + S::kQueryBytes);
+  auto* scratch = reinterpret_cast<Scratch<S>*>(after + S::kQueryBytes + S::kWaitingBytes);
   auto* slots = reinterpret_cast<Slot<S::kTile>*>(scratch + 1) + threadIdx.x / S::kTeam * S::kSlots;
-  LineKernel<S> kernel{{{{p, copies}, *scratch, shared_address(after)}}, slots, memory};
+  LineKernel<S> kernel{{{{p, copies}, *scratch, shared_address(after)}}, slots, memory, after + S::kQueryBytes};
   kernel.run();
 }
 
 template <class S>
-bool launch_mma_kernel(const Problem& p, RowClass rows, const Launch& launch) {
+bool launch_mma_kernel(Problem p, RowClass rows, const Launch& launch) {
+  p.in_parts = S::kInvariant && !S::kMany;
   constexpr int kSharedBytes = S::kTeams * (S::kRingBytes + S::kSlots * static_cast<int>(sizeof(Slot<S::kTile>))) +
-                               S::kQueryBytes + static_cast<int>(sizeof(Scratch<S>));
+                               S::kQueryBytes + S::kWaitingBytes + static_cast<int>(sizeof(Scratch<S>));
   static PerDevice resident;
   return launch_line(paged_attention_mma_kernel<S>, kSharedBytes, S::kUnitTokens, tiling_of(rows, p.a.head_size),
                      cache_copies<S>(p.a), p, launch, resident);
@@ -159,7 +174,8 @@ bool launch_rows(const Problem& p, const Launch& launch) {
       done = launch_shape<Element, 64, kPackedV, kRowClass>(p, launch);
     } else if (p.a.head_size <= 128) {
       done = launch_shape<Element, 128, kPackedV, kRowClass>(p, launch);
-    } else if constexpr (kRowClass != RowClass::kSome && kRowClass != RowClass::kMore) {
+    } else if constexpr (kRowClass == RowClass::kFew || kRowClass == RowClass::kMany ||
+                         kRowClass == RowClass::kInvariantFew) {
       done = launch_shape<Element, 256, kPackedV, kRowClass>(p, launch);
     }
   });
@@ -175,6 +191,10 @@ bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
       return launch_rows<Element, RowClass::kSome>(p, launch);
     case RowClass::kMore:
       return launch_rows<Element, RowClass::kMore>(p, launch);
+    case RowClass::kInvariantFew:
+      return launch_rows<Element, RowClass::kInvariantFew>(p, launch);
+    case RowClass::kInvariantMore:
+      return launch_rows<Element, RowClass::kInvariantMore>(p, launch);
     default:
       return launch_rows<Element, RowClass::kMany>(p, launch);
   }

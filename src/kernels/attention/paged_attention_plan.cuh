@@ -1,12 +1,14 @@
 // How the work of one call is divided, found by every block for itself from the lengths on the device.
 //
 // Unit of work: one KV tile (Problem::kv_tile tokens) against one query tile (up to Problem::rows rows, a row being a
-// query token and a head).  With batch_invariant several KV tiles, a chunk, are one place on the line, and what comes of
-// each chunk is added up by itself (paged_attention_exact.cuh).  All units of all sequences lie on one line, ordered by sequence, KV head, query tile, KV
-// tile, and the blocks take equal shares of it.  A query tile's units are a segment; it has one place more, in front,
-// that stands for the cost of beginning and ending it.  A segment cut by a border of blocks leaves partial results, at
-// most two a block, which a second kernel adds up in a fixed order: hence a grid and a workspace that depend on no
-// length, no host synchronisation, and the same bits in every run.
+// query token and a head).  All units of all sequences lie on one line, ordered by sequence, KV head, query tile, KV tile,
+// and the blocks take equal shares of it.  A query tile's units are a segment; it has one place more, in front, that stands
+// for the cost of beginning and ending it.  A segment cut by a border of blocks leaves partial results, at most two a
+// block, which a second kernel adds up in a fixed order: hence a grid and a workspace that depend on no length, no host
+// synchronisation, and the same bits in every run.
+//
+// With batch_invariant a place is a chunk, some KV tiles whose sums are added up by themselves (paged_attention_exact.cuh),
+// and there is none in front: chunks are too long to stand for that.
 #pragma once
 
 #include "attention/paged_attention.h"
@@ -23,8 +25,9 @@ __device__ inline float exp2_fast(float x) {
 }
 
 constexpr int kThreads = 128;
-constexpr int kChunkTokens = 256;  // with batch_invariant; a chunk begins at a multiple of it
-constexpr int kMaxGrid = 1024;     // blocks, which bounds the pieces of one segment
+// With batch_invariant: a chunk begins at a multiple of its size, and one warp has a quarter of it.
+constexpr int kChunkTokens = 512, kPartTokens = kChunkTokens / 4;
+constexpr int kMaxGrid = 1024;  // blocks, which bounds the pieces of one segment
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr int kNoWindow = 1 << 30;  // longer than any sequence
 
@@ -45,6 +48,8 @@ struct Problem {
   int tile_tokens;    // query tokens in a query tile
   int rows, kv_tile;  // tile sizes; kv_tile is a power of two
   int place_tokens;   // keys of a place on the line: kv_tile or, with batch_invariant, kChunkTokens
+  bool in_parts;      // four warps at once take the parts of a chunk
+  int lead;           // places in front of a segment: 1 or, with batch_invariant, 0
   Divider by_grid;    // the main kernel's blocks
   int cluster;        // blocks for a KV head of a sequence, where such a cluster takes it whole
   Divider by_cluster;
@@ -128,12 +133,13 @@ static __device__ __noinline__ int64_t sum_of_places(int64_t n, int64_t start, i
 // The visible keys of each query tile of one sequence, in tokens and in places.
 struct Extent {
   int tokens, place;  // query tokens in a tile, keys in a place
+  int lead;           // places in front of a tile's
   int num_tiles;      // query tiles
   int last;           // the last key's index, or 0
   int high, low;      // of tile j: keys high + j * tokens and low + j * tokens, clamped, are its last and its first
 
   Extent() = default;
-  __device__ Extent(const Problem& p, const Sequence& s) : tokens(p.tile_tokens), place(p.place_tokens) {
+  __device__ Extent(const Problem& p, const Sequence& s) : tokens(p.tile_tokens), place(p.place_tokens), lead(p.lead) {
     num_tiles = (s.query_len + tokens - 1) / tokens;
     last = max(s.len - 1, 0);
     const int end = s.context() + tokens - 1;  // position of the first tile's last token
@@ -150,8 +156,8 @@ struct Extent {
   // Places on the line of query tiles 0 .. n - 1.  Even a tile without a visible key has a unit: its rows want zeros.
   __device__ int64_t units_before(int n) const {
     if (n == 0) return 0;
-    if (n == 1) return 1 + end_place(0) - first_place(0);
-    return 2 * n + sum_of_places(n, high, high_step, last, place) - sum_of_places(n, low, tokens, last, place);
+    if (n == 1) return lead + end_place(0) - first_place(0);
+    return (1 + lead) * n + sum_of_places(n, high, high_step, last, place) - sum_of_places(n, low, tokens, last, place);
   }
   __device__ int64_t units() const { return units_before(num_tiles); }
 
@@ -314,10 +320,10 @@ struct Walker {
     query_tile = low;
     const int place = static_cast<int>(offset - extent.units_before(low));
     const bool finishes = enter_segment(p, place, 2 * blockIdx.x);
-    if (place > 1 && finishes) {
-      const int64_t first_unit = begin - place + 1;
+    if (place > p.lead && finishes) {
+      const int64_t first_unit = begin - place + p.lead;
       const int first = shares.block_of(first_unit);
-      p.unfinished[blockIdx.x] = {first,           shares.begin(first) >= first_unit - 1,
+      p.unfinished[blockIdx.x] = {first,           shares.begin(first) >= first_unit - p.lead,
                                   seq.query_begin, seq.query_len,
                                   unit.kv_head,    unit.head_tile,
                                   query_tile};
@@ -342,7 +348,7 @@ struct Walker {
  private:
   __device__ void leave_segment(const Problem& p) {
     unit.exists = false;
-    if (left <= 1) return;  // no unit of the next segment is this block's
+    if (left <= p.lead) return;  // no unit of the next segment is this block's
     if (++query_tile == extent.num_tiles) {
       query_tile = 0;
       if (++head == p.a.num_kv_heads * p.head_tiles) {
@@ -362,11 +368,11 @@ struct Walker {
 
   // From this place of the segment on.  Is its end in this block's share?
   __device__ bool enter_segment(const Problem& p, int place, int slot) {
-    const int skipped = max(place - 1, 0);
+    const int skipped = max(place - p.lead, 0);
     const int at = extent.first_place(query_tile) + skipped, rest = extent.end_place(query_tile) - at;
-    const int places = min(left, skipped + 1 + rest - place);  // of the segment in this share
+    const int places = min(left, skipped + p.lead + rest - place);  // of the segment in this share
     left -= places;
-    const int here = place == 0 ? places - 1 : places;  // with keys
+    const int here = place < p.lead ? places - p.lead : places;  // with keys
     const bool finishes = here == rest;
     unit.sequence = sequence;
     unit.sequence_len = seq.len;
@@ -375,8 +381,12 @@ struct Walker {
     unit.kv_head = p.head_tiles == 1 ? head : head / p.head_tiles;
     unit.head_tile = head - unit.kv_head * p.head_tiles;
     unit.query_tile = query_tile;
-    unit.first_token = max(at * p.place_tokens, extent.first_key(query_tile) & -p.kv_tile);
-    const int end = min((at + here) * p.place_tokens, extent.last_key(query_tile) + 1);
+    unit.first_token = at * p.place_tokens;
+    int end = (at + here) * p.place_tokens;
+    if (!p.in_parts) {
+      unit.first_token = max(unit.first_token, extent.first_key(query_tile) & -p.kv_tile);
+      end = min(end, extent.last_key(query_tile) + 1);
+    }
     in_segment = here == 0 ? 0 : (end - unit.first_token + p.kv_tile - 1) >> (31 - __clz(p.kv_tile));
     unit.first_key = extent.first_key(query_tile);
     unit.last_key = extent.last_key(query_tile);
@@ -460,13 +470,15 @@ __device__ inline bool is_wanted(const Problem& p, const Unit& u, int key) {
          (!p.sparse || sparse_attends_any(p, u, key));
 }
 
-// From x = scale * q.k to the logit in base-2 units, with soft cap and ALiBi.
-__device__ inline float logit(const Problem& p, float x, float slope, int distance) {
+// From a score q.k to the logit in base-2 units, with scale, soft cap and ALiBi.  Each rounding is spelled out: with
+// batch_invariant all kernels must give the same bits.
+__device__ inline float logit(const Problem& p, float score, float scale, float slope, int distance) {
+  float x = __fmul_rn(score, scale);
   if (p.a.softcap != 0) {
     const float e = exp2_fast(x * p.softcap_rate);  // tanh(y) = 1 - 2 / (exp(2 y) + 1)
-    x = p.a.softcap * (1 - __fdividef(2.f, e + 1));
+    x = __fmul_rn(p.a.softcap, 1 - __fdividef(2.f, e + 1));
   }
-  return (x + slope * distance) * kLog2e;
+  return __fmul_rn(fmaf(slope, static_cast<float>(distance), x), kLog2e);
 }
 
 // Ends the softmax of one row: folds in the sink, writes the LSE, returns the factor for the sum of p * v.

@@ -27,7 +27,10 @@ struct SegmentResults : RowSoftmax<S> {
     return p.partial + (static_cast<int64_t>(slot) * p.rows + r) * p.pitch;
   }
 
-  static __device__ float quad_sum(float x) {
+  // The sum of a row's weights.
+  static __device__ float row_sum(const State& state, int i, int h) {
+    float x = state.sum[i][h][0];
+    if constexpr (S::kInvariant) x += state.sum[i][h][1];
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
   }
@@ -58,7 +61,7 @@ struct SegmentResults : RowSoftmax<S> {
       for (int h = 0; h < 2; ++h) {
         const int r = warp * S::kWarpRows + i * 16 + h * 8 + lane / 4;
         const Row row = row_of(p, u, r);
-        const float sum = quad_sum(state.sum[i][h]);
+        const float sum = row_sum(state, i, h);
         float factor = 1;
         if (u.slot < 0 && row.valid) factor = finish_row(p, row, u.kv_head, state.maximum[i][h], sum);
         if (u.slot >= 0 && lane % 4 == 0) {
@@ -76,6 +79,75 @@ struct SegmentResults : RowSoftmax<S> {
     }
   }
 
+  // ---- tiles of 64 rows with batch_invariant: a warp has the parts of a chunk one after another ----------------------
+
+  // A part's sums join those of the parts before it.
+  static __device__ void end_part(State& state) {
+    if (state.idle) return;
+    auto& chunk = state.chunk;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float top = fmaxf(chunk.maximum[h], state.maximum[0][h]), base = top == -INFINITY ? 0.f : top;
+      const float old = exp2_fast(chunk.maximum[h] - base), weight = exp2_fast(state.maximum[0][h] - base);
+      chunk.maximum[h] = top;
+      chunk.sum[h] = fmaf(row_sum(state, 0, h), weight, chunk.sum[h] * old);
+#pragma unroll
+      for (int n = 0; n < kD / 8; ++n) {
+        for (int e = 2 * h; e < 2 * h + 2; ++e) chunk.o[n][e] = fmaf(state.o[0][n][e], weight, chunk.o[n][e] * old);
+      }
+    }
+  }
+
+  // Every second chunk waits in shared memory for the one after it: the way to what is kept, and back, is long.  `waiting`
+  // is this thread's, in steps of kThreads.
+  static constexpr int kWaiting = kD / 8 + 1;
+
+  __device__ void end_chunk(const Unit& u, State& state, float4* waiting) const {
+    if (state.idle) return;
+    auto& chunk = state.chunk;
+    if (!u.ends && !chunk.one_waits) {
+#pragma unroll
+      for (int n = 0; n < kD / 8; ++n)
+        waiting[n * kThreads] = {chunk.o[n][0], chunk.o[n][1], chunk.o[n][2], chunk.o[n][3]};
+      waiting[(kWaiting - 1) * kThreads] = {chunk.maximum[0], chunk.sum[0], chunk.maximum[1], chunk.sum[1]};
+      this->clear_chunk(state);
+      chunk.one_waits = true;
+      return;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = warp * S::kWarpRows + h * 8 + lane / 4;
+      const Row row = row_of(p, u, r);
+      const auto half = [&](int n) { return reinterpret_cast<const float2*>(waiting + n * kThreads)[h]; };
+      float2 first{-INFINITY, 0};
+      float before[kD / 8][4];
+      if (chunk.one_waits) first = half(kWaiting - 1);
+#pragma unroll
+      for (int n = 0; n < kD / 8; ++n) {
+        float2 x{0, 0};
+        if (chunk.one_waits) x = half(n);
+        before[n][2 * h] = x.x;
+        before[n][2 * h + 1] = x.y;
+      }
+      float4 quads[kD / 16];
+      int k = 0;
+      for_each_four(before, h, [&](int, float4 x) { quads[k++] = x; });
+      k = 0;
+      for_each_four(chunk.o, h, [&](int d, float4 x) {
+        const float4 y = quads[k++];
+        if (!row.valid) return;
+        // kept in memory; for a segment that is all this block's, the place of a last one is still free
+        ExactQuad& kept = ExactQuad::at(p, u.slot < 0 ? 2 * blockIdx.x + 1 : u.slot, r, d / 4);
+        const FinishedQuad done =
+            add_chunks(p, u, row, r, d / 4, {first, y}, {{chunk.maximum[h], chunk.sum[h]}, x}, chunk.keeps, kept);
+        if (done.is_finished) store_output<S>(p, row, d, done.x);
+      });
+    }
+    this->clear_chunk(state);
+    chunk.one_waits = false;
+    chunk.keeps = true;
+  }
+
   // Where a row's column lies among the 16 rows that a warp leaves for others: 8-wide column tiles swizzled by row.
   static __device__ int row_place(int r, int d) { return (r * (kD / 8) + (d / 8 ^ (r & 7))) * 8 + d % 8; }
 
@@ -85,7 +157,7 @@ struct SegmentResults : RowSoftmax<S> {
     for (int h = 0; h < 2; ++h) {
       const int r = h * 8 + lane / 4;
       if (i * 16 + h * 8 >= rows) break;
-      const float sum = quad_sum(state.sum[i][h]);
+      const float sum = row_sum(state, i, h);
       if (lane % 4 == 0) scratch.stats[warp][i * 16 + r] = {state.maximum[i][h], sum};
       if (i * 16 + r >= rows) continue;
 #pragma unroll
@@ -95,9 +167,13 @@ struct SegmentResults : RowSoftmax<S> {
     }
   }
 
+  // With batch_invariant: what a thread keeps of a segment's chunks.  No register is free; local memory stays near.
+  static constexpr int kQuads = S::kMany || !S::kInvariant ? 1 : 4 * kD / kThreads;
+
   // The four warps' results are added up through memory: each warp leaves its own in its ring at `stage_offset`, the stage
   // it is done with; sixteen rows at a time.
-  __device__ void end_segment_few(const Unit& u, const State& state, char* rings, int stage_offset) const {
+  __device__ void end_segment_few(const Unit& u, const State& state, char* rings, int stage_offset,
+                                  ExactQuad (&kept)[kQuads]) const {
     static_assert(S::kStageBytes >= 16 * kD * 4);
     const int rows = min(p.tile_tokens, u.query_len - u.query_tile * p.tile_tokens) * p.tile_heads;
     float* mine = reinterpret_cast<float*>(rings + warp * S::kRingBytes + stage_offset);
@@ -108,16 +184,26 @@ struct SegmentResults : RowSoftmax<S> {
 #pragma unroll 1
       for (int x = threadIdx.x; x < min(rows - i * 16, 16) * (kD / 4); x += kThreads) {
         const int r = x / (kD / 4), d = x % (kD / 4) * 4;
-        add_warps(u, i * 16 + r, d, rings + stage_offset + row_place(r, d) * 4);
+        add_warps(u, i * 16 + r, d, rings + stage_offset + row_place(r, d) * 4, kept[S::kInvariant ? x / kThreads : 0]);
       }
       __syncthreads();  // the stages are free again
     }
   }
 
   // Four columns of one row; `parts` are those of the first warp.
-  __device__ void add_warps(const Unit& u, int r, int d, const char* parts) const {
+  __device__ void add_warps(const Unit& u, int r, int d, const char* parts, ExactQuad& kept) const {
     const Row row = row_of(p, u, r);
     if (!row.valid) return;
+    if constexpr (S::kInvariant) {
+      PartsOfChunk sum;
+      for (int w = 0; w < 4; ++w) {
+        sum.add(scratch.stats[w][r], *reinterpret_cast<const float4*>(parts + w * S::kRingBytes));
+      }
+      const FinishedQuad done =
+          add_chunks(p, u, row, r, d / 4, {{sum.maximum, sum.sum}, sum.o}, {}, !u.first_chunk, kept);
+      if (done.is_finished) store_output<S>(p, row, d, done.x);
+      return;
+    }
     float maximum = -INFINITY, sum = 0;
     for (int w = 0; w < 4; ++w) maximum = fmaxf(maximum, scratch.stats[w][r].x);
     float4 o = {0, 0, 0, 0};
@@ -128,10 +214,7 @@ struct SegmentResults : RowSoftmax<S> {
       sum += weight * stats.y;
       o = {o.x + weight * part.x, o.y + weight * part.y, o.z + weight * part.z, o.w + weight * part.w};
     }
-    if (!S::kOneToken && p.a.batch_invariant) {
-      const FinishedQuad done = add_chunk(p, u, row, r, d / 4, maximum, sum, o);
-      if (done.is_finished) store_output<S>(p, row, d, done.x);
-    } else if (u.slot >= 0) {
+    if (u.slot >= 0) {
       if (d == 0) p.partial_stats[u.slot * p.rows + r] = {maximum, sum};
       *reinterpret_cast<float4*>(partial_row(u.slot, r) + d) = o;
     } else {

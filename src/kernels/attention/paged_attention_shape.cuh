@@ -21,7 +21,12 @@ struct Shape {
   using Mma = typename Element::Mma;
   static constexpr int kD = kHeadSize;
   static constexpr bool kPackedV = kPacked;
-  static constexpr bool kMany = kRowClass == RowClass::kMany || kRowClass == RowClass::kMore;
+  static constexpr bool kFew = kRowClass == RowClass::kFew || kRowClass == RowClass::kInvariantFew;
+  static constexpr bool kMore = kRowClass == RowClass::kMore || kRowClass == RowClass::kInvariantMore;
+  static constexpr bool kMany = kRowClass == RowClass::kMany || kMore;
+  // With batch_invariant each row is computed in the steps of paged_attention_columns.cuh, to the last bit.
+  static constexpr bool kInvariant = kRowClass == RowClass::kInvariantFew || kRowClass == RowClass::kInvariantMore;
+  static constexpr bool kWholeChunks = kInvariant && kMany;  // a warp has all parts of a chunk
   static constexpr int kBytes = Element::kBytes;
   static constexpr bool kNarrow = kBytes == 1;  // elements that registers widen
   static constexpr bool kNvfp4 = std::is_same_v<Element, ElementNvfp4>;
@@ -29,34 +34,36 @@ struct Shape {
   static constexpr bool kPermutedTokens = kNarrow && kPackedV;
   static constexpr bool kPermutedOutput = kNarrow && !kPackedV;
 
-  static constexpr bool kOneRowTile = kRowClass == RowClass::kFew || kRowClass == RowClass::kMore;
+  static constexpr bool kOneRowTile = kFew || kMore;
   static constexpr int kRowTiles = kOneRowTile || kD == 256 ? 1 : 2;  // 16-row tiles of a warp
   static constexpr int kWarpRows = 16 * kRowTiles;
   static constexpr int kRows = kMany ? 4 * kWarpRows : kWarpRows;
   // Weights of bf16 have 8 bits, which alone would be an error of 1e-3.  Decoding waits for memory and can afford to add
   // the other 8, prefill cannot.
-  static constexpr bool kSplitWeights = std::is_same_v<Mma, bf16> && !kMany;
+  static constexpr bool kSplitWeights = std::is_same_v<Mma, bf16> && (!kMany || kInvariant);
   static constexpr bool kOneToken = false;  // all rows see the same keys: those that the pages hold
-  static constexpr bool kQueriesInRegisters = kRowClass == RowClass::kMore ? kBytes == 2 : kOneRowTile && kD <= 128;
+  static constexpr bool kQueriesInRegisters = kMore ? kBytes == 2 : kOneRowTile && kD <= 128;
 
   static constexpr int kTeam = kMany ? kThreads : 32;
   static constexpr int kTeams = kThreads / kTeam;
   static constexpr int kTile = kMany ? (kD == 256 && kBytes == 2 ? 32 : 64) : 32 / kBytes;  // tokens
   static constexpr int kUnitTokens = kTeams * kTile;
-  static constexpr int kStep = kTile < 32 ? kTile : 32;  // tokens between two updates of the softmax
+  static constexpr int kStep =
+      kInvariant || kTile < 32 ? 32 / kBytes : 32;  // tokens between two updates of the softmax
   static constexpr int kRowBytes = kD * kBytes;
   static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kStageBytes = 2 * kTileBytes;  // keys, then values
 
-  static constexpr int kBlocksPerSm = kRowClass != RowClass::kFew ? (kRowClass == RowClass::kSome && kD == 64 ? 3 : 2)
-                                      : kD == 64                  ? 4
-                                      : kD == 256                 ? 1
-                                      : kBytes == 2               ? 3
-                                                                  : 2;
-  static constexpr int kStages = !kOneRowTile || kBlocksPerSm > 2 ? 2 : 3;
+  static constexpr int kBlocksPerSm = !kFew         ? (kRowClass == RowClass::kSome && kD == 64 ? 3 : 2)
+                                      : kD == 64    ? 4
+                                      : kD == 256   ? 1
+                                      : kBytes == 2 ? 3
+                                                    : 2;
+  static constexpr int kStages = !kOneRowTile || kWholeChunks || kBlocksPerSm > 2 ? 2 : 3;
   static constexpr int kSlots = kStages + 2;
   static constexpr int kRingBytes = kStages * kStageBytes;
   static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kRows * kD * 2;
+  static constexpr int kWaitingBytes = kWholeChunks ? (kD / 8 + 1) * kThreads * 16 : 0;  // a chunk's sums
 };
 
 struct alignas(16) TokenPointers {

@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, 4)
       if (p.sparse) {
         seen = seen && sparse_attends(p, offset, u.sequence_len, u.first_token + t);
       }
-      s[i] = seen ? logit(p, s[i], slope, distance) : -INFINITY;
+      s[i] = seen ? logit(p, s[i], 1.f, slope, distance) : -INFINITY;
       top = fmaxf(top, s[i]);
     }
     for (int m = 1; m < 8; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
@@ -249,7 +249,9 @@ __global__ void __launch_bounds__(kThreads, 4)
     if (p.a.batch_invariant) {
       for (int d = my_column * 4; d < p.pitch; d += 32) {
         float4& o = *reinterpret_cast<float4*>(outputs + my_row * pitch + d);
-        const FinishedQuad done = add_chunk(p, u, row, my_row, d / 4, maximum, total, o);
+        // kept in memory; for a segment that is all this block's, the place of a last one is still free
+        ExactQuad& kept = ExactQuad::at(p, u.slot < 0 ? 2 * blockIdx.x + 1 : u.slot, my_row, d / 4);
+        const FinishedQuad done = add_chunks(p, u, row, my_row, d / 4, {{maximum, total}, o}, {}, !u.first_chunk, kept);
         const float columns[4] = {done.x.x, done.x.y, done.x.z, done.x.w};
         for (int e = 0; e < 4 && done.is_finished && d + e < head_size; ++e) store_output(p, row, d + e, columns[e]);
         o = {0, 0, 0, 0};

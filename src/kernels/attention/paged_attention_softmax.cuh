@@ -151,15 +151,40 @@ struct RowSoftmax : TileLoader<S> {
 
   // ---- one segment's running state ----------------------------------------------------------------------------------
 
+  // Of the parts of a chunk that are done, where a warp has them all.
+  struct PartSums {
+    float o[kD / 8][4];
+    float maximum[2], sum[2];
+    bool one_waits, keeps;  // chunks before it
+  };
+  struct Nothing {};
+  using ChunkSums = std::conditional_t<S::kWholeChunks, PartSums, Nothing>;
+
   struct State {
     float o[S::kRowTiles][kD / 8][4];
     uint32_t query[S::kQueriesInRegisters ? kSteps : 1][4];  // fragments
     float maximum[S::kRowTiles][2];
-    float sum[S::kRowTiles][2];         // of this lane's columns
+    // Of this lane's columns.  If invariant, of columns 2 c + e and 2 c + e + 8 of every sixteen, as
+    // paged_attention_columns.cuh has them.
+    float sum[S::kRowTiles][2][S::kInvariant ? 2 : 1];
     int first_position, last_position;  // of the warp's rows
     bool idle;                          // none of the warp's rows exists
     bool plain;                         // scores become logits by a positive factor alone
+    ChunkSums chunk;
   };
+
+  static __device__ void clear_chunk(State& s) {
+    if constexpr (S::kWholeChunks) {
+#pragma unroll
+      for (auto& o : s.chunk.o) {
+        for (float& x : o) x = 0;
+      }
+      for (int h = 0; h < 2; ++h) {
+        s.chunk.maximum[h] = -INFINITY;
+        s.chunk.sum[h] = 0;
+      }
+    }
+  }
 
   __device__ void begin_segment(const Unit& u, State& s) {
     const int row0 = S::kMany ? warp * S::kWarpRows : 0;
@@ -186,6 +211,8 @@ struct RowSoftmax : TileLoader<S> {
     s.first_position = scratch.rows[warp][0].position;
     s.last_position = scratch.rows[warp][S::kWarpRows - 1].position;
     clear_sums(s);
+    clear_chunk(s);
+    if constexpr (S::kWholeChunks) s.chunk.one_waits = s.chunk.keeps = false;
   }
 
   static __device__ void clear_sums(State& s) {
@@ -195,9 +222,9 @@ struct RowSoftmax : TileLoader<S> {
       for (int n = 0; n < kD / 8; ++n) {
         for (int e = 0; e < 4; ++e) s.o[i][n][e] = 0;
       }
-      for (int h = 0; h < 2; ++h) {
-        s.maximum[i][h] = -INFINITY;
-        s.sum[i][h] = 0;
+      for (int h = 0; h < 2; ++h) s.maximum[i][h] = -INFINITY;
+      for (auto& row : s.sum[i]) {
+        for (float& x : row) x = 0;
       }
     }
   }
@@ -208,13 +235,15 @@ struct RowSoftmax : TileLoader<S> {
   // s = q . k for kStep tokens from place r0 of the tile
   __device__ void scores(uint32_t key_stage, int r0, const State& state,
                          float (&s)[S::kRowTiles][S::kStep / 8][4]) const {
+    float odd[S::kRowTiles][S::kStep / 8][4];  // if invariant, of every second step: half as long a chain of MMAs
 #pragma unroll
     for (int i = 0; i < S::kRowTiles; ++i) {
 #pragma unroll
       for (int n = 0; n < S::kStep / 8; ++n) {
-        for (int e = 0; e < 4; ++e) s[i][n][e] = 0;
+        for (int e = 0; e < 4; ++e) s[i][n][e] = odd[i][n][e] = 0;
       }
     }
+    const auto sums = [&](int k, int i, int n) -> float (&)[4] { return S::kInvariant && k % 2 ? odd[i][n] : s[i][n]; };
     const uint32_t query_row0 = queries + swizzled<2 * kD>((S::kMany ? warp * S::kWarpRows : 0) + lane % 16, lane / 16);
     const uint32_t key_row0 = key_stage + key_place(r0 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
     constexpr int kAtOnce = S::kNarrow ? 2 : 1;  // k-steps of one ldmatrix
@@ -246,12 +275,21 @@ struct RowSoftmax : TileLoader<S> {
               for (int j = 0; j < 2; ++j) {
                 uint32_t b0, b1;
                 Element::widen(b[2 * n + j], b0, b1);
-                mma_16x8x16<Mma>(s[i][2 * t + n], a[j][i], b0, b1);
+                mma_16x8x16<Mma>(sums(k + j, i, 2 * t + n), a[j][i], b0, b1);
               }
             } else {
-              mma_16x8x16<Mma>(s[i][2 * t + n], a[0][i], b[2 * n], b[2 * n + 1]);
+              mma_16x8x16<Mma>(sums(k, i, 2 * t + n), a[0][i], b[2 * n], b[2 * n + 1]);
             }
           }
+        }
+      }
+    }
+    if constexpr (S::kInvariant) {
+#pragma unroll
+      for (int i = 0; i < S::kRowTiles; ++i) {
+#pragma unroll
+        for (int n = 0; n < S::kStep / 8; ++n) {
+          for (int e = 0; e < 4; ++e) s[i][n][e] += odd[i][n][e];
         }
       }
     }
@@ -368,7 +406,7 @@ struct RowSoftmax : TileLoader<S> {
           const float scale = row.scale, slope = row.slope;
           const int distance = first - row.position;
           for_each_score(s[i], h, [&](float& x, int r) {
-            x = logit(p, x * scale, slope, distance + token_at<S::kPermutedTokens>(r));
+            x = logit(p, x, scale, slope, distance + token_at<S::kPermutedTokens>(r));
           });
         }
         if (masked) {
@@ -425,7 +463,7 @@ struct RowSoftmax : TileLoader<S> {
             const float old = state.maximum[i][h], now = top[h] > old + kLag ? ceilf(top[h]) : old;
             const float rescale = exp2_fast(old - (now == -INFINITY ? 0.f : now));
             state.maximum[i][h] = now;
-            state.sum[i][h] *= rescale;
+            for (float& x : state.sum[i][h]) x *= rescale;
 #pragma unroll
             for (int n = 0; n < kD / 8; ++n) {
               state.o[i][n][2 * h] *= rescale;
@@ -441,8 +479,16 @@ struct RowSoftmax : TileLoader<S> {
           for (int h = 0; h < 2; ++h) {
             const float a = exp2_fast(fmaf(s[i][n][2 * h], scale[h], -base[h]));
             const float b = exp2_fast(fmaf(s[i][n][2 * h + 1], scale[h], -base[h]));
-            state.sum[i][h] += a + b;
             weights.set(i, n / 2, n % 2 * 2 + h, a, b);
+            if constexpr (!S::kInvariant) {
+              state.sum[i][h][0] += a + b;
+            } else if (n % 2 == 0) {
+              s[i][n][2 * h] = a;
+              s[i][n][2 * h + 1] = b;
+            } else {
+              state.sum[i][h][0] += s[i][n - 1][2 * h] + a;
+              state.sum[i][h][1] += s[i][n - 1][2 * h + 1] + b;
+            }
           }
         }
       }
