@@ -3,6 +3,8 @@
 // Memory-bound: the floor is each byte of the parts and of the output moved once.  A row (token, head) belongs to some
 // neighbouring lanes of one warp, a power of two, each with kPacks packs of 16 bytes.  Such a group has loaded the packs and
 // the lse of kParts parts before it uses any; every lane weighs the parts for itself.
+// Lse lie side by side for the tokens of a head: a block of many rows with up to 4 parts has kTile tokens of some heads,
+// and reads each sector of them once (4 parts of 4096 tokens on an H200: 40.8 us, not 48.8).
 // Where there are more parts, a group goes on with the next ones; where there are few rows, several groups of a block share
 // one instead, and add up what they have through shared memory.  Both add in the same order, and else their number depends
 // on that of the parts alone: the bits of a row do not depend on the batch.
@@ -19,6 +21,7 @@ namespace pykv {
 namespace {
 
 constexpr int kThreads = 256;  // at most
+constexpr int kTile = 8;       // tokens: as many lse of a head as a sector of memory holds
 
 // v as E4M3, or in a dtype.
 template <int kSize>
@@ -53,16 +56,27 @@ __device__ float weight_of(float difference) {
 // takes any number of parts; else one, and at most kParts.
 template <class T, class Out, int kSize, int kPacks, int kParts, bool kMany>
 __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__ MergeAttnStatesArgs a, Divider by_head,
-                                                         int lanes_log2, int groups_log2) {
+                                                         bool tiled, int lanes_log2, int groups_log2) {
   using V = Vec<T, kSize>;
   constexpr bool kPair = kParts == 2;  // two parts, wherever they are
+  constexpr bool kTiles = !kMany && kParts <= 4;
   const int groups = kMany ? 1 << groups_log2 : 1, lanes = 1 << lanes_log2;
   const int lane = threadIdx.x & (lanes - 1), group = threadIdx.x >> lanes_log2 & (groups - 1);
-  const int threads_log2 = kMany ? lanes_log2 + groups_log2 : lanes_log2;  // of a row
-  const uint32_t row = blockIdx.x * (blockDim.x >> threads_log2) + (threadIdx.x >> threads_log2);
-  const bool there = row < static_cast<uint32_t>(a.num_tokens) * a.num_heads;
-  uint32_t head;
-  const uint32_t token = by_head(there ? row : 0, head);
+  const int threads_log2 = kMany ? lanes_log2 + groups_log2 : lanes_log2;               // of a row
+  const uint32_t rows = blockDim.x >> threads_log2, row = threadIdx.x >> threads_log2;  // of the block
+  uint32_t head, token;
+  bool there;
+  if (kTiles && tiled) {
+    const uint32_t heads = rows / kTile;
+    token = by_head(blockIdx.x, head) * kTile + row / heads;
+    head = head * heads + row % heads;
+    there = token < a.num_tokens;
+    if (!there) token = 0;
+  } else {
+    const uint32_t index = blockIdx.x * rows + row;
+    there = index < static_cast<uint32_t>(a.num_tokens) * a.num_heads;
+    token = by_head(there ? index : 0, head);
+  }
   const bool has_context = token < a.context_tokens;
 
   // Of part `first + k`: whether it is looked at, and where it is.
@@ -233,10 +247,13 @@ void run(const MergeAttnStatesArgs& args, const Launch& launch) {
       while (threads >> (lanes_log2 + groups_log2) > 1 && kParts << groups_log2 < args.num_parts) ++groups_log2;
       if (fills && kParts << groups_log2 >= args.num_parts) groups_log2 = 0;
     }
-    const int64_t rows = threads >> (lanes_log2 + groups_log2);  // of a block
-    launch_dependent(merge_kernel<T, Out, kSize, kPacks, kParts, kMany>,
-                     static_cast<unsigned>((num_rows + rows - 1) / rows), threads, launch, "merge_attn_states", args,
-                     Divider(args.num_heads), lanes_log2, groups_log2);
+    const int64_t rows = threads >> (lanes_log2 + groups_log2), heads = rows / kTile;  // of a block, of a tile
+    const bool tiled = !kMany && kParts <= 4 && fills && heads > 0 && args.num_heads % heads == 0;
+    const int64_t blocks =
+        tiled ? (args.num_tokens + kTile - 1) / kTile * (args.num_heads / heads) : (num_rows + rows - 1) / rows;
+    launch_dependent(merge_kernel<T, Out, kSize, kPacks, kParts, kMany>, static_cast<unsigned>(blocks), threads, launch,
+                     "merge_attn_states", args, Divider(tiled ? args.num_heads / heads : args.num_heads), tiled,
+                     lanes_log2, groups_log2);
   };
   if (args.num_parts > 8 || (kSize == 1 && args.num_parts > 2)) {
     start.template operator()<1, 4, true>();

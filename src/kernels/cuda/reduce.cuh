@@ -33,32 +33,43 @@ __device__ float block_reduce(float v, int warps, Combine combine) {
   return warp_reduce(parts[lane & (warps - 1)], warps, combine);
 }
 
-// The same in a loop, with up to four uses a turn.  Addresses are worked out once, and turns alternate between two places,
-// since a slow warp may still read what the turn before left.  A maximum is of numbers, not NaN.
+// The same, with up to four uses in a kernel.  Addresses are worked out once.  A maximum is of numbers, not NaN.
 class BlockReducer {
  public:
   __device__ explicit BlockReducer(int warps) : warps_(warps) {
-    __shared__ alignas(1024) float memory[2][4][32];
+    __shared__ alignas(512) float memory[4][32];
     const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
-    const uint32_t lane = threadIdx.x % 32;
     write_ = base + threadIdx.x / 32 * 4;
-    read_ = base + (lane & (warps - 1)) * 4;
-    asm volatile("" : "+r"(write_), "+r"(read_));  // to stay in registers
+    asm volatile("" : "+r"(write_));  // to stay in a register
   }
   template <int kUse, class Combine>
   __device__ float reduce(float v, Combine combine) const {
     v = all<32>(v, combine);
     if (threadIdx.x % 32 == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(write_ + kUse * 128), "f"(v) : "memory");
-    __syncthreads();
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(read_ + kUse * 128) : "memory");
-    return all<0>(v, combine);
+    return all<0>(read<kUse>(warps_), combine);
   }
-  __device__ void next_turn() {
-    write_ ^= 512;
-    read_ ^= 512;
+  // The sums of kSplit times as many warps as there are, each having kSplit: that of warp + i * kWarps in the lanes whose
+  // highest bits are i.
+  template <int kUse, int kWarps, int kSplit>
+  __device__ float sum_of_parts(float v) const {
+    constexpr int kLanes = 32 / kSplit;
+    const uint32_t lane = threadIdx.x % 32;
+    if (lane % kLanes == 0)
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(write_ + kUse * 128 + lane / kLanes * (kWarps * 4)), "f"(v)
+                   : "memory");
+    return warp_reduce(read<kUse>(kWarps * kSplit), kWarps * kSplit, Sum());
   }
 
  private:
+  // Of the first so many warps one each, after a barrier.
+  template <int kUse>
+  __device__ float read(int warps) const {
+    float v;
+    const uint32_t at = (write_ & ~127u) + (threadIdx.x & (warps - 1)) * 4;
+    __syncthreads();
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at + kUse * 128) : "memory");
+    return v;
+  }
   template <int kWidth>
   __device__ float all(float v, Sum combine) const {
     return warp_reduce(v, kWidth ? kWidth : warps_, combine);
@@ -69,7 +80,7 @@ class BlockReducer {
   }
 
   int warps_;
-  uint32_t write_, read_;
+  uint32_t write_;
 };
 
 template <int kWidth>

@@ -25,9 +25,7 @@ struct ScaledAndShifted {
       : out(part.of<T, kPackSize<T>, kFit>(args.out, args.out_rows)),
         weights(args.weights, 1.0f, part),
         bias(args.bias, 0.0f, part) {}
-  __device__ void move_to(const Args& args, const Part& part) {
-    out = part.of<T, kPackSize<T>, kFit>(args.out, args.out_rows);
-  }
+  __device__ void have_ready() { pykv::have_ready(out.data); }
   __device__ static void prefetch(const Args& args, const Part& part, int pack) {
     Weights<T, kFit>(args.weights, 1.0f, part).prefetch(pack);
     Weights<T, kFit>(args.bias, 0.0f, part).prefetch(pack);
@@ -45,7 +43,7 @@ struct ScaledAndShifted {
 template <class T, template <class, Fit> class Source>
 void run(const LayerNormArgs& args, const Launch& launch) {
   const Fit fit = std::min(fit_of<T>(args, sizeof(T), sizeof(T)), fit_of_weights<T>(args.bias));
-  launch_row_norm<Source, ScaledAndShifted, T, true, true>(args, fit, true, launch, "layer_norm");
+  launch_row_norm<Source, ScaledAndShifted, T, 2, true>(args, fit, true, launch, "layer_norm");
 }
 
 }  // namespace

@@ -24,9 +24,7 @@ struct Scaled {
       : out(part.of<T, kPackSize<T>, kFit>(args.out, args.out_rows)),
         weights(args.weights, 1.0f, part),
         offset(args.weight_offset) {}
-  __device__ void move_to(const Args& args, const Part& part) {
-    out = part.of<T, kPackSize<T>, kFit>(args.out, args.out_rows);
-  }
+  __device__ void have_ready() { pykv::have_ready(out.data); }
   __device__ static void prefetch(const Args& args, const Part& part, int pack) {
     Weights<T, kFit>(args.weights, 1.0f, part).prefetch(pack);
   }
@@ -42,7 +40,7 @@ struct Scaled {
 
 template <class T, template <class, Fit> class Source>
 void run(const RmsNormArgs& args, int64_t residual_size, const Launch& launch) {
-  launch_row_norm<Source, Scaled, T, false>(args, fit_of<T>(args, sizeof(T), residual_size), true, launch, "rms_norm");
+  launch_row_norm<Source, Scaled, T, 1>(args, fit_of<T>(args, sizeof(T), residual_size), true, launch, "rms_norm");
 }
 
 }  // namespace

@@ -12,46 +12,47 @@ namespace pykv {
 namespace {
 
 // Codes by a scale: E4M3 divides, int8 multiplies with the scale's inverse.
-template <class T>
+template <class T, bool kInt8>
 class Coder {
  public:
-  __device__ void scale_by(float scale, bool int8) {
-    if (int8) {
-      inverse_ = 1.0f / scale;
-    } else {
-      quotient_ = Quotient(scale);
-      infinite_ = scale > FLT_MAX;
-    }
-  }
+  __device__ explicit Coder(float scale) : quotient_(scale), infinite_(scale > FLT_MAX) {}
   template <int kSize>
-  __device__ Vec<uint8_t, kSize> codes(const Vec<T, kSize>& y, bool int8) const {
-    if (int8) {
-      auto x = to_floats(y);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) x[i] *= inverse_;
-      return quantise<DType::kInt8>(x);
-    }
+  __device__ Vec<uint8_t, kSize> codes(const Vec<T, kSize>& y) const {
     return quantise_pairs(y, infinite_, [this](Vec<float, kSize> x) {
       quotient_.template divide<T>(x.elements);
       return x;
     });
   }
-  // Whether of_lane may be used of it: which gives what another lane of the warp has.
-  __device__ bool is_plain(bool int8) const { return int8 || (quotient_.is_plain() && !infinite_); }
-  __device__ Coder of_lane(int lane, bool int8) const {
-    Coder other;
-    if (int8) {
-      other.inverse_ = __shfl_sync(0xffffffffu, inverse_, lane);
-    } else {
-      other.quotient_ = quotient_.of_lane<T>(lane);
-    }
+  // Nothing unusual: what the compiler leaves out where it knows that, and what of_lane may be used of.
+  __device__ bool is_plain() const { return quotient_.is_plain() && !infinite_; }
+  // What another lane of the warp has.
+  __device__ Coder of_lane(int lane) const { return Coder(quotient_.template of_lane<T>(lane)); }
+
+ private:
+  __device__ explicit Coder(const Quotient& quotient) : quotient_(quotient), infinite_(false) {}
+  Quotient quotient_;
+  bool infinite_;
+};
+template <class T>
+class Coder<T, true> {
+ public:
+  __device__ explicit Coder(float scale) : inverse_(1.0f / scale) {}
+  template <int kSize>
+  __device__ Vec<uint8_t, kSize> codes(const Vec<T, kSize>& y) const {
+    auto x = to_floats(y);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) x[i] *= inverse_;
+    return quantise<DType::kInt8>(x);
+  }
+  __device__ bool is_plain() const { return true; }
+  __device__ Coder of_lane(int lane) const {
+    Coder other = *this;
+    other.inverse_ = __shfl_sync(0xffffffffu, inverse_, lane);
     return other;
   }
 
  private:
-  float inverse_ = 1.0f;
-  bool infinite_ = false;
-  Quotient quotient_{1.0f};
+  float inverse_;
 };
 
 // x / divisor, rounded as a division is: Markstein's correction.
@@ -68,13 +69,15 @@ struct Codes {
     using Raw = Pack<T>;
     using Value = Pack<T>;
     static constexpr Largest kLargest = kOf;
+    static constexpr int kPack = kPackSize<T>;
+    template <bool kInt8>
+    using Coder = pykv::Coder<T, kInt8>;
 
     Packs<uint8_t, kPackSize<T>, kFit> out;
     Weights<T, kFit> weights;
     const Args& args;
     float* scales;  // of the row
-    float bound, scale = 1.0f;
-    Coder<T> coder;
+    float bound;
 
     __device__ static Part part_of(const Args& args, uint32_t row) {
       return {row, 0, static_cast<int>(args.hidden_size)};
@@ -86,10 +89,6 @@ struct Codes {
           scales(args.scales + part.row * args.scale_row),
           bound(args.bound()) {}
     __device__ int group_size() const { return static_cast<int>(args.group_size); }
-    __device__ void move_to(const Args& args, const Part& part) {
-      out = part.of<uint8_t, kPackSize<T>, kFit>(args.out, args.out_rows);
-      scales = args.scales + part.row * args.scale_row;
-    }
     __device__ static void prefetch(const Args& args, const Part& part, int pack) {
       Weights<T, kFit>(args.weights, 1.0f, part).prefetch(pack);
     }
@@ -110,20 +109,20 @@ struct Codes {
       for (int i = 0; i < kPackSize<T>; ++i) y[i] *= w[i];
       return round_to<T>(y);
     }
-    __device__ void scale_by(float most) {
+    template <bool kInt8>
+    __device__ float scale_of(float most) const {
       most = bound < most ? bound : most;
-      scale = args.int8 ? fmaxf(divide(most, 127.0f, 1.0f / 127.0f), 0x1p-23f)
-                        : fmaxf(divide(most, 448.0f, 1.0f / 448.0f), 1.0f / (448.0f * 512.0f));
-      coder.scale_by(scale, args.int8);
+      return kInt8 ? fmaxf(divide(most, 127.0f, 1.0f / 127.0f), 0x1p-23f)
+                   : fmaxf(divide(most, 448.0f, 1.0f / 448.0f), 1.0f / (448.0f * 512.0f));
     }
-    __device__ bool is_plain() const { return coder.is_plain(args.int8); }
-    __device__ Result of_lane(int lane) const {
-      Result other = *this;
-      other.coder = coder.of_lane(lane, args.int8);
-      return other;
+    __device__ void store_scale(int group, float scale) const { scales[group * args.scale_group] = scale; }
+    __device__ void have_ready() {
+      if constexpr (kFit != Fit::kAny) pykv::have_ready(out.data);
     }
-    __device__ void store_scale(int group) const { scales[group * args.scale_group] = scale; }
-    __device__ void store(int pack, const Value& v) const { out.store(pack, coder.codes(v, args.int8)); }
+    template <bool kInt8>
+    __device__ void store(int pack, const Value& v, const Coder<kInt8>& coder) const {
+      out.store(pack, coder.codes(v));
+    }
   };
 };
 
@@ -131,10 +130,10 @@ template <class T, template <class, Fit> class Source>
 void run(const RmsNormDynamicQuantArgs& args, const Launch& launch) {
   const Fit fit = fit_of<T>(args, 1, sizeof(T));
   if (args.group_size == args.hidden_size) {
-    launch_row_norm<Source, Codes<Largest::kOfRow>::Result, T, true>(args, fit, true, launch,
-                                                                     "rms_norm_dynamic_per_token_quant");
+    launch_row_norm<Source, Codes<Largest::kOfRow>::Result, T, 2>(args, fit, true, launch,
+                                                                  "rms_norm_dynamic_per_token_quant");
   } else {
-    launch_row_norm<Source, Codes<Largest::kOfGroups>::Result, T, true>(
+    launch_row_norm<Source, Codes<Largest::kOfGroups>::Result, T, 2>(
         args, args.group_size % kPackSize<T> == 0 ? fit : Fit::kAny, in_lanes<T>(args.group_size), launch,
         "rms_norm_per_block_quant");
   }

@@ -68,7 +68,7 @@ struct Grouped {
           gate(part.of<T, kPackSize<T>, kFit>(args.gate, args.gate_rows)),
           weights(args.weights, 1.0f, part),
           sigmoid(args.sigmoid) {}
-    __device__ void move_to(const Args& args, const Part& part) { *this = Result(args, part); }
+    __device__ void have_ready() { pykv::have_ready(out.data); }
     __device__ static void prefetch(const Args& args, const Part& part, int pack) {
       const Result result(args, part);
       result.weights.prefetch(pack);
@@ -94,7 +94,7 @@ template <class T, template <class, Fit> class Source, template <class, Fit> cla
 void run(const RmsNormGatedArgs& args, const Launch& launch) {
   const Fit fit =
       std::min(fit_of<T>(args, sizeof(T), sizeof(T)), fit_of_rows(kAccessBytes, args.gate, args.gate_rows, sizeof(T)));
-  launch_row_norm<Source, Result, T, false>(args, fit, true, launch, "rms_norm_gated");
+  launch_row_norm<Source, Result, T, 1>(args, fit, true, launch, "rms_norm_gated");
 }
 
 }  // namespace

@@ -27,9 +27,7 @@ struct Codes {
       : out(part.of<uint8_t, kPackSize<T>, kFit>(args.out, args.out_rows)),
         weights(args.weights, 1.0f, part),
         inverse_scale(1.0f / args.scale) {}
-  __device__ void move_to(const Args& args, const Part& part) {
-    out = part.of<uint8_t, kPackSize<T>, kFit>(args.out, args.out_rows);
-  }
+  __device__ void have_ready() { pykv::have_ready(out.data); }
   __device__ static void prefetch(const Args& args, const Part& part, int pack) {
     Weights<T, kFit>(args.weights, 1.0f, part).prefetch(pack);
   }
@@ -51,10 +49,10 @@ struct Codes {
   }
 };
 
-template <class T, template <class, Fit> class Source>
+template <class T, template <class, Fit> class Source, int kSplit>
 void run(const RmsNormStaticQuantArgs& args, const Launch& launch) {
-  launch_row_norm<Source, Codes, T, true>(args, fit_of<T>(args, 1, sizeof(T)), true, launch,
-                                          "rms_norm_static_fp8_quant");
+  launch_row_norm<Source, Codes, T, kSplit>(args, fit_of<T>(args, 1, sizeof(T)), true, launch,
+                                            "rms_norm_static_fp8_quant");
 }
 
 }  // namespace
@@ -62,9 +60,9 @@ void run(const RmsNormStaticQuantArgs& args, const Launch& launch) {
 void rms_norm_static_quant_cuda(const RmsNormStaticQuantArgs& args, const Launch& launch) {
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
     if (args.residual) {
-      run<T, WithResidual<T, true>::template Source>(args, launch);
+      run<T, WithResidual<T, true>::template Source, 1>(args, launch);
     } else {
-      run<T, Input>(args, launch);
+      run<T, Input, 2>(args, launch);
     }
   });
 }

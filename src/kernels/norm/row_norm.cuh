@@ -9,11 +9,9 @@
 // kThreads threads (part of a warp up to a whole block) as packs of 16 bytes of the input, kPacks a thread, all loaded
 // before the first is used, together with the weight (while registers last).
 //
-// Where a row costs many instructions or waits for several reductions, blocks take rows in turn and have the next one on
-// its way meanwhile; weights are loaded once.  Where reading and writing is nearly all there is, a block for each row has
-// more of them on an SM and lets the chip even them out (rms_norm of 65536 x 4096 on an H200: 256 us, in turn 272).  What
-// a call begins with is fetched into the second-level cache under the tail of the kernel before it, so that a call too
-// small to fill the chip hardly waits for memory (1 row of 4096: 1.1 us, not 1.5); such calls are always made in this way.
+// What costs many instructions for each thread of a row (scales) takes fewer threads with more packs each, where there are
+// rows enough: they add in the order in which twice as many would.  What the first blocks begin with is fetched into the
+// second-level cache under the tail of the kernel before, so that a call too small to fill the chip hardly waits for memory.
 //
 // Rows too wide for registers, or not made of whole aligned packs, are read once for each pass instead, by as many threads.
 //
@@ -83,6 +81,24 @@ __device__ float largest_of(const Vec<T, kSize>& v) {
   }
 }
 
+// Of several packs.
+template <class T, int kSize, int kCount>
+__device__ float largest_of(const Vec<T, kSize> (&v)[kCount]) {
+  if constexpr (kInWords<T, kSize>) {
+    Vec<T, kSize> most = v[0];
+#pragma unroll
+    for (int k = 1; k < kCount; ++k)
+#pragma unroll
+      for (int i = 0; i < kSize / 2; ++i) most.words[i] = larger_magnitudes<T>(most.words[i], v[k].words[i]);
+    return largest_of(most);
+  } else {
+    float most = largest_of(v[0]);
+#pragma unroll
+    for (int k = 1; k < kCount; ++k) most = fmaxf(most, largest_of(v[k]));
+    return most;
+  }
+}
+
 // The largest of each of kCount packs over `lanes` neighbouring lanes.
 template <class T, int kSize, int kCount>
 __device__ void largest_of_lanes(const Vec<T, kSize> (&v)[kCount], int lanes, float (&mosts)[kCount]) {
@@ -118,29 +134,64 @@ __device__ Vec<float, kSize> normed(const Vec<T, kSize>& v, float centre, float 
   return floats;
 }
 
-// Over the threads of a row: kThreads, or the whole block (0).  Each use in a turn has a number of its own.
-template <int kThreads>
+// Sums over lanes of kCount numbers each, in kCount / 2 + kCount / 4 + ... + 1 and the rest of five steps: number i is left
+// in the lanes whose highest bits are i.
+template <int kCount>
+__device__ float warp_sums(float (&v)[kCount]) {
+  int distance = 16;
+#pragma unroll
+  for (int count = kCount; count > 1; count /= 2, distance /= 2) {
+    const bool high = threadIdx.x & distance;
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      if (i >= count / 2) break;
+      const float mine = high ? v[i + count / 2] : v[i], other = high ? v[i] : v[i + count / 2];
+      v[i] = mine + __shfl_xor_sync(0xffffffffu, other, distance);
+    }
+  }
+#pragma unroll
+  for (int left = 16; left > 0; left /= 2)
+    if (left <= distance) v[0] += __shfl_xor_sync(0xffffffffu, v[0], left);
+  return v[0];
+}
+
+// Over the threads of a row: kThreads, or the whole block (0), each standing for kSplit.  Each use in a kernel has a number
+// of its own.
+template <int kThreads, int kSplit = 1>
 class RowReducer {
  public:
   __device__ RowReducer() : block_(kThreads ? kThreads / 32 : static_cast<int>(blockDim.x) / 32) {}
-  template <int kUse, class Combine>
-  __device__ float reduce(float v, Combine combine) const {
-    return block_.reduce<kUse>(v, combine);
+  template <int kUse>
+  __device__ float sum(float (&v)[kSplit]) const {
+    if constexpr (kSplit == 1) {
+      return block_.reduce<kUse>(v[0], Sum());
+    } else {
+      return block_.template sum_of_parts<kUse, kThreads / 32, kSplit>(warp_sums(v));
+    }
   }
-  __device__ void next_turn() { block_.next_turn(); }
+  template <int kUse>
+  __device__ float maximum(float v) const {
+    return block_.reduce<kUse>(v, Maximum());
+  }
 
  private:
   BlockReducer block_;
 };
-template <int kThreads>
+template <int kThreads, int kSplit>
   requires(kThreads > 0 && kThreads <= 32)
-class RowReducer<kThreads> {
+class RowReducer<kThreads, kSplit> {
  public:
-  template <int kUse, class Combine>
-  __device__ float reduce(float v, Combine combine) const {
-    return warp_reduce(v, kThreads, combine);
+  template <int kUse>
+  __device__ float sum(float (&v)[kSplit]) const {
+    float sum = kSplit == 1 ? warp_reduce(v[0], kThreads, Sum()) : warp_sums(v);
+#pragma unroll
+    for (int distance = 16; distance > 16 / kSplit; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    return sum;
   }
-  __device__ void next_turn() {}
+  template <int kUse>
+  __device__ float maximum(float v) const {
+    return warp_reduce(v, kThreads, Maximum());
+  }
 };
 
 template <class T>
@@ -155,218 +206,160 @@ __device__ inline float mean_of(float sum, int hidden_size, float inverse_size) 
   return fmaf(fmaf(-mean, static_cast<float>(hidden_size), sum), inverse_size, mean);
 }
 
-template <int kThreads>
-inline constexpr int kBlockSize = kThreads > 128 ? kThreads : 128;
-
-// Rows that stay in registers, in turn: a block takes every gridDim.x-th set of kRows.
-template <class Source, class Result, int kThreads, int kPacks>
-struct Mapping {
-  static constexpr int kBlock = kBlockSize<kThreads>, kRows = kBlock / kThreads;
-  // 32-bit registers of a thread: for what it has of two rows and beside them, and for the rest.
-  static constexpr int kHeld =
-      kPacks *
-      static_cast<int>(sizeof(typename Source::Raw) + sizeof(typename Source::Value) + sizeof(typename Result::Raw)) /
-      4;
-  static constexpr int kRest = kThreads == 32 ? 48 : 38;  // more where the row is not that of the block
-  static constexpr int kBlocksOfSm = std::max(1, std::min(2048, 65536 / (kHeld + kRest)) / kBlock);
-};
-
-template <class Source, class Result, bool kCentred, int kThreads, int kPacks>
-__global__ __launch_bounds__(Mapping<Source, Result, kThreads, kPacks>::kBlock,
-                             Mapping<Source, Result, kThreads, kPacks>::kBlocksOfSm)  //
-    void row_norm_in_turn_kernel(const __grid_constant__ typename Result::Args args, float inverse_size) {
-  using T = typename Source::Element;
-  using Raw = typename Source::Raw;
-  constexpr int kRows = Mapping<Source, Result, kThreads, kPacks>::kRows, kSize = kPackSize<T>;
-  const int thread = threadIdx.x % kThreads;
-  const int hidden_size = static_cast<int>(args.hidden_size);
-  const auto num_rows = static_cast<uint32_t>(args.num_rows);
-  const uint32_t step = gridDim.x * kRows;
-  uint32_t first = blockIdx.x * kRows;
-  bool has[kPacks];
-#pragma unroll
-  for (int k = 0; k < kPacks; ++k) has[k] = thread + k * kThreads < packs_of<T>(hidden_size);
-  // The row of these threads, from the thread's first pack on.  Threads without a row stay: their warp reduces with all
-  // lanes.  They get the last one, which they do not store.
-  const auto part_of = [&](uint32_t first) {
-    const uint32_t row = first + threadIdx.x / kThreads;
-    Part part = Result::part_of(args, kRows == 1 ? row : min(row, num_rows - 1));
-    part.first += thread * kSize;
-    return part;
+// What a thread has of a row whose results depend on the largest magnitude: its scale or scales, and its packs.  packs: of
+// the row, none where it is not there.
+template <bool kInt8, int kThreads, class Result, class Reducer, int kPacks>
+__device__ void store_by_largest(const Result& result, const typename Result::Value (&y)[kPacks],
+                                 const Reducer& reducer, int thread, int packs) {
+  constexpr int kSize = static_cast<int>(Result::kPack);
+  const auto has = [&](int k) { return thread + k * kThreads < packs; };
+  using Coder = typename Result::template Coder<kInt8>;
+  const auto store = [&](int k, const Coder& coder) {
+    if (has(k)) result.store(k * kThreads, y[k], coder);
   };
-  {
-    const Part part = part_of(first);
-    const Source source(args, part);
+  if constexpr (Result::kLargest == Largest::kOfRow) {
+    // packs behind the row are zeros, or NaN
+    const float scale = result.template scale_of<kInt8>(reducer.template maximum<2>(largest_of(y)));
+    if (thread == 0 && packs > 0) result.store_scale(0, scale);
+    const Coder coder(scale);
+    if (coder.is_plain()) {
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      if (has[k]) {
-        source.prefetch(k * kThreads);
-        Result::prefetch(args, part, k * kThreads);
-      }
+      for (int k = 0; k < kPacks; ++k) store(k, coder);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) store(k, coder);
     }
-  }
-  begin_dependent();
-
-  Raw raw[kPacks];
-  const auto load = [&](uint32_t first) {
-    const Source source(args, part_of(first));
+  } else {
+    // Each lane makes one of the scales that the lanes of its group need, those of kPacks groups.
+    const int lanes = result.group_size() / kSize;  // a power of two: see in_lanes
+    const int shift = __ffs(lanes) - 1, own = thread % kPacks;
+    float mosts[kPacks], most = 0.0f;
+    largest_of_lanes(y, lanes, mosts);
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      raw[k] = {};
-      if (has[k]) raw[k] = source.load(k * kThreads);
-    }
-  };
-  load(first);
-
-  constexpr bool kEarly = kThreads <= 256 && sizeof(typename Result::Raw) * kPacks <= 128;
-  Result result(args, part_of(first));
-  typename Result::Raw beside[kPacks];
-  const auto load_beside = [&](int k) {
-    beside[k] = {};
-    if (has[k]) beside[k] = result.load(k * kThreads);
-  };
-  if constexpr (kEarly) {
+    for (int k = 0; k < kPacks; ++k) most = own == k ? mosts[k] : most;
+    const float scale = result.template scale_of<kInt8>(most);
+    const Coder coder(scale);
+    if (lanes >= kPacks && __all_sync(0xffffffffu, coder.is_plain())) {
+      const int pack = thread + own * kThreads;
+      if (pack < packs && (thread & (lanes - 1)) < kPacks) result.store_scale(pack >> shift, scale);
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k) load_beside(k);
-  }
-
-  RowReducer<kThreads> reducer;
-  while (true) {
-    const bool there = kRows == 1 || first + threadIdx.x / kThreads < num_rows;
-    typename Source::Value z[kPacks];
-    float centre = 0.0f, sum = 0.0f;
-    const Source source(args, part_of(first));
-#pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      z[k] = source.value(raw[k]);
-      if (has[k] && there) source.keep(k * kThreads, z[k]);
-    }
-    const bool more = first + step < num_rows;
-    if (more) load(first + step);
-
-#pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      if constexpr (kCentred) {
-        centre += sum_of(to_floats(z[k]));
-      } else {
-        sum += sum_of_squares<false>(to_floats(z[k]), 0.0f, 0);
-      }
-    }
-    if constexpr (kCentred) {
-      centre = mean_of(reducer.template reduce<0>(centre, Sum()), hidden_size, inverse_size);
-#pragma unroll
-      for (int k = 0; k < kPacks; ++k) {
-        const float of_pack = sum_of_squares<true>(to_floats(z[k]), centre, kSize);
-        sum += has[k] ? of_pack : 0.0f;
-      }
-    }
-    const float r = rsqrtf(fmaf(reducer.template reduce<1>(sum, Sum()), inverse_size, args.epsilon));
-
-    typename Result::Value y[kPacks];
-    const auto scale = [&](int k) {
-      if constexpr (!kEarly) load_beside(k);
-      y[k] = result.scaled(k * kThreads, normed<kCentred>(z[k], centre, r), beside[k]);
-    };
-    const auto store = [&](int k, const Result& result) {
-      if (has[k] && there) result.store(k * kThreads, y[k]);
-    };
-    if constexpr (Result::kLargest != Largest::kNothing) {
-#pragma unroll
-      for (int k = 0; k < kPacks; ++k) scale(k);
-    }
-    if constexpr (Result::kLargest == Largest::kOfRow) {
-      float most = 0.0f;
-#pragma unroll
-      for (int k = 0; k < kPacks; ++k) most = fmaxf(most, has[k] ? largest_of(y[k]) : 0.0f);
-      result.scale_by(reducer.template reduce<2>(most, Maximum()));
-      if (there && thread == 0) result.store_scale(0);
-    }
-    if constexpr (Result::kLargest == Largest::kOfGroups) {
-      // Each lane makes one of the scales that the lanes of its group need, those of kPacks groups.
-      const int lanes = result.group_size() / kSize;  // a power of two: see in_lanes
-      const int shift = __ffs(lanes) - 1, own = thread % kPacks;
-      float mosts[kPacks], most = 0.0f;
-      largest_of_lanes(y, lanes, mosts);
-#pragma unroll
-      for (int k = 0; k < kPacks; ++k) most = own == k ? mosts[k] : most;
-      if (lanes >= kPacks) result.scale_by(most);
-      if (lanes >= kPacks && __all_sync(0xffffffffu, result.is_plain())) {
-        const int pack = thread + own * kThreads;
-        if (there && pack * kSize < hidden_size && (thread & (lanes - 1)) < kPacks) result.store_scale(pack >> shift);
-#pragma unroll
-        for (int k = 0; k < kPacks; ++k) store(k, result.of_lane((threadIdx.x & -lanes) + k));
-      } else {
-#pragma unroll
-        for (int k = 0; k < kPacks; ++k) {
-          result.scale_by(mosts[k]);
-          if (there && has[k] && (thread & (lanes - 1)) == 0) result.store_scale((thread + k * kThreads) >> shift);
-          store(k, result);
-        }
-      }
+      for (int k = 0; k < kPacks; ++k) store(k, coder.of_lane((threadIdx.x & -lanes) + k));
     } else {
 #pragma unroll
       for (int k = 0; k < kPacks; ++k) {
-        if constexpr (Result::kLargest == Largest::kNothing) scale(k);
-        store(k, result);
+        const float scale = result.template scale_of<kInt8>(mosts[k]);
+        if (has(k) && (thread & (lanes - 1)) == 0) result.store_scale((thread + k * kThreads) >> shift, scale);
+        store(k, Coder(scale));
       }
     }
-    if (!more) break;
-    first += step;
-    result.move_to(args, part_of(first));
-    reducer.next_turn();
   }
 }
 
-// Rows that stay in registers, a set of kRows for each block.
-template <class Source, class Result, bool kCentred, int kThreads, int kPacks>
-__global__ __launch_bounds__(kBlockSize<kThreads>) void row_norm_kernel(const __grid_constant__
-                                                                        typename Result::Args args,
-                                                                        float inverse_size) {
+template <int kThreads>
+inline constexpr int kBlockSize = kThreads > 32 ? kThreads : 128;
+
+// What a thread of row_norm_kernel holds: weights too while it waits for the row, where that costs few registers.
+template <class Source, class Result, bool kCentred, int kPacks, int kSplit>
+struct Held {
+  static constexpr bool kEarly = kSplit == 1 && kPacks <= 2;
+  // 32-bit registers, and others beside these: more where the row is passed over once more.
+  static constexpr int kRow = kPacks *
+                              static_cast<int>(std::max(sizeof(typename Source::Raw), sizeof(typename Source::Value)) +
+                                               (kEarly ? sizeof(typename Result::Raw) : 0)) /
+                              4;
+  static constexpr int kRegisters = kRow + (kEarly ? 24 : kCentred ? 48 : 32);
+  static constexpr int blocks(int size) {
+    return std::max(1, std::min(2048, 65536 / ((kRegisters + 7) / 8 * 8)) / size);
+  }
+};
+
+// Rows that stay in registers.  A thread has kPacks packs, those of kSplit threads as far as sums go.
+template <class Source, class Result, bool kCentred, int kThreads, int kPacks, int kSplit>
+__global__ __launch_bounds__(kBlockSize<kThreads>,
+                             Held<Source, Result, kCentred, kPacks, kSplit>::blocks(kBlockSize<kThreads>))  //
+    void row_norm_kernel(const __grid_constant__ typename Result::Args args, float inverse_size) {
   using T = typename Source::Element;
-  static_assert(!kCentred && Result::kLargest == Largest::kNothing);
-  constexpr int kRows = kBlockSize<kThreads> / kThreads;
+  constexpr int kRows = kBlockSize<kThreads> / kThreads, kSize = kPackSize<T>;
   const uint32_t row = blockIdx.x * kRows + threadIdx.x / kThreads;
   const int thread = threadIdx.x % kThreads;
   const int hidden_size = static_cast<int>(args.hidden_size);
   const bool there = row < args.num_rows;  // threads without a row stay: their warp reduces with all lanes
   const int packs = there ? packs_of<T>(hidden_size) : 0;
-  const Part part = Result::part_of(args, there ? row : 0);
+  Part part = Result::part_of(args, there ? row : 0);
+  part.first += thread * kSize;
+  const Source source(args, part);
+  const auto has = [&](int k) { return thread + k * kThreads < packs; };
+  if (comes_early()) {
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      if (has(k)) {
+        source.prefetch(k * kThreads);
+        if (blockIdx.x == 0) Result::prefetch(args, part, k * kThreads);
+      }
+    }
+  }
   begin_dependent();
 
-  const Source source(args, part);
-  const Result result(args, part);
-  constexpr bool kEarly = kThreads <= 256;
+  constexpr bool kEarly = Held<Source, Result, kCentred, kPacks, kSplit>::kEarly;
   typename Source::Raw raw[kPacks];
   typename Result::Raw beside[kPacks];
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
     raw[k] = {};
-    if (thread + k * kThreads < packs) raw[k] = source.load(thread + k * kThreads);
+    if (has(k)) raw[k] = source.load(k * kThreads);
   }
+  Result result(args, part);
+  result.have_ready();
   const auto load_beside = [&](int k) {
     beside[k] = {};
-    if (thread + k * kThreads < packs) beside[k] = result.load(thread + k * kThreads);
+    if (has(k)) beside[k] = result.load(k * kThreads);
   };
   if constexpr (kEarly) {
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) load_beside(k);
   }
 
-  const RowReducer<kThreads> reducer;
+  const RowReducer<kThreads, kSplit> reducer;
   typename Source::Value z[kPacks];
-  float sum = 0.0f;
+  float centre = 0.0f, sums[kSplit] = {};
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
     z[k] = source.value(raw[k]);
-    if (thread + k * kThreads < packs) source.keep(thread + k * kThreads, z[k]);
-    sum += sum_of_squares<false>(to_floats(z[k]), 0.0f, 0);
+    if (has(k)) source.keep(k * kThreads, z[k]);
+    if constexpr (kCentred) {
+      sums[k % kSplit] += sum_of(to_floats(z[k]));
+    } else {
+      sums[k % kSplit] += sum_of_squares<false>(to_floats(z[k]), 0.0f, 0);
+    }
   }
-  const float r = rsqrtf(fmaf(reducer.template reduce<1>(sum, Sum()), inverse_size, args.epsilon));
+  if constexpr (kCentred) {
+    centre = mean_of(reducer.template sum<0>(sums), hidden_size, inverse_size);
 #pragma unroll
-  for (int k = 0; k < kPacks; ++k) {
+    for (int k = 0; k < kPacks; ++k) {
+      const float of_pack = sum_of_squares<true>(to_floats(z[k]), centre, kSize);
+      sums[k % kSplit] = (k < kSplit ? 0.0f : sums[k % kSplit]) + (has(k) ? of_pack : 0.0f);
+    }
+  }
+  const float r = rsqrtf(fmaf(reducer.template sum<1>(sums), inverse_size, args.epsilon));
+  typename Result::Value y[kPacks];
+  const auto scale = [&](int k) {
     if constexpr (!kEarly) load_beside(k);
-    const int pack = thread + k * kThreads;
-    if (pack < packs) result.store(pack, result.scaled(pack, normed<false>(z[k], 0.0f, r), beside[k]));
+    y[k] = result.scaled(k * kThreads, normed<kCentred>(z[k], centre, r), beside[k]);
+  };
+  if constexpr (Result::kLargest == Largest::kNothing) {
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      scale(k);
+      if (has(k)) result.store(k * kThreads, y[k]);
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) scale(k);
+    if (args.int8) {
+      store_by_largest<true, kThreads>(result, y, reducer, thread, packs);
+    } else {
+      store_by_largest<false, kThreads>(result, y, reducer, thread, packs);
+    }
   }
 }
 
@@ -384,46 +377,65 @@ __global__ __launch_bounds__(1024) void row_norm_again_kernel(const __grid_const
   Result result(args, part);
   const RowReducer<0> reducer;
   const auto value = [&](int pack) { return source.value(source.load(pack)); };
-  float centre = 0.0f, sum = 0.0f;
+  float centres[1] = {}, sums[1] = {}, centre = 0.0f;
   if constexpr (kCentred) {
-    for (int p = thread; p < packs; p += threads) centre += sum_of(to_floats(value(p)));
-    centre = mean_of(reducer.reduce<0>(centre, Sum()), static_cast<int>(args.hidden_size), inverse_size);
+    for (int p = thread; p < packs; p += threads) centres[0] += sum_of(to_floats(value(p)));
+    centre = mean_of(reducer.sum<0>(centres), static_cast<int>(args.hidden_size), inverse_size);
   }
 #pragma unroll 2
   for (int p = thread; p < packs; p += threads)
-    sum += sum_of_squares<kCentred>(to_floats(value(p)), centre, source.input.count(p));
-  const float r = rsqrtf(fmaf(reducer.reduce<1>(sum, Sum()), inverse_size, args.epsilon));
+    sums[0] += sum_of_squares<kCentred>(to_floats(value(p)), centre, source.input.count(p));
+  const float r = rsqrtf(fmaf(reducer.sum<1>(sums), inverse_size, args.epsilon));
 
   // One pass over packs first, first + step, ... of a row or of a part of it.
-  const auto largest = [&](const Source& from, const Result& to, int first, int step, int end) {
-    float most = 0.0f;
-    for (int p = first; p < end; p += step)
-      most = fmaxf(most, largest_of(to.scaled(p, normed<kCentred>(from.value(from.load(p)), centre, r), to.load(p))));
-    return most;
-  };
-  const auto store = [&](const Source& from, const Result& to, int first, int step, int end) {
+  const auto each = [&](const Source& from, const Result& to, int first, int step, int end, auto use) {
     for (int p = first; p < end; p += step) {
       const auto z = from.value(from.load(p));
-      from.keep(p, z);
-      to.store(p, to.scaled(p, normed<kCentred>(z, centre, r), to.load(p)));
+      use(p, z, to.scaled(p, normed<kCentred>(z, centre, r), to.load(p)));
     }
   };
-  if constexpr (Result::kLargest == Largest::kOfGroups) {
-    const int size = result.group_size(), lane = thread % 32, group_packs = packs_of<T>(size);
-    for (int group = thread / 32; group < part.size / size; group += threads / 32) {
-      const Part within{part.row, part.first + group * size, size};
-      const Source from(args, within);
-      Result to(args, within);
-      to.scale_by(warp_reduce(largest(from, to, lane, 32, group_packs), 32, Maximum()));
-      if (lane == 0) to.store_scale(group);
-      store(from, to, lane, 32, group_packs);
-    }
+  if constexpr (Result::kLargest == Largest::kNothing) {
+    each(source, result, thread, threads, packs, [&](int p, const auto& z, const auto& y) {
+      source.keep(p, z);
+      result.store(p, y);
+    });
   } else {
-    if constexpr (Result::kLargest == Largest::kOfRow) {
-      result.scale_by(reducer.reduce<2>(largest(source, result, thread, threads, packs), Maximum()));
-      if (thread == 0) result.store_scale(0);
+    const auto finish = [&]<bool kInt8>() {
+      const auto largest = [&](const Source& from, const Result& to, int first, int step, int end) {
+        float most = 0.0f;
+        each(from, to, first, step, end, [&](int, const auto&, const auto& y) { most = fmaxf(most, largest_of(y)); });
+        return most;
+      };
+      const auto store = [&](const Source& from, const Result& to, int first, int step, int end, float scale) {
+        const typename Result::template Coder<kInt8> coder(scale);
+        each(from, to, first, step, end, [&](int p, const auto& z, const auto& y) {
+          from.keep(p, z);
+          to.store(p, y, coder);
+        });
+      };
+      if constexpr (Result::kLargest == Largest::kOfGroups) {
+        const int size = result.group_size(), lane = thread % 32, group_packs = packs_of<T>(size);
+        for (int group = thread / 32; group < part.size / size; group += threads / 32) {
+          const Part within{part.row, part.first + group * size, size};
+          const Source from(args, within);
+          const Result to(args, within);
+          const float scale =
+              to.template scale_of<kInt8>(warp_reduce(largest(from, to, lane, 32, group_packs), 32, Maximum()));
+          if (lane == 0) to.store_scale(group, scale);
+          store(from, to, lane, 32, group_packs, scale);
+        }
+      } else {
+        const float scale = result.template scale_of<kInt8>(
+            reducer.template maximum<2>(largest(source, result, thread, threads, packs)));
+        if (thread == 0) result.store_scale(0, scale);
+        store(source, result, thread, threads, packs, scale);
+      }
+    };
+    if (args.int8) {
+      finish.template operator()<true>();
+    } else {
+      finish.template operator()<false>();
     }
-    store(source, result, thread, threads, packs);
   }
 }
 
@@ -442,6 +454,7 @@ inline Fit fit_of_rows(int64_t bytes, const void* data, const Rows& rows, int64_
 }
 template <class T>
 Fit fit_of_weights(const RowWeights& weights) {
+  if (!weights.data) return Fit::kPacks;
   if (!is_aligned(kAccessBytes, weights.data)) return Fit::kAny;
   return sizeof(T) < 4 && weights.is_float32 ? Fit::kPacks : Fit::kPlain;
 }
@@ -456,9 +469,9 @@ Fit fit_of(const RowNormArgs& args, int64_t out_size, int64_t residual_size) {
                    fit_of_weights<T>(args.weights)});
 }
 
-// Launches a norm of arrays that lie as `fit` says.  kInTurn: rows are worth taking in turn.  stays: they may be held in
-// registers.
-template <template <class, Fit> class Source, template <class, Fit> class Result, class T, bool kInTurn,
+// Launches a norm of arrays that lie as `fit` says.  kSplit: what a thread may stand for where there are many rows.  stays:
+// they may be held in registers.
+template <template <class, Fit> class Source, template <class, Fit> class Result, class T, int kSplit,
           bool kCentred = false>
 void launch_row_norm(const typename Result<T, Fit::kAny>::Args& args, Fit fit, bool stays, const Launch& launch,
                      const char* op) {
@@ -472,18 +485,19 @@ void launch_row_norm(const typename Result<T, Fit::kAny>::Args& args, Fit fit, b
     if constexpr (kFits) {
       if (fit != Fit::kAny && stays) {
         const auto launch_resident = [&]<Fit kFit>() {
-          using M = Mapping<Source<T, kFit>, Result<T, kFit>, kThreads, kPacks>;
-          const int sets = (num_rows - 1) / M::kRows + 1, room = num_sms(launch.device) * M::kBlocksOfSm;
-          if constexpr (!kInTurn) {
-            if (sets > room)
-              return launch_dependent(row_norm_kernel<Source<T, kFit>, Result<T, kFit>, kCentred, kThreads, kPacks>,
-                                      sets, M::kBlock, launch, op, args, inverse_size);
+          using S = Source<T, kFit>;
+          using R = Result<T, kFit>;
+          const auto start = [&]<int kParts>() {
+            constexpr int kBlock = kBlockSize<kThreads / kParts>, kRows = kBlock / (kThreads / kParts);
+            launch_dependent(row_norm_kernel<S, R, kCentred, kThreads / kParts, kPacks * kParts, kParts>,
+                             (num_rows - 1) / kRows + 1, kBlock, launch, op, args, inverse_size);
+          };
+          // Few rows get all the threads there are.
+          constexpr int kRoom = Held<S, R, kCentred, kPacks, 1>::blocks(kThreads);
+          if constexpr (kSplit > 1 && kPacks == 2) {
+            if (num_rows > num_sms(launch.device) * kRoom / 2) return start.template operator()<kSplit>();
           }
-          // Very many rows: a few turns each, for the same reason that others get blocks of their own.
-          const bool few = M::kBlocksOfSm > 2 && sets / 16 > room;
-          const int grid = few ? (sets - 1) / 8 + 1 : std::min(sets, room);
-          launch_dependent(row_norm_in_turn_kernel<Source<T, kFit>, Result<T, kFit>, kCentred, kThreads, kPacks>, grid,
-                           M::kBlock, launch, op, args, inverse_size);
+          start.template operator()<1>();
         };
         return fit == Fit::kPlain ? launch_resident.template operator()<Fit::kPlain>()
                                   : launch_resident.template operator()<Fit::kPacks>();
@@ -499,7 +513,6 @@ void launch_row_norm(const typename Result<T, Fit::kAny>::Args& args, Fit fit, b
                        launch, op, args, inverse_size);
     }
   };
-  constexpr bool kGroups = Result<T, Fit::kAny>::kLargest == Largest::kOfGroups;  // scales cost less for more elements
   if (packs <= 16) {
     mapped.template operator()<16, 1>();
   } else if (packs <= 32) {
@@ -507,7 +520,7 @@ void launch_row_norm(const typename Result<T, Fit::kAny>::Args& args, Fit fit, b
   } else if (packs <= 128) {
     mapped.template operator()<32, 4>();
   } else if (packs <= 512) {
-    mapped.template operator()<kGroups ? 128 : 256, kGroups ? 4 : 2>();
+    mapped.template operator()<256, 2>();
   } else if (packs <= 1024) {
     mapped.template operator()<256, 4>();
   } else if (packs <= 2048) {

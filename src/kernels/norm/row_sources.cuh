@@ -87,10 +87,11 @@ struct Weights {
     return {static_cast<E*>(const_cast<void*>(data)) + first, size};
   }
   __device__ Raw load(int pack) const {
+    if constexpr (kFit == Fit::kPlain) return packs<T>().load(pack);
     return data && !is_float32 ? packs<T>().load(pack) : filled<T, kPackSize<T>>(otherwise);
   }
   __device__ void prefetch(int pack) const {
-    if (data)
+    if (kFit == Fit::kPlain || data)
       pykv::prefetch(static_cast<const char*>(data) + (first + pack * kPackSize<T>)*(is_float32 ? 4 : sizeof(T)));
   }
   __device__ Vec<float, kPackSize<T>> floats(int pack, const Raw& raw) const {

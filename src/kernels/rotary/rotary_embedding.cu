@@ -10,6 +10,7 @@
 
 #include "cuda/dependent.cuh"
 #include "cuda/rotation.cuh"
+#include "cuda/streaming.cuh"
 #include "rotary/rotary_embedding.h"
 
 namespace pykv {
@@ -20,21 +21,27 @@ constexpr int kBlocks = 4;  // of an SM, at least: few registers, many loads und
 
 __device__ int64_t token_of_thread() { return int64_t{blockIdx.x} * blockDim.z + threadIdx.z; }
 
-// The angles of a token that has one position.
+// The angles of a token that has one position.  kShifted: and an offset.
+template <bool kShifted>
 class OnePosition {
  public:
   // Before the wait.  `at`: where the token's (first) position is.
   __device__ static void prefetch(const RotaryEmbeddingArgs& args, int64_t at, int i) {
-    if (threadIdx.y == 0) prefetch_angles(args.rotation, at, i);
+    if (!kShifted && threadIdx.y == 0) prefetch_angles(args.rotation, at, i);
   }
-  __device__ OnePosition(const RotaryEmbeddingArgs& args, int64_t at) : load_(args.rotation.positions, at) {}
-  // Those from frequency `i` on; false where there are none.  All threads of the block ask; `there`: their token exists.
+  __device__ OnePosition(const RotaryEmbeddingArgs& args, int64_t at, int64_t token)
+      : load_(args.rotation.positions, at),
+        offset_(kShifted ? args.offsets : args.rotation.positions, kShifted ? token * args.offsets.stride : at) {}
+  // Those from frequency `i` on; false where there are none.
   template <int kSize>
   __device__ bool take(Angles<kSize>& angles, const RotaryEmbeddingArgs& args, int i, bool there,
                        const Reporter& report) {
     const Rotation& rotation = args.rotation;
-    const int64_t position = load_.wait(rotation.positions.is_int64);
     if (!there || i >= rotation.rotary_dim / 2) return false;
+    int64_t position = load_.wait(rotation.positions.is_int64);
+    if constexpr (kShifted)
+      position = static_cast<int64_t>(static_cast<uint64_t>(position) +
+                                      static_cast<uint64_t>(offset_.wait(args.offsets.is_int64)));
     if (position < 0 || position >= rotation.max_position) {
       if (threadIdx.x == 0 && threadIdx.y == 0) report(position, rotation.max_position);
       return false;
@@ -44,18 +51,18 @@ class OnePosition {
   }
 
  private:
-  PositionLoad load_;
+  PositionLoad load_, offset_;
 };
 
-// The angles of a token that has several positions, or an offset.  Each frequency is looked up once, by one of the token's
-// threads; they trade them, and whether all positions are inside, through shared memory.
+// The angles of a token that has several positions.  Each frequency is looked up once, by one of the token's threads; they
+// trade them, and whether all positions are inside, through shared memory.
 class ManyPositions {
  public:
   __device__ static void prefetch(const RotaryEmbeddingArgs& args, int64_t at, int i) {
     const int axis = threadIdx.y;
-    if (axis < args.axes.count && !args.offsets.data) prefetch_angles(args.rotation, at + axis * args.axes.stride, i);
+    if (axis < args.axes.count) prefetch_angles(args.rotation, at + axis * args.axes.stride, i);
   }
-  __device__ ManyPositions(const RotaryEmbeddingArgs&, int64_t at) : at_(at) {}
+  __device__ ManyPositions(const RotaryEmbeddingArgs&, int64_t at, int64_t) : at_(at) {}
   template <int kSize>
   __device__ bool take(Angles<kSize>& angles, const RotaryEmbeddingArgs& args, int i, bool there,
                        const Reporter& report) {
@@ -65,9 +72,7 @@ class ManyPositions {
     const int vectors = blockDim.x, threads = vectors * blockDim.y, thread = threadIdx.y * vectors + threadIdx.x;
     const int first = i - static_cast<int>(threadIdx.x) * kSize;  // frequency of the block
     const int end = min(vectors * kSize, static_cast<int>(rotation.rotary_dim) / 2 - first);
-    const auto position = [&](int axis) {
-      return args.sum(rotation.positions[at_ + axis * args.axes.stride], token_of_thread());
-    };
+    const auto position = [&](int axis) { return rotation.positions[at_ + axis * args.axes.stride]; };
     if (first > 0) __syncthreads();  // what was there is read
     for (int j = thread; there && j < end; j += threads) {
       const int64_t at = position(args.axes(first + j));
@@ -94,7 +99,7 @@ class ManyPositions {
 template <class T, int kSize, bool kNeox, int kHeads, class Positions>
 __global__ __launch_bounds__(kThreads,
                              kBlocks) void rotary_embedding_kernel(const __grid_constant__ RotaryEmbeddingArgs all_args,
-                                                                   Reporter report) {
+                                                                   bool streamed, Reporter report) {
   using V = Vec<T, kSize>;
   const Rotation& args = all_args.rotation;
   const int64_t t = token_of_thread();
@@ -134,7 +139,7 @@ __global__ __launch_bounds__(kThreads,
   }
   begin_dependent();
 
-  Positions positions(all_args, at);
+  Positions positions(all_args, at, there ? t : 0);
   for (int i = threadIdx.x * kSize; i - static_cast<int>(threadIdx.x) * kSize < half_dim; i += blockDim.x * kSize) {
     const bool inside = there && i < half_dim;
     const int low = low_of(i), high = high_of(i);
@@ -159,8 +164,8 @@ __global__ __launch_bounds__(kThreads,
       for (int k = 0; k < kHeads; ++k) {
         if (!has_head(first, k)) continue;
         rotate<kNeox>(v[k][0], v[k][1], angles);
-        store_vec(heads[k] + low, v[k][0]);
-        store_vec(heads[k] + high, v[k][1]);
+        store_vec(heads[k] + low, v[k][0], streamed);
+        store_vec(heads[k] + high, v[k][1], streamed);
       }
       first += blockDim.y * kHeads;
     } while (gridDim.y == 1 && first < num_heads);
@@ -171,6 +176,7 @@ template <class T, int kSize, class Positions>
 void run(const RotaryEmbeddingArgs& all_args, const Launch& launch) {
   const Rotation& args = all_args.rotation;
   const int64_t vectors = args.rotary_dim / 2 / kSize, heads = args.query.num_heads + args.key.num_heads;
+  const bool streamed = is_streamed(heads * args.num_tokens * args.rotary_dim * int64_t{sizeof(T)});
   const auto start = [&]<bool kNeox, int kHeads>(int most_threads, bool over_blocks) {
     dim3 block, grid;
     block.x = static_cast<unsigned>(std::min<int64_t>(vectors, most_threads));
@@ -183,7 +189,7 @@ void run(const RotaryEmbeddingArgs& all_args, const Launch& launch) {
     grid.x = static_cast<unsigned>(blocks);
     if (over_blocks) grid.y = static_cast<unsigned>(rounds);
     launch_dependent(rotary_embedding_kernel<T, kSize, kNeox, kHeads, Positions>, grid, block, launch,
-                     "rotary_embedding", all_args, launch.reporter(args.report));
+                     "rotary_embedding", all_args, streamed, launch.reporter(args.report));
   };
   // What does not fill the chip is spread over as many threads as possible, all loads at once.
   const bool fills = vectors * heads * args.num_tokens > int64_t{num_sms(launch.device)} * 1024;
@@ -218,7 +224,9 @@ void run_in_vectors(const RotaryEmbeddingArgs& args, const Launch& launch) {
 void rotary_embedding_cuda(const RotaryEmbeddingArgs& args, const Launch& launch) {
   dispatch<half, bf16, float>(args.rotation.dtype, [&]<class T>() {
     if (args.is_plain()) {
-      run_in_vectors<T, OnePosition>(args, launch);
+      run_in_vectors<T, OnePosition<false>>(args, launch);
+    } else if (args.axes.count == 1) {
+      run_in_vectors<T, OnePosition<true>>(args, launch);
     } else {
       run_in_vectors<T, ManyPositions>(args, launch);
     }
