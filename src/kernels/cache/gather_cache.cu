@@ -4,8 +4,8 @@
 // is balanced by tokens and not by requests.  One warp finds their entries (locate_rows.cuh); meanwhile all threads work out
 // which vectors of these rows they will move, kVectorsPerThread loads in flight each.
 //
-// The floor is a copy of as many bytes.  On an H200, entries of MLA: 65536 tokens take 40 us, 99 % of such a copy (fp8 97 %,
-// records 90 %); 4096 tokens 4.7 us, 92 % (fp8 94 %, records 91 %), by 256 blocks of threads.
+// The floor is a copy of as many bytes.  On an H200, entries of MLA: 65536 tokens take 40 us, 98 % of such a copy (fp8 95 %,
+// records 88 %); 4096 tokens 4.2 us, 100 % (fp8 99 %, records 100 %), by 256 blocks of threads.
 // More blocks than it takes to fill the SMs would queue for the same few ids: 512 take 4.8 us, 1024 take 5.8.
 #include <algorithm>
 
@@ -17,7 +17,7 @@
 namespace pykv {
 namespace {
 
-constexpr int kMaxThreads = 288, kMostRows = 16, kVectorsPerThread = 4;
+constexpr int kMostRows = 16, kVectorsPerThread = 4;
 
 struct Plan {
   RowLocator locate;
@@ -156,52 +156,35 @@ struct Pages {
     char* to = row + head * plan.dst_piece + int64_t{block} * kNvfp4Block * plan.dst_dim;
     const Vec<T, kNvfp4Block> x = dequantise<T>(v, scale);
     if constexpr (kAligned) {
-      store_pairs(row ? to : nullptr, reinterpret_cast<const Vec<uint4, sizeof(T)>&>(x));
+      const auto& vectors = reinterpret_cast<const Vec<uint4, sizeof(T)>&>(x);
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(sizeof(T)); ++i) store_vec(to + i * 16, vectors[i]);
     } else {
 #pragma unroll
       for (int i = 0; i < kNvfp4Block; ++i) *reinterpret_cast<T*>(to + i * plan.dst_dim) = x[i];
     }
   }
-
- private:
-  // Two neighbouring lanes, which have neighbouring blocks, each store 16 bytes of every sector of both: sectors are written
-  // whole.
-  static __device__ void store_pairs(char* to, const Vec<uint4, sizeof(T)>& x) {
-    constexpr int kBytes = 16 * sizeof(T);
-    const bool odd = threadIdx.x & 1;
-    char* first = to - (odd ? kBytes - 16 : 0);
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(T)); i += 2) {
-      const uint4 mine = odd ? x[i + 1] : x[i];
-      uint4 other = odd ? x[i] : x[i + 1];
-      for (uint32_t* word : {&other.x, &other.y, &other.z, &other.w}) *word = __shfl_xor_sync(~0u, *word, 1);
-      if (!to) continue;
-      store_vec(first + i * 16, odd ? other : mine);
-      store_vec(first + i * 16 + kBytes, odd ? mine : other);
-    }
-  }
 };
 
-// Whether all lanes of a warp store at once, those that have nothing to store to a null row.
+// Threads of a block, at most, and blocks that an SM must hold, as far as registers are concerned: what 16 entries of MLA
+// take, and as many as leave their loads together, and both halves of a sector that is stored.
 template <class Reader>
-inline constexpr bool kTogether = false;
-template <class T>
-inline constexpr bool kTogether<Pages<T, true>> = true;
-
-// Blocks that an SM must hold, as far as registers are concerned.
+inline constexpr int kMostThreads = 288;
+template <class T, bool kAligned>
+inline constexpr int kMostThreads<Pages<T, kAligned>> = 160;
 template <class Reader>
 inline constexpr int kBlocks = 5;
 template <class T>
 inline constexpr int kBlocks<Records<T>> = 4;
 template <class T, bool kAligned>
-inline constexpr int kBlocks<Pages<T, kAligned>> = 3;
+inline constexpr int kBlocks<Pages<T, kAligned>> = 6;
 
 struct NoScale {
   __device__ float operator[](int) const { return 1.0f; }
 };
 
 template <class Reader, class ScaleType>
-__global__ void __launch_bounds__(kMaxThreads, kBlocks<Reader>)
+__global__ void __launch_bounds__(kMostThreads<Reader>, kBlocks<Reader>)
     gather_cache_kernel(const __grid_constant__ Plan plan, const __grid_constant__ ScaleType scales) {
   // Where the entry of a row is, or its page, and its place there.
   constexpr bool kInPages = requires { Reader::load(plan, nullptr, 0u, 0u); };
@@ -242,8 +225,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks<Reader>)
   __syncthreads();
 
   char* to = plan.dst + first * plan.dst_row;
-  const uint32_t others = kTogether<Reader> ? threadIdx.x % 32 : 0;
-  for (uint32_t n = threadIdx.x; n - others < total; choose_vectors(n += blockDim.x * kVectorsPerThread)) {
+  for (uint32_t n = threadIdx.x; n < total; choose_vectors(n += blockDim.x * kVectorsPerThread)) {
     typename Reader::Loaded loaded[kVectorsPerThread];
 #pragma unroll
     for (int i = 0; i < kVectorsPerThread; ++i)
@@ -255,11 +237,9 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks<Reader>)
         }
       }
 #pragma unroll
-    for (int i = 0; i < kVectorsPerThread; ++i) {
-      const bool there = n + i * blockDim.x < total && entries[rows[i]];
-      if (there || kTogether<Reader>)
-        Reader::store(plan, there ? to + rows[i] * plan.dst_row : nullptr, vectors[i], loaded[i], scale);
-    }
+    for (int i = 0; i < kVectorsPerThread; ++i)
+      if (n + i * blockDim.x < total && entries[rows[i]])
+        Reader::store(plan, to + rows[i] * plan.dst_row, vectors[i], loaded[i], scale);
   }
 }
 
@@ -278,19 +258,20 @@ int64_t bytes_side_by_side(const GatherCacheArgs& args) {
 template <class Reader, class ScaleType>
 void launch_kernel(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_bytes, int64_t elements_per_vector,
                    const ScaleType& scales, const Launch& launch) {
+  constexpr int64_t kThreads = kMostThreads<Reader>;
   const int64_t vectors = args.pieces * args.piece / elements_per_vector;
   if (vectors * kMostRows >= int64_t{1} << 31) fail(PYKV_NOT_IMPLEMENTED, "entries of 2^27 elements are not supported");
-  int64_t rows = std::clamp<int64_t>(kMaxThreads * kVectorsPerThread / vectors, 1, kMostRows);
+  int64_t rows = std::clamp<int64_t>(kThreads * kVectorsPerThread / vectors, 1, kMostRows);
   while (rows > 1 && args.num_rows < num_sms(launch.device) * rows) rows /= 2;  // so that every SM has work
   const int64_t blocks = (args.num_rows + rows - 1) / rows;
   if (blocks >= int64_t{1} << 31) fail(PYKV_NOT_IMPLEMENTED, "too many tokens for one call");
 
   // So many threads that they all have the same number of vectors to move, or nearly; few rows are spread out.
   const int64_t total = rows * vectors,
-                turns = (total + kMaxThreads * kVectorsPerThread - 1) / (kMaxThreads * kVectorsPerThread);
-  const int64_t in_flight = rows == 1 && turns == 1 ? std::max<int64_t>(total / kMaxThreads, 1) : kVectorsPerThread;
+                turns = (total + kThreads * kVectorsPerThread - 1) / (kThreads * kVectorsPerThread);
+  const int64_t in_flight = rows == 1 && turns == 1 ? std::max<int64_t>(total / kThreads, 1) : kVectorsPerThread;
   const int64_t threads =
-      std::min<int64_t>((total + turns * in_flight * 32 - 1) / (turns * in_flight * 32) * 32, kMaxThreads);
+      std::min<int64_t>((total + turns * in_flight * 32 - 1) / (turns * in_flight * 32) * 32, kThreads);
 
   // Many blocks would still be prefetching when they have nothing left to wait for.
   const int64_t side_by_side = bytes_side_by_side(args);

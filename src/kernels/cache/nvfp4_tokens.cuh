@@ -4,8 +4,8 @@
 // worked out once and all loads are in flight together.  Where these tokens go to the four slots of a group, as they do
 // in a prefill, their four scales are one word and their places one sum apart.
 //
-// Bound by the instructions of the conversion: 240 for a block of bf16, of which 130 are elements, make 91 us of 65536 tokens
-// of 8 heads of 128 on an H200, 95 % of a copy of as many bytes.  So the way of nearly all blocks is straight; if a block is
+// Bound by the instructions of the conversion: 240 for a block of bf16, of which 130 are elements, make 89 us of 65536 tokens
+// of 8 heads of 128 on an H200, 98 % of a copy of as many bytes.  So the way of nearly all blocks is straight; if a block is
 // odd, its thread takes its tokens again, one by one.
 #pragma once
 
