@@ -14,6 +14,7 @@
 #include "cuda/divider.cuh"
 #include "cuda/reduce.cuh"
 #include "cuda/rotation.cuh"
+#include "cuda/streaming.cuh"
 #include "norm/fused_qk_norm_rope.h"
 
 namespace pykv {
@@ -21,15 +22,16 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// What lanes hold of heads.
-template <class T, int kSize, bool kNeox>
+// What lanes hold of heads.  kPlain: a lane has one item, and weights are aligned and of the heads' dtype.
+template <class T, int kSize, bool kNeox, bool kPlain>
 struct Items {
   using V = Vec<T, kSize>;
   struct Item {
     V low, high;
   };
+  using W = std::conditional_t<kPlain, V, Vec<float, kSize>>;
   struct Weights {
-    Vec<float, kSize> low, high;
+    W low, high;
   };
   struct Place {
     int low, high;
@@ -58,15 +60,19 @@ struct Items {
     for (int i = 0; i < kSize; ++i) sum = fmaf(high[i], high[i], fmaf(low[i], low[i], sum));
     return sum;
   }
-  // Of any alignment: few, and the same for all heads.
-  __device__ static Vec<float, kSize> weights_at(const RowWeights& weights, int at) {
-    auto w = filled<float, kSize>(1.0f);
+  // Where they are not plain, of any alignment and dtype: few, and the same for all heads.
+  __device__ static W weights_at(const RowWeights& weights, int at) {
+    if constexpr (kPlain) {
+      return load_vec<V>(static_cast<const T*>(weights.data) + at);
+    } else {
+      auto w = filled<float, kSize>(1.0f);
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      if (weights.data && weights.is_float32) w[i] = static_cast<const float*>(weights.data)[at + i];
-      if (weights.data && !weights.is_float32) w[i] = to_float(static_cast<const T*>(weights.data)[at + i]);
+      for (int i = 0; i < kSize; ++i) {
+        if (weights.data && weights.is_float32) w[i] = static_cast<const float*>(weights.data)[at + i];
+        if (weights.data && !weights.is_float32) w[i] = to_float(static_cast<const T*>(weights.data)[at + i]);
+      }
+      return w;
     }
-    return w;
   }
   __device__ static Weights weights_of(const RowWeights& weights, const Place& at) {
     Weights w{weights_at(weights, at.low), {}};
@@ -74,39 +80,41 @@ struct Items {
     return w;
   }
   __device__ static void finish(T* head, const Place& at, const Item& given, float r, const Weights& w,
-                                const Angles<kSize>& angles) {
+                                const Angles<kSize>& angles, bool streamed) {
     auto x = to_floats(given.low), y = to_floats(given.high);
+    const auto wx = to_floats(w.low), wy = to_floats(w.high);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      x[i] *= r * w.low[i];
-      y[i] *= r * w.high[i];
+      x[i] *= r * wx[i];
+      y[i] *= r * wy[i];
     }
     if (at.is_pair) {
       rotate<kNeox>(x, y, angles);
-      store_vec(head + at.high, round_to<T>(y));
+      store_vec(head + at.high, round_to<T>(y), streamed);
     }
-    store_vec(head + at.low, round_to<T>(x));
+    store_vec(head + at.low, round_to<T>(x), streamed);
   }
 };
 
 // A head belongs to `lanes` lanes; a warp takes `steps` times as many heads as that leaves room for.
-template <class T, int kSize, bool kNeox>
+template <class T, int kSize, bool kNeox, bool kPlain>
 __global__ __launch_bounds__(kThreads, 4) void qk_norm_rope_kernel(const __grid_constant__ QkNormRopeArgs args,
-                                                                   Divider by_parts, int lanes, int steps,
-                                                                   float inverse_size, Reporter report) {
-  using Item = typename Items<T, kSize, kNeox>::Item;
+                                                                   Divider by_parts, Divider by_seq, int lanes,
+                                                                   int steps, bool streamed, float inverse_size,
+                                                                   Reporter report) {
+  using Item = typename Items<T, kSize, kNeox, kPlain>::Item;
   const Rotation& rotation = args.rotation;
   const auto num_queries = static_cast<int>(rotation.query.num_heads);
   const auto heads = static_cast<int>(num_queries + rotation.key.num_heads);
   const int half = static_cast<int>(rotation.rotary_dim) / 2;
-  const Items<T, kSize, kNeox> of{half, half / kSize};
+  const Items<T, kSize, kNeox, kPlain> of{half, half / kSize};
   const int items = static_cast<int>(args.head_size) / kSize - of.pairs;
   const int lane = threadIdx.x & (lanes - 1), together = 32 / lanes;
   uint32_t part;
   const uint32_t token = by_parts(blockIdx.x * (kThreads / 32) + threadIdx.x / 32, part);
   const bool exists = token < rotation.num_tokens;
-  const uint32_t b = rotation.seq == 1 ? token : token / static_cast<uint32_t>(rotation.seq);
-  const uint32_t s = token - b * static_cast<uint32_t>(rotation.seq);
+  uint32_t s;
+  const uint32_t b = by_seq(token, s);
   const int end = exists ? min(heads, (static_cast<int>(part) + 1) * together * steps) : 0;
   int h = static_cast<int>(part) * together * steps + static_cast<int>(threadIdx.x) % 32 / lanes;
 
@@ -124,10 +132,13 @@ __global__ __launch_bounds__(kThreads, 4) void qk_norm_rope_kernel(const __grid_
   };
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) prefetch(h + i * together);
+  const int64_t position_at = exists ? b * rotation.position_batch + s * rotation.position_token : 0;
+  if (comes_early() && exists && threadIdx.x % 32 < lanes && lane < of.pairs)
+    prefetch_angles(rotation, position_at, lane * kSize);
   begin_dependent();
   if (!exists) return;
 
-  const int64_t position = rotation.position(b, s);
+  PositionLoad position_load(rotation.positions, position_at);
   T* head = head_at(h);
   Item next{};
   if (lane < items && h < end) next = of.load(head, own);
@@ -135,8 +146,9 @@ __global__ __launch_bounds__(kThreads, 4) void qk_norm_rope_kernel(const __grid_
     return of.weights_of(is_key ? args.key_weight : args.query_weight, place);
   };
   bool is_key = h >= num_queries;
-  typename Items<T, kSize, kNeox>::Weights weights{};
+  typename Items<T, kSize, kNeox, kPlain>::Weights weights{};
   if (lane < items) weights = weights_of(is_key, own);
+  const int64_t position = position_load.wait(rotation.positions.is_int64);
   if (position < 0 || position >= rotation.max_position) {  // the same for the whole warp
     if (part == 0 && threadIdx.x % 32 == 0) report(position, rotation.max_position);
     return;
@@ -159,22 +171,18 @@ __global__ __launch_bounds__(kThreads, 4) void qk_norm_rope_kernel(const __grid_
     head = head_at(h);
     if (lane < items && h < end) next = of.load(head, own);
     float sum = of.sum_of_squares(first);
-    if (items > lanes && there) {
+    if (!kPlain && items > lanes && there) {
       for (int item = lane + lanes; item < items; item += lanes)
         sum += of.sum_of_squares(of.load(here, of.place_of(item)));
     }
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      const float other = __shfl_xor_sync(0xffffffffu, sum, distance);
-      if (distance < lanes) sum += other;
-    }
+    for (int distance = lanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     const float r = rsqrtf(fmaf(sum, inverse_size, args.epsilon));
     if (!there) continue;
-    if (lane < items) of.finish(here, own, first, r, weights, angles);
-    if (items > lanes) {
+    if (lane < items) of.finish(here, own, first, r, weights, angles, streamed);
+    if (!kPlain && items > lanes) {
       for (int item = lane + lanes; item < items; item += lanes) {
         const auto at = of.place_of(item);
-        of.finish(here, at, of.load(here, at), r, weights_of(is_key, at), angles_of(item));
+        of.finish(here, at, of.load(here, at), r, weights_of(is_key, at), angles_of(item), streamed);
       }
     }
   }
@@ -191,14 +199,25 @@ void run(const QkNormRopeArgs& args, const Launch& launch) {
   while (lanes < 32 && lanes < items) lanes *= 2;
   // As many steps as leave every SM enough warps.  A head's result does not depend on it.
   const int64_t together = 32 / lanes, most_steps = (heads - 1) / together + 1;
-  const int64_t warps = int64_t{num_sms(launch.device)} * 16;
+  const int64_t warps = int64_t{num_sms(launch.device)} * 48;
   const int64_t steps = std::clamp<int64_t>(rotation.num_tokens * most_steps / warps, 1, most_steps);
   const int64_t parts = (most_steps - 1) / steps + 1;
   const auto blocks = static_cast<unsigned>((rotation.num_tokens * parts - 1) / (kThreads / 32) + 1);
+  const auto fits = [](const RowWeights& w) {
+    return w.data && (sizeof(T) == 4 || !w.is_float32) && is_aligned(kSize * sizeof(T), w.data);
+  };
+  const bool plain = kSize > 1 && items <= lanes && fits(args.query_weight) && fits(args.key_weight);
   dispatch_bool(rotation.is_neox, [&]<bool kNeox>() {
-    launch_dependent(qk_norm_rope_kernel<T, kSize, kNeox>, blocks, kThreads, launch, "fused_qk_norm_rope", args,
-                     Divider(parts), lanes, static_cast<int>(steps), 1.0f / static_cast<float>(args.head_size),
-                     launch.reporter(rotation.report));
+    const auto start = [&](auto kernel) {
+      launch_dependent(kernel, blocks, kThreads, launch, "fused_qk_norm_rope", args, Divider(parts),
+                       Divider(rotation.seq), lanes, static_cast<int>(steps),
+                       is_streamed(rotation.num_tokens * heads * args.head_size * int64_t{sizeof(T)}),
+                       1.0f / static_cast<float>(args.head_size), launch.reporter(rotation.report));
+    };
+    if constexpr (kSize > 1) {
+      if (plain) return start(qk_norm_rope_kernel<T, kSize, kNeox, true>);
+    }
+    start(qk_norm_rope_kernel<T, kSize, kNeox, false>);
   });
 }
 

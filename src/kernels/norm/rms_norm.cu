@@ -40,7 +40,7 @@ struct Scaled {
 
 template <class T, template <class, Fit> class Source>
 void run(const RmsNormArgs& args, int64_t residual_size, const Launch& launch) {
-  launch_row_norm<Source, Scaled, T, 1>(args, fit_of<T>(args, sizeof(T), residual_size), true, launch, "rms_norm");
+  launch_row_norm<Source, Scaled, T, 2>(args, fit_of<T>(args, sizeof(T), residual_size), true, launch, "rms_norm");
 }
 
 }  // namespace

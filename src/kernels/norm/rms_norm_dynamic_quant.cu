@@ -69,7 +69,6 @@ struct Codes {
     using Raw = Pack<T>;
     using Value = Pack<T>;
     static constexpr Largest kLargest = kOf;
-    static constexpr int kPack = kPackSize<T>;
     template <bool kInt8>
     using Coder = pykv::Coder<T, kInt8>;
 

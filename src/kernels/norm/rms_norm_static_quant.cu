@@ -49,10 +49,9 @@ struct Codes {
   }
 };
 
-template <class T, template <class, Fit> class Source, int kSplit>
+template <class T, template <class, Fit> class Source>
 void run(const RmsNormStaticQuantArgs& args, const Launch& launch) {
-  launch_row_norm<Source, Codes, T, kSplit>(args, fit_of<T>(args, 1, sizeof(T)), true, launch,
-                                            "rms_norm_static_fp8_quant");
+  launch_row_norm<Source, Codes, T, 2>(args, fit_of<T>(args, 1, sizeof(T)), true, launch, "rms_norm_static_fp8_quant");
 }
 
 }  // namespace
@@ -60,9 +59,9 @@ void run(const RmsNormStaticQuantArgs& args, const Launch& launch) {
 void rms_norm_static_quant_cuda(const RmsNormStaticQuantArgs& args, const Launch& launch) {
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
     if (args.residual) {
-      run<T, WithResidual<T, true>::template Source, 1>(args, launch);
+      run<T, WithResidual<T, true>::template Source>(args, launch);
     } else {
-      run<T, Input, 2>(args, launch);
+      run<T, Input>(args, launch);
     }
   });
 }

@@ -3,11 +3,13 @@
 // Memory-bound: the floor is query read once, five copies written, key moved once in and once out.  A thread owns kSize
 // pairs of the rotary dimension (two vectors of kSize elements) of a head, and keeps them while it writes one copy after the
 // other; the angles of the next copy are on their way meanwhile.  Threads run along x over the rotary dimension, y over the
-// heads of query and key in one count, z over tokens.
+// heads of query and key in one count, z over tokens.  In small calls
+// the copies are made by blocks of their own.
 #include <algorithm>
 
 #include "cuda/dependent.cuh"
 #include "cuda/rotation.cuh"
+#include "cuda/streaming.cuh"
 #include "rotary/dual_chunk_rotary_embedding.h"
 
 namespace pykv {
@@ -15,16 +17,18 @@ namespace {
 
 constexpr int kThreads = 256;
 
-template <class T, int kSize, bool kNeox>
+// kSpread: a block makes one of the copies.
+template <class T, int kSize, bool kNeox, bool kSpread>
 __global__ __launch_bounds__(kThreads, 3) void dual_chunk_rotary_embedding_kernel(
-    const __grid_constant__ DualChunkRotaryEmbeddingArgs args, Reporter report) {
+    const __grid_constant__ DualChunkRotaryEmbeddingArgs args, bool streamed, Reporter report) {
   using V = Vec<T, kSize>;
   const Rotation& rotation = args.rotation;
   const int64_t t = int64_t{blockIdx.x} * blockDim.z + threadIdx.z;
   const bool there = t < rotation.num_tokens;
   const int half_dim = static_cast<int>(rotation.rotary_dim) / 2;
   const int num_query_heads = static_cast<int>(args.query.num_heads);
-  const int num_heads = num_query_heads + static_cast<int>(rotation.key.num_heads);
+  const int first_copy = kSpread ? static_cast<int>(blockIdx.z) : 0;
+  const int num_heads = num_query_heads + (first_copy == 0 ? static_cast<int>(rotation.key.num_heads) : 0);
   T* const query = static_cast<T*>(args.query.data) + t * args.query.token;
   T* const key = static_cast<T*>(rotation.key.data) + t * rotation.key.token;
   T* const out = static_cast<T*>(args.out.data) + t * args.out.token;
@@ -57,24 +61,24 @@ __global__ __launch_bounds__(kThreads, 3) void dual_chunk_rotary_embedding_kerne
       const T* const head = head_at(h);
       const V given[2] = {load_vec_in_order<V>(head + low), load_vec_in_order<V>(head + high)};
       if (own < 0 && !find_own()) return;
-      Angles<kSize> angles = load_angles<kSize>(rotation, own, i);
+      Angles<kSize> angles = load_angles<kSize>(rotation, args.chunks.of_copy(first_copy, own), i);
       const bool of_query = h < num_query_heads;
-      T* to = of_query ? out + h * args.out.head : head_at(h);
+      T* to = of_query ? out + first_copy * args.copy + h * args.out.head : head_at(h);
 #pragma unroll 1
       for (int copy = 0;; to += args.copy) {
         V v[2] = {given[0], given[1]};
         rotate<kNeox>(v[0], v[1], angles);
-        const bool more = of_query && ++copy < DualChunks::kCopies;
+        const bool more = !kSpread && of_query && ++copy < DualChunks::kCopies;
         if (more) angles = load_angles<kSize>(rotation, args.chunks.of_copy(copy, own), i);
-        store_vec(to + low, v[0]);
-        store_vec(to + high, v[1]);
+        store_vec(to + low, v[0], streamed);
+        store_vec(to + high, v[1], streamed);
         if (!more) break;
       }
     }
   }
 
   // what lies behind the rotary dimension
-  if (own < 0 && !find_own()) return;
+  if (first_copy > 0 || (own < 0 && !find_own())) return;
   const int rest = (static_cast<int>(args.head_size) - 2 * half_dim) / kSize;
   for (int n = first_head * blockDim.x + threadIdx.x; n < num_query_heads * rest; n += blockDim.x * heads_at_once) {
     const int h = n / rest, at = 2 * half_dim + (n - h * rest) * kSize;
@@ -102,10 +106,19 @@ void run(const DualChunkRotaryEmbeddingArgs& args, const Launch& launch) {
   if (blocks > INT32_MAX || heads > INT32_MAX / args.head_size)
     fail(PYKV_NOT_IMPLEMENTED, "at most 2^31 - 1 tokens, and elements of each, are supported");
   grid.x = static_cast<unsigned>(blocks);
-  if (!fills) grid.y = static_cast<unsigned>(rounds);
+  if (!fills) {
+    grid.y = static_cast<unsigned>(rounds);
+    grid.z = DualChunks::kCopies;
+  }
+  const bool streamed = is_streamed(DualChunks::kCopies * args.query.num_heads * rotation.num_tokens * args.head_size *
+                                    int64_t{sizeof(T)});
   dispatch_bool(rotation.is_neox, [&]<bool kNeox>() {
-    launch_dependent(dual_chunk_rotary_embedding_kernel<T, kSize, kNeox>, grid, block, launch,
-                     "dual_chunk_rotary_embedding", args, launch.reporter(rotation.report));
+    const auto start = [&](auto kernel) {
+      launch_dependent(kernel, grid, block, launch, "dual_chunk_rotary_embedding", args, streamed,
+                       launch.reporter(rotation.report));
+    };
+    fills ? start(dual_chunk_rotary_embedding_kernel<T, kSize, kNeox, false>)
+          : start(dual_chunk_rotary_embedding_kernel<T, kSize, kNeox, true>);
   });
 }
 
