@@ -44,7 +44,9 @@ def test_relative_error(array: Library, kind: str, dtype: str, length: str, shar
     check(array, *case(kind, dtype, length, sharpness))
 
 
-@pytest.mark.parametrize("queries", [2, 4])
+@pytest.mark.parametrize("queries", [2, 4, 16, 32])
 def test_relative_error_of_speculative_tokens(array: Library, queries: int) -> None:
+    if queries > 4 and array.device == "cpu":
+        pytest.skip("many rows: their weights are rounded to bfloat16")
     b = inputs.batch(np.random.default_rng(0), [(queries, n) for n in (1024, 1000, 4096)], Sizes(8, 4, 128))
     check(array, b, inputs.expected(b)[0])

@@ -80,9 +80,44 @@ def test_what_reshape_and_cache_wrote(array: Library, layout: str, kind: str) ->
 @pytest.mark.parametrize("layout", ["NHD", "HND", "packed"])
 def test_decode_without_query_bounds(array: Library, layout: str, kind: str, dtype: str, room: int) -> None:
     lens = [(1, n) for n in (1, 16, 17, 64, 0, 65, 1300)]
-    for sizes in (Sizes(), Sizes(12, 3, 128), Sizes(16, 1, 112), Sizes(8, 2, 256, 8), Sizes(5, 5, 80, 32)):
+    for sizes in (
+        Sizes(),
+        Sizes(12, 3, 128),
+        Sizes(16, 1, 112),
+        Sizes(8, 2, 256, 8),
+        Sizes(5, 5, 80, 32),
+        Sizes(16, 4, 128),  # four KV heads may go together
+        Sizes(8, 8, 64),
+    ):
         b = inputs.batch(rng(), lens, sizes, layout=layout, kind=kind, dtype=dtype, decode=True, room=room)
         check(array, b)
+
+
+@pytest.mark.parametrize("room", [0, 10000, 40000], ids=["", "long table", "very long table"])
+@pytest.mark.parametrize("kind", [*KINDS, "nvfp4"])
+@pytest.mark.parametrize("length", [1, 40, 2000])
+def test_decode_of_one_sequence(array: Library, length: int, kind: str, room: int) -> None:
+    b = inputs.batch(rng(), [(1, length)], Sizes(8, 2, 128), kind=kind, dtype="bfloat16", decode=True, room=room)
+    check(array, b)
+
+
+@pytest.mark.parametrize("sequences", [70, 110, 150])  # blocks of several sizes
+@pytest.mark.parametrize("layout", ["NHD", "packed"])
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
+def test_decode_of_many_short_sequences(array: Library, kind: str, layout: str, sequences: int) -> None:
+    lens = [(1, int(n)) for n in rng().integers(0, 300, sequences)]
+    b = inputs.batch(rng(), lens, Sizes(8, 4, 128), layout=layout, kind=kind, dtype="bfloat16", decode=True)
+    check(array, b)
+
+
+@pytest.mark.parametrize("room", [0, 10000], ids=["", "long tables"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_decode_nvfp4(array: Library, dtype: str, room: int) -> None:
+    lens = [(1, n) for n in (1, 16, 17, 64, 0, 65, 1300)]
+    for layout in ("NHD", "HND"):
+        for sizes in (Sizes(), Sizes(16, 4, 128), Sizes(12, 1, 192, 8), Sizes(16, 1, 256)):
+            b = inputs.batch(rng(), lens, sizes, layout=layout, kind="nvfp4", dtype=dtype, decode=True, room=room)
+            check(array, b)
 
 
 @pytest.mark.parametrize("room", [0, 10000], ids=["", "long tables"])
@@ -157,6 +192,8 @@ OPTIONS: list[dict[str, Any]] = [
 def test_options(array: Library, options: dict[str, Any], layout: str) -> None:
     for dtype in ("float32", "bfloat16"):
         check(array, inputs.batch(rng(), MIXED, layout=layout, dtype=dtype).changed(options=options))
+    some = [(7, n) for n in (7, 64, 90, 300)]
+    check(array, inputs.batch(rng(), some, layout=layout, dtype="bfloat16").changed(options=options))
 
 
 @pytest.mark.parametrize("sizes", ["odd", "usual"])

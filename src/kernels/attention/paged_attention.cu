@@ -49,8 +49,10 @@ __device__ Row row_of_note(const Problem& p, const Unfinished& u, int r) {
   return row_of(p, unit, r);
 }
 
-// With batch_invariant: tiles that all compute a row in the same steps.
-RowClass class_for(RowClass rows, bool batch_invariant, int head_size) {
+// With batch_invariant: tiles that all compute a row in the same steps.  Without it tiles of 64 rows do better than those of
+// 32 where four warps multiply together.
+RowClass class_for(RowClass rows, bool batch_invariant, bool warpgroups, int head_size) {
+  if (warpgroups && rows == RowClass::kSome) return RowClass::kMore;
   if (!batch_invariant) return rows;
   return rows == RowClass::kFew || head_size > 128 ? RowClass::kInvariantFew : RowClass::kInvariantMore;
 }
@@ -162,7 +164,7 @@ bool launch_decode(const Problem& p, const Launch& launch) {
     case KvFormat::kInt8:
       return launch_decode_int8(p, launch);
     case KvFormat::kNvfp4:
-      return false;
+      return launch_decode_nvfp4(p, launch);
     default:
       return p.a.dtype == DType::kFloat16 ? launch_decode_f16(p, launch) : launch_decode_bf16(p, launch);
   }
@@ -198,18 +200,20 @@ void launch_all(Problem p, const Launch& launch) {
   };
   if (suits_mma(p.a)) {
     RowClass rows;
-    const RowClass many = class_for(RowClass::kMany, p.a.batch_invariant, p.a.head_size);
+    const bool warpgroups = may_use_warpgroups(p.a, launch.device);
+    const auto class_of = [&](RowClass x) { return class_for(x, p.a.batch_invariant, warpgroups, p.a.head_size); };
+    const RowClass many = class_of(RowClass::kMany);
     const auto take_many = [&](int min_rows) {
       p.min_rows = min_rows;
       p.max_rows = kAnyRows;
       return launch_prefill(p, launch) || launch_mma(p, many, launch);
     };
     if (uniform_rows(p.a.num_tokens, p.a.num_seqs, p.group, p.a.head_size, rows)) {
-      if (take(class_for(rows, p.a.batch_invariant, p.a.head_size), 0, kAnyRows)) return;
+      if (take(class_of(rows), 0, kAnyRows)) return;
     } else if (p.group > 16 || p.a.num_seqs == 1) {
       if (take_many(0)) return;
     } else {
-      if (take_many(16) && take(class_for(RowClass::kFew, p.a.batch_invariant, p.a.head_size), 0, 16)) return;
+      if (take_many(16) && take(class_of(RowClass::kFew), 0, 16)) return;
     }
   }
   p.min_rows = 0;
@@ -236,9 +240,14 @@ const ReportNames& report_names(const char* op) {
 
 }  // namespace
 
-int count_resident_blocks(const void* kernel, size_t shared_bytes) {
+bool may_use_warpgroups(const PagedAttentionArgs& a, int device) {
+  return a.kv_format == KvFormat::kSame && a.value.dim == 1 && a.head_size <= 128 && !a.batch_invariant &&
+         has_warpgroups(device);
+}
+
+int count_resident_blocks(const void* kernel, int threads, size_t shared_bytes) {
   int blocks = 0;
-  cuda_check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared_bytes), "occupancy");
+  cuda_check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes), "occupancy");
   return std::max(1, blocks);
 }
 
@@ -315,9 +324,10 @@ int64_t paged_attention_workspace_cuda(int64_t num_tokens, int64_t num_seqs, int
   const int64_t simple = bytes(simple_tiling(head_size));
   RowClass rows;
   if (uniform_rows(num_tokens, num_seqs, num_heads / num_kv_heads, head_size, rows)) {
-    return std::max(simple, bytes(tiling_of(class_for(rows, batch_invariant, head_size), head_size)));
+    const bool warpgroups = head_size <= 128 && !batch_invariant && has_warpgroups(device);  // for all the sizes tell
+    return std::max(simple, bytes(tiling_of(class_for(rows, batch_invariant, warpgroups, head_size), head_size)));
   }
-  const RowClass many = class_for(RowClass::kMany, batch_invariant, head_size);
+  const RowClass many = class_for(RowClass::kMany, batch_invariant, false, head_size);
   return std::max({simple, bytes(few_rows_tiling(head_size)), bytes(tiling_of(many, head_size))});
 }
 

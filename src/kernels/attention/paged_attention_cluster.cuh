@@ -12,12 +12,17 @@ namespace pykv::attention {
 
 constexpr int kMostBlocks = 8;  // of a cluster, everywhere
 
-template <class Element, int kD, bool kPackedV, int kQueries>
+// kWide: more warps, or smaller blocks, of fewer stages.
+template <class Element, int kD, bool kPackedV, int kQueries, bool kWide>
 struct ClusterShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
   using Few = Shape<Element, kD, kPackedV, RowClass::kFew>;
-  static constexpr int kWarps = kD <= 128 ? 8 : 4, kColumns = kQueries;  // warps at most
-  static constexpr int kStages = 3;
-  static constexpr int kRingBytes = kStages * Few::kStageBytes;
+  static constexpr int kUsualWarps = kD <= 128 ? 8 : 4;
+  static constexpr int kWarps = kWide ? 12 : kUsualWarps, kColumns = kQueries;  // warps at most
+  static constexpr bool kRaw = Few::kNvfp4;
+  static constexpr int kHalvesBytes = kRaw ? Few::kStageBytes : 0;
+  static constexpr int kStageBytes = kRaw ? nvfp4_bytes(2 * Few::kTile * kD) : Few::kStageBytes;
+  static constexpr int kStages = kRaw ? 4 : kWide ? 2 : 3;
+  static constexpr int kRingBytes = kHalvesBytes + kStages * kStageBytes;
 };
 
 // What the blocks send to the one that finishes these columns.
@@ -64,7 +69,7 @@ struct ClusterKernel : DecodeLoader<S> {
     const int len = this->length(sequence);
 
     // In iteration i the copies of tile i + stages - 1 start.  One body for all iterations: fetching instructions counts.
-    const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes);
+    const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes) + S::kHalvesBytes;
     uint32_t valid[kStages];  // of tiles i to i + stages - 1
     int at = 0, free = 0;     // the stages of the first and the last of these
     const auto after = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
@@ -89,7 +94,7 @@ struct ClusterKernel : DecodeLoader<S> {
       part.valid = valid[0];
       cp_async_wait<kStages - 1>();
       __syncwarp();  // the tile is there
-      this->attend(rings + warp * S::kRingBytes + at * S::kStageBytes, part, state);
+      this->attend(rings + warp * S::kRingBytes, at * S::kStageBytes, part, state);
       __syncwarp();  // its stage is free
       at = after(at);
     }
@@ -102,7 +107,7 @@ struct ClusterKernel : DecodeLoader<S> {
   // The warps add up, each block sends its sums to those that finish them, and these add up.
   __device__ void finish(const State& state, int len) const {
     constexpr int kQuads = kD / 4, kRing = S::kRingBytes / 4;
-    static_assert(S::kStageBytes >= Base::kLeftBytes);
+    static_assert((S::kRaw ? S::kHalvesBytes : S::kStageBytes) >= Base::kLeftBytes);
     float* left = reinterpret_cast<float*>(rings);
     this->leave(state, left + warp * kRing, exchange.stats.of[warp]);
     __syncthreads();
@@ -192,10 +197,22 @@ ClusterSize cluster_size(const Problem& p, const Launch& launch) {
   return {suits ? 1 : 0, kHalf};
 }
 
+// Whether it should be one of the wide shape, S, instead: twelve warps where elements are to be widened and keys are so many
+// that 64 SMs are busier with that than with waiting, or blocks of three or four warps where there are more than two for
+// each SM: of three if all of them find room at once.
 template <class S>
-bool launch_cluster_kernel(Problem p, const Launch& launch) {
-  if (!suits_decode<S>(p)) return false;
-  const ClusterSize size = cluster_size<S>(p, launch);
+ClusterSize wide_size(const Problem& p, const ClusterSize& usual, const Launch& launch) {
+  constexpr int64_t kMany = 2048;  // keys of a block
+  const int64_t heads = p.a.num_seqs * p.a.num_kv_heads, sms = num_sms(launch.device);
+  if (usual.warps == S::kUsualWarps) {
+    return S::kScaled && p.a.max_seq_len > kMany * usual.blocks ? cluster_size<S>(p, launch) : ClusterSize{0, 0};
+  }
+  if (usual.blocks == 0 || heads <= 2 * sms) return {0, 0};
+  return {1, heads > 3 * sms && heads <= 4 * sms ? 3 : 4};
+}
+
+template <class S>
+bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& launch) {
   const int64_t blocks = p.a.num_seqs * p.a.num_kv_heads * size.blocks;
   if (blocks == 0 || blocks >= int64_t{1} << 31) return false;
   const auto kernel = paged_attention_cluster_kernel<S>;
@@ -217,8 +234,22 @@ bool launch_cluster_kernel(Problem p, const Launch& launch) {
 // Decoding proper in one way or the other.
 template <class Element, int kD, bool kPackedV, int kQueries>
 bool launch_decode_shape(const Problem& p, const Launch& launch) {
-  if (p.a.batch_invariant) return launch_decode_kernel<DecodeShape<Element, kD, kPackedV, kQueries, true>>(p, launch);
-  return launch_cluster_kernel<ClusterShape<Element, kD, kPackedV, kQueries>>(p, launch) ||
+  if (p.a.batch_invariant) {
+    if constexpr (std::is_same_v<Element, ElementNvfp4>) {
+      return false;
+    } else {
+      return launch_decode_kernel<DecodeShape<Element, kD, kPackedV, kQueries, true>>(p, launch);
+    }
+  }
+  using Usual = ClusterShape<Element, kD, kPackedV, kQueries, false>;
+  if (!suits_decode<Usual>(p)) return false;
+  const ClusterSize size = cluster_size<Usual>(p, launch);
+  if constexpr (kD == 128 && kQueries == 8) {
+    using Wide = ClusterShape<Element, kD, kPackedV, kQueries, true>;
+    const ClusterSize wide = wide_size<Wide>(p, size, launch);
+    if (wide.blocks > 0 && launch_cluster_kernel<Wide>(p, wide, launch)) return true;
+  }
+  return launch_cluster_kernel<Usual>(p, size, launch) ||
          launch_decode_kernel<DecodeShape<Element, kD, kPackedV, kQueries, false>>(p, launch);
 }
 
@@ -226,7 +257,9 @@ template <class Element>
 bool launch_decode(const Problem& p, const Launch& launch) {
   bool done = false;
   dispatch_bool(p.a.value.dim != 1, [&]<bool kPackedV> {
-    if (p.a.head_size > 128) {
+    if constexpr (kPackedV && std::is_same_v<Element, ElementNvfp4>) {
+      return;  // there is no such layout
+    } else if (p.a.head_size > 128) {
       done = launch_decode_shape<Element, 256, kPackedV, 8>(p, launch);
     } else {
       dispatch_bool(p.a.head_size > 64, [&]<bool kLarge> {

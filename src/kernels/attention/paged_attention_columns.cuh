@@ -83,7 +83,7 @@ struct QueryColumns : TileLoader<S> {
     return pack_pair<half>(x.x * factor, x.y * factor);
   }
 
-  // bf16 queries against elements of one byte become halves, each scaled by a power of two that brings its largest
+  // bf16 queries against elements of one byte, or less, become halves, each scaled by a power of two that brings its largest
   // element to [1, 2).  Returns what its scores are to be multiplied by.
   static __device__ float halve_queries(uint32_t (&q)[kSteps][2]) {
     float largest = 0;
@@ -103,15 +103,15 @@ struct QueryColumns : TileLoader<S> {
   }
 
   __device__ void settle(int kv_head, State& s) const {
-    const float k_scale = S::kNarrow ? p.a.k_scale[kv_head] : 1.f;
+    const float k_scale = S::kScaled ? p.a.k_scale[kv_head] : 1.f;
     s.plain = p.plain_logits && k_scale > 0;
 #pragma unroll
     for (int i = 0; i < kQueryTiles; ++i) {
-      const float factor = S::kNarrow && p.a.dtype == DType::kBFloat16 ? halve_queries(s.query[i]) : 1.f;
+      const float factor = S::kScaled && p.a.dtype == DType::kBFloat16 ? halve_queries(s.query[i]) : 1.f;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         s.scale[i][e] = p.a.scale * k_scale * (s.plain ? kLog2e : 1.f);
-        if (S::kNarrow) s.scale[i][e] *= __shfl_sync(~0u, factor, (lane % 4 * 2 + e) * 4);
+        if (S::kScaled) s.scale[i][e] *= __shfl_sync(~0u, factor, (lane % 4 * 2 + e) * 4);
       }
     }
     clear_sums(s);

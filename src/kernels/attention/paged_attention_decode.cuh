@@ -25,8 +25,11 @@ struct DecodeShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
                                       : kD == 256                                    ? 1
                                       : kQueries == 16 && (Few::kNarrow || kPackedV) ? 2
                                                                                      : 3;
-  static constexpr int kStages = kBlocksPerSm > 2 ? 2 : 3;
-  static constexpr int kRingBytes = kStages * Few::kStageBytes;
+  static constexpr bool kRaw = Few::kNvfp4;
+  static constexpr int kHalvesBytes = kRaw ? Few::kStageBytes : 0;
+  static constexpr int kStageBytes = kRaw ? nvfp4_bytes(2 * Few::kTile * kD) : Few::kStageBytes;
+  static constexpr int kStages = kRaw ? 4 : kBlocksPerSm > 2 ? 2 : 3;
+  static constexpr int kRingBytes = kHalvesBytes + kStages * kStageBytes;
 };
 
 // A warp's tile, from its copies to its arithmetic.
@@ -93,7 +96,7 @@ struct DecodeLoader : ColumnsOf<S> {
                  part.kv_head * copies.value_head;
     }
     const auto copy = [&](uint32_t to, const char* from, bool read) {
-      cp_async_16(to, read ? from : static_cast<const char*>(p.a.key.data), read);
+      cp_async_16_once(to, read ? from : static_cast<const char*>(p.a.key.data), read);
     };
     constexpr int kChunks = Columns::kChunks, kCopies = Columns::kCopies;
     if constexpr (!S::kPackedV) {  // neighbouring lanes take neighbouring chunks of a token
@@ -155,15 +158,90 @@ struct DecodeLoader : ColumnsOf<S> {
 #pragma unroll
       for (int i = 0; i < kGroupTokens / kRows; ++i) {
         const int at = swizzled<S::kRowBytes>(r0 + g * kGroupTokens + i * kRows, chunk);
-        cp_async_16(stage + at, k + i * key_step);
-        cp_async_16(stage + S::kTileBytes + at, v + i * value_step);
+        cp_async_16_once(stage + at, k + i * key_step);
+        cp_async_16_once(stage + S::kTileBytes + at, v + i * value_step);
       }
       o = o + kGroupTokens == p.a.block_size ? 0 : o + kGroupTokens;
     }
   }
 
+  // nvfp4: the codes of a tile's keys, their scales, and the same of its values.
+  static constexpr int kCodeBytes = kTile * kD / 2, kRawBytes = S::kStageBytes / 2;
+
+  __device__ void load_codes(uint32_t stage, const TilePart& part, const Pages& pages) const {
+    const char* nowhere = static_cast<const char*>(p.a.key.data);
+    // The page of a place in the tile, and the token there.
+    const auto find = [&](int r, int64_t& id, int& token) {
+      id = pages.id[0];
+#pragma unroll
+      for (int g = 1; g < kGroups; ++g) id = r / kGroupTokens == g ? pages.id[g] : id;
+      token = p.block_size.remainder(part.first_token + r / kGroupTokens * kGroupTokens) + r % kGroupTokens;
+    };
+    constexpr int kPieces = kD / 32;  // of 16 bytes in a token's codes
+#pragma unroll
+    for (int i = 0; i < kTile * kPieces / 32; ++i) {
+      const int x = lane + i * 32, r = x / kPieces, element = x % kPieces * 32;
+      int64_t id;
+      int token;
+      find(r, id, token);
+      const bool read = part.valid >> r & 1 && element < p.a.head_size;
+      const char* key = nowhere + id * copies.key_block + p.a.key_page.codes_at(token, part.kv_head, element);
+      const char* value = static_cast<const char*>(p.a.value.data) + id * copies.value_block +
+                          p.a.value_page.codes_at(token, part.kv_head, element);
+      cp_async_16_once(stage + x * 16, read ? key : nowhere, read);
+      cp_async_16_once(stage + kRawBytes + x * 16, read ? value : nowhere, read);
+    }
+    constexpr int kWords =
+        kD / 64;  // in a row of scales; there are as many rows as tokens, four of them for four tokens
+#pragma unroll
+    for (int i = 0; i < (kTile * kWords + 31) / 32; ++i) {
+      const int x = lane + i * 32, row = x / kWords, word = x % kWords;
+      if (row >= kTile) break;
+      int64_t id;
+      int token;
+      find(row, id, token);
+      const bool read = (part.valid >> row / 4 * 4 & 15) != 0 && word < p.a.key_page.quarter;
+      const auto scales = [&](const Nvfp4Page& page) {
+        return page.scales + token * page.scales_token + part.kv_head * page.scales_head + word * 4;
+      };
+      const char* key = nowhere + id * copies.key_block + scales(p.a.key_page);
+      const char* value = static_cast<const char*>(p.a.value.data) + id * copies.value_block + scales(p.a.value_page);
+      cp_async_4(stage + kCodeBytes + x * 4, read ? key : nowhere, read);
+      cp_async_4(stage + kRawBytes + kCodeBytes + x * 4, read ? value : nowhere, read);
+    }
+  }
+
+  // From there to halves; zeros for what is no key, whatever its scale is.
+  __device__ void widen_codes(const char* stage, uint32_t halves, uint32_t valid) const {
+    constexpr int kPieces = kD / 32;
+    const int quarter = p.a.key_page.quarter;
+#pragma unroll 1
+    for (int part = 0; part < 2; ++part) {
+      const char* raw = stage + part * kRawBytes;
+#pragma unroll
+      for (int i = 0; i < kTile * kPieces / 32; ++i) {
+        const int x = lane + i * 32, r = x / kPieces, piece = x % kPieces;
+        typename Columns::Codes codes;
+        if (valid >> r & 1 && piece * 32 < p.a.head_size) {
+          codes.codes = *reinterpret_cast<const uint4*>(raw + x * 16);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int s = piece * 2 + j, row = (s >= quarter) + (s >= 2 * quarter) + (s >= 3 * quarter);
+            codes.scales[j] = raw[kCodeBytes + (r / 4 * 4 + row) * (kD / 16) + (s - row * quarter) * 4 + r % 4];
+          }
+        }
+        codes.store([&](int c) { return halves + part * S::kTileBytes + this->row_place(r, piece * 4 + c); });
+      }
+    }
+  }
+
   // Starts the copies of a tile; returns the bits of its places with a key.
   __device__ uint32_t start(uint32_t stage, TilePart& part, const Pages& pages) const {
+    if constexpr (S::kRaw) {
+      part.valid = valid_places(part, pages);
+      if (part.valid != 0) load_codes(stage, part, pages);
+      return part.valid;
+    }
     bool whole = !S::kPackedV && part.first_token + kTile <= part.len && copies.head_bytes == S::kRowBytes;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
@@ -190,9 +268,15 @@ struct DecodeLoader : ColumnsOf<S> {
     return pages;
   }
 
-  // A tile that has arrived.
-  __device__ void attend(char* stage, const TilePart& part, typename Columns::State& state) const {
+  // A tile that has arrived, at `stage` of a ring.
+  __device__ void attend(char* ring, int offset, const TilePart& part, typename Columns::State& state) const {
     if (part.valid == 0) return;
+    char* stage = ring + S::kHalvesBytes + offset;
+    if constexpr (S::kRaw) {
+      widen_codes(stage, shared_address(ring), part.valid);
+      __syncwarp();
+      stage = ring;
+    }
     if constexpr (S::kPackedV) {
       const typename Columns::Valid valid = {part.valid};
       if (!this->is_whole(valid)) {
@@ -369,7 +453,7 @@ struct DecodeKernel : DecodeLoader<S> {
 
   // The four warps add up through the stages that they are done with.
   __device__ void end_segment(const TilePart& part, const State& state, int stage_offset) const {
-    static_assert(S::kStageBytes >= Base::kLeftBytes);
+    static_assert((S::kRaw ? S::kHalvesBytes : S::kStageBytes) >= Base::kLeftBytes);
     float* left = reinterpret_cast<float*>(rings + stage_offset);
     constexpr int kRing = S::kRingBytes / 4;
     this->leave(state, left + warp * kRing, stats.of[warp]);
@@ -437,7 +521,7 @@ struct DecodeKernel : DecodeLoader<S> {
     // In iteration i the copies of tile i + stages - 1 start and the pages of the next are looked up.
     int at = 0, free = 0;  // the stages of tiles i and i + stages - 1
     const auto after = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
-    const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes);
+    const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes) + S::kHalvesBytes;
 #pragma unroll 1
     for (int i = 1 - kStages;; ++i) {
       TilePart next{w.sequence, w.len, w.kv_head, first_token(w.tile), w.slot, 0, w.exists, w.begins, w.units == 1};
@@ -469,11 +553,11 @@ struct DecodeKernel : DecodeLoader<S> {
       cp_async_wait<kStages - 1>();
       __syncwarp();  // the tile is there
       const int offset = at * S::kStageBytes;
-      this->attend(rings + warp * S::kRingBytes + offset, part, state);
+      this->attend(rings + warp * S::kRingBytes, offset, part, state);
       if constexpr (S::kInvariant) {
         if (part.ends_chunk) last = part;
       } else {
-        if (part.ends) end_segment(part, state, offset);
+        if (part.ends) end_segment(part, state, S::kRaw ? 0 : offset);
       }
       __syncwarp();  // its stage is free
       at = after(at);

@@ -43,6 +43,9 @@ inline Tiling tiling_of(RowClass rows, int head_size) {
   }
 }
 
+// Where a call has more than 16 rows for a KV head: can four warps multiply them together?
+bool may_use_warpgroups(const PagedAttentionArgs& a, int device);
+
 // Completes `p` for a tiling (rows, workspace) and returns the grid: as many blocks as run at once, at most
 // tiling.blocks_per_sm on an SM.
 int set_tiling(Problem& p, const Tiling& tiling, int blocks_per_sm, int device);
@@ -75,7 +78,7 @@ void launch_after(void (*kernel)(Parameters...), dim3 grid, dim3 block, int clus
 size_t shared_memory_limit(int device);  // of one block
 
 // Sets up one kernel: how many of its blocks an SM holds.
-int count_resident_blocks(const void* kernel, size_t shared_bytes);
+int count_resident_blocks(const void* kernel, int threads, size_t shared_bytes);
 
 // How many clusters of so many blocks run at once; 0 if the device has no such clusters.
 int count_resident_clusters(const void* kernel, int blocks, int threads, size_t shared_bytes, const Launch& launch);
@@ -99,16 +102,16 @@ class PerDevice {
 // Launches one kernel over the whole line, and what combines its pieces.
 template <class Kernel, class Copies>
 bool launch_line(Kernel kernel, int shared_bytes, int unit_tokens, const Tiling& tiling, const Copies& copies,
-                 Problem p, const Launch& launch, PerDevice& resident) {
+                 Problem p, const Launch& launch, PerDevice& resident, int threads = kThreads) {
   if (shared_bytes > static_cast<int>(shared_memory_limit(launch.device))) return false;
   const int blocks_per_sm = resident.get(launch.device, [&] {
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), p.a.op);
-    return count_resident_blocks(reinterpret_cast<const void*>(kernel), shared_bytes);
+    return count_resident_blocks(reinterpret_cast<const void*>(kernel), threads, shared_bytes);
   });
   p.kv_tile = unit_tokens;
   p.place_tokens = p.a.batch_invariant ? kChunkTokens : p.kv_tile;
   const int grid = set_tiling(p, tiling, blocks_per_sm, launch.device);
-  launch_after(kernel, dim3(grid), dim3(kThreads), 1, shared_bytes, launch, p.a.op, p, copies);
+  launch_after(kernel, dim3(grid), dim3(threads), 1, shared_bytes, launch, p.a.op, p, copies);
   combine(p, grid, launch);
   return true;
 }
@@ -126,6 +129,7 @@ bool launch_decode_bf16(const Problem& p, const Launch& launch);
 bool launch_decode_e4m3(const Problem& p, const Launch& launch);
 bool launch_decode_e5m2(const Problem& p, const Launch& launch);
 bool launch_decode_int8(const Problem& p, const Launch& launch);
+bool launch_decode_nvfp4(const Problem& p, const Launch& launch);
 // Prefill on Hopper.  False if the call is not for these kernels.
 bool launch_wgmma_f16(const Problem& p, const Launch& launch);
 bool launch_wgmma_bf16(const Problem& p, const Launch& launch);

@@ -51,7 +51,13 @@ struct TileLoader {
   __device__ Lookup begin_lookup(const Unit& u) const {
     Lookup x{{0, 0}, 0, false, false};
     if (member >= kTile) return x;
-    x.token = u.first_token + token_at<S::kPermutedTokens>(member);
+    return begin_lookup_of(u, member);
+  }
+
+  // Of the token at place r.
+  __device__ Lookup begin_lookup_of(const Unit& u, int r) const {
+    Lookup x{{0, 0}, 0, false, false};
+    x.token = u.first_token + token_at<S::kPermutedTokens>(r);
     x.visible = x.wanted = is_wanted(p, u, x.token);
     if (S::kPackedV && !x.visible) {  // a chunk of V is read whole; its invisible tokens are zeroed afterwards
       constexpr int kChunk = 16 / S::kBytes;
@@ -64,11 +70,16 @@ struct TileLoader {
 
   __device__ void end_lookup(const Lookup& x, TileSlot& slot, int kv_head) const {
     if (member >= kTile && member >= 32) return;
+    end_lookup_of(x, slot, kv_head, member);
+  }
+
+  // Of the token at place r; the lanes of a warp have 32 neighbours.
+  __device__ void end_lookup_of(const Lookup& x, TileSlot& slot, int kv_head, int r) const {
     const int64_t id = x.page.id(p);
     const bool ok = x.wanted && id >= 0 && id < p.a.num_blocks;
     if (x.wanted && !ok) p.bad_block(id, p.a.num_blocks);
     const uint32_t valid = __ballot_sync(~0u, ok && x.visible);
-    if (member >= kTile) return;
+    if (r >= kTile) return;
     TokenPointers at{nullptr, nullptr};
     if (ok && S::kNvfp4) {  // of the page
       at.key = static_cast<const char*>(p.a.key.data) + id * copies.key_block;
@@ -80,8 +91,8 @@ struct TileLoader {
       if (x.visible) at.key = key + id * copies.key_block + o * copies.key_token + kv_head * copies.key_head;
       at.value = value + id * copies.value_block + o * copies.value_token + kv_head * copies.value_head;
     }
-    slot.tokens[member] = at;
-    if (lane == 0) slot.valid[member / 32] = valid;
+    slot.tokens[r] = at;
+    if (lane == 0) slot.valid[r / 32] = valid;
   }
 
   using Valid = uint32_t[kTile < 32 ? 1 : kTile / 32];  // a bit for each place of a tile
@@ -98,10 +109,17 @@ struct TileLoader {
   static constexpr int kChunks = S::kRowBytes / 16;        // of a token's row
   static constexpr int kCopies = kTile * kChunks / kTeam;  // by each thread, for K as for V
 
+  // Tiles of rows.
+  static __device__ int row_place(int row, int chunk) {
+    // For products of four warps: columns of 128 bytes, which are swizzled as rows of that length.
+    if constexpr (S::kWarpgroup) return chunk / 8 * kTile * 128 + swizzled<128>(row, chunk % 8);
+    return swizzled<S::kRowBytes>(row, chunk);
+  }
+
   // Packed tiles: K as [chunk][token], V as [group of chunks][dimension][chunk of the group], the last place swizzled so
   // that eight neighbouring dimensions at one chunk lie in different banks.
   static __device__ int key_place(int row, int chunk) {
-    return S::kPackedV ? (chunk * kTile + row) * 16 : swizzled<S::kRowBytes>(row, chunk);
+    return S::kPackedV ? (chunk * kTile + row) * 16 : row_place(row, chunk);
   }
 
   __device__ int packed_value_place(int d, int chunk) const {
@@ -135,7 +153,7 @@ struct TileLoader {
         const int r = r0 + (batch + i) * (kTeam / kChunks);
         if (kKeys) copy<kChecked>(stage + key_place(r, chunk), at[i].key, chunk * 16, in_head);
         if (kValues) {
-          copy<kChecked>(stage + S::kTileBytes + swizzled<S::kRowBytes>(r, chunk), at[i].value, chunk * 16, in_head);
+          copy<kChecked>(stage + S::kTileBytes + row_place(r, chunk), at[i].value, chunk * 16, in_head);
         }
       }
     }

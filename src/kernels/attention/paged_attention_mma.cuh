@@ -15,7 +15,7 @@
 // fragment twice.
 #pragma once
 
-#include "attention/paged_attention_results.cuh"
+#include "attention/paged_attention_warpgroup.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/launch.h"
 
@@ -161,6 +161,9 @@ bool launch_mma_kernel(Problem p, RowClass rows, const Launch& launch) {
 
 template <class Element, int kD, bool kPackedV, RowClass kRowClass>
 bool launch_shape(const Problem& p, const Launch& launch) {
+  if constexpr (kRowClass == RowClass::kMore && !kPackedV && suits_warpgroups<Element>) {
+    if (may_use_warpgroups(p.a, launch.device)) return launch_warpgroup_kernel<WarpgroupShape<Element, kD>>(p, launch);
+  }
   return launch_mma_kernel<Shape<Element, kD, kPackedV, kRowClass>>(p, kRowClass, launch);
 }
 

@@ -197,12 +197,14 @@ struct SharePosition {
   int64_t offset;  // from the sequence's first place
 };
 
-struct PlanScratch {
-  int64_t warp_units[kThreads / 32];
+template <int kBlock>
+struct PlanScratchOf {
+  int64_t warp_units[kBlock / 32];
   int64_t offset;
   int sequence;
   Sequence seq;
 };
+using PlanScratch = PlanScratchOf<kThreads>;
 
 // Of the threads that look for their share: the block's, or its first kThreads, which then have a named barrier.
 template <int kBarrier>
@@ -215,8 +217,8 @@ __device__ inline void sync_finders() {
 }
 
 // Inclusive sum over these threads; `total` is that of all.
-template <int kBarrier>
-__device__ inline int64_t block_scan(int64_t x, PlanScratch& scratch, int64_t& total) {
+template <int kBarrier, int kBlock>
+__device__ inline int64_t block_scan(int64_t x, PlanScratchOf<kBlock>& scratch, int64_t& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int delta = 1; delta < 32; delta *= 2) {
     const int64_t below = __shfl_up_sync(~0u, x, delta);
@@ -225,7 +227,7 @@ __device__ inline int64_t block_scan(int64_t x, PlanScratch& scratch, int64_t& t
   if (lane == 31) scratch.warp_units[warp] = x;
   sync_finders<kBarrier>();
   total = 0;
-  for (int w = 0; w < kThreads / 32; ++w) {
+  for (int w = 0; w < kBlock / 32; ++w) {
     if (w < warp) x += scratch.warp_units[w];
     total += scratch.warp_units[w];
   }
@@ -234,16 +236,16 @@ __device__ inline int64_t block_scan(int64_t x, PlanScratch& scratch, int64_t& t
 }
 
 // Two passes over the lengths: the sum of all work, then the place where this block's share begins.
-template <int kBarrier = 0>
-__device__ inline SharePosition find_share(const Problem& p, PlanScratch& scratch) {
+template <int kBarrier = 0, int kBlock>
+__device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBlock>& scratch) {
   const int64_t heads = static_cast<int64_t>(p.a.num_kv_heads) * p.head_tiles;
-  const bool one_chunk = p.a.num_seqs <= kThreads;
+  const bool one_chunk = p.a.num_seqs <= kBlock;
   Shares shares{};
   int64_t before = 0, begin = 0;
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
 #pragma unroll 1
-    for (int64_t chunk = 0; chunk < p.a.num_seqs; chunk += kThreads) {
+    for (int64_t chunk = 0; chunk < p.a.num_seqs; chunk += kBlock) {
       const int64_t s = chunk + threadIdx.x;
       int64_t units = 0, total;
       Sequence sequence{};

@@ -41,9 +41,14 @@ struct Shape {
   // Weights of bf16 have 8 bits, which alone would be an error of 1e-3.  Decoding waits for memory and can afford to add
   // the other 8, prefill cannot.
   static constexpr bool kSplitWeights = std::is_same_v<Mma, bf16> && (!kMany || kInvariant);
+  static constexpr bool kWarpgroup = false;  // products of four warps together: paged_attention_warpgroup.cuh
+  // Codes and scales of nvfp4 come as they are, and become halves in front of the stages, tile by tile.
+  static constexpr bool kRaw = false;
+  static constexpr int kHalvesBytes = 0;
   static constexpr bool kOneToken = false;  // all rows see the same keys: those that the pages hold
   static constexpr bool kQueriesInRegisters = kMore ? kBytes == 2 : kOneRowTile && kD <= 128;
 
+  static constexpr int kBlock = kThreads;
   static constexpr int kTeam = kMany ? kThreads : 32;
   static constexpr int kTeams = kThreads / kTeam;
   static constexpr int kTile = kMany ? (kD == 256 && kBytes == 2 ? 32 : 64) : 32 / kBytes;  // tokens
@@ -85,7 +90,7 @@ struct RowState {
 
 template <class S>
 struct alignas(16) Scratch {
-  PlanScratch plan;
+  PlanScratchOf<S::kBlock> plan;
   Walker walkers[S::kTeams];
   float2 stats[4][S::kWarpRows];
   RowState rows[4][S::kWarpRows];

@@ -20,6 +20,29 @@ __device__ inline void cp_async_16(uint32_t destination, const void* source) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
 }
 
+// The same for what nobody will read again soon: in the L2 it makes room before anything else does.
+__device__ inline void cp_async_16_once(uint32_t destination, const void* source, bool read) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(destination),
+               "l"(source), "r"(read ? 16 : 0), "l"(policy)
+               : "memory");
+}
+
+__device__ inline void cp_async_16_once(uint32_t destination, const void* source) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "l"(policy)
+               : "memory");
+}
+
+// Four bytes, by way of the L1: for what lies in smaller pieces than 16 bytes.
+__device__ inline void cp_async_4(uint32_t destination, const void* source, bool read) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(read ? 4 : 0)
+               : "memory");
+}
+
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Arrives at a barrier (cuda/mbarrier.cuh) once this thread's copies up to here have landed.

@@ -1,4 +1,5 @@
 #include <atomic>
+#include <string_view>
 
 #include "core/call.h"
 #include "cuda/device.h"
@@ -60,6 +61,12 @@ int num_sms(int device) {
 bool overlaps_kernels(int device) {
   static Cached cached;
   return cached.get(cudaDevAttrComputeCapabilityMajor, device) >= 9;
+}
+
+bool has_warpgroups(int device) {
+  constexpr bool kBuilt = std::string_view(PYKV_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
+  static Cached cached;
+  return kBuilt && cached.get(cudaDevAttrComputeCapabilityMajor, device) == 9;
 }
 
 int enter_device(int device) {
