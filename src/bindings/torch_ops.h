@@ -1,7 +1,8 @@
 // An operation as a kernel of torch's dispatcher, deduced from its C declaration as the Python function is.
 //
 // torch calls kernels of C through its stable shim: void kernel(words, num_inputs, num_outputs), a word of 64 bits for each
-// argument of the schema, in the encodings of torch 2.10 whatever the version of torch.  A kernel owns what its words refer to, runs without the GIL and knows nothing of Python, except where it raises.
+// argument of the schema, in the encodings of torch 2.10 whatever the version of torch.  A kernel owns what its words refer
+// to, runs without the GIL and knows nothing of Python, except where it raises.
 #pragma once
 
 #include <pybind11/pybind11.h>
