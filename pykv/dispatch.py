@@ -252,7 +252,7 @@ def _route(choice: _Choice) -> None:
 _watchers: list[Callable[[Op, bool], None]] = []
 
 
-def watch(watcher: Callable[[Op, bool], None]) -> None:
+def _watch(watcher: Callable[[Op, bool], None]) -> None:
     """Tells the watcher, now and at each change, for which operations there is something to choose."""
     with _lock:
         _watchers.append(watcher)

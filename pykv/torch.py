@@ -165,7 +165,7 @@ _library = torch.library.Library("pykv", "DEF")  # type: ignore[no-untyped-call]
 _kernels = _Kernels()
 _registered = {name: _register(op) for name, op in all_ops().items()}
 if _kernels.work():
-    dispatch.watch(_kernels.route)
+    dispatch._watch(_kernels.route)
 else:
     for _op in all_ops().values():
         _kernels.route(_op, True)
