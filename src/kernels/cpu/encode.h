@@ -36,11 +36,6 @@ void store_pair_by_rule(const Rule& rule, Code* to, Pair<T> v, int64_t count) {
   if (count > kWidth) rule.store(to + kWidth, neighbours.y, count - kWidth);
 }
 
-template <class T, class Code>
-void store_divided(Code* to, const T* from, int64_t n, float scale) {
-  store_by_rule(Divided<Code>{scale}, to, from, n);
-}
-
 template <class T, class Code, class Rule = Divided<Code>>
 class Encoder {
  public:

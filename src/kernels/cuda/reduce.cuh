@@ -87,9 +87,5 @@ template <int kWidth>
 __device__ float warp_sum(float v) {
   return warp_reduce(v, kWidth, Sum());
 }
-template <int kThreads>
-__device__ float block_sum(float v) {  // once a kernel
-  return block_reduce<0>(v, kThreads / 32, Sum());
-}
 
 }  // namespace pykv

@@ -81,59 +81,33 @@ enum WgmmaLines { kAlong = 0, kAcross = 1 };
 template <class T, int kColumns>
 struct Wgmma;
 
-#define PYKV_WGMMA(T, TYPE)                                                                                            \
-  template <>                                                                                                          \
-  struct Wgmma<T, 64> {                                                                                                \
-    static __device__ void ss(float (&d)[32], uint64_t a, uint64_t b, int add) {                                       \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE   \
-                   " {" PYKV_NAMES_64 "}, %32, %33, p, 1, 1, 0, 0;}"                                                   \
-                   : PYKV_SUMS_64                                                                                      \
-                   : "l"(a), "l"(b), "r"(add));                                                                        \
-    }                                                                                                                  \
-    template <int kLines>                                                                                              \
-    static __device__ void rs(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int add) {                           \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE   \
-                   " {" PYKV_NAMES_64 "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;}"                                   \
-                   : PYKV_SUMS_64                                                                                      \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kLines));                       \
-    }                                                                                                                  \
-  };                                                                                                                   \
-  template <>                                                                                                          \
-  struct Wgmma<T, 128> {                                                                                               \
-    static __device__ void ss(float (&d)[64], uint64_t a, uint64_t b, int add) {                                       \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE  \
-                   " {" PYKV_NAMES_128 "}, %64, %65, p, 1, 1, 0, 0;}"                                                  \
-                   : PYKV_SUMS_128                                                                                     \
-                   : "l"(a), "l"(b), "r"(add));                                                                        \
-    }                                                                                                                  \
-    template <int kLines>                                                                                              \
-    static __device__ void rs(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int add) {                           \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE  \
-                   " {" PYKV_NAMES_128 "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;}"                                  \
-                   : PYKV_SUMS_128                                                                                     \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kLines));                       \
-    }                                                                                                                  \
-  };                                                                                                                   \
-  template <>                                                                                                          \
-  struct Wgmma<T, 256> {                                                                                               \
-    static __device__ void ss(float (&d)[128], uint64_t a, uint64_t b, int add) {                                      \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE \
-                   " {" PYKV_NAMES_256 "}, %128, %129, p, 1, 1, 0, 0;}"                                                \
-                   : PYKV_SUMS_256                                                                                     \
-                   : "l"(a), "l"(b), "r"(add));                                                                        \
-    }                                                                                                                  \
-    template <int kLines>                                                                                              \
-    static __device__ void rs(float (&d)[128], const uint32_t (&a)[4], uint64_t b, int add) {                          \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE \
-                   " {" PYKV_NAMES_256 "}, {%128, %129, %130, %131}, %132, p, 1, 1, %134;}"                            \
-                   : PYKV_SUMS_256                                                                                     \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kLines));                       \
-    }                                                                                                                  \
+// N: columns.  P0 to P6: the operands after the sums, which the instruction knows by number alone.
+#define PYKV_WGMMA(T, TYPE, N, P0, P1, P2, P3, P4, P5, P6)                                                         \
+  template <>                                                                                                      \
+  struct Wgmma<T, N> {                                                                                             \
+    static __device__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int add) {                                \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, " P2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
+                   "." TYPE " {" PYKV_NAMES_##N "}, " P0 ", " P1 ", p, 1, 1, 0, 0;}"                               \
+                   : PYKV_SUMS_##N                                                                                 \
+                   : "l"(a), "l"(b), "r"(add));                                                                    \
+    }                                                                                                              \
+    template <int kLines>                                                                                          \
+    static __device__ void rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {                    \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, " P5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
+                   "." TYPE " {" PYKV_NAMES_##N "}, {" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", p, 1, 1, " P6 ";}"   \
+                   : PYKV_SUMS_##N                                                                                 \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kLines));                   \
+    }                                                                                                              \
   };
+#define PYKV_WGMMAS(T, TYPE)                                                \
+  PYKV_WGMMA(T, TYPE, 64, "%32", "%33", "%34", "%35", "%36", "%37", "%38")  \
+  PYKV_WGMMA(T, TYPE, 128, "%64", "%65", "%66", "%67", "%68", "%69", "%70") \
+  PYKV_WGMMA(T, TYPE, 256, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 
-PYKV_WGMMA(half, "f16")
-PYKV_WGMMA(bf16, "bf16")
+PYKV_WGMMAS(half, "f16")
+PYKV_WGMMAS(bf16, "bf16")
 
+#undef PYKV_WGMMAS
 #undef PYKV_WGMMA
 #undef PYKV_NAMES_64
 #undef PYKV_NAMES_128
