@@ -17,6 +17,10 @@ namespace {
 [[noreturn]] void type_error(const std::string& message) { throw py::type_error(message); }
 [[noreturn]] void value_error(const std::string& message) { throw py::value_error(message); }
 
+void check_rank(int64_t ndim) {
+  if (ndim > kMaxRank) value_error(too_many_dimensions(ndim));
+}
+
 PyObject* interned(const char* name) {
   PyObject* s = PyUnicode_InternFromString(name);
   if (!s) throw py::error_already_set();
@@ -252,7 +256,7 @@ bool Array::borrow_number(PyObject* object) {
 }
 
 void Array::keep_shape() {
-  if (tensor_.ndim > kMaxRank) value_error("at most 8 dimensions are supported, got " + std::to_string(tensor_.ndim));
+  check_rank(tensor_.ndim);
   std::memcpy(shape_, tensor_.shape, tensor_.ndim * sizeof(int64_t));
   tensor_.shape = shape_;
   if (!tensor_.strides) return;
@@ -293,7 +297,7 @@ void Array::borrow_numpy(PyObject* object) {
   const auto* a = py::detail::array_proxy(object);
   if (written_ && !(a->flags & py::detail::npy_api::NPY_ARRAY_WRITEABLE_))
     value_error("is read-only, but it is written");
-  if (a->nd > kMaxRank) value_error("at most 8 dimensions are supported, got " + std::to_string(a->nd));
+  check_rank(a->nd);
   tensor_ = {a->data, {kDLCPU, 0}, a->nd, dtype_of(*a), shape_, strides_, 0};
   take_layout(a->dimensions, a->strides);
 }
@@ -341,7 +345,7 @@ void Array::borrow_exchange(PyObject* object, const DLPackExchangeAPI* api, Curr
 bool Array::borrow_cupy(PyObject* object, const CupyStruct& cupy, CurrentStreams& streams) {
   CupyStruct::Fields fields;
   if (!cupy.read(object, fields)) return false;
-  if (fields.ndim > kMaxRank) value_error("at most 8 dimensions are supported, got " + std::to_string(fields.ndim));
+  check_rank(fields.ndim);
   tensor_ = {
       fields.pointer, {kDLCUDA, fields.device}, fields.ndim, dtype_from_numpy(fields.dtype), shape_, strides_, 0};
   take_layout(fields.sizes, fields.strides);
@@ -355,7 +359,7 @@ void Array::borrow_cupy(PyObject* object, const TypeInfo& info, CurrentStreams& 
   static const Attribute device_id(type_of(memory), "device_id");
   const py::tuple sizes = info.shape.of(object), steps = info.strides.of(object);
   const int ndim = static_cast<int>(sizes.size());
-  if (ndim > kMaxRank) value_error("at most 8 dimensions are supported, got " + std::to_string(ndim));
+  check_rank(ndim);
   tensor_ = {PyLong_AsVoidPtr(pointer.of(memory.ptr()).ptr()),
              {kDLCUDA, static_cast<int32_t>(PyLong_AsLong(device_id.of(memory.ptr()).ptr()))},
              ndim,
@@ -385,7 +389,7 @@ void Array::borrow_cuda_interface(PyObject* object) {
   if (written_ && py::cast<bool>(memory[1])) value_error("is read-only, but it is written");
   const py::tuple sizes = face["shape"];
   const int ndim = static_cast<int>(sizes.size());
-  if (ndim > kMaxRank) value_error("at most 8 dimensions are supported, got " + std::to_string(ndim));
+  check_rank(ndim);
   const py::object dtype = py::module_::import("numpy").attr("dtype")(face["typestr"]);
   tensor_ = {reinterpret_cast<void*>(py::cast<uintptr_t>(memory[0])),
              {kDLCUDA, 0},

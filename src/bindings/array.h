@@ -6,6 +6,9 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
+#include <string>
+
 #include "cupy_struct.h"
 #include "pykv/base.h"
 #include "torch_shim.h"
@@ -15,6 +18,9 @@ namespace pykv::python {
 namespace py = pybind11;
 
 inline constexpr int kMaxRank = 8;
+inline std::string too_many_dimensions(int64_t ndim) {
+  return "at most " + std::to_string(kMaxRank) + " dimensions are supported, got " + std::to_string(ndim);
+}
 inline constexpr char kRequiresGrad[] =
     "requires grad: autograd would not see that it is written; give tensor.detach()";
 

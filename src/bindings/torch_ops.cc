@@ -73,8 +73,7 @@ void Tensor::read(Call& call, bool written) {
   if (!handle_) return;
   if (written && shim->requires_grad(handle_)) call.refuse(PyExc_ValueError, kRequiresGrad);
   if (const TorchShim::Wrong wrong = shim->read(handle_, tensor_)) call.refuse(wrong.type, wrong.text);
-  if (tensor_.ndim > kMaxRank)
-    call.refuse(PyExc_ValueError, "at most 8 dimensions are supported, got " + std::to_string(tensor_.ndim));
+  if (tensor_.ndim > kMaxRank) call.refuse(PyExc_ValueError, too_many_dimensions(tensor_.ndim));
   if (tensor_.device.device_type == kDLCUDA && call.cuda_device < 0) call.cuda_device = tensor_.device.device_id;
 }
 
