@@ -32,6 +32,8 @@ struct Exchange {
   ColumnStats<S> stats;
   float4 parts[kItems];  // [block][item]
   float2 part_stats[kItems];
+  uint64_t barrier;  // counts their bytes
+  static constexpr int kItemBytes = sizeof(float4) + sizeof(float2);
 };
 
 template <class S>
@@ -61,7 +63,9 @@ struct ClusterKernel : DecodeLoader<S> {
   }
 
   __device__ void run() {
-    cluster_arrive();  // others may write here
+    if (threadIdx.x == 0)
+      cluster_expect(shared_address(&exchange.barrier), own_items() * p.cluster * Exchange<S>::kItemBytes);
+    cluster_arrive();  // others may send
     wait_for_previous_kernel();
     int ids = look_up_tiles(0), later_ids = -1;  // pages
     State state;
@@ -88,7 +92,10 @@ struct ClusterKernel : DecodeLoader<S> {
       for (int k = 0; k + 1 < kStages; ++k) valid[k] = valid[k + 1];
       valid[kStages - 1] = part.valid;
       if (i < 0) continue;
-      if (i == 0) this->settle(kv_head, state);
+      if (i == 0) {
+        this->settle(kv_head, state);
+        cluster_wait();  // all blocks are there, hidden by the first tile's way
+      }
       part.first_token = first_token(i);
       if (part.first_token >= len) break;
       part.valid = valid[0];
@@ -104,15 +111,20 @@ struct ClusterKernel : DecodeLoader<S> {
     if (rank == 0 && kv_head == 0 && threadIdx.x == 0) report_sequence(p, load_sequence(p, sequence));
   }
 
+  // Four columns of a query each: of the KV head, of a block at most, and of this block.
+  static constexpr int kQuads = kD / 4;
+  __device__ int all_items() const { return p.group * kQuads; }
+  __device__ int most_items() const { return (all_items() + p.cluster - 1) / p.cluster; }
+  __device__ int own_items() const { return max(min(all_items() - rank * most_items(), most_items()), 0); }
+
   // The warps add up, each block sends its sums to those that finish them, and these add up.
   __device__ void finish(const State& state, int len) const {
-    constexpr int kQuads = kD / 4, kRing = S::kRingBytes / 4;
+    constexpr int kRing = S::kRingBytes / 4;
     static_assert((S::kRaw ? S::kHalvesBytes : S::kStageBytes) >= Base::kLeftBytes);
     float* left = reinterpret_cast<float*>(rings);
     this->leave(state, left + warp * kRing, exchange.stats.of[warp]);
     __syncthreads();
-    cluster_wait();
-    const int items = p.group * kQuads, each = (items + p.cluster - 1) / p.cluster;
+    const int items = all_items(), each = most_items();
 #pragma unroll 1
     for (int x = threadIdx.x; x < items; x += blockDim.x) {
       const int column = x / kQuads, d = x % kQuads * 4;
@@ -126,13 +138,15 @@ struct ClusterKernel : DecodeLoader<S> {
                 *reinterpret_cast<const float4*>(left + w * kRing + this->place(column, d)), top);
       }
       const int to = x / each, place = rank * each + x - to * each;
-      store_cluster(cluster_address(shared_address(&exchange.parts[place]), to), sum.o);
-      store_cluster(cluster_address(shared_address(&exchange.part_stats[place]), to), float2{top, sum.sum});
+      const uint32_t barrier = cluster_address(shared_address(&exchange.barrier), to);
+      cluster_send(cluster_address(shared_address(&exchange.parts[place]), to), sum.o, barrier);
+      cluster_send(cluster_address(shared_address(&exchange.part_stats[place]), to), float2{top, sum.sum}, barrier);
     }
-    cluster_arrive();
-    cluster_wait();
+    const int own = own_items();
+    if (own == 0) return;
+    cluster_receive(shared_address(&exchange.barrier));
 #pragma unroll 1
-    for (int i = threadIdx.x; i < each && rank * each + i < items; i += blockDim.x) {
+    for (int i = threadIdx.x; i < own; i += blockDim.x) {
       const int x = rank * each + i, column = x / kQuads, d = x % kQuads * 4;
       float top = -INFINITY;
 #pragma unroll 4

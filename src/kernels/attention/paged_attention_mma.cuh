@@ -135,6 +135,7 @@ struct LineKernel : SegmentResults<S> {
       at = at + 1 == kStages ? 0 : at + 1;
       slot_at = slot_at + 1 == S::kSlots ? 0 : slot_at + 1;
     }
+    let_next_kernel_start();
   }
 };
 

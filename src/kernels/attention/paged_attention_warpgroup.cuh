@@ -239,6 +239,7 @@ struct WarpgroupKernel : WarpgroupSoftmax<S> {
         parity ^= 1;
       }
     }
+    let_next_kernel_start();
   }
 
   __device__ void compute_tiles() {

@@ -4,19 +4,38 @@
 
 #include <cstdint>
 
+#include "cuda/mbarrier.cuh"
+
 namespace pykv {
 
-// Both must be reached by all threads of all blocks of the cluster; what was written before the arrival can be seen after
-// the wait.
+// Each must be reached by all threads of all blocks of the cluster: after the wait all blocks are there.  Of what was written
+// before the arrival only cluster_expect() is sure to be seen; a release of everything would wait for the whole device.
 __device__ inline void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 
 __device__ inline void cluster_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// A barrier in shared memory for so many bytes that blocks of the cluster, this one included, are going to send here: by
+// one thread, before it arrives.
+__device__ inline void cluster_expect(uint32_t barrier, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  mbarrier_init(barrier, 1);
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+#endif
+}
+
+// Waits until they are there; all threads of the block come here.
+__device__ inline void cluster_receive(uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+  mbarrier_wait(barrier, 0);
 #else
   __syncthreads();
 #endif
@@ -30,20 +49,24 @@ __device__ inline uint32_t cluster_address(uint32_t address, int rank) {
   return address;
 }
 
-__device__ inline void store_cluster(uint32_t address, float4 x) {
+// Stores there; the barrier, of the same block, counts the bytes as they arrive.
+__device__ inline void cluster_send(uint32_t address, float4 x, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z),
-               "f"(x.w)
-               : "memory");
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
+      : "memory");
 #else
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
                : "memory");
 #endif
 }
 
-__device__ inline void store_cluster(uint32_t address, float2 x) {
+__device__ inline void cluster_send(uint32_t address, float2 x, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x.x), "f"(x.y) : "memory");
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
+               "f"(x.x), "f"(x.y), "r"(barrier)
+               : "memory");
 #else
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x.x), "f"(x.y) : "memory");
 #endif
