@@ -111,11 +111,10 @@ struct ClusterKernel : DecodeLoader<S> {
     if (rank == 0 && kv_head == 0 && threadIdx.x == 0) report_sequence(p, load_sequence(p, sequence));
   }
 
-  // Four columns of a query each: of the KV head, of a block at most, and of this block.
+  // Items to finish, four columns of a query each: of the KV head, and those of this block.
   static constexpr int kQuads = kD / 4;
   __device__ int all_items() const { return p.group * kQuads; }
-  __device__ int most_items() const { return (all_items() + p.cluster - 1) / p.cluster; }
-  __device__ int own_items() const { return max(min(all_items() - rank * most_items(), most_items()), 0); }
+  __device__ int own_items() const { return max(min(all_items() - rank * p.block_items, p.block_items), 0); }
 
   // The warps add up, each block sends its sums to those that finish them, and these add up.
   __device__ void finish(const State& state, int len) const {
@@ -124,7 +123,7 @@ struct ClusterKernel : DecodeLoader<S> {
     float* left = reinterpret_cast<float*>(rings);
     this->leave(state, left + warp * kRing, exchange.stats.of[warp]);
     __syncthreads();
-    const int items = all_items(), each = most_items();
+    const int items = all_items(), each = p.block_items;
 #pragma unroll 1
     for (int x = threadIdx.x; x < items; x += blockDim.x) {
       const int column = x / kQuads, d = x % kQuads * 4;
@@ -137,7 +136,7 @@ struct ClusterKernel : DecodeLoader<S> {
         sum.add(exchange.stats.of[w][column],
                 *reinterpret_cast<const float4*>(left + w * kRing + this->place(column, d)), top);
       }
-      const int to = x / each, place = rank * each + x - to * each;
+      const int to = p.by_block_items.quotient(x), place = rank * each + x - to * each;
       const uint32_t barrier = cluster_address(shared_address(&exchange.barrier), to);
       cluster_send(cluster_address(shared_address(&exchange.parts[place]), to), sum.o, barrier);
       cluster_send(cluster_address(shared_address(&exchange.part_stats[place]), to), float2{top, sum.sum}, barrier);
@@ -240,6 +239,8 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
   });
   p.cluster = size.blocks;
   p.by_cluster = Divider(size.blocks);
+  p.block_items = (p.group * (S::kD / 4) + size.blocks - 1) / size.blocks;
+  p.by_block_items = Divider(p.block_items);
   launch_after(kernel, dim3(static_cast<unsigned>(blocks)), dim3(size.warps * 32), size.blocks,
                cluster_shared_bytes<S>(size.warps), launch, p.a.op, p, cache_copies<S>(p.a));
   return true;
