@@ -68,9 +68,9 @@ struct ClusterKernel : DecodeLoader<S> {
     cluster_arrive();  // others may send
     wait_for_previous_kernel();
     int ids = look_up_tiles(0), later_ids = -1;  // pages
+    const int len = this->length(sequence);
     State state;
     this->fetch_queries(sequence, kv_head, state);
-    const int len = this->length(sequence);
 
     // In iteration i the copies of tile i + stages - 1 start.  One body for all iterations: fetching instructions counts.
     const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes) + S::kHalvesBytes;

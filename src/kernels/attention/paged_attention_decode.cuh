@@ -60,8 +60,9 @@ struct DecodeLoader : ColumnsOf<S> {
   __device__ int look_up(int sequence, int token) const {
     const int* words = static_cast<const int*>(p.a.block_tables.data);
     const int64_t at = sequence * p.a.block_table_stride + p.block_size.quotient(token) * p.a.block_tables.stride;
-    if (!p.a.block_tables.is_int64) return words[at];
-    return words[2 * at + 1] == 0 ? words[2 * at] : -1;
+    const bool two = p.a.block_tables.is_int64;  // both are asked for at once
+    const int low = words[two ? 2 * at : at], high = two ? words[2 * at + 1] : 0;
+    return high == 0 ? low : -1;
   }
 
   __device__ __noinline__ void report_page(int sequence, int token) const {
