@@ -62,10 +62,36 @@ struct ClusterKernel : DecodeLoader<S> {
     return token < p.a.max_seq_len ? this->look_up(sequence, token) : -1;
   }
 
+  // While the kernel before still runs, brings the warp's first tile into the L2.  Whatever that kernel may yet write to
+  // the table is read again after it; nothing of this stays in the L1.
+  __device__ void foresee() const {
+    if constexpr (!S::kPackedV && !S::kRaw) {
+      const int token0 = first_token(0) + lane % kGroups * kGroupTokens;
+      const int page = token0 < p.a.max_seq_len ? this->template look_up<true>(sequence, token0) : -1;
+      const int len = this->early_length(sequence);
+      constexpr int kLines = S::kRowBytes < 128 ? 1 : S::kRowBytes / 128;  // of the L2, in a row
+#pragma unroll
+      for (int i = 0; i < (kTile * kLines + 31) / 32; ++i) {
+        const int x = i * 32 + lane, r = x / kLines, token = first_token(0) + r, at = x % kLines * 128;
+        const int id = __shfl_sync(~0u, page, r / kGroupTokens);
+        if (r >= kTile || token >= len || at >= this->copies.head_bytes ||
+            static_cast<uint32_t>(id) >= static_cast<uint32_t>(p.a.num_blocks)) {
+          continue;
+        }
+        prefetch(this->key_row(id, token, kv_head) + at);
+        prefetch(this->value_row(id, token, kv_head) + at);
+      }
+    }
+  }
+
   __device__ void run() {
-    if (threadIdx.x == 0)
-      cluster_expect(shared_address(&exchange.barrier), own_items() * p.cluster * Exchange<S>::kItemBytes);
-    cluster_arrive();  // others may send
+    if (p.cluster > 1) {
+      if (threadIdx.x == 0) {
+        cluster_expect(shared_address(&exchange.barrier), own_items() * p.cluster * Exchange<S>::kItemBytes);
+      }
+      cluster_announce();  // others may send
+    }
+    if (p.foresees) foresee();
     wait_for_previous_kernel();
     int ids = look_up_tiles(0), later_ids = -1;  // pages
     const int len = this->length(sequence);
@@ -94,7 +120,8 @@ struct ClusterKernel : DecodeLoader<S> {
       if (i < 0) continue;
       if (i == 0) {
         this->settle(kv_head, state);
-        cluster_wait();  // all blocks are there, hidden by the first tile's way
+        if (p.cluster > 1) cluster_wait();  // all blocks are there; the first tile is still on its way
+        if (p.cluster <= 2 || len <= 2048) let_next_kernel_start();
       }
       part.first_token = first_token(i);
       if (part.first_token >= len) break;
@@ -105,8 +132,6 @@ struct ClusterKernel : DecodeLoader<S> {
       __syncwarp();  // its stage is free
       at = after(at);
     }
-    // Where large clusters leave SMs over, those of the next kernel would come up on few GPCs, each of limited bandwidth.
-    if (p.cluster <= 2 || len <= 2048) let_next_kernel_start();
     finish(state, len);
     if (rank == 0 && kv_head == 0 && threadIdx.x == 0) report_sequence(p, load_sequence(p, sequence));
   }
@@ -136,14 +161,18 @@ struct ClusterKernel : DecodeLoader<S> {
         sum.add(exchange.stats.of[w][column],
                 *reinterpret_cast<const float4*>(left + w * kRing + this->place(column, d)), top);
       }
+      if (p.cluster == 1) {  // for this thread
+        exchange.parts[x] = sum.o;
+        exchange.part_stats[x] = {top, sum.sum};
+        continue;
+      }
       const int to = p.by_block_items.quotient(x), place = rank * each + x - to * each;
       const uint32_t barrier = cluster_address(shared_address(&exchange.barrier), to);
       cluster_send(cluster_address(shared_address(&exchange.parts[place]), to), sum.o, barrier);
       cluster_send(cluster_address(shared_address(&exchange.part_stats[place]), to), float2{top, sum.sum}, barrier);
     }
     const int own = own_items();
-    if (own == 0) return;
-    cluster_receive(shared_address(&exchange.barrier));
+    if (p.cluster > 1 && own > 0) cluster_receive(shared_address(&exchange.barrier));
 #pragma unroll 1
     for (int i = threadIdx.x; i < own; i += blockDim.x) {
       const int x = rank * each + i, column = x / kQuads, d = x % kQuads * 4;
@@ -239,6 +268,7 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
   });
   p.cluster = size.blocks;
   p.by_cluster = Divider(size.blocks);
+  p.foresees = size.blocks <= 2 || p.a.max_seq_len <= 2048;
   p.block_items = (p.group * (S::kD / 4) + size.blocks - 1) / size.blocks;
   p.by_block_items = Divider(p.block_items);
   launch_after(kernel, dim3(static_cast<unsigned>(blocks)), dim3(size.warps * 32), size.blocks,

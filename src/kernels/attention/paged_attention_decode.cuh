@@ -57,12 +57,30 @@ struct DecodeLoader : ColumnsOf<S> {
     int id[kGroups];  // of eight tokens each; -1: no id of any cache
   };
 
+  // kEarly: before the kernel before has ended.
+  template <bool kEarly = false>
   __device__ int look_up(int sequence, int token) const {
     const int* words = static_cast<const int*>(p.a.block_tables.data);
     const int64_t at = sequence * p.a.block_table_stride + p.block_size.quotient(token) * p.a.block_tables.stride;
     const bool two = p.a.block_tables.is_int64;  // both are asked for at once
-    const int low = words[two ? 2 * at : at], high = two ? words[2 * at + 1] : 0;
+    const auto word = [&](int64_t i) { return kEarly ? __ldcg(words + i) : words[i]; };
+    const int low = word(two ? 2 * at : at), high = two ? word(2 * at + 1) : 0;
     return high == 0 ? low : -1;
+  }
+
+  // A guess: what the length is before the kernel before has ended.
+  __device__ int early_length(int s) const {
+    return __ldcg(static_cast<const int*>(p.a.seq_lens.data) +
+                  s * p.a.seq_lens.stride * (p.a.seq_lens.is_int64 ? 2 : 1));
+  }
+
+  __device__ const char* key_row(int64_t id, int token, int kv_head) const {
+    return static_cast<const char*>(p.a.key.data) + id * copies.key_block +
+           p.block_size.remainder(token) * copies.key_token + kv_head * copies.key_head;
+  }
+  __device__ const char* value_row(int64_t id, int token, int kv_head) const {
+    return static_cast<const char*>(p.a.value.data) + id * copies.value_block +
+           p.block_size.remainder(token) * copies.value_token + kv_head * copies.value_head;
   }
 
   __device__ __noinline__ void report_page(int sequence, int token) const {
@@ -457,6 +475,7 @@ struct DecodeKernel : DecodeLoader<S> {
     static_assert((S::kRaw ? S::kHalvesBytes : S::kStageBytes) >= Base::kLeftBytes);
     float* left = reinterpret_cast<float*>(rings + stage_offset);
     constexpr int kRing = S::kRingBytes / 4;
+    __syncwarp();  // all lanes have read what lay there
     this->leave(state, left + warp * kRing, stats.of[warp]);
     __syncthreads();
 #pragma unroll 1

@@ -177,6 +177,7 @@ struct SegmentResults : RowSoftmax<S> {
     static_assert(S::kStageBytes >= 16 * kD * 4);
     const int rows = min(p.tile_tokens, u.query_len - u.query_tile * p.tile_tokens) * p.tile_heads;
     float* mine = reinterpret_cast<float*>(rings + warp * S::kRingBytes + stage_offset);
+    __syncwarp();  // all lanes have read what lay there
 #pragma unroll
     for (int i = 0; i < S::kRowTiles; ++i) {
       leave_rows(i, rows, state, mine);

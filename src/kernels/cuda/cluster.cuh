@@ -1,5 +1,5 @@
-// Clusters of blocks (sm_90 and later): a barrier, and stores to each other's shared memory.  Before sm_90 each block is a
-// cluster of its own.
+// Clusters of blocks (sm_90 and later): a barrier, and stores to each other's shared memory.  Only for kernels that were
+// launched in clusters of two blocks or more.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@
 
 namespace pykv {
 
-// Each must be reached by all threads of all blocks of the cluster: after the wait all blocks are there.  Of what was written
-// before the arrival only cluster_expect() is sure to be seen; a release of everything would wait for the whole device.
-__device__ inline void cluster_arrive() {
+// Both must be reached by all threads of all blocks of the cluster: after the wait all blocks are there.  Of what was written
+// before, cluster_expect() alone is sure to be seen; a release of everything takes as long as a fence of the whole device.
+__device__ inline void cluster_announce() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
@@ -23,7 +23,7 @@ __device__ inline void cluster_wait() {
 }
 
 // A barrier in shared memory for so many bytes that blocks of the cluster, this one included, are going to send here: by
-// one thread, before it arrives.
+// one thread, before cluster_announce().
 __device__ inline void cluster_expect(uint32_t barrier, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
   mbarrier_init(barrier, 1);
@@ -32,12 +32,10 @@ __device__ inline void cluster_expect(uint32_t barrier, uint32_t bytes) {
 #endif
 }
 
-// Waits until they are there; all threads of the block come here.
+// Waits until they are there.
 __device__ inline void cluster_receive(uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
   mbarrier_wait(barrier, 0);
-#else
-  __syncthreads();
 #endif
 }
 
@@ -56,9 +54,6 @@ __device__ inline void cluster_send(uint32_t address, float4 x, uint32_t barrier
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
       "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
       : "memory");
-#else
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
-               : "memory");
 #endif
 }
 
@@ -67,8 +62,6 @@ __device__ inline void cluster_send(uint32_t address, float2 x, uint32_t barrier
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
                "f"(x.x), "f"(x.y), "r"(barrier)
                : "memory");
-#else
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x.x), "f"(x.y) : "memory");
 #endif
 }
 
