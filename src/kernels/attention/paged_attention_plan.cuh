@@ -53,8 +53,8 @@ struct Problem {
   Divider by_grid;    // the main kernel's blocks
   int cluster;        // blocks for a KV head of a sequence, where such a cluster takes it whole
   Divider by_cluster;
-  bool foresees;    // it asks for its first keys before the kernel before has ended
-  int block_items;  // four columns of a query each, that a block of it finishes, at most
+  unsigned early_blocks;  // so many are there, or nearly, before the kernel before has ended
+  int block_items;        // four columns of a query each, that a block of it finishes, at most
   Divider by_block_items;
   int min_rows, max_rows;  // takes the sequences with min_rows < query tokens * group <= max_rows
   int window;
