@@ -15,14 +15,12 @@ namespace {
 // Fills y, padded to whole pairs, and gives the largest of all |y|, in which NaN does not count.
 template <class T>
 float multiply(float* y, const T* gate, const T* up, int64_t n) {
-  Pair<T> largest = 0.0f;
-  each_pair(0, n, [&](int64_t i, int64_t count) {
+  return max(fold_pairs(0, n, Pair<T>(0.0f), [=](Pair<T> largest, int64_t i, int64_t count) {
     const Pair<T> product = silu(load_pair<T>(gate + i, count)) * load_pair<T>(up + i, count);
     store(y + i, product.x);
     store(y + i + kWidth, product.y);
-    largest = max(abs(product), largest);
-  });
-  return max(largest);
+    return max(abs(product), largest);
+  }));
 }
 
 template <class T, class Code>
@@ -40,8 +38,8 @@ void run(const GatedActivationPerBlockArgs& args) {
                    args.scales[row * args.scales_row + group * args.scales_group] = scale;
                    Code* out = static_cast<Code*>(args.out) + args.out_rows.offset(row) + group * n;
                    const Divisor by(scale, largest);
-                   each_pair(0, n, [&](int64_t i, int64_t count) {
-                     const Pair<T> products = {load(y.data() + i), load(y.data() + i + kWidth)};
+                   each_pair(0, n, [=, y = y.data()](int64_t i, int64_t count) {
+                     const Pair<T> products = {load(y + i), load(y + i + kWidth)};
                      store_quantised(out + i, products / by, count);
                    });
                  }

@@ -48,7 +48,7 @@ template <class T, class Gelu>
 void activate_row(LineWriter& writer, T* out, const T* gate, const T* up, float cut, int64_t n, bool streamed,
                   Gelu activation) {
   write_pairs(writer, out, n, streamed, [&](T* to, int64_t first, int64_t size, bool past) {
-    each_pair(0, size, [&](int64_t i, int64_t count) {
+    each_pair(0, size, [=](int64_t i, int64_t count) {
       const Pair<T> over = load_pair<T>(gate + first + i, count) - cut, factor = load_pair<T>(up + first + i, count);
       Pair<T> activated = 0.0f;
       if (any_positive(over.x) || any_positive(over.y))

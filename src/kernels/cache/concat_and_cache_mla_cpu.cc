@@ -108,7 +108,7 @@ template <class T>
 void write_records(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
   const MlaPart &latent = args.latent, &rope = args.rope;
   const MlaRecord record{latent.size, rope.size};
-  const TileEncoder<T, 448> encode(args.num_tokens * latent.size);
+  const TileQuantiser<T, 448> encode(args.num_tokens * latent.size);
   for_each_token<uint8_t>(args, launch, [&](int64_t token, uint8_t* place, LineWriter&) {
     for (int64_t first = 0; first < latent.size; first += MlaRecord::kTile) {
       const T* tile = row_of<T>(latent, token) + first * latent.dim;

@@ -17,7 +17,7 @@ float power_of_two_from(float s) {
 }
 
 template <class T>
-void write_token(const IndexerKQuantArgs& args, const TileEncoder<T, 448>& encode, const T* from, int64_t offset,
+void write_token(const IndexerKQuantArgs& args, const TileQuantiser<T, 448>& encode, const T* from, int64_t offset,
                  char* block) {
   const bool tile = args.k_dim == 1 && args.group_size % 32 == 0;
   const int64_t size = args.group_size;
@@ -49,7 +49,7 @@ void write_tokens(const IndexerKQuantArgs& args, const Launch& launch) {
   const Reporter report = launch.reporter("indexer_k_quant_and_cache: slot_mapping");
   const int64_t block_size = args.block.block_size, num_slots = args.num_blocks * block_size;
   const int64_t token_bytes = args.block.values * static_cast<int64_t>(sizeof(T));
-  const TileEncoder<T, 448> encode(args.num_tokens * args.block.values);
+  const TileQuantiser<T, 448> encode(args.num_tokens * args.block.values);
   parallel_for(args.num_tokens, kBytesPerTask / token_bytes + 1, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       const int64_t slot = args.slots[token];

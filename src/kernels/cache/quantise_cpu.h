@@ -1,10 +1,9 @@
 // Elements quantised by a scale, and what such a scale is found from.
 #pragma once
 
-#include <vector>
-
-#include "cpu/encode.h"
+#include "cpu/divisor.h"
 #include "cpu/simd.h"
+#include "cpu/tile_encoder.h"
 
 namespace pykv::PYKV_ISA {
 
@@ -20,38 +19,9 @@ void convert(Code* to, int64_t to_dim, const T* from, int64_t dim, int64_t size,
   }
 }
 
-// x / scale, for results that are rounded to one byte.  A vector's division takes as long as ten other operations, hence
-// two steps from the product with the reciprocal: what the first quotient leaves of x is exact, and so is the rounded sum.
-class Quotient {
- public:
-  explicit Quotient(float scale)
-      : scale_(scale), reciprocal_(1.0f / scale), in_steps_(scale > 0x1p-80f && scale < 0x1p80f) {}
-
-  float operator()(float x) const { return x / scale_; }
-  Floats operator()(Floats x) const {
-#if defined(__AVX512F__)
-    if (in_steps_) {
-      const __m512 scale = splat(scale_), reciprocal = splat(reciprocal_), first = x * reciprocal;
-      const __m512 rest = _mm512_fnmadd_ps(first, scale, x);
-      const __mmask16 finite = ~_mm512_fpclass_ps_mask(first, 0x99);  // neither an infinity nor NaN
-      const __m512 quotient = _mm512_mask3_fmadd_ps(rest, reciprocal, first, finite);
-      // with x's sign, which a zero has lost: 0xe4 is c ? a : b
-      return __builtin_bit_cast(
-          Floats, _mm512_ternarylogic_epi32(__builtin_bit_cast(__m512i, quotient), __builtin_bit_cast(__m512i, x),
-                                            _mm512_set1_epi32(0x7fffffff), 0xe4));
-    }
-#endif
-    return x / scale_;
-  }
-
- private:
-  const float scale_, reciprocal_;
-  const bool in_steps_;
-};
-
 template <class T, class Code>
 void quantise(Code* to, int64_t to_dim, const T* from, int64_t dim, int64_t size, float scale) {
-  convert(to, to_dim, from, dim, size, Quotient(scale));
+  convert(to, to_dim, from, dim, size, [by = Divisor(scale)](auto x) { return x / by; });
 }
 
 #if defined(__AVX512BW__)
@@ -104,61 +74,25 @@ float largest_magnitude(const T* from, int64_t dim, int64_t size) {
   return most;
 }
 
-// The codes of a tile, compact and a multiple of 32, that has a scale of its own: its largest magnitude, which is a finite
-// number, through kLargest, or a power of two that is not less.
+// The codes of a compact tile that has a scale of its own: its largest magnitude, which is a finite number, through
+// kLargest, or a power of two that is not less.
 template <class T, int kLargest>
-class TileEncoder {
+class TileQuantiser {
  public:
-  explicit TileEncoder(int64_t) {}
-  void divide(e4m3* to, const T* from, int64_t n, float, float scale) const { quantise(to, 1, from, 1, n, scale); }
+  // For that many elements in all.
+  explicit TileQuantiser(int64_t elements) : encoder_(elements) {}
+
+  void divide(e4m3* to, const T* from, int64_t n, float largest, float scale) const {
+    if (!encoder_.divide(to, from, n, largest)) quantise(to, 1, from, 1, n, scale);
+  }
   void divide_by_power_of_two(e4m3* to, const T* from, int64_t n, float scale) const {
+    if (encoder_.divide_by_power_of_two(to, from, n, scale)) return;
     const float reciprocal = 1.0f / scale;  // exact, and so are the products
     convert(to, 1, from, 1, n, [=](auto x) { return x * reciprocal; });
   }
-};
-
-#if defined(__AVX512BW__)
-// Scales differ by a power of two where magnitudes do, so that the tables of cpu/encode.h for the 128 magnitudes of a binade
-// are those for all.
-template <int kLargest>
-class TileEncoder<bf16, kLargest> {
- public:
-  // For that many elements in all: few are not worth tables.
-  explicit TileEncoder(int64_t elements) : tables_(elements >= kWorthTables ? &tables() : nullptr) {}
-
-  void divide(e4m3* to, const bf16* from, int64_t n, float largest, float scale) const {
-    if (!(tables_ && largest > kLeast && largest < kMost)) return quantise(to, 1, from, 1, n, scale);
-    const uint32_t bits = __builtin_bit_cast(uint32_t, largest);
-    tables_->encoders[bits >> 16 & 127].scaled(to, from, n, static_cast<int>(bits >> 23) - 127);
-  }
-  void divide_by_power_of_two(e4m3* to, const bf16* from, int64_t n, float scale) const {
-    if (!(tables_ && scale > kLeast && scale < kMost)) {
-      const float reciprocal = 1.0f / scale;
-      return convert(to, 1, from, 1, n, [=](auto x) { return x * reciprocal; });
-    }
-    tables_->one.scaled(to, from, n, static_cast<int>(__builtin_bit_cast(uint32_t, scale) >> 23) - 127);
-  }
 
  private:
-  static constexpr int64_t kWorthTables = 1 << 18;
-  static constexpr float kLeast = 0x1p-80f, kMost = 0x1p80f;
-
-  struct Tables {
-    Encoder<bf16, e4m3> one{1.0f, kWorthTables};
-    std::vector<Encoder<bf16, e4m3>> encoders;
-    Tables() {
-      for (uint32_t i = 0; i < 128; ++i)
-        encoders.emplace_back(to_float(bf16{static_cast<uint16_t>(0x3f80 + i)}) / kLargest, kWorthTables);
-    }
-  };
-  // Made once, in a third of a millisecond.
-  static const Tables& tables() {
-    static const Tables tables;
-    return tables;
-  }
-
-  const Tables* tables_;
+  TileEncoder<T, Divided<e4m3>, kLargest> encoder_;
 };
-#endif
 
 }  // namespace pykv::PYKV_ISA

@@ -29,25 +29,14 @@ void store_by_rule(const Rule& rule, Code* to, const T* from, int64_t n) {
   if (i < n) rule.store(to + i, load(from + i, n - i), n - i);
 }
 
-template <class T, class Code, class Rule>
-void store_pair_by_rule(const Rule& rule, Code* to, Pair<T> v, int64_t count) {
-  const Pair<float> neighbours = in_memory_order(rounded(v));
-  rule.store(to, neighbours.x, count < kWidth ? count : kWidth);
-  if (count > kWidth) rule.store(to + kWidth, neighbours.y, count - kWidth);
-}
-
 template <class T, class Code, class Rule = Divided<Code>>
 class Encoder {
  public:
   // For that many elements in all: few are not worth tables.
   Encoder(float scale, int64_t) : rule_{scale} {}
 
-  void operator()(Code* to, const T* from, int64_t n) const { store_by_rule(rule_, to, from, n); }
-  // f(store) once, for a store(to, pair, count, past) of R_T(pair): what is the same for all pairs is decided before.
-  template <class F>
-  void visit(F f) const {
-    f([this](Code* to, Pair<T> v, int64_t count, bool) { store_pair_by_rule(rule_, to, v, count); });
-  }
+  void operator()(Code* to, const T* from, int64_t n, bool = false) const { store_by_rule(rule_, to, from, n); }
+  static constexpr bool tables() { return false; }
 
  private:
   Rule rule_;
@@ -60,35 +49,17 @@ class Encoder<T, Code, Rule> {
  public:
   Encoder(float scale, int64_t elements) : scale_(scale), rule_{scale}, tables_(elements >= kWorthTables && build()) {}
 
-  void operator()(Code* to, const T* from, int64_t n) const {
+  void operator()(Code* to, const T* from, int64_t n, bool past = false) const {
     if (!tables_) return store_by_rule(rule_, to, from, n);
-    int64_t i = 0;
-    for (; i + 32 <= n; i += 32)
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), look_up(_mm512_loadu_si512(from + i)));
-    store_by_rule(rule_, to + i, from + i, n - i);
+    convert(to, from, n, past, [](__m512i magnitude) { return magnitude; });
   }
 
-  template <class F>
-  void visit(F f) const {
-    const auto by_rule = [this](Code* to, Pair<T> v, int64_t count, bool) { store_pair_by_rule(rule_, to, v, count); };
-    if (!tables_) return f(by_rule);
-    f([this, by_rule](Code* to, Pair<T> v, int64_t count, bool past) {
-      if (count < kPair) return by_rule(to, v, count, past);
-      store_raw(to, look_up(__builtin_bit_cast(__m512i, packed(v))), past);
-    });
-  }
-
-  // Of elements divided by the scale times 2^power, if tables(); 32 or a multiple of them, none of which is infinite or has
-  // a quotient above the largest code's.
-  void scaled(Code* to, const T* from, int64_t n, int power) const {
+  // Of elements divided by the scale times 2^power, if tables(): none is infinite.
+  void scaled(Code* to, const T* from, int64_t n, int power, bool past = false) const {
     const __m512i less = _mm512_set1_epi16(static_cast<int16_t>(power > 0 ? power << kMantissa : 0));
     const __m512i more = _mm512_set1_epi16(static_cast<int16_t>(power < 0 ? -power << kMantissa : 0));
-    for (int64_t i = 0; i < n; i += 32) {
-      const __m512i bits = _mm512_loadu_si512(from + i);
-      const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
-      const __m512i quotient = _mm512_adds_epu16(_mm512_subs_epu16(magnitude, less), more);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), look_up(bits, magnitude, quotient));
-    }
+    convert(to, from, n, past,
+            [=](__m512i magnitude) { return _mm512_adds_epu16(_mm512_subs_epu16(magnitude, less), more); });
   }
   bool tables() const { return tables_; }
 
@@ -101,6 +72,25 @@ class Encoder<T, Code, Rule> {
   static constexpr int kNormalPart = kMantissa - 5, kSmallPart = kMantissa - 3;  // log2 of the bits' values in a part
   static constexpr uint16_t kInfinity = ((1u << (15 - kMantissa)) - 1u) << kMantissa;
   static constexpr uint8_t kLargestCode = __is_same(Code, e4m3) ? 0x7e : 0x7b;
+
+  // Bounds in every lane; the d of normal codes and of those below.
+  struct Tables {
+    __m512i top, bottom, least_normal, normal, small[2];
+  };
+
+  // quotient_of: of the bits of a magnitude those of its quotient by the scale.
+  template <class QuotientOf>
+  void convert(Code* to, const T* from, int64_t n, bool past, QuotientOf quotient_of) const {
+    const Tables tables = table_;  // which no store can change
+    for (int64_t i = 0; i < n; i += kPair) {
+      T some[kPair];
+      const T* at = from + i;
+      if (n - i < kPair) load_first(some, at, n - i), at = some;
+      const __m512i bits = _mm512_loadu_si512(at);
+      const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
+      store_codes(to + i, look_up(tables, bits, magnitude, quotient_of(magnitude)), n - i, past);
+    }
+  }
 
   uint8_t code_of(uint32_t bits) const { return rule_.code(to_float(T{static_cast<uint16_t>(bits)})).bits; }
 
@@ -140,36 +130,38 @@ class Encoder<T, Code, Rule> {
     constexpr uint32_t kBinade = 1u << kMantissa;
     // the first binade of T that has only quotients above the least normal one (which smaller ones too are rounded to)
     const uint32_t normal = (least_with((1u << kCodeMantissa) + 1u) + kBinade - 1u) & ~(kBinade - 1u);
-    top_ = least_with(kLargestCode);
-    if (normal + kBinade > top_ || top_ >= kInfinity) return false;
+    const uint32_t top = least_with(kLargestCode);
+    if (normal + kBinade > top || top >= kInfinity) return false;
     // of the 64 parts below, the first has zeros alone
     constexpr uint32_t kParts = 64u << kSmallPart;
-    bottom_ = normal > kParts ? normal - kParts : 0u;
-    if (bottom_ > 0 && code_of(bottom_) != 0) return false;
-    normal_ = normal;
+    const uint32_t bottom = normal > kParts ? normal - kParts : 0u;
+    if (bottom > 0 && code_of(bottom) != 0) return false;
     uint16_t d[64] = {};
     for (uint32_t i = 0; i < 32; ++i)
       if (!find_shift(normal + (i << kNormalPart), kNormalPart, d + i)) return false;
-    table_ = _mm512_loadu_si512(d);
-    for (uint32_t begin = bottom_; begin < normal; begin += 1u << kSmallPart)
+    table_.normal = _mm512_loadu_si512(d);
+    for (uint32_t begin = bottom; begin < normal; begin += 1u << kSmallPart)
       if (!find_shift(begin, kSmallPart, d + (begin >> kSmallPart & 63u))) return false;
-    small_[0] = _mm512_loadu_si512(d);
-    small_[1] = _mm512_loadu_si512(d + 32);
+    table_.small[0] = _mm512_loadu_si512(d);
+    table_.small[1] = _mm512_loadu_si512(d + 32);
+    table_.top = _mm512_set1_epi16(static_cast<int16_t>(top));
+    table_.bottom = _mm512_set1_epi16(static_cast<int16_t>(bottom));
+    table_.least_normal = _mm512_set1_epi16(static_cast<int16_t>(normal));
     return true;
   }
 
-  __m256i look_up(__m512i bits) const {
+  static __m256i look_up(const Tables& tables, __m512i bits) {
     const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
-    return look_up(bits, magnitude, magnitude);
+    return look_up(tables, bits, magnitude, magnitude);
   }
 
   // The codes of `quotient`, with the signs of `bits`; NaN is known by its magnitude.
-  __m256i look_up(__m512i bits, __m512i magnitude, __m512i quotient) const {
-    const __m512i within =
-        _mm512_max_epu16(_mm512_min_epu16(quotient, _mm512_set1_epi16(top_)), _mm512_set1_epi16(bottom_));
-    const __m512i small = _mm512_permutex2var_epi16(small_[0], _mm512_srli_epi16(within, kSmallPart), small_[1]);
-    const __m512i d = _mm512_mask_permutexvar_epi16(small, _mm512_cmpge_epu16_mask(within, _mm512_set1_epi16(normal_)),
-                                                    _mm512_srli_epi16(within, kNormalPart), table_);
+  static __m256i look_up(const Tables& tables, __m512i bits, __m512i magnitude, __m512i quotient) {
+    const __m512i within = _mm512_max_epu16(_mm512_min_epu16(quotient, tables.top), tables.bottom);
+    const __m512i small =
+        _mm512_permutex2var_epi16(tables.small[0], _mm512_srli_epi16(within, kSmallPart), tables.small[1]);
+    const __m512i d = _mm512_mask_permutexvar_epi16(small, _mm512_cmpge_epu16_mask(within, tables.least_normal),
+                                                    _mm512_srli_epi16(within, kNormalPart), tables.normal);
     __m512i code = _mm512_srli_epi16(_mm512_add_epi16(within, d), kDrop);
     const __mmask32 nan = _mm512_cmpgt_epu16_mask(magnitude, _mm512_set1_epi16(kInfinity));
     if constexpr (Rule::kNanHasSign) code = _mm512_mask_mov_epi16(code, nan, _mm512_set1_epi16(Rule::kNan));
@@ -181,8 +173,7 @@ class Encoder<T, Code, Rule> {
 
   float scale_;
   Rule rule_;
-  uint16_t top_, bottom_, normal_;
-  __m512i table_, small_[2];
+  Tables table_;
   bool tables_;
 };
 #endif

@@ -130,7 +130,7 @@ inline PairHalfwords packed(Pair<bf16> v) {
   const __m512i decides = _mm512_ternarylogic_epi32(lower, upper, _mm512_set1_epi16(1), 0xf8);
   const __mmask32 number = _mm512_cmple_epu16_mask(_mm512_add_epi16(upper, upper), _mm512_set1_epi16(-0x100));
   const __mmask32 more = _mm512_mask_cmpgt_epu16_mask(number, decides, _mm512_set1_epi16(-0x8000));
-  return __builtin_bit_cast(PairHalfwords, _mm512_mask_sub_epi16(upper, more, upper, _mm512_set1_epi16(-1)));
+  return __builtin_bit_cast(PairHalfwords, _mm512_mask_add_epi16(upper, more, upper, _mm512_set1_epi16(1)));
 #else
   const auto upper = __builtin_bit_cast(PairHalfwords, even >> 16 | (odd & 0xffff0000u));
   const auto lower = __builtin_bit_cast(PairHalfwords, (even & 0xffffu) | odd << 16);
@@ -165,6 +165,15 @@ inline void store_raw(void* to, V v, bool past) {
   __builtin_memcpy(to, &v, sizeof(v));
 }
 
+#if defined(__AVX512BW__)
+// The first `count` of 32 one-byte codes.
+template <class Code>
+inline void store_codes(Code* to, __m256i codes, int64_t count, bool past) {
+  if (count >= kPair) return store_raw(to, codes, past);
+  _mm256_mask_storeu_epi8(to, _bzhi_u32(~uint32_t{}, static_cast<uint32_t>(count)), codes);
+}
+#endif
+
 template <class T, class E>
 inline void store_whole_pair(E* to, Pair<T> v, bool past = false) {
   if constexpr (kAlternating<T> && __is_same(E, bf16)) {
@@ -185,12 +194,41 @@ inline void store_whole_pair(E* to, Pair<T> v, bool past = false) {
   }
 }
 
-// The first `count` (0 ... kPair) elements; the others are zero, their memory is not touched.
+// The first `count` elements of an array of kPair, and back; the others are zero, their memory is not touched.
+template <class E>
+inline void load_first(E (&to)[kPair], const E* from, int64_t count) {
+#if defined(__AVX512BW__)
+  int64_t bytes = count * static_cast<int64_t>(sizeof(E));
+  for (size_t at = 0; at < sizeof to; at += 64, bytes -= 64) {
+    const __mmask64 inside = _bzhi_u64(~uint64_t{}, static_cast<uint32_t>(bytes > 0 ? bytes : 0));
+    _mm512_storeu_si512(reinterpret_cast<char*>(to) + at,
+                        _mm512_maskz_loadu_epi8(inside, reinterpret_cast<const char*>(from) + at));
+  }
+#else
+  __builtin_memset(to, 0, sizeof to);
+  __builtin_memcpy(to, from, static_cast<size_t>(count) * sizeof(E));
+#endif
+}
+template <class E>
+inline void store_first(E* to, const E (&from)[kPair], int64_t count) {
+#if defined(__AVX512BW__)
+  int64_t bytes = count * static_cast<int64_t>(sizeof(E));
+  for (size_t at = 0; at < sizeof from; at += 64, bytes -= 64) {
+    const __mmask64 inside = _bzhi_u64(~uint64_t{}, static_cast<uint32_t>(bytes > 0 ? bytes : 0));
+    _mm512_mask_storeu_epi8(reinterpret_cast<char*>(to) + at, inside,
+                            _mm512_loadu_si512(reinterpret_cast<const char*>(from) + at));
+  }
+#else
+  __builtin_memcpy(to, from, static_cast<size_t>(count) * sizeof(E));
+#endif
+}
+
 template <class T, class E>
 inline Pair<T> load_pair(const E* from, int64_t count) {
+  static_assert(sizeof(E) > 1);
   if (count >= kPair) return load_pair<T>(from);
-  E padded[kPair] = {};
-  __builtin_memcpy(padded, from, static_cast<size_t>(count) * sizeof(E));
+  E padded[kPair];
+  load_first(padded, from, count);
   return load_pair<T>(padded);
 }
 template <class T, class E>
@@ -198,7 +236,7 @@ inline void store_pair(E* to, Pair<T> v, int64_t count, bool past = false) {
   if (count >= kPair) return store_whole_pair(to, v, past);
   E padded[kPair];
   store_whole_pair(padded, v);
-  __builtin_memcpy(to, padded, static_cast<size_t>(count) * sizeof(E));
+  store_first(to, padded, count);
 }
 
 template <class E>
@@ -235,22 +273,52 @@ inline Pair<T> rounded(Pair<T> v) {
   });
 }
 
-// body(i, count) for pairs that cover elements begin ... end; only the last may count less than kPair of them.  Flattened,
-// since calls would hand pairs over in memory.
+// next(state, i, count) becomes the state, for pairs that cover elements begin ... end; only the last may count less than
+// kPair of them.  Flattened, since calls would hand pairs over in memory; `next` is a copy, so that what it has taken by
+// value stays in registers, where stores to anywhere cannot have changed it.
+template <class State, class Next>
+[[gnu::flatten]] inline State fold_pairs(int64_t begin, int64_t end, State state, const Next next) {
+  int64_t i = begin;
+  for (; i + kPair <= end; i += kPair) state = next(state, i, int64_t{kPair});
+  if (i < end) state = next(state, i, end - i);
+  return state;
+}
 template <class Body>
-[[gnu::flatten]] inline void each_pair(int64_t begin, int64_t end, Body&& body) {
+[[gnu::flatten]] inline void each_pair(int64_t begin, int64_t end, const Body body) {
   int64_t i = begin;
   for (; i + kPair <= end; i += kPair) body(i, int64_t{kPair});
   if (i < end) body(i, end - i);
 }
 
-// n elements that fill(To* to, int64_t first, int64_t count, bool past) works out in pairs: where they are streamed and
-// have lines of their own, stores go past the caches at once, between the arithmetic; else by way of the writer.
+// n elements that fill(To* to, int64_t first, int64_t count, bool past) works out in pairs.  Where they are streamed, stores of
+// whole lines go past the caches at once, between the arithmetic; what neighbours share a line with, by way of the writer.
 template <class To, class Fill>
 inline void write_pairs(LineWriter& writer, To* to, int64_t n, bool streamed, Fill&& fill) {
-  const bool own = (reinterpret_cast<uintptr_t>(to) | (static_cast<uintptr_t>(n) * sizeof(To))) % kLine == 0;
-  if (streamed && own) return fill(to, int64_t{0}, n, true);
-  writer.fill(to, n, [&](To* at, int64_t first, int64_t count) { fill(at, first, count, false); });
+  constexpr int64_t kSize = sizeof(To), kStep = kPair > kLine / kSize ? kPair : kLine / kSize;
+  if (!streamed) return fill(to, int64_t{0}, n, false);
+  const int64_t before = (-reinterpret_cast<intptr_t>(to) & (kLine - 1)) / kSize, head = before < n ? before : n;
+  const int64_t whole = (n - head) / kStep * kStep, tail = head + whole;
+  const auto by_writer = [&](int64_t begin, int64_t end) {
+    writer.fill(to + begin, end - begin,
+                [&](To* at, int64_t first, int64_t count) { fill(at, begin + first, count, false); });
+  };
+  if (head > 0) by_writer(0, head);
+  if (whole > 0) fill(to + head, head, whole, true);
+  if (tail < n) by_writer(tail, n);
+}
+
+// n elements that fill(T* to, int64_t first, int64_t count) works out and then(to, const T* from, int64_t count) makes others of,
+// some at a time: a processor does not look so far ahead that it could begin enough pairs before the first one has gone
+// through both steps.
+template <class T, class To, class Fill, class Then>
+inline void in_two_steps(To* to, int64_t n, const Fill& fill, const Then& then) {
+  constexpr int64_t kSome = 1024;
+  alignas(64) T buffer[kSome];
+  for (int64_t first = 0; first < n; first += kSome) {
+    const int64_t count = n - first < kSome ? n - first : kSome;
+    fill(buffer, first, count);
+    then(to + first, static_cast<const T*>(buffer), count);
+  }
 }
 
 }  // namespace pykv::PYKV_ISA

@@ -3,6 +3,7 @@
 // Unlike in a KV cache (cpu/float16.h), NaN becomes the largest number (E4M3) or 0 (int8).
 #pragma once
 
+#include "cpu/divisor.h"
 #include "cpu/pairs.h"
 
 namespace pykv::PYKV_ISA {
@@ -38,9 +39,7 @@ inline void store_quantised(Code* to, Pair<T> v, int64_t count, [[maybe_unused]]
     const __m512i both =
         _mm512_mask_blend_epi16(0xaaaaaaaa, __builtin_bit_cast(__m512i, even), __builtin_bit_cast(__m512i, odd << 16));
     const __m256i codes = _mm512_maskz_cvtepi16_epi8(~__mmask32{}, both);
-    if (count >= kPair) return store_raw(to, codes, past);
-    __builtin_memcpy(to, &codes, static_cast<size_t>(count));
-    return;
+    return store_codes(to, codes, count, past);
   }
 #endif
   const Pair<float> neighbours = in_memory_order(v);
@@ -48,32 +47,10 @@ inline void store_quantised(Code* to, Pair<T> v, int64_t count, [[maybe_unused]]
   if (count > kWidth) store_quantised(to + kWidth, neighbours.y, count - kWidth);
 }
 
-// v / scale, for many v that are at most `largest` (or NaN): the quotient itself, without dividing.  v times the inverse
-// is next to it, and what is missing (exact) times the inverse decides (Markstein's theorem).  That is for numbers that
-// neither overflow nor underflow on the way; other scales divide.
-class Divisor {
- public:
-  Divisor(float scale, float largest)
-      : scale_(scale), inverse_(1.0f / scale), tame_(scale > 0x1p-40f && scale < 0x1p40f && largest < 0x1p80f) {}
-
-  friend Floats operator/(Floats v, const Divisor& by) {
-#if defined(__FMA__)
-    if (by.tame_) {
-      const Floats near = v * by.inverse_;
-      return (v - near * by.scale_) * by.inverse_ + near;
-    }
-#endif
-    return v / by.scale_;
-  }
-  template <class T>
-  friend Pair<T> operator/(Pair<T> v, const Divisor& by) {
-    return {v.x / by, v.y / by};
-  }
-
- private:
-  float scale_, inverse_;
-  bool tame_;
-};
+template <class T>
+inline Pair<T> operator/(Pair<T> v, const Divisor& by) {
+  return {v.x / by, v.y / by};
+}
 
 // The rule of static scales (cpu/encode.h): times the inverse of the scale.
 struct TimesInverse {
@@ -87,6 +64,19 @@ struct TimesInverse {
     return from_float<e4m3>(y < 448.0f ? y : 448.0f);
   }
   void store(e4m3* to, Floats v, int64_t count) const { store_quantised(to, v * inverse, count); }
+};
+
+// That of scales that are made of what they divide.
+struct ByLargest {
+  static constexpr uint8_t kNan = 0x7e;
+  static constexpr bool kNanHasSign = false;
+  float scale;
+
+  e4m3 code(float v) const {
+    const float y = v / scale;
+    return from_float<e4m3>(y < 448.0f ? y : 448.0f);
+  }
+  void store(e4m3* to, Floats v, int64_t count) const { store_quantised(to, v / scale, count); }
 };
 
 }  // namespace pykv::PYKV_ISA

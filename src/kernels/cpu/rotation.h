@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/rotation.h"
-#include "cpu/simd.h"
+#include "cpu/pairs.h"
 
 namespace pykv::PYKV_ISA {
 
@@ -44,7 +44,14 @@ struct TurnIn {
   }
 };
 
-// Rotates one token after another: widens its cosines and sines once, for all of its heads.
+// The elements of a head, as they are.
+template <class T>
+struct Elements {
+  const T* head;
+  Pair<T> operator()(int64_t i, int64_t count) const { return load_pair<T>(head + i, count); }
+};
+
+// Rotates one token after another: brings its cosines and sines into the order of pairs once, for all of its heads.
 template <class T, class Turn = TurnInFloat>
 class TokenRotator {
  public:
@@ -52,7 +59,7 @@ class TokenRotator {
       : rotation_(rotation),
         report_(report),
         half_(rotation.rotary_dim / 2),
-        angles_(2 * ((half_ + kWidth - 1) / kWidth * kWidth)),
+        angles_(2 * ((half_ + kPair - 1) / kPair * kPair)),
         cosines_(angles_.data()),
         sines_(cosines_ + angles_.size() / 2) {}
 
@@ -73,8 +80,10 @@ class TokenRotator {
   // The angles of a position, if there are any.
   bool take_angles(int64_t position) {
     if (!is_inside(position)) return false;
-    widen(cosines_, position * rotation_.cache_stride, 1.0f);
-    widen(sines_, position * rotation_.cache_stride + half_, rotation_.inverse ? -1.0f : 1.0f);
+    dispatch<float, f16, bf16>(rotation_.cache_dtype, [&]<class C>() {
+      const C* row = static_cast<const C*>(rotation_.cos_sin_cache) + position * rotation_.cache_stride;
+      keep_angles(row, row + half_);
+    });
     return true;
   }
 
@@ -82,85 +91,86 @@ class TokenRotator {
   template <class PositionOf>
   void gather_angles(PositionOf position_of) {
     dispatch<float, f16, bf16>(rotation_.cache_dtype, [&]<class C>() {
+      gathered_.resize(2 * half_);
       for (int64_t i = 0; i < half_; ++i) {
         const C* row = static_cast<const C*>(rotation_.cos_sin_cache) + position_of(i) * rotation_.cache_stride;
-        cosines_[i] = to_float(row[i]);
-        sines_[i] = rotation_.inverse ? -to_float(row[half_ + i]) : to_float(row[half_ + i]);
+        gathered_[i] = to_float(row[i]);
+        gathered_[half_ + i] = to_float(row[half_ + i]);
       }
     });
+    keep_angles(gathered_.data(), gathered_.data() + half_);
   }
 
-  // The heads of token (b, s), by the angles that were taken.
-  void rotate(const RotaryHeads& heads, int64_t b, int64_t s) const {
-    T* const token = static_cast<T*>(heads.data) + b * heads.batch + s * heads.token;
-    for (int64_t h = 0; h < heads.num_heads; ++h) {
-      if (rotation_.is_neox) {
-        rotate_neox(token + h * heads.head);
-      } else {
-        rotate_gptj(token + h * heads.head);
-      }
+  // The heads of token (b, s), by the angles that were taken.  Flattened: a head alone is not worth a call.
+  [[gnu::flatten]] void rotate(const RotaryHeads& heads, int64_t b, int64_t s) const {
+    T* head = static_cast<T*>(heads.data) + b * heads.batch + s * heads.token;
+    for (int64_t h = 0; h < heads.num_heads; ++h, head += heads.head) rotate(head, Elements<T>{head});
+  }
+
+  // What load(i, count) gives of the elements of a head, turned, to `head`.
+  template <class Load>
+  void rotate(T* head, const Load& load) const {
+    if (rotation_.is_neox) {
+      rotate_neox(head, load);
+    } else {
+      rotate_gptj(head, load);
     }
   }
 
  private:
-  using Lanes = int32_t __attribute__((vector_size(4 * kWidth)));
+  // Neighbouring pairs (GPT-J) of alternating elements fall apart into what is turned.
+  static constexpr bool kApart = kAlternating<T>;
 
-  // Lane i of the result is lane first + 2 i of a and b laid side by side.
-  static Floats every_other(Floats a, Floats b, int first) {
-    Lanes lanes;
-    for (int i = 0; i < kWidth; ++i) lanes[i] = first + 2 * i;
-    return __builtin_shuffle(a, b, lanes);
-  }
-  // Lanes of a and b in turn, from lane `first` on.
-  static Floats interleaved(Floats a, Floats b, int first) {
-    Lanes lanes;
-    for (int i = 0; i < kWidth; ++i) lanes[i] = first + i / 2 + i % 2 * kWidth;
-    return __builtin_shuffle(a, b, lanes);
+  // Half a row of the cache each, padded with zeros to whole pairs: in the order of T where halves of a head are turned, as
+  // in memory where neighbours are.
+  template <class C>
+  void keep_angles(const C* cosines, const C* sines) {
+    const float sign = rotation_.inverse ? -1.0f : 1.0f;
+    const auto keep = [this](float* to, const C* from, float sign) {
+      each_pair(0, half_, [=, neox = rotation_.is_neox](int64_t i, int64_t count) {
+        Floats x, y;
+        if (neox) {
+          const Pair<T> v = load_pair<T>(from + i, count);
+          x = v.x, y = v.y;
+        } else {
+          const Pair<float> v = load_pair<float>(from + i, count);
+          x = v.x, y = v.y;
+        }
+        store(to + i, Turn::angles(sign * x));
+        store(to + i + kWidth, Turn::angles(sign * y));
+      });
+    };
+    keep(cosines_, cosines, 1.0f);
+    keep(sines_, sines, sign);
   }
 
-  // Half a row of the cache as floats, padded with zeros to whole vectors.
-  void widen(float* to, int64_t first, float sign) const {
-    dispatch<float, f16, bf16>(rotation_.cache_dtype, [&]<class C>() {
-      const C* row = static_cast<const C*>(rotation_.cos_sin_cache) + first;
-      for (int64_t i = 0; i < half_; i += kWidth) store(to + i, Turn::angles(sign * load(row + i, half_ - i)));
+  template <class Load>
+  void rotate_neox(T* head, const Load& load) const {
+    each_pair(0, half_, [=, half = half_, cosines = cosines_, sines = sines_](int64_t i, int64_t count) {
+      Pair<T> x = load(i, count), y = load(half + i, count);
+      Turn()(x.x, y.x, PYKV_ISA::load(cosines + i), PYKV_ISA::load(sines + i));
+      Turn()(x.y, y.y, PYKV_ISA::load(cosines + i + kWidth), PYKV_ISA::load(sines + i + kWidth));
+      store_pair(head + i, x, count);
+      store_pair(head + half + i, y, count);
     });
   }
 
-  void rotate_neox(T* head) const {
-    const auto rotate_vector = [&](int64_t i, int64_t count) {
-      Floats x = load(head + i, count), y = load(head + half_ + i, count);
-      Turn()(x, y, load(cosines_ + i), load(sines_ + i));
-      store(head + i, x, count);
-      store(head + half_ + i, y, count);
-    };
-    int64_t i = 0;
-    for (; i + kWidth <= half_; i += kWidth) rotate_vector(i, kWidth);
-    if (i < half_) rotate_vector(i, half_ - i);
-  }
-
-  // kWidth pairs side by side in memory, from frequency i on.
-  void rotate_pairs(T* pairs, int64_t i) const {
-    const Floats a = load(pairs), b = load(pairs + kWidth);
-    Floats x = every_other(a, b, 0), y = every_other(a, b, 1);
-    Turn()(x, y, load(cosines_ + i), load(sines_ + i));
-    store(pairs, interleaved(x, y, 0));
-    store(pairs + kWidth, interleaved(x, y, kWidth / 2));
-  }
-
-  void rotate_gptj(T* head) const {
-    int64_t i = 0;
-    for (; i + kWidth <= half_; i += kWidth) rotate_pairs(head + 2 * i, i);
-    if (i == half_) return;
-    T last[2 * kWidth] = {};
-    std::copy(head + 2 * i, head + 2 * half_, last);
-    rotate_pairs(last, i);
-    std::copy(last, last + 2 * (half_ - i), head + 2 * i);
+  template <class Load>
+  void rotate_gptj(T* head, const Load& load) const {
+    each_pair(0, 2 * half_, [=, cosines = cosines_, sines = sines_](int64_t i, int64_t count) {
+      const Pair<T> given = load(i, count);
+      Floats x = given.x, y = given.y;
+      if constexpr (!kApart) x = every_other(given.x, given.y, 0), y = every_other(given.x, given.y, 1);
+      Turn()(x, y, PYKV_ISA::load(cosines + i / 2), PYKV_ISA::load(sines + i / 2));
+      const Pair<T> turned = kApart ? Pair<T>{x, y} : Pair<T>{in_turn(x, y, 0), in_turn(x, y, kWidth / 2)};
+      store_pair(head + i, turned, count);
+    });
   }
 
   const Rotation& rotation_;
   const Reporter report_;
   const int64_t half_;
-  std::vector<float> angles_;
+  std::vector<float> angles_, gathered_;
   float *const cosines_, *const sines_;
 };
 

@@ -15,7 +15,6 @@ struct ScaledAndShifted {
   ScaledAndShifted(const LayerNormArgs& args, int64_t row)
       : out(row_at<T>(args.out, args.out_rows, row)), weights(args.weights, 1.0f), bias(args.bias, 0.0f) {}
   Pair<T> scaled(int64_t i, Pair<T> v, int64_t count) const { return v * weights(i, count) + bias(i, count); }
-  void store(T* to, Pair<T> v, int64_t count, bool past) const { store_pair(to, v, count, past); }
 };
 
 }  // namespace

@@ -16,7 +16,6 @@ struct Scaled {
   Scaled(const RmsNormArgs& args, int64_t row)
       : out(row_at<T>(args.out, args.out_rows, row)), weights(args.weights, 1.0f), offset(args.weight_offset) {}
   Pair<T> scaled(int64_t i, Pair<T> v, int64_t count) const { return v * (weights(i, count) + offset); }
-  void store(T* to, Pair<T> v, int64_t count, bool past) const { store_pair(to, v, count, past); }
 };
 
 }  // namespace

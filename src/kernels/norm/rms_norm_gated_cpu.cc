@@ -14,32 +14,19 @@ Pair<T> gated(Pair<T> x, Pair<T> gate) {
   return x * (kGate == Gate::kSigmoid ? logistic(gate) : silu(gate));
 }
 
-// Where a group begins: its row, and its first element there.
 template <class T>
-struct Group {
-  T* input;
+const T* gate_of(const RmsNormGatedArgs& args, int64_t row) {
+  return args.gate ? row_at<T>(args.gate, args.gate_rows, row) : nullptr;
+}
+
+template <class T>
+struct PlainInput : Input<T> {
   const T* gate;
-  T* out;
-  int64_t begin;
-
-  Group(const RmsNormGatedArgs& args, int64_t group) {
-    const int64_t row = group / args.groups;
-    begin = group % args.groups * args.hidden_size;
-    input = row_at<T>(args.input, args.input_rows, row) + begin;
-    gate = args.gate ? row_at<T>(args.gate, args.gate_rows, row) + begin : nullptr;
-    out = row_at<T>(args.out, args.out_rows, row) + begin;
-  }
-};
-
-template <class T>
-struct PlainInput : Group<T> {
-  static constexpr bool kKeeps = false;
-  PlainInput(const RmsNormGatedArgs& args, int64_t group, float*) : Group<T>(args, group) {}
-  Pair<T> first(int64_t i, int64_t count) const { return load_pair<T>(this->input + i, count); }
-  Pair<T> again(int64_t i, int64_t count) const { return first(i, count); }
+  PlainInput(const RmsNormGatedArgs& args, int64_t row, float* values)
+      : Input<T>(args, row, values), gate(gate_of<T>(args, row)) {}
   void prefetch_at(int64_t i) const {
-    prefetch_pair(this->input + i);
-    if (this->gate) prefetch_pair(this->gate + i);
+    Input<T>::prefetch_at(i);
+    if (gate) prefetch_pair(gate + i);
   }
 };
 
@@ -49,38 +36,39 @@ struct GatedInput : PlainInput<T> {
   static constexpr bool kKeeps = true;
   float* kept;
 
-  GatedInput(const RmsNormGatedArgs& args, int64_t group, float* kept) : PlainInput<T>(args, group, kept), kept(kept) {}
+  GatedInput(const RmsNormGatedArgs& args, int64_t row, float* kept) : PlainInput<T>(args, row, kept), kept(kept) {}
   Pair<T> first(int64_t i, int64_t count) const {
     const Pair<T> v = gated<kGate>(load_pair<T>(this->input + i, count), load_pair<T>(this->gate + i, count));
-    store(kept + i, v.x);
-    store(kept + i + kWidth, v.y);
+    store_pair(kept + i, v, count);
     return v;
   }
-  Pair<T> again(int64_t i, int64_t) const { return {load(kept + i), load(kept + i + kWidth)}; }
+  Pair<T> again(int64_t i, int64_t count) const { return load_pair<T>(kept + i, count); }
 };
 
 template <class T, Gate kGate>
-struct Grouped : Group<T> {
+struct Gated {
   using Element = T;
   static constexpr bool kByLargest = false;
+  T* out;
+  const T* gate;
   Weights<T> weights;
 
-  Grouped(const RmsNormGatedArgs& args, int64_t group) : Group<T>(args, group), weights(args.weights, 1.0f) {}
+  Gated(const RmsNormGatedArgs& args, int64_t row)
+      : out(row_at<T>(args.out, args.out_rows, row)), gate(gate_of<T>(args, row)), weights(args.weights, 1.0f) {}
   Pair<T> scaled(int64_t i, Pair<T> v, int64_t count) const {
-    v = v * weights(this->begin + i, count);
-    if constexpr (kGate != Gate::kNone) v = gated<kGate>(v, load_pair<T>(this->gate + i, count));
+    v = v * weights(i, count);
+    if constexpr (kGate != Gate::kNone) v = gated<kGate>(v, load_pair<T>(gate + i, count));
     return v;
   }
-  void store(T* to, Pair<T> v, int64_t count, bool past) const { store_pair(to, v, count, past); }
 };
 
 template <class T, Gate kBefore, Gate kAfter>
 void run(const RmsNormGatedArgs& args) {
-  const auto grouped = [&](int64_t group) { return Grouped<T, kAfter>(args, group); };
+  const auto result = [&](int64_t row) { return Gated<T, kAfter>(args, row); };
   if constexpr (kBefore == Gate::kNone) {
-    norm_rows<PlainInput<T>>(args, grouped);
+    norm_rows<PlainInput<T>>(args, result);
   } else {
-    norm_rows<GatedInput<T, kBefore>>(args, grouped);
+    norm_rows<GatedInput<T, kBefore>>(args, result);
   }
 }
 

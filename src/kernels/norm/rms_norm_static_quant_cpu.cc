@@ -7,17 +7,19 @@
 namespace pykv::PYKV_ISA {
 namespace {
 
-template <class T, class Store>
+template <class T>
 struct Codes {
   using Element = e4m3;
+  using Kept = T;
   static constexpr bool kByLargest = false;
-  const Store& store;  // see Encoder::visit
+  const Encoder<T, e4m3, TimesInverse>& encoder;
   e4m3* out;
   Weights<T> weights;
 
-  Codes(const Store& store, const RmsNormStaticQuantArgs& args, int64_t row)
-      : store(store), out(row_at<e4m3>(args.out, args.out_rows, row)), weights(args.weights, 1.0f) {}
+  Codes(const Encoder<T, e4m3, TimesInverse>& encoder, const RmsNormStaticQuantArgs& args, int64_t row)
+      : encoder(encoder), out(row_at<e4m3>(args.out, args.out_rows, row)), weights(args.weights, 1.0f) {}
   Pair<T> scaled(int64_t i, Pair<T> v, int64_t count) const { return v * weights(i, count); }
+  void encode(e4m3* to, const T* from, int64_t n, bool past) const { encoder(to, from, n, past); }
 };
 
 }  // namespace
@@ -25,14 +27,12 @@ struct Codes {
 void rms_norm_static_quant_cpu(const RmsNormStaticQuantArgs& args, const Launch&) {
   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
     const Encoder<T, e4m3, TimesInverse> encoder(args.scale, args.num_rows * args.hidden_size);
-    encoder.visit([&]<class Store>(const Store& store) {
-      const auto codes = [&](int64_t row) { return Codes<T, Store>(store, args, row); };
-      if (args.residual) {
-        norm_rows<WithResidual<T, T, true>>(args, codes);
-      } else {
-        norm_rows<Input<T>>(args, codes);
-      }
-    });
+    const auto codes = [&](int64_t row) { return Codes<T>(encoder, args, row); };
+    if (args.residual) {
+      norm_rows<WithResidual<T, T, true>>(args, codes);
+    } else {
+      norm_rows<Input<T>>(args, codes);
+    }
   });
 }
 

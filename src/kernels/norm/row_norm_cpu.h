@@ -5,10 +5,10 @@
 // is much and lies elsewhere, and prefetches the next row: the hardware's own prefetching stops where a row ends, and
 // memory would idle while rows are worked out.
 //
-// Bound by memory for rows that come from there: each byte is moved once in and once out.  In bf16 with AVX-512, RMS norm
-// takes 28 vector instructions for 32 elements, LayerNorm 37, which Zen 4 can do in 14 and 19 cycles; one of two cores that
-// copy together moves their 128 bytes in 27.  Codes are a quarter less to move (20 cycles) and more to work out: E4M3 takes
-// 46 instructions (23 cycles) by a static scale and 75 (38 cycles) by scales of rows, which arithmetic bounds.
+// Bound by memory for rows that come from there: each byte is moved once in and once out.  In bf16 with AVX-512, Zen 4 takes
+// 15 cycles for 32 elements of RMS norm and 26 for LayerNorm, where one of two cores that copy together moves their 128
+// bytes in 27.  Codes are a quarter less to move (20 cycles) and more to work out, which bounds them: E4M3 takes 24 cycles
+// by a static scale and 33 by scales of rows.
 #pragma once
 
 #include <algorithm>
@@ -107,87 +107,146 @@ struct WithResidual {
   }
 };
 
+// What a group is normed by; the centre is 0 but where rows are centred.
+struct Norm {
+  float centre, inverse;
+};
+
 // Memory of a thread for one row at a time, where a source or a result wants it.
 struct Scratch {
+  std::vector<Norm> norms;     // of each group
   std::vector<float> values;   // of a source that keeps them
   std::vector<char> scaled;    // of a result by groups
-  std::vector<float> largest;  // of each group
+  std::vector<float> largest;  // of each of its groups
   LineWriter writer;
 
-  Scratch(int64_t n, bool keeps, int64_t groups, bool streamed) : writer(streamed) {
+  Scratch(int64_t n, int64_t groups, bool keeps, int64_t scales, bool streamed) : norms(groups), writer(streamed) {
     const int64_t pairs = n + kPair;  // the last of a group may reach beyond it
-    if (keeps) values.resize(pairs);
-    if (groups > 0) scaled.resize(pairs * sizeof(float)), largest.resize(groups);
+    if (keeps) values.resize(n);
+    if (scales > 0) scaled.resize(pairs * sizeof(float)), largest.resize(scales);
   }
 };
 
-// One row; `scaled(i, count)` is the last reading of it.  Where the scale is known before:
-template <class Result, class Scaled>
-void write_row(LineWriter& writer, const Result& result, int64_t n, bool streamed, Scaled scaled) {
-  using Element = typename Result::Element;
-  write_pairs(writer, result.out, n, streamed, [&](Element* to, int64_t first, int64_t size, bool past) {
-    each_pair(0, size, [&](int64_t i, int64_t count) { result.store(to + i, scaled(first + i, count), count, past); });
+// A row in groups of that many elements; fill as in write_pairs, of pairs that begin where groups do.
+template <class To, class Fill>
+void write_grouped(LineWriter& writer, To* to, int64_t n, int64_t group, bool streamed, const Fill& fill) {
+  const auto ends_in_line = [](auto bytes) { return static_cast<uint64_t>(bytes) % kLine == 0; };
+  if (group == n || (ends_in_line(reinterpret_cast<uintptr_t>(to)) && ends_in_line(group * sizeof(To)))) {
+    write_pairs(writer, to, n, streamed, fill);
+  } else {
+    writer.fill(to, n, [&](To* at, int64_t first, int64_t count) { fill(at, first, count, false); });
+  }
+}
+
+// body(begin, end, g) for the groups of elements first ... last, or what is there of them.
+template <class Body>
+void each_group(int64_t first, int64_t last, int64_t group, const Body& body) {
+  for (int64_t g = first / group, begin = first, end; begin < last; ++g, begin = end) {
+    end = std::min((g + 1) * group, last);
+    body(begin, end, g);
+  }
+}
+
+// body(i, count, g) for pairs of elements first ... last, each of one group.  Flattened, as each_pair is.
+template <class Body>
+[[gnu::flatten]] void each_pair_of_groups(int64_t first, int64_t last, int64_t group, const Body body) {
+  each_group(first, last, group, [&](int64_t begin, int64_t end, int64_t g) {
+    int64_t i = begin;
+    for (; i + kPair <= end; i += kPair) body(i, int64_t{kPair}, g);
+    if (i < end) body(i, end - i, g);
   });
 }
 
-// Where the largest of each group makes it.
+// The last reading of a row, scaled(i, count, norm), written.  Where the scale is known before, as numbers or, in a second
+// step, codes of those:
+template <class Result, class Scaled>
+void write_row(Scratch& scratch, const Result& result, int64_t n, int64_t group, bool streamed, const Scaled& scaled) {
+  const Norm* norms = scratch.norms.data();
+  write_grouped(scratch.writer, result.out, n, group, streamed, [&](auto* to, int64_t first, int64_t size, bool past) {
+    if constexpr (requires { typename Result::Kept; }) {
+      using T = typename Result::Kept;
+      in_two_steps<T>(
+          to, size,
+          [&](T* kept, int64_t begin, int64_t count) {
+            each_pair_of_groups(first + begin, first + begin + count, group, [=](int64_t i, int64_t count, int64_t g) {
+              store_pair(kept + (i - first - begin), scaled(i, count, norms[g]), count);
+            });
+          },
+          [&](auto* at, const T* kept, int64_t count) { result.encode(at, kept, count, past); });
+    } else {
+      each_pair_of_groups(first, first + size, group, [=](int64_t i, int64_t count, int64_t g) {
+        store_pair(to + (i - first), scaled(i, count, norms[g]), count, past);
+      });
+    }
+  });
+}
+
 // Where the largest of each group makes it: first all groups' largest, then all codes, so that the scale of one group is
 // worked out while others are.  What is scaled is kept rounded to the result's own type T; rounding keeps the order, so that
 // the largest may be rounded last.
 template <class Result, class Scaled>
-void write_groups(Scratch& scratch, Result& result, int64_t n, bool streamed, Scaled scaled) {
-  using Element = typename Result::Element;
+void write_by_largest(Scratch& scratch, Result& result, int64_t n, bool streamed, const Scaled& scaled) {
   using T = typename Result::Kept;
   const int64_t group = result.group_size();
   T* const kept = reinterpret_cast<T*>(scratch.scaled.data());
+  const Norm norm = scratch.norms[0];
   for (int64_t begin = 0; begin < n; begin += group) {
-    Pair<T> most = 0.0f;
-    each_pair(begin, begin + group, [&](int64_t i, int64_t count) {
-      const Pair<T> y = scaled(i, count);
+    const Pair<T> most = fold_pairs(begin, begin + group, Pair<T>(0.0f), [=](Pair<T> most, int64_t i, int64_t count) {
+      const Pair<T> y = scaled(i, count, norm);
       store_whole_pair(kept + i, y);
-      most = max(abs(y), most);  // passes NaN over
+      return max(abs(y), most);  // passes NaN over
     });
     scratch.largest[begin / group] = to_float(from_float<T>(max(most)));
   }
-  for (int64_t begin = 0; begin < n; begin += group) {
-    result.scale_by(begin / group, scratch.largest[begin / group]);
-    write_pairs(scratch.writer, result.out + begin, group, streamed,
-                [&](Element* to, int64_t first, int64_t size, bool past) {
-                  const T* from = kept + begin + first;
-                  each_pair(0, size, [&](int64_t i, int64_t count) {
-                    result.store(to + i, load_pair<T>(from + i, count), count, past);
-                  });
-                });
+  for (int64_t g = 0; g * group < n; ++g) result.scale_by(g, scratch.largest[g]);
+  write_grouped(scratch.writer, result.out, n, group, streamed, [&](auto* to, int64_t first, int64_t size, bool past) {
+    each_group(first, first + size, group, [&](int64_t begin, int64_t end, int64_t g) {
+      result.encode(to + (begin - first), kept + begin, end - begin, g, scratch.largest[g], past);
+    });
+  });
+}
+
+template <bool kCentred, class Source>
+Norm norm_of(const Source& source, int64_t begin, int64_t n, float epsilon) {
+  float squares, centre = 0.0f;
+  if constexpr (kCentred) {
+    centre =
+        row_sum(n, [=](int64_t i, int64_t count) { return source.first(begin + i, count); }) / static_cast<float>(n);
+    squares = row_sum(n, [=](int64_t i, int64_t count) {
+      const auto v = first_of(source.again(begin + i, count) - centre, count);
+      return v * v;
+    });
+  } else {
+    squares = row_sum(n, [=](int64_t i, int64_t count) {
+      const auto v = source.first(begin + i, count);
+      return v * v;
+    });
+  }
+  return {centre, 1.0f / std::sqrt(squares / static_cast<float>(n) + epsilon)};
+}
+
+// A row of n elements, in groups with norms of their own.
+template <bool kCentred, class Source, class Result>
+void norm_row(const Source& source, const Source& next, Result& result, int64_t n, int64_t group, float epsilon,
+              bool streamed, Scratch& scratch) {
+  for (int64_t g = 0; g * group < n; ++g) scratch.norms[g] = norm_of<kCentred>(source, g * group, group, epsilon);
+  const auto scaled = [source, next, result](int64_t i, int64_t count, Norm norm) {
+    const auto v = source.again(i, count);
+    next.prefetch_at(i);
+    return result.scaled(i, (kCentred ? v - norm.centre : v) * norm.inverse, count);
+  };
+  if constexpr (Result::kByLargest) {
+    write_by_largest(scratch, result, n, streamed, scaled);
+  } else {
+    write_row(scratch, result, n, group, streamed, scaled);
   }
 }
 
-template <bool kCentred, class Source, class Result>
-void norm_row(const Source& source, const Source& next, Result& result, int64_t n, float epsilon, bool streamed,
-              Scratch& scratch) {
-  float squares, centre = 0.0f;
-  if constexpr (kCentred) {
-    centre = row_sum(n, [&](int64_t i, int64_t count) { return source.first(i, count); }) / static_cast<float>(n);
-    squares = row_sum(n, [&](int64_t i, int64_t count) {
-      const auto v = first_of(source.again(i, count) - centre, count);
-      return v * v;
-    });
-  } else {
-    squares = row_sum(n, [&](int64_t i, int64_t count) {
-      const auto v = source.first(i, count);
-      return v * v;
-    });
-  }
-  const float r = 1.0f / std::sqrt(squares / static_cast<float>(n) + epsilon);
-  const auto scaled = [&](int64_t i, int64_t count) {
-    const auto v = source.again(i, count);
-    next.prefetch_at(i);
-    return result.scaled(i, (kCentred ? v - centre : v) * r, count);
-  };
-  if constexpr (Result::kByLargest) {
-    write_groups(scratch, result, n, streamed, scaled);
-  } else {
-    write_row(scratch.writer, result, n, streamed, scaled);
-  }
+// How many groups of hidden_size elements, rows of their own to the arguments, a row of the arrays has.
+template <class Args>
+int64_t groups_of(const Args& args) {
+  if constexpr (requires { args.groups; }) return args.groups;
+  return 1;
 }
 
 // All rows: Source(args, row, row of floats) is that of a row, and result_of(row) what becomes of it.
@@ -195,19 +254,19 @@ template <class Source, bool kCentred = false, class Args, class ResultOf>
 void norm_rows(const Args& args, ResultOf result_of) {
   using Result = decltype(result_of(int64_t{}));
   constexpr int64_t kElementsWorthAThread = 32768;
-  const int64_t n = args.hidden_size;
-  const bool streamed = args.out != args.input &&
-                        args.num_rows * n * static_cast<int64_t>(sizeof(typename Result::Element)) > kWorthStreaming;
-  parallel_for(args.num_rows, std::max<int64_t>(1, kElementsWorthAThread / n), [&](int64_t begin, int64_t end) {
-    int64_t groups = 0;
-    if constexpr (Result::kByLargest) groups = n / args.group_size;
-    Scratch scratch(n, Source::kKeeps, groups, streamed);
+  const int64_t groups = groups_of(args), group = args.hidden_size, n = groups * group, rows = args.num_rows / groups;
+  const bool streamed =
+      args.out != args.input && rows * n * static_cast<int64_t>(sizeof(typename Result::Element)) > kWorthStreaming;
+  parallel_for(rows, std::max<int64_t>(1, kElementsWorthAThread / n), [&](int64_t begin, int64_t end) {
+    int64_t scales = 0;
+    if constexpr (Result::kByLargest) scales = n / args.group_size;
+    Scratch scratch(n, groups, Source::kKeeps, scales, streamed);
     float* const values = scratch.values.data();
     Source source(args, begin, values);
     for (int64_t row = begin; row < end; ++row) {
       const Source next(args, std::min(row + 1, end - 1), values);
       Result result = result_of(row);
-      norm_row<kCentred>(source, next, result, n, args.epsilon, streamed, scratch);
+      norm_row<kCentred>(source, next, result, n, group, args.epsilon, streamed, scratch);
       source = next;
     }
     if (streamed) finish_streaming();
