@@ -1,6 +1,6 @@
 // out = quantise(y / s),  y = silu(gate) * up in fp32,  s = clamp(max |y| / 448 or 127) for each block of a row.
 //
-// A block is one thread's, which keeps y beside itself until the scale is known.
+// A block is one thread's, which keeps y beside itself until the scale is known.  Silu and the division bound it.
 #include <algorithm>
 #include <vector>
 
@@ -23,27 +23,66 @@ float multiply(float* y, const T* gate, const T* up, int64_t n) {
   }));
 }
 
+// Of some neighbouring blocks of a row first all products, then all scales, then all codes: what one waits for is worked out
+// while others are.
+template <class T, class Code>
+class Blocks {
+ public:
+  Blocks(const GatedActivationPerBlockArgs& args, bool streamed)
+      : args_(args),
+        padded_((args.group_size + kPair - 1) / kPair * kPair),
+        products_(kAtOnce * padded_),
+        codes_(kAtOnce * args.group_size),
+        writer_(streamed) {}
+
+  // [begin, end) of all rows' blocks.
+  void operator()(int64_t begin, int64_t end) {
+    const int64_t groups = args_.width / args_.group_size;
+    while (begin < end) {
+      const int64_t group = begin % groups, count = std::min({kAtOnce, groups - group, end - begin});
+      write(begin / groups, group, count);
+      begin += count;
+    }
+  }
+
+ private:
+  static constexpr int64_t kAtOnce = 8;
+
+  void write(int64_t row, int64_t group, int64_t count) {
+    const int64_t n = args_.group_size;
+    const T* gate = static_cast<const T*>(args_.input) + args_.input_rows.offset(row) + group * n;
+    float* scales = args_.scales + row * args_.scales_row + group * args_.scales_group;
+    float largest[kAtOnce];
+    for (int64_t g = 0; g < count; ++g)
+      largest[g] = multiply(products_.data() + g * padded_, gate + g * n, gate + args_.width + g * n, n);
+    for (int64_t g = 0; g < count; ++g)
+      scales[g * args_.scales_group] =
+          std::max(std::min(largest[g] / args_.largest(), float{args_.most}), args_.least());
+    for (int64_t g = 0; g < count; ++g) {
+      each_pair(0, n,
+                [=, by = Divisor(scales[g * args_.scales_group], largest[g]), to = codes_.data() + g * n,
+                 from = products_.data() + g * padded_](int64_t i, int64_t count) {
+                  store_quantised(to + i, Pair<T>{load(from + i), load(from + i + kWidth)} / by, count);
+                });
+    }
+    Code* out = static_cast<Code*>(args_.out) + args_.out_rows.offset(row) + group * n;
+    writer_.put(out, codes_.data(), count * n);
+  }
+
+  const GatedActivationPerBlockArgs& args_;
+  const int64_t padded_;
+  std::vector<float> products_;
+  std::vector<Code> codes_;
+  LineWriter writer_;
+};
+
 template <class T, class Code>
 void run(const GatedActivationPerBlockArgs& args) {
   constexpr int64_t kElementsWorthAThread = 8192;
-  const int64_t n = args.group_size, groups = args.width / n;
-  parallel_for(args.num_rows * groups, std::max<int64_t>(1, kElementsWorthAThread / n),
-               [&](int64_t begin, int64_t end) {
-                 std::vector<float> y((n + kPair - 1) / kPair * kPair);
-                 for (int64_t block = begin; block < end; ++block) {
-                   const int64_t row = block / groups, group = block % groups;
-                   const T* gate = static_cast<const T*>(args.input) + args.input_rows.offset(row) + group * n;
-                   const float largest = multiply(y.data(), gate, gate + args.width, n);
-                   const float scale = std::max(std::min(largest / args.largest(), float{args.most}), args.least());
-                   args.scales[row * args.scales_row + group * args.scales_group] = scale;
-                   Code* out = static_cast<Code*>(args.out) + args.out_rows.offset(row) + group * n;
-                   const Divisor by(scale, largest);
-                   each_pair(0, n, [=, y = y.data()](int64_t i, int64_t count) {
-                     const Pair<T> products = {load(y + i), load(y + i + kWidth)};
-                     store_quantised(out + i, products / by, count);
-                   });
-                 }
-               });
+  const int64_t blocks = args.num_rows * (args.width / args.group_size);
+  const bool streamed = args.num_rows * args.width > kWorthStreaming;
+  parallel_for(blocks, std::max<int64_t>(1, kElementsWorthAThread / args.group_size),
+               [&](int64_t begin, int64_t end) { Blocks<T, Code>(args, streamed)(begin, end); });
 }
 
 }  // namespace
