@@ -75,23 +75,26 @@ template <class T>
 void read_records(const GatherCacheArgs& args, const Launch& launch) {
   const MlaRecord& record = args.record;
   const Decoder<T, e4m3> decode(1.0f);
-  for_each_row(args, 1, sizeof(T), launch, [&](const char* from, int64_t row, LineWriter&) {
+  for_each_row(args, 1, sizeof(T), launch, [&](const char* from, int64_t row, LineWriter& out) {
     T* to = static_cast<T*>(args.dst) + row * args.dst_row;
-    for (int64_t first = 0; first < record.latent; first += MlaRecord::kTile) {
+    const e4m3* codes = reinterpret_cast<const e4m3*>(from);
+    const char* rope = from + record.rope_at();
+    // the record behind, mostly: the processor's own prefetching ends with a page
+    for (int64_t at = args.src_token; at < 2 * args.src_token; at += kLine) __builtin_prefetch(from + at);
+    const auto scale_of = [&](int64_t first) {
       float scale;
       std::memcpy(&scale, from + record.scales_at() + first / (MlaRecord::kTile / 4), 4);
-      const e4m3* codes = reinterpret_cast<const e4m3*>(from) + first;
-      if (args.dst_piece == 1) {
-        decode.tile(to + first, codes, MlaRecord::kTile, scale);
-      } else {
-        for (int64_t i = 0; i < MlaRecord::kTile; ++i)
-          to[(first + i) * args.dst_piece] = from_float<T>(to_float(codes[i]) * scale);
-      }
-    }
-    const char* rope = from + record.rope_at();
+      return scale;
+    };
     if (args.dst_piece == 1) {
-      std::memcpy(to + record.latent, rope, 2 * record.rope);
+      out.fill(to, record.latent, [&](T* part, int64_t first, int64_t size) {  // of whole tiles
+        for (int64_t i = 0; i < size; i += MlaRecord::kTile)
+          decode.tile(part + i, codes + first + i, MlaRecord::kTile, scale_of(first + i));
+      });
+      out.put(to + record.latent, rope, 2 * record.rope);
     } else {
+      for (int64_t i = 0; i < record.latent; ++i)
+        to[i * args.dst_piece] = from_float<T>(to_float(codes[i]) * scale_of(i / MlaRecord::kTile * MlaRecord::kTile));
       for (int64_t i = 0; i < record.rope; ++i) std::memcpy(to + (record.latent + i) * args.dst_piece, rope + 2 * i, 2);
     }
   });

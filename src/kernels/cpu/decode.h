@@ -5,7 +5,7 @@
 // sixth of the instructions of the conversions and the product.
 #pragma once
 
-#include "cpu/simd.h"
+#include "cpu/pairs.h"
 
 namespace pykv::PYKV_ISA {
 
@@ -33,64 +33,48 @@ template <class T, class Code>
 class Decoder<T, Code> {
  public:
   explicit Decoder(float scale) {
-    T results[kCodes];
-    for (int i = 0; i < kCodes; i += kWidth) {
-      Code codes[kWidth];
-      for (int j = 0; j < kWidth; ++j) codes[j].bits = static_cast<uint8_t>(i + j);
-      store(results + i, load(codes) * splat(scale));
+    for (int i = 0; i < kCodes; i += kPair) {
+      Code codes[kPair];
+      for (int j = 0; j < kPair; ++j) codes[j].bits = static_cast<uint8_t>(i + j);
+      const Pair<T> products = in_order<T>(load(codes), load(codes + kWidth)) * scale;
+      products_[i / kPair] = products;
+      table_[i / kPair] = __builtin_bit_cast(__m512i, packed(products));
     }
-    __builtin_memcpy(table_, results, sizeof(table_));
   }
 
   void operator()(T* to, const Code* from, int64_t n) const {
     int64_t i = 0;
-    for (; i + 32 <= n; i += 32) _mm512_storeu_si512(to + i, look_up(load_raw<__m256i>(from + i)));
+    for (; i + 32 <= n; i += 32) _mm512_storeu_si512(to + i, look_up(table_, load_raw<__m256i>(from + i)));
     if (i == n) return;
     uint8_t codes[32] = {};
     uint16_t results[32];
     __builtin_memcpy(codes, from + i, static_cast<size_t>(n - i));
-    _mm512_storeu_si512(results, look_up(load_raw<__m256i>(codes)));
+    _mm512_storeu_si512(results, look_up(table_, load_raw<__m256i>(codes)));
     __builtin_memcpy(to + i, results, static_cast<size_t>(n - i) * 2);
   }
 
-  // The table's results are exact, if its scale is one: floats again, which are multiplied.
+  // By a table of its own: quicker than floats from the one that there is, which all would be multiplied and rounded.
   void tile(T* to, const Code* from, int64_t n, float scale) const {
-    const Floats factor = splat(scale == scale ? scale : __builtin_nanf(""));  // a NaN that outlives rounding
-    for (int64_t i = 0; i < n; i += 32) {
-      const __m512i numbers = look_up(load_raw<__m256i>(from + i));
-      if constexpr (__is_same(T, bf16)) {
-        const Words both = __builtin_bit_cast(Words, numbers);
-        const Words even = rounded(both << 16, factor) >> 16, odd = rounded(both & 0xffff0000u, factor);
-        const Words all = even | (odd & 0xffff0000u);
-        __builtin_memcpy(to + i, &all, sizeof all);
-      } else {
-        f16 halves[32];
-        __builtin_memcpy(halves, &numbers, sizeof halves);
-        for (int j = 0; j < 32; j += kWidth) store(to + i + j, load(halves + j) * factor);
-      }
-    }
+    __m512i table[kTables];
+    for (int i = 0; i < kTables; ++i) table[i] = __builtin_bit_cast(__m512i, packed(products_[i] * scale));
+    for (int64_t i = 0; i < n; i += 32) _mm512_storeu_si512(to + i, look_up(table, load_raw<__m256i>(from + i)));
   }
 
  private:
-  static constexpr int kCodes = 128;
+  static constexpr int kCodes = 128, kTables = kCodes / kPair;
 
-  // The product, rounded to the upper half.
-  static Words rounded(Words number, Floats factor) {
-    const Words bits = __builtin_bit_cast(Words, __builtin_bit_cast(Floats, number) * factor);
-    return bits + ((bits >> 16 & 1u) + 0x7fffu);
-  }
-
-  __m512i look_up(__m256i bytes) const {
+  static __m512i look_up(const __m512i (&table)[kTables], __m256i bytes) {
     const __m512i codes = _mm512_cvtepu8_epi16(bytes);  // a permute looks at six bits
-    const __m512i small = _mm512_permutex2var_epi16(table_[0], codes, table_[1]);
-    const __m512i large = _mm512_permutex2var_epi16(table_[2], codes, table_[3]);
+    const __m512i small = _mm512_permutex2var_epi16(table[0], codes, table[1]);
+    const __m512i large = _mm512_permutex2var_epi16(table[2], codes, table[3]);
     const __m512i magnitude =
         _mm512_mask_blend_epi16(_mm512_test_epi16_mask(codes, _mm512_set1_epi16(0x40)), small, large);
     const __m512i sign = _mm512_slli_epi16(_mm512_srli_epi16(codes, 7), 15);
     return _mm512_xor_si512(magnitude, sign);
   }
 
-  __m512i table_[4];
+  Pair<T> products_[kTables];
+  __m512i table_[kTables];
 };
 #endif
 
