@@ -135,6 +135,13 @@ struct Quantise {
       encoders[encoders.size() == 1 ? 0 : head](codes, from, n);
     }
   }
+  // Neighbours.
+  void row(Stored* to, const T* from, int64_t n, int64_t head, LineWriter& out, bool past_caches) const {
+    const Encoder<T, Code>& encode = encoders[encoders.size() == 1 ? 0 : head];
+    write_pairs(out, to, n, past_caches, [&](Stored* at, int64_t first, int64_t count, bool past) {
+      encode(reinterpret_cast<Code*>(at), from + first, count, past);
+    });
+  }
 };
 
 // Blocks of nvfp4: neither rows nor columns, but pages.
@@ -169,14 +176,15 @@ struct QuantiseBlocks {
 
 // Heads lie in the cache as they do in the token: no tile is needed.
 template <class Convert>
-void write_rows(const Convert& convert, const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches) {
+void write_rows(const Convert& convert, const CacheSide& side, int64_t num_heads, const Run& run, LineWriter& out,
+                bool past_caches) {
   using Source = typename Convert::Source;
   using Stored = typename Convert::Stored;
   const int64_t size = side.head_size, row = num_heads * size;
   // as much at once as lies together on both sides: all heads, or even all tokens
   const bool by_the_row =
       (num_heads == 1 || (side.data_head == size && side.head == size)) && side.data_dim == 1 && side.scale.stride == 0;
-  const bool at_once = by_the_row && Convert::kIsCopy && side.data_token == row && side.token == row;
+  const bool at_once = by_the_row && side.data_token == row && side.token == row;
   const int64_t tokens = at_once ? 1 : run.length, heads = by_the_row ? 1 : num_heads;
   const int64_t n = run.length * row / (tokens * heads);
   for (int64_t i = 0; i < tokens; ++i) {
@@ -185,8 +193,10 @@ void write_rows(const Convert& convert, const CacheSide& side, int64_t num_heads
           static_cast<Stored*>(side.cache) + run.block * side.block + (run.offset + i) * side.token + h * side.head;
       const Source* from =
           static_cast<const Source*>(side.data) + (run.token + i) * side.data_token + h * side.data_head;
-      if (!Convert::kIsCopy || side.data_dim != 1) {
+      if (side.data_dim != 1) {
         convert.row(to, from, side.data_dim, n, h);
+      } else if constexpr (!Convert::kIsCopy) {
+        convert.row(to, from, n, h, out, past_caches);
       } else if (past_caches) {
         stream_copy(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), n * sizeof(Stored));
       } else {
@@ -261,12 +271,12 @@ void write_tiles(const Convert& convert, const CacheSide& side, int64_t num_head
 }
 
 template <class Convert>
-void write_run(const Convert& convert, const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches,
-               std::vector<typename Convert::Stored>& tile, const Ahead& ahead) {
+void write_run(const Convert& convert, const CacheSide& side, int64_t num_heads, const Run& run, LineWriter& out,
+               bool past_caches, std::vector<typename Convert::Stored>& tile, const Ahead& ahead) {
   if constexpr (requires { &Convert::run; }) {
     convert.run(side, num_heads, run);
   } else if (side.chunk == side.head_size) {
-    write_rows(convert, side, num_heads, run, past_caches);
+    write_rows(convert, side, num_heads, run, out, past_caches);
   } else {
     write_tiles(convert, side, num_heads, run, past_caches, tile, ahead);
   }
@@ -306,6 +316,7 @@ class TokenWriter {
     constexpr int64_t kMost = kMostTokens<typename Convert::Stored>;
     const int64_t num_slots = args_.num_blocks * args_.block_size;
     std::vector<typename Convert::Stored> tile;
+    LineWriter out(past_caches_);
     while (begin < end) {
       const int64_t slot = args_.slots[begin];
       Run run{begin++, 1, 0, 0};
@@ -319,9 +330,9 @@ class TokenWriter {
       const int64_t left = args_.block_size - run.offset, most = left < kMost ? left : kMost;
       while (run.length < most && begin < end && args_.slots[begin] == slot + run.length) ++run.length, ++begin;
       const int64_t num_heads = args_.num_heads, next = std::min(run.length, end - begin);
-      write_run(key_, args_.key, num_heads, run, past_caches_, tile,
+      write_run(key_, args_.key, num_heads, run, out, past_caches_, tile,
                 Ahead::rows<Source>(args_.value, num_heads, run.token, run.length));
-      write_run(value_, args_.value, num_heads, run, past_caches_, tile,
+      write_run(value_, args_.value, num_heads, run, out, past_caches_, tile,
                 Ahead::rows<Source>(args_.key, num_heads, begin, next));
     }
   }

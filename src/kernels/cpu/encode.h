@@ -6,7 +6,7 @@
 // one for normal codes and one for what is below: no division, no conversion, no product.
 #pragma once
 
-#include "cpu/pairs.h"
+#include "cpu/quantise.h"
 
 namespace pykv::PYKV_ISA {
 
@@ -40,6 +40,27 @@ class Encoder {
 
  private:
   Rule rule_;
+};
+
+// int8: numbers are brought into range before they are divided, so that none is infinite then, nor its quotient too large.
+template <class T>
+class Encoder<T, i8, Divided<i8>> {
+ public:
+  Encoder(float scale, int64_t) : scale_(scale) {}
+
+  void operator()(i8* to, const T* from, int64_t n, bool past = false) const {
+    const float least = -128.4f * scale_, most = 127.4f * scale_;
+    if (!(scale_ > 0x1p-40f && scale_ < 0x1p40f)) return store_by_rule(Divided<i8>{scale_}, to, from, n);
+    each_pair(0, n, [=, by = Divisor(scale_, most)](int64_t i, int64_t count) {
+      const Pair<T> inside = each(load_pair<T>(from + i, count), [=](Floats v) {
+        return greater(lesser(v == v ? v : Floats{}, splat(most)), splat(least));
+      });
+      store_quantised(reinterpret_cast<InsideInt8*>(to) + i, inside / by, count, past);
+    });
+  }
+
+ private:
+  float scale_;
 };
 
 #if defined(__AVX512BW__)

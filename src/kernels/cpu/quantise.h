@@ -21,6 +21,12 @@ inline Words quantised(int8_t, Floats v) {
   return __builtin_bit_cast(Words, within + 12582912.0f);
 }
 
+// An int8 of numbers that are known to lie where rounding gives one.
+struct InsideInt8 {
+  int8_t bits;
+};
+inline Words quantised(InsideInt8, Floats v) { return __builtin_bit_cast(Words, v + 12582912.0f); }
+
 template <class Code>
 inline void store_quantised(Code* to, Floats v, int64_t count) {
   const Bytes codes = narrow_to_bytes(quantised(Code{}, v) & 0xffu);
