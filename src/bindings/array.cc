@@ -17,8 +17,14 @@ namespace {
 [[noreturn]] void type_error(const std::string& message) { throw py::type_error(message); }
 [[noreturn]] void value_error(const std::string& message) { throw py::value_error(message); }
 
-void check_rank(int64_t ndim) {
-  if (ndim > kMaxRank) value_error(too_many_dimensions(ndim));
+[[noreturn]] void fail_rank(int64_t ndim) { value_error(too_many_dimensions(ndim)); }
+inline void check_rank(int64_t ndim) {
+  if (ndim > kMaxRank) fail_rank(ndim);
+}
+
+[[noreturn]] void fail_stride(int64_t stride, int64_t itemsize) {
+  value_error("strides must be multiples of the element size of " + std::to_string(itemsize) + " bytes, got " +
+              std::to_string(stride));
 }
 
 PyObject* interned(const char* name) {
@@ -197,11 +203,8 @@ void Array::release() {
   Py_DECREF(owner_);
 }
 
-bool Array::borrow(PyObject* object, const TypeInfo& info, CurrentStreams& streams, bool written, int position) {
-  position_ = position;
-  none_ = false;
-  written_ = written;
-  if (written && info.immutable)
+bool Array::borrow_other(PyObject* object, const TypeInfo& info, CurrentStreams& streams) {
+  if (written_ && info.immutable)
     value_error(
         "an array of JAX or MLX cannot be written in place: its buffer may be shared; give one of NumPy, CuPy or "
         "torch");
@@ -209,13 +212,10 @@ bool Array::borrow(PyObject* object, const TypeInfo& info, CurrentStreams& strea
     case Protocol::kPointer:
       tensor_ = pointer_tensor(object);
       return false;
-    case Protocol::kNumpy:
-      borrow_numpy(object);
-      return false;
     case Protocol::kTorch:
       return borrow_torch(object, info, streams);
     case Protocol::kExchange:
-      if (written) refuse_requires_grad(object, info.requires_grad);
+      if (written_) refuse_requires_grad(object, info.requires_grad);
       borrow_exchange(object, info.api, streams);
       return producer_.known;
     case Protocol::kCupy:
@@ -223,7 +223,7 @@ bool Array::borrow(PyObject* object, const TypeInfo& info, CurrentStreams& strea
       producer_ = streams.cupy;
       return true;
     case Protocol::kDlpack:
-      if (written) refuse_requires_grad(object, info.requires_grad);
+      if (written_) refuse_requires_grad(object, info.requires_grad);
       pending_ = object;
       return true;
     case Protocol::kCudaInterface:
@@ -232,6 +232,8 @@ bool Array::borrow(PyObject* object, const TypeInfo& info, CurrentStreams& strea
     case Protocol::kDispatcher:
       throw ForDispatcher("a " + std::string(Py_TYPE(object)->tp_name) +
                           " goes through torch's dispatcher: import pykv.torch");
+    case Protocol::kNumpy:  // borrow() has done it
+      break;
     case Protocol::kNone:
       if (borrow_number(object)) return false;
       type_error(
@@ -265,14 +267,12 @@ void Array::keep_shape() {
 }
 
 // Strides in bytes.  Element sizes are powers of two; divisions are what a call with eight arrays would notice.
-inline void Array::take_layout(const int64_t* sizes, const int64_t* strides) {
+[[gnu::always_inline]] inline void Array::take_layout(const int64_t* sizes, const int64_t* strides) {
   const int64_t itemsize = tensor_.dtype.bits / 8;
   const int log2 = std::countr_zero(static_cast<uint64_t>(itemsize));
   for (int i = 0; i < tensor_.ndim; ++i) {
     const int64_t size = sizes[i], stride = strides[i];
-    if ((stride & (itemsize - 1)) != 0 && size > 1)
-      value_error("strides must be multiples of the element size of " + std::to_string(itemsize) + " bytes, got " +
-                  std::to_string(stride));
+    if ((stride & (itemsize - 1)) != 0 && size > 1) fail_stride(stride, itemsize);
     shape_[i] = size;
     strides_[i] = stride >> log2;
   }
@@ -355,8 +355,13 @@ bool Array::borrow_cupy(PyObject* object, const CupyStruct& cupy, CurrentStreams
 
 void Array::borrow_cupy(PyObject* object, const TypeInfo& info, CurrentStreams& streams) {
   const py::object memory = info.data.of(object);
-  static const Attribute pointer(type_of(memory), "ptr");
-  static const Attribute device_id(type_of(memory), "device_id");
+  struct OfMemory {
+    Attribute pointer, device_id;
+  };
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<OfMemory> of_memory;
+  of_memory.call_once_and_store_result(
+      [&memory] { return OfMemory{{type_of(memory), "ptr"}, {type_of(memory), "device_id"}}; });
+  const auto& [pointer, device_id] = of_memory.get_stored();
   const py::tuple sizes = info.shape.of(object), steps = info.strides.of(object);
   const int ndim = static_cast<int>(sizes.size());
   check_rank(ndim);
@@ -378,8 +383,9 @@ void Array::borrow_cupy(PyObject* object, const TypeInfo& info, CurrentStreams& 
     current_stream.call_once_and_store_result(
         [] { return py::object(py::module_::import("cupy").attr("cuda").attr("get_current_stream")); });
     const py::object stream = current_stream.get_stored()();
-    static const Attribute stream_pointer(type_of(stream), "ptr");
-    streams.cupy = {true, PyLong_AsVoidPtr(stream_pointer.of(stream.ptr()).ptr())};
+    PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Attribute> stream_pointer;
+    stream_pointer.call_once_and_store_result([&stream] { return Attribute(type_of(stream), "ptr"); });
+    streams.cupy = {true, PyLong_AsVoidPtr(stream_pointer.get_stored().of(stream.ptr()).ptr())};
   }
 }
 

@@ -90,7 +90,14 @@ class Array {
 
   // First pass: everything but `__dlpack__`, whose producers must be told the stream of the call.  Tells whether the
   // stream of the call matters: to this array, or because this array has one.
-  bool borrow(PyObject* object, const TypeInfo& info, CurrentStreams& streams, bool written, int position);
+  bool borrow(PyObject* object, const TypeInfo& info, CurrentStreams& streams, bool written, int position) {
+    position_ = position;
+    none_ = false;
+    written_ = written;
+    if (info.protocol != Protocol::kNumpy) return borrow_other(object, info, streams);
+    borrow_numpy(object);  // the quickest: the others' function would cost as much again
+    return false;
+  }
   // A Python number in place of an array that is read: a scalar float32 on the host.
   void set_number(double value) {
     none_ = false;
@@ -112,6 +119,7 @@ class Array {
 
  private:
   void release();
+  bool borrow_other(PyObject* object, const TypeInfo& info, CurrentStreams& streams);
   void borrow_numpy(PyObject* object);
   bool borrow_torch(PyObject* object, const TypeInfo& info, CurrentStreams& streams);
   void borrow_exchange(PyObject* object, const DLPackExchangeAPI* api, CurrentStreams& streams);

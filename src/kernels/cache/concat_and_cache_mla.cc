@@ -72,7 +72,7 @@ pykv_status pykv_concat_and_cache_mla(const DLTensor* kv_c, const DLTensor* k_pe
                                       void* stream) {
   using namespace pykv;
   return guarded("concat_and_cache_mla", [&](Call& call) {
-    ConcatAndCacheMlaArgs args{};
+    ConcatAndCacheMlaArgs args;
     args.report = "concat_and_cache_mla: slot_mapping";
     take_inputs(args, call, {kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, "scale", scale});
     if (args.num_tokens == 0 || args.latent.size + args.rope.size == 0) return;

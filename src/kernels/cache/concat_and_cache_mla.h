@@ -20,17 +20,17 @@ enum class MlaEntry : uint8_t {
 };
 
 struct ConcatAndCacheMlaArgs {
-  const char* report;  // "op: slot_mapping"
-  DType dtype;         // of both parts
-  MlaEntry entry;
-  KvFormat format;
-  MlaPart latent, rope;
-  void* cache;
-  int64_t block, token, dim;  // distances in the cache: elements of the cache
+  const char* report = nullptr;  // "op: slot_mapping"
+  DType dtype{};                 // of both parts
+  MlaEntry entry{};
+  KvFormat format{};
+  MlaPart latent{}, rope{};
+  void* cache = nullptr;
+  int64_t block = 0, token = 0, dim = 0;  // distances in the cache: elements of the cache
   Scale scale;
-  Nvfp4Page page;  // nvfp4: as one head
-  Index slots;     // [num_tokens]
-  int64_t num_tokens, num_blocks, block_size;
+  Nvfp4Page page{};  // nvfp4: as one head
+  Index slots{};     // [num_tokens]
+  int64_t num_tokens = 0, num_blocks = 0, block_size = 0;
 };
 
 PYKV_CPU_TWIN(concat_and_cache_mla_cpu, ConcatAndCacheMlaArgs)

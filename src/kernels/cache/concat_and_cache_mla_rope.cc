@@ -39,7 +39,7 @@ pykv_status pykv_concat_and_cache_mla_rope_fused(const DLTensor* positions, DLTe
     const Tensor c = call.read("kv_c", kv_c).shape(rows, latent).like(pe);
     const Tensor angles = call.read("cos_sin_cache", cos_sin_cache).last_dim(rope);
 
-    ConcatAndCacheMlaRopeArgs args{};
+    ConcatAndCacheMlaRopeArgs args;
     Rotation& rotation = args.rotary.rotation;
     rotation = rotation_of("concat_and_cache_mla_rope_fused: positions", pos, angles, rope, 0);
     rotation.dtype = pe.type();

@@ -72,7 +72,7 @@ void set_pages(CacheSide& s, Tensor& cache, Sizes& d, const Dim& head_size) {
 
 pykv_status run(const char* op, const char* report, bool packed, const ReshapeAndCacheInputs& inputs, void* stream) {
   return guarded(op, [&](Call& call) {
-    ReshapeAndCacheArgs args{};
+    ReshapeAndCacheArgs args;
     args.report = report;
     take_inputs(args, call, packed, inputs);
     if (args.num_tokens == 0 || args.num_heads == 0) return;

@@ -12,23 +12,25 @@ namespace pykv {
 //   b * block + o * token + h * head + (d / chunk) * chunk_stride + d % chunk
 // with chunk = head_size for the flash layouts, x for packed keys and 1 for packed values.  Of an nvfp4 cache only `cache`
 // and `block` count, which is in bytes; the rest is said by `page`.
+//
+// Members have defaults so that args are made without `{}`, which would first clear all that their scales have room for.
 struct CacheSide {
-  const void* data;                         // [num_rows, num_heads, head_size]
-  int64_t data_token, data_head, data_dim;  // elements
-  void* cache;
-  int64_t block, token, head, chunk_stride;  // elements
-  int64_t chunk, head_size;
+  const void* data = nullptr;                           // [num_rows, num_heads, head_size]
+  int64_t data_token = 0, data_head = 0, data_dim = 0;  // elements
+  void* cache = nullptr;
+  int64_t block = 0, token = 0, head = 0, chunk_stride = 0;  // elements
+  int64_t chunk = 0, head_size = 0;
   Scale scale;
-  Nvfp4Page page;
+  Nvfp4Page page{};
 };
 
 struct ReshapeAndCacheArgs {
-  const char* report;  // "op: slot_mapping"
-  DType dtype;         // of key and value: float32, float16 or bfloat16
-  KvFormat format;
+  const char* report = nullptr;  // "op: slot_mapping"
+  DType dtype{};                 // of key and value: float32, float16 or bfloat16
+  KvFormat format{};
   CacheSide key, value;
-  Index slots;  // [num_tokens]
-  int64_t num_tokens, num_heads, num_blocks, block_size;
+  Index slots{};  // [num_tokens]
+  int64_t num_tokens = 0, num_heads = 0, num_blocks = 0, block_size = 0;
 };
 
 PYKV_CPU_TWIN(reshape_and_cache_cpu, ReshapeAndCacheArgs)

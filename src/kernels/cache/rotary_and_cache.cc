@@ -56,7 +56,7 @@ pykv_status pykv_rotary_and_cache(const DLTensor* positions, DLTensor* query, DL
     Dim head_size{"head_size", head_size_of(k_cache, packed, nvfp4, true)};
     const Heads keys(k, *key, head_size), values(v, *value, head_size_of(v_cache, packed, nvfp4, false));
 
-    RotaryAndCacheArgs args{};
+    RotaryAndCacheArgs args;
     args.cache.report = "rotary_and_cache: slot_mapping";
     take_inputs(args.cache, call, packed,
                 {&keys.tensor, &values.tensor, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale});
