@@ -67,6 +67,8 @@ void* Call::current_stream() const {
   return stream;
 }
 
+bool tensors_want_the_gil() { return shim->tensors_want_the_gil(); }
+
 void Tensor::release() { shim->release(handle_); }
 
 void Tensor::read(Call& call, bool written) {

@@ -65,6 +65,28 @@ struct Call {
 
 [[noreturn]] void fail(pykv_status status);  // as the last failing call of C says
 
+// Since torch 2.10 or so a tensor that Python has, too, takes the GIL when its last other owner lets go of it.  A call lets go
+// of all that it was given while this holds the GIL: once, where eight tensors would take it eight times (0.3 us).
+class LettingGo {
+ public:
+  LettingGo() = default;
+  LettingGo(const LettingGo&) = delete;
+  LettingGo& operator=(const LettingGo&) = delete;
+  ~LettingGo() {
+    if (begun_) PyGILState_Release(state_);
+  }
+  void begin() {
+    state_ = PyGILState_Ensure();
+    begun_ = true;
+  }
+
+ private:
+  PyGILState_STATE state_;
+  bool begun_ = false;
+};
+
+bool tensors_want_the_gil();
+
 // Argument<T>: first all are made, and own what they were given, then `read`, in order, then `get`.
 template <class T>
 struct Argument;
@@ -168,11 +190,13 @@ struct Handler<kOp, pykv_status (*)(Args...)> {
   static void run(Word* words, std::index_sequence<I...>) {
     using Types = std::tuple<Args...>;
     const Parameter* parameters = operation.parameters.data();
+    LettingGo letting_go;  // ends after the arguments
     std::tuple<Argument<std::tuple_element_t<I, Types>>...> arguments{Given(words[I], parameters[I])...};
     Call call{{operation.name, -1}};
     ((call.at.position = I, std::get<I>(arguments).read(call)), ...);
     const pykv_status status = kOp(std::get<I>(arguments).get()..., call.stream());
     if (status != PYKV_OK) fail(status);
+    if (tensors_want_the_gil()) letting_go.begin();
   }
 };
 

@@ -69,6 +69,7 @@ bool TorchShim::connect() {
   const bool has_cuda = !torch.attr("version").attr("cuda").is_none();
   if (!find(in, "aoti_torch_get_current_cuda_stream", current_cuda_stream_) && has_cuda) return false;
   if (!find(in, "torch_string_c_str", c_str_) || !find(in, "torch_delete_string", delete_string_)) c_str_ = nullptr;
+  find(in, "_ZNK3c1010TensorImpl15decref_pyobjectEv", decref_pyobject_);
   int32_t (*cpu)(), (*cuda)();
   const bool is_complete =
       find(in, "aoti_torch_delete_tensor_object", delete_tensor_) && find(in, "aoti_torch_get_data_ptr", data_ptr_) &&

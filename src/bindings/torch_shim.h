@@ -33,6 +33,7 @@ class TorchShim {
   }
   bool current_stream(int32_t device, void** stream) const { return current_cuda_stream_(device, stream) == 0; }
   void release(void* tensor) const { delete_tensor_(tensor); }
+  bool tensors_want_the_gil() const { return decref_pyobject_; }  // to be released, if Python has them, too
 
   bool has_strings() const { return c_str_; }
   bool read_string(void* string, const char** to) const { return c_str_(string, to) == 0; }
@@ -68,6 +69,7 @@ class TorchShim {
   int32_t (*delete_string_)(void*);
   int32_t (*c_str_)(void*, const char**);
   int32_t (*current_cuda_stream_)(int32_t device, void** stream);
+  void (*decref_pyobject_)(const void* tensor_impl);  // not called: where it is, tensors own their objects of Python
 
   int32_t cpu_, cuda_;             // types of devices
   DLDataType dtypes_[kMaxDtypes];  // by torch's numbers; no bits: unknown
