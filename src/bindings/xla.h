@@ -6,6 +6,7 @@
 //   n  attribute pNN, a number for an array  a  attribute pNN, a plain value          -  nowhere: it is None
 #pragma once
 
+#include <cfenv>
 #include <cstring>
 #include <deque>
 #include <string>
@@ -83,6 +84,21 @@ Error* last_error(const CallFrame& frame, pykv_status status);
 DLDevice device_of(const CallFrame& frame, DLDeviceType type);
 void* stream_of(const CallFrame& frame);
 
+// XLA's threads take denormal numbers for zero; an operation computes as it does for other callers.
+class UsualArithmetic {
+ public:
+  UsualArithmetic() {
+    std::fegetenv(&before_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~UsualArithmetic() { std::fesetenv(&before_); }
+  UsualArithmetic(const UsualArithmetic&) = delete;
+  UsualArithmetic& operator=(const UsualArithmetic&) = delete;
+
+ private:
+  std::fenv_t before_;
+};
+
 template <auto kOp, DLDeviceType kDevice, class Signature = decltype(kOp)>
 struct Handler;
 
@@ -105,6 +121,7 @@ struct Handler<kOp, kDevice, pykv_status (*)(Args...)> {
     const std::tuple<std::tuple_element_t<I, Values>...> values{
         Read<std::tuple_element_t<I, Values>>::from(reader, I)...};
     void* stream = kDevice == kDLCUDA ? stream_of(frame) : nullptr;
+    const UsualArithmetic usual;
     const pykv_status status = kOp(std::get<I>(values)..., stream);
     return status == PYKV_OK ? nullptr : last_error(frame, status);
   }

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -144,6 +149,26 @@ def test_shard_map(device):
 
         function = shard_map(pykv.jax.relu2, mesh=mesh, in_specs=rows, out_specs=rows, check_rep=False)
     np.testing.assert_array_equal(np.asarray(jax.jit(function)(x)), np.ones((4, 8)))
+
+
+def test_denormal_numbers_stay():
+    """XLA's threads flush them, and so would those that pykv starts from one of these."""
+    program = """
+        import jax, numpy as np
+        import pykv, pykv.jax
+        x = np.full((2048, 1024), 1e-20, np.float32)
+        direct = np.zeros((2048, 512), np.float32)
+        with jax.default_device(jax.devices("cpu")[0]):
+            through_jax = np.asarray(pykv.jax.fatrelu_and_mul(x, 0.0))
+        pykv.fatrelu_and_mul(direct, x, 0.0)
+        smallest = np.float32(1e-20) * np.float32(1e-20)
+        print(smallest > 0, (direct == smallest).all(), (through_jax == smallest).all())
+    """
+    environment = os.environ | {"PYKV_NUM_THREADS": "4"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    here = Path(__file__).parent  # where no folder is called pykv
+    done = subprocess.run(command, env=environment, cwd=here, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.split() == ["True"] * 3, done.stderr
 
 
 def test_what_does_not_fit_is_an_error_when_the_call_is_traced():

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <cstdlib>
 #include <exception>
 #include <mutex>
@@ -108,6 +109,7 @@ class Pool {
   }
 
   void work(uint32_t seen) {
+    std::fesetenv(FE_DFL_ENV);  // inherited, too: the maker's way with small numbers (XLA's threads have none)
     for (;;) {
       await_change(calls_, seen);
       seen = calls_.load(std::memory_order_acquire);
