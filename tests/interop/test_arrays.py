@@ -29,7 +29,7 @@ def test_every_library(array: Library, x: np.ndarray, dtype: Any) -> None:
     x = x.astype(dtype)
     out = array.output(np.zeros_like(x))
     pykv.rms_norm(out, array.input(x), array.input(np.ones(24, dtype)))
-    eps = ml_dtypes.finfo(x.dtype).eps
+    eps = float(ml_dtypes.finfo(x.dtype).eps)
     np.testing.assert_allclose(array.numpy(out).astype(np.float64), normalised(x), atol=eps, rtol=4 * eps)
 
 
