@@ -44,3 +44,40 @@ def test_replayed_with_other_lengths(cupy: Any, layout: str, head_size: int, roo
         stream.synchronize()
         want, _ = inputs.expected(b.changed(seq_lens=np.array(now, b.seq_lens.dtype)))
         assert_attention(cupy.asnumpy(out), want)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "packed"])
+def test_reads_what_the_kernel_before_wrote(cupy: Any, layout: str) -> None:
+    """Short calls look at lengths and pages before the kernel before has ended; what it writes is what counts."""
+    first = np.array((700, 1900, 64, 1, 130))
+    b = inputs.batch(np.random.default_rng(0), [(1, n) for n in first], layout=layout, decode=True)
+    versions = [
+        (b.block_tables, first),
+        (np.roll(b.block_tables, 1, 0), np.roll(first, 1)),
+        (b.block_tables, first // 2),
+    ]
+    both = np.stack([np.column_stack((lens, table)) for table, lens in [versions[-1], *versions]]).astype(np.int32)
+    now = cupy.asarray(both)  # the first, which the kernels before write, and the versions
+    query = cupy.asarray(b.query)
+    memories = [cupy.asarray(m) for m in b.memories]
+    caches = (cache_inputs.view(memories[0], b.layout.key), cache_inputs.view(memories[-1], b.layout.value))
+    outs = [cupy.zeros_like(query) for _ in versions]
+    mappings = [cupy.array([[i + 1, 0]]) for i in range(len(versions))]
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        pykv.paged_attention(outs[0], query, *caches, now[0, :, 1:], now[0, :, 0], stream=stream)
+        stream.begin_capture()
+        for out, mapping in zip(outs, mappings, strict=True):
+            pykv.copy_blocks_mla([now], mapping, stream=stream)
+            pykv.paged_attention(out, query, *caches, now[0, :, 1:], now[0, :, 0], stream=stream)
+        graph = stream.end_capture()
+        for _ in range(20):
+            graph.launch(stream)
+    stream.synchronize()
+    for out, (table, lens) in zip(outs, versions, strict=True):
+        want, _ = inputs.expected(
+            b.changed(block_tables=table.astype(b.block_tables.dtype), seq_lens=lens.astype(b.seq_lens.dtype))
+        )
+        assert_attention(cupy.asnumpy(out), want)

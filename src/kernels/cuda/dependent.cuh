@@ -26,6 +26,7 @@ __device__ inline void wait_for_previous_kernel() {
 }
 
 // Brings what lies at `p` into L2, where it may be changed: the one thing that may be asked of memory before the wait.
+// Where that is may be guessed by what __ldcg finds then, which leaves nothing in the L1.
 __device__ inline void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // What a kernel begins with that launch_dependent launches.  In this order: blocks of the next kernel that came up while
