@@ -132,7 +132,12 @@ struct TileLoader {
   template <bool kChecked>
   __device__ void copy(uint32_t to, const char* row, uint32_t offset, bool in_head) const {
     const bool read = !kChecked || (row != nullptr && in_head);
-    cp_async_16(to, read ? row + offset : static_cast<const char*>(p.a.key.data), read);
+    const char* from = read ? row + offset : static_cast<const char*>(p.a.key.data);
+    if constexpr (S::kReadOnce) {
+      cp_async_16_once(to, from, read);
+    } else {
+      cp_async_16(to, from, read);
+    }
   }
 
   // Pointers are fetched a few at a time, ahead of the copies that use them.

@@ -176,13 +176,20 @@ __device__ inline bool takes(const Problem& p, const Sequence& s) {
   return rows > p.min_rows && rows <= p.max_rows;
 }
 
-// The line in equal shares; the first `longer` blocks have one place more.
+// The line in equal shares; the first `longer` blocks have one place more.  `alike`: so many segments of the same length are
+// all of the line, if not 0.  Some blocks less, which then have whole segments and leave no pieces, are quicker if they
+// are nearly all.
 struct Shares {
   int64_t units, each, longer;
   int blocks;
 
   Shares() = default;
-  __device__ explicit Shares(int64_t n) : units(n), blocks(static_cast<int>(min(n, static_cast<int64_t>(gridDim.x)))) {
+  __device__ explicit Shares(int64_t n, int64_t alike = 0)
+      : units(n), blocks(static_cast<int>(min(n, static_cast<int64_t>(gridDim.x)))) {
+    if (alike > 0) {
+      const int64_t of_block = divide(alike + gridDim.x - 1, gridDim.x), fewer = divide(alike, of_block);
+      if (fewer * of_block == alike && fewer * 16 >= gridDim.x * 15) blocks = static_cast<int>(fewer);
+    }
     each = blocks ? divide(units, blocks) : 0;
     longer = units - each * blocks;
   }
@@ -251,16 +258,25 @@ __device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBloc
     for (int64_t chunk = 0; chunk < p.a.num_seqs; chunk += kBlock) {
       const int64_t s = chunk + threadIdx.x;
       int64_t units = 0, total;
+      bool one_tile = false;  // has the sequence one query tile?
       Sequence sequence{};
       if (s < p.a.num_seqs) {
         const RawSequence raw = load_sequence(p, s);
         sequence = clamp_sequence(p, raw);
         if (blockIdx.x == 0 && pass == 0) report_sequence(p, raw);
-        if (takes(p, sequence)) units = Extent(p, sequence).units() * heads;
+        if (takes(p, sequence)) {
+          const Extent extent(p, sequence);
+          units = extent.units() * heads;
+          one_tile = extent.num_tiles == 1;
+        }
       }
       const int64_t end = before + block_scan<kBarrier>(units, scratch, total);
       if (pass == 0 && one_chunk) {  // the sums serve both passes
-        shares = Shares(total);
+        bool alike = false;
+        if constexpr (kBarrier == 0) {
+          alike = __syncthreads_and(s >= p.a.num_seqs || (one_tile && units * p.a.num_seqs == total));
+        }
+        shares = Shares(total, alike ? p.a.num_seqs * heads : 0);
         begin = shares.begin(blockIdx.x);
         pass = 1;
       }

@@ -41,6 +41,7 @@ struct Shape {
   // Weights of bf16 have 8 bits, which alone would be an error of 1e-3.  Decoding waits for memory and can afford to add
   // the other 8, prefill cannot.
   static constexpr bool kSplitWeights = std::is_same_v<Mma, bf16> && (!kMany || kInvariant);
+  static constexpr bool kReadOnce = kFew;    // nearly every key is for one query tile alone
   static constexpr bool kWarpgroup = false;  // products of four warps together: paged_attention_warpgroup.cuh
   // Codes and scales of nvfp4 come as they are, and become halves in front of the stages, tile by tile.
   static constexpr bool kRaw = false;

@@ -20,7 +20,7 @@ constexpr bool suits_warpgroups = Element::kBytes == 2 && !std::is_same_v<Elemen
 
 template <class Element, int kHeadSize>
 struct WarpgroupShape : Shape<Element, kHeadSize, false, RowClass::kMore> {
-  static constexpr bool kWarpgroup = true;
+  static constexpr bool kWarpgroup = true, kReadOnce = true;
   static constexpr bool kSplitWeights = std::is_same_v<typename Element::Mma, bf16>;
   static constexpr int kBlock = 2 * kThreads;  // four warps compute, four copy
   static constexpr int kComputeRegisters = 192, kCopyRegisters = 64;
