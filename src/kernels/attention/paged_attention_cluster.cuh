@@ -268,7 +268,8 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
   });
   p.cluster = size.blocks;
   p.by_cluster = Divider(size.blocks);
-  p.early_blocks = size.blocks <= 2 || p.a.max_seq_len <= 2048 ? 4 * num_sms(launch.device) : 0;
+  const bool early = overlaps_kernels(launch.device) && (size.blocks <= 2 || p.a.max_seq_len <= 2048);
+  p.early_blocks = early ? 4 * num_sms(launch.device) : 0;
   p.block_items = (p.group * (S::kD / 4) + size.blocks - 1) / size.blocks;
   p.by_block_items = Divider(p.block_items);
   launch_after(kernel, dim3(static_cast<unsigned>(blocks)), dim3(size.warps * 32), size.blocks,
