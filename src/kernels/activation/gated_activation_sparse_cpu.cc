@@ -1,7 +1,7 @@
 // out = R_T( R_T(gelu(max(gate - cut, 0))) * up ),  cut = mean(gate) + deviations * std(gate) of each row, in fp32.
 //
 // A row is one thread's: passes for the mean and the deviation, then one for the product, which finds the gate in the
-// cache.  Where nothing of a vector sticks out, as almost everywhere, zeros need no exponential.
+// cache.  What does not stick out, as almost everywhere, needs no exponential.
 #include <algorithm>
 #include <cmath>
 
@@ -32,29 +32,72 @@ float cut_of(const T* gate, int64_t n, float deviations) {
   return mean + std::sqrt(squares / static_cast<float>(n)) * deviations;
 }
 
+// What follows is of numbers `over` the cut, gate - cut: R_T(gelu) of those above 0 or NaN, 0 for the others, times up.
+#if defined(__AVX512F__)
+// Those few are brought together first, so that the exponential is not worked out for the others beside them.
+template <class T, class Gelu>
+[[gnu::flatten]] void activate(T* to, const T* gate, const T* up, float cut, int64_t n, bool past, Gelu gelu) {
+  constexpr int64_t kSome = 1024;
+  alignas(64) float found[kSome + kPair];
+  __mmask16 places[kSome / kWidth];
+  for (int64_t first = 0; first < n; first += kSome) {
+    const int64_t size = std::min(n - first, kSome);
+    int64_t count = 0;
+    const auto find = [&](Floats over, __mmask16* place) {
+      *place = _mm512_cmp_ps_mask(over, Floats{}, _CMP_NLE_UQ);
+      store(found + count, _mm512_maskz_compress_ps(*place, over));
+      count += __builtin_popcount(*place);
+    };
+    for (int64_t i = 0; i < size; i += kPair) {
+      const Pair<T> over = load_pair<T>(gate + first + i, size - i) - cut;
+      find(over.x, places + i / kWidth);
+      find(over.y, places + i / kWidth + 1);
+    }
+    store(found + count, Floats{});
+    store(found + count + kWidth, Floats{});
+    for (int64_t i = 0; i < count; i += kPair) {
+      const Pair<T> activated = rounded(gelu(Pair<T>{load(found + i), load(found + i + kWidth)}));
+      store(found + i, activated.x);
+      store(found + i + kWidth, activated.y);
+    }
+    count = 0;
+    const auto put_back = [&](__mmask16 place) {
+      const Floats activated = _mm512_maskz_expand_ps(place, load(found + count));
+      count += __builtin_popcount(place);
+      return activated;
+    };
+    for (int64_t i = 0; i < size; i += kPair) {
+      const Floats x = put_back(places[i / kWidth]), y = put_back(places[i / kWidth + 1]);
+      store_pair(to + first + i, Pair<T>{x, y} * load_pair<T>(up + first + i, size - i), size - i, past);
+    }
+  }
+}
+#else
 // Whether a number of them is above 0, or NaN.
 bool any_positive(Floats x) {
   const Words found = __builtin_bit_cast(Words, ~(x <= 0.0f));
-#if defined(__AVX512F__)
-  return _mm512_test_epi32_mask(__builtin_bit_cast(__m512i, found), __builtin_bit_cast(__m512i, found)) != 0;
-#else
   uint32_t any = 0;
   for (int i = 0; i < kWidth; ++i) any |= found[i];
   return any != 0;
-#endif
 }
+
+template <class T, class Gelu>
+void activate(T* to, const T* gate, const T* up, float cut, int64_t n, bool past, Gelu gelu) {
+  each_pair(0, n, [=](int64_t i, int64_t count) {
+    const Pair<T> over = load_pair<T>(gate + i, count) - cut, factor = load_pair<T>(up + i, count);
+    Pair<T> activated = 0.0f;
+    if (any_positive(over.x) || any_positive(over.y))
+      activated = rounded(gelu(each(over, [](Floats x) { return x < 0.0f ? Floats{} : x; })));
+    store_pair(to + i, activated * factor, count, past);
+  });
+}
+#endif
 
 template <class T, class Gelu>
 void activate_row(LineWriter& writer, T* out, const T* gate, const T* up, float cut, int64_t n, bool streamed,
                   Gelu activation) {
   write_pairs(writer, out, n, streamed, [&](T* to, int64_t first, int64_t size, bool past) {
-    each_pair(0, size, [=](int64_t i, int64_t count) {
-      const Pair<T> over = load_pair<T>(gate + first + i, count) - cut, factor = load_pair<T>(up + first + i, count);
-      Pair<T> activated = 0.0f;
-      if (any_positive(over.x) || any_positive(over.y))
-        activated = rounded(activation(each(over, [](Floats x) { return x < 0.0f ? Floats{} : x; })));
-      store_pair(to + i, activated * factor, count, past);
-    });
+    activate(to, gate + first, up + first, cut, size, past, activation);
   });
 }
 
