@@ -11,6 +11,7 @@
 #include "activation/row_tiles.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/quantise.cuh"
+#include "cuda/quotient.cuh"
 
 namespace pykv {
 namespace {
@@ -27,10 +28,7 @@ class Divisor {
   __device__ void divide(Vec<float, kSize>& x) const {
     if (small_) {  // else far beyond the last code
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        const float q = x[i] * reciprocal_;
-        x[i] = fmaf(fmaf(-q, scale_, x[i]), reciprocal_, q);
-      }
+      for (int i = 0; i < kSize; ++i) x[i] = corrected(x[i] * reciprocal_, x[i], scale_, reciprocal_);
     } else {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) x[i] *= reciprocal_;

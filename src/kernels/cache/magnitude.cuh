@@ -1,6 +1,7 @@
 // The largest magnitude of the elements that a lane holds, pairs of 16-bit floats as they are.  NaN is not counted.
 #pragma once
 
+#include "cuda/quotient.cuh"
 #include "cuda/vec.cuh"
 
 namespace pykv {
@@ -53,8 +54,7 @@ __device__ inline float largest_in_word(uint32_t word) {
 // magnitude / 448, rounded as a division is (where the result is a normal number, and the magnitude finite).
 __device__ __forceinline__ float fp8_unit(float magnitude) {
   constexpr float kLargest = 448.0f, kReciprocal = 1.0f / kLargest;
-  const float q = magnitude * kReciprocal;
-  return fmaf(fmaf(-kLargest, q, magnitude), kReciprocal, q);
+  return corrected(magnitude * kReciprocal, magnitude, kLargest, kReciprocal);
 }
 
 }  // namespace pykv

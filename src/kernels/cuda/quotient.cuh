@@ -1,9 +1,14 @@
-// Division by one number that many are divided by: a scale.
+// Division by one number that many are divided by: a scale, or a size.
 #pragma once
 
 #include <cstdint>
 
 namespace pykv {
+
+// x / divisor, rounded as a division is, from a quotient near it: Markstein's correction.
+__device__ inline float corrected(float quotient, float x, float divisor, float inverse) {
+  return fmaf(fmaf(-divisor, quotient, x), inverse, quotient);
+}
 
 // x / scale, rounded as a division is wherever rounding it further to fp8 depends on that.
 //
@@ -37,7 +42,7 @@ class Quotient {
       if constexpr (sizeof(T) < 4) {
         x[i] = q;
       } else {
-        x[i] = q != 0.0f && fabsf(q) < 0x1p20f ? fmaf(fmaf(-q, scale_, x[i]), reciprocal_, q) : q;
+        x[i] = q != 0.0f && fabsf(q) < 0x1p20f ? corrected(q, x[i], scale_, reciprocal_) : q;
       }
     }
   }

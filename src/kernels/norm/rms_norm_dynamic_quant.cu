@@ -55,12 +55,6 @@ class Coder<T, true> {
   float inverse_;
 };
 
-// x / divisor, rounded as a division is: Markstein's correction.
-__device__ inline float divide(float x, float divisor, float inverse) {
-  const float quotient = x * inverse;
-  return x > FLT_MAX ? x : fmaf(fmaf(-divisor, quotient, x), inverse, quotient);
-}
-
 template <Largest kOf>
 struct Codes {
   template <class T, Fit kFit>
@@ -110,9 +104,10 @@ struct Codes {
     }
     template <bool kInt8>
     __device__ float scale_of(float most) const {
+      constexpr float kLast = kInt8 ? 127.0f : 448.0f;
       most = bound < most ? bound : most;
-      return kInt8 ? fmaxf(divide(most, 127.0f, 1.0f / 127.0f), 0x1p-23f)
-                   : fmaxf(divide(most, 448.0f, 1.0f / 448.0f), 1.0f / (448.0f * 512.0f));
+      const float scale = most > FLT_MAX ? most : corrected(most * (1.0f / kLast), most, kLast, 1.0f / kLast);
+      return fmaxf(scale, kInt8 ? 0x1p-23f : 1.0f / (448.0f * 512.0f));
     }
     __device__ void store_scale(int group, float scale) const { scales[group * args.scale_group] = scale; }
     __device__ void have_ready() {

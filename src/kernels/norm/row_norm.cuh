@@ -27,6 +27,7 @@
 #include "cuda/device.h"
 #include "cuda/launch.h"
 #include "cuda/pairs.cuh"
+#include "cuda/quotient.cuh"
 #include "cuda/reduce.cuh"
 #include "cuda/vec.cuh"
 #include "norm/row_norm.h"
@@ -200,11 +201,10 @@ __host__ __device__ int packs_of(int hidden_size) {
   return (hidden_size - 1) / kPackSize<T> + 1;
 }
 
-// The mean of a row with this sum.  The second step makes it what a division would give, so that equal elements are
-// their own mean: what is left of them would be multiplied by 1 / sqrt(epsilon).
+// The mean of a row with this sum.  It is what a division would give, so that equal elements are their own mean: what is
+// left of them would be multiplied by 1 / sqrt(epsilon).
 __device__ inline float mean_of(float sum, int hidden_size, float inverse_size) {
-  const float mean = sum * inverse_size;
-  return fmaf(fmaf(-mean, static_cast<float>(hidden_size), sum), inverse_size, mean);
+  return corrected(sum * inverse_size, sum, static_cast<float>(hidden_size), inverse_size);
 }
 
 // What a thread has of a row whose results depend on the largest magnitude: its scale or scales, and its packs.  packs: of
