@@ -18,6 +18,7 @@ from timing import Call, Case, Device, main
 
 TOKENS = [1, 64, 4096, 65536]
 HIDDEN_SIZES = [4096, 8192]
+GROUP_SIZE = 128  # elements that share a scale
 
 
 def rms_norm(tokens: int, hidden_size: int, dtype: str, device: Device) -> Call:
@@ -62,8 +63,9 @@ def rms_norm_dynamic_per_token_quant(tokens: int, hidden_size: int, dtype: str, 
 
 def rms_norm_per_block_quant(tokens: int, hidden_size: int, dtype: str, device: Device) -> Call:
     x, result = device.random((tokens, hidden_size), dtype), codes(tokens, hidden_size, device)
-    weight, scales = device.random((hidden_size,), dtype), device.array(np.zeros((hidden_size // 128, tokens), "f4")).T
-    return lambda: pykv.rms_norm_per_block_quant(result, x, weight, scales, group_size=128)
+    weight, groups = device.random((hidden_size,), dtype), hidden_size // GROUP_SIZE
+    scales = device.array(np.zeros((groups, tokens), "f4")).T
+    return lambda: pykv.rms_norm_per_block_quant(result, x, weight, scales, group_size=GROUP_SIZE)
 
 
 def fused_qk_norm_rope(tokens: int, hidden_size: int, dtype: str, device: Device) -> Call:
@@ -77,7 +79,7 @@ def fused_qk_norm_rope(tokens: int, hidden_size: int, dtype: str, device: Device
     )
 
 
-# What a call moves for each element: as many of the input's size, and so many codes.
+# What a call moves for each element: as many of the input's size, and so many bytes of codes and their scales.
 OPS = [
     (rms_norm, 2, 0),
     (fused_add_rms_norm, 4, 0),
@@ -85,22 +87,22 @@ OPS = [
     (rms_norm_gated, 3, 0),
     (rms_norm_static_fp8_quant, 1, 1),
     (rms_norm_dynamic_per_token_quant, 1, 1),
-    (rms_norm_per_block_quant, 1, 1),
+    (rms_norm_per_block_quant, 1, 1 + 4 / GROUP_SIZE),
     (fused_qk_norm_rope, 2.5, 0),
 ]
 
 
 def cases(dtypes: list[str]) -> Iterator[Case]:
-    for op, elements, num_codes in OPS:
+    for op, elements, num_bytes in OPS:
         for dtype in dtypes:
-            size = round(elements * np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize) + num_codes
+            size = round(elements * np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize) + num_bytes
             for hidden_size in HIDDEN_SIZES:
                 for tokens in TOKENS:
                     yield Case(
                         op.__name__,
                         {"tokens": tokens, "hidden": hidden_size},
                         dtype,
-                        size * tokens * hidden_size,
+                        int(size * tokens * hidden_size),
                         lambda device, op=op, sizes=(tokens, hidden_size, dtype): op(*sizes, device),
                     )
 
