@@ -30,7 +30,7 @@ struct ScaledAndShifted {
     Weights<T, kFit>(args.weights, 1.0f, part).prefetch(pack);
     Weights<T, kFit>(args.bias, 0.0f, part).prefetch(pack);
   }
-  __device__ Raw load(int pack) const { return {weights.load(pack), bias.load(pack)}; }
+  __device__ void load(int pack, Raw& raw) const { raw = {weights.load(pack), bias.load(pack)}; }
   __device__ Value scaled(int pack, Vec<float, kPackSize<T>> v, const Raw& raw) const {
     const auto w = weights.floats(pack, raw.weight), b = bias.floats(pack, raw.bias);
 #pragma unroll

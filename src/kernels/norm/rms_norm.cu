@@ -28,7 +28,7 @@ struct Scaled {
   __device__ static void prefetch(const Args& args, const Part& part, int pack) {
     Weights<T, kFit>(args.weights, 1.0f, part).prefetch(pack);
   }
-  __device__ Raw load(int pack) const { return weights.load(pack); }
+  __device__ void load(int pack, Raw& raw) const { raw = weights.load(pack); }
   __device__ Value scaled(int pack, Vec<float, kPackSize<T>> v, const Raw& raw) const {
     const auto w = weights.floats(pack, raw);
 #pragma unroll

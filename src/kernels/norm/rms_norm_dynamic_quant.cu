@@ -85,7 +85,7 @@ struct Codes {
     __device__ static void prefetch(const Args& args, const Part& part, int pack) {
       Weights<T, kFit>(args.weights, 1.0f, part).prefetch(pack);
     }
-    __device__ Raw load(int pack) const { return weights.load(pack); }
+    __device__ void load(int pack, Raw& raw) const { raw = weights.load(pack); }
     __device__ Value scaled(int pack, const Vec<float, kPackSize<T>>& v, const Raw& raw) const {
       auto rounded = round_to<T>(v);
       if constexpr (sizeof(T) < 4) {
@@ -127,7 +127,7 @@ void run(const RmsNormDynamicQuantArgs& args, const Launch& launch) {
     launch_row_norm<Source, Codes<Largest::kOfRow>::Result, T, 2>(args, fit, true, launch,
                                                                   "rms_norm_dynamic_per_token_quant");
   } else {
-    launch_row_norm<Source, Codes<Largest::kOfGroups>::Result, T, 2>(
+    launch_row_norm<Source, Codes<Largest::kOfGroups>::Result, T, 4>(
         args, args.group_size % kPackSize<T> == 0 ? fit : Fit::kAny, in_lanes<T>(args.group_size), launch,
         "rms_norm_per_block_quant");
   }

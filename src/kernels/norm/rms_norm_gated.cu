@@ -74,10 +74,11 @@ struct Grouped {
       result.weights.prefetch(pack);
       if constexpr (kGated) result.gate.prefetch(pack);
     }
-    __device__ Raw load(int pack) const {
-      Raw raw{weights.load(pack), {}};
-      if constexpr (kGated) raw.gate = gate.load_in_order(pack);
-      return raw;
+    __device__ void load(int pack, Raw& raw) const { raw.weight = weights.load(pack); }
+    __device__ void load_own(int pack, Raw& raw) const
+      requires kGated
+    {
+      raw.gate = gate.load_in_order(pack);
     }
     __device__ Value scaled(int pack, Vec<float, kPackSize<T>> v, const Raw& raw) const {
       const auto w = weights.floats(pack, raw.weight);

@@ -10,9 +10,10 @@
 // before the first is used, together with the weight (while registers last).
 //
 // Where there are rows enough, each takes fewer threads with more packs, since what a thread does once (addresses, sums,
-// scales) costs as much as its elements: they add in the order in which twice as many would.  Weights come late then, so
-// that reading them, all blocks the same, delays no row (dynamic fp8 of 512 x 4096 on an H200: 5.2 -> 3.2 us).  What the first blocks begin with is fetched into the
-// second-level cache under the tail of the kernel before, so that a call too small to fill the chip hardly waits for memory.
+// scales) costs as much as its elements: they add in the order in which as many as before would.  Weights come late then,
+// so that reading them, all blocks the same, delays no row (dynamic fp8 of 512 x 4096 on an H200: 5.2 -> 3.2 us), and rows
+// to come are sent for (cuda/ahead.cuh).  What the first blocks begin with is fetched into the second-level cache under the
+// tail of the kernel before, so that a call too small to fill the chip hardly waits for memory.
 //
 // Rows too wide for registers, or not made of whole aligned packs, are read once for each pass instead, by as many threads.
 //
@@ -23,6 +24,7 @@
 #include <cinttypes>
 #include <type_traits>
 
+#include "cuda/ahead.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/device.h"
 #include "cuda/launch.h"
@@ -255,18 +257,32 @@ __device__ void store_by_largest(const Result& result, const Vec<T, kSize> (&y)[
   }
 }
 
+// Whether part of what a result takes beside the row belongs to that row alone, and so comes from memory: a gate.
+template <class Result>
+inline constexpr bool kHasOwn = requires(const Result& result, Result::Raw& raw) { result.load_own(0, raw); };
+
+// Whether rows to come are sent for.  Not where a thread has more to do with a row than to wait for it, as codes have.
+template <class Source, class Result, int kThreads>
+inline constexpr bool kSendsAhead = kThreads > 32 &&
+                                    sizeof(typename Result::Value) == kAccessBytes&& Result::kLargest
+                                        == Largest::kNothing
+                                    && !kHasOwn<Result> && requires(const Source& source) { source.prefetch_row(0u); };
+
 template <int kThreads>
 inline constexpr int kBlockSize = kThreads > 32 ? kThreads : 128;
 
-// What a thread of row_norm_kernel holds.  kEarly: what belongs to the row (weights) while it waits for the row.
+// What a thread of row_norm_kernel holds.  kEarly: what belongs to all rows (weights) while it waits for the row.
 template <class Source, class Result, bool kCentred, int kPacks, bool kEarly>
 struct Held {
   // 32-bit registers, and others beside these: more where the row is passed over once more.
   static constexpr int kRow = kPacks *
                               static_cast<int>(std::max(sizeof(typename Source::Raw), sizeof(typename Source::Value)) +
-                                               (kEarly ? sizeof(typename Result::Raw) : 0)) /
+                                               (kEarly            ? sizeof(typename Result::Raw)
+                                                : kHasOwn<Result> ? sizeof(Pack<typename Source::Element>)
+                                                                  : 0)) /
                               4;
-  static constexpr int kRegisters = kRow + (kEarly && kPacks <= 2 ? 24 : !kEarly && kCentred ? 48 : 32);
+  static constexpr bool kMore = !kEarly && (kCentred || (kHasOwn<Result> && kPacks > 2));
+  static constexpr int kRegisters = kRow + (kEarly && kPacks <= 2 ? 24 : kPacks > 4 ? 56 : kMore ? 48 : 32);
   static constexpr int blocks(int size) {
     return std::max(1, std::min(2048, 65536 / ((kRegisters + 7) / 8 * 8)) / size);
   }
@@ -276,7 +292,7 @@ struct Held {
 template <class Source, class Result, bool kCentred, int kThreads, int kPacks, int kSplit, bool kEarly>
 __global__ __launch_bounds__(kBlockSize<kThreads>,
                              Held<Source, Result, kCentred, kPacks, kEarly>::blocks(kBlockSize<kThreads>))  //
-    void row_norm_kernel(const __grid_constant__ typename Result::Args args, float inverse_size) {
+    void row_norm_kernel(const __grid_constant__ typename Result::Args args, float inverse_size, uint32_t ahead) {
   using T = typename Source::Element;
   constexpr int kRows = kBlockSize<kThreads> / kThreads, kSize = kPackSize<T>;
   const uint32_t row = blockIdx.x * kRows + threadIdx.x / kThreads;
@@ -298,6 +314,10 @@ __global__ __launch_bounds__(kBlockSize<kThreads>,
     }
   }
   begin_dependent();
+  if constexpr (kSendsAhead<Source, Result, kThreads> && !kEarly) {
+    if (thread == 0 && row + ahead < args.num_rows)
+      Source(args, Result::part_of(args, row + ahead)).prefetch_row(packs * kSize);
+  }
 
   typename Source::Raw raw[kPacks];
   typename Result::Raw beside[kPacks];
@@ -309,12 +329,15 @@ __global__ __launch_bounds__(kBlockSize<kThreads>,
   Result result(args, part);
   result.have_ready();
   const auto load_beside = [&](int k) {
-    beside[k] = {};
-    if (has(k)) beside[k] = result.load(k * kThreads);
+    if (has(k)) result.load(k * kThreads, beside[k]);
   };
-  if constexpr (kEarly) {
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k) load_beside(k);
+  for (int k = 0; k < kPacks; ++k) {
+    beside[k] = {};
+    if constexpr (kHasOwn<Result>) {
+      if (has(k)) result.load_own(k * kThreads, beside[k]);
+    }
+    if constexpr (kEarly) load_beside(k);
   }
 
   const RowReducer<kThreads, kSplit> reducer;
@@ -389,7 +412,10 @@ __global__ __launch_bounds__(1024) void row_norm_again_kernel(const __grid_const
   const auto each = [&](const Source& from, const Result& to, int first, int step, int end, auto use) {
     for (int p = first; p < end; p += step) {
       const auto z = from.value(from.load(p));
-      use(p, z, to.scaled(p, normed<kCentred>(z, centre, r), to.load(p)));
+      typename Result::Raw beside;
+      to.load(p, beside);
+      if constexpr (kHasOwn<Result>) to.load_own(p, beside);
+      use(p, z, to.scaled(p, normed<kCentred>(z, centre, r), beside));
     }
   };
   if constexpr (Result::kLargest == Largest::kNothing) {
@@ -488,12 +514,13 @@ void launch_row_norm(const typename Result<T, Fit::kAny>::Args& args, Fit fit, b
           const auto start = [&]<int kParts, bool kEarly>() {
             constexpr int kBlock = kBlockSize<kThreads / kParts>, kRows = kBlock / (kThreads / kParts);
             launch_dependent(row_norm_kernel<S, R, kCentred, kThreads / kParts, kPacks * kParts, kParts, kEarly>,
-                             (num_rows - 1) / kRows + 1, kBlock, launch, op, args, inverse_size);
+                             (num_rows - 1) / kRows + 1, kBlock, launch, op, args, inverse_size,
+                             rows_ahead(int64_t{packs} * sizeof(typename S::Raw)));
           };
           // Few rows get all the threads there are, and nothing waits that can come at once.
           constexpr bool kEarly = kThreads <= 256;
           constexpr int kRoom = Held<S, R, kCentred, kPacks, kEarly>::blocks(kThreads);
-          if constexpr (kSplit > 1 && kPacks > 1) {
+          if constexpr ((kSplit > 1 || kHasOwn<R>) && kPacks > 1) {
             if (num_rows > num_sms(launch.device) * kRoom / 2)
               return start.template operator()<kPacks == 2 ? kSplit : 1, false>();
           }

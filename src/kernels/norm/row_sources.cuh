@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "cuda/ahead.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/vec.cuh"
 #include "norm/row_norm.h"
@@ -112,6 +113,7 @@ struct Input {
   __device__ Input(const RowNormArgs& args, const Part& part)
       : input(part.of<T, kPackSize<T>, kFit>(args.input, args.input_rows)) {}
   __device__ void prefetch(int pack) const { input.prefetch(pack); }
+  __device__ void prefetch_row(uint32_t size) const { pykv::prefetch_row(input.data, size * sizeof(T)); }
   __device__ Raw load(int pack) const { return input.load_in_order(pack); }
   __device__ Value value(const Raw& raw) const { return raw; }
   __device__ void keep(int, const Value&) const {}
@@ -138,6 +140,10 @@ struct WithResidual {
     __device__ void prefetch(int pack) const {
       input.prefetch(pack);
       residual.prefetch(pack);
+    }
+    __device__ void prefetch_row(uint32_t size) const {
+      pykv::prefetch_row(input.data, size * sizeof(T));
+      pykv::prefetch_row(residual.data, size * sizeof(R));
     }
     __device__ Raw load(int pack) const { return {input.load_in_order(pack), residual.load_in_order(pack)}; }
     __device__ Value value(const Raw& raw) const {

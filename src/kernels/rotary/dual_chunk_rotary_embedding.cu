@@ -3,10 +3,11 @@
 // Memory-bound: the floor is query read once, five copies written, key moved once in and once out.  A thread owns kSize
 // pairs of the rotary dimension (two vectors of kSize elements) of a head, and keeps them while it writes one copy after the
 // other; the angles of the next copy are on their way meanwhile.  Threads run along x over the rotary dimension, y over the
-// heads of query and key in one count, z over tokens.  In small calls
-// the copies are made by blocks of their own.
+// heads of query and key in one count, z over tokens; heads of tokens to come are sent for meanwhile.  In small calls the
+// copies are made by blocks of their own.
 #include <algorithm>
 
+#include "cuda/ahead.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/rotation.cuh"
 #include "cuda/streaming.cuh"
@@ -20,7 +21,7 @@ constexpr int kThreads = 256;
 // kSpread: a block makes one of the copies.
 template <class T, int kSize, bool kNeox, bool kSpread>
 __global__ __launch_bounds__(kThreads, 3) void dual_chunk_rotary_embedding_kernel(
-    const __grid_constant__ DualChunkRotaryEmbeddingArgs args, bool streamed, Reporter report) {
+    const __grid_constant__ DualChunkRotaryEmbeddingArgs args, uint32_t ahead, bool streamed, Reporter report) {
   using V = Vec<T, kSize>;
   const Rotation& rotation = args.rotation;
   const int64_t t = int64_t{blockIdx.x} * blockDim.z + threadIdx.z;
@@ -44,6 +45,16 @@ __global__ __launch_bounds__(kThreads, 3) void dual_chunk_rotary_embedding_kerne
   }
   begin_dependent();
   if (!there) return;
+  if constexpr (!kSpread && kSize == kPackSize<T>) {
+    const auto send_for = [&](const T* row, const RotaryHeads& heads) {
+      if (heads.num_heads > 0 && heads.head == args.head_size)
+        prefetch_row(row + ahead * heads.token, static_cast<uint32_t>(heads.num_heads * args.head_size * sizeof(T)));
+    };
+    if (threadIdx.x == 0 && threadIdx.y == 0 && t + ahead < rotation.num_tokens) {
+      send_for(query, args.query);
+      send_for(key, rotation.key);
+    }
+  }
 
   PositionLoad load(rotation.positions, t * rotation.position_token);
   int64_t own = -1;  // not known yet
@@ -112,9 +123,10 @@ void run(const DualChunkRotaryEmbeddingArgs& args, const Launch& launch) {
   }
   const bool streamed = is_streamed(DualChunks::kCopies * args.query.num_heads * rotation.num_tokens * args.head_size *
                                     int64_t{sizeof(T)});
+  const uint32_t ahead = rows_ahead(2 * heads * args.head_size * int64_t{sizeof(T)});  // beside what is written
   dispatch_bool(rotation.is_neox, [&]<bool kNeox>() {
     const auto start = [&](auto kernel) {
-      launch_dependent(kernel, grid, block, launch, "dual_chunk_rotary_embedding", args, streamed,
+      launch_dependent(kernel, grid, block, launch, "dual_chunk_rotary_embedding", args, ahead, streamed,
                        launch.reporter(rotation.report));
     };
     fills ? start(dual_chunk_rotary_embedding_kernel<T, kSize, kNeox, false>)

@@ -54,6 +54,43 @@ class OnePosition {
   PositionLoad load_, offset_;
 };
 
+// The angles of a token that has several positions, of which each thread needs one: its frequencies are of the same axis.
+// Neighbouring lanes, as many as a head has vectors, look at one position each and trade what they saw.
+template <int kSize>
+class OneOfPositions {
+ public:
+  static bool fits(const RotaryEmbeddingArgs& args) {
+    const RotaryAxes& axes = args.axes;
+    const int64_t lanes = args.rotation.rotary_dim / 2 / kSize;
+    bool whole = true;
+    for (int k = 0, end = 0; k + 1 < axes.count; ++k) whole &= (end += axes.sizes[k]) % kSize == 0;
+    return whole && !axes.on_device.data && !axes.interleaved && args.rotation.max_position <= INT32_MAX &&
+           lanes >= axes.count && lanes <= 32 && (lanes & (lanes - 1)) == 0;
+  }
+  __device__ static void prefetch(const RotaryEmbeddingArgs& args, int64_t at, int i) {
+    if (threadIdx.y == 0) prefetch_angles(args.rotation, at + args.axes(i) * args.axes.stride, i);
+  }
+  __device__ OneOfPositions(const RotaryEmbeddingArgs& args, int64_t at, int64_t)
+      : load_(args.rotation.positions, at + threadIdx.x % args.axes.count * args.axes.stride),
+        lane_(first_lane() + args.axes(threadIdx.x * kSize)) {}
+  __device__ bool take(Angles<kSize>& angles, const RotaryEmbeddingArgs& args, int i, bool there,
+                       const Reporter& report) {
+    const int64_t seen = load_.wait(args.rotation.positions.is_int64), end = args.rotation.max_position;
+    const bool outside = there && (seen < 0 || seen >= end);
+    if (outside && threadIdx.y == 0) report(seen, end);
+    const int position = __shfl_sync(0xffffffffu, static_cast<int>(seen), lane_);
+    const uint32_t any_outside = __ballot_sync(0xffffffffu, outside) >> first_lane() & ((2u << (blockDim.x - 1)) - 1);
+    if (!there || any_outside) return false;
+    angles = load_angles<kSize>(args.rotation, position, i);
+    return true;
+  }
+
+ private:
+  __device__ static uint32_t first_lane() { return (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x % 32; }
+  PositionLoad load_;
+  uint32_t lane_;
+};
+
 // The angles of a token that has several positions.  Each frequency is looked up once, by one of the token's threads; they
 // trade them, and whether all positions are inside, through shared memory.
 class ManyPositions {
@@ -227,6 +264,8 @@ void rotary_embedding_cuda(const RotaryEmbeddingArgs& args, const Launch& launch
       run_in_vectors<T, OnePosition<false>>(args, launch);
     } else if (args.axes.count == 1) {
       run_in_vectors<T, OnePosition<true>>(args, launch);
+    } else if (constexpr int kSize = kPackSize<T>; fits(args.rotation, kSize) && OneOfPositions<kSize>::fits(args)) {
+      run<T, kSize, OneOfPositions<kSize>>(args, launch);
     } else {
       run_in_vectors<T, ManyPositions>(args, launch);
     }
