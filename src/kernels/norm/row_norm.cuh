@@ -333,9 +333,10 @@ __global__ __launch_bounds__(kBlockSize<kThreads>,
   };
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
-    beside[k] = {};
     if constexpr (kHasOwn<Result>) {
-      if (has(k)) result.load_own(k * kThreads, beside[k]);
+      if (has(k)) result.load_own(k * kThreads, beside[k]);  // into no zeros: the compiler would put the load off
+    } else {
+      beside[k] = {};
     }
     if constexpr (kEarly) load_beside(k);
   }
