@@ -1,6 +1,8 @@
 """Numba's kernels and pykv's in turn on the same arrays: pykv takes them by ``__cuda_array_interface__``.
 
 python examples/with_numba.py
+
+Seen with numba 0.68 and numba-cuda 0.30, whose CUDA part wants a NumPy before 2.5.
 """
 
 from __future__ import annotations
