@@ -36,6 +36,7 @@ struct Range {
 
 struct Work {
   uint32_t num_ranges, num_units;
+  bool is_first;  // of the launches of a call
   Range ranges[kMostRanges];
 };
 
@@ -54,8 +55,10 @@ __device__ void copy_unit(char* to, const char* from, uint32_t bytes) {
   }
 }
 
+// Launches of a call need not wait for each other: the next one begins when this one has nothing left to load.  Each ends after
+// the one before, so that the end of the last is the end of all.
 __global__ void __launch_bounds__(kThreads) swap_blocks_batch_kernel(const __grid_constant__ Work work) {
-  begin_dependent();
+  if (work.is_first) wait_for_previous_kernel();
   uint32_t range = 0;  // units of a warp ascend
   for (uint32_t unit = blockIdx.x * kWarps + threadIdx.x / 32; unit < work.num_units; unit += gridDim.x * kWarps) {
     for (uint32_t end = work.num_ranges; end - range > 1;) {
@@ -83,12 +86,17 @@ __global__ void __launch_bounds__(kThreads) swap_blocks_batch_kernel(const __gri
       copy_unit<uint8_t>(to, from, bytes);
     }
   }
+  let_next_kernel_start();
+  if (!work.is_first) wait_for_previous_kernel();
 }
 
 // Ranges that are launched together.
 class Batch {
  public:
-  Batch(const Launch& launch, uint32_t most_blocks) : launch_(launch), most_blocks_(most_blocks) { clear(); }
+  Batch(const Launch& launch, uint32_t most_blocks) : launch_(launch), most_blocks_(most_blocks) {
+    work_.is_first = true;
+    clear();
+  }
 
   void add(const char* from, char* to, int64_t bytes) {
     while (bytes > 0) {
@@ -104,6 +112,7 @@ class Batch {
     if (work_.num_ranges == 0) return;
     const uint32_t blocks = std::min((work_.num_units + kWarps - 1) / kWarps, most_blocks_);
     launch_dependent(swap_blocks_batch_kernel, blocks, kThreads, launch_, kOp, work_);
+    work_.is_first = false;
     clear();
   }
 
