@@ -12,7 +12,7 @@
 #pragma once
 
 #include "attention/paged_attention.h"
-#include "cuda/divider.h"
+#include "cuda/divider.cuh"
 #include "cuda/types.cuh"
 
 namespace pykv::attention {
