@@ -35,20 +35,17 @@ __device__ Vec<T, kSize> dequantise(const Vec<uint8_t, kSize>& codes, float scal
   return round_to<T>(x);
 }
 
-// A block of nvfp4: element times block scale is exact, the global scale rounds.
+// Eight codes of a block of nvfp4: element times block scale is exact, the global scale rounds.
 template <class T>
-__device__ Vec<T, kNvfp4Block> dequantise(const Nvfp4Codes& block, float global) {
-  Vec<float, kNvfp4Block> x;
+__device__ Vec<T, 8> dequantise(uint32_t codes, uint8_t scale, float global) {
+  half2 values[4];
+  nvfp4x8_to_half2x4(codes, scale, values);
+  Vec<float, 8> x;
 #pragma unroll
-  for (int half_block = 0; half_block < 2; ++half_block) {
-    half2 values[4];
-    nvfp4x8_to_half2x4(half_block == 0 ? block.codes.x : block.codes.y, block.scale, values);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = __half22float2(values[i]);
-      x[8 * half_block + 2 * i] = pair.x * global;
-      x[8 * half_block + 2 * i + 1] = pair.y * global;
-    }
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = __half22float2(values[i]);
+    x[2 * i] = pair.x * global;
+    x[2 * i + 1] = pair.y * global;
   }
   return round_to<T>(x);
 }

@@ -1,12 +1,18 @@
 // dst[i] = entry of the cache for token i - start[r] of its request r: copied, times a scale, or from fp8_ds_mla records.
 //
 // Memory-bound.  A block of threads takes a few neighbouring rows of dst, whatever requests they belong to, so that the work
-// is balanced by tokens and not by requests.  One warp finds their entries (locate_rows.cuh); meanwhile all threads work out
-// which vectors of these rows they will move, kVectorsPerThread loads in flight each.
+// is balanced by tokens and not by requests.  One warp finds their entries (locate_rows.cuh); meanwhile each thread works out
+// which vector of an entry it will move, and where to: that is the same for all its rows, kRowsPerThread loads in flight.
 //
-// The floor is a copy of as many bytes.  On an H200, entries of MLA: 65536 tokens take 40 us, 98 % of such a copy (fp8 95 %,
-// records 88 %); 4096 tokens 4.2 us, 100 % (fp8 99 %, records 100 %), by 256 blocks of threads.
-// More blocks than it takes to fill the SMs would queue for the same few ids: 512 take 4.8 us, 1024 take 5.8.
+// The floor is a copy of as many bytes.  On an H200, entries of MLA, beside a copy that reads and writes half of them each:
+//
+//   tokens   as they are       fp8              records          nvfp4
+//   4096      4.2 us, 100 %     3.6 us,  99 %    3.6 us, 102 %    3.8 us, 88 %
+//   65536    39.6 us, 100 %    31.5 us,  96 %   33.7 us,  94 %   28.3 us, 92 %
+//
+// What is left is the chain of loads before a row is known, which other blocks hide where there are many, and of nvfp4 the
+// arithmetic.  More blocks than it takes to fill the SMs would queue for the same few ids: 512 of 4096 tokens take 4.8 us, 1024
+// take 5.8.
 #include <algorithm>
 
 #include "cache/dequantise.cuh"
@@ -17,16 +23,20 @@
 namespace pykv {
 namespace {
 
-constexpr int kMostRows = 16, kVectorsPerThread = 4;
+constexpr int kMostRows = 32, kHalfBlock = kNvfp4Block / 2;
+
+// Where a token is: its entry; in pages, its codes, and its scales.
+struct Source {
+  const char *entry, *scales;
+};
 
 struct Plan {
   RowLocator locate;
   const char* src;
   char* dst;
   int64_t src_block, src_token, dst_row;  // bytes
-  int rows;                               // of a block of threads
-  bool one_piece;
-  Divider vectors, in_piece;  // of an entry, of a piece
+  uint32_t rows, rows_at_once;            // of a block of threads
+  Divider vectors, in_piece;              // of an entry, of a piece
   int64_t src_piece, dst_piece;
   MlaRecord record;
   Nvfp4Page page;
@@ -34,75 +44,87 @@ struct Plan {
   uint32_t early;  // bytes of an entry, or of its codes, to prefetch before the wait; 0: none
 
   template <bool kInPages>
-  __device__ void prefetch_entry(const char* entry, uint32_t in_page) const {
-    if constexpr (kInPages) {
-      prefetch(entry + page.codes_at(in_page, 0, 0), early);
-      prefetch(entry + page.scale_at(in_page / kNvfp4TokenGroup * kNvfp4TokenGroup, 0, 0),
-               static_cast<uint32_t>(kNvfp4TokenGroup * page.scales_token));
-    } else {
-      prefetch(entry, early);
-    }
+  __device__ Source source_of(const PagedRequests::Place& place) const {
+    if (place.block < 0) return {nullptr, nullptr};
+    const char* block = src + place.block * src_block;
+    if constexpr (kInPages)
+      return {block + page.codes_at(place.offset, 0, 0), block + page.scale_at(place.offset, 0, 0)};
+    return {block + place.offset * src_token, nullptr};
   }
 
-  // Where a vector of so many bytes lies in an entry.
-  __device__ int64_t offset(uint32_t vector, int64_t piece_bytes, int64_t vector_bytes) const {
-    if (one_piece) return vector * vector_bytes;
-    uint32_t at;
-    const uint32_t piece = in_piece(vector, at);
-    return piece * piece_bytes + at * vector_bytes;
+  template <bool kInPages>
+  __device__ void prefetch_entry(const Source& source) const {
+    prefetch(source.entry, early);
+    if constexpr (kInPages) prefetch(source.scales, static_cast<uint32_t>(kNvfp4TokenGroup * page.scales_token));
+  }
+
+  // The piece of a vector, and its place there.
+  __device__ uint32_t piece_of(uint32_t vector, uint32_t& at) const {
+    at = vector;
+    return in_piece.d == vectors.d ? 0 : in_piece(vector, at);
   }
 };
 
-// Readers: how a vector of an entry is loaded, and stored as a vector of a row.
+// Readers: what a thread knows about one vector of every entry, and of every row, that it moves.
 template <class V>
 struct Copy {
   using Loaded = V;
-  static __device__ Loaded load(const Plan& plan, const char* entry, uint32_t vector) {
-    return *reinterpret_cast<const V*>(entry + plan.offset(vector, plan.src_piece, sizeof(V)));
+  int64_t from, to;
+  __device__ Copy(const Plan& plan, uint32_t vector) {
+    uint32_t at;
+    const uint32_t piece = plan.piece_of(vector, at);
+    from = piece * plan.src_piece + at * int64_t{sizeof(V)};
+    to = piece * plan.dst_piece + at * int64_t{sizeof(V)};
   }
-  static __device__ void store(const Plan& plan, char* row, uint32_t vector, const Loaded& v, float) {
-    *reinterpret_cast<V*>(row + plan.offset(vector, plan.dst_piece, sizeof(V))) = v;
-  }
+  __device__ Loaded load(const Source& source) const { return load_vec<V>(source.entry + from); }
+  __device__ void store(char* row, const Loaded& v, float) const { store_vec(row + to, v); }
 };
 
 template <class T, KvFormat kFormat, int kSize>
 struct Scaled {
-  static constexpr int kSource = kSize, kTarget = kSize * sizeof(T);
   using Loaded = Vec<uint8_t, kSize>;
-  static __device__ Loaded load(const Plan& plan, const char* entry, uint32_t vector) {
-    return load_vec<Loaded>(entry + plan.offset(vector, plan.src_piece, kSource));
+  int64_t from, to;
+  __device__ Scaled(const Plan& plan, uint32_t vector) {
+    uint32_t at;
+    const uint32_t piece = plan.piece_of(vector, at);
+    from = piece * plan.src_piece + at * int64_t{kSize};
+    to = piece * plan.dst_piece + at * int64_t{kSize * sizeof(T)};
   }
-  static __device__ void store(const Plan& plan, char* row, uint32_t vector, const Loaded& v, float scale) {
-    store_vec(row + plan.offset(vector, plan.dst_piece, kTarget), dequantise<T, kFormat>(v, scale));
+  __device__ Loaded load(const Source& source) const { return load_vec<Loaded>(source.entry + from); }
+  __device__ void store(char* row, const Loaded& v, float scale) const {
+    store_vec(row + to, dequantise<T, kFormat>(v, scale));
   }
 };
 
-// Of a record: 8 codes and their scale, or 8 elements of rope.
+// Of a record: 8 codes and their scale, or 4 elements of rope.
 template <class T>
 struct Records {
-  static constexpr int kSize = 8, kTarget = 16;
+  static constexpr int kCodes = 8, kElements = 4;
   struct Loaded {
-    Vec<T, kSize> raw;  // codes: the first half
+    uint2 raw;
     float scale;
   };
-  static __device__ Loaded load(const Plan& plan, const char* record, uint32_t vector) {
+  uint32_t from, scale_from, to;
+  bool is_latent;
+  __device__ Records(const Plan& plan, uint32_t vector) {
+    const uint32_t latent = static_cast<uint32_t>(plan.record.latent), of_rope = vector - latent / kCodes;
+    is_latent = vector < latent / kCodes;
+    from = is_latent ? vector * kCodes : static_cast<uint32_t>(plan.record.rope_at()) + of_rope * 2 * kElements;
+    scale_from = static_cast<uint32_t>(plan.record.scales_at()) + vector / (MlaRecord::kTile / kCodes) * 4;
+    to = 2 * (is_latent ? vector * kCodes : latent + of_rope * kElements);
+  }
+  __device__ Loaded load(const Source& source) const {
     Loaded v;
-    const int64_t column = vector * kSize;
-    if (column < plan.record.latent) {
-      const uint2 codes = *reinterpret_cast<const uint2*>(record + column);
-      v.raw.words[0] = codes.x;
-      v.raw.words[1] = codes.y;
-      v.scale = *reinterpret_cast<const float*>(record + plan.record.scales_at() + column / MlaRecord::kTile * 4);
-    } else {
-      v.raw = load_vec<Vec<T, kSize>>(record + plan.record.rope_at() + 2 * (column - plan.record.latent));
-    }
+    v.raw = *reinterpret_cast<const uint2*>(source.entry + from);
+    if (is_latent) v.scale = *reinterpret_cast<const float*>(source.entry + scale_from);
     return v;
   }
-  static __device__ void store(const Plan& plan, char* row, uint32_t vector, const Loaded& v, float) {
-    Vec<T, kSize> out = v.raw;
-    if (vector * kSize < plan.record.latent)
-      out = dequantise<T, KvFormat::kE4M3>(Vec<uint8_t, kSize>{{v.raw.words[0], v.raw.words[1]}}, v.scale);
-    store_vec(row + vector * kTarget, out);
+  __device__ void store(char* row, const Loaded& v, float) const {
+    if (is_latent) {
+      store_vec(row + to, dequantise<T, KvFormat::kE4M3>(Vec<uint8_t, kCodes>{{v.raw.x, v.raw.y}}, v.scale));
+    } else {
+      store_vec(row + to, v.raw);
+    }
   }
 };
 
@@ -110,136 +132,142 @@ struct Records {
 template <class T>
 struct RecordElements {
   using Loaded = T;
+  uint32_t from, scale_from;
+  int64_t to;
+  bool is_latent;
+  __device__ RecordElements(const Plan& plan, uint32_t column) : to(column * plan.dst_piece) {
+    const uint32_t latent = static_cast<uint32_t>(plan.record.latent);
+    is_latent = column < latent;
+    from = is_latent ? column : static_cast<uint32_t>(plan.record.rope_at()) + 2 * (column - latent);
+    scale_from = static_cast<uint32_t>(plan.record.scales_at()) + column / MlaRecord::kTile * 4;
+  }
   static __device__ uint32_t bytes(const char* from, int n) {
     uint32_t bits = 0;
     for (int i = 0; i < n; ++i) bits |= uint32_t{static_cast<uint8_t>(from[i])} << (8 * i);
     return bits;
   }
-  static __device__ Loaded load(const Plan& plan, const char* record, uint32_t column) {
-    if (column < plan.record.latent) {
-      const float scale = __uint_as_float(bytes(record + plan.record.scales_at() + column / MlaRecord::kTile * 4, 4));
-      return from_float<T>(fp8_to_float<KvFormat::kE4M3>(static_cast<uint8_t>(record[column])) * scale);
+  __device__ Loaded load(const Source& source) const {
+    if (is_latent) {
+      const float scale = __uint_as_float(bytes(source.entry + scale_from, 4));
+      return from_float<T>(fp8_to_float<KvFormat::kE4M3>(static_cast<uint8_t>(source.entry[from])) * scale);
     }
-    const uint16_t bits =
-        static_cast<uint16_t>(bytes(record + plan.record.rope_at() + 2 * (column - plan.record.latent), 2));
+    const uint16_t bits = static_cast<uint16_t>(bytes(source.entry + from, 2));
     return reinterpret_cast<const T&>(bits);
   }
-  static __device__ void store(const Plan& plan, char* row, uint32_t column, const Loaded& v, float) {
-    *reinterpret_cast<T*>(row + column * plan.dst_piece) = v;
-  }
+  __device__ void store(char* row, const Loaded& v, float) const { *reinterpret_cast<T*>(row + to) = v; }
 };
 
-// Of a page: 16 codes and their scale.  Loads are told the token's place in the page, too.  kAligned: codes are loaded and
-// elements stored by vectors.
+// Of a page: half a block, so that neighbouring threads store whole sectors, and the scale of the block.  kAligned: codes are
+// loaded and elements stored by vectors.
 template <class T, bool kAligned>
 struct Pages {
-  using Loaded = Nvfp4Codes;
-  static __device__ Loaded load(const Plan& plan, const char* page, uint32_t offset, uint32_t vector) {
-    uint32_t block;
-    const uint32_t head = plan.in_piece(vector, block);
-    const char* codes = page + plan.page.codes_at(offset, head, int64_t{block} * kNvfp4Block);
+  struct Loaded {
+    uint32_t codes;
+    uint8_t scale;
+  };
+  int64_t codes_from, scale_from, to, step;
+  __device__ Pages(const Plan& plan, uint32_t vector) {
+    uint32_t at;
+    const uint32_t head = plan.piece_of(vector, at);
+    codes_from = plan.page.codes_at(0, head, int64_t{at} * kHalfBlock);
+    scale_from = plan.page.scale_at(0, head, static_cast<int32_t>(at / 2)) - plan.page.scales;
+    to = head * plan.dst_piece + int64_t{at} * kHalfBlock * plan.dst_dim;
+    step = plan.dst_dim;
+  }
+  __device__ Loaded load(const Source& source) const {
     Loaded v;
     if constexpr (kAligned) {
-      v.codes = *reinterpret_cast<const uint2*>(codes);
+      v.codes = *reinterpret_cast<const uint32_t*>(source.entry + codes_from);
     } else {
-      v.codes = {0, 0};
+      v.codes = 0;
 #pragma unroll
-      for (int i = 0; i < 8; ++i)
-        (i < 4 ? v.codes.x : v.codes.y) |= uint32_t{static_cast<uint8_t>(codes[i])} << (i % 4 * 8);
+      for (int i = 0; i < kHalfBlock / 2; ++i)
+        v.codes |= uint32_t{static_cast<uint8_t>(source.entry[codes_from + i])} << (8 * i);
     }
-    v.scale = static_cast<uint8_t>(page[plan.page.scale_at(offset, head, static_cast<int32_t>(block))]);
+    v.scale = static_cast<uint8_t>(source.scales[scale_from]);
     return v;
   }
-  static __device__ void store(const Plan& plan, char* row, uint32_t vector, const Loaded& v, float scale) {
-    uint32_t block;
-    const uint32_t head = plan.in_piece(vector, block);
-    char* to = row + head * plan.dst_piece + int64_t{block} * kNvfp4Block * plan.dst_dim;
-    const Vec<T, kNvfp4Block> x = dequantise<T>(v, scale);
+  __device__ void store(char* row, const Loaded& v, float global) const {
+    const Vec<T, kHalfBlock> x = dequantise<T>(v.codes, v.scale, global);
     if constexpr (kAligned) {
-      const auto& vectors = reinterpret_cast<const Vec<uint4, sizeof(T)>&>(x);
+      const auto& vectors = reinterpret_cast<const Vec<uint4, sizeof(T) / 2>&>(x);
 #pragma unroll
-      for (int i = 0; i < static_cast<int>(sizeof(T)); ++i) store_vec(to + i * 16, vectors[i]);
+      for (int i = 0; i < static_cast<int>(sizeof(T)) / 2; ++i) store_vec(row + to + i * 16, vectors[i]);
     } else {
 #pragma unroll
-      for (int i = 0; i < kNvfp4Block; ++i) *reinterpret_cast<T*>(to + i * plan.dst_dim) = x[i];
+      for (int i = 0; i < kHalfBlock; ++i) *reinterpret_cast<T*>(row + to + i * step) = x[i];
     }
   }
 };
 
-// Threads of a block, at most, and blocks that an SM must hold, as far as registers are concerned: what 16 entries of MLA
-// take, and as many as leave their loads together, and both halves of a sector that is stored.
+template <class Reader>
+inline constexpr bool kInPages = false;
+template <class T, bool kAligned>
+inline constexpr bool kInPages<Pages<T, kAligned>> = true;
+
+// Threads of a block, at most: they take one vector each of four entries of MLA.
 template <class Reader>
 inline constexpr int kMostThreads = 288;
-template <class T, bool kAligned>
-inline constexpr int kMostThreads<Pages<T, kAligned>> = 160;
-template <class Reader>
-inline constexpr int kBlocks = 5;
 template <class T>
-inline constexpr int kBlocks<Records<T>> = 4;
-template <class T, bool kAligned>
-inline constexpr int kBlocks<Pages<T, kAligned>> = 6;
+inline constexpr int kMostThreads<Records<T>> = 320;
+// Rows of a thread whose loads are under way at once: more where a load is small and much is computed.
+template <class Reader>
+inline constexpr int kRowsPerThread = kInPages<Reader> ? 8 : 4;
+// Of a block, where there are many.
+constexpr int kTurnRows = 8;
+// Blocks that an SM must hold, as far as registers are concerned.  With five, loads wait for each other for want of registers.
+constexpr int kBlocks = 4;
 
 struct NoScale {
   __device__ float operator[](int) const { return 1.0f; }
 };
 
 template <class Reader, class ScaleType>
-__global__ void __launch_bounds__(kMostThreads<Reader>, kBlocks<Reader>)
+__global__ void __launch_bounds__(kMostThreads<Reader>, kBlocks)
     gather_cache_kernel(const __grid_constant__ Plan plan, const __grid_constant__ ScaleType scales) {
-  // Where the entry of a row is, or its page, and its place there.
-  constexpr bool kInPages = requires { Reader::load(plan, nullptr, 0u, 0u); };
-  __shared__ const char* entries[kMostRows];
-  __shared__ uint32_t offsets[kInPages ? kMostRows : 1];
+  __shared__ Source sources[kMostRows];
   const int64_t first = int64_t{blockIdx.x} * plan.rows, left = plan.locate.num_rows() - first;
-  const int count = left < plan.rows ? static_cast<int>(left) : plan.rows;
-  const uint32_t total = count * plan.vectors.d;
-  uint32_t rows[kVectorsPerThread], vectors[kVectorsPerThread];
-  const auto choose_vectors = [&](uint32_t n) {
-#pragma unroll
-    for (int i = 0; i < kVectorsPerThread; ++i) rows[i] = plan.vectors(min(n + i * blockDim.x, total - 1), vectors[i]);
-  };
+  const uint32_t count = left < plan.rows ? static_cast<uint32_t>(left) : plan.rows;
+  uint32_t vector;
+  const uint32_t row = plan.vectors(threadIdx.x, vector);
+  Reader reader(plan, vector);
   if (threadIdx.x < 32) {
-    const RowLocator::Guess guess = plan.locate.guess(first, count);
-    const char* entry;
-    PagedRequests::Place place;
+    const RowLocator::Guess guess = plan.locate.guess(first, static_cast<int>(count), plan.early == 0);
+    Source source;
     bool early = plan.early > 0;
     if (!early) begin_dependent();
 #pragma unroll 1
     for (;; early = false) {
-      place = plan.locate(first, count, guess, early);
-      entry = place.block < 0 ? nullptr : plan.src + place.block * plan.src_block + place.offset * plan.src_token;
+      source = plan.template source_of<kInPages<Reader>>(plan.locate(first, static_cast<int>(count), guess, early));
       if (!early) break;
-      if (entry) plan.template prefetch_entry<kInPages>(entry, static_cast<uint32_t>(place.offset));
+      if (source.entry) plan.template prefetch_entry<kInPages<Reader>>(source);
       begin_dependent();
     }
-    if (static_cast<int>(threadIdx.x) < count) {
-      entries[threadIdx.x] = entry;
-      if constexpr (kInPages) offsets[threadIdx.x] = static_cast<uint32_t>(place.offset);
-    }
-    choose_vectors(threadIdx.x);
+    if (threadIdx.x < count) sources[threadIdx.x] = source;
   } else {
-    choose_vectors(threadIdx.x);
     begin_dependent();
   }
   const float scale = scales[0];
   __syncthreads();
+  if (row >= plan.rows_at_once) return;
 
-  char* to = plan.dst + first * plan.dst_row;
-  for (uint32_t n = threadIdx.x; n < total; choose_vectors(n += blockDim.x * kVectorsPerThread)) {
-    typename Reader::Loaded loaded[kVectorsPerThread];
+  constexpr int kRows = kRowsPerThread<Reader>;
+  const uint32_t step = plan.rows_at_once;
+  for (;;) {
+    for (uint32_t r = row; r < count; r += kRows * step) {
+      typename Reader::Loaded loaded[kRows];
 #pragma unroll
-    for (int i = 0; i < kVectorsPerThread; ++i)
-      if (const char* entry = entries[rows[i]]) {
-        if constexpr (kInPages) {
-          loaded[i] = Reader::load(plan, entry, offsets[rows[i]], vectors[i]);
-        } else {
-          loaded[i] = Reader::load(plan, entry, vectors[i]);
-        }
-      }
+      for (int i = 0; i < kRows; ++i)
+        if (r + i * step < count)
+          if (const Source source = sources[r + i * step]; source.entry) loaded[i] = reader.load(source);
 #pragma unroll
-    for (int i = 0; i < kVectorsPerThread; ++i)
-      if (n + i * blockDim.x < total && entries[rows[i]])
-        Reader::store(plan, to + rows[i] * plan.dst_row, vectors[i], loaded[i], scale);
+      for (int i = 0; i < kRows; ++i)
+        if (r + i * step < count && sources[r + i * step].entry)
+          reader.store(plan.dst + (first + r + i * step) * plan.dst_row, loaded[i], scale);
+    }
+    vector += blockDim.x;
+    if (vector >= plan.vectors.d) break;
+    reader = Reader(plan, vector);
   }
 }
 
@@ -256,22 +284,19 @@ int64_t bytes_side_by_side(const GatherCacheArgs& args) {
 }
 
 template <class Reader, class ScaleType>
-void launch_kernel(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_bytes, int64_t elements_per_vector,
+void launch_kernel(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_bytes, int64_t vectors, int64_t in_piece,
                    const ScaleType& scales, const Launch& launch) {
-  constexpr int64_t kThreads = kMostThreads<Reader>;
-  const int64_t vectors = args.pieces * args.piece / elements_per_vector;
-  if (vectors * kMostRows >= int64_t{1} << 31) fail(PYKV_NOT_IMPLEMENTED, "entries of 2^27 elements are not supported");
-  int64_t rows = std::clamp<int64_t>(kThreads * kVectorsPerThread / vectors, 1, kMostRows);
-  while (rows > 1 && args.num_rows < num_sms(launch.device) * rows) rows /= 2;  // so that every SM has work
+  constexpr int64_t kThreads = kMostThreads<Reader>, kLeastRows = 4;
+  if (vectors * kMostRows >= int64_t{1} << 31) fail(PYKV_NOT_IMPLEMENTED, "entries of 2^26 vectors are not supported");
+  // Long entries take turns, of equal length.  Fewer rows a block where that gives every SM work.
+  const int64_t at_once = std::max<int64_t>(kThreads / vectors, 1);
+  int64_t rows = std::min<int64_t>(at_once * kTurnRows, kMostRows);
+  while (rows > 1 && args.num_rows < num_sms(launch.device) * rows * (rows > 16 ? 8 : 1)) rows /= 2;
   const int64_t blocks = (args.num_rows + rows - 1) / rows;
   if (blocks >= int64_t{1} << 31) fail(PYKV_NOT_IMPLEMENTED, "too many tokens for one call");
-
-  // So many threads that they all have the same number of vectors to move, or nearly; few rows are spread out.
-  const int64_t total = rows * vectors,
-                turns = (total + kThreads * kVectorsPerThread - 1) / (kThreads * kVectorsPerThread);
-  const int64_t in_flight = rows == 1 && turns == 1 ? std::max<int64_t>(total / kThreads, 1) : kVectorsPerThread;
-  const int64_t threads =
-      std::min<int64_t>((total + turns * in_flight * 32 - 1) / (turns * in_flight * 32) * 32, kThreads);
+  const int64_t rows_at_once = std::min<int64_t>(at_once, (rows + kLeastRows - 1) / kLeastRows);
+  const int64_t turns = (vectors + kThreads - 1) / kThreads;
+  const int64_t threads = (rows_at_once * ((vectors + turns - 1) / turns) + 31) / 32 * 32;
 
   // Many blocks would still be prefetching when they have nothing left to wait for.
   const int64_t side_by_side = bytes_side_by_side(args);
@@ -282,10 +307,10 @@ void launch_kernel(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_b
                   args.src_block * src_bytes,
                   args.src_token * src_bytes,
                   args.dst_row * dst_bytes,
-                  static_cast<int>(rows),
-                  args.pieces == 1,
+                  static_cast<uint32_t>(rows),
+                  static_cast<uint32_t>(rows_at_once),
                   Divider(vectors),
-                  Divider(std::max<int64_t>(args.piece / elements_per_vector, 1)),
+                  Divider(in_piece),
                   args.src_piece * src_bytes,
                   args.dst_piece * dst_bytes,
                   args.record,
@@ -308,7 +333,8 @@ void copy(const GatherCacheArgs& args, const Launch& launch) {
   const auto launch_with = [&]<class V> {
     GatherCacheArgs in_bytes = args;
     in_bytes.piece *= item;
-    launch_kernel<Copy<V>>(in_bytes, item, item, sizeof(V), NoScale{}, launch);
+    const int64_t in_piece = in_bytes.piece / static_cast<int64_t>(sizeof(V));
+    launch_kernel<Copy<V>>(in_bytes, item, item, args.pieces * in_piece, in_piece, NoScale{}, launch);
   };
   switch (width) {
     case 16:
@@ -330,8 +356,9 @@ void scale_codes(const GatherCacheArgs& args, const Launch& launch) {
   const int64_t src_piece = args.pieces > 1 ? args.src_piece : 0, dst_piece = args.pieces > 1 ? args.dst_piece : 0;
   if (args.piece % kSize == 0 && is_aligned(kSize, args.src, {args.src_block, args.src_token, src_piece}) &&
       is_aligned(16, args.dst, {args.dst_row * kItem, dst_piece * kItem}))
-    return launch_kernel<Scaled<T, kFormat, kSize>>(args, 1, kItem, kSize, args.scale, launch);
-  launch_kernel<Scaled<T, kFormat, 1>>(args, 1, kItem, 1, args.scale, launch);
+    return launch_kernel<Scaled<T, kFormat, kSize>>(args, 1, kItem, args.pieces * args.piece / kSize,
+                                                    args.piece / kSize, args.scale, launch);
+  launch_kernel<Scaled<T, kFormat, 1>>(args, 1, kItem, args.pieces * args.piece, args.piece, args.scale, launch);
 }
 
 template <class T>
@@ -344,18 +371,21 @@ void read_pages(const GatherCacheArgs& args, const Launch& launch) {
   const bool aligned = args.dst_dim == 1 && is_aligned(16, args.dst, {args.dst_row * kItem, args.dst_piece * kItem}) &&
                        is_aligned(8, args.src, {args.src_block});
   dispatch_bool(aligned, [&]<bool kAligned> {
-    launch_kernel<Pages<T, kAligned>>(in_pages, 1, kItem, kNvfp4Block, args.scale, launch);
+    launch_kernel<Pages<T, kAligned>>(in_pages, 1, kItem, args.pieces * args.piece / kHalfBlock,
+                                      args.piece / kHalfBlock, args.scale, launch);
   });
 }
 
 template <class T>
 void read_records(const GatherCacheArgs& args, const Launch& launch) {
-  constexpr int64_t kSize = Records<T>::kSize;
-  if (args.dst_piece == 1 && args.record.rope % kSize == 0 &&
-      is_aligned(16, args.src, {args.src_block, args.src_token, args.record.rope_at()}) &&
+  using Vectors = Records<T>;
+  const MlaRecord& r = args.record;
+  if (args.dst_piece == 1 && r.rope % Vectors::kElements == 0 &&
+      is_aligned(8, args.src, {args.src_block, args.src_token, r.rope_at()}) &&
       is_aligned(16, args.dst, {2 * args.dst_row}))
-    return launch_kernel<Records<T>>(args, 1, 2, kSize, NoScale{}, launch);
-  launch_kernel<RecordElements<T>>(args, 1, 2, 1, NoScale{}, launch);
+    return launch_kernel<Vectors>(args, 1, 2, r.latent / Vectors::kCodes + r.rope / Vectors::kElements, 1, NoScale{},
+                                  launch);
+  launch_kernel<RecordElements<T>>(args, 1, 2, r.latent + r.rope, 1, NoScale{}, launch);
 }
 
 }  // namespace

@@ -38,9 +38,9 @@ __global__ void __launch_bounds__(kMaxThreads)
   const int64_t first = int64_t{blockIdx.x} * plan.rows, left = plan.locate.num_rows() - first;
   const uint32_t rows = left < plan.rows ? static_cast<uint32_t>(left) : plan.rows;
   if (threadIdx.x < 32) {
-    const RowLocator::Guess guess = plan.locate.guess(first, static_cast<int>(rows));
-    PagedRequests::Place place;
     bool early = plan.early && comes_early();
+    const RowLocator::Guess guess = plan.locate.guess(first, static_cast<int>(rows), !early);
+    PagedRequests::Place place;
     if (!early) begin_dependent();
 #pragma unroll 1
     for (;; early = false) {

@@ -48,13 +48,14 @@ class RowLocator {
 
   __device__ int64_t num_rows() const { return num_rows_; }
 
-  // What can be known without a load; kept by the warp from before it waits for the kernel before.
+  // What can be known without a load; kept by the warp from before it waits for the kernel before.  `fetch`: brings the ids
+  // to L2, for a warp that will not load them before the wait anyway.
   struct Guess {
     uint32_t request, column;
     int base;  // number of the first start in the window
     const char *start, *block;
   };
-  __device__ __forceinline__ Guess guess(int64_t first, int count) const {
+  __device__ __forceinline__ Guess guess(int64_t first, int count, bool fetch) const {
     Guess g{};
     if (!quick_) return g;
     const int lane = threadIdx.x % 32, row = static_cast<int>(first) + min(lane, count - 1);
@@ -69,6 +70,7 @@ class RowLocator {
     have_ready(g.column);
     have_ready(g.block);
     have_ready(g.start);
+    if (!fetch) return g;
     prefetch(g.block);
     if (g.base + lane <= last_start_) prefetch(g.start);
     if (lengths_) prefetch(lengths_.at(g.request));
