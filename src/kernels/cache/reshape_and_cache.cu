@@ -13,6 +13,11 @@
 namespace pykv {
 namespace {
 
+// Of a block that writes whole tokens, one at a time: smaller blocks end more evenly, and what they touch lies together.  On an
+// H200, 8 heads of bf16: 65536 tokens take 133 us by 128 threads, 136 by 256 (of a quarter of each token); 4096 tokens of int8
+// 8.7 us, not 9.2.
+constexpr uint32_t kScatteringThreads = 128;
+
 template <class Mover, bool kTransposes>
 __global__ void __launch_bounds__(kMostThreads<Mover>, Shape<Mover, kTransposes>::kBlocks)
     reshape_and_cache_kernel(const __grid_constant__ Plan plan,
@@ -39,6 +44,10 @@ void launch_kernel(const ReshapeAndCacheArgs& args, const Launch& launch) {
   const auto launch_with = [&]<bool kTransposes> {
     // Few tokens are spread over the machine.
     Grain grain = Grain::coarsest<Mover, kTransposes>();
+    if constexpr (!kTransposes && !kInPages<Mover>) {  // whole tokens, few at a time
+      grain.threads = kScatteringThreads;
+      grain.lanes_log2 = std::countr_zero(unsigned{kScatteringThreads});
+    }
     const uint32_t enough = (kTransposes ? 2 : 1) * num_sms(launch.device);
     uint32_t blocks;
     do {

@@ -34,13 +34,13 @@ struct Nvfp4Mover {
 template <class Mover>
 inline constexpr bool kInPages = Mover::kStoredFormat == KvFormat::kNvfp4;
 
-// Tokens of a thread, and blocks that an SM must hold.  Tiles wait for barriers: more threads, with fewer loads each where
-// nothing is computed between them.
+// Tokens of a thread, and blocks of 256 threads that an SM must hold: more threads, with fewer loads each, where nothing is
+// computed between them.
 template <class Mover, bool kTransposes>
 struct Shape {
   static constexpr bool kCopies = Mover::kStoredFormat == KvFormat::kSame;
-  static constexpr int kTokens = kTransposes && kCopies ? 2 : 4;
-  static constexpr int kBlocks = !kCopies ? kConvertingBlocks : kTransposes ? 8 : 4;
+  static constexpr int kTokens = kCopies ? 2 : 4;
+  static constexpr int kBlocks = kCopies ? 8 : kConvertingBlocks;
 };
 
 // Sixteen elements of four tokens are many registers; put together one by one, even more.
@@ -131,6 +131,7 @@ struct Widths {
 struct Grain {
   uint32_t threads, tokens;  // of a block; of a thread
   int tile_tokens_log2;      // 0: nothing is transposed
+  int lanes_log2 = 5;        // threads along a token, at most
 
   template <class Mover, bool kTransposes>
   static Grain coarsest() {
@@ -143,6 +144,7 @@ struct Grain {
       tokens /= 2;
     } else if (threads > (tile_tokens_log2 ? kThreads : 64)) {
       threads /= 2;
+      lanes_log2 = std::min(lanes_log2, std::countr_zero(threads));
     } else if (tile_tokens_log2 <= 2) {
       return false;
     }
@@ -186,7 +188,7 @@ inline SidePlan plan_side(const CacheSide& s, const ReshapeAndCacheArgs& args, c
     blocks = ceil_div(args.num_tokens, int64_t{1} << grain.tile_tokens_log2) * args.num_heads * pieces;
   } else {
     // Where the next token is nearer in the cache than the next vector, a warp is best 4 tokens high.
-    p.lanes_log2 = lanes_log2_for(vectors, s.chunk < s.head_size ? 3 : 5);
+    p.lanes_log2 = lanes_log2_for(vectors, s.chunk < s.head_size ? 3 : grain.lanes_log2);
     const int64_t pieces = ceil_div(vectors, 1ll << p.lanes_log2);
     p.pieces = Divider(pieces);
     p.tokens = grain.tokens;
