@@ -114,51 +114,57 @@ def convert(kind: str, tokens: int, dtype: str, device: Device) -> Call:
     return lambda: pykv.convert_fp8(*arrays, 0.5)
 
 
-# name -> (what makes the call, its kind, bytes of a token given those of an element)
-OPS: dict[str, tuple[Callable[[str, int, str, Device], Call], str, Callable[[int], int]]] = {
-    "concat_and_cache_mla": (write, "auto", lambda e: 2 * WIDTH * e + 8),
-    "concat_and_cache_mla fp8": (write, "fp8_e4m3", lambda e: WIDTH * (e + 1) + 8),
-    "concat_and_cache_mla int8": (write, "int8", lambda e: WIDTH * (e + 1) + 8),
-    "concat_and_cache_mla nvfp4": (write, "nvfp4", lambda e: WIDTH * e + WIDTH * 9 // 16 + 8),
-    "concat_and_cache_mla fp8_ds_mla": (write, "fp8_ds_mla", lambda e: WIDTH * e + RECORD + 8),
-    "concat_and_cache_mla_rope_fused": (rotate_and_write, "auto", lambda e: (2 * ROTATED + LATENT + WIDTH) * e + 16),
+# name -> (what makes the call, its kind, bytes of a token that are read and written, given those of an element)
+OPS: dict[str, tuple[Callable[[str, int, str, Device], Call], str, Callable[[int], tuple[int, int]]]] = {
+    "concat_and_cache_mla": (write, "auto", lambda e: (WIDTH * e + 8, WIDTH * e)),
+    "concat_and_cache_mla fp8": (write, "fp8_e4m3", lambda e: (WIDTH * e + 8, WIDTH)),
+    "concat_and_cache_mla int8": (write, "int8", lambda e: (WIDTH * e + 8, WIDTH)),
+    "concat_and_cache_mla nvfp4": (write, "nvfp4", lambda e: (WIDTH * e + 8, WIDTH * 9 // 16)),
+    "concat_and_cache_mla fp8_ds_mla": (write, "fp8_ds_mla", lambda e: (WIDTH * e + 8, RECORD)),
+    "concat_and_cache_mla_rope_fused": (
+        rotate_and_write,
+        "auto",
+        lambda e: ((ROTATED + LATENT) * e + 16, (ROTATED + WIDTH) * e),
+    ),
     "concat_and_cache_mla_rope_fused fp8": (
         rotate_and_write,
         "fp8_e4m3",
-        lambda e: (2 * ROTATED + LATENT) * e + WIDTH + 16,
+        lambda e: ((ROTATED + LATENT) * e + 16, ROTATED * e + WIDTH),
     ),
     "concat_and_cache_mla_rope_fused fp8_ds_mla": (
         rotate_and_write,
         "fp8_ds_mla",
-        lambda e: (2 * ROTATED + LATENT) * e + RECORD + 16,
+        lambda e: ((ROTATED + LATENT) * e + 16, ROTATED * e + RECORD),
     ),
-    "cp_gather_cache": (gather, "auto", lambda e: 2 * WIDTH * e),
-    "gather_and_maybe_dequant fp8": (gather, "fp8_e4m3", lambda e: WIDTH * (e + 1)),
-    "gather_and_maybe_dequant int8": (gather, "int8", lambda e: WIDTH * (e + 1)),
-    "gather_and_maybe_dequant nvfp4": (gather, "nvfp4", lambda e: WIDTH * e + WIDTH * 9 // 16),
-    "gather_and_maybe_dequant fp8_ds_mla": (gather, "fp8_ds_mla", lambda e: WIDTH * e + RECORD),
-    "indexer_k_quant_and_cache": (write_indexer, "ue8m0", lambda e: INDEXER * e + INDEXER_ENTRY + 8),
-    "cp_gather_indexer_k_quant_cache": (gather_indexer, "", lambda e: 2 * INDEXER_ENTRY),
-    "concat_mla_q": (queries, "", lambda e: 2 * HEADS * WIDTH * e),
-    "convert_fp8": (convert, "to fp8", lambda e: 4096 * (e + 1)),
-    "convert_fp8, from fp8": (convert, "from fp8", lambda e: 4096 * (e + 1)),
+    "cp_gather_cache": (gather, "auto", lambda e: (WIDTH * e, WIDTH * e)),
+    "gather_and_maybe_dequant fp8": (gather, "fp8_e4m3", lambda e: (WIDTH, WIDTH * e)),
+    "gather_and_maybe_dequant int8": (gather, "int8", lambda e: (WIDTH, WIDTH * e)),
+    "gather_and_maybe_dequant nvfp4": (gather, "nvfp4", lambda e: (WIDTH * 9 // 16, WIDTH * e)),
+    "gather_and_maybe_dequant fp8_ds_mla": (gather, "fp8_ds_mla", lambda e: (RECORD, WIDTH * e)),
+    "indexer_k_quant_and_cache": (write_indexer, "ue8m0", lambda e: (INDEXER * e + 8, INDEXER_ENTRY)),
+    "cp_gather_indexer_k_quant_cache": (gather_indexer, "", lambda e: (INDEXER_ENTRY, INDEXER_ENTRY)),
+    "concat_mla_q": (queries, "", lambda e: (HEADS * WIDTH * e, HEADS * WIDTH * e)),
+    "convert_fp8": (convert, "to fp8", lambda e: (4096 * e, 4096)),
+    "convert_fp8, from fp8": (convert, "from fp8", lambda e: (4096, 4096 * e)),
 }
 
 
 def cases(dtypes: list[str]) -> Iterator[Case]:
-    for name, (make, kind, token_bytes) in OPS.items():
+    for name, (make, kind, bytes_of_token) in OPS.items():
         for dtype in dtypes:
             if kind == "fp8_ds_mla" and itemsize(dtype) != 2:
                 continue
+            read, written = bytes_of_token(itemsize(dtype))
             for tokens in TOKENS:
-                if tokens * token_bytes(itemsize(dtype)) > 4 << 30:
+                if tokens * (read + written) > 4 << 30:
                     continue
                 yield Case(
                     name,
                     {"tokens": tokens},
                     dtype,
-                    tokens * token_bytes(itemsize(dtype)),
+                    tokens * (read + written),
                     lambda device, make=make, arguments=(kind, tokens, dtype): make(*arguments, device),
+                    tokens * written,
                 )
 
 

@@ -77,6 +77,7 @@ def cases(dtypes: list[str]) -> Iterator[Case]:
                         dtype,
                         int(tokens * (2 * heads * HEAD_SIZE * (itemsize(dtype) + stored) + 8)),
                         lambda device, arguments=(name, tokens, heads, dtype): call(*arguments, device),
+                        int(tokens * 2 * heads * HEAD_SIZE * stored),
                     )
 
 

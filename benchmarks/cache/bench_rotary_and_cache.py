@@ -70,14 +70,16 @@ def cases(dtypes: list[str]) -> Iterator[Case]:
     for name, (_, kv_cache_dtype, _, _) in OPS.items():
         for dtype in dtypes:
             given, stored = itemsize(dtype), itemsize(dtype) if kv_cache_dtype == "auto" else 1
-            rotated, cached = 2 * (HEADS + KV_HEADS) * given, KV_HEADS * (given + 2 * stored)
+            rotated, cached = (HEADS + KV_HEADS) * given, 2 * KV_HEADS * stored
+            read, written = rotated + KV_HEADS * given, rotated + cached
             for tokens in TOKENS:
                 yield Case(
                     name,
                     {"tokens": tokens},
                     dtype,
-                    tokens * ((rotated + cached) * HEAD_SIZE + 16),
+                    tokens * ((read + written) * HEAD_SIZE + 16),
                     lambda device, arguments=(name, tokens, dtype): call(*arguments, device),
+                    tokens * written * HEAD_SIZE,
                 )
 
 
