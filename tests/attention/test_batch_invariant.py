@@ -67,8 +67,8 @@ class Attention:
         given = {**prompts.b.options, **options}
         self.options = {k: array.input(v) if isinstance(v, np.ndarray) else v for k, v in given.items()}
 
-    def __call__(self, pieces: list[Piece]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Output and lse of each piece."""
+    def __call__(self, pieces: list[Piece], pages: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Output and lse of each piece; the block table has room for so many pages at the least."""
         b, firsts = self.prompts.b, self.prompts.firsts
         assert b.cu_query_lens is not None
         rows = [np.arange(first, end) - firsts[s] + b.cu_query_lens[s] for s, first, end in pieces]
@@ -77,11 +77,13 @@ class Attention:
         out = self.array.output(np.zeros_like(query))
         lse = self.array.output(np.zeros((query.shape[1], query.shape[0]), np.float32))
         decoding = all(end - first == 1 for _, first, end in pieces)
+        tables = b.block_tables[[s for s, _, _ in pieces]]
+        tables = np.pad(tables, ((0, 0), (0, max(0, pages - tables.shape[1]))), constant_values=-1)
         pykv.paged_attention(
             out,
             self.array.input(query),
             *self.caches,
-            self.array.input(b.block_tables[[s for s, _, _ in pieces]]),
+            self.array.input(tables),
             self.array.input(np.array([end for _, _, end in pieces], np.int32)),
             cu_query_lens=None if decoding else self.array.input(bounds),
             kv_cache_dtype=b.kind,
@@ -173,6 +175,39 @@ def test_decoding_of_few_and_of_many(array: Library, count: int) -> None:
     pieces = (p.whole * 14)[:count]
     for (s, _, _), got in zip(pieces, attend(pieces), strict=True):
         assert_same(got, want[s], f"sequence {s} of {count}")
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("sizes", [Sizes(8, 2, 128), Sizes(8, 1, 128, 8), Sizes(4, 1, 64), Sizes(6, 2, 256)])
+def test_narrow_tables_and_wide_ones(array: Library, sizes: Sizes, kind: str) -> None:
+    """Clusters of blocks take sequences whose table is narrow, the line those whose table is wide.
+
+    A cluster spreads what is left after whole rounds of chunks by tiles; how many warps there are for that depends on
+    the number of sequences.
+    """
+    lens = (1, 100, 130, 1000, 1024, 1500, 2050, 3000, 3072, 4096, 4200, 6000, 7700, 8192)
+    p = prompts([(max(0, n - 2), n) for n in lens], sizes, kind=kind)
+    attend = Attention(array, p)
+    decoding = [(s, n - 1, n) for s, n in enumerate(lens)]
+    want = attend(decoding, pages=3 * 8192 // sizes.block_size)
+    for (s, _, n), got in zip(p.whole, attend(p.whole), strict=True):
+        assert_same((got[0][-1:], got[1][:, -1:]), want[s], f"{n} by prefill")
+    for count in (1, 2, 9, len(lens), 40, 100):
+        for start in range(0, len(lens), count):
+            pieces = (decoding * 8)[start : start + count]
+            for (s, _, n), got in zip(pieces, attend(pieces), strict=True):
+                assert_same(got, want[s], f"{n} among {count}")
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
+def test_a_long_sequence_alone(array: Library, kind: str) -> None:
+    """It has a cluster for each KV head if there are as many of these as keep the device busy."""
+    lens = (9000, 12_000, 20_000)
+    p = prompts([(n - 1, n) for n in lens], Sizes(16, 8, 128), kind=kind)
+    attend = Attention(array, p)
+    want = attend(p.whole)
+    for s, piece in enumerate(p.whole):
+        assert_same(attend([piece])[0], want[s], f"{lens[s]}")
 
 
 @given(data=st.data())

@@ -254,7 +254,8 @@ int count_resident_blocks(const void* kernel, int threads, size_t shared_bytes) 
 int count_resident_clusters(const void* kernel, int blocks, int threads, size_t shared_bytes, const Launch& launch) {
   int clusters = 0;
   if (shared_bytes > shared_memory_limit(launch.device)) return 0;
-  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(shared_memory_limit(launch.device))),
              "shared memory");
   if (blocks == 1) {
     cuda_check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, kernel, threads, shared_bytes), "occupancy");

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention/paged_attention_decode.cuh"
+#include "attention/paged_attention_exact_cluster.cuh"
 #include "cuda/cluster.cuh"
 #include "cuda/device.h"
 
@@ -12,9 +13,10 @@ namespace pykv::attention {
 
 constexpr int kMostBlocks = 8;  // of a cluster, everywhere
 
-// kWide: more warps, or smaller blocks, of fewer stages.
-template <class Element, int kD, bool kPackedV, int kQueries, bool kWide>
+// kWide: more warps, or smaller blocks, of fewer stages.  kForAnyBatch: with batch_invariant.
+template <class Element, int kD, bool kPackedV, int kQueries, bool kWide, bool kForAnyBatch>
 struct ClusterShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
+  static constexpr bool kInvariant = kForAnyBatch;
   using Few = Shape<Element, kD, kPackedV, RowClass::kFew>;
   static constexpr int kUsualWarps = kD <= 128 ? 8 : 4;
   static constexpr int kWarps = kWide ? 12 : kUsualWarps, kColumns = kQueries;  // warps at most
@@ -62,36 +64,15 @@ struct ClusterKernel : DecodeLoader<S> {
     return token < p.a.max_seq_len ? this->look_up(sequence, token) : -1;
   }
 
-  // While the kernel before still runs, brings the warp's first tile into the L2.  Whatever that kernel may yet write to
-  // the table is read again after it; nothing of this stays in the L1.
-  __device__ void foresee() const {
-    if constexpr (!S::kPackedV && !S::kRaw) {
-      const int token0 = first_token(0) + lane % kGroups * kGroupTokens;
-      const int page = token0 < p.a.max_seq_len ? this->template look_up<true>(sequence, token0) : -1;
-      const int len = this->early_length(sequence);
-      constexpr int kLines = S::kRowBytes < 128 ? 1 : S::kRowBytes / 128;  // of the L2, in a row
-#pragma unroll
-      for (int i = 0; i < (kTile * kLines + 31) / 32; ++i) {
-        const int x = i * 32 + lane, r = x / kLines, token = first_token(0) + r, at = x % kLines * 128;
-        const int id = __shfl_sync(~0u, page, r / kGroupTokens);
-        if (r >= kTile || token >= len || at >= this->copies.head_bytes ||
-            static_cast<uint32_t>(id) >= static_cast<uint32_t>(p.a.num_blocks)) {
-          continue;
-        }
-        prefetch(this->key_row(id, token, kv_head) + at);
-        prefetch(this->value_row(id, token, kv_head) + at);
-      }
-    }
-  }
-
   __device__ void run() {
     if (p.cluster > 1) {
       if (threadIdx.x == 0) {
+        cluster_open(shared_address(&exchange.barrier));
         cluster_expect(shared_address(&exchange.barrier), own_items() * p.cluster * Exchange<S>::kItemBytes);
       }
       cluster_announce();  // others may send
     }
-    if (blockIdx.x < p.early_blocks) foresee();
+    if (blockIdx.x < p.early_blocks) this->foresee(sequence, kv_head, this->early_length(sequence), first_token(0));
     wait_for_previous_kernel();
     int ids = look_up_tiles(0), later_ids = -1;  // pages
     const int len = this->length(sequence);
@@ -203,6 +184,26 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
   kernel.run();
 }
 
+template <class S>
+auto cluster_kernel() {
+  if constexpr (S::kInvariant) {
+    return &paged_attention_exact_cluster_kernel<S>;
+  } else {
+    return &paged_attention_cluster_kernel<S>;
+  }
+}
+
+// Shared memory of a block; 0: it does not suffice.
+template <class S>
+int cluster_bytes(int group, int blocks, int warps, int device) {
+  int bytes = cluster_shared_bytes<S>(warps);
+  if constexpr (S::kInvariant) {
+    const int exchange = exact_exchange_bytes<S>(group, blocks, warps, device);
+    bytes = exchange < 0 ? 0 : warps * S::kRingBytes + exact_stats_bytes<S>(warps) + exchange;
+  }
+  return bytes <= static_cast<int>(shared_memory_limit(device)) ? bytes : 0;
+}
+
 // How many blocks take a KV head of a sequence, and their warps; no blocks: better leave it to the line.
 struct ClusterSize {
   int blocks, warps;
@@ -215,15 +216,16 @@ template <class S>
 ClusterSize cluster_size(const Problem& p, const Launch& launch) {
   constexpr int64_t kMostOfFew = 8192, kMostOfMany = 2048;
   const int64_t heads = p.a.num_seqs * p.a.num_kv_heads;
-  const auto kernel = paged_attention_cluster_kernel<S>;
-  static PerDevice resident[kMostBlocks + 1];
+  const auto kernel = reinterpret_cast<const void*>(cluster_kernel<S>());
+  static PerDevice resident[S::kColumns + 1][kMostBlocks + 1];
   const auto fit = [&](int blocks) {
-    return heads < resident[blocks].get(
-                       launch.device,
-                       [&] {
-                         return 1 + count_resident_clusters(reinterpret_cast<const void*>(kernel), blocks,
-                                                            S::kWarps * 32, cluster_shared_bytes<S>(S::kWarps), launch);
-                       });
+    return heads <
+           resident[p.group][blocks].get(
+               launch.device,
+               [&] {
+                 const int bytes = cluster_bytes<S>(p.group, blocks, S::kWarps, launch.device);
+                 return 1 + (bytes == 0 ? 0 : count_resident_clusters(kernel, blocks, S::kWarps * 32, bytes, launch));
+               });
   };
   if (p.a.num_seqs > 1 && p.a.max_seq_len > kMostOfFew) return {0, 0};
   for (int blocks = kMostBlocks; blocks > 0; --blocks) {
@@ -233,9 +235,9 @@ ClusterSize cluster_size(const Problem& p, const Launch& launch) {
     if (missing > 0 && p.a.max_seq_len / blocks * S::kD * missing > kMostElements) return {0, 0};
     return {blocks, S::kWarps};
   }
-  constexpr int kHalf = S::kWarps / 2;
+  constexpr int kHalf = S::kInvariant ? 4 : S::kWarps / 2;
   const bool suits = p.a.max_seq_len <= kMostOfMany && p.a.max_seq_len >= 2 * kHalf * S::kTile &&
-                     cluster_shared_bytes<S>(kHalf) <= shared_memory_limit(launch.device);
+                     cluster_bytes<S>(p.group, 1, kHalf, launch.device) > 0;
   return {suits ? 1 : 0, kHalf};
 }
 
@@ -247,23 +249,25 @@ ClusterSize wide_size(const Problem& p, const ClusterSize& usual, const Launch& 
   constexpr int64_t kMany = 2048;  // keys of a block
   const int64_t heads = p.a.num_seqs * p.a.num_kv_heads, sms = num_sms(launch.device);
   if (usual.warps == S::kUsualWarps) {
-    return S::kScaled && p.a.max_seq_len > kMany * usual.blocks ? cluster_size<S>(p, launch) : ClusterSize{0, 0};
+    return (S::kScaled || S::kInvariant) && p.a.max_seq_len > kMany * usual.blocks ? cluster_size<S>(p, launch)
+                                                                                   : ClusterSize{0, 0};
   }
   if (usual.blocks == 0 || heads <= 2 * sms) return {0, 0};
-  return {1, heads > 3 * sms && heads <= 4 * sms ? 3 : 4};
+  return {1, !S::kInvariant && heads > 3 * sms && heads <= 4 * sms ? 3 : 4};
 }
 
 template <class S>
 bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& launch) {
   const int64_t blocks = p.a.num_seqs * p.a.num_kv_heads * size.blocks;
   if (blocks == 0 || blocks >= int64_t{1} << 31) return false;
-  const auto kernel = paged_attention_cluster_kernel<S>;
+  const int bytes = cluster_bytes<S>(p.group, size.blocks, size.warps, launch.device);
+  if (bytes == 0) return false;
+  const auto kernel = cluster_kernel<S>();
   static PerDevice ready;
   ready.get(launch.device, [&] {
-    cuda_check(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             std::min<int>(cluster_shared_bytes<S>(S::kWarps), shared_memory_limit(launch.device))),
-        p.a.op);
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(shared_memory_limit(launch.device))),
+               p.a.op);
     return 1;
   });
   p.cluster = size.blocks;
@@ -272,31 +276,40 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
   p.early_blocks = early ? 4 * num_sms(launch.device) : 0;
   p.block_items = (p.group * (S::kD / 4) + size.blocks - 1) / size.blocks;
   p.by_block_items = Divider(p.block_items);
-  launch_after(kernel, dim3(static_cast<unsigned>(blocks)), dim3(size.warps * 32), size.blocks,
-               cluster_shared_bytes<S>(size.warps), launch, p.a.op, p, cache_copies<S>(p.a));
+  if constexpr (S::kInvariant) {
+    p.by_tile_heads = Divider(p.group);
+    p.by_round = Divider(size.blocks * size.warps / ExactClusterKernel<S>::kTeamWarps);
+    p.exchange_bytes = exact_exchange_bytes<S>(p.group, size.blocks, size.warps, launch.device);
+  }
+  launch_after(kernel, dim3(static_cast<unsigned>(blocks)), dim3(size.warps * 32), size.blocks, bytes, launch, p.a.op,
+               p, cache_copies<S>(p.a));
   return true;
 }
 
 // Decoding proper in one way or the other.
+template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch>
+bool launch_decode_way(const Problem& p, const Launch& launch) {
+  using Line = DecodeShape<Element, kD, kPackedV, kQueries, kForAnyBatch>;
+  if (!suits_decode<Line>(p)) return false;
+  if constexpr (!kForAnyBatch || kQueries == 8) {  // the records of more queries find no room
+    using Usual = ClusterShape<Element, kD, kPackedV, kQueries, false, kForAnyBatch>;
+    const ClusterSize size = cluster_size<Usual>(p, launch);
+    if constexpr (kD == 128 && kQueries == 8) {
+      using Wide = ClusterShape<Element, kD, kPackedV, kQueries, true, kForAnyBatch>;
+      const ClusterSize wide = wide_size<Wide>(p, size, launch);
+      if (wide.blocks > 0 && launch_cluster_kernel<Wide>(p, wide, launch)) return true;
+    }
+    if (launch_cluster_kernel<Usual>(p, size, launch)) return true;
+  }
+  return launch_decode_kernel<Line>(p, launch);
+}
+
 template <class Element, int kD, bool kPackedV, int kQueries>
 bool launch_decode_shape(const Problem& p, const Launch& launch) {
-  if (p.a.batch_invariant) {
-    if constexpr (std::is_same_v<Element, ElementNvfp4>) {
-      return false;
-    } else {
-      return launch_decode_kernel<DecodeShape<Element, kD, kPackedV, kQueries, true>>(p, launch);
-    }
+  if constexpr (!std::is_same_v<Element, ElementNvfp4>) {
+    if (p.a.batch_invariant) return launch_decode_way<Element, kD, kPackedV, kQueries, true>(p, launch);
   }
-  using Usual = ClusterShape<Element, kD, kPackedV, kQueries, false>;
-  if (!suits_decode<Usual>(p)) return false;
-  const ClusterSize size = cluster_size<Usual>(p, launch);
-  if constexpr (kD == 128 && kQueries == 8) {
-    using Wide = ClusterShape<Element, kD, kPackedV, kQueries, true>;
-    const ClusterSize wide = wide_size<Wide>(p, size, launch);
-    if (wide.blocks > 0 && launch_cluster_kernel<Wide>(p, wide, launch)) return true;
-  }
-  return launch_cluster_kernel<Usual>(p, size, launch) ||
-         launch_decode_kernel<DecodeShape<Element, kD, kPackedV, kQueries, false>>(p, launch);
+  return !p.a.batch_invariant && launch_decode_way<Element, kD, kPackedV, kQueries, false>(p, launch);
 }
 
 template <class Element>

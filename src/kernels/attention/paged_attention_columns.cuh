@@ -194,7 +194,9 @@ struct QueryColumns : TileLoader<S> {
       };
       uint32_t x[4];
       if constexpr (!S::kPackedV) {
-        const uint32_t row0 = value_stage + swizzled<S::kRowBytes>(t * 16 + lane % 16, lane / 16);
+        // matrices in the order of the fragment or, to be widened, in that of the rows
+        const int row = S::kNarrow ? lane % 16 : lane / 16 * 8 + lane % 8;
+        const uint32_t row0 = value_stage + swizzled<S::kRowBytes>(t * 16 + row, S::kNarrow ? lane / 16 : lane / 8 % 2);
         constexpr int kPerLoad = S::kNarrow ? 2 : 1;  // sixteen dimensions each
 #pragma unroll
         for (int n = 0; n < kD / 16; n += kPerLoad) {
@@ -209,12 +211,12 @@ struct QueryColumns : TileLoader<S> {
               multiply(n + j, a[0], a[1], a[2], a[3]);
             }
           } else {
-            multiply(n, x[0], x[2], x[1], x[3]);
+            multiply(n, x[0], x[1], x[2], x[3]);
           }
         }
       } else {
-        const int d0 = S::kNarrow ? lane : lane / 16 * 8 + lane % 8;
-        const int chunk = t * 16 * S::kBytes / 16 + (S::kNarrow ? 0 : lane / 8 % 2);
+        const int d0 = S::kNarrow ? lane : lane % 16;
+        const int chunk = t * 16 * S::kBytes / 16 + (S::kNarrow ? 0 : lane / 16);
         const uint32_t row0 = value_stage + packed_value_place(d0, chunk);
         constexpr int kPerLoad = S::kNarrow ? 2 : 1;
 #pragma unroll
@@ -229,7 +231,7 @@ struct QueryColumns : TileLoader<S> {
               multiply(n + j, a[0], a[1], a[2], a[3]);
             }
           } else {
-            multiply(n, x[0], x[2], x[1], x[3]);
+            multiply(n, x[0], x[1], x[2], x[3]);
           }
         }
       }

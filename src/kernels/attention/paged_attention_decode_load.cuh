@@ -79,6 +79,27 @@ struct DecodeLoader : ColumnsOf<S> {
            p.block_size.remainder(token) * copies.value_token + kv_head * copies.value_head;
   }
 
+  // While the kernel before still runs, brings a tile into the L2, if these are the length and the place of its keys.
+  // Whatever that kernel may yet write to the table is read again after it; nothing of this stays in the L1.
+  __device__ void foresee(int sequence, int kv_head, int len, int first_token) const {
+    if constexpr (!S::kPackedV && !S::kRaw) {
+      const int token0 = first_token + lane % kGroups * kGroupTokens;
+      const int page = token0 < p.a.max_seq_len ? look_up<true>(sequence, token0) : -1;
+      constexpr int kLines = S::kRowBytes < 128 ? 1 : S::kRowBytes / 128;  // of the L2, in a row
+#pragma unroll
+      for (int i = 0; i < (kTile * kLines + 31) / 32; ++i) {
+        const int x = i * 32 + lane, r = x / kLines, token = first_token + r, at = x % kLines * 128;
+        const int id = __shfl_sync(~0u, page, r / kGroupTokens);
+        if (r >= kTile || token >= len || at >= copies.head_bytes ||
+            static_cast<uint32_t>(id) >= static_cast<uint32_t>(p.a.num_blocks)) {
+          continue;
+        }
+        prefetch(key_row(id, token, kv_head) + at);
+        prefetch(value_row(id, token, kv_head) + at);
+      }
+    }
+  }
+
   __device__ __noinline__ void report_page(int sequence, int token) const {
     p.bad_block(load_page(p, sequence, token).id(p), p.a.num_blocks);
   }

@@ -38,10 +38,14 @@ struct ExactSum {
 
   // Adds x * 2^exponent.
   __device__ void add(const float (&x)[kN], int exponent) {
-    const int shift = exponent - kDigitBits * (place - 1);
-    float most = 0;
+    float most = 0, greatest = 0;
 #pragma unroll
-    for (int e = 0; e < kN; ++e) most += fabsf(x[e]);
+    for (int e = 0; e < kN; ++e) {
+      most += fabsf(x[e]);
+      greatest = fmaxf(greatest, fabsf(x[e]));
+    }
+    if (place == kEmpty && greatest > 0 && most < INFINITY) place = place_above(greatest, exponent);
+    const int shift = exponent - kDigitBits * (place - 1);
     const float factor = __int_as_float((shift + 127) << 23);  // 2^shift
     if (shift < -126 || shift > 127 || !(most * factor < 1 << kDigitBits)) [[unlikely]]
       return add_any(x, exponent);
@@ -72,6 +76,19 @@ struct ExactSum {
     }
   }
 
+  // That of the lane whose number differs by the bit m.
+  __device__ ExactSum of_lane(int m) const {
+    ExactSum x;
+    x.place = __shfl_xor_sync(~0u, place, m);
+    x.not_finite = __shfl_xor_sync(~0u, not_finite, m);
+#pragma unroll
+    for (int i = 0; i < kDigits; ++i) {
+#pragma unroll
+      for (int e = 0; e < kN; ++e) x.digit[i][e] = __shfl_xor_sync(~0u, digit[i][e], m);
+    }
+    return x;
+  }
+
   // The e-th sum is number(e) * 2^exponent().
   __device__ float number(int e) const {
     const int kind = not_finite >> 3 * e & 7;
@@ -94,20 +111,25 @@ struct ExactSum {
     }
   }
 
+  // The place whose digits are enough for x * 2^exponent.
+  static __device__ int place_above(float x, int exponent) {
+    const int power = max(static_cast<int>(__float_as_uint(x) >> 23 & 255), 1) - 126 + exponent;
+    return (power + kDigitBits - 1) >> 4;  // a sixteenth, rounded up
+  }
+
   // The same whatever the numbers are.
   __device__ void add_any(const float (&x)[kN], int exponent) {
-    int top = kEmpty;  // a power of two above all numbers
+    int top = kEmpty;
 #pragma unroll
     for (int e = 0; e < kN; ++e) {
-      const int bits = static_cast<int>(__float_as_uint(x[e]) >> 23 & 255);
-      if (bits == 255) {
+      if (!isfinite(x[e])) {
         not_finite |= (isnan(x[e]) ? 1 : x[e] > 0 ? 2 : 4) << 3 * e;
       } else if (x[e] != 0) {
-        top = max(top, max(bits, 1) - 126 + exponent);
+        top = max(top, place_above(x[e], exponent));
       }
     }
     if (top == kEmpty) return;
-    raise((top + kDigitBits - 1) >> 4);  // a sixteenth, rounded up
+    raise(top);
 #pragma unroll
     for (int e = 0; e < kN; ++e) {
       if (isfinite(x[e])) add_digits(ldexpf(x[e], exponent - kDigitBits * (place - 1)), e);
@@ -169,6 +191,8 @@ struct alignas(16) ExactQuad {
     total.add(other.total);
   }
 
+  __device__ ExactQuad of_lane(int m) const { return {values.of_lane(m), total.of_lane(m)}; }
+
   // Ends the softmax of the row, of which these are four columns.
   __device__ float4 finish(const Problem& p, const Row& row, int kv_head) const {
     float sum = total.number(0);
@@ -200,6 +224,12 @@ struct PartsOfChunk {
          fmaf(x.w, weight, o.w * old)};
   }
 };
+
+// An index that the compiler does not know, so that what it selects lies in memory.
+__device__ inline int hidden(int index) {
+  asm("" : "+r"(index));
+  return index;
+}
 
 struct FinishedQuad {
   float4 x;

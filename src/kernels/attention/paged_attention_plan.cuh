@@ -56,6 +56,8 @@ struct Problem {
   unsigned early_blocks;  // so many are there, or nearly, before the kernel before has ended
   int block_items;        // four columns of a query each, that a block of it finishes, at most
   Divider by_block_items;
+  Divider by_round;        // with batch_invariant: chunks that the teams of a cluster take at once
+  int exchange_bytes;      // ... and room for what its blocks send each
   int min_rows, max_rows;  // takes the sequences with min_rows < query tokens * group <= max_rows
   int window;
   float softcap_rate;  // 2 log2(e) / softcap

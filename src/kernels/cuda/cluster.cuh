@@ -9,7 +9,7 @@
 namespace pykv {
 
 // Both must be reached by all threads of all blocks of the cluster: after the wait all blocks are there.  Of what was written
-// before, cluster_expect() alone is sure to be seen; a release of everything takes as long as a fence of the whole device.
+// before, cluster_open() alone is sure to be seen; a release of everything takes as long as a fence of the whole device.
 __device__ inline void cluster_announce() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -22,12 +22,18 @@ __device__ inline void cluster_wait() {
 #endif
 }
 
-// A barrier in shared memory for so many bytes that blocks of the cluster, this one included, are going to send here: by
-// one thread, before cluster_announce().
-__device__ inline void cluster_expect(uint32_t barrier, uint32_t bytes) {
+// A barrier in shared memory for bytes that blocks of the cluster, this one included, are going to send here: by one thread,
+// before cluster_announce().
+__device__ inline void cluster_open(uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
   mbarrier_init(barrier, 1);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+// How many they are; some may be there already.
+__device__ inline void cluster_expect(uint32_t barrier, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 #endif
 }
