@@ -50,6 +50,31 @@ def test_layouts_nvfp4(array: Library, layout: str, dtype: str) -> None:
         check(array, b.changed(options={"k_scale": per_head, "v_scale": 1.3}))
 
 
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("sizes", [Sizes(8, 4, 64), Sizes(16, 8, 128)])
+def test_long_shares_of_decoding(array: Library, sizes: Sizes, layout: str, kind: str) -> None:
+    """Many sequences on the pages of a few: so much to do that each KV head may get blocks of its own."""
+    times = 40
+    lens = [(1, n) for n in (3000, 2500, 64, 1, 0, 1777)]
+    few = inputs.batch(rng(), lens, sizes, layout=layout, kind=kind, decode=True, room=20_000)
+    many = few.changed(
+        query=np.tile(few.query, (times, 1, 1)),
+        block_tables=np.tile(few.block_tables, (times, 1)),
+        seq_lens=np.tile(few.seq_lens, times),
+    )
+    want, want_lse = inputs.expected(few)
+    bits = []
+    for _ in range(2):
+        out, lse = (array.output(x) for x in inputs.outputs(many))
+        inputs.run(array, many, out, lse)
+        got = array.numpy(out)
+        assert_attention(got, np.tile(want, (times, 1, 1)))
+        assert_close(array.numpy(lse), np.tile(want_lse, (1, times)), atol=2e-5, rtol=1e-5)
+        bits.append(got.tobytes())
+    assert bits[0] == bits[1]
+
+
 @pytest.mark.parametrize("kind", ["int8", "nvfp4"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_what_reshape_and_cache_wrote(array: Library, layout: str, kind: str) -> None:

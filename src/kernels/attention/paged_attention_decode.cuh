@@ -39,6 +39,7 @@ struct DecodeKernel : DecodeLoader<S> {
     int left;   // places of the share after the segment
     int slot;
     bool exists, begins;
+    bool one_head;  // the line has one KV head, not all
   };
 
   // Of one KV head on the line: its tiles and one more or, with batch_invariant, its chunks.
@@ -47,7 +48,17 @@ struct DecodeKernel : DecodeLoader<S> {
   static constexpr int kLead = S::kInvariant ? 0 : 1;
   static __device__ int places(int len) { return kLead + max(1, (len + kPlaceTokens - 1) / kPlaceTokens); }
 
-  // 128 sequences, four to a lane, and the places before each.
+  // Each KV head has a line of its own, and the blocks go along the lines side by side, if there are few heads that lie
+  // together in memory, shares have many places, and hardly a block is left over: neighbours are read at about the same time.
+  static constexpr int kMostLines = S::kInvariant ? 1 : 8, kLongShare = 16;
+
+  __device__ bool wants_lines(int each) const {
+    const int heads = p.a.num_kv_heads;
+    return heads > 1 && heads <= kMostLines && each >= kLongShare && p.a.key.head < p.a.key.token &&
+           gridDim.x % heads * 64 <= gridDim.x;
+  }
+
+  // 128 sequences, four to a lane, and the places of a head before each.
   struct Scan {
     int len[4], before[4], total;
   };
@@ -64,7 +75,7 @@ struct DecodeKernel : DecodeLoader<S> {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       if (base + j * 32 >= num_seqs) break;
-      const int own = x.len[j] < 0 ? 0 : places(x.len[j]) * p.a.num_kv_heads;
+      const int own = x.len[j] < 0 ? 0 : places(x.len[j]);
       int upto = own;
 #pragma unroll 1
       for (int delta = 1; delta < 32; delta *= 2) {
@@ -78,20 +89,32 @@ struct DecodeKernel : DecodeLoader<S> {
   }
 
   __device__ Walk start_line() const {
-    const int num_seqs = static_cast<int>(p.a.num_seqs), block = blockIdx.x;
+    const int num_seqs = static_cast<int>(p.a.num_seqs);
     Scan x = scan(0);
     int total = x.total;
 #pragma unroll 1
     for (int base = 128; base < num_seqs; base += 128) total += scan(base).total;
-    const int each = p.by_grid.quotient(total), longer = total - each * gridDim.x;
+    // `heads` on each of `lines`; of the line `line` this is share `block`.
+    int heads = p.a.num_kv_heads, lines = 1, line = 0, block = blockIdx.x, blocks = gridDim.x;
+    int each = p.by_grid.quotient(total * heads);
+    if (wants_lines(each)) {
+      lines = heads;
+      heads = 1;
+      blocks = gridDim.x / lines;
+      block = blockIdx.x / lines;
+      line = blockIdx.x - block * lines;
+      each = total / blocks;
+    }
+    const int longer = total * heads - each * blocks;
     const int begin = block * each + min(block, longer);
     Unfinished note{-1, false, 0, 0, 0, 0, 0};
     Walk w{};
-    w.left = each + (block < longer);
+    w.one_head = lines > 1;
+    w.left = block < blocks ? each + (block < longer) : 0;
     if (w.left > 0) {
       int before = 0;
 #pragma unroll 1
-      for (int base = 0; begin >= before + x.total;) {
+      for (int base = 0; begin >= (before + x.total) * heads;) {
         before += x.total;
         x = scan(base += 128);
         w.sequence = base;
@@ -100,8 +123,8 @@ struct DecodeKernel : DecodeLoader<S> {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (w.sequence + j * 32 >= num_seqs || all > 0) break;
-        const int at = begin - before - x.before[j], own = x.len[j] < 0 ? 0 : places(x.len[j]);
-        const uint32_t hit = __ballot_sync(~0u, at >= 0 && at < own * p.a.num_kv_heads);
+        const int at = begin - (before + x.before[j]) * heads, own = x.len[j] < 0 ? 0 : places(x.len[j]);
+        const uint32_t hit = __ballot_sync(~0u, at >= 0 && at < own * heads);
         if (hit == 0) continue;
         const int from = __ffs(hit) - 1;
         w.sequence += j * 32 + from;
@@ -111,13 +134,15 @@ struct DecodeKernel : DecodeLoader<S> {
       }
       w.kv_head = static_cast<uint32_t>(place) / static_cast<uint32_t>(all);
       place -= w.kv_head * all;
-      if (enter_segment(w, place, 2 * block) && place > kLead) {
+      w.kv_head += line;
+      if (enter_segment(w, place, 2 * blockIdx.x) && place > kLead) {
         const int first_unit = begin - place + kLead, in_longer = longer * (each + 1);
         const int first = first_unit < in_longer ? first_unit / (each + 1) : longer + (first_unit - in_longer) / each;
-        note = {first, first * each + min(first, longer) >= first_unit - kLead, w.sequence, 1, w.kv_head, 0, 0};
+        const bool is_head = first * each + min(first, longer) >= first_unit - kLead;
+        note = {first * lines + line, is_head, w.sequence, 1, w.kv_head, 0, 0, lines - 1};
       }
     }
-    if (threadIdx.x == 0) p.unfinished[block] = note;
+    if (threadIdx.x == 0) p.unfinished[blockIdx.x] = note;
     return w;
   }
 
@@ -140,8 +165,8 @@ struct DecodeKernel : DecodeLoader<S> {
     if (--w.units > 0) return;
     w.exists = false;
     if (w.left <= kLead) return;  // no tile of the next segment is this block's
-    if (++w.kv_head == p.a.num_kv_heads) {
-      w.kv_head = 0;
+    if (w.one_head || ++w.kv_head == p.a.num_kv_heads) {
+      if (!w.one_head) w.kv_head = 0;
       w.len = length(++w.sequence);
     }
     enter_segment(w, 0, 2 * blockIdx.x + 1);

@@ -36,6 +36,7 @@ struct Unfinished {
   int first_block;  // -1: nothing to do
   bool first_slot_is_head;
   int query_begin, query_len, kv_head, head_tile, query_tile;
+  int others = 0;  // blocks with other segments between two of this one's
 };
 
 struct Problem {
