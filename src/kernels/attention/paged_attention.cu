@@ -19,13 +19,21 @@ int64_t align(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kA
 
 int grid_of(int blocks_per_sm, int device) { return std::min(kMaxGrid, num_sms(device) * blocks_per_sm); }
 
-int64_t stats_bytes(int grid, const Tiling& t) { return align(int64_t{2} * grid * t.rows * sizeof(float2)); }
-int64_t notes_bytes(int grid) { return align(grid * sizeof(Unfinished)); }
+// Where things lie in a workspace; notes come first.
+struct Places {
+  int64_t stats, partial, end;
+};
+
+Places places_of(int grid, const Tiling& t, bool batch_invariant) {
+  const int64_t rows = int64_t{2} * grid * t.rows, quads = rows * (t.pitch / 4);
+  const int64_t stats = align(grid * sizeof(Unfinished));
+  if (batch_invariant) return {stats, stats, stats + align(quads * sizeof(ExactQuad))};  // with statistics of their own
+  const int64_t partial = stats + align(rows * sizeof(float2));
+  return {stats, partial, partial + align(quads * sizeof(float4))};
+}
 
 int64_t bytes_of(const Tiling& t, bool batch_invariant, int device) {
-  const int grid = grid_of(t.blocks_per_sm, device);
-  if (batch_invariant) return notes_bytes(grid) + align(int64_t{2} * grid * t.rows * t.pitch / 4 * sizeof(ExactQuad));
-  return notes_bytes(grid) + stats_bytes(grid, t) + align(int64_t{2} * grid * t.rows * t.pitch * sizeof(float));
+  return places_of(grid_of(t.blocks_per_sm, device), t, batch_invariant).end;
 }
 
 // If all sequences have about as few rows, as in decoding, one launch with tiles of that size takes them all.  (It would
@@ -289,9 +297,10 @@ int set_tiling(Problem& p, const Tiling& t, int blocks_per_sm, int device) {
   p.head_tiles = (p.group + t.rows - 1) / t.rows;
   p.tile_tokens = t.rows / p.tile_heads;
   char* memory = static_cast<char*>(p.a.workspace);
+  const Places places = places_of(grid, t, p.a.batch_invariant);
   p.unfinished = reinterpret_cast<Unfinished*>(memory);
-  p.partial_stats = reinterpret_cast<float2*>(memory + notes_bytes(grid));
-  p.partial = reinterpret_cast<float*>(memory + notes_bytes(grid) + stats_bytes(grid, t));
+  p.partial_stats = reinterpret_cast<float2*>(memory + places.stats);
+  p.partial = reinterpret_cast<float*>(memory + places.partial);
   return grid;
 }
 
