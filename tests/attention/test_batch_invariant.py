@@ -262,6 +262,27 @@ def test_extremes_add_up(array: Library) -> None:
     check(array, p)
 
 
+def test_what_is_left_when_great_sums_cancel(array: Library) -> None:
+    """Of three chunks the first and the last cancel; the second's sum is near the last digit that counts beside them.
+
+    A sequence alone has a block for each chunk, many have one for all: what is left must not depend on that.
+    """
+    n = 3 * 512
+    for dtype in DTYPES:
+        p = prompts([(n - 1, n)], Sizes(2, 1, 64), dtype=dtype)
+        first, second, third = np.split(p.b.block_tables[0][: n // 16], 3)
+        p.b.query[:] = 1
+        p.b.key_cache[:] = 0
+        p.b.value_cache[first], p.b.value_cache[second], p.b.value_cache[third] = 1, 1, -1
+        for logit in (-26, -28.75, -31, -37):  # in base 2: -37.5, -41.5, -44.7, -53.4
+            p.b.key_cache[second] = logit / 64
+            attend = Attention(array, p, scale=1.0)
+            want = attend(p.whole)[0]
+            for count in (2, 30, 700):
+                for got in attend(p.whole * count):
+                    assert_same(got, want, f"{dtype}, {logit}, one of {count}")
+
+
 def test_what_is_no_number_stays_in_its_column(array: Library) -> None:
     p = prompts([(2090, 2100)], Sizes(2, 1, 64), dtype="float32")
     table = p.b.block_tables[0]

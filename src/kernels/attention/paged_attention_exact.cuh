@@ -5,8 +5,9 @@
 // as digits: value = sum of digit[i] * 2^(kDigitBits * (place - 1 - i)).  Where a number is cut into digits is the same for
 // all numbers, whole digits are added exactly, and the digits kept are the first ones of the greatest term.  Cutting rounds
 // to the nearest digit, and what is left of it makes the next one: so the first digits are the number rounded to that
-// place, however many more there were, and all this is associative.  The first three hold 33 bits or more of the greatest
-// term.
+// place, however many more there were, and all this is associative.  The first three hold 32 bits or more of the greatest
+// term.  A number is below half of what its digits could hold: so one whose digits all fall off the end would have been
+// rounded to zero by the digits that are left.
 //
 // Of the greatest power of two times 2^15 chunks an int has room: hence kMostInvariantTokens.
 #pragma once
@@ -47,7 +48,7 @@ struct ExactSum {
     if (place == kEmpty && greatest > 0 && most < INFINITY) place = place_above(greatest, exponent);
     const int shift = exponent - kDigitBits * (place - 1);
     const float factor = __int_as_float((shift + 127) << 23);  // 2^shift
-    if (shift < -126 || shift > 127 || !(most * factor < 1 << kDigitBits)) [[unlikely]]
+    if (shift < -126 || shift > 127 || !(most * factor < 1 << (kDigitBits - 1))) [[unlikely]]
       return add_any(x, exponent);
 #pragma unroll
     for (int e = 0; e < kN; ++e) add_digits(x[e] * factor, e);
@@ -114,7 +115,7 @@ struct ExactSum {
   // The place whose digits are enough for x * 2^exponent.
   static __device__ int place_above(float x, int exponent) {
     const int power = max(static_cast<int>(__float_as_uint(x) >> 23 & 255), 1) - 126 + exponent;
-    return (power + kDigitBits - 1) >> 4;  // a sixteenth, rounded up
+    return (power + kDigitBits) >> 4;  // a sixteenth of power + 1, rounded up
   }
 
   // The same whatever the numbers are.
