@@ -6,6 +6,7 @@
 
 #include "attention/paged_attention_plan.cuh"
 #include "core/launch.h"
+#include "cuda/device.h"
 #include "cuda/launch.h"
 
 namespace pykv::attention {
@@ -63,15 +64,13 @@ void launch_after(void (*kernel)(Parameters...), dim3 grid, dim3 block, int clus
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  int major = 0;
-  cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, launch.device), "compute capability");
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream_of(launch);
   config.attrs = attributes;
-  config.numAttrs = major < 9 ? 0 : cluster > 1 ? 2 : 1;
+  config.numAttrs = !overlaps_kernels(launch.device) ? 0 : cluster > 1 ? 2 : 1;
   cuda_check(cudaLaunchKernelEx(&config, kernel, parameters...), op);
 }
 

@@ -17,8 +17,6 @@
 // little more than half the time; docs/kernels/paged_attention.md lists what it is not.
 #pragma once
 
-#include <string_view>
-
 #include "attention/paged_attention_results.cuh"
 #include "attention/paged_attention_wgmma_feed.cuh"
 #include "cuda/dependent.cuh"
@@ -384,12 +382,9 @@ bool launch_wgmma_kernel(Problem p, const Launch& launch) {
 
 // Can these kernels take this call, on this device?
 inline bool suits_wgmma(const Problem& p, const Launch& launch) {
-  constexpr bool kBuilt = std::string_view(PYKV_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
   const PagedAttentionArgs& a = p.a;
-  int major = 0;
-  cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, launch.device), "compute capability");
-  return kBuilt && major == 9 && a.value.dim == 1 && a.key.chunk >= a.head_size && p.plain_logits && !p.sparse &&
-         !a.batch_invariant;
+  return has_warpgroups(launch.device) && a.value.dim == 1 && a.key.chunk >= a.head_size && p.plain_logits &&
+         !p.sparse && !a.batch_invariant;
 }
 
 // False if the call is not for these kernels.
