@@ -1,0 +1,170 @@
+// What a norm finds out of a row: its sum, its sum of squares, its largest magnitude; of packs, of a thread's packs, of lanes
+// and of all threads of the row.  Who adds what in which order follows from the number of threads alone.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/pairs.cuh"
+#include "cuda/quotient.cuh"
+#include "cuda/reduce.cuh"
+#include "cuda/vec.cuh"
+
+namespace pykv {
+namespace {
+
+template <int kSize>
+__device__ float sum_of(const Vec<float, kSize>& v) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) sum += v[i];
+  return sum;
+}
+// Of the distances from `centre`, over the first `count` elements.
+template <bool kCentred, int kSize>
+__device__ float sum_of_squares(const Vec<float, kSize>& v, float centre, int count) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    const float x = kCentred ? (i < count ? v[i] - centre : 0.0f) : v[i];
+    sum = fmaf(x, x, sum);
+  }
+  return sum;
+}
+// The largest magnitude, NaN being passed over.  As it is found: of 16-bit numbers two, signs meaning nothing.
+template <class T, int kSize>
+__device__ auto largest_parts(const Vec<T, kSize>& v) {
+  if constexpr (kInWords<T, kSize>) {
+    uint32_t most = v.words[0];
+#pragma unroll
+    for (int i = 1; i < kSize / 2; ++i) most = larger_magnitudes<T>(most, v.words[i]);
+    return most;
+  } else {
+    const auto floats = to_floats(v);
+    float most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) most = fmaxf(most, fabsf(floats[i]));
+    return most;
+  }
+}
+template <class T, int kSize>
+__device__ float largest_of(const Vec<T, kSize>& v) {
+  if constexpr (kInWords<T, kSize>) {
+    const float2 pair = word_to_floats<T>(largest_parts(v) & 0x7fff7fffu);
+    return fmaxf(fmaxf(pair.x, pair.y), 0.0f);
+  } else {
+    return largest_parts(v);
+  }
+}
+
+// Of several packs.
+template <class T, int kSize, int kCount>
+__device__ float largest_of(const Vec<T, kSize> (&v)[kCount]) {
+  if constexpr (kInWords<T, kSize>) {
+    Vec<T, kSize> most = v[0];
+#pragma unroll
+    for (int k = 1; k < kCount; ++k)
+#pragma unroll
+      for (int i = 0; i < kSize / 2; ++i) most.words[i] = larger_magnitudes<T>(most.words[i], v[k].words[i]);
+    return largest_of(most);
+  } else {
+    float most = largest_of(v[0]);
+#pragma unroll
+    for (int k = 1; k < kCount; ++k) most = fmaxf(most, largest_of(v[k]));
+    return most;
+  }
+}
+
+// The largest of each of kCount packs over `lanes` neighbouring lanes.
+template <class T, int kSize, int kCount>
+__device__ void largest_of_lanes(const Vec<T, kSize> (&v)[kCount], int lanes, float (&mosts)[kCount]) {
+  if constexpr (kInWords<T, kSize> && kCount % 2 == 0) {
+    uint32_t pairs[kCount / 2];  // of two packs each
+#pragma unroll
+    for (int k = 0; k < kCount / 2; ++k) {
+      const uint32_t a = largest_parts(v[2 * k]), b = largest_parts(v[2 * k + 1]);
+      pairs[k] = larger_magnitudes<T>(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
+    }
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+#pragma unroll
+      for (uint32_t& pair : pairs) pair = larger_magnitudes<T>(pair, __shfl_xor_sync(0xffffffffu, pair, distance));
+    }
+#pragma unroll
+    for (int k = 0; k < kCount / 2; ++k) {
+      const float2 floats = word_to_floats<T>(pairs[k] & 0x7fff7fffu);
+      mosts[2 * k] = fmaxf(floats.x, 0.0f);  // NaN where there is nothing else
+      mosts[2 * k + 1] = fmaxf(floats.y, 0.0f);
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) mosts[k] = warp_reduce(largest_of(v[k]), lanes, Maximum());
+  }
+}
+
+// Sums over lanes of kCount numbers each, in kCount / 2 + kCount / 4 + ... + 1 and the rest of five steps: number i is left
+// in the lanes whose highest bits are i.
+template <int kCount>
+__device__ float warp_sums(float (&v)[kCount]) {
+  int distance = 16;
+#pragma unroll
+  for (int count = kCount; count > 1; count /= 2, distance /= 2) {
+    const bool high = threadIdx.x & distance;
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      if (i >= count / 2) break;
+      const float mine = high ? v[i + count / 2] : v[i], other = high ? v[i] : v[i + count / 2];
+      v[i] = mine + __shfl_xor_sync(0xffffffffu, other, distance);
+    }
+  }
+#pragma unroll
+  for (int left = 16; left > 0; left /= 2)
+    if (left <= distance) v[0] += __shfl_xor_sync(0xffffffffu, v[0], left);
+  return v[0];
+}
+
+// Over the threads of a row: kThreads, or the whole block (0), each standing for kSplit.  Each use in a kernel has a number
+// of its own.
+template <int kThreads, int kSplit = 1>
+class RowReducer {
+ public:
+  __device__ RowReducer() : block_(kThreads ? kThreads / 32 : static_cast<int>(blockDim.x) / 32) {}
+  template <int kUse>
+  __device__ float sum(float (&v)[kSplit]) const {
+    if constexpr (kSplit == 1) {
+      return block_.reduce<kUse>(v[0], Sum());
+    } else {
+      return block_.template sum_of_parts<kUse, kThreads / 32, kSplit>(warp_sums(v));
+    }
+  }
+  template <int kUse>
+  __device__ float maximum(float v) const {
+    return block_.reduce<kUse>(v, Maximum());
+  }
+
+ private:
+  BlockReducer block_;
+};
+template <int kThreads, int kSplit>
+  requires(kThreads > 0 && kThreads <= 32)
+class RowReducer<kThreads, kSplit> {
+ public:
+  template <int kUse>
+  __device__ float sum(float (&v)[kSplit]) const {
+    float sum = kSplit == 1 ? warp_reduce(v[0], kThreads, Sum()) : warp_sums(v);
+#pragma unroll
+    for (int distance = 16; distance > 16 / kSplit; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    return sum;
+  }
+  template <int kUse>
+  __device__ float maximum(float v) const {
+    return warp_reduce(v, kThreads, Maximum());
+  }
+};
+
+// The mean of a row with this sum.  It is what a division would give, so that equal elements are their own mean: what is
+// left of them would be multiplied by 1 / sqrt(epsilon).
+__device__ inline float mean_of(float sum, int hidden_size, float inverse_size) {
+  return corrected(sum * inverse_size, sum, static_cast<float>(hidden_size), inverse_size);
+}
+
+}  // namespace
+}  // namespace pykv
