@@ -2,8 +2,8 @@
 // fp8_ds_mla records (write_mla_records.cuh).
 //
 // All read each element once and write its bytes once; the floor is that traffic at copy bandwidth.  On an H200, MLA's 512 +
-// 64: 65536 tokens take 41 us, 98 % of a copy of as many bytes (fp8 103 %, records 102 %, nvfp4 103 %); 4096 tokens 3.7 us,
-// 113 % (fp8 108 %, records 99 %, nvfp4 97 %).
+// 64: 65536 tokens take 40 us, 101 % of a copy that reads and writes as much (fp8 97 %, records 98 %, nvfp4 96 %); 4096
+// tokens 3.3 us, 115 % (fp8 108 %, records 101 %, nvfp4 97 %).
 #include "cache/concat_and_cache_mla.h"
 #include "cache/concat_rows.cuh"
 #include "cache/entry_places.cuh"
