@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fresh import fresh
 
 import pykv
 from pykv._samples import sample
@@ -164,11 +160,7 @@ def test_denormal_numbers_stay():
         smallest = np.float32(1e-20) * np.float32(1e-20)
         print(smallest > 0, (direct == smallest).all(), (through_jax == smallest).all())
     """
-    environment = os.environ | {"PYKV_NUM_THREADS": "4"}
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    here = Path(__file__).parent  # where no folder is called pykv
-    done = subprocess.run(command, env=environment, cwd=here, capture_output=True, text=True, timeout=300, check=False)
-    assert done.stdout.split() == ["True"] * 3, done.stderr
+    assert fresh(program, PYKV_NUM_THREADS="4").split() == ["True"] * 3
 
 
 def test_what_does_not_fit_is_an_error_when_the_call_is_traced():

@@ -5,17 +5,14 @@ With a GIL much of this is given.  A free-threaded CPython (``python3.13t``) has
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import sysconfig
-import textwrap
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fresh import fresh
 
 import pykv
 
@@ -48,15 +45,6 @@ def at_once(work: Callable[[int], Any]) -> None:
         raise failures[0]
 
 
-def fresh(program: str) -> str:
-    """What the program prints in a process of its own, in which no cache is filled."""
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
-    here = Path(__file__).parent  # where no folder is called pykv
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=here)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 def test_the_gil_stays_off() -> None:
     if not sysconfig.get_config_var("Py_GIL_DISABLED"):
         pytest.skip("this CPython has a GIL: only a free-threaded one can show it")
@@ -69,7 +57,7 @@ def test_the_gil_stays_off() -> None:
         pykv.functional.rms_norm(np.ones((2, 8), np.float32), None)
         print(before, sys._is_gil_enabled())
     """
-    assert fresh(program) == "False False"
+    assert fresh(program, "-W", "error") == "False False"
 
 
 def test_first_calls_come_together() -> None:
@@ -97,7 +85,7 @@ def test_first_calls_come_together() -> None:
         [t.start() for t in threads], [t.join() for t in threads]
         print(len(wrong), "wrong")
     """
-    assert fresh(program) == "0 wrong"
+    assert fresh(program, "-W", "error") == "0 wrong"
 
 
 def test_calls_while_their_way_changes() -> None:
