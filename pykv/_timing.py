@@ -5,10 +5,12 @@ call reads comes from memory.  On CUDA the calls are captured into one graph, wh
 that the figures hold no host time; on the CPU each call is timed by the clock.  Figures are medians.  The yardstick is
 a plain copy of as many bytes, timed in the same run in the same way.  It reads and writes half of them each, unless a
 case says how many it writes: then on CUDA, where reading is the faster, it reads and writes as many as the case does.
+What it moves are numbers like those of the calls: moving zeros takes less power, which a GPU may turn into speed.
 """
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import functools
 import importlib
@@ -39,7 +41,7 @@ class Device(Protocol):
 
     def random(self, shape: tuple[int, ...], dtype: str) -> Any: ...
     def array(self, values: npt.NDArray[Any]) -> Any: ...
-    def copy(self, read: int, written: int) -> Call: ...  # bytes
+    def copy(self, read: int, written: int, dtype: str) -> Call: ...  # bytes, of such numbers
     def time(self, calls: list[Call]) -> float: ...  # seconds for one of them
     def describe(self) -> dict[str, object]: ...
 
@@ -80,6 +82,38 @@ def _normal(dtype: str) -> npt.NDArray[Any]:
     return np.random.default_rng(0).standard_normal(1 << 22, np.float32).astype(numpy_dtype(dtype))
 
 
+class Sensors:
+    """What the driver says of a GPU while calls are timed: runs compare where that is alike.  Empty without NVML."""
+
+    def __init__(self, pci_bus_id: str) -> None:
+        self._seen: dict[str, list[float]] = {}
+        self._readings: dict[str, tuple[Callable[[Any], int], float]] = {}  # and their units
+        gpu = ctypes.c_void_p()
+        try:
+            nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError:
+            return
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByPciBusId_v2(pci_bus_id.encode(), ctypes.byref(gpu)):
+            return
+        self._readings = {
+            "sm_mhz": (functools.partial(nvml.nvmlDeviceGetClockInfo, gpu, 1), 1),
+            "memory_mhz": (functools.partial(nvml.nvmlDeviceGetClockInfo, gpu, 2), 1),
+            "watts": (functools.partial(nvml.nvmlDeviceGetPowerUsage, gpu), 1e-3),  # of the last second
+        }
+
+    def ask(self) -> None:
+        for name, (read, unit) in self._readings.items():
+            value = ctypes.c_uint()
+            if read(ctypes.byref(value)) == 0:
+                self._seen.setdefault(name, []).append(unit * value.value)
+
+    def seen(self) -> dict[str, dict[str, float]]:
+        return {
+            name: {"least": min(values), "median": statistics.median(values), "most": max(values)}
+            for name, values in self._seen.items()
+        }
+
+
 class Cuda:
     most_copies = 4096
 
@@ -110,6 +144,7 @@ class Cuda:
         self.cupy: Any = importlib.import_module("cupy")
         self.cache_bytes = int(self.cupy.cuda.Device().attributes["L2CacheSize"])
         self._copy = self.cupy.RawKernel(self._COPY, "copy")
+        self._sensors = Sensors(self.cupy.cuda.Device().pci_bus_id)
         self._normal = functools.cache(lambda dtype: self.cupy.asarray(self._bits(_normal(dtype))))
         self._slabs: dict[str, tuple[Any, int]] = {}  # what is left of arrays that small ones are cut from
 
@@ -139,12 +174,13 @@ class Cuda:
     def array(self, values: npt.NDArray[Any]) -> Any:
         return self.cupy.asarray(self._bits(values)).view(values.dtype)
 
-    def copy(self, read: int, written: int) -> Call:
+    def copy(self, read: int, written: int, dtype: str) -> Call:
         vectors = [max(1, n // 16) for n in (read, written)]
-        source, target = self.cupy.zeros((vectors[0], 4), np.uint32), self.cupy.empty((vectors[1], 4), np.uint32)
+        source = self.random((vectors[0] * 16 // numpy_dtype(dtype).itemsize,), dtype)
+        target = self.cupy.empty((vectors[1], 4), np.uint32)
         blocks = math.ceil(max(vectors) / 1024)
         sizes = [np.int64(n) for n in vectors] + [np.int32(math.ceil(n / blocks)) for n in vectors]
-        return lambda: self._copy((blocks,), (256,), (target, source, *sizes))
+        return lambda: self._copy((blocks,), (256,), (target, source.view(np.uint8), *sizes))
 
     def time(self, calls: list[Call]) -> float:
         cuda = self.cupy.cuda
@@ -173,6 +209,10 @@ class Cuda:
             times = [replay() for _ in range(10)]
             while sum(times) < 0.1:
                 times.append(replay())
+            for _ in range(math.ceil(0.02 / times[-1])):  # busy while the sensors are asked
+                graph.launch(stream)
+            self._sensors.ask()
+            stream.synchronize()
         return statistics.median(times) / len(calls)
 
     def describe(self) -> dict[str, object]:
@@ -182,7 +222,7 @@ class Cuda:
             "name": properties["name"].decode(),
             "driver_cuda": runtime.driverGetVersion(),
             "cupy": self.cupy.__version__,
-        }
+        } | self._sensors.seen()
 
 
 class Cpu:
@@ -199,8 +239,8 @@ class Cpu:
     def array(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return values.copy()
 
-    def copy(self, read: int, written: int) -> Call:
-        source = np.ones((read + written) // 2, np.uint8)
+    def copy(self, read: int, written: int, dtype: str) -> Call:
+        source = np.resize(_normal(dtype).view(np.uint8), (read + written) // 2)
         target = np.ones_like(source)
         if read + written < 8 << 20:  # calling the threads would cost more
             return lambda: np.copyto(target, source)
@@ -237,12 +277,12 @@ def _last_level_cache() -> int:
 
 
 def measure(device: Device, cases: Iterable[Case]) -> Iterator[Figure]:
-    copy_times: dict[tuple[int, int], float] = {}
+    copy_times: dict[tuple[int, int, str], float] = {}
     for case in cases:
         # so many sets of arrays that none is still in the cache when its turn comes again
         copies = min(device.most_copies, math.ceil(3 * device.cache_bytes / case.num_bytes))
         written = case.num_bytes // 2 if case.written is None else case.written
-        moved = case.num_bytes - written, written
+        moved = case.num_bytes - written, written, case.dtype
         if moved not in copy_times:
             copy_times[moved] = device.time([device.copy(*moved) for _ in range(copies)])
         seconds = device.time([case.make(device) for _ in range(copies)])

@@ -1,7 +1,8 @@
-"""``python -m pykv``, on the CPU."""
+"""``python -m pykv``, on the CPU where nothing else is said."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import pykv
-from pykv import _C
+from pykv import _C, _timing
 from pykv._cli import bench, check, devices, info, output
 from pykv._cli.main import main
 from pykv._cli.workloads import WORKLOADS
@@ -258,6 +259,84 @@ def test_bench_draws_many_operations_by_family(monkeypatch, tmp_path):
     assert told[0] == "copy"
     assert {"attention", "cache", "mla", "norm", "rotary", "activation"} <= set(told)
     assert len(told) == len(set(told)) < 12
+
+
+def test_sensors_tell_the_range_of_what_they_saw(monkeypatch):
+    clocks = iter([1980, 1500, 1755])
+
+    class Nvml:
+        def nvmlInit_v2(self):
+            return 0
+
+        def nvmlDeviceGetHandleByPciBusId_v2(self, bus, gpu):
+            assert bus == b"0000:17:00.0"
+            gpu._obj.value = 7
+            return 0
+
+        def nvmlDeviceGetClockInfo(self, gpu, clock, value):
+            assert gpu.value == 7
+            if clock != 1:
+                return 3  # not supported
+            value._obj.value = next(clocks)
+            return 0
+
+        def nvmlDeviceGetPowerUsage(self, gpu, value):
+            value._obj.value = 512_000  # mW
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Nvml())
+    sensors = _timing.Sensors("0000:17:00.0")
+    for _ in range(3):
+        sensors.ask()
+    assert sensors.seen() == {
+        "sm_mhz": {"least": 1500, "median": 1755, "most": 1980},
+        "watts": pytest.approx({"least": 512, "median": 512, "most": 512}),
+    }
+
+
+def test_without_sensors_nothing_is_told(monkeypatch):
+    def no_library(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", no_library)
+    sensors = _timing.Sensors("0000:17:00.0")
+    sensors.ask()
+    assert sensors.seen() == {}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("read", "written"), [(1 << 20, 1 << 20), (4096, 4096), (1 << 25, 1 << 25)])
+def test_the_copy_on_cuda_copies_numbers_like_those_of_the_calls(cupy, read, written, dtype):
+    pytest.importorskip("ml_dtypes")
+    device, made = bench.Cuda(), []
+    take = device.cupy.empty
+
+    class Kept:
+        """CuPy, of which the arrays that are made are kept."""
+
+        def __getattr__(self, name):
+            return getattr(cupy, name)
+
+        def empty(self, *arguments):
+            made.append(take(*arguments))
+            return made[-1]
+
+    device.cupy = Kept()
+    call = device.copy(read, written, dtype)
+    made[-1].fill(0)
+    call()
+    wanted = np.resize(_timing._normal(dtype).view(np.uint8), written)
+    assert (cupy.asnumpy(made[-1]).view(np.uint8).ravel() == wanted).all()
+
+
+def test_bench_tells_clocks_and_power(cupy, tmp_path):
+    file = tmp_path / "figures.json"
+    call = ["bench", "relu2", "--device", "cuda:0", "--tokens", "64", "--dtype", "float16"]
+    assert main([*call, "--json", str(file)]) == 0
+    written = json.loads(file.read_text())
+    if "sm_mhz" in written["device"]:
+        assert 0 < written["device"]["sm_mhz"]["least"] <= written["device"]["sm_mhz"]["most"] < 10_000
+    assert all(f["us"] > 0 and f["copy_us"] > 0 for f in written["figures"])
 
 
 @pytest.mark.parametrize(
