@@ -129,6 +129,14 @@ def test_nan_and_infinity_stay_in_their_row(array, dtype, width):
         assert_rounded_once(result[row], reference.rms_norm(x[row], weight, EPSILON))
 
 
+@dtypes
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF80FFFF], ids=hex)
+def test_nan_has_any_bits(array, dtype, bits):
+    """That of float32 weights beside 16-bit rows: rounding must not carry over into another number."""
+    weight = np.full(96, bits, np.uint32).view(np.float32)
+    assert np.isnan(rms_norm(array, random((3, 96), dtype), weight).astype(np.float32)).all()
+
+
 def test_squares_of_large_halves_do_not_overflow(array):
     x = np.full((2, 512), 60000, np.float16)
     np.testing.assert_array_equal(rms_norm(array, x), np.ones_like(x))

@@ -219,6 +219,15 @@ def test_nan_stays_in_its_pair(array, dtype, is_neox):
     assert np.isnan(result).sum() == 2
 
 
+@dtypes
+@styles
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0xFFFFFFFF], ids=hex)
+def test_nan_has_any_bits(array, dtype, is_neox, bits):
+    cache = np.full((8, 16), bits, np.uint32).view(np.float32)
+    result, _ = rotate(array, np.array([3, 4]), random((2, 2, 16), dtype), None, cache, is_neox)
+    assert np.isnan(result.astype(np.float32)).all()
+
+
 @given(
     dtype=st.sampled_from(FLOATS),
     cache_dtype=st.sampled_from(FLOATS),

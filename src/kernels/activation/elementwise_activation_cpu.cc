@@ -80,8 +80,9 @@ void relu2_cpu(const ElementwiseActivationArgs& args, const Launch&) {
 }
 
 void xielu_cpu(const ElementwiseActivationArgs& args, const Launch&) {
-  const float beta = args.beta, eps = args.eps;
-  const float alpha_p = softplus(args.alpha_p), alpha_n = beta + softplus(args.alpha_n), slope = beta - alpha_n;
+  const float beta = plain(args.beta), eps = plain(args.eps);
+  const float alpha_p = softplus(plain(args.alpha_p)), alpha_n = beta + softplus(plain(args.alpha_n));
+  const float slope = beta - alpha_n;
   run(args, [=]<class T>(Pair<T> x) {
     return each(x, [=](Floats v) {
       const Floats most = eps < v ? splat(eps) : v;  // in this order NaN stays

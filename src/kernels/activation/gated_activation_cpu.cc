@@ -209,14 +209,14 @@ void fatrelu_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
 void silu_and_mul_with_clamp_cpu(const GatedActivationArgs& args, const Launch&) {
   run(args, [&]<class T>() {
     // min(x, limit), rounded to T, is min(x, limit rounded to T)
-    const float limit = to_float(from_float<T>(args.limit));
-    return [=](Pair<T> a, Pair<T> b) { return rounded<true>(silu(at_most(a, limit))) * within(b, limit); };
+    const float limit = to_float(from_float<T>(plain(args.limit)));
+    return [=](Pair<T> a, Pair<T> b) { return rounded(silu(at_most(a, limit))) * within(b, limit); };
   });
 }
 
 void swigluoai_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
   run<true>(args, [&]<class T>() {
-    return [alpha = args.alpha, limit = args.limit](Pair<T> a, Pair<T> b) {
+    return [alpha = plain(args.alpha), limit = plain(args.limit)](Pair<T> a, Pair<T> b) {
       const Pair<T> gate = at_most(a, limit);
       return times_sigmoid((within(b, limit) + 1.0f) * gate, alpha * gate);
     };
@@ -225,7 +225,7 @@ void swigluoai_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
 
 void swiglustep_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
   run(args, [&]<class T>() {
-    return [limit = args.limit](Pair<T> a, Pair<T> b) { return at_most(silu(a), limit) * within(b, limit); };
+    return [limit = plain(args.limit)](Pair<T> a, Pair<T> b) { return at_most(silu(a), limit) * within(b, limit); };
   });
 }
 

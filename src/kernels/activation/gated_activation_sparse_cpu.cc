@@ -113,7 +113,7 @@ void gated_activation_sparse_cpu(const GatedActivationSparseArgs& args, const La
       for (int64_t row = begin; row < end; ++row) {
         const T* gate = static_cast<const T*>(args.input) + args.input_rows.offset(row);
         T* out = static_cast<T*>(args.out) + args.out_rows.offset(row);
-        const float cut = cut_of(gate, n, args.deviations);
+        const float cut = cut_of(gate, n, plain(args.deviations));
         if (args.tanh) {
           activate_row(writer, out, gate, gate + n, cut, n, streamed, [](auto x) { return gelu_tanh(x); });
         } else {

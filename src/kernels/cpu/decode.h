@@ -36,7 +36,7 @@ class Decoder<T, Code> {
     for (int i = 0; i < kCodes; i += kPair) {
       Code codes[kPair];
       for (int j = 0; j < kPair; ++j) codes[j].bits = static_cast<uint8_t>(i + j);
-      const Pair<T> products = in_order<T>(load(codes), load(codes + kWidth)) * scale;
+      const Pair<T> products = in_order<T>(load(codes), load(codes + kWidth)) * plain(scale);
       products_[i / kPair] = products;
       table_[i / kPair] = __builtin_bit_cast(__m512i, packed(products));
     }
@@ -56,7 +56,7 @@ class Decoder<T, Code> {
   // By a table of its own: quicker than floats from the one that there is, which all would be multiplied and rounded.
   void tile(T* to, const Code* from, int64_t n, float scale) const {
     __m512i table[kTables];
-    for (int i = 0; i < kTables; ++i) table[i] = __builtin_bit_cast(__m512i, packed(products_[i] * scale));
+    for (int i = 0; i < kTables; ++i) table[i] = __builtin_bit_cast(__m512i, packed(products_[i] * plain(scale)));
     for (int64_t i = 0; i < n; i += 32) _mm512_storeu_si512(to + i, look_up(table, load_raw<__m256i>(from + i)));
   }
 

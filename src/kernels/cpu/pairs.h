@@ -37,6 +37,10 @@ inline Floats lesser(Floats a, Floats b) {
 #endif
 }
 
+// NaN as arithmetic makes it: others, floats from anywhere, could be rounded to something else.
+inline Floats plain(Floats v) { return v == v ? v : splat(__builtin_nanf("")); }
+inline float plain(float v) { return v == v ? v : __builtin_nanf(""); }
+
 // kPair floats: even and odd elements (kAlternating<T>), or the first and the second half.
 template <class T>
 struct Pair {
@@ -53,6 +57,7 @@ struct Pair {
   friend Pair operator/(Pair a, Pair b) { return {a.x / b.x, a.y / b.y}; }
   friend Pair max(Pair a, Pair b) { return {greater(a.x, b.x), greater(a.y, b.y)}; }
   friend Pair min(Pair a, Pair b) { return {lesser(a.x, b.x), lesser(a.y, b.y)}; }
+  friend Pair plain(Pair a) { return {PYKV_ISA::plain(a.x), PYKV_ISA::plain(a.y)}; }
   friend Pair abs(Pair a) { return {PYKV_ISA::abs(a.x), PYKV_ISA::abs(a.y)}; }
 };
 
@@ -116,10 +121,11 @@ inline Pair<T> load_pair(const E* from) {
 // kPair numbers rounded to 16-bit T, in memory's order.
 using PairHalfwords = uint16_t __attribute__((vector_size(2 * kPair)));
 
+// NaN must be that of a bf16 or of arithmetic, whose upper half is not all ones: see plain.
 inline PairHalfwords packed(Pair<bf16> v) {
   const Words even = __builtin_bit_cast(Words, v.x), odd = __builtin_bit_cast(Words, v.y);
   // Upper and lower halves of all.  One more where the lower one, with the upper one's last bit for ties, is above the
-  // middle; never to a NaN (which is a quiet one, out of arithmetic, and so has a bit in its upper half).
+  // middle.
 #if defined(__AVX512BW__)
   constexpr __mmask32 kOdd = 0xaaaaaaaa;
   const __m512i upper =
@@ -128,13 +134,12 @@ inline PairHalfwords packed(Pair<bf16> v) {
       _mm512_mask_blend_epi16(kOdd, __builtin_bit_cast(__m512i, even), __builtin_bit_cast(__m512i, odd << 16));
   // a | b & c
   const __m512i decides = _mm512_ternarylogic_epi32(lower, upper, _mm512_set1_epi16(1), 0xf8);
-  const __mmask32 number = _mm512_cmple_epu16_mask(_mm512_add_epi16(upper, upper), _mm512_set1_epi16(-0x100));
-  const __mmask32 more = _mm512_mask_cmpgt_epu16_mask(number, decides, _mm512_set1_epi16(-0x8000));
+  const __mmask32 more = _mm512_cmpgt_epu16_mask(decides, _mm512_set1_epi16(-0x8000));
   return __builtin_bit_cast(PairHalfwords, _mm512_mask_add_epi16(upper, more, upper, _mm512_set1_epi16(1)));
 #else
   const auto upper = __builtin_bit_cast(PairHalfwords, even >> 16 | (odd & 0xffff0000u));
   const auto lower = __builtin_bit_cast(PairHalfwords, (even & 0xffffu) | odd << 16);
-  const auto more = ((lower | (upper & 1)) > 0x8000) & (upper + upper <= 0xff00);  // true is -1
+  const auto more = (lower | (upper & 1)) > 0x8000;  // true is -1
   return upper - __builtin_bit_cast(PairHalfwords, more);
 #endif
 }
@@ -255,14 +260,13 @@ inline Pair<T> first_of(Pair<T> v, int64_t count) {
   return each(v, wanted, [](Floats a, Floats b) { return b > 0.0f ? a : Floats{}; });
 }
 
-// R_T(v) as floats.  kOwn: they are computed from T's alone, whose NaNs have zeros in the lower half and outlive rounding
-// by themselves.
-template <bool kOwn = false, class T>
+// R_T(v) as floats, of NaN as packed has it.
+template <class T>
 inline Pair<T> rounded(Pair<T> v) {
   return each(v, [](Floats a) {
     if constexpr (__is_same(T, bf16)) {
-      const Words bits = __builtin_bit_cast(Words, a), nearest = bits + ((bits >> 16 & 1u) + 0x7fffu);
-      return __builtin_bit_cast(Floats, (kOwn || a == a ? nearest : bits) & 0xffff0000u);
+      const Words bits = __builtin_bit_cast(Words, a);
+      return __builtin_bit_cast(Floats, (bits + ((bits >> 16 & 1u) + 0x7fffu)) & 0xffff0000u);
     }
 #if defined(__AVX512F__)
     if constexpr (__is_same(T, f16))

@@ -34,8 +34,7 @@ struct TurnIn {
   static Floats rounded(Floats v) {
     if constexpr (std::is_same_v<T, bf16>) {  // the upper halves of floats: they need not be packed and unpacked
       const Words bits = __builtin_bit_cast(Words, v);
-      const Words even = (bits + ((bits >> 16 & 1u) + 0x7fffu)) & 0xffff0000u;
-      return v == v ? __builtin_bit_cast(Floats, even) : v;
+      return __builtin_bit_cast(Floats, (bits + ((bits >> 16 & 1u) + 0x7fffu)) & 0xffff0000u);
     } else {
       T elements[kWidth];
       store(elements, v);
@@ -136,8 +135,8 @@ class TokenRotator {
           const Pair<float> v = load_pair<float>(from + i, count);
           x = v.x, y = v.y;
         }
-        store(to + i, Turn::angles(sign * x));
-        store(to + i + kWidth, Turn::angles(sign * y));
+        store(to + i, Turn::angles(plain(sign * x)));
+        store(to + i + kWidth, Turn::angles(plain(sign * y)));
       });
     };
     keep(cosines_, cosines, 1.0f);

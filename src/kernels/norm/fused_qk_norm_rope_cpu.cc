@@ -39,7 +39,8 @@ template <class T>
   const int64_t n = args.head_size, rotated = args.rotation.rotary_dim;
   T* const token = heads_of<T>(heads, args.rotation, t);
   const T* const ahead = heads_of<T>(heads, args.rotation, next);
-  for (int64_t h = 0; h < heads.num_heads; ++h) inverses[h] = inverse_of(token + h * heads.head, n, args.epsilon);
+  for (int64_t h = 0; h < heads.num_heads; ++h)
+    inverses[h] = inverse_of(token + h * heads.head, n, plain(args.epsilon));
   for (int64_t h = 0; h < heads.num_heads; ++h) {
     T* const head = token + h * heads.head;
     for (int64_t i = 0; i < n; i += kPair) prefetch_pair(ahead + h * heads.head + i);

@@ -43,7 +43,7 @@ struct Codes {
         scales(args.scales + row * args.scale_row),
         bound(args.bound()) {}
   int64_t group_size() const { return args.group_size; }
-  Pair<T> scaled(int64_t i, Pair<T> v, int64_t count) const { return rounded<true>(v) * weights(i, count); }
+  Pair<T> scaled(int64_t i, Pair<T> v, int64_t count) const { return rounded(v) * weights(i, count); }
   void scale_by(int64_t group, float most) const { scales[group * args.scale_group] = args.scale_of(most, bound); }
 
   // The group's.  E4M3 divides, int8 multiplies with the scale's inverse.

@@ -64,7 +64,7 @@ struct Weights {
       : data(weights.data), is_float32(weights.is_float32), otherwise(otherwise) {}
   Pair<T> operator()(int64_t i, int64_t count) const {
     if (!data) return otherwise;
-    return is_float32 ? load_pair<T>(static_cast<const float*>(data) + i, count)
+    return is_float32 ? plain(load_pair<T>(static_cast<const float*>(data) + i, count))
                       : load_pair<T>(static_cast<const T*>(data) + i, count);
   }
 };
@@ -95,7 +95,12 @@ struct WithResidual {
       : input(row_at<T>(args.input, args.input_rows, row)),
         residual(row_at<R>(args.residual, args.residual_rows, row)) {}
   Pair<T> first(int64_t i, int64_t count) const {
-    Pair<T> v = load_pair<T>(input + i, count) + load_pair<T>(residual + i, count);
+    Pair<T> v = load_pair<T>(input + i, count);
+    if constexpr (std::is_same_v<R, T>) {
+      v = v + load_pair<T>(residual + i, count);
+    } else {
+      v = v + plain(load_pair<T>(residual + i, count));
+    }
     if constexpr (kRounded) {
       if constexpr (!std::is_same_v<R, float>) v = rounded(v);
       store_pair(residual + i, v, count);
@@ -265,6 +270,7 @@ template <class Source, bool kCentred = false, class Args, class ResultOf>
 void norm_rows(const Args& args, ResultOf result_of) {
   using Result = decltype(result_of(int64_t{}));
   constexpr int64_t kElementsWorthAThread = 32768;
+  const float epsilon = plain(args.epsilon);
   const int64_t groups = groups_of(args), group = args.hidden_size, n = groups * group, rows = args.num_rows / groups;
   const bool streamed =
       args.out != args.input && rows * n * static_cast<int64_t>(sizeof(typename Result::Element)) > kWorthStreaming;
@@ -277,7 +283,7 @@ void norm_rows(const Args& args, ResultOf result_of) {
     for (int64_t row = begin; row < end; ++row) {
       const Source next(args, std::min(row + 1, end - 1), values);
       Result result = result_of(row);
-      norm_row<kCentred>(source, next, result, n, group, args.epsilon, streamed, scratch);
+      norm_row<kCentred>(source, next, result, n, group, epsilon, streamed, scratch);
       source = next;
     }
     if (streamed) finish_streaming();
