@@ -26,6 +26,15 @@ SOME = {
         + ["norm/test_rms_norm_gated.py", "norm/test_layer_norm.py", "norm/test_fused_qk_norm_rope.py"],
         "widths or sizes or nan or any",
     ),
+    "rotary": (
+        ["rotary/test_rotary_embedding.py", "rotary/test_mrope.py", "rotary/test_dual_chunk_rotary_embedding.py"],
+        "dimensions or dtype or nan or any",
+    ),
+    "cache": (
+        ["cache/test_reshape_and_cache.py", "cache/test_nvfp4.py", "cache/test_convert_fp8.py"]
+        + ["cache/test_gather_cache.py", "cache/test_indexer_cache.py", "cache/test_concat_and_cache_mla.py"],
+        "layouts or scales or rounding or sizes or any",
+    ),
 }
 
 

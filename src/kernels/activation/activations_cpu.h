@@ -19,7 +19,7 @@ inline Pair<T> gelu(Pair<T> x) {
   return each(x, [](Floats x) {
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == 2) {
-      const Floats t = quick_inverse(1.0f + 0.35355339f * abs(x));
+      const Floats t = 1.0f / (1.0f + 0.35355339f * abs(x));
       // below 2^-126 the product with t is 0 for all that matters
       const QuickPower power(greater(-0.72134752f * x * x, splat(-126.0f)));
       const Floats factor = t * erfc_factor(t) * power.s, tail = factor * power.g + factor;
