@@ -12,23 +12,46 @@ inline Pair<T> gelu_tanh(Pair<T> x) {
   return times_sigmoid(x, x * (1.5957691216057308f + 0.07135481282f * (x * x)));
 }
 
-// x * Phi(x), Phi the normal distribution.  For the tail's sake not by erf, whose sum with 1 cancels: with z = |x| / sqrt(2),
-// erfc(z) / 2 as in erfc.h.  -inf gives NaN, as the formula does.
+#if defined(__AVX512F__)
+// Phi(-a), Phi the normal distribution, for 0 <= a <= 15: within 1e-5 of the truth up to 5, 2e-4 up to 10 and 7e-4 up to 13;
+// 0 at 15.  Its logarithm is a polynomial, and so is a power of 2: no division, and sums of pairs, since what such a chain
+// waits for is the sum before.  Of all bf16 it rounds two to the wrong neighbour.
+inline Floats quick_tail(Floats a) {
+  const Floats b = a * a, c = b * b;
+  const Floats low = (a * -0.0545331687f - 0.458052546f) * b + (a * -1.15136099f - 0.999990642f);
+  const Floats middle = (a * -4.91544006e-06f + 8.99041697e-05f) * b + (a * -0.00107046019f + 0.00889343768f);
+  const Floats log = ((a * -2.15398854e-09f + 1.55715938e-07f) * c + middle) * c + low;
+  const Floats n = _mm512_maskz_roundscale_ps(0xffff, log, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Floats f = log - n, g = f * f;
+  const Floats power =
+      (g * 0.00957010221f + (f * 0.0559178628f + 0.240247443f)) * g + (f * 0.693121791f + 0.999999285f);
+  return _mm512_maskz_scalef_ps(0xffff, power, n);
+}
+#endif
+
+// Phi(-|x|) as erfc(z) / 2, z = |x| / sqrt(2), by erfc.h.
+template <class T>
+inline Floats normal_tail(Floats x) {
+#if defined(__AVX512F__)
+  if constexpr (__is_same(T, bf16)) return quick_tail(lesser(abs(x), splat(15.0f)));
+  if constexpr (__is_same(T, f16)) {
+    const Floats t = 1.0f / (1.0f + 0.35355339f * abs(x));
+    // below 2^-126 the product with t is 0 for all that matters
+    const QuickPower power(greater(-0.72134752f * x * x, splat(-126.0f)));
+    const Floats factor = t * erfc_factor(t) * power.s;
+    return factor * power.g + factor;
+  }
+#endif
+  const Floats z = abs(x) * 0.70710678f;
+  const Floats t = 1.0f / (1.0f + 0.5f * z);
+  return t * erfc_factor(t) * exp(-z * z);
+}
+
+// x * Phi(x), for the tail's sake not by erf, whose sum with 1 cancels.  -inf gives NaN, as the formula does.
 template <class T>
 inline Pair<T> gelu(Pair<T> x) {
   return each(x, [](Floats x) {
-#if defined(__AVX512F__)
-    if constexpr (sizeof(T) == 2) {
-      const Floats t = 1.0f / (1.0f + 0.35355339f * abs(x));
-      // below 2^-126 the product with t is 0 for all that matters
-      const QuickPower power(greater(-0.72134752f * x * x, splat(-126.0f)));
-      const Floats factor = t * erfc_factor(t) * power.s, tail = factor * power.g + factor;
-      return x * (x < 0.0f ? tail : 1.0f - tail);
-    }
-#endif
-    const Floats z = abs(x) * 0.70710678f;
-    const Floats t = 1.0f / (1.0f + 0.5f * z);
-    const Floats tail = t * erfc_factor(t) * exp(-z * z);
+    const Floats tail = normal_tail<T>(x);
     return x * (x < 0.0f ? tail : 1.0f - tail);
   });
 }
