@@ -183,12 +183,19 @@ class Encoder<T, Code, Rule> {
         _mm512_permutex2var_epi16(tables.small[0], _mm512_srli_epi16(within, kSmallPart), tables.small[1]);
     const __m512i d = _mm512_mask_permutexvar_epi16(small, _mm512_cmpge_epu16_mask(within, tables.least_normal),
                                                     _mm512_srli_epi16(within, kNormalPart), tables.normal);
-    __m512i code = _mm512_srli_epi16(_mm512_add_epi16(within, d), kDrop);
-    const __mmask32 nan = _mm512_cmpgt_epu16_mask(magnitude, _mm512_set1_epi16(kInfinity));
-    if constexpr (Rule::kNanHasSign) code = _mm512_mask_mov_epi16(code, nan, _mm512_set1_epi16(Rule::kNan));
-    // code | sign: 0xf8 is a | b & c
-    code = _mm512_ternarylogic_epi32(code, _mm512_srli_epi16(bits, 8), _mm512_set1_epi16(0x80), 0xf8);
-    if constexpr (!Rule::kNanHasSign) code = _mm512_mask_mov_epi16(code, nan, _mm512_set1_epi16(Rule::kNan));
+    const __m512i sum = _mm512_add_epi16(within, d);
+    const __mmask32 number = _mm512_cmple_epu16_mask(magnitude, _mm512_set1_epi16(kInfinity));
+    __m512i code, sign;
+    if constexpr (Rule::kNanHasSign) {
+      code = _mm512_mask_srli_epi16(_mm512_set1_epi16(Rule::kNan), number, sum, kDrop);
+      sign = _mm512_srli_epi16(bits, 8);
+    } else {  // NaN is the largest: within bounds it is
+      static_assert(Rule::kNan == kLargestCode);
+      code = _mm512_srli_epi16(sum, kDrop);
+      sign = _mm512_maskz_srli_epi16(number, bits, 8);
+    }
+    // code | sign & 0x80: 0xf8 is a | b & c
+    code = _mm512_ternarylogic_epi32(code, sign, _mm512_set1_epi16(0x80), 0xf8);
     return _mm512_maskz_cvtepi16_epi8(~__mmask32{}, code);
   }
 
