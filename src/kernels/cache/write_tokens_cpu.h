@@ -1,7 +1,7 @@
 // Runs of tokens into their slots: whole rows are copied (past the caches, if there are many).  Where tokens of a head
 // become neighbours, some heads of all tokens of the run are first brought into a tile, converted, in the order in which
 // they lie, which the processor fetches ahead; from there 16 bytes a token are spread, or (packed values) a square of
-// 16-byte vectors is transposed in registers.
+// 16-byte vectors is transposed in registers; with AVX-512 four of either at once, into whole lines.
 #pragma once
 
 #include <algorithm>
@@ -73,6 +73,62 @@ inline void transpose(Vector<Stored> (&v)[kTokens<Stored>]) {
   }
 }
 
+#if defined(__AVX512BW__)
+// The same for four squares side by side, 128 bits of each vector one of them.
+template <class Stored>
+inline void transpose(__m512i (&v)[kTokens<Stored>]) {
+  constexpr int n = kTokens<Stored>;
+  const auto pair = [](__m512i a, __m512i b, bool low) {
+    if constexpr (sizeof(Stored) == 1)
+      return low ? _mm512_maskz_unpacklo_epi8(~__mmask64{}, a, b) : _mm512_maskz_unpackhi_epi8(~__mmask64{}, a, b);
+    if constexpr (sizeof(Stored) == 2)
+      return low ? _mm512_maskz_unpacklo_epi16(~__mmask32{}, a, b) : _mm512_maskz_unpackhi_epi16(~__mmask32{}, a, b);
+    return low ? _mm512_maskz_unpacklo_epi32(0xffff, a, b) : _mm512_maskz_unpackhi_epi32(0xffff, a, b);
+  };
+  for (int round = 1; round < n; round *= 2) {
+    __m512i next[n];
+    for (int i = 0; i < n / 2; ++i) {
+      next[2 * i] = pair(v[i], v[i + n / 2], true);
+      next[2 * i + 1] = pair(v[i], v[i + n / 2], false);
+    }
+    for (int i = 0; i < n; ++i) v[i] = next[i];
+  }
+}
+
+// Four times four pieces of 16 bytes: piece g of each of the vectors to vector g.
+inline void transpose_pieces(__m512i (&v)[4]) {
+  const auto pick = [](__m512i a, __m512i b, bool odd) {
+    return odd ? _mm512_maskz_shuffle_i32x4(0xffff, a, b, 0xdd) : _mm512_maskz_shuffle_i32x4(0xffff, a, b, 0x88);
+  };
+  const __m512i even[2] = {pick(v[0], v[1], false), pick(v[2], v[3], false)};  // pieces 0, 2 of both
+  const __m512i odd[2] = {pick(v[0], v[1], true), pick(v[2], v[3], true)};
+  v[0] = pick(even[0], even[1], false), v[2] = pick(even[0], even[1], true);
+  v[1] = pick(odd[0], odd[1], false), v[3] = pick(odd[0], odd[1], true);
+}
+
+// As many of the n columns as make whole vectors, of kSquares * kTokens rows, to a place where columns touch: whole lines.
+// Gives how many.
+template <int kSquares, class Stored>
+inline int64_t store_lines(Stored* to, const Stored* from, int64_t row, int64_t n, bool past_caches) {
+  constexpr int kSide = kTokens<Stored>, kColumns = 4 * kSide, kLength = kSquares * kSide;
+  int64_t column = 0;
+  for (; column + kColumns <= n; column += kColumns) {
+    __m512i v[kSquares][kSide];
+    for (int k = 0; k < kSquares; ++k) {
+      for (int i = 0; i < kSide; ++i) v[k][i] = _mm512_loadu_si512(from + (k * kSide + i) * row + column);
+      transpose<Stored>(v[k]);
+    }
+    for (int u = 0; u < kLength; u += 4) {  // piece u of a column group: column u / kSquares, square u % kSquares
+      __m512i line[4];
+      for (int j = 0; j < 4; ++j) line[j] = v[(u + j) % kSquares][(u + j) / kSquares];
+      transpose_pieces(line);
+      for (int g = 0; g < 4; ++g) store_raw(to + (column + g * kSide) * kLength + u * kSide, line[g], past_caches);
+    }
+  }
+  return column;
+}
+#endif
+
 // Columns [0, n) of `length` rows, which lie `row` elements apart, to a place where tokens are neighbours and columns lie
 // `stride` elements apart.
 template <class Stored>
@@ -82,6 +138,12 @@ inline void store_transposed(Stored* to, int64_t stride, const Stored* from, int
   const int64_t squares = length / kSide;
   past_caches = past_caches && length == stride;  // columns touch, and all of each is written
   int64_t column = 0;
+#if defined(__AVX512BW__)
+  const bool aligned = (reinterpret_cast<uintptr_t>(to) & (kLine - 1)) == 0;
+  if (length == stride && length == kSide) column = store_lines<1>(to, from, row, n, past_caches && aligned);
+  if (length == stride && length == 2 * kSide) column = store_lines<2>(to, from, row, n, past_caches && aligned);
+  if (length == stride && length == 4 * kSide) column = store_lines<4>(to, from, row, n, past_caches && aligned);
+#endif
   for (; column + kSide <= n && squares > 0; column += kSide) {
     Vector<Stored> v[kMostTokens<Stored> / kSide][kSide];
     for (int64_t k = 0; k < squares; ++k) {
@@ -257,7 +319,23 @@ void write_tiles(const Convert& convert, const CacheSide& side, int64_t num_head
       Stored* to = cache + (first + h) * side.head;
       if (side.chunk > 1) {  // x elements, 16 bytes
         const bool whole_lines = past_caches && run.length % 4 == 0 && side.token == side.chunk;
-        for (int64_t column = 0; column < size; column += side.chunk, to += side.chunk_stride)
+        int64_t column = 0;
+#if defined(__AVX512BW__)
+        // four chunks of four tokens at a time, if those are neighbours
+        const auto chunk_bytes = static_cast<uintptr_t>(side.chunk_stride) * sizeof(Stored);
+        const bool aligned = ((reinterpret_cast<uintptr_t>(to) | chunk_bytes) & (kLine - 1)) == 0;
+        for (; run.length % 4 == 0 && side.token == side.chunk && column + 4 * side.chunk <= size;
+             column += 4 * side.chunk, to += 4 * side.chunk_stride) {
+          for (int64_t i = 0; i < run.length; i += 4) {
+            __m512i line[4];
+            for (int j = 0; j < 4; ++j) line[j] = _mm512_loadu_si512(from + (i + j) * row + column);
+            transpose_pieces(line);
+            for (int g = 0; g < 4; ++g)
+              store_raw(to + g * side.chunk_stride + i * side.token, line[g], past_caches && aligned);
+          }
+        }
+#endif
+        for (; column < size; column += side.chunk, to += side.chunk_stride)
           for (int64_t i = 0; i < run.length; ++i) store16(to + i * side.token, from + i * row + column, whole_lines);
       } else if (side.token == 1) {
         store_transposed(to, side.chunk_stride, from, row, run.length, size, past_caches);
