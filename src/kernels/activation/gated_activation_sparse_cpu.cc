@@ -1,7 +1,7 @@
 // out = R_T( R_T(gelu(max(gate - cut, 0))) * up ),  cut = mean(gate) + deviations * std(gate) of each row, in fp32.
 //
 // A row is one thread's: passes for the mean and the deviation, then one for the product, which finds the gate in the
-// cache.  What does not stick out, as almost everywhere, needs no exponential.
+// cache and prefetches the next row.  What does not stick out, as almost everywhere, needs no exponential.
 #include <algorithm>
 #include <cmath>
 
@@ -36,7 +36,8 @@ float cut_of(const T* gate, int64_t n, float deviations) {
 #if defined(__AVX512F__)
 // Those few are brought together first, so that the exponential is not worked out for the others beside them.
 template <class T, class Gelu>
-[[gnu::flatten]] void activate(T* to, const T* gate, const T* up, float cut, int64_t n, bool past, Gelu gelu) {
+[[gnu::flatten]] void activate(T* to, const T* gate, const T* up, int64_t ahead, float cut, int64_t n, bool past,
+                               Gelu gelu) {
   constexpr int64_t kSome = 1024;
   alignas(64) float found[kSome + kPair];
   __mmask16 places[kSome / kWidth];
@@ -49,6 +50,7 @@ template <class T, class Gelu>
       count += __builtin_popcount(*place);
     };
     for (int64_t i = 0; i < size; i += kPair) {
+      prefetch_pair(gate + first + i + ahead);
       const Pair<T> over = load_pair<T>(gate + first + i, size - i) - cut;
       find(over.x, places + i / kWidth);
       find(over.y, places + i / kWidth + 1);
@@ -67,6 +69,7 @@ template <class T, class Gelu>
       return activated;
     };
     for (int64_t i = 0; i < size; i += kPair) {
+      prefetch_pair(up + first + i + ahead);
       const Floats x = put_back(places[i / kWidth]), y = put_back(places[i / kWidth + 1]);
       store_pair(to + first + i, Pair<T>{x, y} * load_pair<T>(up + first + i, size - i), size - i, past);
     }
@@ -82,8 +85,10 @@ bool any_positive(Floats x) {
 }
 
 template <class T, class Gelu>
-void activate(T* to, const T* gate, const T* up, float cut, int64_t n, bool past, Gelu gelu) {
+void activate(T* to, const T* gate, const T* up, int64_t ahead, float cut, int64_t n, bool past, Gelu gelu) {
   each_pair(0, n, [=](int64_t i, int64_t count) {
+    prefetch_pair(gate + i + ahead);
+    prefetch_pair(up + i + ahead);
     const Pair<T> over = load_pair<T>(gate + i, count) - cut, factor = load_pair<T>(up + i, count);
     Pair<T> activated = 0.0f;
     if (any_positive(over.x) || any_positive(over.y))
@@ -94,10 +99,10 @@ void activate(T* to, const T* gate, const T* up, float cut, int64_t n, bool past
 #endif
 
 template <class T, class Gelu>
-void activate_row(LineWriter& writer, T* out, const T* gate, const T* up, float cut, int64_t n, bool streamed,
-                  Gelu activation) {
+void activate_row(LineWriter& writer, T* out, const T* gate, const T* up, int64_t ahead, float cut, int64_t n,
+                  bool streamed, Gelu activation) {
   write_pairs(writer, out, n, streamed, [&](T* to, int64_t first, int64_t size, bool past) {
-    activate(to, gate + first, up + first, cut, size, past, activation);
+    activate(to, gate + first, up + first, ahead, cut, size, past, activation);
   });
 }
 
@@ -113,11 +118,12 @@ void gated_activation_sparse_cpu(const GatedActivationSparseArgs& args, const La
       for (int64_t row = begin; row < end; ++row) {
         const T* gate = static_cast<const T*>(args.input) + args.input_rows.offset(row);
         T* out = static_cast<T*>(args.out) + args.out_rows.offset(row);
+        const int64_t ahead = args.input_rows.offset(std::min(row + 1, end - 1)) - args.input_rows.offset(row);
         const float cut = cut_of(gate, n, plain(args.deviations));
         if (args.tanh) {
-          activate_row(writer, out, gate, gate + n, cut, n, streamed, [](auto x) { return gelu_tanh(x); });
+          activate_row(writer, out, gate, gate + n, ahead, cut, n, streamed, [](auto x) { return gelu_tanh(x); });
         } else {
-          activate_row(writer, out, gate, gate + n, cut, n, streamed, [](auto x) { return gelu(x); });
+          activate_row(writer, out, gate, gate + n, ahead, cut, n, streamed, [](auto x) { return gelu(x); });
         }
       }
       if (streamed) finish_streaming();
