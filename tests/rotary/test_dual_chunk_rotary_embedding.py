@@ -66,6 +66,18 @@ def test_dimensions(array, dtype, is_neox, index, head_size, rotary_dim):
     check(array, positions, query, None, cache, is_neox, offsets=positions[::-1].copy())
 
 
+@dtypes
+@styles
+@pytest.mark.parametrize("alignment", [(0, 0, 0), (1, 0, 0)], ids=["aligned", "shifted"])
+@pytest.mark.parametrize(("head_size", "rotary_dim"), [(128, 128), (128, 64), (96, 96)])
+def test_many_tokens(array, dtype, is_neox, alignment, head_size, rotary_dim):
+    """More than caches should be filled with."""
+    positions = np.random.default_rng(0).integers(0, 500, 600)
+    query = random((600, 8, head_size), dtype)
+    cache = reference.cos_sin_cache(2 * CHUNK, rotary_dim, dtype)
+    check(array, positions, query, None, cache, is_neox, alignment=alignment)
+
+
 @given(
     dtype=st.sampled_from(FLOATS),
     cache_dtype=st.sampled_from(FLOATS),

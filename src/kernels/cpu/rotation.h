@@ -106,14 +106,18 @@ class TokenRotator {
     for (int64_t h = 0; h < heads.num_heads; ++h, head += heads.head) rotate(head, Elements<T>{head});
   }
 
-  // What load(i, count) gives of the elements of a head, turned, to `head`.
-  template <class Load>
+  // What load(i, count) gives of the elements of a head, turned, to `head`; past the caches, where lines_are_whole.
+  template <bool kPast = false, class Load>
   void rotate(T* head, const Load& load) const {
     if (rotation_.is_neox) {
-      rotate_neox(head, load);
+      rotate_neox<kPast>(head, load);
     } else {
-      rotate_gptj(head, load);
+      rotate_gptj<kPast>(head, load);
     }
+  }
+  bool lines_are_whole(const T* head) const {
+    return half_ * static_cast<int64_t>(sizeof(T)) % kLine == 0 && half_ % kPair == 0 &&
+           (reinterpret_cast<uintptr_t>(head) & (kLine - 1)) == 0;
   }
 
  private:
@@ -143,18 +147,18 @@ class TokenRotator {
     keep(sines_, sines, sign);
   }
 
-  template <class Load>
+  template <bool kPast, class Load>
   void rotate_neox(T* head, const Load& load) const {
     each_pair(0, half_, [=, half = half_, cosines = cosines_, sines = sines_](int64_t i, int64_t count) {
       Pair<T> x = load(i, count), y = load(half + i, count);
       Turn()(x.x, y.x, PYKV_ISA::load(cosines + i), PYKV_ISA::load(sines + i));
       Turn()(x.y, y.y, PYKV_ISA::load(cosines + i + kWidth), PYKV_ISA::load(sines + i + kWidth));
-      store_pair(head + i, x, count);
-      store_pair(head + half + i, y, count);
+      store_pair(head + i, x, count, kPast);
+      store_pair(head + half + i, y, count, kPast);
     });
   }
 
-  template <class Load>
+  template <bool kPast, class Load>
   void rotate_gptj(T* head, const Load& load) const {
     each_pair(0, 2 * half_, [=, cosines = cosines_, sines = sines_](int64_t i, int64_t count) {
       const Pair<T> given = load(i, count);
@@ -162,7 +166,7 @@ class TokenRotator {
       if constexpr (!kApart) x = every_other(given.x, given.y, 0), y = every_other(given.x, given.y, 1);
       Turn()(x, y, PYKV_ISA::load(cosines + i / 2), PYKV_ISA::load(sines + i / 2));
       const Pair<T> turned = kApart ? Pair<T>{x, y} : Pair<T>{in_turn(x, y, 0), in_turn(x, y, kWidth / 2)};
-      store_pair(head + i, turned, count);
+      store_pair(head + i, turned, count, kPast);
     });
   }
 

@@ -22,6 +22,10 @@ template <class T>
     const T* from = static_cast<const T*>(query.data) + t * query.token;
     T* to = copy;
     for (int64_t h = 0; h < query.num_heads; ++h, from += query.head, to += args.out.head) {
+      if (streamed && rotated == args.head_size && rotator.lines_are_whole(to)) {
+        rotator.template rotate<true>(to, Elements<T>{from});
+        continue;
+      }
       T* const head = streamed ? buffer : to;
       rotator.rotate(head, Elements<T>{from});
       std::copy(from + rotated, from + args.head_size, head + rotated);
