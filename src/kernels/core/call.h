@@ -90,7 +90,7 @@ class Call {
     const DLDevice d = t.device();
     if (!device_known_) device_ = d;
     device_known_ = true;
-    if (d.device_type != device_.device_type || d.device_id != device_.device_id) fail_device(t);
+    if (((d.device_type ^ device_.device_type) | (d.device_id ^ device_.device_id)) != 0) fail_device(t);
   }
   [[noreturn]] void fail_device(const Tensor& t) const;
 

@@ -109,7 +109,6 @@ Tensor& Tensor::contiguous() {
 }
 
 void Tensor::fail_overlap(int axis) const {
-  if (numel() == 0) return;
   fail(PYKV_VALUE_ERROR, "is written, but dimension %d of shape %s has stride 0 (an expanded view?)", axis,
        shape_string().c_str());
 }

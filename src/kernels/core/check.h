@@ -27,21 +27,29 @@ class Dim {
 
 inline constexpr std::initializer_list<DType> kFloats = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
 
-inline DType to_dtype(DLDataType t) {
-  if (t.lanes != 1) return DType::kOther;
-  switch (t.code) {
-    case kDLFloat:
-      return t.bits == 32 ? DType::kFloat32 : t.bits == 16 ? DType::kFloat16 : DType::kOther;
-    case kDLBfloat:
-      return t.bits == 16 ? DType::kBFloat16 : DType::kOther;
-    case kDLInt:
-      return t.bits == 64 ? DType::kInt64 : t.bits == 32 ? DType::kInt32 : t.bits == 8 ? DType::kInt8 : DType::kOther;
-    case kDLUInt:
-      return t.bits == 8 ? DType::kUInt8 : DType::kOther;
-    case kDLFloat8_e4m3fn:
+// All of it in one number: comparing that is what eight arrays a call would notice.
+constexpr uint32_t key_of(DLDataType t) { return t.code | uint32_t{t.bits} << 8 | uint32_t{t.lanes} << 16; }
+
+constexpr DType to_dtype(DLDataType t) {
+  switch (key_of(t)) {
+    case key_of({kDLFloat, 32, 1}):
+      return DType::kFloat32;
+    case key_of({kDLFloat, 16, 1}):
+      return DType::kFloat16;
+    case key_of({kDLBfloat, 16, 1}):
+      return DType::kBFloat16;
+    case key_of({kDLFloat8_e4m3fn, 8, 1}):
       return DType::kFloat8E4M3;
-    case kDLFloat8_e5m2:
+    case key_of({kDLFloat8_e5m2, 8, 1}):
       return DType::kFloat8E5M2;
+    case key_of({kDLInt, 64, 1}):
+      return DType::kInt64;
+    case key_of({kDLInt, 32, 1}):
+      return DType::kInt32;
+    case key_of({kDLInt, 8, 1}):
+      return DType::kInt8;
+    case key_of({kDLUInt, 8, 1}):
+      return DType::kUInt8;
     default:
       return DType::kOther;
   }
@@ -62,9 +70,14 @@ class Tensor {
     shape_ = t->shape;
     strides_ = t->strides;
     int64_t sign = 0;
-    for (int i = 0; i < ndim_; ++i) sign |= shape_[i];
+    uint64_t numel = 1;  // it may wrap around: an expanded view can have any shape
+    for (int i = 0; i < ndim_; ++i) {
+      sign |= shape_[i];
+      numel *= static_cast<uint64_t>(shape_[i]);
+    }
+    numel_ = static_cast<int64_t>(numel);
     const bool without_memory = !t->data && device_.device_type != kDLExtDev;
-    if (sign < 0 || dtype_ == DType::kOther || !device_.device_type || (without_memory && numel() > 0))
+    if (sign < 0 || dtype_ == DType::kOther || !device_.device_type || (without_memory && numel_ > 0))
       fail_array(name, t);
   }
   // Member by member: a copy in wide pieces of what has just been written in narrow ones would stall.
@@ -75,7 +88,8 @@ class Tensor {
         dtype_(t.dtype_),
         ndim_(t.ndim_),
         shape_(t.shape_),
-        strides_(t.strides_) {}
+        strides_(t.strides_),
+        numel_(t.numel_) {}
 
   // Checks; each returns the tensor, so that they chain.
   template <class... Dims>
@@ -114,7 +128,8 @@ class Tensor {
   }
   Tensor& contiguous();
   Tensor& no_overlap_within() {  // an array to be written: no two elements at one address (stride 0)
-    for (int i = 0; i < ndim_ && strides_; ++i)
+    if (!strides_ || numel_ == 0) return *this;
+    for (int i = 0; i < ndim_; ++i)
       if (shape_[i] > 1 && strides_[i] == 0) fail_overlap(i);
     return *this;
   }
@@ -129,11 +144,7 @@ class Tensor {
     const int i = axis < 0 ? axis + ndim_ : axis;
     return strides_ && shape_[i] != 1 ? strides_[i] : compact_stride(i);
   }
-  int64_t numel() const {
-    int64_t n = 1;
-    for (int i = 0; i < ndim_; ++i) n *= shape_[i];
-    return n;
-  }
+  int64_t numel() const { return numel_; }
   void* data() const { return data_; }
 
   // A one-dimensional (or scalar) array of int32 or int64 ids.
@@ -155,18 +166,10 @@ class Tensor {
   }
   // What is the host's is the CPU's; device_type 0: neither on the CPU nor on a CUDA device.
   static DLDevice plain(DLDevice device) {
-    switch (device.device_type) {
-      case kDLCPU:
-      case kDLCUDAHost:
-        return {kDLCPU, 0};
-      case kDLCUDA:
-      case kDLCUDAManaged:
-        return {kDLCUDA, device.device_id};
-      case kDLExtDev:
-        return device;
-      default:
-        return {};
-    }
+    const DLDeviceType type = device.device_type;
+    if (type == kDLCPU || type == kDLCUDAHost) return {kDLCPU, 0};
+    if (type == kDLCUDA || type == kDLCUDAManaged) return {kDLCUDA, device.device_id};
+    return type == kDLExtDev ? device : DLDevice{};
   }
   static std::string shape_string(int ndim, const int64_t* shape);
   [[noreturn]] static void fail_array(const char* name, const DLTensor* t);
@@ -175,7 +178,7 @@ class Tensor {
   [[noreturn]] void fail_dtype(std::initializer_list<DType> allowed) const;
   [[noreturn]] void fail_like(const Tensor& other) const;
   [[noreturn]] void fail_rows() const;
-  void fail_overlap(int axis) const;
+  [[noreturn]] void fail_overlap(int axis) const;
 
   const char* name_;
   void* data_;
@@ -184,6 +187,7 @@ class Tensor {
   int ndim_;
   const int64_t* shape_;
   const int64_t* strides_;  // null: compact
+  int64_t numel_;
 };
 
 // What a cache of the given kv_cache_dtype string holds, checked against the dtypes of the cache and of the data.  Every op
