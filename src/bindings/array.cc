@@ -3,8 +3,6 @@
 #include <pybind11/gil_safe_call_once.h>
 #include <pybind11/numpy.h>
 
-#include <bit>
-#include <cstring>
 #include <string>
 #include <unordered_map>
 
@@ -203,15 +201,18 @@ void Array::release() {
   Py_DECREF(owner_);
 }
 
-bool Array::borrow_other(PyObject* object, const TypeInfo& info, CurrentStreams& streams) {
-  if (written_ && info.immutable)
+bool Array::borrow_other(PyObject* object, const TypeInfo& info, CurrentStreams& streams, bool written) {
+  written_ = written;
+  pending_ = nullptr;
+  producer_ = {};
+  if (written && info.immutable)
     value_error(
         "an array of JAX or MLX cannot be written in place: its buffer may be shared; give one of NumPy, CuPy or "
         "torch");
   switch (info.protocol) {
     case Protocol::kPointer:
       tensor_ = pointer_tensor(object);
-      return false;
+      return on_cuda();
     case Protocol::kTorch:
       return borrow_torch(object, info, streams);
     case Protocol::kExchange:
@@ -228,7 +229,7 @@ bool Array::borrow_other(PyObject* object, const TypeInfo& info, CurrentStreams&
       return true;
     case Protocol::kCudaInterface:
       borrow_cuda_interface(object);
-      return producer_.known;
+      return true;
     case Protocol::kDispatcher:
       throw ForDispatcher("a " + std::string(Py_TYPE(object)->tp_name) +
                           " goes through torch's dispatcher: import pykv.torch");
@@ -257,25 +258,35 @@ bool Array::borrow_number(PyObject* object) {
   return true;
 }
 
+// By loops: calls of memcpy take longer for so little.
 void Array::keep_shape() {
-  check_rank(tensor_.ndim);
-  std::memcpy(shape_, tensor_.shape, tensor_.ndim * sizeof(int64_t));
+  const int ndim = tensor_.ndim;
+  check_rank(ndim);
+  for (int i = 0; i < ndim; ++i) shape_[i] = tensor_.shape[i];
   tensor_.shape = shape_;
   if (!tensor_.strides) return;
-  std::memcpy(strides_, tensor_.strides, tensor_.ndim * sizeof(int64_t));
+  for (int i = 0; i < ndim; ++i) strides_[i] = tensor_.strides[i];
   tensor_.strides = strides_;
 }
 
-// Strides in bytes.  Element sizes are powers of two; divisions are what a call with eight arrays would notice.
+void check_strides(int ndim, const int64_t* sizes, const int64_t* strides, int64_t itemsize) {
+  for (int i = 0; i < ndim; ++i)
+    if (strides[i] % itemsize != 0 && sizes[i] > 1) fail_stride(strides[i], itemsize);
+}
+
+// Strides in bytes, elsewhere than our own.  Element sizes are powers of two; divisions are what a call with eight arrays
+// would notice.
 [[gnu::always_inline]] inline void Array::take_layout(const int64_t* sizes, const int64_t* strides) {
-  const int64_t itemsize = tensor_.dtype.bits / 8;
-  const int log2 = std::countr_zero(static_cast<uint64_t>(itemsize));
+  const int log2 = __builtin_ctz(tensor_.dtype.bits) - 3;
+  int64_t any = 0;
   for (int i = 0; i < tensor_.ndim; ++i) {
-    const int64_t size = sizes[i], stride = strides[i];
-    if ((stride & (itemsize - 1)) != 0 && size > 1) fail_stride(stride, itemsize);
-    shape_[i] = size;
-    strides_[i] = stride >> log2;
+    any |= strides[i];
+    shape_[i] = sizes[i];
+    strides_[i] = strides[i] >> log2;
   }
+  const int64_t itemsize = int64_t{1} << log2;
+  if (any & (itemsize - 1)) [[unlikely]]
+    check_strides(tensor_.ndim, sizes, strides, itemsize);
   tensor_.strides = strides_;
 }
 
@@ -293,9 +304,9 @@ DLDataType dtype_of(const py::detail::PyArray_Proxy& array) {
   return dtype_from_numpy(array.descr);
 }
 
-void Array::borrow_numpy(PyObject* object) {
+void Array::borrow_numpy(PyObject* object, bool written) {
   const auto* a = py::detail::array_proxy(object);
-  if (written_ && !(a->flags & py::detail::npy_api::NPY_ARRAY_WRITEABLE_))
+  if (written && !(a->flags & py::detail::npy_api::NPY_ARRAY_WRITEABLE_))
     value_error("is read-only, but it is written");
   check_rank(a->nd);
   tensor_ = {a->data, {kDLCPU, 0}, a->nd, dtype_of(*a), shape_, strides_, 0};
@@ -372,12 +383,13 @@ void Array::borrow_cupy(PyObject* object, const TypeInfo& info, CurrentStreams& 
              shape_,
              strides_,
              0};
+  int64_t shape[kMaxRank], strides[kMaxRank];
   for (int i = 0; i < ndim; ++i) {
-    shape_[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(sizes.ptr(), i));
-    strides_[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(steps.ptr(), i));
+    shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(sizes.ptr(), i));
+    strides[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(steps.ptr(), i));
   }
   if (PyErr_Occurred()) throw py::error_already_set();
-  take_layout(shape_, strides_);
+  take_layout(shape, strides);
   if (!streams.cupy.known) {
     PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> current_stream;
     current_stream.call_once_and_store_result(
@@ -407,8 +419,9 @@ void Array::borrow_cuda_interface(PyObject* object) {
   for (int i = 0; i < ndim; ++i) shape_[i] = py::cast<int64_t>(sizes[i]);
   if (face.contains("strides") && !face["strides"].is_none()) {
     const py::tuple steps = face["strides"];
-    for (int i = 0; i < ndim; ++i) strides_[i] = py::cast<int64_t>(steps[i]);
-    take_layout(shape_, strides_);
+    int64_t strides[kMaxRank];
+    for (int i = 0; i < ndim; ++i) strides[i] = py::cast<int64_t>(steps[i]);
+    take_layout(shape_, strides);
   }
   // the interface names no device: the owner may (Numba: context.device.id)
   if (has_attribute(object, "gpu_data")) {
@@ -419,8 +432,8 @@ void Array::borrow_cuda_interface(PyObject* object) {
     producer_ = {true, reinterpret_cast<void*>(py::cast<uintptr_t>(face["stream"]))};
 }
 
-void Array::finish(bool stream_known, void* stream) {
-  if (!pending_) return;
+// By `__dlpack__`.
+void Array::ask(bool stream_known, void* stream) {
   py::handle object(pending_);
   pending_ = nullptr;
   const py::tuple device = object.attr("__dlpack_device__")();
@@ -464,7 +477,6 @@ void Array::finish(bool stream_known, void* stream) {
 }
 
 StreamChoice stream_from(PyObject* object) {
-  if (object == Py_None) return {};
   if (PyLong_Check(object)) {
     void* stream = PyLong_AsVoidPtr(object);
     if (PyErr_Occurred()) throw py::error_already_set();

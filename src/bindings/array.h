@@ -65,14 +65,14 @@ const TypeInfo& type_info(PyTypeObject* type);
 
 // The stream on which a producer's work on an array was enqueued.
 struct Producer {
-  bool known = false;
-  void* stream = nullptr;
+  bool known;
+  void* stream;
 };
 
 // The current streams that the arrays of a call have asked their libraries for: a call asks once.
 struct CurrentStreams {
-  Producer cupy;
-  Producer torch;  // of `torch_device`
+  Producer cupy{};
+  Producer torch{};  // of `torch_device`
   int32_t torch_device;
   const DLPackExchangeAPI* api = nullptr;  // of whom `stream` is, on `device`
   DLDevice device;
@@ -90,12 +90,10 @@ class Array {
 
   // First pass: everything but `__dlpack__`, whose producers must be told the stream of the call.  Tells whether the
   // stream of the call matters: to this array, or because this array has one.
-  bool borrow(PyObject* object, const TypeInfo& info, CurrentStreams& streams, bool written, int position) {
-    position_ = position;
+  bool borrow(PyObject* object, const TypeInfo& info, CurrentStreams& streams, bool written) {
     none_ = false;
-    written_ = written;
-    if (info.protocol != Protocol::kNumpy) return borrow_other(object, info, streams);
-    borrow_numpy(object);  // the quickest: the others' function would cost as much again
+    if (info.protocol != Protocol::kNumpy) return borrow_other(object, info, streams, written);
+    borrow_numpy(object, written);  // the quickest: the others' function would cost as much again
     return false;
   }
   // A Python number in place of an array that is read: a scalar float32 on the host.
@@ -105,7 +103,9 @@ class Array {
     tensor_ = {&number_, {kDLCPU, 0}, 0, {kDLFloat, 32, 1}, shape_, strides_, 0};
   }
   // Second pass: those that were left, ordered before `stream`.
-  void finish(bool stream_known, void* stream);
+  void finish(bool stream_known, void* stream) {
+    if (pending_) ask(stream_known, stream);
+  }
 
   DLTensor* get() { return none_ ? nullptr : &tensor_; }
   bool on_cuda() const {
@@ -113,14 +113,15 @@ class Array {
   }
   const DLTensor& tensor() const { return tensor_; }
   const Producer& producer() const { return producer_; }
-  int position() const { return position_; }  // among the arguments of the call
 
-  Array* next = nullptr;  // of the call
+  Array* next;   // of those whose call's stream matters
+  int position;  // among the arguments of the call; of those, too
 
  private:
   void release();
-  bool borrow_other(PyObject* object, const TypeInfo& info, CurrentStreams& streams);
-  void borrow_numpy(PyObject* object);
+  void ask(bool stream_known, void* stream);
+  bool borrow_other(PyObject* object, const TypeInfo& info, CurrentStreams& streams, bool written);
+  void borrow_numpy(PyObject* object, bool written);
   bool borrow_torch(PyObject* object, const TypeInfo& info, CurrentStreams& streams);
   void borrow_exchange(PyObject* object, const DLPackExchangeAPI* api, CurrentStreams& streams);
   bool borrow_cupy(PyObject* object, const CupyStruct& cupy, CurrentStreams& streams);
@@ -130,17 +131,18 @@ class Array {
   void take_layout(const int64_t* sizes, const int64_t* strides);
   void keep_shape();
 
-  int position_ = -1;
   DLTensor tensor_;
   int64_t shape_[kMaxRank], strides_[kMaxRank];
-  float number_ = 0;
-  bool none_ = true, written_ = false;
-  PyObject* pending_ = nullptr;  // still wants __dlpack__; borrowed
-  PyObject* owner_ = nullptr;    // a capsule that holds the memory during the call
+  float number_;
+  bool none_ = true;
+  PyObject* owner_ = nullptr;  // a capsule that holds the memory during the call
+  // of arrays that are not NumPy's
+  bool written_;
+  PyObject* pending_;  // still wants __dlpack__; borrowed
   Producer producer_;
 };
 
-// An int, None, or an object of CuPy, torch or cuda.core.
+// An int, or an object of CuPy, torch or cuda.core.
 StreamChoice stream_from(PyObject* object);
 
 // The element type of a NumPy or CuPy dtype object, ml_dtypes included.

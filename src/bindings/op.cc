@@ -12,7 +12,7 @@ void* Frame::resolve_streams(const StreamChoice& choice) {
     stream = a->producer().stream;
   }
   for (Array* a = first_; a; a = a->next) {
-    at_.position = a->position();
+    at_.position = a->position;
     a->finish(known, stream);
     // an explicit stream= is the caller's own word; otherwise every producer's work comes first
     if (!choice.given && a->producer().known && a->producer().stream != stream)

@@ -20,25 +20,30 @@
 
 namespace pykv::python {
 
-// The arrays of a call, chained: they lie where their arguments do, and nothing is allocated.
+// The arrays of a call.  Those to which its stream matters are chained: they lie where their arguments do, and nothing is
+// allocated.
 class Frame {
  public:
   explicit Frame(Failure& at) : at_(at) {}
 
   void add(Array& array, PyObject* object, bool written) {
-    *last_ = &array;
-    last_ = &array.next;
     if (object == Py_None) return;
-    if (!written && PyFloat_CheckExact(object)) return array.set_number(PyFloat_AS_DOUBLE(object));
     if (Py_TYPE(object) != type_) {  // as a rule all arrays of a call are of one
+      if (!written && PyFloat_CheckExact(object)) return array.set_number(PyFloat_AS_DOUBLE(object));
       type_ = Py_TYPE(object);
       info_ = &type_info(type_);
     }
-    streams_matter_ |= array.borrow(object, *info_, streams_, written, at_.position);
+    if (!array.borrow(object, *info_, streams_, written)) return;
+    array.position = at_.position;
+    array.next = nullptr;
+    *last_ = &array;
+    last_ = &array.next;
   }
 
   // Decides the stream, orders the producers before it and finishes what had to wait for it.
-  void* resolve_stream(const StreamChoice& choice) { return streams_matter_ ? resolve_streams(choice) : choice.stream; }
+  void* resolve_stream(const StreamChoice& choice) { return first_ ? resolve_streams(choice) : choice.stream; }
+
+  bool is_on_host() const { return !first_; }
 
  private:
   void* resolve_streams(const StreamChoice& choice);
@@ -47,7 +52,6 @@ class Frame {
   PyTypeObject* type_ = nullptr;
   const TypeInfo* info_ = nullptr;
   CurrentStreams streams_;
-  bool streams_matter_ = false;
   Array* first_ = nullptr;
   Array** last_ = &first_;
 };
@@ -96,10 +100,14 @@ struct Argument<int64_t> {
   static constexpr const char* kKind = "int";
   int64_t value;
   void take(Frame&, PyObject* object) {
-    PyObject* number = PyNumber_Index(object);
-    if (!number) throw py::error_already_set();
-    value = PyLong_AsLongLong(number);
-    Py_DECREF(number);
+    if (PyLong_CheckExact(object)) {
+      value = PyLong_AsLongLong(object);
+    } else {
+      PyObject* number = PyNumber_Index(object);
+      if (!number) throw py::error_already_set();
+      value = PyLong_AsLongLong(number);
+      Py_DECREF(number);
+    }
     if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
   }
   int64_t get() { return value; }
@@ -121,7 +129,7 @@ struct Argument<bool> {
   static constexpr const char* kKind = "bool";
   bool value;
   void take(Frame&, PyObject* object) {
-    const int truth = PyObject_IsTrue(object);
+    const int truth = PyBool_Check(object) ? object == Py_True : PyObject_IsTrue(object);
     if (truth < 0) throw py::error_already_set();
     value = truth != 0;
   }
@@ -144,8 +152,37 @@ struct Argument<void*> {
   static constexpr const char* kKind = "stream";
   StreamChoice choice;
   void* stream = nullptr;
-  void take(Frame&, PyObject* object) { choice = stream_from(object); }
+  void take(Frame&, PyObject* object) {
+    if (object != Py_None) choice = stream_from(object);
+  }
   void* get() { return stream; }
+};
+
+// While an operation runs, others may have the GIL.  Letting go of it and taking it again costs as much as reading three
+// arrays: it is kept where no other thread of Python exists, and the operation waits for nobody, as on the CPU, where its
+// own threads know nothing of Python.  (A launch on a GPU may wait for a host function in its stream that wants the GIL.)
+class Unlocked {
+ public:
+  explicit Unlocked(const Frame& frame)
+      : thread_(frame.is_on_host() && is_only_thread() ? nullptr : PyEval_SaveThread()) {}
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+  ~Unlocked() {
+    if (thread_) PyEval_RestoreThread(thread_);
+  }
+
+ private:
+  static bool is_only_thread() {
+#ifdef Py_GIL_DISABLED
+    return false;  // collectors of garbage wait for threads that are not let go
+#else
+    // new ones come first in the list, and cannot go before they had the GIL
+    PyThreadState* own = PyThreadState_Get();
+    return PyInterpreterState_ThreadHead(own->interp) == own && !PyThreadState_Next(own);
+#endif
+  }
+
+  PyThreadState* thread_;
 };
 
 template <auto kOp, class Signature = decltype(kOp)>
@@ -176,9 +213,10 @@ struct Entry<kOp, pykv_status (*)(Args...)> {
     auto& last = std::get<sizeof...(Args) - 1>(arguments);
     last.stream = frame.resolve_stream(last.choice);
     at.position = -1;
-    PyThreadState* thread = PyEval_SaveThread();  // the C entries throw nothing
-    const pykv_status status = kOp(std::get<I>(arguments).get()...);
-    PyEval_RestoreThread(thread);
+    const pykv_status status = [&] {
+      const Unlocked unlocked(frame);
+      return kOp(std::get<I>(arguments).get()...);
+    }();
     if (status == PYKV_OK) Py_RETURN_NONE;
     raise_status(status);
     return nullptr;
