@@ -48,10 +48,13 @@ def _is_optional(p: Parameter) -> bool:
     return p.optional or (p.may_be_number and p.default is not REQUIRED)
 
 
+def _default(p: Parameter) -> Any:
+    return None if p.may_be_number else p.default
+
+
 def _literal(p: Parameter) -> str:
-    if p.default is None or p.may_be_number:
-        return "None"
-    return f'"{p.default}"' if isinstance(p.default, str) else str(p.default)
+    default = _default(p)
+    return f'"{default}"' if isinstance(default, str) else str(default)
 
 
 def _as_tensor(value: Any) -> Any:
@@ -77,12 +80,14 @@ class _Kernels:
         _library.impl(op.name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
         if _is_plain(op) and _C.implement_in_torch(op.name, _described(op)):
             self.in_c.add(op.name)
+            setattr(torch.ops.pykv, op.name, _packet(op))
         else:
             _library.impl(op.name, op.function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
     def route(self, op: Op, elsewhere: bool) -> None:
         """Sends calls by way of Python while :mod:`pykv.dispatch` has a choice to make: these keys come first."""
         self._in_python.pop(op.name, None)
+        _C.call_directly(getattr(torch.ops.pykv, op.name), not elsewhere)
         if not elsewhere:
             return
         library = torch.library.Library("pykv", "IMPL")  # type: ignore[no-untyped-call]
@@ -128,6 +133,14 @@ def _described(op: Op) -> list[tuple[str, bool, float | None, bool]]:
         sentinel, positive = (number.sentinel, bool(number.positive)) if number else (None, False)
         described.append((p.kind, _is_optional(p), sentinel, positive))
     return described
+
+
+def _packet(op: Op) -> Any:
+    """``torch.ops.pykv.f``, whose calls from Python come to the dispatcher without torch's matching of arguments."""
+    names = tuple(p.name for p in op.parameters)
+    num_positional = sum(not p.keyword_only for p in op.parameters)
+    defaults = {p.name: _default(p) for p in op.parameters if p.default is not REQUIRED}
+    return _C.torch_packet(getattr(torch.ops.pykv, op.name), op.name, names, num_positional, defaults)
 
 
 def _register(op: Op) -> Callable[..., None]:

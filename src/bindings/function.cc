@@ -2,27 +2,24 @@
 
 #include <structmember.h>
 
-#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
 
 #include "failure.h"
+#include "signature.h"
 
 namespace pykv::python {
 namespace {
 
 namespace py = pybind11;
 
-constexpr Py_ssize_t kMaxParameters = 31;
-
 using Entry = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);  // METH_FASTCALL
 
-struct Parameter {
-  PyObject* name;      // interned
-  PyObject* fallback;  // its default; null: it is required
-  PyObject* convert;   // null, or what makes of a value the one that C takes
+struct Parameter {     // null: it has no such thing
+  PyObject* fallback;  // its default, of those that are converted
+  PyObject* convert;   // what makes of a value the one that C takes
 };
 
 // Functions live as long as the process, and so does all that they hold.
@@ -33,11 +30,10 @@ struct Function {
   Entry entry;
   std::atomic<PyObject*> route;  // who takes the calls; null: `entry`
   std::atomic<PyObject*>
-      dispatcher;  // who takes those that `entry` cannot, for their tensors are torch's alone to read
+      dispatcher;       // who takes those that `entry` cannot, for their tensors are torch's alone to read
+  Signature signature;  // defaults are converted
   Parameter* parameters;
-  PyObject** left_out;  // for each parameter its default, converted; null: it is required
-  Py_ssize_t count, num_positional;
-  uint32_t required, converted;  // a bit for each parameter
+  uint32_t converted;  // a bit for each parameter
 };
 
 Function* cast(PyObject* object) { return reinterpret_cast<Function*>(object); }
@@ -51,17 +47,6 @@ PyObject* refuse(const Function* self, PyObject* const* args, size_t nargsf, PyO
   return nullptr;
 }
 
-// As a rule names are interned on both sides, and keywords come in the order of the parameters.
-Py_ssize_t find(const Function* self, PyObject* keyword, Py_ssize_t from) {
-  for (Py_ssize_t i = from; i < self->count; ++i)
-    if (self->parameters[i].name == keyword) return i;
-  for (Py_ssize_t i = 0; i < from; ++i)
-    if (self->parameters[i].name == keyword) return i;
-  for (Py_ssize_t i = 0; i < self->count; ++i)
-    if (PyUnicode_Compare(self->parameters[i].name, keyword) == 0) return i;
-  return -1;
-}
-
 // As the entry, with those values converted that are given and have to be.
 PyObject* call_converted(const Function* self, PyObject** values, uint32_t given) {
   PyObject* made[kMaxParameters];
@@ -71,14 +56,14 @@ PyObject* call_converted(const Function* self, PyObject** values, uint32_t given
     const int i = std::countr_zero(left);
     const Parameter& p = self->parameters[i];
     if (values[i] == p.fallback) {
-      values[i] = self->left_out[i];
+      values[i] = self->signature.left_out[i];
       continue;
     }
     values[i] = PyObject_CallOneArg(p.convert, values[i]);
     failed = !values[i];
     if (!failed) made[num_made++] = values[i];
   }
-  PyObject* result = failed ? nullptr : self->entry(nullptr, values, self->count);
+  PyObject* result = failed ? nullptr : self->entry(nullptr, values, self->signature.count);
   while (num_made > 0) Py_DECREF(made[--num_made]);
   return result;
 }
@@ -86,24 +71,12 @@ PyObject* call_converted(const Function* self, PyObject** values, uint32_t given
 PyObject* call_here(const Function* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   if (PyObject* route = self->route.load(std::memory_order_acquire))
     return PyObject_Vectorcall(route, args, nargsf, keywords);
-  const Py_ssize_t num_given = PyVectorcall_NARGS(nargsf), count = self->count;
-  if (num_given > self->num_positional) return refuse(self, args, nargsf, keywords);
+  const Signature& signature = self->signature;
   PyObject* values[kMaxParameters];
-  std::copy_n(args, num_given, values);
-  std::copy(self->left_out + num_given, self->left_out + count, values + num_given);
-  uint32_t given = (uint32_t{1} << num_given) - 1;
-  if (keywords) {
-    Py_ssize_t next = num_given;
-    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(keywords); ++k) {
-      const Py_ssize_t i = find(self, PyTuple_GET_ITEM(keywords, k), next);
-      if (i < 0 || (given >> i & 1)) return refuse(self, args, nargsf, keywords);
-      values[i] = args[num_given + k];
-      given |= uint32_t{1} << i;
-      next = i + 1;
-    }
-  }
-  if (self->required & ~given) return refuse(self, args, nargsf, keywords);
-  return given & self->converted ? call_converted(self, values, given) : self->entry(nullptr, values, count);
+  uint32_t given;
+  if (!signature.match(args, PyVectorcall_NARGS(nargsf), keywords, values, given))
+    return refuse(self, args, nargsf, keywords);
+  return given & self->converted ? call_converted(self, values, given) : self->entry(nullptr, values, signature.count);
 }
 
 PyObject* call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject* keywords) {
@@ -191,25 +164,16 @@ py::object make_function(py::function definition, py::object entry, py::tuple na
   Function* self = cast(object);
   self->vectorcall = call;
   self->definition = definition.inc_ref().ptr();
-  self->count = static_cast<Py_ssize_t>(names.size());
-  self->num_positional = num_positional;
+  Signature& signature = self->signature;
+  signature.set(names, num_positional, defaults);
   self->parameters = new Parameter[names.size()]();
-  self->left_out = new PyObject*[names.size()]();
   for (size_t i = 0; i < names.size(); ++i) {
-    const py::object name = names[i];
+    if (!converters.contains(names[i])) continue;
     Parameter& p = self->parameters[i];
-    p.name = py::object(name).release().ptr();
-    PyUnicode_InternInPlace(&p.name);
-    if (converters.contains(name)) {
-      p.convert = py::object(converters[name]).release().ptr();
-      self->converted |= uint32_t{1} << i;
-    }
-    if (!defaults.contains(name)) {
-      self->required |= uint32_t{1} << i;
-      continue;
-    }
-    p.fallback = py::object(defaults[name]).release().ptr();
-    self->left_out[i] = p.convert ? py::handle(p.convert)(py::handle(p.fallback)).release().ptr() : p.fallback;
+    p.convert = py::object(converters[names[i]]).release().ptr();
+    p.fallback = signature.left_out[i];
+    self->converted |= uint32_t{1} << i;
+    if (p.fallback) signature.left_out[i] = py::handle(p.convert)(py::handle(p.fallback)).release().ptr();
   }
   if (entry.is_none()) {
     self->route = self->definition;

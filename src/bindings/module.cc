@@ -57,6 +57,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   bind_norm(ops);
   bind_rotary(ops);
   torch_ops::bind(m);
+  torch_ops::bind_packet(m);
 }
 
 }  // namespace pykv::python

@@ -32,6 +32,14 @@ class PYBIND11_EXPORT_EXCEPTION Refusal final : public py::builtin_exception {
   PyObject* type_;
 };
 
+Kind kind_of(const std::string& kind) {
+  return kind == "int"     ? Kind::kInt
+         : kind == "float" ? Kind::kFloat
+         : kind == "bool"  ? Kind::kBool
+         : kind == "str"   ? Kind::kString
+                           : Kind::kTensor;
+}
+
 // (kind, whether it is optional, what C takes for None, whether a number must be positive)
 using Described = std::tuple<std::string, bool, py::object, bool>;
 
@@ -39,11 +47,11 @@ using Described = std::tuple<std::string, bool, py::object, bool>;
 bool implement(const std::string& name, const std::vector<Described>& parameters) {
   shim = TorchShim::get();
   if (!shim) return false;
-  Operation& operation = *operations().at(name);
+  Operation& operation = operation_of(name);
   operation.parameters.clear();
   for (const auto& [kind, optional, none, must_be_positive] : parameters) {
     if (kind == "written list" || (kind == "str" && (!shim->has_strings() || optional))) return false;
-    Parameter p{optional, 0, must_be_positive};
+    Parameter p{kind_of(kind), optional, 0, must_be_positive};
     if (!none.is_none())
       p.none =
           kind == "float" ? std::bit_cast<Word>(py::cast<double>(none)) : std::bit_cast<Word>(py::cast<int64_t>(none));
@@ -54,7 +62,11 @@ bool implement(const std::string& name, const std::vector<Described>& parameters
 
 }  // namespace
 
+constinit thread_local Caller* waiting = nullptr;
+
 void add(Operation& operation) { operations()[operation.name] = &operation; }
+
+Operation& operation_of(const std::string& name) { return *operations().at(name); }
 
 void Call::refuse(PyObject* type, const std::string& message) const { throw Refusal(at, type, message); }
 

@@ -7,8 +7,10 @@
 
 #include <pybind11/pybind11.h>
 
+#include <array>
 #include <bit>
 #include <cstdint>
+#include <exception>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -16,6 +18,7 @@
 
 #include "failure.h"
 #include "pykv/base.h"
+#include "signature.h"
 #include "torch_shim.h"
 
 namespace pykv::python::torch_ops {
@@ -25,8 +28,11 @@ namespace py = pybind11;
 using Word = uint64_t;
 using Kernel = TorchShim::Kernel;
 
+enum class Kind : uint8_t { kTensor, kInt, kFloat, kBool, kString };
+
 // What the schema and the Python definition say of a parameter.
 struct Parameter {
+  Kind kind;
   bool optional = false;          // the word is the address of another one, or null
   Word none = 0;                  // the number that C takes for None
   bool must_be_positive = false;  // a number, where C takes 0 for None
@@ -37,6 +43,25 @@ struct Operation {
   Kernel kernel;
   std::vector<Parameter> parameters;  // without the stream
 };
+
+// A call that torch_packet.cc has made of a call of Python, and which waits for its kernel on this thread with an open
+// ear: the kernel leaves it what costs less once the GIL is held again, and errors, which torch would not hand through.
+struct Caller {
+  explicit Caller(const Operation& o) : operation(o) {}
+  const Operation& operation;
+  std::exception_ptr error;
+  std::array<void*, kMaxParameters> tensors;  // to be released
+  int num_tensors = 0;
+};
+extern constinit thread_local Caller* waiting;
+
+// The one that waits for this kernel, if any; it has waited enough.
+inline Caller* caller_of(const Operation& operation) {
+  Caller* caller = waiting;
+  if (!caller || &caller->operation != &operation) return nullptr;
+  waiting = nullptr;
+  return caller;
+}
 
 // What an argument is, out of its optional.
 struct Given {
@@ -100,6 +125,9 @@ class Tensor {
     if (handle_) release();
   }
   void read(Call& call, bool written);
+  void leave_to(Caller& caller) {
+    if (handle_) caller.tensors[caller.num_tensors++] = std::exchange(handle_, nullptr);
+  }
   DLTensor* get() { return handle_ ? &tensor_ : nullptr; }
 
  private:
@@ -128,6 +156,7 @@ struct Argument<const char*> {
   Argument& operator=(const Argument&) = delete;
   ~Argument();
   void read(Call& call);
+  void leave_to(Caller&) {}
   const char* get() { return text_; }
 
  private:
@@ -144,6 +173,7 @@ class Number {
   void read(Call& call) {
     if (is_wrong_) call.refuse(PyExc_ValueError, "must be positive, got " + std::to_string(value_));
   }
+  void leave_to(Caller&) {}
   T get() { return value_; }
 
  private:
@@ -166,6 +196,7 @@ struct Argument<bool> {
   bool value;
   explicit Argument(const Given& given) : value((given.word & 0xff) != 0) {}  // the other bytes say nothing
   void read(Call&) {}
+  void leave_to(Caller&) {}
   bool get() { return value; }
 };
 
@@ -174,6 +205,7 @@ template <>
 struct Argument<pykv_tensor_list> {
   explicit Argument(const Given&) {}
   void read(Call&) {}
+  void leave_to(Caller&) {}
   pykv_tensor_list get() { return {nullptr, 0}; }
 };
 
@@ -184,10 +216,19 @@ template <auto kOp, class... Args>
 struct Handler<kOp, pykv_status (*)(Args...)> {
   static inline Operation operation{};
 
-  static void call(Word* words, uint64_t, uint64_t) { run(words, std::make_index_sequence<sizeof...(Args) - 1>()); }
+  static void call(Word* words, uint64_t, uint64_t) {
+    constexpr auto kArguments = std::make_index_sequence<sizeof...(Args) - 1>();
+    Caller* caller = caller_of(operation);
+    if (!caller) return run(words, nullptr, kArguments);
+    try {
+      run(words, caller, kArguments);
+    } catch (...) {
+      caller->error = std::current_exception();
+    }
+  }
 
   template <size_t... I>
-  static void run(Word* words, std::index_sequence<I...>) {
+  static void run(Word* words, Caller* caller, std::index_sequence<I...>) {
     using Types = std::tuple<Args...>;
     const Parameter* parameters = operation.parameters.data();
     LettingGo letting_go;  // ends after the arguments
@@ -196,13 +237,20 @@ struct Handler<kOp, pykv_status (*)(Args...)> {
     ((call.at.position = I, std::get<I>(arguments).read(call)), ...);
     const pykv_status status = kOp(std::get<I>(arguments).get()..., call.stream());
     if (status != PYKV_OK) fail(status);
-    if (tensors_want_the_gil()) letting_go.begin();
+    if (!tensors_want_the_gil()) return;
+    if (caller)
+      (std::get<I>(arguments).leave_to(*caller), ...);
+    else
+      letting_go.begin();
   }
 };
 
 void add(Operation& operation);
+Operation& operation_of(const std::string& name);
 
 // For Python: implement_in_torch().
 void bind(py::module_& m);
+// For Python: torch_packet() and call_directly(), in torch_packet.cc.
+void bind_packet(py::module_& m);
 
 }  // namespace pykv::python::torch_ops

@@ -14,9 +14,6 @@ namespace {
 
 namespace py = pybind11;
 
-constexpr uint64_t kEncodings = uint64_t{2} << 56 | uint64_t{10}
-                                                        << 48;  // those of torch 2.10, which is the first to ask
-
 constexpr std::pair<const char*, DLDataType> kDtypes[] = {
     {"aoti_torch_dtype_float64", {kDLFloat, 64, 1}},
     {"aoti_torch_dtype_float32", {kDLFloat, 32, 1}},
@@ -85,6 +82,28 @@ bool TorchShim::connect() {
   cuda_ = cuda();
   find_dtypes(in);
   find_offset();
+  try {
+    if (!offset_ || !find_call(in)) call_ = nullptr;
+  } catch (const py::error_already_set&) {  // torch spells its keys in another way
+    call_ = nullptr;
+  }
+  return true;
+}
+
+// Modes of torch.overrides, traces of torch.jit, modes of torch.utils._python_dispatch, torch.func, Python's dispatcher.
+bool TorchShim::find_call(void* in) {
+  find(in, "torch_call_dispatcher", versioned_call_);
+  find(in, "torch_new_string_handle", new_string_);
+  if (!find(in, "aoti_torch_call_dispatcher", call_) || !find(in, "aoti_torch_new_tensor_handle", new_tensor_) ||
+      !find(in, "_ZN2at4impl27torch_function_mode_enabledEv", has_function_mode_) ||
+      !find(in, "_ZN3c104impl31tls_is_dispatch_keyset_includedENS_14DispatchKeySetE", includes_keys_))
+    return false;
+  const py::object c = py::module_::import("torch").attr("_C");
+  const char* const keys[] = {"Tracer", "Python", "FuncTorchDynamicLayerFrontMode", "PythonDispatcher"};
+  for (size_t i = 0; i < watching_keys_.size(); ++i) {
+    const py::object key = c.attr("_dispatch_key_parse")(keys[i]);
+    watching_keys_[i] = py::cast<uint64_t>(c.attr("DispatchKeySet")(key).attr("raw_repr")());
+  }
   return true;
 }
 

@@ -4,6 +4,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 
 #include "pykv/base.h"
@@ -42,11 +44,34 @@ class TorchShim {
   // Makes a function of C the kernel of an operation whose schema torch knows.
   bool implement(const char* operation, Kernel kernel) const;
 
+  // What a call through the dispatcher is made of.  A word for each argument of the schema, as kernels get them; they are
+  // gone when it returns.  False: something threw.
+  bool can_call() const { return call_; }
+  bool can_make_strings() const { return new_string_; }
+  bool call(const char* operation, uint64_t* words) const {
+    return (versioned_call_ ? versioned_call_(operation, "", words, kEncodings) : call_(operation, "", words)) == 0;
+  }
+  bool hold(void* tensor, void** handle) const { return new_tensor_(tensor, handle) == 0; }
+  bool make_string(const char* text, size_t length, void** handle) const {
+    return new_string_(text, length, handle) == 0;
+  }
+  // Whether calls of Python have to be shown to somebody before they come to the dispatcher, or change their way there.
+  bool calls_are_watched() const {
+    if (has_function_mode_()) return true;
+    for (const uint64_t key : watching_keys_)
+      if (includes_keys_(key)) return true;
+    return false;
+  }
+
   // Null: there is none, or not all of it.
   static const TorchShim* get();
 
  private:
+  static constexpr uint64_t kEncodings = uint64_t{2} << 56 | uint64_t{10}
+                                                                 << 48;  // of torch 2.10, which is the first to ask
+
   bool connect();
+  bool find_call(void* in);
   void find_dtypes(void* in);
   void find_offset();
   bool is_at(size_t offset, const pybind11::object& tensor) const;
@@ -70,6 +95,15 @@ class TorchShim {
   int32_t (*c_str_)(void*, const char**);
   int32_t (*current_cuda_stream_)(int32_t device, void** stream);
   void (*decref_pyobject_)(const void* tensor_impl);  // not called: where it is, tensors own their objects of Python
+
+  // for calls
+  int32_t (*call_)(const char* operation, const char* overload, uint64_t* words);
+  int32_t (*versioned_call_)(const char* operation, const char* overload, uint64_t* words, uint64_t version);
+  int32_t (*new_tensor_)(void* tensor, void** made);
+  int32_t (*new_string_)(const char*, size_t, void** made);
+  bool (*has_function_mode_)();
+  bool (*includes_keys_)(uint64_t keys);  // of this thread, for all tensors
+  std::array<uint64_t, 4> watching_keys_;
 
   int32_t cpu_, cuda_;             // types of devices
   DLDataType dtypes_[kMaxDtypes];  // by torch's numbers; no bits: unknown
