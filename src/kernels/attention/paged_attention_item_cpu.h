@@ -241,7 +241,22 @@ template <class T>
 void gather_keys(const Problem& p, const TileRows<T>& rows, Fetch::Cursor& fetch, T* to) {
   const KeyCacheView& key = p.args.key;
   const int size = p.args.head_size;
-  for (int j = 0; j < rows.padded; ++j, to += size) {
+  int j = 0;
+#if defined(__AVX512BW__)
+  // four chunks of four neighbouring tokens at a time
+  constexpr int kChunk = 16 / sizeof(T);
+  const bool whole = !rows.some_hidden && key.token == kChunk && size % (4 * kChunk) == 0;
+  for (; whole && j + 4 <= rows.padded && rows.key[j + 3] == rows.key[j] + 3 * kChunk; j += 4, to += 4 * size) {
+    fetch.ahead(4 * size * sizeof(T));
+    for (int c = 0; c < size; c += 4 * kChunk) {
+      __m512i v[4];
+      for (int g = 0; g < 4; ++g) v[g] = _mm512_loadu_si512(rows.key[j] + (c / kChunk + g) * key.chunk_stride);
+      transpose_pieces(v);
+      for (int i = 0; i < 4; ++i) _mm512_storeu_si512(to + i * size + c, v[i]);
+    }
+  }
+#endif
+  for (; j < rows.padded; ++j, to += size) {
     fetch.ahead(size * sizeof(T));
     if (rows.some_hidden && rows.hidden[j]) {
       std::memset(to, 0, size * sizeof(T));

@@ -13,6 +13,7 @@
 #include "cache/reshape_and_cache.h"
 #include "cpu/encode.h"
 #include "cpu/nvfp4.h"
+#include "cpu/pieces.h"
 #include "cpu/simd.h"
 #include "cpu/stream_copy.h"
 
@@ -74,38 +75,6 @@ inline void transpose(Vector<Stored> (&v)[kTokens<Stored>]) {
 }
 
 #if defined(__AVX512BW__)
-// The same for four squares side by side, 128 bits of each vector one of them.
-template <class Stored>
-inline void transpose(__m512i (&v)[kTokens<Stored>]) {
-  constexpr int n = kTokens<Stored>;
-  const auto pair = [](__m512i a, __m512i b, bool low) {
-    if constexpr (sizeof(Stored) == 1)
-      return low ? _mm512_maskz_unpacklo_epi8(~__mmask64{}, a, b) : _mm512_maskz_unpackhi_epi8(~__mmask64{}, a, b);
-    if constexpr (sizeof(Stored) == 2)
-      return low ? _mm512_maskz_unpacklo_epi16(~__mmask32{}, a, b) : _mm512_maskz_unpackhi_epi16(~__mmask32{}, a, b);
-    return low ? _mm512_maskz_unpacklo_epi32(0xffff, a, b) : _mm512_maskz_unpackhi_epi32(0xffff, a, b);
-  };
-  for (int round = 1; round < n; round *= 2) {
-    __m512i next[n];
-    for (int i = 0; i < n / 2; ++i) {
-      next[2 * i] = pair(v[i], v[i + n / 2], true);
-      next[2 * i + 1] = pair(v[i], v[i + n / 2], false);
-    }
-    for (int i = 0; i < n; ++i) v[i] = next[i];
-  }
-}
-
-// Four times four pieces of 16 bytes: piece g of each of the vectors to vector g.
-inline void transpose_pieces(__m512i (&v)[4]) {
-  const auto pick = [](__m512i a, __m512i b, bool odd) {
-    return odd ? _mm512_maskz_shuffle_i32x4(0xffff, a, b, 0xdd) : _mm512_maskz_shuffle_i32x4(0xffff, a, b, 0x88);
-  };
-  const __m512i even[2] = {pick(v[0], v[1], false), pick(v[2], v[3], false)};  // pieces 0, 2 of both
-  const __m512i odd[2] = {pick(v[0], v[1], true), pick(v[2], v[3], true)};
-  v[0] = pick(even[0], even[1], false), v[2] = pick(even[0], even[1], true);
-  v[1] = pick(odd[0], odd[1], false), v[3] = pick(odd[0], odd[1], true);
-}
-
 // As many of the n columns as make whole vectors, of kSquares * kTokens rows, to a place where columns touch: whole lines.
 // Gives how many.
 template <int kSquares, class Stored>

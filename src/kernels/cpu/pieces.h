@@ -1,0 +1,45 @@
+// Pieces of 16 bytes, and matrices of smaller elements in them, turned in registers: what lies row by row becomes neighbours
+// of a column, in whole lines.
+#pragma once
+
+#include "cpu/simd.h"
+
+namespace pykv::PYKV_ISA {
+
+#if defined(__AVX512BW__)
+// Four squares side by side, 128 bits of each vector one of them, with so many rows as elements of Stored are in these.
+template <class Stored>
+inline void transpose(__m512i (&v)[16 / sizeof(Stored)]) {
+  constexpr int n = 16 / sizeof(Stored);
+  const auto pair = [](__m512i a, __m512i b, bool low) {
+    if constexpr (sizeof(Stored) == 1)
+      return low ? _mm512_maskz_unpacklo_epi8(~__mmask64{}, a, b) : _mm512_maskz_unpackhi_epi8(~__mmask64{}, a, b);
+    if constexpr (sizeof(Stored) == 2)
+      return low ? _mm512_maskz_unpacklo_epi16(~__mmask32{}, a, b) : _mm512_maskz_unpackhi_epi16(~__mmask32{}, a, b);
+    return low ? _mm512_maskz_unpacklo_epi32(0xffff, a, b) : _mm512_maskz_unpackhi_epi32(0xffff, a, b);
+  };
+  for (int round = 1; round < n; round *= 2) {
+    __m512i next[n];
+    for (int i = 0; i < n / 2; ++i) {
+      next[2 * i] = pair(v[i], v[i + n / 2], true);
+      next[2 * i + 1] = pair(v[i], v[i + n / 2], false);
+    }
+    for (int i = 0; i < n; ++i) v[i] = next[i];
+  }
+}
+
+// Pieces 0 and 2 of a, then of b; or the odd ones.
+inline __m512i every_other_piece(__m512i a, __m512i b, bool odd) {
+  return odd ? _mm512_maskz_shuffle_i32x4(0xffff, a, b, 0xdd) : _mm512_maskz_shuffle_i32x4(0xffff, a, b, 0x88);
+}
+
+// Four times four pieces: piece g of each of the vectors to vector g.
+inline void transpose_pieces(__m512i (&v)[4]) {
+  const __m512i even[2] = {every_other_piece(v[0], v[1], false), every_other_piece(v[2], v[3], false)};
+  const __m512i odd[2] = {every_other_piece(v[0], v[1], true), every_other_piece(v[2], v[3], true)};
+  v[0] = every_other_piece(even[0], even[1], false), v[2] = every_other_piece(even[0], even[1], true);
+  v[1] = every_other_piece(odd[0], odd[1], false), v[3] = every_other_piece(odd[0], odd[1], true);
+}
+#endif
+
+}  // namespace pykv::PYKV_ISA
