@@ -1,10 +1,13 @@
 // The host side of paged attention on CUDA: which kernel takes which sequences, the workspace, and the combining kernel.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <random>
 
 #include "attention/paged_attention.h"
 #include "attention/paged_attention_exact.cuh"
 #include "attention/paged_attention_launch.cuh"
+#include "attention/paged_attention_pieces.cuh"
 #include "attention/paged_attention_plan.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/device.h"
@@ -66,36 +69,6 @@ RowClass class_for(RowClass rows, bool batch_invariant, bool warpgroups, int hea
 }
 
 constexpr int kCombineThreads = 256;
-
-// Four columns of a row, relative to 2^maximum, and the sum of its weights.
-struct Quad {
-  float maximum, sum;
-  float4 o;
-
-  static constexpr int kAtOnce = 4, kBlocksPerSm = 4;
-
-  static __device__ Quad empty() { return {-INFINITY, 0, {0, 0, 0, 0}}; }
-  static __device__ Quad load(const Problem& p, int slot, int r, int quad) {
-    const int64_t at = static_cast<int64_t>(slot) * p.rows + r;
-    const float2 stats = p.partial_stats[at];
-    return {stats.x, stats.y, reinterpret_cast<const float4*>(p.partial + at * p.pitch)[quad]};
-  }
-
-  __device__ void add(const Quad& x) {
-    if (x.maximum == -INFINITY) return;
-    const float top = fmaxf(maximum, x.maximum);
-    const float old = exp2_fast(maximum - top), weight = exp2_fast(x.maximum - top);
-    maximum = top;
-    sum = sum * old + x.sum * weight;
-    o = {o.x * old + weight * x.o.x, o.y * old + weight * x.o.y, o.z * old + weight * x.o.z,
-         o.w * old + weight * x.o.w};
-  }
-
-  __device__ float4 finish(const Problem& p, const Row& row, int kv_head) const {
-    const float factor = finish_row(p, row, kv_head, maximum, sum);
-    return {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
-  }
-};
 
 // blockIdx.x: the block of the main kernel whose note is followed.  A thread adds up four columns of a row over its part
 // of the pieces, whose loads depend on the note alone; then the parts are added up in their order.  Sum: Quad or, with
@@ -251,6 +224,14 @@ const ReportNames& report_names(const char* op) {
 bool may_use_warpgroups(const PagedAttentionArgs& a, int device) {
   return a.kv_format == KvFormat::kSame && a.value.dim == 1 && a.head_size <= 128 && !a.batch_invariant &&
          has_warpgroups(device);
+}
+
+uint64_t next_ticket() {
+  static std::atomic<uint64_t> next = [] {
+    std::random_device random;
+    return uint64_t{random()} << 32 | random();
+  }();
+  return next.fetch_add(2, std::memory_order_relaxed) | 1;  // never 0
 }
 
 int count_resident_blocks(const void* kernel, int threads, size_t shared_bytes) {

@@ -2,13 +2,14 @@
 // pages of a multiple of eight tokens.
 //
 // What paged_attention_mma.cuh does for any batch, in the fewest steps from the start of the kernel to the first copy: a
-// warp finds its place from the lengths by itself, walks on in registers, and starts the copies of a tile before it waits
-// for the one it works on next.
+// warp finds its place from the lengths by itself, walks on in registers, and starts the copies of a tile before it works
+// on the one before.  There is no second kernel, but with batch_invariant: of the blocks that share a segment, the last adds up.
 //
 // Floor: KV bytes / bandwidth + the chain length -> page -> tile.
 #pragma once
 
 #include "attention/paged_attention_decode_load.cuh"
+#include "attention/paged_attention_pieces.cuh"
 
 namespace pykv::attention {
 
@@ -29,6 +30,8 @@ struct DecodeKernel : DecodeLoader<S> {
   char* rings;      // all warps' stages
   ColumnStats<S>& stats;
   float* chunk_left;  // with batch_invariant
+  LineShare& share;   // without it
+  const uint64_t ticket;
 
   // ---- the walk -----------------------------------------------------------------------------------------------------
 
@@ -108,6 +111,7 @@ struct DecodeKernel : DecodeLoader<S> {
     const int longer = total * heads - each * blocks;
     const int begin = block * each + min(block, longer);
     Unfinished note{-1, false, 0, 0, 0, 0, 0};
+    LineShare mine{each, longer, lines, line, begin + each + (block < longer), {}};
     Walk w{};
     w.one_head = lines > 1;
     w.left = block < blocks ? each + (block < longer) : 0;
@@ -135,14 +139,19 @@ struct DecodeKernel : DecodeLoader<S> {
       w.kv_head = static_cast<uint32_t>(place) / static_cast<uint32_t>(all);
       place -= w.kv_head * all;
       w.kv_head += line;
-      if (enter_segment(w, place, 2 * blockIdx.x) && place > kLead) {
-        const int first_unit = begin - place + kLead, in_longer = longer * (each + 1);
-        const int first = first_unit < in_longer ? first_unit / (each + 1) : longer + (first_unit - in_longer) / each;
-        const bool is_head = first * each + min(first, longer) >= first_unit - kLead;
-        note = {first * lines + line, is_head, w.sequence, 1, w.kv_head, 0, 0, lines - 1};
+      const bool finishes = enter_segment(w, place, 2 * blockIdx.x);
+      if (w.exists && w.slot >= 0) mine.head = mine.cut_at(begin - place, kLead, all, w.sequence, w.kv_head);
+      if (S::kInvariant && finishes && place > kLead) {
+        note = {mine.head.first_block, mine.head.first_is_head, w.sequence, 1, w.kv_head, 0, 0, lines - 1};
       }
     }
-    if (threadIdx.x == 0) p.unfinished[blockIdx.x] = note;
+    if (threadIdx.x == 0) {
+      if (S::kInvariant) {
+        p.unfinished[blockIdx.x] = note;
+      } else {
+        share = mine;
+      }
+    }
     return w;
   }
 
@@ -200,7 +209,7 @@ struct DecodeKernel : DecodeLoader<S> {
     }
   }
 
-  // The four warps add up through the stages that they are done with.
+  // The warps add up through the stages that they are done with.
   __device__ void end_segment(const TilePart& part, const State& state, int stage_offset) const {
     static_assert((S::kRaw ? S::kHalvesBytes : S::kStageBytes) >= Base::kLeftBytes);
     float* left = reinterpret_cast<float*>(rings + stage_offset);
@@ -209,7 +218,7 @@ struct DecodeKernel : DecodeLoader<S> {
     this->leave(state, left + warp * kRing, stats.of[warp]);
     __syncthreads();
 #pragma unroll 1
-    for (int x = threadIdx.x; x < p.group * (kD / 4); x += kThreads) {
+    for (int x = threadIdx.x; x < p.group * (kD / 4); x += S::kWarps * 32) {
       const int column = x / (kD / 4), d = x % (kD / 4) * 4;
       float top = -INFINITY;
 #pragma unroll
@@ -230,6 +239,47 @@ struct DecodeKernel : DecodeLoader<S> {
       }
     }
     __syncthreads();  // the stages are free again
+  }
+
+  // At the end of the share: of the blocks that left pieces of a segment, the last adds them up.  No block waits for another.
+  __device__ void end_share(const Walk& w) const {
+    __syncthreads();
+    const int head = 2 * blockIdx.x, tail = head + 1;
+    const bool has_head = share.head.pieces > 0, has_tail = w.slot == tail;
+    if (!has_head && !has_tail) return;
+    if (threadIdx.x == 0) hand_over_pieces(p, has_head ? head : -1, has_tail ? tail : -1, ticket);
+    __syncthreads();
+    if (has_head) join(share.head);
+    if (has_tail) {
+      join(share.cut_at(share.end - kLead - w.tile, kLead, places(w.len), w.sequence, w.kv_head));
+    }
+  }
+
+  __device__ void join(const CutSegment& u) const {
+    constexpr int kAtOnce = 8;
+    bool all = true;
+    for (int i = threadIdx.x; i < u.pieces; i += S::kWarps * 32) all = all && is_there(p, u.slot(i), ticket);
+    if (!__syncthreads_and(all)) return;
+#pragma unroll 1
+    for (int x = threadIdx.x; x < p.group * (kD / 4); x += S::kWarps * 32) {
+      const int column = x / (kD / 4), quad = x % (kD / 4);
+      Quad sum = Quad::empty();
+#pragma unroll 1
+      for (int first = 0; first < u.pieces; first += kAtOnce) {
+        Quad piece[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          if (first + k < u.pieces) piece[k] = Quad::load(p, u.slot(first + k), column, quad);
+        }
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          if (first + k < u.pieces) sum.add(piece[k]);
+        }
+      }
+      const Row row = this->row_of_column(u.sequence, 0, u.kv_head, column);
+      store_output<S>(p, row, quad * 4, sum.finish(p, row, u.kv_head));
+    }
+    for (int i = threadIdx.x; i < u.pieces; i += S::kWarps * 32) *ticket_place(p, u.slot(i)) = 0;
   }
 
   // The same with batch_invariant; `part`: the last tile of a chunk.
@@ -268,12 +318,22 @@ struct DecodeKernel : DecodeLoader<S> {
     int ids = -1, looked_up = w.tile;  // the pages of tiles from `looked_up` on
     if (w.exists) ids = look_up_tiles(w);
 
-    // In iteration i the copies of tile i + stages - 1 start and the pages of the next are looked up.
+    // In iteration i the copies of tile i + stages - 1 start and the pages of the next are looked up: before the wait for
+    // tile i or, if late, after it.
     int at = 0, free = 0;  // the stages of tiles i and i + stages - 1
     const auto after = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
     const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes) + S::kHalvesBytes;
+    TilePart part{};
 #pragma unroll 1
     for (int i = 1 - kStages;; ++i) {
+      if (S::kLate && i >= 0) {
+        __syncwarp();
+        part = parts[at];
+        if (!part.exists) break;
+        if (part.begins) this->fetch_queries(part.sequence, part.kv_head, state);
+        cp_async_wait<kStages - 2>();
+        __syncwarp();  // the tile is there
+      }
       TilePart next{w.sequence, w.len, w.kv_head, first_token(w.tile), w.slot, 0, w.exists, w.begins, w.units == 1};
       next.ends_chunk = S::kInvariant && (w.tile + 1) % kPlaceUnits == 0;
       if (w.exists) {
@@ -289,19 +349,23 @@ struct DecodeKernel : DecodeLoader<S> {
       if (lane == 0) parts[free] = next;
       free = after(free);
       if (i < 0) continue;
-      __syncwarp();
-      if constexpr (S::kInvariant) {
-        if (last.ends_chunk) end_chunk(last, state);
-        last.ends_chunk = false;
+      if constexpr (S::kLate) {
+        if (part.begins) this->settle(part.kv_head, state);
+      } else {
+        __syncwarp();
+        if constexpr (S::kInvariant) {
+          if (last.ends_chunk) end_chunk(last, state);
+          last.ends_chunk = false;
+        }
+        part = parts[at];
+        if (!part.exists) break;
+        if (part.begins) {
+          this->fetch_queries(part.sequence, part.kv_head, state);
+          this->settle(part.kv_head, state);
+        }
+        cp_async_wait<kStages - 1>();
+        __syncwarp();  // the tile is there
       }
-      const TilePart part = parts[at];
-      if (!part.exists) break;
-      if (part.begins) {
-        this->fetch_queries(part.sequence, part.kv_head, state);
-        this->settle(part.kv_head, state);
-      }
-      cp_async_wait<kStages - 1>();
-      __syncwarp();  // the tile is there
       const int offset = at * S::kStageBytes;
       this->attend(rings + warp * S::kRingBytes, offset, part, state);
       if constexpr (S::kInvariant) {
@@ -313,6 +377,7 @@ struct DecodeKernel : DecodeLoader<S> {
       at = after(at);
     }
     let_next_kernel_start();
+    if constexpr (!S::kInvariant) end_share(w);
     if (blockIdx.x == 0 && warp == 0) {
       for (int64_t s = lane; s < p.a.num_seqs; s += 32) report_sequence(p, load_sequence(p, s));
     }
@@ -322,21 +387,25 @@ struct DecodeKernel : DecodeLoader<S> {
 template <class S>
 constexpr int decode_shared_bytes() {
   return S::kWarps * (S::kRingBytes + S::kStages * static_cast<int>(sizeof(TilePart))) +
-         static_cast<int>(sizeof(ColumnStats<S>)) + (S::kInvariant ? ChunkColumns<S>::kLeftBytes : 0);
+         static_cast<int>(sizeof(ColumnStats<S>) + sizeof(LineShare)) +
+         (S::kInvariant ? ChunkColumns<S>::kLeftBytes : 0);
 }
 
 template <class S>
-__global__ void __launch_bounds__(kThreads, S::kBlocksPerSm)
-    paged_attention_decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
+__global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksPerSm)
+    paged_attention_decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
+                                  uint64_t ticket) {
   extern __shared__ __align__(1024) char memory[];
   auto* stats = reinterpret_cast<ColumnStats<S>*>(memory + S::kWarps * S::kRingBytes);
-  auto* parts = reinterpret_cast<TilePart*>(stats + 1) + threadIdx.x / 32 * S::kStages;
-  auto* left = reinterpret_cast<float*>(reinterpret_cast<TilePart*>(stats + 1) + S::kWarps * S::kStages);
+  auto* all_parts = reinterpret_cast<TilePart*>(stats + 1);
+  auto* parts = all_parts + threadIdx.x / 32 * S::kStages;
+  auto* share = reinterpret_cast<LineShare*>(all_parts + S::kWarps * S::kStages);
+  auto* left = reinterpret_cast<float*>(share + 1);
   if constexpr (S::kInvariant) {
-    DecodeKernel<S> kernel{{{{{p, copies}}}}, parts, memory, *stats, left};
+    DecodeKernel<S> kernel{{{{{p, copies}}}}, parts, memory, *stats, left, *share, ticket};
     kernel.run();
   } else {
-    DecodeKernel<S> kernel{{{{p, copies}}}, parts, memory, *stats, left};
+    DecodeKernel<S> kernel{{{{p, copies}}}, parts, memory, *stats, left, *share, ticket};
     kernel.run();
   }
 }
@@ -356,11 +425,22 @@ bool suits_decode(const Problem& p) {
 }
 
 template <class S>
-bool launch_decode_kernel(const Problem& p, const Launch& launch) {
-  if (!suits_decode<S>(p)) return false;
+bool launch_decode_kernel(Problem p, const Launch& launch) {
+  constexpr int kSharedBytes = decode_shared_bytes<S>(), kBlockThreads = S::kWarps * 32;
+  if (!suits_decode<S>(p) || kSharedBytes > static_cast<int>(shared_memory_limit(launch.device))) return false;
+  const auto kernel = paged_attention_decode_kernel<S>;
   static PerDevice resident;
-  return launch_line(paged_attention_decode_kernel<S>, decode_shared_bytes<S>(), S::kUnitTokens,
-                     few_rows_tiling(p.a.head_size), cache_copies<S>(p.a), p, launch, resident);
+  const int blocks_per_sm = resident.get(launch.device, [&] {
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), p.a.op);
+    return count_resident_blocks(reinterpret_cast<const void*>(kernel), kBlockThreads, kSharedBytes);
+  });
+  p.kv_tile = S::kUnitTokens;
+  p.place_tokens = S::kInvariant ? kChunkTokens : S::kUnitTokens;
+  const int grid = set_tiling(p, few_rows_tiling(p.a.head_size), blocks_per_sm, launch.device);
+  launch_after(kernel, dim3(grid), dim3(kBlockThreads), 1, kSharedBytes, launch, p.a.op, p, cache_copies<S>(p.a),
+               S::kInvariant ? uint64_t{0} : next_ticket());
+  if (S::kInvariant) combine(p, grid, launch);
+  return true;
 }
 
 }  // namespace pykv::attention

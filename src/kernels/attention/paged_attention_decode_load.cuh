@@ -16,15 +16,21 @@ template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch>
 struct DecodeShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
   using Few = Shape<Element, kD, kPackedV, RowClass::kFew>;
   static constexpr bool kInvariant = kForAnyBatch;
-  static constexpr int kWarps = 4, kColumns = kQueries;
-  static constexpr int kBlocksPerSm = kD == 64                                       ? 4
+  // Two blocks of six warps leave fewer pieces than three of four.  Elements of one byte do best with a tile of each warp
+  // under way, not two: the next one's copies start after the wait for its own.
+  static constexpr bool kSixWarps = kD == 128 && kQueries == 8 && !kForAnyBatch && !Few::kNvfp4;
+  static constexpr bool kLate = kSixWarps && Few::kNarrow;
+  static constexpr int kWarps = kSixWarps ? 6 : 4, kColumns = kQueries;
+  static constexpr int kUnitTokens = kWarps * Few::kTile;
+  static constexpr int kBlocksPerSm = kSixWarps                                      ? 2
+                                      : kD == 64                                     ? 4
                                       : kD == 256                                    ? 1
                                       : kQueries == 16 && (Few::kNarrow || kPackedV) ? 2
                                                                                      : 3;
   static constexpr bool kRaw = Few::kNvfp4;
   static constexpr int kHalvesBytes = kRaw ? Few::kStageBytes : 0;
   static constexpr int kStageBytes = kRaw ? nvfp4_bytes(2 * Few::kTile * kD) : Few::kStageBytes;
-  static constexpr int kStages = kRaw ? 4 : kBlocksPerSm > 2 ? 2 : 3;
+  static constexpr int kStages = kRaw ? 4 : kSixWarps || kBlocksPerSm > 2 ? 2 : 3;
   static constexpr int kRingBytes = kHalvesBytes + kStages * kStageBytes;
 };
 

@@ -1,0 +1,104 @@
+// The pieces that blocks leave of a segment which a border cuts: how they are added up, and how a block knows that those of
+// others are there, where no second kernel adds them up.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/paged_attention_plan.cuh"
+
+namespace pykv::attention {
+
+// A segment in pieces: of blocks first_block, first_block + step, ...
+struct CutSegment {
+  int first_block, pieces, step;
+  bool first_is_head;  // is it the first block's first segment?
+  int sequence, kv_head;
+
+  __device__ int slot(int i) const { return 2 * (first_block + i * step) + (i == 0 && !first_is_head); }
+};
+
+// A block's share of a line.
+struct alignas(16) LineShare {
+  int each, longer;  // places of every block; so many have one more
+  int lines, line;   // every `lines`-th block, from `line` on, is on this one
+  int end;           // the place after the share
+  CutSegment head;   // the block's first segment, if it is cut; or no pieces
+
+  __device__ int block_of(int place) const {
+    const int in_longer = longer * (each + 1);
+    return place < in_longer ? place / (each + 1) : longer + (place - in_longer) / each;
+  }
+
+  // The segment of `all` places from `first_place` on, of which the first `lead` are no work.
+  __device__ CutSegment cut_at(int first_place, int lead, int all, int sequence, int kv_head) const {
+    const int first = block_of(first_place + lead), last = block_of(first_place + all - 1);
+    return {first * lines + line,
+            last - first + 1,
+            lines,
+            first * each + min(first, longer) >= first_place,
+            sequence,
+            kv_head};
+  }
+};
+
+// A number that no other call has and that hardly lies in any memory by chance: a block writes it to the place of each piece
+// that it left.  So a workspace needs no clearing; only for a graph's next replay, which has the same number, the block that
+// adds the pieces up clears these places.
+uint64_t next_ticket();
+
+// They lie where a second kernel would have its notes.
+__device__ inline uint64_t* ticket_place(const Problem& p, int slot) {
+  static_assert(sizeof(Unfinished) >= 2 * sizeof(uint64_t));
+  return reinterpret_cast<uint64_t*>(p.unfinished) + slot;
+}
+
+// By one thread, after a barrier of those that wrote the pieces and before one of those that ask is_there(): of two blocks
+// that do so, one at least sees the other's.
+__device__ inline void hand_over_pieces(const Problem& p, int slot, int other_slot, uint64_t ticket) {
+  const auto write = [&](int at) {
+    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(ticket_place(p, at)), "l"(ticket) : "memory");
+  };
+  __threadfence();
+  if (slot >= 0) write(slot);
+  if (other_slot >= 0) write(other_slot);
+  asm volatile("fence.sc.gpu;" ::: "memory");
+}
+
+__device__ inline bool is_there(const Problem& p, int slot, uint64_t ticket) {
+  uint64_t x;
+  asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(x) : "l"(ticket_place(p, slot)) : "memory");
+  return x == ticket;
+}
+
+// Four columns of a row, relative to 2^maximum, and the sum of its weights.
+struct Quad {
+  float maximum, sum;
+  float4 o;
+
+  static constexpr int kAtOnce = 4, kBlocksPerSm = 4;
+
+  static __device__ Quad empty() { return {-INFINITY, 0, {0, 0, 0, 0}}; }
+  // Past the L1: other blocks of this kernel may have written them.
+  static __device__ Quad load(const Problem& p, int slot, int r, int quad) {
+    const int64_t at = static_cast<int64_t>(slot) * p.rows + r;
+    const float2 stats = __ldcg(p.partial_stats + at);
+    return {stats.x, stats.y, __ldcg(reinterpret_cast<const float4*>(p.partial + at * p.pitch) + quad)};
+  }
+
+  __device__ void add(const Quad& x) {
+    if (x.maximum == -INFINITY) return;
+    const float top = fmaxf(maximum, x.maximum);
+    const float old = exp2_fast(maximum - top), weight = exp2_fast(x.maximum - top);
+    maximum = top;
+    sum = sum * old + x.sum * weight;
+    o = {o.x * old + weight * x.o.x, o.y * old + weight * x.o.y, o.z * old + weight * x.o.z,
+         o.w * old + weight * x.o.w};
+  }
+
+  __device__ float4 finish(const Problem& p, const Row& row, int kv_head) const {
+    const float factor = finish_row(p, row, kv_head, maximum, sum);
+    return {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
+  }
+};
+
+}  // namespace pykv::attention
