@@ -5,21 +5,9 @@
 #pragma once
 
 #include "activation/erfc.h"
+#include "cuda/approximate.cuh"
 
 namespace pykv {
-
-__device__ inline float reciprocal(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
-// 2^x; that of a rounded product has a relative error of half a unit in the last place for each unit of |x|.
-__device__ inline float power_of_2(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
 
 // 1 / (1 + exp(-x)) = 0.5 / (0.5 + 2^t * 2^lost / 2): t is rounded, and what that lost, far below 1, is made good.  The
 // saturation gives a number where x is infinite, so that there too the result is that of the formula.

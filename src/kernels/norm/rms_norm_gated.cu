@@ -1,5 +1,6 @@
 // out = R_T(z * r * weight * after),  z = input * before,  r = 1 / sqrt(sum(z^2) / hidden_size + epsilon): one of before
 // and after is an activation of the gate, the other 1.  All in fp32, a group at a time.  Mapping and floor: row_norm.cuh.
+#include "cuda/approximate.cuh"
 #include "norm/rms_norm_gated.h"
 #include "norm/row_norm.cuh"
 
@@ -12,7 +13,7 @@ __device__ Vec<float, kSize> gated(Vec<float, kSize> x, const Vec<T, kSize>& gat
   const auto g = to_floats(gate);
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
-    const float s = __fdividef(1.0f, 1.0f + expf(-g[i]));
+    const float s = sizeof(T) < 4 ? rough_sigmoid(g[i]) : __fdividef(1.0f, 1.0f + expf(-g[i]));
     x[i] *= sigmoid ? s : g[i] * s;
   }
   return x;

@@ -54,11 +54,11 @@ __host__ __device__ int packs_of(int hidden_size) {
 }
 
 // What a thread has of a row whose results depend on the largest magnitude: its scale or scales, and its packs.  packs: of
-// the row, none where it is not there.
-template <bool kInt8, int kThreads, class Result, class T, int kSize, int kPacks, class Reducer>
+// the row, none where it is not there.  kFull: as many as there are threads times packs.
+template <bool kInt8, int kThreads, bool kFull, class Result, class T, int kSize, int kPacks, class Reducer>
 __device__ void store_by_largest(const Result& result, const Vec<T, kSize> (&y)[kPacks], const Reducer& reducer,
                                  int thread, int packs) {
-  const auto has = [&](int k) { return thread + k * kThreads < packs; };
+  const auto has = [&](int k) { return kFull || thread + k * kThreads < packs; };
   using Coder = typename Result::template Coder<kInt8>;
   const auto store = [&](int k, const Coder& coder) {
     if (has(k)) result.store(k * kThreads, y[k], coder);
@@ -87,7 +87,7 @@ __device__ void store_by_largest(const Result& result, const Vec<T, kSize> (&y)[
     const Coder coder(scale);
     if (lanes >= kPacks && __all_sync(0xffffffffu, coder.is_plain())) {
       const int pack = thread + own * kThreads;
-      if (pack < packs && (thread & (lanes - 1)) < kPacks) result.store_scale(pack >> shift, scale);
+      if ((kFull || pack < packs) && (thread & (lanes - 1)) < kPacks) result.store_scale(pack >> shift, scale);
 #pragma unroll
       for (int k = 0; k < kPacks; ++k) store(k, coder.of_lane((threadIdx.x & -lanes) + k));
     } else {
@@ -115,9 +115,9 @@ template <int kThreads>
 inline constexpr int kBlockSize = kThreads > 32 ? kThreads : 128;
 
 // What a thread of row_norm_kernel holds.  kEarly: what belongs to all rows (weights) while it waits for the row.
-template <class Source, class Result, bool kCentred, int kPacks, bool kEarly>
+template <class Source, class Result, bool kCentred, int kPacks, bool kEarly, bool kFull>
 struct Held {
-  // 32-bit registers, and others beside these: more where the row is passed over once more.
+  // 32-bit registers, and others beside these: more where the row is passed over once more, or packs may be missing.
   static constexpr int kRow = kPacks *
                               static_cast<int>(std::max(sizeof(typename Source::Raw), sizeof(typename Source::Value)) +
                                                (kEarly            ? sizeof(typename Result::Raw)
@@ -125,16 +125,21 @@ struct Held {
                                                                   : 0)) /
                               4;
   static constexpr bool kMore = !kEarly && (kCentred || (kHasOwn<Result> && kPacks > 2));
-  static constexpr int kRegisters = kRow + (kEarly && kPacks <= 2 ? 24 : kPacks > 4 ? 56 : kMore ? 48 : 32);
+  static constexpr int kRegisters = kRow + (kEarly && kPacks <= 2 ? 24
+                                            : kPacks > 4          ? (kFull ? 48 : 56)
+                                            : kMore               ? 48
+                                                                  : 32);
   static constexpr int blocks(int size) {
     return std::max(1, std::min(2048, 65536 / ((kRegisters + 7) / 8 * 8)) / size);
   }
 };
 
-// Rows that stay in registers.  A thread has kPacks packs, those of kSplit threads as far as sums go.
-template <class Source, class Result, bool kCentred, int kThreads, int kPacks, int kSplit, bool kEarly>
+// Rows that stay in registers.  A thread has kPacks packs, those of kSplit threads as far as sums go.  kFull: all threads
+// have so many, which spares the instructions that ask: of the 16 for each element of a quantised row 2.  (Where a gate is
+// loaded beside the row it pays nothing, or costs 5 %.)
+template <class Source, class Result, bool kCentred, int kThreads, int kPacks, int kSplit, bool kEarly, bool kFull>
 __global__ __launch_bounds__(kBlockSize<kThreads>,
-                             Held<Source, Result, kCentred, kPacks, kEarly>::blocks(kBlockSize<kThreads>))  //
+                             Held<Source, Result, kCentred, kPacks, kEarly, kFull>::blocks(kBlockSize<kThreads>))  //
     void row_norm_kernel(const __grid_constant__ typename Result::Args args, float inverse_size, uint32_t ahead) {
   using T = typename Source::Element;
   constexpr int kRows = kBlockSize<kThreads> / kThreads, kSize = kPackSize<T>;
@@ -146,7 +151,7 @@ __global__ __launch_bounds__(kBlockSize<kThreads>,
   Part part = Result::part_of(args, there ? row : 0);
   part.first += thread * kSize;
   const Source source(args, part);
-  const auto has = [&](int k) { return thread + k * kThreads < packs; };
+  const auto has = [&](int k) { return kFull || thread + k * kThreads < packs; };
   if (comes_early()) {
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
@@ -221,9 +226,9 @@ __global__ __launch_bounds__(kBlockSize<kThreads>,
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) scale(k);
     if (args.int8) {
-      store_by_largest<true, kThreads>(result, y, reducer, thread, packs);
+      store_by_largest<true, kThreads, kFull>(result, y, reducer, thread, packs);
     } else {
-      store_by_largest<false, kThreads>(result, y, reducer, thread, packs);
+      store_by_largest<false, kThreads, kFull>(result, y, reducer, thread, packs);
     }
   }
 }
@@ -357,16 +362,25 @@ void launch_row_norm(const typename Result<T, Fit::kAny>::Args& args, Fit fit, b
           using R = Result<T, kFit>;
           const auto start = [&]<int kParts, bool kEarly>() {
             constexpr int kBlock = kBlockSize<kThreads / kParts>, kRows = kBlock / (kThreads / kParts);
-            launch_dependent(row_norm_kernel<S, R, kCentred, kThreads / kParts, kPacks * kParts, kParts, kEarly>,
-                             (num_rows - 1) / kRows + 1, kBlock, launch, op, args, inverse_size,
-                             rows_ahead(int64_t{packs} * sizeof(typename S::Raw)));
+            const auto launch_kernel = [&](auto kernel) {
+              launch_dependent(kernel, (num_rows - 1) / kRows + 1, kBlock, launch, op, args, inverse_size,
+                               rows_ahead(int64_t{packs} * sizeof(typename S::Raw)));
+            };
+            constexpr int kOwn = kThreads / kParts, kOwnPacks = kPacks * kParts;
+            if constexpr (kFit == Fit::kPlain && kRows == 1 && !kHasOwn<R>) {
+              if (packs == kThreads * kPacks)
+                return launch_kernel(row_norm_kernel<S, R, kCentred, kOwn, kOwnPacks, kParts, kEarly, true>);
+            }
+            launch_kernel(row_norm_kernel<S, R, kCentred, kOwn, kOwnPacks, kParts, kEarly, false>);
           };
           // Few rows get all the threads there are, and nothing waits that can come at once.
           constexpr bool kEarly = kThreads <= 256;
-          constexpr int kRoom = Held<S, R, kCentred, kPacks, kEarly>::blocks(kThreads);
-          if constexpr ((kSplit > 1 || kHasOwn<R>) && kPacks > 1) {
+          constexpr int kRoom = Held<S, R, kCentred, kPacks, kEarly, false>::blocks(kThreads);
+          if constexpr (kPacks > 1 && (kSplit > 1 || kHasOwn<R> || kPacks > 2)) {
+            constexpr bool kCodes = R::kLargest != Largest::kNothing;
+            constexpr int kMost = kPacks == 2 ? 4 : kCodes && kThreads == 256 ? 2 : 1;
             if (num_rows > num_sms(launch.device) * kRoom / 2)
-              return start.template operator()<kPacks == 2 ? kSplit : 1, false>();
+              return start.template operator()<std::min(kSplit, kMost), false>();
           }
           start.template operator()<1, kEarly>();
         };
