@@ -29,15 +29,20 @@ def quantise(array, x, group_size, out, scale_ub=None, *, transposed=False, padd
 
 
 def check(result, x, group_size, scale_ub=None):
-    """The scales that float64 gives, and the codes that the scales give."""
+    """The scales that float64 gives, and the codes that the scales give.
+
+    silu of 16-bit numbers may be off by 5e-6 (the specification has 1e-5 for scales), others by some units in the last
+    place.
+    """
     codes, scales = result
+    lost = 1e-6 if x.dtype == np.float32 else 5e-6
     gate, up = np.split(x.astype(np.float64), 2, axis=-1)
     y = (silu(gate) * up).reshape(*scales.shape, group_size)
     most, least = (448, 1 / (448 * 512)) if codes.dtype == E4M3 else (127, 2.0**-23)
     wanted = np.abs(y).max(-1, initial=0) / most
     wanted = np.maximum(wanted if scale_ub is None else np.minimum(wanted, scale_ub), least)
-    np.testing.assert_allclose(scales, wanted, rtol=1e-6)
-    assert_codes(codes, (y / scales[..., None].astype(np.float64)).reshape(codes.shape))
+    np.testing.assert_allclose(scales, wanted, rtol=lost)
+    assert_codes(codes, (y / scales[..., None].astype(np.float64)).reshape(codes.shape), lost=lost)
 
 
 @dtypes

@@ -2,21 +2,24 @@
 //
 // Memory-bound: the floor is each byte of input and out moved once.  A block of neighbours belongs to up to 32 lanes of a
 // warp, each with kVectors vectors of kSize elements of both halves, all loaded before the first is used and kept until
-// the scale is known; rows to come are sent for meanwhile (cuda/ahead.cuh: 65536 x 4096 on an H200 takes 342 us, not 360).
-// Blocks too large for that are computed twice.  While memory delivers an element of 16 bits, an H200 issues some 35
-// instructions; an element costs 21, and a thread 200 more for its addresses and its scale.
+// the scale is known.  Blocks too large for that are computed twice.  While memory delivers an element of 16 bits, an H200
+// issues some 35 instructions, fewer when it runs into the limit of its power; an element costs 16, and a thread some 180
+// more for its addresses and its scale.
 #include <bit>
 
 #include "activation/activations.cuh"
 #include "activation/gated_activation_per_block.h"
 #include "activation/row_tiles.cuh"
-#include "cuda/ahead.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/quantise.cuh"
 #include "cuda/quotient.cuh"
 
 namespace pykv {
 namespace {
+
+constexpr int kThreads = 128;
+constexpr int kBlocks =
+    12;  // of an SM, at least: else the compiler puts the last load behind what is done with the first
 
 // x / scale for one scale and numbers of at most `largest`, correctly rounded wherever a code depends on it.
 class Divisor {
@@ -42,9 +45,10 @@ class Divisor {
   bool small_;
 };
 
-template <class T, DType kFormat, int kSize, int kVectors>
-__global__ __launch_bounds__(kTileThreads) void gated_activation_per_block_kernel(
-    const __grid_constant__ GatedActivationPerBlockArgs args, Divider tiles, int lane_bits, int64_t ahead) {
+// kWhole: the lanes of a block have kVectors vectors each, and it has no others.
+template <class T, DType kFormat, int kSize, int kVectors, bool kWhole>
+__global__ __launch_bounds__(kThreads, kBlocks) void gated_activation_per_block_kernel(
+    const __grid_constant__ GatedActivationPerBlockArgs args, Divider tiles, int lane_bits) {
   using V = Vec<T, kSize>;
   uint32_t tile;
   int64_t row = int64_t{tiles(blockIdx.x, tile)} * blockDim.y + threadIdx.y;
@@ -59,7 +63,11 @@ __global__ __launch_bounds__(kTileThreads) void gated_activation_per_block_kerne
   const T* up = gate + args.width;
   uint8_t* out = static_cast<uint8_t*>(args.out) + (args.out_rows.offset(row) + first);
   float* scale_to = args.scales + (row * args.scales_row + group * args.scales_group);
-  const auto element = [&](int k) { return int64_t{min(lane + k * lanes, vectors - 1)} * kSize; };
+  const auto has = [&](int k) { return kWhole || lane + k * lanes < vectors; };
+  const auto element = [&](int k) {
+    const int vector = lane + k * lanes;
+    return (kWhole ? vector : min(vector, vectors - 1)) * kSize;
+  };
   if (comes_early()) {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
@@ -70,9 +78,6 @@ __global__ __launch_bounds__(kTileThreads) void gated_activation_per_block_kerne
   have_ready(out);
   have_ready(scale_to);
   begin_dependent();
-  if (threadIdx.x == 0 && tile == 0 && row + ahead < args.num_rows)
-    prefetch_row(static_cast<const T*>(args.input) + args.input_rows.offset(row + ahead),
-                 static_cast<uint32_t>(2 * args.width * sizeof(T)));
 
   V a[kVectors], b[kVectors];
 #pragma unroll
@@ -86,7 +91,8 @@ __global__ __launch_bounds__(kTileThreads) void gated_activation_per_block_kerne
     const auto factor = to_floats(b);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      y[i] = silu(y[i]) * factor[i];
+      y[i] *= sizeof(T) < 4 ? rough_sigmoid(y[i]) : sigmoid(y[i]);
+      y[i] *= factor[i];
       largest = fmaxf(largest, fabsf(y[i]));
     }
     return y;
@@ -95,7 +101,7 @@ __global__ __launch_bounds__(kTileThreads) void gated_activation_per_block_kerne
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) y[k] = multiply(a[k], b[k]);
   const auto computed = [&](int k) { return multiply(load_vec<V>(gate + element(k)), load_vec<V>(up + element(k))); };
-  for (int k = kVectors; lane + k * lanes < vectors; ++k) computed(k);
+  for (int k = kVectors; !kWhole && has(k); ++k) computed(k);
 
   for (int distance = lanes / 2; distance > 0; distance /= 2)
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
@@ -111,8 +117,8 @@ __global__ __launch_bounds__(kTileThreads) void gated_activation_per_block_kerne
   };
 #pragma unroll
   for (int k = 0; k < kVectors; ++k)
-    if (lane + k * lanes < vectors) store(k, y[k]);
-  for (int k = kVectors; lane + k * lanes < vectors; ++k) store(k, computed(k));
+    if (has(k)) store(k, y[k]);
+  for (int k = kVectors; !kWhole && has(k); ++k) store(k, computed(k));
 }
 
 template <class T, DType kFormat, int kSize>
@@ -121,12 +127,15 @@ void run(const GatedActivationPerBlockArgs& args, const Launch& launch) {
   if (args.group_size > INT32_MAX / 2) fail(PYKV_NOT_IMPLEMENTED, "group_size: more than 2^30 is not supported");
   const int64_t vectors = args.group_size / kSize, wanted = (vectors + kVectors - 1) / kVectors;
   const int lanes = static_cast<int>(std::bit_ceil(static_cast<uint64_t>(wanted < 32 ? wanted : 32)));
-  const RowTiles tiles = row_tiles(args.width / args.group_size * lanes, args.num_rows, kTileThreads);
-  const int64_t bytes = args.width * int64_t{2 * sizeof(T)};
-  const int64_t ahead = kSize == kPackSize<T> && bytes <= 1 << 20 ? rows_ahead(bytes) : args.num_rows;
-  launch_dependent(gated_activation_per_block_kernel<T, kFormat, kSize, kVectors>, tiles.blocks, tiles.block, launch,
-                   "silu_and_mul_per_block_quant", args, tiles.tiles, std::countr_zero(static_cast<unsigned>(lanes)),
-                   ahead);
+  const RowTiles tiles = row_tiles(args.width / args.group_size * lanes, args.num_rows, kThreads);
+  const auto start = [&](auto kernel) {
+    launch_dependent(kernel, tiles.blocks, tiles.block, launch, "silu_and_mul_per_block_quant", args, tiles.tiles,
+                     std::countr_zero(static_cast<unsigned>(lanes)));
+  };
+  if constexpr (kSize > 1) {
+    if (vectors == lanes * kVectors) return start(gated_activation_per_block_kernel<T, kFormat, kSize, kVectors, true>);
+  }
+  start(gated_activation_per_block_kernel<T, kFormat, kSize, kVectors, false>);
 }
 
 // Whether vectors of `bytes` of input divide a block and are aligned in every row of both arrays.
