@@ -10,6 +10,7 @@
 #include "activation/gated_activation_sparse.h"
 #include "activation/row_tiles.cuh"
 #include "cuda/dependent.cuh"
+#include "cuda/pairs.cuh"
 #include "cuda/reduce.cuh"
 
 namespace pykv {
@@ -25,6 +26,25 @@ __device__ Pack<T> load_pack(const T* row, int pack, int width) {
   } else {
     return load_some<Pack<T>>(row + at, width - at);
   }
+}
+
+// max(x, 0), NaN staying.
+__device__ float not_below_zero(float x) {
+#if __CUDA_ARCH__ >= 800
+  float result;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  return x < 0.0f ? 0.0f : x;
+#endif
+}
+
+// gelu (activations.cuh) of x >= 0, rounded to T later.
+template <class T>
+__device__ float gelu_above_zero(float x) {
+  const float t = reciprocal(fmaf(x, 0.35355339f, 1.0f)), s = x * 0.84932180f;
+  const float tail = t * (sizeof(T) < 4 ? rough_erfc_factor(t) : erfc_factor(t)) * power_of_2(-s * s);
+  return x * (1.0f - tail);
 }
 
 // A row belongs to a block, or to one of its warps.  kPacks: of a thread.
@@ -90,19 +110,24 @@ __global__ __launch_bounds__(kPacks == 0 ? 1024 : 512) void gated_activation_spa
   const float cut = fmaf(sqrtf(row_sum.template operator()<1>(squares) / width), args.deviations, mean);
 
   each_pack([&](int pack, Vec<float, kPackSize<T>> x, auto factors_of) {
-    const auto factor = to_floats(factors_of());
+    const auto factor = factors_of();
 #pragma unroll
     for (int i = 0; i < kPackSize<T>; ++i) {
-      const float over = x[i] - cut, g = over < 0.0f ? 0.0f : over;  // NaN stays
-      x[i] = kTanh ? gelu_tanh(g) : gelu(g);
+      const float g = not_below_zero(x[i] - cut);
+      x[i] = kTanh ? gelu_tanh(g) : gelu_above_zero<T>(g);
     }
-    x = to_floats(round_to<T>(x));
+    auto y = round_to<T>(x);
+    if constexpr (kInWords<T, kPackSize<T>>) {
 #pragma unroll
-    for (int i = 0; i < kPackSize<T>; ++i) x[i] *= factor[i];
-    if constexpr (kAligned) {
-      store_vec(out + pack * kPackSize<T>, round_to<T>(x));
+      for (int i = 0; i < kPackSize<T> / 2; ++i) y.words[i] = multiply_pairs<T>(y.words[i], factor.words[i]);
     } else {
-      store_some(out + pack * kPackSize<T>, round_to<T>(x), width - pack * kPackSize<T>);
+#pragma unroll
+      for (int i = 0; i < kPackSize<T>; ++i) y[i] *= factor[i];
+    }
+    if constexpr (kAligned) {
+      store_vec(out + pack * kPackSize<T>, y);
+    } else {
+      store_some(out + pack * kPackSize<T>, y, width - pack * kPackSize<T>);
     }
   });
 }
