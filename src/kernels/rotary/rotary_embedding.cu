@@ -3,6 +3,8 @@
 // Memory-bound: the floor is the rotated part of every head moved once in and once out.  A thread owns kSize pairs of the
 // rotary dimension (two vectors of kSize elements) in kHeads heads at a time: it reads its cosines and sines once for all
 // heads, and has loaded the vectors of kHeads heads before the position, and what the position points to, have arrived.
+// Where a position costs much to find out, a thread of a large call has at least two rounds of heads (mrope of 65536 tokens,
+// 32 + 8 heads, on an H200: 341 us instead of 371).
 // Threads run along x over the rotary dimension, y over the heads of query and key in one count, z over tokens.  In small
 // calls the heads of a token are spread over blocks, so that all loads come at once; what is then left is the chain of
 // position, angles and rotation, whose memory is fetched while the kernel before still runs.
@@ -25,6 +27,7 @@ __device__ int64_t token_of_thread() { return int64_t{blockIdx.x} * blockDim.z +
 template <bool kShifted>
 class OnePosition {
  public:
+  static constexpr int kLeastRounds = 1;
   // Before the wait.  `at`: where the token's (first) position is.
   __device__ static void prefetch(const RotaryEmbeddingArgs& args, int64_t at, int i) {
     if (!kShifted && threadIdx.y == 0) prefetch_angles(args.rotation, at, i);
@@ -59,6 +62,7 @@ class OnePosition {
 template <int kSize>
 class OneOfPositions {
  public:
+  static constexpr int kLeastRounds = 2;
   static bool fits(const RotaryEmbeddingArgs& args) {
     const RotaryAxes& axes = args.axes;
     const int64_t lanes = args.rotation.rotary_dim / 2 / kSize;
@@ -68,11 +72,11 @@ class OneOfPositions {
            lanes >= axes.count && lanes <= 32 && (lanes & (lanes - 1)) == 0;
   }
   __device__ static void prefetch(const RotaryEmbeddingArgs& args, int64_t at, int i) {
-    if (threadIdx.y == 0) prefetch_angles(args.rotation, at + args.axes(i) * args.axes.stride, i);
+    if (threadIdx.y == 0) prefetch_angles(args.rotation, at + axis_of(args.axes, i) * args.axes.stride, i);
   }
   __device__ OneOfPositions(const RotaryEmbeddingArgs& args, int64_t at, int64_t)
-      : load_(args.rotation.positions, at + threadIdx.x % args.axes.count * args.axes.stride),
-        lane_(first_lane() + args.axes(threadIdx.x * kSize)) {}
+      : load_(args.rotation.positions, at + min(static_cast<int>(threadIdx.x), args.axes.count - 1) * args.axes.stride),
+        lane_(first_lane() + axis_of(args.axes, threadIdx.x * kSize)) {}
   __device__ bool take(Angles<kSize>& angles, const RotaryEmbeddingArgs& args, int i, bool there,
                        const Reporter& report) {
     const int64_t seen = load_.wait(args.rotation.positions.is_int64), end = args.rotation.max_position;
@@ -86,6 +90,16 @@ class OneOfPositions {
   }
 
  private:
+  // Of a frequency, where the sizes lie in a row, in the arguments.
+  __device__ static int axis_of(const RotaryAxes& axes, int frequency) {
+    int axis = 0, end = 0;
+#pragma unroll
+    for (int k = 0; k + 1 < RotaryAxes::kMost; ++k) {
+      end += axes.sizes[k];
+      axis += k + 1 < axes.count && frequency >= end;
+    }
+    return axis;
+  }
   __device__ static uint32_t first_lane() { return (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x % 32; }
   PositionLoad load_;
   uint32_t lane_;
@@ -95,6 +109,7 @@ class OneOfPositions {
 // trade them, and whether all positions are inside, through shared memory.
 class ManyPositions {
  public:
+  static constexpr int kLeastRounds = 1;
   __device__ static void prefetch(const RotaryEmbeddingArgs& args, int64_t at, int i) {
     const int axis = threadIdx.y;
     if (axis < args.axes.count) prefetch_angles(args.rotation, at + axis * args.axes.stride, i);
@@ -218,7 +233,8 @@ void run(const RotaryEmbeddingArgs& all_args, const Launch& launch) {
     dim3 block, grid;
     block.x = static_cast<unsigned>(std::min<int64_t>(vectors, most_threads));
     const int64_t threads = (heads + kHeads - 1) / kHeads, most = most_threads / block.x;
-    const int64_t rounds = (threads + most - 1) / most;
+    const int64_t least = over_blocks ? 1 : std::min<int64_t>(Positions::kLeastRounds, threads);
+    const int64_t rounds = std::max((threads + most - 1) / most, least);
     block.y = static_cast<unsigned>((threads + rounds - 1) / rounds);  // none idle in the last round
     block.z = std::min(most_threads / (block.x * block.y), 64u);
     const int64_t blocks = (args.num_tokens + block.z - 1) / block.z;
