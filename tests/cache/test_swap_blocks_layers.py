@@ -108,6 +108,26 @@ def test_views_start_at_their_first_element(array: Library, src: str, dst: str) 
     np.testing.assert_array_equal(contents(array, dst, target), expected)
 
 
+@pytest.mark.parametrize(("src", "dst"), SIDES)
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [0, 2, 4, 1, 3], [4, 3, 2, 1, 0], [0, 0, 0, 0, 0]])
+def test_long_runs_of_layers(array: Library, src: str, dst: str, order: list[int]) -> None:
+    """Arrays at equal distances, for which one copy serves all, and at others."""
+    size, blocks, gap = 1 << 16, 12, 64
+    step = size * blocks + gap
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(0, 256, 5 * step, np.uint8) for _ in range(2))
+    source, target = memory(array, src, a), memory(array, dst, b)
+    layers: list[inputs.View] = [lambda m, i=i: m[i * step : (i + 1) * step - gap] for i in range(5)]
+    rows = np.array([[0, 4], [1, 5], [2, 6], [3, 7], [4, 8], [8, 0], [9, 1], [10, 2], [11, 3]])
+    pykv.swap_blocks_layers(
+        [inputs.view(source, layers[i]) for i in order], [inputs.view(target, layer) for layer in layers], size, rows
+    )
+    expected = b.copy()
+    for i, layer in zip(order, layers, strict=True):
+        reference.swap_blocks(layers[i](a), layer(expected), size, rows)
+    np.testing.assert_array_equal(contents(array, dst, target), expected)
+
+
 def test_layers_of_one_memory(array: Library) -> None:
     """Arrays that overlap are copied one after the other, row by row."""
     x = np.random.default_rng(0).integers(0, 256, 200, np.uint8)
