@@ -27,7 +27,7 @@ constexpr int kMostRows = 32, kHalfBlock = kNvfp4Block / 2;
 
 // Where a token is: its entry; in pages, its codes, and its scales.
 struct Source {
-  const char *entry, *scales;
+  const char *entry = nullptr, *scales = nullptr;
 };
 
 struct Plan {
@@ -253,17 +253,27 @@ __global__ void __launch_bounds__(kMostThreads<Reader>, kBlocks)
 
   constexpr int kRows = kRowsPerThread<Reader>;
   const uint32_t step = plan.rows_at_once;
+  const int64_t next = step * plan.dst_row;
   for (;;) {
     for (uint32_t r = row; r < count; r += kRows * step) {
+      // Where rows are first, all at once: asked for one by one, each would be waited for before the next is loaded.
+      Source from[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) from[i] = r + i * step < count ? sources[r + i * step] : Source{};
       typename Reader::Loaded loaded[kRows];
 #pragma unroll
-      for (int i = 0; i < kRows; ++i)
-        if (r + i * step < count)
-          if (const Source source = sources[r + i * step]; source.entry) loaded[i] = reader.load(source);
+      for (int i = 0; i < kRows; ++i) {
+        if (!from[i].entry) continue;
+        __builtin_assume(__isGlobal(from[i].entry));
+        __builtin_assume(!kInPages<Reader> || __isGlobal(from[i].scales));
+        loaded[i] = reader.load(from[i]);
+      }
+      char* to = plan.dst + (first + r) * plan.dst_row;
 #pragma unroll
-      for (int i = 0; i < kRows; ++i)
-        if (r + i * step < count && sources[r + i * step].entry)
-          reader.store(plan.dst + (first + r + i * step) * plan.dst_row, loaded[i], scale);
+      for (int i = 0; i < kRows; ++i, to += next) {
+        have_ready(to);  // one addition from the last
+        if (from[i].entry) reader.store(to, loaded[i], scale);
+      }
     }
     vector += blockDim.x;
     if (vector >= plan.vectors.d) break;
