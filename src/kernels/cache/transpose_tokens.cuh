@@ -169,7 +169,7 @@ __device__ __forceinline__ void transpose_tokens(const SlotMap& map, const SideP
         if ((word + u * step) * kTokens >= tokens) break;
         typename Mover::Result results[kTokens];
 #pragma unroll
-        for (int i = 0; i < kTokens; ++i) results[i] = Mover::convert(loaded[u][i], quotient);
+        for (int i = 0; i < kTokens; ++i) results[i] = Mover::convert_all(loaded[u][i], quotient);
         uint32_t words[kWidth];
         turn<Stored, kWidth>(results, words);
 #pragma unroll

@@ -153,6 +153,20 @@ struct Grain {
   }
 };
 
+// The share of a block, if so many tokens are the work of so many blocks one after another.
+inline Share share_of(const CacheSide& s, const ReshapeAndCacheArgs& args, int64_t source_size, int64_t tokens,
+                      int64_t blocks) {
+  const int64_t row = args.num_heads * s.head_size * source_size, step = s.data_token * source_size;
+  if ((s.data_dim != 1 && s.head_size > 1) || (s.data_head != s.head_size && args.num_heads > 1) || step < row ||
+      !is_aligned(16, s.data, {row, step}))
+    return {};
+  const int64_t end = (args.num_tokens - 1) * step + row;
+  if (step == row && tokens * row % (16 * blocks) == 0 && tokens * row / blocks < int64_t{1} << 20)
+    return {tokens * row / blocks, end, static_cast<uint32_t>(tokens * row / blocks), 1};
+  if (row >= int64_t{1} << 20 || tokens / blocks > 64) return {};  // blocks have as many threads
+  return {step, end, static_cast<uint32_t>(row), static_cast<uint32_t>(tokens / blocks)};
+}
+
 inline SidePlan plan_side(const CacheSide& s, const ReshapeAndCacheArgs& args, const Widths& w, const Grain& grain) {
   SidePlan p{};
   p.data = static_cast<const char*>(s.data);
@@ -186,13 +200,16 @@ inline SidePlan plan_side(const CacheSide& s, const ReshapeAndCacheArgs& args, c
       ++p.lanes_log2;
     p.tile_tokens_log2 = grain.tile_tokens_log2;
     blocks = ceil_div(args.num_tokens, int64_t{1} << grain.tile_tokens_log2) * args.num_heads * pieces;
+    p.share = share_of(s, args, w.source_size, int64_t{1} << grain.tile_tokens_log2, args.num_heads * pieces);
   } else {
     // Where the next token is nearer in the cache than the next vector, a warp is best 4 tokens high.
     p.lanes_log2 = lanes_log2_for(vectors, s.chunk < s.head_size ? 3 : grain.lanes_log2);
     const int64_t pieces = ceil_div(vectors, 1ll << p.lanes_log2);
     p.pieces = Divider(pieces);
     p.tokens = grain.tokens;
-    blocks = ceil_div(args.num_tokens, int64_t{grain.threads >> p.lanes_log2} * grain.tokens) * pieces;
+    const int64_t tokens = int64_t{grain.threads >> p.lanes_log2} * grain.tokens;
+    blocks = ceil_div(args.num_tokens, tokens) * pieces;
+    p.share = share_of(s, args, w.source_size, tokens, pieces);
   }
   if (blocks >= int64_t{1} << 30) fail(PYKV_NOT_IMPLEMENTED, "too many tokens for one call");
   p.num_blocks = static_cast<uint32_t>(blocks);
