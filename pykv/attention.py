@@ -113,7 +113,7 @@ def paged_attention(
         k_scale, v_scale: value = element * scale for all but ``"auto"``; one, or one for each KV head.
         batch_invariant: the result of a query depends, to the last bit, on itself, on the keys that it sees and on the
             options alone: not on the rest of the batch, nor on how its prompt was cut into calls.  On CUDA
-            decoding then takes 1 to 40 % longer, up to twice as long if all is short, and prefill several times.
+            decoding then takes 1 to 40 % longer, up to twice as long if all is short, and prefill two or three times.
         lse: ``[num_heads, num_tokens]`` float32; written with the natural log of the softmax denominator.
         workspace: bytes on the device (see ``paged_attention_workspace_size``); ``None``: from the stream-ordered pool.
         stream: CUDA stream; ``None``: the current one of the arrays' library.

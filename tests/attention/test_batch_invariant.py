@@ -210,6 +210,41 @@ def test_a_long_sequence_alone(array: Library, kind: str) -> None:
         assert_same(attend([piece])[0], want[s], f"{lens[s]}")
 
 
+def some_of(p: Prompts, rng: np.random.Generator, count: int) -> list[Piece]:
+    """Single queries."""
+    every = [(s, at, at + 1) for s, first, end in p.whole for at in range(first, end)]
+    return [every[i] for i in rng.choice(len(every), count, replace=False)]
+
+
+def assert_parts(attend: Attention, want: list[tuple[np.ndarray, np.ndarray]], pieces: list[Piece]) -> None:
+    """These pieces, in one call, against all queries at once."""
+    for (s, first, end), got in zip(pieces, attend(pieces), strict=True):
+        here = slice(first - attend.prompts.firsts[s], end - attend.prompts.firsts[s])
+        assert_same(got, (want[s][0][here], want[s][1][:, here]), f"{(s, first, end)} among {pieces[:9]}")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("sizes", [Sizes(8, 2, 128), Sizes(12, 1, 64, 32), Sizes(6, 2, 80), Sizes(71, 1, 128)])
+def test_prefill_of_many_chunks(array: Library, sizes: Sizes, dtype: str) -> None:
+    """More of them than wait to be added up together; in tiles that are computed whole, and in shares of a line."""
+    p = prompts([(0, 2600), (7920, 8000), (3000, 3300)], sizes, dtype=dtype, layout="HND")
+    attend = Attention(array, p)
+    want = attend(p.whole)
+    for pieces in ([(1, 7920, 8000)], [(0, 0, 1100), (2, 3000, 3300)], [(0, 1100, 2600)], [(2, 3001, 3050)]):
+        assert_parts(attend, want, pieces)
+    assert_parts(attend, want, some_of(p, np.random.default_rng(0), 100))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 300}], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_maxima_that_rise_within_a_part(array: Library, dtype: str, options: dict[str, Any]) -> None:
+    p = prompts([(900, 1100), (0, 200), (40, 60)], Sizes(8, 2, 128), dtype=dtype)
+    for table, length in zip(p.b.block_tables, p.lens, strict=True):
+        for i, page in enumerate(table[: -(-length // 16)]):
+            p.b.key_cache[page] *= np.float32(i * 5 % 13)
+    check(array, p, (1, 50), **options)
+
+
 @given(data=st.data())
 def test_random_batches(array: Library, data: st.DataObject) -> None:
     draw = data.draw

@@ -13,7 +13,7 @@ GUARD = 1 << 20
 LENGTH, BLOCK, KV_HEADS, GROUP = 36000, 16, 8, 4  # long enough that every block of the grid leaves pieces behind
 
 
-@pytest.mark.parametrize("queries", [(1, 1), (4, 4), (64, 64), (64, 1)], ids=str)
+@pytest.mark.parametrize("queries", [(1, 1), (4, 4), (64, 64), (64, 1), (4000, 1)], ids=str)
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_nothing_beside_the_workspace_is_written(

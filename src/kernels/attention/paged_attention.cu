@@ -9,6 +9,7 @@
 #include "attention/paged_attention_launch.cuh"
 #include "attention/paged_attention_pieces.cuh"
 #include "attention/paged_attention_plan.cuh"
+#include "attention/paged_attention_wgmma_tiles.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/device.h"
 #include "cuda/launch.h"
@@ -153,6 +154,9 @@ bool launch_decode(const Problem& p, const Launch& launch) {
 
 bool launch_prefill(const Problem& p, const Launch& launch) {
   if (p.a.kv_format != KvFormat::kSame) return false;
+  if (p.a.batch_invariant) {
+    return p.a.dtype == DType::kFloat16 ? launch_exact_wgmma_f16(p, launch) : launch_exact_wgmma_bf16(p, launch);
+  }
   return p.a.dtype == DType::kFloat16 ? launch_wgmma_f16(p, launch) : launch_wgmma_bf16(p, launch);
 }
 
@@ -319,7 +323,10 @@ int64_t paged_attention_workspace_cuda(int64_t num_tokens, int64_t num_seqs, int
     return std::max(simple, bytes(tiling_of(class_for(rows, batch_invariant, warpgroups, head_size), head_size)));
   }
   const RowClass many = class_for(RowClass::kMany, batch_invariant, false, head_size);
-  return std::max({simple, bytes(few_rows_tiling(head_size)), bytes(tiling_of(many, head_size))});
+  const int64_t wanted = std::max({simple, bytes(few_rows_tiling(head_size)), bytes(tiling_of(many, head_size))});
+  // Prefill on Hopper has the same records in fewer, longer tiles, and keeps sums beside them.
+  const bool keeps = batch_invariant && head_size <= 128 && has_warpgroups(device);
+  return keeps ? wanted + grid_of(1, device) * kept_bytes(head_size) : wanted;
 }
 
 void paged_attention_cuda(const PagedAttentionArgs& args, const Launch& launch) {

@@ -48,6 +48,7 @@ struct PrefillRows {
   int position[2], first_position, last_position;
 
   __device__ void arrive(uint64_t& empty) const {
+    __syncwarp();  // all lanes have read what lies there
     if (lane == 0) mbarrier_arrive(shared_address(&empty));
   }
 
@@ -120,15 +121,19 @@ struct PrefillRows {
     }
   }
 
-  // Scores to weights.  The sums are kept relative to a maximum that may lag behind by a factor of 256, and is a whole
-  // number, so that following it is rare and rounds nothing; returns whether a row of the warp does.
-  __device__ bool softmax(const Unit& u, int tile, const uint4& valid) {
+  __device__ void mask_tile(const Unit& u, int tile, const uint4& valid) {
     const int first = u.first_token + tile * kTile, last = first + kTile - 1;
     const bool masked =
         (valid.x & valid.y & valid.z & valid.w) != ~0u || (p.a.causal && last > first_position) ||
         (p.window != kNoWindow && (last_position - first >= p.window || last - first_position >= p.window));
     if (masked) [[unlikely]]
       mask(first, valid);
+  }
+
+  // Scores to weights.  The sums are kept relative to a maximum that may lag behind by a factor of 256, and is a whole
+  // number, so that following it is rare and rounds nothing; returns whether a row of the warp does.
+  __device__ bool softmax(const Unit& u, int tile, const uint4& valid) {
+    mask_tile(u, tile, valid);
     constexpr float kLag = 8;
     const float scale = p.a.scale * kLog2e;
     float top[2];
@@ -320,11 +325,9 @@ constexpr int prefill_shared_bytes() {
   return S::kMemoryBytes + static_cast<int>(sizeof(PrefillScratch)) + 1024;  // aligned by the kernel
 }
 
+// Of a block of prefill: warpgroups that run compute(scratch, queries, keys, values), and the one that brings data.
 template <class S>
-__global__ void __launch_bounds__(S::kThreads, 1)
-    paged_attention_wgmma_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
-                                 const __grid_constant__ WholeTiles whole) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+__device__ void run_prefill(const Problem& p, const CacheCopies& copies, const WholeTiles& whole, auto&& compute) {
   extern __shared__ char unaligned[];
   char* memory = unaligned + (-shared_address(unaligned) & 1023);
   const uint32_t queries = shared_address(memory), keys = queries + S::kQueryBytes,
@@ -346,9 +349,19 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     PrefillFeeder<S> feeder{p, copies, whole, scratch, queries, keys, values};
     feeder.run();
   } else {
+    compute(scratch, queries, keys, values);
+  }
+}
+
+template <class S>
+__global__ void __launch_bounds__(S::kThreads, 1)
+    paged_attention_wgmma_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
+                                 const __grid_constant__ WholeTiles whole) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  run_prefill<S>(p, copies, whole, [&](PrefillScratch& scratch, uint32_t queries, uint32_t keys, uint32_t values) {
     PrefillRows<S> rows{p, scratch, queries, keys, values};
     rows.run();
-  }
+  });
 #endif
 }
 
@@ -383,8 +396,7 @@ bool launch_wgmma_kernel(Problem p, const Launch& launch) {
 // Can these kernels take this call, on this device?
 inline bool suits_wgmma(const Problem& p, const Launch& launch) {
   const PagedAttentionArgs& a = p.a;
-  return has_warpgroups(launch.device) && a.value.dim == 1 && a.key.chunk >= a.head_size && p.plain_logits &&
-         !p.sparse && !a.batch_invariant;
+  return has_warpgroups(launch.device) && a.value.dim == 1 && a.key.chunk >= a.head_size && p.plain_logits && !p.sparse;
 }
 
 // False if the call is not for these kernels.

@@ -23,6 +23,13 @@ struct PrefillShape {
   static constexpr int kFeederRegisters = 40, kComputeRegisters = 232;
 };
 
+// With batch_invariant: what a block's computing threads keep of a query tile's chunks, 64 bits for each of their columns and
+// 32 for every four, and one chunk that waits.
+constexpr int64_t kept_bytes(int head_size) {
+  const int columns = head_size <= 64 ? 64 : 128;
+  return int64_t{2} * kThreads * (columns / 4 + columns / 32 + columns / 8) * 16;
+}
+
 // Query tiles whole, instead of shares of the line.
 struct WholeTiles {
   bool always;         // or only if the lengths suggest it
@@ -46,7 +53,7 @@ struct alignas(16) PrefillScratch {  // for up to three stages
   uint64_t key_full[3], key_empty[3], value_full[3], value_empty[3], queries_read;
 };
 
-enum PrefillBarrier { kFeedersBarrier = 1, kTurnBarrier = 2 };  // named; a turn for each computing warpgroup
+enum PrefillBarrier { kFeedersBarrier = 1, kTurnBarrier = 2, kVoteBarrier = 4 };  // named; two for both warpgroups
 
 // Query tiles of all sequences in one list; of a sequence, KV heads in bundles, of a bundle the longest tiles first.  Block
 // b takes entry b, and whenever it has dealt with one, the next that nobody has taken.
@@ -112,8 +119,9 @@ struct TileList {
   }
 };
 
-// Are whole tiles the quicker way?  In KV tiles: the line costs as many more to find one's place on it and to add up what
-// was cut, and a little for keys that are not in the L2 any more; whole tiles, part of the longest.
+// Are whole tiles the quicker way?  In places, which are KV tiles or, with batch_invariant, chunks: the line costs as many
+// more to find one's place on it and to add up what was cut (kLineCost: in KV tiles), and a little for keys that are not in
+// the L2 any more; whole tiles, part of the longest.
 constexpr float kLineCost = 10, kLineFactor = 1.12f, kLongestPart = 0.35f;
 
 __device__ inline bool prefers_whole(const Problem& p, float (&sums)[4], float (&longest)[4]) {
@@ -137,7 +145,11 @@ __device__ inline bool prefers_whole(const Problem& p, float (&sums)[4], float (
   sync_finders<kFeedersBarrier>();
   sum = (sums[0] + sums[1] + sums[2] + sums[3]) * p.a.num_kv_heads * p.head_tiles / gridDim.x;
   most = fmaxf(fmaxf(longest[0], longest[1]), fmaxf(longest[2], longest[3]));
-  return sum + kLongestPart * most <= kLineFactor * sum + kLineCost;
+  return sum + kLongestPart * most <= kLineFactor * sum + kLineCost * p.kv_tile / p.place_tokens;
 }
+
+// With batch_invariant.  False if the call is not for these kernels.
+bool launch_exact_wgmma_f16(const Problem& p, const Launch& launch);
+bool launch_exact_wgmma_bf16(const Problem& p, const Launch& launch);
 
 }  // namespace pykv::attention
