@@ -4,8 +4,8 @@
 // query token and a head).  All units of all sequences lie on one line, ordered by sequence, KV head, query tile, KV tile,
 // and the blocks take equal shares of it.  A query tile's units are a segment; it has one place more, in front, that stands
 // for the cost of beginning and ending it.  A segment cut by a border of blocks leaves partial results, at most two a
-// block, which a second kernel adds up in a fixed order: hence a grid and a workspace that depend on no length, no host
-// synchronisation, and the same bits in every run.
+// block, added up in a fixed order by a second kernel or the last block (paged_attention_pieces.cuh): hence a grid and a
+// workspace that depend on no length, no host synchronisation, and the same bits in every run.
 //
 // With batch_invariant a place is a chunk, some KV tiles whose sums are added up by themselves (paged_attention_exact.cuh),
 // and there is none in front: chunks are too long to stand for that.
@@ -70,7 +70,7 @@ struct Problem {
   float* partial;                                 // [2 * grid][rows][pitch], not normalised; or the records of
                                                   // paged_attention_exact.cuh, [2 * grid][rows][pitch / 4]
   float2* partial_stats;                          // [2 * grid][rows]: maximum (base 2) and sum
-  Unfinished* unfinished;                         // [grid]
+  Unfinished* unfinished;                         // [grid]; or tickets
 };
 
 struct Sequence {
