@@ -7,8 +7,6 @@
 // conversion, no product: a sixth of the instructions.
 #pragma once
 
-#include <type_traits>
-
 #include "core/nvfp4.h"
 #include "cpu/encode.h"
 #include "cpu/simd.h"
@@ -253,15 +251,11 @@ class Nvfp4Encoder<T> {
              int32_t num_blocks, const T* elements, int64_t head_stride) const {
     T largest[kAtOnce];
     e4m3 scales[kAtOnce];
-    if (num_blocks % 2 == 0) {
-      find_largest(largest, elements, heads, num_blocks * kNvfp4Block, head_stride);
-    } else {
-      T* next = largest;
-      for (int64_t h = 0; h < heads; ++h)
-        for (int32_t b = 0; b < num_blocks; ++b)
-          *next++ = largest_magnitude(elements + h * head_stride + b * kNvfp4Block);
-      while (next < largest + kAtOnce) *next++ = T{};
-    }
+    T* next = largest;
+    for (int64_t h = 0; h < heads; ++h)
+      for (int32_t b = 0; b < num_blocks; ++b)
+        *next++ = largest_magnitude(elements + h * head_stride + b * kNvfp4Block);
+    while (next < largest + kAtOnce) *next++ = T{};
     scale_of_(scales, largest, kAtOnce);
     const e4m3* scale = scales;
     for (int64_t h = 0; h < heads; ++h, elements += head_stride) {
@@ -271,45 +265,6 @@ class Nvfp4Encoder<T> {
       Nvfp4Scales at(places, token, head + h, block);
       for (int32_t b = 0; b < num_blocks; ++b) page[at.next()] = (scale++)->bits;
     }
-  }
-
-  // Those of kAtOnce blocks at most, in rows of so many elements each; for each two a vector, of which one half is always laid
-  // onto the other.
-  static void find_largest(T* largest, const T* rows, int64_t num_rows, int32_t size, int64_t stride) {
-    constexpr int kTwo = 2 * kNvfp4Block;
-    __m512i m[kAtOnce / 2] = {};
-    __m512i* next = m;
-    for (int64_t r = 0; r < num_rows; ++r) {
-      for (int32_t i = 0; i < size; i += kTwo) {
-        const __m512i magnitude =
-            _mm512_and_si512(_mm512_loadu_si512(rows + r * stride + i), _mm512_set1_epi16(0x7fff));
-        const __mmask32 number =
-            _mm512_cmple_epi16_mask(magnitude, _mm512_set1_epi16(kInfinity));  // NaN is not counted
-        *next++ = _mm512_maskz_mov_epi16(number, magnitude);
-      }
-    }
-    // 128 bits l of m[i]: eight numbers of block 4 i + l; then four, in half q those of block 8 i + 4 q + l; then two, in
-    // quarter q those of block 16 i + 4 q + l
-    for (int i = 0; i < 8; ++i)
-      m[i] = _mm512_max_epi16(_mm512_maskz_shuffle_i32x4(0xffff, m[2 * i], m[2 * i + 1], 0x88),
-                              _mm512_maskz_shuffle_i32x4(0xffff, m[2 * i], m[2 * i + 1], 0xdd));
-    for (int i = 0; i < 4; ++i)
-      m[i] = _mm512_max_epi16(_mm512_maskz_unpacklo_epi64(0xff, m[2 * i], m[2 * i + 1]),
-                              _mm512_maskz_unpackhi_epi64(0xff, m[2 * i], m[2 * i + 1]));
-    const auto half = [](__m512i a, __m512i b, auto lanes) {
-      return _mm512_castps_si512(
-          _mm512_maskz_shuffle_ps(0xffff, _mm512_castsi512_ps(a), _mm512_castsi512_ps(b), decltype(lanes)::value));
-    };
-    for (int i = 0; i < 2; ++i)
-      m[i] = _mm512_max_epi16(half(m[2 * i], m[2 * i + 1], std::integral_constant<int, 0x88>{}),
-                              half(m[2 * i], m[2 * i + 1], std::integral_constant<int, 0xdd>{}));
-    constexpr __mmask32 kOdd = 0xaaaaaaaa;
-    const __m512i most =
-        _mm512_max_epi16(_mm512_mask_blend_epi16(kOdd, m[0], _mm512_maskz_slli_epi32(0xffff, m[1], 16)),
-                         _mm512_mask_blend_epi16(kOdd, _mm512_maskz_srli_epi32(0xffff, m[0], 16), m[1]));
-    uint16_t places[kAtOnce];
-    for (int b = 0; b < kAtOnce; ++b) places[b] = static_cast<uint16_t>(b % 4 * 8 + b / 4 % 4 * 2 + b / 16);
-    _mm512_storeu_si512(largest, _mm512_permutexvar_epi16(_mm512_loadu_si512(places), most));
   }
 
   static T largest_magnitude(const T* from) {
