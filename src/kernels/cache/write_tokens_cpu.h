@@ -1,7 +1,7 @@
 // Runs of tokens into their slots: whole rows are copied (past the caches, if there are many).  Where tokens of a head
 // become neighbours, some heads of all tokens of the run are first brought into a tile, converted, in the order in which
 // they lie, which the processor fetches ahead; from there 16 bytes a token are spread, or (packed values) a square of
-// 16-byte vectors is transposed in registers; with AVX-512 four of either at once, into whole lines.
+// 16-byte vectors is transposed in registers; bytes with AVX-512 four of either at once, into whole lines.
 #pragma once
 
 #include <algorithm>
@@ -74,8 +74,19 @@ inline void transpose(Vector<Stored> (&v)[kTokens<Stored>]) {
   }
 }
 
+// Whether whole lines (below) are quicker than 16 bytes a store: not where 16-bit elements wait for memory anyway (16384 tokens:
+// 4.3 ms, not 3.5; nor are they in the order of memory).
+template <class Stored>
+constexpr bool by_lines() {
 #if defined(__AVX512BW__)
-// As many of the n columns as make whole vectors, of kSquares * kTokens rows, to a place where columns touch: whole lines.
+  return sizeof(Stored) == 1;
+#else
+  return false;
+#endif
+}
+
+#if defined(__AVX512BW__)
+// Columns [0, n), as many as make whole vectors, of kSquares * kTokens rows, to a place where columns touch: whole lines.
 // Gives how many.
 template <int kSquares, class Stored>
 inline int64_t store_lines(Stored* to, const Stored* from, int64_t row, int64_t n, bool past_caches) {
@@ -108,10 +119,12 @@ inline void store_transposed(Stored* to, int64_t stride, const Stored* from, int
   past_caches = past_caches && length == stride;  // columns touch, and all of each is written
   int64_t column = 0;
 #if defined(__AVX512BW__)
-  const bool aligned = (reinterpret_cast<uintptr_t>(to) & (kLine - 1)) == 0;
-  if (length == stride && length == kSide) column = store_lines<1>(to, from, row, n, past_caches && aligned);
-  if (length == stride && length == 2 * kSide) column = store_lines<2>(to, from, row, n, past_caches && aligned);
-  if (length == stride && length == 4 * kSide) column = store_lines<4>(to, from, row, n, past_caches && aligned);
+  if constexpr (by_lines<Stored>()) {
+    const bool aligned = (reinterpret_cast<uintptr_t>(to) & (kLine - 1)) == 0, touching = length == stride;
+    if (touching && length == kSide) column = store_lines<1>(to, from, row, n, past_caches && aligned);
+    if (touching && length == 2 * kSide) column = store_lines<2>(to, from, row, n, past_caches && aligned);
+    if (touching && length == 4 * kSide) column = store_lines<4>(to, from, row, n, past_caches && aligned);
+  }
 #endif
   for (; column + kSide <= n && squares > 0; column += kSide) {
     Vector<Stored> v[kMostTokens<Stored> / kSide][kSide];
@@ -250,10 +263,13 @@ struct Ahead {
     return {static_cast<const char*>(side.data) + token * side.data_token * kBytes, side.data_token * kBytes,
             num_heads * side.head_size * kBytes, compact ? length : 0};
   }
-  // Part i of n.
+  // Part i of n, in lines.
   void fetch(int64_t i, int64_t n) const {
-    for (int64_t r = i * length / n; r < (i + 1) * length / n; ++r)
-      for (int64_t at = 0; at < row; at += 64) __builtin_prefetch(from + r * stride + at, 0, 2);
+    const int64_t of_row = (row + kLine - 1) / kLine, all = length * of_row, end = (i + 1) * all / n;
+    int64_t line = i * all / n;
+    if (line == end) return;
+    for (int64_t r = line / of_row, at = line % of_row; line < end; ++r, at = 0)
+      for (; at < of_row && line < end; ++at, ++line) __builtin_prefetch(from + r * stride + at * kLine, 0, 2);
   }
 };
 
@@ -270,11 +286,16 @@ void write_tiles(const Convert& convert, const CacheSide& side, int64_t num_head
   const bool by_the_row = side.data_head == size && side.data_dim == 1 && side.scale.stride == 0;
   const Source* data = static_cast<const Source*>(side.data) + run.token * side.data_token;
   Stored* cache = static_cast<Stored*>(side.cache) + run.block * side.block + run.offset * side.token;
+  // no more of them than memory brings meanwhile: some with each token's conversion, too, where spreading is quick
+  constexpr bool quick = by_lines<Stored>();
+  const int64_t parts = (quick ? (num_heads + heads_at_once - 1) / heads_at_once * run.length : 0) + num_heads;
+  int64_t part = 0;
   for (int64_t first = 0; first < num_heads; first += heads_at_once) {
     const int64_t heads = num_heads - first < heads_at_once ? num_heads - first : heads_at_once;
     for (int64_t i = 0; i < run.length; ++i) {
       const Source* from = data + i * side.data_token + first * side.data_head;
       Stored* to = tile.data() + i * row;
+      if (quick) ahead.fetch(part++, parts);
       if (by_the_row) {
         convert.row(to, from, 1, heads * size, 0);
       } else {
@@ -283,7 +304,7 @@ void write_tiles(const Convert& convert, const CacheSide& side, int64_t num_head
       }
     }
     for (int64_t h = 0; h < heads; ++h) {
-      ahead.fetch(first + h, num_heads);
+      ahead.fetch(part++, parts);
       const Stored* from = tile.data() + h * size;
       Stored* to = cache + (first + h) * side.head;
       if (side.chunk > 1) {  // x elements, 16 bytes
@@ -291,16 +312,18 @@ void write_tiles(const Convert& convert, const CacheSide& side, int64_t num_head
         int64_t column = 0;
 #if defined(__AVX512BW__)
         // four chunks of four tokens at a time, if those are neighbours
-        const auto chunk_bytes = static_cast<uintptr_t>(side.chunk_stride) * sizeof(Stored);
-        const bool aligned = ((reinterpret_cast<uintptr_t>(to) | chunk_bytes) & (kLine - 1)) == 0;
-        for (; run.length % 4 == 0 && side.token == side.chunk && column + 4 * side.chunk <= size;
-             column += 4 * side.chunk, to += 4 * side.chunk_stride) {
-          for (int64_t i = 0; i < run.length; i += 4) {
-            __m512i line[4];
-            for (int j = 0; j < 4; ++j) line[j] = _mm512_loadu_si512(from + (i + j) * row + column);
-            transpose_pieces(line);
-            for (int g = 0; g < 4; ++g)
-              store_raw(to + g * side.chunk_stride + i * side.token, line[g], past_caches && aligned);
+        if constexpr (quick) {
+          const auto chunk_bytes = static_cast<uintptr_t>(side.chunk_stride) * sizeof(Stored);
+          const bool aligned = ((reinterpret_cast<uintptr_t>(to) | chunk_bytes) & (kLine - 1)) == 0;
+          const bool fours = run.length % 4 == 0 && side.token == side.chunk;
+          for (; fours && column + 4 * side.chunk <= size; column += 4 * side.chunk, to += 4 * side.chunk_stride) {
+            for (int64_t i = 0; i < run.length; i += 4) {
+              __m512i line[4];
+              for (int j = 0; j < 4; ++j) line[j] = _mm512_loadu_si512(from + (i + j) * row + column);
+              transpose_pieces(line);
+              for (int g = 0; g < 4; ++g)
+                store_raw(to + g * side.chunk_stride + i * side.token, line[g], past_caches && aligned);
+            }
           }
         }
 #endif
