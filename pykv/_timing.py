@@ -5,7 +5,7 @@ call reads comes from memory.  On CUDA the calls are captured into one graph, wh
 that the figures hold no host time; on the CPU each call is timed by the clock.  Figures are medians.  The yardstick is
 a plain copy of as many bytes, timed in the same run in the same way.  It reads and writes half of them each, unless a
 case says how many it writes: then on CUDA, where reading is the faster, it reads and writes as many as the case does.
-What it moves are numbers like those of the calls: moving zeros takes less power, which a GPU may turn into speed.
+What it moves are numbers like those of the calls, not zeros, on which a chip may spend less power.
 """
 
 from __future__ import annotations

@@ -51,12 +51,14 @@ def quantised(op: str, tokens: int, width: int, dtype: str, device: Device) -> C
 
 def cases(dtypes: list[str]) -> Iterator[Case]:
     for dtype, op, width, tokens in itertools.product(dtypes, OPS, WIDTHS, TOKENS):
+        written = tokens * width * np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
         yield Case(
             op,
             {"tokens": tokens, "hidden": width},
             dtype,
-            3 * tokens * width * np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize,
+            3 * written,
             functools.partial(gated, op, tokens, width, dtype),
+            written,
         )
     ops = {"silu_and_mul_quant": 0, "silu_and_mul_per_block_quant": 4 / GROUP_SIZE}  # bytes of scales for an element
     for dtype, (op, scale_bytes), width, tokens in itertools.product(dtypes, ops.items(), WIDTHS, TOKENS):
@@ -67,6 +69,7 @@ def cases(dtypes: list[str]) -> Iterator[Case]:
             dtype,
             int(tokens * width * (2 * itemsize + 1 + scale_bytes)),
             functools.partial(quantised, op, tokens, width, dtype),
+            int(tokens * width * (1 + scale_bytes)),
         )
 
 

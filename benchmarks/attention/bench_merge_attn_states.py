@@ -35,12 +35,14 @@ def cases(dtypes: list[str]) -> Iterator[Case]:
             for parts, tokens in SIZES:
                 if parts > 2 and not stacked:
                     continue
+                written = tokens * HEADS * (HEAD_SIZE * itemsize + 4)
                 yield Case(
                     "merge_attn_states_n" if stacked else "merge_attn_states",
                     {"parts": parts, "tokens": tokens},
                     dtype,
-                    (parts + 1) * tokens * HEADS * (HEAD_SIZE * itemsize + 4),
+                    (parts + 1) * written,
                     lambda device, sizes=(parts, tokens, dtype, stacked): merge(*sizes, device),
+                    written,
                 )
 
 

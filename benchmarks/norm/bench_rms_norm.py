@@ -79,31 +79,33 @@ def fused_qk_norm_rope(tokens: int, hidden_size: int, dtype: str, device: Device
     )
 
 
-# What a call moves for each element: as many of the input's size, and so many bytes of codes and their scales.
+# What a call reads and writes for each element: as many of the input's size, and so many bytes of codes and scales.
 OPS = [
-    (rms_norm, 2, 0),
-    (fused_add_rms_norm, 4, 0),
-    (layer_norm, 2, 0),
-    (rms_norm_gated, 3, 0),
-    (rms_norm_static_fp8_quant, 1, 1),
-    (rms_norm_dynamic_per_token_quant, 1, 1),
-    (rms_norm_per_block_quant, 1, 1 + 4 / GROUP_SIZE),
-    (fused_qk_norm_rope, 2.5, 0),
+    (rms_norm, 1, 1, 0),
+    (fused_add_rms_norm, 2, 2, 0),
+    (layer_norm, 1, 1, 0),
+    (rms_norm_gated, 2, 1, 0),
+    (rms_norm_static_fp8_quant, 1, 0, 1),
+    (rms_norm_dynamic_per_token_quant, 1, 0, 1),
+    (rms_norm_per_block_quant, 1, 0, 1 + 4 / GROUP_SIZE),
+    (fused_qk_norm_rope, 1.25, 1.25, 0),
 ]
 
 
 def cases(dtypes: list[str]) -> Iterator[Case]:
-    for op, elements, num_bytes in OPS:
+    for op, read, elements, num_bytes in OPS:
         for dtype in dtypes:
-            size = round(elements * np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize) + num_bytes
+            itemsize = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+            written = elements * itemsize + num_bytes
             for hidden_size in HIDDEN_SIZES:
                 for tokens in TOKENS:
                     yield Case(
                         op.__name__,
                         {"tokens": tokens, "hidden": hidden_size},
                         dtype,
-                        int(size * tokens * hidden_size),
+                        int((read * itemsize + written) * tokens * hidden_size),
                         lambda device, op=op, sizes=(tokens, hidden_size, dtype): op(*sizes, device),
+                        int(written * tokens * hidden_size),
                     )
 
 

@@ -73,16 +73,17 @@ def cases(dtypes: list[str]) -> Iterator[Case]:
         itemsize = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
         for tokens in TOKENS:
             heads, kv_heads = HEADS[0]
-            for op, moved, make in (
-                ("mrope neox", 2 * (heads + kv_heads), mrope),
-                ("dual chunk neox", 6 * heads + 2 * kv_heads, dual_chunk),
+            for op, read, written, make in (
+                ("mrope neox", heads + kv_heads, heads + kv_heads, mrope),
+                ("dual chunk neox", heads + kv_heads, 5 * heads + kv_heads, dual_chunk),
             ):
                 yield Case(
                     op,
                     {"tokens": tokens, "heads": heads, "kv_heads": kv_heads},
                     dtype,
-                    tokens * moved * HEAD_SIZE * itemsize,
+                    tokens * (read + written) * HEAD_SIZE * itemsize,
                     functools.partial(make, tokens, heads, kv_heads, dtype),
+                    tokens * written * HEAD_SIZE * itemsize,
                 )
 
 
