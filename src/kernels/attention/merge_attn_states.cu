@@ -1,8 +1,9 @@
 // The merge of merge_attn_states.h.
 //
 // Memory-bound: the floor is each byte of the parts and of the output moved once.  A row (token, head) belongs to some
-// neighbouring lanes of one warp, a power of two, each with kPacks packs of 16 bytes.  Such a group has loaded the packs and
-// the lse of kParts parts before it uses any; every lane weighs the parts for itself.
+// neighbouring lanes of one warp, a power of two, each with a pack of 16 bytes.  Such a group has loaded the packs and the lse
+// of kParts parts before it uses any; every lane weighs the parts for itself.  Two parts want small blocks with little to do:
+// with two packs for each lane and blocks of 256 an H200 takes 28.6 us for 4096 tokens of 32 heads, not 25.9.
 // Lse lie side by side for the tokens of a head: a block of many rows with up to 4 parts has kTile tokens of some heads,
 // and reads each sector of them once (4 parts of 4096 tokens on an H200: 40.8 us, not 48.8).
 // Where there are more parts, a group goes on with the next ones; where there are few rows, several groups of a block share
@@ -54,7 +55,7 @@ __device__ float weight_of(float difference) {
 
 // kSize: elements of an access.  Lanes of a group: 1 << lanes_log2.  Groups of a row: 1 << groups_log2 with kMany, which
 // takes any number of parts; else one, and at most kParts.
-template <class T, class Out, int kSize, int kPacks, int kParts, bool kMany>
+template <class T, class Out, int kSize, int kParts, bool kMany>
 __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__ MergeAttnStatesArgs a, Divider by_head,
                                                          bool tiled, int lanes_log2, int groups_log2) {
   using V = Vec<T, kSize>;
@@ -94,9 +95,8 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
     return (kPair ? from[k] : from[0] + (first + k) * a.output_part) + d;
   };
   const auto lse_at = [&](int first, int k) { return kPair ? lse_from[k] : lse_from[0] + (first + k) * a.lse_part; };
-  // Of the packs of this lane the q-th one after element `d0`: where it starts, and whether there is one.
-  const auto element = [&](int d0, int q) { return d0 + (q * kSize << lanes_log2); };
-  const auto in_head = [&](int d0, int q) { return element(d0, q) + lane * kSize < a.head_size; };
+  // Whether this lane has a pack behind element `d0`.
+  const auto in_head = [&](int d0) { return d0 + lane * kSize < a.head_size; };
 
   const int mine = group * kParts, step = groups * kParts;  // the first part of this group, and parts at a time
   if (comes_early()) {
@@ -104,14 +104,12 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
     for (int k = 0; k < kParts; ++k)
       if (exists(mine, k)) {
         if (lane == 0) prefetch(lse_at(mine, k));
-#pragma unroll
-        for (int q = 0; q < kPacks; ++q)
-          if (in_head(0, q)) prefetch(pack_at(mine, k, element(0, q)));
+        if (in_head(0)) prefetch(pack_at(mine, k, 0));
       }
   }
   begin_dependent();
 
-  V x[kParts][kPacks];
+  V x[kParts];
   float lse[kParts];
   const auto load_lse = [&](int first) {
 #pragma unroll
@@ -120,9 +118,7 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
   const auto load_packs = [&](int first, int d0) {
 #pragma unroll
     for (int k = 0; k < kParts; ++k)
-#pragma unroll
-      for (int q = 0; q < kPacks; ++q)
-        if (exists(first, k) && in_head(d0, q)) x[k][q] = load_vec_in_order<V>(pack_at(first, k, element(d0, q)));
+      if (exists(first, k) && in_head(d0)) x[k] = load_vec_in_order<V>(pack_at(first, k, d0));
   };
   load_lse(mine);
   load_packs(mine, 0);
@@ -130,8 +126,7 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
 
   const float last = lse[kParts - 1];
   // of the groups of the block, and of the threads
-  __shared__ float tops[kMany ? kThreads : 1], totals[kMany ? kThreads : 1],
-      sums[kMany ? kThreads * kPacks * kSize : 1];
+  __shared__ float tops[kMany ? kThreads : 1], totals[kMany ? kThreads : 1], sums[kMany ? kThreads * kSize : 1];
   const int first_group = static_cast<int>(threadIdx.x >> lanes_log2) - group;  // of this row
   float top = -INFINITY, total = 0.0f;
 #pragma unroll
@@ -151,49 +146,39 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
   if (copies_first) lse[0] = 0.0f;
   if (!has_context) lse[kParts - 1] = top = 0.0f;
   const float base = top == -INFINITY ? 0.0f : top;
-  const int width = kSize * kPacks << lanes_log2;  // elements at a time
+  const int width = kSize << lanes_log2;  // elements at a time
   Out* const out = a.output.row<Out>(token, head);
   for (int d0 = 0; d0 < a.head_size; d0 += width) {
     // kParts parts at a time are added up, and then their sums: in this order, whoever does it.  Begins with what leaves a
     // zero of either sign as it is.
-    Vec<float, kSize> sum[kPacks];
+    Vec<float, kSize> sum;
     total = 0.0f;
     for (int first = mine; first == mine || (kMany && first < a.num_parts); first += step) {
       if (d0 > 0 || (kMany && first > mine)) load_packs(first, d0);
       if (kMany && (d0 > 0 || first > mine)) load_lse(first);
-      Vec<float, kSize> few[kPacks];
+      Vec<float, kSize> few;
       float few_weights = 0.0f;
 #pragma unroll
-      for (int q = 0; q < kPacks; ++q)
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) few[q][i] = -0.0f;
+      for (int i = 0; i < kSize; ++i) few[i] = -0.0f;
 #pragma unroll
       for (int k = 0; k < kParts; ++k) {
         const float weight = weight_of(seen(lse[k]) - base);
         few_weights += weight;
         if (weight == 0.0f) continue;  // such a part may hold anything
+        const auto v = to_floats(x[k]);
 #pragma unroll
-        for (int q = 0; q < kPacks; ++q) {
-          const auto v = to_floats(x[k][q]);
-#pragma unroll
-          for (int i = 0; i < kSize; ++i) few[q][i] = fmaf(v[i], weight, few[q][i]);
-        }
+        for (int i = 0; i < kSize; ++i) few[i] = fmaf(v[i], weight, few[i]);
       }
       total += few_weights;
 #pragma unroll
-      for (int q = 0; q < kPacks; ++q)
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) sum[q][i] = first == mine ? few[q][i] : sum[q][i] + few[q][i];
+      for (int i = 0; i < kSize; ++i) sum[i] = first == mine ? few[i] : sum[i] + few[i];
     }
 
     if (kMany && groups > 1) {
       if (d0 > 0) __syncthreads();  // what was there is read
       totals[first_group + group] = total;
 #pragma unroll
-      for (int q = 0; q < kPacks; ++q)
-#pragma unroll
-        for (int i = 0; i < kSize; ++i)
-          sums[(first_group + group) * width + element(0, q) + lane * kSize + i] = sum[q][i];
+      for (int i = 0; i < kSize; ++i) sums[(first_group + group) * width + lane * kSize + i] = sum[i];
       __syncthreads();
       total = 0.0f;
 #pragma unroll 8
@@ -209,14 +194,10 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
         v[0] *= factor;
         store_row_part(out + d0 + e, v, scale);
       }
-    } else {
+    } else if (there && in_head(d0)) {
 #pragma unroll
-      for (int q = 0; q < kPacks; ++q) {
-        if (!there || !in_head(d0, q)) continue;
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) sum[q][i] *= factor;
-        store_row_part(out + element(d0, q) + lane * kSize, sum[q], scale);
-      }
+      for (int i = 0; i < kSize; ++i) sum[i] *= factor;
+      store_row_part(out + d0 + lane * kSize, sum, scale);
     }
   }
 
@@ -238,9 +219,9 @@ void run(const MergeAttnStatesArgs& args, const Launch& launch) {
   if (num_rows > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "at most 2^31 - 1 rows (tokens x heads) are supported");
   // What does not fill the chip is spread over as much of it as possible.
   const bool fills = num_rows * args.head_size > int64_t{num_sms(launch.device)} * 1024 * kSize;
-  const auto start = [&]<int kPacks, int kParts, bool kMany>() {
-    int lanes_log2 = 0, groups_log2 = 0, threads = fills ? kThreads : kThreads / 2;
-    while (lanes_log2 < 5 && kPacks * kSize << lanes_log2 < args.head_size) ++lanes_log2;
+  const auto start = [&]<int kParts, bool kMany>() {
+    int lanes_log2 = 0, groups_log2 = 0, threads = fills && kParts > 2 ? kThreads : kThreads / 2;
+    while (lanes_log2 < 5 && kSize << lanes_log2 < args.head_size) ++lanes_log2;
     if (kMany) {
       threads = kThreads;
       // as many groups as there are parts to add up first, where a block holds them: they give the same bits as one group
@@ -251,21 +232,19 @@ void run(const MergeAttnStatesArgs& args, const Launch& launch) {
     const bool tiled = !kMany && kParts <= 4 && fills && heads > 0 && args.num_heads % heads == 0;
     const int64_t blocks =
         tiled ? (args.num_tokens + kTile - 1) / kTile * (args.num_heads / heads) : (num_rows + rows - 1) / rows;
-    launch_dependent(merge_kernel<T, Out, kSize, kPacks, kParts, kMany>, static_cast<unsigned>(blocks), threads, launch,
+    launch_dependent(merge_kernel<T, Out, kSize, kParts, kMany>, static_cast<unsigned>(blocks), threads, launch,
                      "merge_attn_states", args, Divider(tiled ? args.num_heads / heads : args.num_heads), tiled,
                      lanes_log2, groups_log2);
   };
   if (args.num_parts > 8 || (kSize == 1 && args.num_parts > 2)) {
-    start.template operator()<1, 4, true>();
-  } else if (kSize == 1 || (args.num_parts <= 2 && !fills)) {
-    start.template operator()<1, 2, false>();
+    start.template operator()<4, true>();
+  } else if (kSize == 1 || args.num_parts <= 2) {
+    start.template operator()<2, false>();
   } else if constexpr (kSize > 1) {
-    if (args.num_parts <= 2) {
-      start.template operator()<2, 2, false>();
-    } else if (args.num_parts <= 4) {
-      start.template operator()<1, 4, false>();
+    if (args.num_parts <= 4) {
+      start.template operator()<4, false>();
     } else {
-      start.template operator()<1, 8, false>();
+      start.template operator()<8, false>();
     }
   }
 }
