@@ -197,11 +197,11 @@ void run(const QkNormRopeArgs& args, const Launch& launch) {
   const int64_t items = args.head_size / kSize - rotation.rotary_dim / 2 / kSize;
   int lanes = 1;
   while (lanes < 32 && lanes < items) lanes *= 2;
-  // As many steps as leave every SM enough warps.  A head's result does not depend on it.
-  const int64_t together = 32 / lanes, most_steps = (heads - 1) / together + 1;
+  // As many steps as leave every SM enough warps, and as many in each part.  A head's result does not depend on it.
+  const int64_t together = 32 / lanes, all_steps = (heads - 1) / together + 1;
   const int64_t warps = int64_t{num_sms(launch.device)} * 48;
-  const int64_t steps = std::clamp<int64_t>(rotation.num_tokens * most_steps / warps, 1, most_steps);
-  const int64_t parts = (most_steps - 1) / steps + 1;
+  const int64_t most_steps = std::clamp<int64_t>(rotation.num_tokens * all_steps / warps, 1, all_steps);
+  const int64_t parts = (all_steps - 1) / most_steps + 1, steps = (all_steps - 1) / parts + 1;
   const auto blocks = static_cast<unsigned>((rotation.num_tokens * parts - 1) / (kThreads / 32) + 1);
   const auto fits = [](const RowWeights& w) {
     return w.data && (sizeof(T) == 4 || !w.is_float32) && is_aligned(kSize * sizeof(T), w.data);
