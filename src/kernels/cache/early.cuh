@@ -11,15 +11,6 @@ namespace pykv {
 // without prefetching.
 inline constexpr uint32_t kFewBlocks = 512;
 
-// Where blocks are so small that more of them come up.
-__device__ inline bool comes_early([[maybe_unused]] uint32_t blocks) {
-#if __CUDA_ARCH__ >= 900
-  return blockIdx.x < blocks;
-#else
-  return false;
-#endif
-}
-
 // Brings [p, p + bytes) into L2 by one instruction, but for what of it is not 16 aligned bytes.
 __device__ inline void prefetch(const void* p, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900

@@ -36,10 +36,11 @@ __device__ inline void begin_dependent() {
   let_next_kernel_start();
 }
 
-// Whether a block is one of the first, which come up while the kernel before still runs and have time to prefetch.
-__device__ inline bool comes_early() {
+// Whether a block is one of the first, which come up while the kernel before still runs and have time to prefetch: so many,
+// where they are small more.
+__device__ inline bool comes_early([[maybe_unused]] uint32_t blocks = 1024) {
 #if __CUDA_ARCH__ >= 900
-  return blockIdx.x < 1024;
+  return blockIdx.x < blocks;
 #else
   return false;
 #endif
