@@ -28,10 +28,9 @@ struct Function {
   PyObject *dict, *weak_references;
   PyObject* definition;
   Entry entry;
-  std::atomic<PyObject*> route;  // who takes the calls; null: `entry`
-  std::atomic<PyObject*>
-      dispatcher;       // who takes those that `entry` cannot, for their tensors are torch's alone to read
-  Signature signature;  // defaults are converted
+  std::atomic<PyObject*> route;       // who takes the calls; null: `entry`
+  std::atomic<PyObject*> dispatcher;  // of those that `entry` cannot take: of tensors that only torch can read
+  Signature signature;                // defaults are converted
   Parameter* parameters;
   uint32_t converted;  // a bit for each parameter
 };

@@ -17,9 +17,8 @@
 namespace pykv {
 namespace {
 
-constexpr int kThreads = 128;
-constexpr int kBlocks =
-    12;  // of an SM, at least: else the compiler puts the last load behind what is done with the first
+// Blocks of an SM, at least: else the compiler puts the last load behind what is done with the first.
+constexpr int kThreads = 128, kBlocks = 12;
 
 // x / scale for one scale and numbers of at most `largest`, correctly rounded wherever a code depends on it.
 class Divisor {
