@@ -263,13 +263,8 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
   const int bytes = cluster_bytes<S>(p.group, size.blocks, size.warps, launch.device);
   if (bytes == 0) return false;
   const auto kernel = cluster_kernel<S>();
-  static PerDevice ready;
-  ready.get(launch.device, [&] {
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(shared_memory_limit(launch.device))),
-               p.a.op);
-    return 1;
-  });
+  static PerDevice allowed;
+  allow_shared_memory(kernel, static_cast<int>(shared_memory_limit(launch.device)), allowed, p.a.op, launch);
   p.cluster = size.blocks;
   p.by_cluster = Divider(size.blocks);
   const bool early = overlaps_kernels(launch.device) && (size.blocks <= 2 || p.a.max_seq_len <= 2048);

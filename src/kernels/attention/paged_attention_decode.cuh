@@ -424,21 +424,14 @@ bool suits_decode(const Problem& p) {
          a.num_seqs * most_places < (int64_t{1} << 31) && a.max_seq_len < kNoWindow - S::kUnitTokens * 64;
 }
 
+// Of a call that suits.  False if the device has too little shared memory.
 template <class S>
 bool launch_decode_kernel(Problem p, const Launch& launch) {
-  constexpr int kSharedBytes = decode_shared_bytes<S>(), kBlockThreads = S::kWarps * 32;
-  if (!suits_decode<S>(p) || kSharedBytes > static_cast<int>(shared_memory_limit(launch.device))) return false;
-  const auto kernel = paged_attention_decode_kernel<S>;
   static PerDevice resident;
-  const int blocks_per_sm = resident.get(launch.device, [&] {
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), p.a.op);
-    return count_resident_blocks(reinterpret_cast<const void*>(kernel), kBlockThreads, kSharedBytes);
-  });
-  p.kv_tile = S::kUnitTokens;
-  p.place_tokens = S::kInvariant ? kChunkTokens : S::kUnitTokens;
-  const int grid = set_tiling(p, few_rows_tiling(p.a.head_size), blocks_per_sm, launch.device);
-  launch_after(kernel, dim3(grid), dim3(kBlockThreads), 1, kSharedBytes, launch, p.a.op, p, cache_copies<S>(p.a),
-               S::kInvariant ? uint64_t{0} : next_ticket());
+  const int grid = launch_main(paged_attention_decode_kernel<S>, S::kWarps * 32, decode_shared_bytes<S>(),
+                               S::kUnitTokens, few_rows_tiling(p.a.head_size), p, launch, resident,
+                               cache_copies<S>(p.a), S::kInvariant ? uint64_t{0} : next_ticket());
+  if (grid == 0) return false;
   if (S::kInvariant) combine(p, grid, launch);
   return true;
 }

@@ -20,6 +20,25 @@ constexpr int kDigitBits = 16, kDigits = 3;
 static_assert(kDigitBits == 1 << 4);
 static_assert(kMostInvariantTokens / kChunkTokens <= 1 << (31 - kDigitBits));
 
+// The place whose digits are enough for x * 2^exponent.
+__device__ inline int place_above(float x, int exponent) {
+  const int power = max(static_cast<int>(__float_as_uint(x) >> 23 & 255), 1) - 126 + exponent;
+  return (power + kDigitBits) >> 4;  // a sixteenth of power + 1, rounded up
+}
+
+// take(i, x) for each digit x of y, which is below 2^kDigitBits.  What has 1.5 * 2^23 added to it is rounded to a whole number
+// and shows it in its lowest bits.
+template <class Take>
+__device__ void cut(float y, Take take) {
+  constexpr float kWhole = 3 << 22;
+#pragma unroll
+  for (int i = 0; i < kDigits; ++i) {
+    const float shown = y + kWhole;
+    take(i, __float_as_int(shown) - __float_as_int(kWhole));
+    y = (y - (shown - kWhole)) * (1 << kDigitBits);
+  }
+}
+
 template <int kN>
 struct ExactSum {
   static constexpr int kEmpty = -(1 << 26);
@@ -100,22 +119,8 @@ struct ExactSum {
   __device__ int exponent() const { return place == kEmpty ? 0 : kDigitBits * (place - kDigits); }
 
  private:
-  // The digits of y, which is below 2^kDigitBits.  What has 1.5 * 2^23 added to it is rounded to a whole number and shows it
-  // in its lowest bits.
   __device__ void add_digits(float y, int e) {
-    constexpr float kWhole = 3 << 22;
-#pragma unroll
-    for (int i = 0; i < kDigits; ++i) {
-      const float shown = y + kWhole;
-      digit[i][e] += __float_as_int(shown) - __float_as_int(kWhole);
-      y = (y - (shown - kWhole)) * (1 << kDigitBits);
-    }
-  }
-
-  // The place whose digits are enough for x * 2^exponent.
-  static __device__ int place_above(float x, int exponent) {
-    const int power = max(static_cast<int>(__float_as_uint(x) >> 23 & 255), 1) - 126 + exponent;
-    return (power + kDigitBits) >> 4;  // a sixteenth of power + 1, rounded up
+    cut(y, [&](int i, int x) { digit[i][e] += x; });
   }
 
   // The same whatever the numbers are.

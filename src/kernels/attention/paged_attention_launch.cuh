@@ -98,11 +98,21 @@ class PerDevice {
   std::atomic<int> values_[kDevices]{};
 };
 
-// Launches one kernel over the whole line, and what combines its pieces.
-template <class Kernel, class Copies>
-bool launch_line(Kernel kernel, int shared_bytes, int unit_tokens, const Tiling& tiling, const Copies& copies,
-                 Problem p, const Launch& launch, PerDevice& resident, int threads = kThreads) {
-  if (shared_bytes > static_cast<int>(shared_memory_limit(launch.device))) return false;
+// Lets a kernel have so much shared memory: said once on each device.
+template <class Kernel>
+void allow_shared_memory(Kernel kernel, int bytes, PerDevice& allowed, const char* op, const Launch& launch) {
+  allowed.get(launch.device, [&] {
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
+    return 1;
+  });
+}
+
+// Launches one kernel, which takes a Problem and `args`, over the whole line.  Gives the grid, or 0 if the device has too
+// little shared memory.
+template <class Kernel, class... Args>
+int launch_main(Kernel kernel, int threads, int shared_bytes, int unit_tokens, const Tiling& tiling, Problem& p,
+                const Launch& launch, PerDevice& resident, const Args&... args) {
+  if (shared_bytes > static_cast<int>(shared_memory_limit(launch.device))) return 0;
   const int blocks_per_sm = resident.get(launch.device, [&] {
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), p.a.op);
     return count_resident_blocks(reinterpret_cast<const void*>(kernel), threads, shared_bytes);
@@ -110,7 +120,16 @@ bool launch_line(Kernel kernel, int shared_bytes, int unit_tokens, const Tiling&
   p.kv_tile = unit_tokens;
   p.place_tokens = p.a.batch_invariant ? kChunkTokens : p.kv_tile;
   const int grid = set_tiling(p, tiling, blocks_per_sm, launch.device);
-  launch_after(kernel, dim3(grid), dim3(threads), 1, shared_bytes, launch, p.a.op, p, copies);
+  launch_after(kernel, dim3(grid), dim3(threads), 1, shared_bytes, launch, p.a.op, p, args...);
+  return grid;
+}
+
+// The same, and what combines its pieces.
+template <class Kernel, class Copies>
+bool launch_line(Kernel kernel, int shared_bytes, int unit_tokens, const Tiling& tiling, const Copies& copies,
+                 Problem p, const Launch& launch, PerDevice& resident, int threads = kThreads) {
+  const int grid = launch_main(kernel, threads, shared_bytes, unit_tokens, tiling, p, launch, resident, copies);
+  if (grid == 0) return false;
   combine(p, grid, launch);
   return true;
 }

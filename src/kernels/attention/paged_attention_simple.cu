@@ -281,12 +281,8 @@ void launch_kernel(Problem p, const Launch& launch) {
   if (shared_bytes() > limit) {
     fail(PYKV_NOT_IMPLEMENTED, "%s: query: head_size %d is too large for this GPU", p.a.op, p.a.head_size);
   }
-  static PerDevice ready;
-  ready.get(launch.device, [&] {
-    const int bytes = static_cast<int>(limit);
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), p.a.op);
-    return 1;
-  });
+  static PerDevice allowed;
+  allow_shared_memory(kernel, static_cast<int>(limit), allowed, p.a.op, launch);
   p.place_tokens = p.a.batch_invariant ? kChunkTokens : p.kv_tile;
   const int resident = count_resident_blocks(reinterpret_cast<const void*>(kernel), kThreads, shared_bytes());
   const int grid = set_tiling(p, simple_tiling(p.a.head_size), resident, launch.device);

@@ -375,11 +375,8 @@ template <class S>
 bool launch_wgmma_kernel(Problem p, const Launch& launch) {
   constexpr int kSharedBytes = prefill_shared_bytes<S>();
   const auto kernel = paged_attention_wgmma_kernel<S>;
-  static PerDevice ready;
-  ready.get(launch.device, [&] {
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), p.a.op);
-    return 1;
-  });
+  static PerDevice allowed;
+  allow_shared_memory(kernel, kSharedBytes, allowed, p.a.op, launch);
   p.kv_tile = p.place_tokens = S::kTile;
   const int grid = set_tiling(p, {S::kRows, S::kD, 1}, 1, launch.device);
   // Where no tile is long, the longest cannot be what decides.
