@@ -193,3 +193,29 @@ def slot_mapping(rng: np.random.Generator, kind: str, n: int, s: Sizes, dtype: A
 
 
 SLOTS = ["scattered", "consecutive", "sequences"]
+
+
+def blocks_of_floats(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """Blocks of every magnitude, some of zeros, some with infinities and NaN, many elements on or near a tie."""
+    blocks = (int(np.prod(shape)) // 16, 16)
+    size = np.exp2(np.round(rng.uniform(-16, 12, blocks[0])))[:, None]
+    x = rng.standard_normal(blocks) * size
+    exact = rng.choice(np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, 0, -0.25, -5]), blocks) * size
+    kind = rng.random((blocks[0], 1))
+    x = np.where(kind < 0.3, exact, x)
+    x = np.where(kind > 0.97, 0.0, x)
+    special = rng.choice(np.array([0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan]), blocks)
+    x = np.where((kind > 0.9) & (kind < 0.94) & (rng.random(blocks) < 0.2), special, x)
+    x = np.where((kind > 0.94) & (kind < 0.95), np.nan, x)
+    with np.errstate(all="ignore"):
+        return x.astype(dtype).reshape(shape)
+
+
+def nvfp4_tokens(
+    rng: np.random.Generator, dtype: np.dtype[Any], rows: int, heads: int, size: int, arrangement: str
+) -> np.ndarray:
+    def make(shape: tuple[int, ...]) -> np.ndarray:
+        total = int(np.prod(shape))
+        return blocks_of_floats(rng, (-(-total // 16) * 16,), dtype)[:total].reshape(shape)
+
+    return tokens(make, rows, heads, size, arrangement)
