@@ -31,13 +31,9 @@ SOME = {
         "dimensions or dtype or nan or any",
     ),
     "cache": (
-        [
-            "cache/test_reshape_and_cache.py",
-            "cache/test_nvfp4.py",
-            "cache/test_nvfp4_rounding.py",
-            "cache/test_convert_fp8.py",
-        ]
-        + ["cache/test_gather_cache.py", "cache/test_indexer_cache.py", "cache/test_concat_and_cache_mla.py"],
+        ["cache/test_reshape_and_cache.py", "cache/test_nvfp4.py", "cache/test_nvfp4_rounding.py"]
+        + ["cache/test_gather_cache.py", "cache/test_indexer_cache.py", "cache/test_concat_and_cache_mla.py"]
+        + ["cache/test_convert_fp8.py"],
         "layouts or scales or rounding or sizes or any",
     ),
 }
