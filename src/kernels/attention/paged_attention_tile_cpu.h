@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "cpu/pieces.h"
+#include "cpu/prefetch.h"
 #include "cpu/simd.h"
 
 namespace pykv::PYKV_ISA::attention {
@@ -87,7 +88,7 @@ class Fetch {
 
     void ahead(int64_t bytes) {
       for (; bytes > 0 && piece < fetch->count_; bytes -= 64) {
-        __builtin_prefetch(next, 0, 2);
+        prefetch<2>(next);
         next += 64;
         if (next >= end && ++piece < fetch->count_) next = fetch->begin_[piece], end = fetch->end_[piece];
       }

@@ -5,6 +5,7 @@
 #include "cpu/decode.h"
 #include "cpu/nvfp4.h"
 #include "cpu/parallel.h"
+#include "cpu/prefetch.h"
 #include "cpu/stream_copy.h"
 
 namespace pykv::PYKV_ISA {
@@ -80,7 +81,7 @@ void read_records(const GatherCacheArgs& args, const Launch& launch) {
     const e4m3* codes = reinterpret_cast<const e4m3*>(from);
     const char* rope = from + record.rope_at();
     // the record behind, mostly: the processor's own prefetching ends with a page
-    for (int64_t at = args.src_token; at < 2 * args.src_token; at += kLine) __builtin_prefetch(from + at);
+    prefetch_bytes(from + args.src_token, args.src_token);
     const auto scale_of = [&](int64_t first) {
       float scale;
       std::memcpy(&scale, from + record.scales_at() + first / (MlaRecord::kTile / 4), 4);

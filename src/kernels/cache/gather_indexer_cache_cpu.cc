@@ -3,6 +3,7 @@
 
 #include "cache/gather_indexer_cache.h"
 #include "cpu/parallel.h"
+#include "cpu/prefetch.h"
 #include "cpu/stream_copy.h"
 
 namespace pykv::PYKV_ISA {
@@ -32,9 +33,6 @@ void copy_rows(const GatheredRows& rows, int64_t row, int64_t count, int64_t row
 // Blocks lie anywhere: the processor itself sees only late where the next one is.
 void prefetch_place(const GatherIndexerArgs& args, const PagedRequests::Place& place) {
   const char* block = static_cast<const char*>(args.cache) + place.block * args.block_bytes;
-  const auto prefetch_bytes = [](const char* from, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(from + at);
-  };
   prefetch_bytes(block + place.offset * args.block.values, std::min(place.run * args.block.values, kMostAhead));
   prefetch_bytes(block + args.block.scales_at() + place.offset * args.block.scale_bytes(), 1);
 }

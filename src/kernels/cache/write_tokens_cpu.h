@@ -14,6 +14,7 @@
 #include "cpu/encode.h"
 #include "cpu/nvfp4.h"
 #include "cpu/pieces.h"
+#include "cpu/prefetch.h"
 #include "cpu/simd.h"
 #include "cpu/stream_copy.h"
 
@@ -269,7 +270,8 @@ struct Ahead {
     int64_t line = i * all / n;
     if (line == end) return;
     for (int64_t r = line / of_row, at = line % of_row; line < end; ++r, at = 0)
-      for (; at < of_row && line < end; ++at, ++line) __builtin_prefetch(from + r * stride + at * kLine, 0, 2);
+      for (; at < of_row && line < end; ++at, ++line) prefetch<2>(from + r * stride + at * kLine);
+    keep_prefetches();
   }
 };
 

@@ -5,6 +5,7 @@
 // order; whoever mixes arrays of several dtypes loads all of them in the order of one T, which is part of a pair's type.
 #pragma once
 
+#include "cpu/prefetch.h"
 #include "cpu/simd.h"
 #include "cpu/stream_copy.h"
 

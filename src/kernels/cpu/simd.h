@@ -256,6 +256,4 @@ inline Floats log(Floats x) {
 // tanh within 3e-7 absolute: what a soft cap needs.
 inline Floats tanh(Floats x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
-
 }  // namespace pykv::PYKV_ISA

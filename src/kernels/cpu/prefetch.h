@@ -1,0 +1,23 @@
+// Lines that will be read soon, asked for.
+#pragma once
+
+#include <cstdint>
+
+namespace pykv::PYKV_ISA {
+
+// Into the first cache, or (kLevel = 2) no nearer than the second.
+template <int kLevel = 1>
+inline void prefetch(const void* p) {
+  __builtin_prefetch(p, 0, 4 - kLevel);
+}
+
+// To GCC a function that does nothing but prefetch has no effect: it deletes calls of those that are not inlined early.
+// This is one, for functions that are long enough for that; in an inner loop it would cost optimisations.
+inline void keep_prefetches() { asm volatile(""); }
+
+inline void prefetch_bytes(const void* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) prefetch(static_cast<const char*>(from) + at);
+  keep_prefetches();
+}
+
+}  // namespace pykv::PYKV_ISA
