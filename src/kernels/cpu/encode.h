@@ -102,14 +102,22 @@ class Encoder<T, Code, Rule> {
   // quotient_of: of the bits of a magnitude those of its quotient by the scale.
   template <class QuotientOf>
   void convert(Code* to, const T* from, int64_t n, bool past, QuotientOf quotient_of) const {
-    const Tables tables = table_;  // which no store can change
-    for (int64_t i = 0; i < n; i += kPair) {
+    const Tables tables = table_;             // which no store can change
+    const auto codes_of = [&](const T* at) {  // one in each lane
+      const __m512i bits = _mm512_loadu_si512(at), magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
+      return look_up(tables, bits, magnitude, quotient_of(magnitude));
+    };
+    const __m512i in_turn = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);  // of what is packed eight bytes are either's
+    int64_t i = 0;
+    for (; i + 2 * kPair <= n; i += 2 * kPair) {
+      const __m512i packed = _mm512_packus_epi16(codes_of(from + i), codes_of(from + i + kPair));
+      store_raw(to + i, _mm512_maskz_permutexvar_epi64(0xff, in_turn, packed), past);
+    }
+    for (; i < n; i += kPair) {
       T some[kPair];
       const T* at = from + i;
       if (n - i < kPair) load_first(some, at, n - i), at = some;
-      const __m512i bits = _mm512_loadu_si512(at);
-      const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
-      store_codes(to + i, look_up(tables, bits, magnitude, quotient_of(magnitude)), n - i, past);
+      store_codes(to + i, _mm512_maskz_cvtepi16_epi8(~__mmask32{}, codes_of(at)), n - i, past);
     }
   }
 
@@ -171,13 +179,8 @@ class Encoder<T, Code, Rule> {
     return true;
   }
 
-  static __m256i look_up(const Tables& tables, __m512i bits) {
-    const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
-    return look_up(tables, bits, magnitude, magnitude);
-  }
-
   // The codes of `quotient`, with the signs of `bits`; NaN is known by its magnitude.
-  static __m256i look_up(const Tables& tables, __m512i bits, __m512i magnitude, __m512i quotient) {
+  static __m512i look_up(const Tables& tables, __m512i bits, __m512i magnitude, __m512i quotient) {
     const __m512i within = _mm512_max_epu16(_mm512_min_epu16(quotient, tables.top), tables.bottom);
     const __m512i small =
         _mm512_permutex2var_epi16(tables.small[0], _mm512_srli_epi16(within, kSmallPart), tables.small[1]);
@@ -195,8 +198,7 @@ class Encoder<T, Code, Rule> {
       sign = _mm512_maskz_srli_epi16(number, bits, 8);
     }
     // code | sign & 0x80: 0xf8 is a | b & c
-    code = _mm512_ternarylogic_epi32(code, sign, _mm512_set1_epi16(0x80), 0xf8);
-    return _mm512_maskz_cvtepi16_epi8(~__mmask32{}, code);
+    return _mm512_ternarylogic_epi32(code, sign, _mm512_set1_epi16(0x80), 0xf8);
   }
 
   float scale_;
