@@ -151,7 +151,12 @@ def test_a_row_depends_neither_on_others_nor_on_where_it_lies(array, op, dtype, 
 
 
 @pytest.mark.parametrize("op", [*OPS, groups_of_64], ids=lambda op: op.__name__)
-@pytest.mark.parametrize(("rows", "width"), [(12001, 64), (1501, 4096), (1501, 8000), (1501, 8192)])
+@pytest.mark.parametrize(
+    ("rows", "width"),
+    [(12001, 64), (1501, 4096), (1501, 8000), (1501, 8192)]
+    # whole packs for each of 64, 128, 256 or 512 threads
+    + [(601, width) for width in (2048, 2560, 3072, 3584, 5120, 6144, 7168, 12288)],
+)
 def test_one_of_more_rows_than_a_gpu_holds(array, op, rows, width):
     """Where blocks of threads take several rows, one after the other."""
     inputs, weights = problem((rows, width), np.dtype(ml_dtypes.bfloat16))

@@ -77,22 +77,22 @@ __device__ float largest_of(const Vec<T, kSize> (&v)[kCount]) {
 // The largest of each of kCount packs over `lanes` neighbouring lanes.
 template <class T, int kSize, int kCount>
 __device__ void largest_of_lanes(const Vec<T, kSize> (&v)[kCount], int lanes, float (&mosts)[kCount]) {
-  if constexpr (kInWords<T, kSize> && kCount % 2 == 0) {
-    uint32_t pairs[kCount / 2];  // of two packs each
+  if constexpr (kInWords<T, kSize> && kCount > 1) {
+    uint32_t pairs[(kCount + 1) / 2];  // of two packs each, the last perhaps of one
 #pragma unroll
-    for (int k = 0; k < kCount / 2; ++k) {
-      const uint32_t a = largest_parts(v[2 * k]), b = largest_parts(v[2 * k + 1]);
-      pairs[k] = larger_magnitudes<T>(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
+    for (int k = 0; k < kCount; k += 2) {
+      const uint32_t a = largest_parts(v[k]), b = k + 1 < kCount ? largest_parts(v[k + 1]) : a;
+      pairs[k / 2] = larger_magnitudes<T>(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
     }
     for (int distance = lanes / 2; distance > 0; distance /= 2) {
 #pragma unroll
       for (uint32_t& pair : pairs) pair = larger_magnitudes<T>(pair, __shfl_xor_sync(0xffffffffu, pair, distance));
     }
 #pragma unroll
-    for (int k = 0; k < kCount / 2; ++k) {
-      const float2 floats = word_to_floats<T>(pairs[k] & 0x7fff7fffu);
-      mosts[2 * k] = fmaxf(floats.x, 0.0f);  // NaN where there is nothing else
-      mosts[2 * k + 1] = fmaxf(floats.y, 0.0f);
+    for (int k = 0; k < kCount; k += 2) {
+      const float2 floats = word_to_floats<T>(pairs[k / 2] & 0x7fff7fffu);
+      mosts[k] = fmaxf(floats.x, 0.0f);  // NaN where there is nothing else
+      if (k + 1 < kCount) mosts[k + 1] = fmaxf(floats.y, 0.0f);
     }
   } else {
 #pragma unroll
