@@ -7,6 +7,7 @@
 
 #include "attention/merge_attn_states.h"
 #include "cpu/parallel.h"
+#include "cpu/prefetch.h"
 #include "cpu/simd.h"
 #include "cpu/stream_copy.h"
 
@@ -160,13 +161,18 @@ void merge_tokens(const MergeAttnStatesArgs& a, const Weights& weights, int64_t 
   // heads that are neighbours are written together, as many as a piece holds: what has just been stored is slow to read
   const int64_t in_piece = LineWriter::kPieceBytes / static_cast<int64_t>(sizeof(Out)) / a.head_size;
   const int64_t at_once = a.output.head == a.head_size ? std::max<int64_t>(1, in_piece) : 1;
+  constexpr int64_t bytes = sizeof(T);
   for (int64_t t = 0; t < count; ++t) {
+    const int64_t next = first + t + 1;
     for (int64_t h = 0; h < a.num_heads; h += at_once) {
       const int64_t heads = std::min(at_once, a.num_heads - h), size = a.head_size;
       written.fill(a.output.row<Out>(first + t, h), heads * size, [&](Out* out, int64_t from, int64_t n) {
-        for (int64_t i = 0; i < heads; ++i)
+        for (int64_t i = 0; i < heads; ++i) {
+          for (int64_t p = 0; p < a.num_parts && next < a.num_tokens; ++p)
+            prefetch_bytes(a.part<T>(p, next, h + i) + (heads == 1 ? from : 0), (heads == 1 ? n : size) * bytes);
           merge_row<T>(a, first + t, h + i, weights((h + i) * count + t), weights.stride(), heads == 1 ? from : 0,
                        heads == 1 ? n : size, out + i * size);
+        }
       });
     }
   }

