@@ -89,17 +89,19 @@ void quantise_blocks(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
   const bool in_place = latent.dim == 1 && rope.dim == 1 && latent.size % kNvfp4Block == 0;
   const int32_t latents = static_cast<int32_t>(latent.size / kNvfp4Block),
                 all = static_cast<int32_t>((latent.size + rope.size) / kNvfp4Block);
-  for_each_slot(args, 1, launch, [&](int64_t token, int64_t block, int64_t offset, LineWriter&) {
+  for_each_slot(args, 1, launch, [&](int64_t token, int64_t block, int64_t offset, LineWriter& out) {
     uint8_t* page = static_cast<uint8_t*>(args.cache) + block * args.block;
     const T *c = row_of<T>(latent, token), *pe = row_of<T>(rope, token);
+    typename Nvfp4Encoder<T>::Begun begun(out);
     if (in_place) {
-      encode(page, args.page, offset, 0, 1, 0, latents, c, 0);
-      encode(page, args.page, offset, 0, 1, latents, all - latents, pe, 0);
+      encode(begun, page, args.page, offset, 0, 1, 0, latents, c, 0);
+      encode(begun, page, args.page, offset, 0, 1, latents, all - latents, pe, 0);
     } else {
       std::vector<T> together(latent.size + rope.size);
       for (int64_t i = 0; i < latent.size; ++i) together[i] = c[i * latent.dim];
       for (int64_t i = 0; i < rope.size; ++i) together[latent.size + i] = pe[i * rope.dim];
-      encode(page, args.page, offset, 0, 1, 0, all, together.data(), 0);
+      encode(begun, page, args.page, offset, 0, 1, 0, all, together.data(), 0);
+      begun.finish();
     }
   });
 }

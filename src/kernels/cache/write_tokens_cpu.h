@@ -143,6 +143,15 @@ inline void store_transposed(Stored* to, int64_t stride, const Stored* from, int
     for (int64_t i = 0; i < length; ++i) to[column * stride + i] = from[i * row + column];
 }
 
+// While a row of so many elements is converted, that of so many tokens later is asked for: the processor itself does not look
+// far enough ahead through the arithmetic.  Mostly it is a row that comes soon.
+template <class T>
+constexpr int64_t rows_ahead(int64_t row) {
+  constexpr int64_t kBytes = 4096;
+  const int64_t bytes = std::max<int64_t>(row, 1) * static_cast<int64_t>(sizeof(T));
+  return (kBytes + bytes - 1) / bytes;
+}
+
 // How elements of a head become what the cache stores: made once for a side and all of its elements.
 template <class T>
 struct Copy {
@@ -180,11 +189,16 @@ struct Quantise {
       encoders[encoders.size() == 1 ? 0 : head](codes, from, n);
     }
   }
-  // Neighbours.
-  void row(Stored* to, const T* from, int64_t n, int64_t head, LineWriter& out, bool past_caches) const {
+  // Neighbours; what lies `ahead` of them is asked for.
+  void row(Stored* to, const T* from, int64_t ahead, int64_t n, int64_t head, LineWriter& out, bool past_caches) const {
+    constexpr int64_t kSome = 512;
     const Encoder<T, Code>& encode = encoders[encoders.size() == 1 ? 0 : head];
     write_pairs(out, to, n, past_caches, [&](Stored* at, int64_t first, int64_t count, bool past) {
-      encode(reinterpret_cast<Code*>(at), from + first, count, past);
+      for (int64_t i = 0; i < count; i += kSome) {
+        const int64_t some = std::min(kSome, count - i);
+        prefetch_bytes(from + first + i + ahead, some * static_cast<int64_t>(sizeof(T)));
+        encode(reinterpret_cast<Code*>(at) + i, from + first + i, some, past);
+      }
     });
   }
 };
@@ -200,20 +214,25 @@ struct QuantiseBlocks {
     const int64_t scales = side.scale.stride == 0 ? 1 : num_heads;
     for (int64_t h = 0; h < scales; ++h) encoders.emplace_back(side.scale[h], elements / scales);
   }
-  void run(const CacheSide& side, int64_t num_heads, const Run& run) const {
+  void run(const CacheSide& side, int64_t num_heads, const Run& run, LineWriter& out) const {
     uint8_t* page = static_cast<uint8_t*>(side.cache) + run.block * side.block;
     const int64_t size = side.head_size, at_once = encoders.size() == 1 && side.data_dim == 1 ? num_heads : 1;
+    const int64_t ahead = rows_ahead<T>(num_heads * size) * side.data_token;
     const int32_t num_blocks = static_cast<int32_t>(size / kNvfp4Block);
+    typename Nvfp4Encoder<T>::Begun begun(out);
     std::vector<T> together(side.data_dim == 1 ? 0 : size);  // a head whose elements are no neighbours
     for (int64_t i = 0; i < run.length; ++i) {
       for (int64_t h = 0; h < num_heads; h += at_once) {
         const T* from = static_cast<const T*>(side.data) + (run.token + i) * side.data_token + h * side.data_head;
+        if (side.data_dim == 1 && (at_once == 1 || side.data_head == size))
+          prefetch_bytes(from + ahead, at_once * size * static_cast<int64_t>(sizeof(T)));
         if (side.data_dim != 1) {
           for (int64_t d = 0; d < size; ++d) together[d] = from[d * side.data_dim];
           from = together.data();
         }
-        encoders[encoders.size() == 1 ? 0 : h](page, side.page, run.offset + i, h, h + at_once, 0, num_blocks, from,
-                                               side.data_head);
+        encoders[encoders.size() == 1 ? 0 : h](begun, page, side.page, run.offset + i, h, h + at_once, 0, num_blocks,
+                                               from, side.data_head);
+        if (side.data_dim != 1) begun.finish();
       }
     }
   }
@@ -231,7 +250,7 @@ void write_rows(const Convert& convert, const CacheSide& side, int64_t num_heads
       (num_heads == 1 || (side.data_head == size && side.head == size)) && side.data_dim == 1 && side.scale.stride == 0;
   const bool at_once = by_the_row && side.data_token == row && side.token == row;
   const int64_t tokens = at_once ? 1 : run.length, heads = by_the_row ? 1 : num_heads;
-  const int64_t n = run.length * row / (tokens * heads);
+  const int64_t n = run.length * row / (tokens * heads), ahead = rows_ahead<Source>(row) * side.data_token;
   for (int64_t i = 0; i < tokens; ++i) {
     for (int64_t h = 0; h < heads; ++h) {
       Stored* to =
@@ -241,7 +260,7 @@ void write_rows(const Convert& convert, const CacheSide& side, int64_t num_heads
       if (side.data_dim != 1) {
         convert.row(to, from, side.data_dim, n, h);
       } else if constexpr (!Convert::kIsCopy) {
-        convert.row(to, from, n, h, out, past_caches);
+        convert.row(to, from, ahead, n, h, out, past_caches);
       } else if (past_caches) {
         stream_copy(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), n * sizeof(Stored));
       } else {
@@ -346,7 +365,7 @@ template <class Convert>
 void write_run(const Convert& convert, const CacheSide& side, int64_t num_heads, const Run& run, LineWriter& out,
                bool past_caches, std::vector<typename Convert::Stored>& tile, const Ahead& ahead) {
   if constexpr (requires { &Convert::run; }) {
-    convert.run(side, num_heads, run);
+    convert.run(side, num_heads, run, out);
   } else if (side.chunk == side.head_size) {
     write_rows(convert, side, num_heads, run, out, past_caches);
   } else {
