@@ -8,6 +8,7 @@ namespace {
 // min(x, limit), rounded to T, is min(x, limit rounded to T).
 template <class T>
 struct SiluAndMulWithClamp : Halves {
+  static constexpr bool kPlain = false;
   float limit, low;
   __device__ explicit SiluAndMulWithClamp(const GatedActivationArgs& args)
       : limit(to_float(from_float<T>(args.limit))), low(to_float(from_float<T>(-args.limit))) {}
@@ -24,7 +25,7 @@ struct FatreluAndMul : Halves {
 
 template <class T>
 struct SwigluoaiAndMul {
-  static constexpr bool kInterleaved = true, kRounded = false;
+  static constexpr bool kInterleaved = true, kRounded = false, kPlain = false;
   float alpha, limit;
   __device__ explicit SwigluoaiAndMul(const GatedActivationArgs& args) : alpha(args.alpha), limit(args.limit) {}
   __device__ float activation(float x) const {
@@ -38,7 +39,7 @@ struct SwigluoaiAndMul {
 
 template <class T>
 struct SwiglustepAndMul {
-  static constexpr bool kInterleaved = false, kRounded = false;
+  static constexpr bool kInterleaved = false, kRounded = false, kPlain = false;
   float limit;
   __device__ explicit SwiglustepAndMul(const GatedActivationArgs& args) : limit(args.limit) {}
   __device__ float activation(float x) const { return fminf(silu(x), limit); }

@@ -44,14 +44,14 @@ struct TilePart {
   __device__ bool has(int k) const { return first + k * step < end; }
 };
 
-// start<kSize, kVectors>(tiles), with the widest vectors for which aligned(bytes).
-template <class T, class Aligned, class Start>
+// start<kSize, kVectors>(tiles), with the widest vectors for which aligned(bytes), in blocks of at most so many threads.
+template <class T, int kThreads = kTileThreads, class Aligned, class Start>
 void tile_rows(Aligned aligned, int64_t width, int64_t num_rows, int device, Start start) {
   const auto sized = [&]<int kSize>() {
     const int64_t vectors = width / kSize;  // of a row
     // What does not fill the chip is spread over as much of it as possible.
     if (vectors * num_rows > int64_t{num_sms(device)} * 1024) {
-      start.template operator()<kSize, 2>(row_tiles((vectors + 1) / 2, num_rows, kTileThreads));
+      start.template operator()<kSize, 2>(row_tiles((vectors + 1) / 2, num_rows, kThreads));
     } else {
       start.template operator()<kSize, 1>(row_tiles(vectors, num_rows, kTileThreads / 2));
     }
