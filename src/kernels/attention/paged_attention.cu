@@ -61,10 +61,10 @@ __device__ Row row_of_note(const Problem& p, const Unfinished& u, int r) {
   return row_of(p, unit, r);
 }
 
-// With batch_invariant: tiles that all compute a row in the same steps.  Without it tiles of 64 rows do better than those of
-// 32 where four warps multiply together.
-RowClass class_for(RowClass rows, bool batch_invariant, bool warpgroups, int head_size) {
-  if (warpgroups && rows == RowClass::kSome) return RowClass::kMore;
+// With batch_invariant: tiles that all compute a row in the same steps.  Without it, where sequences are so short that they are
+// mostly waits for their queries, tiles of 64 rows do better than those of 32 if four warps multiply together.
+RowClass class_for(RowClass rows, bool batch_invariant, bool short_by_warpgroups, int head_size) {
+  if (short_by_warpgroups && rows == RowClass::kSome) return RowClass::kMore;
   if (!batch_invariant) return rows;
   return rows == RowClass::kFew || head_size > 128 ? RowClass::kInvariantFew : RowClass::kInvariantMore;
 }
@@ -162,6 +162,11 @@ bool launch_prefill(const Problem& p, const Launch& launch) {
 
 bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
   if ((rows == RowClass::kFew || rows == RowClass::kInvariantFew) && launch_decode(p, launch)) return true;
+  const bool by_warpgroups = rows == RowClass::kFew || rows == RowClass::kSome || rows == RowClass::kMore;
+  if (by_warpgroups && may_use_warpgroups(p.a, launch.device)) {
+    return p.a.dtype == DType::kFloat16 ? launch_warpgroups_f16(p, rows, launch)
+                                        : launch_warpgroups_bf16(p, rows, launch);
+  }
   switch (p.a.kv_format) {
     case KvFormat::kE4M3:
       return launch_e4m3(p, rows, launch);
@@ -185,8 +190,11 @@ void launch_all(Problem p, const Launch& launch) {
   };
   if (suits_mma(p.a)) {
     RowClass rows;
-    const bool warpgroups = may_use_warpgroups(p.a, launch.device);
-    const auto class_of = [&](RowClass x) { return class_for(x, p.a.batch_invariant, warpgroups, p.a.head_size); };
+    constexpr int kShort = 256;  // keys
+    const bool short_by_warpgroups = p.a.max_seq_len <= kShort && may_use_warpgroups(p.a, launch.device);
+    const auto class_of = [&](RowClass x) {
+      return class_for(x, p.a.batch_invariant, short_by_warpgroups, p.a.head_size);
+    };
     const RowClass many = class_of(RowClass::kMany);
     const auto take_many = [&](int min_rows) {
       p.min_rows = min_rows;

@@ -44,7 +44,7 @@ inline Tiling tiling_of(RowClass rows, int head_size) {
   }
 }
 
-// Where a call has more than 16 rows for a KV head: can four warps multiply them together?
+// Where a call has up to 64 rows for a KV head: can four warps multiply them together?
 bool may_use_warpgroups(const PagedAttentionArgs& a, int device);
 
 // Completes `p` for a tiling (rows, workspace) and returns the grid: as many blocks as run at once, at most
@@ -148,6 +148,9 @@ bool launch_decode_e4m3(const Problem& p, const Launch& launch);
 bool launch_decode_e5m2(const Problem& p, const Launch& launch);
 bool launch_decode_int8(const Problem& p, const Launch& launch);
 bool launch_decode_nvfp4(const Problem& p, const Launch& launch);
+// Few, Some or More rows by four warps together, where may_use_warpgroups().  False if the device has too little shared memory.
+bool launch_warpgroups_f16(const Problem& p, RowClass rows, const Launch& launch);
+bool launch_warpgroups_bf16(const Problem& p, RowClass rows, const Launch& launch);
 // Prefill on Hopper.  False if the call is not for these kernels.
 bool launch_wgmma_f16(const Problem& p, const Launch& launch);
 bool launch_wgmma_bf16(const Problem& p, const Launch& launch);

@@ -32,6 +32,11 @@ struct TileLoader {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int member = threadIdx.x % kTeam;  // of the team
 
+  __device__ const uint16_t* query_row(const Row& row) const {
+    return static_cast<const uint16_t*>(p.a.query) + row.token * p.a.query_token_stride +
+           row.head * p.a.query_head_stride;
+  }
+
   static __device__ void sync_team() {
     if constexpr (kTeam == 32) {
       __syncwarp();

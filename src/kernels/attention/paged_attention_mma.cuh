@@ -15,7 +15,7 @@
 // fragment twice.
 #pragma once
 
-#include "attention/paged_attention_warpgroup.cuh"
+#include "attention/paged_attention_results.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/launch.h"
 
@@ -160,14 +160,6 @@ bool launch_mma_kernel(Problem p, RowClass rows, const Launch& launch) {
                      cache_copies<S>(p.a), p, launch, resident);
 }
 
-template <class Element, int kD, bool kPackedV, RowClass kRowClass>
-bool launch_shape(const Problem& p, const Launch& launch) {
-  if constexpr (kRowClass == RowClass::kMore && !kPackedV && suits_warpgroups<Element>) {
-    if (may_use_warpgroups(p.a, launch.device)) return launch_warpgroup_kernel<WarpgroupShape<Element, kD>>(p, launch);
-  }
-  return launch_mma_kernel<Shape<Element, kD, kPackedV, kRowClass>>(p, kRowClass, launch);
-}
-
 template <class Element, RowClass kRowClass>
 bool launch_rows(const Problem& p, const Launch& launch) {
   bool done = false;
@@ -175,12 +167,12 @@ bool launch_rows(const Problem& p, const Launch& launch) {
     if constexpr (kPackedV && std::is_same_v<Element, ElementNvfp4>) {
       return;  // there is no such layout
     } else if (p.a.head_size <= 64) {
-      done = launch_shape<Element, 64, kPackedV, kRowClass>(p, launch);
+      done = launch_mma_kernel<Shape<Element, 64, kPackedV, kRowClass>>(p, kRowClass, launch);
     } else if (p.a.head_size <= 128) {
-      done = launch_shape<Element, 128, kPackedV, kRowClass>(p, launch);
+      done = launch_mma_kernel<Shape<Element, 128, kPackedV, kRowClass>>(p, kRowClass, launch);
     } else if constexpr (kRowClass == RowClass::kFew || kRowClass == RowClass::kMany ||
                          kRowClass == RowClass::kInvariantFew) {
-      done = launch_shape<Element, 256, kPackedV, kRowClass>(p, launch);
+      done = launch_mma_kernel<Shape<Element, 256, kPackedV, kRowClass>>(p, kRowClass, launch);
     }
   });
   return done;

@@ -50,11 +50,6 @@ struct RowSoftmax : TileLoader<S> {
     return pack_pair<half>(x.x * inverse, x.y * inverse);
   }
 
-  __device__ const uint16_t* query_row(const Row& row) const {
-    return static_cast<const uint16_t*>(p.a.query) + row.token * p.a.query_token_stride +
-           row.head * p.a.query_head_stride;
-  }
-
   // The warp's rows into shared memory.  With many rows a warp touches its own alone; with few, all write the same.
   __device__ void load_query_rows(const Unit& u, int row0) {
     constexpr int kQueryChunks = kD / 8, kLoads = S::kWarpRows * kQueryChunks / 32, kBatch = kLoads < 8 ? kLoads : 8;
@@ -66,7 +61,8 @@ struct RowSoftmax : TileLoader<S> {
         const int x = (batch + i) * 32 + lane, chunk = x % kQueryChunks;
         const Row row = row_of(p, u, row0 + x / kQueryChunks);
         v[i] = {0, 0, 0, 0};
-        if (row.valid && chunk * 8 < p.a.head_size) v[i] = *reinterpret_cast<const uint4*>(query_row(row) + chunk * 8);
+        if (row.valid && chunk * 8 < p.a.head_size)
+          v[i] = *reinterpret_cast<const uint4*>(this->query_row(row) + chunk * 8);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
@@ -110,7 +106,7 @@ struct RowSoftmax : TileLoader<S> {
       const int r = h * 8 + lane / 4;
       const Row row = row_of(p, u, row0 + r);
       const bool read = row0 + r < rows && row.valid;
-      const uint16_t* q = query_row(row);
+      const uint16_t* q = this->query_row(row);
       if (row0 + h * 8 < rows) {
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
@@ -144,7 +140,7 @@ struct RowSoftmax : TileLoader<S> {
     if constexpr (S::kQueriesInRegisters) {
       const Row row = row_of(p, u, (S::kMany ? warp * S::kWarpRows : 0) + lane / 2);
       if (row.valid && lane % 2 * 64 < p.a.head_size) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(query_row(row) + lane % 2 * 64));
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(this->query_row(row) + lane % 2 * 64));
       }
     }
   }

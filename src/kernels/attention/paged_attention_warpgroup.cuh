@@ -5,7 +5,7 @@
 //   O = P V       P in registers, V in shared memory: 64 x kD in four products, or eight: bf16 weights have two parts
 //
 // A warp has 16 rows, as there, and nothing but the products is done together.  A K or V element comes from shared memory
-// once for 64 rows; with 32 rows half of that is for nothing, which is still less than a row's own fragments cost.
+// once for 64 rows.  Up to 32 are the columns of products: paged_attention_warpgroup_columns.cuh.
 #pragma once
 
 #include "attention/paged_attention_results.cuh"
@@ -15,12 +15,10 @@
 
 namespace pykv::attention {
 
-template <class Element>
-constexpr bool suits_warpgroups = Element::kBytes == 2 && !std::is_same_v<Element, ElementNvfp4>;
-
 template <class Element, int kHeadSize>
 struct WarpgroupShape : Shape<Element, kHeadSize, false, RowClass::kMore> {
   static constexpr bool kWarpgroup = true, kReadOnce = true;
+  static constexpr bool kQueryColumns = false;  // of the products: paged_attention_warpgroup_columns.cuh
   static constexpr bool kSplitWeights = std::is_same_v<typename Element::Mma, bf16>;
   static constexpr int kBlock = 2 * kThreads;  // four warps compute, four copy
   static constexpr int kComputeRegisters = 192, kCopyRegisters = 64;
@@ -40,9 +38,14 @@ struct WarpgroupSoftmax : SegmentResults<S> {
   using typename Base::Mma;
   using typename Base::State;
   using typename Base::Valid;
+  using Scratch = attention::Scratch<S>;
   static constexpr int kHalves = kTile / 32, kTerms = S::kSplitWeights ? 2 : 1;
   using Scores = float[kHalves][1][4][4];           // of 32 tokens each, as adjust_scores() wants them
   using Weights = uint32_t[kTile / 16][kTerms][4];  // rounded, and what rounding left
+
+  static __device__ WarpgroupSoftmax make(const Problem& p, const CacheCopies& copies, Scratch& scratch, uint32_t) {
+    return {{{{p, copies}, scratch, 0}}};
+  }
 
   __device__ void begin_segment(const Unit& u, State& s) {
     Base::begin_segment(u, s);
@@ -149,11 +152,10 @@ struct WarpgroupSoftmax : SegmentResults<S> {
   }
 };
 
-// Four warps compute; the other four walk along the line, look up pages and start copies, as far ahead as there are
-// stages.
-template <class S>
-struct WarpgroupKernel : WarpgroupSoftmax<S> {
-  using Softmax = WarpgroupSoftmax<S>;
+// Four warps compute, in the way of Softmax; the other four walk along the line, look up pages and start copies, as far
+// ahead as there are stages.
+template <class S, class Softmax>
+struct WarpgroupKernel : Softmax {
   using Softmax::lane;
   using Softmax::member;
   using Softmax::p;
@@ -164,6 +166,7 @@ struct WarpgroupKernel : WarpgroupSoftmax<S> {
   static constexpr int kStages = S::kStages, kSlots = S::kSlots;
 
   TileSlot* slots;
+  char* ring;
   uint32_t stage0, barriers;  // shared addresses
 
   __device__ uint32_t full(int stage) const { return barriers + stage * 8; }
@@ -254,9 +257,14 @@ struct WarpgroupKernel : WarpgroupSoftmax<S> {
       if (!unit.exists) break;
       if (unit.begins) this->begin_segment(unit, state);
       this->compute(stage0 + stage * S::kStageBytes, slot.valid, unit, state);
+      if constexpr (S::kQueryColumns) {
+        if (unit.ends) this->end_segment(unit, state, ring + stage * S::kStageBytes);
+      }
       __syncwarp();
       if (lane == 0) mbarrier_arrive(empty(stage));
-      if (unit.ends) this->end_segment_many(unit, state);
+      if constexpr (!S::kQueryColumns) {
+        if (unit.ends) this->end_segment_many(unit, state);
+      }
       at = at + 1 == kSlots ? 0 : at + 1;
       if (++stage == kStages) {
         stage = 0;
@@ -267,26 +275,28 @@ struct WarpgroupKernel : WarpgroupSoftmax<S> {
 #endif
 };
 
-template <class S>
+template <class S, class Softmax>
 __global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
     paged_attention_warpgroup_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char memory[];
-  auto* scratch = reinterpret_cast<Scratch<S>*>(memory + S::kRingBytes);
+  char* after = memory + S::kRingBytes;
+  auto* scratch = reinterpret_cast<typename Softmax::Scratch*>(after + S::kQueryBytes);
   auto* slots = reinterpret_cast<Slot<S::kTile>*>(scratch + 1);
-  const uint32_t stage0 = shared_address(memory), barriers = shared_address(slots + S::kSlots);
-  WarpgroupKernel<S> kernel{{{{{p, copies}, *scratch, 0}}}, slots, stage0, barriers};
+  const uint32_t barriers = shared_address(slots + S::kSlots);
+  WarpgroupKernel<S, Softmax> kernel{Softmax::make(p, copies, *scratch, shared_address(after)), slots, memory,
+                                     shared_address(memory), barriers};
   kernel.run();
 #endif
 }
 
-template <class S>
-bool launch_warpgroup_kernel(const Problem& p, const Launch& launch) {
-  constexpr int kSharedBytes = S::kRingBytes + S::kSlots * static_cast<int>(sizeof(Slot<S::kTile>)) +
-                               static_cast<int>(sizeof(Scratch<S>)) + 2 * S::kStages * 8;
+template <class S, class Softmax>
+bool launch_warpgroup_kernel(const Problem& p, RowClass rows, const Launch& launch) {
+  constexpr int kSharedBytes = S::kRingBytes + S::kQueryBytes + S::kSlots * static_cast<int>(sizeof(Slot<S::kTile>)) +
+                               static_cast<int>(sizeof(typename Softmax::Scratch)) + 2 * S::kStages * 8;
   static PerDevice resident;
-  return launch_line(paged_attention_warpgroup_kernel<S>, kSharedBytes, S::kUnitTokens,
-                     tiling_of(RowClass::kMore, p.a.head_size), cache_copies<S>(p.a), p, launch, resident, S::kBlock);
+  return launch_line(paged_attention_warpgroup_kernel<S, Softmax>, kSharedBytes, S::kUnitTokens,
+                     tiling_of(rows, p.a.head_size), cache_copies<S>(p.a), p, launch, resident, S::kBlock);
 }
 
 }  // namespace pykv::attention

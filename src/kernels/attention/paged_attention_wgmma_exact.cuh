@@ -130,16 +130,6 @@ struct ExactPrefillRows : PrefillRows<S> {
     }
   }
 
-  // Waits for all threads of the warpgroup: does one of them say so?
-  __device__ bool any_of_warpgroup(bool x) const {
-    uint32_t any;
-    asm volatile("{.reg .pred p, q; setp.ne.u32 p, %1, 0; barrier.cta.red.or.pred q, %2, %3, p; selp.u32 %0, 1, 0, q;}"
-                 : "=r"(any)
-                 : "r"(static_cast<uint32_t>(x)), "r"(kVoteBarrier + group), "n"(kThreads)
-                 : "memory");
-    return any != 0;
-  }
-
   // Does a maximum of the warpgroup rise after the first step of the part, so that sums are to be rescaled?
   __device__ bool make_weights() {
     constexpr float kLag = 8;
@@ -159,7 +149,7 @@ struct ExactPrefillRows : PrefillRows<S> {
 #pragma unroll
       for (int t = 0; t < kSteps; ++t) weigh(t, scale);
     }
-    return any_of_warpgroup(rescales);
+    return any_of_warpgroup(kVoteBarrier + group, rescales);
   }
 
   // Weights step by step.

@@ -15,8 +15,8 @@
 namespace pykv {
 
 // Lines along the sum (kAlong): 64 elements of a row of A or of a column of B each; eight of them lie `eight` bytes apart.
-// Lines across the sum: 64 columns of one of the 16 rows of B; eight rows lie `eight` bytes apart, the next 64 columns
-// `next` bytes.
+// Lines across the sum: 64 columns of one of the 16 rows of B, or 64 rows of one of the 16 columns of A; eight lines lie
+// `eight` bytes apart, the next 64 columns `next` bytes.
 __device__ inline uint64_t wgmma_matrix(uint32_t address, uint32_t eight, uint32_t next = 16) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(next >> 4) << 16 |
          static_cast<uint64_t>(eight >> 4) << 32 | uint64_t{1} << 62;
@@ -51,19 +51,38 @@ __device__ inline void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kBudget));
 }
 
+// Stores four 8 x 8 matrices of 16-bit elements from fragments; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ inline void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
+// Waits for all threads of a warpgroup, at a named barrier of theirs: does one of them say so?
+__device__ inline bool any_of_warpgroup(int barrier, bool x) {
+  uint32_t any;
+  asm volatile("{.reg .pred p, q; setp.ne.u32 p, %1, 0; barrier.cta.red.or.pred q, %2, 128, p; selp.u32 %0, 1, 0, q;}"
+               : "=r"(any)
+               : "r"(static_cast<uint32_t>(x)), "r"(barrier)
+               : "memory");
+  return any != 0;
+}
+
 enum WgmmaLines { kAlong = 0, kAcross = 1 };
 
-// The registers of 64, 128 and 256 columns, as operands and in the instruction.
-#define PYKV_SUMS_8(i)                                                                                        \
+// The registers of 16, 32, 64, 128 and 256 columns, as operands and in the instruction.
+#define PYKV_EIGHT_OF(i)                                                                                      \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
-#define PYKV_SUMS_32(i) PYKV_SUMS_8(i), PYKV_SUMS_8(i + 8), PYKV_SUMS_8(i + 16), PYKV_SUMS_8(i + 24)
-#define PYKV_SUMS_64 PYKV_SUMS_32(0)
-#define PYKV_SUMS_128 PYKV_SUMS_32(0), PYKV_SUMS_32(32)
-#define PYKV_SUMS_256 PYKV_SUMS_128, PYKV_SUMS_32(64), PYKV_SUMS_32(96)
-#define PYKV_NAMES_64                                                                                    \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
-  "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PYKV_SUMS_16 PYKV_EIGHT_OF(0)
+#define PYKV_SIXTEEN_OF(i) PYKV_EIGHT_OF(i), PYKV_EIGHT_OF(i + 8)
+#define PYKV_SUMS_32 PYKV_SIXTEEN_OF(0)
+#define PYKV_SUMS_64 PYKV_SUMS_32, PYKV_SIXTEEN_OF(16)
+#define PYKV_SUMS_128 PYKV_SUMS_64, PYKV_SIXTEEN_OF(32), PYKV_SIXTEEN_OF(48)
+#define PYKV_SUMS_256 PYKV_SUMS_128, PYKV_SIXTEEN_OF(64), PYKV_SIXTEEN_OF(80), PYKV_SIXTEEN_OF(96), PYKV_SIXTEEN_OF(112)
+#define PYKV_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define PYKV_NAMES_32 PYKV_NAMES_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define PYKV_NAMES_64 PYKV_NAMES_32 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define PYKV_NAMES_128                                                                           \
   PYKV_NAMES_64                                                                                  \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
@@ -76,7 +95,7 @@ enum WgmmaLines { kAlong = 0, kAcross = 1 };
   "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // The instructions for kColumns of D; `add` 0 starts the sums anew.
-//   ss  A and B from shared memory, both with lines along the sum
+//   ss  A and B from shared memory
 //   rs  A from registers
 template <class T, int kColumns>
 struct Wgmma;
@@ -85,11 +104,12 @@ struct Wgmma;
 #define PYKV_WGMMA(T, TYPE, N, P0, P1, P2, P3, P4, P5, P6)                                                         \
   template <>                                                                                                      \
   struct Wgmma<T, N> {                                                                                             \
+    template <int kLinesA = kAlong, int kLinesB = kAlong>                                                          \
     static __device__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int add) {                                \
       asm volatile("{.reg .pred p; setp.ne.b32 p, " P2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
-                   "." TYPE " {" PYKV_NAMES_##N "}, " P0 ", " P1 ", p, 1, 1, 0, 0;}"                               \
+                   "." TYPE " {" PYKV_NAMES_##N "}, " P0 ", " P1 ", p, 1, 1, " P3 ", " P4 ";}"                     \
                    : PYKV_SUMS_##N                                                                                 \
-                   : "l"(a), "l"(b), "r"(add));                                                                    \
+                   : "l"(a), "l"(b), "r"(add), "n"(kLinesA), "n"(kLinesB));                                        \
     }                                                                                                              \
     template <int kLines>                                                                                          \
     static __device__ void rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {                    \
@@ -100,6 +120,8 @@ struct Wgmma;
     }                                                                                                              \
   };
 #define PYKV_WGMMAS(T, TYPE)                                                \
+  PYKV_WGMMA(T, TYPE, 16, "%8", "%9", "%10", "%11", "%12", "%13", "%14")    \
+  PYKV_WGMMA(T, TYPE, 32, "%16", "%17", "%18", "%19", "%20", "%21", "%22")  \
   PYKV_WGMMA(T, TYPE, 64, "%32", "%33", "%34", "%35", "%36", "%37", "%38")  \
   PYKV_WGMMA(T, TYPE, 128, "%64", "%65", "%66", "%67", "%68", "%69", "%70") \
   PYKV_WGMMA(T, TYPE, 256, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
@@ -109,10 +131,14 @@ PYKV_WGMMAS(bf16, "bf16")
 
 #undef PYKV_WGMMAS
 #undef PYKV_WGMMA
+#undef PYKV_NAMES_16
+#undef PYKV_NAMES_32
 #undef PYKV_NAMES_64
 #undef PYKV_NAMES_128
 #undef PYKV_NAMES_256
-#undef PYKV_SUMS_8
+#undef PYKV_EIGHT_OF
+#undef PYKV_SIXTEEN_OF
+#undef PYKV_SUMS_16
 #undef PYKV_SUMS_32
 #undef PYKV_SUMS_64
 #undef PYKV_SUMS_128

@@ -1,0 +1,10 @@
+// Up to 64 query rows over a cache of bfloat16 on Hopper.
+#include "attention/paged_attention_warpgroup_columns.cuh"
+
+namespace pykv::attention {
+
+bool launch_warpgroups_bf16(const Problem& p, RowClass rows, const Launch& launch) {
+  return launch_warpgroups<Element16<bf16>>(p, rows, launch);
+}
+
+}  // namespace pykv::attention

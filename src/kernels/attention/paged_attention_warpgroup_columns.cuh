@@ -1,0 +1,331 @@
+// Up to 16 or 32 query rows against tiles of 64 tokens by the tensor cores of sm_90a, for caches of 16-bit elements in rows of
+// tokens: as paged_attention_warpgroup.cuh, but with tokens as the rows of the products and queries as their columns.
+//
+//   S^T = K Q^T     both in shared memory: 64 tokens x 16 or 32 queries in kD / 16 products
+//   O^T = V^T P^T   both in shared memory: 64 dimensions x as many queries, or twice as many: weights of bf16 have two parts,
+//                   side by side; four products for each 64 dimensions
+//
+// A product has 64 rows, whoever fills them: queries as rows would be mostly work for nothing, and the power that it takes,
+// beside what memory takes, slows the clock.  P lies where the tile's keys were, a token's weights in the line of its key's
+// first 64 elements: a warp writes over keys that all have read.
+//
+// Bottleneck: memory, floor = KV bytes / bandwidth; see docs/kernels/paged_attention.md, Power.
+#pragma once
+
+#include "attention/paged_attention_warpgroup.cuh"
+
+namespace pykv::attention {
+
+template <class Element, int kHeadSize, int kQueryRows>
+struct WarpgroupColumnsShape : WarpgroupShape<Element, kHeadSize> {
+  static constexpr bool kQueryColumns = true;
+  static constexpr int kRows = kQueryRows;
+  static constexpr int kQueryBytes = kRows * kHeadSize * 2;
+};
+
+struct alignas(16) ColumnsScratch {
+  PlanScratchOf<2 * kThreads> plan;
+  Walker walkers[1];
+  RowState rows[32];
+  float of_warps[4][32];  // of each column: what the warps have found
+  float maximum[32];
+};
+
+template <class S>
+struct WarpgroupColumns : TileLoader<S> {
+  using Base = TileLoader<S>;
+  using Base::copies;
+  using Base::kD;
+  using Base::kTile;
+  using Base::lane;
+  using Base::member;
+  using Base::p;
+  using Base::warp;
+  using typename Base::Valid;
+  using Mma = typename S::Mma;
+  using Scratch = ColumnsScratch;
+  static constexpr int kColumns = S::kRows, kTerms = S::kSplitWeights ? 2 : 1, kParts = kD / 64;
+  static constexpr int kWeights = kColumns * kTerms;  // of a token: rounded, then what rounding left
+  static constexpr int kChunks = kWeights / 8;
+  static constexpr int kMine = kColumns / 4;  // columns of a lane
+  static constexpr int kBarrier = 2;          // named, of those who compute
+  using Scores = float[kColumns / 2];         // of tokens 16 warp + 8 h + lane / 4, h 0 and 1
+
+  Scratch& scratch;
+  uint32_t queries;  // shared address
+
+  struct State {
+    float o[kParts][kWeights / 2];      // of dimensions 64 part + 16 warp + 8 h + lane / 4
+    float maximum[kMine], sum[kMine];   // the sum is of this lane's tokens
+    int first_position, last_position;  // of the rows
+    bool plain;                         // scores become logits by a positive factor alone
+  };
+
+  static __device__ WarpgroupColumns make(const Problem& p, const CacheCopies& copies, Scratch& scratch,
+                                          uint32_t queries) {
+    return {{p, copies}, scratch, queries};
+  }
+
+  static __device__ void sync() { named_barrier_sync(kBarrier, kThreads); }
+
+  // This lane's column i, and where a product has it.
+  static __device__ int column(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+  static constexpr int place_of(int i, int h) { return i / 2 * 4 + 2 * h + i % 2; }
+
+  // All have left the queries before: a barrier came after the last products with them.
+  __device__ void begin_segment(const Unit& u, State& s) {
+    s.plain = p.plain_logits;
+    if (member < kColumns) {
+      const Row row = row_of(p, u, member);
+      RowState state{row.position, 0, p.a.scale, 0};
+      if (p.a.alibi_slopes && row.valid) state.slope = p.a.alibi_slopes[row.head];
+      if (p.sparse) state.sparse_offset = sparse_offset(p, row.head, u.kv_head);
+      scratch.rows[member] = state;
+    }
+    constexpr int kPieces = kD / 8, kRowsAtOnce = kThreads / kPieces;
+    const int chunk = member % kPieces, r0 = member / kPieces;
+    uint4 x[kColumns / kRowsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kColumns / kRowsAtOnce; ++i) {
+      const Row row = row_of(p, u, r0 + i * kRowsAtOnce);
+      x[i] = {0, 0, 0, 0};
+      if (row.valid && chunk * 8 < p.a.head_size)
+        x[i] = *reinterpret_cast<const uint4*>(this->query_row(row) + chunk * 8);
+    }
+#pragma unroll
+    for (int i = 0; i < kColumns / kRowsAtOnce; ++i) {
+      const uint32_t at = queries + chunk / 8 * kColumns * 128 + swizzled<128>(r0 + i * kRowsAtOnce, chunk % 8);
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[i].x), "r"(x[i].y), "r"(x[i].z),
+                   "r"(x[i].w)
+                   : "memory");
+    }
+    fence_async_proxy();
+    sync();
+    s.first_position = scratch.rows[0].position;
+    s.last_position = scratch.rows[kColumns - 1].position;
+#pragma unroll
+    for (auto& part : s.o) {
+      for (float& x : part) x = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      s.maximum[i] = -INFINITY;
+      s.sum[i] = 0;
+    }
+  }
+
+  // Soft cap, ALiBi, masks.
+  __device__ void adjust_scores(const Unit& u, const State& state, const Valid& valid, bool masked, Scores& s) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = warp * 16 + h * 8 + lane / 4, key = u.first_token + r;
+      const bool is_there = valid[r / 32] >> r % 32 & 1;
+#pragma unroll
+      for (int i = 0; i < kMine; ++i) {
+        const RowState& row = scratch.rows[column(i)];
+        float& x = s[place_of(i, h)];
+        if (!state.plain) x = logit(p, x, row.scale, row.slope, key - row.position);
+        if (masked) {
+          const int high = p.a.causal ? row.position : row.position + p.window - 1;
+          bool seen = is_there && key >= row.position - p.window + 1 && key <= high;
+          if (p.sparse) seen = seen && sparse_attends(p, row.sparse_offset, u.sequence_len, key);
+          if (!seen) x = -INFINITY;
+        }
+      }
+    }
+  }
+
+  __device__ void compute(uint32_t stage, const Valid& valid, const Unit& u, State& state) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    if ((valid[0] | valid[1]) == 0) return;
+    Scores s;
+    wgmma_begin();
+#pragma unroll
+    for (int k = 0; k < kD / 16; ++k) {
+      Wgmma<Mma, kColumns>::ss(s, wgmma_matrix(stage + k / 4 * kTile * 128 + k % 4 * 32, 1024),
+                               wgmma_matrix(queries + k / 4 * kColumns * 128 + k % 4 * 32, 1024), k > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_pin(s);
+
+    const int first = u.first_token, last = first + kTile - 1;
+    const bool masked =
+        !this->is_whole(valid) || (p.a.causal && last > state.first_position) || p.sparse ||
+        (p.window != kNoWindow && (state.last_position - first >= p.window || last - state.first_position >= p.window));
+    if (masked || !state.plain) [[unlikely]]
+      adjust_scores(u, state, valid, masked, s);
+    weigh(s, stage, state);
+
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) wgmma_pin(state.o[i]);
+    wgmma_begin();
+#pragma unroll
+    for (int t = 0; t < kTile / 16; ++t) {
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        Wgmma<Mma, kWeights>::template ss<kAcross, kAcross>(
+            state.o[i], wgmma_matrix(stage + S::kTileBytes + i * kTile * 128 + t * 16 * 128, 1024),
+            wgmma_matrix(stage + t * 16 * 128, 1024), 1);
+      }
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) wgmma_pin(state.o[i]);
+#endif
+  }
+
+  // The sums are kept relative to a maximum that may lag behind by kLag, as in RowSoftmax; here it is the same in all warps,
+  // so that it follows when one of them says so.  The vote is also the barrier after which nobody reads the keys.
+  __device__ void weigh(const Scores& s, uint32_t stage, State& state) const {
+    constexpr float kLag = 8;
+    const float scale = state.plain ? p.a.scale * kLog2e : 1.f;
+    float most = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      const float x = fmaxf(s[place_of(i, 0)], s[place_of(i, 1)]);
+      most = fmaxf(most, fmaf(x, scale, -state.maximum[i]));
+    }
+    if (any_of_warpgroup(kBarrier, most > kLag)) [[unlikely]]
+      follow_maximum(s, scale, state);
+    uint32_t weights[2][kChunks];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int n = 0; n < kMine / 2; ++n) {
+        float x[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float maximum = state.maximum[2 * n + e], base = maximum == -INFINITY ? 0.f : maximum;
+          x[e] = exp2_fast(fmaf(s[place_of(2 * n + e, h)], scale, -base));
+          state.sum[2 * n + e] += x[e];
+        }
+        uint32_t& rounded = weights[h][n];
+        rounded = pack_pair<Mma>(x[0], x[1]);
+        if constexpr (kTerms == 2) {
+          const float2 y = unpack_pair<Mma>(rounded);
+          weights[h][kMine / 2 + n] = pack_pair<Mma>(x[0] - y.x, x[1] - y.y);
+        }
+      }
+    }
+    store_weights(weights, stage);
+    fence_async_proxy();
+    sync();
+  }
+
+  // Lines of weights, from fragments of 8 tokens x 8 columns.
+  __device__ void store_weights(const uint32_t (&x)[2][kChunks], uint32_t stage) const {
+    const uint32_t lines = stage + (warp * 16 + lane % 8) * 128;
+    if constexpr (kChunks == 2) {
+      const uint32_t to = lines + lane / 16 * 8 * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
+      stmatrix_x4(to, {x[0][0], x[0][1], x[1][0], x[1][1]});
+    } else {
+      const uint32_t to = lines + (lane / 8 ^ lane % 8) * 16;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int n = 0; n < kChunks; n += 4) {
+          stmatrix_x4((to ^ n * 16) + h * 8 * 128, {x[h][n], x[h][n + 1], x[h][n + 2], x[h][n + 3]});
+        }
+      }
+    }
+  }
+
+  __device__ void follow_maximum(const Scores& s, float scale, State& state) const {
+    float top[kMine];
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      top[i] = fmaxf(s[place_of(i, 0)], s[place_of(i, 1)]);
+      for (int m = 4; m < 32; m *= 2) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], m));
+      if (lane < 4) scratch.of_warps[warp][column(i)] = top[i];
+    }
+    sync();
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      for (int w = 0; w < 4; ++w) top[i] = fmaxf(top[i], scratch.of_warps[w][column(i)]);
+      const float now = fmaxf(top[i] * scale, state.maximum[i]);
+      const float rescale = exp2_fast(state.maximum[i] - (now == -INFINITY ? 0.f : now));
+      state.maximum[i] = now;
+      state.sum[i] *= rescale;
+#pragma unroll
+      for (int k = 0; k < kParts; ++k) {
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term) {
+          for (int h = 0; h < 2; ++h) state.o[k][term * kColumns / 2 + place_of(i, h)] *= rescale;
+        }
+      }
+    }
+  }
+
+  // Where a column's sum for a dimension lies; lanes that store together meet no bank twice.
+  static __device__ int place(int column, int d) { return column * kD + (d ^ column / 2 % 4 * 8); }
+
+  // By way of the stage that this segment's last tile leaves.
+  __device__ void end_segment(const Unit& u, const State& state, char* stage) const {
+    static_assert(S::kStageBytes >= kColumns * kD * 4);
+    auto* sums = reinterpret_cast<float*>(stage);
+    sync();  // all products have been made
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      float sum = state.sum[i];
+      for (int m = 4; m < 32; m *= 2) sum += __shfl_xor_sync(~0u, sum, m);
+      if (lane < 4) {
+        scratch.of_warps[warp][column(i)] = sum;
+        if (warp == 0) scratch.maximum[column(i)] = state.maximum[i];
+      }
+#pragma unroll
+      for (int k = 0; k < kParts; ++k) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float x = state.o[k][place_of(i, h)];
+          if constexpr (kTerms == 2) x += state.o[k][kColumns / 2 + place_of(i, h)];
+          sums[place(column(i), k * 64 + warp * 16 + h * 8 + lane / 4)] = x;
+        }
+      }
+    }
+    sync();
+    constexpr int kQuads = kD / 4;
+#pragma unroll 1
+    for (int x = member; x < min(p.tile_tokens * p.tile_heads, kColumns) * kQuads; x += kThreads) {
+      const int r = x / kQuads, d = x % kQuads * 4;
+      const Row row = row_of(p, u, r);
+      if (!row.valid) continue;
+      float4 o = *reinterpret_cast<const float4*>(sums + place(r, d));
+      const float sum =
+          scratch.of_warps[0][r] + scratch.of_warps[1][r] + scratch.of_warps[2][r] + scratch.of_warps[3][r];
+      if (u.slot >= 0) {
+        const int64_t at = static_cast<int64_t>(u.slot) * p.rows + r;
+        if (d == 0) p.partial_stats[at] = {scratch.maximum[r], sum};
+        *reinterpret_cast<float4*>(p.partial + at * p.pitch + d) = o;
+      } else {
+        const float f = finish_row(p, row, u.kv_head, scratch.maximum[r], sum);
+        store_output<S>(p, row, d, {o.x * f, o.y * f, o.z * f, o.w * f});
+      }
+    }
+  }
+};
+
+template <class Element, int kHeadSize>
+bool launch_warpgroup_rows(const Problem& p, RowClass rows, const Launch& launch) {
+  using Few = WarpgroupColumnsShape<Element, kHeadSize, 16>;
+  using Some = WarpgroupColumnsShape<Element, kHeadSize, 32>;
+  using More = WarpgroupShape<Element, kHeadSize>;
+  switch (rows) {
+    case RowClass::kFew:
+      return launch_warpgroup_kernel<Few, WarpgroupColumns<Few>>(p, rows, launch);
+    case RowClass::kSome:
+      return launch_warpgroup_kernel<Some, WarpgroupColumns<Some>>(p, rows, launch);
+    default:
+      return launch_warpgroup_kernel<More, WarpgroupSoftmax<More>>(p, rows, launch);
+  }
+}
+
+// False if the device has too little shared memory.
+template <class Element>
+bool launch_warpgroups(const Problem& p, RowClass rows, const Launch& launch) {
+  return p.a.head_size <= 64 ? launch_warpgroup_rows<Element, 64>(p, rows, launch)
+                             : launch_warpgroup_rows<Element, 128>(p, rows, launch);
+}
+
+}  // namespace pykv::attention
