@@ -26,8 +26,6 @@ from pykv._cli.workloads import WORKLOADS
 
 
 class Least(Cpu):
-    most_copies = 2
-
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self._seconds = seconds
