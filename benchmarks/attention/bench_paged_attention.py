@@ -9,6 +9,7 @@ floor; prefill is given in TFLOP/s of visible pairs.
 `peer` is the best figure that was measured elsewhere on an H200, in microseconds or TFLOP/s: FlashInfer 0.6.11 and
 FlashAttention 3 (bf16), cuDNN 9.19, vLLM 0.22's Triton kernel, all with CUDA 13.0; fp8: the same with fp8 caches.
 With --peers those of peers.py that are installed are timed here, on the same arrays, and their results compared.
+Calls with batch_invariant are set against the ordinary ones, on such arrays, in the same run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,7 @@ class Case:
     peer: float | None = None
     kv_heads: int = KV_HEADS
     op: str = "paged_attention"
+    batch_invariant: bool = False  # the ordinary call is timed beside
 
     @property
     def decode(self) -> bool:
@@ -68,6 +70,7 @@ class Figure:
     read_us: float | None  # of as many bytes in one piece
     tflops: float | None
     here: dict[str, float]  # what other libraries take, in microseconds
+    ordinary_us: float | None = None  # of a call with batch_invariant: without it
 
 
 def uniform(batch: int, length: int, queries: int = 1) -> dict[str, tuple[int, ...]]:
@@ -103,6 +106,13 @@ def cases() -> Iterator[Case]:
     yield Case("64 x 8192", **uniform(64, 8192), kv_heads=32, peer=1895.0)
     for queries, peer in ((2, 250.0), (4, 250.0), (8, 275.0), (16, 276.0)):
         yield Case(f"32 x 8192, {queries} queries", **uniform(32, 8192, queries), peer=peer)
+    for kind in ("auto", "fp8_e4m3"):
+        for batch, length in (
+            (1, 1024), (1, 8192), (1, 131072), (8, 1024), (8, 8192), (64, 1024), (64, 8192), (256, 1024), (256, 8192),
+        ):  # fmt: skip
+            name = f"{batch} x {length}, batch_invariant"
+            yield Case(name, **uniform(batch, length), kind=kind, batch_invariant=True)
+        yield Case("64 x random, batch_invariant", mixed, (1,) * 64, kind=kind, batch_invariant=True)
     for name, lens, queries, peer in (
         ("prefill 1 x 2k", (2048,), (2048,), 467.0),
         ("prefill 1 x 8k", (8192,), (8192,), 564.0),
@@ -159,12 +169,16 @@ def call(case: Case, device: Cuda) -> tuple[Call, peers.Decode | None]:
             out, *scratch, query, *caches, heads, scale, tables, lens, PAGE, longest, None, case.kind, 1.0, 1.0
         ), None
     cu = None if max(case.queries) == 1 else device.array(np.cumsum([0, *case.queries]).astype(np.int32))
-    size = pykv.paged_attention_workspace_size(tokens, len(case.lens), HEADS, heads, HEAD_SIZE)
+    invariant = case.batch_invariant
+    size = pykv.paged_attention_workspace_size(
+        tokens, len(case.lens), HEADS, heads, HEAD_SIZE, batch_invariant=invariant
+    )
     workspace = cupy.empty(size, cupy.uint8)
-    common = cu is None and case.layout == "NHD" and case.kind in ("auto", "fp8_e4m3")
-    return lambda: pykv.paged_attention(
-        out, query, *caches, tables, lens, cu_query_lens=cu, kv_cache_dtype=case.kind, workspace=workspace
-    ), peers.Decode(out, query, *caches, tables, lens, case.lens) if common else None
+    common = cu is None and case.layout == "NHD" and case.kind in ("auto", "fp8_e4m3") and not invariant
+    options = {"cu_query_lens": cu, "kv_cache_dtype": case.kind, "batch_invariant": invariant, "workspace": workspace}
+    return lambda: pykv.paged_attention(out, query, *caches, tables, lens, **options), peers.Decode(
+        out, query, *caches, tables, lens, case.lens
+    ) if common else None
 
 
 # Sums up what it reads, 8 loads of 16 bytes in flight for each thread.
@@ -217,6 +231,9 @@ def measure(case: Case, device: Cuda, with_peers: bool) -> Figure:
     us = 1e6 * device.time(own)
     if not case.decode:
         return Figure(case, us, None, case.flops / us / 1e6, {})
+    if case.batch_invariant:
+        ordinary = 1e6 * device.time([call(replace(case, batch_invariant=False), device)[0] for _ in range(copies)])
+        return Figure(case, us, None, None, {}, ordinary)
     here = time_peers(own, problems, device) if with_peers and problems else {}
     return Figure(case, us, 1e6 * device.time([read(case.kv_bytes, device) for _ in range(copies)]), None, here)
 
@@ -224,7 +241,15 @@ def measure(case: Case, device: Cuda, with_peers: bool) -> Figure:
 def show(figures: list[Figure]) -> None:
     table = Table("op", "case", "cache", "layout", "heads")
     here = list(peers.installed()) if any(f.here for f in figures) else []
-    for heading in ("us", "TB/s or TFLOP/s", "of read", "peer", "x faster", *(f"{name} here" for name in here)):
+    for heading in (
+        "us",
+        "TB/s or TFLOP/s",
+        "of read",
+        "of ordinary",
+        "peer",
+        "x faster",
+        *(f"{name} here" for name in here),
+    ):
         table.add_column(heading, justify="right")
     for f in figures:
         c = f.case
@@ -239,6 +264,7 @@ def show(figures: list[Figure]) -> None:
             f"{f.us:.1f}",
             f"{rate:.2f}" if f.tflops is None else f"{rate:.0f}",
             "" if f.read_us is None else f"{f.read_us / f.us:.0%}",
+            "" if f.ordinary_us is None else f"{f.us / f.ordinary_us:.0%}",
             "" if c.peer is None else f"{c.peer:g}",
             "" if gain is None else f"{gain:.2f}",
             *(f"{f.here[name]:.1f}" if name in f.here else "" for name in here),

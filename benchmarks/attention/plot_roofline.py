@@ -46,7 +46,7 @@ def rate(case: Case, us: float) -> float:
 
 
 def decode(axes: Axes, points: Sequence[Point]) -> None:
-    points = [p for p in points if max(p[0].queries) == 1 and p[0].op == "paged_attention"]
+    points = [p for p in points if max(p[0].queries) == 1 and p[0].op == "paged_attention" and not p[0].batch_invariant]
     roof = sorted({(c.kv_bytes, rate(c, read_us)) for c, _, read_us in points if read_us})
     axes.plot(*zip(*roof, strict=True), color="0.3", linewidth=1.5, zorder=1)
     axes.fill_between(*zip(*roof, strict=True), 6, color="0.93", zorder=0)
