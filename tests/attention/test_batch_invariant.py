@@ -202,7 +202,7 @@ def test_narrow_tables_and_wide_ones(array: Library, sizes: Sizes, kind: str) ->
 @pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
 def test_a_long_sequence_alone(array: Library, kind: str) -> None:
     """It has a cluster for each KV head if there are as many of these as keep the device busy."""
-    lens = (9000, 12_000, 20_000)
+    lens = (9000, 12_000, 20_000, 40_000)
     p = prompts([(n - 1, n) for n in lens], Sizes(16, 8, 128), kind=kind)
     attend = Attention(array, p)
     want = attend(p.whole)

@@ -31,7 +31,8 @@ def assert_close(cupy: Any, got: Any, want: Any) -> None:
 
 
 @kinds
-def test_graphs_replayed_at_once(cupy: Any, kind: str) -> None:
+@pytest.mark.parametrize("invariant", [False, True])
+def test_graphs_replayed_at_once(cupy: Any, kind: str, invariant: bool) -> None:
     """Two calls share a workspace whose bits are all ones; lengths change between replays that nobody waits for."""
     seqs, replays = 12, 24
     cupy.random.seed(0)
@@ -44,7 +45,8 @@ def test_graphs_replayed_at_once(cupy: Any, kind: str) -> None:
     all_lens = cupy.asarray(lens.astype(np.int32))
     now, later = cupy.zeros((2, seqs), np.int32)
     cu = cupy.arange(seqs + 1, dtype=np.int32)
-    size = pykv.paged_attention_workspace_size(seqs, seqs, HEADS, KV_HEADS, HEAD_SIZE)
+    options = {"kv_cache_dtype": kind, "batch_invariant": invariant}
+    size = pykv.paged_attention_workspace_size(seqs, seqs, HEADS, KV_HEADS, HEAD_SIZE, batch_invariant=invariant)
     workspace = cupy.full(size, 255, np.uint8)
     outs = cupy.zeros((replays, 2, *query.shape), np.float16)
     out = cupy.zeros((2, *query.shape), np.float16)
@@ -52,12 +54,10 @@ def test_graphs_replayed_at_once(cupy: Any, kind: str) -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        pykv.paged_attention(out[0], query, *kv, table, now, kv_cache_dtype=kind, stream=stream)
+        pykv.paged_attention(out[0], query, *kv, table, now, stream=stream, **options)
         stream.begin_capture()
         for x, seq_lens in zip(out, (now, later), strict=True):
-            pykv.paged_attention(
-                x, query, *kv, table, seq_lens, kv_cache_dtype=kind, workspace=workspace, stream=stream
-            )
+            pykv.paged_attention(x, query, *kv, table, seq_lens, workspace=workspace, stream=stream, **options)
         graph = stream.end_capture()
         for i in range(replays):
             now[:], later[:] = all_lens[i], all_lens[i - 1]

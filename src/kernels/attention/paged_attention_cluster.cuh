@@ -6,6 +6,7 @@
 
 #include "attention/paged_attention_decode.cuh"
 #include "attention/paged_attention_exact_cluster.cuh"
+#include "attention/paged_attention_joint.cuh"
 #include "cuda/cluster.cuh"
 #include "cuda/device.h"
 
@@ -249,8 +250,7 @@ ClusterSize wide_size(const Problem& p, const ClusterSize& usual, const Launch& 
   constexpr int64_t kMany = 2048;  // keys of a block
   const int64_t heads = p.a.num_seqs * p.a.num_kv_heads, sms = num_sms(launch.device);
   if (usual.warps == S::kUsualWarps) {
-    return (S::kScaled || S::kInvariant) && p.a.max_seq_len > kMany * usual.blocks ? cluster_size<S>(p, launch)
-                                                                                   : ClusterSize{0, 0};
+    return S::kScaled && p.a.max_seq_len > kMany * usual.blocks ? cluster_size<S>(p, launch) : ClusterSize{0, 0};
   }
   if (usual.blocks == 0 || heads <= 2 * sms) return {0, 0};
   return {1, !S::kInvariant && heads > 3 * sms && heads <= 4 * sms ? 3 : 4};
@@ -272,7 +272,6 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
   p.block_items = (p.group * (S::kD / 4) + size.blocks - 1) / size.blocks;
   p.by_block_items = Divider(p.block_items);
   if constexpr (S::kInvariant) {
-    p.by_tile_heads = Divider(p.group);
     p.by_round = Divider(size.blocks * size.warps / ExactClusterKernel<S>::kTeamWarps);
     p.exchange_bytes = exact_exchange_bytes<S>(p.group, size.blocks, size.warps, launch.device);
   }
@@ -286,6 +285,9 @@ template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch>
 bool launch_decode_way(const Problem& p, const Launch& launch) {
   using Line = DecodeShape<Element, kD, kPackedV, kQueries, kForAnyBatch>;
   if (!suits_decode<Line>(p)) return false;
+  if constexpr (kForAnyBatch && kD == 128 && kQueries == 8 && !kPackedV) {
+    if (launch_joint_way<Element>(p, launch)) return true;
+  }
   if constexpr (!kForAnyBatch || kQueries == 8) {  // the records of more queries find no room
     using Usual = ClusterShape<Element, kD, kPackedV, kQueries, false, kForAnyBatch>;
     const ClusterSize size = cluster_size<Usual>(p, launch);

@@ -3,7 +3,7 @@
 //
 // What paged_attention_mma.cuh does for any batch, in the fewest steps from the start of the kernel to the first copy: a
 // warp finds its place from the lengths by itself, walks on in registers, and starts the copies of a tile before it works
-// on the one before.  There is no second kernel, but with batch_invariant: of the blocks that share a segment, the last adds up.
+// on the one before.  There is no second kernel: of the blocks that share a segment, the last adds up.
 //
 // Floor: KV bytes / bandwidth + the chain length -> page -> tile.
 #pragma once
@@ -30,7 +30,7 @@ struct DecodeKernel : DecodeLoader<S> {
   char* rings;      // all warps' stages
   ColumnStats<S>& stats;
   float* chunk_left;  // with batch_invariant
-  LineShare& share;   // without it
+  LineShare& share;
   const uint64_t ticket;
 
   // ---- the walk -----------------------------------------------------------------------------------------------------
@@ -110,7 +110,6 @@ struct DecodeKernel : DecodeLoader<S> {
     }
     const int longer = total * heads - each * blocks;
     const int begin = block * each + min(block, longer);
-    Unfinished note{-1, false, 0, 0, 0, 0, 0};
     LineShare mine{each, longer, lines, line, begin + each + (block < longer), {}};
     Walk w{};
     w.one_head = lines > 1;
@@ -139,33 +138,22 @@ struct DecodeKernel : DecodeLoader<S> {
       w.kv_head = static_cast<uint32_t>(place) / static_cast<uint32_t>(all);
       place -= w.kv_head * all;
       w.kv_head += line;
-      const bool finishes = enter_segment(w, place, 2 * blockIdx.x);
+      enter_segment(w, place, 2 * blockIdx.x);
       if (w.exists && w.slot >= 0) mine.head = mine.cut_at(begin - place, kLead, all, w.sequence, w.kv_head);
-      if (S::kInvariant && finishes && place > kLead) {
-        note = {mine.head.first_block, mine.head.first_is_head, w.sequence, 1, w.kv_head, 0, 0, lines - 1};
-      }
     }
-    if (threadIdx.x == 0) {
-      if (S::kInvariant) {
-        p.unfinished[blockIdx.x] = note;
-      } else {
-        share = mine;
-      }
-    }
+    if (threadIdx.x == 0) share = mine;
     return w;
   }
 
-  // From this place of the segment on.  Is its end in this share?
-  static __device__ bool enter_segment(Walk& w, int place, int slot) {
+  // From this place of the segment on.
+  static __device__ void enter_segment(Walk& w, int place, int slot) {
     w.tile = max(place - kLead, 0) * kPlaceUnits;
     const int all = places(w.len), here = min(w.left, all - place);
     w.left -= here;
     w.units = (place < kLead ? here - kLead : here) * kPlaceUnits;
-    const bool finishes = place + here == all;
-    w.slot = w.tile == 0 && finishes ? -1 : slot;
+    w.slot = w.tile == 0 && place + here == all ? -1 : slot;
     w.exists = w.units > 0;
     w.begins = true;
-    return finishes;
   }
 
   __device__ void step(Walk& w) const {
@@ -251,25 +239,26 @@ struct DecodeKernel : DecodeLoader<S> {
     __syncthreads();
     if (has_head) join(share.head);
     if (has_tail) {
-      join(share.cut_at(share.end - kLead - w.tile, kLead, places(w.len), w.sequence, w.kv_head));
+      join(share.cut_at(share.end - kLead - w.tile / kPlaceUnits, kLead, places(w.len), w.sequence, w.kv_head));
     }
   }
 
   __device__ void join(const CutSegment& u) const {
-    constexpr int kAtOnce = 8;
+    using Sum = std::conditional_t<S::kInvariant, ExactQuad, Quad>;
+    constexpr int kAtOnce = S::kInvariant ? 2 : 8;
     bool all = true;
     for (int i = threadIdx.x; i < u.pieces; i += S::kWarps * 32) all = all && is_there(p, u.slot(i), ticket);
     if (!__syncthreads_and(all)) return;
 #pragma unroll 1
     for (int x = threadIdx.x; x < p.group * (kD / 4); x += S::kWarps * 32) {
       const int column = x / (kD / 4), quad = x % (kD / 4);
-      Quad sum = Quad::empty();
+      Sum sum = Sum::empty();
 #pragma unroll 1
       for (int first = 0; first < u.pieces; first += kAtOnce) {
-        Quad piece[kAtOnce];
+        Sum piece[kAtOnce];
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
-          if (first + k < u.pieces) piece[k] = Quad::load(p, u.slot(first + k), column, quad);
+          if (first + k < u.pieces) piece[k] = Sum::load(p, u.slot(first + k), column, quad);
         }
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
@@ -377,7 +366,7 @@ struct DecodeKernel : DecodeLoader<S> {
       at = after(at);
     }
     let_next_kernel_start();
-    if constexpr (!S::kInvariant) end_share(w);
+    end_share(w);
     if (blockIdx.x == 0 && warp == 0) {
       for (int64_t s = lane; s < p.a.num_seqs; s += 32) report_sequence(p, load_sequence(p, s));
     }
@@ -428,12 +417,10 @@ bool suits_decode(const Problem& p) {
 template <class S>
 bool launch_decode_kernel(Problem p, const Launch& launch) {
   static PerDevice resident;
-  const int grid = launch_main(paged_attention_decode_kernel<S>, S::kWarps * 32, decode_shared_bytes<S>(),
-                               S::kUnitTokens, few_rows_tiling(p.a.head_size), p, launch, resident,
-                               cache_copies<S>(p.a), S::kInvariant ? uint64_t{0} : next_ticket());
-  if (grid == 0) return false;
-  if (S::kInvariant) combine(p, grid, launch);
-  return true;
+  const int grid =
+      launch_main(paged_attention_decode_kernel<S>, S::kWarps * 32, decode_shared_bytes<S>(), S::kUnitTokens,
+                  few_rows_tiling(p.a.head_size), p, launch, resident, cache_copies<S>(p.a), next_ticket());
+  return grid > 0;
 }
 
 }  // namespace pykv::attention

@@ -177,7 +177,14 @@ struct alignas(16) ExactQuad {
     auto* records = reinterpret_cast<ExactQuad*>(p.partial);
     return records[(static_cast<int64_t>(slot) * p.rows + r) * (p.pitch / 4) + quad];
   }
-  static __device__ ExactQuad load(const Problem& p, int slot, int r, int quad) { return at(p, slot, r, quad); }
+  // Past the L1: other blocks of this kernel may have written it.
+  static __device__ ExactQuad load(const Problem& p, int slot, int r, int quad) {
+    ExactQuad x;
+    const auto* from = reinterpret_cast<const float4*>(&at(p, slot, r, quad));
+#pragma unroll
+    for (unsigned i = 0; i < sizeof(ExactQuad) / 16; ++i) reinterpret_cast<float4*>(&x)[i] = __ldcg(from + i);
+    return x;
+  }
 
   __device__ void clear() {
     values.clear();
@@ -230,6 +237,29 @@ struct PartsOfChunk {
          fmaf(x.w, weight, o.w * old)};
   }
 };
+
+// The parts of a chunk, as PartsOfChunk adds them up, where all are there: what they are multiplied by is known at once.
+template <int kCount>
+__device__ PartsOfChunk add_parts(const float2 (&stats)[kCount], const float4 (&x)[kCount]) {
+  PartsOfChunk sum;
+  float old[kCount], weight[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float top = fmaxf(sum.maximum, stats[i].x), base = top == -INFINITY ? 0.f : top;
+    old[i] = exp2_fast(sum.maximum - base);
+    weight[i] = exp2_fast(stats[i].x - base);
+    sum.maximum = top;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const auto add = [&](float before, float y) {
+      return stats[i].x == -INFINITY ? before : fmaf(y, weight[i], before * old[i]);
+    };
+    sum.sum = add(sum.sum, stats[i].y);
+    sum.o = {add(sum.o.x, x[i].x), add(sum.o.y, x[i].y), add(sum.o.z, x[i].z), add(sum.o.w, x[i].w)};
+  }
+  return sum;
+}
 
 // An index that the compiler does not know, so that what it selects lies in memory.
 __device__ inline int hidden(int index) {

@@ -1,26 +1,37 @@
 // Decoding for few sequences with batch_invariant, by clusters of blocks as in paged_attention_cluster.cuh.
 //
-// Four warps, a team, take a chunk (paged_attention_exact.cuh) as they do on the line.  The teams of a cluster take one each
-// in a round, as long as there are chunks for all.  What is left, the tail, is a part or none for each warp, spread over
-// the blocks; its sums go as they are to the blocks that finish the columns.
+// In a long round each warp of the cluster takes a chunk (paged_attention_exact.cuh), as long as there are chunks for all.
+// Then four warps, a team, take one as they do on the line, in rounds for all teams of the cluster.  What is left, the tail,
+// is a part or none for each warp, spread over the blocks; its sums go as they are to the blocks that finish the columns.
 //
 // Chain: length, pages and queries at once -> tiles -> sums -> one exchange -> output.
 #pragma once
 
-#include "attention/paged_attention_decode.cuh"
-#include "cuda/cluster.cuh"
+#include "attention/paged_attention_exact_exchange.cuh"
 
 namespace pykv::attention {
 
 template <class S>
-struct ExactClusterKernel : DecodeLoader<S> {
+struct ExactClusterKernel : ExactExchange<S> {
+  using Sums = ExactExchange<S>;
   using Base = DecodeLoader<S>;
   using Base::kGroups;
   using Base::lane;
   using Base::p;
   using Base::warp;
+  using Sums::cluster;
+  using Sums::each;
+  using Sums::items;
+  using Sums::kPartBytes;
+  using Sums::kParts;
+  using Sums::kQuads;
+  using Sums::kRecordBytes;
+  using Sums::kv_head;
+  using Sums::rank;
+  using Sums::sequence;
   using typename Base::State;
-  static constexpr int kD = S::kD, kTile = S::kTile, kStages = S::kStages, kQuads = kD / 4;
+  using typename Sums::Exchange;
+  static constexpr int kD = S::kD, kTile = S::kTile, kStages = S::kStages;
   static constexpr int kTeamWarps = 4, kPartTiles = kPartTokens / kTile;
   static constexpr int kLeaf = S::kColumns * kD * 4;  // bytes of a warp's sums
   static constexpr int kRing = S::kRingBytes / 4;
@@ -36,46 +47,60 @@ struct ExactClusterKernel : DecodeLoader<S> {
   char* rings;    // all warps' stages
   float2* stats;  // [warp][column]: maximum and sum
   const int warps = blockDim.x / 32, teams = warps / kTeamWarps, team = warp / kTeamWarps;
-  const int cluster = p.cluster, task = p.by_cluster.quotient(blockIdx.x), rank = p.by_cluster.remainder(blockIdx.x);
-  const int sequence = task / p.a.num_kv_heads, kv_head = task - sequence * p.a.num_kv_heads;
-  const int items = p.group * kQuads, each = p.block_items;  // of all blocks, of one
 
   // ---- who takes what -----------------------------------------------------------------------------------------------
 
+  int long_rounds = 0;      // of chunks for all warps
   int rounds = 0;           // of chunks for all teams
   int tail_parts = 0;       // of all blocks
   bool takes_tail = false;  // this warp
 
   static constexpr int kBarrierBytes = 16;  // aligned
-  static constexpr int kRecordBytes = sizeof(ExactQuad);
-  static constexpr int kPartBytes = sizeof(float4) + sizeof(float2);
+  static_assert(kParts == kTeamWarps);
+
+  __device__ bool has_rounds() const { return long_rounds + rounds > 0; }
 
   __device__ void share(int len) {
-    constexpr int kParts = kChunkTokens / kPartTokens;
     const int parts = (len + kPartTokens - 1) / kPartTokens, chunks = (parts + kParts - 1) / kParts;
     rounds = p.by_round.quotient(chunks);
-    tail_parts = max(0, parts - rounds * teams * cluster * kParts);
-    const int room = p.exchange_bytes - (rounds > 0 && cluster > 1 ? cluster * each * kRecordBytes : 0);
-    if (tail_parts * each * kPartBytes > room) {
-      ++rounds;
-      tail_parts = 0;
+    long_rounds = rounds / kTeamWarps;
+    rounds %= kTeamWarps;
+    const int left = max(0, parts - long_rounds * warps * cluster * kParts);
+    const auto has_room = [&](bool records) {
+      const int room = p.exchange_bytes - (records && cluster > 1 ? cluster * each * kRecordBytes : 0);
+      return tail_parts * each * kPartBytes <= room;
+    };
+    tail_parts = left;
+    if (left <= warps * cluster && has_room(long_rounds > 0)) {
+      rounds = 0;
+    } else {
+      tail_parts = max(0, left - rounds * teams * cluster * kParts);
+      if (!has_room(long_rounds + rounds > 0)) {
+        ++rounds;
+        tail_parts = 0;
+      }
     }
     takes_tail = warp * cluster + rank < tail_parts;
   }
 
   // The i-th tile of this warp if there were so many rounds; what lies past the end does not exist.
-  __device__ int first_token(int rounds, int i) const {
-    const int run = i / kPartTiles;
-    if (run < rounds) {
-      return ((run * teams + team) * cluster + rank) * kChunkTokens + warp % kTeamWarps * kPartTokens +
-             i % kPartTiles * kTile;
+  __device__ int first_token(int long_rounds, int rounds, int i) const {
+    int run = i / kPartTiles;
+    const int in_part = i % kPartTiles * kTile;
+    if (run < long_rounds * kParts) {
+      return ((run / kParts * warps + warp) * cluster + rank) * kChunkTokens + run % kParts * kPartTokens + in_part;
     }
-    return rounds * teams * cluster * kChunkTokens + (warp * cluster + rank) * kPartTokens + i % kPartTiles * kTile;
+    run -= long_rounds * kParts;
+    const int before = long_rounds * warps * cluster * kChunkTokens + in_part;
+    if (run < rounds) {
+      return before + ((run * teams + team) * cluster + rank) * kChunkTokens + warp % kTeamWarps * kPartTokens;
+    }
+    return before + rounds * teams * cluster * kChunkTokens + (warp * cluster + rank) * kPartTokens;
   }
 
   // Lane: of the tile lane % 16 / kGroups after the i-th, eight tokens.
-  __device__ int look_up_tiles(int rounds, int i, int end) const {
-    const int token = first_token(rounds, i + lane % 16 / kGroups) + lane % kGroups * kGroupTokens;
+  __device__ int look_up_tiles(int long_rounds, int rounds, int i, int end) const {
+    const int token = first_token(long_rounds, rounds, i + lane % 16 / kGroups) + lane % kGroups * kGroupTokens;
     return token < end ? this->look_up(sequence, token) : -1;
   }
 
@@ -141,26 +166,84 @@ struct ExactClusterKernel : DecodeLoader<S> {
     return {x[0], x[1], x[2], x[3]};
   }
 
-  // A team adds up what its warps found in a chunk, through the stage that they are done with.
-  __device__ void end_chunk(State& state, int stage, Kept& kept) const {
+  // Of the parts of a chunk that a warp has for itself.
+  struct Chunk {
+    float o[Base::kQueryTiles][kD / 16][4];
+    float maximum[Base::kQueryTiles][2], sum[Base::kQueryTiles][2];
+  };
+
+  static __device__ void clear_chunk(Chunk& chunk) {
+#pragma unroll
+    for (int i = 0; i < Base::kQueryTiles; ++i) {
+      for (int e = 0; e < 2; ++e) {
+        chunk.maximum[i][e] = -INFINITY;
+        chunk.sum[i][e] = 0;
+      }
+#pragma unroll
+      for (auto& o : chunk.o[i]) {
+        for (float& x : o) x = 0;
+      }
+    }
+  }
+
+  // The chunk's sums, where those of a part lay.
+  __device__ void take_chunk(Chunk& chunk, State& state) const {
+#pragma unroll
+    for (int i = 0; i < Base::kQueryTiles; ++i) {
+      for (int e = 0; e < 2; ++e) {
+        state.maximum[i][e] = chunk.maximum[i][e];
+        state.sum[i][e] = lane / 4 == 0 ? chunk.sum[i][e] : 0.f;  // of all lanes
+      }
+#pragma unroll
+      for (int n = 0; n < kD / 16; ++n) {
+        for (int h = 0; h < 4; ++h) state.o[i][n][h] = chunk.o[i][n][h];
+      }
+    }
+    clear_chunk(chunk);
+  }
+
+  // As PartsOfChunk does it.
+  __device__ void end_part(State& state, Chunk& chunk) const {
+#pragma unroll
+    for (int i = 0; i < Base::kQueryTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float sum = state.sum[i][e];
+        for (int m = 4; m < 32; m *= 2) sum += __shfl_xor_sync(~0u, sum, m);
+        const float top = fmaxf(chunk.maximum[i][e], state.maximum[i][e]), base = top == -INFINITY ? 0.f : top;
+        const float old = exp2_fast(chunk.maximum[i][e] - base), weight = exp2_fast(state.maximum[i][e] - base);
+        chunk.maximum[i][e] = top;
+        chunk.sum[i][e] = fmaf(sum, weight, chunk.sum[i][e] * old);
+#pragma unroll
+        for (int n = 0; n < kD / 16; ++n) {
+          for (int h = e; h < 4; h += 2) {
+            chunk.o[i][n][h] = fmaf(state.o[i][n][h], weight, chunk.o[i][n][h] * old);
+          }
+        }
+      }
+    }
+    this->clear_sums(state);
+  }
+
+  // A team adds up what its warps found, a part of a chunk each or a chunk, through the stage that they are done with.
+  __device__ void end_chunk(State& state, int stage, bool whole, Kept& kept) const {
     const int first = team * kTeamWarps;
     float* left = reinterpret_cast<float*>(rings + first * S::kRingBytes + stage * S::kStageBytes);
     leave(state, left + (warp - first) * kRing, stats_of(warp));
     sync_team();
     for_each_kept(kept, [&](ExactQuad& x, int column, int d) {
       PartsOfChunk sum;
-#pragma unroll
+#pragma unroll 1
       for (int w = 0; w < kTeamWarps; ++w) {
         sum.add(stats_of(first + w)[column], left_at(left + w * kRing, column, d));
+        if (!whole && w < kTeamWarps - 1) continue;
+        x.add(sum.o, sum.sum, sum.maximum);
+        sum = {};
       }
-      x.add(sum.o, sum.sum, sum.maximum);
     });
     sync_team();  // the stage is free
     this->clear_sums(state);
   }
-
-  // Where a warp leaves its part of the tail.
-  __device__ float* part_left(int w) const { return reinterpret_cast<float*>(rings + w * S::kRingBytes); }
 
   // ---- the loop -----------------------------------------------------------------------------------------------------
 
@@ -172,17 +255,21 @@ struct ExactClusterKernel : DecodeLoader<S> {
     if (blockIdx.x < p.early_blocks) {
       const int guess = this->early_length(sequence);
       share(static_cast<int>(clamp(guess, 0, p.a.max_seq_len)));
-      this->foresee(sequence, kv_head, guess, first_token(rounds, 0));
+      this->foresee(sequence, kv_head, guess, first_token(long_rounds, rounds, 0));
     }
     wait_for_previous_kernel();
     // Pages of the first tiles, in a round for the first lanes, in a tail for the others; later, of the next part.
-    int ids = look_up_tiles(lane / 16 == 0, 0, static_cast<int>(p.a.max_seq_len)), later_ids = -1;
+    const int most = static_cast<int>(p.a.max_seq_len);
+    int ids = look_up_tiles(0, lane / 16 == 0, 0, most), long_ids = look_up_tiles(1, 0, 0, most), later_ids = -1;
     const int len = this->length(sequence);
     State state;
     this->fetch_queries(sequence, kv_head, state);
     share(len);
-    int ids_at = rounds > 0 ? 0 : 16 / kGroups;
-    const int tiles = (rounds + takes_tail) * kPartTiles;
+    int ids_at = long_rounds + rounds > 0 ? 0 : 16 / kGroups;
+    if (long_rounds > 0) ids = long_ids;
+    const int tiles = (long_rounds * kParts + rounds + takes_tail) * kPartTiles;
+    Chunk chunk;
+    clear_chunk(chunk);
     Kept kept;
     kept.near.clear();
     for (ExactQuad& x : kept.far) x.clear();
@@ -190,20 +277,23 @@ struct ExactClusterKernel : DecodeLoader<S> {
     const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes);
     uint32_t valid[kStages];  // of tiles i to i + stages - 1
     int at = 0, free = 0;     // the stages of the first and the last of these
+    int token = 0;            // the last one's first
     const auto after = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
 #pragma unroll 1
     for (int i = 1 - kStages;; ++i) {
       const int next = i + kStages - 1;
       TilePart part{sequence, len, kv_head, 0, 0, 0, true, false, false, false};
       if (next < tiles) {
+        token += kTile;
         if (next % kPartTiles == 0) {
+          token = first_token(long_rounds, rounds, next);
           if (next > 0) {
             ids = later_ids;
             ids_at = 0;
           }
-          later_ids = look_up_tiles(rounds, next + kPartTiles, len);
+          later_ids = look_up_tiles(long_rounds, rounds, next + kPartTiles, len);
         }
-        part.first_token = first_token(rounds, next);
+        part.first_token = token;
         if (part.first_token < len) {
           part.valid =
               Base::start(stage0 + free * S::kStageBytes, part, Base::pages_of(ids, next % kPartTiles + ids_at));
@@ -218,84 +308,64 @@ struct ExactClusterKernel : DecodeLoader<S> {
       if (i == 0) {
         this->settle(kv_head, state);
         if (cluster > 1) {
-          if (threadIdx.x == 0) cluster_expect(shared_address(barrier()), expected_bytes());
+          if (threadIdx.x == 0)
+            cluster_expect(shared_address(barrier()), this->expected_bytes(has_rounds(), tail_parts));
           cluster_wait();  // all blocks are there; the first tile is still on its way
         }
         if (cluster <= 2 || len <= 2048) let_next_kernel_start();
       }
       if (i >= tiles) break;
-      if (!state.plain) part.first_token = first_token(rounds, i);
+      if (!state.plain) part.first_token = first_token(long_rounds, rounds, i);
       part.valid = valid[0];
       cp_async_wait<kStages - 1>();
       __syncwarp();  // the tile is there
       this->attend(rings + warp * S::kRingBytes, at * S::kStageBytes, part, state);
       __syncwarp();  // its stage is free
-      if ((i + 1) % kPartTiles == 0 && i < rounds * kPartTiles) end_chunk(state, at, kept);
+      if ((i + 1) % kPartTiles == 0) {
+        const int run = i / kPartTiles;
+        const bool whole = run < long_rounds * kParts;
+        if (whole) end_part(state, chunk);
+        if (whole ? run % kParts == kParts - 1 : run < long_rounds * kParts + rounds) {
+          if (whole) take_chunk(chunk, state);
+          end_chunk(state, at, whole, kept);
+        }
+      }
       at = after(at);
     }
-    if (takes_tail) leave(state, part_left(warp), stats_of(warp));
-    finish(kept, len);
+    finish(state, kept, len);
     if (rank == 0 && kv_head == 0 && threadIdx.x == 0) report_sequence(p, load_sequence(p, sequence));
   }
 
   // ---- the end ------------------------------------------------------------------------------------------------------
 
-  // What a block finds in its shared memory once all have sent: records [block or, if there is but one, team][item], the
-  // parts of the tail [part][item], and their maxima and sums.
-  struct Exchange {
-    ExactQuad* records;
-    float4* parts;
-    float2* part_stats;
-  };
-
   // It counts what others send.
   __device__ uint64_t* barrier() const { return reinterpret_cast<uint64_t*>(stats + warps * S::kColumns); }
 
-  __device__ int expected_bytes() const {
-    const int own = max(min(items - rank * each, each), 0);
-    return own * (tail_parts * kPartBytes + (rounds > 0 ? cluster * kRecordBytes : 0));
+  __device__ void finish(const State& state, Kept& kept, int len) const {
+    Exchange to = this->exchange_at(reinterpret_cast<char*>(barrier()) + kBarrierBytes, barrier(),
+                                    has_rounds() && cluster > 1, tail_parts);
+    if (cluster == 1) to.records = reinterpret_cast<ExactQuad*>(rings);  // [team][item]
+    if (takes_tail) send_part(state, to);
+    if (has_rounds()) send_records(to, kept);
+    this->add_up(to, !has_rounds() ? 0 : cluster == 1 ? teams : cluster, tail_parts, len);
   }
 
-  __device__ Exchange exchange() const {
-    char* at = reinterpret_cast<char*>(barrier()) + kBarrierBytes;
-    Exchange x;
-    x.records = reinterpret_cast<ExactQuad*>(cluster == 1 ? rings : at);
-    x.parts = reinterpret_cast<float4*>(at + (rounds > 0 && cluster > 1 ? cluster * each * kRecordBytes : 0));
-    x.part_stats = reinterpret_cast<float2*>(x.parts + tail_parts * each);
-    return x;
-  }
-
-  __device__ void finish(Kept& kept, int len) const {
-    const Exchange to = exchange();
-    if (tail_parts > 0) {
-      __syncthreads();
-      send_parts(to);
-    }
-    if (rounds > 0) send_records(to, kept);
-    if (cluster == 1) {
-      __syncthreads();
-    } else {
-      cluster_receive(shared_address(barrier()));
-    }
-    add_up(to, len);
-  }
-
-  __device__ void send_parts(const Exchange& to) const {
-    const int parts = p.by_cluster.quotient(max(tail_parts - rank, 0) + cluster - 1);  // of this block
+  // This warp's part of the tail.
+  __device__ void send_part(const State& state, const Exchange& to) const {
+    float* left = reinterpret_cast<float*>(rings + warp * S::kRingBytes);
+    leave(state, left, stats_of(warp));
+    __syncwarp();
+    const int part = warp * cluster + rank;
 #pragma unroll 1
-    for (int x = threadIdx.x; x < parts * items; x += blockDim.x) {
-      const int w = p.by_tile_heads.quotient(x / kQuads), column = x / kQuads - w * p.group, item = x - w * items;
-      const float2 found = stats_of(w)[column];
-      const float4 sum = left_at(part_left(w), column, x % kQuads * 4);
-      const int block = p.by_block_items.quotient(item), at = (w * cluster + rank) * each + item - block * each;
+    for (int item = lane; item < items; item += 32) {
+      const float2 found = stats_of(warp)[item / kQuads];
+      const float4 sum = left_at(left, item / kQuads, item % kQuads * 4);
       if (cluster == 1) {
-        to.parts[at] = sum;
-        to.part_stats[at] = found;
-        continue;
+        to.parts[part * each + item] = sum;
+        to.part_stats[part * each + item] = found;
+      } else {
+        Sums::send_part(to, part, item, found, sum);
       }
-      const uint32_t counter = cluster_address(shared_address(barrier()), block);
-      cluster_send(cluster_address(shared_address(to.parts + at), block), sum, counter);
-      cluster_send(cluster_address(shared_address(to.part_stats + at), block), found, counter);
     }
   }
 
@@ -310,46 +380,7 @@ struct ExactClusterKernel : DecodeLoader<S> {
     for (int item = threadIdx.x; item < items; item += blockDim.x) {
       ExactQuad sum = staged[item];
       for (int t = 1; t < teams; ++t) sum.add(staged[t * items + item]);
-      const int block = p.by_block_items.quotient(item);
-      const uint32_t at = cluster_address(shared_address(to.records + rank * each + item - block * each), block);
-      const uint32_t counter = cluster_address(shared_address(barrier()), block);
-      const auto* words = reinterpret_cast<const float4*>(&sum);
-#pragma unroll
-      for (int i = 0; i < kRecordBytes / 16; ++i) cluster_send(at + i * 16, words[i], counter);
-    }
-  }
-
-  // Neighbouring lanes share the chunks and records of four columns.
-  __device__ void add_up(const Exchange& from, int len) const {
-    constexpr int kParts = kChunkTokens / kPartTokens;
-    const int chunks = (tail_parts + kParts - 1) / kParts, records = rounds == 0 ? 0 : cluster == 1 ? teams : cluster;
-    int shift = 0;
-    while (shift < 3 && 1 << shift < chunks + records) ++shift;
-    const int lanes = 1 << shift, mine = threadIdx.x & (lanes - 1);
-#pragma unroll 1
-    for (int first = 0; first < each; first += blockDim.x >> shift) {
-      const int i = first + (threadIdx.x >> shift), x = rank * each + i;
-      const bool exists = i < each && x < items;
-      ExactQuad sum = ExactQuad::empty();
-#pragma unroll 1
-      for (int u = mine; exists && u < chunks + records; u += lanes) {
-        if (u < chunks) {
-          PartsOfChunk chunk;
-#pragma unroll
-          for (int j = 0; j < kParts; ++j) {
-            const int part = u * kParts + j;
-            if (part < tail_parts) chunk.add(from.part_stats[part * each + i], from.parts[part * each + i]);
-          }
-          sum.add(chunk.o, chunk.sum, chunk.maximum);
-        } else {
-          sum.add(from.records[(u - chunks) * each + i]);
-        }
-      }
-#pragma unroll 1
-      for (int m = 1; m < lanes; m *= 2) sum.add(sum.of_lane(m));
-      if (!exists || mine != 0) continue;
-      const Row row = this->row_of_column(sequence, len, kv_head, x / kQuads);
-      store_output<S>(p, row, x % kQuads * 4, sum.finish(p, row, kv_head));
+      this->send_record(to, item, sum);
     }
   }
 };
@@ -379,7 +410,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
                                          const __grid_constant__ CacheCopies copies) {
   extern __shared__ __align__(1024) char memory[];
   ExactClusterKernel<S> kernel{
-      {{{{p, copies}}}}, memory, reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)};
+      {{{{{p, copies}}}}}, memory, reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)};
   kernel.run();
 }
 
