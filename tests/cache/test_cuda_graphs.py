@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache import reference, reference_indexer
+from cache import reference, reference_indexer, reference_mla
 
 import pykv
 
@@ -154,3 +154,58 @@ def test_indexer_cache(cupy: Any, size: int) -> None:
     own = reference_indexer.scales_of(k, "ue8m0")[:, None]
     np.testing.assert_array_equal(cupy.asnumpy(scales), own)
     np.testing.assert_array_equal(cupy.asnumpy(values), reference.quantise(k, own, "fp8_e4m3"))
+
+
+@pytest.mark.parametrize("tokens", [40, 3000])
+@pytest.mark.parametrize("indexer", [False, True], ids=["entries", "indexer"])
+def test_gathers_read_what_the_kernel_before_wrote(cupy: Any, indexer: bool, tokens: int) -> None:
+    """They look at ids early; what the kernel before writes is what counts, ids and cache."""
+    rng = np.random.default_rng(tokens)
+    blocks, block_size, size, requests = 12, 64, 128, 3
+    width = -(-tokens // block_size)
+    versions = 4  # of ids and of the cache; the first is what the kernels before write
+    caches = rng.integers(0, 256, (versions, blocks, block_size, size + 4), np.uint8)
+    tables = rng.integers(0, blocks, (versions, requests, width)).astype(np.int32)
+    inner = np.sort(rng.integers(0, tokens + 1, (versions, requests - 1)))
+    ends = np.column_stack((np.zeros(versions, int), inner, np.full(versions, tokens))).astype(np.int32)
+    ids = np.concatenate((tables.reshape(versions, -1), ends), axis=1)
+    now, now_ids = cupy.asarray(caches), cupy.asarray(ids)
+    table, starts = now_ids[0, : requests * width].reshape(requests, width), now_ids[0, requests * width :]
+    mappings = [cupy.array([[i, 0]]) for i in range(1, versions)]
+    outs = [
+        (cupy.zeros((tokens, size), np.uint8), cupy.zeros((tokens, 1), np.float32))
+        if indexer
+        else (cupy.zeros((tokens, size + 4), np.uint8),)
+        for _ in mappings
+    ]
+    stream = cupy.cuda.Stream(non_blocking=True)
+
+    def body() -> None:
+        for out, mapping in zip(outs, mappings, strict=True):
+            pykv.copy_blocks_mla([now], mapping, stream=stream)
+            pykv.copy_blocks_mla([now_ids], mapping, stream=stream)
+            if indexer:
+                pykv.cp_gather_indexer_k_quant_cache(now[0], *out, table, starts, stream=stream)
+            else:
+                pykv.cp_gather_cache(now[0], *out, table, starts, requests, stream=stream)
+
+    cupy.cuda.Device().synchronize()
+    with stream:
+        body()  # loads the modules
+        stream.begin_capture()
+        body()
+        graph = stream.end_capture()
+        for _ in range(20):
+            for out in outs:
+                for array in out:
+                    array.fill(0)
+            graph.launch(stream)
+    stream.synchronize()
+    for i, out in enumerate(outs, 1):
+        want = [np.zeros(array.shape, array.dtype) for array in out]
+        if indexer:
+            reference_indexer.cp_gather_indexer_k_quant_cache(caches[i], *want, tables[i], ends[i])
+        else:
+            reference_mla.gather(caches[i], *want, tables[i], ends[i][:-1], np.diff(ends[i]))
+        for got, wanted in zip(out, want, strict=True):
+            np.testing.assert_array_equal(cupy.asnumpy(got).view(np.uint8), wanted.view(np.uint8))

@@ -4,6 +4,9 @@
 // neighbouring rows, whatever requests they belong to, so that the work is balanced by tokens.  One warp finds where they
 // are (locate_rows.cuh), a row each lane: more warps that do so would queue for the same few ids.  Then all threads move the
 // vectors of these rows, kVectorsPerThread loads in flight each, with those of the scales.
+//
+// On an H200 4096 tokens take 2.3 us, 65536 6.2 us, 93 % of a copy of as many bytes.  Fewer rows than half the SMs have blocks for
+// are located after the wait alone: one token takes 1.5 us, not 1.7.
 #include <algorithm>
 
 #include "cache/gather_indexer_cache.h"
@@ -39,12 +42,13 @@ __global__ void __launch_bounds__(kMaxThreads)
   const uint32_t rows = left < plan.rows ? static_cast<uint32_t>(left) : plan.rows;
   if (threadIdx.x < 32) {
     bool early = plan.early && comes_early();
+    RowLocator::Seen seen;
     const RowLocator::Guess guess = plan.locate.guess(first, static_cast<int>(rows), !early);
     PagedRequests::Place place;
     if (!early) begin_dependent();
 #pragma unroll 1
     for (;; early = false) {
-      place = plan.locate(first, static_cast<int>(rows), guess, early);
+      place = plan.locate(first, static_cast<int>(rows), guess, early, seen);
       const char* block = plan.cache + place.block * plan.block_bytes;
       values_of[threadIdx.x] = place.block < 0 ? nullptr : block + place.offset * plan.value_bytes;
       scales_of[threadIdx.x] = block + plan.scales_at + place.offset * plan.scale_bytes;
@@ -54,6 +58,7 @@ __global__ void __launch_bounds__(kMaxThreads)
         prefetch(scales_of[threadIdx.x]);
       }
       begin_dependent();
+      if (plan.locate.unchanged(guess, seen)) break;
     }
   } else {
     begin_dependent();
@@ -138,7 +143,7 @@ void launch_kernel(const GatherIndexerArgs& args, const Launch& launch) {
                                static_cast<uint32_t>(rows),
                                Divider(vectors),
                                Divider(args.block.groups),
-                               blocks >= 8 * num_sms(launch.device)};
+                               2 * blocks >= num_sms(launch.device)};
   launch_dependent(gather_indexer_cache_kernel<Vector>, static_cast<uint32_t>(blocks), static_cast<uint32_t>(threads),
                    launch, "cp_gather_indexer_k_quant_cache", plan);
 }

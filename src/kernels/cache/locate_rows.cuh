@@ -4,8 +4,9 @@
 // table, the token.  Cold, each takes as long as a whole small copy.  So the first two go out together: were all requests of
 // one length, row i would belong to a known request, at a known position.  The warp loads the starts of 32 requests around
 // that one, and each lane the entry of the block table there; a lane whose guess was wrong loads again.
-// All this is done twice: while the kernel before still runs, rows are located by what ids may be then, and what they lead
-// to is brought to L2 (prefetch_entry); after the wait, by what ids are, in L2 by now.
+// All this is done while the kernel before still runs, by what ids may be then, and what they lead to is brought to L2
+// (prefetch_entry).  After the wait the same ids are read again, from L2 by now: mostly they have not changed, and rows are where
+// they were found; else all is done again.
 //
 // Numbers are of 32 bits, for the sizes that allow it; ids of 64 bits beyond are as good as ids far out of range.  All others,
 // and ids out of range, which are to be reported, are left to PagedRequests::locate.
@@ -79,17 +80,38 @@ class RowLocator {
     return g;
   }
 
+  // What a lane was led by: a start, and the entry of the block table.
+  struct Seen {
+    int start, block;
+    const char* block_at;
+    bool is_all = false;
+  };
+
   // For row first + lane of each lane below `count`, which is at least 1.  All lanes of the warp must call it.  `early`: by what
   // ids are before the wait; none where that would take long.
-  __device__ __forceinline__ PagedRequests::Place operator()(int64_t first, int count, const Guess& g,
-                                                             bool early) const {
+  __device__ __forceinline__ PagedRequests::Place operator()(int64_t first, int count, const Guess& g, bool early,
+                                                             Seen& seen) const {
     const int lane = threadIdx.x % 32;
     PagedRequests::Place place{-1, 0};
     bool found = false;
-    if (quick_) found = locate_quickly(static_cast<int>(first), count, g, early, place);
+    if (quick_) found = locate_quickly(static_cast<int>(first), count, g, early, place, seen);
+    seen.is_all = found && !lengths_ && !positions_ && !request_of_;
     if (lane >= count || (early && !found)) place.block = -1;
     if (lane < count && !early && !found) place = requests_.locate(first + lane, errors_);
     return place;
+  }
+
+  // Whether what was seen is still there, and with it the rows of all lanes.  All lanes of the warp must call it.
+  __device__ __forceinline__ bool unchanged(const Guess& g, const Seen& seen) const {
+    bool same = seen.is_all;
+    if (same) {
+      const Loaded block = load(blocks_, seen.block_at);
+      Loaded start;
+      const bool starts = g.base + static_cast<int>(threadIdx.x % 32) <= last_start_;
+      if (starts) start = load(starts_, g.start);
+      same = value(blocks_, block) == seen.block && (!starts || value(starts_, start) == seen.start);
+    }
+    return __all_sync(kAll, same);
   }
 
  private:
@@ -126,7 +148,7 @@ class RowLocator {
 
   // False where the row is still to be found.
   __device__ __forceinline__ bool locate_quickly(int first, int count, const Guess& g, bool early,
-                                                 PagedRequests::Place& place) const {
+                                                 PagedRequests::Place& place, Seen& seen) const {
     const int lane = threadIdx.x % 32, row = first + min(lane, count - 1), guess = static_cast<int>(g.request);
     const Loaded block_load = load(blocks_, g.block);
     Loaded start_load, length_load, before_load, request_load;
@@ -136,6 +158,9 @@ class RowLocator {
     if (request_of_) request_load = load(request_of_, request_of_.at(row));
 
     int base = g.base, start = base + lane <= last_start_ ? value(starts_, start_load) : INT_MAX, request;
+    seen.start = start;
+    seen.block = value(blocks_, block_load);
+    seen.block_at = g.block;
     if (request_of_) {
       request = value(request_of_, request_load);
     } else {
@@ -166,11 +191,12 @@ class RowLocator {
     if (before < 0 || position >= num_positions_) return false;
     uint32_t offset;
     const uint32_t column = block_size_(position, offset);
-    Loaded id = block_load;
-    if (request != guess || column != g.column) id = load(blocks_, block_at(request, column));
-    const int block = value(blocks_, id);
-    place = {block, offset};
-    return static_cast<uint32_t>(block) < num_blocks_;
+    if (request != guess || column != g.column) {
+      seen.block_at = block_at(request, column);
+      seen.block = value(blocks_, load(blocks_, seen.block_at));
+    }
+    place = {seen.block, offset};
+    return static_cast<uint32_t>(seen.block) < num_blocks_;
   }
 
   // Where a window that begins at start `i` begins, so that it holds as many as there are.
