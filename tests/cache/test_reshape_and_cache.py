@@ -166,6 +166,15 @@ def test_many_tokens(array: Library, name: str, arrangement: str) -> None:
     check(array, name, s, dtype="float32", num_tokens=2345, arrangement=arrangement)
 
 
+@pytest.mark.parametrize("slots", ["scattered", "sequences"])
+@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "fp8_e4m3"), ("bfloat16", "int8"), ("float16", "fp8_e5m2")])
+def test_many_bytes(array: Library, dtype: str, kind: str, slots: str) -> None:
+    """So many that on CUDA tiles are converted by wide vectors; tiles that are not whole, either way."""
+    s = Sizes(blocks=160, heads=30, head_size=192, v_head_size=112)
+    ids = inputs.slot_mapping(np.random.default_rng(0), slots, 1861, s)
+    check(array, "packed", s, dtype=dtype, kind=kind, slots=ids, k_scale=0.37, v_scale=2.0)
+
+
 @pytest.mark.parametrize("name", ["NHD", "packed"])
 @pytest.mark.parametrize("where", ["number", "host", "with the arrays"])
 def test_scales(array: Library, name: str, where: str) -> None:

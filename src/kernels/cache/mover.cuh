@@ -17,6 +17,9 @@ struct Scales {
 template <>
 struct Scales<KvFormat::kSame> {};
 
+// As many elements as one access stores, as bytes; for 16-bit elements, twice as many as one access loads.
+inline constexpr int kWideVector = 16;
+
 // kVector elements at once: T on their way in; T again (kSame) or one-byte codes on their way out.
 template <class T, KvFormat kFormat, int kVector>
 struct Mover {
@@ -38,7 +41,8 @@ struct Mover {
     }
   }
 
-  // Without a branch: better where several vectors are converted before any is stored (transpose_tokens.cuh: 417 us, not 425).
+  // Without a branch: better where several short vectors are converted before any is stored (transpose_tokens.cuh: 417 us, not
+  // 425).
   static __device__ __forceinline__ Result convert_all(const Loaded& v, const Quotient& quotient) {
     if constexpr (kFormat == KvFormat::kSame) {
       return v;

@@ -19,15 +19,20 @@ namespace {
 constexpr uint32_t kScatteringThreads = 128;
 
 // Where tokens are turned around and converted, and so many bytes are to be loaded or more, blocks send for what others will load
-// so much later: 65536 tokens of 32 heads to fp8 take 405 us on an H200, not 417.  4096 tokens gain nothing, nor do the flash
+// so much later: 65536 tokens of 32 heads to fp8 take 385 us on an H200, not 388.  4096 tokens gain nothing, nor do the flash
 // layouts.
 constexpr int64_t kMuch = 128 << 20, kAhead = 1 << 20;
+
+// From so many bytes on, which fill the SMs several times over, tiles of 16-bit elements are converted by wide vectors: 65536
+// tokens of 8 heads of bf16 to fp8 take 99.0 us on an H200, not 102.2, but 4096 tokens 9.0, not 8.5.  These blocks do not send for
+// their share: 4096 tokens of 32 heads take 26.7 us, not 27.1.
+constexpr int64_t kMuchToTurn = 32 << 20;
 
 template <class Mover>
 inline constexpr bool kConverts = Mover::kStoredFormat != KvFormat::kSame && !kInPages<Mover>;
 
 template <class Mover, bool kTransposes>
-__global__ void __launch_bounds__(kMostThreads<Mover>, Shape<Mover, kTransposes>::kBlocks)
+__global__ void __launch_bounds__(Shape<Mover, kTransposes>::kThreads, Shape<Mover, kTransposes>::kBlocks)
     reshape_and_cache_kernel(const __grid_constant__ Plan plan,
                              const __grid_constant__ Scales<Mover::kStoredFormat> scales) {
   // Values first: where they are transposed, they take longer.
@@ -36,29 +41,29 @@ __global__ void __launch_bounds__(kMostThreads<Mover>, Shape<Mover, kTransposes>
   const auto in_side = [&](uint32_t b) { return is_key(b) ? b - plan.value.num_blocks : b; };
   const SidePlan& side = side_of(blockIdx.x);
   const uint32_t block = in_side(blockIdx.x);
-  if constexpr (Mover::kStoredFormat != KvFormat::kSame) {
+  if constexpr (kConverts<Mover>) {
     if (plan.ahead != 0 && blockIdx.x + plan.ahead < gridDim.x)
       prefetch_share(side_of(blockIdx.x + plan.ahead), in_side(blockIdx.x + plan.ahead));
     if (plan.early && comes_early()) prefetch_share(side, block);
   }
   const Scale* scale = nullptr;
   if constexpr (Mover::kStoredFormat != KvFormat::kSame) scale = is_key(blockIdx.x) ? &scales.key : &scales.value;
-  write_side<Mover, kTransposes>(plan.map, side, scale, block);
+  write_side<Mover, kTransposes, Shape<Mover, kTransposes>::kThreads>(plan.map, side, scale, block);
 }
 
 template <class Mover>
 void launch_kernel(const ReshapeAndCacheArgs& args, const Launch& launch) {
   using Stored = typename Mover::Stored;
   const Widths w{Mover::kWidth, sizeof(typename Mover::Loaded) / Mover::kWidth, sizeof(Stored)};
-  const bool transposed = transposes(args.key, args.block_size) || transposes(args.value, args.block_size);
 
   Plan plan{};
   plan.map = slot_map_of(args, launch);
   Scales<Mover::kStoredFormat> scales;
   if constexpr (Mover::kStoredFormat != KvFormat::kSame) scales = {args.key.scale, args.value.scale};
   const auto launch_with = [&]<bool kTransposes> {
+    using OfKernel = Shape<Mover, kTransposes>;
     // Few tokens are spread over the machine.
-    Grain grain = Grain::coarsest<Mover, kTransposes>();
+    Grain grain = Grain::coarsest<Mover, kTransposes>(OfKernel::kThreads);
     if constexpr (!kTransposes && !kInPages<Mover>) {  // whole tokens, few at a time
       grain.threads = kScatteringThreads;
       grain.lanes_log2 = std::countr_zero(unsigned{kScatteringThreads});
@@ -72,7 +77,7 @@ void launch_kernel(const ReshapeAndCacheArgs& args, const Launch& launch) {
     } while (blocks < enough && grain.refine());
     if (blocks == 0) return;
     if constexpr (kConverts<Mover>) {
-      plan.early = blocks > kFewBlocks;
+      plan.early = Mover::kWidth != kWideVector && blocks > kFewBlocks;
       const int64_t share = std::max(plan.key.share.size(), plan.value.share.size());
       if (kTransposes && share > 0 && share * blocks >= kMuch)
         plan.ahead = static_cast<uint32_t>(std::max<int64_t>(kAhead / share, 1));
@@ -82,8 +87,10 @@ void launch_kernel(const ReshapeAndCacheArgs& args, const Launch& launch) {
   };
   if constexpr (kInPages<Mover>) {
     launch_with.template operator()<false>();
+  } else if constexpr (Mover::kWidth == kWideVector) {
+    launch_with.template operator()<true>();
   } else {
-    dispatch_bool(transposed, launch_with);
+    dispatch_bool(transposes(args.key, args.block_size) || transposes(args.value, args.block_size), launch_with);
   }
 }
 
@@ -92,12 +99,19 @@ void launch_kernel(const ReshapeAndCacheArgs& args, const Launch& launch) {
 void reshape_and_cache_cuda(const ReshapeAndCacheArgs& args, const Launch& launch) {
   const int64_t source_size = static_cast<int64_t>(size_of(args.dtype));
   const int64_t stored_size = args.format == KvFormat::kSame ? source_size : 1;
-  int64_t width = 16 / source_size;
-  for (const CacheSide* s : {&args.key, &args.value})
+  const bool transposed = transposes(args.key, args.block_size) || transposes(args.value, args.block_size);
+  int64_t width = kWideVector, to_load = 0;
+  for (const CacheSide* s : {&args.key, &args.value}) {
     width = std::min(width, vector_width(*s, source_size, stored_size, transposes(*s, args.block_size)));
+    to_load += args.num_tokens * args.num_heads * s->head_size * source_size;
+  }
+  const bool wide = width == kWideVector && transposed && to_load >= kMuchToTurn;
+  width = std::min(width, 16 / source_size);
 
   const auto quantise = [&]<KvFormat kFormat> {
     dispatch<half, bf16, float>(args.dtype, [&]<class T> {
+      if constexpr (sizeof(T) == 2)
+        if (wide) return launch_kernel<Mover<T, kFormat, kWideVector>>(args, launch);
       if (width == 16 / static_cast<int64_t>(sizeof(T))) {
         launch_kernel<Mover<T, kFormat, 16 / sizeof(T)>>(args, launch);
       } else {

@@ -21,6 +21,7 @@ constexpr int kLeastBlocks = 3;
 constexpr int kLeastBlocks = 4;
 #endif
 
+constexpr int kThreads = 256;
 constexpr int64_t kManyTokens = 512;  // from so many on, tiles of tokens (rotate_to_cache.cuh)
 
 // Values are copied as bits.
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, kLeastBlocks)
   if constexpr (kFormat != KvFormat::kSame) k_scale = &scales.key, v_scale = &scales.value;
   const uint32_t value_blocks = plan.value.num_blocks;
   if (blockIdx.x < value_blocks) {
-    write_side<ValueMover<T, kFormat, kWidth>, kTransposes>(plan.map, plan.value, v_scale, blockIdx.x);
+    write_side<ValueMover<T, kFormat, kWidth>, kTransposes, kThreads>(plan.map, plan.value, v_scale, blockIdx.x);
   } else {
     rotate_to_cache<Mover<T, kFormat, kWidth>, T>(rotation, plan.map, plan.key, k_scale, blockIdx.x - value_blocks);
   }
@@ -54,7 +55,7 @@ void launch_kernel(const RotaryAndCacheArgs& args, const Launch& launch) {
   if constexpr (kFormat != KvFormat::kSame) scales = {cache.key.scale, cache.value.scale};
 
   // Few tokens are spread over the machine.
-  Grain grain = Grain::coarsest<Values, kTransposes>();
+  Grain grain = Grain::coarsest<Values, kTransposes>(kThreads);
   int64_t heads = kRotatedHeads;
   const uint32_t enough = (kTransposes ? 4 : 2) * num_sms(launch.device);
   // Where the next token is nearer in the cache than the next vector, neighbouring lanes take neighbouring tokens.

@@ -15,7 +15,6 @@
 
 namespace pykv {
 
-inline constexpr int kThreads = 256, kWarps = kThreads / 32;
 inline constexpr int kTileColumns = 128;
 inline constexpr int kMostTileTokens = 64;
 inline constexpr int kSection = 32;  // tokens among which one warp looks for runs
@@ -123,13 +122,13 @@ __device__ __forceinline__ void store_run(char* to, const uint32_t* column, int 
   }
 }
 
-template <class Mover>
+template <class Mover, int kThreads>
 __device__ __forceinline__ void transpose_tokens(const SlotMap& map, const SidePlan& side, const Scale* scale,
                                                  uint32_t block, TokenTile<typename Mover::Stored>& tile) {
   using Stored = typename Mover::Stored;
   using Loaded = typename Mover::Loaded;
   constexpr int kWidth = Mover::kWidth, kTokens = kPerWord<Stored>, kUnroll = kTokens == 1 ? 2 : 1;
-  constexpr int kVectors = kTileColumns / kWidth;
+  constexpr int kVectors = kTileColumns / kWidth, kWarps = kThreads / 32;
   uint32_t piece, head;
   const uint32_t tile_index = side.heads(side.pieces(block, piece), head);
   const int64_t first_token = int64_t{tile_index} << side.tile_tokens_log2;
@@ -169,7 +168,13 @@ __device__ __forceinline__ void transpose_tokens(const SlotMap& map, const SideP
         if ((word + u * step) * kTokens >= tokens) break;
         typename Mover::Result results[kTokens];
 #pragma unroll
-        for (int i = 0; i < kTokens; ++i) results[i] = Mover::convert_all(loaded[u][i], quotient);
+        for (int i = 0; i < kTokens; ++i) {
+          if constexpr (kWidth == kWideVector) {
+            results[i] = Mover::convert(loaded[u][i], quotient);
+          } else {
+            results[i] = Mover::convert_all(loaded[u][i], quotient);
+          }
+        }
         uint32_t words[kWidth];
         turn<Stored, kWidth>(results, words);
 #pragma unroll
@@ -188,7 +193,7 @@ __device__ __forceinline__ void transpose_tokens(const SlotMap& map, const SideP
   for (int run = lane % 2; run < num_runs; run += 2) {
     const Run r = tile.runs[section * kSection + run];
     for (int column = (warp >> sections_log2) * 16 + lane / 2; column < columns;
-         column += kTileColumns >> sections_log2)
+         column += (kWarps * 16) >> sections_log2)
       store_run<Stored>(cache + r.to + column * side.chunk, tile.columns + column * kTilePitch<Stored>, r.first,
                         r.length, side.run);
   }
