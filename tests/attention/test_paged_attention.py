@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,8 @@ def test_decode_without_query_bounds(array: Library, layout: str, kind: str, dty
     for sizes in (
         Sizes(),
         Sizes(12, 3, 128),
+        Sizes(6, 2, 128),  # up to four heads in a group, up to eight and up to sixteen are kernels of their own
+        Sizes(12, 2, 128),
         Sizes(16, 1, 112),
         Sizes(8, 2, 256, 8),
         Sizes(5, 5, 80, 32),
@@ -154,10 +157,8 @@ def test_options_of_decode(array: Library, layout: str, room: int) -> None:
         "sinks": np.linspace(-4, 4, 16, dtype=np.float32),
         "scale": 0.3,
     }
-    for kind in ("auto", "fp8_e4m3"):
-        b = inputs.batch(
-            rng(), [(1, n) for n in (33, 700, 1)], Sizes(16, 2), layout=layout, kind=kind, decode=True, room=room
-        )
+    for kind, sizes in itertools.product(("auto", "fp8_e4m3"), (Sizes(16, 2), Sizes(16, 4, 128))):
+        b = inputs.batch(rng(), [(1, n) for n in (33, 700, 1)], sizes, layout=layout, kind=kind, decode=True, room=room)
         check(array, b.changed(options=options))
 
 
@@ -356,6 +357,28 @@ def test_nan_of_the_cache_comes_out(array: Library) -> None:
     nan = np.isnan(array.numpy(out))
     assert nan[0, 4:, 5].all()
     assert nan.sum() == 4
+
+
+@pytest.mark.parametrize("room", [0, 10000], ids=["", "long tables"])
+@pytest.mark.parametrize("layout", ["NHD", "packed"])
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3", "fp8_e5m2"])
+def test_nan_of_long_sequences_comes_out_alone(array: Library, kind: str, layout: str, room: int) -> None:
+    """Where MMAs add up several dimensions of a value, or several blocks share a sequence."""
+    lens = [(1, n) for n in (3000, 70, 1, 900)]
+    b = inputs.batch(rng(), lens, Sizes(16, 4, 128), layout=layout, kind=kind, dtype="bfloat16", decode=True, room=room)
+    clean, _ = inputs.expected(b)
+    places = [(0, 2000, 1, 5), (1, 69, 3, 126), (3, 3, 0, 0)]  # sequence, token, KV head, dimension
+    for sequence, token, head, d in places:
+        block, o = b.block_tables[sequence, token // 16], token % 16
+        b.value_cache[(block, o, head, d) if layout == "NHD" else (block, head, d, o)] = np.nan
+    out = array.output(inputs.outputs(b)[0])
+    inputs.run(array, b, out)
+    got = array.numpy(out).astype(np.float64)
+    for sequence, _, head, d in places:
+        group = slice(4 * head, 4 * head + 4)
+        assert np.isnan(got[sequence, group, d]).all()
+        got[sequence, group, d] = clean[sequence, group, d]
+    assert_attention(got.astype(array.numpy(out).dtype), clean)
 
 
 @pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, "one too large"])

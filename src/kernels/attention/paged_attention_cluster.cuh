@@ -14,13 +14,15 @@ namespace pykv::attention {
 
 constexpr int kMostBlocks = 8;  // of a cluster, everywhere
 
-// kWide: more warps, or smaller blocks, of fewer stages.  kForAnyBatch: with batch_invariant.
+// kQueries: 4, 8 or 16, the heads of a group at most.  kWide: more warps, or smaller blocks, of fewer stages.
+// kForAnyBatch: with batch_invariant.
 template <class Element, int kD, bool kPackedV, int kQueries, bool kWide, bool kForAnyBatch>
 struct ClusterShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
   static constexpr bool kInvariant = kForAnyBatch;
   using Few = Shape<Element, kD, kPackedV, RowClass::kFew>;
   static constexpr int kUsualWarps = kD <= 128 ? 8 : 4;
   static constexpr int kWarps = kWide ? 12 : kUsualWarps, kColumns = kQueries;  // warps at most
+  static constexpr bool kTwins = kQueries == 4;
   static constexpr bool kRaw = Few::kNvfp4;
   static constexpr int kHalvesBytes = kRaw ? Few::kStageBytes : 0;
   static constexpr int kStageBytes = kRaw ? nvfp4_bytes(2 * Few::kTile * kD) : Few::kStageBytes;
@@ -114,6 +116,8 @@ struct ClusterKernel : DecodeLoader<S> {
       __syncwarp();  // its stage is free
       at = after(at);
     }
+    const int step = p.cluster * warps * kTile;
+    this->separate_twins(stage0, {sequence, len, kv_head}, first_token(0), step, len - 1, state);
     finish(state, len);
     if (rank == 0 && kv_head == 0 && threadIdx.x == 0) report_sequence(p, load_sequence(p, sequence));
   }
@@ -291,12 +295,17 @@ bool launch_decode_way(const Problem& p, const Launch& launch) {
   if constexpr (!kForAnyBatch || kQueries == 8) {  // the records of more queries find no room
     using Usual = ClusterShape<Element, kD, kPackedV, kQueries, false, kForAnyBatch>;
     const ClusterSize size = cluster_size<Usual>(p, launch);
-    if constexpr (kD == 128 && kQueries == 8) {
+    if constexpr (kD == 128 && kQueries <= 8) {
       using Wide = ClusterShape<Element, kD, kPackedV, kQueries, true, kForAnyBatch>;
       const ClusterSize wide = wide_size<Wide>(p, size, launch);
       if (wide.blocks > 0 && launch_cluster_kernel<Wide>(p, wide, launch)) return true;
     }
     if (launch_cluster_kernel<Usual>(p, size, launch)) return true;
+  }
+  if constexpr (Line::kHeads > 1) {
+    if (p.a.num_kv_heads % Line::kHeads != 0) {
+      return launch_decode_kernel<DecodeShape<Element, kD, kPackedV, 2 * kQueries, kForAnyBatch>>(p, launch);
+    }
   }
   return launch_decode_kernel<Line>(p, launch);
 }
@@ -320,6 +329,12 @@ bool launch_decode(const Problem& p, const Launch& launch) {
     } else {
       dispatch_bool(p.a.head_size > 64, [&]<bool kLarge> {
         constexpr int kD = kLarge ? 128 : 64;
+        if constexpr (kLarge && !kPackedV && Element::kBytes == 1) {
+          if (p.group <= 4 && !p.a.batch_invariant) {
+            done = launch_decode_way<Element, kD, kPackedV, 4, false>(p, launch);
+            return;
+          }
+        }
         done = p.group <= 8 ? launch_decode_shape<Element, kD, kPackedV, 8>(p, launch)
                             : launch_decode_shape<Element, kD, kPackedV, 16>(p, launch);
       });

@@ -8,6 +8,11 @@
 // paged_attention_softmax.cuh would have it keep.  Between the two, P is transposed by movmatrix.  Elements of one byte
 // are widened as there: the permutation of a fragment's dimensions is undone in Q, or in the places of the output.
 //
+// Up to four queries, against elements of one byte in rows of tokens, are in two columns each (kTwins).  A register of V
+// has two dimensions of two tokens, and the fragment wants two tokens of a dimension: instead of turning each register
+// around, pairs (token, dimension's parity) take the place of tokens, and P is zero where the parity of a pair and of a
+// column differ.  Zero times what is no number is none, either: sums that are not finite are made again without twins.
+//
 // bf16 keeps too little of P: what rounding leaves of it goes through a second MMA.
 #pragma once
 
@@ -38,13 +43,17 @@ struct QueryColumns : TileLoader<S> {
   using Loader::packed_value_place;
   using Loader::warp;
   static constexpr int kD = S::kD, kSteps = kD / 16, kParts = kTile / 16;
-  static constexpr int kQueryTiles = S::kColumns / 8;
+  static constexpr int kQueryTiles = (S::kColumns + 7) / 8;
+  static constexpr int kSums = S::kTwins ? kD / 32 : kD / 16;  // fragments of O^T
+  template <bool kTwins>
+  using Sums = float[kQueryTiles][kTwins ? kD / 32 : kD / 16][4];
   static constexpr int kTerms = std::is_same_v<Mma, bf16> ? 2 : 1;  // of a weight: rounded, and the rest
   using Weights = uint32_t[kQueryTiles][kParts][kTerms][2];         // fragments of P^T
+  static_assert(!S::kTwins || (S::kNarrow && !S::kPackedV && S::kColumns == 4));
 
   // For each eight queries; this lane has two of them.
   struct State {
-    float o[kQueryTiles][kD / 16][4];        // rows: dimensions; columns: this lane's queries
+    Sums<S::kTwins> o;                       // rows: dimensions; columns: this lane's queries
     uint32_t query[kQueryTiles][kSteps][2];  // fragments of Q^T
     float maximum[kQueryTiles][2];
     float sum[kQueryTiles][2];    // over this lane's tokens
@@ -55,12 +64,18 @@ struct QueryColumns : TileLoader<S> {
 
   __device__ int query_head(int kv_head, int column) const { return kv_head * p.group + column; }
 
+  // The query of this lane's column e.
+  __device__ int column_of(int i, int e) const {
+    const int column = lane % 4 * 2 + e;
+    return S::kTwins ? column % 4 : i * 8 + column;
+  }
+
   // Asks for the queries; settle() must come before the first tile.
   __device__ void fetch_queries(int sequence, int kv_head, State& s) const {
     const int c = lane % 4;
 #pragma unroll
     for (int i = 0; i < kQueryTiles; ++i) {
-      const int column = i * 8 + lane / 4;
+      const int column = S::kTwins ? lane / 4 % 4 : i * 8 + lane / 4;
       const bool exists = column < p.group;
       const uint16_t* q = static_cast<const uint16_t*>(p.a.query) + sequence * p.a.query_token_stride +
                           query_head(kv_head, exists ? column : 0) * p.a.query_head_stride;
@@ -123,7 +138,7 @@ struct QueryColumns : TileLoader<S> {
       s.maximum[i][0] = s.maximum[i][1] = -INFINITY;
       s.sum[i][0] = s.sum[i][1] = 0;
 #pragma unroll
-      for (int n = 0; n < kD / 16; ++n) {
+      for (int n = 0; n < kSums; ++n) {
         for (int e = 0; e < 4; ++e) s.o[i][n][e] = 0;
       }
     }
@@ -181,7 +196,8 @@ struct QueryColumns : TileLoader<S> {
   }
 
   // o += v . p
-  __device__ void add_values(uint32_t value_stage, const Weights& weights, State& state) const {
+  template <bool kTwins>
+  __device__ void add_values(uint32_t value_stage, const Weights& weights, Sums<kTwins>& o) const {
 #pragma unroll
     for (int t = 0; t < kParts; ++t) {
       const auto multiply = [&](int n, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
@@ -189,11 +205,32 @@ struct QueryColumns : TileLoader<S> {
 #pragma unroll
         for (int i = 0; i < kQueryTiles; ++i) {
 #pragma unroll
-          for (const auto& w : weights[i][t]) mma_16x8x16<Mma>(state.o[i][n], a, w[0], w[1]);
+          for (const auto& w : weights[i][t]) mma_16x8x16<Mma>(o[i][n], a, w[0], w[1]);
         }
       };
       uint32_t x[4];
-      if constexpr (!S::kPackedV) {
+      if constexpr (kTwins) {
+        const uint32_t row0 = value_stage + swizzled<S::kRowBytes>(t * 16 + lane % 16, lane / 16);
+        const bool odd = lane >= 16;  // this lane's column is one of odd dimensions
+        uint32_t w[2][2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const uint32_t pair = weights[0][t][0][h];  // of two tokens
+          w[h][0] = __byte_perm(pair, 0, odd ? 0x1044 : 0x4410);
+          w[h][1] = __byte_perm(pair, 0, odd ? 0x3244 : 0x4432);
+        }
+#pragma unroll
+        for (int n = 0; n < kSums; ++n) {
+          ldmatrix_x4_trans(x, row0 ^ n * 32);  // [8 h tokens][16 dimensions], h first
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            uint32_t a[4];
+            Element::widen(x[h], a[0], a[2]);
+            Element::widen(x[2 + h], a[1], a[3]);
+            mma_16x8x16<Mma>(o[0][n], a, w[h][0], w[h][1]);
+          }
+        }
+      } else if constexpr (!S::kPackedV) {
         // matrices in the order of the fragment or, to be widened, in that of the rows
         const int row = S::kNarrow ? lane % 16 : lane / 16 * 8 + lane % 8;
         const uint32_t row0 = value_stage + swizzled<S::kRowBytes>(t * 16 + row, S::kNarrow ? lane / 16 : lane / 8 % 2);
@@ -250,7 +287,7 @@ struct QueryColumns : TileLoader<S> {
     for (int i = 0; i < kQueryTiles; ++i) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int column = i * 8 + lane % 4 * 2 + e;
+        const int column = column_of(i, e);
         const float slope = p.a.alibi_slopes && column < p.group ? p.a.alibi_slopes[query_head(kv_head, column)] : 0.f;
 #pragma unroll
         for (int t = 0; t < kParts; ++t) {
@@ -267,6 +304,13 @@ struct QueryColumns : TileLoader<S> {
 
   // A tile whose places of `valid` hold keys; the first is token `first_token`.
   __device__ void compute(uint32_t stage, uint32_t valid, int kv_head, int first_token, int len, State& state) const {
+    compute<S::kTwins>(stage, valid, kv_head, first_token, len, state, state.o);
+  }
+
+  // `o`: what the values are added to.
+  template <bool kTwins>
+  __device__ void compute(uint32_t stage, uint32_t valid, int kv_head, int first_token, int len, State& state,
+                          Sums<kTwins>& o) const {
     constexpr uint32_t kAll = kTile == 32 ? ~0u : (1u << kTile % 32) - 1;
     Scores s;
     scores(stage, state, s);
@@ -286,7 +330,7 @@ struct QueryColumns : TileLoader<S> {
     Weights weights;
 #pragma unroll
     for (int i = 0; i < kQueryTiles; ++i) weigh(i, s[i], state, weights[i]);
-    add_values(stage + S::kTileBytes, weights, state);
+    add_values<kTwins>(stage + S::kTileBytes, weights, o);
   }
 
   // The sums are kept relative to a maximum that may lag behind by kLag (a factor of 256): following it is rare.  With
@@ -313,7 +357,7 @@ struct QueryColumns : TileLoader<S> {
         state.maximum[i][e] = top[e];
         state.sum[i][e] *= rescale;
 #pragma unroll
-        for (int n = 0; n < kD / 16; ++n) {
+        for (int n = 0; n < kSums; ++n) {
           state.o[i][n][e] *= rescale;
           state.o[i][n][2 + e] *= rescale;
         }
@@ -348,6 +392,30 @@ struct QueryColumns : TileLoader<S> {
     }
   }
 
+  // With twins: are all sums of the warp finite?
+  static __device__ bool are_finite(const State& state) {
+    float zero = 0;
+#pragma unroll
+    for (int n = 0; n < kSums; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) zero = fmaf(state.o[0][n][e], 0.f, zero);
+    }
+    return __all_sync(~0u, zero == 0);
+  }
+
+  // From sums without twins.
+  static __device__ void take_sums(State& state, const Sums<false>& o) {
+    const bool odd = threadIdx.x % 4 >= 2;
+#pragma unroll
+    for (int n = 0; n < kSums; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float (&from)[4] = o[0][2 * n + e / 2];
+        state.o[0][n][e] = odd ? from[2 + e % 2] : from[e % 2];
+      }
+    }
+  }
+
   // ---- results ------------------------------------------------------------------------------------------------------
 
   // The dimension of o[n][2 h + .].
@@ -361,13 +429,17 @@ struct QueryColumns : TileLoader<S> {
 
   __device__ void store_sums(const State& state, int i, int e, float* to, int column) const {
 #pragma unroll
-    for (int n = 0; n < kD / 16; ++n) {
-      float* at = to + place(column, dimension(n, 0));
-      if constexpr (S::kPermutedOutput) {
-        *reinterpret_cast<float2*>(at) = {state.o[i][n][e], state.o[i][n][2 + e]};
+    for (int n = 0; n < kSums; ++n) {
+      const auto& o = state.o[i][n];
+      if constexpr (S::kTwins) {
+        const int d = n * 32 + lane / 4 * 2 + lane % 4 / 2;
+        to[place(column, d)] = o[e];
+        to[place(column, d + 16)] = o[2 + e];
+      } else if constexpr (S::kPermutedOutput) {
+        *reinterpret_cast<float2*>(to + place(column, dimension(n, 0))) = {o[e], o[2 + e]};
       } else {
-        *at = state.o[i][n][e];
-        to[place(column, dimension(n, 1))] = state.o[i][n][2 + e];
+        to[place(column, dimension(n, 0))] = o[e];
+        to[place(column, dimension(n, 1))] = o[2 + e];
       }
     }
   }
@@ -377,7 +449,7 @@ struct QueryColumns : TileLoader<S> {
     for (int i = 0; i < kQueryTiles; ++i) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int column = i * 8 + lane % 4 * 2 + e;
+        const int column = column_of(i, e);
         float sum = state.sum[i][e];
         for (int m = 4; m < 32; m *= 2) sum += __shfl_xor_sync(~0u, sum, m);
         if (column >= p.group) continue;

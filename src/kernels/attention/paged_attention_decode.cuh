@@ -10,6 +10,7 @@
 
 #include "attention/paged_attention_decode_load.cuh"
 #include "attention/paged_attention_pieces.cuh"
+#include "cuda/mbarrier.cuh"
 
 namespace pykv::attention {
 
@@ -24,7 +25,7 @@ struct DecodeKernel : DecodeLoader<S> {
   using Base::warp;
   using typename Base::State;
   static constexpr int kD = S::kD, kTile = S::kTile, kStages = S::kStages, kGroups = Base::kGroups;
-  static constexpr int kUnitTokens = S::kUnitTokens;
+  static constexpr int kUnitTokens = S::kUnitTokens, kHeads = S::kHeads;
 
   TilePart* parts;  // of the warp's stages
   char* rings;      // all warps' stages
@@ -37,15 +38,15 @@ struct DecodeKernel : DecodeLoader<S> {
 
   // Where a warp is; all its lanes hold the same.
   struct Walk {
-    int sequence, len, kv_head, tile;
-    int units;  // of this segment in this share, from `tile` on
-    int left;   // places of the share after the segment
+    int sequence, len, heads, tile;  // the segment's KV heads begin at heads * kHeads
+    int units;                       // of this segment in this share, from `tile` on
+    int left;                        // places of the share after the segment
     int slot;
     bool exists, begins;
     bool one_head;  // the line has one KV head, not all
   };
 
-  // Of one KV head on the line: its tiles and one more or, with batch_invariant, its chunks.
+  // Of the KV heads of a segment on the line: their tiles and one more or, with batch_invariant, its chunks.
   static constexpr int kPlaceTokens = S::kInvariant ? kChunkTokens : kUnitTokens,
                        kPlaceUnits = kPlaceTokens / kUnitTokens;
   static constexpr int kLead = S::kInvariant ? 0 : 1;
@@ -55,8 +56,10 @@ struct DecodeKernel : DecodeLoader<S> {
   // together in memory, shares have many places, and hardly a block is left over: neighbours are read at about the same time.
   static constexpr int kMostLines = S::kInvariant ? 1 : 8, kLongShare = 16;
 
+  __device__ int all_heads() const { return p.a.num_kv_heads / kHeads; }
+
   __device__ bool wants_lines(int each) const {
-    const int heads = p.a.num_kv_heads;
+    const int heads = all_heads();
     return heads > 1 && heads <= kMostLines && each >= kLongShare && p.a.key.head < p.a.key.token &&
            gridDim.x % heads * 64 <= gridDim.x;
   }
@@ -98,7 +101,7 @@ struct DecodeKernel : DecodeLoader<S> {
 #pragma unroll 1
     for (int base = 128; base < num_seqs; base += 128) total += scan(base).total;
     // `heads` on each of `lines`; of the line `line` this is share `block`.
-    int heads = p.a.num_kv_heads, lines = 1, line = 0, block = blockIdx.x, blocks = gridDim.x;
+    int heads = all_heads(), lines = 1, line = 0, block = blockIdx.x, blocks = gridDim.x;
     int each = p.by_grid.quotient(total * heads);
     if (wants_lines(each)) {
       lines = heads;
@@ -135,11 +138,11 @@ struct DecodeKernel : DecodeLoader<S> {
         place = __shfl_sync(~0u, at, from);
         all = places(w.len);
       }
-      w.kv_head = static_cast<uint32_t>(place) / static_cast<uint32_t>(all);
-      place -= w.kv_head * all;
-      w.kv_head += line;
+      w.heads = static_cast<uint32_t>(place) / static_cast<uint32_t>(all);
+      place -= w.heads * all;
+      w.heads += line;
       enter_segment(w, place, 2 * blockIdx.x);
-      if (w.exists && w.slot >= 0) mine.head = mine.cut_at(begin - place, kLead, all, w.sequence, w.kv_head);
+      if (w.exists && w.slot >= 0) mine.head = mine.cut_at(begin - place, kLead, all, w.sequence, w.heads * kHeads);
     }
     if (threadIdx.x == 0) share = mine;
     return w;
@@ -162,8 +165,8 @@ struct DecodeKernel : DecodeLoader<S> {
     if (--w.units > 0) return;
     w.exists = false;
     if (w.left <= kLead) return;  // no tile of the next segment is this block's
-    if (w.one_head || ++w.kv_head == p.a.num_kv_heads) {
-      if (!w.one_head) w.kv_head = 0;
+    if (w.one_head || ++w.heads == all_heads()) {
+      if (!w.one_head) w.heads = 0;
       w.len = length(++w.sequence);
     }
     enter_segment(w, 0, 2 * blockIdx.x + 1);
@@ -171,13 +174,16 @@ struct DecodeKernel : DecodeLoader<S> {
 
   // ---- the loop -----------------------------------------------------------------------------------------------------
 
+  // Of the segment's heads, this warp's.
+  __device__ int kv_head(const Walk& w) const { return w.heads * kHeads + warp % kHeads; }
+
   // Of this warp's tile in a unit.
   __device__ int first_token(int unit) const {
     if constexpr (S::kInvariant) {
       static_assert(kPlaceUnits == Base::kPartTiles);
       return this->token_in_chunk(unit / kPlaceUnits, unit % kPlaceUnits);
     }
-    return unit * kUnitTokens + warp * kTile;
+    return unit * kUnitTokens + warp / kHeads * kTile;
   }
 
   // For this tile and the next ones of the segment.
@@ -197,6 +203,14 @@ struct DecodeKernel : DecodeLoader<S> {
     }
   }
 
+  // Of a piece's rows, a group for each KV head of the segment.
+  __device__ int head_of(int row) const {
+    int head = 0;
+#pragma unroll
+    for (int i = 1; i < kHeads; ++i) head += row >= i * p.group;
+    return head;
+  }
+
   // The warps add up through the stages that they are done with.
   __device__ void end_segment(const TilePart& part, const State& state, int stage_offset) const {
     static_assert((S::kRaw ? S::kHalvesBytes : S::kStageBytes) >= Base::kLeftBytes);
@@ -206,23 +220,26 @@ struct DecodeKernel : DecodeLoader<S> {
     this->leave(state, left + warp * kRing, stats.of[warp]);
     __syncthreads();
 #pragma unroll 1
-    for (int x = threadIdx.x; x < p.group * (kD / 4); x += S::kWarps * 32) {
-      const int column = x / (kD / 4), d = x % (kD / 4) * 4;
+    for (int x = threadIdx.x; x < kHeads * p.group * (kD / 4); x += S::kWarps * 32) {
+      const int row_of_piece = x / (kD / 4), d = x % (kD / 4) * 4;
+      const int head = head_of(row_of_piece), column = row_of_piece - head * p.group;
       float top = -INFINITY;
 #pragma unroll
-      for (int w = 0; w < S::kWarps; ++w) top = fmaxf(top, stats.of[w][column].x);
+      for (int i = 0; i < S::kWarps; i += kHeads) top = fmaxf(top, stats.of[i + head][column].x);
       PartSum sum;
 #pragma unroll
-      for (int w = 0; w < S::kWarps; ++w) {
-        sum.add(stats.of[w][column], *reinterpret_cast<const float4*>(left + w * kRing + this->place(column, d)), top);
+      for (int i = 0; i < S::kWarps; i += kHeads) {
+        sum.add(stats.of[i + head][column],
+                *reinterpret_cast<const float4*>(left + (i + head) * kRing + this->place(column, d)), top);
       }
       if (part.slot >= 0) {
-        const int64_t at = static_cast<int64_t>(part.slot) * p.rows + column;
+        const int64_t at = static_cast<int64_t>(part.slot) * p.rows + row_of_piece;
         if (d == 0) p.partial_stats[at] = {top, sum.sum};
         *reinterpret_cast<float4*>(p.partial + at * p.pitch + d) = sum.o;
       } else {
-        const Row row = this->row_of_column(part.sequence, part.len, part.kv_head, column);
-        const float f = finish_row(p, row, part.kv_head, top, sum.sum);
+        const int kv_head = part.kv_head - warp % kHeads + head;
+        const Row row = this->row_of_column(part.sequence, part.len, kv_head, column);
+        const float f = finish_row(p, row, kv_head, top, sum.sum);
         store_output<S>(p, row, d, {sum.o.x * f, sum.o.y * f, sum.o.z * f, sum.o.w * f});
       }
     }
@@ -239,7 +256,7 @@ struct DecodeKernel : DecodeLoader<S> {
     __syncthreads();
     if (has_head) join(share.head);
     if (has_tail) {
-      join(share.cut_at(share.end - kLead - w.tile / kPlaceUnits, kLead, places(w.len), w.sequence, w.kv_head));
+      join(share.cut_at(share.end - kLead - w.tile / kPlaceUnits, kLead, places(w.len), w.sequence, w.heads * kHeads));
     }
   }
 
@@ -250,23 +267,24 @@ struct DecodeKernel : DecodeLoader<S> {
     for (int i = threadIdx.x; i < u.pieces; i += S::kWarps * 32) all = all && is_there(p, u.slot(i), ticket);
     if (!__syncthreads_and(all)) return;
 #pragma unroll 1
-    for (int x = threadIdx.x; x < p.group * (kD / 4); x += S::kWarps * 32) {
-      const int column = x / (kD / 4), quad = x % (kD / 4);
+    for (int x = threadIdx.x; x < kHeads * p.group * (kD / 4); x += S::kWarps * 32) {
+      const int row_of_piece = x / (kD / 4), quad = x % (kD / 4);
       Sum sum = Sum::empty();
 #pragma unroll 1
       for (int first = 0; first < u.pieces; first += kAtOnce) {
         Sum piece[kAtOnce];
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
-          if (first + k < u.pieces) piece[k] = Sum::load(p, u.slot(first + k), column, quad);
+          if (first + k < u.pieces) piece[k] = Sum::load(p, u.slot(first + k), row_of_piece, quad);
         }
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
           if (first + k < u.pieces) sum.add(piece[k]);
         }
       }
-      const Row row = this->row_of_column(u.sequence, 0, u.kv_head, column);
-      store_output<S>(p, row, quad * 4, sum.finish(p, row, u.kv_head));
+      const int head = head_of(row_of_piece), kv_head = u.kv_head + head;
+      const Row row = this->row_of_column(u.sequence, 0, kv_head, row_of_piece - head * p.group);
+      store_output<S>(p, row, quad * 4, sum.finish(p, row, kv_head));
     }
     for (int i = threadIdx.x; i < u.pieces; i += S::kWarps * 32) *ticket_place(p, u.slot(i)) = 0;
   }
@@ -313,6 +331,7 @@ struct DecodeKernel : DecodeLoader<S> {
     const auto after = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
     const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes) + S::kHalvesBytes;
     TilePart part{};
+    [[maybe_unused]] int first = 0;  // token of the warp's first tile of the segment
 #pragma unroll 1
     for (int i = 1 - kStages;; ++i) {
       if (S::kLate && i >= 0) {
@@ -323,7 +342,9 @@ struct DecodeKernel : DecodeLoader<S> {
         cp_async_wait<kStages - 2>();
         __syncwarp();  // the tile is there
       }
-      TilePart next{w.sequence, w.len, w.kv_head, first_token(w.tile), w.slot, 0, w.exists, w.begins, w.units == 1};
+      // The warps of a segment's heads ask for the same tokens at the same time.
+      if constexpr (kHeads > 1) named_barrier_sync(1 + warp / kHeads, kHeads * 32);
+      TilePart next{w.sequence, w.len, kv_head(w), first_token(w.tile), w.slot, 0, w.exists, w.begins, w.units == 1};
       next.ends_chunk = S::kInvariant && (w.tile + 1) % kPlaceUnits == 0;
       if (w.exists) {
         next.valid = this->start(stage0 + free * S::kStageBytes, next, Base::pages_of(ids, w.tile - looked_up));
@@ -360,7 +381,11 @@ struct DecodeKernel : DecodeLoader<S> {
       if constexpr (S::kInvariant) {
         if (part.ends_chunk) last = part;
       } else {
-        if (part.ends) end_segment(part, state, S::kRaw ? 0 : offset);
+        if (part.begins) first = part.first_token;
+        if (part.ends) {
+          this->separate_twins(stage0 + offset, part, first, kUnitTokens, part.first_token, state);
+          end_segment(part, state, S::kRaw ? 0 : offset);
+        }
       }
       __syncwarp();  // its stage is free
       at = after(at);

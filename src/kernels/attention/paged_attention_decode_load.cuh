@@ -11,18 +11,22 @@ namespace pykv::attention {
 
 constexpr int kGroupTokens = 8;  // looked up and addressed as one
 
-// kQueries: 8 or 16, the heads of a group at most.  kForAnyBatch: with batch_invariant.
+// kQueries: 4, 8 or 16, the heads of a group at most.  kForAnyBatch: with batch_invariant.
 template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch>
 struct DecodeShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
   using Few = Shape<Element, kD, kPackedV, RowClass::kFew>;
   static constexpr bool kInvariant = kForAnyBatch;
   // Two blocks of six warps leave fewer pieces than three of four.  Elements of one byte do best with a tile of each warp
   // under way, not two: the next one's copies start after the wait for its own.
-  static constexpr bool kSixWarps = kD == 128 && kQueries == 8 && !kForAnyBatch && !Few::kNvfp4;
+  static constexpr bool kSixWarps = kD == 128 && kQueries <= 8 && !kForAnyBatch && !Few::kNvfp4;
   static constexpr bool kLate = kSixWarps && Few::kNarrow;
-  static constexpr int kWarps = kSixWarps ? 6 : 4, kColumns = kQueries;
-  static constexpr int kUnitTokens = kWarps * Few::kTile;
-  static constexpr int kBlocksPerSm = kSixWarps                                      ? 2
+  static constexpr bool kTwins = kQueries == 4;
+  // KV heads of a segment, warp by warp: neighbours in memory are read together, and there are half as many ends.  The
+  // block of twelve warps has the units of two blocks of six.
+  static constexpr int kHeads = kTwins && kLate ? 2 : 1;
+  static constexpr int kWarps = kSixWarps ? 6 * kHeads : 4, kColumns = kQueries;
+  static constexpr int kUnitTokens = kWarps / kHeads * Few::kTile;
+  static constexpr int kBlocksPerSm = kSixWarps                                      ? 2 / kHeads
                                       : kD == 64                                     ? 4
                                       : kD == 256                                    ? 1
                                       : kQueries == 16 && (Few::kNarrow || kPackedV) ? 2
@@ -308,6 +312,34 @@ struct DecodeLoader : ColumnsOf<S> {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) pages.id[g] = __shfl_sync(~0u, ids, i * kGroups + g);
     return pages;
+  }
+
+  // With twins (paged_attention_columns.cuh), when a segment is over: what is NaN or infinite in a value is in the sum of its
+  // dimension and, times zero, in its neighbour's.  Such sums, which are rare, are made again from the warp's tiles, at
+  // `first`, `first` + `step`, ... up to `last`, by way of a stage that is free.
+  __device__ void separate_twins(uint32_t stage, TilePart part, int first, int step, int last,
+                                 typename Columns::State& state) const {
+    constexpr bool kFinite = std::is_same_v<typename S::Element, Element8<KvFormat::kInt8>>;  // all codes
+    if constexpr (S::kTwins && !kFinite) {
+      if (Columns::are_finite(state)) return;
+      typename Columns::template Sums<false> o{};
+      const float sums[2] = {state.sum[0][0], state.sum[0][1]};  // they are complete, and so is the maximum
+#pragma unroll 1
+      for (part.first_token = first; part.first_token <= last; part.first_token += step) {
+        const int token = part.first_token + lane % kGroups * kGroupTokens;
+        __syncwarp();
+        part.valid = start(stage, part, pages_of(token < part.len ? look_up(part.sequence, token) : -1, 0));
+        cp_async_commit();
+        cp_async_wait<0>();
+        __syncwarp();
+        if (part.valid == 0) continue;
+        this->template compute<false>(stage, part.valid, part.kv_head, part.first_token, part.len, state, o);
+      }
+      __syncwarp();
+      Columns::take_sums(state, o);
+      state.sum[0][0] = sums[0];
+      state.sum[0][1] = sums[1];
+    }
   }
 
   // A tile that has arrived, at `stage` of a ring.
