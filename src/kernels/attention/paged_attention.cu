@@ -297,6 +297,15 @@ int set_tiling(Problem& p, const Tiling& t, int blocks_per_sm, int device) {
   return grid;
 }
 
+void set_cluster(Problem& p, int blocks, int head_size, int device) {
+  p.cluster = blocks;
+  p.by_cluster = Divider(blocks);
+  const bool early = overlaps_kernels(device) && (blocks <= 2 || p.a.max_seq_len <= 2048);
+  p.early_blocks = early ? 4 * num_sms(device) : 0;
+  p.block_items = (p.group * (head_size / 4) + blocks - 1) / blocks;
+  p.by_block_items = Divider(p.block_items);
+}
+
 void combine(const Problem& p, int grid, const Launch& launch) {
   const int rows = (p.a.cu_query_lens.data ? p.tile_tokens : 1) * p.tile_heads;
   const int items = rows * (p.pitch / 4);

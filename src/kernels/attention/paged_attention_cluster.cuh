@@ -269,12 +269,7 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
   const auto kernel = cluster_kernel<S>();
   static PerDevice allowed;
   allow_shared_memory(kernel, static_cast<int>(shared_memory_limit(launch.device)), allowed, p.a.op, launch);
-  p.cluster = size.blocks;
-  p.by_cluster = Divider(size.blocks);
-  const bool early = overlaps_kernels(launch.device) && (size.blocks <= 2 || p.a.max_seq_len <= 2048);
-  p.early_blocks = early ? 4 * num_sms(launch.device) : 0;
-  p.block_items = (p.group * (S::kD / 4) + size.blocks - 1) / size.blocks;
-  p.by_block_items = Divider(p.block_items);
+  set_cluster(p, size.blocks, S::kD, launch.device);
   if constexpr (S::kInvariant) {
     p.by_round = Divider(size.blocks * size.warps / ExactClusterKernel<S>::kTeamWarps);
     p.exchange_bytes = exact_exchange_bytes<S>(p.group, size.blocks, size.warps, launch.device);

@@ -275,12 +275,7 @@ bool launch_joint(Problem p, int blocks, const Launch& launch) {
   const auto kernel = paged_attention_joint_kernel<S>;
   static PerDevice allowed;
   allow_shared_memory(kernel, static_cast<int>(shared_memory_limit(launch.device)), allowed, p.a.op, launch);
-  p.cluster = blocks;
-  p.by_cluster = Divider(blocks);
-  const bool early = overlaps_kernels(launch.device) && (blocks <= 2 || p.a.max_seq_len <= 2048);
-  p.early_blocks = early ? 4 * num_sms(launch.device) : 0;
-  p.block_items = (p.group * JointKernel<S>::kQuads + blocks - 1) / blocks;
-  p.by_block_items = Divider(p.block_items);
+  set_cluster(p, blocks, S::kD, launch.device);
   p.exchange_bytes = joint_exchange_bytes<S>(p.group, blocks);
   launch_after(kernel, dim3(static_cast<unsigned>(grid)), dim3(S::kWarps * 32), blocks, joint_bytes<S>(p.group, blocks),
                launch, p.a.op, p, cache_copies<S>(p.a));

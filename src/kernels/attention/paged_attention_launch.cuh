@@ -51,6 +51,9 @@ bool may_use_warpgroups(const PagedAttentionArgs& a, int device);
 // tiling.blocks_per_sm on an SM.
 int set_tiling(Problem& p, const Tiling& tiling, int blocks_per_sm, int device);
 
+// Of clusters of so many blocks: what their blocks finish, and how many of them are there early.
+void set_cluster(Problem& p, int blocks, int head_size, int device);
+
 // Adds up what the `grid` blocks of a launch left unfinished.
 void combine(const Problem& p, int grid, const Launch& launch);
 
