@@ -7,7 +7,7 @@
 #include <array>
 
 #include "attention/paged_attention_tile_cpu.h"
-#include "cpu/nvfp4.h"
+#include "cpu/nvfp4_decode.h"
 
 namespace pykv::PYKV_ISA::attention {
 

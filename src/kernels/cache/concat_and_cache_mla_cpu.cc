@@ -5,7 +5,7 @@
 #include "cache/mla_record.h"
 #include "cache/quantise_cpu.h"
 #include "cpu/encode.h"
-#include "cpu/nvfp4.h"
+#include "cpu/nvfp4_encode.h"
 #include "cpu/parallel.h"
 #include "cpu/stream_copy.h"
 

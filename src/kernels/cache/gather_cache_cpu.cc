@@ -3,7 +3,7 @@
 
 #include "cache/gather_cache.h"
 #include "cpu/decode.h"
-#include "cpu/nvfp4.h"
+#include "cpu/nvfp4_decode.h"
 #include "cpu/parallel.h"
 #include "cpu/prefetch.h"
 #include "cpu/stream_copy.h"

@@ -12,7 +12,7 @@
 
 #include "cache/reshape_and_cache.h"
 #include "cpu/encode.h"
-#include "cpu/nvfp4.h"
+#include "cpu/nvfp4_encode.h"
 #include "cpu/pieces.h"
 #include "cpu/prefetch.h"
 #include "cpu/simd.h"
