@@ -27,6 +27,16 @@ ONE_BYTE = {
 }
 KINDS = ["auto", *ONE_BYTE]
 NVFP4_LAYOUTS = ["NHD", "HND", "NHD, blocks of K and V in turn", "HND, blocks of K and V in turn", "K NHD, V HND"]
+OPTIONS_OF_8_HEADS: list[dict[str, Any]] = [  # of several query tokens
+    {"causal": False},
+    {"window": 1},
+    {"window": 130},
+    {"window": 100, "causal": False},
+    {"sinks": np.linspace(-4, 4, 8, dtype=np.float32)},
+    {"softcap": 5.0},
+    {"alibi_slopes": np.linspace(0.01, 0.5, 8, dtype=np.float32)},
+    {"scale": -0.1},
+]
 UNIT = {"int8": 1 / 32}  # the scale with which the elements of a batch are normal numbers; 1 for all others
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from attention import inputs
 from attention.inputs import Sizes
@@ -41,17 +40,7 @@ def test_pages(array: Library, block_size: int, layout: str) -> None:
 @pytest.mark.parametrize("queries", [2, 8])
 @pytest.mark.parametrize(
     "options",
-    [
-        {"causal": False},
-        {"window": 1},
-        {"window": 130},
-        {"window": 100, "causal": False},
-        {"sinks": np.linspace(-4, 4, 8, dtype=np.float32)},
-        {"softcap": 5.0},
-        {"alibi_slopes": np.linspace(0.01, 0.5, 8, dtype=np.float32)},
-        {"scale": -0.1},
-        {"scale": 30.0},
-    ],
+    [*inputs.OPTIONS_OF_8_HEADS, {"scale": 30.0}],
     ids=str,
 )
 def test_options(array: Library, options: dict[str, Any], queries: int) -> None:
