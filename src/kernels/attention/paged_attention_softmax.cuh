@@ -50,7 +50,7 @@ struct RowSoftmax : TileLoader<S> {
     return pack_pair<half>(x.x * inverse, x.y * inverse);
   }
 
-  // The warp's rows into shared memory.  With many rows a warp touches its own alone; with few, all write the same.
+  // The rows into shared memory.  With many rows a warp touches its own alone; with few, each warp stores a quarter of them.
   __device__ void load_query_rows(const Unit& u, int row0) {
     constexpr int kQueryChunks = kD / 8, kLoads = S::kWarpRows * kQueryChunks / 32, kBatch = kLoads < 8 ? kLoads : 8;
 #pragma unroll 1
@@ -80,6 +80,9 @@ struct RowSoftmax : TileLoader<S> {
       power_of_two(largest, factor, inverse);
       v = {to_half(v.x, inverse), to_half(v.y, inverse), to_half(v.z, inverse), to_half(v.w, inverse)};
       if (chunk == 0) scratch.rows[warp][warp_row].scale *= factor;
+    }
+    if constexpr (!S::kMany) {
+      if (r % (kThreads / 32) != warp) return;
     }
     if constexpr (S::kNarrow) {  // dimensions 4c .. 4c + 3 of 16 to places 2c, 2c + 1, 2c + 8, 2c + 9
       const uint32_t even = queries + swizzled<2 * kD>(r, chunk & ~1) + (chunk & 1) * 8;
@@ -202,6 +205,7 @@ struct RowSoftmax : TileLoader<S> {
       load_query_fragments(u, row0, rows, s.query);
     } else {
       load_query_rows(u, row0);
+      if constexpr (!S::kMany) __syncthreads();  // so was the end of the segment before
     }
     __syncwarp();
     s.first_position = scratch.rows[warp][0].position;
