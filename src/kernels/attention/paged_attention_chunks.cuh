@@ -88,7 +88,7 @@ struct ChunkColumns : QueryColumns<S> {
       PartsOfChunk sum;
 #pragma unroll
       for (int w = 0; w < S::kWarps; ++w) {
-        const int place = this->place(column % kRoundColumns, d);
+        const int place = sum_place<S::kD>(column % kRoundColumns, d);
         sum.add(stats[w][column], *reinterpret_cast<const float4*>(left + w * kWarp + place));
       }
       kept.add(sum.o, sum.sum, sum.maximum);

@@ -145,7 +145,7 @@ struct ClusterKernel : DecodeLoader<S> {
 #pragma unroll 4
       for (int w = 0; w < warps; ++w) {
         sum.add(exchange.stats.of[w][column],
-                *reinterpret_cast<const float4*>(left + w * kRing + this->place(column, d)), top);
+                *reinterpret_cast<const float4*>(left + w * kRing + sum_place<S::kD>(column, d)), top);
       }
       if (p.cluster == 1) {  // for this thread
         exchange.parts[x] = sum.o;

@@ -423,8 +423,7 @@ struct QueryColumns : TileLoader<S> {
     return n * 16 + (S::kPermutedOutput ? lane / 4 * 2 + h : h * 8 + lane / 4);
   }
 
-  // Where others find a warp's sum for a query and a dimension; lanes that store together meet no bank twice.
-  static __device__ int place(int column, int d) { return column * kD + (d ^ column / 2 % 4 * 8); }
+  // What a warp leaves for others: its sums at sum_place().
   static constexpr int kLeftBytes = S::kColumns * kD * 4;
 
   __device__ void store_sums(const State& state, int i, int e, float* to, int column) const {
@@ -433,13 +432,13 @@ struct QueryColumns : TileLoader<S> {
       const auto& o = state.o[i][n];
       if constexpr (S::kTwins) {
         const int d = n * 32 + lane / 4 * 2 + lane % 4 / 2;
-        to[place(column, d)] = o[e];
-        to[place(column, d + 16)] = o[2 + e];
+        to[sum_place<kD>(column, d)] = o[e];
+        to[sum_place<kD>(column, d + 16)] = o[2 + e];
       } else if constexpr (S::kPermutedOutput) {
-        *reinterpret_cast<float2*>(to + place(column, dimension(n, 0))) = {o[e], o[2 + e]};
+        *reinterpret_cast<float2*>(to + sum_place<kD>(column, dimension(n, 0))) = {o[e], o[2 + e]};
       } else {
-        to[place(column, dimension(n, 0))] = o[e];
-        to[place(column, dimension(n, 1))] = o[2 + e];
+        to[sum_place<kD>(column, dimension(n, 0))] = o[e];
+        to[sum_place<kD>(column, dimension(n, 1))] = o[2 + e];
       }
     }
   }

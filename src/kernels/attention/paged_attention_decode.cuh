@@ -230,7 +230,7 @@ struct DecodeKernel : DecodeLoader<S> {
 #pragma unroll
       for (int i = 0; i < S::kWarps; i += kHeads) {
         sum.add(stats.of[i + head][column],
-                *reinterpret_cast<const float4*>(left + (i + head) * kRing + this->place(column, d)), top);
+                *reinterpret_cast<const float4*>(left + (i + head) * kRing + sum_place<S::kD>(column, d)), top);
       }
       if (part.slot >= 0) {
         const int64_t at = static_cast<int64_t>(part.slot) * p.rows + row_of_piece;

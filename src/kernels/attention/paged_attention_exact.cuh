@@ -12,7 +12,7 @@
 // Of the greatest power of two times 2^15 chunks an int has room: hence kMostInvariantTokens.
 #pragma once
 
-#include "attention/paged_attention_plan.cuh"
+#include "attention/paged_attention_rows.cuh"
 
 namespace pykv::attention {
 

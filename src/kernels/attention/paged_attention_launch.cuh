@@ -4,7 +4,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "attention/paged_attention_plan.cuh"
+#include "attention/paged_attention_problem.cuh"
 #include "core/launch.h"
 #include "cuda/device.h"
 #include "cuda/launch.h"

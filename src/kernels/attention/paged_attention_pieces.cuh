@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "attention/paged_attention_plan.cuh"
+#include "attention/paged_attention_rows.cuh"
 
 namespace pykv::attention {
 

@@ -11,96 +11,9 @@
 // and there is none in front: chunks are too long to stand for that.
 #pragma once
 
-#include "attention/paged_attention.h"
-#include "cuda/divider.cuh"
-#include "cuda/types.cuh"
+#include "attention/paged_attention_problem.cuh"
 
 namespace pykv::attention {
-
-// 2^x by the special function unit.
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-constexpr int kThreads = 128;
-// With batch_invariant: a chunk begins at a multiple of its size, and one warp has a quarter of it.
-constexpr int kChunkTokens = 512, kPartTokens = kChunkTokens / 4;
-constexpr int kMaxGrid = 1024;  // blocks, which bounds the pieces of one segment
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr int kNoWindow = 1 << 30;  // longer than any sequence
-
-// A segment that several blocks worked on, noted by the block that finished it.
-struct Unfinished {
-  int first_block;  // -1: nothing to do
-  bool first_slot_is_head;
-  int query_begin, query_len, kv_head, head_tile, query_tile;
-  int others = 0;  // blocks with other segments between two of this one's
-};
-
-struct Problem {
-  PagedAttentionArgs a;
-  Reporter bad_block, bad_length, bad_query;
-  int group;       // query heads of a KV head
-  int tile_heads;  // query heads in a query tile
-  Divider by_tile_heads;
-  int head_tiles;     // query tiles that the heads of one KV head take
-  int tile_tokens;    // query tokens in a query tile
-  int rows, kv_tile;  // tile sizes; kv_tile is a power of two
-  int place_tokens;   // keys of a place on the line: kv_tile or, with batch_invariant, kChunkTokens
-  bool in_parts;      // four warps at once take the parts of a chunk
-  int lead;           // places in front of a segment: 1 or, with batch_invariant, 0
-  Divider by_grid;    // the main kernel's blocks
-  int cluster;        // blocks for a KV head of a sequence, where such a cluster takes it whole
-  Divider by_cluster;
-  unsigned early_blocks;  // so many are there, or nearly, before the kernel before has ended
-  int block_items;        // four columns of a query each, that a block of it finishes, at most
-  Divider by_block_items;
-  Divider by_round;        // with batch_invariant: chunks that the teams of a cluster take at once
-  int exchange_bytes;      // ... and room for what its blocks send each
-  int min_rows, max_rows;  // takes the sequences with min_rows < query tokens * group <= max_rows
-  int window;
-  float softcap_rate;  // 2 log2(e) / softcap
-  bool plain_logits;   // neither soft cap nor ALiBi: only a positive factor lies between scores and logits
-  Divider block_size;
-  bool sparse;
-  int sparse_block, sparse_stride, sparse_local;  // of BlockSparse, each at most kNoWindow
-  int pitch;                                      // floats from one partial row to the next
-  float* partial;                                 // [2 * grid][rows][pitch], not normalised; or the records of
-                                                  // paged_attention_exact.cuh, [2 * grid][rows][pitch / 4]
-  float2* partial_stats;                          // [2 * grid][rows]: maximum (base 2) and sum
-  Unfinished* unfinished;                         // [grid]; or tickets
-};
-
-struct Sequence {
-  int len, query_begin, query_len;
-  __device__ int context() const { return len - query_len; }  // position of the first query; negative if out of range
-};
-
-struct RawSequence {
-  int64_t len, begin, end;
-};
-
-__device__ inline RawSequence load_sequence(const Problem& p, int64_t s) {
-  if (s >= p.a.num_seqs) return {0, 0, 0};
-  if (!p.a.cu_query_lens.data) return {p.a.seq_lens[s], s, s + 1};
-  return {p.a.seq_lens[s], p.a.cu_query_lens[s], p.a.cu_query_lens[s + 1]};
-}
-
-__device__ inline int64_t clamp(int64_t x, int64_t low, int64_t high) { return min(max(x, low), high); }
-
-__device__ inline Sequence clamp_sequence(const Problem& p, const RawSequence& raw) {
-  const int64_t begin = clamp(raw.begin, 0, p.a.num_tokens);
-  const int64_t end = clamp(raw.end, begin, p.a.num_tokens);
-  return {static_cast<int>(clamp(raw.len, 0, p.a.max_seq_len)), static_cast<int>(begin), static_cast<int>(end - begin)};
-}
-
-__device__ inline void report_sequence(const Problem& p, const RawSequence& raw) {
-  if (raw.len < 0 || raw.len > p.a.max_seq_len) p.bad_length(raw.len, p.a.max_seq_len + 1);
-  if (raw.begin < 0 || raw.begin > p.a.num_tokens) p.bad_query(raw.begin, p.a.num_tokens + 1);
-  if (raw.end < raw.begin || raw.end > p.a.num_tokens) p.bad_query(raw.end, p.a.num_tokens + 1);
-}
 
 // Division that is quick where 32 bits are enough.
 __device__ inline int64_t divide(int64_t a, int64_t b) {
@@ -172,12 +85,6 @@ struct Extent {
 
   __device__ int clamp_key(int64_t key) const { return static_cast<int>(clamp(key, 0, last)); }
 };
-
-// Is the sequence for this launch?  If not, another launch takes it, or it has no query at all.
-__device__ inline bool takes(const Problem& p, const Sequence& s) {
-  const int64_t rows = static_cast<int64_t>(s.query_len) * p.group;
-  return rows > p.min_rows && rows <= p.max_rows;
-}
 
 // The line in equal shares; the first `longer` blocks have one place more.  `alike`: so many segments of the same length are
 // all of the line, if not 0.  Some blocks less, which then have whole segments and leave no pieces, are quicker if they
@@ -427,108 +334,5 @@ struct Walker {
         unit.ends || (p.a.batch_invariant && ((unit.first_token + p.kv_tile) & (p.place_tokens - 1)) == 0);
   }
 };
-
-// The block table's entry for a key, in two words, so that loading it does not wait for its arrival.
-struct PageEntry {
-  int low, high;
-  __device__ int64_t id(const Problem& p) const {
-    return p.a.block_tables.is_int64 ? static_cast<int64_t>(high) << 32 | static_cast<uint32_t>(low) : low;
-  }
-};
-
-__device__ inline PageEntry load_page(const Problem& p, int sequence, int key) {
-  const int64_t at = sequence * p.a.block_table_stride + p.block_size.quotient(key) * p.a.block_tables.stride;
-  const int* words = static_cast<const int*>(p.a.block_tables.data);
-  PageEntry entry{0, 0};
-  if (p.a.block_tables.is_int64) {
-    entry.low = words[2 * at];
-    entry.high = words[2 * at + 1];
-  } else {
-    entry.low = words[at];
-  }
-  return entry;
-}
-
-// The row r of a query tile: a token of the batch, its position in the sequence, and a query head.
-struct Row {
-  int token, position, head;
-  bool valid;
-};
-
-__device__ inline Row row_of(const Problem& p, const Unit& u, int r) {
-  const int tile_token = p.by_tile_heads.quotient(r), tile_head = r - tile_token * p.tile_heads;
-  const int token = u.query_tile * p.tile_tokens + tile_token, head = u.head_tile * p.tile_heads + tile_head;
-  const bool valid = tile_token < p.tile_tokens && token < u.query_len && head < p.group;
-  return {u.query_begin + token, u.sequence_len - u.query_len + min(token, u.query_len - 1), u.kv_head * p.group + head,
-          valid};
-}
-
-// Sparsity of a head: its offset modulo vert_stride.
-__device__ inline int sparse_offset(const Problem& p, int head, int kv_head) {
-  const BlockSparse& s = p.a.sparse;
-  const int64_t offset = s.sliding_step >= 0 ? (s.tp_rank * p.a.num_heads + head) * s.sliding_step + 1
-                                             : (s.tp_rank * p.a.num_kv_heads + kv_head) * -s.sliding_step + 1;
-  return static_cast<int>(offset % s.vert_stride);
-}
-
-__device__ inline bool sparse_attends(const Problem& p, int offset, int sequence_len, int key) {
-  const int page_begin = key - p.block_size.remainder(key);
-  const int kb = page_begin / p.sparse_block, qb = (sequence_len - 1) / p.sparse_block;
-  return (kb + offset) % p.sparse_stride == 0 || kb > qb - p.sparse_local;
-}
-
-// For any of the heads of a query tile.
-__device__ inline bool sparse_attends_any(const Problem& p, const Unit& u, int key) {
-  for (int h = 0; h < p.tile_heads; ++h) {
-    const int head = u.head_tile * p.tile_heads + h;
-    if (head >= p.group) break;
-    if (sparse_attends(p, sparse_offset(p, u.kv_head * p.group + head, u.kv_head), u.sequence_len, key)) return true;
-    if (p.a.sparse.sliding_step <= 0) break;  // all heads of the group are alike
-  }
-  return false;
-}
-
-// May some row of the query tile see this key?
-__device__ inline bool is_wanted(const Problem& p, const Unit& u, int key) {
-  return key >= u.first_key && key <= u.last_key && key < u.sequence_len &&
-         (!p.sparse || sparse_attends_any(p, u, key));
-}
-
-// From a score q.k to the logit in base-2 units, with scale, soft cap and ALiBi.  Each rounding is spelled out: with
-// batch_invariant all kernels must give the same bits.
-__device__ inline float logit(const Problem& p, float score, float scale, float slope, int distance) {
-  float x = __fmul_rn(score, scale);
-  if (p.a.softcap != 0) {
-    const float e = exp2_fast(x * p.softcap_rate);  // tanh(y) = 1 - 2 / (exp(2 y) + 1)
-    x = __fmul_rn(p.a.softcap, 1 - __fdividef(2.f, e + 1));
-  }
-  return __fmul_rn(fmaf(slope, static_cast<float>(distance), x), kLog2e);
-}
-
-// Ends the softmax of one row: folds in the sink, writes the LSE, returns the factor for the sum of p * v.
-__device__ inline float finish_row(const Problem& p, const Row& row, int kv_head, float maximum, float sum) {
-  float rescale = 1;
-  if (p.a.sinks) {
-    const float sink = p.a.sinks[row.head] * kLog2e;
-    const float top = fmaxf(maximum, sink);
-    if (top != -INFINITY) {
-      rescale = exp2f(maximum - top);
-      sum = sum * rescale + exp2f(sink - top);
-      maximum = top;
-    }
-  }
-  if (p.a.lse) {
-    p.a.lse[row.head * p.a.lse_head_stride + row.token * p.a.lse_token_stride] =
-        sum == 0 ? -INFINITY : (maximum + log2f(sum)) / kLog2e;
-  }
-  const float v_scale = p.a.kv_format == KvFormat::kSame ? 1.f : p.a.v_scale[kv_head];
-  return sum == 0 ? 0.f : rescale * v_scale / (sum + p.a.denominator_epsilon);
-}
-
-// Where the output of a row begins.
-template <class T>
-__device__ inline T* output_row(const Problem& p, const Row& row) {
-  return static_cast<T*>(p.a.out) + row.token * p.a.out_token_stride + row.head * p.a.out_head_stride;
-}
 
 }  // namespace pykv::attention

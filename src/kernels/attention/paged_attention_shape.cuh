@@ -9,7 +9,7 @@
 
 #include "attention/paged_attention_elements.cuh"
 #include "attention/paged_attention_launch.cuh"
-#include "attention/paged_attention_plan.cuh"
+#include "attention/paged_attention_rows.cuh"
 #include "cuda/mma.cuh"
 
 namespace pykv::attention {
@@ -104,6 +104,13 @@ __device__ inline int swizzled(int row, int chunk) {
   static_assert(kRowBytes == 64 || kRowBytes % 128 == 0);
   const int moved = kRowBytes == 64 ? chunk ^ (row >> 1 & 3) : chunk ^ (row & 7);
   return row * kRowBytes + moved * 16;
+}
+
+// Where the sum of a column, which is a query, for a dimension lies among those that others read; lanes that store together
+// meet no bank twice.
+template <int kD>
+__device__ inline int sum_place(int column, int d) {
+  return column * kD + (d ^ column / 2 % 4 * 8);
 }
 
 // The token at place r of a tile.  With packed V and one-byte elements, a lane's four bytes of V are four neighbouring

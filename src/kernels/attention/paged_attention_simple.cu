@@ -10,7 +10,7 @@
 
 #include "attention/paged_attention_exact.cuh"
 #include "attention/paged_attention_launch.cuh"
-#include "attention/paged_attention_plan.cuh"
+#include "attention/paged_attention_rows.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/fp8.cuh"
 #include "cuda/launch.h"

@@ -380,8 +380,7 @@ struct RowSoftmax : TileLoader<S> {
 
   // Bits of this lane's places in a step that a row may see, whatever the pages say.
   __device__ uint32_t visible_places(const Unit& u, const RowState& row, int first) const {
-    const int low = row.position - p.window + 1;
-    const int high = p.a.causal ? row.position : row.position + p.window - 1;
+    const int low = first_seen(p, row.position), high = last_seen(p, row.position);
     uint32_t bits = 0;
 #pragma unroll 1
     for (int n = 0; n < S::kStep / 4; ++n) {
@@ -428,10 +427,9 @@ struct RowSoftmax : TileLoader<S> {
       const int first = u.first_token + r0, last = first + S::kStep - 1;
       const bool hidden = !S::kOneToken && p.a.causal ? first > state.last_position : false;
       if (valid == 0 || hidden) continue;
-      const bool masked = S::kOneToken ? valid != kAll
-                                       : valid != kAll || (p.a.causal && last > state.first_position) || p.sparse ||
-                                             (p.window != kNoWindow && (state.last_position - first >= p.window ||
-                                                                        last - state.first_position >= p.window));
+      const bool masked =
+          valid != kAll ||
+          (!S::kOneToken && (p.sparse || hides_some(p, first, last, state.first_position, state.last_position)));
 
       float s[S::kRowTiles][S::kStep / 8][4];
       scores(stage, r0, state, s);

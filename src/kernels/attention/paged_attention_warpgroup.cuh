@@ -80,9 +80,8 @@ struct WarpgroupSoftmax : SegmentResults<S> {
 #pragma unroll
       for (int i = 0; i < kHalves; ++i) {
         const int first = u.first_token + i * 32, last = first + 31;
-        const bool masked = valid[i] != ~0u || (p.a.causal && last > state.first_position) || p.sparse ||
-                            (p.window != kNoWindow &&
-                             (state.last_position - first >= p.window || last - state.first_position >= p.window));
+        const bool masked =
+            valid[i] != ~0u || p.sparse || hides_some(p, first, last, state.first_position, state.last_position);
         if (masked || !state.plain) [[unlikely]]
           this->adjust_scores(u, state, first, masked ? valid[i] : ~0u, masked, s[i]);
       }

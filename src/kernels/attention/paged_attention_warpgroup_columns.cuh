@@ -126,8 +126,7 @@ struct WarpgroupColumns : TileLoader<S> {
         float& x = s[place_of(i, h)];
         if (!state.plain) x = logit(p, x, row.scale, row.slope, key - row.position);
         if (masked) {
-          const int high = p.a.causal ? row.position : row.position + p.window - 1;
-          bool seen = is_there && key >= row.position - p.window + 1 && key <= high;
+          bool seen = is_there && key >= first_seen(p, row.position) && key <= last_seen(p, row.position);
           if (p.sparse) seen = seen && sparse_attends(p, row.sparse_offset, u.sequence_len, key);
           if (!seen) x = -INFINITY;
         }
@@ -151,8 +150,7 @@ struct WarpgroupColumns : TileLoader<S> {
 
     const int first = u.first_token, last = first + kTile - 1;
     const bool masked =
-        !this->is_whole(valid) || (p.a.causal && last > state.first_position) || p.sparse ||
-        (p.window != kNoWindow && (state.last_position - first >= p.window || last - state.first_position >= p.window));
+        !this->is_whole(valid) || p.sparse || hides_some(p, first, last, state.first_position, state.last_position);
     if (masked || !state.plain) [[unlikely]]
       adjust_scores(u, state, valid, masked, s);
     weigh(s, stage, state);
@@ -258,9 +256,6 @@ struct WarpgroupColumns : TileLoader<S> {
     }
   }
 
-  // Where a column's sum for a dimension lies; lanes that store together meet no bank twice.
-  static __device__ int place(int column, int d) { return column * kD + (d ^ column / 2 % 4 * 8); }
-
   // By way of the stage that this segment's last tile leaves.
   __device__ void end_segment(const Unit& u, const State& state, char* stage) const {
     static_assert(S::kStageBytes >= kColumns * kD * 4);
@@ -280,7 +275,7 @@ struct WarpgroupColumns : TileLoader<S> {
         for (int h = 0; h < 2; ++h) {
           float x = state.o[k][place_of(i, h)];
           if constexpr (kTerms == 2) x += state.o[k][kColumns / 2 + place_of(i, h)];
-          sums[place(column(i), k * 64 + warp * 16 + h * 8 + lane / 4)] = x;
+          sums[sum_place<kD>(column(i), k * 64 + warp * 16 + h * 8 + lane / 4)] = x;
         }
       }
     }
@@ -291,7 +286,7 @@ struct WarpgroupColumns : TileLoader<S> {
       const int r = x / kQuads, d = x % kQuads * 4;
       const Row row = row_of(p, u, r);
       if (!row.valid) continue;
-      float4 o = *reinterpret_cast<const float4*>(sums + place(r, d));
+      float4 o = *reinterpret_cast<const float4*>(sums + sum_place<kD>(r, d));
       const float sum =
           scratch.of_warps[0][r] + scratch.of_warps[1][r] + scratch.of_warps[2][r] + scratch.of_warps[3][r];
       if (u.slot >= 0) {

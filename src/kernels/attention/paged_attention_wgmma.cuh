@@ -97,8 +97,8 @@ struct PrefillRows {
     const int column0 = lane % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int low = position[h] - p.window + 1 - first - column0;
-      const int high = (p.a.causal ? position[h] : position[h] + p.window - 1) - first - column0;
+      const int low = first_seen(p, position[h]) - first - column0;
+      const int high = last_seen(p, position[h]) - first - column0;
 #pragma unroll
       for (int i = 0; i < kTile / 8; ++i) {
 #pragma unroll
@@ -122,8 +122,7 @@ struct PrefillRows {
   __device__ void mask_tile(const Unit& u, int tile, const uint4& valid) {
     const int first = u.first_token + tile * kTile, last = first + kTile - 1;
     const bool masked =
-        (valid.x & valid.y & valid.z & valid.w) != ~0u || (p.a.causal && last > first_position) ||
-        (p.window != kNoWindow && (last_position - first >= p.window || last - first_position >= p.window));
+        (valid.x & valid.y & valid.z & valid.w) != ~0u || hides_some(p, first, last, first_position, last_position);
     if (masked) [[unlikely]]
       mask(first, valid);
   }

@@ -1,7 +1,7 @@
 // Prefill on Hopper: sizes of its kernels, what lies in their shared memory, and which query tiles a block takes.
 #pragma once
 
-#include "attention/paged_attention_plan.cuh"
+#include "attention/paged_attention_rows.cuh"
 
 namespace pykv::attention {
 

@@ -1,0 +1,100 @@
+// One call as its kernels see it: sizes, places in the workspace, and the lengths on the device, each within its bounds.
+#pragma once
+
+#include "attention/paged_attention.h"
+#include "cuda/divider.cuh"
+#include "cuda/types.cuh"
+
+namespace pykv::attention {
+
+// 2^x by the special function unit.
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+constexpr int kThreads = 128;
+// With batch_invariant: a chunk begins at a multiple of its size, and one warp has a quarter of it.
+constexpr int kChunkTokens = 512, kPartTokens = kChunkTokens / 4;
+constexpr int kMaxGrid = 1024;  // blocks, which bounds the pieces of one segment
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr int kNoWindow = 1 << 30;  // longer than any sequence
+
+// A segment that several blocks worked on, noted by the block that finished it.
+struct Unfinished {
+  int first_block;  // -1: nothing to do
+  bool first_slot_is_head;
+  int query_begin, query_len, kv_head, head_tile, query_tile;
+};
+
+struct Problem {
+  PagedAttentionArgs a;
+  Reporter bad_block, bad_length, bad_query;
+  int group;       // query heads of a KV head
+  int tile_heads;  // query heads in a query tile
+  Divider by_tile_heads;
+  int head_tiles;     // query tiles that the heads of one KV head take
+  int tile_tokens;    // query tokens in a query tile
+  int rows, kv_tile;  // tile sizes; kv_tile is a power of two
+  int place_tokens;   // keys of a place on the line: kv_tile or, with batch_invariant, kChunkTokens
+  bool in_parts;      // four warps at once take the parts of a chunk
+  int lead;           // places in front of a segment: 1 or, with batch_invariant, 0
+  Divider by_grid;    // the main kernel's blocks
+  int cluster;        // blocks for a KV head of a sequence, where such a cluster takes it whole
+  Divider by_cluster;
+  unsigned early_blocks;  // so many are there, or nearly, before the kernel before has ended
+  int block_items;        // four columns of a query each, that a block of it finishes, at most
+  Divider by_block_items;
+  Divider by_round;        // with batch_invariant: chunks that the teams of a cluster take at once
+  int exchange_bytes;      // ... and room for what its blocks send each
+  int min_rows, max_rows;  // takes the sequences with min_rows < query tokens * group <= max_rows
+  int window;
+  float softcap_rate;  // 2 log2(e) / softcap
+  bool plain_logits;   // neither soft cap nor ALiBi: only a positive factor lies between scores and logits
+  Divider block_size;
+  bool sparse;
+  int sparse_block, sparse_stride, sparse_local;  // of BlockSparse, each at most kNoWindow
+  int pitch;                                      // floats from one partial row to the next
+  float* partial;                                 // [2 * grid][rows][pitch], not normalised; or the records of
+                                                  // paged_attention_exact.cuh, [2 * grid][rows][pitch / 4]
+  float2* partial_stats;                          // [2 * grid][rows]: maximum (base 2) and sum
+  Unfinished* unfinished;                         // [grid]; or tickets
+};
+
+struct Sequence {
+  int len, query_begin, query_len;
+  __device__ int context() const { return len - query_len; }  // position of the first query; negative if out of range
+};
+
+struct RawSequence {
+  int64_t len, begin, end;
+};
+
+__device__ inline RawSequence load_sequence(const Problem& p, int64_t s) {
+  if (s >= p.a.num_seqs) return {0, 0, 0};
+  if (!p.a.cu_query_lens.data) return {p.a.seq_lens[s], s, s + 1};
+  return {p.a.seq_lens[s], p.a.cu_query_lens[s], p.a.cu_query_lens[s + 1]};
+}
+
+__device__ inline int64_t clamp(int64_t x, int64_t low, int64_t high) { return min(max(x, low), high); }
+
+__device__ inline Sequence clamp_sequence(const Problem& p, const RawSequence& raw) {
+  const int64_t begin = clamp(raw.begin, 0, p.a.num_tokens);
+  const int64_t end = clamp(raw.end, begin, p.a.num_tokens);
+  return {static_cast<int>(clamp(raw.len, 0, p.a.max_seq_len)), static_cast<int>(begin), static_cast<int>(end - begin)};
+}
+
+__device__ inline void report_sequence(const Problem& p, const RawSequence& raw) {
+  if (raw.len < 0 || raw.len > p.a.max_seq_len) p.bad_length(raw.len, p.a.max_seq_len + 1);
+  if (raw.begin < 0 || raw.begin > p.a.num_tokens) p.bad_query(raw.begin, p.a.num_tokens + 1);
+  if (raw.end < raw.begin || raw.end > p.a.num_tokens) p.bad_query(raw.end, p.a.num_tokens + 1);
+}
+
+// Is the sequence for this launch?  If not, another launch takes it, or it has no query at all.
+__device__ inline bool takes(const Problem& p, const Sequence& s) {
+  const int64_t rows = static_cast<int64_t>(s.query_len) * p.group;
+  return rows > p.min_rows && rows <= p.max_rows;
+}
+
+}  // namespace pykv::attention

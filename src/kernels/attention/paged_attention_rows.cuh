@@ -1,0 +1,123 @@
+// Rows against keys: the page of a key, which rows see it, what its score becomes, and how a row's softmax ends.
+#pragma once
+
+#include "attention/paged_attention_plan.cuh"
+
+namespace pykv::attention {
+
+// The block table's entry for a key, in two words, so that loading it does not wait for its arrival.
+struct PageEntry {
+  int low, high;
+  __device__ int64_t id(const Problem& p) const {
+    return p.a.block_tables.is_int64 ? static_cast<int64_t>(high) << 32 | static_cast<uint32_t>(low) : low;
+  }
+};
+
+__device__ inline PageEntry load_page(const Problem& p, int sequence, int key) {
+  const int64_t at = sequence * p.a.block_table_stride + p.block_size.quotient(key) * p.a.block_tables.stride;
+  const int* words = static_cast<const int*>(p.a.block_tables.data);
+  PageEntry entry{0, 0};
+  if (p.a.block_tables.is_int64) {
+    entry.low = words[2 * at];
+    entry.high = words[2 * at + 1];
+  } else {
+    entry.low = words[at];
+  }
+  return entry;
+}
+
+// The row r of a query tile: a token of the batch, its position in the sequence, and a query head.
+struct Row {
+  int token, position, head;
+  bool valid;
+};
+
+__device__ inline Row row_of(const Problem& p, const Unit& u, int r) {
+  const int tile_token = p.by_tile_heads.quotient(r), tile_head = r - tile_token * p.tile_heads;
+  const int token = u.query_tile * p.tile_tokens + tile_token, head = u.head_tile * p.tile_heads + tile_head;
+  const bool valid = tile_token < p.tile_tokens && token < u.query_len && head < p.group;
+  return {u.query_begin + token, u.sequence_len - u.query_len + min(token, u.query_len - 1), u.kv_head * p.group + head,
+          valid};
+}
+
+// Sparsity of a head: its offset modulo vert_stride.
+__device__ inline int sparse_offset(const Problem& p, int head, int kv_head) {
+  const BlockSparse& s = p.a.sparse;
+  const int64_t offset = s.sliding_step >= 0 ? (s.tp_rank * p.a.num_heads + head) * s.sliding_step + 1
+                                             : (s.tp_rank * p.a.num_kv_heads + kv_head) * -s.sliding_step + 1;
+  return static_cast<int>(offset % s.vert_stride);
+}
+
+__device__ inline bool sparse_attends(const Problem& p, int offset, int sequence_len, int key) {
+  const int page_begin = key - p.block_size.remainder(key);
+  const int kb = page_begin / p.sparse_block, qb = (sequence_len - 1) / p.sparse_block;
+  return (kb + offset) % p.sparse_stride == 0 || kb > qb - p.sparse_local;
+}
+
+// For any of the heads of a query tile.
+__device__ inline bool sparse_attends_any(const Problem& p, const Unit& u, int key) {
+  for (int h = 0; h < p.tile_heads; ++h) {
+    const int head = u.head_tile * p.tile_heads + h;
+    if (head >= p.group) break;
+    if (sparse_attends(p, sparse_offset(p, u.kv_head * p.group + head, u.kv_head), u.sequence_len, key)) return true;
+    if (p.a.sparse.sliding_step <= 0) break;  // all heads of the group are alike
+  }
+  return false;
+}
+
+// May some row of the query tile see this key?
+__device__ inline bool is_wanted(const Problem& p, const Unit& u, int key) {
+  return key >= u.first_key && key <= u.last_key && key < u.sequence_len &&
+         (!p.sparse || sparse_attends_any(p, u, key));
+}
+
+// Does the window or the causal mask hide a key of first .. last from a row of these positions?
+__device__ inline bool hides_some(const Problem& p, int first, int last, int first_position, int last_position) {
+  return (p.a.causal && last > first_position) ||
+         (p.window != kNoWindow && (last_position - first >= p.window || last - first_position >= p.window));
+}
+
+// The first and the last key that the window and the causal mask let a position see.
+__device__ inline int first_seen(const Problem& p, int position) { return position - p.window + 1; }
+__device__ inline int last_seen(const Problem& p, int position) {
+  return p.a.causal ? position : position + p.window - 1;
+}
+
+// From a score q.k to the logit in base-2 units, with scale, soft cap and ALiBi.  Each rounding is spelled out: with
+// batch_invariant all kernels must give the same bits.
+__device__ inline float logit(const Problem& p, float score, float scale, float slope, int distance) {
+  float x = __fmul_rn(score, scale);
+  if (p.a.softcap != 0) {
+    const float e = exp2_fast(x * p.softcap_rate);  // tanh(y) = 1 - 2 / (exp(2 y) + 1)
+    x = __fmul_rn(p.a.softcap, 1 - __fdividef(2.f, e + 1));
+  }
+  return __fmul_rn(fmaf(slope, static_cast<float>(distance), x), kLog2e);
+}
+
+// Ends the softmax of one row: folds in the sink, writes the LSE, returns the factor for the sum of p * v.
+__device__ inline float finish_row(const Problem& p, const Row& row, int kv_head, float maximum, float sum) {
+  float rescale = 1;
+  if (p.a.sinks) {
+    const float sink = p.a.sinks[row.head] * kLog2e;
+    const float top = fmaxf(maximum, sink);
+    if (top != -INFINITY) {
+      rescale = exp2f(maximum - top);
+      sum = sum * rescale + exp2f(sink - top);
+      maximum = top;
+    }
+  }
+  if (p.a.lse) {
+    p.a.lse[row.head * p.a.lse_head_stride + row.token * p.a.lse_token_stride] =
+        sum == 0 ? -INFINITY : (maximum + log2f(sum)) / kLog2e;
+  }
+  const float v_scale = p.a.kv_format == KvFormat::kSame ? 1.f : p.a.v_scale[kv_head];
+  return sum == 0 ? 0.f : rescale * v_scale / (sum + p.a.denominator_epsilon);
+}
+
+// Where the output of a row begins.
+template <class T>
+__device__ inline T* output_row(const Problem& p, const Row& row) {
+  return static_cast<T*>(p.a.out) + row.token * p.a.out_token_stride + row.head * p.a.out_head_stride;
+}
+
+}  // namespace pykv::attention
