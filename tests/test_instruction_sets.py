@@ -1,4 +1,4 @@
-"""The CPU twins are compiled three times; the machine's own choice runs in all other tests, the lesser ones here."""
+"""The CPU twins are compiled four times; the machine's own choice runs in all other tests, the lesser ones here."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SOME = {
 
 
 @pytest.mark.parametrize("family", SOME)
-@pytest.mark.parametrize("isa", ["base", "avx2"])
+@pytest.mark.parametrize("isa", ["base", "avx2", "avx512"])
 def test_lesser_instruction_sets(isa: str, family: str, tmp_path: Path) -> None:
     """The choice is made once a process, so the tests run in another one."""
     files, which = SOME[family]

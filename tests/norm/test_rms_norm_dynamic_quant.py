@@ -201,6 +201,26 @@ def test_zeros_and_nan(array, kind, group_size):
     assert (np.delete(np.abs(codes.astype(np.float32)), 7, 1) > 0).mean() > 0.9
 
 
+@dtypes
+@codes_of
+@pytest.mark.parametrize("group_size", [None, 128, 1000])
+def test_many_rows_of_all_magnitudes_and_nan(array, dtype, kind, group_size):
+    """Much at once may be worked out another way (the CPU's tables, where NaN is looked for afterwards)."""
+    x, weight = random((70, 4000), dtype), random((4000,), dtype, 1)
+    weight = (weight.astype(np.float32) * np.float32(2) ** -(np.arange(4000) % 12)).astype(dtype)
+    if group_size == 128:
+        x, weight = x[:, :3968].copy(), weight[:3968].copy()
+    codes, scales = check(array, x, weight, kind, group_size)
+    weight[7] = np.nan
+    with_nan, others, _ = quantise(array, x, weight, kind, group_size)
+    assert (with_nan.astype(np.float32)[:, 7] == (448 if kind == E4M3 else 0)).all()
+    unscathed = np.full(x.shape, True)
+    unscathed[:, 7] = False
+    unscathed[np.repeat(scales != others, group_size or x.shape[-1], 1)] = False  # its number was the largest
+    assert unscathed.mean() > 0.9
+    np.testing.assert_array_equal(with_nan.view(np.uint8)[unscathed], codes.view(np.uint8)[unscathed])
+
+
 @codes_of
 def test_the_largest_element_gets_the_largest_code(array, kind):
     x, weight = random((33, 4096), np.dtype(ml_dtypes.bfloat16)), random((4096,), np.dtype(ml_dtypes.bfloat16), 1)

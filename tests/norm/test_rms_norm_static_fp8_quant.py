@@ -80,6 +80,21 @@ def test_the_scale_may_be_a_number_or_an_array_anywhere(array, dtype):
         np.testing.assert_array_equal(codes.view(np.uint8), expected.view(np.uint8))
 
 
+@dtypes
+@pytest.mark.parametrize("scale", [1.0, 0.013, 3e-6, 1e-30, 1e30])
+def test_many_rows_of_all_magnitudes_and_nan(array, dtype, scale):
+    """Much at once may be worked out another way (the CPU's tables, where NaN is looked for afterwards)."""
+    x, weight = random((20, 4000), dtype), random((4000,), dtype, 1)
+    weight = (weight.astype(np.float32) * np.float32(2) ** -(np.arange(4000) % 14)).astype(dtype)
+    check(array, x, weight, scale)
+    codes, _ = quantise(array, x, weight, scale)
+    weight[7] = np.nan
+    with_nan, _ = quantise(array, x, weight, scale)
+    assert (with_nan.astype(np.float32)[:, 7] == 448).all()
+    others = np.arange(4000) != 7
+    np.testing.assert_array_equal(with_nan.view(np.uint8)[:, others], codes.view(np.uint8)[:, others])
+
+
 def test_what_saturates(array):
     x = np.ones((1, 8), np.float32)
     weight = np.array([1, -1, np.nan, np.inf, -np.inf, 0, 1e30, -1e-30], np.float32)

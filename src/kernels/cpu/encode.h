@@ -3,8 +3,11 @@
 // For a given scale the code is a staircase over the bits of a 16-bit T: of sixteen (E5M2: eight) equal parts of a binade
 // none has more than one step, and the binades of normal codes are alike.  In a part, (bits + d) >> kDrop is the code's
 // magnitude for a d that puts the step where the shift carries.  AVX-512 looks up the d of 32 elements in two tables,
-// one for normal codes and one for what is below: no division, no conversion, no product.
+// one for normal codes and one for what is below: no division, no conversion, no product.  For bf16, AVX512_VBMI looks up what
+// 64 elements have, byte by byte: half of the operations.
 #pragma once
+
+#include <algorithm>
 
 #include "cpu/quantise.h"
 
@@ -64,6 +67,140 @@ class Encoder<T, i8, Divided<i8>> {
 };
 
 #if defined(__AVX512BW__)
+// A rule's codes of 16-bit T: where they change.
+template <class T, class Code, class Rule>
+class Staircase {
+ public:
+  static constexpr int kMantissa = __is_same(T, bf16) ? 7 : 10;  // of T
+  static constexpr int kCodeMantissa = __is_same(Code, e4m3) ? 3 : 2;
+  static constexpr int kDrop = kMantissa - kCodeMantissa;
+  static constexpr uint32_t kBinade = 1u << kMantissa;
+  static constexpr uint32_t kInfinity = ((1u << (15 - kMantissa)) - 1u) << kMantissa;
+  static constexpr uint8_t kLargestCode = __is_same(Code, e4m3) ? 0x7e : 0x7b;
+
+  explicit Staircase(Rule rule) : rule_(rule) {}
+
+  uint8_t code_of(uint32_t bits) const { return rule_.code(to_float(T{static_cast<uint16_t>(bits)})).bits; }
+
+  // The least bits from low to high with a code of at least so much; `high` where there are none.
+  uint32_t least_with(int code, uint32_t low = 0, uint32_t high = kInfinity) const {
+    while (low < high) {
+      const uint32_t middle = (low + high) / 2;
+      if (code_of(middle) >= code) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    return low;
+  }
+
+  // The first binade of T that has only quotients above the least normal code (which smaller ones too are rounded to), and where
+  // quotients become the largest one.
+  uint32_t normal() const { return (least_with((1 << kCodeMantissa) + 1) + kBinade - 1u) & ~(kBinade - 1u); }
+  uint32_t top() const { return least_with(kLargestCode); }
+
+ private:
+  Rule rule_;
+};
+
+inline constexpr int64_t kWorthTables = 1 << 16;  // elements
+
+#if defined(__AVX512VBMI__)
+// Parts have as many values as one normal code.  The first 64, of which the last are a binade of normal codes, have at most one
+// step each: a code, and the last value that has it.  From there on a code is the part's number and what the significand adds to it.
+// Of 64 elements all this is looked up byte by byte.
+template <class Code, class Rule>
+  requires(__is_same(Code, e4m3) || __is_same(Code, e5m2))
+class Encoder<bf16, Code, Rule> {
+ public:
+  Encoder(float scale, int64_t elements) : scale_(scale), rule_{scale}, tables_(elements >= kWorthTables && build()) {}
+
+  [[gnu::noinline]] void operator()(Code* to, const bf16* from, int64_t n, bool past = false) const {
+    if (!tables_ || has_nan(convert(to, from, n, past, bottom_))) store_by_rule(rule_, to, from, n);
+  }
+
+  // Of elements divided by the scale times 2^power, if tables(), which leave room for it; false where one is NaN.
+  [[gnu::always_inline]] bool scaled(Code* to, const bf16* from, int64_t n, int power, bool past = false) const {
+    return !has_nan(convert(to, from, n, past, bottom_ + power * kBinade));
+  }
+  bool tables() const { return tables_; }
+
+ private:
+  using Steps = Staircase<bf16, Code, Rule>;
+  static constexpr int kDrop = Steps::kDrop, kBinade = Steps::kBinade, kParts = 64;
+
+  static bool has_nan(__m512i magnitudes) {
+    return _mm512_cmpgt_epu16_mask(magnitudes, _mm512_set1_epi16(Steps::kInfinity)) != 0;
+  }
+
+  // Gives the largest magnitudes.
+  [[gnu::always_inline]] __m512i convert(Code* to, const bf16* from, int64_t n, bool past, int bottom) const {
+    const __m512i code = _mm512_load_si512(code_), last = _mm512_load_si512(last_);
+    const __m512i more[] = {_mm512_load_si512(more_), _mm512_load_si512(more_ + 64)};
+    const __m512i normal = _mm512_set1_epi8(normal_), least = _mm512_set1_epi16(static_cast<int16_t>(bottom));
+    constexpr __mmask64 kAll = ~__mmask64{};
+    __m512i most = _mm512_setzero_si512();
+    const auto codes_of = [&](__m512i a, __m512i b) {
+      const __m512i without_sign = _mm512_set1_epi16(0x7fff), low_byte = _mm512_set1_epi16(0xff);
+      const __m512i x = _mm512_and_si512(a, without_sign), y = _mm512_and_si512(b, without_sign);
+      most = _mm512_max_epu16(most, _mm512_max_epu16(x, y));
+      const __m512i above_x = _mm512_subs_epu16(x, least), above_y = _mm512_subs_epu16(y, least);
+      const __m512i part = _mm512_packus_epi16(_mm512_srli_epi16(above_x, kDrop), _mm512_srli_epi16(above_y, kDrop));
+      const __m512i low = _mm512_packus_epi16(_mm512_and_si512(above_x, low_byte), _mm512_and_si512(above_y, low_byte));
+      const __mmask64 stepped = _mm512_cmpgt_epu8_mask(low, _mm512_maskz_permutexvar_epi8(kAll, part, last));
+      const __m512i small = _mm512_maskz_permutexvar_epi8(kAll, part, code);
+      __m512i codes = _mm512_mask_add_epi8(small, stepped, small, _mm512_set1_epi8(1));
+      const __m512i added = _mm512_maskz_permutex2var_epi8(kAll, more[0], low, more[1]);  // by seven of eight bits
+      codes = _mm512_mask_add_epi8(codes, _mm512_cmpge_epu8_mask(part, normal), part, added);
+      codes = _mm512_min_epu8(codes, _mm512_set1_epi8(Steps::kLargestCode));
+      // code | sign & 0x80: 0xf8 is a | b & c
+      codes = _mm512_ternarylogic_epi32(codes, _mm512_packs_epi16(a, b), _mm512_set1_epi8(-0x80), 0xf8);
+      const __m512i in_turn = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);  // of what is packed eight bytes are either's
+      return _mm512_maskz_permutexvar_epi64(0xff, in_turn, codes);
+    };
+    int64_t i = 0;
+    for (; i + 2 * kPair <= n; i += 2 * kPair)
+      store_raw(to + i, codes_of(_mm512_loadu_si512(from + i), _mm512_loadu_si512(from + i + kPair)), past);
+    if (i < n) {
+      const auto inside = _bzhi_u64(~uint64_t{}, static_cast<uint32_t>(n - i));
+      const __m512i a = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(inside), from + i);
+      const __m512i b = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(inside >> kPair), from + i + kPair);
+      _mm512_mask_storeu_epi8(to + i, inside, codes_of(a, b));
+    }
+    return most;
+  }
+
+  bool build() {
+    if (!(scale_ > 0x1p-100f && scale_ < 0x1p100f)) return false;
+    const Steps steps(rule_);
+    const int normal = static_cast<int>(steps.normal());
+    if (normal + kBinade > static_cast<int>(steps.top()) || steps.top() >= Steps::kInfinity) return false;
+    bottom_ = std::max(0, normal - (kParts << kDrop));
+    if (bottom_ > 0 && steps.code_of(bottom_) != 0) return false;
+    normal_ = static_cast<int8_t>((normal - bottom_) >> kDrop);
+    for (int part = 0; part < normal_; ++part) {
+      const int begin = bottom_ + (part << kDrop), end = begin + (1 << kDrop), code = steps.code_of(begin);
+      if (steps.code_of(end - 1) > code + 1) return false;
+      code_[part] = static_cast<uint8_t>(code);
+      // the last byte of a value's distance from the bottom, as are those that are compared with it
+      last_[part] = static_cast<uint8_t>((part << kDrop) % 256 +
+                                         static_cast<int>(steps.least_with(code + 1, begin, end)) - 1 - begin);
+    }
+    for (int i = 0; i < kBinade; ++i)
+      more_[i] = static_cast<uint8_t>(steps.code_of(normal + i) - (i >> kDrop) - normal_);
+    return true;
+  }
+
+  alignas(64) uint8_t code_[kParts] = {}, last_[kParts] = {}, more_[kBinade] = {};
+  int8_t normal_ = 0;  // the part from which on codes are normal
+  int bottom_ = 0;
+  float scale_;
+  Rule rule_;
+  bool tables_;
+};
+#endif
+
 template <class T, class Code, class Rule>
   requires(sizeof(T) == 2 && (__is_same(Code, e4m3) || __is_same(Code, e5m2)))
 class Encoder<T, Code, Rule> {
@@ -75,24 +212,20 @@ class Encoder<T, Code, Rule> {
     convert(to, from, n, past, [](__m512i magnitude) { return magnitude; });
   }
 
-  // Of elements divided by the scale times 2^power, if tables(): none is infinite.
-  void scaled(Code* to, const T* from, int64_t n, int power, bool past = false) const {
+  // Of elements divided by the scale times 2^power, if tables(), which leave room for it; false where one is NaN that this cannot do.
+  bool scaled(Code* to, const T* from, int64_t n, int power, bool past = false) const {
     const __m512i less = _mm512_set1_epi16(static_cast<int16_t>(power > 0 ? power << kMantissa : 0));
     const __m512i more = _mm512_set1_epi16(static_cast<int16_t>(power < 0 ? -power << kMantissa : 0));
     convert(to, from, n, past,
             [=](__m512i magnitude) { return _mm512_adds_epu16(_mm512_subs_epu16(magnitude, less), more); });
+    return true;
   }
   bool tables() const { return tables_; }
 
  private:
-  static constexpr int64_t kWorthTables = 1 << 16;
-  static constexpr bool kBf16 = __is_same(T, bf16);
-  static constexpr int kMantissa = kBf16 ? 7 : 10;  // of T
-  static constexpr int kCodeMantissa = __is_same(Code, e4m3) ? 3 : 2;
-  static constexpr int kDrop = kMantissa - kCodeMantissa;
+  using Steps = Staircase<T, Code, Rule>;
+  static constexpr int kMantissa = Steps::kMantissa, kDrop = Steps::kDrop;
   static constexpr int kNormalPart = kMantissa - 5, kSmallPart = kMantissa - 3;  // log2 of the bits' values in a part
-  static constexpr uint16_t kInfinity = ((1u << (15 - kMantissa)) - 1u) << kMantissa;
-  static constexpr uint8_t kLargestCode = __is_same(Code, e4m3) ? 0x7e : 0x7b;
 
   // Bounds in every lane; the d of normal codes and of those below.
   struct Tables {
@@ -121,56 +254,30 @@ class Encoder<T, Code, Rule> {
     }
   }
 
-  uint8_t code_of(uint32_t bits) const { return rule_.code(to_float(T{static_cast<uint16_t>(bits)})).bits; }
-
-  // The least bits of a code of at least so much; infinity's where there are none.
-  uint16_t least_with(uint8_t code) const {
-    uint32_t low = 0, high = kInfinity;
-    while (low < high) {
-      const uint32_t middle = (low + high) / 2;
-      if (code_of(middle) >= code) {
-        high = middle;
-      } else {
-        low = middle + 1;
-      }
-    }
-    return static_cast<uint16_t>(low);
-  }
-
   // The d of the part of 2^size values from `begin`; false if it has more than one step (T's subnormals may).
-  bool find_shift(uint32_t begin, int size, uint16_t* d) const {
-    const uint8_t code = code_of(begin);
-    if (code_of(begin + (1u << size) - 1u) > code + 1) return false;
-    uint32_t low = begin, high = begin + (1u << size);  // the step: the first one with a larger code
-    while (low < high) {
-      const uint32_t middle = (low + high) / 2;
-      if (code_of(middle) > code) {
-        high = middle;
-      } else {
-        low = middle + 1;
-      }
-    }
-    *d = static_cast<uint16_t>(((code + 1u) << kDrop) - low);
+  static bool find_shift(const Steps& steps, uint32_t begin, int size, uint16_t* d) {
+    const int code = steps.code_of(begin);
+    const uint32_t end = begin + (1u << size);
+    if (steps.code_of(end - 1) > code + 1) return false;
+    *d = static_cast<uint16_t>(((code + 1u) << kDrop) - steps.least_with(code + 1, begin, end));
     return true;
   }
 
   bool build() {
     if (!(scale_ > 0x1p-100f && scale_ < 0x1p100f)) return false;
-    constexpr uint32_t kBinade = 1u << kMantissa;
-    // the first binade of T that has only quotients above the least normal one (which smaller ones too are rounded to)
-    const uint32_t normal = (least_with((1u << kCodeMantissa) + 1u) + kBinade - 1u) & ~(kBinade - 1u);
-    const uint32_t top = least_with(kLargestCode);
-    if (normal + kBinade > top || top >= kInfinity) return false;
+    const Steps steps(rule_);
+    const uint32_t normal = steps.normal(), top = steps.top();
+    if (normal + Steps::kBinade > top || top >= Steps::kInfinity) return false;
     // of the 64 parts below, the first has zeros alone
     constexpr uint32_t kParts = 64u << kSmallPart;
     const uint32_t bottom = normal > kParts ? normal - kParts : 0u;
-    if (bottom > 0 && code_of(bottom) != 0) return false;
+    if (bottom > 0 && steps.code_of(bottom) != 0) return false;
     uint16_t d[64] = {};
     for (uint32_t i = 0; i < 32; ++i)
-      if (!find_shift(normal + (i << kNormalPart), kNormalPart, d + i)) return false;
+      if (!find_shift(steps, normal + (i << kNormalPart), kNormalPart, d + i)) return false;
     table_.normal = _mm512_loadu_si512(d);
     for (uint32_t begin = bottom; begin < normal; begin += 1u << kSmallPart)
-      if (!find_shift(begin, kSmallPart, d + (begin >> kSmallPart & 63u))) return false;
+      if (!find_shift(steps, begin, kSmallPart, d + (begin >> kSmallPart & 63u))) return false;
     table_.small[0] = _mm512_loadu_si512(d);
     table_.small[1] = _mm512_loadu_si512(d + 32);
     table_.top = _mm512_set1_epi16(static_cast<int16_t>(top));
@@ -187,13 +294,13 @@ class Encoder<T, Code, Rule> {
     const __m512i d = _mm512_mask_permutexvar_epi16(small, _mm512_cmpge_epu16_mask(within, tables.least_normal),
                                                     _mm512_srli_epi16(within, kNormalPart), tables.normal);
     const __m512i sum = _mm512_add_epi16(within, d);
-    const __mmask32 number = _mm512_cmple_epu16_mask(magnitude, _mm512_set1_epi16(kInfinity));
+    const __mmask32 number = _mm512_cmple_epu16_mask(magnitude, _mm512_set1_epi16(Steps::kInfinity));
     __m512i code, sign;
     if constexpr (Rule::kNanHasSign) {
       code = _mm512_mask_srli_epi16(_mm512_set1_epi16(Rule::kNan), number, sum, kDrop);
       sign = _mm512_srli_epi16(bits, 8);
     } else {  // NaN is the largest: within bounds it is
-      static_assert(Rule::kNan == kLargestCode);
+      static_assert(Rule::kNan == Steps::kLargestCode);
       code = _mm512_srli_epi16(sum, kDrop);
       sign = _mm512_maskz_srli_epi16(number, bits, 8);
     }

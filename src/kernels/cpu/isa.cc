@@ -1,5 +1,6 @@
 #include "cpu/isa.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -15,12 +16,18 @@ Isa cpu_isa() {
       best = Isa::kAvx2;
       if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-          __builtin_cpu_supports("avx512cd"))
+          __builtin_cpu_supports("avx512cd")) {
         best = Isa::kAvx512;
+        if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) best = Isa::kAvx512Bf16;
+      }
     }
     if (const char* wanted = std::getenv("PYKV_ISA")) {
-      if (std::strcmp(wanted, "base") == 0) best = Isa::kBase;
-      if (std::strcmp(wanted, "avx2") == 0 && best == Isa::kAvx512) best = Isa::kAvx2;
+      const auto at_most = [&](const char* name, Isa isa) {
+        if (std::strcmp(wanted, name) == 0) best = std::min(best, isa);
+      };
+      at_most("base", Isa::kBase);
+      at_most("avx2", Isa::kAvx2);
+      at_most("avx512", Isa::kAvx512);
     }
 #endif
     return best;
@@ -32,6 +39,8 @@ Isa cpu_isa() {
 
 const char* pykv_cpu_isa(void) {
   switch (pykv::cpu_isa()) {
+    case pykv::Isa::kAvx512Bf16:
+      return "avx512bf16";
     case pykv::Isa::kAvx512:
       return "avx512";
     case pykv::Isa::kAvx2:

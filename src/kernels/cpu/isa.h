@@ -8,9 +8,9 @@
 
 namespace pykv {
 
-enum class Isa { kBase, kAvx2, kAvx512 };
+enum class Isa { kBase, kAvx2, kAvx512, kAvx512Bf16 };  // the last one with AVX512_VBMI, too: Zen 4, Sapphire Rapids
 
-// The best instruction set of this machine; PYKV_ISA=base|avx2|avx512 in the environment lowers it.
+// The best instruction set of this machine; PYKV_ISA=base|avx2|avx512|avx512bf16 in the environment lowers it.
 Isa cpu_isa();
 
 }  // namespace pykv
@@ -27,8 +27,13 @@ Isa cpu_isa();
   namespace avx512 {                                         \
   void NAME(const ARGS& args, const Launch& launch);         \
   }                                                          \
+  namespace avx512bf16 {                                     \
+  void NAME(const ARGS& args, const Launch& launch);         \
+  }                                                          \
   inline void NAME(const ARGS& args, const Launch& launch) { \
     switch (cpu_isa()) {                                     \
+      case Isa::kAvx512Bf16:                                 \
+        return avx512bf16::NAME(args, launch);               \
       case Isa::kAvx512:                                     \
         return avx512::NAME(args, launch);                   \
       case Isa::kAvx2:                                       \

@@ -21,11 +21,26 @@ inline Words quantised(int8_t, Floats v) {
   return __builtin_bit_cast(Words, within + 12582912.0f);
 }
 
-// An int8 of numbers that are known to lie where rounding gives one.
+// Codes of numbers that are known to lie where rounding gives one.
 struct InsideInt8 {
   int8_t bits;
 };
-inline Words quantised(InsideInt8, Floats v) { return __builtin_bit_cast(Words, v + 12582912.0f); }
+inline Words quantised(InsideInt8, Floats v) {  // by no sum, which with a product before it would be one operation
+#if defined(__AVX512F__)
+  return __builtin_bit_cast(Words, _mm512_maskz_cvtps_epi32(0xffff, v));
+#elif defined(__AVX2__)
+  return __builtin_bit_cast(Words, _mm256_cvtps_epi32(v));
+#else
+  return __builtin_bit_cast(Words, v + 12582912.0f);
+#endif
+}
+struct InsideE4M3 {
+  uint8_t bits;
+};
+inline Words quantised(InsideE4M3, Floats v) {
+  const Words bits = __builtin_bit_cast(Words, v);
+  return narrow_finite<3, 7, 8, Floats, Words>(bits & 0x7fffffffu) | (bits >> 24 & 0x80u);
+}
 
 template <class Code>
 inline void store_quantised(Code* to, Floats v, int64_t count) {

@@ -18,6 +18,11 @@ inline constexpr int64_t kWorthStreaming = 4 << 20;
 
 inline constexpr int64_t kLine = 64;
 
+// Memory that begins where a line does, in which no vector lies across two.
+struct alignas(kLine) Line {
+  char bytes[kLine];
+};
+
 // A whole line; `from` is anywhere.
 inline void stream_line(char* to, const char* from) {
 #if defined(__AVX512F__)

@@ -26,17 +26,15 @@ class TileEncoder<bf16, Rule, kLargest> {
   explicit TileEncoder(int64_t elements) : tables_(elements >= kWorthTables ? &tables() : nullptr) {}
 
   // n codes by the scale `largest` / kLargest, `largest` a bf16 that no finite element exceeds and none is infinite; false
-  // where there are no tables for it.
-  bool divide(e4m3* to, const bf16* from, int64_t n, float largest, bool past = false) const {
+  // where tables cannot do it.  Inlined, since many tiles are small.
+  [[gnu::always_inline]] bool divide(e4m3* to, const bf16* from, int64_t n, float largest, bool past = false) const {
     if (!(tables_ && largest > kLeast && largest < kMost)) return false;
     const uint32_t bits = __builtin_bit_cast(uint32_t, largest);
-    tables_->encoders[bits >> 16 & 127].scaled(to, from, n, static_cast<int>(bits >> 23) - 127, past);
-    return true;
+    return tables_->encoders[bits >> 16 & 127].scaled(to, from, n, static_cast<int>(bits >> 23) - 127, past);
   }
   bool divide_by_power_of_two(e4m3* to, const bf16* from, int64_t n, float scale) const {
     if (!(tables_ && scale > kLeast && scale < kMost)) return false;
-    tables_->one.scaled(to, from, n, static_cast<int>(__builtin_bit_cast(uint32_t, scale) >> 23) - 127);
-    return true;
+    return tables_->one.scaled(to, from, n, static_cast<int>(__builtin_bit_cast(uint32_t, scale) >> 23) - 127);
   }
 
  private:

@@ -43,23 +43,45 @@ struct Codes {
         scales(args.scales + row * args.scale_row),
         bound(args.bound()) {}
   int64_t group_size() const { return args.group_size; }
-  Pair<T> scaled(int64_t i, Pair<T> v, int64_t count) const { return rounded(v) * weights(i, count); }
-  void scale_by(int64_t group, float most) const { scales[group * args.scale_group] = args.scale_of(most, bound); }
+  Pair<T> scaled(int64_t i, Pair<T> v, int64_t count) const { return rounded_for_codes(v) * weights(i, count); }
+  // Of the largest of groups their scales.
+  void make_scales(float* of, int64_t groups) const {
+    for (int64_t g = 0; g < groups; ++g) of[g] = args.scale_of(of[g], bound);
+    for (int64_t g = 0; g < groups; ++g) scales[g * args.scale_group] = of[g];
+  }
 
-  // The group's.  E4M3 divides, int8 multiplies with the scale's inverse.
-  void encode(Code* to, const T* from, int64_t n, int64_t group, float most, bool past) const {
-    const float scale = scales[group * args.scale_group];
+  // A group, `most` its largest, NaN where it has any.  E4M3 divides, int8 multiplies with the scale's inverse.
+  [[gnu::always_inline]] void encode(Code* to, const T* from, int64_t n, float scale, float most, bool past) const {
     if constexpr (kInt8) {
-      each_pair(0, n, [=, inverse = 1.0f / scale](int64_t i, int64_t count) {
-        store_quantised(to + i, load_pair<T>(from + i, count) * inverse, count, past);
-      });
+      if (most < __builtin_inff()) {
+        multiply(reinterpret_cast<InsideInt8*>(to), from, n, 1.0f / scale, past);
+      } else {
+        multiply(to, from, n, 1.0f / scale, past);
+      }
     } else {
+      const bool inside = most < bound && most > 0x1p-8f && most < 0x1p80f;  // above the smallest scale
+      if (inside && encoders.of_largest.divide(to, from, n, most, past)) return;
       if (most >= bound && encoders.at_bound.tables()) return encoders.at_bound(to, from, n, past);
-      if (scale == most / 448.0f && encoders.of_largest.divide(to, from, n, most, past)) return;
-      each_pair(0, n, [=, by = Divisor(scale, most)](int64_t i, int64_t count) {
-        store_quantised(to + i, load_pair<T>(from + i, count) / by, count, past);
-      });
+      if (inside) {
+        divide(reinterpret_cast<InsideE4M3*>(to), from, n, Divisor(scale, most), past);
+      } else {
+        divide(to, from, n, Divisor(scale, most), past);
+      }
     }
+  }
+
+ private:
+  template <class Result>
+  [[gnu::noinline]] static void multiply(Result* to, const T* from, int64_t n, float factor, bool past) {
+    each_pair(0, n, [=](int64_t i, int64_t count) {
+      store_quantised(to + i, load_pair<T>(from + i, count) * factor, count, past);
+    });
+  }
+  template <class Result>
+  [[gnu::noinline]] static void divide(Result* to, const T* from, int64_t n, const Divisor& by, bool past) {
+    each_pair(0, n, [=](int64_t i, int64_t count) {
+      store_quantised(to + i, load_pair<T>(from + i, count) / by, count, past);
+    });
   }
 };
 

@@ -8,7 +8,8 @@
 // Bound by memory for rows that come from there: each byte is moved once in and once out.  In bf16 with AVX-512, Zen 5 takes
 // 8 cycles for 32 elements of RMS norm and 12 for LayerNorm, where one of two cores that copy together moves their 128
 // bytes in 13 to 25, as the neighbours of a virtual machine leave it.  Codes are a quarter less to move and more to work
-// out, which bounds them: E4M3 takes 13 cycles by a static scale, 19 by scales of rows and 25 by scales of 128 elements.
+// out, which bounds them: E4M3 takes 13 cycles by a static scale, 14 by scales of rows and 20 by scales of 128 elements, each of
+// which has tables of its own (without AVX512_BF16 and VBMI 14, 18 and 23); int8 13 and 15.
 #pragma once
 
 #include <algorithm>
@@ -16,6 +17,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "cpu/largest.h"
 #include "cpu/pairs.h"
 #include "cpu/parallel.h"
 #include "norm/row_norm.h"
@@ -126,16 +128,17 @@ struct Norm {
 
 // Memory of a thread for one row at a time, where a source or a result wants it.
 struct Scratch {
-  std::vector<Norm> norms;     // of each group
-  std::vector<float> values;   // of a source that keeps them
-  std::vector<char> scaled;    // of a result by groups
-  std::vector<float> largest;  // of each of its groups
+  std::vector<Norm> norms;             // of each group
+  std::vector<float> values;           // of a source that keeps them
+  std::vector<Line> scaled;            // of a result by groups
+  std::vector<float> largest, scales;  // of each of its groups
   LineWriter writer;
 
-  Scratch(int64_t n, int64_t groups, bool keeps, int64_t scales, bool streamed) : norms(groups), writer(streamed) {
-    const int64_t pairs = n + kPair;  // the last of a group may reach beyond it
+  Scratch(int64_t n, int64_t groups, bool keeps, int64_t scale_groups, bool streamed)
+      : norms(groups), largest(scale_groups + kWidth), scales(scale_groups), writer(streamed) {
     if (keeps) values.resize(n);
-    if (scales > 0) scaled.resize(pairs * sizeof(float)), largest.resize(scales);
+    if (scale_groups > 0)
+      scaled.resize((n + kPair) * sizeof(float) / sizeof(Line) + 1);  // the last pair may reach beyond
   }
 };
 
@@ -181,7 +184,7 @@ void write_row(Scratch& scratch, const Result& result, int64_t n, int64_t group,
           to, size,
           [&](T* kept, int64_t begin, int64_t count) {
             each_pair_of_groups(first + begin, first + begin + count, group, [=](int64_t i, int64_t count, int64_t g) {
-              store_pair(kept + (i - first - begin), scaled(i, count, norms[g]), count);
+              store_for_codes(kept + (i - first - begin), scaled(i, count, norms[g]), count);
             });
           },
           [&](auto* at, const T* kept, int64_t count) { result.encode(at, kept, count, past); });
@@ -197,23 +200,32 @@ void write_row(Scratch& scratch, const Result& result, int64_t n, int64_t group,
 // worked out while others are.  What is scaled is kept rounded to the result's own type T; rounding keeps the order, so that
 // the largest may be rounded last.
 template <class Result, class Scaled>
-void write_by_largest(Scratch& scratch, Result& result, int64_t n, bool streamed, const Scaled& scaled) {
+void write_by_largest(Scratch& scratch, const Result& result, int64_t n, bool streamed, const Scaled& scaled) {
   using T = typename Result::Kept;
   const int64_t group = result.group_size();
   T* const kept = reinterpret_cast<T*>(scratch.scaled.data());
   const Norm norm = scratch.norms[0];
-  for (int64_t begin = 0; begin < n; begin += group) {
-    const Pair<T> most = fold_pairs(begin, begin + group, Pair<T>(0.0f), [=](Pair<T> most, int64_t i, int64_t count) {
-      const Pair<T> y = scaled(i, count, norm);
-      store_whole_pair(kept + i, y);
-      return max(abs(y), most);  // passes NaN over
-    });
-    scratch.largest[begin / group] = to_float(from_float<T>(max(most)));
+  const int64_t groups = n / group;
+  float *const largest = scratch.largest.data(), *const scales = scratch.scales.data();
+  for (int64_t first = 0; first < groups; first += kWidth) {
+    const int64_t some = std::min<int64_t>(groups - first, kWidth);
+    Words lanes[kWidth] = {};
+    for (int64_t g = 0; g < some; ++g) {
+      const int64_t begin = (first + g) * group;
+      const auto next = [=](Largest<T> most, int64_t i, int64_t count) {
+        most.keep(kept + i, scaled(i, count, norm));
+        return most;
+      };
+      lanes[g] = fold_pairs(begin, begin + group, Largest<T>(), next).lanes();
+    }
+    store(largest + first, Largest<T>::values(largest_lanes(lanes)));  // NaN, where there is any
+    for (int64_t g = first; g < first + some; ++g)
+      scales[g] = std::isnan(largest[g]) ? largest_number(kept + g * group, group) : largest[g];
   }
-  for (int64_t g = 0; g * group < n; ++g) result.scale_by(g, scratch.largest[g]);
+  result.make_scales(scales, groups);
   write_grouped(scratch.writer, result.out, n, group, streamed, [&](auto* to, int64_t first, int64_t size, bool past) {
     each_group(first, first + size, group, [&](int64_t begin, int64_t end, int64_t g) {
-      result.encode(to + (begin - first), kept + begin, end - begin, g, scratch.largest[g], past);
+      result.encode(to + (begin - first), kept + begin, end - begin, scales[g], largest[g], past);
     });
   });
 }

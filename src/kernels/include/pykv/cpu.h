@@ -4,7 +4,7 @@
 
 #include <pykv/base.h>
 
-/* Which build of the CPU kernels this machine runs: "base", "avx2" or "avx512"; PYKV_ISA in the environment lowers it.
+/* Which build of the CPU kernels this machine runs: "base", "avx2", "avx512" or "avx512bf16"; PYKV_ISA in the environment lowers it.
  * Never NULL. */
 PYKV_API const char* pykv_cpu_isa(void);
 

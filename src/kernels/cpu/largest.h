@@ -1,0 +1,89 @@
+// The largest magnitudes of groups of numbers that become codes by it; NaN does not count.
+//
+// Magnitudes are compared as the integers of their bits, where NaN is above infinity: who finds it there looks again, and all
+// others know that there is none.  What one vector's lanes hold is found for as many groups as a vector has lanes at once.
+#pragma once
+
+#include <cmath>
+
+#include "cpu/pairs.h"
+
+namespace pykv::PYKV_ISA {
+
+// One step: of the lanes of a and b that are kApart from each other the larger ones, half of the result each.
+template <int kApart>
+inline Words larger_halves(Words a, Words b) {
+  Words own, other;
+  for (uint32_t i = 0; i < kWidth; ++i) {
+    own[i] = i & kApart ? kWidth + i : i;
+    other[i] = own[i] ^ kApart;
+  }
+  const Words x = __builtin_shuffle(a, b, own), y = __builtin_shuffle(a, b, other);
+  return x > y ? x : y;
+}
+// Lane i is the largest lane of v[i].
+template <int kApart = kWidth / 2>
+inline Words largest_lanes(Words* v) {
+  if constexpr (kApart == 0) return v[0];
+  for (int i = 0; i < kApart; ++i) v[i] = larger_halves<kApart>(v[i], v[i + kApart]);
+  return largest_lanes<kApart / 2>(v);
+}
+
+// The largest of `count` numbers, one after the other.
+template <class T>
+[[gnu::noinline]] float largest_number(const T* values, int64_t count) {
+  float most = 0.0f;
+  for (int64_t i = 0; i < count; ++i) most = std::max(most, std::fabs(to_float(values[i])));  // passes NaN over
+  return most;
+}
+
+// Of floats in pairs of T.
+template <class T>
+class LargestFloat {
+ public:
+  void take(Pair<T> v) {
+    const Words x = __builtin_bit_cast(Words, abs(v.x)), y = __builtin_bit_cast(Words, abs(v.y));
+    x_ = x > x_ ? x : x_, y_ = y > y_ ? y : y_;
+  }
+  Words lanes() const { return x_ > y_ ? x_ : y_; }
+
+ private:
+  Words x_ = {}, y_ = {};
+};
+
+// Of numbers that are kept rounded to T, in whole pairs.
+template <class T>
+class Largest : public LargestFloat<T> {
+ public:
+  void keep(T* to, Pair<T> v) {
+    store_for_codes(to, v, kPair);
+    this->take(v);
+  }
+  static Floats values(Words lanes) { return rounded<T>(__builtin_bit_cast(Floats, lanes)); }  // which keeps the order
+};
+
+#if defined(__AVX512BW__)
+template <class T>
+  requires(sizeof(T) == 2)
+class Largest<T> {
+ public:
+  void keep(T* to, Pair<T> v) {
+    const PairHalfwords halves = packed_for_codes(v), magnitudes = halves & 0x7fff;
+    store_raw(to, halves, false);
+    most_ = magnitudes > most_ ? magnitudes : most_;
+  }
+  Words lanes() const {
+    const Words both = __builtin_bit_cast(Words, most_), low = both & 0xffffu, high = both >> 16;
+    return low > high ? low : high;
+  }
+  static Floats values(Words lanes) {
+    if constexpr (kAlternating<T>) return __builtin_bit_cast(Floats, lanes << 16);
+    return _mm512_maskz_cvtph_ps(0xffff, __builtin_bit_cast(__m256i, narrow_to_halfwords(lanes)));
+  }
+
+ private:
+  PairHalfwords most_ = {};
+};
+#endif
+
+}  // namespace pykv::PYKV_ISA
