@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -173,6 +174,30 @@ def test_many_bytes(array: Library, dtype: str, kind: str, slots: str) -> None:
     s = Sizes(blocks=160, heads=30, head_size=192, v_head_size=112)
     ids = inputs.slot_mapping(np.random.default_rng(0), slots, 1861, s)
     check(array, "packed", s, dtype=dtype, kind=kind, slots=ids, k_scale=0.37, v_scale=2.0)
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("offset", [0, 16, 40])
+def test_heads_and_lines(kind: str, offset: int) -> None:
+    """What the CPU writes past its caches is whole lines, though heads may begin within one."""
+
+    def cache(*shape: int) -> np.ndarray:
+        stored = np.dtype(np.float16 if kind == "auto" else np.uint8)
+        size = stored.itemsize * math.prod(shape)
+        memory = np.full(size + 128, 7, np.uint8)
+        start = -memory.ctypes.data % 64 + offset
+        return memory[start : start + size].view(stored).reshape(shape)
+
+    tokens, blocks, block_size, heads, head_size = 2053, 130, 16, 8, 64
+    key, value = np.random.default_rng(0).standard_normal((2, tokens, heads, head_size)).astype(np.float16)
+    slots = (np.random.default_rng(1).permutation(blocks)[:, None] * block_size + np.arange(block_size)).reshape(-1)
+    x = 8 if kind == "auto" else 16
+    shapes = (blocks, heads, head_size // x, block_size, x), (blocks, heads, head_size, block_size)
+    got, wanted = [cache(*shape) for shape in shapes], [cache(*shape) for shape in shapes]
+    pykv.reshape_and_cache(key, value, *got, slots[:tokens], kind, 0.02, 0.3)
+    reference.reshape_and_cache(key, value, *wanted, slots[:tokens], kind, np.float32(0.02), np.float32(0.3))
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("name", ["NHD", "packed"])

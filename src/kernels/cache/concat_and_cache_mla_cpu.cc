@@ -81,28 +81,31 @@ void quantise_all(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
   });
 }
 
-// nvfp4: parts that are no neighbours, or end within a block, are brought together first.
+// nvfp4: parts that are no neighbours, or end within four blocks, are brought together first.
 template <class T>
 void quantise_blocks(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
   const MlaPart &latent = args.latent, &rope = args.rope;
-  const Nvfp4Encoder<T> encode(args.scale[0], args.num_tokens * (latent.size + rope.size));
-  const bool in_place = latent.dim == 1 && rope.dim == 1 && latent.size % kNvfp4Block == 0;
-  const int32_t latents = static_cast<int32_t>(latent.size / kNvfp4Block),
-                all = static_cast<int32_t>((latent.size + rope.size) / kNvfp4Block);
+  const int64_t size = latent.size + rope.size, room = nvfp4_whole(size / kNvfp4Four) + kNvfp4Fours;
+  const Nvfp4Encoder<T> encode(args.scale[0], args.num_tokens * size);
+  const bool in_place = latent.dim == 1 && rope.dim == 1 && latent.size % kNvfp4Four == 0;
   for_each_slot(args, 1, launch, [&](int64_t token, int64_t block, int64_t offset, LineWriter& out) {
+    if (size == 0) return;
     uint8_t* page = static_cast<uint8_t*>(args.cache) + block * args.block;
     const T *c = row_of<T>(latent, token), *pe = row_of<T>(rope, token);
-    typename Nvfp4Encoder<T>::Begun begun(out);
+    std::vector<uint8_t> codes(room * kNvfp4FourCodes), scales(room * 4);
+    const int64_t fours = size / kNvfp4Four, latents = latent.size / kNvfp4Four;
     if (in_place) {
-      encode(begun, page, args.page, offset, 0, 1, 0, latents, c, 0);
-      encode(begun, page, args.page, offset, 0, 1, latents, all - latents, pe, 0);
+      encode(codes.data(), scales.data(), {c, 1, 0, latents}, 0);
+      encode(codes.data() + latents * kNvfp4FourCodes, scales.data() + 4 * latents, {pe, 1, 0, fours - latents}, 0);
     } else {
-      std::vector<T> together(latent.size + rope.size);
+      std::vector<T> together(size);
       for (int64_t i = 0; i < latent.size; ++i) together[i] = c[i * latent.dim];
       for (int64_t i = 0; i < rope.size; ++i) together[latent.size + i] = pe[i * rope.dim];
-      encode(begun, page, args.page, offset, 0, 1, 0, all, together.data(), 0);
-      begun.finish();
+      encode(codes.data(), scales.data(), {together.data(), 1, 0, fours}, 0);
     }
+    out.put(page + args.page.codes_at(offset, 0, 0), codes.data(), fours * kNvfp4FourCodes);
+    Nvfp4Scales at(args.page, offset, 0, 0);
+    for (int64_t i = 0; i < 4 * fours; ++i) page[at.next()] = scales[i];
   });
 }
 

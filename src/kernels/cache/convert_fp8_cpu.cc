@@ -3,6 +3,7 @@
 #include "cpu/decode.h"
 #include "cpu/encode.h"
 #include "cpu/parallel.h"
+#include "cpu/prefetch.h"
 #include "cpu/stream_copy.h"
 
 namespace pykv::PYKV_ISA {
@@ -10,6 +11,8 @@ namespace {
 
 constexpr int64_t kPiece = 4096;             // elements of a row at once
 constexpr int64_t kElementsPerTask = 32768;  // fewer are not worth another thread
+template <class From>
+constexpr int64_t kAhead = 4096 / sizeof(From);  // elements
 
 // of_row(To* to, const From* from, int64_t n) for elements side by side, of_scalar(float) for others.
 template <class From, class To, class Row, class Scalar>
@@ -27,7 +30,10 @@ void convert_all(const ConvertFp8Args& args, Row&& of_row, Scalar&& of_scalar) {
           To* to = static_cast<To*>(args.output) + a * out[0] + b * out[1] + c * out[2] + first * out[3];
           const int64_t n = sizes[3] - first < kPiece ? sizes[3] - first : kPiece;
           if (in[3] == 1 && out[3] == 1) {
-            stream.fill(to, n, [&](To* part, int64_t at, int64_t count) { of_row(part, from + at, count); });
+            stream.fill(to, n, [&](To* part, int64_t at, int64_t count) {
+              prefetch_bytes(from + at + kAhead<From>, count * static_cast<int64_t>(sizeof(From)));
+              of_row(part, from + at, count);
+            });
           } else {
             for (int64_t e = 0; e < n; ++e) to[e * out[3]] = from_float<To>(of_scalar(to_float(from[e * in[3]])));
           }

@@ -1,15 +1,18 @@
 // Twin of indexer_k_quant_and_cache.cu: tokens shared out among threads, each written whole.
+#include <algorithm>
 #include <cstring>
 
 #include "cache/indexer_k_quant_and_cache.h"
 #include "cache/quantise_cpu.h"
 #include "cpu/parallel.h"
+#include "cpu/prefetch.h"
 
 namespace pykv::PYKV_ISA {
 namespace {
 
 static_assert(IndexerBlock::kLargest == 448.0f);
 constexpr int64_t kBytesPerTask = 64 * 1024;  // less is not worth another thread
+constexpr int64_t kBytesAhead = 4096;         // what is asked for
 
 // The smallest power of two that is not below a positive, normal s; infinity stays what it is.
 float power_of_two_from(float s) {
@@ -49,6 +52,7 @@ void write_tokens(const IndexerKQuantArgs& args, const Launch& launch) {
   const Reporter report = launch.reporter("indexer_k_quant_and_cache: slot_mapping");
   const int64_t block_size = args.block.block_size, num_slots = args.num_blocks * block_size;
   const int64_t token_bytes = args.block.values * static_cast<int64_t>(sizeof(T));
+  const int64_t ahead = (kBytesAhead / std::max<int64_t>(token_bytes, 1) + 1) * args.k_row;
   const TileQuantiser<T, 448> encode(args.num_tokens * args.block.values);
   parallel_for(args.num_tokens, kBytesPerTask / token_bytes + 1, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
@@ -58,7 +62,9 @@ void write_tokens(const IndexerKQuantArgs& args, const Launch& launch) {
         report(slot, num_slots);
         continue;
       }
-      write_token(args, encode, static_cast<const T*>(args.k) + token * args.k_row, slot % block_size,
+      const T* from = static_cast<const T*>(args.k) + token * args.k_row;
+      if (args.k_dim == 1) prefetch_bytes(from + ahead, token_bytes);
+      write_token(args, encode, from, slot % block_size,
                   static_cast<char*>(args.cache) + slot / block_size * args.block_bytes);
     }
   });

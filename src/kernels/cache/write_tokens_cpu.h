@@ -1,7 +1,8 @@
 // Runs of tokens into their slots: whole rows are copied (past the caches, if there are many).  Where tokens of a head
 // become neighbours, some heads of all tokens of the run are first brought into a tile, converted, in the order in which
 // they lie, which the processor fetches ahead; from there 16 bytes a token are spread, or (packed values) a square of
-// 16-byte vectors is transposed in registers; bytes with AVX-512 four of either at once, into whole lines.
+// 16-byte vectors is transposed in registers; with AVX-512 four of either at once, into whole lines.  A head that begins
+// within a line is put together in a buffer first, so that all lines but those of the ends go past the caches.
 #pragma once
 
 #include <algorithm>
@@ -10,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "cache/reshape_and_cache.h"
+#include "cache/token_run_cpu.h"
+#include "cache/write_nvfp4_cpu.h"
 #include "cpu/encode.h"
-#include "cpu/nvfp4_encode.h"
 #include "cpu/pieces.h"
 #include "cpu/prefetch.h"
 #include "cpu/simd.h"
@@ -42,24 +43,6 @@ constexpr int kTokens = 16 / sizeof(Stored);
 template <class Stored>
 constexpr int kMostTokens = 4 * kTokens<Stored>;
 
-// `length` tokens in consecutive slots of one block.
-struct Run {
-  int64_t token, length, block, offset;
-};
-
-template <class Stored>
-struct VectorOf {
-  typedef Stored Type __attribute__((vector_size(16)));
-};
-template <class Stored>
-using Vector = typename VectorOf<Stored>::Type;
-
-// a[kFrom], b[kFrom], a[kFrom + 1], b[kFrom + 1], ...
-template <int kFrom, class V, int... kLane>
-inline V interleave(V a, V b, std::integer_sequence<int, kLane...>) {
-  return __builtin_shufflevector(a, b, (kFrom + kLane / 2 + kLane % 2 * static_cast<int>(sizeof...(kLane)))...);
-}
-
 // log2(n) rounds of interleaving row i with row i + n / 2 turn n rows into n columns.
 template <class Stored>
 inline void transpose(Vector<Stored> (&v)[kTokens<Stored>]) {
@@ -73,17 +56,6 @@ inline void transpose(Vector<Stored> (&v)[kTokens<Stored>]) {
     }
     for (int i = 0; i < n; ++i) v[i] = next[i];
   }
-}
-
-// Whether whole lines (below) are quicker than 16 bytes a store: not where 16-bit elements wait for memory anyway (16384 tokens:
-// 4.3 ms, not 3.5; nor are they in the order of memory).
-template <class Stored>
-constexpr bool by_lines() {
-#if defined(__AVX512BW__)
-  return sizeof(Stored) == 1;
-#else
-  return false;
-#endif
 }
 
 #if defined(__AVX512BW__)
@@ -120,12 +92,10 @@ inline void store_transposed(Stored* to, int64_t stride, const Stored* from, int
   past_caches = past_caches && length == stride;  // columns touch, and all of each is written
   int64_t column = 0;
 #if defined(__AVX512BW__)
-  if constexpr (by_lines<Stored>()) {
-    const bool aligned = (reinterpret_cast<uintptr_t>(to) & (kLine - 1)) == 0, touching = length == stride;
-    if (touching && length == kSide) column = store_lines<1>(to, from, row, n, past_caches && aligned);
-    if (touching && length == 2 * kSide) column = store_lines<2>(to, from, row, n, past_caches && aligned);
-    if (touching && length == 4 * kSide) column = store_lines<4>(to, from, row, n, past_caches && aligned);
-  }
+  const bool aligned = (reinterpret_cast<uintptr_t>(to) & (kLine - 1)) == 0, touching = length == stride;
+  if (touching && length == kSide) column = store_lines<1>(to, from, row, n, past_caches && aligned);
+  if (touching && length == 2 * kSide) column = store_lines<2>(to, from, row, n, past_caches && aligned);
+  if (touching && length == 4 * kSide) column = store_lines<4>(to, from, row, n, past_caches && aligned);
 #endif
   for (; column + kSide <= n && squares > 0; column += kSide) {
     Vector<Stored> v[kMostTokens<Stored> / kSide][kSide];
@@ -143,14 +113,11 @@ inline void store_transposed(Stored* to, int64_t stride, const Stored* from, int
     for (int64_t i = 0; i < length; ++i) to[column * stride + i] = from[i * row + column];
 }
 
-// While a row of so many elements is converted, that of so many tokens later is asked for: the processor itself does not look
-// far enough ahead through the arithmetic.  Mostly it is a row that comes soon.
-template <class T>
-constexpr int64_t rows_ahead(int64_t row) {
-  constexpr int64_t kBytes = 4096;
-  const int64_t bytes = std::max<int64_t>(row, 1) * static_cast<int64_t>(sizeof(T));
-  return (kBytes + bytes - 1) / bytes;
-}
+// A tile, and (where the cache's lines are not those of a head) what is spread of a head.
+template <class Stored>
+struct TileScratch {
+  std::vector<Stored> tile, head;
+};
 
 // How elements of a head become what the cache stores: made once for a side and all of its elements.
 template <class T>
@@ -158,6 +125,7 @@ struct Copy {
   using Source = T;
   using Stored = T;
   static constexpr bool kIsCopy = true;
+  using Scratch = TileScratch<T>;
   Copy(const CacheSide&, int64_t, int64_t) {}
   static void row(Stored* to, const T* from, int64_t stride, int64_t n, int64_t) {
     if (stride == 1) {
@@ -173,6 +141,7 @@ struct Quantise {
   using Source = T;
   using Stored = uint8_t;
   static constexpr bool kIsCopy = false;
+  using Scratch = TileScratch<uint8_t>;
   const Scale& scale;
   std::vector<Encoder<T, Code>> encoders;  // one for all heads, or one for each
 
@@ -200,41 +169,6 @@ struct Quantise {
         encode(reinterpret_cast<Code*>(at) + i, from + first + i, some, past);
       }
     });
-  }
-};
-
-// Blocks of nvfp4: neither rows nor columns, but pages.
-template <class T>
-struct QuantiseBlocks {
-  using Source = T;
-  using Stored = uint8_t;
-  std::vector<Nvfp4Encoder<T>> encoders;  // one for all heads, or one for each
-
-  QuantiseBlocks(const CacheSide& side, int64_t num_heads, int64_t elements) {
-    const int64_t scales = side.scale.stride == 0 ? 1 : num_heads;
-    for (int64_t h = 0; h < scales; ++h) encoders.emplace_back(side.scale[h], elements / scales);
-  }
-  void run(const CacheSide& side, int64_t num_heads, const Run& run, LineWriter& out) const {
-    uint8_t* page = static_cast<uint8_t*>(side.cache) + run.block * side.block;
-    const int64_t size = side.head_size, at_once = encoders.size() == 1 && side.data_dim == 1 ? num_heads : 1;
-    const int64_t ahead = rows_ahead<T>(num_heads * size) * side.data_token;
-    const int32_t num_blocks = static_cast<int32_t>(size / kNvfp4Block);
-    typename Nvfp4Encoder<T>::Begun begun(out);
-    std::vector<T> together(side.data_dim == 1 ? 0 : size);  // a head whose elements are no neighbours
-    for (int64_t i = 0; i < run.length; ++i) {
-      for (int64_t h = 0; h < num_heads; h += at_once) {
-        const T* from = static_cast<const T*>(side.data) + (run.token + i) * side.data_token + h * side.data_head;
-        if (side.data_dim == 1 && (at_once == 1 || side.data_head == size))
-          prefetch_bytes(from + ahead, at_once * size * static_cast<int64_t>(sizeof(T)));
-        if (side.data_dim != 1) {
-          for (int64_t d = 0; d < size; ++d) together[d] = from[d * side.data_dim];
-          from = together.data();
-        }
-        encoders[encoders.size() == 1 ? 0 : h](begun, page, side.page, run.offset + i, h, h + at_once, 0, num_blocks,
-                                               from, side.data_head);
-        if (side.data_dim != 1) begun.finish();
-      }
-    }
   }
 };
 
@@ -294,29 +228,70 @@ struct Ahead {
   }
 };
 
+// Tokens of a tile, a row each, to where they are neighbours in a head.
+template <class Stored>
+void spread(const CacheSide& side, Stored* to, const Stored* from, int64_t row, int64_t length, bool past_caches) {
+  const int64_t size = side.head_size;
+  if (side.chunk > 1) {  // x elements, 16 bytes
+    const bool whole_lines = past_caches && length % 4 == 0 && side.token == side.chunk;
+    int64_t column = 0;
+#if defined(__AVX512BW__)
+    // four chunks of four tokens at a time, if those are neighbours
+    const auto chunk_bytes = static_cast<uintptr_t>(side.chunk_stride) * sizeof(Stored);
+    const bool aligned = ((reinterpret_cast<uintptr_t>(to) | chunk_bytes) & (kLine - 1)) == 0;
+    const bool fours = length % 4 == 0 && side.token == side.chunk;
+    for (; fours && column + 4 * side.chunk <= size; column += 4 * side.chunk, to += 4 * side.chunk_stride) {
+      for (int64_t i = 0; i < length; i += 4) {
+        __m512i line[4];
+        for (int j = 0; j < 4; ++j) line[j] = _mm512_loadu_si512(from + (i + j) * row + column);
+        transpose_pieces(line);
+        for (int g = 0; g < 4; ++g)
+          store_raw(to + g * side.chunk_stride + i * side.token, line[g], past_caches && aligned);
+      }
+    }
+#endif
+    for (; column < size; column += side.chunk, to += side.chunk_stride)
+      for (int64_t i = 0; i < length; ++i) store16(to + i * side.token, from + i * row + column, whole_lines);
+  } else if (side.token == 1) {
+    store_transposed(to, side.chunk_stride, from, row, length, size, past_caches);
+  } else {
+    for (int64_t i = 0; i < length; ++i)
+      for (int64_t column = 0; column < size; ++column)
+        to[i * side.token + column * side.chunk_stride] = from[i * row + column];
+  }
+}
+
 template <class Convert>
-void write_tiles(const Convert& convert, const CacheSide& side, int64_t num_heads, const Run& run, bool past_caches,
-                 std::vector<typename Convert::Stored>& tile, const Ahead& ahead) {
+void write_tiles(const Convert& convert, const CacheSide& side, int64_t num_heads, const Run& run, LineWriter& out,
+                 bool past_caches, TileScratch<typename Convert::Stored>& scratch, const Ahead& ahead) {
   using Source = typename Convert::Source;
   using Stored = typename Convert::Stored;
-  constexpr int64_t kPadding = 64 / sizeof(Stored);  // rows a power of two apart would share few lines of the cache
+  constexpr int64_t kOfLine = kLine / sizeof(Stored);
   const int64_t size = side.head_size, head_bytes = run.length * size * static_cast<int64_t>(sizeof(Stored));
   const int64_t heads_at_once = std::clamp<int64_t>(kTileBytes / std::max<int64_t>(head_bytes, 1), 1, num_heads);
-  const int64_t row = heads_at_once * size + kPadding;
+  const int64_t row = heads_at_once * size + kOfLine;  // a power of two apart they would share few lines of the cache
+  std::vector<Stored>& tile = scratch.tile;
   if (static_cast<int64_t>(tile.size()) < run.length * row) tile.resize(run.length * row);
   const bool by_the_row = side.data_head == size && side.data_dim == 1 && side.scale.stride == 0;
   const Source* data = static_cast<const Source*>(side.data) + run.token * side.data_token;
   Stored* cache = static_cast<Stored*>(side.cache) + run.block * side.block + run.offset * side.token;
-  // no more of them than memory brings meanwhile: some with each token's conversion, too, where spreading is quick
-  constexpr bool quick = by_lines<Stored>();
-  const int64_t parts = (quick ? (num_heads + heads_at_once - 1) / heads_at_once * run.length : 0) + num_heads;
+  // a head in one piece, but not in whole lines
+  const bool one_piece = side.token == side.chunk && side.chunk_stride == run.length * side.token;
+  const bool by_writer = past_caches && one_piece && (reinterpret_cast<uintptr_t>(cache) & (kLine - 1)) != 0;
+  Stored* head = nullptr;
+  if (by_writer) {
+    scratch.head.resize(run.length * size + kOfLine);
+    head = scratch.head.data() + (-reinterpret_cast<intptr_t>(scratch.head.data()) & (kLine - 1)) / sizeof(Stored);
+  }
+  // no more of them than memory brings meanwhile: some with each token's conversion, too
+  const int64_t parts = (num_heads + heads_at_once - 1) / heads_at_once * run.length + num_heads;
   int64_t part = 0;
   for (int64_t first = 0; first < num_heads; first += heads_at_once) {
     const int64_t heads = num_heads - first < heads_at_once ? num_heads - first : heads_at_once;
     for (int64_t i = 0; i < run.length; ++i) {
       const Source* from = data + i * side.data_token + first * side.data_head;
       Stored* to = tile.data() + i * row;
-      if (quick) ahead.fetch(part++, parts);
+      ahead.fetch(part++, parts);
       if (by_the_row) {
         convert.row(to, from, 1, heads * size, 0);
       } else {
@@ -326,50 +301,23 @@ void write_tiles(const Convert& convert, const CacheSide& side, int64_t num_head
     }
     for (int64_t h = 0; h < heads; ++h) {
       ahead.fetch(part++, parts);
-      const Stored* from = tile.data() + h * size;
       Stored* to = cache + (first + h) * side.head;
-      if (side.chunk > 1) {  // x elements, 16 bytes
-        const bool whole_lines = past_caches && run.length % 4 == 0 && side.token == side.chunk;
-        int64_t column = 0;
-#if defined(__AVX512BW__)
-        // four chunks of four tokens at a time, if those are neighbours
-        if constexpr (quick) {
-          const auto chunk_bytes = static_cast<uintptr_t>(side.chunk_stride) * sizeof(Stored);
-          const bool aligned = ((reinterpret_cast<uintptr_t>(to) | chunk_bytes) & (kLine - 1)) == 0;
-          const bool fours = run.length % 4 == 0 && side.token == side.chunk;
-          for (; fours && column + 4 * side.chunk <= size; column += 4 * side.chunk, to += 4 * side.chunk_stride) {
-            for (int64_t i = 0; i < run.length; i += 4) {
-              __m512i line[4];
-              for (int j = 0; j < 4; ++j) line[j] = _mm512_loadu_si512(from + (i + j) * row + column);
-              transpose_pieces(line);
-              for (int g = 0; g < 4; ++g)
-                store_raw(to + g * side.chunk_stride + i * side.token, line[g], past_caches && aligned);
-            }
-          }
-        }
-#endif
-        for (; column < size; column += side.chunk, to += side.chunk_stride)
-          for (int64_t i = 0; i < run.length; ++i) store16(to + i * side.token, from + i * row + column, whole_lines);
-      } else if (side.token == 1) {
-        store_transposed(to, side.chunk_stride, from, row, run.length, size, past_caches);
-      } else {
-        for (int64_t i = 0; i < run.length; ++i)
-          for (int64_t column = 0; column < size; ++column)
-            to[i * side.token + column * side.chunk_stride] = from[i * row + column];
-      }
+      spread(side, by_writer ? head : to, tile.data() + h * size, row, run.length, past_caches && !by_writer);
+      if (by_writer) out.put(to, head, head_bytes);
     }
   }
 }
 
 template <class Convert>
 void write_run(const Convert& convert, const CacheSide& side, int64_t num_heads, const Run& run, LineWriter& out,
-               bool past_caches, std::vector<typename Convert::Stored>& tile, const Ahead& ahead) {
+               bool past_caches, typename Convert::Scratch& scratch, const Ahead& ahead) {
+  if (num_heads == 0 || side.head_size == 0) return;
   if constexpr (requires { &Convert::run; }) {
-    convert.run(side, num_heads, run, out);
+    convert.run(side, num_heads, run, out, scratch);
   } else if (side.chunk == side.head_size) {
     write_rows(convert, side, num_heads, run, out, past_caches);
   } else {
-    write_tiles(convert, side, num_heads, run, past_caches, tile, ahead);
+    write_tiles(convert, side, num_heads, run, out, past_caches, scratch, ahead);
   }
 }
 
@@ -406,7 +354,7 @@ class TokenWriter {
     using Source = typename Convert::Source;
     constexpr int64_t kMost = kMostTokens<typename Convert::Stored>;
     const int64_t num_slots = args_.num_blocks * args_.block_size;
-    std::vector<typename Convert::Stored> tile;
+    typename Convert::Scratch scratch;
     LineWriter out(past_caches_);
     while (begin < end) {
       const int64_t slot = args_.slots[begin];
@@ -421,9 +369,9 @@ class TokenWriter {
       const int64_t left = args_.block_size - run.offset, most = left < kMost ? left : kMost;
       while (run.length < most && begin < end && args_.slots[begin] == slot + run.length) ++run.length, ++begin;
       const int64_t num_heads = args_.num_heads, next = std::min(run.length, end - begin);
-      write_run(key_, args_.key, num_heads, run, out, past_caches_, tile,
+      write_run(key_, args_.key, num_heads, run, out, past_caches_, scratch,
                 Ahead::rows<Source>(args_.value, num_heads, run.token, run.length));
-      write_run(value_, args_.value, num_heads, run, out, past_caches_, tile,
+      write_run(value_, args_.value, num_heads, run, out, past_caches_, scratch,
                 Ahead::rows<Source>(args_.key, num_heads, begin, next));
     }
   }

@@ -45,6 +45,31 @@ class Encoder {
   Rule rule_;
 };
 
+#if defined(__AVX512BW__)
+// n bytes of the words that words_of(bits) makes of 32 elements: those of unsigned ones, or of signed ones, which saturate.
+template <bool kSigned, class Code, class T, class WordsOf>
+inline void store_words(Code* to, const T* from, int64_t n, bool past, WordsOf words_of) {
+  const auto words_at = [&](const T* at) { return words_of(_mm512_loadu_si512(at)); };
+  const __m512i in_turn = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);  // of what is packed eight bytes are either's
+  int64_t i = 0;
+  for (; i + 2 * kPair <= n; i += 2 * kPair) {
+    const __m512i first = words_at(from + i), second = words_at(from + i + kPair);
+    const __m512i both = kSigned ? _mm512_packs_epi16(first, second) : _mm512_packus_epi16(first, second);
+    store_raw(to + i, _mm512_maskz_permutexvar_epi64(0xff, in_turn, both), past);
+  }
+  for (; i < n; i += kPair) {
+    T some[kPair];
+    const T* at = from + i;
+    if (n - i < kPair) load_first(some, at, n - i), at = some;
+    const __m512i words = words_at(at);
+    store_codes(
+        to + i,
+        kSigned ? _mm512_maskz_cvtsepi16_epi8(~__mmask32{}, words) : _mm512_maskz_cvtepi16_epi8(~__mmask32{}, words),
+        n - i, past);
+  }
+}
+#endif
+
 // int8: numbers are brought into range before they are divided, so that none is infinite then, nor its quotient too large.
 template <class T>
 class Encoder<T, i8, Divided<i8>> {
@@ -52,8 +77,13 @@ class Encoder<T, i8, Divided<i8>> {
   Encoder(float scale, int64_t) : scale_(scale) {}
 
   void operator()(i8* to, const T* from, int64_t n, bool past = false) const {
-    const float least = -128.4f * scale_, most = 127.4f * scale_;
     if (!(scale_ > 0x1p-40f && scale_ < 0x1p40f)) return store_by_rule(Divided<i8>{scale_}, to, from, n);
+#if defined(__AVX512BW__)
+    if constexpr (sizeof(T) == 2) {
+      if (scale_ > kLeastByBits && scale_ < kMostByBits) return by_bits(to, from, n, past);
+    }
+#endif
+    const float least = -128.4f * scale_, most = 127.4f * scale_;
     each_pair(0, n, [=, by = Divisor(scale_, most)](int64_t i, int64_t count) {
       const Pair<T> inside = each(load_pair<T>(from + i, count), [=](Floats v) {
         return greater(lesser(v == v ? v : Floats{}, splat(most)), splat(least));
@@ -63,6 +93,46 @@ class Encoder<T, i8, Divided<i8>> {
   }
 
  private:
+#if defined(__AVX512BW__)
+  static constexpr bool kBf16 = __is_same(T, bf16);
+  static constexpr float kLeastByBits = 0x1p-38f, kMostByBits = kBf16 ? 0x1p40f : 500.0f;
+
+  // Magnitudes are brought into range by their bits, those of both signs at once: to 129 scales, or to a T above them whose
+  // quotient fits into 16 bits all the same, for the last step saturates.
+  void by_bits(i8* to, const T* from, int64_t n, bool past) const {
+    const float wanted = 129.0f * scale_;
+    T most = from_float<T>(wanted);
+    if (to_float(most) < wanted) ++most.bits;
+    const __m512i limit = _mm512_set1_epi16(static_cast<int16_t>(most.bits));
+    const __m512 scale = splat(scale_), inverse = splat(1.0f / scale_);
+    const auto quotient = [=](__m512i v) {  // see cpu/divisor.h; the sign of zero does not count here
+      const __m512 x = _mm512_castsi512_ps(v), near = _mm512_mul_ps(x, inverse);
+      return _mm512_maskz_cvtps_epi32(0xffff, _mm512_fmadd_ps(_mm512_fnmadd_ps(near, scale, x), inverse, near));
+    };
+    store_words<true>(to, from, n, past, [=](__m512i bits) {
+      constexpr int16_t kInfinity = kBf16 ? 0x7f80 : 0x7c00;
+      const __m512i sign = _mm512_set1_epi16(-0x8000), magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
+      const __mmask32 number = _mm512_cmple_epu16_mask(magnitude, _mm512_set1_epi16(kInfinity));
+      const __m512i inside = _mm512_maskz_min_epu16(number, magnitude, limit);  // NaN becomes 0
+      const __m512i v = _mm512_ternarylogic_epi32(bits, inside, sign, 0xe4);    // c ? a : b
+      if constexpr (kBf16) {
+        const __m512i even = quotient(_mm512_maskz_slli_epi32(0xffff, v, 16));
+        const __m512i odd = quotient(_mm512_and_si512(v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+        return _mm512_mask_blend_epi16(0xaaaaaaaa, even, _mm512_maskz_slli_epi32(0xffff, odd, 16));
+      } else {
+        const auto words = [&](__m256i half) {
+          const __m512 x = _mm512_maskz_cvtph_ps(0xffff, half);
+          return _mm512_maskz_cvtepi32_epi16(0xffff, quotient(_mm512_castps_si512(x)));
+        };
+        __m256i halves[2];
+        __builtin_memcpy(halves, &v, sizeof v);
+        for (__m256i& half : halves) half = words(half);
+        return load_raw<__m512i>(halves);
+      }
+    });
+  }
+#endif
+
   float scale_;
 };
 
@@ -235,23 +305,11 @@ class Encoder<T, Code, Rule> {
   // quotient_of: of the bits of a magnitude those of its quotient by the scale.
   template <class QuotientOf>
   void convert(Code* to, const T* from, int64_t n, bool past, QuotientOf quotient_of) const {
-    const Tables tables = table_;             // which no store can change
-    const auto codes_of = [&](const T* at) {  // one in each lane
-      const __m512i bits = _mm512_loadu_si512(at), magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
+    const Tables tables = table_;  // which no store can change
+    store_words<false>(to, from, n, past, [&](__m512i bits) {
+      const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
       return look_up(tables, bits, magnitude, quotient_of(magnitude));
-    };
-    const __m512i in_turn = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);  // of what is packed eight bytes are either's
-    int64_t i = 0;
-    for (; i + 2 * kPair <= n; i += 2 * kPair) {
-      const __m512i packed = _mm512_packus_epi16(codes_of(from + i), codes_of(from + i + kPair));
-      store_raw(to + i, _mm512_maskz_permutexvar_epi64(0xff, in_turn, packed), past);
-    }
-    for (; i < n; i += kPair) {
-      T some[kPair];
-      const T* at = from + i;
-      if (n - i < kPair) load_first(some, at, n - i), at = some;
-      store_codes(to + i, _mm512_maskz_cvtepi16_epi8(~__mmask32{}, codes_of(at)), n - i, past);
-    }
+    });
   }
 
   // The d of the part of 2^size values from `begin`; false if it has more than one step (T's subnormals may).

@@ -2,17 +2,16 @@
 //
 // The code is a staircase over the bits of a 16-bit element; blocks whose scales differ by a power of two have it shifted by as
 // many binades, so that eight tables do, made as cpu/encode.h does it: (bits + d) >> kPart is the code, with a d for each quarter
-// of a binade.  No division, no conversion, no product.  32 blocks at a time: their largest by folding vectors, their scales and
-// what these stand for in the tables in one vector, then their codes, two blocks a vector, a line of 128 at once.  Zen 5 takes 17
-// cycles for 32 elements.
+// of a binade.  No division, no conversion, no product.  First the largest of up to 256 blocks by folding vectors, then all
+// their scales, then their codes, two blocks a vector, a line of 128 at once: each of these steps alone has enough to do at
+// once, while one block after the other would wait for its own.
 #pragma once
-
-#include <utility>
 
 #include "cpu/encode.h"
 #include "cpu/nvfp4_scales.h"
+#include "cpu/pieces.h"
+#include "cpu/prefetch.h"
 #include "cpu/simd.h"
-#include "cpu/stream_copy.h"
 
 namespace pykv::PYKV_ISA {
 
@@ -41,36 +40,61 @@ inline void store_e2m1(uint8_t* codes, const T* from, float r) {
   }
 }
 
-// Neighbouring elements of a head of a token, its blocks [block, block + num_blocks), to their places in a page.  The
-// scales of as many blocks as a vector has lanes are worked out at once.
+// The scales of as many blocks as a vector has lanes, and by what their elements are multiplied.
+inline void find_nvfp4_scales(uint8_t* scales, float* reciprocals, Floats largest, float global) {
+  const Words magnitudes = narrow_e4m3<Floats, Words>(largest / splat(kNvfp4Largest * global)) & 0x7fu;
+  const Words rounded = magnitudes | (__builtin_signbit(global) ? 0x80u : 0u);  // that of a NaN is the processor's
+  const Words all = largest == 0.0f ? Words{} : rounded;
+  const Floats r = 1.0f / (widen_e4m3<Floats>(all) * global);
+  store(reciprocals, (all & 0x7fu) == 0u ? Floats{} : r);
+  const Bytes bytes = narrow_to_bytes(all);
+  __builtin_memcpy(scales, &bytes, sizeof bytes);
+}
+
+// Blocks come in fours.
+inline constexpr int kNvfp4Four = 4 * kNvfp4Block;      // elements,
+inline constexpr int kNvfp4FourCodes = kNvfp4Four / 2;  // bytes,
+inline constexpr int64_t kNvfp4Fours = 8;               // and so many fours at once
+constexpr int64_t nvfp4_whole(int64_t fours) { return (fours + kNvfp4Fours - 1) / kNvfp4Fours * kNvfp4Fours; }
+
+// Neighbouring fours, row after row.
 template <class T>
-inline void store_nvfp4(uint8_t* page, const Nvfp4Page& places, int64_t token, int64_t head, int32_t block,
-                        int32_t num_blocks, const T* elements, float global) {
-  for (int32_t first = 0; first < num_blocks; first += kWidth) {
-    const int32_t n = num_blocks - first < kWidth ? num_blocks - first : kWidth;
+struct Nvfp4Rows {
+  const T* from;
+  int64_t rows, stride, fours;  // elements from row to row, fours in a row
+
+  int64_t size() const { return rows * fours; }
+  // Where `n` of them from `first` on are.
+  void find(const T** places, int64_t first, int64_t n) const {
+    const T* row = from + first / fours * stride;
+    for (int64_t i = first % fours; n > 0; i = 0, row += stride) {
+      const int64_t some = fours - i < n ? fours - i : n;
+      for (int64_t k = 0; k < some; ++k) places[k] = row + (i + k) * kNvfp4Four;
+      places += some, n -= some;
+    }
+  }
+};
+
+// n fours, to 32 bytes of codes and four scales each.
+template <class T>
+inline void store_nvfp4(uint8_t* codes, uint8_t* scales, const T* const* from, int64_t n, float global) {
+  constexpr int kAtOnce = kWidth / 4;  // fours
+  for (; n > 0; n -= kAtOnce, from += kAtOnce, codes += kAtOnce * kNvfp4FourCodes, scales += 4 * kAtOnce) {
+    const int blocks = n < kAtOnce ? 4 * static_cast<int>(n) : kWidth;
     float largest[kWidth] = {}, reciprocals[kWidth];
-    for (int32_t b = 0; b < n; ++b) {
-      const T* from = elements + (first + b) * kNvfp4Block;
+    for (int b = 0; b < blocks; ++b) {
       Floats most{};
       for (int i = 0; i < kNvfp4Block; i += kWidth) {
-        const Floats x = load(from + i);
+        const Floats x = load(from[b / 4] + b % 4 * kNvfp4Block + i);
         most = max(x < 0.0f ? -x : x, most);  // NaN is not counted
       }
       largest[b] = max(most);
     }
-    const Floats a = load(largest);
-    const Words magnitudes = narrow_e4m3<Floats, Words>(a / splat(kNvfp4Largest * global)) & 0x7fu;
-    const Words rounded = magnitudes | (__builtin_signbit(global) ? 0x80u : 0u);  // that of a NaN is the processor's
-    const Words scales = a == 0.0f ? Words{} : rounded;
-    const Floats r = 1.0f / (widen_e4m3<Floats>(scales) * global);
-    store(reciprocals, (scales & 0x7fu) == 0u ? Floats{} : r);
-    const Bytes bytes = narrow_to_bytes(scales);
-    for (int32_t b = 0; b < n; ++b) {
-      const int32_t i = first + b;
-      store_e2m1(page + places.codes_at(token, head, (block + i) * kNvfp4Block), elements + i * kNvfp4Block,
-                 reciprocals[b]);
-      page[places.scale_at(token, head, block + i)] = bytes[b];
-    }
+    uint8_t found[kWidth];
+    find_nvfp4_scales(found, reciprocals, load(largest), global);
+    __builtin_memcpy(scales, found, static_cast<size_t>(blocks));
+    for (int b = 0; b < blocks; ++b)
+      store_e2m1(codes + b * (kNvfp4Block / 2), from[b / 4] + b % 4 * kNvfp4Block, reciprocals[b]);
   }
 }
 
@@ -78,20 +102,17 @@ inline void store_nvfp4(uint8_t* page, const Nvfp4Page& places, int64_t token, i
 template <class T>
 class Nvfp4Encoder {
  public:
-  // What one thread has begun.
-  struct Begun {
-    explicit Begun(LineWriter&) {}
-    void finish() {}
-  };
-
   Nvfp4Encoder(float global, int64_t) : global_(global) {}
 
-  // Elements of heads [head, end) of a token, head_stride apart: as many blocks of each, from `block` on.  They are read,
-  // and all is in its place, when what is begun has been finished.
-  void operator()(Begun&, uint8_t* page, const Nvfp4Page& places, int64_t token, int64_t head, int64_t end,
-                  int32_t block, int32_t num_blocks, const T* elements, int64_t head_stride) const {
-    for (; head < end; ++head, elements += head_stride)
-      store_nvfp4(page, places, token, head, block, num_blocks, elements, global_);
+  // What lies `ahead` elements of them is asked for.  There is room for nvfp4_whole(size()) fours.
+  void operator()(uint8_t* codes, uint8_t* scales, const Nvfp4Rows<T>& rows, int64_t) const {
+    constexpr int64_t kSome = 64;
+    const T* from[kSome];
+    for (int64_t first = 0, n; first < rows.size(); first += n) {
+      n = rows.size() - first < kSome ? rows.size() - first : kSome;
+      rows.find(from, first, n);
+      store_nvfp4(codes + first * kNvfp4FourCodes, scales + 4 * first, from, n, global_);
+    }
   }
 
  private:
@@ -103,91 +124,31 @@ template <class T>
   requires(sizeof(T) == 2)
 class Nvfp4Encoder<T> {
   static constexpr int64_t kWorthTables = 1 << 14;
-  static constexpr int kBlocks = 8, kGroups = 4;  // blocks whose codes fill a line, and so many lines at once
-  static constexpr int kCodeBytes = kBlocks * kNvfp4Block / 2;
+  static constexpr int64_t kMost = 8 * kNvfp4Fours;  // fours between two steps
   static constexpr int kMantissa = __is_same(T, bf16) ? 7 : 10, kPart = kMantissa - 2;
   static constexpr int16_t kInfinity = ((1 << (15 - kMantissa)) - 1) << kMantissa;
-  static constexpr int kOne = 0x38;    // the scale 1; the next seven have the other mantissas
-  static constexpr int kNoStairs = 8;  // all zeros
-  static constexpr int kSlow = 9;      // elements are not normal numbers there
-
-  // Neighbouring blocks of a head: elements, codes, and scales, which are at those places.
-  struct Group {
-    const T* from;
-    uint8_t *to, *scales;
-    int64_t places[kBlocks];
-    int32_t count;
-  };
-
-  // Groups that are encoded together, by one encoder.
-  struct Batch {
-    const Nvfp4Encoder* by;
-    int n = 0;
-    Group groups[kGroups];
-    const T* from[kGroups];
-    T padded[kGroups][kBlocks * kNvfp4Block];
-    e4m3 scales[kGroups * kBlocks];
-    uint32_t bases[kGroups * kBlocks];  // each twice
-    uint16_t tables[kGroups * kBlocks];
-    bool slow;
-  };
+  static constexpr int kOne = 0x38;      // the scale 1; the next seven have the other mantissas
+  static constexpr int kLargest = 0x7e;  // what larger ones become, too
 
  public:
-  // What one thread has begun: codes of a batch are made when the next one's scales are, or they would wait for their own.
-  class Begun {
-   public:
-    explicit Begun(LineWriter& out) : out_(out) {}
-    Begun(const Begun&) = delete;
-    Begun& operator=(const Begun&) = delete;
-    ~Begun() { finish(); }
-
-    void finish() {
-      advance();
-      advance();
-    }
-
-   private:
-    friend Nvfp4Encoder;
-
-    // Where a group of that encoder's is to be put.
-    Group& add(const Nvfp4Encoder* by) {
-      if (now_->n == kGroups || (now_->n > 0 && now_->by != by)) advance();
-      now_->by = by;
-      return now_->groups[now_->n++];
-    }
-    void advance() {
-      if (now_->n > 0) now_->by->find_scales(*now_);
-      if (before_->n > 0) before_->by->write(out_, *before_);
-      before_->n = 0;
-      std::swap(now_, before_);
-    }
-
-    LineWriter& out_;
-    Batch batches_[2];
-    Batch *now_ = batches_, *before_ = batches_ + 1;
-  };
-
   Nvfp4Encoder(float global, int64_t elements)
       : global_(global), scale_of_(kNvfp4Largest * global, elements), tables_(elements >= kWorthTables && build()) {}
 
-  void operator()(Begun& begun, uint8_t* page, const Nvfp4Page& places, int64_t token, int64_t head, int64_t end,
-                  int32_t block, int32_t num_blocks, const T* elements, int64_t head_stride) const {
-    if (!tables_) {
-      for (; head < end; ++head, elements += head_stride)
-        store_nvfp4(page, places, token, head, block, num_blocks, elements, global_);
-      return;
-    }
-    for (int32_t first = 0; first < num_blocks; first += kBlocks) {
-      Nvfp4Scales at(places, token, 0, block + first);
-      int64_t scales[kBlocks];
-      for (int64_t& place : scales) place = at.next();
-      for (int64_t h = head; h < end; ++h) {
-        Group& group = begun.add(this);
-        group.from = elements + (h - head) * head_stride + first * kNvfp4Block;
-        group.to = page + places.codes_at(token, h, (block + first) * kNvfp4Block);
-        group.scales = page + h * places.scales_head;
-        __builtin_memcpy(group.places, scales, sizeof scales);
-        group.count = num_blocks - first < kBlocks ? num_blocks - first : kBlocks;
+  void operator()(uint8_t* codes, uint8_t* scales, const Nvfp4Rows<T>& rows, int64_t ahead) const {
+    const T* from[kMost];
+    for (int64_t first = 0, n; first < rows.size(); first += n, codes += n * kNvfp4FourCodes, scales += 4 * n) {
+      n = rows.size() - first < kMost ? rows.size() - first : kMost;
+      rows.find(from, first, n);
+      const int64_t whole = nvfp4_whole(n);
+      for (int64_t i = n; i < whole; ++i) from[i] = from[0];
+      if (!tables_ || !find_scales(scales, from, whole)) {
+        store_nvfp4(codes, scales, from, n, global_);
+      } else {
+        for (int64_t i = 0; i < whole; i += 2) {
+          prefetch_bytes(from[i] + ahead, kNvfp4Four * sizeof(T));
+          prefetch_bytes(from[i + 1] + ahead, kNvfp4Four * sizeof(T));
+          encode(codes + i * kNvfp4FourCodes, from + i, scales + 4 * i);
+        }
       }
     }
   }
@@ -227,11 +188,15 @@ class Nvfp4Encoder<T> {
 
   bool build() {
     if (!(global_ > 0x1p-60f && global_ < 0x1p60f)) return false;
-    for (int i = 0; i < 32; ++i) stairs_[kNoStairs][i] = static_cast<uint16_t>(-(i << kPart));
     int bases[8];
-    for (int m = 0; m < 8; ++m)
+    for (int m = 0; m < 8; ++m) {
       bases[m] = build_stairs(stairs_[m], 1.0f / (to_float(e4m3{static_cast<uint8_t>(kOne + m)}) * global_));
-    for (int scale = 1; scale < 128; ++scale) {
+      if (bases[m] < 0) return false;
+    }
+    // nothing is above the base of scale 0: all codes are 0
+    of_scale_[0] = {0x7fff7fffu, 0};
+    int least = 0, most = 0;
+    for (int scale = 1; scale < kLargest; ++scale) {
       // the mantissa and the exponent of the scale, subnormal or not
       int mantissa = scale & 7, exponent = scale >> 3;
       if (exponent == 0) {
@@ -240,82 +205,55 @@ class Nvfp4Encoder<T> {
         mantissa -= 8;
       }
       const int base = bases[mantissa] + (exponent - (kOne >> 3)) * (1 << kMantissa);
-      const bool normal = bases[mantissa] >= 0 && base >= 1 << kMantissa && base + (24 << kPart) < kInfinity;
-      bases_[scale] = static_cast<uint16_t>(base);
-      tables_of_[scale] = static_cast<uint16_t>(normal ? mantissa : kSlow);
+      if (base < 1 << kMantissa || base + (24 << kPart) >= kInfinity)
+        continue;  // elements are not normal numbers there
+      if (least == 0) least = scale;
+      most = scale;
+      of_scale_[scale] = {static_cast<uint32_t>(base) * 0x10001u, static_cast<uint32_t>(mantissa)};
     }
-    bases_[0] = 0, tables_of_[0] = kNoStairs;
-    return true;
+    least_ = static_cast<uint8_t>(least);
+    span_ = static_cast<uint8_t>(most - least);
+    return least > 0;
   }
 
-  void find_scales(Batch& batch) const {
-    for (int g = 0; g < kGroups; ++g) {
-      const Group& group = batch.groups[g < batch.n ? g : 0];
-      batch.from[g] = group.from;
-      if (group.count == kBlocks) continue;
-      T(&padded)[kBlocks * kNvfp4Block] = batch.padded[g];
-      __builtin_memset(padded, 0, sizeof padded);
-      __builtin_memcpy(padded, group.from, static_cast<size_t>(group.count) * kNvfp4Block * sizeof(T));
-      batch.from[g] = padded;
+  // Of all blocks of n fours, a multiple of kNvfp4Fours; false where there are no tables for some of them, or NaN.
+  bool find_scales(uint8_t* scales, const T* const* from, int64_t n) const {
+    alignas(64) T largest[4 * kMost];
+    __mmask32 nan = 0;
+    for (int64_t i = 0; i < n; i += kNvfp4Fours) {
+      const __m512i twice = largest_magnitudes(from + i);
+      nan |= _mm512_cmpgt_epu16_mask(twice, _mm512_set1_epi16(static_cast<int16_t>(2 * kInfinity)));
+      _mm512_store_si512(largest + 4 * i, _mm512_srli_epi16(twice, 1));
     }
-    T largest[kGroups * kBlocks];
-    _mm512_storeu_si512(largest, largest_magnitudes(batch.from));
-    scale_of_(batch.scales, largest, kGroups * kBlocks);
-    const __m512i scales = _mm512_cvtepu8_epi16(load_raw<__m256i>(batch.scales)), base = look_up(bases_, scales),
-                  table = look_up(tables_of_, scales);
-    batch.slow = _mm512_cmpeq_epi16_mask(table, _mm512_set1_epi16(kSlow)) != 0;
-    _mm512_storeu_si512(batch.tables, table);
-    uint16_t once[kGroups * kBlocks];
-    _mm512_storeu_si512(once, base);
-    for (int i = 0; i < kGroups * kBlocks; i += kWidth) {
-      const Words one = widen(load_raw<Halfwords>(once + i));
-      store_raw(batch.bases + i, one | one << 16, false);
+    if (nan) return false;
+    scale_of_(reinterpret_cast<e4m3*>(scales), largest, 4 * n);
+    __mmask32 others = 0;
+    for (int64_t i = 0; i < 4 * n; i += 32) {
+      const __m256i some = load_raw<__m256i>(scales + i);
+      const __m256i above = _mm256_sub_epi8(some, _mm256_set1_epi8(static_cast<char>(least_)));
+      others |= _mm256_mask_cmpgt_epu8_mask(_mm256_test_epi8_mask(some, some), above,
+                                            _mm256_set1_epi8(static_cast<char>(span_)));
     }
+    return others == 0;
   }
 
-  void write(LineWriter& out, const Batch& batch) const {
-    alignas(64) uint8_t codes[kGroups][kCodeBytes];
-    encode(codes, batch);
-    const Group* groups = batch.groups;
-    bool touch = true;
-    int64_t bytes = 0;
-    for (int g = 0; g < batch.n; ++g) {
-      const Group& group = groups[g];
-      touch = touch && group.to == groups[0].to + g * kCodeBytes && (g == 0 || groups[g - 1].count == kBlocks);
-      bytes += group.count * (kNvfp4Block / 2);
-      uint64_t scales;
-      __builtin_memcpy(&scales, batch.scales + g * kBlocks, sizeof scales);
-      uint8_t* const to = group.scales;
-      if (group.count == kBlocks) {
-        for (int b = 0; b < kBlocks; ++b) to[group.places[b]] = static_cast<uint8_t>(scales >> 8 * b);
-      } else {
-        for (int b = 0; b < group.count; ++b) to[group.places[b]] = static_cast<uint8_t>(scales >> 8 * b);
-      }
-    }
-    if (touch) return out.put(groups[0].to, codes, bytes);
-    for (int g = 0; g < batch.n; ++g) out.put(groups[g].to, codes[g], groups[g].count * (kNvfp4Block / 2));
-  }
-
-  // Of each block, in the order of groups.  Four times blocks are folded and others brought into the place: by eights of
-  // elements as they are loaded, the last time where they are.
-  static __m512i largest_magnitudes(const T* const (&from)[kGroups]) {
-    // twice the magnitude and so much more wraps around for NaN alone, to less than all numbers have
-    const __m512i more = _mm512_set1_epi16(static_cast<int16_t>(0xffff - 2 * kInfinity));
-    const auto rank = [&](__m512i v) { return _mm512_add_epi16(_mm512_add_epi16(v, v), more); };
-    __m512i of_group[kGroups], halves[2];
-    for (int g = 0; g < kGroups; ++g) {
-      __m512i four[2];  // 128 bits of blocks 0, 2, 1 and 3
+  // Twice that of each block of eight fours, in their order; more than that of infinity where there is NaN.  Four times blocks
+  // are folded and others brought into the place: by eights of elements, ..., the last time where they are.
+  static __m512i largest_magnitudes(const T* const* from) {
+    const auto twice = [](__m512i v) { return _mm512_add_epi16(v, v); };
+    __m512i of_two[4], halves[2];
+    for (int g = 0; g < 4; ++g) {
+      __m512i four[2];  // 128 bits of each block
       for (int i = 0; i < 2; ++i) {
-        const T* at = from[g] + 4 * kNvfp4Block * i;
-        const __m512i x = _mm512_mask_loadu_epi64(_mm512_loadu_si512(at), 0xcc, at + 24);
-        const __m512i y = _mm512_mask_loadu_epi64(_mm512_loadu_si512(at + 8), 0xcc, at + 32);
-        four[i] = _mm512_max_epu16(rank(x), rank(y));
+        const __m512i a = twice(_mm512_loadu_si512(from[2 * g + i])),
+                      b = twice(_mm512_loadu_si512(from[2 * g + i] + 2 * kNvfp4Block));
+        four[i] = _mm512_max_epu16(every_other_piece(a, b, false), every_other_piece(a, b, true));
       }
-      of_group[g] = _mm512_max_epu16(_mm512_maskz_unpacklo_epi64(0xff, four[0], four[1]),
-                                     _mm512_maskz_unpackhi_epi64(0xff, four[0], four[1]));
+      of_two[g] = _mm512_max_epu16(_mm512_maskz_unpacklo_epi64(0xff, four[0], four[1]),
+                                   _mm512_maskz_unpackhi_epi64(0xff, four[0], four[1]));
     }
     for (int i = 0; i < 2; ++i) {
-      const __m512 a = _mm512_castsi512_ps(of_group[2 * i]), b = _mm512_castsi512_ps(of_group[2 * i + 1]);
+      const __m512 a = _mm512_castsi512_ps(of_two[2 * i]), b = _mm512_castsi512_ps(of_two[2 * i + 1]);
       const __m512i even = _mm512_castps_si512(_mm512_maskz_shuffle_ps(0xffff, a, b, 0x88));
       halves[i] = _mm512_max_epu16(even, _mm512_castps_si512(_mm512_maskz_shuffle_ps(0xffff, a, b, 0xdd)));
     }
@@ -323,73 +261,65 @@ class Nvfp4Encoder<T> {
     const __m512i upper = _mm512_max_epu16(halves[1], _mm512_maskz_slli_epi32(0xffff, halves[1], 16));
     const __m512i all = _mm512_mask_blend_epi16(0xaaaaaaaa, lower, upper);
     static constexpr Order kOrder;
-    const __m512i ranks = _mm512_maskz_permutexvar_epi16(~__mmask32{}, load_raw<__m512i>(kOrder.lanes), all);
-    return _mm512_srli_epi16(_mm512_subs_epu16(ranks, more), 1);
+    return _mm512_maskz_permutexvar_epi16(~__mmask32{}, load_raw<__m512i>(kOrder.lanes), all);
   }
 
   // Where each block's largest is after that.
   struct Order {
-    uint16_t lanes[kGroups * kBlocks];
+    uint16_t lanes[4 * kNvfp4Fours];
     constexpr Order() : lanes() {
-      for (int g = 0; g < kGroups; ++g) {
-        for (int b = 0; b < kBlocks; ++b) {
-          const int piece = (b & 1) * 2 + (b >> 1 & 1);  // 0, 2, 1, 3
-          lanes[g * kBlocks + b] = static_cast<uint16_t>(2 * (4 * piece + (g & 1) * 2 + (b >> 2)) + (g >> 1));
-        }
+      for (int b = 0; b < 4 * kNvfp4Fours; ++b) {
+        const int piece = b % 4, four = b / 4;  // of which every second pair is in the upper half of 32 bits
+        lanes[b] = static_cast<uint16_t>(2 * (4 * piece + four % 4) + four / 4);
       }
     }
   };
 
-  // What a table says of 32 scales.
-  static __m512i look_up(const uint16_t (&table)[128], __m512i scales) {
-    const auto part = [&](int first) { return load_raw<__m512i>(table + first); };
-    const __m512i small = _mm512_permutex2var_epi16(part(0), scales, part(32));
-    const __m512i large = _mm512_permutex2var_epi16(part(64), scales, part(96));
-    return _mm512_mask_blend_epi16(_mm512_test_epi16_mask(scales, _mm512_set1_epi16(0x40)), small, large);
-  }
-
-  void encode(uint8_t (&codes)[kGroups][kCodeBytes], const Batch& batch) const {
-    if (batch.slow) {
-      for (int i = 0; i < kGroups * kBlocks; ++i) {
-        const float scale = to_float(batch.scales[i]), r = scale == 0.0f ? 0.0f : 1.0f / (scale * global_);
-        store_e2m1(codes[0] + i * (kNvfp4Block / 2), batch.from[i / kBlocks] + i % kBlocks * kNvfp4Block, r);
-      }
-      return;
-    }
+  // Two fours to a line.
+  void encode(uint8_t* codes, const T* const* from, const uint8_t* scales) const {
+    const __m512i first = encode_four(from[0], scales), second = encode_four(from[1], scales + 4);
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    for (int g = 0; g < kGroups; ++g) {
-      __m512i v[kBlocks / 2];  // bytes in 32 bits
-      for (int i = 0; i < kBlocks / 2; ++i) {
-        const int b = g * kBlocks + 2 * i;
-        v[i] = encode_two(batch.from[g] + 2 * kNvfp4Block * i, batch.bases + b, stairs_[batch.tables[b]],
-                          stairs_[batch.tables[b + 1]]);
-      }
-      const __m512i bytes = _mm512_packus_epi16(_mm512_packus_epi32(v[0], v[1]), _mm512_packus_epi32(v[2], v[3]));
-      _mm512_store_si512(codes[g], _mm512_maskz_permutexvar_epi32(0xffff, order, bytes));
-    }
+    const __m512i bytes = _mm512_packus_epi16(first, second);
+    _mm512_storeu_si512(codes, _mm512_maskz_permutexvar_epi32(0xffff, order, bytes));
   }
 
-  static __m512i encode_two(const T* from, const uint32_t* bases, const uint16_t* stairs, const uint16_t* others) {
-    const __m512i bits = _mm512_loadu_si512(from), magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
-    const __mmask32 number = _mm512_cmple_epu16_mask(magnitude, _mm512_set1_epi16(kInfinity));
-    const __m512i base =
-        _mm512_mask_set1_epi32(_mm512_set1_epi32(static_cast<int>(bases[0])), 0xff00, static_cast<int>(bases[1]));
-    const __m512i above = _mm512_maskz_subs_epu16(number, magnitude, base);
-    const __m512i within = _mm512_min_epu16(above, _mm512_set1_epi16((32 << kPart) - 1));
-    const __m512i place = _mm512_mask_add_epi16(_mm512_srli_epi16(within, kPart), 0xffff0000,
-                                                _mm512_srli_epi16(within, kPart), _mm512_set1_epi16(32));
-    const __m512i d = _mm512_permutex2var_epi16(load_raw<__m512i>(stairs), place, load_raw<__m512i>(others));
-    const __m512i magnitudes = _mm512_srli_epi16(_mm512_add_epi16(within, d), kPart);
-    // magnitude | sign: 0xf8 is a | b & c
+  // Bytes in 16 bits; of 128 bits half are the first two blocks'.
+  __m512i encode_four(const T* from, const uint8_t* scales) const {
+    const __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + 2 * kNvfp4Block);
+    // bytes with the code uppermost, and others with the sign
+    const __m512i steps = _mm512_packus_epi16(above_base(a, scales), above_base(b, scales + 2));
+    const __m512i signs = _mm512_packs_epi16(a, b);
+    // 0xe4 is c ? a : b
     const __m512i codes =
-        _mm512_ternarylogic_epi32(magnitudes, _mm512_srli_epi16(bits, 12), _mm512_set1_epi16(8), 0xf8);
-    return _mm512_madd_epi16(codes, _mm512_set1_epi32(16 << 16 | 1));
+        _mm512_ternarylogic_epi32(signs, _mm512_srli_epi16(steps, 1), _mm512_set1_epi8(static_cast<char>(0x80)), 0xe4);
+    return _mm512_ternarylogic_epi32(_mm512_srli_epi16(codes, 4), _mm512_srli_epi16(codes, 8), _mm512_set1_epi16(0x0f),
+                                     0xe4);
   }
+
+  // Of two blocks: a byte in 16 bits, whose upper three are the magnitude's code.
+  __m512i above_base(__m512i bits, const uint8_t* scales) const {
+    const OfScale &low = of_scale_[scales[0]], &high = of_scale_[scales[1]];
+    const __m512i base =
+        _mm512_mask_set1_epi32(_mm512_set1_epi32(static_cast<int>(low.base)), 0xff00, static_cast<int>(high.base));
+    const __m512i above = _mm512_subs_epu16(_mm512_and_si512(bits, _mm512_set1_epi16(0x7fff)), base);
+    const __m512i part = _mm512_srli_epi16(above, kPart);
+    const __m512i place = _mm512_mask_add_epi16(part, 0xffff0000, part, _mm512_set1_epi16(32));
+    const __m512i d = _mm512_permutex2var_epi16(load_raw<__m512i>(stairs_[low.stairs]), place,
+                                                load_raw<__m512i>(stairs_[high.stairs]));
+    const __m512i sum = _mm512_add_epi16(above, d);
+    return kPart == 5 ? sum : _mm512_srli_epi16(sum, kPart - 5);
+  }
+
+  // The bits that the staircase of a scale counts from, twice, and which one it is.
+  struct OfScale {
+    uint32_t base, stairs;
+  };
 
   float global_;
   Encoder<T, e4m3> scale_of_;
-  uint16_t bases_[128], tables_of_[128];
-  alignas(64) uint16_t stairs_[9][32];
+  OfScale of_scale_[128];
+  alignas(64) uint16_t stairs_[8][32];
+  uint8_t least_, span_;  // of the scales that are looked up
   bool tables_;
 };
 #endif

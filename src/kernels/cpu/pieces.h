@@ -2,9 +2,40 @@
 // of a column, in whole lines.
 #pragma once
 
+#include <utility>
+
 #include "cpu/simd.h"
 
 namespace pykv::PYKV_ISA {
+
+template <class Stored>
+struct VectorOf {
+  typedef Stored Type __attribute__((vector_size(16)));
+};
+template <class Stored>
+using Vector = typename VectorOf<Stored>::Type;
+
+// a[kFrom], b[kFrom], a[kFrom + 1], b[kFrom + 1], ...
+template <int kFrom, class V, int... kLane>
+inline V interleave(V a, V b, std::integer_sequence<int, kLane...>) {
+  return __builtin_shufflevector(a, b, (kFrom + kLane / 2 + kLane % 2 * static_cast<int>(sizeof...(kLane)))...);
+}
+
+// Sixteen bytes of each of four rows, which lie `row` apart: four bytes of each column.
+inline constexpr int kFourColumns = 16;
+inline void turn_four(uint8_t* to, const uint8_t* from, int64_t row) {
+  using Piece = Vector<uint8_t>;
+  constexpr auto lanes = std::make_integer_sequence<int, kFourColumns>();
+  constexpr int kHalf = kFourColumns / 2;
+  Piece v[4];
+  for (int i = 0; i < 4; ++i) v[i] = load_raw<Piece>(from + i * row);
+  const Piece even[2] = {interleave<0>(v[0], v[2], lanes), interleave<kHalf>(v[0], v[2], lanes)};
+  const Piece odd[2] = {interleave<0>(v[1], v[3], lanes), interleave<kHalf>(v[1], v[3], lanes)};
+  for (int i = 0; i < 2; ++i) {
+    const Piece both[2] = {interleave<0>(even[i], odd[i], lanes), interleave<kHalf>(even[i], odd[i], lanes)};
+    __builtin_memcpy(to + i * static_cast<int>(sizeof both), both, sizeof both);
+  }
+}
 
 #if defined(__AVX512BW__)
 // Four squares side by side, 128 bits of each vector one of them, with so many rows as elements of Stored are in these.

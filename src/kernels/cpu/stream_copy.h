@@ -87,7 +87,7 @@ class LineWriter {
     next_ = to + bytes;
     if (end_ > 0) {
       const int64_t rest = kLine - end_, some = bytes < rest ? bytes : rest;
-      std::memcpy(line_ + end_, from, static_cast<size_t>(some));
+      add(from, some);
       end_ += some, to += some, from += some, bytes -= some;
       if (end_ < kLine) return;
       if (begin_ == 0) {
@@ -98,7 +98,7 @@ class LineWriter {
       begin_ = end_ = 0;
     }
     for (; bytes >= kLine; to += kLine, from += kLine, bytes -= kLine) stream_line(to, from);
-    std::memcpy(line_, from, static_cast<size_t>(bytes));
+    add(from, bytes);
     end_ = bytes;
   }
 
@@ -116,6 +116,17 @@ class LineWriter {
   }
 
  private:
+  // Bytes to the line, of which there are end_.  With AVX-512 a whole vector is stored, which is read again without a wait for
+  // the cache.
+  void add(const char* from, int64_t bytes) {
+#if defined(__AVX512BW__)
+    const __mmask64 these = _bzhi_u64(~uint64_t{}, static_cast<uint32_t>(bytes)) << end_;
+    _mm512_store_si512(line_, _mm512_mask_loadu_epi8(_mm512_load_si512(line_), these, from - end_));
+#else
+    std::memcpy(line_ + end_, from, static_cast<size_t>(bytes));
+#endif
+  }
+
   // The line that is not whole yet: bytes [begin_, end_) of it, the last of them before next_.
   void flush() {
     if (end_ > begin_) std::memcpy(next_ - (end_ - begin_), line_ + begin_, static_cast<size_t>(end_ - begin_));
