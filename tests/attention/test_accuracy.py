@@ -44,6 +44,18 @@ def test_relative_error(array: Library, kind: str, dtype: str, length: str, shar
     check(array, *case(kind, dtype, length, sharpness))
 
 
+@pytest.mark.parametrize("layout", ["NHD", "packed"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_relative_error_of_queries_with_a_large_sum(array: Library, dtype: str, layout: str) -> None:
+    """Scores of int8 may begin at an offset that is proportional to it."""
+    lens = [(1, n) for n in LENGTHS["1k"]]
+    b = inputs.batch(
+        np.random.default_rng(0), lens, Sizes(8, 2, 128), dtype=dtype, kind="int8", layout=layout, decode=True
+    )
+    b.query += np.array(4, b.query.dtype)
+    check(array, b, inputs.expected(b)[0])
+
+
 @pytest.mark.parametrize("queries", [2, 4, 16, 32])
 def test_relative_error_of_speculative_tokens(array: Library, queries: int) -> None:
     if queries > 4 and array.device == "cpu":

@@ -199,6 +199,16 @@ def test_block_sizes(array: Library, block_size: int, layout: str) -> None:
     check(array, inputs.batch(rng(), MIXED, Sizes(block_size=block_size), layout=layout, dtype="float16"))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])  # by which chunks of values lie side by side
+def test_pages_of_packed_caches(array: Library, block_size: int, kind: str) -> None:
+    for head_size in (64, 128, 256):
+        sizes = Sizes(4, 2, head_size, block_size)
+        check(array, inputs.batch(rng(), MIXED, sizes, layout="packed", kind=kind))
+        decode = [(1, n) for n in (1, 40, 300, 1000)]
+        check(array, inputs.batch(rng(), decode, sizes, layout="packed", kind=kind, decode=True))
+
+
 OPTIONS: list[dict[str, Any]] = [
     {"causal": False},
     {"scale": 0.3},

@@ -50,6 +50,9 @@ struct QueryColumns : TileLoader<S> {
   static constexpr int kTerms = std::is_same_v<Mma, bf16> ? 2 : 1;  // of a weight: rounded, and the rest
   using Weights = uint32_t[kQueryTiles][kParts][kTerms][2];         // fragments of P^T
   static_assert(!S::kTwins || (S::kNarrow && !S::kPackedV && S::kColumns == 4));
+  // Keys of int8 keep an offset, and scores begin at minus what it adds to them: rounding then costs some millionths of the
+  // largest score that the query could have.  Values do not: over many keys their sums come near zero.
+  static constexpr bool kOffsetKeys = std::is_same_v<Element, Element8<KvFormat::kInt8>> && !S::kInvariant;
 
   // For each eight queries; this lane has two of them.
   struct State {
@@ -58,6 +61,7 @@ struct QueryColumns : TileLoader<S> {
     float maximum[kQueryTiles][2];
     float sum[kQueryTiles][2];    // over this lane's tokens
     float scale[kQueryTiles][2];  // from q . k to the logit, in base 2 if `plain`
+    float start[kQueryTiles][2];  // of scores, with kOffsetKeys
     bool plain;                   // scores become logits by a positive factor alone
   };
   using Scores = float[kQueryTiles][kParts][4];  // [2 h + e]: of token 16 t + 8 h + lane / 4 and this lane's query e
@@ -122,7 +126,22 @@ struct QueryColumns : TileLoader<S> {
     s.plain = p.plain_logits && k_scale > 0;
 #pragma unroll
     for (int i = 0; i < kQueryTiles; ++i) {
-      const float factor = S::kScaled && p.a.dtype == DType::kBFloat16 ? halve_queries(s.query[i]) : 1.f;
+      float factor = S::kScaled && p.a.dtype == DType::kBFloat16 ? halve_queries(s.query[i]) : 1.f;
+      if constexpr (kOffsetKeys) {
+        factor *= 1 / Element::kOffsetUnit;
+        float sum = 0;
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const float2 q = unpack_pair<half>(s.query[i][k][j]);
+            sum += q.x + q.y;
+          }
+        }
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        for (int e = 0; e < 2; ++e) s.start[i][e] = -Element::kOffset * __shfl_sync(~0u, sum, (lane % 4 * 2 + e) * 4);
+      }
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         s.scale[i][e] = p.a.scale * k_scale * (s.plain ? kLog2e : 1.f);
@@ -147,6 +166,14 @@ struct QueryColumns : TileLoader<S> {
   // In these two, the address of a row's chunk differs from that of its first chunks by an exclusive or: stages and rows
   // are aligned so that the chunk's index has its bits to itself.
 
+  static __device__ void widen_keys(uint32_t codes, uint32_t& low, uint32_t& high) {
+    if constexpr (kOffsetKeys) {
+      Element::widen_with_offset(codes, low, high);
+    } else {
+      Element::widen(codes, low, high);
+    }
+  }
+
   // s = k . q
   __device__ void scores(uint32_t key_stage, const State& state, Scores& s) const {
     const uint32_t row0 = key_stage + key_place(lane % 16, lane / 16);
@@ -155,7 +182,10 @@ struct QueryColumns : TileLoader<S> {
     for (int i = 0; i < kQueryTiles; ++i) {
 #pragma unroll
       for (int t = 0; t < kParts; ++t) {
-        for (int e = 0; e < 4; ++e) s[i][t][e] = odd[i][t][e] = 0;
+        for (int e = 0; e < 4; ++e) {
+          s[i][t][e] = kOffsetKeys ? state.start[i][e % 2] : 0.f;
+          odd[i][t][e] = 0;
+        }
       }
     }
     const auto part = [&](int k, int t) {
@@ -172,8 +202,8 @@ struct QueryColumns : TileLoader<S> {
           ldmatrix_x4(x, part(k, t));
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            Element::widen(x[2 * j], a[j][0], a[j][2]);
-            Element::widen(x[2 * j + 1], a[j][1], a[j][3]);
+            widen_keys(x[2 * j], a[j][0], a[j][2]);
+            widen_keys(x[2 * j + 1], a[j][1], a[j][3]);
           }
         } else {
           ldmatrix_x4(a[0], part(k, t));
@@ -256,9 +286,10 @@ struct QueryColumns : TileLoader<S> {
         const int chunk = t * 16 * S::kBytes / 16 + (S::kNarrow ? 0 : lane / 16);
         const uint32_t row0 = value_stage + packed_value_place(d0, chunk);
         constexpr int kPerLoad = S::kNarrow ? 2 : 1;
+        const uint32_t step = kPerLoad * 256 << copies.value_chunk_shift;
 #pragma unroll
         for (int n = 0; n < kD / 16; n += kPerLoad) {
-          ldmatrix_x4(x, row0 + (n * 256 << copies.value_chunk_shift));
+          ldmatrix_x4(x, row0 + n / kPerLoad * step);
           if constexpr (S::kNarrow) {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {

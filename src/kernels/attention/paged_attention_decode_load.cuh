@@ -164,7 +164,7 @@ struct DecodeLoader : ColumnsOf<S> {
         for (int g = 1; g < kGroups; ++g) x = group == g ? from[g] : x;
         return x;
       };
-      const int r = lane % kTile, token = token_at<S::kPermutedTokens>(r);
+      const int token = lane % kTile, r = place_of<S::kPermutedTokens>(token);
       const char* row = of_group(key, token / kGroupTokens) + token % kGroupTokens * copies.key_token;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
@@ -208,6 +208,33 @@ struct DecodeLoader : ColumnsOf<S> {
         cp_async_16_once(stage + S::kTileBytes + at, v + i * value_step);
       }
       o = o + kGroupTokens == p.a.block_size ? 0 : o + kGroupTokens;
+    }
+  }
+
+  // The same for packed pages of 16 tokens, or of a tile, where a head's keys are one piece, and so are its values.
+  template <int kPage>
+  __device__ void load_pages(uint32_t stage, int kv_head, const Pages& pages) const {
+    constexpr int kPieceCopies = kPage * S::kRowBytes / 512,
+                  kSideBySide = kPage * S::kBytes / 16;  // chunks of a dimension
+    static_assert(kSideBySide == 1 || kSideBySide == 2);
+    const auto times = [](int64_t stride, int n) {  // both fit in 32 bits
+      return static_cast<uint64_t>(static_cast<uint32_t>(stride)) * static_cast<uint32_t>(n);
+    };
+    const char* key = static_cast<const char*>(p.a.key.data) + times(copies.key_head, kv_head) + lane * 16;
+    const char* value = static_cast<const char*>(p.a.value.data) + times(copies.value_head, kv_head) + lane * 16;
+    const uint32_t key_to = stage + this->key_place(place_of<S::kPermutedTokens>(lane % kPage), lane / kPage);
+#pragma unroll
+    for (int t = 0; t < kTile / kPage; ++t) {
+      const int id = pages.id[t * kPage / kGroupTokens];
+      const char* k = key + times(copies.key_block, id);
+      const char* v = value + times(copies.value_block, id);
+      const int d = lane / kSideBySide, chunk = t * kSideBySide + lane % kSideBySide;
+      const uint32_t value_to = stage + S::kTileBytes + this->packed_value_place(d, chunk, kSideBySide / 2);
+#pragma unroll
+      for (int i = 0; i < kPieceCopies; ++i) {
+        cp_async_16_once(key_to + (t * kPage + i * (32 / kPage) * kTile) * 16, k + i * 512);
+        cp_async_16_once(value_to + i * 512, v + i * 512);
+      }
     }
   }
 
@@ -288,16 +315,23 @@ struct DecodeLoader : ColumnsOf<S> {
       if (part.valid != 0) load_codes(stage, part, pages);
       return part.valid;
     }
-    bool whole = !S::kPackedV && part.first_token + kTile <= part.len && copies.head_bytes == S::kRowBytes;
+    bool whole = part.first_token + kTile <= part.len &&
+                 (S::kPackedV ? copies.whole_page > 0 : copies.head_bytes == S::kRowBytes);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       whole = whole && static_cast<uint32_t>(pages.id[g]) < static_cast<uint32_t>(p.a.num_blocks);
     }
-    if constexpr (!S::kPackedV) {
-      if (whole) {
+    if (whole) {
+      if constexpr (S::kPackedV) {
+        if (kTile == 16 || copies.whole_page == 16) {
+          load_pages<16>(stage, part.kv_head, pages);
+        } else {
+          load_pages<kTile>(stage, part.kv_head, pages);
+        }
+      } else {
         load_whole(stage, part.kv_head, part.first_token, pages);
-        return kTile == 32 ? ~0u : (1u << kTile % 32) - 1;
       }
+      return kTile == 32 ? ~0u : (1u << kTile % 32) - 1;
     }
     part.valid = valid_places(part, pages);
     if (part.valid != 0) load(stage, part, pages);

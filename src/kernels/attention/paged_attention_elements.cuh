@@ -46,6 +46,15 @@ struct Element8 {
     }
   }
 
+  // Codes of int8 in three instructions, not five: code + 128 in units of 2^-24, halves below the least normal one, which
+  // tensor cores multiply exactly.
+  static constexpr float kOffsetUnit = 0x1p-24f, kOffset = 128 * kOffsetUnit;
+  static __device__ void widen_with_offset(uint32_t codes, uint32_t& low, uint32_t& high) {
+    const uint32_t shifted = codes ^ 0x80808080u;
+    low = __byte_perm(shifted, 0, 0x4140);
+    high = __byte_perm(shifted, 0, 0x4342);
+  }
+
  private:
   // Each code as the upper byte of a half: for E5M2 that is its value.
   static __device__ void spread(uint32_t codes, uint32_t& low, uint32_t& high) {

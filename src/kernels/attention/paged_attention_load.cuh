@@ -20,6 +20,7 @@ struct CacheCopies {
   uint32_t key_chunk;     // packed K: from one 16-byte chunk of a key to the next
   uint32_t value_dim;     // packed V: from one dimension to the next
   int value_chunk_shift;  // packed V: log2 of the 16-byte chunks of a dimension that lie side by side
+  int whole_page;  // packed: the page size, if DecodeLoader::load_pages can copy a head's keys and values as one piece
 };
 
 template <class S>
@@ -121,16 +122,21 @@ struct TileLoader {
     return swizzled<S::kRowBytes>(row, chunk);
   }
 
-  // Packed tiles: K as [chunk][token], V as [group of chunks][dimension][chunk of the group], the last place swizzled so
-  // that eight neighbouring dimensions at one chunk lie in different banks.
+  // Packed tiles: K as [chunk][token], V as [group of chunks][dimension][chunk of the group].  Eight neighbouring lanes copy a
+  // line of the cache to a line of the tile; if either were two, the copy would be.  Within lines places are swizzled, for
+  // ldmatrix reads eight permuted tokens, or eight dimensions of a chunk, at once.
   static __device__ int key_place(int row, int chunk) {
-    return S::kPackedV ? (chunk * kTile + row) * 16 : row_place(row, chunk);
+    if constexpr (!S::kPackedV) return row_place(row, chunk);
+    const int token = token_at<S::kPermutedTokens>(row);
+    return (chunk * kTile + (S::kPermutedTokens ? token ^ (token / 4 & 2) : token)) * 16;
   }
 
-  __device__ int packed_value_place(int d, int chunk) const {
-    const int shift = copies.value_chunk_shift, mask = (1 << shift) - 1;
-    const int x = ((chunk >> shift) * kD + d) << shift | (chunk & mask);
+  static __device__ int packed_value_place(int d, int chunk, int shift) {
+    const int mask = (1 << shift) - 1, x = ((chunk >> shift) * kD + d) << shift | (chunk & mask);
     return (x ^ (x >> 3 & mask)) * 16;
+  }
+  __device__ int packed_value_place(int d, int chunk) const {
+    return packed_value_place(d, chunk, copies.value_chunk_shift);
   }
 
   // Copies 16 bytes from `row` + offset; nothing is read, and zeros written, if the row is null or the chunk past the head.
@@ -172,7 +178,7 @@ struct TileLoader {
   // Packed K: neighbouring threads take neighbouring tokens at one chunk index.
   template <bool kChecked>
   __device__ void load_packed_keys(uint32_t stage, const TileSlot& slot) const {
-    const int r = member % kTile, chunk0 = member / kTile;
+    const int r = place_of<S::kPermutedTokens>(member % kTile), chunk0 = member / kTile;
     const char* row = slot.tokens[r].key;
 #pragma unroll(kChecked ? 1 : kCopies)
     for (int i = 0; i < kCopies; ++i) {
@@ -330,6 +336,10 @@ CacheCopies cache_copies(const PagedAttentionArgs& a) {
          2 << copies.value_chunk_shift <= S::kTile / kChunk) {
     ++copies.value_chunk_shift;
   }
+  const bool whole = S::kPackedV && copies.head_bytes == S::kRowBytes && copies.key_token == 16 &&
+                     k.chunk_stride * S::kBytes == 16 * a.block_size && a.value.token == 1 &&
+                     a.value.dim == a.block_size;
+  copies.whole_page = whole && (a.block_size == 16 || a.block_size == S::kTile) ? a.block_size : 0;
   return copies;
 }
 

@@ -121,6 +121,13 @@ __device__ inline int token_at(int r) {
   return (r & ~15) + (r & 6) * 2 + (r & 1) + (r & 8) / 4;
 }
 
+// The other way round.
+template <bool kPermuted>
+__device__ inline int place_of(int token) {
+  if (!kPermuted) return token;
+  return (token & ~15) + (token / 2 & 6) + (token & 1) + (token & 2) * 4;
+}
+
 // Four columns of a row of the output, from `d` on.
 template <class T>
 __device__ void store_columns(const Problem& p, T* out, int d, float4 x) {
