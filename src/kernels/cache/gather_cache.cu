@@ -42,7 +42,8 @@ struct Plan {
   MlaRecord record;
   Nvfp4Page page;
   int64_t dst_dim;
-  uint32_t early;  // bytes of an entry, or of its codes, to prefetch before the wait; 0: none
+  uint32_t early;   // bytes of an entry, or of its codes, to prefetch before the wait; 0: none
+  bool next_early;  // whether the next kernel may come up before the wait
 
   template <bool kInPages>
   __device__ Source source_of(const PagedRequests::Place& place) const {
@@ -232,6 +233,7 @@ __global__ void __launch_bounds__(kMostThreads<Reader>, kBlocks)
   uint32_t vector;
   const uint32_t row = plan.vectors(threadIdx.x, vector);
   Reader reader(plan, vector);
+  if (plan.next_early) let_next_kernel_start();
   if (threadIdx.x < 32) {
     const RowLocator::Guess guess = plan.locate.guess(first, static_cast<int>(count), plan.early == 0);
     RowLocator::Seen seen;
@@ -330,7 +332,8 @@ void launch_kernel(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_b
                   args.record,
                   args.page,
                   args.dst_dim * dst_bytes,
-                  static_cast<uint32_t>(early ? side_by_side : 0)};
+                  static_cast<uint32_t>(early ? side_by_side : 0),
+                  early && 2 * blocks >= num_sms(launch.device) && args.kind != GatherKind::kRecords};
   launch_dependent(gather_cache_kernel<Reader, ScaleType>, static_cast<uint32_t>(blocks),
                    static_cast<uint32_t>(threads), launch, "gather_cache", plan, scales);
 }

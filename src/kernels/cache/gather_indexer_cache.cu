@@ -5,8 +5,9 @@
 // are (locate_rows.cuh), a row each lane: more warps that do so would queue for the same few ids.  Then all threads move the
 // vectors of these rows, kVectorsPerThread loads in flight each, with those of the scales.
 //
-// On an H200 4096 tokens take 2.3 us, 65536 6.2 us, 93 % of a copy of as many bytes.  Fewer rows than half the SMs have blocks for
-// are located after the wait alone: one token takes 1.5 us, not 1.7.
+// On an H200 4096 tokens take 1.2 us, 65536 6.4 us, where a copy of as many bytes takes 1.75 and 5.8: the first blocks do all but
+// the last trip to memory while kernels before still run.  Fewer rows than half the SMs have blocks for are located after the wait
+// alone.
 #include <algorithm>
 
 #include "cache/gather_indexer_cache.h"
@@ -29,39 +30,103 @@ struct GatherIndexerPlan {
   GatheredRows values, scales;
   uint32_t rows;            // of a block of threads
   Divider vectors, groups;  // of a token's values, of its scales
-  bool early;               // whether to prefetch rows before the wait
+  bool early;               // whether the first blocks find rows before the wait
 };
 
-// kVector: what values move as.  Scales move as words, or byte by byte if values do.
+// Where rows were found: null for one that no request has.
+struct Places {
+  const char *values[kMostRows], *scales[kMostRows];
+
+  // Called by one warp.
+  __device__ void set(const GatherIndexerPlan& plan, const PagedRequests::Place& place) {
+    const char* block = plan.cache + place.block * plan.block_bytes;
+    values[threadIdx.x] = place.block < 0 ? nullptr : block + place.offset * plan.value_bytes;
+    scales[threadIdx.x] = block + plan.scales_at + place.offset * plan.scale_bytes;
+  }
+};
+
+// Finds rows before the wait, brings them to L2, and loads them after it beside the ids that they were found by.  False where
+// these have changed, and nothing was stored.  All that a block has to move must be under way in its threads at once.
+//
+// The next kernel may come up first of all: ids and rows are two trips to memory, longer than a kernel takes, so that it pays to be
+// two kernels ahead.  4096 tokens took 2.3 us without either, 1.6 with that alone, 3.3 with the loads beside the ids alone, which
+// the next kernel then has to wait for.
+template <class Vector>
+__device__ __forceinline__ bool gather_early(const GatherIndexerPlan& plan, int64_t first, uint32_t rows,
+                                             const RowLocator::Guess& guess, Places& places) {
+  let_next_kernel_start();
+  const bool finds = threadIdx.x < 32;
+  RowLocator::Seen seen;
+  if (finds) {
+    const PagedRequests::Place place = plan.locate(first, static_cast<int>(rows), guess, true, seen);
+    places.set(plan, place);
+    if (place.block >= 0) {
+      prefetch(places.values[threadIdx.x], static_cast<uint32_t>(plan.value_bytes));
+      prefetch(places.scales[threadIdx.x]);
+    }
+  }
+  __syncthreads();
+  const char *from[kVectorsPerThread], *scale_from = nullptr;
+  char *to[kVectorsPerThread], *scale_to = nullptr;
+#pragma unroll
+  for (int i = 0; i < kVectorsPerThread; ++i) {
+    uint32_t vector;
+    const uint32_t row = plan.vectors(threadIdx.x + i * blockDim.x, vector);
+    from[i] = to[i] = nullptr;
+    if (row < rows && places.values[row]) {
+      from[i] = places.values[row] + vector * sizeof(Vector);
+      to[i] = static_cast<char*>(plan.values.data) + (first + row) * plan.values.row + vector * sizeof(Vector);
+    }
+    have_ready(from[i]);
+    have_ready(to[i]);
+  }
+  uint32_t group;
+  const uint32_t row = plan.groups(threadIdx.x, group);
+  if (row < rows && places.values[row]) {
+    scale_from = places.scales[row] + 4 * group;
+    scale_to = static_cast<char*>(plan.scales.data) + (first + row) * plan.scales.row + group * plan.scale_step;
+  }
+  have_ready(scale_from);
+  have_ready(scale_to);
+  wait_for_previous_kernel();
+
+  RowLocator::Again again;
+  if (finds) again = plan.locate.load_again(guess, seen);
+  Vector loaded[kVectorsPerThread];
+#pragma unroll
+  for (int i = 0; i < kVectorsPerThread; ++i)
+    if (from[i]) loaded[i] = load_vec_in_order<Vector>(from[i]);
+  int32_t scale;
+  if (scale_from) scale = load_id(scale_from);
+  if (__syncthreads_or(finds && !plan.locate.unchanged(guess, seen, again))) return false;
+#pragma unroll
+  for (int i = 0; i < kVectorsPerThread; ++i)
+    if (from[i]) store_vec(to[i], loaded[i]);
+  if (scale_from) *reinterpret_cast<int32_t*>(scale_to) = scale;
+  return true;
+}
+
+// Vector: what values move as.  Scales move as words, or byte by byte if values do.
 template <class Vector>
 __global__ void __launch_bounds__(kMaxThreads)
     gather_indexer_cache_kernel(const __grid_constant__ GatherIndexerPlan plan) {
   constexpr bool kBytes = sizeof(Vector) == 1;
-  __shared__ const char *values_of[kMostRows], *scales_of[kMostRows];
+  __shared__ Places places;
   const int64_t first = int64_t{blockIdx.x} * plan.rows, left = plan.locate.num_rows() - first;
   const uint32_t rows = left < plan.rows ? static_cast<uint32_t>(left) : plan.rows;
-  if (threadIdx.x < 32) {
-    bool early = plan.early && comes_early();
+  const bool finds = threadIdx.x < 32, early = !kBytes && plan.early && comes_early();
+  const auto find = [&](const RowLocator::Guess& guess) {
     RowLocator::Seen seen;
-    const RowLocator::Guess guess = plan.locate.guess(first, static_cast<int>(rows), !early);
-    PagedRequests::Place place;
-    if (!early) begin_dependent();
-#pragma unroll 1
-    for (;; early = false) {
-      place = plan.locate(first, static_cast<int>(rows), guess, early, seen);
-      const char* block = plan.cache + place.block * plan.block_bytes;
-      values_of[threadIdx.x] = place.block < 0 ? nullptr : block + place.offset * plan.value_bytes;
-      scales_of[threadIdx.x] = block + plan.scales_at + place.offset * plan.scale_bytes;
-      if (!early) break;
-      if (place.block >= 0) {
-        prefetch(values_of[threadIdx.x], static_cast<uint32_t>(plan.value_bytes));
-        prefetch(scales_of[threadIdx.x]);
-      }
-      begin_dependent();
-      if (plan.locate.unchanged(guess, seen)) break;
-    }
-  } else {
+    if (finds) places.set(plan, plan.locate(first, static_cast<int>(rows), guess, false, seen));
+  };
+  RowLocator::Guess guess;
+  if (finds) guess = plan.locate.guess(first, static_cast<int>(rows), !early);
+  if (!early) {
     begin_dependent();
+    find(guess);
+  } else {
+    if (gather_early<Vector>(plan, first, rows, guess, places)) return;
+    find(guess);
   }
   __syncthreads();
 
@@ -71,8 +136,8 @@ __global__ void __launch_bounds__(kMaxThreads)
     uint32_t group;
     const uint32_t row = plan.groups(n, group);
     scale_to = nullptr;
-    if (row >= rows || !values_of[row]) return;
-    const char* from = scales_of[row] + 4 * group;
+    if (row >= rows || !places.values[row]) return;
+    const char* from = places.scales[row] + 4 * group;
     scale_to = static_cast<char*>(plan.scales.data) + (first + row) * plan.scales.row + group * plan.scale_step;
     if constexpr (kBytes) {
       scale = 0;
@@ -102,8 +167,8 @@ __global__ void __launch_bounds__(kMaxThreads)
       if (n + i * blockDim.x >= total) continue;
       uint32_t vector;
       const uint32_t row = plan.vectors(n + i * blockDim.x, vector);
-      if (!values_of[row]) continue;
-      loaded[i] = load_vec<Vector>(values_of[row] + vector * sizeof(Vector));
+      if (!places.values[row]) continue;
+      loaded[i] = load_vec<Vector>(places.values[row] + vector * sizeof(Vector));
       to[i] = static_cast<char*>(plan.values.data) + (first + row) * plan.values.row +
               vector * (kBytes ? plan.values.element : int64_t{sizeof(Vector)});
     }
@@ -143,7 +208,8 @@ void launch_kernel(const GatherIndexerArgs& args, const Launch& launch) {
                                static_cast<uint32_t>(rows),
                                Divider(vectors),
                                Divider(args.block.groups),
-                               2 * blocks >= num_sms(launch.device)};
+                               2 * blocks >= num_sms(launch.device) && rows * vectors <= threads * kVectorsPerThread &&
+                                   rows * args.block.groups <= threads};
   launch_dependent(gather_indexer_cache_kernel<Vector>, static_cast<uint32_t>(blocks), static_cast<uint32_t>(threads),
                    launch, "cp_gather_indexer_k_quant_cache", plan);
 }

@@ -21,6 +21,11 @@
 namespace pykv {
 
 class RowLocator {
+  // An id on its way.
+  struct Loaded {
+    int32_t low = 0, high = 0;
+  };
+
  public:
   RowLocator(const PagedRequests& requests, int64_t num_rows, ErrorWord* errors)
       : requests_(requests), errors_(errors), num_rows_(num_rows) {
@@ -101,16 +106,26 @@ class RowLocator {
     return place;
   }
 
-  // Whether what was seen is still there, and with it the rows of all lanes.  All lanes of the warp must call it.
+  // The ids that a lane was led by once more, on their way.
+  struct Again {
+    Loaded start, block;
+  };
+  __device__ __forceinline__ Again load_again(const Guess& g, const Seen& seen) const {
+    Again again;
+    if (!seen.is_all) return again;
+    again.block = load(blocks_, seen.block_at);
+    if (knows_start(g)) again.start = load(starts_, g.start);
+    return again;
+  }
+  // Whether they are still what was seen.  If so for all lanes of the warp, the rows are where they were found.
+  __device__ __forceinline__ bool unchanged(const Guess& g, const Seen& seen, const Again& again) const {
+    return seen.is_all && value(blocks_, again.block) == seen.block &&
+           (!knows_start(g) || value(starts_, again.start) == seen.start);
+  }
+  // Both, for all lanes of the warp, which must all call it.
   __device__ __forceinline__ bool unchanged(const Guess& g, const Seen& seen) const {
     bool same = seen.is_all;
-    if (same) {
-      const Loaded block = load(blocks_, seen.block_at);
-      Loaded start;
-      const bool starts = g.base + static_cast<int>(threadIdx.x % 32) <= last_start_;
-      if (starts) start = load(starts_, g.start);
-      same = value(blocks_, block) == seen.block && (!starts || value(starts_, start) == seen.start);
-    }
+    if (same) same = unchanged(g, seen, load_again(g, seen));
     return __all_sync(kAll, same);
   }
 
@@ -129,10 +144,6 @@ class RowLocator {
     __device__ const char* at(uint32_t i) const { return data + uint64_t{i} * bytes; }
   };
 
-  // An id on its way.
-  struct Loaded {
-    int32_t low = 0, high = 0;
-  };
   static __device__ Loaded load(const Ids& ids, const char* at) {
     Loaded id;
     id.low = load_id(at);
@@ -144,6 +155,10 @@ class RowLocator {
   }
   __device__ const char* block_at(uint32_t request, uint32_t column) const {
     return blocks_.data + request * blocks_row_ + column * blocks_column_;
+  }
+
+  __device__ bool knows_start(const Guess& g) const {
+    return g.base + static_cast<int>(threadIdx.x % 32) <= last_start_;
   }
 
   // False where the row is still to be found.
