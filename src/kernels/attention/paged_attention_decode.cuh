@@ -27,7 +27,7 @@ struct DecodeKernel : DecodeLoader<S> {
   static constexpr int kD = S::kD, kTile = S::kTile, kStages = S::kStages, kGroups = Base::kGroups;
   static constexpr int kUnitTokens = S::kUnitTokens, kHeads = S::kHeads;
 
-  TilePart* parts;  // of the warp's stages
+  TilePart* parts;  // the warp's
   char* rings;      // all warps' stages
   ColumnStats<S>& stats;
   float* chunk_left;  // with batch_invariant
@@ -306,29 +306,49 @@ struct DecodeKernel : DecodeLoader<S> {
     Base::clear_kept(near, far);
   }
 
+  // Pages of the tiles from `first` on, as look_up_tiles() gives them.
+  struct LookedUp {
+    int ids = -1, first = 0;
+  };
+
+  // Starts the copies of the warp's tile at w, if there is one, and walks on.
+  __device__ TilePart start_next(Walk& w, LookedUp& pages, uint32_t stage, bool is_first) const {
+    TilePart next{w.sequence, w.len, kv_head(w), first_token(w.tile), w.slot, 0, w.exists, w.begins, w.units == 1};
+    next.ends_chunk = S::kInvariant && (w.tile + 1) % kPlaceUnits == 0;
+    if (w.exists) {
+      next.valid = this->start(stage, next, Base::pages_of(pages.ids, w.tile - pages.first));
+      if (next.begins && !is_first) prefetch_queries(next);
+      step(w);
+      if (w.exists && (w.begins || w.tile == pages.first + Base::kAtOnce)) pages = {look_up_tiles(w), w.tile};
+    }
+    cp_async_commit();
+    return next;
+  }
+
+  static __device__ int after(int stage) { return stage + 1 == kStages ? 0 : stage + 1; }
+
   __device__ void run() {
+    wait_for_previous_kernel();
+    Walk w = start_line();
+    LookedUp pages{-1, w.tile};
+    if (w.exists) pages.ids = look_up_tiles(w);
     if constexpr (S::kInvariant) {
-      typename Base::Near near;
-      typename Base::Far far;
-      Base::clear_kept(near, far);
-      run_with([&](const TilePart& part, State& state) { end_chunk(part, state, near, far); });
+      attend_chunks(w, pages);
     } else {
-      run_with([](const TilePart&, State&) {});
+      attend_segments(w, pages);
+    }
+    let_next_kernel_start();
+    end_share(w);
+    if (blockIdx.x == 0 && warp == 0) {
+      for (int64_t s = lane; s < p.a.num_seqs; s += 32) report_sequence(p, load_sequence(p, s));
     }
   }
 
-  __device__ void run_with(auto&& end_chunk) {
-    wait_for_previous_kernel();
+  __device__ void attend_segments(Walk& w, LookedUp& pages) const {
     State state;
-    [[maybe_unused]] TilePart last{};  // if its chunk is over and was not added up yet
-    Walk w = start_line();
-    int ids = -1, looked_up = w.tile;  // the pages of tiles from `looked_up` on
-    if (w.exists) ids = look_up_tiles(w);
-
     // In iteration i the copies of tile i + stages - 1 start and the pages of the next are looked up: before the wait for
     // tile i or, if late, after it.
     int at = 0, free = 0;  // the stages of tiles i and i + stages - 1
-    const auto after = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
     const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes) + S::kHalvesBytes;
     TilePart part{};
     [[maybe_unused]] int first = 0;  // token of the warp's first tile of the segment
@@ -344,18 +364,7 @@ struct DecodeKernel : DecodeLoader<S> {
       }
       // The warps of a segment's heads ask for the same tokens at the same time.
       if constexpr (kHeads > 1) named_barrier_sync(1 + warp / kHeads, kHeads * 32);
-      TilePart next{w.sequence, w.len, kv_head(w), first_token(w.tile), w.slot, 0, w.exists, w.begins, w.units == 1};
-      next.ends_chunk = S::kInvariant && (w.tile + 1) % kPlaceUnits == 0;
-      if (w.exists) {
-        next.valid = this->start(stage0 + free * S::kStageBytes, next, Base::pages_of(ids, w.tile - looked_up));
-        if (next.begins && i > 1 - kStages) prefetch_queries(next);
-        step(w);
-        if (w.exists && (w.begins || w.tile == looked_up + Base::kAtOnce)) {
-          looked_up = w.tile;
-          ids = look_up_tiles(w);
-        }
-      }
-      cp_async_commit();
+      const TilePart next = start_next(w, pages, stage0 + free * S::kStageBytes, i == 1 - kStages);
       if (lane == 0) parts[free] = next;
       free = after(free);
       if (i < 0) continue;
@@ -363,10 +372,6 @@ struct DecodeKernel : DecodeLoader<S> {
         if (part.begins) this->settle(part.kv_head, state);
       } else {
         __syncwarp();
-        if constexpr (S::kInvariant) {
-          if (last.ends_chunk) end_chunk(last, state);
-          last.ends_chunk = false;
-        }
         part = parts[at];
         if (!part.exists) break;
         if (part.begins) {
@@ -378,29 +383,60 @@ struct DecodeKernel : DecodeLoader<S> {
       }
       const int offset = at * S::kStageBytes;
       this->attend(rings + warp * S::kRingBytes, offset, part, state);
-      if constexpr (S::kInvariant) {
-        if (part.ends_chunk) last = part;
-      } else {
-        if (part.begins) first = part.first_token;
-        if (part.ends) {
-          this->separate_twins(stage0 + offset, part, first, kUnitTokens, part.first_token, state);
-          end_segment(part, state, S::kRaw ? 0 : offset);
-        }
+      if (part.begins) first = part.first_token;
+      if (part.ends) {
+        this->separate_twins(stage0 + offset, part, first, kUnitTokens, part.first_token, state);
+        end_segment(part, state, S::kRaw ? 0 : offset);
       }
       __syncwarp();  // its stage is free
       at = after(at);
     }
-    let_next_kernel_start();
-    end_share(w);
-    if (blockIdx.x == 0 && warp == 0) {
-      for (int64_t s = lane; s < p.a.num_seqs; s += 32) report_sequence(p, load_sequence(p, s));
+  }
+
+  // With batch_invariant.  The copies of the tile after the next ones start before a chunk is added up.  In this order, with
+  // that at the end of an iteration, the compiler leaves sums where the MMAs want them.
+  __device__ void attend_chunks(Walk& w, LookedUp& pages) const {
+    State state;
+    typename Base::Near near;
+    typename Base::Far far;
+    Base::clear_kept(near, far);
+    const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes);
+    int at = 0;            // the stage of tile i, and of tile i + stages
+    int next = 0, on = 0;  // what `parts` has of these
+    const auto next_part = [](int i) { return i == kStages ? 0 : i + 1; };
+#pragma unroll 1
+    for (int i = -kStages;; ++i) {
+      if (i >= 0) {
+        __syncwarp();
+        const TilePart part = parts[on];
+        if (!part.exists) break;
+        if (part.begins) {
+          this->fetch_queries(part.sequence, part.kv_head, state);
+          this->settle(part.kv_head, state);
+        }
+        cp_async_wait<kStages - 1>();
+        __syncwarp();  // the tile is there
+        this->attend(rings + warp * S::kRingBytes, at * S::kStageBytes, part, state);
+        __syncwarp();  // its stage is free
+      }
+      const TilePart started = start_next(w, pages, stage0 + at * S::kStageBytes, i == -kStages);
+      if (lane == 0) parts[next] = started;
+      next = next_part(next);
+      at = after(at);
+      if (i < 0) continue;
+      if (parts[on].ends_chunk) end_chunk(parts[on], state, near, far);
+      on = next_part(on);
     }
   }
 };
 
+// A warp's TileParts: with batch_invariant that of the tile before, too.
+template <class S>
+constexpr int kPartsOfWarp = S::kStages + S::kInvariant;
+
 template <class S>
 constexpr int decode_shared_bytes() {
-  return S::kWarps * (S::kRingBytes + S::kStages * static_cast<int>(sizeof(TilePart))) +
+  return S::kWarps * (S::kRingBytes + kPartsOfWarp<S> * static_cast<int>(sizeof(TilePart))) +
          static_cast<int>(sizeof(ColumnStats<S>) + sizeof(LineShare)) +
          (S::kInvariant ? ChunkColumns<S>::kLeftBytes : 0);
 }
@@ -412,8 +448,8 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksPerSm)
   extern __shared__ __align__(1024) char memory[];
   auto* stats = reinterpret_cast<ColumnStats<S>*>(memory + S::kWarps * S::kRingBytes);
   auto* all_parts = reinterpret_cast<TilePart*>(stats + 1);
-  auto* parts = all_parts + threadIdx.x / 32 * S::kStages;
-  auto* share = reinterpret_cast<LineShare*>(all_parts + S::kWarps * S::kStages);
+  auto* parts = all_parts + threadIdx.x / 32 * kPartsOfWarp<S>;
+  auto* share = reinterpret_cast<LineShare*>(all_parts + S::kWarps * kPartsOfWarp<S>);
   auto* left = reinterpret_cast<float*>(share + 1);
   if constexpr (S::kInvariant) {
     DecodeKernel<S> kernel{{{{{p, copies}}}}, parts, memory, *stats, left, *share, ticket};
