@@ -115,18 +115,13 @@ __global__ void __launch_bounds__(kMaxThreads)
   const int64_t first = int64_t{blockIdx.x} * plan.rows, left = plan.locate.num_rows() - first;
   const uint32_t rows = left < plan.rows ? static_cast<uint32_t>(left) : plan.rows;
   const bool finds = threadIdx.x < 32, early = !kBytes && plan.early && comes_early();
-  const auto find = [&](const RowLocator::Guess& guess) {
-    RowLocator::Seen seen;
-    if (finds) places.set(plan, plan.locate(first, static_cast<int>(rows), guess, false, seen));
-  };
   RowLocator::Guess guess;
   if (finds) guess = plan.locate.guess(first, static_cast<int>(rows), !early);
-  if (!early) {
-    begin_dependent();
-    find(guess);
-  } else {
-    if (gather_early<Vector>(plan, first, rows, guess, places)) return;
-    find(guess);
+  if (early && gather_early<Vector>(plan, first, rows, guess, places)) return;
+  if (!early) begin_dependent();
+  if (finds) {
+    RowLocator::Seen seen;
+    places.set(plan, plan.locate(first, static_cast<int>(rows), guess, false, seen));
   }
   __syncthreads();
 
