@@ -384,7 +384,7 @@ struct QueryColumns : TileLoader<S> {
       for (int e = 0; e < 2; ++e) {
         for (int m = 4; m < 32; m *= 2) top[e] = fmaxf(top[e], __shfl_xor_sync(~0u, top[e], m));
         if (S::kInvariant) top[e] = top[e] > state.maximum[i][e] + kLag ? ceilf(top[e]) : state.maximum[i][e];
-        const float rescale = exp2_fast(state.maximum[i][e] - (top[e] == -INFINITY ? 0.f : top[e]));
+        const float rescale = power_of_2(state.maximum[i][e] - (top[e] == -INFINITY ? 0.f : top[e]));
         state.maximum[i][e] = top[e];
         state.sum[i][e] *= rescale;
 #pragma unroll
@@ -401,8 +401,8 @@ struct QueryColumns : TileLoader<S> {
       [[maybe_unused]] float before[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float a = exp2_fast(fmaf(s[t][2 * h], scale[0], -base[0]));
-        const float b = exp2_fast(fmaf(s[t][2 * h + 1], scale[1], -base[1]));
+        const float a = power_of_2(fmaf(s[t][2 * h], scale[0], -base[0]));
+        const float b = power_of_2(fmaf(s[t][2 * h + 1], scale[1], -base[1]));
         if constexpr (!S::kInvariant) {
           state.sum[i][0] += a;
           state.sum[i][1] += b;
@@ -501,7 +501,7 @@ struct PartSum {
 
   // `top` is the largest maximum of all parts.
   __device__ void add(float2 stats, float4 x, float top) {
-    const float weight = stats.x == -INFINITY ? 0.f : exp2_fast(stats.x - top);
+    const float weight = stats.x == -INFINITY ? 0.f : power_of_2(stats.x - top);
     sum += weight * stats.y;
     o = {o.x + weight * x.x, o.y + weight * x.y, o.z + weight * x.z, o.w + weight * x.w};
   }

@@ -230,7 +230,7 @@ struct PartsOfChunk {
   __device__ void add(float2 stats, float4 x) {
     if (stats.x == -INFINITY) return;
     const float top = fmaxf(maximum, stats.x);
-    const float old = exp2_fast(maximum - top), weight = exp2_fast(stats.x - top);
+    const float old = power_of_2(maximum - top), weight = power_of_2(stats.x - top);
     maximum = top;
     sum = fmaf(stats.y, weight, sum * old);
     o = {fmaf(x.x, weight, o.x * old), fmaf(x.y, weight, o.y * old), fmaf(x.z, weight, o.z * old),
@@ -246,8 +246,8 @@ __device__ PartsOfChunk add_parts(const float2 (&stats)[kCount], const float4 (&
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const float top = fmaxf(sum.maximum, stats[i].x), base = top == -INFINITY ? 0.f : top;
-    old[i] = exp2_fast(sum.maximum - base);
-    weight[i] = exp2_fast(stats[i].x - base);
+    old[i] = power_of_2(sum.maximum - base);
+    weight[i] = power_of_2(stats[i].x - base);
     sum.maximum = top;
   }
 #pragma unroll

@@ -211,7 +211,7 @@ struct ExactClusterKernel : ExactExchange<S> {
         float sum = state.sum[i][e];
         for (int m = 4; m < 32; m *= 2) sum += __shfl_xor_sync(~0u, sum, m);
         const float top = fmaxf(chunk.maximum[i][e], state.maximum[i][e]), base = top == -INFINITY ? 0.f : top;
-        const float old = exp2_fast(chunk.maximum[i][e] - base), weight = exp2_fast(state.maximum[i][e] - base);
+        const float old = power_of_2(chunk.maximum[i][e] - base), weight = power_of_2(state.maximum[i][e] - base);
         chunk.maximum[i][e] = top;
         chunk.sum[i][e] = fmaf(sum, weight, chunk.sum[i][e] * old);
 #pragma unroll
@@ -308,6 +308,7 @@ struct ExactClusterKernel : ExactExchange<S> {
       if (i == 0) {
         this->settle(kv_head, state);
         if (cluster > 1) {
+          __syncwarp();  // else racecheck (CUDA 13.0) takes two steps of the one thread for a race
           if (threadIdx.x == 0)
             cluster_expect(shared_address(barrier()), this->expected_bytes(has_rounds(), tail_parts));
           cluster_wait();  // all blocks are there; the first tile is still on its way

@@ -171,6 +171,7 @@ struct JointKernel : JointPart<S> {
       if (i == 0) {
         this->settle(kv_head, state);
         if (cluster > 1) {
+          __syncwarp();  // else racecheck (CUDA 13.0) takes two steps of the one thread for a race
           if (threadIdx.x == 0) cluster_expect(shared_address(barrier), this->expected_bytes(rounds > 0, tail_parts));
           cluster_wait();  // all blocks are there; the first tile is still on its way
         }

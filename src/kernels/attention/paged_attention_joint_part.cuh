@@ -94,7 +94,7 @@ struct JointPart : ExactExchange<S> {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float top = top_of(t, e), now = top > maximum[e] + kLag ? ceilf(top) : maximum[e];
-          factor[e] = exp2_fast(maximum[e] - (now == -INFINITY ? 0.f : now));
+          factor[e] = power_of_2(maximum[e] - (now == -INFINITY ? 0.f : now));
           maximum[e] = now;
           if (t == warp / kJoined * kJoined) base[e] = now;
         }
@@ -114,8 +114,8 @@ struct JointPart : ExactExchange<S> {
     const float scale[2] = {state.plain ? state.scale[0][0] : 1.f, state.plain ? state.scale[0][1] : 1.f};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float a = exp2_fast(fmaf(s[0][0][2 * h], scale[0], -base[0]));
-      const float b = exp2_fast(fmaf(s[0][0][2 * h + 1], scale[1], -base[1]));
+      const float a = power_of_2(fmaf(s[0][0][2 * h], scale[0], -base[0]));
+      const float b = power_of_2(fmaf(s[0][0][2 * h + 1], scale[1], -base[1]));
       if (h == 0) {
         before[0] = a;
         before[1] = b;

@@ -88,7 +88,7 @@ struct Quad {
   __device__ void add(const Quad& x) {
     if (x.maximum == -INFINITY) return;
     const float top = fmaxf(maximum, x.maximum);
-    const float old = exp2_fast(maximum - top), weight = exp2_fast(x.maximum - top);
+    const float old = power_of_2(maximum - top), weight = power_of_2(x.maximum - top);
     maximum = top;
     sum = sum * old + x.sum * weight;
     o = {o.x * old + weight * x.o.x, o.y * old + weight * x.o.y, o.z * old + weight * x.o.z,

@@ -2,17 +2,11 @@
 #pragma once
 
 #include "attention/paged_attention.h"
+#include "cuda/approximate.cuh"
 #include "cuda/divider.cuh"
 #include "cuda/types.cuh"
 
 namespace pykv::attention {
-
-// 2^x by the special function unit.
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 constexpr int kThreads = 128;
 // With batch_invariant: a chunk begins at a multiple of its size, and one warp has a quarter of it.

@@ -88,7 +88,7 @@ struct SegmentResults : RowSoftmax<S> {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float top = fmaxf(chunk.maximum[h], state.maximum[0][h]), base = top == -INFINITY ? 0.f : top;
-      const float old = exp2_fast(chunk.maximum[h] - base), weight = exp2_fast(state.maximum[0][h] - base);
+      const float old = power_of_2(chunk.maximum[h] - base), weight = power_of_2(state.maximum[0][h] - base);
       chunk.maximum[h] = top;
       chunk.sum[h] = fmaf(row_sum(state, 0, h), weight, chunk.sum[h] * old);
 #pragma unroll
@@ -210,7 +210,7 @@ struct SegmentResults : RowSoftmax<S> {
     float4 o = {0, 0, 0, 0};
     for (int w = 0; w < 4; ++w) {
       const float2 stats = scratch.stats[w][r];
-      const float weight = stats.x == -INFINITY ? 0.f : exp2_fast(stats.x - maximum);
+      const float weight = stats.x == -INFINITY ? 0.f : power_of_2(stats.x - maximum);
       const float4 part = *reinterpret_cast<const float4*>(parts + w * S::kRingBytes);
       sum += weight * stats.y;
       o = {o.x + weight * part.x, o.y + weight * part.y, o.z + weight * part.z, o.w + weight * part.w};

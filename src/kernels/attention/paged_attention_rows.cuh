@@ -88,7 +88,7 @@ __device__ inline int last_seen(const Problem& p, int position) {
 __device__ inline float logit(const Problem& p, float score, float scale, float slope, int distance) {
   float x = __fmul_rn(score, scale);
   if (p.a.softcap != 0) {
-    const float e = exp2_fast(x * p.softcap_rate);  // tanh(y) = 1 - 2 / (exp(2 y) + 1)
+    const float e = power_of_2(x * p.softcap_rate);  // tanh(y) = 1 - 2 / (exp(2 y) + 1)
     x = __fmul_rn(p.a.softcap, 1 - __fdividef(2.f, e + 1));
   }
   return __fmul_rn(fmaf(slope, static_cast<float>(distance), x), kLog2e);

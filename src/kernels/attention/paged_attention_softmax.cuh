@@ -459,7 +459,7 @@ struct RowSoftmax : TileLoader<S> {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const float old = state.maximum[i][h], now = top[h] > old + kLag ? ceilf(top[h]) : old;
-            const float rescale = exp2_fast(old - (now == -INFINITY ? 0.f : now));
+            const float rescale = power_of_2(old - (now == -INFINITY ? 0.f : now));
             state.maximum[i][h] = now;
             for (float& x : state.sum[i][h]) x *= rescale;
 #pragma unroll
@@ -475,8 +475,8 @@ struct RowSoftmax : TileLoader<S> {
         for (int n = 0; n < S::kStep / 8; ++n) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const float a = exp2_fast(fmaf(s[i][n][2 * h], scale[h], -base[h]));
-            const float b = exp2_fast(fmaf(s[i][n][2 * h + 1], scale[h], -base[h]));
+            const float a = power_of_2(fmaf(s[i][n][2 * h], scale[h], -base[h]));
+            const float b = power_of_2(fmaf(s[i][n][2 * h + 1], scale[h], -base[h]));
             weights.set(i, n / 2, n % 2 * 2 + h, a, b);
             if constexpr (!S::kInvariant) {
               state.sum[i][h][0] += a + b;

@@ -121,7 +121,7 @@ struct WarpgroupSoftmax : SegmentResults<S> {
       for (int h = 0; h < 2; ++h) {
         top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
         top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
-        const float rescale = exp2_fast(state.maximum[0][h] - (top[h] == -INFINITY ? 0.f : top[h]));
+        const float rescale = power_of_2(state.maximum[0][h] - (top[h] == -INFINITY ? 0.f : top[h]));
         state.maximum[0][h] = top[h];
         state.sum[0][h][0] *= rescale;
 #pragma unroll
@@ -137,8 +137,8 @@ struct WarpgroupSoftmax : SegmentResults<S> {
     for (int n = 0; n < kTile / 8; ++n) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float a = exp2_fast(fmaf(s[n / 4][0][n % 4][2 * h], scale[h], -base[h]));
-        const float b = exp2_fast(fmaf(s[n / 4][0][n % 4][2 * h + 1], scale[h], -base[h]));
+        const float a = power_of_2(fmaf(s[n / 4][0][n % 4][2 * h], scale[h], -base[h]));
+        const float b = power_of_2(fmaf(s[n / 4][0][n % 4][2 * h + 1], scale[h], -base[h]));
         state.sum[0][h][0] += a + b;
         uint32_t& pair = weights[n / 2][0][n % 2 * 2 + h];
         pair = pack_pair<Mma>(a, b);

@@ -196,7 +196,7 @@ struct WarpgroupColumns : TileLoader<S> {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float maximum = state.maximum[2 * n + e], base = maximum == -INFINITY ? 0.f : maximum;
-          x[e] = exp2_fast(fmaf(s[place_of(2 * n + e, h)], scale, -base));
+          x[e] = power_of_2(fmaf(s[place_of(2 * n + e, h)], scale, -base));
           state.sum[2 * n + e] += x[e];
         }
         uint32_t& rounded = weights[h][n];
@@ -243,7 +243,7 @@ struct WarpgroupColumns : TileLoader<S> {
     for (int i = 0; i < kMine; ++i) {
       for (int w = 0; w < 4; ++w) top[i] = fmaxf(top[i], scratch.of_warps[w][column(i)]);
       const float now = fmaxf(top[i] * scale, state.maximum[i]);
-      const float rescale = exp2_fast(state.maximum[i] - (now == -INFINITY ? 0.f : now));
+      const float rescale = power_of_2(state.maximum[i] - (now == -INFINITY ? 0.f : now));
       state.maximum[i] = now;
       state.sum[i] *= rescale;
 #pragma unroll

@@ -153,7 +153,7 @@ struct PrefillRows {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float old = maximum[h], now = top[h] > old + kLag ? ceilf(top[h]) : old;
-        rescale[h] = exp2_fast(old - (now == -INFINITY ? 0.f : now));
+        rescale[h] = power_of_2(old - (now == -INFINITY ? 0.f : now));
         maximum[h] = now;
         sum[h] *= rescale[h];
       }
@@ -167,7 +167,7 @@ struct PrefillRows {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& x = s[4 * i + 2 * h + e];
-          x = exp2_fast(fmaf(x, scale, -base));
+          x = power_of_2(fmaf(x, scale, -base));
           part[e] += x;
         }
       }

@@ -117,7 +117,7 @@ struct ExactPrefillRows : PrefillRows<S> {
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) x[n][e] = exp2_fast(fmaf(s[8 * t + 4 * n + 2 * h + e], scale, -base));
+        for (int e = 0; e < 2; ++e) x[n][e] = power_of_2(fmaf(s[8 * t + 4 * n + 2 * h + e], scale, -base));
         uint32_t& pair = weights[t][2 * n + h];
         pair = pack_pair<T>(x[n][0], x[n][1]);
         if constexpr (S::kTerms == 2) {
@@ -162,7 +162,7 @@ struct ExactPrefillRows : PrefillRows<S> {
       for (int h = 0; h < 2; ++h) {
         const float top = greatest(h, t, t + 1) * scale, old = maximum[h];
         const float now = top > old + kLag ? ceilf(top) : old;
-        rescale[t][h] = exp2_fast(old - (now == -INFINITY ? 0.f : now));
+        rescale[t][h] = power_of_2(old - (now == -INFINITY ? 0.f : now));
         rescales = rescales || (now > old && old != -INFINITY);
         maximum[h] = now;
         for (float& x : part_sum[h]) x *= rescale[t][h];
@@ -224,7 +224,7 @@ struct ExactPrefillRows : PrefillRows<S> {
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
       const float top = fmaxf(chunk_maximum[h], maximum[h]), base = top == -INFINITY ? 0.f : top;
-      const float old = exp2_fast(chunk_maximum[h] - base), weight = exp2_fast(maximum[h] - base);
+      const float old = power_of_2(chunk_maximum[h] - base), weight = power_of_2(maximum[h] - base);
       chunk_maximum[h] = top;
       chunk_sum[h] = fmaf(sum, weight, chunk_sum[h] * old);
 #pragma unroll
