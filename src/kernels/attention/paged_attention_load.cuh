@@ -336,10 +336,12 @@ CacheCopies cache_copies(const PagedAttentionArgs& a) {
          2 << copies.value_chunk_shift <= S::kTile / kChunk) {
     ++copies.value_chunk_shift;
   }
-  const bool whole = S::kPackedV && copies.head_bytes == S::kRowBytes && copies.key_token == 16 &&
-                     k.chunk_stride * S::kBytes == 16 * a.block_size && a.value.token == 1 &&
-                     a.value.dim == a.block_size;
-  copies.whole_page = whole && (a.block_size == 16 || a.block_size == S::kTile) ? a.block_size : 0;
+  if constexpr (S::kPackedV) {
+    const bool whole = copies.head_bytes == S::kRowBytes && copies.key_token == 16 &&
+                       k.chunk_stride * S::kBytes == 16 * a.block_size && a.value.token == 1 &&
+                       a.value.dim == a.block_size;
+    copies.whole_page = whole && (a.block_size == 16 || a.block_size == S::kTile) ? a.block_size : 0;
+  }
   return copies;
 }
 
