@@ -11,8 +11,6 @@ namespace {
 
 constexpr int64_t kPiece = 4096;             // elements of a row at once
 constexpr int64_t kElementsPerTask = 32768;  // fewer are not worth another thread
-template <class From>
-constexpr int64_t kAhead = 4096 / sizeof(From);  // elements
 
 // of_row(To* to, const From* from, int64_t n) for elements side by side, of_scalar(float) for others.
 template <class From, class To, class Row, class Scalar>
@@ -31,7 +29,7 @@ void convert_all(const ConvertFp8Args& args, Row&& of_row, Scalar&& of_scalar) {
           const int64_t n = sizes[3] - first < kPiece ? sizes[3] - first : kPiece;
           if (in[3] == 1 && out[3] == 1) {
             stream.fill(to, n, [&](To* part, int64_t at, int64_t count) {
-              prefetch_bytes(from + at + kAhead<From>, count * static_cast<int64_t>(sizeof(From)));
+              prefetch_bytes(from + at + rows_ahead<From>(1), count * static_cast<int64_t>(sizeof(From)));
               of_row(part, from + at, count);
             });
           } else {

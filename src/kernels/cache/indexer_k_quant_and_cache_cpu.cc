@@ -1,5 +1,4 @@
 // Twin of indexer_k_quant_and_cache.cu: tokens shared out among threads, each written whole.
-#include <algorithm>
 #include <cstring>
 
 #include "cache/indexer_k_quant_and_cache.h"
@@ -12,7 +11,6 @@ namespace {
 
 static_assert(IndexerBlock::kLargest == 448.0f);
 constexpr int64_t kBytesPerTask = 64 * 1024;  // less is not worth another thread
-constexpr int64_t kBytesAhead = 4096;         // what is asked for
 
 // The smallest power of two that is not below a positive, normal s; infinity stays what it is.
 float power_of_two_from(float s) {
@@ -52,7 +50,7 @@ void write_tokens(const IndexerKQuantArgs& args, const Launch& launch) {
   const Reporter report = launch.reporter("indexer_k_quant_and_cache: slot_mapping");
   const int64_t block_size = args.block.block_size, num_slots = args.num_blocks * block_size;
   const int64_t token_bytes = args.block.values * static_cast<int64_t>(sizeof(T));
-  const int64_t ahead = (kBytesAhead / std::max<int64_t>(token_bytes, 1) + 1) * args.k_row;
+  const int64_t ahead = rows_ahead<T>(args.block.values) * args.k_row;
   const TileQuantiser<T, 448> encode(args.num_tokens * args.block.values);
   parallel_for(args.num_tokens, kBytesPerTask / token_bytes + 1, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {

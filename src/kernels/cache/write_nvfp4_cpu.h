@@ -5,9 +5,11 @@
 #include <cstring>
 #include <vector>
 
+#include "cache/reshape_and_cache.h"
 #include "cache/token_run_cpu.h"
 #include "cpu/nvfp4_encode.h"
 #include "cpu/pieces.h"
+#include "cpu/prefetch.h"
 #include "cpu/stream_copy.h"
 
 namespace pykv::PYKV_ISA {

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "cache/reshape_and_cache.h"
 #include "cache/token_run_cpu.h"
 #include "cache/write_nvfp4_cpu.h"
 #include "cpu/encode.h"

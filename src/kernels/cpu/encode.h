@@ -46,16 +46,20 @@ class Encoder {
 };
 
 #if defined(__AVX512BW__)
+// What a pack made of two vectors, of which eight bytes are either's in turn, with all of the first before the second's.
+inline __m512i one_after_other(__m512i packed) {
+  return _mm512_maskz_permutexvar_epi64(0xff, _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), packed);
+}
+
 // n bytes of the words that words_of(bits) makes of 32 elements: those of unsigned ones, or of signed ones, which saturate.
 template <bool kSigned, class Code, class T, class WordsOf>
 inline void store_words(Code* to, const T* from, int64_t n, bool past, WordsOf words_of) {
   const auto words_at = [&](const T* at) { return words_of(_mm512_loadu_si512(at)); };
-  const __m512i in_turn = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);  // of what is packed eight bytes are either's
   int64_t i = 0;
   for (; i + 2 * kPair <= n; i += 2 * kPair) {
     const __m512i first = words_at(from + i), second = words_at(from + i + kPair);
     const __m512i both = kSigned ? _mm512_packs_epi16(first, second) : _mm512_packus_epi16(first, second);
-    store_raw(to + i, _mm512_maskz_permutexvar_epi64(0xff, in_turn, both), past);
+    store_raw(to + i, one_after_other(both), past);
   }
   for (; i < n; i += kPair) {
     T some[kPair];
@@ -137,6 +141,20 @@ class Encoder<T, i8, Divided<i8>> {
 };
 
 #if defined(__AVX512BW__)
+// The first from low to high that is so, as all after it are; `high` where there are none.
+template <class IsSo>
+inline uint32_t first_where(uint32_t low, uint32_t high, IsSo is_so) {
+  while (low < high) {
+    const uint32_t middle = (low + high) / 2;
+    if (is_so(middle)) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low;
+}
+
 // A rule's codes of 16-bit T: where they change.
 template <class T, class Code, class Rule>
 class Staircase {
@@ -154,15 +172,7 @@ class Staircase {
 
   // The least bits from low to high with a code of at least so much; `high` where there are none.
   uint32_t least_with(int code, uint32_t low = 0, uint32_t high = kInfinity) const {
-    while (low < high) {
-      const uint32_t middle = (low + high) / 2;
-      if (code_of(middle) >= code) {
-        high = middle;
-      } else {
-        low = middle + 1;
-      }
-    }
-    return low;
+    return first_where(low, high, [&](uint32_t bits) { return code_of(bits) >= code; });
   }
 
   // The first binade of T that has only quotients above the least normal code (which smaller ones too are rounded to), and where
@@ -226,8 +236,7 @@ class Encoder<bf16, Code, Rule> {
       codes = _mm512_min_epu8(codes, _mm512_set1_epi8(Steps::kLargestCode));
       // code | sign & 0x80: 0xf8 is a | b & c
       codes = _mm512_ternarylogic_epi32(codes, _mm512_packs_epi16(a, b), _mm512_set1_epi8(-0x80), 0xf8);
-      const __m512i in_turn = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);  // of what is packed eight bytes are either's
-      return _mm512_maskz_permutexvar_epi64(0xff, in_turn, codes);
+      return one_after_other(codes);
     };
     int64_t i = 0;
     for (; i + 2 * kPair <= n; i += 2 * kPair)

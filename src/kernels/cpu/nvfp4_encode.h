@@ -161,18 +161,9 @@ class Nvfp4Encoder<T> {
   // The staircase of a scale; gives the bits that it counts from, -1 if there is none.
   static int build_stairs(uint16_t* d, float r) {
     int steps[8];  // the least bits with that code
-    for (int code = 1; code < 8; ++code) {
-      int low = 0, high = kInfinity;
-      while (low < high) {
-        const int middle = (low + high) / 2;
-        if (code_of(static_cast<uint32_t>(middle), r) >= static_cast<uint32_t>(code)) {
-          high = middle;
-        } else {
-          low = middle + 1;
-        }
-      }
-      steps[code] = low;
-    }
+    for (uint32_t code = 1; code < 8; ++code)
+      steps[code] =
+          static_cast<int>(first_where(0, kInfinity, [=](uint32_t bits) { return code_of(bits, r) >= code; }));
     const int base = (steps[1] >> kPart << kPart) - (1 << kPart);
     if (base < 1 << kMantissa || steps[7] >= kInfinity) return -1;
     for (int part = 0, code = 0; part < 32; ++part) {

@@ -280,6 +280,12 @@ inline Pair<T> rounded(Pair<T> v) {
 }
 
 // On the way to codes, which are 0 of numbers below 2^-126: AVX512_BF16 rounds in one instruction, but makes zeros of those.
+#if defined(__AVX512BW__)
+template <class T>
+inline PairHalfwords packed_for_codes(Pair<T> v) {
+  return packed(v);
+}
+#endif
 #if defined(__AVX512BF16__)
 inline PairHalfwords packed_for_codes(Pair<bf16> v) {
   const auto halves =
@@ -287,15 +293,6 @@ inline PairHalfwords packed_for_codes(Pair<bf16> v) {
   PairHalfwords in_turn;
   for (uint16_t i = 0; i < kPair; ++i) in_turn[i] = i / 2 + i % 2 * kWidth;
   return __builtin_shuffle(halves, in_turn);
-}
-template <class T>
-inline PairHalfwords packed_for_codes(Pair<T> v) {
-  return packed(v);
-}
-#elif defined(__AVX512BW__)
-template <class T>
-inline PairHalfwords packed_for_codes(Pair<T> v) {
-  return packed(v);
 }
 #endif
 template <class T>

@@ -22,4 +22,15 @@ inline void prefetch_bytes(const void* from, int64_t bytes) {
   keep_prefetches();
 }
 
+// So far ahead, in bytes.
+inline constexpr int64_t kBytesAhead = 4096;
+
+// While a row of so many elements is converted, that of so many rows later is asked for: the processor itself does not look
+// far enough ahead through the arithmetic.  Mostly it is a row that comes soon.
+template <class T>
+constexpr int64_t rows_ahead(int64_t row) {
+  const int64_t bytes = (row > 0 ? row : 1) * static_cast<int64_t>(sizeof(T));
+  return (kBytesAhead + bytes - 1) / bytes;
+}
+
 }  // namespace pykv::PYKV_ISA
