@@ -325,6 +325,16 @@ struct DecodeKernel : DecodeLoader<S> {
     return next;
   }
 
+  // Of a segment that begins the queries, and the tile.
+  __device__ void await_tile(const TilePart& part, State& state) const {
+    if (part.begins) {
+      this->fetch_queries(part.sequence, part.kv_head, state);
+      this->settle(part.kv_head, state);
+    }
+    cp_async_wait<kStages - 1>();
+    __syncwarp();
+  }
+
   static __device__ int after(int stage) { return stage + 1 == kStages ? 0 : stage + 1; }
 
   __device__ void run() {
@@ -374,12 +384,7 @@ struct DecodeKernel : DecodeLoader<S> {
         __syncwarp();
         part = parts[at];
         if (!part.exists) break;
-        if (part.begins) {
-          this->fetch_queries(part.sequence, part.kv_head, state);
-          this->settle(part.kv_head, state);
-        }
-        cp_async_wait<kStages - 1>();
-        __syncwarp();  // the tile is there
+        await_tile(part, state);
       }
       const int offset = at * S::kStageBytes;
       this->attend(rings + warp * S::kRingBytes, offset, part, state);
@@ -410,12 +415,7 @@ struct DecodeKernel : DecodeLoader<S> {
         __syncwarp();
         const TilePart part = parts[on];
         if (!part.exists) break;
-        if (part.begins) {
-          this->fetch_queries(part.sequence, part.kv_head, state);
-          this->settle(part.kv_head, state);
-        }
-        cp_async_wait<kStages - 1>();
-        __syncwarp();  // the tile is there
+        await_tile(part, state);
         this->attend(rings + warp * S::kRingBytes, at * S::kStageBytes, part, state);
         __syncwarp();  // its stage is free
       }

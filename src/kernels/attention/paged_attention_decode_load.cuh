@@ -11,6 +11,11 @@ namespace pykv::attention {
 
 constexpr int kGroupTokens = 8;  // looked up and addressed as one
 
+// A stride of the cache, taken so often; both fit in 32 bits.
+__device__ inline uint64_t times(int64_t stride, int n) {
+  return static_cast<uint64_t>(static_cast<uint32_t>(stride)) * static_cast<uint32_t>(n);
+}
+
 // kQueries: 4, 8 or 16, the heads of a group at most.  kForAnyBatch: with batch_invariant.
 template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch>
 struct DecodeShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
@@ -188,9 +193,6 @@ struct DecodeLoader : ColumnsOf<S> {
   __device__ void load_whole(uint32_t stage, int kv_head, int first_token, const Pages& pages) const {
     constexpr int kChunks = Columns::kChunks, kRows = 32 / kChunks;  // rows of a step of the warp
     const int chunk = lane % kChunks, r0 = lane / kChunks;
-    const auto times = [](int64_t stride, int n) {  // both fit in 32 bits
-      return static_cast<uint64_t>(static_cast<uint32_t>(stride)) * static_cast<uint32_t>(n);
-    };
     const char* key = static_cast<const char*>(p.a.key.data) + times(copies.key_head, kv_head) +
                       times(copies.key_token, r0) + chunk * 16;
     const char* value = static_cast<const char*>(p.a.value.data) + times(copies.value_head, kv_head) +
@@ -217,9 +219,6 @@ struct DecodeLoader : ColumnsOf<S> {
     constexpr int kPieceCopies = kPage * S::kRowBytes / 512,
                   kSideBySide = kPage * S::kBytes / 16;  // chunks of a dimension
     static_assert(kSideBySide == 1 || kSideBySide == 2);
-    const auto times = [](int64_t stride, int n) {  // both fit in 32 bits
-      return static_cast<uint64_t>(static_cast<uint32_t>(stride)) * static_cast<uint32_t>(n);
-    };
     const char* key = static_cast<const char*>(p.a.key.data) + times(copies.key_head, kv_head) + lane * 16;
     const char* value = static_cast<const char*>(p.a.value.data) + times(copies.value_head, kv_head) + lane * 16;
     const uint32_t key_to = stage + this->key_place(place_of<S::kPermutedTokens>(lane % kPage), lane / kPage);

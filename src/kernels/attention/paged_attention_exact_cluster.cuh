@@ -308,10 +308,7 @@ struct ExactClusterKernel : ExactExchange<S> {
       if (i == 0) {
         this->settle(kv_head, state);
         if (cluster > 1) {
-          __syncwarp();  // else racecheck (CUDA 13.0) takes two steps of the one thread for a race
-          if (threadIdx.x == 0)
-            cluster_expect(shared_address(barrier()), this->expected_bytes(has_rounds(), tail_parts));
-          cluster_wait();  // all blocks are there; the first tile is still on its way
+          this->await_cluster(barrier(), has_rounds(), tail_parts);  // the first tile is still on its way
         }
         if (cluster <= 2 || len <= 2048) let_next_kernel_start();
       }

@@ -43,6 +43,13 @@ struct ExactExchange : DecodeLoader<S> {
     return own * (parts * kPartBytes + (records ? cluster * kRecordBytes : 0));
   }
 
+  // Says how much is to come; then all blocks are there.
+  __device__ void await_cluster(uint64_t* barrier, bool records, int parts) const {
+    __syncwarp();  // else racecheck (CUDA 13.0) takes two steps of the one thread for a race
+    if (threadIdx.x == 0) cluster_expect(shared_address(barrier), expected_bytes(records, parts));
+    cluster_wait();
+  }
+
   __device__ void send_part(const Exchange& to, int part, int item, float2 found, float4 sum) const {
     const int block = p.by_block_items.quotient(item), at = part * each + item - block * each;
     const uint32_t counter = cluster_address(shared_address(to.barrier), block);

@@ -89,9 +89,6 @@ struct JointKernel : JointPart<S> {
   __device__ void start_rows(uint32_t to, const Tile& tile) const {
     constexpr int kChunks = Base::kChunks, kRows = 32 / kChunks;  // rows of a step of the warp
     const int chunk = lane % kChunks, r0 = lane / kChunks;
-    const auto times = [](int64_t stride, int n) {  // both fit in 32 bits
-      return static_cast<uint64_t>(static_cast<uint32_t>(stride)) * static_cast<uint32_t>(n);
-    };
     const int64_t block = kValues ? copies.value_block : copies.key_block;
     const int64_t token = kValues ? copies.value_token : copies.key_token;
     const char* const data = static_cast<const char*>(kValues ? p.a.value.data : p.a.key.data);
@@ -171,9 +168,7 @@ struct JointKernel : JointPart<S> {
       if (i == 0) {
         this->settle(kv_head, state);
         if (cluster > 1) {
-          __syncwarp();  // else racecheck (CUDA 13.0) takes two steps of the one thread for a race
-          if (threadIdx.x == 0) cluster_expect(shared_address(barrier), this->expected_bytes(rounds > 0, tail_parts));
-          cluster_wait();  // all blocks are there; the first tile is still on its way
+          this->await_cluster(barrier, rounds > 0, tail_parts);  // the first tile is still on its way
         }
         if (cluster <= 2 || len <= 2048) let_next_kernel_start();
       }
