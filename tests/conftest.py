@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -23,25 +24,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=["cpu", "cuda"], help="run on this device alone (default: whatever is there)")
 
 
+@functools.cache
+def _missing(kind: type[Library]) -> str | None:
+    """What there is not, if arrays of this library cannot be had here."""
+    if importlib.util.find_spec(kind.module) is None:
+        return kind.module
+    if kind.device == "cuda":
+        if not pykv.has_cuda():
+            return "CUDA in this pykv"
+        if pykv._C.cuda_device_count() == 0:
+            return "CUDA device"
+    return None
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "array" in metafunc.fixturenames:
-        wanted = metafunc.config.getoption("--device")
-        chosen = [kind for kind in LIBRARIES if wanted in (None, kind.device)]
-        metafunc.parametrize(
-            "array", chosen, ids=[f"{k.name}-{k.device}" for k in chosen], indirect=True, scope="session"
-        )
+    if "array" not in metafunc.fixturenames:
+        return
+    wanted = metafunc.config.getoption("--device")
+    chosen = [kind for kind in LIBRARIES if wanted in (None, kind.device)]
+    kinds = [pytest.param(kind, id=f"{kind.name}-{kind.device}") for kind in chosen if not _missing(kind)]
+    # one skipped test for all that is not here: six of each would be most of what a laptop collects
+    if absent := {what: None for kind in chosen if (what := _missing(kind))}:
+        skip = pytest.mark.skip(reason=f"there is no {', no '.join(absent)}")
+        kinds.append(pytest.param(None, id="absent", marks=skip))
+    metafunc.parametrize("array", kinds, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
 def array(request: pytest.FixtureRequest) -> Library:
     kind: type[Library] = request.param
-    if importlib.util.find_spec(kind.module) is None:
-        pytest.skip(f"{kind.module} is not installed")
-    if kind.device == "cuda":
-        if not pykv.has_cuda():
-            pytest.skip("this pykv was built without CUDA")
-        if pykv._C.cuda_device_count() == 0:
-            pytest.skip("no CUDA device")
     return kind()
 
 
