@@ -2,7 +2,7 @@
 //
 // A result depends on nothing but its code, and differs for the two signs in the sign alone.  For 16-bit T the results of
 // all magnitudes are a table of 128 entries; AVX-512 holds it in four registers and looks up 32 codes by two permutes: a
-// sixth of the instructions of the conversions and the product.
+// sixth of the instructions of the conversions and the product.  AVX512_VBMI looks up the two bytes of 64 results by as many.
 #pragma once
 
 #include "cpu/pairs.h"
@@ -31,50 +31,108 @@ class Decoder {
 template <class T, class Code>
   requires(sizeof(T) == 2 && (__is_same(Code, e4m3) || __is_same(Code, e5m2)))
 class Decoder<T, Code> {
+  static constexpr int kCodes = 128, kVectors = kCodes / kPair;
+  using Products = Pair<T>[kVectors];
+
  public:
   explicit Decoder(float scale) {
     for (int i = 0; i < kCodes; i += kPair) {
       Code codes[kPair];
       for (int j = 0; j < kPair; ++j) codes[j].bits = static_cast<uint8_t>(i + j);
-      const Pair<T> products = in_order<T>(load(codes), load(codes + kWidth)) * plain(scale);
-      products_[i / kPair] = products;
-      table_[i / kPair] = __builtin_bit_cast(__m512i, packed(products));
+      products_[i / kPair] = in_order<T>(load(codes), load(codes + kWidth)) * plain(scale);
     }
+    table_ = Table(products_);
   }
 
-  void operator()(T* to, const Code* from, int64_t n) const {
-    int64_t i = 0;
-    for (; i + 32 <= n; i += 32) _mm512_storeu_si512(to + i, look_up(table_, load_raw<__m256i>(from + i)));
-    if (i == n) return;
-    uint8_t codes[32] = {};
-    uint16_t results[32];
-    __builtin_memcpy(codes, from + i, static_cast<size_t>(n - i));
-    _mm512_storeu_si512(results, look_up(table_, load_raw<__m256i>(codes)));
-    __builtin_memcpy(to + i, results, static_cast<size_t>(n - i) * 2);
-  }
+  void operator()(T* to, const Code* from, int64_t n) const { look_up(table_, to, from, n); }
 
   // By a table of its own: quicker than floats from the one that there is, which all would be multiplied and rounded.
   void tile(T* to, const Code* from, int64_t n, float scale) const {
-    __m512i table[kTables];
-    for (int i = 0; i < kTables; ++i) table[i] = __builtin_bit_cast(__m512i, packed(products_[i] * plain(scale)));
-    for (int64_t i = 0; i < n; i += 32) _mm512_storeu_si512(to + i, look_up(table, load_raw<__m256i>(from + i)));
+    Products own;
+    for (int i = 0; i < kVectors; ++i) own[i] = products_[i] * plain(scale);
+    look_up(Table(own), to, from, n);
   }
 
  private:
-  static constexpr int kCodes = 128, kTables = kCodes / kPair;
+#if defined(__AVX512VBMI__)
+  // Bytes of the results; 64 codes find each of theirs by one permute, which looks at seven bits.
+  struct Table {
+    __m512i low[2], high[2];
 
-  static __m512i look_up(const __m512i (&table)[kTables], __m256i bytes) {
+    Table() = default;
+    explicit Table(const Products& products) {
+      alignas(64) uint8_t bytes[2][kCodes];
+      for (int i = 0; i < kVectors; ++i) {
+        const __m512i words = __builtin_bit_cast(__m512i, packed(products[i]));
+        _mm256_store_si256(reinterpret_cast<__m256i*>(bytes[0] + i * kPair), _mm512_maskz_cvtepi16_epi8(~0u, words));
+        _mm256_store_si256(reinterpret_cast<__m256i*>(bytes[1] + i * kPair),
+                           _mm512_maskz_cvtepi16_epi8(~0u, _mm512_srli_epi16(words, 8)));
+      }
+      for (int i = 0; i < 2; ++i) {
+        low[i] = load_raw<__m512i>(bytes[0] + i * 64);
+        high[i] = load_raw<__m512i>(bytes[1] + i * 64);
+      }
+    }
+  };
+
+  static void look_up(const Table& of, T* to, const Code* from, int64_t n) {
+    const Table table = of;  // which no store can change
+    for (int64_t i = 0; i < n; i += 64) {
+      const int64_t some = n - i < 64 ? n - i : 64;
+      const auto inside = _bzhi_u64(~uint64_t{}, static_cast<uint32_t>(some));
+      // each 128 bits get eight codes of the first half and eight of the second one
+      const __m512i codes =
+          _mm512_maskz_permutexvar_epi64(0xff, _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7),
+                                         _mm512_maskz_loadu_epi8(static_cast<__mmask64>(inside), from + i));
+      const __m512i low = _mm512_maskz_permutex2var_epi8(~uint64_t{}, table.low[0], codes, table.low[1]);
+      const __m512i magnitude = _mm512_maskz_permutex2var_epi8(~uint64_t{}, table.high[0], codes, table.high[1]);
+      // magnitude ^ codes & 0x80
+      const __m512i high = _mm512_ternarylogic_epi32(magnitude, codes, _mm512_set1_epi8(-0x80), 0x78);
+      const __m512i first = _mm512_maskz_unpacklo_epi8(~uint64_t{}, low, high);
+      const __m512i second = _mm512_maskz_unpackhi_epi8(~uint64_t{}, low, high);
+      if (some == 64) {
+        _mm512_storeu_si512(to + i, first);
+        _mm512_storeu_si512(to + i + kPair, second);
+      } else {
+        _mm512_mask_storeu_epi16(to + i, static_cast<__mmask32>(inside), first);
+        _mm512_mask_storeu_epi16(to + i + kPair, static_cast<__mmask32>(inside >> kPair), second);
+      }
+    }
+  }
+#else
+  struct Table {
+    __m512i of[kVectors];
+
+    Table() = default;
+    explicit Table(const Products& products) {
+      for (int i = 0; i < kVectors; ++i) of[i] = __builtin_bit_cast(__m512i, packed(products[i]));
+    }
+  };
+
+  static void look_up(const Table& table, T* to, const Code* from, int64_t n) {
+    int64_t i = 0;
+    for (; i + kPair <= n; i += kPair) _mm512_storeu_si512(to + i, look_up(table, load_raw<__m256i>(from + i)));
+    if (i == n) return;
+    uint8_t codes[kPair] = {};
+    uint16_t results[kPair];
+    __builtin_memcpy(codes, from + i, static_cast<size_t>(n - i));
+    _mm512_storeu_si512(results, look_up(table, load_raw<__m256i>(codes)));
+    __builtin_memcpy(to + i, results, static_cast<size_t>(n - i) * 2);
+  }
+
+  static __m512i look_up(const Table& table, __m256i bytes) {
     const __m512i codes = _mm512_cvtepu8_epi16(bytes);  // a permute looks at six bits
-    const __m512i small = _mm512_permutex2var_epi16(table[0], codes, table[1]);
-    const __m512i large = _mm512_permutex2var_epi16(table[2], codes, table[3]);
+    const __m512i small = _mm512_permutex2var_epi16(table.of[0], codes, table.of[1]);
+    const __m512i large = _mm512_permutex2var_epi16(table.of[2], codes, table.of[3]);
     const __m512i magnitude =
         _mm512_mask_blend_epi16(_mm512_test_epi16_mask(codes, _mm512_set1_epi16(0x40)), small, large);
     const __m512i sign = _mm512_slli_epi16(_mm512_srli_epi16(codes, 7), 15);
     return _mm512_xor_si512(magnitude, sign);
   }
+#endif
 
-  Pair<T> products_[kTables];
-  __m512i table_[kTables];
+  Products products_;
+  Table table_;
 };
 #endif
 
