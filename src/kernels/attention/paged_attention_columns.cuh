@@ -18,7 +18,7 @@
 
 #include <type_traits>
 
-#include "attention/paged_attention_load.cuh"
+#include "attention/paged_attention_column_queries.cuh"
 #include "cuda/mma.cuh"
 
 namespace pykv::attention {
@@ -30,9 +30,9 @@ struct alignas(16) ColumnStats {
 };
 
 template <class S>
-struct QueryColumns : TileLoader<S> {
+struct QueryColumns : ColumnQueries<S> {
   using Loader = TileLoader<S>;
-  using typename Loader::Valid;
+  using Queries = ColumnQueries<S>;
   using Element = typename S::Element;
   using Mma = typename S::Mma;
   using Loader::copies;
@@ -42,126 +42,20 @@ struct QueryColumns : TileLoader<S> {
   using Loader::p;
   using Loader::packed_value_place;
   using Loader::warp;
-  static constexpr int kD = S::kD, kSteps = kD / 16, kParts = kTile / 16;
-  static constexpr int kQueryTiles = (S::kColumns + 7) / 8;
-  static constexpr int kSums = S::kTwins ? kD / 32 : kD / 16;  // fragments of O^T
+  using Queries::column_of;
+  using Queries::kOffsetKeys;
+  using Queries::kQueryTiles;
+  using Queries::kSums;
+  using Queries::query_head;
+  using typename Queries::State;
   template <bool kTwins>
-  using Sums = float[kQueryTiles][kTwins ? kD / 32 : kD / 16][4];
+  using Sums = typename Queries::template Sums<kTwins>;
+  static constexpr int kD = S::kD, kSteps = kD / 16, kParts = kTile / 16;
   static constexpr int kTerms = std::is_same_v<Mma, bf16> ? 2 : 1;  // of a weight: rounded, and the rest
   using Weights = uint32_t[kQueryTiles][kParts][kTerms][2];         // fragments of P^T
   static_assert(!S::kTwins || (S::kNarrow && !S::kPackedV && S::kColumns == 4));
-  // Keys of int8 keep an offset, and scores begin at minus what it adds to them: rounding then costs some millionths of the
-  // largest score that the query could have.  Values do not: over many keys their sums come near zero.
-  static constexpr bool kOffsetKeys = std::is_same_v<Element, Element8<KvFormat::kInt8>> && !S::kInvariant;
 
-  // For each eight queries; this lane has two of them.
-  struct State {
-    Sums<S::kTwins> o;                       // rows: dimensions; columns: this lane's queries
-    uint32_t query[kQueryTiles][kSteps][2];  // fragments of Q^T
-    float maximum[kQueryTiles][2];
-    float sum[kQueryTiles][2];    // over this lane's tokens
-    float scale[kQueryTiles][2];  // from q . k to the logit, in base 2 if `plain`
-    float start[kQueryTiles][2];  // of scores, with kOffsetKeys
-    bool plain;                   // scores become logits by a positive factor alone
-  };
   using Scores = float[kQueryTiles][kParts][4];  // [2 h + e]: of token 16 t + 8 h + lane / 4 and this lane's query e
-
-  __device__ int query_head(int kv_head, int column) const { return kv_head * p.group + column; }
-
-  // The query of this lane's column e.
-  __device__ int column_of(int i, int e) const {
-    const int column = lane % 4 * 2 + e;
-    return S::kTwins ? column % 4 : i * 8 + column;
-  }
-
-  // Asks for the queries; settle() must come before the first tile.
-  __device__ void fetch_queries(int sequence, int kv_head, State& s) const {
-    const int c = lane % 4;
-#pragma unroll
-    for (int i = 0; i < kQueryTiles; ++i) {
-      const int column = S::kTwins ? lane / 4 % 4 : i * 8 + lane / 4;
-      const bool exists = column < p.group;
-      const uint16_t* q = static_cast<const uint16_t*>(p.a.query) + sequence * p.a.query_token_stride +
-                          query_head(kv_head, exists ? column : 0) * p.a.query_head_stride;
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        const int d0 = k * 16 + (S::kNarrow ? 4 : 2) * c, d1 = S::kNarrow ? d0 + 2 : d0 + 8;
-        s.query[i][k][0] = exists && d0 < p.a.head_size ? *reinterpret_cast<const uint32_t*>(q + d0) : 0;
-        s.query[i][k][1] = exists && d1 < p.a.head_size ? *reinterpret_cast<const uint32_t*>(q + d1) : 0;
-      }
-    }
-  }
-
-  static __device__ float largest_of(uint32_t pair) {
-    const float2 x = unpack_pair<bf16>(pair);
-    return fmaxf(fabsf(x.x), fabsf(x.y));
-  }
-
-  static __device__ uint32_t to_half(uint32_t pair, float factor) {
-    const float2 x = unpack_pair<bf16>(pair);
-    return pack_pair<half>(x.x * factor, x.y * factor);
-  }
-
-  // bf16 queries against elements of one byte, or less, become halves, each scaled by a power of two that brings its largest
-  // element to [1, 2).  Returns what its scores are to be multiplied by.
-  static __device__ float halve_queries(uint32_t (&q)[kSteps][2]) {
-    float largest = 0;
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) largest = fmaxf(largest, fmaxf(largest_of(q[k][0]), largest_of(q[k][1])));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-    const uint32_t bits = __float_as_uint(largest) & 0x7f800000u;
-    const bool usual = bits > 0 && bits < 0x7e000000u;
-    const float factor = usual ? __uint_as_float(0x7f000000u - bits) : 1.f;
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      q[k][0] = to_half(q[k][0], factor);
-      q[k][1] = to_half(q[k][1], factor);
-    }
-    return usual ? __uint_as_float(bits) : 1.f;
-  }
-
-  __device__ void settle(int kv_head, State& s) const {
-    const float k_scale = S::kScaled ? p.a.k_scale[kv_head] : 1.f;
-    s.plain = p.plain_logits && k_scale > 0;
-#pragma unroll
-    for (int i = 0; i < kQueryTiles; ++i) {
-      float factor = S::kScaled && p.a.dtype == DType::kBFloat16 ? halve_queries(s.query[i]) : 1.f;
-      if constexpr (kOffsetKeys) {
-        factor *= 1 / Element::kOffsetUnit;
-        float sum = 0;
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const float2 q = unpack_pair<half>(s.query[i][k][j]);
-            sum += q.x + q.y;
-          }
-        }
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        for (int e = 0; e < 2; ++e) s.start[i][e] = -Element::kOffset * __shfl_sync(~0u, sum, (lane % 4 * 2 + e) * 4);
-      }
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        s.scale[i][e] = p.a.scale * k_scale * (s.plain ? kLog2e : 1.f);
-        if (S::kScaled) s.scale[i][e] *= __shfl_sync(~0u, factor, (lane % 4 * 2 + e) * 4);
-      }
-    }
-    clear_sums(s);
-  }
-
-  static __device__ void clear_sums(State& s) {
-#pragma unroll
-    for (int i = 0; i < kQueryTiles; ++i) {
-      s.maximum[i][0] = s.maximum[i][1] = -INFINITY;
-      s.sum[i][0] = s.sum[i][1] = 0;
-#pragma unroll
-      for (int n = 0; n < kSums; ++n) {
-        for (int e = 0; e < 4; ++e) s.o[i][n][e] = 0;
-      }
-    }
-  }
 
   // In these two, the address of a row's chunk differs from that of its first chunks by an exclusive or: stages and rows
   // are aligned so that the chunk's index has its bits to itself.

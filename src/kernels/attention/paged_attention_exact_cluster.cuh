@@ -408,7 +408,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
                                          const __grid_constant__ CacheCopies copies) {
   extern __shared__ __align__(1024) char memory[];
   ExactClusterKernel<S> kernel{
-      {{{{{p, copies}}}}}, memory, reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)};
+      {{{{{{p, copies}}}}}}, memory, reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)};
   kernel.run();
 }
 

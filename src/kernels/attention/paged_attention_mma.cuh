@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, S::kBlocksPerSm)
   char* after = memory + S::kTeams * S::kRingBytes;
   auto* scratch = reinterpret_cast<Scratch<S>*>(after + S::kQueryBytes + S::kWaitingBytes);
   auto* slots = reinterpret_cast<Slot<S::kTile>*>(scratch + 1) + threadIdx.x / S::kTeam * S::kSlots;
-  LineKernel<S> kernel{{{{p, copies}, *scratch, shared_address(after)}}, slots, memory, after + S::kQueryBytes};
+  LineKernel<S> kernel{{{{{p, copies}, *scratch, shared_address(after)}}}, slots, memory, after + S::kQueryBytes};
   kernel.run();
 }
 

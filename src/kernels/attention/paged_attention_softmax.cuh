@@ -7,14 +7,15 @@
 // The fragments of up to 16 query rows stay in registers for a whole segment; more rows lie in shared memory.
 #pragma once
 
-#include "attention/paged_attention_load.cuh"
+#include "attention/paged_attention_row_queries.cuh"
 #include "cuda/mma.cuh"
 
 namespace pykv::attention {
 
 template <class S>
-struct RowSoftmax : TileLoader<S> {
+struct RowSoftmax : RowQueries<S> {
   using Loader = TileLoader<S>;
+  using Queries = RowQueries<S>;
   using typename Loader::Valid;
   using Element = typename S::Element;
   using Mma = typename S::Mma;
@@ -25,128 +26,9 @@ struct RowSoftmax : TileLoader<S> {
   using Loader::p;
   using Loader::packed_value_place;
   using Loader::warp;
+  using Queries::queries;
+  using Queries::scratch;
   static constexpr int kD = S::kD, kSteps = kD / 16;
-
-  Scratch<S>& scratch;
-  uint32_t queries;  // shared address, of rows that do not stay in registers
-
-  // ---- queries ------------------------------------------------------------------------------------------------------
-
-  // Scaling a row by a power of two brings its largest element to [1, 2).
-  static __device__ void power_of_two(float largest, float& factor, float& inverse) {
-    const uint32_t bits = __float_as_uint(largest) & 0x7f800000u;
-    const bool usual = bits > 0 && bits < 0x7e000000u;
-    factor = usual ? __uint_as_float(bits) : 1.f;
-    inverse = usual ? __uint_as_float(0x7f000000u - bits) : 1.f;
-  }
-
-  static __device__ float largest_of(uint32_t pair) {
-    const float2 x = unpack_pair<bf16>(pair);
-    return fmaxf(fabsf(x.x), fabsf(x.y));
-  }
-
-  static __device__ uint32_t to_half(uint32_t pair, float inverse) {
-    const float2 x = unpack_pair<bf16>(pair);
-    return pack_pair<half>(x.x * inverse, x.y * inverse);
-  }
-
-  // The rows into shared memory.  With many rows a warp touches its own alone; with few, each warp stores a quarter of them.
-  __device__ void load_query_rows(const Unit& u, int row0) {
-    constexpr int kQueryChunks = kD / 8, kLoads = S::kWarpRows * kQueryChunks / 32, kBatch = kLoads < 8 ? kLoads : 8;
-#pragma unroll 1
-    for (int batch = 0; batch < kLoads; batch += kBatch) {
-      uint4 v[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int x = (batch + i) * 32 + lane, chunk = x % kQueryChunks;
-        const Row row = row_of(p, u, row0 + x / kQueryChunks);
-        v[i] = {0, 0, 0, 0};
-        if (row.valid && chunk * 8 < p.a.head_size)
-          v[i] = *reinterpret_cast<const uint4*>(this->query_row(row) + chunk * 8);
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int x = (batch + i) * 32 + lane, chunk = x % kQueryChunks, r = x / kQueryChunks;
-        store_query_chunk(v[i], r, row0 + r, chunk);
-      }
-    }
-  }
-
-  __device__ void store_query_chunk(uint4 v, int warp_row, int r, int chunk) {
-    if (S::kScaled && p.a.dtype == DType::kBFloat16) {
-      float largest = fmaxf(fmaxf(largest_of(v.x), largest_of(v.y)), fmaxf(largest_of(v.z), largest_of(v.w)));
-      float factor, inverse;
-      for (int m = 1; m < kD / 8; m *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, m));
-      power_of_two(largest, factor, inverse);
-      v = {to_half(v.x, inverse), to_half(v.y, inverse), to_half(v.z, inverse), to_half(v.w, inverse)};
-      if (chunk == 0) scratch.rows[warp][warp_row].scale *= factor;
-    }
-    if constexpr (!S::kMany) {
-      if (r % (kThreads / 32) != warp) return;
-    }
-    if constexpr (S::kNarrow) {  // dimensions 4c .. 4c + 3 of 16 to places 2c, 2c + 1, 2c + 8, 2c + 9
-      const uint32_t even = queries + swizzled<2 * kD>(r, chunk & ~1) + (chunk & 1) * 8;
-      const uint32_t odd = queries + swizzled<2 * kD>(r, chunk | 1) + (chunk & 1) * 8;
-      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(even), "r"(v.x), "r"(v.z) : "memory");
-      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(odd), "r"(v.y), "r"(v.w) : "memory");
-    } else {
-      const uint32_t at = queries + swizzled<2 * kD>(r, chunk);
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                   : "memory");
-    }
-  }
-
-  __device__ static uint32_t load_pair(const uint16_t* q, bool read) {
-    return read ? *reinterpret_cast<const uint32_t*>(q) : 0;
-  }
-
-  // Rows straight to fragments: with one-byte elements dimensions 4c .. 4c + 3 of 16 take places 2c, 2c + 1, 2c + 8 and
-  // 2c + 9, with others each its own.
-  __device__ void load_query_fragments(const Unit& u, int row0, int rows, uint32_t (&a)[kSteps][4]) {
-    const int c = lane % 4, head_size = p.a.head_size;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int r = h * 8 + lane / 4;
-      const Row row = row_of(p, u, row0 + r);
-      const bool read = row0 + r < rows && row.valid;
-      const uint16_t* q = this->query_row(row);
-      if (row0 + h * 8 < rows) {
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
-          const int d0 = k * 16 + (S::kNarrow ? 4 : 2) * c, d1 = S::kNarrow ? d0 + 2 : d0 + 8;
-          a[k][h] = load_pair(q + d0, read && d0 < head_size);
-          a[k][2 + h] = load_pair(q + d1, read && d1 < head_size);
-        }
-      } else {
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) a[k][h] = a[k][2 + h] = 0;
-      }
-      if (S::kScaled && p.a.dtype == DType::kBFloat16 && row0 + h * 8 < rows) {
-        float largest = 0, factor, inverse;
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) largest = fmaxf(largest, fmaxf(largest_of(a[k][h]), largest_of(a[k][2 + h])));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        power_of_two(largest, factor, inverse);
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
-          a[k][h] = to_half(a[k][h], inverse);
-          a[k][2 + h] = to_half(a[k][2 + h], inverse);
-        }
-        if (c == 0) scratch.rows[warp][r].scale *= factor;
-      }
-    }
-  }
-
-  // Starts the way of a tile's queries from memory, so that its beginning finds them near.
-  __device__ void prefetch_queries(const Unit& u) const {
-    if constexpr (S::kQueriesInRegisters) {
-      const Row row = row_of(p, u, (S::kMany ? warp * S::kWarpRows : 0) + lane / 2);
-      if (row.valid && lane % 2 * 64 < p.a.head_size) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(this->query_row(row) + lane % 2 * 64));
-      }
-    }
-  }
 
   // ---- one segment's running state ----------------------------------------------------------------------------------
 
@@ -202,9 +84,9 @@ struct RowSoftmax : TileLoader<S> {
     }
     __syncwarp();
     if constexpr (S::kQueriesInRegisters) {
-      load_query_fragments(u, row0, rows, s.query);
+      this->load_query_fragments(u, row0, rows, s.query);
     } else {
-      load_query_rows(u, row0);
+      this->load_query_rows(u, row0);
       if constexpr (!S::kMany) __syncthreads();  // so was the end of the segment before
     }
     __syncwarp();

@@ -44,7 +44,7 @@ struct WarpgroupSoftmax : SegmentResults<S> {
   using Weights = uint32_t[kTile / 16][kTerms][4];  // rounded, and what rounding left
 
   static __device__ WarpgroupSoftmax make(const Problem& p, const CacheCopies& copies, Scratch& scratch, uint32_t) {
-    return {{{{p, copies}, scratch, 0}}};
+    return {{{{{p, copies}, scratch, 0}}}};
   }
 
   __device__ void begin_segment(const Unit& u, State& s) {
