@@ -60,6 +60,8 @@ def from_pointer(
     except TypeError:
         import ml_dtypes  # the names that NumPy itself does not know
 
+        if not hasattr(ml_dtypes, str(dtype)):
+            raise TypeError(f"dtype: must be a dtype of NumPy or ml_dtypes, or its name, got {dtype!r}") from None
         known = np.dtype(getattr(ml_dtypes, str(dtype)))
     steps = None if strides is None else [int(s) for s in strides]
     return _C.Pointer(address, [int(n) for n in shape], known, *_device(device), steps, owner)

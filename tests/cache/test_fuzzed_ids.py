@@ -94,7 +94,7 @@ def expect_report(call: Callable[[], None], op: str, **out_of_range: tuple[np.nd
     with pytest.raises(ValueError, match="is out of range") as info:  # noqa: PT012 - on a GPU the second one raises
         call()
         pykv.check_errors()
-    found = re.fullmatch(rf"{op}: (\w+): (-?\d+) is out of range \[0, (\d+)\); it was skipped", str(info.value))
+    found = re.fullmatch(rf"{op}: (\w+): (-?\d+) is out of range \[0, (\d+)\); it was not used", str(info.value))
     assert found, str(info.value)
     values, bound = out_of_range[found[1]]
     assert (int(found[3]), int(found[2]) in set(values.tolist())) == (bound, True), str(info.value)

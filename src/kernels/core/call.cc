@@ -56,7 +56,7 @@ void Call::no_cuda() {
 
 std::string describe(const ErrorWord& word) {
   return std::string(word.what) + ": " + std::to_string(word.value) + " is out of range [0, " +
-         std::to_string(word.bound) + "); it was skipped";
+         std::to_string(word.bound) + "); it was not used";
 }
 
 void Call::fail_out_of_range(const ErrorWord& word) {

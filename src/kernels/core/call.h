@@ -25,7 +25,7 @@ namespace pykv {
 template <class Args>
 using Twin = void (*)(const Args&, const Launch&);
 
-// "op: argument: 99 is out of range [0, 64); it was skipped"
+// "op: argument: 99 is out of range [0, 64); it was not used"
 std::string describe(const ErrorWord& word);
 
 class Call {

@@ -34,6 +34,13 @@ std::string list_of(std::initializer_list<DType> types) {
   return s;
 }
 
+// All dtypes that any operation takes: which of them this one does, nobody has asked yet.
+std::string all_dtypes() {
+  std::string s;
+  for (int t = 0; t < static_cast<int>(DType::kOther); ++t) s += (t ? ", " : "") + std::string(name_of(DType(t)));
+  return s;
+}
+
 }  // namespace
 
 void Tensor::fail_array(const char* name, const DLTensor* t) {
@@ -41,7 +48,8 @@ void Tensor::fail_array(const char* name, const DLTensor* t) {
   if (t->ndim < 0 || t->ndim > kMaxRank)
     pykv::fail(PYKV_VALUE_ERROR, "%s: at most %d dimensions are supported, got %d", name, kMaxRank, t->ndim);
   if (to_dtype(t->dtype) == DType::kOther)
-    pykv::fail(PYKV_TYPE_ERROR, "%s: elements of %s%d are not supported", name, kind_of(t->dtype), t->dtype.bits);
+    pykv::fail(PYKV_TYPE_ERROR, "%s: elements of %s%d are not supported; pykv knows %s", name, kind_of(t->dtype),
+               t->dtype.bits, all_dtypes().c_str());
   if (!plain(t->device).device_type)
     pykv::fail(PYKV_VALUE_ERROR, "%s: must lie on the CPU or on a CUDA device, got DLPack device type %d", name,
                static_cast<int>(t->device.device_type));
