@@ -5,6 +5,14 @@ writes into its output arguments and returns None.  On a GPU it runs on ``stream
 library that made the arrays, and never waits for the device.
 """
 
+try:
+    import pykv._C as _C  # noqa: F401
+except ModuleNotFoundError:
+    raise ImportError(
+        f"{__path__[0]} is the source folder of pykv and has no compiled part (pykv._C). "
+        "Python takes it instead of the installed package where it is started in the clone: start it in another folder"
+    ) from None
+
 from pykv._types import Array, ScalarOrArray, Stream
 from pykv.activation import (
     fatrelu_and_mul,
