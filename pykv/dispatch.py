@@ -9,6 +9,9 @@ have one in array-API terms, ``native`` (``pykv.native``), and others may be reg
 or come from an installed package by an entry point of the group ``pykv.ops`` whose name is that of the operation and
 the provider, ``rms_norm.mine = package.module:function`` (taken as they are, for both platforms).
 
+An implementation is called as the caller wrote it, by position or by keyword (``pykv.functional`` gives all by
+keyword), and so is ``accepts``: both must take the parameters of the operation under its names.
+
 A call takes the first that is enabled, is for the platform of its first array and accepts the arguments: in the order
 of their priorities, registered ones (10 unless they say otherwise), ``pykv`` (0), ``native`` (-10).  ``-op`` (see
 :func:`configure`) leaves ``native`` alone.  As long as an operation is enabled and nothing is registered that comes
@@ -156,16 +159,17 @@ def register(
     Args:
         op: name of the operation.
         provider: whose it is; the name it has in :func:`explain`.
-        platforms: ``"cpu"``, ``"cuda"``.
+        platforms: ``"cpu"``, ``"cuda"``, or several of them.
         priority: higher ones are asked first.
-        accepts: called with the arguments of a call: True, or False or a reason.
+        accepts: called with the arguments of a call, as the function would be: True to take it; False, or a text that
+            says why not, to leave it to the next implementation.
         override: replace the implementation that the provider has registered before.
 
     Raises:
         ValueError: no such operation or platform; or the provider has one already.
     """
     choice = _choice_of(op)
-    wanted = frozenset(platforms)
+    wanted = frozenset([platforms] if isinstance(platforms, str) else platforms)
     if unknown := wanted - set(PLATFORMS):
         raise ValueError(f"platforms: must be of {', '.join(PLATFORMS)}, got {min(unknown)!r}")
     if not override and any(i.provider == provider for i in choice.implementations):

@@ -30,6 +30,8 @@ class Frequencies(NamedTuple):
 
 def default(rotary_dim: int, base: float = 10000.0) -> Frequencies:
     """Pair i turns by ``base ** (-2 * i / rotary_dim)`` a position."""
+    if rotary_dim % 2:
+        raise ValueError(f"rotary_dim: must be even, got {rotary_dim}")
     return Frequencies(base ** (-np.arange(0, rotary_dim, 2) / rotary_dim))
 
 
@@ -159,11 +161,14 @@ def cos_sin_cache(frequencies: Frequencies, num_positions: int, *, dtype: str = 
     As in training, frequencies and angles are rounded to fp32.
 
     Args:
-        frequencies: of each pair.
+        frequencies: of each pair, such as ``default(rotary_dim)``.
         num_positions: rows.
         dtype: of the table: float32, float16 or bfloat16.
         like: an array or a module (NumPy, CuPy, torch, JAX): the library, and the device, of the table.
     """
+    if not isinstance(frequencies, Frequencies):
+        got = type(frequencies).__name__
+        raise TypeError(f"frequencies: must be Frequencies, such as default(rotary_dim), got {got}")
     angles = np.arange(num_positions, dtype=np.float32)[:, None] * np.asarray(frequencies.inverse, np.float32)
     table = np.concatenate((np.cos(angles), np.sin(angles)), axis=1) * np.float32(frequencies.magnitude)
     made: Array = array_like(table, dtype, like)

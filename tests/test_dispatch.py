@@ -12,7 +12,7 @@ import pytest
 from tolerance import assert_close
 
 import pykv
-from pykv import dispatch, native
+from pykv import dispatch, functional, native
 from pykv._samples import sample
 
 rms_norm = pykv.rms_norm  # a name of before anything is registered
@@ -115,6 +115,25 @@ def test_a_provider_registers_once():
         dispatch.register("rms", "mine")
     with pytest.raises(ValueError, match="platforms: must be of cpu, cuda, got 'tpu'"):
         dispatch.register("rms_norm", "other", platforms=["tpu"])
+
+
+def test_one_platform_needs_no_list():
+    dispatch.register("rms_norm", "mine", platforms="cpu")(fives)
+    assert (call() == 5).all()
+    with pytest.raises(ValueError, match="platforms: must be of cpu, cuda, got 'tpu'"):
+        dispatch.register("rms_norm", "other", platforms="tpu")
+
+
+def test_pykv_functional_calls_by_keyword():
+    asked = []
+
+    def accepts(**arguments):
+        asked.append(set(arguments))
+        return True
+
+    dispatch.register("rms_norm", "mine", accepts=accepts)(fives)
+    assert (functional.rms_norm(np.ones((2, 8), np.float32), None) == 5).all()
+    assert asked == [{"out", "input", "weight"}]
 
 
 @pytest.mark.parametrize(

@@ -213,3 +213,10 @@ def test_a_type_that_is_not_known_is_named():
         rope.frequencies_of_config({"max_position_embeddings": 8, "rope_scaling": {"rope_type": "xpos"}}, 64)
     with pytest.raises(TypeError, match="like: must be an array or the module of NumPy, CuPy, torch or JAX, got str"):
         rope.cos_sin_cache(rope.default(8), 4, like="numpy")
+
+
+def test_what_is_no_table_of_frequencies_is_told():
+    with pytest.raises(TypeError, match=r"frequencies: must be Frequencies, such as default\(rotary_dim\), got int"):
+        rope.cos_sin_cache(64, 1000)
+    with pytest.raises(ValueError, match="rotary_dim: must be even, got 33"):
+        rope.default(33)
