@@ -22,7 +22,7 @@ def silu_and_mul(result: Array, input: Array, *, stream: Stream = None) -> None:
     Args:
         result: ``[..., width]``, dtype of ``input``; written.  May be the memory of ``a`` (or of ``b``) itself.
         input: ``[..., 2 * width]`` float32, float16 or bfloat16, at least 1 dimension.
-        stream: see the package.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
         ValueError: shapes, strides or devices do not fit.
@@ -40,7 +40,7 @@ def silu_and_mul_quant(result: Array, input: Array, scale: ScalarOrArray, *, str
         result: ``[..., width]`` float8_e4m3fn, uint8 (which holds it) or int8; written.
         input: ``[..., 2 * width]`` float32, float16 or bfloat16, at least 1 dimension.
         scale: one number.
-        stream: see the package.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
         ValueError: shapes, strides or devices do not fit.
@@ -78,7 +78,7 @@ def silu_and_mul_per_block_quant(
         scale_ub: the largest scale, for float8_e4m3fn.
         is_scale_transposed: ``scales`` must be the transpose of a contiguous array (which is no more than a check:
             strides are honoured anyway).
-        stream: see the package.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
         ValueError: shapes, strides or devices do not fit.
@@ -129,7 +129,7 @@ def gelu_and_mul_sparse(
         input: ``[..., 2 * width]`` float32, float16 or bfloat16, at least 1 dimension.
         activation_sparsity: more than 0, less than 1.
         approximate: the form of ``gelu``: ``"none"`` (:func:`gelu_and_mul`) or ``"tanh"`` (:func:`gelu_tanh_and_mul`).
-        stream: see the package.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
         ValueError: shapes, strides, devices or parameters do not fit.
@@ -171,7 +171,7 @@ def gelu_new(out: Array, input: Array, *, stream: Stream = None) -> None:
     Args:
         out: shape and dtype of ``input``; written.  May be ``input`` itself.
         input: float32, float16 or bfloat16, at least 1 dimension.
-        stream: see the package.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
         ValueError: shapes, strides or devices do not fit.
@@ -217,5 +217,5 @@ def xielu(
         alpha_n: one number, as it was trained.
         beta: slope at 0.
         eps: keeps ``expm1`` away from 0.
-        stream: see the package.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
     """

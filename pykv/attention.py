@@ -97,11 +97,14 @@ def paged_attention(
     Args:
         out: ``[num_tokens, num_heads, head_size]``, dtype of ``query``; written.
         query: ``[num_tokens, num_heads, head_size]`` float32, float16 or bfloat16.
-        key_cache, value_cache: paged caches, flash or packed (see the module).
+        key_cache, value_cache: the blocks of all sequences, NB of BS tokens.  Flash: both ``[NB, BS, num_kv_heads,
+            head_size]``, NHD or, by strides, HND.  Packed: ``[NB, num_kv_heads, head_size / x, BS, x]`` with x = 16
+            bytes of elements, and ``[NB, num_kv_heads, head_size, BS]``.
         block_tables: ``[num_seqs, max_blocks_per_seq]`` int32 or int64, the blocks of each sequence in order.
-        seq_lens: ``[num_seqs]`` int32 or int64, lengths with the queries included.
-        cu_query_lens: ``[num_seqs + 1]``: queries of sequence s are rows ``cu[s]`` to ``cu[s + 1] - 1``, at its last
-            positions.  ``None``: one query for each sequence.
+        seq_lens: ``[num_seqs]`` int32 or int64: tokens of each sequence that the cache holds, those of this call's
+            queries included.  Write their keys and values first.
+        cu_query_lens: ``[num_seqs + 1]`` int32 or int64, cumulative: the queries of sequence s are rows ``cu[s]`` to
+            ``cu[s + 1] - 1``, its last tokens.  ``None``: one query for each sequence (decoding).
         scale: factor of q.k; ``None``: ``1 / sqrt(head_size)``.
         causal: a query at position p sees keys ``j <= p``.
         window: it sees keys with ``|p - j| < window``.
@@ -170,7 +173,7 @@ def paged_attention_v1(
     Args:
         out: ``[num_seqs, num_heads, head_size]``; written.
         query: ``[num_seqs, num_heads, head_size]`` float32, float16 or bfloat16.
-        key_cache, value_cache: paged caches, packed or flash (see the module).
+        key_cache, value_cache: paged caches, packed or flash, as for :func:`paged_attention`.
         num_kv_heads, block_size: as in the caches.
         block_tables, seq_lens: ``[num_seqs, max_blocks_per_seq]``, ``[num_seqs]``, int32 or int64.
         max_seq_len: an upper bound of ``seq_lens``; a longer length is clamped to it and reported.

@@ -45,7 +45,8 @@ def reshape_and_cache(
     Args:
         key: ``[num_rows, num_kv_heads, head_size]`` float32, float16 or bfloat16.
         value: ``[num_rows, num_kv_heads, v_head_size]``, dtype of ``key``.
-        key_cache, value_cache: packed (see the module); written.
+        key_cache: ``[NB, num_kv_heads, head_size / x, BS, x]`` with x = 16 bytes of elements; written.
+        value_cache: ``[NB, num_kv_heads, v_head_size, BS]``; written.
         slot_mapping: ``[num_tokens]`` int32 or int64: the slot of each token; negative: padding, the token is skipped.
             Its length decides: ``key`` and ``value`` may have more rows.  Of tokens with one slot, any may win.
         kv_cache_dtype: ``"auto"`` (or the dtype's name): elements are copied, the caches have the dtype of ``key``;
@@ -78,7 +79,11 @@ def reshape_and_cache_flash(
     *,
     stream: Stream = None,
 ) -> None:
-    """Write the keys and values of tokens into their slots of flash caches; else as :func:`reshape_and_cache`."""
+    """Write the keys and values of tokens into their slots of flash caches; else as :func:`reshape_and_cache`.
+
+    The caches are ``[NB, BS, num_kv_heads, head_size]`` and ``[NB, BS, num_kv_heads, v_head_size]``, NHD or, by
+    strides, HND.  Slot ``block * BS + offset`` is token ``offset`` of a block; ``PagedKVCache.append`` returns slots.
+    """
 
 
 @operation()
@@ -111,7 +116,8 @@ def rotary_and_cache(
         cos_sin_cache: ``[max_position, rotary_dim]`` float32, float16 or bfloat16: in each row all cosines, then all
             sines.
         is_neox: NeoX style pairs, else GPT-J style.
-        key_cache, value_cache: flash or packed (see the module); written.  The head sizes are theirs.
+        key_cache, value_cache: flash or packed, as for :func:`reshape_and_cache_flash` and :func:`reshape_and_cache`;
+            written.  The head sizes are theirs.
         slot_mapping: at most ``[num_tokens]`` int32 or int64: the slot of each token.  A token without one (beyond its
             end, or negative) is rotated and not cached.
         kv_cache_dtype, k_scale, v_scale: as for :func:`reshape_and_cache`.

@@ -42,7 +42,7 @@ def rms_norm(out: Array, input: Array, weight: Array | None, epsilon: float = 1e
         input: ``[..., hidden_size]`` float32, float16 or bfloat16, 2 to 8 dimensions.
         weight: ``[hidden_size]``, dtype of ``input`` or float32.  ``None``: all ones.
         epsilon: added to the mean square.
-        stream: see the package.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
         ValueError: shapes, strides or devices do not fit.
@@ -64,7 +64,7 @@ def fused_add_rms_norm(
         residual: shape and dtype of ``input``, other memory; written.
         weight: ``[hidden_size]``, dtype of ``input`` or float32.  ``None``: all ones.
         epsilon: added to the mean square.
-        stream: see the package.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
         ValueError: shapes, strides or devices do not fit, or both arrays are the same memory.
@@ -111,7 +111,7 @@ def layer_norm(
         bias: ``[hidden_size]``, dtype of ``input`` or float32.  ``None``: all zeros.
         epsilon: added to the variance.
         residual: shape and dtype of ``input``, other memory than ``input`` and ``out``; written.
-        stream: see the package.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
         ValueError: shapes, strides or devices do not fit, or residual is the memory of another array.
@@ -146,7 +146,7 @@ def rms_norm_gated(
         group_size: divides ``hidden_size``; 0: all of it.
         norm_before_gate: what comes first.
         activation: ``"swish"`` or ``"silu"``, which are ``g(z) = z / (1 + exp(-z))``, or ``"sigmoid"``.
-        stream: see the package.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
         ValueError: shapes, strides or devices do not fit, or the activation is not known.
@@ -174,7 +174,7 @@ def rms_norm_static_fp8_quant(
         weight: ``[hidden_size]``, dtype of ``input`` or float32.  ``None``: all ones.
         scale: one number.
         epsilon: added to the mean square.
-        stream: see the package.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
         ValueError: shapes, strides or devices do not fit.
@@ -229,7 +229,7 @@ def rms_norm_dynamic_per_token_quant(
         epsilon: added to the mean square.
         scale_ub: bounds ``m``, for E4M3.
         residual: shape and dtype of ``input``, other memory than ``input`` and ``result``; written.
-        stream: see the package.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
         ValueError: shapes, strides or devices do not fit, or scale_ub is given for int8.
@@ -264,7 +264,7 @@ def rms_norm_per_block_quant(
         residual: as there.
         group_size: any that divides ``hidden_size``.
         is_scale_transposed: the caller counts on the scales of one group lying side by side; ``scale`` is checked.
-        stream: see the package.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
         ValueError: shapes, strides or devices do not fit.
@@ -308,7 +308,7 @@ def fused_qk_norm_rope(
         is_neox: pairs are ``(i, i + rotary_dim / 2)`` instead of neighbours.
         position_ids: ``[num_tokens]`` or ``[batch, seq]`` int32 or int64.  A token whose position is out of range
             stays as it is and is reported.
-        stream: see the package.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
         ValueError: shapes, strides or devices do not fit.

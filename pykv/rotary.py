@@ -41,7 +41,7 @@ def rotary_embedding(
         is_neox: NeoX style pairs, else GPT-J style.
         rope_dim_offset: first element of a head that is rotated.
         inverse: rotate back.
-        stream: see the package.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
         ValueError: shapes, strides or devices do not fit.  Also for a position outside the cache, whose token is left
@@ -76,7 +76,7 @@ def batched_rotary_embedding(
         is_neox: NeoX style pairs, else GPT-J style.
         rot_dim: elements of a head that are rotated.
         cos_sin_cache_offsets: ``[num_tokens]`` int32 or int64: first row of each token's table.
-        stream: see the package.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
         ValueError: as :func:`rotary_embedding`.
@@ -117,7 +117,7 @@ def mrope(
         mrope_section: how many of the ``rotary_dim / 2`` frequencies each axis has, up to 4 axes: numbers, or an array
             of int32 or int64 on the device of the others or on the host.
         mrope_interleaved: which of the two ways.
-        stream: see the package.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
         ValueError: as :func:`rotary_embedding`.
@@ -163,7 +163,7 @@ def dual_chunk_rotary_embedding(
         chunk_size: tokens of a chunk.
         local_size: less than ``chunk_size``.
         offsets: ``[num_tokens]``, added to ``positions``.
-        stream: see the package.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
         ValueError: shapes, strides or devices do not fit.  Also where ``m + chunk_size`` is outside the cache; then the
