@@ -6,8 +6,10 @@ library that made the arrays, and never waits for the device.
 """
 
 try:
-    import pykv._C as _C  # noqa: F401
-except ModuleNotFoundError:
+    from pykv import _C as _C
+except ImportError as error:
+    if error.name != __name__:  # it is there, and does not load
+        raise
     raise ImportError(
         f"{__path__[0]} is the source folder of pykv and has no compiled part (pykv._C). "
         "Python takes it instead of the installed package where it is started in the clone: start it in another folder"
