@@ -176,7 +176,7 @@ inline void mask_quad(const QuadMask& mask, int count, float* scores) {
     Floats x = load(scores + j * kQuad);
     if (mask.softcap > 0) x = mask.softcap * tanh(x / mask.softcap);
     x += slopes * __builtin_convertvector(key + distance, Floats);
-    x = (key >= low) & (key < high) ? x : splat(kNegInf);
+    x = ((key >= low) & (key < high)) ? x : splat(kNegInf);
     store(scores + j * kQuad, x);
   }
 }

@@ -51,7 +51,8 @@ class Divisor {
 #endif
   }
 
-  float scale_, inverse_;
+  float scale_;
+  [[maybe_unused]] float inverse_;  // only where there is FMA
   Way way_;
 };
 

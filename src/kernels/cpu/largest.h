@@ -18,7 +18,7 @@ inline Words larger_halves(Words a, Words b) {
     own[i] = i & kApart ? kWidth + i : i;
     other[i] = own[i] ^ kApart;
   }
-  const Words x = __builtin_shuffle(a, b, own), y = __builtin_shuffle(a, b, other);
+  const Words x = shuffle(a, b, own), y = shuffle(a, b, other);
   return x > y ? x : y;
 }
 // Lane i is the largest lane of v[i].

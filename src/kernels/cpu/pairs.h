@@ -86,14 +86,14 @@ template <class V>
 inline V every_other(V a, V b, uint32_t first) {
   Words lanes;
   for (uint32_t i = 0; i < kWidth; ++i) lanes[i] = first + 2 * i;
-  return __builtin_shuffle(a, b, lanes);
+  return shuffle(a, b, lanes);
 }
 // Lanes of a and b in turn, from lane `first` on.
 template <class V>
 inline V in_turn(V a, V b, uint32_t first) {
   Words lanes;
   for (uint32_t i = 0; i < kWidth; ++i) lanes[i] = first + i / 2 + i % 2 * kWidth;
-  return __builtin_shuffle(a, b, lanes);
+  return shuffle(a, b, lanes);
 }
 
 // From neighbours to the order of T, and back.
@@ -292,7 +292,7 @@ inline PairHalfwords packed_for_codes(Pair<bf16> v) {
       __builtin_bit_cast(PairHalfwords, _mm512_cvtne2ps_pbh(v.y, v.x));  // first all of x, then all of y
   PairHalfwords in_turn;
   for (uint16_t i = 0; i < kPair; ++i) in_turn[i] = i / 2 + i % 2 * kWidth;
-  return __builtin_shuffle(halves, in_turn);
+  return shuffle(halves, halves, in_turn);
 }
 #endif
 template <class T>

@@ -39,6 +39,19 @@ inline V load_raw(const T* from) {  // no alignment is assumed anywhere
   return v;
 }
 
+// Lane i is lane lanes[i] of a and b side by side; `lanes` are known where this is compiled.
+template <class V, class Lanes>
+[[gnu::always_inline]] inline V shuffle(V a, V b, Lanes lanes) {
+#if defined(__clang__)
+  constexpr int kLanes = sizeof(V) / sizeof(a[0]);
+  V result;
+  for (int i = 0; i < kLanes; ++i) result[i] = lanes[i] < kLanes ? a[lanes[i]] : b[lanes[i] - kLanes];
+  return result;
+#else
+  return __builtin_shuffle(a, b, lanes);
+#endif
+}
+
 // Integers widened to 32 bits and cut again.  GCC 12's __builtin_convertvector takes bytes one by one, hence
 // intrinsics.
 inline Words widen(Halfwords v) {
