@@ -156,7 +156,7 @@ inline PairHalfwords packed(Pair<f16> v) {
 
 // A vector to memory; `past` the caches, then aligned to itself.
 template <class V>
-inline void store_raw(void* to, V v, bool past) {
+inline void store_raw(void* to, V v, [[maybe_unused]] bool past) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(V) == 64)
     if (past) return _mm512_stream_si512(static_cast<__m512i*>(to), __builtin_bit_cast(__m512i, v));

@@ -30,6 +30,8 @@ inline Words quantised(InsideInt8, Floats v) {  // by no sum, which with a produ
   return __builtin_bit_cast(Words, _mm512_maskz_cvtps_epi32(0xffff, v));
 #elif defined(__AVX2__)
   return __builtin_bit_cast(Words, _mm256_cvtps_epi32(v));
+#elif defined(__aarch64__)
+  return __builtin_bit_cast(Words, vcvtnq_s32_f32(v));
 #else
   return __builtin_bit_cast(Words, v + 12582912.0f);
 #endif
