@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent
 SOME = {
     "attention": (
         ["attention/test_paged_attention.py", "attention/test_merge_attn_states.py"],
-        "layouts or options or long_sequences or in_fp8",
+        "layouts or options or long_sequences or in_fp8 or every_code or groups",
     ),
     "activation": (
         ["activation/test_elementwise_activation.py", "activation/test_gated_variants.py"]

@@ -187,10 +187,12 @@ def test_head_sizes_packed(array: Library, head_size: int, kind: str) -> None:
         )
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (5, 5), (6, 2), (8, 1), (14, 2), (40, 8), (64, 8), (71, 1)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(1, 1), (5, 5), (4, 2), (6, 2), (8, 1), (14, 2), (40, 8), (64, 8), (71, 1)]
+)
 def test_groups_of_heads(array: Library, heads: int, kv_heads: int) -> None:
-    for dtype in ("bfloat16", "float32"):
-        check(array, inputs.batch(rng(), [(1, 70), (3, 40)], Sizes(heads, kv_heads, 32), dtype=dtype))
+    for dtype, kind in (("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "fp8_e4m3")):
+        check(array, inputs.batch(rng(), [(1, 70), (3, 40)], Sizes(heads, kv_heads, 32), dtype=dtype, kind=kind))
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "packed"])
@@ -389,6 +391,41 @@ def test_nan_of_long_sequences_comes_out_alone(array: Library, kind: str, layout
         assert np.isnan(got[sequence, group, d]).all()
         got[sequence, group, d] = clean[sequence, group, d]
     assert_attention(got.astype(array.numpy(out).dtype), clean)
+
+
+@pytest.mark.parametrize("head_size", [96, 128])
+@pytest.mark.parametrize("heads", [1, 2, 4, 16])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", inputs.ONE_BYTE)
+def test_every_code(array: Library, kind: str, dtype: str, heads: int, head_size: int) -> None:
+    """Of a lone key the value comes out as it is; and for a query of one 1, an element of the key as ``lse``."""
+    element = inputs.ONE_BYTE[kind]
+    codes = np.arange(256, dtype=np.uint8).view(element)
+    numbers = codes.astype(np.float32)
+    values, finite = codes[~np.isinf(numbers)], codes[np.isfinite(numbers)]
+    s, d = np.arange(256)[:, None], np.arange(head_size)
+    at = 37 * s % head_size
+    key_cache = finite[(s + d - at) % len(finite)].reshape(256, 1, 1, head_size)
+    value_cache = values[(s + 5 * d) % len(values)].reshape(256, 1, 1, head_size)
+    query = np.repeat((d == at)[:, None], heads, axis=1).astype(DTYPES[dtype])
+    out, lse = array.output(np.zeros_like(query)), array.output(np.zeros((heads, 256), np.float32))
+    pykv.paged_attention(
+        out,
+        array.input(query),
+        array.input(key_cache),
+        array.input(value_cache),
+        array.input(np.arange(256, dtype=np.int32)[:, None]),
+        array.input(np.ones(256, np.int32)),
+        kv_cache_dtype=kind,
+        scale=1.0,
+        lse=lse,
+    )
+    close = {"rtol": 1e-3, "atol": 1e-3 if kind == "int8" else 1e-6}
+    want = np.broadcast_to(value_cache[:, 0].astype(np.float32), query.shape)
+    np.testing.assert_allclose(array.numpy(out).astype(np.float32), want, **close)
+    np.testing.assert_allclose(
+        array.numpy(lse), np.tile(np.resize(finite, 256).astype(np.float32), (heads, 1)), **close
+    )
 
 
 @pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, "one too large"])

@@ -78,13 +78,20 @@ inline bool many_rows(const Item& item) { return item.rows > 2 * kQuad; }
 
 // Whether scores and sums of values are made in bf16.
 template <class T>
-bool dot_scores(const Problem& p, const Item& item) {
-  const bool narrow = sizeof(T) == 1 && many_rows(item) && !p.args.batch_invariant;
-  return p.dot && (std::is_same_v<T, bf16> || kIsNvfp4<T> || narrow);
+bool dot_scores(const Problem& p) {
+  return p.dot && sizeof(T) <= sizeof(bf16) && !std::is_same_v<T, f16>;
 }
 template <class T>
 bool dot_values(const Problem& p, const Item& item) {
-  return dot_scores<T>(p, item) && many_rows(item) && !p.packed_values && !p.args.batch_invariant;
+  return dot_scores<T>(p) && many_rows(item) && !p.packed_values && !p.args.batch_invariant;
+}
+
+// Calls body<kUsed> for a quad of so many rows: 1, 2 or up to all.
+template <class Body>
+void with_used(int rows, Body&& body) {
+  if (rows == 1) return body.template operator()<1>();
+  if (rows == 2) return body.template operator()<2>();
+  body.template operator()<kQuad>();
 }
 
 // The part of it that belongs to one head.
@@ -202,62 +209,70 @@ void attend(const Problem& p, const Item& item, const Sight& sight, const Tile& 
   if (p.packed_keys) gather_keys(p, rows, next_keys, gathered.array);
   const RowPointers<T> keys = p.packed_keys ? gathered.row : rows.key;
 
-  // The inner loops, given below: score(first row) and accumulate(first row, decay).
+  // The inner loops, given below: score<kUsed>(first row) and accumulate<kUsed>(first row, decay).
   const auto for_each_quad = [&](auto score, auto accumulate) {
     for (int first = 0; first < item.rows; first += kQuad) {
-      score(first);
-      shape_logits(p, item, sight, tile, kv_head, rows, first, w.scores);
-      float decay[kQuad];
-      softmax_quad(state.softmax[first / kQuad], rows.padded, w.scores, decay);
-      accumulate(first, decay);
+      with_used(item.rows - first, [&]<int kUsed> {
+        score.template operator()<kUsed>(first);
+        shape_logits(p, item, sight, tile, kv_head, rows, first, w.scores);
+        float decay[kQuad];
+        softmax_quad(state.softmax[first / kQuad], rows.padded, w.scores, decay);
+        accumulate.template operator()<kUsed>(first, decay);
+      });
     }
   };
 
-  const bool widen = size % kWidth != 0 || (many_rows(item) && sizeof(T) < sizeof(float) && !dot_scores<T>(p, item));
+  const bool widen = size % kWidth != 0 || (many_rows(item) && sizeof(T) < sizeof(float));
+  const bool widen_keys = widen && !dot_scores<T>(p);
+  // bf16 can be a tile of nvfp4, which lies where the floats would go.
+  const bool widen_values = std::is_same_v<T, bf16> ? widen_keys : widen && !dot_values<T>(p, item);
   if (p.packed_values) {
     widen_columns(rows.value, next_values, rows.count, size, dims, p.args.value.dim, reinterpret_cast<const T*>(kZeros),
                   w.wide_values.array);
-  } else if (widen) {
+  } else if (widen_values) {
     widen_rows(rows.value, next_values, rows.count, size, dims, w.wide_values.array);
   }
-  const auto accumulate = [&](int first, const float* decay) {
-    if (widen || p.packed_values) {
-      accumulate_quad(w.scores, w.wide_values.row, next_values, rows.count, dims, decay, state.acc + first * dims);
+  const auto accumulate = [&]<int kUsed>(int first, const float* decay) {
+    if (widen_values || p.packed_values) {
+      accumulate_quad<kUsed>(w.scores, w.wide_values.row, next_values, rows.count, dims, decay,
+                             state.acc + first * dims);
     } else {
-      accumulate_quad(w.scores, rows.value, next_values, rows.count, dims, decay, state.acc + first * dims);
+      accumulate_quad<kUsed>(w.scores, rows.value, next_values, rows.count, dims, decay, state.acc + first * dims);
     }
   };
 
-#if defined(__AVX512F__)
+#if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<T, bf16> || sizeof(T) == 1) {
-    if (dot_scores<T>(p, item)) {
-      RowPointers<bf16> short_keys = w.short_keys.row, short_values = w.short_values.row;
-      if constexpr (std::is_same_v<T, bf16>) {
-        short_keys = keys;
-        short_values = rows.value;
-      } else {
-        narrow_rows(keys, next_keys, rows.padded, dims, w.short_keys.array);
-        if (!p.packed_values) narrow_rows(rows.value, next_values, rows.padded, dims, w.short_values.array);
-      }
-      const auto score = [&](int first) {
-        score_quad_dot(reinterpret_cast<const bf16*>(state.q) + first * dims, p.scale(kv_head), short_keys, next_keys,
-                       rows.padded, dims, w.scores);
+    const auto by_dot = [&](auto keys, RowPointers<bf16> values) {
+      const auto score = [&]<int kUsed>(int first) {
+        score_quad_dot<kUsed>(reinterpret_cast<const bf16*>(state.q) + first * dims, p.scale(kv_head), keys, next_keys,
+                              rows.padded, dims, w.scores);
       };
       if (!dot_values<T>(p, item)) return for_each_quad(score, accumulate);
-      return for_each_quad(score, [&](int first, const float* decay) {
-        accumulate_quad_dot(w.scores, short_values, rows.padded, dims, decay, state.acc + first * dims);
+      for_each_quad(score, [&]<int>(int first, const float* decay) {
+        accumulate_quad_dot(w.scores, values, rows.padded, dims, decay, state.acc + first * dims);
       });
+    };
+    if (dot_scores<T>(p)) {
+      if constexpr (std::is_same_v<T, bf16>) {
+        return by_dot(keys, rows.value);
+      } else {
+        if (!many_rows(item)) return by_dot(keys, nullptr);
+        narrow_rows(keys, next_keys, rows.padded, dims, w.short_keys.array);
+        if (dot_values<T>(p, item)) narrow_rows(rows.value, next_values, rows.padded, dims, w.short_values.array);
+        return by_dot(RowPointers<bf16>(w.short_keys.row), w.short_values.row);
+      }
     }
   }
 #endif
 
-  if (widen) widen_rows(keys, next_keys, rows.padded, size, dims, w.wide_keys.array);
+  if (widen_keys) widen_rows(keys, next_keys, rows.padded, size, dims, w.wide_keys.array);
   for_each_quad(
-      [&](int first) {
-        if (widen) {
-          score_quad(state.q + first * dims, w.wide_keys.row, next_keys, rows.padded, dims, w.scores);
+      [&]<int kUsed>(int first) {
+        if (widen_keys) {
+          score_quad<kUsed>(state.q + first * dims, w.wide_keys.row, next_keys, rows.padded, dims, w.scores);
         } else {
-          score_quad(state.q + first * dims, keys, next_keys, rows.padded, dims, w.scores);
+          score_quad<kUsed>(state.q + first * dims, keys, next_keys, rows.padded, dims, w.scores);
         }
       },
       accumulate);
@@ -303,7 +318,7 @@ void run_item(const Problem& p, const Item& item) {
   const int64_t size = int64_t{padded_rows} * p.dims;  // of one head's queries
   const Workspace w(scratch, heads, padded_rows, p);
   const Sight sight(p, item, padded_rows);
-  const bool dot = dot_scores<T>(p, item);
+  const bool dot = dot_scores<T>(p);
   for (int h = 0; h < heads; ++h) load_queries(p, item, item.first_head + h, padded_rows, dot, w.q + h * size);
 
   const auto begin_chunk = [&] {
@@ -317,7 +332,7 @@ void run_item(const Problem& p, const Item& item) {
     for (int h = 0; h < heads; ++h) {
       for (int r = 0; r < item.rows; ++r, partials += pitch) {
         float* const values = w.acc + h * size + r * p.dims;
-#if defined(__AVX512F__)
+#if defined(__AVX512BF16__)
         if (dot_values<T>(p, item)) restore_order(values, p.dims);
 #endif
         one[0] = w.softmax[h * quads + r / kQuad].top[r % kQuad];

@@ -107,7 +107,7 @@ struct Problem {
         window(std::min<int64_t>(a.window, int64_t{1} << 40)),
         packed_keys(a.key.chunk < a.head_size),
         packed_values(a.value.dim != 1),
-        dot(has_bf16_dot() && a.dtype == DType::kBFloat16 && a.head_size % (2 * kWidth) == 0) {}
+        dot(kBf16Dot && a.dtype == DType::kBFloat16 && a.head_size % (2 * kWidth) == 0) {}
 
   // What a query is multiplied with before the softmax.
   float scale(int kv_head) const {

@@ -2,13 +2,17 @@
 //
 // A quad is four query rows of one KV head (heads of a group, or neighbouring queries).  Each vector of K or V that is
 // loaded serves all four, so a loop does 16 multiply-adds for 8 loads and 16 sums live in registers.  Scores are kept
-// as [key][row of the quad], so one vector holds the scores of kKeys keys and softmax runs on whole vectors.
+// as [key][row of the quad], so one vector holds the scores of kKeys keys and softmax runs on whole vectors.  A quad with
+// fewer rows (few query heads for a KV head) leaves the products of the others out: kUsed are there.
+//
+// Arrays of sums must be unrolled entirely, or they live in memory; GCC does not do it of itself in longer loops.
 #pragma once
 
 #include <cmath>
 #include <type_traits>
 #include <utility>
 
+#include "cpu/code_table.h"
 #include "cpu/pieces.h"
 #include "cpu/prefetch.h"
 #include "cpu/simd.h"
@@ -26,6 +30,12 @@ inline constexpr float kNegInf = -__builtin_inff();
 template <class T>
 using RowPointers = const T* const*;
 
+// Elements of a and b in turn, kStep at a time, from the lower (kFrom = 0) or upper (2) half of each four.
+template <int kStep, int kFrom, int... I>
+inline Floats unpack(Floats a, Floats b, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(a, b, ((I & kStep ? kWidth : 0) + (I & ~3) + kFrom + I % 4 / (2 / kStep) % 2)...);
+}
+
 // Lane i of the result has a[i] + a[i ^ kStep] if i lacks the bit kStep, else the same of b.
 template <int kStep, int... I>
 inline Floats add_pairs(Floats a, Floats b, std::integer_sequence<int, I...>) {
@@ -33,15 +43,22 @@ inline Floats add_pairs(Floats a, Floats b, std::integer_sequence<int, I...>) {
          __builtin_shufflevector(a, b, (I & kStep ? kWidth + (I ^ kStep) : I ^ kStep)...);
 }
 
-// Lane i of the result is the sum over the lanes of v[i].
+// Lane i of the result is the sum over the lanes of v[i].  Inlined, so that these stay in registers.
 template <int kStep = 1>
-inline Floats sum_each(const Floats* v) {
+[[gnu::always_inline]] inline Floats sum_each(const Floats* v) {
   if constexpr (kStep == kWidth) {
     return v[0];
   } else {
+    constexpr auto lanes = std::make_integer_sequence<int, kWidth>();
     Floats halves[kWidth / kStep / 2];
-    for (int i = 0; i < kWidth / kStep / 2; ++i)
-      halves[i] = add_pairs<kStep>(v[2 * i], v[2 * i + 1], std::make_integer_sequence<int, kWidth>());
+    for (int i = 0; i < kWidth / kStep / 2; ++i) {
+      const Floats a = v[2 * i], b = v[2 * i + 1];
+      if constexpr (kStep < 4) {
+        halves[i] = unpack<kStep, 0>(a, b, lanes) + unpack<kStep, 2>(a, b, lanes);
+      } else {
+        halves[i] = add_pairs<kStep>(a, b, lanes);
+      }
+    }
     return sum_each<2 * kStep>(halves);
   }
 }
@@ -102,7 +119,7 @@ class Fetch {
 };
 
 // scores[key][row] = q[row] . keys[key].
-template <class T>
+template <int kUsed, class T>
 inline void score_quad(const float* q, RowPointers<T> keys, Fetch::Cursor& fetch, int count, int dims, float* scores) {
   Fetch::Cursor cursor = fetch;
   for (int j = 0; j < count; j += kKeys) {
@@ -111,7 +128,7 @@ inline void score_quad(const float* q, RowPointers<T> keys, Fetch::Cursor& fetch
       cursor.ahead(kKeys * kWidth * sizeof(T));
       Floats k[kKeys];
       for (int i = 0; i < kKeys; ++i) k[i] = load(keys[j + i] + d);
-      for (int r = 0; r < kQuad; ++r) {
+      for (int r = 0; r < kUsed; ++r) {
         const Floats qr = load(q + r * dims + d);
         for (int i = 0; i < kKeys; ++i) sums[i * kQuad + r] += qr * k[i];
       }
@@ -121,36 +138,40 @@ inline void score_quad(const float* q, RowPointers<T> keys, Fetch::Cursor& fetch
   fetch = cursor;
 }
 
-template <int kVectors, class T>
+template <int kVectors, int kUsed, class T>
 inline void accumulate_columns(const float* p, RowPointers<T> values, Fetch::Cursor& fetch, int count, int dims, int d,
                                const float* decay, float* acc) {
+  const FloatLoader<T> floats;
   Fetch::Cursor cursor = fetch;
-  Floats sums[kQuad][kVectors];
-  for (int r = 0; r < kQuad; ++r)
+  Floats sums[kUsed][kVectors];
+#pragma GCC unroll kQuad
+  for (int r = 0; r < kUsed; ++r)
     for (int i = 0; i < kVectors; ++i) sums[r][i] = load(acc + r * dims + d + i * kWidth) * decay[r];
   for (int j = 0; j < count; ++j) {
     cursor.ahead(kVectors * kWidth * sizeof(T));
     Floats v[kVectors];
-    for (int i = 0; i < kVectors; ++i) v[i] = load(values[j] + d + i * kWidth);
-    for (int r = 0; r < kQuad; ++r) {
+    floats(values[j] + d, v);
+#pragma GCC unroll kQuad
+    for (int r = 0; r < kUsed; ++r) {
       const Floats pr = splat(p[j * kQuad + r]);
       for (int i = 0; i < kVectors; ++i) sums[r][i] += pr * v[i];
     }
   }
-  for (int r = 0; r < kQuad; ++r)
+#pragma GCC unroll kQuad
+  for (int r = 0; r < kUsed; ++r)
     for (int i = 0; i < kVectors; ++i) store(acc + r * dims + d + i * kWidth, sums[r][i]);
   fetch = cursor;
 }
 
 // acc[row] = acc[row] * decay[row] + sum over keys of p[key][row] * values[key].
-template <class T>
+template <int kUsed, class T>
 inline void accumulate_quad(const float* p, RowPointers<T> values, Fetch::Cursor& fetch, int count, int dims,
                             const float* decay, float* acc) {
   constexpr int kVectors = kWidth == 16 ? 4 : 2;
   int d = 0;
   for (; d + kVectors * kWidth <= dims; d += kVectors * kWidth)
-    accumulate_columns<kVectors>(p, values, fetch, count, dims, d, decay, acc);
-  for (; d < dims; d += kWidth) accumulate_columns<1>(p, values, fetch, count, dims, d, decay, acc);
+    accumulate_columns<kVectors, kUsed>(p, values, fetch, count, dims, d, decay, acc);
+  for (; d < dims; d += kWidth) accumulate_columns<1, kUsed>(p, values, fetch, count, dims, d, decay, acc);
 }
 
 // What turns a dot product into a logit, and which keys each row of a quad sees.
