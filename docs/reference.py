@@ -17,13 +17,13 @@ from pykv._samples import sample
 from pykv._schema import REQUIRED, Op, Parameter, all_ops
 
 TITLES = {
-    "base": "Conventions and errors",
-    "cpu": "The CPU",
     "cache": "KV cache",
     "attention": "Attention",
     "norm": "Norms",
     "rotary": "Rotary embedding",
     "activation": "Activations",
+    "base": "C: conventions and errors",
+    "cpu": "C: the CPU",
 }
 WAYS = {"read": "read", "written": "changed in place", "written list": "changed in place, one for each layer"}
 
@@ -162,15 +162,36 @@ def _summary(op: Op) -> str:
     return f"{paragraph[: ends[0]]}." if ends else paragraph
 
 
+def _title(header: Header) -> str:
+    return TITLES.get(header.name, header.name.capitalize())
+
+
+def _summaries(ops: list[Op]) -> str:
+    return _table("40 60", [["Operation", ""], *([f":doc:`{op.name}`", _summary(op)] for op in ops)], "operations")
+
+
+def _index(found: list[Header]) -> str:
+    names = "\n".join(h.name for h in found)
+    parts = [
+        _heading("Operations"),
+        "A page for each operation, with its Python and its C documentation.\n",
+        f".. toctree::\n   :hidden:\n\n{indent(names, '   ')}\n",
+        ".. currentmodule:: pykv\n",
+    ]
+    for header in found:
+        parts.append(_heading(_title(header), "-"))
+        shared = "What they share, and the C header" if header.ops else "The C header"
+        parts.append(f":doc:`{shared} <{header.name}>`\n")
+        if header.ops:
+            parts.append(_summaries(header.ops))
+    return "\n".join(parts)
+
+
 def _header(header: Header) -> str:
     ops = {op.name: op for op in header.ops}
-    parts = [_heading(TITLES.get(header.name, header.name.capitalize())), ".. currentmodule:: pykv\n"]
+    parts = [_heading(_title(header)), ".. currentmodule:: pykv\n"]
     if ops:
-        parts.append(
-            _table(
-                "40 60", [["Operation", ""], *([f":doc:`{n}`", _summary(op)] for n, op in ops.items())], "operations"
-            )
-        )
+        parts.append(_summaries(header.ops))
         parts.append(f".. toctree::\n   :hidden:\n\n{indent(chr(10).join(ops), '   ')}\n")
         for module in dict.fromkeys(op.function.__module__ for op in ops.values()):
             parts.append(f".. automodule:: {module}\n")
@@ -188,11 +209,7 @@ def write(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     found = headers()
-    names = "\n".join(h.name for h in found)
-    (folder / "index.rst").write_text(
-        f"{_heading('Operations')}\nEvery operation, by the header that declares it; from the docstrings and from "
-        f"the comments of the headers.\n\n.. toctree::\n   :maxdepth: 2\n\n{indent(names, '   ')}\n"
-    )
+    (folder / "index.rst").write_text(_index(found))
     for header in found:
         (folder / f"{header.name}.rst").write_text(_header(header))
         for entry in header.entries:
