@@ -75,9 +75,13 @@ def test_shell(page: Path, tmp_path: Path) -> None:
         "PYTHONPATH": os.pathsep.join(sys.path),
         "PYTHONSAFEPATH": "1",
     }
+    for program in (b for b in blocks(page, "c", "cpp") if "main(" in b.code):
+        (tmp_path / f"main.{program.language}").write_text(program.code)
     for block in blocks(page, "sh"):
         if block.mark:
             continue
+        if "pkg-config" in block.code and shutil.which("pkg-config") is None:
+            pytest.skip("pkg-config is not installed")
         done = subprocess.run(
             ["bash", "-euc", block.code], cwd=tmp_path, env=environment, capture_output=True, text=True
         )
