@@ -27,7 +27,7 @@ inline constexpr int64_t kGroup = 16;                 // tokens that no two thre
 inline constexpr int64_t kBytesPerTask = 128 * 1024;  // less is not worth another thread
 
 // Sixteen bytes.  Past the caches only if the stores around it fill the line.
-inline void store16(void* to, const void* from, bool past_caches) {
+inline void store16(void* to, const void* from, [[maybe_unused]] bool past_caches) {
 #if defined(__x86_64__)
   if (past_caches && (reinterpret_cast<uintptr_t>(to) & 15) == 0) {
     __m128i v;
