@@ -364,6 +364,7 @@ def zeros(*shape: int, dtype: Any = np.uint8) -> np.ndarray:
         ({"kv_cache": zeros(3, 8, 132, dtype=np.float16)}, TypeError, "kv_cache: dtype must be uint8"),
         ({"kv_cache": zeros(3, 8, 131)}, ValueError,
          r"kv_cache: must have at least 132 bytes for a token, 128 values and 1 scales, got shape \[3, 8, 131\]"),
+        ({"kv_cache": zeros(3, 8, 0)}, ValueError, "kv_cache: must have at least 132 bytes for a token"),
         ({"kv_cache": zeros(3, 8, 140)[:, :, :132]}, ValueError, "kv_cache: a block must be contiguous, got strides"),
         ({"kv_cache": zeros(3, 8 * 132)}, ValueError, "kv_cache: must have 3 dimensions"),
         ({"quant_block_size": 0}, ValueError, "quant_block_size: must be positive and divide head_dim = 128, got 0"),
@@ -385,6 +386,7 @@ def test_errors_of_indexer_k_quant_and_cache(changed: dict[str, Any], error: typ
     ("changed", "error", "message"),
     [
         ({"kv_cache": zeros(3, 8, 131)}, ValueError, "kv_cache: must have at least 132 bytes for a token"),
+        ({"kv_cache": zeros(3, 8, 0)}, ValueError, "kv_cache: must have at least 132 bytes for a token"),
         ({"kv_cache": zeros(3, 0, 132)}, ValueError, "kv_cache: must have blocks of at least one token"),
         ({"dst_k": zeros(5, 128, dtype=np.float16)}, TypeError, "dst_k: dtype must be uint8"),
         ({"dst_scale": zeros(4, 4)}, ValueError, r"dst_scale: dimension 0 must equal num_rows = 5, got shape \[4, 4\]"),

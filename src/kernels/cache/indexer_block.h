@@ -24,7 +24,7 @@ struct IndexerBlock {
 // Whether `cache` [NB, BS, bytes of a token] holds such blocks, each in one piece.
 inline void check_indexer_cache(Tensor& cache, const IndexerBlock& block) {
   cache.dtype({DType::kUInt8, DType::kInt8, DType::kFloat8E4M3});
-  if (cache.numel() == 0) return;
+  if (cache.size(0) == 0 || cache.size(1) == 0) return;  // without a slot; [NB, BS, 0] has some, and no memory
   if (cache.size(2) < block.values + block.scale_bytes())
     cache.fail(PYKV_VALUE_ERROR, "must have at least %lld bytes for a token, %lld values and %lld scales, got shape %s",
                static_cast<long long>(block.values + block.scale_bytes()), static_cast<long long>(block.values),
