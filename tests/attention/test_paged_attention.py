@@ -211,6 +211,22 @@ def test_pages_of_packed_caches(array: Library, block_size: int, kind: str) -> N
         check(array, inputs.batch(rng(), decode, sizes, layout="packed", kind=kind, decode=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_keys_chunk_by_chunk(array: Library, block_size: int, dtype: str) -> None:
+    """In each chunk, blocks side by side: three tokens on in memory may be three tokens on in the sequence, and those
+    between them elsewhere."""
+    b = inputs.batch(rng(), [(1, 128)], Sizes(4, 2, 64, block_size), layout="packed", dtype=dtype, spare_blocks=0)
+    table = rng(1).permutation(128 // block_size)
+    first = [0, 9, 5, 3, 2, 7]
+    b.block_tables[0, :-1] = [*first, *(i for i in table if i not in first)]
+    keys = np.ascontiguousarray(b.key_cache.transpose(1, 2, 0, 3, 4)).transpose(2, 0, 1, 3, 4)
+    out = array.output(inputs.outputs(b)[0])
+    arrays = [array.input(x) for x in (b.query, keys, b.value_cache, b.block_tables, b.seq_lens)]
+    pykv.paged_attention(out, *arrays)
+    assert_attention(array.numpy(out), inputs.expected(b)[0])
+
+
 OPTIONS: list[dict[str, Any]] = [
     {"causal": False},
     {"scale": 0.3},

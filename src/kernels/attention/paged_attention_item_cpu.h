@@ -148,9 +148,9 @@ void gather_keys(const Problem& p, const TileRows<T>& rows, Fetch::Cursor& fetch
   const int size = p.args.head_size;
   int j = 0;
 #if defined(__AVX512BW__)
-  // four chunks of four neighbouring tokens at a time
+  // four chunks of four neighbouring tokens at a time: the first and the last tell, where four lie in two blocks at most
   constexpr int kChunk = 16 / sizeof(T);
-  const bool whole = !rows.some_hidden && key.token == kChunk && size % (4 * kChunk) == 0;
+  const bool whole = !rows.some_hidden && key.token == kChunk && p.args.block_size >= 4 && size % (4 * kChunk) == 0;
   for (; whole && j + 4 <= rows.padded && rows.key[j + 3] == rows.key[j] + 3 * kChunk; j += 4, to += 4 * size) {
     fetch.ahead(4 * size * sizeof(T));
     for (int c = 0; c < size; c += 4 * kChunk) {
