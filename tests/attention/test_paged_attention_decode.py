@@ -206,3 +206,8 @@ def test_scratch_of_v2_has_a_shape() -> None:
                 out, *arrays, b.query, b.key_cache, b.value_cache, 2, 0.1, b.block_tables, b.seq_lens, 16, 600,
                 None, "auto", 1.0, 1.0,
             )  # fmt: skip
+    with pytest.raises(ValueError, match=r"exp_sum: .*ceil\(max_seq_len / 512\) = 18014398509481984"):
+        pykv.paged_attention_v2(
+            out, *good, b.query, b.key_cache, b.value_cache, 2, 0.1, b.block_tables, b.seq_lens, 16, 2**63 - 1,
+            None, "auto", 1.0, 1.0,
+        )  # fmt: skip

@@ -272,7 +272,7 @@ pykv_status pykv_paged_attention_v2(DLTensor* out, DLTensor* exp_sum, DLTensor* 
                                 blocksparse_head_sliding_step};
     const PagedAttentionArgs a = take_decode(call, in, {num_kv_heads, block_size, max_seq_len, scale, sparse});
     Dim seqs{"num_seqs", a.num_seqs}, heads{"num_heads", a.num_heads}, head_size{"head_size", a.head_size};
-    Dim parts{"ceil(max_seq_len / 512)", (max_seq_len + 511) / 512};
+    Dim parts{"ceil(max_seq_len / 512)", max_seq_len / 512 + (max_seq_len % 512 != 0)};
     call.write("exp_sum", exp_sum).shape(seqs, heads, parts).dtype({DType::kFloat32});
     call.write("max_logits", max_logits).shape(seqs, heads, parts).dtype({DType::kFloat32});
     call.write("tmp_out", tmp_out).shape(seqs, heads, parts, head_size).dtype({a.dtype});
