@@ -42,16 +42,13 @@ class PairLoader<T> {
   template <int kVectors>
   [[gnu::always_inline]] void operator()(const T* from, __m512bh (&to)[kVectors]) const {
     constexpr __mmask64 kCodes = ~__mmask64{} >> (2 - kVectors) * kPairs;
-    // Eight by eight codes change places first, so that they lie in order when their bytes have been put together.
-    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-    const __m512i codes = _mm512_maskz_permutexvar_epi64(0xff, order, _mm512_maskz_loadu_epi8(kCodes, from));
-    const auto [low, high] = table_(codes);
-    to[0] = (__m512bh)_mm512_unpacklo_epi8(low, high);
-    if constexpr (kVectors == 2) to[1] = (__m512bh)_mm512_unpackhi_epi8(low, high);
+    __m512i both[2];
+    table_.in_order(_mm512_maskz_loadu_epi8(kCodes, from), both);
+    for (int i = 0; i < kVectors; ++i) to[i] = (__m512bh)both[i];
   }
 
  private:
-  const CodeTable<T> table_;
+  const CodeTable table_ = bf16_table<T>();
 };
 
 // sums[key][row] += q[row] . keys[key] over dimensions d ... d + kVectors * kPairs.

@@ -1,7 +1,4 @@
-// One-byte floats as bf16, which holds each of their values, or as floats, 64 at a time.
-//
-// Both bytes of the bf16 depend on the code alone, and but for the sign on its magnitude: two tables of 128 bytes, in which
-// AVX512_VBMI looks all codes of a register up at once.
+// What one-byte codes stand for, 64 at a time, with AVX512_VBMI: as 16-bit numbers, or floats.
 #pragma once
 
 #include "cpu/simd.h"
@@ -9,47 +6,62 @@
 namespace pykv::PYKV_ISA {
 
 #if defined(__AVX512VBMI__)
-template <class Code>
+// Results of 16 bits that depend on the code alone and, but for the sign, on its magnitude: two tables of 128 bytes, in which one
+// instruction each looks all codes of a register up.
 class CodeTable {
  public:
-  struct Halves {
-    __m512i low, high;  // bytes of the bf16, in the order of the codes
+  static constexpr int kMagnitudes = 128;
+  struct Bytes {
+    __m512i low, high;  // of the results, in the order of the codes
   };
 
-  CodeTable() {
+  CodeTable() = default;
+  explicit CodeTable(const uint16_t (&results)[kMagnitudes]) {
+    alignas(64) uint8_t low[kMagnitudes], high[kMagnitudes];
+    for (int i = 0; i < kMagnitudes; ++i) {
+      low[i] = static_cast<uint8_t>(results[i]);
+      high[i] = static_cast<uint8_t>(results[i] >> 8);
+    }
     for (int i = 0; i < 2; ++i) {
-      low_[i] = load_raw<__m512i>(bytes().low + 64 * i);
-      high_[i] = load_raw<__m512i>(bytes().high + 64 * i);
+      low_[i] = load_raw<__m512i>(low + 64 * i);
+      high_[i] = load_raw<__m512i>(high + 64 * i);
     }
   }
 
-  [[gnu::always_inline]] Halves operator()(__m512i codes) const {
-    constexpr int kOrAnd = 0xf8;                                               // a | (b & c)
-    const __m512i high = _mm512_permutex2var_epi8(high_[0], codes, high_[1]);  // by seven of eight bits
-    return {_mm512_permutex2var_epi8(low_[0], codes, low_[1]),
-            _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8(-128), kOrAnd)};
+  [[gnu::always_inline]] Bytes operator()(__m512i codes) const {
+    constexpr int kXorAnd = 0x78;  // a ^ (b & c)
+    const __m512i high =
+        _mm512_maskz_permutex2var_epi8(~__mmask64{}, high_[0], codes, high_[1]);  // by seven of eight bits
+    return {_mm512_maskz_permutex2var_epi8(~__mmask64{}, low_[0], codes, low_[1]),
+            _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8(-128), kXorAnd)};
+  }
+
+  // The results of the first 32 codes, and of the others.
+  [[gnu::always_inline]] void in_order(__m512i codes, __m512i (&results)[2]) const {
+    // Eight by eight codes change places first, so that they lie in order when their bytes have been put together.
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const auto [low, high] = (*this)(_mm512_maskz_permutexvar_epi64(0xff, order, codes));
+    results[0] = _mm512_maskz_unpacklo_epi8(~__mmask64{}, low, high);
+    results[1] = _mm512_maskz_unpackhi_epi8(~__mmask64{}, low, high);
   }
 
  private:
-  struct Bytes {
-    uint8_t low[128], high[128];
-  };
-
-  static const Bytes& bytes() {
-    static const Bytes values = [] {
-      Bytes v;
-      for (int i = 0; i < 128; ++i) {
-        const uint32_t bits = __builtin_bit_cast(uint32_t, to_float(Code{static_cast<uint8_t>(i)}));
-        v.low[i] = static_cast<uint8_t>(bits >> 16);
-        v.high[i] = static_cast<uint8_t>(bits >> 24);
-      }
-      return v;
-    }();
-    return values;
-  }
-
   __m512i low_[2], high_[2];
 };
+
+// As bf16, which holds each value of a one-byte float.
+template <class Code>
+const CodeTable& bf16_table() {
+  static const CodeTable table = [] {
+    uint16_t results[CodeTable::kMagnitudes];
+    for (int i = 0; i < CodeTable::kMagnitudes; ++i) {
+      const float value = to_float(Code{static_cast<uint8_t>(i)});
+      results[i] = static_cast<uint16_t>(__builtin_bit_cast(uint32_t, value) >> 16);
+    }
+    return CodeTable(results);
+  }();
+  return table;
+}
 #endif
 
 // Loads some vectors of floats; an object, to have what it looks up in registers while a loop runs.
@@ -85,7 +97,7 @@ class FloatLoader<e4m3> {
   }
 
  private:
-  const CodeTable<e4m3> table_;
+  const CodeTable table_ = bf16_table<e4m3>();
 };
 #endif
 

@@ -5,6 +5,7 @@
 // sixth of the instructions of the conversions and the product.  AVX512_VBMI looks up the two bytes of 64 results by as many.
 #pragma once
 
+#include "cpu/code_table.h"
 #include "cpu/pairs.h"
 
 namespace pykv::PYKV_ISA {
@@ -41,7 +42,7 @@ class Decoder<T, Code> {
       for (int j = 0; j < kPair; ++j) codes[j].bits = static_cast<uint8_t>(i + j);
       products_[i / kPair] = in_order<T>(load(codes), load(codes + kWidth)) * plain(scale);
     }
-    table_ = Table(products_);
+    table_ = table_of(products_);
   }
 
   void operator()(T* to, const Code* from, int64_t n) const { look_up(table_, to, from, n); }
@@ -50,64 +51,44 @@ class Decoder<T, Code> {
   void tile(T* to, const Code* from, int64_t n, float scale) const {
     Products own;
     for (int i = 0; i < kVectors; ++i) own[i] = products_[i] * plain(scale);
-    look_up(Table(own), to, from, n);
+    look_up(table_of(own), to, from, n);
   }
 
  private:
 #if defined(__AVX512VBMI__)
-  // Bytes of the results; 64 codes find each of theirs by one permute, which looks at seven bits.
-  struct Table {
-    __m512i low[2], high[2];
+  using Table = CodeTable;
 
-    Table() = default;
-    explicit Table(const Products& products) {
-      alignas(64) uint8_t bytes[2][kCodes];
-      for (int i = 0; i < kVectors; ++i) {
-        const __m512i words = __builtin_bit_cast(__m512i, packed(products[i]));
-        _mm256_store_si256(reinterpret_cast<__m256i*>(bytes[0] + i * kPair), _mm512_maskz_cvtepi16_epi8(~0u, words));
-        _mm256_store_si256(reinterpret_cast<__m256i*>(bytes[1] + i * kPair),
-                           _mm512_maskz_cvtepi16_epi8(~0u, _mm512_srli_epi16(words, 8)));
-      }
-      for (int i = 0; i < 2; ++i) {
-        low[i] = load_raw<__m512i>(bytes[0] + i * 64);
-        high[i] = load_raw<__m512i>(bytes[1] + i * 64);
-      }
-    }
-  };
+  static Table table_of(const Products& products) {
+    uint16_t results[kCodes];
+    for (int i = 0; i < kVectors; ++i) store_raw(results + i * kPair, packed(products[i]), false);
+    return Table(results);
+  }
 
   static void look_up(const Table& of, T* to, const Code* from, int64_t n) {
     const Table table = of;  // which no store can change
-    for (int64_t i = 0; i < n; i += 64) {
-      const int64_t some = n - i < 64 ? n - i : 64;
-      const auto inside = _bzhi_u64(~uint64_t{}, static_cast<uint32_t>(some));
-      // each 128 bits get eight codes of the first half and eight of the second one
-      const __m512i codes =
-          _mm512_maskz_permutexvar_epi64(0xff, _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7),
-                                         _mm512_maskz_loadu_epi8(static_cast<__mmask64>(inside), from + i));
-      const __m512i low = _mm512_maskz_permutex2var_epi8(~uint64_t{}, table.low[0], codes, table.low[1]);
-      const __m512i magnitude = _mm512_maskz_permutex2var_epi8(~uint64_t{}, table.high[0], codes, table.high[1]);
-      // magnitude ^ codes & 0x80
-      const __m512i high = _mm512_ternarylogic_epi32(magnitude, codes, _mm512_set1_epi8(-0x80), 0x78);
-      const __m512i first = _mm512_maskz_unpacklo_epi8(~uint64_t{}, low, high);
-      const __m512i second = _mm512_maskz_unpackhi_epi8(~uint64_t{}, low, high);
-      if (some == 64) {
-        _mm512_storeu_si512(to + i, first);
-        _mm512_storeu_si512(to + i + kPair, second);
-      } else {
-        _mm512_mask_storeu_epi16(to + i, static_cast<__mmask32>(inside), first);
-        _mm512_mask_storeu_epi16(to + i + kPair, static_cast<__mmask32>(inside >> kPair), second);
-      }
+    __m512i results[2];
+    int64_t i = 0;
+    for (; i + 2 * kPair <= n; i += 2 * kPair) {
+      table.in_order(load_raw<__m512i>(from + i), results);
+      store_raw(to + i, results[0], false);
+      store_raw(to + i + kPair, results[1], false);
     }
+    if (i == n) return;
+    const auto inside = _bzhi_u64(~uint64_t{}, static_cast<uint32_t>(n - i));
+    table.in_order(_mm512_maskz_loadu_epi8(static_cast<__mmask64>(inside), from + i), results);
+    _mm512_mask_storeu_epi16(to + i, static_cast<__mmask32>(inside), results[0]);
+    _mm512_mask_storeu_epi16(to + i + kPair, static_cast<__mmask32>(inside >> kPair), results[1]);
   }
 #else
   struct Table {
     __m512i of[kVectors];
-
-    Table() = default;
-    explicit Table(const Products& products) {
-      for (int i = 0; i < kVectors; ++i) of[i] = __builtin_bit_cast(__m512i, packed(products[i]));
-    }
   };
+
+  static Table table_of(const Products& products) {
+    Table table;
+    for (int i = 0; i < kVectors; ++i) table.of[i] = __builtin_bit_cast(__m512i, packed(products[i]));
+    return table;
+  }
 
   static void look_up(const Table& table, T* to, const Code* from, int64_t n) {
     int64_t i = 0;
