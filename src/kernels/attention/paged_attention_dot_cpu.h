@@ -3,7 +3,7 @@
 // holds each of their values.
 //
 // The values are accumulated so where arithmetic decides (many query rows).  As on GPUs, the weights p are rounded to bf16
-// before they meet the values then, which is an error of 1.7e-3; their sum is that of the exact ones.
+// before they meet the values then, which is an error of some 1.6e-3; their sum is that of the exact ones.
 #pragma once
 
 #include "attention/paged_attention_tile_cpu.h"

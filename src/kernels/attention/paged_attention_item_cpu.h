@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <optional>
 #include <type_traits>
 #include <utility>
 
@@ -28,17 +29,17 @@ struct RowsOf {
 
 // A thread's memory for one item.
 struct Workspace {
-  float* next;                            // of what is not taken yet
-  QuadSoftmax* softmax;                   // [heads][rows / kQuad]
-  float* scores;                          // [kTile][kQuad]
-  float* q;                               // [heads][rows][dims], scaled; bf16 and as they are for the dot loops
-  float* acc;                             // [heads][rows][dims]
-  RowsOf<float> wide_keys, wide_values;   // a tile as floats
-  RowsOf<bf16> short_keys, short_values;  // or, in the same memory, as bf16
-  float* gathered;                        // packed keys, row by row
+  float* next;                             // of what is not taken yet
+  QuadSoftmax* softmax;                    // [heads][rows / kQuad]
+  float* scores;                           // [kTile][kQuad]
+  float* q;                                // [heads][rows][dims], scaled; bf16 and as they are for the dot loops
+  float* acc;                              // [heads][rows][dims]
+  RowsOf<float> wide_keys, wide_values;    // a tile as floats
+  RowsOf<bf16> short_keys, short_values;   // or, in the same memory, as bf16
+  float *gathered_keys, *gathered_values;  // packed ones, row by row
 
   Workspace(Buffer& buffer, int64_t heads, int64_t rows, const Problem& p)
-      : next(buffer.at_least<float>(heads * rows * (2 * p.dims + 2 * kWidth / kQuad) + kTile * (3 * p.dims + kQuad))),
+      : next(buffer.at_least<float>(heads * rows * (2 * p.dims + 2 * kWidth / kQuad) + kTile * (4 * p.dims + kQuad))),
         softmax(reinterpret_cast<QuadSoftmax*>(take(heads * rows * 2 * kWidth / kQuad))),
         scores(take(kTile * kQuad)),
         q(take(heads * rows * p.dims)),
@@ -47,7 +48,8 @@ struct Workspace {
         wide_values(take(kTile * p.dims), p.dims),
         short_keys(wide_keys.array, p.dims),
         short_values(wide_values.array, p.dims),
-        gathered(take(kTile * p.dims)) {}
+        gathered_keys(take(kTile * p.dims)),
+        gathered_values(take(kTile * p.dims)) {}
 
   float* take(int64_t count) { return std::exchange(next, next + count); }
 };
@@ -83,7 +85,7 @@ bool dot_scores(const Problem& p) {
 }
 template <class T>
 bool dot_values(const Problem& p, const Item& item) {
-  return dot_scores<T>(p) && many_rows(item) && !p.packed_values && !p.args.batch_invariant;
+  return dot_scores<T>(p) && many_rows(item) && !p.args.batch_invariant;
 }
 
 // Calls body<kUsed> for a quad of so many rows: 1, 2 or up to all.
@@ -141,9 +143,9 @@ inline void load_queries(const Problem& p, const Item& item, int kv_head, int pa
   });
 }
 
-// Packed keys, put together row by row.
+// Packed keys, put together row by row.  Not inlined, for the sake of the loops that NHD and HND take.
 template <class T>
-void gather_keys(const Problem& p, const TileRows<T>& rows, Fetch::Cursor& fetch, T* to) {
+[[gnu::noinline]] void gather_keys(const Problem& p, const TileRows<T>& rows, Fetch::Cursor& fetch, T* to) {
   const KeyCacheView& key = p.args.key;
   const int size = p.args.head_size;
   int j = 0;
@@ -170,6 +172,48 @@ void gather_keys(const Problem& p, const TileRows<T>& rows, Fetch::Cursor& fetch
     for (int c = 0; c * key.chunk < size; ++c) {
       constexpr int kElements = 16 / sizeof(T);  // of a chunk in the packed layout
       std::memcpy(to + c * kElements, rows.key[j] + c * key.chunk_stride, 16);
+    }
+  }
+}
+
+// Packed values, turned: 16 bytes are neighbouring tokens of a dimension, of one page or of two that have eight tokens.
+template <class T>
+[[gnu::noinline]] void gather_values(const Problem& p, const TileRows<T>& rows, Fetch::Cursor& fetch, T* to) {
+  using Stored = std::conditional_t<sizeof(T) == 1, uint8_t, std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>>;
+  using Piece = Vector<Stored>;
+  constexpr int kSide = sizeof(Piece) / sizeof(T);
+  const int size = p.args.head_size;
+  const int64_t step = p.args.value.dim;
+  for (int j = 0; j < rows.padded; j += kSide, to += kSide * size) {
+    const T* const* const from = rows.value + j;
+    const int tokens = std::min(kSide, rows.padded - j);
+    const auto in_runs = [&](int length) {
+      bool all = tokens == kSide;
+      for (int i = 0; i < tokens; ++i) all = all && from[i] == from[i / length * length] + i % length;
+      return all;
+    };
+    int done = 0;
+    const auto turn_squares = [&]<int kRuns> {
+      constexpr int kRun = kSide / kRuns;
+      for (; done + kSide <= size; done += kSide) {
+        fetch.ahead(kSide * sizeof(Piece));
+        Piece square[kSide];
+        for (int i = 0; i < kSide; ++i)
+          for (int run = 0; run < kSide; run += kRun)
+            __builtin_memcpy(reinterpret_cast<T*>(&square[i]) + run, from[run] + (done + i) * step, kRun * sizeof(T));
+        turn(square);
+        for (int i = 0; i < kSide; ++i) __builtin_memcpy(to + i * size + done, &square[i], sizeof(Piece));
+      }
+    };
+    if (in_runs(kSide)) {
+      turn_squares.template operator()<1>();
+    } else if (in_runs(kSide / 2)) {
+      turn_squares.template operator()<2>();
+    }
+    for (int i = 0; i < tokens; ++i) {
+      fetch.ahead((size - done) * sizeof(T));
+      const bool hidden = rows.some_hidden && rows.hidden[j + i];
+      for (int d = done; d < size; ++d) to[i * size + d] = hidden ? T{} : from[i][d * step];
     }
   }
 }
@@ -205,9 +249,11 @@ void attend(const Problem& p, const Item& item, const Sight& sight, const Tile& 
             const TileRows<T>& rows, Fetch::Cursor next_keys, Fetch::Cursor next_values, const Workspace& w,
             const HeadState& state) {
   const int size = p.args.head_size, dims = p.dims;
-  const RowsOf<T> gathered(w.gathered, size);
-  if (p.packed_keys) gather_keys(p, rows, next_keys, gathered.array);
-  const RowPointers<T> keys = p.packed_keys ? gathered.row : rows.key;
+  std::optional<RowsOf<T>> gathered_keys, gathered_values;
+  if (p.packed_keys) gather_keys(p, rows, next_keys, gathered_keys.emplace(w.gathered_keys, size).array);
+  if (p.packed_values) gather_values(p, rows, next_values, gathered_values.emplace(w.gathered_values, size).array);
+  const RowPointers<T> keys = gathered_keys ? gathered_keys->row : rows.key;
+  const RowPointers<T> values = gathered_values ? gathered_values->row : rows.value;
 
   // The inner loops, given below: score<kUsed>(first row) and accumulate<kUsed>(first row, decay).
   const auto for_each_quad = [&](auto score, auto accumulate) {
@@ -226,40 +272,35 @@ void attend(const Problem& p, const Item& item, const Sight& sight, const Tile& 
   const bool widen_keys = widen && !dot_scores<T>(p);
   // bf16 can be a tile of nvfp4, which lies where the floats would go.
   const bool widen_values = std::is_same_v<T, bf16> ? widen_keys : widen && !dot_values<T>(p, item);
-  if (p.packed_values) {
-    widen_columns(rows.value, next_values, rows.count, size, dims, p.args.value.dim, reinterpret_cast<const T*>(kZeros),
-                  w.wide_values.array);
-  } else if (widen_values) {
-    widen_rows(rows.value, next_values, rows.count, size, dims, w.wide_values.array);
-  }
+  if (widen_values) widen_rows(values, next_values, rows.count, size, dims, w.wide_values.array);
   const auto accumulate = [&]<int kUsed>(int first, const float* decay) {
-    if (widen_values || p.packed_values) {
-      accumulate_quad<kUsed>(w.scores, w.wide_values.row, next_values, rows.count, dims, decay,
-                             state.acc + first * dims);
+    float* const acc = state.acc + first * dims;
+    if (widen_values) {
+      accumulate_quad<kUsed>(w.scores, w.wide_values.row, next_values, rows.count, dims, decay, acc);
     } else {
-      accumulate_quad<kUsed>(w.scores, rows.value, next_values, rows.count, dims, decay, state.acc + first * dims);
+      accumulate_quad<kUsed>(w.scores, values, next_values, rows.count, dims, decay, acc);
     }
   };
 
 #if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<T, bf16> || sizeof(T) == 1) {
-    const auto by_dot = [&](auto keys, RowPointers<bf16> values) {
+    const auto by_dot = [&](auto keys, RowPointers<bf16> short_values) {
       const auto score = [&]<int kUsed>(int first) {
         score_quad_dot<kUsed>(reinterpret_cast<const bf16*>(state.q) + first * dims, p.scale(kv_head), keys, next_keys,
                               rows.padded, dims, w.scores);
       };
       if (!dot_values<T>(p, item)) return for_each_quad(score, accumulate);
       for_each_quad(score, [&]<int>(int first, const float* decay) {
-        accumulate_quad_dot(w.scores, values, rows.padded, dims, decay, state.acc + first * dims);
+        accumulate_quad_dot(w.scores, short_values, rows.padded, dims, decay, state.acc + first * dims);
       });
     };
     if (dot_scores<T>(p)) {
       if constexpr (std::is_same_v<T, bf16>) {
-        return by_dot(keys, rows.value);
+        return by_dot(keys, values);
       } else {
         if (!many_rows(item)) return by_dot(keys, nullptr);
         narrow_rows(keys, next_keys, rows.padded, dims, w.short_keys.array);
-        if (dot_values<T>(p, item)) narrow_rows(rows.value, next_values, rows.padded, dims, w.short_values.array);
+        if (dot_values<T>(p, item)) narrow_rows(values, next_values, rows.padded, dims, w.short_values.array);
         return by_dot(RowPointers<bf16>(w.short_keys.row), w.short_values.row);
       }
     }
@@ -328,7 +369,7 @@ void run_item(const Problem& p, const Item& item) {
   // The rows go to `partials`, [heads of the item][rows][kPartialHead + dims], to be added up there.
   const int64_t pitch = kPartialHead + p.dims;
   const auto end_chunk = [&](float* partials) {
-    float* const one = w.gathered;  // tiles are done with
+    float* const one = w.gathered_keys;  // tiles are done with
     for (int h = 0; h < heads; ++h) {
       for (int r = 0; r < item.rows; ++r, partials += pitch) {
         float* const values = w.acc + h * size + r * p.dims;

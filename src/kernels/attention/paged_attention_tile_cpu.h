@@ -234,88 +234,20 @@ inline void widen_rows(RowPointers<T> rows, Fetch::Cursor& fetch, int count, int
   }
 }
 
-template <int kStep, int... I>
-inline void swap_blocks(Floats& a, Floats& b, std::integer_sequence<int, I...>) {
-  const Floats first = __builtin_shufflevector(a, b, (I & kStep ? kWidth + (I ^ kStep) : I)...);
-  b = __builtin_shufflevector(a, b, (I & kStep ? kWidth + I : I ^ kStep)...);
-  a = first;
-}
-
-template <int kStep = kWidth / 2>
-inline void transpose(Floats* v) {  // [kWidth][kWidth]
-  for (int i = 0; i < kWidth; ++i)
-    if (!(i & kStep)) swap_blocks<kStep>(v[i], v[i + kStep], std::make_integer_sequence<int, kWidth>());
-  if constexpr (kStep > 1) transpose<kStep / 2>(v);
-}
-
-#if defined(__AVX512BW__)
-// Sixteen neighbouring tokens of 32 dimensions, `step` apart, to rows of floats `dims` apart: squares of eight elements, four
-// dimensions' pieces in each vector.
-template <class T>
-  requires(sizeof(T) == 2)
-inline void widen_square(const T* from, int64_t step, float* to, int dims) {
-  __m512i v[2][8];  // tokens 0 ... 7 and 8 ... 15
-  const auto both = [=](int d) {
-    const __m512i first = _mm512_castsi256_si512(load_raw<__m256i>(from + d * step));
-    return _mm512_maskz_inserti64x4(0xff, first, load_raw<__m256i>(from + (d + 8) * step), 1);
-  };
-  for (int i = 0; i < 8; ++i) {
-    const __m512i low = both(i), high = both(i + 16);
-    v[0][i] = every_other_piece(low, high, false);
-    v[1][i] = every_other_piece(low, high, true);
-  }
-  for (int k = 0; k < 2; ++k) {
-    PYKV_ISA::transpose<T>(v[k]);
-    for (int t = 0; t < 8; ++t, to += dims) {
-      const Floats row = __builtin_bit_cast(Floats, v[k][t]);
-      const auto low = __builtin_bit_cast(__m256i, __builtin_shufflevector(row, row, 0, 1, 2, 3, 4, 5, 6, 7));
-      const auto high = __builtin_bit_cast(__m256i, __builtin_shufflevector(row, row, 8, 9, 10, 11, 12, 13, 14, 15));
-      if constexpr (std::is_same_v<T, bf16>) {
-        store(to, widen_bf16<Floats>(widen(__builtin_bit_cast(Halfwords, low))));
-        store(to + kWidth, widen_bf16<Floats>(widen(__builtin_bit_cast(Halfwords, high))));
-      } else {
-        store(to, Floats(_mm512_maskz_cvtph_ps(0xffff, low)));
-        store(to + kWidth, Floats(_mm512_maskz_cvtph_ps(0xffff, high)));
-      }
+// The matrix of these vectors, which has as many rows as columns, turned.
+template <class V, int kSide>
+inline void turn(V (&v)[kSide]) {
+  constexpr auto lanes = std::make_integer_sequence<int, kSide>();
+#pragma GCC unroll 16
+  for (int round = 1; round < kSide; round *= 2) {
+    V next[kSide];
+#pragma GCC unroll 16
+    for (int i = 0; i < kSide / 2; ++i) {
+      next[2 * i] = interleave<0>(v[i], v[i + kSide / 2], lanes);
+      next[2 * i + 1] = interleave<kSide / 2>(v[i], v[i + kSide / 2], lanes);
     }
-  }
-}
-#endif
-
-// The same for values that lie dimension by dimension: element d of a row is `step` elements behind element d - 1.
-template <class T>
-inline void widen_columns(RowPointers<T> rows, Fetch::Cursor& fetch, int count, int size, int dims, int64_t step,
-                          const T* zeros, float* to) {
-  for (int j = 0; j < count; j += kWidth) {
-    const int tokens = count - j < kWidth ? count - j : kWidth;
-    bool adjacent = true;  // and in one page, so that tokens can be loaded as a vector
-    for (int i = 0; i < tokens; ++i) {
-      adjacent = adjacent && rows[j + i] == rows[j] + i && rows[j] != zeros;
-      fetch.ahead(size * sizeof(T));
-    }
-    int done = 0;
-#if defined(__AVX512BW__)
-    if constexpr (sizeof(T) == 2)
-      for (; adjacent && tokens == kWidth && done + 2 * kWidth <= size; done += 2 * kWidth)
-        widen_square(rows[j] + done * step, step, to + j * dims + done, dims);
-#endif
-    for (int d = done; d < dims; d += kWidth) {
-      Floats block[kWidth];
-      for (int k = 0; k < kWidth; ++k) {
-        block[k] = Floats{};
-        if (d + k >= size) continue;
-        if (adjacent) {
-          block[k] = load(rows[j] + (d + k) * step, tokens);
-        } else {
-          T column[kWidth] = {};
-          for (int i = 0; i < tokens; ++i)
-            if (rows[j + i] != zeros) column[i] = rows[j + i][(d + k) * step];
-          block[k] = load(column);
-        }
-      }
-      transpose(block);
-      for (int i = 0; i < tokens; ++i) store(to + (j + i) * dims + d, block[i]);
-    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kSide; ++i) v[i] = next[i];
   }
 }
 
