@@ -13,7 +13,8 @@ TESTS = Path(__file__).parent
 # files, and which of their tests
 SOME = {
     "attention": (
-        ["attention/test_paged_attention.py", "attention/test_merge_attn_states.py"],
+        ["attention/test_paged_attention.py", "attention/test_paged_attention_codes.py"]
+        + ["attention/test_merge_attn_states.py"],
         "layouts or options or long_sequences or in_fp8 or every_code or groups",
     ),
     "activation": (

@@ -409,41 +409,6 @@ def test_nan_of_long_sequences_comes_out_alone(array: Library, kind: str, layout
     assert_attention(got.astype(array.numpy(out).dtype), clean)
 
 
-@pytest.mark.parametrize("head_size", [96, 128])
-@pytest.mark.parametrize("heads", [1, 2, 4, 16])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("kind", inputs.ONE_BYTE)
-def test_every_code(array: Library, kind: str, dtype: str, heads: int, head_size: int) -> None:
-    """Of a lone key the value comes out as it is; and for a query of one 1, an element of the key as ``lse``."""
-    element = inputs.ONE_BYTE[kind]
-    codes = np.arange(256, dtype=np.uint8).view(element)
-    numbers = codes.astype(np.float32)
-    values, finite = codes[~np.isinf(numbers)], codes[np.isfinite(numbers)]
-    s, d = np.arange(256)[:, None], np.arange(head_size)
-    at = 37 * s % head_size
-    key_cache = finite[(s + d - at) % len(finite)].reshape(256, 1, 1, head_size)
-    value_cache = values[(s + 5 * d) % len(values)].reshape(256, 1, 1, head_size)
-    query = np.repeat((d == at)[:, None], heads, axis=1).astype(DTYPES[dtype])
-    out, lse = array.output(np.zeros_like(query)), array.output(np.zeros((heads, 256), np.float32))
-    pykv.paged_attention(
-        out,
-        array.input(query),
-        array.input(key_cache),
-        array.input(value_cache),
-        array.input(np.arange(256, dtype=np.int32)[:, None]),
-        array.input(np.ones(256, np.int32)),
-        kv_cache_dtype=kind,
-        scale=1.0,
-        lse=lse,
-    )
-    close = {"rtol": 1e-3, "atol": 1e-3 if kind == "int8" else 1e-6}
-    want = np.broadcast_to(value_cache[:, 0].astype(np.float32), query.shape)
-    np.testing.assert_allclose(array.numpy(out).astype(np.float32), want, **close)
-    np.testing.assert_allclose(
-        array.numpy(lse), np.tile(np.resize(finite, 256).astype(np.float32), (heads, 1)), **close
-    )
-
-
 @pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, "one too large"])
 @pytest.mark.parametrize("layout", ["NHD", "HND", "packed"])
 def test_block_ids_out_of_range_are_masked(array: Library, layout: str, bad: int | str) -> None:

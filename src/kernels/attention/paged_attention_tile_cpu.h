@@ -13,7 +13,6 @@
 #include <utility>
 
 #include "cpu/code_table.h"
-#include "cpu/pieces.h"
 #include "cpu/prefetch.h"
 #include "cpu/simd.h"
 
@@ -231,23 +230,6 @@ inline void widen_rows(RowPointers<T> rows, Fetch::Cursor& fetch, int count, int
   for (int j = 0; j < count; ++j) {
     fetch.ahead(size * sizeof(T));
     for (int d = 0; d < dims; d += kWidth) store(to + j * dims + d, load(rows[j] + d, size - d));
-  }
-}
-
-// The matrix of these vectors, which has as many rows as columns, turned.
-template <class V, int kSide>
-inline void turn(V (&v)[kSide]) {
-  constexpr auto lanes = std::make_integer_sequence<int, kSide>();
-#pragma GCC unroll 16
-  for (int round = 1; round < kSide; round *= 2) {
-    V next[kSide];
-#pragma GCC unroll 16
-    for (int i = 0; i < kSide / 2; ++i) {
-      next[2 * i] = interleave<0>(v[i], v[i + kSide / 2], lanes);
-      next[2 * i + 1] = interleave<kSide / 2>(v[i], v[i + kSide / 2], lanes);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < kSide; ++i) v[i] = next[i];
   }
 }
 

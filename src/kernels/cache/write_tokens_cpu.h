@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "cache/reshape_and_cache.h"
@@ -43,21 +42,6 @@ template <class Stored>
 constexpr int kTokens = 16 / sizeof(Stored);
 template <class Stored>
 constexpr int kMostTokens = 4 * kTokens<Stored>;
-
-// log2(n) rounds of interleaving row i with row i + n / 2 turn n rows into n columns.
-template <class Stored>
-inline void transpose(Vector<Stored> (&v)[kTokens<Stored>]) {
-  constexpr int n = kTokens<Stored>;
-  constexpr auto lanes = std::make_integer_sequence<int, n>();
-  for (int round = 1; round < n; round *= 2) {
-    Vector<Stored> next[n];
-    for (int i = 0; i < n / 2; ++i) {
-      next[2 * i] = interleave<0>(v[i], v[i + n / 2], lanes);
-      next[2 * i + 1] = interleave<n / 2>(v[i], v[i + n / 2], lanes);
-    }
-    for (int i = 0; i < n; ++i) v[i] = next[i];
-  }
-}
 
 #if defined(__AVX512BW__)
 // Columns [0, n), as many as make whole vectors, of kSquares * kTokens rows, to a place where columns touch: whole lines.

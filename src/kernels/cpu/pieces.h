@@ -21,6 +21,25 @@ inline V interleave(V a, V b, std::integer_sequence<int, kLane...>) {
   return __builtin_shufflevector(a, b, (kFrom + kLane / 2 + kLane % 2 * static_cast<int>(sizeof...(kLane)))...);
 }
 
+// A square, turned: log2(n) rounds of interleaving row i with row i + n / 2 turn n rows into n columns.  Unrolled, so that rows
+// stay in registers.
+template <class Stored>
+inline void transpose(Vector<Stored> (&v)[16 / sizeof(Stored)]) {
+  constexpr int n = 16 / sizeof(Stored);
+  constexpr auto lanes = std::make_integer_sequence<int, n>();
+#pragma GCC unroll 16
+  for (int round = 1; round < n; round *= 2) {
+    Vector<Stored> next[n];
+#pragma GCC unroll 16
+    for (int i = 0; i < n / 2; ++i) {
+      next[2 * i] = interleave<0>(v[i], v[i + n / 2], lanes);
+      next[2 * i + 1] = interleave<n / 2>(v[i], v[i + n / 2], lanes);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < n; ++i) v[i] = next[i];
+  }
+}
+
 // Sixteen bytes of each of four rows, which lie `row` apart: four bytes of each column.
 inline constexpr int kFourColumns = 16;
 inline void turn_four(uint8_t* to, const uint8_t* from, int64_t row) {
