@@ -20,6 +20,8 @@ NOT_OPS = {
     "pykv_cuda_architectures",
     "pykv_cuda_device_count",
     "pykv_check_errors",
+    "pykv_mark_passed",
+    "pykv_mark_stream",
     "pykv_stream_wait",
     "pykv_cpu_isa",
     "pykv_get_num_threads",

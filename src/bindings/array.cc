@@ -27,16 +27,6 @@ inline void check_rank(int64_t ndim) {
 
 PyObject* type_of(const py::object& object) { return reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())); }
 
-void call_deleter(PyObject* capsule) {
-  if (PyCapsule_IsValid(capsule, "used_dltensor_versioned")) {
-    auto* m = static_cast<DLManagedTensorVersioned*>(PyCapsule_GetPointer(capsule, "used_dltensor_versioned"));
-    if (m->deleter) m->deleter(m);
-  } else if (PyCapsule_IsValid(capsule, "used_dltensor")) {
-    auto* m = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "used_dltensor"));
-    if (m->deleter) m->deleter(m);
-  }
-}
-
 void refuse_requires_grad(PyObject* tensor, const Attribute& requires_grad) {
   if (requires_grad && requires_grad.of(tensor).ptr() == Py_True) value_error(kRequiresGrad);
 }
@@ -73,9 +63,15 @@ DLDataType dtype_from_numpy(PyObject* dtype) {
   return dtypes.add(dtype, known->second);
 }
 
-void Array::release() {
-  call_deleter(owner_);
-  Py_DECREF(owner_);
+void release_capsule(PyObject* capsule) {
+  if (PyCapsule_IsValid(capsule, "used_dltensor_versioned")) {
+    auto* m = static_cast<DLManagedTensorVersioned*>(PyCapsule_GetPointer(capsule, "used_dltensor_versioned"));
+    if (m->deleter) m->deleter(m);
+  } else if (PyCapsule_IsValid(capsule, "used_dltensor")) {
+    auto* m = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "used_dltensor"));
+    if (m->deleter) m->deleter(m);
+  }
+  Py_DECREF(capsule);
 }
 
 bool Array::borrow_other(PyObject* object, const TypeInfo& info, CurrentStreams& streams, bool written) {

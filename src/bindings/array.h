@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "array_type.h"
 #include "pykv/base.h"
@@ -45,13 +46,16 @@ struct CurrentStreams {
   void* stream;
 };
 
+// Gives the memory behind a DLPack capsule back to its producer, and lets the capsule go.
+void release_capsule(PyObject* capsule);
+
 class Array {
  public:
   Array() {}
   Array(const Array&) = delete;
   Array& operator=(const Array&) = delete;
   ~Array() {
-    if (owner_) release();
+    if (owner_) release_capsule(owner_);
   }
 
   // First pass: everything but `__dlpack__`, whose producers must be told the stream of the call.  Tells whether the
@@ -72,6 +76,8 @@ class Array {
   void finish(bool stream_known, void* stream) {
     if (pending_) ask(stream_known, stream);
   }
+  // The capsule of an array on a GPU, which the caller then owns; null: none is needed, or it lies elsewhere.
+  PyObject* take_capsule() { return on_cuda() ? std::exchange(owner_, nullptr) : nullptr; }
 
   DLTensor* get() { return none_ ? nullptr : &tensor_; }
   bool on_cuda() const {
@@ -84,7 +90,6 @@ class Array {
   int position;  // among the arguments of the call; of those, too
 
  private:
-  void release();
   void ask(bool stream_known, void* stream);
   bool borrow_other(PyObject* object, const TypeInfo& info, CurrentStreams& streams, bool written);
   void borrow_numpy(PyObject* object, bool written);

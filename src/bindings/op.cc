@@ -2,7 +2,10 @@
 
 #include <stdexcept>
 
+#include "capsules_in_use.h"
+
 namespace pykv::python {
+
 void* Frame::resolve_streams(const StreamChoice& choice) {
   bool known = choice.given;
   void* stream = choice.stream;
@@ -20,6 +23,18 @@ void* Frame::resolve_streams(const StreamChoice& choice) {
         throw std::runtime_error(pykv_last_error());
   }
   return stream;
+}
+
+void Frame::keep_capsules(void* stream) {
+  std::vector<PyObject*> capsules;
+  DLDevice device{};
+  for (Array* a = first_; a; a = a->next) {
+    PyObject* capsule = a->take_capsule();
+    if (!capsule) continue;
+    capsules.push_back(capsule);
+    device = a->tensor().device;
+  }
+  if (!capsules.empty()) keep_until_done(std::move(capsules), device, stream);
 }
 
 }  // namespace pykv::python

@@ -43,10 +43,16 @@ class Frame {
   // Decides the stream, orders the producers before it and finishes what had to wait for it.
   void* resolve_stream(const StreamChoice& choice) { return first_ ? resolve_streams(choice) : choice.stream; }
 
+  // After the work was enqueued: what came by `__dlpack__` stays until it is done.
+  void keep(void* stream) {
+    if (first_) keep_capsules(stream);
+  }
+
   bool is_on_host() const { return !first_; }
 
  private:
   void* resolve_streams(const StreamChoice& choice);
+  void keep_capsules(void* stream);
 
   Failure& at_;
   PyTypeObject* type_ = nullptr;
@@ -217,9 +223,12 @@ struct Entry<kOp, pykv_status (*)(Args...)> {
       const Unlocked unlocked(frame);
       return kOp(std::get<I>(arguments).get()...);
     }();
-    if (status == PYKV_OK) Py_RETURN_NONE;
-    raise_status(status);
-    return nullptr;
+    if (status != PYKV_OK) {
+      raise_status(status);
+      return nullptr;
+    }
+    frame.keep(last.stream);
+    Py_RETURN_NONE;
   }
 };
 

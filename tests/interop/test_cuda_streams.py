@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -114,6 +118,52 @@ def test_plain_dlpack_is_told_the_stream(cupy: Any) -> None:
         assert x.asked == [stream.ptr]
     pykv.rms_norm(out, x, cupy.ones(64, cupy.float32), stream=0)
     assert x.asked[-1] == 1, "the legacy default stream is number 1 in DLPack"
+
+
+@contextmanager
+def held_up(cupy: Any) -> Iterator[None]:
+    """Whatever is enqueued on CuPy's current stream begins at the end."""
+    go_on = threading.Event()
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.launch_host_func(lambda _: go_on.wait(5), None)
+        try:
+            yield
+        finally:
+            go_on.set()
+            stream.synchronize()
+
+
+def test_plain_dlpack_is_kept_until_the_work_is_done(cupy: Any) -> None:
+    x, ones, out = Exporter(cupy.ones((4, 64), "f")), cupy.ones(64, "f"), cupy.zeros((4, 64), "f")
+    pykv.rms_norm(out, x.array, ones)  # loads the kernel, which may wait for the device
+    counts = [sys.getrefcount(x.array)]
+    with held_up(cupy):
+        pykv.rms_norm(out, x, ones)
+        counts.append(sys.getrefcount(x.array))
+        pykv.rms_norm(out, Exporter(out), ones)
+        counts.append(sys.getrefcount(x.array))
+    pykv.rms_norm(out, Exporter(out), ones)
+    counts.append(sys.getrefcount(x.array))
+    before, held, still_held, after = counts
+    assert held == still_held > before == after
+
+
+def test_memory_of_a_dead_jax_array_is_not_used_again_too_early(cupy: Any) -> None:
+    jax = pytest.importorskip("jax")
+    if not [device for device in jax.devices() if device.platform == "gpu"]:
+        pytest.skip("JAX has no GPU")
+    shape = (1024, 4096)
+    other, x = (jax.numpy.full(shape, number).block_until_ready() for number in (3.0, 2.0))
+    out = cupy.zeros(shape, "f")
+    pykv.relu2(out, other)  # loads the kernel, which may wait for the device
+    del other
+    with held_up(cupy):
+        pykv.relu2(out, x)
+        del x
+        others = [jax.numpy.full(shape, 3.0).block_until_ready() for _ in range(4)]
+    np.testing.assert_array_equal(cupy.asnumpy(out), 4.0)
+    del others
 
 
 @pytest.mark.parametrize("library", ["torch", "cupy"])

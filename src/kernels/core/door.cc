@@ -32,6 +32,14 @@ pykv_status pykv_stream_wait(DLDevice device, void* stream, void* producer) {
   return guarded("stream_wait", [&](Call&) { pykv::stream_wait(device.device_id, stream, producer); });
 }
 
+pykv_status pykv_mark_stream(DLDevice device, void* stream, void** mark) {
+  return guarded("mark_stream", [&](Call&) { *mark = pykv::mark_stream(device.device_id, stream); });
+}
+
+pykv_status pykv_mark_passed(void* mark, bool* passed) {
+  return guarded("mark_passed", [&](Call&) { *passed = !mark || pykv::mark_passed(mark); });
+}
+
 #else
 
 bool pykv_has_cuda() { return false; }
@@ -46,6 +54,17 @@ pykv_status pykv_check_errors(DLDevice device) {
 
 pykv_status pykv_stream_wait(DLDevice, void*, void*) {
   return guarded("stream_wait", [](Call&) { Call::no_cuda(); });
+}
+
+pykv_status pykv_mark_stream(DLDevice, void*, void**) {
+  return guarded("mark_stream", [](Call&) { Call::no_cuda(); });
+}
+
+pykv_status pykv_mark_passed(void* mark, bool* passed) {
+  return guarded("mark_passed", [&](Call&) {
+    if (mark) Call::no_cuda();
+    *passed = true;
+  });
 }
 
 #endif

@@ -133,4 +133,31 @@ void stream_wait(int device, void* stream, void* producer) {
   cuda_check(status, "ordering two streams");
 }
 
+void* mark_stream(int device, void* stream) {
+  const int previous = enter_device(device);
+  cudaEvent_t event = nullptr;
+  cudaError_t status = cudaSuccess;
+  if (!is_capturing(stream)) {
+    status = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+    if (status == cudaSuccess) status = cudaEventRecord(event, static_cast<cudaStream_t>(stream));
+    if (status != cudaSuccess && event) cudaEventDestroy(event);
+  }
+  leave_device(previous);
+  cuda_check(status, "marking a stream");
+  return event;
+}
+
+bool mark_passed(void* mark) {
+  RelaxedCapture relaxed;  // another stream of this thread may be capturing
+  const auto event = static_cast<cudaEvent_t>(mark);
+  const cudaError_t status = cudaEventQuery(event);
+  if (status == cudaErrorNotReady) {
+    cudaGetLastError();
+    return false;
+  }
+  cudaEventDestroy(event);
+  cuda_check(status, "asking for a mark");
+  return true;
+}
+
 }  // namespace pykv

@@ -23,4 +23,8 @@ ErrorWord take_error_word(int device);
 
 void stream_wait(int device, void* stream, void* producer);
 
+// pykv_mark_stream, pykv_mark_passed
+void* mark_stream(int device, void* stream);
+bool mark_passed(void* mark);
+
 }  // namespace pykv

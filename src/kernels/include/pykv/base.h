@@ -85,6 +85,12 @@ PYKV_API pykv_status pykv_check_errors(DLDevice device);
 /* Makes `stream` wait for what was enqueued on `producer` so far.  An error inside a graph capture. */
 PYKV_API pykv_status pykv_stream_wait(DLDevice device, void* stream, void* producer);
 
+/* A mark behind what was enqueued on `stream` so far: NULL inside a graph capture, where nothing runs yet.  For memory that
+ * may be used again only when the work on it is done.  pykv_mark_passed() tells whether it is, without waiting; a mark that
+ * has passed is gone.  NULL has passed. */
+PYKV_API pykv_status pykv_mark_stream(DLDevice device, void* stream, void** mark);
+PYKV_API pykv_status pykv_mark_passed(void* mark, bool* passed);
+
 /* Threads that CPU operations use: PYKV_NUM_THREADS in the environment, else the CPUs that the process may run on. */
 PYKV_API int32_t pykv_get_num_threads(void);
 PYKV_API void pykv_set_num_threads(int32_t num_threads);
