@@ -42,7 +42,7 @@ struct PagePlan {
 
 // nvfp4, as of one head.
 template <class T, bool kAligned>
-__global__ void __launch_bounds__(kConcatThreads, kNvfp4Blocks<T, kAligned>)
+__global__ void __launch_bounds__(kConcatThreads, kNvfp4ThreadsOfSm<T, kAligned> / kConcatThreads)
     mla_nvfp4_kernel(const __grid_constant__ PagePlan plan, const __grid_constant__ Scale scale, uint32_t first_token) {
   uint32_t block;
   const uint32_t group = plan.blocks(blockIdx.x * kConcatThreads + threadIdx.x, block);

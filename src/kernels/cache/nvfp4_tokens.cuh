@@ -4,8 +4,8 @@
 // worked out once and all loads are in flight together.  Where these tokens go to the four slots of a group, as they do
 // in a prefill, their four scales are one word and their places one sum apart.
 //
-// Bound by the instructions of the conversion: 240 for a block of bf16, of which 130 are elements, make 84 us of 65536 tokens
-// of 8 heads of 128 on an H200, 94 % of a copy that reads and writes as much.  So the way of nearly all blocks is straight;
+// Bound by the instructions of the conversion: 240 for a block of bf16, of which 130 are elements, make 82 us of 65536 tokens
+// of 8 heads of 128 on an H200, 97 % of a copy that reads and writes as much.  So the way of nearly all blocks is straight;
 // if a block is odd, its thread takes its tokens again, one by one.
 #pragma once
 
@@ -17,11 +17,10 @@ namespace pykv {
 
 inline constexpr int kNvfp4Tokens = kNvfp4TokenGroup;
 
-// Launches have blocks of so many threads, of which an SM must hold as many as registers allow: the conversion is most of the
-// time, and hides only behind that of other threads.
-inline constexpr int kNvfp4Threads = 128;
+// An SM must hold so many threads, as many as registers allow: the conversion is most of the time, and hides only behind that of
+// other threads.
 template <class T, bool kAligned>
-inline constexpr int kNvfp4Blocks = kAligned ? (sizeof(T) == 4 ? 4 : 6) : 2;
+inline constexpr int kNvfp4ThreadsOfSm = kAligned ? (sizeof(T) == 4 ? 512 : 768) : 256;
 
 template <class T>
 __device__ __forceinline__ void load_block(const char* from, uint32_t (&words)[4 * sizeof(T)]) {

@@ -41,7 +41,7 @@ struct Plan {
   SlotMap map;
   SidePlan key, value;
   uint32_t ahead;  // each block sends for the share of the one so many later; 0: it does not
-  bool early;  // the first ones send for their own before they wait: flash, fp8, 4096 tokens of 8 heads 7.8 us, not 8.4
+  bool early;      // the first ones send for their own before they wait
 };
 
 // Sends for the share of a block, which need not be this one.
