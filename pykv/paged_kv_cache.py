@@ -191,7 +191,8 @@ class PagedKVCache:
         """
         self._check_not_swapped("swap_out", "seq_ids", seq_ids)
         leaving = self._sequences.residents("swap_out", seq_ids)
-        move = plan_move("swap_out", "host blocks", leaving, self._swapped)
+        blocks = "host blocks" if self.num_host_blocks else "host blocks (num_host_blocks)"
+        move = plan_move("swap_out", blocks, leaving, self._swapped)
         self._copy_aside(self._device_caches, self._host_caches, move.pairs, move.sources, stream)
         self._swapped.admit(move.arriving)
         self._sequences.free(leaving.ids, last=True)

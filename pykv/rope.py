@@ -175,6 +175,13 @@ def cos_sin_cache(frequencies: Frequencies, num_positions: int, *, dtype: str = 
     return made
 
 
+class _Keys(dict[str, Any]):
+    """What a config has, where it is an error of the caller's that something is not there."""
+
+    def __missing__(self, key: str) -> Any:
+        raise ValueError(f"config: {key} is required, got {', '.join(sorted(self)) or 'an empty one'}")
+
+
 def parameters_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a Hugging Face config says of rope, under one set of names.
 
@@ -186,7 +193,7 @@ def parameters_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope_type": given.get("type", "default"),
         "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
         "original_max_position_embeddings": config.get("original_max_position_embeddings")
-        or config["max_position_embeddings"],
+        or _Keys(config)["max_position_embeddings"],
     }
     return common | dict(given)
 
@@ -200,8 +207,11 @@ def frequencies_of_config(config: Mapping[str, Any], head_size: int, length: int
         head_size: elements of a head.
         length: of the sequences that will be served, on which dynamic and longrope depend; by default what the model
             was trained with.
+
+    Raises:
+        ValueError: the type is not known, or lacks a parameter.
     """
-    rope = parameters_of_config(config)
+    config, rope = _Keys(config), _Keys(parameters_of_config(config))
     kind, base, trained = rope["rope_type"], rope["rope_theta"], rope["original_max_position_embeddings"]
     width, longest = int(head_size * rope["partial_rotary_factor"]), config["max_position_embeddings"]
 

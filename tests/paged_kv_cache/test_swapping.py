@@ -89,6 +89,15 @@ def test_a_full_host_changes_nothing():
     assert read_tokens(kv, 2) == list(range(100, 116))
 
 
+def test_without_host_blocks_the_option_is_named():
+    kv = new_cache(num_host_blocks=0)
+    fill(kv, 1, [0])
+    with pytest.raises(
+        pykv.OutOfBlocks, match=r"^swap_out: 1 host blocks \(num_host_blocks\) are needed, 0 of 0 are free$"
+    ):
+        kv.swap_out([1])
+
+
 def test_a_full_device_changes_nothing():
     kv = new_cache()
     fill(kv, 1, list(range(12)))

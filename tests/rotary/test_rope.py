@@ -215,6 +215,14 @@ def test_a_type_that_is_not_known_is_named():
         rope.cos_sin_cache(rope.default(8), 4, like="numpy")
 
 
+def test_what_a_config_lacks_is_named():
+    with pytest.raises(ValueError, match=r"^config: max_position_embeddings is required, got hidden_size$"):
+        rope.frequencies_of_config({"hidden_size": 64}, 64)
+    lacking = {"max_position_embeddings": 8, "rope_scaling": {"rope_type": "linear"}}
+    with pytest.raises(ValueError, match=r"^config: factor is required, got .*rope_type"):
+        rope.frequencies_of_config(lacking, 64)
+
+
 def test_what_is_no_table_of_frequencies_is_told():
     with pytest.raises(TypeError, match=r"frequencies: must be Frequencies, such as default\(rotary_dim\), got int"):
         rope.cos_sin_cache(64, 1000)
