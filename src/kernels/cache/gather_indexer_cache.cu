@@ -5,8 +5,8 @@
 // are (locate_rows.cuh), a row each lane: more warps that do so would queue for the same few ids.  Then all threads move the
 // vectors of these rows, kVectorsPerThread loads in flight each, with those of the scales.
 //
-// On an H200 4096 tokens take 1.3 us, 65536 5.9 us, where a copy of as many bytes takes 2.1 and 6.1: the first blocks do all but
-// the last trip to memory while kernels before still run.  Fewer rows than half the SMs have blocks for are located after the wait
+// On an H200 4096 tokens take 1.2 us, 16384 2.3, 65536 5.8, where a copy of as many bytes takes 2.1, 2.8 and 6.1: the first blocks do
+// all but the last trip to memory while kernels before still run.  Fewer rows than half the SMs have blocks for are located after the wait
 // alone.
 #include <algorithm>
 
@@ -186,8 +186,9 @@ void launch_kernel(const GatherIndexerArgs& args, const Launch& launch) {
   int64_t rows = kMostRows;
   while (rows > 1 && 2 * args.num_rows < num_sms(launch.device) * rows) rows /= 2;
   const int64_t blocks = (args.num_rows + rows - 1) / rows;
-  // Few blocks have as many threads as vectors, many as few as keep all blocks on the chip.
-  const int64_t in_flight = blocks < 4 * num_sms(launch.device) ? 1 : kVectorsPerThread;
+  // Few rows have as many threads as vectors, many as few as leave the next kernels' blocks room on the chip: 16384 tokens take 2.3
+  // us on an H200, not 3.4.
+  const int64_t in_flight = rows < kMostRows ? 1 : kVectorsPerThread;
   const int64_t threads =
       std::clamp<int64_t>((rows * vectors + in_flight * 32 - 1) / (in_flight * 32) * 32, 32, kMaxThreads);
   if (blocks >= int64_t{1} << 31) fail(PYKV_NOT_IMPLEMENTED, "too many rows for one call");
