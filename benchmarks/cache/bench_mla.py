@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from timing import Call, Case, Device, main
 
-TOKENS = [1, 64, 4096, 65536]
+TOKENS = [1, 64, 4096, 16384, 65536]
 LATENT, ROPE, RECORD, BLOCK_SIZE, HEADS = 512, 64, 656, 64, 128
 INDEXER, INDEXER_ENTRY = 128, 132
 WIDTH = LATENT + ROPE

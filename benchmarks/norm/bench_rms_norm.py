@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,13 @@ def rms_norm_dynamic_per_token_quant(tokens: int, hidden_size: int, dtype: str, 
     return lambda: pykv.rms_norm_dynamic_per_token_quant(result, x, weight, scales)
 
 
-def rms_norm_per_block_quant(tokens: int, hidden_size: int, dtype: str, device: Device) -> Call:
+def rms_norm_per_block_quant(
+    tokens: int, hidden_size: int, dtype: str, device: Device, transposed: bool = False
+) -> Call:
     x, result = device.random((tokens, hidden_size), dtype), codes(tokens, hidden_size, device)
     weight, groups = device.random((hidden_size,), dtype), hidden_size // GROUP_SIZE
-    scales = device.array(np.zeros((groups, tokens), "f4")).T
+    scales = device.array(np.zeros((groups, tokens) if transposed else (tokens, groups), "f4"))
+    scales = scales.T if transposed else scales
     return lambda: pykv.rms_norm_per_block_quant(result, x, weight, scales, group_size=GROUP_SIZE)
 
 
@@ -79,32 +83,39 @@ def fused_qk_norm_rope(tokens: int, hidden_size: int, dtype: str, device: Device
     )
 
 
-# What a call reads and writes for each element: as many of the input's size, and so many bytes of codes and scales.
-OPS = [
-    (rms_norm, 1, 1, 0),
-    (fused_add_rms_norm, 2, 2, 0),
-    (layer_norm, 1, 1, 0),
-    (rms_norm_gated, 2, 1, 0),
-    (rms_norm_static_fp8_quant, 1, 0, 1),
-    (rms_norm_dynamic_per_token_quant, 1, 0, 1),
-    (rms_norm_per_block_quant, 1, 0, 1 + 4 / GROUP_SIZE),
-    (fused_qk_norm_rope, 1.25, 1.25, 0),
-]
+# name -> (operation, what a call reads and writes for each element: as many of the input's size, and so many bytes of
+# codes and scales)
+OPS: dict[str, tuple[Callable[[int, int, str, Device], Call], float, float, float]] = {
+    "rms_norm": (rms_norm, 1, 1, 0),
+    "fused_add_rms_norm": (fused_add_rms_norm, 2, 2, 0),
+    "layer_norm": (layer_norm, 1, 1, 0),
+    "rms_norm_gated": (rms_norm_gated, 2, 1, 0),
+    "rms_norm_static_fp8_quant": (rms_norm_static_fp8_quant, 1, 0, 1),
+    "rms_norm_dynamic_per_token_quant": (rms_norm_dynamic_per_token_quant, 1, 0, 1),
+    "rms_norm_per_block_quant": (rms_norm_per_block_quant, 1, 0, 1 + 4 / GROUP_SIZE),
+    "rms_norm_per_block_quant, scales transposed": (
+        partial(rms_norm_per_block_quant, transposed=True),
+        1,
+        0,
+        1 + 4 / GROUP_SIZE,
+    ),
+    "fused_qk_norm_rope": (fused_qk_norm_rope, 1.25, 1.25, 0),
+}
 
 
 def cases(dtypes: list[str]) -> Iterator[Case]:
-    for op, read, elements, num_bytes in OPS:
+    for name, (op, read, elements, num_bytes) in OPS.items():
         for dtype in dtypes:
             itemsize = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
             written = elements * itemsize + num_bytes
             for hidden_size in HIDDEN_SIZES:
                 for tokens in TOKENS:
                     yield Case(
-                        op.__name__,
+                        name,
                         {"tokens": tokens, "hidden": hidden_size},
                         dtype,
                         int((read * itemsize + written) * tokens * hidden_size),
-                        lambda device, op=op, sizes=(tokens, hidden_size, dtype): op(*sizes, device),
+                        partial(op, tokens, hidden_size, dtype),
                         int(written * tokens * hidden_size),
                     )
 
