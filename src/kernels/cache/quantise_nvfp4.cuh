@@ -16,22 +16,6 @@
 
 namespace pykv {
 
-// The larger ones of magnitudes in two words; NaN if one is.  The signs of the result mean nothing.
-template <class T>
-__device__ uint32_t larger_magnitudes_or_nan(uint32_t a, uint32_t b) {
-#if __CUDA_ARCH__ >= 860
-  uint32_t most;
-  if constexpr (std::is_same_v<T, half>) {
-    asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
-  } else {
-    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
-  }
-  return most;
-#else
-  return as_word(__hmax2_nan(__habs2(as_pair<T>(a)), __habs2(as_pair<T>(b))));
-#endif
-}
-
 // What the blocks of a head share.
 class Nvfp4Quantiser {
  public:

@@ -40,6 +40,27 @@ __device__ uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
   return as_word(__hmax2(__habs2(as_pair<T>(a)), __habs2(as_pair<T>(b))));
 #endif
 }
+// The same, NaN where one is; of floats one.
+template <class T>
+__device__ uint32_t larger_magnitudes_or_nan(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ >= 860
+  uint32_t most;
+  if constexpr (std::is_same_v<T, half>) {
+    asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+  } else if constexpr (std::is_same_v<T, float>) {
+    asm("max.NaN.xorsign.abs.f32 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+  } else {
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+  }
+  return most;
+#else
+  if constexpr (std::is_same_v<T, float>) {
+    return max(a & 0x7fffffffu, b & 0x7fffffffu);
+  } else {
+    return as_word(__hmax2_nan(__habs2(as_pair<T>(a)), __habs2(as_pair<T>(b))));
+  }
+#endif
+}
 // NaN becomes infinity.
 template <class T>
 __device__ uint32_t nan_to_infinity(uint32_t a) {

@@ -19,15 +19,21 @@ __device__ inline float corrected(float quotient, float x, float divisor, float 
 class Quotient {
  public:
   __device__ explicit Quotient(float scale) {
-    power_ = fabsf(scale) < 0x1p-40f ? 0x1p64f : fabsf(scale) > 0x1p40f ? 0x1p-64f : 1.0f;
+    power_ = fabsf(scale) < 0x1p-40f ? 0x1p64f : fabsf(scale) > kMostPlain ? 0x1p-64f : 1.0f;
     scale_ = scale * power_;
-    reciprocal_ = __frcp_rn(scale_);
-    if (fmaf(-scale_, reciprocal_, 1.0f) <= 0.0f) reciprocal_ = __uint_as_float(__float_as_uint(reciprocal_) - 1);
-    // rest = r (e + e^2 + ...); the factor, for the terms left out, matters where the second rounds to a tie.
-    const float error = fmaf(-scale_, reciprocal_, 1.0f), first = error * reciprocal_;
-    rest_ =
-        error > 0.0f ? fmaf(first, error * 0x1.000004p0f, first) : reciprocal_;  // scale 0 or not finite: the latter
+    hold(__frcp_rn(scale_));
   }
+  // By a scale from 2^-40 to kMostPlain, for which the compiler leaves out what others need.
+  __device__ static Quotient plain(float scale) {
+    Quotient made;
+    made.power_ = 1.0f;
+    made.scale_ = scale;
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(scale));
+    made.hold(fmaf(r, fmaf(-scale, r, 1.0f), r));
+    return made;
+  }
+  static constexpr float kMostPlain = 0x1p40f;
 
   // All of x, in place.  T is the type that they had.
   template <class T, int kSize>
@@ -49,20 +55,32 @@ class Quotient {
 
   // Whether x goes in as it is.
   __device__ bool is_plain() const { return power_ == 1.0f; }
-  // A plain one that another lane of the warp has.
+  // What the lane of this number among each `lanes` lanes of the warp has, all of them plain.
   template <class T>
-  __device__ Quotient of_lane(int lane) const {
+  __device__ Quotient of_lane(int lane, int lanes) const {
+    const auto of = [&](float x) { return __shfl_sync(0xffffffffu, x, lane, lanes); };
     Quotient other = *this;
     other.power_ = 1.0f;
-    other.reciprocal_ = __shfl_sync(0xffffffffu, reciprocal_, lane);
-    other.rest_ = __shfl_sync(0xffffffffu, rest_, lane);
-    if constexpr (sizeof(T) == 4) other.scale_ = __shfl_sync(0xffffffffu, scale_, lane);
+    other.reciprocal_ = of(reciprocal_);
+    other.rest_ = of(rest_);
+    if constexpr (sizeof(T) == 4) other.scale_ = of(scale_);
     return other;
   }
 
   __device__ uint32_t sign_bytes() const { return scale_ < 0.0f ? 0x80808080u : 0u; }
 
  private:
+  Quotient() = default;
+  // From 1 / scale_ to nearest.
+  __device__ void hold(float nearest) {
+    reciprocal_ = nearest;
+    if (fmaf(-scale_, reciprocal_, 1.0f) <= 0.0f) reciprocal_ = __uint_as_float(__float_as_uint(reciprocal_) - 1);
+    // rest = r (e + e^2 + ...); the factor, for the terms left out, matters where the second rounds to a tie.
+    const float error = fmaf(-scale_, reciprocal_, 1.0f), first = error * reciprocal_;
+    rest_ =
+        error > 0.0f ? fmaf(first, error * 0x1.000004p0f, first) : reciprocal_;  // scale 0 or not finite: the latter
+  }
+
   float scale_, power_, reciprocal_, rest_;
 };
 

@@ -24,13 +24,10 @@ class Coder {
       return x;
     });
   }
-  // Nothing unusual: what the compiler leaves out where it knows that, and what of_lane may be used of.
+  // Nothing unusual: what the compiler leaves out where it knows that.
   __device__ bool is_plain() const { return quotient_.is_plain() && !infinite_; }
-  // What another lane of the warp has.
-  __device__ Coder of_lane(int lane) const { return Coder(quotient_.template of_lane<T>(lane)); }
 
  private:
-  __device__ explicit Coder(const Quotient& quotient) : quotient_(quotient), infinite_(false) {}
   Quotient quotient_;
   bool infinite_;
 };
@@ -46,14 +43,40 @@ class Coder<T, true> {
     return quantise<DType::kInt8>(x);
   }
   __device__ bool is_plain() const { return true; }
-  __device__ Coder of_lane(int lane) const {
+  __device__ Coder of_lane(int lane, int lanes) const {
     Coder other = *this;
-    other.inverse_ = __shfl_sync(0xffffffffu, inverse_, lane);
+    other.inverse_ = __shfl_sync(0xffffffffu, inverse_, lane, lanes);
     return other;
   }
 
  private:
   float inverse_;
+};
+
+// Codes of numbers, none of them NaN, by the scale of a largest magnitude of kMostPlain or less.
+template <class T, bool kInt8>
+class PlainCoder : public Coder<T, true> {
+ public:
+  __device__ explicit PlainCoder(float scale) : Coder<T, true>(scale) {}
+};
+template <class T>
+class PlainCoder<T, false> {
+ public:
+  __device__ explicit PlainCoder(float scale) : quotient_(Quotient::plain(scale)) {}
+  template <int kSize>
+  __device__ Vec<uint8_t, kSize> codes(const Vec<T, kSize>& y) const {
+    auto x = to_floats(y);
+    quotient_.template divide<T>(x.elements);
+    return quantise<DType::kFloat8E4M3, true>(x);
+  }
+  // What the lane of this number among each `lanes` lanes has.
+  __device__ PlainCoder of_lane(int lane, int lanes) const {
+    return PlainCoder(quotient_.template of_lane<T>(lane, lanes));
+  }
+
+ private:
+  __device__ explicit PlainCoder(const Quotient& quotient) : quotient_(quotient) {}
+  Quotient quotient_;
 };
 
 template <Largest kOf>
@@ -66,6 +89,9 @@ struct Codes {
     static constexpr Largest kLargest = kOf;
     template <bool kInt8>
     using Coder = pykv::Coder<T, kInt8>;
+    template <bool kInt8>
+    using PlainCoder = pykv::PlainCoder<T, kInt8>;
+    static constexpr float kMostPlain = Quotient::kMostPlain;
 
     Packs<uint8_t, kPackSize<T>, kFit> out;
     Weights<T, kFit> weights;
@@ -103,19 +129,24 @@ struct Codes {
       for (int i = 0; i < kPackSize<T>; ++i) y[i] *= w[i];
       return round_to<T>(y);
     }
+    // What the largest magnitude counts as, and the scale by it.
+    __device__ float bounded(float most) const { return bound < most ? bound : most; }
     template <bool kInt8>
-    __device__ float scale_of(float most) const {
+    __device__ float scale_by(float most) const {
       constexpr float kLast = kInt8 ? 127.0f : 448.0f;
-      most = bound < most ? bound : most;
       const float scale = most > FLT_MAX ? most : corrected(most * (1.0f / kLast), most, kLast, 1.0f / kLast);
       return fmaxf(scale, kInt8 ? 0x1p-23f : 1.0f / (448.0f * 512.0f));
     }
+    template <bool kInt8>
+    __device__ float scale_of(float most) const {
+      return scale_by<kInt8>(bounded(most));
+    }
     __device__ void store_scale(int group, float scale) const { scales[group * args.scale_group] = scale; }
     __device__ void have_ready() {
-      if constexpr (kFit != Fit::kAny) pykv::have_ready(out.data);
+      if constexpr (kFit != Fit::kAny && kOf == Largest::kOfRow) pykv::have_ready(out.data);
     }
-    template <bool kInt8>
-    __device__ void store(int pack, const Value& v, const Coder<kInt8>& coder) const {
+    template <class C>
+    __device__ void store(int pack, const Value& v, const C& coder) const {
       out.store(pack, coder.codes(v));
     }
   };

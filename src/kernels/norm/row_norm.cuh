@@ -61,7 +61,7 @@ __device__ void store_by_largest(const Result& result, const Vec<T, kSize> (&y)[
                                  int thread, int packs) {
   const auto has = [&](int k) { return kFull || thread + k * kThreads < packs; };
   using Coder = typename Result::template Coder<kInt8>;
-  const auto store = [&](int k, const Coder& coder) {
+  const auto store = [&](int k, const auto& coder) {
     if (has(k)) result.store(k * kThreads, y[k], coder);
   };
   if constexpr (Result::kLargest == Largest::kOfRow) {
@@ -77,27 +77,35 @@ __device__ void store_by_largest(const Result& result, const Vec<T, kSize> (&y)[
       for (int k = 0; k < kPacks; ++k) store(k, coder);
     }
   } else {
-    // Each lane makes one of the scales that the lanes of its group need, those of kPacks groups.
-    const int lanes = result.group_size() / kSize;  // a power of two: see in_lanes
-    const int shift = __ffs(lanes) - 1, own = min(thread & (lanes - 1), kPacks - 1);
-    float mosts[kPacks], most = 0.0f;
-    largest_of_lanes(y, lanes, mosts);
+    const uint32_t lanes = static_cast<uint32_t>(result.group_size()) / kSize;  // a power of two: see in_lanes
+    const uint32_t lane = thread & (lanes - 1), shift = 31 - __clz(lanes);
+    if (lanes >= kPacks) {  // each lane makes the scale of one pack's group, and hands it to the others
+      const float most = result.bounded(largest_of_one(y, lanes));
+      if (__all_sync(0xffffffffu, most <= Result::kMostPlain)) {  // nor NaN
+        const float scale = result.template scale_by<kInt8>(most);
+        const uint32_t pack = thread + lane * kThreads;
+        if (lane < kPacks && (kFull || pack < packs)) result.store_scale(pack >> shift, scale);
+        const typename Result::template PlainCoder<kInt8> coder(scale);
+        uint32_t width = lanes;
+        have_ready(width);  // in one register, not fetched anew for each shuffle
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k) most = own == k ? mosts[k] : most;
-    const float scale = result.template scale_of<kInt8>(most);
-    const Coder coder(scale);
-    if (lanes >= kPacks && __all_sync(0xffffffffu, coder.is_plain())) {
-      const int pack = thread + own * kThreads;
-      if ((kFull || pack < packs) && (thread & (lanes - 1)) < kPacks) result.store_scale(pack >> shift, scale);
-#pragma unroll
-      for (int k = 0; k < kPacks; ++k) store(k, coder.of_lane((threadIdx.x & -lanes) + k));
-    } else {
-#pragma unroll
-      for (int k = 0; k < kPacks; ++k) {
-        const float scale = result.template scale_of<kInt8>(mosts[k]);
-        if (has(k) && (thread & (lanes - 1)) == 0) result.store_scale((thread + k * kThreads) >> shift, scale);
-        store(k, Coder(scale));
+        for (int k = 0; k < kPacks; ++k) store(k, coder.of_lane(k, width));
+        return;
       }
+    }
+    // What is odd (NaN, infinity, the largest numbers), or groups of few lanes.  A loop: else it costs the others registers.
+    Vec<T, kSize> left[kPacks];
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) left[k] = y[k];
+#pragma unroll(kPacks > 1 ? kPacks / 2 : 1)
+    for (int k = 0; k < kPacks; ++k) {
+      const float scale = result.template scale_of<kInt8>(warp_reduce(largest_of(left[0]), lanes, Maximum()));
+      if (has(k)) {
+        if (lane == 0) result.store_scale((thread + k * kThreads) >> shift, scale);
+        result.store(k * kThreads, left[0], Coder(scale));
+      }
+#pragma unroll
+      for (int i = 1; i < kPacks; ++i) left[i - 1] = left[i];
     }
   }
 }
@@ -137,7 +145,8 @@ struct Held {
                                             : kMore               ? 48
                                                                   : 32);
   static constexpr int blocks(int size) {
-    return std::max(1, std::min(2048, 65536 / ((kRegisters + 7) / 8 * 8)) / size);
+    const int warps = std::min(16, 512 / ((kRegisters + 7) / 8 * 8));  // of a quarter of an SM, which has 512 a lane
+    return std::max(1, 4 * warps * 32 / size);
   }
 };
 
@@ -158,10 +167,11 @@ __global__ __launch_bounds__(kBlockSize<kThreads>,
     void row_norm_kernel(const __grid_constant__ typename Result::Args args, float inverse_size, uint32_t ahead) {
   using T = typename Source::Element;
   constexpr int kRows = kBlockSize<kThreads> / kThreads, kSize = kPackSize<T>;
-  const uint32_t row = blockIdx.x * kRows + threadIdx.x / kThreads;
+  constexpr bool kAlone = kRows == 1 && Result::kLargest == Largest::kOfGroups;  // a block's row needs no asking
+  const uint32_t row = kAlone ? blockIdx.x : blockIdx.x * kRows + threadIdx.x / kThreads;
   const int thread = threadIdx.x % kThreads;
   const int hidden_size = static_cast<int>(args.hidden_size);
-  const bool there = row < args.num_rows;  // threads without a row stay: their warp reduces with all lanes
+  const bool there = kAlone || row < args.num_rows;  // threads without a row stay: their warp reduces with all lanes
   const int packs = there ? packs_of<T>(hidden_size) : 0;
   Part part = Result::part_of(args, there ? row : 0);
   part.first += thread * kSize;
@@ -389,21 +399,22 @@ void launch_row_norm(const typename Result<T, Fit::kAny>::Args& args, Fit fit, b
         const auto launch_resident = [&]<Fit kFit>() {
           using S = Source<T, kFit>;
           using R = Result<T, kFit>;
+          const auto launch_kernel = [&]<int kParts, int kNumber, bool kEarly, bool kFull>() {
+            constexpr int kOwn = kThreads / kParts, kBlock = kBlockSize<kOwn>, kRows = kBlock / kOwn;
+            launch_dependent(row_norm_kernel<S, R, kCentred, kOwn, kNumber, kParts, kEarly, kFull>,
+                             (num_rows - 1) / kRows + 1, kBlock, launch, op, args, inverse_size,
+                             rows_ahead(int64_t{packs} * sizeof(typename S::Raw)));
+          };
           const auto start = [&]<int kParts, bool kEarly>() {
-            constexpr int kBlock = kBlockSize<kThreads / kParts>, kRows = kBlock / (kThreads / kParts);
-            const auto launch_kernel = [&](auto kernel) {
-              launch_dependent(kernel, (num_rows - 1) / kRows + 1, kBlock, launch, op, args, inverse_size,
-                               rows_ahead(int64_t{packs} * sizeof(typename S::Raw)));
-            };
             constexpr int kOwn = kThreads / kParts, kOwnPacks = kPacks * kParts;
-            if constexpr (kFit == Fit::kPlain && kRows == 1 && !kHasOwn<R>) {
+            if constexpr (kFit == Fit::kPlain && kOwn == kBlockSize<kOwn> && !kHasOwn<R>) {
               constexpr int kLeast = std::max(kOwnPacks / 2 + (kPacks > 2), kParts);
               const auto launch_full = [&]<int kNumber>() {
-                launch_kernel(row_norm_kernel<S, R, kCentred, kOwn, kNumber, kParts, kEarly, true>);
+                launch_kernel.template operator()<kParts, kNumber, kEarly, true>();
               };
               if (packs % kOwn == 0 && with_number<kLeast, kOwnPacks>(packs / kOwn, launch_full)) return;
             }
-            launch_kernel(row_norm_kernel<S, R, kCentred, kOwn, kOwnPacks, kParts, kEarly, false>);
+            launch_kernel.template operator()<kParts, kOwnPacks, kEarly, false>();
           };
           // Few rows get all the threads there are, and nothing waits that can come at once.
           constexpr bool kEarly = kThreads <= 256;
@@ -411,8 +422,13 @@ void launch_row_norm(const typename Result<T, Fit::kAny>::Args& args, Fit fit, b
           if constexpr (kPacks > 1 && (kSplit > 1 || kHasOwn<R> || kPacks > 2)) {
             constexpr bool kCodes = R::kLargest != Largest::kNothing;
             constexpr int kMost = kPacks == 2 ? 4 : kCodes && kThreads == 256 ? 2 : 1;
-            if (num_rows > num_sms(launch.device) * kRoom / 2)
+            if (num_rows > num_sms(launch.device) * kRoom / 2) {
+              // Four packs for each thread, not eight: the last rows are done sooner (4096 x 4096 on an H200: 15.4 -> 14.9 us).
+              if constexpr (R::kLargest == Largest::kOfGroups && kFit == Fit::kPlain && kPacks == 2) {
+                if (packs == kThreads * kPacks) return launch_kernel.template operator()<2, 4, false, true>();
+              }
               return start.template operator()<std::min(kSplit, kMost), false>();
+            }
           }
           start.template operator()<1, kEarly>();
         };

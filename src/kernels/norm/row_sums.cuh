@@ -2,6 +2,7 @@
 // and of all threads of the row.  Who adds what in which order follows from the number of threads alone.
 #pragma once
 
+#include <bit>
 #include <type_traits>
 
 #include "cuda/pairs.cuh"
@@ -74,51 +75,69 @@ __device__ float largest_of(const Vec<T, kSize> (&v)[kCount]) {
   }
 }
 
-// The largest of each of kCount packs over `lanes` neighbouring lanes.
-template <class T, int kSize, int kCount>
-__device__ void largest_of_lanes(const Vec<T, kSize> (&v)[kCount], int lanes, float (&mosts)[kCount]) {
-  if constexpr (kInWords<T, kSize> && kCount > 1) {
-    uint32_t pairs[(kCount + 1) / 2];  // of two packs each, the last perhaps of one
-#pragma unroll
-    for (int k = 0; k < kCount; k += 2) {
-      const uint32_t a = largest_parts(v[k]), b = k + 1 < kCount ? largest_parts(v[k + 1]) : a;
-      pairs[k / 2] = larger_magnitudes<T>(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
-    }
-    for (int distance = lanes / 2; distance > 0; distance /= 2) {
-#pragma unroll
-      for (uint32_t& pair : pairs) pair = larger_magnitudes<T>(pair, __shfl_xor_sync(0xffffffffu, pair, distance));
-    }
-#pragma unroll
-    for (int k = 0; k < kCount; k += 2) {
-      const float2 floats = word_to_floats<T>(pairs[k / 2] & 0x7fff7fffu);
-      mosts[k] = fmaxf(floats.x, 0.0f);  // NaN where there is nothing else
-      if (k + 1 < kCount) mosts[k + 1] = fmaxf(floats.y, 0.0f);
-    }
-  } else {
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) mosts[k] = warp_reduce(largest_of(v[k]), lanes, Maximum());
-  }
-}
-
-// Sums over lanes of kCount numbers each, in kCount / 2 + kCount / 4 + ... + 1 and the rest of five steps: number i is left
-// in the lanes whose highest bits are i.
-template <int kCount>
-__device__ float warp_sums(float (&v)[kCount]) {
-  int distance = 16;
+// Of kCount numbers in each lane, a power of two, one: combined with those of other lanes, half of them handed over in each
+// step.  Number i is left in the lanes that have i in their bits from `distance` down.
+template <int kCount, class V, class Combine>
+__device__ V dealt_out(V (&v)[kCount], int distance, Combine combine) {
 #pragma unroll
   for (int count = kCount; count > 1; count /= 2, distance /= 2) {
     const bool high = threadIdx.x & distance;
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) {
       if (i >= count / 2) break;
-      const float mine = high ? v[i + count / 2] : v[i], other = high ? v[i] : v[i + count / 2];
-      v[i] = mine + __shfl_xor_sync(0xffffffffu, other, distance);
+      const V mine = high ? v[i + count / 2] : v[i], other = high ? v[i] : v[i + count / 2];
+      v[i] = combine(mine, __shfl_xor_sync(0xffffffffu, other, distance));
     }
   }
-#pragma unroll
-  for (int left = 16; left > 0; left /= 2)
-    if (left <= distance) v[0] += __shfl_xor_sync(0xffffffffu, v[0], left);
   return v[0];
+}
+
+// Sums over lanes of kCount numbers each: number i is left in the lanes whose highest bits are i.
+template <int kCount>
+__device__ float warp_sums(float (&v)[kCount]) {
+  float sum = dealt_out(v, 16, Sum());
+#pragma unroll
+  for (int distance = 16 / kCount; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  return sum;
+}
+
+// The largest of each of kCount packs over `lanes` neighbouring lanes, not fewer than packs: that of pack i in the lanes
+// whose lowest bits are i.  NaN where there is one.
+template <class T, int kSize, int kCount>
+__device__ float largest_of_one(const Vec<T, kSize> (&v)[kCount], int lanes) {
+  constexpr int kPacks = std::bit_ceil(static_cast<unsigned>(kCount)), kInWord = 4 / sizeof(T);
+  constexpr int kWords = kPacks > kInWord ? kPacks / kInWord : 1;
+  const auto larger = [](uint32_t a, uint32_t b) { return larger_magnitudes_or_nan<T>(a, b); };
+  const auto of_pack = [&](int k) {
+    const auto& pack = reinterpret_cast<const Vec<uint32_t, kSize / kInWord>&>(v[k < kCount ? k : kCount - 1]);
+    uint32_t most = pack[0];
+#pragma unroll
+    for (int i = 1; i < kSize / kInWord; ++i) most = larger(most, pack[i]);
+    return most;
+  };
+  uint32_t words[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    if constexpr (kInWord == 2) {
+      const uint32_t a = of_pack(2 * i), b = of_pack(2 * i + 1);
+      words[i] = larger(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
+    } else {
+      words[i] = of_pack(i);
+    }
+  }
+  uint32_t most = dealt_out(words, kPacks / 2, larger);
+#pragma unroll
+  for (int distance = kPacks / kWords / 2; distance > 0; distance /= 2)
+    most = larger(most, __shfl_xor_sync(0xffffffffu, most, distance));
+#pragma unroll
+  for (int distance = kPacks; distance < 32; distance *= 2)
+    if (distance < lanes) most = larger(most, __shfl_xor_sync(0xffffffffu, most, distance));
+  if constexpr (kInWord == 2) {
+    const float2 pair = word_to_floats<T>(most & 0x7fff7fffu);
+    return threadIdx.x & 1 ? pair.y : pair.x;
+  } else {
+    return fabsf(__uint_as_float(most));
+  }
 }
 
 // Over the threads of a row: kThreads, or the whole block (0), each standing for kSplit.  Each use in a kernel has a number
