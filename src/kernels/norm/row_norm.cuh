@@ -93,7 +93,7 @@ __device__ void store_by_largest(const Result& result, const Vec<T, kSize> (&y)[
         return;
       }
     }
-    // What is odd (NaN, infinity, the largest numbers), or groups of few lanes.  A loop: else it costs the others registers.
+    // What is odd (NaN, infinity, the largest numbers), or groups of few lanes.  A loop: else others pay in registers.
     Vec<T, kSize> left[kPacks];
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) left[k] = y[k];
@@ -423,7 +423,7 @@ void launch_row_norm(const typename Result<T, Fit::kAny>::Args& args, Fit fit, b
             constexpr bool kCodes = R::kLargest != Largest::kNothing;
             constexpr int kMost = kPacks == 2 ? 4 : kCodes && kThreads == 256 ? 2 : 1;
             if (num_rows > num_sms(launch.device) * kRoom / 2) {
-              // Four packs for each thread, not eight: the last rows are done sooner (4096 x 4096 on an H200: 15.4 -> 14.9 us).
+              // Not eight packs for each thread: the last rows are done sooner (4096 x 4096 on an H200: 14.9 us, not 15.4).
               if constexpr (R::kLargest == Largest::kOfGroups && kFit == Fit::kPlain && kPacks == 2) {
                 if (packs == kThreads * kPacks) return launch_kernel.template operator()<2, 4, false, true>();
               }
