@@ -13,9 +13,11 @@ namespace pykv::PYKV_ISA {
 template <class T, class Code>
 class Decoder {
  public:
+  static constexpr bool kStreams = false;  // past the caches, if asked to
+
   explicit Decoder(float scale) : scale_(splat(scale)) {}
 
-  void operator()(T* to, const Code* from, int64_t n) const {
+  void operator()(T* to, const Code* from, int64_t n, bool = false) const {
     for (int64_t i = 0; i < n; i += kWidth) store(to + i, load(from + i, n - i) * scale_, n - i);
   }
 
@@ -36,6 +38,8 @@ class Decoder<T, Code> {
   using Products = Pair<T>[kVectors];
 
  public:
+  static constexpr bool kStreams = true;
+
   explicit Decoder(float scale) {
     for (int i = 0; i < kCodes; i += kPair) {
       Code codes[kPair];
@@ -45,13 +49,13 @@ class Decoder<T, Code> {
     table_ = table_of(products_);
   }
 
-  void operator()(T* to, const Code* from, int64_t n) const { look_up(table_, to, from, n); }
+  void operator()(T* to, const Code* from, int64_t n, bool past = false) const { look_up(table_, to, from, n, past); }
 
   // By a table of its own: quicker than floats from the one that there is, which all would be multiplied and rounded.
   void tile(T* to, const Code* from, int64_t n, float scale) const {
     Products own;
     for (int i = 0; i < kVectors; ++i) own[i] = products_[i] * plain(scale);
-    look_up(table_of(own), to, from, n);
+    look_up(table_of(own), to, from, n, false);
   }
 
  private:
@@ -64,14 +68,14 @@ class Decoder<T, Code> {
     return Table(results);
   }
 
-  static void look_up(const Table& of, T* to, const Code* from, int64_t n) {
+  static void look_up(const Table& of, T* to, const Code* from, int64_t n, bool past) {
     const Table table = of;  // which no store can change
     __m512i results[2];
     int64_t i = 0;
     for (; i + 2 * kPair <= n; i += 2 * kPair) {
       table.in_order(load_raw<__m512i>(from + i), results);
-      store_raw(to + i, results[0], false);
-      store_raw(to + i + kPair, results[1], false);
+      store_raw(to + i, results[0], past);
+      store_raw(to + i + kPair, results[1], past);
     }
     if (i == n) return;
     const auto inside = _bzhi_u64(~uint64_t{}, static_cast<uint32_t>(n - i));
@@ -90,9 +94,9 @@ class Decoder<T, Code> {
     return table;
   }
 
-  static void look_up(const Table& table, T* to, const Code* from, int64_t n) {
+  static void look_up(const Table& table, T* to, const Code* from, int64_t n, bool past) {
     int64_t i = 0;
-    for (; i + kPair <= n; i += kPair) _mm512_storeu_si512(to + i, look_up(table, load_raw<__m256i>(from + i)));
+    for (; i + kPair <= n; i += kPair) store_raw(to + i, look_up(table, load_raw<__m256i>(from + i)), past);
     if (i == n) return;
     uint8_t codes[kPair] = {};
     uint16_t results[kPair];

@@ -35,6 +35,8 @@ void store_by_rule(const Rule& rule, Code* to, const T* from, int64_t n) {
 template <class T, class Code, class Rule = Divided<Code>>
 class Encoder {
  public:
+  static constexpr bool kStreams = false;  // past the caches, if asked to
+
   // For that many elements in all: few are not worth tables.
   Encoder(float scale, int64_t) : rule_{scale} {}
 
@@ -78,6 +80,12 @@ inline void store_words(Code* to, const T* from, int64_t n, bool past, WordsOf w
 template <class T>
 class Encoder<T, i8, Divided<i8>> {
  public:
+#if defined(__AVX512BW__)
+  static constexpr bool kStreams = sizeof(T) == 2;
+#else
+  static constexpr bool kStreams = false;
+#endif
+
   Encoder(float scale, int64_t) : scale_(scale) {}
 
   void operator()(i8* to, const T* from, int64_t n, bool past = false) const {
@@ -194,6 +202,8 @@ template <class Code, class Rule>
   requires(__is_same(Code, e4m3) || __is_same(Code, e5m2))
 class Encoder<bf16, Code, Rule> {
  public:
+  static constexpr bool kStreams = true;
+
   Encoder(float scale, int64_t elements) : scale_(scale), rule_{scale}, tables_(elements >= kWorthTables && build()) {}
 
   [[gnu::noinline]] void operator()(Code* to, const bf16* from, int64_t n, bool past = false) const {
@@ -284,6 +294,8 @@ template <class T, class Code, class Rule>
   requires(sizeof(T) == 2 && (__is_same(Code, e4m3) || __is_same(Code, e5m2)))
 class Encoder<T, Code, Rule> {
  public:
+  static constexpr bool kStreams = true;
+
   Encoder(float scale, int64_t elements) : scale_(scale), rule_{scale}, tables_(elements >= kWorthTables && build()) {}
 
   void operator()(Code* to, const T* from, int64_t n, bool past = false) const {

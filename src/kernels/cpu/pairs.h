@@ -348,6 +348,26 @@ inline void write_pairs(LineWriter& writer, To* to, int64_t n, bool streamed, Fi
   if (tail < n) by_writer(tail, n);
 }
 
+// n elements that convert(To* to, const From* from, int64_t count, bool past) makes of as many; what lies `ahead` of these is
+// asked for meanwhile.
+template <class Convert, class To, class From>
+inline void write_converted(LineWriter& writer, const Convert& convert, To* to, const From* from, int64_t n,
+                            int64_t ahead) {
+  constexpr int64_t kSome = 1024 / (sizeof(To) < sizeof(From) ? sizeof(From) : sizeof(To));
+  const auto fill = [&](To* at, int64_t first, int64_t count, bool past) {
+    for (int64_t i = first, end = first + count; i < end; i += kSome, at += kSome) {
+      const int64_t some = end - i < kSome ? end - i : kSome;
+      prefetch_bytes(from + i + ahead, some * static_cast<int64_t>(sizeof(From)));
+      convert(at, from + i, some, past);
+    }
+  };
+  if constexpr (Convert::kStreams) {
+    write_pairs(writer, to, n, writer.streamed(), fill);
+  } else {
+    writer.fill(to, n, [&](To* at, int64_t first, int64_t count) { fill(at, first, count, false); });
+  }
+}
+
 // n elements that fill(T* to, int64_t first, int64_t count) works out and then(to, const T* from, int64_t count) makes others of,
 // some at a time: a processor does not look so far ahead that it could begin enough pairs before the first one has gone
 // through both steps.

@@ -73,6 +73,8 @@ class LineWriter {
     if (streamed_) finish_streaming();
   }
 
+  bool streamed() const { return streamed_; }
+
   void put(void* target, const void* source, int64_t bytes) {
     if (!streamed_) {
       std::memcpy(target, source, static_cast<size_t>(bytes));
