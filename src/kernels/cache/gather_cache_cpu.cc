@@ -11,32 +11,55 @@
 namespace pykv::PYKV_ISA {
 namespace {
 
-constexpr int64_t kBytesPerTask = 64 * 1024;  // less is not worth another thread
+constexpr int64_t kBytesPerTask = 64 * 1024;   // less is not worth another thread
+constexpr int64_t kBytesPerRange = 16 * 1024;  // of more: threads that end together
+constexpr int64_t kRowsAhead = 4;              // those that are asked for
 
-// read(block, offset, row, out): for every row that a request has, of so many bytes in the cache and here.  The next run of
-// rows lies anywhere: it is asked for row by row meanwhile, where rows are whole in the cache.
+// Where rows lie, one after another: found together where they are in one block.
+class Places {
+ public:
+  Places(const PagedRequests& requests, int64_t first, ErrorWord* errors)
+      : requests_(requests), errors_(errors), row_(first) {}
+
+  // The next row's, block -1 if it has none.
+  PagedRequests::Place next() {
+    if (at_.run == 0) at_ = requests_.locate(row_, errors_);
+    const PagedRequests::Place place = at_;
+    ++row_, ++at_.offset, --at_.run;
+    return place;
+  }
+
+ private:
+  const PagedRequests& requests_;
+  ErrorWord* const errors_;
+  int64_t row_;
+  PagedRequests::Place at_{-1, 0, 0};
+};
+
+// read(block, offset, row, out): for every row that a request has, of so many bytes in the cache and here.  Rows that follow may
+// lie anywhere: they are asked for, where they are whole in the cache.
 template <class Read>
 void for_each_place(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_bytes, const Launch& launch,
                     Read&& read) {
   const int64_t row = args.pieces * args.piece;
-  const int64_t row_bytes = args.kind == GatherKind::kRecords ? args.src_token : row * src_bytes;
-  const bool whole_rows = args.kind != GatherKind::kNvfp4 && (args.pieces == 1 || args.src_piece == args.piece);
+  const bool records = args.kind == GatherKind::kRecords, pages = args.kind == GatherKind::kNvfp4;
+  const bool whole_rows = records || (!pages && (args.pieces == 1 || args.src_piece == args.piece));
+  const int64_t row_bytes = records ? args.record.bytes() : row * src_bytes;
   const char* const cache = static_cast<const char*>(args.src);
   const bool streamed = args.num_rows * row * dst_bytes > kWorthStreaming;
-  parallel_for(args.num_rows, kBytesPerTask / (row * src_bytes) + 1, [&](int64_t begin, int64_t end) {
+  const int64_t at_least = args.num_rows * row * src_bytes > kBytesPerTask ? kBytesPerRange : kBytesPerTask;
+  parallel_for(args.num_rows, at_least / (row * src_bytes) + 1, [&](int64_t begin, int64_t end) {
     LineWriter out(streamed);
-    PagedRequests::Place next = args.requests.locate(begin, launch.errors);
-    for (int64_t row = begin; row < end;) {
-      const auto [block, offset, run] = next;
-      const int64_t last = block < 0 || run == 1 ? row + 1 : std::min(row + run, end);
-      next = last < end ? args.requests.locate(last, launch.errors) : PagedRequests::Place{-1, 0, 1};
-      for (int64_t i = 0; row < last; ++row, ++i) {
-        if (block < 0) continue;
-        if (whole_rows && next.block >= 0 && i < next.run)
-          prefetch_bytes(cache + (next.block * args.src_block + (next.offset + i) * args.src_token) * src_bytes,
-                         row_bytes);
-        read(block, offset + i, row, out);
+    Places places(args.requests, begin, launch.errors), ahead = places;
+    int64_t asked = whole_rows ? begin : end;
+    for (int64_t row = begin; row < end; ++row) {
+      for (; asked < end && asked <= row + kRowsAhead; ++asked) {
+        const auto [block, offset, run] = ahead.next();
+        if (block >= 0)
+          prefetch_bytes(cache + (block * args.src_block + offset * args.src_token) * src_bytes, row_bytes);
       }
+      const auto [block, offset, run] = places.next();
+      if (block >= 0) read(block, offset, row, out);
     }
   });
 }

@@ -47,12 +47,18 @@ class Decoder<T, Code> {
       products_[i / kPair] = in_order<T>(load(codes), load(codes + kWidth)) * plain(scale);
     }
     table_ = table_of(products_);
+    plain_ = scale == 1.0f;
   }
 
   void operator()(T* to, const Code* from, int64_t n, bool past = false) const { look_up(table_, to, from, n, past); }
 
-  // By a table of its own: quicker than floats from the one that there is, which all would be multiplied and rounded.
+  // By a table of its own, where each product would take several operations to be rounded.
   void tile(T* to, const Code* from, int64_t n, float scale) const {
+#if defined(__AVX512VBMI__)
+    if constexpr (__is_same(T, bf16)) {
+      if (plain_ && (scale >= kLeastScale || scale == 0.0f)) return scaled(to, from, n, scale);
+    }
+#endif
     Products own;
     for (int i = 0; i < kVectors; ++i) own[i] = products_[i] * plain(scale);
     look_up(table_of(own), to, from, n, false);
@@ -66,6 +72,25 @@ class Decoder<T, Code> {
     uint16_t results[kCodes];
     for (int i = 0; i < kVectors; ++i) store_raw(results + i * kPair, packed(products[i]), false);
     return Table(results);
+  }
+
+  static constexpr float kLeastScale = 0x1p-100f;
+
+  // Products that are zeros or normal numbers, which AVX512_BF16 rounds.
+  static void scaled(T* to, const Code* from, int64_t n, float scale) {
+    static_assert(2 * kPair == 4 * kWidth);
+    const auto round = [=](T* at, Floats first, Floats second) {
+      store_raw(at, _mm512_cvtne2ps_pbh(second * scale, first * scale), false);
+    };
+    const FloatLoader<Code> load_all;
+    int64_t i = 0;
+    for (; i + 2 * kPair <= n; i += 2 * kPair) {
+      Floats v[4];
+      load_all(from + i, v);
+      round(to + i, v[0], v[1]);
+      round(to + i + kPair, v[2], v[3]);
+    }
+    if (i < n) round(to + i, load(from + i), load(from + i + kWidth));
   }
 
   static void look_up(const Table& of, T* to, const Code* from, int64_t n, bool past) {
@@ -118,6 +143,7 @@ class Decoder<T, Code> {
 
   Products products_;
   Table table_;
+  bool plain_;  // the scale is 1
 };
 #endif
 
