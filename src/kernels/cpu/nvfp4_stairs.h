@@ -1,0 +1,302 @@
+// Codes of nvfp4 blocks (core/nvfp4.h) of 16-bit elements by tables, with AVX-512.
+//
+// The code is a staircase over the bits of an element; blocks whose scales differ by a power of two have it shifted by as many
+// binades, so that eight staircases do, made as cpu/encode.h does it.  No division, no conversion, no product.
+#pragma once
+
+#include "cpu/code_table.h"
+#include "cpu/encode.h"
+#include "cpu/nvfp4_scales.h"
+#include "cpu/prefetch.h"
+#include "cpu/stream_copy.h"
+
+namespace pykv::PYKV_ISA {
+
+// Blocks come in fours.
+inline constexpr int kNvfp4Four = 4 * kNvfp4Block;      // elements,
+inline constexpr int kNvfp4FourCodes = kNvfp4Four / 2;  // bytes,
+inline constexpr int64_t kNvfp4Fours = 8;               // and so many fours at once
+constexpr int64_t nvfp4_whole(int64_t fours) { return (fours + kNvfp4Fours - 1) / kNvfp4Fours * kNvfp4Fours; }
+
+#if defined(__AVX512BW__)
+// What the staircases below a positive global scale have in common.
+template <class T>
+class Nvfp4Steps {
+ public:
+  static constexpr int kMantissa = __is_same(T, bf16) ? 7 : 10;
+  static constexpr int kInfinity = ((1 << (15 - kMantissa)) - 1) << kMantissa;
+  static constexpr int kMantissas = 8, kScales = 128;  // e4m3
+  static constexpr int kAboveAll = 0x7fff;             // nothing has bits beyond these
+
+  explicit Nvfp4Steps(float global) : global_(global) {}
+
+  bool usable() const { return global_ > 0x1p-60f && global_ < 0x1p60f; }
+
+  // Of the scale with that mantissa that is at least 1 and less than 2: the least bits with each code.
+  void find(int mantissa, int (&steps)[8]) const {
+    const float r = 1.0f / (to_float(e4m3{static_cast<uint8_t>(kOne + mantissa)}) * global_);
+    for (uint32_t code = 1; code < 8; ++code)
+      steps[code] = static_cast<int>(first_where(0, kInfinity, [=](uint32_t bits) {
+        return narrow_e2m1_magnitude<float, uint32_t>(to_float(T{static_cast<uint16_t>(bits)}) * r) >= code;
+      }));
+  }
+
+  // Where the staircase of each scale begins, and its mantissa: of the first one, whose codes are all 0, beyond all.
+  struct OfScale {
+    int base = kAboveAll, mantissa = 0;
+  };
+  // From those of find's scales; which are for blocks whose elements are normal numbers, from one to another, is kept.  False
+  // if there are none.
+  bool spread(const int (&bases)[kMantissas], int span, OfScale (&of_scale)[kScales]) {
+    int least = 0, most = 0;
+    for (int scale = 1; scale < kLargest; ++scale) {
+      // the mantissa and the exponent of the scale, subnormal or not
+      int mantissa = scale & 7, exponent = scale >> 3;
+      if (exponent == 0) {
+        exponent = 1;
+        while (mantissa < 8) mantissa *= 2, --exponent;
+        mantissa -= 8;
+      }
+      const int base = bases[mantissa] + (exponent - (kOne >> 3)) * (1 << kMantissa);
+      if (base < 1 << kMantissa || base + span >= kInfinity) continue;
+      if (least == 0) least = scale;
+      most = scale;
+      of_scale[scale] = {base, mantissa};
+    }
+    least_ = static_cast<uint8_t>(least);
+    span_ = static_cast<uint8_t>(most - least);
+    return least > 0;
+  }
+
+  // Whether all of n scales, a multiple of 32, are among these, or 0.
+  bool have(const uint8_t* scales, int64_t n) const {
+    __mmask32 others = 0;
+    for (int64_t i = 0; i < n; i += 32) {
+      const __m256i some = load_raw<__m256i>(scales + i);
+      const __m256i above = _mm256_sub_epi8(some, _mm256_set1_epi8(static_cast<char>(least_)));
+      others |= _mm256_mask_cmpgt_epu8_mask(_mm256_test_epi8_mask(some, some), above,
+                                            _mm256_set1_epi8(static_cast<char>(span_)));
+    }
+    return others == 0;
+  }
+
+ private:
+  static constexpr int kOne = 0x38;      // the scale 1; the next seven have the other mantissas
+  static constexpr int kLargest = 0x7e;  // what larger ones become, too
+
+  float global_;
+  uint8_t least_ = 0, span_ = 0;
+};
+
+// (bits + d) >> kPart is the code, with a d for each quarter of a binade; two blocks a vector, a line of 128 elements at once.
+template <class T>
+class Nvfp4Stairs {
+ public:
+  explicit Nvfp4Stairs(float global) : steps_(global) {}
+
+  bool build() {
+    if (!steps_.usable()) return false;
+    int bases[Steps::kMantissas];
+    for (int m = 0; m < Steps::kMantissas; ++m) {
+      int steps[8];
+      steps_.find(m, steps);
+      const int base = (steps[1] >> kPart << kPart) - (1 << kPart);
+      if (base < 1 << Steps::kMantissa || steps[7] >= Steps::kInfinity) return false;
+      for (int part = 0, code = 0; part < kParts; ++part) {
+        const int end = base + ((part + 1) << kPart);
+        const bool steps_here = code < 7 && steps[code + 1] < end;
+        // without a step the sum stays below the next multiple of 2^kPart
+        const int carry = steps_here ? end - steps[code + 1] : 0;
+        stairs_[m][part] = static_cast<uint16_t>(((code - part) << kPart) + carry);
+        code += steps_here;
+      }
+      bases[m] = base;
+    }
+    typename Steps::OfScale of_scale[Steps::kScales];
+    if (!steps_.spread(bases, 24 << kPart, of_scale)) return false;
+    for (int i = 0; i < Steps::kScales; ++i)
+      of_scale_[i] = {static_cast<uint32_t>(of_scale[i].base) * 0x10001u, static_cast<uint32_t>(of_scale[i].mantissa)};
+    return true;
+  }
+  bool have(const uint8_t* scales, int64_t n) const { return steps_.have(scales, n); }
+
+  // Of n fours, an even number, with these scales; what lies `ahead` elements of them is asked for.
+  void operator()(uint8_t* codes, const T* const* from, int64_t n, const uint8_t* scales, int64_t ahead) const {
+    for (int64_t i = 0; i < n; i += 2, codes += kLine, scales += 8) {
+      prefetch_bytes(from[i] + ahead, kNvfp4Four * sizeof(T));
+      prefetch_bytes(from[i + 1] + ahead, kNvfp4Four * sizeof(T));
+      encode(codes, from + i, scales);
+    }
+  }
+
+ private:
+  using Steps = Nvfp4Steps<T>;
+  static constexpr int kPart = Steps::kMantissa - 2, kParts = 32;
+
+  // Two fours to a line.
+  void encode(uint8_t* codes, const T* const* from, const uint8_t* scales) const {
+    const __m512i first = encode_four(from[0], scales), second = encode_four(from[1], scales + 4);
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i bytes = _mm512_packus_epi16(first, second);
+    _mm512_storeu_si512(codes, _mm512_maskz_permutexvar_epi32(0xffff, order, bytes));
+  }
+
+  // Bytes in 16 bits; of 128 bits half are the first two blocks'.
+  __m512i encode_four(const T* from, const uint8_t* scales) const {
+    const __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + 2 * kNvfp4Block);
+    // bytes with the code uppermost, and others with the sign
+    const __m512i steps = _mm512_packus_epi16(above_base(a, scales), above_base(b, scales + 2));
+    const __m512i signs = _mm512_packs_epi16(a, b);
+    // 0xe4 is c ? a : b
+    const __m512i codes =
+        _mm512_ternarylogic_epi32(signs, _mm512_srli_epi16(steps, 1), _mm512_set1_epi8(static_cast<char>(0x80)), 0xe4);
+    return _mm512_ternarylogic_epi32(_mm512_srli_epi16(codes, 4), _mm512_srli_epi16(codes, 8), _mm512_set1_epi16(0x0f),
+                                     0xe4);
+  }
+
+  // Of two blocks: a byte in 16 bits, whose upper three are the magnitude's code.
+  __m512i above_base(__m512i bits, const uint8_t* scales) const {
+    const OfScale &low = of_scale_[scales[0]], &high = of_scale_[scales[1]];
+    const __m512i base =
+        _mm512_mask_set1_epi32(_mm512_set1_epi32(static_cast<int>(low.base)), 0xff00, static_cast<int>(high.base));
+    const __m512i above = _mm512_subs_epu16(_mm512_and_si512(bits, _mm512_set1_epi16(0x7fff)), base);
+    const __m512i part = _mm512_srli_epi16(above, kPart);
+    const __m512i place = _mm512_mask_add_epi16(part, 0xffff0000, part, _mm512_set1_epi16(32));
+    const __m512i d = _mm512_permutex2var_epi16(load_raw<__m512i>(stairs_[low.stairs]), place,
+                                                load_raw<__m512i>(stairs_[high.stairs]));
+    const __m512i sum = _mm512_add_epi16(above, d);
+    return kPart == 5 ? sum : _mm512_srli_epi16(sum, kPart - 5);
+  }
+
+  // The bits that the staircase of a scale counts from, twice, and which one it is.
+  struct OfScale {
+    uint32_t base, stairs;
+  };
+
+  Steps steps_;
+  OfScale of_scale_[Steps::kScales];
+  alignas(64) uint16_t stairs_[Steps::kMantissas][kParts];
+};
+
+#if defined(__AVX512VBMI__)
+// Byte by byte, 64 at once: bf16 fall apart into exponents and significands, which have two steps at most, for every other step is
+// a binade from the next.  From the binade before the first step on there are eight up to the largest element, which is 36 times
+// the first step: with the mantissas of scales 64 places, in which all bytes of a vector are looked up by one instruction.
+template <>
+class Nvfp4Stairs<bf16> {
+ public:
+  explicit Nvfp4Stairs(float global) : steps_(global) {}
+
+  bool build() {
+    if (!steps_.usable()) return false;
+    int bases[Steps::kMantissas];
+    for (int m = 0; m < Steps::kMantissas; ++m) {
+      int steps[8];
+      steps_.find(m, steps);
+      bases[m] = (steps[1] / kBinade - 1) * kBinade;
+      if (bases[m] < kBinade || steps[7] >= Steps::kInfinity) return false;
+      for (int i = 0, code = 0; i < kBinades; ++i) {
+        const int begin = bases[m] + i * kBinade, place = m * kBinades + i;
+        const auto next = [&] { return code < 7 && steps[code + 1] < begin + kBinade; };
+        if (next() && steps[code + 1] == begin) ++code;
+        code_[place] = static_cast<uint8_t>(code);
+        // the last significand before each step, with a bit behind it
+        for (uint8_t* last : {first_, second_}) {
+          last[place] = static_cast<uint8_t>(next() ? 2 * (steps[code + 1] - 1 - begin) + 1 : 255);
+          code += next();
+        }
+        if (next()) return false;
+      }
+    }
+    Steps::OfScale of_scale[Steps::kScales];
+    if (!steps_.spread(bases, kBinades * kBinade, of_scale)) return false;
+    for (int i = 0; i < Steps::kScales; ++i) {
+      exponent_of_[i] = static_cast<uint8_t>(of_scale[i].base / kBinade);
+      places_of_[i] = static_cast<uint8_t>(of_scale[i].mantissa * kBinades);
+    }
+    return true;
+  }
+  bool have(const uint8_t* scales, int64_t n) const { return steps_.have(scales, n); }
+
+  void operator()(uint8_t* codes, const bf16* const* from, int64_t n, const uint8_t* scales, int64_t ahead) const {
+    const Tables tables{_mm512_load_si512(code_), _mm512_load_si512(first_), _mm512_load_si512(second_)};
+    for (int64_t begin = 0; begin < n; begin += kFours, scales += 4 * kFours) {
+      const int64_t end = n - begin < kFours ? n - begin : kFours;
+      // of all these blocks
+      uint8_t exponents[4 * kFours], places[4 * kFours];
+      const auto inside = _bzhi_u64(~uint64_t{}, static_cast<uint32_t>(4 * end));
+      const __m512i some = _mm512_maskz_loadu_epi8(static_cast<__mmask64>(inside), scales);
+      store_raw(exponents, of_scales(exponent_of_, some), false);
+      store_raw(places, of_scales(places_of_, some), false);
+      for (int64_t i = 0; i < end; i += 2, codes += kLine) {
+        const bf16* const* four = from + begin + i;
+        prefetch_bytes(four[0] + ahead, kNvfp4Four * sizeof(bf16));
+        prefetch_bytes(four[1] + ahead, kNvfp4Four * sizeof(bf16));
+        const __m512i a = encode_four(four[0], exponents + 4 * i, places + 4 * i, tables);
+        const __m512i b = encode_four(four[1], exponents + 4 * i + 4, places + 4 * i + 4, tables);
+        alignas(64) static constexpr Bytes64 kInOrder([](int i) {
+          const int piece = i / kPiece, quad = i % kPiece / 2;  // of which vector, and which four of its elements
+          return quad / 2 * kPiece + piece / 2 * 8 + quad % 2 * 4 + piece % 2 * 2 + i % 2;
+        });
+        store_raw(codes, _mm512_maskz_permutexvar_epi8(~__mmask64{}, kInOrder, _mm512_packus_epi16(a, b)), false);
+      }
+    }
+  }
+
+ private:
+  using Steps = Nvfp4Steps<bf16>;
+  static constexpr int kBinade = 1 << Steps::kMantissa, kBinades = 8, kPlaces = Steps::kMantissas * kBinades;
+  static constexpr int kPiece = 16;
+  static constexpr int64_t kFours = 16;
+
+  struct Tables {
+    __m512i code, first, second;
+  };
+
+  static __m512i of_scales(const uint8_t (&table)[Steps::kScales], __m512i scales) {
+    return _mm512_maskz_permutex2var_epi8(~__mmask64{}, load_raw<__m512i>(table), scales,
+                                          load_raw<__m512i>(table + kLine));
+  }
+
+  // Of four blocks: bytes in 16 bits, four of the first two blocks' elements and four of the others' in turn.
+  [[gnu::always_inline]] static __m512i encode_four(const bf16* from, const uint8_t* exponents, const uint8_t* places,
+                                                    const Tables& tables) {
+    // of four elements each: the exponents, and the significands, each with the sign of the element before it (of the first one,
+    // the last one's) behind it; or the other way round
+    constexpr auto field = [](int i, bool exponent) { return (16 * (i % 4) + (exponent ? 7 : -1)) % 64; };
+    alignas(64) static constexpr Bytes64 kExponentsFirst([=](int i) { return field(i, i % 8 < 4); });
+    alignas(64) static constexpr Bytes64 kExponentsLast([=](int i) { return field(i, i % 8 >= 4); });
+    alignas(64) static constexpr Bytes64 kBlocks([](int i) { return i / 32 + i % 8 / 4 * 2; });
+    constexpr __mmask16 kUpper = 0xaaaa;
+    const __m512i a = _mm512_maskz_multishift_epi64_epi8(~__mmask64{}, kExponentsFirst, _mm512_loadu_si512(from));
+    const __m512i b =
+        _mm512_maskz_multishift_epi64_epi8(~__mmask64{}, kExponentsLast, _mm512_loadu_si512(from + 2 * kNvfp4Block));
+    const __m512i exponent = _mm512_mask_blend_epi32(kUpper, a, b);
+    const __m512i significand = _mm512_maskz_ror_epi64(0xff, _mm512_mask_blend_epi32(kUpper, b, a), 32);
+
+    const auto of_blocks = [](const uint8_t* bytes) {
+      int32_t four;
+      __builtin_memcpy(&four, bytes, sizeof four);
+      return _mm512_shuffle_epi8(_mm512_set1_epi32(four), kBlocks);
+    };
+    const __m512i place = _mm512_or_si512(_mm512_subs_epu8(exponent, of_blocks(exponents)), of_blocks(places));
+    const auto look_up = [=](__m512i table) { return _mm512_maskz_permutexvar_epi8(~__mmask64{}, place, table); };
+    const __m512i one = _mm512_set1_epi8(1), code = look_up(tables.code);
+    const __m512i up =
+        _mm512_mask_add_epi8(code, _mm512_cmpgt_epu8_mask(significand, look_up(tables.first)), code, one);
+    const __m512i magnitude =
+        _mm512_mask_add_epi8(up, _mm512_cmpgt_epu8_mask(significand, look_up(tables.second)), up, one);
+    // magnitude | sign & 8, which is that of the element in its place then: 0xf8 is a | b & c
+    const __m512i codes =
+        _mm512_ternarylogic_epi32(magnitude, _mm512_maskz_ror_epi32(0xffff, significand, 5), _mm512_set1_epi8(8), 0xf8);
+    return _mm512_maddubs_epi16(codes, _mm512_set1_epi16(0x1001));  // every second one sixteen times
+  }
+
+  Steps steps_;
+  alignas(64) uint8_t code_[kPlaces], first_[kPlaces], second_[kPlaces];
+  alignas(64) uint8_t exponent_of_[Steps::kScales], places_of_[Steps::kScales];
+};
+#endif
+#endif
+
+}  // namespace pykv::PYKV_ISA
