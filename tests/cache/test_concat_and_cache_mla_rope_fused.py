@@ -118,6 +118,29 @@ class Case:
             np.testing.assert_array_equal(got[turns], wanted)
 
 
+@pytest.mark.parametrize("least", [-140, -91, -88, 0])
+@pytest.mark.parametrize("least_angle", [-40, -29, -27])
+def test_small_elements_and_angles(least: int, least_angle: int) -> None:
+    """On a CPU, where the quick way of bf16 has none for what subnormal numbers come of."""
+    rng, rows, heads, rope = np.random.default_rng(-least), 40, 3, 64
+    bf16 = DTYPES["bfloat16"]
+
+    def some(shape: tuple[int, ...], least: int) -> np.ndarray:
+        signs = rng.choice([-1.0, 0.0, 1.0], shape, p=[0.45, 0.1, 0.45])
+        return np.ldexp(signs * rng.uniform(1, 2, shape), rng.integers(least, least + 4, shape)).astype(bf16)
+
+    q, k, cos_sin = some((rows, heads, rope), least), some((rows, rope), least), some((rows, rope), least_angle)
+    q[5, 1, 7], q[6, 2, 40], q[7, 0, 3] = np.nan, np.inf, 1.0
+    positions, cache = np.arange(rows), np.zeros((1, rows, rope), bf16)
+    cos, sin = cos_sin[:, : rope // 2], cos_sin[:, rope // 2 :]
+    with np.errstate(invalid="ignore"):
+        wanted = [rotated_in_dtype(x, cos, sin, True) for x in (q, k[:, None])]
+    latent = np.zeros((rows, 0), bf16)
+    pykv.concat_and_cache_mla_rope_fused(positions, q, k, latent, cos_sin, True, positions, cache, "auto", 1.0)
+    for got, expected in [(q, wanted[0]), (k, wanted[1][:, 0]), (cache[0], k)]:
+        np.testing.assert_array_equal(got.astype(np.float32), expected.astype(np.float32))
+
+
 styles = pytest.mark.parametrize("is_neox", [True, False], ids=["neox", "gptj"])
 
 
