@@ -27,8 +27,11 @@ struct QuantiseBlocks {
 
   // What some tokens become.
   struct Scratch {
-    std::vector<uint8_t> codes, scales, turned;
+    std::vector<uint8_t> codes, scales, turned, rows;
     std::vector<T> together;  // elements that are no neighbours
+    LineWriter scale_rows;    // those of a page follow one another, as its codes do
+
+    explicit Scratch(bool past_caches) : scale_rows(past_caches) {}
   };
 
   void run(const CacheSide& side, int64_t num_heads, const Run& run, LineWriter& out, Scratch& some) const {
@@ -40,14 +43,18 @@ struct QuantiseBlocks {
     some.codes.resize(nvfp4_whole(most) * kNvfp4FourCodes);
     some.scales.resize(nvfp4_whole(most) * 4 + kColumns);
     some.turned.resize(row * 4 * kNvfp4TokenGroup + kNvfp4TokenGroup * kColumns);
+    some.rows.resize(row * 4 * kNvfp4TokenGroup);
     for (int64_t i = 0, n; i < run.length; i += n) {
       const int64_t offset = run.offset + i;
       n = std::min(run.length - i, kNvfp4TokenGroup - offset % kNvfp4TokenGroup);
       for (int64_t h = 0; h < num_heads; h += heads) {
         encode(encoders[by_token ? 0 : h], side, run.token + i, n, h, heads, some);
-        const bool touch = side.page.codes_head == fours * kNvfp4FourCodes;  // codes of heads
-        const int64_t parts = touch ? 1 : heads, bytes = row / parts * kNvfp4FourCodes;
-        for (int64_t t = 0; t < n; ++t)
+        // as many codes as lie together: of all tokens, of all heads, or of one
+        const bool heads_touch = side.page.codes_head == fours * kNvfp4FourCodes;
+        const bool touch = heads_touch && side.page.codes_token == row * kNvfp4FourCodes;
+        const int64_t tokens = touch ? 1 : n, parts = heads_touch ? 1 : heads;
+        const int64_t bytes = n * row / (tokens * parts) * kNvfp4FourCodes;
+        for (int64_t t = 0; t < tokens; ++t)
           for (int64_t p = 0; p < parts; ++p)
             out.put(page + side.page.codes_at(offset + t, h + p, 0), some.codes.data() + (t * parts + p) * bytes,
                     bytes);
@@ -78,6 +85,25 @@ struct QuantiseBlocks {
     encoder(codes, scales, {some.together.data(), 1, 0, n * heads * fours}, 0);
   }
 
+#if defined(__AVX512BW__)
+  // Those of four tokens, `row` apart, of eight heads of 128, for which a page has four rows: two scales of each head.
+  static void turn_heads(uint8_t* to, const uint8_t* from, int64_t row) {
+    const auto low = [](__m512i a, __m512i b) { return _mm512_maskz_unpacklo_epi8(~__mmask64{}, a, b); };
+    const auto high = [](__m512i a, __m512i b) { return _mm512_maskz_unpackhi_epi8(~__mmask64{}, a, b); };
+    __m512i v[4];
+    for (int i = 0; i < 4; ++i) v[i] = load_raw<__m512i>(from + i * row);
+    // of the even heads of each two, then of the odd ones
+    const __m512i even[2] = {low(v[0], v[2]), low(v[1], v[3])}, odd[2] = {high(v[0], v[2]), high(v[1], v[3])};
+    const __m512i halves[2][2] = {{low(even[0], even[1]), low(odd[0], odd[1])},
+                                  {high(even[0], even[1]), high(odd[0], odd[1])}};
+    for (int i = 0; i < 2; ++i) {
+      const __m512i a = halves[i][0], b = halves[i][1];
+      store_raw(to + 2 * i * row, _mm512_maskz_unpacklo_epi64(0xff, a, b), false);
+      store_raw(to + (2 * i + 1) * row, _mm512_maskz_unpackhi_epi64(0xff, a, b), false);
+    }
+  }
+#endif
+
   // Those of n tokens, `count` for each of some heads.
   static void store_scales(uint8_t* page, const Nvfp4Page& places, int64_t token, int64_t n, int64_t head,
                            int64_t heads, int64_t count, Scratch& some) {
@@ -92,19 +118,25 @@ struct QuantiseBlocks {
       }
       return;
     }
+    // rows of all heads that touch are brought together, and written as one
+    const bool together = heads * places.scales_head == places.scales_token;
+    uint8_t* const first = page + places.scale_at(token, head, 0);
+    uint8_t* const to = together ? some.rows.data() : first;
+    const int64_t quarter = places.quarter;
+#if defined(__AVX512BW__)
+    if (together && quarter == 2 && row % kLine == 0) {
+      for (int64_t c = 0; c < row; c += kLine) turn_heads(to + c, scales + c, row);
+      return some.scale_rows.put(first, to, 4 * row);
+    }
+#endif
     uint8_t* turned = some.turned.data();
     for (int64_t c = 0; c < row; c += kColumns) turn_four(turned + 4 * c, scales + c, row);
-    const int64_t quarter = places.quarter;
     for (int64_t h = 0; h < heads; ++h) {
-      uint8_t* to = page + places.scale_at(token, head + h, 0);
-      for (int q = 0; q < 4; ++q, to += places.scales_token, turned += 4 * quarter) {
-        if (quarter == 2) {  // heads of 128
-          std::memcpy(to, turned, 8);
-        } else {
-          std::memcpy(to, turned, 4 * quarter);
-        }
-      }
+      uint8_t* part = to + h * places.scales_head;
+      for (int q = 0; q < 4; ++q, part += places.scales_token, turned += 4 * quarter)
+        std::memcpy(part, turned, 4 * quarter);
     }
+    if (together) some.scale_rows.put(first, to, 4 * row);
   }
 };
 

@@ -2,7 +2,8 @@
 // become neighbours, some heads of all tokens of the run are first brought into a tile, converted, in the order in which
 // they lie, which the processor fetches ahead; from there 16 bytes a token are spread, or (packed values) a square of
 // 16-byte vectors is transposed in registers; with AVX-512 four of either at once, into whole lines.  A head that begins
-// within a line is put together in a buffer first, so that all lines but those of the ends go past the caches.
+// within a line is put together in a buffer first, so that all lines but those of the ends go past the caches.  Entries of MLA, a
+// value and a key behind it, are written whole, one after another.
 #pragma once
 
 #include <algorithm>
@@ -102,6 +103,7 @@ inline void store_transposed(Stored* to, int64_t stride, const Stored* from, int
 template <class Stored>
 struct TileScratch {
   std::vector<Stored> tile, head;
+  explicit TileScratch(bool) {}  // past the caches or not
 };
 
 // How elements of a head become what the cache stores: made once for a side and all of its elements.
@@ -144,23 +146,14 @@ struct Quantise {
     }
   }
   // Neighbours; what lies `ahead` of them is asked for.
-  void row(Stored* to, const T* from, int64_t ahead, int64_t n, int64_t head, LineWriter& out, bool past_caches) const {
-    constexpr int64_t kSome = 512;
-    const Encoder<T, Code>& encode = encoders[encoders.size() == 1 ? 0 : head];
-    write_pairs(out, to, n, past_caches, [&](Stored* at, int64_t first, int64_t count, bool past) {
-      for (int64_t i = 0; i < count; i += kSome) {
-        const int64_t some = std::min(kSome, count - i);
-        prefetch_bytes(from + first + i + ahead, some * static_cast<int64_t>(sizeof(T)));
-        encode(reinterpret_cast<Code*>(at) + i, from + first + i, some, past);
-      }
-    });
+  void row(Stored* to, const T* from, int64_t ahead, int64_t n, int64_t head, LineWriter& out) const {
+    write_converted(out, encoders[encoders.size() == 1 ? 0 : head], reinterpret_cast<Code*>(to), from, n, ahead);
   }
 };
 
 // Heads lie in the cache as they do in the token: no tile is needed.
 template <class Convert>
-void write_rows(const Convert& convert, const CacheSide& side, int64_t num_heads, const Run& run, LineWriter& out,
-                bool past_caches) {
+void write_rows(const Convert& convert, const CacheSide& side, int64_t num_heads, const Run& run, LineWriter& out) {
   using Source = typename Convert::Source;
   using Stored = typename Convert::Stored;
   const int64_t size = side.head_size, row = num_heads * size;
@@ -169,7 +162,8 @@ void write_rows(const Convert& convert, const CacheSide& side, int64_t num_heads
       (num_heads == 1 || (side.data_head == size && side.head == size)) && side.data_dim == 1 && side.scale.stride == 0;
   const bool at_once = by_the_row && side.data_token == row && side.token == row;
   const int64_t tokens = at_once ? 1 : run.length, heads = by_the_row ? 1 : num_heads;
-  const int64_t n = run.length * row / (tokens * heads), ahead = rows_ahead<Source>(row) * side.data_token;
+  const int64_t n = (at_once ? run.length : 1) * (by_the_row ? row : size);
+  const int64_t ahead = rows_ahead<Source>(row) * side.data_token;
   for (int64_t i = 0; i < tokens; ++i) {
     for (int64_t h = 0; h < heads; ++h) {
       Stored* to =
@@ -179,11 +173,9 @@ void write_rows(const Convert& convert, const CacheSide& side, int64_t num_heads
       if (side.data_dim != 1) {
         convert.row(to, from, side.data_dim, n, h);
       } else if constexpr (!Convert::kIsCopy) {
-        convert.row(to, from, ahead, n, h, out, past_caches);
-      } else if (past_caches) {
-        stream_copy(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), n * sizeof(Stored));
+        convert.row(to, from, ahead, n, h, out);
       } else {
-        std::memcpy(to, from, n * sizeof(Stored));
+        out.put(to, from, n * static_cast<int64_t>(sizeof(Stored)));
       }
     }
   }
@@ -300,7 +292,7 @@ void write_run(const Convert& convert, const CacheSide& side, int64_t num_heads,
   if constexpr (requires { &Convert::run; }) {
     convert.run(side, num_heads, run, out, scratch);
   } else if (side.chunk == side.head_size) {
-    write_rows(convert, side, num_heads, run, out, past_caches);
+    write_rows(convert, side, num_heads, run, out);
   } else {
     write_tiles(convert, side, num_heads, run, out, past_caches, scratch, ahead);
   }
@@ -327,20 +319,37 @@ void with_conversion(KvFormat format, F&& f) {
 template <class Convert>
 class TokenWriter {
  public:
+  using Source = typename Convert::Source;
+
+  // What a thread needs.
+  struct Desk {
+    LineWriter out;
+    typename Convert::Scratch scratch;
+    explicit Desk(const TokenWriter& writer) : out(writer.past_caches_), scratch(writer.past_caches_) {}
+  };
+
   TokenWriter(const ReshapeAndCacheArgs& args, const Reporter& report, bool past_caches)
       : args_(args),
         report_(report),
         past_caches_(past_caches),
+        entries_(are_entries(args)),
         key_(args.key, args.num_heads, args.num_tokens * args.num_heads * args.key.head_size),
         value_(args.value, args.num_heads, args.num_tokens * args.num_heads * args.value.head_size) {}
 
+  // Whether a token's only key lies behind its value: both are written in turn then, in whole lines.
+  bool writes_entries() const { return entries_; }
+
+  // Asks for a token's value, if there is such a token.
+  void prefetch(int64_t token) const {
+    const CacheSide& side = args_.value;
+    if (token >= args_.num_tokens || side.data_dim != 1) return;
+    prefetch_bytes(static_cast<const Source*>(side.data) + token * side.data_token, side.head_size * sizeof(Source));
+  }
+
   // Those of [begin, end).
-  void operator()(int64_t begin, int64_t end) const {
-    using Source = typename Convert::Source;
+  void operator()(Desk& desk, int64_t begin, int64_t end) const {
     constexpr int64_t kMost = kMostTokens<typename Convert::Stored>;
     const int64_t num_slots = args_.num_blocks * args_.block_size;
-    typename Convert::Scratch scratch;
-    LineWriter out(past_caches_);
     while (begin < end) {
       const int64_t slot = args_.slots[begin];
       Run run{begin++, 1, 0, 0};
@@ -353,18 +362,36 @@ class TokenWriter {
       run.offset = slot % args_.block_size;
       const int64_t left = args_.block_size - run.offset, most = left < kMost ? left : kMost;
       while (run.length < most && begin < end && args_.slots[begin] == slot + run.length) ++run.length, ++begin;
+      if (entries_) {
+        write_entries(desk, run);
+        continue;
+      }
       const int64_t num_heads = args_.num_heads, next = std::min(run.length, end - begin);
-      write_run(key_, args_.key, num_heads, run, out, past_caches_, scratch,
+      write_run(key_, args_.key, num_heads, run, desk.out, past_caches_, desk.scratch,
                 Ahead::rows<Source>(args_.value, num_heads, run.token, run.length));
-      write_run(value_, args_.value, num_heads, run, out, past_caches_, scratch,
+      write_run(value_, args_.value, num_heads, run, desk.out, past_caches_, desk.scratch,
                 Ahead::rows<Source>(args_.key, num_heads, begin, next));
     }
   }
 
  private:
+  static bool are_entries(const ReshapeAndCacheArgs& args) {
+    const auto is_row = [](const CacheSide& side) { return side.chunk == side.head_size; };
+    constexpr int64_t kBytes = sizeof(typename Convert::Stored);
+    return args.num_heads == 1 && is_row(args.key) && is_row(args.value) && args.key.token == args.value.token &&
+           static_cast<char*>(args.value.cache) + args.value.head_size * kBytes == args.key.cache;
+  }
+
+  void write_entries(Desk& desk, const Run& run) const {
+    for (Run one{run.token, 1, run.block, run.offset}; one.token < run.token + run.length; ++one.token, ++one.offset) {
+      write_run(value_, args_.value, 1, one, desk.out, past_caches_, desk.scratch, Ahead{});
+      write_run(key_, args_.key, 1, one, desk.out, past_caches_, desk.scratch, Ahead{});
+    }
+  }
+
   const ReshapeAndCacheArgs& args_;
   const Reporter report_;
-  const bool past_caches_;
+  const bool past_caches_, entries_;
   const Convert key_, value_;
 };
 
