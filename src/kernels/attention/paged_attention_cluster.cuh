@@ -274,8 +274,15 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
     p.by_round = Divider(size.blocks * size.warps / ExactClusterKernel<S>::kTeamWarps);
     p.exchange_bytes = exact_exchange_bytes<S>(p.group, size.blocks, size.warps, launch.device);
   }
-  launch_after(kernel, dim3(static_cast<unsigned>(blocks)), dim3(size.warps * 32), size.blocks, bytes, launch, p.a.op,
-               p, cache_copies<S>(p.a));
+  const auto start = [&](auto... ticket) {
+    launch_after(kernel, dim3(static_cast<unsigned>(blocks)), dim3(size.warps * 32), size.blocks, bytes, launch, p.a.op,
+                 p, cache_copies<S>(p.a), ticket...);
+  };
+  if constexpr (S::kInvariant) {
+    start(uint64_t{0});
+  } else {
+    start();
+  }
   return true;
 }
 
@@ -289,6 +296,10 @@ bool launch_decode_way(const Problem& p, const Launch& launch) {
   }
   if constexpr (!kForAnyBatch || kQueries == 8) {  // the records of more queries find no room
     using Usual = ClusterShape<Element, kD, kPackedV, kQueries, false, kForAnyBatch>;
+    if constexpr (kForAnyBatch && kD == 128) {
+      constexpr int64_t kLong = Line::kNarrow ? 1 << 16 : 1 << 17;
+      if (launch_apart<Usual>(p, kLong, launch)) return true;
+    }
     const ClusterSize size = cluster_size<Usual>(p, launch);
     if constexpr (kD == 128 && kQueries <= 8) {
       using Wide = ClusterShape<Element, kD, kPackedV, kQueries, true, kForAnyBatch>;

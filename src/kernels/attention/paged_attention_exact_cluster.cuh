@@ -4,15 +4,17 @@
 // Then four warps, a team, take one as they do on the line, in rounds for all teams of the cluster.  What is left, the tail,
 // is a part or none for each warp, spread over the blocks; its sums go as they are to the blocks that finish the columns.
 //
+// Blocks that are no cluster may share a KV head, too (paged_attention_exact_apart.cuh).
+//
 // Chain: length, pages and queries at once -> tiles -> sums -> one exchange -> output.
 #pragma once
 
-#include "attention/paged_attention_exact_exchange.cuh"
+#include "attention/paged_attention_exact_apart.cuh"
 
 namespace pykv::attention {
 
 template <class S>
-struct ExactClusterKernel : ExactExchange<S> {
+struct ExactClusterKernel : ExactApart<S> {
   using Sums = ExactExchange<S>;
   using Base = DecodeLoader<S>;
   using Base::kGroups;
@@ -58,6 +60,7 @@ struct ExactClusterKernel : ExactExchange<S> {
   static constexpr int kBarrierBytes = 16;  // aligned
   static_assert(kParts == kTeamWarps);
 
+  __device__ bool is_linked() const { return cluster > 1 && !this->is_apart(); }
   __device__ bool has_rounds() const { return long_rounds + rounds > 0; }
 
   __device__ void share(int len) {
@@ -75,7 +78,7 @@ struct ExactClusterKernel : ExactExchange<S> {
       rounds = 0;
     } else {
       tail_parts = max(0, left - rounds * teams * cluster * kParts);
-      if (!has_room(long_rounds + rounds > 0)) {
+      if (tail_parts > 0 && !has_room(true)) {
         ++rounds;
         tail_parts = 0;
       }
@@ -248,7 +251,7 @@ struct ExactClusterKernel : ExactExchange<S> {
   // ---- the loop -----------------------------------------------------------------------------------------------------
 
   __device__ void run() {
-    if (cluster > 1) {
+    if (is_linked()) {
       if (threadIdx.x == 0) cluster_open(shared_address(barrier()));
       cluster_announce();  // others may send
     }
@@ -307,7 +310,7 @@ struct ExactClusterKernel : ExactExchange<S> {
       if (i < 0) continue;
       if (i == 0) {
         this->settle(kv_head, state);
-        if (cluster > 1) {
+        if (is_linked()) {
           this->await_cluster(barrier(), has_rounds(), tail_parts);  // the first tile is still on its way
         }
         if (cluster <= 2 || len <= 2048) let_next_kernel_start();
@@ -344,7 +347,8 @@ struct ExactClusterKernel : ExactExchange<S> {
                                     has_rounds() && cluster > 1, tail_parts);
     if (cluster == 1) to.records = reinterpret_cast<ExactQuad*>(rings);  // [team][item]
     if (takes_tail) send_part(state, to);
-    if (has_rounds()) send_records(to, kept);
+    if (has_rounds() || this->is_apart()) send_records(to, kept);
+    if (this->is_apart()) return this->join(rings, warps * S::kRingBytes, len);
     this->add_up(to, !has_rounds() ? 0 : cluster == 1 ? teams : cluster, tail_parts, len);
   }
 
@@ -378,7 +382,11 @@ struct ExactClusterKernel : ExactExchange<S> {
     for (int item = threadIdx.x; item < items; item += blockDim.x) {
       ExactQuad sum = staged[item];
       for (int t = 1; t < teams; ++t) sum.add(staged[t * items + item]);
-      this->send_record(to, item, sum);
+      if (this->is_apart()) {
+        this->leave_record(item, sum);
+      } else {
+        this->send_record(to, item, sum);
+      }
     }
   }
 };
@@ -404,12 +412,35 @@ int exact_exchange_bytes(int group, int blocks, int warps, int device) {
 
 template <class S>
 __global__ void __launch_bounds__(S::kWarps * 32, 1)
-    paged_attention_exact_cluster_kernel(const __grid_constant__ Problem p,
-                                         const __grid_constant__ CacheCopies copies) {
+    paged_attention_exact_cluster_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
+                                         uint64_t ticket) {
   extern __shared__ __align__(1024) char memory[];
   ExactClusterKernel<S> kernel{
-      {{{{{{p, copies}}}}}}, memory, reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)};
+      {{{{{{{p, copies}}}}}}, ticket}, memory, reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)};
   kernel.run();
+}
+
+// One long sequence, by more blocks for a KV head than a cluster has.  False if the call had better go another way: the host
+// knows no length, hence the limit (in tokens) of what the table has room for.
+template <class S>
+bool launch_apart(Problem p, int64_t least_tokens, const Launch& launch) {
+  constexpr int kLeast = 9, kMost = 32;  // blocks
+  const int blocks = std::min(kMost, num_sms(launch.device) / p.a.num_kv_heads);
+  const int bytes = S::kWarps * S::kRingBytes + exact_stats_bytes<S>(S::kWarps);
+  if (p.a.num_seqs > 1 || p.a.max_seq_len < least_tokens || blocks < kLeast ||
+      bytes > static_cast<int>(shared_memory_limit(launch.device))) {
+    return false;
+  }
+  const auto kernel = paged_attention_exact_cluster_kernel<S>;
+  static PerDevice allowed;
+  allow_shared_memory(kernel, static_cast<int>(shared_memory_limit(launch.device)), allowed, p.a.op, launch);
+  set_tiling(p, few_rows_tiling(p.a.head_size), 1, launch.device);  // where the records go
+  set_cluster(p, blocks, S::kD, launch.device);
+  p.by_round = Divider(blocks * S::kWarps / ExactClusterKernel<S>::kTeamWarps);
+  p.exchange_bytes = 0;  // whole chunks only
+  launch_after(kernel, dim3(static_cast<unsigned>(p.a.num_kv_heads * blocks)), dim3(S::kWarps * 32), 1, bytes, launch,
+               p.a.op, p, cache_copies<S>(p.a), next_ticket());
+  return true;
 }
 
 }  // namespace pykv::attention
