@@ -39,9 +39,20 @@ __device__ void cut(float y, Take take) {
   }
 }
 
+// Bits for what is no finite number.
+__device__ inline int kind_of(float x) { return isnan(x) ? 1 : x > 0 ? 2 : 4; }
+
+// What a sum of digits is: exact_number() * 2^exact_exponent().
+__device__ inline float exact_number(long long digits, int not_finite) {
+  if (not_finite != 0) return not_finite == 2 ? INFINITY : not_finite == 4 ? -INFINITY : NAN;
+  return static_cast<float>(digits);
+}
+constexpr int kNoPlace = -(1 << 26);
+__device__ inline int exact_exponent(int place) { return place == kNoPlace ? 0 : kDigitBits * (place - kDigits); }
+
 template <int kN>
 struct ExactSum {
-  static constexpr int kEmpty = -(1 << 26);
+  static constexpr int kEmpty = kNoPlace;
 
   int place;       // of the first digit
   int not_finite;  // bits for each number: NaN, +inf, -inf
@@ -111,12 +122,11 @@ struct ExactSum {
 
   // The e-th sum is number(e) * 2^exponent().
   __device__ float number(int e) const {
-    const int kind = not_finite >> 3 * e & 7;
-    if (kind != 0) return kind == 2 ? INFINITY : kind == 4 ? -INFINITY : NAN;
-    return static_cast<float>((static_cast<long long>(digit[0][e]) << 2 * kDigitBits) +
-                              (static_cast<long long>(digit[1][e]) << kDigitBits) + digit[2][e]);
+    return exact_number((static_cast<long long>(digit[0][e]) << 2 * kDigitBits) +
+                            (static_cast<long long>(digit[1][e]) << kDigitBits) + digit[2][e],
+                        not_finite >> 3 * e & 7);
   }
-  __device__ int exponent() const { return place == kEmpty ? 0 : kDigitBits * (place - kDigits); }
+  __device__ int exponent() const { return exact_exponent(place); }
 
  private:
   __device__ void add_digits(float y, int e) {
@@ -129,7 +139,7 @@ struct ExactSum {
 #pragma unroll
     for (int e = 0; e < kN; ++e) {
       if (!isfinite(x[e])) {
-        not_finite |= (isnan(x[e]) ? 1 : x[e] > 0 ? 2 : 4) << 3 * e;
+        not_finite |= kind_of(x[e]) << 3 * e;
       } else if (x[e] != 0) {
         top = max(top, place_above(x[e], exponent));
       }
@@ -158,6 +168,24 @@ struct ExactSum {
     }
     place = to;
   }
+};
+
+// Of a chunk, whose maximum may be anything.
+__device__ inline int exponent_of(float maximum) { return static_cast<int>(fminf(fmaxf(maximum, -1e8f), 1e8f)); }
+
+// Ends the softmax of a row: what becomes of the sums of p * v, given the sum of p.
+struct ExactEnd {
+  float factor;
+  int shift = 0;
+
+  __device__ ExactEnd(const Problem& p, const Row& row, int kv_head, float sum, int exponent) {
+    if (sum > 0 && sum < INFINITY) {
+      shift = exponent + static_cast<int>(__float_as_uint(sum) >> 23) - 127;
+      sum = __uint_as_float((__float_as_uint(sum) & 0x7fffffu) | 0x3f800000u);  // in [1, 2)
+    }
+    factor = finish_row(p, row, kv_head, sum == 0 ? -INFINITY : static_cast<float>(shift), sum);
+  }
+  __device__ float of(float number, int exponent) const { return ldexpf(number, exponent - shift) * factor; }
 };
 
 // Of a row: four columns of the sum of p * v, and the sum of p.  A thread's own, so that no other waits for it.
@@ -194,7 +222,7 @@ struct alignas(16) ExactQuad {
   // The result of a chunk, below 2^maximum.
   __device__ void add(float4 o, float sum, float maximum) {
     if (maximum == -INFINITY) return;
-    const int exponent = static_cast<int>(fminf(fmaxf(maximum, -1e8f), 1e8f));
+    const int exponent = exponent_of(maximum);
     values.add({o.x, o.y, o.z, o.w}, exponent);
     total.add({sum}, exponent);
   }
@@ -208,17 +236,10 @@ struct alignas(16) ExactQuad {
 
   // Ends the softmax of the row, of which these are four columns.
   __device__ float4 finish(const Problem& p, const Row& row, int kv_head) const {
-    float sum = total.number(0);
-    int exponent = 0;
-    if (sum > 0 && sum < INFINITY) {
-      exponent = total.exponent() + static_cast<int>(__float_as_uint(sum) >> 23) - 127;
-      sum = __uint_as_float((__float_as_uint(sum) & 0x7fffffu) | 0x3f800000u);  // in [1, 2)
-    }
-    const float maximum = sum == 0 ? -INFINITY : static_cast<float>(exponent);
-    const float factor = finish_row(p, row, kv_head, maximum, sum);
-    const int shift = values.exponent() - exponent;
-    return {ldexpf(values.number(0), shift) * factor, ldexpf(values.number(1), shift) * factor,
-            ldexpf(values.number(2), shift) * factor, ldexpf(values.number(3), shift) * factor};
+    const ExactEnd end(p, row, kv_head, total.number(0), total.exponent());
+    const int exponent = values.exponent();
+    return {end.of(values.number(0), exponent), end.of(values.number(1), exponent), end.of(values.number(2), exponent),
+            end.of(values.number(3), exponent)};
   }
 };
 

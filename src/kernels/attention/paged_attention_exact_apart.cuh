@@ -8,8 +8,8 @@
 namespace pykv::attention {
 
 template <class S>
-struct ExactApart : ExactExchange<S> {
-  using Sums = ExactExchange<S>;
+struct ExactApart : ExactExchange<S, 1> {
+  using Sums = ExactExchange<S, 1>;
   using Sums::cluster;
   using Sums::items;
   using Sums::kQuads;

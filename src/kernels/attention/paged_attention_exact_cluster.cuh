@@ -1,22 +1,23 @@
 // Decoding for few sequences with batch_invariant, by clusters of blocks as in paged_attention_cluster.cuh.
 //
 // In a long round each warp of the cluster takes a chunk (paged_attention_exact.cuh), as long as there are chunks for all.
-// Then four warps, a team, take one as they do on the line, in rounds for all teams of the cluster.  What is left, the tail,
-// is a part or none for each warp, spread over the blocks; its sums go as they are to the blocks that finish the columns.
+// Then four warps, a team, take one as they do on the line, in rounds for all teams of the cluster.  Where one such round is
+// all, the sums of the chunks go as they are to the blocks that finish the columns; else the records of teams do.
 //
 // Blocks that are no cluster may share a KV head, too (paged_attention_exact_apart.cuh).
 //
 // Chain: length, pages and queries at once -> tiles -> sums -> one exchange -> output.
 #pragma once
 
-#include "attention/paged_attention_exact_apart.cuh"
+#include "attention/paged_attention_exact_team.cuh"
 
 namespace pykv::attention {
 
 template <class S>
-struct ExactClusterKernel : ExactApart<S> {
-  using Sums = ExactExchange<S>;
+struct ExactClusterKernel : ExactTeams<S> {
+  using Sums = ExactExchange<S, 1>;
   using Base = DecodeLoader<S>;
+  using Teams = ExactTeams<S>;
   using Base::kGroups;
   using Base::lane;
   using Base::p;
@@ -24,228 +25,64 @@ struct ExactClusterKernel : ExactApart<S> {
   using Sums::cluster;
   using Sums::each;
   using Sums::items;
-  using Sums::kPartBytes;
   using Sums::kParts;
   using Sums::kQuads;
   using Sums::kRecordBytes;
   using Sums::kv_head;
   using Sums::rank;
   using Sums::sequence;
+  using Teams::kTeamWarps;
+  using Teams::rings;
+  using Teams::stats;
+  using Teams::team;
+  using Teams::teams;
+  using Teams::warps;
   using typename Base::State;
   using typename Sums::Exchange;
-  static constexpr int kD = S::kD, kTile = S::kTile, kStages = S::kStages;
-  static constexpr int kTeamWarps = 4, kPartTiles = kPartTokens / kTile;
-  static constexpr int kLeaf = S::kColumns * kD * 4;  // bytes of a warp's sums
-  static constexpr int kRing = S::kRingBytes / 4;
+  using typename Teams::Chunk;
+  using typename Teams::Kept;
+  static constexpr int kTile = S::kTile, kStages = S::kStages, kPartTiles = kPartTokens / kTile;
   static_assert(kPartTokens == 16 * kGroupTokens);  // half a warp looks up a part
-  static_assert(kLeaf <= S::kStageBytes && !S::kRaw);
-
-  // Four columns of a query each, a team's threads in turn: the first in registers.
-  static constexpr int kKept = (S::kColumns * kQuads + kThreads - 1) / kThreads;
-  struct Kept {
-    ExactQuad near, far[kKept > 1 ? kKept - 1 : 1];
-  };
-
-  char* rings;    // all warps' stages
-  float2* stats;  // [warp][column]: maximum and sum
-  const int warps = blockDim.x / 32, teams = warps / kTeamWarps, team = warp / kTeamWarps;
 
   // ---- who takes what -----------------------------------------------------------------------------------------------
 
-  int long_rounds = 0;      // of chunks for all warps
-  int rounds = 0;           // of chunks for all teams
-  int tail_parts = 0;       // of all blocks
-  bool takes_tail = false;  // this warp
+  int long_rounds = 0;    // of chunks for all warps
+  int rounds = 0;         // of chunks for all teams
+  int leaves = 0;         // or chunks, one for each team at the most
+  bool has_leaf = false;  // this team
 
   static constexpr int kBarrierBytes = 16;  // aligned
-  static_assert(kParts == kTeamWarps);
 
   __device__ bool is_linked() const { return cluster > 1 && !this->is_apart(); }
   __device__ bool has_rounds() const { return long_rounds + rounds > 0; }
 
   __device__ void share(int len) {
-    const int parts = (len + kPartTokens - 1) / kPartTokens, chunks = (parts + kParts - 1) / kParts;
-    rounds = p.by_round.quotient(chunks);
+    const int chunks = (len + kChunkTokens - 1) / kChunkTokens;
+    rounds = p.by_round.quotient(chunks + teams * cluster - 1);
     long_rounds = rounds / kTeamWarps;
     rounds %= kTeamWarps;
-    const int left = max(0, parts - long_rounds * warps * cluster * kParts);
-    const auto has_room = [&](bool records) {
-      const int room = p.exchange_bytes - (records && cluster > 1 ? cluster * each * kRecordBytes : 0);
-      return tail_parts * each * kPartBytes <= room;
-    };
-    tail_parts = left;
-    if (left <= warps * cluster && has_room(long_rounds > 0)) {
+    leaves = 0;
+    if (long_rounds == 0 && rounds == 1 && p.exchange_bytes > 0) {
       rounds = 0;
-    } else {
-      tail_parts = max(0, left - rounds * teams * cluster * kParts);
-      if (tail_parts > 0 && !has_room(true)) {
-        ++rounds;
-        tail_parts = 0;
-      }
+      leaves = chunks;
     }
-    takes_tail = warp * cluster + rank < tail_parts;
+    has_leaf = team * cluster + rank < leaves;
   }
 
-  // The i-th tile of this warp if there were so many rounds; what lies past the end does not exist.
-  __device__ int first_token(int long_rounds, int rounds, int i) const {
-    int run = i / kPartTiles;
-    const int in_part = i % kPartTiles * kTile;
-    if (run < long_rounds * kParts) {
+  // The i-th tile of this warp if there were so many long rounds; what lies past the end does not exist.
+  __device__ int first_token(int long_rounds, int i) const {
+    const int run = i / kPartTiles, in_part = i % kPartTiles * kTile, short_run = run - long_rounds * kParts;
+    if (short_run < 0) {
       return ((run / kParts * warps + warp) * cluster + rank) * kChunkTokens + run % kParts * kPartTokens + in_part;
     }
-    run -= long_rounds * kParts;
-    const int before = long_rounds * warps * cluster * kChunkTokens + in_part;
-    if (run < rounds) {
-      return before + ((run * teams + team) * cluster + rank) * kChunkTokens + warp % kTeamWarps * kPartTokens;
-    }
-    return before + rounds * teams * cluster * kChunkTokens + (warp * cluster + rank) * kPartTokens;
+    return ((long_rounds * warps + short_run * teams + team) * cluster + rank) * kChunkTokens +
+           warp % kTeamWarps * kPartTokens + in_part;
   }
 
   // Lane: of the tile lane % 16 / kGroups after the i-th, eight tokens.
-  __device__ int look_up_tiles(int long_rounds, int rounds, int i, int end) const {
-    const int token = first_token(long_rounds, rounds, i + lane % 16 / kGroups) + lane % kGroups * kGroupTokens;
+  __device__ int look_up_tiles(int long_rounds, int i, int end) const {
+    const int token = first_token(long_rounds, i + lane % 16 / kGroups) + lane % kGroups * kGroupTokens;
     return token < end ? this->look_up(sequence, token) : -1;
-  }
-
-  // ---- sums ---------------------------------------------------------------------------------------------------------
-
-  __device__ void sync_team() const {
-    const auto sync = [](auto barrier) {  // a number that the compiler knows: else it would take all of them
-      asm volatile("bar.sync %0, %1;" ::"n"(decltype(barrier)::value), "n"(kThreads) : "memory");
-    };
-    if (team == 0) {
-      sync(std::integral_constant<int, 1>());
-    } else if (S::kWarps > 4 && team == 1) {
-      sync(std::integral_constant<int, 2>());
-    } else if (S::kWarps > 8) {
-      sync(std::integral_constant<int, 3>());
-    }
-  }
-
-  __device__ float2 (&stats_of(int w) const)[S::kColumns] {
-    return *reinterpret_cast<float2(*)[S::kColumns]>(stats + w * S::kColumns);
-  }
-
-  // body(kept, column, d): what this thread keeps of four columns of a query.
-  __device__ void for_each_kept(Kept& kept, auto&& body) const {
-    const auto visit = [&](int j, ExactQuad& x) {
-      const int item = threadIdx.x % kThreads + j * kThreads;
-      if (item < items) body(x, item / kQuads, item % kQuads * 4);
-    };
-    visit(0, kept.near);
-#pragma unroll 1
-    for (int j = 1; j < kKept && j * kThreads < items; ++j) visit(j, kept.far[hidden(j - 1)]);
-  }
-
-  // A warp's sums, each lane's in four neighbouring places.
-  __device__ void leave(const State& state, float* to, float2 (&stats)[S::kColumns]) const {
-#pragma unroll
-    for (int i = 0; i < Base::kQueryTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int column = i * 8 + lane % 4 * 2 + e;
-        float sum = state.sum[i][e];
-        for (int m = 4; m < 32; m *= 2) sum += __shfl_xor_sync(~0u, sum, m);
-        if (lane / 4 == 0 && column < p.group) stats[column] = {state.maximum[i][e], sum};
-      }
-#pragma unroll
-      for (int n = 0; n < kD / 16; ++n) {
-        const float (&x)[4] = state.o[i][n];
-        reinterpret_cast<float4*>(to)[(i * (kD / 16) + n) * 32 + (lane ^ n % 8)] = {x[0], x[1], x[2], x[3]};
-      }
-    }
-  }
-
-  // From there, four columns of a query.
-  static __device__ float4 left_at(const float* from, int column, int d) {
-    const int n = d / 16;
-    float x[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const int h = S::kPermutedOutput ? k % 2 : d / 8 % 2, row = S::kPermutedOutput ? (d % 16 + k) / 2 : d % 8 + k;
-      const int of = row * 4 + column / 2 % 4;  // the lane
-      x[k] = from[((column / 8 * (kD / 16) + n) * 32 + (of ^ n % 8)) * 4 + 2 * h + column % 2];
-    }
-    return {x[0], x[1], x[2], x[3]};
-  }
-
-  // Of the parts of a chunk that a warp has for itself.
-  struct Chunk {
-    float o[Base::kQueryTiles][kD / 16][4];
-    float maximum[Base::kQueryTiles][2], sum[Base::kQueryTiles][2];
-  };
-
-  static __device__ void clear_chunk(Chunk& chunk) {
-#pragma unroll
-    for (int i = 0; i < Base::kQueryTiles; ++i) {
-      for (int e = 0; e < 2; ++e) {
-        chunk.maximum[i][e] = -INFINITY;
-        chunk.sum[i][e] = 0;
-      }
-#pragma unroll
-      for (auto& o : chunk.o[i]) {
-        for (float& x : o) x = 0;
-      }
-    }
-  }
-
-  // The chunk's sums, where those of a part lay.
-  __device__ void take_chunk(Chunk& chunk, State& state) const {
-#pragma unroll
-    for (int i = 0; i < Base::kQueryTiles; ++i) {
-      for (int e = 0; e < 2; ++e) {
-        state.maximum[i][e] = chunk.maximum[i][e];
-        state.sum[i][e] = lane / 4 == 0 ? chunk.sum[i][e] : 0.f;  // of all lanes
-      }
-#pragma unroll
-      for (int n = 0; n < kD / 16; ++n) {
-        for (int h = 0; h < 4; ++h) state.o[i][n][h] = chunk.o[i][n][h];
-      }
-    }
-    clear_chunk(chunk);
-  }
-
-  // As PartsOfChunk does it.
-  __device__ void end_part(State& state, Chunk& chunk) const {
-#pragma unroll
-    for (int i = 0; i < Base::kQueryTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float sum = state.sum[i][e];
-        for (int m = 4; m < 32; m *= 2) sum += __shfl_xor_sync(~0u, sum, m);
-        const float top = fmaxf(chunk.maximum[i][e], state.maximum[i][e]), base = top == -INFINITY ? 0.f : top;
-        const float old = power_of_2(chunk.maximum[i][e] - base), weight = power_of_2(state.maximum[i][e] - base);
-        chunk.maximum[i][e] = top;
-        chunk.sum[i][e] = fmaf(sum, weight, chunk.sum[i][e] * old);
-#pragma unroll
-        for (int n = 0; n < kD / 16; ++n) {
-          for (int h = e; h < 4; h += 2) {
-            chunk.o[i][n][h] = fmaf(state.o[i][n][h], weight, chunk.o[i][n][h] * old);
-          }
-        }
-      }
-    }
-    this->clear_sums(state);
-  }
-
-  // A team adds up what its warps found, a part of a chunk each or a chunk, through the stage that they are done with.
-  __device__ void end_chunk(State& state, int stage, bool whole, Kept& kept) const {
-    const int first = team * kTeamWarps;
-    float* left = reinterpret_cast<float*>(rings + first * S::kRingBytes + stage * S::kStageBytes);
-    leave(state, left + (warp - first) * kRing, stats_of(warp));
-    sync_team();
-    for_each_kept(kept, [&](ExactQuad& x, int column, int d) {
-      PartsOfChunk sum;
-#pragma unroll 1
-      for (int w = 0; w < kTeamWarps; ++w) {
-        sum.add(stats_of(first + w)[column], left_at(left + w * kRing, column, d));
-        if (!whole && w < kTeamWarps - 1) continue;
-        x.add(sum.o, sum.sum, sum.maximum);
-        sum = {};
-      }
-    });
-    sync_team();  // the stage is free
-    this->clear_sums(state);
   }
 
   // ---- the loop -----------------------------------------------------------------------------------------------------
@@ -258,21 +95,19 @@ struct ExactClusterKernel : ExactApart<S> {
     if (blockIdx.x < p.early_blocks) {
       const int guess = this->early_length(sequence);
       share(static_cast<int>(clamp(guess, 0, p.a.max_seq_len)));
-      this->foresee(sequence, kv_head, guess, first_token(long_rounds, rounds, 0));
+      this->foresee(sequence, kv_head, guess, first_token(long_rounds, 0));
     }
     wait_for_previous_kernel();
-    // Pages of the first tiles, in a round for the first lanes, in a tail for the others; later, of the next part.
-    const int most = static_cast<int>(p.a.max_seq_len);
-    int ids = look_up_tiles(0, lane / 16 == 0, 0, most), long_ids = look_up_tiles(1, 0, 0, most), later_ids = -1;
+    // Pages of the first tiles, in a long round for the second half of the lanes; later, of the next part.
+    int ids = look_up_tiles(lane / 16, 0, static_cast<int>(p.a.max_seq_len)), later_ids = -1;
     const int len = this->length(sequence);
     State state;
     this->fetch_queries(sequence, kv_head, state);
     share(len);
-    int ids_at = long_rounds + rounds > 0 ? 0 : 16 / kGroups;
-    if (long_rounds > 0) ids = long_ids;
-    const int tiles = (long_rounds * kParts + rounds + takes_tail) * kPartTiles;
+    int ids_at = long_rounds > 0 ? 16 / kGroups : 0;
+    const int tiles = (long_rounds * kParts + rounds + has_leaf) * kPartTiles;
     Chunk chunk;
-    clear_chunk(chunk);
+    this->clear_chunk(chunk);
     Kept kept;
     kept.near.clear();
     for (ExactQuad& x : kept.far) x.clear();
@@ -289,12 +124,12 @@ struct ExactClusterKernel : ExactApart<S> {
       if (next < tiles) {
         token += kTile;
         if (next % kPartTiles == 0) {
-          token = first_token(long_rounds, rounds, next);
+          token = first_token(long_rounds, next);
           if (next > 0) {
             ids = later_ids;
             ids_at = 0;
           }
-          later_ids = look_up_tiles(long_rounds, rounds, next + kPartTiles, len);
+          later_ids = look_up_tiles(long_rounds, next + kPartTiles, len);
         }
         part.first_token = token;
         if (part.first_token < len) {
@@ -311,12 +146,12 @@ struct ExactClusterKernel : ExactApart<S> {
       if (i == 0) {
         this->settle(kv_head, state);
         if (is_linked()) {
-          this->await_cluster(barrier(), has_rounds(), tail_parts);  // the first tile is still on its way
+          this->await_cluster(barrier(), has_rounds(), leaves);  // the first tile is still on its way
         }
         if (cluster <= 2 || len <= 2048) let_next_kernel_start();
       }
       if (i >= tiles) break;
-      if (!state.plain) part.first_token = first_token(long_rounds, rounds, i);
+      if (!state.plain) part.first_token = first_token(long_rounds, i);
       part.valid = valid[0];
       cp_async_wait<kStages - 1>();
       __syncwarp();  // the tile is there
@@ -325,10 +160,10 @@ struct ExactClusterKernel : ExactApart<S> {
       if ((i + 1) % kPartTiles == 0) {
         const int run = i / kPartTiles;
         const bool whole = run < long_rounds * kParts;
-        if (whole) end_part(state, chunk);
+        if (whole) this->end_part(state, chunk);
         if (whole ? run % kParts == kParts - 1 : run < long_rounds * kParts + rounds) {
-          if (whole) take_chunk(chunk, state);
-          end_chunk(state, at, whole, kept);
+          if (whole) this->take_chunk(chunk, state);
+          this->end_chunk(state, at, whole, kept);
         }
       }
       at = after(at);
@@ -343,45 +178,38 @@ struct ExactClusterKernel : ExactApart<S> {
   __device__ uint64_t* barrier() const { return reinterpret_cast<uint64_t*>(stats + warps * S::kColumns); }
 
   __device__ void finish(const State& state, Kept& kept, int len) const {
-    Exchange to = this->exchange_at(reinterpret_cast<char*>(barrier()) + kBarrierBytes, barrier(),
-                                    has_rounds() && cluster > 1, tail_parts);
-    if (cluster == 1) to.records = reinterpret_cast<ExactQuad*>(rings);  // [team][item]
-    if (takes_tail) send_part(state, to);
-    if (has_rounds() || this->is_apart()) send_records(to, kept);
-    if (this->is_apart()) return this->join(rings, warps * S::kRingBytes, len);
-    this->add_up(to, !has_rounds() ? 0 : cluster == 1 ? teams : cluster, tail_parts, len);
-  }
-
-  // This warp's part of the tail.
-  __device__ void send_part(const State& state, const Exchange& to) const {
-    float* left = reinterpret_cast<float*>(rings + warp * S::kRingBytes);
-    leave(state, left, stats_of(warp));
-    __syncwarp();
-    const int part = warp * cluster + rank;
-#pragma unroll 1
-    for (int item = lane; item < items; item += 32) {
-      const float2 found = stats_of(warp)[item / kQuads];
-      const float4 sum = left_at(left, item / kQuads, item % kQuads * 4);
-      if (cluster == 1) {
-        to.parts[part * each + item] = sum;
-        to.part_stats[part * each + item] = found;
-      } else {
-        Sums::send_part(to, part, item, found, sum);
-      }
+    if (warps == kTeamWarps && cluster == 1) {  // the team has all
+      this->for_each_kept(kept, [&](const ExactQuad& x, int item) { this->store(x, item, len); });
+      return;
     }
+    Exchange to = this->exchange_at(reinterpret_cast<char*>(barrier()) + kBarrierBytes, barrier(), leaves);
+    if (has_rounds() || this->is_apart()) {
+      if (cluster == 1) to.records = reinterpret_cast<ExactQuad*>(rings);  // [team][item]
+      send_records(to, kept);
+      if (this->is_apart()) return this->join(rings, warps * S::kRingBytes, len);
+      return this->add_up_records(to, cluster == 1 ? teams : cluster, len);
+    }
+    if (has_leaf) {
+      this->leave_in_team(state, 0);
+      this->for_each_item([&](int item) {
+        const PartsOfChunk sum = this->parts_left(0, item);
+        this->send_leaf(to, team * cluster + rank, item, {sum.maximum, sum.sum}, sum.o);
+      });
+    }
+    this->add_up_leaves(to, leaves, len);
   }
 
   __device__ void send_records(const Exchange& to, Kept& kept) const {
     auto* staged = reinterpret_cast<ExactQuad*>(rings);  // [team][item]
-    __syncthreads();                                     // nobody needs the stages
-    for_each_kept(kept,
-                  [&](const ExactQuad& x, int column, int d) { staged[team * items + column * kQuads + d / 4] = x; });
-    __syncthreads();
+    const auto place = [&](int team, int item) { return team * (items + 1) + item; };
+    __syncthreads();  // nobody needs the stages
+    this->for_each_kept(kept, [&](const ExactQuad& x, int item) { staged[place(team, item)] = x; });
     if (cluster == 1) return;
+    __syncthreads();
 #pragma unroll 1
     for (int item = threadIdx.x; item < items; item += blockDim.x) {
       ExactQuad sum = staged[item];
-      for (int t = 1; t < teams; ++t) sum.add(staged[t * items + item]);
+      for (int t = 1; t < teams; ++t) sum.add(staged[place(t, item)]);
       if (this->is_apart()) {
         this->leave_record(item, sum);
       } else {
@@ -391,23 +219,23 @@ struct ExactClusterKernel : ExactApart<S> {
   }
 };
 
-// What the shared memory holds beside the stages: the tail's statistics, and a barrier.
+// What the shared memory holds beside the stages: maxima and sums of the warps, and a barrier.
 template <class S>
 constexpr int exact_stats_bytes(int warps) {
   using Kernel = ExactClusterKernel<S>;
   return warps * S::kColumns * static_cast<int>(sizeof(float2)) + Kernel::kBarrierBytes;
 }
 
-// Of the exchange, as much as there may be of use and room for a block; -1: not enough.
+// Of the exchange; -1: there is no room for it.
 template <class S>
 int exact_exchange_bytes(int group, int blocks, int warps, int device) {
   using Kernel = ExactClusterKernel<S>;
-  if (blocks * warps == Kernel::kTeamWarps) return 0;  // whole chunks only
-  const int each = (group * Kernel::kQuads + blocks - 1) / blocks;
-  const int records = blocks == 1 ? 0 : blocks * each * Kernel::kRecordBytes;
+  const int teams = blocks * warps / Kernel::kTeamWarps, each = (group * Kernel::kQuads + blocks - 1) / blocks;
+  if (teams == 1) return 0;
+  const int records = blocks == 1 ? 0 : Kernel::record_places(blocks, each) * Kernel::kRecordBytes;
+  const int bytes = std::max(records, Kernel::leaf_places(teams, each) * Kernel::kLeafBytes);
   const int room = static_cast<int>(shared_memory_limit(device)) - warps * S::kRingBytes - exact_stats_bytes<S>(warps);
-  if (records > room) return -1;
-  return std::min(room, records + warps * blocks * each * Kernel::kPartBytes);
+  return bytes <= room ? bytes : -1;
 }
 
 template <class S>
@@ -416,7 +244,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
                                          uint64_t ticket) {
   extern __shared__ __align__(1024) char memory[];
   ExactClusterKernel<S> kernel{
-      {{{{{{{p, copies}}}}}}, ticket}, memory, reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)};
+      {{{{{{{{p, copies}}}}}}, ticket}, memory, reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)}};
   kernel.run();
 }
 
@@ -437,7 +265,7 @@ bool launch_apart(Problem p, int64_t least_tokens, const Launch& launch) {
   set_tiling(p, few_rows_tiling(p.a.head_size), 1, launch.device);  // where the records go
   set_cluster(p, blocks, S::kD, launch.device);
   p.by_round = Divider(blocks * S::kWarps / ExactClusterKernel<S>::kTeamWarps);
-  p.exchange_bytes = 0;  // whole chunks only
+  p.exchange_bytes = 0;  // records only
   launch_after(kernel, dim3(static_cast<unsigned>(p.a.num_kv_heads * blocks)), dim3(S::kWarps * 32), 1, bytes, launch,
                p.a.op, p, cache_copies<S>(p.a), next_ticket());
   return true;

@@ -1,75 +1,108 @@
 // Clusters of blocks with batch_invariant: how the blocks of a KV head of a sequence add up what they found.
 //
-// Each block finishes some of the columns, and all send it what they have of these: records of chunks that they added up, and
-// sums of parts (paged_attention_exact.cuh) whose chunk others have parts of, too.  A barrier counts the bytes as they arrive.
+// Each block finishes some of the columns, and all send it what they have of these: records of chunks that they added up, or
+// leaves, which are chunks or, where others have parts of a chunk, too, parts (paged_attention_exact.cuh).  A barrier counts
+// the bytes as they arrive.
 #pragma once
 
 #include "attention/paged_attention_decode_load.cuh"
+#include "attention/paged_attention_exact_merge.cuh"
 #include "cuda/cluster.cuh"
 
 namespace pykv::attention {
 
-template <class S>
+// kLeaves: of a chunk.
+template <class S, int kLeaves>
 struct ExactExchange : DecodeLoader<S> {
   using Base = DecodeLoader<S>;
   using Base::p;
   static constexpr int kQuads = S::kD / 4, kParts = kChunkTokens / kPartTokens;
-  static constexpr int kRecordBytes = sizeof(ExactQuad), kPartBytes = sizeof(float4) + sizeof(float2);
+  static constexpr int kRecordBytes = sizeof(ExactQuad), kLeafBytes = sizeof(float4) + sizeof(float2);
 
   const int cluster = p.cluster, task = p.by_cluster.quotient(blockIdx.x), rank = p.by_cluster.remainder(blockIdx.x);
   const int sequence = task / p.a.num_kv_heads, kv_head = task - sequence * p.a.num_kv_heads;
   const int items = p.group * kQuads, each = p.block_items;  // four columns of a query each: of all blocks, of one
 
-  // What a block finds in its shared memory once all have sent: records [block][item], parts [part][item], and their
+  // What a block finds in its shared memory once all have sent: records [block][item]; or leaves [leaf][item], and their
   // maxima and sums.
   struct Exchange {
     ExactQuad* records;
-    float4* parts;
-    float2* part_stats;
+    float4* leaves;
+    float2* leaf_stats;
     uint64_t* barrier;
   };
 
-  __device__ Exchange exchange_at(char* at, uint64_t* barrier, bool records, int parts) const {
-    Exchange x;
-    x.records = reinterpret_cast<ExactQuad*>(at);
-    x.parts = reinterpret_cast<float4*>(at + (records ? cluster * each * kRecordBytes : 0));
-    x.part_stats = reinterpret_cast<float2*>(x.parts + parts * each);
-    x.barrier = barrier;
-    return x;
-  }
+  // Neighbouring lanes read what one item has of several blocks or chunks: these begin in different banks.
+  static constexpr int leaf_places(int leaves, int each) { return leaves * each + (leaves + kLeaves - 1) / kLeaves; }
+  static constexpr int record_places(int blocks, int each) { return blocks * (each + 1); }
+  __device__ int leaf_at(int leaf, int i) const { return leaf * each + leaf / kLeaves + i; }
+  __device__ int record_at(int block, int i) const { return block * (each + 1) + i; }
 
-  __device__ int expected_bytes(bool records, int parts) const {
-    const int own = max(min(items - rank * each, each), 0);
-    return own * (parts * kPartBytes + (records ? cluster * kRecordBytes : 0));
+  __device__ Exchange exchange_at(char* at, uint64_t* barrier, int leaves) const {
+    auto* sums = reinterpret_cast<float4*>(at);
+    return {reinterpret_cast<ExactQuad*>(at), sums, reinterpret_cast<float2*>(sums + leaf_places(leaves, each)),
+            barrier};
   }
 
   // Says how much is to come; then all blocks are there.
-  __device__ void await_cluster(uint64_t* barrier, bool records, int parts) const {
+  __device__ void await_cluster(uint64_t* barrier, bool records, int leaves) const {
+    const int own = max(min(items - rank * each, each), 0);
     __syncwarp();  // else racecheck (CUDA 13.0) takes two steps of the one thread for a race
-    if (threadIdx.x == 0) cluster_expect(shared_address(barrier), expected_bytes(records, parts));
+    if (threadIdx.x == 0) {
+      cluster_expect(shared_address(barrier), own * (records ? cluster * kRecordBytes : leaves * kLeafBytes));
+    }
     cluster_wait();
   }
 
-  __device__ void send_part(const Exchange& to, int part, int item, float2 found, float4 sum) const {
-    const int block = p.by_block_items.quotient(item), at = part * each + item - block * each;
+  __device__ void send_leaf(const Exchange& to, int leaf, int item, float2 found, float4 sum) const {
+    if (cluster == 1) {
+      to.leaves[leaf_at(leaf, item)] = sum;
+      to.leaf_stats[leaf_at(leaf, item)] = found;
+      return;
+    }
+    const int block = p.by_block_items.quotient(item), at = leaf_at(leaf, item - block * each);
     const uint32_t counter = cluster_address(shared_address(to.barrier), block);
-    cluster_send(cluster_address(shared_address(to.parts + at), block), sum, counter);
-    cluster_send(cluster_address(shared_address(to.part_stats + at), block), found, counter);
+    cluster_send(cluster_address(shared_address(to.leaves + at), block), sum, counter);
+    cluster_send(cluster_address(shared_address(to.leaf_stats + at), block), found, counter);
   }
 
   __device__ void send_record(const Exchange& to, int item, const ExactQuad& sum) const {
     const int block = p.by_block_items.quotient(item);
-    const uint32_t at = cluster_address(shared_address(to.records + rank * each + item - block * each), block);
+    const uint32_t at = cluster_address(shared_address(to.records + record_at(rank, item - block * each)), block);
     const uint32_t counter = cluster_address(shared_address(to.barrier), block);
     const auto* words = reinterpret_cast<const float4*>(&sum);
 #pragma unroll
     for (int i = 0; i < kRecordBytes / 16; ++i) cluster_send(at + i * 16, words[i], counter);
   }
 
-  // Neighbouring lanes share the chunks and records of four columns, once these are there.
-  __device__ void add_up(const Exchange& from, int records, int parts, int len) const {
-    const int chunks = (parts + kParts - 1) / kParts, all = chunks + records;
-    const int shift = all > 4 ? 3 : all > 2 ? 2 : all > 1, lanes = 1 << shift, mine = threadIdx.x & (lanes - 1);
+  __device__ void add_up_records(const Exchange& from, int records, int len) const {
+    add_up<ExactQuad>(from, records, len, [&](int u, int i) { return from.records[record_at(u, i)]; });
+  }
+
+  __device__ void add_up_leaves(const Exchange& from, int leaves, int len) const {
+    add_up<PartsOfChunk>(from, (leaves + kLeaves - 1) / kLeaves, len, [&](int u, int i) {
+      float2 stats[kLeaves];
+      float4 sums[kLeaves];
+#pragma unroll
+      for (int j = 0; j < kLeaves; ++j) {
+        const int leaf = u * kLeaves + j;
+        stats[j] = {-INFINITY, 0};
+        sums[j] = {0, 0, 0, 0};
+        if (leaf < leaves) {
+          stats[j] = from.leaf_stats[leaf_at(leaf, i)];
+          sums[j] = from.leaves[leaf_at(leaf, i)];
+        }
+      }
+      return add_parts(stats, sums);
+    });
+  }
+
+  // Once all are there: neighbouring lanes share the terms of four columns.
+  template <class Term>
+  __device__ void add_up(const Exchange& from, int terms, int len, auto&& term_at) const {
+    int shift = 0;
+    while (shift < 4 && 1 << shift < terms && each << (shift + 1) <= blockDim.x) ++shift;
+    const int lanes = 1 << shift, mine = threadIdx.x & (lanes - 1);
     if (cluster == 1) {
       __syncthreads();
     } else {
@@ -77,37 +110,28 @@ struct ExactExchange : DecodeLoader<S> {
     }
 #pragma unroll 1
     for (int first = 0; first < each; first += blockDim.x >> shift) {
-      const int i = first + (threadIdx.x >> shift), x = rank * each + i;
-      const bool exists = i < each && x < items;
-      ExactQuad sum = ExactQuad::empty();
+      const int i = first + (threadIdx.x >> shift), x = rank * each + i, end = i < each && x < items ? terms : 0;
+      MergedQuad sum;
+      Term term;
 #pragma unroll 1
-      for (int u = mine; exists && u < all; u += lanes) {
-        if (u < chunks) {
-          float2 stats[kParts];
-          float4 sums[kParts];
-#pragma unroll
-          for (int j = 0; j < kParts; ++j) {
-            const int part = u * kParts + j;
-            stats[j] = {-INFINITY, 0};
-            sums[j] = {0, 0, 0, 0};
-            if (part < parts) {
-              stats[j] = from.part_stats[part * each + i];
-              sums[j] = from.parts[part * each + i];
-            }
-          }
-          const PartsOfChunk chunk = add_parts(stats, sums);
-          sum.add(chunk.o, chunk.sum, chunk.maximum);
-        } else {
-          sum.add(from.records[(u - chunks) * each + i]);
-        }
+      for (int u = mine; u < end; u += lanes) {
+        term = term_at(u, i);
+        sum.see(term);
       }
 #pragma unroll 1
-      for (int m = 1; m < lanes; m *= 2) sum.add(sum.of_lane(m));
-      if (exists && mine == 0) store(sum, x, len);
+      for (int m = 1; m < lanes; m *= 2) sum.agree(m);
+#pragma unroll 1
+      for (int u = mine; u < end; u += lanes) {
+        if (terms > lanes) term = term_at(u, i);
+        sum.add(term);
+      }
+#pragma unroll 1
+      for (int m = 1; m < lanes; m *= 2) sum.add_lane(m);
+      if (i < each && x < items && mine == 0) store(sum, x, len);
     }
   }
 
-  __device__ void store(const ExactQuad& sum, int item, int len) const {
+  __device__ void store(const auto& sum, int item, int len) const {
     const Row row = this->row_of_column(sequence, len, kv_head, item / kQuads);
     store_output<S>(p, row, item % kQuads * 4, sum.finish(p, row, kv_head));
   }

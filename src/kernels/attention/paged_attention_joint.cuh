@@ -18,7 +18,7 @@ namespace pykv::attention {
 
 template <class S>
 struct JointKernel : JointPart<S> {
-  using Sums = ExactExchange<S>;
+  using Sums = typename JointPart<S>::Sums;
   using Base = DecodeLoader<S>;
   using Base::copies;
   using Base::lane;
@@ -34,7 +34,8 @@ struct JointKernel : JointPart<S> {
   using typename Base::State;
   using typename JointPart<S>::Tile;
   using typename Sums::Exchange;
-  static constexpr int kTile = S::kTile, kAhead = S::kAhead;
+  static constexpr int kTile = S::kTile, kAhead = S::kAhead, kMostParts = 2;
+  static_assert(kMostParts < kParts);
 
   char* rings;  // keys of `kAhead` parts, values of one more
   char* exchanged;
@@ -42,7 +43,7 @@ struct JointKernel : JointPart<S> {
 
   // ---- who takes what -----------------------------------------------------------------------------------------------
 
-  int rounds = 0;      // of a chunk for each block
+  int rounds = 0;      // of a chunk for each block; none in clusters, whose blocks have kMostParts at the most
   int tail_parts = 0;  // what is left, of all blocks: a part for each in turn
   int parts = 0;       // of this block
 
@@ -168,7 +169,7 @@ struct JointKernel : JointPart<S> {
       if (i == 0) {
         this->settle(kv_head, state);
         if (cluster > 1) {
-          this->await_cluster(barrier, rounds > 0, tail_parts);  // the first tile is still on its way
+          this->await_cluster(barrier, false, tail_parts);  // the first tile is still on its way
         }
         if (cluster <= 2 || len <= 2048) let_next_kernel_start();
       }
@@ -207,7 +208,7 @@ struct JointKernel : JointPart<S> {
     const float2 found = this->stats(j % 2, rose);
     if (j >= rounds * kParts) {
       if (has_item()) {
-        this->send_part(exchange(), (j - rounds * kParts) * cluster + rank, item(), found, sum);
+        this->send_leaf(exchange(), (j - rounds * kParts) * cluster + rank, item(), found, sum);
       }
       return;
     }
@@ -220,7 +221,7 @@ struct JointKernel : JointPart<S> {
 
   // ---- the end ------------------------------------------------------------------------------------------------------
 
-  __device__ Exchange exchange() const { return this->exchange_at(exchanged, barrier, rounds > 0, tail_parts); }
+  __device__ Exchange exchange() const { return this->exchange_at(exchanged, barrier, tail_parts); }
 
   // The lane's four columns of a query.
   __device__ int item() const { return lane / 4 * kQuads + warp * 4 + lane % 4; }
@@ -231,8 +232,7 @@ struct JointKernel : JointPart<S> {
       if (has_item()) this->store(kept, item(), len);
       return;
     }
-    if (rounds > 0 && has_item()) this->send_record(exchange(), item(), kept);
-    this->add_up(exchange(), rounds > 0 ? cluster : 0, tail_parts, len);
+    this->add_up_leaves(exchange(), tail_parts, len);
   }
 };
 
@@ -254,7 +254,7 @@ int joint_exchange_bytes(int group, int blocks) {
   using Kernel = JointKernel<S>;
   if (blocks == 1) return 0;
   const int each = (group * Kernel::kQuads + blocks - 1) / blocks;
-  return blocks * each * Kernel::kRecordBytes + Kernel::kParts * (blocks - 1) * each * Kernel::kPartBytes;
+  return Kernel::leaf_places(Kernel::kMostParts * blocks, each) * Kernel::kLeafBytes;
 }
 
 template <class S>
@@ -297,7 +297,8 @@ bool launch_joint_way(const Problem& p, const Launch& launch) {
   };
   for (int blocks = kMost; blocks > 0; --blocks) {
     if (!fit(blocks)) continue;
-    constexpr int kMostOfBlock = 256;  // where more parts come, each warp had better take its own
+    // Where more parts come, each warp had better take its own.
+    constexpr int kMostOfBlock = JointKernel<Deep>::kMostParts * kPartTokens;
     return p.a.max_seq_len <= kMostOfBlock * blocks && launch_joint<Deep>(p, blocks, launch);
   }
   // Elements of one byte, which are to be widened, leave no time for barriers where there are many keys.

@@ -30,8 +30,8 @@ struct JointMemory {
 };
 
 template <class S>
-struct JointPart : ExactExchange<S> {
-  using Sums = ExactExchange<S>;
+struct JointPart : ExactExchange<S, kChunkTokens / kPartTokens> {
+  using Sums = ExactExchange<S, kChunkTokens / kPartTokens>;
   using Base = DecodeLoader<S>;
   using Base::lane;
   using Base::warp;
