@@ -144,28 +144,18 @@ struct JointKernel : JointPart<S> {
     const uint32_t keys = shared_address(rings) + warp * S::kTileBytes, values = keys + kAhead * S::kRowsBytes;
     const auto slot = [](int j, int slots) { return j % slots * S::kRowsBytes; };
     Tile tiles[kAhead + 1];  // of parts i, i + 1, ...
+    int ids_at = rounds > 0 ? 0 : kGuessed;
     static_assert(kAhead <= kGuessed);
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      tiles[j].valid = 0;
-      if (j < parts) {
-        tiles[j] = tile_of(j, ids, (rounds > 0 ? 0 : kGuessed) + j, len);
-        if (j > 1) start_rows<true>(values + slot(j - 1, kAhead + 1), tiles[max(j - 1, 0)]);
-        start_rows<false>(keys + slot(j, kAhead), tiles[j]);
-        if (j == 0) start_rows<true>(values, tiles[0]);
-      } else if (j > 1 && j == parts) {
-        start_rows<true>(values + slot(j - 1, kAhead + 1), tiles[max(j - 1, 0)]);
-      }
-      cp_async_commit();
-    }
-    if (parts > kAhead) ids = look_up_parts(rounds, 0, len);
 
     PartsOfChunk chunk;
     ExactQuad kept = ExactQuad::empty();
     typename Base::Scores s;
     bool rose = false;
+    // In iteration i the copies of keys of part i + kAhead start, and of values of the one before.  One body for all iterations:
+    // fetching instructions counts.  Values of the first part would come late if one part were under way.
+    constexpr int kValuesLate = S::kDeep ? 0 : 1;
 #pragma unroll 1
-    for (int i = 0;; ++i) {
+    for (int i = -kAhead;; ++i) {
       if (i == 0) {
         this->settle(kv_head, state);
         if (cluster > 1) {
@@ -173,27 +163,39 @@ struct JointKernel : JointPart<S> {
         }
         if (cluster <= 2 || len <= 2048) let_next_kernel_start();
       }
-      cp_async_wait<kAhead - 1>();  // keys of part i, values of the one before
-      if (i < parts) {
-        __syncwarp();
-        this->score(keys + slot(i, kAhead), tiles[0], len, i % 2, state, s);
+      if (i >= 0) {
+        cp_async_wait<kAhead - 1>();  // keys of part i, values of the one before
+        if (i < parts) {
+          __syncwarp();
+          this->score(keys + slot(i, kAhead), tiles[0], len, i % 2, state, s);
+        }
+        __syncthreads();  // of the one before nobody needs the values any more
       }
-      __syncthreads();  // of the one before nobody needs the values any more
       const int next = i + kAhead;
       tiles[kAhead].valid = 0;
-      if (next > 1 && next <= parts) start_rows<true>(values + slot(next - 1, kAhead + 1), tiles[kAhead - 1]);
+      if (next > kValuesLate && next <= parts) {
+        start_rows<true>(values + slot(next - 1, kAhead + 1), tiles[kAhead - 1]);
+      }
       if (next < parts) {
-        if (next % kAtOnce == 0) ids = later_ids;
-        if (next % kAtOnce == kAtOnce / 2) later_ids = look_up_parts(rounds, next + kAtOnce / 2, len);
-        tiles[kAhead] = tile_of(next, ids, next % kAtOnce, len);
+        if (next == kAhead || (next > 0 && next % kAtOnce == 0)) {
+          ids = later_ids;
+          ids_at = 0;
+        }
+        if (next == 0 ? parts > kAhead : next % kAtOnce == kAtOnce / 2) {
+          later_ids = look_up_parts(rounds, next == 0 ? 0 : next + kAtOnce / 2, len);
+        }
+        tiles[kAhead] = tile_of(next, ids, next % kAtOnce + ids_at, len);
         start_rows<false>(keys + slot(next, kAhead), tiles[kAhead]);
+        if (kValuesLate > 0 && next == 0) start_rows<true>(values, tiles[kAhead]);
       }
       cp_async_commit();
-      bool rises = false;
-      if (i < parts) rises = this->weigh(i % 2, state, s);
-      if (i > 0) end_part(i - 1, values + slot(i - 1, kAhead + 1) - warp * S::kTileBytes, rose, chunk, kept);
-      if (i >= parts) break;
-      rose = rises;
+      if (i >= 0) {
+        bool rises = false;
+        if (i < parts) rises = this->weigh(i % 2, state, s);
+        if (i > 0) end_part(i - 1, values + slot(i - 1, kAhead + 1) - warp * S::kTileBytes, rose, chunk, kept);
+        if (i >= parts) break;
+        rose = rises;
+      }
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) tiles[k] = tiles[k + 1];
     }
