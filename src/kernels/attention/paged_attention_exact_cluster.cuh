@@ -1,9 +1,8 @@
 // Decoding for few sequences with batch_invariant, by clusters of blocks as in paged_attention_cluster.cuh.
 //
 // In a long round each warp of the cluster takes a chunk (paged_attention_exact.cuh), as long as there are chunks for all.
-// Then four warps, a team, take one as they do on the line, in rounds for all teams of the cluster.  Where one such round is
-// all, the sums of the chunks go as they are to the blocks that finish the columns; else the records of teams do.
-//
+// Then four warps, a team, take one as they do on the line, in rounds for all teams of the cluster.  The sums of a chunk go as
+// they are to the blocks that finish the columns.  Where these have no room for so many, each thread keeps a record.
 // Blocks that are no cluster may share a KV head, too (paged_attention_exact_apart.cuh).
 //
 // Chain: length, pages and queries at once -> tiles -> sums -> one exchange -> output.
@@ -46,37 +45,34 @@ struct ExactClusterKernel : ExactTeams<S> {
 
   // ---- who takes what -----------------------------------------------------------------------------------------------
 
-  int long_rounds = 0;    // of chunks for all warps
-  int rounds = 0;         // of chunks for all teams
-  int leaves = 0;         // or chunks, one for each team at the most
-  bool has_leaf = false;  // this team
+  int long_rounds = 0;      // of chunks for all warps
+  int rounds = 0;           // of chunks for all teams
+  int chunks = 0;           // of all blocks
+  bool by_records = false;  // what the blocks send
 
   static constexpr int kBarrierBytes = 16;  // aligned
 
   __device__ bool is_linked() const { return cluster > 1 && !this->is_apart(); }
-  __device__ bool has_rounds() const { return long_rounds + rounds > 0; }
 
   __device__ void share(int len) {
-    const int chunks = (len + kChunkTokens - 1) / kChunkTokens;
+    chunks = (len + kChunkTokens - 1) / kChunkTokens;
     rounds = p.by_round.quotient(chunks + teams * cluster - 1);
     long_rounds = rounds / kTeamWarps;
     rounds %= kTeamWarps;
-    leaves = 0;
-    if (long_rounds == 0 && rounds == 1 && p.exchange_bytes > 0) {
-      rounds = 0;
-      leaves = chunks;
-    }
-    has_leaf = team * cluster + rank < leaves;
+    by_records = this->is_apart() || this->leaf_places(chunks, each) * Sums::kLeafBytes > p.exchange_bytes;
   }
 
-  // The i-th tile of this warp if there were so many long rounds; what lies past the end does not exist.
+  // These if there were so many long rounds; what lies past the end does not exist.
+  __device__ int chunk_of(int long_rounds, int run) const {
+    const int short_run = run - long_rounds * kParts;
+    return (short_run < 0 ? run / kParts * warps + warp : long_rounds * warps + short_run * teams + team) * cluster +
+           rank;
+  }
+
+  // Of this warp's i-th tile.
   __device__ int first_token(int long_rounds, int i) const {
-    const int run = i / kPartTiles, in_part = i % kPartTiles * kTile, short_run = run - long_rounds * kParts;
-    if (short_run < 0) {
-      return ((run / kParts * warps + warp) * cluster + rank) * kChunkTokens + run % kParts * kPartTokens + in_part;
-    }
-    return ((long_rounds * warps + short_run * teams + team) * cluster + rank) * kChunkTokens +
-           warp % kTeamWarps * kPartTokens + in_part;
+    const int run = i / kPartTiles, part = run < long_rounds * kParts ? run % kParts : warp % kTeamWarps;
+    return chunk_of(long_rounds, run) * kChunkTokens + part * kPartTokens + i % kPartTiles * kTile;
   }
 
   // Lane: of the tile lane % 16 / kGroups after the i-th, eight tokens.
@@ -105,7 +101,7 @@ struct ExactClusterKernel : ExactTeams<S> {
     this->fetch_queries(sequence, kv_head, state);
     share(len);
     int ids_at = long_rounds > 0 ? 16 / kGroups : 0;
-    const int tiles = (long_rounds * kParts + rounds + has_leaf) * kPartTiles;
+    const int tiles = (long_rounds * kParts + rounds) * kPartTiles;
     Chunk chunk;
     this->clear_chunk(chunk);
     Kept kept;
@@ -146,7 +142,7 @@ struct ExactClusterKernel : ExactTeams<S> {
       if (i == 0) {
         this->settle(kv_head, state);
         if (is_linked()) {
-          this->await_cluster(barrier(), has_rounds(), leaves);  // the first tile is still on its way
+          this->await_cluster(barrier(), by_records, chunks);  // the first tile is still on its way
         }
         if (cluster <= 2 || len <= 2048) let_next_kernel_start();
       }
@@ -161,14 +157,18 @@ struct ExactClusterKernel : ExactTeams<S> {
         const int run = i / kPartTiles;
         const bool whole = run < long_rounds * kParts;
         if (whole) this->end_part(state, chunk);
-        if (whole ? run % kParts == kParts - 1 : run < long_rounds * kParts + rounds) {
+        if (!whole || run % kParts == kParts - 1) {
           if (whole) this->take_chunk(chunk, state);
-          this->end_chunk(state, at, whole, kept);
+          if (by_records) {
+            this->end_chunk(state, at, whole, kept);
+          } else {
+            send_chunk(state, at, whole, chunk_of(long_rounds, run));
+          }
         }
       }
       at = after(at);
     }
-    finish(state, kept, len);
+    finish(kept, len);
     if (rank == 0 && kv_head == 0 && threadIdx.x == 0) report_sequence(p, load_sequence(p, sequence));
   }
 
@@ -177,26 +177,43 @@ struct ExactClusterKernel : ExactTeams<S> {
   // It counts what others send.
   __device__ uint64_t* barrier() const { return reinterpret_cast<uint64_t*>(stats + warps * S::kColumns); }
 
-  __device__ void finish(const State& state, Kept& kept, int len) const {
+  __device__ Exchange exchange() const {
+    return this->exchange_at(reinterpret_cast<char*>(barrier()) + kBarrierBytes, barrier(), chunks);
+  }
+
+  // What this warp, or its team, found in a chunk; through a stage that it is done with.
+  __device__ void send_chunk(State& state, int stage, bool whole, int chunk) const {
+    const Exchange to = exchange();
+    if (whole) {
+      const float* left = this->leave_for_warp(state, stage);
+#pragma unroll 1
+      for (int item = lane; chunk < chunks && item < items; item += 32) {
+        this->send_leaf(to, chunk, item, this->stats_of(warp)[item / kQuads], this->left_at(left, item));
+      }
+      __syncwarp();
+    } else {
+      this->leave_in_team(state, stage);
+#pragma unroll 1
+      for (int item = threadIdx.x % kThreads; chunk < chunks && item < items; item += kThreads) {
+        const PartsOfChunk sum = this->parts_left(stage, item);
+        this->send_leaf(to, chunk, item, {sum.maximum, sum.sum}, sum.o);
+      }
+      this->sync_team();
+    }
+    this->clear_sums(state);
+  }
+
+  __device__ void finish(Kept& kept, int len) const {
+    Exchange to = exchange();
+    if (!by_records) return this->add_up_leaves(to, chunks, len);
     if (warps == kTeamWarps && cluster == 1) {  // the team has all
       this->for_each_kept(kept, [&](const ExactQuad& x, int item) { this->store(x, item, len); });
       return;
     }
-    Exchange to = this->exchange_at(reinterpret_cast<char*>(barrier()) + kBarrierBytes, barrier(), leaves);
-    if (has_rounds() || this->is_apart()) {
-      if (cluster == 1) to.records = reinterpret_cast<ExactQuad*>(rings);  // [team][item]
-      send_records(to, kept);
-      if (this->is_apart()) return this->join(rings, warps * S::kRingBytes, len);
-      return this->add_up_records(to, cluster == 1 ? teams : cluster, len);
-    }
-    if (has_leaf) {
-      this->leave_in_team(state, 0);
-      this->for_each_item([&](int item) {
-        const PartsOfChunk sum = this->parts_left(0, item);
-        this->send_leaf(to, team * cluster + rank, item, {sum.maximum, sum.sum}, sum.o);
-      });
-    }
-    this->add_up_leaves(to, leaves, len);
+    if (cluster == 1) to.records = reinterpret_cast<ExactQuad*>(rings);  // [team][item]
+    send_records(to, kept);
+    if (this->is_apart()) return this->join(rings, warps * S::kRingBytes, len);
+    this->add_up_records(to, cluster == 1 ? teams : cluster, len);
   }
 
   __device__ void send_records(const Exchange& to, Kept& kept) const {
@@ -226,16 +243,16 @@ constexpr int exact_stats_bytes(int warps) {
   return warps * S::kColumns * static_cast<int>(sizeof(float2)) + Kernel::kBarrierBytes;
 }
 
-// Of the exchange; -1: there is no room for it.
+// Of the exchange: a chunk for each warp, if there is room for so much.  -1: not enough.
 template <class S>
 int exact_exchange_bytes(int group, int blocks, int warps, int device) {
   using Kernel = ExactClusterKernel<S>;
-  const int teams = blocks * warps / Kernel::kTeamWarps, each = (group * Kernel::kQuads + blocks - 1) / blocks;
-  if (teams == 1) return 0;
+  if (blocks * warps == Kernel::kTeamWarps) return 0;
+  const int each = (group * Kernel::kQuads + blocks - 1) / blocks;
   const int records = blocks == 1 ? 0 : Kernel::record_places(blocks, each) * Kernel::kRecordBytes;
-  const int bytes = std::max(records, Kernel::leaf_places(teams, each) * Kernel::kLeafBytes);
   const int room = static_cast<int>(shared_memory_limit(device)) - warps * S::kRingBytes - exact_stats_bytes<S>(warps);
-  return bytes <= room ? bytes : -1;
+  if (records > room) return -1;
+  return std::min(room, std::max(records, Kernel::leaf_places(blocks * warps, each) * Kernel::kLeafBytes));
 }
 
 template <class S>

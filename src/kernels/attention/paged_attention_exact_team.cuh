@@ -49,13 +49,7 @@ struct ExactTeams : ExactApart<S> {
     return *reinterpret_cast<float2(*)[S::kColumns]>(stats + w * S::kColumns);
   }
 
-  // body(item): of this thread, four columns of a query each.
-  __device__ void for_each_item(auto&& body) const {
-#pragma unroll 1
-    for (int item = threadIdx.x % kThreads; item < items; item += kThreads) body(item);
-  }
-
-  // body(kept, item): the same with what the thread keeps of them.
+  // body(kept, item): what this thread keeps of four columns of a query each.
   __device__ void for_each_kept(Kept& kept, auto&& body) const {
     const auto visit = [&](int j, ExactQuad& x) {
       const int item = threadIdx.x % kThreads + j * kThreads;
@@ -160,6 +154,13 @@ struct ExactTeams : ExactApart<S> {
   // What the team's warps found, where all of them find it: in a stage that they are done with.
   __device__ const float* left_by(int w, int stage) const {
     return reinterpret_cast<const float*>(rings + stage * S::kStageBytes) + (team * kTeamWarps + w) * kRing;
+  }
+
+  __device__ const float* leave_for_warp(const State& state, int stage) const {
+    float* left = const_cast<float*>(left_by(warp % kTeamWarps, stage));
+    leave(state, left, stats_of(warp));
+    __syncwarp();
+    return left;
   }
 
   __device__ void leave_in_team(const State& state, int stage) const {
