@@ -241,7 +241,10 @@ ClusterSize cluster_size(const Problem& p, const Launch& launch) {
     return {blocks, S::kWarps};
   }
   constexpr int kHalf = S::kInvariant ? 4 : S::kWarps / 2;
+  // Of elements that are to be widened, chunks for more than two blocks of an SM are better shared out evenly.
+  constexpr bool kByTwo = S::kInvariant && S::kNarrow && S::kD == 128 && !S::kPackedV;
   const bool suits = p.a.max_seq_len <= kMostOfMany && p.a.max_seq_len >= 2 * kHalf * S::kTile &&
+                     (!kByTwo || heads <= 2 * num_sms(launch.device)) &&
                      cluster_bytes<S>(p.group, 1, kHalf, launch.device) > 0;
   return {suits ? 1 : 0, kHalf};
 }
@@ -251,7 +254,7 @@ ClusterSize cluster_size(const Problem& p, const Launch& launch) {
 // each SM: of three if all of them find room at once.
 template <class S>
 ClusterSize wide_size(const Problem& p, const ClusterSize& usual, const Launch& launch) {
-  constexpr int64_t kMany = 2048;  // keys of a block
+  constexpr int64_t kMany = S::kInvariant ? 4096 : 2048;  // keys of a block
   const int64_t heads = p.a.num_seqs * p.a.num_kv_heads, sms = num_sms(launch.device);
   if (usual.warps == S::kUsualWarps) {
     return S::kScaled && p.a.max_seq_len > kMany * usual.blocks ? cluster_size<S>(p, launch) : ClusterSize{0, 0};

@@ -342,9 +342,15 @@ bool suits_decode(const Problem& p) {
 template <class S>
 bool launch_decode_kernel(Problem p, const Launch& launch) {
   static PerDevice resident;
-  const int grid =
-      launch_main(paged_attention_decode_kernel<S>, S::kWarps * 32, decode_shared_bytes<S>(), S::kUnitTokens,
-                  few_rows_tiling(p.a.head_size), p, launch, resident, cache_copies<S>(p.a), next_ticket());
+  Tiling tiling = few_rows_tiling(p.a.head_size);
+  if constexpr (S::kInvariant && S::kNarrow && S::kBlocksPerSm == 3) {
+    // Four short segments for each SM: two blocks have two whole ones each, three would cut them.
+    constexpr int64_t kShort = 2048;  // tokens
+    const int64_t segments = p.a.num_seqs * p.a.num_kv_heads, sms = num_sms(launch.device);
+    if (p.a.max_seq_len <= kShort && segments > 3 * sms && segments <= 4 * sms) tiling.blocks_per_sm = 2;
+  }
+  const int grid = launch_main(paged_attention_decode_kernel<S>, S::kWarps * 32, decode_shared_bytes<S>(),
+                               S::kUnitTokens, tiling, p, launch, resident, cache_copies<S>(p.a), next_ticket());
   return grid > 0;
 }
 

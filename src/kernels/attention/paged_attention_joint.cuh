@@ -287,7 +287,8 @@ bool launch_joint_way(const Problem& p, const Launch& launch) {
   using Deep = JointShape<Element, true>;
   using Shallow = JointShape<Element, false>;
   constexpr int kMost = 8;
-  constexpr int64_t kMostOfMany = 2048;
+  // Elements that are to be widened leave no time for barriers.
+  constexpr int64_t kMostOfMany = Shallow::kNarrow ? 256 : 2048;
   const int64_t heads = p.a.num_seqs * p.a.num_kv_heads;
   if (joint_bytes<Deep>(8, kMost) > static_cast<int>(shared_memory_limit(launch.device))) return false;
   static PerDevice resident[kMost + 1];
@@ -303,9 +304,7 @@ bool launch_joint_way(const Problem& p, const Launch& launch) {
     constexpr int kMostOfBlock = JointKernel<Deep>::kMostParts * kPartTokens;
     return p.a.max_seq_len <= kMostOfBlock * blocks && launch_joint<Deep>(p, blocks, launch);
   }
-  // Elements of one byte, which are to be widened, leave no time for barriers where there are many keys.
-  const bool few = !Shallow::kNarrow || heads * p.a.max_seq_len <= kMostOfMany * 4 * num_sms(launch.device);
-  return few && p.a.max_seq_len <= kMostOfMany && launch_joint<Shallow>(p, 1, launch);
+  return p.a.max_seq_len <= kMostOfMany && launch_joint<Shallow>(p, 1, launch);
 }
 
 }  // namespace pykv::attention
