@@ -170,7 +170,7 @@ struct ExactSum {
   }
 };
 
-// Of a chunk, whose maximum may be anything.
+// Of a chunk, whose maximum may be anything; one without keys has sums of zero.
 __device__ inline int exponent_of(float maximum) { return static_cast<int>(fminf(fmaxf(maximum, -1e8f), 1e8f)); }
 
 // Ends the softmax of a row: what becomes of the sums of p * v, given the sum of p.

@@ -290,9 +290,6 @@ struct ExactPrefillRows : PrefillRows<S> {
     return x;
   }
 
-  // As ExactQuad has it; a chunk without keys has sums of zero.
-  static __device__ int exponent_of(float maximum) { return static_cast<int>(fminf(fmaxf(maximum, -1e8f), 1e8f)); }
-
   // Adds the chunk, and the one that waits if there are `two`, to what is kept, if it `keeps` any.  By way of shared memory:
   // a loop in registers would be code that no instruction cache holds.
   __device__ void add_chunks(bool two, bool keeps) {
