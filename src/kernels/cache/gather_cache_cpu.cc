@@ -50,15 +50,16 @@ void for_each_place(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_
   const int64_t at_least = args.num_rows * row * src_bytes > kBytesPerTask ? kBytesPerRange : kBytesPerTask;
   parallel_for(args.num_rows, at_least / (row * src_bytes) + 1, [&](int64_t begin, int64_t end) {
     LineWriter out(streamed);
-    Places places(args.requests, begin, launch.errors), ahead = places;
-    int64_t asked = whole_rows ? begin : end;
-    for (int64_t row = begin; row < end; ++row) {
-      for (; asked < end && asked <= row + kRowsAhead; ++asked) {
-        const auto [block, offset, run] = ahead.next();
-        if (block >= 0)
+    Places places(args.requests, begin, launch.errors);
+    PagedRequests::Place coming[kRowsAhead + 1];
+    const auto place_of = [&](int64_t row) -> PagedRequests::Place& { return coming[row % (kRowsAhead + 1)]; };
+    for (int64_t row = begin, found = begin; row < end; ++row) {
+      for (; found < end && found <= row + kRowsAhead; ++found) {
+        const auto [block, offset, run] = place_of(found) = places.next();
+        if (whole_rows && block >= 0)
           prefetch_bytes(cache + (block * args.src_block + offset * args.src_token) * src_bytes, row_bytes);
       }
-      const auto [block, offset, run] = places.next();
+      const auto [block, offset, run] = place_of(row);
       if (block >= 0) read(block, offset, row, out);
     }
   });
