@@ -311,6 +311,17 @@ bool launch_decode_way(const Problem& p, const Launch& launch) {
     }
     if (launch_cluster_kernel<Usual>(p, size, launch)) return true;
   }
+  if constexpr (kForAnyBatch && kQueries == 8 && Line::kNarrow && Line::kBlocksPerSm == 3) {
+    // Long sequences keep more bytes under way, if their elements are widened quickly.  So do four short segments for each SM,
+    // of which two blocks have two whole ones each, where three would cut them.
+    constexpr int64_t kShort = 1024;  // tokens
+    constexpr bool kIsQuick = !std::is_same_v<Element, Element8<KvFormat::kInt8>>;
+    const int64_t segments = p.a.num_seqs * p.a.num_kv_heads, sms = num_sms(launch.device);
+    using Deep = DecodeShape<Element, kD, kPackedV, kQueries, true, true>;
+    if ((kIsQuick && p.a.max_seq_len > kShort) || (segments > 3 * sms && segments <= 4 * sms)) {
+      return launch_decode_kernel<Deep>(p, launch);
+    }
+  }
   if constexpr (Line::kHeads > 1) {
     if (p.a.num_kv_heads % Line::kHeads != 0) {
       return launch_decode_kernel<DecodeShape<Element, kD, kPackedV, 2 * kQueries, kForAnyBatch>>(p, launch);

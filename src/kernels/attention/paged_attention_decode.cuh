@@ -13,9 +13,9 @@
 
 namespace pykv::attention {
 
-// A warp's TileParts: with batch_invariant that of the tile before, too.
+// A warp's TileParts: where chunks end after the next copies have started, that of the tile before, too.
 template <class S>
-constexpr int kPartsOfWarp = S::kStages + S::kInvariant;
+constexpr int kPartsOfWarp = S::kStages + (S::kInvariant && !S::kLate);
 
 template <class S>
 struct DecodeKernel : DecodeWalk<S> {
@@ -210,10 +210,25 @@ struct DecodeKernel : DecodeWalk<S> {
     Walk w = this->start_line();
     LookedUp pages{-1, w.tile};
     if (w.exists) pages.ids = look_up_tiles(w);
-    if constexpr (S::kInvariant) {
-      attend_chunks(w, pages);
+    if constexpr (!S::kInvariant) {
+      attend_segments(w, pages, [this, first = 0](const TilePart& part, int stage, int offset, State& state) mutable {
+        if (part.begins) first = part.first_token;  // the warp's first tile of the segment
+        if (!part.ends) return;
+        this->separate_twins(stage, part, first, kUnitTokens, part.first_token, state);
+        end_segment(part, state, S::kRaw ? 0 : offset);
+      });
     } else {
-      attend_segments(w, pages);
+      typename Base::Near near;
+      typename Base::Far far;
+      Base::clear_kept(near, far);
+      const auto end_part = [&](const TilePart& part, State& state) {
+        if (part.ends_chunk) end_chunk(part, state, near, far);
+      };
+      if constexpr (S::kLate) {
+        attend_segments(w, pages, [&](const TilePart& part, int, int, State& state) { end_part(part, state); });
+      } else {
+        attend_chunks(w, pages, end_part);
+      }
     }
     let_next_kernel_start();
     end_share(w);
@@ -222,14 +237,14 @@ struct DecodeKernel : DecodeWalk<S> {
     }
   }
 
-  __device__ void attend_segments(Walk& w, LookedUp& pages) const {
+  // end(part, stage, offset, state): what comes after a tile, when its stage is free.
+  __device__ void attend_segments(Walk& w, LookedUp& pages, auto&& end) const {
     State state;
     // In iteration i the copies of tile i + stages - 1 start and the pages of the next are looked up: before the wait for
     // tile i or, if late, after it.
     int at = 0, free = 0;  // the stages of tiles i and i + stages - 1
     const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes) + S::kHalvesBytes;
     TilePart part{};
-    [[maybe_unused]] int first = 0;  // token of the warp's first tile of the segment
 #pragma unroll 1
     for (int i = 1 - kStages;; ++i) {
       if (S::kLate && i >= 0) {
@@ -256,23 +271,16 @@ struct DecodeKernel : DecodeWalk<S> {
       }
       const int offset = at * S::kStageBytes;
       this->attend(rings + warp * S::kRingBytes, offset, part, state);
-      if (part.begins) first = part.first_token;
-      if (part.ends) {
-        this->separate_twins(stage0 + offset, part, first, kUnitTokens, part.first_token, state);
-        end_segment(part, state, S::kRaw ? 0 : offset);
-      }
+      end(part, stage0 + offset, offset, state);
       __syncwarp();  // its stage is free
       at = after(at);
     }
   }
 
-  // With batch_invariant.  The copies of the tile after the next ones start before a chunk is added up.  In this order, with
-  // that at the end of an iteration, the compiler leaves sums where the MMAs want them.
-  __device__ void attend_chunks(Walk& w, LookedUp& pages) const {
+  // The same with batch_invariant where copies are not late.  Those of the tile after the next ones start before a chunk is added
+  // up.  In this order, with that at the end of an iteration, the compiler leaves sums where the MMAs want them.
+  __device__ void attend_chunks(Walk& w, LookedUp& pages, auto&& end) const {
     State state;
-    typename Base::Near near;
-    typename Base::Far far;
-    Base::clear_kept(near, far);
     const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes);
     int at = 0;            // the stage of tile i, and of tile i + stages
     int next = 0, on = 0;  // what `parts` has of these
@@ -292,7 +300,7 @@ struct DecodeKernel : DecodeWalk<S> {
       next = next_part(next);
       at = after(at);
       if (i < 0) continue;
-      if (parts[on].ends_chunk) end_chunk(parts[on], state, near, far);
+      end(parts[on], state);
       on = next_part(on);
     }
   }
@@ -342,13 +350,7 @@ bool suits_decode(const Problem& p) {
 template <class S>
 bool launch_decode_kernel(Problem p, const Launch& launch) {
   static PerDevice resident;
-  Tiling tiling = few_rows_tiling(p.a.head_size);
-  if constexpr (S::kInvariant && S::kNarrow && S::kBlocksPerSm == 3) {
-    // Four short segments for each SM: two blocks have two whole ones each, three would cut them.
-    constexpr int64_t kShort = 2048;  // tokens
-    const int64_t segments = p.a.num_seqs * p.a.num_kv_heads, sms = num_sms(launch.device);
-    if (p.a.max_seq_len <= kShort && segments > 3 * sms && segments <= 4 * sms) tiling.blocks_per_sm = 2;
-  }
+  const Tiling tiling = few_rows_tiling(p.a.head_size);
   const int grid = launch_main(paged_attention_decode_kernel<S>, S::kWarps * 32, decode_shared_bytes<S>(),
                                S::kUnitTokens, tiling, p, launch, resident, cache_copies<S>(p.a), next_ticket());
   return grid > 0;

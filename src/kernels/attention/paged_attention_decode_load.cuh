@@ -16,25 +16,26 @@ __device__ inline uint64_t times(int64_t stride, int n) {
   return static_cast<uint64_t>(static_cast<uint32_t>(stride)) * static_cast<uint32_t>(n);
 }
 
-// kQueries: 4, 8 or 16, the heads of a group at most.  kForAnyBatch: with batch_invariant.
-template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch>
+// kQueries: 4, 8 or 16, the heads of a group at most.  kForAnyBatch: with batch_invariant.  kDeep: two blocks on an SM with
+// three stages, not three with two.
+template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch, bool kDeep = false>
 struct DecodeShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
   using Few = Shape<Element, kD, kPackedV, RowClass::kFew>;
   static constexpr bool kInvariant = kForAnyBatch;
   // Two blocks of six warps leave fewer pieces than three of four.  Elements of one byte do best with a tile of each warp
   // under way, not two: the next one's copies start after the wait for its own.
   static constexpr bool kSixWarps = kD == 128 && kQueries <= 8 && !kForAnyBatch && !Few::kNvfp4;
-  static constexpr bool kLate = kSixWarps && Few::kNarrow;
+  static constexpr bool kLate = Few::kNarrow && (kSixWarps || (kForAnyBatch && kD == 128 && kQueries == 8 && !kDeep));
   static constexpr bool kTwins = kQueries == 4;
   // KV heads of a segment, warp by warp: neighbours in memory are read together, and there are half as many ends.  The
   // block of twelve warps has the units of two blocks of six.
-  static constexpr int kHeads = kTwins && kLate ? 2 : 1;
+  static constexpr int kHeads = kTwins && kSixWarps && kLate ? 2 : 1;
   static constexpr int kWarps = kSixWarps ? 6 * kHeads : 4, kColumns = kQueries;
   static constexpr int kUnitTokens = kWarps / kHeads * Few::kTile;
   static constexpr int kBlocksPerSm = kSixWarps                                      ? 2 / kHeads
                                       : kD == 64                                     ? 4
                                       : kD == 256                                    ? 1
-                                      : kQueries == 16 && (Few::kNarrow || kPackedV) ? 2
+                                      : kDeep || (kQueries == 16 && (Few::kNarrow || kPackedV)) ? 2
                                                                                      : 3;
   static constexpr bool kRaw = Few::kNvfp4;
   static constexpr int kHalvesBytes = kRaw ? Few::kStageBytes : 0;
