@@ -177,6 +177,20 @@ def test_decoding_of_few_and_of_many(array: Library, count: int) -> None:
         assert_same(got, want[s], f"sequence {s} of {count}")
 
 
+@pytest.mark.parametrize("layout", ["NHD", "packed"])
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2", "int8"])
+def test_many_sequences_of_narrow_elements(array: Library, kind: str, layout: str) -> None:
+    """How many there are for each SM, and how wide their table is, decides how many blocks share them, of how many stages."""
+    lens = (1024, 513, 1000, 130, 1, 700)
+    p = prompts([(n - 1, n) for n in lens], Sizes(12, 2, 128), kind=kind, layout=layout)
+    attend = Attention(array, p)
+    want = attend(p.whole)
+    for count, pages in ((140, 0), (230, 0), (300, 0), (40, 1024)):
+        pieces = (p.whole * 50)[:count]
+        for (s, _, _), got in zip(pieces, attend(pieces, pages), strict=True):
+            assert_same(got, want[s], f"{lens[s]} among {count}, {pages} pages")
+
+
 @pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("sizes", [Sizes(8, 2, 128), Sizes(8, 1, 128, 8), Sizes(4, 1, 64), Sizes(6, 2, 256)])
 def test_narrow_tables_and_wide_ones(array: Library, sizes: Sizes, kind: str) -> None:
