@@ -174,6 +174,13 @@ def test_more_than_caches_hold(array: Library, op: str) -> None:
     check(array, op, r, entry=(577,))
 
 
+@pytest.mark.parametrize("op", ["copy", "fp8_e4m3", "fp8_ds_mla"])
+def test_many_rows(array: Library, op: str) -> None:
+    """More than a GPU takes at once by few rows a block, and by any number."""
+    for last in (888, 8999):
+        check(array, op, requests([8000, 0, 1, last], blocks=7, block_size=16), entry=(576,))
+
+
 @pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 46, 64, 320, 512, 576, 577, 4096, 40000])
 @pytest.mark.parametrize("op", ["copy", "auto", "fp8_e4m3", "fp8_e5m2", "int8"])
 def test_widths(array: Library, op: str, width: int) -> None:

@@ -67,6 +67,12 @@ def test_gather(array: Library, head_size: int, dtype: str) -> None:
     gather(array, rng.integers(0, 256, (5, 2, 8, 3, row), np.uint8), dtype=dtype, take=lambda m: m[:, 1])
 
 
+@pytest.mark.parametrize("block_size", [2900, 5700])
+def test_gather_many_rows(array: Library, block_size: int) -> None:
+    """More than a GPU takes at once by few rows a block, and by any number."""
+    gather(array, np.random.default_rng(3).integers(0, 256, (2, block_size, 324), np.uint8))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gather_strides(array: Library, dtype: str) -> None:
     cache = np.random.default_rng(1).integers(0, 256, (5, 8, 2, 72), np.uint8)

@@ -4,16 +4,17 @@
 // is balanced by tokens and not by requests.  One warp finds their entries (locate_rows.cuh); meanwhile each thread works out
 // which vector of an entry it will move, and where to: that is the same for all its rows, kRowsPerThread loads in flight.
 //
-// The floor is a copy of as many bytes.  On an H200, entries of MLA, beside a copy that reads and writes as much as they do (4096
-// tokens) or half of it each:
+// The floor is a copy of as many bytes.  On an H200, entries of MLA, beside a copy that reads and writes as much as they do:
 //
 //   tokens   as they are       fp8              records          nvfp4
-//   4096      3.8 us, 100 %     3.2 us, 100 %    3.3 us, 100 %    3.0 us, 100 %
-//   65536    39.6 us, 100 %    31.5 us,  96 %   33.7 us,  94 %   28.2 us,  94 %
+//   4096      3.7 us, 112 %     3.1 us, 111 %    3.6 us, 100 %    3.0 us, 103 %
+//   16384    11.6 us, 102 %     8.8 us, 105 %    9.5 us, 101 %    8.2 us, 101 %
+//   65536    39.6 us,  99 %    30.9 us, 100 %   33.0 us,  97 %   27.4 us,  97 %
 //
 // What is left is the chain of loads before a row is known, which other blocks hide where there are many, and of nvfp4 the
 // arithmetic.  More blocks than it takes to fill the SMs would queue for the same few ids: 512 of 4096 tokens take 4.8 us, 1024
-// take 5.8.
+// take 5.8.  And of blocks that do not fit at once, the last run alone: nvfp4 of 16384 tokens takes 9.7 us by 1024 blocks, 8.2 by
+// 512 of twice the rows; of 12288, 8.0 by 768 and 6.6 by 512.
 #include <algorithm>
 
 #include "cache/gather_cache.h"
@@ -35,6 +36,12 @@ inline constexpr int kMostThreads<Records<T>> = 320;
 constexpr int kRowsPerThread = 4, kMoreRows = 8;
 // Of a block, where there are many.
 constexpr int kTurnRows = 8;
+// Blocks that all prefetch, at most.
+constexpr int64_t kMostOverlapping = 1024;
+// Bytes of a block to prefetch where only the first do: by 32 KiB copies took longer.  No elements one by one.
+constexpr int64_t kMostEarly = 24 << 10;
+template <class Reader>
+inline constexpr bool kMayPrefetchFirst = sizeof(typename Reader::Loaded) >= 4;
 // Blocks that an SM must hold, as far as registers are concerned.  With five, loads wait for each other for want of registers.
 constexpr int kBlocks = 4;
 
@@ -42,7 +49,9 @@ struct NoScale {
   __device__ float operator[](int) const { return 1.0f; }
 };
 
-template <class Reader, class ScaleType, int kRows>
+// kFirstEarly: only the first blocks prefetch before the wait.  Known beforehand, since a gather of one token takes 1.68 us, not
+// 1.64, if each block finds out.
+template <class Reader, class ScaleType, int kRows, bool kFirstEarly>
 __global__ void __launch_bounds__(kMostThreads<Reader>, kBlocks)
     gather_cache_kernel(const __grid_constant__ Plan plan, const __grid_constant__ ScaleType scales) {
   __shared__ Source sources[kMostRows];
@@ -53,10 +62,11 @@ __global__ void __launch_bounds__(kMostThreads<Reader>, kBlocks)
   Reader reader(plan, vector);
   if (plan.next_early) let_next_kernel_start();
   if (threadIdx.x < 32) {
-    const RowLocator::Guess guess = plan.locate.guess(first, static_cast<int>(count), plan.early == 0);
+    const bool late = kFirstEarly && !comes_early(kFewBlocks);
+    const RowLocator::Guess guess = plan.locate.guess(first, static_cast<int>(count), late || plan.early == 0);
     RowLocator::Seen seen;
     Source source;
-    bool early = plan.early > 0;
+    bool early = !late && plan.early > 0;
     if (!early) begin_dependent();
 #pragma unroll 1
     for (;; early = false) {
@@ -119,21 +129,31 @@ int64_t bytes_side_by_side(const GatherCacheArgs& args) {
 template <class Reader, class ScaleType>
 void launch_kernel(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_bytes, int64_t vectors, int64_t in_piece,
                    const ScaleType& scales, const Launch& launch) {
-  constexpr int64_t kThreads = kMostThreads<Reader>, kLeastRows = 4;
+  constexpr int64_t kThreads = kMostThreads<Reader>, kLeastRows = 4, kUsualRows = 16;
   if (vectors * kMostRows >= int64_t{1} << 31) fail(PYKV_NOT_IMPLEMENTED, "entries of 2^26 vectors are not supported");
-  // Long entries take turns, of equal length.  Fewer rows a block where that gives every SM work.
+  // Long entries take turns, of equal length.  Fewer rows a block where that gives every SM work, and more than usual where blocks
+  // would else wait for others to end.
   const int64_t at_once = std::max<int64_t>(kThreads / vectors, 1);
-  int64_t rows = std::min<int64_t>(at_once * kTurnRows, kMostRows);
-  while (rows > 1 && args.num_rows < num_sms(launch.device) * rows * (rows > 16 ? 8 : 1)) rows /= 2;
+  const int64_t most = std::min<int64_t>(at_once * kTurnRows, kMostRows);
+  int64_t rows = std::min(most, kUsualRows);
+  const int64_t small = std::max<int64_t>(kThreads / (vectors * std::min(at_once, rows / kLeastRows)), 1);
+  const int64_t places = small * kBlocks * num_sms(launch.device);  // for blocks
+  while (rows > 1 && args.num_rows < num_sms(launch.device) * rows) rows /= 2;
+  if (args.num_rows > places * rows) rows = std::min(most, (args.num_rows + 4 * places - 1) / (4 * places) * 4);
   const int64_t blocks = (args.num_rows + rows - 1) / rows;
   if (blocks >= int64_t{1} << 31) fail(PYKV_NOT_IMPLEMENTED, "too many tokens for one call");
   const int64_t rows_at_once = std::min<int64_t>(at_once, (rows + kLeastRows - 1) / kLeastRows);
   const int64_t turns = (vectors + kThreads - 1) / kThreads;
   const int64_t threads = (rows_at_once * ((vectors + turns - 1) / turns) + 31) / 32 * 32;
 
-  // Many blocks would still be prefetching when they have nothing left to wait for.
+  // Blocks that come later would still be prefetching when they have nothing left to wait for; and where there are such, long
+  // entries of the first ones would be in the way.
   const int64_t side_by_side = bytes_side_by_side(args);
-  const bool early = side_by_side < 1 << 20 && blocks <= 4 * num_sms(launch.device) && overlaps_kernels(launch.device);
+  const bool all_early = blocks <= std::min(places, kMostOverlapping);
+  const bool early = side_by_side < 1 << 20 && overlaps_kernels(launch.device) &&
+                     (all_early || (kMayPrefetchFirst<Reader> && rows * side_by_side <= kMostEarly));
+  const bool next_early =
+      early && all_early && 2 * blocks >= num_sms(launch.device) && args.kind != GatherKind::kRecords;
   const Plan plan{RowLocator(args.requests, args.num_rows, launch.errors),
                   static_cast<const char*>(args.src),
                   static_cast<char*>(args.dst),
@@ -150,13 +170,18 @@ void launch_kernel(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_b
                   args.page,
                   args.dst_dim * dst_bytes,
                   static_cast<uint32_t>(early ? side_by_side : 0),
-                  early && 2 * blocks >= num_sms(launch.device) && args.kind != GatherKind::kRecords};
+                  next_early};
   const auto launch_with = [&]<int kRows> {
-    launch_dependent(gather_cache_kernel<Reader, ScaleType, kRows>, static_cast<uint32_t>(blocks),
-                     static_cast<uint32_t>(threads), launch, "gather_cache", plan, scales);
+    const auto launch_by = [&](auto kernel) {
+      launch_dependent(kernel, static_cast<uint32_t>(blocks), static_cast<uint32_t>(threads), launch, "gather_cache",
+                       plan, scales);
+    };
+    if constexpr (kMayPrefetchFirst<Reader>)
+      if (!all_early) return launch_by(gather_cache_kernel<Reader, ScaleType, kRows, true>);
+    launch_by(gather_cache_kernel<Reader, ScaleType, kRows, false>);
   };
   if constexpr (kInPages<Reader>)
-    if (rows > rows_at_once * kRowsPerThread) return launch_with.template operator()<kMoreRows>();
+    if (rows >= rows_at_once * kMoreRows) return launch_with.template operator()<kMoreRows>();
   launch_with.template operator()<kRowsPerThread>();
 }
 
