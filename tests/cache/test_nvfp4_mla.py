@@ -29,6 +29,7 @@ def check_mla(
     arrangement: str = "compact",
     dtype: str = "bfloat16",
     scale: np.float32 = np.float32(0.37),  # noqa: B008
+    as_scale: Any = float,
     slots: np.ndarray | None = None,
     blocks: int = 5,
     block_size: int = 16,
@@ -57,7 +58,7 @@ def check_mla(
         if 0 <= slot < blocks * block_size:
             reference_nvfp4.store(cache[:, :, None], slot, whole[token][None], scale)
     pykv.concat_and_cache_mla(
-        array.input(c), array.input(pe), inputs.view(actual, cache_of), array.input(slots), "nvfp4", float(scale)
+        array.input(c), array.input(pe), inputs.view(actual, cache_of), array.input(slots), "nvfp4", as_scale(scale)
     )
     np.testing.assert_array_equal(array.numpy(actual), expected)
 
@@ -86,6 +87,19 @@ def test_mla_slot_mappings(array: Library, slots: str) -> None:
 @pytest.mark.parametrize(("latent", "rope"), [(512, 64), (512, 0), (0, 512), (504, 72)])
 def test_many_latents(array: Library, latent: int, rope: int) -> None:
     check_mla(array, latent, rope, blocks=8, slots=np.random.default_rng(0).permutation(128))
+
+
+@pytest.mark.parametrize("where", ["number", "host", "with the arrays"])
+def test_mla_scales(array: Library, where: str) -> None:
+    as_scale = {"number": float, "host": np.atleast_1d, "with the arrays": lambda x: array.input(np.atleast_1d(x))}
+    check_mla(array, as_scale=as_scale[where])
+
+
+@pytest.mark.parametrize("tokens", [160, 250, 350])
+def test_mla_many_blocks(array: Library, tokens: int) -> None:
+    """On a GPU a thread takes one, two or four tokens, by the blocks of them all."""
+    slots = inputs.slot_mapping(np.random.default_rng(tokens), "sequences", tokens, Sizes(blocks=23))
+    check_mla(array, 16384, 64, slots=slots, blocks=23)
 
 
 def test_errors() -> None:

@@ -2,8 +2,9 @@
 // fp8_ds_mla records (write_mla_records.cuh).
 //
 // All read each element once and write its bytes once; the floor is that traffic at copy bandwidth.  On an H200, MLA's 512 +
-// 64: 65536 tokens take 40 us, 101 % of a copy that reads and writes as much (fp8 97 %, records 98 %, nvfp4 96 %); 4096
-// tokens 3.3 us, 115 % (fp8 108 %, records 101 %, nvfp4 97 %).
+// 64: 65536 tokens take 40 us, 101 % of a copy that reads and writes as much (fp8 97 %, records 98 %, nvfp4 98 %); 4096
+// tokens 3.3 us, 115 % (fp8 108 %, records 101 %, nvfp4 100 %, or 108 where the copy's arrays lie so that it takes 3.3 us and
+// not 2.95).
 #include "cache/concat_and_cache_mla.h"
 #include "cache/concat_rows.cuh"
 #include "cache/entry_places.cuh"
@@ -40,13 +41,26 @@ struct PagePlan {
   SlotMap map;
 };
 
+// Small blocks leave less of the last wave idle, where threads are long: 16384 tokens take 7.8 us, 8.5 by blocks of 128.
+template <int kTokens>
+inline constexpr int kNvfp4Threads = kConcatThreads / kTokens;
+// Threads of one token that an SM must hold.  Where there are no more, they take one token each, and two where there are up to
+// twice as many: 4096 tokens take 2.9 us, not 3.4, and 8192 take 4.8, not 5.5.
+constexpr int kShortThreads = 1280;
+template <class T, bool kAligned, int kTokens>
+inline constexpr int kThreadsOfSm = kNvfp4ThreadsOfSm<T, kAligned>;
+template <class T>
+inline constexpr int kThreadsOfSm<T, true, 2> = 1024;
+template <class T>
+inline constexpr int kThreadsOfSm<T, true, 1> = kShortThreads;
+
 // nvfp4, as of one head.
-template <class T, bool kAligned>
-__global__ void __launch_bounds__(kConcatThreads, kNvfp4ThreadsOfSm<T, kAligned> / kConcatThreads)
+template <class T, bool kAligned, int kTokens>
+__global__ void __launch_bounds__(kNvfp4Threads<kTokens>, kThreadsOfSm<T, kAligned, kTokens> / kNvfp4Threads<kTokens>)
     mla_nvfp4_kernel(const __grid_constant__ PagePlan plan, const __grid_constant__ Scale scale, uint32_t first_token) {
   uint32_t block;
-  const uint32_t group = plan.blocks(blockIdx.x * kConcatThreads + threadIdx.x, block);
-  const uint32_t first = first_token + group * kNvfp4Tokens;
+  const uint32_t group = plan.blocks(blockIdx.x * kNvfp4Threads<kTokens> + threadIdx.x, block);
+  const uint32_t first = first_token + group * kTokens;
   const int left = static_cast<int>(static_cast<uint32_t>(plan.map.num_tokens) - first);
   const int64_t column = int64_t{block} * kNvfp4Block, in_rope = column - plan.latent_size;
   const bool from_rope = in_rope >= 0;
@@ -59,7 +73,7 @@ __global__ void __launch_bounds__(kConcatThreads, kNvfp4ThreadsOfSm<T, kAligned>
                               plan.rope_dim,
                               from_rope ? kNvfp4Block : static_cast<int>(min(-in_rope, int64_t{kNvfp4Block}))};
   const Nvfp4Target target(plan.cache, plan.block, plan.page, 0, block);
-  write_nvfp4<T, kAligned>(plan.map, source, target, scale, 0, first, min(left, kNvfp4Tokens));
+  write_nvfp4<T, kAligned, kTokens>(plan.map, source, target, scale, 0, first, min(left, kTokens));
 }
 
 template <class T, bool kAligned, int kRows>
@@ -135,11 +149,21 @@ void launch_nvfp4(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
     return p.size == 0 || (p.size % kNvfp4Block == 0 && p.dim == 1 && is_aligned(16, p.data, {p.row * kSource}));
   };
   const bool aligned = fits(latent) && fits(rope) && is_aligned(8, args.cache, {args.block});
-  for_each_concat_launch(args.num_tokens, blocks, kNvfp4Tokens, [&](uint32_t first, uint32_t grid) {
-    dispatch_bool(aligned, [&]<bool kAligned> {
-      launch_dependent(mla_nvfp4_kernel<T, kAligned>, grid, kConcatThreads, launch, kOp, plan, args.scale, first);
-    });
-  });
+  const auto launch_with = [&]<bool kKnownAligned, int kTokens> {
+    const auto launch_some = [&](uint32_t first, uint32_t grid) {
+      launch_dependent(mla_nvfp4_kernel<T, kKnownAligned, kTokens>, grid, kNvfp4Threads<kTokens>, launch, kOp, plan,
+                       args.scale, first);
+    };
+    for_each_concat_launch(args.num_tokens, blocks, kTokens, launch_some, kNvfp4Threads<kTokens>);
+  };
+  const int64_t threads = args.num_tokens * blocks / num_sms(launch.device);  // of an SM, were each to take one token
+  if (!aligned || threads > 2 * kShortThreads) {
+    dispatch_bool(aligned, [&]<bool kAligned> { launch_with.template operator()<kAligned, kNvfp4Tokens>(); });
+  } else if (threads > kShortThreads) {
+    launch_with.template operator()<true, 2>();
+  } else {
+    launch_with.template operator()<true, 1>();
+  }
 }
 
 // Whether vectors of `bytes` of the source fit both parts and the cache.

@@ -63,13 +63,13 @@ void dispatch_rows_per_thread(int64_t rows, int64_t vectors, const Launch& launc
 
 // launch_some(first row, blocks) for as many rows at a time as one launch can take: vectors are numbered by 31 bits.
 template <class F>
-void for_each_concat_launch(int64_t num_rows, int64_t vectors, int rows_per_thread, F&& launch_some) {
+void for_each_concat_launch(int64_t num_rows, int64_t vectors, int rows_per_thread, F&& launch_some,
+                            int threads = kConcatThreads) {
   const int64_t most = ((int64_t{1} << 30) / vectors / rows_per_thread + 1) * rows_per_thread;
   for (int64_t first = 0; first < num_rows; first += most) {
     const int64_t rows = num_rows - first < most ? num_rows - first : most;
     const int64_t groups = (rows + rows_per_thread - 1) / rows_per_thread;
-    launch_some(static_cast<uint32_t>(first),
-                static_cast<uint32_t>((groups * vectors + kConcatThreads - 1) / kConcatThreads));
+    launch_some(static_cast<uint32_t>(first), static_cast<uint32_t>((groups * vectors + threads - 1) / threads));
   }
 }
 

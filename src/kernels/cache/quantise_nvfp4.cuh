@@ -19,6 +19,7 @@ namespace pykv {
 // What the blocks of a head share.
 class Nvfp4Quantiser {
  public:
+  Nvfp4Quantiser() = default;  // by nothing yet
   __device__ explicit Nvfp4Quantiser(float global)
       : global_(global), six_global_(kNvfp4Largest * global), plain_(global > 0.0f && six_global_.is_plain()) {}
 

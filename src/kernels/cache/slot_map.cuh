@@ -46,12 +46,15 @@ struct SlotMap {
     return loaded;
   }
 
-  // Of `count` neighbouring tokens, which is at least 1; those beyond are the last one again.
+  __device__ const char* slot_at(int64_t token) const {
+    return static_cast<const char*>(slots.data) + token * slots.stride * (slots.is_int64 ? 8 : 4);
+  }
+
+  // Of `count` neighbouring tokens, which is at least 1, from that at `slot` on; those beyond are the last one again.
   template <int kTokens>
-  __device__ Slots<kTokens> load_some(int64_t first, int count) const {
+  __device__ Slots<kTokens> load_some(const char* slot, int count) const {
     Slots<kTokens> loaded;
     const int64_t next = slots.stride * (slots.is_int64 ? 8 : 4);
-    const char* slot = static_cast<const char*>(slots.data) + first * next;
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
       loaded.low[i] = load_word_in_order(slot);
@@ -73,8 +76,7 @@ struct SlotMap {
 
   // What a thread may ask for before it waits: the slot of a token, and those that lie beside it.
   __device__ void prefetch_slot(int64_t token) const {
-    if (token < num_tokens)
-      prefetch(static_cast<const char*>(slots.data) + token * slots.stride * (slots.is_int64 ? 8 : 4));
+    if (token < num_tokens) prefetch(slot_at(token));
   }
 
   template <int kTokens>

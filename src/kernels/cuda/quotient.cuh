@@ -18,6 +18,7 @@ __device__ inline float corrected(float quotient, float x, float divisor, float 
 // numerators take one Newton step more.  Scales far from 1 are brought closer, x with them, by a power of two.
 class Quotient {
  public:
+  Quotient() = default;  // by nothing yet
   __device__ explicit Quotient(float scale) {
     power_ = fabsf(scale) < 0x1p-40f ? 0x1p64f : fabsf(scale) > kMostPlain ? 0x1p-64f : 1.0f;
     scale_ = scale * power_;
@@ -70,7 +71,6 @@ class Quotient {
   __device__ uint32_t sign_bytes() const { return scale_ < 0.0f ? 0x80808080u : 0u; }
 
  private:
-  Quotient() = default;
   // From 1 / scale_ to nearest.
   __device__ void hold(float nearest) {
     reciprocal_ = nearest;
