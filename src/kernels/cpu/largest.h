@@ -10,23 +10,9 @@
 
 namespace pykv::PYKV_ISA {
 
-// One step: of the lanes of a and b that are kApart from each other the larger ones, half of the result each.
-template <int kApart>
-inline Words larger_halves(Words a, Words b) {
-  Words own, other;
-  for (uint32_t i = 0; i < kWidth; ++i) {
-    own[i] = i & kApart ? kWidth + i : i;
-    other[i] = own[i] ^ kApart;
-  }
-  const Words x = shuffle(a, b, own), y = shuffle(a, b, other);
-  return x > y ? x : y;
-}
 // Lane i is the largest lane of v[i].
-template <int kApart = kWidth / 2>
 inline Words largest_lanes(Words* v) {
-  if constexpr (kApart == 0) return v[0];
-  for (int i = 0; i < kApart; ++i) v[i] = larger_halves<kApart>(v[i], v[i + kApart]);
-  return largest_lanes<kApart / 2>(v);
+  return reduce_each(v, [](Words a, Words b) { return a > b ? a : b; });
 }
 
 // The largest of `count` numbers, one after the other.

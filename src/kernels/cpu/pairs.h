@@ -96,6 +96,25 @@ inline V in_turn(V a, V b, uint32_t first) {
   return shuffle(a, b, lanes);
 }
 
+// One step of reduce for two vectors: their lanes that are kApart from each other, combined, half of the result each.
+template <int kApart, class V, class Combine>
+inline V combined_halves(V a, V b, Combine combine) {
+  Words own, other;
+  for (uint32_t i = 0; i < kWidth; ++i) {
+    own[i] = i & kApart ? kWidth + i : i;
+    other[i] = own[i] ^ kApart;
+  }
+  const V x = shuffle(a, b, own), y = shuffle(a, b, other);
+  return combine(x, y);
+}
+// Lane i is what reduce makes of v[i]: for as many vectors as one has lanes, in the same order.
+template <int kApart = kWidth / 2, class V, class Combine>
+inline V reduce_each(V* v, Combine combine) {
+  if constexpr (kApart == 0) return v[0];
+  for (int i = 0; i < kApart; ++i) v[i] = combined_halves<kApart>(v[i], v[i + kApart], combine);
+  return reduce_each<kApart / 2>(v, combine);
+}
+
 // From neighbours to the order of T, and back.
 template <class T>
 inline Pair<T> in_order(Floats first, Floats second) {
@@ -246,10 +265,10 @@ inline void store_pair(E* to, Pair<T> v, int64_t count, bool past = false) {
   store_first(to, padded, count);
 }
 
-template <class E>
+template <int kLevel = 1, class E>
 inline void prefetch_pair(const E* from) {
   for (int64_t at = 0; at < kPair * static_cast<int64_t>(sizeof(E)); at += 64)
-    prefetch(reinterpret_cast<const char*>(from) + at);
+    prefetch<kLevel>(reinterpret_cast<const char*>(from) + at);
 }
 
 // v in the first `count` elements, 0 in the others.

@@ -101,13 +101,18 @@ class TokenRotator {
         sines_(cosines_ + angles_.size() / 2) {}
 
   void operator()(int64_t t) {
-    const int64_t b = t / rotation_.seq, s = t % rotation_.seq;
-    if (!take_angles(rotation_.position(b, s))) return;
-    rotate(rotation_.query, b, s);
-    rotate(rotation_.key, b, s);
+    if (!take_angles(position(t))) return;
+    rotate(rotation_.query, t);
+    rotate(rotation_.key, t);
+  }
+
+  int64_t position(int64_t t) const { return rotation_.position(t / rotation_.seq, t % rotation_.seq); }
+  T* heads_of(const RotaryHeads& heads, int64_t t) const {
+    return static_cast<T*>(heads.data) + t / rotation_.seq * heads.batch + t % rotation_.seq * heads.token;
   }
 
   // Asks for the heads of a token, if there is such a token.
+  template <int kLevel = 2>
   void prefetch(int64_t t) const {
     if (t >= rotation_.num_tokens) return;
     const int64_t b = t / rotation_.seq, s = t % rotation_.seq, size = 2 * half_;
@@ -116,7 +121,7 @@ class TokenRotator {
       const bool touch = heads->head == size;
       const int64_t bytes = (touch ? heads->num_heads : 1) * size * static_cast<int64_t>(sizeof(T));
       for (int64_t h = 0; h < heads->num_heads; h += touch ? heads->num_heads : 1)
-        prefetch_bytes(head + h * heads->head, bytes);
+        prefetch_bytes<kLevel>(head + h * heads->head, bytes);
     }
   }
 
@@ -137,13 +142,16 @@ class TokenRotator {
     return true;
   }
 
-  // The angles of several positions inside the cache, one for each frequency: position_of(i).
-  template <class PositionOf>
-  void gather_angles(PositionOf position_of) {
+  // The angles of several positions inside the cache, of which frequency i has that of axes[i].
+  template <size_t kCount>
+  void gather_angles(const int64_t (&positions)[kCount], const uint8_t* axes) {
     dispatch<float, f16, bf16>(rotation_.cache_dtype, [&]<class C>() {
+      const C* rows[kCount];
+      for (size_t k = 0; k < kCount; ++k)
+        rows[k] = static_cast<const C*>(rotation_.cos_sin_cache) + positions[k] * rotation_.cache_stride;
       gathered_.resize(2 * half_);
       for (int64_t i = 0; i < half_; ++i) {
-        const C* row = static_cast<const C*>(rotation_.cos_sin_cache) + position_of(i) * rotation_.cache_stride;
+        const C* row = rows[axes[i]];
         gathered_[i] = to_float(row[i]);
         gathered_[half_ + i] = to_float(row[half_ + i]);
       }
@@ -151,9 +159,9 @@ class TokenRotator {
     keep_angles(gathered_.data(), gathered_.data() + half_);
   }
 
-  // The heads of token (b, s), by the angles that were taken.  Flattened: a head alone is not worth a call.
-  [[gnu::flatten]] void rotate(const RotaryHeads& heads, int64_t b, int64_t s) const {
-    T* head = static_cast<T*>(heads.data) + b * heads.batch + s * heads.token;
+  // The heads of token t, by the angles that were taken.  Flattened: a head alone is not worth a call.
+  [[gnu::flatten]] void rotate(const RotaryHeads& heads, int64_t t) const {
+    T* head = heads_of(heads, t);
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<Turn, TurnIn<bf16>>) {
       if (is_normal(head, heads)) {
@@ -175,6 +183,35 @@ class TokenRotator {
       rotate_gptj<kPast>(head, load);
     }
   }
+
+  // Heads that lie `stride` apart, by frequencies rather than one after the other, so that angles stay in registers: what
+  // source(h, i, count, common) gives of the elements of head h, turned, with what source.at(i, count) gives for all heads.
+  template <class Source>
+  void rotate_all(T* heads, int64_t stride, int64_t num_heads, const Source& source) const {
+    if (rotation_.is_neox) {
+      each_pair(0, half_, [=, half = half_, cosines = cosines_, sines = sines_](int64_t i, int64_t count) {
+        const Pair<T> c{PYKV_ISA::load(cosines + i), PYKV_ISA::load(cosines + i + kWidth)};
+        const Pair<T> s{PYKV_ISA::load(sines + i), PYKV_ISA::load(sines + i + kWidth)};
+        const auto of_x = source.at(i, count), of_y = source.at(half + i, count);
+        T* head = heads;
+        for (int64_t h = 0; h < num_heads; ++h, head += stride) {
+          Pair<T> x = source(h, i, count, of_x), y = source(h, half + i, count, of_y);
+          turn(Turn(), x, y, c, s);
+          store_pair(head + i, x, count);
+          store_pair(head + half + i, y, count);
+        }
+      });
+    } else {
+      each_pair(0, 2 * half_, [=, cosines = cosines_, sines = sines_](int64_t i, int64_t count) {
+        const Floats c = PYKV_ISA::load(cosines + i / 2), s = PYKV_ISA::load(sines + i / 2);
+        const auto common = source.at(i, count);
+        T* head = heads;
+        for (int64_t h = 0; h < num_heads; ++h, head += stride)
+          store_pair(head + i, turned_neighbours(source(h, i, count, common), c, s), count);
+      });
+    }
+  }
+
   bool lines_are_whole(const T* head) const {
     return half_ * static_cast<int64_t>(sizeof(T)) % kLine == 0 && half_ % kPair == 0 &&
            (reinterpret_cast<uintptr_t>(head) & (kLine - 1)) == 0;
@@ -245,13 +282,16 @@ class TokenRotator {
   template <bool kPast, class Load>
   void rotate_gptj(T* head, const Load& load) const {
     each_pair(0, 2 * half_, [=, cosines = cosines_, sines = sines_](int64_t i, int64_t count) {
-      const Pair<T> given = load(i, count);
-      Floats x = given.x, y = given.y;
-      if constexpr (!kApart) x = every_other(given.x, given.y, 0), y = every_other(given.x, given.y, 1);
-      Turn()(x, y, PYKV_ISA::load(cosines + i / 2), PYKV_ISA::load(sines + i / 2));
-      const Pair<T> turned = kApart ? Pair<T>{x, y} : Pair<T>{in_turn(x, y, 0), in_turn(x, y, kWidth / 2)};
-      store_pair(head + i, turned, count, kPast);
+      const Floats c = PYKV_ISA::load(cosines + i / 2), s = PYKV_ISA::load(sines + i / 2);
+      store_pair(head + i, turned_neighbours(load(i, count), c, s), count, kPast);
     });
+  }
+
+  static Pair<T> turned_neighbours(Pair<T> v, Floats c, Floats s) {
+    Floats x = v.x, y = v.y;
+    if constexpr (!kApart) x = every_other(v.x, v.y, 0), y = every_other(v.x, v.y, 1);
+    Turn()(x, y, c, s);
+    return kApart ? Pair<T>{x, y} : Pair<T>{in_turn(x, y, 0), in_turn(x, y, kWidth / 2)};
   }
 
   const Rotation& rotation_;

@@ -34,6 +34,17 @@ inline Floats select(Words mask, Floats a, Floats b) { return mask ? a : b; }
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
 
+inline Floats sqrt(Floats v) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_sqrt_ps(0xffff, v);
+#elif defined(__AVX2__)
+  return _mm256_sqrt_ps(v);
+#else
+  for (int i = 0; i < kWidth; ++i) v[i] = __builtin_sqrtf(v[i]);
+  return v;
+#endif
+}
+
 template <class V, class T>
 inline V load_raw(const T* from) {  // no alignment is assumed anywhere
   V v;
