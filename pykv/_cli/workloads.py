@@ -75,7 +75,10 @@ class Tokens:
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
     def angles(self, width: int) -> dict[str, Any]:
-        return {"cos_sin_cache": Spec((POSITIONS, width), self.dtype), "is_neox": True}
+        """Of rotations: calls turn the same numbers again and again, which others would make infinite or subnormal."""
+        angles = np.arange(POSITIONS)[:, None] * 10000.0 ** (-np.arange(0, width, 2) / width)
+        table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+        return {"cos_sin_cache": table.astype(numpy_dtype(self.dtype)), "is_neox": True}
 
 
 def _shuffled(n: int) -> Ids:
