@@ -143,6 +143,43 @@ def test_transposed_scales(array, dtype, rows, aligned):
     np.testing.assert_array_equal(array.numpy(made).view(np.uint8), expected_codes.view(np.uint8))
 
 
+@dtypes
+@codes_of
+@pytest.mark.parametrize(
+    ("width", "group_size", "with_residual"),
+    [
+        (2048, 128, False),
+        (4096, 128, False),
+        (4096, 64, True),
+        (4096, 32, False),
+        (7168, 128, True),
+        (8192, 128, False),
+    ],
+)
+def test_transposed_scales_of_many_rows(array, dtype, kind, width, group_size, with_residual):
+    """Neighbouring rows may store theirs together, whichever comes first and has something odd."""
+    rows, width = 1003, width * 2 // dtype.itemsize
+    if array.name == "interface":
+        pytest.skip("its arrays cannot be sliced")
+    x, weight = np.resize(random((59, width), dtype), (rows, width)), random((width,), dtype, 1)
+    x[2::8, 5], x[10::10] = np.nan, 0
+    weight[300], x[1::3, 300] = ml_dtypes.finfo(dtype).max, 0  # more than others, of some rows
+    residual = random((rows, width), dtype, 2) if with_residual else None
+    expected_codes, expected, expected_total = quantise(array, x, weight, kind, group_size, residual=residual)
+    memory = array.output(np.full((width // group_size, rows + 1), -1, np.float32))
+    made = array.output(np.zeros((rows, width), E4M3).view(kind))
+    total = None if residual is None else array.output(residual)
+    scales = memory.T[:rows]
+    given = array.input(x), array.input(weight)
+    pykv.rms_norm_per_block_quant(made, *given, scales, EPSILON, None, total, group_size, True)
+    written = array.numpy(memory)
+    np.testing.assert_array_equal(written[:, :rows], expected.T)
+    assert (written[:, rows:] == -1).all()
+    np.testing.assert_array_equal(array.numpy(made).view(np.uint8), expected_codes.view(np.uint8))
+    if total is not None:
+        np.testing.assert_array_equal(array.numpy(total).view(np.uint8), expected_total.view(np.uint8))
+
+
 @given(
     dtype=st.sampled_from(FLOATS),
     kind=st.sampled_from([E4M3, INT8]),

@@ -52,15 +52,27 @@ class BlockReducer {
   // highest bits are i.
   template <int kUse, int kWarps, int kSplit>
   __device__ float sum_of_parts(float v) const {
+    write_parts<kUse, kWarps, kSplit>(v);
+    return warp_reduce(read<kUse>(kWarps * kSplit), kWarps * kSplit, Sum());
+  }
+  // The same of two rows, the first kSplit / 2 numbers of a warp being of the first.
+  template <int kUse, int kWarps, int kSplit>
+  __device__ float2 sums_of_two(float v) const {
+    constexpr int kEach = kWarps * kSplit / 2;
+    write_parts<kUse, kWarps, kSplit>(v);
+    const float sum = warp_reduce(read<kUse>(2 * kEach), kEach, Sum());
+    return {__shfl_sync(0xffffffffu, sum, 0), __shfl_sync(0xffffffffu, sum, kEach)};
+  }
+
+ private:
+  template <int kUse, int kWarps, int kSplit>
+  __device__ void write_parts(float v) const {
     constexpr int kLanes = 32 / kSplit;
     const uint32_t lane = threadIdx.x % 32;
     if (lane % kLanes == 0)
       asm volatile("st.shared.f32 [%0], %1;" ::"r"(write_ + kUse * 128 + lane / kLanes * (kWarps * 4)), "f"(v)
                    : "memory");
-    return warp_reduce(read<kUse>(kWarps * kSplit), kWarps * kSplit, Sum());
   }
-
- private:
   // Of the first so many warps one each, after a barrier.
   template <int kUse>
   __device__ float read(int warps) const {

@@ -84,6 +84,7 @@ struct Codes {
   template <class T, Fit kFit>
   struct Result {
     using Args = RmsNormDynamicQuantArgs;
+    using Element = T;
     using Raw = Pack<T>;
     using Value = Pack<T>;
     static constexpr Largest kLargest = kOf;
@@ -102,12 +103,13 @@ struct Codes {
     __device__ static Part part_of(const Args& args, uint32_t row) {
       return {row, 0, static_cast<int>(args.hidden_size)};
     }
-    __device__ Result(const Args& args, const Part& part)
+    __device__ Result(const Args& args, const Part& part) : Result(args, part, args.bound()) {}
+    __device__ Result(const Args& args, const Part& part, float bound)
         : out(part.of<uint8_t, kPackSize<T>, kFit>(args.out, args.out_rows)),
           weights(args.weights, 1.0f, part),
           args(args),
           scales(args.scales + part.row * args.scale_row),
-          bound(args.bound()) {}
+          bound(bound) {}
     __device__ int group_size() const { return static_cast<int>(args.group_size); }
     __device__ static void prefetch(const Args& args, const Part& part, int pack) {
       Weights<T, kFit>(args.weights, 1.0f, part).prefetch(pack);
@@ -141,14 +143,20 @@ struct Codes {
     __device__ float scale_of(float most) const {
       return scale_by<kInt8>(bounded(most));
     }
-    __device__ void store_scale(int group, float scale) const { scales[group * args.scale_group] = scale; }
+    // row: from this one on, where it is not 0 one of those of which has_pairs() says that scales lie side by side.
+    __device__ void store_scale(int group, float scale, int row = 0) const {
+      scales[group * args.scale_group + row] = scale;
+    }
     __device__ void have_ready() {
       if constexpr (kFit != Fit::kAny && kOf == Largest::kOfRow) pykv::have_ready(out.data);
     }
     template <class C>
-    __device__ void store(int pack, const Value& v, const C& coder) const {
-      out.store(pack, coder.codes(v));
+    __device__ void store(int pack, const Value& v, const C& coder, int row = 0) const {
+      auto to = out;
+      to.data += row * args.out_rows.stride0;
+      to.store(pack, coder.codes(v));
     }
+    static bool has_pairs(const Args& args) { return kOf == Largest::kOfGroups && args.scale_row == 1; }
   };
 };
 

@@ -140,6 +140,15 @@ __device__ float largest_of_one(const Vec<T, kSize> (&v)[kCount], int lanes) {
   }
 }
 
+// (v - centre) * r.
+template <bool kCentred, class T, int kSize>
+__device__ Vec<float, kSize> normed(const Vec<T, kSize>& v, float centre, float r) {
+  auto floats = to_floats(v);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) floats[i] = (kCentred ? floats[i] - centre : floats[i]) * r;
+  return floats;
+}
+
 // Over the threads of a row: kThreads, or the whole block (0), each standing for kSplit.  Each use in a kernel has a number
 // of its own.
 template <int kThreads, int kSplit = 1>
@@ -153,6 +162,11 @@ class RowReducer {
     } else {
       return block_.template sum_of_parts<kUse, kThreads / 32, kSplit>(warp_sums(v));
     }
+  }
+  // Of two rows, half of v each.
+  template <int kUse>
+  __device__ float2 sums_of_two(float (&v)[kSplit]) const {
+    return block_.template sums_of_two<kUse, kThreads / 32, kSplit>(warp_sums(v));
   }
   template <int kUse>
   __device__ float maximum(float v) const {
