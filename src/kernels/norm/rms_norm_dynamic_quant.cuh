@@ -103,13 +103,12 @@ struct Codes {
     __device__ static Part part_of(const Args& args, uint32_t row) {
       return {row, 0, static_cast<int>(args.hidden_size)};
     }
-    __device__ Result(const Args& args, const Part& part) : Result(args, part, args.bound()) {}
-    __device__ Result(const Args& args, const Part& part, float bound)
+    __device__ Result(const Args& args, const Part& part)
         : out(part.of<uint8_t, kPackSize<T>, kFit>(args.out, args.out_rows)),
           weights(args.weights, 1.0f, part),
           args(args),
           scales(args.scales + part.row * args.scale_row),
-          bound(bound) {}
+          bound(args.bound()) {}
     __device__ int group_size() const { return static_cast<int>(args.group_size); }
     __device__ static void prefetch(const Args& args, const Part& part, int pack) {
       Weights<T, kFit>(args.weights, 1.0f, part).prefetch(pack);

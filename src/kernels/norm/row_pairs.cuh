@@ -30,7 +30,7 @@ struct TwoRows : Result {
   }
 };
 
-// Each thread has kPacks packs of each row.  Well under way before the wait: the rows of the first 4 MiB, as in row_norm.cuh.
+// Each thread has kPacks packs of each row.  Fetched before the wait: the first 4 MiB, as in row_norm.cuh.
 template <class Source, class Result, int kThreads, int kPacks, int kBlocks>
 __global__ __launch_bounds__(kThreads, kBlocks)  //
     void row_pairs_kernel(const __grid_constant__ typename Result::Args args, float inverse_size) {
@@ -60,7 +60,7 @@ __global__ __launch_bounds__(kThreads, kBlocks)  //
     raw[k] = {};
     if (has(k)) raw[k] = sources[k / kPacks].load(k % kPacks * kThreads);
   }
-  const float bound = args.bound();
+  const float bound = args.bound();  // in time
   typename Source::Value z[2 * kPacks];
   float sums[2] = {};
 #pragma unroll
@@ -74,7 +74,8 @@ __global__ __launch_bounds__(kThreads, kBlocks)  //
   const float r[2] = {rsqrtf(fmaf(sum.x, inverse_size, args.epsilon)), rsqrtf(fmaf(sum.y, inverse_size, args.epsilon))};
   uint32_t block;  // anew: addresses that were worked out before would be registers meanwhile
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-  TwoRows<Result, kPacks * kThreads> result{Result(args, part(2 * block), bound), both};
+  TwoRows<Result, kPacks * kThreads> result{{args, part(2 * block)}, both};
+  result.bound = bound;
   typename Result::Value y[2 * kPacks];
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
