@@ -180,7 +180,7 @@ def test_decoding_of_few_and_of_many(array: Library, count: int) -> None:
 @pytest.mark.parametrize("layout", ["NHD", "packed"])
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2", "int8"])
 def test_many_sequences_of_narrow_elements(array: Library, kind: str, layout: str) -> None:
-    """How many there are for each SM, and how wide their table is, decides how many blocks share them, of how many stages."""
+    """How many there are for each SM, and how wide their table is, decides which blocks share them."""
     lens = (1024, 513, 1000, 130, 1, 700)
     p = prompts([(n - 1, n) for n in lens], Sizes(12, 2, 128), kind=kind, layout=layout)
     attend = Attention(array, p)

@@ -177,8 +177,9 @@ def test_more_than_caches_hold(array: Library, op: str) -> None:
 @pytest.mark.parametrize("op", ["copy", "fp8_e4m3", "fp8_ds_mla"])
 def test_many_rows(array: Library, op: str) -> None:
     """More than a GPU takes at once by few rows a block, and by any number."""
-    for last in (888, 8999):
-        check(array, op, requests([8000, 0, 1, last], blocks=7, block_size=16), entry=(576,))
+    lengths = [(8000, 888), (8000, 8999)] if array.device == "cuda" else [(700, 88)]
+    for first, last in lengths:
+        check(array, op, requests([first, 0, 1, last], blocks=7, block_size=16), entry=(576,))
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 46, 64, 320, 512, 576, 577, 4096, 40000])

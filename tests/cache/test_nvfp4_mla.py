@@ -99,7 +99,7 @@ def test_mla_scales(array: Library, where: str) -> None:
 def test_mla_many_blocks(array: Library, tokens: int) -> None:
     """On a GPU a thread takes one, two or four tokens, by the blocks of them all."""
     slots = inputs.slot_mapping(np.random.default_rng(tokens), "sequences", tokens, Sizes(blocks=23))
-    check_mla(array, 16384, 64, slots=slots, blocks=23)
+    check_mla(array, 16384 if array.device == "cuda" else 1024, 64, slots=slots, blocks=23)
 
 
 def test_errors() -> None:

@@ -32,11 +32,11 @@ struct DecodeShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
   static constexpr int kHeads = kTwins && kSixWarps && kLate ? 2 : 1;
   static constexpr int kWarps = kSixWarps ? 6 * kHeads : 4, kColumns = kQueries;
   static constexpr int kUnitTokens = kWarps / kHeads * Few::kTile;
-  static constexpr int kBlocksPerSm = kSixWarps                                      ? 2 / kHeads
-                                      : kD == 64                                     ? 4
-                                      : kD == 256                                    ? 1
+  static constexpr int kBlocksPerSm = kSixWarps                                                 ? 2 / kHeads
+                                      : kD == 64                                                ? 4
+                                      : kD == 256                                               ? 1
                                       : kDeep || (kQueries == 16 && (Few::kNarrow || kPackedV)) ? 2
-                                                                                     : 3;
+                                                                                                : 3;
   static constexpr bool kRaw = Few::kNvfp4;
   static constexpr int kHalvesBytes = kRaw ? Few::kStageBytes : 0;
   static constexpr int kStageBytes = kRaw ? nvfp4_bytes(2 * Few::kTile * kD) : Few::kStageBytes;
