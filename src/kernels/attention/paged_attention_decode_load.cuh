@@ -29,7 +29,7 @@ struct DecodeShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
   static constexpr bool kTwins = kQueries == 4;
   // KV heads of a segment, warp by warp: neighbours in memory are read together, and there are half as many ends.  The
   // block of twelve warps has the units of two blocks of six.
-  static constexpr int kHeads = kTwins && kSixWarps && kLate ? 2 : 1;
+  static constexpr int kHeads = kTwins && kLate ? 2 : 1;
   static constexpr int kWarps = kSixWarps ? 6 * kHeads : 4, kColumns = kQueries;
   static constexpr int kUnitTokens = kWarps / kHeads * Few::kTile;
   static constexpr int kBlocksPerSm = kSixWarps                                                 ? 2 / kHeads

@@ -115,9 +115,9 @@ class TokenRotator {
   template <int kLevel = 2>
   void prefetch(int64_t t) const {
     if (t >= rotation_.num_tokens) return;
-    const int64_t b = t / rotation_.seq, s = t % rotation_.seq, size = 2 * half_;
+    const int64_t size = 2 * half_;
     for (const RotaryHeads* heads : {&rotation_.query, &rotation_.key}) {
-      const T* head = static_cast<const T*>(heads->data) + b * heads->batch + s * heads->token;
+      const T* head = heads_of(*heads, t);
       const bool touch = heads->head == size;
       const int64_t bytes = (touch ? heads->num_heads : 1) * size * static_cast<int64_t>(sizeof(T));
       for (int64_t h = 0; h < heads->num_heads; h += touch ? heads->num_heads : 1)
