@@ -206,7 +206,7 @@ def test_narrow_tables_and_wide_ones(array: Library, sizes: Sizes, kind: str) ->
     want = attend(decoding, pages=3 * 8192 // sizes.block_size)
     for (s, _, n), got in zip(p.whole, attend(p.whole), strict=True):
         assert_same((got[0][-1:], got[1][:, -1:]), want[s], f"{n} by prefill")
-    for count in (1, 2, 9, len(lens), 40, 100):
+    for count in (1, 2, 8, 9, len(lens), 40, 100):
         for start in range(0, len(lens), count):
             pieces = (decoding * 8)[start : start + count]
             for (s, _, n), got in zip(pieces, attend(pieces), strict=True):

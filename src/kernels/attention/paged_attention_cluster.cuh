@@ -250,14 +250,23 @@ ClusterSize cluster_size(const Problem& p, const Launch& launch) {
 }
 
 // Whether it should be one of the wide shape, S, instead: twelve warps where elements are to be widened and keys are so many
-// that 64 SMs are busier with that than with waiting, or blocks of three or four warps where there are more than two for
-// each SM: of three if all of them find room at once.
+// that 64 SMs are busier with that than with waiting, or where teams of four then take fewer rounds of a chunk each; or blocks
+// of three or four warps where there are more than two for each SM: of three if all of them find room at once.
 template <class S>
 ClusterSize wide_size(const Problem& p, const ClusterSize& usual, const Launch& launch) {
   constexpr int64_t kMany = S::kInvariant ? 4096 : 2048;  // keys of a block
   const int64_t heads = p.a.num_seqs * p.a.num_kv_heads, sms = num_sms(launch.device);
   if (usual.warps == S::kUsualWarps) {
-    return S::kScaled && p.a.max_seq_len > kMany * usual.blocks ? cluster_size<S>(p, launch) : ClusterSize{0, 0};
+    const auto wide = [&] { return cluster_size<S>(p, launch); };
+    if constexpr (S::kInvariant) {
+      constexpr int64_t kTeamWarps = ExactClusterKernel<S>::kTeamWarps;  // so many rounds make a long one
+      const auto rounds = [&](const ClusterSize& size) {
+        const int64_t together = std::max<int64_t>(1, size.blocks * size.warps / kTeamWarps) * kChunkTokens;
+        return (p.a.max_seq_len + together - 1) / together;
+      };
+      if (rounds(usual) < kTeamWarps && rounds(wide()) < rounds(usual)) return wide();
+    }
+    return S::kScaled && p.a.max_seq_len > kMany * usual.blocks ? wide() : ClusterSize{0, 0};
   }
   if (usual.blocks == 0 || heads <= 2 * sms) return {0, 0};
   return {1, !S::kInvariant && heads > 3 * sms && heads <= 4 * sms ? 3 : 4};

@@ -278,7 +278,8 @@ struct DecodeKernel : DecodeWalk<S> {
   }
 
   // The same with batch_invariant where copies are not late.  Those of the tile after the next ones start before a chunk is added
-  // up.  In this order, with that at the end of an iteration, the compiler leaves sums where the MMAs want them.
+  // up, and so do loads of a new segment's queries.  In this order, with that at the end of an iteration, the compiler leaves sums
+  // where the MMAs want them.
   __device__ void attend_chunks(Walk& w, LookedUp& pages, auto&& end) const {
     State state;
     const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes);
@@ -291,7 +292,9 @@ struct DecodeKernel : DecodeWalk<S> {
         __syncwarp();
         const TilePart part = parts[on];
         if (!part.exists) break;
-        await_tile(part, state);
+        if (part.begins) this->settle(part.kv_head, state);
+        cp_async_wait<kStages - 1>();
+        __syncwarp();  // the tile is there
         this->attend(rings + warp * S::kRingBytes, at * S::kStageBytes, part, state);
         __syncwarp();  // its stage is free
       }
@@ -299,9 +302,14 @@ struct DecodeKernel : DecodeWalk<S> {
       if (lane == 0) parts[next] = started;
       next = next_part(next);
       at = after(at);
+      if (i < -1) continue;
+      __syncwarp();
+      const int following = i < 0 ? on : next_part(on);
+      const TilePart& part = parts[following];
+      if (part.exists && part.begins) this->fetch_queries(part.sequence, part.kv_head, state);
       if (i < 0) continue;
       end(parts[on], state);
-      on = next_part(on);
+      on = following;
     }
   }
 };

@@ -69,15 +69,46 @@ struct DecodeLoader : ColumnsOf<S> {
     int id[kGroups];  // of eight tokens each; -1: no id of any cache
   };
 
+  // Where the table has a token's page, and the words of an entry.
+  struct PlaceInTable {
+    const int* words;
+    int step;
+  };
+  __device__ PlaceInTable place_in_table(int sequence, int token) const {
+    const int64_t at = sequence * p.a.block_table_stride + p.block_size.quotient(token) * p.a.block_tables.stride;
+    const int step = p.a.block_tables.is_int64 ? 2 : 1;
+    return {static_cast<const int*>(p.a.block_tables.data) + at * step, step};
+  }
+
   // kEarly: before the kernel before has ended.
   template <bool kEarly = false>
   __device__ int look_up(int sequence, int token) const {
-    const int* words = static_cast<const int*>(p.a.block_tables.data);
-    const int64_t at = sequence * p.a.block_table_stride + p.block_size.quotient(token) * p.a.block_tables.stride;
-    const bool two = p.a.block_tables.is_int64;  // both are asked for at once
-    const auto word = [&](int64_t i) { return kEarly ? __ldcg(words + i) : words[i]; };
-    const int low = word(two ? 2 * at : at), high = two ? word(2 * at + 1) : 0;
+    const auto [words, step] = place_in_table(sequence, token);
+    const auto word = [](const int* from) { return kEarly ? __ldcg(from) : *from; };
+    const int low = word(words), high = step > 1 ? word(words + 1) : 0;  // both are asked for at once
     return high == 0 ? low : -1;
+  }
+
+  // A page's id as the table has it.  Nobody waits for it before id().
+  struct PageWords {
+    int low = -1, high = 0;
+
+    __device__ int id() const { return high == 0 ? low : -1; }
+  };
+
+  // Asks for the page of a token, if it is wanted, else it is -1.  The words come where they stay: the compiler would move
+  // them on at once, and so wait for them.
+  __device__ PageWords ask_for_page(int sequence, int token, bool wanted) const {
+    const auto [words, step] = place_in_table(sequence, token);
+    PageWords page;
+    const auto load = [](int& to, const int* from, bool wanted) {
+      asm volatile("{.reg .pred wanted; setp.ne.s32 wanted, %2, 0; @wanted ld.global.b32 %0, [%1];}"
+                   : "+r"(to)
+                   : "l"(from), "r"(static_cast<int>(wanted)));
+    };
+    load(page.low, words, wanted);
+    load(page.high, words + 1, wanted && step > 1);
+    return page;
   }
 
   // A guess: what the length is before the kernel before has ended.

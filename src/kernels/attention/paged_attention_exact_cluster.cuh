@@ -36,6 +36,7 @@ struct ExactClusterKernel : ExactTeams<S> {
   using Teams::team;
   using Teams::teams;
   using Teams::warps;
+  using typename Base::PageWords;
   using typename Base::State;
   using typename Sums::Exchange;
   using typename Teams::Chunk;
@@ -76,9 +77,9 @@ struct ExactClusterKernel : ExactTeams<S> {
   }
 
   // Lane: of the tile lane % 16 / kGroups after the i-th, eight tokens.
-  __device__ int look_up_tiles(int long_rounds, int i, int end) const {
+  __device__ PageWords look_up_tiles(int long_rounds, int i, int end) const {
     const int token = first_token(long_rounds, i + lane % 16 / kGroups) + lane % kGroups * kGroupTokens;
-    return token < end ? this->look_up(sequence, token) : -1;
+    return this->ask_for_page(sequence, token, token < end);
   }
 
   // ---- the loop -----------------------------------------------------------------------------------------------------
@@ -95,7 +96,8 @@ struct ExactClusterKernel : ExactTeams<S> {
     }
     wait_for_previous_kernel();
     // Pages of the first tiles, in a long round for the second half of the lanes; later, of the next part.
-    int ids = look_up_tiles(lane / 16, 0, static_cast<int>(p.a.max_seq_len)), later_ids = -1;
+    int ids = look_up_tiles(lane / 16, 0, static_cast<int>(p.a.max_seq_len)).id();
+    PageWords later_ids;
     const int len = this->length(sequence);
     State state;
     this->fetch_queries(sequence, kv_head, state);
@@ -122,7 +124,7 @@ struct ExactClusterKernel : ExactTeams<S> {
         if (next % kPartTiles == 0) {
           token = first_token(long_rounds, next);
           if (next > 0) {
-            ids = later_ids;
+            ids = later_ids.id();
             ids_at = 0;
           }
           later_ids = look_up_tiles(long_rounds, next + kPartTiles, len);
