@@ -173,7 +173,8 @@ __global__ __launch_bounds__(kBlockSize<kThreads>,
   typename Result::Value y[kPacks];
   const auto scale = [&](int k) {
     if constexpr (!kEarly) load_beside(k);
-    y[k] = result.scaled(k * kThreads, normed<kCentred>(z[k], centre, r), beside[k]);
+    const int pack = has(k) ? k * kThreads : -thread;  // weights in float32 are loaded now: of a pack that is there
+    y[k] = result.scaled(pack, normed<kCentred>(z[k], centre, r), beside[k]);
   };
   if constexpr (Result::kLargest == Largest::kNothing) {
 #pragma unroll
