@@ -35,6 +35,7 @@ import peers
 from timing import Call, Cuda, write_json
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE = 32, 8, 128, 16
+BLOCK_SPARSE = (0, 16, 8, 64, 0)  # of v1 and v2: the last 16 blocks of 64 tokens, and each eighth
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,12 @@ class Case:
     kv_heads: int = KV_HEADS
     op: str = "paged_attention"
     batch_invariant: bool = False  # the ordinary call is timed beside
+    heads: int = HEADS
+    head_size: int = HEAD_SIZE
+    page: int = PAGE
+    dtype: str = "bfloat16"
+    window: int | None = None
+    extras: tuple[str, ...] = ()  # names of more_options()
 
     @property
     def decode(self) -> bool:
@@ -55,12 +62,18 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        return int(sum(self.lens) * 2 * self.kv_heads * HEAD_SIZE * {"auto": 2, "nvfp4": 9 / 16}.get(self.kind, 1))
+        reach = [n if self.window is None else min(n, self.window + q - 1) for n, q in self.sequences]
+        itemsize = {"auto": 2, "nvfp4": 9 / 16}.get(self.kind, 1)
+        return int(sum(reach) * 2 * self.kv_heads * self.head_size * itemsize)
+
+    @property
+    def sequences(self) -> list[tuple[int, int]]:
+        return list(zip(self.lens, self.queries, strict=True))
 
     @property
     def flops(self) -> float:
-        pairs = sum(q * (n - q) + q * (q + 1) / 2 for n, q in zip(self.lens, self.queries, strict=True))
-        return 4.0 * HEADS * HEAD_SIZE * pairs
+        pairs = sum(q * (n - q) + q * (q + 1) / 2 for n, q in self.sequences)
+        return 4.0 * self.heads * self.head_size * pairs
 
 
 @dataclass(frozen=True)
@@ -129,11 +142,25 @@ def codes(shape: tuple[int, ...], device: Cuda) -> object:
     return device.cupy.resize(some, math.prod(shape)).reshape(shape)
 
 
+def more_options(case: Case, device: Cuda) -> dict[str, object]:
+    """What `extras` stand for."""
+    cupy = device.cupy
+    options = {
+        "alibi": lambda: {"alibi_slopes": cupy.full(case.heads, 0.01, "f")},
+        "lse": lambda: {"lse": cupy.empty((case.heads, sum(case.queries)), "f")},
+        "scale per head": lambda: {n: cupy.full(case.kv_heads, 0.5, "f") for n in ("k_scale", "v_scale")},
+        "sinks": lambda: {"sinks": cupy.zeros(case.heads, "f")},
+        "soft cap": lambda: {"softcap": 30.0},
+    }
+    return {k: v for name in case.extras if name in options for k, v in options[name]().items()}
+
+
 def call(case: Case, device: Cuda) -> tuple[Call, peers.Decode | None]:
     """A call on arrays of its own, and those arrays, if other libraries can take them."""
     cupy = device.cupy
     rng = np.random.default_rng(1)
-    pages = [math.ceil(n / PAGE) for n in case.lens]
+    page, head_size = case.page, case.head_size
+    pages = [math.ceil(n / page) for n in case.lens]
     total = sum(pages)
     table = np.zeros((len(pages), max(pages)), np.int32)
     ids = rng.permutation(total)
@@ -143,39 +170,42 @@ def call(case: Case, device: Cuda) -> tuple[Call, peers.Decode | None]:
     x = 16 // itemsize
     heads = case.kv_heads
     if case.layout == "packed":
-        shapes = [(total, heads, HEAD_SIZE // x, PAGE, x), (total, heads, HEAD_SIZE, PAGE)]
+        shapes = [(total, heads, head_size // x, page, x), (total, heads, head_size, page)]
     elif case.layout == "HND":
-        shapes = [(total, heads, PAGE, HEAD_SIZE)] * 2
+        shapes = [(total, heads, page, head_size)] * 2
     else:
-        shapes = [(total, PAGE, heads, HEAD_SIZE * 9 // 16 if case.kind == "nvfp4" else HEAD_SIZE)] * 2
-    caches = [device.random(s, "bfloat16") if itemsize == 2 else codes(s, device) for s in shapes]
+        shapes = [(total, page, heads, head_size * 9 // 16 if case.kind == "nvfp4" else head_size)] * 2
+    caches = [device.random(s, case.dtype) if itemsize == 2 else codes(s, device) for s in shapes]
     if case.layout == "HND":
         caches = [c.transpose(0, 2, 1, 3) for c in caches]
     tokens = sum(case.queries)
-    query = device.random((tokens, HEADS, HEAD_SIZE), "bfloat16")
+    query = device.random((tokens, case.heads, head_size), case.dtype)
     out = cupy.empty_like(query)
-    tables, lens = device.array(table), device.array(np.array(case.lens, np.int32))
+    ids_of = np.int64 if "int64" in case.extras else np.int32
+    tables, lens = device.array(table.astype(ids_of)), device.array(np.array(case.lens, ids_of))
     if case.op != "paged_attention":
         longest = max(case.lens)
-        shape = (tokens, HEADS, math.ceil(longest / 512))
+        shape = (tokens, case.heads, math.ceil(longest / 512))
         scratch = (
-            [cupy.empty(shape, "f"), cupy.empty(shape, "f"), cupy.empty((*shape, HEAD_SIZE), out.dtype)]
+            [cupy.empty(shape, "f"), cupy.empty(shape, "f"), cupy.empty((*shape, head_size), out.dtype)]
             if case.op == "paged_attention_v2"
             else []
         )
-        scale = HEAD_SIZE**-0.5
+        scale = head_size**-0.5
         op = getattr(pykv, case.op)
+        sparse = BLOCK_SPARSE if "block-sparse" in case.extras else ()
         return lambda: op(
-            out, *scratch, query, *caches, heads, scale, tables, lens, PAGE, longest, None, case.kind, 1.0, 1.0
+            out, *scratch, query, *caches, heads, scale, tables, lens, page, longest, None, case.kind, 1.0, 1.0, *sparse
         ), None
     cu = None if max(case.queries) == 1 else device.array(np.cumsum([0, *case.queries]).astype(np.int32))
     invariant = case.batch_invariant
     size = pykv.paged_attention_workspace_size(
-        tokens, len(case.lens), HEADS, heads, HEAD_SIZE, batch_invariant=invariant
+        tokens, len(case.lens), case.heads, heads, head_size, batch_invariant=invariant
     )
     workspace = cupy.empty(size, cupy.uint8)
     common = cu is None and case.layout == "NHD" and case.kind in ("auto", "fp8_e4m3") and not invariant
     options = {"cu_query_lens": cu, "kv_cache_dtype": case.kind, "batch_invariant": invariant, "workspace": workspace}
+    options |= {"window": case.window, **more_options(case, device)}
     return lambda: pykv.paged_attention(out, query, *caches, tables, lens, **options), peers.Decode(
         out, query, *caches, tables, lens, case.lens
     ) if common else None
@@ -260,7 +290,7 @@ def show(figures: list[Figure]) -> None:
             c.name,
             c.kind,
             c.layout,
-            f"{HEADS}/{c.kv_heads}",
+            f"{c.heads}/{c.kv_heads}",
             f"{f.us:.1f}",
             f"{rate:.2f}" if f.tflops is None else f"{rate:.0f}",
             "" if f.read_us is None else f"{f.read_us / f.us:.0%}",

@@ -1,0 +1,146 @@
+"""What else paged attention serves when it decodes, beside the fast case: other layouts, pages, heads, groups and options.
+
+    python benchmarks/attention/bench_paged_attention_served.py [--json FILE] [--only WORDS]
+
+Two workloads, 32 sequences of 8k tokens and 8 of 2k, timed as in bench_paged_attention.py.  A call is set against a plain
+read of as many bytes as its keys and values have, and that share against the one of the fast case, which has 32 query and
+8 KV heads of size 128 in pages of 16, NHD, without options, of the same kind of elements.  The floor is the read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench_paged_attention import BLOCK_SPARSE, Case, call, read, uniform
+from timing import Cuda, write_json
+
+WORKLOADS = ((32, 8192), (8, 2048))
+
+
+@dataclass(frozen=True)
+class Figure:
+    case: Case
+    kv_bytes: int  # that are seen
+    us: float
+    read_us: float
+    of_fast: float  # the share of a read that the fast case reaches, over this one's: 1.05 is 5 % slower
+
+
+def variants(fast: Case) -> Iterator[Case]:
+    """Of the fast case of one kind and workload, each named by what it differs in."""
+    wide = fast.kind == "auto"
+
+    def but(name: str, **changes: object) -> Case:
+        return replace(fast, name=name, **changes)
+
+    for layout in ("NHD", "HND", "packed"):
+        for page in (8, 16, 32, 64, 128):
+            if (layout, page) != ("NHD", 16) and not (layout == "packed" and page == 8 and not wide):
+                yield but(f"{layout}, pages of {page}", layout=layout, page=page)
+    for page in (4, 24, 1024):
+        yield but(f"pages of {page}", page=page)
+    for size, kv_heads in ((64, 16), (80, 8), (96, 8), (112, 8), (120, 8), (192, 4), (256, 4)):
+        if wide or size % 16 == 0:
+            yield but(f"heads of {size}", head_size=size, kv_heads=kv_heads, heads=4 * kv_heads)
+    for size in (64, 256):
+        changes = {"head_size": size, "kv_heads": 1024 // size, "heads": 4096 // size, "layout": "packed"}
+        yield but(f"packed, heads of {size}", **changes)
+    for group in (1, 2, 3, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32):
+        yield but(f"{group} heads in a group", heads=8 * group)
+    for queries in (2, 4, 8, 16):
+        yield but(f"{queries} queries", queries=(queries,) * len(fast.lens))
+    yield but("2 queries, HND", queries=(2,) * len(fast.lens), layout="HND")
+    yield but("2 queries, packed", queries=(2,) * len(fast.lens), layout="packed")
+    for name in ("alibi", "int64", "lse", "sinks", "soft cap", *(() if wide else ("scale per head",))):
+        yield but(name, extras=(name,))
+    for window in (128, 1024):
+        yield but(f"window of {window}", window=window)
+    yield but("window of 1024, 2 queries", window=1024, queries=(2,) * len(fast.lens))
+    for op in ("paged_attention_v1", "paged_attention_v2"):
+        yield but(op, op=op, layout="packed")
+    yield but("block-sparse", op="paged_attention_v1", layout="packed", extras=("block-sparse",))
+    if wide:
+        yield but("float16", dtype="float16")
+        yield but("float32 not on tensor cores", dtype="float32")
+
+
+def cases() -> Iterator[tuple[Case, Case]]:
+    """Each with the fast case beside it."""
+    for batch, length in WORKLOADS:
+        for kind in ("auto", "fp8_e4m3"):
+            fast = Case("fast case", **uniform(batch, length), kind=kind)
+            yield fast, fast
+            yield from ((case, fast) for case in variants(fast) if case.dtype != "float32" or batch == 8)
+        for kind in ("fp8_e5m2", "int8"):
+            fast = Case("fast case", **uniform(batch, length), kind=kind)
+            yield fast, fast
+            for layout in ("NHD", "HND", "packed"):
+                for page in (16, 32, 64):
+                    if (layout, page) != ("NHD", 16):
+                        yield replace(fast, name=f"{layout}, pages of {page}", layout=layout, page=page), fast
+
+
+def seen_bytes(case: Case) -> int:
+    """Of keys and values, on the average of the heads."""
+    whole = case.kv_bytes * (2 if case.dtype == "float32" else 1)
+    if "block-sparse" not in case.extras:
+        return whole
+    _, local, stride, size, _ = BLOCK_SPARSE
+    length = case.lens[0]
+    blocks = np.arange(length // size)
+    seen = (blocks % stride == 0) | (blocks > (length - 1) // size - local)  # as many for each offset, about
+    return int(whole * seen.mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--only", help="cases that have one of these words, separated by |, in their names")
+    arguments = parser.parse_args()
+    device = Cuda()
+    shares: dict[Case, float] = {}
+    reads: dict[int, float] = {}
+    figures = []
+    for case, fast in cases():
+        if arguments.only and case is not fast and not any(word in case.name for word in arguments.only.split("|")):
+            continue
+        num_bytes = seen_bytes(case)
+        copies = min(64, -(-3 * device.cache_bytes // num_bytes))
+        us = 1e6 * device.time([call(case, device)[0] for _ in range(copies)])
+        if num_bytes not in reads:
+            reads[num_bytes] = 1e6 * device.time([read(num_bytes, device) for _ in range(copies)])
+        device.cupy.get_default_memory_pool().free_all_blocks()
+        shares.setdefault(fast, reads[num_bytes] / us)
+        figures.append(Figure(case, num_bytes, us, reads[num_bytes], shares[fast] / (reads[num_bytes] / us)))
+
+    table = Table("case", "sequences", "cache")
+    for heading in ("us", "read", "of read", "of fast"):
+        table.add_column(heading, justify="right")
+    for f in figures:
+        size = f"{len(f.case.lens)} x {f.case.lens[0]}"
+        shown = (f"{f.us:.1f}", f"{f.read_us:.1f}", f"{f.read_us / f.us:.0%}", f"{f.of_fast:.2f}")
+        table.add_row(f.case.name, size, f.case.kind, *shown)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    if arguments.json:
+        lines = [asdict(f) for f in figures]
+        for line in lines:
+            line["case"] = {k: v for k, v in line["case"].items() if k not in ("queries", "peer", "lens")} | {
+                "sequences": len(line["case"]["lens"]),
+                "length": line["case"]["lens"][0],
+            }
+        write_json(arguments.json, device, lines)
+
+
+if __name__ == "__main__":
+    main()
