@@ -115,9 +115,11 @@ def batch(
     spare_blocks: int = 2,
     as_bytes: bool = False,
     room: int = 0,
+    begins: Sequence[int] = (),
 ) -> Batch:
     """``lens``: (queries, length with them) of each sequence.  Pages are dealt out at random; tables have room for so
-    many tokens, or just enough."""
+    many tokens, or just enough.  ``begins``: of each sequence the first token that a query sees; for most pages
+    in front of it the table names no block of the cache."""
     page = sizes.block_size
     pages = [-(-length // page) for _, length in lens]
     nvfp4 = kind == "nvfp4"
@@ -135,7 +137,11 @@ def batch(
     for s, (_, length) in enumerate(lens):
         mine, deck = deck[: pages[s]], deck[pages[s] :]
         tables[s, : pages[s]] = mine
-        used[mine] = (np.arange(pages[s] * page) < length).reshape(pages[s], page, 1, 1)
+        first = begins[s] if begins else 0
+        hidden = np.arange(first // page)
+        tables[s, : len(hidden)] = np.choose(hidden % 3, (mine[: len(hidden)], -1, 2**30))
+        token = np.arange(pages[s] * page)
+        used[mine] = ((first <= token) & (token < length)).reshape(pages[s], page, 1, 1)
 
     if nvfp4:
         fill_nvfp4(rng, made.key(memories[0]), used[:, :, 0, 0], layout.startswith("HND"))

@@ -148,6 +148,89 @@ def test_unseen_blocks_are_not_read(array: Library, version: str) -> None:
     assert_attention(array.numpy(out), want)
 
 
+def hide(b: Batch, sparse: BlockSparse) -> Batch:
+    """What no head of a group sees is poison now."""
+    heads, kv_heads = b.query.shape[1], b.key_cache.shape[1 if b.layout.packed else 2]
+    page, group = reference.block_size_of(b.key_cache), heads // kv_heads
+    for s, n in enumerate(int(n) for n in b.seq_lens):
+        seen = np.array([sparse.seen(n, page, h, heads, kv_heads)[::page] for h in range(heads)])
+        seen = seen.reshape(kv_heads, group, -1).any(axis=1)
+        for kv_head, i in np.argwhere(~seen):
+            at = b.block_tables[s, i]
+            for cache in (b.key_cache, b.value_cache):
+                if b.kind != "nvfp4":
+                    poison = np.array(127 if b.kind == "int8" else np.nan).astype(cache.dtype)
+                    cache[(at, kv_head) if b.layout.packed else (at, slice(None), kv_head)] = poison
+                elif not seen[:, i].any():
+                    cache[at] = 0x7F
+    return b
+
+
+@versions
+@pytest.mark.parametrize(
+    ("sparse", "sizes", "layout", "kind", "dtype"),
+    [  # all heads see the same, ...
+        (BlockSparse(0, 1, 4, 16, 0), Sizes(8, 2, 128), "NHD", "auto", "bfloat16"),
+        (BlockSparse(3, 2, 8, 64, 0), Sizes(16, 1, 64), "packed", "auto", "float16"),
+        (BlockSparse(1, 0, 3, 8, 0), Sizes(5, 1, 128, 8), "HND", "fp8_e4m3", "bfloat16"),
+        (BlockSparse(2, 4, 5, 128, 0), Sizes(12, 1, 256, 32), "packed", "int8", "float16"),
+        (BlockSparse(0, 1, 2, 32, 0), Sizes(4, 1, 128), "HND", "nvfp4", "bfloat16"),
+        (BlockSparse(1, 3, 4, 48, 8), Sizes(8, 2, 64), "packed", "fp8_e5m2", "bfloat16"),
+        (BlockSparse(0, 0, 7, 16, 0), Sizes(8, 1, 80), "NHD", "auto", "float16"),
+        (BlockSparse(-2, 1, 3, 4096, 0), Sizes(8, 2, 64), "NHD", "auto", "float16"),
+        (BlockSparse(0, 1, 16, 64, 0), Sizes(2, 2, 128, 64), "packed", "fp8_e4m3", "float16"),
+        # all of a group, ...
+        (BlockSparse(0, 1, 4, 16, -1), Sizes(8, 2, 128), "packed", "fp8_e4m3", "bfloat16"),
+        (BlockSparse(3, 0, 8, 64, -3), Sizes(9, 3, 64), "NHD", "int8", "float16"),
+        (BlockSparse(-1, 1, 3, 16, -1), Sizes(8, 4, 128), "packed", "auto", "bfloat16"),
+        (BlockSparse(1, 2, 3, 24, -2), Sizes(16, 2, 120, 8), "HND", "auto", "bfloat16"),
+        (BlockSparse(2, 1, 5, 128, -1), Sizes(12, 3, 128, 32), "packed", "auto", "float16"),
+        (BlockSparse(1, 4, 6, 32, -4), Sizes(8, 2, 128), "NHD", "nvfp4", "bfloat16"),
+        (BlockSparse(0, 1, 6, 16, 5), Sizes(4, 4, 128), "HND", "fp8_e5m2", "bfloat16"),
+        # and each head something else
+        (BlockSparse(0, 1, 4, 16, 1), Sizes(8, 2, 128), "NHD", "auto", "bfloat16"),
+        (BlockSparse(2, 0, 5, 64, 2), Sizes(6, 1, 64), "packed", "fp8_e4m3", "float16"),
+        (BlockSparse(1, 2, 8, 32, 3), Sizes(16, 1, 128), "HND", "nvfp4", "bfloat16"),
+    ],
+    ids=str,
+)
+def test_block_sparse(
+    array: Library, sparse: BlockSparse, sizes: Sizes, layout: str, kind: str, dtype: str, version: str
+) -> None:
+    """Alone, with few others and with many; long ones among them."""
+    lengths = (1, 5000, 64, 0, 700) if version == "v1" else (130, 2049, 15, 3000)
+    for some in (lengths, lengths[1:2]):
+        check(array, hide(batch(some, sizes, layout=layout, kind=kind, dtype=dtype), sparse), version, sparse)
+    few = hide(batch((17, 300, 128, 515), sizes, layout=layout, kind=kind, dtype=dtype), sparse)
+    many = few.changed(
+        query=np.tile(few.query, (70, 1, 1)),
+        block_tables=np.tile(few.block_tables, (70, 1)),
+        seq_lens=np.tile(few.seq_lens, 70),
+    )
+    out = array.output(inputs.outputs(many)[0])
+    run(array, many, version, out, sparse)
+    want, _ = inputs.expected(few, **{"scale": 0.1, **few.options}, epsilon=1e-6, sparse=sparse)
+    assert_attention(array.numpy(out), np.tile(want, (70, 1, 1)))
+
+
+@versions
+@pytest.mark.parametrize("step", [0, -1, 1])
+@pytest.mark.parametrize("layout", ["NHD", "packed"])
+def test_bad_ids_of_seen_blocks_are_reported(array: Library, layout: str, step: int, version: str) -> None:
+    sparse = BlockSparse(1, 1, 4, 32, step)
+    b = hide(batch((40, 1000, 300), Sizes(8, 2, 128), layout=layout), sparse)
+    seen = sparse.seen(1000, 16, 3, 8, 2)[::16]
+    blocks = b.key_cache.shape[0]
+    for i in np.flatnonzero(seen)[[0, 5, -1]]:
+        one = b.changed(block_tables=b.block_tables.copy())
+        one.block_tables[1, i] = blocks
+        out = array.output(inputs.outputs(one)[0])
+        with array.reports(rf"block_tables: {blocks} is out of range \[0, {blocks}\)"):
+            run(array, one, version, out, sparse)
+        want, _ = inputs.expected(one, scale=0.1, epsilon=1e-6, sparse=sparse)
+        assert_attention(array.numpy(out), want)
+
+
 @versions
 def test_a_sequence_that_sees_nothing_gives_zeros(array: Library, version: str) -> None:
     b = batch((64, 0, 33))

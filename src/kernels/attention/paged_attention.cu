@@ -152,6 +152,21 @@ bool launch_decode(const Problem& p, const Launch& launch) {
   }
 }
 
+bool launch_tokens(const Problem& p, const Launch& launch) {
+  switch (p.a.kv_format) {
+    case KvFormat::kE4M3:
+      return launch_tokens_e4m3(p, launch);
+    case KvFormat::kE5M2:
+      return launch_tokens_e5m2(p, launch);
+    case KvFormat::kInt8:
+      return launch_tokens_int8(p, launch);
+    case KvFormat::kNvfp4:
+      return launch_tokens_nvfp4(p, launch);
+    default:
+      return p.a.dtype == DType::kFloat16 ? launch_tokens_f16(p, launch) : launch_tokens_bf16(p, launch);
+  }
+}
+
 bool launch_prefill(const Problem& p, const Launch& launch) {
   if (p.a.kv_format != KvFormat::kSame) return false;
   if (p.a.batch_invariant) {
@@ -161,8 +176,14 @@ bool launch_prefill(const Problem& p, const Launch& launch) {
 }
 
 bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
-  if ((rows == RowClass::kFew || rows == RowClass::kInvariantFew) && launch_decode(p, launch)) return true;
   const bool by_warpgroups = rows == RowClass::kFew || rows == RowClass::kSome || rows == RowClass::kMore;
+  const bool decodes = rows == RowClass::kFew || rows == RowClass::kInvariantFew;
+  // Short calls are first asked for in launch_decode if they see all their keys, else in launch_tokens, whose clusters know
+  // windows and sparsity; long ones with either are launch_decode's, for its line knows them.
+  const bool sees_all = p.window == kNoWindow && !p.sparse;
+  if (decodes && sees_all && launch_decode(p, launch)) return true;
+  if (by_warpgroups && launch_tokens(p, launch)) return true;
+  if (decodes && !sees_all && launch_decode(p, launch)) return true;
   if (by_warpgroups && may_use_warpgroups(p.a, launch.device)) {
     return p.a.dtype == DType::kFloat16 ? launch_warpgroups_f16(p, rows, launch)
                                         : launch_warpgroups_bf16(p, rows, launch);
@@ -279,16 +300,20 @@ int count_resident_clusters(const void* kernel, int blocks, int threads, size_t 
   return clusters;
 }
 
+void set_rows(Problem& p, int rows) {
+  p.tile_heads = std::min(p.group, rows);
+  p.by_tile_heads = Divider(p.tile_heads);
+  p.head_tiles = (p.group + rows - 1) / rows;
+  p.tile_tokens = rows / p.tile_heads;
+}
+
 int set_tiling(Problem& p, const Tiling& t, int blocks_per_sm, int device) {
   const int grid = grid_of(std::min(blocks_per_sm, t.blocks_per_sm), device);
   p.lead = p.a.batch_invariant ? 0 : 1;
   p.rows = t.rows;
   p.pitch = t.pitch;
   p.by_grid = Divider(grid);
-  p.tile_heads = std::min(p.group, t.rows);
-  p.by_tile_heads = Divider(p.tile_heads);
-  p.head_tiles = (p.group + t.rows - 1) / t.rows;
-  p.tile_tokens = t.rows / p.tile_heads;
+  set_rows(p, t.rows);
   char* memory = static_cast<char*>(p.a.workspace);
   const Places places = places_of(grid, t, p.a.batch_invariant);
   p.unfinished = reinterpret_cast<Unfinished*>(memory);
@@ -297,12 +322,12 @@ int set_tiling(Problem& p, const Tiling& t, int blocks_per_sm, int device) {
   return grid;
 }
 
-void set_cluster(Problem& p, int blocks, int head_size, int device) {
+void set_cluster(Problem& p, int blocks, int queries, int head_size, int device) {
   p.cluster = blocks;
   p.by_cluster = Divider(blocks);
   const bool early = overlaps_kernels(device) && (blocks <= 2 || p.a.max_seq_len <= 2048);
   p.early_blocks = early ? 4 * num_sms(device) : 0;
-  p.block_items = (p.group * (head_size / 4) + blocks - 1) / blocks;
+  p.block_items = (queries * (head_size / 4) + blocks - 1) / blocks;
   p.by_block_items = Divider(p.block_items);
 }
 
@@ -358,7 +383,9 @@ void paged_attention_cuda(const PagedAttentionArgs& args, const Launch& launch) 
   p.bad_query = launch.reporter(names.cu_query_lens);
   p.a.max_seq_len = std::min({args.max_seq_len, args.max_blocks_per_seq * args.block_size, int64_t{kNoWindow}});
   p.group = args.num_heads / args.num_kv_heads;
-  p.window = static_cast<int>(args.window > 0 ? std::min(args.window, int64_t{kNoWindow}) : kNoWindow);
+  // One that can hide nothing is none.
+  const bool hides = args.window > 0 && (args.window < p.a.max_seq_len || (!args.causal && args.cu_query_lens.data));
+  p.window = static_cast<int>(hides ? std::min(args.window, int64_t{kNoWindow}) : kNoWindow);
   p.softcap_rate = args.softcap == 0 ? 0.f : 2 * kLog2e / args.softcap;
   p.plain_logits = args.softcap == 0 && args.alibi_slopes == nullptr && args.scale > 0;
   const auto small = [](int64_t x) { return static_cast<int>(std::clamp(x, int64_t{0}, int64_t{kNoWindow})); };
@@ -366,6 +393,16 @@ void paged_attention_cuda(const PagedAttentionArgs& args, const Launch& launch) 
   p.sparse_block = small(args.sparse.block_size);
   p.sparse_stride = small(args.sparse.vert_stride);
   p.sparse_local = small(args.sparse.local_blocks);
+  if (p.sparse) {
+    p.sparse_end = kNoWindow;
+    p.by_sparse_block = Divider(p.sparse_block);
+    p.by_sparse_stride = Divider(p.sparse_stride);
+    const int64_t stride = p.sparse_stride, step = args.sparse.sliding_step,
+                  head_step = step < 0 ? -(step % stride) : 0;
+    const int64_t rank = (args.sparse.tp_rank % stride + stride) % stride;
+    p.sparse_head_shift = static_cast<int>(head_step);
+    p.sparse_shift = static_cast<int>((rank * args.num_kv_heads % stride * head_step + 1) % stride);
+  }
   p.block_size = Divider(args.block_size);
 
   const int64_t wanted =

@@ -14,11 +14,11 @@ namespace pykv::attention {
 
 constexpr int kMostBlocks = 8;  // of a cluster, everywhere
 
-// kQueries: 4, 8 or 16, the heads of a group at most.  kWide: more warps, or smaller blocks, of fewer stages.
-// kForAnyBatch: with batch_invariant.
-template <class Element, int kD, bool kPackedV, int kQueries, bool kWide, bool kForAnyBatch>
+// kQueries: 4, 8 or 16, the heads of a group at most, or of these and a sequence's tokens with kTokens.  kWide: more warps, or smaller blocks, of fewer stages.
+// kForAnyBatch: with batch_invariant.  kTokens: of several tokens.
+template <class Element, int kD, bool kPackedV, int kQueries, bool kWide, bool kForAnyBatch, bool kTokens = false>
 struct ClusterShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
-  static constexpr bool kInvariant = kForAnyBatch;
+  static constexpr bool kInvariant = kForAnyBatch, kManyTokens = kTokens, kHidesKeys = kTokens;
   using Few = Shape<Element, kD, kPackedV, RowClass::kFew>;
   static constexpr int kUsualWarps = kD <= 128 ? 8 : 4;
   static constexpr int kWarps = kWide ? 12 : kUsualWarps, kColumns = kQueries;  // warps at most
@@ -58,8 +58,15 @@ struct ClusterKernel : DecodeLoader<S> {
   const int task = p.by_cluster.quotient(blockIdx.x), rank = p.by_cluster.remainder(blockIdx.x);
   const int sequence = task / p.a.num_kv_heads, kv_head = task - sequence * p.a.num_kv_heads;
 
+  // With kManyTokens: the first key that a query sees, where its tile begins, and the sequence's length.
+  int first_seen = 0, begin = 0, seen_len = 0;
+
   // The warp's i-th tile.
-  __device__ int first_token(int i) const { return ((i * warps + warp) * p.cluster + rank) * kTile; }
+  __device__ int first_token(int i) const {
+    const int at = ((i * warps + warp) * p.cluster + rank) * kTile;
+    if constexpr (!S::kManyTokens) return at;
+    return p.sparse ? this->seen_token(kv_head, seen_len, at) : begin + at;
+  }
 
   // Lane: tile i + lane / kGroups, and of its groups lane % kGroups.  What lies past the end is no page, but in the table.
   __device__ int look_up_tiles(int i) const {
@@ -68,30 +75,52 @@ struct ClusterKernel : DecodeLoader<S> {
   }
 
   __device__ void run() {
-    if (p.cluster > 1) {
-      if (threadIdx.x == 0) {
-        cluster_open(shared_address(&exchange.barrier));
-        cluster_expect(shared_address(&exchange.barrier), own_items() * p.cluster * Exchange<S>::kItemBytes);
-      }
-      cluster_announce();  // others may send
-    }
+    open_exchange();
     if (blockIdx.x < p.early_blocks) this->foresee(sequence, kv_head, this->early_length(sequence), first_token(0));
     wait_for_previous_kernel();
-    int ids = look_up_tiles(0), later_ids = -1;  // pages
+    const int ids = look_up_tiles(0);  // pages
     const int len = this->length(sequence);
     State state;
     this->fetch_queries(sequence, kv_head, state);
+    attend_keys(ids, len, state, [&] {
+      this->settle(kv_head, state);
+      if (p.cluster > 1) cluster_wait();  // all blocks are there; the first tile is still on its way
+      if (p.cluster <= 2 || len <= 2048) let_next_kernel_start();
+    });
+    const int step = p.cluster * warps * kTile;
+    this->separate_twins(stage0(), {sequence, len, kv_head}, first_token(0), step, len - 1, state);
+    finish(state, len);
+    if (rank == 0 && kv_head == 0 && threadIdx.x == 0) report_sequence(p, load_sequence(p, sequence));
+  }
 
+  __device__ void open_exchange() const {
+    if (p.cluster == 1) return;
+    if (threadIdx.x == 0) {
+      cluster_open(shared_address(&exchange.barrier));
+      expect_sums();
+    }
+    cluster_announce();  // others may send
+  }
+
+  __device__ void expect_sums() const {
+    cluster_expect(shared_address(&exchange.barrier), own_items() * p.cluster * Exchange<S>::kItemBytes);
+  }
+
+  __device__ uint32_t stage0() const { return shared_address(rings + warp * S::kRingBytes) + S::kHalvesBytes; }
+
+  // The keys before `end`, whose first pages are `ids`.  meanwhile(): what is done once the first tiles are on their way.
+  __device__ void attend_keys(int ids, int end, State& state, auto&& meanwhile) const {
     // In iteration i the copies of tile i + stages - 1 start.  One body for all iterations: fetching instructions counts.
-    const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes) + S::kHalvesBytes;
+    const uint32_t stage0 = this->stage0();
+    int later_ids = -1;
     uint32_t valid[kStages];  // of tiles i to i + stages - 1
     int at = 0, free = 0;     // the stages of the first and the last of these
     const auto after = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
 #pragma unroll 1
     for (int i = 1 - kStages;; ++i) {
       const int next = i + kStages - 1;
-      TilePart part{sequence, len, kv_head, first_token(next), 0, 0, true, false, false};
-      if (part.first_token < len) {
+      TilePart part{sequence, end, kv_head, first_token(next), first_seen, 0, 0, true, false, false};
+      if (part.first_token < end) {
         if (next % kAtOnce == 0 && next > 0) ids = later_ids;
         if (next % kAtOnce == kAtOnce - 1) later_ids = look_up_tiles(next + 1);
         part.valid = Base::start(stage0 + free * S::kStageBytes, part, Base::pages_of(ids, next % kAtOnce));
@@ -102,13 +131,9 @@ struct ClusterKernel : DecodeLoader<S> {
       for (int k = 0; k + 1 < kStages; ++k) valid[k] = valid[k + 1];
       valid[kStages - 1] = part.valid;
       if (i < 0) continue;
-      if (i == 0) {
-        this->settle(kv_head, state);
-        if (p.cluster > 1) cluster_wait();  // all blocks are there; the first tile is still on its way
-        if (p.cluster <= 2 || len <= 2048) let_next_kernel_start();
-      }
+      if (i == 0) meanwhile();
       part.first_token = first_token(i);
-      if (part.first_token >= len) break;
+      if (part.first_token >= end) break;
       part.valid = valid[0];
       cp_async_wait<kStages - 1>();
       __syncwarp();  // the tile is there
@@ -116,19 +141,20 @@ struct ClusterKernel : DecodeLoader<S> {
       __syncwarp();  // its stage is free
       at = after(at);
     }
-    const int step = p.cluster * warps * kTile;
-    this->separate_twins(stage0, {sequence, len, kv_head}, first_token(0), step, len - 1, state);
-    finish(state, len);
-    if (rank == 0 && kv_head == 0 && threadIdx.x == 0) report_sequence(p, load_sequence(p, sequence));
   }
 
   // Items to finish, four columns of a query each: of the KV head, and those of this block.
   static constexpr int kQuads = kD / 4;
-  __device__ int all_items() const { return p.group * kQuads; }
+  __device__ int all_items() const { return this->columns() * kQuads; }
   __device__ int own_items() const { return max(min(all_items() - rank * p.block_items, p.block_items), 0); }
 
   // The warps add up, each block sends its sums to those that finish them, and these add up.
   __device__ void finish(const State& state, int len) const {
+    finish(state, 0, [&](int column) { return this->row_of_column(sequence, len, kv_head, column); });
+  }
+
+  // row(column): whose results the column has.  parity: of the phase of the barrier.
+  __device__ void finish(const State& state, int parity, auto&& row_of) const {
     constexpr int kRing = S::kRingBytes / 4;
     static_assert((S::kRaw ? S::kHalvesBytes : S::kStageBytes) >= Base::kLeftBytes);
     float* left = reinterpret_cast<float*>(rings);
@@ -158,7 +184,7 @@ struct ClusterKernel : DecodeLoader<S> {
       cluster_send(cluster_address(shared_address(&exchange.part_stats[place]), to), float2{top, sum.sum}, barrier);
     }
     const int own = own_items();
-    if (p.cluster > 1 && own > 0) cluster_receive(shared_address(&exchange.barrier));
+    if (p.cluster > 1 && own > 0) cluster_receive(shared_address(&exchange.barrier), parity);
 #pragma unroll 1
     for (int i = threadIdx.x; i < own; i += blockDim.x) {
       const int x = rank * each + i, column = x / kQuads, d = x % kQuads * 4;
@@ -168,7 +194,8 @@ struct ClusterKernel : DecodeLoader<S> {
       PartSum sum;
 #pragma unroll 4
       for (int b = 0; b < p.cluster; ++b) sum.add(exchange.part_stats[b * each + i], exchange.parts[b * each + i], top);
-      const Row row = this->row_of_column(sequence, len, kv_head, column);
+      const Row row = row_of(column);
+      if (S::kManyTokens && !row.valid) continue;
       const float f = finish_row(p, row, kv_head, top, sum.sum);
       store_output<S>(p, row, d, {sum.o.x * f, sum.o.y * f, sum.o.z * f, sum.o.w * f});
     }
@@ -185,14 +212,20 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
     paged_attention_cluster_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
   extern __shared__ __align__(1024) char memory[];
   ClusterKernel<S> kernel{
-      {{{{p, copies}}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)};
+      {{{{{p, copies}}}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)};
   kernel.run();
 }
+
+template <class S>  // paged_attention_tokens.cuh
+__global__ void paged_attention_tokens_kernel(const __grid_constant__ Problem p,
+                                              const __grid_constant__ CacheCopies copies);
 
 template <class S>
 auto cluster_kernel() {
   if constexpr (S::kInvariant) {
     return &paged_attention_exact_cluster_kernel<S>;
+  } else if constexpr (S::kManyTokens) {
+    return &paged_attention_tokens_kernel<S>;
   } else {
     return &paged_attention_cluster_kernel<S>;
   }
@@ -209,6 +242,14 @@ int cluster_bytes(int group, int blocks, int warps, int device) {
   return bytes <= static_cast<int>(shared_memory_limit(device)) ? bytes : 0;
 }
 
+// Keys that a query may see, at most, and as many as fill tiles and blocks.
+template <class S>
+int64_t most_keys(const Problem& p) {
+  const int64_t most = std::min<int64_t>(p.a.max_seq_len, int64_t{p.window} + S::kTile);
+  if (!p.sparse) return most;
+  return std::min(most, most / p.sparse_stride + (int64_t{p.sparse_local} + 1) * p.sparse_block);
+}
+
 // How many blocks take a KV head of a sequence, and their warps; no blocks: better leave it to the line.
 struct ClusterSize {
   int blocks, warps;
@@ -223,29 +264,31 @@ ClusterSize cluster_size(const Problem& p, const Launch& launch) {
   const int64_t heads = p.a.num_seqs * p.a.num_kv_heads;
   const auto kernel = reinterpret_cast<const void*>(cluster_kernel<S>());
   static PerDevice resident[S::kColumns + 1][kMostBlocks + 1];
+  const int group = S::kInvariant ? p.group : 0;  // else the room does not depend on it
   const auto fit = [&](int blocks) {
     return heads <
-           resident[p.group][blocks].get(
+           resident[group][blocks].get(
                launch.device,
                [&] {
-                 const int bytes = cluster_bytes<S>(p.group, blocks, S::kWarps, launch.device);
+                 const int bytes = cluster_bytes<S>(group, blocks, S::kWarps, launch.device);
                  return 1 + (bytes == 0 ? 0 : count_resident_clusters(kernel, blocks, S::kWarps * 32, bytes, launch));
                });
   };
-  if (p.a.num_seqs > 1 && p.a.max_seq_len > kMostOfFew) return {0, 0};
+  const int64_t most = most_keys<S>(p);
+  if (p.a.num_seqs > 1 && most > kMostOfFew) return {0, 0};
   for (int blocks = kMostBlocks; blocks > 0; --blocks) {
     if (!fit(blocks)) continue;
     constexpr int64_t kMostElements = 1 << 23;  // of a block's keys, times the blocks that are missing
     const int64_t missing = num_sms(launch.device) * 4 / 9 - heads * blocks;
-    if (missing > 0 && p.a.max_seq_len / blocks * S::kD * missing > kMostElements) return {0, 0};
+    if (missing > 0 && most / blocks * S::kD * missing > kMostElements) return {0, 0};
     return {blocks, S::kWarps};
   }
   constexpr int kHalf = S::kInvariant ? 4 : S::kWarps / 2;
   // Of elements that are to be widened, chunks for more than two blocks of an SM are better shared out evenly.
   constexpr bool kByTwo = S::kInvariant && S::kNarrow && S::kD == 128 && !S::kPackedV;
-  const bool suits = p.a.max_seq_len <= kMostOfMany && p.a.max_seq_len >= 2 * kHalf * S::kTile &&
+  const bool suits = most <= kMostOfMany && most >= 2 * kHalf * S::kTile &&
                      (!kByTwo || heads <= 2 * num_sms(launch.device)) &&
-                     cluster_bytes<S>(p.group, 1, kHalf, launch.device) > 0;
+                     cluster_bytes<S>(group, 1, kHalf, launch.device) > 0;
   return {suits ? 1 : 0, kHalf};
 }
 
@@ -266,7 +309,7 @@ ClusterSize wide_size(const Problem& p, const ClusterSize& usual, const Launch& 
       };
       if (rounds(usual) < kTeamWarps && rounds(wide()) < rounds(usual)) return wide();
     }
-    return S::kScaled && p.a.max_seq_len > kMany * usual.blocks ? wide() : ClusterSize{0, 0};
+    return S::kScaled && most_keys<S>(p) > kMany * usual.blocks ? wide() : ClusterSize{0, 0};
   }
   if (usual.blocks == 0 || heads <= 2 * sms) return {0, 0};
   return {1, !S::kInvariant && heads > 3 * sms && heads <= 4 * sms ? 3 : 4};
@@ -281,7 +324,7 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
   const auto kernel = cluster_kernel<S>();
   static PerDevice allowed;
   allow_shared_memory(kernel, static_cast<int>(shared_memory_limit(launch.device)), allowed, p.a.op, launch);
-  set_cluster(p, size.blocks, S::kD, launch.device);
+  set_cluster(p, size.blocks, S::kManyTokens ? p.tile_tokens * p.tile_heads : p.group, S::kD, launch.device);
   if constexpr (S::kInvariant) {
     p.by_round = Divider(size.blocks * size.warps / ExactClusterKernel<S>::kTeamWarps);
     p.exchange_bytes = exact_exchange_bytes<S>(p.group, size.blocks, size.warps, launch.device);
@@ -306,19 +349,22 @@ bool launch_decode_way(const Problem& p, const Launch& launch) {
   if constexpr (kForAnyBatch && kD == 128 && kQueries == 8 && !kPackedV) {
     if (launch_joint_way<Element>(p, launch)) return true;
   }
-  if constexpr (!kForAnyBatch || kQueries == 8) {  // the records of more queries find no room
+  const bool sees_all = p.window == kNoWindow && !p.sparse;  // else clusters of paged_attention_tokens.cuh may take it
+  if constexpr (!kForAnyBatch || kQueries == 8) {            // the records of more queries find no room
     using Usual = ClusterShape<Element, kD, kPackedV, kQueries, false, kForAnyBatch>;
     if constexpr (kForAnyBatch && kD == 128) {
       constexpr int64_t kLong = Line::kNarrow ? 1 << 16 : 1 << 17;
       if (launch_apart<Usual>(p, kLong, launch)) return true;
     }
-    const ClusterSize size = cluster_size<Usual>(p, launch);
-    if constexpr (kD == 128 && kQueries <= 8) {
-      using Wide = ClusterShape<Element, kD, kPackedV, kQueries, true, kForAnyBatch>;
-      const ClusterSize wide = wide_size<Wide>(p, size, launch);
-      if (wide.blocks > 0 && launch_cluster_kernel<Wide>(p, wide, launch)) return true;
+    if (sees_all) {
+      const ClusterSize size = cluster_size<Usual>(p, launch);
+      if constexpr (kD == 128 && kQueries <= 8) {
+        using Wide = ClusterShape<Element, kD, kPackedV, kQueries, true, kForAnyBatch>;
+        const ClusterSize wide = wide_size<Wide>(p, size, launch);
+        if (wide.blocks > 0 && launch_cluster_kernel<Wide>(p, wide, launch)) return true;
+      }
+      if (launch_cluster_kernel<Usual>(p, size, launch)) return true;
     }
-    if (launch_cluster_kernel<Usual>(p, size, launch)) return true;
   }
   if constexpr (kForAnyBatch && kQueries == 8 && Line::kNarrow && Line::kBlocksPerSm == 3) {
     // Long sequences keep more bytes under way, if their elements are widened quickly.  So do four short segments for each SM,
@@ -331,10 +377,9 @@ bool launch_decode_way(const Problem& p, const Launch& launch) {
       return launch_decode_kernel<Deep>(p, launch);
     }
   }
-  if constexpr (Line::kHeads > 1) {
-    if (p.a.num_kv_heads % Line::kHeads != 0) {
-      return launch_decode_kernel<DecodeShape<Element, kD, kPackedV, 2 * kQueries, kForAnyBatch>>(p, launch);
-    }
+  if constexpr (Line::kHeads > 1) {  // where they are no pairs, or blocks have no room for them
+    const bool done = p.a.num_kv_heads % Line::kHeads == 0 && launch_decode_kernel<Line>(p, launch);
+    return done || launch_decode_kernel<DecodeShape<Element, kD, kPackedV, 8, kForAnyBatch, false, true>>(p, launch);
   }
   return launch_decode_kernel<Line>(p, launch);
 }
@@ -359,7 +404,7 @@ bool launch_decode(const Problem& p, const Launch& launch) {
       dispatch_bool(p.a.head_size > 64, [&]<bool kLarge> {
         constexpr int kD = kLarge ? 128 : 64;
         if constexpr (kLarge && !kPackedV && Element::kBytes == 1) {
-          if (p.group <= 4 && !p.a.batch_invariant) {
+          if (p.group <= 4 && !p.a.batch_invariant && !p.sparse) {
             done = launch_decode_way<Element, kD, kPackedV, 4, false>(p, launch);
             return;
           }

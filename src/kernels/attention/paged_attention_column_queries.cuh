@@ -23,8 +23,16 @@ struct ColumnQueries : TileLoader<S> {
   // largest score that the query could have.  Values do not: over many keys their sums come near zero.
   static constexpr bool kOffsetKeys = std::is_same_v<Element, Element8<KvFormat::kInt8>> && !S::kInvariant;
 
+  // With kManyTokens: where this lane's queries stand, and their slopes; and the keys that all of the tile see.
+  struct Places {
+    int position[kQueryTiles][2];
+    float slope[kQueryTiles][2];
+    int all_from, all_to;
+  };
+  struct OnePlace {};  // at the end of the sequence
+
   // For each eight queries; this lane has two of them.
-  struct State {
+  struct State : std::conditional_t<S::kManyTokens, Places, OnePlace> {
     Sums<S::kTwins> o;                       // rows: dimensions; columns: this lane's queries
     uint32_t query[kQueryTiles][kSteps][2];  // fragments of Q^T
     float maximum[kQueryTiles][2];
@@ -44,13 +52,41 @@ struct ColumnQueries : TileLoader<S> {
 
   // Asks for the queries; settle() must come before the first tile.
   __device__ void fetch_queries(int sequence, int kv_head, State& s) const {
+    fetch_columns(s, [&](int column, bool& exists) {
+      exists = column < p.group;
+      return static_cast<const uint16_t*>(p.a.query) + sequence * p.a.query_token_stride +
+             query_head(kv_head, exists ? column : 0) * p.a.query_head_stride;
+    });
+  }
+
+  // With kManyTokens: those of a query tile.
+  __device__ void fetch_queries(const Unit& u, State& s) const {
+    fetch_columns(s, [&](int column, bool& exists) {
+      const Row row = row_of(p, u, column);
+      exists = row.valid;
+      return this->query_row(row);
+    });
+#pragma unroll
+    for (int i = 0; i < kQueryTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const Row row = row_of(p, u, column_of(i, e));
+        s.position[i][e] = row.position;
+        s.slope[i][e] = p.a.alibi_slopes && row.valid ? p.a.alibi_slopes[row.head] : 0.f;
+      }
+    }
+    const int first = row_of(p, u, 0).position, last = row_of(p, u, p.tile_tokens * p.tile_heads - 1).position;
+    s.all_from = first_seen(p, last);
+    s.all_to = last_seen(p, first);
+  }
+
+  // row(column, exists): where a query begins.
+  __device__ void fetch_columns(State& s, auto&& row) const {
     const int c = lane % 4;
 #pragma unroll
     for (int i = 0; i < kQueryTiles; ++i) {
-      const int column = S::kTwins ? lane / 4 % 4 : i * 8 + lane / 4;
-      const bool exists = column < p.group;
-      const uint16_t* q = static_cast<const uint16_t*>(p.a.query) + sequence * p.a.query_token_stride +
-                          query_head(kv_head, exists ? column : 0) * p.a.query_head_stride;
+      bool exists;
+      const uint16_t* q = row(S::kTwins ? lane / 4 % 4 : i * 8 + lane / 4, exists);
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
         const int d0 = k * 16 + (S::kNarrow ? 4 : 2) * c, d1 = S::kNarrow ? d0 + 2 : d0 + 8;
@@ -59,6 +95,9 @@ struct ColumnQueries : TileLoader<S> {
       }
     }
   }
+
+  // Columns that have queries, at most.
+  __device__ int columns() const { return S::kManyTokens ? p.tile_tokens * p.tile_heads : p.group; }
 
   // Returns what the query's scores are to be multiplied by.
   static __device__ float halve_queries(uint32_t (&q)[kSteps][2]) {

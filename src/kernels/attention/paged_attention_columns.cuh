@@ -206,21 +206,48 @@ struct QueryColumns : ColumnQueries<S> {
     return y;
   }
 
-  // Soft cap and ALiBi: the query stands at the sequence's last token.
+  // What a query does not see of a tile in which others see all that the pages hold.
+  __device__ void hide(int first_token, const State& state, Scores& s) const {
+    if constexpr (S::kManyTokens) {
+      if (first_token >= state.all_from && first_token + kTile - 1 <= state.all_to) return;
+#pragma unroll
+      for (int i = 0; i < kQueryTiles; ++i) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int first = first_seen(p, state.position[i][e]), last = last_seen(p, state.position[i][e]);
+#pragma unroll
+          for (int t = 0; t < kParts; ++t) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const int token = first_token + token_at<S::kPermutedTokens>(t * 16 + h * 8 + lane / 4);
+              if (token < first || token > last) s[i][t][2 * h + e] = -INFINITY;
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // Soft cap and ALiBi: the query stands at the sequence's last token, or where the state says.
   __device__ void to_logits(int kv_head, int first_token, int len, const State& state, Scores& s) const {
 #pragma unroll
     for (int i = 0; i < kQueryTiles; ++i) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int column = column_of(i, e);
-        const float slope = p.a.alibi_slopes && column < p.group ? p.a.alibi_slopes[query_head(kv_head, column)] : 0.f;
+        float slope = p.a.alibi_slopes && column < p.group ? p.a.alibi_slopes[query_head(kv_head, column)] : 0.f;
+        int position = len - 1;
+        if constexpr (S::kManyTokens) {
+          slope = state.slope[i][e];
+          position = state.position[i][e];
+        }
 #pragma unroll
         for (int t = 0; t < kParts; ++t) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const int token = first_token + token_at<S::kPermutedTokens>(t * 16 + h * 8 + lane / 4);
             float& x = s[i][t][2 * h + e];
-            x = logit(p, x, state.scale[i][e], slope, token - (len - 1));
+            x = logit(p, x, state.scale[i][e], slope, token - position);
           }
         }
       }
@@ -252,6 +279,7 @@ struct QueryColumns : ColumnQueries<S> {
         }
       }
     }
+    hide(first_token, state, s);
     Weights weights;
 #pragma unroll
     for (int i = 0; i < kQueryTiles; ++i) weigh(i, s[i], state, weights[i]);
@@ -376,7 +404,7 @@ struct QueryColumns : ColumnQueries<S> {
         const int column = column_of(i, e);
         float sum = state.sum[i][e];
         for (int m = 4; m < 32; m *= 2) sum += __shfl_xor_sync(~0u, sum, m);
-        if (column >= p.group) continue;
+        if (column >= this->columns()) continue;
         if (lane / 4 == 0) stats[column] = {state.maximum[i][e], sum};
         store_sums(state, i, e, to, column);
       }

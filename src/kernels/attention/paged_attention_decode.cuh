@@ -1,5 +1,6 @@
-// Decoding proper: one query token for each sequence, which sees all its keys, at most 16 query heads for a KV head, and
-// pages of a multiple of eight tokens.
+// Decoding proper: one query token for each sequence, which sees all its keys, those of a window or those of block sparsity, at
+// most 16 query heads for a KV head, and pages of a multiple of eight tokens.  With kManyTokens, of caches of one byte: several
+// tokens, which are at most 16 queries with their heads.
 //
 // What paged_attention_mma.cuh does for any batch, in the fewest steps from the start of the kernel to the first copy: a
 // warp finds its place from the lengths by itself, walks on in registers, and starts the copies of a tile before it works
@@ -32,10 +33,11 @@ struct DecodeKernel : DecodeWalk<S> {
   using Line::share;
   using typename Base::State;
   using typename Line::Walk;
+  using Part = PartOf<S>;
   static constexpr int kD = S::kD, kTile = S::kTile, kStages = S::kStages, kGroups = Base::kGroups;
 
-  TilePart* parts;  // the warp's
-  char* rings;      // all warps' stages
+  Part* parts;  // the warp's
+  char* rings;  // all warps' stages
   ColumnStats<S>& stats;
   float* chunk_left;  // with batch_invariant
   const uint64_t ticket;
@@ -45,42 +47,75 @@ struct DecodeKernel : DecodeWalk<S> {
   // Of the segment's heads, this warp's.
   __device__ int kv_head(const Walk& w) const { return w.heads * kHeads + warp % kHeads; }
 
-  // Of this warp's tile in a unit.
-  __device__ int first_token(int unit) const {
+  // Of this warp's tile in a unit of the segment.
+  __device__ int first_token(const Walk& w, int unit) const {
     if constexpr (S::kInvariant) {
       static_assert(kPlaceUnits == Base::kPartTiles);
       return this->token_in_chunk(unit / kPlaceUnits, unit % kPlaceUnits);
     }
-    return unit * kUnitTokens + warp / kHeads * kTile;
+    const int at = (w.skipped + unit) * kUnitTokens + warp / kHeads * kTile;
+    return S::kHidesKeys && p.sparse ? this->seen_token(kv_head(w), w.len, at) : at;
   }
 
   // For this tile and the next ones of the segment.
   __device__ int look_up_tiles(const Walk& w) const {
-    const int token = first_token(w.tile + lane / kGroups) + lane % kGroups * kGroupTokens;
+    const int token = first_token(w, w.tile + lane / kGroups) + lane % kGroups * kGroupTokens;
     return token < w.len ? this->look_up(w.sequence, token) : -1;
   }
 
-  // Starts the way of the queries from memory, so that the beginning of a segment finds them near.
-  __device__ void prefetch_queries(const TilePart& part) const {
-    constexpr int kLines = kD <= 64 ? 1 : kD / 64;  // of 128 bytes
-    const int column = lane / kLines;
-    if (lane < S::kColumns * kLines && column < p.group && lane % kLines * 64 < p.a.head_size) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(
-          static_cast<const uint16_t*>(p.a.query) + part.sequence * p.a.query_token_stride +
-          this->query_head(part.kv_head, column) * p.a.query_head_stride + lane % kLines * 64));
+  // Whose queries and results column `column` has.
+  __device__ Row row_of_part(const Part& part, int kv_head, int column) const {
+    if constexpr (S::kManyTokens) {
+      return row_of(p, unit_of(part.sequence, part.len, part.query_begin, part.query_len, kv_head, part.query_tile),
+                    column);
+    } else {
+      return this->row_of_column(part.sequence, part.len, kv_head, column);
     }
   }
 
-  // Of a piece's rows, a group for each KV head of the segment.
+  // Of several tokens.
+  static __device__ Unit unit_of(int sequence, int len, int query_begin, int query_len, int kv_head, int query_tile) {
+    Unit u{};
+    u.sequence = sequence;
+    u.sequence_len = len;
+    u.query_begin = query_begin;
+    u.query_len = query_len;
+    u.kv_head = kv_head;
+    u.query_tile = query_tile;
+    return u;
+  }
+
+  // Starts the way of the queries from memory, so that the beginning of a segment finds them near.
+  __device__ void prefetch_queries(const Part& part) const {
+    constexpr int kLines = kD <= 64 ? 1 : kD / 64;  // of 128 bytes
+    const int column = lane / kLines;
+    if (lane < S::kColumns * kLines && column < this->columns() && lane % kLines * 64 < p.a.head_size) {
+      const Row row = row_of_part(part, part.kv_head, column);
+      if (!S::kManyTokens || row.valid) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(this->query_row(row) + lane % kLines * 64));
+      }
+    }
+  }
+
+  __device__ void fetch(const Part& part, State& state) const {
+    if constexpr (S::kManyTokens) {
+      this->fetch_queries(
+          unit_of(part.sequence, part.len, part.query_begin, part.query_len, part.kv_head, part.query_tile), state);
+    } else {
+      this->fetch_queries(part.sequence, part.kv_head, state);
+    }
+  }
+
+  // Of a piece's rows, those of each KV head of the segment.
   __device__ int head_of(int row) const {
     int head = 0;
 #pragma unroll
-    for (int i = 1; i < kHeads; ++i) head += row >= i * p.group;
+    for (int i = 1; i < kHeads; ++i) head += row >= i * this->columns();
     return head;
   }
 
   // The warps add up through the stages that they are done with.
-  __device__ void end_segment(const TilePart& part, const State& state, int stage_offset) const {
+  __device__ void end_segment(const Part& part, const State& state, int stage_offset) const {
     static_assert((S::kRaw ? S::kHalvesBytes : S::kStageBytes) >= Base::kLeftBytes);
     float* left = reinterpret_cast<float*>(rings + stage_offset);
     constexpr int kRing = S::kRingBytes / 4;
@@ -88,9 +123,9 @@ struct DecodeKernel : DecodeWalk<S> {
     this->leave(state, left + warp * kRing, stats.of[warp]);
     __syncthreads();
 #pragma unroll 1
-    for (int x = threadIdx.x; x < kHeads * p.group * (kD / 4); x += S::kWarps * 32) {
+    for (int x = threadIdx.x; x < kHeads * this->columns() * (kD / 4); x += S::kWarps * 32) {
       const int row_of_piece = x / (kD / 4), d = x % (kD / 4) * 4;
-      const int head = head_of(row_of_piece), column = row_of_piece - head * p.group;
+      const int head = head_of(row_of_piece), column = row_of_piece - head * this->columns();
       float top = -INFINITY;
 #pragma unroll
       for (int i = 0; i < S::kWarps; i += kHeads) top = fmaxf(top, stats.of[i + head][column].x);
@@ -106,7 +141,8 @@ struct DecodeKernel : DecodeWalk<S> {
         *reinterpret_cast<float4*>(p.partial + at * p.pitch + d) = sum.o;
       } else {
         const int kv_head = part.kv_head - warp % kHeads + head;
-        const Row row = this->row_of_column(part.sequence, part.len, kv_head, column);
+        const Row row = row_of_part(part, kv_head, column);
+        if (S::kManyTokens && !row.valid) continue;
         const float f = finish_row(p, row, kv_head, top, sum.sum);
         store_output<S>(p, row, d, {sum.o.x * f, sum.o.y * f, sum.o.z * f, sum.o.w * f});
       }
@@ -124,7 +160,7 @@ struct DecodeKernel : DecodeWalk<S> {
     __syncthreads();
     if (has_head) join(share.head);
     if (has_tail) {
-      join(share.cut_at(share.end - kLead - w.tile / kPlaceUnits, kLead, places(w.len), w.sequence, w.heads * kHeads));
+      join(Line::cut_at(w, share, share.end - kLead - w.tile / kPlaceUnits, places(w.len)));
     }
   }
 
@@ -134,8 +170,17 @@ struct DecodeKernel : DecodeWalk<S> {
     bool all = true;
     for (int i = threadIdx.x; i < u.pieces; i += S::kWarps * 32) all = all && is_there(p, u.slot(i), ticket);
     if (!__syncthreads_and(all)) return;
+    Part part{};
+    part.sequence = u.sequence;
+    if constexpr (S::kManyTokens) {
+      const Sequence s = clamp_sequence(p, load_sequence(p, u.sequence));
+      part.len = s.len;
+      part.query_begin = s.query_begin;
+      part.query_len = s.query_len;
+      part.query_tile = u.query_tile;
+    }
 #pragma unroll 1
-    for (int x = threadIdx.x; x < kHeads * p.group * (kD / 4); x += S::kWarps * 32) {
+    for (int x = threadIdx.x; x < kHeads * this->columns() * (kD / 4); x += S::kWarps * 32) {
       const int row_of_piece = x / (kD / 4), quad = x % (kD / 4);
       Sum sum = Sum::empty();
 #pragma unroll 1
@@ -151,14 +196,15 @@ struct DecodeKernel : DecodeWalk<S> {
         }
       }
       const int head = head_of(row_of_piece), kv_head = u.kv_head + head;
-      const Row row = this->row_of_column(u.sequence, 0, kv_head, row_of_piece - head * p.group);
+      const Row row = row_of_part(part, kv_head, row_of_piece - head * this->columns());
+      if (S::kManyTokens && !row.valid) continue;
       store_output<S>(p, row, quad * 4, sum.finish(p, row, kv_head));
     }
     for (int i = threadIdx.x; i < u.pieces; i += S::kWarps * 32) *ticket_place(p, u.slot(i)) = 0;
   }
 
   // The same with batch_invariant; `part`: the last tile of a chunk.
-  __device__ void end_chunk(const TilePart& part, State& state, auto& near, auto& far) const {
+  __device__ void end_chunk(const Part& part, State& state, auto& near, auto& far) const {
     Base::end_chunk(state, chunk_left, stats.of, near, far);
     if (!part.ends) return;
     this->for_each_kept(
@@ -180,9 +226,24 @@ struct DecodeKernel : DecodeWalk<S> {
   };
 
   // Starts the copies of the warp's tile at w, if there is one, and walks on.
-  __device__ TilePart start_next(Walk& w, LookedUp& pages, uint32_t stage, bool is_first) const {
-    TilePart next{w.sequence, w.len, kv_head(w), first_token(w.tile), w.slot, 0, w.exists, w.begins, w.units == 1};
-    next.ends_chunk = S::kInvariant && (w.tile + 1) % kPlaceUnits == 0;
+  __device__ Part start_next(Walk& w, LookedUp& pages, uint32_t stage, bool is_first) const {
+    Part next;
+    static_cast<TilePart&>(next) = {w.sequence,
+                                    w.len,
+                                    kv_head(w),
+                                    first_token(w, w.tile),
+                                    this->first_key(w.len),
+                                    w.slot,
+                                    0,
+                                    w.exists,
+                                    w.begins,
+                                    w.units == 1,
+                                    S::kInvariant && (w.tile + 1) % kPlaceUnits == 0};
+    if constexpr (S::kManyTokens) {
+      next.query_begin = w.query_begin;
+      next.query_len = w.query_len;
+      next.query_tile = w.query_tile;
+    }
     if (w.exists) {
       next.valid = this->start(stage, next, Base::pages_of(pages.ids, w.tile - pages.first));
       if (next.begins && !is_first) prefetch_queries(next);
@@ -194,9 +255,9 @@ struct DecodeKernel : DecodeWalk<S> {
   }
 
   // Of a segment that begins the queries, and the tile.
-  __device__ void await_tile(const TilePart& part, State& state) const {
+  __device__ void await_tile(const Part& part, State& state) const {
     if (part.begins) {
-      this->fetch_queries(part.sequence, part.kv_head, state);
+      fetch(part, state);
       this->settle(part.kv_head, state);
     }
     cp_async_wait<kStages - 1>();
@@ -211,7 +272,7 @@ struct DecodeKernel : DecodeWalk<S> {
     LookedUp pages{-1, w.tile};
     if (w.exists) pages.ids = look_up_tiles(w);
     if constexpr (!S::kInvariant) {
-      attend_segments(w, pages, [this, first = 0](const TilePart& part, int stage, int offset, State& state) mutable {
+      attend_segments(w, pages, [this, first = 0](const Part& part, int stage, int offset, State& state) mutable {
         if (part.begins) first = part.first_token;  // the warp's first tile of the segment
         if (!part.ends) return;
         this->separate_twins(stage, part, first, kUnitTokens, part.first_token, state);
@@ -221,11 +282,11 @@ struct DecodeKernel : DecodeWalk<S> {
       typename Base::Near near;
       typename Base::Far far;
       Base::clear_kept(near, far);
-      const auto end_part = [&](const TilePart& part, State& state) {
+      const auto end_part = [&](const Part& part, State& state) {
         if (part.ends_chunk) end_chunk(part, state, near, far);
       };
       if constexpr (S::kLate) {
-        attend_segments(w, pages, [&](const TilePart& part, int, int, State& state) { end_part(part, state); });
+        attend_segments(w, pages, [&](const Part& part, int, int, State& state) { end_part(part, state); });
       } else {
         attend_chunks(w, pages, end_part);
       }
@@ -244,20 +305,20 @@ struct DecodeKernel : DecodeWalk<S> {
     // tile i or, if late, after it.
     int at = 0, free = 0;  // the stages of tiles i and i + stages - 1
     const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes) + S::kHalvesBytes;
-    TilePart part{};
+    Part part{};
 #pragma unroll 1
     for (int i = 1 - kStages;; ++i) {
       if (S::kLate && i >= 0) {
         __syncwarp();
         part = parts[at];
         if (!part.exists) break;
-        if (part.begins) this->fetch_queries(part.sequence, part.kv_head, state);
+        if (part.begins) fetch(part, state);
         cp_async_wait<kStages - 2>();
         __syncwarp();  // the tile is there
       }
       // The warps of a segment's heads ask for the same tokens at the same time.
       if constexpr (kHeads > 1) named_barrier_sync(1 + warp / kHeads, kHeads * 32);
-      const TilePart next = start_next(w, pages, stage0 + free * S::kStageBytes, i == 1 - kStages);
+      const Part next = start_next(w, pages, stage0 + free * S::kStageBytes, i == 1 - kStages);
       if (lane == 0) parts[free] = next;
       free = after(free);
       if (i < 0) continue;
@@ -290,7 +351,7 @@ struct DecodeKernel : DecodeWalk<S> {
     for (int i = -kStages;; ++i) {
       if (i >= 0) {
         __syncwarp();
-        const TilePart part = parts[on];
+        const Part part = parts[on];
         if (!part.exists) break;
         if (part.begins) this->settle(part.kv_head, state);
         cp_async_wait<kStages - 1>();
@@ -298,15 +359,15 @@ struct DecodeKernel : DecodeWalk<S> {
         this->attend(rings + warp * S::kRingBytes, at * S::kStageBytes, part, state);
         __syncwarp();  // its stage is free
       }
-      const TilePart started = start_next(w, pages, stage0 + at * S::kStageBytes, i == -kStages);
+      const Part started = start_next(w, pages, stage0 + at * S::kStageBytes, i == -kStages);
       if (lane == 0) parts[next] = started;
       next = next_part(next);
       at = after(at);
       if (i < -1) continue;
       __syncwarp();
       const int following = i < 0 ? on : next_part(on);
-      const TilePart& part = parts[following];
-      if (part.exists && part.begins) this->fetch_queries(part.sequence, part.kv_head, state);
+      const Part& part = parts[following];
+      if (part.exists && part.begins) fetch(part, state);
       if (i < 0) continue;
       end(parts[on], state);
       on = following;
@@ -316,7 +377,7 @@ struct DecodeKernel : DecodeWalk<S> {
 
 template <class S>
 constexpr int decode_shared_bytes() {
-  return S::kWarps * (S::kRingBytes + kPartsOfWarp<S> * static_cast<int>(sizeof(TilePart))) +
+  return S::kWarps * (S::kRingBytes + kPartsOfWarp<S> * static_cast<int>(sizeof(PartOf<S>))) +
          static_cast<int>(sizeof(ColumnStats<S>) + sizeof(LineShare)) +
          (S::kInvariant ? ChunkColumns<S>::kLeftBytes : 0);
 }
@@ -327,38 +388,63 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksPerSm)
                                   uint64_t ticket) {
   extern __shared__ __align__(1024) char memory[];
   auto* stats = reinterpret_cast<ColumnStats<S>*>(memory + S::kWarps * S::kRingBytes);
-  auto* all_parts = reinterpret_cast<TilePart*>(stats + 1);
+  auto* all_parts = reinterpret_cast<PartOf<S>*>(stats + 1);
   auto* parts = all_parts + threadIdx.x / 32 * kPartsOfWarp<S>;
   auto* share = reinterpret_cast<LineShare*>(all_parts + S::kWarps * kPartsOfWarp<S>);
   auto* left = reinterpret_cast<float*>(share + 1);
   if constexpr (S::kInvariant) {
-    DecodeKernel<S> kernel{{{{{{{p, copies}}}}}, *share}, parts, memory, *stats, left, ticket};
+    DecodeKernel<S> kernel{{{{{{{{p, copies}}}}}}, *share}, parts, memory, *stats, left, ticket};
     kernel.run();
   } else {
-    DecodeKernel<S> kernel{{{{{{p, copies}}}}, *share}, parts, memory, *stats, left, ticket};
+    DecodeKernel<S> kernel{{{{{{{p, copies}}}}}, *share}, parts, memory, *stats, left, ticket};
     kernel.run();
   }
+}
+
+// Can DecodeLoader bring this cache?
+template <class S>
+bool suits_loader(const Problem& p) {
+  const PagedAttentionArgs& a = p.a;
+  const bool packed_keys = a.key.chunk < a.head_size;
+  const auto fits = [](int64_t elements) { return elements >= 0 && elements * S::kBytes < int64_t{1} << 32; };
+  const bool strides = fits(a.key.block) && fits(a.key.token) && fits(a.key.head) && fits(a.value.block) &&
+                       fits(a.value.token) && fits(a.value.head);
+  return strides && a.block_size % kGroupTokens == 0 && packed_keys == S::kPackedV &&
+         a.num_blocks < (int64_t{1} << 31) && a.max_seq_len < kNoWindow - (1 << 20);
+}
+
+// Is what may be hidden by block sparsity in whole tiles, from all heads of a group or from none?
+template <class S>
+bool suits_sparsity(const Problem& p) {
+  if (!p.sparse) return true;
+  return !S::kTwins && p.a.sparse.sliding_step <= 0 && p.sparse_block % S::kTile == 0 && p.sparse_block < 1 << 20 &&
+         p.a.num_kv_heads * int64_t{p.sparse_stride} < 1 << 30;
 }
 
 // Can it take this call, whatever the lengths?
 template <class S>
 bool suits_decode(const Problem& p) {
   const PagedAttentionArgs& a = p.a;
-  const bool packed_keys = a.key.chunk < a.head_size;
   const int64_t most_places = (a.max_seq_len / S::kUnitTokens + 2) * a.num_kv_heads;
-  const auto fits = [](int64_t elements) { return elements >= 0 && elements * S::kBytes < int64_t{1} << 32; };
-  const bool strides = fits(a.key.block) && fits(a.key.token) && fits(a.key.head) && fits(a.value.block) &&
-                       fits(a.value.token) && fits(a.value.head);
-  return strides && a.cu_query_lens.data == nullptr && p.group <= S::kColumns && p.window == kNoWindow && !p.sparse &&
-         a.block_size % kGroupTokens == 0 && packed_keys == S::kPackedV && a.num_blocks < (int64_t{1} << 31) &&
-         a.num_seqs * most_places < (int64_t{1} << 31) && a.max_seq_len < kNoWindow - S::kUnitTokens * 64;
+  const bool sees_all = p.window == kNoWindow && !p.sparse;
+  return suits_loader<S>(p) && a.cu_query_lens.data == nullptr && p.group <= S::kColumns &&
+         (sees_all || (!S::kInvariant && suits_sparsity<S>(p))) && a.num_seqs * most_places < (int64_t{1} << 31);
+}
+
+// The same for several tokens of a sequence.
+template <class S>
+bool suits_tokens(const Problem& p) {
+  const int64_t most_places = (p.a.max_seq_len / S::kUnitTokens + 2) * p.a.num_kv_heads;
+  return suits_loader<S>(p) && !p.a.batch_invariant && p.group <= S::kColumns && !p.sparse && p.window == kNoWindow &&
+         p.min_rows == 0 && (p.a.num_seqs + p.a.num_tokens) * most_places < (int64_t{1} << 31);
 }
 
 // Of a call that suits.  False if the device has too little shared memory.
 template <class S>
 bool launch_decode_kernel(Problem p, const Launch& launch) {
   static PerDevice resident;
-  const Tiling tiling = few_rows_tiling(p.a.head_size);
+  Tiling tiling = few_rows_tiling(p.a.head_size);
+  if (S::kManyTokens) tiling.rows = S::kColumns;
   const int grid = launch_main(paged_attention_decode_kernel<S>, S::kWarps * 32, decode_shared_bytes<S>(),
                                S::kUnitTokens, tiling, p, launch, resident, cache_copies<S>(p.a), next_ticket());
   return grid > 0;

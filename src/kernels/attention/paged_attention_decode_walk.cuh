@@ -16,11 +16,19 @@ struct DecodeWalk : DecodeLoader<S> {
 
   LineShare& share;  // the block's
 
+  // With kManyTokens: the sequence's query tokens, in so many tiles, of which each has segments of its own.
+  struct Queries {
+    int query_begin, query_len, query_tile, query_tiles;
+  };
+  struct OneQuery {};
+
   // Where a warp is; all its lanes hold the same.
-  struct Walk {
-    int sequence, len, heads, tile;  // the segment's KV heads begin at heads * kHeads
-    int units;                       // of this segment in this share, from `tile` on
-    int left;                        // places of the share after the segment
+  struct Walk : std::conditional_t<S::kManyTokens, Queries, OneQuery> {
+    int sequence, len, heads;  // the segment's KV heads begin at heads * kHeads
+    int skipped;               // units in front of the first that the query sees
+    int tile;                  // from there on
+    int units;                 // of this segment in this share, from `tile` on
+    int left;                  // places of the share after the segment
     int slot;
     bool exists, begins;
     bool one_head;  // the line has one KV head, not all
@@ -30,7 +38,21 @@ struct DecodeWalk : DecodeLoader<S> {
   static constexpr int kPlaceTokens = S::kInvariant ? kChunkTokens : kUnitTokens,
                        kPlaceUnits = kPlaceTokens / kUnitTokens;
   static constexpr int kLead = S::kInvariant ? 0 : 1;
-  static __device__ int places(int len) { return kLead + max(1, (len + kPlaceTokens - 1) / kPlaceTokens); }
+  __device__ int places(int len) const {
+    if (S::kHidesKeys && p.sparse) len = this->most_seen_tokens(len);
+    return kLead + max(1, (len + kPlaceTokens - 1) / kPlaceTokens - this->first_key(len) / kPlaceTokens);
+  }
+
+  __device__ int query_tiles(const Sequence& s) const {
+    return takes(p, s) ? (s.query_len + p.tile_tokens - 1) / p.tile_tokens : 0;
+  }
+
+  // Of a KV head of sequence s.
+  __device__ int all_places(int s, int len) const {
+    if (len < 0) return 0;
+    if constexpr (S::kManyTokens) return places(len) * query_tiles(clamp_sequence(p, load_sequence(p, s)));
+    return places(len);
+  }
 
   // Each KV head has a line of its own, and the blocks go along the lines side by side, if there are few heads that lie
   // together in memory, shares have many places, and hardly a block is left over: neighbours are read at about the same time.
@@ -48,12 +70,22 @@ struct DecodeWalk : DecodeLoader<S> {
   // 128 sequences, four to a lane, and the places of a head before each.
   struct Scan {
     int len[4], before[4], total;
+    bool
+        descends;  // with kManyTokens: do cu_query_lens, so that there could be more query tokens than the line has places for?
   };
+
+  // By all lanes: do those of a lane's sequence s?
+  __device__ bool descend(int s) const {
+    if constexpr (!S::kManyTokens) return false;
+    const RawSequence raw = load_sequence(p, s);
+    return __any_sync(~0u, raw.end < raw.begin);
+  }
 
   __device__ Scan scan(int base) const {
     const int num_seqs = static_cast<int>(p.a.num_seqs);
     Scan x;
     x.total = 0;
+    x.descends = false;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int s = base + j * 32 + lane;
@@ -62,7 +94,8 @@ struct DecodeWalk : DecodeLoader<S> {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       if (base + j * 32 >= num_seqs) break;
-      const int own = x.len[j] < 0 ? 0 : places(x.len[j]);
+      x.descends = x.descends || descend(base + j * 32 + lane);
+      const int own = all_places(base + j * 32 + lane, x.len[j]);
       int upto = own;
 #pragma unroll 1
       for (int delta = 1; delta < 32; delta *= 2) {
@@ -80,7 +113,12 @@ struct DecodeWalk : DecodeLoader<S> {
     Scan x = scan(0);
     int total = x.total;
 #pragma unroll 1
-    for (int base = 128; base < num_seqs; base += 128) total += scan(base).total;
+    for (int base = 128; base < num_seqs; base += 128) {
+      const Scan more = scan(base);
+      total += more.total;
+      x.descends = x.descends || more.descends;
+    }
+    if (x.descends) total = 0;  // reported at the end
     // `heads` on each of `lines`; of the line `line` this is share `block`.
     int heads = all_heads(), lines = 1, line = 0, block = blockIdx.x, blocks = gridDim.x;
     int each = p.by_grid.quotient(total * heads);
@@ -110,7 +148,7 @@ struct DecodeWalk : DecodeLoader<S> {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (w.sequence + j * 32 >= num_seqs || all > 0) break;
-        const int at = begin - (before + x.before[j]) * heads, own = x.len[j] < 0 ? 0 : places(x.len[j]);
+        const int at = begin - (before + x.before[j]) * heads, own = all_places(w.sequence + j * 32 + lane, x.len[j]);
         const uint32_t hit = __ballot_sync(~0u, at >= 0 && at < own * heads);
         if (hit == 0) continue;
         const int from = __ffs(hit) - 1;
@@ -121,16 +159,49 @@ struct DecodeWalk : DecodeLoader<S> {
       }
       w.heads = static_cast<uint32_t>(place) / static_cast<uint32_t>(all);
       place -= w.heads * all;
+      if constexpr (S::kManyTokens) {
+        enter_queries(w);
+        w.query_tile = w.heads / heads;
+        w.heads -= w.query_tile * heads;
+      }
       w.heads += line;
       enter_segment(w, place, 2 * blockIdx.x);
-      if (w.exists && w.slot >= 0) mine.head = mine.cut_at(begin - place, kLead, all, w.sequence, w.heads * kHeads);
+      if (w.exists && w.slot >= 0) mine.head = cut_at(w, mine, begin - place, all);
     }
     if (threadIdx.x == 0) share = mine;
     return w;
   }
 
+  // The segment of w, of `all` places from `first_place` on.
+  static __device__ CutSegment cut_at(const Walk& w, const LineShare& share, int first_place, int all) {
+    CutSegment cut = share.cut_at(first_place, kLead, all, w.sequence, w.heads * kHeads);
+    if constexpr (S::kManyTokens) cut.query_tile = w.query_tile;
+    return cut;
+  }
+
+  __device__ void enter_queries(Walk& w) const {
+    const Sequence s = clamp_sequence(p, load_sequence(p, w.sequence));
+    w.query_begin = s.query_begin;
+    w.query_len = s.query_len;
+    w.query_tiles = query_tiles(s);
+    w.query_tile = 0;
+  }
+
+  __device__ void next_sequence(Walk& w) const {
+    ++w.sequence;
+    if constexpr (S::kManyTokens) {
+      enter_queries(w);
+      while (w.query_tiles == 0 && w.sequence + 1 < p.a.num_seqs) {  // it has no place on the line
+        ++w.sequence;
+        enter_queries(w);
+      }
+    }
+    w.len = length(w.sequence);
+  }
+
   // From this place of the segment on.
-  static __device__ void enter_segment(Walk& w, int place, int slot) {
+  __device__ void enter_segment(Walk& w, int place, int slot) const {
+    w.skipped = this->first_key(w.len) / kUnitTokens;
     w.tile = max(place - kLead, 0) * kPlaceUnits;
     const int all = places(w.len), here = min(w.left, all - place);
     w.left -= here;
@@ -148,7 +219,9 @@ struct DecodeWalk : DecodeLoader<S> {
     if (w.left <= kLead) return;  // no tile of the next segment is this block's
     if (w.one_head || ++w.heads == all_heads()) {
       if (!w.one_head) w.heads = 0;
-      w.len = length(++w.sequence);
+      bool is_last = true;  // of the sequence's query tiles
+      if constexpr (S::kManyTokens) is_last = ++w.query_tile == w.query_tiles;
+      if (is_last) next_sequence(w);
     }
     enter_segment(w, 0, 2 * blockIdx.x + 1);
   }

@@ -118,7 +118,7 @@ struct ExactClusterKernel : ExactTeams<S> {
 #pragma unroll 1
     for (int i = 1 - kStages;; ++i) {
       const int next = i + kStages - 1;
-      TilePart part{sequence, len, kv_head, 0, 0, 0, true, false, false, false};
+      TilePart part{sequence, len, kv_head, 0, 0, 0, 0, true, false, false, false};
       if (next < tiles) {
         token += kTile;
         if (next % kPartTiles == 0) {
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
                                          uint64_t ticket) {
   extern __shared__ __align__(1024) char memory[];
   ExactClusterKernel<S> kernel{
-      {{{{{{{{p, copies}}}}}}, ticket}, memory, reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)}};
+      {{{{{{{{{p, copies}}}}}}}, ticket}, memory, reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)}};
   kernel.run();
 }
 
@@ -282,7 +282,7 @@ bool launch_apart(Problem p, int64_t least_tokens, const Launch& launch) {
   static PerDevice allowed;
   allow_shared_memory(kernel, static_cast<int>(shared_memory_limit(launch.device)), allowed, p.a.op, launch);
   set_tiling(p, few_rows_tiling(p.a.head_size), 1, launch.device);  // where the records go
-  set_cluster(p, blocks, S::kD, launch.device);
+  set_cluster(p, blocks, p.group, S::kD, launch.device);
   p.by_round = Divider(blocks * S::kWarps / ExactClusterKernel<S>::kTeamWarps);
   p.exchange_bytes = 0;  // records only
   launch_after(kernel, dim3(static_cast<unsigned>(p.a.num_kv_heads * blocks)), dim3(S::kWarps * 32), 1, bytes, launch,

@@ -79,8 +79,8 @@ struct JointKernel : JointPart<S> {
     for (const int id : tile.pages.id)
       whole = whole && static_cast<uint32_t>(id) < static_cast<uint32_t>(p.a.num_blocks);
     if (!whole) {
-      tile.valid =
-          this->valid_places({sequence, len, kv_head, tile.first_token, 0, 0, true, false, false, false}, tile.pages);
+      tile.valid = this->valid_places({sequence, len, kv_head, tile.first_token, 0, 0, 0, true, false, false, false},
+                                      tile.pages);
     }
     return tile;
   }
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksPerSm)
   auto* exchanged = reinterpret_cast<char*>(memory + 1);
   const int room = p.exchange_bytes;
   JointKernel<S> kernel{
-      {{{{{{{p, copies}}}}}}, *memory}, rings, exchanged, reinterpret_cast<uint64_t*>(exchanged + room)};
+      {{{{{{{{p, copies}}}}}}}, *memory}, rings, exchanged, reinterpret_cast<uint64_t*>(exchanged + room)};
   kernel.run();
 }
 
@@ -273,7 +273,7 @@ bool launch_joint(Problem p, int blocks, const Launch& launch) {
   const auto kernel = paged_attention_joint_kernel<S>;
   static PerDevice allowed;
   allow_shared_memory(kernel, static_cast<int>(shared_memory_limit(launch.device)), allowed, p.a.op, launch);
-  set_cluster(p, blocks, S::kD, launch.device);
+  set_cluster(p, blocks, p.group, S::kD, launch.device);
   p.exchange_bytes = joint_exchange_bytes<S>(p.group, blocks);
   launch_after(kernel, dim3(static_cast<unsigned>(grid)), dim3(S::kWarps * 32), blocks, joint_bytes<S>(p.group, blocks),
                launch, p.a.op, p, cache_copies<S>(p.a));

@@ -51,8 +51,11 @@ bool may_use_warpgroups(const PagedAttentionArgs& a, int device);
 // tiling.blocks_per_sm on an SM.
 int set_tiling(Problem& p, const Tiling& tiling, int blocks_per_sm, int device);
 
-// Of clusters of so many blocks: what their blocks finish, and how many of them are there early.
-void set_cluster(Problem& p, int blocks, int head_size, int device);
+// How the rows of a KV head are divided into query tiles of at most so many.
+void set_rows(Problem& p, int rows);
+
+// Of clusters of so many blocks: what their blocks finish of a tile's queries, and how many of them are there early.
+void set_cluster(Problem& p, int blocks, int queries, int head_size, int device);
 
 // Adds up what the `grid` blocks of a launch left unfinished.
 void combine(const Problem& p, int grid, const Launch& launch);
@@ -151,6 +154,13 @@ bool launch_decode_e4m3(const Problem& p, const Launch& launch);
 bool launch_decode_e5m2(const Problem& p, const Launch& launch);
 bool launch_decode_int8(const Problem& p, const Launch& launch);
 bool launch_decode_nvfp4(const Problem& p, const Launch& launch);
+// Up to 64 rows of short calls, and up to 16 of caches of one byte.  False if the call is not for these kernels.
+bool launch_tokens_f16(const Problem& p, const Launch& launch);
+bool launch_tokens_bf16(const Problem& p, const Launch& launch);
+bool launch_tokens_e4m3(const Problem& p, const Launch& launch);
+bool launch_tokens_e5m2(const Problem& p, const Launch& launch);
+bool launch_tokens_int8(const Problem& p, const Launch& launch);
+bool launch_tokens_nvfp4(const Problem& p, const Launch& launch);
 // Few, Some or More rows by four warps together, where may_use_warpgroups().  False if the device has too little shared memory.
 bool launch_warpgroups_f16(const Problem& p, RowClass rows, const Launch& launch);
 bool launch_warpgroups_bf16(const Problem& p, RowClass rows, const Launch& launch);

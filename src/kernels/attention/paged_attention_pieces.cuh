@@ -13,6 +13,7 @@ struct CutSegment {
   int first_block, pieces, step;
   bool first_is_head;  // is it the first block's first segment?
   int sequence, kv_head;
+  int query_tile = 0;
 
   __device__ int slot(int i) const { return 2 * (first_block + i * step) + (i == 0 && !first_is_head); }
 };

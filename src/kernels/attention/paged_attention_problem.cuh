@@ -49,11 +49,15 @@ struct Problem {
   Divider block_size;
   bool sparse;
   int sparse_block, sparse_stride, sparse_local;  // of BlockSparse, each at most kNoWindow
-  int pitch;                                      // floats from one partial row to the next
-  float* partial;                                 // [2 * grid][rows][pitch], not normalised; or the records of
-                                                  // paged_attention_exact.cuh, [2 * grid][rows][pitch / 4]
-  float2* partial_stats;                          // [2 * grid][rows]: maximum (base 2) and sum
-  Unfinished* unfinished;                         // [grid]; or tickets
+  Divider by_sparse_block, by_sparse_stride;
+  int sparse_end;                       // no token of any sequence
+  int sparse_shift, sparse_head_shift;  // offsets of KV head h are shift + h * head_shift (mod stride), if heads of a
+                                        // group are alike
+  int pitch;                            // floats from one partial row to the next
+  float* partial;                       // [2 * grid][rows][pitch], not normalised; or the records of
+                                        // paged_attention_exact.cuh, [2 * grid][rows][pitch / 4]
+  float2* partial_stats;                // [2 * grid][rows]: maximum (base 2) and sum
+  Unfinished* unfinished;               // [grid]; or tickets
 };
 
 struct Sequence {

@@ -8,11 +8,19 @@
 
 namespace pykv {
 
-// Both must be reached by all threads of all blocks of the cluster: after the wait all blocks are there.  Of what was written
-// before, cluster_open() alone is sure to be seen; a release of everything takes as long as a fence of the whole device.
+// An announcement and the wait must be reached by all threads of all blocks of the cluster: after the wait all blocks are there.
+// Of what was written before, cluster_open() alone is sure to be seen; a release of everything takes as long as a fence of the
+// whole device.
 __device__ inline void cluster_announce() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
+// The same, after which all is done that came before: the blocks may write to each other's shared memory again.
+__device__ inline void cluster_announce_all() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
 
@@ -38,10 +46,10 @@ __device__ inline void cluster_expect(uint32_t barrier, uint32_t bytes) {
 #endif
 }
 
-// Waits until they are there.
-__device__ inline void cluster_receive(uint32_t barrier) {
+// Waits until they are there.  parity: 0, and the other one each further time.
+__device__ inline void cluster_receive(uint32_t barrier, int parity = 0) {
 #if __CUDA_ARCH__ >= 900
-  mbarrier_wait(barrier, 0);
+  mbarrier_wait(barrier, parity);
 #endif
 }
 

@@ -37,6 +37,15 @@ __device__ inline void cp_async_16_once(uint32_t destination, const void* source
                : "memory");
 }
 
+// ... in rows that are no whole lines of 128 bytes, whose neighbours others read, or nobody: the half lines that are wanted.
+__device__ inline void cp_async_16_of_row(uint32_t destination, const void* source, bool read) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::64B [%0], [%1], 16, %2, %3;" ::"r"(destination),
+               "l"(source), "r"(read ? 16 : 0), "l"(policy)
+               : "memory");
+}
+
 // Four bytes, by way of the L1: for what lies in smaller pieces than 16 bytes.
 __device__ inline void cp_async_4(uint32_t destination, const void* source, bool read) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(read ? 4 : 0)

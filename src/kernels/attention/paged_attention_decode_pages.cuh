@@ -1,0 +1,211 @@
+// Decoding proper: which keys a query sees, and where their pages are.
+//
+// The lanes look up the pages of the warp's next tiles together, a page for each eight tokens.
+#pragma once
+
+#include "attention/paged_attention_decode_shape.cuh"
+#include "cuda/dependent.cuh"
+
+namespace pykv::attention {
+
+constexpr int kGroupTokens = 8;  // looked up and addressed as one
+
+// A stride of the cache, taken so often; both fit in 32 bits.
+__device__ inline uint64_t times(int64_t stride, int n) {
+  return static_cast<uint64_t>(static_cast<uint32_t>(stride)) * static_cast<uint32_t>(n);
+}
+
+template <class S>
+struct DecodePages : ColumnsOf<S> {
+  using Columns = ColumnsOf<S>;
+  using Columns::copies;
+  using Columns::lane;
+  using Columns::p;
+  using Columns::warp;
+  static constexpr int kD = S::kD, kTile = S::kTile, kGroups = kTile / kGroupTokens;
+
+  __device__ int length(int s) const { return static_cast<int>(clamp(p.a.seq_lens[s], 0, p.a.max_seq_len)); }
+
+  // The first key that a query at the sequence's last token sees.
+  __device__ int first_key(int len) const { return S::kHidesKeys ? max(0, len - p.window) : 0; }
+
+  // Is this token behind the first key that a query sees?
+  static __device__ bool is_seen(const TilePart& part, int token) { return !S::kHidesKeys || token >= part.first_key; }
+
+  // Block-sparse, where heads of a group are alike: of the tokens that they see, one after another as if nothing lay between,
+  // the one at place `at`; beyond them, one that is no token of the sequence.  First come blocks of the stride, then local ones.
+  __device__ int seen_token(int kv_head, int len, int at) const {
+    const auto [first_local, last] = local_blocks(len);
+    const int offset = p.by_sparse_stride.remainder(p.sparse_shift + kv_head * p.sparse_head_shift);
+    const int first = offset == 0 ? 0 : p.sparse_stride - offset;
+    const int of_stride = first < first_local ? p.by_sparse_stride.quotient(first_local - 1 - first) + 1 : 0;
+    uint32_t rest;
+    const int i = static_cast<int>(p.by_sparse_block(at, rest));
+    const int block = i < of_stride ? first + i * p.sparse_stride : first_local + i - of_stride;
+    return block > last ? p.sparse_end : block * p.sparse_block + static_cast<int>(rest);
+  }
+
+  // Of any KV head: as many at the most.  The last block, which may not be whole, is the last of those that are seen, too.
+  __device__ int most_seen_tokens(int len) const {
+    const auto [first_local, last] = local_blocks(len);
+    const int of_stride = first_local > 0 ? p.by_sparse_stride.quotient(first_local - 1) + 1 : 0;
+    const int blocks = min(of_stride + last + 1 - first_local, last + 1);
+    return static_cast<int>(min(static_cast<int64_t>(blocks) * p.sparse_block, static_cast<int64_t>(len)));
+  }
+
+  struct LocalBlocks {
+    int first, last;
+  };
+  __device__ LocalBlocks local_blocks(int len) const {
+    const int last = p.by_sparse_block.quotient(max(0, len - 1));
+    return {max(0, last + 1 - p.sparse_local), last};
+  }
+
+  struct Pages {
+    int id[kGroups];  // of eight tokens each; -1: no id of any cache
+  };
+
+  // Where the table has a token's page, and the words of an entry.
+  struct PlaceInTable {
+    const int* words;
+    int step;
+  };
+  __device__ PlaceInTable place_in_table(int sequence, int token) const {
+    const int64_t at = sequence * p.a.block_table_stride + p.block_size.quotient(token) * p.a.block_tables.stride;
+    const int step = p.a.block_tables.is_int64 ? 2 : 1;
+    return {static_cast<const int*>(p.a.block_tables.data) + at * step, step};
+  }
+
+  // kEarly: before the kernel before has ended.
+  template <bool kEarly = false>
+  __device__ int look_up(int sequence, int token) const {
+    const auto [words, step] = place_in_table(sequence, token);
+    const auto word = [](const int* from) { return kEarly ? __ldcg(from) : *from; };
+    const int low = word(words), high = step > 1 ? word(words + 1) : 0;  // both are asked for at once
+    return high == 0 ? low : -1;
+  }
+
+  // A page's id as the table has it.  Nobody waits for it before id().
+  struct PageWords {
+    int low = -1, high = 0;
+
+    __device__ int id() const { return high == 0 ? low : -1; }
+  };
+
+  // Asks for the page of a token, if it is wanted, else it is -1.  The words come where they stay: the compiler would move
+  // them on at once, and so wait for them.
+  __device__ PageWords ask_for_page(int sequence, int token, bool wanted) const {
+    const auto [words, step] = place_in_table(sequence, token);
+    PageWords page;
+    const auto load = [](int& to, const int* from, bool wanted) {
+      asm volatile("{.reg .pred wanted; setp.ne.s32 wanted, %2, 0; @wanted ld.global.b32 %0, [%1];}"
+                   : "+r"(to)
+                   : "l"(from), "r"(static_cast<int>(wanted)));
+    };
+    load(page.low, words, wanted);
+    load(page.high, words + 1, wanted && step > 1);
+    return page;
+  }
+
+  // A guess: what the length is before the kernel before has ended.
+  __device__ int early_length(int s) const {
+    return __ldcg(static_cast<const int*>(p.a.seq_lens.data) +
+                  s * p.a.seq_lens.stride * (p.a.seq_lens.is_int64 ? 2 : 1));
+  }
+
+  __device__ const char* key_row(int64_t id, int token, int kv_head) const {
+    return static_cast<const char*>(p.a.key.data) + id * copies.key_block +
+           p.block_size.remainder(token) * copies.key_token + kv_head * copies.key_head;
+  }
+  __device__ const char* value_row(int64_t id, int token, int kv_head) const {
+    return static_cast<const char*>(p.a.value.data) + id * copies.value_block +
+           p.block_size.remainder(token) * copies.value_token + kv_head * copies.value_head;
+  }
+
+  // While the kernel before still runs, brings a tile into the L2, if these are the length and the place of its keys.
+  // Whatever that kernel may yet write to the table is read again after it; nothing of this stays in the L1.
+  __device__ void foresee(int sequence, int kv_head, int len, int first_token) const {
+    if constexpr (!S::kPackedV && !S::kRaw) {
+      const int token0 = first_token + lane % kGroups * kGroupTokens;
+      const int page = token0 < p.a.max_seq_len ? look_up<true>(sequence, token0) : -1;
+      constexpr int kLines = S::kRowBytes < 128 ? 1 : S::kRowBytes / 128;  // of the L2, in a row
+#pragma unroll
+      for (int i = 0; i < (kTile * kLines + 31) / 32; ++i) {
+        const int x = i * 32 + lane, r = x / kLines, token = first_token + r, at = x % kLines * 128;
+        const int id = __shfl_sync(~0u, page, r / kGroupTokens);
+        if (r >= kTile || token >= len || at >= copies.head_bytes ||
+            static_cast<uint32_t>(id) >= static_cast<uint32_t>(p.a.num_blocks)) {
+          continue;
+        }
+        prefetch(key_row(id, token, kv_head) + at);
+        prefetch(value_row(id, token, kv_head) + at);
+      }
+    } else if constexpr (S::kPackedV) {
+      const int token0 = first_token + lane % kGroups * kGroupTokens;
+      const int page = token0 < p.a.max_seq_len ? look_up<true>(sequence, token0) : -1;
+      if (copies.whole_page == 0) return foresee_parts(kv_head, len, first_token, page);
+      constexpr int kLines = S::kTileBytes / 128, kMostShift = kTile == 32 ? 1 : 0;
+      const int shift = copies.whole_page == kTile ? 0 : kMostShift;  // log2 of the tile's pages
+#pragma unroll
+      for (int i = 0; i < (kLines + 31) / 32; ++i) {
+        const int x = i * 32 + lane, of_page = kLines >> shift, t = x / of_page, at = x % of_page * 128;
+        const int id = __shfl_sync(~0u, page, t * copies.whole_page / kGroupTokens);
+        if (x >= kLines || first_token + t * copies.whole_page >= len ||
+            static_cast<uint32_t>(id) >= static_cast<uint32_t>(p.a.num_blocks)) {
+          continue;
+        }
+        prefetch(key_row(id, 0, kv_head) + at);
+        prefetch(value_row(id, 0, kv_head) + at);
+      }
+    }
+  }
+
+  // Of a packed page that is larger than a tile.
+  __device__ void foresee_parts(int kv_head, int len, int first_token, int page) const {
+    const int id = __shfl_sync(~0u, page, 0);
+    if (copies.part_tokens != kTile || first_token >= len ||
+        static_cast<uint32_t>(id) >= static_cast<uint32_t>(p.a.num_blocks)) {
+      return;
+    }
+    constexpr int kKeyLines = kTile * 16 / 128;  // of a chunk's tokens
+    const char* keys = key_row(id, first_token, kv_head);
+    for (int x = lane; x < copies.head_bytes / 16 * kKeyLines; x += 32) {
+      prefetch(keys + times(copies.key_chunk, x / kKeyLines) + x % kKeyLines * 128);
+    }
+    const char* values = static_cast<const char*>(p.a.value.data) + id * copies.value_block +
+                         p.block_size.remainder(first_token) * S::kBytes + kv_head * copies.value_head;
+    for (int d = lane; d < p.a.head_size; d += 32) prefetch(values + times(copies.value_dim, d));
+  }
+
+  __device__ __noinline__ void report_page(int sequence, int token) const {
+    p.bad_block(load_page(p, sequence, token).id(p), p.a.num_blocks);
+  }
+
+  // Bits of the tile's places with a key.
+  __device__ uint32_t valid_places(const TilePart& part, const Pages& pages) const {
+    const int token = token_at<S::kPermutedTokens>(lane);
+    bool ok = false;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const bool good = static_cast<uint32_t>(pages.id[g]) < static_cast<uint32_t>(p.a.num_blocks);
+      const int first = part.first_token + g * kGroupTokens;
+      if (!good && first < part.len && is_seen(part, first + kGroupTokens - 1)) [[unlikely]]
+        report_page(part.sequence, first);
+      if (token / kGroupTokens == g) ok = good;
+    }
+    const int key = part.first_token + token;
+    return __ballot_sync(~0u, ok && lane < kTile && key < part.len && is_seen(part, key));
+  }
+
+  static constexpr int kAtOnce = 32 / kGroups;  // tiles whose pages the lanes look up together
+
+  // From what look_up gave to the lanes, kGroups each, the pages of tile i.
+  static __device__ Pages pages_of(int ids, int i) {
+    Pages pages;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) pages.id[g] = __shfl_sync(~0u, ids, i * kGroups + g);
+    return pages;
+  }
+};
+
+}  // namespace pykv::attention
