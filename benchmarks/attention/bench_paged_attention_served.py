@@ -1,10 +1,10 @@
-"""What else paged attention serves when it decodes, beside the fast case: other layouts, pages, heads, groups and options.
+"""What else paged attention serves when it decodes: other layouts, pages, heads, groups and options.
 
     python benchmarks/attention/bench_paged_attention_served.py [--json FILE] [--only WORDS]
 
-Two workloads, 32 sequences of 8k tokens and 8 of 2k, timed as in bench_paged_attention.py.  A call is set against a plain
-read of as many bytes as its keys and values have, and that share against the one of the fast case, which has 32 query and
-8 KV heads of size 128 in pages of 16, NHD, without options, of the same kind of elements.  The floor is the read.
+Two workloads, 32 sequences of 8k tokens and 8 of 2k, timed as in bench_paged_attention.py.  A call is set against a
+plain read of as many bytes as its keys and values have, which is its floor, and that share against the one of the fast
+case: 32 query and 8 KV heads of size 128 in pages of 16, NHD, without options, of the same kind of elements.
 """
 
 from __future__ import annotations
