@@ -79,7 +79,8 @@ struct DecodeLoader : DecodePages<S> {
   }
 
   // The same where all is there: rows of tokens, a page's id for each eight of them.  kLines: rows are whole lines; else there
-  // may be less than kD of a head, and zeros come for the rest.
+  // may be less than kD of a head, and zeros come for the rest.  Half a line is asked for with the other half where blocks go
+  // along neighbouring heads at about the same time, which is so on the line.
   template <bool kLines>
   __device__ void load_whole(uint32_t stage, int kv_head, int first_token, const Pages& pages) const {
     constexpr int kChunks = Columns::kChunks, kRows = 32 / kChunks;  // rows of a step of the warp
@@ -101,6 +102,9 @@ struct DecodeLoader : DecodePages<S> {
         if constexpr (kLines) {
           cp_async_16_once(stage + at, k + i * key_step);
           cp_async_16_once(stage + S::kTileBytes + at, v + i * value_step);
+        } else if constexpr (S::kHalfLinesMeet) {
+          cp_async_16_once(stage + at, k + i * key_step, in_head);
+          cp_async_16_once(stage + S::kTileBytes + at, v + i * value_step, in_head);
         } else {
           cp_async_16_of_row(stage + at, k + i * key_step, in_head);
           cp_async_16_of_row(stage + S::kTileBytes + at, v + i * value_step, in_head);

@@ -18,6 +18,7 @@ struct DecodeShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
   static constexpr bool kSixWarps = kD == 128 && kQueries <= 8 && !kForAnyBatch && !Few::kNvfp4;
   static constexpr bool kLate = Few::kNarrow && (kSixWarps || (kForAnyBatch && kD == 128 && kQueries == 8 && !kDeep));
   static constexpr bool kTwins = kQueries == 4;
+  static constexpr bool kHalfLinesMeet = Few::kRowBytes == 64;  // heads of 64 bytes
   // KV heads of a segment, warp by warp: neighbours in memory are read together, and there are half as many ends.  The
   // block of twelve warps has the units of two blocks of six.
   static constexpr int kHeads = kSixWarps && kLate && !kPackedV && !kSingle ? 2 : 1;

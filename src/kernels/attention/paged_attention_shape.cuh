@@ -46,9 +46,10 @@ struct Shape {
   // Codes and scales of nvfp4 come as they are, and become halves in front of the stages, tile by tile.
   static constexpr bool kRaw = false;
   static constexpr int kHalvesBytes = 0;
-  static constexpr bool kManyTokens = false;  // queries as columns: of several tokens, each of which sees other keys
-  static constexpr bool kHidesKeys = false;   // decoding proper: windows and block sparsity
-  static constexpr bool kOneToken = false;    // all rows see the same keys: those that the pages hold
+  static constexpr bool kManyTokens = false;     // queries as columns: of several tokens, each of which sees other keys
+  static constexpr bool kHidesKeys = false;      // decoding proper: windows and block sparsity
+  static constexpr bool kHalfLinesMeet = false;  // ... reads heads of 64 bytes with their neighbours
+  static constexpr bool kOneToken = false;       // all rows see the same keys: those that the pages hold
   static constexpr bool kQueriesInRegisters = kMore ? kBytes == 2 : kOneRowTile && kD <= 128;
 
   static constexpr int kBlock = kThreads;

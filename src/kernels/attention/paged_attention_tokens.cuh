@@ -108,16 +108,13 @@ bool launch_tokens_kernel(Problem p, const Launch& launch) {
   return launch_cluster_kernel<S>(p, cluster_size<S>(p, launch), launch);
 }
 
-// Of elements that are to be widened: on the line, with all queries of a sequence as columns.
+// Of elements that are to be widened: on the line, with the queries of a sequence as up to eight columns.  Sixteen would take
+// longer than tiles of 16 rows (paged_attention_mma.cuh).
 template <class Element, bool kPackedV>
 bool launch_tokens_line(const Problem& p, const Launch& launch) {
-  const int64_t queries = (p.a.num_tokens + p.a.num_seqs - 1) / p.a.num_seqs * p.group;
-  const auto launch_with = [&]<int kQueries> {
-    using S = DecodeShape<Element, 128, kPackedV, kQueries, false, false, true, true>;
-    return suits_tokens<S>(p) && launch_decode_kernel<S>(p, launch);
-  };
-  if (queries <= 8) return launch_with.template operator()<8>();
-  return queries <= 16 && launch_with.template operator()<16>();
+  using S = DecodeShape<Element, 128, kPackedV, 8, false, false, true, true>;
+  const int64_t tokens = (p.a.num_tokens + p.a.num_seqs - 1) / p.a.num_seqs;
+  return tokens * p.group <= S::kColumns && suits_tokens<S>(p) && launch_decode_kernel<S>(p, launch);
 }
 
 template <class Element>
