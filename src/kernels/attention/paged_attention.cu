@@ -137,34 +137,31 @@ bool suits_mma(const PagedAttentionArgs& a) {
   return head && rows && key && value;
 }
 
-bool launch_decode(const Problem& p, const Launch& launch) {
-  switch (p.a.kv_format) {
+// Of these, the one for the call's kind of cache elements.
+template <class F>
+F* of_kind(const PagedAttentionArgs& a, F* f16, F* bf16, F* e4m3, F* e5m2, F* int8, F* nvfp4) {
+  switch (a.kv_format) {
     case KvFormat::kE4M3:
-      return launch_decode_e4m3(p, launch);
+      return e4m3;
     case KvFormat::kE5M2:
-      return launch_decode_e5m2(p, launch);
+      return e5m2;
     case KvFormat::kInt8:
-      return launch_decode_int8(p, launch);
+      return int8;
     case KvFormat::kNvfp4:
-      return launch_decode_nvfp4(p, launch);
+      return nvfp4;
     default:
-      return p.a.dtype == DType::kFloat16 ? launch_decode_f16(p, launch) : launch_decode_bf16(p, launch);
+      return a.dtype == DType::kFloat16 ? f16 : bf16;
   }
 }
 
+bool launch_decode(const Problem& p, const Launch& launch) {
+  return of_kind(p.a, launch_decode_f16, launch_decode_bf16, launch_decode_e4m3, launch_decode_e5m2, launch_decode_int8,
+                 launch_decode_nvfp4)(p, launch);
+}
+
 bool launch_tokens(const Problem& p, const Launch& launch) {
-  switch (p.a.kv_format) {
-    case KvFormat::kE4M3:
-      return launch_tokens_e4m3(p, launch);
-    case KvFormat::kE5M2:
-      return launch_tokens_e5m2(p, launch);
-    case KvFormat::kInt8:
-      return launch_tokens_int8(p, launch);
-    case KvFormat::kNvfp4:
-      return launch_tokens_nvfp4(p, launch);
-    default:
-      return p.a.dtype == DType::kFloat16 ? launch_tokens_f16(p, launch) : launch_tokens_bf16(p, launch);
-  }
+  return of_kind(p.a, launch_tokens_f16, launch_tokens_bf16, launch_tokens_e4m3, launch_tokens_e5m2, launch_tokens_int8,
+                 launch_tokens_nvfp4)(p, launch);
 }
 
 bool launch_prefill(const Problem& p, const Launch& launch) {
@@ -188,18 +185,7 @@ bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
     return p.a.dtype == DType::kFloat16 ? launch_warpgroups_f16(p, rows, launch)
                                         : launch_warpgroups_bf16(p, rows, launch);
   }
-  switch (p.a.kv_format) {
-    case KvFormat::kE4M3:
-      return launch_e4m3(p, rows, launch);
-    case KvFormat::kE5M2:
-      return launch_e5m2(p, rows, launch);
-    case KvFormat::kInt8:
-      return launch_int8(p, rows, launch);
-    case KvFormat::kNvfp4:
-      return launch_nvfp4(p, rows, launch);
-    default:
-      return p.a.dtype == DType::kFloat16 ? launch_f16(p, rows, launch) : launch_bf16(p, rows, launch);
-  }
+  return of_kind(p.a, launch_f16, launch_bf16, launch_e4m3, launch_e5m2, launch_int8, launch_nvfp4)(p, rows, launch);
 }
 
 void launch_all(Problem p, const Launch& launch) {

@@ -14,8 +14,8 @@ namespace pykv::attention {
 
 constexpr int kMostBlocks = 8;  // of a cluster, everywhere
 
-// kQueries: 4, 8 or 16, the heads of a group at most, or of these and a sequence's tokens with kTokens.  kWide: more warps, or smaller blocks, of fewer stages.
-// kForAnyBatch: with batch_invariant.  kTokens: of several tokens.
+// kQueries: 4, 8 or 16, the heads of a group at most; with kTokens, times the tokens of a query tile.  kWide: more warps, or
+// smaller blocks, of fewer stages.  kForAnyBatch: with batch_invariant.
 template <class Element, int kD, bool kPackedV, int kQueries, bool kWide, bool kForAnyBatch, bool kTokens = false>
 struct ClusterShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
   static constexpr bool kInvariant = kForAnyBatch, kManyTokens = kTokens, kHidesKeys = kTokens;
