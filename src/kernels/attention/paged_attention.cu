@@ -177,10 +177,9 @@ bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
   const bool decodes = rows == RowClass::kFew || rows == RowClass::kInvariantFew;
   // Short calls are first asked for in launch_decode if they see all their keys, else in launch_tokens, whose clusters know
   // windows and sparsity; long ones with either are launch_decode's, for its line knows them.
-  const bool sees_all = p.window == kNoWindow && !p.sparse;
-  if (decodes && sees_all && launch_decode(p, launch)) return true;
+  if (decodes && p.sees_all() && launch_decode(p, launch)) return true;
   if (by_warpgroups && launch_tokens(p, launch)) return true;
-  if (decodes && !sees_all && launch_decode(p, launch)) return true;
+  if (decodes && !p.sees_all() && launch_decode(p, launch)) return true;
   if (by_warpgroups && may_use_warpgroups(p.a, launch.device)) {
     return p.a.dtype == DType::kFloat16 ? launch_warpgroups_f16(p, rows, launch)
                                         : launch_warpgroups_bf16(p, rows, launch);
@@ -299,7 +298,7 @@ int set_tiling(Problem& p, const Tiling& t, int blocks_per_sm, int device) {
   p.rows = t.rows;
   p.pitch = t.pitch;
   p.by_grid = Divider(grid);
-  set_rows(p, t.rows);
+  set_rows(p, t.tile_rows > 0 ? t.tile_rows : t.rows);
   char* memory = static_cast<char*>(p.a.workspace);
   const Places places = places_of(grid, t, p.a.batch_invariant);
   p.unfinished = reinterpret_cast<Unfinished*>(memory);

@@ -45,6 +45,7 @@ template <class S>
 struct ClusterKernel : DecodeLoader<S> {
   using Base = DecodeLoader<S>;
   using Base::kGroups;
+  using Base::kQuads;
   using Base::lane;
   using Base::p;
   using Base::warp;
@@ -88,7 +89,7 @@ struct ClusterKernel : DecodeLoader<S> {
       if (p.cluster <= 2 || len <= 2048) let_next_kernel_start();
     });
     const int step = p.cluster * warps * kTile;
-    this->separate_twins(stage0(), {sequence, len, kv_head}, first_token(0), step, len - 1, state);
+    this->separate(stage0(), {sequence, len, kv_head}, first_token(0), step, len - 1, state);
     finish(state, len);
     if (rank == 0 && kv_head == 0 && threadIdx.x == 0) report_sequence(p, load_sequence(p, sequence));
   }
@@ -144,7 +145,6 @@ struct ClusterKernel : DecodeLoader<S> {
   }
 
   // Items to finish, four columns of a query each: of the KV head, and those of this block.
-  static constexpr int kQuads = kD / 4;
   __device__ int all_items() const { return this->columns() * kQuads; }
   __device__ int own_items() const { return max(min(all_items() - rank * p.block_items, p.block_items), 0); }
 
@@ -163,25 +163,24 @@ struct ClusterKernel : DecodeLoader<S> {
     const int items = all_items(), each = p.block_items;
 #pragma unroll 1
     for (int x = threadIdx.x; x < items; x += blockDim.x) {
-      const int column = x / kQuads, d = x % kQuads * 4;
+      const int column = x / kQuads, place = sum_place<S::kD>(column, this->tile_dimension(column, x % kQuads * 4));
       float top = -INFINITY;
 #pragma unroll 4
       for (int w = 0; w < warps; ++w) top = fmaxf(top, exchange.stats.of[w][column].x);
       PartSum sum;
 #pragma unroll 4
       for (int w = 0; w < warps; ++w) {
-        sum.add(exchange.stats.of[w][column],
-                *reinterpret_cast<const float4*>(left + w * kRing + sum_place<S::kD>(column, d)), top);
+        sum.add(exchange.stats.of[w][column], *reinterpret_cast<const float4*>(left + w * kRing + place), top);
       }
       if (p.cluster == 1) {  // for this thread
         exchange.parts[x] = sum.o;
         exchange.part_stats[x] = {top, sum.sum};
         continue;
       }
-      const int to = p.by_block_items.quotient(x), place = rank * each + x - to * each;
+      const int to = p.by_block_items.quotient(x), at = rank * each + x - to * each;
       const uint32_t barrier = cluster_address(shared_address(&exchange.barrier), to);
-      cluster_send(cluster_address(shared_address(&exchange.parts[place]), to), sum.o, barrier);
-      cluster_send(cluster_address(shared_address(&exchange.part_stats[place]), to), float2{top, sum.sum}, barrier);
+      cluster_send(cluster_address(shared_address(&exchange.parts[at]), to), sum.o, barrier);
+      cluster_send(cluster_address(shared_address(&exchange.part_stats[at]), to), float2{top, sum.sum}, barrier);
     }
     const int own = own_items();
     if (p.cluster > 1 && own > 0) cluster_receive(shared_address(&exchange.barrier), parity);
@@ -196,7 +195,7 @@ struct ClusterKernel : DecodeLoader<S> {
       for (int b = 0; b < p.cluster; ++b) sum.add(exchange.part_stats[b * each + i], exchange.parts[b * each + i], top);
       const Row row = row_of(column);
       if (S::kManyTokens && !row.valid) continue;
-      const float f = finish_row(p, row, kv_head, top, sum.sum);
+      const float f = finish_row(p, row, this->kv_head_of(kv_head, column), top, sum.sum);
       store_output<S>(p, row, d, {sum.o.x * f, sum.o.y * f, sum.o.z * f, sum.o.w * f});
     }
   }
@@ -324,14 +323,15 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
   const auto kernel = cluster_kernel<S>();
   static PerDevice allowed;
   allow_shared_memory(kernel, static_cast<int>(shared_memory_limit(launch.device)), allowed, p.a.op, launch);
-  set_cluster(p, size.blocks, S::kManyTokens ? p.tile_tokens * p.tile_heads : p.group, S::kD, launch.device);
+  set_cluster(p, size.blocks, S::kManyTokens ? p.tile_tokens * p.tile_heads : p.group, S::kFolded ? S::kD / 2 : S::kD,
+              launch.device);
   if constexpr (S::kInvariant) {
     p.by_round = Divider(size.blocks * size.warps / ExactClusterKernel<S>::kTeamWarps);
     p.exchange_bytes = exact_exchange_bytes<S>(p.group, size.blocks, size.warps, launch.device);
   }
   const auto start = [&](auto... ticket) {
     launch_after(kernel, dim3(static_cast<unsigned>(blocks)), dim3(size.warps * 32), size.blocks, bytes, launch, p.a.op,
-                 p, cache_copies<S>(p.a), ticket...);
+                 p, copies_of<S>(p), ticket...);
   };
   if constexpr (S::kInvariant) {
     start(uint64_t{0});
@@ -339,82 +339,6 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
     start();
   }
   return true;
-}
-
-// Decoding proper in one way or the other.
-template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch>
-bool launch_decode_way(const Problem& p, const Launch& launch) {
-  using Line = DecodeShape<Element, kD, kPackedV, kQueries, kForAnyBatch>;
-  if (!suits_decode<Line>(p)) return false;
-  if constexpr (kForAnyBatch && kD == 128 && kQueries == 8 && !kPackedV) {
-    if (launch_joint_way<Element>(p, launch)) return true;
-  }
-  const bool sees_all = p.window == kNoWindow && !p.sparse;  // else clusters of paged_attention_tokens.cuh may take it
-  if constexpr (!kForAnyBatch || kQueries == 8) {            // the records of more queries find no room
-    using Usual = ClusterShape<Element, kD, kPackedV, kQueries, false, kForAnyBatch>;
-    if constexpr (kForAnyBatch && kD == 128) {
-      constexpr int64_t kLong = Line::kNarrow ? 1 << 16 : 1 << 17;
-      if (launch_apart<Usual>(p, kLong, launch)) return true;
-    }
-    if (sees_all) {
-      const ClusterSize size = cluster_size<Usual>(p, launch);
-      if constexpr (kD == 128 && kQueries <= 8) {
-        using Wide = ClusterShape<Element, kD, kPackedV, kQueries, true, kForAnyBatch>;
-        const ClusterSize wide = wide_size<Wide>(p, size, launch);
-        if (wide.blocks > 0 && launch_cluster_kernel<Wide>(p, wide, launch)) return true;
-      }
-      if (launch_cluster_kernel<Usual>(p, size, launch)) return true;
-    }
-  }
-  if constexpr (kForAnyBatch && kQueries == 8 && Line::kNarrow && Line::kBlocksPerSm == 3) {
-    // Long sequences keep more bytes under way, if their elements are widened quickly.  So do four short segments for each SM,
-    // of which two blocks have two whole ones each, where three would cut them.
-    constexpr int64_t kShort = 1024;  // tokens
-    constexpr bool kIsQuick = !std::is_same_v<Element, Element8<KvFormat::kInt8>>;
-    const int64_t segments = p.a.num_seqs * p.a.num_kv_heads, sms = num_sms(launch.device);
-    using Deep = DecodeShape<Element, kD, kPackedV, kQueries, true, true>;
-    if ((kIsQuick && p.a.max_seq_len > kShort) || (segments > 3 * sms && segments <= 4 * sms)) {
-      return launch_decode_kernel<Deep>(p, launch);
-    }
-  }
-  if constexpr (Line::kHeads > 1) {  // where they are no pairs, or blocks have no room for them
-    const bool done = p.a.num_kv_heads % Line::kHeads == 0 && launch_decode_kernel<Line>(p, launch);
-    return done || launch_decode_kernel<DecodeShape<Element, kD, kPackedV, 8, kForAnyBatch, false, true>>(p, launch);
-  }
-  return launch_decode_kernel<Line>(p, launch);
-}
-
-template <class Element, int kD, bool kPackedV, int kQueries>
-bool launch_decode_shape(const Problem& p, const Launch& launch) {
-  if constexpr (!std::is_same_v<Element, ElementNvfp4>) {
-    if (p.a.batch_invariant) return launch_decode_way<Element, kD, kPackedV, kQueries, true>(p, launch);
-  }
-  return !p.a.batch_invariant && launch_decode_way<Element, kD, kPackedV, kQueries, false>(p, launch);
-}
-
-template <class Element>
-bool launch_decode(const Problem& p, const Launch& launch) {
-  bool done = false;
-  dispatch_bool(p.a.value.dim != 1, [&]<bool kPackedV> {
-    if constexpr (kPackedV && std::is_same_v<Element, ElementNvfp4>) {
-      return;  // there is no such layout
-    } else if (p.a.head_size > 128) {
-      done = launch_decode_shape<Element, 256, kPackedV, 8>(p, launch);
-    } else {
-      dispatch_bool(p.a.head_size > 64, [&]<bool kLarge> {
-        constexpr int kD = kLarge ? 128 : 64;
-        if constexpr (kLarge && !kPackedV && Element::kBytes == 1) {
-          if (p.group <= 4 && !p.a.batch_invariant && !p.sparse) {
-            done = launch_decode_way<Element, kD, kPackedV, 4, false>(p, launch);
-            return;
-          }
-        }
-        done = p.group <= 8 ? launch_decode_shape<Element, kD, kPackedV, 8>(p, launch)
-                            : launch_decode_shape<Element, kD, kPackedV, 16>(p, launch);
-      });
-    }
-  });
-  return done;
 }
 
 }  // namespace pykv::attention

@@ -44,6 +44,12 @@ struct ColumnQueries : TileLoader<S> {
 
   __device__ int query_head(int kv_head, int column) const { return kv_head * p.group + column; }
 
+  // With kFolded: which of the two KV heads a column is for; and that head.
+  __device__ int half_of(int column) const { return S::kFolded && 2 * column >= p.group; }
+  __device__ int kv_head_of(int kv_head, int column) const {
+    return S::kFolded ? 2 * kv_head + half_of(column) : kv_head;
+  }
+
   // The query of this lane's column e.
   __device__ int column_of(int i, int e) const {
     const int column = lane % 4 * 2 + e;
@@ -85,13 +91,19 @@ struct ColumnQueries : TileLoader<S> {
     const int c = lane % 4;
 #pragma unroll
     for (int i = 0; i < kQueryTiles; ++i) {
+      const int column = S::kTwins ? lane / 4 % 4 : i * 8 + lane / 4, first = half_of(column) * p.a.head_size;
       bool exists;
-      const uint16_t* q = row(S::kTwins ? lane / 4 % 4 : i * 8 + lane / 4, exists);
+      const uint16_t* q = row(column, exists);
+      const auto pair_at = [&](int d) {
+        d -= first;
+        const bool there = exists && (!S::kFolded || d >= 0) && d < p.a.head_size;
+        return there ? *reinterpret_cast<const uint32_t*>(q + d) : 0;
+      };
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
-        const int d0 = k * 16 + (S::kNarrow ? 4 : 2) * c, d1 = S::kNarrow ? d0 + 2 : d0 + 8;
-        s.query[i][k][0] = exists && d0 < p.a.head_size ? *reinterpret_cast<const uint32_t*>(q + d0) : 0;
-        s.query[i][k][1] = exists && d1 < p.a.head_size ? *reinterpret_cast<const uint32_t*>(q + d1) : 0;
+        const int d0 = k * 16 + (S::kNarrow ? 4 : 2) * c;
+        s.query[i][k][0] = pair_at(d0);
+        s.query[i][k][1] = pair_at(S::kNarrow ? d0 + 2 : d0 + 8);
       }
     }
   }
@@ -116,8 +128,12 @@ struct ColumnQueries : TileLoader<S> {
   }
 
   __device__ void settle(int kv_head, State& s) const {
-    const float k_scale = S::kScaled ? p.a.k_scale[kv_head] : 1.f;
-    s.plain = p.plain_logits && k_scale > 0;
+    float k_scale[2] = {1, 1};  // of the halves
+    if constexpr (S::kScaled) {
+      k_scale[0] = p.a.k_scale[S::kFolded ? 2 * kv_head : kv_head];
+      k_scale[1] = S::kFolded ? p.a.k_scale[2 * kv_head + 1] : k_scale[0];
+    }
+    s.plain = p.plain_logits && k_scale[0] > 0 && k_scale[1] > 0;
 #pragma unroll
     for (int i = 0; i < kQueryTiles; ++i) {
       float factor = S::kScaled && p.a.dtype == DType::kBFloat16 ? halve_queries(s.query[i]) : 1.f;
@@ -138,7 +154,7 @@ struct ColumnQueries : TileLoader<S> {
       }
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        s.scale[i][e] = p.a.scale * k_scale * (s.plain ? kLog2e : 1.f);
+        s.scale[i][e] = p.a.scale * k_scale[half_of(column_of(i, e))] * (s.plain ? kLog2e : 1.f);
         if (S::kScaled) s.scale[i][e] *= __shfl_sync(~0u, factor, (lane % 4 * 2 + e) * 4);
       }
     }

@@ -345,13 +345,16 @@ struct QueryColumns : ColumnQueries<S> {
     }
   }
 
-  // With twins: are all sums of the warp finite?
+  // Are all sums of the warp finite?
   static __device__ bool are_finite(const State& state) {
     float zero = 0;
 #pragma unroll
-    for (int n = 0; n < kSums; ++n) {
+    for (int i = 0; i < kQueryTiles; ++i) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) zero = fmaf(state.o[0][n][e], 0.f, zero);
+      for (int n = 0; n < kSums; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) zero = fmaf(state.o[i][n][e], 0.f, zero);
+      }
     }
     return __all_sync(~0u, zero == 0);
   }
@@ -374,6 +377,12 @@ struct QueryColumns : ColumnQueries<S> {
   // The dimension of o[n][2 h + .].
   __device__ int dimension(int n, int h) const {
     return n * 16 + (S::kPermutedOutput ? lane / 4 * 2 + h : h * 8 + lane / 4);
+  }
+
+  // The results of a column are so many times four dimensions of its head, of which d is at tile_dimension() in the sums.
+  static constexpr int kQuads = S::kFolded ? kD / 8 : kD / 4;
+  __device__ int tile_dimension(int column, int d) const {
+    return S::kFolded ? d + this->half_of(column) * p.a.head_size : d;
   }
 
   // What a warp leaves for others: its sums at sum_place().

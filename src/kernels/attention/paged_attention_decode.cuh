@@ -22,6 +22,7 @@ template <class S>
 struct DecodeKernel : DecodeWalk<S> {
   using Base = DecodeLoader<S>;
   using Line = DecodeWalk<S>;
+  using Base::kQuads;
   using Base::lane;
   using Base::p;
   using Base::warp;
@@ -87,7 +88,7 @@ struct DecodeKernel : DecodeWalk<S> {
 
   // Starts the way of the queries from memory, so that the beginning of a segment finds them near.
   __device__ void prefetch_queries(const Part& part) const {
-    constexpr int kLines = kD <= 64 ? 1 : kD / 64;  // of 128 bytes
+    constexpr int kLines = S::kFolded ? kD / 128 : kD <= 64 ? 1 : kD / 64;  // of 128 bytes
     const int column = lane / kLines;
     if (lane < S::kColumns * kLines && column < this->columns() && lane % kLines * 64 < p.a.head_size) {
       const Row row = row_of_part(part, part.kv_head, column);
@@ -123,17 +124,17 @@ struct DecodeKernel : DecodeWalk<S> {
     this->leave(state, left + warp * kRing, stats.of[warp]);
     __syncthreads();
 #pragma unroll 1
-    for (int x = threadIdx.x; x < kHeads * this->columns() * (kD / 4); x += S::kWarps * 32) {
-      const int row_of_piece = x / (kD / 4), d = x % (kD / 4) * 4;
+    for (int x = threadIdx.x; x < kHeads * this->columns() * kQuads; x += S::kWarps * 32) {
+      const int row_of_piece = x / kQuads, d = x % kQuads * 4;
       const int head = head_of(row_of_piece), column = row_of_piece - head * this->columns();
+      const int place = sum_place<S::kD>(column, this->tile_dimension(column, d));
       float top = -INFINITY;
 #pragma unroll
       for (int i = 0; i < S::kWarps; i += kHeads) top = fmaxf(top, stats.of[i + head][column].x);
       PartSum sum;
 #pragma unroll
       for (int i = 0; i < S::kWarps; i += kHeads) {
-        sum.add(stats.of[i + head][column],
-                *reinterpret_cast<const float4*>(left + (i + head) * kRing + sum_place<S::kD>(column, d)), top);
+        sum.add(stats.of[i + head][column], *reinterpret_cast<const float4*>(left + (i + head) * kRing + place), top);
       }
       if (part.slot >= 0) {
         const int64_t at = static_cast<int64_t>(part.slot) * p.rows + row_of_piece;
@@ -143,7 +144,7 @@ struct DecodeKernel : DecodeWalk<S> {
         const int kv_head = part.kv_head - warp % kHeads + head;
         const Row row = row_of_part(part, kv_head, column);
         if (S::kManyTokens && !row.valid) continue;
-        const float f = finish_row(p, row, kv_head, top, sum.sum);
+        const float f = finish_row(p, row, this->kv_head_of(kv_head, column), top, sum.sum);
         store_output<S>(p, row, d, {sum.o.x * f, sum.o.y * f, sum.o.z * f, sum.o.w * f});
       }
     }
@@ -180,8 +181,8 @@ struct DecodeKernel : DecodeWalk<S> {
       part.query_tile = u.query_tile;
     }
 #pragma unroll 1
-    for (int x = threadIdx.x; x < kHeads * this->columns() * (kD / 4); x += S::kWarps * 32) {
-      const int row_of_piece = x / (kD / 4), quad = x % (kD / 4);
+    for (int x = threadIdx.x; x < kHeads * this->columns() * kQuads; x += S::kWarps * 32) {
+      const int row_of_piece = x / kQuads, quad = x % kQuads;
       Sum sum = Sum::empty();
 #pragma unroll 1
       for (int first = 0; first < u.pieces; first += kAtOnce) {
@@ -196,9 +197,10 @@ struct DecodeKernel : DecodeWalk<S> {
         }
       }
       const int head = head_of(row_of_piece), kv_head = u.kv_head + head;
-      const Row row = row_of_part(part, kv_head, row_of_piece - head * this->columns());
+      const int column = row_of_piece - head * this->columns();
+      const Row row = row_of_part(part, kv_head, column);
       if (S::kManyTokens && !row.valid) continue;
-      store_output<S>(p, row, quad * 4, sum.finish(p, row, kv_head));
+      store_output<S>(p, row, quad * 4, sum.finish(p, row, this->kv_head_of(kv_head, column)));
     }
     for (int i = threadIdx.x; i < u.pieces; i += S::kWarps * 32) *ticket_place(p, u.slot(i)) = 0;
   }
@@ -275,7 +277,7 @@ struct DecodeKernel : DecodeWalk<S> {
       attend_segments(w, pages, [this, first = 0](const Part& part, int stage, int offset, State& state) mutable {
         if (part.begins) first = part.first_token;  // the warp's first tile of the segment
         if (!part.ends) return;
-        this->separate_twins(stage, part, first, kUnitTokens, part.first_token, state);
+        this->separate(stage, part, first, kUnitTokens, part.first_token, state);
         end_segment(part, state, S::kRaw ? 0 : offset);
       });
     } else {
@@ -401,6 +403,13 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksPerSm)
   }
 }
 
+template <class S>
+CacheCopies copies_of(const Problem& p) {
+  CacheCopies copies = cache_copies<S>(p.a);
+  if (S::kFolded) copies.head_bytes *= 2;
+  return copies;
+}
+
 // Can DecodeLoader bring this cache?
 template <class S>
 bool suits_loader(const Problem& p) {
@@ -426,17 +435,16 @@ template <class S>
 bool suits_decode(const Problem& p) {
   const PagedAttentionArgs& a = p.a;
   const int64_t most_places = (a.max_seq_len / S::kUnitTokens + 2) * a.num_kv_heads;
-  const bool sees_all = p.window == kNoWindow && !p.sparse;
   return suits_loader<S>(p) && a.cu_query_lens.data == nullptr && p.group <= S::kColumns &&
-         (sees_all || (!S::kInvariant && suits_sparsity<S>(p))) && a.num_seqs * most_places < (int64_t{1} << 31);
+         (p.sees_all() || (!S::kInvariant && suits_sparsity<S>(p))) && a.num_seqs * most_places < (int64_t{1} << 31);
 }
 
 // The same for several tokens of a sequence.
 template <class S>
 bool suits_tokens(const Problem& p) {
   const int64_t most_places = (p.a.max_seq_len / S::kUnitTokens + 2) * p.a.num_kv_heads;
-  return suits_loader<S>(p) && !p.a.batch_invariant && p.group <= S::kColumns && !p.sparse && p.window == kNoWindow &&
-         p.min_rows == 0 && (p.a.num_seqs + p.a.num_tokens) * most_places < (int64_t{1} << 31);
+  return suits_loader<S>(p) && !p.a.batch_invariant && p.group <= S::kColumns && p.sees_all() && p.min_rows == 0 &&
+         (p.a.num_seqs + p.a.num_tokens) * most_places < (int64_t{1} << 31);
 }
 
 // Of a call that suits.  False if the device has too little shared memory.
@@ -444,9 +452,9 @@ template <class S>
 bool launch_decode_kernel(Problem p, const Launch& launch) {
   static PerDevice resident;
   Tiling tiling = few_rows_tiling(p.a.head_size);
-  if (S::kManyTokens) tiling.rows = S::kColumns;
+  if (S::kManyTokens) tiling.tile_rows = S::kColumns;
   const int grid = launch_main(paged_attention_decode_kernel<S>, S::kWarps * 32, decode_shared_bytes<S>(),
-                               S::kUnitTokens, tiling, p, launch, resident, cache_copies<S>(p.a), next_ticket());
+                               S::kUnitTokens, tiling, p, launch, resident, copies_of<S>(p), next_ticket());
   return grid > 0;
 }
 

@@ -1,5 +1,5 @@
 // Decoding over a cache of bfloat16.
-#include "attention/paged_attention_cluster.cuh"
+#include "attention/paged_attention_decode_launch.cuh"
 
 namespace pykv::attention {
 

@@ -1,5 +1,5 @@
 // Decoding over a cache of fp8 e4m3.
-#include "attention/paged_attention_cluster.cuh"
+#include "attention/paged_attention_decode_launch.cuh"
 
 namespace pykv::attention {
 

@@ -13,6 +13,7 @@ struct DecodeLoader : DecodePages<S> {
   using Places = DecodePages<S>;
   using Columns = ColumnsOf<S>;
   using Columns::copies;
+  using Columns::kQueryTiles;
   using Columns::lane;
   using Columns::p;
   using Places::kD;
@@ -21,10 +22,14 @@ struct DecodeLoader : DecodePages<S> {
   using Places::look_up;
   using Places::pages_of;
   using Places::valid_places;
+  using typename Columns::State;
   using typename Places::Pages;
 
-  // Starts the copies of a tile.
+  // Starts the copies of a tile; of rows of tokens, from byte `from` to `to` of a head.
   __device__ void load(uint32_t stage, const TilePart& part, const Pages& pages) const {
+    load(stage, part, pages, 0, copies.head_bytes);
+  }
+  __device__ void load(uint32_t stage, const TilePart& part, const Pages& pages, int from, int to) const {
     const char *key[kGroups], *value[kGroups];
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
@@ -35,14 +40,14 @@ struct DecodeLoader : DecodePages<S> {
       value[g] = static_cast<const char*>(p.a.value.data) + id * copies.value_block + o * copies.value_token +
                  part.kv_head * copies.value_head;
     }
-    const auto copy = [&](uint32_t to, const char* from, bool read) {
-      cp_async_16_once(to, read ? from : static_cast<const char*>(p.a.key.data), read);
+    const auto copy = [&](uint32_t place, const char* source, bool read) {
+      cp_async_16_once(place, read ? source : static_cast<const char*>(p.a.key.data), read);
     };
     constexpr int kChunks = Columns::kChunks, kCopies = Columns::kCopies;
     if constexpr (!S::kPackedV) {  // neighbouring lanes take neighbouring chunks of a token
       constexpr int kRows = 32 / kChunks;
       const int chunk = lane % kChunks, r0 = lane / kChunks;
-      const bool in_head = chunk * 16 < copies.head_bytes;
+      const bool in_head = (!S::kFolded || chunk * 16 >= from) && chunk * 16 < to;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
         const int r = r0 + i * kRows, g = i * kRows / kGroupTokens, in_group = r0 + i * kRows % kGroupTokens;
@@ -52,10 +57,10 @@ struct DecodeLoader : DecodePages<S> {
              value[g] + in_group * copies.value_token + chunk * 16, read);
       }
     } else {
-      const auto of_group = [](const char* const(&from)[kGroups], int group) {
-        const char* x = from[0];
+      const auto of_group = [](const char* const(&pages_at)[kGroups], int group) {
+        const char* x = pages_at[0];
 #pragma unroll
-        for (int g = 1; g < kGroups; ++g) x = group == g ? from[g] : x;
+        for (int g = 1; g < kGroups; ++g) x = group == g ? pages_at[g] : x;
         return x;
       };
       const int token = lane % kTile, r = place_of<S::kPermutedTokens>(token);
@@ -277,31 +282,90 @@ struct DecodeLoader : DecodePages<S> {
     return part.valid;
   }
 
-  // With twins (paged_attention_columns.cuh), when a segment is over: what is NaN or infinite in a value is in the sum of its
-  // dimension and, times zero, in its neighbour's.  Such sums, which are rare, are made again from the warp's tiles, at
-  // `first`, `first` + `step`, ... up to `last`, by way of a stage that is free.
-  __device__ void separate_twins(uint32_t stage, TilePart part, int first, int step, int last,
-                                 typename Columns::State& state) const {
+  // When a segment is over: with twins (paged_attention_columns.cuh) or two KV heads in a tile (paged_attention_fold.cuh), what
+  // is no number has, times zero, come into sums that it has nothing to do with.  Such sums, which are rare, are made again from
+  // the warp's tiles, at `first`, `first` + `step`, ... up to `last`, by way of a stage that is free.
+  __device__ void separate(uint32_t stage, TilePart part, int first, int step, int last, State& state) const {
     constexpr bool kFinite = std::is_same_v<typename S::Element, Element8<KvFormat::kInt8>>;  // all codes
-    if constexpr (S::kTwins && !kFinite) {
+    if constexpr (!kFinite && (S::kTwins || S::kFolded)) {
       if (Columns::are_finite(state)) return;
-      typename Columns::template Sums<false> o{};
-      const float sums[2] = {state.sum[0][0], state.sum[0][1]};  // they are complete, and so is the maximum
+      // start(pages): of a tile's copies
+      const auto attend_again = [&](auto& o, auto&& start) {
 #pragma unroll 1
-      for (part.first_token = first; part.first_token <= last; part.first_token += step) {
-        const int token = part.first_token + lane % kGroups * kGroupTokens;
+        for (part.first_token = first; part.first_token <= last; part.first_token += step) {
+          const int token = part.first_token + lane % kGroups * kGroupTokens;
+          __syncwarp();
+          start(pages_of(token < part.len ? look_up(part.sequence, token) : -1, 0));
+          cp_async_commit();
+          cp_async_wait<0>();
+          __syncwarp();
+          if (part.valid == 0) continue;
+          this->template compute<false>(stage, part.valid, part.kv_head, part.first_token, part.len, state, o);
+        }
         __syncwarp();
-        part.valid = start(stage, part, pages_of(token < part.len ? look_up(part.sequence, token) : -1, 0));
-        cp_async_commit();
-        cp_async_wait<0>();
-        __syncwarp();
-        if (part.valid == 0) continue;
-        this->template compute<false>(stage, part.valid, part.kv_head, part.first_token, part.len, state, o);
+      };
+      if constexpr (S::kTwins) {
+        separate_twins(stage, part, state, attend_again);
+      } else {
+        separate_heads(stage, part, state, attend_again);
       }
-      __syncwarp();
-      Columns::take_sums(state, o);
-      state.sum[0][0] = sums[0];
-      state.sum[0][1] = sums[1];
+    }
+  }
+
+  // A dimension's NaN or infinity is in its neighbour, too.
+  __device__ void separate_twins(uint32_t stage, TilePart& part, State& state, auto&& attend_again) const {
+    typename Columns::template Sums<false> o{};
+    const float sums[2] = {state.sum[0][0], state.sum[0][1]};  // they are complete, and so is the maximum
+    attend_again(o, [&](const Pages& pages) { part.valid = start(stage, part, pages); });
+    Columns::take_sums(state, o);
+    state.sum[0][0] = sums[0];
+    state.sum[0][1] = sums[1];
+  }
+
+  // A key's is in the weights of the other head's queries, so that everything is made again, for one head after the other.
+  __device__ void separate_heads(uint32_t stage, TilePart& part, State& state, auto&& attend_again) const {
+    struct Kept {
+      float maximum, sum, o[2 * Columns::kSums];
+    };
+    Kept memory[kQueryTiles][2], (*kept)[2] = memory;
+    if constexpr (kD <= 128) asm volatile("" : "+l"(kept)::"memory");  // registers are for the other tiles
+    const int bytes = copies.head_bytes / 2;
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      Columns::clear_sums(state);
+      attend_again(state.o, [&](const Pages& pages) {
+        part.valid = valid_places(part, pages);
+        if (part.valid != 0) load(stage, part, pages, half * bytes, (half + 1) * bytes);
+      });
+#pragma unroll
+      for (int i = 0; i < kQueryTiles; ++i) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (half == 1 && this->half_of(this->column_of(i, e)) == 0) continue;
+          Kept& to = kept[i][e];
+          to.maximum = state.maximum[i][e];
+          to.sum = state.sum[i][e];
+#pragma unroll
+          for (int n = 0; n < Columns::kSums; ++n) {
+            to.o[2 * n] = state.o[i][n][e];
+            to.o[2 * n + 1] = state.o[i][n][2 + e];
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kQueryTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const Kept& from = kept[i][e];
+        state.maximum[i][e] = from.maximum;
+        state.sum[i][e] = from.sum;
+#pragma unroll
+        for (int n = 0; n < Columns::kSums; ++n) {
+          state.o[i][n][e] = from.o[2 * n];
+          state.o[i][n][2 + e] = from.o[2 * n + 1];
+        }
+      }
     }
   }
 

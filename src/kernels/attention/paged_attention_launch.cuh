@@ -13,9 +13,10 @@ namespace pykv::attention {
 
 // Tile sizes that the grid and the workspace follow from.
 struct Tiling {
-  int rows;           // of a query tile
+  int rows;           // of a query tile, or of several of which a block leaves a piece
   int pitch;          // floats in a partial row
   int blocks_per_sm;  // at most
+  int tile_rows = 0;  // of each of these
 };
 
 // How many rows a query tile has: Few 16, Some 32, More 64, Many 64 or 128; with batch_invariant 16 or 64.

@@ -58,6 +58,9 @@ struct Problem {
                                         // paged_attention_exact.cuh, [2 * grid][rows][pitch / 4]
   float2* partial_stats;                // [2 * grid][rows]: maximum (base 2) and sum
   Unfinished* unfinished;               // [grid]; or tickets
+
+  // Neither a window nor sparsity.
+  __host__ __device__ bool sees_all() const { return window == kNoWindow && !sparse; }
 };
 
 struct Sequence {

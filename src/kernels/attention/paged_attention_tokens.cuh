@@ -114,7 +114,12 @@ template <class Element, bool kPackedV>
 bool launch_tokens_line(const Problem& p, const Launch& launch) {
   using S = DecodeShape<Element, 128, kPackedV, 8, false, false, true, true>;
   const int64_t tokens = (p.a.num_tokens + p.a.num_seqs - 1) / p.a.num_seqs;
-  return tokens * p.group <= S::kColumns && suits_tokens<S>(p) && launch_decode_kernel<S>(p, launch);
+  if (tokens * p.group > S::kColumns || !suits_tokens<S>(p)) return false;
+  using Pairs = DecodeShape<Element, 128, kPackedV, 8, false, false, false, true>;
+  if constexpr (Pairs::kHeads > 1) {
+    if (p.a.num_kv_heads % Pairs::kHeads == 0 && launch_decode_kernel<Pairs>(p, launch)) return true;
+  }
+  return launch_decode_kernel<S>(p, launch);
 }
 
 template <class Element>

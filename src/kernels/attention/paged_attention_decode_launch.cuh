@@ -1,0 +1,90 @@
+// Decoding proper: which kernel takes a call.
+#pragma once
+
+#include "attention/paged_attention_fold.cuh"
+
+namespace pykv::attention {
+
+// Decoding proper in one way or the other.
+template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch>
+bool launch_decode_way(const Problem& p, const Launch& launch) {
+  using Line = DecodeShape<Element, kD, kPackedV, kQueries, kForAnyBatch>;
+  if (!suits_decode<Line>(p)) return false;
+  constexpr bool kMayFold = !kForAnyBatch && !kPackedV && !Line::kNvfp4;
+  if constexpr (kForAnyBatch && kD == 128 && kQueries == 8 && !kPackedV) {
+    if (launch_joint_way<Element>(p, launch)) return true;
+  }
+  if constexpr (!kForAnyBatch || kQueries == 8) {  // the records of more queries find no room
+    using Usual = ClusterShape<Element, kD, kPackedV, kQueries, false, kForAnyBatch>;
+    if constexpr (kForAnyBatch && kD == 128) {
+      constexpr int64_t kLong = Line::kNarrow ? 1 << 16 : 1 << 17;
+      if (launch_apart<Usual>(p, kLong, launch)) return true;
+    }
+    if (p.sees_all()) {  // else clusters of paged_attention_tokens.cuh may take it
+      if constexpr (kMayFold && kD == 64) {
+        if (launch_folded_cluster<Element>(p, launch)) return true;
+      }
+      const ClusterSize size = cluster_size<Usual>(p, launch);
+      if constexpr (kD == 128 && kQueries <= 8) {
+        using Wide = ClusterShape<Element, kD, kPackedV, kQueries, true, kForAnyBatch>;
+        const ClusterSize wide = wide_size<Wide>(p, size, launch);
+        if (wide.blocks > 0 && launch_cluster_kernel<Wide>(p, wide, launch)) return true;
+      }
+      if (launch_cluster_kernel<Usual>(p, size, launch)) return true;
+    }
+  }
+  if constexpr (kMayFold && kQueries == 8 && (kD == 64 || (kD == 128 && !Line::kNarrow))) {
+    if (launch_folded_line<Element, 2 * kD>(p, launch)) return true;
+  }
+  if constexpr (kForAnyBatch && kQueries == 8 && Line::kNarrow && Line::kBlocksPerSm == 3) {
+    // Long sequences keep more bytes under way, if their elements are widened quickly.  So do four short segments for each SM,
+    // of which two blocks have two whole ones each, where three would cut them.
+    constexpr int64_t kShort = 1024;  // tokens
+    constexpr bool kIsQuick = !std::is_same_v<Element, Element8<KvFormat::kInt8>>;
+    const int64_t segments = p.a.num_seqs * p.a.num_kv_heads, sms = num_sms(launch.device);
+    using Deep = DecodeShape<Element, kD, kPackedV, kQueries, true, true>;
+    if ((kIsQuick && p.a.max_seq_len > kShort) || (segments > 3 * sms && segments <= 4 * sms)) {
+      return launch_decode_kernel<Deep>(p, launch);
+    }
+  }
+  if constexpr (Line::kHeads > 1) {  // where they are no pairs, or blocks have no room for them
+    const bool done = p.a.num_kv_heads % Line::kHeads == 0 && launch_decode_kernel<Line>(p, launch);
+    return done || launch_decode_kernel<DecodeShape<Element, kD, kPackedV, 8, kForAnyBatch, false, true>>(p, launch);
+  }
+  return launch_decode_kernel<Line>(p, launch);
+}
+
+template <class Element, int kD, bool kPackedV, int kQueries>
+bool launch_decode_shape(const Problem& p, const Launch& launch) {
+  if constexpr (!std::is_same_v<Element, ElementNvfp4>) {
+    if (p.a.batch_invariant) return launch_decode_way<Element, kD, kPackedV, kQueries, true>(p, launch);
+  }
+  return !p.a.batch_invariant && launch_decode_way<Element, kD, kPackedV, kQueries, false>(p, launch);
+}
+
+template <class Element>
+bool launch_decode(const Problem& p, const Launch& launch) {
+  bool done = false;
+  dispatch_bool(p.a.value.dim != 1, [&]<bool kPackedV> {
+    if constexpr (kPackedV && std::is_same_v<Element, ElementNvfp4>) {
+      return;  // there is no such layout
+    } else if (p.a.head_size > 128) {
+      done = launch_decode_shape<Element, 256, kPackedV, 8>(p, launch);
+    } else {
+      dispatch_bool(p.a.head_size > 64, [&]<bool kLarge> {
+        constexpr int kD = kLarge ? 128 : 64;
+        if constexpr (kLarge && !kPackedV && Element::kBytes == 1) {
+          if (p.group <= 4 && !p.a.batch_invariant && !p.sparse) {
+            done = launch_decode_way<Element, kD, kPackedV, 4, false>(p, launch);
+            return;
+          }
+        }
+        done = p.group <= 8 ? launch_decode_shape<Element, kD, kPackedV, 8>(p, launch)
+                            : launch_decode_shape<Element, kD, kPackedV, 16>(p, launch);
+      });
+    }
+  });
+  return done;
+}
+
+}  // namespace pykv::attention

@@ -1,0 +1,93 @@
+"""KV heads side by side, which kernels may take in pairs as one head of twice the size."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from attention import inputs
+from attention.inputs import KINDS, Batch, Sizes
+from attention.test_paged_attention import check, rng
+from libraries import Library
+from tolerance import assert_attention
+
+LENS = [(1, n) for n in (1, 15, 33, 64, 400, 129, 700, 16)]
+OPTIONS = ["none", "scales", "sinks", "softcap", "alibi_slopes", "window", "lengths"]
+
+
+def sizes_of(kind: str) -> list[int]:
+    return [64, 80, 96, 112, 120, 40, 72] if kind == "auto" else [64, 48, 96, 112]
+
+
+def batch(
+    kind: str, head_size: int, group: int, kv_heads: int, room: int, dtype: str, begins: tuple[int, ...] = ()
+) -> Batch:
+    sizes = Sizes(group * kv_heads, kv_heads, head_size)
+    return inputs.batch(
+        rng(head_size + group), LENS, sizes, kind=kind, dtype=dtype, room=room, decode=True, begins=begins
+    )
+
+
+@pytest.mark.parametrize(("kind", "head_size"), [(k, n) for k in KINDS for n in sizes_of(k)])
+@pytest.mark.parametrize("group", [1, 3, 4, 5, 8, 9])
+def test_pairs(array: Library, kind: str, head_size: int, group: int) -> None:
+    """Short tables and long ones; four heads make two pairs, two make one, six an odd number of pairs."""
+    for i, (kv_heads, room) in enumerate(product((4, 2, 6), (0, 10_000))):
+        check(array, batch(kind, head_size, group, kv_heads, room, ("bfloat16", "float16")[i % 2]))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("kind", "head_size"), [("fp8_e4m3", 64), ("int8", 64), ("auto", 64), ("auto", 96)])
+def test_options(array: Library, kind: str, head_size: int, option: str) -> None:
+    kv_heads, group = 4, 2
+    per_head = np.linspace(0.5, 1.4, kv_heads, dtype=np.float32)
+    per_query_head = np.geomspace(0.01, 2, kv_heads * group, dtype=np.float32)
+    options = {
+        "none": {},
+        "scales": inputs.scales(kind, per_head, per_head[::-1].copy()) if kind != "auto" else {},
+        "sinks": {"sinks": per_query_head},
+        "softcap": {"softcap": 3.0},
+        "alibi_slopes": {"alibi_slopes": per_query_head},
+        "window": {"window": 50},
+        "lengths": {},
+    }[option]
+    begins = tuple(max(0, n - 50) for _, n in LENS) if option == "window" else ()
+    for room in (0, 10_000):
+        b = batch(kind, head_size, group, kv_heads, room, "bfloat16", begins)
+        if option == "lengths":
+            b = b.changed(seq_lens=np.zeros_like(b.seq_lens))
+        check(array, b.changed(options=b.options | options))
+
+
+@pytest.mark.parametrize("cache", ["key", "value"])
+@pytest.mark.parametrize("head", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("kind", "head_size", "group", "number"),
+    [
+        ("fp8_e4m3", 64, 3, np.nan),
+        ("fp8_e5m2", 64, 8, np.nan),
+        ("fp8_e5m2", 48, 4, np.inf),
+        ("auto", 64, 4, np.nan),
+        ("auto", 64, 8, np.inf),
+        ("auto", 96, 4, np.inf),
+        ("auto", 120, 1, np.nan),
+    ],
+)
+def test_what_is_no_number_stays_with_its_head(
+    array: Library, kind: str, head_size: int, group: int, number: float, head: int, cache: str
+) -> None:
+    long, token, element = 4, 237, 5  # of the sequence of 400 tokens
+    for room in (0, 10_000):
+        b = batch(kind, head_size, group, 4, room, "bfloat16")
+        want, _ = inputs.expected(b)
+        elements = (b.key_cache if cache == "key" else b.value_cache).view(inputs.ONE_BYTE.get(kind, b.query.dtype))
+        elements[b.block_tables[long, token // 16], token % 16, head, element] = number
+        out = array.output(inputs.outputs(b)[0])
+        inputs.run(array, b, out)
+        got = array.numpy(out).copy()
+        mine = np.zeros(got.shape, bool)  # where the number may be seen
+        mine[long, head * group : (head + 1) * group, slice(None) if cache == "key" else element] = True
+        if cache == "value" or np.isnan(number):
+            assert not np.isfinite(got[mine].astype(np.float32)).any()
+        assert_attention(np.where(mine, 0, got), np.where(mine, 0, want))
