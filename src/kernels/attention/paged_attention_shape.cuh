@@ -47,6 +47,7 @@ struct Shape {
   static constexpr bool kRaw = false;
   static constexpr int kHalvesBytes = 0;
   static constexpr bool kManyTokens = false;     // queries as columns: of several tokens, each of which sees other keys
+  static constexpr bool kSharedQueries = false;  // ... that lie in shared memory, once for all warps
   static constexpr bool kHidesKeys = false;      // decoding proper: windows and block sparsity
   static constexpr bool kHalfLinesMeet = false;  // ... reads heads of 64 bytes with their neighbours
   static constexpr bool kOneToken = false;       // all rows see the same keys: those that the pages hold
