@@ -3,9 +3,9 @@
     python benchmarks/attention/bench_paged_attention_served.py [--json FILE] [--only WORDS]
 
 Two workloads, 32 sequences of 8k tokens and 8 of 2k, timed as in bench_paged_attention.py.  A call is set against a
-plain read of as many bytes as it sees of keys and values, which is its floor, and against the fast case: 32 query and 8
-KV heads of size 128 in pages of 16, NHD, without options, of the same kind of elements, with so many tokens that it sees
-as many bytes.
+plain read of as many bytes as it sees of keys and values, which is its floor, and against the fast case: 32 query and
+8 KV heads of size 128 in pages of 16, NHD, without options, of the same kind of elements, with so many tokens that it
+sees as many bytes.
 """
 
 from __future__ import annotations

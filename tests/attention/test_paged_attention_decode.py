@@ -187,6 +187,9 @@ def hide(b: Batch, sparse: BlockSparse) -> Batch:
         (BlockSparse(2, 1, 5, 128, -1), Sizes(12, 3, 128, 32), "packed", "auto", "float16"),
         (BlockSparse(1, 4, 6, 32, -4), Sizes(8, 2, 128), "NHD", "nvfp4", "bfloat16"),
         (BlockSparse(0, 1, 6, 16, 5), Sizes(4, 4, 128), "HND", "fp8_e5m2", "bfloat16"),
+        (BlockSparse(0, 1, 4, 32, 0), Sizes(24, 1, 128), "packed", "fp8_e4m3", "float16"),
+        (BlockSparse(1, 2, 6, 64, -1), Sizes(40, 1, 64), "NHD", "auto", "bfloat16"),
+        (BlockSparse(0, 1, 3, 16, -1), Sizes(34, 2, 80), "HND", "auto", "float16"),
         # and each head something else
         (BlockSparse(0, 1, 4, 16, 1), Sizes(8, 2, 128), "NHD", "auto", "bfloat16"),
         (BlockSparse(2, 0, 5, 64, 2), Sizes(6, 1, 64), "packed", "fp8_e4m3", "float16"),

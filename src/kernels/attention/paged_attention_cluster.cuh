@@ -14,14 +14,15 @@ namespace pykv::attention {
 
 constexpr int kMostBlocks = 8;  // of a cluster, everywhere
 
-// kQueries: 4, 8 or 16, the heads of a group at most; with kTokens, times the tokens of a query tile.  kWide: more warps, or
-// smaller blocks, of fewer stages.  kForAnyBatch: with batch_invariant.
+// kQueries: 4, 8 or 16, the heads of a group at most; with kTokens, times the tokens of a query tile, and up to 32.
+// kWide: more warps, or smaller blocks, of fewer stages. kForAnyBatch: with batch_invariant.
 template <class Element, int kD, bool kPackedV, int kQueries, bool kWide, bool kForAnyBatch, bool kTokens = false>
 struct ClusterShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
   static constexpr bool kInvariant = kForAnyBatch, kManyTokens = kTokens, kHidesKeys = kTokens;
   using Few = Shape<Element, kD, kPackedV, RowClass::kFew>;
   static constexpr int kUsualWarps = kD <= 128 ? 8 : 4;
-  static constexpr int kWarps = kWide ? 12 : kUsualWarps, kColumns = kQueries;  // warps at most
+  static constexpr int kWarps = kWide ? 12 : kUsualWarps, kColumns = kQueries;                 // warps at most
+  static constexpr bool kSharedQueries = kTokens && (kQueries == 32 || kQueries * kD > 2048);  // registers have no room
   static constexpr bool kTwins = kQueries == 4;
   static constexpr bool kRaw = Few::kNvfp4;
   static constexpr int kHalvesBytes = kRaw ? Few::kStageBytes : 0;
@@ -30,9 +31,11 @@ struct ClusterShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
   static constexpr int kRingBytes = kHalvesBytes + kStages * kStageBytes;
 };
 
-// What the blocks send to the one that finishes these columns.
+struct NoSharedQueries {};
+
+// What the blocks send to the one that finishes these columns, and what the warps of a block share.
 template <class S>
-struct Exchange {
+struct Exchange : std::conditional_t<S::kSharedQueries, SharedQueries<S>, NoSharedQueries> {
   static constexpr int kItems = S::kColumns * S::kD / 4 + kMostBlocks;  // four columns of a query each
   ColumnStats<S> stats;
   float4 parts[kItems];  // [block][item]
@@ -44,6 +47,7 @@ struct Exchange {
 template <class S>
 struct ClusterKernel : DecodeLoader<S> {
   using Base = DecodeLoader<S>;
+  using Base::copies;
   using Base::kGroups;
   using Base::kQuads;
   using Base::lane;
@@ -109,6 +113,13 @@ struct ClusterKernel : DecodeLoader<S> {
 
   __device__ uint32_t stage0() const { return shared_address(rings + warp * S::kRingBytes) + S::kHalvesBytes; }
 
+  // With kSharedQueries: what copies need of the lane is found anew for each tile, for no registers are left for it.
+  __device__ Base new_loader() const {
+    int same_lane = lane;
+    asm volatile("" : "+r"(same_lane));
+    return {{{{p, copies, same_lane}}}};
+  }
+
   // The keys before `end`, whose first pages are `ids`.  meanwhile(): what is done once the first tiles are on their way.
   __device__ void attend_keys(int ids, int end, State& state, auto&& meanwhile) const {
     // In iteration i the copies of tile i + stages - 1 start.  One body for all iterations: fetching instructions counts.
@@ -124,7 +135,11 @@ struct ClusterKernel : DecodeLoader<S> {
       if (part.first_token < end) {
         if (next % kAtOnce == 0 && next > 0) ids = later_ids;
         if (next % kAtOnce == kAtOnce - 1) later_ids = look_up_tiles(next + 1);
-        part.valid = Base::start(stage0 + free * S::kStageBytes, part, Base::pages_of(ids, next % kAtOnce));
+        if constexpr (S::kSharedQueries) {
+          part.valid = new_loader().start(stage0 + free * S::kStageBytes, part, Base::pages_of(ids, next % kAtOnce));
+        } else {
+          part.valid = Base::start(stage0 + free * S::kStageBytes, part, Base::pages_of(ids, next % kAtOnce));
+        }
       }
       cp_async_commit();
       free = after(free);
@@ -138,7 +153,8 @@ struct ClusterKernel : DecodeLoader<S> {
       part.valid = valid[0];
       cp_async_wait<kStages - 1>();
       __syncwarp();  // the tile is there
-      this->attend(rings + warp * S::kRingBytes, at * S::kStageBytes, part, state);
+      // Both are its stage; with kSharedQueries a register counts.
+      this->attend(rings + warp * S::kRingBytes, (S::kSharedQueries ? free : at) * S::kStageBytes, part, state);
       __syncwarp();  // its stage is free
       at = after(at);
     }
@@ -156,7 +172,7 @@ struct ClusterKernel : DecodeLoader<S> {
   // row(column): whose results the column has.  parity: of the phase of the barrier.
   __device__ void finish(const State& state, int parity, auto&& row_of) const {
     constexpr int kRing = S::kRingBytes / 4;
-    static_assert((S::kRaw ? S::kHalvesBytes : S::kStageBytes) >= Base::kLeftBytes);
+    static_assert(S::kRingBytes >= Base::kLeftBytes);  // the warp's copies have all come and are read
     float* left = reinterpret_cast<float*>(rings);
     this->leave(state, left + warp * kRing, exchange.stats.of[warp]);
     __syncthreads();
@@ -254,12 +270,14 @@ struct ClusterSize {
   int blocks, warps;
 };
 
+constexpr int64_t kMostOfFew = 8192;  // tokens of a sequence, where it is not alone
+
 // One block for each SM, or two of half the size where there are more sequences than that.  Blocks of other sequences
 // do not help with a long one, hence the limits (in tokens), for nobody knows the lengths here.  Half of the SMs draw
 // the whole bandwidth; fewer blocks than that may lose more than they save, which is some microseconds.
 template <class S>
 ClusterSize cluster_size(const Problem& p, const Launch& launch) {
-  constexpr int64_t kMostOfFew = 8192, kMostOfMany = 2048;
+  constexpr int64_t kMostOfMany = 2048;
   const int64_t heads = p.a.num_seqs * p.a.num_kv_heads;
   const auto kernel = reinterpret_cast<const void*>(cluster_kernel<S>());
   static PerDevice resident[S::kColumns + 1][kMostBlocks + 1];

@@ -1,5 +1,9 @@
 // The queries of one KV head as columns of the MMAs (paged_attention_columns.cuh): from memory to fragments, and what a warp keeps
 // for them while it goes along the keys.
+//
+// With kSharedQueries they are so many that fragments and sums would not fit a warp's registers together. All warps of
+// the block have the same queries: each of the first ones fetches eight of them, and they lie in shared memory as the
+// lanes read them.
 #pragma once
 
 #include <type_traits>
@@ -9,14 +13,29 @@
 
 namespace pykv::attention {
 
+// With kSharedQueries, of a query tile.
+template <class S>
+struct SharedQueries {
+  struct alignas(16) Column {
+    float scale, start, slope;
+    int position;
+  };
+  uint4 fragments[S::kD / 16][S::kColumns / 16][32];  // of Q^T: [step][sixteen columns][lane]
+  Column columns[S::kColumns];
+  int all_from, all_to;  // the keys that all of them see
+  Unit unit;
+};
+
 template <class S>
 struct ColumnQueries : TileLoader<S> {
   using Element = typename S::Element;
   using TileLoader<S>::lane;
   using TileLoader<S>::p;
+  using TileLoader<S>::warp;
   static constexpr int kD = S::kD, kSteps = kD / 16;
   static constexpr int kQueryTiles = (S::kColumns + 7) / 8;
-  static constexpr int kSums = S::kTwins ? kD / 32 : kD / 16;  // fragments of O^T
+  static constexpr int kFetched = S::kSharedQueries ? 1 : kQueryTiles;  // by each warp
+  static constexpr int kSums = S::kTwins ? kD / 32 : kD / 16;           // fragments of O^T
   template <bool kTwins>
   using Sums = float[kQueryTiles][kTwins ? kD / 32 : kD / 16][4];
   // Keys of int8 keep an offset, and scores begin at minus what it adds to them: rounding then costs some millionths of the
@@ -24,21 +43,26 @@ struct ColumnQueries : TileLoader<S> {
   static constexpr bool kOffsetKeys = std::is_same_v<Element, Element8<KvFormat::kInt8>> && !S::kInvariant;
 
   // With kManyTokens: where this lane's queries stand, and their slopes; and the keys that all of the tile see.
-  struct Places {
+  struct OwnPlaces {
     int position[kQueryTiles][2];
     float slope[kQueryTiles][2];
     int all_from, all_to;
   };
+  struct SharedPlaces {
+    SharedQueries<S>* shared;
+    typename SharedQueries<S>::Column fetched;  // until settle()
+  };
+  using Places = std::conditional_t<S::kSharedQueries, SharedPlaces, OwnPlaces>;
   struct OnePlace {};  // at the end of the sequence
 
   // For each eight queries; this lane has two of them.
-  struct State : std::conditional_t<S::kManyTokens, Places, OnePlace> {
-    Sums<S::kTwins> o;                       // rows: dimensions; columns: this lane's queries
-    uint32_t query[kQueryTiles][kSteps][2];  // fragments of Q^T
+  struct State : std::conditional_t<S::kManyTokens || S::kSharedQueries, Places, OnePlace> {
+    Sums<S::kTwins> o;                    // rows: dimensions; columns: this lane's queries
+    uint32_t query[kFetched][kSteps][2];  // fragments of Q^T; with kSharedQueries until settle()
     float maximum[kQueryTiles][2];
     float sum[kQueryTiles][2];    // over this lane's tokens
     float scale[kQueryTiles][2];  // from q . k to the logit, in base 2 if `plain`
-    float start[kQueryTiles][2];  // of scores, with kOffsetKeys
+    float start[kQueryTiles][2];  // of scores, with kOffsetKeys; these two may be shared: scale_of(), start_of()
     bool plain;                   // scores become logits by a positive factor alone
   };
 
@@ -54,6 +78,11 @@ struct ColumnQueries : TileLoader<S> {
   __device__ int column_of(int i, int e) const {
     const int column = lane % 4 * 2 + e;
     return S::kTwins ? column % 4 : i * 8 + column;
+  }
+
+  // The one whose query this lane fetches, which with kSharedQueries may be none.
+  __device__ int fetched_column(int i) const {
+    return S::kTwins ? lane / 4 % 4 : (S::kSharedQueries ? warp / S::kHeads : i) * 8 + lane / 4;
   }
 
   // Asks for the queries; settle() must come before the first tile.
@@ -72,26 +101,38 @@ struct ColumnQueries : TileLoader<S> {
       exists = row.valid;
       return this->query_row(row);
     });
+    const auto find_place = [&](int column, int& position, float& slope) {
+      const Row row = row_of(p, u, column);
+      position = row.position;
+      slope = p.a.alibi_slopes && row.valid ? p.a.alibi_slopes[row.head] : 0.f;
+    };
+    if constexpr (S::kSharedQueries) {
+      find_place(fetched_column(0), s.fetched.position, s.fetched.slope);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kQueryTiles; ++i) {
+      for (int i = 0; i < kQueryTiles; ++i) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const Row row = row_of(p, u, column_of(i, e));
-        s.position[i][e] = row.position;
-        s.slope[i][e] = p.a.alibi_slopes && row.valid ? p.a.alibi_slopes[row.head] : 0.f;
+        for (int e = 0; e < 2; ++e) find_place(column_of(i, e), s.position[i][e], s.slope[i][e]);
       }
     }
     const int first = row_of(p, u, 0).position, last = row_of(p, u, p.tile_tokens * p.tile_heads - 1).position;
-    s.all_from = first_seen(p, last);
-    s.all_to = last_seen(p, first);
+    if constexpr (S::kSharedQueries) {
+      if (threadIdx.x == 0) {  // nobody reads these now
+        s.shared->all_from = first_seen(p, last);
+        s.shared->all_to = last_seen(p, first);
+      }
+    } else {
+      s.all_from = first_seen(p, last);
+      s.all_to = last_seen(p, first);
+    }
   }
 
   // row(column, exists): where a query begins.
   __device__ void fetch_columns(State& s, auto&& row) const {
     const int c = lane % 4;
 #pragma unroll
-    for (int i = 0; i < kQueryTiles; ++i) {
-      const int column = S::kTwins ? lane / 4 % 4 : i * 8 + lane / 4, first = half_of(column) * p.a.head_size;
+    for (int i = 0; i < kFetched; ++i) {
+      const int column = fetched_column(i), first = half_of(column) * p.a.head_size;
       bool exists;
       const uint16_t* q = row(column, exists);
       const auto pair_at = [&](int d) {
@@ -104,6 +145,53 @@ struct ColumnQueries : TileLoader<S> {
         const int d0 = k * 16 + (S::kNarrow ? 4 : 2) * c;
         s.query[i][k][0] = pair_at(d0);
         s.query[i][k][1] = pair_at(S::kNarrow ? d0 + 2 : d0 + 8);
+      }
+    }
+  }
+
+  // Of this lane's column e.
+  __device__ float scale_of(const State& s, int i, int e) const {
+    if constexpr (S::kSharedQueries && S::kScaled) return s.shared->columns[column_of(i, e)].scale;
+    return s.scale[i][e];
+  }
+  __device__ float start_of(const State& s, int i, int e) const {
+    if constexpr (S::kSharedQueries) return s.shared->columns[column_of(i, e)].start;
+    return s.start[i][e];
+  }
+  __device__ float slope_of(const State& s, int i, int e) const {
+    if constexpr (S::kSharedQueries) {
+      return s.shared->columns[column_of(i, e)].slope;
+    } else {
+      return s.slope[i][e];
+    }
+  }
+  __device__ int position_of(const State& s, int i, int e) const {
+    if constexpr (S::kSharedQueries) {
+      return s.shared->columns[column_of(i, e)].position;
+    } else {
+      return s.position[i][e];
+    }
+  }
+
+  // Do all see these keys?
+  __device__ bool all_see(const State& s, int first, int last) const {
+    if constexpr (S::kSharedQueries) {
+      return first >= s.shared->all_from && last <= s.shared->all_to;
+    } else {
+      return first >= s.all_from && last <= s.all_to;
+    }
+  }
+
+  // Fragments of a step.
+  __device__ void read_queries(const State& s, int k, uint32_t (&q)[kQueryTiles][2]) const {
+    if constexpr (S::kSharedQueries) {
+#pragma unroll
+      for (int i = 0; i < kQueryTiles; i += 2) {
+        const uint4 x = s.shared->fragments[k][i / 2][lane];
+        q[i][0] = x.x;
+        q[i][1] = x.y;
+        q[i + 1][0] = x.z;
+        q[i + 1][1] = x.w;
       }
     }
   }
@@ -128,14 +216,15 @@ struct ColumnQueries : TileLoader<S> {
   }
 
   __device__ void settle(int kv_head, State& s) const {
-    float k_scale[2] = {1, 1};  // of the halves
+    float scales[2] = {1, 1};  // of keys, of the halves
     if constexpr (S::kScaled) {
-      k_scale[0] = p.a.k_scale[S::kFolded ? 2 * kv_head : kv_head];
-      k_scale[1] = S::kFolded ? p.a.k_scale[2 * kv_head + 1] : k_scale[0];
+      scales[0] = p.a.k_scale[S::kFolded ? 2 * kv_head : kv_head];
+      scales[1] = S::kFolded ? p.a.k_scale[2 * kv_head + 1] : scales[0];
     }
-    s.plain = p.plain_logits && k_scale[0] > 0 && k_scale[1] > 0;
+    s.plain = p.plain_logits && scales[0] > 0 && scales[1] > 0;
+    for (float& scale : scales) scale = p.a.scale * scale * (s.plain ? kLog2e : 1.f);
 #pragma unroll
-    for (int i = 0; i < kQueryTiles; ++i) {
+    for (int i = 0; i < kFetched; ++i) {
       float factor = S::kScaled && p.a.dtype == DType::kBFloat16 ? halve_queries(s.query[i]) : 1.f;
       if constexpr (kOffsetKeys) {
         factor *= 1 / Element::kOffsetUnit;
@@ -150,15 +239,44 @@ struct ColumnQueries : TileLoader<S> {
         }
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        for (int e = 0; e < 2; ++e) s.start[i][e] = -Element::kOffset * __shfl_sync(~0u, sum, (lane % 4 * 2 + e) * 4);
+        if constexpr (S::kSharedQueries) {
+          s.fetched.start = -Element::kOffset * sum;
+        } else {
+          for (int e = 0; e < 2; ++e) s.start[i][e] = -Element::kOffset * __shfl_sync(~0u, sum, (lane % 4 * 2 + e) * 4);
+        }
       }
+      if constexpr (S::kSharedQueries) {
+        s.fetched.scale = scales[half_of(fetched_column(0))] * factor;
+      } else {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        s.scale[i][e] = p.a.scale * k_scale[half_of(column_of(i, e))] * (s.plain ? kLog2e : 1.f);
-        if (S::kScaled) s.scale[i][e] *= __shfl_sync(~0u, factor, (lane % 4 * 2 + e) * 4);
+        for (int e = 0; e < 2; ++e) {
+          s.scale[i][e] = scales[half_of(column_of(i, e))];
+          if (S::kScaled) s.scale[i][e] *= __shfl_sync(~0u, factor, (lane % 4 * 2 + e) * 4);
+        }
       }
     }
+    if constexpr (S::kSharedQueries) {
+      share_queries(s);
+#pragma unroll
+      for (int i = 0; i < kQueryTiles; ++i)
+        s.scale[i][0] = s.scale[i][1] = scales[0];  // without kScaled it is that of all
+    }
     clear_sums(s);
+  }
+
+  // By all warps, none of which may still read those of a tile before.
+  __device__ void share_queries(const State& s) const {
+    static_assert(kQueryTiles <= S::kWarps / 2 / S::kHeads);  // the smaller blocks have so many
+    const int tile = warp / S::kHeads;
+    if (tile < kQueryTiles) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        uint2* to = reinterpret_cast<uint2*>(&s.shared->fragments[k][tile / 2][lane]);
+        to[tile % 2] = {s.query[0][k][0], s.query[0][k][1]};
+      }
+      if (lane % 4 == 0) s.shared->columns[fetched_column(0)] = s.fetched;
+    }
+    __syncthreads();
   }
 
   static __device__ void clear_sums(State& s) {

@@ -14,6 +14,8 @@
 // column differ.  Zero times what is no number is none, either: sums that are not finite are made again without twins.
 //
 // bf16 keeps too little of P: what rounding leaves of it goes through a second MMA.
+//
+// With kSharedQueries a step's queries come from shared memory, and what only some tiles need of a query does, too.
 #pragma once
 
 #include <type_traits>
@@ -71,13 +73,15 @@ struct QueryColumns : ColumnQueries<S> {
   // s = k . q
   __device__ void scores(uint32_t key_stage, const State& state, Scores& s) const {
     const uint32_t row0 = key_stage + key_place(lane % 16, lane / 16);
+    constexpr bool kTwoChains = kQueryTiles * (S::kSharedQueries ? kParts : 1) < 4;
     Scores odd;  // of every second step: half as long a chain of MMAs
+    Scores& second = kTwoChains ? odd : s;
 #pragma unroll
     for (int i = 0; i < kQueryTiles; ++i) {
 #pragma unroll
       for (int t = 0; t < kParts; ++t) {
         for (int e = 0; e < 4; ++e) {
-          s[i][t][e] = kOffsetKeys ? state.start[i][e % 2] : 0.f;
+          s[i][t][e] = kOffsetKeys ? this->start_of(state, i, e % 2) : 0.f;
           odd[i][t][e] = 0;
         }
       }
@@ -88,25 +92,49 @@ struct QueryColumns : ColumnQueries<S> {
     };
 #pragma unroll
     for (int k = 0; k < kSteps; k += 2) {
+      if constexpr (S::kSharedQueries) {
+        uint32_t x[kParts][4];  // of both steps, if they are to be widened
 #pragma unroll
-      for (int t = 0; t < kParts; ++t) {
-        uint32_t a[2][4];
-        if constexpr (S::kNarrow) {
-          uint32_t x[4];
-          ldmatrix_x4(x, part(k, t));
+        for (int j = 0; j < 2; ++j) {
+          uint32_t q[kQueryTiles][2];
+          this->read_queries(state, k + j, q);
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            widen_keys(x[2 * j], a[j][0], a[j][2]);
-            widen_keys(x[2 * j + 1], a[j][1], a[j][3]);
+          for (int t = 0; t < kParts; ++t) {
+            uint32_t a[4];
+            if constexpr (S::kNarrow) {
+              if (j == 0) ldmatrix_x4(x[t], part(k, t));
+              widen_keys(x[t][2 * j], a[0], a[2]);
+              widen_keys(x[t][2 * j + 1], a[1], a[3]);
+            } else {
+              ldmatrix_x4(a, part(k + j, t));
+            }
+#pragma unroll
+            for (int i = 0; i < kQueryTiles; ++i) {
+              mma_16x8x16<Mma>(j == 0 ? s[i][t] : second[i][t], a, q[i][0], q[i][1]);
+            }
           }
-        } else {
-          ldmatrix_x4(a[0], part(k, t));
-          ldmatrix_x4(a[1], part(k + 1, t));
         }
+      } else {
 #pragma unroll
-        for (int i = 0; i < kQueryTiles; ++i) {
-          mma_16x8x16<Mma>(s[i][t], a[0], state.query[i][k][0], state.query[i][k][1]);
-          mma_16x8x16<Mma>(odd[i][t], a[1], state.query[i][k + 1][0], state.query[i][k + 1][1]);
+        for (int t = 0; t < kParts; ++t) {
+          uint32_t a[2][4];
+          if constexpr (S::kNarrow) {
+            uint32_t x[4];
+            ldmatrix_x4(x, part(k, t));
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+              widen_keys(x[2 * j], a[j][0], a[j][2]);
+              widen_keys(x[2 * j + 1], a[j][1], a[j][3]);
+            }
+          } else {
+            ldmatrix_x4(a[0], part(k, t));
+            ldmatrix_x4(a[1], part(k + 1, t));
+          }
+#pragma unroll
+          for (int i = 0; i < kQueryTiles; ++i) {
+            mma_16x8x16<Mma>(s[i][t], a[0], state.query[i][k][0], state.query[i][k][1]);
+            mma_16x8x16<Mma>(second[i][t], a[1], state.query[i][k + 1][0], state.query[i][k + 1][1]);
+          }
         }
       }
     }
@@ -114,7 +142,7 @@ struct QueryColumns : ColumnQueries<S> {
     for (int i = 0; i < kQueryTiles; ++i) {
 #pragma unroll
       for (int t = 0; t < kParts; ++t) {
-        for (int e = 0; e < 4; ++e) s[i][t][e] += odd[i][t][e];
+        for (int e = 0; kTwoChains && e < 4; ++e) s[i][t][e] += odd[i][t][e];
       }
     }
   }
@@ -209,12 +237,13 @@ struct QueryColumns : ColumnQueries<S> {
   // What a query does not see of a tile in which others see all that the pages hold.
   __device__ void hide(int first_token, const State& state, Scores& s) const {
     if constexpr (S::kManyTokens) {
-      if (first_token >= state.all_from && first_token + kTile - 1 <= state.all_to) return;
+      if (this->all_see(state, first_token, first_token + kTile - 1)) return;
 #pragma unroll
       for (int i = 0; i < kQueryTiles; ++i) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int first = first_seen(p, state.position[i][e]), last = last_seen(p, state.position[i][e]);
+          const int position = this->position_of(state, i, e);
+          const int first = first_seen(p, position), last = last_seen(p, position);
 #pragma unroll
           for (int t = 0; t < kParts; ++t) {
 #pragma unroll
@@ -234,12 +263,13 @@ struct QueryColumns : ColumnQueries<S> {
     for (int i = 0; i < kQueryTiles; ++i) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
+        if constexpr (S::kSharedQueries) __syncwarp();  // one after the other: all at once take more registers
         const int column = column_of(i, e);
         float slope = p.a.alibi_slopes && column < p.group ? p.a.alibi_slopes[query_head(kv_head, column)] : 0.f;
         int position = len - 1;
         if constexpr (S::kManyTokens) {
-          slope = state.slope[i][e];
-          position = state.position[i][e];
+          slope = this->slope_of(state, i, e);
+          position = this->position_of(state, i, e);
         }
 #pragma unroll
         for (int t = 0; t < kParts; ++t) {
@@ -247,7 +277,7 @@ struct QueryColumns : ColumnQueries<S> {
           for (int h = 0; h < 2; ++h) {
             const int token = first_token + token_at<S::kPermutedTokens>(t * 16 + h * 8 + lane / 4);
             float& x = s[i][t][2 * h + e];
-            x = logit(p, x, state.scale[i][e], slope, token - position);
+            x = logit(p, x, this->scale_of(state, i, e), slope, token - position);
           }
         }
       }
@@ -295,7 +325,7 @@ struct QueryColumns : ColumnQueries<S> {
     float scale[2], top[2], base[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      scale[e] = state.plain ? state.scale[i][e] : 1.f;
+      scale[e] = state.plain ? this->scale_of(state, i, e) : 1.f;
       float x = -INFINITY;
 #pragma unroll
       for (int t = 0; t < kParts; ++t) x = fmaxf(x, fmaxf(s[t][e], s[t][2 + e]));

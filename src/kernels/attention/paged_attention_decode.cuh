@@ -40,7 +40,8 @@ struct DecodeKernel : DecodeWalk<S> {
   Part* parts;  // the warp's
   char* rings;  // all warps' stages
   ColumnStats<S>& stats;
-  float* chunk_left;  // with batch_invariant
+  float* chunk_left;                 // with batch_invariant
+  SharedQueries<S>* shared_queries;  // with kSharedQueries: of each KV head of a segment
   const uint64_t ticket;
 
   // ---- the loop -----------------------------------------------------------------------------------------------------
@@ -303,6 +304,7 @@ struct DecodeKernel : DecodeWalk<S> {
   // end(part, stage, offset, state): what comes after a tile, when its stage is free.
   __device__ void attend_segments(Walk& w, LookedUp& pages, auto&& end) const {
     State state;
+    if constexpr (S::kSharedQueries) state.shared = shared_queries + warp % kHeads;
     // In iteration i the copies of tile i + stages - 1 start and the pages of the next are looked up: before the wait for
     // tile i or, if late, after it.
     int at = 0, free = 0;  // the stages of tiles i and i + stages - 1
@@ -378,9 +380,17 @@ struct DecodeKernel : DecodeWalk<S> {
 };
 
 template <class S>
+constexpr int shared_queries_bytes() {
+  if constexpr (!S::kSharedQueries)
+    return 0;
+  else
+    return S::kHeads * static_cast<int>(sizeof(SharedQueries<S>));
+}
+
+template <class S>
 constexpr int decode_shared_bytes() {
   return S::kWarps * (S::kRingBytes + kPartsOfWarp<S> * static_cast<int>(sizeof(PartOf<S>))) +
-         static_cast<int>(sizeof(ColumnStats<S>) + sizeof(LineShare)) +
+         static_cast<int>(sizeof(ColumnStats<S>) + sizeof(LineShare)) + shared_queries_bytes<S>() +
          (S::kInvariant ? ChunkColumns<S>::kLeftBytes : 0);
 }
 
@@ -394,11 +404,12 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksPerSm)
   auto* parts = all_parts + threadIdx.x / 32 * kPartsOfWarp<S>;
   auto* share = reinterpret_cast<LineShare*>(all_parts + S::kWarps * kPartsOfWarp<S>);
   auto* left = reinterpret_cast<float*>(share + 1);
+  auto* queries = reinterpret_cast<SharedQueries<S>*>(share + 1);
   if constexpr (S::kInvariant) {
-    DecodeKernel<S> kernel{{{{{{{{p, copies}}}}}}, *share}, parts, memory, *stats, left, ticket};
+    DecodeKernel<S> kernel{{{{{{{{p, copies}}}}}}, *share}, parts, memory, *stats, left, queries, ticket};
     kernel.run();
   } else {
-    DecodeKernel<S> kernel{{{{{{{p, copies}}}}}, *share}, parts, memory, *stats, left, ticket};
+    DecodeKernel<S> kernel{{{{{{{p, copies}}}}}, *share}, parts, memory, *stats, left, queries, ticket};
     kernel.run();
   }
 }
@@ -452,7 +463,10 @@ template <class S>
 bool launch_decode_kernel(Problem p, const Launch& launch) {
   static PerDevice resident;
   Tiling tiling = few_rows_tiling(p.a.head_size);
-  if (S::kManyTokens) tiling.tile_rows = S::kColumns;
+  // Of a piece there are more than workspaces are made for, but fewer blocks.
+  static_assert(S::kHeads * S::kColumns <= 16 || S::kHeads * S::kColumns * S::kBlocksPerSm <= 16 * 3);
+  tiling.rows = std::max(tiling.rows, S::kHeads * S::kColumns);
+  tiling.tile_rows = S::kColumns;
   const int grid = launch_main(paged_attention_decode_kernel<S>, S::kWarps * 32, decode_shared_bytes<S>(),
                                S::kUnitTokens, tiling, p, launch, resident, copies_of<S>(p), next_ticket());
   return grid > 0;

@@ -49,7 +49,9 @@ bool launch_decode_way(const Problem& p, const Launch& launch) {
   }
   if constexpr (Line::kHeads > 1) {  // where they are no pairs, or blocks have no room for them
     const bool done = p.a.num_kv_heads % Line::kHeads == 0 && launch_decode_kernel<Line>(p, launch);
-    return done || launch_decode_kernel<DecodeShape<Element, kD, kPackedV, 8, kForAnyBatch, false, true>>(p, launch);
+    constexpr int kColumns = kQueries == 16 ? 16 : 8;
+    using Single = DecodeShape<Element, kD, kPackedV, kColumns, kForAnyBatch, false, true>;
+    return done || launch_decode_kernel<Single>(p, launch);
   }
   return launch_decode_kernel<Line>(p, launch);
 }

@@ -13,9 +13,11 @@ template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch,
 struct DecodeShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
   using Few = Shape<Element, kD, kPackedV, RowClass::kFew>;
   static constexpr bool kInvariant = kForAnyBatch, kManyTokens = kTokens, kHidesKeys = !kForAnyBatch && !kTokens;
+  // Sixteen columns leave twelve warps no registers for their queries.
+  static constexpr bool kSharedQueries = kQueries == 16 && kD == 128 && Few::kNarrow && !kForAnyBatch;
   // Two blocks of six warps leave fewer pieces than three of four.  Elements of one byte do best with a tile of each warp
   // under way, not two: the next one's copies start after the wait for its own.
-  static constexpr bool kSixWarps = kD == 128 && kQueries <= 8 && !kForAnyBatch && !Few::kNvfp4;
+  static constexpr bool kSixWarps = kD == 128 && (kQueries <= 8 || kSharedQueries) && !kForAnyBatch && !Few::kNvfp4;
   static constexpr bool kLate = Few::kNarrow && (kSixWarps || (kForAnyBatch && kD == 128 && kQueries == 8 && !kDeep));
   static constexpr bool kTwins = kQueries == 4;
   static constexpr bool kHalfLinesMeet = Few::kRowBytes == 64;  // heads of 64 bytes

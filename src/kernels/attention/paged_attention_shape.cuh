@@ -46,7 +46,9 @@ struct Shape {
   // Codes and scales of nvfp4 come as they are, and become halves in front of the stages, tile by tile.
   static constexpr bool kRaw = false;
   static constexpr int kHalvesBytes = 0;
+  static constexpr int kHeads = 1;               // KV heads of a segment
   static constexpr bool kManyTokens = false;     // queries as columns: of several tokens, each of which sees other keys
+  static constexpr bool kSharedQueries = false;  // ... that lie in shared memory, once for all warps
   static constexpr bool kHidesKeys = false;      // decoding proper: windows and block sparsity
   static constexpr bool kHalfLinesMeet = false;  // ... reads heads of 64 bytes with their neighbours
   static constexpr bool kFolded = false;         // ... takes two KV heads as one: paged_attention_fold.cuh

@@ -1,7 +1,9 @@
-// Short calls of decoding with a window or block sparsity, or with several query tokens for each sequence, as in speculative
-// decoding: the clusters of paged_attention_cluster.cuh, whose columns are query tokens times heads.  What does not fit these is
-// done after the others by the same cluster; of elements that the other kernels have to widen for few rows at a time that is
-// quicker, and takes groups of up to 64 heads, too.
+// Short calls of decoding with a window or block sparsity, with several query tokens for each sequence, as in
+// speculative decoding, or with more than 16 heads in a group: the clusters of paged_attention_cluster.cuh, whose
+// columns are query tokens times heads, up to 32 of them (of size 256: 16). What does not fit these, as many again or a
+// sequence that has more tokens than the mean, is done after the others by the same cluster. Where blocks have no room
+// for so many columns, and elements are of one byte, which the other kernels have to widen for few rows at a time, half
+// as many are done up to four times.
 //
 // Chain: lengths and pages at once -> queries, tiles -> sums -> one exchange -> output, for each tile of queries.
 #pragma once
@@ -36,13 +38,19 @@ struct TokensKernel : ClusterKernel<S> {
     wait_for_previous_kernel();
     int ids = sees_all ? this->look_up_tiles(0) : -1;  // else where to look is known with the length
     const RawSequence raw = load_sequence(p, sequence);
-    const Sequence seq = clamp_sequence(p, raw);
+    Sequence seq = clamp_sequence(p, raw);
     const int tiles =
         takes(p, seq) ? (seq.query_len + p.tile_tokens - 1) / p.tile_tokens * p.head_tiles : 0;  // of queries
+    if (rank == 0 && kv_head == 0 && threadIdx.x == 0) report_sequence(p, raw);
     if (tiles == 0 && p.cluster > 1) cluster_wait();
     State state;
+    if constexpr (S::kSharedQueries) state.shared = &this->exchange;
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i) {
+      if (i > 0) {
+        seq = kept(seq);
+        exchange_again();
+      }
       Unit u{};
       u.sequence = sequence;
       u.sequence_len = seq.len;
@@ -51,7 +59,7 @@ struct TokensKernel : ClusterKernel<S> {
       u.kv_head = kv_head;
       u.query_tile = i / p.head_tiles;
       u.head_tile = i - u.query_tile * p.head_tiles;
-      if (i > 0) exchange_again();
+      keep(u);
       const int first = seq.context() + u.query_tile * p.tile_tokens;
       const int last = min(first + p.tile_tokens, seq.len) - 1;
       const int end = static_cast<int>(clamp(int64_t{last_seen(p, last)} + 1, 0, seq.len));
@@ -63,9 +71,27 @@ struct TokensKernel : ClusterKernel<S> {
         if (p.cluster > 1) cluster_wait();  // all blocks are there; the first tile is still on its way
         if (i == tiles - 1 && (p.cluster <= 2 || end - begin <= 2048)) let_next_kernel_start();
       });
-      this->finish(state, i % 2, [&](int column) { return row_of(p, u, column); });
+      this->finish(state, i % 2, [&](int column) { return row_of(p, kept(u), column); });
     }
-    if (rank == 0 && kv_head == 0 && threadIdx.x == 0) report_sequence(p, raw);
+  }
+
+  // With kSharedQueries a query tile waits in shared memory while its keys are attended, for sums need the registers.
+  __device__ void keep(const Unit& u) const {
+    if constexpr (S::kSharedQueries) {
+      if (threadIdx.x == 0) this->exchange.unit = u;  // seen by all from settle() on
+    }
+  }
+  __device__ const Unit& kept(const Unit& u) const {
+    if constexpr (S::kSharedQueries) return this->exchange.unit;
+    return u;
+  }
+  __device__ Sequence kept(const Sequence& seq) const {
+    if constexpr (S::kSharedQueries) {
+      const Unit& u = this->exchange.unit;
+      return {u.sequence_len, u.query_begin, u.query_len};
+    } else {
+      return seq;
+    }
   }
 
   // From the first key that the tile's first query sees, at this position.
@@ -75,7 +101,7 @@ struct TokensKernel : ClusterKernel<S> {
     seen_len = len;
   }
 
-  // When all blocks have read what others sent.
+  // When all blocks have read what others sent, and all warps of this one what they share.
   __device__ void exchange_again() const {
     __syncthreads();
     if (p.cluster == 1) return;
@@ -97,15 +123,21 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
 // False if the call had better go another way.
 template <class S>
 bool launch_tokens_kernel(Problem p, const Launch& launch) {
-  constexpr int64_t kMostTiles = S::kNarrow ? 4 : 1;  // of queries
+  static_assert(cluster_shared_bytes<S>(S::kWarps) <= 227 << 10);  // what Hopper has
+  // Of queries: more take longer than the line, unless that widens elements for few rows at a time.
+  constexpr int64_t kMostTiles = S::kSharedQueries ? 2 : S::kNarrow ? 4 : 1;
   // A guess: all have as many tokens.  One that had far more would keep its cluster busy when the others had finished.
   if (p.a.num_tokens % p.a.num_seqs != 0) return false;
   const int64_t tokens = p.a.num_tokens / p.a.num_seqs;
   if (!suits_loader<S>(p) || p.a.batch_invariant || !suits_sparsity<S>(p) || p.min_rows > 0) return false;
   set_rows(p, S::kColumns);
   p.tile_tokens = static_cast<int>(std::min<int64_t>(p.tile_tokens, tokens));
-  if ((tokens + p.tile_tokens - 1) / p.tile_tokens * p.head_tiles > kMostTiles) return false;
-  return launch_cluster_kernel<S>(p, cluster_size<S>(p, launch), launch);
+  const int64_t tiles = (tokens + p.tile_tokens - 1) / p.tile_tokens * p.head_tiles;
+  if (tiles > kMostTiles || (tiles > 1 && most_keys<S>(p) > kMostOfFew)) return false;
+  const ClusterSize size = cluster_size<S>(p, launch);
+  constexpr bool kTwoFit = 2 * (cluster_shared_bytes<S>(S::kWarps / 2) + 1024) <= 228 << 10;
+  if (!kTwoFit && size.warps < S::kWarps) return false;  // blocks of half the size, of which an SM should have two
+  return launch_cluster_kernel<S>(p, size, launch);
 }
 
 // Of elements that are to be widened: on the line, with the queries of a sequence as up to eight columns.  Sixteen would take
@@ -124,23 +156,28 @@ bool launch_tokens_line(const Problem& p, const Launch& launch) {
 
 template <class Element>
 bool launch_tokens(const Problem& p, const Launch& launch) {
+  const int64_t columns = p.a.num_tokens / p.a.num_seqs * p.group;  // a sequence's, if all have as many tokens
   bool done = false;
   dispatch_bool(p.a.value.dim != 1, [&]<bool kPackedV> {
     if constexpr (kPackedV && std::is_same_v<Element, ElementNvfp4>) {
       return;  // there is no such layout
-    } else if (p.a.head_size > 128) {
-      done = launch_tokens_kernel<ClusterShape<Element, 256, kPackedV, 8, false, false, true>>(p, launch);
     } else {
-      dispatch_bool(p.a.head_size > 64, [&]<bool kLarge> {
-        constexpr int kD = kLarge ? 128 : 64;
-        if constexpr (kLarge) {
-          if (p.a.num_tokens / p.a.num_seqs * p.group <= 8) {
-            done = launch_tokens_kernel<ClusterShape<Element, kD, kPackedV, 8, false, false, true>>(p, launch);
-          }
-        }
-        done = done || launch_tokens_kernel<ClusterShape<Element, kD, kPackedV, 16, false, false, true>>(p, launch);
-        if constexpr (kLarge && Element::kBytes == 1) done = done || launch_tokens_line<Element, kPackedV>(p, launch);
-      });
+      const auto launch_columns = [&]<int kD, int kColumns> {
+        return launch_tokens_kernel<ClusterShape<Element, kD, kPackedV, kColumns, false, false, true>>(p, launch);
+      };
+      if (p.a.head_size > 128) {
+        constexpr bool kSixteen = !std::is_same_v<Element, ElementNvfp4>;  // which would spill
+        if constexpr (kSixteen) done = columns > 8 && launch_columns.template operator()<256, 16>();
+        done = done || launch_columns.template operator()<256, 8>();
+      } else if (p.a.head_size > 64) {
+        done = columns <= 8 ? launch_columns.template operator()<128, 8>()
+                            : (columns > 16 && launch_columns.template operator()<128, 32>()) ||
+                                  launch_columns.template operator()<128, 16>();
+        if constexpr (Element::kBytes == 1) done = done || launch_tokens_line<Element, kPackedV>(p, launch);
+      } else {
+        done = (columns > 16 && launch_columns.template operator()<64, 32>()) ||
+               launch_columns.template operator()<64, 16>();
+      }
     }
   });
   return done;
