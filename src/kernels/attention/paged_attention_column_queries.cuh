@@ -206,7 +206,8 @@ struct ColumnQueries : TileLoader<S> {
   __device__ void settle(int kv_head, State& s) const {
     const float k_scale = S::kScaled ? p.a.k_scale[kv_head] : 1.f;
     s.plain = p.plain_logits && k_scale > 0;
-    const float scale = p.a.scale * k_scale * (s.plain ? kLog2e : 1.f);
+    const auto scale = [&] { return p.a.scale * k_scale * (s.plain ? kLog2e : 1.f); };
+    const float shared_scale = S::kSharedQueries ? scale() : 0.f;
 #pragma unroll
     for (int i = 0; i < kFetched; ++i) {
       float factor = S::kScaled && p.a.dtype == DType::kBFloat16 ? halve_queries(s.query[i]) : 1.f;
@@ -230,11 +231,11 @@ struct ColumnQueries : TileLoader<S> {
         }
       }
       if constexpr (S::kSharedQueries) {
-        s.fetched.scale = scale * factor;
+        s.fetched.scale = shared_scale * factor;
       } else {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          s.scale[i][e] = scale;
+          s.scale[i][e] = scale();
           if (S::kScaled) s.scale[i][e] *= __shfl_sync(~0u, factor, (lane % 4 * 2 + e) * 4);
         }
       }
@@ -242,7 +243,7 @@ struct ColumnQueries : TileLoader<S> {
     if constexpr (S::kSharedQueries) {
       share_queries(s);
 #pragma unroll
-      for (int i = 0; i < kQueryTiles; ++i) s.scale[i][0] = s.scale[i][1] = scale;  // without kScaled it is that of all
+      for (int i = 0; i < kQueryTiles; ++i) s.scale[i][0] = s.scale[i][1] = shared_scale;  // read without kScaled
     }
     clear_sums(s);
   }
