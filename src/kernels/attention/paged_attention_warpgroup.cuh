@@ -223,8 +223,6 @@ struct WarpgroupKernel : Softmax {
 
   static __device__ void sync_copying() { named_barrier_sync(1, kThreads); }
 
-  __device__ TileSlot& slot_at(int i) const { return slots[i >= kSlots ? i - kSlots : i]; }
-
   __device__ void look_up_first(const SharePosition& share, Lookup& ahead) {
     if (member == kGuide) {
       scratch.walkers[0].start(p, share);
@@ -250,9 +248,9 @@ struct WarpgroupKernel : Softmax {
     int stage = 0, parity = 1, at = 0;  // the phase before the first counts as ended
 #pragma unroll 1
     for (;;) {
-      TileSlot& slot = slots[at];
+      TileSlot &slot = slots[at], &next = slots[at + 1 == kSlots ? 0 : at + 1];
       const bool exists = slot.unit.exists;
-      if (exists) look_up(slot, slot_at(at + 1), ahead);
+      if (exists) look_up(slot, next, ahead);
       mbarrier_wait(empty(stage), parity);
       if (exists) this->load_stage(stage0 + stage * S::kStageBytes, slot);
       cp_async_arrive(full(stage));
@@ -277,10 +275,10 @@ struct WarpgroupKernel : Softmax {
     bool more = true, arrives = false;  // is there a tile to copy, to widen?
 #pragma unroll 1
     for (;;) {
-      TileSlot& slot = slots[at];
-      const TileSlot& done = slot_at(at + kSlots - kRawTiles);
+      TileSlot &slot = slots[at], &next = slots[at + 1 == kSlots ? 0 : at + 1];
+      const TileSlot& done = slots[at < kRawTiles ? at + kSlots - kRawTiles : at - kRawTiles];
       more = more && slot.unit.exists;
-      if (more) look_up(slot, slot_at(at + 1), ahead);
+      if (more) look_up(slot, next, ahead);
       const bool exists = arrives && done.unit.exists;
       typename TileWidener<S>::Pieces pieces;
       if (exists) {
