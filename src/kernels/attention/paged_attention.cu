@@ -173,16 +173,17 @@ bool launch_prefill(const Problem& p, const Launch& launch) {
 }
 
 bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
-  const bool by_warpgroups = rows == RowClass::kFew || rows == RowClass::kSome || rows == RowClass::kMore;
+  const bool up_to_64 = rows == RowClass::kFew || rows == RowClass::kSome || rows == RowClass::kMore;
   const bool decodes = rows == RowClass::kFew || rows == RowClass::kInvariantFew;
   // Short calls are first asked for in launch_decode if they see all their keys, else in launch_tokens, whose clusters know
   // windows and sparsity; long ones with either are launch_decode's, for its line knows them.
   if (decodes && p.sees_all() && launch_decode(p, launch)) return true;
-  if (by_warpgroups && launch_tokens(p, launch)) return true;
+  if (up_to_64 && launch_tokens(p, launch)) return true;
   if (decodes && !p.sees_all() && launch_decode(p, launch)) return true;
-  if (by_warpgroups && may_use_warpgroups(p.a, launch.device)) {
-    return p.a.dtype == DType::kFloat16 ? launch_warpgroups_f16(p, rows, launch)
-                                        : launch_warpgroups_bf16(p, rows, launch);
+  if (may_use_warpgroups(p.a, rows, launch.device)) {
+    using Launcher = bool(const Problem&, RowClass, const Launch&);
+    return of_kind<Launcher>(p.a, launch_warpgroups_f16, launch_warpgroups_bf16, launch_warpgroups_e4m3,
+                             launch_warpgroups_e5m2, launch_warpgroups_int8, nullptr)(p, rows, launch);
   }
   return of_kind(p.a, launch_f16, launch_bf16, launch_e4m3, launch_e5m2, launch_int8, launch_nvfp4)(p, rows, launch);
 }
@@ -197,7 +198,8 @@ void launch_all(Problem p, const Launch& launch) {
   if (suits_mma(p.a)) {
     RowClass rows;
     constexpr int kShort = 256;  // keys
-    const bool short_by_warpgroups = p.a.max_seq_len <= kShort && may_use_warpgroups(p.a, launch.device);
+    const bool short_by_warpgroups = p.a.max_seq_len <= kShort && p.a.kv_format == KvFormat::kSame &&
+                                     may_use_warpgroups(p.a, RowClass::kMore, launch.device);
     const auto class_of = [&](RowClass x) {
       return class_for(x, p.a.batch_invariant, short_by_warpgroups, p.a.head_size);
     };
@@ -239,8 +241,11 @@ const ReportNames& report_names(const char* op) {
 
 }  // namespace
 
-bool may_use_warpgroups(const PagedAttentionArgs& a, int device) {
-  return a.kv_format == KvFormat::kSame && a.value.dim == 1 && a.head_size <= 128 && !a.batch_invariant &&
+bool may_use_warpgroups(const PagedAttentionArgs& a, RowClass rows, int device) {
+  const bool same = a.kv_format == KvFormat::kSame;
+  const bool suits_rows = rows == RowClass::kSome || rows == RowClass::kMore || (same && rows == RowClass::kFew);
+  const bool suits_cache = same || (a.kv_format != KvFormat::kNvfp4 && a.key.chunk >= a.head_size);
+  return suits_rows && suits_cache && a.value.dim == 1 && a.head_size <= 128 && !a.batch_invariant &&
          has_warpgroups(device);
 }
 

@@ -45,8 +45,8 @@ inline Tiling tiling_of(RowClass rows, int head_size) {
   }
 }
 
-// Where a call has up to 64 rows for a KV head: can four warps multiply them together?
-bool may_use_warpgroups(const PagedAttentionArgs& a, int device);
+// Can four warps together multiply so many rows of a KV head?  Few of them only where cache elements have 16 bits.
+bool may_use_warpgroups(const PagedAttentionArgs& a, RowClass rows, int device);
 
 // Completes `p` for a tiling (rows, workspace) and returns the grid: as many blocks as run at once, at most
 // tiling.blocks_per_sm on an SM.
@@ -165,6 +165,9 @@ bool launch_tokens_nvfp4(const Problem& p, const Launch& launch);
 // Few, Some or More rows by four warps together, where may_use_warpgroups().  False if the device has too little shared memory.
 bool launch_warpgroups_f16(const Problem& p, RowClass rows, const Launch& launch);
 bool launch_warpgroups_bf16(const Problem& p, RowClass rows, const Launch& launch);
+bool launch_warpgroups_e4m3(const Problem& p, RowClass rows, const Launch& launch);
+bool launch_warpgroups_e5m2(const Problem& p, RowClass rows, const Launch& launch);
+bool launch_warpgroups_int8(const Problem& p, RowClass rows, const Launch& launch);
 // Prefill on Hopper.  False if the call is not for these kernels.
 bool launch_wgmma_f16(const Problem& p, const Launch& launch);
 bool launch_wgmma_bf16(const Problem& p, const Launch& launch);

@@ -311,8 +311,8 @@ struct TileLoader {
   }
 };
 
-// The host's side of it.
-template <class S>
+// The host's side of it.  kBytes: of an element in the cache.
+template <class S, int kBytes = S::kBytes>
 CacheCopies cache_copies(const PagedAttentionArgs& a) {
   const KeyCacheView& k = a.key;
   CacheCopies copies{};
@@ -321,17 +321,17 @@ CacheCopies cache_copies(const PagedAttentionArgs& a) {
     copies.value_block = a.value.block;
     return copies;
   }
-  copies.key_block = k.block * S::kBytes;
-  copies.key_token = k.token * S::kBytes;
-  copies.key_head = k.head * S::kBytes;
-  copies.value_block = a.value.block * S::kBytes;
-  copies.value_token = a.value.token * S::kBytes;
-  copies.value_head = a.value.head * S::kBytes;
-  copies.head_bytes = a.head_size * S::kBytes;
+  copies.key_block = k.block * kBytes;
+  copies.key_token = k.token * kBytes;
+  copies.key_head = k.head * kBytes;
+  copies.value_block = a.value.block * kBytes;
+  copies.value_token = a.value.token * kBytes;
+  copies.value_head = a.value.head * kBytes;
+  copies.head_bytes = a.head_size * kBytes;
   copies.key_token_fast = k.chunk < a.head_size;
-  copies.key_chunk = static_cast<uint32_t>(k.chunk_stride * S::kBytes);
-  copies.value_dim = static_cast<uint32_t>(a.value.dim * S::kBytes);
-  constexpr int kChunk = 16 / S::kBytes;
+  copies.key_chunk = static_cast<uint32_t>(k.chunk_stride * kBytes);
+  copies.value_dim = static_cast<uint32_t>(a.value.dim * kBytes);
+  constexpr int kChunk = 16 / kBytes;
   const int page_chunks = a.block_size / kChunk;
   while (S::kPackedV && page_chunks % (2 << copies.value_chunk_shift) == 0 &&
          2 << copies.value_chunk_shift <= S::kTile / kChunk) {
@@ -339,7 +339,7 @@ CacheCopies cache_copies(const PagedAttentionArgs& a) {
   }
   if constexpr (S::kPackedV) {
     const bool whole = copies.head_bytes == S::kRowBytes && copies.key_token == 16 &&
-                       k.chunk_stride * S::kBytes == 16 * a.block_size && a.value.token == 1 &&
+                       k.chunk_stride * kBytes == 16 * a.block_size && a.value.token == 1 &&
                        a.value.dim == a.block_size;
     copies.whole_page = whole && (a.block_size == 16 || a.block_size == S::kTile) ? a.block_size : 0;
     copies.part_tokens = copies.key_token != 16         ? 0

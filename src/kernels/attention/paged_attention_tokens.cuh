@@ -28,7 +28,7 @@ struct TokensKernel : ClusterKernel<S> {
 
   __device__ void run() {
     this->open_exchange();
-    const bool sees_all = p.window == kNoWindow && !p.sparse;
+    const bool sees_all = p.sees_all();
     if (blockIdx.x < p.early_blocks) {
       const int guess = this->early_length(sequence);
       const int len = static_cast<int>(clamp(guess, 0, p.a.max_seq_len));
@@ -140,14 +140,13 @@ bool launch_tokens_kernel(Problem p, const Launch& launch) {
   return launch_cluster_kernel<S>(p, size, launch);
 }
 
-// Of elements that are to be widened: on the line, with the queries of a sequence as up to eight columns.  Sixteen would take
-// longer than tiles of 16 rows (paged_attention_mma.cuh).
-template <class Element, bool kPackedV>
+// Of elements that are to be widened: on the line, with the queries of a sequence as up to 16 columns.
+template <class Element, bool kPackedV, int kColumns>
 bool launch_tokens_line(const Problem& p, const Launch& launch) {
-  using S = DecodeShape<Element, 128, kPackedV, 8, false, false, true, true>;
+  using S = DecodeShape<Element, 128, kPackedV, kColumns, false, false, true, true>;
   const int64_t tokens = (p.a.num_tokens + p.a.num_seqs - 1) / p.a.num_seqs;
-  if (tokens * p.group > S::kColumns || !suits_tokens<S>(p)) return false;
-  using Pairs = DecodeShape<Element, 128, kPackedV, 8, false, false, false, true>;
+  if (tokens * p.group > kColumns || !suits_tokens<S>(p)) return false;
+  using Pairs = DecodeShape<Element, 128, kPackedV, kColumns, false, false, false, true>;
   if constexpr (Pairs::kHeads > 1) {
     if (p.a.num_kv_heads % Pairs::kHeads == 0 && launch_decode_kernel<Pairs>(p, launch)) return true;
   }
@@ -173,7 +172,10 @@ bool launch_tokens(const Problem& p, const Launch& launch) {
         done = columns <= 8 ? launch_columns.template operator()<128, 8>()
                             : (columns > 16 && launch_columns.template operator()<128, 32>()) ||
                                   launch_columns.template operator()<128, 16>();
-        if constexpr (Element::kBytes == 1) done = done || launch_tokens_line<Element, kPackedV>(p, launch);
+        if constexpr (Element::kBytes == 1) {
+          done = done || launch_tokens_line<Element, kPackedV, 8>(p, launch) ||
+                 launch_tokens_line<Element, kPackedV, 16>(p, launch);
+        }
       } else {
         done = (columns > 16 && launch_columns.template operator()<64, 32>()) ||
                launch_columns.template operator()<64, 16>();

@@ -1,14 +1,16 @@
-// Up to 64 query rows against tiles of 64 tokens by the tensor cores of sm_90a, for caches of 16-bit elements in rows of
-// tokens: what paged_attention_softmax.cuh does by mma.sync, each warp for itself, the four warps do together.
+// Up to 64 query rows against tiles of 64 tokens by the tensor cores of sm_90a, for caches of 16-bit or one-byte elements in
+// rows of tokens: what paged_attention_softmax.cuh does by mma.sync, each warp for itself, the four warps do together.
 //
 //   S = Q K^T     Q in registers, K in shared memory: 64 x 64 in kD / 16 products
 //   O = P V       P in registers, V in shared memory: 64 x kD in four products, or eight: bf16 weights have two parts
 //
 // A warp has 16 rows, as there, and nothing but the products is done together.  A K or V element comes from shared memory
-// once for 64 rows.  Up to 32 are the columns of products: paged_attention_warpgroup_columns.cuh.
+// once for 64 rows.  Up to 32 are the columns of products: paged_attention_warpgroup_columns.cuh.  Elements of one byte come as
+// halves, which the copying warps have made of them: paged_attention_warpgroup_widen.cuh.
 #pragma once
 
 #include "attention/paged_attention_results.cuh"
+#include "attention/paged_attention_warpgroup_widen.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/mbarrier.cuh"
 #include "cuda/wgmma.cuh"
@@ -17,12 +19,20 @@ namespace pykv::attention {
 
 template <class Element, int kHeadSize>
 struct WarpgroupShape : Shape<Element, kHeadSize, false, RowClass::kMore> {
+  using More = Shape<Element, kHeadSize, false, RowClass::kMore>;
   static constexpr bool kWarpgroup = true, kReadOnce = true;
+  static constexpr bool kWidened = requires { typename Element::Narrow; };  // of one byte in the cache
+  static constexpr bool kScaled = More::kScaled || kWidened;
+  static constexpr int kCacheBytes = kWidened ? 1 : More::kBytes;
   static constexpr bool kQueryColumns = false;  // of the products: paged_attention_warpgroup_columns.cuh
   static constexpr bool kSplitWeights = std::is_same_v<typename Element::Mma, bf16>;
   static constexpr int kBlock = 2 * kThreads;  // four warps compute, four copy
-  static constexpr int kComputeRegisters = 192, kCopyRegisters = 64;
-  static constexpr int kSlots = Shape<Element, kHeadSize, false, RowClass::kMore>::kStages + 3;
+  static constexpr int kComputeRegisters = kWidened ? 176 : 192, kCopyRegisters = 256 - kComputeRegisters;
+  // What is under way lies in the stages or, half as large, in the raw tiles before them; so much that two blocks fit an SM.
+  static constexpr int kStages = kWidened && kHeadSize > 64 ? 2 : More::kStages;
+  static constexpr int kRawTiles = !kWidened ? 0 : kHeadSize > 64 ? 2 : 4;
+  static constexpr int kRingBytes = kStages * More::kStageBytes, kRawBytes = kRawTiles * More::kStageBytes / 2;
+  static constexpr int kSlots = kStages + kRawTiles + 3;
 };
 
 template <class S>
@@ -162,7 +172,7 @@ struct WarpgroupKernel : Softmax {
   using typename Softmax::Lookup;
   using typename Softmax::State;
   using typename Softmax::TileSlot;
-  static constexpr int kStages = S::kStages, kSlots = S::kSlots;
+  static constexpr int kStages = S::kStages, kSlots = S::kSlots, kRawTiles = S::kRawTiles;
 
   TileSlot* slots;
   char* ring;
@@ -175,7 +185,7 @@ struct WarpgroupKernel : Softmax {
   __device__ void run() {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) {
-        mbarrier_init(full(i), kThreads + 1);
+        mbarrier_init(full(i), S::kWidened ? kThreads : kThreads + 1);
         mbarrier_init(empty(i), 4);
       }
     }
@@ -183,7 +193,11 @@ struct WarpgroupKernel : Softmax {
     const SharePosition share = find_share(p, scratch.plan);  // a barrier of all threads
     if (threadIdx.x >= kThreads) {
       give_registers<S::kCopyRegisters>();
-      copy_tiles(share);
+      if constexpr (S::kWidened) {
+        widen_tiles(share);
+      } else {
+        copy_tiles(share);
+      }
     } else {
       take_registers<S::kComputeRegisters>();
       compute_tiles();
@@ -207,29 +221,36 @@ struct WarpgroupKernel : Softmax {
     }
   }
 
-  // The pages of tile j + 1 are asked for before tile j is copied.  A slot is written again when its tile's successor, too,
-  // has been computed, for who ends a segment still reads it.
-  __device__ void copy_tiles(const SharePosition& share) {
-    const auto sync = [] { named_barrier_sync(1, kThreads); };
+  static __device__ void sync_copying() { named_barrier_sync(1, kThreads); }
+
+  __device__ void look_up_first(const SharePosition& share, Lookup& ahead) {
     if (member == kGuide) {
       scratch.walkers[0].start(p, share);
       describe_next(slots[0]);
     }
-    sync();
-    Lookup ahead;
+    sync_copying();
     if (slots[0].unit.exists) ahead = this->begin_lookup(slots[0].unit);
+  }
+
+  // The pages of the next tile are asked for before this one is copied.  A slot is written again when its tile's successor,
+  // too, has been computed, for who ends a segment still reads it.
+  __device__ void look_up(TileSlot& slot, TileSlot& next, Lookup& ahead) {
+    this->end_lookup(ahead, slot, slot.unit.kv_head);
+    if (member == kGuide) describe_next(next);
+    sync_copying();
+    if (next.unit.exists) ahead = this->begin_lookup(next.unit);
+    if (slot.unit.begins) prefetch_rows(slot.unit);
+  }
+
+  __device__ void copy_tiles(const SharePosition& share) {
+    Lookup ahead;
+    look_up_first(share, ahead);
     int stage = 0, parity = 1, at = 0;  // the phase before the first counts as ended
 #pragma unroll 1
     for (;;) {
       TileSlot &slot = slots[at], &next = slots[at + 1 == kSlots ? 0 : at + 1];
       const bool exists = slot.unit.exists;
-      if (exists) {
-        this->end_lookup(ahead, slot, slot.unit.kv_head);
-        if (member == kGuide) describe_next(next);
-        sync();
-        if (next.unit.exists) ahead = this->begin_lookup(next.unit);
-        if (slot.unit.begins) prefetch_rows(slot.unit);
-      }
+      if (exists) look_up(slot, next, ahead);
       mbarrier_wait(empty(stage), parity);
       if (exists) this->load_stage(stage0 + stage * S::kStageBytes, slot);
       cp_async_arrive(full(stage));
@@ -239,6 +260,47 @@ struct WarpgroupKernel : Softmax {
       if (++stage == kStages) {
         stage = 0;
         parity ^= 1;
+      }
+    }
+    let_next_kernel_start();
+  }
+
+  // The same with raw tiles between the cache and the stages.  Tile j is copied in iteration j, to where tile j - kRawTiles
+  // lay, which is widened in this iteration.
+  __device__ void widen_tiles(const SharePosition& share) {
+    const auto widener = TileWidener<S>::make(*this, stage0 + S::kRingBytes);
+    Lookup ahead;
+    look_up_first(share, ahead);
+    int stage = 0, parity = 1, at = 0, raw = 0;
+    bool more = true, arrives = false;  // is there a tile to copy, to widen?
+#pragma unroll 1
+    for (;;) {
+      TileSlot &slot = slots[at], &next = slots[at + 1 == kSlots ? 0 : at + 1];
+      const TileSlot& done = slots[at < kRawTiles ? at + kSlots - kRawTiles : at - kRawTiles];
+      more = more && slot.unit.exists;
+      if (more) look_up(slot, next, ahead);
+      const bool exists = arrives && done.unit.exists;
+      typename TileWidener<S>::Pieces pieces;
+      if (exists) {
+        cp_async_wait<kRawTiles - 1>();
+        widener.read(raw, pieces);
+      }
+      if (more) widener.copy(raw, slot);
+      cp_async_commit();
+      if (arrives) {
+        mbarrier_wait(empty(stage), parity);
+        if (exists) widener.store(stage0 + stage * S::kStageBytes, pieces);
+        mbarrier_arrive(full(stage));  // the fence between stores and products is that of who waits
+        if (!exists) break;
+        if (++stage == kStages) {
+          stage = 0;
+          parity ^= 1;
+        }
+      }
+      at = at + 1 == kSlots ? 0 : at + 1;
+      if (++raw == kRawTiles) {
+        raw = 0;
+        arrives = true;
       }
     }
     let_next_kernel_start();
@@ -279,7 +341,7 @@ __global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
     paged_attention_warpgroup_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char memory[];
-  char* after = memory + S::kRingBytes;
+  char* after = memory + S::kRingBytes + S::kRawBytes;
   auto* scratch = reinterpret_cast<typename Softmax::Scratch*>(after + S::kQueryBytes);
   auto* slots = reinterpret_cast<Slot<S::kTile>*>(scratch + 1);
   const uint32_t barriers = shared_address(slots + S::kSlots);
@@ -291,11 +353,14 @@ __global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
 
 template <class S, class Softmax>
 bool launch_warpgroup_kernel(const Problem& p, RowClass rows, const Launch& launch) {
-  constexpr int kSharedBytes = S::kRingBytes + S::kQueryBytes + S::kSlots * static_cast<int>(sizeof(Slot<S::kTile>)) +
+  constexpr int kSharedBytes = S::kRingBytes + S::kRawBytes + S::kQueryBytes +
+                               S::kSlots * static_cast<int>(sizeof(Slot<S::kTile>)) +
                                static_cast<int>(sizeof(typename Softmax::Scratch)) + 2 * S::kStages * 8;
+  static_assert(S::kBlocksPerSm * (kSharedBytes + 1024) <= 228 * 1024);
   static PerDevice resident;
   return launch_line(paged_attention_warpgroup_kernel<S, Softmax>, kSharedBytes, S::kUnitTokens,
-                     tiling_of(rows, p.a.head_size), cache_copies<S>(p.a), p, launch, resident, S::kBlock);
+                     tiling_of(rows, p.a.head_size), cache_copies<S, S::kCacheBytes>(p.a), p, launch, resident,
+                     S::kBlock);
 }
 
 }  // namespace pykv::attention
