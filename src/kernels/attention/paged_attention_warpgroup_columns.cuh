@@ -1,4 +1,5 @@
-// Up to 16 or 32 query rows against tiles of 64 tokens by the tensor cores of sm_90a, for caches in rows of tokens: as paged_attention_warpgroup.cuh, but with tokens as the rows of the products and queries as their columns.
+// Up to 16 or 32 query rows against tiles of 64 tokens by the tensor cores of sm_90a, for caches in rows of tokens: as
+// paged_attention_warpgroup.cuh, but with tokens as the rows of the products and queries as their columns.
 //
 //   S^T = K Q^T     both in shared memory: 64 tokens x 16 or 32 queries in kD / 16 products
 //   O^T = V^T P^T   both in shared memory: 64 dimensions x as many queries, or twice as many: weights of bf16 have two parts,
