@@ -18,7 +18,10 @@ namespace pykv::attention {
 
 template <class Element, int kHeadSize, int kQueryRows>
 struct WarpgroupColumnsShape : WarpgroupShape<Element, kHeadSize> {
+  using More = WarpgroupShape<Element, kHeadSize>;
   static constexpr bool kQueryColumns = true;
+  static constexpr int kComputeRegisters = More::kWidened ? 168 : More::kComputeRegisters;
+  static constexpr int kCopyRegisters = 256 - kComputeRegisters;
   static constexpr int kRows = kQueryRows;
   static constexpr int kQueryBytes = kRows * kHeadSize * 2;
 };
