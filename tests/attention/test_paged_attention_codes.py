@@ -12,10 +12,10 @@ import pykv
 
 
 @pytest.mark.parametrize("head_size", [96, 128])
-@pytest.mark.parametrize("heads", [1, 2, 4, 16])
+@pytest.mark.parametrize(("heads", "room"), [(1, 1), (2, 1), (4, 1), (16, 1), (32, 10_000), (64, 10_000)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", inputs.ONE_BYTE)
-def test_every_code(array: Library, kind: str, dtype: str, heads: int, head_size: int) -> None:
+def test_every_code(array: Library, kind: str, dtype: str, heads: int, room: int, head_size: int) -> None:
     """Of a lone key the value comes out as it is; and for a query of one 1, an element of the key as ``lse``."""
     element = inputs.ONE_BYTE[kind]
     codes = np.arange(256, dtype=np.uint8).view(element)
@@ -32,7 +32,7 @@ def test_every_code(array: Library, kind: str, dtype: str, heads: int, head_size
         array.input(query),
         array.input(key_cache),
         array.input(value_cache),
-        array.input(np.arange(256, dtype=np.int32)[:, None]),
+        array.input(np.repeat(np.arange(256, dtype=np.int32)[:, None], room, axis=1)),
         array.input(np.ones(256, np.int32)),
         kv_cache_dtype=kind,
         scale=1.0,

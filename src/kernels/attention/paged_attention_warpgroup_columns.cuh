@@ -1,4 +1,5 @@
-// Up to 16 or 32 query rows against tiles of 64 tokens by the tensor cores of sm_90a, for caches in rows of tokens: as paged_attention_warpgroup.cuh, but with tokens as the rows of the products and queries as their columns.
+// Up to 16 or 32 query rows against tiles of 64 tokens by the tensor cores of sm_90a, for caches in rows of tokens: as
+// paged_attention_warpgroup.cuh, but with tokens as the rows of the products and queries as their columns.
 //
 //   S^T = K Q^T     both in shared memory: 64 tokens x 16 or 32 queries in kD / 16 products
 //   O^T = V^T P^T   both in shared memory: 64 dimensions x as many queries, or twice as many: weights of bf16 have two parts,
@@ -17,7 +18,10 @@ namespace pykv::attention {
 
 template <class Element, int kHeadSize, int kQueryRows>
 struct WarpgroupColumnsShape : WarpgroupShape<Element, kHeadSize> {
+  using More = WarpgroupShape<Element, kHeadSize>;
   static constexpr bool kQueryColumns = true;
+  static constexpr int kComputeRegisters = More::kWidened ? 168 : More::kComputeRegisters;
+  static constexpr int kCopyRegisters = 256 - kComputeRegisters;
   static constexpr int kRows = kQueryRows;
   static constexpr int kQueryBytes = kRows * kHeadSize * 2;
 };
