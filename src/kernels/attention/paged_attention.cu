@@ -243,7 +243,7 @@ const ReportNames& report_names(const char* op) {
 
 bool may_use_warpgroups(const PagedAttentionArgs& a, RowClass rows, int device) {
   const bool same = a.kv_format == KvFormat::kSame;
-  const bool suits_rows = rows == RowClass::kSome || rows == RowClass::kMore || (same && rows == RowClass::kFew);
+  const bool suits_rows = rows == RowClass::kMore || (same && (rows == RowClass::kFew || rows == RowClass::kSome));
   const bool suits_cache = same || (a.kv_format != KvFormat::kNvfp4 && a.key.chunk >= a.head_size);
   return suits_rows && suits_cache && a.value.dim == 1 && a.head_size <= 128 && !a.batch_invariant &&
          has_warpgroups(device);
@@ -373,6 +373,7 @@ void paged_attention_cuda(const PagedAttentionArgs& args, const Launch& launch) 
   p.bad_query = launch.reporter(names.cu_query_lens);
   p.a.max_seq_len = std::min({args.max_seq_len, args.max_blocks_per_seq * args.block_size, int64_t{kNoWindow}});
   p.group = args.num_heads / args.num_kv_heads;
+  p.ways = 1;
   // One that can hide nothing is none.
   const bool hides = args.window > 0 && (args.window < p.a.max_seq_len || (!args.causal && args.cu_query_lens.data));
   p.window = static_cast<int>(hides ? std::min(args.window, int64_t{kNoWindow}) : kNoWindow);
@@ -384,7 +385,6 @@ void paged_attention_cuda(const PagedAttentionArgs& args, const Launch& launch) 
   p.sparse_stride = small(args.sparse.vert_stride);
   p.sparse_local = small(args.sparse.local_blocks);
   if (p.sparse) {
-    p.sparse_end = kNoWindow;
     p.by_sparse_block = Divider(p.sparse_block);
     p.by_sparse_stride = Divider(p.sparse_stride);
     const int64_t stride = p.sparse_stride, step = args.sparse.sliding_step,

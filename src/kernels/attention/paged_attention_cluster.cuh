@@ -60,7 +60,8 @@ struct ClusterKernel : DecodeLoader<S> {
   char* rings;  // all warps' stages
   Exchange<S>& exchange;
   const int warps = blockDim.x / 32;
-  const int task = p.by_cluster.quotient(blockIdx.x), rank = p.by_cluster.remainder(blockIdx.x);
+  const int rank = p.by_cluster.remainder(blockIdx.x), cluster_index = p.by_cluster.quotient(blockIdx.x);
+  const int task = S::kManyTokens ? p.by_ways.quotient(cluster_index) : cluster_index;
   const int sequence = task / p.a.num_kv_heads, kv_head = task - sequence * p.a.num_kv_heads;
 
   // With kManyTokens: the first key that a query sees, where its tile begins, and the sequence's length.
@@ -278,7 +279,7 @@ constexpr int64_t kMostOfFew = 8192;  // tokens of a sequence, where it is not a
 template <class S>
 ClusterSize cluster_size(const Problem& p, const Launch& launch) {
   constexpr int64_t kMostOfMany = 2048;
-  const int64_t heads = p.a.num_seqs * p.a.num_kv_heads;
+  const int64_t heads = p.a.num_seqs * p.a.num_kv_heads * p.ways;
   const auto kernel = reinterpret_cast<const void*>(cluster_kernel<S>());
   static PerDevice resident[S::kColumns + 1][kMostBlocks + 1];
   const int group = S::kInvariant ? p.group : 0;  // else the room does not depend on it
@@ -334,7 +335,7 @@ ClusterSize wide_size(const Problem& p, const ClusterSize& usual, const Launch& 
 
 template <class S>
 bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& launch) {
-  const int64_t blocks = p.a.num_seqs * p.a.num_kv_heads * size.blocks;
+  const int64_t blocks = p.a.num_seqs * p.a.num_kv_heads * p.ways * size.blocks;
   if (blocks == 0 || blocks >= int64_t{1} << 31) return false;
   const int bytes = cluster_bytes<S>(p.group, size.blocks, size.warps, launch.device);
   if (bytes == 0) return false;

@@ -117,7 +117,7 @@ struct ColumnQueries : TileLoader<S> {
     }
     const int first = row_of(p, u, 0).position, last = row_of(p, u, p.tile_tokens * p.tile_heads - 1).position;
     if constexpr (S::kSharedQueries) {
-      if (threadIdx.x == 0) {  // nobody reads these now
+      if (warp < S::kHeads && lane == 0) {  // of each KV head one; nobody reads these now
         s.shared->all_from = first_seen(p, last);
         s.shared->all_to = last_seen(p, first);
       }

@@ -1,6 +1,6 @@
 // Decoding proper: one query token for each sequence, which sees all its keys, those of a window or those of block sparsity, at
 // most 16 query heads for a KV head, and pages of a multiple of eight tokens.  With kManyTokens, of caches of one byte: several
-// tokens, which are at most eight queries with their heads.
+// tokens, which are at most 16 queries with their heads.
 //
 // What paged_attention_mma.cuh does for any batch, in the fewest steps from the start of the kernel to the first copy: a
 // warp finds its place from the lengths by itself, walks on in registers, and starts the copies of a tile before it works

@@ -42,7 +42,7 @@ struct DecodePages : ColumnsOf<S> {
     uint32_t rest;
     const int i = static_cast<int>(p.by_sparse_block(at, rest));
     const int block = i < of_stride ? first + i * p.sparse_stride : first_local + i - of_stride;
-    return block > last ? p.sparse_end : block * p.sparse_block + static_cast<int>(rest);
+    return block > last ? kNoWindow : block * p.sparse_block + static_cast<int>(rest);
   }
 
   // Of any KV head: as many at the most.  The last block, which may not be whole, is the last of those that are seen, too.

@@ -45,7 +45,7 @@ inline Tiling tiling_of(RowClass rows, int head_size) {
   }
 }
 
-// Can four warps together multiply so many rows of a KV head?  Few of them only where cache elements have 16 bits.
+// Can four warps together multiply so many rows of a KV head?  Less than 64 only where cache elements have 16 bits.
 bool may_use_warpgroups(const PagedAttentionArgs& a, RowClass rows, int device);
 
 // Completes `p` for a tiling (rows, workspace) and returns the grid: as many blocks as run at once, at most
@@ -155,7 +155,7 @@ bool launch_decode_e4m3(const Problem& p, const Launch& launch);
 bool launch_decode_e5m2(const Problem& p, const Launch& launch);
 bool launch_decode_int8(const Problem& p, const Launch& launch);
 bool launch_decode_nvfp4(const Problem& p, const Launch& launch);
-// Up to 64 rows of short calls, and up to eight of caches of one byte.  False if the call is not for these kernels.
+// Up to 64 rows of short calls, and up to 16 of caches of one byte.  False if the call is not for these kernels.
 bool launch_tokens_f16(const Problem& p, const Launch& launch);
 bool launch_tokens_bf16(const Problem& p, const Launch& launch);
 bool launch_tokens_e4m3(const Problem& p, const Launch& launch);

@@ -37,6 +37,8 @@ struct Problem {
   Divider by_grid;    // the main kernel's blocks
   int cluster;        // blocks for a KV head of a sequence, where such a cluster takes it whole
   Divider by_cluster;
+  int ways;  // clusters beside each other, which take a sequence's query tiles in turn
+  Divider by_ways;
   unsigned early_blocks;  // so many are there, or nearly, before the kernel before has ended
   int block_items;        // four columns of a query each, that a block of it finishes, at most
   Divider by_block_items;
@@ -50,7 +52,6 @@ struct Problem {
   bool sparse;
   int sparse_block, sparse_stride, sparse_local;  // of BlockSparse, each at most kNoWindow
   Divider by_sparse_block, by_sparse_stride;
-  int sparse_end;                       // no token of any sequence
   int sparse_shift, sparse_head_shift;  // offsets of KV head h are shift + h * head_shift (mod stride), if heads of a
                                         // group are alike
   int pitch;                            // floats from one partial row to the next

@@ -52,7 +52,6 @@ struct Shape {
   static constexpr bool kHidesKeys = false;      // decoding proper: windows and block sparsity
   static constexpr bool kHalfLinesMeet = false;  // ... reads heads of 64 bytes with their neighbours
   static constexpr bool kFolded = false;         // ... takes two KV heads as one: paged_attention_fold.cuh
-  static constexpr bool kOneToken = false;       // all rows see the same keys: those that the pages hold
   static constexpr bool kQueriesInRegisters = kMore ? kBytes == 2 : kOneRowTile && kD <= 128;
 
   static constexpr int kBlock = kThreads;

@@ -291,7 +291,7 @@ struct RowSoftmax : RowQueries<S> {
           });
         }
         if (masked) {
-          const uint32_t seen = S::kOneToken ? valid : valid & visible_places(u, row, first);
+          const uint32_t seen = valid & visible_places(u, row, first);
           for_each_score(s[i], h, [&](float& x, int r) {
             if (!(seen >> r & 1)) x = -INFINITY;
           });
@@ -307,11 +307,10 @@ struct RowSoftmax : RowQueries<S> {
       constexpr uint32_t kAll = S::kStep == 32 ? ~0u : (1u << S::kStep) - 1;
       const uint32_t valid = tile_valid[r0 / 32] >> r0 % 32 & kAll;
       const int first = u.first_token + r0, last = first + S::kStep - 1;
-      const bool hidden = !S::kOneToken && p.a.causal ? first > state.last_position : false;
+      const bool hidden = p.a.causal && first > state.last_position;
       if (valid == 0 || hidden) continue;
       const bool masked =
-          valid != kAll ||
-          (!S::kOneToken && (p.sparse || hides_some(p, first, last, state.first_position, state.last_position)));
+          valid != kAll || p.sparse || hides_some(p, first, last, state.first_position, state.last_position);
 
       float s[S::kRowTiles][S::kStep / 8][4];
       scores(stage, r0, state, s);

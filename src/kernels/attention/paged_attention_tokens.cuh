@@ -1,9 +1,9 @@
 // Short calls of decoding with a window or block sparsity, with several query tokens for each sequence, as in
 // speculative decoding, or with more than 16 heads in a group: the clusters of paged_attention_cluster.cuh, whose
-// columns are query tokens times heads, up to 32 of them (of size 256: 16). What does not fit these, as many again or a
-// sequence that has more tokens than the mean, is done after the others by the same cluster. Where blocks have no room
-// for so many columns, and elements are of one byte, which the other kernels have to widen for few rows at a time, half
-// as many are done up to four times.
+// columns are query tokens times heads, up to 32 of them (of size 256: 16).  As many again are another cluster's, beside it;
+// what a sequence has beyond that, where it has more tokens than the mean, these clusters do afterwards.  Where blocks have no
+// room for so many columns, and elements are of one byte, which the other kernels have to widen for few rows at a time, half as
+// many are done up to four times.
 //
 // Chain: lengths and pages at once -> queries, tiles -> sums -> one exchange -> output, for each tile of queries.
 #pragma once
@@ -18,6 +18,7 @@ struct TokensKernel : ClusterKernel<S> {
   using Base = DecodeLoader<S>;
   using Base::p;
   using Cluster::begin;
+  using Cluster::cluster_index;
   using Cluster::first_seen;
   using Cluster::kTile;
   using Cluster::kv_head;
@@ -41,13 +42,15 @@ struct TokensKernel : ClusterKernel<S> {
     Sequence seq = clamp_sequence(p, raw);
     const int tiles =
         takes(p, seq) ? (seq.query_len + p.tile_tokens - 1) / p.tile_tokens * p.head_tiles : 0;  // of queries
-    if (rank == 0 && kv_head == 0 && threadIdx.x == 0) report_sequence(p, raw);
-    if (tiles == 0 && p.cluster > 1) cluster_wait();
+    const int way = p.by_ways.remainder(cluster_index);
+    if (rank == 0 && kv_head == 0 && way == 0 && threadIdx.x == 0) report_sequence(p, raw);
+    if (way >= tiles && p.cluster > 1) cluster_wait();
+    int parity = 0;
     State state;
     if constexpr (S::kSharedQueries) state.shared = &this->exchange;
 #pragma unroll 1
-    for (int i = 0; i < tiles; ++i) {
-      if (i > 0) {
+    for (int i = way; i < tiles; i += p.ways) {
+      if (i > way) {
         seq = kept(seq);
         exchange_again();
       }
@@ -64,14 +67,15 @@ struct TokensKernel : ClusterKernel<S> {
       const int last = min(first + p.tile_tokens, seq.len) - 1;
       const int end = static_cast<int>(clamp(int64_t{last_seen(p, last)} + 1, 0, seq.len));
       look_from(seq.len, first);
-      if (i > 0 || !sees_all) ids = this->look_up_tiles(0);
+      if (i > way || !sees_all) ids = this->look_up_tiles(0);
       this->fetch_queries(u, state);
       this->attend_keys(ids, end, state, [&] {
         this->settle(kv_head, state);
         if (p.cluster > 1) cluster_wait();  // all blocks are there; the first tile is still on its way
-        if (i == tiles - 1 && (p.cluster <= 2 || end - begin <= 2048)) let_next_kernel_start();
+        if (i + p.ways >= tiles && (p.cluster <= 2 || end - begin <= 2048)) let_next_kernel_start();
       });
-      this->finish(state, i % 2, [&](int column) { return row_of(p, kept(u), column); });
+      this->finish(state, parity, [&](int column) { return row_of(p, kept(u), column); });
+      parity ^= 1;
     }
   }
 
@@ -134,7 +138,14 @@ bool launch_tokens_kernel(Problem p, const Launch& launch) {
   p.tile_tokens = static_cast<int>(std::min<int64_t>(p.tile_tokens, tokens));
   const int64_t tiles = (tokens + p.tile_tokens - 1) / p.tile_tokens * p.head_tiles;
   if (tiles > kMostTiles || (tiles > 1 && most_keys<S>(p) > kMostOfFew)) return false;
-  const ClusterSize size = cluster_size<S>(p, launch);
+  // Clusters beside each other read the same keys at about the same time, so that only one reads them from memory.
+  const auto size_for = [&](int64_t ways) {
+    p.ways = static_cast<int>(ways);
+    p.by_ways = Divider(ways);
+    return cluster_size<S>(p, launch);
+  };
+  ClusterSize size = size_for(tiles);
+  if (tiles > 1 && size.warps < S::kWarps) size = size_for(1);
   constexpr bool kTwoFit = 2 * (cluster_shared_bytes<S>(S::kWarps / 2) + 1024) <= 228 << 10;
   if (!kTwoFit && size.warps < S::kWarps) return false;  // blocks of half the size, of which an SM should have two
   return launch_cluster_kernel<S>(p, size, launch);

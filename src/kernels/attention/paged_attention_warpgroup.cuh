@@ -5,8 +5,8 @@
 //   O = P V       P in registers, V in shared memory: 64 x kD in four products, or eight: bf16 weights have two parts
 //
 // A warp has 16 rows, as there, and nothing but the products is done together.  A K or V element comes from shared memory
-// once for 64 rows.  Up to 32 are the columns of products: paged_attention_warpgroup_columns.cuh.  Elements of one byte come as
-// halves, which the copying warps have made of them: paged_attention_warpgroup_widen.cuh.
+// once for 64 rows.  Up to 32, of 16 bits, are the columns of products: paged_attention_warpgroup_columns.cuh.  Elements of one
+// byte come as halves, which the copying warps have made of them: paged_attention_warpgroup_widen.cuh.
 #pragma once
 
 #include "attention/paged_attention_results.cuh"

@@ -1,5 +1,5 @@
-// Up to 16 or 32 query rows against tiles of 64 tokens by the tensor cores of sm_90a, for caches in rows of tokens: as
-// paged_attention_warpgroup.cuh, but with tokens as the rows of the products and queries as their columns.
+// Up to 16 or 32 query rows against tiles of 64 tokens by the tensor cores of sm_90a, for caches of 16-bit elements in rows of
+// tokens: as paged_attention_warpgroup.cuh, but with tokens as the rows of the products and queries as their columns.
 //
 //   S^T = K Q^T     both in shared memory: 64 tokens x 16 or 32 queries in kD / 16 products
 //   O^T = V^T P^T   both in shared memory: 64 dimensions x as many queries, or twice as many: weights of bf16 have two parts,
@@ -18,10 +18,7 @@ namespace pykv::attention {
 
 template <class Element, int kHeadSize, int kQueryRows>
 struct WarpgroupColumnsShape : WarpgroupShape<Element, kHeadSize> {
-  using More = WarpgroupShape<Element, kHeadSize>;
   static constexpr bool kQueryColumns = true;
-  static constexpr int kComputeRegisters = More::kWidened ? 168 : More::kComputeRegisters;
-  static constexpr int kCopyRegisters = 256 - kComputeRegisters;
   static constexpr int kRows = kQueryRows;
   static constexpr int kQueryBytes = kRows * kHeadSize * 2;
 };
@@ -57,12 +54,7 @@ struct WarpgroupColumns : TileLoader<S> {
   Scratch& scratch;
   uint32_t queries;  // shared address
 
-  struct Scales {
-    float scale[kMine];  // from q . k to the logit, in base 2, if `plain`; else 1
-  };
-  struct OneScale {};
-
-  struct State : std::conditional_t<S::kScaled, Scales, OneScale> {
+  struct State {
     float o[kParts][kWeights / 2];      // of dimensions 64 part + 16 warp + 8 h + lane / 4
     float maximum[kMine], sum[kMine];   // the sum is of this lane's tokens
     int first_position, last_position;  // of the rows
@@ -82,12 +74,10 @@ struct WarpgroupColumns : TileLoader<S> {
 
   // All have left the queries before: a barrier came after the last products with them.
   __device__ void begin_segment(const Unit& u, State& s) {
-    const float k_scale = S::kScaled ? p.a.k_scale[u.kv_head] : 1.f;
-    s.plain = p.plain_logits && k_scale > 0;
+    s.plain = p.plain_logits;
     if (member < kColumns) {
       const Row row = row_of(p, u, member);
       RowState state{row.position, 0, p.a.scale, 0};
-      if constexpr (S::kScaled) state.scale *= k_scale * (s.plain ? kLog2e : 1.f);
       if (p.a.alibi_slopes && row.valid) state.slope = p.a.alibi_slopes[row.head];
       if (p.sparse) state.sparse_offset = sparse_offset(p, row.head, u.kv_head);
       scratch.rows[member] = state;
@@ -102,12 +92,8 @@ struct WarpgroupColumns : TileLoader<S> {
       if (row.valid && chunk * 8 < p.a.head_size)
         x[i] = *reinterpret_cast<const uint4*>(this->query_row(row) + chunk * 8);
     }
-    if (S::kScaled && p.a.dtype == DType::kBFloat16) sync();  // the rows' scales are there
 #pragma unroll
     for (int i = 0; i < kColumns / kRowsAtOnce; ++i) {
-      if constexpr (S::kScaled) {
-        if (p.a.dtype == DType::kBFloat16) x[i] = halve<kPieces>(x[i], scratch.rows[r0 + i * kRowsAtOnce].scale);
-      }
       const uint32_t at = queries + chunk / 8 * kColumns * 128 + swizzled<128>(r0 + i * kRowsAtOnce, chunk % 8);
       asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[i].x), "r"(x[i].y), "r"(x[i].z),
                    "r"(x[i].w)
@@ -125,26 +111,6 @@ struct WarpgroupColumns : TileLoader<S> {
     for (int i = 0; i < kMine; ++i) {
       s.maximum[i] = -INFINITY;
       s.sum[i] = 0;
-      if constexpr (S::kScaled) s.scale[i] = s.plain ? scratch.rows[column(i)].scale : 1.f;
-    }
-  }
-
-  // Neighbouring lanes have a query's pieces.  Its scale takes what the halves' scores are to be multiplied by.
-  template <int kPieces>
-  static __device__ uint4 halve(uint4 x, float& scale) {
-    float largest = fmaxf(fmaxf(largest_of(x.x), largest_of(x.y)), fmaxf(largest_of(x.z), largest_of(x.w)));
-#pragma unroll
-    for (int m = 1; m < kPieces; m *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, m));
-    const HalfScale by(largest);
-    if (threadIdx.x % kPieces == 0) scale *= by.undo;
-    return {by.halves(x.x), by.halves(x.y), by.halves(x.z), by.halves(x.w)};
-  }
-
-  __device__ float scale_of(const State& s, int i) const {
-    if constexpr (S::kScaled) {
-      return s.scale[i];
-    } else {
-      return s.plain ? p.a.scale * kLog2e : 1.f;
     }
   }
 
@@ -212,14 +178,15 @@ struct WarpgroupColumns : TileLoader<S> {
   // so that it follows when one of them says so.  The vote is also the barrier after which nobody reads the keys.
   __device__ void weigh(const Scores& s, uint32_t stage, State& state) const {
     constexpr float kLag = 8;
+    const float scale = state.plain ? p.a.scale * kLog2e : 1.f;
     float most = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       const float x = fmaxf(s[place_of(i, 0)], s[place_of(i, 1)]);
-      most = fmaxf(most, fmaf(x, scale_of(state, i), -state.maximum[i]));
+      most = fmaxf(most, fmaf(x, scale, -state.maximum[i]));
     }
     if (any_of_warpgroup(kBarrier, most > kLag)) [[unlikely]]
-      follow_maximum(s, state);
+      follow_maximum(s, scale, state);
     uint32_t weights[2][kChunks];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -229,7 +196,7 @@ struct WarpgroupColumns : TileLoader<S> {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float maximum = state.maximum[2 * n + e], base = maximum == -INFINITY ? 0.f : maximum;
-          x[e] = power_of_2(fmaf(s[place_of(2 * n + e, h)], scale_of(state, 2 * n + e), -base));
+          x[e] = power_of_2(fmaf(s[place_of(2 * n + e, h)], scale, -base));
           state.sum[2 * n + e] += x[e];
         }
         uint32_t& rounded = weights[h][n];
@@ -263,7 +230,7 @@ struct WarpgroupColumns : TileLoader<S> {
     }
   }
 
-  __device__ void follow_maximum(const Scores& s, State& state) const {
+  __device__ void follow_maximum(const Scores& s, float scale, State& state) const {
     float top[kMine];
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
@@ -275,7 +242,7 @@ struct WarpgroupColumns : TileLoader<S> {
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       for (int w = 0; w < 4; ++w) top[i] = fmaxf(top[i], scratch.of_warps[w][column(i)]);
-      const float now = fmaxf(top[i] * scale_of(state, i), state.maximum[i]);
+      const float now = fmaxf(top[i] * scale, state.maximum[i]);
       const float rescale = power_of_2(state.maximum[i] - (now == -INFINITY ? 0.f : now));
       state.maximum[i] = now;
       state.sum[i] *= rescale;
@@ -336,18 +303,14 @@ struct WarpgroupColumns : TileLoader<S> {
 
 template <class Element, int kHeadSize>
 bool launch_warpgroup_rows(const Problem& p, RowClass rows, const Launch& launch) {
-  using Few = WarpgroupColumnsShape<Element, kHeadSize, 16>;
-  using Some = WarpgroupColumnsShape<Element, kHeadSize, 32>;
   using More = WarpgroupShape<Element, kHeadSize>;
-  switch (rows) {
-    case RowClass::kFew:
-      if constexpr (!Few::kWidened) return launch_warpgroup_kernel<Few, WarpgroupColumns<Few>>(p, rows, launch);
-      return false;
-    case RowClass::kSome:
-      return launch_warpgroup_kernel<Some, WarpgroupColumns<Some>>(p, rows, launch);
-    default:
-      return launch_warpgroup_kernel<More, WarpgroupSoftmax<More>>(p, rows, launch);
+  if constexpr (!More::kWidened) {  // of those only 64 rows are worth it
+    using Few = WarpgroupColumnsShape<Element, kHeadSize, 16>;
+    using Some = WarpgroupColumnsShape<Element, kHeadSize, 32>;
+    if (rows == RowClass::kFew) return launch_warpgroup_kernel<Few, WarpgroupColumns<Few>>(p, rows, launch);
+    if (rows == RowClass::kSome) return launch_warpgroup_kernel<Some, WarpgroupColumns<Some>>(p, rows, launch);
   }
+  return launch_warpgroup_kernel<More, WarpgroupSoftmax<More>>(p, rows, launch);
 }
 
 // False if the device has too little shared memory.
