@@ -1,9 +1,8 @@
 // The queries of one KV head as columns of the MMAs (paged_attention_columns.cuh): from memory to fragments, and what a warp keeps
 // for them while it goes along the keys.
 //
-// With kSharedQueries they are so many that fragments and sums would not fit a warp's registers together. All warps of
-// the block have the same queries: each of the first ones fetches eight of them, and they lie in shared memory as the
-// lanes read them.
+// With kSharedQueries they are so many that fragments and sums would not fit a warp's registers together.  All warps of a KV
+// head have the same queries: each of the first ones fetches eight of them, and they lie in shared memory as the lanes read them.
 #pragma once
 
 #include <type_traits>
@@ -258,8 +257,7 @@ struct ColumnQueries : TileLoader<S> {
     if constexpr (S::kSharedQueries) {
       share_queries(s);
 #pragma unroll
-      for (int i = 0; i < kQueryTiles; ++i)
-        s.scale[i][0] = s.scale[i][1] = scales[0];  // without kScaled it is that of all
+      for (int i = 0; i < kQueryTiles; ++i) s.scale[i][0] = s.scale[i][1] = scales[0];  // of all, without kScaled
     }
     clear_sums(s);
   }

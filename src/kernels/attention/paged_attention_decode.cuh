@@ -381,10 +381,11 @@ struct DecodeKernel : DecodeWalk<S> {
 
 template <class S>
 constexpr int shared_queries_bytes() {
-  if constexpr (!S::kSharedQueries)
-    return 0;
-  else
+  if constexpr (S::kSharedQueries) {
     return S::kHeads * static_cast<int>(sizeof(SharedQueries<S>));
+  } else {
+    return 0;
+  }
 }
 
 template <class S>

@@ -1,8 +1,8 @@
 // Two KV heads that lie side by side, taken as one of twice the size, where one alone would fill half a tile.
 //
 // Their queries are the columns of one tile, and each is zero in the other head's dimensions: scores are right, and of the sums
-// a column's own head is half, the rest is left out.  So there are half as many tiles, which are whole lines of memory, and for
-// elements that are to be widened half the softmax of a byte; for it the products are twice as many, which is to be had.
+// a column's own head is half, the rest is left out.  So there are half as many tiles, whose rows are longer pieces of memory,
+// and for elements that are to be widened half the softmax of a byte.  The products are twice as many, for which there is time.
 //
 // Zero times what is no number is none, either: sums that are not finite are made again head by head (DecodeLoader::separate).
 #pragma once
@@ -16,7 +16,7 @@ struct Folded : Shape {
   static constexpr bool kFolded = true;
 };
 
-// Do they lie so, in rows of tokens, and are they enough for half the device?
+// Do they lie so, in rows of tokens, and are they enough for clusters on half the device?
 inline bool can_fold(const Problem& p) {
   const PagedAttentionArgs& a = p.a;
   constexpr int64_t kEnough = 16;
@@ -38,7 +38,7 @@ inline Problem fold(Problem p) {
 template <class Element, int kQueries>
 bool launch_folded_cluster(const Problem& p, const Launch& launch) {
   using Cluster = Folded<ClusterShape<Element, 128, false, kQueries, false, false>>;
-  constexpr int64_t kFew = 2048;  // keys, for which sixteen columns are no quicker
+  constexpr int64_t kFew = 2048;  // keys, for which 16 columns are no quicker than 8 of a head each
   if (kQueries > 8 && most_keys<Cluster>(p) <= kFew) return false;
   return launch_cluster_kernel<Cluster>(p, cluster_size<Cluster>(p, launch), launch);
 }
