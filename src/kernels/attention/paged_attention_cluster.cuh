@@ -118,7 +118,7 @@ struct ClusterKernel : DecodeLoader<S> {
   __device__ Base new_loader() const {
     int same_lane = lane;
     asm volatile("" : "+r"(same_lane));
-    return {{{{p, copies, same_lane}}}};
+    return {{{{{p, copies, same_lane}}}}};
   }
 
   // The keys before `end`, whose first pages are `ids`.  meanwhile(): what is done once the first tiles are on their way.
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
     paged_attention_cluster_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
   extern __shared__ __align__(1024) char memory[];
   ClusterKernel<S> kernel{
-      {{{{{p, copies}}}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)};
+      {{{{{{p, copies}}}}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)};
   kernel.run();
 }
 

@@ -9,6 +9,7 @@
 // Floor: KV bytes / bandwidth + the chain length -> page -> tile.
 #pragma once
 
+#include "attention/paged_attention_decode_suits.cuh"
 #include "attention/paged_attention_decode_walk.cuh"
 #include "cuda/mbarrier.cuh"
 
@@ -407,56 +408,12 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksPerSm)
   auto* left = reinterpret_cast<float*>(share + 1);
   auto* queries = reinterpret_cast<SharedQueries<S>*>(share + 1);
   if constexpr (S::kInvariant) {
-    DecodeKernel<S> kernel{{{{{{{{p, copies}}}}}}, *share}, parts, memory, *stats, left, queries, ticket};
+    DecodeKernel<S> kernel{{{{{{{{{p, copies}}}}}}}, *share}, parts, memory, *stats, left, queries, ticket};
     kernel.run();
   } else {
-    DecodeKernel<S> kernel{{{{{{{p, copies}}}}}, *share}, parts, memory, *stats, left, queries, ticket};
+    DecodeKernel<S> kernel{{{{{{{{p, copies}}}}}}, *share}, parts, memory, *stats, left, queries, ticket};
     kernel.run();
   }
-}
-
-template <class S>
-CacheCopies copies_of(const Problem& p) {
-  CacheCopies copies = cache_copies<S>(p.a);
-  if (S::kFolded) copies.head_bytes *= 2;
-  return copies;
-}
-
-// Can DecodeLoader bring this cache?
-template <class S>
-bool suits_loader(const Problem& p) {
-  const PagedAttentionArgs& a = p.a;
-  const bool packed_keys = a.key.chunk < a.head_size;
-  const auto fits = [](int64_t elements) { return elements >= 0 && elements * S::kBytes < int64_t{1} << 32; };
-  const bool strides = fits(a.key.block) && fits(a.key.token) && fits(a.key.head) && fits(a.value.block) &&
-                       fits(a.value.token) && fits(a.value.head);
-  return strides && a.block_size % kGroupTokens == 0 && packed_keys == S::kPackedV &&
-         a.num_blocks < (int64_t{1} << 31) && a.max_seq_len < kNoWindow - (1 << 20);
-}
-
-// Is what may be hidden by block sparsity in whole tiles, from all heads of a group or from none?
-template <class S>
-bool suits_sparsity(const Problem& p) {
-  if (!p.sparse) return true;
-  return !S::kTwins && p.a.sparse.sliding_step <= 0 && p.sparse_block % S::kTile == 0 && p.sparse_block < 1 << 20 &&
-         p.a.num_kv_heads * int64_t{p.sparse_stride} < 1 << 30;
-}
-
-// Can it take this call, whatever the lengths?
-template <class S>
-bool suits_decode(const Problem& p) {
-  const PagedAttentionArgs& a = p.a;
-  const int64_t most_places = (a.max_seq_len / S::kUnitTokens + 2) * a.num_kv_heads;
-  return suits_loader<S>(p) && a.cu_query_lens.data == nullptr && p.group <= S::kColumns &&
-         (p.sees_all() || (!S::kInvariant && suits_sparsity<S>(p))) && a.num_seqs * most_places < (int64_t{1} << 31);
-}
-
-// The same for several tokens of a sequence.
-template <class S>
-bool suits_tokens(const Problem& p) {
-  const int64_t most_places = (p.a.max_seq_len / S::kUnitTokens + 2) * p.a.num_kv_heads;
-  return suits_loader<S>(p) && !p.a.batch_invariant && p.group <= S::kColumns && p.sees_all() && p.min_rows == 0 &&
-         (p.a.num_seqs + p.a.num_tokens) * most_places < (int64_t{1} << 31);
 }
 
 // Of a call that suits.  False if the device has too little shared memory.

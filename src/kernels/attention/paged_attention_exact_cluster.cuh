@@ -262,8 +262,9 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
     paged_attention_exact_cluster_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
                                          uint64_t ticket) {
   extern __shared__ __align__(1024) char memory[];
-  ExactClusterKernel<S> kernel{
-      {{{{{{{{{p, copies}}}}}}}, ticket}, memory, reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)}};
+  ExactClusterKernel<S> kernel{{{{{{{{{{{p, copies}}}}}}}}, ticket},
+                                memory,
+                                reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)}};
   kernel.run();
 }
 

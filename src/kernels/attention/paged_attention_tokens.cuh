@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
     paged_attention_tokens_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
   extern __shared__ __align__(1024) char memory[];
   TokensKernel<S> kernel{
-      {{{{{{p, copies}}}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)}};
+      {{{{{{{p, copies}}}}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)}};
   kernel.run();
 }
 
