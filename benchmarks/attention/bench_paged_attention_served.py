@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench_paged_attention import BLOCK_SPARSE, Case, call, read, uniform
-from timing import Cuda, write_json
+from timing import Call, Cuda, write_json
 
 WORKLOADS = ((32, 8192), (8, 2048))
 
@@ -113,6 +114,10 @@ def seen_bytes(case: Case) -> int:
     return int(whole * seen.mean())
 
 
+def attend(case: Case, device: Cuda) -> Call:
+    return call(case, device)[0]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -123,9 +128,10 @@ def main() -> None:
     fast_times: dict[Case, float] = {}
     figures = []
 
-    def time(case: Case, num_bytes: int) -> float:
+    def time(num_bytes: int, make: Callable[[Any, Cuda], Call], what: object) -> float:
+        """Calls that see so many bytes each, of what make() makes of it."""
         copies = min(64, -(-3 * device.cache_bytes // num_bytes))
-        us = 1e6 * device.time([call(case, device)[0] for _ in range(copies)])
+        us = 1e6 * device.time([make(what, device) for _ in range(copies)])
         device.cupy.get_default_memory_pool().free_all_blocks()
         return us
 
@@ -133,13 +139,12 @@ def main() -> None:
         if arguments.only and case is not fast and not any(word in case.name for word in arguments.only.split("|")):
             continue
         num_bytes = seen_bytes(case)
-        us = time(case, num_bytes)
+        us = time(num_bytes, attend, case)
         if num_bytes not in reads:
-            copies = min(64, -(-3 * device.cache_bytes // num_bytes))
-            reads[num_bytes] = 1e6 * device.time([read(num_bytes, device) for _ in range(copies)])
+            reads[num_bytes] = time(num_bytes, read, num_bytes)
         like = as_long(fast, num_bytes)
         if like not in fast_times:
-            fast_times[like] = us if case is fast else time(like, num_bytes)
+            fast_times[like] = us if case is fast else time(num_bytes, attend, like)
         figures.append(Figure(case, num_bytes, us, reads[num_bytes], fast_times[like]))
 
     table = Table("case", "sequences", "cache")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from attention import inputs
 from attention.inputs import KINDS, Batch, Sizes
 from attention.test_paged_attention import check, rng
+from attention.test_paged_attention_served import begins
 from libraries import Library
 from tolerance import assert_attention
 
@@ -19,11 +22,11 @@ def sizes_of(kind: str) -> list[int]:
 
 
 def batch(
-    kind: str, head_size: int, group: int, kv_heads: int, room: int, dtype: str, begins: tuple[int, ...] = ()
+    kind: str, head_size: int, group: int, kv_heads: int, room: int, dtype: str, seen_from: Sequence[int] = ()
 ) -> Batch:
     sizes = Sizes(group * kv_heads, kv_heads, head_size)
     return inputs.batch(
-        rng(head_size + group), LENS, sizes, kind=kind, dtype=dtype, room=room, decode=True, begins=begins
+        rng(head_size + group), LENS, sizes, kind=kind, dtype=dtype, room=room, decode=True, begins=seen_from
     )
 
 
@@ -51,9 +54,9 @@ def test_options(array: Library, kind: str, head_size: int, option: str) -> None
         "window": {"window": 50},
         "lengths": {},
     }[option]
-    begins = tuple(max(0, n - 50) for _, n in LENS) if option == "window" else ()
+    seen_from = begins(LENS, 50) if option == "window" else ()
     for room in (0, 10_000):
-        b = batch(kind, head_size, group, kv_heads, room, "bfloat16", begins)
+        b = batch(kind, head_size, group, kv_heads, room, "bfloat16", seen_from)
         if option == "lengths":
             b = b.changed(seq_lens=np.zeros_like(b.seq_lens))
         check(array, b.changed(options=b.options | options))

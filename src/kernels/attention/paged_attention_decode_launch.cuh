@@ -47,13 +47,9 @@ bool launch_decode_way(const Problem& p, const Launch& launch) {
       return launch_decode_kernel<Deep>(p, launch);
     }
   }
-  if constexpr (Line::kHeads > 1) {  // where they are no pairs, or blocks have no room for them
-    const bool done = p.a.num_kv_heads % Line::kHeads == 0 && launch_decode_kernel<Line>(p, launch);
-    constexpr int kColumns = kQueries == 16 ? 16 : 8;
-    using Single = DecodeShape<Element, kD, kPackedV, kColumns, kForAnyBatch, false, true>;
-    return done || launch_decode_kernel<Single>(p, launch);
-  }
-  return launch_decode_kernel<Line>(p, launch);
+  constexpr int kColumns = kQueries == 16 ? 16 : 8;
+  using Single = DecodeShape<Element, kD, kPackedV, kColumns, kForAnyBatch, false, true>;
+  return launch_decode_line<Line, Single>(p, launch);
 }
 
 template <class Element, int kD, bool kPackedV, int kQueries>

@@ -56,13 +56,7 @@ bool launch_folded_line(const Problem& p, const Launch& launch) {
   using Line = Folded<DecodeShape<Element, kD, false, kQueries, false>>;
   constexpr int64_t kMany = 1024;  // keys; the ends of fewer are dearer
   if (!suits_decode<Line>(p) || most_keys<Line>(p) < kMany) return false;
-  if constexpr (Line::kHeads > 1) {
-    using Single = Folded<DecodeShape<Element, kD, false, kQueries, false, false, true>>;
-    const bool done = p.a.num_kv_heads % Line::kHeads == 0 && launch_decode_kernel<Line>(p, launch);
-    return done || launch_decode_kernel<Single>(p, launch);
-  } else {
-    return launch_decode_kernel<Line>(p, launch);
-  }
+  return launch_decode_line<Line, Folded<DecodeShape<Element, kD, false, kQueries, false, false, true>>>(p, launch);
 }
 
 template <class Element, int kD>

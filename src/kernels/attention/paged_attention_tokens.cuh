@@ -154,14 +154,10 @@ bool launch_tokens_kernel(Problem p, const Launch& launch) {
 // Of elements that are to be widened: on the line, with the queries of a sequence as up to 16 columns.
 template <class Element, bool kPackedV, int kColumns>
 bool launch_tokens_line(const Problem& p, const Launch& launch) {
-  using S = DecodeShape<Element, 128, kPackedV, kColumns, false, false, true, true>;
+  using Line = DecodeShape<Element, 128, kPackedV, kColumns, false, false, false, true>;
+  using Single = DecodeShape<Element, 128, kPackedV, kColumns, false, false, true, true>;
   const int64_t tokens = (p.a.num_tokens + p.a.num_seqs - 1) / p.a.num_seqs;
-  if (tokens * p.group > kColumns || !suits_tokens<S>(p)) return false;
-  using Pairs = DecodeShape<Element, 128, kPackedV, kColumns, false, false, false, true>;
-  if constexpr (Pairs::kHeads > 1) {
-    if (p.a.num_kv_heads % Pairs::kHeads == 0 && launch_decode_kernel<Pairs>(p, launch)) return true;
-  }
-  return launch_decode_kernel<S>(p, launch);
+  return tokens * p.group <= kColumns && suits_tokens<Line>(p) && launch_decode_line<Line, Single>(p, launch);
 }
 
 template <class Element>
