@@ -23,7 +23,7 @@ struct ClusterShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
   static constexpr int kUsualWarps = kD <= 128 ? 8 : 4;
   static constexpr int kWarps = kWide ? 12 : kUsualWarps, kColumns = kQueries;                 // warps at most
   static constexpr bool kSharedQueries = kTokens && (kQueries == 32 || kQueries * kD > 2048);  // registers have no room
-  static constexpr bool kTwins = kQueries == 4;
+  static constexpr bool kTwins = kQueries == 4, kWideBlocks = kWide;
   static constexpr bool kRaw = Few::kNvfp4;
   static constexpr int kHalvesBytes = kRaw ? Few::kStageBytes : 0;
   static constexpr int kStageBytes = kRaw ? nvfp4_bytes(2 * Few::kTile * kD) : Few::kStageBytes;
@@ -48,11 +48,11 @@ template <class S>
 struct ClusterKernel : DecodeLoader<S> {
   using Base = DecodeLoader<S>;
   using Base::copies;
-  using Base::kGroups;
   using Base::kQuads;
   using Base::lane;
   using Base::p;
   using Base::warp;
+  using typename Base::PageWords;
   using typename Base::State;
   static constexpr int kD = S::kD, kTile = S::kTile, kStages = S::kStages;
   static constexpr int kAtOnce = Base::kAtOnce;
@@ -74,10 +74,16 @@ struct ClusterKernel : DecodeLoader<S> {
     return p.sparse ? this->seen_token(kv_head, seen_len, at) : begin + at;
   }
 
-  // Lane: tile i + lane / kGroups, and of its groups lane % kGroups.  What lies past the end is no page, but in the table.
+  // What lies past the end is no page, but in the table.
   __device__ int look_up_tiles(int i) const {
-    const int token = first_token(i + lane / kGroups) + lane % kGroups * kGroupTokens;
+    const int token = this->token_to_look_up(i, [this](int tile) { return first_token(tile); });
     return token < p.a.max_seq_len ? this->look_up(sequence, token) : -1;
+  }
+
+  // With kByToken.
+  __device__ PageWords ask_for_tile(int i) const {
+    const int token = first_token(i) + lane % kTile;
+    return this->ask_for_page(sequence, token, token < p.a.max_seq_len);
   }
 
   __device__ void run() {
@@ -126,6 +132,10 @@ struct ClusterKernel : DecodeLoader<S> {
     // In iteration i the copies of tile i + stages - 1 start.  One body for all iterations: fetching instructions counts.
     const uint32_t stage0 = this->stage0();
     int later_ids = -1;
+    [[maybe_unused]] PageWords words[2];  // with kByToken: of the tiles after the one that starts next
+    if constexpr (S::kByToken) {
+      for (int k = 0; k < 2; ++k) words[k] = ask_for_tile(k + 1);
+    }
     uint32_t valid[kStages];  // of tiles i to i + stages - 1
     int at = 0, free = 0;     // the stages of the first and the last of these
     const auto after = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
@@ -134,12 +144,20 @@ struct ClusterKernel : DecodeLoader<S> {
       const int next = i + kStages - 1;
       TilePart part{sequence, end, kv_head, first_token(next), first_seen, 0, 0, true, false, false};
       if (part.first_token < end) {
-        if (next % kAtOnce == 0 && next > 0) ids = later_ids;
-        if (next % kAtOnce == kAtOnce - 1) later_ids = look_up_tiles(next + 1);
-        if constexpr (S::kSharedQueries) {
-          part.valid = new_loader().start(stage0 + free * S::kStageBytes, part, Base::pages_of(ids, next % kAtOnce));
+        if constexpr (S::kByToken) {
+          if (next > 0) {
+            ids = words[0].id();
+            words[0] = words[1];
+            words[1] = ask_for_tile(next + 2);
+          }
         } else {
-          part.valid = Base::start(stage0 + free * S::kStageBytes, part, Base::pages_of(ids, next % kAtOnce));
+          if (next % kAtOnce == 0 && next > 0) ids = later_ids;
+          if (next % kAtOnce == kAtOnce - 1) later_ids = look_up_tiles(next + 1);
+        }
+        if constexpr (S::kSharedQueries) {
+          part.valid = new_loader().start(stage0 + free * S::kStageBytes, part, ids, next % kAtOnce);
+        } else {
+          part.valid = Base::start(stage0 + free * S::kStageBytes, part, ids, next % kAtOnce);
         }
       }
       cp_async_commit();
@@ -172,6 +190,7 @@ struct ClusterKernel : DecodeLoader<S> {
 
   // row(column): whose results the column has.  parity: of the phase of the barrier.
   __device__ void finish(const State& state, int parity, auto&& row_of) const {
+    constexpr bool kInLoops = S::kWideBlocks || S::kColumns > 16;  // of so many items, or so few of the most warps
     constexpr int kRing = S::kRingBytes / 4;
     static_assert(S::kRingBytes >= Base::kLeftBytes);  // the warp's copies have all come and are read
     float* left = reinterpret_cast<float*>(rings);
@@ -181,38 +200,31 @@ struct ClusterKernel : DecodeLoader<S> {
 #pragma unroll 1
     for (int x = threadIdx.x; x < items; x += blockDim.x) {
       const int column = x / kQuads, place = sum_place<S::kD>(column, this->tile_dimension(column, x % kQuads * 4));
-      float top = -INFINITY;
-#pragma unroll 4
-      for (int w = 0; w < warps; ++w) top = fmaxf(top, exchange.stats.of[w][column].x);
-      PartSum sum;
-#pragma unroll 4
-      for (int w = 0; w < warps; ++w) {
-        sum.add(exchange.stats.of[w][column], *reinterpret_cast<const float4*>(left + w * kRing + place), top);
-      }
+      const PartSum sum = PartSum::of_parts<S::kWarps, kInLoops>(
+          warps, [&](int w) { return exchange.stats.of[w][column]; },
+          [&](int w) { return *reinterpret_cast<const float4*>(left + w * kRing + place); });
       if (p.cluster == 1) {  // for this thread
         exchange.parts[x] = sum.o;
-        exchange.part_stats[x] = {top, sum.sum};
+        exchange.part_stats[x] = {sum.maximum, sum.sum};
         continue;
       }
       const int to = p.by_block_items.quotient(x), at = rank * each + x - to * each;
       const uint32_t barrier = cluster_address(shared_address(&exchange.barrier), to);
       cluster_send(cluster_address(shared_address(&exchange.parts[at]), to), sum.o, barrier);
-      cluster_send(cluster_address(shared_address(&exchange.part_stats[at]), to), float2{top, sum.sum}, barrier);
+      cluster_send(cluster_address(shared_address(&exchange.part_stats[at]), to), float2{sum.maximum, sum.sum},
+                   barrier);
     }
     const int own = own_items();
     if (p.cluster > 1 && own > 0) cluster_receive(shared_address(&exchange.barrier), parity);
 #pragma unroll 1
     for (int i = threadIdx.x; i < own; i += blockDim.x) {
       const int x = rank * each + i, column = x / kQuads, d = x % kQuads * 4;
-      float top = -INFINITY;
-#pragma unroll 4
-      for (int b = 0; b < p.cluster; ++b) top = fmaxf(top, exchange.part_stats[b * each + i].x);
-      PartSum sum;
-#pragma unroll 4
-      for (int b = 0; b < p.cluster; ++b) sum.add(exchange.part_stats[b * each + i], exchange.parts[b * each + i], top);
+      const PartSum sum = PartSum::of_parts<kMostBlocks, kInLoops>(
+          p.cluster, [&](int b) { return exchange.part_stats[b * each + i]; },
+          [&](int b) { return exchange.parts[b * each + i]; });
       const Row row = row_of(column);
       if (S::kManyTokens && !row.valid) continue;
-      const float f = finish_row(p, row, this->kv_head_of(kv_head, column), top, sum.sum);
+      const float f = finish_row(p, row, this->kv_head_of(kv_head, column), sum.maximum, sum.sum);
       store_output<S>(p, row, d, {sum.o.x * f, sum.o.y * f, sum.o.z * f, sum.o.w * f});
     }
   }

@@ -1,6 +1,6 @@
 // Decoding proper: one query token for each sequence, which sees all its keys, those of a window or those of block sparsity, at
-// most 16 query heads for a KV head, and pages of a multiple of eight tokens.  With kManyTokens, of caches of one byte: several
-// tokens, which are at most 16 queries with their heads.
+// most 16 query heads for a KV head, and pages of a multiple of eight tokens (others: paged_attention_small_pages.cuh).  With
+// kManyTokens, of caches of one byte: several tokens, which are at most 16 queries with their heads.
 //
 // What paged_attention_mma.cuh does for any batch, in the fewest steps from the start of the kernel to the first copy: a
 // warp finds its place from the lengths by itself, walks on in registers, and starts the copies of a tile before it works
@@ -36,7 +36,7 @@ struct DecodeKernel : DecodeWalk<S> {
   using typename Base::State;
   using typename Line::Walk;
   using Part = PartOf<S>;
-  static constexpr int kD = S::kD, kTile = S::kTile, kStages = S::kStages, kGroups = Base::kGroups;
+  static constexpr int kD = S::kD, kTile = S::kTile, kStages = S::kStages;
 
   Part* parts;  // the warp's
   char* rings;  // all warps' stages
@@ -60,11 +60,18 @@ struct DecodeKernel : DecodeWalk<S> {
     return S::kHidesKeys && p.sparse ? this->seen_token(kv_head(w), w.len, at) : at;
   }
 
-  // For this tile and the next ones of the segment.
-  __device__ int look_up_tiles(const Walk& w) const {
-    const int token = first_token(w, w.tile + lane / kGroups) + lane % kGroups * kGroupTokens;
-    return token < w.len ? this->look_up(w.sequence, token) : -1;
+  // For this tile and the next ones of the segment; with kByToken for this one, and the warp does not wait for it.
+  using Ids = std::conditional_t<S::kByToken, typename Base::PageWords, int>;
+  __device__ Ids look_up_tiles(const Walk& w) const {
+    const int token = this->token_to_look_up(w.tile, [&](int tile) { return first_token(w, tile); });
+    if constexpr (S::kByToken) {
+      return this->ask_for_page(w.sequence, token, token < w.len);
+    } else {
+      return token < w.len ? this->look_up(w.sequence, token) : -1;
+    }
   }
+  static __device__ int ids_of(int ids) { return ids; }
+  static __device__ int ids_of(const typename Base::PageWords& words) { return words.id(); }
 
   // Whose queries and results column `column` has.
   __device__ Row row_of_part(const Part& part, int kv_head, int column) const {
@@ -226,7 +233,8 @@ struct DecodeKernel : DecodeWalk<S> {
 
   // Pages of the tiles from `first` on, as look_up_tiles() gives them.
   struct LookedUp {
-    int ids = -1, first = 0;
+    Ids ids;
+    int first;
   };
 
   // Starts the copies of the warp's tile at w, if there is one, and walks on.
@@ -249,7 +257,7 @@ struct DecodeKernel : DecodeWalk<S> {
       next.query_tile = w.query_tile;
     }
     if (w.exists) {
-      next.valid = this->start(stage, next, Base::pages_of(pages.ids, w.tile - pages.first));
+      next.valid = this->start(stage, next, ids_of(pages.ids), w.tile - pages.first);
       if (next.begins && !is_first) prefetch_queries(next);
       this->step(w);
       if (w.exists && (w.begins || w.tile == pages.first + Base::kAtOnce)) pages = {look_up_tiles(w), w.tile};
@@ -273,7 +281,7 @@ struct DecodeKernel : DecodeWalk<S> {
   __device__ void run() {
     wait_for_previous_kernel();
     Walk w = this->start_line();
-    LookedUp pages{-1, w.tile};
+    LookedUp pages{{}, w.tile};
     if (w.exists) pages.ids = look_up_tiles(w);
     if constexpr (!S::kInvariant) {
       attend_segments(w, pages, [this, first = 0](const Part& part, int stage, int offset, State& state) mutable {

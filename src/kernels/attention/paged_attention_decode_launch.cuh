@@ -33,6 +33,9 @@ bool launch_decode_way(const Problem& p, const Launch& launch) {
       if (launch_cluster_kernel<Usual>(p, size, launch)) return true;
     }
   }
+  if constexpr (kQueries == 16 && kD == 128 && !kForAnyBatch && !Line::kScaled) {
+    if (p.sees_all() && may_use_warpgroups(p.a, RowClass::kFew, launch.device)) return false;  // they are quicker
+  }
   if constexpr (kMayFold && kQueries == 8 && (kD == 64 || (kD == 128 && !Line::kNarrow))) {
     if (launch_folded_line<Element, 2 * kD>(p, launch)) return true;
   }

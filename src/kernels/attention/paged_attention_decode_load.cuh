@@ -119,6 +119,37 @@ struct DecodeLoader : DecodePages<S> {
     }
   }
 
+  // The same for rows of tokens each of which has its page looked up, by the lane of its place: `id`.  Returns the bits of the
+  // places with a key.
+  __device__ uint32_t load_by_token(uint32_t stage, const TilePart& part, int id) const {
+    const int token = part.first_token + lane;
+    const bool is_key = lane < kTile && token < part.len && this->is_seen(part, token);
+    const bool good = static_cast<uint32_t>(id) < static_cast<uint32_t>(p.a.num_blocks);
+    if (is_key && !good) [[unlikely]]
+      this->report_page(part.sequence, token);
+    const uint32_t valid = __ballot_sync(~0u, is_key && good);
+    if (valid == 0) return 0;
+    uint64_t key_row = 0, value_row = 0;  // from the head's first
+    if (is_key && good) {
+      const int o = p.block_size.remainder(token);
+      key_row = times(copies.key_block, id) + times(copies.key_token, o);
+      value_row = times(copies.value_block, id) + times(copies.value_token, o);
+    }
+    constexpr int kChunks = Columns::kChunks, kRows = 32 / kChunks;  // rows of a step of the warp
+    const int chunk = lane % kChunks, r0 = lane / kChunks;
+    const char* key = static_cast<const char*>(p.a.key.data) + times(copies.key_head, part.kv_head) + chunk * 16;
+    const char* value = static_cast<const char*>(p.a.value.data) + times(copies.value_head, part.kv_head) + chunk * 16;
+    const bool in_head = chunk * 16 < copies.head_bytes;
+#pragma unroll
+    for (int i = 0; i < Columns::kCopies; ++i) {
+      const int r = r0 + i * kRows, at = swizzled<S::kRowBytes>(r, chunk);
+      const bool read = in_head && (valid >> r & 1);
+      cp_async_16_once(stage + at, key + __shfl_sync(~0u, key_row, r), read);
+      cp_async_16_once(stage + S::kTileBytes + at, value + __shfl_sync(~0u, value_row, r), read);
+    }
+    return valid;
+  }
+
   // The same for packed pages of 16 tokens, or of a tile, where a head's keys are one piece, and so are its values.
   template <int kPage>
   __device__ void load_pages(uint32_t stage, int kv_head, const Pages& pages) const {
@@ -242,7 +273,12 @@ struct DecodeLoader : DecodePages<S> {
     }
   }
 
-  // Starts the copies of a tile; returns the bits of its places with a key.
+  // Starts the copies of a tile, the i-th of those whose pages the lanes have looked up together; returns the bits of its
+  // places with a key.
+  __device__ uint32_t start(uint32_t stage, TilePart& part, int ids, int i) const {
+    if constexpr (S::kByToken) return part.valid = load_by_token(stage, part, ids);
+    return start(stage, part, pages_of(ids, i));
+  }
   __device__ uint32_t start(uint32_t stage, TilePart& part, const Pages& pages) const {
     if constexpr (S::kRaw) {
       part.valid = valid_places(part, pages);
@@ -289,13 +325,13 @@ struct DecodeLoader : DecodePages<S> {
     constexpr bool kFinite = std::is_same_v<typename S::Element, Element8<KvFormat::kInt8>>;  // all codes
     if constexpr (!kFinite && (S::kTwins || S::kFolded)) {
       if (Columns::are_finite(state)) return;
-      // start(pages): of a tile's copies
+      // start(ids): of a tile's copies, whose pages the lanes have looked up
       const auto attend_again = [&](auto& o, auto&& start) {
 #pragma unroll 1
         for (part.first_token = first; part.first_token <= last; part.first_token += step) {
-          const int token = part.first_token + lane % kGroups * kGroupTokens;
+          const int token = this->token_to_look_up(0, [&](int) { return part.first_token; });
           __syncwarp();
-          start(pages_of(token < part.len ? look_up(part.sequence, token) : -1, 0));
+          start(token < part.len ? look_up(part.sequence, token) : -1);
           cp_async_commit();
           cp_async_wait<0>();
           __syncwarp();
@@ -316,7 +352,7 @@ struct DecodeLoader : DecodePages<S> {
   __device__ void separate_twins(uint32_t stage, TilePart& part, State& state, auto&& attend_again) const {
     typename Columns::template Sums<false> o{};
     const float sums[2] = {state.sum[0][0], state.sum[0][1]};  // they are complete, and so is the maximum
-    attend_again(o, [&](const Pages& pages) { part.valid = start(stage, part, pages); });
+    attend_again(o, [&](int ids) { part.valid = start(stage, part, ids, 0); });
     Columns::take_sums(state, o);
     state.sum[0][0] = sums[0];
     state.sum[0][1] = sums[1];
@@ -333,7 +369,8 @@ struct DecodeLoader : DecodePages<S> {
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       Columns::clear_sums(state);
-      attend_again(state.o, [&](const Pages& pages) {
+      attend_again(state.o, [&](int ids) {
+        const Pages pages = pages_of(ids, 0);
         part.valid = valid_places(part, pages);
         if (part.valid != 0) load(stage, part, pages, half * bytes, (half + 1) * bytes);
       });

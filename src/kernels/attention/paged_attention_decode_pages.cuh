@@ -1,6 +1,7 @@
 // Decoding proper: which keys a query sees, and where their pages are.
 //
-// The lanes look up the pages of the warp's next tiles together, a page for each eight tokens.
+// The lanes look up the pages of the warp's next tiles together, a page for each eight tokens; or, where pages are no multiple
+// of that, the page of each token of the next tile.
 #pragma once
 
 #include "attention/paged_attention_decode_shape.cuh"
@@ -108,9 +109,10 @@ struct DecodePages : ColumnsOf<S> {
   }
 
   // A guess: what the length is before the kernel before has ended.
-  __device__ int early_length(int s) const {
-    return __ldcg(static_cast<const int*>(p.a.seq_lens.data) +
-                  s * p.a.seq_lens.stride * (p.a.seq_lens.is_int64 ? 2 : 1));
+  __device__ int early_length(int s) const { return __ldcg(words_at(p.a.seq_lens, s)); }
+
+  static __device__ const int* words_at(const Index& ids, int i) {
+    return static_cast<const int*>(ids.data) + i * ids.stride * (ids.is_int64 ? 2 : 1);
   }
 
   __device__ const char* key_row(int64_t id, int token, int kv_head) const {
@@ -126,13 +128,13 @@ struct DecodePages : ColumnsOf<S> {
   // Whatever that kernel may yet write to the table is read again after it; nothing of this stays in the L1.
   __device__ void foresee(int sequence, int kv_head, int len, int first_token) const {
     if constexpr (!S::kPackedV && !S::kRaw) {
-      const int token0 = first_token + lane % kGroups * kGroupTokens;
+      const int token0 = first_token + (S::kByToken ? lane % kTile : lane % kGroups * kGroupTokens);
       const int page = token0 < p.a.max_seq_len ? look_up<true>(sequence, token0) : -1;
       constexpr int kLines = S::kRowBytes < 128 ? 1 : S::kRowBytes / 128;  // of the L2, in a row
 #pragma unroll
       for (int i = 0; i < (kTile * kLines + 31) / 32; ++i) {
         const int x = i * 32 + lane, r = x / kLines, token = first_token + r, at = x % kLines * 128;
-        const int id = __shfl_sync(~0u, page, r / kGroupTokens);
+        const int id = __shfl_sync(~0u, page, S::kByToken ? r : r / kGroupTokens);
         if (r >= kTile || token >= len || at >= copies.head_bytes ||
             static_cast<uint32_t>(id) >= static_cast<uint32_t>(p.a.num_blocks)) {
           continue;
@@ -197,7 +199,13 @@ struct DecodePages : ColumnsOf<S> {
     return __ballot_sync(~0u, ok && lane < kTile && key < part.len && is_seen(part, key));
   }
 
-  static constexpr int kAtOnce = 32 / kGroups;  // tiles whose pages the lanes look up together
+  static constexpr int kAtOnce = S::kByToken ? 1 : 32 / kGroups;  // tiles whose pages the lanes look up together
+
+  // Tile i and those after it: whose page this lane looks up.  first_token(i): of a tile.
+  __device__ int token_to_look_up(int i, auto&& first_token) const {
+    return S::kByToken ? first_token(i) + lane % kTile
+                       : first_token(i + lane / kGroups) + lane % kGroups * kGroupTokens;
+  }
 
   // From what look_up gave to the lanes, kGroups each, the pages of tile i.
   static __device__ Pages pages_of(int ids, int i) {

@@ -21,7 +21,7 @@ bool suits_loader(const Problem& p) {
   const auto fits = [](int64_t elements) { return elements >= 0 && elements * S::kBytes < int64_t{1} << 32; };
   const bool strides = fits(a.key.block) && fits(a.key.token) && fits(a.key.head) && fits(a.value.block) &&
                        fits(a.value.token) && fits(a.value.head);
-  return strides && a.block_size % kGroupTokens == 0 && packed_keys == S::kPackedV &&
+  return strides && S::kByToken == (a.block_size % kGroupTokens != 0) && packed_keys == S::kPackedV &&
          a.num_blocks < (int64_t{1} << 31) && a.max_seq_len < kNoWindow - (1 << 20);
 }
 

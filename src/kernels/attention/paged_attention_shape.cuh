@@ -52,6 +52,7 @@ struct Shape {
   static constexpr bool kHidesKeys = false;      // decoding proper: windows and block sparsity
   static constexpr bool kHalfLinesMeet = false;  // ... reads heads of 64 bytes with their neighbours
   static constexpr bool kFolded = false;         // ... takes two KV heads as one: paged_attention_fold.cuh
+  static constexpr bool kByToken = false;        // ... looks up a page for each token: paged_attention_small_pages.cuh
   static constexpr bool kQueriesInRegisters = kMore ? kBytes == 2 : kOneRowTile && kD <= 128;
 
   static constexpr int kBlock = kThreads;

@@ -1,5 +1,5 @@
 // Short calls of decoding with a window or block sparsity, with several query tokens for each sequence, as in
-// speculative decoding, or with more than 16 heads in a group: the clusters of paged_attention_cluster.cuh, whose
+// speculative decoding, with more than 16 heads in a group, or with pages of one token: the clusters of paged_attention_cluster.cuh, whose
 // columns are query tokens times heads, up to 32 of them (of size 256: 16).  As many again are another cluster's, beside it;
 // what a sequence has beyond that, where it has more tokens than the mean, these clusters do afterwards.  Where blocks have no
 // room for so many columns, and elements are of one byte, which the other kernels have to widen for few rows at a time, half as
@@ -9,6 +9,7 @@
 #pragma once
 
 #include "attention/paged_attention_cluster.cuh"
+#include "attention/paged_attention_small_pages.cuh"
 
 namespace pykv::attention {
 
@@ -29,19 +30,21 @@ struct TokensKernel : ClusterKernel<S> {
 
   __device__ void run() {
     this->open_exchange();
-    const bool sees_all = p.sees_all();
     if (blockIdx.x < p.early_blocks) {
-      const int guess = this->early_length(sequence);
-      const int len = static_cast<int>(clamp(guess, 0, p.a.max_seq_len));
-      if (!sees_all) look_from(len, len - p.tile_tokens);
-      this->foresee(sequence, kv_head, guess, this->first_token(0));
+      if (p.a.cu_query_lens.data) prefetch(this->words_at(p.a.cu_query_lens, sequence));
+      const int early_len = this->early_length(sequence);
+      const int len = static_cast<int>(clamp(early_len, 0, p.a.max_seq_len));
+      if (!p.sees_all()) look_from(len, len - p.tile_tokens);
+      this->foresee(sequence, kv_head, early_len, this->first_token(0));
     }
+    const Guess guess{begin, seen_len};
     wait_for_previous_kernel();
-    int ids = sees_all ? this->look_up_tiles(0) : -1;  // else where to look is known with the length
+    int ids = this->look_up_tiles(0);  // where the first keys are, if all is as it was a moment before
     const RawSequence raw = load_sequence(p, sequence);
     Sequence seq = clamp_sequence(p, raw);
-    const int tiles =
-        takes(p, seq) ? (seq.query_len + p.tile_tokens - 1) / p.tile_tokens * p.head_tiles : 0;  // of queries
+    // Mostly of one tile of queries, which needs no division.
+    const int token_tiles = seq.query_len <= p.tile_tokens ? 1 : (seq.query_len + p.tile_tokens - 1) / p.tile_tokens;
+    const int tiles = takes(p, seq) ? token_tiles * p.head_tiles : 0;
     const int way = p.by_ways.remainder(cluster_index);
     if (rank == 0 && kv_head == 0 && way == 0 && threadIdx.x == 0) report_sequence(p, raw);
     if (way >= tiles && p.cluster > 1) cluster_wait();
@@ -60,14 +63,14 @@ struct TokensKernel : ClusterKernel<S> {
       u.query_begin = seq.query_begin;
       u.query_len = seq.query_len;
       u.kv_head = kv_head;
-      u.query_tile = i / p.head_tiles;
+      u.query_tile = p.head_tiles == 1 ? i : i / p.head_tiles;
       u.head_tile = i - u.query_tile * p.head_tiles;
       keep(u);
       const int first = seq.context() + u.query_tile * p.tile_tokens;
       const int last = min(first + p.tile_tokens, seq.len) - 1;
       const int end = static_cast<int>(clamp(int64_t{last_seen(p, last)} + 1, 0, seq.len));
       look_from(seq.len, first);
-      if (i > way || !sees_all) ids = this->look_up_tiles(0);
+      if (i > way || !guess.is_right(*this)) ids = this->look_up_tiles(0);
       this->fetch_queries(u, state);
       this->attend_keys(ids, end, state, [&] {
         this->settle(kv_head, state);
@@ -78,6 +81,15 @@ struct TokensKernel : ClusterKernel<S> {
       parity ^= 1;
     }
   }
+
+  // Of where keys begin; with a window or sparsity that depends on the length.
+  struct Guess {
+    int begin, seen_len;
+
+    __device__ bool is_right(const TokensKernel& kernel) const {
+      return begin == kernel.begin && (!kernel.p.sparse || seen_len == kernel.seen_len);
+    }
+  };
 
   // With kSharedQueries a query tile waits in shared memory while its keys are attended, for sums need the registers.
   __device__ void keep(const Unit& u) const {
@@ -168,8 +180,13 @@ bool launch_tokens(const Problem& p, const Launch& launch) {
     if constexpr (kPackedV && std::is_same_v<Element, ElementNvfp4>) {
       return;  // there is no such layout
     } else {
+      constexpr bool kMayBeSmall = !kPackedV && !std::is_same_v<Element, ElementNvfp4>;  // the pages
       const auto launch_columns = [&]<int kD, int kColumns> {
-        return launch_tokens_kernel<ClusterShape<Element, kD, kPackedV, kColumns, false, false, true>>(p, launch);
+        using Cluster = ClusterShape<Element, kD, kPackedV, kColumns, false, false, true>;
+        if constexpr (kMayBeSmall && kColumns <= 16) {
+          if (p.a.block_size % kGroupTokens != 0) return launch_tokens_kernel<SmallPages<Cluster>>(p, launch);
+        }
+        return launch_tokens_kernel<Cluster>(p, launch);
       };
       if (p.a.head_size > 128) {
         constexpr bool kSixteen = !std::is_same_v<Element, ElementNvfp4>;  // which would spill
@@ -186,6 +203,9 @@ bool launch_tokens(const Problem& p, const Launch& launch) {
       } else {
         done = (columns > 16 && launch_columns.template operator()<64, 32>()) ||
                launch_columns.template operator()<64, 16>();
+      }
+      if constexpr (kMayBeSmall) {
+        done = done || launch_small_pages<Element>(p, launch);
       }
     }
   });

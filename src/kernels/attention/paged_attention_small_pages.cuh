@@ -1,0 +1,32 @@
+// Decoding over pages that are no whole groups of eight tokens, such as those of one: each token's page is looked up, by the lane
+// of its place in a tile.  Short calls take clusters of paged_attention_tokens.cuh; here is the line.
+#pragma once
+
+#include "attention/paged_attention_decode.cuh"
+
+namespace pykv::attention {
+
+template <class Shape>
+struct SmallPages : Shape {
+  static constexpr bool kByToken = true;
+};
+
+template <class Element, int kD, int kQueries>
+bool launch_small_pages(const Problem& p, const Launch& launch) {
+  using Line = SmallPages<DecodeShape<Element, kD, false, kQueries, false>>;
+  using Single = SmallPages<DecodeShape<Element, kD, false, 8, false, false, true>>;
+  return suits_decode<Line>(p) && launch_decode_line<Line, Single>(p, launch);
+}
+
+// Heads up to 128 in rows of tokens, up to eight in a group.
+template <class Element>
+bool launch_small_pages(const Problem& p, const Launch& launch) {
+  if (p.a.block_size % kGroupTokens == 0 || p.a.batch_invariant || p.a.head_size > 128) return false;
+  if (p.a.head_size <= 64) return launch_small_pages<Element, 64, 8>(p, launch);
+  if constexpr (Element::kBytes == 1) {
+    if (p.group <= 4 && !p.sparse) return launch_small_pages<Element, 128, 4>(p, launch);
+  }
+  return launch_small_pages<Element, 128, 8>(p, launch);
+}
+
+}  // namespace pykv::attention
