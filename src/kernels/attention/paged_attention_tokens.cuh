@@ -27,11 +27,12 @@ struct TokensKernel : ClusterKernel<S> {
   using Cluster::seen_len;
   using Cluster::sequence;
   using typename Base::State;
+  static constexpr bool kGuesses = !(S::kSharedQueries && S::kNarrow);  // whose registers are all taken
 
   __device__ void run() {
     this->open_exchange();
     if (blockIdx.x < p.early_blocks) {
-      if (p.a.cu_query_lens.data) prefetch(this->words_at(p.a.cu_query_lens, sequence));
+      if (kGuesses && p.a.cu_query_lens.data) prefetch(this->words_at(p.a.cu_query_lens, sequence));
       const int early_len = this->early_length(sequence);
       const int len = static_cast<int>(clamp(early_len, 0, p.a.max_seq_len));
       if (!p.sees_all()) look_from(len, len - p.tile_tokens);
@@ -39,11 +40,13 @@ struct TokensKernel : ClusterKernel<S> {
     }
     const Guess guess{begin, seen_len};
     wait_for_previous_kernel();
-    int ids = this->look_up_tiles(0);  // where the first keys are, if all is as it was a moment before
+    // Where the first keys are, if all is as it was a moment before.
+    int ids = kGuesses || p.sees_all() ? this->look_up_tiles(0) : -1;
     const RawSequence raw = load_sequence(p, sequence);
     Sequence seq = clamp_sequence(p, raw);
     // Mostly of one tile of queries, which needs no division.
-    const int token_tiles = seq.query_len <= p.tile_tokens ? 1 : (seq.query_len + p.tile_tokens - 1) / p.tile_tokens;
+    const bool is_one = kGuesses && seq.query_len <= p.tile_tokens;
+    const int token_tiles = is_one ? 1 : (seq.query_len + p.tile_tokens - 1) / p.tile_tokens;
     const int tiles = takes(p, seq) ? token_tiles * p.head_tiles : 0;
     const int way = p.by_ways.remainder(cluster_index);
     if (rank == 0 && kv_head == 0 && way == 0 && threadIdx.x == 0) report_sequence(p, raw);
@@ -63,14 +66,14 @@ struct TokensKernel : ClusterKernel<S> {
       u.query_begin = seq.query_begin;
       u.query_len = seq.query_len;
       u.kv_head = kv_head;
-      u.query_tile = p.head_tiles == 1 ? i : i / p.head_tiles;
+      u.query_tile = kGuesses && p.head_tiles == 1 ? i : i / p.head_tiles;
       u.head_tile = i - u.query_tile * p.head_tiles;
       keep(u);
       const int first = seq.context() + u.query_tile * p.tile_tokens;
       const int last = min(first + p.tile_tokens, seq.len) - 1;
       const int end = static_cast<int>(clamp(int64_t{last_seen(p, last)} + 1, 0, seq.len));
       look_from(seq.len, first);
-      if (i > way || !guess.is_right(*this)) ids = this->look_up_tiles(0);
+      if (i > way || !(kGuesses ? guess.is_right(*this) : p.sees_all())) ids = this->look_up_tiles(0);
       this->fetch_queries(u, state);
       this->attend_keys(ids, end, state, [&] {
         this->settle(kv_head, state);
