@@ -80,7 +80,7 @@ struct ClusterKernel : DecodeLoader<S> {
     return token < p.a.max_seq_len ? this->look_up(sequence, token) : -1;
   }
 
-  // With kByToken.
+  // With kByToken: the page of a tile's token, for which nobody waits yet.
   __device__ PageWords ask_for_tile(int i) const {
     const int token = first_token(i) + lane % kTile;
     return this->ask_for_page(sequence, token, token < p.a.max_seq_len);
@@ -190,7 +190,7 @@ struct ClusterKernel : DecodeLoader<S> {
 
   // row(column): whose results the column has.  parity: of the phase of the barrier.
   __device__ void finish(const State& state, int parity, auto&& row_of) const {
-    constexpr bool kInLoops = S::kWideBlocks || S::kColumns > 16;  // of so many items, or so few of the most warps
+    constexpr bool kInLoops = S::kWideBlocks || S::kColumns > 16;  // the warps may be few of kWarps, or the items many
     constexpr int kRing = S::kRingBytes / 4;
     static_assert(S::kRingBytes >= Base::kLeftBytes);  // the warp's copies have all come and are read
     float* left = reinterpret_cast<float*>(rings);

@@ -27,7 +27,8 @@ struct TokensKernel : ClusterKernel<S> {
   using Cluster::seen_len;
   using Cluster::sequence;
   using typename Base::State;
-  static constexpr bool kGuesses = !(S::kSharedQueries && S::kNarrow);  // whose registers are all taken
+  // Whether where keys begin is guessed; not where it would drive sums out of registers.
+  static constexpr bool kGuesses = !(S::kSharedQueries && S::kNarrow);
 
   __device__ void run() {
     this->open_exchange();
@@ -85,7 +86,7 @@ struct TokensKernel : ClusterKernel<S> {
     }
   }
 
-  // Of where keys begin; with a window or sparsity that depends on the length.
+  // Where keys begin, which with a window or sparsity depends on the length.
   struct Guess {
     int begin, seen_len;
 
