@@ -176,7 +176,8 @@ bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
   const bool up_to_64 = rows == RowClass::kFew || rows == RowClass::kSome || rows == RowClass::kMore;
   const bool decodes = rows == RowClass::kFew || rows == RowClass::kInvariantFew;
   // Short calls are first asked for in launch_decode if they see all their keys, else in launch_tokens, whose clusters know
-  // windows and sparsity; long ones with either are launch_decode's, for its line knows them.
+  // windows and sparsity; long ones with either are launch_decode's, for its line knows them.  All over pages that are no groups
+  // of eight tokens are launch_tokens's.
   if (decodes && p.sees_all() && launch_decode(p, launch)) return true;
   if (up_to_64 && launch_tokens(p, launch)) return true;
   if (decodes && !p.sees_all() && launch_decode(p, launch)) return true;

@@ -74,7 +74,7 @@ struct ClusterKernel : DecodeLoader<S> {
     return p.sparse ? this->seen_token(kv_head, seen_len, at) : begin + at;
   }
 
-  // What lies past the end is no page, but in the table.
+  // What lies past the end of the sequence is no page, but in the table; past the table's end it is -1.
   __device__ int look_up_tiles(int i) const {
     const int token = this->token_to_look_up(i, [this](int tile) { return first_token(tile); });
     return token < p.a.max_seq_len ? this->look_up(sequence, token) : -1;

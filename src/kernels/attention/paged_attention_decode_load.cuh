@@ -119,8 +119,8 @@ struct DecodeLoader : DecodePages<S> {
     }
   }
 
-  // The same for rows of tokens each of which has its page looked up, by the lane of its place: `id`.  Returns the bits of the
-  // places with a key.
+  // Rows of tokens, whole tiles or not, each of which has its page looked up, by the lane of its place: `id`.  Returns the bits
+  // of the places with a key.
   __device__ uint32_t load_by_token(uint32_t stage, const TilePart& part, int id) const {
     const int token = part.first_token + lane;
     const bool is_key = lane < kTile && token < part.len && this->is_seen(part, token);
@@ -150,7 +150,7 @@ struct DecodeLoader : DecodePages<S> {
     return valid;
   }
 
-  // The same for packed pages of 16 tokens, or of a tile, where a head's keys are one piece, and so are its values.
+  // A tile that is all there of packed pages of 16 tokens, or of a tile, where a head's keys are one piece, and so are its values.
   template <int kPage>
   __device__ void load_pages(uint32_t stage, int kv_head, const Pages& pages) const {
     constexpr int kPieceCopies = kPage * S::kRowBytes / 512,

@@ -155,7 +155,8 @@ bool launch_decode_e4m3(const Problem& p, const Launch& launch);
 bool launch_decode_e5m2(const Problem& p, const Launch& launch);
 bool launch_decode_int8(const Problem& p, const Launch& launch);
 bool launch_decode_nvfp4(const Problem& p, const Launch& launch);
-// Up to 64 rows of short calls, and up to 16 of caches of one byte.  False if the call is not for these kernels.
+// Up to 64 rows of short calls, up to 16 of caches of one byte, and decoding over pages that are no groups of eight tokens.
+// False if the call is not for these kernels.
 bool launch_tokens_f16(const Problem& p, const Launch& launch);
 bool launch_tokens_bf16(const Problem& p, const Launch& launch);
 bool launch_tokens_e4m3(const Problem& p, const Launch& launch);
