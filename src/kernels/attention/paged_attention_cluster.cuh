@@ -82,7 +82,7 @@ struct ClusterKernel : DecodeLoader<S> {
 
   // With kByToken: the page of a tile's token, for which nobody waits yet.
   __device__ PageWords ask_for_tile(int i) const {
-    const int token = first_token(i) + lane % kTile;
+    const int token = this->token_to_look_up(i, [this](int tile) { return first_token(tile); });
     return this->ask_for_page(sequence, token, token < p.a.max_seq_len);
   }
 

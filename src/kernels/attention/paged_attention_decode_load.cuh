@@ -276,7 +276,7 @@ struct DecodeLoader : DecodePages<S> {
   // Starts the copies of a tile, the i-th of those whose pages the lanes have looked up together; returns the bits of its
   // places with a key.
   __device__ uint32_t start(uint32_t stage, TilePart& part, int ids, int i) const {
-    if constexpr (S::kByToken) return part.valid = load_by_token(stage, part, ids);
+    if constexpr (S::kByToken) return load_by_token(stage, part, ids);
     return start(stage, part, pages_of(ids, i));
   }
   __device__ uint32_t start(uint32_t stage, TilePart& part, const Pages& pages) const {

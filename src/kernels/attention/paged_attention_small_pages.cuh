@@ -21,7 +21,7 @@ bool launch_small_pages(const Problem& p, const Launch& launch) {
 // Heads up to 128 in rows of tokens, up to eight in a group.
 template <class Element>
 bool launch_small_pages(const Problem& p, const Launch& launch) {
-  if (p.a.block_size % kGroupTokens == 0 || p.a.batch_invariant || p.a.head_size > 128) return false;
+  if (p.a.batch_invariant || p.a.head_size > 128) return false;
   if (p.a.head_size <= 64) return launch_small_pages<Element, 64, 8>(p, launch);
   if constexpr (Element::kBytes == 1) {
     if (p.group <= 4 && !p.sparse) return launch_small_pages<Element, 128, 4>(p, launch);
