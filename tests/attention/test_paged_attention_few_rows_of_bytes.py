@@ -1,7 +1,7 @@
-"""From 17 to 64 query rows for a KV head, of several tokens or of many heads in a group, over caches of one byte.
+"""Up to 64 query rows for a KV head, of several tokens or of many heads in a group, over caches of one byte.
 
 Hopper has kernels of its own for them, which take what lies in rows of tokens where tables are long: tiles of 32 rows,
-or of 64 if all sequences may have as many tokens.
+or of 64 if all sequences may have as many tokens; and of 16 where sequences are many.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from attention import inputs
 from attention.inputs import ONE_BYTE, Batch, Sizes
 from attention.test_paged_attention import check, rng
-from attention.test_paged_attention_served import begins, check_many, check_reported
+from attention.test_paged_attention_served import begins, check_many, check_reported, times
 from libraries import Library
 
 PLACES = list(product(ONE_BYTE, ("NHD", "HND")))
@@ -139,3 +139,17 @@ def test_queries_beyond_halves(array: Library, power: int, group: int, queries: 
         query = (b.query.astype(np.float32) * sizes.reshape(*b.query.shape[:2], 1)).astype(b.query.dtype)
         query[3] = 0
         check(array, b.changed(query=query, options=b.options | {"scale": 0.5 * 2.0**-power}))
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (4, 4), (2, 3), (8, 2), (5, 3), (1, 9), (4, 1), (8, 1), (12, 1), (16, 1)])
+@pytest.mark.parametrize("i", range(5))
+def test_up_to_16_rows_of_many_sequences(array: Library, i: int, shape: tuple[int, int]) -> None:
+    """Each of the head sizes; decoding itself comes here for many heads in a group, and for heads of 96 and 112."""
+    group, queries = shape
+    for k in (i, i + 5):
+        lens = [(queries, n) for n in (64, 1, 700, 130, 0)]
+        check_many(array, made(k, lens, group, decode=queries == 1), 20)
+    b = made(i, [(queries, 300)] * 2, group, decode=queries == 1)
+    bad, page = b.key_cache.shape[:2]
+    b.block_tables[1, 200 // page] = bad
+    check_reported(array, times(b, 40), bad)

@@ -46,11 +46,14 @@ def test_replayed_with_other_lengths(cupy: Any, layout: str, head_size: int, roo
         assert_attention(cupy.asnumpy(out), want)
 
 
-@pytest.mark.parametrize("layout", ["NHD", "packed"])
-def test_reads_what_the_kernel_before_wrote(cupy: Any, layout: str) -> None:
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize(("layout", "page"), [("NHD", 16), ("packed", 16), ("NHD", 1)])
+def test_reads_what_the_kernel_before_wrote(cupy: Any, layout: str, page: int, window: int | None) -> None:
     """Short calls look at lengths and pages before the kernel before has ended; what it writes is what counts."""
     first = np.array((700, 1900, 64, 1, 130))
-    b = inputs.batch(np.random.default_rng(0), [(1, n) for n in first], layout=layout, decode=True)
+    sizes = Sizes(block_size=page)
+    b = inputs.batch(np.random.default_rng(0), [(1, n) for n in first], sizes, layout=layout, decode=True)
+    b.options["window"] = window
     versions = [
         (b.block_tables, first),
         (np.roll(b.block_tables, 1, 0), np.roll(first, 1)),
@@ -67,11 +70,11 @@ def test_reads_what_the_kernel_before_wrote(cupy: Any, layout: str) -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        pykv.paged_attention(outs[0], query, *caches, now[0, :, 1:], now[0, :, 0], stream=stream)
+        pykv.paged_attention(outs[0], query, *caches, now[0, :, 1:], now[0, :, 0], window=window, stream=stream)
         stream.begin_capture()
         for out, mapping in zip(outs, mappings, strict=True):
             pykv.copy_blocks_mla([now], mapping, stream=stream)
-            pykv.paged_attention(out, query, *caches, now[0, :, 1:], now[0, :, 0], stream=stream)
+            pykv.paged_attention(out, query, *caches, now[0, :, 1:], now[0, :, 0], window=window, stream=stream)
         graph = stream.end_capture()
         for _ in range(20):
             graph.launch(stream)

@@ -8,7 +8,7 @@ the table names no block of the cache, which may not be reported.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -206,6 +206,27 @@ def test_bad_ids_within_a_window(array: Library, window: int, case: Case) -> Non
             one = b.changed(block_tables=b.block_tables.copy())
             one.block_tables[s, at] = bad
             check_reported(array, one, bad)
+
+
+@parametrized("queries", (1, 2, 8), cases(24, groups=(4, 8, 16), head_sizes=(64, 128, 80), pages=(16, 8, 32)))
+def test_ids_beyond_32_bits(array: Library, queries: int, case: Case) -> None:
+    """Of which 32 bits would name a page."""
+    b = replace(case, ids=np.int64).batch([(queries, 500), (queries, 90)], decode=queries == 1)
+    b.block_tables[0, 300 // case.sizes.block_size] += 3 << 32
+    check_reported(array, b, b.block_tables[0, 300 // case.sizes.block_size])
+
+
+@parametrized("queries", (1, 3, 8), cases(12, groups=(4, 17), head_sizes=(64, 128)))
+def test_caches_without_a_block(array: Library, queries: int, case: Case) -> None:
+    """Nothing is read of them: no key is there to see."""
+    b = case.batch([(queries, queries)] * 2, decode=queries == 1, spare_blocks=0)
+    key, value = b.layout.key, b.layout.value
+    b = b.changed(layout=replace(b.layout, key=lambda m: key(m)[:0], value=lambda m: value(m)[:0]))
+    out, lse = (array.output(x) for x in inputs.outputs(b))
+    with array.reports(r"paged_attention: block_tables: \d+ is out of range \[0, 0\)"):
+        inputs.run(array, b, out, lse)
+    assert not array.numpy(out).any()
+    assert np.isneginf(array.numpy(lse)).all()
 
 
 @parametrized("window", (1, 17, 33, 100, 512, 1000), cases(12, groups=(1, 4, 8), head_sizes=(64, 128, 80, 128, 120)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from attention.inputs import KINDS
 from attention.test_paged_attention import check
@@ -64,8 +65,10 @@ def test_a_long_sequence(array: Library, queries: int, case: Case) -> None:
 @parametrized("queries", (1, 3), cases(14, groups=(4, 8), head_sizes=HEAD_SIZES, pages=PAGES, places=ROWS))
 def test_bad_ids(array: Library, queries: int, case: Case, at: int) -> None:
     """Of the page of one token, of one sequence."""
-    for i, bad in enumerate((-1, 2**30)):
-        b = case.batch([(queries, 400)] * 2, decode=queries == 1)
+    for i, bad in enumerate((-1, 2**30, 2**32)):
+        b = case.batch([(queries, 400)] * 3, decode=queries == 1)
+        if bad > 2**31 > np.iinfo(case.ids).max:
+            continue
         b.block_tables[i, at // case.sizes.block_size] = bad
         check_reported(array, b, bad)
 

@@ -243,11 +243,15 @@ const ReportNames& report_names(const char* op) {
 }  // namespace
 
 bool may_use_warpgroups(const PagedAttentionArgs& a, RowClass rows, int device) {
-  const bool same = a.kv_format == KvFormat::kSame;
-  const bool suits_rows = rows == RowClass::kMore || (same && (rows == RowClass::kFew || rows == RowClass::kSome));
-  const bool suits_cache = same || (a.kv_format != KvFormat::kNvfp4 && a.key.chunk >= a.head_size);
-  return suits_rows && suits_cache && a.value.dim == 1 && a.head_size <= 128 && !a.batch_invariant &&
+  const bool suits_rows = rows == RowClass::kFew || rows == RowClass::kSome || rows == RowClass::kMore;
+  const bool suits_cache = a.kv_format != KvFormat::kNvfp4 && a.key.chunk >= a.head_size && a.value.dim == 1;
+  return suits_rows && suits_cache && a.head_size <= 128 && a.sparse.vert_stride <= 1 && !a.batch_invariant &&
          has_warpgroups(device);
+}
+
+bool fills_warpgroups(const Problem& p, int device) {
+  return p.sees_all() && may_use_warpgroups(p.a, RowClass::kFew, device) &&
+         p.a.num_seqs * p.a.num_kv_heads >= num_sms(device);
 }
 
 uint64_t next_ticket() {

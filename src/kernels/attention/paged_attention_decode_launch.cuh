@@ -33,8 +33,12 @@ bool launch_decode_way(const Problem& p, const Launch& launch) {
       if (launch_cluster_kernel<Usual>(p, size, launch)) return true;
     }
   }
-  if constexpr (kQueries == 16 && kD == 128 && !kForAnyBatch && !Line::kScaled) {
-    if (p.sees_all() && may_use_warpgroups(p.a, RowClass::kFew, launch.device)) return false;  // they are quicker
+  // Four warps together are quicker for many heads in a group and, over elements of one byte, for some sizes of heads.
+  if constexpr (kD == 128 && kMayFold) {
+    const bool many = kQueries == 16, between = Line::kNarrow && p.a.head_size >= 96 && p.a.head_size < kD;
+    const bool may = Line::kNarrow ? fills_warpgroups(p, launch.device)
+                                   : p.sees_all() && may_use_warpgroups(p.a, RowClass::kFew, launch.device);
+    if ((many || between) && may) return false;
   }
   if constexpr (kMayFold && kQueries == 8 && (kD == 64 || (kD == 128 && !Line::kNarrow))) {
     if (launch_folded_line<Element, 2 * kD>(p, launch)) return true;

@@ -45,8 +45,11 @@ inline Tiling tiling_of(RowClass rows, int head_size) {
   }
 }
 
-// Can four warps together multiply so many rows of a KV head?  Less than 64 only where cache elements have 16 bits.
+// Can four warps together multiply so many rows of a KV head?
 bool may_use_warpgroups(const PagedAttentionArgs& a, RowClass rows, int device);
+
+// ... and are there so many sequences that this is quicker than the lines of decoding, whoever has few rows?
+bool fills_warpgroups(const Problem& p, int device);
 
 // Completes `p` for a tiling (rows, workspace) and returns the grid: as many blocks as run at once, at most
 // tiling.blocks_per_sm on an SM.

@@ -161,7 +161,11 @@ bool launch_tokens_kernel(Problem p, const Launch& launch) {
     return cluster_size<S>(p, launch);
   };
   ClusterSize size = size_for(tiles);
-  if (tiles > 1 && size.warps < S::kWarps) size = size_for(1);
+  if (tiles > 1 && size.warps < S::kWarps) {
+    // One after the other takes longer than the line of warpgroups.
+    if (p.sees_all() && may_use_warpgroups(p.a, RowClass::kMore, launch.device)) return false;
+    size = size_for(1);
+  }
   constexpr bool kTwoFit = 2 * (cluster_shared_bytes<S>(S::kWarps / 2) + 1024) <= 228 << 10;
   if (!kTwoFit && size.warps < S::kWarps) return false;  // blocks of half the size, of which an SM should have two
   return launch_cluster_kernel<S>(p, size, launch);
@@ -201,8 +205,9 @@ bool launch_tokens(const Problem& p, const Launch& launch) {
                             : (columns > 16 && launch_columns.template operator()<128, 32>()) ||
                                   launch_columns.template operator()<128, 16>();
         if constexpr (Element::kBytes == 1) {
-          done = done || launch_tokens_line<Element, kPackedV, 8>(p, launch) ||
-                 launch_tokens_line<Element, kPackedV, 16>(p, launch);
+          done =
+              done || (!fills_warpgroups(p, launch.device) && (launch_tokens_line<Element, kPackedV, 8>(p, launch) ||
+                                                               launch_tokens_line<Element, kPackedV, 16>(p, launch)));
         }
       } else {
         done = (columns > 16 && launch_columns.template operator()<64, 32>()) ||

@@ -1,16 +1,16 @@
-// Up to 64 query rows against tiles of 64 tokens by the tensor cores of sm_90a, for caches of 16-bit or one-byte elements in
-// rows of tokens: what paged_attention_softmax.cuh does by mma.sync, each warp for itself, the four warps do together.
+// Up to 64 query rows against tiles of 64 tokens by the tensor cores of sm_90a, for caches of 16-bit elements in rows of tokens:
+// what paged_attention_softmax.cuh does by mma.sync, each warp for itself, the four warps do together.
 //
 //   S = Q K^T     Q in registers, K in shared memory: 64 x 64 in kD / 16 products
 //   O = P V       P in registers, V in shared memory: 64 x kD in four products, or eight: bf16 weights have two parts
 //
 // A warp has 16 rows, as there, and nothing but the products is done together.  A K or V element comes from shared memory
-// once for 64 rows.  Up to 32, of 16 bits, are the columns of products: paged_attention_warpgroup_columns.cuh.  Elements of one
-// byte come as halves, which the copying warps have made of them: paged_attention_warpgroup_widen.cuh.
+// once for 64 rows.  Up to 32 are the columns of products: paged_attention_warpgroup_columns.cuh.  So are up to 64 over elements
+// of one byte: paged_attention_warpgroup_codes.cuh.
 #pragma once
 
 #include "attention/paged_attention_results.cuh"
-#include "attention/paged_attention_warpgroup_widen.cuh"
+#include "attention/paged_attention_warpgroup_pages.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/mbarrier.cuh"
 #include "cuda/wgmma.cuh"
@@ -21,18 +21,11 @@ template <class Element, int kHeadSize>
 struct WarpgroupShape : Shape<Element, kHeadSize, false, RowClass::kMore> {
   using More = Shape<Element, kHeadSize, false, RowClass::kMore>;
   static constexpr bool kWarpgroup = true, kReadOnce = true;
-  static constexpr bool kWidened = requires { typename Element::Narrow; };  // of one byte in the cache
-  static constexpr bool kScaled = More::kScaled || kWidened;
-  static constexpr int kCacheBytes = kWidened ? 1 : More::kBytes;
-  static constexpr bool kQueryColumns = false;  // of the products: paged_attention_warpgroup_columns.cuh
   static constexpr bool kSplitWeights = std::is_same_v<typename Element::Mma, bf16>;
-  static constexpr int kBlock = 2 * kThreads;  // four warps compute, four copy
-  static constexpr int kComputeRegisters = kWidened ? 176 : 192, kCopyRegisters = 256 - kComputeRegisters;
-  // What is under way lies in the stages or, half as large, in the raw tiles before them; so much that two blocks fit an SM.
-  static constexpr int kStages = kWidened && kHeadSize > 64 ? 2 : More::kStages;
-  static constexpr int kRawTiles = !kWidened ? 0 : kHeadSize > 64 ? 2 : 4;
-  static constexpr int kRingBytes = kStages * More::kStageBytes, kRawBytes = kRawTiles * More::kStageBytes / 2;
-  static constexpr int kSlots = kStages + kRawTiles + 3;
+  static constexpr int kBlock = 2 * kThreads, kCopyWarps = 4;  // beside the four that compute
+  static constexpr int kComputeRegisters = 192, kCopyRegisters = 64;
+  static constexpr bool kQueryColumns = false;  // of the products: paged_attention_warpgroup_columns.cuh
+  static constexpr int kWeightBytes = 0;  // that have a place of their own
 };
 
 template <class S>
@@ -67,7 +60,7 @@ struct WarpgroupSoftmax : SegmentResults<S> {
     this->clear_sums(s);
   }
 
-  __device__ void compute(uint32_t stage, const Valid& valid, const Unit& u, State& state) {
+  __device__ void compute(uint32_t stage, const Valid& valid, const Unit& u, State& state) const {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if ((valid[0] | valid[1]) == 0) return;
     Scores s;
@@ -159,10 +152,18 @@ struct WarpgroupSoftmax : SegmentResults<S> {
       }
     }
   }
+
+  // leave(): this warp reads nothing more of the stage.
+  __device__ void take_tile(uint32_t stage, char*, const Slot<kTile>& slot, State& state, auto&& leave) {
+    fence_async_proxy();
+    compute(stage, slot.valid, slot.unit, state);
+    leave();
+    if (slot.unit.ends) this->end_segment_many(slot.unit, state);
+  }
 };
 
-// Four warps compute, in the way of Softmax; the other four walk along the line, look up pages and start copies, as far
-// ahead as there are stages.
+// Four warps compute, in the way of Softmax; others walk along the line, look up pages and start copies, as far ahead as there
+// are stages.
 template <class S, class Softmax>
 struct WarpgroupKernel : Softmax {
   using Softmax::lane;
@@ -172,9 +173,12 @@ struct WarpgroupKernel : Softmax {
   using typename Softmax::Lookup;
   using typename Softmax::State;
   using typename Softmax::TileSlot;
-  static constexpr int kStages = S::kStages, kSlots = S::kSlots, kRawTiles = S::kRawTiles;
+  static constexpr int kStages = S::kStages;
+  // One that is looked up and one that is described, and one that who ends a segment still reads when all have left its stage.
+  static constexpr int kSlots = kStages + 3;
 
   TileSlot* slots;
+  Walker* walkers;  // of the copying warps
   char* ring;
   uint32_t stage0, barriers;  // shared addresses
 
@@ -185,7 +189,7 @@ struct WarpgroupKernel : Softmax {
   __device__ void run() {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) {
-        mbarrier_init(full(i), S::kWidened ? kThreads : kThreads + 1);
+        mbarrier_init(full(i), kThreads + S::kCopyWarps);
         mbarrier_init(empty(i), 4);
       }
     }
@@ -193,144 +197,148 @@ struct WarpgroupKernel : Softmax {
     const SharePosition share = find_share(p, scratch.plan);  // a barrier of all threads
     if (threadIdx.x >= kThreads) {
       give_registers<S::kCopyRegisters>();
-      if constexpr (S::kWidened) {
-        widen_tiles(share);
-      } else {
-        copy_tiles(share);
-      }
+      bring_tiles(share);
+      let_next_kernel_start();
     } else {
       take_registers<S::kComputeRegisters>();
       compute_tiles();
     }
   }
 
-  // One thread describes the next tile while the others end the look-up of this one.
-  static constexpr int kGuide = kThreads - 1;
-
-  __device__ void describe_next(TileSlot& slot) {
-    Walker& walker = scratch.walkers[0];
-    slot.unit = walker.unit;
-    if (slot.unit.exists) walker.next(p);
+  __device__ void bring_tiles(const SharePosition& share) {
+    if constexpr (S::kQueryColumns) {  // rows leave the copying warps too few registers for walking alone
+      if (PageCopies<S>::suits(p, this->copies)) return copy_pages(share);
+    }
+    copy_tokens(share);
   }
 
   // Starts the way of a tile's queries from memory, so that its beginning finds them near.
-  __device__ void prefetch_rows(const Unit& u) const {
-    const Row row = row_of(p, u, member / 2);
-    if (row.valid && member % 2 * 64 < p.a.head_size) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(this->query_row(row) + member % 2 * 64));
-    }
-  }
-
-  static __device__ void sync_copying() { named_barrier_sync(1, kThreads); }
-
-  __device__ void look_up_first(const SharePosition& share, Lookup& ahead) {
-    if (member == kGuide) {
-      scratch.walkers[0].start(p, share);
-      describe_next(slots[0]);
-    }
-    sync_copying();
-    if (slots[0].unit.exists) ahead = this->begin_lookup(slots[0].unit);
-  }
-
-  // The pages of the next tile are asked for before this one is copied.  A slot is written again when its tile's successor,
-  // too, has been computed, for who ends a segment still reads it.
-  __device__ void look_up(TileSlot& slot, TileSlot& next, Lookup& ahead) {
-    this->end_lookup(ahead, slot, slot.unit.kv_head);
-    if (member == kGuide) describe_next(next);
-    sync_copying();
-    if (next.unit.exists) ahead = this->begin_lookup(next.unit);
-    if (slot.unit.begins) prefetch_rows(slot.unit);
-  }
-
-  __device__ void copy_tiles(const SharePosition& share) {
-    Lookup ahead;
-    look_up_first(share, ahead);
-    int stage = 0, parity = 1, at = 0;  // the phase before the first counts as ended
+  __device__ void prefetch_rows(const Unit& u, int thread, int threads) const {
 #pragma unroll 1
-    for (;;) {
-      TileSlot &slot = slots[at], &next = slots[at + 1 == kSlots ? 0 : at + 1];
-      const bool exists = slot.unit.exists;
-      if (exists) look_up(slot, next, ahead);
-      mbarrier_wait(empty(stage), parity);
-      if (exists) this->load_stage(stage0 + stage * S::kStageBytes, slot);
-      cp_async_arrive(full(stage));
-      if (member == 0) mbarrier_arrive(full(stage));  // for what the slot says
-      if (!exists) break;
-      at = at + 1 == kSlots ? 0 : at + 1;
+    for (int i = thread; i < 2 * S::kRows; i += threads) {
+      const Row row = row_of(p, u, i / 2);
+      if (row.valid && i % 2 * 64 < p.a.head_size) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(this->query_row(row) + i % 2 * 64));
+      }
+    }
+  }
+
+  struct Place {
+    int stage = 0, parity = 1, slot = 0;  // the phase before the first counts as ended
+
+    __device__ void advance() {
+      slot = slot + 1 == kSlots ? 0 : slot + 1;
       if (++stage == kStages) {
         stage = 0;
         parity ^= 1;
       }
     }
-    let_next_kernel_start();
+  };
+
+  // Nothing comes after it.
+  __device__ void send_end(const Place& at) {
+    if (lane == 0) slots[at.slot].unit.exists = false;
+    mbarrier_wait(empty(at.stage), at.parity);
+    arrive(at);
   }
 
-  // The same with raw tiles between the cache and the stages.  Tile j is copied in iteration j, to where tile j - kRawTiles
-  // lay, which is widened in this iteration.
-  __device__ void widen_tiles(const SharePosition& share) {
-    const auto widener = TileWidener<S>::make(*this, stage0 + S::kRingBytes);
-    Lookup ahead;
-    look_up_first(share, ahead);
-    int stage = 0, parity = 1, at = 0, raw = 0;
-    bool more = true, arrives = false;  // is there a tile to copy, to widen?
+  // What lane 0 has stored, or others in front of a barrier, and the copies that are on their way.
+  __device__ void arrive(const Place& at) {
+    cp_async_arrive(full(at.stage));
+    if (lane == 0) mbarrier_arrive(full(at.stage));
+  }
+
+  // Pages of whole groups of eight tokens.  Each warp walks along the line by itself.
+  __device__ void copy_pages(const SharePosition& share) {
+    PageCopies<S> pages{p, this->copies};
+    const bool describes = pages.warp == 0 && lane == 0;
+    Walker& walker = walkers[pages.warp];
+    if (lane == 0) walker.start(p, share);  // all note the same
+    __syncwarp();
+    auto ahead = pages.look_up(KeysOfSegment(walker), 0);
+    Place at;
 #pragma unroll 1
-    for (;;) {
-      TileSlot &slot = slots[at], &next = slots[at + 1 == kSlots ? 0 : at + 1];
-      const TileSlot& done = slots[at < kRawTiles ? at + kSlots - kRawTiles : at - kRawTiles];
-      more = more && slot.unit.exists;
-      if (more) look_up(slot, next, ahead);
-      const bool exists = arrives && done.unit.exists;
-      typename TileWidener<S>::Pieces pieces;
-      if (exists) {
-        cp_async_wait<kRawTiles - 1>();
-        widener.read(raw, pieces);
-      }
-      if (more) widener.copy(raw, slot);
-      cp_async_commit();
-      if (arrives) {
-        mbarrier_wait(empty(stage), parity);
-        if (exists) widener.store(stage0 + stage * S::kStageBytes, pieces);
-        mbarrier_arrive(full(stage));  // the fence between stores and products is that of who waits
-        if (!exists) break;
-        if (++stage == kStages) {
-          stage = 0;
-          parity ^= 1;
+    while (walker.unit.exists) {
+      const KeysOfSegment segment(walker);
+      pages.begin_segment(walker.unit.kv_head);
+      if (describes) slots[at.slot].unit = walker.unit;
+      if (pages.warp == 0) prefetch_rows(walker.unit, lane, 32);
+      __syncwarp();
+      if (lane == 0) walker.next_segment(p);
+      __syncwarp();
+      int ids = 0;
+#pragma unroll 1
+      for (int j = 0; j < segment.tiles; ++j) {
+        if (j % pages.kTilesAhead == 0) {
+          ids = pages.end_lookup(ahead);
+          const int then = j + pages.kTilesAhead;
+          ahead = then < segment.tiles ? pages.look_up(segment, then) : pages.look_up(KeysOfSegment(walker), 0);
         }
-      }
-      at = at + 1 == kSlots ? 0 : at + 1;
-      if (++raw == kRawTiles) {
-        raw = 0;
-        arrives = true;
+        TileSlot& slot = slots[at.slot];
+        if (describes) {
+          Unit& unit = slot.unit;
+          if (j > 0) {
+            unit = slots[at.slot == 0 ? kSlots - 1 : at.slot - 1].unit;
+            unit.first_token += S::kTile;
+            unit.begins = false;
+          }
+          unit.ends = j + 1 == segment.tiles;
+        }
+        const auto part = pages.part_of(segment, ids, j);
+        pages.store_valid(part, slot.valid);
+        mbarrier_wait(empty(at.stage), at.parity);
+        pages.copy(stage0 + at.stage * S::kStageBytes, part);
+        arrive(at);
+        at.advance();
       }
     }
-    let_next_kernel_start();
+    send_end(at);
+  }
+
+  // Any pages, looked up token by token.  One thread describes the next tile while the others end the look-up of this one.
+  __device__ void copy_tokens(const SharePosition& share) {
+    constexpr int kGuide = kThreads - 1;
+    const auto sync = [] { named_barrier_sync(1, kThreads); };
+    const auto describe = [&](TileSlot& slot) {
+      if (member != kGuide) return;
+      slot.unit = walkers[0].unit;
+      if (slot.unit.exists) walkers[0].next(p);
+    };
+    Lookup ahead;
+    if (member == kGuide) walkers[0].start(p, share);
+    describe(slots[0]);
+    sync();
+    if (slots[0].unit.exists) ahead = this->begin_lookup(slots[0].unit);
+    Place at;
+#pragma unroll 1
+    for (; slots[at.slot].unit.exists; at.advance()) {
+      TileSlot &slot = slots[at.slot], &next = slots[at.slot + 1 == kSlots ? 0 : at.slot + 1];
+      this->end_lookup(ahead, slot, slot.unit.kv_head);
+      describe(next);
+      sync();
+      if (next.unit.exists) ahead = this->begin_lookup(next.unit);
+      if (slot.unit.begins) prefetch_rows(slot.unit, member, kThreads);
+      mbarrier_wait(empty(at.stage), at.parity);
+      this->load_stage(stage0 + at.stage * S::kStageBytes, slot);
+      arrive(at);
+    }
+    send_end(at);
   }
 
   __device__ void compute_tiles() {
     State state;
-    int stage = 0, parity = 0, at = 0;
+    Place at;
 #pragma unroll 1
-    for (;;) {
-      mbarrier_wait(full(stage), parity);
-      fence_async_proxy();
-      const TileSlot& slot = slots[at];
+    for (;; at.advance()) {
+      mbarrier_wait(full(at.stage), at.parity ^ 1);
+      const TileSlot& slot = slots[at.slot];
       const Unit& unit = slot.unit;
       if (!unit.exists) break;
       if (unit.begins) this->begin_segment(unit, state);
-      this->compute(stage0 + stage * S::kStageBytes, slot.valid, unit, state);
-      if constexpr (S::kQueryColumns) {
-        if (unit.ends) this->end_segment(unit, state, ring + stage * S::kStageBytes);
-      }
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(empty(stage));
-      if constexpr (!S::kQueryColumns) {
-        if (unit.ends) this->end_segment_many(unit, state);
-      }
-      at = at + 1 == kSlots ? 0 : at + 1;
-      if (++stage == kStages) {
-        stage = 0;
-        parity ^= 1;
-      }
+      this->take_tile(stage0 + at.stage * S::kStageBytes, ring + at.stage * S::kStageBytes, slot, state, [&] {
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(empty(at.stage));
+      });
     }
   }
 #endif
@@ -341,26 +349,31 @@ __global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
     paged_attention_warpgroup_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char memory[];
-  char* after = memory + S::kRingBytes + S::kRawBytes;
-  auto* scratch = reinterpret_cast<typename Softmax::Scratch*>(after + S::kQueryBytes);
+  char* after = memory + S::kRingBytes;
+  auto* scratch = reinterpret_cast<typename Softmax::Scratch*>(after + S::kQueryBytes + S::kWeightBytes);
   auto* slots = reinterpret_cast<Slot<S::kTile>*>(scratch + 1);
-  const uint32_t barriers = shared_address(slots + S::kSlots);
-  WarpgroupKernel<S, Softmax> kernel{Softmax::make(p, copies, *scratch, shared_address(after)), slots, memory,
-                                     shared_address(memory), barriers};
+  using Kernel = WarpgroupKernel<S, Softmax>;
+  auto* walkers = reinterpret_cast<Walker*>(slots + Kernel::kSlots);
+  Kernel kernel{Softmax::make(p, copies, *scratch, shared_address(after)),
+                slots,
+                walkers,
+                memory,
+                shared_address(memory),
+                shared_address(walkers + S::kCopyWarps)};
   kernel.run();
 #endif
 }
 
 template <class S, class Softmax>
 bool launch_warpgroup_kernel(const Problem& p, RowClass rows, const Launch& launch) {
-  constexpr int kSharedBytes = S::kRingBytes + S::kRawBytes + S::kQueryBytes +
-                               S::kSlots * static_cast<int>(sizeof(Slot<S::kTile>)) +
-                               static_cast<int>(sizeof(typename Softmax::Scratch)) + 2 * S::kStages * 8;
+  constexpr size_t kNotes =
+      WarpgroupKernel<S, Softmax>::kSlots * sizeof(Slot<S::kTile>) + S::kCopyWarps * sizeof(Walker);
+  constexpr int kSharedBytes = S::kRingBytes + S::kQueryBytes + S::kWeightBytes +
+                               static_cast<int>(sizeof(typename Softmax::Scratch) + kNotes) + 2 * S::kStages * 8;
   static_assert(S::kBlocksPerSm * (kSharedBytes + 1024) <= 228 * 1024);
   static PerDevice resident;
   return launch_line(paged_attention_warpgroup_kernel<S, Softmax>, kSharedBytes, S::kUnitTokens,
-                     tiling_of(rows, p.a.head_size), cache_copies<S, S::kCacheBytes>(p.a), p, launch, resident,
-                     S::kBlock);
+                     tiling_of(rows, p.a.head_size), cache_copies<S>(p.a), p, launch, resident, S::kBlock);
 }
 
 }  // namespace pykv::attention

@@ -20,15 +20,18 @@ template <class Element, int kHeadSize, int kQueryRows>
 struct WarpgroupColumnsShape : WarpgroupShape<Element, kHeadSize> {
   static constexpr bool kQueryColumns = true;
   static constexpr int kRows = kQueryRows;
+  static constexpr int kComputeRegisters = 168, kCopyRegisters = 88;
   static constexpr int kQueryBytes = kRows * kHeadSize * 2;
 };
 
+template <int kColumns>
 struct alignas(16) ColumnsScratch {
   PlanScratchOf<2 * kThreads> plan;
-  Walker walkers[1];
-  RowState rows[32];
-  float of_warps[4][32];  // of each column: what the warps have found
-  float maximum[32];
+  RowState rows[kColumns];
+  float undo[kColumns];         // of what scaled the query
+  float scales[kColumns];       // of scores, or one if they have become logits; in the end, of sums
+  float of_warps[4][kColumns];  // of each column: what the warps have found
+  float maximum[kColumns];
 };
 
 template <class S>
@@ -38,21 +41,23 @@ struct WarpgroupColumns : TileLoader<S> {
   using Base::kD;
   using Base::kTile;
   using Base::lane;
-  using Base::member;
   using Base::p;
   using Base::warp;
+  using typename Base::TileSlot;
   using typename Base::Valid;
   using Mma = typename S::Mma;
-  using Scratch = ColumnsScratch;
+  using Scratch = ColumnsScratch<S::kRows>;
   static constexpr int kColumns = S::kRows, kTerms = S::kSplitWeights ? 2 : 1, kParts = kD / 64;
   static constexpr int kWeights = kColumns * kTerms;  // of a token: rounded, then what rounding left
   static constexpr int kChunks = kWeights / 8;
   static constexpr int kMine = kColumns / 4;  // columns of a lane
   static constexpr int kBarrier = 2;          // named, of those who compute
+  static constexpr float kLowest = -1e30f;    // maximum of a column that has seen no key: differences to it are numbers
   using Scores = float[kColumns / 2];         // of tokens 16 warp + 8 h + lane / 4, h 0 and 1
 
   Scratch& scratch;
-  uint32_t queries;  // shared address
+  uint32_t queries;                // shared address
+  const int thread = threadIdx.x;  // of those who compute
 
   struct State {
     float o[kParts][kWeights / 2];      // of dimensions 64 part + 16 warp + 8 h + lane / 4
@@ -74,16 +79,39 @@ struct WarpgroupColumns : TileLoader<S> {
 
   // All have left the queries before: a barrier came after the last products with them.
   __device__ void begin_segment(const Unit& u, State& s) {
-    s.plain = p.plain_logits;
-    if (member < kColumns) {
-      const Row row = row_of(p, u, member);
-      RowState state{row.position, 0, p.a.scale, 0};
+    const float k_scale = S::kScaled ? p.a.k_scale[u.kv_head] : 1.f;
+    s.plain = p.plain_logits && k_scale > 0;
+    store_queries(u);
+    if constexpr (S::kScaled) sync();
+    if (thread < kColumns) {
+      const Row row = row_of(p, u, thread);
+      RowState state{row.position, 0, p.a.scale * k_scale, 0};
       if (p.a.alibi_slopes && row.valid) state.slope = p.a.alibi_slopes[row.head];
-      if (p.sparse) state.sparse_offset = sparse_offset(p, row.head, u.kv_head);
-      scratch.rows[member] = state;
+      if constexpr (S::kScaled) {
+        state.scale *= scratch.undo[thread];
+        scratch.scales[thread] = s.plain ? state.scale * kLog2e : 1;
+      }
+      scratch.rows[thread] = state;
     }
+    fence_async_proxy();
+    sync();
+    s.first_position = scratch.rows[0].position;
+    s.last_position = scratch.rows[kColumns - 1].position;
+#pragma unroll
+    for (auto& part : s.o) {
+#pragma unroll
+      for (float& x : part) x = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      s.maximum[i] = kLowest;
+      s.sum[i] = 0;
+    }
+  }
+
+  __device__ void store_queries(const Unit& u) const {
     constexpr int kPieces = kD / 8, kRowsAtOnce = kThreads / kPieces;
-    const int chunk = member % kPieces, r0 = member / kPieces;
+    const int chunk = thread % kPieces, r0 = thread / kPieces;
     uint4 x[kColumns / kRowsAtOnce];
 #pragma unroll
     for (int i = 0; i < kColumns / kRowsAtOnce; ++i) {
@@ -94,49 +122,80 @@ struct WarpgroupColumns : TileLoader<S> {
     }
 #pragma unroll
     for (int i = 0; i < kColumns / kRowsAtOnce; ++i) {
-      const uint32_t at = queries + chunk / 8 * kColumns * 128 + swizzled<128>(r0 + i * kRowsAtOnce, chunk % 8);
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[i].x), "r"(x[i].y), "r"(x[i].z),
-                   "r"(x[i].w)
-                   : "memory");
-    }
-    fence_async_proxy();
-    sync();
-    s.first_position = scratch.rows[0].position;
-    s.last_position = scratch.rows[kColumns - 1].position;
-#pragma unroll
-    for (auto& part : s.o) {
-      for (float& x : part) x = 0;
-    }
-#pragma unroll
-    for (int i = 0; i < kMine; ++i) {
-      s.maximum[i] = -INFINITY;
-      s.sum[i] = 0;
-    }
-  }
-
-  // Soft cap, ALiBi, masks.
-  __device__ void adjust_scores(const Unit& u, const State& state, const Valid& valid, bool masked, Scores& s) const {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int r = warp * 16 + h * 8 + lane / 4, key = u.first_token + r;
-      const bool is_there = valid[r / 32] >> r % 32 & 1;
-#pragma unroll
-      for (int i = 0; i < kMine; ++i) {
-        const RowState& row = scratch.rows[column(i)];
-        float& x = s[place_of(i, h)];
-        if (!state.plain) x = logit(p, x, row.scale, row.slope, key - row.position);
-        if (masked) {
-          bool seen = is_there && key >= first_seen(p, row.position) && key <= last_seen(p, row.position);
-          if (p.sparse) seen = seen && sparse_attends(p, row.sparse_offset, u.sequence_len, key);
-          if (!seen) x = -INFINITY;
+      const int r = r0 + i * kRowsAtOnce;
+      uint4& v = x[i];
+      if constexpr (S::kScaled) {
+        float undo = 1;
+        if (p.a.dtype == DType::kBFloat16) {
+          float largest = fmaxf(fmaxf(largest_of(v.x), largest_of(v.y)), fmaxf(largest_of(v.z), largest_of(v.w)));
+          for (int m = 1; m < kPieces; m *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, m));
+          const HalfScale by(largest);
+          v = {by.halves(v.x), by.halves(v.y), by.halves(v.z), by.halves(v.w)};
+          undo = by.undo;
         }
+        if (chunk == 0) scratch.undo[r] = undo;
+      }
+      if constexpr (S::kNarrow) {  // dimensions 4c .. 4c + 3 of 16 to places 2c, 2c + 1, 2c + 8, 2c + 9
+        store_shared(query_place(r, chunk & ~1) + chunk % 2 * 8, uint2{v.x, v.z});
+        store_shared(query_place(r, chunk | 1) + chunk % 2 * 8, uint2{v.y, v.w});
+      } else {
+        store_shared(query_place(r, chunk), v);
       }
     }
   }
 
-  __device__ void compute(uint32_t stage, const Valid& valid, const Unit& u, State& state) {
+  __device__ uint32_t query_place(int r, int chunk) const {
+    return queries + chunk / 8 * kColumns * 128 + swizzled<128>(r, chunk % 8);
+  }
+  static __device__ void store_shared(uint32_t at, uint4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
+  }
+  static __device__ void store_shared(uint32_t at, uint2 x) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at), "r"(x.x), "r"(x.y) : "memory");
+  }
+
+  // Soft cap, ALiBi, masks.
+  __device__ void adjust_scores(const TileSlot& slot, const State& state, Scores& s) const {
+    const Unit& u = slot.unit;
+    const int first = u.first_token, last = first + kTile - 1;
+    if (!state.plain) to_logits(first, s);
+    if (!this->is_whole(slot.valid) || hides_some(p, first, last, state.first_position, state.last_position))
+      hide(slot, s);
+  }
+
+  __device__ void to_logits(int first_token, Scores& s) const {
+    const int key = first_token + warp * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      const RowState row = scratch.rows[column(i)];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float& x = s[place_of(i, h)];
+        x = logit(p, x, row.scale, row.slope, key + h * 8 - row.position);
+      }
+    }
+  }
+
+  __device__ void hide(const TileSlot& slot, Scores& s) const {
+    bool is_there[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) is_there[h] = slot.valid[warp / 2] >> (warp % 2 * 16 + h * 8 + lane / 4) & 1;
+    const int key = slot.unit.first_token + warp * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      const int position = scratch.rows[column(i)].position;
+      const int first = first_seen(p, position) - key, last = last_seen(p, position) - key;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (!is_there[h] || h * 8 < first || h * 8 > last) s[place_of(i, h)] = -INFINITY;
+      }
+    }
+  }
+
+  __device__ void compute(uint32_t stage, const TileSlot& slot, State& state) const {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if ((valid[0] | valid[1]) == 0) return;
+    if ((slot.valid[0] | slot.valid[1]) == 0) return;
     Scores s;
     wgmma_begin();
 #pragma unroll
@@ -148,12 +207,9 @@ struct WarpgroupColumns : TileLoader<S> {
     wgmma_wait<0>();
     wgmma_pin(s);
 
-    const int first = u.first_token, last = first + kTile - 1;
-    const bool masked =
-        !this->is_whole(valid) || p.sparse || hides_some(p, first, last, state.first_position, state.last_position);
-    if (masked || !state.plain) [[unlikely]]
-      adjust_scores(u, state, valid, masked, s);
+    adjust_scores(slot, state, s);
     weigh(s, stage, state);
+    share_weights();
 
 #pragma unroll
     for (int i = 0; i < kParts; ++i) wgmma_pin(state.o[i]);
@@ -176,17 +232,16 @@ struct WarpgroupColumns : TileLoader<S> {
 
   // The sums are kept relative to a maximum that may lag behind by kLag, as in RowSoftmax; here it is the same in all warps,
   // so that it follows when one of them says so.  The vote is also the barrier after which nobody reads the keys.
-  __device__ void weigh(const Scores& s, uint32_t stage, State& state) const {
+  __device__ void weigh(const Scores& s, uint32_t lines, State& state) const {
     constexpr float kLag = 8;
-    const float scale = state.plain ? p.a.scale * kLog2e : 1.f;
     float most = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       const float x = fmaxf(s[place_of(i, 0)], s[place_of(i, 1)]);
-      most = fmaxf(most, fmaf(x, scale, -state.maximum[i]));
+      most = fmaxf(most, fmaf(x, scale_of(state, i), -state.maximum[i]));
     }
     if (any_of_warpgroup(kBarrier, most > kLag)) [[unlikely]]
-      follow_maximum(s, scale, state);
+      follow_maximum(s, state);
     uint32_t weights[2][kChunks];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -195,8 +250,7 @@ struct WarpgroupColumns : TileLoader<S> {
         float x[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float maximum = state.maximum[2 * n + e], base = maximum == -INFINITY ? 0.f : maximum;
-          x[e] = power_of_2(fmaf(s[place_of(2 * n + e, h)], scale, -base));
+          x[e] = power_of_2(fmaf(s[place_of(2 * n + e, h)], scale_of(state, 2 * n + e), -state.maximum[2 * n + e]));
           state.sum[2 * n + e] += x[e];
         }
         uint32_t& rounded = weights[h][n];
@@ -207,19 +261,16 @@ struct WarpgroupColumns : TileLoader<S> {
         }
       }
     }
-    store_weights(weights, stage);
-    fence_async_proxy();
-    sync();
+    store_weights(weights, lines + (warp * 16 + lane % 8) * 128);
   }
 
   // Lines of weights, from fragments of 8 tokens x 8 columns.
-  __device__ void store_weights(const uint32_t (&x)[2][kChunks], uint32_t stage) const {
-    const uint32_t lines = stage + (warp * 16 + lane % 8) * 128;
+  __device__ void store_weights(const uint32_t (&x)[2][kChunks], uint32_t line) const {
     if constexpr (kChunks == 2) {
-      const uint32_t to = lines + lane / 16 * 8 * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
+      const uint32_t to = line + lane / 16 * 8 * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
       stmatrix_x4(to, {x[0][0], x[0][1], x[1][0], x[1][1]});
     } else {
-      const uint32_t to = lines + (lane / 8 ^ lane % 8) * 16;
+      const uint32_t to = line + (lane / 8 ^ lane % 8) * 16;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -230,7 +281,18 @@ struct WarpgroupColumns : TileLoader<S> {
     }
   }
 
-  __device__ void follow_maximum(const Scores& s, float scale, State& state) const {
+  // Before products read what all warps have stored of them.
+  static __device__ void share_weights() {
+    fence_async_proxy();
+    sync();
+  }
+
+  __device__ float scale_of(const State& state, int i) const {
+    if constexpr (S::kScaled) return scratch.scales[column(i)];
+    return state.plain ? p.a.scale * kLog2e : 1.f;
+  }
+
+  __device__ void follow_maximum(const Scores& s, State& state) const {
     float top[kMine];
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
@@ -242,8 +304,8 @@ struct WarpgroupColumns : TileLoader<S> {
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       for (int w = 0; w < 4; ++w) top[i] = fmaxf(top[i], scratch.of_warps[w][column(i)]);
-      const float now = fmaxf(top[i] * scale, state.maximum[i]);
-      const float rescale = power_of_2(state.maximum[i] - (now == -INFINITY ? 0.f : now));
+      const float now = fmaxf(top[i] * scale_of(state, i), state.maximum[i]);
+      const float rescale = power_of_2(state.maximum[i] - now);
       state.maximum[i] = now;
       state.sum[i] *= rescale;
 #pragma unroll
@@ -256,11 +318,8 @@ struct WarpgroupColumns : TileLoader<S> {
     }
   }
 
-  // By way of the stage that this segment's last tile leaves.
-  __device__ void end_segment(const Unit& u, const State& state, char* stage) const {
-    static_assert(S::kStageBytes >= kColumns * kD * 4);
-    auto* sums = reinterpret_cast<float*>(stage);
-    sync();  // all products have been made
+  // Shows the others each column's sum of weights, of which they know sum_of_weights() behind the next barrier.
+  __device__ void show_weights(const State& state) const {
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       float sum = state.sum[i];
@@ -269,6 +328,21 @@ struct WarpgroupColumns : TileLoader<S> {
         scratch.of_warps[warp][column(i)] = sum;
         if (warp == 0) scratch.maximum[column(i)] = state.maximum[i];
       }
+    }
+  }
+
+  __device__ float sum_of_weights(int r) const {
+    return scratch.of_warps[0][r] + scratch.of_warps[1][r] + scratch.of_warps[2][r] + scratch.of_warps[3][r];
+  }
+
+  // By way of the stage that this segment's last tile leaves.
+  __device__ void end_segment(const Unit& u, const State& state, char* stage) const {
+    static_assert(S::kStageBytes >= kColumns * kD * 4);
+    auto* sums = reinterpret_cast<float*>(stage);
+    sync();  // all products have been made
+    show_weights(state);
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
 #pragma unroll
       for (int k = 0; k < kParts; ++k) {
 #pragma unroll
@@ -282,13 +356,12 @@ struct WarpgroupColumns : TileLoader<S> {
     sync();
     constexpr int kQuads = kD / 4;
 #pragma unroll 1
-    for (int x = member; x < min(p.tile_tokens * p.tile_heads, kColumns) * kQuads; x += kThreads) {
+    for (int x = thread; x < min(p.tile_tokens * p.tile_heads, kColumns) * kQuads; x += kThreads) {
       const int r = x / kQuads, d = x % kQuads * 4;
       const Row row = row_of(p, u, r);
       if (!row.valid) continue;
       float4 o = *reinterpret_cast<const float4*>(sums + sum_place<kD>(r, d));
-      const float sum =
-          scratch.of_warps[0][r] + scratch.of_warps[1][r] + scratch.of_warps[2][r] + scratch.of_warps[3][r];
+      const float sum = sum_of_weights(r);
       if (u.slot >= 0) {
         const int64_t at = static_cast<int64_t>(u.slot) * p.rows + r;
         if (d == 0) p.partial_stats[at] = {scratch.maximum[r], sum};
@@ -299,25 +372,32 @@ struct WarpgroupColumns : TileLoader<S> {
       }
     }
   }
-};
 
-template <class Element, int kHeadSize>
-bool launch_warpgroup_rows(const Problem& p, RowClass rows, const Launch& launch) {
-  using More = WarpgroupShape<Element, kHeadSize>;
-  if constexpr (!More::kWidened) {  // of those only 64 rows are worth it
-    using Few = WarpgroupColumnsShape<Element, kHeadSize, 16>;
-    using Some = WarpgroupColumnsShape<Element, kHeadSize, 32>;
-    if (rows == RowClass::kFew) return launch_warpgroup_kernel<Few, WarpgroupColumns<Few>>(p, rows, launch);
-    if (rows == RowClass::kSome) return launch_warpgroup_kernel<Some, WarpgroupColumns<Some>>(p, rows, launch);
+  // leave(): this warp reads nothing more of the stage.
+  __device__ void take_tile(uint32_t stage, char* memory, const TileSlot& slot, State& state, auto&& leave) const {
+    fence_async_proxy();
+    compute(stage, slot, state);
+    if (slot.unit.ends) end_segment(slot.unit, state, memory);
+    leave();
   }
-  return launch_warpgroup_kernel<More, WarpgroupSoftmax<More>>(p, rows, launch);
-}
+};
 
 // False if the device has too little shared memory.
 template <class Element>
 bool launch_warpgroups(const Problem& p, RowClass rows, const Launch& launch) {
-  return p.a.head_size <= 64 ? launch_warpgroup_rows<Element, 64>(p, rows, launch)
-                             : launch_warpgroup_rows<Element, 128>(p, rows, launch);
+  bool done = false;
+  dispatch_bool(p.a.head_size <= 64, [&]<bool kSmall> {
+    constexpr int kD = kSmall ? 64 : 128;
+    const auto launch_columns = [&]<int kRows> {
+      using S = WarpgroupColumnsShape<Element, kD, kRows>;
+      return launch_warpgroup_kernel<S, WarpgroupColumns<S>>(p, rows, launch);
+    };
+    using More = WarpgroupShape<Element, kD>;
+    done = rows == RowClass::kFew    ? launch_columns.template operator()<16>()
+           : rows == RowClass::kSome ? launch_columns.template operator()<32>()
+                                     : launch_warpgroup_kernel<More, WarpgroupSoftmax<More>>(p, rows, launch);
+  });
+  return done;
 }
 
 }  // namespace pykv::attention

@@ -1,10 +1,10 @@
 // Up to 64 query rows over a cache of fp8 e5m2 on Hopper.
-#include "attention/paged_attention_warpgroup_columns.cuh"
+#include "attention/paged_attention_warpgroup_codes.cuh"
 
 namespace pykv::attention {
 
 bool launch_warpgroups_e5m2(const Problem& p, RowClass rows, const Launch& launch) {
-  return launch_warpgroups<WidenedElement<KvFormat::kE5M2>>(p, rows, launch);
+  return launch_warpgroups_of_codes<KvFormat::kE5M2>(p, rows, launch);
 }
 
 }  // namespace pykv::attention

@@ -1,10 +1,10 @@
 // Up to 64 query rows over a cache of int8 on Hopper.
-#include "attention/paged_attention_warpgroup_columns.cuh"
+#include "attention/paged_attention_warpgroup_codes.cuh"
 
 namespace pykv::attention {
 
 bool launch_warpgroups_int8(const Problem& p, RowClass rows, const Launch& launch) {
-  return launch_warpgroups<WidenedElement<KvFormat::kInt8>>(p, rows, launch);
+  return launch_warpgroups_of_codes<KvFormat::kInt8>(p, rows, launch);
 }
 
 }  // namespace pykv::attention
