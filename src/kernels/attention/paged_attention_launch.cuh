@@ -48,7 +48,7 @@ inline Tiling tiling_of(RowClass rows, int head_size) {
 // Can four warps together multiply so many rows of a KV head?
 bool may_use_warpgroups(const PagedAttentionArgs& a, RowClass rows, int device);
 
-// ... and are there so many sequences that this is quicker than the lines of decoding, whoever has few rows?
+// ... and are there so many sequences that for few rows, too, this is quicker than the lines of decoding?
 bool fills_warpgroups(const Problem& p, int device);
 
 // Completes `p` for a tiling (rows, workspace) and returns the grid: as many blocks as run at once, at most
@@ -158,7 +158,7 @@ bool launch_decode_e4m3(const Problem& p, const Launch& launch);
 bool launch_decode_e5m2(const Problem& p, const Launch& launch);
 bool launch_decode_int8(const Problem& p, const Launch& launch);
 bool launch_decode_nvfp4(const Problem& p, const Launch& launch);
-// Up to 64 rows of short calls, up to 16 of caches of one byte, and decoding over pages that are no groups of eight tokens.
+// Up to 64 rows of short calls, up to 16 of one-byte caches that warpgroups leave, and decoding over pages of no whole groups.
 // False if the call is not for these kernels.
 bool launch_tokens_f16(const Problem& p, const Launch& launch);
 bool launch_tokens_bf16(const Problem& p, const Launch& launch);

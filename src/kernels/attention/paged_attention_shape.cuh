@@ -42,7 +42,7 @@ struct Shape {
   // the other 8, prefill cannot.
   static constexpr bool kSplitWeights = std::is_same_v<Mma, bf16> && (!kMany || kInvariant);
   static constexpr bool kReadOnce = kFew;    // nearly every key is for one query tile alone
-  static constexpr bool kWarpgroup = false;  // products of four warps together: paged_attention_warpgroup.cuh
+  static constexpr bool kWarpgroup = false;  // stages as wgmma reads them: paged_attention_warpgroup.cuh
   // Codes and scales of nvfp4 come as they are, and become halves in front of the stages, tile by tile.
   static constexpr bool kRaw = false;
   static constexpr int kHalvesBytes = 0;

@@ -2,8 +2,8 @@
 // decoding, with more than 16 heads in a group, or with pages that are no groups of eight: the clusters of
 // paged_attention_cluster.cuh, whose columns are query tokens times heads, up to 32 of them (of size 256: 16).  As many again are
 // another cluster's, beside it; what a sequence has beyond that, where it has more tokens than the mean, these clusters do
-// afterwards.  Where blocks have no room for so many columns, and elements are of one byte, which the other kernels have to widen
-// for few rows at a time, half as many are done up to four times.
+// afterwards.  Where blocks have no room for so many columns, and elements are of one byte, which mma.sync has to widen for few
+// rows at a time, half as many are done up to four times, unless warpgroups take the call.
 //
 // Chain: lengths and pages at once -> queries, tiles -> sums -> one exchange -> output, for each tile of queries.
 #pragma once

@@ -25,7 +25,7 @@ struct WarpgroupShape : Shape<Element, kHeadSize, false, RowClass::kMore> {
   static constexpr int kBlock = 2 * kThreads, kCopyWarps = 4;  // beside the four that compute
   static constexpr int kComputeRegisters = 192, kCopyRegisters = 64;
   static constexpr bool kQueryColumns = false;  // of the products: paged_attention_warpgroup_columns.cuh
-  static constexpr int kWeightBytes = 0;  // that have a place of their own
+  static constexpr int kWeightBytes = 0;        // that have a place of their own
 };
 
 template <class S>
@@ -174,7 +174,8 @@ struct WarpgroupKernel : Softmax {
   using typename Softmax::State;
   using typename Softmax::TileSlot;
   static constexpr int kStages = S::kStages;
-  // One that is looked up and one that is described, and one that who ends a segment still reads when all have left its stage.
+  // Who describes tile j knows that all have left the stage of tile j - 1 - kStages, or, one tile ahead, of j - 2 - kStages; but
+  // they may still read what its slot says.
   static constexpr int kSlots = kStages + 3;
 
   TileSlot* slots;
@@ -235,9 +236,8 @@ struct WarpgroupKernel : Softmax {
     }
   };
 
-  // Nothing comes after it.
+  // The slot says that nothing comes.
   __device__ void send_end(const Place& at) {
-    if (lane == 0) slots[at.slot].unit.exists = false;
     mbarrier_wait(empty(at.stage), at.parity);
     arrive(at);
   }
@@ -292,6 +292,7 @@ struct WarpgroupKernel : Softmax {
         at.advance();
       }
     }
+    if (describes) slots[at.slot].unit.exists = false;
     send_end(at);
   }
 

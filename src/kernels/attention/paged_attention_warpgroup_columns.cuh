@@ -1,5 +1,6 @@
 // Up to 16 or 32 query rows against tiles of 64 tokens by the tensor cores of sm_90a, for caches of 16-bit elements in rows of
-// tokens: as paged_attention_warpgroup.cuh, but with tokens as the rows of the products and queries as their columns.
+// tokens: as paged_attention_warpgroup.cuh, but with tokens as the rows of the products and queries as their columns.  All but the
+// products serves caches of one byte, too (S::kNarrow, S::kScaled): paged_attention_warpgroup_codes.cuh.
 //
 //   S^T = K Q^T     both in shared memory: 64 tokens x 16 or 32 queries in kD / 16 products
 //   O^T = V^T P^T   both in shared memory: 64 dimensions x as many queries, or twice as many: weights of bf16 have two parts,
@@ -29,7 +30,7 @@ struct alignas(16) ColumnsScratch {
   PlanScratchOf<2 * kThreads> plan;
   RowState rows[kColumns];
   float undo[kColumns];         // of what scaled the query
-  float scales[kColumns];       // of scores, or one if they have become logits; in the end, of sums
+  float scales[kColumns];       // of scores, or one if they have become logits; in the end, of the sums of values
   float of_warps[4][kColumns];  // of each column: what the warps have found
   float maximum[kColumns];
 };
@@ -52,7 +53,7 @@ struct WarpgroupColumns : TileLoader<S> {
   static constexpr int kChunks = kWeights / 8;
   static constexpr int kMine = kColumns / 4;  // columns of a lane
   static constexpr int kBarrier = 2;          // named, of those who compute
-  static constexpr float kLowest = -1e30f;    // maximum of a column that has seen no key: differences to it are numbers
+  static constexpr float kLowest = -3e38f;    // maximum of a column that has seen no key: differences to it are numbers
   using Scores = float[kColumns / 2];         // of tokens 16 warp + 8 h + lane / 4, h 0 and 1
 
   Scratch& scratch;
@@ -82,7 +83,7 @@ struct WarpgroupColumns : TileLoader<S> {
     const float k_scale = S::kScaled ? p.a.k_scale[u.kv_head] : 1.f;
     s.plain = p.plain_logits && k_scale > 0;
     store_queries(u);
-    if constexpr (S::kScaled) sync();
+    if constexpr (S::kScaled) sync();  // what scaled them is there, and nobody reads the scales of the segment before
     if (thread < kColumns) {
       const Row row = row_of(p, u, thread);
       RowState state{row.position, 0, p.a.scale * k_scale, 0};
@@ -231,7 +232,8 @@ struct WarpgroupColumns : TileLoader<S> {
   }
 
   // The sums are kept relative to a maximum that may lag behind by kLag, as in RowSoftmax; here it is the same in all warps,
-  // so that it follows when one of them says so.  The vote is also the barrier after which nobody reads the keys.
+  // so that it follows when one of them says so.  The vote is also the barrier after which nobody reads the keys, or the weights
+  // before these, where `lines` of weights are stored.
   __device__ void weigh(const Scores& s, uint32_t lines, State& state) const {
     constexpr float kLag = 8;
     float most = -INFINITY;
@@ -326,7 +328,7 @@ struct WarpgroupColumns : TileLoader<S> {
       for (int m = 4; m < 32; m *= 2) sum += __shfl_xor_sync(~0u, sum, m);
       if (lane < 4) {
         scratch.of_warps[warp][column(i)] = sum;
-        if (warp == 0) scratch.maximum[column(i)] = state.maximum[i];
+        if (warp == 0) scratch.maximum[column(i)] = state.maximum[i] == kLowest ? -INFINITY : state.maximum[i];
       }
     }
   }

@@ -65,7 +65,7 @@ struct PageCopies {
 
   static __device__ bool suits(const Problem& p, const CacheCopies& copies) {
     const int64_t strides = copies.key_block | copies.key_token | copies.value_block | copies.value_token;
-    return p.block_size.d % 8 == 0 && strides >> 32 == 0;
+    return p.block_size.d % 8 == 0 && p.a.num_blocks < int64_t{1} << 31 && strides >> 32 == 0;
   }
 
   static __device__ uint64_t times(int64_t stride, int x) {
