@@ -11,11 +11,6 @@ namespace pykv::attention {
 
 constexpr int kGroupTokens = 8;  // looked up and addressed as one
 
-// A stride of the cache, taken so often; both fit in 32 bits.
-__device__ inline uint64_t times(int64_t stride, int n) {
-  return static_cast<uint64_t>(static_cast<uint32_t>(stride)) * static_cast<uint32_t>(n);
-}
-
 template <class S>
 struct DecodePages : ColumnsOf<S> {
   using Columns = ColumnsOf<S>;

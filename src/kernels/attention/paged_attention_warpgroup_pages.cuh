@@ -68,10 +68,6 @@ struct PageCopies {
     return p.block_size.d % 8 == 0 && p.a.num_blocks < int64_t{1} << 31 && strides >> 32 == 0;
   }
 
-  static __device__ uint64_t times(int64_t stride, int x) {
-    return uint64_t{static_cast<uint32_t>(stride)} * static_cast<uint32_t>(x);
-  }
-
   // What this warp copies of a tile.
   struct Part {
     uint32_t rows;  // a bit for each of its tokens that is there and that some query sees
