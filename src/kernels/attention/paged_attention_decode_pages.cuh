@@ -9,8 +9,6 @@
 
 namespace pykv::attention {
 
-constexpr int kGroupTokens = 8;  // looked up and addressed as one
-
 template <class S>
 struct DecodePages : ColumnsOf<S> {
   using Columns = ColumnsOf<S>;

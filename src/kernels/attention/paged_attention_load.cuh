@@ -24,6 +24,8 @@ struct CacheCopies {
   int part_tokens;  // packed: whole parts of so many tokens, for DecodeLoader::load_parts_of_pages
 };
 
+constexpr int kGroupTokens = 8;  // looked up and addressed as one
+
 // A stride of the cache, taken so often; both fit in 32 bits.
 __device__ inline uint64_t times(int64_t stride, int n) {
   return static_cast<uint64_t>(static_cast<uint32_t>(stride)) * static_cast<uint32_t>(n);

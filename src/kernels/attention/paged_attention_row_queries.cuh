@@ -36,32 +36,20 @@ struct RowQueries : TileLoader<S> {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int x = (batch + i) * 32 + lane, chunk = x % kQueryChunks, r = x / kQueryChunks;
-        store_query_chunk(v[i], r, row0 + r, chunk);
+        store_chunk(v[i], r, row0 + r, chunk);
       }
     }
   }
 
-  __device__ void store_query_chunk(uint4 v, int warp_row, int r, int chunk) {
+  __device__ void store_chunk(uint4 v, int warp_row, int r, int chunk) {
     if (S::kScaled && p.a.dtype == DType::kBFloat16) {
-      float largest = fmaxf(fmaxf(largest_of(v.x), largest_of(v.y)), fmaxf(largest_of(v.z), largest_of(v.w)));
-      for (int m = 1; m < kD / 8; m *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, m));
-      const HalfScale by(largest);
-      v = {by.halves(v.x), by.halves(v.y), by.halves(v.z), by.halves(v.w)};
-      if (chunk == 0) scratch.rows[warp][warp_row].scale *= by.undo;
+      const float undo = halve_chunk<kD / 8>(v);
+      if (chunk == 0) scratch.rows[warp][warp_row].scale *= undo;
     }
     if constexpr (!S::kMany) {
       if (r % (kThreads / 32) != warp) return;
     }
-    if constexpr (S::kNarrow) {  // dimensions 4c .. 4c + 3 of 16 to places 2c, 2c + 1, 2c + 8, 2c + 9
-      const uint32_t even = queries + swizzled<2 * kD>(r, chunk & ~1) + (chunk & 1) * 8;
-      const uint32_t odd = queries + swizzled<2 * kD>(r, chunk | 1) + (chunk & 1) * 8;
-      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(even), "r"(v.x), "r"(v.z) : "memory");
-      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(odd), "r"(v.y), "r"(v.w) : "memory");
-    } else {
-      const uint32_t at = queries + swizzled<2 * kD>(r, chunk);
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                   : "memory");
-    }
+    store_query_chunk<S::kNarrow>(v, chunk, [&](int c) { return queries + swizzled<2 * kD>(r, c); });
   }
 
   __device__ static uint32_t load_pair(const uint16_t* q, bool read) {

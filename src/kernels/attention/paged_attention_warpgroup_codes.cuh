@@ -129,8 +129,7 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
     widen_values(codes, values);
     this->share_weights();
 
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) wgmma_pin(state.o[i]);
+    wgmma_pin(state.o);
     wgmma_begin();
 #pragma unroll
     for (int t = 0; t < kTile / 16; ++t) {
@@ -142,8 +141,7 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
     }
     wgmma_commit();
     wgmma_wait<0>();
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) wgmma_pin(state.o[i]);
+    wgmma_pin(state.o);
 #endif
   }
 

@@ -124,36 +124,13 @@ struct WarpgroupColumns : TileLoader<S> {
 #pragma unroll
     for (int i = 0; i < kColumns / kRowsAtOnce; ++i) {
       const int r = r0 + i * kRowsAtOnce;
-      uint4& v = x[i];
       if constexpr (S::kScaled) {
-        float undo = 1;
-        if (p.a.dtype == DType::kBFloat16) {
-          float largest = fmaxf(fmaxf(largest_of(v.x), largest_of(v.y)), fmaxf(largest_of(v.z), largest_of(v.w)));
-          for (int m = 1; m < kPieces; m *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, m));
-          const HalfScale by(largest);
-          v = {by.halves(v.x), by.halves(v.y), by.halves(v.z), by.halves(v.w)};
-          undo = by.undo;
-        }
+        const float undo = p.a.dtype == DType::kBFloat16 ? halve_chunk<kPieces>(x[i]) : 1.f;
         if (chunk == 0) scratch.undo[r] = undo;
       }
-      if constexpr (S::kNarrow) {  // dimensions 4c .. 4c + 3 of 16 to places 2c, 2c + 1, 2c + 8, 2c + 9
-        store_shared(query_place(r, chunk & ~1) + chunk % 2 * 8, uint2{v.x, v.z});
-        store_shared(query_place(r, chunk | 1) + chunk % 2 * 8, uint2{v.y, v.w});
-      } else {
-        store_shared(query_place(r, chunk), v);
-      }
+      store_query_chunk<S::kNarrow>(x[i], chunk,
+                                    [&](int c) { return queries + c / 8 * kColumns * 128 + swizzled<128>(r, c % 8); });
     }
-  }
-
-  __device__ uint32_t query_place(int r, int chunk) const {
-    return queries + chunk / 8 * kColumns * 128 + swizzled<128>(r, chunk % 8);
-  }
-  static __device__ void store_shared(uint32_t at, uint4 x) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
-                 : "memory");
-  }
-  static __device__ void store_shared(uint32_t at, uint2 x) {
-    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at), "r"(x.x), "r"(x.y) : "memory");
   }
 
   // Soft cap, ALiBi, masks.
@@ -212,8 +189,7 @@ struct WarpgroupColumns : TileLoader<S> {
     weigh(s, stage, state);
     share_weights();
 
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) wgmma_pin(state.o[i]);
+    wgmma_pin(state.o);
     wgmma_begin();
 #pragma unroll
     for (int t = 0; t < kTile / 16; ++t) {
@@ -226,8 +202,7 @@ struct WarpgroupColumns : TileLoader<S> {
     }
     wgmma_commit();
     wgmma_wait<0>();
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) wgmma_pin(state.o[i]);
+    wgmma_pin(state.o);
 #endif
   }
 

@@ -27,8 +27,9 @@ template <class S>
 struct PageCopies {
   using Loader = TileLoader<S>;
   static constexpr int kRows = S::kTile / S::kCopyWarps;  // tokens of a warp in a tile
-  static constexpr int kGroups = kRows / 8, kTilesAhead = 32 / kGroups;
-  static constexpr int kChunks = S::kRowBytes / 16, kAtOnce = 32 / kChunks, kSteps = 8 / kAtOnce;  // rows; of a group
+  static constexpr int kGroups = kRows / kGroupTokens, kTilesAhead = 32 / kGroups;
+  static constexpr int kChunks = S::kRowBytes / 16, kAtOnce = 32 / kChunks,
+                       kSteps = kGroupTokens / kAtOnce;  // rows; of a group
 
   const Problem& p;
   const CacheCopies& copies;
@@ -44,8 +45,8 @@ struct PageCopies {
   // Of this lane's group in the segment's tile `first` + lane / kGroups.
   __device__ Lookup look_up(const KeysOfSegment& s, int first) const {
     const int tile = first + lane / kGroups;
-    const int token = s.first_token + tile * S::kTile + warp * kRows + lane % kGroups * 8;
-    Lookup x{{0, 0}, tile < s.tiles && token + 7 >= s.first_key && token <= s.last_key};
+    const int token = s.first_token + tile * S::kTile + warp * kRows + lane % kGroups * kGroupTokens;
+    Lookup x{{0, 0}, tile < s.tiles && token + kGroupTokens - 1 >= s.first_key && token <= s.last_key};
     if (x.wanted) x.page = load_page(p, s.sequence, token);
     return x;
   }
@@ -65,7 +66,7 @@ struct PageCopies {
 
   static __device__ bool suits(const Problem& p, const CacheCopies& copies) {
     const int64_t strides = copies.key_block | copies.key_token | copies.value_block | copies.value_token;
-    return p.block_size.d % 8 == 0 && p.a.num_blocks < int64_t{1} << 31 && strides >> 32 == 0;
+    return p.block_size.d % kGroupTokens == 0 && p.a.num_blocks < int64_t{1} << 31 && strides >> 32 == 0;
   }
 
   // What this warp copies of a tile.
@@ -84,8 +85,8 @@ struct PageCopies {
     x.rows = first < end ? (1u << end) - (1u << first) : 0;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      const int id = __shfl_sync(~0u, ids, of_tile + g), o = p.block_size.remainder(token + g * 8);
-      if (id < 0) x.rows &= ~(0xffu << g * 8);
+      const int id = __shfl_sync(~0u, ids, of_tile + g), o = p.block_size.remainder(token + g * kGroupTokens);
+      if (id < 0) x.rows &= ~(0xffu << g * kGroupTokens);
       x.key[g] = key + times(copies.key_block, id) + times(copies.key_token, o);
       x.value[g] = value + times(copies.value_block, id) + times(copies.value_token, o);
     }
@@ -113,7 +114,7 @@ struct PageCopies {
     for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        const int r = g * 8 + i * kAtOnce + row;
+        const int r = g * kGroupTokens + i * kAtOnce + row;
         const uint32_t to = stage + Loader::row_place(warp * kRows + r, chunk);
         const bool read = !kChecked || (in_head && (part.rows >> r & 1));
         copy_chunk<kChecked>(to, part.key[g] + i * kAtOnce * copies.key_token, read);

@@ -41,6 +41,12 @@ __device__ inline void wgmma_pin(float (&x)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
+template <int kParts, int kCount>
+__device__ inline void wgmma_pin(float (&x)[kParts][kCount]) {
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) wgmma_pin(x[i]);
+}
+
 // A warpgroup's share of the registers of its block's threads.
 template <int kBudget>
 __device__ inline void take_registers() {
