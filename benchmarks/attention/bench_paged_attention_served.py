@@ -2,10 +2,10 @@
 
     python benchmarks/attention/bench_paged_attention_served.py [--json FILE] [--only WORDS]
 
-Two workloads, 32 sequences of 8k tokens and 8 of 2k, timed as in bench_paged_attention.py.  A call is set against a
-plain read of as many bytes as it sees of keys and values, which is its floor, and against the fast case: 32 query and
-8 KV heads of size 128 in pages of 16, NHD, without options, of the same kind of elements, with so many tokens that it
-sees as many bytes.
+Three workloads, 32 sequences of 8k tokens, 8 of 2k and, with several query tokens or many heads in a group, 64 of
+random lengths, timed as in bench_paged_attention.py.  A call is set against a plain read of as many bytes as it sees
+of keys and values, which is its floor, and against the fast case: 32 query and 8 KV heads of size 128 in pages of 16,
+NHD, without options, of the same kind of elements, with so many tokens that it sees as many bytes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from bench_paged_attention import BLOCK_SPARSE, Case, call, read, uniform
 from timing import Call, Cuda, write_json
 
 WORKLOADS = ((32, 8192), (8, 2048))
+RANDOM_LENGTHS = tuple(int(n) for n in np.random.default_rng(0).integers(128, 32769, 64))
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,21 @@ def cases() -> Iterator[tuple[Case, Case]]:
                 for page in (16, 32, 64):
                     if (layout, page) != ("NHD", 16):
                         yield replace(fast, name=f"{layout}, pages of {page}", layout=layout, page=page), fast
+    for kind in ("auto", "fp8_e4m3"):
+        fast = Case("fast case", RANDOM_LENGTHS, (1,) * len(RANDOM_LENGTHS), kind=kind)
+        yield fast, fast
+        for queries in (2, 4, 8, 16):
+            yield replace(fast, name=f"{queries} queries", queries=(queries,) * len(fast.lens)), fast
+        for group in (16, 32):
+            yield replace(fast, name=f"{group} heads in a group", heads=8 * group), fast
+        small = replace(fast, head_size=64, kv_heads=16, heads=64, queries=(4,) * len(fast.lens))
+        yield replace(small, name="heads of 64, 4 queries"), fast
 
 
 def as_long(fast: Case, num_bytes: int) -> Case:
     """The fast case of so many bytes."""
+    if num_bytes == seen_bytes(fast):
+        return fast
     of_token = fast.kv_bytes // sum(fast.lens)
     return replace(fast, **uniform(len(fast.lens), num_bytes // (of_token * len(fast.lens))))
 
@@ -112,6 +124,10 @@ def seen_bytes(case: Case) -> int:
     blocks = np.arange(length // size)
     seen = (blocks % stride == 0) | (blocks > (length - 1) // size - local)  # as many for each offset, about
     return int(whole * seen.mean())
+
+
+def length_of(case: Case) -> int | str:
+    return "random" if len(set(case.lens)) > 1 else case.lens[0]
 
 
 def attend(case: Case, device: Cuda) -> Call:
@@ -151,16 +167,16 @@ def main() -> None:
     for heading in ("us", "read", "of read", "of fast"):
         table.add_column(heading, justify="right")
     for f in figures:
-        size = f"{len(f.case.lens)} x {f.case.lens[0]}"
+        size = f"{len(f.case.lens)} x {length_of(f.case)}"
         shown = (f"{f.us:.1f}", f"{f.read_us:.1f}", f"{f.read_us / f.us:.0%}", f"{f.us / f.fast_us:.2f}")
         table.add_row(f.case.name, size, f.case.kind, *shown)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     if arguments.json:
         lines = [asdict(f) | {"of_fast": f.us / f.fast_us} for f in figures]
-        for line in lines:
+        for line, f in zip(lines, figures, strict=True):
             line["case"] = {k: v for k, v in line["case"].items() if k not in ("queries", "peer", "lens")} | {
-                "sequences": len(line["case"]["lens"]),
-                "length": line["case"]["lens"][0],
+                "sequences": len(f.case.lens),
+                "length": length_of(f.case),
             }
         write_json(arguments.json, device, lines)
 

@@ -11,6 +11,7 @@ import pytest
 from attention import inputs
 from attention.inputs import Sizes
 from attention.test_paged_attention import check, rng
+from attention.test_paged_attention_served import check_many
 from libraries import Library
 
 LENS = [1, 8, 63, 65, 129, 300]
@@ -56,6 +57,13 @@ def test_shares(array: Library, queries: int) -> None:
     check(array, inputs.batch(rng(), [(q, 6000), (q, q), (1, 1), (q, 100), (0, 0)], Sizes(8, 2, 128)))
     check(array, inputs.batch(rng(), [(q, 1500 + 13 * i) for i in range(12)], Sizes(16, 4, 128)))
     check(array, inputs.batch(rng(), [(q, 512)] * 34, Sizes(16, 4, 128)))
+
+
+@pytest.mark.parametrize(("head_size", "queries"), [(64, 2), (64, 16), (128, 8), (256, 2)])
+def test_long_shares(array: Library, head_size: int, queries: int) -> None:
+    """Each of few KV heads has a line of blocks of its own."""
+    lens = [(queries, n) for n in (3000, 300, 1000, 5000, 63)]
+    check_many(array, inputs.batch(rng(), lens, Sizes(16, 4, head_size)), 16)
 
 
 def test_more_rows_than_a_tile_has(array: Library) -> None:

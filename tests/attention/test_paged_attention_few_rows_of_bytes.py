@@ -129,6 +129,12 @@ def test_shares(array: Library, group: int, queries: int) -> None:
         check_many(array, made(2 * i + 1, [(q, 512)], group), 66)
 
 
+@pytest.mark.parametrize(("group", "queries"), [(4, 4), *TWO_SHAPES])
+def test_long_shares(array: Library, group: int, queries: int) -> None:
+    """Each of few KV heads has a line of blocks of its own."""
+    check_many(array, made(0, [(queries, n) for n in (3000, 300, 1000, 5000, 63)], group), 32)
+
+
 @pytest.mark.parametrize(("group", "queries"), TWO_SHAPES)
 @pytest.mark.parametrize("power", [-18, 17])
 def test_queries_beyond_halves(array: Library, power: int, group: int, queries: int) -> None:

@@ -88,14 +88,14 @@ __global__ void __launch_bounds__(kCombineThreads, Sum::kBlocksPerSm)
   const Row row = row_of_note(p, u, r);
   const bool valid = r < p.rows && row.valid;
 
-  const int pieces = blockIdx.x - u.first_block + 1;
+  const int pieces = (blockIdx.x - u.first_block) / u.step + 1;
   Sum sum = Sum::empty();
   for (int first = part; valid && first < pieces; first += parts * Sum::kAtOnce) {
     Sum x[Sum::kAtOnce];
 #pragma unroll
     for (int k = 0; k < Sum::kAtOnce; ++k) {
       const int i = first + k * parts;
-      if (i < pieces) x[k] = Sum::load(p, 2 * (u.first_block + i) + (i == 0 && !u.first_slot_is_head), r, quad);
+      if (i < pieces) x[k] = Sum::load(p, 2 * (u.first_block + i * u.step) + (i == 0 && !u.first_slot_is_head), r, quad);
     }
 #pragma unroll
     for (int k = 0; k < Sum::kAtOnce; ++k) {

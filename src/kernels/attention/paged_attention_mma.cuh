@@ -58,7 +58,8 @@ struct LineKernel : SegmentResults<S> {
     char* const ring = rings + team * S::kRingBytes;
     const uint32_t stage0 = shared_address(ring);
     wait_for_previous_kernel();
-    const SharePosition share = find_share(p, scratch.plan);
+    constexpr bool kLines = !S::kInvariant && (!S::kMany || S::kMore);  // no prefill
+    const SharePosition share = find_share<0, kLines>(p, scratch.plan);
     if (member == 0) {
       scratch.walkers[team].start(p, share);
 #pragma unroll 1

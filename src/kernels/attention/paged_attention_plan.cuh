@@ -7,6 +7,9 @@
 // block, added up in a fixed order by a second kernel or the last block (paged_attention_pieces.cuh): hence a grid and a
 // workspace that depend on no length, no host synchronisation, and the same bits in every run.
 //
+// Kernels may ask for a line for each KV head, which blocks go along side by side: where neighbouring heads lie together, they are
+// then read at about the same time.
+//
 // With batch_invariant a place is a chunk, some KV tiles whose sums are added up by themselves (paged_attention_exact.cuh),
 // and there is none in front: chunks are too long to stand for that.
 #pragma once
@@ -94,11 +97,11 @@ struct Shares {
   int blocks;
 
   Shares() = default;
-  __device__ explicit Shares(int64_t n, int64_t alike = 0)
-      : units(n), blocks(static_cast<int>(min(n, static_cast<int64_t>(gridDim.x)))) {
+  __device__ Shares(int64_t n, int most_blocks, int64_t alike)
+      : units(n), blocks(static_cast<int>(min(n, static_cast<int64_t>(most_blocks)))) {
     if (alike > 0) {
-      const int64_t of_block = divide(alike + gridDim.x - 1, gridDim.x), fewer = divide(alike, of_block);
-      if (fewer * of_block == alike && fewer * 16 >= gridDim.x * 15) blocks = static_cast<int>(fewer);
+      const int64_t of_block = divide(alike + most_blocks - 1, most_blocks), fewer = divide(alike, of_block);
+      if (fewer * of_block == alike && fewer * 16 >= most_blocks * 15) blocks = static_cast<int>(fewer);
     }
     each = blocks ? divide(units, blocks) : 0;
     longer = units - each * blocks;
@@ -111,8 +114,9 @@ struct Shares {
 };
 
 struct SharePosition {
-  Shares shares;
-  int sequence;  // in which this block's share begins
+  Shares shares;  // of one line
+  int lines;      // all heads on one, or one for each
+  int sequence;   // in which this block's share begins
   Sequence seq;
   int64_t offset;  // from the sequence's first place
 };
@@ -155,13 +159,28 @@ __device__ inline int64_t block_scan(int64_t x, PlanScratchOf<kBlock>& scratch, 
   return x;
 }
 
+// Are neighbouring heads few, together in memory, and shares so long that they are worth a line each?
+__device__ inline bool wants_lines(const Problem& p, int64_t heads, int64_t units) {
+  constexpr int kMostLines = 16, kLongShare = 16;
+  return heads > 1 && heads <= kMostLines && p.a.key.head < p.a.key.token && units * heads >= gridDim.x * kLongShare;
+}
+
 // Two passes over the lengths: the sum of all work, then the place where this block's share begins.
-template <int kBarrier = 0, int kBlock>
+template <int kBarrier = 0, bool kLines = false, int kBlock>
 __device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBlock>& scratch) {
-  const int64_t heads = static_cast<int64_t>(p.a.num_kv_heads) * p.head_tiles;
+  int64_t heads = static_cast<int64_t>(p.a.num_kv_heads) * p.head_tiles;  // of a line
   const bool one_chunk = p.a.num_seqs <= kBlock;
   Shares shares{};
-  int64_t before = 0, begin = 0;
+  int lines = 1;
+  int64_t before = 0, begin = 0;  // in units of a head; on the line
+  const auto share = [&](int64_t units, bool alike) {
+    if (kLines && wants_lines(p, heads, units)) {
+      lines = static_cast<int>(heads);
+      heads = 1;
+    }
+    shares = Shares(units * heads, gridDim.x / lines, alike ? p.a.num_seqs * heads : 0);
+    begin = shares.begin(blockIdx.x / lines);
+  };
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
 #pragma unroll 1
@@ -176,7 +195,7 @@ __device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBloc
         if (blockIdx.x == 0 && pass == 0) report_sequence(p, raw);
         if (takes(p, sequence)) {
           const Extent extent(p, sequence);
-          units = extent.units() * heads;
+          units = extent.units();
           one_tile = extent.num_tiles == 1;
         }
       }
@@ -186,25 +205,23 @@ __device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBloc
         if constexpr (kBarrier == 0) {
           alike = __syncthreads_and(s >= p.a.num_seqs || (one_tile && units * p.a.num_seqs == total));
         }
-        shares = Shares(total, alike ? p.a.num_seqs * heads : 0);
-        begin = shares.begin(blockIdx.x);
+        share(total, alike);
         pass = 1;
       }
-      if (pass == 1 && begin >= end - units && begin < end) {
+      if (pass == 1 && begin >= (end - units) * heads && begin < end * heads) {
         scratch.sequence = static_cast<int>(s);
         scratch.seq = sequence;
-        scratch.offset = begin - (end - units);
+        scratch.offset = begin - (end - units) * heads;
       }
       before += total;
     }
     if (pass == 0) {
-      shares = Shares(before);
-      begin = shares.begin(blockIdx.x);
+      share(before, false);
       before = 0;
     }
   }
   sync_finders<kBarrier>();
-  return {shares, scratch.sequence, scratch.seq, scratch.offset};
+  return {shares, lines, scratch.sequence, scratch.seq, scratch.offset};
 }
 
 // What a block needs to know of one unit, from the look-up of its pages to its arithmetic.
@@ -228,7 +245,8 @@ struct Walker {
   Sequence seq;
   Extent extent;
   int sequence;
-  int head;  // KV head * head tiles + head tile
+  int head;         // KV head * head tiles + head tile
+  int lines, line;  // this block's is one of so many, and has every so many-th head
   int query_tile;
 
   // Notes the first segment for the combining kernel if it began in an earlier block and ends in this one.
@@ -236,13 +254,17 @@ struct Walker {
     const Shares& shares = at.shares;
     p.unfinished[blockIdx.x].first_block = -1;
     unit.exists = false;
-    if (blockIdx.x >= shares.blocks) return;
-    const int64_t begin = shares.begin(blockIdx.x);
-    left = static_cast<int>(shares.begin(blockIdx.x + 1) - begin);
+    lines = at.lines;
+    const int block = blockIdx.x / lines;
+    line = blockIdx.x - block * lines;
+    if (block >= shares.blocks) return;
+    const int64_t begin = shares.begin(block);
+    left = static_cast<int>(shares.begin(block + 1) - begin);
     enter_sequence(p, at.sequence, at.seq);
     const int64_t per_head = extent.units();
-    head = static_cast<int>(divide(at.offset, per_head));
-    const int64_t offset = at.offset - head * per_head;
+    const int of_line = static_cast<int>(divide(at.offset, per_head));
+    head = of_line * lines + line;
+    const int64_t offset = at.offset - of_line * per_head;
     int low = 0, high = extent.num_tiles;  // the last tile j with units_before(j) <= offset
     while (high - low > 1) {
       const int middle = (low + high) / 2;
@@ -254,10 +276,9 @@ struct Walker {
     if (place > p.lead && finishes) {
       const int64_t first_unit = begin - place + p.lead;
       const int first = shares.block_of(first_unit);
-      p.unfinished[blockIdx.x] = {first,           shares.begin(first) >= first_unit - p.lead,
-                                  seq.query_begin, seq.query_len,
-                                  unit.kv_head,    unit.head_tile,
-                                  query_tile};
+      p.unfinished[blockIdx.x] = {first * lines + line, lines,         shares.begin(first) >= first_unit - p.lead,
+                                  seq.query_begin,      seq.query_len, unit.kv_head,
+                                  unit.head_tile,       query_tile};
     }
     if (in_segment == 0) leave_segment(p);
   }
@@ -282,8 +303,9 @@ struct Walker {
     if (left <= p.lead) return;  // no unit of the next segment is this block's
     if (++query_tile == extent.num_tiles) {
       query_tile = 0;
-      if (++head == p.a.num_kv_heads * p.head_tiles) {
-        head = 0;
+      head += lines;
+      if (head >= p.a.num_kv_heads * p.head_tiles) {
+        head = line;
         do enter_sequence(p, sequence + 1, clamp_sequence(p, load_sequence(p, sequence + 1)));
         while (!takes(p, seq) && sequence < p.a.num_seqs);
       }

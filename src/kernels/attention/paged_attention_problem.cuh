@@ -18,6 +18,7 @@ constexpr int kNoWindow = 1 << 30;  // longer than any sequence
 // A segment that several blocks worked on, noted by the block that finished it.
 struct Unfinished {
   int first_block;  // -1: nothing to do
+  int step;         // from one block of the segment to the next
   bool first_slot_is_head;
   int query_begin, query_len, kv_head, head_tile, query_tile;
 };

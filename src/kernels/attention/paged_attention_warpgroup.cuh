@@ -28,6 +28,16 @@ struct WarpgroupShape : Shape<Element, kHeadSize, false, RowClass::kMore> {
   static constexpr int kWeightBytes = 0;        // that have a place of their own
 };
 
+// A tile whose copies have come.
+template <int kTokens>
+struct ArrivedTile {
+  uint32_t stage;  // shared address
+  char* memory;    // the same
+  const Slot<kTokens>& slot;
+  int first_token;
+  bool ends;  // this block's part of the segment
+};
+
 template <class S>
 struct WarpgroupSoftmax : SegmentResults<S> {
   using Base = SegmentResults<S>;
@@ -83,8 +93,7 @@ struct WarpgroupSoftmax : SegmentResults<S> {
 #pragma unroll
       for (int i = 0; i < kHalves; ++i) {
         const int first = u.first_token + i * 32, last = first + 31;
-        const bool masked =
-            valid[i] != ~0u || p.sparse || hides_some(p, first, last, state.first_position, state.last_position);
+        const bool masked = valid[i] != ~0u || hides_some(p, first, last, state.first_position, state.last_position);
         if (masked || !state.plain) [[unlikely]]
           this->adjust_scores(u, state, first, masked ? valid[i] : ~0u, masked, s[i]);
       }
@@ -154,11 +163,11 @@ struct WarpgroupSoftmax : SegmentResults<S> {
   }
 
   // leave(): this warp reads nothing more of the stage.
-  __device__ void take_tile(uint32_t stage, char*, const Slot<kTile>& slot, State& state, auto&& leave) {
+  __device__ void take_tile(const ArrivedTile<kTile>& tile, State& state, auto&& leave) {
     fence_async_proxy();
-    compute(stage, slot.valid, slot.unit, state);
+    compute(tile.stage, tile.slot.valid, tile.slot.unit, state);
     leave();
-    if (slot.unit.ends) this->end_segment_many(slot.unit, state);
+    if (tile.ends) this->end_segment_many(tile.slot.unit, state);
   }
 };
 
@@ -179,6 +188,8 @@ struct WarpgroupKernel : Softmax {
   static constexpr int kSlots = kStages + 3;
 
   TileSlot* slots;
+  int* part_tiles;  // by slot, of a segment's first tile: how many of the segment are this block's
+  Unit* copied;     // of the segment that is being copied, for its last tile
   Walker* walkers;  // of the copying warps
   char* ring;
   uint32_t stage0, barriers;  // shared addresses
@@ -195,7 +206,7 @@ struct WarpgroupKernel : Softmax {
       }
     }
     wait_for_previous_kernel();
-    const SharePosition share = find_share(p, scratch.plan);  // a barrier of all threads
+    const SharePosition share = find_share<0, true>(p, scratch.plan);  // a barrier of all threads
     if (threadIdx.x >= kThreads) {
       give_registers<S::kCopyRegisters>();
       bring_tiles(share);
@@ -236,6 +247,14 @@ struct WarpgroupKernel : Softmax {
     }
   };
 
+  __device__ void wait_for(const Place& at) const { mbarrier_wait(full(at.stage), at.parity ^ 1); }
+
+  // Nobody of this warp reads the stage any more.
+  __device__ void leave(const Place& at) const {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(empty(at.stage));
+  }
+
   // The slot says that nothing comes.
   __device__ void send_end(const Place& at) {
     mbarrier_wait(empty(at.stage), at.parity);
@@ -261,7 +280,10 @@ struct WarpgroupKernel : Softmax {
     while (walker.unit.exists) {
       const KeysOfSegment segment(walker);
       pages.begin_segment(walker.unit.kv_head);
-      if (describes) slots[at.slot].unit = walker.unit;
+      if (describes) {
+        slots[at.slot].unit = *copied = walker.unit;
+        part_tiles[at.slot] = segment.tiles;
+      }
       if (pages.warp == 0) prefetch_rows(walker.unit, lane, 32);
       __syncwarp();
       if (lane == 0) walker.next_segment(p);
@@ -275,15 +297,7 @@ struct WarpgroupKernel : Softmax {
           ahead = then < segment.tiles ? pages.look_up(segment, then) : pages.look_up(KeysOfSegment(walker), 0);
         }
         TileSlot& slot = slots[at.slot];
-        if (describes) {
-          Unit& unit = slot.unit;
-          if (j > 0) {
-            unit = slots[at.slot == 0 ? kSlots - 1 : at.slot - 1].unit;
-            unit.first_token += S::kTile;
-            unit.begins = false;
-          }
-          unit.ends = j + 1 == segment.tiles;
-        }
+        if (describes && j + 1 == segment.tiles) slot.unit = *copied;
         const auto part = pages.part_of(segment, ids, j);
         pages.store_valid(part, slot.valid);
         mbarrier_wait(empty(at.stage), at.parity);
@@ -303,6 +317,7 @@ struct WarpgroupKernel : Softmax {
     const auto describe = [&](TileSlot& slot) {
       if (member != kGuide) return;
       slot.unit = walkers[0].unit;
+      part_tiles[&slot - slots] = walkers[0].in_segment;
       if (slot.unit.exists) walkers[0].next(p);
     };
     Lookup ahead;
@@ -331,15 +346,20 @@ struct WarpgroupKernel : Softmax {
     Place at;
 #pragma unroll 1
     for (;; at.advance()) {
-      mbarrier_wait(full(at.stage), at.parity ^ 1);
-      const TileSlot& slot = slots[at.slot];
-      const Unit& unit = slot.unit;
-      if (!unit.exists) break;
-      if (unit.begins) this->begin_segment(unit, state);
-      this->take_tile(stage0 + at.stage * S::kStageBytes, ring + at.stage * S::kStageBytes, slot, state, [&] {
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(empty(at.stage));
-      });
+      wait_for(at);
+      const Unit& first = slots[at.slot].unit;
+      if (!first.exists) break;
+      this->begin_segment(first, state);
+      int first_token = first.first_token;
+#pragma unroll 1
+      for (int left = part_tiles[at.slot];; first_token += S::kTile) {
+        const int stage = at.stage * S::kStageBytes;
+        const bool ends = --left == 0;
+        this->take_tile({stage0 + stage, ring + stage, slots[at.slot], first_token, ends}, state, [&] { leave(at); });
+        if (ends) break;
+        at.advance();
+        wait_for(at);
+      }
     }
   }
 #endif
@@ -354,23 +374,28 @@ __global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
   auto* scratch = reinterpret_cast<typename Softmax::Scratch*>(after + S::kQueryBytes + S::kWeightBytes);
   auto* slots = reinterpret_cast<Slot<S::kTile>*>(scratch + 1);
   using Kernel = WarpgroupKernel<S, Softmax>;
-  auto* walkers = reinterpret_cast<Walker*>(slots + Kernel::kSlots);
+  auto* barriers = reinterpret_cast<uint64_t*>(slots + Kernel::kSlots);
+  auto* copied = reinterpret_cast<Unit*>(barriers + 2 * S::kStages);
+  auto* walkers = reinterpret_cast<Walker*>(copied + 1);
+  auto* part_tiles = reinterpret_cast<int*>(walkers + S::kCopyWarps);
   Kernel kernel{Softmax::make(p, copies, *scratch, shared_address(after)),
                 slots,
+                part_tiles,
+                copied,
                 walkers,
                 memory,
                 shared_address(memory),
-                shared_address(walkers + S::kCopyWarps)};
+                shared_address(barriers)};
   kernel.run();
 #endif
 }
 
 template <class S, class Softmax>
 bool launch_warpgroup_kernel(const Problem& p, RowClass rows, const Launch& launch) {
-  constexpr size_t kNotes =
-      WarpgroupKernel<S, Softmax>::kSlots * sizeof(Slot<S::kTile>) + S::kCopyWarps * sizeof(Walker);
-  constexpr int kSharedBytes = S::kRingBytes + S::kQueryBytes + S::kWeightBytes +
-                               static_cast<int>(sizeof(typename Softmax::Scratch) + kNotes) + 2 * S::kStages * 8;
+  constexpr size_t kNotes = WarpgroupKernel<S, Softmax>::kSlots * (sizeof(Slot<S::kTile>) + sizeof(int)) +
+                            2 * S::kStages * sizeof(uint64_t) + sizeof(Unit) + S::kCopyWarps * sizeof(Walker);
+  constexpr int kSharedBytes =
+      S::kRingBytes + S::kQueryBytes + S::kWeightBytes + static_cast<int>(sizeof(typename Softmax::Scratch) + kNotes);
   static_assert(S::kBlocksPerSm * (kSharedBytes + 1024) <= 228 * 1024);
   static PerDevice resident;
   return launch_line(paged_attention_warpgroup_kernel<S, Softmax>, kSharedBytes, S::kUnitTokens,

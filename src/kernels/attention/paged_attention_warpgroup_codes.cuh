@@ -23,7 +23,7 @@ struct WarpgroupCodesShape : WarpgroupColumnsShape<Element8<kFormat>, kHeadSize,
   using Columns = WarpgroupColumnsShape<Element8<kFormat>, kHeadSize, kQueryRows>;
   static constexpr bool kWarpgroup = false;                  // tiles lie as for ldmatrix
   static constexpr int kWeightBytes = Columns::kTile * 128;  // a line for each token
-  static constexpr int kComputeRegisters = kQueryRows > 32 ? 192 : 160, kCopyRegisters = 256 - kComputeRegisters;
+  static constexpr int kComputeRegisters = kQueryRows > 32 ? 184 : 160, kCopyRegisters = 256 - kComputeRegisters;
   // More under way is less: it comes from further apart.
   static constexpr int kStages = (kQueryRows > 32 ? 64 : 32) * 1024 / Columns::kStageBytes;
   static constexpr int kRingBytes = kStages * Columns::kStageBytes;
@@ -49,38 +49,51 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
   using typename Base::Mma;
   using typename Base::Scores;
   using typename Base::State;
-  using typename Base::TileSlot;
+  using typename Base::Tile;
   using Element = typename S::Element;
+  using KeyCodes = uint32_t[kD / 32][4];
   using Keys = uint32_t[kD / 16][4];
   using Values = uint32_t[kTile / 16][kParts][4];
   static constexpr int kValueTokens = 32 / kParts, kLoads = kTile / kValueTokens;  // with 16 dimensions for each part
   using ValueCodes = uint32_t[kLoads][4];
-  static constexpr bool kCodesEarly = kColumns <= 32;  // while scores are under way: else there are no registers
+  static constexpr bool kValuesEarly = kColumns <= 32;  // while scores are under way: else there are no registers
+
+  // Of a stage what this lane reads first, and where it stores weights.
+  uint32_t keys_at = keep(swizzled<S::kRowBytes>(warp * 16 + lane % 16, lane / 16));
+  uint32_t values_at = keep(S::kTileBytes + swizzled<S::kRowBytes>(lane % kValueTokens, value_chunk()));
+  uint32_t weights_at = keep(this->weights_place(queries + S::kQueryBytes));
+
+  __device__ int value_chunk() const { return warp * kParts + lane / kValueTokens; }  // of values
+
+  // Keeps the compiler from finding it out anew for each tile.
+  static __device__ uint32_t keep(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+  }
 
   static __device__ WarpgroupCodes make(const Problem& p, const CacheCopies& copies, typename Base::Scratch& scratch,
                                         uint32_t queries) {
     return {Base::make(p, copies, scratch, queries)};
   }
 
-  __device__ void read_keys(uint32_t stage, Keys& keys) const {
-    const uint32_t row0 = stage + swizzled<S::kRowBytes>(warp * 16 + lane % 16, lane / 16);
+  __device__ void read_keys(uint32_t stage, KeyCodes& codes) const {
+    const uint32_t row0 = stage + keys_at;
 #pragma unroll
-    for (int k = 0; k < kD / 16; k += 2) {
-      uint32_t x[4];
-      ldmatrix_x4(x, row0 ^ k * 16);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        Element::widen(x[2 * j], keys[k + j][0], keys[k + j][2]);
-        Element::widen(x[2 * j + 1], keys[k + j][1], keys[k + j][3]);
-      }
-    }
+    for (int i = 0; i < kD / 32; ++i) ldmatrix_x4(codes[i], row0 ^ i * 32);
   }
 
-  __device__ void read_values(uint32_t stage, ValueCodes& codes) const {
-    const uint32_t row0 =
-        stage + S::kTileBytes + swizzled<S::kRowBytes>(lane % kValueTokens, warp * kParts + lane / kValueTokens);
+  // Dimensions 16 k ... 16 k + 15.
+  static __device__ void widen_keys(const KeyCodes& codes, int k, uint32_t (&keys)[4]) {
+    Element::widen(codes[k / 2][k % 2 * 2], keys[0], keys[2]);
+    Element::widen(codes[k / 2][k % 2 * 2 + 1], keys[1], keys[3]);
+  }
+
+  // leave(): nobody of this warp reads the stage any more.
+  __device__ void read_values(uint32_t stage, ValueCodes& codes, auto&& leave) const {
+    const uint32_t row0 = stage + values_at;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) ldmatrix_x4_trans(codes[i], row0 + i * kValueTokens * S::kRowBytes);
+    leave();
   }
 
   // [token 2c: d, d + 1; token 2c + 1: d, d + 1] to [d: two tokens; d + 1: two tokens]
@@ -96,37 +109,37 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
     }
   }
 
-  // leave(): nobody of this warp reads the stage any more.
-  __device__ void compute(uint32_t stage, const TileSlot& slot, State& state, auto&& leave) const {
+  // The products with the values go on until wait_for_sums().
+  __device__ void compute(const Tile& tile, State& state, auto&& leave) const {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if ((slot.valid[0] | slot.valid[1]) == 0) return leave();
-    const uint32_t weights = queries + S::kQueryBytes;
-    Keys keys;
-    ValueCodes codes;
-    Values values;
+    if (this->is_empty(tile)) return leave();
+    const uint64_t query = wgmma_matrix(queries, 1024), weights = wgmma_further(query, S::kQueryBytes);
+    KeyCodes key_codes;
+    ValueCodes value_codes;
     Scores s;
-    read_keys(stage, keys);
+    read_keys(tile.stage, key_codes);
+    wait_for_sums(state);
+
+    Keys keys;
+#pragma unroll
+    for (int k = 0; k < kD / 16; ++k) widen_keys(key_codes, k, keys[k]);
     wgmma_begin();
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) {
-      Wgmma<Mma, kColumns>::template rs<kAlong>(
-          s, keys[k], wgmma_matrix(queries + k / 4 * kColumns * 128 + k % 4 * 32, 1024), k > 0);
+      Wgmma<Mma, kColumns>::template rs<kAlong>(s, keys[k], wgmma_further(query, k / 4 * kColumns * 128 + k % 4 * 32),
+                                                k > 0);
     }
     wgmma_commit();
-    if constexpr (kCodesEarly) {
-      read_values(stage, codes);
-      leave();
-    }
+    if constexpr (kValuesEarly) read_values(tile.stage, value_codes, leave);
     wgmma_wait<0>();
     wgmma_pin(s);
 
-    this->adjust_scores(slot, state, s);
-    this->weigh(s, weights, state);
-    if constexpr (!kCodesEarly) {
-      read_values(stage, codes);
-      leave();
-    }
-    widen_values(codes, values);
+    this->adjust_scores(tile, state, s);
+    const auto w = this->weigh(s, state);
+    if constexpr (!kValuesEarly) read_values(tile.stage, value_codes, leave);
+    this->store_weights(w, weights_at);
+    Values values;
+    widen_values(value_codes, values);
     this->share_weights();
 
     wgmma_pin(state.o);
@@ -135,14 +148,16 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
     for (int t = 0; t < kTile / 16; ++t) {
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
-        Wgmma<Mma, kColumns>::template rs<kAcross>(state.o[i], values[t][i], wgmma_matrix(weights + t * 16 * 128, 1024),
-                                                   1);
+        Wgmma<Mma, kColumns>::template rs<kAcross>(state.o[i], values[t][i], wgmma_further(weights, t * 16 * 128), 1);
       }
     }
     wgmma_commit();
+#endif
+  }
+
+  __device__ void wait_for_sums(State& state) const {
     wgmma_wait<0>();
     wgmma_pin(state.o);
-#endif
   }
 
   // A lane has two neighbouring dimensions of its columns, which eight lanes make 32 or 64 bytes of a row.
@@ -187,9 +202,11 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
         wide ? pack_pair<bf16>(x.x, x.y) : pack_pair<half>(x.x, x.y);
   }
 
-  __device__ void take_tile(uint32_t stage, char*, const TileSlot& slot, State& state, auto&& leave) const {
-    compute(stage, slot, state, leave);
-    if (slot.unit.ends) end_segment(slot.unit, state);
+  __device__ void take_tile(const Tile& tile, State& state, auto&& leave) const {
+    compute(tile, state, leave);
+    if (!tile.ends) return;
+    wait_for_sums(state);
+    end_segment(tile.slot.unit, state);
   }
 };
 

@@ -44,27 +44,28 @@ struct WarpgroupColumns : TileLoader<S> {
   using Base::lane;
   using Base::p;
   using Base::warp;
-  using typename Base::TileSlot;
-  using typename Base::Valid;
   using Mma = typename S::Mma;
   using Scratch = ColumnsScratch<S::kRows>;
+  using Tile = ArrivedTile<kTile>;
   static constexpr int kColumns = S::kRows, kTerms = S::kSplitWeights ? 2 : 1, kParts = kD / 64;
   static constexpr int kWeights = kColumns * kTerms;  // of a token: rounded, then what rounding left
   static constexpr int kChunks = kWeights / 8;
-  static constexpr int kMine = kColumns / 4;  // columns of a lane
-  static constexpr int kBarrier = 2;          // named, of those who compute
-  static constexpr float kLowest = -3e38f;    // maximum of a column that has seen no key: differences to it are numbers
-  using Scores = float[kColumns / 2];         // of tokens 16 warp + 8 h + lane / 4, h 0 and 1
+  static constexpr int kMine = kColumns / 4;                          // columns of a lane
+  static constexpr bool kKeepsScales = S::kScaled && kColumns <= 32;  // in registers
+  static constexpr int kBarrier = 2;                                  // named, of those who compute
+  static constexpr float kLowest = -3e38f;  // maximum of a column that has seen no key: differences to it are numbers
+  using Scores = float[kColumns / 2];       // of tokens 16 warp + 8 h + lane / 4, h 0 and 1
 
   Scratch& scratch;
   uint32_t queries;                // shared address
   const int thread = threadIdx.x;  // of those who compute
 
   struct State {
-    float o[kParts][kWeights / 2];      // of dimensions 64 part + 16 warp + 8 h + lane / 4
-    float maximum[kMine], sum[kMine];   // the sum is of this lane's tokens
-    int first_position, last_position;  // of the rows
-    bool plain;                         // scores become logits by a positive factor alone
+    float o[kParts][kWeights / 2];            // of dimensions 64 part + 16 warp + 8 h + lane / 4
+    float maximum[kMine], sum[kMine];         // the sum is of this lane's tokens
+    float scale[kKeepsScales ? kMine : 1];    // of scores, or one if they have become logits
+    int first_seen_by_all, last_seen_by_all;  // first tokens of tiles that neither window nor causal mask touch
+    bool plain;                               // scores become logits by a positive factor alone
   };
 
   static __device__ WarpgroupColumns make(const Problem& p, const CacheCopies& copies, Scratch& scratch,
@@ -96,17 +97,20 @@ struct WarpgroupColumns : TileLoader<S> {
     }
     fence_async_proxy();
     sync();
-    s.first_position = scratch.rows[0].position;
-    s.last_position = scratch.rows[kColumns - 1].position;
+    const int first = scratch.rows[0].position, last = scratch.rows[kColumns - 1].position;
+    s.first_seen_by_all = first_seen(p, last);
+    s.last_seen_by_all = last_seen(p, first) - (kTile - 1);
+    if constexpr (!S::kScaled) s.scale[0] = s.plain ? p.a.scale * kLog2e : 1;
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      if constexpr (kKeepsScales) s.scale[i] = scratch.scales[column(i)];
+      s.maximum[i] = kLowest;
+      s.sum[i] = 0;
+    }
 #pragma unroll
     for (auto& part : s.o) {
 #pragma unroll
       for (float& x : part) x = 0;
-    }
-#pragma unroll
-    for (int i = 0; i < kMine; ++i) {
-      s.maximum[i] = kLowest;
-      s.sum[i] = 0;
     }
   }
 
@@ -134,12 +138,11 @@ struct WarpgroupColumns : TileLoader<S> {
   }
 
   // Soft cap, ALiBi, masks.
-  __device__ void adjust_scores(const TileSlot& slot, const State& state, Scores& s) const {
-    const Unit& u = slot.unit;
-    const int first = u.first_token, last = first + kTile - 1;
+  __device__ void adjust_scores(const Tile& tile, const State& state, Scores& s) const {
+    const int first = tile.first_token;
     if (!state.plain) to_logits(first, s);
-    if (!this->is_whole(slot.valid) || hides_some(p, first, last, state.first_position, state.last_position))
-      hide(slot, s);
+    if (!this->is_whole(tile.slot.valid) || first < state.first_seen_by_all || first > state.last_seen_by_all)
+      hide(tile, s);
   }
 
   __device__ void to_logits(int first_token, Scores& s) const {
@@ -155,11 +158,11 @@ struct WarpgroupColumns : TileLoader<S> {
     }
   }
 
-  __device__ void hide(const TileSlot& slot, Scores& s) const {
+  __device__ void hide(const Tile& tile, Scores& s) const {
     bool is_there[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) is_there[h] = slot.valid[warp / 2] >> (warp % 2 * 16 + h * 8 + lane / 4) & 1;
-    const int key = slot.unit.first_token + warp * 16 + lane / 4;
+    for (int h = 0; h < 2; ++h) is_there[h] = tile.slot.valid[warp / 2] >> (warp % 2 * 16 + h * 8 + lane / 4) & 1;
+    const int key = tile.first_token + warp * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       const int position = scratch.rows[column(i)].position;
@@ -171,22 +174,25 @@ struct WarpgroupColumns : TileLoader<S> {
     }
   }
 
-  __device__ void compute(uint32_t stage, const TileSlot& slot, State& state) const {
+  static __device__ bool is_empty(const Tile& tile) { return (tile.slot.valid[0] | tile.slot.valid[1]) == 0; }
+
+  __device__ void compute(const Tile& tile, State& state) const {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if ((slot.valid[0] | slot.valid[1]) == 0) return;
+    if (is_empty(tile)) return;
+    const uint64_t key = wgmma_matrix(tile.stage, 1024), query = wgmma_matrix(queries, 1024);
     Scores s;
     wgmma_begin();
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) {
-      Wgmma<Mma, kColumns>::ss(s, wgmma_matrix(stage + k / 4 * kTile * 128 + k % 4 * 32, 1024),
-                               wgmma_matrix(queries + k / 4 * kColumns * 128 + k % 4 * 32, 1024), k > 0);
+      Wgmma<Mma, kColumns>::ss(s, wgmma_further(key, k / 4 * kTile * 128 + k % 4 * 32),
+                               wgmma_further(query, k / 4 * kColumns * 128 + k % 4 * 32), k > 0);
     }
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_pin(s);
 
-    adjust_scores(slot, state, s);
-    weigh(s, stage, state);
+    adjust_scores(tile, state, s);
+    store_weights(weigh(s, state), weights_place(tile.stage));
     share_weights();
 
     wgmma_pin(state.o);
@@ -196,8 +202,8 @@ struct WarpgroupColumns : TileLoader<S> {
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
         Wgmma<Mma, kWeights>::template ss<kAcross, kAcross>(
-            state.o[i], wgmma_matrix(stage + S::kTileBytes + i * kTile * 128 + t * 16 * 128, 1024),
-            wgmma_matrix(stage + t * 16 * 128, 1024), 1);
+            state.o[i], wgmma_further(key, S::kTileBytes + i * kTile * 128 + t * 16 * 128),
+            wgmma_further(key, t * 16 * 128), 1);
       }
     }
     wgmma_commit();
@@ -206,20 +212,24 @@ struct WarpgroupColumns : TileLoader<S> {
 #endif
   }
 
+  struct Weights {
+    uint32_t x[2][kChunks];  // fragments of 8 tokens x 8 columns
+  };
+
   // The sums are kept relative to a maximum that may lag behind by kLag, as in RowSoftmax; here it is the same in all warps,
   // so that it follows when one of them says so.  The vote is also the barrier after which nobody reads the keys, or the weights
-  // before these, where `lines` of weights are stored.
-  __device__ void weigh(const Scores& s, uint32_t lines, State& state) const {
+  // before these, where weights will be stored.
+  __device__ Weights weigh(const Scores& s, State& state) const {
     constexpr float kLag = 8;
-    float most = -INFINITY;
+    float most[2] = {-INFINITY, -INFINITY};  // two chains
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       const float x = fmaxf(s[place_of(i, 0)], s[place_of(i, 1)]);
-      most = fmaxf(most, fmaf(x, scale_of(state, i), -state.maximum[i]));
+      most[i % 2] = fmaxf(most[i % 2], fmaf(x, scale_of(state, i), -state.maximum[i]));
     }
-    if (any_of_warpgroup(kBarrier, most > kLag)) [[unlikely]]
+    if (any_of_warpgroup(kBarrier, fmaxf(most[0], most[1]) > kLag)) [[unlikely]]
       follow_maximum(s, state);
-    uint32_t weights[2][kChunks];
+    Weights weights;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -230,24 +240,29 @@ struct WarpgroupColumns : TileLoader<S> {
           x[e] = power_of_2(fmaf(s[place_of(2 * n + e, h)], scale_of(state, 2 * n + e), -state.maximum[2 * n + e]));
           state.sum[2 * n + e] += x[e];
         }
-        uint32_t& rounded = weights[h][n];
+        uint32_t& rounded = weights.x[h][n];
         rounded = pack_pair<Mma>(x[0], x[1]);
         if constexpr (kTerms == 2) {
           const float2 y = unpack_pair<Mma>(rounded);
-          weights[h][kMine / 2 + n] = pack_pair<Mma>(x[0] - y.x, x[1] - y.y);
+          weights.x[h][kMine / 2 + n] = pack_pair<Mma>(x[0] - y.x, x[1] - y.y);
         }
       }
     }
-    store_weights(weights, lines + (warp * 16 + lane % 8) * 128);
+    return weights;
   }
 
-  // Lines of weights, from fragments of 8 tokens x 8 columns.
-  __device__ void store_weights(const uint32_t (&x)[2][kChunks], uint32_t line) const {
+  // Where this lane stores weights: a line for each token.
+  __device__ uint32_t weights_place(uint32_t lines) const {
+    const uint32_t line = lines + (warp * 16 + lane % 8) * 128;
+    return kChunks == 2 ? line + lane / 16 * 8 * 128 + (lane / 8 % 2 ^ lane % 8) * 16
+                        : line + (lane / 8 ^ lane % 8) * 16;
+  }
+
+  static __device__ void store_weights(const Weights& weights, uint32_t to) {
+    const auto& x = weights.x;
     if constexpr (kChunks == 2) {
-      const uint32_t to = line + lane / 16 * 8 * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
       stmatrix_x4(to, {x[0][0], x[0][1], x[1][0], x[1][1]});
     } else {
-      const uint32_t to = line + (lane / 8 ^ lane % 8) * 16;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -265,8 +280,8 @@ struct WarpgroupColumns : TileLoader<S> {
   }
 
   __device__ float scale_of(const State& state, int i) const {
-    if constexpr (S::kScaled) return scratch.scales[column(i)];
-    return state.plain ? p.a.scale * kLog2e : 1.f;
+    if constexpr (!S::kScaled) return state.scale[0];
+    return kKeepsScales ? state.scale[i] : scratch.scales[column(i)];
   }
 
   __device__ void follow_maximum(const Scores& s, State& state) const {
@@ -286,10 +301,10 @@ struct WarpgroupColumns : TileLoader<S> {
       state.maximum[i] = now;
       state.sum[i] *= rescale;
 #pragma unroll
-      for (int k = 0; k < kParts; ++k) {
+      for (auto& part : state.o) {
 #pragma unroll
         for (int term = 0; term < kTerms; ++term) {
-          for (int h = 0; h < 2; ++h) state.o[k][term * kColumns / 2 + place_of(i, h)] *= rescale;
+          for (int h = 0; h < 2; ++h) part[term * kColumns / 2 + place_of(i, h)] *= rescale;
         }
       }
     }
@@ -351,10 +366,10 @@ struct WarpgroupColumns : TileLoader<S> {
   }
 
   // leave(): this warp reads nothing more of the stage.
-  __device__ void take_tile(uint32_t stage, char* memory, const TileSlot& slot, State& state, auto&& leave) const {
+  __device__ void take_tile(const Tile& tile, State& state, auto&& leave) const {
     fence_async_proxy();
-    compute(stage, slot, state);
-    if (slot.unit.ends) end_segment(slot.unit, state, memory);
+    compute(tile, state);
+    if (tile.ends) end_segment(tile.slot.unit, state, tile.memory);
     leave();
   }
 };
