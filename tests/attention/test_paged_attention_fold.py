@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from attention import inputs
 from attention.inputs import KINDS, Batch, Sizes
 from attention.test_paged_attention import check, rng
-from attention.test_paged_attention_served import begins
+from attention.test_paged_attention_served import begins, check_many
 from libraries import Library
 from tolerance import assert_attention
 
@@ -93,3 +94,62 @@ def test_what_is_no_number_stays_with_its_head(
         if cache == "value" or np.isnan(number):
             assert not np.isfinite(got[mine].astype(np.float32)).any()
         assert_attention(np.where(mine, 0, got), np.where(mine, 0, want))
+
+
+SEVERAL = [(4, 4), (5, 3), (8, 2), (4, 8), (8, 3), (1, 17), (20, 1)]  # heads in a group, query tokens
+
+
+def several_tokens(kind: str, group: int, tokens: Sequence[int], kv_heads: int, dtype: str = "bfloat16") -> Batch:
+    lens = [(n, max(n, context)) for n, context in zip(tokens, (1, 63, 64, 65, 129, 700, 0, 300), strict=True)]
+    sizes = Sizes(group * kv_heads, kv_heads, 64)
+    b = inputs.batch(rng(group + kv_heads), lens, sizes, kind=kind, dtype=dtype, room=10_000)
+    per_head = np.linspace(0.5, 1.4, kv_heads, dtype=np.float32)
+    return b.changed(options=inputs.scales(kind, per_head, per_head[::-1].copy()))
+
+
+@pytest.mark.parametrize("kind", inputs.ONE_BYTE)
+@pytest.mark.parametrize(("group", "tokens"), SEVERAL)
+def test_several_tokens(array: Library, kind: str, group: int, tokens: int) -> None:
+    for kv_heads, dtype in ((2, "float16"), (4, "bfloat16"), (6, "bfloat16")):
+        b = several_tokens(kind, group, (tokens,) * 8, kv_heads, dtype)
+        check(array, b)
+        check_many(array, b, 5)
+
+
+@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sinks": np.linspace(-2, 3, 32, dtype=np.float32)},
+        {"softcap": 3.0},
+        {"alibi_slopes": np.geomspace(0.01, 2, 32, dtype=np.float32)},
+        {"window": 50},
+        {"causal": False},
+        {"scale": -0.1},
+    ],
+    ids=str,
+)
+def test_options_of_several_tokens(array: Library, options: dict[str, Any], group: int) -> None:
+    for tokens in ((4,) * 8, (2, 1, 4, 3, 1, 2, 4, 0), (1, 1, 9, 2, 1, 30, 1, 1)):
+        b = several_tokens("fp8_e4m3", group, tokens, 4)
+        only = {k: v[: 4 * group] if isinstance(v, np.ndarray) else v for k, v in options.items()}
+        check(array, b.changed(options=b.options | only))
+
+
+@pytest.mark.parametrize("cache", ["key", "value"])
+@pytest.mark.parametrize("head", [0, 3])
+@pytest.mark.parametrize("tokens", [4, 8])
+def test_what_is_no_number_among_several_tokens(array: Library, tokens: int, head: int, cache: str) -> None:
+    long, token, element, group = 5, 237, 5, 4
+    b = several_tokens("fp8_e4m3", group, (tokens,) * 8, 4)
+    want, _ = inputs.expected(b)
+    elements = (b.key_cache if cache == "key" else b.value_cache).view(inputs.ONE_BYTE["fp8_e4m3"])
+    elements[b.block_tables[long, token // 16], token % 16, head, element] = np.nan
+    out = array.output(inputs.outputs(b)[0])
+    inputs.run(array, b, out)
+    got = array.numpy(out).copy()
+    mine = np.zeros(got.shape, bool)  # where the number may be seen
+    rows = slice(long * tokens, (long + 1) * tokens)
+    mine[rows, head * group : (head + 1) * group, slice(None) if cache == "key" else element] = True
+    assert not np.isfinite(got[mine].astype(np.float32)).any()
+    assert_attention(np.where(mine, 0, got), np.where(mine, 0, want))

@@ -391,15 +391,21 @@ __global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
 }
 
 template <class S, class Softmax>
-bool launch_warpgroup_kernel(const Problem& p, RowClass rows, const Launch& launch) {
+bool launch_warpgroup_kernel(Problem p, RowClass rows, const Launch& launch) {
   constexpr size_t kNotes = WarpgroupKernel<S, Softmax>::kSlots * (sizeof(Slot<S::kTile>) + sizeof(int)) +
                             2 * S::kStages * sizeof(uint64_t) + sizeof(Unit) + S::kCopyWarps * sizeof(Walker);
   constexpr int kSharedBytes =
       S::kRingBytes + S::kQueryBytes + S::kWeightBytes + static_cast<int>(sizeof(typename Softmax::Scratch) + kNotes);
   static_assert(S::kBlocksPerSm * (kSharedBytes + 1024) <= 228 * 1024);
   static PerDevice resident;
-  return launch_line(paged_attention_warpgroup_kernel<S, Softmax>, kSharedBytes, S::kUnitTokens,
-                     tiling_of(rows, p.a.head_size), cache_copies<S>(p.a), p, launch, resident, S::kBlock);
+  CacheCopies copies = cache_copies<S>(p.a);
+  if (S::kFolded) copies.head_bytes *= 2;
+  const int grid = launch_main(paged_attention_warpgroup_kernel<S, Softmax>, S::kBlock, kSharedBytes, S::kUnitTokens,
+                               tiling_of(rows, p.a.head_size), p, launch, resident, copies);
+  if (grid == 0) return false;
+  if (S::kFolded) p.a.kv_format = KvFormat::kSame;  // pieces have been multiplied by the scales of their heads
+  combine(p, grid, launch);
+  return true;
 }
 
 }  // namespace pykv::attention

@@ -10,17 +10,22 @@
 //
 // Who has all values of a stage in registers leaves it, long before the products end.
 //
-// Bottleneck: memory up to 32 columns, floor = KV bytes / bandwidth; 64 columns wait for instructions.  See
+// Heads of 64 that lie side by side are taken in pairs, whose rows are whole lines of memory: each has half of the columns and
+// products of its own, so that nothing of one reaches the other.
+//
+// Bottleneck: memory up to 32 columns, floor = KV bytes / bandwidth; 64 columns wait for one step after the other.  See
 // docs/kernels/paged_attention.md.
 #pragma once
 
+#include "attention/paged_attention_fold.cuh"
 #include "attention/paged_attention_warpgroup_columns.cuh"
 
 namespace pykv::attention {
 
-template <KvFormat kFormat, int kHeadSize, int kQueryRows>
+template <KvFormat kFormat, int kHeadSize, int kQueryRows, bool kPairs = false>
 struct WarpgroupCodesShape : WarpgroupColumnsShape<Element8<kFormat>, kHeadSize, kQueryRows> {
   using Columns = WarpgroupColumnsShape<Element8<kFormat>, kHeadSize, kQueryRows>;
+  static constexpr bool kFolded = kPairs;
   static constexpr bool kWarpgroup = false;                  // tiles lie as for ldmatrix
   static constexpr int kWeightBytes = Columns::kTile * 128;  // a line for each token
   static constexpr int kComputeRegisters = kQueryRows > 32 ? 184 : 160, kCopyRegisters = 256 - kComputeRegisters;
@@ -35,7 +40,9 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
   using Base::column;
   using Base::kColumns;
   using Base::kD;
+  using Base::kHeads;
   using Base::kMine;
+  using Base::kOwn;
   using Base::kParts;
   using Base::kTile;
   using Base::lane;
@@ -60,10 +67,12 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
 
   // Of a stage what this lane reads first, and where it stores weights.
   uint32_t keys_at = keep(swizzled<S::kRowBytes>(warp * 16 + lane % 16, lane / 16));
-  uint32_t values_at = keep(S::kTileBytes + swizzled<S::kRowBytes>(lane % kValueTokens, value_chunk()));
+  uint32_t values_at =
+      keep(S::kTileBytes + swizzled<S::kRowBytes>(lane % kValueTokens, value_chunk(lane / kValueTokens)));
   uint32_t weights_at = keep(this->weights_place(queries + S::kQueryBytes));
 
-  __device__ int value_chunk() const { return warp * kParts + lane / kValueTokens; }  // of values
+  // Of this warp's 16 dimensions of a part.
+  __device__ int value_chunk(int part) const { return kHeads == 1 ? warp * kParts + part : part * 4 + warp; }
 
   // Keeps the compiler from finding it out anew for each tile.
   static __device__ uint32_t keep(uint32_t x) {
@@ -126,8 +135,9 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
     wgmma_begin();
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) {
-      Wgmma<Mma, kColumns>::template rs<kAlong>(s, keys[k], wgmma_further(query, k / 4 * kColumns * 128 + k % 4 * 32),
-                                                k > 0);
+      auto& scores = reinterpret_cast<float (&)[kOwn / 2]>(s[kHeads == 1 ? 0 : k / 4 * kOwn / 2]);
+      Wgmma<Mma, kOwn>::template rs<kAlong>(scores, keys[k], wgmma_further(query, k / 4 * kOwn * 128 + k % 4 * 32),
+                                            kHeads == 1 ? k > 0 : k % 4 > 0);
     }
     wgmma_commit();
     if constexpr (kValuesEarly) read_values(tile.stage, value_codes, leave);
@@ -148,7 +158,8 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
     for (int t = 0; t < kTile / 16; ++t) {
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
-        Wgmma<Mma, kColumns>::template rs<kAcross>(state.o[i], values[t][i], wgmma_further(weights, t * 16 * 128), 1);
+        const uint64_t own = wgmma_further(weights, t * 16 * 128 + (kHeads == 1 ? 0 : i * kOwn * 2));
+        Wgmma<Mma, kOwn>::template rs<kAcross>(state.o[i], values[t][i], own, 1);
       }
     }
     wgmma_commit();
@@ -165,35 +176,39 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
     this->show_weights(state);
     sync();
     if (thread < kColumns) {
-      const Row row = row_of(p, u, thread);
+      const Row row = this->row_of_column(u, thread);
       const float sum = this->sum_of_weights(thread);
-      float factor = 1;
+      const int kv_head = this->kv_head_of(u, thread);
+      float factor = kHeads == 1 ? 1 : p.a.v_scale[kv_head];  // of a piece
       if (row.valid && u.slot >= 0) {
-        p.partial_stats[static_cast<int64_t>(u.slot) * p.rows + thread] = {scratch.maximum[thread], sum};
+        p.partial_stats[place_of_row(u, thread)] = {scratch.maximum[thread], sum};
       } else if (row.valid) {
-        factor = finish_row(p, row, u.kv_head, scratch.maximum[thread], sum);
+        factor = finish_row(p, row, kv_head, scratch.maximum[thread], sum);
       }
       scratch.scales[thread] = factor;
     }
     sync();
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
-      const int r = column(i);
-      const Row row = row_of(p, u, r);
-      if (r >= p.tile_tokens * p.tile_heads || !row.valid) continue;
-      const float factor = scratch.scales[r];
+      const Row row = this->row_of_column(u, column(i));
+      if (!row.valid) continue;
+      const float factor = scratch.scales[column(i)];
 #pragma unroll
       for (int k = 0; k < kParts; ++k) {
-        const int d = (warp * kParts + k) * 16 + lane / 4 * 2;
-        const float2 x = {state.o[k][place_of(i, 0)] * factor, state.o[k][place_of(i, 1)] * factor};
+        if (!this->has(k, i)) continue;
+        const int d = value_chunk(k) % (kD / kHeads / 16) * 16 + lane / 4 * 2, own = i % (kMine / kHeads);
+        const float2 x = {state.o[k][place_of(own, 0)] * factor, state.o[k][place_of(own, 1)] * factor};
         if (u.slot >= 0) {
-          const int64_t at = static_cast<int64_t>(u.slot) * p.rows + r;
-          *reinterpret_cast<float2*>(p.partial + at * p.pitch + d) = x;
+          *reinterpret_cast<float2*>(p.partial + place_of_row(u, column(i)) * p.pitch + d) = x;
         } else if (d < p.a.head_size) {
           store_pair(row, d, x);
         }
       }
     }
+  }
+
+  __device__ int64_t place_of_row(const Unit& u, int column) const {
+    return static_cast<int64_t>(u.slot) * p.rows + this->row_index(p, column);
   }
 
   __device__ void store_pair(const Row& row, int d, float2 x) const {
@@ -210,8 +225,24 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
   }
 };
 
+// Heads of 64 in pairs.  False if they are none.
+template <KvFormat kFormat>
+bool launch_warpgroups_of_pairs(const Problem& given, RowClass rows, const Launch& launch) {
+  if (rows == RowClass::kMore || given.a.head_size != 64 || !can_fold(given)) return false;
+  Problem p = fold(given);
+  p.min_rows *= 2;
+  p.max_rows = std::min(p.max_rows, 1 << 29) * 2;
+  if (rows == RowClass::kFew) {
+    using S = WarpgroupCodesShape<kFormat, 128, 32, true>;
+    return launch_warpgroup_kernel<S, WarpgroupCodes<S>>(p, RowClass::kSome, launch);
+  }
+  using S = WarpgroupCodesShape<kFormat, 128, 64, true>;
+  return launch_warpgroup_kernel<S, WarpgroupCodes<S>>(p, RowClass::kMore, launch);
+}
+
 template <KvFormat kFormat>
 bool launch_warpgroups_of_codes(const Problem& p, RowClass rows, const Launch& launch) {
+  if (launch_warpgroups_of_pairs<kFormat>(p, rows, launch)) return true;
   bool done = false;
   dispatch_bool(p.a.head_size <= 64, [&]<bool kSmall> {
     const auto launch_rows = [&]<int kRows> {

@@ -48,6 +48,7 @@ struct WarpgroupColumns : TileLoader<S> {
   using Scratch = ColumnsScratch<S::kRows>;
   using Tile = ArrivedTile<kTile>;
   static constexpr int kColumns = S::kRows, kTerms = S::kSplitWeights ? 2 : 1, kParts = kD / 64;
+  static constexpr int kHeads = S::kFolded ? 2 : 1, kOwn = kColumns / kHeads;  // columns of a KV head, side by side
   static constexpr int kWeights = kColumns * kTerms;  // of a token: rounded, then what rounding left
   static constexpr int kChunks = kWeights / 8;
   static constexpr int kMine = kColumns / 4;                          // columns of a lane
@@ -61,7 +62,7 @@ struct WarpgroupColumns : TileLoader<S> {
   const int thread = threadIdx.x;  // of those who compute
 
   struct State {
-    float o[kParts][kWeights / 2];            // of dimensions 64 part + 16 warp + 8 h + lane / 4
+    float o[kParts][kWeights / kHeads / 2];   // of dimensions 64 part + 16 warp + 8 h + lane / 4
     float maximum[kMine], sum[kMine];         // the sum is of this lane's tokens
     float scale[kKeepsScales ? kMine : 1];    // of scores, or one if they have become logits
     int first_seen_by_all, last_seen_by_all;  // first tokens of tiles that neither window nor causal mask touch
@@ -79,17 +80,32 @@ struct WarpgroupColumns : TileLoader<S> {
   static __device__ int column(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
   static constexpr int place_of(int i, int h) { return i / 2 * 4 + 2 * h + i % 2; }
 
+  // Of two KV heads in a tile (S::kFolded) each has half of the columns, and one part of the dimensions.  The row of a column:
+  static __device__ int row_index(const Problem& p, int column) {
+    if constexpr (kHeads == 1) return column;
+    const int group = p.tile_heads / kHeads, i = column % kOwn, token = i / group;
+    return token * p.tile_heads + column / kOwn * group + i - token * group;
+  }
+  __device__ Row row_of_column(const Unit& u, int column) const { return row_of(p, u, row_index(p, column)); }
+  static __device__ int kv_head_of(const Unit& u, int column) { return u.kv_head * kHeads + column / kOwn; }
+
+  // Is this part of the dimensions of the head that this lane's column i belongs to?
+  static constexpr bool has(int part, int i) { return kHeads == 1 || part == i / (kMine / kHeads); }
+
   // All have left the queries before: a barrier came after the last products with them.
   __device__ void begin_segment(const Unit& u, State& s) {
-    const float k_scale = S::kScaled ? p.a.k_scale[u.kv_head] : 1.f;
-    s.plain = p.plain_logits && k_scale > 0;
+    s.plain = p.plain_logits;
+    if constexpr (S::kScaled) {
+      for (int i = 0; i < kHeads; ++i) s.plain = s.plain && p.a.k_scale[u.kv_head * kHeads + i] > 0;
+    }
     store_queries(u);
     if constexpr (S::kScaled) sync();  // what scaled them is there, and nobody reads the scales of the segment before
     if (thread < kColumns) {
-      const Row row = row_of(p, u, thread);
-      RowState state{row.position, 0, p.a.scale * k_scale, 0};
+      const Row row = row_of_column(u, thread);
+      RowState state{row.position, 0, p.a.scale, 0};
       if (p.a.alibi_slopes && row.valid) state.slope = p.a.alibi_slopes[row.head];
       if constexpr (S::kScaled) {
+        state.scale *= p.a.k_scale[kv_head_of(u, thread)];
         state.scale *= scratch.undo[thread];
         scratch.scales[thread] = s.plain ? state.scale * kLog2e : 1;
       }
@@ -115,12 +131,12 @@ struct WarpgroupColumns : TileLoader<S> {
   }
 
   __device__ void store_queries(const Unit& u) const {
-    constexpr int kPieces = kD / 8, kRowsAtOnce = kThreads / kPieces;
+    constexpr int kPieces = kD / kHeads / 8, kRowsAtOnce = kThreads / kPieces;
     const int chunk = thread % kPieces, r0 = thread / kPieces;
     uint4 x[kColumns / kRowsAtOnce];
 #pragma unroll
     for (int i = 0; i < kColumns / kRowsAtOnce; ++i) {
-      const Row row = row_of(p, u, r0 + i * kRowsAtOnce);
+      const Row row = row_of_column(u, r0 + i * kRowsAtOnce);
       x[i] = {0, 0, 0, 0};
       if (row.valid && chunk * 8 < p.a.head_size)
         x[i] = *reinterpret_cast<const uint4*>(this->query_row(row) + chunk * 8);
@@ -301,10 +317,11 @@ struct WarpgroupColumns : TileLoader<S> {
       state.maximum[i] = now;
       state.sum[i] *= rescale;
 #pragma unroll
-      for (auto& part : state.o) {
+      for (int k = 0; k < kParts; ++k) {
+        if (!has(k, i)) continue;
 #pragma unroll
         for (int term = 0; term < kTerms; ++term) {
-          for (int h = 0; h < 2; ++h) part[term * kColumns / 2 + place_of(i, h)] *= rescale;
+          for (int h = 0; h < 2; ++h) state.o[k][term * kColumns / 2 + place_of(i % (kMine / kHeads), h)] *= rescale;
         }
       }
     }
