@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(kCombineThreads, Sum::kBlocksPerSm)
 #pragma unroll
     for (int k = 0; k < Sum::kAtOnce; ++k) {
       const int i = first + k * parts;
-      if (i < pieces) x[k] = Sum::load(p, 2 * (u.first_block + i * u.step) + (i == 0 && !u.first_slot_is_head), r, quad);
+      if (i < pieces)
+        x[k] = Sum::load(p, 2 * (u.first_block + i * u.step) + (i == 0 && !u.first_slot_is_head), r, quad);
     }
 #pragma unroll
     for (int k = 0; k < Sum::kAtOnce; ++k) {
