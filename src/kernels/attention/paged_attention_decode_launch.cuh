@@ -1,9 +1,46 @@
 // Decoding proper: which kernel takes a call.
 #pragma once
 
+#include "attention/paged_attention_cluster.cuh"
 #include "attention/paged_attention_fold.cuh"
 
 namespace pykv::attention {
+
+// Two KV heads as one in clusters.  False if the call is not for them.
+template <class Element, int kQueries>
+bool launch_folded_cluster(const Problem& p, const Launch& launch) {
+  using Cluster = Folded<ClusterShape<Element, 128, false, kQueries, false, false>>;
+  constexpr int64_t kFew = 2048;  // keys, for which 16 columns are no quicker than 8 of a head each
+  if (kQueries > 8 && most_keys<Cluster>(p) <= kFew) return false;
+  return launch_cluster_kernel<Cluster>(p, cluster_size<Cluster>(p, launch), launch);
+}
+
+template <class Element>
+bool launch_folded_cluster(const Problem& given, const Launch& launch) {
+  if (given.a.head_size <= 32 || given.group > 8 || !can_fold(given)) return false;
+  const Problem p = fold(given);
+  return p.group > 8 ? launch_folded_cluster<Element, 16>(p, launch) : launch_folded_cluster<Element, 8>(p, launch);
+}
+
+// ... on the line, as heads of up to kD: 128 or, of elements of 16 bits, 256.
+template <class Element, int kD, int kQueries>
+bool launch_folded_line(const Problem& p, const Launch& launch) {
+  using Line = Folded<DecodeShape<Element, kD, false, kQueries, false>>;
+  constexpr int64_t kMany = 1024;  // keys; the ends of fewer are dearer
+  if (!suits_decode<Line>(p) || most_keys<Line>(p) < kMany) return false;
+  return launch_decode_line<Line, Folded<DecodeShape<Element, kD, false, kQueries, false, false, true>>>(p, launch);
+}
+
+template <class Element, int kD>
+bool launch_folded_line(const Problem& given, const Launch& launch) {
+  const int size = given.a.head_size;
+  if (size <= kD / 4 || size > kD / 2 || size == 128 || given.group > 8 || !can_fold(given)) return false;
+  const Problem p = fold(given);
+  if constexpr (kD == 128) {
+    if (p.group > 8) return launch_folded_line<Element, kD, 16>(p, launch);
+  }
+  return launch_folded_line<Element, kD, 8>(p, launch);
+}
 
 // Decoding proper in one way or the other.
 template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch>

@@ -159,10 +159,11 @@ __device__ inline int64_t block_scan(int64_t x, PlanScratchOf<kBlock>& scratch, 
   return x;
 }
 
-// Are neighbouring heads few, together in memory, and shares so long that they are worth a line each?
+// Are neighbouring heads together in memory, few, with blocks enough for each, and shares so long that they are worth a line each?
 __device__ inline bool wants_lines(const Problem& p, int64_t heads, int64_t units) {
-  constexpr int kMostLines = 16, kLongShare = 16;
-  return heads > 1 && heads <= kMostLines && p.a.key.head < p.a.key.token && units * heads >= gridDim.x * kLongShare;
+  constexpr int kMostLines = 16, kFewestBlocks = 8, kLongShare = 16;
+  return p.a.key.head < p.a.key.token && heads > 1 && heads <= kMostLines && heads * kFewestBlocks <= gridDim.x &&
+         units * heads >= gridDim.x * kLongShare;
 }
 
 // Two passes over the lengths: the sum of all work, then the place where this block's share begins.

@@ -1,5 +1,5 @@
 // Up to 16 or 32 query rows against tiles of 64 tokens by the tensor cores of sm_90a, for caches of 16-bit elements in rows of
-// tokens: as paged_attention_warpgroup.cuh, but with tokens as the rows of the products and queries as their columns.  All but the
+// tokens: as paged_attention_warpgroup_rows.cuh, but with tokens as the rows of the products and queries as their columns.  All but the
 // products serves caches of one byte, too (S::kNarrow, S::kScaled): paged_attention_warpgroup_codes.cuh.
 //
 //   S^T = K Q^T     both in shared memory: 64 tokens x 16 or 32 queries in kD / 16 products
@@ -13,7 +13,8 @@
 // Bottleneck: memory, floor = KV bytes / bandwidth; see docs/kernels/paged_attention.md, Power.
 #pragma once
 
-#include "attention/paged_attention_warpgroup.cuh"
+#include "attention/paged_attention_query_halves.cuh"
+#include "attention/paged_attention_warpgroup_rows.cuh"
 
 namespace pykv::attention {
 
@@ -404,7 +405,7 @@ bool launch_warpgroups(const Problem& p, RowClass rows, const Launch& launch) {
     using More = WarpgroupShape<Element, kD>;
     done = rows == RowClass::kFew    ? launch_columns.template operator()<16>()
            : rows == RowClass::kSome ? launch_columns.template operator()<32>()
-                                     : launch_warpgroup_kernel<More, WarpgroupSoftmax<More>>(p, rows, launch);
+                                     : launch_warpgroup_kernel<More, WarpgroupRows<More>>(p, rows, launch);
   });
   return done;
 }
