@@ -116,6 +116,16 @@ def test_several_tokens(array: Library, kind: str, group: int, tokens: int) -> N
         check_many(array, b, 5)
 
 
+@pytest.mark.parametrize("tokens", [4, 8])
+def test_long_shares_of_several_tokens(array: Library, tokens: int) -> None:
+    """Each of few pairs has a line of blocks of its own."""
+    lens = [(tokens, n) for n in (3000, 300, 1000, 5000, 63)]
+    b = inputs.batch(rng(), lens, Sizes(16, 4, 64), kind="fp8_e4m3", room=10_000)
+    check_many(
+        array, b.changed(options=inputs.scales("fp8_e4m3", *np.linspace(0.5, 1.4, 8, dtype="f4").reshape(2, 4))), 32
+    )
+
+
 @pytest.mark.parametrize("group", [4, 8])
 @pytest.mark.parametrize(
     "options",

@@ -263,10 +263,12 @@ bool launch_warpgroup_kernel(Problem p, RowClass rows, const Launch& launch) {
       S::kRingBytes + S::kQueryBytes + S::kWeightBytes + static_cast<int>(sizeof(typename Softmax::Scratch) + kNotes);
   static_assert(S::kBlocksPerSm * (kSharedBytes + 1024) <= 228 * 1024);
   static PerDevice resident;
+  Tiling tiling = tiling_of(rows, p.a.head_size);
+  tiling.blocks_per_sm = std::min(tiling.blocks_per_sm, S::kBlocksPerSm);  // pairs have no workspace for more
   CacheCopies copies = cache_copies<S>(p.a);
   if (S::kFolded) copies.head_bytes *= 2;
   const int grid = launch_main(paged_attention_warpgroup_kernel<S, Softmax>, S::kBlock, kSharedBytes, S::kUnitTokens,
-                               tiling_of(rows, p.a.head_size), p, launch, resident, copies);
+                               tiling, p, launch, resident, copies);
   if (grid == 0) return false;
   if (S::kFolded) p.a.kv_format = KvFormat::kSame;  // pieces have been multiplied by the scales of their heads
   combine(p, grid, launch);

@@ -118,7 +118,6 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
     }
   }
 
-  // The products with the values go on until wait_for_sums().
   __device__ void compute(const Tile& tile, State& state, auto&& leave) const {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if (this->is_empty(tile)) return leave();
@@ -127,8 +126,6 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
     ValueCodes value_codes;
     Scores s;
     read_keys(tile.stage, key_codes);
-    wait_for_sums(state);
-
     Keys keys;
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) widen_keys(key_codes, k, keys[k]);
@@ -163,12 +160,9 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
       }
     }
     wgmma_commit();
-#endif
-  }
-
-  __device__ void wait_for_sums(State& state) const {
     wgmma_wait<0>();
     wgmma_pin(state.o);
+#endif
   }
 
   // A lane has two neighbouring dimensions of its columns, which eight lanes make 32 or 64 bytes of a row.
@@ -219,9 +213,7 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
 
   __device__ void take_tile(const Tile& tile, State& state, auto&& leave) const {
     compute(tile, state, leave);
-    if (!tile.ends) return;
-    wait_for_sums(state);
-    end_segment(tile.slot.unit, state);
+    if (tile.ends) end_segment(tile.slot.unit, state);
   }
 };
 
