@@ -6,13 +6,6 @@
 
 namespace pykv::attention {
 
-template <class S>
-CacheCopies copies_of(const Problem& p) {
-  CacheCopies copies = cache_copies<S>(p.a);
-  if (S::kFolded) copies.head_bytes *= 2;
-  return copies;
-}
-
 // Can DecodeLoader bring this cache?
 template <class S>
 bool suits_loader(const Problem& p) {

@@ -134,12 +134,14 @@ int launch_main(Kernel kernel, int threads, int shared_bytes, int unit_tokens, c
   return grid;
 }
 
-// The same, and what combines its pieces.
+// The same, and what combines its pieces.  scaled_pieces: they have been multiplied by the scales of values.
 template <class Kernel, class Copies>
-bool launch_line(Kernel kernel, int shared_bytes, int unit_tokens, const Tiling& tiling, const Copies& copies,
-                 Problem p, const Launch& launch, PerDevice& resident, int threads = kThreads) {
+bool launch_line(Kernel kernel, int threads, int shared_bytes, int unit_tokens, const Tiling& tiling,
+                 const Copies& copies, Problem p, const Launch& launch, PerDevice& resident,
+                 bool scaled_pieces = false) {
   const int grid = launch_main(kernel, threads, shared_bytes, unit_tokens, tiling, p, launch, resident, copies);
   if (grid == 0) return false;
+  if (scaled_pieces) p.a.kv_format = KvFormat::kSame;
   combine(p, grid, launch);
   return true;
 }

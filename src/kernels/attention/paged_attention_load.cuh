@@ -318,9 +318,10 @@ struct TileLoader {
   }
 };
 
-// The host's side of it.  kBytes: of an element in the cache.
-template <class S, int kBytes = S::kBytes>
+// The host's side of it.
+template <class S>
 CacheCopies cache_copies(const PagedAttentionArgs& a) {
+  constexpr int kBytes = S::kBytes;
   const KeyCacheView& k = a.key;
   CacheCopies copies{};
   if (S::kNvfp4) {  // these views are in bytes
@@ -354,6 +355,14 @@ CacheCopies cache_copies(const PagedAttentionArgs& a) {
                          : a.block_size % 16 == 0       ? 16
                                                         : 0;
   }
+  return copies;
+}
+
+// ... where S may take two KV heads as one.
+template <class S>
+CacheCopies copies_of(const Problem& p) {
+  CacheCopies copies = cache_copies<S>(p.a);
+  if (S::kFolded) copies.head_bytes *= 2;
   return copies;
 }
 

@@ -157,8 +157,8 @@ bool launch_mma_kernel(Problem p, RowClass rows, const Launch& launch) {
   constexpr int kSharedBytes = S::kTeams * (S::kRingBytes + S::kSlots * static_cast<int>(sizeof(Slot<S::kTile>))) +
                                S::kQueryBytes + S::kWaitingBytes + static_cast<int>(sizeof(Scratch<S>));
   static PerDevice resident;
-  return launch_line(paged_attention_mma_kernel<S>, kSharedBytes, S::kUnitTokens, tiling_of(rows, p.a.head_size),
-                     cache_copies<S>(p.a), p, launch, resident);
+  return launch_line(paged_attention_mma_kernel<S>, kThreads, kSharedBytes, S::kUnitTokens,
+                     tiling_of(rows, p.a.head_size), cache_copies<S>(p.a), p, launch, resident);
 }
 
 template <class Element, RowClass kRowClass>

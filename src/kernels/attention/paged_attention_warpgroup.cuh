@@ -17,7 +17,6 @@ namespace pykv::attention {
 
 template <class Element, int kHeadSize>
 struct WarpgroupShape : Shape<Element, kHeadSize, false, RowClass::kMore> {
-  using More = Shape<Element, kHeadSize, false, RowClass::kMore>;
   static constexpr bool kWarpgroup = true, kReadOnce = true;
   static constexpr bool kSplitWeights = std::is_same_v<typename Element::Mma, bf16>;
   static constexpr int kBlock = 2 * kThreads, kCopyWarps = 4;  // beside the four that compute
@@ -34,6 +33,8 @@ struct ArrivedTile {
   const Slot<kTokens>& slot;
   int first_token;
   bool ends;  // this block's part of the segment
+
+  __device__ bool is_empty() const { return (slot.valid[0] | slot.valid[1]) == 0; }
 };
 
 // Four warps compute, in the way of Softmax; others walk along the line, look up pages and start copies, as far ahead as there
@@ -256,7 +257,7 @@ __global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
 }
 
 template <class S, class Softmax>
-bool launch_warpgroup_kernel(Problem p, RowClass rows, const Launch& launch) {
+bool launch_warpgroup_kernel(const Problem& p, RowClass rows, const Launch& launch) {
   constexpr size_t kNotes = WarpgroupKernel<S, Softmax>::kSlots * (sizeof(Slot<S::kTile>) + sizeof(int)) +
                             2 * S::kStages * sizeof(uint64_t) + sizeof(Unit) + S::kCopyWarps * sizeof(Walker);
   constexpr int kSharedBytes =
@@ -265,14 +266,8 @@ bool launch_warpgroup_kernel(Problem p, RowClass rows, const Launch& launch) {
   static PerDevice resident;
   Tiling tiling = tiling_of(rows, p.a.head_size);
   tiling.blocks_per_sm = std::min(tiling.blocks_per_sm, S::kBlocksPerSm);  // pairs have no workspace for more
-  CacheCopies copies = cache_copies<S>(p.a);
-  if (S::kFolded) copies.head_bytes *= 2;
-  const int grid = launch_main(paged_attention_warpgroup_kernel<S, Softmax>, S::kBlock, kSharedBytes, S::kUnitTokens,
-                               tiling, p, launch, resident, copies);
-  if (grid == 0) return false;
-  if (S::kFolded) p.a.kv_format = KvFormat::kSame;  // pieces have been multiplied by the scales of their heads
-  combine(p, grid, launch);
-  return true;
+  return launch_line(paged_attention_warpgroup_kernel<S, Softmax>, S::kBlock, kSharedBytes, S::kUnitTokens, tiling,
+                     copies_of<S>(p), p, launch, resident, S::kFolded);
 }
 
 }  // namespace pykv::attention

@@ -120,7 +120,7 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
 
   __device__ void compute(const Tile& tile, State& state, auto&& leave) const {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if (this->is_empty(tile)) return leave();
+    if (tile.is_empty()) return leave();
     const uint64_t query = wgmma_matrix(queries, 1024), weights = wgmma_further(query, S::kQueryBytes);
     KeyCodes key_codes;
     ValueCodes value_codes;
@@ -149,19 +149,10 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
     widen_values(value_codes, values);
     this->share_weights();
 
-    wgmma_pin(state.o);
-    wgmma_begin();
-#pragma unroll
-    for (int t = 0; t < kTile / 16; ++t) {
-#pragma unroll
-      for (int i = 0; i < kParts; ++i) {
-        const uint64_t own = wgmma_further(weights, t * 16 * 128 + (kHeads == 1 ? 0 : i * kOwn * 2));
-        Wgmma<Mma, kOwn>::template rs<kAcross>(state.o[i], values[t][i], own, 1);
-      }
-    }
-    wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_pin(state.o);
+    this->add_products(state, [&](int t, int i) {
+      const uint64_t own = wgmma_further(weights, t * 16 * 128 + (kHeads == 1 ? 0 : i * kOwn * 2));
+      Wgmma<Mma, kOwn>::template rs<kAcross>(state.o[i], values[t][i], own, 1);
+    });
 #endif
   }
 
@@ -221,9 +212,7 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
 template <KvFormat kFormat>
 bool launch_warpgroups_of_pairs(const Problem& given, RowClass rows, const Launch& launch) {
   if (rows == RowClass::kMore || given.a.head_size != 64 || !can_fold(given)) return false;
-  Problem p = fold(given);
-  p.min_rows *= 2;
-  p.max_rows = std::min(p.max_rows, 1 << 29) * 2;
+  const Problem p = fold(given);
   if (rows == RowClass::kFew) {
     using S = WarpgroupCodesShape<kFormat, 128, 32, true>;
     return launch_warpgroup_kernel<S, WarpgroupCodes<S>>(p, RowClass::kSome, launch);

@@ -191,11 +191,9 @@ struct WarpgroupColumns : TileLoader<S> {
     }
   }
 
-  static __device__ bool is_empty(const Tile& tile) { return (tile.slot.valid[0] | tile.slot.valid[1]) == 0; }
-
   __device__ void compute(const Tile& tile, State& state) const {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if (is_empty(tile)) return;
+    if (tile.is_empty()) return;
     const uint64_t key = wgmma_matrix(tile.stage, 1024), query = wgmma_matrix(queries, 1024);
     Scores s;
     wgmma_begin();
@@ -212,21 +210,26 @@ struct WarpgroupColumns : TileLoader<S> {
     store_weights(weigh(s, state), weights_place(tile.stage));
     share_weights();
 
+    add_products(state, [&](int t, int i) {
+      Wgmma<Mma, kWeights>::template ss<kAcross, kAcross>(
+          state.o[i], wgmma_further(key, S::kTileBytes + i * kTile * 128 + t * 16 * 128),
+          wgmma_further(key, t * 16 * 128), 1);
+    });
+#endif
+  }
+
+  // To the sums; product(t, i) asks for that of 16 tokens and a part of the dimensions.
+  static __device__ void add_products(State& state, auto&& product) {
     wgmma_pin(state.o);
     wgmma_begin();
 #pragma unroll
     for (int t = 0; t < kTile / 16; ++t) {
 #pragma unroll
-      for (int i = 0; i < kParts; ++i) {
-        Wgmma<Mma, kWeights>::template ss<kAcross, kAcross>(
-            state.o[i], wgmma_further(key, S::kTileBytes + i * kTile * 128 + t * 16 * 128),
-            wgmma_further(key, t * 16 * 128), 1);
-      }
+      for (int i = 0; i < kParts; ++i) product(t, i);
     }
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_pin(state.o);
-#endif
   }
 
   struct Weights {

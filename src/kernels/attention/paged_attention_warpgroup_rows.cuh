@@ -47,9 +47,12 @@ struct WarpgroupRows : SegmentResults<S> {
     this->clear_sums(s);
   }
 
-  __device__ void compute(uint32_t stage, const Valid& valid, const Unit& u, State& state) const {
+  __device__ void compute(const ArrivedTile<kTile>& tile, State& state) const {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if ((valid[0] | valid[1]) == 0) return;
+    if (tile.is_empty()) return;
+    const uint32_t stage = tile.stage;
+    const Valid& valid = tile.slot.valid;
+    const Unit& u = tile.slot.unit;
     Scores s;
     wgmma_begin();
 #pragma unroll
@@ -142,7 +145,7 @@ struct WarpgroupRows : SegmentResults<S> {
   // leave(): this warp reads nothing more of the stage.
   __device__ void take_tile(const ArrivedTile<kTile>& tile, State& state, auto&& leave) {
     fence_async_proxy();
-    compute(tile.stage, tile.slot.valid, tile.slot.unit, state);
+    compute(tile, state);
     leave();
     if (tile.ends) this->end_segment_many(tile.slot.unit, state);
   }
