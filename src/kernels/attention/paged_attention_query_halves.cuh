@@ -15,26 +15,57 @@ struct HalfScale {
   float scale, undo;
 
   __device__ explicit HalfScale(float largest) {
+    const uint32_t bits = exponent_of(largest);
+    undo = bits > 0 ? __uint_as_float(bits) : 1.f;
+    scale = bits > 0 ? __uint_as_float(0x7f000000u - bits) : 1.f;
+  }
+
+  // In its place, or 0 if it is none that such a scale is made of.
+  static __device__ uint32_t exponent_of(float largest) {
     const uint32_t bits = __float_as_uint(largest) & 0x7f800000u;
-    const bool usual = bits > 0 && bits < 0x7e000000u;
-    undo = usual ? __uint_as_float(bits) : 1.f;
-    scale = usual ? __uint_as_float(0x7f000000u - bits) : 1.f;
+    return bits < 0x7e000000u ? bits : 0;
   }
 
   __device__ uint32_t halves(uint32_t pair) const {
     const float2 x = unpack_pair<bf16>(pair);
     return pack_pair<half>(x.x * scale, x.y * scale);
   }
+  __device__ uint4 halves(uint4 x) const { return {halves(x.x), halves(x.y), halves(x.z), halves(x.w)}; }
 };
 
-// Eight elements of a row, of which kLanes neighbouring lanes have as many each, become halves.  Gives what scores are to be
-// multiplied by.
+// One for several rows, found by each warp from their largest elements: it brings the largest of all to [4096, 8192).
+struct CommonHalfScale {
+  HalfScale by;
+  bool suits;  // no row is so small beside it that its halves would lose bits
+
+  __device__ CommonHalfScale(const float* largest, int rows) : by(0.f) {
+    constexpr uint32_t kOne = 1u << 23, kRoom = 12 * kOne, kMost = 16 * kOne;
+    uint32_t high = 0, low = ~0u;
+    for (int r = threadIdx.x % 32; r < rows; r += 32) {
+      const uint32_t bits = HalfScale::exponent_of(largest[r]);
+      high = max(high, bits);
+      if (bits > 0) low = min(low, bits);
+    }
+    high = __reduce_max_sync(~0u, high);
+    low = __reduce_min_sync(~0u, low);
+    suits = high == 0 || high - low <= kMost;
+    if (high > kRoom) by = HalfScale(__uint_as_float(high - kRoom));
+  }
+};
+
+// Of a row, of which kLanes neighbouring lanes have eight elements each.
 template <int kLanes>
-__device__ inline float halve_chunk(uint4& x) {
+__device__ inline float largest_of_row(uint4 x) {
   float largest = fmaxf(fmaxf(largest_of(x.x), largest_of(x.y)), fmaxf(largest_of(x.z), largest_of(x.w)));
   for (int m = 1; m < kLanes; m *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, m));
-  const HalfScale by(largest);
-  x = {by.halves(x.x), by.halves(x.y), by.halves(x.z), by.halves(x.w)};
+  return largest;
+}
+
+// These eight elements become halves.  Gives what scores are to be multiplied by.
+template <int kLanes>
+__device__ inline float halve_chunk(uint4& x) {
+  const HalfScale by(largest_of_row<kLanes>(x));
+  x = by.halves(x);
   return by.undo;
 }
 

@@ -142,7 +142,7 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
     wgmma_pin(s);
 
     this->adjust_scores(tile, state, s);
-    const auto w = this->weigh(s, state);
+    const auto w = this->weigh(s, state, queries + S::kQueryBytes);
     if constexpr (!kValuesEarly) read_values(tile.stage, value_codes, leave);
     this->store_weights(w, weights_at);
     Values values;
@@ -166,18 +166,18 @@ struct WarpgroupCodes : WarpgroupColumns<S> {
       const int kv_head = this->kv_head_of(u, thread);
       float factor = kHeads == 1 ? 1 : p.a.v_scale[kv_head];  // of a piece
       if (row.valid && u.slot >= 0) {
-        p.partial_stats[place_of_row(u, thread)] = {scratch.maximum[thread], sum};
+        p.partial_stats[place_of_row(u, thread)] = {this->maximum_of(thread), sum};
       } else if (row.valid) {
-        factor = finish_row(p, row, kv_head, scratch.maximum[thread], sum);
+        factor = finish_row(p, row, kv_head, this->maximum_of(thread), sum);
       }
-      scratch.scales[thread] = factor;
+      scratch.of_warps[0][thread] = factor;
     }
     sync();
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       const Row row = this->row_of_column(u, column(i));
       if (!row.valid) continue;
-      const float factor = scratch.scales[column(i)];
+      const float factor = scratch.of_warps[0][column(i)];
 #pragma unroll
       for (int k = 0; k < kParts; ++k) {
         if (!this->has(k, i)) continue;

@@ -26,14 +26,27 @@ struct WarpgroupColumnsShape : WarpgroupShape<Element, kHeadSize> {
   static constexpr int kQueryBytes = kRows * kHeadSize * 2;
 };
 
+// How the scores of two neighbouring columns become weights: 2^(scale * score - maximum).
+struct ColumnPair {
+  float scale[2], maximum[2];
+};
+
+// A query.
+struct ColumnState {
+  int position;
+  float slope, scale;
+};
+
+// Shared by the four warps.
 template <int kColumns>
 struct alignas(16) ColumnsScratch {
   PlanScratchOf<2 * kThreads> plan;
-  RowState rows[kColumns];
-  float undo[kColumns];         // of what scaled the query
-  float scales[kColumns];       // of scores, or one if they have become logits; in the end, of the sums of values
+  static constexpr int kMine = kColumns / 4, kPitch = kMine + 4;
+  ColumnState rows[kColumns];
+  float maxima[4][kPitch];      // by lane % 4, of the columns that such lanes have
   float of_warps[4][kColumns];  // of each column: what the warps have found
-  float maximum[kColumns];
+
+  __device__ float& maximum(int column) { return maxima[column % 8 / 2][column / 8 * 2 + column % 2]; }
 };
 
 template <class S>
@@ -53,9 +66,9 @@ struct WarpgroupColumns : TileLoader<S> {
   static constexpr int kWeights = kColumns * kTerms;  // of a token: rounded, then what rounding left
   static constexpr int kChunks = kWeights / 8;
   static constexpr int kMine = kColumns / 4;                          // columns of a lane
-  static constexpr bool kKeepsScales = S::kScaled && kColumns <= 32;  // in registers
-  static constexpr int kBarrier = 2;                                  // named, of those who compute
-  static constexpr float kLowest = -3e38f;  // maximum of a column that has seen no key: differences to it are numbers
+  static constexpr bool kKeepsMaxima = kColumns <= 32;  // in registers
+  static constexpr int kBarrier = 2;                    // named, of those who compute
+  static constexpr float kUnseen = -0.f;  // maximum of a column that has seen no key
   using Scores = float[kColumns / 2];       // of tokens 16 warp + 8 h + lane / 4, h 0 and 1
 
   Scratch& scratch;
@@ -64,8 +77,10 @@ struct WarpgroupColumns : TileLoader<S> {
 
   struct State {
     float o[kParts][kWeights / kHeads / 2];   // of dimensions 64 part + 16 warp + 8 h + lane / 4
-    float maximum[kMine], sum[kMine];         // the sum is of this lane's tokens
-    float scale[kKeepsScales ? kMine : 1];    // of scores, or one if they have become logits
+    float maximum[kKeepsMaxima ? kMine : 1];
+    float sum[kMine];                         // of weights, of this lane's tokens
+    float scale[kHeads];                      // of scores, or one if they have become logits
+    bool some_unseen;                         // has a column seen no key yet?
     int first_seen_by_all, last_seen_by_all;  // first tokens of tiles that neither window nor causal mask touch
     bool plain;                               // scores become logits by a positive factor alone
   };
@@ -99,29 +114,33 @@ struct WarpgroupColumns : TileLoader<S> {
     if constexpr (S::kScaled) {
       for (int i = 0; i < kHeads; ++i) s.plain = s.plain && p.a.k_scale[u.kv_head * kHeads + i] > 0;
     }
-    store_queries(u);
-    if constexpr (S::kScaled) sync();  // what scaled them is there, and nobody reads the scales of the segment before
+    float undo = 1;  // what scaled the queries
+    store_queries(u, s.plain, undo);
+    for (int i = 0; i < kHeads; ++i) {
+      float scale = p.a.scale * kLog2e;
+      if constexpr (S::kScaled) scale *= p.a.k_scale[u.kv_head * kHeads + i] * undo;
+      s.scale[i] = s.plain ? scale : 1;
+    }
     if (thread < kColumns) {
       const Row row = row_of_column(u, thread);
-      RowState state{row.position, 0, p.a.scale, 0};
+      ColumnState state{row.position, 0, p.a.scale};
       if (p.a.alibi_slopes && row.valid) state.slope = p.a.alibi_slopes[row.head];
       if constexpr (S::kScaled) {
         state.scale *= p.a.k_scale[kv_head_of(u, thread)];
-        state.scale *= scratch.undo[thread];
-        scratch.scales[thread] = s.plain ? state.scale * kLog2e : 1;
+        state.scale *= scratch.of_warps[0][thread];
       }
       scratch.rows[thread] = state;
+      scratch.maximum(thread) = kUnseen;
     }
     fence_async_proxy();
     sync();
     const int first = scratch.rows[0].position, last = scratch.rows[kColumns - 1].position;
     s.first_seen_by_all = first_seen(p, last);
     s.last_seen_by_all = last_seen(p, first) - (kTile - 1);
-    if constexpr (!S::kScaled) s.scale[0] = s.plain ? p.a.scale * kLog2e : 1;
+    s.some_unseen = true;
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
-      if constexpr (kKeepsScales) s.scale[i] = scratch.scales[column(i)];
-      s.maximum[i] = kLowest;
+      if constexpr (kKeepsMaxima) s.maximum[i] = kUnseen;
       s.sum[i] = 0;
     }
 #pragma unroll
@@ -131,27 +150,51 @@ struct WarpgroupColumns : TileLoader<S> {
     }
   }
 
-  __device__ void store_queries(const Unit& u) const {
-    constexpr int kPieces = kD / kHeads / 8, kRowsAtOnce = kThreads / kPieces;
+  // undo: what scores are to be multiplied by, if they stay `plain`: the same for all columns, or each has its own, in
+  // scratch.of_warps[0].
+  __device__ void store_queries(const Unit& u, bool& plain, float& undo) const {
+    constexpr int kPieces = kD / kHeads / 8, kRowsAtOnce = kThreads / kPieces, kLoads = kColumns / kRowsAtOnce;
     const int chunk = thread % kPieces, r0 = thread / kPieces;
-    uint4 x[kColumns / kRowsAtOnce];
+    uint4 x[kLoads];
 #pragma unroll
-    for (int i = 0; i < kColumns / kRowsAtOnce; ++i) {
+    for (int i = 0; i < kLoads; ++i) {
       const Row row = row_of_column(u, r0 + i * kRowsAtOnce);
       x[i] = {0, 0, 0, 0};
       if (row.valid && chunk * 8 < p.a.head_size)
         x[i] = *reinterpret_cast<const uint4*>(this->query_row(row) + chunk * 8);
     }
+    if constexpr (S::kScaled) {
+      const bool wide = p.a.dtype == DType::kBFloat16;
+      float *undo_of = scratch.of_warps[0], *largest = scratch.of_warps[1];
+      if (wide) {
 #pragma unroll
-    for (int i = 0; i < kColumns / kRowsAtOnce; ++i) {
-      const int r = r0 + i * kRowsAtOnce;
-      if constexpr (S::kScaled) {
-        const float undo = p.a.dtype == DType::kBFloat16 ? halve_chunk<kPieces>(x[i]) : 1.f;
-        if (chunk == 0) scratch.undo[r] = undo;
+        for (int i = 0; i < kLoads; ++i) {
+          const float of_row = largest_of_row<kPieces>(x[i]);
+          if (chunk == 0) largest[r0 + i * kRowsAtOnce] = of_row;
+        }
       }
+      sync();  // nobody reads any more what the segment before has left there
+      if (wide) {
+        const CommonHalfScale common(largest, kColumns);
+        plain = plain && common.suits;
+        undo = common.by.undo;
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+          const HalfScale by = common.suits ? common.by : HalfScale(largest[r0 + i * kRowsAtOnce]);
+          x[i] = by.halves(x[i]);
+          if (chunk == 0) undo_of[r0 + i * kRowsAtOnce] = by.undo;
+        }
+      } else if (thread < kColumns) {
+        undo_of[thread] = 1;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int r = r0 + i * kRowsAtOnce;
       store_query_chunk<S::kNarrow>(x[i], chunk,
                                     [&](int c) { return queries + c / 8 * kColumns * 128 + swizzled<128>(r, c % 8); });
     }
+    sync();  // what scaled them is there, and nobody reads the maxima of the segment before
   }
 
   // Soft cap, ALiBi, masks.
@@ -166,7 +209,7 @@ struct WarpgroupColumns : TileLoader<S> {
     const int key = first_token + warp * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
-      const RowState row = scratch.rows[column(i)];
+      const ColumnState row = scratch.rows[column(i)];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float& x = s[place_of(i, h)];
@@ -207,7 +250,7 @@ struct WarpgroupColumns : TileLoader<S> {
     wgmma_pin(s);
 
     adjust_scores(tile, state, s);
-    store_weights(weigh(s, state), weights_place(tile.stage));
+    store_weights(weigh(s, state, tile.stage), weights_place(tile.stage));
     share_weights();
 
     add_products(state, [&](int t, int i) {
@@ -238,26 +281,35 @@ struct WarpgroupColumns : TileLoader<S> {
 
   // The sums are kept relative to a maximum that may lag behind by kLag, as in RowSoftmax; here it is the same in all warps,
   // so that it follows when one of them says so.  The vote is also the barrier after which nobody reads the keys, or the weights
-  // before these, where weights will be stored.
-  __device__ Weights weigh(const Scores& s, State& state) const {
+  // before these, where weights will be stored: at the shared address `lines`.
+  __device__ Weights weigh(Scores& s, State& state, uint32_t lines) const {
     constexpr float kLag = 8;
     float most[2] = {-INFINITY, -INFINITY};  // two chains
 #pragma unroll
-    for (int i = 0; i < kMine; ++i) {
-      const float x = fmaxf(s[place_of(i, 0)], s[place_of(i, 1)]);
-      most[i % 2] = fmaxf(most[i % 2], fmaf(x, scale_of(state, i), -state.maximum[i]));
+    for (int i0 = 0; i0 < kMine; i0 += 4) {
+      float maxima[4];
+      read_maxima(state, i0, maxima);
+#pragma unroll
+      for (int i = i0; i < i0 + 4; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float& x = s[place_of(i, h)];
+          x = fmaf(x, state.scale[i / (kMine / kHeads)], -maxima[i - i0]);
+          most[h] = fmaxf(most[h], x);
+        }
+      }
     }
-    if (any_of_warpgroup(kBarrier, fmaxf(most[0], most[1]) > kLag)) [[unlikely]]
-      follow_maximum(s, state);
+    if (any_of_warpgroup(kBarrier, state.some_unseen || fmaxf(most[0], most[1]) > kLag)) [[unlikely]]
+      follow_maximum(s, state, lines);
     Weights weights;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int n = 0; n < kMine / 2; ++n) {
 #pragma unroll
-      for (int n = 0; n < kMine / 2; ++n) {
+      for (int h = 0; h < 2; ++h) {
         float x[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          x[e] = power_of_2(fmaf(s[place_of(2 * n + e, h)], scale_of(state, 2 * n + e), -state.maximum[2 * n + e]));
+          x[e] = power_of_2(s[place_of(2 * n + e, h)]);
           state.sum[2 * n + e] += x[e];
         }
         uint32_t& rounded = weights.x[h][n];
@@ -269,6 +321,20 @@ struct WarpgroupColumns : TileLoader<S> {
       }
     }
     return weights;
+  }
+
+  // Of this lane's columns from i on.
+  __device__ void read_maxima(const State& state, int i, float (&maxima)[4]) const {
+    if constexpr (kKeepsMaxima) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) maxima[k] = state.maximum[i + k];
+    } else {
+      const float4 x = *reinterpret_cast<const float4*>(&scratch.maxima[lane % 4][i]);
+      maxima[0] = x.x;
+      maxima[1] = x.y;
+      maxima[2] = x.z;
+      maxima[3] = x.w;
+    }
   }
 
   // Where this lane stores weights: a line for each token.
@@ -299,27 +365,52 @@ struct WarpgroupColumns : TileLoader<S> {
     sync();
   }
 
-  __device__ float scale_of(const State& state, int i) const {
-    if constexpr (!S::kScaled) return state.scale[0];
-    return kKeepsScales ? state.scale[i] : scratch.scales[column(i)];
-  }
-
-  __device__ void follow_maximum(const Scores& s, State& state) const {
-    float top[kMine];
+  // `s`: relative to the maximum before.  By way of `lines`: 16 lanes leave what they have seen of each column, and a thread of
+  // its own finds the maximum, and by how much that has risen.
+  __device__ void follow_maximum(Scores& s, State& state, uint32_t lines) const {
+    constexpr int kPitch = 80;  // bytes of a column
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
-      top[i] = fmaxf(s[place_of(i, 0)], s[place_of(i, 1)]);
-      for (int m = 4; m < 32; m *= 2) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], m));
-      if (lane < 4) scratch.of_warps[warp][column(i)] = top[i];
+      float top = fmaxf(s[place_of(i, 0)], s[place_of(i, 1)]);
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 16));
+      if (lane < 16) {
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(lines + column(i) * kPitch + warp * 16 + lane / 4 * 4), "f"(top)
+                     : "memory");
+      }
     }
     sync();
+    bool unseen = false;
+    if (thread < kColumns) {
+      float top = -INFINITY;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        float4 x;
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                     : "r"(lines + thread * kPitch + k * 16)
+                     : "memory");
+        top = fmaxf(top, fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
+      }
+      float& maximum = scratch.maximum(thread);
+      const float before = maximum;
+      unseen = is_unseen(before);
+      if (!unseen) {
+        maximum = before + fmaxf(top, 0.f);
+      } else if (top != -INFINITY) {
+        maximum = top + 0.f;
+        unseen = false;
+      }
+      scratch.of_warps[0][thread] = maximum - before;
+    }
+    state.some_unseen = any_of_warpgroup(kBarrier, unseen);
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
-      for (int w = 0; w < 4; ++w) top[i] = fmaxf(top[i], scratch.of_warps[w][column(i)]);
-      const float now = fmaxf(top[i] * scale_of(state, i), state.maximum[i]);
-      const float rescale = power_of_2(state.maximum[i] - now);
-      state.maximum[i] = now;
+      const float rise = scratch.of_warps[0][column(i)];
+      const float rescale = power_of_2(fminf(-rise, 0.f));  // sums of a column that had seen nothing are zero
+      if constexpr (kKeepsMaxima) state.maximum[i] = scratch.maximum(column(i));
       state.sum[i] *= rescale;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) s[place_of(i, h)] -= rise;
 #pragma unroll
       for (int k = 0; k < kParts; ++k) {
         if (!has(k, i)) continue;
@@ -331,17 +422,21 @@ struct WarpgroupColumns : TileLoader<S> {
     }
   }
 
+  static __device__ bool is_unseen(float maximum) { return __float_as_uint(maximum) == __float_as_uint(kUnseen); }
+
   // Shows the others each column's sum of weights, of which they know sum_of_weights() behind the next barrier.
   __device__ void show_weights(const State& state) const {
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       float sum = state.sum[i];
       for (int m = 4; m < 32; m *= 2) sum += __shfl_xor_sync(~0u, sum, m);
-      if (lane < 4) {
-        scratch.of_warps[warp][column(i)] = sum;
-        if (warp == 0) scratch.maximum[column(i)] = state.maximum[i] == kLowest ? -INFINITY : state.maximum[i];
-      }
+      if (lane < 4) scratch.of_warps[warp][column(i)] = sum;
     }
+  }
+
+  __device__ float maximum_of(int r) const {
+    const float x = scratch.maximum(r);
+    return is_unseen(x) ? -INFINITY : x;
   }
 
   __device__ float sum_of_weights(int r) const {
@@ -377,10 +472,10 @@ struct WarpgroupColumns : TileLoader<S> {
       const float sum = sum_of_weights(r);
       if (u.slot >= 0) {
         const int64_t at = static_cast<int64_t>(u.slot) * p.rows + r;
-        if (d == 0) p.partial_stats[at] = {scratch.maximum[r], sum};
+        if (d == 0) p.partial_stats[at] = {maximum_of(r), sum};
         *reinterpret_cast<float4*>(p.partial + at * p.pitch + d) = o;
       } else {
-        const float f = finish_row(p, row, u.kv_head, scratch.maximum[r], sum);
+        const float f = finish_row(p, row, u.kv_head, maximum_of(r), sum);
         store_output<S>(p, row, d, {o.x * f, o.y * f, o.z * f, o.w * f});
       }
     }
