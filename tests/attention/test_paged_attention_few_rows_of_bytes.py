@@ -147,6 +147,18 @@ def test_queries_beyond_halves(array: Library, power: int, group: int, queries: 
         check(array, b.changed(query=query, options=b.options | {"scale": 0.5 * 2.0**-power}))
 
 
+@pytest.mark.parametrize(("group", "queries"), [(4, 4), *TWO_SHAPES])
+@pytest.mark.parametrize("spread", [12, 16, 17, 40])
+def test_queries_far_apart(array: Library, spread: int, group: int, queries: int) -> None:
+    """Of bf16, each other row smaller by two to that power: as halves they have one scale for all of a tile, or their own."""
+    for i in range(6):
+        b = made(i, [(queries, 200), (queries, 70)], group, dtype="bfloat16")
+        sizes = np.exp2(-spread * (np.arange(b.query.shape[0] * b.query.shape[1]) % 2))
+        query = (b.query.astype(np.float32) * sizes.reshape(*b.query.shape[:2], 1)).astype(b.query.dtype)
+        for scale in (0.09, 0.09 * 2.0**spread):  # the large rows see differences, or the small ones
+            check_many(array, b.changed(query=query, options=b.options | {"scale": scale}), 35)
+
+
 @pytest.mark.parametrize("shape", [(4, 2), (4, 4), (2, 3), (8, 2), (5, 3), (1, 9), (4, 1), (8, 1), (12, 1), (16, 1)])
 @pytest.mark.parametrize("i", range(5))
 def test_up_to_16_rows_of_many_sequences(array: Library, i: int, shape: tuple[int, int]) -> None:

@@ -121,6 +121,26 @@ def test_several_tokens(array: Library, kind: str, group: int, tokens: int) -> N
         check_many(array, b, 5)
 
 
+@pytest.mark.parametrize("kind", inputs.ONE_BYTE)
+@pytest.mark.parametrize("group", [4, 5, 8])
+def test_one_token_of_many_sequences(array: Library, kind: str, group: int) -> None:
+    """More than eight columns of a pair go where several tokens go."""
+    for kv_heads, dtype in ((2, "float16"), (6, "bfloat16")):
+        b = batch(kind, 64, group, kv_heads, 10_000, dtype)
+        per_head = np.linspace(0.5, 1.4, kv_heads, dtype=np.float32)
+        check_many(array, b.changed(options=inputs.scales(kind, per_head, per_head[::-1].copy())), 20)
+
+
+@pytest.mark.parametrize("tokens", [4, 8])
+def test_queries_of_several_tokens_far_apart(array: Library, tokens: int) -> None:
+    """Two heads in a tile, of which the queries of one are so much smaller that they have a scale of their own."""
+    b = several_tokens("fp8_e4m3", 4, (tokens,) * 8, 4)
+    small = np.arange(16) // 4 % 2 == 1
+    query = (b.query.astype(np.float32) * np.where(small, 2.0**-17, 1)[:, None]).astype(b.query.dtype)
+    for scale in (0.1, 0.1 * 2.0**17):
+        check(array, b.changed(query=query, options=b.options | {"scale": scale}))
+
+
 @pytest.mark.parametrize("tokens", [4, 8])
 def test_long_shares_of_several_tokens(array: Library, tokens: int) -> None:
     """Each of few pairs has a line of blocks of its own."""

@@ -70,9 +70,13 @@ bool launch_decode_way(const Problem& p, const Launch& launch) {
       if (launch_cluster_kernel<Usual>(p, size, launch)) return true;
     }
   }
-  // Four warps together are quicker for many heads in a group and, over elements of one byte, for some sizes of heads.
+  // Four warps together are quicker for many heads in a group and, over elements of one byte, for sizes of heads between those of
+  // tiles, and for pairs of small heads that have more than eight columns.
+  if constexpr (kD == 64 && kMayFold && Line::kNarrow) {
+    if (p.group > 4 && can_fold(p) && fills_warpgroups(p, launch.device)) return false;
+  }
   if constexpr (kD == 128 && kMayFold) {
-    const bool many = kQueries == 16, between = Line::kNarrow && p.a.head_size >= 96 && p.a.head_size < kD;
+    const bool many = kQueries == 16, between = Line::kNarrow && p.a.head_size < kD;
     const bool may = Line::kNarrow ? fills_warpgroups(p, launch.device)
                                    : p.sees_all() && may_use_warpgroups(p.a, RowClass::kFew, launch.device);
     if ((many || between) && may) return false;

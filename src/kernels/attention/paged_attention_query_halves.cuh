@@ -1,4 +1,4 @@
-// Queries of dtype bf16 against a cache that holds less: they become halves, each scaled by a power of two.
+// Queries of dtype bf16 against a cache that holds less: they become halves, scaled by a power of two, each row or several alike.
 #pragma once
 
 #include "cuda/mma.cuh"
@@ -36,9 +36,9 @@ struct HalfScale {
 // One for several rows, found by each warp from their largest elements: it brings the largest of all to [4096, 8192).
 struct CommonHalfScale {
   HalfScale by;
-  bool suits;  // no row is so small beside it that its halves would lose bits
+  bool suits;  // steps of each row's halves are at most 2^-20 of its largest element
 
-  __device__ CommonHalfScale(const float* largest, int rows) : by(0.f) {
+  __device__ CommonHalfScale(const float* largest, int rows) : by(0.f) {  // by one
     constexpr uint32_t kOne = 1u << 23, kRoom = 12 * kOne, kMost = 16 * kOne;
     uint32_t high = 0, low = ~0u;
     for (int r = threadIdx.x % 32; r < rows; r += 32) {
@@ -48,8 +48,8 @@ struct CommonHalfScale {
     }
     high = __reduce_max_sync(~0u, high);
     low = __reduce_min_sync(~0u, low);
-    suits = high == 0 || high - low <= kMost;
-    if (high > kRoom) by = HalfScale(__uint_as_float(high - kRoom));
+    suits = high == 0 || (high > kRoom && high - low <= kMost);
+    if (suits && high > 0) by = HalfScale(__uint_as_float(high - kRoom));
   }
 };
 

@@ -135,9 +135,12 @@ struct WarpgroupKernel : Softmax {
 
   // Pages of whole groups of eight tokens.  Each warp walks along the line by itself.
   __device__ void copy_pages(const SharePosition& share) {
-    PageCopies<S> pages{p, this->copies};
-    const bool describes = pages.warp == 0 && lane == 0;
-    Walker& walker = walkers[pages.warp];
+    const int warp = member / 32;
+    // What slots have room for, the places of tokens, nobody notes here.
+    static_assert(S::kCopyWarps <= kSlots && sizeof(FoundGroups) <= sizeof(slots->tokens));
+    PageCopies<S> pages{p, this->copies, *reinterpret_cast<FoundGroups*>(slots[warp].tokens)};
+    const bool describes = warp == 0 && lane == 0;
+    Walker& walker = walkers[warp];
     if (lane == 0) walker.start(p, share);  // all note the same
     __syncwarp();
     auto ahead = pages.look_up(KeysOfSegment(walker), 0);
@@ -145,29 +148,28 @@ struct WarpgroupKernel : Softmax {
 #pragma unroll 1
     while (walker.unit.exists) {
       const KeysOfSegment segment(walker);
-      pages.begin_segment(walker.unit.kv_head);
+      const int head = walker.unit.kv_head;
       if (describes) {
         slots[at.slot].unit = *copied = walker.unit;
         part_tiles[at.slot] = segment.tiles;
       }
-      if (pages.warp == 0) prefetch_rows(walker.unit, lane, 32);
+      if (warp == 0) prefetch_rows(walker.unit, lane, 32);
       __syncwarp();
       if (lane == 0) walker.next_segment(p);
       __syncwarp();
-      int ids = 0;
 #pragma unroll 1
       for (int j = 0; j < segment.tiles; ++j) {
         if (j % pages.kTilesAhead == 0) {
-          ids = pages.end_lookup(ahead);
+          pages.end_lookup(ahead, segment, j, head);
           const int then = j + pages.kTilesAhead;
           ahead = then < segment.tiles ? pages.look_up(segment, then) : pages.look_up(KeysOfSegment(walker), 0);
         }
         TileSlot& slot = slots[at.slot];
         if (describes && j + 1 == segment.tiles) slot.unit = *copied;
-        const auto part = pages.part_of(segment, ids, j);
-        pages.store_valid(part, slot.valid);
+        const auto rows = pages.rows_of(j);
+        pages.store_valid(rows, slot.valid);
         mbarrier_wait(empty(at.stage), at.parity);
-        pages.copy(stage0 + at.stage * S::kStageBytes, part);
+        pages.copy(stage0 + at.stage * S::kStageBytes, j, rows);
         arrive(at);
         at.advance();
       }

@@ -26,11 +26,6 @@ struct WarpgroupColumnsShape : WarpgroupShape<Element, kHeadSize> {
   static constexpr int kQueryBytes = kRows * kHeadSize * 2;
 };
 
-// How the scores of two neighbouring columns become weights: 2^(scale * score - maximum).
-struct ColumnPair {
-  float scale[2], maximum[2];
-};
-
 // A query.
 struct ColumnState {
   int position;
@@ -41,10 +36,11 @@ struct ColumnState {
 template <int kColumns>
 struct alignas(16) ColumnsScratch {
   PlanScratchOf<2 * kThreads> plan;
-  static constexpr int kMine = kColumns / 4, kPitch = kMine + 4;
   ColumnState rows[kColumns];
-  float maxima[4][kPitch];      // by lane % 4, of the columns that such lanes have
-  float of_warps[4][kColumns];  // of each column: what the warps have found
+  alignas(16) float maxima[4][kColumns / 4 + 4];  // by lane % 4, of the columns that such lanes have
+  // Of each column: what the warps have found; or, alone, what undoes the scaling of its query, by how much its maximum has risen,
+  // and in the end what its sums are multiplied by; and its query's largest element.
+  float of_warps[4][kColumns];
 
   __device__ float& maximum(int column) { return maxima[column % 8 / 2][column / 8 * 2 + column % 2]; }
 };
@@ -65,11 +61,12 @@ struct WarpgroupColumns : TileLoader<S> {
   static constexpr int kHeads = S::kFolded ? 2 : 1, kOwn = kColumns / kHeads;  // columns of a KV head, side by side
   static constexpr int kWeights = kColumns * kTerms;  // of a token: rounded, then what rounding left
   static constexpr int kChunks = kWeights / 8;
-  static constexpr int kMine = kColumns / 4;                          // columns of a lane
+  static constexpr int kMine = kColumns / 4;            // columns of a lane
   static constexpr bool kKeepsMaxima = kColumns <= 32;  // in registers
   static constexpr int kBarrier = 2;                    // named, of those who compute
-  static constexpr float kUnseen = -0.f;  // maximum of a column that has seen no key
-  using Scores = float[kColumns / 2];       // of tokens 16 warp + 8 h + lane / 4, h 0 and 1
+  static constexpr float kUnseen =
+      -0.f;  // maximum of a column that has seen no key: it changes no score, and none that has is it
+  using Scores = float[kColumns / 2];  // of tokens 16 warp + 8 h + lane / 4, h 0 and 1
 
   Scratch& scratch;
   uint32_t queries;                // shared address
@@ -77,9 +74,10 @@ struct WarpgroupColumns : TileLoader<S> {
 
   struct State {
     float o[kParts][kWeights / kHeads / 2];   // of dimensions 64 part + 16 warp + 8 h + lane / 4
-    float maximum[kKeepsMaxima ? kMine : 1];
+    float maximum[kKeepsMaxima ? kMine : 1];  // what scratch.maxima say
     float sum[kMine];                         // of weights, of this lane's tokens
-    float scale[kHeads];                      // of scores, or one if they have become logits
+    float scale[kHeads];                      // of scores, or one if they have become logits: weights are
+                                              // 2^(scale * score - maximum)
     bool some_unseen;                         // has a column seen no key yet?
     int first_seen_by_all, last_seen_by_all;  // first tokens of tiles that neither window nor causal mask touch
     bool plain;                               // scores become logits by a positive factor alone
@@ -110,17 +108,17 @@ struct WarpgroupColumns : TileLoader<S> {
 
   // All have left the queries before: a barrier came after the last products with them.
   __device__ void begin_segment(const Unit& u, State& s) {
-    s.plain = p.plain_logits;
-    if constexpr (S::kScaled) {
-      for (int i = 0; i < kHeads; ++i) s.plain = s.plain && p.a.k_scale[u.kv_head * kHeads + i] > 0;
-    }
-    float undo = 1;  // what scaled the queries
-    store_queries(u, s.plain, undo);
+    const QueryScale query = store_queries(u);
+    s.plain = p.plain_logits && query.is_common;
     for (int i = 0; i < kHeads; ++i) {
-      float scale = p.a.scale * kLog2e;
-      if constexpr (S::kScaled) scale *= p.a.k_scale[u.kv_head * kHeads + i] * undo;
-      s.scale[i] = s.plain ? scale : 1;
+      s.scale[i] = p.a.scale * kLog2e;
+      if constexpr (S::kScaled) {
+        s.scale[i] *= p.a.k_scale[u.kv_head * kHeads + i];
+        s.scale[i] *= query.undo;
+      }
+      s.plain = s.plain && s.scale[i] > 0;  // zero times a hidden score would be no number
     }
+    for (float& scale : s.scale) scale = s.plain ? scale : 1;
     if (thread < kColumns) {
       const Row row = row_of_column(u, thread);
       ColumnState state{row.position, 0, p.a.scale};
@@ -150,9 +148,13 @@ struct WarpgroupColumns : TileLoader<S> {
     }
   }
 
-  // undo: what scores are to be multiplied by, if they stay `plain`: the same for all columns, or each has its own, in
-  // scratch.of_warps[0].
-  __device__ void store_queries(const Unit& u, bool& plain, float& undo) const {
+  struct QueryScale {
+    bool is_common;  // to all columns
+    float undo;      // then: what scores are to be multiplied by
+  };
+
+  // For each column that is in scratch.of_warps[0] afterwards.
+  __device__ QueryScale store_queries(const Unit& u) const {
     constexpr int kPieces = kD / kHeads / 8, kRowsAtOnce = kThreads / kPieces, kLoads = kColumns / kRowsAtOnce;
     const int chunk = thread % kPieces, r0 = thread / kPieces;
     uint4 x[kLoads];
@@ -163,6 +165,7 @@ struct WarpgroupColumns : TileLoader<S> {
       if (row.valid && chunk * 8 < p.a.head_size)
         x[i] = *reinterpret_cast<const uint4*>(this->query_row(row) + chunk * 8);
     }
+    QueryScale scale{true, 1};
     if constexpr (S::kScaled) {
       const bool wide = p.a.dtype == DType::kBFloat16;
       float *undo_of = scratch.of_warps[0], *largest = scratch.of_warps[1];
@@ -176,8 +179,7 @@ struct WarpgroupColumns : TileLoader<S> {
       sync();  // nobody reads any more what the segment before has left there
       if (wide) {
         const CommonHalfScale common(largest, kColumns);
-        plain = plain && common.suits;
-        undo = common.by.undo;
+        scale = {common.suits, common.by.undo};
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
           const HalfScale by = common.suits ? common.by : HalfScale(largest[r0 + i * kRowsAtOnce]);
@@ -195,6 +197,7 @@ struct WarpgroupColumns : TileLoader<S> {
                                     [&](int c) { return queries + c / 8 * kColumns * 128 + swizzled<128>(r, c % 8); });
     }
     sync();  // what scaled them is there, and nobody reads the maxima of the segment before
+    return scale;
   }
 
   // Soft cap, ALiBi, masks.
@@ -281,7 +284,7 @@ struct WarpgroupColumns : TileLoader<S> {
 
   // The sums are kept relative to a maximum that may lag behind by kLag, as in RowSoftmax; here it is the same in all warps,
   // so that it follows when one of them says so.  The vote is also the barrier after which nobody reads the keys, or the weights
-  // before these, where weights will be stored: at the shared address `lines`.
+  // before these, where weights will be stored: at the shared address `lines`.  `s` becomes what they are the powers of.
   __device__ Weights weigh(Scores& s, State& state, uint32_t lines) const {
     constexpr float kLag = 8;
     float most[2] = {-INFINITY, -INFINITY};  // two chains
@@ -368,7 +371,8 @@ struct WarpgroupColumns : TileLoader<S> {
   // `s`: relative to the maximum before.  By way of `lines`: 16 lanes leave what they have seen of each column, and a thread of
   // its own finds the maximum, and by how much that has risen.
   __device__ void follow_maximum(Scores& s, State& state, uint32_t lines) const {
-    constexpr int kPitch = 80;  // bytes of a column
+    constexpr int kPitch = 80;  // bytes of a column: 16 floats, and lanes that store together meet no bank twice
+    static_assert(kColumns * kPitch <= kTile * 128);
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       float top = fmaxf(s[place_of(i, 0)], s[place_of(i, 1)]);
@@ -397,7 +401,7 @@ struct WarpgroupColumns : TileLoader<S> {
       if (!unseen) {
         maximum = before + fmaxf(top, 0.f);
       } else if (top != -INFINITY) {
-        maximum = top + 0.f;
+        maximum = top + 0.f;  // -0 would be unseen
         unseen = false;
       }
       scratch.of_warps[0][thread] = maximum - before;
