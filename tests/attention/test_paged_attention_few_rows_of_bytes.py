@@ -150,7 +150,7 @@ def test_queries_beyond_halves(array: Library, power: int, group: int, queries: 
 @pytest.mark.parametrize(("group", "queries"), [(4, 4), *TWO_SHAPES])
 @pytest.mark.parametrize("spread", [12, 16, 17, 40])
 def test_queries_far_apart(array: Library, spread: int, group: int, queries: int) -> None:
-    """Of bf16, each other row smaller by two to that power: as halves they have one scale for all of a tile, or their own."""
+    """Of bf16, each other row smaller by two to that power: halves have one scale for all of a tile, or their own."""
     for i in range(6):
         b = made(i, [(queries, 200), (queries, 70)], group, dtype="bfloat16")
         sizes = np.exp2(-spread * (np.arange(b.query.shape[0] * b.query.shape[1]) % 2))
