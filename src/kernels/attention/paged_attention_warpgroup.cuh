@@ -4,6 +4,7 @@
 //   paged_attention_warpgroup_rows.cuh     33 to 64 rows over 16-bit elements, the rows of products
 //   paged_attention_warpgroup_columns.cuh  up to 32 over 16-bit elements, the columns of products
 //   paged_attention_warpgroup_codes.cuh    up to 64 over elements of one byte, the columns of products
+//   paged_attention_warpgroup_softmax.cuh  the softmax of columns
 //
 // Bottleneck: memory, floor = KV bytes / bandwidth; see docs/kernels/paged_attention.md.
 #pragma once

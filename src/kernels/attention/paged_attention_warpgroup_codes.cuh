@@ -18,7 +18,7 @@
 #pragma once
 
 #include "attention/paged_attention_fold.cuh"
-#include "attention/paged_attention_warpgroup_columns.cuh"
+#include "attention/paged_attention_warpgroup_softmax.cuh"
 
 namespace pykv::attention {
 
@@ -35,8 +35,8 @@ struct WarpgroupCodesShape : WarpgroupColumnsShape<Element8<kFormat>, kHeadSize,
 };
 
 template <class S>
-struct WarpgroupCodes : WarpgroupColumns<S> {
-  using Base = WarpgroupColumns<S>;
+struct WarpgroupCodes : WarpgroupSoftmax<S> {
+  using Base = WarpgroupSoftmax<S>;
   using Base::column;
   using Base::kColumns;
   using Base::kD;

@@ -1,6 +1,5 @@
 // Up to 16 or 32 query rows against tiles of 64 tokens by the tensor cores of sm_90a, for caches of 16-bit elements in rows of
-// tokens: as paged_attention_warpgroup_rows.cuh, but with tokens as the rows of the products and queries as their columns.  All but the
-// products serves caches of one byte, too (S::kNarrow, S::kScaled): paged_attention_warpgroup_codes.cuh.
+// tokens: as paged_attention_warpgroup_rows.cuh, but with tokens as the rows of the products and queries as their columns.
 //
 //   S^T = K Q^T     both in shared memory: 64 tokens x 16 or 32 queries in kD / 16 products
 //   O^T = V^T P^T   both in shared memory: 64 dimensions x as many queries, or twice as many: weights of bf16 have two parts,
@@ -13,228 +12,37 @@
 // Bottleneck: memory, floor = KV bytes / bandwidth; see docs/kernels/paged_attention.md, Power.
 #pragma once
 
-#include "attention/paged_attention_query_halves.cuh"
 #include "attention/paged_attention_warpgroup_rows.cuh"
+#include "attention/paged_attention_warpgroup_softmax.cuh"
 
 namespace pykv::attention {
 
-template <class Element, int kHeadSize, int kQueryRows>
-struct WarpgroupColumnsShape : WarpgroupShape<Element, kHeadSize> {
-  static constexpr bool kQueryColumns = true;
-  static constexpr int kRows = kQueryRows;
-  static constexpr int kComputeRegisters = 168, kCopyRegisters = 88;
-  static constexpr int kQueryBytes = kRows * kHeadSize * 2;
-};
-
-// A query.
-struct ColumnState {
-  int position;
-  float slope, scale;
-};
-
-// Shared by the four warps.
-template <int kColumns>
-struct alignas(16) ColumnsScratch {
-  PlanScratchOf<2 * kThreads> plan;
-  ColumnState rows[kColumns];
-  alignas(16) float maxima[4][kColumns / 4 + 4];  // by lane % 4, of the columns that such lanes have
-  // Of each column: what the warps have found; or, alone, what undoes the scaling of its query, by how much its maximum has risen,
-  // and in the end what its sums are multiplied by; and its query's largest element.
-  float of_warps[4][kColumns];
-
-  __device__ float& maximum(int column) { return maxima[column % 8 / 2][column / 8 * 2 + column % 2]; }
-};
-
 template <class S>
-struct WarpgroupColumns : TileLoader<S> {
-  using Base = TileLoader<S>;
-  using Base::copies;
+struct WarpgroupColumns : WarpgroupSoftmax<S> {
+  using Base = WarpgroupSoftmax<S>;
+  using Base::column;
+  using Base::kColumns;
   using Base::kD;
+  using Base::kMine;
+  using Base::kParts;
+  using Base::kTerms;
   using Base::kTile;
+  using Base::kWeights;
   using Base::lane;
   using Base::p;
+  using Base::place_of;
+  using Base::queries;
+  using Base::sync;
+  using Base::thread;
   using Base::warp;
-  using Mma = typename S::Mma;
-  using Scratch = ColumnsScratch<S::kRows>;
-  using Tile = ArrivedTile<kTile>;
-  static constexpr int kColumns = S::kRows, kTerms = S::kSplitWeights ? 2 : 1, kParts = kD / 64;
-  static constexpr int kHeads = S::kFolded ? 2 : 1, kOwn = kColumns / kHeads;  // columns of a KV head, side by side
-  static constexpr int kWeights = kColumns * kTerms;  // of a token: rounded, then what rounding left
-  static constexpr int kChunks = kWeights / 8;
-  static constexpr int kMine = kColumns / 4;            // columns of a lane
-  static constexpr bool kKeepsMaxima = kColumns <= 32;  // in registers
-  static constexpr int kBarrier = 2;                    // named, of those who compute
-  static constexpr float kUnseen =
-      -0.f;  // maximum of a column that has seen no key: it changes no score, and none that has is it
-  using Scores = float[kColumns / 2];  // of tokens 16 warp + 8 h + lane / 4, h 0 and 1
+  using typename Base::Mma;
+  using typename Base::Scores;
+  using typename Base::State;
+  using typename Base::Tile;
 
-  Scratch& scratch;
-  uint32_t queries;                // shared address
-  const int thread = threadIdx.x;  // of those who compute
-
-  struct State {
-    float o[kParts][kWeights / kHeads / 2];   // of dimensions 64 part + 16 warp + 8 h + lane / 4
-    float maximum[kKeepsMaxima ? kMine : 1];  // what scratch.maxima say
-    float sum[kMine];                         // of weights, of this lane's tokens
-    float scale[kHeads];                      // of scores, or one if they have become logits: weights are
-                                              // 2^(scale * score - maximum)
-    bool some_unseen;                         // has a column seen no key yet?
-    int first_seen_by_all, last_seen_by_all;  // first tokens of tiles that neither window nor causal mask touch
-    bool plain;                               // scores become logits by a positive factor alone
-  };
-
-  static __device__ WarpgroupColumns make(const Problem& p, const CacheCopies& copies, Scratch& scratch,
+  static __device__ WarpgroupColumns make(const Problem& p, const CacheCopies& copies, typename Base::Scratch& scratch,
                                           uint32_t queries) {
-    return {{p, copies}, scratch, queries};
-  }
-
-  static __device__ void sync() { named_barrier_sync(kBarrier, kThreads); }
-
-  // This lane's column i, and where a product has it.
-  static __device__ int column(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
-  static constexpr int place_of(int i, int h) { return i / 2 * 4 + 2 * h + i % 2; }
-
-  // Of two KV heads in a tile (S::kFolded) each has half of the columns, and one part of the dimensions.  The row of a column:
-  static __device__ int row_index(const Problem& p, int column) {
-    if constexpr (kHeads == 1) return column;
-    const int group = p.tile_heads / kHeads, i = column % kOwn, token = i / group;
-    return token * p.tile_heads + column / kOwn * group + i - token * group;
-  }
-  __device__ Row row_of_column(const Unit& u, int column) const { return row_of(p, u, row_index(p, column)); }
-  static __device__ int kv_head_of(const Unit& u, int column) { return u.kv_head * kHeads + column / kOwn; }
-
-  // Is this part of the dimensions of the head that this lane's column i belongs to?
-  static constexpr bool has(int part, int i) { return kHeads == 1 || part == i / (kMine / kHeads); }
-
-  // All have left the queries before: a barrier came after the last products with them.
-  __device__ void begin_segment(const Unit& u, State& s) {
-    const QueryScale query = store_queries(u);
-    s.plain = p.plain_logits && query.is_common;
-    for (int i = 0; i < kHeads; ++i) {
-      s.scale[i] = p.a.scale * kLog2e;
-      if constexpr (S::kScaled) {
-        s.scale[i] *= p.a.k_scale[u.kv_head * kHeads + i];
-        s.scale[i] *= query.undo;
-      }
-      s.plain = s.plain && s.scale[i] > 0;  // zero times a hidden score would be no number
-    }
-    for (float& scale : s.scale) scale = s.plain ? scale : 1;
-    if (thread < kColumns) {
-      const Row row = row_of_column(u, thread);
-      ColumnState state{row.position, 0, p.a.scale};
-      if (p.a.alibi_slopes && row.valid) state.slope = p.a.alibi_slopes[row.head];
-      if constexpr (S::kScaled) {
-        state.scale *= p.a.k_scale[kv_head_of(u, thread)];
-        state.scale *= scratch.of_warps[0][thread];
-      }
-      scratch.rows[thread] = state;
-      scratch.maximum(thread) = kUnseen;
-    }
-    fence_async_proxy();
-    sync();
-    const int first = scratch.rows[0].position, last = scratch.rows[kColumns - 1].position;
-    s.first_seen_by_all = first_seen(p, last);
-    s.last_seen_by_all = last_seen(p, first) - (kTile - 1);
-    s.some_unseen = true;
-#pragma unroll
-    for (int i = 0; i < kMine; ++i) {
-      if constexpr (kKeepsMaxima) s.maximum[i] = kUnseen;
-      s.sum[i] = 0;
-    }
-#pragma unroll
-    for (auto& part : s.o) {
-#pragma unroll
-      for (float& x : part) x = 0;
-    }
-  }
-
-  struct QueryScale {
-    bool is_common;  // to all columns
-    float undo;      // then: what scores are to be multiplied by
-  };
-
-  // For each column that is in scratch.of_warps[0] afterwards.
-  __device__ QueryScale store_queries(const Unit& u) const {
-    constexpr int kPieces = kD / kHeads / 8, kRowsAtOnce = kThreads / kPieces, kLoads = kColumns / kRowsAtOnce;
-    const int chunk = thread % kPieces, r0 = thread / kPieces;
-    uint4 x[kLoads];
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const Row row = row_of_column(u, r0 + i * kRowsAtOnce);
-      x[i] = {0, 0, 0, 0};
-      if (row.valid && chunk * 8 < p.a.head_size)
-        x[i] = *reinterpret_cast<const uint4*>(this->query_row(row) + chunk * 8);
-    }
-    QueryScale scale{true, 1};
-    if constexpr (S::kScaled) {
-      const bool wide = p.a.dtype == DType::kBFloat16;
-      float *undo_of = scratch.of_warps[0], *largest = scratch.of_warps[1];
-      if (wide) {
-#pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-          const float of_row = largest_of_row<kPieces>(x[i]);
-          if (chunk == 0) largest[r0 + i * kRowsAtOnce] = of_row;
-        }
-      }
-      sync();  // nobody reads any more what the segment before has left there
-      if (wide) {
-        const CommonHalfScale common(largest, kColumns);
-        scale = {common.suits, common.by.undo};
-#pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-          const HalfScale by = common.suits ? common.by : HalfScale(largest[r0 + i * kRowsAtOnce]);
-          x[i] = by.halves(x[i]);
-          if (chunk == 0) undo_of[r0 + i * kRowsAtOnce] = by.undo;
-        }
-      } else if (thread < kColumns) {
-        undo_of[thread] = 1;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const int r = r0 + i * kRowsAtOnce;
-      store_query_chunk<S::kNarrow>(x[i], chunk,
-                                    [&](int c) { return queries + c / 8 * kColumns * 128 + swizzled<128>(r, c % 8); });
-    }
-    sync();  // what scaled them is there, and nobody reads the maxima of the segment before
-    return scale;
-  }
-
-  // Soft cap, ALiBi, masks.
-  __device__ void adjust_scores(const Tile& tile, const State& state, Scores& s) const {
-    const int first = tile.first_token;
-    if (!state.plain) to_logits(first, s);
-    if (!this->is_whole(tile.slot.valid) || first < state.first_seen_by_all || first > state.last_seen_by_all)
-      hide(tile, s);
-  }
-
-  __device__ void to_logits(int first_token, Scores& s) const {
-    const int key = first_token + warp * 16 + lane / 4;
-#pragma unroll
-    for (int i = 0; i < kMine; ++i) {
-      const ColumnState row = scratch.rows[column(i)];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float& x = s[place_of(i, h)];
-        x = logit(p, x, row.scale, row.slope, key + h * 8 - row.position);
-      }
-    }
-  }
-
-  __device__ void hide(const Tile& tile, Scores& s) const {
-    bool is_there[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) is_there[h] = tile.slot.valid[warp / 2] >> (warp % 2 * 16 + h * 8 + lane / 4) & 1;
-    const int key = tile.first_token + warp * 16 + lane / 4;
-#pragma unroll
-    for (int i = 0; i < kMine; ++i) {
-      const int position = scratch.rows[column(i)].position;
-      const int first = first_seen(p, position) - key, last = last_seen(p, position) - key;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (!is_there[h] || h * 8 < first || h * 8 > last) s[place_of(i, h)] = -INFINITY;
-      }
-    }
+    return {Base::make(p, copies, scratch, queries)};
   }
 
   __device__ void compute(const Tile& tile, State& state) const {
@@ -252,11 +60,11 @@ struct WarpgroupColumns : TileLoader<S> {
     wgmma_wait<0>();
     wgmma_pin(s);
 
-    adjust_scores(tile, state, s);
-    store_weights(weigh(s, state, tile.stage), weights_place(tile.stage));
-    share_weights();
+    this->adjust_scores(tile, state, s);
+    this->store_weights(this->weigh(s, state, tile.stage), this->weights_place(tile.stage));
+    this->share_weights();
 
-    add_products(state, [&](int t, int i) {
+    this->add_products(state, [&](int t, int i) {
       Wgmma<Mma, kWeights>::template ss<kAcross, kAcross>(
           state.o[i], wgmma_further(key, S::kTileBytes + i * kTile * 128 + t * 16 * 128),
           wgmma_further(key, t * 16 * 128), 1);
@@ -264,195 +72,12 @@ struct WarpgroupColumns : TileLoader<S> {
 #endif
   }
 
-  // To the sums; product(t, i) asks for that of 16 tokens and a part of the dimensions.
-  static __device__ void add_products(State& state, auto&& product) {
-    wgmma_pin(state.o);
-    wgmma_begin();
-#pragma unroll
-    for (int t = 0; t < kTile / 16; ++t) {
-#pragma unroll
-      for (int i = 0; i < kParts; ++i) product(t, i);
-    }
-    wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_pin(state.o);
-  }
-
-  struct Weights {
-    uint32_t x[2][kChunks];  // fragments of 8 tokens x 8 columns
-  };
-
-  // The sums are kept relative to a maximum that may lag behind by kLag, as in RowSoftmax; here it is the same in all warps,
-  // so that it follows when one of them says so.  The vote is also the barrier after which nobody reads the keys, or the weights
-  // before these, where weights will be stored: at the shared address `lines`.  `s` becomes what they are the powers of.
-  __device__ Weights weigh(Scores& s, State& state, uint32_t lines) const {
-    constexpr float kLag = 8;
-    float most[2] = {-INFINITY, -INFINITY};  // two chains
-#pragma unroll
-    for (int i0 = 0; i0 < kMine; i0 += 4) {
-      float maxima[4];
-      read_maxima(state, i0, maxima);
-#pragma unroll
-      for (int i = i0; i < i0 + 4; ++i) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float& x = s[place_of(i, h)];
-          x = fmaf(x, state.scale[i / (kMine / kHeads)], -maxima[i - i0]);
-          most[h] = fmaxf(most[h], x);
-        }
-      }
-    }
-    if (any_of_warpgroup(kBarrier, state.some_unseen || fmaxf(most[0], most[1]) > kLag)) [[unlikely]]
-      follow_maximum(s, state, lines);
-    Weights weights;
-#pragma unroll
-    for (int n = 0; n < kMine / 2; ++n) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float x[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          x[e] = power_of_2(s[place_of(2 * n + e, h)]);
-          state.sum[2 * n + e] += x[e];
-        }
-        uint32_t& rounded = weights.x[h][n];
-        rounded = pack_pair<Mma>(x[0], x[1]);
-        if constexpr (kTerms == 2) {
-          const float2 y = unpack_pair<Mma>(rounded);
-          weights.x[h][kMine / 2 + n] = pack_pair<Mma>(x[0] - y.x, x[1] - y.y);
-        }
-      }
-    }
-    return weights;
-  }
-
-  // Of this lane's columns from i on.
-  __device__ void read_maxima(const State& state, int i, float (&maxima)[4]) const {
-    if constexpr (kKeepsMaxima) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) maxima[k] = state.maximum[i + k];
-    } else {
-      const float4 x = *reinterpret_cast<const float4*>(&scratch.maxima[lane % 4][i]);
-      maxima[0] = x.x;
-      maxima[1] = x.y;
-      maxima[2] = x.z;
-      maxima[3] = x.w;
-    }
-  }
-
-  // Where this lane stores weights: a line for each token.
-  __device__ uint32_t weights_place(uint32_t lines) const {
-    const uint32_t line = lines + (warp * 16 + lane % 8) * 128;
-    return kChunks == 2 ? line + lane / 16 * 8 * 128 + (lane / 8 % 2 ^ lane % 8) * 16
-                        : line + (lane / 8 ^ lane % 8) * 16;
-  }
-
-  static __device__ void store_weights(const Weights& weights, uint32_t to) {
-    const auto& x = weights.x;
-    if constexpr (kChunks == 2) {
-      stmatrix_x4(to, {x[0][0], x[0][1], x[1][0], x[1][1]});
-    } else {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int n = 0; n < kChunks; n += 4) {
-          stmatrix_x4((to ^ n * 16) + h * 8 * 128, {x[h][n], x[h][n + 1], x[h][n + 2], x[h][n + 3]});
-        }
-      }
-    }
-  }
-
-  // Before products read what all warps have stored of them.
-  static __device__ void share_weights() {
-    fence_async_proxy();
-    sync();
-  }
-
-  // `s`: relative to the maximum before.  By way of `lines`: 16 lanes leave what they have seen of each column, and a thread of
-  // its own finds the maximum, and by how much that has risen.
-  __device__ void follow_maximum(Scores& s, State& state, uint32_t lines) const {
-    constexpr int kPitch = 80;  // bytes of a column: 16 floats, and lanes that store together meet no bank twice
-    static_assert(kColumns * kPitch <= kTile * 128);
-#pragma unroll
-    for (int i = 0; i < kMine; ++i) {
-      float top = fmaxf(s[place_of(i, 0)], s[place_of(i, 1)]);
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 16));
-      if (lane < 16) {
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(lines + column(i) * kPitch + warp * 16 + lane / 4 * 4), "f"(top)
-                     : "memory");
-      }
-    }
-    sync();
-    bool unseen = false;
-    if (thread < kColumns) {
-      float top = -INFINITY;
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        float4 x;
-        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                     : "r"(lines + thread * kPitch + k * 16)
-                     : "memory");
-        top = fmaxf(top, fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
-      }
-      float& maximum = scratch.maximum(thread);
-      const float before = maximum;
-      unseen = is_unseen(before);
-      if (!unseen) {
-        maximum = before + fmaxf(top, 0.f);
-      } else if (top != -INFINITY) {
-        maximum = top + 0.f;  // -0 would be unseen
-        unseen = false;
-      }
-      scratch.of_warps[0][thread] = maximum - before;
-    }
-    state.some_unseen = any_of_warpgroup(kBarrier, unseen);
-#pragma unroll
-    for (int i = 0; i < kMine; ++i) {
-      const float rise = scratch.of_warps[0][column(i)];
-      const float rescale = power_of_2(fminf(-rise, 0.f));  // sums of a column that had seen nothing are zero
-      if constexpr (kKeepsMaxima) state.maximum[i] = scratch.maximum(column(i));
-      state.sum[i] *= rescale;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) s[place_of(i, h)] -= rise;
-#pragma unroll
-      for (int k = 0; k < kParts; ++k) {
-        if (!has(k, i)) continue;
-#pragma unroll
-        for (int term = 0; term < kTerms; ++term) {
-          for (int h = 0; h < 2; ++h) state.o[k][term * kColumns / 2 + place_of(i % (kMine / kHeads), h)] *= rescale;
-        }
-      }
-    }
-  }
-
-  static __device__ bool is_unseen(float maximum) { return __float_as_uint(maximum) == __float_as_uint(kUnseen); }
-
-  // Shows the others each column's sum of weights, of which they know sum_of_weights() behind the next barrier.
-  __device__ void show_weights(const State& state) const {
-#pragma unroll
-    for (int i = 0; i < kMine; ++i) {
-      float sum = state.sum[i];
-      for (int m = 4; m < 32; m *= 2) sum += __shfl_xor_sync(~0u, sum, m);
-      if (lane < 4) scratch.of_warps[warp][column(i)] = sum;
-    }
-  }
-
-  __device__ float maximum_of(int r) const {
-    const float x = scratch.maximum(r);
-    return is_unseen(x) ? -INFINITY : x;
-  }
-
-  __device__ float sum_of_weights(int r) const {
-    return scratch.of_warps[0][r] + scratch.of_warps[1][r] + scratch.of_warps[2][r] + scratch.of_warps[3][r];
-  }
-
   // By way of the stage that this segment's last tile leaves.
   __device__ void end_segment(const Unit& u, const State& state, char* stage) const {
     static_assert(S::kStageBytes >= kColumns * kD * 4);
     auto* sums = reinterpret_cast<float*>(stage);
     sync();  // all products have been made
-    show_weights(state);
+    this->show_weights(state);
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
 #pragma unroll
@@ -473,13 +98,13 @@ struct WarpgroupColumns : TileLoader<S> {
       const Row row = row_of(p, u, r);
       if (!row.valid) continue;
       float4 o = *reinterpret_cast<const float4*>(sums + sum_place<kD>(r, d));
-      const float sum = sum_of_weights(r);
+      const float sum = this->sum_of_weights(r);
       if (u.slot >= 0) {
         const int64_t at = static_cast<int64_t>(u.slot) * p.rows + r;
-        if (d == 0) p.partial_stats[at] = {maximum_of(r), sum};
+        if (d == 0) p.partial_stats[at] = {this->maximum_of(r), sum};
         *reinterpret_cast<float4*>(p.partial + at * p.pitch + d) = o;
       } else {
-        const float f = finish_row(p, row, u.kv_head, maximum_of(r), sum);
+        const float f = finish_row(p, row, u.kv_head, this->maximum_of(r), sum);
         store_output<S>(p, row, d, {o.x * f, o.y * f, o.z * f, o.w * f});
       }
     }
