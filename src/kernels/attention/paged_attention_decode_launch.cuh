@@ -42,6 +42,21 @@ bool launch_folded_line(const Problem& given, const Launch& launch) {
   return launch_folded_line<Element, kD, 8>(p, launch);
 }
 
+// Four warps together are quicker for many heads in a group and, over elements of one byte, for sizes of heads between those of
+// tiles, and for pairs of heads of 64 that have nine to sixteen columns.
+template <class Line, int kQueries>
+bool prefers_warpgroups(const Problem& p, int device) {
+  constexpr bool kMany = kQueries == 16;
+  if constexpr (Line::kNarrow) {
+    const bool wanted = Line::kD == 64    ? kQueries == 8 && p.group > 4 && can_pair_codes(p)
+                        : Line::kD == 128 ? kMany || p.a.head_size < Line::kD
+                                          : false;
+    return wanted && fills_warpgroups(p, device);
+  } else {
+    return Line::kD == 128 && kMany && p.sees_all() && may_use_warpgroups(p.a, RowClass::kFew, device);
+  }
+}
+
 // Decoding proper in one way or the other.
 template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch>
 bool launch_decode_way(const Problem& p, const Launch& launch) {
@@ -70,17 +85,7 @@ bool launch_decode_way(const Problem& p, const Launch& launch) {
       if (launch_cluster_kernel<Usual>(p, size, launch)) return true;
     }
   }
-  // Four warps together are quicker for many heads in a group and, over elements of one byte, for sizes of heads between those of
-  // tiles, and for pairs of small heads that have more than eight columns.
-  if constexpr (kD == 64 && kMayFold && Line::kNarrow) {
-    if (p.group > 4 && can_fold(p) && fills_warpgroups(p, launch.device)) return false;
-  }
-  if constexpr (kD == 128 && kMayFold) {
-    const bool many = kQueries == 16, between = Line::kNarrow && p.a.head_size < kD;
-    const bool may = Line::kNarrow ? fills_warpgroups(p, launch.device)
-                                   : p.sees_all() && may_use_warpgroups(p.a, RowClass::kFew, launch.device);
-    if ((many || between) && may) return false;
-  }
+  if (kMayFold && prefers_warpgroups<Line, kQueries>(p, launch.device)) return false;
   if constexpr (kMayFold && kQueries == 8 && (kD == 64 || (kD == 128 && !Line::kNarrow))) {
     if (launch_folded_line<Element, 2 * kD>(p, launch)) return true;
   }

@@ -1,8 +1,9 @@
 // Two KV heads that lie side by side, taken as one of twice the size, where one alone would fill half a tile.
 //
-// In decoding proper their queries are the columns of one tile, and each is zero in the other head's dimensions: scores are right, and of the sums
-// a column's own head is half, the rest is left out.  So there are half as many tiles, whose rows are longer pieces of memory,
-// and for elements that are to be widened half the softmax of a byte.  The products are twice as many, for which there is time.
+// In decoding proper their queries are the columns of one tile, and each is zero in the other head's dimensions: scores are right,
+// and of the sums a column's own head is half, the rest is left out.  So there are half as many tiles, whose rows are longer pieces
+// of memory, and for elements that are to be widened half the softmax of a byte.  The products are twice as many, for which there
+// is time.
 //
 // Zero times what is no number is none, either: sums that are not finite are made again head by head (DecodeLoader::separate).
 //
@@ -29,6 +30,9 @@ inline bool can_fold(const Problem& p) {
   return in_rows && a.key.head == a.head_size && a.value.head == a.head_size && a.num_kv_heads % 2 == 0 &&
          a.num_seqs * a.num_kv_heads >= kEnough && !p.sparse;
 }
+
+// ... and are rows of both, if of one byte, whole lines of memory?  For paged_attention_warpgroup_codes.cuh.
+inline bool can_pair_codes(const Problem& p) { return p.a.head_size == 64 && can_fold(p); }
 
 // The same call with half as many heads.  Its head size stays that of a head.
 inline Problem fold(Problem p) {

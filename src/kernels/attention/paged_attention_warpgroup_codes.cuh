@@ -211,7 +211,7 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
 // Heads of 64 in pairs.  False if they are none.
 template <KvFormat kFormat>
 bool launch_warpgroups_of_pairs(const Problem& given, RowClass rows, const Launch& launch) {
-  if (rows == RowClass::kMore || given.a.head_size != 64 || !can_fold(given)) return false;
+  if (rows == RowClass::kMore || !can_pair_codes(given)) return false;
   const Problem p = fold(given);
   if (rows == RowClass::kFew) {
     using S = WarpgroupCodesShape<kFormat, 128, 32, true>;
