@@ -1,5 +1,5 @@
-// Up to 64 query rows by the tensor cores of sm_90a, where caches are rows of tokens: four warps multiply together, with 64 tokens or
-// rows in common, and four others bring the tiles.
+// Up to 64 query rows by the tensor cores of sm_90a, where caches are rows of tokens: four warps multiply together, with 64 tokens
+// or rows in common, and four others bring the tiles.
 //
 //   paged_attention_warpgroup_rows.cuh     33 to 64 rows over 16-bit elements, the rows of products
 //   paged_attention_warpgroup_columns.cuh  up to 32 over 16-bit elements, the columns of products
@@ -271,6 +271,19 @@ bool launch_warpgroup_kernel(const Problem& p, RowClass rows, const Launch& laun
   tiling.blocks_per_sm = std::min(tiling.blocks_per_sm, S::kBlocksPerSm);  // pairs have no workspace for more
   return launch_line(paged_attention_warpgroup_kernel<S, Softmax>, S::kBlock, kSharedBytes, S::kUnitTokens, tiling,
                      copies_of<S>(p), p, launch, resident, S::kFolded);
+}
+
+// launch_rows.operator()<kD, kRows>(): tiles of so many rows, of heads of up to kD.
+template <class F>
+bool launch_for_rows(const Problem& p, RowClass rows, F&& launch_rows) {
+  bool done = false;
+  dispatch_bool(p.a.head_size <= 64, [&]<bool kSmall> {
+    constexpr int kD = kSmall ? 64 : 128;
+    done = rows == RowClass::kFew    ? launch_rows.template operator()<kD, 16>()
+           : rows == RowClass::kSome ? launch_rows.template operator()<kD, 32>()
+                                     : launch_rows.template operator()<kD, 64>();
+  });
+  return done;
 }
 
 }  // namespace pykv::attention

@@ -224,17 +224,10 @@ bool launch_warpgroups_of_pairs(const Problem& given, RowClass rows, const Launc
 template <KvFormat kFormat>
 bool launch_warpgroups_of_codes(const Problem& p, RowClass rows, const Launch& launch) {
   if (launch_warpgroups_of_pairs<kFormat>(p, rows, launch)) return true;
-  bool done = false;
-  dispatch_bool(p.a.head_size <= 64, [&]<bool kSmall> {
-    const auto launch_rows = [&]<int kRows> {
-      using S = WarpgroupCodesShape<kFormat, kSmall ? 64 : 128, kRows>;
-      return launch_warpgroup_kernel<S, WarpgroupCodes<S>>(p, rows, launch);
-    };
-    done = rows == RowClass::kFew    ? launch_rows.template operator()<16>()
-           : rows == RowClass::kSome ? launch_rows.template operator()<32>()
-                                     : launch_rows.template operator()<64>();
+  return launch_for_rows(p, rows, [&]<int kD, int kRows> {
+    using S = WarpgroupCodesShape<kFormat, kD, kRows>;
+    return launch_warpgroup_kernel<S, WarpgroupCodes<S>>(p, rows, launch);
   });
-  return done;
 }
 
 }  // namespace pykv::attention

@@ -122,19 +122,15 @@ struct WarpgroupColumns : WarpgroupSoftmax<S> {
 // False if the device has too little shared memory.
 template <class Element>
 bool launch_warpgroups(const Problem& p, RowClass rows, const Launch& launch) {
-  bool done = false;
-  dispatch_bool(p.a.head_size <= 64, [&]<bool kSmall> {
-    constexpr int kD = kSmall ? 64 : 128;
-    const auto launch_columns = [&]<int kRows> {
+  return launch_for_rows(p, rows, [&]<int kD, int kRows> {
+    if constexpr (kRows == 64) {
+      using S = WarpgroupShape<Element, kD>;
+      return launch_warpgroup_kernel<S, WarpgroupRows<S>>(p, rows, launch);
+    } else {
       using S = WarpgroupColumnsShape<Element, kD, kRows>;
       return launch_warpgroup_kernel<S, WarpgroupColumns<S>>(p, rows, launch);
-    };
-    using More = WarpgroupShape<Element, kD>;
-    done = rows == RowClass::kFew    ? launch_columns.template operator()<16>()
-           : rows == RowClass::kSome ? launch_columns.template operator()<32>()
-                                     : launch_warpgroup_kernel<More, WarpgroupRows<More>>(p, rows, launch);
+    }
   });
-  return done;
 }
 
 }  // namespace pykv::attention

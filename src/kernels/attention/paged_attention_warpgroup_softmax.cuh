@@ -57,8 +57,8 @@ struct WarpgroupSoftmax : TileLoader<S> {
   static constexpr int kMine = kColumns / 4;            // columns of a lane
   static constexpr bool kKeepsMaxima = kColumns <= 32;  // in registers
   static constexpr int kBarrier = 2;                    // named, of those who compute
-  static constexpr float kUnseen =
-      -0.f;  // maximum of a column that has seen no key: it changes no score, and none that has is it
+  // Maximum of a column that has seen no key: it changes no score, and none that has is it.
+  static constexpr float kUnseen = -0.f;
   using Scores = float[kColumns / 2];  // of tokens 16 warp + 8 h + lane / 4, h 0 and 1
 
   Scratch& scratch;
