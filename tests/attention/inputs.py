@@ -84,6 +84,11 @@ def scales(kind: str, k_scale: Any = 1.0, v_scale: Any = 1.0) -> dict[str, Any]:
     return {} if kind == "auto" else {"k_scale": k_scale * unit, "v_scale": v_scale * unit}
 
 
+def scaled_query(b: Batch, by: np.ndarray) -> np.ndarray:
+    """Its query, each row times a number of ``by``: ``[token, head]`` or ``[head]``."""
+    return (b.query.astype(np.float32) * by[..., None]).astype(b.query.dtype)
+
+
 def fill_nvfp4(rng: np.random.Generator, cache: np.ndarray, used: np.ndarray, heads_first: bool) -> None:
     """Random codes everywhere, and random scales, or NaN where a token is not ``used`` (``[block, token]``)."""
     pages = cache.swapaxes(1, 2) if heads_first else cache  # as they lie in memory

@@ -11,7 +11,7 @@ import pytest
 from attention import inputs
 from attention.inputs import Sizes
 from attention.test_paged_attention import check, rng
-from attention.test_paged_attention_served import check_many
+from attention.test_paged_attention_served import LONG_SHARES, check_many
 from libraries import Library
 
 LENS = [1, 8, 63, 65, 129, 300]
@@ -62,7 +62,7 @@ def test_shares(array: Library, queries: int) -> None:
 @pytest.mark.parametrize(("head_size", "queries"), [(64, 2), (64, 16), (128, 8), (256, 2)])
 def test_long_shares(array: Library, head_size: int, queries: int) -> None:
     """Each of few KV heads has a line of blocks of its own."""
-    lens = [(queries, n) for n in (3000, 300, 1000, 5000, 63)]
+    lens = [(queries, n) for n in LONG_SHARES]
     check_many(array, inputs.batch(rng(), lens, Sizes(16, 4, head_size)), 16)
 
 

@@ -14,7 +14,7 @@ import pytest
 from attention import inputs
 from attention.inputs import ONE_BYTE, Batch, Sizes
 from attention.test_paged_attention import check, rng
-from attention.test_paged_attention_served import begins, check_many, check_reported, times
+from attention.test_paged_attention_served import LONG_SHARES, begins, check_many, check_reported, times
 from libraries import Library
 
 PLACES = list(product(ONE_BYTE, ("NHD", "HND")))
@@ -132,7 +132,7 @@ def test_shares(array: Library, group: int, queries: int) -> None:
 @pytest.mark.parametrize(("group", "queries"), [(4, 4), *TWO_SHAPES])
 def test_long_shares(array: Library, group: int, queries: int) -> None:
     """Each of few KV heads has a line of blocks of its own."""
-    check_many(array, made(0, [(queries, n) for n in (3000, 300, 1000, 5000, 63)], group), 32)
+    check_many(array, made(0, [(queries, n) for n in LONG_SHARES], group), 32)
 
 
 @pytest.mark.parametrize(("group", "queries"), TWO_SHAPES)
@@ -142,7 +142,7 @@ def test_queries_beyond_halves(array: Library, power: int, group: int, queries: 
     for i in range(6):
         b = made(i, [(queries, 200), (queries, 70)], group, dtype="bfloat16")
         sizes = np.exp2(power - np.arange(b.query.shape[0] * b.query.shape[1]) % 7)
-        query = (b.query.astype(np.float32) * sizes.reshape(*b.query.shape[:2], 1)).astype(b.query.dtype)
+        query = inputs.scaled_query(b, sizes.reshape(b.query.shape[:2]))
         query[3] = 0
         check(array, b.changed(query=query, options=b.options | {"scale": 0.5 * 2.0**-power}))
 
@@ -154,7 +154,7 @@ def test_queries_far_apart(array: Library, spread: int, group: int, queries: int
     for i in range(6):
         b = made(i, [(queries, 200), (queries, 70)], group, dtype="bfloat16")
         sizes = np.exp2(-spread * (np.arange(b.query.shape[0] * b.query.shape[1]) % 2))
-        query = (b.query.astype(np.float32) * sizes.reshape(*b.query.shape[:2], 1)).astype(b.query.dtype)
+        query = inputs.scaled_query(b, sizes.reshape(b.query.shape[:2]))
         for scale in (0.09, 0.09 * 2.0**spread):  # the large rows see differences, or the small ones
             check_many(array, b.changed(query=query, options=b.options | {"scale": scale}), 35)
 

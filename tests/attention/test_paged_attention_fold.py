@@ -10,7 +10,7 @@ import pytest
 from attention import inputs
 from attention.inputs import KINDS, Batch, Sizes
 from attention.test_paged_attention import check, rng
-from attention.test_paged_attention_served import begins, check_many
+from attention.test_paged_attention_served import LONG_SHARES, begins, check_many
 from libraries import Library
 from tolerance import assert_attention
 
@@ -31,6 +31,11 @@ def batch(
     )
 
 
+def scales_of_heads(kind: str, kv_heads: int) -> dict[str, Any]:
+    per_head = np.linspace(0.5, 1.4, kv_heads, dtype=np.float32)
+    return inputs.scales(kind, per_head, per_head[::-1].copy())
+
+
 @pytest.mark.parametrize(("kind", "head_size"), [(k, n) for k in KINDS for n in sizes_of(k)])
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 8, 9])
 def test_pairs(array: Library, kind: str, head_size: int, group: int) -> None:
@@ -44,11 +49,10 @@ def test_pairs(array: Library, kind: str, head_size: int, group: int) -> None:
 @pytest.mark.parametrize(("kind", "head_size"), [("fp8_e4m3", 64), ("int8", 64), ("auto", 64), ("auto", 96)])
 def test_options(array: Library, kind: str, head_size: int, option: str) -> None:
     kv_heads, group = 4, 2
-    per_head = np.linspace(0.5, 1.4, kv_heads, dtype=np.float32)
     per_query_head = np.geomspace(0.01, 2, kv_heads * group, dtype=np.float32)
     options = {
         "none": {},
-        "scales": inputs.scales(kind, per_head, per_head[::-1].copy()) if kind != "auto" else {},
+        "scales": scales_of_heads(kind, kv_heads),
         "sinks": {"sinks": per_query_head},
         "softcap": {"softcap": 3.0},
         "alibi_slopes": {"alibi_slopes": per_query_head},
@@ -108,8 +112,7 @@ def several_tokens(kind: str, group: int, tokens: Sequence[int], kv_heads: int, 
     lens = [(n, max(n, context)) for n, context in zip(tokens, (1, 63, 64, 65, 129, 700, 0, 300), strict=True)]
     sizes = Sizes(group * kv_heads, kv_heads, 64)
     b = inputs.batch(rng(group + kv_heads), lens, sizes, kind=kind, dtype=dtype, room=10_000)
-    per_head = np.linspace(0.5, 1.4, kv_heads, dtype=np.float32)
-    return b.changed(options=inputs.scales(kind, per_head, per_head[::-1].copy()))
+    return b.changed(options=scales_of_heads(kind, kv_heads))
 
 
 @pytest.mark.parametrize("kind", inputs.ONE_BYTE)
@@ -127,8 +130,7 @@ def test_one_token_of_many_sequences(array: Library, kind: str, group: int) -> N
     """More than eight columns of a pair go where several tokens go."""
     for kv_heads, dtype in ((2, "float16"), (6, "bfloat16")):
         b = batch(kind, 64, group, kv_heads, 10_000, dtype)
-        per_head = np.linspace(0.5, 1.4, kv_heads, dtype=np.float32)
-        check_many(array, b.changed(options=inputs.scales(kind, per_head, per_head[::-1].copy())), 20)
+        check_many(array, b.changed(options=scales_of_heads(kind, kv_heads)), 20)
 
 
 @pytest.mark.parametrize("tokens", [4, 8])
@@ -136,7 +138,7 @@ def test_queries_of_several_tokens_far_apart(array: Library, tokens: int) -> Non
     """Two heads in a tile, of which the queries of one are so much smaller that they have a scale of their own."""
     b = several_tokens("fp8_e4m3", 4, (tokens,) * 8, 4)
     small = np.arange(16) // 4 % 2 == 1
-    query = (b.query.astype(np.float32) * np.where(small, 2.0**-17, 1)[:, None]).astype(b.query.dtype)
+    query = inputs.scaled_query(b, np.where(small, 2.0**-17, 1))
     for scale in (0.1, 0.1 * 2.0**17):
         check(array, b.changed(query=query, options=b.options | {"scale": scale}))
 
@@ -144,10 +146,9 @@ def test_queries_of_several_tokens_far_apart(array: Library, tokens: int) -> Non
 @pytest.mark.parametrize("tokens", [4, 8])
 def test_long_shares_of_several_tokens(array: Library, tokens: int) -> None:
     """Each of few pairs has a line of blocks of its own."""
-    lens = [(tokens, n) for n in (3000, 300, 1000, 5000, 63)]
+    lens = [(tokens, n) for n in LONG_SHARES]
     b = inputs.batch(rng(), lens, Sizes(16, 4, 64), kind="fp8_e4m3", room=10_000)
-    per_head = np.linspace(0.5, 1.4, 4, dtype=np.float32)
-    check_many(array, b.changed(options=inputs.scales("fp8_e4m3", per_head, per_head[::-1].copy())), 32)
+    check_many(array, b.changed(options=scales_of_heads("fp8_e4m3", 4)), 32)
 
 
 @pytest.mark.parametrize("group", [4, 8])

@@ -28,6 +28,7 @@ HALVES = ["bfloat16", "float16"]
 PLACES = [*product(KINDS, ("NHD", "HND", "packed")), ("nvfp4", "NHD"), ("nvfp4", "HND")]
 WINDOWS = (1, 2, 8, 15, 16, 17, 31, 32, 33, 64, 100, 512, 1000)
 HEAD_SIZES = (64, 128, 256, 80, 120)
+LONG_SHARES = (3000, 300, 1000, 5000, 63)  # tokens: many such sequences give each of few KV heads a line of blocks
 Lens = Sequence[tuple[int, int]]  # (queries, length) of each sequence
 
 
