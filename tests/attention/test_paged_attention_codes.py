@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from attention import inputs
+from attention.inputs import ONE_BYTE, Sizes
+from attention.test_paged_attention import rng
 from cache.inputs import DTYPES
 from libraries import Library
+from tolerance import assert_attention, assert_close
 
 import pykv
 
@@ -14,10 +17,10 @@ import pykv
 @pytest.mark.parametrize("head_size", [96, 128])
 @pytest.mark.parametrize(("heads", "room"), [(1, 1), (2, 1), (4, 1), (16, 1), (32, 10_000), (64, 10_000)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("kind", inputs.ONE_BYTE)
+@pytest.mark.parametrize("kind", ONE_BYTE)
 def test_every_code(array: Library, kind: str, dtype: str, heads: int, room: int, head_size: int) -> None:
     """Of a lone key the value comes out as it is; and for a query of one 1, an element of the key as ``lse``."""
-    element = inputs.ONE_BYTE[kind]
+    element = ONE_BYTE[kind]
     codes = np.arange(256, dtype=np.uint8).view(element)
     numbers = codes.astype(np.float32)
     values, finite = codes[~np.isinf(numbers)], codes[np.isfinite(numbers)]
@@ -44,3 +47,22 @@ def test_every_code(array: Library, kind: str, dtype: str, heads: int, room: int
     np.testing.assert_allclose(
         array.numpy(lse), np.tile(np.resize(finite, 256).astype(np.float32), (heads, 1)), **close
     )
+
+
+@pytest.mark.parametrize("room", [1, 10_000])
+@pytest.mark.parametrize("layout", ["NHD", "packed"])
+@pytest.mark.parametrize(("group", "queries"), [(4, 1), (8, 1), (16, 1), (4, 4), (4, 8), (4, 16), (4, 40)])
+@pytest.mark.parametrize("kind", ONE_BYTE)
+def test_scale_that_rounds_to_zero(array: Library, kind: str, group: int, queries: int, layout: str, room: int) -> None:
+    """From halves of the query to logits: all keys that are seen have the same weight then, and others none."""
+    lens = [(queries, n) for n in (queries, 100, 57)]
+    places = {"kind": kind, "layout": layout, "room": room, "decode": queries == 1}
+    b = inputs.batch(rng(), lens, Sizes(2 * group, 2, 128), dtype="bfloat16", **places)
+    query = inputs.scaled_query(b, np.full(b.query.shape[:2], 2.0**-110))
+    b = b.changed(query=query, options=inputs.scales(kind, 2.0**-40, 1.3) | {"scale": 0.1})
+    want_out, want_lse = inputs.expected(b)
+    for invariant in (False, True):
+        out, lse = (array.output(x) for x in inputs.outputs(b))
+        inputs.run(array, b.changed(options=b.options | {"batch_invariant": invariant}), out, lse)
+        assert_attention(array.numpy(out), want_out)
+        assert_close(array.numpy(lse), want_lse, atol=2e-5, rtol=1e-5)

@@ -239,6 +239,15 @@ void set_rows(Problem& p, int rows) {
   p.by_tile_heads = Divider(p.tile_heads);
   p.head_tiles = (p.group + rows - 1) / rows;
   p.tile_tokens = rows / p.tile_heads;
+  p.by_head_tiles = Divider(p.head_tiles);
+  p.by_tile_tokens = Divider(p.tile_tokens);
+}
+
+// For so many segments, if each sequence has one query tile.
+LineBlocks line_blocks(int blocks, int64_t segments) {
+  const int64_t of_block = std::max<int64_t>((segments + blocks - 1) / blocks, 1), fewer = segments / of_block;
+  const bool has_whole = fewer * of_block == segments && fewer * 16 >= int64_t{blocks} * 15;
+  return {Divider(blocks), Divider(has_whole ? fewer : 1), has_whole};
 }
 
 int set_tiling(Problem& p, const Tiling& t, int blocks_per_sm, int device) {
@@ -248,6 +257,10 @@ int set_tiling(Problem& p, const Tiling& t, int blocks_per_sm, int device) {
   p.pitch = t.pitch;
   p.by_grid = Divider(grid);
   set_rows(p, t.tile_rows > 0 ? t.tile_rows : t.rows);
+  const int heads = p.a.num_kv_heads * p.head_tiles;
+  p.by_heads = Divider(heads);
+  p.line = line_blocks(grid, p.a.num_seqs * heads);
+  p.line_of_head = line_blocks(std::max(grid / heads, 1), p.a.num_seqs);
   char* memory = static_cast<char*>(p.a.workspace);
   const Places places = places_of(grid, t, p.a.batch_invariant);
   p.unfinished = reinterpret_cast<Unfinished*>(memory);
@@ -267,16 +280,10 @@ void set_cluster(Problem& p, int blocks, int queries, int head_size, int device)
 
 void combine(const Problem& p, int grid, const Launch& launch) {
   const int rows = (p.a.cu_query_lens.data ? p.tile_tokens : 1) * p.tile_heads;
-  const int items = rows * (p.pitch / 4);
-  // Few segments come in many pieces, which want as many hands; large ones have hands enough.
-  const int64_t query_tiles = std::max(p.a.num_seqs, p.a.num_tokens / p.tile_tokens);
-  int parts = query_tiles * p.a.num_kv_heads * p.head_tiles * (p.rows < 128 ? 4 : 32) <= grid ? 8 : 1;
-  while (parts < 16 && items * parts * 2 <= kCombineThreads) parts *= 2;
-  const int per_block = kCombineThreads / parts;
+  const int blocks = num_sms(launch.device) * (p.a.batch_invariant ? ExactQuad::kBlocksPerSm : Quad::kBlocksPerSm);
   dispatch<half, bf16, float>(p.a.dtype, [&]<class T> {
-    launch_after(p.a.batch_invariant ? combine_kernel<T, ExactQuad> : combine_kernel<T, Quad>,
-                 dim3(grid, (items + per_block - 1) / per_block), dim3(kCombineThreads), 1, 0, launch, p.a.op, p,
-                 parts);
+    launch_after(p.a.batch_invariant ? combine_kernel<T, ExactQuad> : combine_kernel<T, Quad>, dim3(blocks),
+                 dim3(kCombineThreads), 1, 0, launch, p.a.op, p, grid, rows * (p.pitch / 4));
   });
 }
 

@@ -246,11 +246,15 @@ struct ColumnQueries : TileLoader<S> {
       }
       if constexpr (S::kSharedQueries) {
         s.fetched.scale = scales[half_of(fetched_column(0))] * factor;
+        if (s.plain) s.fetched.scale = not_zero(s.fetched.scale);
       } else {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           s.scale[i][e] = scales[half_of(column_of(i, e))];
-          if (S::kScaled) s.scale[i][e] *= __shfl_sync(~0u, factor, (lane % 4 * 2 + e) * 4);
+          if constexpr (S::kScaled) {
+            s.scale[i][e] *= __shfl_sync(~0u, factor, (lane % 4 * 2 + e) * 4);
+            if (s.plain) s.scale[i][e] = not_zero(s.scale[i][e]);
+          }
         }
       }
     }

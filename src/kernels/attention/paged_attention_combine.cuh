@@ -20,52 +20,122 @@ __device__ inline Row row_of_note(const Problem& p, const Unfinished& u, int r) 
   return row_of(p, unit, r);
 }
 
-constexpr int kCombineThreads = 256;
+constexpr int kCombineThreads = 256, kCombineWarps = kCombineThreads / 32;
 
-// blockIdx.x: the block of the main kernel whose note is followed.  A thread adds up four columns of a row over its part
-// of the pieces, whose loads depend on the note alone; then the parts are added up in their order.  Sum: Quad or, with
-// batch_invariant, ExactQuad.
+// What is to be done for a segment in so many pieces, each of so many items (four columns of a row): jobs for a block, whose
+// threads have about Sum::kAtOnce pieces of an item each.
+template <class Sum>
+struct CombineJobs {
+  static constexpr int kMostParts = 16;
+  int parts, items, jobs;  // parts of an item's pieces; items of a job
+
+  __device__ CombineJobs(int pieces, int all_items) : parts(1) {
+    while (parts < kMostParts && parts * Sum::kAtOnce < pieces) parts *= 2;
+    items = kCombineThreads / parts;
+    jobs = pieces == 0 ? 0 : (all_items + items - 1) / items;
+  }
+};
+
+// Of the segment that block `note` of the main kernel has noted.
+__device__ inline int pieces_of_note(const Problem& p, int note) {
+  const Unfinished& u = p.unfinished[note];
+  return u.first_block < 0 ? 0 : (note - u.first_block) / u.step + 1;
+}
+
+// Inclusive sum over the threads.
+__device__ inline int sum_up_to(int x, int (&of_warps)[kCombineWarps]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int delta = 1; delta < 32; delta *= 2) {
+    const int below = __shfl_up_sync(~0u, x, delta);
+    if (lane >= delta) x += below;
+  }
+  if (lane == 31) of_warps[warp] = x;
+  __syncthreads();
+  for (int w = 0; w < warp; ++w) x += of_warps[w];
+  return x;
+}
+
+// Which of the main kernel's blocks left notes, and of how many pieces, is known here alone: each block reads all notes and
+// counts jobs, which the blocks, as many as run at once, take in turn.  A thread adds up four columns of a row over its part
+// of the pieces, then the parts are added up in their order.  `items`: of a segment.  Sum: Quad or, with batch_invariant,
+// ExactQuad.
 template <class T, class Sum>
 __global__ void __launch_bounds__(kCombineThreads, Sum::kBlocksPerSm)
-    combine_kernel(const __grid_constant__ Problem p, int parts) {
+    combine_kernel(const __grid_constant__ Problem p, int notes, int items) {
   __shared__ Sum sums[kCombineThreads];
-  const int items = kCombineThreads / parts;  // of a block
-  const int part = threadIdx.x / items, item = blockIdx.y * items + threadIdx.x % items;
-  const int quads = p.pitch / 4, r = item / quads, quad = item % quads;
+  __shared__ int jobs_up_to[kMaxGrid];  // and with each note
+  __shared__ int of_warps[kCombineWarps];
+  constexpr int kNotes = kMaxGrid / kCombineThreads;  // of a thread, at most, one after the other
+  const int quads = p.pitch / 4;
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const Unfinished u = p.unfinished[blockIdx.x];
-  if (u.first_block < 0) return;
-  const Row row = row_of_note(p, u, r);
-  const bool valid = r < p.rows && row.valid;
+  const int own = (notes + kCombineThreads - 1) / kCombineThreads, first_own = threadIdx.x * own;
+  int jobs[kNotes], own_jobs = 0;
+#pragma unroll
+  for (int i = 0; i < kNotes; ++i) {
+    const bool exists = i < own && first_own + i < notes;
+    jobs[i] = exists ? CombineJobs<Sum>(pieces_of_note(p, first_own + i), items).jobs : 0;
+    own_jobs += jobs[i];
+  }
+  if (!__syncthreads_or(own_jobs)) return;
+  int up_to = sum_up_to(own_jobs, of_warps) - own_jobs;
+#pragma unroll
+  for (int i = 0; i < kNotes; ++i) {
+    up_to += jobs[i];
+    if (i < own && first_own + i < notes) jobs_up_to[first_own + i] = up_to;
+  }
+  __syncthreads();
 
-  const int pieces = (blockIdx.x - u.first_block) / u.step + 1;
-  Sum sum = Sum::empty();
-  for (int first = part; valid && first < pieces; first += parts * Sum::kAtOnce) {
-    Sum x[Sum::kAtOnce];
-#pragma unroll
-    for (int k = 0; k < Sum::kAtOnce; ++k) {
-      const int i = first + k * parts;
-      if (i < pieces)
-        x[k] = Sum::load(p, 2 * (u.first_block + i * u.step) + (i == 0 && !u.first_slot_is_head), r, quad);
+#pragma unroll 1
+  for (int job = blockIdx.x; job < jobs_up_to[notes - 1]; job += gridDim.x) {
+    int note = 0, last = notes - 1;  // the first with jobs_up_to[note] > job
+    while (note < last) {
+      const int middle = (note + last) / 2;
+      if (jobs_up_to[middle] > job) {
+        last = middle;
+      } else {
+        note = middle + 1;
+      }
     }
+    const Unfinished u = p.unfinished[note];
+    const int pieces = pieces_of_note(p, note);
+    const CombineJobs<Sum> of_note(pieces, items);
+    const int part = threadIdx.x / of_note.items;
+    const int of_segment = job - (note == 0 ? 0 : jobs_up_to[note - 1]);
+    const int item = of_segment * of_note.items + threadIdx.x % of_note.items;
+    const int r = item / quads, quad = item - r * quads;
+    const Row row = row_of_note(p, u, r);
+    const bool valid = item < items && r < p.rows && row.valid;
+
+    Sum sum = Sum::empty();
+    for (int first = part; valid && first < pieces; first += of_note.parts * Sum::kAtOnce) {
+      Sum x[Sum::kAtOnce];
 #pragma unroll
-    for (int k = 0; k < Sum::kAtOnce; ++k) {
-      if (first + k * parts < pieces) sum.add(x[k]);
+      for (int k = 0; k < Sum::kAtOnce; ++k) {
+        const int i = first + k * of_note.parts;
+        if (i < pieces)
+          x[k] = Sum::load(p, 2 * (u.first_block + i * u.step) + (i == 0 && !u.first_slot_is_head), r, quad);
+      }
+#pragma unroll
+      for (int k = 0; k < Sum::kAtOnce; ++k) {
+        if (first + k * of_note.parts < pieces) sum.add(x[k]);
+      }
     }
-  }
-  if (parts > 1) {
-    sums[threadIdx.x] = sum;
-    __syncthreads();
-    if (part > 0) return;
-    for (int i = 1; i < parts; ++i) sum.add(sums[threadIdx.x + i * items]);
-  }
-  if (!valid) return;
-  const float4 x = sum.finish(p, row, u.kv_head);
-  T* out = output_row<T>(p, row);
-  const float columns[4] = {x.x, x.y, x.z, x.w};
-  for (int e = 0; e < 4; ++e) {
-    if (quad * 4 + e < p.a.head_size) out[quad * 4 + e] = T(columns[e]);
+    if (of_note.parts > 1) {
+      __syncthreads();  // nobody reads those of the job before
+      sums[threadIdx.x] = sum;
+      __syncthreads();
+      if (part == 0) {
+        for (int i = 1; i < of_note.parts; ++i) sum.add(sums[threadIdx.x + i * of_note.items]);
+      }
+    }
+    if (!valid || part > 0) continue;
+    const float4 x = sum.finish(p, row, u.kv_head);
+    T* out = output_row<T>(p, row);
+    const float columns[4] = {x.x, x.y, x.z, x.w};
+    for (int e = 0; e < 4; ++e) {
+      if (quad * 4 + e < p.a.head_size) out[quad * 4 + e] = T(columns[e]);
+    }
   }
 }
 

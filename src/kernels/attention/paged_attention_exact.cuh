@@ -193,7 +193,7 @@ struct alignas(16) ExactQuad {
   ExactSum<4> values;
   ExactSum<1> total;
 
-  static constexpr int kAtOnce = 2, kBlocksPerSm = 1;  // in the combining kernel
+  static constexpr int kAtOnce = 2, kBlocksPerSm = 2;  // in the combining kernel
 
   static __device__ ExactQuad empty() {
     ExactQuad x;

@@ -62,6 +62,7 @@ struct LineKernel : SegmentResults<S> {
     const SharePosition share = find_share<0, kLines>(p, scratch.plan);
     if (member == 0) {
       scratch.walkers[team].start(p, share);
+      scratch.walkers[team].note_first(p);  // all teams note the same
 #pragma unroll 1
       for (int i = 0; i < kStages + 1; ++i) describe_next(slots[i], team);
     }

@@ -8,14 +8,10 @@
 
 namespace pykv::attention {
 
-// A segment in pieces: of blocks first_block, first_block + step, ...
-struct CutSegment {
-  int first_block, pieces, step;
-  bool first_is_head;  // is it the first block's first segment?
+// A segment in pieces.
+struct CutSegment : SegmentPieces {
   int sequence, kv_head;
   int query_tile = 0;
-
-  __device__ int slot(int i) const { return 2 * (first_block + i * step) + (i == 0 && !first_is_head); }
 };
 
 // A block's share of a line.
@@ -33,10 +29,7 @@ struct alignas(16) LineShare {
   // The segment of `all` places from `first_place` on, of which the first `lead` are no work.
   __device__ CutSegment cut_at(int first_place, int lead, int all, int sequence, int kv_head) const {
     const int first = block_of(first_place + lead), last = block_of(first_place + all - 1);
-    return {first * lines + line,
-            last - first + 1,
-            lines,
-            first * each + min(first, longer) >= first_place,
+    return {{first * lines + line, last - first + 1, lines, first * each + min(first, longer) >= first_place},
             sequence,
             kv_head};
   }

@@ -23,6 +23,9 @@ __device__ inline int64_t divide(int64_t a, int64_t b) {
   if ((a | b) >> 32 == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
   return a / b;
 }
+__device__ inline int64_t divide(int64_t a, const Divider& by) {
+  return a >> 31 == 0 ? by.quotient(static_cast<int>(a)) : a / by.d;
+}
 
 // Sum of floor((a * i + b) / m) over 0 <= i < n, by the steps of Euclid's algorithm.
 __device__ inline int64_t floor_sum(int64_t n, int64_t m, int64_t a, int64_t b) {
@@ -43,26 +46,27 @@ __device__ inline int64_t floor_sum(int64_t n, int64_t m, int64_t a, int64_t b) 
   return sum;
 }
 
-// Sum of clamp(start + j * step, 0, last) / place over 0 <= j < n.  Rare: kept out of the callers' code.
-static __device__ __noinline__ int64_t sum_of_places(int64_t n, int64_t start, int64_t step, int last, int place) {
-  if (step == 0) return n * divide(clamp(start, 0, last), place);
+// Sum of clamp(start + j * step, 0, last) >> shift over 0 <= j < n.  Rare: kept out of the callers' code.
+static __device__ __noinline__ int64_t sum_of_places(int64_t n, int64_t start, int64_t step, int last, int shift) {
+  if (step == 0) return n * (clamp(start, 0, last) >> shift);
   const int64_t rising = min(n, start >= 0 ? 0 : divide(step - 1 - start, step));
   const int64_t flat = min(n, start >= last ? 0 : divide(last - start + step - 1, step));
-  if (flat <= rising) return (n - rising) * divide(last, place);
-  return floor_sum(flat - rising, place, step, start + rising * step) + (n - flat) * divide(last, place);
+  if (flat <= rising) return (n - rising) * (last >> shift);
+  return floor_sum(flat - rising, int64_t{1} << shift, step, start + rising * step) + (n - flat) * (last >> shift);
 }
 
 // The visible keys of each query tile of one sequence, in tokens and in places.
 struct Extent {
-  int tokens, place;  // query tokens in a tile, keys in a place
+  int tokens, shift;  // query tokens in a tile; a place has 2^shift keys
   int lead;           // places in front of a tile's
   int num_tiles;      // query tiles
   int last;           // the last key's index, or 0
   int high, low;      // of tile j: keys high + j * tokens and low + j * tokens, clamped, are its last and its first
 
   Extent() = default;
-  __device__ Extent(const Problem& p, const Sequence& s) : tokens(p.tile_tokens), place(p.place_tokens), lead(p.lead) {
-    num_tiles = (s.query_len + tokens - 1) / tokens;
+  __device__ Extent(const Problem& p, const Sequence& s) : tokens(p.tile_tokens), lead(p.lead) {
+    shift = 31 - __clz(p.place_tokens);
+    num_tiles = p.by_tile_tokens.quotient(s.query_len + tokens - 1);
     last = max(s.len - 1, 0);
     const int end = s.context() + tokens - 1;  // position of the first tile's last token
     high = p.a.causal ? end : p.window == kNoWindow ? last : min(end, kNoWindow) + p.window - 1;
@@ -72,14 +76,14 @@ struct Extent {
 
   __device__ int first_key(int j) const { return clamp_key(low + static_cast<int64_t>(j) * tokens); }
   __device__ int last_key(int j) const { return clamp_key(high + static_cast<int64_t>(j) * high_step); }
-  __device__ int first_place(int j) const { return first_key(j) / place; }
-  __device__ int end_place(int j) const { return last_key(j) / place + 1; }
+  __device__ int first_place(int j) const { return first_key(j) >> shift; }
+  __device__ int end_place(int j) const { return (last_key(j) >> shift) + 1; }
 
   // Places on the line of query tiles 0 .. n - 1.  Even a tile without a visible key has a unit: its rows want zeros.
   __device__ int64_t units_before(int n) const {
     if (n == 0) return 0;
     if (n == 1) return lead + end_place(0) - first_place(0);
-    return (1 + lead) * n + sum_of_places(n, high, high_step, last, place) - sum_of_places(n, low, tokens, last, place);
+    return (1 + lead) * n + sum_of_places(n, high, high_step, last, shift) - sum_of_places(n, low, tokens, last, shift);
   }
   __device__ int64_t units() const { return units_before(num_tiles); }
 
@@ -89,34 +93,46 @@ struct Extent {
   __device__ int clamp_key(int64_t key) const { return static_cast<int>(clamp(key, 0, last)); }
 };
 
-// The line in equal shares; the first `longer` blocks have one place more.  `alike`: so many segments of the same length are
-// all of the line, if not 0.  Some blocks less, which then have whole segments and leave no pieces, are quicker if they
-// are nearly all.
+// The pieces that blocks first_block, first_block + step, ... leave of a segment.
+struct SegmentPieces {
+  int first_block, pieces, step;
+  bool first_is_head;  // is it the first block's first segment?
+
+  __device__ int slot(int i) const { return 2 * (first_block + i * step) + (i == 0 && !first_is_head); }
+  __device__ int last_block() const { return first_block + (pieces - 1) * step; }
+};
+
+// A line in equal shares; the first `longer` blocks have one place more.  All heads are on one line, or each on one of its own:
+// every `lines`-th block, from `line` on, is on this one.  `alike`: all segments have the same length.
 struct Shares {
-  int64_t units, each, longer;
-  int blocks;
+  int64_t units;
+  int blocks, each, longer;
+  int lines, line;
 
   Shares() = default;
-  __device__ Shares(int64_t n, int most_blocks, int64_t alike)
-      : units(n), blocks(static_cast<int>(min(n, static_cast<int64_t>(most_blocks)))) {
-    if (alike > 0) {
-      const int64_t of_block = divide(alike + most_blocks - 1, most_blocks), fewer = divide(alike, of_block);
-      if (fewer * of_block == alike && fewer * 16 >= most_blocks * 15) blocks = static_cast<int>(fewer);
-    }
-    each = blocks ? divide(units, blocks) : 0;
-    longer = units - each * blocks;
+  __device__ Shares(int64_t n, const LineBlocks& of, bool alike) : units(n), lines(1), line(0) {
+    const Divider by = alike && of.has_whole ? of.whole : of.all;
+    blocks = static_cast<int>(min(n, static_cast<int64_t>(by.d)));
+    each = n <= by.d ? 1 : static_cast<int>(divide(n, by));
+    longer = static_cast<int>(n - static_cast<int64_t>(each) * blocks);
   }
-  __device__ int64_t begin(int block) const { return block * each + min(static_cast<int64_t>(block), longer); }
+  __device__ int64_t begin(int block) const { return static_cast<int64_t>(block) * each + min(block, longer); }
   __device__ int block_of(int64_t unit) const {
-    const int64_t in_longer = longer * (each + 1);
+    const int64_t in_longer = static_cast<int64_t>(longer) * (each + 1);
     return static_cast<int>(unit < in_longer ? divide(unit, each + 1) : longer + divide(unit - in_longer, each));
+  }
+
+  // Of a segment of so many places, of which the first `lead` are no work.
+  __device__ SegmentPieces pieces(int64_t begin_place, int places, int lead) const {
+    const int first = block_of(begin_place + lead), last = block_of(begin_place + places - 1);
+    return {first * lines + line, last - first + 1, lines, begin(first) >= begin_place};
   }
 };
 
 struct SharePosition {
-  Shares shares;  // of one line
-  int lines;      // all heads on one, or one for each
-  int sequence;   // in which this block's share begins
+  Shares shares;
+  int block;     // on its line
+  int sequence;  // in which this block's share begins
   Sequence seq;
   int64_t offset;  // from the sequence's first place
 };
@@ -169,18 +185,22 @@ __device__ inline bool wants_lines(const Problem& p, int64_t heads, int64_t unit
 // Two passes over the lengths: the sum of all work, then the place where this block's share begins.
 template <int kBarrier = 0, bool kLines = false, int kBlock>
 __device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBlock>& scratch) {
-  int64_t heads = static_cast<int64_t>(p.a.num_kv_heads) * p.head_tiles;  // of a line
+  int heads = static_cast<int>(p.by_heads.d);  // of a line
   const bool one_chunk = p.a.num_seqs <= kBlock;
-  Shares shares{};
-  int lines = 1;
+  SharePosition at{};
+  at.block = blockIdx.x;
   int64_t before = 0, begin = 0;  // in units of a head; on the line
   const auto share = [&](int64_t units, bool alike) {
     if (kLines && wants_lines(p, heads, units)) {
-      lines = static_cast<int>(heads);
+      at.block = p.by_heads.quotient(blockIdx.x);
+      at.shares = Shares(units, p.line_of_head, alike);
+      at.shares.lines = heads;
+      at.shares.line = blockIdx.x - at.block * heads;
       heads = 1;
+    } else {
+      at.shares = Shares(units * heads, p.line, alike);
     }
-    shares = Shares(units * heads, gridDim.x / lines, alike ? p.a.num_seqs * heads : 0);
-    begin = shares.begin(blockIdx.x / lines);
+    begin = at.shares.begin(at.block);
   };
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
@@ -222,7 +242,10 @@ __device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBloc
     }
   }
   sync_finders<kBarrier>();
-  return {shares, lines, scratch.sequence, scratch.seq, scratch.offset};
+  at.sequence = scratch.sequence;
+  at.seq = scratch.seq;
+  at.offset = scratch.offset;
+  return at;
 }
 
 // What a block needs to know of one unit, from the look-up of its pages to its arithmetic.
@@ -238,6 +261,17 @@ struct alignas(16) Unit {
   bool ends_chunk;          // its sums leave the registers: it ends the part or, with batch_invariant, a chunk
 };
 
+// For the combining kernel, if the segment ends in this block and began in another.
+__device__ inline void note_segment(const Problem& p, const Unit& u, const SegmentPieces& cut) {
+  const int block = blockIdx.x;
+  if (cut.pieces < 2 || cut.last_block() != block) {
+    p.unfinished[block].first_block = -1;
+  } else {
+    p.unfinished[block] = {cut.first_block, cut.step,  cut.first_is_head, u.query_begin,
+                           u.query_len,     u.kv_head, u.head_tile,       u.query_tile};
+  }
+}
+
 // Walks along this block's units.  It lies in shared memory, and one thread at a time moves it.
 struct Walker {
   Unit unit;       // the next one
@@ -246,25 +280,22 @@ struct Walker {
   Sequence seq;
   Extent extent;
   int sequence;
-  int head;         // KV head * head tiles + head tile
-  int lines, line;  // this block's is one of so many, and has every so many-th head
+  int head;  // KV head * head tiles + head tile
   int query_tile;
+  Shares shares;
+  int64_t segment_begin;  // the segment's first place on the line
+  int segment_places;     // all of them
 
-  // Notes the first segment for the combining kernel if it began in an earlier block and ends in this one.
   __device__ void start(const Problem& p, const SharePosition& at) {
-    const Shares& shares = at.shares;
-    p.unfinished[blockIdx.x].first_block = -1;
     unit.exists = false;
-    lines = at.lines;
-    const int block = blockIdx.x / lines;
-    line = blockIdx.x - block * lines;
-    if (block >= shares.blocks) return;
-    const int64_t begin = shares.begin(block);
-    left = static_cast<int>(shares.begin(block + 1) - begin);
+    shares = at.shares;
+    if (at.block >= shares.blocks) return;
+    const int64_t begin = shares.begin(at.block);
+    left = static_cast<int>(shares.begin(at.block + 1) - begin);
     enter_sequence(p, at.sequence, at.seq);
     const int64_t per_head = extent.units();
-    const int of_line = static_cast<int>(divide(at.offset, per_head));
-    head = of_line * lines + line;
+    const int of_line = at.offset < per_head ? 0 : static_cast<int>(divide(at.offset, per_head));
+    head = of_line * shares.lines + shares.line;
     const int64_t offset = at.offset - of_line * per_head;
     int low = 0, high = extent.num_tiles;  // the last tile j with units_before(j) <= offset
     while (high - low > 1) {
@@ -273,15 +304,16 @@ struct Walker {
     }
     query_tile = low;
     const int place = static_cast<int>(offset - extent.units_before(low));
-    const bool finishes = enter_segment(p, place, 2 * blockIdx.x);
-    if (place > p.lead && finishes) {
-      const int64_t first_unit = begin - place + p.lead;
-      const int first = shares.block_of(first_unit);
-      p.unfinished[blockIdx.x] = {first * lines + line, lines,         shares.begin(first) >= first_unit - p.lead,
-                                  seq.query_begin,      seq.query_len, unit.kv_head,
-                                  unit.head_tile,       query_tile};
-    }
+    segment_begin = begin - place;
+    enter_segment(p, place, 2 * blockIdx.x);
     if (in_segment == 0) leave_segment(p);
+  }
+
+  // Notes for the combining kernel the first segment, where this walker still is, if it began in an earlier block and ends in
+  // this one.
+  __device__ void note_first(const Problem& p) const {
+    const bool cut = unit.exists && unit.slot == 2 * static_cast<int>(blockIdx.x);
+    note_segment(p, unit, cut ? shares.pieces(segment_begin, segment_places, p.lead) : SegmentPieces{});
   }
 
   __device__ void next(const Problem& p) {
@@ -301,12 +333,13 @@ struct Walker {
  private:
   __device__ void leave_segment(const Problem& p) {
     unit.exists = false;
+    segment_begin += segment_places;
     if (left <= p.lead) return;  // no unit of the next segment is this block's
     if (++query_tile == extent.num_tiles) {
       query_tile = 0;
-      head += lines;
+      head += shares.lines;
       if (head >= p.a.num_kv_heads * p.head_tiles) {
-        head = line;
+        head = shares.line;
         do enter_sequence(p, sequence + 1, clamp_sequence(p, load_sequence(p, sequence + 1)));
         while (!takes(p, seq) && sequence < p.a.num_seqs);
       }
@@ -320,19 +353,19 @@ struct Walker {
     extent = Extent(p, seq);
   }
 
-  // From this place of the segment on.  Is its end in this block's share?
-  __device__ bool enter_segment(const Problem& p, int place, int slot) {
+  // From this place of the segment on.
+  __device__ void enter_segment(const Problem& p, int place, int slot) {
     const int skipped = max(place - p.lead, 0);
     const int at = extent.first_place(query_tile) + skipped, rest = extent.end_place(query_tile) - at;
-    const int places = min(left, skipped + p.lead + rest - place);  // of the segment in this share
+    segment_places = skipped + p.lead + rest;
+    const int places = min(left, segment_places - place);  // of the segment in this share
     left -= places;
     const int here = place < p.lead ? places - p.lead : places;  // with keys
-    const bool finishes = here == rest;
     unit.sequence = sequence;
     unit.sequence_len = seq.len;
     unit.query_begin = seq.query_begin;
     unit.query_len = seq.query_len;
-    unit.kv_head = p.head_tiles == 1 ? head : head / p.head_tiles;
+    unit.kv_head = p.by_head_tiles.quotient(head);
     unit.head_tile = head - unit.kv_head * p.head_tiles;
     unit.query_tile = query_tile;
     unit.first_token = at * p.place_tokens;
@@ -344,11 +377,10 @@ struct Walker {
     in_segment = here == 0 ? 0 : (end - unit.first_token + p.kv_tile - 1) >> (31 - __clz(p.kv_tile));
     unit.first_key = extent.first_key(query_tile);
     unit.last_key = extent.last_key(query_tile);
-    unit.slot = skipped == 0 && finishes ? -1 : slot;
+    unit.slot = skipped == 0 && here == rest ? -1 : slot;
     unit.exists = in_segment > 0;
     unit.begins = unit.first_chunk = true;
     set_ends(p);
-    return finishes;
   }
 
   __device__ void set_ends(const Problem& p) {

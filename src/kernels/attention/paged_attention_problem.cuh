@@ -23,20 +23,30 @@ struct Unfinished {
   int query_begin, query_len, kv_head, head_tile, query_tile;
 };
 
+// The blocks that go along a line; and, if its segments are all alike, not quite as many that have whole ones and leave no
+// pieces, where there is such a number.
+struct LineBlocks {
+  Divider all, whole;
+  bool has_whole;
+};
+
 struct Problem {
   PagedAttentionArgs a;
   Reporter bad_block, bad_length, bad_query;
   int group;       // query heads of a KV head
   int tile_heads;  // query heads in a query tile
   Divider by_tile_heads;
-  int head_tiles;     // query tiles that the heads of one KV head take
-  int tile_tokens;    // query tokens in a query tile
-  int rows, kv_tile;  // tile sizes; kv_tile is a power of two
-  int place_tokens;   // keys of a place on the line: kv_tile or, with batch_invariant, kChunkTokens
-  bool in_parts;      // four warps at once take the parts of a chunk
-  int lead;           // places in front of a segment: 1 or, with batch_invariant, 0
-  Divider by_grid;    // the main kernel's blocks
-  int cluster;        // blocks for a KV head of a sequence, where such a cluster takes it whole
+  int head_tiles;   // query tiles that the heads of one KV head take
+  int tile_tokens;  // query tokens in a query tile
+  Divider by_head_tiles, by_tile_tokens;
+  int rows, kv_tile;              // tile sizes; kv_tile is a power of two
+  int place_tokens;               // keys of a place on the line: kv_tile or, with batch_invariant, kChunkTokens
+  bool in_parts;                  // four warps at once take the parts of a chunk
+  int lead;                       // places in front of a segment: 1 or, with batch_invariant, 0
+  Divider by_grid;                // the main kernel's blocks
+  Divider by_heads;               // KV heads * head_tiles
+  LineBlocks line, line_of_head;  // with all heads; one for each head
+  int cluster;                    // blocks for a KV head of a sequence, where such a cluster takes it whole
   Divider by_cluster;
   int ways;  // clusters beside each other, which take a sequence's query tiles in turn
   Divider by_ways;

@@ -83,6 +83,9 @@ __device__ inline int last_seen(const Problem& p, int position) {
   return p.a.causal ? position : position + p.window - 1;
 }
 
+// Of scores of which some are hidden: a positive factor that has become zero would make those no numbers.
+__device__ inline float not_zero(float scale) { return fmaxf(scale, 0x1p-126f); }
+
 // From a score q.k to the logit in base-2 units, with scale, soft cap and ALiBi.  Each rounding is spelled out: with
 // batch_invariant all kernels must give the same bits.
 __device__ inline float logit(const Problem& p, float score, float scale, float slope, int distance) {

@@ -120,7 +120,10 @@ __global__ void __launch_bounds__(kThreads, 4)
 
   let_next_kernel_start();
   const SharePosition share = find_share(p, plan);
-  if (threadIdx.x == 0) walker.start(p, share);
+  if (threadIdx.x == 0) {
+    walker.start(p, share);
+    walker.note_first(p);
+  }
 
   float maximum = -INFINITY, sum = 0, slope = 0;
   int offset = 0;

@@ -90,6 +90,13 @@ struct RowSoftmax : RowQueries<S> {
       if constexpr (!S::kMany) __syncthreads();  // so was the end of the segment before
     }
     __syncwarp();
+    if (S::kScaled && s.plain) {
+      if (lane < S::kWarpRows) {
+        float& scale = scratch.rows[warp][lane].scale;
+        scale = not_zero(scale);
+      }
+      __syncwarp();
+    }
     s.first_position = scratch.rows[warp][0].position;
     s.last_position = scratch.rows[warp][S::kWarpRows - 1].position;
     clear_sums(s);

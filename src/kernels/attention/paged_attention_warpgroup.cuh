@@ -63,6 +63,8 @@ struct WarpgroupKernel : Softmax {
 
   __device__ uint32_t full(int stage) const { return barriers + stage * 8; }
   __device__ uint32_t empty(int stage) const { return barriers + (kStages + stage) * 8; }
+  __device__ uint32_t described(int slot) const { return barriers + (2 * kStages + slot) * 8; }
+  static constexpr int kBarriers = 2 * kStages + kSlots;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __device__ void run() {
@@ -71,6 +73,7 @@ struct WarpgroupKernel : Softmax {
         mbarrier_init(full(i), kThreads + S::kCopyWarps);
         mbarrier_init(empty(i), 4);
       }
+      for (int i = 0; i < kSlots; ++i) mbarrier_init(described(i), 1);
     }
     wait_for_previous_kernel();
     const SharePosition share = find_share<0, true>(p, scratch.plan);  // a barrier of all threads
@@ -103,10 +106,13 @@ struct WarpgroupKernel : Softmax {
   }
 
   struct Place {
-    int stage = 0, parity = 1, slot = 0;  // the phase before the first counts as ended
+    int stage = 0, parity = 1, slot = 0, turn = 0;  // of the stage the phase before the first counts as ended
 
     __device__ void advance() {
-      slot = slot + 1 == kSlots ? 0 : slot + 1;
+      if (++slot == kSlots) {
+        slot = 0;
+        turn ^= 1;
+      }
       if (++stage == kStages) {
         stage = 0;
         parity ^= 1;
@@ -116,16 +122,16 @@ struct WarpgroupKernel : Softmax {
 
   __device__ void wait_for(const Place& at) const { mbarrier_wait(full(at.stage), at.parity ^ 1); }
 
+  // What the slot says of the tile's segment; the tile may still be on its way.
+  __device__ const Unit& segment_of(const Place& at) const {
+    mbarrier_wait(described(at.slot), at.turn);
+    return slots[at.slot].unit;
+  }
+
   // Nobody of this warp reads the stage any more.
   __device__ void leave(const Place& at) const {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(empty(at.stage));
-  }
-
-  // The slot says that nothing comes.
-  __device__ void send_end(const Place& at) {
-    mbarrier_wait(empty(at.stage), at.parity);
-    arrive(at);
   }
 
   // What lane 0 has stored, or others in front of a barrier, and the copies that are on their way.
@@ -142,64 +148,81 @@ struct WarpgroupKernel : Softmax {
     PageCopies<S> pages{p, this->copies, *reinterpret_cast<FoundGroups*>(slots[warp].tokens)};
     const bool describes = warp == 0 && lane == 0;
     Walker& walker = walkers[warp];
-    if (lane == 0) walker.start(p, share);  // all note the same
+    if (lane == 0) walker.start(p, share);
     __syncwarp();
     auto ahead = pages.look_up(KeysOfSegment(walker), 0);
+    if (warp == S::kCopyWarps - 1 && lane == 0) walker.note_first(p);  // while the pages are on their way
     Place at;
 #pragma unroll 1
     while (walker.unit.exists) {
       const KeysOfSegment segment(walker);
       const int head = walker.unit.kv_head;
-      if (describes) {
-        slots[at.slot].unit = *copied = walker.unit;
-        part_tiles[at.slot] = segment.tiles;
-      }
-      if (warp == 0) prefetch_rows(walker.unit, lane, 32);
-      __syncwarp();
-      if (lane == 0) walker.next_segment(p);
-      __syncwarp();
 #pragma unroll 1
       for (int j = 0; j < segment.tiles; ++j) {
-        if (j % pages.kTilesAhead == 0) {
-          pages.end_lookup(ahead, segment, j, head);
-          const int then = j + pages.kTilesAhead;
-          ahead = then < segment.tiles ? pages.look_up(segment, then) : pages.look_up(KeysOfSegment(walker), 0);
-        }
         TileSlot& slot = slots[at.slot];
-        if (describes && j + 1 == segment.tiles) slot.unit = *copied;
+        if (describes) {
+          if (j == 0) {
+            slot.unit = *copied = walker.unit;
+            part_tiles[at.slot] = segment.tiles;
+          } else if (j + 1 == segment.tiles) {
+            slot.unit = *copied;
+          }
+          mbarrier_arrive(described(at.slot));
+        }
+        const bool looks_up = j % pages.kTilesAhead == 0;
+        if (looks_up) pages.end_lookup(ahead, segment, j, head);
         const auto rows = pages.rows_of(j);
         pages.store_valid(rows, slot.valid);
         mbarrier_wait(empty(at.stage), at.parity);
         pages.copy(stage0 + at.stage * S::kStageBytes, j, rows);
         arrive(at);
         at.advance();
+        // What comes later, when the tile is on its way.
+        if (j == 0) {
+          if (warp == 0) prefetch_rows(walker.unit, lane, 32);
+          __syncwarp();
+          if (lane == 0) walker.next_segment(p);
+          __syncwarp();
+        }
+        if (looks_up) {
+          const int then = j + pages.kTilesAhead;
+          ahead = then < segment.tiles ? pages.look_up(segment, then) : pages.look_up(KeysOfSegment(walker), 0);
+        }
       }
     }
-    if (describes) slots[at.slot].unit.exists = false;
-    send_end(at);
+    if (describes) {
+      slots[at.slot].unit.exists = false;
+      mbarrier_arrive(described(at.slot));
+    }
   }
 
   // Any pages, looked up token by token.  One thread describes the next tile while the others end the look-up of this one.
   __device__ void copy_tokens(const SharePosition& share) {
     constexpr int kGuide = kThreads - 1;
     const auto sync = [] { named_barrier_sync(1, kThreads); };
-    const auto describe = [&](TileSlot& slot) {
+    const auto describe = [&](int i) {
       if (member != kGuide) return;
+      TileSlot& slot = slots[i];
       slot.unit = walkers[0].unit;
-      part_tiles[&slot - slots] = walkers[0].in_segment;
+      part_tiles[i] = walkers[0].in_segment;
+      mbarrier_arrive(described(i));
       if (slot.unit.exists) walkers[0].next(p);
     };
     Lookup ahead;
-    if (member == kGuide) walkers[0].start(p, share);
-    describe(slots[0]);
+    if (member == kGuide) {
+      walkers[0].start(p, share);
+      walkers[0].note_first(p);
+    }
+    describe(0);
     sync();
     if (slots[0].unit.exists) ahead = this->begin_lookup(slots[0].unit);
     Place at;
 #pragma unroll 1
     for (; slots[at.slot].unit.exists; at.advance()) {
-      TileSlot &slot = slots[at.slot], &next = slots[at.slot + 1 == kSlots ? 0 : at.slot + 1];
+      const int following = at.slot + 1 == kSlots ? 0 : at.slot + 1;
+      TileSlot &slot = slots[at.slot], &next = slots[following];
       this->end_lookup(ahead, slot, slot.unit.kv_head);
-      describe(next);
+      describe(following);
       sync();
       if (next.unit.exists) ahead = this->begin_lookup(next.unit);
       if (slot.unit.begins) prefetch_rows(slot.unit, member, kThreads);
@@ -207,7 +230,6 @@ struct WarpgroupKernel : Softmax {
       this->load_stage(stage0 + at.stage * S::kStageBytes, slot);
       arrive(at);
     }
-    send_end(at);
   }
 
   __device__ void compute_tiles() {
@@ -215,10 +237,10 @@ struct WarpgroupKernel : Softmax {
     Place at;
 #pragma unroll 1
     for (;; at.advance()) {
-      wait_for(at);
-      const Unit& first = slots[at.slot].unit;
+      const Unit& first = segment_of(at);
       if (!first.exists) break;
       this->begin_segment(first, state);
+      wait_for(at);
       int first_token = first.first_token;
 #pragma unroll 1
       for (int left = part_tiles[at.slot];; first_token += S::kTile) {
@@ -243,10 +265,10 @@ __global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
   auto* scratch = reinterpret_cast<typename Softmax::Scratch*>(after + S::kQueryBytes + S::kWeightBytes);
   auto* slots = reinterpret_cast<Slot<S::kTile>*>(scratch + 1);
   using Kernel = WarpgroupKernel<S, Softmax>;
-  auto* barriers = reinterpret_cast<uint64_t*>(slots + Kernel::kSlots);
-  auto* copied = reinterpret_cast<Unit*>(barriers + 2 * S::kStages);
+  auto* copied = reinterpret_cast<Unit*>(slots + Kernel::kSlots);
   auto* walkers = reinterpret_cast<Walker*>(copied + 1);
-  auto* part_tiles = reinterpret_cast<int*>(walkers + S::kCopyWarps);
+  auto* barriers = reinterpret_cast<uint64_t*>(walkers + S::kCopyWarps);
+  auto* part_tiles = reinterpret_cast<int*>(barriers + Kernel::kBarriers);
   Kernel kernel{Softmax::make(p, copies, *scratch, shared_address(after)),
                 slots,
                 part_tiles,
@@ -261,8 +283,9 @@ __global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
 
 template <class S, class Softmax>
 bool launch_warpgroup_kernel(const Problem& p, RowClass rows, const Launch& launch) {
-  constexpr size_t kNotes = WarpgroupKernel<S, Softmax>::kSlots * (sizeof(Slot<S::kTile>) + sizeof(int)) +
-                            2 * S::kStages * sizeof(uint64_t) + sizeof(Unit) + S::kCopyWarps * sizeof(Walker);
+  using Kernel = WarpgroupKernel<S, Softmax>;
+  constexpr size_t kNotes = Kernel::kSlots * (sizeof(Slot<S::kTile>) + sizeof(int)) +
+                            Kernel::kBarriers * sizeof(uint64_t) + sizeof(Unit) + S::kCopyWarps * sizeof(Walker);
   constexpr int kSharedBytes =
       S::kRingBytes + S::kQueryBytes + S::kWeightBytes + static_cast<int>(sizeof(typename Softmax::Scratch) + kNotes);
   static_assert(S::kBlocksPerSm * (kSharedBytes + 1024) <= 228 * 1024);

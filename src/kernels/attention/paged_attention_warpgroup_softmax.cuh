@@ -101,15 +101,19 @@ struct WarpgroupSoftmax : TileLoader<S> {
 
   // All have left the queries before: a barrier came after the last products with them.
   __device__ void begin_segment(const Unit& u, State& s) {
+    float k_scale[kHeads];  // on their way at the same time as the queries
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) k_scale[i] = S::kScaled ? p.a.k_scale[u.kv_head * kHeads + i] : 1.f;
     const QueryScale query = store_queries(u);
     s.plain = p.plain_logits && query.is_common;
     for (int i = 0; i < kHeads; ++i) {
       s.scale[i] = p.a.scale * kLog2e;
       if constexpr (S::kScaled) {
-        s.scale[i] *= p.a.k_scale[u.kv_head * kHeads + i];
+        s.scale[i] *= k_scale[i];
         s.scale[i] *= query.undo;
       }
-      s.plain = s.plain && s.scale[i] > 0;  // zero times a hidden score would be no number
+      s.plain = s.plain && s.scale[i] >= 0;
+      s.scale[i] = not_zero(s.scale[i]);
     }
     for (float& scale : s.scale) scale = s.plain ? scale : 1;
     if (thread < kColumns) {
@@ -117,7 +121,7 @@ struct WarpgroupSoftmax : TileLoader<S> {
       ColumnState state{row.position, 0, p.a.scale};
       if (p.a.alibi_slopes && row.valid) state.slope = p.a.alibi_slopes[row.head];
       if constexpr (S::kScaled) {
-        state.scale *= p.a.k_scale[kv_head_of(u, thread)];
+        state.scale *= thread < kOwn ? k_scale[0] : k_scale[kHeads - 1];
         state.scale *= scratch.of_warps[0][thread];
       }
       scratch.rows[thread] = state;

@@ -151,7 +151,10 @@ struct PrefillFeeder {
     const bool is_whole = whole.always || prefers_whole(p, scratch.sums, scratch.longest);
     if (!is_whole) {
       const SharePosition share = find_share<kFeedersBarrier>(p, scratch.plan);
-      if (threadIdx.x == 0) scratch.walker.start(p, share);
+      if (threadIdx.x == 0) {
+        scratch.walker.start(p, share);
+        scratch.walker.note_first(p);
+      }
     } else if (!whole.always && threadIdx.x == 0) {
       p.unfinished[blockIdx.x].first_block = -1;
     }
