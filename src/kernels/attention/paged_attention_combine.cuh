@@ -67,8 +67,9 @@ __global__ void __launch_bounds__(kCombineThreads, Sum::kBlocksPerSm)
   __shared__ int of_warps[kCombineWarps];
   constexpr int kNotes = kMaxGrid / kCombineThreads;  // of a thread, at most, one after the other
   const int quads = p.pitch / 4;
+  // It lets no other come up: where the next kernel's blocks came to lie would depend on when which of these end, and what reads
+  // neighbouring heads would no longer do so at the same time.
   wait_for_previous_kernel();
-  let_next_kernel_start();
   const int own = (notes + kCombineThreads - 1) / kCombineThreads, first_own = threadIdx.x * own;
   int jobs[kNotes], own_jobs = 0;
 #pragma unroll

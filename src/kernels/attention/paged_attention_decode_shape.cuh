@@ -18,13 +18,15 @@ struct DecodeShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
   // Two blocks of six warps leave fewer pieces than three of four.  Elements of one byte do best with a tile of each warp
   // under way, not two: the next one's copies start after the wait for its own.
   static constexpr bool kSixWarps = kD == 128 && (kQueries <= 8 || kSharedQueries) && !kForAnyBatch && !Few::kNvfp4;
+  // Of heads of 256 there is room for one such block.
+  static constexpr bool kSixOfWide = kD == 256 && kQueries <= 8 && !kForAnyBatch && !Few::kNvfp4;
   static constexpr bool kLate = Few::kNarrow && (kSixWarps || (kForAnyBatch && kD == 128 && kQueries == 8 && !kDeep));
   static constexpr bool kTwins = kQueries == 4;
   static constexpr bool kHalfLinesMeet = Few::kRowBytes == 64;  // heads of 64 bytes
   // KV heads of a segment, warp by warp: neighbours in memory are read together, and there are half as many ends.  The
   // block of twelve warps has the units of two blocks of six.
   static constexpr int kHeads = kSixWarps && kLate && !kPackedV && !kSingle ? 2 : 1;
-  static constexpr int kWarps = kSixWarps ? 6 * kHeads : 4, kColumns = kQueries;
+  static constexpr int kWarps = kSixWarps || kSixOfWide ? 6 * kHeads : 4, kColumns = kQueries;
   static constexpr int kUnitTokens = kWarps / kHeads * Few::kTile;
   static constexpr int kBlocksPerSm = kSixWarps                                                 ? 2 / kHeads
                                       : kD == 64                                                ? 4
@@ -34,7 +36,7 @@ struct DecodeShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
   static constexpr bool kRaw = Few::kNvfp4;
   static constexpr int kHalvesBytes = kRaw ? Few::kStageBytes : 0;
   static constexpr int kStageBytes = kRaw ? nvfp4_bytes(2 * Few::kTile * kD) : Few::kStageBytes;
-  static constexpr int kStages = kRaw ? 4 : kSixWarps || kBlocksPerSm > 2 ? 2 : 3;
+  static constexpr int kStages = kRaw ? 4 : kSixWarps || kSixOfWide || kBlocksPerSm > 2 ? 2 : 3;
   static constexpr int kRingBytes = kHalvesBytes + kStages * kStageBytes;
 };
 
