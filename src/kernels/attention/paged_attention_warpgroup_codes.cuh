@@ -28,7 +28,7 @@ struct WarpgroupCodesShape : WarpgroupColumnsShape<Element8<kFormat>, kHeadSize,
   static constexpr bool kFolded = kPairs;
   static constexpr bool kWarpgroup = false;                  // tiles lie as for ldmatrix
   static constexpr int kWeightBytes = Columns::kTile * 128;  // a line for each token
-  static constexpr int kComputeRegisters = kQueryRows > 32 ? 184 : 160, kCopyRegisters = 256 - kComputeRegisters;
+  static constexpr int kComputeRegisters = kQueryRows > 32 ? 176 : 160, kCopyRegisters = 256 - kComputeRegisters;
   // More under way is less: it comes from further apart.
   static constexpr int kStages = 32 * 1024 / Columns::kStageBytes;
   static constexpr int kRingBytes = kStages * Columns::kStageBytes;

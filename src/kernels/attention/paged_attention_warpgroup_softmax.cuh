@@ -15,7 +15,7 @@ template <class Element, int kHeadSize, int kQueryRows>
 struct WarpgroupColumnsShape : WarpgroupShape<Element, kHeadSize> {
   static constexpr bool kQueryColumns = true;
   static constexpr int kRows = kQueryRows;
-  static constexpr int kComputeRegisters = 168, kCopyRegisters = 88;
+  static constexpr int kComputeRegisters = 160, kCopyRegisters = 96;
   static constexpr int kQueryBytes = kRows * kHeadSize * 2;
 };
 
