@@ -261,17 +261,6 @@ struct alignas(16) Unit {
   bool ends_chunk;          // its sums leave the registers: it ends the part or, with batch_invariant, a chunk
 };
 
-// For the combining kernel, if the segment ends in this block and began in another.
-__device__ inline void note_segment(const Problem& p, const Unit& u, const SegmentPieces& cut) {
-  const int block = blockIdx.x;
-  if (cut.pieces < 2 || cut.last_block() != block) {
-    p.unfinished[block].first_block = -1;
-  } else {
-    p.unfinished[block] = {cut.first_block, cut.step,  cut.first_is_head, u.query_begin,
-                           u.query_len,     u.kv_head, u.head_tile,       u.query_tile};
-  }
-}
-
 // Walks along this block's units.  It lies in shared memory, and one thread at a time moves it.
 struct Walker {
   Unit unit;       // the next one
@@ -283,8 +272,8 @@ struct Walker {
   int head;  // KV head * head tiles + head tile
   int query_tile;
   Shares shares;
-  int64_t segment_begin;  // the segment's first place on the line
-  int segment_places;     // all of them
+  int64_t first_place;  // on the line, of the first segment
+  int segment_places;   // of the segment, whoever has them
 
   __device__ void start(const Problem& p, const SharePosition& at) {
     unit.exists = false;
@@ -304,7 +293,7 @@ struct Walker {
     }
     query_tile = low;
     const int place = static_cast<int>(offset - extent.units_before(low));
-    segment_begin = begin - place;
+    first_place = begin - place;
     enter_segment(p, place, 2 * blockIdx.x);
     if (in_segment == 0) leave_segment(p);
   }
@@ -312,8 +301,15 @@ struct Walker {
   // Notes for the combining kernel the first segment, where this walker still is, if it began in an earlier block and ends in
   // this one.
   __device__ void note_first(const Problem& p) const {
-    const bool cut = unit.exists && unit.slot == 2 * static_cast<int>(blockIdx.x);
-    note_segment(p, unit, cut ? shares.pieces(segment_begin, segment_places, p.lead) : SegmentPieces{});
+    const int block = blockIdx.x;
+    const bool is_cut = unit.exists && unit.slot == 2 * block;
+    const SegmentPieces cut = is_cut ? shares.pieces(first_place, segment_places, p.lead) : SegmentPieces{};
+    if (is_cut && cut.last_block() == block) {
+      p.unfinished[block] = {cut.first_block, cut.step,     cut.first_is_head, unit.query_begin,
+                             unit.query_len,  unit.kv_head, unit.head_tile,    unit.query_tile};
+    } else {
+      p.unfinished[block].first_block = -1;
+    }
   }
 
   __device__ void next(const Problem& p) {
@@ -333,7 +329,6 @@ struct Walker {
  private:
   __device__ void leave_segment(const Problem& p) {
     unit.exists = false;
-    segment_begin += segment_places;
     if (left <= p.lead) return;  // no unit of the next segment is this block's
     if (++query_tile == extent.num_tiles) {
       query_tile = 0;
