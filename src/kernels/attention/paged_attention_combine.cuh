@@ -20,7 +20,7 @@ __device__ inline Row row_of_note(const Problem& p, const Unfinished& u, int r) 
   return row_of(p, unit, r);
 }
 
-constexpr int kCombineThreads = 256, kCombineWarps = kCombineThreads / 32;
+constexpr int kCombineThreads = 256;
 
 // What is to be done for a segment in so many pieces, each of so many items (four columns of a row): jobs for a block, whose
 // threads have about Sum::kAtOnce pieces of an item each.
@@ -36,23 +36,10 @@ struct CombineJobs {
   }
 };
 
-// Of the segment that block `note` of the main kernel has noted.
-__device__ inline int pieces_of_note(const Problem& p, int note) {
-  const Unfinished& u = p.unfinished[note];
-  return u.first_block < 0 ? 0 : (note - u.first_block) / u.step + 1;
-}
-
-// Inclusive sum over the threads.
-__device__ inline int sum_up_to(int x, int (&of_warps)[kCombineWarps]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int delta = 1; delta < 32; delta *= 2) {
-    const int below = __shfl_up_sync(~0u, x, delta);
-    if (lane >= delta) x += below;
-  }
-  if (lane == 31) of_warps[warp] = x;
-  __syncthreads();
-  for (int w = 0; w < warp; ++w) x += of_warps[w];
-  return x;
+// Of the segment that block `note` of the main kernel has noted, or none.
+__device__ inline SegmentPieces pieces_of_note(const Unfinished& u, int note) {
+  const int pieces = u.first_block < 0 ? 0 : (note - u.first_block) / u.step + 1;
+  return {u.first_block, pieces, u.step, u.first_slot_is_head};
 }
 
 // Which of the main kernel's blocks left notes, and of how many pieces, is known here alone: each block reads all notes and
@@ -64,7 +51,7 @@ __global__ void __launch_bounds__(kCombineThreads, Sum::kBlocksPerSm)
     combine_kernel(const __grid_constant__ Problem p, int notes, int items) {
   __shared__ Sum sums[kCombineThreads];
   __shared__ int jobs_up_to[kMaxGrid];  // and with each note
-  __shared__ int of_warps[kCombineWarps];
+  __shared__ PlanScratchOf<kCombineThreads> scan;
   constexpr int kNotes = kMaxGrid / kCombineThreads;  // of a thread, at most, one after the other
   const int quads = p.pitch / 4;
   // It lets no other come up: where the next kernel's blocks came to lie would depend on when which of these end, and what reads
@@ -75,11 +62,13 @@ __global__ void __launch_bounds__(kCombineThreads, Sum::kBlocksPerSm)
 #pragma unroll
   for (int i = 0; i < kNotes; ++i) {
     const bool exists = i < own && first_own + i < notes;
-    jobs[i] = exists ? CombineJobs<Sum>(pieces_of_note(p, first_own + i), items).jobs : 0;
+    jobs[i] =
+        exists ? CombineJobs<Sum>(pieces_of_note(p.unfinished[first_own + i], first_own + i).pieces, items).jobs : 0;
     own_jobs += jobs[i];
   }
-  if (!__syncthreads_or(own_jobs)) return;
-  int up_to = sum_up_to(own_jobs, of_warps) - own_jobs;
+  int64_t all_jobs;
+  int up_to = static_cast<int>(block_scan<0>(own_jobs, scan, all_jobs)) - own_jobs;
+  if (all_jobs == 0) return;
 #pragma unroll
   for (int i = 0; i < kNotes; ++i) {
     up_to += jobs[i];
@@ -88,7 +77,7 @@ __global__ void __launch_bounds__(kCombineThreads, Sum::kBlocksPerSm)
   __syncthreads();
 
 #pragma unroll 1
-  for (int job = blockIdx.x; job < jobs_up_to[notes - 1]; job += gridDim.x) {
+  for (int job = blockIdx.x; job < all_jobs; job += gridDim.x) {
     int note = 0, last = notes - 1;  // the first with jobs_up_to[note] > job
     while (note < last) {
       const int middle = (note + last) / 2;
@@ -99,8 +88,8 @@ __global__ void __launch_bounds__(kCombineThreads, Sum::kBlocksPerSm)
       }
     }
     const Unfinished u = p.unfinished[note];
-    const int pieces = pieces_of_note(p, note);
-    const CombineJobs<Sum> of_note(pieces, items);
+    const SegmentPieces cut = pieces_of_note(u, note);
+    const CombineJobs<Sum> of_note(cut.pieces, items);
     const int part = threadIdx.x / of_note.items;
     const int of_segment = job - (note == 0 ? 0 : jobs_up_to[note - 1]);
     const int item = of_segment * of_note.items + threadIdx.x % of_note.items;
@@ -109,17 +98,16 @@ __global__ void __launch_bounds__(kCombineThreads, Sum::kBlocksPerSm)
     const bool valid = item < items && r < p.rows && row.valid;
 
     Sum sum = Sum::empty();
-    for (int first = part; valid && first < pieces; first += of_note.parts * Sum::kAtOnce) {
+    for (int first = part; valid && first < cut.pieces; first += of_note.parts * Sum::kAtOnce) {
       Sum x[Sum::kAtOnce];
 #pragma unroll
       for (int k = 0; k < Sum::kAtOnce; ++k) {
         const int i = first + k * of_note.parts;
-        if (i < pieces)
-          x[k] = Sum::load(p, 2 * (u.first_block + i * u.step) + (i == 0 && !u.first_slot_is_head), r, quad);
+        if (i < cut.pieces) x[k] = Sum::load(p, cut.slot(i), r, quad);
       }
 #pragma unroll
       for (int k = 0; k < Sum::kAtOnce; ++k) {
-        if (first + k * of_note.parts < pieces) sum.add(x[k]);
+        if (first + k * of_note.parts < cut.pieces) sum.add(x[k]);
       }
     }
     if (of_note.parts > 1) {
