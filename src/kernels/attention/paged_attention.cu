@@ -250,8 +250,18 @@ LineBlocks line_blocks(int blocks, int64_t segments) {
   return {Divider(blocks), Divider(has_whole ? fewer : 1), has_whole};
 }
 
+void set_places(Problem& p, int unit_tokens) {
+  p.kv_tile = unit_tokens;
+  p.place_tokens = p.a.batch_invariant ? kChunkTokens : unit_tokens;
+}
+
 int set_tiling(Problem& p, const Tiling& t, int blocks_per_sm, int device) {
   const int grid = grid_of(std::min(blocks_per_sm, t.blocks_per_sm), device);
+  set_line(p, t, grid);
+  return grid;
+}
+
+void set_line(Problem& p, const Tiling& t, int grid) {
   p.lead = p.a.batch_invariant ? 0 : 1;
   p.rows = t.rows;
   p.pitch = t.pitch;
@@ -266,7 +276,6 @@ int set_tiling(Problem& p, const Tiling& t, int blocks_per_sm, int device) {
   p.unfinished = reinterpret_cast<Unfinished*>(memory);
   p.partial_stats = reinterpret_cast<float2*>(memory + places.stats);
   p.partial = reinterpret_cast<float*>(memory + places.partial);
-  return grid;
 }
 
 void set_cluster(Problem& p, int blocks, int queries, int head_size, int device) {

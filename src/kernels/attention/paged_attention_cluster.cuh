@@ -86,12 +86,24 @@ struct ClusterKernel : DecodeLoader<S> {
     return this->ask_for_page(sequence, token, token < p.a.max_seq_len);
   }
 
-  __device__ void run() {
+  __device__ void run() const {
+    run(true, [] { return true; });
+  }
+
+  // has_task: there is such a sequence.  suits(): whether clusters take the call at all; if not, nothing has been written.
+  __device__ bool run(bool has_task, auto&& suits) const {
     open_exchange();
-    if (blockIdx.x < p.early_blocks) this->foresee(sequence, kv_head, this->early_length(sequence), first_token(0));
+    if (has_task && blockIdx.x < p.early_blocks) {
+      this->foresee(sequence, kv_head, this->early_length(sequence), first_token(0));
+    }
     wait_for_previous_kernel();
-    const int ids = look_up_tiles(0);  // pages
-    const int len = this->length(sequence);
+    const int ids = has_task ? look_up_tiles(0) : -1;  // pages
+    const int len = has_task ? this->length(sequence) : 0;
+    const bool is_mine = suits();
+    if (!is_mine || !has_task) {
+      close_exchange();
+      return is_mine;
+    }
     State state;
     this->fetch_queries(sequence, kv_head, state);
     attend_keys(ids, len, state, [&] {
@@ -103,6 +115,15 @@ struct ClusterKernel : DecodeLoader<S> {
     this->separate(stage0(), {sequence, len, kv_head}, first_token(0), step, len - 1, state);
     finish(state, len);
     if (rank == 0 && kv_head == 0 && threadIdx.x == 0) report_sequence(p, load_sequence(p, sequence));
+    return true;
+  }
+
+  // If nobody sends anything.
+  __device__ void close_exchange() const {
+    if (p.cluster == 1) return;
+    cluster_wait();
+    if (threadIdx.x == 0) cluster_close(shared_address(&exchange.barrier));
+    __syncthreads();
   }
 
   __device__ void open_exchange() const {

@@ -405,10 +405,7 @@ constexpr int decode_shared_bytes() {
 }
 
 template <class S>
-__global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksPerSm)
-    paged_attention_decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
-                                  uint64_t ticket) {
-  extern __shared__ __align__(1024) char memory[];
+__device__ void run_decode_line(const Problem& p, const CacheCopies& copies, uint64_t ticket, char* memory) {
   auto* stats = reinterpret_cast<ColumnStats<S>*>(memory + S::kWarps * S::kRingBytes);
   auto* all_parts = reinterpret_cast<PartOf<S>*>(stats + 1);
   auto* parts = all_parts + threadIdx.x / 32 * kPartsOfWarp<S>;
@@ -424,17 +421,31 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksPerSm)
   }
 }
 
-// Of a call that suits.  False if the device has too little shared memory.
 template <class S>
-bool launch_decode_kernel(Problem p, const Launch& launch) {
-  static PerDevice resident;
+__global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksPerSm)
+    paged_attention_decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
+                                  uint64_t ticket) {
+  extern __shared__ __align__(1024) char memory[];
+  run_decode_line<S>(p, copies, ticket, memory);
+}
+
+template <class S>
+Tiling decode_tiling(const Problem& p) {
   Tiling tiling = few_rows_tiling(p.a.head_size);
   // Of a piece there are more than workspaces are made for, but fewer blocks.
   static_assert(S::kHeads * S::kColumns <= 16 || S::kHeads * S::kColumns * S::kBlocksPerSm <= 16 * 3);
   tiling.rows = std::max(tiling.rows, S::kHeads * S::kColumns);
   tiling.tile_rows = S::kColumns;
-  const int grid = launch_main(paged_attention_decode_kernel<S>, S::kWarps * 32, decode_shared_bytes<S>(),
-                               S::kUnitTokens, tiling, p, launch, resident, copies_of<S>(p), next_ticket());
+  return tiling;
+}
+
+// Of a call that suits.  False if the device has too little shared memory.
+template <class S>
+bool launch_decode_kernel(Problem p, const Launch& launch) {
+  static PerDevice resident;
+  const int grid =
+      launch_main(paged_attention_decode_kernel<S>, S::kWarps * 32, decode_shared_bytes<S>(), S::kUnitTokens,
+                  decode_tiling<S>(p), p, launch, resident, copies_of<S>(p), next_ticket());
   return grid > 0;
 }
 

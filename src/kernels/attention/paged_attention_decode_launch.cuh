@@ -1,7 +1,7 @@
 // Decoding proper: which kernel takes a call.
 #pragma once
 
-#include "attention/paged_attention_cluster.cuh"
+#include "attention/paged_attention_either.cuh"
 #include "attention/paged_attention_fold.cuh"
 
 namespace pykv::attention {
@@ -20,6 +20,15 @@ bool launch_folded_cluster(const Problem& given, const Launch& launch) {
   if (given.a.head_size <= 32 || given.group > 8 || !can_fold(given)) return false;
   const Problem p = fold(given);
   return p.group > 8 ? launch_folded_cluster<Element, 16>(p, launch) : launch_folded_cluster<Element, 8>(p, launch);
+}
+
+// ... in clusters or on the line.
+template <class Element>
+bool launch_folded_either(const Problem& given, const Launch& launch) {
+  if (given.a.head_size <= 32 || given.group > 4 || !can_fold(given)) return false;
+  using Usual = Folded<ClusterShape<Element, 128, false, 8, false, false>>;
+  using Wide = Folded<ClusterShape<Element, 128, false, 8, true, false>>;
+  return launch_either<Usual, Wide, Folded<DecodeShape<Element, 128, false, 8, false>>>(fold(given), launch);
 }
 
 // ... on the line, as heads of up to kD: 128 or, of elements of 16 bits, 256.
@@ -74,7 +83,11 @@ bool launch_decode_way(const Problem& p, const Launch& launch) {
     }
     if (p.sees_all()) {  // else clusters of paged_attention_tokens.cuh may take it
       if constexpr (kMayFold && kD == 64) {
-        if (launch_folded_cluster<Element>(p, launch)) return true;
+        if (launch_folded_either<Element>(p, launch) || launch_folded_cluster<Element>(p, launch)) return true;
+      }
+      if constexpr (!kForAnyBatch && kD == 128 && kQueries <= 8 && !Line::kRaw) {
+        using Wide = ClusterShape<Element, kD, kPackedV, kQueries, true, false>;
+        if (launch_either<Usual, Wide, Line>(p, launch)) return true;
       }
       const ClusterSize size = cluster_size<Usual>(p, launch);
       if constexpr (kD == 128 && kQueries <= 8) {

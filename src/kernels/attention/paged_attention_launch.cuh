@@ -55,6 +55,10 @@ bool fills_warpgroups(const Problem& p, int device);
 // tiling.blocks_per_sm on an SM.
 int set_tiling(Problem& p, const Tiling& tiling, int blocks_per_sm, int device);
 
+// The same for a grid of so many blocks, which are no more than workspaces are made for, and places of so many keys.
+void set_line(Problem& p, const Tiling& tiling, int grid);
+void set_places(Problem& p, int unit_tokens);
+
 // How the rows of a KV head are divided into query tiles of at most so many.
 void set_rows(Problem& p, int rows);
 
@@ -127,8 +131,7 @@ int launch_main(Kernel kernel, int threads, int shared_bytes, int unit_tokens, c
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), p.a.op);
     return count_resident_blocks(reinterpret_cast<const void*>(kernel), threads, shared_bytes);
   });
-  p.kv_tile = unit_tokens;
-  p.place_tokens = p.a.batch_invariant ? kChunkTokens : p.kv_tile;
+  set_places(p, unit_tokens);
   const int grid = set_tiling(p, tiling, blocks_per_sm, launch.device);
   launch_after(kernel, dim3(grid), dim3(threads), 1, shared_bytes, launch, p.a.op, p, args...);
   return grid;

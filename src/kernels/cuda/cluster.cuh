@@ -39,6 +39,13 @@ __device__ inline void cluster_open(uint32_t barrier) {
 #endif
 }
 
+// Its memory is free for something else, if nobody sends.
+__device__ inline void cluster_close(uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+#endif
+}
+
 // How many they are; some may be there already.
 __device__ inline void cluster_expect(uint32_t barrier, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
