@@ -40,6 +40,12 @@ struct DecodeShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
   static constexpr int kRingBytes = kHalvesBytes + kStages * kStageBytes;
 };
 
+// The same without what windows and sparsity need: calls begin sooner by what is not to be fetched and executed.
+template <class Line>
+struct SeesAll : Line {
+  static constexpr bool kHidesKeys = false;
+};
+
 // A warp's tile, from its copies to its arithmetic.
 struct alignas(16) TilePart {
   int sequence, len, kv_head, first_token;

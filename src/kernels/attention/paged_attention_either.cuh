@@ -30,13 +30,7 @@ struct Balance {
   }
 };
 
-// The line without what windows and sparsity need: how much code there is counts here.
-template <class Line>
-struct SeesAll : Line {
-  static constexpr bool kHidesKeys = false;
-};
-
-// The same for blocks that are those of a cluster.
+// The line of calls that see all keys, for blocks that are those of a cluster.
 template <class Line, class Cluster>
 struct LineOfClusters : SeesAll<Line> {
   static constexpr int kHeads = 1, kWarps = Cluster::kWarps, kUnitTokens = kWarps * Line::kTile, kBlocksPerSm = 1;
