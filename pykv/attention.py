@@ -101,8 +101,8 @@ def paged_attention(
             head_size]``, NHD or, by strides, HND.  Packed: ``[NB, num_kv_heads, head_size / x, BS, x]`` with x = 16
             bytes of elements, and ``[NB, num_kv_heads, head_size, BS]``.
         block_tables: ``[num_seqs, max_blocks_per_seq]`` int32 or int64, the blocks of each sequence in order.
-            Their width says how long sequences may be.  With ``batch_invariant``, or several queries for each, a view of
-            the first columns lets a few short ones go a quicker way.
+            Their width says how long sequences may be.  With ``batch_invariant``, or several queries for each, a view
+            of the first columns lets a few short ones go a quicker way.
         seq_lens: ``[num_seqs]`` int32 or int64: tokens of each sequence that the cache holds, those of this call's
             queries included.  Write their keys and values first.
         cu_query_lens: ``[num_seqs + 1]`` int32 or int64, cumulative: the queries of sequence s are rows ``cu[s]`` to

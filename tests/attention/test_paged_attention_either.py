@@ -36,11 +36,11 @@ def batch(lens: tuple[int, ...], sizes: Sizes, **kwargs: Any) -> Batch:
 
 # Groups of up to four and of up to eight, and an odd number of KV heads, which are not taken in pairs.
 SIZES = [Sizes(16, 8, 128), Sizes(40, 8, 128), Sizes(9, 9, 128)]
+PLACES = [*product(KINDS, SIZES, ["NHD"]), *product(KINDS, SIZES[:1], ["HND", "packed"])]
 
 
 @WAYS
-@pytest.mark.parametrize("layout", ["NHD", "HND", "packed"])
-@pytest.mark.parametrize(("kind", "sizes"), [*product(KINDS, SIZES)], ids=str)
+@pytest.mark.parametrize(("kind", "sizes", "layout"), PLACES, ids=str)
 def test_layouts(array: Library, kind: str, sizes: Sizes, layout: str, lens: tuple[int, ...]) -> None:
     b = batch(lens, sizes, layout=layout, kind=kind)
     check(array, b.changed(options=inputs.scales(kind, 0.7, 1.3)))
@@ -50,7 +50,7 @@ def test_layouts(array: Library, kind: str, sizes: Sizes, layout: str, lens: tup
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("head_size", "kv_heads", "dtype"),
-    [(64, 16, "float16"), (64, 15, "bfloat16"), (80, 8, "float16"), (120, 8, "bfloat16")],
+    [(64, 16, "float16"), (64, 15, "bfloat16"), (120, 8, "bfloat16")],
 )
 def test_head_sizes(
     array: Library, head_size: int, kv_heads: int, dtype: str, kind: str, lens: tuple[int, ...]
