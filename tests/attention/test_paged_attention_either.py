@@ -8,17 +8,13 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 from attention import inputs
+from attention.graphs import CapturedCalls
 from attention.inputs import KINDS, Batch, Sizes
 from attention.test_paged_attention import check, rng
 from attention.test_paged_attention_served import check_reported
-from cache import inputs as cache_inputs
 from libraries import Library
-from tolerance import assert_attention
-
-import pykv
 
 ALIKE = (300, 1, 290, 0, 310, 277, 300, 256, 257)
 LONG_ALIKE = (2600, 2480, 2555, 2700)
@@ -74,28 +70,7 @@ def test_replayed_with_lengths_for_the_other_way(cupy: Any, kind: str) -> None:
     longest = (20_000, 19_000, 300, 64)
     b = batch(longest, Sizes(8, 2, 128), kind=kind, dtype="float16")
     b = b.changed(options=inputs.scales(kind, 0.7, 1.3))
-    query, tables, seq_lens = (cupy.asarray(x) for x in (b.query, b.block_tables, b.seq_lens))
-    memories = [cupy.asarray(m) for m in b.memories]
-    caches = (cache_inputs.view(memories[0], b.layout.key), cache_inputs.view(memories[-1], b.layout.value))
-    out = cupy.zeros_like(query)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    workspace = cupy.full(pykv.paged_attention_workspace_size(4, 4, 8, 2, 128), 255, np.uint8)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        for _ in range(2):
-            pykv.paged_attention(
-                out,
-                query,
-                *caches,
-                tables,
-                seq_lens,
-                kv_cache_dtype=kind,
-                workspace=workspace,
-                stream=stream,
-                **b.options,
-            )
-        graph = stream.end_capture()
+    captured = CapturedCalls(cupy, b, calls=2)
     for now in (
         longest,
         (20_000, 3, 300, 0),
@@ -104,10 +79,4 @@ def test_replayed_with_lengths_for_the_other_way(cupy: Any, kind: str) -> None:
         (0, 0, 0, 0),
         (5000, 4900, 300, 64),
     ):
-        lens = np.array(now, b.seq_lens.dtype)
-        seq_lens.set(lens)
-        cupy.cuda.Device().synchronize()
-        graph.launch(stream)
-        stream.synchronize()
-        want, _ = inputs.expected(b.changed(seq_lens=lens))
-        assert_attention(cupy.asnumpy(out), want)
+        captured.check(now)

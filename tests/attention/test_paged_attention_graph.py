@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attention import inputs
+from attention.graphs import CapturedCalls
 from attention.inputs import Sizes
 from cache import inputs as cache_inputs
 from tolerance import assert_attention
@@ -24,26 +25,9 @@ def test_replayed_with_other_lengths(cupy: Any, layout: str, head_size: int, roo
     lens = [(1, n) for n in LONGEST]
     sizes = Sizes(head_size=head_size)
     b = inputs.batch(np.random.default_rng(0), lens, sizes, layout=layout, dtype="float16", decode=True, room=room)
-    query, tables, seq_lens = (cupy.asarray(x) for x in (b.query, b.block_tables, b.seq_lens))
-    memories = [cupy.asarray(m) for m in b.memories]
-    caches = (cache_inputs.view(memories[0], b.layout.key), cache_inputs.view(memories[-1], b.layout.value))
-    out = cupy.zeros_like(query)
-    num_bytes = pykv.paged_attention_workspace_size(len(lens), len(lens), sizes.heads, sizes.kv_heads, head_size)
-    workspace = cupy.full(num_bytes, 255, np.uint8)
-
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        pykv.paged_attention(out, query, *caches, tables, seq_lens, workspace=workspace, stream=stream)
-        graph = stream.end_capture()
+    captured = CapturedCalls(cupy, b)
     for now in REPLAYED:
-        seq_lens.set(np.array(now, b.seq_lens.dtype))
-        cupy.cuda.Device().synchronize()
-        graph.launch(stream)
-        stream.synchronize()
-        want, _ = inputs.expected(b.changed(seq_lens=np.array(now, b.seq_lens.dtype)))
-        assert_attention(cupy.asnumpy(out), want)
+        captured.check(now)
 
 
 @pytest.mark.parametrize("window", [None, 1, 100])

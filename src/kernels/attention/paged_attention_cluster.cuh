@@ -4,15 +4,13 @@
 // Chain: length, pages and queries at once -> tiles -> sums -> one exchange -> output.
 #pragma once
 
-#include "attention/paged_attention_decode.cuh"
+#include "attention/paged_attention_decode_line.cuh"
 #include "attention/paged_attention_exact_cluster.cuh"
 #include "attention/paged_attention_joint.cuh"
 #include "cuda/cluster.cuh"
 #include "cuda/device.h"
 
 namespace pykv::attention {
-
-constexpr int kMostBlocks = 8;  // of a cluster, everywhere
 
 // kQueries: 4, 8 or 16, the heads of a group at most; with kTokens, times the tokens of a query tile, and up to 32.
 // kWide: more warps, or smaller blocks, of fewer stages. kForAnyBatch: with batch_invariant.
@@ -304,8 +302,6 @@ struct ClusterSize {
   int blocks, warps;
 };
 
-constexpr int64_t kMostOfFew = 8192;  // tokens of a sequence, where it is not alone
-
 // One block for each SM, or two of half the size where there are more sequences than that.  Blocks of other sequences
 // do not help with a long one, hence the limits (in tokens), for nobody knows the lengths here.  Half of the SMs draw
 // the whole bandwidth; fewer blocks than that may lose more than they save, which is some microseconds.
@@ -375,7 +371,7 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
   const auto kernel = cluster_kernel<S>();
   static PerDevice allowed;
   allow_shared_memory(kernel, static_cast<int>(shared_memory_limit(launch.device)), allowed, p.a.op, launch);
-  set_cluster(p, size.blocks, S::kManyTokens ? p.tile_tokens * p.tile_heads : p.group, S::kFolded ? S::kD / 2 : S::kD,
+  set_cluster(p, size.blocks, S::kManyTokens ? p.tile_tokens * p.tile_heads : p.group, DecodeLoader<S>::kQuads * 4,
               launch.device);
   if constexpr (S::kInvariant) {
     p.by_round = Divider(size.blocks * size.warps / ExactClusterKernel<S>::kTeamWarps);

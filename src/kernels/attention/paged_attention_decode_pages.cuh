@@ -59,21 +59,10 @@ struct DecodePages : ColumnsOf<S> {
     int id[kGroups];  // of eight tokens each; -1: no id of any cache
   };
 
-  // Where the table has a token's page, and the words of an entry.
-  struct PlaceInTable {
-    const int* words;
-    int step;
-  };
-  __device__ PlaceInTable place_in_table(int sequence, int token) const {
-    const int64_t at = sequence * p.a.block_table_stride + p.block_size.quotient(token) * p.a.block_tables.stride;
-    const int step = p.a.block_tables.is_int64 ? 2 : 1;
-    return {static_cast<const int*>(p.a.block_tables.data) + at * step, step};
-  }
-
   // kEarly: before the kernel before has ended.
   template <bool kEarly = false>
   __device__ int look_up(int sequence, int token) const {
-    const auto [words, step] = place_in_table(sequence, token);
+    const auto [words, step] = place_in_table(p, sequence, token);
     const auto word = [](const int* from) { return kEarly ? __ldcg(from) : *from; };
     const int low = word(words), high = step > 1 ? word(words + 1) : 0;  // both are asked for at once
     return high == 0 ? low : -1;
@@ -89,7 +78,7 @@ struct DecodePages : ColumnsOf<S> {
   // Asks for the page of a token, if it is wanted, else it is -1.  The words come where they stay: the compiler would move
   // them on at once, and so wait for them.
   __device__ PageWords ask_for_page(int sequence, int token, bool wanted) const {
-    const auto [words, step] = place_in_table(sequence, token);
+    const auto [words, step] = place_in_table(p, sequence, token);
     PageWords page;
     const auto load = [](int& to, const int* from, bool wanted) {
       asm volatile("{.reg .pred wanted; setp.ne.s32 wanted, %2, 0; @wanted ld.global.b32 %0, [%1];}"
@@ -103,10 +92,6 @@ struct DecodePages : ColumnsOf<S> {
 
   // A guess: what the length is before the kernel before has ended.
   __device__ int early_length(int s) const { return __ldcg(words_at(p.a.seq_lens, s)); }
-
-  static __device__ const int* words_at(const Index& ids, int i) {
-    return static_cast<const int*>(ids.data) + i * ids.stride * (ids.is_int64 ? 2 : 1);
-  }
 
   __device__ const char* key_row(int64_t id, int token, int kv_head) const {
     return static_cast<const char*>(p.a.key.data) + id * copies.key_block +

@@ -78,18 +78,20 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
 
 // False if the call had better go another way.
 template <class S, class Line>
-bool launch_either_kernel(Problem p, const Launch& launch) {
+bool launch_either_kernel(const Problem& given, const Launch& launch) {
   static_assert(S::kWarps == Line::kWarps && !S::kInvariant);
-  constexpr int64_t kAlike = 2048;  // tokens; where no table has room for more, clusters lose little
+  constexpr int64_t kAlike = 2048;  // tokens; where no table has room for a page more, clusters lose little
   constexpr int kBytes = std::max(cluster_shared_bytes<S>(S::kWarps), decode_shared_bytes<Line>());
-  Problem short_tables = p;  // for which the size of clusters is made
-  short_tables.a.max_seq_len = std::min<int64_t>(p.a.max_seq_len, kMostOfFew);
-  if (p.a.num_seqs <= 1 || p.a.max_seq_len <= kAlike || p.a.num_kv_heads % Line::kHeads != 0) return false;
-  const auto kernel = paged_attention_either_kernel<S, Line>;
-  const ClusterSize size = cluster_size<S>(short_tables, launch);
-  if (size.warps != S::kWarps || size.blocks == 0 || kBytes > static_cast<int>(shared_memory_limit(launch.device))) {
+  if (given.a.num_seqs <= 1 || given.a.max_seq_len < kAlike + given.a.block_size ||
+      given.a.num_kv_heads % Line::kHeads != 0 || kBytes > static_cast<int>(shared_memory_limit(launch.device))) {
     return false;
   }
+  const auto kernel = paged_attention_either_kernel<S, Line>;
+  Problem p = given;
+  p.a.max_seq_len = std::min<int64_t>(p.a.max_seq_len, kMostOfFew);  // the size of clusters is made for short tables
+  const ClusterSize size = cluster_size<S>(p, launch);
+  p.a.max_seq_len = given.a.max_seq_len;
+  if (size.warps != S::kWarps || size.blocks == 0) return false;
   static PerDevice resident[kMostBlocks + 1];
   const int clusters = resident[size.blocks].get(launch.device, [&] {
     return 1 +
@@ -97,7 +99,7 @@ bool launch_either_kernel(Problem p, const Launch& launch) {
   }) - 1;
   if (p.a.num_seqs * p.a.num_kv_heads > clusters) return false;
   const int grid = clusters * size.blocks;
-  set_cluster(p, size.blocks, p.group, S::kFolded ? S::kD / 2 : S::kD, launch.device);
+  set_cluster(p, size.blocks, p.group, EitherKernel<S>::kQuads * 4, launch.device);
   if (overlaps_kernels(launch.device)) p.early_blocks = grid;  // its lengths may be short
   set_places(p, Line::kUnitTokens);
   set_line(p, decode_tiling<Line>(p), grid);

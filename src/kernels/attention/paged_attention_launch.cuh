@@ -93,6 +93,9 @@ size_t shared_memory_limit(int device);  // of one block
 // Sets up one kernel: how many of its blocks an SM holds.
 int count_resident_blocks(const void* kernel, int threads, size_t shared_bytes);
 
+constexpr int kMostBlocks = 8;        // of a cluster, everywhere
+constexpr int64_t kMostOfFew = 8192;  // tokens of a sequence that a cluster takes, where it is not alone
+
 // How many clusters of so many blocks run at once; 0 if the device has no such clusters.
 int count_resident_clusters(const void* kernel, int blocks, int threads, size_t shared_bytes, const Launch& launch);
 
@@ -177,6 +180,12 @@ bool launch_warpgroups_bf16(const Problem& p, RowClass rows, const Launch& launc
 bool launch_warpgroups_e4m3(const Problem& p, RowClass rows, const Launch& launch);
 bool launch_warpgroups_e5m2(const Problem& p, RowClass rows, const Launch& launch);
 bool launch_warpgroups_int8(const Problem& p, RowClass rows, const Launch& launch);
+// 17 to 64 rows of short calls by clusters of such warps, where may_use_warpgroups().  False if the call had better go another way.
+bool launch_warpgroup_clusters_f16(const Problem& p, const Launch& launch);
+bool launch_warpgroup_clusters_bf16(const Problem& p, const Launch& launch);
+bool launch_warpgroup_clusters_e4m3(const Problem& p, const Launch& launch);
+bool launch_warpgroup_clusters_e5m2(const Problem& p, const Launch& launch);
+bool launch_warpgroup_clusters_int8(const Problem& p, const Launch& launch);
 // Prefill on Hopper.  False if the call is not for these kernels.
 bool launch_wgmma_f16(const Problem& p, const Launch& launch);
 bool launch_wgmma_bf16(const Problem& p, const Launch& launch);

@@ -13,17 +13,25 @@ struct PageEntry {
   }
 };
 
-__device__ inline PageEntry load_page(const Problem& p, int sequence, int key) {
+// The first word of an index, of which there are one or two.
+__device__ inline const int* words_at(const Index& ids, int64_t i) {
+  return static_cast<const int*>(ids.data) + i * ids.stride * (ids.is_int64 ? 2 : 1);
+}
+
+// Where the table has a key's page, and the words of an entry.
+struct PlaceInTable {
+  const int* words;
+  int step;
+};
+__device__ inline PlaceInTable place_in_table(const Problem& p, int sequence, int key) {
   const int64_t at = sequence * p.a.block_table_stride + p.block_size.quotient(key) * p.a.block_tables.stride;
-  const int* words = static_cast<const int*>(p.a.block_tables.data);
-  PageEntry entry{0, 0};
-  if (p.a.block_tables.is_int64) {
-    entry.low = words[2 * at];
-    entry.high = words[2 * at + 1];
-  } else {
-    entry.low = words[at];
-  }
-  return entry;
+  const int step = p.a.block_tables.is_int64 ? 2 : 1;
+  return {static_cast<const int*>(p.a.block_tables.data) + at * step, step};
+}
+
+__device__ inline PageEntry load_page(const Problem& p, int sequence, int key) {
+  const auto [words, step] = place_in_table(p, sequence, key);
+  return {words[0], step > 1 ? words[1] : 0};
 }
 
 // The row r of a query tile: a token of the batch, its position in the sequence, and a query head.

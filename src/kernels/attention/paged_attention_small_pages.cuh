@@ -2,7 +2,7 @@
 // of its place in a tile.  Short calls take clusters of paged_attention_tokens.cuh; here is the line.
 #pragma once
 
-#include "attention/paged_attention_decode.cuh"
+#include "attention/paged_attention_decode_line.cuh"
 
 namespace pykv::attention {
 

@@ -33,7 +33,7 @@ struct TokensKernel : ClusterKernel<S> {
   __device__ void run() {
     this->open_exchange();
     if (blockIdx.x < p.early_blocks) {
-      if (kGuesses && p.a.cu_query_lens.data) prefetch(this->words_at(p.a.cu_query_lens, sequence));
+      if (kGuesses && p.a.cu_query_lens.data) prefetch(words_at(p.a.cu_query_lens, sequence));
       const int early_len = this->early_length(sequence);
       const int len = static_cast<int>(clamp(early_len, 0, p.a.max_seq_len));
       if (!p.sees_all()) look_from(len, len - p.tile_tokens);
@@ -161,10 +161,10 @@ bool launch_tokens_kernel(Problem p, const Launch& launch) {
     return cluster_size<S>(p, launch);
   };
   ClusterSize size = size_for(tiles);
-  if (tiles > 1 && size.warps < S::kWarps) {
-    // One after the other takes longer than the line of warpgroups.
+  if ((tiles > 1 || S::kColumns > 16) && size.warps < S::kWarps) {
+    // Blocks of half the size, or tiles one after the other, take longer than the line of warpgroups.
     if (p.sees_all() && may_use_warpgroups(p.a, RowClass::kMore, launch.device)) return false;
-    size = size_for(1);
+    if (tiles > 1) size = size_for(1);
   }
   constexpr bool kTwoFit = 2 * (cluster_shared_bytes<S>(S::kWarps / 2) + 1024) <= 228 << 10;
   if (!kTwoFit && size.warps < S::kWarps) return false;  // blocks of half the size, of which an SM should have two

@@ -1,0 +1,64 @@
+"""Calls of paged_attention captured in a CUDA graph, by CuPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from attention import inputs
+from attention.inputs import Batch
+from cache import inputs as cache_inputs
+from tolerance import assert_attention
+
+import pykv
+
+
+class CapturedCalls:
+    """So many calls for a batch, one after another; replays have other lengths."""
+
+    def __init__(self, cupy: Any, b: Batch, calls: int = 1) -> None:
+        self.cupy, self.batch = cupy, b
+        query, tables = cupy.asarray(b.query), cupy.asarray(b.block_tables)
+        self.seq_lens = cupy.asarray(b.seq_lens)
+        self.cu_query_lens = None if b.cu_query_lens is None else cupy.asarray(b.cu_query_lens)
+        memories = [cupy.asarray(m) for m in b.memories]
+        caches = (cache_inputs.view(memories[0], b.layout.key), cache_inputs.view(memories[-1], b.layout.value))
+        self.out = cupy.zeros_like(query)
+        num_tokens, heads, head_size = b.query.shape
+        kv_heads = b.key_cache.shape[1 if b.layout.packed else 2]
+        num_bytes = pykv.paged_attention_workspace_size(num_tokens, len(b.seq_lens), heads, kv_heads, head_size)
+        self.kept = (query, tables, memories, cupy.full(num_bytes, 255, np.uint8))
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.Device().synchronize()
+        with self.stream:
+            self.stream.begin_capture()
+            for _ in range(calls):
+                pykv.paged_attention(
+                    self.out,
+                    query,
+                    *caches,
+                    tables,
+                    self.seq_lens,
+                    cu_query_lens=self.cu_query_lens,
+                    kv_cache_dtype=b.kind,
+                    workspace=self.kept[-1],
+                    stream=self.stream,
+                    **b.options,
+                )
+            self.graph = self.stream.end_capture()
+
+    def check(self, seq_lens: Any, queries: Any = None) -> None:
+        """A replay with these lengths and, of each sequence, so many query tokens."""
+        b = self.batch.changed(seq_lens=np.array(seq_lens, self.batch.seq_lens.dtype))
+        if queries is not None:
+            assert b.cu_query_lens is not None
+            assert self.cu_query_lens is not None
+            b = b.changed(cu_query_lens=np.cumsum([0, *queries]).astype(b.cu_query_lens.dtype))
+            self.cu_query_lens.set(b.cu_query_lens)
+        self.seq_lens.set(b.seq_lens)
+        self.out[:] = inputs.SENTINEL
+        self.cupy.cuda.Device().synchronize()
+        self.graph.launch(self.stream)
+        self.stream.synchronize()
+        want, _ = inputs.expected(b)
+        assert_attention(self.cupy.asnumpy(self.out), want)
