@@ -103,6 +103,13 @@ bool launch_tokens(const Problem& p, const Launch& launch) {
                  launch_tokens_nvfp4)(p, launch);
 }
 
+bool launch_warpgroup_clusters(const Problem& p, const Launch& launch) {
+  using Launcher = bool(const Problem&, const Launch&);
+  return of_kind<Launcher>(p.a, launch_warpgroup_clusters_f16, launch_warpgroup_clusters_bf16,
+                           launch_warpgroup_clusters_e4m3, launch_warpgroup_clusters_e5m2,
+                           launch_warpgroup_clusters_int8, nullptr)(p, launch);
+}
+
 bool launch_prefill(const Problem& p, const Launch& launch) {
   if (p.a.kv_format != KvFormat::kSame) return false;
   if (p.a.batch_invariant) {
@@ -118,9 +125,12 @@ bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
   // windows and sparsity; long ones with either are launch_decode's, for its line knows them.  All over pages that are no groups
   // of eight tokens are launch_tokens's.
   if (decodes && p.sees_all() && launch_decode(p, launch)) return true;
+  const bool by_warpgroups = may_use_warpgroups(p.a, rows, launch.device);
+  const bool many_columns = rows == RowClass::kSome || rows == RowClass::kMore;
+  if (by_warpgroups && many_columns && launch_warpgroup_clusters(p, launch)) return true;
   if (up_to_64 && launch_tokens(p, launch)) return true;
   if (decodes && !p.sees_all() && launch_decode(p, launch)) return true;
-  if (may_use_warpgroups(p.a, rows, launch.device)) {
+  if (by_warpgroups) {
     using Launcher = bool(const Problem&, RowClass, const Launch&);
     return of_kind<Launcher>(p.a, launch_warpgroups_f16, launch_warpgroups_bf16, launch_warpgroups_e4m3,
                              launch_warpgroups_e5m2, launch_warpgroups_int8, nullptr)(p, rows, launch);

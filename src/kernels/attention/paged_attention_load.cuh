@@ -38,7 +38,7 @@ struct TileLoader {
 
   const Problem& p;
   const CacheCopies& copies;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, warp = S::kGroups > 1 ? threadIdx.x / 32 % 4 : threadIdx.x / 32;
   const int member = threadIdx.x % kTeam;  // of the team
 
   __device__ const uint16_t* query_row(const Row& row) const {

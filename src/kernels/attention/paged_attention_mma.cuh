@@ -127,7 +127,7 @@ struct LineKernel : SegmentResults<S> {
         }
       } else if (unit.ends_chunk) {
         if constexpr (S::kMany) {
-          this->end_segment_many(unit, state);
+          this->end_segment_many(unit, state, LinePieces{p});
         } else {
           this->end_segment_few(unit, state, rings, offset, kept);
           if (S::kInvariant && !unit.ends) this->clear_sums(state);

@@ -261,6 +261,22 @@ struct alignas(16) Unit {
   bool ends_chunk;          // its sums leave the registers: it ends the part or, with batch_invariant, a chunk
 };
 
+// Where the sums of a segment go that are not all of it: to the workspace, for the combining kernel.
+struct LinePieces {
+  static constexpr bool kInStages = false;  // do they lie where tiles were?
+  const Problem& p;
+
+  static __device__ void open() {}  // before the first of a segment
+  __device__ void leave_stats(const Unit& u, int row, float2 x) const { p.partial_stats[place(u, row)] = x; }
+  __device__ void leave_sums(const Unit& u, int row, int d, float4 x) const {  // of neighbouring dimensions
+    *reinterpret_cast<float4*>(p.partial + place(u, row) * p.pitch + d) = x;
+  }
+  static __device__ void end_segment(const Unit&) {}
+
+ private:
+  __device__ int64_t place(const Unit& u, int row) const { return static_cast<int64_t>(u.slot) * p.rows + row; }
+};
+
 // Walks along this block's units.  It lies in shared memory, and one thread at a time moves it.
 struct Walker {
   Unit unit;       // the next one

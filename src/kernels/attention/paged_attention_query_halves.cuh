@@ -10,6 +10,10 @@ __device__ inline float largest_of(uint32_t pair) {
   return fmaxf(fabsf(x.x), fabsf(x.y));
 }
 
+__device__ inline float largest_of(uint4 x) {
+  return fmaxf(fmaxf(largest_of(x.x), largest_of(x.y)), fmaxf(largest_of(x.z), largest_of(x.w)));
+}
+
 // A power of two that brings the largest element to [1, 2), and what scores are to be multiplied by.
 struct HalfScale {
   float scale, undo;
@@ -56,7 +60,7 @@ struct CommonHalfScale {
 // Of a row, of which kLanes neighbouring lanes have eight elements each.
 template <int kLanes>
 __device__ inline float largest_of_row(uint4 x) {
-  float largest = fmaxf(fmaxf(largest_of(x.x), largest_of(x.y)), fmaxf(largest_of(x.z), largest_of(x.w)));
+  float largest = largest_of(x);
   for (int m = 1; m < kLanes; m *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, m));
   return largest;
 }

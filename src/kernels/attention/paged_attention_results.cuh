@@ -23,10 +23,6 @@ struct SegmentResults : RowSoftmax<S> {
     return S::kPermutedOutput ? n / 2 * 16 + c * 4 + e * 2 + n % 2 : n * 8 + c * 2 + e;
   }
 
-  __device__ float* partial_row(int slot, int r) const {
-    return p.partial + (static_cast<int64_t>(slot) * p.rows + r) * p.pitch;
-  }
-
   // The sum of a row's weights.
   static __device__ float row_sum(const State& state, int i, int h) {
     float x = state.sum[i][h][0];
@@ -53,7 +49,9 @@ struct SegmentResults : RowSoftmax<S> {
     }
   }
 
-  __device__ void end_segment_many(const Unit& u, State& state) {
+  // Sums of a part of a segment go to `pieces`, as in LinePieces.
+  __device__ void end_segment_many(const Unit& u, State& state, const auto& pieces) {
+    pieces.open();
     if (state.idle) return;
 #pragma unroll
     for (int i = 0; i < S::kRowTiles; ++i) {
@@ -64,13 +62,11 @@ struct SegmentResults : RowSoftmax<S> {
         const float sum = row_sum(state, i, h);
         float factor = 1;
         if (u.slot < 0 && row.valid) factor = finish_row(p, row, u.kv_head, state.maximum[i][h], sum);
-        if (u.slot >= 0 && lane % 4 == 0) {
-          p.partial_stats[u.slot * p.rows + r] = {state.maximum[i][h], sum};
-        }
+        if (u.slot >= 0 && row.valid && lane % 4 == 0) pieces.leave_stats(u, r, {state.maximum[i][h], sum});
         for_each_four(state.o[i], h, [&](int d, float4 x) {
           if (!row.valid) return;
           if (u.slot >= 0) {
-            *reinterpret_cast<float4*>(partial_row(u.slot, r) + d) = x;
+            pieces.leave_sums(u, r, d, x);
           } else {
             store_output<S>(p, row, d, {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
           }
@@ -216,8 +212,9 @@ struct SegmentResults : RowSoftmax<S> {
       o = {o.x + weight * part.x, o.y + weight * part.y, o.z + weight * part.z, o.w + weight * part.w};
     }
     if (u.slot >= 0) {
-      if (d == 0) p.partial_stats[u.slot * p.rows + r] = {maximum, sum};
-      *reinterpret_cast<float4*>(partial_row(u.slot, r) + d) = o;
+      const LinePieces pieces{p};
+      if (d == 0) pieces.leave_stats(u, r, {maximum, sum});
+      pieces.leave_sums(u, r, d, o);
     } else {
       const float factor = finish_row(p, row, u.kv_head, maximum, sum);
       store_output<S>(p, row, d, {o.x * factor, o.y * factor, o.z * factor, o.w * factor});

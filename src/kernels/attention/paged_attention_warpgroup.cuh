@@ -16,6 +16,9 @@
 
 namespace pykv::attention {
 
+// Named barriers: of the copying warps, of each group that computes (this and the next), and of all groups.
+constexpr int kCopyBarrier = 1, kGroupBarrier = 2, kAllGroupsBarrier = 4;
+
 template <class Element, int kHeadSize>
 struct WarpgroupShape : Shape<Element, kHeadSize, false, RowClass::kMore> {
   static constexpr bool kWarpgroup = true, kReadOnce = true;
@@ -38,9 +41,9 @@ struct ArrivedTile {
   __device__ bool is_empty() const { return (slot.valid[0] | slot.valid[1]) == 0; }
 };
 
-// Four warps compute, in the way of Softmax; others walk along the line, look up pages and start copies, as far ahead as there
-// are stages.
-template <class S, class Softmax>
+// Four warps compute, in the way of Softmax; others walk along the segments of the block, as Way says, look up pages and start
+// copies, as far ahead as there are stages.  Two groups of four that compute take the tiles of a segment in turn.
+template <class S, class Softmax, class Way = Walker>
 struct WarpgroupKernel : Softmax {
   using Softmax::lane;
   using Softmax::member;
@@ -52,42 +55,49 @@ struct WarpgroupKernel : Softmax {
   static constexpr int kStages = S::kStages;
   // Who describes tile j knows that all have left the stage of tile j - 1 - kStages, or, one tile ahead, of j - 2 - kStages; but
   // they may still read what its slot says.
-  static constexpr int kSlots = kStages + 3;
+  static constexpr int kSlots = kStages + 2 + S::kGroups;
 
-  TileSlot* slots;
-  int* part_tiles;  // by slot, of a segment's first tile: how many of the segment are this block's
-  Unit* copied;     // of the segment that is being copied, for its last tile
-  Walker* walkers;  // of the copying warps
+  struct Notes {
+    TileSlot slots[kSlots];
+    Unit copied;                 // of the segment that is being copied, for its last tile
+    Way walkers[S::kCopyWarps];  // of the copying warps
+    uint64_t full[kStages], empty[kStages], described[kSlots];  // barriers
+    int part_tiles[kSlots];  // of a segment's first tile: how many of the segment are this block's
+  };
+
+  Notes& notes;
   char* ring;
-  uint32_t stage0, barriers;  // shared addresses
 
-  __device__ uint32_t full(int stage) const { return barriers + stage * 8; }
-  __device__ uint32_t empty(int stage) const { return barriers + (kStages + stage) * 8; }
-  __device__ uint32_t described(int slot) const { return barriers + (2 * kStages + slot) * 8; }
-  static constexpr int kBarriers = 2 * kStages + kSlots;
+  __device__ uint32_t full(int stage) const { return shared_address(notes.full) + stage * 8; }
+  __device__ uint32_t empty(int stage) const { return shared_address(notes.empty) + stage * 8; }
+  __device__ uint32_t described(int slot) const { return shared_address(notes.described) + slot * 8; }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  __device__ void run() {
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < kStages; ++i) {
-        mbarrier_init(full(i), kThreads + S::kCopyWarps);
-        mbarrier_init(empty(i), 4);
-      }
-      for (int i = 0; i < kSlots; ++i) mbarrier_init(described(i), 1);
+  // By one thread.
+  __device__ void open_barriers() const {
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(full(i), kThreads + S::kCopyWarps);
+      mbarrier_init(empty(i), 4);
     }
+    for (int i = 0; i < kSlots; ++i) mbarrier_init(described(i), 1);
+  }
+
+  __device__ void run() {
+    if (threadIdx.x == 0) open_barriers();
     wait_for_previous_kernel();
     const SharePosition share = find_share<0, true>(p, scratch.plan);  // a barrier of all threads
-    if (threadIdx.x >= kThreads) {
+    if (brings_tiles()) {
       give_registers<S::kCopyRegisters>();
       bring_tiles(share);
       let_next_kernel_start();
     } else {
       take_registers<S::kComputeRegisters>();
-      compute_tiles();
+      compute_tiles(LinePieces{p});
     }
   }
 
-  __device__ void bring_tiles(const SharePosition& share) {
+  // share: where the block's segments begin, for Way.
+  __device__ void bring_tiles(const auto& share) {
     if constexpr (S::kQueryColumns) {  // rows leave the copying warps too few registers for walking alone
       if (PageCopies<S>::suits(p, this->copies)) return copy_pages(share);
     }
@@ -125,13 +135,13 @@ struct WarpgroupKernel : Softmax {
   // What the slot says of the tile's segment; the tile may still be on its way.
   __device__ const Unit& segment_of(const Place& at) const {
     mbarrier_wait(described(at.slot), at.turn);
-    return slots[at.slot].unit;
+    return notes.slots[at.slot].unit;
   }
 
   // Nobody of this warp reads the stage any more.
-  __device__ void leave(const Place& at) const {
+  __device__ void leave(int stage) const {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(empty(at.stage));
+    if (lane == 0) mbarrier_arrive(empty(stage));
   }
 
   // What lane 0 has stored, or others in front of a barrier, and the copies that are on their way.
@@ -140,14 +150,14 @@ struct WarpgroupKernel : Softmax {
     if (lane == 0) mbarrier_arrive(full(at.stage));
   }
 
-  // Pages of whole groups of eight tokens.  Each warp walks along the line by itself.
-  __device__ void copy_pages(const SharePosition& share) {
+  // Pages of whole groups of eight tokens.  Each warp walks along the segments by itself.
+  __device__ void copy_pages(const auto& share) {
     const int warp = member / 32;
     // What slots have room for, the places of tokens, nobody notes here.
-    static_assert(S::kCopyWarps <= kSlots && sizeof(FoundGroups) <= sizeof(slots->tokens));
-    PageCopies<S> pages{p, this->copies, *reinterpret_cast<FoundGroups*>(slots[warp].tokens)};
+    static_assert(S::kCopyWarps <= kSlots && sizeof(FoundGroups) <= sizeof(notes.slots->tokens));
+    PageCopies<S> pages{p, this->copies, *reinterpret_cast<FoundGroups*>(notes.slots[warp].tokens)};
     const bool describes = warp == 0 && lane == 0;
-    Walker& walker = walkers[warp];
+    Way& walker = notes.walkers[warp];
     if (lane == 0) walker.start(p, share);
     __syncwarp();
     auto ahead = pages.look_up(KeysOfSegment(walker), 0);
@@ -159,13 +169,13 @@ struct WarpgroupKernel : Softmax {
       const int head = walker.unit.kv_head;
 #pragma unroll 1
       for (int j = 0; j < segment.tiles; ++j) {
-        TileSlot& slot = slots[at.slot];
+        TileSlot& slot = notes.slots[at.slot];
         if (describes) {
           if (j == 0) {
-            slot.unit = *copied = walker.unit;
-            part_tiles[at.slot] = segment.tiles;
-          } else if (j + 1 == segment.tiles) {
-            slot.unit = *copied;
+            slot.unit = notes.copied = walker.unit;
+            notes.part_tiles[at.slot] = segment.tiles;
+          } else if (j + S::kGroups >= segment.tiles) {
+            slot.unit = notes.copied;
           }
           mbarrier_arrive(described(at.slot));
         }
@@ -174,7 +184,7 @@ struct WarpgroupKernel : Softmax {
         const auto rows = pages.rows_of(j);
         pages.store_valid(rows, slot.valid);
         mbarrier_wait(empty(at.stage), at.parity);
-        pages.copy(stage0 + at.stage * S::kStageBytes, j, rows);
+        pages.copy(shared_address(ring) + at.stage * S::kStageBytes, j, rows);
         arrive(at);
         at.advance();
         // What comes later, when the tile is on its way.
@@ -191,48 +201,54 @@ struct WarpgroupKernel : Softmax {
       }
     }
     if (describes) {
-      slots[at.slot].unit.exists = false;
+      notes.slots[at.slot].unit.exists = false;
       mbarrier_arrive(described(at.slot));
     }
   }
 
   // Any pages, looked up token by token.  One thread describes the next tile while the others end the look-up of this one.
-  __device__ void copy_tokens(const SharePosition& share) {
+  __device__ void copy_tokens(const auto& share) {
     constexpr int kGuide = kThreads - 1;
-    const auto sync = [] { named_barrier_sync(1, kThreads); };
+    const auto sync = [] { named_barrier_sync(kCopyBarrier, kThreads); };
     const auto describe = [&](int i) {
       if (member != kGuide) return;
-      TileSlot& slot = slots[i];
-      slot.unit = walkers[0].unit;
-      part_tiles[i] = walkers[0].in_segment;
+      TileSlot& slot = notes.slots[i];
+      slot.unit = notes.walkers[0].unit;
+      notes.part_tiles[i] = notes.walkers[0].in_segment;
       mbarrier_arrive(described(i));
-      if (slot.unit.exists) walkers[0].next(p);
+      if (slot.unit.exists) notes.walkers[0].next(p);
     };
     Lookup ahead;
     if (member == kGuide) {
-      walkers[0].start(p, share);
-      walkers[0].note_first(p);
+      notes.walkers[0].start(p, share);
+      notes.walkers[0].note_first(p);
     }
     describe(0);
     sync();
-    if (slots[0].unit.exists) ahead = this->begin_lookup(slots[0].unit);
+    if (notes.slots[0].unit.exists) ahead = this->begin_lookup(notes.slots[0].unit);
     Place at;
 #pragma unroll 1
-    for (; slots[at.slot].unit.exists; at.advance()) {
+    for (; notes.slots[at.slot].unit.exists; at.advance()) {
       const int following = at.slot + 1 == kSlots ? 0 : at.slot + 1;
-      TileSlot &slot = slots[at.slot], &next = slots[following];
+      TileSlot &slot = notes.slots[at.slot], &next = notes.slots[following];
       this->end_lookup(ahead, slot, slot.unit.kv_head);
       describe(following);
       sync();
       if (next.unit.exists) ahead = this->begin_lookup(next.unit);
       if (slot.unit.begins) prefetch_rows(slot.unit, member, kThreads);
       mbarrier_wait(empty(at.stage), at.parity);
-      this->load_stage(stage0 + at.stage * S::kStageBytes, slot);
+      this->load_stage(shared_address(ring) + at.stage * S::kStageBytes, slot);
       arrive(at);
     }
   }
 
-  __device__ void compute_tiles() {
+  // The group of this thread, which computes.
+  static __device__ int group() { return S::kGroups == 1 ? 0 : threadIdx.x / (2 * kThreads); }
+  static __device__ bool brings_tiles() { return threadIdx.x / kThreads == 1; }
+
+  // Where sums of parts of a segment go: to `pieces`, as in LinePieces.
+  template <class Pieces>
+  __device__ void compute_tiles(const Pieces& pieces) {
     State state;
     Place at;
 #pragma unroll 1
@@ -240,55 +256,76 @@ struct WarpgroupKernel : Softmax {
       const Unit& first = segment_of(at);
       if (!first.exists) break;
       this->begin_segment(first, state);
-      wait_for(at);
-      int first_token = first.first_token;
-#pragma unroll 1
-      for (int left = part_tiles[at.slot];; first_token += S::kTile) {
-        const int stage = at.stage * S::kStageBytes;
-        const bool ends = --left == 0;
-        this->take_tile({stage0 + stage, ring + stage, slots[at.slot], first_token, ends}, state, [&] { leave(at); });
-        if (ends) break;
+      int first_token = first.first_token, left = notes.part_tiles[at.slot];
+      if (group() > 0) {  // the tile is the other group's
         at.advance();
-        wait_for(at);
+        first_token += S::kTile;
+        --left;
       }
+#pragma unroll 1
+      for (;; first_token += S::kGroups * S::kTile) {
+        wait_for(at);
+        const bool ends = left <= S::kGroups;
+        const int stage = at.stage * S::kStageBytes;
+        const TileSlot& slot = notes.slots[at.slot];
+        const bool keeps = Pieces::kInStages && left <= kStages;  // for the pieces
+        this->take_tile(
+            {shared_address(ring) + stage, ring + stage, slot, first_token, ends}, state,
+            [&] {
+              if (!keeps) leave(at.stage);
+            },
+            pieces);
+        if (ends) {
+          pieces.end_segment(slot.unit);
+          for (int i = 0; Pieces::kInStages && i < kStages; i += S::kGroups) leave((at.stage + i) % kStages);
+          break;
+        }
+        left -= S::kGroups;
+#pragma unroll
+        for (int i = 0; i < S::kGroups; ++i) at.advance();
+      }
+      if (S::kGroups > 1 && left > 1) at.advance();
     }
   }
 #endif
 };
+
+// What a block has in shared memory behind the stages, the queries, and the weights of each group that computes.
+template <class S, class Softmax, class Way = Walker>
+struct WarpgroupMemory {
+  using Kernel = WarpgroupKernel<S, Softmax, Way>;
+  static constexpr int kBytesBefore = S::kRingBytes + S::kQueryBytes + S::kGroups * S::kWeightBytes;
+
+  typename Softmax::Scratch scratch[S::kGroups];
+  typename Kernel::Notes notes;
+
+  __device__ Kernel kernel(const Problem& p, const CacheCopies& copies, char* memory) {
+    const int group = Kernel::group();
+    return {Softmax::make(p, copies, scratch[group], shared_address(memory + S::kRingBytes)), notes, memory};
+  }
+};
+
+// ... in all.
+template <class S, class Memory>
+constexpr int warpgroup_shared_bytes() {
+  constexpr int kBytes = Memory::kBytesBefore + static_cast<int>(sizeof(Memory));
+  static_assert(S::kBlocksPerSm * (kBytes + 1024) <= 228 * 1024);
+  return kBytes;
+}
 
 template <class S, class Softmax>
 __global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
     paged_attention_warpgroup_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char memory[];
-  char* after = memory + S::kRingBytes;
-  auto* scratch = reinterpret_cast<typename Softmax::Scratch*>(after + S::kQueryBytes + S::kWeightBytes);
-  auto* slots = reinterpret_cast<Slot<S::kTile>*>(scratch + 1);
-  using Kernel = WarpgroupKernel<S, Softmax>;
-  auto* copied = reinterpret_cast<Unit*>(slots + Kernel::kSlots);
-  auto* walkers = reinterpret_cast<Walker*>(copied + 1);
-  auto* barriers = reinterpret_cast<uint64_t*>(walkers + S::kCopyWarps);
-  auto* part_tiles = reinterpret_cast<int*>(barriers + Kernel::kBarriers);
-  Kernel kernel{Softmax::make(p, copies, *scratch, shared_address(after)),
-                slots,
-                part_tiles,
-                copied,
-                walkers,
-                memory,
-                shared_address(memory),
-                shared_address(barriers)};
-  kernel.run();
+  using Memory = WarpgroupMemory<S, Softmax>;
+  reinterpret_cast<Memory*>(memory + Memory::kBytesBefore)->kernel(p, copies, memory).run();
 #endif
 }
 
 template <class S, class Softmax>
 bool launch_warpgroup_kernel(const Problem& p, RowClass rows, const Launch& launch) {
-  using Kernel = WarpgroupKernel<S, Softmax>;
-  constexpr size_t kNotes = Kernel::kSlots * (sizeof(Slot<S::kTile>) + sizeof(int)) +
-                            Kernel::kBarriers * sizeof(uint64_t) + sizeof(Unit) + S::kCopyWarps * sizeof(Walker);
-  constexpr int kSharedBytes =
-      S::kRingBytes + S::kQueryBytes + S::kWeightBytes + static_cast<int>(sizeof(typename Softmax::Scratch) + kNotes);
-  static_assert(S::kBlocksPerSm * (kSharedBytes + 1024) <= 228 * 1024);
+  constexpr int kSharedBytes = warpgroup_shared_bytes<S, WarpgroupMemory<S, Softmax>>();
   static PerDevice resident;
   Tiling tiling = tiling_of(rows, p.a.head_size);
   tiling.blocks_per_sm = std::min(tiling.blocks_per_sm, S::kBlocksPerSm);  // pairs have no workspace for more

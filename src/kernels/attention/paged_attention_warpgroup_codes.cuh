@@ -69,7 +69,10 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
   uint32_t keys_at = keep(swizzled<S::kRowBytes>(warp * 16 + lane % 16, lane / 16));
   uint32_t values_at =
       keep(S::kTileBytes + swizzled<S::kRowBytes>(lane % kValueTokens, value_chunk(lane / kValueTokens)));
-  uint32_t weights_at = keep(this->weights_place(queries + S::kQueryBytes));
+  uint32_t weights_at = keep(this->weights_place(own_weights()));
+
+  // Of this thread's group.
+  __device__ uint32_t own_weights() const { return queries + S::kQueryBytes + this->group() * S::kWeightBytes; }
 
   // Of this warp's 16 dimensions of a part.
   __device__ int value_chunk(int part) const { return kHeads == 1 ? warp * kParts + part : part * 4 + warp; }
@@ -121,7 +124,7 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
   __device__ void compute(const Tile& tile, State& state, auto&& leave) const {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if (tile.is_empty()) return leave();
-    const uint64_t query = wgmma_matrix(queries, 1024), weights = wgmma_further(query, S::kQueryBytes);
+    const uint64_t query = wgmma_matrix(queries, 1024), weights = wgmma_further(query, own_weights() - queries);
     KeyCodes key_codes;
     ValueCodes value_codes;
     Scores s;
@@ -142,7 +145,7 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
     wgmma_pin(s);
 
     this->adjust_scores(tile, state, s);
-    const auto w = this->weigh(s, state, queries + S::kQueryBytes);
+    const auto w = this->weigh(s, state, own_weights());
     if constexpr (!kValuesEarly) read_values(tile.stage, value_codes, leave);
     this->store_weights(w, weights_at);
     Values values;
@@ -156,9 +159,22 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
 #endif
   }
 
-  // A lane has two neighbouring dimensions of its columns, which eight lanes make 32 or 64 bytes of a row.
-  __device__ void end_segment(const Unit& u, const State& state) const {
+  template <class Pieces>
+  __device__ void end_segment(const Unit& u, const State& state, const Pieces& pieces) const {
+    pieces.open();
     this->show_weights(state);
+    if constexpr (Pieces::kInStages && kHeads == 1) {
+#pragma unroll
+      for (int i = 0; i < kMine; ++i) {
+#pragma unroll
+        for (int k = 0; k < kParts; ++k) {
+          const int d = value_chunk(k) * 16 + lane / 4 * 2;
+          pieces.leave_sums(column(i), d, float2{state.o[k][place_of(i, 0)], state.o[k][place_of(i, 1)]});
+        }
+      }
+      sync();
+      return this->leave_all_stats(u, pieces);
+    }
     sync();
     if (thread < kColumns) {
       const Row row = this->row_of_column(u, thread);
@@ -166,45 +182,49 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
       const int kv_head = this->kv_head_of(u, thread);
       float factor = kHeads == 1 ? 1 : p.a.v_scale[kv_head];  // of a piece
       if (row.valid && u.slot >= 0) {
-        p.partial_stats[place_of_row(u, thread)] = {this->maximum_of(thread), sum};
+        pieces.leave_stats(u, this->row_index(p, thread), {this->maximum_of(thread), sum});
       } else if (row.valid) {
         factor = finish_row(p, row, kv_head, this->maximum_of(thread), sum);
       }
       scratch.of_warps[0][thread] = factor;
     }
     sync();
+    // Two lanes trade pairs of neighbouring dimensions: the even one takes four of the first of two columns, the odd one four of
+    // the other.
+    const bool odd = lane / 4 % 2 == 1;
 #pragma unroll
-    for (int i = 0; i < kMine; ++i) {
-      const Row row = this->row_of_column(u, column(i));
-      if (!row.valid) continue;
-      const float factor = scratch.of_warps[0][column(i)];
+    for (int i = 0; i < kMine; i += 2) {
+      const int c = column(i) + odd;
+      const Row row = this->row_of_column(u, c);
+      const float factor = scratch.of_warps[0][c];
 #pragma unroll
       for (int k = 0; k < kParts; ++k) {
         if (!this->has(k, i)) continue;
-        const int d = value_chunk(k) % (kD / kHeads / 16) * 16 + lane / 4 * 2, own = i % (kMine / kHeads);
-        const float2 x = {state.o[k][place_of(own, 0)] * factor, state.o[k][place_of(own, 1)] * factor};
+        const int d = value_chunk(k) % (kD / kHeads / 16) * 16 + lane / 8 * 4, own = i % (kMine / kHeads);
+        const float (&o)[kOwn / 2] = state.o[k];
+        float4 x;
+        trade(odd, o[place_of(own, 0)], o[place_of(own + 1, 0)], x.x, x.z);
+        trade(odd, o[place_of(own, 1)], o[place_of(own + 1, 1)], x.y, x.w);
+        if (!row.valid) continue;
         if (u.slot >= 0) {
-          *reinterpret_cast<float2*>(p.partial + place_of_row(u, column(i)) * p.pitch + d) = x;
-        } else if (d < p.a.head_size) {
-          store_pair(row, d, x);
+          pieces.leave_sums(u, this->row_index(p, c), d, {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
+        } else {
+          store_output<S>(p, row, d, {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
         }
       }
     }
   }
 
-  __device__ int64_t place_of_row(const Unit& u, int column) const {
-    return static_cast<int64_t>(u.slot) * p.rows + this->row_index(p, column);
+  // Of two columns, from the even lane of a pair and from the odd one.
+  static __device__ void trade(bool odd, float first, float second, float& from_even, float& from_odd) {
+    const float own = odd ? second : first, got = __shfl_xor_sync(~0u, odd ? first : second, 4);
+    from_even = odd ? got : own;
+    from_odd = odd ? own : got;
   }
 
-  __device__ void store_pair(const Row& row, int d, float2 x) const {
-    const bool wide = p.a.dtype == DType::kBFloat16;
-    *reinterpret_cast<uint32_t*>(output_row<uint16_t>(p, row) + d) =
-        wide ? pack_pair<bf16>(x.x, x.y) : pack_pair<half>(x.x, x.y);
-  }
-
-  __device__ void take_tile(const Tile& tile, State& state, auto&& leave) const {
+  __device__ void take_tile(const Tile& tile, State& state, auto&& leave, const auto& pieces) const {
     compute(tile, state, leave);
-    if (tile.ends) end_segment(tile.slot.unit, state);
+    if (tile.ends) end_segment(tile.slot.unit, state, pieces);
   }
 };
 

@@ -72,10 +72,12 @@ struct WarpgroupColumns : WarpgroupSoftmax<S> {
 #endif
   }
 
-  // By way of the stage that this segment's last tile leaves.
-  __device__ void end_segment(const Unit& u, const State& state, char* stage) const {
+  // By way of the stage that this segment's last tile leaves, unless pieces lie in stages.
+  template <class Pieces>
+  __device__ void end_segment(const Unit& u, const State& state, char* stage, const Pieces& pieces) const {
     static_assert(S::kStageBytes >= kColumns * kD * 4);
     auto* sums = reinterpret_cast<float*>(stage);
+    pieces.open();
     sync();  // all products have been made
     this->show_weights(state);
 #pragma unroll
@@ -84,13 +86,19 @@ struct WarpgroupColumns : WarpgroupSoftmax<S> {
       for (int k = 0; k < kParts; ++k) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
+          const int d = k * 64 + warp * 16 + h * 8 + lane / 4;
           float x = state.o[k][place_of(i, h)];
           if constexpr (kTerms == 2) x += state.o[k][kColumns / 2 + place_of(i, h)];
-          sums[sum_place<kD>(column(i), k * 64 + warp * 16 + h * 8 + lane / 4)] = x;
+          if constexpr (Pieces::kInStages) {
+            pieces.leave_sums(column(i), d, x);
+          } else {
+            sums[sum_place<kD>(column(i), d)] = x;
+          }
         }
       }
     }
     sync();
+    if constexpr (Pieces::kInStages) return this->leave_all_stats(u, pieces);
     constexpr int kQuads = kD / 4;
 #pragma unroll 1
     for (int x = thread; x < min(p.tile_tokens * p.tile_heads, kColumns) * kQuads; x += kThreads) {
@@ -100,9 +108,8 @@ struct WarpgroupColumns : WarpgroupSoftmax<S> {
       float4 o = *reinterpret_cast<const float4*>(sums + sum_place<kD>(r, d));
       const float sum = this->sum_of_weights(r);
       if (u.slot >= 0) {
-        const int64_t at = static_cast<int64_t>(u.slot) * p.rows + r;
-        if (d == 0) p.partial_stats[at] = {this->maximum_of(r), sum};
-        *reinterpret_cast<float4*>(p.partial + at * p.pitch + d) = o;
+        if (d == 0) pieces.leave_stats(u, r, {this->maximum_of(r), sum});
+        pieces.leave_sums(u, r, d, o);
       } else {
         const float f = finish_row(p, row, u.kv_head, this->maximum_of(r), sum);
         store_output<S>(p, row, d, {o.x * f, o.y * f, o.z * f, o.w * f});
@@ -111,10 +118,10 @@ struct WarpgroupColumns : WarpgroupSoftmax<S> {
   }
 
   // leave(): this warp reads nothing more of the stage.
-  __device__ void take_tile(const Tile& tile, State& state, auto&& leave) const {
+  __device__ void take_tile(const Tile& tile, State& state, auto&& leave, const auto& pieces) const {
     fence_async_proxy();
     compute(tile, state);
-    if (tile.ends) end_segment(tile.slot.unit, state, tile.memory);
+    if (tile.ends) end_segment(tile.slot.unit, state, tile.memory, pieces);
     leave();
   }
 };

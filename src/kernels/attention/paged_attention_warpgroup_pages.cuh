@@ -15,7 +15,7 @@ struct KeysOfSegment {
   int sequence, first_token, tiles;  // 0: there is none
   int first_key, last_key;           // that some query sees and that are there
 
-  __device__ explicit KeysOfSegment(const Walker& walker)
+  __device__ explicit KeysOfSegment(const auto& walker)
       : sequence(walker.unit.sequence),
         first_token(walker.unit.first_token),
         tiles(walker.unit.exists ? walker.in_segment : 0),

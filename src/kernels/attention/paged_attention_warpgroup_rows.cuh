@@ -143,11 +143,11 @@ struct WarpgroupRows : SegmentResults<S> {
   }
 
   // leave(): this warp reads nothing more of the stage.
-  __device__ void take_tile(const ArrivedTile<kTile>& tile, State& state, auto&& leave) {
+  __device__ void take_tile(const ArrivedTile<kTile>& tile, State& state, auto&& leave, const auto& pieces) {
     fence_async_proxy();
     compute(tile, state);
     leave();
-    if (tile.ends) this->end_segment_many(tile.slot.unit, state);
+    if (tile.ends) this->end_segment_many(tile.slot.unit, state, pieces);
   }
 };
 

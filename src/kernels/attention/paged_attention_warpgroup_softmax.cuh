@@ -56,14 +56,13 @@ struct WarpgroupSoftmax : TileLoader<S> {
   static constexpr int kChunks = kWeights / 8;
   static constexpr int kMine = kColumns / 4;            // columns of a lane
   static constexpr bool kKeepsMaxima = kColumns <= 32;  // in registers
-  static constexpr int kBarrier = 2;                    // named, of those who compute
   // Maximum of a column that has seen no key: it changes no score, and none that has is it.
   static constexpr float kUnseen = -0.f;
   using Scores = float[kColumns / 2];  // of tokens 16 warp + 8 h + lane / 4, h 0 and 1
 
   Scratch& scratch;
-  uint32_t queries;                // shared address
-  const int thread = threadIdx.x;  // of those who compute
+  uint32_t queries;                           // shared address
+  const int thread = threadIdx.x % kThreads;  // of those who compute
 
   struct State {
     float o[kParts][kWeights / kHeads / 2];   // of dimensions 64 part + 16 warp + 8 h + lane / 4
@@ -81,7 +80,17 @@ struct WarpgroupSoftmax : TileLoader<S> {
     return {{p, copies}, scratch, queries};
   }
 
-  static __device__ void sync() { named_barrier_sync(kBarrier, kThreads); }
+  // A group of those who compute: of one the compiler knows the barrier, and leaves others to other blocks.
+  static __device__ int group() { return S::kGroups == 1 ? 0 : threadIdx.x / (2 * kThreads); }
+  static __device__ int barrier() { return kGroupBarrier + group(); }
+  static __device__ void sync() { named_barrier_sync(barrier(), kThreads); }
+
+  // All groups, which have the queries in common.  Their scratches lie side by side.
+  static constexpr int kAllThreads = S::kGroups * kThreads;
+  __device__ Scratch& first_scratch() const { return (&scratch)[-group()]; }
+  static __device__ void sync_all() {
+    named_barrier_sync(S::kGroups == 1 ? kGroupBarrier : kAllGroupsBarrier, kAllThreads);
+  }
 
   // This lane's column i, and where a product has it.
   static __device__ int column(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
@@ -122,13 +131,13 @@ struct WarpgroupSoftmax : TileLoader<S> {
       if (p.a.alibi_slopes && row.valid) state.slope = p.a.alibi_slopes[row.head];
       if constexpr (S::kScaled) {
         state.scale *= thread < kOwn ? k_scale[0] : k_scale[kHeads - 1];
-        state.scale *= scratch.of_warps[0][thread];
+        state.scale *= first_scratch().of_warps[0][thread];
       }
       scratch.rows[thread] = state;
       scratch.maximum(thread) = kUnseen;
     }
     fence_async_proxy();
-    sync();
+    sync_all();
     const int first = scratch.rows[0].position, last = scratch.rows[kColumns - 1].position;
     s.first_seen_by_all = first_seen(p, last);
     s.last_seen_by_all = last_seen(p, first) - (kTile - 1);
@@ -150,50 +159,49 @@ struct WarpgroupSoftmax : TileLoader<S> {
     float undo;      // then: what scores are to be multiplied by
   };
 
-  // For each column that is in scratch.of_warps[0] afterwards.
+  // For each column that is in first_scratch().of_warps[0] afterwards.
   __device__ QueryScale store_queries(const Unit& u) const {
-    constexpr int kPieces = kD / kHeads / 8, kRowsAtOnce = kThreads / kPieces, kLoads = kColumns / kRowsAtOnce;
-    const int chunk = thread % kPieces, r0 = thread / kPieces;
+    // Neighbouring lanes have a query together.
+    constexpr int kLanes = kAllThreads / kColumns, kLoads = kD / kHeads / 8 / kLanes;
+    const int member = group() * kThreads + thread, r = member / kLanes, chunk0 = member % kLanes;
+    const Row row = row_of_column(u, r);
+    const uint16_t* from = this->query_row(row);
     uint4 x[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const Row row = row_of_column(u, r0 + i * kRowsAtOnce);
+      const int d = (chunk0 + i * kLanes) * 8;
       x[i] = {0, 0, 0, 0};
-      if (row.valid && chunk * 8 < p.a.head_size)
-        x[i] = *reinterpret_cast<const uint4*>(this->query_row(row) + chunk * 8);
+      if (row.valid && d < p.a.head_size) x[i] = *reinterpret_cast<const uint4*>(from + d);
     }
     QueryScale scale{true, 1};
     if constexpr (S::kScaled) {
       const bool wide = p.a.dtype == DType::kBFloat16;
-      float *undo_of = scratch.of_warps[0], *largest = scratch.of_warps[1];
+      auto& of_warps = first_scratch().of_warps;
+      float *undo_of = of_warps[0], *largest = of_warps[1];
+      float of_row = 0;
       if (wide) {
 #pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-          const float of_row = largest_of_row<kPieces>(x[i]);
-          if (chunk == 0) largest[r0 + i * kRowsAtOnce] = of_row;
-        }
+        for (const uint4& y : x) of_row = fmaxf(of_row, largest_of(y));
+        for (int m = 1; m < kLanes; m *= 2) of_row = fmaxf(of_row, __shfl_xor_sync(~0u, of_row, m));
+        if (chunk0 == 0) largest[r] = of_row;
       }
-      sync();  // nobody reads any more what the segment before has left there
+      sync_all();         // nobody reads any more what the segment before has left there
+      HalfScale by(0.f);  // by one
       if (wide) {
         const CommonHalfScale common(largest, kColumns);
         scale = {common.suits, common.by.undo};
+        by = common.suits ? common.by : HalfScale(of_row);
 #pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-          const HalfScale by = common.suits ? common.by : HalfScale(largest[r0 + i * kRowsAtOnce]);
-          x[i] = by.halves(x[i]);
-          if (chunk == 0) undo_of[r0 + i * kRowsAtOnce] = by.undo;
-        }
-      } else if (thread < kColumns) {
-        undo_of[thread] = 1;
+        for (uint4& y : x) y = by.halves(y);
       }
+      if (chunk0 == 0) undo_of[r] = by.undo;
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const int r = r0 + i * kRowsAtOnce;
-      store_query_chunk<S::kNarrow>(x[i], chunk,
+      store_query_chunk<S::kNarrow>(x[i], chunk0 + i * kLanes,
                                     [&](int c) { return queries + c / 8 * kColumns * 128 + swizzled<128>(r, c % 8); });
     }
-    sync();  // what scaled them is there, and nobody reads the maxima of the segment before
+    sync_all();  // what scaled them is there, and nobody reads the maxima of the segment before
     return scale;
   }
 
@@ -272,7 +280,7 @@ struct WarpgroupSoftmax : TileLoader<S> {
         }
       }
     }
-    if (any_of_warpgroup(kBarrier, state.some_unseen || fmaxf(most[0], most[1]) > kLag)) [[unlikely]]
+    if (any_of_warpgroup(barrier(), state.some_unseen || fmaxf(most[0], most[1]) > kLag)) [[unlikely]]
       follow_maximum(s, state, lines);
     Weights weights;
 #pragma unroll
@@ -376,7 +384,7 @@ struct WarpgroupSoftmax : TileLoader<S> {
       }
       scratch.of_warps[0][thread] = maximum - before;
     }
-    state.some_unseen = any_of_warpgroup(kBarrier, unseen);
+    state.some_unseen = any_of_warpgroup(barrier(), unseen);
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       const float rise = scratch.of_warps[0][column(i)];
@@ -415,6 +423,11 @@ struct WarpgroupSoftmax : TileLoader<S> {
 
   __device__ float sum_of_weights(int r) const {
     return scratch.of_warps[0][r] + scratch.of_warps[1][r] + scratch.of_warps[2][r] + scratch.of_warps[3][r];
+  }
+
+  // After show_weights() and a barrier, of all columns.
+  __device__ void leave_all_stats(const Unit& u, const auto& pieces) const {
+    if (thread < kColumns) pieces.leave_stats(u, thread, {maximum_of(thread), sum_of_weights(thread)});
   }
 };
 

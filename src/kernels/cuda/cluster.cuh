@@ -60,12 +60,44 @@ __device__ inline void cluster_receive(uint32_t barrier, int parity = 0) {
 #endif
 }
 
+// One arrival at a barrier of a block of the cluster, of which it has the address: for what this thread has read and written.
+__device__ inline void cluster_arrive(uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+#endif
+}
+
+// Waits for such arrivals at a barrier of this block.
+__device__ inline void cluster_await([[maybe_unused]] uint32_t barrier, [[maybe_unused]] int parity) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t ended = 0;
+  while (ended == 0) {
+    asm volatile(
+        "{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        " selp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(ended)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  }
+#endif
+}
+
 // The address, in the cluster, of what lies in block `rank` where `address` lies in this block's shared memory.
 __device__ inline uint32_t cluster_address(uint32_t address, int rank) {
 #if __CUDA_ARCH__ >= 900
   asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
 #endif
   return address;
+}
+
+// Copies bytes, multiples of 16, from this block's shared memory to there; its barrier counts them as they arrive.  What other
+// threads have stored needs a fence_async_proxy() of theirs and a barrier before.
+__device__ inline void cluster_copy(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "r"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+#endif
 }
 
 // Stores there; the barrier, of the same block, counts the bytes as they arrive.
