@@ -362,12 +362,15 @@ template <class Shape, template <class> class Softmax>
 bool launch_short_call(const Problem& p, const Launch& launch) {
   using Clusters = WarpgroupClusterShape<Shape, false>;
   using Alone = WarpgroupClusterShape<Shape, true>;
-  if (Shape::kRows > 32) {  // of few heads, clusters beside each other take half of the rows each
-    const int64_t few = num_sms(launch.device) / (Shape::kNarrow ? 3 : 8);
-    if (p.a.num_seqs * p.a.num_kv_heads < few) return false;
-  }
+  // Of 64 rows few heads are quicker by clusters beside each other, with half of the rows each; and many over elements of one byte
+  // by the line, unless keys are few.
+  constexpr bool kMany = Shape::kRows > 32;
+  constexpr int64_t kFewKeys = 2048;
+  const int64_t few_heads = num_sms(launch.device) / (Shape::kNarrow ? 3 : 8);
+  if (kMany && p.a.num_seqs * p.a.num_kv_heads < few_heads) return false;
+  const bool suits_alone = !kMany || !Shape::kNarrow || p.a.max_seq_len <= kFewKeys;
   return launch_warpgroup_cluster<Clusters, Softmax<Clusters>>(p, launch) ||
-         launch_warpgroup_cluster<Alone, Softmax<Alone>>(p, launch);
+         (suits_alone && launch_warpgroup_cluster<Alone, Softmax<Alone>>(p, launch));
 }
 
 // Do all sequences, as far as the host can tell, have short keys and so many tokens that a tile has `rows` of them?  One that had
