@@ -56,8 +56,7 @@ struct Shape {
   static constexpr bool kQueriesInRegisters = kMore ? kBytes == 2 : kOneRowTile && kD <= 128;
 
   static constexpr int kBlock = kThreads;
-  static constexpr int kGroups =
-      1;  // of four warps that compute apart from each other: paged_attention_warpgroup_cluster.cuh
+  static constexpr int kGroups = 1;  // that compute, of four warps each: paged_attention_warpgroup_cluster.cuh
   static constexpr int kTeam = kMany ? kThreads : 32;
   static constexpr int kTeams = kThreads / kTeam;
   static constexpr int kTile = kMany ? (kD == 256 && kBytes == 2 ? 32 : 64) : 32 / kBytes;  // tokens
