@@ -119,16 +119,16 @@ bool launch_prefill(const Problem& p, const Launch& launch) {
 }
 
 bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
-  const bool up_to_64 = rows == RowClass::kFew || rows == RowClass::kSome || rows == RowClass::kMore;
+  const bool from_17_to_64 = rows == RowClass::kSome || rows == RowClass::kMore;
   const bool decodes = rows == RowClass::kFew || rows == RowClass::kInvariantFew;
-  // Short calls are first asked for in launch_decode if they see all their keys, else in launch_tokens, whose clusters know
-  // windows and sparsity; long ones with either are launch_decode's, for its line knows them.  All over pages that are no groups
-  // of eight tokens are launch_tokens's.
+  // Short calls are first asked for in launch_decode if they see all their keys; those of more rows in launch_warpgroup_clusters,
+  // whose clusters know windows; and others in launch_tokens, whose clusters know sparsity, too.  Long ones with either are
+  // launch_decode's, for its line knows them.  All over pages that are no groups of eight tokens are launch_tokens's, if clusters
+  // of warpgroups have not taken them.
   if (decodes && p.sees_all() && launch_decode(p, launch)) return true;
   const bool by_warpgroups = may_use_warpgroups(p.a, rows, launch.device);
-  const bool many_columns = rows == RowClass::kSome || rows == RowClass::kMore;
-  if (by_warpgroups && many_columns && launch_warpgroup_clusters(p, launch)) return true;
-  if (up_to_64 && launch_tokens(p, launch)) return true;
+  if (by_warpgroups && from_17_to_64 && launch_warpgroup_clusters(p, launch)) return true;
+  if ((rows == RowClass::kFew || from_17_to_64) && launch_tokens(p, launch)) return true;
   if (decodes && !p.sees_all() && launch_decode(p, launch)) return true;
   if (by_warpgroups) {
     using Launcher = bool(const Problem&, RowClass, const Launch&);

@@ -313,13 +313,10 @@ ClusterSize cluster_size(const Problem& p, const Launch& launch) {
   static PerDevice resident[S::kColumns + 1][kMostBlocks + 1];
   const int group = S::kInvariant ? p.group : 0;  // else the room does not depend on it
   const auto fit = [&](int blocks) {
-    return heads <
-           resident[group][blocks].get(
-               launch.device,
-               [&] {
-                 const int bytes = cluster_bytes<S>(group, blocks, S::kWarps, launch.device);
-                 return 1 + (bytes == 0 ? 0 : count_resident_clusters(kernel, blocks, S::kWarps * 32, bytes, launch));
-               });
+    return heads <= resident[group][blocks].get(launch.device, [&] {
+      const int bytes = cluster_bytes<S>(group, blocks, S::kWarps, launch.device);
+      return bytes == 0 ? 0 : count_resident_clusters(kernel, blocks, S::kWarps * 32, bytes, launch);
+    });
   };
   const int64_t most = most_keys<S>(p);
   if (p.a.num_seqs > 1 && most > kMostOfFew) return {0, 0};

@@ -94,9 +94,8 @@ bool launch_either_kernel(const Problem& given, const Launch& launch) {
   if (size.warps != S::kWarps || size.blocks == 0) return false;
   static PerDevice resident[kMostBlocks + 1];
   const int clusters = resident[size.blocks].get(launch.device, [&] {
-    return 1 +
-           count_resident_clusters(reinterpret_cast<const void*>(kernel), size.blocks, S::kWarps * 32, kBytes, launch);
-  }) - 1;
+    return count_resident_clusters(reinterpret_cast<const void*>(kernel), size.blocks, S::kWarps * 32, kBytes, launch);
+  });
   if (p.a.num_seqs * p.a.num_kv_heads > clusters) return false;
   const int grid = clusters * size.blocks;
   set_cluster(p, size.blocks, p.group, EitherKernel<S>::kQuads * 4, launch.device);

@@ -294,8 +294,8 @@ bool launch_joint_way(const Problem& p, const Launch& launch) {
   static PerDevice resident[kMost + 1];
   const auto fit = [&](int blocks) {
     return heads <= resident[blocks].get(launch.device, [&] {
-      return std::max(1, count_resident_clusters(reinterpret_cast<const void*>(paged_attention_joint_kernel<Deep>),
-                                                 blocks, Deep::kWarps * 32, joint_bytes<Deep>(8, blocks), launch));
+      return count_resident_clusters(reinterpret_cast<const void*>(paged_attention_joint_kernel<Deep>), blocks,
+                                     Deep::kWarps * 32, joint_bytes<Deep>(8, blocks), launch);
     });
   };
   for (int blocks = kMost; blocks > 0; --blocks) {

@@ -99,20 +99,20 @@ constexpr int64_t kMostOfFew = 8192;  // tokens of a sequence that a cluster tak
 // How many clusters of so many blocks run at once; 0 if the device has no such clusters.
 int count_resident_clusters(const void* kernel, int blocks, int threads, size_t shared_bytes, const Launch& launch);
 
-// A number found out once on each device.
+// A number, not below zero, found out once on each device.
 class PerDevice {
  public:
   template <class F>
   int get(int device, F&& find_out) {
     if (device >= kDevices) return find_out();
-    int value = values_[device].load(std::memory_order_relaxed);
-    if (value == 0) values_[device].store(value = find_out(), std::memory_order_relaxed);
-    return value;
+    int next = values_[device].load(std::memory_order_relaxed);
+    if (next == 0) values_[device].store(next = find_out() + 1, std::memory_order_relaxed);
+    return next - 1;
   }
 
  private:
   static constexpr int kDevices = 64;
-  std::atomic<int> values_[kDevices]{};
+  std::atomic<int> values_[kDevices]{};  // the number and one; 0: not known yet
 };
 
 // Lets a kernel have so much shared memory: said once on each device.
@@ -180,7 +180,8 @@ bool launch_warpgroups_bf16(const Problem& p, RowClass rows, const Launch& launc
 bool launch_warpgroups_e4m3(const Problem& p, RowClass rows, const Launch& launch);
 bool launch_warpgroups_e5m2(const Problem& p, RowClass rows, const Launch& launch);
 bool launch_warpgroups_int8(const Problem& p, RowClass rows, const Launch& launch);
-// 17 to 64 rows of short calls by clusters of such warps, where may_use_warpgroups().  False if the call had better go another way.
+// 17 to 64 rows of short calls by clusters of such warps, where may_use_warpgroups().  False if the call had better go another
+// way.
 bool launch_warpgroup_clusters_f16(const Problem& p, const Launch& launch);
 bool launch_warpgroup_clusters_bf16(const Problem& p, const Launch& launch);
 bool launch_warpgroup_clusters_e4m3(const Problem& p, const Launch& launch);

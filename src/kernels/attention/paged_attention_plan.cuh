@@ -261,6 +261,17 @@ struct alignas(16) Unit {
   bool ends_chunk;          // its sums leave the registers: it ends the part or, with batch_invariant, a chunk
 };
 
+// Of a sequence and a KV head, the first query tile; nothing of its keys.
+__device__ inline Unit first_unit(int sequence, const Sequence& seq, int kv_head) {
+  Unit u{};
+  u.sequence = sequence;
+  u.sequence_len = seq.len;
+  u.query_begin = seq.query_begin;
+  u.query_len = seq.query_len;
+  u.kv_head = kv_head;
+  return u;
+}
+
 // Where the sums of a segment go that are not all of it: to the workspace, for the combining kernel.
 struct LinePieces {
   static constexpr bool kInStages = false;  // do they lie where tiles were?

@@ -61,12 +61,7 @@ struct TokensKernel : ClusterKernel<S> {
         seq = kept(seq);
         exchange_again();
       }
-      Unit u{};
-      u.sequence = sequence;
-      u.sequence_len = seq.len;
-      u.query_begin = seq.query_begin;
-      u.query_len = seq.query_len;
-      u.kv_head = kv_head;
+      Unit u = first_unit(sequence, seq, kv_head);
       u.query_tile = kGuesses && p.head_tiles == 1 ? i : i / p.head_tiles;
       u.head_tile = i - u.query_tile * p.head_tiles;
       keep(u);

@@ -19,6 +19,9 @@ namespace pykv::attention {
 // Named barriers: of the copying warps, of each group that computes (this and the next), and of all groups.
 constexpr int kCopyBarrier = 1, kGroupBarrier = 2, kAllGroupsBarrier = 4;
 
+// Whose group of so many a thread belongs to, if it computes: the copying warps come after the first.
+__device__ inline int computing_group(int groups) { return groups == 1 ? 0 : threadIdx.x / (2 * kThreads); }
+
 template <class Element, int kHeadSize>
 struct WarpgroupShape : Shape<Element, kHeadSize, false, RowClass::kMore> {
   static constexpr bool kWarpgroup = true, kReadOnce = true;
@@ -242,8 +245,6 @@ struct WarpgroupKernel : Softmax {
     }
   }
 
-  // The group of this thread, which computes.
-  static __device__ int group() { return S::kGroups == 1 ? 0 : threadIdx.x / (2 * kThreads); }
   static __device__ bool brings_tiles() { return threadIdx.x / kThreads == 1; }
 
   // Where sums of parts of a segment go: to `pieces`, as in LinePieces.
@@ -257,7 +258,7 @@ struct WarpgroupKernel : Softmax {
       if (!first.exists) break;
       this->begin_segment(first, state);
       int first_token = first.first_token, left = notes.part_tiles[at.slot];
-      if (group() > 0) {  // the tile is the other group's
+      if (computing_group(S::kGroups) > 0) {  // the tile is the other group's
         at.advance();
         first_token += S::kTile;
         --left;
@@ -300,7 +301,7 @@ struct WarpgroupMemory {
   typename Kernel::Notes notes;
 
   __device__ Kernel kernel(const Problem& p, const CacheCopies& copies, char* memory) {
-    const int group = Kernel::group();
+    const int group = computing_group(S::kGroups);
     return {Softmax::make(p, copies, scratch[group], shared_address(memory + S::kRingBytes)), notes, memory};
   }
 };

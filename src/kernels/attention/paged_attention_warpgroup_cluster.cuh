@@ -50,15 +50,7 @@ struct ClusterPlace {
   }
 
   // The first query tile, without keys.
-  __device__ Unit unit() const {
-    Unit u{};
-    u.sequence = sequence;
-    u.sequence_len = seq.len;
-    u.query_begin = seq.query_begin;
-    u.query_len = seq.query_len;
-    u.kv_head = kv_head;
-    return u;
-  }
+  __device__ Unit unit() const { return first_unit(sequence, seq, kv_head); }
 
   // What a block has of the keys that a query tile sees.
   struct Keys {
@@ -336,20 +328,21 @@ __global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
 
 // False if there are more KV heads than find room at once.
 template <class S, class Softmax>
-bool launch_warpgroup_cluster(Problem p, const Launch& launch) {
+bool launch_warpgroup_cluster(const Problem& given, const Launch& launch) {
   constexpr int kBytes = warpgroup_shared_bytes<S, WarpgroupClusterMemory<S, Softmax>>();
   const auto kernel = paged_attention_warpgroup_cluster_kernel<S, Softmax>;
   static PerDevice resident[S::kBlocksOfCluster + 1];
-  set_rows(p, S::kRows);
-  set_places(p, S::kUnitTokens);
-  const int64_t heads = p.a.num_seqs * p.a.num_kv_heads;
-  p.by_heads = Divider(p.a.num_kv_heads);
+  const int64_t heads = given.a.num_seqs * given.a.num_kv_heads;
   for (int blocks = S::kBlocksOfCluster; blocks > 0; --blocks) {
-    const int fit = resident[blocks].get(launch.device, [&] {
-      return 1 + count_resident_clusters(reinterpret_cast<const void*>(kernel), blocks, S::kBlock, kBytes, launch);
+    const int clusters = resident[blocks].get(launch.device, [&] {
+      return count_resident_clusters(reinterpret_cast<const void*>(kernel), blocks, S::kBlock, kBytes, launch);
     });
-    if (heads >= fit) continue;
-    set_cluster(p, blocks, p.tile_tokens * p.tile_heads, 4, launch.device);
+    if (heads > clusters) continue;
+    Problem p = given;
+    p.by_heads = Divider(p.a.num_kv_heads);
+    set_rows(p, S::kRows);
+    set_places(p, S::kUnitTokens);
+    set_cluster(p, blocks, p.tile_tokens * p.tile_heads, 4, launch.device);  // a block finishes whole rows
     launch_after(kernel, dim3(static_cast<unsigned>(heads * blocks)), dim3(S::kBlock), blocks, kBytes, launch, p.a.op,
                  p, copies_of<S>(p));
     return true;

@@ -81,7 +81,7 @@ struct WarpgroupSoftmax : TileLoader<S> {
   }
 
   // A group of those who compute: of one the compiler knows the barrier, and leaves others to other blocks.
-  static __device__ int group() { return S::kGroups == 1 ? 0 : threadIdx.x / (2 * kThreads); }
+  static __device__ int group() { return computing_group(S::kGroups); }
   static __device__ int barrier() { return kGroupBarrier + group(); }
   static __device__ void sync() { named_barrier_sync(barrier(), kThreads); }
 
