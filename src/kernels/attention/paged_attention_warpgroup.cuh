@@ -119,13 +119,12 @@ struct WarpgroupKernel : Softmax {
   }
 
   struct Place {
-    int stage = 0, parity = 1, slot = 0, turn = 0;  // of the stage the phase before the first counts as ended
+    int stage = 0, parity = 1, slot = 0;  // of the stage the phase before the first counts as ended
+    uint32_t described = 0;               // by slot: the parity of what will be described there next
+    static_assert(kSlots <= 32);
 
     __device__ void advance() {
-      if (++slot == kSlots) {
-        slot = 0;
-        turn ^= 1;
-      }
+      if (++slot == kSlots) slot = 0;
       if (++stage == kStages) {
         stage = 0;
         parity ^= 1;
@@ -135,9 +134,10 @@ struct WarpgroupKernel : Softmax {
 
   __device__ void wait_for(const Place& at) const { mbarrier_wait(full(at.stage), at.parity ^ 1); }
 
-  // What the slot says of the tile's segment; the tile may still be on its way.
-  __device__ const Unit& segment_of(const Place& at) const {
-    mbarrier_wait(described(at.slot), at.turn);
+  // Of a segment's first tile, which may still be on its way: what the slot says of the segment, or that there is none.
+  __device__ const Unit& segment_of(Place& at) const {
+    mbarrier_wait(described(at.slot), at.described >> at.slot & 1);
+    at.described ^= 1u << at.slot;
     return notes.slots[at.slot].unit;
   }
 
@@ -177,10 +177,10 @@ struct WarpgroupKernel : Softmax {
           if (j == 0) {
             slot.unit = notes.copied = walker.unit;
             notes.part_tiles[at.slot] = segment.tiles;
+            mbarrier_arrive(described(at.slot));
           } else if (j + S::kGroups >= segment.tiles) {
             slot.unit = notes.copied;
           }
-          mbarrier_arrive(described(at.slot));
         }
         const bool looks_up = j % pages.kTilesAhead == 0;
         if (looks_up) pages.end_lookup(ahead, segment, j, head);
@@ -218,7 +218,7 @@ struct WarpgroupKernel : Softmax {
       TileSlot& slot = notes.slots[i];
       slot.unit = notes.walkers[0].unit;
       notes.part_tiles[i] = notes.walkers[0].in_segment;
-      mbarrier_arrive(described(i));
+      if (slot.unit.begins || !slot.unit.exists) mbarrier_arrive(described(i));
       if (slot.unit.exists) notes.walkers[0].next(p);
     };
     Lookup ahead;

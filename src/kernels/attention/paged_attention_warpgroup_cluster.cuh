@@ -85,7 +85,6 @@ struct ClusterWalker {
     if (--in_segment == 0) return next_segment(p);
     unit.first_token += p.kv_tile;
     unit.begins = false;
-    unit.ends = in_segment == 1;
   }
 
   __device__ void next_segment(const Problem& p) {
@@ -102,7 +101,6 @@ struct ClusterWalker {
     unit.begins = true;
     // Each group leaves sums, if only those of no key, and all stages are the segment's in the end.
     in_segment = max(tiles, kMostClusterStages);
-    unit.ends = in_segment == 1;
   }
 };
 
@@ -199,7 +197,7 @@ struct ClusterPieces {
   __device__ uint32_t arrived() const { return shared_address(&exchange.arrived); }
   __device__ uint32_t room() const { return shared_address(&exchange.room); }
   __device__ int rank() const { return p.by_cluster.remainder(blockIdx.x); }
-  static __device__ int group() { return threadIdx.x / (2 * kThreads); }
+  static __device__ int group() { return computing_group(S::kGroups); }
   static __device__ void sync() { named_barrier_sync(kAllGroupsBarrier, S::kGroups * kThreads); }
 
   __device__ RowSums<S>& own(int row) const { return left[group() * S::kRows + row]; }

@@ -146,8 +146,8 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
 
     this->adjust_scores(tile, state, s);
     const auto w = this->weigh(s, state, own_weights());
-    if constexpr (!kValuesEarly) read_values(tile.stage, value_codes, leave);
     this->store_weights(w, weights_at);
+    if constexpr (!kValuesEarly) read_values(tile.stage, value_codes, leave);  // weights have left their registers
     Values values;
     widen_values(value_codes, values);
     this->share_weights();
