@@ -55,6 +55,7 @@ class Case:
     dtype: str = "bfloat16"
     window: int | None = None
     extras: tuple[str, ...] = ()  # names of more_options()
+    room: int = 0  # tokens that block tables have room for, or just enough
 
     @property
     def decode(self) -> bool:
@@ -162,7 +163,7 @@ def call(case: Case, device: Cuda) -> tuple[Call, peers.Decode | None]:
     page, head_size = case.page, case.head_size
     pages = [math.ceil(n / page) for n in case.lens]
     total = sum(pages)
-    table = np.zeros((len(pages), max(pages)), np.int32)
+    table = np.zeros((len(pages), max(*pages, math.ceil(case.room / page))), np.int32)
     ids = rng.permutation(total)
     for row, (start, count) in enumerate(zip(np.cumsum([0, *pages]), pages, strict=False)):
         table[row, :count] = ids[start : start + count]

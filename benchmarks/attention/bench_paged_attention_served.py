@@ -66,6 +66,9 @@ def variants(fast: Case) -> Iterator[Case]:
         yield but(f"{group} heads in a group", heads=8 * group)
     for queries in (2, 4, 8, 16):
         yield but(f"{queries} queries", queries=(queries,) * len(fast.lens))
+    for queries in (1, 2, 4, 8, 16):
+        yield but(f"tables for 32k, {queries} queries", room=32768, queries=(queries,) * len(fast.lens))
+    yield but("tables for 32k, 16 heads in a group", room=32768, heads=8 * 16)
     yield but("2 queries, HND", queries=(2,) * len(fast.lens), layout="HND")
     yield but("2 queries, packed", queries=(2,) * len(fast.lens), layout="packed")
     for name in ("alibi", "int64", "lse", "sinks", "soft cap", *(() if wide else ("scale per head",))):

@@ -1,6 +1,7 @@
 """Few sequences whose tables have room for long ones: the lengths on the device say which way a call goes.
 
 Sequences that are much alike have clusters of blocks; where one has far more tokens than others, all blocks share it.
+With one query token a kernel is both, with several tokens there are two.
 """
 
 from __future__ import annotations
@@ -25,9 +26,24 @@ WAYS = pytest.mark.parametrize(
 )
 ROOM = 30_000  # tokens of a table
 
+# Query tokens and heads in a group: 8 to 64 rows.
+SEVERAL = pytest.mark.parametrize(("queries", "group"), [(2, 4), (4, 4), (8, 4), (1, 17), (16, 4), (5, 7)])
+ONE_QUITE_LONG = (5, 2500, 300, 0, 64, 1, 20, 33, 7)
+SOME_KINDS = pytest.mark.parametrize("kind", ["auto", "fp8_e4m3", "int8"])
+
 
 def batch(lens: tuple[int, ...], sizes: Sizes, **kwargs: Any) -> Batch:
     return inputs.batch(rng(len(lens)), [(1, n) for n in lens], sizes, decode=True, room=ROOM, **kwargs)
+
+
+def several_tokens(lens: tuple[int, ...], queries: int, group: int, kv_heads: int, kind: str, **kwargs: Any) -> Batch:
+    """Sequences without keys have no query, and the first that has room for them has theirs."""
+    tokens = [queries if n > 0 else 0 for n in lens]
+    tokens[next(i for i, n in enumerate(lens) if n >= 100)] += queries * tokens.count(0)
+    sizes = Sizes(kv_heads * group, kv_heads, kwargs.pop("head_size", 128), kwargs.pop("page", 16))
+    pairs = [(q, max(q, n)) for q, n in zip(tokens, lens, strict=True)]
+    b = inputs.batch(rng(len(lens)), pairs, sizes, kind=kind, room=ROOM, **kwargs)
+    return b.changed(options=inputs.scales(kind, 0.7, 1.3))
 
 
 # Groups of up to four and of up to eight, and an odd number of KV heads, which are not taken in pairs.
@@ -80,3 +96,56 @@ def test_replayed_with_lengths_for_the_other_way(cupy: Any, kind: str) -> None:
         (5000, 4900, 300, 64),
     ):
         captured.check(now)
+
+
+@SEVERAL
+@SOME_KINDS
+@pytest.mark.parametrize("lens", [ALIKE, ONE_QUITE_LONG], ids=["alike", "one long"])
+def test_several_tokens(array: Library, lens: tuple[int, ...], kind: str, queries: int, group: int) -> None:
+    """Of so many KV heads each has a block, if they are alike."""
+    check(array, several_tokens(lens, queries, group, 8, kind))
+
+
+MANY_SHORT = tuple(range(16, 30))
+
+
+@SEVERAL
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("lens", [(900, 700), (300, 0, 4500, *MANY_SHORT)], ids=["alike", "one long"])
+def test_several_tokens_by_several_blocks(
+    array: Library, lens: tuple[int, ...], kind: str, queries: int, group: int
+) -> None:
+    check(array, several_tokens(lens, queries, group, 4, kind, head_size=64, dtype="float16"))
+
+
+@SOME_KINDS
+@pytest.mark.parametrize("length", [500, 13_000])
+def test_several_tokens_of_one_sequence(array: Library, length: int, kind: str) -> None:
+    check(array, several_tokens((length,), 16, 4, 2, kind, page=32))
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("queries", [3, 8, 16])
+@pytest.mark.parametrize("lens", [ALIKE, ONE_QUITE_LONG], ids=["alike", "one long"])
+def test_bad_ids_of_several_tokens(array: Library, lens: tuple[int, ...], kind: str, queries: int) -> None:
+    b = several_tokens(lens, queries, 2, 8, kind)
+    b.block_tables[2, 1] = -3
+    check_reported(array, b, -3)
+
+
+@SOME_KINDS
+@pytest.mark.parametrize("queries", [4, 8, 16])
+def test_several_tokens_replayed_with_lengths_for_the_other_way(cupy: Any, kind: str, queries: int) -> None:
+    longest = (20_000, 400, 300, 64, 70, 80, 90, 100)
+    b = several_tokens(longest, queries, 4, 2, kind, dtype="float16")
+    captured = CapturedCalls(cupy, b, calls=2)
+    for now in (
+        longest,
+        (250, 260, 300, 64, 70, 80, 90, 100),
+        (20_000, 20, 16, 17, 18, 19, 20, 21),
+        (30, 31, 32, 33, 34, 35, 36, 37),
+        (5000, 400, 300, 64, 70, 80, 90, 100),
+    ):
+        captured.check(now)
+    captured.check((20_000, 0, *[32] * 6), (queries, 0, 2 * queries, *[queries] * 5))
+    captured.check([0] * 8, [0] * 8)

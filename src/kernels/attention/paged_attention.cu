@@ -110,6 +110,20 @@ bool launch_warpgroup_clusters(const Problem& p, const Launch& launch) {
                            launch_warpgroup_clusters_int8, nullptr)(p, launch);
 }
 
+bool launch_warpgroups(const Problem& p, RowClass rows, const Launch& launch) {
+  using Launcher = bool(const Problem&, RowClass, const Launch&);
+  return of_kind<Launcher>(p.a, launch_warpgroups_f16, launch_warpgroups_bf16, launch_warpgroups_e4m3,
+                           launch_warpgroups_e5m2, launch_warpgroups_int8, nullptr)(p, rows, launch);
+}
+
+// Clusters, and after them the line of warpgroups, of which one finds that the lengths are not for it.  False if the call had better
+// go another way.
+bool launch_either_way(Problem p, RowClass rows, const Launch& launch) {
+  if (!may_go_either_way(p, rows, launch.device)) return false;
+  p.lengths = Lengths::kForClusters;
+  return (rows != RowClass::kFew && launch_warpgroup_clusters(p, launch)) || launch_tokens(p, launch);
+}
+
 bool launch_prefill(const Problem& p, const Launch& launch) {
   if (p.a.kv_format != KvFormat::kSame) return false;
   if (p.a.batch_invariant) {
@@ -127,14 +141,11 @@ bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
   // of warpgroups have not taken them.
   if (decodes && p.sees_all() && launch_decode(p, launch)) return true;
   const bool by_warpgroups = may_use_warpgroups(p.a, rows, launch.device);
+  if (launch_either_way(p, rows, launch)) return true;
   if (by_warpgroups && from_17_to_64 && launch_warpgroup_clusters(p, launch)) return true;
   if ((rows == RowClass::kFew || from_17_to_64) && launch_tokens(p, launch)) return true;
   if (decodes && !p.sees_all() && launch_decode(p, launch)) return true;
-  if (by_warpgroups) {
-    using Launcher = bool(const Problem&, RowClass, const Launch&);
-    return of_kind<Launcher>(p.a, launch_warpgroups_f16, launch_warpgroups_bf16, launch_warpgroups_e4m3,
-                             launch_warpgroups_e5m2, launch_warpgroups_int8, nullptr)(p, rows, launch);
-  }
+  if (by_warpgroups) return launch_warpgroups(p, rows, launch);
   return of_kind(p.a, launch_f16, launch_bf16, launch_e4m3, launch_e5m2, launch_int8, launch_nvfp4)(p, rows, launch);
 }
 
@@ -201,6 +212,31 @@ bool may_use_warpgroups(const PagedAttentionArgs& a, RowClass rows, int device) 
 bool fills_warpgroups(const Problem& p, int device) {
   return p.sees_all() && may_use_warpgroups(p.a, RowClass::kFew, device) &&
          p.a.num_seqs * p.a.num_kv_heads >= num_sms(device);
+}
+
+bool may_go_either_way(const Problem& p, RowClass rows, int device) {
+  const bool is_wide = p.sees_all() && p.a.max_seq_len > kMostOfFew && may_use_warpgroups(p.a, rows, device);
+  const bool are_alike = p.min_rows == 0 && p.a.num_tokens % p.a.num_seqs == 0;  // the numbers of query tokens
+  if (!is_wide || !are_alike || p.a.num_seqs * p.a.num_kv_heads > 2 * num_sms(device)) return false;
+  return p.a.num_seqs > 1 || rows == RowClass::kMore;  // else one sequence has clusters without a line
+}
+
+void set_balance(Problem& p, int blocks_per_sm, int device) {
+  if (p.lengths == Lengths::kAny) return;
+  // Measured on an H100.  Arithmetic, of which one byte and 64 rows have most, is as slow for one block as for all.
+  const bool narrow = p.a.kv_format != KvFormat::kSame, many = p.a.num_tokens / p.a.num_seqs * p.group > 32;
+  const float pace = (narrow ? 1.3f : 2.f) * (many ? 0.75f : 1.f) / static_cast<float>(p.ways);
+  const float blocks = static_cast<float>(p.cluster) / static_cast<float>(blocks_per_sm);
+  p.balance = Balance::of(p.a.num_kv_heads, blocks, num_sms(device), pace, narrow ? 1920 : 1280);
+}
+
+bool launch_for_other_lengths(Problem p, const Launch& launch) {
+  if (p.lengths == Lengths::kAny) return true;
+  p.lengths = Lengths::kForLine;
+  const int64_t rows = p.a.num_tokens / p.a.num_seqs * p.group;
+  // Up to eight columns over one byte have a line that is quicker than that of warpgroups.
+  if (p.a.kv_format != KvFormat::kSame && rows <= 8 && launch_tokens(p, launch)) return true;
+  return launch_warpgroups(p, rows <= 16 ? RowClass::kFew : rows <= 32 ? RowClass::kSome : RowClass::kMore, launch);
 }
 
 uint64_t next_ticket() {
@@ -291,7 +327,8 @@ void set_line(Problem& p, const Tiling& t, int grid) {
 void set_cluster(Problem& p, int blocks, int queries, int head_size, int device) {
   p.cluster = blocks;
   p.by_cluster = Divider(blocks);
-  const bool early = overlaps_kernels(device) && (blocks <= 2 || p.a.max_seq_len <= 2048);
+  const bool may_be_short = p.a.max_seq_len <= 2048 || p.lengths == Lengths::kForClusters;
+  const bool early = overlaps_kernels(device) && (blocks <= 2 || may_be_short);
   p.early_blocks = early ? 4 * num_sms(device) : 0;
   p.block_items = (queries * (head_size / 4) + blocks - 1) / blocks;
   p.by_block_items = Divider(p.block_items);

@@ -292,7 +292,8 @@ int cluster_bytes(int group, int blocks, int warps, int device) {
 // Keys that a query may see, at most, and as many as fill tiles and blocks.
 template <class S>
 int64_t most_keys(const Problem& p) {
-  const int64_t most = std::min<int64_t>(p.a.max_seq_len, int64_t{p.window} + S::kTile);
+  int64_t most = std::min<int64_t>(p.a.max_seq_len, int64_t{p.window} + S::kTile);
+  if (p.lengths == Lengths::kForClusters) most = std::min(most, kMostOfFew);  // where none is much longer than others
   if (!p.sparse) return most;
   return std::min(most, most / p.sparse_stride + (int64_t{p.sparse_local} + 1) * p.sparse_block);
 }
@@ -370,6 +371,7 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
   allow_shared_memory(kernel, static_cast<int>(shared_memory_limit(launch.device)), allowed, p.a.op, launch);
   set_cluster(p, size.blocks, S::kManyTokens ? p.tile_tokens * p.tile_heads : p.group, DecodeLoader<S>::kQuads * 4,
               launch.device);
+  set_balance(p, 1, launch.device);
   if constexpr (S::kInvariant) {
     p.by_round = Divider(size.blocks * size.warps / ExactClusterKernel<S>::kTeamWarps);
     p.exchange_bytes = exact_exchange_bytes<S>(p.group, size.blocks, size.warps, launch.device);
@@ -383,7 +385,7 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
   } else {
     start();
   }
-  return true;
+  return launch_for_other_lengths(p, launch);
 }
 
 }  // namespace pykv::attention

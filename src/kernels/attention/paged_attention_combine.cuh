@@ -54,8 +54,9 @@ __global__ void __launch_bounds__(kCombineThreads, Sum::kBlocksPerSm)
   __shared__ PlanScratchOf<kCombineThreads> scan;
   constexpr int kNotes = kMaxGrid / kCombineThreads;  // of a thread, at most, one after the other
   const int quads = p.pitch / 4;
-  // It lets no other come up: where the next kernel's blocks came to lie would depend on when which of these end, and what reads
-  // neighbouring heads would no longer do so at the same time.
+  // If it has something to do it lets no other come up: where the next kernel's blocks came to lie would depend on when which of
+  // these end, and what reads neighbouring heads would no longer do so at the same time.
+  if (!takes_call(p)) return leave_call();
   wait_for_previous_kernel();
   const int own = (notes + kCombineThreads - 1) / kCombineThreads, first_own = threadIdx.x * own;
   int jobs[kNotes], own_jobs = 0;

@@ -52,7 +52,8 @@ bool launch_folded_line(const Problem& given, const Launch& launch) {
 }
 
 // Four warps together are quicker for many heads in a group and, over elements of one byte, for sizes of heads between those of
-// tiles, and for pairs of heads of 64 that have nine to sixteen columns.
+// tiles, and for pairs of heads of 64 that have nine to sixteen columns.  And where
+// clusters may be, instead, of four blocks or more, they are.
 template <class Line, int kQueries>
 bool prefers_warpgroups(const Problem& p, int device) {
   constexpr bool kMany = kQueries == 16;
@@ -60,7 +61,9 @@ bool prefers_warpgroups(const Problem& p, int device) {
     const bool wanted = Line::kD == 64    ? kQueries == 8 && p.group > 4 && can_pair_codes(p)
                         : Line::kD == 128 ? kMany || p.a.head_size < Line::kD
                                           : false;
-    return wanted && fills_warpgroups(p, device);
+    const bool has_clusters =
+        kMany && p.a.num_seqs * p.a.num_kv_heads <= num_sms(device) / 4 && may_go_either_way(p, RowClass::kFew, device);
+    return wanted && (has_clusters || fills_warpgroups(p, device));
   } else {
     return Line::kD == 128 && kMany && p.sees_all() && may_use_warpgroups(p.a, RowClass::kFew, device);
   }

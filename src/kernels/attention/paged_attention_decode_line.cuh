@@ -43,6 +43,9 @@ template <class S>
 __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksPerSm)
     paged_attention_decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
                                   uint64_t ticket) {
+  if constexpr (S::kManyTokens) {
+    if (!takes_call(p)) return leave_call();
+  }
   extern __shared__ __align__(1024) char memory[];
   run_decode_line<S>(p, copies, ticket, memory);
 }

@@ -93,15 +93,6 @@ struct DecodePages : ColumnsOf<S> {
   // A guess: what the length is before the kernel before has ended.
   __device__ int early_length(int s) const { return __ldcg(words_at(p.a.seq_lens, s)); }
 
-  __device__ const char* key_row(int64_t id, int token, int kv_head) const {
-    return static_cast<const char*>(p.a.key.data) + id * copies.key_block +
-           p.block_size.remainder(token) * copies.key_token + kv_head * copies.key_head;
-  }
-  __device__ const char* value_row(int64_t id, int token, int kv_head) const {
-    return static_cast<const char*>(p.a.value.data) + id * copies.value_block +
-           p.block_size.remainder(token) * copies.value_token + kv_head * copies.value_head;
-  }
-
   // While the kernel before still runs, brings a tile into the L2, if these are the length and the place of its keys.
   // Whatever that kernel may yet write to the table is read again after it; nothing of this stays in the L1.
   __device__ void foresee(int sequence, int kv_head, int len, int first_token) const {
@@ -117,8 +108,8 @@ struct DecodePages : ColumnsOf<S> {
             static_cast<uint32_t>(id) >= static_cast<uint32_t>(p.a.num_blocks)) {
           continue;
         }
-        prefetch(key_row(id, token, kv_head) + at);
-        prefetch(value_row(id, token, kv_head) + at);
+        prefetch(this->key_row(id, token, kv_head) + at);
+        prefetch(this->value_row(id, token, kv_head) + at);
       }
     } else if constexpr (S::kPackedV) {
       const int token0 = first_token + lane % kGroups * kGroupTokens;
@@ -134,8 +125,8 @@ struct DecodePages : ColumnsOf<S> {
             static_cast<uint32_t>(id) >= static_cast<uint32_t>(p.a.num_blocks)) {
           continue;
         }
-        prefetch(key_row(id, 0, kv_head) + at);
-        prefetch(value_row(id, 0, kv_head) + at);
+        prefetch(this->key_row(id, 0, kv_head) + at);
+        prefetch(this->value_row(id, 0, kv_head) + at);
       }
     }
   }
@@ -148,7 +139,7 @@ struct DecodePages : ColumnsOf<S> {
       return;
     }
     constexpr int kKeyLines = kTile * 16 / 128;  // of a chunk's tokens
-    const char* keys = key_row(id, first_token, kv_head);
+    const char* keys = this->key_row(id, first_token, kv_head);
     for (int x = lane; x < copies.head_bytes / 16 * kKeyLines; x += 32) {
       prefetch(keys + times(copies.key_chunk, x / kKeyLines) + x % kKeyLines * 128);
     }

@@ -1,6 +1,5 @@
-// Few sequences whose block tables have room for long ones: nobody but the device knows whether clusters suit the call
-// (paged_attention_cluster.cuh), which are quick where sequences are much alike or short, or the line
-// (paged_attention_decode.cuh), on which all blocks share a long one.  So one kernel can be either.
+// Decoding of few sequences whose block tables have room for long ones (paged_attention_balance.cuh): one kernel that can be
+// clusters (paged_attention_cluster.cuh) or the line (paged_attention_decode.cuh).
 //
 // A cluster's blocks go as far as the lengths, then all take the same way.  The line is that of as many blocks, which may
 // be some more than clusters need.
@@ -9,26 +8,6 @@
 #include "attention/paged_attention_cluster.cuh"
 
 namespace pykv::attention {
-
-// When clusters take the call: its longest sequence has at most `share` of all tokens, and `slack` more.
-struct Balance {
-  static constexpr int kUnit = 128;  // tokens
-  float share, slack;                // of a unit
-
-  // The mean, if all blocks had as much.  What the longest sequence has above that, a block reads with twice its part of
-  // the bandwidth or less, when the others have finished; the line begins and ends later, by 5 us and more.  Measured on
-  // an H200.
-  template <class S>
-  static Balance of(const Problem& p, int blocks, int grid) {
-    constexpr float kBytes = S::kNarrow ? 3 << 18 : 1 << 19, kUnitBytes = 2 * kUnit * S::kD * S::kBytes;
-    const float alike = static_cast<float>(p.a.num_kv_heads) / static_cast<float>(grid);
-    return {static_cast<float>(blocks) * alike, static_cast<float>(blocks) * (kBytes / kUnitBytes)};
-  }
-
-  __device__ bool suits_clusters(int longest, int all) const {
-    return static_cast<float>(longest) <= share * static_cast<float>(all) + slack;
-  }
-};
 
 // The line of calls that see all keys, for blocks that are those of a cluster.
 template <class Line, class Cluster>
@@ -42,37 +21,24 @@ struct LineOfClusters : SeesAll<Line> {
 template <class S>
 struct EitherKernel : ClusterKernel<S> {
   using Base = ClusterKernel<S>;
-  using Base::lane;
   using Base::p;
-
-  const Balance balance;
-
-  // By all lanes of a warp, of all warps alike.
-  __device__ bool suits_clusters() const {
-    const int num_seqs = static_cast<int>(p.a.num_seqs);
-    int longest = 0, all = 0;
-#pragma unroll 1
-    for (int s = lane; s < num_seqs; s += 32) {
-      const int units = (this->length(s) + Balance::kUnit - 1) / Balance::kUnit;
-      longest = max(longest, units);
-      all += units;
-    }
-    return balance.suits_clusters(__reduce_max_sync(~0u, longest), __reduce_add_sync(~0u, all));
-  }
 
   // False if the line should take the call.
   __device__ bool run() const {
-    return Base::run(this->sequence < p.a.num_seqs, [this] { return suits_clusters(); });
+    const int num_seqs = static_cast<int>(p.a.num_seqs);
+    return Base::run(this->sequence < num_seqs, [this, num_seqs] {
+      return p.balance.suits_clusters(num_seqs, [this](int s) { return this->length(s); });
+    });
   }
 };
 
 template <class S, class Line>
 __global__ void __launch_bounds__(S::kWarps * 32, 1)
     paged_attention_either_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
-                                  uint64_t ticket, Balance balance) {
+                                  uint64_t ticket) {
   extern __shared__ __align__(1024) char memory[];
   const EitherKernel<S> clusters{
-      {{{{{{{p, copies}}}}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + S::kWarps * S::kRingBytes)}, balance};
+      {{{{{{{p, copies}}}}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + S::kWarps * S::kRingBytes)}};
   if (!clusters.run()) run_decode_line<Line>(p, copies, ticket, memory);
 }
 
@@ -102,8 +68,13 @@ bool launch_either_kernel(const Problem& given, const Launch& launch) {
   if (overlaps_kernels(launch.device)) p.early_blocks = grid;  // its lengths may be short
   set_places(p, Line::kUnitTokens);
   set_line(p, decode_tiling<Line>(p), grid);
+  // What a block reads with twice its part of the bandwidth or less, when the others have finished; the line begins and ends later
+  // by 5 us and more.  Measured on an H200.
+  constexpr int kSlackBytes = S::kNarrow ? 3 << 18 : 1 << 19;
+  p.balance =
+      Balance::of(p.a.num_kv_heads, static_cast<float>(size.blocks), grid, 1, kSlackBytes / (2 * S::kD * S::kBytes));
   launch_after(kernel, dim3(grid), dim3(S::kWarps * 32), size.blocks, kBytes, launch, p.a.op, p, copies_of<S>(p),
-               next_ticket(), Balance::of<S>(p, size.blocks, grid));
+               next_ticket());
   return true;
 }
 

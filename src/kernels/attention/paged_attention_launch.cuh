@@ -51,6 +51,15 @@ bool may_use_warpgroups(const PagedAttentionArgs& a, RowClass rows, int device);
 // ... and are there so many sequences that for few rows, too, this is quicker than the lines of decoding?
 bool fills_warpgroups(const Problem& p, int device);
 
+// May several query rows of few sequences, whose tables have room for many keys, go by clusters or the line of warpgroups, as their
+// lengths say?
+bool may_go_either_way(const Problem& p, RowClass rows, int device);
+
+// For such a call, when `p` is complete for clusters: when they take it, if an SM has so many of their blocks; and, after their
+// launch, that of the line for other lengths.  Neither does anything for Lengths::kAny.
+void set_balance(Problem& p, int blocks_per_sm, int device);
+bool launch_for_other_lengths(Problem p, const Launch& launch);
+
 // Completes `p` for a tiling (rows, workspace) and returns the grid: as many blocks as run at once, at most
 // tiling.blocks_per_sm on an SM.
 int set_tiling(Problem& p, const Tiling& tiling, int blocks_per_sm, int device);

@@ -46,6 +46,16 @@ struct TileLoader {
            row.head * p.a.query_head_stride;
   }
 
+  // Of a token in a page.
+  __device__ const char* key_row(int64_t id, int token, int kv_head) const {
+    return static_cast<const char*>(p.a.key.data) + id * copies.key_block +
+           p.block_size.remainder(token) * copies.key_token + kv_head * copies.key_head;
+  }
+  __device__ const char* value_row(int64_t id, int token, int kv_head) const {
+    return static_cast<const char*>(p.a.value.data) + id * copies.value_block +
+           p.block_size.remainder(token) * copies.value_token + kv_head * copies.value_head;
+  }
+
   static __device__ void sync_team() {
     if constexpr (kTeam == 32) {
       __syncwarp();

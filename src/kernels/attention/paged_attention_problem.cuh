@@ -2,7 +2,9 @@
 #pragma once
 
 #include "attention/paged_attention.h"
+#include "attention/paged_attention_balance.cuh"
 #include "cuda/approximate.cuh"
+#include "cuda/dependent.cuh"
 #include "cuda/divider.cuh"
 #include "cuda/types.cuh"
 
@@ -70,6 +72,8 @@ struct Problem {
                                         // paged_attention_exact.cuh, [2 * grid][rows][pitch / 4]
   float2* partial_stats;                // [2 * grid][rows]: maximum (base 2) and sum
   Unfinished* unfinished;               // [grid]; or tickets
+  Lengths lengths;                      // that the launch is for
+  Balance balance;                      // if not for any
 
   // Neither a window nor sparsity.
   __host__ __device__ bool sees_all() const { return window == kNoWindow && !sparse; }
@@ -102,6 +106,23 @@ __device__ inline void report_sequence(const Problem& p, const RawSequence& raw)
   if (raw.len < 0 || raw.len > p.a.max_seq_len) p.bad_length(raw.len, p.a.max_seq_len + 1);
   if (raw.begin < 0 || raw.begin > p.a.num_tokens) p.bad_query(raw.begin, p.a.num_tokens + 1);
   if (raw.end < raw.begin || raw.end > p.a.num_tokens) p.bad_query(raw.end, p.a.num_tokens + 1);
+}
+
+// Is the call, of these lengths, for this launch?  By all lanes of a warp, of all warps alike; of the line before
+// wait_for_previous_kernel(): all blocks of the clusters' kernel, which is launched first, have read the lengths by then, so that
+// what came before it has ended, and if they do not take the call, they have written nothing that would have to be waited for.
+__device__ inline bool takes_call(const Problem& p) {
+  if (p.lengths == Lengths::kAny) return true;
+  const bool by_clusters = p.balance.suits_clusters(static_cast<int>(p.a.num_seqs), [&](int64_t s) {
+    return static_cast<int>(clamp(p.a.seq_lens[s], 0, p.a.max_seq_len));
+  });
+  return by_clusters == (p.lengths == Lengths::kForClusters);
+}
+
+// If not: the next kernel may come up, which takes the end of this one for the end of those before, too.
+__device__ inline void leave_call() {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
 }
 
 // Is the sequence for this launch?  If not, another launch takes it, or it has no query at all.

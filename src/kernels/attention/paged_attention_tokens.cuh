@@ -48,9 +48,10 @@ struct TokensKernel : ClusterKernel<S> {
     // Mostly of one tile of queries, which needs no division.
     const bool is_one = kGuesses && seq.query_len <= p.tile_tokens;
     const int token_tiles = is_one ? 1 : (seq.query_len + p.tile_tokens - 1) / p.tile_tokens;
-    const int tiles = takes(p, seq) ? token_tiles * p.head_tiles : 0;
+    const bool is_mine = takes_call(p);
+    const int tiles = is_mine && takes(p, seq) ? token_tiles * p.head_tiles : 0;
     const int way = p.by_ways.remainder(cluster_index);
-    if (rank == 0 && kv_head == 0 && way == 0 && threadIdx.x == 0) report_sequence(p, raw);
+    if (is_mine && rank == 0 && kv_head == 0 && way == 0 && threadIdx.x == 0) report_sequence(p, raw);
     if (way >= tiles && p.cluster > 1) cluster_wait();
     int parity = 0;
     State state;
@@ -185,6 +186,7 @@ bool launch_tokens(const Problem& p, const Launch& launch) {
     } else {
       constexpr bool kMayBeSmall = !kPackedV && !std::is_same_v<Element, ElementNvfp4>;  // the pages
       const auto launch_columns = [&]<int kD, int kColumns> {
+        if (p.lengths == Lengths::kForLine) return false;
         using Cluster = ClusterShape<Element, kD, kPackedV, kColumns, false, false, true>;
         if constexpr (kMayBeSmall && kColumns <= 16) {
           if (p.a.block_size % kGroupTokens != 0) return launch_tokens_kernel<SmallPages<Cluster>>(p, launch);
@@ -200,16 +202,16 @@ bool launch_tokens(const Problem& p, const Launch& launch) {
                             : (columns > 16 && launch_columns.template operator()<128, 32>()) ||
                                   launch_columns.template operator()<128, 16>();
         if constexpr (Element::kBytes == 1) {
-          done =
-              done || (!fills_warpgroups(p, launch.device) && (launch_tokens_line<Element, kPackedV, 8>(p, launch) ||
-                                                               launch_tokens_line<Element, kPackedV, 16>(p, launch)));
+          done = done || (p.lengths != Lengths::kForClusters && !fills_warpgroups(p, launch.device) &&
+                          (launch_tokens_line<Element, kPackedV, 8>(p, launch) ||
+                           launch_tokens_line<Element, kPackedV, 16>(p, launch)));
         }
       } else {
         done = (columns > 16 && launch_columns.template operator()<64, 32>()) ||
                launch_columns.template operator()<64, 16>();
       }
       if constexpr (kMayBeSmall) {
-        done = done || launch_small_pages<Element>(p, launch);
+        done = done || (p.lengths == Lengths::kAny && launch_small_pages<Element>(p, launch));
       }
     }
   });

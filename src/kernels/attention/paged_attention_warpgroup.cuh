@@ -5,6 +5,7 @@
 //   paged_attention_warpgroup_columns.cuh  up to 32 over 16-bit elements, the columns of products
 //   paged_attention_warpgroup_codes.cuh    up to 64 over elements of one byte, the columns of products
 //   paged_attention_warpgroup_softmax.cuh  the softmax of columns
+//   paged_attention_warpgroup_queries.cuh  their queries in shared memory
 //
 // Bottleneck: memory, floor = KV bytes / bandwidth; see docs/kernels/paged_attention.md.
 #pragma once
@@ -87,7 +88,8 @@ struct WarpgroupKernel : Softmax {
 
   __device__ void run() {
     if (threadIdx.x == 0) open_barriers();
-    wait_for_previous_kernel();
+    if (p.lengths == Lengths::kAny) wait_for_previous_kernel();
+    if (!takes_call(p)) return leave_call();
     const SharePosition share = find_share<0, true>(p, scratch.plan);  // a barrier of all threads
     if (brings_tiles()) {
       give_registers<S::kCopyRegisters>();

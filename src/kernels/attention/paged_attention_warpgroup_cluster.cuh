@@ -266,6 +266,10 @@ struct WarpgroupClusterKernel : WarpgroupKernel<S, Softmax, ClusterWalker> {
       raw = load_sequence(p, sequence);
       return clamp_sequence(p, raw);
     });
+    if (!takes_call(p)) {
+      if (p.cluster > 1) cluster_wait();
+      return;
+    }
     const ClusterPieces<S> pieces{p, exchange, reinterpret_cast<RowSums<S>*>(this->ring)};
     if (is_first) {
       if (p.cluster > 1 && takes(p, at.seq)) pieces.expect(at.seq.query_len, 0);
@@ -294,13 +298,10 @@ struct WarpgroupClusterKernel : WarpgroupKernel<S, Softmax, ClusterWalker> {
     const int token = at.keys(p, Extent(p, at.seq), 0).first_token + this->member / 2;
     if (token >= at.seq.len) return;
     const auto [words, step] = place_in_table(p, at.sequence, token);
-    const int id = __ldcg(words), o = p.block_size.remainder(token);
+    const int id = __ldcg(words);
     if (static_cast<uint32_t>(id) >= static_cast<uint32_t>(p.a.num_blocks)) return;
-    const char* keys = static_cast<const char*>(p.a.key.data) + id * copies.key_block + o * copies.key_token +
-                       at.kv_head * copies.key_head;
-    const char* values = static_cast<const char*>(p.a.value.data) + id * copies.value_block + o * copies.value_token +
-                         at.kv_head * copies.value_head;
-    for (int i = 0; i < copies.head_bytes; i += 128) prefetch((lane % 2 ? values : keys) + i);
+    const char* row = lane % 2 ? this->value_row(id, token, at.kv_head) : this->key_row(id, token, at.kv_head);
+    for (int i = 0; i < copies.head_bytes; i += 128) prefetch(row + i);
   }
 #endif
 };
@@ -341,9 +342,10 @@ bool launch_warpgroup_cluster(const Problem& given, const Launch& launch) {
     set_rows(p, S::kRows);
     set_places(p, S::kUnitTokens);
     set_cluster(p, blocks, p.tile_tokens * p.tile_heads, 4, launch.device);  // a block finishes whole rows
+    set_balance(p, S::kBlocksPerSm, launch.device);
     launch_after(kernel, dim3(static_cast<unsigned>(heads * blocks)), dim3(S::kBlock), blocks, kBytes, launch, p.a.op,
                  p, copies_of<S>(p));
-    return true;
+    return launch_for_other_lengths(p, launch);
   }
   return false;
 }
@@ -364,12 +366,13 @@ bool launch_short_call(const Problem& p, const Launch& launch) {
          (suits_alone && launch_warpgroup_cluster<Alone, Softmax<Alone>>(p, launch));
 }
 
-// Do all sequences, as far as the host can tell, have short keys and so many tokens that a tile has `rows` of them?  One that had
-// far more would keep its cluster busy when the others had finished.
+// Do all sequences, as far as the host can tell, have short keys, unless it is the device that tells, and so many tokens that a
+// tile has `rows` of them?  One that had far more would keep its cluster busy when the others had finished.
 inline bool suits_warpgroup_clusters(const Problem& p, int rows) {
   const int64_t tokens = p.a.num_tokens / p.a.num_seqs;
+  const bool is_short = std::min<int64_t>(p.a.max_seq_len, int64_t{p.window} + tokens) <= kMostOfFew;
   return p.a.num_tokens % p.a.num_seqs == 0 && tokens * p.group <= rows && p.min_rows == 0 &&
-         std::min<int64_t>(p.a.max_seq_len, int64_t{p.window} + tokens) <= kMostOfFew;
+         (is_short || p.lengths == Lengths::kForClusters);
 }
 
 // launch_rows.operator()<kD, kRows>()
