@@ -21,7 +21,8 @@ class CapturedCalls:
         query, tables = cupy.asarray(b.query), cupy.asarray(b.block_tables)
         self.seq_lens = cupy.asarray(b.seq_lens)
         self.cu_query_lens = None if b.cu_query_lens is None else cupy.asarray(b.cu_query_lens)
-        memories = [cupy.asarray(m) for m in b.memories]
+        # CuPy has no fp8 of its own.
+        memories = [cupy.asarray(m.view(np.uint8) if b.kind.startswith("fp8") else m) for m in b.memories]
         caches = (cache_inputs.view(memories[0], b.layout.key), cache_inputs.view(memories[-1], b.layout.value))
         self.out = cupy.zeros_like(query)
         num_tokens, heads, head_size = b.query.shape
