@@ -81,7 +81,7 @@ struct WarpgroupKernel : Softmax {
   __device__ void open_barriers() const {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(full(i), kThreads + S::kCopyWarps);
-      mbarrier_init(empty(i), 4);
+      mbarrier_init(empty(i), kThreads);
     }
     for (int i = 0; i < kSlots; ++i) mbarrier_init(described(i), 1);
   }
@@ -143,11 +143,8 @@ struct WarpgroupKernel : Softmax {
     return notes.slots[at.slot].unit;
   }
 
-  // Nobody of this warp reads the stage any more.
-  __device__ void leave(int stage) const {
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(empty(stage));
-  }
+  // This thread reads nothing more of the stage.
+  __device__ void leave(int stage) const { mbarrier_arrive(empty(stage)); }
 
   // What lane 0 has stored, or others in front of a barrier, and the copies that are on their way.
   __device__ void arrive(const Place& at) {

@@ -100,7 +100,7 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
     Element::widen(codes[k / 2][k % 2 * 2 + 1], keys[1], keys[3]);
   }
 
-  // leave(): nobody of this warp reads the stage any more.
+  // leave(): this thread reads nothing more of the stage.
   __device__ void read_values(uint32_t stage, ValueCodes& codes, auto&& leave) const {
     const uint32_t row0 = stage + values_at;
 #pragma unroll

@@ -117,7 +117,7 @@ struct WarpgroupColumns : WarpgroupSoftmax<S> {
     }
   }
 
-  // leave(): this warp reads nothing more of the stage.
+  // leave(): this thread reads nothing more of the stage.
   __device__ void take_tile(const Tile& tile, State& state, auto&& leave, const auto& pieces) const {
     fence_async_proxy();
     compute(tile, state);

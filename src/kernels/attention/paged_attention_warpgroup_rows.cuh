@@ -142,7 +142,7 @@ struct WarpgroupRows : SegmentResults<S> {
     }
   }
 
-  // leave(): this warp reads nothing more of the stage.
+  // leave(): this thread reads nothing more of the stage.
   __device__ void take_tile(const ArrivedTile<kTile>& tile, State& state, auto&& leave, const auto& pieces) {
     fence_async_proxy();
     compute(tile, state);
