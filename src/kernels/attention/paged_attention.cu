@@ -218,7 +218,9 @@ bool may_go_either_way(const Problem& p, RowClass rows, int device) {
   const bool is_wide = p.sees_all() && p.a.max_seq_len > kMostOfFew && may_use_warpgroups(p.a, rows, device);
   const bool are_alike = p.min_rows == 0 && p.a.num_tokens % p.a.num_seqs == 0;  // the numbers of query tokens
   if (!is_wide || !are_alike || p.a.num_seqs * p.a.num_kv_heads > 2 * num_sms(device)) return false;
-  return p.a.num_seqs > 1 || rows == RowClass::kMore;  // else one sequence has clusters without a line
+  // One sequence has clusters without a line, and one query token of few heads a line of decoding, whatever its pages are.
+  const bool decodes = p.a.num_tokens == p.a.num_seqs && p.group <= 8;
+  return p.a.num_seqs == 1 ? rows == RowClass::kMore : !decodes;
 }
 
 void set_balance(Problem& p, int blocks_per_sm, int device) {
