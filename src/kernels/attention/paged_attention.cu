@@ -48,6 +48,13 @@ bool uniform_rows(int64_t num_tokens, int64_t num_seqs, int group, int head_size
   return head_size <= 128 && fits(64) && num_tokens % num_seqs == 0;
 }
 
+// Of a call that has such a class.
+RowClass uniform_rows(const Problem& p) {
+  RowClass rows;
+  uniform_rows(p.a.num_tokens, p.a.num_seqs, p.group, p.a.head_size, rows);
+  return rows;
+}
+
 // With batch_invariant: tiles that all compute a row in the same steps.  Without it, where sequences are so short that they are
 // mostly waits for their queries, tiles of 64 rows do better than those of 32 if four warps multiply together.
 RowClass class_for(RowClass rows, bool batch_invariant, bool short_by_warpgroups, int head_size) {
@@ -226,7 +233,7 @@ bool may_go_either_way(const Problem& p, RowClass rows, int device) {
 void set_balance(Problem& p, int blocks_per_sm, int device) {
   if (p.lengths == Lengths::kAny) return;
   // Measured on an H100.  Arithmetic, of which one byte and 64 rows have most, is as slow for one block as for all.
-  const bool narrow = p.a.kv_format != KvFormat::kSame, many = p.a.num_tokens / p.a.num_seqs * p.group > 32;
+  const bool narrow = p.a.kv_format != KvFormat::kSame, many = uniform_rows(p) == RowClass::kMore;
   const float pace = (narrow ? 1.3f : 2.f) * (many ? 0.75f : 1.f) / static_cast<float>(p.ways);
   const float blocks = static_cast<float>(p.cluster) / static_cast<float>(blocks_per_sm);
   p.balance = Balance::of(p.a.num_kv_heads, blocks, num_sms(device), pace, narrow ? 1920 : 1280);
@@ -235,10 +242,10 @@ void set_balance(Problem& p, int blocks_per_sm, int device) {
 bool launch_for_other_lengths(Problem p, const Launch& launch) {
   if (p.lengths == Lengths::kAny) return true;
   p.lengths = Lengths::kForLine;
-  const int64_t rows = p.a.num_tokens / p.a.num_seqs * p.group;
   // Up to eight columns over one byte have a line that is quicker than that of warpgroups.
-  if (p.a.kv_format != KvFormat::kSame && rows <= 8 && launch_tokens(p, launch)) return true;
-  return launch_warpgroups(p, rows <= 16 ? RowClass::kFew : rows <= 32 ? RowClass::kSome : RowClass::kMore, launch);
+  const bool few = p.a.num_tokens / p.a.num_seqs * p.group <= 8;
+  if (p.a.kv_format != KvFormat::kSame && few && launch_tokens(p, launch)) return true;
+  return launch_warpgroups(p, uniform_rows(p), launch);
 }
 
 uint64_t next_ticket() {

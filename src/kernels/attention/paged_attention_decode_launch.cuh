@@ -52,8 +52,8 @@ bool launch_folded_line(const Problem& given, const Launch& launch) {
 }
 
 // Four warps together are quicker for many heads in a group and, over elements of one byte, for sizes of heads between those of
-// tiles, and for pairs of heads of 64 that have nine to sixteen columns.  And where
-// clusters may be, instead, of four blocks or more, they are.
+// tiles, and for pairs of heads of 64 that have nine to sixteen columns.  So are clusters of four blocks or more, where the device
+// chooses between them.
 template <class Line, int kQueries>
 bool prefers_warpgroups(const Problem& p, int device) {
   constexpr bool kMany = kQueries == 16;
