@@ -2,10 +2,11 @@
 
     python benchmarks/attention/bench_paged_attention_served.py [--json FILE] [--only WORDS]
 
-Three workloads, 32 sequences of 8k tokens, 8 of 2k and, with several query tokens or many heads in a group, 64 of
-random lengths, timed as in bench_paged_attention.py.  A call is set against a plain read of as many bytes as it sees
-of keys and values, which is its floor, and against the fast case: 32 query and 8 KV heads of size 128 in pages of 16,
-NHD, without options, of the same kind of elements, with so many tokens that it sees as many bytes.
+Four workloads, timed as in bench_paged_attention.py: 32 sequences of 8k tokens, 8 of 2k, with several query tokens or
+many heads in a group also 64 of random lengths, and with few KV heads, as each of several devices has them, one of 32k.
+A call is set against a plain read of as many bytes as it sees of keys and values, which is its floor, and against the
+fast case: 32 query and 8 KV heads of size 128 in pages of 16, NHD, without options, of the same kind of elements, with
+so many tokens that it sees as many bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from bench_paged_attention import BLOCK_SPARSE, Case, call, read, uniform
 from timing import Call, Cuda, write_json
 
 WORKLOADS = ((32, 8192), (8, 2048))
+FEW_KV_HEADS = (1, 2, 4)
 RANDOM_LENGTHS = tuple(int(n) for n in np.random.default_rng(0).integers(128, 32769, 64))
 
 
@@ -56,6 +59,8 @@ def variants(fast: Case) -> Iterator[Case]:
     for size, kv_heads in ((64, 16), (80, 8), (96, 8), (112, 8), (120, 8), (192, 4), (256, 4)):
         if wide or size % 16 == 0:
             yield but(f"heads of {size}", head_size=size, kv_heads=kv_heads, heads=4 * kv_heads)
+    for kv_heads in FEW_KV_HEADS:
+        yield but(f"{kv_heads} KV heads", kv_heads=kv_heads, heads=8 * kv_heads, room=32768)
     few = {"head_size": 64, "kv_heads": 8, "heads": 64}
     yield but("heads of 64, 8 in a group", **few)
     yield but("heads of 64, 8 in a group, window of 128, sinks", **few, window=128, extras=("sinks",))
@@ -98,6 +103,12 @@ def cases() -> Iterator[tuple[Case, Case]]:
                 for page in (16, 32, 64):
                     if (layout, page) != ("NHD", 16):
                         yield replace(fast, name=f"{layout}, pages of {page}", layout=layout, page=page), fast
+    for kind in ("auto", "fp8_e4m3"):
+        fast = Case("fast case", **uniform(1, 32768), kind=kind)
+        for kv_heads, queries, room in product(FEW_KV_HEADS, (1, 4), (0, 131072)):
+            name = f"{kv_heads} KV heads, {queries} queries" + (", tables for 128k" if room else "")
+            heads = {"kv_heads": kv_heads, "heads": 8 * kv_heads}
+            yield replace(fast, name=name, queries=(queries,), room=room, **heads), fast
     for kind in ("auto", "fp8_e4m3"):
         fast = Case("fast case", RANDOM_LENGTHS, (1,) * len(RANDOM_LENGTHS), kind=kind)
         yield fast, fast

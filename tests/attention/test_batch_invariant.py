@@ -214,9 +214,13 @@ def test_narrow_tables_and_wide_ones(array: Library, sizes: Sizes, kind: str) ->
 
 
 @pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
-@pytest.mark.parametrize("sizes", [Sizes(16, 8, 128), Sizes(40, 5, 128)])
+@pytest.mark.parametrize(
+    "sizes", [Sizes(16, 8, 128), Sizes(40, 5, 128), Sizes(8, 1, 128), Sizes(6, 2, 64, 32), Sizes(5, 1, 256)]
+)
 def test_a_long_sequence_alone(array: Library, sizes: Sizes, kind: str) -> None:
-    """It has a cluster for each KV head, or more blocks than a cluster has if its table has room for so much."""
+    """It has a cluster for each KV head, or more blocks than a cluster has if its table has room for so much; of few KV
+    heads each has several clusters.
+    """
     lens = (1, 9000, 12_000, 20_000, 40_000)
     p = prompts([(n - 1, n) for n in lens], sizes, kind=kind)
     attend = Attention(array, p)
@@ -224,6 +228,7 @@ def test_a_long_sequence_alone(array: Library, sizes: Sizes, kind: str) -> None:
     for s, piece in enumerate(p.whole):
         for tokens in (0, 1 << 17):
             assert_same(attend([piece], tokens // sizes.block_size)[0], want[s], f"{lens[s]} in {tokens}")
+        assert_same(attend([p.whole[1], piece])[1], want[s], f"{lens[s]} beside {lens[1]}")
 
 
 def some_of(p: Prompts, rng: np.random.Generator, count: int) -> list[Piece]:

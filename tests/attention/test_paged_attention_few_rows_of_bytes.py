@@ -135,6 +135,14 @@ def test_long_shares(array: Library, group: int, queries: int) -> None:
     check_many(array, made(0, [(queries, n) for n in LONG_SHARES], group), 32)
 
 
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("head_size", [80, 96])
+def test_long_shares_of_many_heads(array: Library, head_size: int, queries: int) -> None:
+    """... and of as many as there may be."""
+    lens = [(queries, n) for n in LONG_SHARES]
+    check_many(array, inputs.batch(rng(), lens, Sizes(32, 32, head_size), kind="fp8_e4m3", room=LONG), 2)
+
+
 @pytest.mark.parametrize(("group", "queries"), TWO_SHAPES)
 @pytest.mark.parametrize("power", [-18, 17])
 def test_queries_beyond_halves(array: Library, power: int, group: int, queries: int) -> None:

@@ -187,6 +187,15 @@ def test_windows_of_many_sequences(array: Library, window: int, case: Case) -> N
     check_many(array, case.batch(lens, window, decode=True), 32)
 
 
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "int8"])
+def test_windows_that_find_room_at_once(array: Library, kind: str, head_size: int) -> None:
+    """A tile for each warp: two blocks on an SM have one of 180 heads each."""
+    lens = [(1, n) for n in range(90, 600, 17)]
+    case = Case(Sizes(12, 6, head_size), kind, "NHD", "bfloat16", 10_000, np.int32, "compact")
+    check(array, case.batch(lens, 128, decode=True))
+
+
 @parametrized("option", OPTIONS, cases(12, groups=(1, 4, 8), head_sizes=(64, 128, 96, 192, 80)))
 def test_windows_with_options(array: Library, option: int, case: Case) -> None:
     for window in (20, 250):

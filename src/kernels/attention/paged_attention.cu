@@ -123,6 +123,17 @@ bool launch_warpgroups(const Problem& p, RowClass rows, const Launch& launch) {
                            launch_warpgroups_e5m2, launch_warpgroups_int8, nullptr)(p, rows, launch);
 }
 
+// Several query rows of few KV heads, in tables with room for many keys, which clusters beside each other share; but widening
+// elements for more rows takes longer than by warpgroups, if there are many.
+bool suits_spans(const Problem& p, RowClass rows, int device) {
+  const bool is_long = p.a.max_seq_len > kMostOfFew && p.sees_all() && p.min_rows == 0;
+  const bool is_many =
+      rows == RowClass::kSome || rows == RowClass::kMore;  // the rows, for two clusters beside each other
+  const int64_t heads = p.a.num_seqs * p.a.num_kv_heads * (rows == RowClass::kMore ? 2 : 1);
+  return is_long && (rows == RowClass::kFew || (is_many && p.a.kv_format == KvFormat::kSame)) &&
+         heads * kFewestSpans * kMostBlocks <= num_sms(device);
+}
+
 // Clusters, and after them the line of warpgroups, of which one finds that the lengths are not for it.  False if the call had better
 // go another way.
 bool launch_either_way(Problem p, RowClass rows, const Launch& launch) {
@@ -148,6 +159,7 @@ bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
   // of warpgroups have not taken them.
   if (decodes && p.sees_all() && launch_decode(p, launch)) return true;
   const bool by_warpgroups = may_use_warpgroups(p.a, rows, launch.device);
+  if (suits_spans(p, rows, launch.device) && launch_tokens(p, launch)) return true;
   if (launch_either_way(p, rows, launch)) return true;
   if (by_warpgroups && from_17_to_64 && launch_warpgroup_clusters(p, launch)) return true;
   if ((rows == RowClass::kFew || from_17_to_64) && launch_tokens(p, launch)) return true;
@@ -207,6 +219,17 @@ const ReportNames& report_names(const char* op) {
   return kNames[0];
 }
 
+// Where a grid of so many blocks leaves pieces, two each.
+void set_pieces(Problem& p, const Tiling& t, int grid) {
+  p.rows = t.rows;
+  p.pitch = t.pitch;
+  char* memory = static_cast<char*>(p.a.workspace);
+  const Places places = places_of(grid, t, p.a.batch_invariant);
+  p.unfinished = reinterpret_cast<Unfinished*>(memory);
+  p.partial_stats = reinterpret_cast<float2*>(memory + places.stats);
+  p.partial = reinterpret_cast<float*>(memory + places.partial);
+}
+
 }  // namespace
 
 bool may_use_warpgroups(const PagedAttentionArgs& a, RowClass rows, int device) {
@@ -226,7 +249,7 @@ bool may_go_either_way(const Problem& p, RowClass rows, int device) {
   const bool are_alike = p.min_rows == 0 && p.a.num_tokens % p.a.num_seqs == 0;  // the numbers of query tokens
   if (!is_wide || !are_alike || p.a.num_seqs * p.a.num_kv_heads > 2 * num_sms(device)) return false;
   // One sequence has clusters without a line, and one query token of few heads a line of decoding, whatever its pages are.
-  const bool decodes = p.a.num_tokens == p.a.num_seqs && p.group <= 8;
+  const bool decodes = p.a.num_tokens == p.a.num_seqs && p.group <= (p.a.head_size <= 64 ? 4 : 8);
   return p.a.num_seqs == 1 ? rows == RowClass::kMore : !decodes;
 }
 
@@ -318,19 +341,21 @@ int set_tiling(Problem& p, const Tiling& t, int blocks_per_sm, int device) {
 
 void set_line(Problem& p, const Tiling& t, int grid) {
   p.lead = p.a.batch_invariant ? 0 : 1;
-  p.rows = t.rows;
-  p.pitch = t.pitch;
   p.by_grid = Divider(grid);
   set_rows(p, t.tile_rows > 0 ? t.tile_rows : t.rows);
   const int heads = p.a.num_kv_heads * p.head_tiles;
   p.by_heads = Divider(heads);
   p.line = line_blocks(grid, p.a.num_seqs * heads);
   p.line_of_head = line_blocks(std::max(grid / heads, 1), p.a.num_seqs);
-  char* memory = static_cast<char*>(p.a.workspace);
-  const Places places = places_of(grid, t, p.a.batch_invariant);
-  p.unfinished = reinterpret_cast<Unfinished*>(memory);
-  p.partial_stats = reinterpret_cast<float2*>(memory + places.stats);
-  p.partial = reinterpret_cast<float*>(memory + places.partial);
+  set_pieces(p, t, grid);
+}
+
+void set_spans(Problem& p, int spans, int clusters, int columns, int pitch) {
+  p.by_spans = Divider(spans);
+  p.ticket = next_ticket();
+  // A piece for each cluster, where a line's block has two, and a ticket for each of its blocks.
+  static_assert(kMostBlocks * sizeof(uint64_t) <= 2 * sizeof(Unfinished));
+  set_pieces(p, {columns, pitch, 1}, 2 * clusters);
 }
 
 void set_cluster(Problem& p, int blocks, int queries, int head_size, int device) {

@@ -4,9 +4,12 @@
 // Chain: length, pages and queries at once -> tiles -> sums -> one exchange -> output.
 #pragma once
 
+#include <algorithm>
+
 #include "attention/paged_attention_decode_line.cuh"
 #include "attention/paged_attention_exact_cluster.cuh"
 #include "attention/paged_attention_joint.cuh"
+#include "attention/paged_attention_spans.cuh"
 #include "cuda/cluster.cuh"
 #include "cuda/device.h"
 
@@ -16,7 +19,7 @@ namespace pykv::attention {
 // kWide: more warps, or smaller blocks, of fewer stages. kForAnyBatch: with batch_invariant.
 template <class Element, int kD, bool kPackedV, int kQueries, bool kWide, bool kForAnyBatch, bool kTokens = false>
 struct ClusterShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
-  static constexpr bool kInvariant = kForAnyBatch, kManyTokens = kTokens, kHidesKeys = kTokens;
+  static constexpr bool kInvariant = kForAnyBatch, kManyTokens = kTokens, kHidesKeys = kTokens, kSpans = false;
   using Few = Shape<Element, kD, kPackedV, RowClass::kFew>;
   static constexpr int kUsualWarps = kD <= 128 ? 8 : 4;
   static constexpr int kWarps = kWide ? 12 : kUsualWarps, kColumns = kQueries;                 // warps at most
@@ -43,13 +46,17 @@ struct Exchange : std::conditional_t<S::kSharedQueries, SharedQueries<S>, NoShar
 };
 
 template <class S>
-struct ClusterKernel : DecodeLoader<S> {
+struct ClusterKernel : ClusterSpans<S> {
   using Base = DecodeLoader<S>;
+  using Spans = ClusterSpans<S>;
   using Base::copies;
   using Base::kQuads;
   using Base::lane;
   using Base::p;
   using Base::warp;
+  using Spans::place;
+  using Spans::rank;
+  using Spans::warps;
   using typename Base::PageWords;
   using typename Base::State;
   static constexpr int kD = S::kD, kTile = S::kTile, kStages = S::kStages;
@@ -57,9 +64,7 @@ struct ClusterKernel : DecodeLoader<S> {
 
   char* rings;  // all warps' stages
   Exchange<S>& exchange;
-  const int warps = blockDim.x / 32;
-  const int rank = p.by_cluster.remainder(blockIdx.x), cluster_index = p.by_cluster.quotient(blockIdx.x);
-  const int task = S::kManyTokens ? p.by_ways.quotient(cluster_index) : cluster_index;
+  const int task = S::kManyTokens ? p.by_ways.quotient(place) : place;
   const int sequence = task / p.a.num_kv_heads, kv_head = task - sequence * p.a.num_kv_heads;
 
   // With kManyTokens: the first key that a query sees, where its tile begins, and the sequence's length.
@@ -67,7 +72,7 @@ struct ClusterKernel : DecodeLoader<S> {
 
   // The warp's i-th tile.
   __device__ int first_token(int i) const {
-    const int at = ((i * warps + warp) * p.cluster + rank) * kTile;
+    const int at = this->tile_place(i);
     if constexpr (!S::kManyTokens) return at;
     return p.sparse ? this->seen_token(kv_head, seen_len, at) : begin + at;
   }
@@ -84,12 +89,12 @@ struct ClusterKernel : DecodeLoader<S> {
     return this->ask_for_page(sequence, token, token < p.a.max_seq_len);
   }
 
-  __device__ void run() const {
+  __device__ void run() {
     run(true, [] { return true; });
   }
 
   // has_task: there is such a sequence.  suits(): whether clusters take the call at all; if not, nothing has been written.
-  __device__ bool run(bool has_task, auto&& suits) const {
+  __device__ bool run(bool has_task, auto&& suits) {
     open_exchange();
     if (has_task && blockIdx.x < p.early_blocks) {
       this->foresee(sequence, kv_head, this->early_length(sequence), first_token(0));
@@ -98,7 +103,8 @@ struct ClusterKernel : DecodeLoader<S> {
     const int ids = has_task ? look_up_tiles(0) : -1;  // pages
     const int len = has_task ? this->length(sequence) : 0;
     const bool is_mine = suits();
-    if (!is_mine || !has_task) {
+    this->use_spans(len);
+    if (!is_mine || !has_task || this->is_left_out()) {
       close_exchange();
       return is_mine;
     }
@@ -109,10 +115,11 @@ struct ClusterKernel : DecodeLoader<S> {
       if (p.cluster > 1) cluster_wait();  // all blocks are there; the first tile is still on its way
       if (p.cluster <= 2 || len <= 2048) let_next_kernel_start();
     });
-    const int step = p.cluster * warps * kTile;
+    const int step = this->spans() * p.cluster * warps * kTile;
     this->separate(stage0(), {sequence, len, kv_head}, first_token(0), step, len - 1, state);
     finish(state, len);
-    if (rank == 0 && kv_head == 0 && threadIdx.x == 0) report_sequence(p, load_sequence(p, sequence));
+    if (rank == 0 && kv_head == 0 && this->is_first() && threadIdx.x == 0)
+      report_sequence(p, load_sequence(p, sequence));
     return true;
   }
 
@@ -178,6 +185,8 @@ struct ClusterKernel : DecodeLoader<S> {
         } else {
           part.valid = Base::start(stage0 + free * S::kStageBytes, part, ids, next % kAtOnce);
         }
+        // The pages after the first are those of all spans, but if these are not used.
+        if (S::kSpans && !S::kByToken && next == 0 && this->spans() != this->all_spans()) ids = look_up_tiles(0);
       }
       cp_async_commit();
       free = after(free);
@@ -233,19 +242,28 @@ struct ClusterKernel : DecodeLoader<S> {
       cluster_send(cluster_address(shared_address(&exchange.part_stats[at]), to), float2{sum.maximum, sum.sum},
                    barrier);
     }
+    const auto store = [&](int x, const auto& sum) {
+      const int column = x / kQuads;
+      const Row row = row_of(column);
+      if (S::kManyTokens && !row.valid) return;
+      const float f = finish_row(p, row, this->kv_head_of(kv_head, column), sum.maximum, sum.sum);
+      store_output<S>(p, row, x % kQuads * 4, {sum.o.x * f, sum.o.y * f, sum.o.z * f, sum.o.w * f});
+    };
     const int own = own_items();
     if (p.cluster > 1 && own > 0) cluster_receive(shared_address(&exchange.barrier), parity);
 #pragma unroll 1
     for (int i = threadIdx.x; i < own; i += blockDim.x) {
-      const int x = rank * each + i, column = x / kQuads, d = x % kQuads * 4;
+      const int x = rank * each + i;
       const PartSum sum = PartSum::of_parts<kMostBlocks, kInLoops>(
           p.cluster, [&](int b) { return exchange.part_stats[b * each + i]; },
           [&](int b) { return exchange.parts[b * each + i]; });
-      const Row row = row_of(column);
-      if (S::kManyTokens && !row.valid) continue;
-      const float f = finish_row(p, row, this->kv_head_of(kv_head, column), sum.maximum, sum.sum);
-      store_output<S>(p, row, d, {sum.o.x * f, sum.o.y * f, sum.o.z * f, sum.o.w * f});
+      if (this->spans() > 1) {
+        this->leave_piece(x, sum);
+      } else {
+        store(x, sum);
+      }
     }
+    if (this->spans() > 1) this->join_pieces(rank * each, own, store);
   }
 };
 
@@ -259,7 +277,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
     paged_attention_cluster_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
   extern __shared__ __align__(1024) char memory[];
   ClusterKernel<S> kernel{
-      {{{{{{p, copies}}}}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)};
+      {{{{{{{p, copies}}}}}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)};
   kernel.run();
 }
 
@@ -298,10 +316,21 @@ int64_t most_keys(const Problem& p) {
   return std::min(most, most / p.sparse_stride + (int64_t{p.sparse_local} + 1) * p.sparse_block);
 }
 
-// How many blocks take a KV head of a sequence, and their warps; no blocks: better leave it to the line.
+// How many blocks take a KV head of a sequence, or a span of its keys, and their warps; no blocks: better leave it to the line.
 struct ClusterSize {
   int blocks, warps;
+  int spans = 1;
 };
+
+// How many clusters of the largest size take a KV head of up to `most` keys, if `room` of them run at once.
+template <class S>
+int spans_for(int64_t most, int64_t room, int64_t heads, int device) {
+  const int64_t clusters = std::min<int64_t>(room, num_sms(device) / kMostBlocks);
+  const int spans = static_cast<int>(std::min<int64_t>(clusters / heads, kMostSpans));
+  return spans < kFewestSpans || most <= keys_alone<S>(spans, heads, kMostBlocks * S::kWarps * S::kTile, device)
+             ? 1
+             : spans;
+}
 
 // One block for each SM, or two of half the size where there are more sequences than that.  Blocks of other sequences
 // do not help with a long one, hence the limits (in tokens), for nobody knows the lengths here.  Half of the SMs draw
@@ -313,25 +342,30 @@ ClusterSize cluster_size(const Problem& p, const Launch& launch) {
   const auto kernel = reinterpret_cast<const void*>(cluster_kernel<S>());
   static PerDevice resident[S::kColumns + 1][kMostBlocks + 1];
   const int group = S::kInvariant ? p.group : 0;  // else the room does not depend on it
-  const auto fit = [&](int blocks) {
-    return heads <= resident[group][blocks].get(launch.device, [&] {
+  const auto room = [&](int blocks) {             // for so many clusters at once
+    return resident[group][blocks].get(launch.device, [&] {
       const int bytes = cluster_bytes<S>(group, blocks, S::kWarps, launch.device);
       return bytes == 0 ? 0 : count_resident_clusters(kernel, blocks, S::kWarps * 32, bytes, launch);
     });
   };
   const int64_t most = most_keys<S>(p);
-  if (p.a.num_seqs > 1 && most > kMostOfFew) return {0, 0};
   for (int blocks = kMostBlocks; blocks > 0; --blocks) {
-    if (!fit(blocks)) continue;
+    if (heads > room(blocks)) continue;
+    const bool may_span = blocks == kMostBlocks && p.lengths == Lengths::kAny;
+    const int spans = may_span ? spans_for<S>(most, room(blocks), heads, launch.device) : 1;
+    if (p.a.num_seqs > 1 && most > kMostOfFew && spans == 1) return {0, 0};
     constexpr int64_t kMostElements = 1 << 23;  // of a block's keys, times the blocks that are missing
-    const int64_t missing = num_sms(launch.device) * 4 / 9 - heads * blocks;
-    if (missing > 0 && most / blocks * S::kD * missing > kMostElements) return {0, 0};
-    return {blocks, S::kWarps};
+    const int64_t missing = num_sms(launch.device) * 4 / 9 - heads * blocks * spans;
+    if (missing > 0 && most / (blocks * spans) * S::kD * missing > kMostElements) return {0, 0};
+    return {blocks, S::kWarps, spans};
   }
+  if (p.a.num_seqs > 1 && most > kMostOfFew) return {0, 0};
   constexpr int kHalf = S::kInvariant ? 4 : S::kWarps / 2;
   // Of elements that are to be widened, chunks for more than two blocks of an SM are better shared out evenly.
   constexpr bool kByTwo = S::kInvariant && S::kNarrow && S::kD == 128 && !S::kPackedV;
-  const bool suits = most <= kMostOfMany && most >= 2 * kHalf * S::kTile &&
+  // A tile for each warp is enough for windows that find room at once, of which the line has nothing else to begin.
+  const bool is_one_wave = !p.sees_all() && heads <= 2 * num_sms(launch.device);
+  const bool suits = most <= kMostOfMany && most >= (is_one_wave ? 1 : 2) * kHalf * S::kTile &&
                      (!kByTwo || heads <= 2 * num_sms(launch.device)) &&
                      cluster_bytes<S>(group, 1, kHalf, launch.device) > 0;
   return {suits ? 1 : 0, kHalf};
@@ -349,12 +383,13 @@ ClusterSize wide_size(const Problem& p, const ClusterSize& usual, const Launch& 
     if constexpr (S::kInvariant) {
       constexpr int64_t kTeamWarps = ExactClusterKernel<S>::kTeamWarps;  // so many rounds make a long one
       const auto rounds = [&](const ClusterSize& size) {
-        const int64_t together = std::max<int64_t>(1, size.blocks * size.warps / kTeamWarps) * kChunkTokens;
+        const int64_t together =
+            std::max<int64_t>(1, size.blocks * size.warps / kTeamWarps) * size.spans * kChunkTokens;
         return (p.a.max_seq_len + together - 1) / together;
       };
       if (rounds(usual) < kTeamWarps && rounds(wide()) < rounds(usual)) return wide();
     }
-    return S::kScaled && most_keys<S>(p) > kMany * usual.blocks ? wide() : ClusterSize{0, 0};
+    return S::kScaled && most_keys<S>(p) > kMany * usual.blocks * usual.spans ? wide() : ClusterSize{0, 0};
   }
   if (usual.blocks == 0 || heads <= 2 * sms) return {0, 0};
   return {1, !S::kInvariant && heads > 3 * sms && heads <= 4 * sms ? 3 : 4};
@@ -362,8 +397,11 @@ ClusterSize wide_size(const Problem& p, const ClusterSize& usual, const Launch& 
 
 template <class S>
 bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& launch) {
-  const int64_t blocks = p.a.num_seqs * p.a.num_kv_heads * p.ways * size.blocks;
+  const int64_t clusters = p.a.num_seqs * p.a.num_kv_heads * p.ways * size.spans, blocks = clusters * size.blocks;
   if (blocks == 0 || blocks >= int64_t{1} << 31) return false;
+  if constexpr (!S::kSpans) {
+    if (size.spans > 1) return launch_cluster_kernel<Spanned<S>>(p, size, launch);
+  }
   const int bytes = cluster_bytes<S>(p.group, size.blocks, size.warps, launch.device);
   if (bytes == 0) return false;
   const auto kernel = cluster_kernel<S>();
@@ -376,15 +414,13 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
     p.by_round = Divider(size.blocks * size.warps / ExactClusterKernel<S>::kTeamWarps);
     p.exchange_bytes = exact_exchange_bytes<S>(p.group, size.blocks, size.warps, launch.device);
   }
-  const auto start = [&](auto... ticket) {
-    launch_after(kernel, dim3(static_cast<unsigned>(blocks)), dim3(size.warps * 32), size.blocks, bytes, launch, p.a.op,
-                 p, copies_of<S>(p), ticket...);
-  };
-  if constexpr (S::kInvariant) {
-    start(uint64_t{0});
-  } else {
-    start();
+  if constexpr (S::kSpans) {
+    set_spans(p, size.spans, static_cast<int>(clusters), S::kColumns, DecodeLoader<S>::kQuads * 4);
+    p.keys_alone = keys_alone<S>(size.spans, clusters / size.spans, size.blocks * size.warps * S::kTile, launch.device);
+    if (overlaps_kernels(launch.device)) p.early_blocks = static_cast<unsigned>(blocks);  // the sequence may be short
   }
+  launch_after(kernel, dim3(static_cast<unsigned>(blocks)), dim3(size.warps * 32), size.blocks, bytes, launch, p.a.op,
+               p, copies_of<S>(p));
   return launch_for_other_lengths(p, launch);
 }
 

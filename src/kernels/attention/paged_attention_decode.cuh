@@ -42,7 +42,6 @@ struct DecodeKernel : DecodeWalk<S> {
   ColumnStats<S>& stats;
   float* chunk_left;                 // with batch_invariant
   SharedQueries<S>* shared_queries;  // with kSharedQueries: of each KV head of a segment
-  const uint64_t ticket;
 
   // ---- the loop -----------------------------------------------------------------------------------------------------
 
@@ -165,7 +164,7 @@ struct DecodeKernel : DecodeWalk<S> {
     const int head = 2 * blockIdx.x, tail = head + 1;
     const bool has_head = share.head.pieces > 0, has_tail = w.slot == tail;
     if (!has_head && !has_tail) return;
-    if (threadIdx.x == 0) hand_over_pieces(p, has_head ? head : -1, has_tail ? tail : -1, ticket);
+    if (threadIdx.x == 0) hand_over_pieces(p, has_head ? head : -1, has_tail ? tail : -1, p.ticket);
     __syncthreads();
     if (has_head) join(share.head);
     if (has_tail) {
@@ -177,7 +176,7 @@ struct DecodeKernel : DecodeWalk<S> {
     using Sum = std::conditional_t<S::kInvariant, ExactQuad, Quad>;
     constexpr int kAtOnce = S::kInvariant ? 2 : 8;
     bool all = true;
-    for (int i = threadIdx.x; i < u.pieces; i += S::kWarps * 32) all = all && is_there(p, u.slot(i), ticket);
+    for (int i = threadIdx.x; i < u.pieces; i += S::kWarps * 32) all = all && is_there(p, u.slot(i), p.ticket);
     if (!__syncthreads_and(all)) return;
     Part part{};
     part.sequence = u.sequence;

@@ -61,11 +61,14 @@ bool prefers_warpgroups(const Problem& p, int device) {
     const bool wanted = Line::kD == 64    ? kQueries == 8 && p.group > 4 && can_pair_codes(p)
                         : Line::kD == 128 ? kMany || p.a.head_size < Line::kD
                                           : false;
-    const bool has_clusters =
-        kMany && p.a.num_seqs * p.a.num_kv_heads <= num_sms(device) / 4 && may_go_either_way(p, RowClass::kFew, device);
+    const bool has_clusters = (kMany || Line::kD == 64) && p.a.num_seqs * p.a.num_kv_heads <= num_sms(device) / 4 &&
+                              may_go_either_way(p, RowClass::kFew, device);
     return wanted && (has_clusters || fills_warpgroups(p, device));
   } else {
-    return Line::kD == 128 && kMany && p.sees_all() && may_use_warpgroups(p.a, RowClass::kFew, device);
+    constexpr bool kMaySuit = Line::kD == 128 ? kMany : Line::kD == 64 && kQueries == 8;
+    const bool wanted =
+        kMany || (p.group > 4 && (fills_warpgroups(p, device) || may_go_either_way(p, RowClass::kFew, device)));
+    return kMaySuit && wanted && p.sees_all() && may_use_warpgroups(p.a, RowClass::kFew, device);
   }
 }
 
@@ -80,9 +83,10 @@ bool launch_decode_way(const Problem& p, const Launch& launch) {
   }
   if constexpr (!kForAnyBatch || kQueries == 8) {  // the records of more queries find no room
     using Usual = ClusterShape<Element, kD, kPackedV, kQueries, false, kForAnyBatch>;
+    const ClusterSize size = cluster_size<Usual>(p, launch);
     if constexpr (kForAnyBatch && kD == 128) {
       constexpr int64_t kLong = Line::kNarrow ? 1 << 16 : 1 << 17;
-      if (launch_apart<Usual>(p, kLong, launch)) return true;
+      if (size.spans == 1 && launch_apart<Usual>(p, kLong, launch)) return true;
     }
     if (p.sees_all()) {  // else clusters of paged_attention_tokens.cuh may take it
       if constexpr (kMayFold && kD == 64) {
@@ -90,9 +94,13 @@ bool launch_decode_way(const Problem& p, const Launch& launch) {
       }
       if constexpr (!kForAnyBatch && kD == 128 && kQueries <= 8 && !Line::kRaw) {
         using Wide = ClusterShape<Element, kD, kPackedV, kQueries, true, false>;
-        if (launch_either<Usual, Wide, Line>(p, launch)) return true;
+        if (size.spans == 1 && launch_either<Usual, Wide, Line>(p, launch)) return true;
+        if constexpr (Line::kHeads > 1) {
+          using Single = DecodeShape<Element, kD, kPackedV, kQueries, false, false, true>;
+          const bool is_odd = p.a.num_kv_heads % Line::kHeads != 0;
+          if (is_odd && size.spans == 1 && launch_either<Usual, Wide, Single>(p, launch)) return true;
+        }
       }
-      const ClusterSize size = cluster_size<Usual>(p, launch);
       if constexpr (kD == 128 && kQueries <= 8) {
         using Wide = ClusterShape<Element, kD, kPackedV, kQueries, true, kForAnyBatch>;
         const ClusterSize wide = wide_size<Wide>(p, size, launch);

@@ -23,7 +23,7 @@ constexpr int decode_shared_bytes() {
 }
 
 template <class S>
-__device__ void run_decode_line(const Problem& p, const CacheCopies& copies, uint64_t ticket, char* memory) {
+__device__ void run_decode_line(const Problem& p, const CacheCopies& copies, char* memory) {
   auto* stats = reinterpret_cast<ColumnStats<S>*>(memory + S::kWarps * S::kRingBytes);
   auto* all_parts = reinterpret_cast<PartOf<S>*>(stats + 1);
   auto* parts = all_parts + threadIdx.x / 32 * kPartsOfWarp<S>;
@@ -31,23 +31,22 @@ __device__ void run_decode_line(const Problem& p, const CacheCopies& copies, uin
   auto* left = reinterpret_cast<float*>(share + 1);
   auto* queries = reinterpret_cast<SharedQueries<S>*>(share + 1);
   if constexpr (S::kInvariant) {
-    DecodeKernel<S> kernel{{{{{{{{{p, copies}}}}}}}, *share}, parts, memory, *stats, left, queries, ticket};
+    DecodeKernel<S> kernel{{{{{{{{{p, copies}}}}}}}, *share}, parts, memory, *stats, left, queries};
     kernel.run();
   } else {
-    DecodeKernel<S> kernel{{{{{{{{p, copies}}}}}}, *share}, parts, memory, *stats, left, queries, ticket};
+    DecodeKernel<S> kernel{{{{{{{{p, copies}}}}}}, *share}, parts, memory, *stats, left, queries};
     kernel.run();
   }
 }
 
 template <class S>
 __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksPerSm)
-    paged_attention_decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
-                                  uint64_t ticket) {
+    paged_attention_decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
   if constexpr (S::kManyTokens) {
     if (!takes_call(p)) return leave_call();
   }
   extern __shared__ __align__(1024) char memory[];
-  run_decode_line<S>(p, copies, ticket, memory);
+  run_decode_line<S>(p, copies, memory);
 }
 
 template <class S>
@@ -64,9 +63,9 @@ Tiling decode_tiling(const Problem& p) {
 template <class S>
 bool launch_decode_kernel(Problem p, const Launch& launch) {
   static PerDevice resident;
-  const int grid =
-      launch_main(paged_attention_decode_kernel<S>, S::kWarps * 32, decode_shared_bytes<S>(), S::kUnitTokens,
-                  decode_tiling<S>(p), p, launch, resident, copies_of<S>(p), next_ticket());
+  p.ticket = next_ticket();
+  const int grid = launch_main(paged_attention_decode_kernel<S>, S::kWarps * 32, decode_shared_bytes<S>(),
+                               S::kUnitTokens, decode_tiling<S>(p), p, launch, resident, copies_of<S>(p));
   return grid > 0;
 }
 

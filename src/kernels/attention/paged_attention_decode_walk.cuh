@@ -70,6 +70,7 @@ struct DecodeWalk : DecodeLoader<S> {
   // 128 sequences, four to a lane, and the places of a head before each.
   struct Scan {
     int len[4], before[4], total;
+    int longest;  // places of a head of a sequence
     bool
         descends;  // with kManyTokens: do cu_query_lens, so that there could be more query tokens than the line has places for?
   };
@@ -84,7 +85,7 @@ struct DecodeWalk : DecodeLoader<S> {
   __device__ Scan scan(int base) const {
     const int num_seqs = static_cast<int>(p.a.num_seqs);
     Scan x;
-    x.total = 0;
+    x.total = x.longest = 0;
     x.descends = false;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -96,6 +97,7 @@ struct DecodeWalk : DecodeLoader<S> {
       if (base + j * 32 >= num_seqs) break;
       x.descends = x.descends || descend(base + j * 32 + lane);
       const int own = all_places(base + j * 32 + lane, x.len[j]);
+      x.longest = max(x.longest, own);
       int upto = own;
 #pragma unroll 1
       for (int delta = 1; delta < 32; delta *= 2) {
@@ -108,14 +110,25 @@ struct DecodeWalk : DecodeLoader<S> {
     return x;
   }
 
+  // Where few heads leave each block little, a long segment has so many pieces that adding them up takes longest: then fewer
+  // blocks have more.  A place takes as long as six pieces.
+  __device__ void share_among_fewer(int& blocks, int& each, int all, int longest) const {
+    if (S::kInvariant || each >= kLongShare) return;  // chunks are long
+    longest = __reduce_max_sync(~0u, longest);
+    if (each * each * 6 >= longest || all == 0) return;
+    blocks = min(blocks, max(1, all / (static_cast<int>(sqrtf(static_cast<float>(longest) / 6)) + 1)));
+    each = all / blocks;
+  }
+
   __device__ Walk start_line() const {
     const int num_seqs = static_cast<int>(p.a.num_seqs);
     Scan x = scan(0);
-    int total = x.total;
+    int total = x.total, longest = x.longest;
 #pragma unroll 1
     for (int base = 128; base < num_seqs; base += 128) {
       const Scan more = scan(base);
       total += more.total;
+      longest = max(longest, more.longest);
       x.descends = x.descends || more.descends;
     }
     if (x.descends) total = 0;  // reported at the end
@@ -130,6 +143,7 @@ struct DecodeWalk : DecodeLoader<S> {
       line = blockIdx.x - block * lines;
       each = total / blocks;
     }
+    if (lines == 1) share_among_fewer(blocks, each, total * heads, longest);
     const int longer = total * heads - each * blocks;
     const int begin = block * each + min(block, longer);
     LineShare mine{each, longer, lines, line, begin + each + (block < longer), {}};

@@ -24,7 +24,7 @@ struct EitherKernel : ClusterKernel<S> {
   using Base::p;
 
   // False if the line should take the call.
-  __device__ bool run() const {
+  __device__ bool run() {
     const int num_seqs = static_cast<int>(p.a.num_seqs);
     return Base::run(this->sequence < num_seqs, [this, num_seqs] {
       return p.balance.suits_clusters(num_seqs, [this](int s) { return this->length(s); });
@@ -34,12 +34,11 @@ struct EitherKernel : ClusterKernel<S> {
 
 template <class S, class Line>
 __global__ void __launch_bounds__(S::kWarps * 32, 1)
-    paged_attention_either_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
-                                  uint64_t ticket) {
+    paged_attention_either_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
   extern __shared__ __align__(1024) char memory[];
-  const EitherKernel<S> clusters{
-      {{{{{{{p, copies}}}}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + S::kWarps * S::kRingBytes)}};
-  if (!clusters.run()) run_decode_line<Line>(p, copies, ticket, memory);
+  EitherKernel<S> clusters{
+      {{{{{{{{p, copies}}}}}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + S::kWarps * S::kRingBytes)}};
+  if (!clusters.run()) run_decode_line<Line>(p, copies, memory);
 }
 
 // False if the call had better go another way.
@@ -73,8 +72,8 @@ bool launch_either_kernel(const Problem& given, const Launch& launch) {
   constexpr int kSlackBytes = S::kNarrow ? 3 << 18 : 1 << 19;
   p.balance =
       Balance::of(p.a.num_kv_heads, static_cast<float>(size.blocks), grid, 1, kSlackBytes / (2 * S::kD * S::kBytes));
-  launch_after(kernel, dim3(grid), dim3(S::kWarps * 32), size.blocks, kBytes, launch, p.a.op, p, copies_of<S>(p),
-               next_ticket());
+  p.ticket = next_ticket();
+  launch_after(kernel, dim3(grid), dim3(S::kWarps * 32), size.blocks, kBytes, launch, p.a.op, p, copies_of<S>(p));
   return true;
 }
 

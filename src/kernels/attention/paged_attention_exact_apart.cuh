@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/paged_attention_exact_exchange.cuh"
+#include "attention/paged_attention_launch.cuh"
 #include "attention/paged_attention_pieces.cuh"
 
 namespace pykv::attention {
@@ -17,9 +18,8 @@ struct ExactApart : ExactExchange<S, 1> {
   using Sums::p;
   using Sums::warp;
 
-  const uint64_t ticket;  // of the call; 0: the blocks are a cluster
-
-  __device__ bool is_apart() const { return ticket != 0; }
+  // Are the blocks more than a cluster has?
+  __device__ bool is_apart() const { return cluster > kMostBlocks; }
 
   __device__ void leave_record(int item, const ExactQuad& sum) const {
     (&ExactQuad::at(p, blockIdx.x, 0, 0))[item] = sum;
@@ -29,10 +29,10 @@ struct ExactApart : ExactExchange<S, 1> {
   __device__ void join(char* memory, int room, int len) const {
     const int first = blockIdx.x - this->rank;
     __syncthreads();
-    if (threadIdx.x == 0) hand_over_pieces(p, blockIdx.x, -1, ticket);
+    if (threadIdx.x == 0) hand_over_pieces(p, blockIdx.x, -1, p.ticket);
     __syncthreads();
     bool is_last = true;
-    for (int b = threadIdx.x; b < cluster; b += blockDim.x) is_last = is_last && is_there(p, first + b, ticket);
+    for (int b = threadIdx.x; b < cluster; b += blockDim.x) is_last = is_last && is_there(p, first + b, p.ticket);
     if (!__syncthreads_and(is_last)) return;
 
     // The lanes of a half of each warp, if there are so many, have an item each.

@@ -48,7 +48,8 @@ struct ExactClusterKernel : ExactTeams<S> {
 
   int long_rounds = 0;      // of chunks for all warps
   int rounds = 0;           // of chunks for all teams
-  int chunks = 0;           // of all blocks
+  int chunks = 0;           // of all blocks of the cluster
+  int used_spans = 1;       // clusters that have some
   bool by_records = false;  // what the blocks send
 
   static constexpr int kBarrierBytes = 16;  // aligned
@@ -57,13 +58,22 @@ struct ExactClusterKernel : ExactTeams<S> {
 
   __device__ void share(int len) {
     chunks = (len + kChunkTokens - 1) / kChunkTokens;
+    if (S::kSpans && len > p.keys_alone) {
+      used_spans = static_cast<int>(p.by_spans.d);
+      chunks = p.by_spans.quotient(chunks + used_spans - 1 - span());
+    } else {
+      used_spans = 1;
+    }
     rounds = p.by_round.quotient(chunks + teams * cluster - 1);
     long_rounds = rounds / kTeamWarps;
     rounds %= kTeamWarps;
     by_records = this->is_apart() || this->leaf_places(chunks, each) * Sums::kLeafBytes > p.exchange_bytes;
   }
 
-  // These if there were so many long rounds; what lies past the end does not exist.
+  __device__ int spans() const { return S::kSpans ? used_spans : 1; }
+  __device__ int span() const { return S::kSpans ? p.by_spans.remainder(this->cluster_index) : 0; }
+
+  // These of the cluster's if there were so many long rounds; what lies past the end does not exist.
   __device__ int chunk_of(int long_rounds, int run) const {
     const int short_run = run - long_rounds * kParts;
     return (short_run < 0 ? run / kParts * warps + warp : long_rounds * warps + short_run * teams + team) * cluster +
@@ -73,7 +83,8 @@ struct ExactClusterKernel : ExactTeams<S> {
   // Of this warp's i-th tile.
   __device__ int first_token(int long_rounds, int i) const {
     const int run = i / kPartTiles, part = run < long_rounds * kParts ? run % kParts : warp % kTeamWarps;
-    return chunk_of(long_rounds, run) * kChunkTokens + part * kPartTokens + i % kPartTiles * kTile;
+    const int chunk = spans() > 1 ? chunk_of(long_rounds, run) * spans() + span() : chunk_of(long_rounds, run);
+    return chunk * kChunkTokens + part * kPartTokens + i % kPartTiles * kTile;
   }
 
   // Lane: of the tile lane % 16 / kGroups after the i-th, eight tokens.
@@ -101,7 +112,12 @@ struct ExactClusterKernel : ExactTeams<S> {
     const int len = this->length(sequence);
     State state;
     this->fetch_queries(sequence, kv_head, state);
+    const int guessed_spans = spans();
     share(len);
+    if constexpr (S::kSpans) {
+      if (span() >= spans()) return cluster_wait();
+      if (spans() != guessed_spans) ids = look_up_tiles(lane / 16, 0, len).id();
+    }
     int ids_at = long_rounds > 0 ? 16 / kGroups : 0;
     const int tiles = (long_rounds * kParts + rounds) * kPartTiles;
     Chunk chunk;
@@ -171,7 +187,7 @@ struct ExactClusterKernel : ExactTeams<S> {
       at = after(at);
     }
     finish(kept, len);
-    if (rank == 0 && kv_head == 0 && threadIdx.x == 0) report_sequence(p, load_sequence(p, sequence));
+    if (rank == 0 && kv_head == 0 && span() == 0 && threadIdx.x == 0) report_sequence(p, load_sequence(p, sequence));
   }
 
   // ---- the end ------------------------------------------------------------------------------------------------------
@@ -207,7 +223,7 @@ struct ExactClusterKernel : ExactTeams<S> {
 
   __device__ void finish(Kept& kept, int len) const {
     Exchange to = exchange();
-    if (!by_records) return this->add_up_leaves(to, chunks, len);
+    if (!by_records) return this->add_up_leaves(to, chunks, len, spans());
     if (warps == kTeamWarps && cluster == 1) {  // the team has all
       this->for_each_kept(kept, [&](const ExactQuad& x, int item) { this->store(x, item, len); });
       return;
@@ -215,7 +231,7 @@ struct ExactClusterKernel : ExactTeams<S> {
     if (cluster == 1) to.records = reinterpret_cast<ExactQuad*>(rings);  // [team][item]
     send_records(to, kept);
     if (this->is_apart()) return this->join(rings, warps * S::kRingBytes, len);
-    this->add_up_records(to, cluster == 1 ? teams : cluster, len);
+    this->add_up_records(to, cluster == 1 ? teams : cluster, len, spans());
   }
 
   __device__ void send_records(const Exchange& to, Kept& kept) const {
@@ -259,12 +275,11 @@ int exact_exchange_bytes(int group, int blocks, int warps, int device) {
 
 template <class S>
 __global__ void __launch_bounds__(S::kWarps * 32, 1)
-    paged_attention_exact_cluster_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
-                                         uint64_t ticket) {
+    paged_attention_exact_cluster_kernel(const __grid_constant__ Problem p,
+                                         const __grid_constant__ CacheCopies copies) {
   extern __shared__ __align__(1024) char memory[];
-  ExactClusterKernel<S> kernel{{{{{{{{{{{p, copies}}}}}}}}, ticket},
-                                memory,
-                                reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)}};
+  ExactClusterKernel<S> kernel{
+      {{{{{{{{{{p, copies}}}}}}}}}, memory, reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)}};
   kernel.run();
 }
 
@@ -272,7 +287,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
 // knows no length, hence the limit (in tokens) of what the table has room for.
 template <class S>
 bool launch_apart(Problem p, int64_t least_tokens, const Launch& launch) {
-  constexpr int kLeast = 9, kMost = 32;  // blocks
+  constexpr int kLeast = kMostBlocks + 1, kMost = 32;  // blocks
   const int blocks = std::min(kMost, num_sms(launch.device) / p.a.num_kv_heads);
   const int bytes = S::kWarps * S::kRingBytes + exact_stats_bytes<S>(S::kWarps);
   if (p.a.num_seqs > 1 || p.a.max_seq_len < least_tokens || blocks < kLeast ||
@@ -286,8 +301,9 @@ bool launch_apart(Problem p, int64_t least_tokens, const Launch& launch) {
   set_cluster(p, blocks, p.group, S::kD, launch.device);
   p.by_round = Divider(blocks * S::kWarps / ExactClusterKernel<S>::kTeamWarps);
   p.exchange_bytes = 0;  // records only
+  p.ticket = next_ticket();
   launch_after(kernel, dim3(static_cast<unsigned>(p.a.num_kv_heads * blocks)), dim3(S::kWarps * 32), 1, bytes, launch,
-               p.a.op, p, cache_copies<S>(p.a), next_ticket());
+               p.a.op, p, cache_copies<S>(p.a));
   return true;
 }
 

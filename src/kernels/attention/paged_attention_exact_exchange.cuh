@@ -7,6 +7,7 @@
 
 #include "attention/paged_attention_decode_load.cuh"
 #include "attention/paged_attention_exact_merge.cuh"
+#include "attention/paged_attention_spans.cuh"
 #include "cuda/cluster.cuh"
 
 namespace pykv::attention {
@@ -19,7 +20,9 @@ struct ExactExchange : DecodeLoader<S> {
   static constexpr int kQuads = S::kD / 4, kParts = kChunkTokens / kPartTokens;
   static constexpr int kRecordBytes = sizeof(ExactQuad), kLeafBytes = sizeof(float4) + sizeof(float2);
 
-  const int cluster = p.cluster, task = p.by_cluster.quotient(blockIdx.x), rank = p.by_cluster.remainder(blockIdx.x);
+  const int cluster = p.cluster, rank = p.by_cluster.remainder(blockIdx.x);
+  const int cluster_index = p.by_cluster.quotient(blockIdx.x),
+            task = S::kSpans ? p.by_spans.quotient(cluster_index) : cluster_index;
   const int sequence = task / p.a.num_kv_heads, kv_head = task - sequence * p.a.num_kv_heads;
   const int items = p.group * kQuads, each = p.block_items;  // four columns of a query each: of all blocks, of one
 
@@ -75,12 +78,15 @@ struct ExactExchange : DecodeLoader<S> {
     for (int i = 0; i < kRecordBytes / 16; ++i) cluster_send(at + i * 16, words[i], counter);
   }
 
-  __device__ void add_up_records(const Exchange& from, int records, int len) const {
-    add_up<ExactQuad>(from, records, len, [&](int u, int i) { return from.records[record_at(u, i)]; });
+  // spans: clusters that have keys of the sequence, which add up together.
+  __device__ void add_up_records(const Exchange& from, int records, int len, int spans = 1) const {
+    const auto record = [&](int u, int i) { return from.records[record_at(u, i)]; };
+    if (S::kSpans && spans > 1) return join_spans<ExactQuad>(from, records, spans, len, record);
+    add_up<ExactQuad>(from, records, len, record);
   }
 
-  __device__ void add_up_leaves(const Exchange& from, int leaves, int len) const {
-    add_up<PartsOfChunk>(from, (leaves + kLeaves - 1) / kLeaves, len, [&](int u, int i) {
+  __device__ void add_up_leaves(const Exchange& from, int leaves, int len, int spans = 1) const {
+    const auto chunk = [&](int u, int i) {
       float2 stats[kLeaves];
       float4 sums[kLeaves];
 #pragma unroll
@@ -94,7 +100,10 @@ struct ExactExchange : DecodeLoader<S> {
         }
       }
       return add_parts(stats, sums);
-    });
+    };
+    const int chunks = (leaves + kLeaves - 1) / kLeaves;
+    if (S::kSpans && spans > 1) return join_spans<PartsOfChunk>(from, chunks, spans, len, chunk);
+    add_up<PartsOfChunk>(from, chunks, len, chunk);
   }
 
   // Once all are there: neighbouring lanes share the terms of four columns.
@@ -129,6 +138,36 @@ struct ExactExchange : DecodeLoader<S> {
       for (int m = 1; m < lanes; m *= 2) sum.add_lane(m);
       if (i < each && x < items && mine == 0) store(sum, x, len);
     }
+  }
+
+  // The same of a cluster that has a span of the keys: sums that its block leaves for the last of all clusters'.
+  template <class Term>
+  __device__ void join_spans(const Exchange& from, int terms, int spans, int len, auto&& term_at) const {
+    int shift = 0;
+    while (shift < 4 && 1 << shift < terms && each << (shift + 1) <= blockDim.x) ++shift;
+    const int lanes = 1 << shift, mine = threadIdx.x & (lanes - 1), own = max(min(items - rank * each, each), 0);
+    cluster_receive(shared_address(from.barrier));
+#pragma unroll 1
+    for (int first = 0; first < each; first += blockDim.x >> shift) {
+      const int i = first + (threadIdx.x >> shift), x = rank * each + i;
+      ExactQuad sum = ExactQuad::empty();
+#pragma unroll 1
+      for (int u = mine; i < own && u < terms; u += lanes) {
+        const Term term = term_at(u, i);
+        if constexpr (std::is_same_v<Term, ExactQuad>) {
+          sum.add(term);
+        } else {
+          sum.add(term.o, term.sum, term.maximum);
+        }
+      }
+      __syncwarp();
+#pragma unroll 1
+      for (int m = 1; m < lanes; m *= 2) sum.add(sum.of_lane(m));
+      if (i < own && mine == 0) ExactQuad::at(p, cluster_index, x / kQuads, x % kQuads) = sum;
+    }
+    const PiecesOfSpans pieces{p, cluster_index, p.by_spans.remainder(cluster_index), spans, rank};
+    pieces.template join<ExactQuad>(kQuads, rank * each, own,
+                                    [&](int item, const ExactQuad& sum) { store(sum, item, len); });
   }
 
   __device__ void store(const auto& sum, int item, int len) const {

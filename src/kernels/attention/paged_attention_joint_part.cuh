@@ -9,7 +9,7 @@ namespace pykv::attention {
 template <class Element, bool kDeepRings>
 struct JointShape : Shape<Element, 128, false, RowClass::kFew> {
   using Few = Shape<Element, 128, false, RowClass::kFew>;
-  static constexpr bool kInvariant = true, kDeep = kDeepRings, kTwins = false;
+  static constexpr bool kInvariant = true, kDeep = kDeepRings, kTwins = false, kSpans = false;
   static constexpr int kWarps = 8, kColumns = 8, kTile = 16;
   static constexpr int kTileBytes = kTile * Few::kRowBytes, kStageBytes = 2 * kTileBytes;
   static constexpr int kAhead = (kDeep ? 2 : 1) * (Few::kNarrow ? 2 : 1);  // parts whose keys are on their way

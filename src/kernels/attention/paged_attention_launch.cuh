@@ -74,6 +74,10 @@ void set_rows(Problem& p, int rows);
 // Of clusters of so many blocks: what their blocks finish of a tile's queries, and how many of them are there early.
 void set_cluster(Problem& p, int blocks, int queries, int head_size, int device);
 
+// Clusters beside each other for the keys of a KV head, of so many clusters in all: where these leave their sums, by columns and
+// their dimensions.
+void set_spans(Problem& p, int spans, int clusters, int columns, int pitch);
+
 // Adds up what the `grid` blocks of a launch left unfinished.
 void combine(const Problem& p, int grid, const Launch& launch);
 
@@ -102,8 +106,9 @@ size_t shared_memory_limit(int device);  // of one block
 // Sets up one kernel: how many of its blocks an SM holds.
 int count_resident_blocks(const void* kernel, int threads, size_t shared_bytes);
 
-constexpr int kMostBlocks = 8;        // of a cluster, everywhere
-constexpr int64_t kMostOfFew = 8192;  // tokens of a sequence that a cluster takes, where it is not alone
+constexpr int kMostBlocks = 8;                    // of a cluster, everywhere
+constexpr int kFewestSpans = 3, kMostSpans = 16;  // that share a sequence's keys; two draw hardly more than one
+constexpr int64_t kMostOfFew = 8192;              // tokens of a sequence that a cluster takes, where it is not alone
 
 // How many clusters of so many blocks run at once; 0 if the device has no such clusters.
 int count_resident_clusters(const void* kernel, int blocks, int threads, size_t shared_bytes, const Launch& launch);

@@ -89,6 +89,11 @@ struct Quad {
          o.w * old + weight * x.o.w};
   }
 
+  __device__ Quad of_lane(int m) const {
+    const auto other = [m](float x) { return __shfl_xor_sync(~0u, x, m); };
+    return {other(maximum), other(sum), {other(o.x), other(o.y), other(o.z), other(o.w)}};
+  }
+
   __device__ float4 finish(const Problem& p, const Row& row, int kv_head) const {
     const float factor = finish_row(p, row, kv_head, maximum, sum);
     return {o.x * factor, o.y * factor, o.z * factor, o.w * factor};

@@ -177,7 +177,7 @@ __device__ inline int64_t block_scan(int64_t x, PlanScratchOf<kBlock>& scratch, 
 
 // Are neighbouring heads together in memory, few, with blocks enough for each, and shares so long that they are worth a line each?
 __device__ inline bool wants_lines(const Problem& p, int64_t heads, int64_t units) {
-  constexpr int kMostLines = 16, kFewestBlocks = 8, kLongShare = 16;
+  constexpr int kMostLines = 32, kFewestBlocks = 8, kLongShare = 16;
   return p.a.key.head < p.a.key.token && heads > 1 && heads <= kMostLines && heads * kFewestBlocks <= gridDim.x &&
          units * heads >= gridDim.x * kLongShare;
 }

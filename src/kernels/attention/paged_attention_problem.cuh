@@ -74,6 +74,9 @@ struct Problem {
   Unfinished* unfinished;               // [grid]; or tickets
   Lengths lengths;                      // that the launch is for
   Balance balance;                      // if not for any
+  uint64_t ticket;                      // of the pieces that blocks leave for each other (paged_attention_pieces.cuh)
+  Divider by_spans;  // clusters beside each other that share a sequence's keys (paged_attention_spans.cuh),
+  int keys_alone;    // if these are more than so many
 
   // Neither a window nor sparsity.
   __host__ __device__ bool sees_all() const { return window == kNoWindow && !sparse; }

@@ -19,10 +19,10 @@ struct TokensKernel : ClusterKernel<S> {
   using Base = DecodeLoader<S>;
   using Base::p;
   using Cluster::begin;
-  using Cluster::cluster_index;
   using Cluster::first_seen;
   using Cluster::kTile;
   using Cluster::kv_head;
+  using Cluster::place;
   using Cluster::rank;
   using Cluster::seen_len;
   using Cluster::sequence;
@@ -49,9 +49,13 @@ struct TokensKernel : ClusterKernel<S> {
     const bool is_one = kGuesses && seq.query_len <= p.tile_tokens;
     const int token_tiles = is_one ? 1 : (seq.query_len + p.tile_tokens - 1) / p.tile_tokens;
     const bool is_mine = takes_call(p);
-    const int tiles = is_mine && takes(p, seq) ? token_tiles * p.head_tiles : 0;
-    const int way = p.by_ways.remainder(cluster_index);
-    if (is_mine && rank == 0 && kv_head == 0 && way == 0 && threadIdx.x == 0) report_sequence(p, raw);
+    int tiles = is_mine && takes(p, seq) ? token_tiles * p.head_tiles : 0;
+    const int way = p.by_ways.remainder(place);
+    // A piece has one place for each cluster.
+    this->use_spans(tiles > p.ways ? 0 : seq.len);
+    if (this->is_left_out()) tiles = 0;
+    if (is_mine && rank == 0 && kv_head == 0 && way == 0 && this->is_first() && threadIdx.x == 0)
+      report_sequence(p, raw);
     if (way >= tiles && p.cluster > 1) cluster_wait();
     int parity = 0;
     State state;
@@ -132,7 +136,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
     paged_attention_tokens_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
   extern __shared__ __align__(1024) char memory[];
   TokensKernel<S> kernel{
-      {{{{{{{p, copies}}}}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)}};
+      {{{{{{{{p, copies}}}}}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)}};
   kernel.run();
 }
 
