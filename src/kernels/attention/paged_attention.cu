@@ -353,9 +353,8 @@ void set_line(Problem& p, const Tiling& t, int grid) {
 void set_spans(Problem& p, int spans, int clusters, int columns, int pitch) {
   p.by_spans = Divider(spans);
   p.ticket = next_ticket();
-  // A piece for each cluster, where a line's block has two, and a ticket for each of its blocks.
-  static_assert(kMostBlocks * sizeof(uint64_t) <= 2 * sizeof(Unfinished));
-  set_pieces(p, {columns, pitch, 1}, 2 * clusters);
+  const int blocks = clusters * p.cluster;  // with a piece each, where those of a line have two
+  set_pieces(p, {columns, pitch, 1}, (blocks + 1) / 2);
 }
 
 void set_cluster(Problem& p, int blocks, int queries, int head_size, int device) {

@@ -258,7 +258,7 @@ struct ClusterKernel : ClusterSpans<S> {
           p.cluster, [&](int b) { return exchange.part_stats[b * each + i]; },
           [&](int b) { return exchange.parts[b * each + i]; });
       if (this->spans() > 1) {
-        this->leave_piece(x, sum);
+        this->leave_piece(x, i == 0, sum);
       } else {
         store(x, sum);
       }

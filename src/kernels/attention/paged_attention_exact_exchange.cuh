@@ -163,7 +163,7 @@ struct ExactExchange : DecodeLoader<S> {
       __syncwarp();
 #pragma unroll 1
       for (int m = 1; m < lanes; m *= 2) sum.add(sum.of_lane(m));
-      if (i < own && mine == 0) ExactQuad::at(p, cluster_index, x / kQuads, x % kQuads) = sum;
+      if (i < own && mine == 0) ExactQuad::at(p, blockIdx.x, x / kQuads, x % kQuads) = sum;
     }
     const PiecesOfSpans pieces{p, cluster_index, p.by_spans.remainder(cluster_index), spans, rank};
     pieces.template join<ExactQuad>(kQuads, rank * each, own,

@@ -32,23 +32,24 @@ int keys_alone(int spans, int64_t heads, int round, int device) {
   return static_cast<int>(static_cast<float>(round) * (kJoin / kRound) * quicker / (quicker - 1));
 }
 
-// What the blocks of a KV head that finish the same columns, one in each cluster, leave for each other.
+// What the blocks of a KV head that finish the same columns, one in each cluster, leave for each other, each in a slot of its own:
+// where a block's columns begin within a query's, another block has the others.
 struct PiecesOfSpans {
   const Problem& p;
   int cluster_index, span, spans, rank;
 
-  __device__ int first_cluster() const { return cluster_index - span; }
-  __device__ int ticket_of(int k) const { return (first_cluster() + k) * p.cluster + rank; }
+  // Of the k-th cluster's block.
+  __device__ int slot(int k) const { return (cluster_index - span + k) * p.cluster + rank; }
 
   // When all of the block's threads have left theirs: `count` items from `first` on, `quads` of them of a column.  store(item, sum)
   template <class Sum>
   __device__ void join(int quads, int first, int count, auto&& store) const {
     let_next_kernel_start();
     __syncthreads();
-    if (threadIdx.x == 0) hand_over_pieces(p, ticket_of(span), -1, p.ticket);
+    if (threadIdx.x == 0) hand_over_pieces(p, slot(span), -1, p.ticket);
     __syncthreads();
     bool is_last = true;
-    for (int k = threadIdx.x; k < spans; k += blockDim.x) is_last = is_last && is_there(p, ticket_of(k), p.ticket);
+    for (int k = threadIdx.x; k < spans; k += blockDim.x) is_last = is_last && is_there(p, slot(k), p.ticket);
     if (!__syncthreads_and(is_last)) return;
     // Four lanes have an item, and each of them every fourth piece.
     constexpr int kAtOnce = 4, kLanes = kMostSpans / kAtOnce, kWarpItems = 32 / kLanes;
@@ -60,7 +61,7 @@ struct PiecesOfSpans {
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         const int k = j * kLanes + threadIdx.x % kLanes;
-        piece[j] = k < spans ? Sum::load(p, first_cluster() + k, column, quad) : Sum::empty();
+        piece[j] = k < spans ? Sum::load(p, slot(k), column, quad) : Sum::empty();
       }
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) sum.add(piece[j]);
@@ -68,7 +69,7 @@ struct PiecesOfSpans {
       for (int m = 1; m < kLanes; m *= 2) sum.add(sum.of_lane(m));
       if (threadIdx.x % kLanes == 0 && i < count) store(item, sum);
     }
-    for (int k = threadIdx.x; k < spans; k += blockDim.x) *ticket_place(p, ticket_of(k)) = 0;
+    for (int k = threadIdx.x; k < spans; k += blockDim.x) *ticket_place(p, slot(k)) = 0;
   }
 };
 
@@ -99,11 +100,11 @@ struct ClusterSpans : DecodeLoader<S> {
     return (((i * spans() + span()) * warps + this->warp) * p.cluster + rank) * S::kTile;
   }
 
-  // Four columns, the sums of this cluster.
-  __device__ void leave_piece(int item, const auto& sum) const {
+  // Four columns, the sums of this cluster.  is_first: of those that this block finishes.
+  __device__ void leave_piece(int item, bool is_first, const auto& sum) const {
     const int column = item / kQuads, quad = item % kQuads;
-    const int64_t at = static_cast<int64_t>(cluster_index) * p.rows + column;
-    if (quad == 0) p.partial_stats[at] = {sum.maximum, sum.sum};
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * p.rows + column;
+    if (quad == 0 || is_first) p.partial_stats[at] = {sum.maximum, sum.sum};
     reinterpret_cast<float4*>(p.partial + at * p.pitch)[quad] = sum.o;
   }
 
