@@ -123,15 +123,15 @@ bool launch_warpgroups(const Problem& p, RowClass rows, const Launch& launch) {
                            launch_warpgroups_e5m2, launch_warpgroups_int8, nullptr)(p, rows, launch);
 }
 
-// Several query rows of few KV heads, in tables with room for many keys, which clusters beside each other share; but widening
-// elements for more rows takes longer than by warpgroups, if there are many.
+// Several query rows of few KV heads, in tables with room for many keys, which clusters beside each other share.  Elements of one
+// byte are widened for more than 16 rows sooner by warpgroups.
 bool suits_spans(const Problem& p, RowClass rows, int device) {
   const bool is_long = p.a.max_seq_len > kMostOfFew && p.sees_all() && p.min_rows == 0;
-  const bool is_many =
-      rows == RowClass::kSome || rows == RowClass::kMore;  // the rows, for two clusters beside each other
-  const int64_t heads = p.a.num_seqs * p.a.num_kv_heads * (rows == RowClass::kMore ? 2 : 1);
-  return is_long && (rows == RowClass::kFew || (is_many && p.a.kv_format == KvFormat::kSame)) &&
-         heads * kFewestSpans * kMostBlocks <= num_sms(device);
+  const bool from_17_to_64 = rows == RowClass::kSome || rows == RowClass::kMore;
+  const bool suits_rows = rows == RowClass::kFew || (from_17_to_64 && p.a.kv_format == KvFormat::kSame);
+  const int64_t ways = rows == RowClass::kMore ? 2 : 1;  // clusters beside each other for the rows
+  const int64_t clusters = p.a.num_seqs * p.a.num_kv_heads * ways * kFewestSpans;
+  return is_long && suits_rows && clusters * kMostBlocks <= num_sms(device);
 }
 
 // Clusters, and after them the line of warpgroups, of which one finds that the lengths are not for it.  False if the call had better

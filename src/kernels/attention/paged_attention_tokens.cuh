@@ -51,7 +51,7 @@ struct TokensKernel : ClusterKernel<S> {
     const bool is_mine = takes_call(p);
     int tiles = is_mine && takes(p, seq) ? token_tiles * p.head_tiles : 0;
     const int way = p.by_ways.remainder(place);
-    // A piece has one place for each cluster.
+    // Only one tile's piece has a place.
     this->use_spans(tiles > p.ways ? 0 : seq.len);
     if (this->is_left_out()) tiles = 0;
     if (is_mine && rank == 0 && kv_head == 0 && way == 0 && this->is_first() && threadIdx.x == 0)
