@@ -56,7 +56,7 @@ def test_heads(array: Library, head_size: int, group: int, length: int, kind: st
 
 @SOME_KINDS
 @pytest.mark.parametrize(("layout", "page"), [("HND", 16), ("packed", 16), ("packed", 128), ("NHD", 24), ("NHD", 1)])
-@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("queries", [1, 3, 5])
 def test_layouts(array: Library, queries: int, layout: str, page: int, kind: str) -> None:
     check(array, batch((9700,), Sizes(10, 2, 128, page), queries, layout=layout, kind=kind))
 
@@ -68,9 +68,17 @@ def test_several_tokens(array: Library, queries: int, group: int, kind: str, len
     check(array, batch(tuple(max(n, queries) if n else 0 for n in lens), Sizes(group, 1, 128), queries, kind=kind))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("queries", [3, 7])
+@pytest.mark.parametrize("head_size", [64, 80, 128])
+def test_several_tokens_of_heads(array: Library, head_size: int, queries: int, kind: str) -> None:
+    """Up to 32 and up to 64 rows, by warpgroups where there are any."""
+    check(array, batch((6200, 11), Sizes(8, 1, head_size), queries, kind=kind, dtype="float16"))
+
+
 @pytest.mark.parametrize("options", inputs.OPTIONS_OF_8_HEADS[1:], ids=str)
 def test_options(array: Library, options: dict[str, Any]) -> None:
-    for queries in (1, 2):
+    for queries in (1, 2, 4, 6):
         b = batch((9100,), Sizes(8, 1, 128), queries)
         check(array, b.changed(options=b.options | options))
 
@@ -106,12 +114,13 @@ def test_not_finite_values(array: Library, kind: str) -> None:
 
 
 @SOME_KINDS
-@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("queries", [1, 2, 4, 7])
 def test_replayed(cupy: Any, queries: int, kind: str) -> None:
     """Sequences come to their clusters' all and to the first alone, in turn, with the same workspace."""
     longest = (30_000, 9000, 300)
     captured = CapturedCalls(cupy, batch(longest, Sizes(8, 1, 128), queries, kind=kind, dtype="float16"), calls=2)
-    for now in (longest, (20_000, 4, 300), (250, 8900, 64), (30_000, 9000, 4), (5000, 6000, 300)):
+    short = max(queries, 4)
+    for now in (longest, (20_000, short, 300), (250, 8900, 64), (30_000, 9000, short), (5000, 6000, 300)):
         captured.check(now)
     if queries > 1:
         captured.check((20_000, 0, 300), (1, 0, 3 * queries - 1))

@@ -123,15 +123,15 @@ bool launch_warpgroups(const Problem& p, RowClass rows, const Launch& launch) {
                            launch_warpgroups_e5m2, launch_warpgroups_int8, nullptr)(p, rows, launch);
 }
 
-// Several query rows of few KV heads, in tables with room for many keys, which clusters beside each other share.  Elements of one
-// byte are widened for more than 16 rows sooner by warpgroups.
-bool suits_spans(const Problem& p, RowClass rows, int device) {
-  const bool is_long = p.a.max_seq_len > kMostOfFew && p.sees_all() && p.min_rows == 0;
-  const bool from_17_to_64 = rows == RowClass::kSome || rows == RowClass::kMore;
-  const bool suits_rows = rows == RowClass::kFew || (from_17_to_64 && p.a.kv_format == KvFormat::kSame);
-  const int64_t ways = rows == RowClass::kMore ? 2 : 1;  // clusters beside each other for the rows
-  const int64_t clusters = p.a.num_seqs * p.a.num_kv_heads * ways * kFewestSpans;
-  return is_long && suits_rows && clusters * kMostBlocks <= num_sms(device);
+// Several query rows of few KV heads, whose keys clusters share: more than 16 rows by warpgroups, for elsewhere elements of one byte
+// are widened for few rows at a time.  False if the call had better go another way.
+bool launch_for_few_heads(const Problem& p, RowClass rows, const Launch& launch) {
+  const int device = launch.device;
+  if (rows == RowClass::kFew) return suits_spans(p, 1, device) && launch_tokens(p, launch);
+  if (rows != RowClass::kSome && rows != RowClass::kMore) return false;
+  if (may_use_warpgroups(p.a, rows, device)) return suits_spans(p, 1, device) && launch_warpgroup_clusters(p, launch);
+  const int ways = rows == RowClass::kMore ? 2 : 1;
+  return p.a.kv_format == KvFormat::kSame && suits_spans(p, ways, device) && launch_tokens(p, launch);
 }
 
 // Clusters, and after them the line of warpgroups, of which one finds that the lengths are not for it.  False if the call had better
@@ -159,7 +159,7 @@ bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
   // of warpgroups have not taken them.
   if (decodes && p.sees_all() && launch_decode(p, launch)) return true;
   const bool by_warpgroups = may_use_warpgroups(p.a, rows, launch.device);
-  if (suits_spans(p, rows, launch.device) && launch_tokens(p, launch)) return true;
+  if (launch_for_few_heads(p, rows, launch)) return true;
   if (launch_either_way(p, rows, launch)) return true;
   if (by_warpgroups && from_17_to_64 && launch_warpgroup_clusters(p, launch)) return true;
   if ((rows == RowClass::kFew || from_17_to_64) && launch_tokens(p, launch)) return true;
@@ -244,6 +244,11 @@ bool fills_warpgroups(const Problem& p, int device) {
          p.a.num_seqs * p.a.num_kv_heads >= num_sms(device);
 }
 
+bool suits_spans(const Problem& p, int ways, int device) {
+  const bool is_long = p.a.max_seq_len > kMostOfFew && p.sees_all() && p.min_rows == 0 && p.lengths == Lengths::kAny;
+  return is_long && p.a.num_seqs * p.a.num_kv_heads * ways * kFewestSpans * kMostBlocks <= num_sms(device);
+}
+
 bool may_go_either_way(const Problem& p, RowClass rows, int device) {
   const bool is_wide = p.sees_all() && p.a.max_seq_len > kMostOfFew && may_use_warpgroups(p.a, rows, device);
   const bool are_alike = p.min_rows == 0 && p.a.num_tokens % p.a.num_seqs == 0;  // the numbers of query tokens
@@ -259,12 +264,16 @@ void set_balance(Problem& p, int blocks_per_sm, int device) {
   const bool narrow = p.a.kv_format != KvFormat::kSame, many = uniform_rows(p) == RowClass::kMore;
   const float pace = (narrow ? 1.3f : 2.f) * (many ? 0.75f : 1.f) / static_cast<float>(p.ways);
   const float blocks = static_cast<float>(p.cluster) / static_cast<float>(blocks_per_sm);
-  p.balance = Balance::of(p.a.num_kv_heads, blocks, num_sms(device), pace, narrow ? 1920 : 1280);
+  int slack = narrow ? 1920 : 1280;
+  // Of a long sequence the line has a piece for each chunk, which takes a microsecond.
+  if (p.a.batch_invariant) slack = (p.a.head_size > 128 ? 225 : 900) * p.cluster;
+  p.balance = Balance::of(p.a.num_kv_heads, blocks, num_sms(device), pace, slack);
 }
 
 bool launch_for_other_lengths(Problem p, const Launch& launch) {
   if (p.lengths == Lengths::kAny) return true;
   p.lengths = Lengths::kForLine;
+  if (p.a.batch_invariant) return launch_decode(p, launch);
   // Up to eight columns over one byte have a line that is quicker than that of warpgroups.
   const bool few = p.a.num_tokens / p.a.num_seqs * p.group <= 8;
   if (p.a.kv_format != KvFormat::kSame && few && launch_tokens(p, launch)) return true;

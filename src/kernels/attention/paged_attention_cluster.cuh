@@ -263,7 +263,9 @@ struct ClusterKernel : ClusterSpans<S> {
         store(x, sum);
       }
     }
-    if (this->spans() > 1) this->join_pieces(rank * each, own, store);
+    if constexpr (S::kSpans) {
+      if (this->spans() > 1) this->pieces().template join<Quad>(kQuads, rank * each, own, store);
+    }
   }
 };
 
@@ -322,14 +324,17 @@ struct ClusterSize {
   int spans = 1;
 };
 
+// Whether other clusters may share their keys.  Of more columns warpgroups' do, but those over packed caches.
+template <class S>
+constexpr bool kMaySpan = S::kColumns <= 16 || S::kPackedV;
+
 // How many clusters of the largest size take a KV head of up to `most` keys, if `room` of them run at once.
 template <class S>
 int spans_for(int64_t most, int64_t room, int64_t heads, int device) {
   const int64_t clusters = std::min<int64_t>(room, num_sms(device) / kMostBlocks);
   const int spans = static_cast<int>(std::min<int64_t>(clusters / heads, kMostSpans));
-  return spans < kFewestSpans || most <= keys_alone<S>(spans, heads, kMostBlocks * S::kWarps * S::kTile, device)
-             ? 1
-             : spans;
+  if (spans < kFewestSpans) return 1;
+  return most > keys_alone<S>(spans, heads, kMostBlocks * S::kWarps * S::kTile, device) ? spans : 1;
 }
 
 // One block for each SM, or two of half the size where there are more sequences than that.  Blocks of other sequences
@@ -351,7 +356,7 @@ ClusterSize cluster_size(const Problem& p, const Launch& launch) {
   const int64_t most = most_keys<S>(p);
   for (int blocks = kMostBlocks; blocks > 0; --blocks) {
     if (heads > room(blocks)) continue;
-    const bool may_span = blocks == kMostBlocks && p.lengths == Lengths::kAny;
+    const bool may_span = kMaySpan<S> && blocks == kMostBlocks && p.lengths == Lengths::kAny;
     const int spans = may_span ? spans_for<S>(most, room(blocks), heads, launch.device) : 1;
     if (p.a.num_seqs > 1 && most > kMostOfFew && spans == 1) return {0, 0};
     constexpr int64_t kMostElements = 1 << 23;  // of a block's keys, times the blocks that are missing
@@ -385,7 +390,7 @@ ClusterSize wide_size(const Problem& p, const ClusterSize& usual, const Launch& 
       const auto rounds = [&](const ClusterSize& size) {
         const int64_t together =
             std::max<int64_t>(1, size.blocks * size.warps / kTeamWarps) * size.spans * kChunkTokens;
-        return (p.a.max_seq_len + together - 1) / together;
+        return (most_keys<S>(p) + together - 1) / together;
       };
       if (rounds(usual) < kTeamWarps && rounds(wide()) < rounds(usual)) return wide();
     }
@@ -399,7 +404,7 @@ template <class S>
 bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& launch) {
   const int64_t clusters = p.a.num_seqs * p.a.num_kv_heads * p.ways * size.spans, blocks = clusters * size.blocks;
   if (blocks == 0 || blocks >= int64_t{1} << 31) return false;
-  if constexpr (!S::kSpans) {
+  if constexpr (kMaySpan<S> && !S::kSpans) {
     if (size.spans > 1) return launch_cluster_kernel<Spanned<S>>(p, size, launch);
   }
   const int bytes = cluster_bytes<S>(p.group, size.blocks, size.warps, launch.device);

@@ -175,9 +175,8 @@ struct DecodeKernel : DecodeWalk<S> {
   __device__ void join(const CutSegment& u) const {
     using Sum = std::conditional_t<S::kInvariant, ExactQuad, Quad>;
     constexpr int kAtOnce = S::kInvariant ? 2 : 8;
-    bool all = true;
-    for (int i = threadIdx.x; i < u.pieces; i += S::kWarps * 32) all = all && is_there(p, u.slot(i), p.ticket);
-    if (!__syncthreads_and(all)) return;
+    const auto slot_of = [&u](int i) { return u.slot(i); };
+    if (!are_there(p, u.pieces, slot_of)) return;
     Part part{};
     part.sequence = u.sequence;
     if constexpr (S::kManyTokens) {
@@ -209,7 +208,7 @@ struct DecodeKernel : DecodeWalk<S> {
       if (S::kManyTokens && !row.valid) continue;
       store_output<S>(p, row, quad * 4, sum.finish(p, row, this->kv_head_of(kv_head, column)));
     }
-    for (int i = threadIdx.x; i < u.pieces; i += S::kWarps * 32) *ticket_place(p, u.slot(i)) = 0;
+    forget(p, u.pieces, slot_of);
   }
 
   // The same with batch_invariant; `part`: the last tile of a chunk.
@@ -277,7 +276,8 @@ struct DecodeKernel : DecodeWalk<S> {
   static __device__ int after(int stage) { return stage + 1 == kStages ? 0 : stage + 1; }
 
   __device__ void run() {
-    wait_for_previous_kernel();
+    if (!S::kInvariant || p.lengths == Lengths::kAny) wait_for_previous_kernel();
+    if (S::kInvariant && !takes_call(p)) return leave_call();
     Walk w = this->start_line();
     LookedUp pages{{}, w.tile};
     if (w.exists) pages.ids = look_up_tiles(w);

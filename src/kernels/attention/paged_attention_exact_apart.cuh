@@ -31,9 +31,8 @@ struct ExactApart : ExactExchange<S, 1> {
     __syncthreads();
     if (threadIdx.x == 0) hand_over_pieces(p, blockIdx.x, -1, p.ticket);
     __syncthreads();
-    bool is_last = true;
-    for (int b = threadIdx.x; b < cluster; b += blockDim.x) is_last = is_last && is_there(p, first + b, p.ticket);
-    if (!__syncthreads_and(is_last)) return;
+    const auto slot_of = [first](int b) { return first + b; };
+    if (!are_there(p, cluster, slot_of)) return;
 
     // The lanes of a half of each warp, if there are so many, have an item each.
     const int shift = 2 * items <= blockDim.x, width = 32 >> shift;
@@ -59,7 +58,7 @@ struct ExactApart : ExactExchange<S, 1> {
     }
     if (shift > 0) sum.add(sum.of_lane(width));
     if (item < items && mine == 0) this->store(sum, item, len);
-    for (int b = threadIdx.x; b < cluster; b += blockDim.x) *ticket_place(p, first + b) = 0;
+    forget(p, cluster, slot_of);
   }
 };
 

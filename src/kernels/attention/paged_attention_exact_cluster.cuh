@@ -30,6 +30,8 @@ struct ExactClusterKernel : ExactTeams<S> {
   using Sums::kv_head;
   using Sums::rank;
   using Sums::sequence;
+  using Sums::span;
+  using Sums::spans;
   using Teams::kTeamWarps;
   using Teams::rings;
   using Teams::stats;
@@ -49,7 +51,6 @@ struct ExactClusterKernel : ExactTeams<S> {
   int long_rounds = 0;      // of chunks for all warps
   int rounds = 0;           // of chunks for all teams
   int chunks = 0;           // of all blocks of the cluster
-  int used_spans = 1;       // clusters that have some
   bool by_records = false;  // what the blocks send
 
   static constexpr int kBarrierBytes = 16;  // aligned
@@ -58,20 +59,13 @@ struct ExactClusterKernel : ExactTeams<S> {
 
   __device__ void share(int len) {
     chunks = (len + kChunkTokens - 1) / kChunkTokens;
-    if (S::kSpans && len > p.keys_alone) {
-      used_spans = static_cast<int>(p.by_spans.d);
-      chunks = p.by_spans.quotient(chunks + used_spans - 1 - span());
-    } else {
-      used_spans = 1;
-    }
+    this->use_spans(len);
+    if (spans() > 1) chunks = p.by_spans.quotient(chunks + spans() - 1 - span());
     rounds = p.by_round.quotient(chunks + teams * cluster - 1);
     long_rounds = rounds / kTeamWarps;
     rounds %= kTeamWarps;
     by_records = this->is_apart() || this->leaf_places(chunks, each) * Sums::kLeafBytes > p.exchange_bytes;
   }
-
-  __device__ int spans() const { return S::kSpans ? used_spans : 1; }
-  __device__ int span() const { return S::kSpans ? p.by_spans.remainder(this->cluster_index) : 0; }
 
   // These of the cluster's if there were so many long rounds; what lies past the end does not exist.
   __device__ int chunk_of(int long_rounds, int run) const {
@@ -83,7 +77,7 @@ struct ExactClusterKernel : ExactTeams<S> {
   // Of this warp's i-th tile.
   __device__ int first_token(int long_rounds, int i) const {
     const int run = i / kPartTiles, part = run < long_rounds * kParts ? run % kParts : warp % kTeamWarps;
-    const int chunk = spans() > 1 ? chunk_of(long_rounds, run) * spans() + span() : chunk_of(long_rounds, run);
+    const int chunk = chunk_of(long_rounds, run) * spans() + span();
     return chunk * kChunkTokens + part * kPartTokens + i % kPartTiles * kTile;
   }
 
@@ -112,10 +106,14 @@ struct ExactClusterKernel : ExactTeams<S> {
     const int len = this->length(sequence);
     State state;
     this->fetch_queries(sequence, kv_head, state);
+    if (!S::kSpans && !takes_call(p)) {
+      if (is_linked()) cluster_wait();
+      return;
+    }
     const int guessed_spans = spans();
     share(len);
     if constexpr (S::kSpans) {
-      if (span() >= spans()) return cluster_wait();
+      if (this->is_left_out()) return cluster_wait();
       if (spans() != guessed_spans) ids = look_up_tiles(lane / 16, 0, len).id();
     }
     int ids_at = long_rounds > 0 ? 16 / kGroups : 0;
@@ -187,7 +185,8 @@ struct ExactClusterKernel : ExactTeams<S> {
       at = after(at);
     }
     finish(kept, len);
-    if (rank == 0 && kv_head == 0 && span() == 0 && threadIdx.x == 0) report_sequence(p, load_sequence(p, sequence));
+    if (rank == 0 && kv_head == 0 && this->is_first() && threadIdx.x == 0)
+      report_sequence(p, load_sequence(p, sequence));
   }
 
   // ---- the end ------------------------------------------------------------------------------------------------------
@@ -223,7 +222,7 @@ struct ExactClusterKernel : ExactTeams<S> {
 
   __device__ void finish(Kept& kept, int len) const {
     Exchange to = exchange();
-    if (!by_records) return this->add_up_leaves(to, chunks, len, spans());
+    if (!by_records) return this->add_up_leaves(to, chunks, len);
     if (warps == kTeamWarps && cluster == 1) {  // the team has all
       this->for_each_kept(kept, [&](const ExactQuad& x, int item) { this->store(x, item, len); });
       return;
@@ -231,7 +230,7 @@ struct ExactClusterKernel : ExactTeams<S> {
     if (cluster == 1) to.records = reinterpret_cast<ExactQuad*>(rings);  // [team][item]
     send_records(to, kept);
     if (this->is_apart()) return this->join(rings, warps * S::kRingBytes, len);
-    this->add_up_records(to, cluster == 1 ? teams : cluster, len, spans());
+    this->add_up_records(to, cluster == 1 ? teams : cluster, len);
   }
 
   __device__ void send_records(const Exchange& to, Kept& kept) const {
@@ -279,7 +278,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
                                          const __grid_constant__ CacheCopies copies) {
   extern __shared__ __align__(1024) char memory[];
   ExactClusterKernel<S> kernel{
-      {{{{{{{{{{p, copies}}}}}}}}}, memory, reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)}};
+      {{{{{{{{{{{p, copies}}}}}}}}}}, memory, reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)}};
   kernel.run();
 }
 

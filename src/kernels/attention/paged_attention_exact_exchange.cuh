@@ -5,7 +5,6 @@
 // the bytes as they arrive.
 #pragma once
 
-#include "attention/paged_attention_decode_load.cuh"
 #include "attention/paged_attention_exact_merge.cuh"
 #include "attention/paged_attention_spans.cuh"
 #include "cuda/cluster.cuh"
@@ -14,16 +13,17 @@ namespace pykv::attention {
 
 // kLeaves: of a chunk.
 template <class S, int kLeaves>
-struct ExactExchange : DecodeLoader<S> {
-  using Base = DecodeLoader<S>;
+struct ExactExchange : ClusterSpans<S> {
+  using Base = ClusterSpans<S>;
+  using Base::cluster_index;
   using Base::p;
+  using Base::place;
+  using Base::rank;
   static constexpr int kQuads = S::kD / 4, kParts = kChunkTokens / kPartTokens;
   static constexpr int kRecordBytes = sizeof(ExactQuad), kLeafBytes = sizeof(float4) + sizeof(float2);
 
-  const int cluster = p.cluster, rank = p.by_cluster.remainder(blockIdx.x);
-  const int cluster_index = p.by_cluster.quotient(blockIdx.x),
-            task = S::kSpans ? p.by_spans.quotient(cluster_index) : cluster_index;
-  const int sequence = task / p.a.num_kv_heads, kv_head = task - sequence * p.a.num_kv_heads;
+  const int cluster = p.cluster;
+  const int sequence = place / p.a.num_kv_heads, kv_head = place - sequence * p.a.num_kv_heads;
   const int items = p.group * kQuads, each = p.block_items;  // four columns of a query each: of all blocks, of one
 
   // What a block finds in its shared memory once all have sent: records [block][item]; or leaves [leaf][item], and their
@@ -78,14 +78,11 @@ struct ExactExchange : DecodeLoader<S> {
     for (int i = 0; i < kRecordBytes / 16; ++i) cluster_send(at + i * 16, words[i], counter);
   }
 
-  // spans: clusters that have keys of the sequence, which add up together.
-  __device__ void add_up_records(const Exchange& from, int records, int len, int spans = 1) const {
-    const auto record = [&](int u, int i) { return from.records[record_at(u, i)]; };
-    if (S::kSpans && spans > 1) return join_spans<ExactQuad>(from, records, spans, len, record);
-    add_up<ExactQuad>(from, records, len, record);
+  __device__ void add_up_records(const Exchange& from, int records, int len) const {
+    add_up_all<ExactQuad>(from, records, len, [&](int u, int i) { return from.records[record_at(u, i)]; });
   }
 
-  __device__ void add_up_leaves(const Exchange& from, int leaves, int len, int spans = 1) const {
+  __device__ void add_up_leaves(const Exchange& from, int leaves, int len) const {
     const auto chunk = [&](int u, int i) {
       float2 stats[kLeaves];
       float4 sums[kLeaves];
@@ -101,16 +98,29 @@ struct ExactExchange : DecodeLoader<S> {
       }
       return add_parts(stats, sums);
     };
-    const int chunks = (leaves + kLeaves - 1) / kLeaves;
-    if (S::kSpans && spans > 1) return join_spans<PartsOfChunk>(from, chunks, spans, len, chunk);
-    add_up<PartsOfChunk>(from, chunks, len, chunk);
+    add_up_all<PartsOfChunk>(from, (leaves + kLeaves - 1) / kLeaves, len, chunk);
   }
 
-  // Once all are there: neighbouring lanes share the terms of four columns.
+  // For the result, or for what the clusters of all spans add up together.
   template <class Term>
-  __device__ void add_up(const Exchange& from, int terms, int len, auto&& term_at) const {
+  __device__ void add_up_all(const Exchange& from, int terms, int len, auto&& term_at) const {
+    if constexpr (S::kSpans) {
+      if (this->spans() > 1) return join_spans<Term>(from, terms, len, term_at);
+    }
+    add_up<Term>(from, terms, len, term_at);
+  }
+
+  // Of neighbouring lanes that share the terms of four columns.
+  __device__ int lanes_shift(int terms) const {
     int shift = 0;
     while (shift < 4 && 1 << shift < terms && each << (shift + 1) <= blockDim.x) ++shift;
+    return shift;
+  }
+
+  // Once all are there.
+  template <class Term>
+  __device__ void add_up(const Exchange& from, int terms, int len, auto&& term_at) const {
+    const int shift = lanes_shift(terms);
     const int lanes = 1 << shift, mine = threadIdx.x & (lanes - 1);
     if (cluster == 1) {
       __syncthreads();
@@ -142,9 +152,8 @@ struct ExactExchange : DecodeLoader<S> {
 
   // The same of a cluster that has a span of the keys: sums that its block leaves for the last of all clusters'.
   template <class Term>
-  __device__ void join_spans(const Exchange& from, int terms, int spans, int len, auto&& term_at) const {
-    int shift = 0;
-    while (shift < 4 && 1 << shift < terms && each << (shift + 1) <= blockDim.x) ++shift;
+  __device__ void join_spans(const Exchange& from, int terms, int len, auto&& term_at) const {
+    const int shift = lanes_shift(terms);
     const int lanes = 1 << shift, mine = threadIdx.x & (lanes - 1), own = max(min(items - rank * each, each), 0);
     cluster_receive(shared_address(from.barrier));
 #pragma unroll 1
@@ -165,9 +174,8 @@ struct ExactExchange : DecodeLoader<S> {
       for (int m = 1; m < lanes; m *= 2) sum.add(sum.of_lane(m));
       if (i < own && mine == 0) ExactQuad::at(p, blockIdx.x, x / kQuads, x % kQuads) = sum;
     }
-    const PiecesOfSpans pieces{p, cluster_index, p.by_spans.remainder(cluster_index), spans, rank};
-    pieces.template join<ExactQuad>(kQuads, rank * each, own,
-                                    [&](int item, const ExactQuad& sum) { store(sum, item, len); });
+    this->pieces().template join<ExactQuad>(kQuads, rank * each, own,
+                                            [&](int item, const ExactQuad& sum) { store(sum, item, len); });
   }
 
   __device__ void store(const auto& sum, int item, int len) const {

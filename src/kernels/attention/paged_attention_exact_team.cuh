@@ -16,6 +16,7 @@ struct ExactTeams : ExactApart<S> {
   using Sums::items;
   using Sums::kParts;
   using Sums::kQuads;
+  using Sums::warps;
   using typename Base::State;
   static constexpr int kD = S::kD, kTeamWarps = 4;
   static constexpr int kLeaf = S::kColumns * kD * 4;  // bytes of a warp's sums
@@ -30,7 +31,7 @@ struct ExactTeams : ExactApart<S> {
 
   char* rings;    // all warps' stages
   float2* stats;  // [warp][column]: maximum and sum
-  const int warps = blockDim.x / 32, teams = warps / kTeamWarps, team = warp / kTeamWarps;
+  const int teams = warps / kTeamWarps, team = warp / kTeamWarps;
 
   __device__ void sync_team() const {
     const auto sync = [](auto barrier) {  // a number that the compiler knows: else it would take all of them

@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksPerSm)
   auto* exchanged = reinterpret_cast<char*>(memory + 1);
   const int room = p.exchange_bytes;
   JointKernel<S> kernel{
-      {{{{{{{{{p, copies}}}}}}}}, *memory}, rings, exchanged, reinterpret_cast<uint64_t*>(exchanged + room)};
+      {{{{{{{{{{p, copies}}}}}}}}}, *memory}, rings, exchanged, reinterpret_cast<uint64_t*>(exchanged + room)};
   kernel.run();
 }
 

@@ -64,6 +64,28 @@ __device__ inline bool is_there(const Problem& p, int slot, uint64_t ticket) {
   return x == ticket;
 }
 
+// All threads of a block, of those that look for pieces together.
+struct WholeBlock {
+  static __device__ int thread() { return threadIdx.x; }
+  static __device__ int threads() { return blockDim.x; }
+  static __device__ void sync() { __syncthreads(); }
+  static __device__ bool all(bool x) { return __syncthreads_and(x) != 0; }
+};
+
+// Are all `count` pieces there, of which slot_of(k) is the k-th's?
+template <class Team = WholeBlock>
+__device__ bool are_there(const Problem& p, int count, auto&& slot_of, const Team& team = {}) {
+  bool all = true;
+  for (int k = team.thread(); k < count; k += team.threads()) all = all && is_there(p, slot_of(k), p.ticket);
+  return team.all(all);
+}
+
+// They have been added up.
+template <class Team = WholeBlock>
+__device__ void forget(const Problem& p, int count, auto&& slot_of, const Team& team = {}) {
+  for (int k = team.thread(); k < count; k += team.threads()) *ticket_place(p, slot_of(k)) = 0;
+}
+
 // Four columns of a row, relative to 2^maximum, and the sum of its weights.
 struct Quad {
   float maximum, sum;
