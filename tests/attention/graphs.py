@@ -16,7 +16,7 @@ import pykv
 class CapturedCalls:
     """So many calls for a batch, one after another; replays have other lengths."""
 
-    def __init__(self, cupy: Any, b: Batch, calls: int = 1) -> None:
+    def __init__(self, cupy: Any, b: Batch, calls: int = 1, batch_invariant: bool = False) -> None:
         self.cupy, self.batch = cupy, b
         query, tables = cupy.asarray(b.query), cupy.asarray(b.block_tables)
         self.seq_lens = cupy.asarray(b.seq_lens)
@@ -27,7 +27,9 @@ class CapturedCalls:
         self.out = cupy.zeros_like(query)
         num_tokens, heads, head_size = b.query.shape
         kv_heads = b.key_cache.shape[1 if b.layout.packed else 2]
-        num_bytes = pykv.paged_attention_workspace_size(num_tokens, len(b.seq_lens), heads, kv_heads, head_size)
+        num_bytes = pykv.paged_attention_workspace_size(
+            num_tokens, len(b.seq_lens), heads, kv_heads, head_size, batch_invariant=batch_invariant
+        )
         self.kept = (query, tables, memories, cupy.full(num_bytes, 255, np.uint8))
         self.stream = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.Device().synchronize()
@@ -42,6 +44,7 @@ class CapturedCalls:
                     self.seq_lens,
                     cu_query_lens=self.cu_query_lens,
                     kv_cache_dtype=b.kind,
+                    batch_invariant=batch_invariant,
                     workspace=self.kept[-1],
                     stream=self.stream,
                     **b.options,

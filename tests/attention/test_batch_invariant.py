@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attention import inputs
+from attention.graphs import CapturedCalls
 from attention.inputs import KINDS, Batch, Sizes
 from cache.inputs import DTYPES
 from hypothesis import given
@@ -219,7 +220,7 @@ def test_narrow_tables_and_wide_ones(array: Library, sizes: Sizes, kind: str) ->
 )
 def test_a_long_sequence_alone(array: Library, sizes: Sizes, kind: str) -> None:
     """It has a cluster for each KV head, or more blocks than a cluster has if its table has room for so much; of few KV
-    heads each has several clusters.
+    heads each has several clusters, and of several sequences two or more.
     """
     lens = (1, 9000, 12_000, 20_000, 40_000)
     p = prompts([(n - 1, n) for n in lens], sizes, kind=kind)
@@ -229,6 +230,37 @@ def test_a_long_sequence_alone(array: Library, sizes: Sizes, kind: str) -> None:
         for tokens in (0, 1 << 17):
             assert_same(attend([piece], tokens // sizes.block_size)[0], want[s], f"{lens[s]} in {tokens}")
         assert_same(attend([p.whole[1], piece])[1], want[s], f"{lens[s]} beside {lens[1]}")
+    for count in (4, 8):
+        pieces = (p.whole * 2)[-count:]
+        for piece, got in zip(pieces, attend(pieces), strict=True):
+            assert_same(got, want[piece[0]], f"{piece} of {count}")
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("sizes", [Sizes(8, 2, 128), Sizes(24, 6, 128), Sizes(32, 8, 64, 32), Sizes(4, 2, 256)])
+def test_few_sequences_in_wide_tables(array: Library, sizes: Sizes, kind: str) -> None:
+    """Lengths say whether clusters take a call, a head each, or all blocks together."""
+    lens = (40, 700, 2049, 9000)
+    p = prompts([(n - 1, n) for n in lens], sizes, kind=kind)
+    attend = Attention(array, p)
+    want = attend(p.whole)
+    a, b, c, d = p.whole
+    for pieces in ([a, b, c], [b, c] * 3, [d, a, b, c], [d, a, a, a, a, a, a, a], [d, d]):
+        for piece, got in zip(pieces, attend(pieces, (1 << 17) // sizes.block_size), strict=True):
+            assert_same(got, want[piece[0]], f"{piece} of {pieces}")
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_replayed(cupy: Any, kv_heads: int, kind: str) -> None:
+    """Calls that clusters take, and others, in turn, with the same workspace."""
+    longest = (20_000, *[300] * 7)
+    b = inputs.batch(
+        np.random.default_rng(0), [(1, n) for n in longest], Sizes(4 * kv_heads, kv_heads, 128), kind=kind, decode=True
+    )
+    captured = CapturedCalls(cupy, b, calls=2, batch_invariant=True)
+    for now in (longest, [300] * 8, (19_000, *[0] * 7), range(293, 301), [0] * 8, (4000, *[300] * 7)):
+        captured.check(tuple(now))
 
 
 def some_of(p: Prompts, rng: np.random.Generator, count: int) -> list[Piece]:

@@ -6,6 +6,10 @@
 
 namespace pykv::attention {
 
+// Whether two KV heads may be taken as one.
+template <class Line>
+constexpr bool kMayFold = !Line::kInvariant && !Line::kPackedV && !Line::kNvfp4;
+
 // Two KV heads as one in clusters.  False if the call is not for them.
 template <class Element, int kQueries>
 bool launch_folded_cluster(const Problem& p, const Launch& launch) {
@@ -72,24 +76,26 @@ bool prefers_warpgroups(const Problem& p, int device) {
   }
 }
 
-// Decoding proper in one way or the other.
+// Few sequences, by clusters or by a kernel that can be these.
 template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch>
-bool launch_decode_way(const Problem& p, const Launch& launch) {
+bool launch_decode_clusters(Problem p, const Launch& launch) {
   using Line = DecodeShape<Element, kD, kPackedV, kQueries, kForAnyBatch>;
-  if (!suits_decode<Line>(p)) return false;
-  constexpr bool kMayFold = !kForAnyBatch && !kPackedV && !Line::kNvfp4;
   if constexpr (kForAnyBatch && kD == 128 && kQueries == 8 && !kPackedV) {
     if (launch_joint_way<Element>(p, launch)) return true;
   }
   if constexpr (!kForAnyBatch || kQueries == 8) {  // the records of more queries find no room
     using Usual = ClusterShape<Element, kD, kPackedV, kQueries, false, kForAnyBatch>;
-    const ClusterSize size = cluster_size<Usual>(p, launch);
+    ClusterSize size = cluster_size<Usual>(p, launch);
     if constexpr (kForAnyBatch && kD == 128) {
       constexpr int64_t kLong = Line::kNarrow ? 1 << 16 : 1 << 17;
       if (size.spans == 1 && launch_apart<Usual>(p, kLong, launch)) return true;
     }
+    if (kForAnyBatch && size.blocks == 0) {  // the line comes after them, and the device says which takes the call
+      p.lengths = Lengths::kForClusters;
+      size = cluster_size<Usual>(p, launch);
+    }
     if (p.sees_all()) {  // else clusters of paged_attention_tokens.cuh may take it
-      if constexpr (kMayFold && kD == 64) {
+      if constexpr (kMayFold<Line> && kD == 64) {
         if (launch_folded_either<Element>(p, launch) || launch_folded_cluster<Element>(p, launch)) return true;
       }
       if constexpr (!kForAnyBatch && kD == 128 && kQueries <= 8 && !Line::kRaw) {
@@ -109,8 +115,18 @@ bool launch_decode_way(const Problem& p, const Launch& launch) {
       if (launch_cluster_kernel<Usual>(p, size, launch)) return true;
     }
   }
-  if (kMayFold && prefers_warpgroups<Line, kQueries>(p, launch.device)) return false;
-  if constexpr (kMayFold && kQueries == 8 && (kD == 64 || (kD == 128 && !Line::kNarrow))) {
+  return false;
+}
+
+// Decoding proper in one way or the other.
+template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch>
+bool launch_decode_way(const Problem& p, const Launch& launch) {
+  using Line = DecodeShape<Element, kD, kPackedV, kQueries, kForAnyBatch>;
+  if (!suits_decode<Line>(p)) return false;
+  const bool may_be_short = p.lengths == Lengths::kAny;
+  if (may_be_short && launch_decode_clusters<Element, kD, kPackedV, kQueries, kForAnyBatch>(p, launch)) return true;
+  if (kMayFold<Line> && prefers_warpgroups<Line, kQueries>(p, launch.device)) return false;
+  if constexpr (kMayFold<Line> && kQueries == 8 && (kD == 64 || (kD == 128 && !Line::kNarrow))) {
     if (launch_folded_line<Element, 2 * kD>(p, launch)) return true;
   }
   if constexpr (kForAnyBatch && kQueries == 8 && Line::kNarrow && Line::kBlocksPerSm == 3) {
