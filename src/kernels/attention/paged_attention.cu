@@ -265,8 +265,9 @@ void set_balance(Problem& p, int blocks_per_sm, int device) {
   const float pace = (narrow ? 1.3f : 2.f) * (many ? 0.75f : 1.f) / static_cast<float>(p.ways);
   const float blocks = static_cast<float>(p.cluster) / static_cast<float>(blocks_per_sm);
   int slack = narrow ? 1920 : 1280;
-  // Of a long sequence the line has a piece for each chunk, which takes a microsecond.
-  if (p.a.batch_invariant) slack = (p.a.head_size > 128 ? 225 : 900) * p.cluster;
+  if (p.a.batch_invariant) {  // the line has a long sequence in pieces of a chunk, which take a microsecond each
+    slack = std::max(slack, (narrow ? 1700 : 900) * p.cluster) / (p.a.head_size > 128 ? 4 : 1);
+  }
   p.balance = Balance::of(p.a.num_kv_heads, blocks, num_sms(device), pace, slack);
 }
 
