@@ -30,14 +30,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "of_cuda_kernels: shapes that have CUDA kernels of their own, one to a CPU")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """How arrays come in does not depend on the operation: some of its tests show it, always the same."""
+    """Some tests stand for all that are alike, always the same.
+
+    How arrays come in does not depend on the operation, and what a CPU does not on the CUDA kernel that would take it.
+    """
     one_in: int = config.getoption("--one-in")
 
     def is_left_out(item: Any) -> bool:
         kind = item.callspec.params.get("array") if hasattr(item, "callspec") else None
-        of_operation = kind not in (None, Numpy) and item.path.parent.name in FAMILIES
-        return of_operation and crc32(item.nodeid.encode()) % one_in != 0
+        if kind is None or item.path.parent.name not in FAMILIES:
+            return False
+        some = one_in if kind is not Numpy else 4 if item.get_closest_marker("of_cuda_kernels") else 1
+        return crc32(item.nodeid.encode()) % some != 0
 
     if left_out := [item for item in items if is_left_out(item)]:
         config.hook.pytest_deselected(items=left_out)

@@ -17,6 +17,8 @@ from attention.test_paged_attention import check, rng
 from attention.test_paged_attention_served import check_reported
 from libraries import Library
 
+pytestmark = pytest.mark.of_cuda_kernels
+
 ALIKE = (300, 1, 290, 0, 310, 277, 300, 256, 257)
 LONG_ALIKE = (2600, 2480, 2555, 2700)
 ONE_LONG = (5, 6000, 300, 0, 64, 1, 20, 33, 7)  # of eight KV heads

@@ -14,6 +14,8 @@ from attention.test_paged_attention import check, rng
 from attention.test_paged_attention_served import LONG_SHARES, check_many
 from libraries import Library
 
+pytestmark = pytest.mark.of_cuda_kernels
+
 LENS = [1, 8, 63, 65, 129, 300]
 GROUPS = [(4, 2), (4, 4), (1, 9), (16, 1), (3, 5), (4, 8), (8, 4), (1, 32), (32, 1), (3, 10), (5, 5), (17, 1)]
 

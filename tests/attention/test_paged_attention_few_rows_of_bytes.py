@@ -17,6 +17,8 @@ from attention.test_paged_attention import check, rng
 from attention.test_paged_attention_served import LONG_SHARES, begins, check_many, check_reported, times
 from libraries import Library
 
+pytestmark = pytest.mark.of_cuda_kernels
+
 PLACES = list(product(ONE_BYTE, ("NHD", "HND")))
 HEAD_SIZES = (128, 64, 80, 96, 112)
 LONG = 10_000  # tokens that the tables have room for

@@ -14,6 +14,8 @@ from attention.test_paged_attention_served import LONG_SHARES, begins, check_man
 from libraries import Library
 from tolerance import assert_attention
 
+pytestmark = pytest.mark.of_cuda_kernels
+
 LENS = [(1, n) for n in (1, 15, 33, 64, 400, 129, 700, 16)]
 OPTIONS = ["none", "scales", "sinks", "softcap", "alibi_slopes", "window", "lengths"]
 

@@ -16,6 +16,8 @@ from attention.test_paged_attention import check, rng
 from attention.test_paged_attention_served import begins, check_many, check_reported
 from libraries import Library
 
+pytestmark = pytest.mark.of_cuda_kernels
+
 COLUMNS = pytest.mark.parametrize(("queries", "group"), [(8, 4), (5, 4), (1, 17), (16, 4), (11, 3), (1, 64)])
 TWO_COLUMNS = pytest.mark.parametrize(("queries", "group"), [(8, 4), (16, 4)])
 

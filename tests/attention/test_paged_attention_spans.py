@@ -17,6 +17,8 @@ from attention.test_paged_attention_served import check_reported
 from libraries import Library
 from tolerance import assert_attention
 
+pytestmark = pytest.mark.of_cuda_kernels
+
 ROOM = 40_000  # tokens of a table
 SOME_KINDS = pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
 # One sequence, long and short; several, of which few keys are one's all; and so many that the line takes them.
