@@ -185,7 +185,7 @@ struct WarpgroupSoftmax : WarpgroupQueries<S> {
         }
       }
     }
-    if (any_of_warpgroup(barrier(), state.some_unseen || fmaxf(most[0], most[1]) > kLag)) [[unlikely]]
+    if (named_barrier_any(barrier(), kThreads, state.some_unseen || fmaxf(most[0], most[1]) > kLag)) [[unlikely]]
       follow_maximum(s, state, lines);
     Weights weights;
 #pragma unroll
@@ -289,7 +289,7 @@ struct WarpgroupSoftmax : WarpgroupQueries<S> {
       }
       scratch.of_warps[0][thread] = maximum - before;
     }
-    state.some_unseen = any_of_warpgroup(barrier(), unseen);
+    state.some_unseen = named_barrier_any(barrier(), kThreads, unseen);
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       const float rise = scratch.of_warps[0][column(i)];

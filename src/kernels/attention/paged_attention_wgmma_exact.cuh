@@ -149,7 +149,7 @@ struct ExactPrefillRows : PrefillRows<S> {
 #pragma unroll
       for (int t = 0; t < kSteps; ++t) weigh(t, scale);
     }
-    return any_of_warpgroup(kVoteBarrier + group, rescales);
+    return named_barrier_any(kVoteBarrier + group, kThreads, rescales);
   }
 
   // Weights step by step.

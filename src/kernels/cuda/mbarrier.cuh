@@ -39,14 +39,14 @@ __device__ inline void named_barrier_sync(int id, int threads) {
 __device__ inline void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// Waits, too: do all of them say so?
-__device__ inline bool named_barrier_and(int id, int threads, bool x) {
-  uint32_t all;
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %1, 0;\n bar.red.and.pred p, %2, %3, p;\n selp.u32 %0, 1, 0, p;\n}\n"
-               : "=r"(all)
+// Waits, too: does one of them say so?
+__device__ inline bool named_barrier_any(int id, int threads, bool x) {
+  uint32_t any;
+  asm volatile("{.reg .pred p, q; setp.ne.u32 p, %1, 0; barrier.cta.red.or.pred q, %2, %3, p; selp.u32 %0, 1, 0, q;}"
+               : "=r"(any)
                : "r"(static_cast<uint32_t>(x)), "r"(id), "r"(threads)
                : "memory");
-  return all != 0;
+  return any != 0;
 }
 
 }  // namespace pykv

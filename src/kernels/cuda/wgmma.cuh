@@ -64,16 +64,6 @@ __device__ inline void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
                : "memory");
 }
 
-// Waits for all threads of a warpgroup, at a named barrier of theirs: does one of them say so?
-__device__ inline bool any_of_warpgroup(int barrier, bool x) {
-  uint32_t any;
-  asm volatile("{.reg .pred p, q; setp.ne.u32 p, %1, 0; barrier.cta.red.or.pred q, %2, 128, p; selp.u32 %0, 1, 0, q;}"
-               : "=r"(any)
-               : "r"(static_cast<uint32_t>(x)), "r"(barrier)
-               : "memory");
-  return any != 0;
-}
-
 enum WgmmaLines { kAlong = 0, kAcross = 1 };
 
 // The registers of 16, 32, 64, 128 and 256 columns, as operands and in the instruction.
