@@ -220,7 +220,7 @@ def test_narrow_tables_and_wide_ones(array: Library, sizes: Sizes, kind: str) ->
 )
 def test_a_long_sequence_alone(array: Library, sizes: Sizes, kind: str) -> None:
     """It has a cluster for each KV head, or more blocks than a cluster has if its table has room for so much; of few KV
-    heads each has several clusters, and of several sequences two or more.
+    heads each has several clusters, in several sequences, too.
     """
     lens = (1, 9000, 12_000, 20_000, 40_000)
     p = prompts([(n - 1, n) for n in lens], sizes, kind=kind)

@@ -123,12 +123,14 @@ bool launch_warpgroups(const Problem& p, RowClass rows, const Launch& launch) {
                            launch_warpgroups_e5m2, launch_warpgroups_int8, nullptr)(p, rows, launch);
 }
 
+bool has_17_to_64_rows(RowClass rows) { return rows == RowClass::kSome || rows == RowClass::kMore; }
+
 // Several query rows of few KV heads, whose keys clusters share: more than 16 rows by warpgroups, for elsewhere elements of one byte
 // are widened for few rows at a time.  False if the call had better go another way.
 bool launch_for_few_heads(const Problem& p, RowClass rows, const Launch& launch) {
   const int device = launch.device;
   if (rows == RowClass::kFew) return suits_spans(p, 1, device) && launch_tokens(p, launch);
-  if (rows != RowClass::kSome && rows != RowClass::kMore) return false;
+  if (!has_17_to_64_rows(rows)) return false;
   if (may_use_warpgroups(p.a, rows, device)) return suits_spans(p, 1, device) && launch_warpgroup_clusters(p, launch);
   const int ways = rows == RowClass::kMore ? 2 : 1;
   return p.a.kv_format == KvFormat::kSame && suits_spans(p, ways, device) && launch_tokens(p, launch);
@@ -151,7 +153,7 @@ bool launch_prefill(const Problem& p, const Launch& launch) {
 }
 
 bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
-  const bool from_17_to_64 = rows == RowClass::kSome || rows == RowClass::kMore;
+  const bool from_17_to_64 = has_17_to_64_rows(rows);
   const bool decodes = rows == RowClass::kFew || rows == RowClass::kInvariantFew;
   // Short calls are first asked for in launch_decode if they see all their keys; those of more rows in launch_warpgroup_clusters,
   // whose clusters know windows; and others in launch_tokens, whose clusters know sparsity, too.  Long ones with either are
