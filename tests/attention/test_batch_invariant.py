@@ -214,6 +214,7 @@ def test_narrow_tables_and_wide_ones(array: Library, sizes: Sizes, kind: str) ->
                 assert_same(got, want[s], f"{n} among {count}")
 
 
+@pytest.mark.of_cuda_kernels
 @pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize(
     "sizes", [Sizes(16, 8, 128), Sizes(40, 5, 128), Sizes(8, 1, 128), Sizes(6, 2, 64, 32), Sizes(5, 1, 256)]

@@ -100,6 +100,7 @@ def test_what_reshape_and_cache_wrote(array: Library, layout: str, kind: str) ->
         assert error.mean() < {"int8": 0.01, "nvfp4": 0.1}[kind]
 
 
+@pytest.mark.of_cuda_kernels
 @pytest.mark.parametrize("room", [0, 10000], ids=["", "long tables"])  # which decide how the work is divided
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,6 +130,7 @@ def test_decode_of_one_sequence(array: Library, length: int, kind: str, room: in
     check(array, b)
 
 
+@pytest.mark.of_cuda_kernels
 @pytest.mark.parametrize("sequences", [70, 110, 150])  # blocks of several sizes
 @pytest.mark.parametrize("layout", ["NHD", "packed"])
 @pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])

@@ -150,6 +150,7 @@ def test_a_row_depends_neither_on_others_nor_on_where_it_lies(array, op, dtype, 
     assert_same_bits(results(op, array, rows, weights, padding=3, offset=1), together)
 
 
+@pytest.mark.of_cuda_kernels
 @pytest.mark.parametrize("op", [*OPS, groups_of_64], ids=lambda op: op.__name__)
 @pytest.mark.parametrize(
     ("rows", "width"),
