@@ -108,8 +108,10 @@ def cases() -> Iterator[Case]:
     yield Case("1 x 128k + 63 x 1k", (131072,) + (1024,) * 63, (1,) * 64, peer=202.0)
     for (batch, length), peer in fp8.items():
         yield Case(f"{batch} x {length}", **uniform(batch, length), kind="fp8_e4m3", peer=peer)
-    for kind, layout in (("fp8_e5m2", "NHD"), ("int8", "NHD"), ("int8", "packed"), ("nvfp4", "NHD")):
+    for kind, layout in (("fp8_e5m2", "NHD"), ("int8", "NHD"), ("int8", "packed")):
         yield Case("64 x 8192", **uniform(64, 8192), kind=kind, layout=layout)
+    for batch, length in fp8:
+        yield Case(f"{batch} x {length}", **uniform(batch, length), kind="nvfp4")
     for layout in ("HND", "packed"):
         yield Case("64 x 8192", **uniform(64, 8192), layout=layout)
     yield Case("8 x 8192", **uniform(8, 8192), layout="packed", op="paged_attention_v1", peer=537.0)
@@ -170,12 +172,13 @@ def call(case: Case, device: Cuda) -> tuple[Call, peers.Decode | None]:
     itemsize = 2 if case.kind == "auto" else 1
     x = 16 // itemsize
     heads = case.kv_heads
+    row = head_size * 9 // 16 if case.kind == "nvfp4" else head_size
     if case.layout == "packed":
         shapes = [(total, heads, head_size // x, page, x), (total, heads, head_size, page)]
     elif case.layout == "HND":
-        shapes = [(total, heads, page, head_size)] * 2
+        shapes = [(total, heads, page, row)] * 2
     else:
-        shapes = [(total, page, heads, head_size * 9 // 16 if case.kind == "nvfp4" else head_size)] * 2
+        shapes = [(total, page, heads, row)] * 2
     caches = [device.random(s, case.dtype) if itemsize == 2 else codes(s, device) for s in shapes]
     if case.layout == "HND":
         caches = [c.transpose(0, 2, 1, 3) for c in caches]

@@ -1,6 +1,6 @@
 """What else paged attention serves when it decodes: other layouts, pages, heads, groups and options.
 
-    python benchmarks/attention/bench_paged_attention_served.py [--json FILE] [--only WORDS]
+    python benchmarks/attention/bench_paged_attention_served.py [--json FILE] [--only WORDS] [--kinds KINDS]
 
 Four workloads, timed as in bench_paged_attention.py: 32 sequences of 8k tokens, 8 of 2k, with several query tokens or
 many heads in a group also 64 of random lengths, and with few KV heads, as each of several devices has them, one of 32k.
@@ -89,13 +89,19 @@ def variants(fast: Case) -> Iterator[Case]:
         yield but("float32 not on tensor cores", dtype="float32")
 
 
+def is_served(case: Case) -> bool:
+    """nvfp4 is not packed, and its blocks of scales want whole groups of tokens and of dimensions."""
+    return case.kind != "nvfp4" or (case.page % 4 == 0 and case.head_size % 64 == 0 and case.layout != "packed")
+
+
 def cases() -> Iterator[tuple[Case, Case]]:
     """Each with the fast case beside it."""
     for batch, length in WORKLOADS:
-        for kind in ("auto", "fp8_e4m3"):
+        for kind in ("auto", "fp8_e4m3", "nvfp4"):
             fast = Case("fast case", **uniform(batch, length), kind=kind)
             yield fast, fast
-            yield from ((case, fast) for case in variants(fast) if case.dtype != "float32" or batch == 8)
+            usual = filter(is_served, variants(fast))
+            yield from ((case, fast) for case in usual if case.dtype != "float32" or batch == 8)
         for kind in ("fp8_e5m2", "int8"):
             fast = Case("fast case", **uniform(batch, length), kind=kind)
             yield fast, fast
@@ -103,13 +109,13 @@ def cases() -> Iterator[tuple[Case, Case]]:
                 for page in (16, 32, 64):
                     if (layout, page) != ("NHD", 16):
                         yield replace(fast, name=f"{layout}, pages of {page}", layout=layout, page=page), fast
-    for kind in ("auto", "fp8_e4m3"):
+    for kind in ("auto", "fp8_e4m3", "nvfp4"):
         fast = Case("fast case", **uniform(1, 32768), kind=kind)
         for kv_heads, queries, room in product(FEW_KV_HEADS, (1, 4), (0, 131072)):
             name = f"{kv_heads} KV heads, {queries} queries" + (", tables for 128k" if room else "")
             heads = {"kv_heads": kv_heads, "heads": 8 * kv_heads}
             yield replace(fast, name=name, queries=(queries,), room=room, **heads), fast
-    for kind in ("auto", "fp8_e4m3"):
+    for kind in ("auto", "fp8_e4m3", "nvfp4"):
         fast = Case("fast case", RANDOM_LENGTHS, (1,) * len(RANDOM_LENGTHS), kind=kind)
         yield fast, fast
         for queries in (2, 4, 8, 16):
@@ -152,7 +158,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--only", help="cases that have one of these words, separated by |, in their names")
+    parser.add_argument("--kinds", help="of cache elements, separated by commas (default: all)")
     arguments = parser.parse_args()
+    kinds = arguments.kinds.split(",") if arguments.kinds else None
     device = Cuda()
     reads: dict[int, float] = {}
     fast_times: dict[Case, float] = {}
@@ -166,6 +174,8 @@ def main() -> None:
         return us
 
     for case, fast in cases():
+        if kinds and case.kind not in kinds:
+            continue
         if arguments.only and case is not fast and not any(word in case.name for word in arguments.only.split("|")):
             continue
         num_bytes = seen_bytes(case)

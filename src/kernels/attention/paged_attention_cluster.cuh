@@ -18,18 +18,16 @@ namespace pykv::attention {
 // kQueries: 4, 8 or 16, the heads of a group at most; with kTokens, times the tokens of a query tile, and up to 32.
 // kWide: more warps, or smaller blocks, of fewer stages. kForAnyBatch: with batch_invariant.
 template <class Element, int kD, bool kPackedV, int kQueries, bool kWide, bool kForAnyBatch, bool kTokens = false>
-struct ClusterShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
+struct ClusterShape : ColumnsShape<Element, kD, kPackedV, kQueries> {
   static constexpr bool kInvariant = kForAnyBatch, kManyTokens = kTokens, kHidesKeys = kTokens, kSpans = false;
-  using Few = Shape<Element, kD, kPackedV, RowClass::kFew>;
+  using Few = ColumnsShape<Element, kD, kPackedV, kQueries>;
   static constexpr int kUsualWarps = kD <= 128 ? 8 : 4;
-  static constexpr int kWarps = kWide ? 12 : kUsualWarps, kColumns = kQueries;                 // warps at most
+  static constexpr int kWarps = kWide ? 12 : kUsualWarps;                                      // at most
   static constexpr bool kSharedQueries = kTokens && (kQueries == 32 || kQueries * kD > 2048);  // registers have no room
-  static constexpr bool kTwins = kQueries == 4, kWideBlocks = kWide;
-  static constexpr bool kRaw = Few::kNvfp4;
-  static constexpr int kHalvesBytes = kRaw ? Few::kStageBytes : 0;
-  static constexpr int kStageBytes = kRaw ? nvfp4_bytes(2 * Few::kTile * kD) : Few::kStageBytes;
-  static constexpr int kStages = kRaw ? 4 : kWide ? 2 : 3;
-  static constexpr int kRingBytes = kHalvesBytes + kStages * kStageBytes;
+  static constexpr bool kWideBlocks = kWide;
+  static constexpr int kStages = Few::kRaw ? (kD == 256 ? 4 : 3) : kWide ? 2 : 3;
+  static constexpr int kRingBytes =
+      std::max(kStages * Few::kStageBytes, kQueries * kD * 4);  // there a warp leaves its sums
 };
 
 struct NoSharedQueries {};
@@ -144,7 +142,7 @@ struct ClusterKernel : ClusterSpans<S> {
     cluster_expect(shared_address(&exchange.barrier), own_items() * p.cluster * Exchange<S>::kItemBytes);
   }
 
-  __device__ uint32_t stage0() const { return shared_address(rings + warp * S::kRingBytes) + S::kHalvesBytes; }
+  __device__ uint32_t stage0() const { return shared_address(rings + warp * S::kRingBytes); }
 
   // With kSharedQueries: what copies need of the lane is found anew for each tile, for no registers are left for it.
   __device__ Base new_loader() const {
@@ -328,13 +326,13 @@ struct ClusterSize {
 template <class S>
 constexpr bool kMaySpan = S::kColumns <= 16 || S::kPackedV;
 
-// How many clusters of the largest size take a KV head of up to `most` keys, if `room` of them run at once.
+// How many clusters of so many blocks take a KV head of up to `most` keys, if `room` of them run at once.
 template <class S>
-int spans_for(int64_t most, int64_t room, int64_t heads, int device) {
-  const int64_t clusters = std::min<int64_t>(room, num_sms(device) / kMostBlocks);
+int spans_for(int64_t most, int blocks, int64_t room, int64_t heads, int device) {
+  const int64_t clusters = std::min<int64_t>(room, num_sms(device) / blocks);
   const int spans = static_cast<int>(std::min<int64_t>(clusters / heads, kMostSpans));
   if (spans < kFewestSpans) return 1;
-  return most > keys_alone<S>(spans, heads, kMostBlocks * S::kWarps * S::kTile, device) ? spans : 1;
+  return most > keys_alone<S>(spans, heads, blocks * S::kWarps * S::kTile, device) ? spans : 1;
 }
 
 // One block for each SM, or two of half the size where there are more sequences than that.  Blocks of other sequences
@@ -357,7 +355,14 @@ ClusterSize cluster_size(const Problem& p, const Launch& launch) {
   for (int blocks = kMostBlocks; blocks > 0; --blocks) {
     if (heads > room(blocks)) continue;
     const bool may_span = kMaySpan<S> && blocks == kMostBlocks && p.lengths == Lengths::kAny;
-    const int spans = may_span ? spans_for<S>(most, room(blocks), heads, launch.device) : 1;
+    const int spans = may_span ? spans_for<S>(most, blocks, room(blocks), heads, launch.device) : 1;
+    if constexpr (
+        S::kRaw) {  // nvfp4 keeps its SMs busy: of long sequences four of half the size are quicker, on all SMs
+      constexpr int kHalfBlocks = kMostBlocks / 2;
+      const bool may_halve = may_span && spans == 1 && most > 2 * kMostOfFew;
+      const int halves = may_halve ? spans_for<S>(most, kHalfBlocks, room(kHalfBlocks), heads, launch.device) : 1;
+      if (halves > 1) return {kHalfBlocks, S::kWarps, halves};
+    }
     if (p.a.num_seqs > 1 && most > kMostOfFew && spans == 1) return {0, 0};
     constexpr int64_t kMostElements = 1 << 23;  // of a block's keys, times the blocks that are missing
     const int64_t missing = num_sms(launch.device) * 4 / 9 - heads * blocks * spans;
@@ -368,9 +373,10 @@ ClusterSize cluster_size(const Problem& p, const Launch& launch) {
   constexpr int kHalf = S::kInvariant ? 4 : S::kWarps / 2;
   // Of elements that are to be widened, chunks for more than two blocks of an SM are better shared out evenly.
   constexpr bool kByTwo = S::kInvariant && S::kNarrow && S::kD == 128 && !S::kPackedV;
-  // A tile for each warp is enough for windows that find room at once, of which the line has nothing else to begin.
+  // A tile for each warp is enough for windows that find room at once, of which the line has nothing else to begin, and for nvfp4,
+  // whose line has units of eight tiles.
   const bool is_one_wave = !p.sees_all() && heads <= 2 * num_sms(launch.device);
-  const bool suits = most <= kMostOfMany && most >= (is_one_wave ? 1 : 2) * kHalf * S::kTile &&
+  const bool suits = most <= kMostOfMany && most >= (is_one_wave || S::kRaw ? 1 : 2) * kHalf * S::kTile &&
                      (!kByTwo || heads <= 2 * num_sms(launch.device)) &&
                      cluster_bytes<S>(group, 1, kHalf, launch.device) > 0;
   return {suits ? 1 : 0, kHalf};

@@ -141,9 +141,9 @@ struct ColumnQueries : TileLoader<S> {
       };
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
-        const int d0 = k * 16 + (S::kNarrow ? 4 : 2) * c;
+        const int d0 = S::kRaw ? c * (kD / 4) + k * 4 : k * 16 + (S::kNarrow ? 4 : 2) * c;
         s.query[i][k][0] = pair_at(d0);
-        s.query[i][k][1] = pair_at(S::kNarrow ? d0 + 2 : d0 + 8);
+        s.query[i][k][1] = pair_at(S::kNarrow || S::kRaw ? d0 + 2 : d0 + 8);
       }
     }
   }
@@ -183,7 +183,13 @@ struct ColumnQueries : TileLoader<S> {
 
   // Fragments of a step.
   __device__ void read_queries(const State& s, int k, uint32_t (&q)[kQueryTiles][2]) const {
-    if constexpr (S::kSharedQueries) {
+    if constexpr (!S::kSharedQueries) {
+#pragma unroll
+      for (int i = 0; i < kQueryTiles; ++i) {
+        q[i][0] = s.query[i][k][0];
+        q[i][1] = s.query[i][k][1];
+      }
+    } else {
 #pragma unroll
       for (int i = 0; i < kQueryTiles; i += 2) {
         const uint4 x = s.shared->fragments[k][i / 2][lane];
@@ -214,6 +220,19 @@ struct ColumnQueries : TileLoader<S> {
     return by.undo;
   }
 
+  // Against nvfp4 the even ones of eight elements are a step's, and the odd ones the next one's.
+  static __device__ void part_evens_from_odds(uint32_t (&q)[kSteps][2]) {
+#pragma unroll
+    for (int k = 0; k < kSteps; k += 2) {
+      const uint32_t pairs[4] = {q[k][0], q[k][1], q[k + 1][0], q[k + 1][1]};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        q[k][i] = __byte_perm(pairs[2 * i], pairs[2 * i + 1], 0x5410);
+        q[k + 1][i] = __byte_perm(pairs[2 * i], pairs[2 * i + 1], 0x7632);
+      }
+    }
+  }
+
   __device__ void settle(int kv_head, State& s) const {
     float scales[2] = {1, 1};  // of keys, of the halves
     if constexpr (S::kScaled) {
@@ -225,6 +244,10 @@ struct ColumnQueries : TileLoader<S> {
 #pragma unroll
     for (int i = 0; i < kFetched; ++i) {
       float factor = S::kScaled && p.a.dtype == DType::kBFloat16 ? halve_queries(s.query[i]) : 1.f;
+      if constexpr (S::kRaw) {
+        part_evens_from_odds(s.query[i]);
+        factor *= 1 / kE2m1Unit;
+      }
       if constexpr (kOffsetKeys) {
         factor *= 1 / Element::kOffsetUnit;
         float sum = 0;

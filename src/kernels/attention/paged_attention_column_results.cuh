@@ -55,6 +55,7 @@ struct ColumnResults : ColumnQueries<S> {
 
   // The dimension of o[n][2 h + .].
   __device__ int dimension(int n, int h) const {
+    if constexpr (S::kRaw) return lane / 4 * (kD / 8) + n * 2 + h;
     return n * 16 + (S::kPermutedOutput ? lane / 4 * 2 + h : h * 8 + lane / 4);
   }
 
@@ -75,6 +76,9 @@ struct ColumnResults : ColumnQueries<S> {
         const int d = n * 32 + lane / 4 * 2 + lane % 4 / 2;
         to[sum_place<kD>(column, d)] = o[e];
         to[sum_place<kD>(column, d + 16)] = o[2 + e];
+      } else if constexpr (S::kRaw) {
+        *reinterpret_cast<float2*>(to + sum_place<kD>(column, dimension(n, 0))) = {o[e] / kE2m1Unit,
+                                                                                   o[2 + e] / kE2m1Unit};
       } else if constexpr (S::kPermutedOutput) {
         *reinterpret_cast<float2*>(to + sum_place<kD>(column, dimension(n, 0))) = {o[e], o[2 + e]};
       } else {

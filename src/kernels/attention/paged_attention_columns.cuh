@@ -13,6 +13,8 @@
 // around, pairs (token, dimension's parity) take the place of tokens, and P is zero where the parity of a pair and of a
 // column differ.  Zero times what is no number is none, either: sums that are not finite are made again without twins.
 //
+// nvfp4 becomes halves on its way from shared memory: paged_attention_nvfp4_tile.cuh.
+//
 // bf16 keeps too little of P: what rounding leaves of it goes through a second MMA.
 //
 // With kSharedQueries a step's queries come from shared memory, and what only some tiles need of a query does, too.
@@ -21,6 +23,7 @@
 #include <type_traits>
 
 #include "attention/paged_attention_column_results.cuh"
+#include "attention/paged_attention_nvfp4_tile.cuh"
 #include "cuda/mma.cuh"
 
 namespace pykv::attention {
@@ -84,8 +87,29 @@ struct QueryColumns : ColumnResults<S> {
       return S::kPackedV ? row0 + k * S::kBytes * kTile * 16 + t * 256
                          : (row0 ^ k * 16 * S::kBytes) + t * 16 * S::kRowBytes;
     };
+    if constexpr (S::kRaw) {
 #pragma unroll
-    for (int k = 0; k < kSteps; k += 2) {
+      for (int t = 0; t < kParts; ++t) {
+        typename Nvfp4Tile<kD, kTile>::Keys keys;
+        keys.read(key_stage, t, lane);
+#pragma unroll
+        for (int k = 0; k < kSteps; k += 2) {
+          uint32_t a[2][4];
+          keys.widen(k / 2, a);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            uint32_t q[kQueryTiles][2];
+            this->read_queries(state, k + j, q);
+#pragma unroll
+            for (int i = 0; i < kQueryTiles; ++i) {
+              mma_16x8x16<Mma>(j == 0 ? s[i][t] : second[i][t], a[j], q[i][0], q[i][1]);
+            }
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kSteps && !S::kRaw; k += 2) {
       if constexpr (S::kSharedQueries) {
         uint32_t x[kParts][4];  // of both steps, if they are to be widened
 #pragma unroll
@@ -143,7 +167,8 @@ struct QueryColumns : ColumnResults<S> {
 
   // o += v . p
   template <bool kTwins>
-  __device__ void add_values(uint32_t value_stage, const Weights& weights, Sums<kTwins>& o) const {
+  __device__ void add_values(uint32_t value_stage, [[maybe_unused]] uint32_t valid, const Weights& weights,
+                             Sums<kTwins>& o) const {
 #pragma unroll
     for (int t = 0; t < kParts; ++t) {
       const auto multiply = [&](int n, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
@@ -155,7 +180,17 @@ struct QueryColumns : ColumnResults<S> {
         }
       };
       uint32_t x[4];
-      if constexpr (kTwins) {
+      if constexpr (S::kRaw) {
+        typename Nvfp4Tile<kD, kTile>::Values values;
+        values.read(value_stage, t, lane, valid);
+#pragma unroll
+        for (int i = 0; i < kD / 32; ++i) {
+          uint32_t a[2][4];
+          values.widen(i, a);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) multiply(2 * i + j, a[j][0], a[j][1], a[j][2], a[j][3]);
+        }
+      } else if constexpr (kTwins) {
         const uint32_t row0 = value_stage + swizzled<S::kRowBytes>(t * 16 + lane % 16, lane / 16);
         const bool odd = lane >= 16;  // this lane's column is one of odd dimensions
         uint32_t w[2][2];
@@ -242,7 +277,7 @@ struct QueryColumns : ColumnResults<S> {
           for (int t = 0; t < kParts; ++t) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-              const int token = first_token + token_at<S::kPermutedTokens>(t * 16 + h * 8 + lane / 4);
+              const int token = first_token + token_of_place<S>(t * 16 + h * 8 + lane / 4);
               if (token < first || token > last) s[i][t][2 * h + e] = -INFINITY;
             }
           }
@@ -269,7 +304,7 @@ struct QueryColumns : ColumnResults<S> {
         for (int t = 0; t < kParts; ++t) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const int token = first_token + token_at<S::kPermutedTokens>(t * 16 + h * 8 + lane / 4);
+            const int token = first_token + token_of_place<S>(t * 16 + h * 8 + lane / 4);
             float& x = s[i][t][2 * h + e];
             x = logit(p, x, this->scale_of(state, i, e), slope, token - position);
           }
@@ -307,7 +342,7 @@ struct QueryColumns : ColumnResults<S> {
     Weights weights;
 #pragma unroll
     for (int i = 0; i < kQueryTiles; ++i) weigh(i, s[i], state, weights[i]);
-    add_values<kTwins>(stage + S::kTileBytes, weights, o);
+    add_values<kTwins>(stage + S::kTileBytes, valid, weights, o);
   }
 
   // The sums are kept relative to a maximum that may lag behind by kLag (a factor of 256): following it is rare.  With

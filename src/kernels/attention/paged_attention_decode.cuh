@@ -124,7 +124,7 @@ struct DecodeKernel : DecodeWalk<S> {
 
   // The warps add up through the stages that they are done with.
   __device__ void end_segment(const Part& part, const State& state, int stage_offset) const {
-    static_assert((S::kRaw ? S::kHalvesBytes : S::kStageBytes) >= Base::kLeftBytes);
+    static_assert(S::kStageBytes >= Base::kLeftBytes);
     float* left = reinterpret_cast<float*>(rings + stage_offset);
     constexpr int kRing = S::kRingBytes / 4;
     __syncwarp();  // all lanes have read what lay there
@@ -286,7 +286,7 @@ struct DecodeKernel : DecodeWalk<S> {
         if (part.begins) first = part.first_token;  // the warp's first tile of the segment
         if (!part.ends) return;
         this->separate(stage, part, first, kUnitTokens, part.first_token, state);
-        end_segment(part, state, S::kRaw ? 0 : offset);
+        end_segment(part, state, offset);
       });
     } else {
       typename Base::Near near;
@@ -315,7 +315,7 @@ struct DecodeKernel : DecodeWalk<S> {
     // In iteration i the copies of tile i + stages - 1 start and the pages of the next are looked up: before the wait for
     // tile i or, if late, after it.
     int at = 0, free = 0;  // the stages of tiles i and i + stages - 1
-    const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes) + S::kHalvesBytes;
+    const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes);
     Part part{};
 #pragma unroll 1
     for (int i = 1 - kStages;; ++i) {

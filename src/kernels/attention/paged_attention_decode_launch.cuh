@@ -98,7 +98,7 @@ bool launch_decode_clusters(Problem p, const Launch& launch) {
       if constexpr (kMayFold<Line> && kD == 64) {
         if (launch_folded_either<Element>(p, launch) || launch_folded_cluster<Element>(p, launch)) return true;
       }
-      if constexpr (!kForAnyBatch && kD == 128 && kQueries <= 8 && !Line::kRaw) {
+      if constexpr (!kForAnyBatch && kD == 128 && kQueries <= 8) {
         using Wide = ClusterShape<Element, kD, kPackedV, kQueries, true, false>;
         if (size.spans == 1 && launch_either<Usual, Wide, Line>(p, launch)) return true;
         if constexpr (Line::kHeads > 1) {

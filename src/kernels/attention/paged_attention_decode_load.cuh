@@ -203,72 +203,74 @@ struct DecodeLoader : DecodePages<S> {
     }
   }
 
-  // nvfp4: the codes of a tile's keys, their scales, and the same of its values.
-  static constexpr int kCodeBytes = kTile * kD / 2, kRawBytes = S::kStageBytes / 2;
-
+  // nvfp4: codes and scales as they are (paged_attention_nvfp4_tile.cuh).  kWhole: all pages are there; of others come those that
+  // are, with tokens past the end of the sequence.
+  template <bool kWhole>
   __device__ void load_codes(uint32_t stage, const TilePart& part, const Pages& pages) const {
-    const char* nowhere = static_cast<const char*>(p.a.key.data);
-    // The page of a place in the tile, and the token there.
-    const auto find = [&](int r, int64_t& id, int& token) {
-      id = pages.id[0];
-#pragma unroll
-      for (int g = 1; g < kGroups; ++g) id = r / kGroupTokens == g ? pages.id[g] : id;
-      token = p.block_size.remainder(part.first_token + r / kGroupTokens * kGroupTokens) + r % kGroupTokens;
-    };
-    constexpr int kPieces = kD / 32;  // of 16 bytes in a token's codes
-#pragma unroll
-    for (int i = 0; i < kTile * kPieces / 32; ++i) {
-      const int x = lane + i * 32, r = x / kPieces, element = x % kPieces * 32;
-      int64_t id;
-      int token;
-      find(r, id, token);
-      const bool read = part.valid >> r & 1 && element < p.a.head_size;
-      const char* key = nowhere + id * copies.key_block + p.a.key_page.codes_at(token, part.kv_head, element);
-      const char* value = static_cast<const char*>(p.a.value.data) + id * copies.value_block +
-                          p.a.value_page.codes_at(token, part.kv_head, element);
-      cp_async_16_once(stage + x * 16, read ? key : nowhere, read);
-      cp_async_16_once(stage + kRawBytes + x * 16, read ? value : nowhere, read);
-    }
-    constexpr int kWords =
-        kD / 64;  // in a row of scales; there are as many rows as tokens, four of them for four tokens
-#pragma unroll
-    for (int i = 0; i < (kTile * kWords + 31) / 32; ++i) {
-      const int x = lane + i * 32, row = x / kWords, word = x % kWords;
-      if (row >= kTile) break;
-      int64_t id;
-      int token;
-      find(row, id, token);
-      const bool read = (part.valid >> row / 4 * 4 & 15) != 0 && word < p.a.key_page.quarter;
-      const auto scales = [&](const Nvfp4Page& page) {
-        return page.scales + token * page.scales_token + part.kv_head * page.scales_head + word * 4;
-      };
-      const char* key = nowhere + id * copies.key_block + scales(p.a.key_page);
-      const char* value = static_cast<const char*>(p.a.value.data) + id * copies.value_block + scales(p.a.value_page);
-      cp_async_4(stage + kCodeBytes + x * 4, read ? key : nowhere, read);
-      cp_async_4(stage + kRawBytes + kCodeBytes + x * 4, read ? value : nowhere, read);
-    }
+    load_codes<kWhole>(stage, p.a.key.data, copies.key_block, p.a.key_page, part, pages);
+    load_codes<kWhole>(stage + S::kTileBytes, p.a.value.data, copies.value_block, p.a.value_page, part, pages);
   }
 
-  // From there to halves; zeros for what is no key, whatever its scale is.
-  __device__ void widen_codes(const char* stage, uint32_t halves, uint32_t valid) const {
-    constexpr int kPieces = kD / 32;
-    const int quarter = p.a.key_page.quarter;
-#pragma unroll 1
-    for (int part = 0; part < 2; ++part) {
-      const char* raw = stage + part * kRawBytes;
+  // Those of keys or of values.
+  template <bool kWhole>
+  __device__ void load_codes(uint32_t to, const void* cache, int64_t block, const Nvfp4Page& page, const TilePart& part,
+                             const Pages& pages) const {
+    using Tile = Nvfp4Tile<kD, kTile>;
+    constexpr int kPieces = Tile::kPieces, kRows = 32 / kPieces;  // rows of a step of the warp
+    constexpr bool kLines =
+        S::kHeads > 1 || kD == 256;  // the warp beside this one, or this one, reads the rest of them
+    constexpr bool kTwoGroups = kRows > kGroupTokens, kTwoSteps = kRows < kGroupTokens;
+    const char* nowhere = static_cast<const char*>(cache);
+    const auto is_there = [&](int id, int place) {
+      return kWhole ||
+             (static_cast<uint32_t>(id) < static_cast<uint32_t>(p.a.num_blocks) && part.first_token + place < part.len);
+    };
+    const int piece = lane % kPieces, r0 = lane / kPieces;
+    const bool in_head = kD <= 128 || piece * 32 < p.a.head_size;  // others are whole
+    const char* codes =
+        nowhere + times(page.codes_head, part.kv_head) + times(page.codes_token, r0 % kGroupTokens) + piece * 16;
+    const uint32_t even_to = to + Tile::code_place(Tile::place_of(r0), piece);
+    const uint32_t odd_to = to + Tile::code_place(Tile::place_of(r0 + kRows), piece) - kRows * Tile::kRowBytes;
+    const int lane_group = kTwoGroups ? r0 / kGroupTokens : 0;
+    int o = p.block_size.remainder(part.first_token + lane_group * kGroupTokens);  // in its page
 #pragma unroll
-      for (int i = 0; i < kTile * kPieces / 32; ++i) {
-        const int x = lane + i * 32, r = x / kPieces, piece = x % kPieces;
-        typename Columns::Codes codes;
-        if (valid >> r & 1 && piece * 32 < p.a.head_size) {
-          codes.codes = *reinterpret_cast<const uint4*>(raw + x * 16);
+    for (int i = 0; i < kTile / kRows; ++i) {
+      constexpr int kStep = kTwoGroups ? kRows : kGroupTokens;
+      const int g = i * kRows / kGroupTokens;
+      const bool again = kTwoSteps && i % 2 == 1;
+      int id = pages.id[g];
+      if constexpr (kTwoGroups) id = lane_group > 0 ? pages.id[g + 1] : id;
+      if (i > 0 && !again) {
+        o += kStep;
+        if (o >= p.a.block_size) o -= p.a.block_size;
+        if (kTwoGroups && o >= p.a.block_size) o -= p.a.block_size;  // pages of eight
+      }
+      const char* from = codes + times(block, id) + times(page.codes_token, o);
+      if (again) from += times(page.codes_token, kRows);
+      const uint32_t at = (again ? odd_to : even_to) + i * kRows * Tile::kRowBytes;
+      const bool read = in_head && is_there(id, (g + lane_group) * kGroupTokens);
+      if (kWhole && kD <= 128 && kLines) {
+        cp_async_16_once(at, from);
+      } else if constexpr (kLines) {
+        cp_async_16_once(at, read ? from : nowhere, read);
+      } else {
+        cp_async_16_of_row(at, read ? from : nowhere, read);
+      }
+    }
+    if (lane >= kTile) return;
+    // Of scales there are as many rows as tokens: one for each lane.
+    const bool read = is_there(pages.own, lane & -kGroupTokens);
+    const char* scales = nowhere + page.scales + times(page.scales_head, part.kv_head) + times(block, pages.own) +
+                         times(page.scales_token, p.block_size.remainder(part.first_token + lane));
+    if (!read) scales = nowhere;
+    if (kD <= 128 || page.quarter == kD / 64) {
+      cp_async_small<kD / 16>(to + Tile::scale_place(0, lane * (kD / 64)), scales, read);
+    } else {  // 192 elements: the last blocks of each four tokens are none
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const int s = piece * 2 + j, row = (s >= quarter) + (s >= 2 * quarter) + (s >= 3 * quarter);
-            codes.scales[j] = raw[kCodeBytes + (r / 4 * 4 + row) * (kD / 16) + (s - row * quarter) * 4 + r % 4];
-          }
-        }
-        codes.store([&](int c) { return halves + part * S::kTileBytes + this->row_place(r, piece * 4 + c); });
+      for (int w = 0; w < kD / 64; ++w) {
+        const bool in_row = w < page.quarter;
+        const int s = in_row ? lane % 4 * page.quarter + w : kD / 16 - 4 + lane % 4;
+        cp_async_small<4>(to + Tile::scale_place(lane / 4, s), in_row ? scales + w * 4 : nowhere, in_row && read);
       }
     }
   }
@@ -280,11 +282,6 @@ struct DecodeLoader : DecodePages<S> {
     return start(stage, part, pages_of(ids, i));
   }
   __device__ uint32_t start(uint32_t stage, TilePart& part, const Pages& pages) const {
-    if constexpr (S::kRaw) {
-      part.valid = valid_places(part, pages);
-      if (part.valid != 0) load_codes(stage, part, pages);
-      return part.valid;
-    }
     bool whole = this->is_seen(part, part.first_token) && part.first_token + kTile <= part.len &&
                  (!S::kPackedV || copies.whole_page > 0 || copies.part_tokens > 0);
 #pragma unroll
@@ -292,7 +289,9 @@ struct DecodeLoader : DecodePages<S> {
       whole = whole && static_cast<uint32_t>(pages.id[g]) < static_cast<uint32_t>(p.a.num_blocks);
     }
     if (whole) {
-      if constexpr (S::kPackedV) {
+      if constexpr (S::kRaw) {
+        load_codes<true>(stage, part, pages);
+      } else if constexpr (S::kPackedV) {
         if (copies.whole_page == 0) {
           if (kTile == 16 || copies.part_tokens == 16) {
             load_parts_of_pages<16>(stage, part.kv_head, part.first_token, pages);
@@ -314,7 +313,13 @@ struct DecodeLoader : DecodePages<S> {
       return kTile == 32 ? ~0u : (1u << kTile % 32) - 1;
     }
     part.valid = valid_places(part, pages);
-    if (part.valid != 0) load(stage, part, pages);
+    if (part.valid != 0) {
+      if constexpr (S::kRaw) {
+        load_codes<false>(stage, part, pages);
+      } else {
+        load(stage, part, pages);
+      }
+    }
     return part.valid;
   }
 
@@ -409,12 +414,7 @@ struct DecodeLoader : DecodePages<S> {
   // A tile that has arrived, at `stage` of a ring.
   __device__ void attend(char* ring, int offset, const TilePart& part, typename Columns::State& state) const {
     if (part.valid == 0) return;
-    char* stage = ring + S::kHalvesBytes + offset;
-    if constexpr (S::kRaw) {
-      widen_codes(stage, shared_address(ring), part.valid);
-      __syncwarp();
-      stage = ring;
-    }
+    char* stage = ring + offset;
     if constexpr (S::kPackedV) {
       const typename Columns::Valid valid = {part.valid};
       if (!this->is_whole(valid)) {

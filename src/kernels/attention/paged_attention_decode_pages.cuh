@@ -57,6 +57,7 @@ struct DecodePages : ColumnsOf<S> {
 
   struct Pages {
     int id[kGroups];  // of eight tokens each; -1: no id of any cache
+    int own;          // the lane's token's, with kRaw
   };
 
   // kEarly: before the kernel before has ended.
@@ -154,7 +155,7 @@ struct DecodePages : ColumnsOf<S> {
 
   // Bits of the tile's places with a key.
   __device__ uint32_t valid_places(const TilePart& part, const Pages& pages) const {
-    const int token = token_at<S::kPermutedTokens>(lane);
+    const int token = token_of_place<S>(lane);
     bool ok = false;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
@@ -181,6 +182,7 @@ struct DecodePages : ColumnsOf<S> {
     Pages pages;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) pages.id[g] = __shfl_sync(~0u, ids, i * kGroups + g);
+    if (S::kRaw) pages.own = __shfl_sync(~0u, ids, i * kGroups + threadIdx.x % kTile / kGroupTokens);
     return pages;
   }
 };

@@ -14,7 +14,7 @@ template <class Line, class Cluster>
 struct LineOfClusters : SeesAll<Line> {
   static constexpr int kHeads = 1, kWarps = Cluster::kWarps, kUnitTokens = kWarps * Line::kTile, kBlocksPerSm = 1;
   static constexpr int kStages = Cluster::kStages, kRingBytes = Cluster::kRingBytes;
-  static_assert(!Line::kRaw && !Line::kSharedQueries && Line::kStageBytes == Cluster::kStageBytes);
+  static_assert(!Line::kSharedQueries && Line::kStageBytes == Cluster::kStageBytes);
   static_assert(!Line::kLate || Line::kStages == kStages);
 };
 

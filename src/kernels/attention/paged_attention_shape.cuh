@@ -41,13 +41,11 @@ struct Shape {
   // Weights of bf16 have 8 bits, which alone would be an error of 1e-3.  Decoding waits for memory and can afford to add
   // the other 8, prefill cannot.
   static constexpr bool kSplitWeights = std::is_same_v<Mma, bf16> && (!kMany || kInvariant);
-  static constexpr bool kReadOnce = kFew;    // nearly every key is for one query tile alone
-  static constexpr bool kWarpgroup = false;  // stages as wgmma reads them: paged_attention_warpgroup.cuh
-  // Codes and scales of nvfp4 come as they are, and become halves in front of the stages, tile by tile.
-  static constexpr bool kRaw = false;
-  static constexpr int kHalvesBytes = 0;
-  static constexpr int kHeads = 1;               // KV heads of a segment
-  static constexpr bool kManyTokens = false;     // queries as columns: of several tokens, each of which sees other keys
+  static constexpr bool kReadOnce = kFew;     // nearly every key is for one query tile alone
+  static constexpr bool kWarpgroup = false;   // stages as wgmma reads them: paged_attention_warpgroup.cuh
+  static constexpr bool kRaw = false;         // codes and scales of nvfp4 as they are: paged_attention_nvfp4_tile.cuh
+  static constexpr int kHeads = 1;            // KV heads of a segment
+  static constexpr bool kManyTokens = false;  // queries as columns: of several tokens, each of which sees other keys
   static constexpr bool kSharedQueries = false;  // ... that lie in shared memory, once for all warps
   static constexpr bool kHidesKeys = false;      // decoding proper: windows and block sparsity
   static constexpr bool kHalfLinesMeet = false;  // ... reads heads of 64 bytes with their neighbours
@@ -126,6 +124,13 @@ template <bool kPermuted>
 __device__ inline int token_at(int r) {
   if (!kPermuted) return r;
   return (r & ~15) + (r & 6) * 2 + (r & 1) + (r & 8) / 4;
+}
+
+// The same for a tile of nvfp4: of neighbouring places one's token is four behind the other's.  A lane has the values of four
+// tokens, of which scales lie at one place in their words.
+template <class S>
+__device__ inline int token_of_place(int r) {
+  return S::kRaw ? (r & ~7) + (r & 1) * 4 + (r & 6) / 2 : token_at<S::kPermutedTokens>(r);
 }
 
 // The other way round.

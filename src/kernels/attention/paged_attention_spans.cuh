@@ -18,10 +18,11 @@ template <class S>
 int keys_alone(int spans, int64_t heads, int round, int device) {
   if constexpr (S::kInvariant) return round / S::kTile / 4 * kChunkTokens;  // where each four warps have a chunk
   constexpr float kJoin = 4 + static_cast<float>(S::kColumns * S::kD) / (S::kWarps * 32 * 8);
-  constexpr float kTiles = S::kNarrow ? 0.24f * S::kWarps : 0.92f;
+  constexpr bool kIsSlow = S::kNarrow || S::kRaw;
+  constexpr float kTiles = kIsSlow ? 0.24f * S::kWarps : 0.92f;
   constexpr float kRound = kTiles * (S::kColumns <= 8 ? 1.f : S::kColumns == 16 ? 1.3f : 1.8f);
   const float half = static_cast<float>(num_sms(device)) / static_cast<float>(2 * kMostBlocks * heads);
-  const float quicker = S::kNarrow ? static_cast<float>(spans) : std::min(static_cast<float>(spans), half);
+  const float quicker = kIsSlow ? static_cast<float>(spans) : std::min(static_cast<float>(spans), half);
   return static_cast<int>(static_cast<float>(round) * (kJoin / kRound) * quicker / (quicker - 1));
 }
 

@@ -205,7 +205,7 @@ bool launch_tokens(const Problem& p, const Launch& launch) {
         done = columns <= 8 ? launch_columns.template operator()<128, 8>()
                             : (columns > 16 && launch_columns.template operator()<128, 32>()) ||
                                   launch_columns.template operator()<128, 16>();
-        if constexpr (Element::kBytes == 1) {
+        if constexpr (Element::kBytes == 1 || std::is_same_v<Element, ElementNvfp4>) {
           done = done || (p.lengths != Lengths::kForClusters && !fills_warpgroups(p, launch.device) &&
                           (launch_tokens_line<Element, kPackedV, 8>(p, launch) ||
                            launch_tokens_line<Element, kPackedV, 16>(p, launch)));

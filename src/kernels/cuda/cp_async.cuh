@@ -46,9 +46,11 @@ __device__ inline void cp_async_16_of_row(uint32_t destination, const void* sour
                : "memory");
 }
 
-// Four bytes, by way of the L1: for what lies in smaller pieces than 16 bytes.
-__device__ inline void cp_async_4(uint32_t destination, const void* source, bool read) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(read ? 4 : 0)
+// kBytes, 4, 8 or 16, by way of the L1: for what lies in small pieces.
+template <int kBytes>
+__device__ inline void cp_async_small(uint32_t destination, const void* source, bool read) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(destination), "l"(source), "n"(kBytes),
+               "r"(read ? kBytes : 0)
                : "memory");
 }
 

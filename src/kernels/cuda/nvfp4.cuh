@@ -27,6 +27,14 @@ __device__ __forceinline__ void e2m1x8_to_halves(uint32_t codes, uint32_t (&halv
   }
 }
 
+// Eight codes as the upper bytes of halves, in units of kE2m1Unit: evens[i] of element 2i, odds[i] of the one behind it.  A code's
+// exponent and its one bit of fraction are the lowest of the byte's but one, so that 0.5 is a half below the least normal one.
+constexpr float kE2m1Unit = 0x1p-14f;
+__device__ __forceinline__ void e2m1x8_to_high_bytes(uint32_t codes, uint32_t& evens, uint32_t& odds) {
+  evens = (codes << 4 & 0x80808080u) | (codes << 1 & 0x0e0e0e0eu);
+  odds = (codes & 0x80808080u) | (codes >> 3 & 0x0e0e0e0eu);
+}
+
 // Eight codes times the scale of their block: exact.
 __device__ __forceinline__ void nvfp4x8_to_half2x4(uint32_t codes, uint8_t scale, half2 (&values)[4]) {
   const half2 scales = fp8x2_to_half2<KvFormat::kE4M3>(static_cast<uint16_t>(scale * 0x0101u));
