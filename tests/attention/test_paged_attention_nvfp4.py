@@ -55,10 +55,11 @@ def test_groups(array: Library, group: int, kv_heads: int, room: int, head_size:
 
 
 @HEAD_SIZES
+@pytest.mark.parametrize("room", [0, 30_000], ids=["", "wide tables"])
 @pytest.mark.parametrize(("queries", "group"), [(2, 4), (4, 4), (3, 5), (8, 4)])  # 8 to 32 columns
-def test_several_tokens(array: Library, queries: int, group: int, head_size: int) -> None:
-    for lens in (MIXED, (5, 9000), (100,) * 40):
-        check(array, batch(lens, Sizes(2 * group, 2, head_size), queries))
+def test_several_tokens(array: Library, queries: int, group: int, room: int, head_size: int) -> None:
+    for lens in (MIXED, (5, 9000), (100,) * 40, (310, 300, 290)):
+        check(array, batch(lens, Sizes(2 * group, 2, head_size), queries, room=room))
 
 
 @HEAD_SIZES
@@ -103,8 +104,12 @@ def test_bad_ids(array: Library, at: int, queries: int) -> None:
             check_reported(array, b, bad)
 
 
-def test_replayed(cupy: Any) -> None:
+@pytest.mark.parametrize("queries", [1, 3])
+def test_replayed(cupy: Any, queries: int) -> None:
+    """With lengths for clusters and for the line."""
     longest = (30_000, 9000, 300)
-    captured = CapturedCalls(cupy, batch(longest, Sizes(16, 4, 128), dtype="float16"), calls=2)
-    for now in (longest, (20_000, 3, 300), (250, 8900, 64), (0, 0, 0), (5000, 6000, 300)):
+    captured = CapturedCalls(cupy, batch(longest, Sizes(16, 4, 128), queries, dtype="float16"), calls=2)
+    for now in (longest, (20_000, 3, 300), (250, 260, 64), (5000, 6000, 300), longest):
         captured.check(now)
+    if queries == 1:
+        captured.check((0, 0, 0))

@@ -252,7 +252,10 @@ bool suits_spans(const Problem& p, int ways, int device) {
 }
 
 bool may_go_either_way(const Problem& p, RowClass rows, int device) {
-  const bool is_wide = p.sees_all() && p.a.max_seq_len > kMostOfFew && may_use_warpgroups(p.a, rows, device);
+  const bool has_line = p.a.kv_format == KvFormat::kNvfp4
+                            ? rows == RowClass::kFew && p.a.head_size == 128 && !p.a.batch_invariant
+                            : may_use_warpgroups(p.a, rows, device);
+  const bool is_wide = p.sees_all() && p.a.max_seq_len > kMostOfFew && has_line;
   const bool are_alike = p.min_rows == 0 && p.a.num_tokens % p.a.num_seqs == 0;  // the numbers of query tokens
   if (!is_wide || !are_alike || p.a.num_seqs * p.a.num_kv_heads > 2 * num_sms(device)) return false;
   // One sequence has clusters without a line, and one query token of few heads a line of decoding, whatever its pages are.
@@ -277,10 +280,10 @@ bool launch_for_other_lengths(Problem p, const Launch& launch) {
   if (p.lengths == Lengths::kAny) return true;
   p.lengths = Lengths::kForLine;
   if (p.a.batch_invariant) return launch_decode(p, launch);
-  // Up to eight columns over one byte have a line that is quicker than that of warpgroups.
-  const bool few = p.a.num_tokens / p.a.num_seqs * p.group <= 8;
-  if (p.a.kv_format != KvFormat::kSame && few && launch_tokens(p, launch)) return true;
-  return launch_warpgroups(p, uniform_rows(p), launch);
+  // Up to eight columns over one byte have a line that is quicker than that of warpgroups, and nvfp4 has no other.
+  const bool is_nvfp4 = p.a.kv_format == KvFormat::kNvfp4, few = p.a.num_tokens / p.a.num_seqs * p.group <= 8;
+  if (p.a.kv_format != KvFormat::kSame && (few || is_nvfp4) && launch_tokens(p, launch)) return true;
+  return is_nvfp4 ? launch_nvfp4(p, uniform_rows(p), launch) : launch_warpgroups(p, uniform_rows(p), launch);
 }
 
 uint64_t next_ticket() {
