@@ -30,6 +30,7 @@ from bench_paged_attention import BLOCK_SPARSE, Case, call, read, uniform
 from timing import Call, Cuda, write_json
 
 WORKLOADS = ((32, 8192), (8, 2048))
+KINDS = ("auto", "fp8_e4m3", "nvfp4")  # in all variants; others in some layouts
 FEW_KV_HEADS = (1, 2, 4)
 RANDOM_LENGTHS = tuple(int(n) for n in np.random.default_rng(0).integers(128, 32769, 64))
 
@@ -97,7 +98,7 @@ def is_served(case: Case) -> bool:
 def cases() -> Iterator[tuple[Case, Case]]:
     """Each with the fast case beside it."""
     for batch, length in WORKLOADS:
-        for kind in ("auto", "fp8_e4m3", "nvfp4"):
+        for kind in KINDS:
             fast = Case("fast case", **uniform(batch, length), kind=kind)
             yield fast, fast
             usual = filter(is_served, variants(fast))
@@ -109,13 +110,13 @@ def cases() -> Iterator[tuple[Case, Case]]:
                 for page in (16, 32, 64):
                     if (layout, page) != ("NHD", 16):
                         yield replace(fast, name=f"{layout}, pages of {page}", layout=layout, page=page), fast
-    for kind in ("auto", "fp8_e4m3", "nvfp4"):
+    for kind in KINDS:
         fast = Case("fast case", **uniform(1, 32768), kind=kind)
         for kv_heads, queries, room in product(FEW_KV_HEADS, (1, 4), (0, 131072)):
             name = f"{kv_heads} KV heads, {queries} queries" + (", tables for 128k" if room else "")
             heads = {"kv_heads": kv_heads, "heads": 8 * kv_heads}
             yield replace(fast, name=name, queries=(queries,), room=room, **heads), fast
-    for kind in ("auto", "fp8_e4m3", "nvfp4"):
+    for kind in KINDS:
         fast = Case("fast case", RANDOM_LENGTHS, (1,) * len(RANDOM_LENGTHS), kind=kind)
         yield fast, fast
         for queries in (2, 4, 8, 16):

@@ -26,7 +26,7 @@ def batch(lens: tuple[int, ...], sizes: Sizes, queries: int = 1, **kwargs: Any) 
     if queries == 1:
         b = inputs.batch(rng(len(lens)), [(1, n) for n in lens], sizes, kind="nvfp4", decode=True, **kwargs)
     else:
-        pairs = [(queries if n else 0, max(n, queries) if n else 0) for n in lens]
+        pairs = [(queries, max(n, queries)) if n else (0, 0) for n in lens]
         b = inputs.batch(rng(len(lens)), pairs, sizes, kind="nvfp4", **kwargs)
     return b.changed(options={"k_scale": 0.7, "v_scale": np.linspace(0.5, 1.3, sizes.kv_heads, dtype=np.float32)})
 
