@@ -64,7 +64,7 @@ def test_layouts(array: Library, kind: str, sizes: Sizes, layout: str, lens: tup
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("head_size", "kv_heads", "dtype"),
-    [(64, 16, "float16"), (64, 15, "bfloat16"), (120, 8, "bfloat16")],
+    [(64, 16, "float16"), (64, 15, "bfloat16"), (120, 8, "bfloat16"), (256, 8, "bfloat16"), (192, 3, "float16")],
 )
 def test_head_sizes(
     array: Library, head_size: int, kv_heads: int, dtype: str, kind: str, lens: tuple[int, ...]
@@ -74,7 +74,7 @@ def test_head_sizes(
 
 
 @pytest.mark.parametrize("lens", [(300, 290, 310), (20_000, 300, 1), (300, 1, 20_000)], ids=["alike", "first", "last"])
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
 def test_several_blocks_for_a_head(array: Library, kind: str, head_size: int, lens: tuple[int, ...]) -> None:
     for sequence, bad in ((0, -3), (2, 2**30)):
@@ -83,10 +83,11 @@ def test_several_blocks_for_a_head(array: Library, kind: str, head_size: int, le
         check_reported(array, b, bad)
 
 
+@pytest.mark.parametrize("head_size", [128, 256])
 @pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
-def test_replayed_with_lengths_for_the_other_way(cupy: Any, kind: str) -> None:
+def test_replayed_with_lengths_for_the_other_way(cupy: Any, kind: str, head_size: int) -> None:
     longest = (20_000, 19_000, 300, 64)
-    b = batch(longest, Sizes(8, 2, 128), kind=kind, dtype="float16")
+    b = batch(longest, Sizes(8, 2, head_size), kind=kind, dtype="float16")
     b = b.changed(options=inputs.scales(kind, 0.7, 1.3))
     captured = CapturedCalls(cupy, b, calls=2)
     for now in (

@@ -10,7 +10,7 @@ import pytest
 from attention import inputs
 from attention.inputs import KINDS, Batch, Sizes
 from attention.test_paged_attention import check, rng
-from attention.test_paged_attention_served import LONG_SHARES, begins, check_many
+from attention.test_paged_attention_served import LONG_SHARES, begins, check_many, times
 from libraries import Library
 from tolerance import assert_attention
 
@@ -47,6 +47,22 @@ def test_pairs(array: Library, kind: str, head_size: int, group: int) -> None:
         check(array, batch(kind, head_size, group, kv_heads, turn * 10_000, ("bfloat16", "float16")[turn]))
 
 
+@pytest.mark.parametrize(("kind", "head_size"), [(k, n) for k in ("auto", "fp8_e4m3") for n in sizes_of(k)])
+@pytest.mark.parametrize("group", [1, 4, 5])
+def test_pairs_of_many_sequences(array: Library, kind: str, head_size: int, group: int) -> None:
+    """All blocks share them; of four heads, which are two pairs of 16 bits, a block has both."""
+    for kv_heads, dtype in ((4, "bfloat16"), (6, "float16")):
+        check_many(array, batch(kind, head_size, group, kv_heads, 10_000, dtype), 12)
+
+
+@pytest.mark.parametrize("head_size", [80, 120])
+def test_long_shares_of_pairs(array: Library, head_size: int) -> None:
+    """Each of few pairs, or two of them together, have a line of blocks of their own."""
+    for kv_heads in (2, 8):
+        b = inputs.batch(rng(), [(1, n) for n in LONG_SHARES], Sizes(8, kv_heads, head_size), room=10_000, decode=True)
+        check_many(array, b, 40)
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize(("kind", "head_size"), [("fp8_e4m3", 64), ("int8", 64), ("auto", 64), ("auto", 96)])
 def test_options(array: Library, kind: str, head_size: int, option: str) -> None:
@@ -69,14 +85,17 @@ def test_options(array: Library, kind: str, head_size: int, option: str) -> None
         check(array, b.changed(options=b.options | options))
 
 
-def check_elsewhere(array: Library, b: Batch, want: np.ndarray, mine: np.ndarray, *, is_seen: bool) -> None:
-    """All but `mine` is as wanted; what is no number is seen there, if it has to be."""
-    out = array.output(inputs.outputs(b)[0])
-    inputs.run(array, b, out)
+def check_elsewhere(
+    array: Library, b: Batch, want: np.ndarray, mine: np.ndarray, *, is_seen: bool, count: int = 1
+) -> None:
+    """Of so many such batches: all but `mine` is as wanted; what is no number is seen there, if it has to be."""
+    many, mine = times(b, count), np.tile(mine, (count, 1, 1))
+    out = array.output(inputs.outputs(many)[0])
+    inputs.run(array, many, out)
     got = array.numpy(out).copy()
     if is_seen:
         assert not np.isfinite(got[mine].astype(np.float32)).any()
-    assert_attention(np.where(mine, 0, got), np.where(mine, 0, want))
+    assert_attention(np.where(mine, 0, got), np.where(mine, 0, np.tile(want, (count, 1, 1))))
 
 
 @pytest.mark.parametrize("cache", ["key", "value"])
@@ -97,14 +116,14 @@ def test_what_is_no_number_stays_with_its_head(
     array: Library, kind: str, head_size: int, group: int, number: float, head: int, cache: str
 ) -> None:
     long, token, element = 4, 237, 5  # of the sequence of 400 tokens
-    for room in (0, 10_000):
+    for room, count in ((0, 1), (10_000, 1), (10_000, 12)):
         b = batch(kind, head_size, group, 4, room, "bfloat16")
         want, _ = inputs.expected(b)
         elements = (b.key_cache if cache == "key" else b.value_cache).view(inputs.ONE_BYTE.get(kind, b.query.dtype))
         elements[b.block_tables[long, token // 16], token % 16, head, element] = number
         mine = np.zeros(want.shape, bool)  # where the number may be seen
         mine[long, head * group : (head + 1) * group, slice(None) if cache == "key" else element] = True
-        check_elsewhere(array, b, want, mine, is_seen=cache == "value" or np.isnan(number))
+        check_elsewhere(array, b, want, mine, is_seen=cache == "value" or np.isnan(number), count=count)
 
 
 SEVERAL = [(4, 4), (5, 3), (8, 2), (4, 8), (8, 3), (1, 17), (20, 1)]  # heads in a group, query tokens

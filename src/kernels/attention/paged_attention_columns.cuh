@@ -56,9 +56,6 @@ struct QueryColumns : ColumnResults<S> {
 
   using Scores = float[kQueryTiles][kParts][4];  // [2 h + e]: of token 16 t + 8 h + lane / 4 and this lane's query e
 
-  // In these two, the address of a row's chunk differs from that of its first chunks by an exclusive or: stages and rows
-  // are aligned so that the chunk's index has its bits to itself.
-
   static __device__ void widen_keys(uint32_t codes, uint32_t& low, uint32_t& high) {
     if constexpr (kOffsetKeys) {
       Element::widen_with_offset(codes, low, high);
@@ -69,7 +66,6 @@ struct QueryColumns : ColumnResults<S> {
 
   // s = k . q
   __device__ void scores(uint32_t key_stage, const State& state, Scores& s) const {
-    const uint32_t row0 = key_stage + key_place(lane % 16, lane / 16);
     constexpr bool kTwoChains = kQueryTiles * (S::kSharedQueries ? kParts : 1) < 4;
     Scores odd;  // of every second step: half as long a chain of MMAs
     Scores& second = kTwoChains ? odd : s;
@@ -83,78 +79,12 @@ struct QueryColumns : ColumnResults<S> {
         }
       }
     }
-    const auto part = [&](int k, int t) {
-      return S::kPackedV ? row0 + k * S::kBytes * kTile * 16 + t * 256
-                         : (row0 ^ k * 16 * S::kBytes) + t * 16 * S::kRowBytes;
-    };
     if constexpr (S::kRaw) {
-#pragma unroll
-      for (int t = 0; t < kParts; ++t) {
-        typename Nvfp4Tile<kD, kTile>::Keys keys;
-        keys.read(key_stage, t, lane);
-#pragma unroll
-        for (int k = 0; k < kSteps; k += 2) {
-          uint32_t a[2][4];
-          keys.widen(k / 2, a);
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            uint32_t q[kQueryTiles][2];
-            this->read_queries(state, k + j, q);
-#pragma unroll
-            for (int i = 0; i < kQueryTiles; ++i) {
-              mma_16x8x16<Mma>(j == 0 ? s[i][t] : second[i][t], a[j], q[i][0], q[i][1]);
-            }
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < kSteps && !S::kRaw; k += 2) {
-      if constexpr (S::kSharedQueries) {
-        uint32_t x[kParts][4];  // of both steps, if they are to be widened
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          uint32_t q[kQueryTiles][2];
-          this->read_queries(state, k + j, q);
-#pragma unroll
-          for (int t = 0; t < kParts; ++t) {
-            uint32_t a[4];
-            if constexpr (S::kNarrow) {
-              if (j == 0) ldmatrix_x4(x[t], part(k, t));
-              widen_keys(x[t][2 * j], a[0], a[2]);
-              widen_keys(x[t][2 * j + 1], a[1], a[3]);
-            } else {
-              ldmatrix_x4(a, part(k + j, t));
-            }
-#pragma unroll
-            for (int i = 0; i < kQueryTiles; ++i) {
-              mma_16x8x16<Mma>(j == 0 ? s[i][t] : second[i][t], a, q[i][0], q[i][1]);
-            }
-          }
-        }
-      } else {
-#pragma unroll
-        for (int t = 0; t < kParts; ++t) {
-          uint32_t a[2][4];
-          if constexpr (S::kNarrow) {
-            uint32_t x[4];
-            ldmatrix_x4(x, part(k, t));
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-              widen_keys(x[2 * j], a[j][0], a[j][2]);
-              widen_keys(x[2 * j + 1], a[j][1], a[j][3]);
-            }
-          } else {
-            ldmatrix_x4(a[0], part(k, t));
-            ldmatrix_x4(a[1], part(k + 1, t));
-          }
-#pragma unroll
-          for (int i = 0; i < kQueryTiles; ++i) {
-            mma_16x8x16<Mma>(s[i][t], a[0], state.query[i][k][0], state.query[i][k][1]);
-            mma_16x8x16<Mma>(second[i][t], a[1], state.query[i][k + 1][0], state.query[i][k + 1][1]);
-          }
-        }
-      }
+      add_scores_of_codes(key_stage, state, s, second);
+    } else if constexpr (S::kSharedQueries) {
+      add_scores_of_shared(key_stage, state, s, second);
+    } else {
+      add_scores(key_stage, state, s, second);
     }
 #pragma unroll
     for (int i = 0; i < kQueryTiles; ++i) {
@@ -163,6 +93,91 @@ struct QueryColumns : ColumnResults<S> {
         for (int e = 0; kTwoChains && e < 4; ++e) s[i][t][e] += odd[i][t][e];
       }
     }
+  }
+
+  // These of steps 0, 2, ... to `even`, and of the others to `odd`.
+  __device__ void add_scores(uint32_t key_stage, const State& state, Scores& even, Scores& odd) const {
+    const uint32_t row0 = first_of_keys(key_stage);
+#pragma unroll
+    for (int k = 0; k < kSteps; k += 2) {
+#pragma unroll
+      for (int t = 0; t < kParts; ++t) {
+        uint32_t a[2][4];
+        if constexpr (S::kNarrow) {
+          uint32_t x[4];
+          ldmatrix_x4(x, keys_at(row0, k, t));
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            widen_keys(x[2 * j], a[j][0], a[j][2]);
+            widen_keys(x[2 * j + 1], a[j][1], a[j][3]);
+          }
+        } else {
+          ldmatrix_x4(a[0], keys_at(row0, k, t));
+          ldmatrix_x4(a[1], keys_at(row0, k + 1, t));
+        }
+#pragma unroll
+        for (int i = 0; i < kQueryTiles; ++i) {
+          mma_16x8x16<Mma>(even[i][t], a[0], state.query[i][k][0], state.query[i][k][1]);
+          mma_16x8x16<Mma>(odd[i][t], a[1], state.query[i][k + 1][0], state.query[i][k + 1][1]);
+        }
+      }
+    }
+  }
+
+  // With kSharedQueries.
+  __device__ void add_scores_of_shared(uint32_t key_stage, const State& state, Scores& even, Scores& odd) const {
+    const uint32_t row0 = first_of_keys(key_stage);
+#pragma unroll
+    for (int k = 0; k < kSteps; k += 2) {
+      uint32_t x[kParts][4];  // of both steps, if they are to be widened
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        uint32_t q[kQueryTiles][2];
+        this->read_queries(state, k + j, q);
+#pragma unroll
+        for (int t = 0; t < kParts; ++t) {
+          uint32_t a[4];
+          if constexpr (S::kNarrow) {
+            if (j == 0) ldmatrix_x4(x[t], keys_at(row0, k, t));
+            widen_keys(x[t][2 * j], a[0], a[2]);
+            widen_keys(x[t][2 * j + 1], a[1], a[3]);
+          } else {
+            ldmatrix_x4(a, keys_at(row0, k + j, t));
+          }
+#pragma unroll
+          for (int i = 0; i < kQueryTiles; ++i) mma_16x8x16<Mma>((j == 0 ? even : odd)[i][t], a, q[i][0], q[i][1]);
+        }
+      }
+    }
+  }
+
+  // Of codes of nvfp4.
+  __device__ void add_scores_of_codes(uint32_t key_stage, const State& state, Scores& even, Scores& odd) const {
+#pragma unroll
+    for (int t = 0; t < kParts; ++t) {
+      typename Nvfp4Tile<kD, kTile>::Keys keys;
+      keys.read(key_stage, t, lane);
+#pragma unroll
+      for (int k = 0; k < kSteps; k += 2) {
+        uint32_t a[2][4];
+        keys.widen(k / 2, a);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          uint32_t q[kQueryTiles][2];
+          this->read_queries(state, k + j, q);
+#pragma unroll
+          for (int i = 0; i < kQueryTiles; ++i) mma_16x8x16<Mma>((j == 0 ? even : odd)[i][t], a[j], q[i][0], q[i][1]);
+        }
+      }
+    }
+  }
+
+  // Where this lane's rows of keys begin, and those of step k for tokens 16 t and following: the address of a row's chunk differs from
+  // that of its first chunks by an exclusive or, for stages and rows are aligned so that the chunk's index has its bits to itself.
+  __device__ uint32_t first_of_keys(uint32_t key_stage) const { return key_stage + key_place(lane % 16, lane / 16); }
+  static __device__ uint32_t keys_at(uint32_t row0, int k, int t) {
+    return S::kPackedV ? row0 + k * S::kBytes * kTile * 16 + t * 256
+                       : (row0 ^ k * 16 * S::kBytes) + t * 16 * S::kRowBytes;
   }
 
   // o += v . p
@@ -277,7 +292,7 @@ struct QueryColumns : ColumnResults<S> {
           for (int t = 0; t < kParts; ++t) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-              const int token = first_token + token_of_place<S>(t * 16 + h * 8 + lane / 4);
+              const int token = first_token + token_at<S>(t * 16 + h * 8 + lane / 4);
               if (token < first || token > last) s[i][t][2 * h + e] = -INFINITY;
             }
           }
@@ -304,7 +319,7 @@ struct QueryColumns : ColumnResults<S> {
         for (int t = 0; t < kParts; ++t) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const int token = first_token + token_of_place<S>(t * 16 + h * 8 + lane / 4);
+            const int token = first_token + token_at<S>(t * 16 + h * 8 + lane / 4);
             float& x = s[i][t][2 * h + e];
             x = logit(p, x, this->scale_of(state, i, e), slope, token - position);
           }

@@ -3,6 +3,7 @@
 
 #include "attention/paged_attention_either.cuh"
 #include "attention/paged_attention_fold.cuh"
+#include "attention/paged_attention_joint.cuh"
 
 namespace pykv::attention {
 
@@ -41,7 +42,12 @@ bool launch_folded_line(const Problem& p, const Launch& launch) {
   using Line = Folded<DecodeShape<Element, kD, false, kQueries, false>>;
   constexpr int64_t kMany = 1024;  // keys; the ends of fewer are dearer
   if (!suits_decode<Line>(p) || most_keys<Line>(p) < kMany) return false;
-  return launch_decode_line<Line, Folded<DecodeShape<Element, kD, false, kQueries, false, false, true>>>(p, launch);
+  using Single = Folded<DecodeShape<Element, kD, false, kQueries, false, false, true>>;
+  if constexpr (kD == 256) {
+    return launch_decode_line<Abreast<Line>, Single>(p, launch);
+  } else {
+    return launch_decode_line<Line, Single>(p, launch);
+  }
 }
 
 template <class Element, int kD>
@@ -98,10 +104,11 @@ bool launch_decode_clusters(Problem p, const Launch& launch) {
       if constexpr (kMayFold<Line> && kD == 64) {
         if (launch_folded_either<Element>(p, launch) || launch_folded_cluster<Element>(p, launch)) return true;
       }
-      if constexpr (!kForAnyBatch && kD == 128 && kQueries <= 8) {
-        using Wide = ClusterShape<Element, kD, kPackedV, kQueries, true, false>;
+      if constexpr (!kForAnyBatch && kQueries <= 8 && (kD == 128 || (kD == 256 && !kPackedV))) {
+        // Of one byte of heads of 256 more warps would have a tile less each under way.
+        using Wide = ClusterShape<Element, kD, kPackedV, kQueries, kD == 128 || !Line::kNarrow, false>;
         if (size.spans == 1 && launch_either<Usual, Wide, Line>(p, launch)) return true;
-        if constexpr (Line::kHeads > 1) {
+        if constexpr (Line::kHeads > 1 && Line::kNarrow) {  // nvfp4 is taken head by head there
           using Single = DecodeShape<Element, kD, kPackedV, kQueries, false, false, true>;
           const bool is_odd = p.a.num_kv_heads % Line::kHeads != 0;
           if (is_odd && size.spans == 1 && launch_either<Usual, Wide, Single>(p, launch)) return true;

@@ -63,7 +63,7 @@ struct DecodeLoader : DecodePages<S> {
         for (int g = 1; g < kGroups; ++g) x = group == g ? pages_at[g] : x;
         return x;
       };
-      const int token = lane % kTile, r = place_of<S::kPermutedTokens>(token);
+      const int token = lane % kTile, r = place_of<S>(token);
       const char* row = of_group(key, token / kGroupTokens) + token % kGroupTokens * copies.key_token;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
@@ -158,7 +158,7 @@ struct DecodeLoader : DecodePages<S> {
     static_assert(kSideBySide == 1 || kSideBySide == 2);
     const char* key = static_cast<const char*>(p.a.key.data) + times(copies.key_head, kv_head) + lane * 16;
     const char* value = static_cast<const char*>(p.a.value.data) + times(copies.value_head, kv_head) + lane * 16;
-    const uint32_t key_to = stage + this->key_place(place_of<S::kPermutedTokens>(lane % kPage), lane / kPage);
+    const uint32_t key_to = stage + this->key_place(place_of<S>(lane % kPage), lane / kPage);
 #pragma unroll
     for (int t = 0; t < kTile / kPage; ++t) {
       const int id = pages.id[t * kPage / kGroupTokens];
@@ -184,7 +184,7 @@ struct DecodeLoader : DecodePages<S> {
                       times(copies.key_token, lane % kPart) + times(copies.key_chunk, chunk);
     const char* value = static_cast<const char*>(p.a.value.data) + times(copies.value_head, kv_head) + side * 16 +
                         times(copies.value_dim, d);
-    const uint32_t key_to = stage + this->key_place(place_of<S::kPermutedTokens>(lane % kPart), chunk);
+    const uint32_t key_to = stage + this->key_place(place_of<S>(lane % kPart), chunk);
 #pragma unroll
     for (int t = 0; t < kTile / kPart; ++t) {
       const int id = pages.id[t * kPart / kGroupTokens], o = p.block_size.remainder(first_token + t * kPart);
@@ -217,8 +217,8 @@ struct DecodeLoader : DecodePages<S> {
                              const Pages& pages) const {
     using Tile = Nvfp4Tile<kD, kTile>;
     constexpr int kPieces = Tile::kPieces, kRows = 32 / kPieces;  // rows of a step of the warp
-    constexpr bool kLines =
-        S::kHeads > 1 || kD == 256;  // the warp beside this one, or this one, reads the rest of them
+    // The warp beside this one, or this one, reads the rest of a line.
+    constexpr bool kLines = S::kHeads > 1 || kD == 256;
     constexpr bool kTwoGroups = kRows > kGroupTokens, kTwoSteps = kRows < kGroupTokens;
     const char* nowhere = static_cast<const char*>(cache);
     const auto is_there = [&](int id, int place) {
@@ -229,8 +229,8 @@ struct DecodeLoader : DecodePages<S> {
     const bool in_head = kD <= 128 || piece * 32 < p.a.head_size;  // others are whole
     const char* codes =
         nowhere + times(page.codes_head, part.kv_head) + times(page.codes_token, r0 % kGroupTokens) + piece * 16;
-    const uint32_t even_to = to + Tile::code_place(Tile::place_of(r0), piece);
-    const uint32_t odd_to = to + Tile::code_place(Tile::place_of(r0 + kRows), piece) - kRows * Tile::kRowBytes;
+    const uint32_t even_to = to + Tile::code_place(place_of<S>(r0), piece);
+    const uint32_t odd_to = to + Tile::code_place(place_of<S>(r0 + kRows), piece) - kRows * Tile::kRowBytes;
     const int lane_group = kTwoGroups ? r0 / kGroupTokens : 0;
     int o = p.block_size.remainder(part.first_token + lane_group * kGroupTokens);  // in its page
 #pragma unroll
@@ -249,9 +249,7 @@ struct DecodeLoader : DecodePages<S> {
       if (again) from += times(page.codes_token, kRows);
       const uint32_t at = (again ? odd_to : even_to) + i * kRows * Tile::kRowBytes;
       const bool read = in_head && is_there(id, (g + lane_group) * kGroupTokens);
-      if (kWhole && kD <= 128 && kLines) {
-        cp_async_16_once(at, from);
-      } else if constexpr (kLines) {
+      if constexpr (kLines) {
         cp_async_16_once(at, read ? from : nowhere, read);
       } else {
         cp_async_16_of_row(at, read ? from : nowhere, read);

@@ -155,7 +155,7 @@ struct DecodePages : ColumnsOf<S> {
 
   // Bits of the tile's places with a key.
   __device__ uint32_t valid_places(const TilePart& part, const Pages& pages) const {
-    const int token = token_of_place<S>(lane);
+    const int token = token_at<S>(lane);
     bool ok = false;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {

@@ -48,7 +48,10 @@ struct DecodeShape : ColumnsShape<Element, kD, kPackedV, kQueries> {
                                       : kDeep || (kQueries == 16 && (Few::kNarrow || Few::kRaw || kPackedV)) ? 2
                                                                                                              : 3;
   static constexpr int kStageBytes = std::max(Few::kStageBytes, kQueries * kD * 4);  // there a warp leaves its sums
-  static constexpr int kStages = !Few::kRaw && (kSixWarps || kSixOfWide || kBlocksPerSm > 2) ? 2 : 3;
+  // One KV head of nvfp4 has two, for chips with 99 KB of shared memory for a block.
+  static constexpr int kStages = Few::kRaw                                     ? (kEightWarps && kSingle ? 2 : 3)
+                                 : kSixWarps || kSixOfWide || kBlocksPerSm > 2 ? 2
+                                                                               : 3;
   static constexpr int kRingBytes = kStages * kStageBytes;
 };
 

@@ -5,7 +5,8 @@
 // be some more than clusters need.
 #pragma once
 
-#include "attention/paged_attention_cluster.cuh"
+#include "attention/paged_attention_cluster_launch.cuh"
+#include "attention/paged_attention_decode_line.cuh"
 
 namespace pykv::attention {
 

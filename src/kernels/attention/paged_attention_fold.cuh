@@ -22,6 +22,12 @@ struct Folded : Shape {
   static constexpr bool kFolded = true;
 };
 
+// Two such tiles beside each other, whose rows share lines of memory: each half of a block's warps has one of them.
+template <class Shape>
+struct Abreast : Shape {
+  static constexpr int kHeads = 2, kUnitTokens = Shape::kWarps / kHeads * Shape::kTile;
+};
+
 // Do they lie so, in rows of tokens, and are they enough for clusters on half the device?
 inline bool can_fold(const Problem& p) {
   const PagedAttentionArgs& a = p.a;

@@ -45,6 +45,18 @@ inline Tiling tiling_of(RowClass rows, int head_size) {
   }
 }
 
+// Launches what takes all sequences of a call.
+void launch_all(Problem p, const Launch& launch);
+
+// If all sequences have about as few rows, as in decoding, one launch with tiles of that size takes them all.  (It would
+// take any: this is a guess from the totals, the lengths being on the device.)
+bool uniform_rows(int64_t num_tokens, int64_t num_seqs, int group, int head_size, RowClass& rows);
+RowClass uniform_rows(const Problem& p);  // of a call that has such a class
+
+// With batch_invariant: tiles that all compute a row in the same steps.  Without it, where sequences are so short that they are
+// mostly waits for their queries, tiles of 64 rows do better than those of 32 if four warps multiply together.
+RowClass class_for(RowClass rows, bool batch_invariant, bool short_by_warpgroups, int head_size);
+
 // Can four warps together multiply so many rows of a KV head?
 bool may_use_warpgroups(const PagedAttentionArgs& a, RowClass rows, int device);
 

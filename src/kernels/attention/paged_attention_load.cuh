@@ -81,7 +81,7 @@ struct TileLoader {
   // Of the token at place r.
   __device__ Lookup begin_lookup_of(const Unit& u, int r) const {
     Lookup x{{0, 0}, 0, false, false};
-    x.token = u.first_token + token_at<S::kPermutedTokens>(r);
+    x.token = u.first_token + token_at<S>(r);
     x.visible = x.wanted = is_wanted(p, u, x.token);
     if (S::kPackedV && !x.visible) {  // a chunk of V is read whole; its invisible tokens are zeroed afterwards
       constexpr int kChunk = 16 / S::kBytes;
@@ -145,7 +145,7 @@ struct TileLoader {
   // ldmatrix reads eight permuted tokens, or eight dimensions of a chunk, at once.
   static __device__ int key_place(int row, int chunk) {
     if constexpr (!S::kPackedV) return row_place(row, chunk);
-    const int token = token_at<S::kPermutedTokens>(row);
+    const int token = token_at<S>(row);
     return (chunk * kTile + (S::kPermutedTokens ? token ^ (token / 4 & 2) : token)) * 16;
   }
 
@@ -196,7 +196,7 @@ struct TileLoader {
   // Packed K: neighbouring threads take neighbouring tokens at one chunk index.
   template <bool kChecked>
   __device__ void load_packed_keys(uint32_t stage, const TileSlot& slot) const {
-    const int r = place_of<S::kPermutedTokens>(member % kTile), chunk0 = member / kTile;
+    const int r = place_of<S>(member % kTile), chunk0 = member / kTile;
     const char* row = slot.tokens[r].key;
 #pragma unroll(kChecked ? 1 : kCopies)
     for (int i = 0; i < kCopies; ++i) {
@@ -315,7 +315,7 @@ struct TileLoader {
 #pragma unroll 1
     for (int r = 0; r < kTile; ++r) {
       if (valid[r / 32] >> r % 32 & 1) continue;
-      const int t = token_at<S::kPermutedTokens>(r);
+      const int t = token_at<S>(r);
       for (int d = member; d < kD; d += kTeam) {
         char* at = value_stage + packed_value_place(d, t / kChunk) + t % kChunk * S::kBytes;
         if constexpr (S::kNarrow) {

@@ -10,7 +10,6 @@
 #pragma once
 
 #include "attention/paged_attention_elements.cuh"
-#include "cuda/cp_async.cuh"
 #include "cuda/nvfp4.cuh"
 
 namespace pykv::attention {
@@ -23,9 +22,6 @@ struct Nvfp4Tile {
   static constexpr int kKeyWords = kD / 32, kValueWords = kD / 64;                 // of a token, for a lane
   static constexpr int kKeyScales = kD / 64, kValueScales = kD == 256 ? 2 : 1;
   static constexpr KvFormat kScaleFormat = KvFormat::kE4M3;
-
-  // Of a token: token_of_place(), the other way round.
-  static __device__ int place_of(int token) { return (token & ~7) + (token & 3) * 2 + (token & 4) / 4; }
 
   // Where a token's piece lies, by its place: that among eight, and the eight's.  No two lanes meet in a bank: keys are read by rows,
   // of values those of every second place.

@@ -118,26 +118,22 @@ __device__ inline int sum_place(int column, int d) {
   return column * kD + (d ^ column / 2 % 4 * 8);
 }
 
-// The token at place r of a tile.  With packed V and one-byte elements, a lane's four bytes of V are four neighbouring
-// tokens, so K's tokens are laid out to bring the scores of the same four to that lane.
-template <bool kPermuted>
-__device__ inline int token_at(int r) {
-  if (!kPermuted) return r;
-  return (r & ~15) + (r & 6) * 2 + (r & 1) + (r & 8) / 4;
-}
-
-// The same for a tile of nvfp4: of neighbouring places one's token is four behind the other's.  A lane has the values of four
-// tokens, of which scales lie at one place in their words.
+// The token at a place of a tile.  With packed V and one-byte elements, a lane's four bytes of V are four neighbouring tokens, so
+// K's tokens are laid out to bring the scores of the same four to that lane.  Of codes of nvfp4 neighbouring places have tokens
+// that are four apart: a lane has the values of four tokens, of which scales lie at one place in their words.
 template <class S>
-__device__ inline int token_of_place(int r) {
-  return S::kRaw ? (r & ~7) + (r & 1) * 4 + (r & 6) / 2 : token_at<S::kPermutedTokens>(r);
+__device__ inline int token_at(int place) {
+  if (S::kRaw) return (place & ~7) + (place & 1) * 4 + (place & 6) / 2;
+  if (S::kPermutedTokens) return (place & ~15) + (place & 6) * 2 + (place & 1) + (place & 8) / 4;
+  return place;
 }
 
 // The other way round.
-template <bool kPermuted>
+template <class S>
 __device__ inline int place_of(int token) {
-  if (!kPermuted) return token;
-  return (token & ~15) + (token / 2 & 6) + (token & 1) + (token & 2) * 4;
+  if (S::kRaw) return (token & ~7) + (token & 3) * 2 + (token & 4) / 4;
+  if (S::kPermutedTokens) return (token & ~15) + (token / 2 & 6) + (token & 1) + (token & 2) * 4;
+  return token;
 }
 
 // Four columns of a row of the output, from `d` on.

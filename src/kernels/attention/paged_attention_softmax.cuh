@@ -274,7 +274,7 @@ struct RowSoftmax : RowQueries<S> {
 #pragma unroll 1
     for (int n = 0; n < S::kStep / 4; ++n) {
       const int r = n / 2 * 8 + lane % 4 * 2 + n % 2;
-      const int key = first + token_at<S::kPermutedTokens>(r);
+      const int key = first + token_at<S>(r);
       bool seen = key >= low && key <= high;
       if (p.sparse) seen = seen && sparse_attends(p, row.sparse_offset, u.sequence_len, key);
       bits |= static_cast<uint32_t>(seen) << r;
@@ -293,9 +293,7 @@ struct RowSoftmax : RowQueries<S> {
         if (!state.plain) {
           const float scale = row.scale, slope = row.slope;
           const int distance = first - row.position;
-          for_each_score(s[i], h, [&](float& x, int r) {
-            x = logit(p, x, scale, slope, distance + token_at<S::kPermutedTokens>(r));
-          });
+          for_each_score(s[i], h, [&](float& x, int r) { x = logit(p, x, scale, slope, distance + token_at<S>(r)); });
         }
         if (masked) {
           const uint32_t seen = valid & visible_places(u, row, first);

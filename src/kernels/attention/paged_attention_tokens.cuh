@@ -8,7 +8,7 @@
 // Chain: lengths and pages at once -> queries, tiles -> sums -> one exchange -> output, for each tile of queries.
 #pragma once
 
-#include "attention/paged_attention_cluster.cuh"
+#include "attention/paged_attention_cluster_launch.cuh"
 #include "attention/paged_attention_small_pages.cuh"
 
 namespace pykv::attention {
@@ -171,13 +171,16 @@ bool launch_tokens_kernel(Problem p, const Launch& launch) {
   return launch_cluster_kernel<S>(p, size, launch);
 }
 
-// Of elements that are to be widened: on the line, with the queries of a sequence as up to 16 columns.
+// Of elements that are to be widened: on the line, with the queries of a sequence as up to 16 columns; of nvfp4 up to twice, for
+// else a warp would leave halves of its tiles in shared memory.
 template <class Element, bool kPackedV, int kColumns>
 bool launch_tokens_line(const Problem& p, const Launch& launch) {
   using Line = DecodeShape<Element, 128, kPackedV, kColumns, false, false, false, true>;
   using Single = DecodeShape<Element, 128, kPackedV, kColumns, false, false, true, true>;
+  constexpr int kMostTiles = Line::kRaw && kColumns == 16 ? 2 : 1;
   const int64_t tokens = (p.a.num_tokens + p.a.num_seqs - 1) / p.a.num_seqs;
-  return tokens * p.group <= kColumns && suits_tokens<Line>(p) && launch_decode_line<Line, Single>(p, launch);
+  return tokens * p.group <= kMostTiles * kColumns && suits_tokens<Line>(p) &&
+         launch_decode_line<Line, Single>(p, launch);
 }
 
 template <class Element>
