@@ -31,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of workers, which have all cores: NumPy is here already
     config.addinivalue_line("markers", "of_cuda_kernels: shapes that have CUDA kernels of their own, one to a CPU")
 
 
