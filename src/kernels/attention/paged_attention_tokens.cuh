@@ -172,14 +172,15 @@ bool launch_tokens_kernel(Problem p, const Launch& launch) {
 }
 
 // Of elements that are to be widened: on the line, with the queries of a sequence as up to 16 columns; of nvfp4 up to twice, for
-// else a warp would leave halves of its tiles in shared memory.
+// else a warp would leave halves of its tiles in shared memory, but not of few KV heads, for one block adds up what all leave.
 template <class Element, bool kPackedV, int kColumns>
 bool launch_tokens_line(const Problem& p, const Launch& launch) {
   using Line = DecodeShape<Element, 128, kPackedV, kColumns, false, false, false, true>;
   using Single = DecodeShape<Element, 128, kPackedV, kColumns, false, false, true, true>;
-  constexpr int kMostTiles = Line::kRaw && kColumns == 16 ? 2 : 1;
+  const bool are_many = p.a.num_seqs * p.a.num_kv_heads >= num_sms(launch.device) / 8;
+  const int most_tiles = Line::kRaw && kColumns == 16 && are_many ? 2 : 1;
   const int64_t tokens = (p.a.num_tokens + p.a.num_seqs - 1) / p.a.num_seqs;
-  return tokens * p.group <= kMostTiles * kColumns && suits_tokens<Line>(p) &&
+  return tokens * p.group <= most_tiles * kColumns && suits_tokens<Line>(p) &&
          launch_decode_line<Line, Single>(p, launch);
 }
 
