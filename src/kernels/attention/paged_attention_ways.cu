@@ -115,6 +115,12 @@ bool launch_warpgroups(const Problem& p, RowClass rows, const Launch& launch) {
                            launch_warpgroups_e5m2, launch_warpgroups_int8, nullptr)(p, rows, launch);
 }
 
+// By kernels that take calls of any lengths, over any pages.
+bool launch_rows(const Problem& p, RowClass rows, const Launch& launch) {
+  if (may_use_warpgroups(p.a, rows, launch.device)) return launch_warpgroups(p, rows, launch);
+  return of_kind(p.a, launch_f16, launch_bf16, launch_e4m3, launch_e5m2, launch_int8, launch_nvfp4)(p, rows, launch);
+}
+
 bool has_17_to_64_rows(RowClass rows) { return rows == RowClass::kSome || rows == RowClass::kMore; }
 
 // Several query rows of few KV heads, whose keys clusters share: more than 16 rows by warpgroups, for elsewhere elements of one byte
@@ -152,14 +158,13 @@ bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
   // launch_decode's, for its line knows them.  All over pages that are no groups of eight tokens are launch_tokens's, if clusters
   // of warpgroups have not taken them.
   if (decodes && p.sees_all() && launch_decode(p, launch)) return true;
-  const bool by_warpgroups = may_use_warpgroups(p.a, rows, launch.device);
   if (launch_for_few_heads(p, rows, launch)) return true;
   if (launch_either_way(p, rows, launch)) return true;
-  if (by_warpgroups && from_17_to_64 && launch_warpgroup_clusters(p, launch)) return true;
+  const bool by_warpgroups = from_17_to_64 && may_use_warpgroups(p.a, rows, launch.device);
+  if (by_warpgroups && launch_warpgroup_clusters(p, launch)) return true;
   if ((rows == RowClass::kFew || from_17_to_64) && launch_tokens(p, launch)) return true;
   if (decodes && !p.sees_all() && launch_decode(p, launch)) return true;
-  if (by_warpgroups) return launch_warpgroups(p, rows, launch);
-  return of_kind(p.a, launch_f16, launch_bf16, launch_e4m3, launch_e5m2, launch_int8, launch_nvfp4)(p, rows, launch);
+  return launch_rows(p, rows, launch);
 }
 
 }  // namespace
@@ -205,7 +210,7 @@ bool launch_for_other_lengths(Problem p, const Launch& launch) {
   // Up to eight columns over one byte have a line that is quicker than that of warpgroups, and nvfp4 has no other.
   const bool is_nvfp4 = p.a.kv_format == KvFormat::kNvfp4, few = p.a.num_tokens / p.a.num_seqs * p.group <= 8;
   if (p.a.kv_format != KvFormat::kSame && (few || is_nvfp4) && launch_tokens(p, launch)) return true;
-  return is_nvfp4 ? launch_nvfp4(p, uniform_rows(p), launch) : launch_warpgroups(p, uniform_rows(p), launch);
+  return launch_rows(p, uniform_rows(p), launch);
 }
 
 }  // namespace pykv::attention
