@@ -97,17 +97,35 @@ struct PageCopies {
   }
 
   __device__ void copy(uint32_t stage, int j, Rows rows) const {
-    if (rows == 0xffff && copies.head_bytes == S::kRowBytes) {
-      copy_groups<false>(stage, j, rows);
+    if (rows != kAllRows) {
+      copy_groups(stage, j, [&](uint32_t to, const char* from, int r) {
+        const bool read = in_head() && (rows >> r & 1);
+        copy_of_head(to, read ? from : static_cast<const char*>(p.a.key.data), read);
+      });
+    } else if (S::kRowBytes < 128 || copies.head_bytes != S::kRowBytes) {
+      copy_groups(stage, j, [&](uint32_t to, const char* from, int) { copy_of_head(to, from, in_head()); });
     } else {
-      copy_groups<true>(stage, j, rows);
+      copy_groups(stage, j, [&](uint32_t to, const char* from, int) { cp_async_16_once(to, from); });
     }
   }
 
  private:
-  template <bool kChecked>
-  __device__ void copy_groups(uint32_t stage, int j, Rows rows) const {
-    const bool in_head = chunk * 16 < copies.head_bytes;
+  static constexpr Rows kAllRows = 0xffff;
+
+  __device__ bool in_head() const { return chunk * 16 < copies.head_bytes; }
+
+  // Of heads that may end within lines, which others read on: of one byte, where most of a head is in a line, they will find it in the
+  // L2.
+  static __device__ void copy_of_head(uint32_t to, const char* from, bool read) {
+    if constexpr (S::kRowBytes == 128) {
+      cp_async_16_once(to, from, read);
+    } else {
+      cp_async_16_of_row(to, from, read);
+    }
+  }
+
+  // copy_chunk(to, from, r): of row r of this warp's.
+  __device__ void copy_groups(uint32_t stage, int j, auto&& copy_chunk) const {
     const int64_t key = row * copies.key_token + chunk * 16, value = row * copies.value_token + chunk * 16;
     const GroupPlaces* places = found.places + j % kTilesAhead * kGroups;
     GroupPlaces x[kGroups];
@@ -119,21 +137,9 @@ struct PageCopies {
       for (int i = 0; i < kSteps; ++i) {
         const int r = g * kGroupTokens + i * kAtOnce + row;
         const uint32_t to = stage + Loader::row_place(warp * kRows + r, chunk);
-        const bool read = !kChecked || (in_head && (rows >> r & 1));
-        copy_chunk<kChecked>(to, x[g].key + key + i * kAtOnce * copies.key_token, read);
-        copy_chunk<kChecked>(to + S::kTileBytes, x[g].value + value + i * kAtOnce * copies.value_token, read);
+        copy_chunk(to, x[g].key + key + i * kAtOnce * copies.key_token, r);
+        copy_chunk(to + S::kTileBytes, x[g].value + value + i * kAtOnce * copies.value_token, r);
       }
-    }
-  }
-
-  template <bool kChecked>
-  __device__ void copy_chunk(uint32_t to, const char* from, bool read) const {
-    if constexpr (S::kRowBytes % 128 != 0) {
-      cp_async_16_of_row(to, read ? from : static_cast<const char*>(p.a.key.data), read);
-    } else if constexpr (kChecked) {
-      cp_async_16_once(to, read ? from : static_cast<const char*>(p.a.key.data), read);
-    } else {
-      cp_async_16_once(to, from);
     }
   }
 };
