@@ -28,30 +28,35 @@ struct DecodeShape : ColumnsShape<Element, kD, kPackedV, kQueries> {
   static constexpr bool kInvariant = kForAnyBatch, kManyTokens = kTokens, kHidesKeys = !kForAnyBatch && !kTokens;
   // Sixteen columns leave twelve warps no registers for their queries.
   static constexpr bool kSharedQueries = kQueries == 16 && kD == 128 && Few::kNarrow && !kForAnyBatch;
-  // Two blocks of six warps leave fewer pieces than three of four.  Elements of one byte do best with a tile of each warp
-  // under way, not two: the next one's copies start after the wait for its own.  nvfp4 has eight warps, for it takes instructions.
+  // Two blocks of six warps leave fewer pieces than three of four; but lines of packed values may be the tokens of four tiles, which
+  // are to be read together.  nvfp4 has eight warps, for it takes instructions.
   static constexpr bool kEightWarps = Few::kRaw && kD <= 128 && kQueries <= 8;
-  static constexpr bool kSixWarps = kEightWarps || (kD == 128 && (kQueries <= 8 || kSharedQueries) && !kForAnyBatch);
+  static constexpr bool kTwelveOfSm = kD == 128 && (kQueries <= 8 || kSharedQueries) && !kForAnyBatch;
+  static constexpr bool kThreeBlocks = kTwelveOfSm && kPackedV;
   // Of heads of 256 there is room for one such block.
-  static constexpr bool kSixOfWide = kD == 256 && kQueries <= 8 && !kForAnyBatch;
-  static constexpr bool kLate =
-      (Few::kNarrow || Few::kRaw) && (kSixWarps || (kForAnyBatch && kD == 128 && kQueries == 8 && !kDeep));
+  static constexpr bool kSixOfWide = kD == 256 && kQueries <= 8 && !kForAnyBatch && !kPackedV;
+  // Elements of one byte do best with a tile of each warp under way, not two: the next one's copies start after the wait for its own.
+  static constexpr bool kLate = (Few::kNarrow || Few::kRaw) &&
+                                (kEightWarps || kTwelveOfSm || (kForAnyBatch && kD == 128 && kQueries == 8 && !kDeep));
   static constexpr bool kHalfLinesMeet = Few::kRowBytes == 64;  // heads of 64 bytes
   // KV heads of a segment, warp by warp: neighbours in memory are read together, and there are half as many ends.  The block of
   // twelve warps has the units of two blocks of six.  Of nvfp4, whose neighbours share lines, 64 x 8k took 330 us without it, not 247.
-  static constexpr int kHeads = kSixWarps && kLate && !kPackedV && !kSingle ? 2 : 1;
-  static constexpr int kWarps = kEightWarps ? 8 * kHeads : kSixWarps || kSixOfWide ? 6 * kHeads : 4;
+  static constexpr int kHeads = (kEightWarps || kTwelveOfSm) && kLate && !kPackedV && !kSingle ? 2 : 1;
+  static constexpr int kWarps = kEightWarps                                    ? 8 * kHeads
+                                : (kTwelveOfSm && !kThreeBlocks) || kSixOfWide ? 6 * kHeads
+                                                                               : 4;
   static constexpr int kUnitTokens = kWarps / kHeads * Few::kTile;
-  static constexpr int kBlocksPerSm = kSixWarps   ? 2 / kHeads
-                                      : kD == 64  ? 4
-                                      : kD == 256 ? 1
+  static constexpr int kBlocksPerSm = kThreeBlocks                 ? 3
+                                      : kEightWarps || kTwelveOfSm ? 2 / kHeads
+                                      : kD == 64                   ? 4
+                                      : kD == 256                  ? 1
                                       : kDeep || (kQueries == 16 && (Few::kNarrow || Few::kRaw || kPackedV)) ? 2
                                                                                                              : 3;
   static constexpr int kStageBytes = std::max(Few::kStageBytes, kQueries * kD * 4);  // there a warp leaves its sums
   // One KV head of nvfp4 has two, for chips with 99 KB of shared memory for a block.
-  static constexpr int kStages = Few::kRaw                                     ? (kEightWarps && kSingle ? 2 : 3)
-                                 : kSixWarps || kSixOfWide || kBlocksPerSm > 2 ? 2
-                                                                               : 3;
+  static constexpr int kStages = Few::kRaw                                       ? (kEightWarps && kSingle ? 2 : 3)
+                                 : kTwelveOfSm || kSixOfWide || kBlocksPerSm > 2 ? 2
+                                                                                 : 3;
   static constexpr int kRingBytes = kStages * kStageBytes;
 };
 
