@@ -1,7 +1,8 @@
 """Few sequences whose tables have room for long ones: the lengths on the device say which way a call goes.
 
 Sequences that are much alike have clusters of blocks; where one has far more tokens than others, all blocks share it.
-With one query token a kernel is both, with several tokens there are two.
+With one query token a kernel is both.  With several tokens there are two: clusters come second, and add up what the
+line leaves.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 from attention import inputs
 from attention.graphs import CapturedCalls
@@ -73,6 +75,18 @@ def test_head_sizes(
     check(array, batch(lens, Sizes(3 * kv_heads, kv_heads, head_size), kind=kind, dtype=dtype))
 
 
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("page", [64, 128])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lens", [ONE_LONG, tuple(range(1, 700, 17))], ids=["few", "many"])
+def test_large_pages_of_packed_caches(
+    array: Library, lens: tuple[int, ...], kind: str, page: int, window: int | None
+) -> None:
+    """Lines of values are those of several tiles, whose warps wait for each other."""
+    b = batch(lens, Sizes(16, 8, 128, page), kind=kind, layout="packed")
+    check(array, b.changed(options={**inputs.scales(kind, 0.7, 1.3), "window": window}))
+
+
 @pytest.mark.parametrize("lens", [(300, 290, 310), (20_000, 300, 1), (300, 1, 20_000)], ids=["alike", "first", "last"])
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
@@ -107,6 +121,15 @@ def test_replayed_with_lengths_for_the_other_way(cupy: Any, kind: str, head_size
 def test_several_tokens(array: Library, lens: tuple[int, ...], kind: str, queries: int, group: int) -> None:
     """Of so many KV heads each has a block, if they are alike."""
     check(array, several_tokens(lens, queries, group, 8, kind))
+
+
+@SOME_KINDS
+@pytest.mark.parametrize("queries", [2, 4, 8, 16])
+@pytest.mark.parametrize("lens", [ALIKE, ONE_QUITE_LONG], ids=["alike", "one long"])
+def test_sinks_of_several_tokens(array: Library, lens: tuple[int, ...], kind: str, queries: int) -> None:
+    """They join a row's weights once, however many pieces the row is in."""
+    b = several_tokens(lens, queries, 4, 8, kind, dtype="float16")
+    check(array, b.changed(options={**b.options, "sinks": np.linspace(-4, 4, 32, dtype=np.float32)}))
 
 
 MANY_SHORT = tuple(range(16, 30))

@@ -6,6 +6,7 @@
 
 #include "attention/paged_attention.h"
 #include "attention/paged_attention_combine.cuh"
+#include "attention/paged_attention_exact.cuh"
 #include "attention/paged_attention_launch.cuh"
 #include "attention/paged_attention_plan.cuh"
 #include "attention/paged_attention_wgmma_tiles.cuh"
@@ -177,13 +178,16 @@ void set_cluster(Problem& p, int blocks, int queries, int head_size, int device)
   p.by_block_items = Divider(p.block_items);
 }
 
-void combine(const Problem& p, int grid, const Launch& launch) {
+LeftPieces left_pieces(const Problem& p, int grid) {
   const int rows = (p.a.cu_query_lens.data ? p.tile_tokens : 1) * p.tile_heads;
-  const int blocks = num_sms(launch.device) * (p.a.batch_invariant ? ExactQuad::kBlocksPerSm : Quad::kBlocksPerSm);
-  dispatch<half, bf16, float>(p.a.dtype, [&]<class T> {
-    launch_after(p.a.batch_invariant ? combine_kernel<T, ExactQuad> : combine_kernel<T, Quad>, dim3(blocks),
-                 dim3(kCombineThreads), 1, 0, launch, p.a.op, p, grid, rows * (p.pitch / 4));
-  });
+  return {p, grid, rows * (p.pitch / 4)};
+}
+
+void combine(const LeftPieces& left, const Launch& launch) {
+  const bool exact = left.p.a.batch_invariant;
+  const int blocks = num_sms(launch.device) * (exact ? ExactQuad::kBlocksPerSm : Quad::kBlocksPerSm);
+  launch_after(exact ? combine_kernel<ExactQuad> : combine_kernel<Quad>, dim3(blocks), dim3(kCombineThreads), 1, 0,
+               launch, left.p.a.op, left);
 }
 
 size_t shared_memory_limit(int device) {

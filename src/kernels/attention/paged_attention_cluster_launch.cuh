@@ -11,7 +11,8 @@ namespace pykv::attention {
 
 template <class S>  // paged_attention_tokens.cuh
 __global__ void paged_attention_tokens_kernel(const __grid_constant__ Problem p,
-                                              const __grid_constant__ CacheCopies copies);
+                                              const __grid_constant__ CacheCopies copies,
+                                              const __grid_constant__ LeftPieces left);
 
 template <class S>
 auto cluster_kernel() {
@@ -159,9 +160,18 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
     p.keys_alone = keys_alone<S>(size.spans, clusters / size.spans, size.blocks * size.warps * S::kTile, launch.device);
     if (overlaps_kernels(launch.device)) p.early_blocks = static_cast<unsigned>(blocks);  // the sequence may be short
   }
-  launch_after(kernel, dim3(static_cast<unsigned>(blocks)), dim3(size.warps * 32), size.blocks, bytes, launch, p.a.op,
-               p, copies_of<S>(p));
-  return launch_for_other_lengths(p, launch);
+  const auto launch_clusters = [&](const auto&... more) {
+    launch_after(kernel, dim3(static_cast<unsigned>(blocks)), dim3(size.warps * 32), size.blocks, bytes, launch, p.a.op,
+                 p, copies_of<S>(p), more...);
+  };
+  if constexpr (S::kManyTokens) {
+    const auto left = launch_line_before(p, launch);
+    if (!left) return false;
+    launch_clusters(*left);
+  } else {
+    launch_clusters();
+  }
+  return launch_line_after(p, launch);
 }
 
 }  // namespace pykv::attention

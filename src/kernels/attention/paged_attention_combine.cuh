@@ -1,9 +1,9 @@
-// The second kernel of a line: adds up the pieces of the segments that borders of blocks cut (paged_attention_plan.cuh).
+// Adds up the pieces of the segments that borders of blocks cut (paged_attention_plan.cuh), in the kernel after that of a line: one of
+// its own, or one whose clusters would have taken the call if its lengths had been for them (paged_attention_balance.cuh).
 //
 // Bottleneck: latency, notes and then pieces; these come from the L2.
 #pragma once
 
-#include "attention/paged_attention_exact.cuh"
 #include "attention/paged_attention_pieces.cuh"
 #include "cuda/dependent.cuh"
 
@@ -20,113 +20,133 @@ __device__ inline Row row_of_note(const Problem& p, const Unfinished& u, int r) 
   return row_of(p, unit, r);
 }
 
-constexpr int kCombineThreads = 256;
+// Four columns of a row of the output, wherever it lies.
+template <class T>
+__device__ void store_each(const Problem& p, const Row& row, int first, const float4& x) {
+  T* out = output_row<T>(p, row);
+  const float columns[4] = {x.x, x.y, x.z, x.w};
+  for (int e = 0; e < 4; ++e) {
+    if (first + e < p.a.head_size) out[first + e] = T(columns[e]);
+  }
+}
 
-// What is to be done for a segment in so many pieces, each of so many items (four columns of a row): jobs for a block, whose
-// threads have about Sum::kAtOnce pieces of an item each.
-template <class Sum>
+// What is to be done for a segment in so many pieces, each of so many items (four columns of a row): jobs for a warp, whose lanes
+// have about `at_once` pieces of an item each.
 struct CombineJobs {
   static constexpr int kMostParts = 16;
   int parts, items, jobs;  // parts of an item's pieces; items of a job
 
-  __device__ CombineJobs(int pieces, int all_items) : parts(1) {
-    while (parts < kMostParts && parts * Sum::kAtOnce < pieces) parts *= 2;
-    items = kCombineThreads / parts;
+  __device__ CombineJobs(int pieces, int all_items, int at_once) : parts(1) {
+    while (parts < kMostParts && parts * at_once < pieces) parts *= 2;
+    items = 32 / parts;
     jobs = pieces == 0 ? 0 : (all_items + items - 1) / items;
   }
 };
 
-// Of the segment that block `note` of the main kernel has noted, or none.
+// Of the segment that block `note` of the line has noted, or none.
 __device__ inline SegmentPieces pieces_of_note(const Unfinished& u, int note) {
   const int pieces = u.first_block < 0 ? 0 : (note - u.first_block) / u.step + 1;
   return {u.first_block, pieces, u.step, u.first_slot_is_head};
 }
 
-// Which of the main kernel's blocks left notes, and of how many pieces, is known here alone: each block reads all notes and
-// counts jobs, which the blocks, as many as run at once, take in turn.  A thread adds up four columns of a row over its part
-// of the pieces, then the parts are added up in their order.  `items`: of a segment.  Sum: Quad or, with batch_invariant,
-// ExactQuad.
-template <class T, class Sum>
-__global__ void __launch_bounds__(kCombineThreads, Sum::kBlocksPerSm)
-    combine_kernel(const __grid_constant__ Problem p, int notes, int items) {
-  __shared__ Sum sums[kCombineThreads];
-  __shared__ int jobs_up_to[kMaxGrid];  // and with each note
-  __shared__ PlanScratchOf<kCombineThreads> scan;
-  constexpr int kNotes = kMaxGrid / kCombineThreads;  // of a thread, at most, one after the other
-  const int quads = p.pitch / 4;
-  // If it has something to do it lets no other come up: where the next kernel's blocks came to lie would depend on when which of
-  // these end, and what reads neighbouring heads would no longer do so at the same time.
-  if (!takes_call(p)) return leave_call();
-  wait_for_previous_kernel();
-  const int own = (notes + kCombineThreads - 1) / kCombineThreads, first_own = threadIdx.x * own;
-  int jobs[kNotes], own_jobs = 0;
-#pragma unroll
-  for (int i = 0; i < kNotes; ++i) {
-    const bool exists = i < own && first_own + i < notes;
-    jobs[i] =
-        exists ? CombineJobs<Sum>(pieces_of_note(p.unfinished[first_own + i], first_own + i).pieces, items).jobs : 0;
-    own_jobs += jobs[i];
+// Of a block: how many jobs there are up to each note, and with it.
+struct CombineScratch {
+  int jobs_up_to[kMaxGrid];
+};
+
+// Which of the line's blocks left notes, and of how many pieces, is known here alone: each block reads all notes and counts jobs,
+// which the warps take in turn.  A lane adds up four columns of a row over its part of the pieces, then the parts are added up.
+// Sum: Quad or, with batch_invariant, ExactQuad.  After wait_for_previous_kernel(), by whole blocks.
+template <class Sum, int kAtOnce>
+__device__ void combine_pieces(const LeftPieces& left, CombineScratch& scratch) {
+  const Problem& p = left.p;
+  const int lane = threadIdx.x % 32, quads = p.pitch / 4, notes = left.notes;
+  auto& jobs_up_to = scratch.jobs_up_to;
+  for (int i = threadIdx.x; i < notes; i += blockDim.x) {
+    jobs_up_to[i] = CombineJobs(pieces_of_note(p.unfinished[i], i).pieces, left.items, kAtOnce).jobs;
   }
-  int64_t all_jobs;
-  int up_to = static_cast<int>(block_scan<0>(own_jobs, scan, all_jobs)) - own_jobs;
-  if (all_jobs == 0) return;
-#pragma unroll
-  for (int i = 0; i < kNotes; ++i) {
-    up_to += jobs[i];
-    if (i < own && first_own + i < notes) jobs_up_to[first_own + i] = up_to;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const int own = (notes + 31) / 32, first = lane * own, end = min(first + own, notes);
+    int jobs = 0;
+    for (int i = first; i < end; ++i) jobs += jobs_up_to[i];
+    int up_to = jobs;  // with this lane's
+    for (int delta = 1; delta < 32; delta *= 2) {
+      const int below = __shfl_up_sync(~0u, up_to, delta);
+      if (lane >= delta) up_to += below;
+    }
+    up_to -= jobs;
+    for (int i = first; i < end; ++i) jobs_up_to[i] = up_to += jobs_up_to[i];
   }
   __syncthreads();
 
+  const int all_jobs = notes > 0 ? jobs_up_to[notes - 1] : 0, warps = gridDim.x * (blockDim.x / 32);
+  int own_note = 0, own_job = 0;  // lane k: of this warp's job k, from the 32nd to the 32nd
 #pragma unroll 1
-  for (int job = blockIdx.x; job < all_jobs; job += gridDim.x) {
-    int note = 0, last = notes - 1;  // the first with jobs_up_to[note] > job
-    while (note < last) {
-      const int middle = (note + last) / 2;
-      if (jobs_up_to[middle] > job) {
-        last = middle;
-      } else {
-        note = middle + 1;
+  for (int k = 0, job = threadIdx.x / 32 * gridDim.x + blockIdx.x; job < all_jobs; ++k, job += warps) {
+    if (k % 32 == 0) {
+      const int x = min(job + lane * warps, all_jobs - 1);
+      int last = notes - 1;
+      for (own_note = 0; own_note < last;) {  // the first with jobs_up_to[note] > x
+        const int middle = (own_note + last) / 2;
+        if (jobs_up_to[middle] > x) {
+          last = middle;
+        } else {
+          own_note = middle + 1;
+        }
       }
+      own_job = x - (own_note == 0 ? 0 : jobs_up_to[own_note - 1]);
     }
+    const int note = __shfl_sync(~0u, own_note, k % 32), of_segment = __shfl_sync(~0u, own_job, k % 32);
     const Unfinished u = p.unfinished[note];
     const SegmentPieces cut = pieces_of_note(u, note);
-    const CombineJobs<Sum> of_note(cut.pieces, items);
-    const int part = threadIdx.x / of_note.items;
-    const int of_segment = job - (note == 0 ? 0 : jobs_up_to[note - 1]);
-    const int item = of_segment * of_note.items + threadIdx.x % of_note.items;
+    const CombineJobs of_note(cut.pieces, left.items, kAtOnce);
+    const int part = lane / of_note.items, item = of_segment * of_note.items + lane % of_note.items;
     const int r = item / quads, quad = item - r * quads;
     const Row row = row_of_note(p, u, r);
-    const bool valid = item < items && r < p.rows && row.valid;
+    const bool valid = item < left.items && r < p.rows && row.valid;
 
     Sum sum = Sum::empty();
-    for (int first = part; valid && first < cut.pieces; first += of_note.parts * Sum::kAtOnce) {
-      Sum x[Sum::kAtOnce];
+    for (int first = part; valid && first < cut.pieces; first += of_note.parts * kAtOnce) {
+      Sum x[kAtOnce];
 #pragma unroll
-      for (int k = 0; k < Sum::kAtOnce; ++k) {
-        const int i = first + k * of_note.parts;
-        if (i < cut.pieces) x[k] = Sum::load(p, cut.slot(i), r, quad);
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int piece = first + i * of_note.parts;
+        if (piece < cut.pieces) x[i] = Sum::load(p, cut.slot(piece), r, quad);
       }
 #pragma unroll
-      for (int k = 0; k < Sum::kAtOnce; ++k) {
-        if (first + k * of_note.parts < cut.pieces) sum.add(x[k]);
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i * of_note.parts < cut.pieces) sum.add(x[i]);
       }
     }
-    if (of_note.parts > 1) {
-      __syncthreads();  // nobody reads those of the job before
-      sums[threadIdx.x] = sum;
-      __syncthreads();
-      if (part == 0) {
-        for (int i = 1; i < of_note.parts; ++i) sum.add(sums[threadIdx.x + i * of_note.items]);
-      }
-    }
+    for (int m = of_note.items; m < 32; m *= 2) sum.add(sum.of_lane(m));
     if (!valid || part > 0) continue;
     const float4 x = sum.finish(p, row, u.kv_head);
-    T* out = output_row<T>(p, row);
-    const float columns[4] = {x.x, x.y, x.z, x.w};
-    for (int e = 0; e < 4; ++e) {
-      if (quad * 4 + e < p.a.head_size) out[quad * 4 + e] = T(columns[e]);
+    if (p.a.dtype == DType::kFloat16) {
+      store_each<half>(p, row, quad * 4, x);
+    } else if (p.a.dtype == DType::kBFloat16) {
+      store_each<bf16>(p, row, quad * 4, x);
+    } else {
+      store_each<float>(p, row, quad * 4, x);
     }
   }
+}
+
+// By a kernel of clusters, of which an SM has one or two blocks: with more under way for each lane.  `memory`: of the block's stages.
+__device__ inline void combine_left_pieces(const LeftPieces& left, char* memory) {
+  combine_pieces<Quad, 2 * Quad::kAtOnce>(left, *reinterpret_cast<CombineScratch*>(memory));
+}
+
+// In a kernel of its own.
+constexpr int kCombineThreads = 256;
+template <class Sum>
+__global__ void __launch_bounds__(kCombineThreads, Sum::kBlocksPerSm)
+    combine_kernel(const __grid_constant__ LeftPieces left) {
+  __shared__ CombineScratch scratch;
+  // It lets no other come up: where the next kernel's blocks came to lie would depend on when which of these end, and what reads
+  // neighbouring heads would no longer do so at the same time.
+  wait_for_previous_kernel();
+  if (takes_call(left.p)) combine_pieces<Sum, Sum::kAtOnce>(left, scratch);
 }
 
 }  // namespace pykv::attention

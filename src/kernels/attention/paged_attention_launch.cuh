@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <optional>
 
 #include "attention/paged_attention_problem.cuh"
 #include "core/launch.h"
@@ -67,10 +68,12 @@ bool fills_warpgroups(const Problem& p, int device);
 // lengths say?
 bool may_go_either_way(const Problem& p, RowClass rows, int device);
 
-// For such a call, when `p` is complete for clusters: when they take it, if an SM has so many of their blocks; and, after their
-// launch, that of the line for other lengths.  Neither does anything for Lengths::kAny.
+// For such a call, when `p` is complete for clusters: when they take it, if an SM has so many of their blocks.  And the launch of the
+// line for other lengths: before theirs, which then adds up its pieces, or, of decoding, whose last blocks do so, after it; nothing,
+// or false: the call had better go another way.  None of these does anything for Lengths::kAny.
 void set_balance(Problem& p, int blocks_per_sm, int device);
-bool launch_for_other_lengths(Problem p, const Launch& launch);
+std::optional<LeftPieces> launch_line_before(Problem p, const Launch& launch);
+bool launch_line_after(Problem p, const Launch& launch);
 
 // Completes `p` for a tiling (rows, workspace) and returns the grid: as many blocks as run at once, at most
 // tiling.blocks_per_sm on an SM.
@@ -93,8 +96,9 @@ bool suits_spans(const Problem& p, int ways, int device);
 // their dimensions.
 void set_spans(Problem& p, int spans, int clusters, int columns, int pitch);
 
-// Adds up what the `grid` blocks of a launch left unfinished.
-void combine(const Problem& p, int grid, const Launch& launch);
+// What the `grid` blocks of a launch leave unfinished, and a kernel that adds it up.
+LeftPieces left_pieces(const Problem& p, int grid);
+void combine(const LeftPieces& left, const Launch& launch);
 
 // Launches a kernel, in clusters of so many blocks (sm_90), that may come up while the kernel before it still runs (it
 // waits for that kernel itself).
@@ -169,15 +173,21 @@ int launch_main(Kernel kernel, int threads, int shared_bytes, int unit_tokens, c
   return grid;
 }
 
-// The same, and what combines its pieces.  scaled_pieces: they have been multiplied by the scales of values.
+// The same, and what combines its pieces, unless that is left to another kernel.  scaled_pieces: they have been multiplied by the
+// scales of values.
 template <class Kernel, class Copies>
 bool launch_line(Kernel kernel, int threads, int shared_bytes, int unit_tokens, const Tiling& tiling,
-                 const Copies& copies, Problem p, const Launch& launch, PerDevice& resident,
+                 const Copies& copies, Problem p, const Launch& launch, PerDevice& resident, LeftPieces* left = nullptr,
                  bool scaled_pieces = false) {
   const int grid = launch_main(kernel, threads, shared_bytes, unit_tokens, tiling, p, launch, resident, copies);
   if (grid == 0) return false;
   if (scaled_pieces) p.a.kv_format = KvFormat::kSame;
-  combine(p, grid, launch);
+  const LeftPieces pieces = left_pieces(p, grid);
+  if (left) {
+    *left = pieces;
+  } else {
+    combine(pieces, launch);
+  }
   return true;
 }
 
@@ -203,12 +213,13 @@ bool launch_tokens_e4m3(const Problem& p, const Launch& launch);
 bool launch_tokens_e5m2(const Problem& p, const Launch& launch);
 bool launch_tokens_int8(const Problem& p, const Launch& launch);
 bool launch_tokens_nvfp4(const Problem& p, const Launch& launch);
-// Few, Some or More rows by four warps together, where may_use_warpgroups().  False if the device has too little shared memory.
-bool launch_warpgroups_f16(const Problem& p, RowClass rows, const Launch& launch);
-bool launch_warpgroups_bf16(const Problem& p, RowClass rows, const Launch& launch);
-bool launch_warpgroups_e4m3(const Problem& p, RowClass rows, const Launch& launch);
-bool launch_warpgroups_e5m2(const Problem& p, RowClass rows, const Launch& launch);
-bool launch_warpgroups_int8(const Problem& p, RowClass rows, const Launch& launch);
+// Few, Some or More rows by four warps together, where may_use_warpgroups(); left: pieces are not combined, but noted there.  False
+// if the device has too little shared memory.
+bool launch_warpgroups_f16(const Problem& p, RowClass rows, const Launch& launch, LeftPieces* left);
+bool launch_warpgroups_bf16(const Problem& p, RowClass rows, const Launch& launch, LeftPieces* left);
+bool launch_warpgroups_e4m3(const Problem& p, RowClass rows, const Launch& launch, LeftPieces* left);
+bool launch_warpgroups_e5m2(const Problem& p, RowClass rows, const Launch& launch, LeftPieces* left);
+bool launch_warpgroups_int8(const Problem& p, RowClass rows, const Launch& launch, LeftPieces* left);
 // 17 to 64 rows of short calls by clusters of such warps, where may_use_warpgroups().  False if the call had better go another
 // way.
 bool launch_warpgroup_clusters_f16(const Problem& p, const Launch& launch);

@@ -82,6 +82,13 @@ struct Problem {
   __host__ __device__ bool sees_all() const { return window == kNoWindow && !sparse; }
 };
 
+// What a line leaves for the kernel after it to add up (paged_attention_combine.cuh): so many notes, of segments of so many items,
+// four columns of a row each.
+struct LeftPieces {
+  Problem p;
+  int notes, items;
+};
+
 struct Sequence {
   int len, query_begin, query_len;
   __device__ int context() const { return len - query_len; }  // position of the first query; negative if out of range
@@ -111,9 +118,9 @@ __device__ inline void report_sequence(const Problem& p, const RawSequence& raw)
   if (raw.end < raw.begin || raw.end > p.a.num_tokens) p.bad_query(raw.end, p.a.num_tokens + 1);
 }
 
-// Is the call, of these lengths, for this launch?  By all lanes of a warp, of all warps alike; of the line before
-// wait_for_previous_kernel(): all blocks of the clusters' kernel, which is launched first, have read the lengths by then, so that
-// what came before it has ended, and if they do not take the call, they have written nothing that would have to be waited for.
+// Is the call, of these lengths, for this launch?  By all lanes of a warp, of all warps alike; of the line of decoding before
+// wait_for_previous_kernel(): all blocks of the clusters' kernel, which is launched before it, have read the lengths by then, so
+// that what came before it has ended, and if they do not take the call, they have written nothing that would have to be waited for.
 __device__ inline bool takes_call(const Problem& p) {
   if (p.lengths == Lengths::kAny) return true;
   const bool by_clusters = p.balance.suits_clusters(static_cast<int>(p.a.num_seqs), [&](int64_t s) {

@@ -291,7 +291,7 @@ void launch_kernel(Problem p, const Launch& launch) {
   const int grid = set_tiling(p, simple_tiling(p.a.head_size), resident, launch.device);
   kernel<<<grid, kThreads, shared_bytes(), stream_of(launch)>>>(p, Divider(std::min(p.a.key.chunk, p.a.head_size)));
   check_launch(p.a.op);
-  combine(p, grid, launch);
+  combine(left_pieces(p, grid), launch);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "attention/paged_attention_cluster_launch.cuh"
+#include "attention/paged_attention_combine.cuh"
 #include "attention/paged_attention_small_pages.cuh"
 
 namespace pykv::attention {
@@ -30,7 +31,8 @@ struct TokensKernel : ClusterKernel<S> {
   // Whether where keys begin is guessed; not where it would drive sums out of registers.
   static constexpr bool kGuesses = !(S::kSharedQueries && S::kNarrow);
 
-  __device__ void run() {
+  // False if the line has taken the call.
+  __device__ bool run() {
     this->open_exchange();
     if (blockIdx.x < p.early_blocks) {
       if (kGuesses && p.a.cu_query_lens.data) prefetch(words_at(p.a.cu_query_lens, sequence));
@@ -84,6 +86,7 @@ struct TokensKernel : ClusterKernel<S> {
       this->finish(state, parity, [&](int column) { return row_of(p, kept(u), column); });
       parity ^= 1;
     }
+    return is_mine;
   }
 
   // Where keys begin, which with a window or sparsity depends on the length.
@@ -133,11 +136,12 @@ struct TokensKernel : ClusterKernel<S> {
 
 template <class S>
 __global__ void __launch_bounds__(S::kWarps * 32, 1)
-    paged_attention_tokens_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
+    paged_attention_tokens_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
+                                  const __grid_constant__ LeftPieces left) {
   extern __shared__ __align__(1024) char memory[];
   TokensKernel<S> kernel{
       {{{{{{{{p, copies}}}}}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)}};
-  kernel.run();
+  if (!kernel.run() && !S::kSpans) combine_left_pieces(left, memory);
 }
 
 // False if the call had better go another way.

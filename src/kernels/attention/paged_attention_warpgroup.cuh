@@ -88,8 +88,8 @@ struct WarpgroupKernel : Softmax {
 
   __device__ void run() {
     if (threadIdx.x == 0) open_barriers();
-    if (p.lengths == Lengths::kAny) wait_for_previous_kernel();
-    if (!takes_call(p)) return leave_call();
+    wait_for_previous_kernel();
+    if (!takes_call(p)) return;
     const SharePosition share = find_share<0, true>(p, scratch.plan);  // a barrier of all threads
     if (brings_tiles()) {
       give_registers<S::kCopyRegisters>();
@@ -324,13 +324,13 @@ __global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
 }
 
 template <class S, class Softmax>
-bool launch_warpgroup_kernel(const Problem& p, RowClass rows, const Launch& launch) {
+bool launch_warpgroup_kernel(const Problem& p, RowClass rows, const Launch& launch, LeftPieces* left) {
   constexpr int kSharedBytes = warpgroup_shared_bytes<S, WarpgroupMemory<S, Softmax>>();
   static PerDevice resident;
   Tiling tiling = tiling_of(rows, p.a.head_size);
   tiling.blocks_per_sm = std::min(tiling.blocks_per_sm, S::kBlocksPerSm);  // pairs have no workspace for more
   return launch_line(paged_attention_warpgroup_kernel<S, Softmax>, S::kBlock, kSharedBytes, S::kUnitTokens, tiling,
-                     copies_of<S>(p), p, launch, resident, S::kFolded);
+                     copies_of<S>(p), p, launch, resident, left, S::kFolded);
 }
 
 // launch_rows.operator()<kD, kRows>(): tiles of so many rows, of heads of up to kD.

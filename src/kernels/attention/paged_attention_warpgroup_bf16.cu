@@ -3,8 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_warpgroups_bf16(const Problem& p, RowClass rows, const Launch& launch) {
-  return launch_warpgroups<Element16<bf16>>(p, rows, launch);
+bool launch_warpgroups_bf16(const Problem& p, RowClass rows, const Launch& launch, LeftPieces* left) {
+  return launch_warpgroups<Element16<bf16>>(p, rows, launch, left);
 }
 
 }  // namespace pykv::attention

@@ -16,6 +16,7 @@
 // docs/kernels/paged_attention.md.
 #pragma once
 
+#include "attention/paged_attention_combine.cuh"
 #include "attention/paged_attention_warpgroup_cluster_pieces.cuh"
 #include "attention/paged_attention_warpgroup_codes.cuh"
 #include "attention/paged_attention_warpgroup_columns.cuh"
@@ -45,6 +46,7 @@ struct WarpgroupClusterKernel : WarpgroupKernel<S, Softmax, ClusterWalker<S::kSp
   using Base::p;
 
   RowExchange<S>& exchange;
+  const LeftPieces& left;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __device__ void run() {
@@ -64,8 +66,10 @@ struct WarpgroupClusterKernel : WarpgroupKernel<S, Softmax, ClusterWalker<S::kSp
       raw = load_sequence(p, sequence);
       return clamp_sequence(p, raw);
     });
-    if (!takes_call(p) || at.is_left_out()) {
+    const bool is_mine = takes_call(p);
+    if (!is_mine || at.is_left_out()) {
       if (p.cluster > 1) cluster_wait();
+      if (!S::kSpans && !is_mine) combine_left_pieces(left, this->ring);
       return;
     }
     const Pieces pieces{p, exchange, reinterpret_cast<RowSums<S>*>(this->ring), at};
@@ -115,12 +119,13 @@ struct WarpgroupClusterMemory : WarpgroupMemory<S, Softmax, ClusterWalker<S::kSp
 template <class S, class Softmax>
 __global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
     paged_attention_warpgroup_cluster_kernel(const __grid_constant__ Problem p,
-                                             const __grid_constant__ CacheCopies copies) {
+                                             const __grid_constant__ CacheCopies copies,
+                                             const __grid_constant__ LeftPieces left) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char memory[];
   using Memory = WarpgroupClusterMemory<S, Softmax>;
   auto& shared = *reinterpret_cast<Memory*>(memory + Memory::kBytesBefore);
-  WarpgroupClusterKernel<S, Softmax>{shared.kernel(p, copies, memory), shared.exchange}.run();
+  WarpgroupClusterKernel<S, Softmax>{shared.kernel(p, copies, memory), shared.exchange, left}.run();
 #endif
 }
 
@@ -151,8 +156,10 @@ bool launch_warpgroup_cluster(const Problem& given, const Launch& launch) {
       p.keys_alone = static_cast<int>(kAlone * static_cast<float>(spans) / static_cast<float>(spans - 1));
       p.early_blocks = grid;  // the sequence may be short
     }
-    launch_after(kernel, dim3(grid), dim3(S::kBlock), blocks, kBytes, launch, p.a.op, p, copies_of<S>(p));
-    return launch_for_other_lengths(p, launch);
+    const auto left = launch_line_before(p, launch);
+    if (!left) return false;
+    launch_after(kernel, dim3(grid), dim3(S::kBlock), blocks, kBytes, launch, p.a.op, p, copies_of<S>(p), *left);
+    return launch_line_after(p, launch);
   }
   return false;
 }

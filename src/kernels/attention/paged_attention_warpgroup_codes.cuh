@@ -230,23 +230,23 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
 
 // Heads of 64 in pairs.  False if they are none.
 template <KvFormat kFormat>
-bool launch_warpgroups_of_pairs(const Problem& given, RowClass rows, const Launch& launch) {
+bool launch_warpgroups_of_pairs(const Problem& given, RowClass rows, const Launch& launch, LeftPieces* left) {
   if (rows == RowClass::kMore || !can_pair_codes(given)) return false;
   const Problem p = fold(given);
   if (rows == RowClass::kFew) {
     using S = WarpgroupCodesShape<kFormat, 128, 32, true>;
-    return launch_warpgroup_kernel<S, WarpgroupCodes<S>>(p, RowClass::kSome, launch);
+    return launch_warpgroup_kernel<S, WarpgroupCodes<S>>(p, RowClass::kSome, launch, left);
   }
   using S = WarpgroupCodesShape<kFormat, 128, 64, true>;
-  return launch_warpgroup_kernel<S, WarpgroupCodes<S>>(p, RowClass::kMore, launch);
+  return launch_warpgroup_kernel<S, WarpgroupCodes<S>>(p, RowClass::kMore, launch, left);
 }
 
 template <KvFormat kFormat>
-bool launch_warpgroups_of_codes(const Problem& p, RowClass rows, const Launch& launch) {
-  if (launch_warpgroups_of_pairs<kFormat>(p, rows, launch)) return true;
+bool launch_warpgroups_of_codes(const Problem& p, RowClass rows, const Launch& launch, LeftPieces* left) {
+  if (launch_warpgroups_of_pairs<kFormat>(p, rows, launch, left)) return true;
   return launch_for_rows(p, rows, [&]<int kD, int kRows> {
     using S = WarpgroupCodesShape<kFormat, kD, kRows>;
-    return launch_warpgroup_kernel<S, WarpgroupCodes<S>>(p, rows, launch);
+    return launch_warpgroup_kernel<S, WarpgroupCodes<S>>(p, rows, launch, left);
   });
 }
 

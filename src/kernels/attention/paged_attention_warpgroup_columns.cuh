@@ -128,14 +128,14 @@ struct WarpgroupColumns : WarpgroupSoftmax<S> {
 
 // False if the device has too little shared memory.
 template <class Element>
-bool launch_warpgroups(const Problem& p, RowClass rows, const Launch& launch) {
+bool launch_warpgroups(const Problem& p, RowClass rows, const Launch& launch, LeftPieces* left) {
   return launch_for_rows(p, rows, [&]<int kD, int kRows> {
     if constexpr (kRows == 64) {
       using S = WarpgroupShape<Element, kD>;
-      return launch_warpgroup_kernel<S, WarpgroupRows<S>>(p, rows, launch);
+      return launch_warpgroup_kernel<S, WarpgroupRows<S>>(p, rows, launch, left);
     } else {
       using S = WarpgroupColumnsShape<Element, kD, kRows>;
-      return launch_warpgroup_kernel<S, WarpgroupColumns<S>>(p, rows, launch);
+      return launch_warpgroup_kernel<S, WarpgroupColumns<S>>(p, rows, launch, left);
     }
   });
 }

@@ -3,8 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_warpgroups_e4m3(const Problem& p, RowClass rows, const Launch& launch) {
-  return launch_warpgroups_of_codes<KvFormat::kE4M3>(p, rows, launch);
+bool launch_warpgroups_e4m3(const Problem& p, RowClass rows, const Launch& launch, LeftPieces* left) {
+  return launch_warpgroups_of_codes<KvFormat::kE4M3>(p, rows, launch, left);
 }
 
 }  // namespace pykv::attention

@@ -109,10 +109,17 @@ bool launch_warpgroup_clusters(const Problem& p, const Launch& launch) {
                            launch_warpgroup_clusters_int8, nullptr)(p, launch);
 }
 
-bool launch_warpgroups(const Problem& p, RowClass rows, const Launch& launch) {
-  using Launcher = bool(const Problem&, RowClass, const Launch&);
+bool launch_warpgroups(const Problem& p, RowClass rows, const Launch& launch, LeftPieces* left = nullptr) {
+  using Launcher = bool(const Problem&, RowClass, const Launch&, LeftPieces*);
   return of_kind<Launcher>(p.a, launch_warpgroups_f16, launch_warpgroups_bf16, launch_warpgroups_e4m3,
-                           launch_warpgroups_e5m2, launch_warpgroups_int8, nullptr)(p, rows, launch);
+                           launch_warpgroups_e5m2, launch_warpgroups_int8, nullptr)(p, rows, launch, left);
+}
+
+// Does a call that may go either way have a line of decoding?  Up to eight columns over one byte are quicker there than by
+// warpgroups, and nvfp4 has no other.
+bool decodes_on_line(const Problem& p, int device) {
+  const bool few = p.a.num_tokens / p.a.num_seqs * p.group <= 8 && p.a.head_size > 64 && !fills_warpgroups(p, device);
+  return p.a.batch_invariant || p.a.kv_format == KvFormat::kNvfp4 || (p.a.kv_format != KvFormat::kSame && few);
 }
 
 // By kernels that take calls of any lengths, over any pages.
@@ -203,14 +210,19 @@ void launch_all(Problem p, const Launch& launch) {
   launch_simple(p, launch);
 }
 
-bool launch_for_other_lengths(Problem p, const Launch& launch) {
-  if (p.lengths == Lengths::kAny) return true;
+std::optional<LeftPieces> launch_line_before(Problem p, const Launch& launch) {
+  LeftPieces left{};
+  if (p.lengths == Lengths::kAny || decodes_on_line(p, launch.device)) return left;
+  p.lengths = Lengths::kForLine;
+  if (!launch_warpgroups(p, uniform_rows(p), launch, &left)) return std::nullopt;
+  return left;
+}
+
+bool launch_line_after(Problem p, const Launch& launch) {
+  if (p.lengths == Lengths::kAny || !decodes_on_line(p, launch.device)) return true;
   p.lengths = Lengths::kForLine;
   if (p.a.batch_invariant) return launch_decode(p, launch);
-  // Up to eight columns over one byte have a line that is quicker than that of warpgroups, and nvfp4 has no other.
-  const bool is_nvfp4 = p.a.kv_format == KvFormat::kNvfp4, few = p.a.num_tokens / p.a.num_seqs * p.group <= 8;
-  if (p.a.kv_format != KvFormat::kSame && (few || is_nvfp4) && launch_tokens(p, launch)) return true;
-  return launch_rows(p, uniform_rows(p), launch);
+  return launch_tokens(p, launch) || launch_rows(p, uniform_rows(p), launch);
 }
 
 }  // namespace pykv::attention

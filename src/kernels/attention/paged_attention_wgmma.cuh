@@ -384,7 +384,7 @@ bool launch_wgmma_kernel(Problem p, const Launch& launch) {
       int64_t{4} * p.a.head_size};
   launch_after(clear_kernel, dim3(1), dim3(1), 1, 0, launch, p.a.op, whole.taken);
   launch_after(kernel, dim3(grid), dim3(S::kThreads), 1, kSharedBytes, launch, p.a.op, p, cache_copies<S>(p.a), whole);
-  if (!whole.always) combine(p, grid, launch);
+  if (!whole.always) combine(left_pieces(p, grid), launch);
   return true;
 }
 

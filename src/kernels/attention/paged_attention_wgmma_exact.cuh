@@ -450,7 +450,7 @@ bool launch_exact_wgmma_kernel(Problem p, const Launch& launch) {
   launch_after(clear_kernel, dim3(1), dim3(1), 1, 0, launch, p.a.op, whole.taken);
   launch_after(kernel, dim3(grid), dim3(S::kThreads), 1, kSharedBytes, launch, p.a.op, p, cache_copies<S>(p.a), whole,
                reinterpret_cast<int4*>(after));
-  if (!whole.always) combine(p, grid, launch);
+  if (!whole.always) combine(left_pieces(p, grid), launch);
   return true;
 }
 
