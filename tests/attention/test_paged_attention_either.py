@@ -1,8 +1,8 @@
 """Few sequences whose tables have room for long ones: the lengths on the device say which way a call goes.
 
 Sequences that are much alike have clusters of blocks; where one has far more tokens than others, all blocks share it.
-With one query token a kernel is both.  With several tokens there are two: clusters come second, and add up what the
-line leaves.
+With one query token a kernel is both.  With several tokens there are two: clusters come after a line of warpgroups,
+whose pieces they add up, or before one of decoding.
 """
 
 from __future__ import annotations

@@ -141,8 +141,8 @@ bool launch_for_few_heads(const Problem& p, RowClass rows, const Launch& launch)
   return p.a.kv_format == KvFormat::kSame && suits_spans(p, ways, device) && launch_tokens(p, launch);
 }
 
-// Clusters, and after them the line of warpgroups, of which one finds that the lengths are not for it.  False if the call had better
-// go another way.
+// Clusters, and before or after them a line, of which one finds that the lengths are not for it.  False if the call had better go
+// another way.
 bool launch_either_way(Problem p, RowClass rows, const Launch& launch) {
   if (!may_go_either_way(p, rows, launch.device)) return false;
   p.lengths = Lengths::kForClusters;
