@@ -132,8 +132,7 @@ ClusterSize wide_size(const Problem& p, const ClusterSize& usual, const Launch& 
     return S::kScaled && most_keys<S>(p) > kMany * usual.blocks * usual.spans ? wide() : ClusterSize{0, 0};
   }
   if (usual.blocks == 0 || heads <= 2 * sms) return {0, 0};
-  const bool share_lines = S::kPackedV && p.a.block_size > 2 * S::kTile;  // four tiles, of values
-  return {1, !S::kInvariant && !share_lines && heads > 3 * sms && heads <= 4 * sms ? 3 : 4};
+  return {1, !S::kInvariant && !tiles_share_lines<S>(p.a.block_size) && heads > 3 * sms && heads <= 4 * sms ? 3 : 4};
 }
 
 template <class S>

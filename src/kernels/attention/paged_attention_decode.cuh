@@ -331,7 +331,7 @@ struct DecodeKernel : DecodeWalk<S> {
       if constexpr (kHeads > 1) named_barrier_sync(1 + warp / kHeads, kHeads * 32);
       // So do those whose tiles have lines of packed values in common.
       if constexpr (S::kPackedV && !S::kNarrow && !S::kInvariant) {
-        if (p.block_size.d > 2 * kTile) named_barrier_sync(1, S::kWarps * 32);
+        if (tiles_share_lines<S>(p.block_size.d)) named_barrier_sync(1, S::kWarps * 32);
       }
       const Part next = start_next(w, pages, stage0 + free * S::kStageBytes, i == 1 - kStages);
       if (lane == 0) parts[free] = next;

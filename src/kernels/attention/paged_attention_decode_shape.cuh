@@ -18,6 +18,12 @@ struct ColumnsShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
   static constexpr int kStageBytes = 2 * kTileBytes;
 };
 
+// Are lines of packed values the tokens of four tiles, which are then to be read together?
+template <class S>
+__host__ __device__ constexpr bool tiles_share_lines(int64_t block_size) {
+  return S::kPackedV && block_size > 2 * S::kTile;
+}
+
 // kQueries: 4, 8 or 16, the heads of a group at most.  kForAnyBatch: with batch_invariant.  kDeep: two blocks on an SM with
 // three stages, not three with two.  kSingle: KV heads are not taken in pairs.  kTokens: queries are
 // of several tokens.
@@ -32,24 +38,24 @@ struct DecodeShape : ColumnsShape<Element, kD, kPackedV, kQueries> {
   // are to be read together.  nvfp4 has eight warps, for it takes instructions.
   static constexpr bool kEightWarps = Few::kRaw && kD <= 128 && kQueries <= 8;
   static constexpr bool kTwelveOfSm = kD == 128 && (kQueries <= 8 || kSharedQueries) && !kForAnyBatch;
-  static constexpr bool kThreeBlocks = kTwelveOfSm && kPackedV;
+  static constexpr bool kThreeBlocks = kTwelveOfSm && kPackedV, kSixOrEightWarps = kEightWarps || kTwelveOfSm;
   // Of heads of 256 there is room for one such block.
   static constexpr bool kSixOfWide = kD == 256 && kQueries <= 8 && !kForAnyBatch && !kPackedV;
   // Elements of one byte do best with a tile of each warp under way, not two: the next one's copies start after the wait for its own.
-  static constexpr bool kLate = (Few::kNarrow || Few::kRaw) &&
-                                (kEightWarps || kTwelveOfSm || (kForAnyBatch && kD == 128 && kQueries == 8 && !kDeep));
+  static constexpr bool kLate =
+      (Few::kNarrow || Few::kRaw) && (kSixOrEightWarps || (kForAnyBatch && kD == 128 && kQueries == 8 && !kDeep));
   static constexpr bool kHalfLinesMeet = Few::kRowBytes == 64;  // heads of 64 bytes
   // KV heads of a segment, warp by warp: neighbours in memory are read together, and there are half as many ends.  The block of
   // twelve warps has the units of two blocks of six.  Of nvfp4, whose neighbours share lines, 64 x 8k took 330 us without it, not 247.
-  static constexpr int kHeads = (kEightWarps || kTwelveOfSm) && kLate && !kPackedV && !kSingle ? 2 : 1;
+  static constexpr int kHeads = kSixOrEightWarps && kLate && !kPackedV && !kSingle ? 2 : 1;
   static constexpr int kWarps = kEightWarps                                    ? 8 * kHeads
                                 : (kTwelveOfSm && !kThreeBlocks) || kSixOfWide ? 6 * kHeads
                                                                                : 4;
   static constexpr int kUnitTokens = kWarps / kHeads * Few::kTile;
-  static constexpr int kBlocksPerSm = kThreeBlocks                 ? 3
-                                      : kEightWarps || kTwelveOfSm ? 2 / kHeads
-                                      : kD == 64                   ? 4
-                                      : kD == 256                  ? 1
+  static constexpr int kBlocksPerSm = kThreeBlocks       ? 3
+                                      : kSixOrEightWarps ? 2 / kHeads
+                                      : kD == 64         ? 4
+                                      : kD == 256        ? 1
                                       : kDeep || (kQueries == 16 && (Few::kNarrow || Few::kRaw || kPackedV)) ? 2
                                                                                                              : 3;
   static constexpr int kStageBytes = std::max(Few::kStageBytes, kQueries * kD * 4);  // there a warp leaves its sums
