@@ -264,6 +264,7 @@ struct WarpgroupKernel : Softmax {
       }
 #pragma unroll 1
       for (;; first_token += S::kGroups * S::kTile) {
+        this->before_tile(state);  // what can go on while it is on its way
         wait_for(at);
         const bool ends = left <= S::kGroups;
         const int stage = at.stage * S::kStageBytes;

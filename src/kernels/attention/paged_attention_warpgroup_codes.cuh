@@ -55,7 +55,6 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
   using Base::warp;
   using typename Base::Mma;
   using typename Base::Scores;
-  using typename Base::State;
   using typename Base::Tile;
   using Element = typename S::Element;
   using KeyCodes = uint32_t[kD / 32][4];
@@ -64,6 +63,14 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
   static constexpr int kValueTokens = 32 / kParts, kLoads = kTile / kValueTokens;  // with 16 dimensions for each part
   using ValueCodes = uint32_t[kLoads][4];
   static constexpr bool kValuesEarly = kColumns <= 32;  // while scores are under way: else there are no registers
+  // Of weights and values, while the next tile is waited for and its keys are widened, if a head has few columns: 32 gain nothing,
+  // and for 64 there are no registers.
+  static constexpr bool kLateProducts = kOwn <= 16;
+  struct LateValues {
+    Values values;  // of the tile before
+  };
+  struct NoValues {};
+  struct State : Base::State, std::conditional_t<kLateProducts, LateValues, NoValues> {};
 
   // Of a stage what this lane reads first, and where it stores weights.
   uint32_t keys_at = keep(swizzled<S::kRowBytes>(warp * 16 + lane % 16, lane / 16));
@@ -121,13 +128,49 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
     }
   }
 
+  // Weights of the segment's tile before this one are nothing yet, and so are its values.
+  __device__ void begin_segment(const Unit& u, State& state) {
+    if constexpr (kLateProducts) {
+#pragma unroll
+      for (int i = 0; i < S::kWeightBytes / 16 / kThreads; ++i)
+        store_zeros(own_weights() + (i * kThreads + thread) * 16);
+#pragma unroll
+      for (auto& of_tokens : state.values) {
+#pragma unroll
+        for (auto& part : of_tokens) {
+#pragma unroll
+          for (uint32_t& pair : part) pair = 0;
+        }
+      }
+    }
+    Base::begin_segment(u, state);
+  }
+
+  static __device__ void store_zeros(uint32_t to) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+  }
+
+  // Of weights that all have stored.
+  __device__ void begin_products(State& state, const Values& values) const {
+    const uint64_t weights = wgmma_matrix(own_weights(), 1024);
+    Base::begin_products(state, [&](int t, int i) {
+      const uint64_t own = wgmma_further(weights, t * 16 * 128 + (kHeads == 1 ? 0 : i * kOwn * 2));
+      Wgmma<Mma, kOwn>::template rs<kAcross>(state.o[i], values[t][i], own, 1);
+    });
+  }
+
+  __device__ void before_tile(State& state) const {
+    if constexpr (kLateProducts) begin_products(state, state.values);
+  }
+
   __device__ void compute(const Tile& tile, State& state, auto&& leave) const {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    if (tile.is_empty()) return leave();
-    const uint64_t query = wgmma_matrix(queries, 1024), weights = wgmma_further(query, own_weights() - queries);
+    if (!kLateProducts && tile.is_empty()) return leave();  // else it is zeros, and hidden
+    const uint64_t query = wgmma_matrix(queries, 1024);
     KeyCodes key_codes;
     ValueCodes value_codes;
     Scores s;
+    const bool whole = this->is_whole(tile.slot.valid);
     read_keys(tile.stage, key_codes);
     Keys keys;
 #pragma unroll
@@ -141,21 +184,22 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
     }
     wgmma_commit();
     if constexpr (kValuesEarly) read_values(tile.stage, value_codes, leave);
-    wgmma_wait<0>();
+    this->end_products(state);
     wgmma_pin(s);
 
-    this->adjust_scores(tile, state, s);
-    const auto w = this->weigh(s, state, own_weights());
-    this->store_weights(w, weights_at);
+    this->adjust_scores(tile, state, s, whole);
+    this->store_weights(this->weigh(s, state, own_weights()), weights_at);
     if constexpr (!kValuesEarly) read_values(tile.stage, value_codes, leave);  // weights have left their registers
-    Values values;
-    widen_values(value_codes, values);
-    this->share_weights();
-
-    this->add_products(state, [&](int t, int i) {
-      const uint64_t own = wgmma_further(weights, t * 16 * 128 + (kHeads == 1 ? 0 : i * kOwn * 2));
-      Wgmma<Mma, kOwn>::template rs<kAcross>(state.o[i], values[t][i], own, 1);
-    });
+    if constexpr (kLateProducts) {
+      widen_values(value_codes, state.values);
+      this->share_weights();
+    } else {
+      Values values;
+      widen_values(value_codes, values);
+      this->share_weights();
+      begin_products(state, values);
+      this->end_products(state);
+    }
 #endif
   }
 
@@ -224,6 +268,10 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
 
   __device__ void take_tile(const Tile& tile, State& state, auto&& leave, const auto& pieces) const {
     compute(tile, state, leave);
+    if (tile.ends && kLateProducts) {
+      before_tile(state);
+      this->end_products(state);
+    }
     if (tile.ends) end_segment(tile.slot.unit, state, pieces);
   }
 };

@@ -50,6 +50,7 @@ struct WarpgroupColumns : WarpgroupSoftmax<S> {
     if (tile.is_empty()) return;
     const uint64_t key = wgmma_matrix(tile.stage, 1024), query = wgmma_matrix(queries, 1024);
     Scores s;
+    const bool whole = this->is_whole(tile.slot.valid);
     wgmma_begin();
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) {
@@ -60,15 +61,16 @@ struct WarpgroupColumns : WarpgroupSoftmax<S> {
     wgmma_wait<0>();
     wgmma_pin(s);
 
-    this->adjust_scores(tile, state, s);
+    this->adjust_scores(tile, state, s, whole);
     this->store_weights(this->weigh(s, state, tile.stage), this->weights_place(tile.stage));
     this->share_weights();
 
-    this->add_products(state, [&](int t, int i) {
+    this->begin_products(state, [&](int t, int i) {
       Wgmma<Mma, kWeights>::template ss<kAcross, kAcross>(
           state.o[i], wgmma_further(key, S::kTileBytes + i * kTile * 128 + t * 16 * 128),
           wgmma_further(key, t * 16 * 128), 1);
     });
+    this->end_products(state);
 #endif
   }
 

@@ -47,6 +47,8 @@ struct WarpgroupRows : SegmentResults<S> {
     this->clear_sums(s);
   }
 
+  __device__ void before_tile(State&) const {}  // there is nothing to do
+
   __device__ void compute(const ArrivedTile<kTile>& tile, State& state) const {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if (tile.is_empty()) return;

@@ -64,6 +64,8 @@ struct WarpgroupSoftmax : WarpgroupQueries<S> {
   // Is this part of the dimensions of the head that this lane's column i belongs to?
   static constexpr bool has(int part, int i) { return kHeads == 1 || part == i / (kMine / kHeads); }
 
+  __device__ void before_tile(State&) const {}  // there is nothing to do
+
   // All have left the queries before: a barrier came after the last products with them.
   __device__ void begin_segment(const Unit& u, State& s) {
     float k_scale[kHeads];  // on their way at the same time as the queries
@@ -110,12 +112,13 @@ struct WarpgroupSoftmax : WarpgroupQueries<S> {
     }
   }
 
-  // Soft cap, ALiBi, masks.
-  __device__ void adjust_scores(const Tile& tile, const State& state, Scores& s) const {
+  // Soft cap, ALiBi, masks.  whole: all tokens of the tile are there, of which one had better hear before the scores come.
+  __device__ void adjust_scores(const Tile& tile, const State& state, Scores& s, bool whole) const {
     const int first = tile.first_token;
+    const bool seen = whole && first >= state.first_seen_by_all && first <= state.last_seen_by_all;
+    if (state.plain && seen) return;
     if (!state.plain) to_logits(first, s);
-    if (!this->is_whole(tile.slot.valid) || first < state.first_seen_by_all || first > state.last_seen_by_all)
-      hide(tile, s);
+    if (!seen) hide(tile, s);
   }
 
   __device__ void to_logits(int first_token, Scores& s) const {
@@ -148,7 +151,7 @@ struct WarpgroupSoftmax : WarpgroupQueries<S> {
   }
 
   // To the sums; product(t, i) asks for that of 16 tokens and a part of the dimensions.
-  static __device__ void add_products(State& state, auto&& product) {
+  static __device__ void begin_products(State& state, auto&& product) {
     wgmma_pin(state.o);
     wgmma_begin();
 #pragma unroll
@@ -157,6 +160,9 @@ struct WarpgroupSoftmax : WarpgroupQueries<S> {
       for (int i = 0; i < kParts; ++i) product(t, i);
     }
     wgmma_commit();
+  }
+
+  static __device__ void end_products(State& state) {
     wgmma_wait<0>();
     wgmma_pin(state.o);
   }
