@@ -62,8 +62,8 @@ bool launch_folded_line(const Problem& given, const Launch& launch) {
 }
 
 // Four warps together are quicker for many heads in a group and, over elements of one byte, for sizes of heads between those of
-// tiles, and for pairs of heads of 64 that have nine to sixteen columns.  So are clusters of four blocks or more, where the device
-// chooses between them.
+// tiles, and for pairs of heads of 64 that have nine to sixteen columns.  So are their clusters, where the device chooses between
+// these and the line.
 template <class Line, int kQueries>
 bool prefers_warpgroups(const Problem& p, int device) {
   constexpr bool kMany = kQueries == 16;
@@ -71,9 +71,8 @@ bool prefers_warpgroups(const Problem& p, int device) {
     const bool wanted = Line::kD == 64    ? kQueries == 8 && p.group > 4 && can_pair_codes(p)
                         : Line::kD == 128 ? kMany || p.a.head_size < Line::kD
                                           : false;
-    const bool has_clusters = (kMany || Line::kD == 64) && p.a.num_seqs * p.a.num_kv_heads <= num_sms(device) / 4 &&
-                              may_go_either_way(p, RowClass::kFew, device);
-    return wanted && (has_clusters || fills_warpgroups(p, device));
+    const bool may_be_clusters = (kMany || Line::kD == 64) && may_go_either_way(p, RowClass::kFew, device);
+    return wanted && (may_be_clusters || fills_warpgroups(p, device));
   } else {
     constexpr bool kMaySuit = Line::kD == 128 ? kMany : Line::kD == 64 && kQueries == 8;
     const bool wanted =
