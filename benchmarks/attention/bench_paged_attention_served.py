@@ -75,6 +75,13 @@ def variants(fast: Case) -> Iterator[Case]:
     for queries in (1, 2, 4, 8, 16):
         yield but(f"tables for 32k, {queries} queries", room=32768, queries=(queries,) * len(fast.lens))
     yield but("tables for 32k, 16 heads in a group", room=32768, heads=8 * 16)
+    for queries in (2, 4):
+        yield but(
+            f"tables for 32k, {queries} queries, packed",
+            room=32768,
+            layout="packed",
+            queries=(queries,) * len(fast.lens),
+        )
     yield but("tables for 32k, heads of 64, 8 in a group", room=32768, **few)
     yield but("2 queries, HND", queries=(2,) * len(fast.lens), layout="HND")
     yield but("2 queries, packed", queries=(2,) * len(fast.lens), layout="packed")

@@ -1,8 +1,8 @@
 """Few sequences whose tables have room for long ones: the lengths on the device say which way a call goes.
 
 Sequences that are much alike have clusters of blocks; where one has far more tokens than others, all blocks share it.
-With one query token a kernel is both.  With several tokens there are two: clusters come after a line of warpgroups,
-whose pieces they add up, or before one of decoding.
+With one query token, and mostly with up to 16 rows, a kernel is both.  Else there are two: clusters come after a line
+of warpgroups, whose pieces they add up, or before one of decoding.
 """
 
 from __future__ import annotations
@@ -123,6 +123,22 @@ def test_several_tokens(array: Library, lens: tuple[int, ...], kind: str, querie
     check(array, several_tokens(lens, queries, group, 8, kind))
 
 
+# Query tokens, heads in a group and their size: 8 and 16 columns, which one kernel takes either way.
+COLUMNS = pytest.mark.parametrize(
+    ("queries", "group", "head_size"), [(2, 4, 128), (4, 4, 128), (3, 5, 80), (1, 16, 128), (2, 8, 64), (2, 3, 256)]
+)
+
+
+@COLUMNS
+@pytest.mark.parametrize(("layout", "page"), [("HND", 16), ("packed", 16), ("packed", 64)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lens", [ALIKE, ONE_QUITE_LONG], ids=["alike", "one long"])
+def test_several_tokens_in_other_layouts(
+    array: Library, lens: tuple[int, ...], kind: str, layout: str, page: int, queries: int, group: int, head_size: int
+) -> None:
+    check(array, several_tokens(lens, queries, group, 8, kind, layout=layout, page=page, head_size=head_size))
+
+
 @SOME_KINDS
 @pytest.mark.parametrize("queries", [2, 4, 8, 16])
 @pytest.mark.parametrize("lens", [ALIKE, ONE_QUITE_LONG], ids=["alike", "one long"])
@@ -130,6 +146,18 @@ def test_sinks_of_several_tokens(array: Library, lens: tuple[int, ...], kind: st
     """They join a row's weights once, however many pieces the row is in."""
     b = several_tokens(lens, queries, 4, 8, kind, dtype="float16")
     check(array, b.changed(options={**b.options, "sinks": np.linspace(-4, 4, 32, dtype=np.float32)}))
+
+
+OPTIONS = [{"causal": False}, {"softcap": 5.0}, {"alibi_slopes": np.linspace(0.01, 0.5, 32, dtype=np.float32)}]
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: next(iter(o)))
+@pytest.mark.parametrize("lens", [ALIKE, ONE_QUITE_LONG], ids=["alike", "one long"])
+def test_options_of_several_tokens(array: Library, lens: tuple[int, ...], options: dict[str, Any], kind: str) -> None:
+    for queries, layout in product((2, 4), ("NHD", "packed")):
+        b = several_tokens(lens, queries, 4, 8, kind, layout=layout)
+        check(array, b.changed(options={**b.options, **options}))
 
 
 MANY_SHORT = tuple(range(16, 30))
@@ -150,20 +178,26 @@ def test_several_tokens_of_one_sequence(array: Library, length: int, kind: str) 
     check(array, several_tokens((length,), 16, 4, 2, kind, page=32))
 
 
+@pytest.mark.parametrize("layout", ["NHD", "packed"])
 @pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("queries", [3, 8, 16])
 @pytest.mark.parametrize("lens", [ALIKE, ONE_QUITE_LONG], ids=["alike", "one long"])
-def test_bad_ids_of_several_tokens(array: Library, lens: tuple[int, ...], kind: str, queries: int) -> None:
-    b = several_tokens(lens, queries, 2, 8, kind)
+def test_bad_ids_of_several_tokens(array: Library, lens: tuple[int, ...], kind: str, queries: int, layout: str) -> None:
+    b = several_tokens(lens, queries, 2, 8, kind, layout=layout)
     b.block_tables[2, 1] = -3
     check_reported(array, b, -3)
 
 
 @SOME_KINDS
-@pytest.mark.parametrize("queries", [4, 8, 16])
-def test_several_tokens_replayed_with_lengths_for_the_other_way(cupy: Any, kind: str, queries: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "queries", "head_size"),
+    [*product(["NHD", "packed"], [2, 4, 8, 16], [128]), ("NHD", 2, 256), ("NHD", 4, 64)],
+)
+def test_several_tokens_replayed_with_lengths_for_the_other_way(
+    cupy: Any, kind: str, layout: str, queries: int, head_size: int
+) -> None:
     longest = (20_000, 400, 300, 64, 70, 80, 90, 100)
-    b = several_tokens(longest, queries, 4, 2, kind, dtype="float16")
+    b = several_tokens(longest, queries, 4, 2, kind, dtype="float16", layout=layout, head_size=head_size)
     captured = CapturedCalls(cupy, b, calls=2)
     for now in (
         longest,

@@ -32,12 +32,16 @@ def test_replayed_with_other_lengths(cupy: Any, layout: str, head_size: int, roo
 
 @pytest.mark.parametrize("seqs", [5, 16])
 @pytest.mark.parametrize(("group", "head_size"), [(9, 128), (16, 128), (8, 64), (5, 48), (16, 64), (3, 80)])
-@pytest.mark.parametrize("kind", ["fp8_e4m3", "int8"])
-def test_many_heads_replayed_in_wide_tables(cupy: Any, kind: str, group: int, head_size: int, seqs: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("fp8_e4m3", "NHD"), ("int8", "NHD"), ("fp8_e4m3", "packed"), ("auto", "packed")]
+)
+def test_many_heads_replayed_in_wide_tables(
+    cupy: Any, kind: str, layout: str, group: int, head_size: int, seqs: int
+) -> None:
     """Lengths that are alike, and a long sequence beside short ones, are for kernels of different kinds."""
     sizes = Sizes(heads=8 * group, kv_heads=8, head_size=head_size)
     lens = [(1, 3000), *[(1, 700)] * (seqs - 1)]
-    b = inputs.batch(np.random.default_rng(0), lens, sizes, kind=kind, decode=True, room=10_000)
+    b = inputs.batch(np.random.default_rng(0), lens, sizes, kind=kind, layout=layout, decode=True, room=10_000)
     captured = CapturedCalls(cupy, b)
     others = [0] * (seqs - 4)
     for now in ([700] * seqs, [3000, *[1] * (seqs - 1)], [3000, 700, 64, 0, *others], [65, 63, 0, 1, *others]):

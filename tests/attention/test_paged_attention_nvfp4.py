@@ -104,11 +104,11 @@ def test_bad_ids(array: Library, at: int, queries: int) -> None:
             check_reported(array, b, bad)
 
 
-@pytest.mark.parametrize("queries", [1, 3])
-def test_replayed(cupy: Any, queries: int) -> None:
+@pytest.mark.parametrize(("queries", "group"), [(1, 4), (2, 4), (3, 4), (1, 16)])
+def test_replayed(cupy: Any, queries: int, group: int) -> None:
     """With lengths for clusters and for the line."""
     longest = (30_000, 9000, 300)
-    captured = CapturedCalls(cupy, batch(longest, Sizes(16, 4, 128), queries, dtype="float16"), calls=2)
+    captured = CapturedCalls(cupy, batch(longest, Sizes(4 * group, 4, 128), queries, dtype="float16"), calls=2)
     for now in (longest, (20_000, 3, 300), (250, 260, 64), (5000, 6000, 300), longest):
         captured.check(now)
     if queries == 1:

@@ -151,7 +151,7 @@ int set_tiling(Problem& p, const Tiling& t, int blocks_per_sm, int device) {
 }
 
 void set_line(Problem& p, const Tiling& t, int grid) {
-  p.lead = p.a.batch_invariant ? 0 : 1;
+  p.lead = p.a.batch_invariant ? 0 : t.lead;
   p.by_grid = Divider(grid);
   set_rows(p, t.tile_rows > 0 ? t.tile_rows : t.rows);
   const int heads = p.a.num_kv_heads * p.head_tiles;

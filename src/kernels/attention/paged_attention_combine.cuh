@@ -6,6 +6,7 @@
 
 #include "attention/paged_attention_pieces.cuh"
 #include "cuda/dependent.cuh"
+#include "cuda/reduce.cuh"
 
 namespace pykv::attention {
 
@@ -70,12 +71,7 @@ __device__ void combine_pieces(const LeftPieces& left, CombineScratch& scratch) 
     const int own = (notes + 31) / 32, first = lane * own, end = min(first + own, notes);
     int jobs = 0;
     for (int i = first; i < end; ++i) jobs += jobs_up_to[i];
-    int up_to = jobs;  // with this lane's
-    for (int delta = 1; delta < 32; delta *= 2) {
-      const int below = __shfl_up_sync(~0u, up_to, delta);
-      if (lane >= delta) up_to += below;
-    }
-    up_to -= jobs;
+    int up_to = inclusive_sum(jobs) - jobs;
     for (int i = first; i < end; ++i) jobs_up_to[i] = up_to += jobs_up_to[i];
   }
   __syncthreads();

@@ -62,8 +62,7 @@ bool launch_folded_line(const Problem& given, const Launch& launch) {
 }
 
 // Four warps together are quicker for many heads in a group and, over elements of one byte, for sizes of heads between those of
-// tiles, and for pairs of heads of 64 that have nine to sixteen columns.  So are their clusters, where the device chooses between
-// these and the line.
+// tiles, and for pairs of heads of 64 that have nine to sixteen columns.
 template <class Line, int kQueries>
 bool prefers_warpgroups(const Problem& p, int device) {
   constexpr bool kMany = kQueries == 16;
@@ -71,12 +70,10 @@ bool prefers_warpgroups(const Problem& p, int device) {
     const bool wanted = Line::kD == 64    ? kQueries == 8 && p.group > 4 && can_pair_codes(p)
                         : Line::kD == 128 ? kMany || p.a.head_size < Line::kD
                                           : false;
-    const bool may_be_clusters = (kMany || Line::kD == 64) && may_go_either_way(p, RowClass::kFew, device);
-    return wanted && (may_be_clusters || fills_warpgroups(p, device));
+    return wanted && fills_warpgroups(p, device);
   } else {
     constexpr bool kMaySuit = Line::kD == 128 ? kMany : Line::kD == 64 && kQueries == 8;
-    const bool wanted =
-        kMany || (p.group > 4 && (fills_warpgroups(p, device) || may_go_either_way(p, RowClass::kFew, device)));
+    const bool wanted = kMany || (p.group > 4 && fills_warpgroups(p, device));
     return kMaySuit && wanted && p.sees_all() && may_use_warpgroups(p.a, RowClass::kFew, device);
   }
 }

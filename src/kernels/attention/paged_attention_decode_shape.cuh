@@ -52,6 +52,7 @@ struct DecodeShape : ColumnsShape<Element, kD, kPackedV, kQueries> {
                                 : (kTwelveOfSm && !kThreeBlocks) || kSixOfWide ? 6 * kHeads
                                                                                : 4;
   static constexpr int kUnitTokens = kWarps / kHeads * Few::kTile;
+  static constexpr int kLead = kForAnyBatch ? 0 : 1;  // places of the line for what a segment begins and ends with
   static constexpr int kBlocksPerSm = kThreeBlocks       ? 3
                                       : kSixOrEightWarps ? 2 / kHeads
                                       : kD == 64         ? 4

@@ -30,7 +30,7 @@ bool suits_sparsity(const Problem& p) {
 template <class S>
 bool suits_decode(const Problem& p) {
   const PagedAttentionArgs& a = p.a;
-  const int64_t most_places = (a.max_seq_len / S::kUnitTokens + 2) * a.num_kv_heads;
+  const int64_t most_places = (a.max_seq_len / S::kUnitTokens + S::kLead + 1) * a.num_kv_heads;
   return suits_loader<S>(p) && a.cu_query_lens.data == nullptr && p.group <= S::kColumns &&
          (p.sees_all() || (!S::kInvariant && suits_sparsity<S>(p))) && a.num_seqs * most_places < (int64_t{1} << 31);
 }
@@ -38,7 +38,7 @@ bool suits_decode(const Problem& p) {
 // The same for several tokens of a sequence.
 template <class S>
 bool suits_tokens(const Problem& p) {
-  const int64_t most_places = (p.a.max_seq_len / S::kUnitTokens + 2) * p.a.num_kv_heads;
+  const int64_t most_places = (p.a.max_seq_len / S::kUnitTokens + S::kLead + 1) * p.a.num_kv_heads;
   return suits_loader<S>(p) && !p.a.batch_invariant && p.group <= S::kColumns && p.sees_all() && p.min_rows == 0 &&
          (p.a.num_seqs + p.a.num_tokens) * most_places < (int64_t{1} << 31);
 }

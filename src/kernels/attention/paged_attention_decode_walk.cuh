@@ -34,10 +34,11 @@ struct DecodeWalk : DecodeLoader<S> {
     bool one_head;  // the line has one KV head, not all
   };
 
-  // Of the KV heads of a segment on the line: their tiles and one more or, with batch_invariant, its chunks.
+  // Of the KV heads of a segment on the line: their tiles and some more, as long as a beginning and an end take, or, with
+  // batch_invariant, its chunks.
   static constexpr int kPlaceTokens = S::kInvariant ? kChunkTokens : kUnitTokens,
                        kPlaceUnits = kPlaceTokens / kUnitTokens;
-  static constexpr int kLead = S::kInvariant ? 0 : 1;
+  static constexpr int kLead = S::kLead;
   __device__ int places(int len) const {
     if (S::kHidesKeys && p.sparse) len = this->most_seen_tokens(len);
     return kLead + max(1, (len + kPlaceTokens - 1) / kPlaceTokens - this->first_key(len) / kPlaceTokens);
@@ -98,12 +99,7 @@ struct DecodeWalk : DecodeLoader<S> {
       x.descends = x.descends || descend(base + j * 32 + lane);
       const int own = all_places(base + j * 32 + lane, x.len[j]);
       x.longest = max(x.longest, own);
-      int upto = own;
-#pragma unroll 1
-      for (int delta = 1; delta < 32; delta *= 2) {
-        const int below = __shfl_up_sync(~0u, upto, delta);
-        if (lane >= delta) upto += below;
-      }
+      const int upto = inclusive_sum(own);
       x.before[j] = x.total + upto - own;
       x.total += __shfl_sync(~0u, upto, 31);
     }
@@ -219,7 +215,7 @@ struct DecodeWalk : DecodeLoader<S> {
     w.tile = max(place - kLead, 0) * kPlaceUnits;
     const int all = places(w.len), here = min(w.left, all - place);
     w.left -= here;
-    w.units = (place < kLead ? here - kLead : here) * kPlaceUnits;
+    w.units = (here - max(kLead - place, 0)) * kPlaceUnits;
     w.slot = w.tile == 0 && place + here == all ? -1 : slot;
     w.exists = w.units > 0;
     w.begins = true;

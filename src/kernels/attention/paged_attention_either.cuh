@@ -14,9 +14,10 @@ namespace pykv::attention {
 template <class Line, class Cluster>
 struct LineOfClusters : SeesAll<Line> {
   static constexpr int kHeads = 1, kWarps = Cluster::kWarps, kUnitTokens = kWarps * Line::kTile, kBlocksPerSm = 1;
-  static constexpr int kStages = Cluster::kStages, kRingBytes = Cluster::kRingBytes;
-  static_assert(!Line::kSharedQueries && Line::kStageBytes == Cluster::kStageBytes);
-  static_assert(!Line::kLate || Line::kStages == kStages);
+  static constexpr int kLead = 4;  // an end takes as long as that many places, of 64 KB; measured on an H100
+  static constexpr int kStages = Cluster::kStages, kRingBytes = kStages * Line::kStageBytes;
+  static constexpr bool kSharedQueries = Cluster::kSharedQueries;
+  static constexpr bool kLate = Line::kLate && Line::kStages == kStages;  // with as much under way
 };
 
 template <class S>
@@ -42,6 +43,16 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
   if (!clusters.run()) run_decode_line<Line>(p, copies, memory);
 }
 
+// How many clusters of kKernel run at once.
+template <auto kKernel>
+int resident_clusters(const ClusterSize& size, int shared_bytes, const Launch& launch) {
+  static PerDevice resident[kMostBlocks + 1];
+  return resident[size.blocks].get(launch.device, [&] {
+    return count_resident_clusters(reinterpret_cast<const void*>(kKernel), size.blocks, size.warps * 32, shared_bytes,
+                                   launch);
+  });
+}
+
 // False if the call had better go another way.
 template <class S, class Line>
 bool launch_either_kernel(const Problem& given, const Launch& launch) {
@@ -52,16 +63,13 @@ bool launch_either_kernel(const Problem& given, const Launch& launch) {
       given.a.num_kv_heads % Line::kHeads != 0 || kBytes > static_cast<int>(shared_memory_limit(launch.device))) {
     return false;
   }
-  const auto kernel = paged_attention_either_kernel<S, Line>;
+  constexpr auto kKernel = paged_attention_either_kernel<S, Line>;
   Problem p = given;
   p.a.max_seq_len = std::min<int64_t>(p.a.max_seq_len, kMostOfFew);  // the size of clusters is made for short tables
   const ClusterSize size = cluster_size<S>(p, launch);
   p.a.max_seq_len = given.a.max_seq_len;
   if (size.warps != S::kWarps || size.blocks == 0) return false;
-  static PerDevice resident[kMostBlocks + 1];
-  const int clusters = resident[size.blocks].get(launch.device, [&] {
-    return count_resident_clusters(reinterpret_cast<const void*>(kernel), size.blocks, S::kWarps * 32, kBytes, launch);
-  });
+  const int clusters = resident_clusters<kKernel>(size, kBytes, launch);
   if (p.a.num_seqs * p.a.num_kv_heads > clusters) return false;
   const int grid = clusters * size.blocks;
   set_cluster(p, size.blocks, p.group, EitherKernel<S>::kQuads * 4, launch.device);
@@ -74,7 +82,7 @@ bool launch_either_kernel(const Problem& given, const Launch& launch) {
   p.balance =
       Balance::of(p.a.num_kv_heads, static_cast<float>(size.blocks), grid, 1, kSlackBytes / (2 * S::kD * S::kBytes));
   p.ticket = next_ticket();
-  launch_after(kernel, dim3(grid), dim3(S::kWarps * 32), size.blocks, kBytes, launch, p.a.op, p, copies_of<S>(p));
+  launch_after(kKernel, dim3(grid), dim3(S::kWarps * 32), size.blocks, kBytes, launch, p.a.op, p, copies_of<S>(p));
   return true;
 }
 

@@ -18,6 +18,7 @@ struct Tiling {
   int pitch;          // floats in a partial row
   int blocks_per_sm;  // at most
   int tile_rows = 0;  // of each of these
+  int lead = 1;       // places of the line for what a segment begins and ends with, but with batch_invariant
 };
 
 // How many rows a query tile has: Few 16, Some 32, More 64, Many 64 or 128; with batch_invariant 16 or 64.
@@ -63,10 +64,6 @@ bool may_use_warpgroups(const PagedAttentionArgs& a, RowClass rows, int device);
 
 // ... and are there so many sequences that for few rows, too, this is quicker than the lines of decoding?
 bool fills_warpgroups(const Problem& p, int device);
-
-// May several query rows of few sequences, whose tables have room for many keys, go by clusters or the line of warpgroups, as their
-// lengths say?
-bool may_go_either_way(const Problem& p, RowClass rows, int device);
 
 // For such a call, when `p` is complete for clusters: when they take it, if an SM has so many of their blocks.  And the launch of the
 // line for other lengths: before theirs, which then adds up its pieces, or, of decoding, whose last blocks do so, after it; nothing,

@@ -268,9 +268,7 @@ struct TileLoader {
         half2 values[4];
         nvfp4x8_to_half2x4(words[i], scales[i / 2], values);
         const auto* bits = reinterpret_cast<const uint32_t*>(values);
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address_of(i)), "r"(bits[0]), "r"(bits[1]),
-                     "r"(bits[2]), "r"(bits[3])
-                     : "memory");
+        store_shared(address_of(i), {bits[0], bits[1], bits[2], bits[3]});
       }
     }
   };

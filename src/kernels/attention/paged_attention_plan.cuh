@@ -15,6 +15,7 @@
 #pragma once
 
 #include "attention/paged_attention_problem.cuh"
+#include "cuda/reduce.cuh"
 
 namespace pykv::attention {
 
@@ -160,10 +161,7 @@ __device__ inline void sync_finders() {
 template <int kBarrier, int kBlock>
 __device__ inline int64_t block_scan(int64_t x, PlanScratchOf<kBlock>& scratch, int64_t& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int delta = 1; delta < 32; delta *= 2) {
-    const int64_t below = __shfl_up_sync(~0u, x, delta);
-    if (lane >= delta) x += below;
-  }
+  x = inclusive_sum(x);
   if (lane == 31) scratch.warp_units[warp] = x;
   sync_finders<kBarrier>();
   total = 0;
@@ -382,7 +380,7 @@ struct Walker {
     segment_places = skipped + p.lead + rest;
     const int places = min(left, segment_places - place);  // of the segment in this share
     left -= places;
-    const int here = place < p.lead ? places - p.lead : places;  // with keys
+    const int here = places - max(p.lead - place, 0);  // with keys
     unit.sequence = sequence;
     unit.sequence_len = seq.len;
     unit.query_begin = seq.query_begin;
@@ -396,7 +394,7 @@ struct Walker {
       unit.first_token = max(unit.first_token, extent.first_key(query_tile) & -p.kv_tile);
       end = min(end, extent.last_key(query_tile) + 1);
     }
-    in_segment = here == 0 ? 0 : (end - unit.first_token + p.kv_tile - 1) >> (31 - __clz(p.kv_tile));
+    in_segment = here <= 0 ? 0 : (end - unit.first_token + p.kv_tile - 1) >> (31 - __clz(p.kv_tile));
     unit.first_key = extent.first_key(query_tile);
     unit.last_key = extent.last_key(query_tile);
     unit.slot = skipped == 0 && here == rest ? -1 : slot;

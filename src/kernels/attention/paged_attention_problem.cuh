@@ -44,7 +44,7 @@ struct Problem {
   int rows, kv_tile;              // tile sizes; kv_tile is a power of two
   int place_tokens;               // keys of a place on the line: kv_tile or, with batch_invariant, kChunkTokens
   bool in_parts;                  // four warps at once take the parts of a chunk
-  int lead;                       // places in front of a segment: 1 or, with batch_invariant, 0
+  int lead;                       // places in front of a segment; with batch_invariant none
   Divider by_grid;                // the main kernel's blocks
   Divider by_heads;               // KV heads * head_tiles
   LineBlocks line, line_of_head;  // with all heads; one for each head

@@ -82,8 +82,7 @@ __device__ inline void store_query_chunk(uint4 x, int chunk, auto&& place) {
     asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(even), "r"(x.x), "r"(x.z) : "memory");
     asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(odd), "r"(x.y), "r"(x.w) : "memory");
   } else {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(place(chunk)), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
-                 : "memory");
+    store_shared(place(chunk), x);
   }
 }
 

@@ -10,6 +10,7 @@
 
 #include "attention/paged_attention_cluster_launch.cuh"
 #include "attention/paged_attention_combine.cuh"
+#include "attention/paged_attention_either.cuh"
 #include "attention/paged_attention_small_pages.cuh"
 
 namespace pykv::attention {
@@ -31,10 +32,10 @@ struct TokensKernel : ClusterKernel<S> {
   // Whether where keys begin is guessed; not where it would drive sums out of registers.
   static constexpr bool kGuesses = !(S::kSharedQueries && S::kNarrow);
 
-  // False if the line has taken the call.
-  __device__ bool run() {
+  // has_task: there is such a sequence.  False if the line should take the call, or has taken it.
+  __device__ bool run(bool has_task) {
     this->open_exchange();
-    if (blockIdx.x < p.early_blocks) {
+    if (has_task && blockIdx.x < p.early_blocks) {
       if (kGuesses && p.a.cu_query_lens.data) prefetch(words_at(p.a.cu_query_lens, sequence));
       const int early_len = this->early_length(sequence);
       const int len = static_cast<int>(clamp(early_len, 0, p.a.max_seq_len));
@@ -44,20 +45,22 @@ struct TokensKernel : ClusterKernel<S> {
     const Guess guess{begin, seen_len};
     wait_for_previous_kernel();
     // Where the first keys are, if all is as it was a moment before.
-    int ids = kGuesses || p.sees_all() ? this->look_up_tiles(0) : -1;
+    int ids = has_task && (kGuesses || p.sees_all()) ? this->look_up_tiles(0) : -1;
     const RawSequence raw = load_sequence(p, sequence);
     Sequence seq = clamp_sequence(p, raw);
     // Mostly of one tile of queries, which needs no division.
     const bool is_one = kGuesses && seq.query_len <= p.tile_tokens;
     const int token_tiles = is_one ? 1 : (seq.query_len + p.tile_tokens - 1) / p.tile_tokens;
-    const bool is_mine = takes_call(p);
-    int tiles = is_mine && takes(p, seq) ? token_tiles * p.head_tiles : 0;
+    if (!takes_call(p)) {
+      this->close_exchange();
+      return false;
+    }
+    int tiles = takes(p, seq) ? token_tiles * p.head_tiles : 0;
     const int way = p.by_ways.remainder(place);
     // Only one tile's piece has a place.
     this->use_spans(tiles > p.ways ? 0 : seq.len);
     if (this->is_left_out()) tiles = 0;
-    if (is_mine && rank == 0 && kv_head == 0 && way == 0 && this->is_first() && threadIdx.x == 0)
-      report_sequence(p, raw);
+    if (rank == 0 && kv_head == 0 && way == 0 && this->is_first() && threadIdx.x == 0) report_sequence(p, raw);
     if (way >= tiles && p.cluster > 1) cluster_wait();
     int parity = 0;
     State state;
@@ -86,7 +89,7 @@ struct TokensKernel : ClusterKernel<S> {
       this->finish(state, parity, [&](int column) { return row_of(p, kept(u), column); });
       parity ^= 1;
     }
-    return is_mine;
+    return true;
   }
 
   // Where keys begin, which with a window or sparsity depends on the length.
@@ -135,29 +138,43 @@ struct TokensKernel : ClusterKernel<S> {
 };
 
 template <class S>
+__device__ TokensKernel<S> tokens_kernel(const Problem& p, const CacheCopies& copies, char* memory) {
+  return {{{{{{{{{p, copies}}}}}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)}};
+}
+
+template <class S>
 __global__ void __launch_bounds__(S::kWarps * 32, 1)
     paged_attention_tokens_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
                                   const __grid_constant__ LeftPieces left) {
   extern __shared__ __align__(1024) char memory[];
-  TokensKernel<S> kernel{
-      {{{{{{{{p, copies}}}}}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)}};
-  if (!kernel.run() && !S::kSpans) combine_left_pieces(left, memory);
+  if (!tokens_kernel<S>(p, copies, memory).run(true) && !S::kSpans) combine_left_pieces(left, memory);
 }
 
-// False if the call had better go another way.
+// In tables with room for long sequences: clusters or the line, as paged_attention_either.cuh has it for one token.
+template <class S, class Line>
+__global__ void __launch_bounds__(S::kWarps * 32, 1)
+    paged_attention_tokens_either_kernel(const __grid_constant__ Problem p,
+                                         const __grid_constant__ CacheCopies copies) {
+  extern __shared__ __align__(1024) char memory[];
+  TokensKernel<S> clusters = tokens_kernel<S>(p, copies, memory);
+  if (!clusters.run(clusters.sequence < p.a.num_seqs)) run_decode_line<Line>(p, copies, memory);
+}
+
+// Completes `p` but for its clusters, and gives the size of these; no blocks: the call had better go another way.
 template <class S>
-bool launch_tokens_kernel(Problem p, const Launch& launch) {
+ClusterSize tokens_size(Problem& p, const Launch& launch) {
   static_assert(cluster_shared_bytes<S>(S::kWarps) <= 227 << 10);  // what Hopper has
+  constexpr ClusterSize kNone{0, 0};
   // Of queries: more take longer than the line, unless that widens elements for few rows at a time.
   constexpr int64_t kMostTiles = S::kSharedQueries ? 2 : S::kNarrow ? 4 : 1;
   // A guess: all have as many tokens.  One that had far more would keep its cluster busy when the others had finished.
-  if (p.a.num_tokens % p.a.num_seqs != 0) return false;
+  if (p.a.num_tokens % p.a.num_seqs != 0) return kNone;
   const int64_t tokens = p.a.num_tokens / p.a.num_seqs;
-  if (!suits_loader<S>(p) || p.a.batch_invariant || !suits_sparsity<S>(p) || p.min_rows > 0) return false;
+  if (!suits_loader<S>(p) || p.a.batch_invariant || !suits_sparsity<S>(p) || p.min_rows > 0) return kNone;
   set_rows(p, S::kColumns);
   p.tile_tokens = static_cast<int>(std::min<int64_t>(p.tile_tokens, tokens));
   const int64_t tiles = (tokens + p.tile_tokens - 1) / p.tile_tokens * p.head_tiles;
-  if (tiles > kMostTiles || (tiles > 1 && most_keys<S>(p) > kMostOfFew)) return false;
+  if (tiles > kMostTiles || (tiles > 1 && most_keys<S>(p) > kMostOfFew)) return kNone;
   // Clusters beside each other read the same keys at about the same time, so that only one reads them from memory.
   const auto size_for = [&](int64_t ways) {
     p.ways = static_cast<int>(ways);
@@ -167,12 +184,40 @@ bool launch_tokens_kernel(Problem p, const Launch& launch) {
   ClusterSize size = size_for(tiles);
   if ((tiles > 1 || S::kColumns > 16) && size.warps < S::kWarps) {
     // Blocks of half the size, or tiles one after the other, take longer than the line of warpgroups.
-    if (p.sees_all() && may_use_warpgroups(p.a, RowClass::kMore, launch.device)) return false;
+    if (p.sees_all() && may_use_warpgroups(p.a, RowClass::kMore, launch.device)) return kNone;
     if (tiles > 1) size = size_for(1);
   }
   constexpr bool kTwoFit = 2 * (cluster_shared_bytes<S>(S::kWarps / 2) + 1024) <= 228 << 10;
-  if (!kTwoFit && size.warps < S::kWarps) return false;  // blocks of half the size, of which an SM should have two
-  return launch_cluster_kernel<S>(p, size, launch);
+  if (!kTwoFit && size.warps < S::kWarps) return kNone;  // blocks of half the size, of which an SM should have two
+  return size;
+}
+
+// False if the call had better go another way.
+template <class S>
+bool launch_tokens_kernel(Problem p, const Launch& launch) {
+  const ClusterSize size = tokens_size<S>(p, launch);
+  return size.blocks > 0 && launch_cluster_kernel<S>(p, size, launch);
+}
+
+// Of calls for which the device chooses between clusters and the line.  False if the call had better go another way.
+template <class S, class Line>
+bool launch_tokens_either(Problem p, const Launch& launch) {
+  constexpr int kBytes = std::max(cluster_shared_bytes<S>(S::kWarps), decode_shared_bytes<Line>());
+  constexpr auto kKernel = paged_attention_tokens_either_kernel<S, Line>;
+  if (p.lengths != Lengths::kForClusters || !suits_tokens<Line>(p)) return false;
+  const ClusterSize size = tokens_size<S>(p, launch);
+  if (size.blocks == 0 || size.warps != S::kWarps || p.ways > 1) return false;
+  const int clusters = resident_clusters<kKernel>(size, kBytes, launch);
+  if (p.a.num_seqs * p.a.num_kv_heads > clusters) return false;
+  const int grid = clusters * size.blocks, tile_tokens = p.tile_tokens;
+  set_places(p, Line::kUnitTokens);
+  set_line(p, decode_tiling<Line>(p), grid);
+  p.tile_tokens = tile_tokens;
+  set_cluster(p, size.blocks, p.tile_tokens * p.tile_heads, TokensKernel<S>::kQuads * 4, launch.device);
+  set_balance(p, 1, launch.device);
+  p.ticket = next_ticket();
+  launch_after(kKernel, dim3(grid), dim3(S::kWarps * 32), size.blocks, kBytes, launch, p.a.op, p, copies_of<S>(p));
+  return true;
 }
 
 // Of elements that are to be widened: on the line, with the queries of a sequence as up to 16 columns; of nvfp4 up to twice, for
@@ -188,6 +233,14 @@ bool launch_tokens_line(const Problem& p, const Launch& launch) {
          launch_decode_line<Line, Single>(p, launch);
 }
 
+// Of columns that one kernel takes as clusters and as the line.  Sixteen of 16-bit elements in rows of tokens are quicker by the line
+// of warpgroups, if it is a line.
+template <class Element, int kD, bool kPackedV, int kColumns>
+constexpr bool kHasEither = std::is_same_v<Element, ElementNvfp4> ? kD == 128 && kColumns <= 16
+                            : kD == 128 ? kColumns == 8 || (kColumns == 16 && (kPackedV || Element::kBytes == 1))
+                            : kD == 256 ? kColumns == 8
+                                        : kColumns == 16;
+
 template <class Element>
 bool launch_tokens(const Problem& p, const Launch& launch) {
   const int64_t columns = p.a.num_tokens / p.a.num_seqs * p.group;  // a sequence's, if all have as many tokens
@@ -200,6 +253,12 @@ bool launch_tokens(const Problem& p, const Launch& launch) {
       const auto launch_columns = [&]<int kD, int kColumns> {
         if (p.lengths == Lengths::kForLine) return false;
         using Cluster = ClusterShape<Element, kD, kPackedV, kColumns, false, false, true>;
+        if constexpr (kHasEither<Element, kD, kPackedV, kColumns>) {
+          using Line = DecodeShape<Element, kD, kPackedV, kColumns, false, false, true, true>;
+          if (launch_tokens_either<Cluster, LineOfClusters<Line, Cluster>>(p, launch)) return true;
+        }
+        if (p.lengths == Lengths::kForClusters && (kPackedV || kD > 128))
+          return false;  // warpgroups have no line for others
         if constexpr (kMayBeSmall && kColumns <= 16) {
           if (p.a.block_size % kGroupTokens != 0) return launch_tokens_kernel<SmallPages<Cluster>>(p, launch);
         }

@@ -133,7 +133,7 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
     if constexpr (kLateProducts) {
 #pragma unroll
       for (int i = 0; i < S::kWeightBytes / 16 / kThreads; ++i)
-        store_zeros(own_weights() + (i * kThreads + thread) * 16);
+        store_shared(own_weights() + (i * kThreads + thread) * 16, {0, 0, 0, 0});
 #pragma unroll
       for (auto& of_tokens : state.values) {
 #pragma unroll
@@ -144,10 +144,6 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
       }
     }
     Base::begin_segment(u, state);
-  }
-
-  static __device__ void store_zeros(uint32_t to) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
   }
 
   // Of weights that all have stored.

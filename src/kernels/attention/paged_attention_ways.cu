@@ -42,18 +42,25 @@ bool suits_spans(const Problem& p, int ways, int device) {
   return is_long && p.a.num_seqs * p.a.num_kv_heads * ways * kFewestSpans * kMostBlocks <= num_sms(device);
 }
 
+namespace {
+
+// Is there a line for such a call, or a kernel that can be both?
+bool has_either_way(const Problem& p, RowClass rows, int device) {
+  const bool are_few = rows == RowClass::kFew && !p.a.batch_invariant;
+  if (p.a.kv_format == KvFormat::kNvfp4) return are_few && p.a.head_size == 128;
+  if (p.a.head_size > 128) return are_few && p.a.num_tokens * p.group <= 8 * p.a.num_seqs;
+  return may_use_warpgroups(p.a, rows, device) || (are_few && p.a.value.dim != 1);
+}
+
+// May several query rows of few sequences, whose tables have room for many keys, go by clusters or a line, as their lengths say?
 bool may_go_either_way(const Problem& p, RowClass rows, int device) {
-  const bool has_line = p.a.kv_format == KvFormat::kNvfp4 ? rows == RowClass::kFew && p.a.head_size == 128
-                                                          : may_use_warpgroups(p.a, rows, device);
-  const bool is_wide = p.sees_all() && p.a.max_seq_len > kMostOfFew && has_line;
+  const bool is_wide = p.sees_all() && p.a.max_seq_len > kMostOfFew && has_either_way(p, rows, device);
   const bool are_alike = p.min_rows == 0 && p.a.num_tokens % p.a.num_seqs == 0;  // the numbers of query tokens
   if (!is_wide || !are_alike || p.a.num_seqs * p.a.num_kv_heads > 2 * num_sms(device)) return false;
   // One sequence has clusters without a line, and one query token of few heads a line of decoding, whatever its pages are.
   const bool decodes = p.a.num_tokens == p.a.num_seqs && p.group <= (p.a.head_size <= 64 ? 4 : 8);
   return p.a.num_seqs == 1 ? rows == RowClass::kMore : !decodes;
 }
-
-namespace {
 
 // Can the tensor-core kernels take this call?  They want 16-byte pieces everywhere.
 bool suits_mma(const PagedAttentionArgs& a) {
@@ -130,19 +137,19 @@ bool launch_rows(const Problem& p, RowClass rows, const Launch& launch) {
 
 bool has_17_to_64_rows(RowClass rows) { return rows == RowClass::kSome || rows == RowClass::kMore; }
 
-// Several query rows of few KV heads, whose keys clusters share: more than 16 rows by warpgroups, for elsewhere elements of one byte
-// are widened for few rows at a time.  False if the call had better go another way.
+// Several query rows of so few KV heads that clusters share their keys: more than 16 rows by warpgroups, for elsewhere elements of
+// one byte are widened for few rows at a time.  False if the call had better go another way.
 bool launch_for_few_heads(const Problem& p, RowClass rows, const Launch& launch) {
   const int device = launch.device;
-  if (rows == RowClass::kFew) return suits_spans(p, 1, device) && launch_tokens(p, launch);
+  if (rows == RowClass::kFew) return launch_tokens(p, launch);
   if (!has_17_to_64_rows(rows)) return false;
-  if (may_use_warpgroups(p.a, rows, device)) return suits_spans(p, 1, device) && launch_warpgroup_clusters(p, launch);
+  if (may_use_warpgroups(p.a, rows, device)) return launch_warpgroup_clusters(p, launch);
   const int ways = rows == RowClass::kMore ? 2 : 1;
   return p.a.kv_format == KvFormat::kSame && suits_spans(p, ways, device) && launch_tokens(p, launch);
 }
 
-// Clusters, and before or after them a line, of which one finds that the lengths are not for it.  False if the call had better go
-// another way.
+// By a kernel that is clusters or a line, as it finds the lengths, or by clusters, and before or after them a line, of which one finds
+// that the lengths are not for it.  False if the call had better go another way.
 bool launch_either_way(Problem p, RowClass rows, const Launch& launch) {
   if (!may_go_either_way(p, rows, launch.device)) return false;
   p.lengths = Lengths::kForClusters;
@@ -160,13 +167,15 @@ bool launch_prefill(const Problem& p, const Launch& launch) {
 bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
   const bool from_17_to_64 = has_17_to_64_rows(rows);
   const bool decodes = rows == RowClass::kFew || rows == RowClass::kInvariantFew;
-  // Short calls are first asked for in launch_decode if they see all their keys; those of more rows in launch_warpgroup_clusters,
+  // Short calls are first asked for in launch_decode if they see all their keys, unless it is the device that finds them short; those
+  // of more rows in launch_warpgroup_clusters,
   // whose clusters know windows; and others in launch_tokens, whose clusters know sparsity, too.  Long ones with either are
   // launch_decode's, for its line knows them.  All over pages that are no groups of eight tokens are launch_tokens's, if clusters
   // of warpgroups have not taken them.
+  const bool may_share_keys = suits_spans(p, 1, launch.device);
+  if (!may_share_keys && launch_either_way(p, rows, launch)) return true;
   if (decodes && p.sees_all() && launch_decode(p, launch)) return true;
-  if (launch_for_few_heads(p, rows, launch)) return true;
-  if (launch_either_way(p, rows, launch)) return true;
+  if (may_share_keys && (launch_for_few_heads(p, rows, launch) || launch_either_way(p, rows, launch))) return true;
   const bool by_warpgroups = from_17_to_64 && may_use_warpgroups(p.a, rows, launch.device);
   if (by_warpgroups && launch_warpgroup_clusters(p, launch)) return true;
   if ((rows == RowClass::kFew || from_17_to_64) && launch_tokens(p, launch)) return true;

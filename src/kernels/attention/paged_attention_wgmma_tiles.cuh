@@ -75,11 +75,7 @@ struct TileList {
     own = clamp_sequence(p, raw);
     if (blockIdx.x == 0) report_sequence(p, raw);
     upto = takes(p, own) ? static_cast<int64_t>((own.query_len + p.tile_tokens - 1) / p.tile_tokens) * heads() : 0;
-#pragma unroll 1
-    for (int delta = 1; delta < 32; delta *= 2) {
-      const int64_t below = __shfl_up_sync(~0u, upto, delta);
-      if (lane >= delta) upto += below;
-    }
+    upto = inclusive_sum(upto);
     total = __shfl_sync(~0u, upto, 31);
   }
 

@@ -24,6 +24,12 @@ __device__ inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
                : "r"(address));
 }
 
+// Stores 16 bytes, at their places for ldmatrix.
+__device__ inline void store_shared(uint32_t address, uint4 x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
 // c += a * b
 template <class T>
 __device__ inline void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);

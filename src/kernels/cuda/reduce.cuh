@@ -1,4 +1,4 @@
-// Reductions over threads, always in the same order, given to all threads that take part.
+// Reductions over threads, always in the same order, given to all threads that take part; and sums of those before each.
 //
 // Zero is neutral: lanes and warps that have nothing bring 0, and rows that are laid out over more threads than they need
 // come to the same bits.
@@ -20,6 +20,17 @@ __device__ float warp_reduce(float v, int width, Combine combine) {
   for (int distance = 16; distance > 0; distance /= 2)
     if (distance < width) v = combine(v, __shfl_xor_sync(0xffffffffu, v, distance));
   return v;
+}
+
+// Of this lane and those before it.  All lanes of the warp must call it.
+template <class T>
+__device__ T inclusive_sum(T x) {
+#pragma unroll 1
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const T below = __shfl_up_sync(0xffffffffu, x, distance);
+    if (threadIdx.x % 32 >= distance) x += below;
+  }
+  return x;
 }
 
 // Over a block of `warps` warps (a power of two).  One barrier; each call in a kernel has a kUse of its own, and so its own memory.
