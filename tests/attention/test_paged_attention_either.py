@@ -71,8 +71,9 @@ def test_layouts(array: Library, kind: str, sizes: Sizes, layout: str, lens: tup
 def test_head_sizes(
     array: Library, head_size: int, kv_heads: int, dtype: str, kind: str, lens: tuple[int, ...]
 ) -> None:
-    """Heads of 64 are taken in pairs."""
-    check(array, batch(lens, Sizes(3 * kv_heads, kv_heads, head_size), kind=kind, dtype=dtype))
+    """Heads of 64 are taken in pairs, if caches are rows of tokens."""
+    for layout in ("NHD", "packed"):
+        check(array, batch(lens, Sizes(3 * kv_heads, kv_heads, head_size), kind=kind, dtype=dtype, layout=layout))
 
 
 @pytest.mark.parametrize("window", [None, 150])
@@ -117,9 +118,13 @@ def test_replayed_with_lengths_for_the_other_way(cupy: Any, kind: str, head_size
 
 @SEVERAL
 @SOME_KINDS
-@pytest.mark.parametrize("lens", [ALIKE, ONE_QUITE_LONG], ids=["alike", "one long"])
+@pytest.mark.parametrize(
+    "lens",
+    [ALIKE, ONE_QUITE_LONG, ALIKE + ALIKE, ALIKE + ONE_QUITE_LONG],
+    ids=["alike", "one long", "many alike", "one of many long"],
+)
 def test_several_tokens(array: Library, lens: tuple[int, ...], kind: str, queries: int, group: int) -> None:
-    """Of so many KV heads each has a block, if they are alike."""
+    """Of so many KV heads each has an SM, if they are alike; of twice as many they do not find room at once."""
     check(array, several_tokens(lens, queries, group, 8, kind))
 
 

@@ -30,7 +30,7 @@ def test_replayed_with_other_lengths(cupy: Any, layout: str, head_size: int, roo
         captured.check(now)
 
 
-@pytest.mark.parametrize("seqs", [5, 16])
+@pytest.mark.parametrize("seqs", [5, 16, 20])
 @pytest.mark.parametrize(("group", "head_size"), [(9, 128), (16, 128), (8, 64), (5, 48), (16, 64), (3, 80)])
 @pytest.mark.parametrize(
     ("kind", "layout"), [("fp8_e4m3", "NHD"), ("int8", "NHD"), ("fp8_e4m3", "packed"), ("auto", "packed")]

@@ -100,7 +100,7 @@ bool launch_decode_clusters(Problem p, const Launch& launch) {
       if constexpr (kMayFold<Line> && kD == 64) {
         if (launch_folded_either<Element>(p, launch) || launch_folded_cluster<Element>(p, launch)) return true;
       }
-      if constexpr (!kForAnyBatch && kQueries <= 8 && (kD == 128 || (kD == 256 && !kPackedV))) {
+      if constexpr (!kForAnyBatch && kQueries <= 8 && kD >= 128) {
         // Of one byte of heads of 256 more warps would have a tile less each under way.
         using Wide = ClusterShape<Element, kD, kPackedV, kQueries, kD == 128 || !Line::kNarrow, false>;
         if (size.spans == 1 && launch_either<Usual, Wide, Line>(p, launch)) return true;

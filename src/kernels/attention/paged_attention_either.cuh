@@ -1,5 +1,6 @@
 // Decoding of few sequences whose block tables have room for long ones (paged_attention_balance.cuh): one kernel that can be
-// clusters (paged_attention_cluster.cuh) or the line (paged_attention_decode.cuh).
+// clusters (paged_attention_cluster.cuh) or the line (paged_attention_decode.cuh).  Of several query tokens, or many heads in a
+// group, the same is in paged_attention_tokens.cuh.
 //
 // A cluster's blocks go as far as the lengths, then all take the same way.  The line is that of as many blocks, which may
 // be some more than clusters need.
@@ -14,7 +15,7 @@ namespace pykv::attention {
 template <class Line, class Cluster>
 struct LineOfClusters : SeesAll<Line> {
   static constexpr int kHeads = 1, kWarps = Cluster::kWarps, kUnitTokens = kWarps * Line::kTile, kBlocksPerSm = 1;
-  static constexpr int kLead = 4;  // an end takes as long as that many places, of 64 KB; measured on an H100
+  static constexpr int kLead = Line::kRaw && Line::kColumns <= 8 ? 2 : 4;  // measured on an H100
   static constexpr int kStages = Cluster::kStages, kRingBytes = kStages * Line::kStageBytes;
   static constexpr bool kSharedQueries = Cluster::kSharedQueries;
   static constexpr bool kLate = Line::kLate && Line::kStages == kStages;  // with as much under way

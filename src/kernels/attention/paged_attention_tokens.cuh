@@ -5,6 +5,8 @@
 // afterwards.  Where blocks have no room for so many columns, and elements are of one byte, which mma.sync has to widen for few
 // rows at a time, half as many are done up to four times, unless warpgroups take the call.
 //
+// In tables with room for long sequences a kernel of up to 16 columns is these clusters or the line, as the lengths say.
+//
 // Chain: lengths and pages at once -> queries, tiles -> sums -> one exchange -> output, for each tile of queries.
 #pragma once
 

@@ -167,11 +167,10 @@ bool launch_prefill(const Problem& p, const Launch& launch) {
 bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
   const bool from_17_to_64 = has_17_to_64_rows(rows);
   const bool decodes = rows == RowClass::kFew || rows == RowClass::kInvariantFew;
-  // Short calls are first asked for in launch_decode if they see all their keys, unless it is the device that finds them short; those
-  // of more rows in launch_warpgroup_clusters,
-  // whose clusters know windows; and others in launch_tokens, whose clusters know sparsity, too.  Long ones with either are
-  // launch_decode's, for its line knows them.  All over pages that are no groups of eight tokens are launch_tokens's, if clusters
-  // of warpgroups have not taken them.
+  // Short calls are first asked for in launch_decode if they see all their keys, unless it is the device that finds them short;
+  // those of more rows in launch_warpgroup_clusters, whose clusters know windows; and others in launch_tokens, whose clusters know
+  // sparsity, too.  Long ones with either are launch_decode's, for its line knows them.  All over pages that are no groups of eight
+  // tokens are launch_tokens's, if clusters of warpgroups have not taken them.
   const bool may_share_keys = suits_spans(p, 1, launch.device);
   if (!may_share_keys && launch_either_way(p, rows, launch)) return true;
   if (decodes && p.sees_all() && launch_decode(p, launch)) return true;
