@@ -72,7 +72,7 @@ def test_head_sizes(
     array: Library, head_size: int, kv_heads: int, dtype: str, kind: str, lens: tuple[int, ...]
 ) -> None:
     """Heads of 64 are taken in pairs, if caches are rows of tokens."""
-    for layout in ("NHD", "packed"):
+    for layout in ("NHD", "packed") if head_size % 16 == 0 else ("NHD",):  # packed keys are pieces of 16 bytes
         check(array, batch(lens, Sizes(3 * kv_heads, kv_heads, head_size), kind=kind, dtype=dtype, layout=layout))
 
 
