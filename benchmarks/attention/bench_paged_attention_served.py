@@ -75,7 +75,7 @@ def variants(fast: Case) -> Iterator[Case]:
     for queries in (1, 2, 4, 8, 16):
         yield but(f"tables for 32k, {queries} queries", room=32768, queries=(queries,) * len(fast.lens))
     yield but("tables for 32k, 16 heads in a group", room=32768, heads=8 * 16)
-    for queries in (2, 4):
+    for queries in (2, 4, 8):
         yield but(
             f"tables for 32k, {queries} queries, packed",
             room=32768,
@@ -83,6 +83,8 @@ def variants(fast: Case) -> Iterator[Case]:
             queries=(queries,) * len(fast.lens),
         )
     yield but("tables for 32k, heads of 64, 8 in a group", room=32768, **few)
+    large = {"head_size": 256, "kv_heads": 4, "heads": 16, "queries": (4,) * len(fast.lens)}
+    yield but("tables for 32k, heads of 256, 4 queries", room=32768, **large)
     yield but("2 queries, HND", queries=(2,) * len(fast.lens), layout="HND")
     yield but("2 queries, packed", queries=(2,) * len(fast.lens), layout="packed")
     for name in ("alibi", "int64", "lse", "sinks", "soft cap", *(() if wide else ("scale per head",))):

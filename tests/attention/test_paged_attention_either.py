@@ -2,7 +2,7 @@
 
 Sequences that are much alike have clusters of blocks; where one has far more tokens than others, all blocks share it.
 With one query token, and mostly with up to 16 rows, a kernel is both.  Else there are two: clusters come after a line
-of warpgroups, whose pieces they add up, or before one of decoding.
+of warpgroups, whose pieces they add up, or before any other.
 """
 
 from __future__ import annotations
@@ -128,10 +128,10 @@ def test_several_tokens(array: Library, lens: tuple[int, ...], kind: str, querie
     check(array, several_tokens(lens, queries, group, 8, kind))
 
 
-# Query tokens, heads in a group and their size: 8 and 16 columns, which one kernel takes either way.
-COLUMNS = pytest.mark.parametrize(
-    ("queries", "group", "head_size"), [(2, 4, 128), (4, 4, 128), (3, 5, 80), (1, 16, 128), (2, 8, 64), (2, 3, 256)]
-)
+# Query tokens, heads in a group and their size: for one kernel that is both, and for two.
+ONE_KERNEL = [(2, 4, 128), (4, 4, 128), (3, 5, 80), (1, 16, 128), (2, 8, 64), (2, 3, 256)]
+TWO_KERNELS = [(8, 4, 128), (16, 4, 128), (1, 24, 128), (5, 7, 96), (4, 8, 64), (1, 16, 256), (8, 4, 256)]
+COLUMNS = pytest.mark.parametrize(("queries", "group", "head_size"), ONE_KERNEL + TWO_KERNELS)
 
 
 @COLUMNS
@@ -196,7 +196,7 @@ def test_bad_ids_of_several_tokens(array: Library, lens: tuple[int, ...], kind: 
 @SOME_KINDS
 @pytest.mark.parametrize(
     ("layout", "queries", "head_size"),
-    [*product(["NHD", "packed"], [2, 4, 8, 16], [128]), ("NHD", 2, 256), ("NHD", 4, 64)],
+    [*product(["NHD", "packed"], [2, 4, 8, 16], [128]), *product(["NHD"], [2, 4, 8], [256]), ("NHD", 4, 64)],
 )
 def test_several_tokens_replayed_with_lengths_for_the_other_way(
     cupy: Any, kind: str, layout: str, queries: int, head_size: int

@@ -47,7 +47,7 @@ def test_pages(array: Library, layout: str, page: int, head_size: int) -> None:
 
 @HEAD_SIZES
 @pytest.mark.parametrize("room", [0, 30_000], ids=["", "wide tables"])
-@pytest.mark.parametrize(("group", "kv_heads"), [(1, 8), (5, 3), (8, 1), (16, 2)])
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 8), (5, 3), (8, 1), (16, 2), (24, 2)])
 def test_groups(array: Library, group: int, kv_heads: int, room: int, head_size: int) -> None:
     """KV heads are taken in pairs, if they are an even number."""
     for lens in (MIXED, (300, 290, 17), (5, 9000, 300)):
@@ -56,7 +56,7 @@ def test_groups(array: Library, group: int, kv_heads: int, room: int, head_size:
 
 @HEAD_SIZES
 @pytest.mark.parametrize("room", [0, 30_000], ids=["", "wide tables"])
-@pytest.mark.parametrize(("queries", "group"), [(2, 4), (4, 4), (3, 5), (8, 4)])  # 8 to 32 columns
+@pytest.mark.parametrize(("queries", "group"), [(2, 4), (4, 4), (3, 5), (8, 4), (16, 4)])  # 8 to 64 columns
 def test_several_tokens(array: Library, queries: int, group: int, room: int, head_size: int) -> None:
     for lens in (MIXED, (5, 9000), (100,) * 40, (310, 300, 290), (700, 900) * 12):
         check(array, batch(lens, Sizes(2 * group, 2, head_size), queries, room=room))
@@ -94,21 +94,35 @@ def test_any_scale(array: Library, head_size: int) -> None:
     check(array, b.changed(options={"k_scale": 0.002, "v_scale": 0.03}))
 
 
-@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("room", [0, 30_000], ids=["", "wide tables"])
+@pytest.mark.parametrize("queries", [1, 4, 8])
 @pytest.mark.parametrize("at", [0, 100, 399])
-def test_bad_ids(array: Library, at: int, queries: int) -> None:
+def test_bad_ids(array: Library, at: int, queries: int, room: int) -> None:
     for head_size in (64, 128, 256):
         for bad in (-3, 2**30):
-            b = batch((400, 30, 64), Sizes(8, 2, head_size), queries)
+            b = batch((400, 30, 64), Sizes(8, 2, head_size), queries, room=room)
             b.block_tables[0, at // 16] = bad
             check_reported(array, b, bad)
 
 
-@pytest.mark.parametrize(("queries", "group"), [(1, 4), (2, 4), (3, 4), (1, 16)])
-def test_replayed(cupy: Any, queries: int, group: int) -> None:
+@pytest.mark.parametrize(
+    ("queries", "group", "head_size"),
+    [
+        (1, 4, 128),
+        (2, 4, 128),
+        (3, 4, 128),
+        (1, 16, 128),
+        (8, 4, 128),
+        (1, 24, 128),
+        (16, 4, 128),
+        (4, 4, 64),
+        (2, 8, 256),
+    ],
+)
+def test_replayed(cupy: Any, queries: int, group: int, head_size: int) -> None:
     """With lengths for clusters and for the line."""
     longest = (30_000, 9000, 300)
-    captured = CapturedCalls(cupy, batch(longest, Sizes(4 * group, 4, 128), queries, dtype="float16"), calls=2)
+    captured = CapturedCalls(cupy, batch(longest, Sizes(4 * group, 4, head_size), queries, dtype="float16"), calls=2)
     for now in (longest, (20_000, 3, 300), (250, 260, 64), (5000, 6000, 300), longest):
         captured.check(now)
     if queries == 1:

@@ -69,19 +69,6 @@ void set_pieces(Problem& p, const Tiling& t, int grid) {
 
 }  // namespace
 
-void set_balance(Problem& p, int blocks_per_sm, int device) {
-  if (p.lengths == Lengths::kAny) return;
-  // Measured on an H100.  Arithmetic, of which one byte and 64 rows have most, is as slow for one block as for all.
-  const bool narrow = p.a.kv_format != KvFormat::kSame, many = uniform_rows(p) == RowClass::kMore;
-  const float pace = (narrow ? 1.3f : 2.f) * (many ? 0.75f : 1.f) / static_cast<float>(p.ways);
-  const float blocks = static_cast<float>(p.cluster) / static_cast<float>(blocks_per_sm);
-  int slack = narrow ? 1920 : 1280;
-  if (p.a.batch_invariant) {  // the line has a long sequence in pieces of a chunk, which take a microsecond each
-    slack = std::max(slack, (narrow ? 1700 : 900) * p.cluster) / (p.a.head_size > 128 ? 4 : 1);
-  }
-  p.balance = Balance::of(p.a.num_kv_heads, blocks, num_sms(device), pace, slack);
-}
-
 uint64_t next_ticket() {
   static std::atomic<uint64_t> next = [] {
     std::random_device random;

@@ -149,7 +149,7 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
   allow_shared_memory(kernel, static_cast<int>(shared_memory_limit(launch.device)), allowed, p.a.op, launch);
   set_cluster(p, size.blocks, S::kManyTokens ? p.tile_tokens * p.tile_heads : p.group, DecodeLoader<S>::kQuads * 4,
               launch.device);
-  set_balance(p, 1, launch.device);
+  set_balance(p, line_of(p, launch.device), 1, launch.device);
   if constexpr (S::kInvariant) {
     p.by_round = Divider(size.blocks * size.warps / ExactClusterKernel<S>::kTeamWarps);
     p.exchange_bytes = exact_exchange_bytes<S>(p.group, size.blocks, size.warps, launch.device);

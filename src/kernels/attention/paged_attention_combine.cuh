@@ -50,19 +50,15 @@ __device__ inline SegmentPieces pieces_of_note(const Unfinished& u, int note) {
   return {u.first_block, pieces, u.step, u.first_slot_is_head};
 }
 
-// Of a block: how many jobs there are up to each note, and with it.
-struct CombineScratch {
-  int jobs_up_to[kMaxGrid];
-};
+using JobsUpTo = int[kMaxGrid];  // of a block: how many jobs there are up to each note, and with it
 
 // Which of the line's blocks left notes, and of how many pieces, is known here alone: each block reads all notes and counts jobs,
 // which the warps take in turn.  A lane adds up four columns of a row over its part of the pieces, then the parts are added up.
 // Sum: Quad or, with batch_invariant, ExactQuad.  After wait_for_previous_kernel(), by whole blocks.
 template <class Sum, int kAtOnce>
-__device__ void combine_pieces(const LeftPieces& left, CombineScratch& scratch) {
+__device__ void combine_pieces(const LeftPieces& left, JobsUpTo& jobs_up_to) {
   const Problem& p = left.p;
   const int lane = threadIdx.x % 32, quads = p.pitch / 4, notes = left.notes;
-  auto& jobs_up_to = scratch.jobs_up_to;
   for (int i = threadIdx.x; i < notes; i += blockDim.x) {
     jobs_up_to[i] = CombineJobs(pieces_of_note(p.unfinished[i], i).pieces, left.items, kAtOnce).jobs;
   }
@@ -130,7 +126,7 @@ __device__ void combine_pieces(const LeftPieces& left, CombineScratch& scratch) 
 
 // By a kernel of clusters, of which an SM has one or two blocks: with more under way for each lane.  `memory`: of the block's stages.
 __device__ inline void combine_left_pieces(const LeftPieces& left, char* memory) {
-  combine_pieces<Quad, 2 * Quad::kAtOnce>(left, *reinterpret_cast<CombineScratch*>(memory));
+  combine_pieces<Quad, 2 * Quad::kAtOnce>(left, *reinterpret_cast<JobsUpTo*>(memory));
 }
 
 // In a kernel of its own.
@@ -138,11 +134,11 @@ constexpr int kCombineThreads = 256;
 template <class Sum>
 __global__ void __launch_bounds__(kCombineThreads, Sum::kBlocksPerSm)
     combine_kernel(const __grid_constant__ LeftPieces left) {
-  __shared__ CombineScratch scratch;
+  __shared__ JobsUpTo jobs_up_to;
   // It lets no other come up: where the next kernel's blocks came to lie would depend on when which of these end, and what reads
   // neighbouring heads would no longer do so at the same time.
   wait_for_previous_kernel();
-  if (takes_call(left.p)) combine_pieces<Sum, Sum::kAtOnce>(left, scratch);
+  if (takes_call(left.p)) combine_pieces<Sum, Sum::kAtOnce>(left, jobs_up_to);
 }
 
 }  // namespace pykv::attention

@@ -54,37 +54,45 @@ int resident_clusters(const ClusterSize& size, int shared_bytes, const Launch& l
   });
 }
 
-// False if the call had better go another way.
-template <class S, class Line>
-bool launch_either_kernel(const Problem& given, const Launch& launch) {
+// Launches a kernel that can be clusters of S, of so many queries each, or the line; decide: says when it is which, for a grid
+// of so many blocks.  False if not all clusters would run at once.
+template <auto kKernel, class S, class Line>
+bool launch_clusters_or_line(Problem p, const ClusterSize& size, int queries, const Launch& launch, auto&& decide) {
   static_assert(S::kWarps == Line::kWarps && !S::kInvariant);
-  constexpr int64_t kAlike = 2048;  // tokens; where no table has room for a page more, clusters lose little
   constexpr int kBytes = std::max(cluster_shared_bytes<S>(S::kWarps), decode_shared_bytes<Line>());
-  if (given.a.num_seqs <= 1 || given.a.max_seq_len < kAlike + given.a.block_size ||
-      given.a.num_kv_heads % Line::kHeads != 0 || kBytes > static_cast<int>(shared_memory_limit(launch.device))) {
-    return false;
-  }
-  constexpr auto kKernel = paged_attention_either_kernel<S, Line>;
-  Problem p = given;
-  p.a.max_seq_len = std::min<int64_t>(p.a.max_seq_len, kMostOfFew);  // the size of clusters is made for short tables
-  const ClusterSize size = cluster_size<S>(p, launch);
-  p.a.max_seq_len = given.a.max_seq_len;
-  if (size.warps != S::kWarps || size.blocks == 0) return false;
   const int clusters = resident_clusters<kKernel>(size, kBytes, launch);
   if (p.a.num_seqs * p.a.num_kv_heads > clusters) return false;
-  const int grid = clusters * size.blocks;
-  set_cluster(p, size.blocks, p.group, EitherKernel<S>::kQuads * 4, launch.device);
-  if (overlaps_kernels(launch.device)) p.early_blocks = grid;  // its lengths may be short
+  const int grid = clusters * size.blocks, tile_tokens = p.tile_tokens;
   set_places(p, Line::kUnitTokens);
   set_line(p, decode_tiling<Line>(p), grid);
-  // What a block reads with twice its part of the bandwidth or less, when the others have finished; the line begins and ends later
-  // by 5 us and more.  Measured on an H200.
-  constexpr int kSlackBytes = S::kNarrow ? 3 << 18 : 1 << 19;
-  p.balance =
-      Balance::of(p.a.num_kv_heads, static_cast<float>(size.blocks), grid, 1, kSlackBytes / (2 * S::kD * S::kBytes));
+  if (S::kManyTokens) p.tile_tokens = tile_tokens;
+  set_cluster(p, size.blocks, queries, DecodeLoader<S>::kQuads * 4, launch.device);
+  if (overlaps_kernels(launch.device)) p.early_blocks = grid;  // its lengths may be short
+  decide(p, grid);
   p.ticket = next_ticket();
   launch_after(kKernel, dim3(grid), dim3(S::kWarps * 32), size.blocks, kBytes, launch, p.a.op, p, copies_of<S>(p));
   return true;
+}
+
+// False if the call had better go another way.
+template <class S, class Line>
+bool launch_either_kernel(const Problem& p, const Launch& launch) {
+  constexpr int64_t kAlike = 2048;  // tokens; where no table has room for a page more, clusters lose little
+  if (p.a.num_seqs <= 1 || p.a.max_seq_len < kAlike + p.a.block_size || p.a.num_kv_heads % Line::kHeads != 0) {
+    return false;
+  }
+  Problem in_short_table = p;  // the size of clusters is made for these
+  in_short_table.a.max_seq_len = std::min<int64_t>(p.a.max_seq_len, kMostOfFew);
+  const ClusterSize size = cluster_size<S>(in_short_table, launch);
+  if (size.warps != S::kWarps || size.blocks == 0) return false;
+  // What a block reads with twice its part of the bandwidth or less, when the others have finished; the line begins and ends later
+  // by 5 us and more.  Measured on an H200.
+  constexpr int kSlackBytes = S::kNarrow ? 3 << 18 : 1 << 19;
+  return launch_clusters_or_line<paged_attention_either_kernel<S, Line>, S, Line>(
+      p, size, p.group, launch, [&](Problem& of_grid, int grid) {
+        of_grid.balance = Balance::of(p.a.num_kv_heads, static_cast<float>(size.blocks), grid, 1,
+                                      kSlackBytes / (2 * S::kD * S::kBytes));
+      });
 }
 
 // By blocks as the line has them, if an SM has one; else by those of clusters, of twelve warps where elements are to be

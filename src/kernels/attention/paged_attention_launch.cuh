@@ -65,10 +65,15 @@ bool may_use_warpgroups(const PagedAttentionArgs& a, RowClass rows, int device);
 // ... and are there so many sequences that for few rows, too, this is quicker than the lines of decoding?
 bool fills_warpgroups(const Problem& p, int device);
 
+// Whose line takes a call that may go either way, if its lengths do not suit clusters: that of decoding, of four warps together, or of
+// single warps.
+enum class LineOf { kDecoding, kWarpgroups, kWarps };
+LineOf line_of(const Problem& p, int device);
+
 // For such a call, when `p` is complete for clusters: when they take it, if an SM has so many of their blocks.  And the launch of the
-// line for other lengths: before theirs, which then adds up its pieces, or, of decoding, whose last blocks do so, after it; nothing,
-// or false: the call had better go another way.  None of these does anything for Lengths::kAny.
-void set_balance(Problem& p, int blocks_per_sm, int device);
+// line for other lengths: of warpgroups before theirs, which then adds up its pieces, else after it; nothing, or false: the call had
+// better go another way.  None of these does anything for Lengths::kAny.
+void set_balance(Problem& p, LineOf line, int blocks_per_sm, int device);
 std::optional<LeftPieces> launch_line_before(Problem p, const Launch& launch);
 bool launch_line_after(Problem p, const Launch& launch);
 

@@ -57,6 +57,7 @@ struct LineKernel : SegmentResults<S> {
     const int team = threadIdx.x / S::kTeam;
     char* const ring = rings + team * S::kRingBytes;
     const uint32_t stage0 = shared_address(ring);
+    if (!takes_call(p)) return leave_call();
     wait_for_previous_kernel();
     constexpr bool kLines = !S::kInvariant && (!S::kMany || S::kMore);  // no prefill
     const SharePosition share = find_share<0, kLines>(p, scratch.plan);

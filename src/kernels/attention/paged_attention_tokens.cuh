@@ -204,22 +204,12 @@ bool launch_tokens_kernel(Problem p, const Launch& launch) {
 // Of calls for which the device chooses between clusters and the line.  False if the call had better go another way.
 template <class S, class Line>
 bool launch_tokens_either(Problem p, const Launch& launch) {
-  constexpr int kBytes = std::max(cluster_shared_bytes<S>(S::kWarps), decode_shared_bytes<Line>());
-  constexpr auto kKernel = paged_attention_tokens_either_kernel<S, Line>;
   if (p.lengths != Lengths::kForClusters || !suits_tokens<Line>(p)) return false;
   const ClusterSize size = tokens_size<S>(p, launch);
   if (size.blocks == 0 || size.warps != S::kWarps || p.ways > 1) return false;
-  const int clusters = resident_clusters<kKernel>(size, kBytes, launch);
-  if (p.a.num_seqs * p.a.num_kv_heads > clusters) return false;
-  const int grid = clusters * size.blocks, tile_tokens = p.tile_tokens;
-  set_places(p, Line::kUnitTokens);
-  set_line(p, decode_tiling<Line>(p), grid);
-  p.tile_tokens = tile_tokens;
-  set_cluster(p, size.blocks, p.tile_tokens * p.tile_heads, TokensKernel<S>::kQuads * 4, launch.device);
-  set_balance(p, 1, launch.device);
-  p.ticket = next_ticket();
-  launch_after(kKernel, dim3(grid), dim3(S::kWarps * 32), size.blocks, kBytes, launch, p.a.op, p, copies_of<S>(p));
-  return true;
+  return launch_clusters_or_line<paged_attention_tokens_either_kernel<S, Line>, S, Line>(
+      p, size, p.tile_tokens * p.tile_heads, launch,
+      [&](Problem& of_grid, int) { set_balance(of_grid, LineOf::kDecoding, 1, launch.device); });
 }
 
 // Of elements that are to be widened: on the line, with the queries of a sequence as up to 16 columns; of nvfp4 up to twice, for
@@ -259,8 +249,6 @@ bool launch_tokens(const Problem& p, const Launch& launch) {
           using Line = DecodeShape<Element, kD, kPackedV, kColumns, false, false, true, true>;
           if (launch_tokens_either<Cluster, LineOfClusters<Line, Cluster>>(p, launch)) return true;
         }
-        if (p.lengths == Lengths::kForClusters && (kPackedV || kD > 128))
-          return false;  // warpgroups have no line for others
         if constexpr (kMayBeSmall && kColumns <= 16) {
           if (p.a.block_size % kGroupTokens != 0) return launch_tokens_kernel<SmallPages<Cluster>>(p, launch);
         }

@@ -148,7 +148,7 @@ bool launch_warpgroup_cluster(const Problem& given, const Launch& launch) {
     set_rows(p, S::kRows);
     set_places(p, S::kUnitTokens);
     set_cluster(p, blocks, p.tile_tokens * p.tile_heads, 4, launch.device);  // a block finishes whole rows
-    set_balance(p, S::kBlocksPerSm, launch.device);
+    set_balance(p, LineOf::kWarpgroups, S::kBlocksPerSm, launch.device);
     const auto grid = static_cast<unsigned>(heads * spans * blocks);
     if constexpr (S::kSpans) {
       constexpr float kAlone = 4608;  // keys, as quickly by one cluster as by very many; measured on an H100

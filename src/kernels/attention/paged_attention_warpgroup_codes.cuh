@@ -264,11 +264,12 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
 
   __device__ void take_tile(const Tile& tile, State& state, auto&& leave, const auto& pieces) const {
     compute(tile, state, leave);
-    if (tile.ends && kLateProducts) {
+    if (!tile.ends) return;
+    if constexpr (kLateProducts) {
       before_tile(state);
       this->end_products(state);
     }
-    if (tile.ends) end_segment(tile.slot.unit, state, pieces);
+    end_segment(tile.slot.unit, state, pieces);
   }
 };
 

@@ -44,19 +44,12 @@ bool suits_spans(const Problem& p, int ways, int device) {
 
 namespace {
 
-// Is there a line for such a call, or a kernel that can be both?
-bool has_either_way(const Problem& p, RowClass rows, int device) {
-  const bool are_few = rows == RowClass::kFew && !p.a.batch_invariant;
-  if (p.a.kv_format == KvFormat::kNvfp4) return are_few && p.a.head_size == 128;
-  if (p.a.head_size > 128) return are_few && p.a.num_tokens * p.group <= 8 * p.a.num_seqs;
-  return may_use_warpgroups(p.a, rows, device) || (are_few && p.a.value.dim != 1);
-}
-
 // May several query rows of few sequences, whose tables have room for many keys, go by clusters or a line, as their lengths say?
 bool may_go_either_way(const Problem& p, RowClass rows, int device) {
-  const bool is_wide = p.sees_all() && p.a.max_seq_len > kMostOfFew && has_either_way(p, rows, device);
+  const bool is_wide = p.sees_all() && p.a.max_seq_len > kMostOfFew && !p.a.batch_invariant && overlaps_kernels(device);
   const bool are_alike = p.min_rows == 0 && p.a.num_tokens % p.a.num_seqs == 0;  // the numbers of query tokens
-  if (!is_wide || !are_alike || p.a.num_seqs * p.a.num_kv_heads > 2 * num_sms(device)) return false;
+  const bool are_few = p.a.num_tokens * p.group <= 64 * p.a.num_seqs;
+  if (!is_wide || !are_alike || !are_few || p.a.num_seqs * p.a.num_kv_heads > 2 * num_sms(device)) return false;
   // One sequence has clusters without a line, and one query token of few heads a line of decoding, whatever its pages are.
   const bool decodes = p.a.num_tokens == p.a.num_seqs && p.group <= (p.a.head_size <= 64 ? 4 : 8);
   return p.a.num_seqs == 1 ? rows == RowClass::kMore : !decodes;
@@ -122,13 +115,6 @@ bool launch_warpgroups(const Problem& p, RowClass rows, const Launch& launch, Le
                            launch_warpgroups_e5m2, launch_warpgroups_int8, nullptr)(p, rows, launch, left);
 }
 
-// Does a call that may go either way have a line of decoding?  Up to eight columns over one byte are quicker there than by
-// warpgroups, and nvfp4 has no other.
-bool decodes_on_line(const Problem& p, int device) {
-  const bool few = p.a.num_tokens / p.a.num_seqs * p.group <= 8 && p.a.head_size > 64 && !fills_warpgroups(p, device);
-  return p.a.batch_invariant || p.a.kv_format == KvFormat::kNvfp4 || (p.a.kv_format != KvFormat::kSame && few);
-}
-
 // By kernels that take calls of any lengths, over any pages.
 bool launch_rows(const Problem& p, RowClass rows, const Launch& launch) {
   if (may_use_warpgroups(p.a, rows, launch.device)) return launch_warpgroups(p, rows, launch);
@@ -153,7 +139,8 @@ bool launch_for_few_heads(const Problem& p, RowClass rows, const Launch& launch)
 bool launch_either_way(Problem p, RowClass rows, const Launch& launch) {
   if (!may_go_either_way(p, rows, launch.device)) return false;
   p.lengths = Lengths::kForClusters;
-  return (rows != RowClass::kFew && launch_warpgroup_clusters(p, launch)) || launch_tokens(p, launch);
+  const bool by_warpgroups = rows != RowClass::kFew && may_use_warpgroups(p.a, rows, launch.device);
+  return (by_warpgroups && launch_warpgroup_clusters(p, launch)) || launch_tokens(p, launch);
 }
 
 bool launch_prefill(const Problem& p, const Launch& launch) {
@@ -218,16 +205,43 @@ void launch_all(Problem p, const Launch& launch) {
   launch_simple(p, launch);
 }
 
+LineOf line_of(const Problem& p, int device) {
+  const int64_t columns = p.a.num_tokens / p.a.num_seqs * p.group;
+  // Where elements are to be widened: up to eight columns are quicker there than by warpgroups.
+  const int most = p.a.kv_format == KvFormat::kNvfp4 ? 32 : may_use_warpgroups(p.a, uniform_rows(p), device) ? 8 : 16;
+  const bool may_decode = p.a.kv_format != KvFormat::kSame && p.a.head_size > 64 && p.a.head_size <= 128;
+  if (p.a.batch_invariant || (may_decode && columns <= most && !fills_warpgroups(p, device))) return LineOf::kDecoding;
+  return may_use_warpgroups(p.a, uniform_rows(p), device) ? LineOf::kWarpgroups : LineOf::kWarps;
+}
+
+void set_balance(Problem& p, LineOf line, int blocks_per_sm, int device) {
+  if (p.lengths == Lengths::kAny) return;
+  // Measured on an H100.  Arithmetic, of which one byte and 64 rows have most, is as slow for one block as for all.  Single warps are
+  // slow on a line, too, which begins and ends later.
+  const bool narrow = p.a.kv_format != KvFormat::kSame, many = uniform_rows(p) == RowClass::kMore;
+  float pace = (narrow ? 1.3f : 2.f) * (many ? 0.75f : 1.f) / static_cast<float>(p.ways);
+  int slack = narrow ? 1920 : 1280;
+  if (line == LineOf::kWarps) {
+    pace = narrow ? 2.5f : 2.25f;
+    slack = (narrow ? 2200 : 2048) / (p.a.head_size > 128 ? 2 : 1);
+  }
+  const float blocks = static_cast<float>(p.cluster) / static_cast<float>(blocks_per_sm);
+  if (p.a.batch_invariant) {  // the line has a long sequence in pieces of a chunk, which take a microsecond each
+    slack = std::max(slack, (narrow ? 1700 : 900) * p.cluster) / (p.a.head_size > 128 ? 4 : 1);
+  }
+  p.balance = Balance::of(p.a.num_kv_heads, blocks, num_sms(device), pace, slack);
+}
+
 std::optional<LeftPieces> launch_line_before(Problem p, const Launch& launch) {
   LeftPieces left{};
-  if (p.lengths == Lengths::kAny || decodes_on_line(p, launch.device)) return left;
+  if (p.lengths == Lengths::kAny || line_of(p, launch.device) != LineOf::kWarpgroups) return left;
   p.lengths = Lengths::kForLine;
   if (!launch_warpgroups(p, uniform_rows(p), launch, &left)) return std::nullopt;
   return left;
 }
 
 bool launch_line_after(Problem p, const Launch& launch) {
-  if (p.lengths == Lengths::kAny || !decodes_on_line(p, launch.device)) return true;
+  if (p.lengths == Lengths::kAny || line_of(p, launch.device) == LineOf::kWarpgroups) return true;
   p.lengths = Lengths::kForLine;
   if (p.a.batch_invariant) return launch_decode(p, launch);
   return launch_tokens(p, launch) || launch_rows(p, uniform_rows(p), launch);
