@@ -206,12 +206,13 @@ void launch_all(Problem p, const Launch& launch) {
 }
 
 LineOf line_of(const Problem& p, int device) {
+  const bool by_warpgroups = may_use_warpgroups(p.a, uniform_rows(p), device);
   const int64_t columns = p.a.num_tokens / p.a.num_seqs * p.group;
   // Where elements are to be widened: up to eight columns are quicker there than by warpgroups.
-  const int most = p.a.kv_format == KvFormat::kNvfp4 ? 32 : may_use_warpgroups(p.a, uniform_rows(p), device) ? 8 : 16;
+  const int most = p.a.kv_format == KvFormat::kNvfp4 ? 32 : by_warpgroups ? 8 : 16;
   const bool may_decode = p.a.kv_format != KvFormat::kSame && p.a.head_size > 64 && p.a.head_size <= 128;
   if (p.a.batch_invariant || (may_decode && columns <= most && !fills_warpgroups(p, device))) return LineOf::kDecoding;
-  return may_use_warpgroups(p.a, uniform_rows(p), device) ? LineOf::kWarpgroups : LineOf::kWarps;
+  return by_warpgroups ? LineOf::kWarpgroups : LineOf::kWarps;
 }
 
 void set_balance(Problem& p, LineOf line, int blocks_per_sm, int device) {
