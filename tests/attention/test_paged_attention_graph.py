@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from attention import inputs
 from attention.graphs import CapturedCalls
-from attention.inputs import Sizes
+from attention.inputs import Batch, Sizes
 from cache import inputs as cache_inputs
 from tolerance import assert_attention
 
@@ -48,41 +48,64 @@ def test_many_heads_replayed_in_wide_tables(
         captured.check(now)
 
 
-@pytest.mark.parametrize("window", [None, 1, 100])
-@pytest.mark.parametrize(("layout", "page"), [("NHD", 16), ("packed", 16), ("NHD", 1)])
-def test_reads_what_the_kernel_before_wrote(cupy: Any, layout: str, page: int, window: int | None) -> None:
-    """Short calls look at lengths and pages before the kernel before has ended; what it writes is what counts."""
-    first = np.array((700, 1900, 64, 1, 130))
-    sizes = Sizes(block_size=page)
-    b = inputs.batch(np.random.default_rng(0), [(1, n) for n in first], sizes, layout=layout, decode=True)
-    b.options["window"] = window
+def check_what_the_kernel_before_wrote(cupy: Any, lens: np.ndarray, b: Batch) -> None:
+    """Calls for a batch of such lengths, with lengths and tables that a kernel writes in front of each."""
     versions = [
-        (b.block_tables, first),
-        (np.roll(b.block_tables, 1, 0), np.roll(first, 1)),
-        (b.block_tables, first // 2),
+        (b.block_tables, lens),
+        (np.roll(b.block_tables, 1, 0), np.roll(lens, 1)),
+        (b.block_tables, lens // 2),
     ]
     both = np.stack([np.column_stack((lens, table)) for table, lens in [versions[-1], *versions]]).astype(np.int32)
     now = cupy.asarray(both)  # the first, which the kernels before write, and the versions
     query = cupy.asarray(b.query)
-    memories = [cupy.asarray(m) for m in b.memories]
+    memories = [cupy.asarray(m.view(np.uint8) if b.kind.startswith("fp8") else m) for m in b.memories]
     caches = (cache_inputs.view(memories[0], b.layout.key), cache_inputs.view(memories[-1], b.layout.value))
     outs = [cupy.zeros_like(query) for _ in versions]
     mappings = [cupy.array([[i + 1, 0]]) for i in range(len(versions))]
+    options = {"kv_cache_dtype": b.kind, **b.options}
 
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        pykv.paged_attention(outs[0], query, *caches, now[0, :, 1:], now[0, :, 0], window=window, stream=stream)
+        pykv.paged_attention(outs[0], query, *caches, now[0, :, 1:], now[0, :, 0], stream=stream, **options)
         stream.begin_capture()
         for out, mapping in zip(outs, mappings, strict=True):
             pykv.copy_blocks_mla([now], mapping, stream=stream)
-            pykv.paged_attention(out, query, *caches, now[0, :, 1:], now[0, :, 0], window=window, stream=stream)
+            pykv.paged_attention(out, query, *caches, now[0, :, 1:], now[0, :, 0], stream=stream, **options)
         graph = stream.end_capture()
         for _ in range(20):
             graph.launch(stream)
     stream.synchronize()
-    for out, (table, lens) in zip(outs, versions, strict=True):
+    for out, (table, these) in zip(outs, versions, strict=True):
         want, _ = inputs.expected(
-            b.changed(block_tables=table.astype(b.block_tables.dtype), seq_lens=lens.astype(b.seq_lens.dtype))
+            b.changed(block_tables=table.astype(b.block_tables.dtype), seq_lens=these.astype(b.seq_lens.dtype))
         )
         assert_attention(cupy.asnumpy(out), want)
+
+
+WRITTEN = np.array((700, 1900, 64, 1, 130))
+
+
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize(("layout", "page"), [("NHD", 16), ("packed", 16), ("NHD", 1)])
+def test_reads_what_the_kernel_before_wrote(cupy: Any, layout: str, page: int, window: int | None) -> None:
+    """Short calls look at lengths and pages before the kernel before has ended; what it writes is what counts."""
+    sizes = Sizes(block_size=page)
+    b = inputs.batch(np.random.default_rng(0), [(1, n) for n in WRITTEN], sizes, layout=layout, decode=True)
+    b.options["window"] = window
+    check_what_the_kernel_before_wrote(cupy, WRITTEN, b)
+
+
+@pytest.mark.parametrize(("group", "head_size"), [(4, 128), (8, 128), (16, 128), (8, 64), (16, 64), (4, 256)])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [(kind, layout) for kind in ("auto", "fp8_e4m3", "int8") for layout in ("NHD", "packed")] + [("nvfp4", "NHD")],
+)
+def test_windows_begin_where_the_kernel_before_says(
+    cupy: Any, kind: str, layout: str, group: int, head_size: int
+) -> None:
+    sizes = Sizes(heads=2 * group, head_size=head_size)
+    lens = [(1, n) for n in WRITTEN]
+    b = inputs.batch(np.random.default_rng(0), lens, sizes, kind=kind, layout=layout, decode=True)
+    b.options["window"] = 100
+    check_what_the_kernel_before_wrote(cupy, WRITTEN, b)

@@ -26,6 +26,12 @@ struct ClusterShape : ColumnsShape<Element, kD, kPackedV, kQueries> {
       std::max(kStages * Few::kStageBytes, kQueries * kD * 4);  // there a warp leaves its sums
 };
 
+// The same for one query token that sees keys through a window.
+template <class Cluster>
+struct Windowed : Cluster {
+  static constexpr bool kHidesKeys = true;
+};
+
 struct NoSharedQueries {};
 
 // What the blocks send to the one that finishes these columns, and what the warps of a block share.
@@ -61,14 +67,14 @@ struct ClusterKernel : ClusterSpans<S> {
   const int task = S::kManyTokens ? p.by_ways.quotient(place) : place;
   const int sequence = task / p.a.num_kv_heads, kv_head = task - sequence * p.a.num_kv_heads;
 
-  // With kManyTokens: the first key that a query sees, where its tile begins, and the sequence's length.
+  // With kHidesKeys: the first key that a query sees, where its tile begins, and the sequence's length.
   int first_seen = 0, begin = 0, seen_len = 0;
 
   // The warp's i-th tile.
   __device__ int first_token(int i) const {
     const int at = this->tile_place(i);
-    if constexpr (!S::kManyTokens) return at;
-    return p.sparse ? this->seen_token(kv_head, seen_len, at) : begin + at;
+    if constexpr (!S::kHidesKeys) return at;
+    return S::kManyTokens && p.sparse ? this->seen_token(kv_head, seen_len, at) : begin + at;
   }
 
   // What lies past the end of the sequence is no page, but in the table; past the table's end it is -1.
@@ -83,6 +89,24 @@ struct ClusterKernel : ClusterSpans<S> {
     return this->ask_for_page(sequence, token, token < p.a.max_seq_len);
   }
 
+  // From the first key that a query at this position sees.
+  __device__ void look_from(int len, int position) {
+    first_seen = max(0, attention::first_seen(p, position));
+    begin = first_seen & -kTile;
+    seen_len = len;
+  }
+
+  __device__ void look_at(int len) { look_from(len, len - 1); }
+
+  // Where keys begin, which with a window or sparsity depends on the length.
+  struct Guess {
+    int begin, seen_len;
+
+    __device__ bool is_right(const ClusterKernel& kernel) const {
+      return begin == kernel.begin && (!S::kManyTokens || !kernel.p.sparse || seen_len == kernel.seen_len);
+    }
+  };
+
   __device__ void run() {
     run(true, [] { return true; });
   }
@@ -91,12 +115,19 @@ struct ClusterKernel : ClusterSpans<S> {
   __device__ bool run(bool has_task, auto&& suits) {
     open_exchange();
     if (has_task && blockIdx.x < p.early_blocks) {
-      this->foresee(sequence, kv_head, this->early_length(sequence), first_token(0));
+      const int len = this->early_length(sequence);
+      if constexpr (S::kHidesKeys) look_at(static_cast<int>(clamp(len, 0, p.a.max_seq_len)));
+      this->foresee(sequence, kv_head, len, first_token(0));
     }
+    [[maybe_unused]] const Guess guess{begin, seen_len};
     wait_for_previous_kernel();
-    const int ids = has_task ? look_up_tiles(0) : -1;  // pages
+    int ids = has_task ? look_up_tiles(0) : -1;  // pages; of the first keys if all is as it was a moment before
     const int len = has_task ? this->length(sequence) : 0;
     const bool is_mine = suits();
+    if constexpr (S::kHidesKeys) {
+      look_at(len);
+      if (!guess.is_right(*this)) ids = look_up_tiles(0);
+    }
     this->use_spans(len);
     if (!is_mine || !has_task || this->is_left_out()) {
       close_exchange();

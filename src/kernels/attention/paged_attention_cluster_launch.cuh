@@ -51,22 +51,23 @@ struct ClusterSize {
   int spans = 1;
 };
 
-// Whether other clusters may share their keys.  Of more columns warpgroups' do, but those over packed caches.
+// Whether other clusters may share their keys.  Of more columns warpgroups' do, but those over packed caches.  What one token sees
+// through a window is too little (kMostWindow).
 template <class S>
-constexpr bool kMaySpan = S::kColumns <= 16 || S::kPackedV;
+constexpr bool kMaySpan = (S::kColumns <= 16 || S::kPackedV) && (S::kManyTokens || !S::kHidesKeys);
 
 // How many clusters of so many blocks take a KV head of up to `most` keys, if `room` of them run at once.
 template <class S>
 int spans_for(int64_t most, int blocks, int64_t room, int64_t heads, int device) {
-  const int64_t clusters = std::min<int64_t>(room, num_sms(device) / blocks);
-  const int spans = static_cast<int>(std::min<int64_t>(clusters / heads, kMostSpans));
+  const int spans = static_cast<int>(std::min<int64_t>(room / heads, kMostSpans));
   if (spans < kFewestSpans) return 1;
   return most > keys_alone<S>(spans, heads, blocks * S::kWarps * S::kTile, device) ? spans : 1;
 }
 
-// One block for each SM, or two of half the size where there are more sequences than that.  Blocks of other sequences
-// do not help with a long one, hence the limits (in tokens), for nobody knows the lengths here.  Half of the SMs draw
-// the whole bandwidth; fewer blocks than that may lose more than they save, which is some microseconds.
+// One block for each SM, even where two would find room, for then the next kernel's come up beside it, or two of half the size where
+// there are more sequences than that.  Blocks of other sequences do not help with a long one, hence the limits (in tokens), for
+// nobody knows the lengths here.  Half of the SMs draw the whole bandwidth; fewer blocks than that may lose more than they save, which
+// is some microseconds.
 template <class S>
 ClusterSize cluster_size(const Problem& p, const Launch& launch) {
   constexpr int64_t kMostOfMany = 2048;
@@ -77,7 +78,9 @@ ClusterSize cluster_size(const Problem& p, const Launch& launch) {
   const auto room = [&](int blocks) {             // for so many clusters at once
     return resident[group][blocks].get(launch.device, [&] {
       const int bytes = cluster_bytes<S>(group, blocks, S::kWarps, launch.device);
-      return bytes == 0 ? 0 : count_resident_clusters(kernel, blocks, S::kWarps * 32, bytes, launch);
+      if (bytes == 0) return 0;
+      return std::min(count_resident_clusters(kernel, blocks, S::kWarps * 32, bytes, launch),
+                      num_sms(launch.device) / blocks);
     });
   };
   const int64_t most = most_keys<S>(p);
@@ -102,9 +105,9 @@ ClusterSize cluster_size(const Problem& p, const Launch& launch) {
   constexpr int kHalf = S::kInvariant ? 4 : S::kWarps / 2;
   // Of elements that are to be widened, chunks for more than two blocks of an SM are better shared out evenly.
   constexpr bool kByTwo = S::kInvariant && S::kNarrow && S::kD == 128 && !S::kPackedV;
-  // A tile for each warp is enough for windows that find room at once, of which the line has nothing else to begin, and for nvfp4,
-  // whose line has units of eight tiles.
-  const bool is_one_wave = !p.sees_all() && heads <= 2 * num_sms(launch.device);
+  // A tile for each warp is enough for windows and one byte that find room at once, of which the line has nothing else to begin, and
+  // for nvfp4, whose line has units of eight tiles.
+  const bool is_one_wave = (S::kNarrow || !p.sees_all()) && heads <= 2 * num_sms(launch.device);
   const bool suits = most <= kMostOfMany && most >= (is_one_wave || S::kRaw ? 1 : 2) * kHalf * S::kTile &&
                      (!kByTwo || heads <= 2 * num_sms(launch.device)) &&
                      cluster_bytes<S>(group, 1, kHalf, launch.device) > 0;
@@ -149,7 +152,11 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
   allow_shared_memory(kernel, static_cast<int>(shared_memory_limit(launch.device)), allowed, p.a.op, launch);
   set_cluster(p, size.blocks, S::kManyTokens ? p.tile_tokens * p.tile_heads : p.group, DecodeLoader<S>::kQuads * 4,
               launch.device);
-  set_balance(p, line_of(p, launch.device), 1, launch.device);
+  LineOf line{};
+  if (p.lengths != Lengths::kAny) {
+    line = line_of(p, launch.device);
+    set_balance(p, line, 1, launch.device);
+  }
   if constexpr (S::kInvariant) {
     p.by_round = Divider(size.blocks * size.warps / ExactClusterKernel<S>::kTeamWarps);
     p.exchange_bytes = exact_exchange_bytes<S>(p.group, size.blocks, size.warps, launch.device);
@@ -159,18 +166,17 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
     p.keys_alone = keys_alone<S>(size.spans, clusters / size.spans, size.blocks * size.warps * S::kTile, launch.device);
     if (overlaps_kernels(launch.device)) p.early_blocks = static_cast<unsigned>(blocks);  // the sequence may be short
   }
-  const auto launch_clusters = [&](const auto&... more) {
-    launch_after(kernel, dim3(static_cast<unsigned>(blocks)), dim3(size.warps * 32), size.blocks, bytes, launch, p.a.op,
-                 p, copies_of<S>(p), more...);
-  };
-  if constexpr (S::kManyTokens) {
-    const auto left = launch_line_before(p, launch);
-    if (!left) return false;
-    launch_clusters(*left);
-  } else {
-    launch_clusters();
-  }
-  return launch_line_after(p, launch);
+  return launch_with_line(p, line, launch, [&](const LeftPieces& left) {
+    const auto launch_clusters = [&](const auto&... more) {
+      launch_after(kernel, dim3(static_cast<unsigned>(blocks)), dim3(size.warps * 32), size.blocks, bytes, launch,
+                   p.a.op, p, copies_of<S>(p), more...);
+    };
+    if constexpr (S::kManyTokens) {
+      launch_clusters(left);
+    } else {
+      launch_clusters();
+    }
+  });
 }
 
 }  // namespace pykv::attention

@@ -96,6 +96,10 @@ bool launch_decode_clusters(Problem p, const Launch& launch) {
       p.lengths = Lengths::kForClusters;
       size = cluster_size<Usual>(p, launch);
     }
+    if constexpr (!kForAnyBatch) {
+      using Hiding = Windowed<Usual>;
+      if (has_short_window(p)) return launch_cluster_kernel<Hiding>(p, cluster_size<Hiding>(p, launch), launch);
+    }
     if (p.sees_all()) {  // else clusters of paged_attention_tokens.cuh may take it
       if constexpr (kMayFold<Line> && kD == 64) {
         if (launch_folded_either<Element>(p, launch) || launch_folded_cluster<Element>(p, launch)) return true;

@@ -3,7 +3,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <optional>
 
 #include "attention/paged_attention_problem.cuh"
 #include "core/launch.h"
@@ -65,17 +64,31 @@ bool may_use_warpgroups(const PagedAttentionArgs& a, RowClass rows, int device);
 // ... and are there so many sequences that for few rows, too, this is quicker than the lines of decoding?
 bool fills_warpgroups(const Problem& p, int device);
 
+// Do queries see keys through a window that is so short (in tokens) that a cluster suffices for each of few KV heads, too?
+constexpr int kMostWindow = 4096;
+inline bool has_short_window(const Problem& p) { return p.window <= kMostWindow && !p.sparse; }
+
 // Whose line takes a call that may go either way, if its lengths do not suit clusters: that of decoding, of four warps together, or of
 // single warps.
 enum class LineOf { kDecoding, kWarpgroups, kWarps };
 LineOf line_of(const Problem& p, int device);
 
-// For such a call, when `p` is complete for clusters: when they take it, if an SM has so many of their blocks.  And the launch of the
-// line for other lengths: of warpgroups before theirs, which then adds up its pieces, else after it; nothing, or false: the call had
-// better go another way.  None of these does anything for Lengths::kAny.
+// For such a call, when `p` is complete for clusters: when they take it, if an SM has so many of their blocks.
 void set_balance(Problem& p, LineOf line, int blocks_per_sm, int device);
-std::optional<LeftPieces> launch_line_before(Problem p, const Launch& launch);
-bool launch_line_after(Problem p, const Launch& launch);
+
+// The line for the lengths that they do not take.  What that of warpgroups leaves becomes `left`.  False: the call had better go
+// another way.
+bool launch_line_of(Problem p, LineOf line, const Launch& launch, LeftPieces& left);
+
+// Launches clusters, launch_clusters(left), and the line beside them, if they are not for all lengths: of warpgroups before them, for
+// they then add up what it leaves, else after them.
+bool launch_with_line(const Problem& p, LineOf line, const Launch& launch, auto&& launch_clusters) {
+  const bool has_line = p.lengths != Lengths::kAny, is_first = line == LineOf::kWarpgroups;
+  LeftPieces left{};
+  if (has_line && is_first && !launch_line_of(p, line, launch, left)) return false;
+  launch_clusters(left);
+  return !has_line || is_first || launch_line_of(p, line, launch, left);
+}
 
 // Completes `p` for a tiling (rows, workspace) and returns the grid: as many blocks as run at once, at most
 // tiling.blocks_per_sm on an SM.

@@ -1,4 +1,4 @@
-// Short calls of decoding with a window or block sparsity, with several query tokens for each sequence, as in speculative
+// Short calls of decoding with block sparsity or a long window, with several query tokens for each sequence, as in speculative
 // decoding, with more than 16 heads in a group, or with pages that are no groups of eight: the clusters of
 // paged_attention_cluster.cuh, whose columns are query tokens times heads, up to 32 of them (of size 256: 16).  As many again are
 // another cluster's, beside it; what a sequence has beyond that, where it has more tokens than the mean, these clusters do
@@ -23,8 +23,6 @@ struct TokensKernel : ClusterKernel<S> {
   using Base = DecodeLoader<S>;
   using Base::p;
   using Cluster::begin;
-  using Cluster::first_seen;
-  using Cluster::kTile;
   using Cluster::kv_head;
   using Cluster::place;
   using Cluster::rank;
@@ -41,10 +39,10 @@ struct TokensKernel : ClusterKernel<S> {
       if (kGuesses && p.a.cu_query_lens.data) prefetch(words_at(p.a.cu_query_lens, sequence));
       const int early_len = this->early_length(sequence);
       const int len = static_cast<int>(clamp(early_len, 0, p.a.max_seq_len));
-      if (!p.sees_all()) look_from(len, len - p.tile_tokens);
+      if (!p.sees_all()) this->look_from(len, len - p.tile_tokens);
       this->foresee(sequence, kv_head, early_len, this->first_token(0));
     }
-    const Guess guess{begin, seen_len};
+    const typename Cluster::Guess guess{begin, seen_len};
     wait_for_previous_kernel();
     // Where the first keys are, if all is as it was a moment before.
     int ids = has_task && (kGuesses || p.sees_all()) ? this->look_up_tiles(0) : -1;
@@ -80,7 +78,7 @@ struct TokensKernel : ClusterKernel<S> {
       const int first = seq.context() + u.query_tile * p.tile_tokens;
       const int last = min(first + p.tile_tokens, seq.len) - 1;
       const int end = static_cast<int>(clamp(int64_t{last_seen(p, last)} + 1, 0, seq.len));
-      look_from(seq.len, first);
+      this->look_from(seq.len, first);
       if (i > way || !(kGuesses ? guess.is_right(*this) : p.sees_all())) ids = this->look_up_tiles(0);
       this->fetch_queries(u, state);
       this->attend_keys(ids, end, state, [&] {
@@ -93,15 +91,6 @@ struct TokensKernel : ClusterKernel<S> {
     }
     return true;
   }
-
-  // Where keys begin, which with a window or sparsity depends on the length.
-  struct Guess {
-    int begin, seen_len;
-
-    __device__ bool is_right(const TokensKernel& kernel) const {
-      return begin == kernel.begin && (!kernel.p.sparse || seen_len == kernel.seen_len);
-    }
-  };
 
   // With kSharedQueries a query tile waits in shared memory while its keys are attended, for sums need the registers.
   __device__ void keep(const Unit& u) const {
@@ -120,13 +109,6 @@ struct TokensKernel : ClusterKernel<S> {
     } else {
       return seq;
     }
-  }
-
-  // From the first key that the tile's first query sees, at this position.
-  __device__ void look_from(int len, int position) {
-    first_seen = max(0, attention::first_seen(p, position));
-    begin = first_seen & -kTile;
-    seen_len = len;
   }
 
   // When all blocks have read what others sent, and all warps of this one what they share.

@@ -148,7 +148,7 @@ bool launch_warpgroup_cluster(const Problem& given, const Launch& launch) {
     set_rows(p, S::kRows);
     set_places(p, S::kUnitTokens);
     set_cluster(p, blocks, p.tile_tokens * p.tile_heads, 4, launch.device);  // a block finishes whole rows
-    set_balance(p, LineOf::kWarpgroups, S::kBlocksPerSm, launch.device);
+    if (p.lengths != Lengths::kAny) set_balance(p, LineOf::kWarpgroups, S::kBlocksPerSm, launch.device);
     const auto grid = static_cast<unsigned>(heads * spans * blocks);
     if constexpr (S::kSpans) {
       constexpr float kAlone = 4608;  // keys, as quickly by one cluster as by very many; measured on an H100
@@ -156,10 +156,9 @@ bool launch_warpgroup_cluster(const Problem& given, const Launch& launch) {
       p.keys_alone = static_cast<int>(kAlone * static_cast<float>(spans) / static_cast<float>(spans - 1));
       p.early_blocks = grid;  // the sequence may be short
     }
-    const auto left = launch_line_before(p, launch);
-    if (!left) return false;
-    launch_after(kernel, dim3(grid), dim3(S::kBlock), blocks, kBytes, launch, p.a.op, p, copies_of<S>(p), *left);
-    return launch_line_after(p, launch);
+    return launch_with_line(p, LineOf::kWarpgroups, launch, [&](const LeftPieces& left) {
+      launch_after(kernel, dim3(grid), dim3(S::kBlock), blocks, kBytes, launch, p.a.op, p, copies_of<S>(p), left);
+    });
   }
   return false;
 }

@@ -154,13 +154,13 @@ bool launch_prefill(const Problem& p, const Launch& launch) {
 bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
   const bool from_17_to_64 = has_17_to_64_rows(rows);
   const bool decodes = rows == RowClass::kFew || rows == RowClass::kInvariantFew;
-  // Short calls are first asked for in launch_decode if they see all their keys, unless it is the device that finds them short;
-  // those of more rows in launch_warpgroup_clusters, whose clusters know windows; and others in launch_tokens, whose clusters know
-  // sparsity, too.  Long ones with either are launch_decode's, for its line knows them.  All over pages that are no groups of eight
-  // tokens are launch_tokens's, if clusters of warpgroups have not taken them.
+  // Short calls are first asked for in launch_decode if they see all their keys, unless it is the device that finds them short, or
+  // those of a short window; those of more rows in launch_warpgroup_clusters, whose clusters know windows; and others in
+  // launch_tokens, whose clusters know sparsity, too.  Long ones with either are launch_decode's, for its line knows them.  All over
+  // pages that are no groups of eight tokens are launch_tokens's, if clusters of warpgroups have not taken them.
   const bool may_share_keys = suits_spans(p, 1, launch.device);
   if (!may_share_keys && launch_either_way(p, rows, launch)) return true;
-  if (decodes && p.sees_all() && launch_decode(p, launch)) return true;
+  if (decodes && (p.sees_all() || has_short_window(p)) && launch_decode(p, launch)) return true;
   if (may_share_keys && (launch_for_few_heads(p, rows, launch) || launch_either_way(p, rows, launch))) return true;
   const bool by_warpgroups = from_17_to_64 && may_use_warpgroups(p.a, rows, launch.device);
   if (by_warpgroups && launch_warpgroup_clusters(p, launch)) return true;
@@ -216,34 +216,28 @@ LineOf line_of(const Problem& p, int device) {
 }
 
 void set_balance(Problem& p, LineOf line, int blocks_per_sm, int device) {
-  if (p.lengths == Lengths::kAny) return;
   // Measured on an H100.  Arithmetic, of which one byte and 64 rows have most, is as slow for one block as for all.  Single warps are
   // slow on a line, too, which begins and ends later.
-  const bool narrow = p.a.kv_format != KvFormat::kSame, many = uniform_rows(p) == RowClass::kMore;
-  float pace = (narrow ? 1.3f : 2.f) * (many ? 0.75f : 1.f) / static_cast<float>(p.ways);
-  int slack = narrow ? 1920 : 1280;
-  if (line == LineOf::kWarps) {
-    pace = narrow ? 2.5f : 2.25f;
-    slack = (narrow ? 2200 : 2048) / (p.a.head_size > 128 ? 2 : 1);
+  const bool narrow = p.a.kv_format != KvFormat::kSame, large = p.a.head_size > 128;
+  struct Limits {
+    float pace;
+    int slack;
+  };
+  Limits limits = line == LineOf::kWarps ? Limits{narrow ? 2.5f : 2.25f, (narrow ? 2200 : 2048) / (large ? 2 : 1)}
+                                         : Limits{narrow ? 1.3f : 2.f, narrow ? 1920 : 1280};
+  if (line != LineOf::kWarps) {
+    limits.pace *= (uniform_rows(p) == RowClass::kMore ? 0.75f : 1.f) / static_cast<float>(p.ways);
+  }
+  if (p.a.batch_invariant) {  // the line has a long sequence in pieces of a chunk, which take a microsecond each
+    limits.slack = std::max(limits.slack, (narrow ? 1700 : 900) * p.cluster) / (large ? 4 : 1);
   }
   const float blocks = static_cast<float>(p.cluster) / static_cast<float>(blocks_per_sm);
-  if (p.a.batch_invariant) {  // the line has a long sequence in pieces of a chunk, which take a microsecond each
-    slack = std::max(slack, (narrow ? 1700 : 900) * p.cluster) / (p.a.head_size > 128 ? 4 : 1);
-  }
-  p.balance = Balance::of(p.a.num_kv_heads, blocks, num_sms(device), pace, slack);
+  p.balance = Balance::of(p.a.num_kv_heads, blocks, num_sms(device), limits.pace, limits.slack);
 }
 
-std::optional<LeftPieces> launch_line_before(Problem p, const Launch& launch) {
-  LeftPieces left{};
-  if (p.lengths == Lengths::kAny || line_of(p, launch.device) != LineOf::kWarpgroups) return left;
+bool launch_line_of(Problem p, LineOf line, const Launch& launch, LeftPieces& left) {
   p.lengths = Lengths::kForLine;
-  if (!launch_warpgroups(p, uniform_rows(p), launch, &left)) return std::nullopt;
-  return left;
-}
-
-bool launch_line_after(Problem p, const Launch& launch) {
-  if (p.lengths == Lengths::kAny || line_of(p, launch.device) == LineOf::kWarpgroups) return true;
-  p.lengths = Lengths::kForLine;
+  if (line == LineOf::kWarpgroups) return launch_warpgroups(p, uniform_rows(p), launch, &left);
   if (p.a.batch_invariant) return launch_decode(p, launch);
   return launch_tokens(p, launch) || launch_rows(p, uniform_rows(p), launch);
 }
