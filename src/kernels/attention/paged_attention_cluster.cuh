@@ -57,6 +57,7 @@ struct ClusterKernel : ClusterSpans<S> {
   using Spans::place;
   using Spans::rank;
   using Spans::warps;
+  using typename Base::FirstLoads;
   using typename Base::PageWords;
   using typename Base::State;
   static constexpr int kD = S::kD, kTile = S::kTile, kStages = S::kStages;
@@ -107,34 +108,47 @@ struct ClusterKernel : ClusterSpans<S> {
     }
   };
 
+  // Of the first tiles.
+  __device__ FirstLoads find_first_loads(bool has_task) const {
+    const int token = this->token_to_look_up(0, [this](int tile) { return first_token(tile); });
+    return Base::find_first_loads(sequence, token, has_task && token < p.a.max_seq_len);
+  }
+
   __device__ void run() {
     run(true, [] { return true; });
   }
 
   // has_task: there is such a sequence.  suits(): whether clusters take the call at all; if not, nothing has been written.
   __device__ bool run(bool has_task, auto&& suits) {
+    // What can be found out before the kernel before has ended, is, so that loads come right after it.
     open_exchange();
+    auto queries = this->find_queries(sequence, kv_head);
+    this->have_queries_ready(queries);
+    FirstLoads first{};
+    if constexpr (!S::kHidesKeys) first = find_first_loads(has_task);
     if (has_task && blockIdx.x < p.early_blocks) {
       const int len = this->early_length(sequence);
       if constexpr (S::kHidesKeys) look_at(static_cast<int>(clamp(len, 0, p.a.max_seq_len)));
       this->foresee(sequence, kv_head, len, first_token(0));
     }
     [[maybe_unused]] const Guess guess{begin, seen_len};
+    if constexpr (S::kHidesKeys) first = find_first_loads(has_task);
     wait_for_previous_kernel();
-    int ids = has_task ? look_up_tiles(0) : -1;  // pages; of the first keys if all is as it was a moment before
-    const int len = has_task ? this->length(sequence) : 0;
+    const PageWords pages = this->ask_for_pages(first);  // of the first keys if all is as it was a moment before
+    const int len = has_task ? this->length(first) : 0;
     const bool is_mine = suits();
-    if constexpr (S::kHidesKeys) {
-      look_at(len);
-      if (!guess.is_right(*this)) ids = look_up_tiles(0);
-    }
     this->use_spans(len);
     if (!is_mine || !has_task || this->is_left_out()) {
       close_exchange();
       return is_mine;
     }
     State state;
-    this->fetch_queries(sequence, kv_head, state);
+    this->fetch_queries(queries, state);
+    int ids = pages.id();
+    if constexpr (S::kHidesKeys) {
+      look_at(len);
+      if (!guess.is_right(*this)) ids = look_up_tiles(0);
+    }
     attend_keys(ids, len, state, [&] {
       this->settle(kv_head, state);
       if (p.cluster > 1) cluster_wait();  // all blocks are there; the first tile is still on its way

@@ -9,6 +9,7 @@
 
 #include "attention/paged_attention_load.cuh"
 #include "attention/paged_attention_query_halves.cuh"
+#include "cuda/dependent.cuh"
 
 namespace pykv::attention {
 
@@ -84,22 +85,41 @@ struct ColumnQueries : TileLoader<S> {
     return S::kTwins ? lane / 4 % 4 : (S::kSharedQueries ? warp / S::kHeads : i) * 8 + lane / 4;
   }
 
+  // What this lane fetches of a query: where its first element would be, behind the first of all, and which of those from there on
+  // exist.
+  struct QueryPlace {
+    int64_t at;
+    int begin, end;
+  };
+  struct QueryPlaces {
+    QueryPlace of[kFetched];
+  };
+
+  // Of one token.
+  __device__ QueryPlaces find_queries(int sequence, int kv_head) const {
+    return find_columns([&](int column, bool& exists) {
+      exists = column < p.group;
+      return sequence * p.a.query_token_stride + query_head(kv_head, exists ? column : 0) * p.a.query_head_stride;
+    });
+  }
+
+  static __device__ void have_queries_ready(QueryPlaces& places) {
+    for (QueryPlace& place : places.of) have_ready(place.at);
+  }
+
   // Asks for the queries; settle() must come before the first tile.
   __device__ void fetch_queries(int sequence, int kv_head, State& s) const {
-    fetch_columns(s, [&](int column, bool& exists) {
-      exists = column < p.group;
-      return static_cast<const uint16_t*>(p.a.query) + sequence * p.a.query_token_stride +
-             query_head(kv_head, exists ? column : 0) * p.a.query_head_stride;
-    });
+    fetch_queries(find_queries(sequence, kv_head), s);
   }
 
   // With kManyTokens: those of a query tile.
   __device__ void fetch_queries(const Unit& u, State& s) const {
-    fetch_columns(s, [&](int column, bool& exists) {
-      const Row row = row_of(p, u, column);
-      exists = row.valid;
-      return this->query_row(row);
-    });
+    fetch_queries(find_columns([&](int column, bool& exists) {
+                    const Row row = row_of(p, u, column);
+                    exists = row.valid;
+                    return row.token * p.a.query_token_stride + row.head * p.a.query_head_stride;
+                  }),
+                  s);
     const auto find_place = [&](int column, int& position, float& slope) {
       const Row row = row_of(p, u, column);
       position = row.position;
@@ -127,23 +147,33 @@ struct ColumnQueries : TileLoader<S> {
   }
 
   // row(column, exists): where a query begins.
-  __device__ void fetch_columns(State& s, auto&& row) const {
-    const int c = lane % 4;
+  __device__ QueryPlaces find_columns(auto&& row) const {
+    QueryPlaces places;
+    const int c = lane % 4, from = c * (S::kRaw ? kD / 4 : S::kNarrow ? 4 : 2);
 #pragma unroll
     for (int i = 0; i < kFetched; ++i) {
       const int column = fetched_column(i), first = half_of(column) * p.a.head_size;
       bool exists;
-      const uint16_t* q = row(column, exists);
-      const auto pair_at = [&](int d) {
-        d -= first;
-        const bool there = exists && (!S::kFolded || d >= 0) && d < p.a.head_size;
-        return there ? *reinterpret_cast<const uint32_t*>(q + d) : 0;
+      const int64_t q = row(column, exists);
+      places.of[i] = {q + (from - first), first - from, exists ? first - from + p.a.head_size : 0};
+    }
+    return places;
+  }
+
+  __device__ void fetch_queries(const QueryPlaces& places, State& s) const {
+#pragma unroll
+    for (int i = 0; i < kFetched; ++i) {
+      const QueryPlace& place = places.of[i];
+      const uint16_t* q = static_cast<const uint16_t*>(p.a.query) + place.at;
+      const auto pair_at = [&](int x) {
+        const bool there = (!S::kFolded || x >= place.begin) && x < place.end;
+        return there ? *reinterpret_cast<const uint32_t*>(q + x) : 0;
       };
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
-        const int d0 = S::kRaw ? c * (kD / 4) + k * 4 : k * 16 + (S::kNarrow ? 4 : 2) * c;
-        s.query[i][k][0] = pair_at(d0);
-        s.query[i][k][1] = pair_at(S::kNarrow || S::kRaw ? d0 + 2 : d0 + 8);
+        const int x = k * (S::kRaw ? 4 : 16);
+        s.query[i][k][0] = pair_at(x);
+        s.query[i][k][1] = pair_at(x + (S::kNarrow || S::kRaw ? 2 : 8));
       }
     }
   }

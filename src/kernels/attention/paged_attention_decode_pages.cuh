@@ -18,7 +18,13 @@ struct DecodePages : ColumnsOf<S> {
   using Columns::warp;
   static constexpr int kD = S::kD, kTile = S::kTile, kGroups = kTile / kGroupTokens;
 
-  __device__ int length(int s) const { return static_cast<int>(clamp(p.a.seq_lens[s], 0, p.a.max_seq_len)); }
+  __device__ int length(int s) const { return bounded(p.a.seq_lens, words_at(p.a.seq_lens, s), p.a.max_seq_len); }
+
+  // The number in these words, but from 0 to `most`.
+  static __device__ int bounded(const Index& ids, const int* words, int64_t most) {
+    const int low = words[0], high = ids.is_int64 ? words[1] : low >> 31;
+    return static_cast<int>(clamp(static_cast<int64_t>(high) << 32 | static_cast<uint32_t>(low), 0, most));
+  }
 
   // The first key that a query at the sequence's last token sees.
   __device__ int first_key(int len) const { return S::kHidesKeys ? max(0, len - p.window) : 0; }
@@ -79,7 +85,10 @@ struct DecodePages : ColumnsOf<S> {
   // Asks for the page of a token, if it is wanted, else it is -1.  The words come where they stay: the compiler would move
   // them on at once, and so wait for them.
   __device__ PageWords ask_for_page(int sequence, int token, bool wanted) const {
-    const auto [words, step] = place_in_table(p, sequence, token);
+    return ask_for_page(place_in_table(p, sequence, token), wanted);
+  }
+  static __device__ PageWords ask_for_page(const PlaceInTable& place, bool wanted) {
+    const auto [words, step] = place;
     PageWords page;
     const auto load = [](int& to, const int* from, bool wanted) {
       asm volatile("{.reg .pred wanted; setp.ne.s32 wanted, %2, 0; @wanted ld.global.b32 %0, [%1];}"
@@ -89,6 +98,28 @@ struct DecodePages : ColumnsOf<S> {
     load(page.low, words, wanted);
     load(page.high, words + 1, wanted && step > 1);
     return page;
+  }
+
+  // What a warp asks for first: a sequence's length, and a page for each lane.  Where these are, in words behind what the problem
+  // says, can be found out before the kernel before has ended.
+  struct FirstLoads {
+    int64_t len, page;
+    bool has_page;
+  };
+  __device__ FirstLoads find_first_loads(int sequence, int token, bool has_page) const {
+    const auto from = [](const Index& ids, const int* words) { return words - static_cast<const int*>(ids.data); };
+    FirstLoads first{from(p.a.seq_lens, words_at(p.a.seq_lens, sequence)),
+                     from(p.a.block_tables, place_in_table(p, sequence, token).words), has_page};
+    have_ready(first.len);
+    have_ready(first.page);
+    return first;
+  }
+  __device__ PageWords ask_for_pages(const FirstLoads& first) const {
+    const Index& tables = p.a.block_tables;
+    return ask_for_page({static_cast<const int*>(tables.data) + first.page, tables.is_int64 ? 2 : 1}, first.has_page);
+  }
+  __device__ int length(const FirstLoads& first) const {
+    return bounded(p.a.seq_lens, static_cast<const int*>(p.a.seq_lens.data) + first.len, p.a.max_seq_len);
   }
 
   // A guess: what the length is before the kernel before has ended.

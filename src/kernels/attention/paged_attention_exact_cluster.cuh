@@ -38,6 +38,7 @@ struct ExactClusterKernel : ExactTeams<S> {
   using Teams::team;
   using Teams::teams;
   using Teams::warps;
+  using typename Base::FirstLoads;
   using typename Base::PageWords;
   using typename Base::State;
   using typename Sums::Exchange;
@@ -82,9 +83,18 @@ struct ExactClusterKernel : ExactTeams<S> {
   }
 
   // Lane: of the tile lane % 16 / kGroups after the i-th, eight tokens.
+  __device__ int token_to_look_up(int long_rounds, int i) const {
+    return first_token(long_rounds, i + lane % 16 / kGroups) + lane % kGroups * kGroupTokens;
+  }
   __device__ PageWords look_up_tiles(int long_rounds, int i, int end) const {
-    const int token = first_token(long_rounds, i + lane % 16 / kGroups) + lane % kGroups * kGroupTokens;
+    const int token = token_to_look_up(long_rounds, i);
     return this->ask_for_page(sequence, token, token < end);
+  }
+
+  // In a long round for the second half of the lanes.
+  __device__ FirstLoads find_first_loads() const {
+    const int token = token_to_look_up(lane / 16, 0);
+    return Base::find_first_loads(sequence, token, token < p.a.max_seq_len);
   }
 
   // ---- the loop -----------------------------------------------------------------------------------------------------
@@ -94,18 +104,24 @@ struct ExactClusterKernel : ExactTeams<S> {
       if (threadIdx.x == 0) cluster_open(shared_address(barrier()));
       cluster_announce();  // others may send
     }
+    // What can be found out before the kernel before has ended, is, so that loads come right after it.
+    auto queries = this->find_queries(sequence, kv_head);
+    this->have_queries_ready(queries);
+    FirstLoads first{};
+    if constexpr (!S::kSpans) first = find_first_loads();
     if (blockIdx.x < p.early_blocks) {
       const int guess = this->early_length(sequence);
       share(static_cast<int>(clamp(guess, 0, p.a.max_seq_len)));
       this->foresee(sequence, kv_head, guess, first_token(long_rounds, 0));
     }
+    if constexpr (S::kSpans) first = find_first_loads();
     wait_for_previous_kernel();
-    // Pages of the first tiles, in a long round for the second half of the lanes; later, of the next part.
-    int ids = look_up_tiles(lane / 16, 0, static_cast<int>(p.a.max_seq_len)).id();
+    const PageWords pages = this->ask_for_pages(first);
     PageWords later_ids;
-    const int len = this->length(sequence);
+    const int len = this->length(first);
     State state;
-    this->fetch_queries(sequence, kv_head, state);
+    this->fetch_queries(queries, state);
+    int ids = pages.id();  // of the first tiles; later, of the next part
     if (!S::kSpans && !takes_call(p)) {
       if (is_linked()) cluster_wait();
       return;

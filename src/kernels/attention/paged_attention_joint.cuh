@@ -30,7 +30,9 @@ struct JointKernel : JointPart<S> {
   using Sums::kv_head;
   using Sums::rank;
   using Sums::sequence;
+  using typename Base::FirstLoads;
   using typename Base::Pages;
+  using typename Base::PageWords;
   using typename Base::State;
   using typename JointPart<S>::Tile;
   using typename Sums::Exchange;
@@ -68,9 +70,18 @@ struct JointKernel : JointPart<S> {
   static constexpr int kAtOnce = Base::kAtOnce, kGuessed = 4;  // parts
 
   // Lane: of the part lane / 2 after the j-th, eight tokens.
+  __device__ int token_to_look_up(int rounds, int j) const {
+    return first_token(rounds, j + lane / 2) + warp * kTile + lane % 2 * kGroupTokens;
+  }
   __device__ int look_up_parts(int rounds, int j, int end) const {
-    const int token = first_token(rounds, j + lane / 2) + warp * kTile + lane % 2 * kGroupTokens;
+    const int token = token_to_look_up(rounds, j);
     return token < end ? this->look_up(sequence, token) : -1;
+  }
+
+  // In a round for the first lanes, in the tail for the next.
+  __device__ FirstLoads find_first_loads() const {
+    const int token = token_to_look_up(lane < 2 * kGuessed, lane < 2 * kGuessed ? 0 : -kGuessed);
+    return Base::find_first_loads(sequence, token, lane < 4 * kGuessed && token < p.a.max_seq_len);
   }
 
   __device__ Tile tile_of(int j, int ids, int place, int len) const {
@@ -125,20 +136,21 @@ struct JointKernel : JointPart<S> {
       if (threadIdx.x == 0) cluster_open(shared_address(barrier));
       cluster_announce();  // others may send
     }
+    // What can be found out before the kernel before has ended, is, so that loads come right after it.
+    auto queries = this->find_queries(sequence, kv_head);
+    this->have_queries_ready(queries);
+    const FirstLoads first = find_first_loads();
     if (blockIdx.x < p.early_blocks) {
       const int guess = this->early_length(sequence);
       share(static_cast<int>(clamp(guess, 0, p.a.max_seq_len)));
       this->foresee(sequence, kv_head, guess, first_token(rounds, 0) + warp * kTile);
     }
     wait_for_previous_kernel();
-    // Pages of the first parts, in a round for the first lanes, in the tail for the next.
-    int ids = -1, later_ids = -1;
-    if (lane < 4 * kGuessed) {
-      ids = look_up_parts(lane < 2 * kGuessed, lane < 2 * kGuessed ? 0 : -kGuessed, static_cast<int>(p.a.max_seq_len));
-    }
-    const int len = this->length(sequence);
+    const PageWords pages = this->ask_for_pages(first);
+    const int len = this->length(first);
     State state;
-    this->fetch_queries(sequence, kv_head, state);
+    this->fetch_queries(queries, state);
+    int ids = pages.id(), later_ids = -1;  // of the first parts; of later ones
     share(len);
 
     const uint32_t keys = shared_address(rings) + warp * S::kTileBytes, values = keys + kAhead * S::kRowsBytes;

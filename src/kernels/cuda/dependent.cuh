@@ -49,6 +49,7 @@ __device__ inline bool comes_early([[maybe_unused]] uint32_t blocks = 1024) {
 
 // Has a number ready at this point: what is worked out before the wait costs nothing while another kernel runs.
 __device__ inline void have_ready(uint32_t& x) { asm volatile("" : "+r"(x)); }
+__device__ inline void have_ready(int64_t& x) { asm volatile("" : "+l"(x)); }
 template <class T>
 __device__ inline void have_ready(T*& x) {
   asm volatile("" : "+l"(x));
