@@ -201,7 +201,11 @@ def call(case: Case, device: Cuda) -> tuple[Call, peers.Decode | None]:
         return lambda: op(
             out, *scratch, query, *caches, heads, scale, tables, lens, page, longest, None, case.kind, 1.0, 1.0, *sparse
         ), None
-    cu = None if max(case.queries) == 1 else device.array(np.cumsum([0, *case.queries]).astype(np.int32))
+    cu = (
+        None
+        if max(case.queries) == 1 and "query lengths" not in case.extras
+        else device.array(np.cumsum([0, *case.queries]).astype(np.int32))
+    )
     invariant = case.batch_invariant
     size = pykv.paged_attention_workspace_size(
         tokens, len(case.lens), case.heads, heads, head_size, batch_invariant=invariant

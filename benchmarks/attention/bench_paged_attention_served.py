@@ -74,6 +74,12 @@ def variants(fast: Case) -> Iterator[Case]:
         yield but(f"{queries} queries", queries=(queries,) * len(fast.lens))
     for queries in (1, 2, 4, 8, 16):
         yield but(f"tables for 32k, {queries} queries", room=32768, queries=(queries,) * len(fast.lens))
+    for room in (0, 32768):
+        yield but(
+            "tables for 32k, query lengths given" if room else "query lengths given",
+            extras=("query lengths",),
+            room=room,
+        )
     yield but("tables for 32k, 16 heads in a group", room=32768, heads=8 * 16)
     for queries in (2, 4, 8):
         yield but(

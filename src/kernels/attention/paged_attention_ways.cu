@@ -50,8 +50,9 @@ bool may_go_either_way(const Problem& p, RowClass rows, int device) {
   const bool are_alike = p.min_rows == 0 && p.a.num_tokens % p.a.num_seqs == 0;  // the numbers of query tokens
   const bool are_few = p.a.num_tokens * p.group <= 64 * p.a.num_seqs;
   if (!is_wide || !are_alike || !are_few || p.a.num_seqs * p.a.num_kv_heads > 2 * num_sms(device)) return false;
-  // One sequence has clusters without a line, and one query token of few heads a line of decoding, whatever its pages are.
-  const bool decodes = p.a.num_tokens == p.a.num_seqs && p.group <= (p.a.head_size <= 64 ? 4 : 8);
+  // One sequence has clusters without a line, and one query token of few heads a line of decoding, whatever its pages are; but not
+  // where only the device knows that each sequence has one.
+  const bool decodes = p.a.cu_query_lens.data == nullptr && p.group <= (p.a.head_size <= 64 ? 4 : 8);
   return p.a.num_seqs == 1 ? rows == RowClass::kMore : !decodes;
 }
 
