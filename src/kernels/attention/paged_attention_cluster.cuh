@@ -21,6 +21,8 @@ struct ClusterShape : ColumnsShape<Element, kD, kPackedV, kQueries> {
   static constexpr int kWarps = kWide ? kUsualWarps * 3 / 2 : kUsualWarps;                     // at most
   static constexpr bool kSharedQueries = kTokens && (kQueries == 32 || kQueries * kD > 2048);  // registers have no room
   static constexpr bool kWideBlocks = kWide;
+  static constexpr int kBlocksOfSm =
+      kD <= 64 && kQueries <= 8 && !kWide ? 2 : 1;  // for which registers leave room, at least
   static constexpr int kStages = Few::kRaw ? (kD == 256 && !kWide ? 4 : 3) : kWide ? 2 : 3;
   static constexpr int kRingBytes =
       std::max(kStages * Few::kStageBytes, kQueries * kD * 4);  // there a warp leaves its sums
@@ -70,12 +72,13 @@ struct ClusterKernel : ClusterSpans<S> {
 
   // With kHidesKeys: the first key that a query sees, where its tile begins, and the sequence's length.
   int first_seen = 0, begin = 0, seen_len = 0;
+  typename Base::SeenBlocks seen{};  // with sparsity
 
   // The warp's i-th tile.
   __device__ int first_token(int i) const {
     const int at = this->tile_place(i);
     if constexpr (!S::kHidesKeys) return at;
-    return S::kManyTokens && p.sparse ? this->seen_token(kv_head, seen_len, at) : begin + at;
+    return S::kManyTokens && p.sparse ? this->seen_token(seen, at) : begin + at;
   }
 
   // What lies past the end of the sequence is no page, but in the table; past the table's end it is -1.
@@ -95,6 +98,7 @@ struct ClusterKernel : ClusterSpans<S> {
     first_seen = max(0, attention::first_seen(p, position));
     begin = first_seen & -kTile;
     seen_len = len;
+    if (S::kManyTokens && p.sparse) seen = this->seen_blocks(kv_head, len);
   }
 
   __device__ void look_at(int len) { look_from(len, len - 1); }
@@ -314,7 +318,7 @@ constexpr int cluster_shared_bytes(int warps) {
 }
 
 template <class S>
-__global__ void __launch_bounds__(S::kWarps * 32, 1)
+__global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksOfSm)
     paged_attention_cluster_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
   extern __shared__ __align__(1024) char memory[];
   ClusterKernel<S> kernel{

@@ -59,31 +59,33 @@ constexpr bool kMaySpan = (S::kColumns <= 16 || S::kPackedV) && (S::kManyTokens 
 // How many clusters of so many blocks take a KV head of up to `most` keys, if `room` of them run at once.
 template <class S>
 int spans_for(int64_t most, int blocks, int64_t room, int64_t heads, int device) {
-  const int spans = static_cast<int>(std::min<int64_t>(room / heads, kMostSpans));
+  const int64_t clusters = std::min<int64_t>(room, num_sms(device) / blocks);
+  const int spans = static_cast<int>(std::min<int64_t>(clusters / heads, kMostSpans));
   if (spans < kFewestSpans) return 1;
   return most > keys_alone<S>(spans, heads, blocks * S::kWarps * S::kTile, device) ? spans : 1;
 }
 
-// One block for each SM, even where two would find room, for then the next kernel's come up beside it, or two of half the size where
-// there are more sequences than that.  Blocks of other sequences do not help with a long one, hence the limits (in tokens), for
-// nobody knows the lengths here.  Half of the SMs draw the whole bandwidth; fewer blocks than that may lose more than they save, which
-// is some microseconds.
+// One block for each SM where keys are few, even where two would find room, for then the next kernel's come up beside it, or two of
+// half the size where there are more sequences than that.  Blocks of other sequences do not help with a long one, hence the limits
+// (in tokens), for nobody knows the lengths here.  Half of the SMs draw the whole bandwidth; fewer blocks than that may lose more than
+// they save, which is some microseconds.
 template <class S>
 ClusterSize cluster_size(const Problem& p, const Launch& launch) {
   constexpr int64_t kMostOfMany = 2048;
-  const int64_t heads = p.a.num_seqs * p.a.num_kv_heads * p.ways;
+  constexpr int64_t kFewKeys = 1536;  // of an SM: of more, two of its blocks are quicker, if clusters are small
+  const int64_t heads = p.a.num_seqs * p.a.num_kv_heads * p.ways, most = most_keys<S>(p);
+  const int sms = num_sms(launch.device);
   const auto kernel = reinterpret_cast<const void*>(cluster_kernel<S>());
   static PerDevice resident[S::kColumns + 1][kMostBlocks + 1];
   const int group = S::kInvariant ? p.group : 0;  // else the room does not depend on it
   const auto room = [&](int blocks) {             // for so many clusters at once
-    return resident[group][blocks].get(launch.device, [&] {
+    const int clusters = resident[group][blocks].get(launch.device, [&] {
       const int bytes = cluster_bytes<S>(group, blocks, S::kWarps, launch.device);
-      if (bytes == 0) return 0;
-      return std::min(count_resident_clusters(kernel, blocks, S::kWarps * 32, bytes, launch),
-                      num_sms(launch.device) / blocks);
+      return bytes == 0 ? 0 : count_resident_clusters(kernel, blocks, S::kWarps * 32, bytes, launch);
     });
+    const bool may_double = blocks <= 2 && heads * most > kFewKeys * sms;
+    return may_double ? clusters : std::min(clusters, sms / blocks);
   };
-  const int64_t most = most_keys<S>(p);
   for (int blocks = kMostBlocks; blocks > 0; --blocks) {
     if (heads > room(blocks)) continue;
     const bool may_span = kMaySpan<S> && blocks == kMostBlocks && p.lengths == Lengths::kAny;
@@ -97,7 +99,7 @@ ClusterSize cluster_size(const Problem& p, const Launch& launch) {
     }
     if (p.a.num_seqs > 1 && most > kMostOfFew && spans == 1) return {0, 0};
     constexpr int64_t kMostElements = 1 << 23;  // of a block's keys, times the blocks that are missing
-    const int64_t missing = num_sms(launch.device) * 4 / 9 - heads * blocks * spans;
+    const int64_t missing = sms * 4 / 9 - heads * blocks * spans;
     if (missing > 0 && most / (blocks * spans) * S::kD * missing > kMostElements) return {0, 0};
     return {blocks, S::kWarps, spans};
   }
@@ -107,10 +109,9 @@ ClusterSize cluster_size(const Problem& p, const Launch& launch) {
   constexpr bool kByTwo = S::kInvariant && S::kNarrow && S::kD == 128 && !S::kPackedV;
   // A tile for each warp is enough for windows and one byte that find room at once, of which the line has nothing else to begin, and
   // for nvfp4, whose line has units of eight tiles.
-  const bool is_one_wave = (S::kNarrow || !p.sees_all()) && heads <= 2 * num_sms(launch.device);
+  const bool is_one_wave = (S::kNarrow || !p.sees_all()) && heads <= 2 * sms;
   const bool suits = most <= kMostOfMany && most >= (is_one_wave || S::kRaw ? 1 : 2) * kHalf * S::kTile &&
-                     (!kByTwo || heads <= 2 * num_sms(launch.device)) &&
-                     cluster_bytes<S>(group, 1, kHalf, launch.device) > 0;
+                     (!kByTwo || heads <= 2 * sms) && cluster_bytes<S>(group, 1, kHalf, launch.device) > 0;
   return {suits ? 1 : 0, kHalf};
 }
 
@@ -167,14 +168,11 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
     if (overlaps_kernels(launch.device)) p.early_blocks = static_cast<unsigned>(blocks);  // the sequence may be short
   }
   return launch_with_line(p, line, launch, [&](const LeftPieces& left) {
-    const auto launch_clusters = [&](const auto&... more) {
-      launch_after(kernel, dim3(static_cast<unsigned>(blocks)), dim3(size.warps * 32), size.blocks, bytes, launch,
-                   p.a.op, p, copies_of<S>(p), more...);
-    };
+    const dim3 grid(static_cast<unsigned>(blocks)), block(size.warps * 32);
     if constexpr (S::kManyTokens) {
-      launch_clusters(left);
+      launch_after(kernel, grid, block, size.blocks, bytes, launch, p.a.op, p, copies_of<S>(p), left);
     } else {
-      launch_clusters();
+      launch_after(kernel, grid, block, size.blocks, bytes, launch, p.a.op, p, copies_of<S>(p));
     }
   });
 }

@@ -99,7 +99,7 @@ struct ColumnQueries : TileLoader<S> {
   __device__ QueryPlaces find_queries(int sequence, int kv_head) const {
     return find_columns([&](int column, bool& exists) {
       exists = column < p.group;
-      return sequence * p.a.query_token_stride + query_head(kv_head, exists ? column : 0) * p.a.query_head_stride;
+      return this->query_offset(sequence, query_head(kv_head, exists ? column : 0));
     });
   }
 
@@ -117,13 +117,18 @@ struct ColumnQueries : TileLoader<S> {
     fetch_queries(find_columns([&](int column, bool& exists) {
                     const Row row = row_of(p, u, column);
                     exists = row.valid;
-                    return row.token * p.a.query_token_stride + row.head * p.a.query_head_stride;
+                    return this->query_offset(row.token, row.head);
                   }),
                   s);
+    // As row_of() has it, in fewer instructions: in short calls each counts.
+    const int first = u.sequence_len - u.query_len + u.query_tile * p.tile_tokens;
+    const int last = min(first + p.tile_tokens, u.sequence_len) - 1;
     const auto find_place = [&](int column, int& position, float& slope) {
+      position = min(first + p.by_tile_heads.quotient(column), u.sequence_len - 1);
+      slope = 0;
+      if (!p.a.alibi_slopes) return;
       const Row row = row_of(p, u, column);
-      position = row.position;
-      slope = p.a.alibi_slopes && row.valid ? p.a.alibi_slopes[row.head] : 0.f;
+      if (row.valid) slope = p.a.alibi_slopes[row.head];
     };
     if constexpr (S::kSharedQueries) {
       find_place(fetched_column(0), s.fetched.position, s.fetched.slope);
@@ -134,7 +139,6 @@ struct ColumnQueries : TileLoader<S> {
         for (int e = 0; e < 2; ++e) find_place(column_of(i, e), s.position[i][e], s.slope[i][e]);
       }
     }
-    const int first = row_of(p, u, 0).position, last = row_of(p, u, p.tile_tokens * p.tile_heads - 1).position;
     if constexpr (S::kSharedQueries) {
       if (warp < S::kHeads && lane == 0) {  // of each KV head one; nobody reads these now
         s.shared->all_from = first_seen(p, last);

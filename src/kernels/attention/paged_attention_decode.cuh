@@ -30,6 +30,7 @@ struct DecodeKernel : DecodeWalk<S> {
   using Line::kLead;
   using Line::kPlaceUnits;
   using Line::kUnitTokens;
+  using Line::kv_head;
   using Line::places;
   using Line::share;
   using typename Base::State;
@@ -45,9 +46,6 @@ struct DecodeKernel : DecodeWalk<S> {
 
   // ---- the loop -----------------------------------------------------------------------------------------------------
 
-  // Of the segment's heads, this warp's.
-  __device__ int kv_head(const Walk& w) const { return w.heads * kHeads + warp % kHeads; }
-
   // Of this warp's tile in a unit of the segment.
   __device__ int first_token(const Walk& w, int unit) const {
     if constexpr (S::kInvariant) {
@@ -55,7 +53,8 @@ struct DecodeKernel : DecodeWalk<S> {
       return this->token_in_chunk(unit / kPlaceUnits, unit % kPlaceUnits);
     }
     const int at = (w.skipped + unit) * kUnitTokens + warp / kHeads * kTile;
-    return S::kHidesKeys && p.sparse ? this->seen_token(kv_head(w), w.len, at) : at;
+    if constexpr (S::kHidesKeys) return p.sparse ? this->seen_token(w.seen, at) : at;
+    return at;
   }
 
   // For this tile and the next ones of the segment; with kByToken for this one, and the warp does not wait for it.

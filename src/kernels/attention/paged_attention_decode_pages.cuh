@@ -18,13 +18,8 @@ struct DecodePages : ColumnsOf<S> {
   using Columns::warp;
   static constexpr int kD = S::kD, kTile = S::kTile, kGroups = kTile / kGroupTokens;
 
-  __device__ int length(int s) const { return bounded(p.a.seq_lens, words_at(p.a.seq_lens, s), p.a.max_seq_len); }
-
-  // The number in these words, but from 0 to `most`.
-  static __device__ int bounded(const Index& ids, const int* words, int64_t most) {
-    const int low = words[0], high = ids.is_int64 ? words[1] : low >> 31;
-    return static_cast<int>(clamp(static_cast<int64_t>(high) << 32 | static_cast<uint32_t>(low), 0, most));
-  }
+  __device__ int length(int s) const { return bounded(p.a.seq_lens[s]); }
+  __device__ int bounded(int64_t len) const { return static_cast<int>(clamp(len, 0, p.a.max_seq_len)); }
 
   // The first key that a query at the sequence's last token sees.
   __device__ int first_key(int len) const { return S::kHidesKeys ? max(0, len - p.window) : 0; }
@@ -32,17 +27,25 @@ struct DecodePages : ColumnsOf<S> {
   // Is this token behind the first key that a query sees?
   static __device__ bool is_seen(const TilePart& part, int token) { return !S::kHidesKeys || token >= part.first_key; }
 
-  // Block-sparse, where heads of a group are alike: of the tokens that they see, one after another as if nothing lay between,
-  // the one at place `at`; beyond them, one that is no token of the sequence.  First come blocks of the stride, then local ones.
-  __device__ int seen_token(int kv_head, int len, int at) const {
+  // Block-sparse, where heads of a group are alike: the blocks that they see, as if nothing lay between.  First come some of the
+  // stride, then, `later` blocks later than here, local ones.
+  struct SeenBlocks {
+    int all, of_stride, first, later;
+  };
+  __device__ SeenBlocks seen_blocks(int kv_head, int len) const {
     const auto [first_local, last] = local_blocks(len);
     const int offset = p.by_sparse_stride.remainder(p.sparse_shift + kv_head * p.sparse_head_shift);
     const int first = offset == 0 ? 0 : p.sparse_stride - offset;
     const int of_stride = first < first_local ? p.by_sparse_stride.quotient(first_local - 1 - first) + 1 : 0;
+    return {of_stride + last + 1 - first_local, of_stride, first, first_local - of_stride};
+  }
+
+  // Of the tokens in these the one at place `at`; beyond them, one that is no token of the sequence.
+  __device__ int seen_token(const SeenBlocks& seen, int at) const {
     uint32_t rest;
     const int i = static_cast<int>(p.by_sparse_block(at, rest));
-    const int block = i < of_stride ? first + i * p.sparse_stride : first_local + i - of_stride;
-    return block > last ? kNoWindow : block * p.sparse_block + static_cast<int>(rest);
+    const int block = i < seen.of_stride ? seen.first + i * p.sparse_stride : i + seen.later;
+    return i < seen.all ? block * p.sparse_block + static_cast<int>(rest) : kNoWindow;
   }
 
   // Of any KV head: as many at the most.  The last block, which may not be whole, is the last of those that are seen, too.
@@ -107,19 +110,18 @@ struct DecodePages : ColumnsOf<S> {
     bool has_page;
   };
   __device__ FirstLoads find_first_loads(int sequence, int token, bool has_page) const {
-    const auto from = [](const Index& ids, const int* words) { return words - static_cast<const int*>(ids.data); };
-    FirstLoads first{from(p.a.seq_lens, words_at(p.a.seq_lens, sequence)),
-                     from(p.a.block_tables, place_in_table(p, sequence, token).words), has_page};
+    FirstLoads first{words_before(p.a.seq_lens, sequence), words_before_page(p, sequence, token), has_page};
     have_ready(first.len);
     have_ready(first.page);
     return first;
   }
   __device__ PageWords ask_for_pages(const FirstLoads& first) const {
-    const Index& tables = p.a.block_tables;
-    return ask_for_page({static_cast<const int*>(tables.data) + first.page, tables.is_int64 ? 2 : 1}, first.has_page);
+    return ask_for_page(place_in_table(p, first.page), first.has_page);
   }
   __device__ int length(const FirstLoads& first) const {
-    return bounded(p.a.seq_lens, static_cast<const int*>(p.a.seq_lens.data) + first.len, p.a.max_seq_len);
+    const int* words = static_cast<const int*>(p.a.seq_lens.data) + first.len;
+    const int low = words[0], high = p.a.seq_lens.is_int64 ? words[1] : low >> 31;
+    return bounded(static_cast<int64_t>(high) << 32 | static_cast<uint32_t>(low));
   }
 
   // A guess: what the length is before the kernel before has ended.

@@ -12,6 +12,8 @@ struct DecodeWalk : DecodeLoader<S> {
   using Base::lane;
   using Base::length;
   using Base::p;
+  using Base::warp;
+  using typename Base::SeenBlocks;
   static constexpr int kUnitTokens = S::kUnitTokens, kHeads = S::kHeads;
 
   LineShare& share;  // the block's
@@ -21,6 +23,7 @@ struct DecodeWalk : DecodeLoader<S> {
     int query_begin, query_len, query_tile, query_tiles;
   };
   struct OneQuery {};
+  struct AllBlocks {};
 
   // Where a warp is; all its lanes hold the same.
   struct Walk : std::conditional_t<S::kManyTokens, Queries, OneQuery> {
@@ -31,8 +34,12 @@ struct DecodeWalk : DecodeLoader<S> {
     int left;                  // places of the share after the segment
     int slot;
     bool exists, begins;
-    bool one_head;  // the line has one KV head, not all
+    bool one_head;                                                  // the line has one KV head, not all
+    std::conditional_t<S::kHidesKeys, SeenBlocks, AllBlocks> seen;  // with sparsity
   };
+
+  // Of the segment's heads, this warp's.
+  __device__ int kv_head(const Walk& w) const { return w.heads * kHeads + warp % kHeads; }
 
   // Of the KV heads of a segment on the line: their tiles and some more, as long as a beginning and an end take, or, with
   // batch_invariant, its chunks.
@@ -212,6 +219,9 @@ struct DecodeWalk : DecodeLoader<S> {
   // From this place of the segment on.
   __device__ void enter_segment(Walk& w, int place, int slot) const {
     w.skipped = this->first_key(w.len) / kUnitTokens;
+    if constexpr (S::kHidesKeys) {
+      if (p.sparse) w.seen = this->seen_blocks(kv_head(w), w.len);
+    }
     w.tile = max(place - kLead, 0) * kPlaceUnits;
     const int all = places(w.len), here = min(w.left, all - place);
     w.left -= here;

@@ -41,9 +41,12 @@ struct TileLoader {
   const int lane = threadIdx.x % 32, warp = S::kGroups > 1 ? threadIdx.x / 32 % 4 : threadIdx.x / 32;
   const int member = threadIdx.x % kTeam;  // of the team
 
+  // Elements in front of a query.
+  __device__ int64_t query_offset(int token, int head) const {
+    return token * p.a.query_token_stride + head * p.a.query_head_stride;
+  }
   __device__ const uint16_t* query_row(const Row& row) const {
-    return static_cast<const uint16_t*>(p.a.query) + row.token * p.a.query_token_stride +
-           row.head * p.a.query_head_stride;
+    return static_cast<const uint16_t*>(p.a.query) + query_offset(row.token, row.head);
   }
 
   // Of a token in a page.

@@ -13,9 +13,11 @@ struct PageEntry {
   }
 };
 
-// The first word of an index, of which there are one or two.
+// An index has one or two words; and how many lie in front of one of them.
+__device__ inline int words_of_each(const Index& ids) { return ids.is_int64 ? 2 : 1; }
+__device__ inline int64_t words_before(const Index& ids, int64_t i) { return i * ids.stride * words_of_each(ids); }
 __device__ inline const int* words_at(const Index& ids, int64_t i) {
-  return static_cast<const int*>(ids.data) + i * ids.stride * (ids.is_int64 ? 2 : 1);
+  return static_cast<const int*>(ids.data) + words_before(ids, i);
 }
 
 // Where the table has a key's page, and the words of an entry.
@@ -23,10 +25,15 @@ struct PlaceInTable {
   const int* words;
   int step;
 };
-__device__ inline PlaceInTable place_in_table(const Problem& p, int sequence, int key) {
+__device__ inline int64_t words_before_page(const Problem& p, int sequence, int key) {
   const int64_t at = sequence * p.a.block_table_stride + p.block_size.quotient(key) * p.a.block_tables.stride;
-  const int step = p.a.block_tables.is_int64 ? 2 : 1;
-  return {static_cast<const int*>(p.a.block_tables.data) + at * step, step};
+  return at * words_of_each(p.a.block_tables);
+}
+__device__ inline PlaceInTable place_in_table(const Problem& p, int64_t words_before) {
+  return {static_cast<const int*>(p.a.block_tables.data) + words_before, words_of_each(p.a.block_tables)};
+}
+__device__ inline PlaceInTable place_in_table(const Problem& p, int sequence, int key) {
+  return place_in_table(p, words_before_page(p, sequence, key));
 }
 
 __device__ inline PageEntry load_page(const Problem& p, int sequence, int key) {

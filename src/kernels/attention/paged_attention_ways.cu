@@ -224,10 +224,12 @@ void set_balance(Problem& p, LineOf line, int blocks_per_sm, int device) {
     float pace;
     int slack;
   };
-  Limits limits = line == LineOf::kWarps ? Limits{narrow ? 2.5f : 2.25f, (narrow ? 2200 : 2048) / (large ? 2 : 1)}
-                                         : Limits{narrow ? 1.3f : 2.f, narrow ? 1920 : 1280};
-  if (line != LineOf::kWarps) {
-    limits.pace *= (uniform_rows(p) == RowClass::kMore ? 0.75f : 1.f) / static_cast<float>(p.ways);
+  Limits limits;
+  if (line == LineOf::kWarps) {
+    limits = {narrow ? 2.5f : 2.25f, (narrow ? 2200 : 2048) / (large ? 2 : 1)};
+  } else {
+    const float of_rows = uniform_rows(p) == RowClass::kMore ? 0.75f : 1.f;
+    limits = {(narrow ? 1.3f : 2.f) * of_rows / static_cast<float>(p.ways), narrow ? 1920 : 1280};
   }
   if (p.a.batch_invariant) {  // the line has a long sequence in pieces of a chunk, which take a microsecond each
     limits.slack = std::max(limits.slack, (narrow ? 1700 : 900) * p.cluster) / (large ? 4 : 1);
