@@ -21,8 +21,8 @@ struct ClusterShape : ColumnsShape<Element, kD, kPackedV, kQueries> {
   static constexpr int kWarps = kWide ? kUsualWarps * 3 / 2 : kUsualWarps;                     // at most
   static constexpr bool kSharedQueries = kTokens && (kQueries == 32 || kQueries * kD > 2048);  // registers have no room
   static constexpr bool kWideBlocks = kWide;
-  static constexpr int kBlocksOfSm =
-      kD <= 64 && kQueries <= 8 && !kWide ? 2 : 1;  // for which registers leave room, at least
+  // For which registers leave room, at least; nvfp4 wants more of them.
+  static constexpr int kBlocksOfSm = kD <= 64 && kQueries <= 8 && !kWide && !Few::kRaw ? 2 : 1;
   static constexpr int kStages = Few::kRaw ? (kD == 256 && !kWide ? 4 : 3) : kWide ? 2 : 3;
   static constexpr int kRingBytes =
       std::max(kStages * Few::kStageBytes, kQueries * kD * 4);  // there a warp leaves its sums
