@@ -83,7 +83,7 @@ ClusterSize cluster_size(const Problem& p, const Launch& launch) {
       const int bytes = cluster_bytes<S>(group, blocks, S::kWarps, launch.device);
       return bytes == 0 ? 0 : count_resident_clusters(kernel, blocks, S::kWarps * 32, bytes, launch);
     });
-    const bool may_double = blocks <= 2 && heads * most > kFewKeys * sms;
+    const bool may_double = !S::kRaw && blocks <= 2 && heads * most > kFewKeys * sms;  // nvfp4 waits for instructions
     return may_double ? clusters : std::min(clusters, sms / blocks);
   };
   for (int blocks = kMostBlocks; blocks > 0; --blocks) {
