@@ -1,17 +1,37 @@
-# Finds a CUDA compiler and enables the CUDA language.  Sets PYKV_WITH_CUDA and CMAKE_CUDA_ARCHITECTURES.
+# Decides whether CUDA kernels are built, finds a CUDA compiler and enables the CUDA language.  Sets PYKV_WITH_CUDA,
+# CMAKE_CUDA_ARCHITECTURES, and PYKV_BUILD_NOTE: what was decided, why, and how to have the other.
 #
-#   PYKV_CUDA = ON      nvcc from PyPI if the Python environment holds it, else the system's; none is an error
+#   PYKV_CUDA = AUTO    ON if PYKV_CUDA_ARCHS is set or the machine has an NVIDIA GPU or driver, else OFF
+#             = ON      nvcc from PyPI if the Python environment holds it, else the system's; none is an error
 #             = SYSTEM  the system's nvcc
 #             = OFF     CPU only
-#   PYKV_CUDA_ARCHS     e.g. "80-real;90a-real"; default: the GPUs of this machine, else 80-real and 90 (with PTX)
+#   PYKV_CUDA_ARCHS     e.g. "80-real;90a-real"; default: the GPUs of this machine, else 80-real, 90a-real and PTX of 90
 #
 # -DCMAKE_CUDA_COMPILER and CUDACXX always win.
-set(PYKV_CUDA ON CACHE STRING "ON, SYSTEM or OFF")
+set(PYKV_CUDA AUTO CACHE STRING "AUTO, ON, SYSTEM or OFF")
 set(PYKV_CUDA_ARCHS "" CACHE STRING "CUDA architectures; empty: the GPUs of this machine")
 set(PYKV_WITH_CUDA OFF)
-string(TOUPPER "${PYKV_CUDA}" _mode)
-if(_mode MATCHES "^(0|FALSE|NO|OFF)$")
-  message(STATUS "pykv: PYKV_CUDA=${PYKV_CUDA}: building for the CPU only")
+find_package(Python COMPONENTS Interpreter QUIET)
+if(Python_EXECUTABLE)
+  execute_process(
+    COMMAND "${Python_EXECUTABLE}" ${CMAKE_CURRENT_LIST_DIR}/../packaging/cuda_choice.py "${PYKV_CUDA}" "${PYKV_CUDA_ARCHS}"
+    OUTPUT_VARIABLE _choice ERROR_VARIABLE _error ERROR_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE _failed)
+  if(_failed)
+    message(FATAL_ERROR "pykv: ${_error}")
+  endif()
+  list(GET _choice 0 _mode)
+  list(GET _choice 1 _reason)
+else()
+  string(TOUPPER "${PYKV_CUDA}" _mode)
+  set(_reason "PYKV_CUDA=${_mode}")
+  if(NOT _mode MATCHES "^(ON|SYSTEM|OFF)$")
+    message(FATAL_ERROR "pykv: no Python was found, which looks for a GPU: set PYKV_CUDA to ON, SYSTEM or OFF")
+  endif()
+endif()
+if(_mode STREQUAL OFF)
+  set(PYKV_BUILD_NOTE
+    "built for the CPU alone (${_reason}). PYKV_CUDA=ON in the environment of the installation builds CUDA kernels")
+  message(STATUS "pykv: ${PYKV_BUILD_NOTE}")
   return()
 endif()
 
@@ -20,7 +40,6 @@ endif()
 # the build folder heals both, writes nothing into site-packages, and keeps one path over pip's throw-away environments.
 function(pykv_link_pypi_toolkit out)
   set(${out} "" PARENT_SCOPE)
-  find_package(Python COMPONENTS Interpreter QUIET)
   if(NOT Python_EXECUTABLE)
     return()
   endif()
@@ -90,7 +109,7 @@ if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
   else()
     pykv_local_architectures(CMAKE_CUDA_ARCHITECTURES)
     if(NOT CMAKE_CUDA_ARCHITECTURES)
-      set(CMAKE_CUDA_ARCHITECTURES 80-real 90)
+      set(CMAKE_CUDA_ARCHITECTURES 80-real 90a-real 90-virtual)
     endif()
   endif()
 endif()
@@ -107,7 +126,7 @@ endif()
 include(CheckLanguage)
 check_language(CUDA)
 if(NOT CMAKE_CUDA_COMPILER)
-  message(FATAL_ERROR "pykv: no CUDA compiler was found (PYKV_CUDA=${PYKV_CUDA}). Choose one of\n"
+  message(FATAL_ERROR "pykv: CUDA kernels are to be built (${_reason}), and no CUDA compiler was found. Choose one of\n"
     "  PYKV_CUDA=ON      nvcc from PyPI: `pip install .` brings it; by hand: pip install 'cuda-toolkit[nvcc,cccl]==13.0.3.0'\n"
     "  PYKV_CUDA=SYSTEM  the toolkit of this machine: put its nvcc on PATH or set CUDACXX\n"
     "  PYKV_CUDA=OFF     CPU only")
@@ -118,4 +137,7 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
     "PYKV_CUDA=ON takes nvcc from PyPI, PYKV_CUDA=OFF builds for the CPU only.")
 endif()
 set(PYKV_WITH_CUDA ON)
-message(STATUS "pykv: CUDA ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")
+string(REPLACE ";" "," PYKV_CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}")
+set(PYKV_BUILD_NOTE "built with CUDA kernels for ${PYKV_CUDA_ARCHITECTURES} (${_reason}). PYKV_CUDA=OFF in the environment of \
+the installation builds for the CPU alone, PYKV_CUDA_ARCHS says for which GPUs")
+message(STATUS "pykv: ${PYKV_BUILD_NOTE}, with nvcc ${CMAKE_CUDA_COMPILER_VERSION}")

@@ -2,8 +2,8 @@
 
     python packaging/split_wheels.py wheelhouse/*.whl --out dist
 
-``pykv/lib`` and ``pykv/include`` of the first wheel become ``pykv_kernels-<version>-py3-none-<platform>.whl``; what is
-left of each wheel requires that very version.  The extension looks for the library in both places.
+``pykv/lib`` and ``pykv/include`` of the first wheel become ``pykv_libkernels-<version>-py3-none-<platform>.whl``; what
+is left of each wheel requires that very version.  The extension looks for the library in both places.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def write(path: Path, contents: dict[str, bytes], info: str) -> None:
 
 def split_kernels(wheel: Wheel, out: Path) -> None:
     """The wheel of the library, from one for any Python."""
-    info = f"pykv_kernels-{wheel.version}.dist-info/"
+    info = f"pykv_libkernels-{wheel.version}.dist-info/"
     old = Parser().parsestr(wheel.read(wheel.info + "METADATA").decode())
     about = [
         f"Metadata-Version: {old['Metadata-Version']}",
-        "Name: pykv-kernels",
+        "Name: pykv-libkernels",
         f"Version: {wheel.version}",
         "Summary: libkernels of pykv: the C library, its headers, CMake package and pkg-config file",
         f"License-Expression: {old['License-Expression']}",
@@ -65,17 +65,17 @@ def split_kernels(wheel: Wheel, out: Path) -> None:
     contents = {info + "METADATA": "\n".join([*about, ""]).encode(), info + "WHEEL": tag.encode()}
     for name, data in wheel.contents().items():
         if name.startswith(SHARED):
-            contents[name.replace("pykv/", "pykv_kernels/", 1)] = data
+            contents[name.replace("pykv/", "pykv_libkernels/", 1)] = data
         elif name.startswith(wheel.info + "licenses/"):
             contents[name.replace(wheel.info, info)] = data
-    write(out / f"pykv_kernels-{wheel.version}-py3-none-{wheel.platform}.whl", contents, info)
+    write(out / f"pykv_libkernels-{wheel.version}-py3-none-{wheel.platform}.whl", contents, info)
 
 
 def split_bindings(wheel: Wheel, out: Path) -> None:
     """What is left of a wheel without the library."""
     contents = {name: data for name, data in wheel.contents().items() if not name.startswith(SHARED)}
     headers, end, body = contents[wheel.info + "METADATA"].decode().partition("\n\n")
-    requires = f"\nRequires-Dist: pykv-kernels=={wheel.version}"
+    requires = f"\nRequires-Dist: pykv-libkernels=={wheel.version}"
     contents[wheel.info + "METADATA"] = (headers + requires + end + body).encode()
     write(out / Path(str(wheel.filename)).name, contents, wheel.info)
 

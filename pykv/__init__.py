@@ -91,7 +91,7 @@ from pykv.runtime import (
 
 from pykv.dispatch import configure, explain  # isort: skip  # after all operations: it looks at them
 
-__version__ = "0.1.0"
+__version__ = "{}.{}.{}".format(*divmod(_C.version() // 100, 100), _C.version() % 100)
 
 __all__ = [
     "Array",

@@ -186,5 +186,5 @@ def _safetensors(op: str) -> Any:
     try:
         import safetensors.numpy
     except ImportError:
-        raise ImportError(f"{op}: needs the package safetensors (pip install 'pykv[files]')") from None
+        raise ImportError(f"{op}: needs the package safetensors (pip install 'pykv-kernels[files]')") from None
     return safetensors

@@ -50,6 +50,7 @@ def test_info(capsys, request, monkeypatch, rich):
     text = " ".join(capsys.readouterr().out.split())
     assert pykv.__version__ in text
     assert f"kernels for {_C.cpu_isa()}" in text
+    assert ("built with CUDA kernels for" if _C.has_cuda() else "built for the CPU alone") in text
     assert np.__version__ in text
     assert "ndarray struct" in text
 
@@ -344,7 +345,7 @@ def test_bench_tells_clocks_and_power(cupy, tmp_path):
     [
         (["rms_norm", "swap_blocks_batch"], "swap_blocks_batch: takes addresses; see benchmarks/cache/bench_swap.py"),
         (["--json", "/no/such/folder/f.json"], "/no/such/folder/f.json: there is no folder /no/such/folder"),
-        (["--plot", "f.png"], "--plot needs matplotlib: pip install 'pykv[cli]'"),
+        (["--plot", "f.png"], "--plot needs matplotlib: pip install 'pykv-kernels[cli]'"),
         (["--device", "cpu"], "bfloat16 in NumPy or CuPy needs the package ml_dtypes; or try --dtype float16"),
     ],
 )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.metadata
+import importlib.util
 import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 PLATFORM = "manylinux_2_28_x86_64"
 METADATA = """\
 Metadata-Version: 2.4
-Name: pykv
+Name: pykv-kernels
 Version: 0.1.0
 License-Expression: Apache-2.0
 License-File: LICENSE
@@ -30,8 +34,8 @@ A description
 
 
 def wheel(folder: Path, python: str, library: str = "library", platform: str = PLATFORM) -> Path:
-    path = folder / f"pykv-0.1.0-{python}-{python}-{platform}.whl"
-    info = "pykv-0.1.0.dist-info/"
+    path = folder / f"pykv_kernels-0.1.0-{python}-{python}-{platform}.whl"
+    info = "pykv_kernels-0.1.0.dist-info/"
     with zipfile.ZipFile(path, "w") as out:
         out.writestr("pykv/", "")
         out.writestr("pykv/__init__.py", "")
@@ -68,17 +72,17 @@ def read(path: Path) -> dict[str, bytes]:
 def test_split(tmp_path: Path) -> None:
     done = split(tmp_path / "dist", wheel(tmp_path, "cp310"), wheel(tmp_path, "cp313"))
     assert done.returncode == 0, done.stderr
-    kernels = f"pykv_kernels-0.1.0-py3-none-{PLATFORM}.whl"
-    bindings = [f"pykv-0.1.0-{python}-{python}-{PLATFORM}.whl" for python in ("cp310", "cp313")]
+    kernels = f"pykv_libkernels-0.1.0-py3-none-{PLATFORM}.whl"
+    bindings = [f"pykv_kernels-0.1.0-{python}-{python}-{PLATFORM}.whl" for python in ("cp310", "cp313")]
     assert sorted(p.name for p in (tmp_path / "dist").iterdir()) == sorted([kernels, *bindings])
 
     library = read(tmp_path / "dist" / kernels)
-    assert library["pykv_kernels/lib/libkernels.so.0"] == b"library"
-    assert library["pykv_kernels/include/pykv/kernels.h"] == b"header"
+    assert library["pykv_libkernels/lib/libkernels.so.0"] == b"library"
+    assert library["pykv_libkernels/include/pykv/kernels.h"] == b"header"
     assert not [name for name in library if name.startswith("pykv/")]
-    info = "pykv_kernels-0.1.0.dist-info/"
+    info = "pykv_libkernels-0.1.0.dist-info/"
     about = Parser().parsestr(library[info + "METADATA"].decode())
-    assert (about["Name"], about["Version"], about["License-File"]) == ("pykv-kernels", "0.1.0", "LICENSE")
+    assert (about["Name"], about["Version"], about["License-File"]) == ("pykv-libkernels", "0.1.0", "LICENSE")
     assert library[info + "licenses/LICENSE"] == b"license"
     assert f"Tag: py3-none-{PLATFORM}\n" in library[info + "WHEEL"].decode()
 
@@ -86,7 +90,7 @@ def test_split(tmp_path: Path) -> None:
     assert extension["pykv/_C.cp313.so"] == b"cp313"
     assert not [name for name in extension if "kernels" in name]
     about = Parser().parsestr(extension["pykv-0.1.0.dist-info/METADATA"].decode())
-    assert about.get_all("Requires-Dist") == ["numpy>=1.24", "pykv-kernels==0.1.0"]
+    assert about.get_all("Requires-Dist") == ["numpy>=1.24", "pykv-libkernels==0.1.0"]
     assert "A description" in about.get_payload()
 
 
@@ -101,11 +105,101 @@ def test_wheels_that_do_not_belong_together(tmp_path: Path, other: dict[str, str
 
 
 def test_one_version_everywhere() -> None:
-    for path, pattern in {
-        "pyproject.toml": r'^version = "(.+)"$',
-        "CMakeLists.txt": r"^project\(pykv VERSION (\S+) ",
-        "packaging/conda/recipe.yaml": r'^  version: "(.+)"$',
-    }.items():
-        assert re.findall(pattern, (ROOT / path).read_text(), flags=re.MULTILINE) == [pykv.__version__], path
     header = (Path(pykv.get_include()) / "pykv" / "base.h").read_text()
-    assert ".".join(re.findall(r"#define PYKV_VERSION_\w+ (\d+)", header)) == pykv.__version__
+    version = ".".join(re.findall(r"#define PYKV_VERSION_\w+ (\d+)", header))
+    assert pykv.__version__ == importlib.metadata.version("pykv-kernels") == version
+    found = (Path(pykv.get_library_dir()) / "pkgconfig" / "pykv.pc").read_text()
+    assert f"Version: {version}\n" in found
+
+
+def test_no_file_names_the_other_distribution() -> None:
+    """``pykv`` on PyPI is somebody else's: what users are told to install is ``pykv-kernels``."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("not a git checkout")
+    wrong = re.compile(r"pip install\s[^`\n]*?['\" ]pykv(?![-\w/])|(?<![-\w])pykv\[\w+[\],]")
+    for name in tracked.stdout.split():
+        path = ROOT / name
+        if path.suffix in (".png", ".npz", ".safetensors", ".json") or path == Path(__file__) or not path.is_file():
+            continue
+        assert not wrong.findall(path.read_text()), name
+
+
+class Machine:
+    """A root folder with what tells of a GPU."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def file(self, name: str, text: str = "") -> Machine:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return self
+
+    def pci(self, vendor: str, kind: str) -> Machine:
+        folder = "sys/bus/pci/devices/0000:01:00.0/"
+        return self.file(folder + "vendor", vendor + "\n").file(folder + "class", kind + "\n")
+
+
+@pytest.fixture
+def cuda_choice(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi
+    spec = importlib.util.spec_from_file_location("cuda_choice", ROOT / "packaging" / "cuda_choice.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("mode", "architectures", "choice"),
+    [
+        ("", "", ("OFF", "no NVIDIA GPU or driver was found")),
+        ("auto", "", ("OFF", "no NVIDIA GPU or driver was found")),
+        ("AUTO", "90a-real", ("ON", "PYKV_CUDA_ARCHS is set")),
+        ("ON", "", ("ON", "PYKV_CUDA=ON")),
+        ("1", "", ("ON", "PYKV_CUDA=ON")),
+        ("System", "", ("SYSTEM", "PYKV_CUDA=SYSTEM")),
+        ("off", "90a-real", ("OFF", "PYKV_CUDA=OFF")),
+        ("FALSE", "", ("OFF", "PYKV_CUDA=OFF")),
+    ],
+)
+def test_what_is_built_where_there_is_no_gpu(cuda_choice, tmp_path, mode, architectures, choice) -> None:
+    assert cuda_choice.choose(mode, architectures, tmp_path) == choice
+
+
+def test_what_is_built_where_there_is_a_gpu(cuda_choice, tmp_path) -> None:
+    def chosen(name: str, prepare: Callable[[Machine], Machine]) -> Any:
+        return cuda_choice.choose("AUTO", "", prepare(Machine(tmp_path / name)).root)
+
+    assert chosen("driver", lambda m: m.file("proc/driver/nvidia/version"))[0] == "ON"
+    assert chosen("container", lambda m: m.file("dev/nvidiactl")) == ("ON", "/dev/nvidiactl exists")
+    assert chosen("no driver", lambda m: m.pci("0x10de", "0x030200")) == ("ON", "an NVIDIA GPU is at 0000:01:00.0")
+    assert chosen("another's GPU", lambda m: m.pci("0x1002", "0x030000"))[0] == "OFF"
+    assert chosen("NVIDIA's network card", lambda m: m.pci("0x10de", "0x020000"))[0] == "OFF"
+
+
+def test_a_wrong_choice_is_named(cuda_choice) -> None:
+    with pytest.raises(ValueError, match="PYKV_CUDA: must be AUTO, ON, SYSTEM or OFF, got 'MAYBE'"):
+        cuda_choice.choose("maybe", "")
+
+
+def test_nvcc_is_asked_for_only_where_it_is_needed(monkeypatch) -> None:
+    pytest.importorskip("scikit_build_core")
+    monkeypatch.syspath_prepend(ROOT / "packaging")
+    monkeypatch.chdir(ROOT)
+    backend = importlib.import_module("backend")
+
+    def wanted(settings: dict[str, str], **environment: str) -> list[bool]:
+        for name in ("PYKV_CUDA", "PYKV_CUDA_ARCHS"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        hooks = (backend.get_requires_for_build_wheel, backend.get_requires_for_build_editable)
+        return [any("cuda-toolkit" in r for r in hook(settings)) for hook in hooks]
+
+    assert wanted({}, PYKV_CUDA="OFF") == wanted({}, PYKV_CUDA="SYSTEM") == [False, False]
+    assert wanted({}, PYKV_CUDA="ON") == wanted({}, PYKV_CUDA_ARCHS="90a-real") == [True, True]
+    assert wanted({"cmake.define.PYKV_CUDA": "OFF"}, PYKV_CUDA="ON") == [False, False]

@@ -4,7 +4,7 @@
 
 Left, one query for each sequence: bandwidth over the bytes of keys and values that a call reads, under that of a plain
 read of as many bytes in the same run.  Right, all calls: arithmetic over its intensity, in operations for each byte of
-keys and values, under the same bandwidth and the peak of the tensor cores.  Wants matplotlib (pykv[cli]).
+keys and values, under the same bandwidth and the peak of the tensor cores.  Wants matplotlib (pykv-kernels[cli]).
 """
 
 from __future__ import annotations

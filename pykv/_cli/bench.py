@@ -124,7 +124,7 @@ def matplotlib_figure() -> Any:
     try:
         return importlib.import_module("matplotlib.figure").Figure
     except ImportError:
-        raise CommandError("--plot needs matplotlib: pip install 'pykv[cli]'") from None
+        raise CommandError("--plot needs matplotlib: pip install 'pykv-kernels[cli]'") from None
 
 
 def _family(op: str) -> str:

@@ -96,11 +96,12 @@ def machine() -> Iterator[tuple[str, str]]:
     yield "libkernels", f"{v // 10000}.{v // 100 % 100}.{v % 100}, {pykv.get_library_dir()}"
     yield "Python", f"{platform.python_version()}, {sys.executable}"
     yield "system", platform.platform()
-    yield "CUDA kernels", f"for {_C.cuda_architectures()}" if _C.has_cuda() else "none: built with PYKV_CUDA=OFF"
+    yield "CUDA kernels", f"for {_C.cuda_architectures()}" if _C.has_cuda() else "none"
+    yield "build", _C.build_note()
     lowered = f", PYKV_ISA={os.environ['PYKV_ISA']}" if "PYKV_ISA" in os.environ else ""
     yield "cpu", f"{cpu_model()}; {_C.get_num_threads()} threads; kernels for {_C.cpu_isa()}{lowered}"
     for ordinal in range(_C.cuda_device_count()):
-        yield f"cuda:{ordinal}", cuda_device_name(ordinal)
+        yield f"cuda:{ordinal}", "; ".join(filter(None, (cuda_device_name(ordinal), _C.device_note(ordinal))))
     if _C.cuda_device_count() == 0:
         yield "cuda", "no device"
 

@@ -22,6 +22,8 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def("has_cuda", pykv_has_cuda);
   m.def("cuda_architectures", pykv_cuda_architectures);
   m.def("cuda_device_count", pykv_cuda_device_count);
+  m.def("build_note", pykv_build_note);
+  m.def("device_note", pykv_device_note);
   m.def("cpu_isa", pykv_cpu_isa);
   m.def("way_in", [](py::type type) { return py::str(pykv::python::way_in(type.ptr())); });
   m.def("get_num_threads", pykv_get_num_threads);

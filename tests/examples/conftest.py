@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Without what the examples need (`pip install pykv[examples]`) there is nothing to test here."""
+    """Without what the examples need (`pip install pykv-kernels[examples]`) there is nothing to test here."""
     needed = ("ml_dtypes", "rich", "safetensors", "tokenizers")
     return True if any(importlib.util.find_spec(name) is None for name in needed) else None
 

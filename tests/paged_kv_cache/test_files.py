@@ -280,7 +280,7 @@ def test_without_safetensors(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     kv = new_cache()
-    refuses(saved, r"^load: needs the package safetensors \(pip install 'pykv\[files\]'\)$", kv, ImportError)
+    refuses(saved, r"^load: needs the package safetensors \(pip install 'pykv-kernels\[files\]'\)$", kv, ImportError)
     with pytest.raises(ImportError, match=r"^save: needs the package safetensors"):
         kv.save(saved, [])
 

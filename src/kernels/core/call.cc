@@ -51,7 +51,7 @@ Parameter Call::parameter(const char* name, const DLTensor* t) {
 }
 
 void Call::no_cuda() {
-  fail(PYKV_NOT_IMPLEMENTED, "got CUDA arrays, but this pykv was built without CUDA (PYKV_CUDA=OFF)");
+  fail(PYKV_NOT_IMPLEMENTED, "got CUDA arrays, but this pykv was %s", pykv_build_note());
 }
 
 std::string describe(const ErrorWord& word) {

@@ -11,6 +11,8 @@ using pykv::guarded;
 
 int32_t pykv_version() { return PYKV_VERSION_MAJOR * 10000 + PYKV_VERSION_MINOR * 100 + PYKV_VERSION_PATCH; }
 
+const char* pykv_build_note() { return PYKV_BUILD_NOTE; }
+
 int32_t pykv_get_num_threads() { return pykv::num_threads(); }
 void pykv_set_num_threads(int32_t num_threads) { pykv::set_num_threads(num_threads); }
 
@@ -19,6 +21,7 @@ void pykv_set_num_threads(int32_t num_threads) { pykv::set_num_threads(num_threa
 bool pykv_has_cuda() { return true; }
 const char* pykv_cuda_architectures() { return PYKV_CUDA_ARCHITECTURES; }
 int32_t pykv_cuda_device_count() { return pykv::device_count(); }
+const char* pykv_device_note(int32_t device) { return pykv::device_note(device); }
 
 pykv_status pykv_check_errors(DLDevice device) {
   if (device.device_type != kDLCUDA && device.device_type != kDLCUDAManaged) return PYKV_OK;
@@ -45,6 +48,7 @@ pykv_status pykv_mark_passed(void* mark, bool* passed) {
 bool pykv_has_cuda() { return false; }
 const char* pykv_cuda_architectures() { return ""; }
 int32_t pykv_cuda_device_count() { return 0; }
+const char* pykv_device_note(int32_t) { return ""; }
 
 pykv_status pykv_check_errors(DLDevice device) {
   return guarded("check_errors", [&](Call&) {

@@ -63,10 +63,22 @@ bool overlaps_kernels(int device) {
   return cached.get(cudaDevAttrComputeCapabilityMajor, device) >= 9;
 }
 
+// The only architecture with kernels of its own.
+constexpr bool kBuiltForWarpgroups = std::string_view(PYKV_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
+
 bool has_warpgroups(int device) {
-  constexpr bool kBuilt = std::string_view(PYKV_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
   static Cached cached;
-  return kBuilt && cached.get(cudaDevAttrComputeCapabilityMajor, device) == 9;
+  return kBuiltForWarpgroups && cached.get(cudaDevAttrComputeCapabilityMajor, device) == 9;
+}
+
+const char* device_note(int device) {
+  int major = 0;
+  const bool known = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess;
+  if (!known) cudaGetLastError();
+  if (!known || major != 9 || kBuiltForWarpgroups) return "";
+  return "this GPU has compute capability 9.0, and this build, for " PYKV_CUDA_ARCHITECTURES
+         ", lacks the kernels made for it: attention takes two to three times as long; "
+         "PYKV_CUDA_ARCHS=90a-real in the environment of the installation builds them";
 }
 
 int enter_device(int device) {

@@ -75,6 +75,13 @@ PYKV_API int32_t pykv_version(void);
 PYKV_API bool pykv_has_cuda(void);
 PYKV_API const char* pykv_cuda_architectures(void);
 
+/* Whether the CUDA kernels were built, why, and how to have it otherwise, for people: "built for the CPU alone (...). ...". */
+PYKV_API const char* pykv_build_note(void);
+
+/* What this build lacks for a CUDA device, for people: the kernels that were made for its architecture.  "" if nothing, and
+ * for a device that does not exist. */
+PYKV_API const char* pykv_device_note(int32_t device);
+
 /* Number of CUDA devices that can be used: 0 on a machine without a driver. */
 PYKV_API int32_t pykv_cuda_device_count(void);
 
