@@ -123,8 +123,8 @@ def paged_attention(
         workspace: bytes on the device (see ``paged_attention_workspace_size``); ``None``: from the stream-ordered pool.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
-    A row that sees nothing gives 0 and an lse of -inf.  NaN or +inf among the logits that a row sees (or its sink) gives
-    NaN in its output and lse; NaN in a value that it sees gives NaN in that dimension of the output.  What no row
+    A row that sees nothing gives 0 and an lse of -inf.  NaN or +inf among the logits that a row sees, or in its sink,
+    gives NaN in its output and lse; NaN in a value that it sees gives NaN in that dimension of the output.  What no row
     sees may hold anything: slots beyond a length or before a window, other blocks.  A key that only other rows of the
     sequence see may hold NaN, too.  So may its value on the CPU, and on CUDA if ``query`` is float32; tensor cores add
     zero times the values of a tile to all of its rows, which NaN and infinity do not leave as they are.
