@@ -212,7 +212,7 @@ def nvfp4_block() -> Drawing:
     head_size = 128
     scales = head_size // 16
     drawing = Drawing("A block of an nvfp4 cache")
-    drawing.text(MARGIN, 36, f"nvfp4: one head of a block of 4 tokens, head_size {head_size}", bold=True)
+    drawing.text(MARGIN, 36, f"nvfp4 values: one head of a block of 4 tokens, head_size {head_size}", bold=True)
     drawing.text(MARGIN, 58, "first the four-bit floats of all tokens and heads, then all scales", size=13, color=FAINT)
     y, hues = 76.0, (BLUE[0], ORANGE[0], GREEN[0], GREY[1])
     width = (WIDTH - 2 * MARGIN - 60) / scales

@@ -38,17 +38,21 @@ class Rule(NamedTuple):
 class NoneIs:
     """A converter of numbers: C takes ``sentinel`` for None.
 
-    Where ``positive`` names the parameter, numbers must be that: 0, the sentinel, would silently mean None.
+    Where ``positive`` names the parameter, numbers must be that: 0, the sentinel, would silently mean None.  Where
+    ``number`` names it, they must not be NaN, for the same reason.
     """
 
     sentinel: float
     positive: str = ""
+    number: str = ""
 
     def __call__(self, value: float | None) -> float:
         if value is None:
             return self.sentinel
         if self.positive and not value > 0:
             raise ValueError(f"{self.positive}: must be positive, got {value}")
+        if self.number and value != value:
+            raise ValueError(f"{self.number}: must be a number, got {value}")
         return value
 
 

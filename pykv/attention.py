@@ -10,7 +10,7 @@ packed   ``[NB, num_kv_heads, head_size / x, BS, x]``           ``[NB, num_kv_he
 told apart by the number of dimensions of ``key_cache``.  All strides but the innermost are free.
 
 Caches of nvfp4 are uint8 ``[NB, BS, num_kv_heads, head_size / 2 + head_size / 16]`` with compact pages, NHD or HND by
-strides; ``head_size`` is a multiple of 64, ``BS`` of 4.
+strides; ``head_size`` is a multiple of 64, ``BS`` of 4 (``pykv.cache`` says where their scales lie).
 
 A block id outside the cache masks its tokens, a length beyond the row of ``block_tables`` is clamped; both raise
 ``ValueError``, on the GPU at the next ``pykv.check_errors()``.
@@ -62,7 +62,7 @@ def _merged(parts: str) -> Rule:
 
 @operation(
     converters={
-        "scale": NoneIs(math.nan),
+        "scale": NoneIs(math.nan, number="paged_attention: scale"),
         "window": NoneIs(0, positive="paged_attention: window"),
         "softcap": NoneIs(0.0, positive="paged_attention: softcap"),
     },
@@ -110,7 +110,7 @@ def paged_attention(
         scale: factor of q.k; ``None``: ``1 / sqrt(head_size)``.
         causal: a query at position p sees keys ``j <= p``.
         window: it sees keys with ``|p - j| < window``.
-        softcap: logits become ``softcap * tanh(logit / softcap)``.
+        softcap: logits become ``softcap * tanh(logit / softcap)``; infinity: as ``None``, no change.
         alibi_slopes: ``[num_heads]`` float32; adds ``slope * (j - p)``.
         sinks: ``[num_heads]`` float32; one more logit in each softmax, without a value.
         kv_cache_dtype: ``"auto"``: caches have the dtype of ``query``; ``"fp8_e4m3"``, ``"fp8_e5m2"``: one-byte floats;
@@ -123,7 +123,11 @@ def paged_attention(
         workspace: bytes on the device (see ``paged_attention_workspace_size``); ``None``: from the stream-ordered pool.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
-    A row that sees nothing gives 0 and an lse of -inf.
+    A row that sees nothing gives 0 and an lse of -inf.  NaN or +inf among the logits that a row sees, or in its sink,
+    gives NaN in its output and lse; NaN in a value that it sees gives NaN in that dimension of the output.  What no row
+    sees may hold anything: slots beyond a length or before a window, other blocks.  A key that only other rows of the
+    sequence see may hold NaN, too.  So may its value on the CPU, and on CUDA if ``query`` is float32; tensor cores add
+    zero times the values of a tile to all of its rows, which NaN and infinity do not leave as they are.
 
     Raises:
         ValueError: a shape, layout or option is wrong, or (CPU) an id was out of range.
@@ -253,7 +257,8 @@ def merge_attn_states(
     Args:
         output: ``[num_tokens, num_heads, head_size]``; written.  May be ``prefix_output`` or ``suffix_output``.
         prefix_output, suffix_output: ``[num_tokens, num_heads, head_size]`` float32, float16 or bfloat16.
-        prefix_lse, suffix_lse: ``[num_heads, num_tokens]`` float32, natural log; infinite where nothing was seen.
+        prefix_lse, suffix_lse: ``[num_heads, num_tokens]`` float32, natural log, any strides; infinite where nothing
+            was seen.  NaN makes output and lse NaN.
         output_lse: the same; written.
         prefill_tokens_with_context: tokens from here on copy the suffix; ``None``: none does.
         output_scale: with it ``output`` is float8_e4m3fn (or uint8) and holds value / scale.

@@ -8,8 +8,10 @@ packed   ``[NB, num_kv_heads, head_size / x, BS, x]``           ``[NB, num_kv_he
 =======  =====================================================  ========================================
 
 nvfp4 caches are bytes ``[NB, BS, num_kv_heads, head_size * 9 / 16]``, NHD or (by strides) HND: a nominal shape, since
-in a block all four-bit floats come first and then the scales of each 16 of them, in an order of their own.  They need a
-``head_size`` that is a multiple of 64, a BS that is a multiple of 4, and blocks without gaps.
+in a block all four-bit floats come first and then the S = head_size / 16 scales of each token and head, NHD or HND as
+well.  Scale ``s`` of token ``t`` lies in row ``t``, column ``s`` of keys, but of values (the bytes are vLLM's) in row
+``t // 4 * 4 + s // (S / 4)``, column ``s % (S / 4) * 4 + t % 4``.  That needs a ``head_size`` that is a multiple of 64
+and a BS that is a multiple of 4, for keys too (others, such as 80 and 96, are refused), and blocks without gaps.
 
 All strides are free, and those of keys and values independent: views of one allocation are as good as two allocations.
 """

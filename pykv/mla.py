@@ -36,8 +36,8 @@ def concat_and_cache_mla(
             Its length decides: ``kv_c`` and ``k_pe`` may have more rows.  Of tokens with one slot, any may win.
         kv_cache_dtype: ``"auto"`` (or the dtype's name): copied; ``"fp8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``: one-byte
             elements, ``value / scale`` rounded to nearest even and saturated, NaN stays NaN; ``"int8"``: the same with
-            integers, NaN becomes 0; ``"nvfp4"``: as of one head (see ``pykv.cache``), whose size must be a multiple of
-            64; ``"fp8_ds_mla"``: records, of 16-bit data and a ``kv_lora_rank`` that is a multiple of 128.
+            integers, NaN becomes 0; ``"nvfp4"``: as keys of one head (see ``pykv.cache``), whose size must be a
+            multiple of 64; ``"fp8_ds_mla"``: records, of 16-bit data and a ``kv_lora_rank`` that is a multiple of 128.
         scale: for all but copies and ``"fp8_ds_mla"``: a number, or a float32 array of one element.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
@@ -151,7 +151,8 @@ def gather_and_maybe_dequant_cache(
             ``None``: found from ``cu_seq_lens``.
         num_tokens: number of rows.
         kv_cache_dtype: ``"auto"`` (or the dtype's name): copied; ``"fp8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``,
-            ``"int8"``: element times ``scale``; ``"nvfp4"``: times the scale of its block, too; ``"fp8_ds_mla"``.
+            ``"int8"``: element times ``scale``; ``"nvfp4"``: times the scale of its block, too, of keys or MLA;
+            ``"nvfp4_v"``: of values, whose scales lie in another order (``pykv.cache``); ``"fp8_ds_mla"``.
         scale: a number, or a float32 array of one element.
         seq_starts: ``[>= num_requests]``; ``None``: 0.
         stream: CUDA stream; ``None``: the current one of the arrays' library.

@@ -49,19 +49,19 @@ class CacheShape:
     def by_token(self, blocks: npt.NDArray[np.uint8], layout: str, keys: bool) -> npt.NDArray[Any]:
         """Raw blocks, [n, bytes], as [n, *block]."""
         if self.dtype == "nvfp4":
-            return blocks[:, self._nvfp4_places(layout)]
+            return blocks[:, self._nvfp4_places(layout, keys)]
         return np.array(self._view_by_token(blocks, layout, keys)).reshape(-1, *self.block)
 
     def put_by_token(self, blocks: npt.NDArray[np.uint8], layout: str, keys: bool, by_token: npt.NDArray[Any]) -> None:
         """The other way round."""
         if self.dtype == "nvfp4":
-            blocks[:, self._nvfp4_places(layout)] = by_token
+            blocks[:, self._nvfp4_places(layout, keys)] = by_token
             return
         view = self._view_by_token(blocks, layout, keys)
         view[...] = by_token.reshape(view.shape)
 
-    def _nvfp4_places(self, layout: str) -> npt.NDArray[np.int64]:
-        """[*block]: where in a raw block the bytes of each token and head are."""
+    def _nvfp4_places(self, layout: str, keys: bool) -> npt.NDArray[np.int64]:
+        """[*block]: where in a raw block the bytes of each token and head are; the scales of values are swizzled."""
         token, head = np.ogrid[: self.block_size, : self.num_kv_heads]
         num_scales = self.head_size // 16
 
@@ -70,8 +70,11 @@ class CacheShape:
 
         token, head, s = token[..., None], head[..., None], np.arange(num_scales)
         codes = row(token, head) * (8 * num_scales) + np.arange(8 * num_scales)
-        quarter = num_scales // 4
-        scales = row(token // 4 * 4 + s // quarter, head) * num_scales + s % quarter * 4 + token % 4
+        if keys:
+            scales = row(token, head) * num_scales + s
+        else:
+            quarter = num_scales // 4
+            scales = row(token // 4 * 4 + s // quarter, head) * num_scales + s % quarter * 4 + token % 4
         return np.concatenate([codes, self.block_size * self.num_kv_heads * 8 * num_scales + scales], axis=-1)
 
     def _view_by_token(self, blocks: npt.NDArray[np.uint8], layout: str, keys: bool) -> npt.NDArray[Any]:

@@ -9,10 +9,12 @@
 
 #include <array>
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <exception>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -169,9 +171,15 @@ class Number {
  public:
   explicit Number(const Given& given)
       : value_(std::bit_cast<T>(given.is_none ? given.parameter.none : given.word)),
-        is_wrong_(given.parameter.must_be_positive && !given.is_none && !(value_ > 0)) {}
+        is_wrong_(given.parameter.must_be_positive && !given.is_none && !(value_ > 0)),
+        sentinel_(std::bit_cast<T>(given.parameter.none)),
+        is_none_(given.is_none) {}
   void read(Call& call) {
     if (is_wrong_) call.refuse(PyExc_ValueError, "must be positive, got " + std::to_string(value_));
+    if constexpr (std::is_floating_point_v<T>) {  // NaN, where C takes it for None
+      if (!is_none_ && std::isnan(value_) && std::isnan(sentinel_))
+        call.refuse(PyExc_ValueError, "must be a number, got " + std::to_string(value_));
+    }
   }
   void leave_to(Caller&) {}
   T get() { return value_; }
@@ -179,6 +187,8 @@ class Number {
  private:
   T value_;
   bool is_wrong_;
+  T sentinel_;
+  bool is_none_;
 };
 
 template <>

@@ -89,16 +89,19 @@ def scaled_query(b: Batch, by: np.ndarray) -> np.ndarray:
     return (b.query.astype(np.float32) * by[..., None]).astype(b.query.dtype)
 
 
-def fill_nvfp4(rng: np.random.Generator, cache: np.ndarray, used: np.ndarray, heads_first: bool) -> None:
+def fill_nvfp4(
+    rng: np.random.Generator, cache: np.ndarray, used: np.ndarray, heads_first: bool, swizzled: bool
+) -> None:
     """Random codes everywhere, and random scales, or NaN where a token is not ``used`` (``[block, token]``)."""
     pages = cache.swapaxes(1, 2) if heads_first else cache  # as they lie in memory
     blocks, tokens, heads, num_bytes = cache.shape
     num_scales = num_bytes // 9
     scales = rng.uniform(0.1, 0.5, (blocks, tokens, heads, num_scales)).astype(ONE_BYTE["fp8_e4m3"]).view(np.uint8)
     scales[~used] = 0x7F
-    quarter = num_scales // 4  # rows of 4 tokens, columns [s / quarter][s % quarter]; turned: [s / quarter][..][t % 4]
-    scales = scales.reshape(blocks, tokens // 4, 4, heads, 4, quarter).transpose(0, 1, 4, 3, 5, 2)
-    scales = scales.reshape(blocks, tokens, heads, num_scales)
+    if swizzled:  # rows of 4 tokens, columns [s / quarter][s % quarter]; turned: [s / quarter][..][t % 4]
+        quarter = num_scales // 4
+        scales = scales.reshape(blocks, tokens // 4, 4, heads, 4, quarter).transpose(0, 1, 4, 3, 5, 2)
+        scales = scales.reshape(blocks, tokens, heads, num_scales)
     if heads_first:
         scales = scales.swapaxes(1, 2)
     codes = rng.integers(0, 256, (blocks, tokens * heads * num_scales * 8), np.uint8)
@@ -149,8 +152,8 @@ def batch(
         used[mine] = ((first <= token) & (token < length)).reshape(pages[s], page, 1, 1)
 
     if nvfp4:
-        fill_nvfp4(rng, made.key(memories[0]), used[:, :, 0, 0], layout.startswith("HND"))
-        fill_nvfp4(rng, made.value(memories[-1]), used[:, :, 0, 0], "HND" in layout)
+        fill_nvfp4(rng, made.key(memories[0]), used[:, :, 0, 0], layout.startswith("HND"), swizzled=False)
+        fill_nvfp4(rng, made.value(memories[-1]), used[:, :, 0, 0], "HND" in layout, swizzled=True)
     else:
         shape = (cache.blocks, page, sizes.kv_heads, sizes.head_size)
         keys, values = (np.where(used, cache_values(rng, shape, element), poison) for _ in range(2))
@@ -207,12 +210,18 @@ def run(array: Library, b: Batch, out: Any, lse: Any = None) -> None:
 
 
 def expected(b: Batch, **more: Any) -> tuple[np.ndarray, np.ndarray]:
-    """By the reference; rows of no sequence hold the sentinel."""
+    """By the reference, which finds no NaN; rows of no sequence hold the sentinel."""
+    out, lse = expected_or_nan(b, **more)
+    return np.where(np.isnan(out), SENTINEL, out), np.where(np.isnan(lse), SENTINEL, lse)
+
+
+def expected_or_nan(b: Batch, **more: Any) -> tuple[np.ndarray, np.ndarray]:
+    """By the reference; rows of no sequence hold NaN."""
     if b.kind == "nvfp4":
-        values = [reference.nvfp4_values(c) for c in (b.key_cache, b.value_cache)]
+        values = [reference.nvfp4_values(b.key_cache, False), reference.nvfp4_values(b.value_cache, True)]
     else:
         values = [c.view(ONE_BYTE.get(b.kind, b.query.dtype)) for c in (b.key_cache, b.value_cache)]
-    out, lse = reference.paged_attention(
+    return reference.paged_attention(
         b.query,
         *values,
         b.block_tables,
@@ -220,4 +229,3 @@ def expected(b: Batch, **more: Any) -> tuple[np.ndarray, np.ndarray]:
         cu_query_lens=b.cu_query_lens,
         **{**b.options, **more},
     )
-    return np.where(np.isnan(out), SENTINEL, out), np.where(np.isnan(lse), SENTINEL, lse)

@@ -57,8 +57,8 @@ def tokens_of(cache: NDArray[np.generic], blocks: NDArray[np.int64], packed: boo
     return pages.reshape(pages.shape[0] * pages.shape[1], pages.shape[2], math.prod(pages.shape[3:]))
 
 
-def nvfp4_values(cache: NDArray[np.uint8]) -> Floats:
-    """What pages of nvfp4, ``[block, token, head, bytes]``, hold, below the global scale."""
+def nvfp4_values(cache: NDArray[np.uint8], swizzled: bool) -> Floats:
+    """What pages of nvfp4, ``[block, token, head, bytes]``, hold, below the global scale; ``swizzled``: of values."""
     blocks, tokens, heads, num_bytes = cache.shape
     num_scales = num_bytes // 9
     in_memory = (0, 1, 2, 3) if cache.strides[1] >= cache.strides[2] else (0, 2, 1, 3)  # NHD or HND
@@ -70,7 +70,7 @@ def nvfp4_values(cache: NDArray[np.uint8]) -> Floats:
     magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     values = np.concatenate([magnitudes, -magnitudes])[nibbles]
     for t, s in np.ndindex(tokens, num_scales):
-        at = t // 4 * 4 + s // (num_scales // 4), s % (num_scales // 4) * 4 + t % 4
+        at = (t // 4 * 4 + s // (num_scales // 4), s % (num_scales // 4) * 4 + t % 4) if swizzled else (t, s)
         values[:, t, :, s] *= scales[:, at[0], :, at[1]].astype(np.float64)[..., None]
     return values.reshape(blocks, tokens, heads, num_scales * 16)
 
@@ -129,12 +129,13 @@ def paged_attention(
                 if alibi_slopes is not None:
                     logits = logits + float(alibi_slopes[h]) * (j[visible] - position)
                 sink = -np.inf if sinks is None else float(sinks[h])
-                top = max(logits.max(initial=-np.inf), sink)
+                top = np.maximum(logits.max(initial=-np.inf), sink)  # NaN, if there is one
                 if top == -np.inf:
                     out[row, h], lse[h, row] = 0.0, -np.inf
                     continue
-                weights = np.exp(logits - top)
-                total = weights.sum() + np.exp(sink - top)
+                with np.errstate(invalid="ignore"):  # infinity - infinity
+                    weights = np.exp(logits - top)
+                    total = weights.sum() + np.exp(sink - top)
                 out[row, h] = weights @ values[visible, h // group] / (total + epsilon)
                 lse[h, row] = top + np.log(total)
     return out, lse

@@ -135,6 +135,24 @@ def test_nan_comes_out(array: Library) -> None:
     assert np.isnan(array.numpy(lse)).sum() == 1
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("other", [np.inf, -np.inf, np.nan, -500.0, 500.0])
+@pytest.mark.parametrize("side", [0, 2])
+def test_nan_is_not_nothing(array: Library, side: int, other: float, dtype: str) -> None:
+    """Of an lse, whatever the other one is; of an output, however small its weight is."""
+    p = parts(40, 6, 72, dtype)
+    p[side + 1][2, 7], p[3 - side][2, 7] = np.nan, other
+    p[side][9, 3, 5] = np.nan
+    p[side + 1][3, 9], p[3 - side][3, 9] = -400.0, 400.0
+    output, lse = array.output(np.zeros_like(p[0])), array.output(np.zeros_like(p[1]))
+    merge(array, p, output, lse)
+    nan = np.isnan(array.numpy(output).astype(np.float32))
+    assert nan[7, 2].all()
+    assert nan[9, 3, 5]
+    assert nan.sum() == 72 + 1
+    assert np.argwhere(np.isnan(array.numpy(lse))).tolist() == [[2, 7]]
+
+
 @pytest.mark.parametrize("as_bytes", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_output_in_fp8(array: Library, dtype: str, as_bytes: bool) -> None:

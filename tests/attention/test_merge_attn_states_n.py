@@ -137,6 +137,24 @@ def test_nan_comes_out(array: Library) -> None:
     assert np.isnan(array.numpy(lse)).sum() == 2
 
 
+@pytest.mark.parametrize("count", [2, 3, 7, 20])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_is_not_nothing(array: Library, dtype: str, count: int) -> None:
+    """Of an lse beside parts that saw nothing; of an output, however small its weight is."""
+    p = parts(count, 40, 6, 72, dtype)
+    p[1][:, 2, 7] = -np.inf
+    p[1][count - 1, 2, 7] = np.nan
+    p[0][:, 9, 3], p[0][0, 9, 3, 5] = 1.0, np.nan
+    p[1][:, 3, 9], p[1][0, 3, 9] = 400.0, -400.0
+    output, lse = array.output(np.zeros(p[0].shape[1:], p[0].dtype)), array.output(np.zeros(p[1].shape[1:], np.float32))
+    merge(array, p, output, lse)
+    nan = np.isnan(array.numpy(output).astype(np.float32))
+    assert nan[7, 2].all()
+    assert nan[9, 3, 5]
+    assert nan.sum() == 72 + 1
+    assert np.argwhere(np.isnan(array.numpy(lse))).tolist() == [[2, 7]]
+
+
 @pytest.mark.parametrize("as_bytes", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_output_in_fp8(array: Library, dtype: str, as_bytes: bool) -> None:

@@ -54,31 +54,33 @@ def parts(page: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (codes.swapaxes(0, 1), scales.swapaxes(0, 1)) if heads_first else (codes, scales)
 
 
-def places(token: int, num_scales: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column of each scale of a token."""
+def places(token: int, num_scales: int, values: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Row and column of each scale of a token, in a cache of ``values`` or of keys."""
     s = np.arange(num_scales)
+    if not values:
+        return np.full(num_scales, token), s
     return token // 4 * 4 + s // (num_scales // 4), s % (num_scales // 4) * 4 + token % 4
 
 
-def store(cache: np.ndarray, slot: int, x: np.ndarray, scale: np.ndarray | float) -> None:
+def store(cache: np.ndarray, slot: int, x: np.ndarray, scale: np.ndarray | float, values: bool = False) -> None:
     """``x [H, D]`` into that slot of a cache ``[NB, BS, H, 9 D / 16]``."""
     block, token = divmod(slot, cache.shape[1])
     codes, scales = parts(cache[block])
     new_codes, new_scales = quantise(x, np.reshape(np.asarray(scale), (-1, 1)))
     codes[token] = new_codes
-    rows, columns = places(token, new_scales.shape[-1])
+    rows, columns = places(token, new_scales.shape[-1], values)
     for head in range(len(x)):
         scales[rows, head, columns] = new_scales[head]
 
 
-def load(cache: np.ndarray, scale: np.ndarray | float) -> np.ndarray:
+def load(cache: np.ndarray, scale: np.ndarray | float, of_values: bool = False) -> np.ndarray:
     """All of a cache, as float32 ``[NB, BS, H, D]``."""
     blocks, block_size, heads, row = cache.shape
     values = np.zeros((blocks, block_size, heads, row * 16 // 9), np.float32)
     for block in range(blocks):
         codes, scales = parts(cache[block])
         for token in range(block_size):
-            rows, columns = places(token, row // 9)
+            rows, columns = places(token, row // 9, of_values)
             linear = np.stack([scales[rows, head, columns] for head in range(heads)])
             values[block, token] = dequantise(codes[token], linear, np.reshape(np.asarray(scale), (-1, 1)))
     return values

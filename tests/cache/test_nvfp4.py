@@ -73,10 +73,10 @@ def prepare(
     rows = len(slots) + extra_rows
     key = inputs.nvfp4_tokens(rng, DTYPES[dtype], rows, s.heads, s.head_size, arrangement)
     value = inputs.nvfp4_tokens(rng, DTYPES[dtype], rows, s.heads, s.v_size, arrangement)
-    for cache, data, scale in zip(pair.in_numpy(), (key, value), (k_scale, v_scale), strict=True):
+    for i, (cache, data, scale) in enumerate(zip(pair.in_numpy(), (key, value), (k_scale, v_scale), strict=True)):
         for token, slot in enumerate(slots.tolist()):
             if 0 <= slot < s.slots:
-                reference_nvfp4.store(cache, slot, data[token], scale)
+                reference_nvfp4.store(cache, slot, data[token], scale, values=i == 1)
     given = array.input(key), array.input(value), *pair.in_library(), array.input(slots)
     return lambda: pykv.reshape_and_cache_flash(*given, "nvfp4", as_scale(k_scale), as_scale(v_scale)), pair
 

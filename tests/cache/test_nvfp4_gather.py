@@ -20,6 +20,7 @@ def gather(
     *,
     dtype: str = "bfloat16",
     scale: np.float32 = np.float32(0.37),  # noqa: B008
+    kind: str = "nvfp4",
     take: Callable[[Any], Any] = lambda m: m,
     take_dst: Callable[[Any], Any] = lambda m: m,
     memory_dst: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape,
@@ -29,7 +30,7 @@ def gather(
     rng = np.random.default_rng(seed)
     src = take(cache)
     blocks, block_size = src.shape[:2]
-    values = reference_nvfp4.load(src if src.ndim == 4 else src[:, :, None], scale)
+    values = reference_nvfp4.load(src if src.ndim == 4 else src[:, :, None], scale, kind == "nvfp4_v")
     values = values if src.ndim == 4 else values[:, :, 0]
     lengths, starts = np.array([2 * block_size + 3, block_size]), np.array([0, 3])
     table = rng.integers(0, blocks, (2, 4))
@@ -46,7 +47,7 @@ def gather(
             row += 1
     ids = [array.input(x.astype(np.int32)) for x in (table, np.concatenate([[0], np.cumsum(lengths)]), starts)]
     pykv.gather_and_maybe_dequant_cache(
-        inputs.view(array.output(cache), take), inputs.view(actual, take_dst), ids[0], ids[1], None, rows, "nvfp4",
+        inputs.view(array.output(cache), take), inputs.view(actual, take_dst), ids[0], ids[1], None, rows, kind,
         float(scale), ids[2],
     )  # fmt: skip
     got = array.numpy(actual)
@@ -56,15 +57,18 @@ def gather(
     np.testing.assert_array_equal(got[~nan].view(words), expected[~nan].view(words))
 
 
+@pytest.mark.parametrize("kind", ["nvfp4", "nvfp4_v"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_size", [64, 128, 192, 576])
-def test_gather(array: Library, head_size: int, dtype: str) -> None:
+def test_gather(array: Library, head_size: int, dtype: str, kind: str) -> None:
+    """Pages of keys or MLA, and pages of values."""
     rng = np.random.default_rng(head_size)
     row = head_size * 9 // 16
-    gather(array, rng.integers(0, 256, (5, 8, row), np.uint8), dtype=dtype)
-    gather(array, rng.integers(0, 256, (5, 8, 3, row), np.uint8), dtype=dtype)
-    gather(array, rng.integers(0, 256, (5, 3, 8, row), np.uint8), dtype=dtype, take=lambda m: m.swapaxes(1, 2))
-    gather(array, rng.integers(0, 256, (5, 2, 8, 3, row), np.uint8), dtype=dtype, take=lambda m: m[:, 1])
+    more: dict[str, Any] = {"dtype": dtype, "kind": kind}
+    gather(array, rng.integers(0, 256, (5, 8, row), np.uint8), **more)
+    gather(array, rng.integers(0, 256, (5, 8, 3, row), np.uint8), **more)
+    gather(array, rng.integers(0, 256, (5, 3, 8, row), np.uint8), take=lambda m: m.swapaxes(1, 2), **more)
+    gather(array, rng.integers(0, 256, (5, 2, 8, 3, row), np.uint8), take=lambda m: m[:, 1], **more)
 
 
 @pytest.mark.parametrize("block_size", [2900, 5700])
@@ -115,10 +119,10 @@ def test_what_was_written_is_read(array: Library) -> None:
         array.input(key), array.input(value), *views, array.input(slots), "nvfp4", scale, scale
     )
     table, ends = array.input(np.arange(4, dtype=np.int32)[None]), array.input(np.array([0, 50], np.int32))
-    for data, view in zip((key, value), views, strict=True):
+    for data, view, kind in zip((key, value), views, ("nvfp4", "nvfp4_v"), strict=True):
         out = array.output(np.zeros((50, 4, 128), dtype))
         pykv.gather_and_maybe_dequant_cache(
-            view, out, table, ends, None, 50, "nvfp4", scale, array.input(np.array([8], np.int32))
+            view, out, table, ends, None, 50, kind, scale, array.input(np.array([8], np.int32))
         )
         x, y = data.astype(np.float32).reshape(-1, 16), array.numpy(out).astype(np.float32).reshape(-1, 16)
         most = np.abs(x).max(-1, keepdims=True)

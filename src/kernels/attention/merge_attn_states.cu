@@ -129,8 +129,12 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
   __shared__ float tops[kMany ? kThreads : 1], totals[kMany ? kThreads : 1], sums[kMany ? kThreads * kSize : 1];
   const int first_group = static_cast<int>(threadIdx.x >> lanes_log2) - group;  // of this row
   float top = -INFINITY, total = 0.0f;
+  bool is_number = true;  // of the lse of two parts, each: a part whose lse is NaN has seen something
 #pragma unroll
-  for (int k = 0; k < kParts; ++k) top = fmaxf(top, seen(lse[k]));
+  for (int k = 0; k < kParts; ++k) {
+    top = fmaxf(top, seen(lse[k]));
+    if (kPair) is_number = is_number && !isnan(lse[k]);
+  }
   if constexpr (kMany) {
     for (int first = mine + step; first < a.num_parts; first += step)
 #pragma unroll
@@ -142,7 +146,7 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
       for (int g = 0; g < groups; ++g) top = fmaxf(top, tops[first_group + g]);
     }
   }
-  const bool copies_first = kPair && has_context && a.copies_empty && top == -INFINITY;
+  const bool copies_first = kPair && has_context && a.copies_empty && top == -INFINITY && is_number;
   if (copies_first) lse[0] = 0.0f;
   if (!has_context) lse[kParts - 1] = top = 0.0f;
   const float base = top == -INFINITY ? 0.0f : top;
@@ -164,7 +168,7 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
       for (int k = 0; k < kParts; ++k) {
         const float weight = weight_of(seen(lse[k]) - base);
         few_weights += weight;
-        if (weight == 0.0f) continue;  // such a part may hold anything
+        if (seen(lse[k]) == -INFINITY) continue;  // such a part may hold anything
         const auto v = to_floats(x[k]);
 #pragma unroll
         for (int i = 0; i < kSize; ++i) few[i] = fmaf(v[i], weight, few[i]);

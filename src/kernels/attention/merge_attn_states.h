@@ -57,7 +57,8 @@ PYKV_HOST_DEVICE inline float seen(float lse) { return lse == INFINITY ? -INFINI
 
 // With l_i the lse of the parts and m the largest:
 //   output = sum_i output_i * exp(l_i - m) / sum_i exp(l_i - m),   lse = m + log of that denominator.
-// A part of weight zero is not looked at, so it may hold anything.  Where nothing was seen, lse is -inf.
+// A part that saw nothing is not looked at, so it may hold anything; where none saw anything, lse is -inf.  NaN is not nothing: in an
+// lse it makes output and lse NaN, in an output_i that dimension.
 // output may be one of the parts, output_lse one of theirs.
 PYKV_CPU_TWIN(merge_attn_states_cpu, MergeAttnStatesArgs)
 void merge_attn_states_cuda(const MergeAttnStatesArgs& args, const Launch& launch);

@@ -66,13 +66,15 @@ class Weights {
     const Floats base = empty ? Floats{} : top;
     Floats total{};
     for (int64_t p = 0; p < a_.num_parts; ++p) {
-      const Floats weight = exp(load(weights + p * rows_) - base);
-      store(weights + p * rows_, weight);
+      const Floats lse = load(weights + p * rows_), weight = exp(lse - base);
+      // no weight of what has seen something is zero: NaN in its output must come out
+      store(weights + p * rows_, lse == -infinity ? Floats{} : max(splat(0x1p-126f), weight));
       total += weight;
     }
     const Floats factor = total == 0.0f ? Floats{} : scale_ / total;
     for (int64_t p = 0; p < a_.num_parts; ++p) store(weights + p * rows_, load(weights + p * rows_) * factor);
-    if (a_.copies_empty) store(weights, empty ? splat(scale_) : load(weights));
+    const Words nothing_seen = __builtin_bit_cast(Words, total == 0.0f);  // not so where an lse is NaN
+    if (a_.copies_empty) store(weights, nothing_seen ? splat(scale_) : load(weights));
     float lse[kWidth];
     store(lse, base + log(total));  // log 0 = -inf
     for (int i = 0; i < lanes; ++i) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "core/call.h"
 #include "pykv/attention.h"
@@ -44,13 +45,13 @@ void take_flash(PagedAttentionArgs& a, Tensor key, Tensor value, Dim& blocks, Di
 }
 
 // The pages of one side: rows of a cache that are compact within a page, NHD or HND.
-Nvfp4Page nvfp4_page_of(const Tensor& cache) {
+Nvfp4Page nvfp4_page_of(const Tensor& cache, bool swizzled) {
   const int64_t tokens = cache.size(1), heads = cache.size(2), bytes = cache.size(3);
   const bool nhd = cache.stride(1) == heads * bytes && cache.stride(2) == bytes;
   const bool hnd = cache.stride(1) == bytes && cache.stride(2) == tokens * bytes;
   if (!nhd && !hnd && cache.numel() > 0)
     cache.fail(PYKV_VALUE_ERROR, "pages of nvfp4 must be contiguous, in the order NHD or HND");
-  return nvfp4_page(tokens, heads, bytes * kNvfp4Block / nvfp4_bytes(kNvfp4Block), !nhd);
+  return nvfp4_page(tokens, heads, bytes * kNvfp4Block / nvfp4_bytes(kNvfp4Block), !nhd, swizzled);
 }
 
 void take_nvfp4(PagedAttentionArgs& a, Tensor key, Tensor value, Dim& blocks, Dim& kv_heads, const Dim& head_size) {
@@ -66,8 +67,8 @@ void take_nvfp4(PagedAttentionArgs& a, Tensor key, Tensor value, Dim& blocks, Di
   if (block_size % kNvfp4TokenGroup != 0)
     key.fail(PYKV_NOT_IMPLEMENTED, "block_size must be a multiple of %d for kv_cache_dtype 'nvfp4', got %lld",
              kNvfp4TokenGroup, static_cast<long long>(block_size));
-  a.key_page = nvfp4_page_of(key);
-  a.value_page = nvfp4_page_of(value);
+  a.key_page = nvfp4_page_of(key, false);
+  a.value_page = nvfp4_page_of(value, true);
   const int chunk = static_cast<int>(head_size);
   a.key = {key.data(), key.stride(0), a.key_page.codes_token, a.key_page.codes_head, 0, chunk};
   a.value = {value.data(), value.stride(0), a.value_page.codes_token, a.value_page.codes_head, 1};
@@ -194,7 +195,9 @@ pykv_status pykv_paged_attention(DLTensor* out, const DLTensor* query, const DLT
     if (!(softcap >= 0)) fail(PYKV_VALUE_ERROR, "softcap: must be positive, got %g", softcap);
     a.causal = causal;
     a.window = window;
-    a.softcap = static_cast<float>(softcap);
+    // 0 says none, and so does infinity; a cap too small for float must not become 0.
+    using Limits = std::numeric_limits<float>;
+    a.softcap = softcap == 0 || softcap > Limits::max() ? 0 : std::max(static_cast<float>(softcap), Limits::min());
     a.batch_invariant = batch_invariant;
     if (batch_invariant && a.max_seq_len > kMostInvariantTokens)
       fail(PYKV_NOT_IMPLEMENTED, "block_tables: with batch_invariant a row may hold %lld tokens at most, got %lld",

@@ -2,6 +2,9 @@
 //
 //   out = sum_j p_j v_j / (sum_j p_j + epsilon),  p_j = exp(x_j - max x),  x_j = logit of key j (see paged_attention.h)
 //
+// NaN is not greater than any number, so the maximum leaves it out; but its weight is NaN, and so is the sum.  A sum of zero, not a
+// maximum of -inf, therefore says that nothing was seen.
+//
 // Work: the query rows of a sequence and KV head (queries x heads of the group) form blocks of at most kRows rows.  An
 // item is one block, for some KV heads and, where a sequence has a single block (decode), for one chunk of kChunk keys.
 // Within an item tiles of kTile keys are walked once, and for each tile the heads, so that a page is read as it lies in
@@ -32,24 +35,30 @@ struct Merge {
   float* partials;  // [chunks][num_kv_heads][rows][kPartialHead + head_size]
 };
 
-// Calls body(sequence) for each sequence with queries.  Bounds that make no sense are clamped and reported.
-template <class Body>
-void for_each_sequence(const PagedAttentionArgs& a, const Launch& launch, Body&& body) {
+struct Sequences {
+  const Sequence* first;
+  int64_t count;
+};
+
+// The sequences with queries, in memory of num_seqs.  Bounds that make no sense are clamped and reported.  Each is read once: the
+// caller's arrays may change while the call runs, and all that follows is sized by this copy.
+Sequences read_sequences(const PagedAttentionArgs& a, const Launch& launch, Sequence* to) {
   const Reporter bad_length = launch.reporter("paged_attention: seq_lens");
   const Reporter bad_bound = launch.reporter("paged_attention: cu_query_lens");
   const auto bound = [&](int64_t s, int64_t least) {
-    const int64_t value = a.cu_query_lens.data ? a.cu_query_lens[s] : s;
+    const int64_t value = a.cu_query_lens.data ? read_once(a.cu_query_lens, s) : s;
     if (value < least || value > a.num_tokens) bad_bound(value, a.num_tokens + 1);
     return std::clamp(value, least, a.num_tokens);
   };
-  int64_t begin = bound(0, 0);
+  int64_t begin = bound(0, 0), count = 0;
   for (int64_t s = 0; s < a.num_seqs; ++s) {
     const int64_t end = bound(s + 1, begin);
-    const int64_t length = a.seq_lens[s];
+    const int64_t length = read_once(a.seq_lens, s);
     if (length < 0 || length > a.max_seq_len) bad_length(length, a.max_seq_len + 1);
-    if (end > begin) body(Sequence{s, begin, end - begin, std::clamp<int64_t>(length, 0, a.max_seq_len)});
+    if (end > begin) to[count++] = {s, begin, end - begin, std::clamp<int64_t>(length, 0, a.max_seq_len)};
     begin = end;
   }
+  return {to, count};
 }
 
 // Chunks of a sequence whose rows are a single block; they start at multiples of kChunk whatever the window.
@@ -68,7 +77,8 @@ struct Plan {
 };
 
 // Cuts the batch into items.  Without arrays to write to it only counts.
-Plan cut(const Problem& p, const Launch& launch, int64_t heads_per_item, Item* items, Merge* merges, float* partials) {
+Plan cut(const Problem& p, const Sequences& sequences, int64_t heads_per_item, Item* items, Merge* merges,
+         float* partials) {
   const PagedAttentionArgs& a = p.args;
   Plan plan;
   const auto emit = [&](const Sequence& s, int64_t first_row, int rows, Span keys, float* partial) {
@@ -78,7 +88,7 @@ Plan cut(const Problem& p, const Launch& launch, int64_t heads_per_item, Item* i
     for (int h = 0; h < a.num_kv_heads; h += step, ++plan.items)
       if (items) items[plan.items] = {s, first_row, rows, h, std::min(h + step, a.num_kv_heads), keys, partial};
   };
-  for_each_sequence(a, launch, [&](const Sequence& s) {
+  const auto add = [&](const Sequence& s) {
     const int64_t rows = s.queries * p.group;
     if (rows > kRows) {  // the last rows see most: they come first
       for (int64_t first = round_up(rows, kRows) - kRows; first >= 0; first -= kRows) {
@@ -95,7 +105,8 @@ Plan cut(const Problem& p, const Launch& launch, int64_t heads_per_item, Item* i
     ++plan.merges;
     for (int64_t c = 0; c < chunks.count; ++c, plan.floats += size)
       emit(s, 0, static_cast<int>(rows), chunks.keys(c, all), partials + plan.floats);
-  });
+  };
+  for (int64_t i = 0; i < sequences.count; ++i) add(sequences.first[i]);
   return plan;
 }
 
@@ -116,13 +127,15 @@ void paged_attention_cpu(const PagedAttentionArgs& args, const Launch& launch) {
   using namespace attention;
   const Problem p(args, launch);
   // Enough items for all threads to end together, and otherwise as many heads in each as its state allows.
-  const Plan whole = cut(p, launch, args.num_kv_heads, nullptr, nullptr, nullptr);
+  Buffer sequence_memory;
+  const Sequences sequences = read_sequences(args, launch, sequence_memory.at_least<Sequence>(args.num_seqs));
+  const Plan whole = cut(p, sequences, args.num_kv_heads, nullptr, nullptr, nullptr);
   const int64_t heads = std::max<int64_t>(1, args.num_kv_heads * whole.blocks / (4 * num_threads()));
-  const Plan plan = cut(p, launch, heads, nullptr, nullptr, nullptr);
+  const Plan plan = cut(p, sequences, heads, nullptr, nullptr, nullptr);
   Buffer item_memory, merge_memory, partial_memory;
   Item* items = item_memory.at_least<Item>(plan.items);
   Merge* merges = merge_memory.at_least<Merge>(plan.merges);
-  cut(p, launch, heads, items, merges, partial_memory.at_least<float>(plan.floats));
+  cut(p, sequences, heads, items, merges, partial_memory.at_least<float>(plan.floats));
 
   const auto with_cache_type = [&](auto&& body) {
     if (args.kv_format == KvFormat::kE4M3) return body.template operator()<e4m3>();

@@ -207,12 +207,12 @@ struct DecodeLoader : DecodePages<S> {
   // are, with tokens past the end of the sequence.
   template <bool kWhole>
   __device__ void load_codes(uint32_t stage, const TilePart& part, const Pages& pages) const {
-    load_codes<kWhole>(stage, p.a.key.data, copies.key_block, p.a.key_page, part, pages);
-    load_codes<kWhole>(stage + S::kTileBytes, p.a.value.data, copies.value_block, p.a.value_page, part, pages);
+    load_codes<kWhole, true>(stage, p.a.key.data, copies.key_block, p.a.key_page, part, pages);
+    load_codes<kWhole, false>(stage + S::kTileBytes, p.a.value.data, copies.value_block, p.a.value_page, part, pages);
   }
 
   // Those of keys or of values.
-  template <bool kWhole>
+  template <bool kWhole, bool kKeys>
   __device__ void load_codes(uint32_t to, const void* cache, int64_t block, const Nvfp4Page& page, const TilePart& part,
                              const Pages& pages) const {
     using Tile = Nvfp4Tile<kD, kTile>;
@@ -261,14 +261,16 @@ struct DecodeLoader : DecodePages<S> {
     const char* scales = nowhere + page.scales + times(page.scales_head, part.kv_head) + times(block, pages.own) +
                          times(page.scales_token, p.block_size.remainder(part.first_token + lane));
     if (!read) scales = nowhere;
-    if (kD <= 128 || page.quarter == kD / 64) {
-      cp_async_small<kD / 16>(to + Tile::scale_place(0, lane * (kD / 64)), scales, read);
-    } else {  // 192 elements: the last blocks of each four tokens are none
+    if (kD <= 128 || p.a.head_size == kD) {
+      cp_async_small<kD / 16>(to + Tile::key_scale_place(lane, 0), scales, read);
+    } else {  // 192 elements: the last blocks of a key, and of each four values, are none
+      constexpr int kWords = 192 / 64;
 #pragma unroll
       for (int w = 0; w < kD / 64; ++w) {
-        const bool in_row = w < page.quarter;
-        const int s = in_row ? lane % 4 * page.quarter + w : kD / 16 - 4 + lane % 4;
-        cp_async_small<4>(to + Tile::scale_place(lane / 4, s), in_row ? scales + w * 4 : nowhere, in_row && read);
+        const bool in_row = w < kWords;
+        const int s = in_row ? lane % 4 * kWords + w : kD / 16 - 4 + lane % 4;
+        const uint32_t place = kKeys ? Tile::key_scale_place(lane, w * 4) : Tile::value_scale_place(lane / 4, s);
+        cp_async_small<4>(to + place, in_row ? scales + w * 4 : nowhere, in_row && read);
       }
     }
   }

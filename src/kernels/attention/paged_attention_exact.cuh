@@ -221,7 +221,7 @@ struct alignas(16) ExactQuad {
 
   // The result of a chunk, below 2^maximum.
   __device__ void add(float4 o, float sum, float maximum) {
-    if (maximum == -INFINITY) return;
+    if (sum == 0) return;  // nothing was seen: of what is NaN the maximum may be -inf, too
     const int exponent = exponent_of(maximum);
     values.add({o.x, o.y, o.z, o.w}, exponent);
     total.add({sum}, exponent);
@@ -249,7 +249,7 @@ struct PartsOfChunk {
   float4 o = {0, 0, 0, 0};
 
   __device__ void add(float2 stats, float4 x) {
-    if (stats.x == -INFINITY) return;
+    if (stats.y == 0) return;
     const float top = fmaxf(maximum, stats.x);
     const float old = power_of_2(maximum - top), weight = power_of_2(stats.x - top);
     maximum = top;
@@ -274,7 +274,7 @@ __device__ PartsOfChunk add_parts(const float2 (&stats)[kCount], const float4 (&
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const auto add = [&](float before, float y) {
-      return stats[i].x == -INFINITY ? before : fmaf(y, weight[i], before * old[i]);
+      return stats[i].y == 0 ? before : fmaf(y, weight[i], before * old[i]);
     };
     sum.sum = add(sum.sum, stats[i].y);
     sum.o = {add(sum.o.x, x[i].x), add(sum.o.y, x[i].y), add(sum.o.z, x[i].z), add(sum.o.w, x[i].w)};

@@ -144,13 +144,22 @@ inline void load_queries(const Problem& p, const Item& item, int kv_head, int pa
   });
 }
 
-// From dot products to logits: soft cap, ALiBi, and -inf for what a row does not see.
+// Does row r of the item see this key of the tile, if it can be seen at all?
+inline bool row_sees(const Problem& p, const Item& item, const Sight& sight, const Tile& tile, int kv_head, int r,
+                     int j) {
+  const int64_t key = tile.first + j;
+  return key >= sight.begin[r] && key < sight.end[r] &&
+         (!p.sparse() || p.sees(item.sequence, kv_head * p.group + sight.head[r], key - tile.slot[j]));
+}
+
+// From dot products to logits: soft cap, ALiBi, and -inf for what a row does not see.  Returns whether rows may see less than others.
 template <class T>
-void shape_logits(const Problem& p, const Item& item, const Sight& sight, const Tile& tile, int kv_head,
+bool shape_logits(const Problem& p, const Item& item, const Sight& sight, const Tile& tile, int kv_head,
                   const TileRows<T>& rows, int first_row, float* scores) {
   const PagedAttentionArgs& a = p.args;
-  if (a.softcap > 0 || a.alibi_slopes || sight.latest_begin[first_row / kQuad] > tile.first ||
-      sight.earliest_end[first_row / kQuad] < tile.first + rows.count) {
+  const bool differ = sight.latest_begin[first_row / kQuad] > tile.first ||
+                      sight.earliest_end[first_row / kQuad] < tile.first + rows.count;
+  if (a.softcap > 0 || a.alibi_slopes || differ) {
     QuadMask mask{a.softcap, {}, {}, {}, {}};
     for (int i = 0; i < kQuad; ++i) {
       const int r = first_row + i;
@@ -161,12 +170,51 @@ void shape_logits(const Problem& p, const Item& item, const Sight& sight, const 
     }
     mask_quad(mask, rows.padded, scores);
   }
-  if (!rows.some_hidden) return;
+  if (!rows.some_hidden) return differ;
   for (int j = 0; j < rows.padded; ++j)
     for (int i = 0; i < kQuad; ++i)
-      if (rows.hidden[j] || (p.sparse() && !p.sees(item.sequence, kv_head * p.group + sight.head[first_row + i],
-                                                   tile.first + j - tile.slot[j])))
+      if (rows.hidden[j] || (p.sparse() && !row_sees(p, item, sight, tile, kv_head, first_row + i, j)))
         scores[j * kQuad + i] = kNegInf;
+  return differ || p.sparse();
+}
+
+// The rows of a tile, but zeros in place of those whose bits `hidden` has.
+template <class T>
+class ShownRows {
+ public:
+  ShownRows(RowPointers<T> rows, uint32_t hidden) : rows_(rows) {
+    if (hidden == 0) return;
+    for (int j = 0; j < kTile; ++j) chosen_[j] = hidden >> j & 1 ? reinterpret_cast<const T*>(kZeros) : rows[j];
+    rows_ = chosen_;
+  }
+  operator RowPointers<T>() const { return rows_; }
+
+ private:
+  RowPointers<T> rows_;
+  const T* chosen_[kTile];
+};
+
+inline bool are_finite(const float* x, int count) {
+  Floats zero{};
+  for (int i = 0; i < count; i += kWidth) zero += load(x + i) * 0.0f;
+  return sum(zero) == 0;
+}
+
+// accumulate(hidden) for rows that do not see all keys: a hidden value has weight zero, but zero times NaN or infinity would reach
+// the row.  Sums that are not finite are made again, row by row, without the values that hidden_from(row) names.
+template <class Accumulate, class HiddenFrom>
+[[gnu::noinline]] void accumulate_apart(float* acc, int rows, int dims, Accumulate accumulate, HiddenFrom hidden_from) {
+  const int all = kQuad * dims;
+  float *const before = apart.at_least<float>(2 * all), *const done = before + all;
+  std::copy_n(acc, all, before);
+  accumulate(0);
+  if (are_finite(acc, rows * dims)) return;
+  for (int r = 0; r < rows; ++r) {
+    std::copy_n(before, all, acc);
+    accumulate(hidden_from(r));
+    std::copy_n(acc + r * dims, dims, done + r * dims);
+  }
+  std::copy_n(done, rows * dims, acc);
 }
 
 // All query rows of one KV head against one tile.
@@ -181,15 +229,25 @@ void attend(const Problem& p, const Item& item, const Sight& sight, const Tile& 
   const RowPointers<T> keys = gathered_keys ? gathered_keys->row : rows.key;
   const RowPointers<T> values = gathered_values ? gathered_values->row : rows.value;
 
-  // The inner loops, given below: score<kUsed>(first row) and accumulate<kUsed>(first row, decay).
+  // The inner loops, given below: score<kUsed>(first row) and accumulate<kUsed>(first row, decay, hidden), where `hidden` has bits of
+  // keys whose values are left out.
   const auto for_each_quad = [&](auto score, auto accumulate) {
     for (int first = 0; first < item.rows; first += kQuad) {
       with_used(item.rows - first, [&]<int kUsed> {
         score.template operator()<kUsed>(first);
-        shape_logits(p, item, sight, tile, kv_head, rows, first, w.scores);
+        const bool differ = shape_logits(p, item, sight, tile, kv_head, rows, first, w.scores);
         float decay[kQuad];
         softmax_quad(state.softmax[first / kQuad], rows.padded, w.scores, decay);
-        accumulate.template operator()<kUsed>(first, decay);
+        if (!differ) return accumulate.template operator()<kUsed>(first, decay, 0u);
+        const auto hidden_from = [&](int r) {
+          uint32_t bits = 0;
+          for (int j = 0; j < rows.count; ++j)
+            bits |= uint32_t{!row_sees(p, item, sight, tile, kv_head, first + r, j)} << j;
+          return bits;
+        };
+        accumulate_apart(
+            state.acc + first * dims, std::min(item.rows - first, kQuad), dims,
+            [&](uint32_t hidden) { accumulate.template operator()<kUsed>(first, decay, hidden); }, hidden_from);
       });
     }
   };
@@ -199,12 +257,14 @@ void attend(const Problem& p, const Item& item, const Sight& sight, const Tile& 
   // bf16 can be a tile of nvfp4, which lies where the floats would go.
   const bool widen_values = std::is_same_v<T, bf16> ? widen_keys : widen && !dot_values<T>(p, item);
   if (widen_values) widen_rows(values, next_values, rows.count, size, dims, w.wide_values.array);
-  const auto accumulate = [&]<int kUsed>(int first, const float* decay) {
+  const auto accumulate = [&]<int kUsed>(int first, const float* decay, uint32_t hidden) {
     float* const acc = state.acc + first * dims;
     if (widen_values) {
-      accumulate_quad<kUsed>(w.scores, w.wide_values.row, next_values, rows.count, dims, decay, acc);
+      const ShownRows<float> shown(w.wide_values.row, hidden);
+      accumulate_quad<kUsed, float>(w.scores, shown, next_values, rows.count, dims, decay, acc);
     } else {
-      accumulate_quad<kUsed>(w.scores, values, next_values, rows.count, dims, decay, acc);
+      const ShownRows<T> shown(values, hidden);
+      accumulate_quad<kUsed, T>(w.scores, shown, next_values, rows.count, dims, decay, acc);
     }
   };
 
@@ -216,8 +276,9 @@ void attend(const Problem& p, const Item& item, const Sight& sight, const Tile& 
                               rows.padded, dims, w.scores);
       };
       if (!dot_values<T>(p, item)) return for_each_quad(score, accumulate);
-      for_each_quad(score, [&]<int>(int first, const float* decay) {
-        accumulate_quad_dot(w.scores, short_values, rows.padded, dims, decay, state.acc + first * dims);
+      for_each_quad(score, [&]<int>(int first, const float* decay, uint32_t hidden) {
+        const ShownRows<bf16> shown(short_values, hidden);
+        accumulate_quad_dot(w.scores, shown, rows.padded, dims, decay, state.acc + first * dims);
       });
     };
     if (dot_scores<T>(p)) {

@@ -17,9 +17,9 @@ namespace pykv::attention {
 // kTile: its tokens, 16 or 32.
 template <int kD, int kTile>
 struct Nvfp4Tile {
-  static constexpr int kRowBytes = kD / 2, kPieces = kRowBytes / 16;               // of 16 bytes
-  static constexpr int kCodeBytes = kTile * kRowBytes, kGroupScaleBytes = kD / 4;  // scales of four tokens
-  static constexpr int kKeyWords = kD / 32, kValueWords = kD / 64;                 // of a token, for a lane
+  static constexpr int kRowBytes = kD / 2, kPieces = kRowBytes / 16;           // of 16 bytes
+  static constexpr int kCodeBytes = kTile * kRowBytes, kScaleBytes = kD / 16;  // of a token
+  static constexpr int kKeyWords = kD / 32, kValueWords = kD / 64;             // of a token, for a lane
   static constexpr int kKeyScales = kD / 64, kValueScales = kD == 256 ? 2 : 1;
   static constexpr KvFormat kScaleFormat = KvFormat::kE4M3;
 
@@ -31,8 +31,12 @@ struct Nvfp4Tile {
     return row * kRowBytes + moved * 16 + eight * 8 * kRowBytes;
   }
 
-  // The scales of block s for four tokens, a byte each.
-  static __device__ uint32_t scale_place(int group, int s) { return kCodeBytes + group * kGroupScaleBytes + s * 4; }
+  // The scale of block s of a key, by its place among the tokens of the tile.
+  static __device__ uint32_t key_scale_place(int token, int s) { return kCodeBytes + token * kScaleBytes + s; }
+  // The scales of block s of four values, a byte each.
+  static __device__ uint32_t value_scale_place(int group, int s) {
+    return kCodeBytes + group * 4 * kScaleBytes + s * 4;
+  }
 
   template <int kWords>
   static __device__ void read(uint32_t at, uint32_t* x) {
@@ -45,6 +49,20 @@ struct Nvfp4Tile {
                    : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                    : "r"(at));
     }
+  }
+
+  // So many bytes.
+  template <int kBytes>
+  static __device__ uint32_t read_bytes(uint32_t at) {
+    uint32_t x;
+    if constexpr (kBytes == 1) {
+      asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(at));
+    } else if constexpr (kBytes == 2) {
+      asm volatile("ld.shared.u16 %0, [%1];" : "=r"(x) : "r"(at));
+    } else {
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(at));
+    }
+    return x;
   }
 
   static __device__ uint32_t scaled(uint32_t halves, uint32_t scales) {
@@ -75,17 +93,12 @@ struct Nvfp4Tile {
             Nvfp4Tile::read<4>(tile + code_place(r, kKeyWords / 4 * c + i, eight), words[h] + 4 * i);
           }
         }
-        uint32_t blocks[kKeyScales];
-        Nvfp4Tile::read<kKeyScales>(tile + scale_place(r % 2, kKeyScales * c) + 2 * eight * kGroupScaleBytes, blocks);
-        const uint32_t both = r / 2 * 0x1111 + 0x4400;  // the token's byte of two words, twice
-        if constexpr (kKeyScales == 1) {
-          uint32_t same;
-          widen_scales(__byte_perm(blocks[0], blocks[0], both), scales[h][0], same);
-        } else {
+        const int token = eight * 8 + r % 2 * 4 + r / 2;  // at place r: token_at()
+        const uint32_t blocks = read_bytes<kKeyScales>(tile + key_scale_place(token, kKeyScales * c));
 #pragma unroll
-          for (int i = 0; i < kKeyScales; i += 2) {
-            widen_scales(__byte_perm(blocks[i], blocks[i + 1], both), scales[h][i], scales[h][i + 1]);
-          }
+        for (int i = 0; i < kKeyScales; i += 2) {  // each twice
+          widen_scales(__byte_perm(blocks, 0, kKeyScales == 1 ? 0 : 0x1100 + i * 0x1111), scales[h][i],
+                       scales[h][i + 1]);
         }
       }
     }
@@ -118,7 +131,8 @@ struct Nvfp4Tile {
       for (int i = 0; i < 4; ++i) {
         const int eight = 2 * t + i / 2, offset = r * (kRowBytes / 8);
         Nvfp4Tile::read<kValueWords>(tile + code_place(2 * c + i % 2, offset / 16, eight) + offset % 16, words[i]);
-        Nvfp4Tile::read<kValueScales>(tile + scale_place(4 * t + i, kD == 64 ? r / 2 : kValueScales * r), blocks[i]);
+        Nvfp4Tile::read<kValueScales>(tile + value_scale_place(4 * t + i, kD == 64 ? r / 2 : kValueScales * r),
+                                      blocks[i]);
       }
       const uint32_t each = c * 0x11 + 0x40;  // their bytes of two words
 #pragma unroll

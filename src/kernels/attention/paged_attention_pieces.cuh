@@ -86,7 +86,8 @@ __device__ void forget(const Problem& p, int count, auto&& slot_of, const Team& 
   for (int k = team.thread(); k < count; k += team.threads()) *ticket_place(p, slot_of(k)) = 0;
 }
 
-// Four columns of a row, relative to 2^maximum, and the sum of its weights.
+// Four columns of a row, relative to 2^maximum, and the sum of its weights: 0 says that it saw nothing.  A maximum of -inf does not,
+// for it leaves NaN out.
 struct Quad {
   float maximum, sum;
   float4 o;
@@ -102,7 +103,7 @@ struct Quad {
   }
 
   __device__ void add(const Quad& x) {
-    if (x.maximum == -INFINITY) return;
+    if (x.sum == 0) return;
     const float top = fmaxf(maximum, x.maximum);
     const float old = power_of_2(maximum - top), weight = power_of_2(x.maximum - top);
     maximum = top;

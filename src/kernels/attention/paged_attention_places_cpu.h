@@ -43,7 +43,7 @@ inline void locate(const Problem& p, const Sequence& s, Span keys, Tile& tile) {
   int64_t page = keys.begin / a.block_size;
   int slot = static_cast<int>(keys.begin % a.block_size);
   for (int j = unseen; j < tile.count; ++page, slot = 0) {
-    const int64_t block = table[s.index * a.block_table_stride + page * a.block_tables.stride];
+    const int64_t block = read_once(table, s.index * a.block_table_stride + page * a.block_tables.stride);
     const bool missing = block < 0 || block >= a.num_blocks;
     if (missing) p.bad_block(block, a.num_blocks);
     tile.some_missing |= missing;

@@ -19,6 +19,13 @@ inline constexpr int64_t kChunk = 2048;
 inline int64_t divide_up(int64_t n, int64_t d) { return (n + d - 1) / d; }
 inline int64_t round_up(int64_t n, int64_t multiple) { return divide_up(n, multiple) * multiple; }
 
+// An id for whoever checks it: the compiler must not read it again after the check, for it may have changed.
+inline int64_t read_once(const Index& ids, int64_t i) {
+  const int64_t at = i * ids.stride;
+  return ids.is_int64 ? static_cast<const volatile int64_t*>(ids.data)[at]
+                      : static_cast<const volatile int32_t*>(ids.data)[at];
+}
+
 // Memory that grows as asked and is kept until its owner goes.
 class Buffer {
  public:
@@ -44,9 +51,9 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-inline thread_local Buffer scratch, folded;
+inline thread_local Buffer scratch, folded, apart;
 
-// An unfinished softmax: greatest logit, sum of exp(logit - greatest), and as many values weighted so.
+// An unfinished softmax: greatest logit, sum of exp(logit - greatest), and as many values weighted so.  Sum 0: nothing seen.
 inline constexpr int kPartialHead = 2;
 
 inline void clear_partial(float* partial, int size) {
@@ -56,8 +63,8 @@ inline void clear_partial(float* partial, int size) {
 
 // Adds `from` to `to`.  A function of its own, lest one caller's copy rounds otherwise than another's.
 [[gnu::noinline]] inline void add_partial(float* to, const float* from, int size) {
-  if (from[0] == kNegInf) return;
-  if (to[0] == kNegInf) {
+  if (from[1] == 0) return;
+  if (to[1] == 0) {
     std::copy_n(from, kPartialHead + size, to);
     return;
   }

@@ -60,11 +60,17 @@ struct Pages {
   int token[kTile];
 };
 
-// One tile of K or V as floats, zeros where there is nothing: a warp takes every fourth token, its lanes the dimensions.
+// The weight of a key that a row does not see.
+constexpr uint32_t kHidden = 0x80000000;  // -0.f
+__device__ bool is_hidden(float weight) { return __float_as_uint(weight) == kHidden; }
+
+// One tile of K or V as floats, zeros where there is nothing: a warp takes every fourth token, its lanes the dimensions.  Returns
+// whether all that this thread has loaded is finite.
 template <class Cache>
-__device__ void load_tile(const Problem& p, const Pages& pages, const void* data, int64_t block_stride,
+__device__ bool load_tile(const Problem& p, const Pages& pages, const void* data, int64_t block_stride,
                           int64_t token_stride, int64_t head_offset, float* tile, auto&& offset_of) {
   const int pitch = p.pitch + 4;
+  float zero = 0;
 #pragma unroll 4
   for (int t = threadIdx.x / 32; t < p.kv_tile; t += kThreads / 32) {
     const bool exists = pages.id[t] >= 0;
@@ -72,15 +78,19 @@ __device__ void load_tile(const Problem& p, const Pages& pages, const void* data
                        (exists ? pages.id[t] * block_stride + pages.token[t] * token_stride + head_offset : 0);
 #pragma unroll 4
     for (int d = threadIdx.x % 32; d < p.pitch; d += 32) {
-      tile[t * pitch + d] = exists && d < p.a.head_size ? to_float(row[offset_of(d)]) : 0.f;
+      const float x = exists && d < p.a.head_size ? to_float(row[offset_of(d)]) : 0.f;
+      tile[t * pitch + d] = x;
+      zero = fmaf(x, 0.f, zero);
     }
   }
+  return zero == 0;
 }
 
 // The same for pages of nvfp4: a thread takes eight neighbours of a token.
-__device__ void load_nvfp4_tile(const Problem& p, const Pages& pages, const void* data, int64_t block_stride,
+__device__ bool load_nvfp4_tile(const Problem& p, const Pages& pages, const void* data, int64_t block_stride,
                                 const Nvfp4Page& page, int kv_head, float* tile) {
   const int eighths = p.a.head_size / 8;
+  float zero = 0;
   for (int x = threadIdx.x; x < p.kv_tile * eighths; x += kThreads) {
     const int t = x / eighths, d = x % eighths * 8, token = pages.token[t];
     half2 values[4] = {};
@@ -97,7 +107,9 @@ __device__ void load_nvfp4_tile(const Problem& p, const Pages& pages, const void
       const float2 low = __half22float2(values[2 * i]), high = __half22float2(values[2 * i + 1]);
       to[i] = {low.x, low.y, high.x, high.y};
     }
+    zero = fmaf(__low2float(values[0]), 0.f, zero);  // a scale that is NaN makes all of them NaN
   }
+  return zero == 0;
 }
 
 template <class Cache>
@@ -189,6 +201,7 @@ __global__ void __launch_bounds__(kThreads, 4)
       }
     }
     float top = maximum;
+    unsigned is_seen = 0;
 #pragma unroll
     for (int i = 0; i < kTile / 8; ++i) {
       const int t = my_column + 8 * i, distance = u.first_token + t - row.position;
@@ -197,6 +210,7 @@ __global__ void __launch_bounds__(kThreads, 4)
         seen = seen && sparse_attends(p, offset, u.sequence_len, u.first_token + t);
       }
       s[i] = seen ? logit(p, s[i], 1.f, slope, distance) : -INFINITY;
+      is_seen |= static_cast<unsigned>(seen) << i;
       top = fmaxf(top, s[i]);
     }
     for (int m = 1; m < 8; m *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
@@ -208,19 +222,21 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
     for (int i = 0; i < kTile / 8; ++i) {
       const float x = exp2f(s[i] - base);
-      probs[my_row][my_column + 8 * i] = x;
+      probs[my_row][my_column + 8 * i] = is_seen >> i & 1 ? x : __uint_as_float(kHidden);
       sum += x;
     }
     if (my_column == 0) rescale[my_row] = factor;
     __syncthreads();
 
     const ValueCacheView& v = p.a.value;
+    bool finite;
     if constexpr (std::is_same_v<Cache, Nvfp4>) {
-      load_nvfp4_tile(p, pages, v.data, v.block, p.a.value_page, u.kv_head, tile);
+      finite = load_nvfp4_tile(p, pages, v.data, v.block, p.a.value_page, u.kv_head, tile);
     } else {
-      load_tile<Cache>(p, pages, v.data, v.block, v.token, u.kv_head * v.head, tile, [&](int d) { return d * v.dim; });
+      finite = load_tile<Cache>(p, pages, v.data, v.block, v.token, u.kv_head * v.head, tile,
+                                [&](int d) { return d * v.dim; });
     }
-    __syncthreads();
+    const bool plain = __syncthreads_and(finite) != 0;  // else a row must not have zero times what it does not see
     const int quads = p.pitch / 4;
     for (int x = threadIdx.x; x < kRows / 4 * quads; x += kThreads) {
       const int r0 = x / quads * 4, d = x % quads * 4;
@@ -237,6 +253,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           const float w = probs[r0 + r][t];
+          if (!plain && is_hidden(w)) continue;
           o[r] = {o[r].x + w * y.x, o[r].y + w * y.y, o[r].z + w * y.z, o[r].w + w * y.w};
         }
       }

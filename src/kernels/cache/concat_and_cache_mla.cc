@@ -47,7 +47,7 @@ void take_inputs(ConcatAndCacheMlaArgs& args, Call& call, const ConcatAndCacheMl
     Dim width{"kv_lora_rank + rope_size", latent + rope};
     Dim bytes{"(kv_lora_rank + rope_size) * 9 / 16", nvfp4_bytes(width)};
     cache.last_dim(args.format == KvFormat::kNvfp4 ? bytes : width);
-    if (args.format == KvFormat::kNvfp4) args.page = nvfp4_page(cache, width);
+    if (args.format == KvFormat::kNvfp4) args.page = nvfp4_page(cache, width, false);
     if (args.format != KvFormat::kSame) call.scale(args.scale, in.scale_name, in.scale, 1);
   }
   args.cache = cache.data();

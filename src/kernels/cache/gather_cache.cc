@@ -83,7 +83,7 @@ void set_records(Tensor& src, const Tensor& dst, GatherCacheArgs& args) {
 }
 
 // [NB, BS, head_size * 9 / 16] or [NB, BS, heads, head_size * 9 / 16].
-void set_pages(Tensor& src, const Tensor& dst, GatherCacheArgs& args) {
+void set_pages(Tensor& src, const Tensor& dst, GatherCacheArgs& args, bool values) {
   src.rank_between(3, 4);
   args.kind = GatherKind::kNvfp4;
   args.piece = dst.size(-1);
@@ -95,7 +95,7 @@ void set_pages(Tensor& src, const Tensor& dst, GatherCacheArgs& args) {
              "must have shape [num_tokens, ...] with entries like those of src_cache, %s with 16 elements in 9 bytes, "
              "got %s",
              src.shape_string().c_str(), dst.shape_string().c_str());
-  args.page = nvfp4_page(src, args.piece);
+  args.page = nvfp4_page(src, args.piece, values);
 }
 
 void run(Call& call, void* stream, const GatherCacheArgs& args) {
@@ -142,11 +142,12 @@ pykv_status pykv_gather_and_maybe_dequant_cache(const DLTensor* src_cache, DLTen
     if (std::strcmp(kv_cache_dtype, "fp8_ds_mla") == 0) {
       set_records(src, rows, args);
     } else {
-      args.format = kv_format(kv_cache_dtype, src, rows.type(), {KvFormat::kInt8, KvFormat::kNvfp4});
+      const bool values = std::strcmp(kv_cache_dtype, "nvfp4_v") == 0;  // pages of values, whose scales are swizzled
+      args.format = kv_format(values ? "nvfp4" : kv_cache_dtype, src, rows.type(), {KvFormat::kInt8, KvFormat::kNvfp4});
       args.kind = args.format == KvFormat::kSame ? GatherKind::kCopy : GatherKind::kScaled;
       args.element_bytes = static_cast<int64_t>(size_of(src.type()));
       if (args.format == KvFormat::kNvfp4) {
-        set_pages(src, rows, args);
+        set_pages(src, rows, args, values);
       } else {
         set_entry(src, rows, args);
       }

@@ -43,7 +43,8 @@ struct Plan {
   template <bool kInPages>
   __device__ void prefetch_entry(const Source& source) const {
     prefetch(source.entry, early);
-    if constexpr (kInPages) prefetch(source.scales, static_cast<uint32_t>(kNvfp4TokenGroup * page.scales_token));
+    const int rows = page.quarter > 0 ? kNvfp4TokenGroup : 1;  // of scales
+    if constexpr (kInPages) prefetch(source.scales, static_cast<uint32_t>(rows * page.scales_token));
   }
 
   // The piece of a vector, and its place there.

@@ -2,7 +2,7 @@
 //
 // A thread takes one block of 16 elements of kNvfp4Tokens neighbouring tokens, so that what is the same for all of them is
 // worked out once and all loads are in flight together.  Where these tokens go to the four slots of a group, as they do
-// in a prefill, their four scales are one word and their places one sum apart.
+// in a prefill, their places are one sum apart and their scales, of values, are one word.
 //
 // Bound by the instructions of the conversion: 240 for a block of bf16, of which 130 are elements, make 82 us of 65536 tokens
 // of 8 heads of 128 on an H200, 97 % of a copy that reads and writes as much.  So the way of nearly all blocks is straight;
@@ -59,20 +59,22 @@ struct Nvfp4Source {
 struct Nvfp4Target {
   char *codes, *scales;
   int64_t page, codes_token, scales_token;  // bytes
+  int64_t scale_in_group;                   // from the scale of a token to that of the next in its group
 
   __device__ Nvfp4Target(char* cache, int64_t from_page_to_page, const Nvfp4Page& places, uint32_t head, uint32_t block)
       : codes(cache + places.codes_at(0, head, int64_t{block} * kNvfp4Block)),
         scales(cache + places.scale_at(0, head, static_cast<int32_t>(block))),
         page(from_page_to_page),
         codes_token(places.codes_token),
-        scales_token(places.scales_token) {}
+        scales_token(places.scales_token),
+        scale_in_group(places.quarter > 0 ? 1 : places.scales_token) {}
 
   __device__ char* codes_at(int64_t number, uint32_t offset) const {
     return codes + number * page + offset * codes_token;
   }
   __device__ char* scale_at(int64_t number, uint32_t offset) const {
     return scales + number * page + offset / kNvfp4TokenGroup * kNvfp4TokenGroup * scales_token +
-           offset % kNvfp4TokenGroup;
+           offset % kNvfp4TokenGroup * scale_in_group;
   }
 };
 
@@ -148,6 +150,7 @@ __device__ __forceinline__ void write_nvfp4(const SlotMap& map, const Nvfp4Sourc
       if (count == kTokens && map.follow(loaded)) {
         if (!map.locate(map.slot(loaded, 0), page, offset)) return;
         codes[0] = to.codes_at(page, offset);
+        char* scale_to = to.scale_at(page, offset);
         uint32_t scales = blocks[0].code;
 #pragma unroll
         for (int i = 1; i < kTokens; ++i) {
@@ -155,7 +158,13 @@ __device__ __forceinline__ void write_nvfp4(const SlotMap& map, const Nvfp4Sourc
           scales |= blocks[i].code << (8 * i);
         }
         using Word = std::conditional_t<kTokens == 4, uint32_t, std::conditional_t<kTokens == 2, uint16_t, uint8_t>>;
-        *reinterpret_cast<Word*>(to.scale_at(page, offset)) = static_cast<Word>(scales);
+        if (to.scale_in_group == 1) {
+          *reinterpret_cast<Word*>(scale_to) = static_cast<Word>(scales);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kTokens; ++i, scale_to += to.scale_in_group)
+            *scale_to = static_cast<char>(scales >> (8 * i));
+        }
       } else {
 #pragma unroll
         for (int i = 0; i < kTokens; ++i) {

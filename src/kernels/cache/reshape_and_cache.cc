@@ -61,9 +61,9 @@ Layout flash(Tensor& cache, Sizes& d, Dim& head_size) {
 }
 
 // Bytes from page to page, and what is in a page.
-void set_pages(CacheSide& s, Tensor& cache, Sizes& d, const Dim& head_size) {
+void set_pages(CacheSide& s, Tensor& cache, Sizes& d, const Dim& head_size, bool swizzled) {
   Dim bytes{"head_size * 9 / 16", nvfp4_bytes(head_size)};
-  s.page = nvfp4_page(cache.shape(d.blocks, d.block_size, d.heads, bytes), head_size);
+  s.page = nvfp4_page(cache.shape(d.blocks, d.block_size, d.heads, bytes), head_size, swizzled);
   s.block = cache.stride(0);
   s.token = s.page.codes_token;
   s.head = s.page.codes_head;
@@ -98,8 +98,8 @@ void take_inputs(ReshapeAndCacheArgs& args, Call& call, bool packed, const Resha
   fill(args.key, key, key_cache);
   fill(args.value, value, value_cache);
   if (args.format == KvFormat::kNvfp4) {
-    set_pages(args.key, key_cache, d, d.head_size);
-    set_pages(args.value, value_cache, d, d.v_head_size);
+    set_pages(args.key, key_cache, d, d.head_size, false);
+    set_pages(args.value, value_cache, d, d.v_head_size, true);
   } else {
     set_layout(args.key, key_cache, packed ? packed_key(key_cache, d) : flash(key_cache, d, d.head_size));
     set_layout(args.value, value_cache, packed ? packed_value(value_cache, d) : flash(value_cache, d, d.v_head_size));

@@ -1,4 +1,4 @@
-// Tokens into pages of nvfp4 (core/nvfp4.h): up to four at a time, whose scales are neighbours there.
+// Tokens into pages of nvfp4 (core/nvfp4.h): up to four at a time, whose scales are neighbours in pages of values.
 #pragma once
 
 #include <algorithm>
@@ -109,6 +109,14 @@ struct QuantiseBlocks {
                            int64_t heads, int64_t count, Scratch& some) {
     const int64_t row = heads * count;
     const uint8_t* scales = some.scales.data();
+    if (places.quarter == 0) {
+      if (heads * count == places.scales_token && count == places.scales_head)
+        return some.scale_rows.put(page + places.scale_at(token, head, 0), scales, n * row);
+      for (int64_t t = 0; t < n; ++t)
+        for (int64_t h = 0; h < heads; ++h, scales += count)
+          std::memcpy(page + places.scale_at(token + t, head + h, 0), scales, count);
+      return;
+    }
     if (n < kNvfp4TokenGroup) {
       for (int64_t t = 0; t < n; ++t) {
         for (int64_t h = 0; h < heads; ++h) {

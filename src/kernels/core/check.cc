@@ -182,7 +182,7 @@ KvFormat kv_format(const char* name, const Tensor& cache, DType data, std::initi
   fail(PYKV_VALUE_ERROR, "kv_cache_dtype: must be one of %s, got '%s'", names.c_str(), name);
 }
 
-Nvfp4Page nvfp4_page(const Tensor& cache, int64_t head_size) {
+Nvfp4Page nvfp4_page(const Tensor& cache, int64_t head_size, bool swizzled) {
   if (head_size % kNvfp4HeadMultiple != 0)
     cache.fail(PYKV_VALUE_ERROR, "nvfp4 needs a head size (MLA: an entry) that is a multiple of 64, got %" PRId64,
                head_size);
@@ -200,7 +200,7 @@ Nvfp4Page nvfp4_page(const Tensor& cache, int64_t head_size) {
                "] of bytes without gaps, NHD or (by permuted strides) HND, got shape %s with strides [%" PRId64
                ", %" PRId64 ", %" PRId64 ", ...]",
                row, cache.shape_string().c_str(), cache.stride(0), token, cache.stride(2));
-  return nvfp4_page(block_size, heads, head_size, !tokens_first);
+  return nvfp4_page(block_size, heads, head_size, !tokens_first, swizzled);
 }
 
 }  // namespace pykv

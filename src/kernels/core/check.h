@@ -197,6 +197,6 @@ KvFormat kv_format(const char* kv_cache_dtype, const Tensor& cache, DType data,
 
 // The pages of an nvfp4 cache [NB, BS, heads, head_size * 9 / 16], NHD or HND, or [NB, BS, head_size * 9 / 16].  The shape
 // is nominal: what lies where in a page is said in core/nvfp4.h.
-Nvfp4Page nvfp4_page(const Tensor& cache, int64_t head_size);
+Nvfp4Page nvfp4_page(const Tensor& cache, int64_t head_size, bool swizzled);
 
 }  // namespace pykv

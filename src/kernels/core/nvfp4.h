@@ -15,9 +15,9 @@
 //
 //   [ codes: head_size / 2 bytes a token and head | scales: S = head_size / 16 bytes a token and head ]
 //
-// with tokens and heads of both parts in one order, NHD or HND.  Among four neighbouring tokens of a head, scales are
-// turned around, so that a group of them lies as tensor cores of later chips want it: scale s of token t lies at
-// column (s % (S / 4)) * 4 + t % 4 of row (t / 4) * 4 + s / (S / 4).
+// with tokens and heads of both parts in one order, NHD or HND.  Of keys, and of MLA's entries, scale s of token t lies at column s of
+// row t.  Of values the scales of four neighbouring tokens of a head are swizzled, as tensor cores of later chips want them: scale s
+// of token t lies at column (s % (S / 4)) * 4 + t % 4 of row (t / 4) * 4 + s / (S / 4).
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@
 namespace pykv {
 
 inline constexpr int kNvfp4Block = 16;         // elements that share a scale
-inline constexpr int kNvfp4HeadMultiple = 64;  // S must be a multiple of 4
+inline constexpr int kNvfp4HeadMultiple = 64;  // S must be a multiple of 4, of keys too
 inline constexpr int kNvfp4TokenGroup = 4;     // and so must the tokens of a page
 inline constexpr float kNvfp4Largest = 6.0f;
 
@@ -39,7 +39,7 @@ constexpr int64_t nvfp4_bytes(int64_t elements) { return elements / 2 + elements
 struct Nvfp4Page {
   int64_t codes_token, codes_head;
   int64_t scales, scales_token, scales_head;  // the first one, and from row to row
-  int32_t quarter;                            // S / 4
+  int32_t quarter;                            // S / 4 where scales are swizzled, else 0
 
   // The codes of elements `first` (a multiple of 16) and following.
   PYKV_HOST_DEVICE __attribute__((always_inline)) constexpr int64_t codes_at(int64_t token, int64_t head,
@@ -49,19 +49,21 @@ struct Nvfp4Page {
   // The scale of block `s` of a head.
   PYKV_HOST_DEVICE __attribute__((always_inline)) constexpr int64_t scale_at(int64_t token, int64_t head,
                                                                              int32_t s) const {
+    if (quarter == 0) return scales + token * scales_token + head * scales_head + s;
     const int32_t row = (s >= quarter) + (s >= 2 * quarter) + (s >= 3 * quarter);  // s / quarter, without a division
     return scales + (token / 4 * 4 + row) * scales_token + head * scales_head + (s - row * quarter) * 4 + token % 4;
   }
 };
 
 // For head sizes that are a multiple of 64 and block sizes that are a multiple of 4.
-constexpr Nvfp4Page nvfp4_page(int64_t block_size, int64_t heads, int64_t head_size, bool heads_first) {
+constexpr Nvfp4Page nvfp4_page(int64_t block_size, int64_t heads, int64_t head_size, bool heads_first, bool swizzled) {
   const int64_t codes = head_size / 2, scales = head_size / kNvfp4Block, at = block_size * heads * codes;
-  const int32_t quarter = static_cast<int32_t>(scales / 4);
+  const int32_t quarter = swizzled ? static_cast<int32_t>(scales / 4) : 0;
   return heads_first ? Nvfp4Page{codes, block_size * codes, at, scales, block_size * scales, quarter}
                      : Nvfp4Page{heads * codes, codes, at, heads * scales, scales, quarter};
 }
-static_assert(nvfp4_page(16, 8, 128, false).scale_at(6, 1, 3) == 16 * 8 * 64 + (4 + 1) * 64 + 8 + 4 + 2);
-static_assert(nvfp4_page(16, 8, 128, true).codes_at(6, 1, 32) == 64 * (16 + 6) + 16);
+static_assert(nvfp4_page(16, 8, 128, false, true).scale_at(6, 1, 3) == 16 * 8 * 64 + (4 + 1) * 64 + 8 + 4 + 2);
+static_assert(nvfp4_page(16, 8, 128, false, false).scale_at(6, 1, 3) == 16 * 8 * 64 + 6 * 64 + 8 + 3);
+static_assert(nvfp4_page(16, 8, 128, true, true).codes_at(6, 1, 32) == 64 * (16 + 6) + 16);
 
 }  // namespace pykv

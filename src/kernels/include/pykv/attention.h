@@ -48,14 +48,15 @@
  *   scale           of q.k; NAN: 1 / sqrt(head_size)
  *   causal          the query at position p sees keys j <= p; its position is seq_len - query_len + its row
  *   window          > 0: it sees keys with |p - j| < window; 0: all
- *   softcap         > 0: logits become softcap * tanh(logit / softcap); 0: no change
+ *   softcap         > 0: logits become softcap * tanh(logit / softcap); 0 and infinity: no change
  *   alibi_slopes    [num_heads] f32, contiguous, or NULL: + slope * (j - p)
  *   sinks           [num_heads] f32, contiguous, or NULL: one more logit in each softmax, without a value
  *   batch_invariant the result of a query depends, to the last bit, on itself, on the keys that it sees and on the options
  *                   alone: not on the rest of the batch, nor on how many queries its sequence has in this call.  Rows of
  *                   block_tables may then hold 2^23 tokens at most
  *   lse             [num_heads, num_tokens] f32 or NULL: written with the natural log of the softmax denominator
- *                   (sinks included); -inf where nothing is seen, and out is 0 there
+ *                   (sinks included); -inf where nothing is seen, and out is 0 there; NaN, as out is, where NaN or +inf is
+ *                   among the logits that the row sees
  *   workspace       contiguous bytes (uint8), at least pykv_paged_attention_workspace_size, 256-byte aligned; NULL: CUDA
  *                   takes it from the stream-ordered pool.  Not used on the CPU */
 PYKV_API pykv_status pykv_paged_attention(DLTensor* out, const DLTensor* query, const DLTensor* key_cache,
@@ -110,7 +111,8 @@ PYKV_API pykv_status pykv_paged_attention_v2(DLTensor* out, DLTensor* exp_sum, D
  *
  *   output                        [num_tokens, num_heads, head_size]; may be prefix_output or suffix_output
  *   prefix_output, suffix_output  [num_tokens, num_heads, head_size]  f32 | f16 | bf16
- *   prefix_lse, suffix_lse        [num_heads, num_tokens] f32, natural log; +inf and -inf mean that nothing was seen
+ *   prefix_lse, suffix_lse        [num_heads, num_tokens] f32, natural log, any strides; +inf and -inf mean that nothing was
+ *                                 seen, NaN makes output and output_lse NaN
  *   output_lse                    the same, written; or NULL
  *   prefill_tokens_with_context   tokens from here on copy the suffix; -1: none does
  *   output_scale                  f32, 1 element, or NULL.  With it output is float8_e4m3fn (or uint8): value / scale

@@ -6,9 +6,9 @@
  *            NHD as it stands, HND by permuted strides
  * nvfp4: bytes [NB, BS, num_kv_heads, head_size * 9 / 16], a flash cache by its nominal shape.  In a block lie first all
  * four-bit floats (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; the even element in the lower half of a byte),
- * then a scale (e4m3) for each 16 of them, NHD or HND both; scale s of token t lies in row (t / 4) * 4 + s / (S / 4) and
- * column (s % (S / 4)) * 4 + t % 4, with S = head_size / 16.  head_size must be a multiple of 64, BS of 4; blocks may lie
- * anywhere, but have no gaps.
+ * then a scale (e4m3) for each 16 of them, NHD or HND both, S = head_size / 16 of a token and head.  Of keys scale s of token t
+ * lies in row t and column s; of values in row (t / 4) * 4 + s / (S / 4) and column (s % (S / 4)) * 4 + t % 4.  head_size must
+ * be a multiple of 64, BS of 4; blocks may lie anywhere, but have no gaps.
  * All strides of all arrays are honoured, those of key_cache and value_cache independently: two views of one allocation
  * are as good as two allocations.
  *
@@ -122,8 +122,8 @@ PYKV_API pykv_status pykv_swap_blocks_batch(const DLTensor* src_ptrs, const DLTe
  *   k_pe           [num_rows, rope_size]     dtype of kv_c
  *   kv_cache       as above; dtype of kv_c, or one-byte elements; for "fp8_ds_mla" [NB, BS, record] of bytes
  *   slot_mapping   [num_tokens]              int32 | int64; negative: padding, the token is skipped
- *   kv_cache_dtype as for pykv_reshape_and_cache; "nvfp4": kv_cache [NB, BS, (kv_lora_rank + rope_size) * 9 / 16], a head
- *                  of kv_lora_rank + rope_size elements, which must be a multiple of 64; or
+ *   kv_cache_dtype as for pykv_reshape_and_cache; "nvfp4": kv_cache [NB, BS, (kv_lora_rank + rope_size) * 9 / 16], keys
+ *                  of one head of kv_lora_rank + rope_size elements, which must be a multiple of 64; or
  *                  "fp8_ds_mla": a record of kv_lora_rank e4m3 elements, a float32 scale for each 128 of them (their
  *                  largest magnitude / 448, at least FLT_MIN; NaN is not counted), and k_pe as it is.  kv_lora_rank must
  *                  be a multiple of 128 and the data 16-bit floats; 512 and 64 make 656 bytes
@@ -174,7 +174,8 @@ PYKV_API pykv_status pykv_cp_gather_cache(const DLTensor* src_cache, DLTensor* d
  *                                         beyond its request's end is left as it is; a request out of range reported
  *   kv_cache_dtype "auto" and so on: copied, the dtypes must agree; "fp8...", "int8": element * scale, rounded to nearest
  *                  even; "nvfp4": element * block scale * scale, src_cache [NB, BS, head_size * 9 / 16] for dst
- *                  [num_rows, head_size], or with heads before the last dimension of both;
+ *                  [num_rows, head_size], or with heads before the last dimension of both: pages of keys or MLA; "nvfp4_v":
+ *                  pages of values;
  *                  "fp8_ds_mla": src_cache [NB, BS, record] as pykv_concat_and_cache_mla writes it, dst f16 | bf16
  *                  [num_rows, kv_lora_rank + rope_size]; the rope is copied: it must have been written in the dtype of dst
  *   scale          one float; NULL: 1.  Looked at for "fp8..." except "fp8_ds_mla", "int8" and "nvfp4" */
