@@ -56,9 +56,12 @@ from pykv.cache import (
 from pykv.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from pykv.mla import (
     concat_and_cache_mla,
+    concat_and_cache_mla_grouped,
+    concat_and_cache_mla_layers,
     concat_and_cache_mla_rope_fused,
     concat_mla_q,
     cp_gather_and_upconvert_fp8_kv_cache,
+    cp_gather_and_upconvert_nvfp4_kv_cache,
     cp_gather_cache,
     gather_and_maybe_dequant_cache,
 )
@@ -103,6 +106,8 @@ __all__ = [
     "batched_rotary_embedding",
     "check_errors",
     "concat_and_cache_mla",
+    "concat_and_cache_mla_grouped",
+    "concat_and_cache_mla_layers",
     "concat_and_cache_mla_rope_fused",
     "concat_mla_q",
     "configure",
@@ -110,6 +115,7 @@ __all__ = [
     "copy_blocks",
     "copy_blocks_mla",
     "cp_gather_and_upconvert_fp8_kv_cache",
+    "cp_gather_and_upconvert_nvfp4_kv_cache",
     "cp_gather_cache",
     "cp_gather_indexer_k_quant_cache",
     "dual_chunk_rotary_embedding",

@@ -18,6 +18,8 @@ NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEADS, HEAD_SIZE = 6, 4, 2, 4, 16
 
 MEMORY = np.zeros(32, np.float32)  # what addresses point to
 _START = MEMORY.ctypes.data
+# operations that write where addresses among their arguments point to
+ADDRESSED = {"swap_blocks_batch", "concat_and_cache_mla_grouped"}
 # arguments that lie on the host whatever the device of the others
 ON_HOST = {"block_mapping", "src_ptrs", "dst_ptrs", "sizes"}
 
@@ -106,6 +108,21 @@ def copies_on_the_host() -> Sample:
         "src_ptrs": ids(_START, _START + 16),
         "dst_ptrs": ids(_START + 64, _START + 32),
         "sizes": ids(16, 8),
+    }
+
+
+def caches_at_addresses() -> Sample:
+    """Two layers of two blocks of two tokens, four elements each: all of the memory."""
+    MEMORY[...] = floats(32)
+    return {
+        "kv_c": floats(2, 3, 3),
+        "k_pe": floats(2, 3, 1),
+        "kv_cache_ptrs": ids(_START, _START + 64),
+        "slot_mapping": ids([2, -1, 0], [3, 1, 0]),
+        "block_size": 2,
+        "block_stride": 8,
+        "entry_stride": 4,
+        "num_blocks": 2,
     }
 
 
@@ -242,6 +259,13 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         "kv_cache": latent_cache(),
         "slot_mapping": ids(5, -1, 17),
     },
+    "concat_and_cache_mla_layers": lambda: {
+        "kv_c": floats(2, 3, 16),
+        "k_pe": floats(2, 3, 8),
+        "kv_caches": [latent_cache(), latent_cache() + 1],
+        "slot_mapping": ids([5, -1, 17], [6, 0, 2]),
+    },
+    "concat_and_cache_mla_grouped": caches_at_addresses,
     "concat_and_cache_mla_rope_fused": lambda: {
         "positions": ids(0, 4, 2),
         "q_pe": floats(3, HEADS, 8),
@@ -273,7 +297,13 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         "src_cache": fp8_records(),
         "dst": np.ones((7, 576), np.float16),
         "block_table": np.array([[1, 4], [3, 0]], np.int32),
-        "seq_lens": np.array([2, 5], np.int32),
+        "workspace_starts": np.array([0, 2], np.int32),
+        "batch_size": 2,
+    },
+    "cp_gather_and_upconvert_nvfp4_kv_cache": lambda: {
+        "src_cache": some_codes(NUM_BLOCKS, BLOCK_SIZE, 44),
+        "dst": np.ones((7, 72), np.float16),
+        "block_table": np.array([[1, 4], [3, 0]], np.int32),
         "workspace_starts": np.array([0, 2], np.int32),
         "batch_size": 2,
     },

@@ -39,6 +39,7 @@ def reshape_and_cache(
     kv_cache_dtype: str = "auto",
     k_scale: ScalarOrArray = 1.0,
     v_scale: ScalarOrArray = 1.0,
+    interleaved_v: bool = False,
     *,
     stream: Stream = None,
 ) -> None:
@@ -56,9 +57,11 @@ def reshape_and_cache(
             saturated; NaN stays NaN; ``"int8"``: the same with integers, -128 to 127, NaN becomes 0; ``"nvfp4"`` (flash
             caches only): four-bit floats times a scale for each 16 of them, which is the largest magnitude among them
             over 6, as float8_e4m3fn, times ``scale``; NaN becomes 0.  ``scale`` = largest of all / 2688 uses the whole
-            range.
+            range; ``"nvfp4_4over6"``: over 4 instead, for those 16 whose squared errors are less in sum then.
         k_scale, v_scale: for fp8, int8 and nvfp4 caches: a number, or a float32 array of one element or one for each
             head.
+        interleaved_v: ``value_cache`` is ``[NB, num_kv_heads, BS / x, v_head_size, x]``, with element ``d`` of token
+            ``o`` of a block at ``[o // x, d, o % x]``.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
@@ -261,7 +264,9 @@ def convert_fp8(
 
     Args:
         output: one-byte elements if ``input`` is float32, float16 or bfloat16; else one of these; written.
-        input: the same shape; both with any strides.
+        input: the same shape; both with any strides.  Or another shape of the same first dimension and as many
+            elements, where each index of that is one contiguous block in both: blocks are converted as they lie, such
+            as those of packed key caches ``[NB, num_kv_heads, head_size / x, BS, x]``, whose x depends on the dtype.
         scale: a number, or a float32 array of one element.
         kv_dtype: ``"fp8"``, ``"fp8_e4m3"`` or ``"fp8_e5m2"``: rounded to nearest even, saturated, NaN stays NaN.
         stream: CUDA stream; ``None``: the current one of the arrays' library.

@@ -1,6 +1,6 @@
 """The key cache of a sparse-attention indexer (DeepSeek V3.2): fp8 values in groups, each with a scale.
 
-A block of ``BS`` tokens holds first all values (float8_e4m3fn), then all scales (float32), so the shape
+A block of ``BS`` tokens holds first all values (float8_e4m3fn), then all scales (of four bytes), so the shape
 ``[NB, BS, head_dim + 4 * head_dim / quant_block_size]`` is its size alone: a token is no row of it.
 """
 
@@ -33,7 +33,9 @@ def indexer_k_quant_and_cache(
             Its length decides: ``k`` may have more rows.  Of tokens with one slot, any may win.
         quant_block_size: size of a group; any divisor of ``head_dim``.
         kv_cache_dtype: ``"ue8m0"``: scales are rounded up to powers of two, and stored as float32 all the same;
-            ``"auto"``, ``"fp8"``, ``"fp8_e4m3"``: they are not rounded.
+            ``"mxfp8"``: the same powers, each stored as its biased exponent in all four bytes of its place (in groups
+            of 128 a byte for each 32 values, as MX formats want it); ``"auto"``, ``"fp8"``, ``"fp8_e4m3"``: they are
+            not rounded.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:

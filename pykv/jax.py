@@ -146,8 +146,9 @@ def _in_order(op: Op, call: _Call, results: Sequence[Any]) -> Any:
     return returned[0] if len(returned) == 1 else tuple(returned)
 
 
-# these move blocks between the memories of devices, by a mapping on the host: an XLA computation has one device
-_NOT_PURE = {"swap_blocks", "swap_blocks_batch", "swap_blocks_layers"}
+# these move blocks between the memories of devices, by a mapping on the host (an XLA computation has one device), or
+# write where addresses point to, of which it knows nothing
+_NOT_PURE = {"swap_blocks", "swap_blocks_batch", "swap_blocks_layers", "concat_and_cache_mla_grouped"}
 
 _functions = {name: _function(op) for name, op in all_ops().items() if name not in _NOT_PURE}
 globals().update(_functions)

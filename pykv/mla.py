@@ -2,15 +2,17 @@
 
 A token is one row of ``kv_lora_rank`` latent and ``rope_size`` rotated elements, shared by all heads; a cache is
 ``[NB, BS, kv_lora_rank + rope_size]``.  ``"fp8_ds_mla"`` caches ``[NB, BS, record]`` hold bytes instead: the latent as
-float8_e4m3fn, a float32 scale for each 128 of it, and the 16-bit rope as it is: 656 bytes for 512 + 64.
+float8_e4m3fn, a float32 scale (a power of two) for each 128 of it, and the 16-bit rope as it is: 656 bytes for 512 +
+64.  ``"nvfp4_ds_mla"`` records hold it as four-bit floats, the rope as float8_e4m3fn, and a float8_e4m3fn scale for
+each 16 of the latent: 352 bytes for 512 + 64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pykv._schema import Rule, Spec, operation
+from pykv._schema import NoneIs, Rule, Spec, operation
 from pykv._types import Array, ScalarOrArray, Stream
 
 
@@ -22,6 +24,7 @@ def concat_and_cache_mla(
     slot_mapping: Array,
     kv_cache_dtype: str = "auto",
     scale: ScalarOrArray = 1.0,
+    skip_scale: bool = False,
     *,
     stream: Stream = None,
 ) -> None:
@@ -37,14 +40,84 @@ def concat_and_cache_mla(
         kv_cache_dtype: ``"auto"`` (or the dtype's name): copied; ``"fp8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``: one-byte
             elements, ``value / scale`` rounded to nearest even and saturated, NaN stays NaN; ``"int8"``: the same with
             integers, NaN becomes 0; ``"nvfp4"``: as keys of one head (see ``pykv.cache``), whose size must be a
-            multiple of 64; ``"fp8_ds_mla"``: records, of 16-bit data and a ``kv_lora_rank`` that is a multiple of 128.
-        scale: for all but copies and ``"fp8_ds_mla"``: a number, or a float32 array of one element.
+            multiple of 64; ``"fp8_ds_mla"``: records, of 16-bit data and a ``kv_lora_rank`` that is a multiple of 128; their scales
+            are the least powers of two that are at least the largest magnitude / 448 and 1e-4; with ``rope_size`` 0
+            what follows the scales is zeros; ``"nvfp4_ds_mla"``: records of four-bit elements, of 16-bit data, a
+            ``kv_lora_rank`` that is a multiple of 64 and a ``rope_size`` of 8.
+        scale: for all but copies and records: a number, or a float32 array of one element.
+        skip_scale: take 1 for ``scale`` and do not look at it, for data that was scaled before.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
         ValueError: a shape or an option is wrong; or a slot lies beyond the cache: it was skipped (CPU: at once;
             CUDA: by ``pykv.check_errors()``).
         TypeError: a dtype is wrong.
+    """
+
+
+@operation()
+def concat_and_cache_mla_layers(
+    kv_c: Array,
+    k_pe: Array,
+    kv_caches: Sequence[Array],
+    slot_mapping: Array,
+    kv_cache_dtype: str = "auto",
+    kv_scales: ScalarOrArray = 1.0,
+    *,
+    stream: Stream = None,
+) -> None:
+    """:func:`concat_and_cache_mla` for several layers at once, each with a cache of its own.
+
+    Args:
+        kv_c: ``[num_layers, num_rows, kv_lora_rank]`` float32, float16 or bfloat16.
+        k_pe: ``[num_layers, num_rows, rope_size]``, dtype of ``kv_c``.
+        kv_caches: a list or tuple of a cache ``[NB, BS, kv_lora_rank + rope_size]`` a layer, all of one dtype and with
+            the same strides; written.
+        slot_mapping: ``[num_layers, num_tokens]`` int32 or int64; a stride of 0 gives all layers the same slots.
+        kv_cache_dtype: ``"auto"`` (or the dtype's name), ``"fp8"``, ``"fp8_e4m3"`` or ``"fp8_e5m2"``.
+        kv_scales: for fp8: a number, or a float32 array of one element or one for each layer.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: a shape or an option is wrong; or a slot lies beyond the caches: it was skipped (CPU: at once;
+            CUDA: by ``pykv.check_errors()``).
+        TypeError: a dtype is wrong.
+    """
+
+
+@operation(converters={"num_blocks": NoneIs(-1)})
+def concat_and_cache_mla_grouped(
+    kv_c: Array,
+    k_pe: Array,
+    kv_cache_ptrs: Array,
+    slot_mapping: Array,
+    block_size: int,
+    block_stride: int,
+    entry_stride: int,
+    kv_scales: ScalarOrArray | None = None,
+    kv_cache_dtype: str = "auto",
+    num_blocks: int | None = None,
+    *,
+    stream: Stream = None,
+) -> None:
+    """:func:`concat_and_cache_mla_layers` for caches that are known by their addresses alone, as vLLM calls it.
+
+    Args:
+        kv_c, k_pe, slot_mapping, kv_cache_dtype: as there.
+        kv_cache_ptrs: ``[num_layers]`` int64 on the device of the other arrays: addresses of the caches, whose elements
+            have the dtype of ``kv_c``, or one byte for fp8.  0: nothing is written for this layer.
+        block_size: tokens of a block.
+        block_stride, entry_stride: elements from block to block and from token to token of each cache.
+        kv_scales: as there; ``None``: 1.
+        num_blocks: blocks of each cache: slots beyond them are skipped and reported.  ``None``: not known.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: a shape, a size or an option is wrong; or a slot lies beyond ``num_blocks``.
+        TypeError: a dtype is wrong.
+
+    Addresses are taken at their word, when the work runs: one that is not valid, or a slot beyond a cache whose
+    ``num_blocks`` is not given, overwrites foreign memory, ends the process, or poisons its CUDA context.
     """
 
 
@@ -168,21 +241,57 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     src_cache: Array,
     dst: Array,
     block_table: Array,
-    seq_lens: Array,
     workspace_starts: Array,
     batch_size: int,
+    seq_starts: Array | None = None,
+    host_cache: Array | None = None,
+    host_row_ids: Array | None = None,
+    device_row_ids: Array | None = None,
     *,
     stream: Stream = None,
 ) -> None:
     """Gather ``"fp8_ds_mla"`` records as 16-bit rows; request ``r`` begins in row ``workspace_starts[r]``.
 
+    It ends where the next one begins, the last one where ``dst`` ends.  With the last three arguments (all or none)
+    records lie partly in host memory, and block ``b`` of ``block_table`` stands for the slots from ``b * BS`` to
+    ``(b + 1) * BS``: the record of slot ``s`` is that of slot ``device_row_ids[s]`` of ``src_cache``, or, if that is
+    negative, ``host_cache[host_row_ids[s]]``.
+
     Args:
         src_cache: ``[NB, BS, record]`` of bytes: 656 for rows of 576.
         dst: ``[num_rows, kv_lora_rank + rope_size]`` bfloat16 or float16, as the rope was written; written.
         block_table: ``[>= batch_size, width]``.
-        seq_lens: ``[>= batch_size]``: the rows of each request.
         workspace_starts: ``[>= batch_size]``, ascending.
-        batch_size, stream: as for :func:`cp_gather_cache`, and so are the errors.
+        batch_size: number of requests.
+        seq_starts: ``[>= batch_size]``, any token of a block; ``None``: 0.
+        host_cache: ``[num_host_rows, record]`` of bytes in host memory: pinned where the other arrays are on CUDA, for
+            the kernel reads it, and to be kept until it has.
+        host_row_ids, device_row_ids: ``[num_slots]`` int32 or int64, or any shape of as many elements, contiguous.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: as for :func:`cp_gather_cache`; or a row in ``device_row_ids`` or ``host_row_ids`` lies beyond the
+            memory that it is one of: it was not read (CPU: at once; CUDA: by ``pykv.check_errors()``).
+        TypeError: a dtype is wrong, or some of the last three arguments are missing.
+    """
+
+
+@operation()
+def cp_gather_and_upconvert_nvfp4_kv_cache(
+    src_cache: Array,
+    dst: Array,
+    block_table: Array,
+    workspace_starts: Array,
+    batch_size: int,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Gather ``"nvfp4_ds_mla"`` records as 16-bit rows; all else as :func:`cp_gather_and_upconvert_fp8_kv_cache`.
+
+    Args:
+        src_cache: ``[NB, BS, record]`` of bytes: 352 for rows of 576.
+        dst: ``[num_rows, kv_lora_rank + rope_size]`` bfloat16 or float16; written.
+        block_table, workspace_starts, batch_size, stream: as there.
     """
 
 
@@ -198,9 +307,10 @@ def concat_mla_q(ql_nope: Array, q_pe: Array, q_out: Array, *, stream: Stream = 
 
     Args:
         ql_nope: ``[num_tokens, num_heads, kv_lora_rank]`` of any dtype; any strides, as for the others.  It may be
-            ``q_out[:, :, :kv_lora_rank]`` itself: then ``q_pe`` alone is copied.
+            ``q_out[:, :num_heads, :kv_lora_rank]`` itself: then ``q_pe`` alone is copied.
         q_pe: ``[num_tokens, num_heads, rope_size]``, the same dtype.
-        q_out: ``[num_tokens, num_heads, kv_lora_rank + rope_size]``, the same dtype; written.
+        q_out: ``[num_tokens, >= num_heads, kv_lora_rank + rope_size]``, the same dtype; written, but for the heads from
+            ``num_heads`` on.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:

@@ -188,6 +188,19 @@ def concat_and_cache_mla(a: Any) -> Results:
     return {"kv_cache": a.kv_cache}
 
 
+def concat_and_cache_mla_layers(a: Any) -> Results:
+    for layer, own in enumerate(a.kv_caches):
+        mla.concat_and_cache_mla(a.kv_c[layer], a.k_pe[layer], own, a.slot_mapping[layer])
+    return {"kv_caches": a.kv_caches}
+
+
+def concat_and_cache_mla_grouped(a: Any) -> Results:
+    memory = MEMORY.copy()
+    for layer, own in enumerate(memory.reshape(2, 2, 2, 4)):
+        mla.concat_and_cache_mla(a.kv_c[layer], a.k_pe[layer], own, a.slot_mapping[layer])
+    return {"memory": memory}
+
+
 def concat_and_cache_mla_rope_fused(a: Any) -> Results:
     cached = a.slot_mapping >= 0  # the other rows stay as they are
     for x in (a.q_pe, a.k_pe):
@@ -204,7 +217,17 @@ def cp_gather_and_upconvert_fp8_kv_cache(a: Any) -> Results:
     def decode(record: np.ndarray) -> np.ndarray:
         return mla.unpack_record(record, 512, a.dst.dtype)
 
-    mla.gather(a.src_cache, a.dst, a.block_table, a.workspace_starts, a.seq_lens, decode=decode)
+    lengths = np.diff(a.workspace_starts, append=len(a.dst))
+    mla.gather(a.src_cache, a.dst, a.block_table, a.workspace_starts, lengths, decode=decode)
+    return {"dst": a.dst}
+
+
+def cp_gather_and_upconvert_nvfp4_kv_cache(a: Any) -> Results:
+    def decode(record: np.ndarray) -> np.ndarray:
+        return mla.unpack_nvfp4_record(record, 64, a.dst.dtype)
+
+    lengths = np.diff(a.workspace_starts, append=len(a.dst))
+    mla.gather(a.src_cache, a.dst, a.block_table, a.workspace_starts, lengths, decode=decode)
     return {"dst": a.dst}
 
 
@@ -271,10 +294,13 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
     },
     "swap_blocks_batch": swap_blocks_batch,
     "concat_and_cache_mla": concat_and_cache_mla,
+    "concat_and_cache_mla_layers": concat_and_cache_mla_layers,
+    "concat_and_cache_mla_grouped": concat_and_cache_mla_grouped,
     "concat_and_cache_mla_rope_fused": concat_and_cache_mla_rope_fused,
     "cp_gather_cache": gather,
     "gather_and_maybe_dequant_cache": gather,
     "cp_gather_and_upconvert_fp8_kv_cache": cp_gather_and_upconvert_fp8_kv_cache,
+    "cp_gather_and_upconvert_nvfp4_kv_cache": cp_gather_and_upconvert_nvfp4_kv_cache,
     "indexer_k_quant_and_cache": indexer_k_quant_and_cache,
     "cp_gather_indexer_k_quant_cache": cp_gather_indexer_k_quant_cache,
     "convert_fp8": lambda a: {"output": cache.quantise(a.input, a.scale, "fp8")},

@@ -83,7 +83,7 @@ def formats(name: str) -> set[str]:
         return set()
     # those that it takes, or refuses for the shape of the sample's arrays alone
     offered = {f for f in listed if f"{name}: {chosen[0]}: " not in says(f)}
-    called = {"auto": "same", "fp8": "fp8 e4m3", "fp8_e4m3": "fp8 e4m3", "fp8_e5m2": "e5m2"}
+    called = {"auto": "same", "fp8": "fp8 e4m3", "fp8_e4m3": "fp8 e4m3", "fp8_e5m2": "e5m2", "nvfp4_4over6": "nvfp4"}
     return {called.get(f, f) for f in offered} - {"float32", "float16", "bfloat16"}
 
 

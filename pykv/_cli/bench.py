@@ -21,12 +21,11 @@ from pykv._cli import devices, output
 from pykv._cli.errors import CommandError, known_ops
 from pykv._cli.workloads import WORKLOADS, Tokens, Workload, size_of
 from pykv._libraries import numpy_dtype
-from pykv._samples import ON_HOST, sample
+from pykv._samples import ADDRESSED, ON_HOST, sample
 from pykv._schema import Op, Spec, all_ops
 from pykv._timing import Call, Case, Cpu, Cuda, Device, Figure, about, lines, measure, table
 
 HIDDEN, GROUP = 4096, 128
-ADDRESSED = {"swap_blocks_batch"}
 MOST_COLORS = 16
 # What the sizes in the samples of these operations stand for: numbers, rows, a row, a row of two halves.
 SIZES: Mapping[int, Callable[[int], int]] = {
@@ -169,7 +168,7 @@ def run(ops: Sequence[str], device: str | None, tokens: Sequence[int], dtype: st
         plot_to: Path | None) -> int:  # fmt: skip
     known_ops(ops)
     if addressed := [op for op in ops if op in ADDRESSED]:
-        raise CommandError(f"{', '.join(addressed)}: takes addresses; see benchmarks/cache/bench_swap.py")
+        raise CommandError(f"{', '.join(addressed)}: takes addresses; see benchmarks/cache")
     for path in filter(None, (json_to, plot_to)):
         if not path.absolute().parent.is_dir():
             raise CommandError(f"{path}: there is no folder {path.absolute().parent}")

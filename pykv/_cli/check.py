@@ -18,13 +18,13 @@ import pykv
 from pykv._cli import devices, output
 from pykv._cli.devices import Device
 from pykv._cli.errors import CommandError, known_ops
-from pykv._samples import MEMORY, ON_HOST, sample
+from pykv._samples import ADDRESSED, MEMORY, ON_HOST, sample
 from pykv._schema import all_ops
 
 FILE = Path(pykv.__file__).parent / "_expected.npz"
 # (absolute, relative): what the arithmetic of float32, in any order, may lose; codes and other integers are exact
 TOLERANCE = {"float32": (1e-5, 2e-6), "float16": (1e-3, 1e-3)}
-HOST_ONLY = {"swap_blocks_batch": "copies between addresses of the host here"}
+HOST_ONLY = dict.fromkeys(ADDRESSED, "addresses are those of the host here")
 
 Recorded = dict[str, npt.NDArray[Any]]
 

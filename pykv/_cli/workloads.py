@@ -171,6 +171,12 @@ def _mla_write(t: Tokens) -> Workload:
     return Workload(latent | {"slot_mapping": t.slots}, {"kv_cache": t.bytes(LATENT + ROPE)})
 
 
+def _mla_write_layers(t: Tokens) -> Workload:
+    latent = {"kv_c": Spec((LAYERS, t.count, LATENT), t.dtype), "k_pe": Spec((LAYERS, t.count, ROPE), t.dtype)}
+    caches = {"kv_caches": [t.cache(BLOCK, LATENT + ROPE)] * LAYERS, "slot_mapping": np.stack([t.slots] * LAYERS)}
+    return Workload(latent | caches, {"kv_caches": LAYERS * t.bytes(LATENT + ROPE)})
+
+
 def _mla_rotate_and_write(t: Tokens) -> Workload:
     plain = _mla_write(t)
     turned = {"positions": t.positions, "q_pe": t.rows(LATENT_HEADS, ROPE), **t.angles(ROPE)}
@@ -205,7 +211,14 @@ def _mla_dequantise(t: Tokens) -> Workload:
 def _mla_upconvert(t: Tokens) -> Workload:
     record = LATENT + 4 * LATENT // 128 + 2 * ROPE
     dst = Spec((t.count, LATENT + ROPE), "float16" if t.dtype == "float32" else t.dtype)
-    ids = {"seq_lens": t.lengths, "workspace_starts": t.starts[:-1], "batch_size": len(t.lengths)}
+    ids = {"workspace_starts": t.starts[:-1], "batch_size": len(t.lengths)}
+    return _gathered(t, Spec((BLOCK, record), "uint8"), "src_cache", t.count * record, dst=dst, **ids)
+
+
+def _mla_upconvert_nvfp4(t: Tokens) -> Workload:
+    record = LATENT * 9 // 16 + ROPE
+    dst = Spec((t.count, LATENT + ROPE), "float16" if t.dtype == "float32" else t.dtype)
+    ids = {"workspace_starts": t.starts[:-1], "batch_size": len(t.lengths)}
     return _gathered(t, Spec((BLOCK, record), "uint8"), "src_cache", t.count * record, dst=dst, **ids)
 
 
@@ -257,10 +270,12 @@ WORKLOADS: Mapping[str, Callable[[Tokens], Workload]] = {
     "swap_blocks": lambda t: _swapped(t, "src", "dst"),
     "swap_blocks_layers": lambda t: _swapped(t, "src_caches", "dst_caches", LAYERS),
     "concat_and_cache_mla": _mla_write,
+    "concat_and_cache_mla_layers": _mla_write_layers,
     "concat_and_cache_mla_rope_fused": _mla_rotate_and_write,
     "cp_gather_cache": _mla_gather,
     "gather_and_maybe_dequant_cache": _mla_dequantise,
     "cp_gather_and_upconvert_fp8_kv_cache": _mla_upconvert,
+    "cp_gather_and_upconvert_nvfp4_kv_cache": _mla_upconvert_nvfp4,
     "indexer_k_quant_and_cache": _indexer_write,
     "cp_gather_indexer_k_quant_cache": _indexer_gather,
     "concat_mla_q": _concat_mla_q,

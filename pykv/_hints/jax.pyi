@@ -230,6 +230,7 @@ def reshape_and_cache(
     kv_cache_dtype: str = "auto",
     k_scale: float | ArrayLike = 1.0,
     v_scale: float | ArrayLike = 1.0,
+    interleaved_v: bool = False,
 ) -> tuple[Array, Array]: ...
 def reshape_and_cache_flash(
     key: ArrayLike,
@@ -266,7 +267,16 @@ def concat_and_cache_mla(
     slot_mapping: ArrayLike,
     kv_cache_dtype: str = "auto",
     scale: float | ArrayLike = 1.0,
+    skip_scale: bool = False,
 ) -> Array: ...
+def concat_and_cache_mla_layers(
+    kv_c: ArrayLike,
+    k_pe: ArrayLike,
+    kv_caches: Sequence[ArrayLike],
+    slot_mapping: ArrayLike,
+    kv_cache_dtype: str = "auto",
+    kv_scales: float | ArrayLike = 1.0,
+) -> list[Array]: ...
 def concat_and_cache_mla_rope_fused(
     positions: ArrayLike,
     q_pe: ArrayLike,
@@ -304,9 +314,15 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     src_cache: ArrayLike,
     dst: ArrayLike,
     block_table: ArrayLike,
-    seq_lens: ArrayLike,
     workspace_starts: ArrayLike,
     batch_size: int,
+    seq_starts: ArrayLike | None = None,
+    host_cache: ArrayLike | None = None,
+    host_row_ids: ArrayLike | None = None,
+    device_row_ids: ArrayLike | None = None,
+) -> Array: ...
+def cp_gather_and_upconvert_nvfp4_kv_cache(
+    src_cache: ArrayLike, dst: ArrayLike, block_table: ArrayLike, workspace_starts: ArrayLike, batch_size: int
 ) -> Array: ...
 def indexer_k_quant_and_cache(
     k: ArrayLike, kv_cache: ArrayLike, slot_mapping: ArrayLike, quant_block_size: int, kv_cache_dtype: str = "auto"

@@ -2,12 +2,15 @@
 
 from pykv import batched_rotary_embedding as batched_rotary_embedding
 from pykv import concat_and_cache_mla as concat_and_cache_mla
+from pykv import concat_and_cache_mla_grouped as concat_and_cache_mla_grouped
+from pykv import concat_and_cache_mla_layers as concat_and_cache_mla_layers
 from pykv import concat_and_cache_mla_rope_fused as concat_and_cache_mla_rope_fused
 from pykv import concat_mla_q as concat_mla_q
 from pykv import convert_fp8 as convert_fp8
 from pykv import copy_blocks as copy_blocks
 from pykv import copy_blocks_mla as copy_blocks_mla
 from pykv import cp_gather_and_upconvert_fp8_kv_cache as cp_gather_and_upconvert_fp8_kv_cache
+from pykv import cp_gather_and_upconvert_nvfp4_kv_cache as cp_gather_and_upconvert_nvfp4_kv_cache
 from pykv import cp_gather_cache as cp_gather_cache
 from pykv import cp_gather_indexer_k_quant_cache as cp_gather_indexer_k_quant_cache
 from pykv import dual_chunk_rotary_embedding as dual_chunk_rotary_embedding

@@ -117,6 +117,13 @@ def layout(name: str, s: Sizes, itemsize: int) -> Layout:
             )
         case "packed, values not aligned":
             return Layout(True, packed_key, (nb, h, v, bs + 1), _inner, lambda m: _inner(m)[:, :, :, 1:])
+        case "packed, values interleaved":
+            return Layout(True, packed_key, (nb, h, bs // x, v, x), _inner, _inner)
+        case "packed, values interleaved, groups first":
+            groups_first: View = lambda m: _inner(m)[:, :, :, 1:].swapaxes(1, 2)  # noqa: E731
+            return Layout(True, packed_key, (nb, bs // x, h, v + 1, x), _inner, groups_first)
+        case "packed, values interleaved, not aligned":
+            return Layout(True, packed_key, (nb, h, bs // x, v, x + 1), _inner, lambda m: _inner(m)[..., 1:])
         case "packed, dimensions of values adjacent":
             return Layout(True, packed_key, (nb, h, bs, v), _inner, lambda m: _inner(m).swapaxes(2, 3))
     raise ValueError(name)
@@ -138,6 +145,11 @@ PACKED = [
     "packed, halves of one memory",
     "packed, values not aligned",
     "packed, dimensions of values adjacent",
+]
+INTERLEAVED = [
+    "packed, values interleaved",
+    "packed, values interleaved, groups first",
+    "packed, values interleaved, not aligned",
 ]
 
 

@@ -53,7 +53,8 @@ def reshape_and_cache(
         if 0 <= slot < blocks * block_size:
             block, offset = divmod(slot, block_size)
             key_cache[block, :, :, offset, :] = stored(key[token], kind, k_scale, key_cache).reshape(heads, chunks, x)
-            value_cache[block, :, :, offset] = stored(value[token], kind, v_scale, value_cache)
+            place = (offset // x, slice(None), offset % x) if value_cache.ndim == 5 else (slice(None), offset)
+            value_cache[(block, slice(None), *place)] = stored(value[token], kind, v_scale, value_cache)
 
 
 def reshape_and_cache_flash(

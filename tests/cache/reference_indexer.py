@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 from cache.reference import quantise
+from cache.reference_mla import power_of_two_from
 
 
 def scales_of(groups: np.ndarray, kind: str) -> np.ndarray:
-    """One for each row: max(amax, 1e-4) / 448; for "ue8m0" the smallest power of two that is not less."""
+    """One for each row: max(amax, 1e-4) / 448; for "ue8m0" and "mxfp8" the smallest power of two that is not less."""
     amax = np.fmax.reduce(np.abs(groups.astype(np.float32)), axis=1, initial=0)
     scales = np.fmax(amax, np.float32(1e-4)) / np.float32(448)
-    if kind != "ue8m0":
-        return scales
-    with np.errstate(over="ignore"):
-        mantissas, exponents = np.frexp(scales)
-        powers = np.ldexp(np.float32(1), np.where(mantissas > 0.5, exponents, exponents - 1))
-    return np.where(np.isinf(scales), scales, powers).astype(np.float32)
+    return power_of_two_from(scales) if kind in ("ue8m0", "mxfp8") else scales
 
 
 def planes(cache: np.ndarray, values: int, groups: int) -> tuple[np.ndarray, np.ndarray]:
@@ -38,7 +34,8 @@ def indexer_k_quant_and_cache(k: np.ndarray, cache: np.ndarray, slots: np.ndarra
             groups = k[token].reshape(-1, group)
             own = scales_of(groups, kind)
             values[block, offset] = quantise(groups, own[:, None], "fp8_e4m3").reshape(-1)
-            scales[block, offset] = own.astype("<f4").view(np.uint8).reshape(-1, 4)
+            stored = np.repeat(own.view(np.uint32) >> 23, 4).astype(np.uint8) if kind == "mxfp8" else own.astype("<f4")
+            scales[block, offset] = stored.view(np.uint8).reshape(-1, 4)
 
 
 def cp_gather_indexer_k_quant_cache(

@@ -18,13 +18,16 @@ def e2m1(magnitude: np.ndarray) -> np.ndarray:
     return np.where(first % 2 == 0, first, last)
 
 
-def quantise(x: np.ndarray, scale: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of codes ``[..., D / 2]`` and of block scales ``[..., D / 16]``; ``scale`` fits ``[..., 1]``."""
+def quantise(x: np.ndarray, scale: np.ndarray | float, code: float = 6) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of codes ``[..., D / 2]`` and of block scales ``[..., D / 16]``; ``scale`` fits ``[..., 1]``.
+
+    ``code`` is what the largest magnitude of a block becomes.
+    """
     blocks = x.astype(np.float32).reshape(*x.shape[:-1], x.shape[-1] // 16, 16)
     g = np.asarray(scale, np.float32)
     with np.errstate(all="ignore"):
         largest = np.fmax.reduce(np.abs(blocks), axis=-1, initial=0)
-        scales = np.clip(largest / (np.float32(6) * g), -448, 448)
+        scales = np.clip(largest / (np.float32(code) * g), -448, 448)
         scales = np.where(np.isnan(scales), np.copysign(np.float32(np.nan), g), scales)  # infinity / infinity
         scales = np.where(largest == 0, np.float32(0), scales).astype(E4M3)
         value = scales.astype(np.float32)

@@ -13,7 +13,8 @@ from libraries import Library
 
 import pykv
 
-KINDS = ["auto", "fp8_e4m3", "fp8_e5m2", "int8", "fp8_ds_mla"]
+KINDS = ["auto", "fp8_e4m3", "fp8_e5m2", "int8", "fp8_ds_mla", "nvfp4_ds_mla"]
+RECORDS = {"fp8_ds_mla", "nvfp4_ds_mla"}
 # name -> (shape of the memory, where in it the cache lies); all of the memory is compared
 LAYOUTS: dict[str, tuple[Callable[[int, int, int], tuple[int, ...]], Callable[[Any], Any]]] = {
     "compact": (lambda nb, bs, w: (nb, bs, w), lambda m: m[1:-1]),
@@ -61,7 +62,7 @@ def prepare(
     rng = np.random.default_rng(seed)
     source = DTYPES[dtype]
     stored = source if kind == "auto" else np.dtype(reference.CODES.get(kind, np.uint8))
-    width = reference_mla.record_bytes(latent, rope) if kind == "fp8_ds_mla" else latent + rope
+    width = reference_mla.record_bytes(latent, rope, kind) if kind in RECORDS else latent + rope
     shape, take = LAYOUTS[layout]
     expected = inputs.bits(rng, shape(blocks + 2, block_size, width), stored)
     actual = array.output(expected)
@@ -93,13 +94,13 @@ def check(array: Library, **options: Any) -> None:
 
 
 def dtypes_of(kind: str) -> list[str]:
-    return [d for d in DTYPES if kind != "fp8_ds_mla" or d != "float32"]
+    return [d for d in DTYPES if kind not in RECORDS or d != "float32"]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(k, d) for k in KINDS for d in dtypes_of(k)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(array: Library, layout: str, kind: str, dtype: str) -> None:
-    if kind == "fp8_ds_mla" and layout == "elements apart":
+    if kind in RECORDS and layout == "elements apart":
         pytest.skip("a record is bytes side by side")
     check(array, layout=layout, kind=kind, dtype=dtype, scale=np.float32(0.37))
 
@@ -116,6 +117,8 @@ def test_strides_of_the_inputs(array: Library, arrangement: str, kind: str) -> N
     ("latent", "rope"), [(512, 64), (256, 64), (128, 0), (0, 64), (1024, 128), (384, 7), (640, 72)]
 )
 def test_sizes(array: Library, latent: int, rope: int, kind: str) -> None:
+    if kind == "nvfp4_ds_mla":
+        rope = -(-rope // 8) * 8
     for dtype in dtypes_of(kind):
         check(array, latent=latent, rope=rope, kind=kind, dtype=dtype, num_tokens=21)
 
@@ -129,7 +132,7 @@ def test_odd_sizes(array: Library, latent: int, rope: int) -> None:
 
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("ids", [np.int32, np.int64])
-@pytest.mark.parametrize("kind", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("kind", ["auto", "fp8_ds_mla", "nvfp4_ds_mla"])
 def test_slot_mappings(array: Library, kind: str, ids: type, slots: str) -> None:
     for n in (1, 2, 3, 4, 5, 63, 64, 144):
         for block_size in (1, 3, 16, 64):
@@ -149,6 +152,29 @@ def test_many_tokens(array: Library, kind: str) -> None:
 def test_scales(array: Library, where: str) -> None:
     as_scale = {"number": float, "host": np.atleast_1d, "with the arrays": lambda x: array.input(np.atleast_1d(x))}
     check(array, kind="fp8", scale=np.float32(0.3), as_scale=as_scale[where])
+
+
+def test_a_record_of_352_bytes(array: Library) -> None:
+    """Codes, rope and the places of the scales, one by one."""
+    kv_c = np.zeros((1, 512), DTYPES["bfloat16"])
+    kv_c[0, ::16] = 6 * 2.0 ** (np.arange(32) % 8 - 4)
+    kv_c[0, 1::16] = -kv_c[0, ::16] / 4
+    kv_c[0, 16 * 9 : 16 * 10] = 2.0**-12  # below what the least scale can hold
+    k_pe = np.linspace(-500, 500, 64, dtype=np.float32).astype(kv_c.dtype)[None]
+    cache = array.output(np.full((1, 1, 352), 0xAA, np.uint8))
+    slots = array.input(np.zeros(1, np.int64))
+    pykv.concat_and_cache_mla(array.input(kv_c), array.input(k_pe), cache, slots, "nvfp4_ds_mla")
+    record = array.numpy(cache)[0, 0]
+    e4m3 = reference.FP8["fp8"]
+    wanted = 2.0 ** (np.arange(32) % 8 - 4)
+    wanted[9] = 2.0**-9
+    got = record[320:].view(e4m3).astype(np.float64)
+    np.testing.assert_array_equal([got[s % 4 * 8 + s // 4] for s in range(32)], wanted)
+    codes = np.zeros(256, np.uint8)
+    codes[::8] = 7 | 11 << 4  # 6 and -1.5
+    codes[72:80] = 0  # an eighth
+    np.testing.assert_array_equal(record[:256], codes)
+    np.testing.assert_array_equal(record[256:320], reference.quantise(k_pe[0], 1.0, "fp8"))
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-40, 3e38, np.nan])
@@ -173,14 +199,65 @@ def test_a_tile_with_an_infinity(array: Library) -> None:
     k_pe = array.input(np.zeros((1, 0), DTYPES["float16"]))
     pykv.concat_and_cache_mla(array.input(kv_c), k_pe, cache, array.input(np.zeros(1, np.int64)), "fp8_ds_mla")
     record = array.numpy(cache)[0, 0]
-    np.testing.assert_array_equal(np.ascontiguousarray(record[256:]).view("<f4"), np.float32([np.inf, 1 / 448]))
+    np.testing.assert_array_equal(np.ascontiguousarray(record[256:]).view("<f4"), np.float32([np.inf, 2**-8]))
     codes = record[:256].view(reference.FP8["fp8"]).astype(np.float32)
     assert np.isnan(codes[3])
     assert (np.delete(codes[:128], 3) == 0).all()
-    assert (codes[128:] == 448).all()
+    assert (codes[128:] == 256).all()
 
 
-@pytest.mark.parametrize("kind", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("dtype", dtypes_of("fp8_ds_mla"))
+@pytest.mark.parametrize("arrangement", ["compact", "elements apart"])
+def test_scales_of_records_are_powers_of_two(array: Library, dtype: str, arrangement: str) -> None:
+    """Those that just hold the largest magnitude: of each binade its ends, and below 1e-4 always 2**-13."""
+    largest = [448 * s * (1 + e) for s in 2.0 ** np.arange(-16, 7) for e in (-(2.0**-8), 0, 2.0**-7)]
+    rng = np.random.default_rng(0)
+    kv_c = rng.uniform(-0.5, 0.5, (len(largest), 128)) * np.array(largest)[:, None]
+    kv_c[:, 77] = largest
+    kv_c = kv_c.astype(DTYPES[dtype])
+    exact = np.exp2(np.ceil(np.log2(np.maximum(np.abs(kv_c.astype(np.float64)).max(axis=1) / 448, 1e-4))))
+    k_pe = inputs.bits(rng, (len(largest), 64), DTYPES[dtype])
+    cache = array.output(np.zeros((1, len(largest), 260), np.uint8))
+    given = kv_c if arrangement == "compact" else np.stack([kv_c, kv_c], 2)[..., 0]
+    slots = array.input(np.arange(len(largest)))
+    pykv.concat_and_cache_mla(array.input(given), array.input(k_pe), cache, slots, "fp8_ds_mla")
+    got = array.numpy(cache)[0]
+    np.testing.assert_array_equal(np.ascontiguousarray(got[:, 128:132]).view("<f4")[:, 0], exact)
+    values = got[:, :128].copy().view(reference.FP8["fp8"]).astype(np.float64) * exact[:, None]
+    assert (np.abs(values - kv_c.astype(np.float64)) <= np.maximum(np.abs(values) / 16, exact[:, None] / 512)).all()
+
+
+@pytest.mark.parametrize("layout", ["compact", "padded entries", "not aligned"])
+@pytest.mark.parametrize("dtype", dtypes_of("fp8_ds_mla"))
+def test_records_without_rope(array: Library, dtype: str, layout: str) -> None:
+    """What would be rope is zeros up to the end of the record."""
+    shape, take = LAYOUTS[layout]
+    for width in (656, 528, 530, 544):
+        rng = np.random.default_rng(width)
+        expected = inputs.bits(rng, shape(5, 4, width), np.dtype(np.uint8))
+        actual = array.output(expected)
+        kv_c, k_pe = rng.standard_normal((9, 512)).astype(DTYPES[dtype]), np.zeros((9, 0), DTYPES[dtype])
+        slots = np.array([3, 0, -1, 11, 7, 8, 9, -5, 2])
+        reference_mla.concat_and_cache_mla(kv_c, k_pe, take(expected), slots, "fp8_ds_mla")
+        given = array.input(kv_c), array.input(k_pe), inputs.view(actual, take), array.input(slots)
+        pykv.concat_and_cache_mla(*given, "fp8_ds_mla")
+        np.testing.assert_array_equal(array.numpy(actual), expected)
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8", "fp8_e5m2", "int8"])
+def test_skipped_scale(array: Library, kind: str) -> None:
+    """It is 1, whatever is given."""
+    rng = np.random.default_rng(0)
+    kv_c, k_pe = (inputs.floats(rng, (9, size), DTYPES["float16"]) for size in (128, 64))
+    expected = np.zeros((3, 4, 192), reference.CODES.get(kind, kv_c.dtype))
+    actual = array.output(expected)
+    reference_mla.concat_and_cache_mla(kv_c, k_pe, expected, np.arange(9), kind, 1.0)
+    given = array.input(kv_c), array.input(k_pe), actual, array.input(np.arange(9)), kind
+    pykv.concat_and_cache_mla(*given, array.input(np.array([0.25], np.float32)), skip_scale=True)
+    np.testing.assert_array_equal(array.numpy(actual).view(np.uint8), expected.view(np.uint8))
+
+
+@pytest.mark.parametrize("kind", ["auto", "fp8_ds_mla", "nvfp4_ds_mla"])
 def test_nothing_to_do(array: Library, kind: str) -> None:
     check(array, kind=kind, slots=np.zeros(0, np.int64), extra_rows=0)
     check(array, kind=kind, slots=np.zeros(0, np.int64), extra_rows=3)
@@ -193,7 +270,7 @@ slots_of_any_kind = st.one_of(
 )
 
 
-@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3", "fp8_ds_mla"])
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3", "fp8_ds_mla", "nvfp4_ds_mla"])
 @given(data=st.data())
 @settings(max_examples=25)
 def test_slots_beyond_the_cache(array: Library, kind: str, data: st.DataObject) -> None:
@@ -212,15 +289,17 @@ def test_slots_beyond_the_cache(array: Library, kind: str, data: st.DataObject) 
 def test_anything(array: Library, data: st.DataObject) -> None:
     draw = data.draw
     kind = draw(st.sampled_from(KINDS))
-    records = kind == "fp8_ds_mla"
+    records = kind in RECORDS
     blocks, block_size = draw(st.integers(1, 7)), draw(st.integers(1, 40))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     n = draw(st.integers(0, blocks * block_size))
     slots = inputs.slot_mapping(rng, draw(st.sampled_from(SLOTS)), n, Sizes(blocks, block_size))
     check(
         array,
-        latent=128 * draw(st.integers(0, 5)) if records else draw(st.integers(0, 140)),
-        rope=draw(st.integers(0, 70)),
+        latent=(128 if kind == "fp8_ds_mla" else 64) * draw(st.integers(0, 5))
+        if records
+        else draw(st.integers(0, 140)),
+        rope=8 * draw(st.integers(0, 9)) if kind == "nvfp4_ds_mla" else draw(st.integers(0, 70)),
         blocks=blocks,
         block_size=block_size,
         dtype=draw(st.sampled_from(dtypes_of(kind))),
@@ -253,6 +332,11 @@ def zeros(*shape: int, dtype: Any = np.float16) -> np.ndarray:
         ({"kv_cache_dtype": "fp8"}, TypeError, "kv_cache: dtype must be float8_e4m3fn or uint8 .* got float16"),
         ({"kv_cache_dtype": "fp9"}, ValueError, "kv_cache_dtype: must be one of 'auto'.* got 'fp9'"),
         ({"kv_cache_dtype": "fp8_ds_mla"}, TypeError, "kv_cache: dtype must be uint8 or int8 or float8_e4m3fn, got"),
+        ({"kv_cache_dtype": "nvfp4_ds_mla", "kv_cache": zeros(3, 8, 137, dtype=np.uint8)}, ValueError,
+         "kv_cache: must have records of 136 bytes for kv_cache_dtype 'nvfp4_ds_mla', got"),
+        ({"kv_cache_dtype": "nvfp4_ds_mla", "k_pe": zeros(4, 63), "kv_cache": zeros(1, 1, 9, dtype=np.uint8)},
+         ValueError,
+         "kv_c: must have a multiple of 64 columns, and k_pe of 8, for .* got 128 and 63"),
         ({"kv_cache_dtype": "fp8_ds_mla", "kv_cache": zeros(3, 8, 192, dtype=np.uint8)}, ValueError,
          "kv_cache: must have records of 260 bytes for kv_cache_dtype 'fp8_ds_mla', got"),
         ({"kv_cache_dtype": "fp8_ds_mla", "kv_c": zeros(4, 100), "kv_cache": zeros(3, 8, 192, dtype=np.uint8)},

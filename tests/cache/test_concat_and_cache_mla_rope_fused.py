@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cache import inputs, reference, reference_mla
 from cache.inputs import DTYPES, SLOTS, Sizes
-from cache.test_concat_and_cache_mla import KINDS, LAYOUTS, dtypes_of
+from cache.test_concat_and_cache_mla import KINDS, LAYOUTS, RECORDS, dtypes_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from libraries import Library
@@ -66,8 +66,8 @@ class Case:
             self.positions = rng.integers(0, MAX_POSITION, self.rows)
         n, rope = len(self.positions), self.rope
         stored = source if self.kind == "auto" else np.dtype(reference.CODES.get(self.kind, np.uint8))
-        records = self.kind == "fp8_ds_mla"
-        width = reference_mla.record_bytes(self.latent, rope) if records else self.latent + rope
+        records = self.kind in RECORDS
+        width = reference_mla.record_bytes(self.latent, rope, self.kind) if records else self.latent + rope
         shape, take = LAYOUTS[self.layout]
         expected = inputs.bits(rng, shape(self.blocks + 2, self.block_size, width), stored)
         actual = array.output(expected)
@@ -149,7 +149,7 @@ styles = pytest.mark.parametrize("is_neox", [True, False], ids=["neox", "gptj"])
 @pytest.mark.parametrize(("kind", "dtype"), [(k, d) for k in KINDS for d in dtypes_of(k)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(array: Library, layout: str, kind: str, dtype: str, rotate_in_fp32: bool, is_neox: bool) -> None:
-    if kind == "fp8_ds_mla" and layout == "elements apart":
+    if kind in RECORDS and layout == "elements apart":
         pytest.skip("a record is bytes side by side")
     Case(array, layout=layout, kind=kind, dtype=dtype, rotate_in_fp32=rotate_in_fp32, is_neox=is_neox).check()
 
@@ -166,6 +166,8 @@ def test_arrangements_of_the_inputs(array: Library, arrangement: str, kind: str,
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("latent", "rope"), [(512, 64), (256, 128), (128, 0), (0, 64), (384, 10), (640, 72)])
 def test_sizes(array: Library, latent: int, rope: int, kind: str, is_neox: bool) -> None:
+    if kind == "nvfp4_ds_mla":
+        rope = -(-rope // 8) * 8
     for dtype in dtypes_of(kind):
         for heads in (1, 16):
             Case(array, latent=latent, rope=rope, kind=kind, dtype=dtype, heads=heads, is_neox=is_neox).check()
@@ -275,14 +277,14 @@ def test_slots_beyond_the_cache(array: Library, kind: str, rotate_padded: bool, 
 def test_anything(array: Library, data: st.DataObject) -> None:
     draw = data.draw
     kind = draw(st.sampled_from(KINDS))
-    records = kind == "fp8_ds_mla"
+    records = kind in RECORDS
     blocks, block_size = draw(st.integers(1, 7)), draw(st.integers(1, 40))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     n = draw(st.integers(0, blocks * block_size))
     Case(
         array,
         latent=128 * draw(st.integers(0, 3)) if records else draw(st.integers(0, 140)),
-        rope=2 * draw(st.integers(0, 40)),
+        rope=(8 if kind == "nvfp4_ds_mla" else 2) * draw(st.integers(0, 10 if kind == "nvfp4_ds_mla" else 40)),
         heads=draw(st.integers(0, 6)),
         blocks=blocks,
         block_size=block_size,

@@ -77,6 +77,22 @@ def test_many_tokens(array: Library) -> None:
     check(array, 700, 32, 512, 64, nope_in="heads first")
 
 
+@pytest.mark.parametrize("latent", [512, 5])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_more_heads_in_the_result(array: Library, latent: int, dtype: Any) -> None:
+    """A workspace of 64 heads: those beyond stay as they are."""
+    rng = np.random.default_rng(0)
+    nope, pe = (inputs.bits(rng, (5, 8, size), np.dtype(dtype)) for size in (latent, 64))
+    expected = inputs.bits(rng, (5, 64, latent + 64), np.dtype(dtype))
+    actual = array.output(expected)
+    expected[:, :8] = np.concatenate([nope, pe], axis=2)
+    pykv.concat_mla_q(array.input(nope), array.input(pe), actual)
+    np.testing.assert_array_equal(array.numpy(actual).view(np.uint8), expected.view(np.uint8))
+    pykv.concat_mla_q(inputs.view(actual, lambda m: m[:, :8, :latent]), array.input(pe[::-1].copy()), actual)
+    expected[:, :8, latent:] = pe[::-1]
+    np.testing.assert_array_equal(array.numpy(actual).view(np.uint8), expected.view(np.uint8))
+
+
 @pytest.mark.parametrize("latent", [512, 5, 1])
 def test_latent_part_in_its_place(array: Library, latent: int) -> None:
     memory = inputs.bits(np.random.default_rng(0), (5, 4, latent + 8), np.dtype(np.float16))
@@ -104,6 +120,7 @@ def zeros(*shape: int, dtype: Any = np.float16) -> np.ndarray:
         (zeros(2, 3, 8), zeros(2, 4, 4), zeros(2, 3, 12), ValueError, "q_pe: dimension 1 must equal num_heads = 3"),
         (zeros(2, 3, 8), zeros(2, 3, 4, dtype=np.int8), zeros(2, 3, 12), TypeError, "q_pe: dtype must be that of"),
         (zeros(2, 3, 8), zeros(2, 3, 4), zeros(2, 3, 11), ValueError, r"q_out: dimension 2 must equal .* = 12, got"),
+        (zeros(2, 3, 8), zeros(2, 3, 4), zeros(2, 2, 12), ValueError, "q_out: must have at least num_heads = 3 heads"),
         (zeros(2, 3, 8), zeros(2, 3, 4), None, TypeError, "q_out: an array is required"),
     ],
 )  # fmt: skip

@@ -137,13 +137,41 @@ def test_nothing_to_do(array: Library, shape: tuple[int, ...]) -> None:
     check(array, shape)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("apart", [0, 16, 3])
+def test_other_shapes_of_equal_blocks(array: Library, dtype: str, apart: int) -> None:
+    """Packed key caches, whose chunks depend on the dtype: blocks are taken as they lie, also where they lie apart."""
+    blocks, heads, head_size, block_size = 5, 3, 32, 8
+    size, x = heads * head_size * block_size, 16 // DTYPES[dtype].itemsize
+    rng = np.random.default_rng(0)
+    wide = inputs.floats(rng, (blocks, size + apart), DTYPES[dtype])
+    codes = inputs.bits(rng, (blocks, size + apart), np.dtype(np.uint8))
+
+    def packed(m: Any, x: int) -> Any:
+        return m[:, :size].reshape(blocks, heads, head_size // x, block_size, x) if not apart else m[:, apart:]
+
+    shaped: tuple[View, View] = (lambda m: packed(m, x), lambda m: packed(m, 16)[:, None])
+    to_codes, to_wide = array.output(codes), array.output(wide)
+    pykv.convert_fp8(inputs.view(to_codes, shaped[1]), inputs.view(array.output(wide), shaped[0]), 0.37)
+    pykv.convert_fp8(inputs.view(to_wide, shaped[0]), inputs.view(array.output(codes), shaped[1]), 0.37)
+    part = slice(apart, size + apart)
+    expected_codes, expected_wide = codes.copy(), wide.copy()
+    expected_codes[:, part] = reference.quantise(wide[:, part], np.float32(0.37), "fp8")
+    expected_wide[:, part] = dequantise(codes[:, part], np.float32(0.37), "fp8", wide.dtype)
+    np.testing.assert_array_equal(array.numpy(to_codes), expected_codes)
+    got, wanted = array.numpy(to_wide).astype(np.float32), expected_wide.astype(np.float32)
+    np.testing.assert_array_equal(got, wanted)
+
+
 F, B = np.zeros((4, 8), np.float16), np.zeros((4, 8), np.uint8)
 
 
 @pytest.mark.parametrize(
     ("output", "input", "kind", "error", "message"),
     [
-        (B, F[:3], "fp8", ValueError, r"input: must have the shape of output, \[4, 8\], got \[3, 8\]"),
+        (B, F[:3], "fp8", ValueError, r"input: must have the shape of output, \[4, 8\], or as many .* got \[3, 8\]"),
+        (B, np.zeros((4, 2, 8), np.float16)[..., ::2], "fp8", ValueError, "input: must have the shape of output"),
+        (B, np.zeros((4, 9), np.float16), "fp8", ValueError, "input: must have the shape of output"),
         (B, F, "auto", ValueError, "kv_dtype: must be 'fp8', 'fp8_e4m3' or 'fp8_e5m2', got 'auto'"),
         (F, F, "fp8", TypeError, "output: dtype must be float8_e4m3fn or uint8"),
         (B, B, "fp8", TypeError, "output: dtype must be float32 or float16 or bfloat16, got uint8"),

@@ -293,7 +293,7 @@ class Gather:
             self.cache, self.entries = tokens, [tokens]
         self.out = [Guarded(library, np.full((rows, e.shape[-1]), 99, e.dtype)) for e in self.entries]
 
-    def call(self, r: Requests, token_to_seq: np.ndarray | None = None, lengths: np.ndarray | None = None) -> None:
+    def call(self, r: Requests, token_to_seq: np.ndarray | None = None) -> None:
         given = [None if x is None else self.library.input(x) for x in (r.table, r.starts, token_to_seq, r.positions)]
         table, starts, of_row, positions = given
         cache, out, count = self.library.input(self.cache), [x.view for x in self.out], len(r.table)
@@ -301,10 +301,7 @@ class Gather:
             case "copy":
                 pykv.cp_gather_cache(cache, *out, table, starts, count, positions)
             case "upconvert":
-                lengths = np.diff(r.starts) if lengths is None else lengths
-                pykv.cp_gather_and_upconvert_fp8_kv_cache(
-                    cache, *out, table, self.library.input(lengths), starts, count
-                )
+                pykv.cp_gather_and_upconvert_fp8_kv_cache(cache, *out, table, starts, count, positions)
             case "indexer":
                 pykv.cp_gather_indexer_k_quant_cache(cache, *out, table, starts, positions)
             case _:
@@ -338,7 +335,7 @@ def test_blocks_to_read(library: Library, kind: str, ids: Ids) -> None:
 
 
 @ids_of_both_kinds
-@pytest.mark.parametrize("kind", ["copy", "auto", "fp8_e4m3", "fp8_ds_mla", "indexer"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_positions_to_read(library: Library, kind: str, ids: Ids) -> None:
     r = short_requests(np.random.default_rng(7), ids)
     Gather(library, kind, r.rows).check(r)
@@ -364,10 +361,10 @@ def test_nothing_but_wild_ids(library: Library, kind: str, ids: Ids) -> None:
         rng = np.random.default_rng(seed)
         starts = among_wild(rng, rng.integers(0, 3000, count // 2), 3000, ids, count + 1)
         table = among_wild(rng, rng.integers(0, PAGES, count), PAGES, ids, 2 * count).reshape(count, 2)
-        positions, lengths = (among_wild(rng, rng.integers(0, 9, count // 2), 4, ids, count) for _ in range(2))
+        positions = among_wild(rng, rng.integers(0, 9, count // 2), 4, ids, count)
         gather = Gather(library, kind, 3000)
         try:
-            gather.call(Requests(starts, table, None if kind == "upconvert" else positions), lengths=lengths)
+            gather.call(Requests(starts, table, positions))
             pykv.check_errors()
         except ValueError as error:
             assert re.search(rf"^{gather.name}: \w+: -?\d+ is out of range", str(error))  # noqa: PT017 - or there is none

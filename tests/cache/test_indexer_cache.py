@@ -16,7 +16,7 @@ from libraries import Library
 
 import pykv
 
-KINDS = ["auto", "ue8m0"]
+KINDS = ["auto", "ue8m0", "mxfp8"]
 # (head_dim, quant_block_size): groups that lie in vectors of one warp, and all others
 SIZES = [(128, 128), (128, 32), (256, 128), (512, 256), (64, 64), (64, 8), (32, 4), (1024, 512), (96, 96), (96, 48),
          (132, 4), (132, 132), (7, 7), (9, 3), (5, 1), (1, 1), (1000, 500)]  # fmt: skip
@@ -162,9 +162,13 @@ def test_a_group_with_an_infinity(array: Library, kind: str, dtype: str) -> None
         values, scales = reference_indexer.planes(array.numpy(cache), size, 2)
         assert (values[0, 0, 3:5] & 0x7F == 0x7F).all()
         assert (np.delete(values[0, 0, :group], [3, 4]) == 0).all()
-        wanted = np.float32([np.inf, 2**-8 if kind == "ue8m0" else 1 / np.float32(448)])
-        np.testing.assert_array_equal(scales.reshape(2, 4).view("<f4")[:, 0], wanted)
-        assert (values[0, 0, group:] == (0x78 if kind == "ue8m0" else 0x7E)).all()
+        rounded = kind != "auto"
+        if kind == "mxfp8":
+            np.testing.assert_array_equal(scales.reshape(2, 4), [[255] * 4, [127 - 8] * 4])
+        else:
+            wanted = np.float32([np.inf, 2**-8 if rounded else 1 / np.float32(448)])
+            np.testing.assert_array_equal(scales.reshape(2, 4).view("<f4")[:, 0], wanted)
+        assert (values[0, 0, group:] == (0x78 if rounded else 0x7E)).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -177,8 +181,13 @@ def test_what_is_read_is_near_what_was_written(array: Library, kind: str) -> Non
     table, ends = array.input(np.arange(4, dtype=np.int32)[None]), array.input(np.array([0, 50], np.int32))
     pykv.cp_gather_indexer_k_quant_cache(cache, out, scales, table, ends, array.input(np.array([7], np.int32)))
     values = array.numpy(out).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    error = np.abs(values * array.numpy(scales) - k)
-    assert (error <= 16 * array.numpy(scales)).all()
+    stored = array.numpy(scales)
+    if kind == "mxfp8":
+        exponents = stored.view(np.uint8)  # four equal ones
+        assert (exponents == exponents[:, :1]).all()
+        stored = np.ldexp(np.float32(1), exponents[:, :1].astype(np.int32) - 127)
+    error = np.abs(values * stored - k)
+    assert (error <= 16 * stored).all()
     assert error.max() > 0
 
 

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cache import inputs, reference
-from cache.inputs import DTYPES, FLASH, PACKED, SLOTS, TOKENS, Sizes
+from cache.inputs import DTYPES, FLASH, INTERLEAVED, PACKED, SLOTS, TOKENS, Sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from libraries import Library
@@ -83,7 +83,8 @@ def prepare(
         op, plain = pykv.reshape_and_cache, reference.reshape_and_cache
     plain(key, value, *caches.in_numpy(), slots, kind, k_scale, v_scale)
     given = array.input(key), array.input(value), *caches.in_library(), array.input(slots)
-    return lambda: op(*given, kind, as_scale(k_scale), as_scale(v_scale)), caches
+    options = {"interleaved_v": True} if caches.in_numpy()[1].ndim == 5 else {}
+    return lambda: op(*given, kind, as_scale(k_scale), as_scale(v_scale), **options), caches
 
 
 def check(array: Library, name: str, s: Sizes, **options: Any) -> None:
@@ -94,14 +95,14 @@ def check(array: Library, name: str, s: Sizes, **options: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FLASH + PACKED)
+@pytest.mark.parametrize("name", FLASH + PACKED + INTERLEAVED)
 def test_layouts(array: Library, name: str, kind: str, dtype: str) -> None:
     check(array, name, Sizes(), dtype=dtype, kind=kind, k_scale=0.37, v_scale=2.0)
 
 
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("ids", [np.int32, np.int64])
-@pytest.mark.parametrize("name", ["NHD", "packed"])
+@pytest.mark.parametrize("name", ["NHD", "packed", "packed, values interleaved"])
 def test_slot_mappings(array: Library, name: str, ids: type, slots: str) -> None:
     s = Sizes(blocks=9)
     for n in (1, 2, 31, 32, 33, 70, 144):
@@ -137,6 +138,20 @@ def test_head_sizes_packed(array: Library, head_size: int) -> None:
     for dtype in DTYPES:
         for kind in KINDS:
             check(array, "packed", Sizes(head_size=head_size), dtype=dtype, kind=kind)
+
+
+@pytest.mark.parametrize("name", INTERLEAVED)
+def test_interleaved_sizes(array: Library, name: str) -> None:
+    """Groups of x tokens are all that there is of a block, or few of many; tokens of many of them at once."""
+    for dtype in DTYPES:
+        for kind in KINDS:
+            x = 16 if kind != "auto" else 16 // DTYPES[dtype].itemsize
+            for block_size in (x, 3 * x, 64):
+                s = Sizes(blocks=320 // block_size, block_size=block_size, heads=2, head_size=32, v_head_size=1)
+                check(array, name, s, dtype=dtype, kind=kind, num_tokens=200, k_scale=0.37, v_scale=2.0)
+    check(array, name, Sizes(heads=1, head_size=16, v_head_size=1), dtype="float32", slots=np.arange(3, 90))
+    check(array, name, Sizes(heads=9, head_size=256, blocks=40), kind="fp8_e4m3", slots=np.arange(600))
+    check(array, name, Sizes(heads=8, head_size=128, v_head_size=130, blocks=300), num_tokens=4000)
 
 
 # From 512 vectors of 16 bytes in a token on, a block of threads that takes each once would lose heads.

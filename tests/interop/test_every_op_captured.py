@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import pykv
-from pykv._samples import Sample, sample
+from pykv._samples import ADDRESSED, Sample, sample
 from pykv._schema import all_ops
 
-# raw addresses of the host: their copies are no work of a stream
-NAMES = sorted(set(all_ops()) - {"swap_blocks_batch"})
+# raw addresses are those of the host in the samples
+NAMES = sorted(set(all_ops()) - ADDRESSED)
 
 
 class CupyGraphs:

@@ -10,6 +10,7 @@
 #include "cache/entry_places.cuh"
 #include "cache/nvfp4_tokens.cuh"
 #include "cache/write_mla_records.cuh"
+#include "cache/write_nvfp4_records.cuh"
 
 namespace pykv {
 namespace {
@@ -38,6 +39,7 @@ struct PagePlan {
   char* cache;
   int64_t block;
   Nvfp4Page page;
+  bool four_over_six;
   SlotMap map;
 };
 
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(kNvfp4Threads<kTokens>, kThreadsOfSm<T, kAlign
                               plan.rope_dim,
                               from_rope ? kNvfp4Block : static_cast<int>(min(-in_rope, int64_t{kNvfp4Block}))};
   const Nvfp4Target target(plan.cache, plan.block, plan.page, 0, block);
-  write_nvfp4<T, kAligned, kTokens>(plan.map, source, target, scale, 0, first, min(left, kTokens));
+  write_nvfp4<T, kAligned, kTokens>(plan.map, source, target, scale, plan.four_over_six, 0, first, min(left, kTokens));
 }
 
 template <class T, bool kAligned, int kRows>
@@ -81,6 +83,13 @@ __global__ void __launch_bounds__(kConcatThreads)
     mla_record_kernel(const __grid_constant__ RecordPlan plan, const __grid_constant__ SlotTarget target,
                       uint32_t first_token) {
   write_mla_records<T, kAligned, kRows>(plan, target, first_token);
+}
+
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(kConcatThreads)
+    mla_nvfp4_record_kernel(const __grid_constant__ Nvfp4RecordPlan plan, const __grid_constant__ SlotTarget target,
+                            uint32_t first_token) {
+  write_nvfp4_record<T, kAligned>(plan, target, first_token);
 }
 
 // launch_some.operator()<tokens of a thread>(first token, blocks)
@@ -129,6 +138,30 @@ void launch_records(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
 }
 
 template <class T>
+void launch_nvfp4_records(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
+  const MlaPart &latent = args.latent, &rope = args.rope;
+  const Nvfp4MlaRecord record{latent.size, rope.size};
+  const int64_t pieces = nvfp4_record_pieces(record);
+  const Nvfp4RecordPlan plan{static_cast<const char*>(latent.data),
+                             static_cast<const char*>(rope.data),
+                             2 * latent.row,
+                             2 * latent.dim,
+                             2 * rope.row,
+                             2 * rope.dim,
+                             Divider(pieces),
+                             record,
+                             static_cast<uint32_t>(args.num_tokens)};
+  const SlotTarget target = target_of(args, 1, launch);
+  const bool aligned = latent.dim == 1 && is_aligned(16, latent.data, {2 * latent.row}) &&
+                       is_aligned(8, args.cache, {args.block, args.token});
+  for_each_concat_launch(args.num_tokens, pieces, 1, [&](uint32_t first, uint32_t blocks) {
+    dispatch_bool(aligned, [&]<bool kAligned> {
+      launch_dependent(mla_nvfp4_record_kernel<T, kAligned>, blocks, kConcatThreads, launch, kOp, plan, target, first);
+    });
+  });
+}
+
+template <class T>
 void launch_nvfp4(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
   constexpr int64_t kSource = sizeof(T);
   const MlaPart &latent = args.latent, &rope = args.rope;
@@ -144,11 +177,12 @@ void launch_nvfp4(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
                       static_cast<char*>(args.cache),
                       args.block,
                       args.page,
+                      args.four_over_six,
                       slot_map_of(args, launch)};
   const auto fits = [](const MlaPart& p) {
     return p.size == 0 || (p.size % kNvfp4Block == 0 && p.dim == 1 && is_aligned(16, p.data, {p.row * kSource}));
   };
-  const bool aligned = fits(latent) && fits(rope) && is_aligned(8, args.cache, {args.block});
+  const bool aligned = fits(latent) && fits(rope) && is_aligned(8, args.cache, {args.block}) && !args.four_over_six;
   const auto launch_with = [&]<bool kKnownAligned, int kTokens> {
     const auto launch_some = [&](uint32_t first, uint32_t grid) {
       launch_dependent(mla_nvfp4_kernel<T, kKnownAligned, kTokens>, grid, kNvfp4Threads<kTokens>, launch, kOp, plan,
@@ -184,6 +218,8 @@ void concat_and_cache_mla_cuda(const ConcatAndCacheMlaArgs& args, const Launch& 
   if (args.num_tokens >= int64_t{1} << 31) fail(PYKV_NOT_IMPLEMENTED, "2^31 tokens in one call are not supported");
   if (args.entry == MlaEntry::kRecord)
     return dispatch<half, bf16>(args.dtype, [&]<class T> { launch_records<T>(args, launch); });
+  if (args.entry == MlaEntry::kNvfp4Record)
+    return dispatch<half, bf16>(args.dtype, [&]<class T> { launch_nvfp4_records<T>(args, launch); });
   const bool wide = fits(args, 16, args.format == KvFormat::kSame ? static_cast<int64_t>(size_of(args.dtype)) : 1);
   const auto launch_with = [&]<class T, KvFormat kFormat> {
     return wide ? launch_concat<Mover<T, kFormat, 16 / sizeof(T)>>(args, launch)

@@ -7,7 +7,7 @@
 
 namespace pykv {
 
-// Rows of one input: element d of row t lies at data + t * row + d * dim.
+// Rows of one input: element d of row t lies at data + t * row + d * dim.  Null data: zeros, for the rope of records.
 struct MlaPart {
   const void* data;
   int64_t row, dim, size;  // elements
@@ -15,8 +15,9 @@ struct MlaPart {
 
 // What a token's place in the cache holds.
 enum class MlaEntry : uint8_t {
-  kPlain,   // latent, then rope, in one format
-  kRecord,  // fp8_ds_mla (cache/mla_record.h)
+  kPlain,        // latent, then rope, in one format
+  kRecord,       // fp8_ds_mla (cache/mla_record.h)
+  kNvfp4Record,  // nvfp4_ds_mla (likewise)
 };
 
 struct ConcatAndCacheMlaArgs {
@@ -28,8 +29,9 @@ struct ConcatAndCacheMlaArgs {
   void* cache = nullptr;
   int64_t block = 0, token = 0, dim = 0;  // distances in the cache: elements of the cache
   Scale scale;
-  Nvfp4Page page{};  // nvfp4: as one head
-  Index slots{};     // [num_tokens]
+  Nvfp4Page page{};            // nvfp4: as one head
+  bool four_over_six = false;  // nvfp4: the better one of two scales for each block
+  Index slots{};               // [num_tokens]
   int64_t num_tokens = 0, num_blocks = 0, block_size = 0;
 };
 

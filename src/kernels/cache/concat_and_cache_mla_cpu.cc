@@ -86,7 +86,7 @@ template <class T>
 void quantise_blocks(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
   const MlaPart &latent = args.latent, &rope = args.rope;
   const int64_t size = latent.size + rope.size, room = nvfp4_whole(size / kNvfp4Four) + kNvfp4Fours;
-  const Nvfp4Encoder<T> encode(args.scale[0], args.num_tokens * size);
+  const Nvfp4Encoder<T> encode(args.scale[0], args.num_tokens * size, args.four_over_six);
   const bool in_place = latent.dim == 1 && rope.dim == 1 && latent.size % kNvfp4Four == 0;
   for_each_slot(args, 1, launch, [&](int64_t token, int64_t block, int64_t offset, LineWriter& out) {
     if (size == 0) return;
@@ -118,22 +118,43 @@ void write_records(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
     for (int64_t first = 0; first < latent.size; first += MlaRecord::kTile) {
       const T* tile = row_of<T>(latent, token) + first * latent.dim;
       const float largest = largest_magnitude(tile, latent.dim, MlaRecord::kTile);
-      float scale = largest / MlaRecord::kLargest;
-      scale = scale > MlaRecord::kLeastScale ? scale : MlaRecord::kLeastScale;
+      const float least = largest / MlaRecord::kLargest;
+      const float scale = power_of_two_from(least > MlaRecord::kLeastScale ? least : MlaRecord::kLeastScale);
       e4m3* codes = reinterpret_cast<e4m3*>(place + first);
       if (latent.dim == 1) {
-        encode.divide(codes, tile, MlaRecord::kTile, largest, scale);
+        encode.divide_by_power_of_two(codes, tile, MlaRecord::kTile, scale);
       } else {
         quantise(codes, 1, tile, latent.dim, MlaRecord::kTile, scale);
       }
       std::memcpy(place + record.scales_at() + first / (MlaRecord::kTile / 4), &scale, 4);
     }
     const T* from = row_of<T>(rope, token);
-    if (rope.dim == 1) {
+    if (!rope.data) {
+      std::memset(place + record.rope_at(), 0, 2 * rope.size);
+    } else if (rope.dim == 1) {
       std::memcpy(place + record.rope_at(), from, 2 * rope.size);
     } else {
       for (int64_t i = 0; i < rope.size; ++i) std::memcpy(place + record.rope_at() + 2 * i, from + i * rope.dim, 2);
     }
+  });
+}
+
+template <class T>
+void write_nvfp4_records(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
+  const MlaPart &latent = args.latent, &rope = args.rope;
+  const Nvfp4MlaRecord record{latent.size, rope.size};
+  for_each_token<uint8_t>(args, launch, [&](int64_t token, uint8_t* place, LineWriter&) {
+    const T* from = row_of<T>(latent, token);
+    for (int64_t block = 0; block < latent.size / kNvfp4Block; ++block) {
+      T elements[kNvfp4Block];
+      for (int i = 0; i < kNvfp4Block; ++i) elements[i] = from[(block * kNvfp4Block + i) * latent.dim];
+      const float largest = largest_magnitude(elements, 1, kNvfp4Block) / kNvfp4Largest;
+      uint8_t scale = from_float<e4m3>(largest).bits;
+      scale = scale > Nvfp4MlaRecord::kLeastScale ? scale : Nvfp4MlaRecord::kLeastScale;
+      place[record.scale_at(block)] = scale;
+      store_e2m1(place + block * (kNvfp4Block / 2), elements, 1.0f / to_float(e4m3{scale}));
+    }
+    quantise(reinterpret_cast<e4m3*>(place + record.rope_at()), 1, row_of<T>(rope, token), rope.dim, rope.size, 1.0f);
   });
 }
 
@@ -142,6 +163,8 @@ void write_records(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
 void concat_and_cache_mla_cpu(const ConcatAndCacheMlaArgs& args, const Launch& launch) {
   if (args.entry == MlaEntry::kRecord)
     return dispatch<f16, bf16>(args.dtype, [&]<class T>() { write_records<T>(args, launch); });
+  if (args.entry == MlaEntry::kNvfp4Record)
+    return dispatch<f16, bf16>(args.dtype, [&]<class T>() { write_nvfp4_records<T>(args, launch); });
   switch (args.format) {
     case KvFormat::kSame:
       return size_of(args.dtype) == 2 ? copy_all<uint16_t>(args, launch) : copy_all<uint32_t>(args, launch);

@@ -13,6 +13,7 @@ struct ConcatAndCacheMlaInputs {
   const char* kv_cache_dtype;
   const char* scale_name;
   const DLTensor* scale;
+  bool skip_scale;  // 1 in its place
 };
 
 // Fills args, all but `report`.

@@ -54,7 +54,7 @@ pykv_status pykv_concat_and_cache_mla_rope_fused(const DLTensor* positions, DLTe
 
     args.concat.report = "concat_and_cache_mla_rope_fused: slot_mapping";
     take_inputs(args.concat, call,
-                {kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, "kv_cache_scale", kv_cache_scale});
+                {kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, "kv_cache_scale", kv_cache_scale, false});
     const ConcatAndCacheMlaArgs& entry = args.concat;
     args.rotary.in_dtype = !rotate_in_fp32;
     args.rotary.only_cached = !rotate_padded;
@@ -71,7 +71,7 @@ pykv_status pykv_concat_and_cache_mla_rope_fused(const DLTensor* positions, DLTe
     cache.block_size = entry.block_size;
     const int64_t item = cache.format == KvFormat::kSame ? static_cast<int64_t>(size_of(entry.dtype)) : 1;
     fill(cache.value, entry.latent, entry, 0, item);
-    fill(cache.key, entry.rope, entry, latent, item);
+    fill(cache.key, entry.rope.data ? entry.rope : MlaPart{}, entry, latent, item);
     if (rotation.num_tokens == 0 || entry.latent.size + entry.rope.size == 0) return;
     call.run(stream, args, concat_and_cache_mla_rope_cpu, PYKV_CUDA(concat_and_cache_mla_rope_cuda));
   });

@@ -51,9 +51,9 @@ void launch_kernel(const ConcatAndCacheMlaRopeArgs& args, const Launch& launch) 
 // Whether one launch can write these records.
 bool fits(const ConcatAndCacheMlaRopeArgs& args) {
   const ConcatAndCacheMlaArgs& entry = args.concat;
-  return entry.entry == MlaEntry::kRecord && entry.num_tokens > 0 && entry.latent.size > 0 && entry.rope.size > 0 &&
-         entry.num_tokens * entry.latent.size < int64_t{1} << 33 && records_aligned(entry) &&
-         rotation_width(args.rotary, kPackSize<half>) == kPackSize<half>;
+  return entry.entry == MlaEntry::kRecord && entry.num_tokens > 0 && entry.latent.size > 0 &&
+         args.rotary.rotation.rotary_dim > 0 && entry.num_tokens * entry.latent.size < int64_t{1} << 33 &&
+         records_aligned(entry) && rotation_width(args.rotary, kPackSize<half>) == kPackSize<half>;
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 #include "cache/concat_mla_q.h"
 
+#include <cinttypes>
+
 #include "core/call.h"
 #include "pykv/cache.h"
 
@@ -22,7 +24,11 @@ pykv_status pykv_concat_mla_q(const DLTensor* ql_nope, const DLTensor* q_pe, DLT
     Tensor nope = call.read("ql_nope", ql_nope).shape(tokens, heads, latent);
     Tensor pe = call.read("q_pe", q_pe).shape(tokens, heads, rope).like(nope);
     Dim width{"kv_lora_rank + rope_size", latent + rope};
-    Tensor out = call.write("q_out", q_out).shape(tokens, heads, width).like(nope).no_overlap_within();
+    Dim out_heads{"num_heads of q_out"};
+    Tensor out = call.write("q_out", q_out).shape(tokens, out_heads, width).like(nope).no_overlap_within();
+    if (out_heads < heads)
+      out.fail(PYKV_VALUE_ERROR, "must have at least num_heads = %" PRId64 " heads, got shape %s",
+               static_cast<int64_t>(heads), out.shape_string().c_str());
 
     ConcatMlaQArgs args{part_of(nope, 0, latent),
                         part_of(pe, 0, rope),

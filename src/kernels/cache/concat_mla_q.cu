@@ -30,6 +30,10 @@ struct HeadTarget {
   __device__ char* place(const Offsets<kRows>& offsets, int i) const {
     return out + offsets.at[i];
   }
+  template <class V>
+  static __device__ void store(char* to, const V& v) {
+    store_vec(to, v);
+  }
 };
 
 template <class V, int kRows>

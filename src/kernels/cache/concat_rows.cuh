@@ -74,7 +74,8 @@ void for_each_concat_launch(int64_t num_rows, int64_t vectors, int rows_per_thre
 }
 
 // Target: `Ids<kRows> ids(uint32_t first, uint32_t end)` starts the loads of what it must know of rows first, first + 1 ...
-// (up to `end`); `char* place(ids, i)` is null for a row that is not to be written.  Waits for the kernel before.
+// (up to `end`); `char* place(ids, i)` is null for a row that is not to be written; `store(to, vector)` writes it.  Waits for
+// the kernel before.
 template <class Mover, int kRows, class Target, class ScaleOf>
 __device__ __forceinline__ void concat_rows(const ConcatPlan& plan, const Target& target, const ScaleOf& scale_of,
                                             uint32_t first_row) {
@@ -114,7 +115,7 @@ __device__ __forceinline__ void concat_rows(const ConcatPlan& plan, const Target
   for (int i = 0; i < kRows; ++i) places[i] = first + i < plan.num_rows ? target.place(ids, i) : nullptr;
 #pragma unroll
   for (int i = 0; i < kRows; ++i)
-    if (places[i]) store_vec(places[i] + vector * plan.out_vector, Mover::convert(loaded[i], quotient));
+    if (places[i]) target.store(places[i] + vector * plan.out_vector, Mover::convert(loaded[i], quotient));
 }
 
 }  // namespace pykv

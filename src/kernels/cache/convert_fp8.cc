@@ -10,15 +10,51 @@
 namespace pykv {
 namespace {
 
+struct Axis {
+  int64_t size, input, output;
+};
+
+bool same_shape(const Tensor& a, const Tensor& b) {
+  bool same = a.ndim() == b.ndim();
+  for (int i = 0; same && i < a.ndim(); ++i) same = a.size(i) == b.size(i);
+  return same;
+}
+
+// Elements that lie side by side from each index of the first dimension on; -1 if they do not.
+int64_t block_of(const Tensor& t) {
+  int64_t compact = 1;
+  for (int i = t.ndim() - 1; i > 0; --i) {
+    if (t.size(i) != 1 && t.stride(i) != compact) return -1;
+    compact *= t.size(i);
+  }
+  return compact;
+}
+
+// Arrays of other shapes are blocks of elements side by side, as many in both.
+int equal_blocks(const Tensor& input, const Tensor& output, Axis (&axes)[Tensor::kMaxRank]) {
+  const int64_t block = block_of(input);
+  if (input.ndim() == 0 || output.ndim() == 0 || input.size(0) != output.size(0) || block < 0 ||
+      block != block_of(output))
+    input.fail(
+        PYKV_VALUE_ERROR,
+        "must have the shape of output, %s, or as many contiguous blocks (all but the first dimension) of as many "
+        "elements, got %s",
+        output.shape_string().c_str(), input.shape_string().c_str());
+  axes[0] = {input.size(0), input.stride(0), output.stride(0)};
+  axes[1] = {block, 1, 1};
+  return 2;
+}
+
 // Dimensions in the order in which they lie in the output, merged where they touch in both arrays.
 void set_axes(const Tensor& input, const Tensor& output, ConvertFp8Args& args) {
-  struct Axis {
-    int64_t size, input, output;
-  };
   Axis axes[Tensor::kMaxRank];
   int rank = 0;
-  for (int i = 0; i < input.ndim(); ++i)
-    if (input.size(i) != 1) axes[rank++] = {input.size(i), input.stride(i), output.stride(i)};
+  if (same_shape(input, output)) {
+    for (int i = 0; i < input.ndim(); ++i)
+      if (input.size(i) != 1) axes[rank++] = {input.size(i), input.stride(i), output.stride(i)};
+  } else {
+    rank = equal_blocks(input, output, axes);
+  }
   std::stable_sort(axes, axes + rank,
                    [](const Axis& a, const Axis& b) { return std::abs(a.output) > std::abs(b.output); });
   int used = 0;  // axes[0 .. used): merged
@@ -52,7 +88,7 @@ pykv_status pykv_convert_fp8(DLTensor* output, const DLTensor* input, const DLTe
   using namespace pykv;
   return guarded("convert_fp8", [&](Call& call) {
     Tensor to = call.write("output", output).no_overlap_within();
-    Tensor from = call.read("input", input).same_shape(to);
+    Tensor from = call.read("input", input);
     const auto named = [&](const char* name) { return std::strcmp(kv_dtype, name) == 0; };
     if (!named("fp8") && !named("fp8_e4m3") && !named("fp8_e5m2"))
       fail(PYKV_VALUE_ERROR, "kv_dtype: must be 'fp8', 'fp8_e4m3' or 'fp8_e5m2', got '%s'", kv_dtype);
@@ -66,8 +102,8 @@ pykv_status pykv_convert_fp8(DLTensor* output, const DLTensor* input, const DLTe
     call.scale(args.scale, "scale", scale, 1);
     args.input = from.data();
     args.output = to.data();
-    if (to.numel() == 0) return;
     set_axes(from, to, args);
+    if (to.numel() == 0) return;
     call.run(stream, args, convert_fp8_cpu, PYKV_CUDA(convert_fp8_cuda));
   });
 }

@@ -4,6 +4,7 @@
 #include "cache/concat_and_cache_mla.h"
 #include "cache/slot_map.cuh"
 #include "core/error.h"
+#include "cuda/vec.cuh"
 
 namespace pykv {
 
@@ -22,6 +23,10 @@ struct SlotTarget {
     int64_t page;
     uint32_t offset;
     return map.locate(map.slot(slots, i), page, offset) ? cache + page * block + offset * token : nullptr;
+  }
+  template <class V>
+  static __device__ void store(char* to, const V& v) {
+    store_vec(to, v);
   }
 };
 

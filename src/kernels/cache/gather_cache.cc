@@ -1,5 +1,6 @@
 #include "cache/gather_cache.h"
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstring>
 
@@ -80,6 +81,44 @@ void set_records(Tensor& src, const Tensor& dst, GatherCacheArgs& args) {
     dst.fail(PYKV_VALUE_ERROR,
              "no fp8_ds_mla record of %" PRId64 " bytes holds rows of %" PRId64 " elements (656 bytes hold 576)",
              src.size(2), dst.size(1));
+}
+
+void set_nvfp4_records(Tensor& src, const Tensor& dst, GatherCacheArgs& args) {
+  src.rank(3).dtype({DType::kUInt8, DType::kInt8}).contiguous_rows();
+  Tensor(dst).dtype({DType::kFloat16, DType::kBFloat16});
+  args.kind = GatherKind::kNvfp4Records;
+  args.nvfp4_record = nvfp4_mla_record(src.size(2), dst.size(1));
+  args.pieces = dst.size(1);
+  args.piece = 1;
+  args.dst_piece = dst.stride(1);
+  if (args.nvfp4_record.latent < 0)
+    dst.fail(PYKV_VALUE_ERROR,
+             "no nvfp4_ds_mla record of %" PRId64 " bytes holds rows of %" PRId64 " elements (352 bytes hold 576)",
+             src.size(2), dst.size(1));
+}
+
+// The maps of records that lie partly in host memory: all of them, or none.
+void set_record_rows(Call& call, const Tensor& src, const DLTensor* host_cache, const DLTensor* host_row_ids,
+                     const DLTensor* device_row_ids, GatherCacheArgs& args) {
+  if (!host_cache && !host_row_ids && !device_row_ids) return;
+  if (!host_cache || !host_row_ids || !device_row_ids)
+    fail(PYKV_TYPE_ERROR, "host_cache, host_row_ids, device_row_ids: must be given all or none");
+  Dim rows{"num_host_rows"}, record{"record of src_cache", src.size(2)};
+  Tensor host = call.anywhere("host_cache", host_cache).shape(rows, record);
+  host.dtype({DType::kUInt8, DType::kInt8, DType::kFloat8E4M3, DType::kFloat8E5M2}).contiguous_rows();
+  if (host.device().device_type == kDLCUDA) host.fail(PYKV_VALUE_ERROR, "must lie in host memory");
+  Tensor in_cache = call.read("device_row_ids", device_row_ids).contiguous();
+  Tensor in_host = call.read("host_row_ids", host_row_ids).contiguous().same_shape(in_cache);
+
+  RecordRows& maps = args.record_rows;
+  maps.in_cache = {in_cache.data(), 1, in_cache.index().is_int64};
+  maps.in_host = {in_host.data(), 1, in_host.index().is_int64};
+  maps.num_in_cache = args.requests.num_blocks * args.requests.block_size;
+  maps.num_in_host = rows;
+  maps.host = static_cast<const char*>(host.data());
+  maps.host_row = host.stride(0);
+  // blocks of the block table are those of the maps
+  args.requests.num_blocks = in_cache.numel() / std::max<int64_t>(args.requests.block_size, 1);
 }
 
 // [NB, BS, head_size * 9 / 16] or [NB, BS, heads, head_size * 9 / 16].
@@ -165,9 +204,10 @@ pykv_status pykv_gather_and_maybe_dequant_cache(const DLTensor* src_cache, DLTen
 }
 
 pykv_status pykv_cp_gather_and_upconvert_fp8_kv_cache(const DLTensor* src_cache, DLTensor* dst,
-                                                      const DLTensor* block_table, const DLTensor* seq_lens,
-                                                      const DLTensor* workspace_starts, int64_t batch_size,
-                                                      void* stream) {
+                                                      const DLTensor* block_table, const DLTensor* workspace_starts,
+                                                      int64_t batch_size, const DLTensor* seq_starts,
+                                                      const DLTensor* host_cache, const DLTensor* host_row_ids,
+                                                      const DLTensor* device_row_ids, void* stream) {
   using namespace pykv;
   return guarded("cp_gather_and_upconvert_fp8_kv_cache", [&](Call& call) {
     GatherCacheArgs args{};
@@ -178,8 +218,31 @@ pykv_status pykv_cp_gather_and_upconvert_fp8_kv_cache(const DLTensor* src_cache,
     set_records(src, target(call, dst, 2, args), args);
     not_negative("batch_size", batch_size);
     set_blocks(call, block_table, batch_size, requests);
-    requests.lengths = read_ids(call, "seq_lens", seq_lens, batch_size, "batch_size");
     requests.starts = read_ids(call, "workspace_starts", workspace_starts, batch_size, "batch_size");
+    requests.open_end = true;
+    if (seq_starts) requests.positions = read_ids(call, "seq_starts", seq_starts, batch_size, "batch_size");
+    set_record_rows(call, src, host_cache, host_row_ids, device_row_ids, args);
+    args.record_rows.in_cache_report = "cp_gather_and_upconvert_fp8_kv_cache: device_row_ids";
+    args.record_rows.in_host_report = "cp_gather_and_upconvert_fp8_kv_cache: host_row_ids";
+    run(call, stream, args);
+  });
+}
+
+pykv_status pykv_cp_gather_and_upconvert_nvfp4_kv_cache(const DLTensor* src_cache, DLTensor* dst,
+                                                        const DLTensor* block_table, const DLTensor* workspace_starts,
+                                                        int64_t batch_size, void* stream) {
+  using namespace pykv;
+  return guarded("cp_gather_and_upconvert_nvfp4_kv_cache", [&](Call& call) {
+    GatherCacheArgs args{};
+    PagedRequests& requests = args.requests;
+    requests.reports = {nullptr, "cp_gather_and_upconvert_nvfp4_kv_cache: position",
+                        "cp_gather_and_upconvert_nvfp4_kv_cache: block_table"};
+    Tensor src = source(call, src_cache, args);
+    set_nvfp4_records(src, target(call, dst, 2, args), args);
+    not_negative("batch_size", batch_size);
+    set_blocks(call, block_table, batch_size, requests);
+    requests.starts = read_ids(call, "workspace_starts", workspace_starts, batch_size, "batch_size");
+    requests.open_end = true;
     run(call, stream, args);
   });
 }

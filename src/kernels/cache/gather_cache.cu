@@ -20,6 +20,7 @@
 #include "cache/gather_cache.h"
 #include "cache/gather_readers.cuh"
 #include "cuda/dependent.cuh"
+#include "cuda/pinned.h"
 
 namespace pykv {
 namespace {
@@ -31,6 +32,8 @@ template <class Reader>
 inline constexpr int kMostThreads = 288;
 template <class T>
 inline constexpr int kMostThreads<Records<T>> = 320;
+template <class Reader>
+inline constexpr int kMostThreads<Mapped<Reader>> = kMostThreads<Reader>;
 // Rows of a thread whose loads are under way at once, and where it has more, a load is small and much is computed (pages): 65536
 // tokens take 28.2 us, 28.8 by four.  Where it has no more, they are not asked for: 4096 tokens 3.0 us, not 3.4.
 constexpr int kRowsPerThread = 4, kMoreRows = 8;
@@ -41,7 +44,7 @@ constexpr int64_t kMostOverlapping = 1024;
 // Bytes of a block to prefetch where only the first do: by 32 KiB copies took longer.  No elements one by one.
 constexpr int64_t kMostEarly = 24 << 10;
 template <class Reader>
-inline constexpr bool kMayPrefetchFirst = sizeof(typename Reader::Loaded) >= 4;
+inline constexpr bool kMayPrefetchFirst = sizeof(typename Reader::Loaded) >= 4 && !kIsMapped<Reader>;
 // Blocks that an SM must hold, as far as registers are concerned.  With five, loads wait for each other for want of registers.
 constexpr int kBlocks = 4;
 
@@ -70,8 +73,8 @@ __global__ void __launch_bounds__(kMostThreads<Reader>, kBlocks)
     if (!early) begin_dependent();
 #pragma unroll 1
     for (;; early = false) {
-      source =
-          plan.template source_of<kInPages<Reader>>(plan.locate(first, static_cast<int>(count), guess, early, seen));
+      source = plan.template source_of<kInPages<Reader>, kIsMapped<Reader>>(
+          plan.locate(first, static_cast<int>(count), guess, early, seen));
       if (!early) break;
       if (source.entry) plan.template prefetch_entry<kInPages<Reader>>(source);
       begin_dependent();
@@ -118,7 +121,9 @@ __global__ void __launch_bounds__(kMostThreads<Reader>, kBlocks)
 int64_t bytes_side_by_side(const GatherCacheArgs& args) {
   switch (args.kind) {
     case GatherKind::kRecords:
-      return args.record.bytes();
+      return args.record_rows.in_cache.data ? 0 : args.record.bytes();
+    case GatherKind::kNvfp4Records:
+      return args.nvfp4_record.bytes();
     case GatherKind::kNvfp4:
       return args.page.codes_token == args.pieces * args.page.codes_head ? args.page.codes_token : 0;
     default:
@@ -169,6 +174,8 @@ void launch_kernel(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_b
                   args.record,
                   args.page,
                   args.dst_dim * dst_bytes,
+                  args.record_rows,
+                  args.nvfp4_record,
                   static_cast<uint32_t>(early ? side_by_side : 0),
                   next_early};
   const auto launch_with = [&]<int kRows> {
@@ -240,16 +247,36 @@ void read_pages(const GatherCacheArgs& args, const Launch& launch) {
   });
 }
 
-template <class T>
-void read_records(const GatherCacheArgs& args, const Launch& launch) {
-  using Vectors = Records<T>;
+template <class Vectors, class Elements>
+void launch_records(const GatherCacheArgs& args, const Launch& launch) {
   const MlaRecord& r = args.record;
   if (args.dst_piece == 1 && r.rope % Vectors::kElements == 0 &&
       is_aligned(8, args.src, {args.src_block, args.src_token, r.rope_at()}) &&
-      is_aligned(16, args.dst, {2 * args.dst_row}))
+      is_aligned(8, args.record_rows.host, {args.record_rows.host_row}) && is_aligned(16, args.dst, {2 * args.dst_row}))
     return launch_kernel<Vectors>(args, 1, 2, r.latent / Vectors::kCodes + r.rope / Vectors::kElements, 1, NoScale{},
                                   launch);
-  launch_kernel<RecordElements<T>>(args, 1, 2, r.latent + r.rope, 1, NoScale{}, launch);
+  launch_kernel<Elements>(args, 1, 2, r.latent + r.rope, 1, NoScale{}, launch);
+}
+
+template <class T>
+void read_records(GatherCacheArgs args, const Launch& launch) {
+  RecordRows& maps = args.record_rows;
+  if (!maps.in_cache.data) return launch_records<Records<T>, RecordElements<T>>(args, launch);
+  if (maps.num_in_host > 0) {
+    maps.host = on_device(maps.host, (maps.num_in_host - 1) * maps.host_row + args.record.bytes());
+    if (!maps.host) fail(PYKV_VALUE_ERROR, "host_cache: must lie in pinned host memory");
+  }
+  launch_records<Mapped<Records<T>>, Mapped<RecordElements<T>>>(args, launch);
+}
+
+template <class T>
+void read_nvfp4_records(const GatherCacheArgs& args, const Launch& launch) {
+  const Nvfp4MlaRecord& r = args.nvfp4_record;
+  const bool aligned = args.dst_piece == 1 && is_aligned(16, args.dst, {2 * args.dst_row}) &&
+                       is_aligned(4, args.src, {args.src_block, args.src_token});
+  dispatch_bool(aligned, [&]<bool kAligned> {
+    launch_kernel<Nvfp4Records<T, kAligned>>(args, 1, 2, (r.latent + r.rope) / 8, 1, NoScale{}, launch);
+  });
 }
 
 }  // namespace
@@ -266,6 +293,8 @@ void gather_cache_cuda(const GatherCacheArgs& args, const Launch& launch) {
       });
     case GatherKind::kNvfp4:
       return dispatch<half, bf16, float>(args.dtype, [&]<class T> { read_pages<T>(args, launch); });
+    case GatherKind::kNvfp4Records:
+      return dispatch<half, bf16>(args.dtype, [&]<class T> { read_nvfp4_records<T>(args, launch); });
     case GatherKind::kRecords:
       return dispatch<half, bf16>(args.dtype, [&]<class T> { read_records<T>(args, launch); });
   }

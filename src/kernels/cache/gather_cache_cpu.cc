@@ -42,9 +42,12 @@ template <class Read>
 void for_each_place(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_bytes, const Launch& launch,
                     Read&& read) {
   const int64_t row = args.pieces * args.piece;
-  const bool records = args.kind == GatherKind::kRecords, pages = args.kind == GatherKind::kNvfp4;
-  const bool whole_rows = records || (!pages && (args.pieces == 1 || args.src_piece == args.piece));
-  const int64_t row_bytes = records ? args.record.bytes() : row * src_bytes;
+  const bool nvfp4_records = args.kind == GatherKind::kNvfp4Records;
+  const bool records = nvfp4_records || args.kind == GatherKind::kRecords, pages = args.kind == GatherKind::kNvfp4;
+  const bool mapped = args.record_rows.in_cache.data != nullptr;
+  const bool whole_rows =
+      (records && !mapped) || (!records && !pages && (args.pieces == 1 || args.src_piece == args.piece));
+  const int64_t row_bytes = nvfp4_records ? args.nvfp4_record.bytes() : records ? args.record.bytes() : row * src_bytes;
   const char* const cache = static_cast<const char*>(args.src);
   const bool streamed = args.num_rows * row * dst_bytes > kWorthStreaming;
   const int64_t at_least = args.num_rows * row * src_bytes > kBytesPerTask ? kBytesPerRange : kBytesPerTask;
@@ -107,11 +110,26 @@ void read_pages(const GatherCacheArgs& args, const Launch& launch) {
   });
 }
 
+// The same where records may lie in host memory.
+template <class Read>
+void for_each_record(const GatherCacheArgs& args, int64_t dst_bytes, const Launch& launch, Read&& read) {
+  if (!args.record_rows.in_cache.data) return for_each_row(args, 1, dst_bytes, launch, read);
+  const int64_t block_size = args.requests.block_size;
+  for_each_place(args, 1, dst_bytes, launch, [&](int64_t block, int64_t offset, int64_t row, LineWriter& out) {
+    int64_t slot = block * block_size + offset;
+    const char* from;
+    if (!args.record_rows.find(slot, from, launch.errors)) return;
+    const char* cache = static_cast<const char*>(args.src);
+    if (!from) from = cache + slot / block_size * args.src_block + slot % block_size * args.src_token;
+    read(from, row, out);
+  });
+}
+
 template <class T>
 void read_records(const GatherCacheArgs& args, const Launch& launch) {
   const MlaRecord& record = args.record;
   const Decoder<T, e4m3> decode(1.0f);
-  for_each_row(args, 1, sizeof(T), launch, [&](const char* from, int64_t row, LineWriter& out) {
+  for_each_record(args, sizeof(T), launch, [&](const char* from, int64_t row, LineWriter& out) {
     T* to = static_cast<T*>(args.dst) + row * args.dst_row;
     const e4m3* codes = reinterpret_cast<const e4m3*>(from);
     const char* rope = from + record.rope_at();
@@ -134,6 +152,23 @@ void read_records(const GatherCacheArgs& args, const Launch& launch) {
   });
 }
 
+template <class T>
+void read_nvfp4_records(const GatherCacheArgs& args, const Launch& launch) {
+  static constexpr float kValues[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+  const Nvfp4MlaRecord& record = args.nvfp4_record;
+  for_each_row(args, 1, sizeof(T), launch, [&](const char* from, int64_t row, LineWriter&) {
+    const uint8_t* bytes = reinterpret_cast<const uint8_t*>(from);
+    T* to = static_cast<T*>(args.dst) + row * args.dst_row;
+    for (int64_t i = 0; i < record.latent; ++i) {
+      const int code = bytes[i / 2] >> (i % 2 * 4) & 15;
+      const float value = kValues[code & 7] * to_float(e4m3{bytes[record.scale_at(i / kNvfp4Block)]});
+      to[i * args.dst_piece] = from_float<T>(code & 8 ? -value : value);
+    }
+    for (int64_t i = 0; i < record.rope; ++i)
+      to[(record.latent + i) * args.dst_piece] = from_float<T>(to_float(e4m3{bytes[record.rope_at() + i]}));
+  });
+}
+
 }  // namespace
 
 void gather_cache_cpu(const GatherCacheArgs& args, const Launch& launch) {
@@ -148,6 +183,8 @@ void gather_cache_cpu(const GatherCacheArgs& args, const Launch& launch) {
       });
     case GatherKind::kRecords:
       return dispatch<f16, bf16>(args.dtype, [&]<class T>() { read_records<T>(args, launch); });
+    case GatherKind::kNvfp4Records:
+      return dispatch<f16, bf16>(args.dtype, [&]<class T>() { read_nvfp4_records<T>(args, launch); });
     case GatherKind::kNvfp4:
       return dispatch<float, f16, bf16>(args.dtype, [&]<class T>() { read_pages<T>(args, launch); });
   }

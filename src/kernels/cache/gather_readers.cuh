@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cache/dequantise.cuh"
+#include "cache/gather_cache.h"
 #include "cache/locate_rows.cuh"
 #include "cache/mla_record.h"
 #include "core/nvfp4.h"
@@ -28,12 +29,22 @@ struct Plan {
   MlaRecord record;
   Nvfp4Page page;
   int64_t dst_dim;
+  RecordRows record_rows;
+  Nvfp4MlaRecord nvfp4_record;
   uint32_t early;   // bytes of an entry, or of its codes, to prefetch before the wait; 0: none
   bool next_early;  // whether the next kernel may come up before the wait
 
-  template <bool kInPages>
+  template <bool kInPages, bool kMapped>
   __device__ Source source_of(const PagedRequests::Place& place) const {
     if (place.block < 0) return {nullptr, nullptr};
+    if constexpr (kMapped) {
+      const int64_t block_size = locate.block_size();
+      int64_t slot = place.block * block_size + place.offset;
+      const char* from;
+      if (!record_rows.find(slot, from, locate.errors())) return {nullptr, nullptr};
+      if (from) return {from, nullptr};
+      return {src + slot / block_size * src_block + slot % block_size * src_token, nullptr};
+    }
     const char* block = src + place.block * src_block;
     if constexpr (kInPages)
       return {block + page.codes_at(place.offset, 0, 0), block + page.scale_at(place.offset, 0, 0)};
@@ -146,6 +157,57 @@ struct RecordElements {
   __device__ void store(char* row, const Loaded& v, float) const { *reinterpret_cast<T*>(row + to) = v; }
 };
 
+// Of an nvfp4_ds_mla record: 8 codes and their scale, or 8 codes of rope.
+template <class T, bool kAligned>
+struct Nvfp4Records {
+  static constexpr int kElements = 8;
+  struct Loaded {
+    uint2 codes;  // of the latent the first word alone
+    uint8_t scale;
+  };
+  uint32_t from, scale_from;
+  int64_t to, step;
+  bool is_latent;
+  __device__ Nvfp4Records(const Plan& plan, uint32_t vector) : step(plan.dst_piece) {
+    const uint32_t of_latent = static_cast<uint32_t>(plan.nvfp4_record.latent) / kElements;
+    is_latent = vector < of_latent;
+    from = is_latent ? vector * (kElements / 2)
+                     : static_cast<uint32_t>(plan.nvfp4_record.rope_at()) + (vector - of_latent) * kElements;
+    scale_from = static_cast<uint32_t>(plan.nvfp4_record.scale_at(vector / 2));
+    to = vector * kElements * step;
+  }
+  __device__ Loaded load(const Source& source) const {
+    Loaded v{};
+    const char* at = source.entry + from;
+    if constexpr (kAligned) {
+      v.codes.x = *reinterpret_cast<const uint32_t*>(at);
+      if (!is_latent) v.codes.y = *reinterpret_cast<const uint32_t*>(at + 4);
+    } else {
+      v.codes.x = RecordElements<T>::bytes(at, 4);
+      if (!is_latent) v.codes.y = RecordElements<T>::bytes(at + 4, 4);
+    }
+    if (is_latent) v.scale = static_cast<uint8_t>(source.entry[scale_from]);
+    return v;
+  }
+  __device__ void store(char* row, const Loaded& v, float) const {
+    const Vec<T, kElements> x =
+        is_latent ? dequantise<T>(v.codes.x, v.scale, 1.0f)
+                  : dequantise<T, KvFormat::kE4M3>(Vec<uint8_t, kElements>{{v.codes.x, v.codes.y}}, 1.0f);
+    if constexpr (kAligned) {
+      store_vec(row + to, x);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) *reinterpret_cast<T*>(row + to + i * step) = x[i];
+    }
+  }
+};
+
+// Records or their elements, that may lie in host memory.
+template <class Reader>
+struct Mapped : Reader {
+  using Reader::Reader;
+};
+
 // Of a page: half a block, so that neighbouring threads store whole sectors, and the scale of the block.  kAligned: codes are
 // loaded and elements stored by vectors.
 template <class T, bool kAligned>
@@ -193,6 +255,11 @@ template <class Reader>
 inline constexpr bool kInPages = false;
 template <class T, bool kAligned>
 inline constexpr bool kInPages<Pages<T, kAligned>> = true;
+
+template <class Reader>
+inline constexpr bool kIsMapped = false;
+template <class Reader>
+inline constexpr bool kIsMapped<Mapped<Reader>> = true;
 
 }  // namespace
 }  // namespace pykv

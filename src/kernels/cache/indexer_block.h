@@ -1,7 +1,7 @@
 // A block of the indexer's cache: first all values, then all scales.  With D values and G scales a token:
 //
 //   value(o, d)  byte o * D + d                        E4M3
-//   scale(o, g)  byte BS * D + (o * G + g) * 4         float32, of values g * D / G and on
+//   scale(o, g)  byte BS * D + (o * G + g) * 4         of values g * D / G and on: float32, or four equal exponents
 //
 // The shape [NB, BS, D + 4 * G] of such a cache is its size alone: a token is no row of it.
 #pragma once

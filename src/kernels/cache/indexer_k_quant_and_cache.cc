@@ -9,12 +9,14 @@
 namespace pykv {
 namespace {
 
-bool scales_are_powers_of_two(const char* kv_cache_dtype) {
-  if (std::strcmp(kv_cache_dtype, "ue8m0") == 0) return true;
-  for (const char* name : {"auto", "fp8", "fp8_e4m3"})
-    if (std::strcmp(kv_cache_dtype, name) == 0) return false;
+IndexerScale scale_of(const char* kv_cache_dtype) {
+  const auto named = [&](const char* name) { return std::strcmp(kv_cache_dtype, name) == 0; };
+  if (named("ue8m0")) return IndexerScale::kPowerOfTwo;
+  if (named("mxfp8")) return IndexerScale::kExponent;
+  if (named("auto") || named("fp8") || named("fp8_e4m3")) return IndexerScale::kFloat;
   fail(PYKV_VALUE_ERROR,
-       "kv_cache_dtype: must be 'ue8m0' (scales that are powers of two) or 'auto', 'fp8', 'fp8_e4m3', got '%s'",
+       "kv_cache_dtype: must be 'ue8m0' (scales that are powers of two), 'mxfp8' (their exponents), 'auto', 'fp8' or "
+       "'fp8_e4m3', got '%s'",
        kv_cache_dtype);
 }
 
@@ -43,7 +45,7 @@ pykv_status pykv_indexer_k_quant_and_cache(const DLTensor* k, DLTensor* kv_cache
     check_indexer_cache(cache, args.block);
     args.cache = cache.data();
     args.block_bytes = cache.stride(0);
-    args.power_of_two = scales_are_powers_of_two(kv_cache_dtype);
+    args.scale = scale_of(kv_cache_dtype);
     args.slots = call.read("slot_mapping", slot_mapping).shape(tokens).index();
     if (keys.size(0) < tokens)
       keys.fail(PYKV_VALUE_ERROR, "must have a row for each of the %" PRId64 " slots of slot_mapping, got shape %s",

@@ -32,13 +32,18 @@ struct IndexerPlan {
   uint32_t values, groups, group_size;
   Divider pieces;       // of a token: vectors, or groups
   uint32_t lanes_log2;  // of a group
-  bool power_of_two;
+  IndexerScale scale;
 };
 
-__device__ float scale_from(float amax, bool power_of_two) {
+__device__ float scale_from(float amax, IndexerScale kind) {
   const float scale = amax > 0x1.fffffep127f ? amax : fp8_unit(fmaxf(amax, IndexerBlock::kLeastMagnitude));
-  // rounded up: a carry out of the mantissa, unless that is 0; infinity stays what it is
-  return power_of_two ? __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & 0xff800000u) : scale;
+  return kind == IndexerScale::kFloat ? scale : power_of_two_from(scale);
+}
+
+// The four bytes of its place.
+__device__ uint32_t stored_scale(float scale, IndexerScale kind) {
+  const uint32_t bits = __float_as_uint(scale);
+  return kind == IndexerScale::kExponent ? (bits >> 23) * 0x01010101u : bits;
 }
 
 // The largest word of all lanes of a group.  Whole warps call it.
@@ -82,14 +87,15 @@ __global__ void __launch_bounds__(kThreads)
   int64_t page;
   uint32_t offset;
   if (!plan.map.locate(plan.map.slot(slots, 0), page, offset)) return;
-  const float scale = scale_from(largest_in_word<T>(most), plan.power_of_two);
+  const float scale = scale_from(largest_in_word<T>(most), plan.scale);
   const Quotient quotient(scale);
   char* block = plan.cache + page * plan.block_bytes;
   char* to = block + int64_t{offset} * plan.values + column;
 #pragma unroll
   for (int v = 0; v < kLaneVectors; ++v) store_vec(to + v * step, Codes::convert(loaded[v], quotient));
   if ((piece & (lanes - 1)) == 0)
-    reinterpret_cast<float*>(block + plan.scales_at)[int64_t{offset} * plan.groups + group] = scale;
+    reinterpret_cast<uint32_t*>(block + plan.scales_at)[int64_t{offset} * plan.groups + group] =
+        stored_scale(scale, plan.scale);
 }
 
 // Any group: up to 32 lanes walk through it twice.
@@ -111,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
   int64_t page;
   uint32_t offset;
   if (!exists || !plan.map.locate(plan.map.slots[token], page, offset)) return;
-  const float scale = scale_from(__uint_as_float(most), plan.power_of_two);
+  const float scale = scale_from(__uint_as_float(most), plan.scale);
   const Quotient quotient(scale);
   char* block = plan.cache + page * plan.block_bytes;
   char* to = block + int64_t{offset} * plan.values + int64_t{group} * plan.group_size;
@@ -119,7 +125,7 @@ __global__ void __launch_bounds__(kThreads)
     to[e] = static_cast<char>(to_fp8<KvFormat::kE4M3>(element(e), quotient));
   if (lane == 0) {
     char* scale_to = block + plan.scales_at + 4 * (int64_t{offset} * plan.groups + group);
-    for (int b = 0; b < 4; ++b) scale_to[b] = static_cast<char>(__float_as_uint(scale) >> (8 * b));
+    for (int b = 0; b < 4; ++b) scale_to[b] = static_cast<char>(stored_scale(scale, plan.scale) >> (8 * b));
   }
 }
 
@@ -150,7 +156,7 @@ void launch_kernel(const IndexerKQuantArgs& args, const Launch& launch) {
                    static_cast<uint32_t>(args.group_size),
                    Divider(),
                    0,
-                   args.power_of_two};
+                   args.scale};
   const bool in_vectors = args.group_size % (kElements * kLaneVectors) == 0 &&
                           std::has_single_bit(static_cast<uint64_t>(group_lanes)) && group_lanes <= 32 &&
                           args.k_dim == 1 && is_aligned(16, args.k, {args.k_row * kSize}) &&

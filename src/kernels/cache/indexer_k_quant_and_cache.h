@@ -8,6 +8,13 @@
 
 namespace pykv {
 
+// What is stored as the scale of a group, which has a place of four bytes.
+enum class IndexerScale : uint8_t {
+  kFloat,       // float32
+  kPowerOfTwo,  // float32, rounded up to a power of two
+  kExponent,    // its biased exponent, four times: a byte for each quarter of the group
+};
+
 struct IndexerKQuantArgs {
   DType dtype;
   const void* k;
@@ -16,8 +23,8 @@ struct IndexerKQuantArgs {
   int64_t block_bytes;  // from one block to the next
   IndexerBlock block;
   int64_t group_size;
-  bool power_of_two;  // of the scales
-  Index slots;        // [num_tokens]
+  IndexerScale scale;
+  Index slots;  // [num_tokens]
   int64_t num_tokens, num_blocks;
 };
 

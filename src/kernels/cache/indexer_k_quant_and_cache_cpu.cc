@@ -12,11 +12,6 @@ namespace {
 static_assert(IndexerBlock::kLargest == 448.0f);
 constexpr int64_t kBytesPerTask = 64 * 1024;  // less is not worth another thread
 
-// The smallest power of two that is not below a positive, normal s; infinity stays what it is.
-float power_of_two_from(float s) {
-  return __builtin_bit_cast(float, (__builtin_bit_cast(uint32_t, s) + 0x7fffffu) & 0xff800000u);
-}
-
 template <class T>
 void write_token(const IndexerKQuantArgs& args, const TileQuantiser<T, 448>& encode, const T* from, int64_t offset,
                  char* block) {
@@ -28,7 +23,7 @@ void write_token(const IndexerKQuantArgs& args, const TileQuantiser<T, 448>& enc
     const float most = largest_magnitude(from, args.k_dim, size);
     const float largest = most > IndexerBlock::kLeastMagnitude ? most : IndexerBlock::kLeastMagnitude;
     float scale = largest / IndexerBlock::kLargest;
-    if (args.power_of_two) {
+    if (args.scale != IndexerScale::kFloat) {
       scale = power_of_two_from(scale);
       if (tile) {
         encode.divide_by_power_of_two(values, from, size, scale);
@@ -41,7 +36,9 @@ void write_token(const IndexerKQuantArgs& args, const TileQuantiser<T, 448>& enc
     } else {
       quantise(values, 1, from, args.k_dim, size, scale);
     }
-    std::memcpy(scales + 4 * g, &scale, 4);
+    uint32_t stored = __builtin_bit_cast(uint32_t, scale);
+    if (args.scale == IndexerScale::kExponent) stored = (stored >> 23) * 0x01010101u;
+    std::memcpy(scales + 4 * g, &stored, 4);
   }
 }
 

@@ -32,11 +32,10 @@ class RowLocator {
     const PagedRequests& r = requests;
     quick_ = num_rows < kMost && r.num_requests < kMost && r.num_blocks < kMost && r.table_width > 0 &&
              r.block_size < kMost / r.table_width;
-    for (const Index* ids : {&r.starts, &r.lengths, &r.positions, &r.request_of, &r.blocks})
+    for (const Index* ids : {&r.starts, &r.positions, &r.request_of, &r.blocks})
       if (ids->data && ids->stride != 1) quick_ = false;
     if (!quick_) return;
     starts_ = Ids(r.starts);
-    lengths_ = Ids(r.lengths);
     positions_ = Ids(r.positions);
     request_of_ = Ids(r.request_of);
     blocks_ = Ids(r.blocks);
@@ -45,14 +44,16 @@ class RowLocator {
     num_blocks_ = static_cast<uint32_t>(r.num_blocks);
     num_positions_ = static_cast<uint32_t>(r.table_width * r.block_size);
     last_request_ = static_cast<int>(r.num_requests - 1);
-    last_start_ = lengths_.data ? last_request_ : last_request_ + 1;
-    last_window_ = last_start_ > 31 ? last_start_ - 31 : 0;
+    last_start_ = r.open_end ? last_request_ : last_request_ + 1;
+    last_window_ = last_request_ > 30 ? last_request_ - 30 : 0;
     block_size_ = Divider(r.block_size);
     requests_per_row_ = static_cast<float>(r.num_requests) / static_cast<float>(num_rows);
     rows_per_request_ = static_cast<float>(num_rows) / static_cast<float>(r.num_requests);
   }
 
   __device__ int64_t num_rows() const { return num_rows_; }
+  __device__ int64_t block_size() const { return requests_.block_size; }
+  __device__ ErrorWord* errors() const { return errors_; }
 
   // What can be known without a load; kept by the warp from before it waits for the kernel before.  `fetch`: brings the ids
   // to L2, for a warp that will not load them before the wait anyway.
@@ -79,7 +80,6 @@ class RowLocator {
     if (!fetch) return g;
     prefetch(g.block);
     if (g.base + lane <= last_start_) prefetch(g.start);
-    if (lengths_) prefetch(lengths_.at(g.request));
     if (positions_) prefetch(positions_.at(g.request));
     if (request_of_) prefetch(request_of_.at(row));
     return g;
@@ -100,7 +100,7 @@ class RowLocator {
     PagedRequests::Place place{-1, 0};
     bool found = false;
     if (quick_) found = locate_quickly(static_cast<int>(first), count, g, early, place, seen);
-    seen.is_all = found && !lengths_ && !positions_ && !request_of_;
+    seen.is_all = found && !positions_ && !request_of_;
     if (lane >= count || (early && !found)) place.block = -1;
     if (lane < count && !early && !found) place = requests_.locate(first + lane, errors_);
     return place;
@@ -166,9 +166,8 @@ class RowLocator {
                                                  PagedRequests::Place& place, Seen& seen) const {
     const int lane = threadIdx.x % 32, row = first + min(lane, count - 1), guess = static_cast<int>(g.request);
     const Loaded block_load = load(blocks_, g.block);
-    Loaded start_load, length_load, before_load, request_load;
+    Loaded start_load, before_load, request_load;
     if (g.base + lane <= last_start_) start_load = load(starts_, g.start);
-    if (lengths_) length_load = load(lengths_, lengths_.at(guess));
     if (positions_) before_load = load(positions_, positions_.at(guess));
     if (request_of_) request_load = load(request_of_, request_of_.at(row));
 
@@ -191,16 +190,12 @@ class RowLocator {
     }
     const int in_window = request - base;
     const int begin = __shfl_sync(kAll, start, in_window & 31), end = __shfl_sync(kAll, start, (in_window + 1) & 31);
-    if (in_window < 0 || in_window > (lengths_ ? 31 : 30) || request > last_request_) return false;
+    if (in_window < 0 || in_window > 30 || request > last_request_) return false;
     if (row < begin) return true;
     if (begin < 0) return false;
-    if (request != guess) {
-      if (lengths_) length_load = load(lengths_, lengths_.at(request));
-      if (positions_) before_load = load(positions_, positions_.at(request));
-    }
+    if (end <= row) return true;
+    if (request != guess && positions_) before_load = load(positions_, positions_.at(request));
     const uint32_t in_request = static_cast<uint32_t>(row) - static_cast<uint32_t>(begin);
-    const int length = lengths_ ? value(lengths_, length_load) : end > row ? INT_MAX : 0;
-    if (length <= 0 || in_request >= static_cast<uint32_t>(length)) return true;
     const int before = positions_ ? value(positions_, before_load) : 0;
     const uint32_t position = in_request + static_cast<uint32_t>(before);
     if (before < 0 || position >= num_positions_) return false;
@@ -250,10 +245,11 @@ class RowLocator {
   ErrorWord* errors_;
   int64_t num_rows_;
   bool quick_;
-  Ids starts_, lengths_, positions_, request_of_, blocks_;
+  Ids starts_, positions_, request_of_, blocks_;
   int64_t blocks_row_, blocks_column_;  // bytes
   uint32_t num_blocks_, num_positions_;
-  int last_request_, last_start_, last_window_;  // the last index of a request, of a start, of a window's first start
+  // The last index of a request, of a start in memory (behind which they are taken for late), of a window's first start.
+  int last_request_, last_start_, last_window_;
   Divider block_size_;
   float requests_per_row_, rows_per_request_;
 };

@@ -51,6 +51,12 @@ __device__ inline float largest_in_word(uint32_t word) {
   }
 }
 
+// The smallest power of two that is not below a positive, normal scale: a carry out of the mantissa, unless that is 0.
+// Infinity stays what it is.
+__device__ __forceinline__ float power_of_two_from(float scale) {
+  return __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & 0xff800000u);
+}
+
 // magnitude / 448, rounded as a division is (where the result is a normal number, and the magnitude finite).
 __device__ __forceinline__ float fp8_unit(float magnitude) {
   constexpr float kLargest = 448.0f, kReciprocal = 1.0f / kLargest;

@@ -99,10 +99,12 @@ __device__ __forceinline__ void write_nvfp4_token(const SlotMap& map, const Nvfp
   *target.scale_at(page, offset) = static_cast<char>(block.scale);
 }
 
-// `count` tokens, at most kTokens, from token `first` on.  kAligned: of the target, too.  Waits for the kernel before.
+// `count` tokens, at most kTokens, from token `first` on.  kAligned: of the target, too, and never four_over_six, which would
+// cost the registers of the straight way.  Waits for the kernel before.
 template <class T, bool kAligned, int kTokens = kNvfp4Tokens>
 __device__ __forceinline__ void write_nvfp4(const SlotMap& map, const Nvfp4Source& source, const Nvfp4Target& target,
-                                            const Scale& scale, uint32_t head, int64_t first, int count) {
+                                            const Scale& scale, bool four_over_six, uint32_t head, int64_t first,
+                                            int count) {
   static_assert(kNvfp4TokenGroup % kTokens == 0);
   if constexpr (!kAligned) {
     begin_dependent();
@@ -122,7 +124,7 @@ __device__ __forceinline__ void write_nvfp4(const SlotMap& map, const Nvfp4Sourc
     Nvfp4Quantiser quantise;
     const bool knows_scale = kTokens < kNvfp4Tokens && !scale.data && gridDim.x > kFewBlocks;
     if constexpr (kTokens < kNvfp4Tokens) {
-      if (knows_scale) quantise = Nvfp4Quantiser(scale[head]);
+      if (knows_scale) quantise = Nvfp4Quantiser(scale[head], false);
       have_ready(from);
       have_ready(slots);
       have_ready(to.codes);
@@ -138,7 +140,7 @@ __device__ __forceinline__ void write_nvfp4(const SlotMap& map, const Nvfp4Sourc
       if (i + 1 < count) from += source.a_token;
     }
 
-    if (!knows_scale) quantise = Nvfp4Quantiser(scale[head]);
+    if (!knows_scale) quantise = Nvfp4Quantiser(scale[head], false);
     Nvfp4Quantiser::BlockScale blocks[kTokens];
     bool plain = true;
 #pragma unroll
@@ -180,7 +182,7 @@ __device__ __forceinline__ void write_nvfp4(const SlotMap& map, const Nvfp4Sourc
       return;
     }
   }
-  const Nvfp4Quantiser quantise(scale[head]);
+  const Nvfp4Quantiser quantise(scale[head], !kAligned && four_over_six);
 #pragma unroll 1
   for (int i = 0; i < count; ++i) write_nvfp4_token<T, kAligned>(map, source, target, quantise, first + i);
 }

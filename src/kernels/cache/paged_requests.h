@@ -13,8 +13,8 @@ struct PagedReports {
 // Requests lie one after another in the gathered rows; optional arrays have null data.
 struct PagedRequests {
   PagedReports reports;
-  Index starts;                       // [num_requests]: the first row of each
-  Index lengths;                      // its number of rows; without: up to starts[r + 1]
+  Index starts;                       // [num_requests + 1]: the first row of each, and the end of the last
+  bool open_end = false;              // starts has no end of the last request: it has all rows that follow
   Index positions;                    // the position of its first row in the sequence; without: 0
   Index request_of;                   // the request of each row; without: it is searched for in starts
   Index blocks;                       // block table [num_requests, table_width], stride 1
@@ -57,16 +57,9 @@ struct PagedRequests {
     if (row < start) return kNone;
     // unsigned: ids may be anything
     const uint64_t in_request = static_cast<uint64_t>(row) - static_cast<uint64_t>(start);
-    int64_t rest;  // rows of the request from this one on
-    if (lengths.data == nullptr) {
-      const int64_t next = starts[request + 1];
-      if (row >= next) return kNone;
-      rest = next - row;
-    } else {
-      const int64_t length = lengths[request];
-      if (length < 0 || in_request >= static_cast<uint64_t>(length)) return kNone;
-      rest = length - static_cast<int64_t>(in_request);
-    }
+    const int64_t next = open_end && request == num_requests - 1 ? INT64_MAX : starts[request + 1];
+    if (row >= next) return kNone;
+    const int64_t rest = next - row;  // rows of the request from this one on
     const int64_t position =
         static_cast<int64_t>(in_request + (positions.data ? static_cast<uint64_t>(positions[request]) : uint64_t{0}));
     if (position < 0 || position / block_size >= table_width)

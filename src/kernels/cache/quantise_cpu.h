@@ -74,6 +74,11 @@ float largest_magnitude(const T* from, int64_t dim, int64_t size) {
   return most;
 }
 
+// The smallest power of two that is not below a positive, normal s; infinity stays what it is.
+inline float power_of_two_from(float s) {
+  return __builtin_bit_cast(float, (__builtin_bit_cast(uint32_t, s) + 0x7fffffu) & 0xff800000u);
+}
+
 // The codes of a compact tile that has a scale of its own: its largest magnitude, which is a finite number, through
 // kLargest, or a power of two that is not less.
 template <class T, int kLargest>

@@ -20,8 +20,11 @@ namespace pykv {
 class Nvfp4Quantiser {
  public:
   Nvfp4Quantiser() = default;  // by nothing yet
-  __device__ explicit Nvfp4Quantiser(float global)
-      : global_(global), six_global_(kNvfp4Largest * global), plain_(global > 0.0f && six_global_.is_plain()) {}
+  __device__ explicit Nvfp4Quantiser(float global, bool four_over_six)
+      : global_(global),
+        six_global_(kNvfp4Largest * global),
+        four_over_six_(four_over_six),
+        plain_(global > 0.0f && six_global_.is_plain() && !four_over_six) {}
 
   // The scale of a block and what its elements are multiplied by.
   struct BlockScale {
@@ -55,10 +58,29 @@ class Nvfp4Quantiser {
   // Any block.
   template <class T>
   __device__ __forceinline__ Nvfp4Codes operator()(const uint32_t (&words)[4 * sizeof(T)]) const {
-    float scale[1] = {largest_number<T>(words)};
-    const bool zeros = scale[0] == 0.0f;
-    six_global_.divide<T>(scale);
-    const uint32_t code = __nv_cvt_float_to_fp8(scale[0], __NV_SATFINITE, __NV_E4M3) & 0x7fu;
+    const float largest = largest_number<T>(words);
+    const Nvfp4Codes six = codes_by<T>(words, largest, six_global_, 0);
+    if (!four_over_six_) return six;
+    const Nvfp4Codes four = codes_by<T>(words, largest, Quotient(kNvfp4Second * global_), 0);
+    return error<T>(words, four) < error<T>(words, six) ? four : six;
+  }
+
+  // Any block, also of zeros; the code of its scale at least that.
+  template <class T>
+  __device__ __forceinline__ Nvfp4Codes with_scale_of_at_least(const uint32_t (&words)[4 * sizeof(T)],
+                                                               uint32_t least) const {
+    return codes_by<T>(words, largest_number<T>(words), six_global_, least);
+  }
+
+ private:
+  // By the scale for which the largest magnitude is a code: 6 or 4, through which and through the global scale it is divided.
+  template <class T>
+  __device__ __forceinline__ Nvfp4Codes codes_by(const uint32_t (&words)[4 * sizeof(T)], float largest,
+                                                 const Quotient& unit, uint32_t least) const {
+    float scale[1] = {largest};
+    const bool zeros = largest == 0.0f && least == 0;
+    unit.divide<T>(scale);
+    const uint32_t code = max(__nv_cvt_float_to_fp8(scale[0], __NV_SATFINITE, __NV_E4M3) & 0x7fu, least);
     Nvfp4Codes result;
     result.scale = zeros ? uint8_t{0} : static_cast<uint8_t>(code | (six_global_.sign_bytes() & 0x80u));
     const float r =
@@ -71,7 +93,34 @@ class Nvfp4Quantiser {
     return result;
   }
 
- private:
+  // The sum of the squares of what a block is wrong by.
+  template <class T>
+  __device__ __forceinline__ float error(const uint32_t (&words)[4 * sizeof(T)], const Nvfp4Codes& block) const {
+    float sum = 0.0f;
+    const auto add = [&](float x, float value) {
+      const float d = __fsub_rn(x, __fmul_rn(value, global_));
+      sum = __fadd_rn(sum, __fmul_rn(d, d));
+    };
+#pragma unroll
+    for (int half_block = 0; half_block < 2; ++half_block) {
+      half2 values[4];
+      nvfp4x8_to_half2x4(half_block ? block.codes.y : block.codes.x, block.scale, values);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = __half22float2(values[i]);
+        if constexpr (sizeof(T) == 4) {
+          add(__uint_as_float(words[half_block * 8 + 2 * i]), pair.x);
+          add(__uint_as_float(words[half_block * 8 + 2 * i + 1]), pair.y);
+        } else {
+          const float2 x = word_to_floats<T>(words[half_block * 4 + i]);
+          add(x.x, pair.x);
+          add(x.y, pair.y);
+        }
+      }
+    }
+    return sum;
+  }
+
   static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
   static constexpr uint32_t kRoundBits = 0x4b400000u;
   static constexpr uint32_t kExtra = kRoundBits * 0x11111111u;  // what eight codes carry beside themselves
@@ -167,7 +216,7 @@ class Nvfp4Quantiser {
 
   float global_;
   Quotient six_global_;
-  bool plain_;
+  bool four_over_six_, plain_;
 };
 
 }  // namespace pykv

@@ -1,6 +1,7 @@
 #include "cache/reshape_and_cache.h"
 
 #include <cinttypes>
+#include <cstring>
 
 #include "cache/reshape_and_cache_inputs.h"
 #include "pykv/cache.h"
@@ -55,6 +56,22 @@ Layout packed_value(Tensor& cache, Sizes& d) {
   return cache.stride(2) == 1 ? Layout{3, 1, 2, d.v_head_size} : Layout{3, 1, 2, 1};
 }
 
+// [NB, H, BS / x, D, x] with x of the key cache.
+Layout interleaved_value(Tensor& cache, Sizes& d, CacheSide& s) {
+  Dim groups{"block_size / x"}, x{"x"};
+  cache.shape(d.blocks, d.heads, groups, d.v_head_size, x);
+  const int64_t wanted = 16 / static_cast<int64_t>(size_of(cache.type()));
+  if (x != wanted || groups * wanted != d.block_size)
+    cache.fail(PYKV_VALUE_ERROR,
+               "must have shape [num_blocks, num_kv_heads, %" PRId64
+               " / x, v_head_size, x] with x = 16 bytes = %" PRId64 " elements for interleaved_v, got %s",
+               static_cast<int64_t>(d.block_size), wanted, cache.shape_string().c_str());
+  cache.contiguous_rows();
+  s.group = cache.stride(2);
+  s.group_tokens = x;
+  return {4, 1, 3, 1};
+}
+
 Layout flash(Tensor& cache, Sizes& d, Dim& head_size) {
   cache.shape(d.blocks, d.block_size, d.heads, head_size);
   return cache.stride(3) == 1 ? Layout{1, 2, 3, head_size} : Layout{1, 2, 3, 1};
@@ -102,12 +119,17 @@ void take_inputs(ReshapeAndCacheArgs& args, Call& call, bool packed, const Resha
     set_pages(args.value, value_cache, d, d.v_head_size, true);
   } else {
     set_layout(args.key, key_cache, packed ? packed_key(key_cache, d) : flash(key_cache, d, d.head_size));
-    set_layout(args.value, value_cache, packed ? packed_value(value_cache, d) : flash(value_cache, d, d.v_head_size));
+    set_layout(args.value, value_cache,
+               !packed           ? flash(value_cache, d, d.v_head_size)
+               : a.interleaved_v ? interleaved_value(value_cache, d, args.value)
+                                 : packed_value(value_cache, d));
   }
   if (args.format != KvFormat::kSame) {
     call.scale(args.key.scale, "k_scale", a.k_scale, d.heads);
     call.scale(args.value.scale, "v_scale", a.v_scale, d.heads);
   }
+
+  args.key.four_over_six = args.value.four_over_six = std::strcmp(a.kv_cache_dtype, "nvfp4_4over6") == 0;
 
   Dim tokens{"num_tokens"};
   Tensor slots = call.read("slot_mapping", a.slot_mapping).shape(tokens);
@@ -128,9 +150,10 @@ void take_inputs(ReshapeAndCacheArgs& args, Call& call, bool packed, const Resha
 
 pykv_status pykv_reshape_and_cache(const DLTensor* key, const DLTensor* value, DLTensor* key_cache,
                                    DLTensor* value_cache, const DLTensor* slot_mapping, const char* kv_cache_dtype,
-                                   const DLTensor* k_scale, const DLTensor* v_scale, void* stream) {
+                                   const DLTensor* k_scale, const DLTensor* v_scale, bool interleaved_v, void* stream) {
   return pykv::run("reshape_and_cache", "reshape_and_cache: slot_mapping", true,
-                   {key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale}, stream);
+                   {key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, interleaved_v},
+                   stream);
 }
 
 pykv_status pykv_reshape_and_cache_flash(const DLTensor* key, const DLTensor* value, DLTensor* key_cache,

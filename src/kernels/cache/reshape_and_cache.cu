@@ -134,7 +134,7 @@ void reshape_and_cache_cuda(const ReshapeAndCacheArgs& args, const Launch& launc
              is_aligned(8, s.cache, {s.block});
     };
     dispatch<half, bf16, float>(args.dtype, [&]<class T> {
-      dispatch_bool(aligned(args.key) && aligned(args.value),
+      dispatch_bool(aligned(args.key) && aligned(args.value) && !args.key.four_over_six,
                     [&]<bool kAligned> { launch_kernel<Nvfp4Mover<T, kAligned>>(args, launch); });
     });
   };

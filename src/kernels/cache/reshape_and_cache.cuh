@@ -33,8 +33,11 @@ struct SidePlan {
   // Transposing only.
   Divider heads;
   uint32_t tile_tokens_log2;
-  uint32_t run;    // tokens stored at once: a power of two; 0: do not transpose
-  Nvfp4Page page;  // nvfp4 only
+  uint32_t run;         // tokens stored at once: a power of two; 0: do not transpose
+  uint32_t group_log2;  // tokens of a group of the cache: none shares a run with another
+  int64_t group;        // bytes from group to group
+  Nvfp4Page page;       // nvfp4 only
+  bool four_over_six;   // likewise
 };
 
 struct Plan {

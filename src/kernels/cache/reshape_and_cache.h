@@ -10,7 +10,8 @@ namespace pykv {
 
 // Keys or values: where they come from and where they go.  Element (b, o, h, d) of the cache lies at
 //   b * block + o * token + h * head + (d / chunk) * chunk_stride + d % chunk
-// with chunk = head_size for the flash layouts, x for packed keys and 1 for packed values.  Of an nvfp4 cache only `cache`
+// with chunk = head_size for the flash layouts, x for packed keys and 1 for packed values.  Interleaved values are packed
+// ones in groups of x tokens: o / x * group + o % x * token stands for o * token.  Of an nvfp4 cache only `cache`
 // and `block` count, which is in bytes; the rest is said by `page`.
 //
 // Members have defaults so that args are made without `{}`, which would first clear all that their scales have room for.
@@ -20,8 +21,10 @@ struct CacheSide {
   void* cache = nullptr;
   int64_t block = 0, token = 0, head = 0, chunk_stride = 0;  // elements
   int64_t chunk = 0, head_size = 0;
+  int64_t group = 0, group_tokens = 0;  // group_tokens 0: no groups; otherwise 4, 8 or 16
   Scale scale;
   Nvfp4Page page{};
+  bool four_over_six = false;  // of nvfp4: the better one of two scales for each block
 };
 
 struct ReshapeAndCacheArgs {

@@ -12,6 +12,7 @@ struct ReshapeAndCacheInputs {
   const DLTensor* slot_mapping;
   const char* kv_cache_dtype;
   const DLTensor *k_scale, *v_scale;
+  bool interleaved_v = false;  // of packed caches
 };
 
 // Fills args, all but `report`.

@@ -31,6 +31,7 @@
 #include "cache/swap_blocks.h"
 #include "cuda/divider.cuh"
 #include "cuda/launch.h"
+#include "cuda/pinned.h"
 
 namespace pykv {
 namespace {
@@ -154,22 +155,6 @@ void copy_runs(const SwapBlocksArgs& args, const std::vector<Run>& runs, const L
       else
         cuda_check(cudaMemcpyAsync(to, from, bytes, kind, stream_of(launch)), "cudaMemcpyAsync");
     }
-}
-
-// Where the device sees pinned host memory [p, p + bytes), or null.
-template <class T>
-T* on_device(T* p, int64_t bytes) {
-  T* ends[2] = {p, p + bytes - 1};
-  for (T*& end : ends) {
-    cudaPointerAttributes attributes;
-    if (cudaPointerGetAttributes(&attributes, end) != cudaSuccess) {
-      cudaGetLastError();
-      return nullptr;
-    }
-    if (attributes.type != cudaMemoryTypeHost) return nullptr;
-    end = static_cast<T*>(attributes.devicePointer);
-  }
-  return ends[0] && ends[1] == ends[0] + bytes - 1 ? ends[0] : nullptr;
 }
 
 // The arrays by addresses of the device; none if one of them is not pinned.

@@ -55,8 +55,10 @@ __device__ __forceinline__ void find_runs(const SlotMap& map, const SidePlan& si
   if (starts) {
     const uint32_t ends = (all_starts | ~all_valid) >> lane >> 1;
     const int length = ends ? __ffs(ends) : kSection - lane;
-    runs.runs[section * kSection + __popc(all_starts & ((1u << lane) - 1))] = {page * side.block + offset * side.token,
-                                                                               static_cast<int>(threadIdx.x), length};
+    const uint32_t in_group = offset & ((1u << side.group_log2) - 1);
+    const int64_t to = page * side.block + (offset >> side.group_log2) * side.group + in_group * side.token;
+    runs.runs[section * kSection + __popc(all_starts & ((1u << lane) - 1))] = {to, static_cast<int>(threadIdx.x),
+                                                                               length};
   }
   if (lane == 0) runs.count[section] = __popc(all_starts);
 }

@@ -14,7 +14,7 @@
 namespace pykv {
 
 struct RecordPlan {
-  const char *latent, *rope;
+  const char *latent, *rope;                           // null rope: zeros
   int64_t latent_row, latent_dim, rope_row, rope_dim;  // bytes
   Divider lanes;                                       // that a token takes: a multiple of kTileLanes
   uint32_t latent_lanes, rope_size, rope_step;         // elements from one vector of a rope lane to the next
@@ -47,10 +47,9 @@ __device__ __forceinline__ float tile_magnitude(const Vec<T, kLaneElements> (&ve
   return largest_in_word<T>(most);
 }
 
-// magnitude / 448, but at least FLT_MIN.
+// The least power of two that is at least magnitude / 448 and kLeastScale.
 __device__ __forceinline__ float tile_scale(float magnitude) {
-  const float scale = fp8_unit(magnitude);
-  return magnitude > 0x1.fep127f ? magnitude : fmaxf(scale, MlaRecord::kLeastScale);
+  return power_of_two_from(magnitude > 0x1.fep127f ? magnitude : fmaxf(fp8_unit(magnitude), MlaRecord::kLeastScale));
 }
 
 // Records of latents and, behind them, the first `rope_size` elements of rope.
@@ -104,6 +103,7 @@ __device__ __forceinline__ void write_mla_records(const RecordPlan& plan, const 
   for (int v = 0; v < kLaneVectors; ++v)
     counts[v] =
         in_latent ? kLaneElements : max(min(static_cast<int>(plan.rope_size - column - v * step), kLaneElements), 0);
+  const bool is_given = in_latent || plan.rope;
 
   have_ready(from);
   if (kAligned && comes_early()) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void write_mla_records(const RecordPlan& plan, const 
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
       for (int v = 0; v < kLaneVectors; ++v)
-        if (first + i < plan.num_tokens && counts[v] > 0) prefetch(from + i * row + v * step * dim);
+        if (first + i < plan.num_tokens && counts[v] > 0 && is_given) prefetch(from + i * row + v * step * dim);
   }
   begin_dependent();
 
@@ -124,7 +124,7 @@ __device__ __forceinline__ void write_mla_records(const RecordPlan& plan, const 
 #pragma unroll
     for (int v = 0; v < kLaneVectors; ++v) {
       loaded[i][v] = Loaded{};
-      if (first + i >= plan.num_tokens || counts[v] == 0) continue;
+      if (first + i >= plan.num_tokens || counts[v] == 0 || !is_given) continue;
       const char* at = from + i * row + v * step * dim;
       if constexpr (kAligned) {
         loaded[i][v] = load_vec_in_order<Loaded>(at);

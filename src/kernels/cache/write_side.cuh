@@ -72,7 +72,7 @@ __device__ __forceinline__ void write_pages(const SlotMap& map, const SidePlan& 
   const Nvfp4Target target(side.cache, side.block, side.page, head, in_head);
   const int64_t first = (int64_t{group} * rows + row) * side.tokens, left = map.num_tokens - first;
   const int most = vector < side.num_vectors ? static_cast<int>(side.tokens) : 0;
-  write_nvfp4<typename Mover::Element, Mover::kAligned>(map, source, target, scale, head, first,
+  write_nvfp4<typename Mover::Element, Mover::kAligned>(map, source, target, scale, side.four_over_six, head, first,
                                                         left < most ? static_cast<int>(left) : most);
 }
 
@@ -182,6 +182,7 @@ inline SidePlan plan_side(const CacheSide& s, const ReshapeAndCacheArgs& args, c
   p.chunk = s.chunk_stride * w.stored_size;
   p.head_size = static_cast<uint32_t>(s.head_size);
   p.page = s.page;
+  p.four_over_six = s.four_over_six;
   p.heads = Divider(args.num_heads);
   const int64_t vectors_per_head = s.head_size / w.vector, vectors = args.num_heads * vectors_per_head;
   if (vectors == 0) return p;
@@ -193,7 +194,9 @@ inline SidePlan plan_side(const CacheSide& s, const ReshapeAndCacheArgs& args, c
 
   int64_t blocks;
   if (grain.tile_tokens_log2 > 0 && transposes(s, args.block_size)) {
-    const int64_t bits = address(s.cache) | ((s.block | s.head | s.chunk_stride) * w.stored_size);
+    const int64_t bits = address(s.cache) | ((s.block | s.head | s.chunk_stride | s.group) * w.stored_size);
+    p.group_log2 = s.group_tokens ? std::countr_zero(static_cast<uint64_t>(s.group_tokens)) : 31;
+    p.group = s.group * w.stored_size;
     p.run = static_cast<uint32_t>(std::max<int64_t>(std::min<int64_t>(alignment_of(bits), 16) / w.stored_size, 1));
     const int64_t pieces = ceil_div(s.head_size, kTileColumns);
     p.pieces = Divider(pieces);

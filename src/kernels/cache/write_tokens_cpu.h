@@ -251,7 +251,9 @@ void write_tiles(const Convert& convert, const CacheSide& side, int64_t num_head
   if (static_cast<int64_t>(tile.size()) < run.length * row) tile.resize(run.length * row);
   const bool by_the_row = side.data_head == size && side.data_dim == 1 && side.scale.stride == 0;
   const Source* data = static_cast<const Source*>(side.data) + run.token * side.data_token;
-  Stored* cache = static_cast<Stored*>(side.cache) + run.block * side.block + run.offset * side.token;
+  const int64_t groups = side.group_tokens ? run.offset / side.group_tokens : 0;
+  Stored* cache = static_cast<Stored*>(side.cache) + run.block * side.block + groups * side.group +
+                  (run.offset - groups * side.group_tokens) * side.token;
   // a head in one piece, but not in whole lines
   const bool one_piece = side.token == side.chunk && side.chunk_stride == run.length * side.token;
   const bool by_writer = past_caches && one_piece && (reinterpret_cast<uintptr_t>(cache) & (kLine - 1)) != 0;
@@ -291,10 +293,15 @@ void write_run(const Convert& convert, const CacheSide& side, int64_t num_heads,
   if (num_heads == 0 || side.head_size == 0) return;
   if constexpr (requires { &Convert::run; }) {
     convert.run(side, num_heads, run, out, scratch);
-  } else if (side.chunk == side.head_size) {
+  } else if (side.chunk == side.head_size && !side.group_tokens) {
     write_rows(convert, side, num_heads, run, out);
   } else {
-    write_tiles(convert, side, num_heads, run, out, past_caches, scratch, ahead);
+    const int64_t group = side.group_tokens ? side.group_tokens : run.length + run.offset;
+    for (int64_t i = 0, n; i < run.length; i += n) {  // groups are written apart
+      n = std::min(run.length - i, group - (run.offset + i) % group);
+      write_tiles(convert, side, num_heads, {run.token + i, n, run.block, run.offset + i}, out, past_caches, scratch,
+                  ahead);
+    }
   }
 }
 

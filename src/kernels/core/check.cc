@@ -156,7 +156,7 @@ KvFormat kv_format(const char* name, const Tensor& cache, DType data, std::initi
       {"bfloat16", KvFormat::kSame, DType::kBFloat16},   {"float32", KvFormat::kSame, DType::kFloat32},
       {"fp8", KvFormat::kE4M3, DType::kFloat8E4M3},      {"fp8_e4m3", KvFormat::kE4M3, DType::kFloat8E4M3},
       {"fp8_e5m2", KvFormat::kE5M2, DType::kFloat8E5M2}, {"int8", KvFormat::kInt8, DType::kInt8},
-      {"nvfp4", KvFormat::kNvfp4, DType::kUInt8},
+      {"nvfp4", KvFormat::kNvfp4, DType::kUInt8},        {"nvfp4_4over6", KvFormat::kNvfp4, DType::kUInt8},
   };
   const auto is_offered = [&](const Choice& c) {
     const bool extra = c.format == KvFormat::kInt8 || c.format == KvFormat::kNvfp4;

@@ -11,6 +11,9 @@
 // So infinities become the block's largest value, a block below g / 170 in magnitude becomes zeros, and one above 2688 g
 // saturates.  Element 2j is the low half of byte j of its head's codes, element 2j + 1 the high half.
 //
+// "nvfp4_4over6" stores the same, but for blocks that e4m3(a / (4 g)) as block scale leads closer to: the sum of the squares
+// of e2m1 * block scale * g - x is less.  Its largest elements become 4, where 6 has no neighbour nearer than that.
+//
 // A page (a block of the cache, one of K and V) is
 //
 //   [ codes: head_size / 2 bytes a token and head | scales: S = head_size / 16 bytes a token and head ]
@@ -30,6 +33,7 @@ inline constexpr int kNvfp4Block = 16;         // elements that share a scale
 inline constexpr int kNvfp4HeadMultiple = 64;  // S must be a multiple of 4, of keys too
 inline constexpr int kNvfp4TokenGroup = 4;     // and so must the tokens of a page
 inline constexpr float kNvfp4Largest = 6.0f;
+inline constexpr float kNvfp4Second = 4.0f;  // the largest magnitude but that one
 
 // Bytes of `elements`, codes and scales.
 constexpr int64_t nvfp4_bytes(int64_t elements) { return elements / 2 + elements / kNvfp4Block; }

@@ -38,14 +38,29 @@ inline void store_e2m1(uint8_t* codes, const T* from, float r) {
 }
 
 // The scales of as many blocks as a vector has lanes, and by what their elements are multiplied.
-inline void find_nvfp4_scales(uint8_t* scales, float* reciprocals, Floats largest, float global) {
-  const Words magnitudes = narrow_e4m3<Floats, Words>(largest / splat(kNvfp4Largest * global)) & 0x7fu;
+inline void find_nvfp4_scales(uint8_t* scales, float* reciprocals, Floats largest, float global,
+                              float code = kNvfp4Largest) {
+  const Words magnitudes = narrow_e4m3<Floats, Words>(largest / splat(code * global)) & 0x7fu;
   const Words rounded = magnitudes | (__builtin_signbit(global) ? 0x80u : 0u);  // that of a NaN is the processor's
   const Words all = largest == 0.0f ? Words{} : rounded;
   const Floats r = 1.0f / (widen_e4m3<Floats>(all) * global);
   store(reciprocals, (all & 0x7fu) == 0u ? Floats{} : r);
   const Bytes bytes = narrow_to_bytes(all);
   __builtin_memcpy(scales, &bytes, sizeof bytes);
+}
+
+// The sum of the squares of what a block is wrong by.
+template <class T>
+inline float nvfp4_error(const uint8_t* codes, uint8_t scale, const T* from, float global) {
+  static constexpr float kValues[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+  const float unit = to_float(e4m3{scale});
+  float sum = 0.0f;
+  for (int i = 0; i < kNvfp4Block; ++i) {
+    const float value = kValues[codes[i / 2] >> (i % 2 * 4) & 7] * unit * global;
+    const float d = __builtin_fabsf(to_float(from[i])) - value;
+    sum += d * d;
+  }
+  return sum;
 }
 
 // Neighbouring fours, row after row.
@@ -68,7 +83,8 @@ struct Nvfp4Rows {
 
 // n fours, to 32 bytes of codes and four scales each.
 template <class T>
-inline void store_nvfp4(uint8_t* codes, uint8_t* scales, const T* const* from, int64_t n, float global) {
+inline void store_nvfp4(uint8_t* codes, uint8_t* scales, const T* const* from, int64_t n, float global,
+                        bool four_over_six) {
   constexpr int kAtOnce = kWidth / 4;  // fours
   for (; n > 0; n -= kAtOnce, from += kAtOnce, codes += kAtOnce * kNvfp4FourCodes, scales += 4 * kAtOnce) {
     const int blocks = n < kAtOnce ? 4 * static_cast<int>(n) : kWidth;
@@ -86,6 +102,16 @@ inline void store_nvfp4(uint8_t* codes, uint8_t* scales, const T* const* from, i
     __builtin_memcpy(scales, found, static_cast<size_t>(blocks));
     for (int b = 0; b < blocks; ++b)
       store_e2m1(codes + b * (kNvfp4Block / 2), from[b / 4] + b % 4 * kNvfp4Block, reciprocals[b]);
+    if (!four_over_six) continue;
+    find_nvfp4_scales(found, reciprocals, load(largest), global, kNvfp4Second);
+    for (int b = 0; b < blocks; ++b) {
+      const T* block = from[b / 4] + b % 4 * kNvfp4Block;
+      uint8_t others[kNvfp4Block / 2], *own = codes + b * (kNvfp4Block / 2);
+      store_e2m1(others, block, reciprocals[b]);
+      if (!(nvfp4_error(others, found[b], block, global) < nvfp4_error(own, scales[b], block, global))) continue;
+      __builtin_memcpy(own, others, sizeof others);
+      scales[b] = found[b];
+    }
   }
 }
 
@@ -93,7 +119,7 @@ inline void store_nvfp4(uint8_t* codes, uint8_t* scales, const T* const* from, i
 template <class T>
 class Nvfp4Encoder {
  public:
-  Nvfp4Encoder(float global, int64_t) : global_(global) {}
+  Nvfp4Encoder(float global, int64_t, bool four_over_six) : global_(global), four_over_six_(four_over_six) {}
 
   // What lies `ahead` elements of them is asked for.  There is room for nvfp4_whole(size()) fours.
   void operator()(uint8_t* codes, uint8_t* scales, const Nvfp4Rows<T>& rows, int64_t) const {
@@ -102,12 +128,13 @@ class Nvfp4Encoder {
     for (int64_t first = 0, n; first < rows.size(); first += n) {
       n = rows.size() - first < kSome ? rows.size() - first : kSome;
       rows.find(from, first, n);
-      store_nvfp4(codes + first * kNvfp4FourCodes, scales + 4 * first, from, n, global_);
+      store_nvfp4(codes + first * kNvfp4FourCodes, scales + 4 * first, from, n, global_, four_over_six_);
     }
   }
 
  private:
   float global_;
+  bool four_over_six_;
 };
 
 #if defined(__AVX512BW__)
@@ -117,11 +144,12 @@ class Nvfp4Encoder<T> {
   static constexpr int64_t kWorthTables = 1 << 14;
   static constexpr int64_t kMost = 8 * kNvfp4Fours;  // fours between two steps
  public:
-  Nvfp4Encoder(float global, int64_t elements)
+  Nvfp4Encoder(float global, int64_t elements, bool four_over_six)
       : global_(global),
+        four_over_six_(four_over_six),
         scale_of_(kNvfp4Largest * global, elements),
         stairs_(global),
-        tables_(elements >= kWorthTables && stairs_.build()) {}
+        tables_(elements >= kWorthTables && !four_over_six && stairs_.build()) {}
 
   void operator()(uint8_t* codes, uint8_t* scales, const Nvfp4Rows<T>& rows, int64_t ahead) const {
     const T* from[kMost];
@@ -131,7 +159,7 @@ class Nvfp4Encoder<T> {
       const int64_t whole = nvfp4_whole(n);
       for (int64_t i = n; i < whole; ++i) from[i] = from[0];
       if (!tables_ || !find_scales(scales, from, whole)) {
-        store_nvfp4(codes, scales, from, n, global_);
+        store_nvfp4(codes, scales, from, n, global_, four_over_six_);
       } else {
         stairs_(codes, from, whole, scales, ahead);
       }
@@ -192,6 +220,7 @@ class Nvfp4Encoder<T> {
   };
 
   float global_;
+  bool four_over_six_;
   Encoder<T, e4m3> scale_of_;
   Nvfp4Stairs<T> stairs_;
   bool tables_;

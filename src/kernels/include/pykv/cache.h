@@ -40,14 +40,18 @@
  *                  "int8": the same with integers, -128 to 127; NaN becomes 0;
  *                  "nvfp4" (flash only): element = value / (block scale * scale), to nearest, ties to even, at most 6;
  *                  NaN becomes 0.  block scale = e4m3(largest magnitude of the 16, NaN not counted / (6 * scale)), at
- *                  most 448.  So scale = largest of all / 2688 uses the whole range
+ *                  most 448.  So scale = largest of all / 2688 uses the whole range;
+ *                  "nvfp4_4over6": the same, with e4m3(largest magnitude / (4 * scale)) as block scale where the sum of the
+ *                  squared errors of the 16 is less then; readers know no difference
  *   k_scale, v_scale   one float, or one for each head; NULL: 1.  Looked at where elements are divided by them
+ *   interleaved_v  value_cache is [NB, num_kv_heads, BS / x, v_head_size, x]: element d of offset o lies at
+ *                  [o / x, d, o % x]
  * num_tokens decides: key and value may have more rows.  Where two tokens share a slot, either of them may win.
  * A slot >= NB * BS is skipped and reported. */
 PYKV_API pykv_status pykv_reshape_and_cache(const DLTensor* key, const DLTensor* value, DLTensor* key_cache,
                                             DLTensor* value_cache, const DLTensor* slot_mapping,
                                             const char* kv_cache_dtype, const DLTensor* k_scale,
-                                            const DLTensor* v_scale, void* stream);
+                                            const DLTensor* v_scale, bool interleaved_v, void* stream);
 
 /* The same for flash caches. */
 PYKV_API pykv_status pykv_reshape_and_cache_flash(const DLTensor* key, const DLTensor* value, DLTensor* key_cache,
@@ -120,21 +124,54 @@ PYKV_API pykv_status pykv_swap_blocks_batch(const DLTensor* src_ptrs, const DLTe
  * k_pe[t]) into that slot.
  *   kv_c           [num_rows, kv_lora_rank]  f32 | f16 | bf16
  *   k_pe           [num_rows, rope_size]     dtype of kv_c
- *   kv_cache       as above; dtype of kv_c, or one-byte elements; for "fp8_ds_mla" [NB, BS, record] of bytes
+ *   kv_cache       as above; dtype of kv_c, or one-byte elements; for records [NB, BS, record] of bytes
  *   slot_mapping   [num_tokens]              int32 | int64; negative: padding, the token is skipped
  *   kv_cache_dtype as for pykv_reshape_and_cache; "nvfp4": kv_cache [NB, BS, (kv_lora_rank + rope_size) * 9 / 16], keys
  *                  of one head of kv_lora_rank + rope_size elements, which must be a multiple of 64; or
- *                  "fp8_ds_mla": a record of kv_lora_rank e4m3 elements, a float32 scale for each 128 of them (their
- *                  largest magnitude / 448, at least FLT_MIN; NaN is not counted), and k_pe as it is.  kv_lora_rank must
- *                  be a multiple of 128 and the data 16-bit floats; 512 and 64 make 656 bytes
+ *                  "fp8_ds_mla": a record of kv_lora_rank e4m3 elements, a float32 scale for each 128 of them (the least
+ *                  power of two that is at least their largest magnitude / 448 and 1e-4; NaN is not counted), and k_pe as
+ *                  it is; where rope_size is 0, zeros up to the end of the record.  kv_lora_rank must be a multiple of
+ *                  128 and the data 16-bit floats; 512 and 64 make 656 bytes
+ *                  "nvfp4_ds_mla": a record of kv_lora_rank four-bit elements, k_pe as e4m3, and an e4m3 scale for each
+ *                  16 elements: largest magnitude / 6, at least 2^-9; NaN is not counted.  Scale s lies at
+ *                  s % 4 * (kv_lora_rank / 64) + s / 4 of them.  kv_lora_rank must be a multiple of 64, rope_size of 8 and
+ *                  the data 16-bit floats; 512 and 64 make 352 bytes
  *   scale          one float; NULL: 1.  Looked at for "fp8..." except "fp8_ds_mla", "int8" and "nvfp4"
+ *   skip_scale     take 1 for the scale and do not look at it: the data is quantised but for the rounding
  * num_tokens decides: kv_c and k_pe may have more rows.  Where two tokens share a slot, either of them may win.
  * A slot >= NB * BS is skipped and reported. */
 PYKV_API pykv_status pykv_concat_and_cache_mla(const DLTensor* kv_c, const DLTensor* k_pe, DLTensor* kv_cache,
                                                const DLTensor* slot_mapping, const char* kv_cache_dtype,
-                                               const DLTensor* scale, void* stream);
+                                               const DLTensor* scale, bool skip_scale, void* stream);
 
-/* The same with rotation first: rotates q_pe and k_pe in place by the angles of the token's position, as
+/* The same for several layers at once, each with a cache of its own.
+ *   kv_c           [num_layers, num_rows, kv_lora_rank]  f32 | f16 | bf16
+ *   k_pe           [num_layers, num_rows, rope_size]     dtype of kv_c
+ *   kv_caches      [NB, BS, kv_lora_rank + rope_size] each, of one dtype and with the same strides
+ *   slot_mapping   [num_layers, num_tokens]              int32 | int64; stride 0: the same slots for all layers
+ *   kv_cache_dtype "auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"
+ *   kv_scales      one float, or one for each layer; NULL: 1.  Looked at for "fp8..." */
+PYKV_API pykv_status pykv_concat_and_cache_mla_layers(const DLTensor* kv_c, const DLTensor* k_pe,
+                                                      pykv_tensor_list kv_caches, const DLTensor* slot_mapping,
+                                                      const char* kv_cache_dtype, const DLTensor* kv_scales,
+                                                      void* stream);
+
+/* The same for caches that are known by their addresses alone.
+ *   kv_cache_ptrs  [num_layers]  int64, on the device of the others (in host memory for the CPU): addresses of elements of
+ *                  the dtype of kv_c, or one-byte ones for "fp8..."; 0: nothing is written for this layer
+ *   block_size     BS; slot s lies at element s / BS * block_stride + s % BS * entry_stride of each cache
+ *   block_stride, entry_stride   in elements, at least kv_lora_rank + rope_size
+ *   num_blocks     NB of all caches: a slot >= NB * BS is skipped and reported.  Negative: it is not known
+ * No memory can be looked up here: an address that is not one of this device, or a slot beyond a cache whose num_blocks is
+ * not given, overwrites foreign memory, or ends the process or its CUDA context.  Addresses are read when the work runs, and
+ * must stay right until then; pykv_concat_and_cache_mla_layers has none of these dangers. */
+PYKV_API pykv_status pykv_concat_and_cache_mla_grouped(const DLTensor* kv_c, const DLTensor* k_pe,
+                                                       const DLTensor* kv_cache_ptrs, const DLTensor* slot_mapping,
+                                                       int64_t block_size, int64_t block_stride, int64_t entry_stride,
+                                                       const DLTensor* kv_scales, const char* kv_cache_dtype,
+                                                       int64_t num_blocks, void* stream);
+
+/* The same as pykv_concat_and_cache_mla with rotation first: rotates q_pe and k_pe in place by the angles of the token's position, as
  * pykv_rotary_embedding does, then writes concat(kv_c[t], k_pe[t]).
  *   positions       [num_rows]                       int32 | int64
  *   q_pe            [num_rows, num_heads * rope_size] or [num_rows, num_heads, rope_size]   f32 | f16 | bf16
@@ -185,17 +222,36 @@ PYKV_API pykv_status pykv_gather_and_maybe_dequant_cache(const DLTensor* src_cac
                                                          const char* kv_cache_dtype, const DLTensor* scale,
                                                          const DLTensor* seq_starts, void* stream);
 
-/* The same for "fp8_ds_mla" caches, with request r in rows workspace_starts[r] to workspace_starts[r] + seq_lens[r].
- *   workspace_starts, seq_lens   [>= batch_size]   workspace_starts ascending, requests without a common row */
+/* The same for "fp8_ds_mla" caches, with request r in rows workspace_starts[r] to workspace_starts[r + 1], the last request
+ * in all rows up to the end of dst.
+ *   workspace_starts   [>= batch_size]    ascending
+ *   seq_starts         [>= batch_size]    any token of a block; NULL: 0
+ * Records that lie partly in host memory, as all three of the following say, or none of them (NULL); block b of the block
+ * table then stands for the slots b * BS to (b + 1) * BS, below num_slots:
+ *   device_row_ids     [num_slots]   int32 | int64, contiguous, any shape: the record of slot s is that of slot
+ *                                    device_row_ids[s] of src_cache; negative:
+ *   host_row_ids       likewise      it is host_cache[host_row_ids[s]]
+ *   host_cache         [num_host_rows, record]   of bytes, in host memory; where the others are on CUDA it must be pinned,
+ *                                    for the kernel reads it
+ * A row beyond src_cache or host_cache is not read but reported. */
 PYKV_API pykv_status pykv_cp_gather_and_upconvert_fp8_kv_cache(const DLTensor* src_cache, DLTensor* dst,
-                                                               const DLTensor* block_table, const DLTensor* seq_lens,
+                                                               const DLTensor* block_table,
                                                                const DLTensor* workspace_starts, int64_t batch_size,
-                                                               void* stream);
+                                                               const DLTensor* seq_starts, const DLTensor* host_cache,
+                                                               const DLTensor* host_row_ids,
+                                                               const DLTensor* device_row_ids, void* stream);
+
+/* The same for "nvfp4_ds_mla" caches, all of it on one device, from the first token of each request on.  Elements are
+ * element * scale, which float16 holds exactly, rounded to the dtype of dst; rope is that of the record. */
+PYKV_API pykv_status pykv_cp_gather_and_upconvert_nvfp4_kv_cache(const DLTensor* src_cache, DLTensor* dst,
+                                                                 const DLTensor* block_table,
+                                                                 const DLTensor* workspace_starts, int64_t batch_size,
+                                                                 void* stream);
 
 /* Keys of a sparse-attention indexer into a cache of blocks that hold first all values, then all scales: with G = head_dim /
  * quant_block_size, in bytes from the beginning of a block,
  *   value d of offset o   o * head_dim + d                        e4m3
- *   scale g of offset o   BS * head_dim + (o * G + g) * 4         float32
+ *   scale g of offset o   BS * head_dim + (o * G + g) * 4         float32; of "mxfp8", four equal bytes
  * For each token t with slot_mapping[t] >= 0 and each group of quant_block_size elements of k[t]:
  *   scale = max(amax, 1e-4) / 448, NaN not counted; value = k / scale, rounded to nearest even; NaN stays NaN
  *   k                [num_rows, head_dim]   f32 | f16 | bf16
@@ -203,8 +259,9 @@ PYKV_API pykv_status pykv_cp_gather_and_upconvert_fp8_kv_cache(const DLTensor* s
  *                    contiguous
  *   slot_mapping     [num_tokens]           int32 | int64; negative: padding, the token is skipped
  *   quant_block_size a divisor of head_dim
- *   kv_cache_dtype   "ue8m0": scales are rounded up to powers of two (still stored as float32); "auto", "fp8", "fp8_e4m3":
- *                    they are not
+ *   kv_cache_dtype   "ue8m0": scales are rounded up to powers of two (still stored as float32); "mxfp8": the same powers,
+ *                    each stored as its biased exponent in all four bytes of its place: with groups of 128 a byte for each
+ *                    32 values, as MX formats want it; "auto", "fp8", "fp8_e4m3": they are not rounded
  * num_tokens decides: k may have more rows.  A slot >= NB * BS is skipped and reported. */
 PYKV_API pykv_status pykv_indexer_k_quant_and_cache(const DLTensor* k, DLTensor* kv_cache, const DLTensor* slot_mapping,
                                                     int64_t quant_block_size, const char* kv_cache_dtype, void* stream);
@@ -224,7 +281,9 @@ PYKV_API pykv_status pykv_cp_gather_indexer_k_quant_cache(const DLTensor* kv_cac
 
 /* output = fp8(input / scale), rounded to nearest even and saturated, if input is f32 | f16 | bf16 and output has one-byte
  * elements; output = input * scale, rounded to nearest even, the other way round.  NaN stays NaN.
- *   output, input   the same shape, any strides
+ *   output, input   the same shape, any strides; or other shapes of the same first dimension and as many elements, each
+ *                   index of which is one contiguous block: the blocks are taken as they lie (packed key caches, whose x
+ *                   depends on the dtype)
  *   scale           one float; NULL: 1
  *   kv_dtype        "fp8", "fp8_e4m3", "fp8_e5m2" */
 PYKV_API pykv_status pykv_convert_fp8(DLTensor* output, const DLTensor* input, const DLTensor* scale,
@@ -233,8 +292,8 @@ PYKV_API pykv_status pykv_convert_fp8(DLTensor* output, const DLTensor* input, c
 /* q_out = concat(ql_nope, q_pe) along the last dimension, bit by bit.
  *   ql_nope   [num_tokens, num_heads, kv_lora_rank]               any dtype; any strides, as for the others
  *   q_pe      [num_tokens, num_heads, rope_size]                  the same dtype
- *   q_out     [num_tokens, num_heads, kv_lora_rank + rope_size]   the same dtype
- * ql_nope may be q_out[:, :, :kv_lora_rank] itself: then q_pe alone is copied.  Otherwise the arrays must not overlap. */
+ *   q_out     [num_tokens, >= num_heads, kv_lora_rank + rope_size]   the same dtype; heads beyond num_heads stay as they are
+ * ql_nope may be q_out[:, :num_heads, :kv_lora_rank] itself: then q_pe alone is copied.  Otherwise the arrays must not overlap. */
 PYKV_API pykv_status pykv_concat_mla_q(const DLTensor* ql_nope, const DLTensor* q_pe, DLTensor* q_out, void* stream);
 
 #endif /* PYKV_CACHE_H_ */
