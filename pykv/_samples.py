@@ -150,7 +150,7 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         "scales": floats(3, 2, seed=1),
         "group_size": 4,
     },
-    "silu_and_mul_with_clamp": lambda: gated("result", limit=7.0),
+    "silu_and_mul_with_clamp": lambda: gated("result", limit=0.7, alpha=1.702, beta=1.0),
     "mul_and_silu": lambda: gated("out"),
     "gelu_and_mul": lambda: gated("out"),
     "gelu_tanh_and_mul": lambda: gated("out"),
@@ -158,10 +158,18 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     "fatrelu_and_mul": lambda: gated("out", threshold=0.1),
     "swigluoai_and_mul": lambda: gated("out"),
     "swiglustep_and_mul": lambda: gated("out"),
+    "situ_and_mul": lambda: gated("out", beta=2.0, linear_beta=1.5),
+    "masked_moe_activation": lambda: {
+        "out": floats(2, 3, 8, seed=1),
+        "input": floats(2, 3, 16),
+        "valid_token_counts": np.array([2, 5], np.int32),
+        "activation": "silu",
+    },
     "gelu_new": ungated,
     "gelu_fast": ungated,
     "gelu_quick": ungated,
     "relu2": ungated,
+    "relu_squared": ungated,
     "xielu": lambda: ungated(alpha_p=floats(1), alpha_n=floats(1)),
     "rms_norm": lambda: ungated(weight=floats(8)),
     "fused_add_rms_norm": lambda: added(weight=floats(8)),
@@ -233,6 +241,23 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         | {"cos_sin_cache": floats(5, HEAD_SIZE), "is_neox": True}
         | flash_caches()
         | {"slot_mapping": ids(5, -1, 17)}
+    ),
+    "fused_qknorm_rope_cache": lambda: (
+        {
+            "q_out": floats(3, HEADS * HEAD_SIZE),
+            "k_out": floats(3, KV_HEADS * HEAD_SIZE),
+            "v_out": floats(3, KV_HEADS * HEAD_SIZE, seed=1),
+            "qkv": floats(3, (HEADS + 2 * KV_HEADS) * HEAD_SIZE),
+            "q_weight": floats(HEAD_SIZE, seed=1),
+            "k_weight": floats(HEAD_SIZE, seed=2),
+            "cos": floats(5, HEAD_SIZE // 2, seed=3),
+            "sin": floats(5, HEAD_SIZE // 2, seed=4),
+            "positions": ids(0, 4, 2),
+            "slot_mapping": ids(5, -1, 17),
+        }
+        | {name[0] + "_cache": cache for name, cache in flash_caches().items()}
+        | {"head_dim": HEAD_SIZE, "num_q_heads": HEADS, "num_kv_heads": KV_HEADS, "rotary_pairs": HEAD_SIZE // 2}
+        | {"epsilon": 1e-6}
     ),
     "copy_blocks": lambda: {
         "key_caches": [flash_caches()["key_cache"] for _ in range(2)],

@@ -17,7 +17,8 @@ from pykv._types import Array, ScalarOrArray, Stream
 def silu_and_mul(result: Array, input: Array, *, stream: Stream = None) -> None:
     """Multiply the second half of each row by ``silu`` of the first: ``result = silu(a) * b``, ``input = [a, b]``.
 
-    ``silu(a) = a / (1 + exp(-a))`` is computed in fp32 and rounded to the dtype, and so is the product.
+    ``silu(a) = a / (1 + exp(-a))`` is computed in fp32 and rounded to the dtype, and so is the product.  ``b = -0``
+    counts as 0.
 
     Args:
         result: ``[..., width]``, dtype of ``input``; written.  May be the memory of ``a`` (or of ``b``) itself.
@@ -76,8 +77,8 @@ def silu_and_mul_per_block_quant(
         scales: ``[num_tokens, width / group_size]`` float32, any strides; written.
         group_size: elements that share a scale; divides ``width``.
         scale_ub: the largest scale, for float8_e4m3fn.
-        is_scale_transposed: ``scales`` must be the transpose of a contiguous array (which is no more than a check:
-            strides are honoured anyway).
+        is_scale_transposed: ``scales`` must be the transpose of a contiguous array, or that array itself,
+            ``[width / group_size, num_tokens]``.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
@@ -90,7 +91,8 @@ def silu_and_mul_per_block_quant(
 def gelu_tanh_and_mul(out: Array, input: Array, *, stream: Stream = None) -> None:
     """Multiply the second half of each row by the tanh form of ``gelu`` of the first; all else as :func:`silu_and_mul`.
 
-    ``gelu(a) = a / 2 * (1 + tanh(sqrt(2 / pi) * (a + 0.044715 * a**3)))`` (arXiv:1606.08415).
+    ``gelu(a) = a / 2 * (1 + tanh(sqrt(2 / pi) * (a + 0.044715 * a**3)))`` (arXiv:1606.08415), of which fp32 leaves few
+    digits below ``a = -4``.
     """
 
 
@@ -100,10 +102,14 @@ def mul_and_silu(out: Array, input: Array, *, stream: Stream = None) -> None:
 
 
 @operation(result=half_rows_of("input"))
-def silu_and_mul_with_clamp(result: Array, input: Array, limit: float, *, stream: Stream = None) -> None:
-    """Compute ``result = silu(min(a, limit)) * clamp(b, -limit, limit)``; all else as :func:`silu_and_mul`.
+def silu_and_mul_with_clamp(
+    result: Array, input: Array, limit: float, alpha: float = 1.0, beta: float = 0.0, *, stream: Stream = None
+) -> None:
+    """Compute ``result = g / (1 + exp(-alpha * g)) * (clamp(b, -limit, limit) + beta)`` with ``g = min(a, limit)``.
 
-    ``limit`` is rounded to the dtype.  NaN in ``a`` or ``b`` is taken for ``limit``.
+    ``g``, the quotient and the product are rounded to the dtype, the sum is fp32.  NaN in ``a`` or ``b`` is taken for
+    ``limit``.  All else is as in :func:`silu_and_mul`; ``alpha = 1.702`` and ``beta = 1`` make it
+    :func:`swigluoai_and_mul` of separate halves, but for roundings.
     """
 
 
@@ -111,7 +117,7 @@ def silu_and_mul_with_clamp(result: Array, input: Array, limit: float, *, stream
 def gelu_and_mul(out: Array, input: Array, *, stream: Stream = None) -> None:
     """Multiply the second half of each row by ``gelu`` of the first; all else as :func:`silu_and_mul`.
 
-    ``gelu(a) = a / 2 * (1 + erf(a / sqrt(2)))`` (arXiv:1606.08415).
+    ``gelu(a) = a / 2 * (1 + erf(a / sqrt(2)))`` (arXiv:1606.08415), of which fp32 leaves few digits below ``a = -4``.
     """
 
 
@@ -164,6 +170,59 @@ def swiglustep_and_mul(out: Array, input: Array, limit: float = 7.0, *, stream: 
     """
 
 
+@operation(out=half_rows_of("input"))
+def situ_and_mul(
+    out: Array, input: Array, beta: float = 1.0, linear_beta: float = -1.0, *, stream: Stream = None
+) -> None:
+    """Compute ``out = beta * tanh(a / beta) / (1 + exp(-a)) * u``, ``input = [a, b]``, in fp32, rounded once.
+
+    ``u = linear_beta * tanh(b / linear_beta)``, or ``b`` where ``linear_beta`` is not positive.  Shapes and dtypes are
+    those of :func:`silu_and_mul`.
+    """
+
+
+@operation()
+def masked_moe_activation(
+    out: Array,
+    input: Array,
+    valid_token_counts: Array,
+    activation: str,
+    clamp_limit: float = 0.0,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    situ_beta: float = 1.0,
+    situ_linear_beta: float = -1.0,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Apply an activation to those rows of each expert that its tokens fill; the other rows of ``out`` stay.
+
+    These are products of two halves of each row: ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"situ"``, ``"swigluoai"``
+    and ``"swiglustep"``, which are the operation with ``_and_mul`` behind its name, and ``"silu_with_clamp"`` and
+    ``"swigluoai_uninterleave"``, which are both :func:`silu_and_mul_with_clamp`.  ``"silu_no_mul"``,
+    ``"gelu_no_mul"`` and ``"gelu_tanh_no_mul"`` are the first factor alone, rounded once; ``"relu2_no_mul"`` is
+    :func:`relu_squared`.
+
+    Args:
+        out: ``[num_rows, width]`` or ``[num_experts, num_rows, width]``, dtype of ``input``; written.
+        input: float32, float16 or bfloat16; the shape of ``out``, with ``2 * width`` where there is a product.
+        valid_token_counts: ``[1]`` or ``[num_experts]`` int32 or int64: so many rows of an expert, the first ones, are
+            computed.  Clamped to 0 ... ``num_rows``.
+        activation: its name.
+        clamp_limit: ``limit`` of ``"silu_with_clamp"``, ``"swigluoai_uninterleave"``, ``"swigluoai"`` and
+            ``"swiglustep"``.
+        alpha: of the first three of these.
+        beta: of the first two.
+        situ_beta: ``beta`` of ``"situ"``.
+        situ_linear_beta: its ``linear_beta``.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides, devices or the name do not fit.
+        TypeError: dtypes do not fit.
+    """
+
+
 @operation(out=like("input"))
 def gelu_new(out: Array, input: Array, *, stream: Stream = None) -> None:
     """Apply ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))`` to each element, in fp32, rounded once.
@@ -191,7 +250,12 @@ def gelu_quick(out: Array, input: Array, *, stream: Stream = None) -> None:
 
 @operation(out=like("input"))
 def relu2(out: Array, input: Array, *, stream: Stream = None) -> None:
-    """Apply ``max(x, 0) ** 2`` to each element; all else as :func:`gelu_new`."""
+    """Apply ``max(x, 0) ** 2`` to each element, NaN staying; all else as :func:`gelu_new`."""
+
+
+@operation(out=like("input"))
+def relu_squared(out: Array, input: Array, *, stream: Stream = None) -> None:
+    """Apply ``max(x, 0) ** 2`` to each element, as :func:`relu2`, but NaN gives 0."""
 
 
 @operation(out=like("input"))

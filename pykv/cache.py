@@ -137,6 +137,75 @@ def rotary_and_cache(
     """
 
 
+def _heads_of_qkv(count: str) -> Rule:
+    def make(arguments: Mapping[str, Any]) -> Spec:
+        (tokens, _), dtype = arguments["qkv"]
+        return Spec((tokens, arguments[count] * arguments["head_dim"]), dtype)
+
+    return Rule(make)
+
+
+@operation(q_out=_heads_of_qkv("num_q_heads"), k_out=_heads_of_qkv("num_kv_heads"), v_out=_heads_of_qkv("num_kv_heads"))
+def fused_qknorm_rope_cache(
+    q_out: Array,
+    k_out: Array,
+    v_out: Array,
+    qkv: Array,
+    q_weight: Array,
+    k_weight: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array,
+    slot_mapping: Array,
+    k_cache: Array,
+    v_cache: Array,
+    head_dim: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    rotary_pairs: int,
+    epsilon: float,
+    norm_weight_bias: float = 0.0,
+    kv_cache_dtype: str = "auto",
+    k_scale: ScalarOrArray | None = None,
+    v_scale: ScalarOrArray | None = None,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Split ``qkv`` into heads: norm those of queries and keys, rotate them, and cache keys and values.
+
+    A query or key head ``x`` becomes ``x * r * (weight + norm_weight_bias)`` with
+    ``r = 1 / sqrt(sum(x**2) / head_dim + epsilon)``, in fp32 and rounded to the dtype; then it is rotated in NeoX style
+    and rounded again (:func:`fused_qk_norm_rope` rounds once).  Value heads are copied.  ``k_out`` and ``v_out`` go to
+    the cache as by :func:`reshape_and_cache_flash`.  Two launches on a GPU.
+
+    Args:
+        q_out: ``[num_tokens, num_q_heads * head_dim]`` or ``[num_tokens, num_q_heads, head_dim]``, dtype of ``qkv``;
+            written.
+        k_out, v_out: the same with ``num_kv_heads``; written.
+        qkv: ``[num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim]`` float32, float16 or bfloat16; not changed.
+        q_weight, k_weight: ``[head_dim]`` float32, float16 or bfloat16, both of one dtype.
+        cos, sin: ``[max_position, >= rotary_pairs]`` float32, float16 or bfloat16, both of one dtype, with one row
+            stride: halves of a ``cos_sin_cache``, or arrays of their own.
+        positions: ``[num_tokens]`` int32 or int64.
+        slot_mapping: at most ``[num_tokens]`` int32 or int64: the slot of each token.  A token without one (beyond its
+            end, or negative) is not cached.
+        k_cache, v_cache: as for :func:`reshape_and_cache_flash`; written.
+        head_dim: elements of a head.
+        num_q_heads, num_kv_heads: heads of queries, and of keys or of values.
+        rotary_pairs: element ``i`` of a head is rotated with element ``i + rotary_pairs``; 0: none is.
+        epsilon: added to the mean square.
+        norm_weight_bias: added to the weights (1 for Gemma).
+        kv_cache_dtype, k_scale, v_scale: as for :func:`reshape_and_cache`.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: a shape, a stride or an option is wrong.  Also for a position outside ``cos``, whose token was not
+            rotated, but normed and cached, and for a slot beyond the cache, which was skipped (CPU: at once; CUDA: by
+            ``pykv.check_errors()``).
+        TypeError: a dtype is wrong.
+    """
+
+
 @operation()
 def copy_blocks(
     key_caches: Sequence[Array], value_caches: Sequence[Array], block_mapping: Array, *, stream: Stream = None

@@ -50,7 +50,14 @@ def elementwise(activation: Callable[[np.ndarray], np.ndarray]) -> Callable[[Any
 
 def silu_and_mul_with_clamp(a: Any) -> Results:
     gate, up = halves(a)
-    return {"result": act.silu(np.minimum(gate, a.limit)) * np.clip(up, -a.limit, a.limit)}
+    gate = np.minimum(gate, a.limit)
+    return {"result": gate / (1 + np.exp(-a.alpha * gate)) * (np.clip(up, -a.limit, a.limit) + a.beta)}
+
+
+def masked_moe_activation(a: Any) -> Results:
+    gate, up = halves(a)
+    valid = np.arange(a.input.shape[1]) < a.valid_token_counts[:, None]
+    return {"out": np.where(valid[..., None], act.silu(gate) * up, a.out)}
 
 
 def gelu_and_mul_sparse(a: Any) -> Results:
@@ -159,6 +166,15 @@ def rotary_and_cache(a: Any) -> Results:
     return {"query": rotated(a.query, a.positions, a), "key": a.key} | into_caches(cache.reshape_and_cache_flash)(a)
 
 
+def fused_qknorm_rope_cache(a: Any) -> Results:
+    q, k, v = np.split(a.qkv.reshape(3, -1, a.head_dim).astype(np.float64), [4, 6], axis=1)
+    table = np.concatenate([a.cos, a.sin], axis=1)
+    q = rotary_embedding(a.positions, norm.rms_norm(q, a.q_weight, a.epsilon), table, True)
+    k = rotary_embedding(a.positions, norm.rms_norm(k, a.k_weight, a.epsilon), table, True)
+    cache.reshape_and_cache_flash(k, v, a.k_cache, a.v_cache, a.slot_mapping)
+    return {"q_out": q, "k_out": k, "v_out": v, "k_cache": a.k_cache, "v_cache": a.v_cache}
+
+
 def copied(*names: str) -> Callable[[Any], Results]:
     def expected(a: Any) -> Results:
         for name in names:
@@ -255,10 +271,13 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
     "fatrelu_and_mul": lambda a: gated(lambda x: np.where(x > a.threshold, x, 0))(a),
     "swigluoai_and_mul": swigluoai_and_mul,
     "swiglustep_and_mul": swiglustep_and_mul,
+    "situ_and_mul": lambda a: {"out": act.situ(*halves(a), a.beta, a.linear_beta)},
+    "masked_moe_activation": masked_moe_activation,
     "gelu_new": elementwise(act.gelu_tanh),
     "gelu_fast": elementwise(act.gelu_tanh),
     "gelu_quick": elementwise(act.gelu_quick),
     "relu2": elementwise(act.relu2),
+    "relu_squared": elementwise(act.relu2),
     "xielu": lambda a: {"out": act.xielu(a.input.astype(np.float64), a.alpha_p, a.alpha_n)},
     "rms_norm": lambda a: {"out": norm.rms_norm(a.input, a.weight, EPSILON)},
     "fused_add_rms_norm": fused_add(lambda weight: weight),
@@ -285,6 +304,7 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
     "reshape_and_cache": into_caches(cache.reshape_and_cache),
     "reshape_and_cache_flash": into_caches(cache.reshape_and_cache_flash),
     "rotary_and_cache": rotary_and_cache,
+    "fused_qknorm_rope_cache": fused_qknorm_rope_cache,
     "copy_blocks": copied("key_caches", "value_caches"),
     "copy_blocks_mla": copied("kv_caches"),
     "swap_blocks": lambda a: {"dst": swap(a, a.src, a.dst)},

@@ -18,6 +18,7 @@ from pykv import fatrelu_and_mul as fatrelu_and_mul
 from pykv import fused_add_rms_norm as fused_add_rms_norm
 from pykv import fused_add_rms_norm_static_fp8_quant as fused_add_rms_norm_static_fp8_quant
 from pykv import fused_qk_norm_rope as fused_qk_norm_rope
+from pykv import fused_qknorm_rope_cache as fused_qknorm_rope_cache
 from pykv import gather_and_maybe_dequant_cache as gather_and_maybe_dequant_cache
 from pykv import gelu_and_mul as gelu_and_mul
 from pykv import gelu_and_mul_sparse as gelu_and_mul_sparse
@@ -29,6 +30,7 @@ from pykv import gemma_fused_add_rms_norm as gemma_fused_add_rms_norm
 from pykv import gemma_rms_norm as gemma_rms_norm
 from pykv import indexer_k_quant_and_cache as indexer_k_quant_and_cache
 from pykv import layer_norm as layer_norm
+from pykv import masked_moe_activation as masked_moe_activation
 from pykv import merge_attn_states as merge_attn_states
 from pykv import merge_attn_states_n as merge_attn_states_n
 from pykv import mrope as mrope
@@ -37,6 +39,7 @@ from pykv import paged_attention as paged_attention
 from pykv import paged_attention_v1 as paged_attention_v1
 from pykv import paged_attention_v2 as paged_attention_v2
 from pykv import relu2 as relu2
+from pykv import relu_squared as relu_squared
 from pykv import reshape_and_cache as reshape_and_cache
 from pykv import reshape_and_cache_flash as reshape_and_cache_flash
 from pykv import rms_norm as rms_norm
@@ -50,6 +53,7 @@ from pykv import silu_and_mul as silu_and_mul
 from pykv import silu_and_mul_per_block_quant as silu_and_mul_per_block_quant
 from pykv import silu_and_mul_quant as silu_and_mul_quant
 from pykv import silu_and_mul_with_clamp as silu_and_mul_with_clamp
+from pykv import situ_and_mul as situ_and_mul
 from pykv import swap_blocks as swap_blocks
 from pykv import swap_blocks_batch as swap_blocks_batch
 from pykv import swap_blocks_layers as swap_blocks_layers

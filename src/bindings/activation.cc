@@ -14,9 +14,12 @@ void bind_activation(Module& m) {
   m.def<pykv_fatrelu_and_mul>("fatrelu_and_mul");
   m.def<pykv_swigluoai_and_mul>("swigluoai_and_mul");
   m.def<pykv_swiglustep_and_mul>("swiglustep_and_mul");
+  m.def<pykv_situ_and_mul>("situ_and_mul");
+  m.def<pykv_masked_moe_activation>("masked_moe_activation");
   m.def<pykv_gelu_new>("gelu_new");
   m.def<pykv_gelu_fast>("gelu_fast");
   m.def<pykv_gelu_quick>("gelu_quick");
   m.def<pykv_relu2>("relu2");
+  m.def<pykv_relu_squared>("relu_squared");
   m.def<pykv_xielu>("xielu");
 }

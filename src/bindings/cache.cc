@@ -6,6 +6,7 @@ void bind_cache(Module& m) {
   m.def<pykv_reshape_and_cache>("reshape_and_cache");
   m.def<pykv_reshape_and_cache_flash>("reshape_and_cache_flash");
   m.def<pykv_rotary_and_cache>("rotary_and_cache");
+  m.def<pykv_fused_qknorm_rope_cache>("fused_qknorm_rope_cache");
   m.def<pykv_copy_blocks>("copy_blocks");
   m.def<pykv_swap_blocks>("swap_blocks");
   m.def<pykv_swap_blocks_layers>("swap_blocks_layers");

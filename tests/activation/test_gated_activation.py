@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from activation.reference import assert_gated, gelu_tanh
+from activation.reference import assert_gated
 from hypothesis import given
 from hypothesis import strategies as st
 from rows import FLOATS, name_of, padded, random, turned
-from tolerance import assert_close
 
 import pykv
 
@@ -153,20 +152,3 @@ def test_rows_must_be_contiguous():
         pykv.silu_and_mul(np.zeros((3, 4), np.float32), np.zeros((8, 3), np.float32).T)
     with pytest.raises(ValueError, match="result: the last dimension must be contiguous"):
         pykv.silu_and_mul(np.zeros((4, 3), np.float32).T, np.zeros((3, 8), np.float32))
-
-
-@dtypes
-@pytest.mark.parametrize("width", [1, 33, 4096])
-def test_gelu_tanh_and_mul(array, dtype, width):
-    x = random((7, 2 * width), dtype, width)
-    out = array.output(np.full((7, width), np.nan, dtype))
-    pykv.gelu_tanh_and_mul(out, array.input(x))
-    gate, up = np.split(x.astype(np.float64), 2, axis=1)
-    assert_close(array.numpy(out), gelu_tanh(gate) * up, dtype)
-
-
-def test_gelu_tanh_and_mul_names_its_own_arguments(array):
-    with pytest.raises(
-        ValueError, match=r"gelu_tanh_and_mul: out: dimension 1 must equal width = 4, got shape \[3, 5\]"
-    ):
-        pykv.gelu_tanh_and_mul(array.output(np.zeros((3, 5), np.float32)), array.input(np.zeros((3, 8), np.float32)))

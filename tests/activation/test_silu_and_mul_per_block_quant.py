@@ -164,3 +164,22 @@ def test_what_does_not_fit_is_named(array, change, error, message):
             change.get("scale_ub"),
             change.get("transposed", False),
         )
+
+
+@pytest.mark.parametrize(("tokens", "groups"), [(7, 3), (3, 3), (1, 4), (5, 1), (1, 1)])
+def test_transposed_scales_in_storage_order(array, tokens, groups):
+    x = random((tokens, 2 * groups * 64), np.dtype(np.float16), 1)
+    codes, wanted = quantise(array, x, 64, INT8, transposed=True)
+    out, scales = array.output(np.zeros(codes.shape, np.int8)), array.output(np.zeros((groups, tokens), np.float32))
+    pykv.silu_and_mul_per_block_quant(out, array.input(x), scales, 64, None, True)
+    np.testing.assert_array_equal(array.numpy(out), codes)
+    np.testing.assert_array_equal(array.numpy(scales), wanted.T)
+
+
+def test_scales_in_storage_order_are_contiguous_and_only_where_transposed(array):
+    x, out = array.input(np.zeros((7, 384), np.float32)), array.output(np.zeros((7, 192), np.int8))
+    with pytest.raises(ValueError, match=r"scales: dimension 0 must equal num_tokens = 7, got shape \[3, 7\]"):
+        pykv.silu_and_mul_per_block_quant(out, x, array.output(np.zeros((3, 7), np.float32)), 64)
+    scales = array.output(padded(np.zeros((3, 7), np.float32), 1))
+    with pytest.raises(ValueError, match="scales: must be contiguous"):
+        pykv.silu_and_mul_per_block_quant(out, x, scales, 64, None, True)

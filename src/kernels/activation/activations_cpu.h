@@ -1,4 +1,4 @@
-// Activations of floats, within some units in the last place.
+// Activations of floats.
 #pragma once
 
 #include "activation/erfc.h"
@@ -6,9 +6,43 @@
 
 namespace pykv::PYKV_ISA {
 
-// x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u)), with u = sqrt(2 / pi) * (x + 0.044715 x^3).
+// Formulas, rounded at every step as accurate exp, erf and tanh are: others that compute them so give the same bits.
+
+// x / (1 + exp(-y)) for y infinite or NaN only where x is.
+template <class T>
+inline Pair<T> exactly_times_sigmoid(Pair<T> x, Pair<T> y) {
+  return x / (1.0f + each(-y, [](Floats v) { return exp(v); }));
+}
+
+template <class T>
+inline Pair<T> exact_silu(Pair<T> x) {
+  return exactly_times_sigmoid(x, x);
+}
+
+inline Floats with_sign_of(Floats magnitude, Floats x) {
+  return __builtin_bit_cast(Floats,
+                            __builtin_bit_cast(Words, magnitude) | (__builtin_bit_cast(Words, x) & 0x80000000u));
+}
+
+// tanh x: near zero x + x^3 p(x^2), where 1 - 2 / (exp(2 |x|) + 1) would cancel.
+inline Floats exact_tanh(Floats x) {
+  const Floats a = abs(x), s = x * x;
+  Floats p = s * -0.00590586412f + 0.0208053807f;
+  p = p * s - 0.0537866824f;
+  p = p * s + 0.133319582f;
+  p = p * s - 0.333332993f;
+  return a < 0.6f ? p * s * x + x : with_sign_of(1.0f - 2.0f / (exp(2.0f * a) + 1.0f), x);
+}
+
+// x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))
 template <class T>
 inline Pair<T> gelu_tanh(Pair<T> x) {
+  return each(x, [](Floats x) { return 0.5f * x * (1.0f + exact_tanh(0.79788456f * (x + 0.044715f * (x * x * x)))); });
+}
+
+// The same within some units in the last place, and quicker: x / (1 + exp(-2 u)).
+template <class T>
+inline Pair<T> quick_gelu_tanh(Pair<T> x) {
   return times_sigmoid(x, x * (1.5957691216057308f + 0.07135481282f * (x * x)));
 }
 
@@ -47,13 +81,31 @@ inline Floats normal_tail(Floats x) {
   return t * erfc_factor(t) * exp(-z * z);
 }
 
-// x * Phi(x), for the tail's sake not by erf, whose sum with 1 cancels.  -inf gives NaN, as the formula does.
+// x / 2 * (1 + erf(x / sqrt(2))).  erf is 1 - erfc, or near zero a polynomial, where that is not accurate enough (for bf16 it
+// is).
 template <class T>
 inline Pair<T> gelu(Pair<T> x) {
   return each(x, [](Floats x) {
-    const Floats tail = normal_tail<T>(x);
-    return x * (x < 0.0f ? tail : 1.0f - tail);
+    Floats erf = 1.0f - 2.0f * normal_tail<T>(x);
+    if constexpr (!__is_same(T, bf16)) {
+      const Floats z = abs(x) * 0.70710678f, s = z * z;
+      Floats p = s * -9.64151774e-06f + 0.000112569485f;
+      p = p * s - 0.000848282892f;
+      p = p * s + 0.00522094544f;
+      p = p * s - 0.0268654f;
+      p = p * s + 0.11283782f;
+      p = p * s - 0.376126384f;
+      p = p * s + 0.128379167f;
+      erf = z < 1.0f ? z * p + z : erf;
+    }
+    return 0.5f * x * (1.0f + with_sign_of(erf, x));
   });
+}
+
+// x * Phi(x) of x >= 0, within some units in the last place.
+template <class T>
+inline Pair<T> gelu_above_zero(Pair<T> x) {
+  return each(x, [](Floats x) { return x * (1.0f - normal_tail<T>(x)); });
 }
 
 }  // namespace pykv::PYKV_ISA

@@ -1,12 +1,12 @@
 #include "activation/elementwise_activation.h"
 
+#include "activation/activation_inputs.h"
 #include "core/call.h"
 #include "pykv/activation.h"
 
 namespace pykv {
-namespace {
 
-ElementwiseActivationArgs checked(Call& call, DLTensor* out, const DLTensor* input) {
+ElementwiseActivationArgs elementwise_args(Call& call, DLTensor* out, const DLTensor* input) {
   const Tensor x = call.read("input", input).rank_between(1, Tensor::kMaxRank).dtype(kFloats).contiguous_rows();
   const Tensor y = call.write("out", out).same_shape(x).like(x).contiguous_rows().no_overlap_within();
   return {
@@ -21,15 +21,18 @@ ElementwiseActivationArgs checked(Call& call, DLTensor* out, const DLTensor* inp
       .alpha_n = {},
       .beta = 0.0f,
       .eps = 0.0f,
+      .mask = {},
   };
 }
+
+namespace {
 
 using ElementwiseTwin = Twin<ElementwiseActivationArgs>;
 
 pykv_status activate(const char* op, DLTensor* out, const DLTensor* input, void* stream, ElementwiseTwin cpu,
                      ElementwiseTwin cuda) {
   return guarded(op, [&](Call& call) {
-    const ElementwiseActivationArgs args = checked(call, out, input);
+    const ElementwiseActivationArgs args = elementwise_args(call, out, input);
     if (args.num_rows == 0) return;
     call.run(stream, args, cpu, cuda);
   });
@@ -56,10 +59,14 @@ pykv_status pykv_relu2(DLTensor* out, const DLTensor* input, void* stream) {
   return activate("relu2", out, input, stream, relu2_cpu, PYKV_CUDA(relu2_cuda));
 }
 
+pykv_status pykv_relu_squared(DLTensor* out, const DLTensor* input, void* stream) {
+  return activate("relu_squared", out, input, stream, relu_squared_cpu, PYKV_CUDA(relu_squared_cuda));
+}
+
 pykv_status pykv_xielu(DLTensor* out, const DLTensor* input, const DLTensor* alpha_p, const DLTensor* alpha_n,
                        double beta, double eps, void* stream) {
   return guarded("xielu", [&](Call& call) {
-    ElementwiseActivationArgs args = checked(call, out, input);
+    ElementwiseActivationArgs args = elementwise_args(call, out, input);
     args.alpha_p = call.parameter("alpha_p", alpha_p);
     args.alpha_n = call.parameter("alpha_n", alpha_n);
     args.beta = static_cast<float>(beta);

@@ -10,9 +10,19 @@
 namespace pykv {
 namespace {
 
+struct Silu {
+  __device__ explicit Silu(const ElementwiseActivationArgs&) {}
+  __device__ float operator()(float x) const { return silu(x); }
+};
+
+struct Gelu {
+  __device__ explicit Gelu(const ElementwiseActivationArgs&) {}
+  __device__ float operator()(float x) const { return gelu(x); }
+};
+
 struct GeluTanh {
   __device__ explicit GeluTanh(const ElementwiseActivationArgs&) {}
-  __device__ float operator()(float x) const { return gelu_tanh(x); }
+  __device__ float operator()(float x) const { return quick_gelu_tanh(x); }
 };
 
 struct GeluQuick {
@@ -23,6 +33,11 @@ struct GeluQuick {
 struct Relu2 {
   __device__ explicit Relu2(const ElementwiseActivationArgs&) {}
   __device__ float operator()(float x) const { return x <= 0.0f ? 0.0f : x * x; }  // NaN stays
+};
+
+struct ReluSquared {
+  __device__ explicit ReluSquared(const ElementwiseActivationArgs&) {}
+  __device__ float operator()(float x) const { return fmaxf(x, 0.0f) * fmaxf(x, 0.0f); }  // NaN gives 0
 };
 
 // Below zero an * expm1(min(x, eps)) + (beta - an) * x: expm1 by its series near zero, where the difference would cancel.
@@ -68,6 +83,7 @@ __global__ __launch_bounds__(kTileThreads) void elementwise_activation_kernel(
   }
   have_ready(out);
   begin_dependent();
+  if (part.end > 0 && !args.mask.has(part.row)) return;
 
   V v[kVectors];
 #pragma unroll
@@ -101,6 +117,10 @@ void run(const char* op, const ElementwiseActivationArgs& args, const Launch& la
 
 }  // namespace
 
+void silu_cuda(const ElementwiseActivationArgs& args, const Launch& launch) { run<Silu>("silu", args, launch); }
+
+void gelu_cuda(const ElementwiseActivationArgs& args, const Launch& launch) { run<Gelu>("gelu", args, launch); }
+
 void gelu_tanh_cuda(const ElementwiseActivationArgs& args, const Launch& launch) {
   run<GeluTanh>("gelu_tanh", args, launch);
 }
@@ -110,6 +130,10 @@ void gelu_quick_cuda(const ElementwiseActivationArgs& args, const Launch& launch
 }
 
 void relu2_cuda(const ElementwiseActivationArgs& args, const Launch& launch) { run<Relu2>("relu2", args, launch); }
+
+void relu_squared_cuda(const ElementwiseActivationArgs& args, const Launch& launch) {
+  run<ReluSquared>("relu_squared", args, launch);
+}
 
 void xielu_cuda(const ElementwiseActivationArgs& args, const Launch& launch) { run<Xielu>("xielu", args, launch); }
 

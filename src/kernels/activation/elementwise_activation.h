@@ -1,6 +1,8 @@
-// An activation of every element.  The idea behind pykv_gelu_new, gelu_fast, gelu_quick, relu2 and xielu.
+// An activation of every element.  The idea behind pykv_gelu_new, gelu_fast, gelu_quick, relu2, relu_squared and xielu, and
+// behind what pykv_masked_moe_activation has without a product.
 #pragma once
 
+#include "activation/row_mask.h"
 #include "core/args.h"
 #include "cpu/isa.h"
 
@@ -17,7 +19,14 @@ struct ElementwiseActivationArgs {
 
   Parameter alpha_p, alpha_n;  // of xielu, and so are
   float beta, eps;
+  RowMask mask;
 };
+
+PYKV_CPU_TWIN(silu_cpu, ElementwiseActivationArgs)
+void silu_cuda(const ElementwiseActivationArgs& args, const Launch& launch);
+
+PYKV_CPU_TWIN(gelu_cpu, ElementwiseActivationArgs)
+void gelu_cuda(const ElementwiseActivationArgs& args, const Launch& launch);
 
 PYKV_CPU_TWIN(gelu_tanh_cpu, ElementwiseActivationArgs)
 void gelu_tanh_cuda(const ElementwiseActivationArgs& args, const Launch& launch);
@@ -27,6 +36,9 @@ void gelu_quick_cuda(const ElementwiseActivationArgs& args, const Launch& launch
 
 PYKV_CPU_TWIN(relu2_cpu, ElementwiseActivationArgs)
 void relu2_cuda(const ElementwiseActivationArgs& args, const Launch& launch);
+
+PYKV_CPU_TWIN(relu_squared_cpu, ElementwiseActivationArgs)
+void relu_squared_cuda(const ElementwiseActivationArgs& args, const Launch& launch);
 
 PYKV_CPU_TWIN(xielu_cpu, ElementwiseActivationArgs)
 void xielu_cuda(const ElementwiseActivationArgs& args, const Launch& launch);

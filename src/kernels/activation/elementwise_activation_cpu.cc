@@ -27,6 +27,7 @@ void run(const ElementwiseActivationArgs& args, Activation activation) {
       LineWriter writer(streamed);
       for (int64_t piece = begin; piece < end; ++piece) {
         const int64_t row = piece / pieces, start = piece % pieces * kPiece;
+        if (!args.mask.has(row)) continue;
         const T *input = input_at(piece), *next = input_at(std::min(piece + 1, end - 1));
         T* out = static_cast<T*>(args.out) + args.out_rows.offset(row) + start;
         write_pairs(writer, out, std::min(kPiece, args.width - start), streamed,
@@ -65,8 +66,16 @@ Floats expm1(Floats x) {
 
 }  // namespace
 
+void silu_cpu(const ElementwiseActivationArgs& args, const Launch&) {
+  run(args, [](auto x) { return exact_silu(x); });
+}
+
+void gelu_cpu(const ElementwiseActivationArgs& args, const Launch&) {
+  run(args, [](auto x) { return gelu(x); });
+}
+
 void gelu_tanh_cpu(const ElementwiseActivationArgs& args, const Launch&) {
-  run(args, [](auto x) { return gelu_tanh(x); });
+  run(args, [](auto x) { return quick_gelu_tanh(x); });
 }
 
 void gelu_quick_cpu(const ElementwiseActivationArgs& args, const Launch&) {
@@ -76,6 +85,12 @@ void gelu_quick_cpu(const ElementwiseActivationArgs& args, const Launch&) {
 void relu2_cpu(const ElementwiseActivationArgs& args, const Launch&) {
   run(args, [](auto x) {
     return each(x, [](Floats v) { return v <= 0.0f ? Floats{} : v * v; });  // NaN stays
+  });
+}
+
+void relu_squared_cpu(const ElementwiseActivationArgs& args, const Launch&) {
+  run(args, [](auto x) {
+    return each(x, [](Floats v) { return v > 0.0f ? v * v : Floats{}; });  // NaN gives 0
   });
 }
 

@@ -5,16 +5,15 @@
 #include <cstring>
 #include <utility>
 
+#include "activation/activation_inputs.h"
 #include "activation/gated_activation_sparse.h"
 #include "core/call.h"
 #include "pykv/activation.h"
 
 namespace pykv {
-namespace {
 
-// `quantised` results are codes, else numbers of the input's dtype.
-GatedActivationArgs checked(Call& call, const DLTensor* input, const char* result_name, DLTensor* result,
-                            bool quantised = false) {
+GatedActivationArgs gated_args(Call& call, const DLTensor* input, const char* result_name, DLTensor* result,
+                               bool quantised) {
   const Tensor x = call.read("input", input).rank_between(1, Tensor::kMaxRank).dtype(kFloats).contiguous_rows();
   if (x.size(-1) % 2 != 0)
     x.fail(PYKV_VALUE_ERROR, "the last dimension holds two halves and must be even, got shape %s",
@@ -42,11 +41,19 @@ GatedActivationArgs checked(Call& call, const DLTensor* input, const char* resul
       .width = width,
       .gate = 0,
       .up = width,
-      .alpha = 0.0f,
+      .alpha = 1.0f,
+      .beta = 0.0f,
       .limit = 0.0f,
       .scale = {},
+      .mask = {},
   };
 }
+
+void not_in_place(const GatedActivationArgs& args) {
+  if (args.result == args.input) fail(PYKV_VALUE_ERROR, "out: must not share memory with input");
+}
+
+namespace {
 
 using GatedTwin = Twin<GatedActivationArgs>;
 
@@ -55,7 +62,7 @@ template <class Change>
 pykv_status gate(const char* op, const char* result_name, DLTensor* result, const DLTensor* input, void* stream,
                  GatedTwin cpu, GatedTwin cuda, Change change) {
   return guarded(op, [&](Call& call) {
-    GatedActivationArgs args = checked(call, input, result_name, result);
+    GatedActivationArgs args = gated_args(call, input, result_name, result);
     if (args.num_rows == 0) return;
     change(args);
     call.run(stream, args, cpu, cuda);
@@ -87,7 +94,7 @@ pykv_status pykv_silu_and_mul(DLTensor* result, const DLTensor* input, void* str
 
 pykv_status pykv_silu_and_mul_quant(DLTensor* result, const DLTensor* input, const DLTensor* scale, void* stream) {
   return guarded("silu_and_mul_quant", [&](Call& call) {
-    GatedActivationArgs args = checked(call, input, "result", result, true);
+    GatedActivationArgs args = gated_args(call, input, "result", result, true);
     args.scale = call.parameter("scale", scale);
     if (args.num_rows == 0) return;
     call.run(stream, args, silu_and_mul_quant_cpu, PYKV_CUDA(silu_and_mul_quant_cuda));
@@ -99,10 +106,14 @@ pykv_status pykv_mul_and_silu(DLTensor* out, const DLTensor* input, void* stream
               [](GatedActivationArgs& args) { std::swap(args.gate, args.up); });
 }
 
-pykv_status pykv_silu_and_mul_with_clamp(DLTensor* result, const DLTensor* input, double limit, void* stream) {
+pykv_status pykv_silu_and_mul_with_clamp(DLTensor* result, const DLTensor* input, double limit, double alpha,
+                                         double beta, void* stream) {
   return gate("silu_and_mul_with_clamp", "result", result, input, stream, silu_and_mul_with_clamp_cpu,
-              PYKV_CUDA(silu_and_mul_with_clamp_cuda),
-              [=](GatedActivationArgs& args) { args.limit = static_cast<float>(limit); });
+              PYKV_CUDA(silu_and_mul_with_clamp_cuda), [=](GatedActivationArgs& args) {
+                args.limit = static_cast<float>(limit);
+                args.alpha = static_cast<float>(alpha);
+                args.beta = static_cast<float>(beta);
+              });
 }
 
 pykv_status pykv_gelu_and_mul(DLTensor* out, const DLTensor* input, void* stream) {
@@ -122,7 +133,7 @@ pykv_status pykv_fatrelu_and_mul(DLTensor* out, const DLTensor* input, double th
 pykv_status pykv_swigluoai_and_mul(DLTensor* out, const DLTensor* input, double alpha, double limit, void* stream) {
   return gate("swigluoai_and_mul", "out", out, input, stream, swigluoai_and_mul_cpu, PYKV_CUDA(swigluoai_and_mul_cuda),
               [=](GatedActivationArgs& args) {
-                if (args.result == args.input) fail(PYKV_VALUE_ERROR, "out: must not share memory with input");
+                not_in_place(args);
                 args.alpha = static_cast<float>(alpha);
                 args.limit = static_cast<float>(limit);
               });
@@ -134,10 +145,18 @@ pykv_status pykv_swiglustep_and_mul(DLTensor* out, const DLTensor* input, double
               [=](GatedActivationArgs& args) { args.limit = static_cast<float>(limit); });
 }
 
+pykv_status pykv_situ_and_mul(DLTensor* out, const DLTensor* input, double beta, double linear_beta, void* stream) {
+  return gate("situ_and_mul", "out", out, input, stream, situ_and_mul_cpu, PYKV_CUDA(situ_and_mul_cuda),
+              [=](GatedActivationArgs& args) {
+                args.beta = static_cast<float>(beta);
+                args.limit = static_cast<float>(linear_beta);
+              });
+}
+
 pykv_status pykv_gelu_and_mul_sparse(DLTensor* out, const DLTensor* input, double activation_sparsity,
                                      const char* approximate, void* stream) {
   return guarded("gelu_and_mul_sparse", [&](Call& call) {
-    const GatedActivationArgs args = checked(call, input, "out", out);
+    const GatedActivationArgs args = gated_args(call, input, "out", out);
     if (!(activation_sparsity > 0.0 && activation_sparsity < 1.0))
       fail(PYKV_VALUE_ERROR, "activation_sparsity: must lie between 0 and 1, both excluded, got %g",
            activation_sparsity);

@@ -1,6 +1,7 @@
 // An activation of one part of each row times the other part.  The idea behind all pykv_..._and_mul.
 #pragma once
 
+#include "activation/row_mask.h"
 #include "core/args.h"
 #include "cpu/isa.h"
 
@@ -18,8 +19,10 @@ struct GatedActivationArgs {
   int64_t gate,
       up;  // elements from the start of a row of input to what is activated, and to what it is multiplied with
 
-  float alpha, limit;  // of the activations that have them; limit is the threshold of fatrelu
-  Parameter scale;     // of a quantised result
+  float alpha, beta,
+      limit;        // of the activations that have them; limit is the threshold of fatrelu, linear_beta of situ
+  Parameter scale;  // of a quantised result
+  RowMask mask;
 };
 
 PYKV_CPU_TWIN(silu_and_mul_cpu, GatedActivationArgs)
@@ -45,5 +48,8 @@ void swigluoai_and_mul_cuda(const GatedActivationArgs& args, const Launch& launc
 
 PYKV_CPU_TWIN(swiglustep_and_mul_cpu, GatedActivationArgs)
 void swiglustep_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch);
+
+PYKV_CPU_TWIN(situ_and_mul_cpu, GatedActivationArgs)
+void situ_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch);
 
 }  // namespace pykv

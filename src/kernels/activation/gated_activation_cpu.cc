@@ -132,7 +132,8 @@ void multiply(T* to, const Piece<T, Element, false>& piece, const Piece<T, Eleme
         const int64_t begin = first + (at - to);
         each_pair(0, n, [=, up = piece.up + begin](int64_t i, int64_t count) {
           next.prefetch_up(begin + i);
-          put<kCodes>(at + i, load_pair<T>(activated + i, count) * load_pair<T>(up + i, count), count, past);
+          const Pair<T> factor = load_pair<T>(up + i, count) + 0.0f;  // -0 counts as 0
+          put<kCodes>(at + i, load_pair<T>(activated + i, count) * factor, count, past);
         });
       });
 }
@@ -153,6 +154,7 @@ void run(const GatedActivationArgs& args, MakeOp make_op) {
     parallel_for(args.num_rows * pieces, grain, [&](int64_t begin, int64_t end) {
       LineWriter writer(streamed);
       for (int64_t k = begin; k < end; ++k) {
+        if (!args.mask.has(k / pieces)) continue;
         const auto piece = piece_at(k), next = piece_at(std::min(k + 1, end - 1));
         const auto fill = [&](Element* to, int64_t first, int64_t size, bool past) {
           if constexpr (std::is_same_v<Element, T>) {
@@ -191,11 +193,11 @@ Pair<T> within(Pair<T> x, float limit) {
 }  // namespace
 
 void silu_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
-  run_activation(args, [](auto x) { return silu(x); });
+  run_activation(args, [](auto x) { return exact_silu(x); });
 }
 
 void silu_and_mul_quant_cpu(const GatedActivationArgs& args, const Launch&) {
-  const auto activation = [](auto x) { return silu(x); };
+  const auto activation = [](auto x) { return exact_silu(x); };
   if (args.result_dtype == DType::kInt8) {
     run_activation<InInt8>(args, activation);
   } else {
@@ -219,9 +221,12 @@ void fatrelu_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
 
 void silu_and_mul_with_clamp_cpu(const GatedActivationArgs& args, const Launch&) {
   run(args, [&]<class T>() {
-    // min(x, limit), rounded to T, is min(x, limit rounded to T)
-    const float limit = to_float(from_float<T>(plain(args.limit)));
-    return [=](Pair<T> a, Pair<T> b) { return rounded(silu(at_most(a, limit))) * within(b, limit); };
+    // a gate's min(x, limit), rounded to T, is min(x, limit rounded to T)
+    const float limit = plain(args.limit), gate_limit = to_float(from_float<T>(limit));
+    return [=, alpha = plain(args.alpha), beta = plain(args.beta)](Pair<T> a, Pair<T> b) {
+      const Pair<T> gate = at_most(a, gate_limit);
+      return rounded(exactly_times_sigmoid(gate, alpha * gate)) * (within(b, limit) + beta);
+    };
   });
 }
 
@@ -237,6 +242,17 @@ void swigluoai_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
 void swiglustep_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
   run(args, [&]<class T>() {
     return [limit = plain(args.limit)](Pair<T> a, Pair<T> b) { return at_most(silu(a), limit) * within(b, limit); };
+  });
+}
+
+void situ_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
+  const float beta = plain(args.beta), linear_beta = plain(args.limit);
+  const auto gate = [=](Floats x) {
+    return 0.5f * beta * exact_tanh(x * (1.0f / beta)) * (1.0f + exact_tanh(0.5f * x));
+  };
+  const auto up = [=](Floats x) { return linear_beta * exact_tanh(x * (1.0f / linear_beta)); };
+  run(args, [=]<class T>() {
+    return [=](Pair<T> a, Pair<T> b) { return each(a, gate) * (linear_beta > 0.0f ? each(b, up) : b); };
   });
 }
 

@@ -1,19 +1,24 @@
-// The gated activations with a limit or a threshold.  fminf and fmaxf take the number where the other is NaN, so that NaN
+// The gated activations with parameters.  fminf and fmaxf take the number where the other is NaN, so that NaN
 // becomes the limit.
 #include "activation/gated_activation.cuh"
 
 namespace pykv {
 namespace {
 
-// min(x, limit), rounded to T, is min(x, limit rounded to T).
+// A gate's min(x, limit), rounded to T, is min(x, limit rounded to T).
 template <class T>
 struct SiluAndMulWithClamp : Halves {
   static constexpr bool kPlain = false;
-  float limit, low;
+  float gate_limit, limit, alpha, beta;
   __device__ explicit SiluAndMulWithClamp(const GatedActivationArgs& args)
-      : limit(to_float(from_float<T>(args.limit))), low(to_float(from_float<T>(-args.limit))) {}
-  __device__ float activation(float x) const { return silu(fminf(x, limit)); }
-  __device__ float product(float activated, float up) const { return activated * fmaxf(fminf(up, limit), low); }
+      : gate_limit(to_float(from_float<T>(args.limit))), limit(args.limit), alpha(args.alpha), beta(args.beta) {}
+  __device__ float activation(float x) const {
+    x = fminf(x, gate_limit);
+    return times_sigmoid(x, alpha * x);
+  }
+  __device__ float product(float activated, float up) const {
+    return activated * (fmaxf(fminf(up, limit), -limit) + beta);
+  }
 };
 
 template <class T>
@@ -46,6 +51,22 @@ struct SwiglustepAndMul {
   __device__ float product(float activated, float up) const { return activated * fmaxf(fminf(up, limit), -limit); }
 };
 
+// beta * tanh(x / beta) * sigmoid(x), with the sigmoid as (1 + tanh(x / 2)) / 2; bounded by arithmetic.
+template <class T>
+struct SituAndMul {
+  static constexpr bool kInterleaved = false, kRounded = false, kPlain = false;
+  float half_beta, inverse_beta, linear_beta, inverse_linear_beta;
+  __device__ explicit SituAndMul(const GatedActivationArgs& args)
+      : half_beta(0.5f * args.beta),
+        inverse_beta(1.0f / args.beta),
+        linear_beta(args.limit),
+        inverse_linear_beta(1.0f / args.limit) {}
+  __device__ float activation(float x) const { return half_beta * tanhf(x * inverse_beta) * (1.0f + tanhf(0.5f * x)); }
+  __device__ float product(float activated, float up) const {
+    return activated * (linear_beta > 0.0f ? linear_beta * tanhf(up * inverse_linear_beta) : up);
+  }
+};
+
 }  // namespace
 
 void silu_and_mul_with_clamp_cuda(const GatedActivationArgs& args, const Launch& launch) {
@@ -62,6 +83,10 @@ void swigluoai_and_mul_cuda(const GatedActivationArgs& args, const Launch& launc
 
 void swiglustep_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch) {
   run_in_vectors<SwiglustepAndMul>("swiglustep_and_mul", args, launch);
+}
+
+void situ_and_mul_cuda(const GatedActivationArgs& args, const Launch& launch) {
+  run_in_vectors<SituAndMul>("situ_and_mul", args, launch);
 }
 
 }  // namespace pykv

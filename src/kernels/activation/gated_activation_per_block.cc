@@ -27,8 +27,16 @@ pykv_status pykv_silu_and_mul_per_block_quant(DLTensor* out, const DLTensor* inp
       fail(PYKV_VALUE_ERROR, "group_size: must be positive and divide width = %" PRId64 ", got %" PRId64,
            static_cast<int64_t>(width), group_size);
     Dim groups("num_groups", width / group_size);
-    const Tensor s = call.write("scales", scales).shape(tokens, groups).dtype({DType::kFloat32}).no_overlap_within();
-    if (is_scale_transposed && tokens > 1 && groups > 1 && s.stride(0) != 1)
+    Tensor s = call.write("scales", scales).rank(2).dtype({DType::kFloat32}).no_overlap_within();
+    // The storage of the transpose: where both shapes are one, strides tell whether it is it.
+    const bool in_storage_order = is_scale_transposed && s.size(0) == groups && s.size(1) == tokens &&
+                                  (s.size(0) != tokens || s.size(1) != groups || s.stride(1) == 1);
+    if (in_storage_order) {
+      s.contiguous();
+    } else {
+      s.shape(tokens, groups);
+    }
+    if (!in_storage_order && is_scale_transposed && tokens > 1 && groups > 1 && s.stride(0) != 1)
       s.fail(PYKV_VALUE_ERROR,
              "must be the transpose of a contiguous array where is_scale_transposed, got stride %" PRId64
              " for dimension 0",
@@ -43,8 +51,8 @@ pykv_status pykv_silu_and_mul_per_block_quant(DLTensor* out, const DLTensor* inp
         .scales = static_cast<float*>(s.data()),
         .out_rows = y.rows(),
         .input_rows = x.rows(),
-        .scales_row = s.stride(0),
-        .scales_group = s.stride(1),
+        .scales_row = s.stride(in_storage_order ? 1 : 0),
+        .scales_group = s.stride(in_storage_order ? 0 : 1),
         .num_rows = tokens,
         .width = width,
         .group_size = group_size,

@@ -39,7 +39,7 @@ __device__ float not_below_zero(float x) {
 #endif
 }
 
-// gelu (activations.cuh) of x >= 0, rounded to T later.
+// x * Phi(x), Phi the normal distribution, of x >= 0, rounded to T later.  By erfc(z) / 2, z = x / sqrt(2), as in erfc.h.
 template <class T>
 __device__ float gelu_above_zero(float x) {
   const float t = reciprocal(fmaf(x, 0.35355339f, 1.0f)), s = x * 0.84932180f;
@@ -114,7 +114,7 @@ __global__ __launch_bounds__(kPacks == 0 ? 1024 : 512) void gated_activation_spa
 #pragma unroll
     for (int i = 0; i < kPackSize<T>; ++i) {
       const float g = not_below_zero(x[i] - cut);
-      x[i] = kTanh ? gelu_tanh(g) : gelu_above_zero<T>(g);
+      x[i] = kTanh ? quick_gelu_tanh(g) : gelu_above_zero<T>(g);
     }
     auto y = round_to<T>(x);
     if constexpr (kInWords<T, kPackSize<T>>) {

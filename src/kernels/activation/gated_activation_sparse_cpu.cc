@@ -121,9 +121,9 @@ void gated_activation_sparse_cpu(const GatedActivationSparseArgs& args, const La
         const int64_t ahead = args.input_rows.offset(std::min(row + 1, end - 1)) - args.input_rows.offset(row);
         const float cut = cut_of(gate, n, plain(args.deviations));
         if (args.tanh) {
-          activate_row(writer, out, gate, gate + n, ahead, cut, n, streamed, [](auto x) { return gelu_tanh(x); });
+          activate_row(writer, out, gate, gate + n, ahead, cut, n, streamed, [](auto x) { return quick_gelu_tanh(x); });
         } else {
-          activate_row(writer, out, gate, gate + n, ahead, cut, n, streamed, [](auto x) { return gelu(x); });
+          activate_row(writer, out, gate, gate + n, ahead, cut, n, streamed, [](auto x) { return gelu_above_zero(x); });
         }
       }
       if (streamed) finish_streaming();

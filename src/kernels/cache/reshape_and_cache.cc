@@ -101,11 +101,11 @@ pykv_status run(const char* op, const char* report, bool packed, const ReshapeAn
 
 void take_inputs(ReshapeAndCacheArgs& args, Call& call, bool packed, const ReshapeAndCacheInputs& a) {
   Sizes d;
-  Tensor key = call.read("key", a.key).shape(d.rows, d.heads, d.head_size).dtype(kFloats);
+  Tensor key = call.read(a.names.key, a.key).shape(d.rows, d.heads, d.head_size).dtype(kFloats);
   Dim value_rows{"num_rows of value"};
-  Tensor value = call.read("value", a.value).shape(value_rows, d.heads, d.v_head_size).like(key);
-  Tensor key_cache = call.write("key_cache", a.key_cache).no_overlap_within();
-  Tensor value_cache = call.write("value_cache", a.value_cache).no_overlap_within();
+  Tensor value = call.read(a.names.value, a.value).shape(value_rows, d.heads, d.v_head_size).like(key);
+  Tensor key_cache = call.write(a.names.key_cache, a.key_cache).no_overlap_within();
+  Tensor value_cache = call.write(a.names.value_cache, a.value_cache).no_overlap_within();
 
   for (const Tensor* cache : {&key_cache, &value_cache})
     args.format = kv_format(a.kv_cache_dtype, *cache, key.type(), {KvFormat::kInt8, KvFormat::kNvfp4});

@@ -9,25 +9,6 @@
 namespace pykv {
 namespace {
 
-// [num_tokens, num_heads * head_size] seen as [num_tokens, num_heads, head_size]; other shapes as they are.
-struct Heads {
-  DLTensor tensor;
-  int64_t shape[3], strides[3];
-
-  Heads(const Tensor& x, const DLTensor& given, int64_t head_size) : tensor(given) {
-    if (x.ndim() != 2) return;
-    if (head_size == 0 || x.size(1) % head_size != 0)
-      x.fail(PYKV_VALUE_ERROR, "the last dimension must be a multiple of head_size = %" PRId64 ", got shape %s",
-             head_size, x.shape_string().c_str());
-    tensor.ndim = 3;
-    shape[0] = x.size(0), shape[1] = x.size(1) / head_size, shape[2] = head_size;
-    strides[0] = x.stride(0), strides[1] = head_size * x.stride(1), strides[2] = x.stride(1);
-    tensor.shape = shape;
-    tensor.strides = strides;
-  }
-  Heads(const Heads&) = delete;
-};
-
 // From the shape of a cache, flash or packed; other shapes are refused later.
 int64_t head_size_of(const Tensor& cache, bool packed, bool nvfp4, bool of_key) {
   if (!packed) return cache.ndim() != 4 ? 0 : nvfp4 ? cache.size(3) * 16 / 9 : cache.size(3);
@@ -54,7 +35,7 @@ pykv_status pykv_rotary_and_cache(const DLTensor* positions, DLTensor* query, DL
     const bool packed = k_cache.ndim() == 5;
     const bool nvfp4 = std::strcmp(kv_cache_dtype, "nvfp4") == 0;
     Dim head_size{"head_size", head_size_of(k_cache, packed, nvfp4, true)};
-    const Heads keys(k, *key, head_size), values(v, *value, head_size_of(v_cache, packed, nvfp4, false));
+    const HeadsView keys(k, *key, head_size), values(v, *value, head_size_of(v_cache, packed, nvfp4, false));
 
     RotaryAndCacheArgs args;
     args.cache.report = "rotary_and_cache: slot_mapping";

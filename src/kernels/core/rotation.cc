@@ -55,6 +55,7 @@ Rotation rotation_of(const char* report, Tensor positions, Tensor cos_sin_cache,
   r.position_token = positions.stride(-1);
   r.cos_sin_cache = cos_sin_cache.data();
   r.cache_stride = cos_sin_cache.stride(0);
+  r.sines = rotary_dim / 2;
   r.max_position = cos_sin_cache.size(0);
   r.num_tokens = positions.numel();
   r.seq = positions.size(-1);

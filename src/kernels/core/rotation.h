@@ -22,8 +22,9 @@ struct Rotation {
   RotaryHeads query, key;
   Index positions;  // of token (b, s) at b * position_batch + s * position_token
   int64_t position_batch, position_token;
-  const void* cos_sin_cache;  // [max_position, rotary_dim]
+  const void* cos_sin_cache;  // [max_position, rotary_dim]: cosines, then sines
   int64_t cache_stride;       // elements between two rows
+  int64_t sines;              // elements from a row's cosines to its sines
   int64_t max_position;
 
   int64_t num_tokens, seq;  // token t = (t / seq, t % seq)

@@ -137,7 +137,7 @@ class TokenRotator {
     if (!is_inside(position)) return false;
     dispatch<float, f16, bf16>(rotation_.cache_dtype, [&]<class C>() {
       const C* row = static_cast<const C*>(rotation_.cos_sin_cache) + position * rotation_.cache_stride;
-      keep_angles(row, row + half_);
+      keep_angles(row, row + rotation_.sines);
     });
     return true;
   }
@@ -153,7 +153,7 @@ class TokenRotator {
       for (int64_t i = 0; i < half_; ++i) {
         const C* row = rows[axes[i]];
         gathered_[i] = to_float(row[i]);
-        gathered_[half_ + i] = to_float(row[half_ + i]);
+        gathered_[half_ + i] = to_float(row[rotation_.sines + i]);
       }
     });
     keep_angles(gathered_.data(), gathered_.data() + half_);

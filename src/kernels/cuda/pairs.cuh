@@ -25,6 +25,11 @@ template <class T>
 __device__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   return as_word(__hmul2_rn(as_pair<T>(a), as_pair<T>(b)));
 }
+// The same numbers, but 0 for -0.
+template <class T>
+__device__ uint32_t plus_zero(uint32_t a) {
+  return as_word(__hadd2_rn(as_pair<T>(a), as_pair<T>(0u)));
+}
 // The larger ones of magnitudes; NaN is passed over.  The signs of the result mean nothing.
 template <class T>
 __device__ uint32_t larger_magnitudes(uint32_t a, uint32_t b) {

@@ -21,11 +21,11 @@ struct Angles {
 // kSize cosines and sines from frequency `i` on, of a position inside the cache.
 template <int kSize>
 __device__ Angles<kSize> load_angles(const Rotation& rotation, int64_t position, int i) {
-  const int half_dim = static_cast<int>(rotation.rotary_dim) / 2;
   const auto load = [&]<class C>() {
     using V = Vec<C, kSize>;
     const C* row = static_cast<const C*>(rotation.cos_sin_cache) + position * rotation.cache_stride;
-    const V cosines = load_vec<V>(row + i), sines = load_vec<V>(row + half_dim + i);  // both before either is used
+    const V cosines = load_vec<V>(row + i),
+            sines = load_vec<V>(row + rotation.sines + i);  // both before either is used
     return Angles<kSize>{to_floats(cosines), to_floats(sines)};
   };
   switch (rotation.cache_dtype) {
@@ -75,7 +75,7 @@ __device__ inline void prefetch_angles(const Rotation& rotation, int64_t at, int
   const int64_t size = static_cast<int64_t>(size_of(rotation.cache_dtype));
   const char* row = static_cast<const char*>(rotation.cos_sin_cache) + position * rotation.cache_stride * size;
   prefetch(row + i * size);
-  prefetch(row + (rotation.rotary_dim / 2 + i) * size);
+  prefetch(row + (rotation.sines + i) * size);
 }
 
 // In fp32, rounded once.  Contractions are spelled out, so that every kernel gives the same bits.
@@ -139,7 +139,7 @@ __device__ __forceinline__ void rotate_in_dtype(Vec<T, kSize>& low, Vec<T, kSize
 inline bool angles_fit(const Rotation& rotation, int count) {
   const int64_t half_dim = rotation.rotary_dim / 2, size = static_cast<int64_t>(size_of(rotation.cache_dtype));
   return half_dim % count == 0 && is_aligned(std::min<int64_t>(count * size, kAccessBytes), rotation.cos_sin_cache,
-                                             {rotation.cache_stride * size, half_dim * size});
+                                             {rotation.cache_stride * size, rotation.sines * size});
 }
 
 // Whether they are aligned in every head.

@@ -18,7 +18,7 @@
 #include "pykv/base.h"
 
 /* result = silu(a) * b, with a the first and b the second half of each row of input and silu(a) = a / (1 + exp(-a)).
- * silu is computed in fp32 and rounded to the dtype; so is the product.
+ * silu is computed in fp32 and rounded to the dtype; so is the product.  b = -0 counts as 0.
  *   result  [..., width]      dtype of input; may be the memory of a (or of b), with the strides of input
  *   input   [..., 2 * width]  float32 | float16 | bfloat16, at least 1 dimension                            */
 PYKV_API pykv_status pykv_silu_and_mul(DLTensor* result, const DLTensor* input, void* stream);
@@ -35,10 +35,11 @@ PYKV_API pykv_status pykv_silu_and_mul_quant(DLTensor* result, const DLTensor* i
  * 0.
  *   out         [num_tokens, width]               float8_e4m3fn, uint8 (which holds it) or int8
  *   input       [num_tokens, 2 * width]           float32 | float16 | bfloat16
- *   scales      [num_tokens, width / group_size]  float32, any strides; written
+ *   scales      [num_tokens, width / group_size]  float32, any strides; written.  Where is_scale_transposed it may also be
+ *               [width / group_size, num_tokens], contiguous: its transpose in storage order
  *   group_size  divides width
  *   scale_ub    float32, 1 element, on the host or on the device; for float8_e4m3fn; NULL: no bound
- *   is_scale_transposed  scales must be the transpose of a contiguous array                        */
+ *   is_scale_transposed  scales must be the transpose of a contiguous array, or that array itself  */
 PYKV_API pykv_status pykv_silu_and_mul_per_block_quant(DLTensor* out, const DLTensor* input, DLTensor* scales,
                                                        int64_t group_size, const DLTensor* scale_ub,
                                                        bool is_scale_transposed, void* stream);
@@ -49,11 +50,14 @@ PYKV_API pykv_status pykv_gelu_tanh_and_mul(DLTensor* out, const DLTensor* input
 /* out = a * silu(b): the second half of each row is activated. */
 PYKV_API pykv_status pykv_mul_and_silu(DLTensor* out, const DLTensor* input, void* stream);
 
-/* result = silu(min(a, limit)) * clamp(b, -limit, limit), with silu and the product rounded to the dtype.  limit is a
- * number of the dtype, the nearest one.  NaN in a or in b is taken for limit. */
-PYKV_API pykv_status pykv_silu_and_mul_with_clamp(DLTensor* result, const DLTensor* input, double limit, void* stream);
+/* result = g / (1 + exp(-alpha * g)) * (clamp(b, -limit, limit) + beta), with g = min(a, limit).  g, the quotient and the
+ * product are rounded to the dtype, the sum is fp32.  NaN in a or in b is taken for limit.  alpha = 1 and beta = 0 is silu;
+ * 1.702 and 1 is SwiGLU-OAI of separate halves. */
+PYKV_API pykv_status pykv_silu_and_mul_with_clamp(DLTensor* result, const DLTensor* input, double limit, double alpha,
+                                                  double beta, void* stream);
 
-/* out = gelu(a) * b, with gelu(a) = a / 2 * (1 + erf(a / sqrt(2))); roundings as in pykv_silu_and_mul. */
+/* out = gelu(a) * b, with gelu(a) = a / 2 * (1 + erf(a / sqrt(2))), of which fp32 leaves few digits below a = -4; roundings
+ * as in pykv_silu_and_mul. */
 PYKV_API pykv_status pykv_gelu_and_mul(DLTensor* out, const DLTensor* input, void* stream);
 
 /* out = gelu(max(a - cut, 0)) * b, with cut = mean(a) + c * std(a) of each row (the deviation of all its elements) and c
@@ -76,17 +80,39 @@ PYKV_API pykv_status pykv_swigluoai_and_mul(DLTensor* out, const DLTensor* input
 /* out = min(silu(a), limit) * clamp(b, -limit, limit), in fp32 and rounded once.  NaN in a or b is taken for limit. */
 PYKV_API pykv_status pykv_swiglustep_and_mul(DLTensor* out, const DLTensor* input, double limit, void* stream);
 
+/* out = G * U in fp32 and rounded once, with G = beta * tanh(a / beta) / (1 + exp(-a)) and U = linear_beta * tanh(b /
+ * linear_beta), or b where linear_beta is not positive; a and b as in pykv_silu_and_mul. */
+PYKV_API pykv_status pykv_situ_and_mul(DLTensor* out, const DLTensor* input, double beta, double linear_beta,
+                                       void* stream);
+
+/* An activation of the first valid_token_counts[e] rows of each expert e.  Counts are clamped to 0 ... num_rows; the other rows
+ * of out stay as they are.
+ *   out                 [num_rows, width] or [num_experts, num_rows, width], dtype of input
+ *   input               the same with 2 * width where the activation is a product of two halves, else as out
+ *   valid_token_counts  [1] or [num_experts] int32 | int64, on the device of the others
+ *   activation   "silu", "gelu", "gelu_tanh", "situ", "swigluoai", "swiglustep": the ..._and_mul of this name, with alpha,
+ *                clamp_limit for limit, situ_beta for beta and situ_linear_beta for linear_beta where it has those
+ *                "silu_with_clamp", "swigluoai_uninterleave": pykv_silu_and_mul_with_clamp, with clamp_limit, alpha, beta
+ *                "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul": the first factor alone, rounded once
+ *                "relu2_no_mul": pykv_relu_squared                                                                   */
+PYKV_API pykv_status pykv_masked_moe_activation(DLTensor* out, const DLTensor* input,
+                                                const DLTensor* valid_token_counts, const char* activation,
+                                                double clamp_limit, double alpha, double beta, double situ_beta,
+                                                double situ_linear_beta, void* stream);
+
 /* Activations of every element, in fp32 and rounded once.
  *   out    shape and dtype of input; may be input itself
  *   input  float32 | float16 | bfloat16, at least 1 dimension
  *
  * gelu_new and gelu_fast: x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))).
  * gelu_quick: x / (1 + exp(-1.702 * x)).
- * relu2: max(x, 0)^2. */
+ * relu2: max(x, 0)^2; NaN stays.
+ * relu_squared: the same, but NaN gives 0. */
 PYKV_API pykv_status pykv_gelu_new(DLTensor* out, const DLTensor* input, void* stream);
 PYKV_API pykv_status pykv_gelu_fast(DLTensor* out, const DLTensor* input, void* stream);
 PYKV_API pykv_status pykv_gelu_quick(DLTensor* out, const DLTensor* input, void* stream);
 PYKV_API pykv_status pykv_relu2(DLTensor* out, const DLTensor* input, void* stream);
+PYKV_API pykv_status pykv_relu_squared(DLTensor* out, const DLTensor* input, void* stream);
 
 /* out = ap * x^2 + beta * x where x > 0, else an * (expm1(min(x, eps)) - x) + beta * x, with ap = softplus(alpha_p) and
  * an = beta + softplus(alpha_n).

@@ -78,6 +78,30 @@ PYKV_API pykv_status pykv_rotary_and_cache(const DLTensor* positions, DLTensor* 
                                            const char* kv_cache_dtype, const DLTensor* k_scale, const DLTensor* v_scale,
                                            int64_t rope_dim_offset, void* stream);
 
+/* The heads of a fused buffer into arrays of their own, normed, rotated and cached.  Of each query and key head x first
+ * x * r * (weight + norm_weight_bias), r = 1 / sqrt(sum(x^2) / head_dim + epsilon), in fp32 and rounded to the dtype of qkv;
+ * then its NeoX rotation, rounded again.  Value heads are copied.  Then pykv_reshape_and_cache_flash of k_out and v_out.
+ *   q_out             [num_tokens, num_q_heads * head_dim] or [num_tokens, num_q_heads, head_dim]; dtype of qkv
+ *   k_out, v_out      the same with num_kv_heads
+ *   qkv               [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim]  f32 | f16 | bf16; not changed
+ *   q_weight, k_weight  [head_dim]                                  f32 | f16 | bf16, both of one dtype
+ *   cos, sin          [max_position, >= rotary_pairs]  f32 | f16 | bf16, both of one dtype, with one row stride
+ *   positions         [num_tokens]      int32 | int64
+ *   slot_mapping      [<= num_tokens]   int32 | int64; a token without a slot (beyond its end, or negative) is not cached
+ *   k_cache, v_cache  flash             as for pykv_reshape_and_cache_flash
+ *   rotary_pairs      element i of a head is rotated with element i + rotary_pairs, i < rotary_pairs <= head_dim / 2; 0: none
+ *   kv_cache_dtype, k_scale, v_scale    as for pykv_reshape_and_cache_flash
+ * Rows of all arrays are contiguous, other strides free.  A position outside [0, max_position) is reported, and its token
+ * not rotated, but normed and cached. */
+PYKV_API pykv_status pykv_fused_qknorm_rope_cache(DLTensor* q_out, DLTensor* k_out, DLTensor* v_out, const DLTensor* qkv,
+                                                  const DLTensor* q_weight, const DLTensor* k_weight,
+                                                  const DLTensor* cos, const DLTensor* sin, const DLTensor* positions,
+                                                  const DLTensor* slot_mapping, DLTensor* k_cache, DLTensor* v_cache,
+                                                  int64_t head_dim, int64_t num_q_heads, int64_t num_kv_heads,
+                                                  int64_t rotary_pairs, double epsilon, double norm_weight_bias,
+                                                  const char* kv_cache_dtype, const DLTensor* k_scale,
+                                                  const DLTensor* v_scale, void* stream);
+
 /* cache[to] = cache[from] for each row (from, to) of block_mapping and each of the key and value caches.
  *   key_caches, value_caches   one cache [NB, ...] a layer each; any dtype and layout, NB alike in all of them
  *   block_mapping              [num_pairs, 2]  int32 | int64, on the host or on the device of the caches
