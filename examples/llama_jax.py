@@ -1,7 +1,8 @@
 """The model of llama.py for JAX: a step is one function of weights, batch and caches, compiled by `jax.jit`.
 
-JAX arrays are immutable, so the caches go into the step and come out of it; donated, they are the same memory.  A new
-shape is compiled anew: batches are padded up to powers of two, so that there are few.
+JAX arrays are immutable, so the caches go into the step and come out of it; donated, they are the same memory, and
+`PagedKVCache.replace_caches` takes them back.  A new shape is compiled anew: batches are padded up to powers of two, so
+that there are few.
 """
 
 from __future__ import annotations
@@ -18,45 +19,12 @@ from arrays import Array, Host, JaxArrays
 from llama import Batch, Config, Layer, Llama
 
 import pykv.jax
-from pykv.block_pool import Sequences
 
 LEAST = 8  # no padded size is smaller
 ops: Any = pykv.jax  # its functions are made when it is imported
 
 jax.tree_util.register_dataclass(Batch, [f.name for f in fields(Batch)], [])
 jax.tree_util.register_dataclass(Layer, [f.name for f in fields(Layer) if f.name != "window"], ["window"])
-
-
-class JaxCache:
-    """As `pykv.PagedKVCache`, from whose parts it is made, with caches that a step replaces."""
-
-    def __init__(self, config: Config, num_blocks: int, block_size: int, dtype: str, device: Any):
-        self.num_blocks, self.block_size, self.dtype = num_blocks, block_size, dtype
-        self.kv_cache_dtype = "auto" if dtype in ("float32", "float16", "bfloat16") else dtype
-        self._sequences = Sequences(num_blocks, block_size)
-        shape = (num_blocks, block_size, config.num_kv_heads, config.head_size)
-        storage = dtype if self.kv_cache_dtype == "auto" else "uint8"
-        self.key_caches, self.value_caches = (
-            [jnp.zeros(shape, storage, device=device) for _ in range(config.num_layers)] for _ in range(2)
-        )
-        self.free, self.fork = self._sequences.free, self._sequences.fork
-        self.block_tables, self.seq_lens = self._sequences.block_tables, self._sequences.seq_lens
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self._sequences.pool.num_free
-
-    @property
-    def usage(self) -> float:
-        return 1 - self.num_free_blocks / self.num_blocks
-
-    def append(self, ids: list[int], counts: Any) -> Host:
-        """Slots for new tokens; a block that others read too is copied first."""
-        plan = self._sequences.plan_append(ids, counts)
-        if plan.copies.size:
-            self.key_caches, self.value_caches = _copy_blocks(self.key_caches, self.value_caches, plan.copies)
-        self._sequences.commit(plan)
-        return plan.slots
 
 
 class JaxLlama(Llama):
@@ -69,15 +37,12 @@ class JaxLlama(Llama):
             "cos_sin": jax.device_put(self.cos_sin, arrays.device),
         }
 
-    def make_cache(self, num_blocks: int, block_size: int = 16, kv_dtype: str = "auto") -> JaxCache:
-        dtype = self.arrays.dtype if kv_dtype == "auto" else kv_dtype
-        return JaxCache(self.config, num_blocks, block_size, dtype, self.arrays.device)
-
-    def forward(self, batch: Batch, cache: JaxCache) -> Array:
-        keys, values = cache.key_caches, cache.value_caches
-        logits, cache.key_caches, cache.value_caches = _step(
-            self.config, cache.kv_cache_dtype, self.weights, self.layers, _padded(batch), keys, values
-        )
+    def forward(self, batch: Batch, cache: pykv.PagedKVCache) -> Array:
+        logits, keys, values = _step(
+            self.config, cache.kv_cache_dtype, self.weights, self.layers, _padded(batch),
+            cache.key_caches, cache.value_caches,
+        )  # fmt: skip
+        cache.replace_caches(keys, values)
         return logits[: len(batch.wanted)]
 
 
@@ -104,11 +69,6 @@ def _padded(batch: Batch) -> Batch:
 
 def _power_of_two(n: int) -> int:
     return max(LEAST, 1 << (n - 1).bit_length())
-
-
-@partial(jax.jit, donate_argnums=(0, 1))
-def _copy_blocks(keys: list[Array], values: list[Array], pairs: Array) -> tuple[list[Array], list[Array]]:
-    return ops.copy_blocks(keys, values, pairs)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(5, 6))

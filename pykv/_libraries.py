@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import mmap
 import sys
 import weakref
@@ -18,8 +19,32 @@ from pykv._side_stream import CupySideStream, SideStream, TorchSideStream
 from pykv._types import Stream
 
 
+class ReplacedBlocks(Protocol):
+    """Copies of blocks in lists of arrays that never change: each list gets new arrays in their place, all at once.
+
+    Pairs are (source, destination); arrays on the host, [blocks, bytes], are written as they are.
+    """
+
+    def copy_blocks(self, caches: list[Any], pairs: npt.NDArray[np.int64]) -> None:
+        """From block to block of each cache."""
+
+    def get_blocks(self, caches: list[Any], host: list[Any], pairs: npt.NDArray[np.int64]) -> None:
+        """From each cache to an array on the host."""
+
+    def put_blocks(self, host: list[Any], caches: list[Any], pairs: npt.NDArray[np.int64]) -> None:
+        """The other way round."""
+
+
 class Library(Protocol):
-    """Where arrays are made: an array library and one of its devices."""
+    """Where arrays are made: an array library and one of its devices.  It can be pickled."""
+
+    @property
+    def has_strides(self) -> bool:
+        """Whether an array may be a view whose dimensions are in another order in memory."""
+
+    @property
+    def replaces(self) -> ReplacedBlocks | None:
+        """How blocks are copied where arrays never change; None where pykv's operations write into them."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
         """An array of zeros; ``dtype`` is the NumPy or ml_dtypes name."""
@@ -34,7 +59,12 @@ class Library(Protocol):
         """A stream for copies beside the caller's work, or None where everything is done at once."""
 
 
-class NumpyLibrary:
+class _WritesInPlace:
+    has_strides = True
+    replaces = None
+
+
+class NumpyLibrary(_WritesInPlace):
     def __init__(self, device: Any) -> None:
         if device not in (None, "cpu"):
             raise ValueError(f"PagedKVCache: device: NumPy arrays live on 'cpu', got {device!r}")
@@ -62,7 +92,7 @@ class _RawStream:
         return 0, self._pointer
 
 
-class CupyLibrary:
+class CupyLibrary(_WritesInPlace):
     def __init__(self, cupy: Any, device: Any) -> None:
         self._cupy = cupy
         if isinstance(device, str):
@@ -71,6 +101,9 @@ class CupyLibrary:
                 raise ValueError(f"PagedKVCache: device: CuPy arrays live on 'cuda' or 'cuda:N', got {device!r}")
             device = int(index) if index else None
         self._device = cupy.cuda.Device(device)  # None: the current one
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_library, ("cupy", f"cuda:{self._device.id}")
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
         with self._device:
@@ -102,10 +135,13 @@ class CupyLibrary:
         return cuda.Stream.from_external(_RawStream(pointer))  # type: ignore[no-any-return]
 
 
-class TorchLibrary:
+class TorchLibrary(_WritesInPlace):
     def __init__(self, torch: Any, device: Any) -> None:
         self._torch = torch
         self._device = torch.empty(0, device=device).device  # with its index, which "cuda" leaves open
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_library, ("torch", str(self._device))
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
         return self._torch.zeros(shape, dtype=getattr(self._torch, dtype), device=self._device)
@@ -147,19 +183,34 @@ def torch_stream(*arrays: Any) -> Stream:
 def choose_library(like: Any, device: Any) -> Library:
     """The library that ``like``, an array or a module, belongs to (None: NumPy), on ``device`` or else like's own."""
     name = _root_name(like)
-    if name == "numpy":
+    if name == "numpy" and (like is None or isinstance(like, ModuleType) or _is_array(like)):
         return NumpyLibrary(device)
-    if name in ("cupy", "torch"):
-        if device is None and not isinstance(like, ModuleType):
-            device = like.device
-        return (CupyLibrary if name == "cupy" else TorchLibrary)(sys.modules[name], device)
-    if name in ("jax", "jaxlib"):
-        raise TypeError(
-            "PagedKVCache: like: JAX arrays are immutable, so a cache cannot live in them; "
-            "keep it in NumPy, CuPy or torch and let JAX read it through DLPack"
-        )
-    got = f"module {like.__name__}" if isinstance(like, ModuleType) else type(like).__name__
-    raise TypeError(f"PagedKVCache: like: must be an array or the module of NumPy, CuPy or torch, got {got}")
+    is_module = isinstance(like, ModuleType)
+    if name not in ("cupy", "torch", "jax", "jaxlib") or not (is_module or _is_array(like)):
+        got = f"module {like.__name__}" if is_module else _type_name(like)
+        raise TypeError(f"PagedKVCache: like: must be an array or the module of NumPy, CuPy, torch or JAX, got {got}")
+    if device is None and not is_module:
+        device = like.device
+    return open_library("jax" if name == "jaxlib" else name, device)
+
+
+def open_library(name: str, device: Any) -> Library:
+    module = importlib.import_module(name)
+    if name == "jax":
+        from pykv._jax_library import JaxLibrary
+
+        return JaxLibrary(module, device)
+    return (CupyLibrary if name == "cupy" else TorchLibrary)(module, device)
+
+
+def _is_array(like: Any) -> bool:
+    """No dtype, device or other object of an array library."""
+    return hasattr(like, "shape") and hasattr(like, "dtype")
+
+
+def _type_name(like: Any) -> str:
+    kind = type(like)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def spec_of(array: Any) -> Spec:

@@ -100,32 +100,42 @@ class TorchSideStream:
 
 
 class Transfers:
-    """Copies of blocks on a side stream.  They are done in order, so each block remembers only its last one."""
+    """Copies of blocks on a side stream.  They are done in order, so each block remembers only its last one.
+
+    An exception may come anywhere: a block remembers its copy before that begins, and a copy that has no mark yet gets
+    one when somebody has to wait for it.
+    """
 
     def __init__(self, side: SideStream, num_blocks: int) -> None:
         self._side = side
         self._last = np.zeros(num_blocks, np.int64)  # numbers count from 1; 0: none
         self._count = 0
-        self._running: deque[tuple[int, Any]] = deque()  # numbers and marks
+        self._done = 0  # all copies up to this number
+        self._marks: deque[tuple[int, Any]] = deque()  # numbers and what is behind all copies up to them
 
     def run(self, copy: Callable[[int], None], blocks: npt.NDArray[Any], stream: Stream) -> None:
         """Call ``copy`` with the side stream, behind all work so far on ``stream``; it touches these blocks."""
         self._side.follow(stream)
+        self._count += 1
+        self._last[blocks] = self._count
         try:
             copy(self._side.pointer)
         finally:  # where it fails, some of its work may be under way
-            self._count += 1
-            self._last[blocks] = self._count
-            self._running.append((self._count, self._side.mark()))
+            self._mark()
 
     def order(self, stream: Stream, blocks: npt.NDArray[Any]) -> None:
         """Let ``stream`` wait for the copies that touch these blocks, as far as they are not done."""
-        while self._running and self._side.is_done(self._running[0][1]):
-            self._running.popleft()
-        if self._running:
-            place = int(self._last[blocks].max(initial=0)) - self._running[0][0]
-            if place >= 0:
-                self._side.hold(stream, self._running[place][1])
+        while self._marks and self._side.is_done(self._marks[0][1]):
+            self._done = self._marks[0][0]
+            self._marks.popleft()
+        wanted = int(self._last[blocks].max(initial=0))
+        if wanted > self._done:
+            if not self._marks or self._marks[-1][0] < wanted:
+                self._mark()
+            self._side.hold(stream, next(mark for number, mark in self._marks if number >= wanted))
 
     def synchronize(self) -> None:
         self._side.synchronize()
+
+    def _mark(self) -> None:
+        self._marks.append((self._count, self._side.mark()))

@@ -2,6 +2,7 @@
 
 ``BlockPool`` counts references to blocks; ``Sequences`` maps ids to lengths and block tables on top of it.  Every
 method handles all its sequences at once with array operations, because it stands in the path of each decode step.
+Methods named ``-ing`` change nothing: they return the writes of a change, for a ``Journal``.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ import operator
 from collections import Counter
 from dataclasses import dataclass
 from itertools import repeat
+from operator import setitem
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pykv.journal import Journal, Writes, drop
+
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 MAX_LENGTH = 2**31 - 1  # lengths and block ids leave as int32
+_NOTHING_ASKED: tuple[list[int], Int64s] = ([], np.empty(0, np.int64))
 NO_BLOCK = -1  # fills block tables behind a sequence's last block
 
 
@@ -27,45 +32,81 @@ class OutOfBlocks(RuntimeError):
 
 
 class BlockPool:
-    """Reference counts of blocks and a stack of the free ones."""
+    """Reference counts of blocks and a ring of the free ones.
+
+    The changes of one commit may take blocks or release them into the ring, not both.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.ref_counts = np.zeros(num_blocks, np.int32)
-        self._stack = np.arange(num_blocks, dtype=np.int32)[::-1].copy()  # free ids below height, the next one last
-        self._height = num_blocks
+        self._ring = np.arange(num_blocks, dtype=np.int32)
+        self._free = (0, num_blocks)  # where the free ones begin in the ring, the next to be taken first; their number
 
     @property
     def num_free(self) -> int:
-        """How many blocks ``take`` could take."""
-        return self._height
+        """How many blocks could be taken."""
+        return self._free[1]
 
     def peek(self, count: int) -> Int32s:
-        """The blocks that ``take(count)`` would take, in order."""
-        top: Int32s = self._stack[self._height - count : self._height]
-        return top[::-1]
+        """The blocks that ``taking(count)`` takes, in order."""
+        first = self._free[0]
+        blocks: Int32s = self._ring.take(np.arange(first, first + count), mode="wrap")
+        return blocks
 
-    def take(self, count: int) -> None:
-        """Move ``count`` free blocks to one owner each."""
-        self.ref_counts[self.peek(count)] = 1
-        self._height -= count
+    def held(self) -> Int64s:
+        """The blocks whose content somebody can read or find."""
+        return np.flatnonzero(self.ref_counts)
 
-    def share(self, blocks: Int32s) -> None:
-        """Add one owner to each of these distinct blocks."""
-        self.ref_counts[blocks] += 1
+    def taking(self, count: int) -> Writes:
+        """``count`` free blocks get one owner each.  They keep their names: see ``forgetting``."""
+        if count == 0:
+            return []
+        first, size = self._free
+        return [
+            (setitem, (self.ref_counts, self.peek(count), 1)),
+            (setattr, (self, "_free", ((first + count) % self.num_blocks, size - count))),
+        ]
 
-    def release(self, blocks: Int32s, *, last: bool = False) -> None:
-        """Drop one owner per mention; blocks without an owner become free, the next or the last to be taken."""
-        np.subtract.at(self.ref_counts, blocks, 1)
-        self._push(np.unique(blocks[self.ref_counts[blocks] == 0]), last)
+    def sharing(self, blocks: Int32s) -> Writes:
+        """Each of these distinct blocks gets one more owner."""
+        return [(setitem, (self.ref_counts, blocks, self.ref_counts[blocks] + 1))]
 
-    def _push(self, idle: Int32s, last: bool) -> None:
-        place = self._height
-        if last:
-            self._stack[idle.size : idle.size + self._height] = self._stack[: self._height].copy()
-            place = 0
-        self._stack[place : place + idle.size] = idle[::-1]
-        self._height += idle.size
+    def releasing(self, blocks: Int32s, *, last: bool = False) -> Writes:
+        """One owner less per mention; blocks without an owner become free, the next or the last to be taken."""
+        distinct, counts = self._less_owners(blocks)
+        return [(setitem, (self.ref_counts, distinct, counts)), *self._pushing(distinct[counts == 0], last)]
+
+    def evicting(self, count: int) -> Writes:
+        """The next ``count`` blocks to be taken lose their names, and stay the next."""
+        return []
+
+    def forgetting(self, blocks: Int32s) -> Writes:
+        """These blocks lose the names by which they are found, as they must before they are written."""
+        return []
+
+    def _less_owners(self, blocks: Int32s) -> tuple[Int32s, Int32s]:
+        distinct, mentions = np.unique(blocks, return_counts=True)
+        return distinct, (self.ref_counts[distinct] - mentions).astype(np.int32)
+
+    def _pushing(self, idle: Int32s, last: bool) -> Writes:
+        if idle.size == 0:
+            return []
+        first, size = self._free
+        place = first + size if last else first - idle.size
+        first = first if last else place % self.num_blocks
+        return [
+            (self._ring.put, (np.arange(place, place + idle.size), idle, "wrap")),
+            (setattr, (self, "_free", (first, size + idle.size))),
+        ]
+
+
+@dataclass(slots=True)
+class SpareRows:
+    """Rows of the table without a sequence: some that are free again, and all from ``unused`` on."""
+
+    again: list[int]
+    unused: int
 
 
 @dataclass(slots=True)
@@ -73,7 +114,7 @@ class Append:
     """An append that was checked and laid out but not yet done.  Good until the next change of its ``Sequences``."""
 
     slots: Int64s  # [sum of num_tokens]  where the new tokens go
-    copies: Int64s  # [n, 2]  (source, destination) of the blocks to copy before the tokens are written
+    copies: Int64s  # [n, 2]  (source, destination) of the blocks to copy; destinations are the next blocks of the pool
     ids: list[int]  # [S]
     rows: Int64s  # [S]
     lengths: Int64s  # [S]  after the append
@@ -81,7 +122,7 @@ class Append:
     block_rows: Int64s  # [B]  their places in the table
     block_columns: Int64s  # [B]
     num_taken: int  # how many of them come from the pool
-    num_new_rows: int
+    spare: SpareRows | None  # what is left of the rows, if sequences begin
 
 
 @dataclass(slots=True)
@@ -96,15 +137,17 @@ class Residents:
 class Sequences:
     """Lengths and block tables of sequences that live in one pool of blocks."""
 
-    def __init__(self, num_blocks: int, block_size: int, pool: BlockPool | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, pool: BlockPool | None = None, journal: Journal | None = None
+    ) -> None:
         self.block_size = block_size
         self.pool = pool or BlockPool(num_blocks)
+        self.journal = journal or Journal()
         self._row_of: dict[int, int] = {}
         self._table = np.full((16, min(16, num_blocks)), NO_BLOCK, np.int32)  # [rows, blocks]
         self._lengths = np.zeros(16, np.int64)  # [rows]; 0 in free rows
-        self._free_rows = list(range(15, -1, -1))
-        self._asked: list[int] = []  # the last ids looked up, and their rows
-        self._found = np.empty(0, np.int64)
+        self._spare = SpareRows([], 0)
+        self._lookup = _NOTHING_ASKED  # the last ids looked up, and their rows
 
     def __contains__(self, seq_id: object) -> bool:
         return seq_id in self._row_of
@@ -118,7 +161,7 @@ class Sequences:
         ids, rows = self._find("append", seq_ids)
         _check_distinct("append", ids)
         counts = _counts(num_tokens, len(ids))
-        rows, num_new_rows = self._with_new_rows(rows)
+        rows, spare = self._with_new_rows(rows)
         size = self.block_size
         old = self._lengths[rows]
         lengths = old + counts
@@ -139,14 +182,16 @@ class Sequences:
             )
 
         starts = np.cumsum(spans) - spans  # where each sequence begins in the list of written blocks
+        taken = self.pool.peek(num_taken)
         blocks = np.full(int(spans.sum()), NO_BLOCK, np.int32)
-        blocks[starts[resumed]] = np.where(copied, NO_BLOCK, tails)
-        blocks[blocks == NO_BLOCK] = self.pool.peek(num_taken)
+        blocks[starts[resumed]] = tails
         copies = np.empty((0, 2), np.int64)
         if copied.any():
-            copies = np.stack([tails[copied], blocks[starts[resumed[copied]]]], axis=1).astype(np.int64)
+            copies = np.stack([tails[copied], taken[: np.count_nonzero(copied)]], axis=1).astype(np.int64)
+            blocks[starts[resumed[copied]]] = copies[:, 1]
+        blocks[blocks == NO_BLOCK] = taken[len(copies) :]
         columns = np.arange(blocks.size) + np.repeat(first - starts, spans)
-        self._reserve_columns(int(columns.max(initial=-1)) + 1)
+        self._reserve(spare.unused if spare else 0, int(columns.max(initial=-1)) + 1)
 
         # Number the places in the written blocks from 0 on: place p lies in blocks[p // size].
         num_slots = int(counts.sum())
@@ -154,27 +199,36 @@ class Sequences:
         places = np.arange(num_slots) + np.repeat(starts * size + filled - token_starts, counts)
         index = places // size
         slots = places + (blocks[index] - index) * size
-        return Append(
-            slots, copies, ids, rows, lengths, blocks, np.repeat(rows, spans), columns, num_taken, num_new_rows
-        )
+        return Append(slots, copies, ids, rows, lengths, blocks, np.repeat(rows, spans), columns, num_taken, spare)
 
     def commit(self, plan: Append) -> None:
         """Do what ``plan_append`` laid out."""
-        self.pool.take(plan.num_taken)
-        if plan.copies.size:
-            self.pool.release(plan.copies[:, 0].astype(np.int32))
-        self._table[plan.block_rows, plan.block_columns] = plan.blocks
-        self._lengths[plan.rows] = plan.lengths
-        if plan.num_new_rows:
-            self._row_of.update(zip(plan.ids, plan.rows.tolist(), strict=True))
-            del self._free_rows[-plan.num_new_rows :]
-            self._forget_lookup()
+        writes: Writes = [
+            *self.pool.taking(plan.num_taken),
+            *self.pool.forgetting(plan.blocks),
+            (setitem, (self._table, (plan.block_rows, plan.block_columns), plan.blocks)),
+            (setitem, (self._lengths, plan.rows, plan.lengths)),
+        ]
+        if plan.copies.size:  # each has readers left, so that none becomes free
+            writes += self.pool.releasing(plan.copies[:, 0].astype(np.int32))
+        if plan.spare:
+            writes += self._beginning(plan.ids, plan.rows, plan.spare)
+        self.journal.commit(writes)
 
-    def block_tables(self, seq_ids: Any) -> Int32s:
-        """Block ids [S, W], each row padded with -1 to the longest."""
+    def block_tables(self, seq_ids: Any, width: Any = None) -> Int32s:
+        """Block ids [S, W], each row padded with -1 to the longest, or to ``width``."""
         _, rows = self._find_known("block_tables", seq_ids)
-        width = self._num_blocks(int(self._lengths[rows].max(initial=0)))
-        return np.ascontiguousarray(self._table[rows, :width])
+        longest = self._num_blocks(int(self._lengths[rows].max(initial=0)))
+        if width is None:
+            return np.ascontiguousarray(self._table[rows, :longest])
+        width = integer("block_tables", "width", width)
+        if width < longest:
+            raise ValueError(
+                f"block_tables: width: must be at least the {longest} blocks of the longest sequence, got {width}"
+            )
+        tables = np.full((rows.size, width), NO_BLOCK, np.int32)
+        tables[:, :longest] = self._table[rows, :longest]
+        return tables
 
     def seq_lens(self, seq_ids: Any) -> Int32s:
         """Lengths [S]."""
@@ -187,59 +241,74 @@ class Sequences:
         _check_distinct(op, ids)
         return Residents(ids, self._lengths[rows], self.block_tables(ids))
 
-    def admit(self, residents: Residents) -> None:
-        """Begin these sequences in the blocks that ``take`` gives, in any order; each mention is an owner."""
+    def admitting(self, residents: Residents) -> Writes:
+        """These sequences begin in the blocks that the pool gives next, in any order; each mention is an owner."""
         blocks, owners = np.unique(residents.table[residents.table != NO_BLOCK], return_counts=True)
-        self.pool.take(blocks.size)
-        self.pool.ref_counts[blocks] = owners
-        for seq_id, length, row in zip(residents.ids, residents.lengths.tolist(), residents.table, strict=True):
-            self._begin(seq_id, row[: self._num_blocks(length)], length)
+        rows, spare = self._take_rows(len(residents.ids))
+        self._reserve(spare.unused, residents.table.shape[1])
+        return [
+            *self.pool.taking(blocks.size),
+            *self.pool.forgetting(blocks),
+            (setitem, (self.pool.ref_counts, blocks, owners)),
+            (setitem, (self._table, (rows, slice(residents.table.shape[1])), residents.table)),
+            (setitem, (self._lengths, rows, residents.lengths)),
+            *self._beginning(residents.ids, rows, spare),
+        ]
 
-    def free(self, seq_ids: Any, *, last: bool = False) -> None:
-        """Forget the sequences and drop their blocks, to be taken again next or last."""
+    def freeing(self, seq_ids: Any, *, last: bool = False) -> Writes:
+        """The sequences are forgotten and their blocks dropped, to be taken again next or last."""
         ids, rows = self._find_known("free", seq_ids)
         _check_distinct("free", ids)
         width = self._num_blocks(int(self._lengths[rows].max(initial=0)))
         blocks = self._table[rows, :width]
-        self.pool.release(blocks[blocks != NO_BLOCK], last=last)
-        self._table[rows, :width] = NO_BLOCK
-        self._lengths[rows] = 0
-        self._free_rows.extend(rows[::-1].tolist())
-        for seq_id in ids:
-            del self._row_of[seq_id]
-        self._forget_lookup()
+        return [
+            *self.pool.releasing(blocks[blocks != NO_BLOCK], last=last),
+            (setitem, (self._table, (rows, slice(width)), NO_BLOCK)),
+            (setitem, (self._lengths, rows, 0)),
+            (drop, (self._row_of, ids)),
+            (setattr, (self, "_spare", SpareRows([*self._spare.again, *rows[::-1].tolist()], self._spare.unused))),
+            (setattr, (self, "_lookup", _NOTHING_ASKED)),
+        ]
 
-    def fork(self, parent: Any, child: Any) -> None:
-        """Begin sequence ``child`` as a reader of all of ``parent``'s blocks."""
+    def forking(self, parent: Any, child: Any) -> Writes:
+        """Sequence ``child`` begins as a reader of all of ``parent``'s blocks."""
         parent_id, child_id = integer("fork", "parent", parent), integer("fork", "child", child)
         source = self._row("fork", "parent", parent_id)
         if child_id in self._row_of:
             raise ValueError(f"fork: child: sequence {child_id} exists already")
         length = int(self._lengths[source])
-        blocks = self._table[source, : self._num_blocks(length)]
-        self.pool.share(blocks)
-        self._begin(child_id, blocks, length)
+        return self._sharing(child_id, self._table[source, : self._num_blocks(length)].copy(), length)
 
-    def truncate(self, seq_id: Any, length: Any) -> None:
-        """Keep the first ``length`` tokens of a sequence and drop the blocks behind them."""
+    def truncating(self, seq_id: Any, length: Any) -> Writes:
+        """A sequence keeps its first ``length`` tokens, and drops the blocks behind them."""
         row = self._row("truncate", "seq_id", integer("truncate", "seq_id", seq_id))
         wanted, current = integer("truncate", "length", length), int(self._lengths[row])
         if not 0 <= wanted <= current:
             raise ValueError(f"truncate: length: must be between 0 and the current length {current}, got {wanted}")
-        dropped = self._table[row, self._num_blocks(wanted) : self._num_blocks(current)]
-        self.pool.release(dropped)
-        dropped[:] = NO_BLOCK
-        self._lengths[row] = wanted
+        columns = slice(self._num_blocks(wanted), self._num_blocks(current))
+        return [
+            *self.pool.releasing(self._table[row, columns]),
+            (setitem, (self._table, (row, columns), NO_BLOCK)),
+            (setitem, (self._lengths, row, wanted)),
+        ]
 
-    def _begin(self, seq_id: int, blocks: Int32s, length: int) -> None:
-        """A new sequence in these blocks, which count it as an owner already."""
-        self._reserve_rows(1)
-        self._reserve_columns(blocks.size)
-        row = self._free_rows.pop()
-        self._table[row, : blocks.size] = blocks
-        self._lengths[row] = length
-        self._row_of[seq_id] = row
-        self._forget_lookup()
+    def _sharing(self, seq_id: int, blocks: Int32s, length: int) -> Writes:
+        """A new sequence reads these blocks."""
+        rows, spare = self._take_rows(1)
+        self._reserve(spare.unused, blocks.size)
+        return [
+            *self.pool.sharing(blocks),
+            (setitem, (self._table, (int(rows[0]), slice(blocks.size)), blocks)),
+            (setitem, (self._lengths, rows, length)),
+            *self._beginning([seq_id], rows, spare),
+        ]
+
+    def _beginning(self, ids: list[int], rows: Int64s, spare: SpareRows) -> Writes:
+        return [
+            (self._row_of.update, (dict(zip(ids, rows.tolist(), strict=True)),)),
+            (setattr, (self, "_spare", spare)),
+            (setattr, (self, "_lookup", _NOTHING_ASKED)),
+        ]
 
     def _num_blocks(self, length: int) -> int:
         return -(-length // self.block_size)
@@ -265,13 +334,10 @@ class Sequences:
 
     def _find(self, op: str, seq_ids: Any) -> tuple[list[int], Int64s]:
         """Ids and their rows, -1 for unknown ones.  Callers ask for one list several times in a step, so it is kept."""
-        if not (type(seq_ids) is list and seq_ids == self._asked):
-            self._asked = sequence_ids(op, seq_ids)
-            self._found = np.fromiter(map(self._row_of.get, self._asked, repeat(-1)), np.int64, len(self._asked))
-        return self._asked, self._found
-
-    def _forget_lookup(self) -> None:
-        self._asked, self._found = [], np.empty(0, np.int64)
+        if not (type(seq_ids) is list and seq_ids == self._lookup[0]):
+            ids = sequence_ids(op, seq_ids)
+            self._lookup = ids, np.fromiter(map(self._row_of.get, ids, repeat(-1)), np.int64, len(ids))
+        return self._lookup
 
     def _find_known(self, op: str, seq_ids: Any) -> tuple[list[int], Int64s]:
         ids, rows = self._find(op, seq_ids)
@@ -279,29 +345,36 @@ class Sequences:
             raise ValueError(f"{op}: seq_ids: unknown sequence {ids[int(rows.argmin())]}")
         return ids, rows
 
-    def _with_new_rows(self, rows: Int64s) -> tuple[Int64s, int]:
-        """Fill in the free rows that unknown ids would take, and count them."""
+    def _with_new_rows(self, rows: Int64s) -> tuple[Int64s, SpareRows | None]:
+        """Fill in the free rows that unknown ids would take."""
         unknown = np.flatnonzero(rows < 0)
-        if unknown.size:
-            self._reserve_rows(unknown.size)
-            rows = rows.copy()
-            rows[unknown] = self._free_rows[-unknown.size :]
-        return rows, unknown.size
+        if unknown.size == 0:
+            return rows, None
+        rows = rows.copy()
+        rows[unknown], spare = self._take_rows(unknown.size)
+        self._reserve(spare.unused, 0)
+        return rows, spare
 
-    def _reserve_rows(self, count: int) -> None:
-        rows, width = self._table.shape
-        more = max(rows, count)
-        if len(self._free_rows) < count:
-            self._table = np.concatenate([self._table, np.full((more, width), NO_BLOCK, np.int32)])
-            self._lengths = np.concatenate([self._lengths, np.zeros(more, np.int64)])
-            self._free_rows[:0] = range(rows + more - 1, rows - 1, -1)
+    def _take_rows(self, count: int) -> tuple[Int64s, SpareRows]:
+        """``count`` free rows, and what would be left."""
+        again, unused = self._spare.again, self._spare.unused
+        kept = max(len(again) - count, 0)
+        end = unused + count - (len(again) - kept)
+        return np.array([*again[kept:], *range(unused, end)], np.int64), SpareRows(again[:kept], end)
 
-    def _reserve_columns(self, count: int) -> None:
-        rows, width = self._table.shape
-        if width < count:
-            wider = np.full((rows, min(max(2 * width, count), self.pool.num_blocks)), NO_BLOCK, np.int32)
-            wider[:, :width] = self._table
-            self._table = wider
+    def _reserve(self, rows: int, columns: int) -> None:
+        """Room for so many rows and columns; what is there stays as it is."""
+        have_rows, have_columns = self._table.shape
+        if rows > have_rows:
+            have_rows = max(2 * have_rows, rows)
+        if columns > have_columns:
+            have_columns = min(max(2 * have_columns, columns), self.pool.num_blocks)
+        if (have_rows, have_columns) != self._table.shape:
+            larger = np.full((have_rows, have_columns), NO_BLOCK, np.int32)
+            larger[: self._table.shape[0], : self._table.shape[1]] = self._table
+            self._table = larger
+        if have_rows > self._lengths.size:
+            self._lengths = np.concatenate([self._lengths, np.zeros(have_rows - self._lengths.size, np.int64)])
 
 
 def integer(op: str, argument: str, value: Any) -> int:

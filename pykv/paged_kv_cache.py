@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from pykv import sequence_files
-from pykv._libraries import choose_library
+from pykv import cache_arrays, sequence_files
+from pykv._libraries import choose_library, spec_of
 from pykv._side_stream import Transfers
 from pykv._types import Stream
 from pykv.block_moves import plan_move
 from pykv.block_pool import MAX_LENGTH, NO_BLOCK, OutOfBlocks, Residents, Sequences, integer, sequence_ids
 from pykv.cache import copy_blocks, swap_blocks_layers
-from pykv.prefix_cache import PrefixSequences, PrefixStats
+from pykv.journal import Journal
+from pykv.prefix_cache import PrefixSequences, PrefixStats, Salt
 
 __all__ = ["OutOfBlocks", "PagedKVCache", "PrefixStats"]
-
-# The dtypes a cache may have, and how their elements are stored.
-_STORAGE = {
-    "float32": "float32",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "fp8_e4m3": "uint8",
-    "fp8_e5m2": "uint8",
-    "int8": "uint8",
-    "nvfp4": "uint8",
-}
-_ALIASES = {"fp8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
-_LAYOUTS = ("NHD", "HND", "packed")
 
 
 class PagedKVCache:
     """Keys and values of many growing sequences, in blocks of ``block_size`` tokens that any sequence can use.
 
-    ``like`` (an array or a module of NumPy, CuPy or torch; default NumPy) and ``device`` say where the arrays live;
-    what the methods return lives there too.  ``dtype`` is "float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2",
-    "int8", "nvfp4" or the library's own dtype; the last four are stored as uint8, nvfp4 in NHD and HND caches alone,
-    with head_size * 9 / 16 in the place of head_size (see ``pykv.cache``).  ``layout`` fixes the shapes of each layer's
-    caches:
+    ``like`` (an array or a module of NumPy, CuPy, torch or JAX; default NumPy) and ``device`` say where the arrays
+    live; what the methods return lives there too.  ``dtype`` is "float32", "float16", "bfloat16", "fp8_e4m3",
+    "fp8_e5m2", "int8", "nvfp4" or the library's own dtype; the last four are stored as uint8, nvfp4 in NHD and HND
+    caches alone, with head_size * 9 / 16 in the place of head_size (see ``pykv.cache``).  ``layout`` fixes the shapes
+    of each layer's caches:
 
     - "NHD": both [num_blocks, block_size, num_kv_heads, head_size];
     - "HND": the same shape, but the tokens of one head lie together in memory;
@@ -52,12 +42,23 @@ class PagedKVCache:
     write them there.  All work on one cache belongs on one stream, or on streams ordered by the caller: a freed block
     is handed out again at once.  Methods are not thread-safe.
 
+    A method that raises, KeyboardInterrupt and MemoryError included, has changed either nothing or all that it
+    changes.  Only prefixes may be lost: a block can no longer be found once something was copied into it.
+
+    JAX arrays never change: donate ``key_caches`` and ``value_caches`` to a jitted step, and give what it returns to
+    ``replace_caches``.  The methods return NumPy arrays then, which a jitted function takes as they are, and which can
+    be padded to a few shapes without compiling anything.  There is no HND layout, because JAX has no strides.
+
     With ``prefix_caching`` full blocks can be found by the tokens they hold, also after their sequence was freed and
     until they are taken for something else, the least recently used first: ``reuse_prefix`` begins a sequence with
-    them, ``commit_prefix`` says what a sequence holds.
+    them, ``commit_prefix`` says what a sequence holds.  What else keys and values depend on (a tenant, a LoRA, an
+    image) is given as ``salt``, an integer, str or bytes: with another salt nothing is found.
 
     ``swap_out`` moves sequences to ``num_host_blocks`` blocks of host memory, pinned if the cache lives on a GPU, and
     ``swap_in`` moves them back.
+
+    A pickled or copied cache is a cache of its own, with the same layout, sequences, prefixes and keys and values on
+    the same device; blocks that nobody reads and nobody can find come back as zeros.
     """
 
     def __init__(
@@ -80,33 +81,106 @@ class PagedKVCache:
         self.block_size = _size("block_size", block_size)
         self.num_kv_heads = _size("num_kv_heads", num_kv_heads)
         self.head_size = _size("head_size", head_size)
-        self.dtype = _dtype_name(dtype)
-        if layout not in _LAYOUTS:
-            raise ValueError(f"PagedKVCache: layout: must be one of {', '.join(_LAYOUTS)}, got {layout!r}")
-        self.layout = layout
-        self._library = choose_library(like, device)
-        self._key_caches, self._value_caches = self._allocate()
-        self._prefixes = PrefixSequences(self.num_blocks, self.block_size) if prefix_caching else None
-        self._sequences = self._prefixes or Sequences(self.num_blocks, self.block_size)
         self.num_host_blocks = _size("num_host_blocks", num_host_blocks, least=0)
-        self._swapped = Sequences(self.num_host_blocks, self.block_size)
+        self.dtype = cache_arrays.dtype_name(dtype)
+        self._library = choose_library(like, device)
+        cache_arrays.check(layout, self.dtype, self.block_size, self.head_size, self._library)
+        self._journal = Journal()
+        sequences = PrefixSequences if prefix_caching else Sequences
+        self._pools = (
+            sequences(self.num_blocks, self.block_size, journal=self._journal),
+            Sequences(self.num_host_blocks, self.block_size, journal=self._journal),
+        )
+        self._allocate(layout)
+
+    def _allocate(self, layout: str) -> None:
+        """Make the memory, and the stream that copies between device and host."""
+        sizes = self.num_blocks, self.block_size, self.num_kv_heads, self.head_size
+        self._caches = cache_arrays.make(layout, self.dtype, sizes, self.num_layers, self._library)
         self._host_caches = self._host_pool(self.num_host_blocks)
         self._transfers = self._begin_transfers()
+
+    def __getstate__(self) -> dict[str, Any]:
+        device, host = self._sequences, self._swapped
+        if self._transfers:
+            self._transfers.synchronize()
+        blocks, host_blocks = device.pool.held(), host.pool.held()
+        state = vars(self) | {
+            "_caches": (self.layout, blocks, self._read(blocks, None)),
+            "_host_caches": (host_blocks, [cache[host_blocks] for cache in self._host_caches]),
+        }
+        del state["_transfers"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        layout, blocks, contents = state["_caches"]
+        host_blocks, host_contents = state["_host_caches"]
+        self._allocate(layout)
+        self._copy(list(contents), self._caches, np.stack([np.arange(blocks.size), blocks], axis=1), None)
+        for cache, content in zip(self._host_caches, host_contents, strict=True):
+            cache[host_blocks] = content
+
+    def __copy__(self) -> PagedKVCache:
+        return copy.deepcopy(self)  # two managers of the same memory would give the same block to two sequences
+
+    @property
+    def layout(self) -> str:
+        """ "NHD", "HND" or "packed", as the caches' shapes and strides say."""
+        return cache_arrays.layout_of(self._caches[0])
 
     @property
     def key_caches(self) -> list[Any]:
         """The key cache of each layer."""
-        return self._key_caches
+        return self._caches[: self.num_layers]
 
     @property
     def value_caches(self) -> list[Any]:
         """The value cache of each layer."""
-        return self._value_caches
+        return self._caches[self.num_layers :]
+
+    def replace_caches(self, key_caches: Sequence[Any], value_caches: Sequence[Any]) -> None:
+        """Take other arrays for the caches of all layers, of the same shapes, dtypes and strides.
+
+        For JAX, whose arrays are immutable: ``out, keys, values = step(kv.key_caches, kv.value_caches, ...)`` with
+        these donated, then ``kv.replace_caches(keys, values)`` before anything else is done with the cache.  A step
+        that fails after it took donated arrays has lost them, and what the cache held.
+        """
+        given = {"key_caches": key_caches, "value_caches": value_caches}
+        for argument, arrays, present in zip(given, given.values(), (self.key_caches, self.value_caches), strict=True):
+            if len(arrays) != self.num_layers:
+                raise ValueError(
+                    f"replace_caches: {argument}: must be {self.num_layers} arrays, one for a layer, got {len(arrays)}"
+                )
+            for layer, (array, old) in enumerate(zip(arrays, present, strict=True)):
+                if type(array) is not type(old) or _form(array) != _form(old):
+                    raise ValueError(
+                        f"replace_caches: {argument}: layer {layer} must be like the present cache, "
+                        f"{_describe(old)}, got {_describe(array)}"
+                    )
+        self._caches[:] = [*key_caches, *value_caches]
+
+    @property
+    def _sequences(self) -> Sequences:
+        """Those on the device.  What an exception left half written is finished before anybody looks."""
+        self._journal.settle()
+        return self._pools[0]
+
+    @property
+    def _swapped(self) -> Sequences:
+        """Those on the host, likewise."""
+        self._journal.settle()
+        return self._pools[1]
+
+    @property
+    def _prefixes(self) -> PrefixSequences | None:
+        sequences = self._sequences
+        return sequences if isinstance(sequences, PrefixSequences) else None
 
     @property
     def kv_cache_dtype(self) -> str:
         """What the ops want to hear as ``kv_cache_dtype`` with these caches."""
-        return "auto" if _STORAGE[self.dtype] == self.dtype else self.dtype
+        return "auto" if cache_arrays.STORAGE[self.dtype] == self.dtype else self.dtype
 
     @property
     def num_free_blocks(self) -> int:
@@ -135,18 +209,23 @@ class PagedKVCache:
         """
         self._check_not_swapped("append", "seq_ids", seq_ids)
         plan = self._sequences.plan_append(seq_ids, num_tokens)
+        slots = self._library.from_host(plan.slots, stream)
         if self._transfers:
             self._order(stream, np.concatenate([plan.blocks, plan.copies[:, 0]]))
         if plan.copies.size:
-            copy_blocks(self._key_caches, self._value_caches, plan.copies, stream=stream)
-        slots = self._library.from_host(plan.slots, stream)
+            self._forget_names(len(plan.copies))
+            self._copy_within(plan.copies, stream)
         self._sequences.commit(plan)
         return slots
 
-    def block_tables(self, seq_ids: Any, *, stream: Stream = None) -> Any:
-        """Block ids of each sequence, int32 [S, W]: W is the longest one's number of blocks, -1 fills the rest."""
+    def block_tables(self, seq_ids: Any, *, width: int | None = None, stream: Stream = None) -> Any:
+        """Block ids of each sequence, int32 [S, W]; -1 fills each row behind its last block.
+
+        ``width`` is W, for CUDA graphs and ``jax.jit``, which want one shape; ``ValueError`` if a sequence has more
+        blocks.  By default W is the longest one's number of blocks.
+        """
         self._check_not_swapped("block_tables", "seq_ids", seq_ids)
-        tables = self._sequences.block_tables(seq_ids)
+        tables = self._sequences.block_tables(seq_ids, width)
         if self._transfers:
             self._order(stream, tables[tables != NO_BLOCK])
         return self._library.from_host(tables, stream)
@@ -159,27 +238,24 @@ class PagedKVCache:
     def free(self, seq_ids: Any) -> None:
         """Forget these sequences, wherever they are.  Blocks that no other sequence reads return to their pool."""
         if self._swapped.count == 0:
-            self._sequences.free(seq_ids)
+            self._journal.commit(self._sequences.freeing(seq_ids))
             return
         swapped: list[int] = []
         others: list[int] = []
         for seq_id in sequence_ids("free", seq_ids):
             (swapped if seq_id in self._swapped else others).append(seq_id)
-        for sequences, ids in ((self._sequences, others), (self._swapped, swapped)):
-            sequences.residents("free", ids)  # refuses what is unknown or named twice, before anything is freed
-        self._sequences.free(others)
-        self._swapped.free(swapped)
+        self._journal.commit([*self._sequences.freeing(others), *self._swapped.freeing(swapped)])
 
     def fork(self, parent: int, child: int) -> None:
         """Begin sequence ``child`` with ``parent``'s tokens.  They share blocks until one of them writes there."""
         self._check_not_swapped("fork", "parent", parent)
         self._check_not_swapped("fork", "child", child)
-        self._sequences.fork(parent, child)
+        self._journal.commit(self._sequences.forking(parent, child))
 
     def truncate(self, seq_id: int, length: int) -> None:
         """Forget all but the first ``length`` tokens of a sequence."""
         self._check_not_swapped("truncate", "seq_id", seq_id)
-        self._sequences.truncate(seq_id, length)
+        self._journal.commit(self._sequences.truncating(seq_id, length))
 
     def swap_out(self, seq_ids: Any, *, stream: Stream = None) -> None:
         """Move sequences to the host.  Until ``swap_in`` nothing but ``free`` can be done with them.
@@ -193,9 +269,10 @@ class PagedKVCache:
         leaving = self._sequences.residents("swap_out", seq_ids)
         blocks = "host blocks" if self.num_host_blocks else "host blocks (num_host_blocks)"
         move = plan_move("swap_out", blocks, leaving, self._swapped)
-        self._copy_aside(self._device_caches, self._host_caches, move.pairs, move.sources, stream)
-        self._swapped.admit(move.arriving)
-        self._sequences.free(leaving.ids, last=True)
+        self._copy_aside(self._caches, self._host_caches, move.pairs, move.sources, stream)
+        self._journal.commit(
+            [*self._swapped.admitting(move.arriving), *self._sequences.freeing(leaving.ids, last=True)]
+        )
 
     def swap_in(self, seq_ids: Any, *, stream: Stream = None) -> None:
         """Move sequences back.  They can be used at once: ``append`` and ``block_tables`` make their stream wait.
@@ -209,39 +286,36 @@ class PagedKVCache:
                 raise ValueError(f"swap_in: seq_ids: sequence {seq_id} is not swapped out")
         leaving = self._swapped.residents("swap_in", seq_ids)
         move = plan_move("swap_in", "more blocks", leaving, self._sequences)
-        self._copy_aside(self._host_caches, self._device_caches, move.pairs, move.targets, stream)
-        self._sequences.admit(move.arriving)
-        self._swapped.free(leaving.ids)
+        self._forget_names(len(move.pairs))
+        self._copy_aside(self._host_caches, self._caches, move.pairs, move.targets, stream)
+        self._journal.commit([*self._sequences.admitting(move.arriving), *self._swapped.freeing(leaving.ids)])
 
     def is_swapped_out(self, seq_id: int) -> bool:
         """Whether a sequence is on the host."""
         return seq_id in self._swapped
 
     def save(self, path: Any, seq_ids: Any, *, stream: Stream = None) -> None:
-        """Write sequences to a safetensors file, with a checksum; needs the package safetensors.
+        """Write sequences to a safetensors file, with a checksum.
 
-        Blocks that they share are written once.  The file appears under its name when it is complete, in place of what
-        had that name.  Waits for the work on ``stream``.
+        Blocks that they share are written once.  The file appears under its name when it is complete and on the disk,
+        in place of what had that name.  Waits for the work on ``stream``.
         """
         self._check_not_swapped("save", "seq_ids", seq_ids)
         residents = self._sequences.residents("save", seq_ids)
         held = residents.table != NO_BLOCK
         blocks, index = np.unique(residents.table[held], return_inverse=True)
         residents.table[held] = index
-        self._order(stream, blocks)
-        caches = np.empty((2 * self.num_layers, blocks.size, self._block_bytes), np.uint8)
-        pairs = np.stack([blocks, np.arange(blocks.size)], axis=1).astype(np.int64)
-        self._copy(self._device_caches, list(caches), pairs, stream)  # waits, because this memory is not pinned
-        sequence_files.save(path, self._shape, self.layout, residents, caches)
+        sequence_files.save(path, self._shape, self.layout, residents, self._read(blocks, stream))
 
     def load(self, path: Any, seq_ids: Any = None, *, stream: Stream = None) -> list[int]:
         """Begin the sequences of a file, under these ids or those they had; returns the ids.
 
         The cache must have the layers, heads, sizes and dtype of the one that wrote the file; the layout may differ.
-        A file that is truncated, altered or of another kind is a ``ValueError``; no room for all of its blocks is
-        ``OutOfBlocks``.  Nothing has changed then.
+        A file that is truncated, altered, of another kind or that contradicts itself is a ``ValueError``; no room for
+        all of its blocks is ``OutOfBlocks``.  Nothing has changed then.  The checksum shows damage, not who wrote the
+        file: whoever can write it can make one that fits.
         """
-        arriving, caches = sequence_files.load(path, self._shape, self.layout)
+        arriving, caches = sequence_files.load(path, self._shape, self.layout, self._sequences.pool)
         if seq_ids is not None:
             ids = sequence_ids("load", seq_ids)
             if len(ids) != len(arriving.ids) or len(set(ids)) != len(ids):
@@ -252,44 +326,49 @@ class PagedKVCache:
                 raise ValueError(f"load: seq_ids: sequence {seq_id} exists already")
         move = plan_move("load", "more blocks", arriving, self._sequences)
         self._order(stream, move.targets)
-        self._copy(list(caches), self._device_caches, move.pairs, stream)  # the memory has been read by then, likewise
-        self._sequences.admit(move.arriving)
+        self._forget_names(len(move.pairs))
+        self._copy(list(caches), self._caches, move.pairs, stream)  # waits, because this memory is not pinned
+        self._journal.commit(self._sequences.admitting(move.arriving))
         return arriving.ids
 
-    def match_prefix(self, tokens: Sequence[int]) -> int:
+    def match_prefix(self, tokens: Sequence[int], *, salt: Salt = None) -> int:
         """With how many of these tokens a sequence could begin, in blocks that are in the cache: whole blocks only."""
-        blocks, _ = self._with_prefixes("match_prefix").match_prefix("match_prefix", tokens)
+        blocks, _ = self._with_prefixes("match_prefix").match_prefix("match_prefix", tokens, salt)
         return blocks.size * self.block_size
 
-    def reuse_prefix(self, seq_id: int, tokens: Sequence[int]) -> int:
+    def reuse_prefix(self, seq_id: int, tokens: Sequence[int], *, salt: Salt = None) -> int:
         """Begin a sequence with as many of these tokens as ``match_prefix`` finds; returns their number, maybe 0.
 
         Who needs the model's answer to the last token must compute at least that one: pass ``tokens[:-1]``.
         """
         self._check_not_swapped("reuse_prefix", "seq_id", seq_id)
-        return self._with_prefixes("reuse_prefix").reuse_prefix(seq_id, tokens)
+        length, writes = self._with_prefixes("reuse_prefix").reusing(seq_id, tokens, salt)
+        self._journal.commit(writes)
+        return length
 
-    def commit_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
+    def commit_prefix(self, seq_id: int, tokens: Sequence[int], *, salt: Salt = None) -> None:
         """Say that a sequence holds these tokens, so that others can begin with its full blocks.
 
         ``tokens`` (a list or array on the host) are the sequence's from its beginning; what lies beyond its length is
         ignored.  Call it when the keys and values have been written, on the stream, and again when the sequence has
-        grown: only blocks that are new since then are looked at.
+        grown: only blocks that are new since then are looked at.  ``salt`` must stay the one of its earlier calls and
+        of ``reuse_prefix``.
         """
         self._check_not_swapped("commit_prefix", "seq_id", seq_id)
-        self._with_prefixes("commit_prefix").commit_prefix(seq_id, tokens)
+        self._journal.commit(self._with_prefixes("commit_prefix").committing(seq_id, tokens, salt))
 
     def clear_prefixes(self) -> None:
         """Let no block be found any more, as when the model's weights have changed.  There must be no sequences."""
         prefixes = self._with_prefixes("clear_prefixes")
         if count := self._sequences.count + self._swapped.count:
             raise ValueError(f"clear_prefixes: {count} sequences would be found again; free them first")
-        prefixes.clear_prefixes()
+        self._journal.commit(prefixes.clearing())
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that can be found by their tokens, in use or free."""
-        return self._prefixes.num_named if self._prefixes else 0
+        """Blocks that can be found by their tokens, in use or free; of those that hold the same, one."""
+        prefixes = self._prefixes
+        return prefixes.num_names if prefixes else 0
 
     @property
     def prefix_stats(self) -> PrefixStats:
@@ -297,13 +376,14 @@ class PagedKVCache:
         return self._with_prefixes("prefix_stats").stats
 
     def _with_prefixes(self, op: str) -> PrefixSequences:
-        if self._prefixes is None:
+        prefixes = self._prefixes
+        if prefixes is None:
             raise ValueError(f"{op}: the cache was made without prefix_caching=True")
-        return self._prefixes
+        return prefixes
 
-    @property
-    def _device_caches(self) -> list[Any]:
-        return [*self._key_caches, *self._value_caches]
+    def _forget_names(self, count: int) -> None:
+        """Before anything is copied into them: the next blocks to be taken are not found any more."""
+        self._journal.commit(self._sequences.pool.evicting(count))
 
     @property
     def _shape(self) -> sequence_files.CacheShape:
@@ -329,10 +409,31 @@ class PagedKVCache:
         weakref.finalize(self, side.synchronize).atexit = False
         return Transfers(side, self.num_blocks)
 
+    def _copy_within(self, pairs: Any, stream: Stream) -> None:
+        """Blocks to other blocks of the same cache."""
+        if self._library.replaces is None:
+            copy_blocks(self.key_caches, self.value_caches, pairs, stream=stream)
+        else:
+            self._library.replaces.copy_blocks(self._caches, pairs)
+
     def _copy(self, sources: list[Any], targets: list[Any], pairs: Any, stream: Stream) -> None:
         """Blocks between the caches and as many arrays on the host."""
-        if pairs.size:
+        if pairs.size == 0:
+            return
+        if self._library.replaces is None:
             swap_blocks_layers(sources, targets, self._block_bytes, pairs, stream=stream)
+        elif targets is self._caches:
+            self._library.replaces.put_blocks(sources, targets, pairs)
+        else:
+            self._library.replaces.get_blocks(sources, targets, pairs)
+
+    def _read(self, blocks: Any, stream: Stream) -> npt.NDArray[np.uint8]:
+        """Raw blocks of all caches, [2 * num_layers, n, bytes], on the host."""
+        self._order(stream, blocks)
+        contents = np.empty((2 * self.num_layers, blocks.size, self._block_bytes), np.uint8)
+        pairs = np.stack([blocks, np.arange(blocks.size)], axis=1).astype(np.int64)
+        self._copy(self._caches, list(contents), pairs, stream)  # waits, because this memory is not pinned
+        return contents
 
     def _copy_aside(self, sources: list[Any], targets: list[Any], pairs: Any, touched: Any, stream: Stream) -> None:
         """The same on the side stream, where there is one; it touches these blocks of the caches."""
@@ -352,40 +453,6 @@ class PagedKVCache:
                 if seq_id in self._swapped:
                     raise ValueError(f"{op}: {argument}: sequence {seq_id} is swapped out")
 
-    def _allocate(self) -> tuple[list[Any], list[Any]]:
-        blocks, size, heads, width = self.num_blocks, self.block_size, self.num_kv_heads, self.head_size
-        storage = _STORAGE[self.dtype]
-        if self.dtype == "nvfp4":
-            self._check_nvfp4()
-            width = width * 9 // 16
-        if self.layout == "packed":
-            itemsize = {"float32": 4, "uint8": 1}.get(storage, 2)
-            x = 16 // itemsize
-            if width % x:
-                raise ValueError(
-                    f"PagedKVCache: head_size: must be a multiple of {x} for packed {self.dtype} caches, got {width}"
-                )
-            return (
-                self._zeros((blocks, heads, width // x, size, x), storage),
-                self._zeros((blocks, heads, width, size), storage),
-            )
-        if self.layout == "HND":
-            shape = (blocks, heads, size, width)
-            keys, values = self._zeros(shape, storage), self._zeros(shape, storage)
-            return [cache.swapaxes(1, 2) for cache in keys], [cache.swapaxes(1, 2) for cache in values]
-        shape = (blocks, size, heads, width)
-        return self._zeros(shape, storage), self._zeros(shape, storage)
-
-    def _check_nvfp4(self) -> None:
-        if self.layout == "packed":
-            raise ValueError("PagedKVCache: layout: nvfp4 caches are NHD or HND, got 'packed'")
-        for argument, size, step in (("head_size", self.head_size, 64), ("block_size", self.block_size, 4)):
-            if size % step:
-                raise ValueError(f"PagedKVCache: {argument}: must be a multiple of {step} for nvfp4 caches, got {size}")
-
-    def _zeros(self, shape: tuple[int, ...], storage: str) -> list[Any]:
-        return [self._library.zeros(shape, storage) for _ in range(self.num_layers)]
-
 
 def _size(argument: str, value: Any, least: int = 1) -> int:
     size = integer("PagedKVCache", argument, value)
@@ -394,17 +461,12 @@ def _size(argument: str, value: Any, least: int = 1) -> int:
     return size
 
 
-def _dtype_name(dtype: Any) -> str:
-    if isinstance(dtype, str):
-        name = dtype
-    elif type(dtype).__module__.partition(".")[0] == "torch":
-        name = str(dtype).removeprefix("torch.")
-    else:
-        try:
-            name = np.dtype(dtype).name
-        except TypeError:
-            name = type(dtype).__name__
-    name = _ALIASES.get(name, name)
-    if name not in _STORAGE:
-        raise ValueError(f"PagedKVCache: dtype: must be one of {', '.join(_STORAGE)}, got {name!r}")
-    return name
+def _form(array: Any) -> tuple[Any, ...]:
+    return spec_of(array), cache_arrays.strides_of(array)
+
+
+def _describe(array: Any) -> str:
+    if not hasattr(array, "shape"):
+        return type(array).__name__
+    spec, strides = _form(array)
+    return f"{spec.dtype} {list(spec.shape)}" + (f" with strides {list(strides)}" if strides else "")

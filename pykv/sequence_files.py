@@ -10,8 +10,7 @@ like, and has the SHA-256 of everything else.
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pykv.block_pool import NO_BLOCK, Residents
+from pykv.block_moves import check_room
+from pykv.block_pool import MAX_LENGTH, NO_BLOCK, BlockPool, OutOfBlocks, Residents
+from pykv.safetensors_files import Entry, SafetensorsFile, Tensors
+from pykv.safetensors_files import write_file as _write
 
 FORMAT = "pykv sequences 1"
-
-Tensors = dict[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -107,29 +107,72 @@ def save(path: Any, shape: CacheShape, layout: str, residents: Residents, caches
     _write(Path(path), tensors, metadata)
 
 
-def load(path: Any, shape: CacheShape, layout: str) -> tuple[Residents, npt.NDArray[np.uint8]]:
-    """Read what ``save`` wrote; raw blocks for a cache of this shape and layout."""
-    metadata, tensors = _read(Path(path))
-    if metadata.get("format") != FORMAT:
-        raise ValueError(f"load: {path}: no file of pykv sequences")
+def load(path: Any, shape: CacheShape, layout: str, pool: BlockPool) -> tuple[Residents, npt.NDArray[np.uint8]]:
+    """Read what ``save`` wrote; raw blocks for a cache of this shape and layout with the free blocks of ``pool``."""
+
+    def check(file: SafetensorsFile) -> None:
+        """Before memory is spent on the tensors."""
+        metadata = dict(file.metadata)
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"load: {path}: no file of pykv sequences")
+        entries, checksum = file.entries(), metadata.pop("sha256", None)
+        try:
+            _check_header(path, metadata, entries, shape)
+            check_room("load", "more blocks", entries["keys.0"].shape[0], pool)
+        except (ValueError, OutOfBlocks):
+            if checksum != _digest(metadata, ((name, e, file.pieces(e)) for name, e in sorted(entries.items()))):
+                raise ValueError(altered) from None  # which explains the other error
+            raise
+
+    altered = f"load: {path}: the checksum is wrong, the file was altered"
+    metadata, tensors = _read(Path(path), check)
     if metadata.pop("sha256", None) != _checksum(metadata, tensors):
-        raise ValueError(f"load: {path}: the checksum is wrong, the file was altered")
+        raise ValueError(altered)
+    residents = Residents(tensors["seq_ids"].tolist(), tensors["lengths"], tensors["tables"])
+    num_blocks = len(tensors["keys.0"])
+    if not _is_sound(shape.block_size, residents, num_blocks):
+        raise ValueError(f"load: {path}: its tensors contradict each other")
+    names = _caches(shape)
+    caches = np.empty((len(names), num_blocks, int(np.prod(shape.block)) * shape.element.itemsize), np.uint8)
+    for i, (blocks, name) in enumerate(zip(caches, names, strict=True)):
+        shape.put_by_token(blocks, layout, i < shape.num_layers, tensors.pop(name))
+    return residents, caches
+
+
+def _read(path: Path, check: Callable[[SafetensorsFile], None] | None = None) -> tuple[dict[str, str], Tensors]:
+    with SafetensorsFile("load", path) as file:
+        if check:
+            check(file)
+        return file.metadata, {name: file.tensor(entry) for name, entry in file.entries().items()}
+
+
+def _caches(shape: CacheShape) -> list[str]:
+    return [f"{kind}.{layer}" for kind in ("keys", "values") for layer in range(shape.num_layers)]
+
+
+def _check_header(path: Any, metadata: Mapping[str, str], entries: Mapping[str, Entry], shape: CacheShape) -> None:
+    """All that can be told without the data: what the cache is like, and each tensor's dtype and shape."""
     for name, wanted in vars(shape).items():
         if metadata.get(name) != str(wanted):
             raise ValueError(f"load: {path}: its {name} is {metadata.get(name)}, that of the cache {wanted}")
-    names = [f"{kind}.{layer}" for kind in ("keys", "values") for layer in range(shape.num_layers)]
-    if tensors.keys() != {"tables", "lengths", "seq_ids", *names}:
+    names = _caches(shape)
+    if entries.keys() != {"tables", "lengths", "seq_ids", *names}:
         raise ValueError(f"load: {path}: tensors are missing or unknown")
-    residents = Residents(tensors["seq_ids"].tolist(), tensors["lengths"], tensors["tables"])
-    num_blocks = len(tensors[names[0]])
-    if not _is_sound(shape.block_size, residents, num_blocks) or any(
-        tensors[name].shape != (num_blocks, *shape.block) or tensors[name].dtype != shape.element for name in names
-    ):
-        raise ValueError(f"load: {path}: its tensors contradict each other")
-    caches = np.empty((len(names), num_blocks, int(np.prod(shape.block)) * shape.element.itemsize), np.uint8)
-    for i, (blocks, name) in enumerate(zip(caches, names, strict=True)):
-        shape.put_by_token(blocks, layout, i < shape.num_layers, tensors[name])
-    return residents, caches
+    num_seqs, num_blocks = ((*entries[name].shape, 0)[0] for name in ("seq_ids", "keys.0"))
+    width = min(num_blocks, entries["tables"].shape[-1] if entries["tables"].shape else 0)  # each block once
+    forms: dict[str, tuple[Any, tuple[int, ...]]] = {
+        "tables": (np.dtype(np.int32), (num_seqs, width)),
+        "lengths": (np.dtype(np.int64), (num_seqs,)),
+        "seq_ids": (np.dtype(np.int64), (num_seqs,)),
+        **dict.fromkeys(names, (shape.element, (num_blocks, *shape.block))),
+    }
+    for name, (dtype, dims) in forms.items():
+        entry = entries[name]
+        if entry.dtype != dtype or entry.shape != dims:
+            raise ValueError(
+                f"load: {path}: {name} is {entry.dtype} {list(entry.shape)} where {dtype} {list(dims)} would fit: "
+                "its tensors contradict each other"
+            )
 
 
 def _unused(block_size: int, residents: Residents, num_blocks: int) -> npt.NDArray[np.bool_]:
@@ -141,53 +184,36 @@ def _unused(block_size: int, residents: Residents, num_blocks: int) -> npt.NDArr
 
 
 def _is_sound(block_size: int, residents: Residents, num_blocks: int) -> bool:
+    """Whether tables and lengths fit together, and each block has one place in the sequences that share it."""
     table, lengths = residents.table, residents.lengths
-    if not (table.ndim == 2 and lengths.shape == (len(table),) and len(residents.ids) == len(set(residents.ids))):
+    if len(residents.ids) != len(set(residents.ids)):
         return False
-    if table.dtype != np.int32 or lengths.dtype != np.int64 or len(residents.ids) != len(table):
+    if lengths.min(initial=0) < 0 or lengths.max(initial=0) > MAX_LENGTH:
         return False
-    held = np.arange(table.shape[1]) < -(-lengths[:, None] // block_size)
-    return bool(
-        (lengths >= 0).all()
-        and (held.sum(axis=1) * block_size >= lengths).all()
-        and (table[~held] == NO_BLOCK).all()
-        and np.array_equal(np.unique(table[held]), np.arange(num_blocks))
-    )
+    spans = -(-lengths // block_size)
+    held = np.arange(table.shape[1]) < spans[:, None]
+    if table.shape[1] != spans.max(initial=0) or (table[~held] != NO_BLOCK).any():
+        return False
+    blocks, columns = table[held], np.nonzero(held)[1]
+    if not np.array_equal(np.unique(blocks), np.arange(num_blocks)):
+        return False
+    column_of = np.zeros(num_blocks, np.int64)
+    column_of[blocks] = columns
+    return bool((column_of[blocks] == columns).all())
 
 
 def _checksum(metadata: Mapping[str, str], tensors: Tensors) -> str:
+    return _digest(
+        metadata,
+        ((name, t, [np.ascontiguousarray(t).reshape(-1).view(np.uint8).data]) for name, t in sorted(tensors.items())),
+    )
+
+
+def _digest(metadata: Mapping[str, str], tensors: Iterable[tuple[str, Any, Iterable[Any]]]) -> str:
+    """The SHA-256 of metadata, and of each tensor's name, what has its dtype and shape, and data in pieces."""
     sha = hashlib.sha256(repr(sorted(metadata.items())).encode())
-    for name, tensor in sorted(tensors.items()):
-        sha.update(repr((name, tensor.dtype.str, tensor.shape)).encode())
-        sha.update(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
+    for name, form, pieces in tensors:
+        sha.update(repr((name, form.dtype.str, form.shape)).encode())
+        for piece in pieces:
+            sha.update(piece)
     return sha.hexdigest()
-
-
-def _write(path: Path, tensors: Tensors, metadata: dict[str, str]) -> None:
-    """Under a temporary name first, so that nobody ever sees half a file under this one."""
-    save_file = _safetensors("save").numpy.save_file
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
-    try:
-        save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, temporary, metadata)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _read(path: Path) -> tuple[dict[str, str], Tensors]:
-    safetensors = _safetensors("load")
-    try:
-        with safetensors.safe_open(path, framework="np") as file:
-            return dict(file.metadata() or {}), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"load: {path}: the file is damaged or no safetensors file: {error}") from None
-
-
-def _safetensors(op: str) -> Any:
-    try:
-        import safetensors.numpy
-    except ImportError:
-        raise ImportError(f"{op}: needs the package safetensors (pip install 'pykv-kernels[files]')") from None
-    return safetensors

@@ -17,7 +17,7 @@ class Model:
         self.blocks: dict[int, list[Block]] = {}
         self.swapped: dict[int, list[Block]] = {}  # those of the host; a sequence is here or in `blocks`
         self.said: dict[int, int] = {}  # how many first blocks of a sequence were committed
-        self.found: dict[tuple[float, ...], Block] = {}  # a prefix -> the block that holds its end
+        self.names: dict[Block, tuple[float, ...]] = {}  # a block -> the prefix whose end it holds
         self.idle: list[Block] = []  # found by a prefix and without owner, the next to be taken first
         self.evicted = 0
 
@@ -26,7 +26,7 @@ class Model:
         other.tokens = {seq: list(tokens) for seq, tokens in self.tokens.items()}
         other.blocks = {seq: list(blocks) for seq, blocks in self.blocks.items()}
         other.swapped = {seq: list(blocks) for seq, blocks in self.swapped.items()}
-        other.said, other.found, other.idle = dict(self.said), dict(self.found), list(self.idle)
+        other.said, other.names, other.idle = dict(self.said), dict(self.names), list(self.idle)
         other.evicted = self.evicted
         return other
 
@@ -40,7 +40,7 @@ class Model:
         return len(self.owners()) <= self.num_blocks and len(self.host_owners()) <= self.num_host_blocks
 
     def forget(self, block: Block) -> None:
-        self.found = {prefix: b for prefix, b in self.found.items() if b is not block}
+        self.names.pop(block, None)
 
     def new_block(self) -> Block:
         """Room for it is made at the cost of what might still have been found."""
@@ -53,7 +53,7 @@ class Model:
         """These are owned once less each, in this order from beginnings to ends; the ends are taken first."""
         owners = self.owners()
         for block in dict.fromkeys(reversed(mentions)):
-            if not owners[block] and block in self.found.values():
+            if not owners[block] and block in self.names:
                 self.idle.append(block)
 
     def append(self, seq: int, values: Iterable[float]) -> None:
@@ -86,11 +86,13 @@ class Model:
         self.drop(mentions)
 
     def prefix(self, tokens: list[float]) -> list[Block]:
-        blocks = []
+        """Of several blocks with one content, the first of those with most readers."""
+        blocks: list[Block] = []
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
-            if tuple(tokens[:end]) not in self.found:
+            twins = [block for block, prefix in self.names.items() if prefix == tuple(tokens[:end])]
+            if not twins:
                 break
-            blocks.append(self.found[tuple(tokens[:end])])
+            blocks.append(max(twins, key=self.owners().__getitem__))
         return blocks
 
     def reuse(self, seq: int, tokens: list[float]) -> None:
@@ -103,8 +105,7 @@ class Model:
         full = len(self.tokens[seq]) // self.block_size
         for i in range(self.said.get(seq, 0), full):
             prefix, block = tuple(self.tokens[seq][: (i + 1) * self.block_size]), self.blocks[seq][i]
-            if prefix not in self.found and block not in self.found.values():
-                self.found[prefix] = block
+            self.names.setdefault(block, prefix)
         self.said[seq] = max(self.said.get(seq, 0), full)
 
     def swap_out(self, seqs: list[int]) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 
 import numpy as np
 import pytest
 from paged_kv_cache.tokens import LAYOUTS, read_tokens, token_view, write_tokens
 
 import pykv
-
-safetensors = pytest.importorskip("safetensors")
 
 
 def new_cache(layout="NHD", num_blocks=8, dtype="float32", **more):
@@ -130,6 +127,7 @@ def test_under_other_ids(saved):
 
 
 def test_nothing_of_others_is_in_the_file(saved):
+    safetensors = pytest.importorskip("safetensors")
     with safetensors.safe_open(saved, framework="np") as file:
         for kind, sign in (("keys", 1), ("values", -1)):
             for layer in range(2):
@@ -238,8 +236,7 @@ def test_a_file_that_makes_no_sense(saved, change, text):
 
 
 def test_a_file_of_something_else(tmp_path):
-    from safetensors.numpy import save_file
-
+    save_file = pytest.importorskip("safetensors.numpy").save_file
     save_file({"a": np.zeros(3)}, tmp_path / "a")
     refuses(tmp_path / "a", "^load: .*: no file of pykv sequences$")
     (tmp_path / "b").write_text(json.dumps({"keys": 1}))
@@ -275,15 +272,6 @@ def test_no_room_and_no_ids(saved):
         kv.save(saved, [10])
     with pytest.raises(ValueError, match=r"^save: seq_ids: unknown sequence 11$"):
         kv.save(saved, [11])
-
-
-def test_without_safetensors(saved, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    kv = new_cache()
-    refuses(saved, r"^load: needs the package safetensors \(pip install 'pykv-kernels\[files\]'\)$", kv, ImportError)
-    with pytest.raises(ImportError, match=r"^save: needs the package safetensors"):
-        kv.save(saved, [])
 
 
 def test_on_every_library(array, tmp_path):

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import types
 
 import ml_dtypes
 import numpy as np
@@ -347,13 +346,6 @@ def test_no_framework_is_imported(tmp_path):
     assert result.stdout.strip() == "[]"
 
 
-class JaxArray:
-    """Looks like an array of JAX from outside."""
-
-
-JaxArray.__module__ = "jaxlib._jax"
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
@@ -376,9 +368,12 @@ JaxArray.__module__ = "jaxlib._jax"
         ({"dtype": 5}, ValueError, r"PagedKVCache: dtype: must be one of .*, got 'int'"),
         ({"layout": "nhd"}, ValueError, r"PagedKVCache: layout: must be one of NHD, HND, packed, got 'nhd'"),
         ({"device": "cuda:0"}, ValueError, r"PagedKVCache: device: NumPy arrays live on 'cpu', got 'cuda:0'"),
-        ({"like": JaxArray()}, TypeError, r"PagedKVCache: like: JAX arrays are immutable"),
-        ({"like": types.ModuleType("jax.numpy")}, TypeError, r"PagedKVCache: like: JAX arrays are immutable"),
-        ({"like": [1]}, TypeError, r"like: must be an array or the module of NumPy, CuPy or torch, got list"),
+        ({"like": [1]}, TypeError, r"like: must be an array or the module of NumPy, CuPy, torch or JAX, got list"),
+        (
+            {"like": np.dtype("float32")},
+            TypeError,
+            r"like: must be an array or .* JAX, got numpy\.dtypes\.Float32DType",
+        ),
         ({"like": sys}, TypeError, r"like: must be an array or the module of .*, got module sys"),
     ],
 )
@@ -446,3 +441,26 @@ def test_a_sequence_longer_than_int32_is_refused():
         ValueError, match="append: num_tokens: a sequence holds at most 2147483647 tokens, got 2147483648"
     ):
         sequences.plan_append([1], 2)
+
+
+def test_a_dtype_of_torch_is_no_array():
+    torch = torch_or_skip()
+    for like in (torch.float32, torch.device("cpu")):
+        with pytest.raises(TypeError, match=r"like: must be an array or the module of .* JAX, got torch\.(dtype|device)$"):
+            new_cache(like=like)
+
+
+def test_tables_of_one_width():
+    kv = new_cache()
+    kv.append([1, 2], [9, 1])
+    assert kv.block_tables([2, 1], width=5).tolist() == [[3, -1, -1, -1, -1], [0, 1, 2, -1, -1]]
+    assert kv.block_tables([2], width=5).dtype == np.int32
+    assert kv.block_tables([1], width=3).tolist() == kv.block_tables([1]).tolist()
+    assert kv.block_tables([1], width=100).shape == (1, 100)  # more than the cache has blocks
+    assert kv.block_tables([], width=4).shape == (0, 4)
+    with pytest.raises(ValueError, match=r"^block_tables: width: must be at least the 3 blocks of the longest .* got 2$"):
+        kv.block_tables([1, 2], width=2)
+    with pytest.raises(ValueError, match=r"^block_tables: width: must be at least the 0 blocks of .*, got -1$"):
+        kv.block_tables([], width=-1)
+    with pytest.raises(TypeError, match=r"^block_tables: width: must be an integer, got float$"):
+        kv.block_tables([1], width=4.0)

@@ -239,7 +239,7 @@ class PrefixHistories(Histories):
     def same_prefixes(self):
         for prompt in islice(reversed(self.prompts), 10):
             assert self.kv.match_prefix(prompt) == len(self.model.prefix(prompt)) * self.model.block_size
-        assert self.kv.num_cached_blocks == len(self.model.found)
+        assert self.kv.num_cached_blocks == len(set(self.model.names.values()))
         assert self.kv.prefix_stats.evicted_blocks == self.model.evicted
 
 

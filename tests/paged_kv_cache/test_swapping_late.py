@@ -89,7 +89,6 @@ def test_out_again_before_it_had_come(kv):
 
 
 def test_files_wait_too(kv, tmp_path):
-    pytest.importorskip("safetensors")
     copy_late(kv)
     fill(kv, 1, list(range(8)))
     kv.swap_out([1])
