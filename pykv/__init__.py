@@ -90,6 +90,9 @@ from pykv.runtime import (
 )
 
 from pykv.dispatch import configure, explain  # isort: skip  # after all operations: it looks at them
+from pykv import _torch_later  # isort: skip  # the same
+
+_torch_later.register()
 
 __version__ = "0.1.0"
 

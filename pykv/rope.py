@@ -26,8 +26,8 @@ class Frequencies(NamedTuple):
 
     inverse: Floats
     """Radians per position of each pair, ``[rotary_dim / 2]``; or for each position its own, ``[positions, ...]``."""
-    magnitude: float | Floats = 1.0
-    """What cosines and sines are multiplied by; or for each position its own, ``[positions]``."""
+    magnitude: float = 1.0
+    """What cosines and sines are multiplied by."""
 
 
 def default(rotary_dim: int, base: float = 10000.0) -> Frequencies:
@@ -182,8 +182,7 @@ def cos_sin_cache(frequencies: Frequencies, num_positions: int, *, dtype: str = 
         got = type(frequencies).__name__
         raise TypeError(f"frequencies: must be Frequencies, such as default(rotary_dim), got {got}")
     angles = np.arange(num_positions, dtype=np.float32)[:, None] * np.asarray(frequencies.inverse, np.float32)
-    magnitude = np.asarray(frequencies.magnitude, np.float32)[..., None]
-    table = np.concatenate((np.cos(angles), np.sin(angles)), axis=1) * magnitude
+    table = np.concatenate((np.cos(angles), np.sin(angles)), axis=1) * np.float32(frequencies.magnitude)
     made: Array = array_like(table, dtype, like)
     return made
 
@@ -269,9 +268,10 @@ def _longrope_of_config(rope: _Keys, width: int, length: Lengths | None) -> Freq
     short, long = one("short"), one("long")
     if length is None or isinstance(length, int):
         return long if (length or trained) > trained else short
-    is_long = np.asarray(length) > trained
-    magnitude = short.magnitude if short.magnitude == long.magnitude else np.where(is_long, long[1], short[1])
-    return Frequencies(np.where(is_long[..., None], long.inverse, short.inverse), magnitude)
+    if short.magnitude != long.magnitude:
+        raise ValueError("length: must be one number where short_mscale and long_mscale of the config differ")
+    is_long = np.asarray(length)[..., None] > trained
+    return Frequencies(np.where(is_long, long.inverse, short.inverse), short.magnitude)
 
 
 def cache_of_config(

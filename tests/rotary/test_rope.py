@@ -370,15 +370,16 @@ def test_null_is_absence(change):
 
 def test_each_position_has_the_factors_of_its_own_length():
     config = config_of("longrope")
-    config["rope_scaling"] = config["rope_scaling"] | {"short_mscale": 1.25, "long_mscale": 1.5}
+    config["rope_scaling"] = config["rope_scaling"] | {"short_mscale": 1.5, "long_mscale": 1.5}
     each = rope.frequencies_of_config(config, 64, np.array([1, 4096, 4097]))
     plain = rope.default(64).inverse
     np.testing.assert_allclose(each.inverse, [plain / SHORT, plain / SHORT, plain / LONG])
-    np.testing.assert_array_equal(each.magnitude, [1.25, 1.25, 1.5])
     table = rope.cos_sin_cache(each, 3)
     np.testing.assert_allclose(table[2, :32], 1.5 * np.cos(2 * plain / LONG), rtol=1e-5)
-    np.testing.assert_allclose(table[0, :32], 1.25)
-    assert rope.frequencies_of_config(config, 64, 9000).magnitude == 1.5
+    config["rope_scaling"]["short_mscale"] = 1.25
+    assert [rope.frequencies_of_config(config, 64, n).magnitude for n in (4096, 4097)] == [1.25, 1.5]
+    with pytest.raises(ValueError, match="length: must be one number where short_mscale and long_mscale"):
+        rope.frequencies_of_config(config, 64, np.array([1, 4097]))
     dynamic = rope.frequencies_of_config(config_of("dynamic"), 64, np.array([1, 8000])).inverse
     np.testing.assert_allclose(dynamic[1], rope.frequencies_of_config(config_of("dynamic"), 64, 8000).inverse)
     np.testing.assert_array_equal(dynamic[0], plain)
