@@ -49,7 +49,7 @@ class Config:
         full = raw.get("max_window_layers", layers) if raw.get("use_sliding_window") else layers
         kinds = raw.get("layer_types") or ["full_attention"] * full + ["sliding_attention"] * (layers - full)
         end = raw.get("eos_token_id")
-        stretch = rope["factor"] if rope["rope_type"] == "dynamic" else 1
+        stretch = rope.get("factor", 1) if rope["rope_type"] == "dynamic" else 1
         return cls(
             hidden_size=raw["hidden_size"],
             intermediate_size=raw["intermediate_size"],

@@ -97,6 +97,9 @@ from pykv.runtime import (
 )
 
 from pykv.dispatch import configure, explain  # isort: skip  # after all operations: it looks at them
+from pykv import _torch_later  # isort: skip  # the same
+
+_torch_later.register()
 
 __version__ = "{}.{}.{}".format(*divmod(_C.version() // 100, 100), _C.version() % 100)
 

@@ -284,6 +284,8 @@ def _root_name(like: Any) -> str:
         return "numpy"
     if isinstance(like, ModuleType):
         return like.__name__.partition(".")[0]
+    if not hasattr(like, "shape"):  # torch.float32 is of torch, too
+        return ""
     roots = [base.__module__.partition(".")[0] for base in type(like).__mro__]  # subclasses count as their library's
     return next((root for root in roots if root in ("numpy", "cupy", "torch", "jax", "jaxlib")), "")
 

@@ -8,7 +8,7 @@ decorator :func:`operation` is told, which makes a callable of C of the definiti
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, update_wrapper
 from typing import Any, Final, Literal, NamedTuple, TypeVar, cast, get_args, get_type_hints
@@ -32,6 +32,7 @@ class Rule(NamedTuple):
 
     make: Callable[[Mapping[str, Any]], Spec]
     is_scratch: bool = False  # only the operation itself reads it
+    transposed_if: str = ""  # a parameter: where it is true, the memory is that of the transpose
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,14 @@ class NoneIs:
     def __call__(self, value: float | None) -> float:
         if value is None:
             return self.sentinel
-        if self.positive and not value > 0:
-            raise ValueError(f"{self.positive}: must be positive, got {value}")
+        if self.positive:
+            try:
+                is_positive = value > 0
+            except TypeError:
+                got = type(value).__name__
+                raise TypeError(f"{self.positive}: must be a positive number or None, got {got}") from None
+            if not is_positive:
+                raise ValueError(f"{self.positive}: must be positive, got {value}")
         if self.number and value != value:
             raise ValueError(f"{self.number}: must be a number, got {value}")
         return value
@@ -145,14 +152,54 @@ class Op:
         """The positional parameters of the forms that make the outputs themselves."""
         return tuple(p.name for p in self.parameters if p.name not in self.rules and not p.keyword_only)
 
-    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call of such a form."""
+    def signature(self, returned: Sequence[str], *more: inspect.Parameter) -> inspect.Signature:
+        """That of such a form; an output is made where it is None."""
+        hints, shown = self.function.__annotations__, []
+        for p in self.parameters:
+            if p.name in self.rules:
+                hint = "Array | bool | None" if p.optional else "Array | None"
+                shown.append(inspect.Parameter(p.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint))
+            else:
+                kind = inspect.Parameter.KEYWORD_ONLY if p.keyword_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+                shown.append(inspect.Parameter(p.name, kind, default=p.default, annotation=hints[p.name]))
+        may_be_left_out = [p.name for p in self.parameters if p.name in returned and p.optional]
+        if len(returned) == 1:
+            result = "Array"
+        elif len(returned) - len(may_be_left_out) == 1:
+            result = "Array | tuple[Array, ...]"
+        else:
+            result = "tuple[Array, ...]"
+        shown = sorted([*shown, *more], key=lambda p: p.kind)  # which keeps their order otherwise
+        return inspect.Signature(shown, return_annotation=result)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], *more: str) -> dict[str, Any]:
+        """The arguments of a call of such a form by name, without the outputs that it leaves out.
+
+        Raises:
+            TypeError: an argument is missing, unknown, or not what its parameter is.
+        """
         if len(args) > len(self.inputs):
             raise TypeError(f"{self.name}: takes at most {len(self.inputs)} positional arguments, got {len(args)}")
-        arguments = dict(zip(self.inputs, args, strict=False))
-        if twice := arguments.keys() & kwargs.keys():
+        given = dict(zip(self.inputs, args, strict=False))
+        if twice := given.keys() & kwargs.keys():
             raise TypeError(f"{self.name}: {min(twice)}: given twice")
-        return arguments | kwargs
+        given |= kwargs
+        names = {p.name for p in self.parameters}
+        if unknown := given.keys() - names - set(more):
+            raise TypeError(f"{self.name}: {min(unknown)}: is no parameter, as these are: {', '.join(sorted(names))}")
+        for p in self.parameters:
+            if p.name in self.rules and (given.get(p.name) is None or (p.optional and given[p.name] is False)):
+                given.pop(p.name, None)
+            elif p.name in given:
+                self._check_kind(p, given[p.name])
+            elif p.default is REQUIRED:
+                raise TypeError(f"{self.name}: {p.name}: is required")
+        return given
+
+    def _check_kind(self, p: Parameter, value: Any) -> None:
+        wanted = _wanted(p, value, p.name in self.rules)
+        if wanted and not (value is None and p.optional):
+            raise TypeError(f"{self.name}: {p.name}: must be {wanted}, got {type(value).__name__}")
 
     def infer(self, arguments: Mapping[str, Any]) -> dict[str, Spec]:
         """What the outputs are that a call leaves out; an optional one only where its argument is True.
@@ -170,6 +217,25 @@ class Op:
     def c_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """What the C entry is called with: sentinels for None, defaults for what is left out."""
         return {p.name: p.convert(arguments.get(p.name, p.default)) for p in self.parameters}
+
+
+def _wanted(p: Parameter, value: Any, is_output: bool) -> str:
+    """What a parameter takes, if that is no such value; of arrays, a framework knows more."""
+    if isinstance(p.convert, NoneIs) and value is None:
+        return ""
+    if p.kind == "int":
+        return "" if hasattr(value, "__index__") else "an integer"
+    if p.kind == "float":
+        return "" if hasattr(value, "__float__") or hasattr(value, "__index__") else "a number"
+    if p.kind == "str":
+        return "" if isinstance(value, str) else "a string"
+    if not p.is_array or (value is True and is_output and p.optional):
+        return ""
+    if p.kind == "written list":
+        return "" if isinstance(value, (list, tuple)) else "a list of arrays"
+    if p.may_be_number and isinstance(value, (int, float)):
+        return ""
+    return "an array" if value is None or isinstance(value, (bool, int, float, str)) else ""
 
 
 def _parameters(how: _How) -> tuple[Parameter, ...]:

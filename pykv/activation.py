@@ -54,7 +54,7 @@ def _scales(arguments: Mapping[str, Any]) -> Spec:
     return Spec((tokens, width // 2 // arguments["group_size"]), "float32")
 
 
-@operation(out=half_rows_of("input", "float8_e4m3fn"), scales=Rule(_scales))
+@operation(out=half_rows_of("input", "float8_e4m3fn"), scales=Rule(_scales, transposed_if="is_scale_transposed"))
 def silu_and_mul_per_block_quant(
     out: Array,
     input: Array,

@@ -14,7 +14,6 @@ The calls go through XLA's FFI to the C library; nothing is compiled, so one bui
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,23 +23,17 @@ import numpy as np
 from pykv import _C
 from pykv._libraries import numpy_dtype, spec_of
 from pykv._schema import Op, Parameter, Spec, all_ops
+from pykv._shapes import check, outputs
 
 if TYPE_CHECKING:
     from pykv._hints.jax import *  # noqa: F403  # what is made below
 
-_CHECK_ONLY = 12  # kDLExtDev: arrays without memory, of which the library looks at shape and dtype
 
-
-def _check(op: Op, arguments: dict[str, Any]) -> None:
-    """Raises what the call would raise before it runs."""
-    addresses = count(1 << 40, 1 << 40)  # nowhere, and far from one another: no two arrays seem to share memory
-
-    def fake(value: Any) -> Any:
-        if isinstance(value, Spec):
-            return _C.Pointer(next(addresses), list(value.shape), numpy_dtype(value.dtype), _CHECK_ONLY, 0)
-        return [fake(v) for v in value] if isinstance(value, list) else value
-
-    op.direct(**{name: fake(value) for name, value in arguments.items()})
+def _array_of(op: Op, name: str, value: Any) -> jax.Array:
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{op.name}: {name}: must be an array, got {type(value).__name__}") from None
 
 
 def _attribute(kind: str, value: Any) -> Any:
@@ -91,21 +84,26 @@ class _Call:
 
 def _function(op: Op) -> Callable[..., Any]:
     arrays = {p.name: p for p in op.parameters if p.is_array}
+    scratch = {name for name, rule in op.rules.items() if rule.is_scratch}
+    returned = [p.name for p in op.parameters if p.kind.startswith("written") and p.name not in scratch]
     target = f"pykv.{op.name}"
     for platform, handler in zip(("cpu", "CUDA"), _C.xla_handlers[op.name], strict=True):
         jax.ffi.register_ffi_target(target, handler, platform=platform, api_version=1)
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        arguments = op.by_name(args, kwargs)
+        arguments = op.bind(args, kwargs)
+        for rule in op.rules.values():
+            if rule.transposed_if:
+                arguments[rule.transposed_if] = False  # XLA chooses strides, and nobody sees them
         for name in arguments.keys() & arrays.keys():
             value, p = arguments[name], arrays[name]
             if isinstance(value, (list, tuple)) and p.kind == "written list":
-                arguments[name] = [jnp.asarray(v) for v in value]
+                arguments[name] = [_array_of(op, name, v) for v in value]
             elif not (value is None or value is True or (p.may_be_number and isinstance(value, (int, float)))):
-                arguments[name] = jnp.asarray(value)
+                arguments[name] = _array_of(op, name, value)
         specs = {name: _specs(value) if name in arrays else value for name, value in arguments.items()}
-        made = op.infer(specs)
-        _check(op, specs | made)
+        made = outputs(op, specs)
+        check(op, specs | made)
 
         call, values = _Call(), op.c_arguments(arguments | made)
         for p in op.parameters:
@@ -120,6 +118,7 @@ def _function(op: Op) -> Callable[..., Any]:
         )
         return _in_order(op, call, run(*call.buffers, modes=call.modes, **call.attributes))
 
+    function.__signature__ = op.signature(returned)  # type: ignore[attr-defined]
     function.__name__ = function.__qualname__ = op.name
     function.__doc__ = f"``pykv.{op.name}`` as a pure function of {', '.join(op.inputs)}.\n\n{op.function.__doc__}"
     return function

@@ -25,7 +25,6 @@ def _row_scales(arguments: Mapping[str, Any]) -> Spec:
     return Spec((math.prod(arguments["input"].shape[:-1]), 1), "float32")
 
 
-@Rule
 def _block_scales(arguments: Mapping[str, Any]) -> Spec:
     *rows, width = arguments["input"].shape
     return Spec((math.prod(rows), width // arguments["group_size"]), "float32")
@@ -39,7 +38,7 @@ def rms_norm(out: Array, input: Array, weight: Array | None, epsilon: float = 1e
 
     Args:
         out: ``[..., hidden_size]``, shape and dtype of ``input``; written.  May be ``input`` itself.
-        input: ``[..., hidden_size]`` float32, float16 or bfloat16, 2 to 8 dimensions.
+        input: ``[..., hidden_size]`` float32, float16 or bfloat16, 1 to 8 dimensions.
         weight: ``[hidden_size]``, dtype of ``input`` or float32.  ``None``: all ones.
         epsilon: added to the mean square.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
@@ -60,7 +59,7 @@ def fused_add_rms_norm(
     ``r = 1 / sqrt(mean(residual ** 2) + epsilon)``.
 
     Args:
-        input: ``[..., hidden_size]`` float32, float16 or bfloat16, 2 to 8 dimensions; written.
+        input: ``[..., hidden_size]`` float32, float16 or bfloat16, 1 to 8 dimensions; written.
         residual: shape and dtype of ``input``, other memory; written.
         weight: ``[hidden_size]``, dtype of ``input`` or float32.  ``None``: all ones.
         epsilon: added to the mean square.
@@ -106,7 +105,7 @@ def layer_norm(
 
     Args:
         out: ``[..., hidden_size]``, shape and dtype of ``input``; written.  May be ``input`` itself.
-        input: ``[..., hidden_size]`` float32, float16 or bfloat16, 2 to 8 dimensions.
+        input: ``[..., hidden_size]`` float32, float16 or bfloat16, 1 to 8 dimensions.
         weight: ``[hidden_size]``, dtype of ``input`` or float32.  ``None``: all ones.
         bias: ``[hidden_size]``, dtype of ``input`` or float32.  ``None``: all zeros.
         epsilon: added to the variance.
@@ -139,7 +138,7 @@ def rms_norm_gated(
 
     Args:
         out: ``[..., hidden_size]``, shape and dtype of ``input``; written.  May be ``input`` itself.
-        input: ``[..., hidden_size]`` float32, float16 or bfloat16, 2 to 8 dimensions.
+        input: ``[..., hidden_size]`` float32, float16 or bfloat16, 1 to 8 dimensions.
         weight: ``[hidden_size]``, dtype of ``input`` or float32.  ``None``: all ones.
         z: shape and dtype of ``input``.  ``None``: no gate.
         epsilon: added to the mean square.
@@ -170,7 +169,7 @@ def rms_norm_static_fp8_quant(
 
     Args:
         result: ``[..., hidden_size]`` float8_e4m3fn or uint8, shape of ``input``; written.
-        input: ``[..., hidden_size]`` float32, float16 or bfloat16, 2 to 8 dimensions.
+        input: ``[..., hidden_size]`` float32, float16 or bfloat16, 1 to 8 dimensions.
         weight: ``[hidden_size]``, dtype of ``input`` or float32.  ``None``: all ones.
         scale: one number.
         epsilon: added to the mean square.
@@ -222,7 +221,7 @@ def rms_norm_dynamic_per_token_quant(
 
     Args:
         result: ``[..., hidden_size]`` float8_e4m3fn or uint8 for E4M3, or int8; shape of ``input``; written.
-        input: ``[..., hidden_size]`` float32, float16 or bfloat16, 2 to 8 dimensions.
+        input: ``[..., hidden_size]`` float32, float16 or bfloat16, 1 to 8 dimensions.
         weight: ``[hidden_size]``, dtype of ``input`` or float32.  ``None``: all ones.
         scale: ``[num_rows, 1]`` or ``[num_rows]`` float32, any strides; written.  ``num_rows`` is the product of all
             sizes of ``input`` but the last.
@@ -237,7 +236,7 @@ def rms_norm_dynamic_per_token_quant(
     """
 
 
-@operation(result=_codes, scale=_block_scales)
+@operation(result=_codes, scale=Rule(_block_scales, transposed_if="is_scale_transposed"))
 def rms_norm_per_block_quant(
     result: Array,
     input: Array,

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pykv import _rope_config
 from pykv._libraries import array_like
 from pykv._types import Array
 
 Floats = npt.NDArray[np.floating[Any]]
+Lengths = int | npt.NDArray[np.integer[Any]]
 
 
 class Frequencies(NamedTuple):
@@ -40,9 +42,7 @@ def linear(rotary_dim: int, base: float, factor: float) -> Frequencies:
     return Frequencies(default(rotary_dim, base).inverse / factor)
 
 
-def dynamic_ntk(
-    rotary_dim: int, base: float, factor: float, trained: int, length: int | npt.NDArray[np.integer[Any]]
-) -> Frequencies:
+def dynamic_ntk(rotary_dim: int, base: float, factor: float, trained: int, length: Lengths) -> Frequencies:
     """The base grows with what ``length`` has beyond the ``trained`` one.
 
     Args:
@@ -54,8 +54,20 @@ def dynamic_ntk(
             decodes token by token had when it rotated that one.
     """
     grown = factor * np.maximum(length, trained) / trained - (factor - 1)
-    grown_base = np.asarray(base * grown ** (rotary_dim / (rotary_dim - 2)))
+    grown_base = np.asarray(_stretched(base, grown, rotary_dim))
     return Frequencies(grown_base[..., None] ** (-np.arange(0, rotary_dim, 2) / rotary_dim))
+
+
+def ntk_alpha(rotary_dim: int, base: float, alpha: float) -> Frequencies:
+    """The base grows by ``alpha``, whatever the length (HunYuan)."""
+    return default(rotary_dim, float(_stretched(base, alpha, rotary_dim)))
+
+
+def _stretched(base: float, times: Any, rotary_dim: int) -> Any:
+    """The base that slows the slowest pair so many times."""
+    if rotary_dim <= 2:
+        raise ValueError(f"rotary_dim: must be more than 2 where the base grows, got {rotary_dim}")
+    return base * times ** (rotary_dim / (rotary_dim - 2))
 
 
 def llama3(
@@ -182,70 +194,98 @@ class _Keys(dict[str, Any]):
         raise ValueError(f"config: {key} is required, got {', '.join(sorted(self)) or 'an empty one'}")
 
 
-def parameters_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a Hugging Face config says of rope, under one set of names.
+def parameters_of_config(config: Mapping[str, Any], layer_type: str | None = None) -> dict[str, Any]:
+    """What a Hugging Face config says of rope, under the names of transformers 5.
 
-    Newer files nest all of it under ``rope_parameters``, older ones only the scaling.
+    These are ``rope_type``, ``rope_theta``, ``partial_rotary_factor`` or ``rotary_dim``, the lengths and what the type
+    needs; what the config leaves out is as in the model's family.  See :func:`frequencies_of_config`.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    common = {
-        "rope_theta": config.get("rope_theta", 10000.0),
-        "rope_type": given.get("type", "default"),
-        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
-        "original_max_position_embeddings": config.get("original_max_position_embeddings")
-        or _Keys(config)["max_position_embeddings"],
-    }
-    return common | dict(given)
+    return _rope_config.parameters(config, layer_type)
 
 
-def frequencies_of_config(config: Mapping[str, Any], head_size: int, length: int | None = None) -> Frequencies:
-    """The frequencies of a Hugging Face config: the contents of a ``config.json``.
+def frequencies_of_config(
+    config: Mapping[str, Any], head_size: int, length: Lengths | None = None, *, layer_type: str | None = None
+) -> Frequencies:
+    """The frequencies of a Hugging Face config: the contents of a ``config.json``, old or new.
+
+    Newer files nest all of rope under ``rope_parameters``, some for each type of layers; older ones have
+    ``rope_theta`` and, with a scaling, ``rope_scaling``; families have names of their own, such as ``rotary_pct``.
 
     Args:
-        config: with ``max_position_embeddings`` and ``rope_theta``, ``rope_scaling`` or ``rope_parameters``; the types
-            default, mrope, linear, dynamic, llama3, yarn, longrope and proportional are known.
-        head_size: elements of a head.
+        config: the types default, mrope, linear, dynamic, llama3, yarn, longrope and proportional are known.
+        head_size: elements of a head; with latent attention, of the part that is rotated.
         length: of the sequences that will be served, on which dynamic and longrope depend; by default what the model
-            was trained with.
+            was trained with. Or one for each position, such as ``np.arange(n) + 1``: the length that a model that
+            decodes token by token had when it rotated that one.
+        layer_type: such as ``"sliding_attention"``; needed where rope differs between layers.
 
     Raises:
-        ValueError: the type is not known, or lacks a parameter.
+        ValueError: the type is not known or lacks a parameter; a key about rope is not understood, or two contradict
+            each other; ``layer_type`` is missing, or the config does not know it.
     """
-    config, rope = _Keys(config), _Keys(parameters_of_config(config))
-    kind, base, trained = rope["rope_type"], rope["rope_theta"], rope["original_max_position_embeddings"]
-    width, longest = int(head_size * rope["partial_rotary_factor"]), config["max_position_embeddings"]
+    rope = _Keys(parameters_of_config(config, layer_type))
+    kind, base, width = rope["rope_type"], rope["rope_theta"], _rope_config.rotary_dim(rope, head_size)
 
     def given(*names: str) -> dict[str, Any]:
-        return {name: rope[name] for name in names if rope.get(name) is not None}
+        return {name: rope[name] for name in names if name in rope}
 
-    if kind in ("default", "mrope"):
-        return default(width, base)
     if kind == "linear":
         return linear(width, base, rope["factor"])
+    if kind == "dynamic" and "alpha" in rope:
+        return ntk_alpha(width, base, rope["alpha"])
     if kind == "dynamic":
-        return dynamic_ntk(width, base, rope["factor"], longest, length or longest)
+        trained = rope["max_position_embeddings"]
+        return dynamic_ntk(width, base, rope["factor"], trained, trained if length is None else length)
     if kind == "llama3":
+        trained = rope["original_max_position_embeddings"]
         return llama3(width, base, rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], trained)
     if kind == "yarn":
-        options = given("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor")
-        return yarn(width, base, rope.get("factor") or longest / trained, trained, **options)
+        options = given("beta_fast", "beta_slow", "extrapolation_factor", "truncate", "mscale", "mscale_all_dim")
+        options |= given("attention_factor")
+        inverse, magnitude = yarn(width, base, _factor(rope), rope["original_max_position_embeddings"], **options)
+        return Frequencies(inverse, magnitude * rope.get("attn_factor", 1.0))
     if kind == "longrope":
-        factors = rope["long_factor"] if (length or trained) > trained else rope["short_factor"]
-        factor = rope.get("factor") or longest / trained
-        return longrope(width, base, factors, trained, factor, **given("attention_factor"))
+        return _longrope_of_config(rope, width, length)
     if kind == "proportional":
-        return proportional(head_size, base, rope["partial_rotary_factor"], rope.get("factor", 1.0))
-    raise ValueError(
-        f"rope type {kind!r} is not supported; "
-        "default, mrope, linear, dynamic, llama3, yarn, longrope and proportional are"
-    )
+        return proportional(head_size, base, width / head_size, rope.get("factor", 1.0))
+    return default(width, base)
+
+
+def _factor(rope: _Keys) -> float:
+    """How much longer sequences get."""
+    if "factor" in rope:
+        return float(rope["factor"])
+    return float(rope["max_position_embeddings"] / rope["original_max_position_embeddings"])
+
+
+def _longrope_of_config(rope: _Keys, width: int, length: Lengths | None) -> Frequencies:
+    trained, factor = rope["original_max_position_embeddings"], _factor(rope)
+
+    def one(kind: str) -> Frequencies:
+        magnitude = rope.get(f"{kind}_mscale", rope.get("attention_factor"))
+        return longrope(width, rope["rope_theta"], rope[f"{kind}_factor"], trained, factor, attention_factor=magnitude)
+
+    short, long = one("short"), one("long")
+    if length is None or isinstance(length, int):
+        return long if (length or trained) > trained else short
+    if short.magnitude != long.magnitude:
+        raise ValueError("length: must be one number where short_mscale and long_mscale of the config differ")
+    is_long = np.asarray(length)[..., None] > trained
+    return Frequencies(np.where(is_long, long.inverse, short.inverse), short.magnitude)
 
 
 def cache_of_config(
-    config: Mapping[str, Any], head_size: int, num_positions: int, *, dtype: str = "float32", like: Any = None
+    config: Mapping[str, Any],
+    head_size: int,
+    num_positions: int,
+    *,
+    layer_type: str | None = None,
+    dtype: str = "float32",
+    like: Any = None,
 ) -> Array:
     """The table for a Hugging Face config and sequences of up to ``num_positions`` tokens.
 
     See :func:`frequencies_of_config` and :func:`cos_sin_cache`.
     """
-    return cos_sin_cache(frequencies_of_config(config, head_size, num_positions), num_positions, dtype=dtype, like=like)
+    frequencies = frequencies_of_config(config, head_size, num_positions, layer_type=layer_type)
+    return cos_sin_cache(frequencies, num_positions, dtype=dtype, like=like)

@@ -1,9 +1,10 @@
 """The operations as ``torch.ops.pykv.*``, for ``torch.compile`` and all else that goes through torch's dispatcher.
 
-``import pykv.torch`` registers them as kernels of C, by the stable shim of the torch that is there, or, where something
-of it is missing, as functions of Python: nothing is compiled, so one build is for every torch.  From then on the
-functions of ``pykv``, which are in this module too, put ``torch.ops.pykv.*`` into the graph while torch compiles or
-exports; otherwise they call the library directly, which is the quickest way.
+They are registered where torch was imported before pykv, else at its first use of one of them, or by
+``import pykv.torch``: as kernels of C, by the stable shim of the torch that is there, or, where something of it is
+missing, as functions of Python.  Nothing is compiled, so one build is for every torch.  From then on the functions of
+``pykv``, which are in this module too, put ``torch.ops.pykv.*`` into the graph while torch compiles or exports;
+otherwise they call the library directly, which is the quickest way.
 
 Arguments that are written are declared as mutated, so that graphs keep their order; the operations have no derivatives,
 and refuse to write a tensor that requires grad.
@@ -58,9 +59,14 @@ def _literal(p: Parameter) -> str:
 
 
 def _as_tensor(value: Any) -> Any:
-    """A number that stands for an array (a scale) as a tensor on the host: a schema has one type for each parameter."""
+    """What stands for an array, a number (a scale) or a list of integers, as a tensor on the host.
+
+    For a schema has one type for each parameter.
+    """
     if isinstance(value, (int, float)):
         return torch.tensor(float(value), dtype=torch.float32, device="cpu")
+    if isinstance(value, (list, tuple)):
+        return torch.tensor(value, dtype=torch.int64, device="cpu")
     return value
 
 
@@ -149,17 +155,23 @@ def _register(op: Op) -> Callable[..., None]:
     torch.library.register_fake(f"pykv::{op.name}", _fake, lib=_library)
     _kernels.add(op)
     registered = getattr(torch.ops.pykv, op.name)
-    names = tuple(p.name for p in op.parameters)
-    numbers = tuple(p.name for p in op.parameters if p.may_be_number)
+    positional = tuple(p.name for p in op.parameters if not p.keyword_only)
+    read = tuple(p.name for p in op.parameters if p.kind == "read")
 
     def function(*args: Any, **kwargs: Any) -> None:
-        given = dict(zip(names[: len(args)], args, strict=True))
+        given = dict(zip(positional, args, strict=False))
         given.update(kwargs)
         given.pop("stream", None)
-        for name in numbers:
+        for name in read:
             if name in given:
                 given[name] = _as_tensor(given[name])
-        registered(**given)
+        # By position: torch.compile takes a keyword `out` for that of its own operations, and wants it contiguous.
+        first = []
+        for name in positional:
+            if name not in given:
+                break
+            first.append(given.pop(name))
+        registered(*first, *args[len(positional) :], **given)
 
     op.function.dispatch(function)
     return function

@@ -6,40 +6,47 @@ from pykv._types import Array, ScalarOrArray, Stream
 
 _Array = TypeVar("_Array", bound=Array)
 
-def silu_and_mul(input: _Array, *, result: Array = ..., stream: Stream = None) -> _Array: ...
-def silu_and_mul_quant(input: Array, scale: ScalarOrArray, *, result: Array = ..., stream: Stream = None) -> Any: ...
+def silu_and_mul(input: _Array, *, result: Array | None = None, stream: Stream = None) -> _Array: ...
+def silu_and_mul_quant(
+    input: Array, scale: ScalarOrArray, *, result: Array | None = None, stream: Stream = None
+) -> Any: ...
 def silu_and_mul_per_block_quant(
     input: Array,
     group_size: int,
     scale_ub: ScalarOrArray | None = None,
     is_scale_transposed: bool = False,
     *,
-    out: Array = ...,
-    scales: Array = ...,
+    out: Array | None = None,
+    scales: Array | None = None,
     stream: Stream = None,
 ) -> tuple[Any, Any]: ...
-def gelu_tanh_and_mul(input: _Array, *, out: Array = ..., stream: Stream = None) -> _Array: ...
-def mul_and_silu(input: _Array, *, out: Array = ..., stream: Stream = None) -> _Array: ...
+def gelu_tanh_and_mul(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
+def mul_and_silu(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
 def silu_and_mul_with_clamp(
-    input: _Array, limit: float, alpha: float = 1.0, beta: float = 0.0, *, result: Array = ..., stream: Stream = None
+    input: _Array, limit: float, *, result: Array | None = None, stream: Stream = None
 ) -> _Array: ...
-def gelu_and_mul(input: _Array, *, out: Array = ..., stream: Stream = None) -> _Array: ...
+def gelu_and_mul(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
 def gelu_and_mul_sparse(
-    input: _Array, activation_sparsity: float, approximate: str = "none", *, out: Array = ..., stream: Stream = None
+    input: _Array,
+    activation_sparsity: float,
+    approximate: str = "none",
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
 ) -> _Array: ...
-def fatrelu_and_mul(input: _Array, threshold: float = 0.0, *, out: Array = ..., stream: Stream = None) -> _Array: ...
+def fatrelu_and_mul(
+    input: _Array, threshold: float = 0.0, *, out: Array | None = None, stream: Stream = None
+) -> _Array: ...
 def swigluoai_and_mul(
-    input: _Array, alpha: float = 1.702, limit: float = 7.0, *, out: Array = ..., stream: Stream = None
+    input: _Array, alpha: float = 1.702, limit: float = 7.0, *, out: Array | None = None, stream: Stream = None
 ) -> _Array: ...
-def swiglustep_and_mul(input: _Array, limit: float = 7.0, *, out: Array = ..., stream: Stream = None) -> _Array: ...
-def situ_and_mul(
-    input: _Array, beta: float = 1.0, linear_beta: float = -1.0, *, out: Array = ..., stream: Stream = None
+def swiglustep_and_mul(
+    input: _Array, limit: float = 7.0, *, out: Array | None = None, stream: Stream = None
 ) -> _Array: ...
-def gelu_new(input: _Array, *, out: Array = ..., stream: Stream = None) -> _Array: ...
-def gelu_fast(input: _Array, *, out: Array = ..., stream: Stream = None) -> _Array: ...
-def gelu_quick(input: _Array, *, out: Array = ..., stream: Stream = None) -> _Array: ...
-def relu2(input: _Array, *, out: Array = ..., stream: Stream = None) -> _Array: ...
-def relu_squared(input: _Array, *, out: Array = ..., stream: Stream = None) -> _Array: ...
+def gelu_new(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
+def gelu_fast(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
+def gelu_quick(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
+def relu2(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
 def xielu(
     input: _Array,
     alpha_p: ScalarOrArray,
@@ -47,7 +54,7 @@ def xielu(
     beta: float = 0.5,
     eps: float = -1e-06,
     *,
-    out: Array = ...,
+    out: Array | None = None,
     stream: Stream = None,
 ) -> _Array: ...
 @overload
@@ -58,8 +65,8 @@ def paged_attention(
     block_tables: Array,
     seq_lens: Array,
     *,
-    lse: None = None,
-    out: Array = ...,
+    lse: Literal[False] | None = None,
+    out: Array | None = None,
     cu_query_lens: Array | None = None,
     scale: float | None = None,
     causal: bool = True,
@@ -83,7 +90,7 @@ def paged_attention(
     seq_lens: Array,
     *,
     lse: Array | Literal[True],
-    out: Array = ...,
+    out: Array | None = None,
     cu_query_lens: Array | None = None,
     scale: float | None = None,
     causal: bool = True,
@@ -118,7 +125,7 @@ def paged_attention_v1(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
     *,
-    out: Array = ...,
+    out: Array | None = None,
     stream: Stream = None,
 ) -> _Array: ...
 def paged_attention_v2(
@@ -141,10 +148,10 @@ def paged_attention_v2(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
     *,
-    out: Array = ...,
-    exp_sum: Array = ...,
-    max_logits: Array = ...,
-    tmp_out: Array = ...,
+    out: Array | None = None,
+    exp_sum: Array | None = None,
+    max_logits: Array | None = None,
+    tmp_out: Array | None = None,
     stream: Stream = None,
 ) -> _Array: ...
 @overload
@@ -156,8 +163,8 @@ def merge_attn_states(
     prefill_tokens_with_context: int | None = None,
     output_scale: ScalarOrArray | None = None,
     *,
-    output_lse: None = None,
-    output: Array = ...,
+    output_lse: Literal[False] | None = None,
+    output: Array | None = None,
     stream: Stream = None,
 ) -> _Array: ...
 @overload
@@ -170,7 +177,7 @@ def merge_attn_states(
     output_scale: ScalarOrArray | None = None,
     *,
     output_lse: Array | Literal[True],
-    output: Array = ...,
+    output: Array | None = None,
     stream: Stream = None,
 ) -> tuple[_Array, Any]: ...
 @overload
@@ -179,8 +186,8 @@ def merge_attn_states_n(
     partial_lses: Array,
     output_scale: ScalarOrArray | None = None,
     *,
-    output_lse: None = None,
-    output: Array = ...,
+    output_lse: Literal[False] | None = None,
+    output: Array | None = None,
     stream: Stream = None,
 ) -> Any: ...
 @overload
@@ -190,43 +197,23 @@ def merge_attn_states_n(
     output_scale: ScalarOrArray | None = None,
     *,
     output_lse: Array | Literal[True],
-    output: Array = ...,
+    output: Array | None = None,
     stream: Stream = None,
 ) -> tuple[Any, Any]: ...
-def fused_qknorm_rope_cache(
-    qkv: _Array,
-    q_weight: Array,
-    k_weight: Array,
-    cos: Array,
-    sin: Array,
-    positions: Array,
-    slot_mapping: Array,
-    k_cache: Array,
-    v_cache: Array,
-    head_dim: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    rotary_pairs: int,
-    epsilon: float,
-    norm_weight_bias: float = 0.0,
-    kv_cache_dtype: str = "auto",
-    k_scale: ScalarOrArray | None = None,
-    v_scale: ScalarOrArray | None = None,
-    *,
-    q_out: Array = ...,
-    k_out: Array = ...,
-    v_out: Array = ...,
-    stream: Stream = None,
-) -> tuple[_Array, _Array, _Array]: ...
 def convert_fp8(
-    input: Array, scale: ScalarOrArray = 1.0, kv_dtype: str = "fp8", *, output: Array = ..., stream: Stream = None
+    input: Array,
+    scale: ScalarOrArray = 1.0,
+    kv_dtype: str = "fp8",
+    *,
+    output: Array | None = None,
+    stream: Stream = None,
 ) -> Any: ...
-def concat_mla_q(ql_nope: _Array, q_pe: Array, *, q_out: Array = ..., stream: Stream = None) -> _Array: ...
+def concat_mla_q(ql_nope: _Array, q_pe: Array, *, q_out: Array | None = None, stream: Stream = None) -> _Array: ...
 def rms_norm(
-    input: _Array, weight: Array | None, epsilon: float = 1e-06, *, out: Array = ..., stream: Stream = None
+    input: _Array, weight: Array | None, epsilon: float = 1e-06, *, out: Array | None = None, stream: Stream = None
 ) -> _Array: ...
 def gemma_rms_norm(
-    input: _Array, weight: Array, epsilon: float = 1e-06, *, out: Array = ..., stream: Stream = None
+    input: _Array, weight: Array, epsilon: float = 1e-06, *, out: Array | None = None, stream: Stream = None
 ) -> _Array: ...
 def layer_norm(
     input: _Array,
@@ -235,7 +222,7 @@ def layer_norm(
     epsilon: float = 1e-05,
     residual: Array | None = None,
     *,
-    out: Array = ...,
+    out: Array | None = None,
     stream: Stream = None,
 ) -> _Array: ...
 def rms_norm_gated(
@@ -247,7 +234,7 @@ def rms_norm_gated(
     norm_before_gate: bool = False,
     activation: str = "swish",
     *,
-    out: Array = ...,
+    out: Array | None = None,
     stream: Stream = None,
 ) -> _Array: ...
 def rms_norm_static_fp8_quant(
@@ -256,7 +243,7 @@ def rms_norm_static_fp8_quant(
     scale: ScalarOrArray,
     epsilon: float = 1e-06,
     *,
-    result: Array = ...,
+    result: Array | None = None,
     stream: Stream = None,
 ) -> Any: ...
 def fused_add_rms_norm_static_fp8_quant(
@@ -266,7 +253,7 @@ def fused_add_rms_norm_static_fp8_quant(
     scale: ScalarOrArray,
     epsilon: float = 1e-06,
     *,
-    result: Array = ...,
+    result: Array | None = None,
     stream: Stream = None,
 ) -> Any: ...
 def rms_norm_dynamic_per_token_quant(
@@ -276,8 +263,8 @@ def rms_norm_dynamic_per_token_quant(
     scale_ub: ScalarOrArray | None = None,
     residual: Array | None = None,
     *,
-    result: Array = ...,
-    scale: Array = ...,
+    result: Array | None = None,
+    scale: Array | None = None,
     stream: Stream = None,
 ) -> tuple[Any, Any]: ...
 def rms_norm_per_block_quant(
@@ -289,8 +276,8 @@ def rms_norm_per_block_quant(
     group_size: int = 128,
     is_scale_transposed: bool = False,
     *,
-    result: Array = ...,
-    scale: Array = ...,
+    result: Array | None = None,
+    scale: Array | None = None,
     stream: Stream = None,
 ) -> tuple[Any, Any]: ...
 def dual_chunk_rotary_embedding(
@@ -304,6 +291,6 @@ def dual_chunk_rotary_embedding(
     local_size: int,
     offsets: Array | None = None,
     *,
-    query_out: Array = ...,
+    query_out: Array | None = None,
     stream: Stream = None,
 ) -> Any: ...

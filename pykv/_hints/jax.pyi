@@ -6,46 +6,33 @@ from typing import Literal, overload
 from jax import Array
 from jax.typing import ArrayLike
 
-def silu_and_mul(input: ArrayLike, *, result: ArrayLike = ...) -> Array: ...
-def silu_and_mul_quant(input: ArrayLike, scale: float | ArrayLike, *, result: ArrayLike = ...) -> Array: ...
+def silu_and_mul(input: ArrayLike, *, result: ArrayLike | None = None) -> Array: ...
+def silu_and_mul_quant(input: ArrayLike, scale: float | ArrayLike, *, result: ArrayLike | None = None) -> Array: ...
 def silu_and_mul_per_block_quant(
     input: ArrayLike,
     group_size: int,
     scale_ub: float | ArrayLike | None = None,
     is_scale_transposed: bool = False,
     *,
-    out: ArrayLike = ...,
-    scales: ArrayLike = ...,
+    out: ArrayLike | None = None,
+    scales: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
-def gelu_tanh_and_mul(input: ArrayLike, *, out: ArrayLike = ...) -> Array: ...
-def mul_and_silu(input: ArrayLike, *, out: ArrayLike = ...) -> Array: ...
-def silu_and_mul_with_clamp(
-    input: ArrayLike, limit: float, alpha: float = 1.0, beta: float = 0.0, *, result: ArrayLike = ...
-) -> Array: ...
-def gelu_and_mul(input: ArrayLike, *, out: ArrayLike = ...) -> Array: ...
+def gelu_tanh_and_mul(input: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
+def mul_and_silu(input: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
+def silu_and_mul_with_clamp(input: ArrayLike, limit: float, *, result: ArrayLike | None = None) -> Array: ...
+def gelu_and_mul(input: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
 def gelu_and_mul_sparse(
-    input: ArrayLike, activation_sparsity: float, approximate: str = "none", *, out: ArrayLike = ...
+    input: ArrayLike, activation_sparsity: float, approximate: str = "none", *, out: ArrayLike | None = None
 ) -> Array: ...
-def fatrelu_and_mul(input: ArrayLike, threshold: float = 0.0, *, out: ArrayLike = ...) -> Array: ...
-def swigluoai_and_mul(input: ArrayLike, alpha: float = 1.702, limit: float = 7.0, *, out: ArrayLike = ...) -> Array: ...
-def swiglustep_and_mul(input: ArrayLike, limit: float = 7.0, *, out: ArrayLike = ...) -> Array: ...
-def situ_and_mul(input: ArrayLike, beta: float = 1.0, linear_beta: float = -1.0, *, out: ArrayLike = ...) -> Array: ...
-def masked_moe_activation(
-    out: ArrayLike,
-    input: ArrayLike,
-    valid_token_counts: ArrayLike,
-    activation: str,
-    clamp_limit: float = 0.0,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    situ_beta: float = 1.0,
-    situ_linear_beta: float = -1.0,
+def fatrelu_and_mul(input: ArrayLike, threshold: float = 0.0, *, out: ArrayLike | None = None) -> Array: ...
+def swigluoai_and_mul(
+    input: ArrayLike, alpha: float = 1.702, limit: float = 7.0, *, out: ArrayLike | None = None
 ) -> Array: ...
-def gelu_new(input: ArrayLike, *, out: ArrayLike = ...) -> Array: ...
-def gelu_fast(input: ArrayLike, *, out: ArrayLike = ...) -> Array: ...
-def gelu_quick(input: ArrayLike, *, out: ArrayLike = ...) -> Array: ...
-def relu2(input: ArrayLike, *, out: ArrayLike = ...) -> Array: ...
-def relu_squared(input: ArrayLike, *, out: ArrayLike = ...) -> Array: ...
+def swiglustep_and_mul(input: ArrayLike, limit: float = 7.0, *, out: ArrayLike | None = None) -> Array: ...
+def gelu_new(input: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
+def gelu_fast(input: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
+def gelu_quick(input: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
+def relu2(input: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
 def xielu(
     input: ArrayLike,
     alpha_p: float | ArrayLike,
@@ -53,7 +40,7 @@ def xielu(
     beta: float = 0.5,
     eps: float = -1e-06,
     *,
-    out: ArrayLike = ...,
+    out: ArrayLike | None = None,
 ) -> Array: ...
 @overload
 def paged_attention(
@@ -75,7 +62,7 @@ def paged_attention(
     v_scale: float | ArrayLike = 1.0,
     batch_invariant: bool = False,
     workspace: None = None,
-    out: ArrayLike = ...,
+    out: ArrayLike | None = None,
     lse: None = None,
 ) -> Array: ...
 @overload
@@ -98,7 +85,7 @@ def paged_attention(
     v_scale: float | ArrayLike = 1.0,
     batch_invariant: bool = False,
     workspace: ArrayLike,
-    out: ArrayLike = ...,
+    out: ArrayLike | None = None,
     lse: None = None,
 ) -> tuple[Array, Array]: ...
 @overload
@@ -121,7 +108,7 @@ def paged_attention(
     v_scale: float | ArrayLike = 1.0,
     batch_invariant: bool = False,
     workspace: None = None,
-    out: ArrayLike = ...,
+    out: ArrayLike | None = None,
     lse: ArrayLike | Literal[True],
 ) -> tuple[Array, Array]: ...
 @overload
@@ -144,7 +131,7 @@ def paged_attention(
     v_scale: float | ArrayLike = 1.0,
     batch_invariant: bool = False,
     workspace: ArrayLike,
-    out: ArrayLike = ...,
+    out: ArrayLike | None = None,
     lse: ArrayLike | Literal[True],
 ) -> tuple[Array, Array, Array]: ...
 def paged_attention_v1(
@@ -167,7 +154,7 @@ def paged_attention_v1(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
     *,
-    out: ArrayLike = ...,
+    out: ArrayLike | None = None,
 ) -> Array: ...
 def paged_attention_v2(
     query: ArrayLike,
@@ -189,10 +176,10 @@ def paged_attention_v2(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
     *,
-    out: ArrayLike = ...,
-    exp_sum: ArrayLike = ...,
-    max_logits: ArrayLike = ...,
-    tmp_out: ArrayLike = ...,
+    out: ArrayLike | None = None,
+    exp_sum: ArrayLike | None = None,
+    max_logits: ArrayLike | None = None,
+    tmp_out: ArrayLike | None = None,
 ) -> Array: ...
 @overload
 def merge_attn_states(
@@ -203,7 +190,7 @@ def merge_attn_states(
     prefill_tokens_with_context: int | None = None,
     output_scale: float | ArrayLike | None = None,
     *,
-    output: ArrayLike = ...,
+    output: ArrayLike | None = None,
     output_lse: None = None,
 ) -> Array: ...
 @overload
@@ -215,7 +202,7 @@ def merge_attn_states(
     prefill_tokens_with_context: int | None = None,
     output_scale: float | ArrayLike | None = None,
     *,
-    output: ArrayLike = ...,
+    output: ArrayLike | None = None,
     output_lse: ArrayLike | Literal[True],
 ) -> tuple[Array, Array]: ...
 @overload
@@ -224,7 +211,7 @@ def merge_attn_states_n(
     partial_lses: ArrayLike,
     output_scale: float | ArrayLike | None = None,
     *,
-    output: ArrayLike = ...,
+    output: ArrayLike | None = None,
     output_lse: None = None,
 ) -> Array: ...
 @overload
@@ -233,7 +220,7 @@ def merge_attn_states_n(
     partial_lses: ArrayLike,
     output_scale: float | ArrayLike | None = None,
     *,
-    output: ArrayLike = ...,
+    output: ArrayLike | None = None,
     output_lse: ArrayLike | Literal[True],
 ) -> tuple[Array, Array]: ...
 def reshape_and_cache(
@@ -245,7 +232,6 @@ def reshape_and_cache(
     kv_cache_dtype: str = "auto",
     k_scale: float | ArrayLike = 1.0,
     v_scale: float | ArrayLike = 1.0,
-    interleaved_v: bool = False,
 ) -> tuple[Array, Array]: ...
 def reshape_and_cache_flash(
     key: ArrayLike,
@@ -272,30 +258,6 @@ def rotary_and_cache(
     v_scale: float | ArrayLike = 1.0,
     rope_dim_offset: int = 0,
 ) -> tuple[Array, Array, Array, Array]: ...
-def fused_qknorm_rope_cache(
-    qkv: ArrayLike,
-    q_weight: ArrayLike,
-    k_weight: ArrayLike,
-    cos: ArrayLike,
-    sin: ArrayLike,
-    positions: ArrayLike,
-    slot_mapping: ArrayLike,
-    k_cache: ArrayLike,
-    v_cache: ArrayLike,
-    head_dim: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    rotary_pairs: int,
-    epsilon: float,
-    norm_weight_bias: float = 0.0,
-    kv_cache_dtype: str = "auto",
-    k_scale: float | ArrayLike | None = None,
-    v_scale: float | ArrayLike | None = None,
-    *,
-    q_out: ArrayLike = ...,
-    k_out: ArrayLike = ...,
-    v_out: ArrayLike = ...,
-) -> tuple[Array, Array, Array, Array, Array]: ...
 def copy_blocks(
     key_caches: Sequence[ArrayLike], value_caches: Sequence[ArrayLike], block_mapping: ArrayLike
 ) -> tuple[list[Array], list[Array]]: ...
@@ -306,16 +268,7 @@ def concat_and_cache_mla(
     slot_mapping: ArrayLike,
     kv_cache_dtype: str = "auto",
     scale: float | ArrayLike = 1.0,
-    skip_scale: bool = False,
 ) -> Array: ...
-def concat_and_cache_mla_layers(
-    kv_c: ArrayLike,
-    k_pe: ArrayLike,
-    kv_caches: Sequence[ArrayLike],
-    slot_mapping: ArrayLike,
-    kv_cache_dtype: str = "auto",
-    kv_scales: float | ArrayLike = 1.0,
-) -> list[Array]: ...
 def concat_and_cache_mla_rope_fused(
     positions: ArrayLike,
     q_pe: ArrayLike,
@@ -353,15 +306,9 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     src_cache: ArrayLike,
     dst: ArrayLike,
     block_table: ArrayLike,
+    seq_lens: ArrayLike,
     workspace_starts: ArrayLike,
     batch_size: int,
-    seq_starts: ArrayLike | None = None,
-    host_cache: ArrayLike | None = None,
-    host_row_ids: ArrayLike | None = None,
-    device_row_ids: ArrayLike | None = None,
-) -> Array: ...
-def cp_gather_and_upconvert_nvfp4_kv_cache(
-    src_cache: ArrayLike, dst: ArrayLike, block_table: ArrayLike, workspace_starts: ArrayLike, batch_size: int
 ) -> Array: ...
 def indexer_k_quant_and_cache(
     k: ArrayLike, kv_cache: ArrayLike, slot_mapping: ArrayLike, quant_block_size: int, kv_cache_dtype: str = "auto"
@@ -375,15 +322,19 @@ def cp_gather_indexer_k_quant_cache(
     seq_starts: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
 def convert_fp8(
-    input: ArrayLike, scale: float | ArrayLike = 1.0, kv_dtype: str = "fp8", *, output: ArrayLike = ...
+    input: ArrayLike, scale: float | ArrayLike = 1.0, kv_dtype: str = "fp8", *, output: ArrayLike | None = None
 ) -> Array: ...
-def concat_mla_q(ql_nope: ArrayLike, q_pe: ArrayLike, *, q_out: ArrayLike = ...) -> Array: ...
+def concat_mla_q(ql_nope: ArrayLike, q_pe: ArrayLike, *, q_out: ArrayLike | None = None) -> Array: ...
 def copy_blocks_mla(kv_caches: Sequence[ArrayLike], block_mapping: ArrayLike) -> list[Array]: ...
-def rms_norm(input: ArrayLike, weight: ArrayLike | None, epsilon: float = 1e-06, *, out: ArrayLike = ...) -> Array: ...
+def rms_norm(
+    input: ArrayLike, weight: ArrayLike | None, epsilon: float = 1e-06, *, out: ArrayLike | None = None
+) -> Array: ...
 def fused_add_rms_norm(
     input: ArrayLike, residual: ArrayLike, weight: ArrayLike | None, epsilon: float = 1e-06
 ) -> tuple[Array, Array]: ...
-def gemma_rms_norm(input: ArrayLike, weight: ArrayLike, epsilon: float = 1e-06, *, out: ArrayLike = ...) -> Array: ...
+def gemma_rms_norm(
+    input: ArrayLike, weight: ArrayLike, epsilon: float = 1e-06, *, out: ArrayLike | None = None
+) -> Array: ...
 def gemma_fused_add_rms_norm(
     input: ArrayLike, residual: ArrayLike, weight: ArrayLike, epsilon: float = 1e-06
 ) -> tuple[Array, Array]: ...
@@ -395,7 +346,7 @@ def layer_norm(
     epsilon: float = 1e-05,
     residual: None = None,
     *,
-    out: ArrayLike = ...,
+    out: ArrayLike | None = None,
 ) -> Array: ...
 @overload
 def layer_norm(
@@ -405,7 +356,7 @@ def layer_norm(
     epsilon: float = 1e-05,
     *,
     residual: ArrayLike,
-    out: ArrayLike = ...,
+    out: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
 @overload
 def layer_norm(
@@ -415,7 +366,7 @@ def layer_norm(
     epsilon: float,
     residual: ArrayLike,
     *,
-    out: ArrayLike = ...,
+    out: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
 def rms_norm_gated(
     input: ArrayLike,
@@ -426,7 +377,7 @@ def rms_norm_gated(
     norm_before_gate: bool = False,
     activation: str = "swish",
     *,
-    out: ArrayLike = ...,
+    out: ArrayLike | None = None,
 ) -> Array: ...
 def rms_norm_static_fp8_quant(
     input: ArrayLike,
@@ -434,7 +385,7 @@ def rms_norm_static_fp8_quant(
     scale: float | ArrayLike,
     epsilon: float = 1e-06,
     *,
-    result: ArrayLike = ...,
+    result: ArrayLike | None = None,
 ) -> Array: ...
 def fused_add_rms_norm_static_fp8_quant(
     input: ArrayLike,
@@ -443,7 +394,7 @@ def fused_add_rms_norm_static_fp8_quant(
     scale: float | ArrayLike,
     epsilon: float = 1e-06,
     *,
-    result: ArrayLike = ...,
+    result: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
 @overload
 def rms_norm_dynamic_per_token_quant(
@@ -453,8 +404,8 @@ def rms_norm_dynamic_per_token_quant(
     scale_ub: float | ArrayLike | None = None,
     residual: None = None,
     *,
-    result: ArrayLike = ...,
-    scale: ArrayLike = ...,
+    result: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
 @overload
 def rms_norm_dynamic_per_token_quant(
@@ -464,8 +415,8 @@ def rms_norm_dynamic_per_token_quant(
     scale_ub: float | ArrayLike | None = None,
     *,
     residual: ArrayLike,
-    result: ArrayLike = ...,
-    scale: ArrayLike = ...,
+    result: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
 ) -> tuple[Array, Array, Array]: ...
 @overload
 def rms_norm_dynamic_per_token_quant(
@@ -475,8 +426,8 @@ def rms_norm_dynamic_per_token_quant(
     scale_ub: float | ArrayLike | None,
     residual: ArrayLike,
     *,
-    result: ArrayLike = ...,
-    scale: ArrayLike = ...,
+    result: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
 ) -> tuple[Array, Array, Array]: ...
 @overload
 def rms_norm_per_block_quant(
@@ -488,8 +439,8 @@ def rms_norm_per_block_quant(
     group_size: int = 128,
     is_scale_transposed: bool = False,
     *,
-    result: ArrayLike = ...,
-    scale: ArrayLike = ...,
+    result: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
 @overload
 def rms_norm_per_block_quant(
@@ -501,8 +452,8 @@ def rms_norm_per_block_quant(
     is_scale_transposed: bool = False,
     *,
     residual: ArrayLike,
-    result: ArrayLike = ...,
-    scale: ArrayLike = ...,
+    result: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
 ) -> tuple[Array, Array, Array]: ...
 @overload
 def rms_norm_per_block_quant(
@@ -514,8 +465,8 @@ def rms_norm_per_block_quant(
     group_size: int = 128,
     is_scale_transposed: bool = False,
     *,
-    result: ArrayLike = ...,
-    scale: ArrayLike = ...,
+    result: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
 ) -> tuple[Array, Array, Array]: ...
 def fused_qk_norm_rope(
     qkv: ArrayLike,
@@ -608,7 +559,7 @@ def dual_chunk_rotary_embedding(
     local_size: int,
     offsets: ArrayLike | None = None,
     *,
-    query_out: ArrayLike = ...,
+    query_out: ArrayLike | None = None,
 ) -> Array: ...
 @overload
 def dual_chunk_rotary_embedding(
@@ -622,5 +573,5 @@ def dual_chunk_rotary_embedding(
     local_size: int,
     offsets: ArrayLike | None = None,
     *,
-    query_out: ArrayLike = ...,
+    query_out: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...

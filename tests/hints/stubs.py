@@ -92,12 +92,12 @@ def functional(op: Op) -> Iterator[Form]:
     known = "_Array" in types.values()
     positional = [_parameter(p, "_Array" if known and p.name == first else hints[p.name]) for p in inputs]
     rest = [_parameter(p, hints[p.name]) for p in op.parameters if p.keyword_only and p.name not in op.rules]
-    always = [f"{name}: Array = ..." for name in op.rules if not _by_name(op)[name].optional]
+    always = [f"{name}: Array | None = None" for name in op.rules if not _by_name(op)[name].optional]
     asked = [p for p in outputs if p.optional]
     for chosen in itertools.product((False, True), repeat=len(asked)):
         returned = [p for p in outputs if not p.optional] + [p for p, yes in zip(asked, chosen, strict=True) if yes]
         choices = [
-            f"{p.name}: Array | Literal[True]" if yes else f"{p.name}: None = None"
+            f"{p.name}: Array | Literal[True]" if yes else f"{p.name}: Literal[False] | None = None"
             for p, yes in zip(asked, chosen, strict=True)
         ]
         names = [types[p.name] for p in op.parameters if p in returned]
@@ -141,14 +141,16 @@ def jax(op: Op) -> Iterator[Form]:
                 return _parameter(p, hints[p.name])
             if there[p.name]:
                 return f"{p.name}: ArrayLike" + (" | Literal[True]" if p.name in op.rules else "")
-            return _parameter(p, "None")
+            return _parameter(p, "None")  # False, too: but that is an ArrayLike
 
         # what is given must have no default: if one of those before it has, it goes by keyword
         late = [p for p in inputs if there.get(p.name) and p.default is not REQUIRED]
         positional = [hint(p) for p in inputs if p not in late]
         keyword = [hint(p) for p in op.parameters if p in late or (p.keyword_only and p.name not in op.rules)]
         keyword += [
-            hint(p) if p.optional else f"{p.name}: ArrayLike = ..." for p in map(_by_name(op).get, op.rules) if p
+            hint(p) if p.optional else f"{p.name}: ArrayLike | None = None"
+            for p in map(_by_name(op).get, op.rules)
+            if p
         ]
         yield Form(positional, keyword, _tuple(results))
         if late:  # or by position, with all before it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -130,6 +131,52 @@ def test_vmap(device):
     weight = jnp.linspace(0, 1, 8)
     got = jax.vmap(pykv.jax.rms_norm, in_axes=(0, None))(x, weight)
     np.testing.assert_array_equal(np.asarray(got), np.stack([pykv.jax.rms_norm(row, weight) for row in x]))
+
+
+def test_vmap_of_rows_of_one_dimension(device):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8), np.float32))
+    weight = jnp.linspace(0, 1, 8)
+    got = jax.vmap(pykv.jax.rms_norm, in_axes=(0, None))(x, weight)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(pykv.jax.rms_norm(x, weight)))
+
+
+def test_scales_have_no_strides_that_could_be_transposed(device):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 256), np.float32))
+    plain = pykv.jax.silu_and_mul_per_block_quant(x, 64)
+    transposed = jax.jit(partial(pykv.jax.silu_and_mul_per_block_quant, group_size=64, is_scale_transposed=True))(x)
+    assert_equal(transposed, list(plain))
+
+
+def test_an_optional_output_is_asked_for_or_not(device):
+    given = arguments("paged_attention") | {"lse": False}
+    given.pop("workspace", None)
+    out = pykv.jax.paged_attention(**given)
+    assert out.shape == given["query"].shape
+    assert len(pykv.jax.paged_attention(**given | {"lse": True})) == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pykv.jax.rms_norm(), "rms_norm: input: is required"),
+        (lambda: pykv.jax.rms_norm("x", None), "rms_norm: input: must be an array, got str"),
+        (lambda: pykv.jax.rms_norm(object(), None), "rms_norm: input: must be an array, got object"),
+        (lambda: pykv.jax.rms_norm(jnp.ones((2, 8)), None, stream=None), "rms_norm: stream: is no parameter"),
+        (lambda: pykv.jax.silu_and_mul_per_block_quant(jnp.ones((1, 2, 8)), 4), "input: must have 2 dimensions"),
+    ],
+)
+def test_wrong_arguments_are_named(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def test_signatures_are_those_of_the_calls():
+    assert str(inspect.signature(pykv.jax.fused_add_rms_norm)) == (
+        "(input: 'Array', residual: 'Array', weight: 'Array | None', epsilon: 'float' = 1e-06) -> 'tuple[Array, ...]'"
+    )
+    for name in pykv.jax.__all__:
+        parameters = inspect.signature(getattr(pykv.jax, name)).parameters
+        assert set(parameters) == {p.name for p in OPS[name].parameters}
 
 
 def test_shard_map(device):

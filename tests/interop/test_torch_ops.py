@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fresh import fresh
 
 import pykv
 from pykv._samples import ON_HOST, SAMPLES, sample
@@ -102,6 +103,83 @@ def test_inductor_keeps_the_order_of_writes(device):
     got = torch.compile(function, fullgraph=True)(x.clone(), weight)
     for a, b in zip(expected, got, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_view_as_output(device, backend, by_name):
+    qkv, weight = torch.randn(6, 3, 64, device=device), torch.rand(64, device=device)
+
+    def norm_query(qkv):
+        query = qkv[:, :1]
+        if by_name:
+            pykv.rms_norm(out=query, input=query, weight=weight, epsilon=1e-5)
+        else:
+            pykv.rms_norm(query, query, weight, 1e-5)
+        return qkv * 2
+
+    expected = norm_query(qkv.clone())
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(norm_query, fullgraph=True, backend=backend)(qkv.clone()), expected)
+
+
+def test_lists_as_arguments(device):
+    direct, compiled = tensors("mrope", device), tensors("mrope", device)
+    sections = [int(n) for n in direct.pop("mrope_section")]
+    del compiled["mrope_section"]
+    pykv.mrope(**direct, mrope_section=sections)
+
+    def rotate(values):
+        pykv.mrope(**values, mrope_section=sections)
+
+    torch._dynamo.reset()
+    torch.compile(rotate, fullgraph=True, backend="aot_eager")(compiled)
+    assert_equal(direct, compiled)
+
+
+def test_lists_of_addresses():
+    source, target = torch.arange(16.0), torch.zeros(16)
+    first, second = source.data_ptr(), target.data_ptr()
+
+    def copy(x):
+        pykv.swap_blocks_batch([first], [second], [64])
+        return x + 1
+
+    torch._dynamo.reset()
+    torch.compile(copy, fullgraph=True, backend="aot_eager")(torch.zeros(1))
+    assert torch.equal(source, target)
+
+
+FIRST_USES = {
+    "compile": "torch.compile(step, fullgraph=True, backend='aot_eager')(x.clone())",
+    "export": "torch.export.export(Step(), (x.clone(),), strict=False).module()(x.clone())",
+}
+
+
+@pytest.mark.parametrize("order", ["torch, pykv", "pykv, torch"])
+@pytest.mark.parametrize("use", FIRST_USES)
+def test_nobody_has_to_import_pykv_torch(order, use):
+    program = f"""
+        import sys
+        import {order}
+        assert ("pykv.torch" in sys.modules) == {order == "torch, pykv"}
+        def step(x):
+            out = torch.empty_like(x)
+            pykv.rms_norm(out, x * 2, None)
+            return out + 1
+        class Step(torch.nn.Module):
+            def forward(self, x):
+                return step(x)
+        x = torch.randn(2, 8)
+        got = {FIRST_USES[use]}
+        assert torch.equal(got, step(x))
+        assert "rms_norm" in sys.modules["pykv.torch"]._kernels.in_c
+        """
+    fresh(program)
+
+
+def test_pykv_imports_torch_for_nobody():
+    assert fresh("import sys, pykv; print('torch' in sys.modules)").endswith("False")
 
 
 class Normed(torch.nn.Module):

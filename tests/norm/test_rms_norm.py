@@ -158,8 +158,8 @@ def test_empty(array, shape):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"x": (64,)}, ValueError, r"rms_norm: input: must have 2 to 8 dimensions, got shape \[64\]"),
-        ({"x": (1,) * 8 + (64,)}, ValueError, r"rms_norm: input: (must have 2 to 8 dimensions|at most 8 dimensions)"),
+        ({"x": ()}, ValueError, r"rms_norm: input: must have 1 to 8 dimensions, got shape \[\]"),
+        ({"x": (1,) * 8 + (64,)}, ValueError, r"rms_norm: input: (must have 1 to 8 dimensions|at most 8 dimensions)"),
         ({"out": (4, 64)}, ValueError, r"rms_norm: out: must have the shape of input, \[3, 64\], got \[4, 64\]"),
         ({"out_dtype": np.float16}, TypeError, "rms_norm: out: dtype must be that of input, float32, got float16"),
         ({"weight": (63,)}, ValueError, r"rms_norm: weight: dimension 0 must equal hidden_size = 64, got shape \[63\]"),

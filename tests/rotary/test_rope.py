@@ -223,8 +223,172 @@ def test_what_a_config_lacks_is_named():
         rope.frequencies_of_config(lacking, 64)
 
 
+NESTED = {
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "no_attention": None,
+    },
+}
+GEMMA_3 = {
+    "model_type": "gemma3_text",
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+
+
+@pytest.mark.parametrize(("config", "share"), [(NESTED, 0.5), (GEMMA_3, 1), (GEMMA_3 | {"model_type": None}, 1)])
+def test_rope_by_layer_type(config, share):
+    full = rope.frequencies_of_config(config, 128, layer_type="full_attention")
+    np.testing.assert_allclose(full.inverse, rope.linear(128, 1e6, 8.0).inverse)
+    sliding = rope.frequencies_of_config(config, 128, layer_type="sliding_attention")
+    np.testing.assert_allclose(sliding.inverse, rope.default(int(128 * share), 1e4).inverse)
+    table = rope.cache_of_config(config, 128, 9, layer_type="sliding_attention")
+    np.testing.assert_array_equal(table, rope.cos_sin_cache(sliding, 9))
+    with pytest.raises(ValueError, match=r"^layer_type: is required, .*: full_attention, sliding_attention$"):
+        rope.frequencies_of_config(config, 128)
+    with pytest.raises(ValueError, match=r"^layer_type: must be one of full_attention, sliding_.*, got 'full'$"):
+        rope.frequencies_of_config(config, 128, layer_type="full")
+
+
+def test_a_layer_type_in_other_configs():
+    with pytest.raises(ValueError, match="no_attention is null: layers of this type have no rope"):
+        rope.parameters_of_config(NESTED, "no_attention")
+    stray = {"rope_parameters": NESTED["rope_parameters"] | {"rope_theta": 5.0}}
+    assert rope.parameters_of_config(stray, "full_attention")["rope_theta"] == 1e6
+    stray["rope_parameters"] |= {"beta_fast": 5.0}
+    with pytest.raises(ValueError, match=r"^config: beta_fast: not understood beside the types of layers"):
+        rope.parameters_of_config(stray, "full_attention")
+    flat = {"rope_theta": 5e5, "layer_types": ["full_attention", "sliding_attention"]}
+    assert rope.parameters_of_config(flat, "sliding_attention")["rope_theta"] == 5e5
+    with pytest.raises(ValueError, match=r"^layer_type: must be one of full_attention, sliding_attention, got 'full'"):
+        rope.parameters_of_config(flat, "full")
+    olmo = {"model_type": "olmo3", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert rope.parameters_of_config(olmo, "full_attention")["rope_type"] == "linear"
+    assert rope.parameters_of_config(olmo, "sliding_attention")["rope_type"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"rotary_dim": 64, "rope_theta": 5e6}, rope.default(64, 5e6)),
+        ({"rotary_pct": 0.25, "rotary_emb_base": 2e4}, rope.default(32, 2e4)),
+        ({"rotary_emb_fraction": 0.5, "rotary_emb_scale_base": None}, rope.default(64)),
+        ({"model_type": "glm"}, rope.default(64)),
+        ({"model_type": "gpt_neox"}, rope.default(32)),
+        ({"model_type": "smollm3"}, rope.default(128, 2e6)),
+        ({"model_type": "chatglm", "rope_ratio": 500, "original_rope": True}, rope.default(64, 5e6)),
+        ({"rotary_dim": 64, "partial_rotary_factor": 0.5}, rope.default(64)),
+        (
+            {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mscale": 1.0, "beta_slow": 1}},
+            rope.default(128, 1e4 * 1000 ** (128 / 126)),
+        ),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [2.0] * 64, "long_factor": [4.0] * 64, "factor": 1.0}},
+            rope.linear(128, 1e4, 2.0),
+        ),
+        ({"rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [16, 24, 24]}}, rope.default(128)),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "attn_factor": 0.5, "extrapolation_factor": 0.9}},
+            rope.yarn(128, 1e4, 4.0, 4096, extrapolation_factor=0.9, attention_factor=0.5 * (0.1 * math.log(4) + 1)),
+        ),
+    ],
+)
+def test_other_names(config, wanted):
+    ours = rope.frequencies_of_config({"max_position_embeddings": 4096} | config, 128)
+    np.testing.assert_allclose(ours.inverse, wanted.inverse)
+    assert ours.magnitude == pytest.approx(wanted.magnitude)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_scaling_factor": 2.0}, "config: rope_scaling_factor: not understood"),
+        ({"use_dynamic_ntk": True}, "config: use_dynamic_ntk: not understood"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2, "beta_fast": 3}}, "beta_fast: .* by rope type 'linear'"),
+        ({"rope_scaling": {"factor": 2.0}}, "config: factor: not understood by rope type 'default'"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2}},
+            "rope_type = 'linear' and type = 'yarn'",
+        ),
+        ({"rope_scaling": {"rope_type": 3}}, "config: rope_type: must be a string, got 3"),
+        ({"rope_scaling": "linear"}, "config: rope_scaling: must be a mapping, got str"),
+        ({"rope_theta": [1e4, 1e6]}, r"config: rope_theta: must be a positive number, got \[10000.0, 1000000.0\]"),
+        ({"partial_rotary_factor": 4.0}, "config: partial_rotary_factor: must be a number between 0 and 1, got 4.0"),
+        (
+            {"partial_rotary_factor": 0.5, "rotary_dim": 32},
+            "partial_rotary_factor .*= 64 and rotary_dim = 32 contradict",
+        ),
+        ({"partial_rotary_factor": 0.31}, "partial_rotary_factor of 128: must be even .*, got 39 elements"),
+        ({"rotary_dim": 256}, "rotary_dim: must be even and within a head of 128, got 256"),
+        ({"rope_scaling": {"type": "dynamic", "alpha": 9.0, "factor": 2.0}}, "factor = 2.0 .* contradict"),
+        ({"model_type": "qwen2_vl_vision"}, "config: model_type 'qwen2_vl_vision' does not rotate by positions alone"),
+        ({"model_type": "gemma4_text"}, "config: model_type 'gemma4_text' needs rope_parameters for each type"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"factor": 4.0}},
+            "rope_scaling's factor = 2.0 and rope_parameters' factor = 4.0 contradict each other",
+        ),
+    ],
+)
+def test_what_is_not_understood_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        rope.frequencies_of_config({"max_position_embeddings": 4096} | config, 128)
+
+
+def test_odd_heads_and_text_configs_are_told():
+    with pytest.raises(ValueError, match=r"^head_size: must be a positive integer, got 0$"):
+        rope.frequencies_of_config({"rope_theta": 1e4}, 0)
+    with pytest.raises(ValueError, match=r"text_config speaks of rope: give config\['text_config'\]"):
+        rope.frequencies_of_config({"model_type": "any", "text_config": {"rope_theta": 1e4}}, 64)
+    with pytest.raises(TypeError, match=r"^config: must be a mapping"):
+        rope.frequencies_of_config("config.json", 64)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_theta": None},
+        {"partial_rotary_factor": None},
+        {"rope_scaling": None, "rope_parameters": None},
+        {"rope_scaling": {"rope_type": None, "type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": None, "beta_fast": None}},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": None, "truncate": None}},
+    ],
+)
+def test_null_is_absence(change):
+    def without(mapping):
+        return {k: without(v) if isinstance(v, dict) else v for k, v in mapping.items() if v is not None}
+
+    config = {"max_position_embeddings": 32768} | change
+    ours, wanted = (rope.frequencies_of_config(c, 128) for c in (config, without(config)))
+    np.testing.assert_array_equal(ours.inverse, wanted.inverse)
+    assert ours.magnitude == wanted.magnitude
+
+
+def test_each_position_has_the_factors_of_its_own_length():
+    config = config_of("longrope")
+    config["rope_scaling"] = config["rope_scaling"] | {"short_mscale": 1.5, "long_mscale": 1.5}
+    each = rope.frequencies_of_config(config, 64, np.array([1, 4096, 4097]))
+    plain = rope.default(64).inverse
+    np.testing.assert_allclose(each.inverse, [plain / SHORT, plain / SHORT, plain / LONG])
+    table = rope.cos_sin_cache(each, 3)
+    np.testing.assert_allclose(table[2, :32], 1.5 * np.cos(2 * plain / LONG), rtol=1e-5)
+    config["rope_scaling"]["short_mscale"] = 1.25
+    assert [rope.frequencies_of_config(config, 64, n).magnitude for n in (4096, 4097)] == [1.25, 1.5]
+    with pytest.raises(ValueError, match="length: must be one number where short_mscale and long_mscale"):
+        rope.frequencies_of_config(config, 64, np.array([1, 4097]))
+    dynamic = rope.frequencies_of_config(config_of("dynamic"), 64, np.array([1, 8000])).inverse
+    np.testing.assert_allclose(dynamic[1], rope.frequencies_of_config(config_of("dynamic"), 64, 8000).inverse)
+    np.testing.assert_array_equal(dynamic[0], plain)
+
+
 def test_what_is_no_table_of_frequencies_is_told():
     with pytest.raises(TypeError, match=r"frequencies: must be Frequencies, such as default\(rotary_dim\), got int"):
         rope.cos_sin_cache(64, 1000)
     with pytest.raises(ValueError, match="rotary_dim: must be even, got 33"):
         rope.default(33)
+    with pytest.raises(ValueError, match="rotary_dim: must be more than 2 where the base grows, got 2"):
+        rope.dynamic_ntk(2, 1e4, 2.0, 100, 200)

@@ -4,7 +4,7 @@ namespace pykv {
 
 Tensor norm_input(Call& call, const DLTensor* input, Dim& hidden_size) {
   return call.read("input", input)
-      .rank_between(2, Tensor::kMaxRank)
+      .rank_between(1, Tensor::kMaxRank)
       .last_dim(hidden_size)
       .dtype(kFloats)
       .contiguous_rows();

@@ -20,13 +20,13 @@
 
 /* out = input * r * weight, with r = 1 / sqrt(mean(input^2) + epsilon) of each row.
  *   out     [..., hidden_size]  shape and dtype of input; may be input itself
- *   input   [..., hidden_size]  float32 | float16 | bfloat16, 2 to 8 dimensions
+ *   input   [..., hidden_size]  float32 | float16 | bfloat16, 1 to 8 dimensions
  *   weight  [hidden_size]       dtype of input, or float32; NULL: all ones        */
 PYKV_API pykv_status pykv_rms_norm(DLTensor* out, const DLTensor* input, const DLTensor* weight, double epsilon,
                                    void* stream);
 
 /* residual <- z = input + residual, rounded to the dtype;  input <- z * r * weight, with r = 1 / sqrt(mean(z^2) + epsilon).
- *   input     [..., hidden_size]  float32 | float16 | bfloat16, 2 to 8 dimensions
+ *   input     [..., hidden_size]  float32 | float16 | bfloat16, 1 to 8 dimensions
  *   residual  [..., hidden_size]  shape and dtype of input, other memory
  *   weight    [hidden_size]       dtype of input, or float32; NULL: all ones        */
 PYKV_API pykv_status pykv_fused_add_rms_norm(DLTensor* input, DLTensor* residual, const DLTensor* weight,
@@ -42,7 +42,7 @@ PYKV_API pykv_status pykv_gemma_fused_add_rms_norm(DLTensor* input, DLTensor* re
 /* out = (z - mean) * r * weight + bias, with r = 1 / sqrt(mean((z - mean)^2) + epsilon) and mean = mean(z) of each row.
  * z = input, or, with a residual, residual <- z = input + residual, rounded to the dtype.
  *   out       [..., hidden_size]  shape and dtype of input; may be input itself
- *   input     [..., hidden_size]  float32 | float16 | bfloat16, 2 to 8 dimensions
+ *   input     [..., hidden_size]  float32 | float16 | bfloat16, 1 to 8 dimensions
  *   weight    [hidden_size]       dtype of input, or float32; NULL: all ones
  *   bias      [hidden_size]       dtype of input, or float32; NULL: all zeros
  *   residual  [..., hidden_size]  shape and dtype of input, other memory than input and out; NULL: none */
@@ -55,7 +55,7 @@ PYKV_API pykv_status pykv_layer_norm(DLTensor* out, const DLTensor* input, const
  *   else:             out = u * r * weight,        u = input * g(z)
  *
  *   out         [..., hidden_size]  shape and dtype of input; may be input itself
- *   input       [..., hidden_size]  float32 | float16 | bfloat16, 2 to 8 dimensions
+ *   input       [..., hidden_size]  float32 | float16 | bfloat16, 1 to 8 dimensions
  *   weight      [hidden_size]       dtype of input, or float32; NULL: all ones
  *   z           [..., hidden_size]  shape and dtype of input; NULL: g(z) is 1
  *   group_size  divides hidden_size; 0: hidden_size
@@ -69,7 +69,7 @@ PYKV_API pykv_status pykv_rms_norm_gated(DLTensor* out, const DLTensor* input, c
 
 /* result = E4M3(y * (1 / scale)), y the row as pykv_rms_norm has it, rounded to the dtype of input.
  *   result  [..., hidden_size]  float8_e4m3fn | uint8, shape of input
- *   input   [..., hidden_size]  float32 | float16 | bfloat16, 2 to 8 dimensions
+ *   input   [..., hidden_size]  float32 | float16 | bfloat16, 1 to 8 dimensions
  *   weight  [hidden_size]       dtype of input, or float32; NULL: all ones
  *   scale   float32, 1 element, on the host or on the device                  */
 PYKV_API pykv_status pykv_rms_norm_static_fp8_quant(DLTensor* result, const DLTensor* input, const DLTensor* weight,
@@ -87,7 +87,7 @@ PYKV_API pykv_status pykv_fused_add_rms_norm_static_fp8_quant(DLTensor* result, 
  *   int8: scale = max(m / 127, 2^-23),            result = round(y * (1 / scale)), ties to even
  * with m = max|y|, of numbers, and scale_ub at most.
  *   result    [..., hidden_size]  float8_e4m3fn | uint8 (E4M3), or int8; shape of input
- *   input     [..., hidden_size]  float32 | float16 | bfloat16, 2 to 8 dimensions
+ *   input     [..., hidden_size]  float32 | float16 | bfloat16, 1 to 8 dimensions
  *   weight    [hidden_size]       dtype of input, or float32; NULL: all ones
  *   scale     [num_rows, 1] | [num_rows]  float32, any strides, written; num_rows: the product of all sizes but the last
  *   scale_ub  float32, 1 element, on the host or on the device, for E4M3; NULL: no bound
