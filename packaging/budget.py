@@ -4,8 +4,7 @@
 
 Prints for each family the kernel instances and the bytes of machine code in its objects (`cuobjdump`, of PyPI's
 nvidia-cuda-cuobjdump or a CUDA toolkit), the seconds that compiling took (`.ninja_log`), and the spills that ptxas told
-the log of.  With more jobs than processors the seconds are more than those of a processor; objects from ccache take none.
-Exits with 1 where a family has more instances or bytes than the budget allows.
+the log of.  With more jobs than processors the seconds are more than those of a processor; ccache makes them less.  Exits with 1 where a family has more instances or bytes than the budget allows.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import tomllib
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 BUDGET = Path(__file__).with_name("budget.toml")
 

@@ -85,8 +85,8 @@ def has_cuda() -> bool:
 
 
 def _installed() -> Path:
-    # beside the extension, which in an editable install lies in another tree than the Python files; or in pykv-libkernels,
-    # the wheel that those for each Python share
+    # beside the extension, which in an editable install lies in another tree than the Python files; or in
+    # pykv-libkernels, the wheel that those for each Python share
     beside = Path(_C.__file__).parent
     return beside if (beside / "lib").is_dir() else beside.parent / "pykv_libkernels"
 
