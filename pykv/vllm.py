@@ -1,0 +1,185 @@
+"""The functions of ``vllm._custom_ops`` 0.33 that pykv has: ``from pykv import vllm as ops``.
+
+Names, order, defaults and returns are those there; what is allocated there is allocated here, in the library of the
+first array (NumPy, CuPy or torch).  Most are pykv's own operations, which take ``stream=`` besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pykv
+from pykv import (
+    concat_and_cache_mla,
+    concat_and_cache_mla_rope_fused,
+    concat_mla_q,
+    convert_fp8,
+    cp_gather_and_upconvert_fp8_kv_cache,
+    cp_gather_cache,
+    cp_gather_indexer_k_quant_cache,
+    fused_add_rms_norm,
+    gather_and_maybe_dequant_cache,
+    indexer_k_quant_and_cache,
+    merge_attn_states,
+    reshape_and_cache,
+    reshape_and_cache_flash,
+    rms_norm,
+    rotary_embedding,
+    swap_blocks,
+    swap_blocks_batch,
+)
+from pykv._libraries import empty_beside, spec_of
+from pykv._types import Array, ScalarOrArray
+
+__all__ = [
+    "concat_and_cache_mla",
+    "concat_and_cache_mla_rope_fused",
+    "concat_mla_q",
+    "convert_fp8",
+    "cp_gather_and_upconvert_fp8_kv_cache",
+    "cp_gather_cache",
+    "cp_gather_indexer_k_quant_cache",
+    "fused_add_rms_norm",
+    "fused_qk_norm_rope",
+    "fused_qknorm_rope_cache",
+    "gather_and_maybe_dequant_cache",
+    "indexer_k_quant_and_cache",
+    "merge_attn_states",
+    "reshape_and_cache",
+    "reshape_and_cache_flash",
+    "rms_norm",
+    "rms_norm_dynamic_per_token_quant",
+    "rms_norm_per_block_quant",
+    "rotary_embedding",
+    "silu_and_mul_per_block_quant",
+    "swap_blocks",
+    "swap_blocks_batch",
+]
+
+
+def _name_of(dtype: Any) -> str:
+    """Of a dtype of any library, a scalar type or a string: ``torch.int8`` is ``int8``."""
+    name = getattr(dtype, "__name__", None) or getattr(dtype, "name", None) or str(dtype)
+    return str(name).rpartition(".")[2]
+
+
+def _codes_and_scales(
+    input: Any, width: int, quant_dtype: Any, groups: int, transposed: bool = False, tma_alignment: int = 0
+) -> tuple[Any, Any]:
+    """Of all rows of ``input``, not initialised.  Transposed scales lie in storage as ``[groups, rows]``."""
+    *lead, _ = spec_of(input).shape
+    codes = empty_beside(input, (*lead, width), _name_of(quant_dtype))
+    rows = 1
+    for n in lead:
+        rows *= n
+    if not transposed:
+        return codes, empty_beside(input, (rows, groups), "float32")
+    padded = -(-rows // tma_alignment) * tma_alignment if tma_alignment else rows
+    return codes, empty_beside(input, (groups, padded), "float32")[:, :rows].T
+
+
+def fused_qk_norm_rope(
+    qkv: Array,
+    num_heads_q: int,
+    num_heads_k: int,
+    num_heads_v: int,
+    head_dim: int,
+    eps: float,
+    q_weight: Array,
+    k_weight: Array,
+    cos_sin_cache: Array,
+    is_neox: bool,
+    position_ids: Array,
+    forced_token_heads_per_warp: int = -1,
+) -> None:
+    """:func:`pykv.fused_qk_norm_rope`; ``forced_token_heads_per_warp`` is ignored: it changes no result."""
+    pykv.fused_qk_norm_rope(
+        qkv, num_heads_q, num_heads_k, num_heads_v, head_dim, eps, q_weight, k_weight, cos_sin_cache, is_neox,
+        position_ids,
+    )  # fmt: skip
+
+
+def fused_qknorm_rope_cache(
+    qkv: Array,
+    q_weight: Array,
+    k_weight: Array,
+    cos_sin_cache: Array,
+    positions: Array,
+    slot_mapping: Array,
+    key_cache: Array,
+    value_cache: Array,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    eps: float,
+    norm_weight_bias: float = 0.0,
+    kv_cache_dtype: str = "auto",
+    k_scale: ScalarOrArray | None = None,
+    v_scale: ScalarOrArray | None = None,
+) -> tuple[Any, Any, Any]:
+    """:func:`pykv.fused_qknorm_rope_cache`; returns ``q_out``, ``k_out`` and ``v_out``."""
+    (rows, _), dtype = spec_of(qkv)
+    q, k, v = (empty_beside(qkv, (rows, n * head_dim), dtype) for n in (num_q_heads, num_kv_heads, num_kv_heads))
+    table: Any = cos_sin_cache
+    half = table.shape[1] // 2
+    pykv.fused_qknorm_rope_cache(
+        q, k, v, qkv, q_weight, k_weight, table[:, :half], table[:, half:], positions, slot_mapping, key_cache,
+        value_cache, head_dim, num_q_heads, num_kv_heads, rotary_dim // 2, eps, norm_weight_bias, kv_cache_dtype,
+        k_scale, v_scale,
+    )  # fmt: skip
+    return q, k, v
+
+
+def rms_norm_dynamic_per_token_quant(
+    input: Array,
+    weight: Array,
+    epsilon: float,
+    quant_dtype: Any,
+    scale_ub: ScalarOrArray | None = None,
+    residual: Array | None = None,
+) -> tuple[Any, Any]:
+    """:func:`pykv.rms_norm_dynamic_per_token_quant`; returns the codes and the scales ``[num_rows, 1]``."""
+    codes, scales = _codes_and_scales(input, spec_of(input).shape[-1], quant_dtype, 1)
+    pykv.rms_norm_dynamic_per_token_quant(codes, input, weight, scales, epsilon, scale_ub, residual)
+    return codes, scales
+
+
+def rms_norm_per_block_quant(
+    input: Array,
+    weight: Array,
+    epsilon: float,
+    quant_dtype: Any,
+    group_size: Sequence[int],
+    scale_ub: ScalarOrArray | None = None,
+    residual: Array | None = None,
+    is_scale_transposed: bool = False,
+    tma_alignment: int = 0,
+) -> tuple[Any, Any]:
+    """:func:`pykv.rms_norm_per_block_quant` with groups of ``group_size[1]``; returns the codes and the scales.
+
+    Where transposed, scales ``[num_rows, num_groups]`` have the strides 1 and ``num_rows``, this rounded up to a
+    multiple of ``tma_alignment``.
+    """
+    size = group_size[1]
+    width = spec_of(input).shape[-1]
+    codes, scales = _codes_and_scales(input, width, quant_dtype, width // size, is_scale_transposed, tma_alignment)
+    pykv.rms_norm_per_block_quant(
+        codes, input, weight, scales, epsilon, scale_ub, residual, size, is_scale_transposed
+    )  # fmt: skip
+    return codes, scales
+
+
+def silu_and_mul_per_block_quant(
+    input: Array,
+    group_size: int,
+    quant_dtype: Any,
+    scale_ub: ScalarOrArray | None = None,
+    is_scale_transposed: bool = False,
+) -> tuple[Any, Any]:
+    """:func:`pykv.silu_and_mul_per_block_quant`; returns the codes and the scales ``[num_tokens, num_groups]``."""
+    width = spec_of(input).shape[-1] // 2
+    codes, scales = _codes_and_scales(input, width, quant_dtype, width // group_size, is_scale_transposed)
+    pykv.silu_and_mul_per_block_quant(codes, input, scales, group_size, scale_ub, is_scale_transposed)
+    return codes, scales
