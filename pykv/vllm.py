@@ -12,6 +12,7 @@ from typing import Any
 import pykv
 from pykv import (
     concat_and_cache_mla,
+    concat_and_cache_mla_grouped,
     concat_and_cache_mla_rope_fused,
     concat_mla_q,
     convert_fp8,
@@ -34,6 +35,7 @@ from pykv._types import Array, ScalarOrArray
 
 __all__ = [
     "concat_and_cache_mla",
+    "concat_and_cache_mla_grouped",
     "concat_and_cache_mla_rope_fused",
     "concat_mla_q",
     "convert_fp8",

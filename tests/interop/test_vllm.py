@@ -16,6 +16,10 @@ from pykv import vllm as ops
 # name: parameters in order, those with a default as "name=default"; then what is returned
 SIGNATURES = {
     "concat_and_cache_mla": "kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale, skip_scale=False",
+    "concat_and_cache_mla_grouped": (
+        "kv_c, k_pe, kv_cache_ptrs, slot_mapping, block_size, block_stride, entry_stride, kv_scales=None, "
+        "kv_cache_dtype='auto'"
+    ),
     "concat_and_cache_mla_rope_fused": (
         "positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, slot_mapping, kv_cache, kv_cache_dtype, kv_cache_scale"
     ),
@@ -66,7 +70,6 @@ RETURNED = {  # how many arrays; the others return None
     "rms_norm_per_block_quant": 2,
     "silu_and_mul_per_block_quant": 2,
 }
-NOT_YET = {"concat_and_cache_mla", "cp_gather_and_upconvert_fp8_kv_cache", "reshape_and_cache"}
 
 
 def parameters(signature: inspect.Signature) -> list[inspect.Parameter]:
@@ -78,9 +81,7 @@ def test_every_name_is_recorded() -> None:
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures(name: str, request: pytest.FixtureRequest) -> None:
-    if name in NOT_YET:
-        request.applymarker(pytest.mark.xfail(reason="the operation has 0.22's signature", strict=False))
+def test_signatures(name: str) -> None:
     scope: dict[str, Any] = {}
     exec(f"def recorded({SIGNATURES[name]}): pass", scope)
     wanted = parameters(inspect.signature(scope["recorded"]))

@@ -13,7 +13,7 @@ namespace pykv {
 // The first ones are the formulas themselves, rounded at every step as accurate exp, erf, tanh and division round: other
 // kernels that compute them so give the same bits.
 
-// x / (1 + exp(-y)) for y infinite or NaN wherever x is; 18 instructions.  The quotient is corrected to what a division gives
+// x / (1 + exp(-y)) for y infinite or NaN wherever x is; 15 instructions.  The quotient is corrected to what a division gives
 // but where 1 + exp(-y) is nearly 1 or infinite.  Scaled by 1/4, the reciprocal is no subnormal number.
 __device__ inline float times_sigmoid(float x, float y) {
   const float denominator = 1.0f + expf(-y);

@@ -105,15 +105,15 @@ pykv_status pykv_fused_qknorm_rope_cache(DLTensor* q_out, DLTensor* k_out, DLTen
     const HeadsView keys_view(k, *k_out, head_dim), values_view(v, *v_out, head_dim);
     rest.cache.report = "fused_qknorm_rope_cache: slot_mapping";
     take_inputs(rest.cache, call, false,
-                {&keys_view.tensor,
-                 &values_view.tensor,
-                 k_cache,
-                 v_cache,
-                 slot_mapping,
-                 kv_cache_dtype,
-                 k_scale,
-                 v_scale,
-                 {"k_out", "v_out", "k_cache", "v_cache"}});
+                {.key = &keys_view.tensor,
+                 .value = &values_view.tensor,
+                 .key_cache = k_cache,
+                 .value_cache = v_cache,
+                 .slot_mapping = slot_mapping,
+                 .kv_cache_dtype = kv_cache_dtype,
+                 .k_scale = k_scale,
+                 .v_scale = v_scale,
+                 .names = {"k_out", "v_out", "k_cache", "v_cache"}});
 
     const Tensor w_q = call.read("q_weight", q_weight).shape(size).dtype(kFloats).contiguous(),
                  w_k = call.read("k_weight", k_weight).shape(size).like(w_q).contiguous();
