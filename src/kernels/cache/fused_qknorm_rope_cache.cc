@@ -113,6 +113,7 @@ pykv_status pykv_fused_qknorm_rope_cache(DLTensor* q_out, DLTensor* k_out, DLTen
                  kv_cache_dtype,
                  k_scale,
                  v_scale,
+                 false,
                  {"k_out", "v_out", "k_cache", "v_cache"}});
 
     const Tensor w_q = call.read("q_weight", q_weight).shape(size).dtype(kFloats).contiguous(),
