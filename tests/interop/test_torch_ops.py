@@ -323,7 +323,7 @@ def test_an_implementation_that_comes_first_is_taken():
 
 def test_a_torch_without_the_shim_calls_the_functions_of_python(tmp_path):
     program = """
-    import torch, pykv
+    import torch
     torch.version.hip = "6.0"  # another library's GPUs
     import pykv.torch
     assert not pykv.torch._kernels.in_c
