@@ -23,7 +23,13 @@ def silu_and_mul_per_block_quant(
 def gelu_tanh_and_mul(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
 def mul_and_silu(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
 def silu_and_mul_with_clamp(
-    input: _Array, limit: float, *, result: Array | None = None, stream: Stream = None
+    input: _Array,
+    limit: float,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    *,
+    result: Array | None = None,
+    stream: Stream = None,
 ) -> _Array: ...
 def gelu_and_mul(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
 def gelu_and_mul_sparse(
@@ -43,10 +49,14 @@ def swigluoai_and_mul(
 def swiglustep_and_mul(
     input: _Array, limit: float = 7.0, *, out: Array | None = None, stream: Stream = None
 ) -> _Array: ...
+def situ_and_mul(
+    input: _Array, beta: float = 1.0, linear_beta: float = -1.0, *, out: Array | None = None, stream: Stream = None
+) -> _Array: ...
 def gelu_new(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
 def gelu_fast(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
 def gelu_quick(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
 def relu2(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
+def relu_squared(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
 def xielu(
     input: _Array,
     alpha_p: ScalarOrArray,
@@ -200,6 +210,31 @@ def merge_attn_states_n(
     output: Array | None = None,
     stream: Stream = None,
 ) -> tuple[Any, Any]: ...
+def fused_qknorm_rope_cache(
+    qkv: _Array,
+    q_weight: Array,
+    k_weight: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array,
+    slot_mapping: Array,
+    k_cache: Array,
+    v_cache: Array,
+    head_dim: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    rotary_pairs: int,
+    epsilon: float,
+    norm_weight_bias: float = 0.0,
+    kv_cache_dtype: str = "auto",
+    k_scale: ScalarOrArray | None = None,
+    v_scale: ScalarOrArray | None = None,
+    *,
+    q_out: Array | None = None,
+    k_out: Array | None = None,
+    v_out: Array | None = None,
+    stream: Stream = None,
+) -> tuple[_Array, _Array, _Array]: ...
 def convert_fp8(
     input: Array,
     scale: ScalarOrArray = 1.0,

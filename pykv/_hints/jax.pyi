@@ -19,7 +19,9 @@ def silu_and_mul_per_block_quant(
 ) -> tuple[Array, Array]: ...
 def gelu_tanh_and_mul(input: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
 def mul_and_silu(input: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
-def silu_and_mul_with_clamp(input: ArrayLike, limit: float, *, result: ArrayLike | None = None) -> Array: ...
+def silu_and_mul_with_clamp(
+    input: ArrayLike, limit: float, alpha: float = 1.0, beta: float = 0.0, *, result: ArrayLike | None = None
+) -> Array: ...
 def gelu_and_mul(input: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
 def gelu_and_mul_sparse(
     input: ArrayLike, activation_sparsity: float, approximate: str = "none", *, out: ArrayLike | None = None
@@ -29,10 +31,25 @@ def swigluoai_and_mul(
     input: ArrayLike, alpha: float = 1.702, limit: float = 7.0, *, out: ArrayLike | None = None
 ) -> Array: ...
 def swiglustep_and_mul(input: ArrayLike, limit: float = 7.0, *, out: ArrayLike | None = None) -> Array: ...
+def situ_and_mul(
+    input: ArrayLike, beta: float = 1.0, linear_beta: float = -1.0, *, out: ArrayLike | None = None
+) -> Array: ...
+def masked_moe_activation(
+    out: ArrayLike,
+    input: ArrayLike,
+    valid_token_counts: ArrayLike,
+    activation: str,
+    clamp_limit: float = 0.0,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    situ_beta: float = 1.0,
+    situ_linear_beta: float = -1.0,
+) -> Array: ...
 def gelu_new(input: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
 def gelu_fast(input: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
 def gelu_quick(input: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
 def relu2(input: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
+def relu_squared(input: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
 def xielu(
     input: ArrayLike,
     alpha_p: float | ArrayLike,
@@ -232,6 +249,7 @@ def reshape_and_cache(
     kv_cache_dtype: str = "auto",
     k_scale: float | ArrayLike = 1.0,
     v_scale: float | ArrayLike = 1.0,
+    interleaved_v: bool = False,
 ) -> tuple[Array, Array]: ...
 def reshape_and_cache_flash(
     key: ArrayLike,
@@ -258,6 +276,30 @@ def rotary_and_cache(
     v_scale: float | ArrayLike = 1.0,
     rope_dim_offset: int = 0,
 ) -> tuple[Array, Array, Array, Array]: ...
+def fused_qknorm_rope_cache(
+    qkv: ArrayLike,
+    q_weight: ArrayLike,
+    k_weight: ArrayLike,
+    cos: ArrayLike,
+    sin: ArrayLike,
+    positions: ArrayLike,
+    slot_mapping: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    head_dim: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    rotary_pairs: int,
+    epsilon: float,
+    norm_weight_bias: float = 0.0,
+    kv_cache_dtype: str = "auto",
+    k_scale: float | ArrayLike | None = None,
+    v_scale: float | ArrayLike | None = None,
+    *,
+    q_out: ArrayLike | None = None,
+    k_out: ArrayLike | None = None,
+    v_out: ArrayLike | None = None,
+) -> tuple[Array, Array, Array, Array, Array]: ...
 def copy_blocks(
     key_caches: Sequence[ArrayLike], value_caches: Sequence[ArrayLike], block_mapping: ArrayLike
 ) -> tuple[list[Array], list[Array]]: ...
@@ -268,7 +310,16 @@ def concat_and_cache_mla(
     slot_mapping: ArrayLike,
     kv_cache_dtype: str = "auto",
     scale: float | ArrayLike = 1.0,
+    skip_scale: bool = False,
 ) -> Array: ...
+def concat_and_cache_mla_layers(
+    kv_c: ArrayLike,
+    k_pe: ArrayLike,
+    kv_caches: Sequence[ArrayLike],
+    slot_mapping: ArrayLike,
+    kv_cache_dtype: str = "auto",
+    kv_scales: float | ArrayLike = 1.0,
+) -> list[Array]: ...
 def concat_and_cache_mla_rope_fused(
     positions: ArrayLike,
     q_pe: ArrayLike,
@@ -306,9 +357,15 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     src_cache: ArrayLike,
     dst: ArrayLike,
     block_table: ArrayLike,
-    seq_lens: ArrayLike,
     workspace_starts: ArrayLike,
     batch_size: int,
+    seq_starts: ArrayLike | None = None,
+    host_cache: ArrayLike | None = None,
+    host_row_ids: ArrayLike | None = None,
+    device_row_ids: ArrayLike | None = None,
+) -> Array: ...
+def cp_gather_and_upconvert_nvfp4_kv_cache(
+    src_cache: ArrayLike, dst: ArrayLike, block_table: ArrayLike, workspace_starts: ArrayLike, batch_size: int
 ) -> Array: ...
 def indexer_k_quant_and_cache(
     k: ArrayLike, kv_cache: ArrayLike, slot_mapping: ArrayLike, quant_block_size: int, kv_cache_dtype: str = "auto"

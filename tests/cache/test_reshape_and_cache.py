@@ -154,6 +154,22 @@ def test_interleaved_sizes(array: Library, name: str) -> None:
     check(array, name, Sizes(heads=8, head_size=128, v_head_size=130, blocks=300), num_tokens=4000)
 
 
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((3, 2, 16, 8), "value_cache: must have 5 dimensions"),
+        ((3, 2, 2, 15, 8), "value_cache: dimension 3 must equal v_head_size = 16"),
+        ((3, 2, 4, 16, 4), r"value_cache: must have shape .* 16 / x, v_head_size, x\] with x = 16 bytes = 8 elements"),
+        ((3, 2, 1, 16, 8), "value_cache: must have shape"),
+    ],
+)
+def test_interleaved_errors(shape: tuple[int, ...], message: str) -> None:
+    half = np.zeros((4, 2, 16), np.float16)
+    key_cache = np.zeros((3, 2, 2, 16, 8), np.float16)
+    with pytest.raises(ValueError, match=f"^reshape_and_cache: {message}"):
+        pykv.reshape_and_cache(half, half, key_cache, np.zeros(shape, np.float16), np.arange(4), interleaved_v=True)
+
+
 # From 512 vectors of 16 bytes in a token on, a block of threads that takes each once would lose heads.
 @pytest.mark.parametrize("heads", [1, 2, 17, 40, 128])
 @pytest.mark.parametrize("name", ["NHD", "HND", "packed"])

@@ -151,9 +151,10 @@ void take_inputs(ReshapeAndCacheArgs& args, Call& call, bool packed, const Resha
 pykv_status pykv_reshape_and_cache(const DLTensor* key, const DLTensor* value, DLTensor* key_cache,
                                    DLTensor* value_cache, const DLTensor* slot_mapping, const char* kv_cache_dtype,
                                    const DLTensor* k_scale, const DLTensor* v_scale, bool interleaved_v, void* stream) {
-  return pykv::run("reshape_and_cache", "reshape_and_cache: slot_mapping", true,
-                   {key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, interleaved_v},
-                   stream);
+  pykv::ReshapeAndCacheInputs inputs{key,          value,          key_cache, value_cache,
+                                     slot_mapping, kv_cache_dtype, k_scale,   v_scale};
+  inputs.interleaved_v = interleaved_v;
+  return pykv::run("reshape_and_cache", "reshape_and_cache: slot_mapping", true, inputs, stream);
 }
 
 pykv_status pykv_reshape_and_cache_flash(const DLTensor* key, const DLTensor* value, DLTensor* key_cache,

@@ -14,10 +14,10 @@ struct ReshapeAndCacheInputs {
   const DLTensor* slot_mapping;
   const char* kv_cache_dtype;
   const DLTensor *k_scale, *v_scale;
-  bool interleaved_v = false;  // of packed caches
   struct {
     const char *key = "key", *value = "value", *key_cache = "key_cache", *value_cache = "value_cache";
   } names = {};
+  bool interleaved_v = false;  // of packed caches
 };
 
 // [num_tokens, num_heads * head_size] seen as [num_tokens, num_heads, head_size]; other shapes as they are.
