@@ -40,9 +40,8 @@ def test_there_are_two_caches_then(way, layout, library, tmp_path):
     for a, b in zip([*kv.key_caches, *kv.value_caches], [*other.key_caches, *other.value_caches], strict=True):
         assert type(a) is type(b)
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert [x.stride() if library == "torch" else x.strides for x in (a, b)][0] == (
-            b.stride() if library == "torch" else b.strides
-        )
+        strides = [x.stride() if library == "torch" else x.strides for x in (a, b)]
+        assert strides[0] == strides[1]
     fill(kv, 1, [-1])  # which the other one does not see
     kv.free([3])
     fill(other, 2, [60])
