@@ -15,7 +15,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -181,29 +181,33 @@ def _open_folder(folder: str) -> Iterator[int]:
         os.close(directory)
 
 
-def _new_file(folder: str, temporary: str) -> Any:
+def _new_file(folder: str, temporary: str) -> BinaryIO:
     """A new file, locked as long as it is open: without a name, or with the temporary one where that cannot be."""
     try:
         if not os.path.isdir("/proc/self/fd"):
             raise OSError(errno.EOPNOTSUPP, "no way from a descriptor to a name")
-        file = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-        _lock(file)
+        file = _create(folder, os.O_TMPFILE)
+        _lock(file.fileno())
+        return file
     except (AttributeError, OSError):
-        file = _new_temporary(temporary)
-    return open(file, "wb")
+        return _new_temporary(temporary)
 
 
-def _new_temporary(temporary: str) -> int:
+def _new_temporary(temporary: str) -> BinaryIO:
     while True:
         try:
-            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            file = _create(temporary, os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             _remove_left_over(temporary)
             continue
-        _lock(file)
-        if _has_name(file, temporary):
+        _lock(file.fileno())
+        if _has_name(file.fileno(), temporary):
             return file
-        os.close(file)  # taken for a left-over before it was locked
+        file.close()  # somebody took it for a left-over before it was locked
+
+
+def _create(path: str, flags: int) -> BinaryIO:
+    return open(path, "wb", opener=lambda path, _: os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o666))
 
 
 def _remove_left_over(temporary: str) -> None:

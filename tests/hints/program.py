@@ -70,7 +70,10 @@ def cache(path: Path) -> None:
     kv.save(path, [0])
     assert_type(kv.load(path), list[int])
     assert_type(kv.reuse_prefix(7, [1, 2, 3]), int)
-    kv.commit_prefix(7, [1, 2, 3])
+    kv.commit_prefix(7, [1, 2, 3], salt="tenant")
+    kv.replace_caches(kv.key_caches, kv.value_caches)
+    assert_type(kv.layout, str)
+    kv.block_tables([0], width=8)
     stats: pykv.PrefixStats = kv.prefix_stats
     print(stats, kv.num_free_blocks, kv.usage, 7 in kv)
     kv.free([0, 1, 2])

@@ -42,7 +42,8 @@ class LateStream:
 
     def finish(self, mark):
         while self.finished < mark:
-            self.waiting.popleft()()
+            self.waiting[0]()  # again, if an exception stops it: on a GPU none can
+            self.waiting.popleft()
             self.finished += 1
 
 

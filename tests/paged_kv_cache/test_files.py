@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from paged_kv_cache.tokens import LAYOUTS, read_tokens, token_view, write_tokens
 
 import pykv
+from pykv.safetensors_files import SafetensorsFile
 
 
 def new_cache(layout="NHD", num_blocks=8, dtype="float32", **more):
@@ -228,11 +232,171 @@ def rewritten(path, change):
         (lambda m, t: t.pop("keys.1"), "tensors are missing or unknown"),
         (lambda m, t: t.update(more=np.zeros(1)), "tensors are missing or unknown"),
         (lambda m, t: m.update(format="pykv sequences 2"), "no file of pykv sequences"),
+        (lambda m, t: t["tables"].__setitem__((1, 1), t["tables"][1, 0]), "its tensors contradict each other"),
+        (lambda m, t: t["tables"].__setitem__(1, t["tables"][1, [1, 0, 2]]), "its tensors contradict each other"),
+        (lambda m, t: t["lengths"].__setitem__(0, 2**31), "its tensors contradict each other"),
+        (lambda m, t: t["lengths"].__setitem__(0, 2**63 - 1), "its tensors contradict each other"),
+        (lambda m, t: t["lengths"].__setitem__(0, -(2**63)), "its tensors contradict each other"),
+        (lambda m, t: t.update(tables=np.pad(t["tables"], ((0, 0), (0, 1)), constant_values=-1)), "its .* each other"),
+        (lambda m, t: t.update(tables=t["tables"].ravel()), "tables is int32 .* contradict each other"),
+        (lambda m, t: t.update(tables=np.int32(0)), r"tables is int32 \[\] where .* contradict each other"),
+        (lambda m, t: t.update(seq_ids=np.array([1.5, 2.5])), r"seq_ids is float64 \[2\] where int64 .* each other"),
+        (lambda m, t: t.update(seq_ids=np.array([1, 2], np.uint64)), "seq_ids is uint64 .* contradict each other"),
+        (lambda m, t: t.update(seq_ids=np.array([[1, 2]])), "its tensors contradict each other"),
+        (lambda m, t: t.update(lengths=t["lengths"].astype(np.int32)), "lengths is int32 .* contradict each other"),
+        (lambda m, t: t.update({"keys.0": np.float32(1)}), "its tensors contradict each other"),
     ],
 )
 def test_a_file_that_makes_no_sense(saved, change, text):
     rewritten(saved, change)
     refuses(saved, f"^load: .*: {text}$")
+
+
+@pytest.mark.parametrize("columns", [1, 2**33, 2**60])
+def test_no_sequences_and_a_wide_table(tmp_path, columns):
+    new_cache().save(tmp_path / "a", [])
+
+    def widen(metadata, tensors):
+        tensors["tables"] = np.lib.stride_tricks.as_strided(np.empty(0, np.int32), (0, columns), (0, 0))
+
+    rewritten(tmp_path / "a", widen)
+    refuses(tmp_path / "a", "its tensors contradict each other$")
+
+
+def test_more_blocks_than_there_is_room_for_are_not_read(saved, monkeypatch):
+    monkeypatch.setattr(SafetensorsFile, "tensor", None)
+    refuses(saved, r"^load: 4 more blocks are needed, 3 of 3 are free$", new_cache(num_blocks=3), pykv.OutOfBlocks)
+    damaged = bytearray(saved.read_bytes())
+    damaged[-1] ^= 1
+    saved.write_bytes(damaged)
+    refuses(saved, "the checksum is wrong, the file was altered$", new_cache(num_blocks=3))
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read(saved, monkeypatch):
+    tensor = SafetensorsFile.tensor
+
+    def shorten(file, entry):
+        os.truncate(saved, 2000)
+        return tensor(file, entry)
+
+    monkeypatch.setattr(SafetensorsFile, "tensor", shorten)
+    refuses(saved, "^load: .*: the file is damaged .*: it became shorter while it was read$")
+
+
+def with_header(header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (with_header(b"[" * 10**6), "the header is no JSON"),
+        (with_header(b"\xff\xfe"), "the header is no JSON"),
+        (with_header([1]), "the header is none of safetensors"),
+        (with_header({"__metadata__": 1}), "the header is none of safetensors"),
+        ((2**63).to_bytes(8, "little"), "a header of 9223372036854775808 bytes does not fit"),
+        *(
+            (with_header({"__metadata__": {"format": "pykv sequences 1"}} | tensors, bytes(8)), text)
+            for tensors, text in (
+                (
+                    {"a": {"dtype": "F64", "shape": [1], "data_offsets": [0, 4]}},
+                    "'a' of float64 .* cannot have 4 bytes",
+                ),
+                ({"a": {"dtype": "F64", "shape": [-1, -1], "data_offsets": [0, 8]}}, "something else than sizes"),
+                ({"a": {"dtype": "F64", "shape": [True], "data_offsets": [0, 8]}}, "something else than sizes"),
+                ({"a": {"dtype": "F64", "shape": [1.0], "data_offsets": [0, 8]}}, "something else than sizes"),
+                ({"a": {"dtype": "F65", "shape": [1], "data_offsets": [0, 8]}}, "the header of 'a' is none"),
+                ({"a": {"dtype": "F64", "shape": 1, "data_offsets": [0, 8]}}, "the header of 'a' is none"),
+                ({"a": {"dtype": "F64", "shape": [1]}}, "the header of 'a' is none"),
+                ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, "gaps or overlap"),
+                ({"a": {"dtype": "F64", "shape": [2**61], "data_offsets": [0, 2**64]}}, "it should have .* bytes"),
+                (
+                    {n: {"dtype": "F64", "shape": [1], "data_offsets": [0, 8]} for n in "ab"},
+                    "its tensors have gaps or overlap",
+                ),
+            )
+        ),
+    ],
+)
+def test_a_header_that_makes_no_sense(tmp_path, content, text):
+    (tmp_path / "a").write_bytes(content)
+    refuses(tmp_path / "a", f"^load: .*: the file is damaged or no safetensors file: .*{text}")
+
+
+def test_what_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
+        refuses(path, "it is no regular file$")
+
+
+KILLED = """
+import os, signal, sys
+import pykv
+
+if sys.argv[2] == "named":
+    del os.O_TMPFILE
+kv = pykv.PagedKVCache(1, 4, 4, 1, 4, "float32")
+kv.append([1], 6)
+
+setattr(os, sys.argv[3], lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+kv.save(sys.argv[1], [1])
+"""
+
+
+@pytest.mark.parametrize("how", ["nameless", "named"])
+@pytest.mark.parametrize("where", ["fsync", "replace"])
+def test_a_save_that_is_killed(tmp_path, how, where):
+    """Nothing of it is left: at once where files can be without a name, or after the next save."""
+    path = tmp_path / "a"
+    path.write_text("old")
+    result = subprocess.run([sys.executable, "-c", KILLED, path, how, where], cwd=tmp_path)
+    assert result.returncode == -9
+    assert path.read_text() == "old"
+    left = [name for name in os.listdir(tmp_path) if name != "a"]
+    assert left == ([] if (how, where) == ("nameless", "fsync") else [".a.saving"])
+    kv = new_cache()
+    fill(kv, 1, [1])
+    kv.save(path, [1])
+    assert os.listdir(tmp_path) == ["a"]
+    assert new_cache().load(path) == [1]
+
+
+@pytest.mark.parametrize("nameless", [True, False])
+def test_many_save_under_one_name(tmp_path, nameless, monkeypatch):
+    if not nameless:
+        monkeypatch.delattr(os, "O_TMPFILE")
+
+    def save(seq):
+        kv = new_cache()
+        fill(kv, seq, [seq] * 5)
+        for _ in range(10):
+            kv.save(tmp_path / "a", [seq])
+            assert new_cache().load(tmp_path / "a")[0] in range(4)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(save, range(4)))
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_the_folder_is_on_the_disk_when_save_returns(tmp_path, monkeypatch):
+    events, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(os.path.isdir(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (events.append("replace"), replace(*paths)))
+    new_cache().save(tmp_path / "a", [])
+    assert events == [False, "replace", True]
+
+
+def test_the_safetensors_library_reads_and_writes_the_same(saved, tmp_path):
+    safetensors = pytest.importorskip("safetensors")
+    from safetensors.numpy import save_file
+
+    with safetensors.safe_open(saved, framework="np") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    save_file(tensors, tmp_path / "b", metadata)
+    kv = new_cache()
+    assert kv.load(tmp_path / "b") == [10, -5]
+    assert read_tokens(kv, -5) == [0, 1, 2, 3, 4, 5, 60, 70, 80]
 
 
 def test_a_file_of_something_else(tmp_path):

@@ -132,6 +132,75 @@ def test_of_two_blocks_with_the_same_content_one_is_found():
     assert kv.num_cached_blocks == 1
 
 
+def test_of_two_blocks_with_the_same_content_the_other_is_found_when_one_goes():
+    kv = new_cache(num_blocks=6)
+    tokens = list(range(8))
+    for seq in (0, 1):  # both came at once: neither could begin with the other's blocks
+        write_tokens(kv, kv.append([seq], 8), tokens)
+    for seq in (0, 1):
+        kv.commit_prefix(seq, tokens)
+    kv.free([0])
+    kv.append([2], 16)
+    assert kv.prefix_stats.evicted_blocks == 2
+    assert kv.match_prefix(tokens) == 8
+    kv.free([1])
+    assert kv.num_cached_blocks == 2
+    assert kv.reuse_prefix(3, tokens) == 8
+    assert read_tokens(kv, 3) == tokens
+    kv.truncate(3, 7)
+    kv.append([3], 1)
+    assert kv.match_prefix(tokens) == 4
+
+
+def test_of_two_blocks_with_the_same_content_the_one_with_readers_is_shared():
+    kv = new_cache()
+    kv.append([1, 2], 4)
+    for seq in (1, 2):
+        kv.commit_prefix(seq, [5, 6, 7, 8])
+    table = kv.block_tables([2]).tolist()
+    kv.free([1])
+    kv.reuse_prefix(3, [5, 6, 7, 8])
+    assert kv.block_tables([3]).tolist() == table
+    assert kv.num_free_blocks == 7
+
+
+SALTS = [None, "", "a", b"", b"a", 0, 1, -1, 97, 2**70, "1", b"1", "\udc80"]
+
+
+def test_a_salt_is_part_of_the_name():
+    kv = new_cache(num_blocks=4 * len(SALTS))
+    tokens = list(range(8))
+    for i, salt in enumerate(SALTS):
+        assert kv.match_prefix(tokens, salt=salt) == 0
+        assert kv.reuse_prefix(i, tokens, salt=salt) == 0
+        write_tokens(kv, kv.append([i], 8), [100 * i] * 8)
+        kv.commit_prefix(i, tokens[:4], salt=salt)
+        kv.commit_prefix(i, tokens, salt=salt)
+    for i, salt in enumerate(SALTS):
+        assert kv.reuse_prefix(1000 + i, [*tokens, 8], salt=salt) == 8
+        assert read_tokens(kv, 1000 + i) == [100 * i] * 8
+    assert kv.reuse_prefix(2000, tokens, salt=np.int64(97)) == 8
+    assert read_tokens(kv, 2000) == read_tokens(kv, SALTS.index(97))
+
+
+def test_a_sequence_has_one_salt():
+    kv = new_cache()
+    kv.reuse_prefix(1, list(range(8)), salt="a")  # nothing is found, and yet
+    kv.append([1], 8)
+    for salt in (None, "b", b"a"):
+        with pytest.raises(ValueError, match=r"^commit_prefix: salt: sequence 1 began with another one$"):
+            kv.commit_prefix(1, list(range(8)), salt=salt)
+    assert kv.num_cached_blocks == 0
+    kv.commit_prefix(1, list(range(8)), salt="a")
+    kv.fork(1, 2)
+    kv.truncate(2, 3)
+    with pytest.raises(ValueError, match=r"sequence 2 began with another one$"):
+        kv.commit_prefix(2, list(range(8)))
+    for salt, got in ((1.5, "float"), (True, "True"), (["a"], "list")):
+        with pytest.raises(TypeError, match=f"^match_prefix: salt: must be an integer, str or bytes, got {got}$"):
+            kv.match_prefix([], salt=salt)
+
+
 def test_statistics():
     kv = new_cache()
     assert kv.prefix_stats.hit_rate == 0

@@ -25,10 +25,10 @@ def write_tokens(kv, slots, values):
             view[blocks, offsets] = filling.reshape(-1, *[1] * (view.ndim - 2))
 
 
-def read_tokens(kv, seq_id):
-    """The values that ``write_tokens`` wrote for this sequence, found through its block table."""
+def read_tokens(kv, seq_id, most=None):
+    """The values that ``write_tokens`` wrote for this sequence, at most so many, found through its block table."""
     table = np.asarray(kv.block_tables([seq_id]))[0]
-    positions = np.arange(int(np.asarray(kv.seq_lens([seq_id]))[0]))
+    positions = np.arange(int(np.asarray(kv.seq_lens([seq_id]))[0]))[:most]
     blocks, offsets = table[positions // kv.block_size], positions % kv.block_size
     seen = []
     for layer in range(kv.num_layers):
