@@ -4,7 +4,8 @@
 
 Prints for each family the kernel instances and the bytes of machine code in its objects (`cuobjdump`, of PyPI's
 nvidia-cuda-cuobjdump or a CUDA toolkit), the seconds that compiling took (`.ninja_log`), and the spills that ptxas told
-the log of.  With more jobs than processors the seconds are more than those of a processor; ccache makes them less.  Exits with 1 where a family has more instances or bytes than the budget allows.
+the log of.  With more jobs than processors the seconds are more than those of a processor; with ccache they are less.
+Exits with 1 where a family has more instances or bytes than the budget allows.
 """
 
 from __future__ import annotations
