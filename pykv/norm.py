@@ -39,7 +39,8 @@ def rms_norm(out: Array, input: Array, weight: Array | None, epsilon: float = 1e
     Args:
         out: ``[..., hidden_size]``, shape and dtype of ``input``; written.  May be ``input`` itself.
         input: ``[..., hidden_size]`` float32, float16 or bfloat16, 1 to 8 dimensions.
-        weight: ``[hidden_size]``, dtype of ``input`` or float32.  ``None``: all ones.
+        weight: ``[hidden_size]``, or ``[input.shape[0], hidden_size]``, a row for each index of the first dimension;
+            dtype of ``input`` or float32.  ``None``: all ones.
         epsilon: added to the mean square.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
@@ -82,8 +83,8 @@ def gemma_fused_add_rms_norm(
 ) -> None:
     """Compute :func:`fused_add_rms_norm` with ``1 + weight``, a sum in fp32, in place of ``weight``, which is required.
 
-    ``residual`` may be float32 whatever the dtype of ``input``: then the sum is not rounded.  A model that keeps its
-    residual in float32 widens it once, before the first such norm.
+    What is normed is the sum in fp32, not rounded; ``residual`` gets it rounded to the dtype.  ``weight`` is
+    ``[hidden_size]``.
     """
 
 
@@ -251,6 +252,8 @@ def rms_norm_per_block_quant(
     stream: Stream = None,
 ) -> None:
     """Compute :func:`rms_norm_dynamic_per_token_quant` with a scale for each group of neighbours in a row.
+
+    E4M3 codes, too, are those of ``y * (1 / scale)``.
 
     Args:
         result: as there.

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from norm import reference
 from norm.inputs import EPSILON, WIDTHS, dtypes
-from rows import FLOATS, assert_rounded_once, name_of, random
+from rows import assert_rounded_once, random
 
 import pykv
 
@@ -36,22 +36,9 @@ def test_fused_add(array, dtype, wide_weight, width):
     x, residual = random((5, width), dtype), random((5, width), dtype, 1)
     made, total = array.output(x), array.output(residual)
     pykv.gemma_fused_add_rms_norm(made, total, array.input(weight), EPSILON)
-    z = reference.add(x, residual)
-    np.testing.assert_array_equal(array.numpy(total), z)
+    np.testing.assert_array_equal(array.numpy(total), reference.add(x, residual))
+    z = x.astype(np.float32) + residual.astype(np.float32)  # what is normed is not rounded
     assert_rounded_once(array.numpy(made), reference.rms_norm(z, None, EPSILON) * offset(weight), atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", FLOATS[1:], ids=name_of)
-@pytest.mark.parametrize("width", [1, 100, 128, 1000, 4096, 16384, 20008])
-def test_a_residual_in_float32_is_not_rounded(array, dtype, width):
-    x, weight = random((5, width), dtype), random((width,), dtype, 2)
-    residual = random((5, width), np.dtype(np.float32), 1)
-    made, total = array.output(x), array.output(residual)
-    pykv.gemma_fused_add_rms_norm(made, total, array.input(weight), EPSILON)
-    z = x.astype(np.float32) + residual
-    np.testing.assert_array_equal(array.numpy(total), z)
-    exact = reference.rms_norm(z, None, EPSILON) * offset(weight)
-    assert_rounded_once(array.numpy(made), exact, atol=1e-6)
 
 
 def test_what_does_not_fit_is_named(array):
@@ -59,11 +46,13 @@ def test_what_does_not_fit_is_named(array):
     with pytest.raises(TypeError, match="gemma_rms_norm: weight: an array is required, got None"):
         pykv.gemma_rms_norm(x, x, None)
     with pytest.raises(TypeError, match="gemma_fused_add_rms_norm: weight: an array is required, got None"):
-        pykv.gemma_fused_add_rms_norm(x, array.output(np.zeros((3, 8), np.float32)), None)
+        pykv.gemma_fused_add_rms_norm(x, array.output(np.zeros((3, 8), np.float16)), None)
     with pytest.raises(TypeError, match="weight: dtype must be that of input, float16, got bfloat16"):
         pykv.gemma_rms_norm(x, x, array.input(np.zeros(8, ml_dtypes.bfloat16)))
     with pytest.raises(TypeError, match="residual: dtype must be that of input, float16, got float32"):
-        pykv.fused_add_rms_norm(x, array.output(np.zeros((3, 8), np.float32)), None)
+        pykv.gemma_fused_add_rms_norm(
+            x, array.output(np.zeros((3, 8), np.float32)), array.input(np.zeros(8, np.float16))
+        )
     wide = array.output(np.zeros((3, 8), np.float32))
     with pytest.raises(TypeError, match="residual: dtype must be that of input, float32, got float16"):
         pykv.gemma_fused_add_rms_norm(wide, x, array.input(np.zeros(8, np.float32)))

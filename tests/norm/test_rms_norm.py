@@ -162,7 +162,11 @@ def test_empty(array, shape):
         ({"out": (4, 64)}, ValueError, r"rms_norm: out: must have the shape of input, \[3, 64\], got \[4, 64\]"),
         ({"out_dtype": np.float16}, TypeError, "rms_norm: out: dtype must be that of input, float32, got float16"),
         ({"weight": (63,)}, ValueError, r"rms_norm: weight: dimension 0 must equal hidden_size = 64, got shape \[63\]"),
-        ({"weight": (1, 64)}, ValueError, r"rms_norm: weight: must have 1 dimensions, got shape \[1, 64\]"),
+        (
+            {"weight": (1, 64)},
+            ValueError,
+            r"rms_norm: weight: dimension 0 must equal dimension 0 of input = 3, got shape \[1, 64\]",
+        ),
         (
             {"weight_dtype": np.float16},
             TypeError,
@@ -194,3 +198,28 @@ def test_input_is_required():
         pykv.rms_norm(x, None, None)
     with pytest.raises(TypeError, match="out"):
         pykv.rms_norm(None, x, None)
+
+
+@dtypes
+@pytest.mark.parametrize("wide_weight", [False, True], ids=["weight like input", "weight in float32"])
+@pytest.mark.parametrize(
+    "shape", [(5, 128), (5, 4096), (3, 1000), (2, 20008), (4, 7, 128), (3, 2, 4096), (1, 2, 64)], ids=str
+)
+@pytest.mark.parametrize("padding", [0, 8, 3])
+def test_weights_of_rows(array, dtype, wide_weight, shape, padding):
+    x = random(shape, dtype)
+    weight = random((shape[0], shape[-1]), np.dtype(np.float32) if wide_weight else dtype, 1)
+    out = array.output(np.full_like(x, np.nan))
+    pykv.rms_norm(out, array.input(x), array.input(padded(weight, padding)), EPSILON)
+    each = weight.reshape(shape[0], *[1] * (len(shape) - 2), shape[-1])
+    assert_rounded_once(array.numpy(out), reference.rms_norm(x, each, EPSILON))
+
+
+def test_weights_of_rows_that_do_not_fit(array):
+    x = array.output(np.zeros((3, 8), np.float32))
+    with pytest.raises(
+        ValueError, match=r"weight: dimension 0 must equal dimension 0 of input = 3, got shape \[2, 8\]"
+    ):
+        pykv.rms_norm(x, x, array.input(np.zeros((2, 8), np.float32)))
+    with pytest.raises(ValueError, match="weight: "):
+        pykv.gemma_rms_norm(x, x, array.input(np.zeros((3, 8), np.float32)))

@@ -55,10 +55,11 @@ def assert_quantised(x, weight, kind, group_size, scale_ub, residual, codes, sca
     assert (scales >= ends[0] * np.float32(1 - 2e-7)).all()
     assert (scales <= ends[1] * np.float32(1 + 2e-7)).all()
     by = scales[..., None]
-    if kind == E4M3:
-        codes_at_ends = [reference.e4m3(y / by) for y in (low, high)]
+    codes_of = reference.e4m3 if kind == E4M3 else reference.int8
+    if kind == E4M3 and group_size is None:
+        codes_at_ends = [codes_of(y / by) for y in (low, high)]
     else:
-        codes_at_ends = [reference.int8(y * (np.float32(1) / by)) for y in (low, high)]
+        codes_at_ends = [codes_of(y * (np.float32(1) / by)) for y in (low, high)]
     assert_codes(codes.reshape(groups), *codes_at_ends)
 
 

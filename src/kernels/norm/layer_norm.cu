@@ -1,7 +1,7 @@
 // out = (z - mean) * r * weight + bias,  r = 1 / sqrt(sum((z - mean)^2) / hidden_size + epsilon),  z = input or
 // R_T(input + residual).  Mapping and floor: row_norm.cuh.
 #include "norm/layer_norm.h"
-#include "norm/row_norm.cuh"
+#include "norm/row_launch.cuh"
 
 namespace pykv {
 namespace {
@@ -40,21 +40,16 @@ struct ScaledAndShifted {
   __device__ void store(int pack, const Value& v) const { out.store(pack, v); }
 };
 
-template <class T, template <class, Fit> class Source>
-void run(const LayerNormArgs& args, const Launch& launch) {
-  const Fit fit = std::min(fit_of<T>(args, sizeof(T), sizeof(T)), fit_of_weights<T>(args.bias));
-  launch_row_norm<Source, ScaledAndShifted, T, 2, true>(args, fit, true, launch, "layer_norm");
-}
-
 }  // namespace
 
 void layer_norm_cuda(const LayerNormArgs& args, const Launch& launch) {
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
-    if (args.residual) {
-      run<T, WithResidual<T, true>::template Source>(args, launch);
-    } else {
-      run<T, Input>(args, launch);
-    }
+    const Fit fit = std::min(fit_of<T>(args, sizeof(T), sizeof(T)), fit_of_weights<T>(args.bias));
+    const bool done =
+        !args.residual && launch_exact<Input, ScaledAndShifted, T, 2, true>(args, fit, launch, "layer_norm");
+    if (!done)
+      launch_row_norm<WithOrWithoutResidual<true>::Source, ScaledAndShifted, T, 2, true>(args, fit, true, launch,
+                                                                                         "layer_norm");
   });
 }
 

@@ -23,7 +23,7 @@ void layer_norm_cpu(const LayerNormArgs& args, const Launch&) {
   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
     const auto scaled = [&](int64_t row) { return ScaledAndShifted<T>(args, row); };
     if (args.residual) {
-      norm_rows<WithResidual<T, T, true>, true>(args, scaled);
+      norm_rows<WithResidual<T, true>, true>(args, scaled);
     } else {
       norm_rows<Input<T>, true>(args, scaled);
     }

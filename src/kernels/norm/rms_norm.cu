@@ -1,7 +1,7 @@
-// out = z * r * (weight + offset),  r = 1 / sqrt(sum(z^2) / hidden_size + epsilon),  z = input or R(input + residual), R
-// the residual's dtype.  Mapping and floor: row_norm.cuh.
+// out = z * r * (weight + offset),  r = 1 / sqrt(sum(z^2) / hidden_size + epsilon),  z = input or R_T(input + residual), or
+// that sum in fp32.  Mapping and floor: row_norm.cuh.
 #include "norm/rms_norm.h"
-#include "norm/row_norm.cuh"
+#include "norm/row_launch.cuh"
 
 namespace pykv {
 namespace {
@@ -39,19 +39,27 @@ struct Scaled {
 };
 
 template <class T, template <class, Fit> class Source>
-void run(const RmsNormArgs& args, int64_t residual_size, const Launch& launch) {
-  launch_row_norm<Source, Scaled, T, 2>(args, fit_of<T>(args, sizeof(T), residual_size), true, launch, "rms_norm");
+void run(const RmsNormArgs& args, const char* op, const Launch& launch) {
+  const Fit fit = fit_of<T>(args, sizeof(T), sizeof(T));
+  if (launch_exact<Source, Scaled, T, 2>(args, fit, launch, op)) return;
+  launch_row_norm<Source, Scaled, T, 2, false, WithOrWithoutResidual<true>::Source>(args, fit, true, launch, op);
 }
 
 }  // namespace
 
 void rms_norm_cuda(const RmsNormArgs& args, const Launch& launch) {
+  const char* const op = "rms_norm";
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
-    if (!args.residual) return run<T, Input>(args, 0, launch);
-    if constexpr (sizeof(T) < 4) {
-      if (args.wide_residual) return run<T, WithResidual<float, true>::template Source>(args, 4, launch);
+    if constexpr (sizeof(T) == 4) {
+      run<T, WithOrWithoutResidual<true>::Source>(args, op, launch);
+    } else if (!args.residual) {
+      run<T, Input>(args, op, launch);
+    } else if (!args.rounds_last) {
+      run<T, WithResidual<true>::Source>(args, op, launch);
+    } else {
+      const Fit fit = fit_of<T>(args, sizeof(T), sizeof(T));
+      launch_row_norm<WithResidual<false>::Source, Scaled, T, 2>(args, fit, true, launch, op);
     }
-    run<T, WithResidual<T, true>::template Source>(args, sizeof(T), launch);
   });
 }
 

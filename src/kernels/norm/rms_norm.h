@@ -9,7 +9,7 @@ namespace pykv {
 
 struct RmsNormArgs : RowNormArgs {
   float weight_offset;  // is added to each weight
-  bool wide_residual;   // float32, and so the sum, beside 16-bit input
+  bool rounds_last;     // what is normed is input + residual in fp32, rounded where it is kept alone
 };
 
 PYKV_CPU_TWIN(rms_norm_cpu, RmsNormArgs)

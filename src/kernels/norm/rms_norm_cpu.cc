@@ -14,7 +14,7 @@ struct Scaled {
   float offset;
 
   Scaled(const RmsNormArgs& args, int64_t row)
-      : out(row_at<T>(args.out, args.out_rows, row)), weights(args.weights, 1.0f), offset(args.weight_offset) {}
+      : out(row_at<T>(args.out, args.out_rows, row)), weights(args.weights, 1.0f, row), offset(args.weight_offset) {}
   Pair<T> scaled(int64_t i, Pair<T> v, int64_t count) const { return v * (weights(i, count) + offset); }
 };
 
@@ -25,10 +25,10 @@ void rms_norm_cpu(const RmsNormArgs& args, const Launch&) {
     const auto scaled = [&](int64_t row) { return Scaled<T>(args, row); };
     if (!args.residual) {
       norm_rows<Input<T>>(args, scaled);
-    } else if (args.wide_residual) {
-      norm_rows<WithResidual<T, float, true>>(args, scaled);
+    } else if (sizeof(T) < 4 && args.rounds_last) {
+      norm_rows<WithResidual<T, sizeof(T) == 4>>(args, scaled);
     } else {
-      norm_rows<WithResidual<T, T, true>>(args, scaled);
+      norm_rows<WithResidual<T, true>>(args, scaled);
     }
   });
 }

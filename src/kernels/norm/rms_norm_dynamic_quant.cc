@@ -47,6 +47,7 @@ pykv_status pykv_rms_norm_dynamic_per_token_quant(DLTensor* result, const DLTens
     args.scales = static_cast<float*>(s.data());
     args.scale_row = s.stride(0);
     args.group_size = hidden_size;
+    args.per_token = true;
     if (args.num_rows == 0) return;
     call.run(stream, args, rms_norm_dynamic_quant_cpu, PYKV_CUDA(rms_norm_dynamic_quant_cuda));
   });

@@ -9,6 +9,7 @@ namespace pykv {
 
 struct RmsNormDynamicQuantArgs : RowNormArgs {
   bool int8;                       // the codes: int8 instead of E4M3
+  bool per_token;                  // one scale for each row, by which E4M3 divides; else all multiply with its inverse
   float* scales;                   // [num_rows, hidden_size / group_size]
   int64_t scale_row, scale_group;  // strides, elements
   int64_t group_size;              // hidden_size: one scale for each row

@@ -10,15 +10,18 @@ namespace {
 // Of the scales that most groups have.
 template <class T>
 struct Encoders {
-  TileEncoder<T, ByLargest, 448> of_largest;
+  TileEncoder<T, ByLargest, 448> of_rows;
+  TileEncoder<T, TimesInverse, 448> of_groups;
   Encoder<T, e4m3, ByLargest> at_bound;
 
   explicit Encoders(const RmsNormDynamicQuantArgs& args) : Encoders(args, args.num_rows * args.hidden_size) {}
 
  private:
   Encoders(const RmsNormDynamicQuantArgs& args, int64_t elements)
-      : of_largest(args.int8 ? 0 : elements),
-        at_bound(args.scale_of(args.bound(), args.bound()), args.int8 || !args.bounded ? 0 : elements) {}
+      : of_rows(args.int8 || !args.per_token ? 0 : elements),
+        of_groups(args.int8 || args.per_token ? 0 : elements),
+        at_bound(args.scale_of(args.bound(), args.bound()),
+                 args.int8 || !args.per_token || !args.bounded ? 0 : elements) {}
 };
 
 template <class T, class Code>
@@ -50,7 +53,7 @@ struct Codes {
     for (int64_t g = 0; g < groups; ++g) scales[g * args.scale_group] = of[g];
   }
 
-  // A group, `most` its largest, NaN where it has any.  E4M3 divides, int8 multiplies with the scale's inverse.
+  // A group, `most` its largest, NaN where it has any.  E4M3 of a row divides, all else multiplies with the scale's inverse.
   [[gnu::always_inline]] void encode(Code* to, const T* from, int64_t n, float scale, float most, bool past) const {
     if constexpr (kInt8) {
       if (most < __builtin_inff()) {
@@ -60,7 +63,16 @@ struct Codes {
       }
     } else {
       const bool inside = most < bound && most > 0x1p-8f && most < 0x1p80f;  // above the smallest scale
-      if (inside && encoders.of_largest.divide(to, from, n, most, past)) return;
+      if (!args.per_token) {
+        if (inside && encoders.of_groups.divide(to, from, n, most, past)) return;
+        if (inside) {
+          multiply(reinterpret_cast<InsideE4M3*>(to), from, n, 1.0f / scale, past);
+        } else {
+          multiply(to, from, n, 1.0f / scale, past);
+        }
+        return;
+      }
+      if (inside && encoders.of_rows.divide(to, from, n, most, past)) return;
       if (most >= bound && encoders.at_bound.tables()) return encoders.at_bound(to, from, n, past);
       if (inside) {
         divide(reinterpret_cast<InsideE4M3*>(to), from, n, Divisor(scale, most), past);
@@ -100,7 +112,7 @@ void run(const RmsNormDynamicQuantArgs& args) {
 void rms_norm_dynamic_quant_cpu(const RmsNormDynamicQuantArgs& args, const Launch&) {
   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
     if (args.residual) {
-      run<T, WithResidual<T, T, false>>(args);
+      run<T, WithResidual<T, false>>(args);
     } else {
       run<T, Input<T>>(args);
     }

@@ -2,7 +2,7 @@
 // and after is an activation of the gate, the other 1.  All in fp32, a group at a time.  Mapping and floor: row_norm.cuh.
 #include "cuda/approximate.cuh"
 #include "norm/rms_norm_gated.h"
-#include "norm/row_norm.cuh"
+#include "norm/row_launch.cuh"
 
 namespace pykv {
 namespace {
@@ -19,6 +19,7 @@ __device__ Vec<float, kSize> gated(Vec<float, kSize> x, const Vec<T, kSize>& gat
   return x;
 }
 
+// input, times an activation of the gate if there is one.
 template <class T, Fit kFit>
 struct GatedInput {
   using Element = T;
@@ -27,18 +28,25 @@ struct GatedInput {
   };
   using Value = Vec<float, kPackSize<T>>;
   Packs<T, kPackSize<T>, kFit> input, gate;
-  bool sigmoid;
+  bool has_gate, sigmoid;
 
   __device__ GatedInput(const RmsNormGatedArgs& args, const Part& part)
       : input(part.of<T, kPackSize<T>, kFit>(args.input, args.input_rows)),
         gate(part.of<T, kPackSize<T>, kFit>(args.gate, args.gate_rows)),
+        has_gate(args.gate != nullptr),
         sigmoid(args.sigmoid) {}
   __device__ void prefetch(int pack) const {
     input.prefetch(pack);
-    gate.prefetch(pack);
+    if (has_gate) gate.prefetch(pack);
   }
-  __device__ Raw load(int pack) const { return {input.load_in_order(pack), gate.load_in_order(pack)}; }
-  __device__ Value value(const Raw& raw) const { return gated(to_floats(raw.input), raw.gate, sigmoid); }
+  __device__ Raw load(int pack) const {
+    Raw raw{input.load_in_order(pack), {}};
+    if (has_gate) raw.gate = gate.load_in_order(pack);
+    return raw;
+  }
+  __device__ Value value(const Raw& raw) const {
+    return has_gate ? gated(to_floats(raw.input), raw.gate, sigmoid) : to_floats(raw.input);
+  }
   __device__ void keep(int, const Value&) const {}
 };
 
@@ -92,24 +100,17 @@ struct Grouped {
   };
 };
 
-template <class T, template <class, Fit> class Source, template <class, Fit> class Result>
-void run(const RmsNormGatedArgs& args, const Launch& launch) {
-  const Fit fit =
-      std::min(fit_of<T>(args, sizeof(T), sizeof(T)), fit_of_rows(kAccessBytes, args.gate, args.gate_rows, sizeof(T)));
-  launch_row_norm<Source, Result, T, 1>(args, fit, true, launch, "rms_norm_gated");
-}
-
 }  // namespace
 
 void rms_norm_gated_cuda(const RmsNormGatedArgs& args, const Launch& launch) {
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
-    if (!args.gate) {
-      run<T, Input, Grouped<false>::Result>(args, launch);
-    } else if (args.gate_first) {
-      run<T, GatedInput, Grouped<false>::Result>(args, launch);
-    } else {
-      run<T, Input, Grouped<true>::Result>(args, launch);
-    }
+    const char* const op = "rms_norm_gated";
+    const Fit fit = std::min(fit_of<T>(args, sizeof(T), sizeof(T)),
+                             fit_of_rows(kAccessBytes, args.gate, args.gate_rows, sizeof(T)));
+    if (!args.gate || args.gate_first)
+      return launch_row_norm<GatedInput, Grouped<false>::Result, T, 1>(args, fit, true, launch, op);
+    if (launch_exact<Input, Grouped<true>::Result, T, 1>(args, fit, launch, op)) return;
+    launch_row_norm<Input, Grouped<true>::Result, T, 1>(args, fit, true, launch, op);
   });
 }
 

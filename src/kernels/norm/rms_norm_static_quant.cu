@@ -4,7 +4,7 @@
 
 #include "cuda/quantise.cuh"
 #include "norm/rms_norm_static_quant.h"
-#include "norm/row_norm.cuh"
+#include "norm/row_launch.cuh"
 
 namespace pykv {
 namespace {
@@ -49,20 +49,14 @@ struct Codes {
   }
 };
 
-template <class T, template <class, Fit> class Source>
-void run(const RmsNormStaticQuantArgs& args, const Launch& launch) {
-  launch_row_norm<Source, Codes, T, 2>(args, fit_of<T>(args, 1, sizeof(T)), true, launch, "rms_norm_static_fp8_quant");
-}
-
 }  // namespace
 
 void rms_norm_static_quant_cuda(const RmsNormStaticQuantArgs& args, const Launch& launch) {
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
-    if (args.residual) {
-      run<T, WithResidual<T, true>::template Source>(args, launch);
-    } else {
-      run<T, Input>(args, launch);
-    }
+    const char* const op = "rms_norm_static_fp8_quant";
+    const Fit fit = fit_of<T>(args, 1, sizeof(T));
+    if (!args.residual && launch_exact<Input, Codes, T, 2>(args, fit, launch, op)) return;
+    launch_row_norm<WithOrWithoutResidual<true>::Source, Codes, T, 2>(args, fit, true, launch, op);
   });
 }
 

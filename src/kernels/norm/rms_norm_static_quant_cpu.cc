@@ -29,7 +29,7 @@ void rms_norm_static_quant_cpu(const RmsNormStaticQuantArgs& args, const Launch&
     const Encoder<T, e4m3, TimesInverse> encoder(args.scale, args.num_rows * args.hidden_size);
     const auto codes = [&](int64_t row) { return Codes<T>(encoder, args, row); };
     if (args.residual) {
-      norm_rows<WithResidual<T, T, true>>(args, codes);
+      norm_rows<WithResidual<T, true>>(args, codes);
     } else {
       norm_rows<Input<T>>(args, codes);
     }

@@ -19,10 +19,8 @@ Tensor norm_codes(Call& call, const char* name, DLTensor* result, const Tensor& 
   return call.write(name, result).same_shape(input).dtype(dtypes).contiguous_rows().no_overlap_within();
 }
 
-Tensor norm_residual(Call& call, DLTensor* residual, const Tensor& input, const Tensor& out, bool wide) {
-  Tensor z = call.write("residual", residual).same_shape(input);
-  if (!wide || z.type() != DType::kFloat32) z.like(input);
-  z.contiguous_rows().no_overlap_within();
+Tensor norm_residual(Call& call, DLTensor* residual, const Tensor& input, const Tensor& out) {
+  Tensor z = call.write("residual", residual).same_shape(input).like(input).contiguous_rows().no_overlap_within();
   for (const Tensor* other : {&input, &out})
     if (z.data() == other->data() && z.numel() > 0)
       z.fail(PYKV_VALUE_ERROR, "must not share memory with %s", other->name());
@@ -30,7 +28,7 @@ Tensor norm_residual(Call& call, DLTensor* residual, const Tensor& input, const 
 }
 
 RowWeights row_weights(Call& call, const char* name, const DLTensor* t, const Tensor& input, Dim& hidden_size) {
-  if (!t) return {nullptr, false};
+  if (!t) return {};
   Tensor w = call.read(name, t).shape(hidden_size);
   if (w.type() != DType::kFloat32) w.like(input);
   w.contiguous();

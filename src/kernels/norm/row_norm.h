@@ -10,6 +10,8 @@ namespace pykv {
 struct RowWeights {
   const void* data;  // null: not there
   bool is_float32;
+  int64_t stride = 0,
+          rows = 1;  // elements from the weights of so many neighbouring rows to those of the next; 0: all one
 };
 
 struct RowNormArgs {
@@ -31,8 +33,8 @@ Tensor norm_input(Call& call, const DLTensor* input, Dim& hidden_size);
 Tensor norm_output(Call& call, const char* name, DLTensor* out, const Tensor& input);
 Tensor norm_codes(Call& call, const char* name, DLTensor* result, const Tensor& input,
                   std::initializer_list<DType> dtypes);
-// residual, of the dtype of input or (where wide) float32: memory that is neither that of input nor of what is written.
-Tensor norm_residual(Call& call, DLTensor* residual, const Tensor& input, const Tensor& out, bool wide = false);
+// residual: memory that is neither that of input nor of what is written.
+Tensor norm_residual(Call& call, DLTensor* residual, const Tensor& input, const Tensor& out);
 RowWeights row_weights(Call& call, const char* name, const DLTensor* t, const Tensor& input, Dim& hidden_size);
 
 void set_rows(RowNormArgs& args, const Tensor& input, const Tensor& out, RowWeights weights, double epsilon);

@@ -62,8 +62,11 @@ struct Weights {
   bool is_float32;
   float otherwise;  // where there are none
 
-  Weights(const RowWeights& weights, float otherwise)
-      : data(weights.data), is_float32(weights.is_float32), otherwise(otherwise) {}
+  Weights(const RowWeights& weights, float otherwise, int64_t row = 0)
+      : data(weights.data), is_float32(weights.is_float32), otherwise(otherwise) {
+    const int64_t size = is_float32 ? 4 : sizeof(T);
+    if (weights.stride != 0) data = static_cast<const char*>(data) + row / weights.rows * weights.stride * size;
+  }
   Pair<T> operator()(int64_t i, int64_t count) const {
     if (!data) return otherwise;
     return is_float32 ? plain(load_pair<T>(static_cast<const float*>(data) + i, count))
@@ -85,26 +88,20 @@ struct Input {
   void prefetch_at(int64_t i) const { prefetch_pair(input + i); }
 };
 
-// input + residual, the residual an array of R.  kRounded: to R before anything else, and from then on it is the residual;
-// else the residual changes at the second reading, which must be the last.
-template <class T, class R, bool kRounded>
+// input + residual.  kRounded: to T before anything else, and from then on it is the residual; else the residual changes at the second reading, which must be the last.
+template <class T, bool kRounded>
 struct WithResidual {
   static constexpr bool kKeeps = false;
   const T* input;
-  R* residual;
+  T* residual;
 
   WithResidual(const RowNormArgs& args, int64_t row, float*)
       : input(row_at<T>(args.input, args.input_rows, row)),
-        residual(row_at<R>(args.residual, args.residual_rows, row)) {}
+        residual(row_at<T>(args.residual, args.residual_rows, row)) {}
   Pair<T> first(int64_t i, int64_t count) const {
-    Pair<T> v = load_pair<T>(input + i, count);
-    if constexpr (std::is_same_v<R, T>) {
-      v = v + load_pair<T>(residual + i, count);
-    } else {
-      v = v + plain(load_pair<T>(residual + i, count));
-    }
+    Pair<T> v = load_pair<T>(input + i, count) + load_pair<T>(residual + i, count);
     if constexpr (kRounded) {
-      if constexpr (!std::is_same_v<R, float>) v = rounded(v);
+      if constexpr (!std::is_same_v<T, float>) v = rounded(v);
       store_pair(residual + i, v, count);
     }
     return v;

@@ -69,7 +69,7 @@ __global__ __launch_bounds__(kThreads, kBlocks)  //
     if (has(k)) sources[k / kPacks].keep(k % kPacks * kThreads, z[k]);
     sums[k / kPacks] += sum_of_squares<false>(to_floats(z[k]), 0.0f, 0);
   }
-  const RowReducer<kThreads, 2> reducer;
+  const RowReducer<kThreads, 2> reducer(kThreads);
   const float2 sum = reducer.template sums_of_two<1>(sums);
   const float r[2] = {rsqrtf(fmaf(sum.x, inverse_size, args.epsilon)), rsqrtf(fmaf(sum.y, inverse_size, args.epsilon))};
   uint32_t block;  // anew: addresses that were worked out before would be registers meanwhile
@@ -85,11 +85,7 @@ __global__ __launch_bounds__(kThreads, kBlocks)  //
     for (int i = 0; i < 2 * kPacks; i += kPacks)
       y[i + k] = result.scaled(k * kThreads, normed<false>(z[i + k], 0.0f, r[i / kPacks]), weights);
   }
-  if (args.int8) {
-    store_by_largest<true, kThreads, true>(result, y, reducer, thread, 2 * kPacks * kThreads);
-  } else {
-    store_by_largest<false, kThreads, true>(result, y, reducer, thread, 2 * kPacks * kThreads);
-  }
+  store_by_largest_of_groups<true>(result, y, thread, kThreads, 2 * kPacks * kThreads);
 }
 
 }  // namespace

@@ -12,16 +12,26 @@ namespace pykv {
 namespace {
 
 // How arrays lie: anyhow, in rows of whole aligned packs, or (kPlain) besides that with one stride from row to row, weights
-// being of the input's dtype.
+// being there, the same for all rows, and of the input's dtype.
 enum class Fit { kAny, kPacks, kPlain };
 
-// Packs of kSize elements of a row, or of a part of one.  Unaligned, or with a last pack that is not full, element by
-// element.
+// That of a source or a result.
+template <class Part>
+inline constexpr Fit kFitOf = Fit::kAny;
+template <template <class, Fit> class Part, class T, Fit kFit>
+inline constexpr Fit kFitOf<Part<T, kFit>> = kFit;
+
+// Packs of kSize elements of a row, or of a part of one.  What lies anyhow is asked whether it is whole and aligned: if not,
+// it is moved element by element.
 template <class E, int kSize, Fit kFit>
 struct Packs {
   using V = Vec<E, kSize>;
   E* data;
   int size;
+
+  __device__ bool whole() const {
+    return kFit != Fit::kAny || (size % kSize == 0 && reinterpret_cast<uintptr_t>(data) % alignof(V) == 0);
+  }
 
   __device__ V load_in_order(int pack) const {
     if constexpr (kFit != Fit::kAny && sizeof(V) <= 16) {
@@ -31,18 +41,12 @@ struct Packs {
     }
   }
   __device__ V load(int pack) const {
-    if constexpr (kFit != Fit::kAny) {
-      return load_vec<V>(data + pack * kSize);
-    } else {
-      return load_some<V>(data + pack * kSize, size - pack * kSize);
-    }
+    if (whole()) return load_vec<V>(data + pack * kSize);
+    return load_some<V>(data + pack * kSize, size - pack * kSize);
   }
   __device__ void store(int pack, const V& v) const {
-    if constexpr (kFit != Fit::kAny) {
-      store_vec(data + pack * kSize, v);
-    } else {
-      store_some(data + pack * kSize, v, size - pack * kSize);
-    }
+    if (whole()) return store_vec(data + pack * kSize, v);
+    store_some(data + pack * kSize, v, size - pack * kSize);
   }
   __device__ void prefetch(int pack) const { pykv::prefetch(data + pack * kSize); }
   // Elements that a pack really has.
@@ -82,7 +86,11 @@ struct Weights {
         is_float32(kFit != Fit::kPlain && sizeof(T) < 4 && weights.is_float32),
         otherwise(otherwise),
         first(part.first),
-        size(part.size) {}
+        size(part.size) {
+    if (kFit != Fit::kPlain && weights.stride != 0)
+      data = static_cast<const char*>(data) + static_cast<int64_t>(part.row / static_cast<uint32_t>(weights.rows)) *
+                                                  weights.stride * static_cast<int64_t>(is_float32 ? 4 : sizeof(T));
+  }
   template <class E>
   __device__ Packs<E, kPackSize<T>, kFit> packs() const {
     return {static_cast<E*>(const_cast<void*>(data)) + first, size};
@@ -119,8 +127,8 @@ struct Input {
   __device__ void keep(int, const Value&) const {}
 };
 
-// input + residual, the residual an array of R.  kRounded: to R before anything else, as it is kept.
-template <class R, bool kRounded>
+// input + residual.  kRounded: to T before anything else, as it is kept.
+template <bool kRounded>
 struct WithResidual {
   template <class T, Fit kFit>
   struct Source {
@@ -128,22 +136,21 @@ struct WithResidual {
     static constexpr int kSize = kPackSize<T>;
     struct Raw {
       Pack<T> input;
-      Vec<R, kSize> residual;
+      Pack<T> residual;
     };
-    using Value = std::conditional_t<kRounded, Vec<R, kSize>, Vec<float, kSize>>;
-    Packs<T, kSize, kFit> input;
-    Packs<R, kSize, kFit> residual;
+    using Value = std::conditional_t<kRounded, Pack<T>, Vec<float, kSize>>;
+    Packs<T, kSize, kFit> input, residual;
 
     __device__ Source(const RowNormArgs& args, const Part& part)
         : input(part.of<T, kSize, kFit>(args.input, args.input_rows)),
-          residual(part.of<R, kSize, kFit>(args.residual, args.residual_rows)) {}
+          residual(part.of<T, kSize, kFit>(args.residual, args.residual_rows)) {}
     __device__ void prefetch(int pack) const {
       input.prefetch(pack);
       residual.prefetch(pack);
     }
     __device__ void prefetch_row(uint32_t size) const {
       pykv::prefetch_row(input.data, size * sizeof(T));
-      pykv::prefetch_row(residual.data, size * sizeof(R));
+      pykv::prefetch_row(residual.data, size * sizeof(T));
     }
     __device__ Raw load(int pack) const { return {input.load_in_order(pack), residual.load_in_order(pack)}; }
     __device__ Value value(const Raw& raw) const {
@@ -152,7 +159,7 @@ struct WithResidual {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) sum[i] += other[i];
       if constexpr (kRounded) {
-        return round_to<R>(sum);
+        return round_to<T>(sum);
       } else {
         return sum;
       }
@@ -161,8 +168,47 @@ struct WithResidual {
       if constexpr (kRounded) {
         residual.store(pack, v);
       } else {
-        residual.store(pack, round_to<R>(v));
+        residual.store(pack, round_to<T>(v));
       }
+    }
+  };
+};
+
+// WithResidual<kRounded>, or where there is no residual the input alone.
+template <bool kRounded>
+struct WithOrWithoutResidual {
+  template <class T, Fit kFit>
+  struct Source : WithResidual<kRounded>::template Source<T, kFit> {
+    using Sum = typename WithResidual<kRounded>::template Source<T, kFit>;
+    using Raw = typename Sum::Raw;
+    using Value = typename Sum::Value;
+    bool has_residual;
+
+    __device__ Source(const RowNormArgs& args, const Part& part)
+        : Sum(args, part), has_residual(args.residual != nullptr) {}
+    __device__ void prefetch(int pack) const {
+      this->input.prefetch(pack);
+      if (has_residual) this->residual.prefetch(pack);
+    }
+    __device__ void prefetch_row(uint32_t size) const {
+      pykv::prefetch_row(this->input.data, size * sizeof(T));
+      if (has_residual) pykv::prefetch_row(this->residual.data, size * sizeof(T));
+    }
+    __device__ Raw load(int pack) const {
+      Raw raw{this->input.load_in_order(pack), {}};
+      if (has_residual) raw.residual = this->residual.load_in_order(pack);
+      return raw;
+    }
+    __device__ Value value(const Raw& raw) const {
+      if (has_residual) return Sum::value(raw);
+      if constexpr (kRounded) {
+        return raw.input;
+      } else {
+        return to_floats(raw.input);
+      }
+    }
+    __device__ void keep(int pack, const Value& v) const {
+      if (has_residual) Sum::keep(pack, v);
     }
   };
 };

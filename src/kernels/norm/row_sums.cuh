@@ -149,12 +149,12 @@ __device__ Vec<float, kSize> normed(const Vec<T, kSize>& v, float centre, float 
   return floats;
 }
 
-// Over the threads of a row: kThreads, or the whole block (0), each standing for kSplit.  Each use in a kernel has a number
-// of its own.
+// Over the threads of a row, each standing for kSplit: kThreads; the whole block (0) or some lanes (less than 0), as many as
+// the constructor is told.  Each use in a kernel has a number of its own.
 template <int kThreads, int kSplit = 1>
 class RowReducer {
  public:
-  __device__ RowReducer() : block_(kThreads ? kThreads / 32 : static_cast<int>(blockDim.x) / 32) {}
+  __device__ explicit RowReducer(int threads) : block_(threads / 32) {}
   template <int kUse>
   __device__ float sum(float (&v)[kSplit]) const {
     if constexpr (kSplit == 1) {
@@ -177,20 +177,24 @@ class RowReducer {
   BlockReducer block_;
 };
 template <int kThreads, int kSplit>
-  requires(kThreads > 0 && kThreads <= 32)
+  requires(kThreads < 0 || (kThreads > 0 && kThreads <= 32))
 class RowReducer<kThreads, kSplit> {
  public:
+  __device__ explicit RowReducer(int lanes) : lanes_(lanes) {}
   template <int kUse>
   __device__ float sum(float (&v)[kSplit]) const {
-    float sum = kSplit == 1 ? warp_reduce(v[0], kThreads, Sum()) : warp_sums(v);
+    float sum = kSplit == 1 ? warp_reduce(v[0], lanes_, Sum()) : warp_sums(v);
 #pragma unroll
     for (int distance = 16; distance > 16 / kSplit; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     return sum;
   }
   template <int kUse>
   __device__ float maximum(float v) const {
-    return warp_reduce(v, kThreads, Maximum());
+    return warp_reduce(v, lanes_, Maximum());
   }
+
+ private:
+  int lanes_;
 };
 
 // The mean of a row with this sum.  It is what a division would give, so that equal elements are their own mean: what is

@@ -21,7 +21,8 @@
 /* out = input * r * weight, with r = 1 / sqrt(mean(input^2) + epsilon) of each row.
  *   out     [..., hidden_size]  shape and dtype of input; may be input itself
  *   input   [..., hidden_size]  float32 | float16 | bfloat16, 1 to 8 dimensions
- *   weight  [hidden_size]       dtype of input, or float32; NULL: all ones        */
+ *   weight  [hidden_size] or, for each index of input's first dimension, [size of that, hidden_size] with rows apart as
+ *           you like  dtype of input, or float32; NULL: all ones                  */
 PYKV_API pykv_status pykv_rms_norm(DLTensor* out, const DLTensor* input, const DLTensor* weight, double epsilon,
                                    void* stream);
 
@@ -32,8 +33,8 @@ PYKV_API pykv_status pykv_rms_norm(DLTensor* out, const DLTensor* input, const D
 PYKV_API pykv_status pykv_fused_add_rms_norm(DLTensor* input, DLTensor* residual, const DLTensor* weight,
                                              double epsilon, void* stream);
 
-/* The same two with 1 + weight in place of weight (a sum in fp32), which is not optional.  Here residual may be float32
- * whatever the dtype of input: then z is not rounded. */
+/* The same two with 1 + weight in place of weight (a sum in fp32), which is not optional; weight is [hidden_size].  Here z
+ * is the sum in fp32: residual gets it rounded, input the norm of what is not. */
 PYKV_API pykv_status pykv_gemma_rms_norm(DLTensor* out, const DLTensor* input, const DLTensor* weight, double epsilon,
                                          void* stream);
 PYKV_API pykv_status pykv_gemma_fused_add_rms_norm(DLTensor* input, DLTensor* residual, const DLTensor* weight,
@@ -99,6 +100,7 @@ PYKV_API pykv_status pykv_rms_norm_dynamic_per_token_quant(DLTensor* result, con
 /* The same with a scale for each group of group_size neighbours in a row.
  *   scale       [num_rows, hidden_size / group_size]  float32, written where its strides say: row by row, or transposed,
  *               with padding or without
+ *   E4M3: result = E4M3(y * (1 / scale))
  *   group_size  divides hidden_size
  *   is_scale_transposed  the caller counts on scales of one group lying side by side: a check of scale's strides */
 PYKV_API pykv_status pykv_rms_norm_per_block_quant(DLTensor* result, const DLTensor* input, const DLTensor* weight,
