@@ -63,7 +63,7 @@ __device__ void store_by_largest_of_groups(const Result& result, const Vec<T, kS
   Vec<T, kSize> left[kPacks];
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) left[k] = y[k];
-#pragma unroll(kPacks > 1 ? kPacks / 2 : 1)
+#pragma unroll 1
   for (int k = 0; k < kPacks; ++k) {
     const float scale = result.scale_of_either(warp_reduce(largest_of(left[0]), lanes, Maximum()));
     if (has(k)) {
