@@ -12,6 +12,8 @@ the provider, ``rms_norm.mine = package.module:function`` (taken as they are, fo
 An implementation is called as the caller wrote it, by position or by keyword (``pykv.functional`` gives all by
 keyword), and so is ``accepts``: both must take the parameters of the operation under its names.
 
+What ``native`` is asked to do it does behind the checks of the kernels.
+
 A call takes the first that is enabled, is for the platform of its first array and accepts the arguments: in the order
 of their priorities, registered ones (10 unless they say otherwise), ``pykv`` (0), ``native`` (-10).  ``-op`` (see
 :func:`configure`) leaves ``native`` alone.  As long as an operation is enabled and nothing is registered that comes
@@ -136,10 +138,29 @@ def _make_choices() -> dict[str, _Choice]:
     for name, op in all_ops().items():
         choices[name] = _Choice(op, [Implementation("pykv", op.direct, platforms, 0)])
         if name in native.FUNCTIONS:
-            choices[name].implementations.append(
-                Implementation("native", native.FUNCTIONS[name], frozenset(PLATFORMS), -10)
-            )
+            function = _checked(op, native.FUNCTIONS[name])
+            choices[name].implementations.append(Implementation("native", function, frozenset(PLATFORMS), -10))
     return choices
+
+
+def _checked(op: Op, function: Callable[..., None]) -> Callable[..., None]:
+    """The function behind the checks of the kernels: what they refuse is refused, in their words."""
+
+    def stand_in(position: int, value: Any) -> Any:
+        p = op.parameters[position]
+        if not p.is_array or value is None or isinstance(value, (bool, int, float)):
+            return value
+        return _C.untouched(value, p.kind != "read", op.name, position)
+
+    def checked(*args: Any, **kwargs: Any) -> None:
+        places = {p.name: i for i, p in enumerate(op.parameters)}
+        op.direct(
+            *(stand_in(i, value) if i < len(places) else value for i, value in enumerate(args)),
+            **{k: stand_in(places[k], value) if k in places else value for k, value in kwargs.items()},
+        )
+        function(*args, **kwargs)
+
+    return checked
 
 
 _entries: list[str] = ["all"]

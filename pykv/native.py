@@ -1,6 +1,7 @@
 """Operations in array-API terms, for any array library: what a disabled operation falls back to.
 
-They compute in fp32, allocate what they need and are not quick.  They want the package ``array-api-compat``.
+They compute in fp32, allocate what they need and are not quick.  Arguments are checked before they are called
+(``pykv.dispatch``).  They want the package ``array-api-compat``.
 """
 
 from __future__ import annotations
@@ -86,5 +87,5 @@ FUNCTIONS: Final[dict[str, Callable[..., None]]] = {
     "gelu_new": _elementwise(_gelu_tanh),
     "gelu_fast": _elementwise(_gelu_tanh),
     "gelu_quick": _elementwise(lambda xp, x: x / (1 + xp.exp(-1.702 * x))),
-    "relu2": _elementwise(lambda xp, x: xp.where(x > 0, x, xp.zeros_like(x)) ** 2),
+    "relu2": _elementwise(lambda xp, x: xp.where(x < 0, xp.zeros_like(x), x) ** 2),  # NaN stays
 }

@@ -195,6 +195,65 @@ def test_native_implementations_agree(array, name):
             assert_close(array.numpy(theirs[k]), array.numpy(ours[k]), np.float32)
 
 
+SPECIAL = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-45, 3e38, -3e38, 1.0, -1.0, 88.0, -88.0], np.float32)
+
+
+@pytest.mark.parametrize("name", sorted(native.FUNCTIONS))
+def test_native_implementations_agree_about_special_values(name):
+    """NaN and infinities come out where they come out of the kernels."""
+    pytest.importorskip("array_api_compat")
+    first, second = (grid.reshape(-1, 1) for grid in np.meshgrid(SPECIAL, SPECIAL))
+    rows = np.concatenate([first, second], axis=1)
+    values = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in sample(name).items()}
+    written = list(values)[0]  # noqa: RUF015
+    read = "residual" if "residual" in values else "input"
+    width = 1 if values[written].shape[-1] < values["input"].shape[-1] else 2
+    values |= {"input": rows.copy(), written: np.zeros((len(rows), width), np.float32)}
+    if written == "input":
+        values |= {"input": rows.copy(), read: rows[::-1].copy()}
+    if values.get("weight") is not None:
+        values["weight"] = np.ones(2, np.float32)
+    ours, theirs = ({k: v.copy() if isinstance(v, np.ndarray) else v for k, v in values.items()} for _ in range(2))
+    getattr(pykv, name)(**ours)
+    dispatch.configure(f"-{name}")
+    with np.errstate(all="ignore"):
+        getattr(pykv, name)(**theirs)
+    for a, b in ((ours[k], theirs[k]) for k in {written, read}):
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+
+
+@pytest.mark.parametrize("name", sorted(native.FUNCTIONS))
+def test_native_implementations_refuse_what_the_kernels_refuse(name):
+    pytest.importorskip("array_api_compat")
+    right = sample(name)
+    arrays = [k for k, v in right.items() if isinstance(v, np.ndarray)]
+    wrong = [{**right, k: v} for k in arrays for v in spoilt(right[k])]
+    wrong += [{k: v for k, v in right.items() if k != arrays[0]}, {**right, "nothing": 1}]
+    for arguments in wrong:
+        before = {k: v.copy() for k, v in arguments.items() if isinstance(v, np.ndarray)}
+        dispatch.configure("all")
+        theirs = refusal(name, arguments)
+        dispatch.configure(f"-{name}")
+        assert refusal(name, arguments) == theirs
+        for k, v in before.items():
+            assert theirs is None or arguments[k].tobytes() == v.tobytes()
+
+
+def spoilt(x):
+    fixed = x.copy()
+    fixed.setflags(write=False)
+    unaligned = np.ndarray(x.shape, x.dtype, np.zeros(x.nbytes + 1, np.uint8), 1)
+    return [fixed, unaligned, x.astype(np.int64), x.astype(np.float64), x[..., :-1], x[None, None], x.tolist(), "text"]
+
+
+def refusal(name, arguments):
+    try:
+        getattr(pykv, name)(**arguments)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return type(error), str(error)
+    return None
+
+
 def test_the_environment_is_read():
     program = "import pykv, numpy as np; x = np.ones((2, 8)); print(pykv.explain('relu2', x, x).chosen)"
     done = subprocess.run(

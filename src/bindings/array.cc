@@ -31,39 +31,62 @@ void refuse_requires_grad(PyObject* tensor, const Attribute& requires_grad) {
   if (requires_grad && requires_grad.of(tensor).ptr() == Py_True) value_error(kRequiresGrad);
 }
 
+// Of a tensor that the shim of torch has not read; of other arrays nothing is asked.
+void refuse_negative_view(PyObject* object, const TypeInfo& info) {
+  if (info.requires_grad && py::handle(object).attr("is_neg")().ptr() == Py_True) value_error(kNegativeView);
+}
+
 }  // namespace
 
-DLDataType dtype_from_numpy(PyObject* dtype) {
+namespace {
+
+// Of dtypes that others than NumPy have made, such as ml_dtypes.  Of float16, too, there may be any number of objects: each array
+// out of a pickle brings its own.  Known by the type of their scalars, of which there is one.
+DLDataType dtype_by_name(PyObject* dtype) {
   static PointerMap<DLDataType> dtypes;
-  if (const DLDataType* known = dtypes.find(dtype)) return *known;
+  PyObject* scalar = py::detail::array_descriptor_proxy(dtype)->typeobj;
+  if (const DLDataType* known = dtypes.find(scalar)) return *known;
   static const std::unordered_map<std::string, DLDataType> names = {
-      {"float64", {kDLFloat, 64, 1}},
-      {"float32", {kDLFloat, 32, 1}},
-      {"float16", {kDLFloat, 16, 1}},
       {"bfloat16", {kDLBfloat, 16, 1}},
       {"float8_e4m3fn", {kDLFloat8_e4m3fn, 8, 1}},
       {"float8_e5m2", {kDLFloat8_e5m2, 8, 1}},
-      {"int64", {kDLInt, 64, 1}},
-      {"int32", {kDLInt, 32, 1}},
-      {"int16", {kDLInt, 16, 1}},
-      {"int8", {kDLInt, 8, 1}},
-      {"uint64", {kDLUInt, 64, 1}},
-      {"uint32", {kDLUInt, 32, 1}},
-      {"uint16", {kDLUInt, 16, 1}},
-      {"uint8", {kDLUInt, 8, 1}},
-      {"bool", {kDLBool, 8, 1}},
   };
   py::handle d(dtype);
   const std::string name = py::str(d.attr("name"));
   const auto known = names.find(name);
-  if (known == names.end()) type_error("dtype '" + name + "' is not supported");
-  if (!py::cast<bool>(d.attr("isnative")))
-    type_error("dtype '" + std::string(py::str(d)) + "' is not in native byte order");
-  Py_INCREF(dtype);
-  return dtypes.add(dtype, known->second);
+  if (known == names.end() || py::cast<int>(d.attr("itemsize")) * 8 != known->second.bits)
+    type_error("dtype '" + name + "' is not supported");
+  return dtypes.add(scalar, known->second, [scalar] { Py_INCREF(scalar); });
 }
 
+// NumPy's own dtypes have numbers for ever.
+DLDataType dtype_of(PyObject* dtype) {
+  static constexpr DLDataType kKnown[] = {
+      {kDLBool, 8, 1},  {kDLInt, 8, 1},    {kDLUInt, 8, 1},   {kDLInt, 16, 1},  {kDLUInt, 16, 1},
+      {kDLInt, 32, 1},  {kDLUInt, 32, 1},  {kDLInt, 64, 1},   {kDLUInt, 64, 1}, {kDLInt, 64, 1},
+      {kDLUInt, 64, 1}, {kDLFloat, 32, 1}, {kDLFloat, 64, 1},
+  };
+  static_assert(sizeof(long) == 8, "NumPy's numbers 7 and 8 are those of long");
+  constexpr int kHalf = 23;
+  const auto* descr = py::detail::array_descriptor_proxy(dtype);
+  if (descr->byteorder != '=' && descr->byteorder != '|') [[unlikely]]
+    type_error("dtype '" + std::string(py::str(py::handle(dtype))) + "' is not in native byte order");
+  if (static_cast<size_t>(descr->type_num) < std::size(kKnown)) return kKnown[descr->type_num];
+  if (descr->type_num == kHalf) return {kDLFloat, 16, 1};
+  return dtype_by_name(dtype);
+}
+
+}  // namespace
+
+DLDataType dtype_from_numpy(PyObject* dtype) {
+  if (!py::isinstance<py::dtype>(py::handle(dtype)))
+    type_error("a dtype of NumPy is required, got " + std::string(Py_TYPE(dtype)->tp_name));
+  return dtype_of(dtype);
+}
+
+// The call may have failed already, and the deleter may be Python's.
 void release_capsule(PyObject* capsule) {
+  const ErrorKept kept;
   if (PyCapsule_IsValid(capsule, "used_dltensor_versioned")) {
     auto* m = static_cast<DLManagedTensorVersioned*>(PyCapsule_GetPointer(capsule, "used_dltensor_versioned"));
     if (m->deleter) m->deleter(m);
@@ -84,11 +107,12 @@ bool Array::borrow_other(PyObject* object, const TypeInfo& info, CurrentStreams&
         "torch");
   switch (info.protocol) {
     case Protocol::kPointer:
-      tensor_ = pointer_tensor(object);
+      tensor_ = pointer_tensor(object, written);
       return on_cuda();
     case Protocol::kTorch:
       return borrow_torch(object, info, streams);
     case Protocol::kExchange:
+      refuse_negative_view(object, info);
       if (written_) refuse_requires_grad(object, info.requires_grad);
       borrow_exchange(object, info.api, streams);
       return producer_.known;
@@ -123,7 +147,7 @@ bool Array::borrow_number(PyObject* object) {
   if (!PyNumber_Check(object)) return false;
   const double value = PyFloat_AsDouble(object);
   if (value == -1.0 && PyErr_Occurred()) {
-    PyErr_Clear();
+    forget_error();
     return false;
   }
   if (written_) type_error("an array is required, got a number");
@@ -163,26 +187,12 @@ void check_strides(int ndim, const int64_t* sizes, const int64_t* strides, int64
   tensor_.strides = strides_;
 }
 
-// NumPy's own dtypes have numbers for ever; the others, such as those of ml_dtypes, are looked up.
-DLDataType dtype_of(const py::detail::PyArray_Proxy& array) {
-  static constexpr DLDataType kKnown[] = {
-      {kDLBool, 8, 1},  {kDLInt, 8, 1},    {kDLUInt, 8, 1},   {kDLInt, 16, 1},  {kDLUInt, 16, 1},
-      {kDLInt, 32, 1},  {kDLUInt, 32, 1},  {kDLInt, 64, 1},   {kDLUInt, 64, 1}, {kDLInt, 64, 1},
-      {kDLUInt, 64, 1}, {kDLFloat, 32, 1}, {kDLFloat, 64, 1},
-  };
-  static_assert(sizeof(long) == 8, "NumPy's numbers 7 and 8 are those of long");
-  const auto* descr = py::detail::array_descriptor_proxy(array.descr);
-  const bool is_native = descr->byteorder == '=' || descr->byteorder == '|';
-  if (is_native && static_cast<size_t>(descr->type_num) < std::size(kKnown)) return kKnown[descr->type_num];
-  return dtype_from_numpy(array.descr);
-}
-
 void Array::borrow_numpy(PyObject* object, bool written) {
   const auto* a = py::detail::array_proxy(object);
   if (written && !(a->flags & py::detail::npy_api::NPY_ARRAY_WRITEABLE_))
     value_error("is read-only, but it is written");
   check_rank(a->nd);
-  tensor_ = {a->data, {kDLCPU, 0}, a->nd, dtype_of(*a), shape_, strides_, 0};
+  tensor_ = {a->data, {kDLCPU, 0}, a->nd, dtype_of(a->descr), shape_, strides_, 0};
   take_layout(a->dimensions, a->strides);
 }
 
@@ -190,6 +200,7 @@ void Array::borrow_numpy(PyObject* object, bool written) {
 bool Array::borrow_torch(PyObject* object, const TypeInfo& info, CurrentStreams& streams) {
   void* tensor = info.torch->tensor_of(object);
   if (!tensor || info.torch->read(tensor, tensor_)) {
+    if (!tensor || info.torch->is_negative(tensor)) refuse_negative_view(object, info);
     if (written_) refuse_requires_grad(object, info.requires_grad);
     if (!info.api) {
       pending_ = object;
@@ -309,8 +320,11 @@ void Array::borrow_cuda_interface(PyObject* object) {
 void Array::ask(bool stream_known, void* stream) {
   py::handle object(pending_);
   pending_ = nullptr;
-  const py::tuple device = object.attr("__dlpack_device__")();
-  const int type = py::cast<int>(device[0]);
+  const py::object device = object.attr("__dlpack_device__")();
+  if (!PyTuple_Check(device.ptr()) || PyTuple_GET_SIZE(device.ptr()) != 2)
+    type_error("__dlpack_device__ must give a tuple (type, id), got " + std::string(Py_TYPE(device.ptr())->tp_name));
+  const long type = PyLong_AsLong(PyTuple_GET_ITEM(device.ptr(), 0));
+  if (type == -1 && PyErr_Occurred()) throw py::error_already_set();
   py::dict options;
   if (type == kDLCUDA || type == kDLCUDAManaged) {
     // CUDA's own numbers: 1 is the legacy default stream, 0 may not be used
@@ -346,20 +360,38 @@ void Array::ask(bool stream_known, void* stream) {
   }
   keep_shape();
   if (written_ && (flags & DLPACK_FLAG_BITMASK_READ_ONLY)) value_error("is read-only, but it is written");
-  if (flags & DLPACK_FLAG_BITMASK_IS_COPIED) value_error("was copied by its producer, so that a write would be lost");
+  if (written_ && (flags & DLPACK_FLAG_BITMASK_IS_COPIED))
+    value_error("was copied by its producer, so that a write would be lost");
 }
 
+namespace {
+
+// Of a stream that is an int; errors of Python are thrown.
+StreamChoice stream_of_number(PyObject* number) {
+  void* stream = PyLong_AsVoidPtr(number);
+  if (PyErr_Occurred()) throw py::error_already_set();
+  return {true, stream};
+}
+
+py::object attribute_or_null(PyObject* object, const char* name) {
+  PyObject* found = PyObject_GetAttrString(object, name);
+  if (!found) forget_error();
+  return py::reinterpret_steal<py::object>(found);
+}
+
+}  // namespace
+
 StreamChoice stream_from(PyObject* object) {
-  if (PyLong_Check(object)) {
-    void* stream = PyLong_AsVoidPtr(object);
-    if (PyErr_Occurred()) throw py::error_already_set();
-    return {true, stream};
+  if (PyLong_Check(object)) return stream_of_number(object);
+  if (const py::object protocol = attribute_or_null(object, "__cuda_stream__")) {
+    const py::object pair = protocol();
+    if (!PyTuple_Check(pair.ptr()) || PyTuple_GET_SIZE(pair.ptr()) != 2)
+      type_error("__cuda_stream__ must give a tuple (version, address), got " +
+                 std::string(Py_TYPE(pair.ptr())->tp_name));
+    return stream_of_number(PyTuple_GET_ITEM(pair.ptr(), 1));
   }
-  py::handle h(object);
-  if (py::hasattr(h, "__cuda_stream__"))
-    return {true, reinterpret_cast<void*>(py::cast<uintptr_t>(py::tuple(h.attr("__cuda_stream__")())[1]))};
   for (const char* name : {"cuda_stream", "ptr"})  // torch, CuPy
-    if (py::hasattr(h, name)) return {true, reinterpret_cast<void*>(py::cast<uintptr_t>(h.attr(name)))};
+    if (const py::object address = attribute_or_null(object, name)) return stream_of_number(address.ptr());
   type_error("must be an int or a stream of CuPy, torch or cuda.core, got " + std::string(Py_TYPE(object)->tp_name));
 }
 

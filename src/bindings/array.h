@@ -122,6 +122,6 @@ DLDataType dtype_from_numpy(PyObject* dtype);
 // pykv.Pointer: raw memory with a shape, from from_pointer().
 void bind_pointer(py::module_& m);
 bool is_pointer(PyObject* object);
-const DLTensor& pointer_tensor(PyObject* object);
+const DLTensor& pointer_tensor(PyObject* object, bool written);
 
 }  // namespace pykv::python

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "array.h"
+#include "failure.h"
 #include "pointer_map.h"
 
 namespace pykv::python {
@@ -16,12 +17,17 @@ PyObject* interned(const char* name) {
   return s;
 }
 
-bool has_attribute(PyObject* object, const char* name) { return py::hasattr(py::handle(object), name); }
+bool has_attribute(PyObject* object, const char* name) {
+  PyObject* found = PyObject_GetAttrString(object, name);
+  if (!found) forget_error();
+  Py_XDECREF(found);
+  return found;
+}
 
 const DLPackExchangeAPI* exchange_api(PyTypeObject* type) {
   PyObject* found = PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__");
   if (!found) {
-    PyErr_Clear();
+    forget_error();
     return nullptr;
   }
   py::object capsule = py::reinterpret_steal<py::object>(found);
@@ -93,14 +99,18 @@ PointerMap<TypeInfo> types;
 const TypeInfo& type_info(PyTypeObject* type) {
   if (const TypeInfo* known = types.find(type)) return *known;
   const TypeInfo info = inspect(type);
-  Py_INCREF(type);
-  return types.add(type, info);
+  if (info.protocol == Protocol::kNumpy && type->tp_flags & Py_TPFLAGS_HEAPTYPE) {
+    // classes derived from NumPy's may be made by the thousand, and this is all that is known of them
+    static const TypeInfo numpy{.protocol = Protocol::kNumpy};
+    return numpy;
+  }
+  return types.add(type, info, [type] { Py_INCREF(type); });
 }
 
 Attribute::Attribute(PyObject* type, const char* name) : name_(interned(name)) {
   PyObject* found = PyObject_GetAttr(type, name_);
   if (!found) {  // each object has its own
-    PyErr_Clear();
+    forget_error();
     return;
   }
   if (Py_TYPE(found) == &PyGetSetDescr_Type) {

@@ -1,5 +1,7 @@
 #include "failure.h"
 
+#include <new>
+
 namespace pykv::python {
 
 namespace py = pybind11;
@@ -21,22 +23,43 @@ void bind_failure(py::module_& m) {
   for_dispatcher = py::exception<ForDispatcher>(m, "ForDispatcher", PyExc_TypeError).release().ptr();
 }
 
-void raise_at(const Failure& failure, PyObject* type, const std::string& message) {
+namespace {
+
+// What is not a complaint about an argument: an interrupt, an exit, want of memory.
+bool stays_what_it_is(PyObject* type) {
+  return !PyErr_GivenExceptionMatches(type, PyExc_Exception) || PyErr_GivenExceptionMatches(type, PyExc_MemoryError);
+}
+
+}  // namespace
+
+void forget_error() {
+  PyObject* type = PyErr_Occurred();
+  if (type && stays_what_it_is(type)) throw py::error_already_set();
+  PyErr_Clear();
+}
+
+void raise_at(const Failure& failure, PyObject* type, const std::string& message) noexcept try {
   std::string where = failure.op;
   if (failure.position >= 0) {
     try {
       where += ": " + argument_name(failure);
-    } catch (const py::error_already_set&) {
+    } catch (const py::error_already_set& e) {
+      if (stays_what_it_is(e.type().ptr())) throw;
       where += ": argument " + std::to_string(failure.position + 1);
     }
   }
   PyErr_SetString(type, (where + ": " + message).c_str());
+} catch (py::error_already_set& e) {
+  e.restore();
+} catch (const std::exception&) {
+  PyErr_NoMemory();
 }
 
-void raise_failure(const Failure& failure) {
+void raise_failure(const Failure& failure) noexcept try {
   try {
     throw;
   } catch (py::error_already_set& e) {
+    if (stays_what_it_is(e.type().ptr())) return e.restore();
     // a framework's own refusal: its type of error, without its C++ trace
     PyObject* type = e.matches(PyExc_TypeError)             ? PyExc_TypeError
                      : e.matches(PyExc_NotImplementedError) ? PyExc_NotImplementedError
@@ -51,9 +74,16 @@ void raise_failure(const Failure& failure) {
     raise_at(failure, PyExc_TypeError, e.what());
   } catch (const py::value_error& e) {
     raise_at(failure, PyExc_ValueError, e.what());
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
   } catch (const std::exception& e) {
     raise_at(failure, PyExc_RuntimeError, e.what());
   }
+} catch (py::error_already_set& e) {  // raised by what tells the message
+  if (stays_what_it_is(e.type().ptr())) return e.restore();
+  raise_at(failure, PyExc_ValueError, "has an error without a text");
+} catch (...) {
+  PyErr_NoMemory();
 }
 
 PyObject* error_type(pykv_status status) {

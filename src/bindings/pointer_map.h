@@ -8,7 +8,7 @@
 namespace pykv::python {
 
 // Readers take no lock, with or without a GIL.  Entries never move and never go; a key that comes when the map is full is
-// looked into anew each time.
+// looked into anew each time, and nothing is to be kept alive for it.
 template <class Value>
 class PointerMap {
  public:
@@ -21,11 +21,14 @@ class PointerMap {
     return nullptr;
   }
 
-  const Value& add(const void* key, const Value& value) {
+  // keep(): called once for a key that is added, so that what lies there stays.
+  template <class Keep>
+  const Value& add(const void* key, const Value& value, Keep&& keep) {
     const std::lock_guard lock(mutex_);
     if (const Value* known = find(key)) return *known;  // another thread was quicker
     for (uint32_t i = slot(key), n = 0; n < kSize; i = (i + 1) % kSize, ++n) {
       if (entries_[i].key.load(std::memory_order_relaxed)) continue;
+      keep();
       entries_[i].value = value;
       entries_[i].key.store(key, std::memory_order_release);
       return entries_[i].value;

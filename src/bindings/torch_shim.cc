@@ -75,8 +75,9 @@ bool TorchShim::connect() {
       find(in, "aoti_torch_get_device_type", device_type_) && find(in, "aoti_torch_get_device_index", device_index_) &&
       find(in, "aoti_torch_library_init_impl", init_impl_) && find(in, "aoti_torch_device_type_cpu", cpu) &&
       find(in, "aoti_torch_device_type_cuda", cuda) &&
-      // c10::TensorImpl::requires_grad() const: the shim has no such question
-      find(in, "_ZNK3c1010TensorImpl13requires_gradEv", requires_grad_);
+      // c10::TensorImpl::requires_grad() const, at::native::is_neg(const at::Tensor&): the shim has no such questions
+      find(in, "_ZNK3c1010TensorImpl13requires_gradEv", requires_grad_) &&
+      find(in, "_ZN2at6native6is_negERKNS_6TensorE", is_negative_);
   if (!is_complete) return false;
   cpu_ = cpu();
   cuda_ = cuda();
@@ -169,6 +170,7 @@ TorchShim::Wrong TorchShim::read(void* tensor, DLTensor& to) const {
   } else if (device != cpu_) {
     return {PyExc_ValueError, "must lie on the CPU or on a CUDA device"};
   }
+  if (is_negative_(tensor)) return {PyExc_ValueError, kNegativeView};
   to.dtype = dtype >= 0 && dtype < kMaxDtypes ? dtypes_[dtype] : DLDataType{};
   if (!to.dtype.bits) return {PyExc_TypeError, "has a dtype that is not supported"};
   return {};

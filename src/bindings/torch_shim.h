@@ -12,6 +12,9 @@
 
 namespace pykv::python {
 
+inline constexpr char kNegativeView[] =
+    "is a negative view, whose memory holds the values with the other sign; give tensor.resolve_neg()";
+
 // Functions return 0 if all went well.  A handle of a tensor is an at::Tensor*, and holds a TensorImpl* and nothing else.
 class TorchShim {
  public:
@@ -26,6 +29,7 @@ class TorchShim {
 
   Wrong read(void* tensor, DLTensor& to) const;  // shape and strides stay the tensor's own
   bool requires_grad(void* tensor) const { return requires_grad_(*static_cast<void**>(tensor)); }
+  bool is_negative(void* tensor) const { return is_negative_(tensor); }
   bool finds_tensors() const { return offset_; }
   // The one inside of an object of Python, or null.
   void* tensor_of(PyObject* object) const {
@@ -94,6 +98,7 @@ class TorchShim {
   int32_t (*delete_string_)(void*);
   int32_t (*c_str_)(void*, const char**);
   int32_t (*current_cuda_stream_)(int32_t device, void** stream);
+  bool (*is_negative_)(const void* tensor);           // a view of minus what its memory holds
   void (*decref_pyobject_)(const void* tensor_impl);  // not called: where it is, tensors own their objects of Python
 
   // for calls

@@ -354,6 +354,45 @@ def test_rows_of_nobody_stay(array: Library) -> None:
         check(array, "fp8_e4m3", r, with_token_to_seq=False)
 
 
+@pytest.mark.parametrize("op", ["copy", "auto", "upconvert"])
+@pytest.mark.parametrize(
+    ("starts", "value", "bound"),
+    [
+        ([0, 4, 9, 21], 21, 21),  # more rows than there are
+        ([0, 9, 4, 20], 9, 5),
+        ([-1, 4, 9, 20], -1, 21),
+        ([0, 2**40, 9, 20], 2**40, 21),
+        ([9, 9, 9, 3], 9, 4),
+    ],
+)
+def test_starts_that_make_no_sense(array: Library, op: str, starts: list[int], value: int, bound: int) -> None:
+    """Starts that descend, and outputs that are too small, are reported, and nothing outside is touched."""
+    if op == "upconvert":  # the last request ends with the output
+        starts, table = [*starts[:3], min(starts[3], 20)], np.zeros((4, 8), np.int64)
+        if starts == [0, 4, 9, 20]:
+            pytest.skip("its starts say nothing of the end")
+        if starts == [9, 9, 9, 3]:
+            starts = [9, 9, 9, 3]
+        src, memory = array.input(np.zeros((2, 4, 656), np.uint8)), np.full((22, 576), -1, np.float16)
+    else:
+        table = np.zeros((3, 8), np.int64)
+        src, memory = array.input(np.zeros((2, 4, 8), np.float32)), np.full((22, 8), -1, np.float32)
+    actual = array.output(memory)
+    dst = inputs.view(actual, lambda m: m[1:-1])
+    ids = array.input(np.array(starts, np.int64))
+    name = "workspace_starts" if op == "upconvert" else "cu_seq_lens"
+    message = rf"{name}: {value} is out of range \[0, {bound}\); it was not used"
+    with array.reports(message):
+        if op == "copy":
+            pykv.cp_gather_cache(src, dst, array.input(table), ids, 3)
+        elif op == "auto":
+            pykv.gather_and_maybe_dequant_cache(src, dst, array.input(table), ids, None, 20, "auto", 1.0)
+        else:
+            pykv.cp_gather_and_upconvert_fp8_kv_cache(src, dst, array.input(table), ids, 4)
+    got = array.numpy(actual)
+    assert (got[[0, -1]] == -1).all()
+
+
 @given(data=st.data())
 @settings(max_examples=60)
 def test_any_ids(array: Library, data: st.DataObject) -> None:

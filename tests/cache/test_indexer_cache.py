@@ -353,6 +353,18 @@ def test_a_block_out_of_range(array: Library, block: int) -> None:
     check_gathering(array, LENGTHS, change=change, report="block_table: ", size=20, ids=np.int64)
 
 
+@pytest.mark.parametrize(
+    ("starts", "value", "bound"), [([0, 3, 6], 6, 6), ([0, 4, 3], 4, 4), ([-2, 3, 5], -2, 6), ([2**40, 3, 5], 2**40, 6)]
+)
+def test_starts_that_make_no_sense(array: Library, starts: list[int], value: int, bound: int) -> None:
+    """Starts that descend, and outputs that are too small, are reported."""
+    cache = array.input(np.zeros((2, 4, 132), np.uint8))
+    keys, scales = array.output(np.zeros((5, 128), np.uint8)), array.output(np.zeros((5, 1), np.float32))
+    table, ids = array.input(np.zeros((2, 4), np.int32)), array.input(np.array(starts, np.int64))
+    with array.reports(rf"cu_seq_lens: {value} is out of range \[0, {bound}\); it was not used"):
+        pykv.cp_gather_indexer_k_quant_cache(cache, keys, scales, table, ids)
+
+
 @pytest.mark.parametrize("position", [1000, -70, 2**31 - 1, -(2**31)])
 def test_positions_beyond_the_block_table(array: Library, position: int) -> None:
     starts = starts_of(LENGTHS, 16)

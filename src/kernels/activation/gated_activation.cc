@@ -160,7 +160,7 @@ pykv_status pykv_gelu_and_mul_sparse(DLTensor* out, const DLTensor* input, doubl
     if (!(activation_sparsity > 0.0 && activation_sparsity < 1.0))
       fail(PYKV_VALUE_ERROR, "activation_sparsity: must lie between 0 and 1, both excluded, got %g",
            activation_sparsity);
-    const bool tanh = std::strcmp(approximate, "tanh") == 0;
+    const bool tanh = std::strcmp(required("approximate", approximate), "tanh") == 0;
     if (!tanh && std::strcmp(approximate, "none") != 0)
       fail(PYKV_VALUE_ERROR, "approximate: must be 'none' or 'tanh', got '%s'", approximate);
     if (args.num_rows == 0) return;

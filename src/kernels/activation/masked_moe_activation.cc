@@ -49,6 +49,7 @@ pykv_status pykv_masked_moe_activation(DLTensor* out, const DLTensor* input, con
                                        const char* activation, double clamp_limit, double alpha, double beta,
                                        double situ_beta, double situ_linear_beta, void* stream) {
   return guarded("masked_moe_activation", [&](Call& call) {
+    required("activation", activation);
     for (const GatedActivation& a : kGated) {
       if (std::strcmp(activation, a.name) != 0) continue;
       const bool situ = std::strcmp(activation, "situ") == 0;

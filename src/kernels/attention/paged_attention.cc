@@ -224,6 +224,7 @@ pykv_status pykv_paged_attention_workspace_size(int64_t num_tokens, int64_t num_
                                                 int64_t num_kv_heads, int64_t head_size, bool batch_invariant,
                                                 int32_t device_id, int64_t* size) {
   return guarded("paged_attention_workspace_size", [&](Call&) {
+    if (!size) fail(PYKV_TYPE_ERROR, "size: a place for the result is required, got NULL");
     if (num_tokens < 0 || num_seqs < 0 || num_heads < 1 || num_kv_heads < 1 || head_size < 1)
       fail(PYKV_VALUE_ERROR,
            "sizes must be positive, got num_tokens %lld, num_seqs %lld, num_heads %lld, num_kv_heads %lld, "

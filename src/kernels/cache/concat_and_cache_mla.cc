@@ -45,7 +45,7 @@ void check_nvfp4_records(Tensor& cache, const Tensor& kv_c, const ConcatAndCache
 }  // namespace
 
 void take_inputs(ConcatAndCacheMlaArgs& args, Call& call, const ConcatAndCacheMlaInputs& in) {
-  const bool nvfp4_records = std::strcmp(in.kv_cache_dtype, "nvfp4_ds_mla") == 0;
+  const bool nvfp4_records = std::strcmp(required("kv_cache_dtype", in.kv_cache_dtype), "nvfp4_ds_mla") == 0;
   const bool records = nvfp4_records || std::strcmp(in.kv_cache_dtype, "fp8_ds_mla") == 0;
   Dim rows{"num_rows"}, pe_rows{"num_rows of k_pe"}, latent{"kv_lora_rank"}, rope{"rope_size"};
   Dim blocks{"num_blocks"}, block_size{"block_size"}, entry{"entry"}, tokens{"num_tokens"};

@@ -47,7 +47,7 @@ Sizes take_inputs(ConcatAndCacheMlaLayersArgs& args, Call& call, const Inputs& i
 
   // caches that are known by their addresses alone have the elements that they ought to have
   DLTensor known = *in.kv_c;
-  if (std::strncmp(in.kv_cache_dtype, "fp8", 3) == 0) known.dtype = {kDLUInt, 8, 1};
+  if (std::strncmp(required("kv_cache_dtype", in.kv_cache_dtype), "fp8", 3) == 0) known.dtype = {kDLUInt, 8, 1};
   first.format = kv_format(in.kv_cache_dtype, Tensor("kv_caches", cache ? cache : &known), c.type());
   if (first.format != KvFormat::kSame && in.kv_scales) {
     const Tensor scales("kv_scales", in.kv_scales);
@@ -75,6 +75,7 @@ pykv_status pykv_concat_and_cache_mla_layers(const DLTensor* kv_c, const DLTenso
     ConcatAndCacheMlaLayersArgs args;
     args.first.report = "concat_and_cache_mla_layers: slot_mapping";
     const Inputs in{kv_c, k_pe, slot_mapping, kv_scales, kv_cache_dtype};
+    check_list("kv_caches", kv_caches);
     const Sizes d = take_inputs(args, call, in, kv_caches.size > 0 ? kv_caches.tensors[0] : nullptr);
     if (kv_caches.size != d.layers)
       fail(PYKV_VALUE_ERROR, "kv_caches: must be one cache for each of the %" PRId64 " layers, got %" PRId64,

@@ -89,6 +89,7 @@ pykv_status pykv_convert_fp8(DLTensor* output, const DLTensor* input, const DLTe
   return guarded("convert_fp8", [&](Call& call) {
     Tensor to = call.write("output", output).no_overlap_within();
     Tensor from = call.read("input", input);
+    required("kv_dtype", kv_dtype);
     const auto named = [&](const char* name) { return std::strcmp(kv_dtype, name) == 0; };
     if (!named("fp8") && !named("fp8_e4m3") && !named("fp8_e5m2"))
       fail(PYKV_VALUE_ERROR, "kv_dtype: must be 'fp8', 'fp8_e4m3' or 'fp8_e5m2', got '%s'", kv_dtype);

@@ -51,6 +51,7 @@ struct Caches {
   bool empty = false;
 
   void add(const char* name, const pykv_tensor_list& list) {
+    check_list(name, list);
     for (int64_t i = 0; i < list.size; ++i) {
       Tensor cache = call.write(name, list.tensors[i]).rank_between(1, Tensor::kMaxRank).dim(0, blocks);
       cache.no_overlap_within();

@@ -153,7 +153,8 @@ pykv_status pykv_cp_gather_cache(const DLTensor* src_cache, DLTensor* dst, const
   return guarded("cp_gather_cache", [&](Call& call) {
     GatherCacheArgs args{};
     PagedRequests& requests = args.requests;
-    requests.reports = {nullptr, "cp_gather_cache: position", "cp_gather_cache: block_table"};
+    requests.reports = {nullptr, "cp_gather_cache: position", "cp_gather_cache: block_table",
+                        "cp_gather_cache: cu_seq_lens"};
     Tensor src = source(call, src_cache, args);
     Tensor rows = target(call, dst, src.ndim() - 1, args).like(src);
     set_entry(src, rows, args);
@@ -175,10 +176,10 @@ pykv_status pykv_gather_and_maybe_dequant_cache(const DLTensor* src_cache, DLTen
     GatherCacheArgs args{};
     PagedRequests& requests = args.requests;
     requests.reports = {"gather_and_maybe_dequant_cache: token_to_seq", "gather_and_maybe_dequant_cache: position",
-                        "gather_and_maybe_dequant_cache: block_table"};
+                        "gather_and_maybe_dequant_cache: block_table", "gather_and_maybe_dequant_cache: cu_seq_lens"};
     Tensor src = source(call, src_cache, args);
     Tensor rows = target(call, dst, src.ndim() - 1, args).dtype(kFloats);
-    if (std::strcmp(kv_cache_dtype, "fp8_ds_mla") == 0) {
+    if (std::strcmp(required("kv_cache_dtype", kv_cache_dtype), "fp8_ds_mla") == 0) {
       set_records(src, rows, args);
     } else {
       const bool values = std::strcmp(kv_cache_dtype, "nvfp4_v") == 0;  // pages of values, whose scales are swizzled
@@ -213,7 +214,8 @@ pykv_status pykv_cp_gather_and_upconvert_fp8_kv_cache(const DLTensor* src_cache,
     GatherCacheArgs args{};
     PagedRequests& requests = args.requests;
     requests.reports = {nullptr, "cp_gather_and_upconvert_fp8_kv_cache: position",
-                        "cp_gather_and_upconvert_fp8_kv_cache: block_table"};
+                        "cp_gather_and_upconvert_fp8_kv_cache: block_table",
+                        "cp_gather_and_upconvert_fp8_kv_cache: workspace_starts"};
     Tensor src = source(call, src_cache, args);
     set_records(src, target(call, dst, 2, args), args);
     not_negative("batch_size", batch_size);
@@ -236,7 +238,8 @@ pykv_status pykv_cp_gather_and_upconvert_nvfp4_kv_cache(const DLTensor* src_cach
     GatherCacheArgs args{};
     PagedRequests& requests = args.requests;
     requests.reports = {nullptr, "cp_gather_and_upconvert_nvfp4_kv_cache: position",
-                        "cp_gather_and_upconvert_nvfp4_kv_cache: block_table"};
+                        "cp_gather_and_upconvert_nvfp4_kv_cache: block_table",
+                        "cp_gather_and_upconvert_nvfp4_kv_cache: workspace_starts"};
     Tensor src = source(call, src_cache, args);
     set_nvfp4_records(src, target(call, dst, 2, args), args);
     not_negative("batch_size", batch_size);

@@ -58,6 +58,11 @@ template <class Reader, class ScaleType, int kRows, bool kFirstEarly>
 __global__ void __launch_bounds__(kMostThreads<Reader>, kBlocks)
     gather_cache_kernel(const __grid_constant__ Plan plan, const __grid_constant__ ScaleType scales) {
   __shared__ Source sources[kMostRows];
+  if (blockIdx.x + 1 == gridDim.x) {  // one more than rows want
+    if (plan.next_early) let_next_kernel_start();
+    begin_dependent();
+    return plan.locate.check_starts();
+  }
   const int64_t first = int64_t{blockIdx.x} * plan.rows, left = plan.locate.num_rows() - first;
   const uint32_t count = left < plan.rows ? static_cast<uint32_t>(left) : plan.rows;
   uint32_t vector;
@@ -146,7 +151,7 @@ void launch_kernel(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_b
   while (rows > 1 && args.num_rows < num_sms(launch.device) * rows) rows /= 2;
   if (args.num_rows > places * rows) rows = std::min(most, (args.num_rows + 4 * places - 1) / (4 * places) * 4);
   const int64_t blocks = (args.num_rows + rows - 1) / rows;
-  if (blocks >= int64_t{1} << 31) fail(PYKV_NOT_IMPLEMENTED, "too many tokens for one call");
+  if (blocks + 1 >= int64_t{1} << 31) fail(PYKV_NOT_IMPLEMENTED, "too many tokens for one call");
   const int64_t rows_at_once = std::min<int64_t>(at_once, (rows + kLeastRows - 1) / kLeastRows);
   const int64_t turns = (vectors + kThreads - 1) / kThreads;
   const int64_t threads = (rows_at_once * ((vectors + turns - 1) / turns) + 31) / 32 * 32;
@@ -180,8 +185,8 @@ void launch_kernel(const GatherCacheArgs& args, int64_t src_bytes, int64_t dst_b
                   next_early};
   const auto launch_with = [&]<int kRows> {
     const auto launch_by = [&](auto kernel) {
-      launch_dependent(kernel, static_cast<uint32_t>(blocks), static_cast<uint32_t>(threads), launch, "gather_cache",
-                       plan, scales);
+      launch_dependent(kernel, static_cast<uint32_t>(blocks + 1), static_cast<uint32_t>(threads), launch,
+                       "gather_cache", plan, scales);
     };
     if constexpr (kMayPrefetchFirst<Reader>)
       if (!all_early) return launch_by(gather_cache_kernel<Reader, ScaleType, kRows, true>);

@@ -172,6 +172,7 @@ void read_nvfp4_records(const GatherCacheArgs& args, const Launch& launch) {
 }  // namespace
 
 void gather_cache_cpu(const GatherCacheArgs& args, const Launch& launch) {
+  args.requests.check_starts(args.num_rows, 0, 1, launch.errors);
   switch (args.kind) {
     case GatherKind::kCopy:
       return copy_rows(args, launch);

@@ -51,7 +51,8 @@ pykv_status pykv_cp_gather_indexer_k_quant_cache(const DLTensor* kv_cache, DLTen
     args.num_rows = rows;
 
     PagedRequests& r = args.requests;
-    r.reports = {nullptr, "cp_gather_indexer_k_quant_cache: position", "cp_gather_indexer_k_quant_cache: block_table"};
+    r.reports = {nullptr, "cp_gather_indexer_k_quant_cache: position", "cp_gather_indexer_k_quant_cache: block_table",
+                 "cp_gather_indexer_k_quant_cache: cu_seq_lens"};
     set_requests(call, cu_seq_lens, block_table, r);
     if (seq_starts) r.positions = read_ids(call, "seq_starts", seq_starts, r.num_requests, "one for each request");
     r.num_blocks = blocks;

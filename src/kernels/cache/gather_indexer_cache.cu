@@ -112,6 +112,10 @@ __global__ void __launch_bounds__(kMaxThreads)
     gather_indexer_cache_kernel(const __grid_constant__ GatherIndexerPlan plan) {
   constexpr bool kBytes = sizeof(Vector) == 1;
   __shared__ Places places;
+  if (blockIdx.x + 1 == gridDim.x) {  // one more than rows want
+    begin_dependent();
+    return plan.locate.check_starts();
+  }
   const int64_t first = int64_t{blockIdx.x} * plan.rows, left = plan.locate.num_rows() - first;
   const uint32_t rows = left < plan.rows ? static_cast<uint32_t>(left) : plan.rows;
   const bool finds = threadIdx.x < 32, early = !kBytes && plan.early && comes_early();
@@ -191,7 +195,7 @@ void launch_kernel(const GatherIndexerArgs& args, const Launch& launch) {
   const int64_t in_flight = rows < kMostRows ? 1 : kVectorsPerThread;
   const int64_t threads =
       std::clamp<int64_t>((rows * vectors + in_flight * 32 - 1) / (in_flight * 32) * 32, 32, kMaxThreads);
-  if (blocks >= int64_t{1} << 31) fail(PYKV_NOT_IMPLEMENTED, "too many rows for one call");
+  if (blocks + 1 >= int64_t{1} << 31) fail(PYKV_NOT_IMPLEMENTED, "too many rows for one call");
   const GatherIndexerPlan plan{RowLocator(args.requests, args.num_rows, launch.errors),
                                static_cast<const char*>(args.cache),
                                args.block_bytes,
@@ -206,8 +210,8 @@ void launch_kernel(const GatherIndexerArgs& args, const Launch& launch) {
                                Divider(args.block.groups),
                                2 * blocks >= num_sms(launch.device) && rows * vectors <= threads * kVectorsPerThread &&
                                    rows * args.block.groups <= threads};
-  launch_dependent(gather_indexer_cache_kernel<Vector>, static_cast<uint32_t>(blocks), static_cast<uint32_t>(threads),
-                   launch, "cp_gather_indexer_k_quant_cache", plan);
+  launch_dependent(gather_indexer_cache_kernel<Vector>, static_cast<uint32_t>(blocks + 1),
+                   static_cast<uint32_t>(threads), launch, "cp_gather_indexer_k_quant_cache", plan);
 }
 
 // Whether values can move as vectors of so many bytes, a multiple of 4, and scales as words.

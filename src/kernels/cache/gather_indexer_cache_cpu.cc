@@ -42,6 +42,7 @@ void prefetch_place(const GatherIndexerArgs& args, const PagedRequests::Place& p
 void gather_indexer_cache_cpu(const GatherIndexerArgs& args, const Launch& launch) {
   const int64_t value_bytes = args.block.values, scale_bytes = args.block.scale_bytes();
   const bool streamed = args.num_rows * value_bytes > kWorthStreaming;
+  args.requests.check_starts(args.num_rows, 0, 1, launch.errors);
   parallel_for(args.num_rows, kBytesPerTask / value_bytes + 1, [&](int64_t begin, int64_t end) {
     LineWriter values(streamed), scales(false);
     PagedRequests::Place next = args.requests.locate(begin, launch.errors);

@@ -45,7 +45,7 @@ pykv_status pykv_indexer_k_quant_and_cache(const DLTensor* k, DLTensor* kv_cache
     check_indexer_cache(cache, args.block);
     args.cache = cache.data();
     args.block_bytes = cache.stride(0);
-    args.scale = scale_of(kv_cache_dtype);
+    args.scale = scale_of(required("kv_cache_dtype", kv_cache_dtype));
     args.slots = call.read("slot_mapping", slot_mapping).shape(tokens).index();
     if (keys.size(0) < tokens)
       keys.fail(PYKV_VALUE_ERROR, "must have a row for each of the %" PRId64 " slots of slot_mapping, got shape %s",

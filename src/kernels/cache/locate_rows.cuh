@@ -106,6 +106,9 @@ class RowLocator {
     return place;
   }
 
+  // By all threads of a block that has nothing else to do.
+  __device__ void check_starts() const { requests_.check_starts(num_rows_, threadIdx.x, blockDim.x, errors_); }
+
   // The ids that a lane was led by once more, on their way.
   struct Again {
     Loaded start, block;

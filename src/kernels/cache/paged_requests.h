@@ -8,6 +8,7 @@ namespace pykv {
 // "op: argument" of each id that may be out of range.
 struct PagedReports {
   const char *request, *position, *block;
+  const char* start;
 };
 
 // Requests lie one after another in the gathered rows; optional arrays have null data.
@@ -68,6 +69,22 @@ struct PagedRequests {
     if (block < 0 || block >= num_blocks) return report(reports.block, block, num_blocks);
     const int64_t offset = position % block_size, in_block = block_size - offset;
     return {block, offset, request_of.data ? 1 : rest < in_block ? rest : in_block};
+  }
+
+  // Reports starts that descend, and such as lie beyond the rows that there are to gather into.  Looks at each `step`th from
+  // `first` on.
+  PYKV_HOST_DEVICE __attribute__((always_inline)) inline void check_starts(int64_t num_rows, int64_t first,
+                                                                           int64_t step, ErrorWord* errors) const {
+    const Reporter report{errors, reports.start};
+    const int64_t last = open_end ? num_requests - 1 : num_requests;
+    for (int64_t i = first; i <= last; i += step) {
+      const int64_t start = starts[i], next = i < last ? starts[i + 1] : num_rows;
+      if (start < 0 || start > num_rows) {
+        report(start, num_rows + 1);
+      } else if (start > next) {
+        report(start, next + 1);
+      }
+    }
   }
 };
 

@@ -33,7 +33,7 @@ pykv_status pykv_rotary_and_cache(const DLTensor* positions, DLTensor* query, DL
     const Tensor k_cache = call.write("key_cache", key_cache).rank_between(4, 5);
     const Tensor v_cache = call.write("value_cache", value_cache).rank(4);
     const bool packed = k_cache.ndim() == 5;
-    const bool nvfp4 = std::strcmp(kv_cache_dtype, "nvfp4") == 0;
+    const bool nvfp4 = std::strcmp(required("kv_cache_dtype", kv_cache_dtype), "nvfp4") == 0;
     Dim head_size{"head_size", head_size_of(k_cache, packed, nvfp4, true)};
     const HeadsView keys(k, *key, head_size), values(v, *value, head_size_of(v_cache, packed, nvfp4, false));
 

@@ -137,6 +137,8 @@ pykv_status pykv_swap_blocks_layers(pykv_tensor_list src_caches, pykv_tensor_lis
                                     int64_t block_size_in_bytes, const DLTensor* block_mapping, void* stream) {
   using namespace pykv;
   return guarded("swap_blocks_layers", [&](Call& call) {
+    check_list("src_caches", src_caches);
+    check_list("dst_caches", dst_caches);
     if (src_caches.size != dst_caches.size)
       fail(PYKV_VALUE_ERROR, "dst_caches: must be as many as src_caches, %" PRId64 ", got %" PRId64, src_caches.size,
            dst_caches.size);

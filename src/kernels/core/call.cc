@@ -1,6 +1,7 @@
 #include "core/call.h"
 
 #include <cinttypes>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -12,7 +13,8 @@ namespace pykv {
 
 void Call::fail_device(const Tensor& t) const {
   const auto name = [](DLDevice x) {
-    return x.device_type == kDLCPU ? std::string("cpu") : "cuda:" + std::to_string(x.device_id);
+    // those that are only checked (kDLExtDev) have -1 for the host
+    return x.device_type == kDLCPU || x.device_id < 0 ? std::string("cpu") : "cuda:" + std::to_string(x.device_id);
   };
   t.fail(PYKV_VALUE_ERROR, "must lie on %s like the arguments before it, got %s", name(device_).c_str(),
          name(t.device()).c_str());
@@ -50,19 +52,18 @@ Parameter Call::parameter(const char* name, const DLTensor* t) {
   return {s.data, s.values[0]};
 }
 
-void Call::no_cuda() {
-  fail(PYKV_NOT_IMPLEMENTED, "got CUDA arrays, but this pykv was %s", pykv_build_note());
-}
+void Call::no_cuda() { fail(PYKV_NOT_IMPLEMENTED, "got CUDA arrays, but this pykv was %s", pykv_build_note()); }
 
-std::string describe(const ErrorWord& word) {
-  return std::string(word.what) + ": " + std::to_string(word.value) + " is out of range [0, " +
-         std::to_string(word.bound) + "); it was not used";
+pykv_status set_last_error(const ErrorWord& word) noexcept {
+  char message[96];
+  std::snprintf(message, sizeof message, "%lld is out of range [0, %lld); it was not used", word.value, word.bound);
+  return set_last_error(PYKV_VALUE_ERROR, word.what, message);
 }
 
 void Call::fail_out_of_range(const ErrorWord& word) {
   // `what` is "op: argument"; the door puts the op before every message, so it is left out here
-  const std::string message = describe(word);
-  throw Error(PYKV_VALUE_ERROR, message.substr(message.find(": ") + 2));
+  fail(PYKV_VALUE_ERROR, "%s: %lld is out of range [0, %lld); it was not used", std::strchr(word.what, ':') + 2,
+       word.value, word.bound);
 }
 
 #if defined(PYKV_WITH_CUDA)

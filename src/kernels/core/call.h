@@ -8,6 +8,7 @@
 //   });
 #pragma once
 
+#include <new>
 #include <type_traits>
 
 #include "core/check.h"
@@ -25,8 +26,11 @@ namespace pykv {
 template <class Args>
 using Twin = void (*)(const Args&, const Launch&);
 
+// Keeps "op: message" for pykv_last_error() of this thread.  Never fails: it needs no memory of the heap.
+pykv_status set_last_error(pykv_status status, const char* op, const char* message) noexcept;
+
 // "op: argument: 99 is out of range [0, 64); it was not used"
-std::string describe(const ErrorWord& word);
+pykv_status set_last_error(const ErrorWord& word) noexcept;
 
 class Call {
  public:
@@ -107,11 +111,13 @@ pykv_status guarded(const char* op, Body&& body) {
     body(call);
     return PYKV_OK;
   } catch (const Error& e) {
-    return set_last_error(e.status(), std::string(op) + ": " + e.what());
+    return set_last_error(e.status(), op, e.what());
+  } catch (const std::bad_alloc&) {
+    return set_last_error(PYKV_RUNTIME_ERROR, op, "out of memory on the host");
   } catch (const std::exception& e) {
-    return set_last_error(PYKV_RUNTIME_ERROR, std::string(op) + ": " + e.what());
+    return set_last_error(PYKV_RUNTIME_ERROR, op, e.what());
   } catch (...) {
-    return set_last_error(PYKV_RUNTIME_ERROR, std::string(op) + ": unknown failure");
+    return set_last_error(PYKV_RUNTIME_ERROR, op, "unknown failure");
   }
 }
 

@@ -4,6 +4,7 @@
 #include <cinttypes>
 #include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 namespace pykv {
@@ -47,16 +48,43 @@ void Tensor::fail_array(const char* name, const DLTensor* t) {
   if (!t) pykv::fail(PYKV_TYPE_ERROR, "%s: an array is required, got None", name);
   if (t->ndim < 0 || t->ndim > kMaxRank)
     pykv::fail(PYKV_VALUE_ERROR, "%s: at most %d dimensions are supported, got %d", name, kMaxRank, t->ndim);
+  if (!t->shape && t->ndim > 0)
+    pykv::fail(PYKV_VALUE_ERROR, "%s: has %d dimensions, but its shape is NULL", name, t->ndim);
   if (to_dtype(t->dtype) == DType::kOther)
     pykv::fail(PYKV_TYPE_ERROR, "%s: elements of %s%d are not supported; pykv knows %s", name, kind_of(t->dtype),
                t->dtype.bits, all_dtypes().c_str());
   if (!plain(t->device).device_type)
     pykv::fail(PYKV_VALUE_ERROR, "%s: must lie on the CPU or on a CUDA device, got DLPack device type %d", name,
                static_cast<int>(t->device.device_type));
-  for (int i = 0; i < t->ndim; ++i)
-    if (t->shape[i] < 0) pykv::fail(PYKV_VALUE_ERROR, "%s: dimension %d is negative: %" PRId64, name, i, t->shape[i]);
-  pykv::fail(PYKV_VALUE_ERROR, "%s: has shape %s but no memory (a fake, lazy or freed array?)", name,
-             shape_string(t->ndim, t->shape).c_str());
+  const std::string shape = shape_string(t->ndim, t->shape);
+  if (!t->data)
+    pykv::fail(PYKV_VALUE_ERROR, "%s: has shape %s but no memory (a fake, lazy or freed array?)", name, shape.c_str());
+  pykv::fail(PYKV_VALUE_ERROR, "%s: must be aligned to its elements of %d bytes, got address 0x%" PRIxPTR, name,
+             t->dtype.bits / 8, reinterpret_cast<uintptr_t>(t->data) + static_cast<uintptr_t>(t->byte_offset));
+}
+
+void Tensor::check_extent(const char* name, const DLTensor* t) {
+  int64_t bytes = std::max(t->dtype.bits / 8, 1), span = bytes;
+  bool fits = true;
+  for (int i = 0; i < t->ndim; ++i) {
+    const int64_t size = t->shape[i];
+    if (size < 0) pykv::fail(PYKV_VALUE_ERROR, "%s: dimension %d is negative: %" PRId64, name, i, size);
+    fits = fits && !__builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes);
+  }
+  if (!fits)
+    pykv::fail(PYKV_VALUE_ERROR, "%s: shape %s has more bytes than int64 can count", name,
+               shape_string(t->ndim, t->shape).c_str());
+  for (int i = 0; t->strides && i < t->ndim; ++i) {
+    if (t->shape[i] <= 1) continue;
+    int64_t reach;  // to the last element of the dimension
+    fits = fits && t->strides[i] > INT64_MIN &&
+           !__builtin_mul_overflow(std::max<int64_t>(t->dtype.bits / 8, 1), std::abs(t->strides[i]), &reach) &&
+           !__builtin_mul_overflow(reach, t->shape[i] - 1, &reach) && !__builtin_add_overflow(span, reach, &span);
+    if (!fits)
+      pykv::fail(PYKV_VALUE_ERROR,
+                 "%s: stride %" PRId64 " of dimension %d of shape %s leads beyond what int64 can count", name,
+                 t->strides[i], i, shape_string(t->ndim, t->shape).c_str());
+  }
 }
 
 void Tensor::fail(pykv_status status, const char* format, ...) const {
@@ -145,7 +173,19 @@ Rows Tensor::rows() const {
   }
 }
 
+const char* required(const char* name, const char* given) {
+  if (!given) fail(PYKV_TYPE_ERROR, "%s: a string is required, got NULL", name);
+  return given;
+}
+
+void check_list(const char* name, const pykv_tensor_list& list) {
+  if (list.size < 0) fail(PYKV_VALUE_ERROR, "%s: must not have a negative size, got %" PRId64, name, list.size);
+  if (list.size > 0 && !list.tensors)
+    fail(PYKV_TYPE_ERROR, "%s: a list of %" PRId64 " arrays is required, got NULL", name, list.size);
+}
+
 KvFormat kv_format(const char* name, const Tensor& cache, DType data, std::initializer_list<KvFormat> more) {
+  required("kv_cache_dtype", name);
   struct Choice {
     const char* name;
     KvFormat format;

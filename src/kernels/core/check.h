@@ -62,22 +62,30 @@ class Tensor {
   static constexpr int kMaxRank = 8;
 
   Tensor(const char* name, const DLTensor* t) : name_(name) {
-    if (!t || t->ndim < 0 || t->ndim > kMaxRank) fail_array(name, t);
+    if (!t || t->ndim < 0 || t->ndim > kMaxRank || (!t->shape && t->ndim > 0)) fail_array(name, t);
     data_ = static_cast<char*>(t->data) + t->byte_offset;
     dtype_ = to_dtype(t->dtype);
     device_ = plain(t->device);
     ndim_ = t->ndim;
     shape_ = t->shape;
     strides_ = t->strides;
-    int64_t sign = 0;
-    uint64_t numel = 1;  // it may wrap around: an expanded view can have any shape
+    // Sizes and distances below 2^28, as nearly all are, need no closer look; negative ones are large here.
+    uint64_t large = 0;
+    int64_t count = 1;  // with 1 in the place of 0
+    bool empty = false, wraps = false;
     for (int i = 0; i < ndim_; ++i) {
-      sign |= shape_[i];
-      numel *= static_cast<uint64_t>(shape_[i]);
+      const int64_t size = shape_[i];
+      large |= static_cast<uint64_t>(size) >> 28;
+      empty |= size == 0;
+      wraps |= __builtin_mul_overflow(count, size + (size == 0), &count);
     }
-    numel_ = static_cast<int64_t>(numel);
+    if (strides_)
+      for (int i = 0; i < ndim_; ++i) large |= static_cast<uint64_t>(strides_[i] ^ strides_[i] >> 63) >> 28;
+    numel_ = empty ? 0 : count;
+    if ((large | static_cast<uint64_t>(count) >> 59) != 0 || wraps) check_extent(name, t);
     const bool without_memory = !t->data && device_.device_type != kDLExtDev;
-    if (sign < 0 || dtype_ == DType::kOther || !device_.device_type || (without_memory && numel_ > 0))
+    const uint64_t misaligned = reinterpret_cast<uintptr_t>(data_) & ((t->dtype.bits >> 3) - 1u);
+    if (dtype_ == DType::kOther || !device_.device_type || ((without_memory || misaligned) && !empty))
       fail_array(name, t);
   }
   // Member by member: a copy in wide pieces of what has just been written in narrow ones would stall.
@@ -161,7 +169,7 @@ class Tensor {
  private:
   int64_t compact_stride(int axis) const {
     int64_t n = 1;
-    for (int i = axis + 1; i < ndim_; ++i) n *= shape_[i] > 0 ? shape_[i] : 1;
+    for (int i = axis + 1; i < ndim_; ++i) n *= shape_[i] > 0 ? shape_[i] : 1;  // fits: the constructor has looked
     return n;
   }
   // What is the host's is the CPU's; device_type 0: neither on the CPU nor on a CUDA device.
@@ -173,6 +181,8 @@ class Tensor {
   }
   static std::string shape_string(int ndim, const int64_t* shape);
   [[noreturn]] static void fail_array(const char* name, const DLTensor* t);
+  // Fails unless all bytes of the array can be counted, and all distances between them.
+  static void check_extent(const char* name, const DLTensor* t);
   [[noreturn]] void fail_rank(int low, int high) const;
   [[noreturn]] void fail_dim(int axis, const Dim& d) const;
   [[noreturn]] void fail_dtype(std::initializer_list<DType> allowed) const;
@@ -189,6 +199,12 @@ class Tensor {
   const int64_t* strides_;  // null: compact
   int64_t numel_;
 };
+
+// A string of the caller's, which must be there.
+const char* required(const char* name, const char* given);
+
+// The arrays of a list, each of which the caller still looks at.
+void check_list(const char* name, const pykv_tensor_list& list);
 
 // What a cache of the given kv_cache_dtype string holds, checked against the dtypes of the cache and of the data.  Every op
 // takes copies and fp8; `more` are the formats that this one takes beside them.

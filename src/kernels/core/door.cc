@@ -9,6 +9,13 @@ using pykv::Call;
 using pykv::fail;
 using pykv::guarded;
 
+namespace {
+// Where the caller wants a result.
+void need_place(const char* name, const void* place) {
+  if (!place) fail(PYKV_TYPE_ERROR, "%s: a place for the result is required, got NULL", name);
+}
+}  // namespace
+
 int32_t pykv_version() { return PYKV_VERSION_MAJOR * 10000 + PYKV_VERSION_MINOR * 100 + PYKV_VERSION_PATCH; }
 
 const char* pykv_build_note() { return PYKV_BUILD_NOTE; }
@@ -28,7 +35,7 @@ pykv_status pykv_check_errors(DLDevice device) {
   pykv::ErrorWord word{};
   const pykv_status status = guarded("check_errors", [&](Call&) { word = pykv::take_error_word(device.device_id); });
   if (status != PYKV_OK || !word.claimed) return status;
-  return pykv::set_last_error(PYKV_VALUE_ERROR, pykv::describe(word));
+  return pykv::set_last_error(word);
 }
 
 pykv_status pykv_stream_wait(DLDevice device, void* stream, void* producer) {
@@ -36,11 +43,17 @@ pykv_status pykv_stream_wait(DLDevice device, void* stream, void* producer) {
 }
 
 pykv_status pykv_mark_stream(DLDevice device, void* stream, void** mark) {
-  return guarded("mark_stream", [&](Call&) { *mark = pykv::mark_stream(device.device_id, stream); });
+  return guarded("mark_stream", [&](Call&) {
+    need_place("mark", mark);
+    *mark = pykv::mark_stream(device.device_id, stream);
+  });
 }
 
 pykv_status pykv_mark_passed(void* mark, bool* passed) {
-  return guarded("mark_passed", [&](Call&) { *passed = !mark || pykv::mark_passed(mark); });
+  return guarded("mark_passed", [&](Call&) {
+    need_place("passed", passed);
+    *passed = !mark || pykv::mark_passed(mark);
+  });
 }
 
 #else
@@ -60,12 +73,16 @@ pykv_status pykv_stream_wait(DLDevice, void*, void*) {
   return guarded("stream_wait", [](Call&) { Call::no_cuda(); });
 }
 
-pykv_status pykv_mark_stream(DLDevice, void*, void**) {
-  return guarded("mark_stream", [](Call&) { Call::no_cuda(); });
+pykv_status pykv_mark_stream(DLDevice, void*, void** mark) {
+  return guarded("mark_stream", [&](Call&) {
+    need_place("mark", mark);
+    Call::no_cuda();
+  });
 }
 
 pykv_status pykv_mark_passed(void* mark, bool* passed) {
   return guarded("mark_passed", [&](Call&) {
+    need_place("passed", passed);
     if (mark) Call::no_cuda();
     *passed = true;
   });

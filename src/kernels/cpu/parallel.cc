@@ -15,7 +15,6 @@
 #include <cstdlib>
 #include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -102,8 +101,8 @@ class Pool {
     pthread_sigmask(SIG_SETMASK, &every, &before);
     try {
       for (int i = 1; i < threads; ++i) workers_.emplace_back([this, seen = calls_.load()] { work(seen); });
-    } catch (const std::system_error&) {
-      // The system gives no more threads: those we have do the work.
+    } catch (const std::exception&) {
+      // The system gives no more threads, or no memory for them: those we have do the work.
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }

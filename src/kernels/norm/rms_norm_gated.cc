@@ -23,7 +23,7 @@ pykv_status pykv_rms_norm_gated(DLTensor* out, const DLTensor* input, const DLTe
       args.gate_rows = gate.rows();
     }
     args.gate_first = !norm_before_gate;
-    args.sigmoid = std::strcmp(activation, "sigmoid") == 0;
+    args.sigmoid = std::strcmp(required("activation", activation), "sigmoid") == 0;
     if (!args.sigmoid && std::strcmp(activation, "swish") != 0 && std::strcmp(activation, "silu") != 0)
       fail(PYKV_VALUE_ERROR, "activation: must be 'swish', 'silu' or 'sigmoid', got '%s'", activation);
     if (group_size < 0 || (group_size > 0 && hidden_size % group_size != 0))
