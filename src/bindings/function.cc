@@ -15,7 +15,7 @@ namespace {
 
 namespace py = pybind11;
 
-using Entry = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);  // METH_FASTCALL
+using Positional = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);  // METH_FASTCALL
 
 struct Parameter {     // null: it has no such thing
   PyObject* fallback;  // its default, of those that are converted
@@ -27,7 +27,7 @@ struct Function {
   PyObject_HEAD vectorcallfunc vectorcall;
   PyObject *dict, *weak_references;
   PyObject* definition;
-  Entry entry;
+  Positional entry;
   std::atomic<PyObject*> route;       // who takes the calls; null: `entry`
   std::atomic<PyObject*> dispatcher;  // of those that `entry` cannot take: of tensors that only torch can read
   Signature signature;                // defaults are converted
@@ -177,7 +177,7 @@ py::object make_function(py::function definition, py::object entry, py::tuple na
   if (entry.is_none()) {
     self->route = self->definition;
   } else {
-    self->entry = reinterpret_cast<Entry>(reinterpret_cast<void (*)()>(PyCFunction_GetFunction(entry.ptr())));
+    self->entry = reinterpret_cast<Positional>(reinterpret_cast<void (*)()>(PyCFunction_GetFunction(entry.ptr())));
     if (!self->entry) throw py::error_already_set();
   }
   return py::reinterpret_borrow<py::object>(object);  // the other reference is for ever

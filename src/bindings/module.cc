@@ -1,8 +1,13 @@
 // pykv._C: the C library as positional Python functions.
+#include <pybind11/pybind11.h>
+
+#include "array.h"
+#include "failure.h"
 #include "function.h"
 #include "op.h"
 #include "pykv/attention.h"
 #include "pykv/cpu.h"
+#include "torch_ops.h"
 
 void bind_activation(Module& m);
 void bind_attention(Module& m);
@@ -52,7 +57,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
           return size;
         });
 
-  Module ops(m);
+  Module ops(m.ptr());
   bind_activation(ops);
   bind_attention(ops);
   bind_cache(ops);

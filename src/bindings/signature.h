@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <cstdint>
 
-namespace pykv::python {
+#include "op.h"
 
-inline constexpr Py_ssize_t kMaxParameters = 31;
+namespace pykv::python {
 
 // Lives as long as the process, and so do the names and the defaults.
 class Signature {

@@ -12,12 +12,14 @@
 #include <string>
 #include <utility>
 
+#include "signature.h"
 #include "torch_ops.h"
+#include "torch_shim.h"
 
 namespace pykv::python::torch_ops {
 namespace {
 
-const TorchShim* shim = nullptr;  // from the first packet on, as the types
+// from the first packet on
 PyTypeObject *type = nullptr, *tensor_type = nullptr, *parameter_type = nullptr;
 
 // What of an operation its packet holds; for ever.
@@ -39,26 +41,25 @@ Py_ssize_t base_size = 0;
 
 Fields& fields_of(PyObject* packet) { return *reinterpret_cast<Fields*>(reinterpret_cast<char*>(packet) + base_size); }
 
-void let_go(const Parameter& p, Word word) {
-  if (p.optional) {
+void let_go(Kind kind, bool optional, Word word) {
+  if (optional) {
     if (!word) return;
-    auto* boxed = reinterpret_cast<Word*>(word);
-    word = *boxed;
-    delete boxed;
+    word = unbox(word);
   }
-  if (p.kind == Kind::kTensor) shim->release(reinterpret_cast<void*>(word));
-  if (p.kind == Kind::kString) shim->release_string(reinterpret_cast<void*>(word));
+  if (kind == Kind::kWritten || kind == Kind::kRead) shim->release(reinterpret_cast<void*>(word));
+  if (kind == Kind::kString) shim->release_string(reinterpret_cast<void*>(word));
 }
 
 // A value that is nothing but what the parameter's type says.
-bool encode(const Parameter& p, PyObject* value, Word& word) {
-  if (p.optional && value == Py_None) {
+bool encode(Kind kind, bool optional, PyObject* value, Word& word) {
+  if (optional && value == Py_None) {
     word = 0;
     return true;
   }
   void* handle = nullptr;
-  switch (p.kind) {
-    case Kind::kTensor: {
+  switch (kind) {
+    case Kind::kWritten:
+    case Kind::kRead: {
       if (Py_TYPE(value) != tensor_type && Py_TYPE(value) != parameter_type) return false;
       void* tensor = shim->tensor_of(value);
       if (!tensor || !shim->hold(tensor, &handle)) return false;
@@ -92,16 +93,19 @@ bool encode(const Parameter& p, PyObject* value, Word& word) {
       word = reinterpret_cast<Word>(handle);
       break;
     }
+    default:
+      return false;
   }
-  if (p.optional) word = reinterpret_cast<Word>(new Word(word));
+  if (optional) word = reinterpret_cast<Word>(new Word(word));
   return true;
 }
 
 bool encode_all(const Callable& callable, PyObject** values, Word* words) {
-  const Parameter* parameters = callable.operation->parameters.data();
+  const Kind* kinds = callable.operation->kinds;
+  const uint32_t optional = callable.operation->rules->optional;
   for (Py_ssize_t i = 0; i < callable.signature.count; ++i) {
-    if (encode(parameters[i], values[i], words[i])) continue;
-    while (i-- > 0) let_go(parameters[i], words[i]);
+    if (encode(kinds[i], optional >> i & 1, values[i], words[i])) continue;
+    while (i-- > 0) let_go(kinds[i], optional >> i & 1, words[i]);
     return false;
   }
   return true;
@@ -173,8 +177,8 @@ bool connect(const py::object& packet) {
 }
 
 bool can_encode(const Operation& operation) {
-  for (const Parameter& p : operation.parameters)
-    if (p.kind == Kind::kString && !shim->can_make_strings()) return false;
+  for (int i = 0; i < operation.count; ++i)
+    if (operation.kinds[i] == Kind::kString && !shim->can_make_strings()) return false;
   return true;
 }
 

@@ -1,10 +1,59 @@
-#include "xla.h"
-
+// An operation as a handler of XLA, by the table of its parameters.
+//
+// pykv/jax.py says by the attribute "modes", a character for each parameter, where its value is:
+//   r  the next buffer                       m  the next buffer, and the next result, which has its memory
+//   l  as many of these as attribute pNN     w  the next result after those
+//   n  attribute pNN, a number for an array  a  attribute pNN, a plain value          -  nowhere: it is None
 #include <algorithm>
+#include <cfenv>
+#include <deque>
 #include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "op.h"
+#include "xla_ffi.h"
 
 namespace pykv::xla {
 namespace {
+
+using python::Kind;
+using python::Operation;
+using python::Value;
+
+// Reads the values of one call in the order of the parameters; throws std::runtime_error where they do not fit.
+class Reader {
+ public:
+  Reader(const CallFrame& frame, DLDevice device);
+
+  void read(int parameter, Kind kind, Value& value);
+
+ private:
+  struct List {
+    std::vector<DLTensor*> tensors;
+    pykv_tensor_list list;
+  };
+
+  DLTensor* tensor(int parameter);
+  const pykv_tensor_list* list(int parameter);
+  int64_t integer(int parameter);
+  double number(int parameter);
+  const char* string(int parameter);
+  const void* attribute(std::string_view name, int type);
+  const Scalar& scalar(int parameter);
+  DLTensor* view(const Buffer& buffer);
+  const Buffer& next(const Arguments& from, int64_t& at);
+
+  const CallFrame& frame_;
+  DLDevice device_;
+  std::string_view modes_;
+  int64_t argument_ = 0, changed_ = 0, made_ = 0;  // of arguments; of results that share memory; of the others
+  std::deque<DLTensor> tensors_;                   // addresses stay
+  std::deque<float> numbers_;
+  std::deque<std::string> strings_;
+  std::deque<List> lists_;
+};
 
 DLDataType to_dlpack(int dtype) {
   switch (dtype) {
@@ -50,8 +99,6 @@ std::string name_of(int parameter) {
   name[2] += static_cast<char>(parameter % 10);
   return name;
 }
-
-}  // namespace
 
 Reader::Reader(const CallFrame& frame, DLDevice device) : frame_(frame), device_(device) {
   const auto* modes = static_cast<const Span*>(attribute("modes", kString));
@@ -102,13 +149,14 @@ DLTensor* Reader::tensor(int parameter) {
   }
 }
 
-pykv_tensor_list Reader::list(int parameter) {
-  auto& tensors = lists_.emplace_back();
+const pykv_tensor_list* Reader::list(int parameter) {
+  auto& [tensors, list] = lists_.emplace_back();
   for (int64_t n = integer(parameter); n > 0; --n) {
     next(frame_.arguments, argument_);
     tensors.push_back(view(next(frame_.results, changed_)));
   }
-  return {tensors.data(), static_cast<int64_t>(tensors.size())};
+  list = {tensors.data(), static_cast<int64_t>(tensors.size())};
+  return &list;
 }
 
 int64_t Reader::integer(int parameter) { return *static_cast<const int64_t*>(scalar(parameter).value); }
@@ -120,6 +168,33 @@ const char* Reader::string(int parameter) {
   return strings_.emplace_back(span->data, span->size).c_str();
 }
 
+void Reader::read(int parameter, Kind kind, Value& value) {
+  switch (kind) {
+    case Kind::kWritten:
+    case Kind::kRead:
+      value.written = tensor(parameter);
+      return;
+    case Kind::kWrittenList:
+      value.list = list(parameter);
+      return;
+    case Kind::kInt:
+      value.integer = integer(parameter);
+      return;
+    case Kind::kFloat:
+      value.number = number(parameter);
+      return;
+    case Kind::kBool:
+      value.truth = integer(parameter) != 0;
+      return;
+    case Kind::kString:
+      value.string = string(parameter);
+      return;
+    case Kind::kStream:
+      return;  // the last one, which is no attribute
+  }
+}
+
+// Answers the question for metadata; true if that was all.
 bool answer_metadata(const CallFrame& frame) {
   const Extension* extension = frame.extensions;
   if (!extension || extension->type != kMetadataExtension) return false;
@@ -157,4 +232,40 @@ void* stream_of(const CallFrame& frame) {
   return get.stream;
 }
 
+// XLA's threads take denormal numbers for zero; an operation computes as it does for other callers.
+class UsualArithmetic {
+ public:
+  UsualArithmetic() {
+    std::fegetenv(&before_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~UsualArithmetic() { std::fesetenv(&before_); }
+  UsualArithmetic(const UsualArithmetic&) = delete;
+  UsualArithmetic& operator=(const UsualArithmetic&) = delete;
+
+ private:
+  std::fenv_t before_;
+};
+
+}  // namespace
 }  // namespace pykv::xla
+
+namespace pykv::python {
+
+xla::Error* call_from_xla(const Operation& operation, DLDeviceType type, xla::CallFrame* frame) {
+  using namespace xla;
+  if (answer_metadata(*frame) || frame->stage != kExecute) return nullptr;
+  try {
+    Reader reader(*frame, device_of(*frame, type));
+    Value values[kMaxParameters + 1];
+    for (int i = 0; i < operation.count; ++i) reader.read(i, operation.kinds[i], values[i]);
+    values[operation.count].stream = type == kDLCUDA ? stream_of(*frame) : nullptr;
+    const UsualArithmetic usual;
+    const pykv_status status = operation.run(values);
+    return status == PYKV_OK ? nullptr : last_error(*frame, status);
+  } catch (const std::exception& e) {
+    return make_error(*frame, kInternal, e.what());
+  }
+}
+
+}  // namespace pykv::python
