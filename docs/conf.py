@@ -33,7 +33,9 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 exclude_patterns = ["results"]
 nitpicky = True
-nitpick_ignore_regex = [("py:class", r"(np|npt|numpy)\..*|Supports.*|_.*|Sequence|Mapping|Callable|Iterable")]
+nitpick_ignore_regex = [
+    ("py:class", r"(np|npt|numpy)\..*|Supports.*|_.*|Salt|Lengths|Sequence|Mapping|Callable|Iterable")
+]
 
 autodoc_member_order = "bysource"
 maximum_signature_line_length = 90

@@ -1,4 +1,4 @@
-"""Dependencies run one way: pykv -> _C -> door -> family -> front desk and toolboxes."""
+"""Dependencies run one way: pykv -> _C -> C headers -> family -> core, cpu and cuda."""
 
 from __future__ import annotations
 

@@ -71,14 +71,17 @@ def formats(name: str) -> set[str]:
                 op.direct(**values)
             except (TypeError, ValueError) as error:
                 wants_bytes = re.match(rf"{name}: (\w+): dtype must be .* for kv_cache_dtype", str(error))
-                if not wants_bytes or values[wants_bytes[1]].dtype == np.uint8:
+                given = values[wants_bytes[1]] if wants_bytes else None
+                caches = given if isinstance(given, list) else [given]
+                if not wants_bytes or caches[0].dtype == np.uint8:
                     return str(error)
-                values[wants_bytes[1]] = np.zeros(values[wants_bytes[1]].shape, np.uint8)
+                as_bytes = [np.zeros(cache.shape, np.uint8) for cache in caches]
+                values[wants_bytes[1]] = as_bytes if isinstance(given, list) else as_bytes[0]
             else:
                 return ""
 
     refused = says("of no such name").rpartition("must be ")[2].partition(", got")[0]
-    listed = [*re.findall(r"'(\w+)'", refused), "fp8_ds_mla"]  # which the list does not name
+    listed = [*re.findall(r"'(\w+)'", refused), "fp8_ds_mla", "nvfp4_ds_mla"]  # which the list does not name
     if "ue8m0" in listed:  # a kind of scales, in a cache of one format
         return set()
     # those that it takes, or refuses for the shape of the sample's arrays alone
@@ -97,7 +100,7 @@ def test_dtypes_and_formats_of_the_table_are_those_of_the_operations(names, dtyp
     assert floats == set(re.findall(r"\b(?:f32|f16|bf16)\b", dtypes))
     assert bool(floats) != (dtypes == "any")
     for name in names:
-        told = set(re.findall(r"same|fp8 e4m3|e5m2|int8|nvfp4|fp8_ds_mla", caches))
+        told = set(re.findall(r"same|fp8 e4m3|e5m2|int8|nvfp4_ds_mla|nvfp4|fp8_ds_mla", caches))
         offered = formats(name)
         assert offered in (told, set()), name
 
