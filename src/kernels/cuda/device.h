@@ -7,8 +7,8 @@ namespace pykv {
 
 int device_count();  // 0 without a driver
 int num_sms(int device);
-bool overlaps_kernels(int device);  // compute capability 9.0 and later: cuda/dependent.cuh
-bool has_warpgroups(int device);    // it and the machine code for it: cuda/wgmma.cuh
+bool overlaps_kernels(int device);    // compute capability 9.0 and later: cuda/dependent.cuh
+bool has_warpgroups(int device);      // it and the machine code for it: cuda/wgmma.cuh
 const char* device_note(int device);  // pykv_device_note
 
 // Makes `device` current and returns the one that was; leave_device goes back.

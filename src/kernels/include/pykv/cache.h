@@ -93,14 +93,14 @@ PYKV_API pykv_status pykv_rotary_and_cache(const DLTensor* positions, DLTensor* 
  *   kv_cache_dtype, k_scale, v_scale    as for pykv_reshape_and_cache_flash
  * Rows of all arrays are contiguous, other strides free.  A position outside [0, max_position) is reported, and its token
  * not rotated, but normed and cached. */
-PYKV_API pykv_status pykv_fused_qknorm_rope_cache(DLTensor* q_out, DLTensor* k_out, DLTensor* v_out, const DLTensor* qkv,
-                                                  const DLTensor* q_weight, const DLTensor* k_weight,
-                                                  const DLTensor* cos, const DLTensor* sin, const DLTensor* positions,
-                                                  const DLTensor* slot_mapping, DLTensor* k_cache, DLTensor* v_cache,
-                                                  int64_t head_dim, int64_t num_q_heads, int64_t num_kv_heads,
-                                                  int64_t rotary_pairs, double epsilon, double norm_weight_bias,
-                                                  const char* kv_cache_dtype, const DLTensor* k_scale,
-                                                  const DLTensor* v_scale, void* stream);
+PYKV_API pykv_status pykv_fused_qknorm_rope_cache(DLTensor* q_out, DLTensor* k_out, DLTensor* v_out,
+                                                  const DLTensor* qkv, const DLTensor* q_weight,
+                                                  const DLTensor* k_weight, const DLTensor* cos, const DLTensor* sin,
+                                                  const DLTensor* positions, const DLTensor* slot_mapping,
+                                                  DLTensor* k_cache, DLTensor* v_cache, int64_t head_dim,
+                                                  int64_t num_q_heads, int64_t num_kv_heads, int64_t rotary_pairs,
+                                                  double epsilon, double norm_weight_bias, const char* kv_cache_dtype,
+                                                  const DLTensor* k_scale, const DLTensor* v_scale, void* stream);
 
 /* cache[to] = cache[from] for each row (from, to) of block_mapping and each of the key and value caches.
  *   key_caches, value_caches   one cache [NB, ...] a layer each; any dtype and layout, NB alike in all of them
