@@ -24,7 +24,7 @@ struct Pointer {
 PyTypeObject* pointer_type = nullptr;
 
 // pybind11 would give memory that nobody has written for an object whose __init__ was not called.
-const Pointer& cast(PyObject* object) {
+const Pointer& pointer_of(PyObject* object) {
   auto value = reinterpret_cast<py::detail::instance*>(object)->get_value_and_holder();
   if (!value.holder_constructed()) throw py::value_error("is a Pointer to nothing: pykv.from_pointer makes them");
   return *static_cast<const Pointer*>(value.value_ptr());
@@ -120,7 +120,7 @@ py::object capsule_of(std::unique_ptr<Export<Managed>> holder, const char* name)
 // Memory has no stream of its own: whoever gave the pointer has ordered what is done with it.
 py::object export_dlpack(const py::object& self, const py::object&, std::optional<std::pair<int, int>> max_version,
                          std::optional<std::pair<int, int>> dl_device, std::optional<bool> copy) {
-  const Pointer& p = cast(self.ptr());
+  const Pointer& p = pointer_of(self.ptr());
   const DLDevice device = p.tensor.device;
   const bool must_copy = copy.value_or(false);
   if (dl_device && *dl_device != std::pair<int, int>(device.device_type, device.device_id))
@@ -191,7 +191,7 @@ py::object untouched(const py::object& array, bool written, const std::string& o
 bool is_pointer(PyObject* type) { return reinterpret_cast<PyTypeObject*>(type) == pointer_type; }
 
 const DLTensor& pointer_tensor(PyObject* object, bool written) {
-  const Pointer& p = cast(object);
+  const Pointer& p = pointer_of(object);
   if (written && p.read_only) throw py::value_error("is read-only, but it is written");
   return p.tensor;
 }
@@ -202,14 +202,14 @@ void bind_pointer(py::module_& m) {
            py::arg("device_id"), py::arg("strides") = py::none(), py::arg("owner") = py::none(),
            py::arg("read_only") = false);
   const auto property = [&type](const char* name, auto of) {
-    type.def_property_readonly(name, [of](const py::object& self) { return of(cast(self.ptr())); });
+    type.def_property_readonly(name, [of](const py::object& self) { return of(pointer_of(self.ptr())); });
   };
   property("shape", [](const Pointer& p) { return py::tuple(py::cast(p.shape)); });
   property("strides", [](const Pointer& p) { return py::tuple(py::cast(p.strides)); });
   property("address", [](const Pointer& p) { return reinterpret_cast<uintptr_t>(p.tensor.data); });
   property("read_only", [](const Pointer& p) { return p.read_only; });
   type.def("__dlpack_device__", [](const py::object& self) {
-    const DLDevice device = cast(self.ptr()).tensor.device;
+    const DLDevice device = pointer_of(self.ptr()).tensor.device;
     return py::make_tuple(static_cast<int>(device.device_type), device.device_id);
   });
   type.def("__dlpack__", &export_dlpack, py::kw_only(), py::arg("stream") = py::none(),
