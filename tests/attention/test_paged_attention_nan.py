@@ -274,5 +274,5 @@ thread.join()
 @pytest.mark.parametrize("what", ["lens", "bounds"])
 def test_ids_may_change_during_a_call(what: str) -> None:
     """Another thread prepares the next step: results are anybody's guess, but only ``out`` is written."""
-    done = subprocess.run([sys.executable, "-c", CHANGING, what], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", CHANGING, what], cwd="/", capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ def write_one_block(array: Library, rows: np.ndarray, scale: float) -> tuple[np.
     pykv.reshape_and_cache_flash(given, given, *caches, array.input(np.arange(n)), "nvfp4", scale, scale)
     pages = array.numpy(caches[0]).reshape(blocks, -1)
     codes = pages[:, :128].reshape(blocks * 4, 32)[:n, :8]
-    scales = pages[:, 128:].reshape(blocks, 4, 4)[:, 0].reshape(-1)[:n]  # scale 0 of token t: row 0, column t
+    scales = pages[:, 128:].reshape(blocks * 4, 4)[:n, 0]  # of keys: scale 0 of token t lies at row t, column 0
     return np.stack([codes & 15, codes >> 4], -1).reshape(n, 16), scales
 
 

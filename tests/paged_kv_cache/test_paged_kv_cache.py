@@ -257,10 +257,10 @@ def test_nvfp4_is_written_and_read(layout):
     slots = kv.append([1], 7)
     caches = kv.key_caches[0], kv.value_caches[0]
     pykv.reshape_and_cache_flash(key, value, *caches, slots, kv.kv_cache_dtype, 0.01, 0.01)
-    for data, cache in zip((key, value), caches, strict=True):
+    for data, cache, format in zip((key, value), caches, ("nvfp4", "nvfp4_v"), strict=True):
         out = np.zeros_like(data)
         pykv.gather_and_maybe_dequant_cache(
-            cache, out, kv.block_tables([1]), np.array([0, 7], np.int32), None, 7, kv.kv_cache_dtype, 0.01
+            cache, out, kv.block_tables([1]), np.array([0, 7], np.int32), None, 7, format, 0.01
         )
         assert np.abs(out - data).max() < 0.6
         assert np.abs(out - data).mean() < 0.1

@@ -50,7 +50,7 @@ GatedActivationArgs gated_args(Call& call, const DLTensor* input, const char* re
 }
 
 void not_in_place(const GatedActivationArgs& args) {
-  if (args.result == args.input) fail(PYKV_VALUE_ERROR, "out: must not share memory with input");
+  if (args.num_rows != 0 && args.result == args.input) fail(PYKV_VALUE_ERROR, "out: must not share memory with input");
 }
 
 namespace {

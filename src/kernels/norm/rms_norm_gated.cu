@@ -107,8 +107,10 @@ void rms_norm_gated_cuda(const RmsNormGatedArgs& args, const Launch& launch) {
     const char* const op = "rms_norm_gated";
     const Fit fit = std::min(fit_of<T>(args, sizeof(T), sizeof(T)),
                              fit_of_rows(kAccessBytes, args.gate, args.gate_rows, sizeof(T)));
-    if (!args.gate || args.gate_first)
+    if (!args.gate || args.gate_first) {
+      if (launch_exact<GatedInput, Grouped<false>::Result, T, 1>(args, fit, launch, op)) return;
       return launch_row_norm<GatedInput, Grouped<false>::Result, T, 1>(args, fit, true, launch, op);
+    }
     if (launch_exact<Input, Grouped<true>::Result, T, 1>(args, fit, launch, op)) return;
     launch_row_norm<Input, Grouped<true>::Result, T, 1>(args, fit, true, launch, op);
   });
