@@ -89,7 +89,7 @@ def test_split(tmp_path: Path) -> None:
     extension = read(tmp_path / "dist" / bindings[1])
     assert extension["pykv/_C.cp313.so"] == b"cp313"
     assert not [name for name in extension if "libkernels" in name]
-    about = Parser().parsestr(extension["pykv-0.1.0.dist-info/METADATA"].decode())
+    about = Parser().parsestr(extension["pykv_kernels-0.1.0.dist-info/METADATA"].decode())
     assert about.get_all("Requires-Dist") == ["numpy>=1.24", "pykv-libkernels==0.1.0"]
     assert "A description" in about.get_payload()
 
