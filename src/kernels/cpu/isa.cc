@@ -11,7 +11,7 @@ namespace pykv {
 Isa cpu_isa() {
   static const Isa isa = [] {
     Isa best = Isa::kBase;
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PYKV_ONE_ISA)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")) {
       best = Isa::kAvx2;
       if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -16,7 +16,7 @@ Isa cpu_isa();
 }  // namespace pykv
 
 // Declares the twins of one op and the function that runs the one for this machine.
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PYKV_ONE_ISA)
 #define PYKV_CPU_TWIN(NAME, ARGS)                            \
   namespace base {                                           \
   void NAME(const ARGS& args, const Launch& launch);         \
