@@ -52,14 +52,19 @@ class NoneIs:
             return self.sentinel
         if self.positive:
             try:
-                is_positive = value > 0
-            except TypeError:
+                is_positive = bool(value > 0)
+            except (TypeError, ValueError):  # that of an array: not one truth
                 got = type(value).__name__
                 raise TypeError(f"{self.positive}: must be a positive number or None, got {got}") from None
             if not is_positive:
                 raise ValueError(f"{self.positive}: must be positive, got {value}")
-        if self.number and value != value:
-            raise ValueError(f"{self.number}: must be a number, got {value}")
+        if self.number:
+            try:
+                is_nan = bool(value != value)
+            except ValueError:
+                raise TypeError(f"{self.number}: must be a number or None, got {type(value).__name__}") from None
+            if is_nan:
+                raise ValueError(f"{self.number}: must be a number, got {value}")
         return value
 
 

@@ -39,8 +39,11 @@ bool truth_from(PyObject* object) {
 }
 
 const char* string_from(PyObject* object) {
-  const char* text = PyUnicode_Check(object) ? PyUnicode_AsUTF8(object) : nullptr;
-  if (!text) throw py::type_error("a string is required, got " + std::string(Py_TYPE(object)->tp_name));
+  if (!PyUnicode_Check(object)) {
+    throw py::type_error("a string is required, got " + std::string(Py_TYPE(object)->tp_name));
+  }
+  const char* text = PyUnicode_AsUTF8(object);
+  if (!text) throw py::error_already_set();  // half of a surrogate pair
   return text;
 }
 

@@ -68,6 +68,9 @@ CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lse": np.zeros((3, 4), np.float32)}, ValueError, "lse: dimension 0 must equal num_heads = 4"),
     ({"window": 0}, ValueError, "window: must be positive, got 0"),
     ({"softcap": -1.0}, ValueError, "softcap: must be positive, got -1"),
+    ({"softcap": np.array([1.0, 2.0])}, TypeError, "softcap: must be a positive number or None, got ndarray"),
+    ({"scale": np.array([1.0, 2.0])}, TypeError, "scale: must be a number or None, got ndarray"),
+    ({"kv_cache_dtype": "\ud800"}, ValueError, "kv_cache_dtype: .*surrogate"),  # has no UTF-8
     ({"kv_cache_dtype": "fp4"}, ValueError, "kv_cache_dtype: "),
     ({"kv_cache_dtype": "fp8"}, TypeError, "key_cache: "),
 ]

@@ -1,0 +1,259 @@
+"""Random calls of operations, each made from one number: ``Case(seed)`` is the same call wherever it is made.
+
+Each begins with the operation's sample (``pykv/_samples.py``), so that a new operation is called without a line here.
+Sizes, dtypes, memory layouts and ids are then changed together, which mostly gives a right call, and in half of the
+cases one or two arguments become what they must not be.  Values are not compared here: the other tests do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from pykv import _samples, _schema
+
+Array = np.ndarray[Any, Any]
+
+DIMENSIONS = {
+    "NUM_BLOCKS": (6, 7, 19),
+    "BLOCK_SIZE": (1, 4, 5, 16),
+    "KV_HEADS": (1, 2, 3),
+    "HEADS": (2, 4, 6, 12),
+    "HEAD_SIZE": (8, 16, 24, 64, 80, 128, 256),
+}
+FLOATS = [np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16)]
+OTHER_DTYPES = [
+    np.dtype(t)
+    for t in ("f8", ">f4", ">i8", "i1", "u1", "i2", "u4", "i4", "i8", "?", "c8", "O", "S3", ml_dtypes.float8_e4m3fn)
+] + FLOATS
+EXTREMES = [-(2**63), 2**63 - 1, 2**31, -(2**31), 2**31 - 1, 2**62, 2**40, -(2**40), 65536, -1, 0, 1]
+CACHE_DTYPES = ["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4", "fp8_ds_mla", "ue8m0", "mxfp8", "silu"]
+WRONG_STRINGS = ["", "fp9", "auto\0x", "x" * 3000, "\ud800", "%s%n", b"auto", None, 3]
+WRONG_SCALARS = [
+    *(None, True, -1, 0, 1, 2**31, -(2**31), 2**63 - 1, -(2**63), 2**63, 10**400, float("nan"), float("inf"), -0.5),
+    *("x", b"x", [], (), {}, object(), 1j, np.float32(2), np.int8(3), np.array(3), np.array([1, 2])),
+]
+# What is there is what these say (SECURITY.md): they are given right, or not as what they must be.
+BELIEVED = _samples.ADDRESSED
+
+
+class Case:
+    """A call: ``name``, ``arguments``, and ``changes``, which tells what was made of the sample."""
+
+    def __init__(self, seed: int, op: str | None = None) -> None:
+        self.rng = rng = np.random.default_rng(seed)
+        names = sorted(_schema.all_ops())
+        drawn = names[rng.integers(len(names))]
+        self.name = op or drawn
+        self.op = _schema.all_ops()[self.name]
+        self.changes: list[str] = []
+        self.arguments = self._sample()
+        if self.name not in BELIEVED:
+            for change, chance in ((self._resize, 0.6), (self._dtypes, 0.5), (self._options, 0.4), (self._ids, 0.4)):
+                if rng.random() < chance:
+                    change()
+            self._each_array(self._layout)
+        if rng.random() < 0.5:
+            for i in rng.permutation(len(self.op.parameters))[: rng.integers(1, 3)]:
+                self._wrong(self.op.parameters[i])
+
+    def _choose(self, values: Any) -> Any:
+        return values[self.rng.integers(len(values))]
+
+    def _sample(self) -> dict[str, Any]:
+        before = {name: getattr(_samples, name) for name in DIMENSIONS}
+        try:
+            if self.rng.random() < 0.7:
+                for name, sizes in DIMENSIONS.items():
+                    setattr(_samples, name, int(self._choose(sizes)))
+            try:
+                return _samples.sample(self.name)
+            except ValueError:  # records of a fixed number of bytes
+                for name, size in before.items():
+                    setattr(_samples, name, size)
+                return _samples.sample(self.name)
+        finally:
+            for name, size in before.items():
+                setattr(_samples, name, size)
+
+    def _each_array(self, make: Any) -> None:
+        for name, value in self.arguments.items():
+            if isinstance(value, np.ndarray):
+                self.arguments[name] = make(value)
+            elif isinstance(value, list):
+                self.arguments[name] = [make(v) if isinstance(v, np.ndarray) else v for v in value]
+
+    def _arrays(self) -> list[Array]:
+        found: list[Array] = []
+        self._each_array(lambda array: (found.append(array), array)[1])
+        return found
+
+    def _resize(self) -> None:
+        """All axes of one size, and their multiples, become as many times larger, or those of that size another."""
+        sizes = sorted({n for array in self._arrays() for n in array.shape if n > 0})
+        if not sizes:
+            return
+        size, to = self._choose(sizes), int(self._choose((0, 1, 2, 5, 8, 17, 64, 130)))
+        multiples = to > 0 and self.rng.random() < 0.5
+
+        def new(n: int) -> int:
+            return n // size * to if n == size or (multiples and n % size == 0) else n
+
+        def make(array: Array) -> Array:
+            shape = [new(n) for n in array.shape]
+            if np.prod(shape) > 1 << 20:
+                return array
+            return np.resize(array, shape) if array.size else np.zeros(shape, array.dtype)
+
+        self._each_array(make)
+        if self.rng.random() < 0.5:
+            for name, value in self.arguments.items():
+                if type(value) is int:
+                    self.arguments[name] = new(value)
+        self.changes.append(f"sizes {size} -> {to}{' and multiples' if multiples else ''}")
+
+    def _dtypes(self) -> None:
+        to, ids = self._choose(FLOATS), np.dtype(self._choose(("i4", "i8")))
+        every = self.rng.random() < 0.5
+
+        def make(array: Array) -> Array:
+            if array.dtype == np.float32 and (every or self.rng.random() < 0.7):
+                return array.astype(to)
+            return array.astype(ids) if array.dtype.kind == "i" else array
+
+        self._each_array(make)
+        self.changes.append(f"dtypes {to}, {ids}")
+
+    def _options(self) -> None:
+        """What a call may leave out, or say in another way."""
+        for p in self.op.parameters:
+            value = self.arguments.get(p.name, p.default)
+            if self.rng.random() < 0.5:
+                continue
+            if p.kind == "bool":
+                self.arguments[p.name] = not value
+            elif p.kind == "str":
+                self.arguments[p.name] = self._choose(CACHE_DTYPES)
+            elif p.kind == "int" and type(value) is int:
+                self.arguments[p.name] = int(self._choose((0, 1, value, value + 1, 2 * value, 128)))
+            elif p.kind == "float" and isinstance(value, float):
+                self.arguments[p.name] = float(self._choose((0.0, 0.5, -1.0, 1e30, float("inf"), float("nan"))))
+            elif p.optional and p.name in self.arguments:
+                self.arguments[p.name] = None
+            else:
+                continue
+            self.changes.append(f"{p.name}={self.arguments[p.name]!r}")
+
+    def _ids(self) -> None:
+        bad = self.rng.random() < 0.5
+
+        def make(array: Array) -> Array:
+            if array.dtype.kind != "i" or array.size == 0:
+                return array
+            ids = array.copy()
+            where = self.rng.random(ids.shape) < 0.3
+            values = EXTREMES if bad else range(-1, int(ids.max()) + 2)
+            ids[where] = self.rng.choice(np.array(values, np.int64), ids.shape).astype(ids.dtype)[where]
+            return ids
+
+        self._each_array(make)
+        self.changes.append("ids: extremes" if bad else "ids")
+
+    def _layout(self, array: Array) -> Array:
+        """The same values with gaps between rows, with axes in another order, or backwards."""
+        how = self.rng.integers(8)
+        if array.ndim == 0 or how > 3:
+            return array
+        axis = int(self.rng.integers(array.ndim))
+        if how == 0:  # a gap at the end of each row
+            gap = int(self._choose((1, 3, 8, 16)))
+            wide = np.zeros((*array.shape[:-1], array.shape[-1] + gap), array.dtype)
+            new = wide[..., : array.shape[-1]]
+        elif how == 1:  # every other one
+            shape = list(array.shape)
+            shape[axis] *= 2
+            new = np.zeros(shape, array.dtype)[(slice(None),) * axis + (slice(None, None, 2),)]
+        elif how == 2:
+            new = np.moveaxis(np.zeros([array.shape[axis], *np.delete(array.shape, axis)], array.dtype), 0, axis)
+        else:
+            new = np.flip(np.zeros(array.shape, array.dtype), axis)
+        new[...] = array
+        self.changes.append(f"layout {array.shape} {('gap', 'every other', 'order', 'backwards')[how]} {axis}")
+        return new
+
+    def _wrong(self, p: _schema.Parameter) -> None:
+        value = self.arguments.get(p.name)
+        if isinstance(value, list) and value and self.rng.random() < 0.7:
+            i = self.rng.integers(len(value))
+            made = list(value)
+            made[i], how = self._wrong_array(p, value[i])
+        elif isinstance(value, list):
+            made, how = self._choose([(value[:-1], "one less"), (value * 2, "twice"), ([], "empty"), (None, "None")])
+        elif isinstance(value, np.ndarray) and self.name not in BELIEVED and self.rng.random() < 0.85:
+            made, how = self._wrong_array(p, value)
+        elif p.kind == "str":
+            made = self._choose(WRONG_STRINGS)
+            how = repr(made)[:20]
+        else:
+            made = self._choose(WRONG_SCALARS)
+            if self.name in BELIEVED and isinstance(made, (int, float, np.generic, np.ndarray)):
+                made = None
+            how = repr(made)[:20]
+        self.arguments[p.name] = made
+        self.changes.append(f"WRONG {p.name}: {how}")
+
+    def _wrong_array(self, p: _schema.Parameter, array: Any) -> tuple[Any, str]:
+        if not isinstance(array, np.ndarray):
+            return None, "None"
+        how = self._choose(
+            ("dtype", "flat", "axis more", "no axis", "size", "no elements", "huge", "misaligned", "odd stride")
+            + ("read-only", "overlap", "another", "None", "list")
+        )
+        shape, axis = list(array.shape), int(self.rng.integers(max(1, array.ndim)))
+        if how == "dtype":
+            dtype = self._choose(OTHER_DTYPES)
+            return np.zeros(shape, dtype), f"dtype {dtype}"
+        if how == "flat":
+            return array.reshape(-1), how
+        if how == "axis more":
+            return array[(None,) * int(self.rng.integers(1, 12))], how
+        if how == "no axis":
+            return np.zeros((), array.dtype), how
+        if how in ("size", "no elements") and shape:
+            shape[axis] = 0 if how == "no elements" else max(0, shape[axis] + int(self._choose((-1, 1, 2, 5))))
+            return np.zeros(shape, array.dtype), f"{how} of axis {axis}"
+        if how == "huge" and shape and array.size:  # all in the same place: only the numbers are large
+            sizes = (2**20, 2**31, 2**40, 2**62 // array.size // array.itemsize)
+            # of pairs there may be any number, and they are copied: no memory for them is not an error of the call
+            shape[axis] = 2**20 if p.name == "block_mapping" else int(self._choose(sizes))
+            first = array[(slice(None),) * axis + (slice(0, 1),)]
+            strides = [0 if i == axis else s for i, s in enumerate(array.strides)]
+            try:
+                return np.lib.stride_tricks.as_strided(first, shape, strides), f"{how} {shape[axis]} of axis {axis}"
+            except ValueError:  # more than an array may have
+                return None, "None"
+        if how == "misaligned" and array.itemsize > 1:
+            made: Array = np.ndarray(shape, array.dtype, bytearray(array.nbytes + 64), 1)
+            made[...] = array
+            return made, how
+        if how == "odd stride" and array.itemsize > 1 and shape and array.size:
+            memory = bytearray((array.nbytes + 1) * shape[0])
+            strides = list(np.zeros(shape, array.dtype).strides)
+            strides[0] += 1
+            return np.ndarray(shape, array.dtype, memory, 0, strides), how
+        if how == "read-only":
+            made = array.copy()
+            made.flags.writeable = False
+            return made, how
+        # what is written into elements that overlap is undefined, though never outside of them
+        if how == "overlap" and p.kind == "read" and shape and array.size:
+            first = np.ascontiguousarray(array)
+            strides = [min(s, array.itemsize) for s in first.strides]
+            return np.lib.stride_tricks.as_strided(first, shape, strides), how
+        if how == "another":
+            return self._choose(self._arrays() or [None]), how
+        if how == "list":
+            return array.tolist(), how
+        return None, "None"
