@@ -36,7 +36,7 @@ run() { # with a limit of $1 seconds, outside of the clone: its folder pykv has 
 }
 imported=$(run 60 -c 'import pykv; print(pykv.__file__)')
 [[ $imported == "$PYTHONPATH"/* ]] || { echo "another pykv was imported: $imported" >&2; exit 1; }
-# each transfer and each allocation of the cache manager fails in turn
+# each transfer and some allocations of the cache manager fails in turn
 run 120 -m pytest -q -p no:cacheprovider --rootdir "$root" -c "$root/pyproject.toml" \
   "$root/tests/paged_kv_cache/test_interruptions.py" -k "transfer or memory_that_fails"
 run $((seconds + 90)) "$root/tests/fuzz/run.py" --seconds "$seconds" ${seed:+--seed "$seed"}

@@ -22,15 +22,21 @@ class Page:
         self.memory = mmap.mmap(-1, 3 * SIZE)  # shared with children
         self.start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         parent = os.getpid()
+        ready, say_ready = os.pipe()
         self.child = os.fork()
         if self.child == 0:
             try:
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it may be stopped when the parent ends
+                os.write(say_ready, b"x")
                 while os.getppid() == parent:
                     for _ in range(200):
                         ctypes.memmove(self.start, self.start + SIZE, SIZE)
                         ctypes.memmove(self.start, self.start + 2 * SIZE, SIZE)
             finally:
                 os._exit(0)
+        os.close(say_ready)
+        os.read(ready, 1)
+        os.close(ready)
         self._stop()
 
     def _stop(self) -> None:
