@@ -137,6 +137,15 @@ void set_pages(Tensor& src, const Tensor& dst, GatherCacheArgs& args, bool value
   args.page = nvfp4_page(src, args.piece, values);
 }
 
+// Requests whose rows end where those of the next begin, the last one's with the output.
+void set_open_requests(Call& call, const DLTensor* block_table, const DLTensor* workspace_starts, int64_t batch_size,
+                       PagedRequests& requests) {
+  not_negative("batch_size", batch_size);
+  set_blocks(call, block_table, batch_size, requests);
+  requests.starts = read_ids(call, "workspace_starts", workspace_starts, batch_size, "batch_size");
+  requests.open_end = true;
+}
+
 void run(Call& call, void* stream, const GatherCacheArgs& args) {
   if (args.num_rows == 0 || args.requests.num_requests == 0 || args.pieces * args.piece == 0) return;
   if (args.requests.block_size == 0) fail(PYKV_VALUE_ERROR, "src_cache: must have blocks of at least one token");
@@ -218,10 +227,7 @@ pykv_status pykv_cp_gather_and_upconvert_fp8_kv_cache(const DLTensor* src_cache,
                         "cp_gather_and_upconvert_fp8_kv_cache: workspace_starts"};
     Tensor src = source(call, src_cache, args);
     set_records(src, target(call, dst, 2, args), args);
-    not_negative("batch_size", batch_size);
-    set_blocks(call, block_table, batch_size, requests);
-    requests.starts = read_ids(call, "workspace_starts", workspace_starts, batch_size, "batch_size");
-    requests.open_end = true;
+    set_open_requests(call, block_table, workspace_starts, batch_size, requests);
     if (seq_starts) requests.positions = read_ids(call, "seq_starts", seq_starts, batch_size, "batch_size");
     set_record_rows(call, src, host_cache, host_row_ids, device_row_ids, args);
     args.record_rows.in_cache_report = "cp_gather_and_upconvert_fp8_kv_cache: device_row_ids";
@@ -242,10 +248,7 @@ pykv_status pykv_cp_gather_and_upconvert_nvfp4_kv_cache(const DLTensor* src_cach
                         "cp_gather_and_upconvert_nvfp4_kv_cache: workspace_starts"};
     Tensor src = source(call, src_cache, args);
     set_nvfp4_records(src, target(call, dst, 2, args), args);
-    not_negative("batch_size", batch_size);
-    set_blocks(call, block_table, batch_size, requests);
-    requests.starts = read_ids(call, "workspace_starts", workspace_starts, batch_size, "batch_size");
-    requests.open_end = true;
+    set_open_requests(call, block_table, workspace_starts, batch_size, requests);
     run(call, stream, args);
   });
 }
