@@ -3,6 +3,7 @@
 #include <pybind11/gil_safe_call_once.h>
 #include <pybind11/numpy.h>
 
+#include <cfenv>
 #include <string>
 #include <unordered_map>
 
@@ -153,6 +154,16 @@ bool Array::borrow_number(PyObject* object) {
   if (written_) type_error("an array is required, got a number");
   set_number(value);
   return true;
+}
+
+float nearest_float(double value) {
+  std::fenv_t before;
+  std::fegetenv(&before);
+  std::fesetenv(FE_DFL_ENV);
+  const volatile double asked = value;  // volatile: the conversion stays between the two
+  const volatile float rounded = static_cast<float>(asked);
+  std::fesetenv(&before);
+  return rounded;
 }
 
 // By loops: calls of memcpy take longer for so little.

@@ -46,6 +46,17 @@ struct CurrentStreams {
   void* stream;
 };
 
+// Whether this thread rounds to nearest and keeps denormal numbers (core/float_environment.h sets this for the kernels).
+inline bool usual_arithmetic() {
+#if defined(__x86_64__)
+  return (__builtin_ia32_stmxcsr() & 0xffc0) == 0x1f80;
+#else
+  return __builtin_aarch64_get_fpcr64() == 0;
+#endif
+}
+// A number as float32, whatever this thread's way of rounding.
+float nearest_float(double value);
+
 // Gives the memory behind a DLPack capsule back to its producer, and lets the capsule go.
 void release_capsule(PyObject* capsule);
 
@@ -69,7 +80,7 @@ class Array {
   // A Python number in place of an array that is read: a scalar float32 on the host.
   void set_number(double value) {
     none_ = false;
-    number_ = static_cast<float>(value);
+    number_ = usual_arithmetic() ? static_cast<float>(value) : nearest_float(value);
     tensor_ = {&number_, {kDLCPU, 0}, 0, {kDLFloat, 32, 1}, shape_, strides_, 0};
   }
   // Second pass: those that were left, ordered before `stream`.

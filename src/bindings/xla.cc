@@ -5,7 +5,6 @@
 //   l  as many of these as attribute pNN     w  the next result after those
 //   n  attribute pNN, a number for an array  a  attribute pNN, a plain value          -  nowhere: it is None
 #include <algorithm>
-#include <cfenv>
 #include <deque>
 #include <stdexcept>
 #include <string>
@@ -232,21 +231,6 @@ void* stream_of(const CallFrame& frame) {
   return get.stream;
 }
 
-// XLA's threads take denormal numbers for zero; an operation computes as it does for other callers.
-class UsualArithmetic {
- public:
-  UsualArithmetic() {
-    std::fegetenv(&before_);
-    std::fesetenv(FE_DFL_ENV);
-  }
-  ~UsualArithmetic() { std::fesetenv(&before_); }
-  UsualArithmetic(const UsualArithmetic&) = delete;
-  UsualArithmetic& operator=(const UsualArithmetic&) = delete;
-
- private:
-  std::fenv_t before_;
-};
-
 }  // namespace
 }  // namespace pykv::xla
 
@@ -260,7 +244,6 @@ xla::Error* call_from_xla(const Operation& operation, DLDeviceType type, xla::Ca
     Value values[kMaxParameters + 1];
     for (int i = 0; i < operation.count; ++i) reader.read(i, operation.kinds[i], values[i]);
     values[operation.count].stream = type == kDLCUDA ? stream_of(*frame) : nullptr;
-    const UsualArithmetic usual;
     const pykv_status status = operation.run(values);
     return status == PYKV_OK ? nullptr : last_error(*frame, status);
   } catch (const std::exception& e) {

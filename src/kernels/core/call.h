@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "core/check.h"
+#include "core/float_environment.h"
 #include "core/launch.h"
 
 namespace pykv {
@@ -103,12 +104,19 @@ class Call {
   bool device_known_ = false;
 };
 
+// A function of its own, so that no arithmetic of the body is done before the environment is set.
+template <class Body>
+[[gnu::noinline]] void run_body(const char* op, Body& body) {
+  Call call(op);
+  body(call);
+}
+
 // Runs an entry: exceptions become a status and a message that starts with the op's name.
 template <class Body>
 pykv_status guarded(const char* op, Body&& body) {
+  const UsualArithmetic usual;
   try {
-    Call call(op);
-    body(call);
+    run_body(op, body);
     return PYKV_OK;
   } catch (const Error& e) {
     return set_last_error(e.status(), op, e.what());

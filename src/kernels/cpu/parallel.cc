@@ -11,12 +11,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cfenv>
 #include <cstdlib>
 #include <exception>
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "core/float_environment.h"
 
 namespace pykv {
 namespace {
@@ -108,7 +109,7 @@ class Pool {
   }
 
   void work(uint32_t seen) {
-    std::fesetenv(FE_DFL_ENV);  // inherited, too: the maker's way with small numbers (XLA's threads have none)
+    const UsualArithmetic usual;  // a thread inherits its maker's environment
     for (;;) {
       await_change(calls_, seen);
       seen = calls_.load(std::memory_order_acquire);
