@@ -1,4 +1,4 @@
-"""Results do not depend on the caller's floating-point environment: how it rounds, whether it keeps denormal numbers."""
+"""Results do not depend on the caller's floating-point environment: rounding, and what becomes of denormal numbers."""
 
 from __future__ import annotations
 
