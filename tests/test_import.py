@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from pykv import _C
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -18,3 +20,30 @@ def test_python_started_in_the_clone_is_told(tmp_path: Path) -> None:
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"ImportError: {tmp_path}/pykv is the source folder of pykv and has no compiled part")
     assert last.endswith("start it in another folder")
+
+
+def test_a_subinterpreter_gets_an_import_error() -> None:
+    """It hung for ever.  In a process of its own: subinterpreters leave traces."""
+    program = """
+try:
+    import _interpreters as interpreters
+except ImportError:
+    import _xxsubinterpreters as interpreters
+import {first}
+other = interpreters.create()
+told = interpreters.run_string(other, '''
+try:
+    from importlib import machinery, util
+    loader = machinery.ExtensionFileLoader("pykv._C", {file!r})
+    util.module_from_spec(util.spec_from_file_location("pykv._C", {file!r}, loader=loader))
+except ImportError as error:
+    print("ImportError:", error, flush=True)
+''')
+assert told is None, told
+"""
+    for first in ("sys", "pykv"):
+        command = [sys.executable, "-c", program.format(first=first, file=_C.__file__)]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert ran.returncode == 0, ran.stderr
+        assert "ImportError: " in ran.stdout, ran.stdout + ran.stderr
+        assert "interpreter" in ran.stdout

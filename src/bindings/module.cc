@@ -19,7 +19,7 @@ namespace pykv::python {
 
 // Without a GIL, too: what threads share are maps that readers look into without a lock (pointer_map.h), the words of the
 // library, which works without the GIL anyway, and the way that calls of an operation go (function.cc), one atomic word.
-PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
+PYBIND11_MODULE(_C_of_main, m, py::mod_gil_not_used()) {
   bind_failure(m);
   bind_function(m);
   bind_pointer(m);
@@ -68,3 +68,10 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
 }
 
 }  // namespace pykv::python
+
+// pybind11 waits for ever in a subinterpreter of Python 3.11 and before; later ones refuse by themselves.
+extern "C" PYBIND11_EXPORT PyObject* PyInit__C() {
+  if (PyInterpreterState_Get() == PyInterpreterState_Main()) return pykv::python::PyInit__C_of_main();
+  PyErr_SetString(PyExc_ImportError, "pykv works in the main interpreter, not in subinterpreters");
+  return nullptr;
+}
