@@ -47,3 +47,21 @@ assert told is None, told
         assert ran.returncode == 0, ran.stderr
         assert "ImportError: " in ran.stdout, ran.stdout + ran.stderr
         assert "interpreter" in ran.stdout
+
+
+def test_daemon_threads_in_calls_let_the_process_end() -> None:
+    """Python 3.11 ended them by unwinding their stacks, which C++ answered with an abort."""
+    program = """
+import threading, time, numpy as np, pykv
+def loop():
+    x = np.ones((64, 4096), np.float32)
+    out = np.empty_like(x)
+    while True:
+        pykv.rms_norm(out, x, None)
+for _ in range(4):
+    threading.Thread(target=loop, daemon=True).start()
+time.sleep(0.2)
+"""
+    for _ in range(3):
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+        assert ran.returncode == 0, ran.stderr

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "array.h"
+#include "unlocked.h"
 
 namespace pykv::python {
 namespace {
@@ -34,7 +35,7 @@ bool is_done(const InUse& call) {
 void keep_until_done(std::vector<PyObject*> capsules, DLDevice device, void* stream) {
   InUse call{nullptr, std::move(capsules)};
   {
-    const py::gil_scoped_release released;         // as for launches
+    const Unlocked unlocked;                       // as for launches
     pykv_mark_stream(device, stream, &call.mark);  // no mark: nothing to wait for
   }
   std::vector<InUse> done;

@@ -8,6 +8,7 @@
 #include "pykv/attention.h"
 #include "pykv/cpu.h"
 #include "torch_ops.h"
+#include "unlocked.h"
 
 void bind_activation(Module& m);
 void bind_attention(Module& m);
@@ -36,7 +37,7 @@ PYBIND11_MODULE(_C_of_main, m, py::mod_gil_not_used()) {
   m.def("check_errors", [](int device_type, int device_id) {
     pykv_status status;
     {
-      const py::gil_scoped_release released;
+      const Unlocked unlocked;
       status = pykv_check_errors({static_cast<DLDeviceType>(device_type), device_id});
     }
     if (status == PYKV_OK) return;

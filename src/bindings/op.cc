@@ -8,6 +8,7 @@
 
 #include "frame.h"
 #include "torch_ops.h"
+#include "unlocked.h"
 
 namespace pykv::python {
 namespace {
@@ -145,31 +146,20 @@ class Arguments {
   alignas(Array) std::byte storage_[kMaxParameters * sizeof(Array)];  // as many as there are: no more is ever touched
 };
 
-// While an operation runs, others may have the GIL.  Letting go of it and taking it again costs as much as reading three
-// arrays: it is kept where no other thread of Python exists, and the operation waits for nobody, as on the CPU, where its
-// own threads know nothing of Python.  (A launch on a GPU may wait for a host function in its stream that wants the GIL.)
-class Unlocked {
- public:
-  explicit Unlocked(bool on_host) : thread_(on_host && is_only_thread() ? nullptr : PyEval_SaveThread()) {}
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
-  ~Unlocked() {
-    if (thread_) PyEval_RestoreThread(thread_);
-  }
-
- private:
-  static bool is_only_thread() {
+// Whether others may have the GIL while an operation runs.  Letting go of it and taking it again costs as much as reading
+// three arrays: it is kept where no other thread of Python exists, and the operation waits for nobody, as on the CPU,
+// where its own threads know nothing of Python.  (A launch on a GPU may wait for a host function in its stream that wants
+// the GIL.)
+bool others_may_run(bool on_host) {
 #ifdef Py_GIL_DISABLED
-    return false;  // collectors of garbage wait for threads that are not let go
+  return true;  // collectors of garbage wait for threads that are not let go
 #else
-    // new ones come first in the list, and cannot go before they had the GIL
-    PyThreadState* own = PyThreadState_Get();
-    return PyInterpreterState_ThreadHead(own->interp) == own && !PyThreadState_Next(own);
+  if (!on_host) return true;
+  // new threads come first in the list, and cannot go before they had the GIL
+  PyThreadState* own = PyThreadState_Get();
+  return PyInterpreterState_ThreadHead(own->interp) != own || PyThreadState_Next(own);
 #endif
-  }
-
-  PyThreadState* thread_;
-};
+}
 
 const char* name_of(Kind kind) {
   switch (kind) {
@@ -207,7 +197,7 @@ PyObject* call_from_python(const Operation& operation, PyObject* const* objects,
     Arguments arguments(at);
     arguments.take(operation, objects, at);
     const pykv_status status = [&] {
-      const Unlocked unlocked(arguments.are_on_host());
+      const Unlocked unlocked(others_may_run(arguments.are_on_host()));
       return operation.run(arguments.values());
     }();
     if (status != PYKV_OK) {

@@ -15,6 +15,7 @@
 #include "signature.h"
 #include "torch_ops.h"
 #include "torch_shim.h"
+#include "unlocked.h"
 
 namespace pykv::python::torch_ops {
 namespace {
@@ -122,11 +123,13 @@ PyObject* call(PyObject* packet, PyObject* const* args, size_t nargsf, PyObject*
     return PyObject_Vectorcall(callable.original, args, nargsf, keywords);
 
   Caller caller(*callable.operation);
-  PyThreadState* thread = PyEval_SaveThread();
-  waiting = &caller;
-  const bool went_well = shim->call(callable.name.c_str(), words);
-  waiting = nullptr;
-  PyEval_RestoreThread(thread);
+  const bool went_well = [&] {
+    const Unlocked unlocked;
+    waiting = &caller;
+    const bool done = shim->call(callable.name.c_str(), words);
+    waiting = nullptr;
+    return done;
+  }();
   for (int i = 0; i < caller.num_tensors; ++i) shim->release(caller.tensors[i]);
   if (caller.error) {
     try {
