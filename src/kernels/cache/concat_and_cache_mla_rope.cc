@@ -48,9 +48,9 @@ pykv_status pykv_concat_and_cache_mla_rope_fused(const DLTensor* positions, DLTe
       rotation.query = rotary_heads(q, pos, rope, 0);
       rotation.key = rotary_heads(pe, pos, rope, 0);
     }
-    no_shared_memory(q, pe);
-    no_shared_memory(c, pe);
-    no_shared_memory(c, q);
+    q.apart_from(pe);
+    c.apart_from(pe);
+    c.apart_from(q);
 
     args.concat.report = "concat_and_cache_mla_rope_fused: slot_mapping";
     take_inputs(args.concat, call,

@@ -97,10 +97,10 @@ pykv_status pykv_fused_qknorm_rope_cache(DLTensor* q_out, DLTensor* k_out, DLTen
     rest.rotation.query = heads_of(q, sizes.q_heads);
     rest.rotation.key = heads_of(k, sizes.kv_heads);
     const RotaryHeads values = heads_of(v, sizes.kv_heads);
-    for (const Tensor* out : {&q, &k, &v}) no_shared_memory(*out, x);
-    no_shared_memory(k, q);
-    no_shared_memory(v, q);
-    no_shared_memory(v, k);
+    for (const Tensor* out : {&q, &k, &v}) out->apart_from(x);
+    k.apart_from(q);
+    v.apart_from(q);
+    v.apart_from(k);
 
     const HeadsView keys_view(k, *k_out, head_dim), values_view(v, *v_out, head_dim);
     rest.cache.report = "fused_qknorm_rope_cache: slot_mapping";

@@ -50,9 +50,9 @@ pykv_status pykv_rotary_and_cache(const DLTensor* positions, DLTensor* query, DL
     rotation.query = rotary_heads(q, pos, head_size, rope_dim_offset);
     rotation.key = rotary_heads(k, pos, head_size, rope_dim_offset);
     args.rope_dim_offset = rope_dim_offset;
-    no_shared_memory(k, q);
-    no_shared_memory(v, q);
-    no_shared_memory(v, k);
+    k.apart_from(q);
+    v.apart_from(q);
+    v.apart_from(k);
     if (rotation.num_tokens == 0 || rotation.query.num_heads + rotation.key.num_heads == 0) return;
     call.run(stream, args, rotary_and_cache_cpu, PYKV_CUDA(rotary_and_cache_cuda));
   });

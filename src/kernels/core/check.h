@@ -142,6 +142,13 @@ class Tensor {
     return *this;
   }
 
+  // The two may interleave, but not begin in the same place: one of them is written.
+  const Tensor& apart_from(const Tensor& other) const {
+    if (data() == other.data() && numel_ > 0 && other.numel_ > 0)
+      fail(PYKV_VALUE_ERROR, "must not share memory with %s", other.name_);
+    return *this;
+  }
+
   const char* name() const { return name_; }
   DType type() const { return dtype_; }
   DLDevice device() const { return device_; }  // kDLCPU or kDLCUDA

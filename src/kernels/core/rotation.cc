@@ -63,9 +63,4 @@ Rotation rotation_of(const char* report, Tensor positions, Tensor cos_sin_cache,
   return r;
 }
 
-void no_shared_memory(const Tensor& x, const Tensor& other) {
-  if (x.numel() > 0 && other.numel() > 0 && x.data() == other.data())
-    x.fail(PYKV_VALUE_ERROR, "must not share memory with %s", other.name());
-}
-
 }  // namespace pykv

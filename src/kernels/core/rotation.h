@@ -43,7 +43,4 @@ RotaryHeads rotary_heads(Tensor x, const Tensor& positions, Dim& head_size, int6
 Rotation rotation_of(const char* report, Tensor positions, Tensor cos_sin_cache, int64_t head_size,
                      int64_t rope_dim_offset);
 
-// Two arrays of which at least one is rotated: they may interleave, but not begin in the same place.
-void no_shared_memory(const Tensor& x, const Tensor& other);
-
 }  // namespace pykv

@@ -37,7 +37,7 @@ pykv_status pykv_dual_chunk_rotary_embedding(DLTensor* query_out, const DLTensor
     if (args.out.num_heads != DualChunks::kCopies * args.query.num_heads)
       out.fail(PYKV_VALUE_ERROR, "must have %d times the heads of query, %" PRId64 ", got shape %s",
                DualChunks::kCopies, args.query.num_heads, out.shape_string().c_str());
-    if (out.numel() > 0 && out.data() == q.data()) out.fail(PYKV_VALUE_ERROR, "must not share memory with query");
+    out.apart_from(q);
     args.out.num_heads = args.query.num_heads;
     args.copy = args.query.num_heads * args.out.head;
     if (key) r.key = heads_of(call.write("key", key).like(q).no_overlap_within());

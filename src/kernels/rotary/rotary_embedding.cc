@@ -26,7 +26,7 @@ RotaryEmbeddingArgs checked(Call& call, const char* report, const DLTensor* posi
   if (key) {
     const Tensor k = call.write("key", key).like(q);
     r.key = rotary_heads(k, pos, size, rope_dim_offset);
-    no_shared_memory(k, q);
+    k.apart_from(q);
   }
   return args;
 }
