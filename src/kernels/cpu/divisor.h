@@ -6,8 +6,9 @@
 namespace pykv::PYKV_ISA {
 
 // v / scale for many v, without dividing, which takes a vector as long as ten other operations: v times the inverse is next
-// to the quotient, and what is missing (exact) times the inverse decides (Markstein's theorem).  That is for numbers that
-// neither overflow nor underflow on the way; where those may lie among others that do, two operations more see to it.
+// to the quotient, and what is missing times the inverse decides (Markstein's theorem).  What is missing is exact, for
+// product and sum are one operation: by name, since a compiler fuses them or not, as its flags say.  This is for numbers
+// that neither overflow nor underflow on the way; where those may lie among others that do, two operations more see to it.
 class Divisor {
  public:
   explicit Divisor(float scale)
@@ -19,18 +20,18 @@ class Divisor {
 
   friend float operator/(float v, const Divisor& by) { return v / by.scale_; }
   friend Floats operator/(Floats v, const Divisor& by) {
-#if defined(__FMA__)
-    if (by.way_ == kQuick) {
-      const Floats near = v * by.inverse_;
-      return with_sign((v - near * by.scale_) * by.inverse_ + near, v);
-    }
-#endif
 #if defined(__AVX512F__)
-    if (by.way_ == kCareful) {
+    if (by.way_ != kPlain) {
       const __m512 scale = splat(by.scale_), inverse = splat(by.inverse_), near = v * inverse;
       const __m512 rest = _mm512_fnmadd_ps(near, scale, v);
+      if (by.way_ == kQuick) return with_sign(_mm512_fmadd_ps(rest, inverse, near), v);
       const __mmask16 finite = ~_mm512_fpclass_ps_mask(near, 0x99);  // neither an infinity nor NaN
       return with_sign(_mm512_mask3_fmadd_ps(rest, inverse, near, finite), v);
+    }
+#elif defined(__FMA__)
+    if (by.way_ == kQuick) {
+      const __m256 inverse = splat(by.inverse_), near = v * inverse;
+      return with_sign(_mm256_fmadd_ps(_mm256_fnmadd_ps(near, splat(by.scale_), v), inverse, near), v);
     }
 #endif
     return v / by.scale_;
