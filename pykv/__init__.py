@@ -69,6 +69,7 @@ from pykv.mla import (
     cp_gather_cache,
     gather_and_maybe_dequant_cache,
 )
+from pykv.moe import grouped_topk, topk_sigmoid, topk_softmax, topk_softplus_sqrt
 from pykv.norm import (
     fused_add_rms_norm,
     fused_add_rms_norm_static_fp8_quant,
@@ -147,6 +148,7 @@ __all__ = [
     "get_library_dir",
     "get_num_threads",
     "get_pkgconfig_dir",
+    "grouped_topk",
     "has_cuda",
     "indexer_k_quant_and_cache",
     "layer_norm",
@@ -181,5 +183,8 @@ __all__ = [
     "swap_blocks_layers",
     "swigluoai_and_mul",
     "swiglustep_and_mul",
+    "topk_sigmoid",
+    "topk_softmax",
+    "topk_softplus_sqrt",
     "xielu",
 ]

@@ -141,6 +141,19 @@ def latent_cache() -> npt.NDArray[Any]:
     return floats(NUM_BLOCKS, BLOCK_SIZE, 24)
 
 
+NUM_EXPERTS = 12
+
+
+def routed(**options: Any) -> Sample:
+    return {
+        "topk_weights": floats(3, 2, seed=2),
+        "topk_ids": np.zeros((3, 2), np.int32),
+        "token_expert_indices": np.zeros((3, 2), np.int32),
+        "gating_output": floats(3, NUM_EXPERTS),
+        **options,
+    }
+
+
 SAMPLES: dict[str, Callable[[], Sample]] = {
     "silu_and_mul": lambda: gated("result"),
     "silu_and_mul_quant": lambda: {"result": np.zeros((3, 8), np.uint8), "input": floats(3, 16), "scale": 0.5},
@@ -346,6 +359,26 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         "block_table": np.array([[1, 4], [3, 0]], np.int32),
         "cu_seq_lens": np.array([0, 2, 7], np.int32),
     },
+    "topk_softmax": lambda: routed(e_score_correction_bias=floats(NUM_EXPERTS, seed=1), renormalize=True),
+    "topk_sigmoid": lambda: routed(routed_scaling_factor=2.5, is_padding=np.array([False, True, False])),
+    "topk_softplus_sqrt": lambda: routed(
+        renormalize=True,
+        input_ids=ids(4, 0, 2),
+        hash_indices_table=np.array([[0, 5], [1, 2], [9, 0], [3, 4], [7, 2]], np.int32),
+    ),
+    "grouped_topk": lambda: (
+        {name: value for name, value in routed().items() if name in ("topk_weights", "topk_ids")}
+        | {
+            "scores": floats(3, NUM_EXPERTS),
+            "n_group": 3,
+            "topk_group": 2,
+            "topk": 2,
+            "renormalize": True,
+            "routed_scaling_factor": 2.5,
+            "bias": floats(NUM_EXPERTS, seed=1),
+            "scoring_func": 1,
+        }
+    ),
     "convert_fp8": lambda: {"output": np.zeros((3, 8), np.uint8), "input": floats(3, 8), "scale": 0.5},
     "concat_mla_q": lambda: {
         "ql_nope": floats(3, HEADS, 16),

@@ -20,6 +20,7 @@ from attention import reference as attention
 from cache import reference as cache
 from cache import reference_indexer as indexer
 from cache import reference_mla as mla
+from moe import reference as moe
 from norm import reference as norm
 from rotary.reference import rotary_embedding
 from rotary.test_dual_chunk_rotary_embedding import positions_of_copies
@@ -257,6 +258,31 @@ def cp_gather_indexer_k_quant_cache(a: Any) -> Results:
     return {"dst_k": a.dst_k, "dst_scale": a.dst_scale}
 
 
+def topk(scoring: str) -> Callable[[Any], Results]:
+    def expected(a: Any) -> Results:
+        tokens, k = a.topk_ids.shape
+        ids, s = moe.topk(a.gating_output, k, scoring, getattr(a, "e_score_correction_bias", None))
+        weights = moe.weights_of(s, getattr(a, "renormalize", False), getattr(a, "routed_scaling_factor", 1.0))
+        padding = getattr(a, "is_padding", np.zeros(tokens, bool))[:, None]
+        rows = np.arange(k) * tokens + np.arange(tokens)[:, None]
+        outputs = np.where(padding, 0, weights), np.where(padding, -1, ids), rows
+        return dict(zip(("topk_weights", "topk_ids", "token_expert_indices"), outputs, strict=True))
+
+    return expected
+
+
+def topk_softplus_sqrt(a: Any) -> Results:
+    ids = a.hash_indices_table[a.input_ids]
+    s = np.take_along_axis(moe.scores_of(a.gating_output, "softplus_sqrt"), ids, -1)
+    weights = moe.weights_of(s, a.renormalize)
+    return {"topk_weights": weights, "topk_ids": ids, "token_expert_indices": a.token_expert_indices}
+
+
+def grouped_topk(a: Any) -> Results:
+    ids, s = moe.grouped_topk(a.scores, a.topk, "sigmoid", a.bias, a.n_group, a.topk_group, "top2_sum")
+    return {"topk_weights": moe.weights_of(s, a.renormalize, a.routed_scaling_factor), "topk_ids": ids}
+
+
 EXPECTED: dict[str, Callable[[Any], Results]] = {
     "silu_and_mul": gated(act.silu, "result"),
     "silu_and_mul_quant": lambda a: {
@@ -323,6 +349,10 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
     "cp_gather_and_upconvert_nvfp4_kv_cache": cp_gather_and_upconvert_nvfp4_kv_cache,
     "indexer_k_quant_and_cache": indexer_k_quant_and_cache,
     "cp_gather_indexer_k_quant_cache": cp_gather_indexer_k_quant_cache,
+    "topk_softmax": topk("softmax"),
+    "topk_sigmoid": topk("sigmoid"),
+    "topk_softplus_sqrt": topk_softplus_sqrt,
+    "grouped_topk": grouped_topk,
     "convert_fp8": lambda a: {"output": cache.quantise(a.input, a.scale, "fp8")},
     "concat_mla_q": lambda a: {"q_out": np.concatenate([a.ql_nope, a.q_pe], axis=-1)},
 }

@@ -244,6 +244,22 @@ def convert_fp8(
     stream: Stream = None,
 ) -> Any: ...
 def concat_mla_q(ql_nope: _Array, q_pe: Array, *, q_out: Array | None = None, stream: Stream = None) -> _Array: ...
+def grouped_topk(
+    scores: Array,
+    n_group: int,
+    topk_group: int,
+    topk: int,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    bias: Array | None = None,
+    scoring_func: int = 0,
+    group_score: str = "top2_sum",
+    is_padding: Array | None = None,
+    *,
+    topk_weights: Array | None = None,
+    topk_ids: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
 def rms_norm(
     input: _Array, weight: Array | None, epsilon: float = 1e-06, *, out: Array | None = None, stream: Stream = None
 ) -> _Array: ...

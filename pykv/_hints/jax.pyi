@@ -383,6 +383,89 @@ def convert_fp8(
 ) -> Array: ...
 def concat_mla_q(ql_nope: ArrayLike, q_pe: ArrayLike, *, q_out: ArrayLike | None = None) -> Array: ...
 def copy_blocks_mla(kv_caches: Sequence[ArrayLike], block_mapping: ArrayLike) -> list[Array]: ...
+@overload
+def topk_softmax(
+    topk_weights: ArrayLike,
+    topk_ids: ArrayLike,
+    token_expert_indices: None,
+    gating_output: ArrayLike,
+    renormalize: bool = False,
+    e_score_correction_bias: ArrayLike | None = None,
+    is_padding: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def topk_softmax(
+    topk_weights: ArrayLike,
+    topk_ids: ArrayLike,
+    token_expert_indices: ArrayLike,
+    gating_output: ArrayLike,
+    renormalize: bool = False,
+    e_score_correction_bias: ArrayLike | None = None,
+    is_padding: ArrayLike | None = None,
+) -> tuple[Array, Array, Array]: ...
+@overload
+def topk_sigmoid(
+    topk_weights: ArrayLike,
+    topk_ids: ArrayLike,
+    token_expert_indices: None,
+    gating_output: ArrayLike,
+    renormalize: bool = False,
+    e_score_correction_bias: ArrayLike | None = None,
+    routed_scaling_factor: float = 1.0,
+    is_padding: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def topk_sigmoid(
+    topk_weights: ArrayLike,
+    topk_ids: ArrayLike,
+    token_expert_indices: ArrayLike,
+    gating_output: ArrayLike,
+    renormalize: bool = False,
+    e_score_correction_bias: ArrayLike | None = None,
+    routed_scaling_factor: float = 1.0,
+    is_padding: ArrayLike | None = None,
+) -> tuple[Array, Array, Array]: ...
+@overload
+def topk_softplus_sqrt(
+    topk_weights: ArrayLike,
+    topk_ids: ArrayLike,
+    token_expert_indices: None,
+    gating_output: ArrayLike,
+    renormalize: bool = False,
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: ArrayLike | None = None,
+    input_ids: ArrayLike | None = None,
+    hash_indices_table: ArrayLike | None = None,
+    is_padding: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def topk_softplus_sqrt(
+    topk_weights: ArrayLike,
+    topk_ids: ArrayLike,
+    token_expert_indices: ArrayLike,
+    gating_output: ArrayLike,
+    renormalize: bool = False,
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: ArrayLike | None = None,
+    input_ids: ArrayLike | None = None,
+    hash_indices_table: ArrayLike | None = None,
+    is_padding: ArrayLike | None = None,
+) -> tuple[Array, Array, Array]: ...
+def grouped_topk(
+    scores: ArrayLike,
+    n_group: int,
+    topk_group: int,
+    topk: int,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    bias: ArrayLike | None = None,
+    scoring_func: int = 0,
+    group_score: str = "top2_sum",
+    is_padding: ArrayLike | None = None,
+    *,
+    topk_weights: ArrayLike | None = None,
+    topk_ids: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
 def rms_norm(
     input: ArrayLike, weight: ArrayLike | None, epsilon: float = 1e-06, *, out: ArrayLike | None = None
 ) -> Array: ...

@@ -28,6 +28,7 @@ from pykv import gelu_quick as gelu_quick
 from pykv import gelu_tanh_and_mul as gelu_tanh_and_mul
 from pykv import gemma_fused_add_rms_norm as gemma_fused_add_rms_norm
 from pykv import gemma_rms_norm as gemma_rms_norm
+from pykv import grouped_topk as grouped_topk
 from pykv import indexer_k_quant_and_cache as indexer_k_quant_and_cache
 from pykv import layer_norm as layer_norm
 from pykv import masked_moe_activation as masked_moe_activation
@@ -59,4 +60,7 @@ from pykv import swap_blocks_batch as swap_blocks_batch
 from pykv import swap_blocks_layers as swap_blocks_layers
 from pykv import swigluoai_and_mul as swigluoai_and_mul
 from pykv import swiglustep_and_mul as swiglustep_and_mul
+from pykv import topk_sigmoid as topk_sigmoid
+from pykv import topk_softmax as topk_softmax
+from pykv import topk_softplus_sqrt as topk_softplus_sqrt
 from pykv import xielu as xielu

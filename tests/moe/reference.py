@@ -1,0 +1,63 @@
+"""Routing and maps of experts in NumPy, float64, written from what the operations promise."""
+
+from __future__ import annotations
+
+import numpy as np
+
+Array = np.ndarray
+
+
+def scores_of(logits: Array, scoring: str) -> Array:
+    x = logits.astype(np.float64)
+    with np.errstate(all="ignore"):
+        if scoring == "softmax":
+            e = np.exp(x - x.max(-1, keepdims=True))
+            s = e / e.sum(-1, keepdims=True)
+        elif scoring == "sigmoid":
+            s = 1 / (1 + np.exp(-x))
+        elif scoring == "softplus_sqrt":
+            s = np.sqrt(np.where(x > 20, x, np.log1p(np.exp(np.minimum(x, 20)))))
+        else:
+            s = x
+    return np.where(np.isfinite(s), s, 0)
+
+
+def best(keys: Array, k: int) -> Array:
+    """Of equal keys the lower id."""
+    return np.argsort(-keys, axis=-1, kind="stable")[:, :k]
+
+
+def keys_of(logits: Array, scoring: str, bias: Array | None = None, finite_only: bool = False) -> Array:
+    keys = scores_of(logits, scoring) + (0 if bias is None else bias.astype(np.float64))
+    keys = np.where(np.isnan(keys), -np.inf, keys)
+    return np.where(np.isfinite(logits.astype(np.float64)), keys, -np.inf) if finite_only else keys
+
+
+def kept(keys: Array, n_group: int, topk_group: int, group_score: str) -> Array:
+    """The keys, -inf in groups that are not among the best."""
+    groups = keys.reshape(len(keys), n_group, -1)
+    ordered = np.sort(groups, axis=-1)
+    score = ordered[..., -2:].sum(-1) if group_score == "top2_sum" else ordered[..., -1]
+    chosen = np.zeros(score.shape, bool)
+    np.put_along_axis(chosen, best(score, topk_group), True, axis=-1)
+    return np.where(chosen[..., None], groups, -np.inf).reshape(keys.shape)
+
+
+def weights_of(s: Array, renormalize: bool, factor: float = 1.0, epsilon: float = 0.0) -> Array:
+    total = s.sum(-1, keepdims=True) + epsilon
+    return s / np.where((total != 0) & renormalize, total, 1) * factor
+
+
+def topk(logits: Array, k: int, scoring: str, bias: Array | None = None) -> tuple[Array, Array]:
+    """ids, and the scores of these."""
+    ids = best(keys_of(logits, scoring, bias), k)
+    return ids, np.take_along_axis(scores_of(logits, scoring), ids, -1)
+
+
+def grouped_topk(
+    logits: Array, k: int, scoring: str, bias: Array | None, n_group: int, topk_group: int, group_score: str
+) -> tuple[Array, Array]:
+    keys = kept(keys_of(logits, scoring, bias, scoring != "softmax"), n_group, topk_group, group_score)
+    ids = best(keys, k)
+    lost = np.isneginf(np.take_along_axis(keys, ids, -1))
+    return ids, np.where(lost, 0, np.take_along_axis(scores_of(logits, scoring), ids, -1))
