@@ -362,6 +362,7 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     "topk_softmax": lambda: routed(e_score_correction_bias=floats(NUM_EXPERTS, seed=1), renormalize=True),
     "topk_sigmoid": lambda: routed(routed_scaling_factor=2.5, is_padding=np.array([False, True, False])),
     "topk_softplus_sqrt": lambda: routed(
+        token_expert_indices=None,
         renormalize=True,
         input_ids=ids(4, 0, 2),
         hash_indices_table=np.array([[0, 5], [1, 2], [9, 0], [3, 4], [7, 2]], np.int32),

@@ -274,8 +274,7 @@ def topk(scoring: str) -> Callable[[Any], Results]:
 def topk_softplus_sqrt(a: Any) -> Results:
     ids = a.hash_indices_table[a.input_ids]
     s = np.take_along_axis(moe.scores_of(a.gating_output, "softplus_sqrt"), ids, -1)
-    weights = moe.weights_of(s, a.renormalize)
-    return {"topk_weights": weights, "topk_ids": ids, "token_expert_indices": a.token_expert_indices}
+    return {"topk_weights": moe.weights_of(s, a.renormalize), "topk_ids": ids}
 
 
 def grouped_topk(a: Any) -> Results:

@@ -44,6 +44,9 @@ SIGNATURES = {
     "gather_and_maybe_dequant_cache": (
         "src_cache, dst, block_table, cu_seq_lens, token_to_seq, num_tokens, kv_cache_dtype, scale, seq_starts=None"
     ),
+    "grouped_topk": (
+        "scores, num_expert_group, topk_group, topk, renormalize, routed_scaling_factor, bias, scoring_func=0"
+    ),
     "indexer_k_quant_and_cache": "k, kv_cache, slot_mapping, quant_block_size, kv_cache_dtype",
     "merge_attn_states": (
         "output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None, "
@@ -63,9 +66,20 @@ SIGNATURES = {
     "silu_and_mul_per_block_quant": "input, group_size, quant_dtype, scale_ub=None, is_scale_transposed=False",
     "swap_blocks": "src, dst, block_size_in_bytes, block_mapping",
     "swap_blocks_batch": "src_ptrs, dst_ptrs, sizes, is_src_access_order_any=False",
+    "topk_hash_softplus_sqrt": (
+        "topk_weights, topk_indices, token_expert_indices, gating_output, renormalize=False, "
+        "routed_scaling_factor=1.0, e_score_correction_bias=None, input_tokens=None, hash_indices_table=None"
+    ),
+    "topk_sigmoid": (
+        "topk_weights, topk_ids, token_expert_indices, gating_output, renormalize=False, e_score_correction_bias=None"
+    ),
+    "topk_softmax": (
+        "topk_weights, topk_ids, token_expert_indices, gating_output, renormalize=False, e_score_correction_bias=None"
+    ),
 }
 RETURNED = {  # how many arrays; the others return None
     "fused_qknorm_rope_cache": 3,
+    "grouped_topk": 2,
     "rms_norm_dynamic_per_token_quant": 2,
     "rms_norm_per_block_quant": 2,
     "silu_and_mul_per_block_quant": 2,
