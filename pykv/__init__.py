@@ -69,7 +69,18 @@ from pykv.mla import (
     cp_gather_cache,
     gather_and_maybe_dequant_cache,
 )
-from pykv.moe import grouped_topk, topk_sigmoid, topk_softmax, topk_softplus_sqrt
+from pykv.moe import (
+    batched_moe_align_block_size,
+    get_cutlass_batched_moe_mm_data,
+    get_cutlass_moe_mm_data,
+    get_cutlass_moe_mm_problem_sizes_from_expert_offsets,
+    grouped_topk,
+    moe_align_block_size,
+    moe_lora_align_block_size,
+    topk_sigmoid,
+    topk_softmax,
+    topk_softplus_sqrt,
+)
 from pykv.norm import (
     fused_add_rms_norm,
     fused_add_rms_norm_static_fp8_quant,
@@ -111,6 +122,7 @@ __all__ = [
     "PrefixStats",
     "ScalarOrArray",
     "Stream",
+    "batched_moe_align_block_size",
     "batched_rotary_embedding",
     "check_errors",
     "concat_and_cache_mla",
@@ -144,6 +156,9 @@ __all__ = [
     "gemma_fused_add_rms_norm",
     "gemma_rms_norm",
     "get_cmake_dir",
+    "get_cutlass_batched_moe_mm_data",
+    "get_cutlass_moe_mm_data",
+    "get_cutlass_moe_mm_problem_sizes_from_expert_offsets",
     "get_include",
     "get_library_dir",
     "get_num_threads",
@@ -155,6 +170,8 @@ __all__ = [
     "masked_moe_activation",
     "merge_attn_states",
     "merge_attn_states_n",
+    "moe_align_block_size",
+    "moe_lora_align_block_size",
     "mrope",
     "mul_and_silu",
     "paged_attention",

@@ -154,6 +154,29 @@ def routed(**options: Any) -> Sample:
     }
 
 
+def unwritten(*shape: int) -> npt.NDArray[np.int32]:
+    return np.full(shape, 99, np.int32)
+
+
+def chosen_experts() -> npt.NDArray[np.int32]:
+    return np.array([[5, 0], [3, 5], [-1, 9]], np.int32)
+
+
+def local_experts() -> npt.NDArray[np.int32]:
+    """All but expert 3."""
+    here = np.arange(NUM_EXPERTS)
+    return np.where(here == 3, -1, here - (here > 3)).astype(np.int32)
+
+
+def block_map(places: int, lists: int = 1) -> Sample:
+    """In blocks of four."""
+    return {
+        "sorted_token_ids": unwritten(lists * places),
+        "experts_ids": unwritten(lists * places // 4),
+        "num_tokens_post_pad": unwritten(lists),
+    }
+
+
 SAMPLES: dict[str, Callable[[], Sample]] = {
     "silu_and_mul": lambda: gated("result"),
     "silu_and_mul_quant": lambda: {"result": np.zeros((3, 8), np.uint8), "input": floats(3, 16), "scale": 0.5},
@@ -380,6 +403,62 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
             "scoring_func": 1,
         }
     ),
+    "moe_align_block_size": lambda: {
+        "topk_ids": chosen_experts(),
+        "num_experts": NUM_EXPERTS,
+        "block_size": 4,
+        **block_map(24),
+        "expert_map": local_experts(),
+        "scatter_idx": unwritten(6),
+    },
+    "batched_moe_align_block_size": lambda: {
+        "max_tokens_per_batch": 6,
+        "block_size": 4,
+        "expert_num_tokens": np.array([2, 0, 5], np.int32),
+        **block_map(24),
+    },
+    "moe_lora_align_block_size": lambda: {
+        "topk_ids": chosen_experts(),
+        "token_lora_mapping": np.array([1, 0, 1], np.int32),
+        "num_experts": NUM_EXPERTS,
+        "block_size": 4,
+        "max_loras": 2,
+        "max_num_tokens_padded": 24,
+        "max_num_m_blocks": 6,
+        **block_map(24, lists=2),
+        "adapter_enabled": np.array([1, 1, 0], np.int32),
+        "lora_ids": np.array([1, 0, -1], np.int32),
+    },
+    "get_cutlass_moe_mm_data": lambda: {
+        "topk_ids": chosen_experts(),
+        "expert_offsets": unwritten(NUM_EXPERTS + 1),
+        "problem_sizes1": unwritten(NUM_EXPERTS, 3),
+        "problem_sizes2": unwritten(NUM_EXPERTS, 3),
+        "input_permutation": unwritten(6),
+        "output_permutation": unwritten(6),
+        "num_experts": NUM_EXPERTS,
+        "n": 24,
+        "k": 16,
+        "blockscale_offsets": unwritten(NUM_EXPERTS + 1),
+    },
+    "get_cutlass_moe_mm_problem_sizes_from_expert_offsets": lambda: {
+        "expert_first_token_offset": ids(0, 2, 2, 7),
+        "problem_sizes1": unwritten(3, 3),
+        "problem_sizes2": unwritten(3, 3),
+        "n": 24,
+        "k": 16,
+        "swap_ab": True,
+    },
+    "get_cutlass_batched_moe_mm_data": lambda: {
+        "expert_offsets": unwritten(3),
+        "problem_sizes1": unwritten(3, 3),
+        "problem_sizes2": unwritten(3, 3),
+        "expert_num_tokens": np.array([2, 0, 5], np.int32),
+        "num_local_experts": 3,
+        "padded_m": 8,
+        "n": 24,
+        "k": 16,
+    },
     "convert_fp8": lambda: {"output": np.zeros((3, 8), np.uint8), "input": floats(3, 8), "scale": 0.5},
     "concat_mla_q": lambda: {
         "ql_nope": floats(3, HEADS, 16),

@@ -153,3 +153,216 @@ def grouped_topk(
         ValueError: a shape, a number or an option is wrong.
         TypeError: a dtype is wrong.
     """
+
+
+@operation()
+def moe_align_block_size(
+    topk_ids: Array,
+    num_experts: int,
+    block_size: int,
+    sorted_token_ids: Array,
+    experts_ids: Array,
+    num_tokens_post_pad: Array,
+    expert_map: Array | None = None,
+    scatter_idx: Array | None = None,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Group pairs by expert, each group padded to a multiple of ``block_size``: a tile of a GEMM has one expert.
+
+    In a group pairs ascend: the result is the same in every run.
+
+    Args:
+        topk_ids: ``[T, k]`` int32, uint32 or int64; pairs of ids that are negative, or ``num_experts`` and more, are
+            dropped.
+        num_experts: at most 65536 (CUDA: some 4900).
+        block_size: places of a block.
+        sorted_token_ids: ``[capacity]`` int32, contiguous; written: pairs, and ``T * k`` in all other places.
+            ``capacity`` is at least ``T * k + min(T * k, num_experts) * (block_size - 1)``.
+        experts_ids: int32, contiguous; written: the expert of each block of places, -1 behind the last.
+            At least that least ``capacity // block_size`` of them.
+        num_tokens_post_pad: ``[1]`` int32; written: places that are taken, padding included.
+        expert_map: ``[num_experts]`` int32 or int64: from ids to ids of this rank; negative: the expert lies elsewhere,
+            and its pairs are dropped.
+        scatter_idx: ``T * k`` elements, int32, contiguous; written: the place of each pair, -1 if it is dropped.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: a shape or a number is wrong; or an id lies beyond the experts, or one in ``expert_map`` does: its
+            pairs were dropped (CPU: at once; CUDA: by ``pykv.check_errors()``).
+        TypeError: a dtype is wrong.
+    """
+
+
+@operation()
+def batched_moe_align_block_size(
+    max_tokens_per_batch: int,
+    block_size: int,
+    expert_num_tokens: Array,
+    sorted_token_ids: Array,
+    experts_ids: Array,
+    num_tokens_post_pad: Array,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Do as :func:`moe_align_block_size` with rows that are grouped by expert already.
+
+    Expert ``b`` has the rows ``b * max_tokens_per_batch + i``, ``i = 0 ... expert_num_tokens[b] - 1``.
+
+    Args:
+        max_tokens_per_batch: rows of each expert, at most.
+        block_size: places of a block.
+        expert_num_tokens: ``[num_experts]`` int32 or int64, clamped to ``0 ... max_tokens_per_batch``.
+        sorted_token_ids: ``[capacity]`` int32, contiguous; written: rows, and ``num_experts * max_tokens_per_batch`` in
+            all other places.  ``capacity`` is at least ``num_experts`` times ``max_tokens_per_batch`` rounded up to a
+            multiple of ``block_size``.
+        experts_ids, num_tokens_post_pad: as there.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: a shape or a number is wrong; or an expert has more than ``max_tokens_per_batch`` rows: the others
+            were dropped (CPU: at once; CUDA: by ``pykv.check_errors()``).
+        TypeError: a dtype is wrong.
+    """
+
+
+@operation()
+def moe_lora_align_block_size(
+    topk_ids: Array,
+    token_lora_mapping: Array,
+    num_experts: int,
+    block_size: int,
+    max_loras: int,
+    max_num_tokens_padded: int,
+    max_num_m_blocks: int,
+    sorted_token_ids: Array,
+    experts_ids: Array,
+    num_tokens_post_pad: Array,
+    adapter_enabled: Array,
+    lora_ids: Array,
+    expert_map: Array | None = None,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Do :func:`moe_align_block_size` for each LoRA adapter that is listed and enabled, with the pairs of its tokens.
+
+    The outputs have a row for each adapter; those of others are not written.
+
+    Args:
+        topk_ids, num_experts, block_size, expert_map: as there.
+        token_lora_mapping: ``[T]`` int32 or int64: the adapter of each token.
+        max_loras: number of adapters.
+        max_num_tokens_padded: places of a row of ``sorted_token_ids``, at least the ``capacity`` there.
+        max_num_m_blocks: blocks of a row of ``experts_ids``.
+        sorted_token_ids: ``[max_loras, max_num_tokens_padded]`` int32, or as many elements in another shape,
+            contiguous; written.
+        experts_ids: ``[max_loras, max_num_m_blocks]``, the same.
+        num_tokens_post_pad: ``[max_loras]`` int32; written.
+        adapter_enabled: at least ``max_loras`` of int32 or int64; 0: not.
+        lora_ids: int32 or int64: adapters; negative: none.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: as there; or an adapter of ``lora_ids`` lies beyond ``max_loras``.
+        TypeError: a dtype is wrong.
+    """
+
+
+@operation()
+def get_cutlass_moe_mm_data(
+    topk_ids: Array,
+    expert_offsets: Array,
+    problem_sizes1: Array,
+    problem_sizes2: Array,
+    input_permutation: Array,
+    output_permutation: Array,
+    num_experts: int,
+    n: int,
+    k: int,
+    blockscale_offsets: Array | None = None,
+    is_gated: bool = True,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Say what two grouped GEMMs need: rows of an expert side by side, their number ``m``, and the problems.
+
+    These are ``(m, 2 * n, k)``, or ``(m, n, k)`` unless ``is_gated``, and ``(m, k, n)``.  In an expert pairs ascend.
+    All outputs are int32 and contiguous.
+
+    Args:
+        topk_ids: ``[T, topk]``, as for :func:`moe_align_block_size`.
+        expert_offsets: ``[num_experts + 1]``; written: where the rows of each expert begin.
+        problem_sizes1, problem_sizes2: ``[num_experts, 3]``; written.  Without ``blockscale_offsets`` and with
+            ``T * topk <= 64`` the first two numbers change places.
+        input_permutation: ``[T * topk]``; written: the token of each row.  Behind the rows it is not written.
+        output_permutation: ``[T * topk]``; written: the row of each pair, ``T`` if it is dropped.
+        num_experts: number of experts.
+        n: inner width.
+        k: hidden width.
+        blockscale_offsets: ``[num_experts + 1]``; written: as ``expert_offsets``, had experts multiples of 128 rows.
+        is_gated: whether the first GEMM has two results for each inner element.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: a shape or a number is wrong; or an id lies beyond the experts: its pairs were dropped (CPU: at
+            once; CUDA: by ``pykv.check_errors()``).
+        TypeError: a dtype is wrong.
+    """
+
+
+@operation()
+def get_cutlass_moe_mm_problem_sizes_from_expert_offsets(
+    expert_first_token_offset: Array,
+    problem_sizes1: Array,
+    problem_sizes2: Array,
+    n: int,
+    k: int,
+    swap_ab: bool,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Give the problems ``(m, 2 * n, k)`` and ``(m, k, n)`` of each expert, from where its rows begin.
+
+    Args:
+        expert_first_token_offset: ``[num_experts + 1]`` int32 or int64, ascending.
+        problem_sizes1, problem_sizes2: ``[num_experts, 3]`` int32, contiguous; written.
+        n: inner width.
+        k: hidden width.
+        swap_ab: the first two numbers change places.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: a shape or a number is wrong.
+        TypeError: a dtype is wrong.
+    """
+
+
+@operation()
+def get_cutlass_batched_moe_mm_data(
+    expert_offsets: Array,
+    problem_sizes1: Array,
+    problem_sizes2: Array,
+    expert_num_tokens: Array,
+    num_local_experts: int,
+    padded_m: int,
+    n: int,
+    k: int,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Give the same problems for experts of ``padded_m`` rows each, of which ``expert_num_tokens`` count.
+
+    Args:
+        expert_offsets: ``[num_local_experts]`` or one more, int32, contiguous; written: ``e * padded_m``.
+        problem_sizes1, problem_sizes2: ``[num_local_experts, 3]`` int32, contiguous; written.
+        expert_num_tokens: ``[num_local_experts]`` int32 or int64.
+        num_local_experts: number of experts.
+        padded_m: rows of each.
+        n: inner width.
+        k: hidden width.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: a shape or a number is wrong.
+        TypeError: a dtype is wrong.
+    """

@@ -11,6 +11,7 @@ from typing import Any
 
 import pykv
 from pykv import (
+    batched_moe_align_block_size,
     concat_and_cache_mla,
     concat_and_cache_mla_grouped,
     concat_and_cache_mla_rope_fused,
@@ -21,8 +22,13 @@ from pykv import (
     cp_gather_indexer_k_quant_cache,
     fused_add_rms_norm,
     gather_and_maybe_dequant_cache,
+    get_cutlass_batched_moe_mm_data,
+    get_cutlass_moe_mm_data,
+    get_cutlass_moe_mm_problem_sizes_from_expert_offsets,
     indexer_k_quant_and_cache,
     merge_attn_states,
+    moe_align_block_size,
+    moe_lora_align_block_size,
     reshape_and_cache,
     reshape_and_cache_flash,
     rms_norm,
@@ -36,6 +42,7 @@ from pykv._libraries import empty_beside, spec_of
 from pykv._types import Array, ScalarOrArray
 
 __all__ = [
+    "batched_moe_align_block_size",
     "concat_and_cache_mla",
     "concat_and_cache_mla_grouped",
     "concat_and_cache_mla_rope_fused",
@@ -48,9 +55,14 @@ __all__ = [
     "fused_qk_norm_rope",
     "fused_qknorm_rope_cache",
     "gather_and_maybe_dequant_cache",
+    "get_cutlass_batched_moe_mm_data",
+    "get_cutlass_moe_mm_data",
+    "get_cutlass_moe_mm_problem_sizes_from_expert_offsets",
     "grouped_topk",
     "indexer_k_quant_and_cache",
     "merge_attn_states",
+    "moe_align_block_size",
+    "moe_lora_align_block_size",
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "rms_norm",

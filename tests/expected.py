@@ -282,6 +282,51 @@ def grouped_topk(a: Any) -> Results:
     return {"topk_weights": moe.weights_of(s, a.renormalize, a.routed_scaling_factor), "topk_ids": ids}
 
 
+def in_blocks(a: Any, *lists: list[np.ndarray]) -> Results:
+    """The rows of each bin, for each list."""
+    places, blocks = len(a.sorted_token_ids) // len(lists), len(a.experts_ids) // len(lists)
+    sentinel = a.topk_ids.size if hasattr(a, "topk_ids") else a.expert_num_tokens.size * a.max_tokens_per_batch
+    made = [moe.align(rows, a.block_size, places, blocks, sentinel) for rows in lists]
+    names = ("sorted_token_ids", "experts_ids", "num_tokens_post_pad")
+    return {
+        name: np.concatenate([np.reshape(m, -1) for m in made_of])
+        for name, made_of in zip(names, zip(*made, strict=True), strict=True)
+    }
+
+
+def moe_align_block_size(a: Any) -> Results:
+    bins = moe.bins_of(a.topk_ids, a.num_experts, a.expert_map)
+    rows = moe.rows_of(bins, a.num_experts)
+    order = np.concatenate(rows)
+    results = in_blocks(a, rows)
+    where = {pair: place for place, pair in enumerate(results["sorted_token_ids"].tolist())}
+    return results | {"scatter_idx": np.array([where[p] if p in order else -1 for p in range(bins.size)])}
+
+
+def batched_moe_align_block_size(a: Any) -> Results:
+    return in_blocks(a, [b * a.max_tokens_per_batch + np.arange(n) for b, n in enumerate(a.expert_num_tokens)])
+
+
+def moe_lora_align_block_size(a: Any) -> Results:
+    bins = moe.bins_of(a.topk_ids, a.num_experts)
+    of_pair = np.repeat(a.token_lora_mapping, a.topk_ids.shape[1])
+    return in_blocks(a, *(moe.rows_of(bins, a.num_experts, of_pair == lora) for lora in range(a.max_loras)))
+
+
+def get_cutlass_moe_mm_data(a: Any) -> Results:
+    results = moe.cutlass(a.topk_ids, a.num_experts, a.n, a.k, True, False)
+    rows = results["input_permutation"]
+    return results | {"input_permutation": np.append(rows, a.input_permutation[len(rows) :])}
+
+
+def problem_sizes(a: Any) -> Results:
+    batched = hasattr(a, "padded_m")
+    counts = a.expert_num_tokens if batched else np.diff(a.expert_first_token_offset)
+    made = moe.problems(counts, 2 * a.n, a.n, a.k, not batched)
+    results = dict(zip(("problem_sizes1", "problem_sizes2"), made, strict=True))
+    return results | ({"expert_offsets": np.arange(3) * a.padded_m} if batched else {})
+
+
 EXPECTED: dict[str, Callable[[Any], Results]] = {
     "silu_and_mul": gated(act.silu, "result"),
     "silu_and_mul_quant": lambda a: {
@@ -352,6 +397,12 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
     "topk_sigmoid": topk("sigmoid"),
     "topk_softplus_sqrt": topk_softplus_sqrt,
     "grouped_topk": grouped_topk,
+    "moe_align_block_size": moe_align_block_size,
+    "batched_moe_align_block_size": batched_moe_align_block_size,
+    "moe_lora_align_block_size": moe_lora_align_block_size,
+    "get_cutlass_moe_mm_data": get_cutlass_moe_mm_data,
+    "get_cutlass_moe_mm_problem_sizes_from_expert_offsets": problem_sizes,
+    "get_cutlass_batched_moe_mm_data": problem_sizes,
     "convert_fp8": lambda a: {"output": cache.quantise(a.input, a.scale, "fp8")},
     "concat_mla_q": lambda a: {"q_out": np.concatenate([a.ql_nope, a.q_pe], axis=-1)},
 }

@@ -466,6 +466,124 @@ def grouped_topk(
     topk_weights: ArrayLike | None = None,
     topk_ids: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
+@overload
+def moe_align_block_size(
+    topk_ids: ArrayLike,
+    num_experts: int,
+    block_size: int,
+    sorted_token_ids: ArrayLike,
+    experts_ids: ArrayLike,
+    num_tokens_post_pad: ArrayLike,
+    expert_map: ArrayLike | None = None,
+    scatter_idx: None = None,
+) -> tuple[Array, Array, Array]: ...
+@overload
+def moe_align_block_size(
+    topk_ids: ArrayLike,
+    num_experts: int,
+    block_size: int,
+    sorted_token_ids: ArrayLike,
+    experts_ids: ArrayLike,
+    num_tokens_post_pad: ArrayLike,
+    expert_map: ArrayLike | None = None,
+    *,
+    scatter_idx: ArrayLike,
+) -> tuple[Array, Array, Array, Array]: ...
+@overload
+def moe_align_block_size(
+    topk_ids: ArrayLike,
+    num_experts: int,
+    block_size: int,
+    sorted_token_ids: ArrayLike,
+    experts_ids: ArrayLike,
+    num_tokens_post_pad: ArrayLike,
+    expert_map: ArrayLike | None,
+    scatter_idx: ArrayLike,
+) -> tuple[Array, Array, Array, Array]: ...
+def batched_moe_align_block_size(
+    max_tokens_per_batch: int,
+    block_size: int,
+    expert_num_tokens: ArrayLike,
+    sorted_token_ids: ArrayLike,
+    experts_ids: ArrayLike,
+    num_tokens_post_pad: ArrayLike,
+) -> tuple[Array, Array, Array]: ...
+def moe_lora_align_block_size(
+    topk_ids: ArrayLike,
+    token_lora_mapping: ArrayLike,
+    num_experts: int,
+    block_size: int,
+    max_loras: int,
+    max_num_tokens_padded: int,
+    max_num_m_blocks: int,
+    sorted_token_ids: ArrayLike,
+    experts_ids: ArrayLike,
+    num_tokens_post_pad: ArrayLike,
+    adapter_enabled: ArrayLike,
+    lora_ids: ArrayLike,
+    expert_map: ArrayLike | None = None,
+) -> tuple[Array, Array, Array]: ...
+@overload
+def get_cutlass_moe_mm_data(
+    topk_ids: ArrayLike,
+    expert_offsets: ArrayLike,
+    problem_sizes1: ArrayLike,
+    problem_sizes2: ArrayLike,
+    input_permutation: ArrayLike,
+    output_permutation: ArrayLike,
+    num_experts: int,
+    n: int,
+    k: int,
+    blockscale_offsets: None = None,
+    is_gated: bool = True,
+) -> tuple[Array, Array, Array, Array, Array]: ...
+@overload
+def get_cutlass_moe_mm_data(
+    topk_ids: ArrayLike,
+    expert_offsets: ArrayLike,
+    problem_sizes1: ArrayLike,
+    problem_sizes2: ArrayLike,
+    input_permutation: ArrayLike,
+    output_permutation: ArrayLike,
+    num_experts: int,
+    n: int,
+    k: int,
+    is_gated: bool = True,
+    *,
+    blockscale_offsets: ArrayLike,
+) -> tuple[Array, Array, Array, Array, Array, Array]: ...
+@overload
+def get_cutlass_moe_mm_data(
+    topk_ids: ArrayLike,
+    expert_offsets: ArrayLike,
+    problem_sizes1: ArrayLike,
+    problem_sizes2: ArrayLike,
+    input_permutation: ArrayLike,
+    output_permutation: ArrayLike,
+    num_experts: int,
+    n: int,
+    k: int,
+    blockscale_offsets: ArrayLike,
+    is_gated: bool = True,
+) -> tuple[Array, Array, Array, Array, Array, Array]: ...
+def get_cutlass_moe_mm_problem_sizes_from_expert_offsets(
+    expert_first_token_offset: ArrayLike,
+    problem_sizes1: ArrayLike,
+    problem_sizes2: ArrayLike,
+    n: int,
+    k: int,
+    swap_ab: bool,
+) -> tuple[Array, Array]: ...
+def get_cutlass_batched_moe_mm_data(
+    expert_offsets: ArrayLike,
+    problem_sizes1: ArrayLike,
+    problem_sizes2: ArrayLike,
+    expert_num_tokens: ArrayLike,
+    num_local_experts: int,
+    padded_m: int,
+    n: int,
+    k: int,
+) -> tuple[Array, Array, Array]: ...
 def rms_norm(
     input: ArrayLike, weight: ArrayLike | None, epsilon: float = 1e-06, *, out: ArrayLike | None = None
 ) -> Array: ...

@@ -66,6 +66,26 @@ SIGNATURES = {
     "silu_and_mul_per_block_quant": "input, group_size, quant_dtype, scale_ub=None, is_scale_transposed=False",
     "swap_blocks": "src, dst, block_size_in_bytes, block_mapping",
     "swap_blocks_batch": "src_ptrs, dst_ptrs, sizes, is_src_access_order_any=False",
+    "batched_moe_align_block_size": (
+        "max_tokens_per_batch, block_size, expert_num_tokens, sorted_token_ids, experts_ids, num_tokens_post_pad"
+    ),
+    "get_cutlass_batched_moe_mm_data": (
+        "expert_offsets, problem_sizes1, problem_sizes2, expert_num_tokens, num_local_experts, padded_m, n, k"
+    ),
+    "get_cutlass_moe_mm_data": (
+        "topk_ids, expert_offsets, problem_sizes1, problem_sizes2, input_permutation, output_permutation, num_experts, "
+        "n, k, blockscale_offsets=None, is_gated=True"
+    ),
+    "get_cutlass_moe_mm_problem_sizes_from_expert_offsets": (
+        "expert_first_token_offset, problem_sizes1, problem_sizes2, n, k, swap_ab"
+    ),
+    "moe_align_block_size": (
+        "topk_ids, num_experts, block_size, sorted_token_ids, experts_ids, num_tokens_post_pad, expert_map=None"
+    ),
+    "moe_lora_align_block_size": (
+        "topk_ids, token_lora_mapping, num_experts, block_size, max_loras, max_num_tokens_padded, max_num_m_blocks, "
+        "sorted_token_ids, experts_ids, num_tokens_post_pad, adapter_enabled, lora_ids, expert_map=None"
+    ),
     "topk_hash_softplus_sqrt": (
         "topk_weights, topk_indices, token_expert_indices, gating_output, renormalize=False, "
         "routed_scaling_factor=1.0, e_score_correction_bias=None, input_tokens=None, hash_indices_table=None"

@@ -61,3 +61,58 @@ def grouped_topk(
     ids = best(keys, k)
     lost = np.isneginf(np.take_along_axis(keys, ids, -1))
     return ids, np.where(lost, 0, np.take_along_axis(scores_of(logits, scoring), ids, -1))
+
+
+def bins_of(topk_ids: Array, num_experts: int, expert_map: Array | None = None) -> Array:
+    """The bin of each pair, -1: dropped."""
+    flat = topk_ids.reshape(-1).astype(np.int64)
+    bins = np.where((flat >= 0) & (flat < num_experts), flat, -1)
+    if expert_map is not None:
+        bins = np.where(bins >= 0, expert_map[bins], -1)
+    return np.where((bins >= 0) & (bins < num_experts), bins, -1)
+
+
+def align(
+    rows_of_bins: list[Array], block_size: int, capacity: int, num_blocks: int, sentinel: int
+) -> tuple[Array, Array, int]:
+    """Places, blocks and how many places are taken, for the rows of each bin."""
+    places, blocks = np.full(capacity, sentinel, np.int32), np.full(num_blocks, -1, np.int32)
+    taken = 0
+    for b, rows in enumerate(rows_of_bins):
+        places[taken : taken + len(rows)] = rows
+        count = -(-len(rows) // block_size)
+        blocks[taken // block_size :][:count] = b
+        taken += count * block_size
+    return places, blocks, taken
+
+
+def rows_of(bins: Array, num_bins: int, wanted: Array | None = None) -> list[Array]:
+    """The pairs of each bin, ascending; of those that are wanted."""
+    order = np.argsort(bins, kind="stable")
+    order = order[(bins[order] >= 0) & (True if wanted is None else wanted[order])]
+    return np.split(order, np.searchsorted(bins[order], np.arange(1, num_bins)))
+
+
+def cutlass(topk_ids: Array, num_experts: int, n: int, k: int, is_gated: bool, swap: bool) -> dict[str, Array]:
+    tokens, topk = topk_ids.shape
+    rows = rows_of(bins_of(topk_ids, num_experts), num_experts)
+    counts = np.array([len(r) for r in rows])
+    order = np.concatenate(rows)
+    where = np.full(tokens * topk, tokens)
+    where[order] = np.arange(len(order))
+    first, second = problems(counts, (2 if is_gated else 1) * n, n, k, swap)
+    return {
+        "expert_offsets": np.append(0, np.cumsum(counts)),
+        "problem_sizes1": first,
+        "problem_sizes2": second,
+        "input_permutation": order // topk,
+        "output_permutation": where,
+        "blockscale_offsets": np.append(0, np.cumsum(-(-counts // 128) * 128)),
+    }
+
+
+def problems(counts: Array, columns: int, n: int, k: int, swap: bool) -> tuple[Array, Array]:
+    first = np.stack([counts, np.full_like(counts, columns), np.full_like(counts, k)], axis=1)
+    second = np.stack([counts, np.full_like(counts, k), np.full_like(counts, n)], axis=1)
+    order = [1, 0, 2] if swap else [0, 1, 2]
+    return first[:, order], second[:, order]

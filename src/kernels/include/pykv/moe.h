@@ -68,4 +68,84 @@ PYKV_API pykv_status pykv_grouped_topk(DLTensor* topk_weights, DLTensor* topk_id
                                        double routed_scaling_factor, const DLTensor* bias, int64_t scoring_func,
                                        const char* group_score, const DLTensor* is_padding, void* stream);
 
+/* Groups the pairs of tokens and experts by expert, each group padded to a multiple of block_size, so that a tiled GEMM has one
+ * expert in each tile.  In a group pairs ascend: the result is the same in every run.
+ *   topk_ids             [T, k]      int32 | uint32 | int64; pairs of negative ids are dropped, of ids from num_experts on too,
+ *                                    and these are reported
+ *   sorted_token_ids     [capacity]  int32, contiguous; written: pairs, and T * k in all other places.  capacity is at least
+ *                                    T * k + min(T * k, num_experts) * (block_size - 1)
+ *   experts_ids          [blocks]    int32, contiguous; written: the expert of each block of places, -1 behind the last.
+ *                                    blocks is at least the least capacity / block_size
+ *   num_tokens_post_pad  [1]         int32; written: places that are taken, padding included
+ *   expert_map           [num_experts]  int32 | int64: from ids to ids of this rank, less than num_experts; negative: the expert
+ *                                    lies elsewhere, and its pairs are dropped; may be NULL
+ *   scatter_idx          T * k elements  int32, contiguous; written: the place of each pair, -1 if it is dropped; may be NULL */
+PYKV_API pykv_status pykv_moe_align_block_size(const DLTensor* topk_ids, int64_t num_experts, int64_t block_size,
+                                               DLTensor* sorted_token_ids, DLTensor* experts_ids,
+                                               DLTensor* num_tokens_post_pad, const DLTensor* expert_map,
+                                               DLTensor* scatter_idx, void* stream);
+
+/* The same for rows that are grouped by expert already: expert b has the rows b * max_tokens_per_batch + i,
+ * i = 0 ... expert_num_tokens[b] - 1.
+ *   expert_num_tokens    [num_experts]  int32 | int64; clamped to 0 ... max_tokens_per_batch, and reported if beyond
+ *   sorted_token_ids     [capacity]  int32, contiguous; written: rows, and num_experts * max_tokens_per_batch in all other
+ *                                    places; capacity is at least num_experts times max_tokens_per_batch, rounded up to a
+ *                                    multiple of block_size
+ *   experts_ids, num_tokens_post_pad  as above */
+PYKV_API pykv_status pykv_batched_moe_align_block_size(int64_t max_tokens_per_batch, int64_t block_size,
+                                                       const DLTensor* expert_num_tokens, DLTensor* sorted_token_ids,
+                                                       DLTensor* experts_ids, DLTensor* num_tokens_post_pad,
+                                                       void* stream);
+
+/* pykv_moe_align_block_size for each LoRA adapter l that is listed and enabled, of the pairs of its tokens; row l of the outputs.
+ * The rows of others are not written.
+ *   topk_ids, expert_map  as there
+ *   token_lora_mapping    [T]                 int32 | int64: the adapter of each token
+ *   sorted_token_ids      [max_loras, max_num_tokens_padded]  int32, contiguous, in any shape of as many elements; written
+ *   experts_ids           [max_loras, max_num_m_blocks]       the same
+ *   num_tokens_post_pad   [max_loras]         int32; written
+ *   adapter_enabled       [>= max_loras]      int32 | int64: 0: not
+ *   lora_ids              [any]               int32 | int64: adapters; negative ones are skipped, so are those from max_loras
+ *                                             on, and reported
+ *   max_num_tokens_padded, max_num_m_blocks   at least what capacity and blocks have to be there */
+PYKV_API pykv_status pykv_moe_lora_align_block_size(const DLTensor* topk_ids, const DLTensor* token_lora_mapping,
+                                                    int64_t num_experts, int64_t block_size, int64_t max_loras,
+                                                    int64_t max_num_tokens_padded, int64_t max_num_m_blocks,
+                                                    DLTensor* sorted_token_ids, DLTensor* experts_ids,
+                                                    DLTensor* num_tokens_post_pad, const DLTensor* adapter_enabled,
+                                                    const DLTensor* lora_ids, const DLTensor* expert_map, void* stream);
+
+/* What two grouped GEMMs need: rows of an expert side by side, their number m, and the problems (m, 2 n, k) and (m, k, n), with n
+ * for 2 n unless is_gated.  In an expert pairs ascend.  All outputs are int32 and contiguous; those of pairs that are dropped are
+ * the last of input_permutation, which are not written.
+ *   topk_ids            [T, topk]            as in pykv_moe_align_block_size
+ *   expert_offsets      [num_experts + 1]    written: where the rows of each expert begin
+ *   problem_sizes1, 2   [num_experts, 3]     written; m and the next number change places without blockscale_offsets and with
+ *                                            T * topk <= 64
+ *   input_permutation   [T * topk]           written: the token of each row
+ *   output_permutation  [T * topk]           written: the row of each pair, T if it is dropped
+ *   blockscale_offsets  [num_experts + 1]    written: as expert_offsets, had experts multiples of 128 rows; may be NULL */
+PYKV_API pykv_status pykv_get_cutlass_moe_mm_data(const DLTensor* topk_ids, DLTensor* expert_offsets,
+                                                  DLTensor* problem_sizes1, DLTensor* problem_sizes2,
+                                                  DLTensor* input_permutation, DLTensor* output_permutation,
+                                                  int64_t num_experts, int64_t n, int64_t k,
+                                                  DLTensor* blockscale_offsets, bool is_gated, void* stream);
+
+/* The problems (m, 2 n, k) and (m, k, n) of each expert from where its rows begin.
+ *   expert_first_token_offset  [num_experts + 1]  int32 | int64, ascending
+ *   problem_sizes1, 2          [num_experts, 3]   int32, contiguous; written
+ *   swap_ab                    m and the next number change places */
+PYKV_API pykv_status pykv_get_cutlass_moe_mm_problem_sizes_from_expert_offsets(
+    const DLTensor* expert_first_token_offset, DLTensor* problem_sizes1, DLTensor* problem_sizes2, int64_t n, int64_t k,
+    bool swap_ab, void* stream);
+
+/* The same for experts of padded_m rows each, of which expert_num_tokens count.
+ *   expert_offsets     [num_local_experts] or one more  int32, contiguous; written: e * padded_m
+ *   problem_sizes1, 2  [num_local_experts, 3]           int32, contiguous; written
+ *   expert_num_tokens  [num_local_experts]              int32 | int64 */
+PYKV_API pykv_status pykv_get_cutlass_batched_moe_mm_data(DLTensor* expert_offsets, DLTensor* problem_sizes1,
+                                                          DLTensor* problem_sizes2, const DLTensor* expert_num_tokens,
+                                                          int64_t num_local_experts, int64_t padded_m, int64_t n,
+                                                          int64_t k, void* stream);
+
 #endif /* PYKV_MOE_H_ */
