@@ -366,3 +366,128 @@ def get_cutlass_batched_moe_mm_data(
         ValueError: a shape or a number is wrong.
         TypeError: a dtype is wrong.
     """
+
+
+@operation()
+def moe_permute(
+    input: Array,
+    topk_ids: Array,
+    token_expert_indices: Array | None,
+    expert_map: Array | None,
+    n_expert: int,
+    n_local_expert: int,
+    topk: int,
+    permuted_input: Array,
+    expert_first_token_offset: Array,
+    inv_permuted_idx: Array,
+    permuted_idx: Array,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Sort the rows of tokens by expert: one for each pair, those of local expert 0 first; in an expert pairs ascend.
+
+    Rows of pairs that are dropped, and of those whose expert lies elsewhere, are not written.
+
+    Args:
+        input: ``[T, D]`` of any dtype; rows may be apart.
+        topk_ids: ``[T, topk]``, as for :func:`moe_align_block_size`.
+        token_expert_indices: not looked at.
+        expert_map: ``[n_expert]`` int32 or int64: from ids to ids of this rank; negative: the expert lies elsewhere.
+            ``None``: all are here.
+        n_expert: number of experts, at most 65536.
+        n_local_expert: those of this rank; without ``expert_map`` all.
+        topk: experts of a token.
+        permuted_input: ``[T * topk, D]``, dtype of ``input``; written.
+        expert_first_token_offset: ``[n_local_expert + 1]`` int64 or int32, contiguous; written: where the rows of each
+            expert begin.
+        inv_permuted_idx: ``[T, topk]`` int32, contiguous; written: the place of each pair.  Behind the rows of this
+            rank are first the pairs of other experts, by id, and then those that are dropped.
+        permuted_idx: ``[T * topk]`` int32, contiguous; written: the pair of each row, ``T * topk`` behind the rows.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: a shape or a number is wrong; or an id lies beyond the experts, or one in ``expert_map`` beyond
+            those of this rank: its pairs were dropped (CPU: at once; CUDA: by ``pykv.check_errors()``).
+        TypeError: a dtype is wrong.
+    """
+
+
+def _rows_of(rows: str, values: str, values_axis: int) -> Rule:
+    """As many rows as one array has, of the width and dtype of another."""
+
+    def make(arguments: Mapping[str, Any]) -> Spec:
+        shape, dtype = arguments[values]
+        return Spec((arguments[rows].shape[0], shape[values_axis]), dtype)
+
+    return Rule(make)
+
+
+@operation(hidden_states=_rows_of("topk_weights", "permuted_hidden_states", 1))
+def moe_unpermute(
+    permuted_hidden_states: Array,
+    topk_weights: Array,
+    inv_permuted_idx: Array,
+    expert_first_token_offset: Array | None,
+    topk: int,
+    hidden_states: Array,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Sum the rows of each token, times its weights, in fp32 and in the order of its experts, rounded once.
+
+    Args:
+        permuted_hidden_states: ``[num_rows, D]`` float32, float16 or bfloat16; rows may be apart.
+        topk_weights: ``[T, topk]`` float32.
+        inv_permuted_idx: ``[T, topk]`` int32 or int64: the row of each pair; negative: none.
+        expert_first_token_offset: int64 or int32: there is no row from its last number on.  ``None``: all are there.
+        topk: experts of a token.
+        hidden_states: ``[T, D]``, dtype of the rows; written.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: a shape is wrong; or a row lies beyond ``num_rows``: it was left out (CPU: at once; CUDA: by
+            ``pykv.check_errors()``).
+        TypeError: a dtype is wrong.
+    """
+
+
+@operation(output=_rows_of("input", "input", 2))
+def moe_sum(
+    input: Array,
+    output: Array,
+    topk_ids: Array | None = None,
+    expert_map: Array | None = None,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Sum the rows of each token, in fp32 and in the order of its experts, rounded once.
+
+    Args:
+        input: ``[T, k, D]`` float32, float16 or bfloat16; all strides but the last are free.
+        output: ``[T, D]``, dtype of ``input``; written.
+        topk_ids: ``[T, k]`` int32, uint32 or int64: rows of negative ids are not read.
+        expert_map: ``[E]`` int32 or int64: nor those of ids for which it is negative.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: a shape is wrong; or an id lies beyond ``expert_map``: its row was left out (CPU: at once; CUDA: by
+            ``pykv.check_errors()``).
+        TypeError: a dtype is wrong.
+    """
+
+
+@operation(output_tensor=_rows_of("dst2src_map", "input_tensor", 1))
+def shuffle_rows(input_tensor: Array, dst2src_map: Array, output_tensor: Array, *, stream: Stream = None) -> None:
+    """Copy rows, byte by byte: ``output_tensor[i] = input_tensor[dst2src_map[i]]``.
+
+    Args:
+        input_tensor: ``[num_sources, D]`` of any dtype; rows may be apart.
+        dst2src_map: ``[num_rows]`` int32 or int64; where it is negative the row becomes zeros.
+        output_tensor: ``[num_rows, D]``, dtype of ``input_tensor``; written.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: a shape is wrong; or a source lies beyond the input: its row became zeros (CPU: at once; CUDA: by
+            ``pykv.check_errors()``).
+        TypeError: a dtype is wrong.
+    """

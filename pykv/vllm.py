@@ -29,6 +29,7 @@ from pykv import (
     merge_attn_states,
     moe_align_block_size,
     moe_lora_align_block_size,
+    moe_sum,
     reshape_and_cache,
     reshape_and_cache_flash,
     rms_norm,
@@ -63,12 +64,14 @@ __all__ = [
     "merge_attn_states",
     "moe_align_block_size",
     "moe_lora_align_block_size",
+    "moe_sum",
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "rms_norm",
     "rms_norm_dynamic_per_token_quant",
     "rms_norm_per_block_quant",
     "rotary_embedding",
+    "shuffle_rows",
     "silu_and_mul_per_block_quant",
     "swap_blocks",
     "swap_blocks_batch",
@@ -223,6 +226,14 @@ def grouped_topk(
         scoring_func,
     )  # fmt: skip
     return weights, ids
+
+
+def shuffle_rows(input_tensor: Array, dst2src_map: Array) -> Any:
+    """:func:`pykv.shuffle_rows`; returns the rows."""
+    (_, width), dtype = spec_of(input_tensor)
+    rows = empty_beside(input_tensor, (*spec_of(dst2src_map).shape, width), dtype)
+    pykv.shuffle_rows(input_tensor, dst2src_map, rows)
+    return rows
 
 
 def topk_hash_softplus_sqrt(

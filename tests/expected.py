@@ -327,6 +327,28 @@ def problem_sizes(a: Any) -> Results:
     return results | ({"expert_offsets": np.arange(3) * a.padded_m} if batched else {})
 
 
+def moe_permute(a: Any) -> Results:
+    order = np.argsort(a.topk_ids.reshape(-1), kind="stable")
+    first = np.searchsorted(np.sort(a.topk_ids.reshape(-1)), np.arange(a.n_expert + 1))
+    return {
+        "permuted_input": a.input[order // a.topk],
+        "expert_first_token_offset": first,
+        "inv_permuted_idx": np.argsort(order),
+        "permuted_idx": order,
+    }
+
+
+def moe_unpermute(a: Any) -> Results:
+    there = a.inv_permuted_idx < a.expert_first_token_offset[-1]
+    terms = a.permuted_hidden_states[a.inv_permuted_idx] * a.topk_weights[..., None].astype(np.float64)
+    return {"hidden_states": np.where(there[..., None], terms, 0).sum(1)}
+
+
+def moe_sum(a: Any) -> Results:
+    there = (a.topk_ids >= 0) & (a.expert_map[a.topk_ids] >= 0)
+    return {"output": np.where(there[..., None], a.input.astype(np.float64), 0).sum(1)}
+
+
 EXPECTED: dict[str, Callable[[Any], Results]] = {
     "silu_and_mul": gated(act.silu, "result"),
     "silu_and_mul_quant": lambda a: {
@@ -403,6 +425,12 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
     "get_cutlass_moe_mm_data": get_cutlass_moe_mm_data,
     "get_cutlass_moe_mm_problem_sizes_from_expert_offsets": problem_sizes,
     "get_cutlass_batched_moe_mm_data": problem_sizes,
+    "moe_permute": moe_permute,
+    "moe_unpermute": moe_unpermute,
+    "moe_sum": moe_sum,
+    "shuffle_rows": lambda a: {
+        "output_tensor": np.where(a.dst2src_map[:, None] >= 0, a.input_tensor[a.dst2src_map], 0)
+    },
     "convert_fp8": lambda a: {"output": cache.quantise(a.input, a.scale, "fp8")},
     "concat_mla_q": lambda a: {"q_out": np.concatenate([a.ql_nope, a.q_pe], axis=-1)},
 }

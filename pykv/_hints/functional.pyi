@@ -260,6 +260,27 @@ def grouped_topk(
     topk_ids: Array | None = None,
     stream: Stream = None,
 ) -> tuple[Any, Any]: ...
+def moe_unpermute(
+    permuted_hidden_states: _Array,
+    topk_weights: Array,
+    inv_permuted_idx: Array,
+    expert_first_token_offset: Array | None,
+    topk: int,
+    *,
+    hidden_states: Array | None = None,
+    stream: Stream = None,
+) -> _Array: ...
+def moe_sum(
+    input: Array,
+    topk_ids: Array | None = None,
+    expert_map: Array | None = None,
+    *,
+    output: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
+def shuffle_rows(
+    input_tensor: _Array, dst2src_map: Array, *, output_tensor: Array | None = None, stream: Stream = None
+) -> _Array: ...
 def rms_norm(
     input: _Array, weight: Array | None, epsilon: float = 1e-06, *, out: Array | None = None, stream: Stream = None
 ) -> _Array: ...

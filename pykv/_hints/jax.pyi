@@ -584,6 +584,38 @@ def get_cutlass_batched_moe_mm_data(
     n: int,
     k: int,
 ) -> tuple[Array, Array, Array]: ...
+def moe_permute(
+    input: ArrayLike,
+    topk_ids: ArrayLike,
+    token_expert_indices: ArrayLike | None,
+    expert_map: ArrayLike | None,
+    n_expert: int,
+    n_local_expert: int,
+    topk: int,
+    permuted_input: ArrayLike,
+    expert_first_token_offset: ArrayLike,
+    inv_permuted_idx: ArrayLike,
+    permuted_idx: ArrayLike,
+) -> tuple[Array, Array, Array, Array]: ...
+def moe_unpermute(
+    permuted_hidden_states: ArrayLike,
+    topk_weights: ArrayLike,
+    inv_permuted_idx: ArrayLike,
+    expert_first_token_offset: ArrayLike | None,
+    topk: int,
+    *,
+    hidden_states: ArrayLike | None = None,
+) -> Array: ...
+def moe_sum(
+    input: ArrayLike,
+    topk_ids: ArrayLike | None = None,
+    expert_map: ArrayLike | None = None,
+    *,
+    output: ArrayLike | None = None,
+) -> Array: ...
+def shuffle_rows(
+    input_tensor: ArrayLike, dst2src_map: ArrayLike, *, output_tensor: ArrayLike | None = None
+) -> Array: ...
 def rms_norm(
     input: ArrayLike, weight: ArrayLike | None, epsilon: float = 1e-06, *, out: ArrayLike | None = None
 ) -> Array: ...

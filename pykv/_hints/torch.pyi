@@ -42,6 +42,9 @@ from pykv import merge_attn_states as merge_attn_states
 from pykv import merge_attn_states_n as merge_attn_states_n
 from pykv import moe_align_block_size as moe_align_block_size
 from pykv import moe_lora_align_block_size as moe_lora_align_block_size
+from pykv import moe_permute as moe_permute
+from pykv import moe_sum as moe_sum
+from pykv import moe_unpermute as moe_unpermute
 from pykv import mrope as mrope
 from pykv import mul_and_silu as mul_and_silu
 from pykv import paged_attention as paged_attention
@@ -58,6 +61,7 @@ from pykv import rms_norm_per_block_quant as rms_norm_per_block_quant
 from pykv import rms_norm_static_fp8_quant as rms_norm_static_fp8_quant
 from pykv import rotary_and_cache as rotary_and_cache
 from pykv import rotary_embedding as rotary_embedding
+from pykv import shuffle_rows as shuffle_rows
 from pykv import silu_and_mul as silu_and_mul
 from pykv import silu_and_mul_per_block_quant as silu_and_mul_per_block_quant
 from pykv import silu_and_mul_quant as silu_and_mul_quant

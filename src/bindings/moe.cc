@@ -14,4 +14,8 @@ void bind_moe(Module& m) {
   m.def<pykv_get_cutlass_moe_mm_problem_sizes_from_expert_offsets>(
       "get_cutlass_moe_mm_problem_sizes_from_expert_offsets");
   m.def<pykv_get_cutlass_batched_moe_mm_data>("get_cutlass_batched_moe_mm_data");
+  m.def<pykv_moe_permute>("moe_permute");
+  m.def<pykv_moe_unpermute>("moe_unpermute");
+  m.def<pykv_moe_sum>("moe_sum");
+  m.def<pykv_shuffle_rows>("shuffle_rows");
 }

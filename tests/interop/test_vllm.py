@@ -86,6 +86,8 @@ SIGNATURES = {
         "topk_ids, token_lora_mapping, num_experts, block_size, max_loras, max_num_tokens_padded, max_num_m_blocks, "
         "sorted_token_ids, experts_ids, num_tokens_post_pad, adapter_enabled, lora_ids, expert_map=None"
     ),
+    "moe_sum": "input, output, topk_ids=None, expert_map=None",
+    "shuffle_rows": "input_tensor, dst2src_map",
     "topk_hash_softplus_sqrt": (
         "topk_weights, topk_indices, token_expert_indices, gating_output, renormalize=False, "
         "routed_scaling_factor=1.0, e_score_correction_bias=None, input_tokens=None, hash_indices_table=None"
@@ -100,6 +102,7 @@ SIGNATURES = {
 RETURNED = {  # how many arrays; the others return None
     "fused_qknorm_rope_cache": 3,
     "grouped_topk": 2,
+    "shuffle_rows": 1,
     "rms_norm_dynamic_per_token_quant": 2,
     "rms_norm_per_block_quant": 2,
     "silu_and_mul_per_block_quant": 2,

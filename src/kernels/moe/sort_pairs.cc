@@ -51,11 +51,11 @@ Tensor int32_output(Call& call, const char* name, DLTensor* t) {
   return call.write(name, t).dtype({DType::kInt32}).contiguous();
 }
 
-SortPairsArgs pair_args(Call& call, const DLTensor* topk_ids, const DLTensor* expert_map, int64_t num_experts,
-                        int64_t num_listed, const PairReports& reports) {
+SortPairsArgs pair_args(Call& call, const DLTensor* topk_ids, const DLTensor* expert_map, const char* experts_name,
+                        int64_t num_experts, int64_t num_listed, const PairReports& reports) {
   if (num_experts < 1 || num_experts > kMostExperts)
-    fail(PYKV_VALUE_ERROR, "num_experts: must be 1 to %" PRId64 ", got %" PRId64, kMostExperts, num_experts);
-  Dim tokens{"num_tokens"}, top_k{"topk"}, experts{"num_experts", num_experts};
+    fail(PYKV_VALUE_ERROR, "%s: must be 1 to %" PRId64 ", got %" PRId64, experts_name, kMostExperts, num_experts);
+  Dim tokens{"num_tokens"}, top_k{"topk"}, experts{experts_name, num_experts};
   DLTensor as_known;
   Tensor ids = call.read("topk_ids", with_known_dtype(topk_ids, as_known))
                    .shape(tokens, top_k)
@@ -74,10 +74,7 @@ SortPairsArgs pair_args(Call& call, const DLTensor* topk_ids, const DLTensor* ex
   args.report_ids = reports.ids;
   args.report_map = reports.map;
   if (expert_map) {
-    Tensor map = call.read("expert_map", expert_map).shape(experts).dtype({DType::kInt32, DType::kInt64});
-    args.expert_map = map.data();
-    args.expert_map_stride = map.stride(0);
-    args.expert_map_is_int64 = map.type() == DType::kInt64;
+    args.expert_map = call.read("expert_map", expert_map).shape(experts).index();
   }
   return args;
 }
@@ -90,7 +87,7 @@ pykv_status pykv_moe_align_block_size(const DLTensor* topk_ids, int64_t num_expe
                                       DLTensor* sorted_token_ids, DLTensor* experts_ids, DLTensor* num_tokens_post_pad,
                                       const DLTensor* expert_map, DLTensor* scatter_idx, void* stream) {
   return guarded("moe_align_block_size", [&](Call& call) {
-    SortPairsArgs args = pair_args(call, topk_ids, expert_map, num_experts, num_experts,
+    SortPairsArgs args = pair_args(call, topk_ids, expert_map, "num_experts", num_experts, num_experts,
                                    {"moe_align_block_size: topk_ids", "moe_align_block_size: expert_map"});
     args.block_size = positive("block_size", block_size);
     args.sentinel = static_cast<int32_t>(args.num_pairs);
@@ -141,7 +138,7 @@ pykv_status pykv_moe_lora_align_block_size(const DLTensor* topk_ids, const DLTen
                                            DLTensor* num_tokens_post_pad, const DLTensor* adapter_enabled,
                                            const DLTensor* lora_ids, const DLTensor* expert_map, void* stream) {
   return guarded("moe_lora_align_block_size", [&](Call& call) {
-    SortPairsArgs args = pair_args(call, topk_ids, expert_map, num_experts, num_experts,
+    SortPairsArgs args = pair_args(call, topk_ids, expert_map, "num_experts", num_experts, num_experts,
                                    {"moe_lora_align_block_size: topk_ids", "moe_lora_align_block_size: expert_map"});
     args.block_size = positive("block_size", block_size);
     args.sentinel = static_cast<int32_t>(args.num_pairs);
@@ -186,8 +183,8 @@ pykv_status pykv_get_cutlass_moe_mm_data(const DLTensor* topk_ids, DLTensor* exp
                                          DLTensor* output_permutation, int64_t num_experts, int64_t n, int64_t k,
                                          DLTensor* blockscale_offsets, bool is_gated, void* stream) {
   return guarded("get_cutlass_moe_mm_data", [&](Call& call) {
-    SortPairsArgs args =
-        pair_args(call, topk_ids, nullptr, num_experts, num_experts, {"get_cutlass_moe_mm_data: topk_ids", nullptr});
+    SortPairsArgs args = pair_args(call, topk_ids, nullptr, "num_experts", num_experts, num_experts,
+                                   {"get_cutlass_moe_mm_data: topk_ids", nullptr});
     Dim ends{"num_experts + 1", num_experts + 1}, experts{"num_experts", num_experts}, three{"3", 3},
         pairs{"num_tokens * topk", args.num_pairs};
     const auto output = [&](const char* name, DLTensor* t, auto&... dims) {

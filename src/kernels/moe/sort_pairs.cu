@@ -43,10 +43,6 @@ struct Bins {
   uint32_t* starts;    // where this block's pairs of it begin
 };
 
-__device__ inline int64_t read_id(const void* data, bool is_int64, int64_t at) {
-  return is_int64 ? static_cast<const int64_t*>(data)[at] : static_cast<const int32_t*>(data)[at];
-}
-
 // The bin of a pair; -1: it has none.
 __device__ int32_t bin_of(const SortPlan& plan, uint32_t pair, int64_t adapter, bool reports) {
   const SortPairsArgs& a = plan.args;
@@ -58,11 +54,11 @@ __device__ int32_t bin_of(const SortPlan& plan, uint32_t pair, int64_t adapter, 
     if (adapter >= 0 && a.token_adapters[token] != adapter) return -1;
   }
   const int32_t dropped = a.keeps_all ? plan.num_bins - 1 : -1;
-  const int64_t id = read_id(a.ids.data, a.ids.is_int64, at);
+  const int64_t id = a.ids.at(at);
   if (id >= a.num_experts && reports) plan.ids(id, a.num_experts);
   if (id < 0 || id >= a.num_experts) return dropped;
-  if (!a.expert_map) return static_cast<int32_t>(id);
-  const int64_t bin = read_id(a.expert_map, a.expert_map_is_int64, id * a.expert_map_stride);
+  if (!a.expert_map.data) return static_cast<int32_t>(id);
+  const int64_t bin = a.expert_map[id];
   if (bin >= plan.num_listed && reports) plan.map(bin, plan.num_listed);
   if (bin >= 0 && bin < plan.num_listed) return static_cast<int32_t>(bin);
   return a.keeps_all ? plan.num_listed + static_cast<int32_t>(id) : -1;

@@ -10,11 +10,19 @@
 
 namespace pykv {
 
-// Pairs are numbered token * top_k + choice, from 0 to num_tokens * top_k - 1 < 2^31.
+// A number for each pair of a token and a choice, int32 or int64.  Pairs are numbered token * top_k + choice, from 0 to
+// num_tokens * top_k - 1 < 2^31.
 struct PairIds {
-  const void* data;  // of experts, int32 or int64
-  int64_t token_stride, stride;
+  const void* data;
+  int64_t token_stride, stride;  // elements
   bool is_int64;
+
+  PYKV_HOST_DEVICE __attribute__((always_inline)) int64_t at(int64_t offset) const {
+    return is_int64 ? static_cast<const int64_t*>(data)[offset] : static_cast<const int32_t*>(data)[offset];
+  }
+  PYKV_HOST_DEVICE __attribute__((always_inline)) int64_t at(int64_t token, int64_t choice) const {
+    return at(token * token_stride + choice * stride);
+  }
 };
 
 struct SortPairsArgs {
@@ -22,9 +30,7 @@ struct SortPairsArgs {
   int64_t num_tokens, top_k, num_pairs;
   int64_t num_experts;  // ids from here on are reported and dropped, negative ones dropped
 
-  const void* expert_map;  // [num_experts], from ids to bins; negative: not here; null: bins are ids
-  int64_t expert_map_stride;
-  bool expert_map_is_int64;
+  Index expert_map;  // [num_experts], from ids to bins; negative: not here; data null: bins are ids
 
   // Pairs that are dropped or not here get bins of their own, behind the others: num_listed + id, and the last one.
   bool keeps_all;

@@ -7,10 +7,6 @@
 namespace pykv::PYKV_ISA {
 namespace {
 
-int64_t read_id(const void* data, bool is_int64, int64_t at) {
-  return is_int64 ? static_cast<const int64_t*>(data)[at] : static_cast<const int32_t*>(data)[at];
-}
-
 class Sorter {
  public:
   Sorter(const SortPairsArgs& a, const Launch& launch)
@@ -50,9 +46,7 @@ class Sorter {
         bins_[p] = -1;
         continue;
       }
-      const int64_t id =
-          read_id(a_.ids.data, a_.ids.is_int64, token * a_.ids.token_stride + p % a_.top_k * a_.ids.stride);
-      bins_[p] = bin_of(id);
+      bins_[p] = bin_of(a_.ids.at(token, p % a_.top_k));
       if (bins_[p] >= 0) ++counts_[bins_[p]];
     }
   }
@@ -61,8 +55,8 @@ class Sorter {
     const auto dropped = static_cast<int32_t>(a_.keeps_all ? a_.num_bins - 1 : -1);
     if (id >= a_.num_experts) launch_.reporter(a_.report_ids)(id, a_.num_experts);
     if (id < 0 || id >= a_.num_experts) return dropped;
-    if (!a_.expert_map) return static_cast<int32_t>(id);
-    const int64_t bin = read_id(a_.expert_map, a_.expert_map_is_int64, id * a_.expert_map_stride);
+    if (!a_.expert_map.data) return static_cast<int32_t>(id);
+    const int64_t bin = a_.expert_map[id];
     if (bin >= a_.num_listed) launch_.reporter(a_.report_map)(bin, a_.num_listed);
     if (bin >= 0 && bin < a_.num_listed) return static_cast<int32_t>(bin);
     return a_.keeps_all ? static_cast<int32_t>(a_.num_listed + id) : -1;

@@ -148,4 +148,50 @@ PYKV_API pykv_status pykv_get_cutlass_batched_moe_mm_data(DLTensor* expert_offse
                                                           int64_t num_local_experts, int64_t padded_m, int64_t n,
                                                           int64_t k, void* stream);
 
+/* Sorts the rows of tokens by expert: row i of the result is that of a pair's token, pairs of local expert 0 first; those of an
+ * expert ascend.  Rows of pairs that are dropped, and of those whose expert lies elsewhere, are not written.
+ *   input                      [T, D]   any dtype
+ *   topk_ids                   [T, topk]  as in pykv_moe_align_block_size
+ *   token_expert_indices       not looked at; may be NULL
+ *   expert_map                 [n_expert]  int32 | int64: from ids to ids of this rank, less than n_local_expert; negative: the
+ *                              expert lies elsewhere; may be NULL, where n_local_expert = n_expert
+ *   permuted_input             [T * topk, D]  dtype of input; written
+ *   expert_first_token_offset  [n_local_expert + 1]  int64 | int32, contiguous; written: where the rows of each expert begin
+ *   inv_permuted_idx           [T, topk]  int32, contiguous; written: the place of each pair.  Behind the rows of this rank are
+ *                              first the pairs of other experts, by id, and then those that are dropped
+ *   permuted_idx               [T * topk]  int32, contiguous; written: the pair of each row, T * topk behind the rows */
+PYKV_API pykv_status pykv_moe_permute(const DLTensor* input, const DLTensor* topk_ids,
+                                      const DLTensor* token_expert_indices, const DLTensor* expert_map,
+                                      int64_t n_expert, int64_t n_local_expert, int64_t topk, DLTensor* permuted_input,
+                                      DLTensor* expert_first_token_offset, DLTensor* inv_permuted_idx,
+                                      DLTensor* permuted_idx, void* stream);
+
+/* hidden_states[t] = the sum of topk_weights[t, j] * permuted_hidden_states[inv_permuted_idx[t, j]] over j, in fp32 and in this
+ * order, rounded once.
+ *   permuted_hidden_states     [num_rows, D]  float32 | float16 | bfloat16
+ *   topk_weights               [T, topk]  float32
+ *   inv_permuted_idx           [T, topk]  int32 | int64; negative: no row; num_rows and more: none either, and reported
+ *   expert_first_token_offset  [any]      int64 | int32: there is no row from its last number on; may be NULL
+ *   hidden_states              [T, D]     dtype of permuted_hidden_states; written */
+PYKV_API pykv_status pykv_moe_unpermute(const DLTensor* permuted_hidden_states, const DLTensor* topk_weights,
+                                        const DLTensor* inv_permuted_idx, const DLTensor* expert_first_token_offset,
+                                        int64_t topk, DLTensor* hidden_states, void* stream);
+
+/* output[t] = the sum of input[t, j] over j, in fp32 and in this order, rounded once.
+ *   input       [T, k, D]  float32 | float16 | bfloat16
+ *   output      [T, D]     dtype of input; written
+ *   topk_ids    [T, k]     int32 | uint32 | int64: input[t, j] is not read where this is negative; may be NULL
+ *   expert_map  [E]        int32 | int64: nor where expert_map[topk_ids[t, j]] is; ids from E on count as negative and are
+ *                          reported; may be NULL */
+PYKV_API pykv_status pykv_moe_sum(const DLTensor* input, DLTensor* output, const DLTensor* topk_ids,
+                                  const DLTensor* expert_map, void* stream);
+
+/* output_tensor[i] = input_tensor[dst2src_map[i]], byte by byte.
+ *   input_tensor   [num_sources, D]  any dtype
+ *   dst2src_map    [num_rows]        int32 | int64; where it is negative the row becomes zeros, and from num_sources on, too,
+ *                                    which is reported
+ *   output_tensor  [num_rows, D]     dtype of input_tensor; written */
+PYKV_API pykv_status pykv_shuffle_rows(const DLTensor* input_tensor, const DLTensor* dst2src_map,
+                                       DLTensor* output_tensor, void* stream);
+
 #endif /* PYKV_MOE_H_ */
