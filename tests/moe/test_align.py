@@ -233,6 +233,13 @@ def test_batched_problem_sizes(array, experts, more):
         np.testing.assert_array_equal(array.numpy(found), value)
 
 
+@pytest.mark.parametrize("experts", [-1, 2])
+def test_batched_problem_sizes_of_another_number_of_experts(experts):
+    made = [np.zeros(s, np.int32) for s in ((3,), (3, 3), (3, 3))]
+    with pytest.raises(ValueError, match=f"num_local_experts: must equal .* 3, got {experts}"):
+        pykv.get_cutlass_batched_moe_mm_data(*made, np.zeros(3, np.int32), experts, 50, 96, 64)
+
+
 RIGHT: dict[str, Any] = {
     "topk_ids": np.zeros((4, 2), np.int32),
     "num_experts": 3,

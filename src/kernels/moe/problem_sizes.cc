@@ -60,8 +60,11 @@ pykv_status pykv_get_cutlass_batched_moe_mm_data(DLTensor* expert_offsets, DLTen
                                                  int64_t num_local_experts, int64_t padded_m, int64_t n, int64_t k,
                                                  void* stream) {
   return guarded("get_cutlass_batched_moe_mm_data", [&](Call& call) {
-    Dim experts{"num_local_experts", num_local_experts};
+    Dim experts{"num_local_experts"};
     Tensor counts = call.read("expert_num_tokens", expert_num_tokens).shape(experts);
+    if (num_local_experts != experts)
+      fail(PYKV_VALUE_ERROR, "num_local_experts: must equal the size of expert_num_tokens, %" PRId64 ", got %" PRId64,
+           static_cast<int64_t>(experts), num_local_experts);
     Tensor begins = int32_output(call, "expert_offsets", expert_offsets).rank(1);
     if (begins.size(0) != experts && begins.size(0) != experts + 1)
       begins.fail(PYKV_VALUE_ERROR, "must have num_local_experts = %" PRId64 " elements, or one more, got shape %s",

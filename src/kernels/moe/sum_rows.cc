@@ -60,7 +60,7 @@ pykv_status pykv_moe_unpermute(const DLTensor* permuted_hidden_states, const DLT
                                const DLTensor* inv_permuted_idx, const DLTensor* expert_first_token_offset,
                                int64_t topk, DLTensor* hidden_states, void* stream) {
   return guarded("moe_unpermute", [&](Call& call) {
-    Dim num_rows{"permuted rows"}, tokens{"num_tokens"}, columns{"topk", topk}, width{"hidden_size"};
+    Dim num_rows{"permuted rows"}, tokens{"num_tokens"}, columns{"topk"}, width{"hidden_size"};
     Tensor rows = call.read("permuted_hidden_states", permuted_hidden_states)
                       .shape(num_rows, width)
                       .dtype(kFloats)
@@ -73,6 +73,9 @@ pykv_status pykv_moe_unpermute(const DLTensor* permuted_hidden_states, const DLT
                      .like(rows)
                      .contiguous_rows()
                      .no_overlap_within();
+    if (topk != columns)
+      fail(PYKV_VALUE_ERROR, "topk: must equal the columns of topk_weights, %" PRId64 ", got %" PRId64,
+           static_cast<int64_t>(columns), topk);
     SumRowsArgs args{};
     take_out(args, out);
     args.rows = rows.data();
