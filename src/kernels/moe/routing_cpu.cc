@@ -35,6 +35,14 @@ void each(float* scores, int64_t count, F&& f) {
   for (int64_t i = 0; i < count; i += kWidth) store(scores + i, f(load(scores + i, count - i)), count - i);
 }
 
+// As load(), with -inf in the lanes that are not there.
+Floats load_lowest(const float* from, int64_t count) {
+  if (count >= kWidth) return load(from);
+  Floats v = splat(kLowest);
+  for (int64_t i = 0; i < count; ++i) v[i] = from[i];
+  return v;
+}
+
 // From logits to scores, in place.
 void score_row(float* x, int64_t count, Scoring scoring) {
   switch (scoring) {
@@ -47,11 +55,12 @@ void score_row(float* x, int64_t count, Scoring scoring) {
       each(x, count, [](Floats v) { return sqrt(softplus(v)); });
       break;
     case Scoring::kSoftmax: {
-      float largest = kLowest, sum = 0;
-      for (int64_t i = 0; i < count; ++i) largest = x[i] > largest ? x[i] : largest;
+      Floats most = splat(kLowest), total{};
+      for (int64_t i = 0; i < count; i += kWidth) most = max(load_lowest(x + i, count - i), most);
+      const float largest = max(most);
       each(x, count, [&](Floats v) { return exp(v - largest); });
-      for (int64_t i = 0; i < count; ++i) sum += x[i];
-      const float inverse = 1.0f / sum;
+      for (int64_t i = 0; i < count; i += kWidth) total += load(x + i, count - i);
+      const float inverse = 1.0f / sum(total);
       each(x, count, [&](Floats v) { return v * inverse; });
       break;
     }
@@ -75,6 +84,14 @@ class Best {
     }
     keys_[at] = key;
     ids_[at] = id;
+  }
+  // Of experts 0 ... count - 1.
+  void offer_all(const float* keys, int64_t count) {
+    const auto most = static_cast<int64_t>(keys_.size());
+    for (int64_t i = 0; i < count; i += kWidth) {
+      if (count_ == most && !(max(load_lowest(keys + i, count - i)) > keys_[most - 1])) continue;
+      for (int64_t e = i; e < count && e < i + kWidth; ++e) offer(keys[e], static_cast<int32_t>(e));
+    }
   }
   float key(int64_t i) const { return keys_[i]; }
   int32_t id(int64_t i) const { return ids_[i]; }
@@ -111,7 +128,7 @@ class Router {
       if (a_.input_ids.data)
         look_up(token);
       else
-        select();
+        choose();
       weigh();
     }
     put(token);
@@ -123,15 +140,17 @@ class Router {
     for (int64_t e = 0; e < a_.num_experts; ++e) keys_[e] = scores_[e] - scores_[e] == 0 ? 0.0f : kLowest;
   }
 
-  void select() {
-    for (int64_t e = 0; e < a_.num_experts; ++e) {
-      const float key = scores_[e] + (a_.bias ? bias_[e] : 0.0f);
-      const bool counts = key == key && !(a_.finite_only && keys_[e] != 0);
-      keys_[e] = counts ? key : kLowest;
+  void choose() {
+    for (int64_t i = 0; i < a_.num_experts; i += kWidth) {
+      const int64_t left = a_.num_experts - i;
+      Floats key = load(&scores_[i], left);
+      if (a_.bias) key += load(&bias_[i], left);
+      if (a_.finite_only) key += load(&keys_[i], left);
+      store(&keys_[i], select(key == key, key, splat(kLowest)), left);
     }
     if (a_.num_groups > 1) keep_groups();
     chosen_.clear();
-    for (int32_t e = 0; e < a_.num_experts; ++e) chosen_.offer(keys_[e], e);
+    chosen_.offer_all(keys_.data(), a_.num_experts);
     for (int64_t j = 0; j < a_.top_k; ++j) {
       ids_[j] = chosen_.id(j);
       weights_[j] = a_.zero_if_lowest && chosen_.key(j) == kLowest ? 0.0f : scores_[ids_[j]];

@@ -138,6 +138,7 @@ __device__ void count_pairs(const SortPlan& plan, const Bins& bins, int64_t adap
   }
   if (gridDim.x > 1) {
     const int rank = static_cast<int>(blockIdx.x);
+    __syncwarp();  // barriers of clusters want whole warps
     cluster_announce_all();
     cluster_wait();
     for (int32_t b = threadIdx.x; b < plan.num_bins; b += blockDim.x) {
@@ -152,6 +153,7 @@ __device__ void count_pairs(const SortPlan& plan, const Bins& bins, int64_t adap
       bins.sizes[b] = all;
       bins.starts[b] = before;
     }
+    __syncwarp();
     cluster_announce_all();  // read; sort_pairs_kernel waits for the others before it ends
   }
 }
@@ -162,6 +164,7 @@ __device__ void take_sizes(const SortPlan& plan, const Bins& bins) {
     const int64_t size = a.sizes[b];
     if (size > a.rows_of_bin && blockIdx.x == 0) plan.sizes(size, a.rows_of_bin + 1);
     bins.sizes[b] = static_cast<uint32_t>(size < 0 ? 0 : size < a.rows_of_bin ? size : a.rows_of_bin);
+    bins.starts[b] = 0;
   }
 }
 
@@ -272,6 +275,7 @@ __global__ void __launch_bounds__(kMaxThreads) sort_pairs_kernel(const __grid_co
   const uint32_t taken = n > plan.num_listed ? taken_by_listed : all;
   if (!a.sizes.data) place_pairs(plan, bins, adapter, list, first, end);
   put_bins(plan, bins, list, taken);
+  __syncwarp();
   if (gridDim.x > 1 && !a.sizes.data) cluster_wait();  // the others have read this block's shared memory
 }
 

@@ -40,14 +40,14 @@ class Sorter {
   }
 
   void find_bins(int64_t adapter) {
-    for (int64_t p = 0; p < a_.num_pairs; ++p) {
-      const int64_t token = p / a_.top_k;
-      if (adapter >= 0 && a_.token_adapters[token] != adapter) {
-        bins_[p] = -1;
-        continue;
+    int32_t* bin = bins_.data();
+    for (int64_t t = 0; t < a_.num_tokens; ++t) {
+      const bool is_wanted = adapter < 0 || a_.token_adapters[t] == adapter;
+      for (int64_t j = 0; j < a_.top_k; ++j) {
+        *bin = is_wanted ? bin_of(a_.ids.at(t, j)) : -1;
+        if (*bin >= 0) ++counts_[*bin];
+        ++bin;
       }
-      bins_[p] = bin_of(a_.ids.at(token, p % a_.top_k));
-      if (bins_[p] >= 0) ++counts_[bins_[p]];
     }
   }
 
@@ -91,13 +91,16 @@ class Sorter {
   }
 
   void place_pairs() {
-    for (int64_t p = 0; p < a_.num_pairs; ++p) {
-      const int64_t bin = bins_[p];
-      const int64_t place = bin < 0 ? a_.dropped_place : starts_[bin]++;
-      if (a_.places) a_.places[p] = static_cast<int32_t>(place);
-      if (bin < 0 || bin >= a_.num_listed) continue;
-      if (a_.sorted) a_.sorted[list_ * a_.list_stride + place] = static_cast<int32_t>(p);
-      if (a_.sorted_tokens) a_.sorted_tokens[place] = static_cast<int32_t>(p / a_.top_k);
+    int32_t pair = 0;
+    for (int64_t t = 0; t < a_.num_tokens; ++t) {
+      for (int64_t j = 0; j < a_.top_k; ++j, ++pair) {
+        const int64_t bin = bins_[pair];
+        const int64_t place = bin < 0 ? a_.dropped_place : starts_[bin]++;
+        if (a_.places) a_.places[pair] = static_cast<int32_t>(place);
+        if (bin < 0 || bin >= a_.num_listed) continue;
+        if (a_.sorted) a_.sorted[list_ * a_.list_stride + place] = pair;
+        if (a_.sorted_tokens) a_.sorted_tokens[place] = static_cast<int32_t>(t);
+      }
     }
   }
 
