@@ -190,6 +190,18 @@ def test_fused_qknorm_rope_cache() -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_experts() -> None:
+    logits = random((5, 16), np.dtype(np.float32))
+    weights, ids = ops.grouped_topk(logits, 4, 2, 3, True, 2.5, np.zeros(16, np.float32), 1)
+    assert (weights.shape, weights.dtype, ids.shape, ids.dtype) == ((5, 3), np.float32, (5, 3), np.int32)
+    np.testing.assert_allclose(weights.sum(1), 2.5, rtol=1e-6)
+    found, table = np.zeros((5, 3), np.int32), np.arange(12, dtype=np.int32).reshape(4, 3)
+    ops.topk_hash_softplus_sqrt(weights, found, None, logits, True, 1.0, None, np.array([3, 0, 1, 2, 3]), table)
+    np.testing.assert_array_equal(found, table[[3, 0, 1, 2, 3]])
+    rows = ops.shuffle_rows(logits, np.array([4, 0, -1]))
+    np.testing.assert_array_equal(rows, np.stack([logits[4], logits[0], 0 * logits[0]]))
+
+
 @pytest.mark.parametrize("name", sorted(set(SIGNATURES) - set(RETURNED)))
 def test_the_others_return_nothing(name: str) -> None:
     assert inspect.signature(getattr(ops, name)).return_annotation in (None, "None")
