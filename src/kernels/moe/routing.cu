@@ -73,26 +73,31 @@ __device__ auto with_type(DType dtype, const void* data, F&& f) {
   }
 }
 
-// The score of an expert from its logit.
+// Scores from logits.
 struct Scorer {
   Scoring scoring;
   float largest, inverse_sum;  // of softmax
 
-  __device__ float raw(float x) const {
+  // Of several experts, in place: one branch for all.
+  template <int kSize>
+  __device__ void operator()(float (&x)[kSize]) const {
+    const auto each = [&](auto&& score) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        const float s = score(x[j]);
+        x[j] = isfinite(s) ? s : 0.0f;
+      }
+    };
     switch (scoring) {
       case Scoring::kSigmoid:
-        return 1.0f / (1.0f + __expf(-x));
+        return each([](float v) { return 1.0f / (1.0f + __expf(-v)); });
       case Scoring::kSoftmax:
-        return __expf(x - largest) * inverse_sum;
+        return each([this](float v) { return __expf(v - largest) * inverse_sum; });
       case Scoring::kSoftplusSqrt:
-        return sqrtf(x > 20.0f ? x : log1pf(__expf(x)));
+        return each([](float v) { return sqrtf(v > 20.0f ? v : log1pf(__expf(v))); });
       default:
-        return x;
+        return each([](float v) { return v; });
     }
-  }
-  __device__ float operator()(float x) const {
-    const float s = raw(x);
-    return isfinite(s) ? s : 0.0f;
   }
 };
 
@@ -158,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
   const uint32_t first_id = group * plan.group_size + lane_of_group;
   const uint32_t size = group < static_cast<uint32_t>(a.num_groups) ? plan.group_size : 0;
 
-  float logits[kEach];
+  float logits[kEach];  // then scores, then keys
   with_type(a.dtype, a.logits.data, [&](auto data) {
     const auto* row = data + token * a.logits.token_stride;
 #pragma unroll
@@ -168,7 +173,9 @@ __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
   });
   const Scorer score = make_scorer<kLanes>(a, logits);
   const auto weight_of = [&](int64_t id) {
-    return score(with_type(a.dtype, a.logits.data, [&](auto data) { return to_float(data[a.logits.at(token, id)]); }));
+    float s[1] = {with_type(a.dtype, a.logits.data, [&](auto data) { return to_float(data[a.logits.at(token, id)]); })};
+    score(s);
+    return s[0];
   };
   const bool is_padding = a.is_padding && a.is_padding[token * a.is_padding_stride];
 
@@ -182,14 +189,23 @@ __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
     if (is_known)
       table_row = static_cast<const char*>(a.table.data) + row * a.table.token_stride * (a.ids_are_int64 ? 8 : 4);
   } else {
+    uint32_t not_finite[(kEach + 31) / 32] = {};  // a bit for each expert
+    if (a.finite_only) {
+#pragma unroll
+      for (uint32_t j = 0; j < kEach; ++j)
+        if (!isfinite(logits[j])) not_finite[j / 32] |= 1u << j % 32;
+    }
+    score(logits);
+    if (a.bias)
+      with_type(a.bias_dtype, a.bias, [&](auto bias) {
+#pragma unroll
+        for (uint32_t j = 0; j < kEach; ++j)
+          if (lane_of_group + j * width < size) logits[j] += to_float(bias[(first_id + j * width) * a.bias_stride]);
+      });
 #pragma unroll
     for (uint32_t j = 0; j < kEach; ++j) {
-      float key = score(logits[j]);
-      if (a.bias && lane_of_group + j * width < size)
-        key += with_type(a.bias_dtype, a.bias,
-                         [&](auto data) { return to_float(data[(first_id + j * width) * a.bias_stride]); });
-      keys[j] = a.finite_only && !isfinite(logits[j]) ? kLowest : key_of(key);
-      if (lane_of_group + j * width >= size) keys[j] = 0;
+      const uint32_t key = not_finite[j / 32] >> j % 32 & 1 ? kLowest : key_of(logits[j]);
+      keys[j] = lane_of_group + j * width < size ? key : 0;
     }
     if constexpr (kLanes == 32)
       if (a.num_groups > 1) keep_groups(plan, group, keys);
