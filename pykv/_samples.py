@@ -141,6 +141,42 @@ def latent_cache() -> npt.NDArray[Any]:
     return floats(NUM_BLOCKS, BLOCK_SIZE, 24)
 
 
+NUM_EXPERTS = 12
+
+
+def routed(**options: Any) -> Sample:
+    return {
+        "topk_weights": floats(3, 2, seed=2),
+        "topk_ids": np.zeros((3, 2), np.int32),
+        "token_expert_indices": np.zeros((3, 2), np.int32),
+        "gating_output": floats(3, NUM_EXPERTS),
+        **options,
+    }
+
+
+def unwritten(*shape: int) -> npt.NDArray[np.int32]:
+    return np.full(shape, 99, np.int32)
+
+
+def chosen_experts() -> npt.NDArray[np.int32]:
+    return np.array([[5, 0], [3, 5], [-1, 9]], np.int32)
+
+
+def local_experts() -> npt.NDArray[np.int32]:
+    """All but expert 3."""
+    here = np.arange(NUM_EXPERTS)
+    return np.where(here == 3, -1, here - (here > 3)).astype(np.int32)
+
+
+def block_map(places: int, lists: int = 1) -> Sample:
+    """In blocks of four."""
+    return {
+        "sorted_token_ids": unwritten(lists * places),
+        "experts_ids": unwritten(lists * places // 4),
+        "num_tokens_post_pad": unwritten(lists),
+    }
+
+
 SAMPLES: dict[str, Callable[[], Sample]] = {
     "silu_and_mul": lambda: gated("result"),
     "silu_and_mul_quant": lambda: {"result": np.zeros((3, 8), np.uint8), "input": floats(3, 16), "scale": 0.5},
@@ -345,6 +381,115 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         "dst_scale": floats(7, 2),
         "block_table": np.array([[1, 4], [3, 0]], np.int32),
         "cu_seq_lens": np.array([0, 2, 7], np.int32),
+    },
+    "topk_softmax": lambda: routed(e_score_correction_bias=floats(NUM_EXPERTS, seed=1), renormalize=True),
+    "topk_sigmoid": lambda: routed(routed_scaling_factor=2.5, is_padding=np.array([False, True, False])),
+    "topk_softplus_sqrt": lambda: routed(
+        token_expert_indices=None,
+        renormalize=True,
+        input_ids=ids(4, 0, 2),
+        hash_indices_table=np.array([[0, 5], [1, 2], [9, 0], [3, 4], [7, 2]], np.int32),
+    ),
+    "grouped_topk": lambda: (
+        {name: value for name, value in routed().items() if name in ("topk_weights", "topk_ids")}
+        | {
+            "scores": floats(3, NUM_EXPERTS),
+            "n_group": 3,
+            "topk_group": 2,
+            "topk": 2,
+            "renormalize": True,
+            "routed_scaling_factor": 2.5,
+            "bias": floats(NUM_EXPERTS, seed=1),
+            "scoring_func": 1,
+        }
+    ),
+    "moe_align_block_size": lambda: {
+        "topk_ids": chosen_experts(),
+        "num_experts": NUM_EXPERTS,
+        "block_size": 4,
+        **block_map(24),
+        "expert_map": local_experts(),
+        "scatter_idx": unwritten(6),
+    },
+    "batched_moe_align_block_size": lambda: {
+        "max_tokens_per_batch": 6,
+        "block_size": 4,
+        "expert_num_tokens": np.array([2, 0, 5], np.int32),
+        **block_map(24),
+    },
+    "moe_lora_align_block_size": lambda: {
+        "topk_ids": chosen_experts(),
+        "token_lora_mapping": np.array([1, 0, 1], np.int32),
+        "num_experts": NUM_EXPERTS,
+        "block_size": 4,
+        "max_loras": 2,
+        "max_num_tokens_padded": 24,
+        "max_num_m_blocks": 6,
+        **block_map(24, lists=2),
+        "adapter_enabled": np.array([1, 1, 0], np.int32),
+        "lora_ids": np.array([1, 0, -1], np.int32),
+    },
+    "get_cutlass_moe_mm_data": lambda: {
+        "topk_ids": chosen_experts(),
+        "expert_offsets": unwritten(NUM_EXPERTS + 1),
+        "problem_sizes1": unwritten(NUM_EXPERTS, 3),
+        "problem_sizes2": unwritten(NUM_EXPERTS, 3),
+        "input_permutation": unwritten(6),
+        "output_permutation": unwritten(6),
+        "num_experts": NUM_EXPERTS,
+        "n": 24,
+        "k": 16,
+        "blockscale_offsets": unwritten(NUM_EXPERTS + 1),
+    },
+    "get_cutlass_moe_mm_problem_sizes_from_expert_offsets": lambda: {
+        "expert_first_token_offset": ids(0, 2, 2, 7),
+        "problem_sizes1": unwritten(3, 3),
+        "problem_sizes2": unwritten(3, 3),
+        "n": 24,
+        "k": 16,
+        "swap_ab": True,
+    },
+    "get_cutlass_batched_moe_mm_data": lambda: {
+        "expert_offsets": unwritten(3),
+        "problem_sizes1": unwritten(3, 3),
+        "problem_sizes2": unwritten(3, 3),
+        "expert_num_tokens": np.array([2, 0, 5], np.int32),
+        "num_local_experts": 3,
+        "padded_m": 8,
+        "n": 24,
+        "k": 16,
+    },
+    "moe_permute": lambda: {
+        "input": floats(3, 8),
+        "topk_ids": np.array([[5, 0], [3, 5], [2, 9]], np.int32),
+        "token_expert_indices": None,
+        "expert_map": None,
+        "n_expert": NUM_EXPERTS,
+        "n_local_expert": NUM_EXPERTS,
+        "topk": 2,
+        "permuted_input": floats(6, 8, seed=1),
+        "expert_first_token_offset": np.full(NUM_EXPERTS + 1, 99, np.int64),
+        "inv_permuted_idx": unwritten(3, 2),
+        "permuted_idx": unwritten(6),
+    },
+    "moe_unpermute": lambda: {
+        "permuted_hidden_states": floats(6, 8),
+        "topk_weights": floats(3, 2),
+        "inv_permuted_idx": np.array([[5, 0], [3, 4], [2, 1]], np.int32),
+        "expert_first_token_offset": ids(0, 2, 4),
+        "topk": 2,
+        "hidden_states": floats(3, 8, seed=1),
+    },
+    "moe_sum": lambda: {
+        "input": floats(3, 2, 8),
+        "output": floats(3, 8, seed=1),
+        "topk_ids": chosen_experts(),
+        "expert_map": local_experts(),
+    },
+    "shuffle_rows": lambda: {
+        "input_tensor": floats(5, 8),
+        "dst2src_map": ids(4, 0, -1, 0),
+        "output_tensor": floats(4, 8, seed=1),
     },
     "convert_fp8": lambda: {"output": np.zeros((3, 8), np.uint8), "input": floats(3, 8), "scale": 0.5},
     "concat_mla_q": lambda: {

@@ -11,6 +11,7 @@ from typing import Any
 
 import pykv
 from pykv import (
+    batched_moe_align_block_size,
     concat_and_cache_mla,
     concat_and_cache_mla_grouped,
     concat_and_cache_mla_rope_fused,
@@ -21,19 +22,28 @@ from pykv import (
     cp_gather_indexer_k_quant_cache,
     fused_add_rms_norm,
     gather_and_maybe_dequant_cache,
+    get_cutlass_batched_moe_mm_data,
+    get_cutlass_moe_mm_data,
+    get_cutlass_moe_mm_problem_sizes_from_expert_offsets,
     indexer_k_quant_and_cache,
     merge_attn_states,
+    moe_align_block_size,
+    moe_lora_align_block_size,
+    moe_sum,
     reshape_and_cache,
     reshape_and_cache_flash,
     rms_norm,
     rotary_embedding,
     swap_blocks,
     swap_blocks_batch,
+    topk_sigmoid,
+    topk_softmax,
 )
 from pykv._libraries import empty_beside, spec_of
 from pykv._types import Array, ScalarOrArray
 
 __all__ = [
+    "batched_moe_align_block_size",
     "concat_and_cache_mla",
     "concat_and_cache_mla_grouped",
     "concat_and_cache_mla_rope_fused",
@@ -46,17 +56,28 @@ __all__ = [
     "fused_qk_norm_rope",
     "fused_qknorm_rope_cache",
     "gather_and_maybe_dequant_cache",
+    "get_cutlass_batched_moe_mm_data",
+    "get_cutlass_moe_mm_data",
+    "get_cutlass_moe_mm_problem_sizes_from_expert_offsets",
+    "grouped_topk",
     "indexer_k_quant_and_cache",
     "merge_attn_states",
+    "moe_align_block_size",
+    "moe_lora_align_block_size",
+    "moe_sum",
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "rms_norm",
     "rms_norm_dynamic_per_token_quant",
     "rms_norm_per_block_quant",
     "rotary_embedding",
+    "shuffle_rows",
     "silu_and_mul_per_block_quant",
     "swap_blocks",
     "swap_blocks_batch",
+    "topk_hash_softplus_sqrt",
+    "topk_sigmoid",
+    "topk_softmax",
 ]
 
 
@@ -185,3 +206,50 @@ def silu_and_mul_per_block_quant(
     codes, scales = _codes_and_scales(input, width, quant_dtype, width // group_size, is_scale_transposed)
     pykv.silu_and_mul_per_block_quant(codes, input, scales, group_size, scale_ub, is_scale_transposed)
     return codes, scales
+
+
+def grouped_topk(
+    scores: Array,
+    num_expert_group: int,
+    topk_group: int,
+    topk: int,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    bias: Array,
+    scoring_func: int = 0,
+) -> tuple[Any, Any]:
+    """:func:`pykv.grouped_topk`; returns the weights and the ids ``[T, topk]``, int32."""
+    shape = (spec_of(scores).shape[0], topk)
+    weights, ids = empty_beside(scores, shape, "float32"), empty_beside(scores, shape, "int32")
+    pykv.grouped_topk(
+        weights, ids, scores, num_expert_group, topk_group, topk, renormalize, routed_scaling_factor, bias,
+        scoring_func,
+    )  # fmt: skip
+    return weights, ids
+
+
+def shuffle_rows(input_tensor: Array, dst2src_map: Array) -> Any:
+    """:func:`pykv.shuffle_rows`; returns the rows."""
+    (_, width), dtype = spec_of(input_tensor)
+    rows = empty_beside(input_tensor, (*spec_of(dst2src_map).shape, width), dtype)
+    pykv.shuffle_rows(input_tensor, dst2src_map, rows)
+    return rows
+
+
+def topk_hash_softplus_sqrt(
+    topk_weights: Array,
+    topk_indices: Array,
+    token_expert_indices: Array,
+    gating_output: Array,
+    renormalize: bool = False,
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: Array | None = None,
+    input_tokens: Array | None = None,
+    hash_indices_table: Array | None = None,
+    is_padding: Array | None = None,
+) -> None:
+    """:func:`pykv.topk_softplus_sqrt`."""
+    pykv.topk_softplus_sqrt(
+        topk_weights, topk_indices, token_expert_indices, gating_output, renormalize, routed_scaling_factor,
+        e_score_correction_bias, input_tokens, hash_indices_table, is_padding,
+    )  # fmt: skip

@@ -18,6 +18,7 @@ from pykv._schema import Spec
 
 HEADS, KV_HEADS, HEAD, BLOCK = 32, 8, 128, 16
 LATENT, ROPE, LATENT_HEADS = 512, 64, 16  # of MLA
+EXPERTS, TOP_K, HIDDEN = 128, 8, 2048  # of mixtures of experts
 POSITIONS, CONTEXT, LAYERS = 4096, 1024, 4
 
 Ids = npt.NDArray[np.int64]
@@ -261,6 +262,61 @@ def _dual_chunk(t: Tokens) -> Workload:
     return Workload(plain.arguments, {"query": t.bytes(HEADS * HEAD), "cos_sin_cache": 5 * t.bytes(HEAD)})
 
 
+def _routed(t: Tokens) -> Workload:
+    outputs = {"topk_weights": Spec((t.count, TOP_K), "float32"), "topk_ids": Spec((t.count, TOP_K), "int32")}
+    arguments = outputs | {"token_expert_indices": None, "gating_output": t.rows(EXPERTS), "renormalize": True}
+    return Workload(arguments, {name: size_of(spec) for name, spec in outputs.items()})
+
+
+def _grouped(t: Tokens) -> Workload:
+    options = {"n_group": 8, "topk_group": 4, "topk": TOP_K, "renormalize": True, "routed_scaling_factor": 2.5}
+    return Workload({"scores": t.rows(EXPERTS), "scoring_func": 1, **options})
+
+
+def _experts(t: Tokens) -> npt.NDArray[np.int32]:
+    """Different ones for each token."""
+    order = np.argsort(np.random.default_rng(0).random((t.count, EXPERTS), np.float32), axis=1)
+    return order[:, :TOP_K].astype(np.int32)
+
+
+def _aligned(t: Tokens) -> Workload:
+    pairs, block = t.count * TOP_K, 16
+    capacity = pairs + min(pairs, EXPERTS) * (block - 1)
+    made = {"sorted_token_ids": capacity, "experts_ids": capacity // block + 1, "num_tokens_post_pad": 1}
+    outputs = {name: Spec((n,), "int32") for name, n in made.items()}
+    arguments = {"topk_ids": _experts(t), "num_experts": EXPERTS, "block_size": block}
+    return Workload(arguments | outputs, {name: size_of(spec) for name, spec in outputs.items()})
+
+
+def _permuted(t: Tokens) -> Workload:
+    outputs = {
+        "permuted_input": Spec((t.count * TOP_K, HIDDEN), t.dtype),
+        "expert_first_token_offset": Spec((EXPERTS + 1,), "int64"),
+        "inv_permuted_idx": Spec((t.count, TOP_K), "int32"),
+        "permuted_idx": Spec((t.count * TOP_K,), "int32"),
+    }
+    given = {"input": t.rows(HIDDEN), "topk_ids": _experts(t), "token_expert_indices": None, "expert_map": None}
+    sizes = {"n_expert": EXPERTS, "n_local_expert": EXPERTS, "topk": TOP_K}
+    return Workload(given | sizes | outputs, {name: size_of(spec) for name, spec in outputs.items()})
+
+
+def _places(t: Tokens) -> npt.NDArray[np.int32]:
+    """Where the pairs of tokens are when they are sorted by expert."""
+    order = np.argsort(_experts(t).reshape(-1), kind="stable")
+    return np.argsort(order).astype(np.int32).reshape(t.count, TOP_K)
+
+
+def _unpermuted(t: Tokens) -> Workload:
+    rows, weights = Spec((t.count * TOP_K, HIDDEN), t.dtype), Spec((t.count, TOP_K), "float32")
+    given = {"permuted_hidden_states": rows, "topk_weights": weights, "inv_permuted_idx": _places(t)}
+    return Workload(given | {"expert_first_token_offset": None, "topk": TOP_K})
+
+
+def _shuffled_rows(t: Tokens) -> Workload:
+    where = np.argsort(_experts(t).reshape(-1), kind="stable") // TOP_K
+    return Workload({"input_tensor": t.rows(HIDDEN), "dst2src_map": where.astype(np.int32)})
+
+
 WORKLOADS: Mapping[str, Callable[[Tokens], Workload]] = {
     "reshape_and_cache": lambda t: _new_tokens(t, packed=True),
     "reshape_and_cache_flash": _new_tokens,
@@ -289,4 +345,13 @@ WORKLOADS: Mapping[str, Callable[[Tokens], Workload]] = {
     "batched_rotary_embedding": lambda t: _rotated(t, rot_dim=HEAD, cos_sin_cache_offsets=np.zeros(t.count, np.int64)),
     "mrope": _mrope,
     "dual_chunk_rotary_embedding": _dual_chunk,
+    "topk_softmax": _routed,
+    "topk_sigmoid": _routed,
+    "topk_softplus_sqrt": _routed,
+    "grouped_topk": _grouped,
+    "moe_align_block_size": _aligned,
+    "moe_permute": _permuted,
+    "moe_unpermute": _unpermuted,
+    "moe_sum": lambda t: Workload({"input": t.rows(TOP_K, HIDDEN)}),
+    "shuffle_rows": _shuffled_rows,
 }

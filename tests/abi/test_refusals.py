@@ -16,7 +16,7 @@ from pykv._schema import Op, Parameter, all_ops
 
 LIBRARY = ctypes.CDLL(str(next(Path(pykv.get_library_dir()).glob("libkernels.so.?"))))
 LIBRARY.pykv_last_error.restype = ctypes.c_char_p
-CODES = {"f": 2, "i": 0, "u": 1}
+CODES = {"f": 2, "i": 0, "u": 1, "b": 6}
 
 
 class Device(ctypes.Structure):

@@ -44,6 +44,9 @@ SIGNATURES = {
     "gather_and_maybe_dequant_cache": (
         "src_cache, dst, block_table, cu_seq_lens, token_to_seq, num_tokens, kv_cache_dtype, scale, seq_starts=None"
     ),
+    "grouped_topk": (
+        "scores, num_expert_group, topk_group, topk, renormalize, routed_scaling_factor, bias, scoring_func=0"
+    ),
     "indexer_k_quant_and_cache": "k, kv_cache, slot_mapping, quant_block_size, kv_cache_dtype",
     "merge_attn_states": (
         "output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None, "
@@ -63,9 +66,43 @@ SIGNATURES = {
     "silu_and_mul_per_block_quant": "input, group_size, quant_dtype, scale_ub=None, is_scale_transposed=False",
     "swap_blocks": "src, dst, block_size_in_bytes, block_mapping",
     "swap_blocks_batch": "src_ptrs, dst_ptrs, sizes, is_src_access_order_any=False",
+    "batched_moe_align_block_size": (
+        "max_tokens_per_batch, block_size, expert_num_tokens, sorted_token_ids, experts_ids, num_tokens_post_pad"
+    ),
+    "get_cutlass_batched_moe_mm_data": (
+        "expert_offsets, problem_sizes1, problem_sizes2, expert_num_tokens, num_local_experts, padded_m, n, k"
+    ),
+    "get_cutlass_moe_mm_data": (
+        "topk_ids, expert_offsets, problem_sizes1, problem_sizes2, input_permutation, output_permutation, num_experts, "
+        "n, k, blockscale_offsets=None, is_gated=True"
+    ),
+    "get_cutlass_moe_mm_problem_sizes_from_expert_offsets": (
+        "expert_first_token_offset, problem_sizes1, problem_sizes2, n, k, swap_ab"
+    ),
+    "moe_align_block_size": (
+        "topk_ids, num_experts, block_size, sorted_token_ids, experts_ids, num_tokens_post_pad, expert_map=None"
+    ),
+    "moe_lora_align_block_size": (
+        "topk_ids, token_lora_mapping, num_experts, block_size, max_loras, max_num_tokens_padded, max_num_m_blocks, "
+        "sorted_token_ids, experts_ids, num_tokens_post_pad, adapter_enabled, lora_ids, expert_map=None"
+    ),
+    "moe_sum": "input, output, topk_ids=None, expert_map=None",
+    "shuffle_rows": "input_tensor, dst2src_map",
+    "topk_hash_softplus_sqrt": (
+        "topk_weights, topk_indices, token_expert_indices, gating_output, renormalize=False, "
+        "routed_scaling_factor=1.0, e_score_correction_bias=None, input_tokens=None, hash_indices_table=None"
+    ),
+    "topk_sigmoid": (
+        "topk_weights, topk_ids, token_expert_indices, gating_output, renormalize=False, e_score_correction_bias=None"
+    ),
+    "topk_softmax": (
+        "topk_weights, topk_ids, token_expert_indices, gating_output, renormalize=False, e_score_correction_bias=None"
+    ),
 }
 RETURNED = {  # how many arrays; the others return None
     "fused_qknorm_rope_cache": 3,
+    "grouped_topk": 2,
+    "shuffle_rows": 1,
     "rms_norm_dynamic_per_token_quant": 2,
     "rms_norm_per_block_quant": 2,
     "silu_and_mul_per_block_quant": 2,
@@ -151,6 +188,18 @@ def test_fused_qknorm_rope_cache() -> None:
     )
     for ours, theirs in zip((*found, *caches[0]), (*wanted, *caches[1]), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_experts() -> None:
+    logits = random((5, 16), np.dtype(np.float32))
+    weights, ids = ops.grouped_topk(logits, 4, 2, 3, True, 2.5, np.zeros(16, np.float32), 1)
+    assert (weights.shape, weights.dtype, ids.shape, ids.dtype) == ((5, 3), np.float32, (5, 3), np.int32)
+    np.testing.assert_allclose(weights.sum(1), 2.5, rtol=1e-6)
+    found, table = np.zeros((5, 3), np.int32), np.arange(12, dtype=np.int32).reshape(4, 3)
+    ops.topk_hash_softplus_sqrt(weights, found, None, logits, True, 1.0, None, np.array([3, 0, 1, 2, 3]), table)
+    np.testing.assert_array_equal(found, table[[3, 0, 1, 2, 3]])
+    rows = ops.shuffle_rows(logits, np.array([4, 0, -1]))
+    np.testing.assert_array_equal(rows, np.stack([logits[4], logits[0], 0 * logits[0]]))
 
 
 @pytest.mark.parametrize("name", sorted(set(SIGNATURES) - set(RETURNED)))

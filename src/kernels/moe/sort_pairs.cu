@@ -1,0 +1,331 @@
+// Counting sort in one launch, by one block or, on sm_90, by a cluster of blocks that add up their counts through shared
+// memory.
+//
+// Each warp has a run of neighbouring pairs.
+//   1. It counts its pairs in each bin, in a row of shared memory of its own.
+//   2. Threads have a bin each: from counts to how many pairs of the bin lie in the runs of earlier warps, and of earlier
+//      blocks; then all bins are added up, each padded.
+//   3. It places its pairs, 32 at a time: lanes with the same bin (match_any) are placed in their order.
+// So places depend on the pairs alone, whatever the number of warps and blocks.
+#include <algorithm>
+
+#include "cuda/cluster.cuh"
+#include "cuda/dependent.cuh"
+#include "cuda/divider.cuh"
+#include "moe/sort_pairs.h"
+
+namespace pykv {
+namespace {
+
+constexpr int kMaxThreads = 1024;
+constexpr int kClusterSize = 8;
+constexpr int64_t kMaxShared = 96 << 10;  // bytes, of a block; every chip has as many
+constexpr int kBinArrays = 4;             // beside the counts of warps
+constexpr int kLoads = 8;                 // of shared memory, under way at once
+constexpr uint32_t kAllLanes = 0xffffffffu;
+
+struct SortPlan {
+  SortPairsArgs args;
+  Divider top_k, block_size;
+  int32_t num_bins, num_listed;
+  int32_t pair_warps;  // of a block: those that have pairs
+  int32_t run;         // pairs of a warp
+  bool ids_are_flat;   // pair p is at p * ids.stride
+  Reporter ids, map, sizes, adapters;
+};
+
+// Bins of this block, all in shared memory.
+struct Bins {
+  uint32_t* counts;    // [pair_warps][num_bins]: of a warp; then of the warps before it
+  uint32_t* of_block;  // [num_bins]: pairs of this block, read by the others
+  uint32_t* sizes;     // of all blocks
+  uint32_t* begins;    // where the bin begins
+  uint32_t* starts;    // where this block's pairs of it begin
+};
+
+// The bin of a pair; -1: it has none.
+__device__ int32_t bin_of(const SortPlan& plan, uint32_t pair, int64_t adapter, bool reports) {
+  const SortPairsArgs& a = plan.args;
+  int64_t at = pair * a.ids.stride;
+  if (!plan.ids_are_flat || adapter >= 0) {
+    uint32_t choice;
+    const uint32_t token = plan.top_k(pair, choice);
+    at = token * a.ids.token_stride + choice * a.ids.stride;
+    if (adapter >= 0 && a.token_adapters[token] != adapter) return -1;
+  }
+  const int32_t dropped = a.keeps_all ? plan.num_bins - 1 : -1;
+  const int64_t id = a.ids.at(at);
+  if (id >= a.num_experts && reports) plan.ids(id, a.num_experts);
+  if (id < 0 || id >= a.num_experts) return dropped;
+  if (!a.expert_map.data) return static_cast<int32_t>(id);
+  const int64_t bin = a.expert_map[id];
+  if (bin >= plan.num_listed && reports) plan.map(bin, plan.num_listed);
+  if (bin >= 0 && bin < plan.num_listed) return static_cast<int32_t>(bin);
+  return a.keeps_all ? plan.num_listed + static_cast<int32_t>(id) : -1;
+}
+
+__device__ uint32_t round_up(uint32_t n, const Divider& multiple) {
+  uint32_t rest;
+  multiple(n, rest);
+  return rest ? n + multiple.d - rest : n;
+}
+
+// put(b, sum of value(0) ... value(b - 1)) for each bin, by the whole block; returns the sum of all.
+template <class Value, class Put>
+__device__ uint32_t add_up(int32_t num_bins, Value&& value, Put&& put) {
+  __shared__ uint32_t sums[32];
+  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  uint32_t before = 0;
+  for (int32_t first = 0; first < num_bins; first += blockDim.x) {
+    const int32_t b = first + threadIdx.x;
+    const uint32_t own = b < num_bins ? value(b) : 0;
+    uint32_t sum = own;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const uint32_t below = __shfl_up_sync(kAllLanes, sum, distance);
+      if (lane >= distance) sum += below;
+    }
+    if (lane == 31) sums[warp] = sum;
+    __syncthreads();
+    uint32_t here = before;
+    for (int32_t w = 0; w < warps; ++w) {
+      here += w < warp ? sums[w] : 0;
+      before += sums[w];
+    }
+    if (b < num_bins) put(b, here + sum - own);
+    __syncthreads();
+  }
+  return before;
+}
+
+// Shared memory of another block of the cluster.
+__device__ uint32_t load_of_rank(const uint32_t* p, int rank) {
+  uint32_t v = 0;
+#if __CUDA_ARCH__ >= 900
+  const uint32_t address = cluster_address(static_cast<uint32_t>(__cvta_generic_to_shared(p)), rank);
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+#else
+  v = *p;  // there is one block
+#endif
+  return v;
+}
+
+// Leaves in `bins` sizes and starts (within a bin), from the ids of all pairs.
+__device__ void count_pairs(const SortPlan& plan, const Bins& bins, int64_t adapter, uint32_t first, uint32_t end) {
+  const int32_t warp = threadIdx.x / 32;
+  for (int32_t i = threadIdx.x; i < plan.pair_warps * plan.num_bins; i += blockDim.x) bins.counts[i] = 0;
+  __syncthreads();
+  for (uint32_t p = first + threadIdx.x % 32; p < end; p += 32) {
+    const int32_t bin = bin_of(plan, p, adapter, true);
+    if (bin >= 0) atomicAdd(&bins.counts[warp * plan.num_bins + bin], 1u);
+  }
+  __syncthreads();
+  for (int32_t b = threadIdx.x; b < plan.num_bins; b += blockDim.x) {
+    uint32_t sum = 0;
+    for (int32_t first_warp = 0; first_warp < plan.pair_warps; first_warp += kLoads) {
+      uint32_t own[kLoads];  // all under way before the first is used
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i)
+        own[i] = first_warp + i < plan.pair_warps ? bins.counts[(first_warp + i) * plan.num_bins + b] : 0;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        if (first_warp + i < plan.pair_warps) bins.counts[(first_warp + i) * plan.num_bins + b] = sum;
+        sum += own[i];
+      }
+    }
+    bins.of_block[b] = bins.sizes[b] = sum;
+    bins.starts[b] = 0;
+  }
+  if (gridDim.x > 1) {
+    const int rank = static_cast<int>(blockIdx.x);
+    __syncwarp();  // barriers of clusters want whole warps
+    cluster_announce_all();
+    cluster_wait();
+    for (int32_t b = threadIdx.x; b < plan.num_bins; b += blockDim.x) {
+      uint32_t of_ranks[kClusterSize], before = 0, all = 0;
+#pragma unroll
+      for (int r = 0; r < kClusterSize; ++r) of_ranks[r] = load_of_rank(&bins.of_block[b], r);
+#pragma unroll
+      for (int r = 0; r < kClusterSize; ++r) {
+        before += r < rank ? of_ranks[r] : 0;
+        all += of_ranks[r];
+      }
+      bins.sizes[b] = all;
+      bins.starts[b] = before;
+    }
+    __syncwarp();
+    cluster_announce_all();  // read; sort_pairs_kernel waits for the others before it ends
+  }
+}
+
+__device__ void take_sizes(const SortPlan& plan, const Bins& bins) {
+  const SortPairsArgs& a = plan.args;
+  for (int32_t b = threadIdx.x; b < plan.num_bins; b += blockDim.x) {
+    const int64_t size = a.sizes[b];
+    if (size > a.rows_of_bin && blockIdx.x == 0) plan.sizes(size, a.rows_of_bin + 1);
+    bins.sizes[b] = static_cast<uint32_t>(size < 0 ? 0 : size < a.rows_of_bin ? size : a.rows_of_bin);
+    bins.starts[b] = 0;
+  }
+}
+
+__device__ void place_pairs(const SortPlan& plan, const Bins& bins, int64_t adapter, int64_t list, uint32_t first,
+                            uint32_t end) {
+  const SortPairsArgs& a = plan.args;
+  const uint32_t lane = threadIdx.x % 32;
+  uint32_t* before = bins.counts + threadIdx.x / 32 * plan.num_bins;
+  for (uint32_t from = first; from < end; from += 32) {
+    const uint32_t p = from + lane;
+    const int32_t bin = p < end ? bin_of(plan, p, adapter, false) : -1;
+    const uint32_t same = __match_any_sync(kAllLanes, bin);
+    const int lower = __popc(same & ((1u << lane) - 1));
+    const uint32_t place = bin >= 0 ? bins.starts[bin] + before[bin] + lower : 0;
+    __syncwarp();
+    if (bin >= 0 && lower == 0) before[bin] += __popc(same);
+    __syncwarp();
+    if (p >= end) continue;
+    if (a.places) a.places[p] = bin >= 0 ? static_cast<int32_t>(place) : a.dropped_place;
+    if (bin < 0 || bin >= plan.num_listed) continue;
+    if (a.sorted) a.sorted[list * a.list_stride + place] = static_cast<int32_t>(p);
+    if (a.sorted_tokens) {
+      uint32_t choice;
+      a.sorted_tokens[place] = static_cast<int32_t>(plan.top_k(p, choice));
+    }
+  }
+}
+
+// Everything but the pairs, shared out among the blocks.
+__device__ void put_bins(const SortPlan& plan, const Bins& bins, int64_t list, uint32_t taken) {
+  const SortPairsArgs& a = plan.args;
+  const int32_t lane = threadIdx.x % 32;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  int32_t* sorted = a.sorted ? a.sorted + list * a.list_stride : nullptr;
+  int32_t* blocks = a.blocks ? a.blocks + list * a.blocks_stride : nullptr;
+  if (sorted || blocks) {
+    for (int32_t b = static_cast<int32_t>(thread / 32); b < plan.num_listed; b += static_cast<int32_t>(threads / 32)) {
+      const uint32_t begin = bins.begins[b], size = bins.sizes[b], padded = round_up(size, plan.block_size);
+      if (a.sizes.data)
+        for (uint32_t i = lane; i < size; i += 32) sorted[begin + i] = static_cast<int32_t>(b * a.rows_of_bin + i);
+      if (sorted)
+        for (uint32_t i = size + lane; i < padded; i += 32) sorted[begin + i] = a.sentinel;
+      uint32_t rest;
+      if (blocks && size) {
+        const uint32_t first = plan.block_size(begin, rest), end = plan.block_size(begin + padded, rest);
+        for (uint32_t i = first + lane; i < end; i += 32) blocks[i] = b;
+      }
+    }
+    if (sorted)
+      for (int64_t i = taken + thread; i < a.capacity; i += threads) sorted[i] = a.sentinel;
+    uint32_t rest;
+    if (blocks)
+      for (int64_t i = plan.block_size(taken, rest) + thread; i < a.num_blocks; i += threads) blocks[i] = -1;
+  }
+  if (blockIdx.x != 0) return;
+  if (a.num_padded && threadIdx.x == 0) a.num_padded[list * a.num_padded_stride] = static_cast<int32_t>(taken);
+  for (int32_t b = threadIdx.x; b <= plan.num_listed; b += blockDim.x) {
+    const uint32_t begin = b < plan.num_listed ? bins.begins[b] : taken;
+    if (a.offsets) a.offsets[b] = static_cast<int32_t>(begin);
+    if (a.wide_offsets) a.wide_offsets[b] = begin;
+    if (b == plan.num_listed) break;
+    if (a.problems1) put_problem(a.problems1 + 3 * b, bins.sizes[b], a.columns, a.hidden, a.is_swapped);
+    if (a.problems2) put_problem(a.problems2 + 3 * b, bins.sizes[b], a.hidden, a.inner, a.is_swapped);
+  }
+  if (a.offsets_of_128) {
+    const uint32_t all = add_up(
+        plan.num_listed, [&](int32_t b) { return (bins.sizes[b] + 127) / 128 * 128; },
+        [&](int32_t b, uint32_t before) { a.offsets_of_128[b] = static_cast<int32_t>(before); });
+    if (threadIdx.x == 0) a.offsets_of_128[plan.num_listed] = static_cast<int32_t>(all);
+  }
+}
+
+__global__ void __launch_bounds__(kMaxThreads) sort_pairs_kernel(const __grid_constant__ SortPlan plan) {
+  extern __shared__ uint32_t shared[];
+  __shared__ uint32_t taken_by_listed;
+  const SortPairsArgs& a = plan.args;
+  const int32_t n = plan.num_bins;
+  const Bins bins{shared + kBinArrays * n, shared, shared + n, shared + 2 * n, shared + 3 * n};
+  begin_dependent();
+
+  int64_t adapter = -1, list = 0;
+  if (a.adapters.data) {
+    adapter = list = a.adapters[blockIdx.y];
+    if (adapter >= a.max_adapters && blockIdx.x == 0 && threadIdx.x == 0) plan.adapters(adapter, a.max_adapters);
+    if (adapter < 0 || adapter >= a.max_adapters || a.adapter_enabled[adapter] == 0)
+      return;  // so do all of the cluster
+  }
+  const int32_t warp = threadIdx.x / 32;
+  const int64_t num_pairs = a.sizes.data || warp >= plan.pair_warps ? 0 : a.num_pairs;
+  const int64_t begin = (static_cast<int64_t>(blockIdx.x) * plan.pair_warps + warp) * plan.run;
+  const auto first = static_cast<uint32_t>(min(begin, num_pairs));
+  const auto end = static_cast<uint32_t>(min(begin + plan.run, num_pairs));
+
+  if (a.sizes.data)
+    take_sizes(plan, bins);
+  else
+    count_pairs(plan, bins, adapter, first, end);
+  __syncthreads();
+  if (threadIdx.x == 0) taken_by_listed = 0;
+  const uint32_t all = add_up(
+      n, [&](int32_t b) { return round_up(bins.sizes[b], plan.block_size); },
+      [&](int32_t b, uint32_t before) {
+        bins.begins[b] = before;
+        bins.starts[b] += before;
+        if (b == plan.num_listed) taken_by_listed = before;
+      });
+  const uint32_t taken = n > plan.num_listed ? taken_by_listed : all;
+  if (!a.sizes.data) place_pairs(plan, bins, adapter, list, first, end);
+  put_bins(plan, bins, list, taken);
+  __syncwarp();
+  if (gridDim.x > 1 && !a.sizes.data) cluster_wait();  // the others have read this block's shared memory
+}
+
+}  // namespace
+
+void sort_pairs_cuda(const SortPairsArgs& args, const Launch& launch) {
+  SortPlan plan{args,
+                Divider(args.top_k),
+                Divider(args.block_size),
+                static_cast<int32_t>(args.num_bins),
+                static_cast<int32_t>(args.num_listed),
+                0,
+                0,
+                args.ids.token_stride == args.top_k * args.ids.stride || args.num_tokens <= 1,
+                launch.reporter(args.report_ids),
+                launch.reporter(args.report_map),
+                launch.reporter(args.report_sizes),
+                launch.reporter(args.report_adapters)};
+  const int64_t words = kMaxShared / 4, bin_words = kBinArrays * args.num_bins;
+  const int64_t most_warps =
+      std::min<int64_t>((words - bin_words) / std::max<int64_t>(args.num_bins, 1), kMaxThreads / 32);
+  if (most_warps < 1)
+    fail(PYKV_NOT_IMPLEMENTED, "%lld bins of experts are more than shared memory holds",
+         static_cast<long long>(args.num_bins));
+  // One block is the quickest where there is little to do.
+  const bool is_large = args.num_pairs > 2048 || args.capacity > 16384;
+  const uint32_t blocks = is_large && overlaps_kernels(launch.device) ? kClusterSize : 1;
+  const int64_t groups = (args.num_pairs + 31) / 32;  // of 32 pairs
+  plan.pair_warps = static_cast<int32_t>(std::clamp<int64_t>((groups + blocks - 1) / blocks, 1, most_warps));
+  const int64_t warps = static_cast<int64_t>(plan.pair_warps) * blocks;
+  plan.run = static_cast<int32_t>((groups + warps - 1) / warps * 32);
+  const auto bytes = static_cast<int>((plan.pair_warps * args.num_bins + bin_words) * 4);
+  if (bytes > 48 << 10)
+    cuda_check(cudaFuncSetAttribute(sort_pairs_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+               "sort_pairs");
+
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = blocks;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks, args.adapters.data ? static_cast<uint32_t>(args.num_lists) : 1);
+  config.blockDim = static_cast<uint32_t>(std::clamp(32 * plan.pair_warps, 256, kMaxThreads));
+  config.dynamicSmemBytes = static_cast<size_t>(bytes);
+  config.stream = stream_of(launch);
+  config.attrs = attributes;
+  config.numAttrs = overlaps_kernels(launch.device) ? (blocks > 1 ? 2 : 1) : 0;
+  cuda_check(cudaLaunchKernelEx(&config, sort_pairs_kernel, plan), "sort_pairs");
+}
+
+}  // namespace pykv

@@ -1,0 +1,85 @@
+// A thread has a vector of one token, and loads it of eight rows at once.
+#include "cuda/streaming.cuh"
+#include "moe/row_blocks.cuh"
+#include "moe/sum_rows.h"
+
+namespace pykv {
+namespace {
+
+constexpr int kRows = 8;  // loaded at once
+
+struct SumPlan {
+  SumRowsArgs args;
+  RowBlocks rows;
+  bool streamed;
+  Reporter report;
+};
+
+template <class T, int kSize>
+__global__ void __launch_bounds__(256, 2) sum_rows_kernel(const __grid_constant__ SumPlan plan) {
+  using V = Vec<T, kSize>;
+  const SumRowsArgs& a = plan.args;
+  const int64_t token = plan.rows.row();
+  const uint32_t vector = plan.rows.vector();
+  begin_dependent();
+  if (vector >= plan.rows.num_vectors) return;
+  const T* rows = static_cast<const T*>(a.rows) + static_cast<int64_t>(vector) * kSize;
+  const int64_t end = a.end_of_places();
+  Vec<float, kSize> sum{};
+  for (int64_t first = 0; first < a.top_k; first += kRows) {
+    // In three steps, each with all its loads under way at once.
+    int64_t numbers[kRows], begins[kRows];
+    V loaded[kRows];
+    float weights[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int64_t j = first + i;
+      numbers[i] = j < a.top_k ? a.number_of(token, j) : -1;
+      weights[i] = a.weights && j < a.top_k ? a.weights[token * a.weights_token_stride + j * a.weights_stride] : 1.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) begins[i] = a.begin_of(token, first + i, numbers[i], end);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      if (begins[i] >= 0) loaded[i] = load_vec_in_order<V>(rows + begins[i]);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      if (vector == 0 && numbers[i] >= a.bound() && numbers[i] < end) plan.report(numbers[i], a.bound());
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (begins[i] < 0) continue;
+      const Vec<float, kSize> row = to_floats(loaded[i]);
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) sum[e] = fmaf(row[e], weights[i], sum[e]);
+    }
+  }
+  T* out = static_cast<T*>(a.out) + token * a.out_stride + static_cast<int64_t>(vector) * kSize;
+  store_vec(out, round_to<T>(sum), plan.streamed);
+}
+
+template <class T, int kSize>
+void launch_sum(const SumRowsArgs& args, const Launch& launch) {
+  const SumPlan plan{args, RowBlocks(args.num_tokens, args.width / kSize),
+                     is_streamed(args.num_tokens * args.width * static_cast<int64_t>(sizeof(T))),
+                     launch.reporter(args.report_of())};
+  launch_dependent(sum_rows_kernel<T, kSize>, plan.rows.blocks, plan.rows.threads, launch, "sum_rows", plan);
+}
+
+}  // namespace
+
+void sum_rows_cuda(const SumRowsArgs& args, const Launch& launch) {
+  dispatch<float, half, bf16>(args.dtype, [&]<class T> {
+    constexpr int64_t kItem = sizeof(T);
+    const bool is_wide =
+        is_aligned(kAccessBytes, args.rows,
+                   {args.places.data || args.num_tokens <= 1 ? 0 : args.token_stride * kItem,
+                    args.places.data || args.top_k > 1 ? args.row_stride * kItem : 0}) &&
+        is_aligned(kAccessBytes, args.out, {args.num_tokens <= 1 ? 0 : args.out_stride * kItem, args.width * kItem});
+    if (is_wide)
+      launch_sum<T, kPackSize<T>>(args, launch);
+    else
+      launch_sum<T, 1>(args, launch);
+  });
+}
+
+}  // namespace pykv
