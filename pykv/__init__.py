@@ -57,6 +57,11 @@ from pykv.cache import (
     swap_blocks_batch,
     swap_blocks_layers,
 )
+from pykv.dequantization import (
+    awq_dequantize,
+    ggml_dequantize,
+    gptq_dequantize,
+)
 from pykv.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from pykv.mla import (
     concat_and_cache_mla,
@@ -110,6 +115,7 @@ __all__ = [
     "PrefixStats",
     "ScalarOrArray",
     "Stream",
+    "awq_dequantize",
     "batched_rotary_embedding",
     "check_errors",
     "concat_and_cache_mla",
@@ -147,6 +153,8 @@ __all__ = [
     "get_library_dir",
     "get_num_threads",
     "get_pkgconfig_dir",
+    "ggml_dequantize",
+    "gptq_dequantize",
     "has_cuda",
     "indexer_k_quant_and_cache",
     "layer_norm",

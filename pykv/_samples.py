@@ -126,6 +126,16 @@ def caches_at_addresses() -> Sample:
     }
 
 
+def gguf_blocks(rows: int, blocks: int) -> npt.NDArray[np.uint8]:
+    """Of Q4_0: a scale in float16, and 16 bytes of codes."""
+    scales = floats(rows * blocks, 1).astype(np.float16)
+    return together(scales, some_codes(rows * blocks, 16)).reshape(rows, blocks * 18)
+
+
+def packed_words(*shape: int) -> npt.NDArray[np.int32]:
+    return some_codes(*shape[:-1], 4 * shape[-1]).view(np.int32)
+
+
 def fp8_records() -> npt.NDArray[np.uint8]:
     tokens = NUM_BLOCKS * BLOCK_SIZE
     scales, rope = np.abs(floats(tokens, 4)), floats(tokens, 64).astype(np.float16)
@@ -171,6 +181,21 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     "relu2": ungated,
     "relu_squared": ungated,
     "xielu": lambda: ungated(alpha_p=floats(1), alpha_n=floats(1)),
+    "ggml_dequantize": lambda: {"out": floats(2, 64).astype(np.float16), "W": gguf_blocks(2, 2), "quant_type": 2},
+    "awq_dequantize": lambda: {
+        "out": floats(8, 32),
+        "qweight": packed_words(8, 4),
+        "scales": floats(2, 32, seed=1),
+        "zeros": packed_words(2, 4),
+    },
+    "gptq_dequantize": lambda: {
+        "out": floats(32, 32),
+        "qweight": packed_words(3, 32),
+        "qzeros": packed_words(2, 3),
+        "scales": floats(2, 32, seed=1),
+        "g_idx": (ids(*range(32)) * 3 % 2).astype(np.int32),
+        "bits": 3,
+    },
     "rms_norm": lambda: ungated(weight=floats(8)),
     "fused_add_rms_norm": lambda: added(weight=floats(8)),
     "gemma_rms_norm": lambda: ungated(weight=floats(8)),

@@ -34,6 +34,7 @@ from pykv._libraries import empty_beside, spec_of
 from pykv._types import Array, ScalarOrArray
 
 __all__ = [
+    "awq_dequantize",
     "concat_and_cache_mla",
     "concat_and_cache_mla_grouped",
     "concat_and_cache_mla_rope_fused",
@@ -46,6 +47,7 @@ __all__ = [
     "fused_qk_norm_rope",
     "fused_qknorm_rope_cache",
     "gather_and_maybe_dequant_cache",
+    "ggml_dequantize",
     "indexer_k_quant_and_cache",
     "merge_attn_states",
     "reshape_and_cache",
@@ -79,6 +81,21 @@ def _codes_and_scales(
         return codes, empty_beside(input, (rows, groups), "float32")
     padded = -(-rows // tma_alignment) * tma_alignment if tma_alignment else rows
     return codes, empty_beside(input, (groups, padded), "float32")[:, :rows].T
+
+
+def awq_dequantize(qweight: Array, scales: Array, zeros: Array, split_k_iters: int, thx: int, thy: int) -> Any:
+    """:func:`pykv.awq_dequantize`; returns the weights.  The last three arguments change no result."""
+    (_, columns), dtype = spec_of(scales)
+    out = empty_beside(qweight, (spec_of(qweight).shape[0], columns), dtype)
+    pykv.awq_dequantize(out, qweight, scales, zeros)
+    return out
+
+
+def ggml_dequantize(W: Array, quant_type: int, m: int, n: int, dtype: Any = None) -> Any:
+    """:func:`pykv.ggml_dequantize`, as 0.22 had it; returns ``[m, n]``, float16 by default."""
+    out = empty_beside(W, (m, n), "float16" if dtype is None else _name_of(dtype))
+    pykv.ggml_dequantize(out, W, quant_type)
+    return out
 
 
 def fused_qk_norm_rope(

@@ -20,6 +20,7 @@ from attention import reference as attention
 from cache import reference as cache
 from cache import reference_indexer as indexer
 from cache import reference_mla as mla
+from dequantization import reference as packed
 from norm import reference as norm
 from rotary.reference import rotary_embedding
 from rotary.test_dual_chunk_rotary_embedding import positions_of_copies
@@ -279,6 +280,9 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
     "relu2": elementwise(act.relu2),
     "relu_squared": elementwise(act.relu2),
     "xielu": lambda a: {"out": act.xielu(a.input.astype(np.float64), a.alpha_p, a.alpha_n)},
+    "ggml_dequantize": lambda a: {"out": packed.DECODE["Q4_0"](a.W.reshape(-1, 18))},
+    "awq_dequantize": lambda a: {"out": packed.awq(a.qweight, a.scales, a.zeros)},
+    "gptq_dequantize": lambda a: {"out": packed.gptq(a.qweight, a.qzeros, a.scales, a.g_idx, a.bits)},
     "rms_norm": lambda a: {"out": norm.rms_norm(a.input, a.weight, EPSILON)},
     "fused_add_rms_norm": fused_add(lambda weight: weight),
     "gemma_rms_norm": lambda a: {"out": norm.rms_norm(a.input, a.weight + 1, EPSILON)},

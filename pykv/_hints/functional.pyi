@@ -244,6 +244,21 @@ def convert_fp8(
     stream: Stream = None,
 ) -> Any: ...
 def concat_mla_q(ql_nope: _Array, q_pe: Array, *, q_out: Array | None = None, stream: Stream = None) -> _Array: ...
+def ggml_dequantize(W: Array, quant_type: int, *, out: Array | None = None, stream: Stream = None) -> Any: ...
+def awq_dequantize(
+    qweight: Array, scales: Array, zeros: Array, *, out: Array | None = None, stream: Stream = None
+) -> Any: ...
+def gptq_dequantize(
+    qweight: Array,
+    qzeros: Array,
+    scales: Array,
+    g_idx: Array | None = None,
+    bits: int = 4,
+    use_v2_format: bool = False,
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
 def rms_norm(
     input: _Array, weight: Array | None, epsilon: float = 1e-06, *, out: Array | None = None, stream: Stream = None
 ) -> _Array: ...

@@ -1,5 +1,6 @@
 """Written by tests/hints/stubs.py: see there."""
 
+from pykv import awq_dequantize as awq_dequantize
 from pykv import batched_rotary_embedding as batched_rotary_embedding
 from pykv import concat_and_cache_mla as concat_and_cache_mla
 from pykv import concat_and_cache_mla_grouped as concat_and_cache_mla_grouped
@@ -28,6 +29,8 @@ from pykv import gelu_quick as gelu_quick
 from pykv import gelu_tanh_and_mul as gelu_tanh_and_mul
 from pykv import gemma_fused_add_rms_norm as gemma_fused_add_rms_norm
 from pykv import gemma_rms_norm as gemma_rms_norm
+from pykv import ggml_dequantize as ggml_dequantize
+from pykv import gptq_dequantize as gptq_dequantize
 from pykv import indexer_k_quant_and_cache as indexer_k_quant_and_cache
 from pykv import layer_norm as layer_norm
 from pykv import masked_moe_activation as masked_moe_activation

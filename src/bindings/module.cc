@@ -12,6 +12,7 @@
 void bind_activation(Module& m);
 void bind_attention(Module& m);
 void bind_cache(Module& m);
+void bind_dequantization(Module& m);
 void bind_norm(Module& m);
 void bind_rotary(Module& m);
 
@@ -61,6 +62,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   bind_activation(ops);
   bind_attention(ops);
   bind_cache(ops);
+  bind_dequantization(ops);
   bind_norm(ops);
   bind_rotary(ops);
   torch_ops::bind(m);

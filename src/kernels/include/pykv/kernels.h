@@ -7,6 +7,7 @@
 #include <pykv/base.h>
 #include <pykv/cache.h>
 #include <pykv/cpu.h>
+#include <pykv/dequantization.h>
 #include <pykv/norm.h>
 #include <pykv/rotary.h>
 
