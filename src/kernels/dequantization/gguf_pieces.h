@@ -115,6 +115,10 @@ PYKV_GGUF uint32_t look_up(uint32_t codes, uint32_t t0, uint32_t t1, uint32_t t2
   const uint32_t low = __byte_perm(t0, t1, selector & 0x7777u), high = __byte_perm(t2, t3, selector & 0x7777u);
   const uint32_t is_high = (codes >> 3 & 0x01010101u) * 255u;
   return (low & ~is_high) | (high & is_high);
+#elif defined(__SSSE3__)
+  const __m128i table =
+      _mm_setr_epi32(static_cast<int>(t0), static_cast<int>(t1), static_cast<int>(t2), static_cast<int>(t3));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_shuffle_epi8(table, _mm_cvtsi32_si128(static_cast<int>(codes)))));
 #else
   const uint32_t table[] = {t0, t1, t2, t3};
   const uint8_t* entries = reinterpret_cast<const uint8_t*>(table);

@@ -1,8 +1,8 @@
 // Twin of packed_dequantize.cu: tiles of 32 rows, the codes of which lie in whole words, and some columns.
 #include <algorithm>
 
-#include "cpu/float16.h"
 #include "cpu/parallel.h"
+#include "cpu/simd.h"
 #include "cpu/stream_copy.h"
 #include "dequantization/packed_dequantize.h"
 
@@ -19,9 +19,16 @@ struct Tile {
 void codes_of_row(const PackedDequantizeArgs& args, const Tile& tile, int64_t row, float* codes) {
   if (args.packing == Packing::kAwq4) {
     const uint32_t* words = args.codes + (tile.row + row) * args.code_stride + tile.column / 8;
-    for (int64_t word = 0; word < tile.columns / 8; ++word)
+    for (int64_t word = 0; word < tile.columns / 8; ++word) {
+#if defined(__AVX2__)
+      const __m256i nibbles = _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(words[word])),
+                                                _mm256_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28));
+      _mm256_storeu_ps(codes + 8 * word, _mm256_cvtepi32_ps(_mm256_and_si256(nibbles, _mm256_set1_epi32(15))));
+#else
       for (int i = 0; i < 8; ++i)
         codes[8 * word + i] = static_cast<int>(words[word] >> (4 * (i / 2) + 16 * (i % 2)) & 15u);
+#endif
+    }
     return;
   }
   const int bits = bits_of(args.packing), at = static_cast<int>(row) * bits, shift = at % 32;
@@ -77,7 +84,10 @@ void dequantise(const PackedDequantizeArgs& args, Reporter report) {
         }
         codes_of_row(args, tile, row, codes);
         T* to = static_cast<T*>(args.output) + at * args.output_stride + tile.column;
-        for (int64_t c = 0; c < tile.columns; ++c) to[c] = from_float<T>((codes[c] - zeros[c]) * scales[c]);
+        int64_t c = 0;
+        for (; c + kWidth <= tile.columns; c += kWidth)
+          store(to + c, (load(codes + c) - load(zeros + c)) * load(scales + c));
+        for (; c < tile.columns; ++c) to[c] = from_float<T>((codes[c] - zeros[c]) * scales[c]);
       }
     }
   });
