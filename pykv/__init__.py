@@ -59,8 +59,12 @@ from pykv.cache import (
 )
 from pykv.dequantization import (
     awq_dequantize,
+    fp8_dequantize,
     ggml_dequantize,
     gptq_dequantize,
+    mxfp4_dequantize,
+    mxfp8_dequantize,
+    nvfp4_dequantize,
 )
 from pykv.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from pykv.mla import (
@@ -134,6 +138,7 @@ __all__ = [
     "dual_chunk_rotary_embedding",
     "explain",
     "fatrelu_and_mul",
+    "fp8_dequantize",
     "from_pointer",
     "fused_add_rms_norm",
     "fused_add_rms_norm_static_fp8_quant",
@@ -163,6 +168,9 @@ __all__ = [
     "merge_attn_states_n",
     "mrope",
     "mul_and_silu",
+    "mxfp4_dequantize",
+    "mxfp8_dequantize",
+    "nvfp4_dequantize",
     "paged_attention",
     "paged_attention_v1",
     "paged_attention_v2",

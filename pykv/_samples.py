@@ -132,6 +132,14 @@ def gguf_blocks(rows: int, blocks: int) -> npt.NDArray[np.uint8]:
     return together(scales, some_codes(rows * blocks, 16)).reshape(rows, blocks * 18)
 
 
+def codes_of_8_bits() -> Sample:
+    return {"out": floats(3, 64).astype(np.float16), "input": some_codes(3, 64)}
+
+
+def codes_of_4_bits() -> Sample:
+    return {"out": floats(3, 64).astype(np.float16), "input": some_codes(3, 32)}
+
+
 def packed_words(*shape: int) -> npt.NDArray[np.int32]:
     return some_codes(*shape[:-1], 4 * shape[-1]).view(np.int32)
 
@@ -196,6 +204,12 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         "g_idx": (ids(*range(32)) * 3 % 2).astype(np.int32),
         "bits": 3,
     },
+    "fp8_dequantize": lambda: codes_of_8_bits() | {"scale": np.abs(floats(2, 3)), "group_rows": 2, "group_columns": 24},
+    "mxfp8_dequantize": lambda: codes_of_8_bits() | {"scale": some_codes(3, 2) + np.uint8(100)},
+    "mxfp4_dequantize": lambda: codes_of_4_bits() | {"scale": some_codes(3, 2) + np.uint8(100)},
+    "nvfp4_dequantize": lambda: (
+        codes_of_4_bits() | {"scale": some_codes(3, 4), "global_scale": 100.0, "is_sf_swizzled_layout": False}
+    ),
     "rms_norm": lambda: ungated(weight=floats(8)),
     "fused_add_rms_norm": lambda: added(weight=floats(8)),
     "gemma_rms_norm": lambda: ungated(weight=floats(8)),

@@ -1,4 +1,4 @@
-"""Weights that others packed, to floats: GGUF, AWQ, GPTQ."""
+"""Weights that others packed, to floats: GGUF, AWQ, GPTQ; codes of 8 and 4 bits with scales of groups."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from pykv._schema import Rule, Spec, operation
-from pykv._types import Array, Stream
+from pykv._types import Array, ScalarOrArray, Stream
 
 # of GGUF's block formats, by id: elements and bytes of a block
 GGUF_BLOCKS: Final[Mapping[int, tuple[int, int]]] = {
@@ -126,5 +126,108 @@ def gptq_dequantize(
 
     Raises:
         ValueError: shapes, strides, devices or ``bits`` do not fit.
+        TypeError: dtypes do not fit.
+    """
+
+
+def _floats(codes_per_byte: int) -> Rule:
+    def make(arguments: Mapping[str, Any]) -> Spec:
+        shape = arguments["input"].shape
+        return Spec((*shape[:-1], shape[-1] * codes_per_byte), "float16")
+
+    return Rule(make)
+
+
+@operation(out=_floats(1))
+def fp8_dequantize(
+    out: Array,
+    input: Array,
+    scale: ScalarOrArray,
+    group_rows: int = 0,
+    group_columns: int = 0,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Multiply one-byte floats by their scales, one for each group of rows and columns; rounded once.
+
+    Elements of a row lie side by side in ``out`` and ``input``; other strides are free.
+
+    Args:
+        out: ``[rows, columns]`` or ``[matrices, rows, columns]`` float32, float16 or bfloat16; written.  The functional
+            forms make float16.
+        input: the same shape, float8_e4m3fn (or uint8, which holds it) or float8_e5m2.
+        scale: one number; or float32 ``[groups of rows, groups of columns]``, with ``matrices`` in front where ``out``
+            has them; or ``[rows]`` (``group_rows=1, group_columns=-1``) or ``[columns]`` (``-1, 1``).  Any strides.
+        group_rows: rows that share a scale, the last ones may be fewer; -1: all; 0: what divides evenly.
+        group_columns: columns that share a scale, the same way.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit.
+        TypeError: dtypes do not fit.
+    """
+
+
+@operation(out=_floats(1))
+def mxfp8_dequantize(
+    out: Array, input: Array, scale: Array, is_sf_swizzled_layout: bool = False, *, stream: Stream = None
+) -> None:
+    """Multiply one-byte floats by powers of two, one for each 32 neighbours of a row; rounded once.
+
+    Args:
+        out: ``[rows, columns]`` or ``[matrices, rows, columns]`` float32, float16 or bfloat16, ``columns`` a multiple
+            of 32; written.  The functional forms make float16.
+        input: the same shape, float8_e4m3fn (or uint8, which holds it) or float8_e5m2.
+        scale: uint8 ``[..., columns / 32]`` (e8m0: ``2**(byte - 127)``, 255 is NaN), any strides.
+        is_sf_swizzled_layout: ``scale`` is contiguous and in tiles of 128 rows and 4 groups, padded to whole ones.  The
+            byte of row ``r`` and group ``g`` is number
+            ``(r // 128 * tiles + g // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + g % 4``, ``tiles`` side by side.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit.
+        TypeError: dtypes do not fit.
+    """
+
+
+@operation(out=_floats(2))
+def mxfp4_dequantize(
+    out: Array, input: Array, scale: Array, is_sf_swizzled_layout: bool = False, *, stream: Stream = None
+) -> None:
+    """Multiply four-bit floats by powers of two; all else as :func:`mxfp8_dequantize`.
+
+    Args:
+        out: ``[rows, columns]`` or ``[matrices, rows, columns]`` float32, float16 or bfloat16, ``columns`` a multiple
+            of 32; written.
+        input: uint8 ``[..., columns / 2]``: e2m1, the element of an even column in the low half of its byte.
+        scale: as of :func:`mxfp8_dequantize`.
+        is_sf_swizzled_layout: the same.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+    """
+
+
+@operation(out=_floats(2))
+def nvfp4_dequantize(
+    out: Array,
+    input: Array,
+    scale: Array,
+    global_scale: ScalarOrArray,
+    is_sf_swizzled_layout: bool = True,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Multiply four-bit floats by ``scale / global_scale``, in fp32 and rounded then.
+
+    Args:
+        out: ``[rows, columns]`` or ``[matrices, rows, columns]`` float32, float16 or bfloat16, ``columns`` a multiple
+            of 16; written.  The functional forms make float16.
+        input: uint8 ``[..., columns / 2]``: e2m1, the element of an even column in the low half of its byte.
+        scale: float8_e4m3fn (or uint8, which holds it) ``[..., columns / 16]``, any strides.
+        global_scale: one number, by which the scales were multiplied.
+        is_sf_swizzled_layout: the layout of ``scale``, as of :func:`mxfp8_dequantize`.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit.
         TypeError: dtypes do not fit.
     """

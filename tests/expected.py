@@ -258,6 +258,10 @@ def cp_gather_indexer_k_quant_cache(a: Any) -> Results:
     return {"dst_k": a.dst_k, "dst_scale": a.dst_scale}
 
 
+def in_blocks(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    return values * packed.spread(scales, values.shape, 1, values.shape[1] // scales.shape[1])
+
+
 EXPECTED: dict[str, Callable[[Any], Results]] = {
     "silu_and_mul": gated(act.silu, "result"),
     "silu_and_mul_quant": lambda a: {
@@ -283,6 +287,17 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
     "ggml_dequantize": lambda a: {"out": packed.DECODE["Q4_0"](a.W.reshape(-1, 18))},
     "awq_dequantize": lambda a: {"out": packed.awq(a.qweight, a.scales, a.zeros)},
     "gptq_dequantize": lambda a: {"out": packed.gptq(a.qweight, a.qzeros, a.scales, a.g_idx, a.bits)},
+    "fp8_dequantize": lambda a: {
+        "out": a.input.view(E4M3).astype(np.float32)
+        * packed.spread(a.scale, a.input.shape, a.group_rows, a.group_columns)
+    },
+    "mxfp8_dequantize": lambda a: {
+        "out": in_blocks(a.input.view(E4M3).astype(np.float32), packed.e8m0_values(a.scale))
+    },
+    "mxfp4_dequantize": lambda a: {"out": in_blocks(packed.e2m1_values(a.input), packed.e8m0_values(a.scale))},
+    "nvfp4_dequantize": lambda a: {
+        "out": in_blocks(packed.e2m1_values(a.input), a.scale.view(E4M3).astype(np.float32) / a.global_scale)
+    },
     "rms_norm": lambda a: {"out": norm.rms_norm(a.input, a.weight, EPSILON)},
     "fused_add_rms_norm": fused_add(lambda weight: weight),
     "gemma_rms_norm": lambda a: {"out": norm.rms_norm(a.input, a.weight + 1, EPSILON)},

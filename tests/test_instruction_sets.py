@@ -32,8 +32,9 @@ SOME = {
         "dimensions or dtype or nan or any",
     ),
     "dequantization": (
-        ["dequantization/test_ggml_dequantize.py", "dequantization/test_packed_dequantize.py"],
-        "format or books or awq or gptq or any",
+        ["dequantization/test_ggml_dequantize.py", "dequantization/test_packed_dequantize.py"]
+        + ["dequantization/test_scaled_dequantize.py"],
+        "format or books or awq or gptq or mx or fp4 or any",
     ),
     "cache": (
         ["cache/test_reshape_and_cache.py", "cache/test_nvfp4.py", "cache/test_nvfp4_rounding.py"]

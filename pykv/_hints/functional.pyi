@@ -259,6 +259,30 @@ def gptq_dequantize(
     out: Array | None = None,
     stream: Stream = None,
 ) -> Any: ...
+def fp8_dequantize(
+    input: Array,
+    scale: ScalarOrArray,
+    group_rows: int = 0,
+    group_columns: int = 0,
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
+def mxfp8_dequantize(
+    input: Array, scale: Array, is_sf_swizzled_layout: bool = False, *, out: Array | None = None, stream: Stream = None
+) -> Any: ...
+def mxfp4_dequantize(
+    input: Array, scale: Array, is_sf_swizzled_layout: bool = False, *, out: Array | None = None, stream: Stream = None
+) -> Any: ...
+def nvfp4_dequantize(
+    input: Array,
+    scale: Array,
+    global_scale: ScalarOrArray,
+    is_sf_swizzled_layout: bool = True,
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
 def rms_norm(
     input: _Array, weight: Array | None, epsilon: float = 1e-06, *, out: Array | None = None, stream: Stream = None
 ) -> _Array: ...

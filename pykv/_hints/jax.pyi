@@ -397,6 +397,28 @@ def gptq_dequantize(
     *,
     out: ArrayLike | None = None,
 ) -> Array: ...
+def fp8_dequantize(
+    input: ArrayLike,
+    scale: float | ArrayLike,
+    group_rows: int = 0,
+    group_columns: int = 0,
+    *,
+    out: ArrayLike | None = None,
+) -> Array: ...
+def mxfp8_dequantize(
+    input: ArrayLike, scale: ArrayLike, is_sf_swizzled_layout: bool = False, *, out: ArrayLike | None = None
+) -> Array: ...
+def mxfp4_dequantize(
+    input: ArrayLike, scale: ArrayLike, is_sf_swizzled_layout: bool = False, *, out: ArrayLike | None = None
+) -> Array: ...
+def nvfp4_dequantize(
+    input: ArrayLike,
+    scale: ArrayLike,
+    global_scale: float | ArrayLike,
+    is_sf_swizzled_layout: bool = True,
+    *,
+    out: ArrayLike | None = None,
+) -> Array: ...
 def rms_norm(
     input: ArrayLike, weight: ArrayLike | None, epsilon: float = 1e-06, *, out: ArrayLike | None = None
 ) -> Array: ...

@@ -16,6 +16,7 @@ from pykv import cp_gather_cache as cp_gather_cache
 from pykv import cp_gather_indexer_k_quant_cache as cp_gather_indexer_k_quant_cache
 from pykv import dual_chunk_rotary_embedding as dual_chunk_rotary_embedding
 from pykv import fatrelu_and_mul as fatrelu_and_mul
+from pykv import fp8_dequantize as fp8_dequantize
 from pykv import fused_add_rms_norm as fused_add_rms_norm
 from pykv import fused_add_rms_norm_static_fp8_quant as fused_add_rms_norm_static_fp8_quant
 from pykv import fused_qk_norm_rope as fused_qk_norm_rope
@@ -38,6 +39,9 @@ from pykv import merge_attn_states as merge_attn_states
 from pykv import merge_attn_states_n as merge_attn_states_n
 from pykv import mrope as mrope
 from pykv import mul_and_silu as mul_and_silu
+from pykv import mxfp4_dequantize as mxfp4_dequantize
+from pykv import mxfp8_dequantize as mxfp8_dequantize
+from pykv import nvfp4_dequantize as nvfp4_dequantize
 from pykv import paged_attention as paged_attention
 from pykv import paged_attention_v1 as paged_attention_v1
 from pykv import paged_attention_v2 as paged_attention_v2

@@ -183,3 +183,31 @@ def gptq(
     zeros = stream(np.ascontiguousarray(qzeros.T), bits).T + (not use_v2_format)
     group = np.arange(len(codes)) // (len(codes) // len(scales)) if g_idx is None or not g_idx.size else g_idx
     return scaled(codes, zeros, scales, group)
+
+
+E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], F)
+
+
+def e2m1_values(packed: np.ndarray) -> np.ndarray:
+    return E2M1_VALUES[np.stack([packed & 15, packed >> 4], axis=-1)].reshape(*packed.shape[:-1], -1)
+
+
+def e8m0_values(scales: np.ndarray) -> np.ndarray:
+    return np.where(scales == 255, np.nan, np.ldexp(1.0, scales.astype(np.int64) - 127)).astype(F)
+
+
+def spread(scales: np.ndarray, shape: tuple[int, ...], group_rows: int, group_columns: int) -> np.ndarray:
+    """A scale for each element."""
+    rows, columns = np.arange(shape[-2]) // group_rows, np.arange(shape[-1]) // group_columns
+    return scales[..., rows, :][..., columns]
+
+
+def swizzled(scales: np.ndarray) -> np.ndarray:
+    """``[..., rows, groups]`` in tiles of 128 rows and 4 groups: 32 x 4 x 4 of them; 0 where there is padding."""
+    *lead, rows, columns = scales.shape
+    padded = np.zeros((*lead, -(-rows // 128) * 128, -(-columns // 4) * 4), scales.dtype)
+    padded[..., :rows, :columns] = scales
+    tiles = padded.reshape(*lead, padded.shape[-2] // 128, 4, 32, padded.shape[-1] // 4, 4)
+    n = len(lead)
+    order = (*range(n), n, n + 3, n + 2, n + 1, n + 4)
+    return np.ascontiguousarray(tiles.transpose(order)).reshape(padded.shape)

@@ -44,4 +44,34 @@ PYKV_API pykv_status pykv_gptq_dequantize(DLTensor* out, const DLTensor* qweight
                                           const DLTensor* scales, const DLTensor* g_idx, int64_t bits,
                                           bool use_v2_format, void* stream);
 
+/* out = code * scale of one-byte floats, rounded once.
+ *   out    [rows, columns] or [matrices, rows, columns]  float32 | float16 | bfloat16; the elements of a row side by side
+ *   input  the same shape, float8_e4m3fn (or uint8, which holds it) or float8_e5m2; the elements of a row side by side
+ *   scale  float32: 1 element, on the host or on the device; or [groups of rows, groups of columns], with matrices in front
+ *          where out has them; or [rows] or [columns] (group_rows 1 and group_columns -1, or -1 and 1).  Any strides
+ *   group_rows, group_columns  rows and columns that share a scale; the last group may have fewer.  -1: all; 0: what divides
+ *          evenly                                                                                                        */
+PYKV_API pykv_status pykv_fp8_dequantize(DLTensor* out, const DLTensor* input, const DLTensor* scale,
+                                         int64_t group_rows, int64_t group_columns, void* stream);
+
+/* The same with a power of two for each 32 neighbours of a row.
+ *   out    [rows, columns] or [matrices, rows, columns], columns a multiple of 32
+ *   scale  uint8 (e8m0: 2^(byte - 127), 255 is NaN), [..., columns / 32] of any strides.  Where is_sf_swizzled_layout it is
+ *          contiguous and in tiles of 128 rows and 4 scales, padded to whole ones: byte ((r / 128) * tiles + g / 4) * 512 +
+ *          r % 32 * 16 + r % 128 / 32 * 4 + g % 4 of row r and group g, with `tiles` side by side
+ *
+ * mxfp4: input is uint8 [..., columns / 2], four-bit floats (e2m1), the element of an even column in the low half of its byte. */
+PYKV_API pykv_status pykv_mxfp8_dequantize(DLTensor* out, const DLTensor* input, const DLTensor* scale,
+                                           bool is_sf_swizzled_layout, void* stream);
+PYKV_API pykv_status pykv_mxfp4_dequantize(DLTensor* out, const DLTensor* input, const DLTensor* scale,
+                                           bool is_sf_swizzled_layout, void* stream);
+
+/* out = code * (scale / global_scale), with a scale for each 16 neighbours of a row; in fp32, then rounded.
+ *   out    [rows, columns] or [matrices, rows, columns], columns a multiple of 16
+ *   input  uint8 [..., columns / 2], as of pykv_mxfp4_dequantize
+ *   scale  float8_e4m3fn (or uint8) [..., columns / 16], or swizzled as above
+ *   global_scale  float32, 1 element, on the host or on the device                             */
+PYKV_API pykv_status pykv_nvfp4_dequantize(DLTensor* out, const DLTensor* input, const DLTensor* scale,
+                                           const DLTensor* global_scale, bool is_sf_swizzled_layout, void* stream);
+
 #endif /* PYKV_DEQUANTIZATION_H_ */
