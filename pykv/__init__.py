@@ -62,9 +62,11 @@ from pykv.dequantization import (
     fp8_dequantize,
     ggml_dequantize,
     gptq_dequantize,
+    hadacore_transform,
     mxfp4_dequantize,
     mxfp8_dequantize,
     nvfp4_dequantize,
+    permute_cols,
 )
 from pykv.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from pykv.mla import (
@@ -160,6 +162,7 @@ __all__ = [
     "get_pkgconfig_dir",
     "ggml_dequantize",
     "gptq_dequantize",
+    "hadacore_transform",
     "has_cuda",
     "indexer_k_quant_and_cache",
     "layer_norm",
@@ -175,6 +178,7 @@ __all__ = [
     "paged_attention_v1",
     "paged_attention_v2",
     "paged_attention_workspace_size",
+    "permute_cols",
     "relu2",
     "relu_squared",
     "reshape_and_cache",

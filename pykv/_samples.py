@@ -210,6 +210,8 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     "nvfp4_dequantize": lambda: (
         codes_of_4_bits() | {"scale": some_codes(3, 4), "global_scale": 100.0, "is_sf_swizzled_layout": False}
     ),
+    "permute_cols": lambda: {"out": floats(3, 8), "A": floats(3, 8, seed=1), "perm": ids(7, 0, 3, 3, 1, 5, 6, 2)},
+    "hadacore_transform": lambda: {"out": floats(3, 24), "x": floats(3, 24, seed=1)},
     "rms_norm": lambda: ungated(weight=floats(8)),
     "fused_add_rms_norm": lambda: added(weight=floats(8)),
     "gemma_rms_norm": lambda: ungated(weight=floats(8)),

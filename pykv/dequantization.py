@@ -1,11 +1,14 @@
-"""Weights that others packed, to floats: GGUF, AWQ, GPTQ; codes of 8 and 4 bits with scales of groups."""
+"""Weights that others packed, to floats: GGUF, AWQ, GPTQ; codes of 8 and 4 bits with scales of groups.
+
+And activations as such weights want them: columns in another order, rows times a Hadamard matrix.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
 
-from pykv._schema import Rule, Spec, operation
+from pykv._schema import Rule, Spec, like, operation
 from pykv._types import Array, ScalarOrArray, Stream
 
 # of GGUF's block formats, by id: elements and bytes of a block
@@ -230,4 +233,41 @@ def nvfp4_dequantize(
     Raises:
         ValueError: shapes, strides or devices do not fit.
         TypeError: dtypes do not fit.
+    """
+
+
+@operation(out=like("A"))
+def permute_cols(out: Array, A: Array, perm: Array, *, stream: Stream = None) -> None:
+    """Put columns into another order: ``out[..., c] = A[..., perm[c]]``.
+
+    Args:
+        out: ``[..., columns]``, dtype of ``A``, any strides; written.  No memory of ``A``.
+        A: any dtype, any strides.
+        perm: ``[columns]`` int32 or int64.  A column that is out of range is reported, and ``out``'s not written.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit.
+        TypeError: dtypes do not fit.
+    """
+
+
+@operation(out=like("x"))
+def hadacore_transform(out: Array, x: Array, *, stream: Stream = None) -> None:
+    """Multiply each row by an orthonormal Hadamard matrix: ``out = H @ x / sqrt(n)``, in fp32, rounded once.
+
+    ``H`` is Sylvester's where ``n = 2**k``: element ``(i, j)`` is ``(-1) ** popcount(i & j)``.  Where ``n = m * 2**k``,
+    ``m`` one of 12, 20, 28 and 40, it is the Kronecker product of a matrix of order ``m`` and that of order ``2**k``:
+    Paley's of 12 and 40, Williamson's of 20 and 28, as the package ``fast-hadamard-transform`` has them.
+
+    Args:
+        out: shape and dtype of ``x``; written.  May be ``x`` itself.
+        x: ``[..., n]`` float32, float16 or bfloat16; the elements of a row side by side, rows may be strided.  ``n``
+            is at most 49152, and 22528 on GPUs with 99 KB of shared memory (compute capability 8.6, 8.9, 12.0).
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit, or there is no matrix for ``n``.
+        TypeError: dtypes do not fit.
+        NotImplementedError: ``n`` is too large.
     """

@@ -48,8 +48,10 @@ __all__ = [
     "fused_qknorm_rope_cache",
     "gather_and_maybe_dequant_cache",
     "ggml_dequantize",
+    "hadacore_transform",
     "indexer_k_quant_and_cache",
     "merge_attn_states",
+    "permute_cols",
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "rms_norm",
@@ -95,6 +97,13 @@ def ggml_dequantize(W: Array, quant_type: int, m: int, n: int, dtype: Any = None
     """:func:`pykv.ggml_dequantize`, as 0.22 had it; returns ``[m, n]``, float16 by default."""
     out = empty_beside(W, (m, n), "float16" if dtype is None else _name_of(dtype))
     pykv.ggml_dequantize(out, W, quant_type)
+    return out
+
+
+def hadacore_transform(x: Array, inplace: bool = True) -> Any:
+    """:func:`pykv.hadacore_transform`; returns ``x``, or a new array."""
+    out = x if inplace else empty_beside(x, *spec_of(x))
+    pykv.hadacore_transform(out, x)
     return out
 
 
@@ -149,6 +158,13 @@ def fused_qknorm_rope_cache(
         k_scale, v_scale,
     )  # fmt: skip
     return q, k, v
+
+
+def permute_cols(a: Array, perm: Array) -> Any:
+    """:func:`pykv.permute_cols`, as 0.22 had it; returns the new array."""
+    out = empty_beside(a, *spec_of(a))
+    pykv.permute_cols(out, a, perm)
+    return out
 
 
 def rms_norm_dynamic_per_token_quant(

@@ -20,6 +20,7 @@ from attention import reference as attention
 from cache import reference as cache
 from cache import reference_indexer as indexer
 from cache import reference_mla as mla
+from dequantization import hadamard
 from dequantization import reference as packed
 from norm import reference as norm
 from rotary.reference import rotary_embedding
@@ -298,6 +299,8 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
     "nvfp4_dequantize": lambda a: {
         "out": in_blocks(packed.e2m1_values(a.input), a.scale.view(E4M3).astype(np.float32) / a.global_scale)
     },
+    "permute_cols": lambda a: {"out": a.A[:, a.perm]},
+    "hadacore_transform": lambda a: {"out": hadamard.transform(a.x)},
     "rms_norm": lambda a: {"out": norm.rms_norm(a.input, a.weight, EPSILON)},
     "fused_add_rms_norm": fused_add(lambda weight: weight),
     "gemma_rms_norm": lambda a: {"out": norm.rms_norm(a.input, a.weight + 1, EPSILON)},

@@ -33,8 +33,8 @@ SOME = {
     ),
     "dequantization": (
         ["dequantization/test_ggml_dequantize.py", "dequantization/test_packed_dequantize.py"]
-        + ["dequantization/test_scaled_dequantize.py"],
-        "format or books or awq or gptq or mx or fp4 or any",
+        + ["dequantization/test_scaled_dequantize.py", "dequantization/test_hadacore_transform.py"],
+        "format or books or awq or gptq or mx or fp4 or any or orders",
     ),
     "cache": (
         ["cache/test_reshape_and_cache.py", "cache/test_nvfp4.py", "cache/test_nvfp4_rounding.py"]

@@ -32,6 +32,7 @@ from pykv import gemma_fused_add_rms_norm as gemma_fused_add_rms_norm
 from pykv import gemma_rms_norm as gemma_rms_norm
 from pykv import ggml_dequantize as ggml_dequantize
 from pykv import gptq_dequantize as gptq_dequantize
+from pykv import hadacore_transform as hadacore_transform
 from pykv import indexer_k_quant_and_cache as indexer_k_quant_and_cache
 from pykv import layer_norm as layer_norm
 from pykv import masked_moe_activation as masked_moe_activation
@@ -45,6 +46,7 @@ from pykv import nvfp4_dequantize as nvfp4_dequantize
 from pykv import paged_attention as paged_attention
 from pykv import paged_attention_v1 as paged_attention_v1
 from pykv import paged_attention_v2 as paged_attention_v2
+from pykv import permute_cols as permute_cols
 from pykv import relu2 as relu2
 from pykv import relu_squared as relu_squared
 from pykv import reshape_and_cache as reshape_and_cache

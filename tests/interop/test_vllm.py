@@ -46,11 +46,13 @@ SIGNATURES = {
         "src_cache, dst, block_table, cu_seq_lens, token_to_seq, num_tokens, kv_cache_dtype, scale, seq_starts=None"
     ),
     "ggml_dequantize": "W, quant_type, m, n, dtype",  # of 0.22; dtype has no default there, either
+    "hadacore_transform": "x, inplace=True",
     "indexer_k_quant_and_cache": "k, kv_cache, slot_mapping, quant_block_size, kv_cache_dtype",
     "merge_attn_states": (
         "output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None, "
         "prefill_tokens_with_context=None, output_scale=None"
     ),
+    "permute_cols": "a, perm",  # of 0.22
     "reshape_and_cache": (
         "key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, interleaved_v=False"
     ),
@@ -69,6 +71,8 @@ SIGNATURES = {
 RETURNED = {  # how many arrays; the others return None
     "awq_dequantize": 1,
     "ggml_dequantize": 1,
+    "hadacore_transform": 1,
+    "permute_cols": 1,
     "fused_qknorm_rope_cache": 3,
     "rms_norm_dynamic_per_token_quant": 2,
     "rms_norm_per_block_quant": 2,
@@ -175,3 +179,13 @@ def test_dequantised_weights() -> None:
     wanted = np.zeros((12, 16), np.float16)
     pykv.awq_dequantize(wanted, codes, scales, codes[:2])
     np.testing.assert_array_equal(weights, wanted)
+
+
+def test_rotated_and_permuted() -> None:
+    x = random((3, 16), np.dtype(np.float16))
+    turned = ops.hadacore_transform(x, inplace=False)
+    assert turned is not x
+    perm = np.arange(16)[::-1].copy()
+    np.testing.assert_array_equal(ops.permute_cols(x, perm), x[:, ::-1])
+    assert ops.hadacore_transform(x) is x
+    np.testing.assert_array_equal(x, turned)

@@ -1,4 +1,4 @@
-/* pykv: weights that others packed, to floats.
+/* pykv: weights that others packed, to floats; and activations as such weights want them.
  *
  * Example, a row of one block of Q8_0 (32 elements, 34 bytes) on the host:
  *
@@ -73,5 +73,17 @@ PYKV_API pykv_status pykv_mxfp4_dequantize(DLTensor* out, const DLTensor* input,
  *   global_scale  float32, 1 element, on the host or on the device                             */
 PYKV_API pykv_status pykv_nvfp4_dequantize(DLTensor* out, const DLTensor* input, const DLTensor* scale,
                                            const DLTensor* global_scale, bool is_sf_swizzled_layout, void* stream);
+
+/* out[..., c] = A[..., perm[c]].
+ *   out, A  [..., columns], one dtype (any), any strides; out is no memory of A
+ *   perm    [columns] int32 | int64.  A column that is out of range is reported, and out's column not written */
+PYKV_API pykv_status pykv_permute_cols(DLTensor* out, const DLTensor* A, const DLTensor* perm, void* stream);
+
+/* out = H x / sqrt(n) for each row x of n elements, in fp32 and rounded once.  H is Sylvester's Hadamard matrix where n is 2^k,
+ * element (i, j) = (-1)^popcount(i & j); where n is m 2^k, m one of 12, 20, 28 and 40, it is a Hadamard matrix of order m times
+ * (Kronecker) that of order 2^k: Paley's of 12 and 40, Williamson's of 20 and 28, as fast-hadamard-transform has them.
+ *   out, x  [..., n]  float32 | float16 | bfloat16, n at most 49152 (22528 on GPUs with 99 KB of shared memory); the elements of a
+ *           row side by side.  out may be x */
+PYKV_API pykv_status pykv_hadacore_transform(DLTensor* out, const DLTensor* x, void* stream);
 
 #endif /* PYKV_DEQUANTIZATION_H_ */
