@@ -1,4 +1,4 @@
-"""Weights that others packed, to floats: matrices of a large model."""
+"""Weights that others packed, to floats: matrices of a large model; and activations as such weights want them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -37,7 +38,7 @@ FORMATS = {
 GROUP_SIZE = 128
 
 
-def words(rows: int, columns: int, device: Device) -> object:
+def words(rows: int, columns: int, device: Device) -> Any:
     return device.array(np.random.default_rng(rows).integers(-(2**31), 2**31, (rows, columns)).astype(np.int32))
 
 
@@ -63,6 +64,58 @@ def gptq_dequantize(rows: int, columns: int, bits: int, act_order: bool, dtype: 
     return lambda: pykv.gptq_dequantize(out, codes, zeros, scales, g_idx, bits)
 
 
+def codes(rows: int, columns: int, device: Device) -> Any:
+    return device.array(np.random.default_rng(rows).integers(0, 120, (rows, columns), dtype=np.uint8))
+
+
+def fp8_dequantize(rows: int, columns: int, of: tuple[int, int], dtype: str, device: Device) -> Call:
+    """Scales of groups of ``of`` rows and columns."""
+    out, scale = device.random((rows, columns), dtype), device.random((rows // of[0], columns // of[1]), "float32")
+    x = codes(rows, columns, device)
+    return lambda: pykv.fp8_dequantize(out, x, scale, *of)
+
+
+def mx_dequantize(rows: int, columns: int, name: str, block: int, swizzled: bool, dtype: str, device: Device) -> Call:
+    per_byte = 1 if name == "mxfp8_dequantize" else 2
+    out, x = device.random((rows, columns), dtype), codes(rows, columns // per_byte, device)
+    scale = codes(rows, columns // block, device)  # of whole tiles, too
+    more = (1.0,) if name == "nvfp4_dequantize" else ()
+    return lambda: getattr(pykv, name)(out, x, scale, *more, swizzled)
+
+
+def permute_cols(rows: int, columns: int, dtype: str, device: Device) -> Call:
+    out, x = (device.random((rows, columns), dtype) for _ in range(2))
+    perm = device.array(np.random.default_rng(0).permutation(columns).astype(np.int32))
+    return lambda: pykv.permute_cols(out, x, perm)
+
+
+def hadacore_transform(rows: int, columns: int, dtype: str, device: Device) -> Call:
+    out, x = (device.random((rows, columns), dtype) for _ in range(2))
+    return lambda: pykv.hadacore_transform(out, x)
+
+
+def scaled_cases(rows: int, columns: int, dtype: str, itemsize: int) -> Iterator[Case]:
+    size, written = {"rows": rows, "columns": columns}, rows * columns * itemsize
+    for what, of in {"blocks": (128, 128), "rows": (1, columns), "columns": (rows, 1), "groups": (1, 128)}.items():
+        read = rows * columns + 4 * (rows // of[0]) * (columns // of[1])
+        make = partial(fp8_dequantize, rows, columns, of, dtype)
+        yield Case(f"fp8_dequantize {what}", size, dtype, read + written, make, written)
+    for name, per_byte, block in (("mxfp8", 1, 32), ("mxfp4", 2, 32), ("nvfp4", 2, 16)):
+        for swizzled in (False, True):
+            read = rows * columns // per_byte + rows * columns // block
+            make = partial(mx_dequantize, rows, columns, f"{name}_dequantize", block, swizzled, dtype)
+            shown = f"{name}_dequantize" + (", swizzled" if swizzled else "")
+            yield Case(shown, size, dtype, read + written, make, written)
+
+
+def activation_cases(dtype: str, itemsize: int) -> Iterator[Case]:
+    for tokens in (1, 64, 4096, 65536):
+        for columns in (4096, 7168):  # 7168 = 28 * 256
+            size, moved = {"tokens": tokens, "columns": columns}, tokens * columns * itemsize
+            for name, op in (("permute_cols", permute_cols), ("hadacore_transform", hadacore_transform)):
+                yield Case(name, size, dtype, 2 * moved, partial(op, tokens, columns, dtype), moved)
+
+
 def cases(dtypes: list[str]) -> Iterator[Case]:
     for dtype in dtypes:
         itemsize = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
@@ -84,6 +137,8 @@ def cases(dtypes: list[str]) -> Iterator[Case]:
                     make = partial(gptq_dequantize, rows, columns, bits, act_order, dtype)
                     name = f"gptq_dequantize {bits} bits" + (", act-order" if act_order else "")
                     yield Case(name, size, dtype, read + written, make, written)
+            yield from scaled_cases(rows, columns, dtype, itemsize)
+        yield from activation_cases(dtype, itemsize)
 
 
 if __name__ == "__main__":
