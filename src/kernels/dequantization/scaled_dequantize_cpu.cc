@@ -37,6 +37,22 @@ void spread_scales(const ScaledDequantizeArgs& args, int64_t matrix, int64_t row
   }
 }
 
+// Sixteen codes of four bits, as bytes.
+inline void unpack_codes(uint8_t* to, const uint8_t* from) {
+#if defined(__x86_64__)
+  const __m128i both = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), low = _mm_set1_epi8(15);
+  const __m128i codes = _mm_unpacklo_epi8(_mm_and_si128(both, low), _mm_and_si128(_mm_srli_epi16(both, 4), low));
+  _mm_store_si128(reinterpret_cast<__m128i*>(to), codes);
+#else
+  for (int i = 0; i < 2; ++i) {
+    uint32_t packed;
+    __builtin_memcpy(&packed, from + 4 * i, 4);
+    const uint64_t eight = unpack_nibbles(packed);
+    __builtin_memcpy(to + 8 * i, &eight, 8);
+  }
+#endif
+}
+
 // Codes of four bits become bytes first.
 template <class Code>
 Floats load_codes(const uint8_t* codes) {
@@ -65,12 +81,7 @@ void dequantise(const ScaledDequantizeArgs& args) {
         const uint8_t* from = args.codes + matrix * args.code_matrix + row * args.code_row;
         const uint8_t* bytes = codes;
         if constexpr (std::is_same_v<Code, e2m1>) {
-          for (int64_t c = 0; c < columns; c += 8) {
-            uint32_t packed;
-            __builtin_memcpy(&packed, from + (first + c) / 2, 4);
-            const uint64_t eight = unpack_nibbles(packed);
-            __builtin_memcpy(codes + c, &eight, 8);
-          }
+          for (int64_t c = 0; c < columns; c += 16) unpack_codes(codes + c, from + (first + c) / 2);
         } else if (columns == kColumns) {
           bytes = from + first;
         } else {
