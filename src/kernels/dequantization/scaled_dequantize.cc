@@ -94,6 +94,7 @@ void float_scales(ScaledDequantizeArgs& args, Call& call, const DLTensor* scale,
   args.group_rows = args.group_columns = 1;
   if (!scale || (scale->ndim < 2 && Tensor("scale", scale).numel() == 1)) {
     args.number = call.parameter("scale", scale);
+    args.group_columns = args.columns > 0 ? args.columns : 1;
     return;
   }
   Tensor s = call.read("scale", scale).dtype({DType::kFloat32});

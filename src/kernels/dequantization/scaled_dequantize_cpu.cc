@@ -29,11 +29,10 @@ float scale_of(const ScaledDequantizeArgs& args, int64_t at) {
 // scales[c] of the columns from `first` on.
 void spread_scales(const ScaledDequantizeArgs& args, int64_t matrix, int64_t row, int64_t first, int64_t columns,
                    float* scales) {
-  for (int64_t c = 0; c < columns;) {
-    const int64_t group = (first + c) / args.group_columns;
-    const int64_t end = std::min(columns, (group + 1) * args.group_columns - first);
-    std::fill(scales + c, scales + end, scale_of(args, args.scale_at(matrix, row / args.group_rows, group)));
-    c = end;
+  int64_t group = first / args.group_columns, end = (group + 1) * args.group_columns - first;
+  for (int64_t c = 0; c < columns; ++group, end += args.group_columns) {
+    const float scale = scale_of(args, args.scale_at(matrix, row / args.group_rows, group));
+    for (const int64_t last = std::min(columns, end); c < last; ++c) scales[c] = scale;
   }
 }
 
