@@ -40,15 +40,17 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first = static_cast<int64_t>(blockIdx.x) * plan.rows_per_block, left = args.num_rows - first;
   const int rows = left < plan.rows_per_block ? static_cast<int>(left) : plan.rows_per_block;
   const Word* in[kMaxRows];
+  Word* out[kMaxRows];
 #pragma unroll
   for (int r = 0; r < kMaxRows; ++r) {
     if (r >= rows) break;
     in[r] = static_cast<const Word*>(args.input) + args.input_rows.offset(first + r);
+    out[r] = static_cast<Word*>(args.output) + args.output_rows.offset(first + r);
     if (plan.staged) stage_row(staged + r * pitch, in[r], args.columns, plan.loads_aligned);
   }
   __syncthreads();
   for (int64_t c = static_cast<int64_t>(threadIdx.x) * kSize; c < args.columns; c += kThreads * kSize) {
-    int64_t from[kSize];  // -1: none
+    int32_t from[kSize];  // -1: none
     bool whole = plan.stores_aligned && c + kSize <= args.columns;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
@@ -56,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
       if (c + i >= args.columns) continue;
       const int64_t column = args.order[c + i];
       const bool valid = column >= 0 && column < args.columns;
-      if (valid) from[i] = column;
+      if (valid) from[i] = static_cast<int32_t>(column);
       if (!valid && blockIdx.x == 0) report(column, args.columns);
       whole &= valid;
     }
@@ -69,15 +71,14 @@ __global__ void __launch_bounds__(kThreads)
         words[i] = 0;
         if (from[i] >= 0) words[i] = plan.staged ? staged[r * pitch + from[i]] : in[r][from[i] * args.input_column];
       }
-      Word* out = static_cast<Word*>(args.output) + args.output_rows.offset(first + r);
       if (whole) {
         uint4 raw;
         __builtin_memcpy(&raw, words, sizeof raw);
-        *reinterpret_cast<uint4*>(out + c) = raw;
+        *reinterpret_cast<uint4*>(out[r] + c) = raw;
       } else {
 #pragma unroll
         for (int i = 0; i < kSize; ++i)
-          if (from[i] >= 0) out[(c + i) * args.output_column] = words[i];
+          if (from[i] >= 0) out[r][(c + i) * args.output_column] = words[i];
       }
     }
   }
@@ -94,7 +95,8 @@ void launch_kernel(const PermuteColsArgs& args, const Launch& launch) {
   plan.loads_aligned = rows_aligned(16, args.input, args.input_rows, kItem);
   plan.stores_aligned = args.output_column == 1 && rows_aligned(16, args.output, args.output_rows, kItem);
   const int64_t blocks = (args.num_rows + plan.rows_per_block - 1) / plan.rows_per_block;
-  if (blocks > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "A: 2^31 blocks of rows in one call are not supported");
+  if (blocks > INT32_MAX || args.columns > INT32_MAX)
+    fail(PYKV_NOT_IMPLEMENTED, "A: 2^31 columns or blocks of rows in one call are not supported");
   const auto bytes = static_cast<size_t>(plan.staged ? plan.rows_per_block * row_bytes : 0);
   launch_dependent_shared(permute_cols_kernel<Word>, static_cast<uint32_t>(blocks), kThreads, bytes, launch,
                           "permute_cols", args, plan, launch.reporter("permute_cols: perm"));

@@ -110,11 +110,9 @@ __global__ void __launch_bounds__(kThreads)
                                left < kSize ? static_cast<int>(left) : kSize, plan.codes_aligned);
   }
   const float number = args.number;
-  const auto scale_at = [&](uint32_t matrix, uint32_t row, int64_t column) {
-    return scale_of(args,
-                    args.scale_at(matrix, plan.group_rows.quotient(static_cast<int>(row)),
-                                  plan.group_columns.quotient(static_cast<int>(column))),
-                    number);
+  const auto place_of = [&](uint32_t matrix, uint32_t row, int64_t column) {
+    return args.scale_at(matrix, plan.group_rows.quotient(static_cast<int>(row)),
+                         plan.group_columns.quotient(static_cast<int>(column)));
   };
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
@@ -124,13 +122,13 @@ __global__ void __launch_bounds__(kThreads)
     float x[kSize];
     codes[i].floats(x);
     if (plan.one_scale) {
-      const float scale = scale_at(matrices[i], rows[i], column);
+      const float scale = scale_of(args, place_of(matrices[i], rows[i], column), number);
 #pragma unroll
       for (int e = 0; e < kSize; ++e) x[e] *= scale;
-    } else {
+    } else {  // groups of few columns have scales in fp32
 #pragma unroll
       for (int e = 0; e < kSize; ++e)
-        if (e < count) x[e] *= scale_at(matrices[i], rows[i], column + e);
+        if (e < count) x[e] *= static_cast<const float*>(args.scales)[place_of(matrices[i], rows[i], column + e)];
     }
     store_values(static_cast<T*>(args.output) + matrices[i] * args.output_matrix + rows[i] * args.output_row + column,
                  x, count, plan);
