@@ -23,6 +23,7 @@ TITLES = {
     "rotary": "Rotary embedding",
     "activation": "Activations",
     "moe": "Mixture of experts",
+    "dequantization": "Dequantisation",
     "base": "C: conventions and errors",
     "cpu": "C: the CPU",
 }

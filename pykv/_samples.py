@@ -126,6 +126,24 @@ def caches_at_addresses() -> Sample:
     }
 
 
+def gguf_blocks(rows: int, blocks: int) -> npt.NDArray[np.uint8]:
+    """Of Q4_0: a scale in float16, and 16 bytes of codes."""
+    scales = floats(rows * blocks, 1).astype(np.float16)
+    return together(scales, some_codes(rows * blocks, 16)).reshape(rows, blocks * 18)
+
+
+def codes_of_8_bits() -> Sample:
+    return {"out": floats(3, 64).astype(np.float16), "input": some_codes(3, 64)}
+
+
+def codes_of_4_bits() -> Sample:
+    return {"out": floats(3, 64).astype(np.float16), "input": some_codes(3, 32)}
+
+
+def packed_words(*shape: int) -> npt.NDArray[np.int32]:
+    return some_codes(*shape[:-1], 4 * shape[-1]).view(np.int32)
+
+
 def fp8_records() -> npt.NDArray[np.uint8]:
     tokens = NUM_BLOCKS * BLOCK_SIZE
     scales, rope = np.abs(floats(tokens, 4)), floats(tokens, 64).astype(np.float16)
@@ -207,6 +225,29 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     "relu2": ungated,
     "relu_squared": ungated,
     "xielu": lambda: ungated(alpha_p=floats(1), alpha_n=floats(1)),
+    "ggml_dequantize": lambda: {"out": floats(2, 64).astype(np.float16), "W": gguf_blocks(2, 2), "quant_type": 2},
+    "awq_dequantize": lambda: {
+        "out": floats(8, 32),
+        "qweight": packed_words(8, 4),
+        "scales": floats(2, 32, seed=1),
+        "zeros": packed_words(2, 4),
+    },
+    "gptq_dequantize": lambda: {
+        "out": floats(32, 32),
+        "qweight": packed_words(3, 32),
+        "qzeros": packed_words(2, 3),
+        "scales": floats(2, 32, seed=1),
+        "g_idx": (ids(*range(32)) * 3 % 2).astype(np.int32),
+        "bits": 3,
+    },
+    "fp8_dequantize": lambda: codes_of_8_bits() | {"scale": np.abs(floats(2, 3)), "group_rows": 2, "group_columns": 24},
+    "mxfp8_dequantize": lambda: codes_of_8_bits() | {"scale": some_codes(3, 2) + np.uint8(100)},
+    "mxfp4_dequantize": lambda: codes_of_4_bits() | {"scale": some_codes(3, 2) + np.uint8(100)},
+    "nvfp4_dequantize": lambda: (
+        codes_of_4_bits() | {"scale": some_codes(3, 4), "global_scale": 100.0, "is_sf_swizzled_layout": False}
+    ),
+    "permute_cols": lambda: {"out": floats(3, 8), "A": floats(3, 8, seed=1), "perm": ids(7, 0, 3, 3, 1, 5, 6, 2)},
+    "hadacore_transform": lambda: {"out": floats(3, 24), "x": floats(3, 24, seed=1)},
     "rms_norm": lambda: ungated(weight=floats(8)),
     "fused_add_rms_norm": lambda: added(weight=floats(8)),
     "gemma_rms_norm": lambda: ungated(weight=floats(8)),

@@ -44,6 +44,7 @@ from pykv._types import Array, ScalarOrArray
 
 __all__ = [
     "batched_moe_align_block_size",
+    "awq_dequantize",
     "concat_and_cache_mla",
     "concat_and_cache_mla_grouped",
     "concat_and_cache_mla_rope_fused",
@@ -65,6 +66,9 @@ __all__ = [
     "moe_align_block_size",
     "moe_lora_align_block_size",
     "moe_sum",
+    "ggml_dequantize",
+    "hadacore_transform",
+    "permute_cols",
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "rms_norm",
@@ -100,6 +104,28 @@ def _codes_and_scales(
         return codes, empty_beside(input, (rows, groups), "float32")
     padded = -(-rows // tma_alignment) * tma_alignment if tma_alignment else rows
     return codes, empty_beside(input, (groups, padded), "float32")[:, :rows].T
+
+
+def awq_dequantize(qweight: Array, scales: Array, zeros: Array, split_k_iters: int, thx: int, thy: int) -> Any:
+    """:func:`pykv.awq_dequantize`; returns the weights.  The last three arguments change no result."""
+    (_, columns), dtype = spec_of(scales)
+    out = empty_beside(qweight, (spec_of(qweight).shape[0], columns), dtype)
+    pykv.awq_dequantize(out, qweight, scales, zeros)
+    return out
+
+
+def ggml_dequantize(W: Array, quant_type: int, m: int, n: int, dtype: Any = None) -> Any:
+    """:func:`pykv.ggml_dequantize`, as 0.22 had it; returns ``[m, n]``, float16 by default."""
+    out = empty_beside(W, (m, n), "float16" if dtype is None else _name_of(dtype))
+    pykv.ggml_dequantize(out, W, quant_type)
+    return out
+
+
+def hadacore_transform(x: Array, inplace: bool = True) -> Any:
+    """:func:`pykv.hadacore_transform`; returns ``x``, or a new array."""
+    out = x if inplace else empty_beside(x, *spec_of(x))
+    pykv.hadacore_transform(out, x)
+    return out
 
 
 def fused_qk_norm_rope(
@@ -153,6 +179,13 @@ def fused_qknorm_rope_cache(
         k_scale, v_scale,
     )  # fmt: skip
     return q, k, v
+
+
+def permute_cols(a: Array, perm: Array) -> Any:
+    """:func:`pykv.permute_cols`, as 0.22 had it; returns the new array."""
+    out = empty_beside(a, *spec_of(a))
+    pykv.permute_cols(out, a, perm)
+    return out
 
 
 def rms_norm_dynamic_per_token_quant(

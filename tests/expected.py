@@ -21,6 +21,8 @@ from cache import reference as cache
 from cache import reference_indexer as indexer
 from cache import reference_mla as mla
 from moe import reference as moe
+from dequantization import hadamard
+from dequantization import reference as packed
 from norm import reference as norm
 from rotary.reference import rotary_embedding
 from rotary.test_dual_chunk_rotary_embedding import positions_of_copies
@@ -349,6 +351,10 @@ def moe_sum(a: Any) -> Results:
     return {"output": np.where(there[..., None], a.input.astype(np.float64), 0).sum(1)}
 
 
+def in_blocks(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    return values * packed.spread(scales, values.shape, 1, values.shape[1] // scales.shape[1])
+
+
 EXPECTED: dict[str, Callable[[Any], Results]] = {
     "silu_and_mul": gated(act.silu, "result"),
     "silu_and_mul_quant": lambda a: {
@@ -371,6 +377,22 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
     "relu2": elementwise(act.relu2),
     "relu_squared": elementwise(act.relu2),
     "xielu": lambda a: {"out": act.xielu(a.input.astype(np.float64), a.alpha_p, a.alpha_n)},
+    "ggml_dequantize": lambda a: {"out": packed.DECODE["Q4_0"](a.W.reshape(-1, 18))},
+    "awq_dequantize": lambda a: {"out": packed.awq(a.qweight, a.scales, a.zeros)},
+    "gptq_dequantize": lambda a: {"out": packed.gptq(a.qweight, a.qzeros, a.scales, a.g_idx, a.bits)},
+    "fp8_dequantize": lambda a: {
+        "out": a.input.view(E4M3).astype(np.float32)
+        * packed.spread(a.scale, a.input.shape, a.group_rows, a.group_columns)
+    },
+    "mxfp8_dequantize": lambda a: {
+        "out": in_blocks(a.input.view(E4M3).astype(np.float32), packed.e8m0_values(a.scale))
+    },
+    "mxfp4_dequantize": lambda a: {"out": in_blocks(packed.e2m1_values(a.input), packed.e8m0_values(a.scale))},
+    "nvfp4_dequantize": lambda a: {
+        "out": in_blocks(packed.e2m1_values(a.input), a.scale.view(E4M3).astype(np.float32) / a.global_scale)
+    },
+    "permute_cols": lambda a: {"out": a.A[:, a.perm]},
+    "hadacore_transform": lambda a: {"out": hadamard.transform(a.x)},
     "rms_norm": lambda a: {"out": norm.rms_norm(a.input, a.weight, EPSILON)},
     "fused_add_rms_norm": fused_add(lambda weight: weight),
     "gemma_rms_norm": lambda a: {"out": norm.rms_norm(a.input, a.weight + 1, EPSILON)},

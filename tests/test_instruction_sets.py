@@ -31,6 +31,11 @@ SOME = {
         ["rotary/test_rotary_embedding.py", "rotary/test_mrope.py", "rotary/test_dual_chunk_rotary_embedding.py"],
         "dimensions or dtype or nan or any",
     ),
+    "dequantization": (
+        ["dequantization/test_ggml_dequantize.py", "dequantization/test_packed_dequantize.py"]
+        + ["dequantization/test_scaled_dequantize.py", "dequantization/test_hadacore_transform.py"],
+        "format or books or awq or gptq or mx or fp4 or any or orders",
+    ),
     "cache": (
         ["cache/test_reshape_and_cache.py", "cache/test_nvfp4.py", "cache/test_nvfp4_rounding.py"]
         + ["cache/test_gather_cache.py", "cache/test_indexer_cache.py", "cache/test_concat_and_cache_mla.py"]

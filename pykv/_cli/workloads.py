@@ -317,6 +317,42 @@ def _shuffled_rows(t: Tokens) -> Workload:
     return Workload({"input_tensor": t.rows(HIDDEN), "dst2src_map": where.astype(np.int32)})
 
 
+WEIGHT, WEIGHT_GROUP = 4096, 128  # columns of a weight with as many rows as there are tokens, and what shares a scale
+
+
+def _gguf(t: Tokens) -> Workload:
+    return Workload({"W": Spec((t.count, WEIGHT // 256 * 144), "uint8"), "quant_type": 12})  # Q4_K
+
+
+def _groups(t: Tokens) -> int:
+    """Of rows, which are some groups and nothing else."""
+    return max(1, t.count // WEIGHT_GROUP)
+
+
+def _awq(t: Tokens) -> Workload:
+    groups, scales = _groups(t), Spec((_groups(t), WEIGHT), t.dtype)
+    rows = groups * WEIGHT_GROUP
+    codes, zeros = Spec((rows, WEIGHT // 8), "int32"), Spec((groups, WEIGHT // 8), "int32")
+    return Workload({"qweight": codes, "scales": scales, "zeros": zeros})
+
+
+def _gptq(t: Tokens) -> Workload:
+    groups, scales = _groups(t), Spec((_groups(t), WEIGHT), t.dtype)
+    codes = Spec((groups * WEIGHT_GROUP // 8, WEIGHT), "int32")
+    return Workload({"qweight": codes, "qzeros": Spec((groups, WEIGHT // 8), "int32"), "scales": scales, "bits": 4})
+
+
+def _scaled(t: Tokens, codes_per_byte: int, block: int, **more: Any) -> Workload:
+    codes, scales = Spec((t.count, WEIGHT // codes_per_byte), "uint8"), Spec((t.count, WEIGHT // block), "uint8")
+    return Workload({"input": codes, "scale": scales, **more})
+
+
+def _fp8(t: Tokens) -> Workload:
+    groups = math.ceil(t.count / WEIGHT_GROUP), WEIGHT // WEIGHT_GROUP
+    sizes = {"group_rows": WEIGHT_GROUP, "group_columns": WEIGHT_GROUP}
+    return Workload({"input": Spec((t.count, WEIGHT), "uint8"), "scale": Spec(groups, "float32"), **sizes})
+
+
 WORKLOADS: Mapping[str, Callable[[Tokens], Workload]] = {
     "reshape_and_cache": lambda t: _new_tokens(t, packed=True),
     "reshape_and_cache_flash": _new_tokens,
@@ -340,6 +376,15 @@ WORKLOADS: Mapping[str, Callable[[Tokens], Workload]] = {
     "paged_attention_v2": _vllm_attention,
     "merge_attn_states": _merge,
     "merge_attn_states_n": _merge_n,
+    "ggml_dequantize": _gguf,
+    "awq_dequantize": _awq,
+    "gptq_dequantize": _gptq,
+    "fp8_dequantize": _fp8,
+    "mxfp8_dequantize": lambda t: _scaled(t, 1, 32),
+    "mxfp4_dequantize": lambda t: _scaled(t, 2, 32),
+    "nvfp4_dequantize": lambda t: _scaled(t, 2, 16, global_scale=1.0, is_sf_swizzled_layout=False),
+    "permute_cols": lambda t: Workload({"A": t.rows(WEIGHT), "perm": _shuffled(WEIGHT)}),
+    "hadacore_transform": lambda t: Workload({"x": t.rows(WEIGHT)}),
     "fused_qk_norm_rope": _qk_norm_rope,
     "rotary_embedding": _rotated,
     "batched_rotary_embedding": lambda t: _rotated(t, rot_dim=HEAD, cos_sin_cache_offsets=np.zeros(t.count, np.int64)),

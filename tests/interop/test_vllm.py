@@ -15,6 +15,7 @@ from pykv import vllm as ops
 
 # name: parameters in order, those with a default as "name=default"; then what is returned
 SIGNATURES = {
+    "awq_dequantize": "qweight, scales, zeros, split_k_iters, thx, thy",
     "concat_and_cache_mla": "kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale, skip_scale=False",
     "concat_and_cache_mla_grouped": (
         "kv_c, k_pe, kv_cache_ptrs, slot_mapping, block_size, block_stride, entry_stride, kv_scales=None, "
@@ -47,11 +48,14 @@ SIGNATURES = {
     "grouped_topk": (
         "scores, num_expert_group, topk_group, topk, renormalize, routed_scaling_factor, bias, scoring_func=0"
     ),
+    "ggml_dequantize": "W, quant_type, m, n, dtype",  # of 0.22; dtype has no default there, either
+    "hadacore_transform": "x, inplace=True",
     "indexer_k_quant_and_cache": "k, kv_cache, slot_mapping, quant_block_size, kv_cache_dtype",
     "merge_attn_states": (
         "output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None, "
         "prefill_tokens_with_context=None, output_scale=None"
     ),
+    "permute_cols": "a, perm",  # of 0.22
     "reshape_and_cache": (
         "key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, interleaved_v=False"
     ),
@@ -100,6 +104,10 @@ SIGNATURES = {
     ),
 }
 RETURNED = {  # how many arrays; the others return None
+    "awq_dequantize": 1,
+    "ggml_dequantize": 1,
+    "hadacore_transform": 1,
+    "permute_cols": 1,
     "fused_qknorm_rope_cache": 3,
     "grouped_topk": 2,
     "shuffle_rows": 1,
@@ -205,3 +213,28 @@ def test_experts() -> None:
 @pytest.mark.parametrize("name", sorted(set(SIGNATURES) - set(RETURNED)))
 def test_the_others_return_nothing(name: str) -> None:
     assert inspect.signature(getattr(ops, name)).return_annotation in (None, "None")
+
+
+def test_dequantised_weights() -> None:
+    blocks = np.random.default_rng(0).integers(0, 256, (3, 36), dtype=np.uint8)
+    wanted = np.zeros((3, 64), np.float32)
+    pykv.ggml_dequantize(wanted, blocks, 2)
+    weights = ops.ggml_dequantize(blocks, 2, 3, 64, np.float32)
+    np.testing.assert_array_equal(weights, wanted)
+    assert ops.ggml_dequantize(blocks, 2, 3, 64, None).dtype == np.float16
+    codes = blocks[:, :32].reshape(12, 8).view(np.int32)
+    scales = random((2, 16), np.dtype(np.float16))
+    weights = ops.awq_dequantize(codes, scales, codes[:2], 0, 0, 0)
+    wanted = np.zeros((12, 16), np.float16)
+    pykv.awq_dequantize(wanted, codes, scales, codes[:2])
+    np.testing.assert_array_equal(weights, wanted)
+
+
+def test_rotated_and_permuted() -> None:
+    x = random((3, 16), np.dtype(np.float16))
+    turned = ops.hadacore_transform(x, inplace=False)
+    assert turned is not x
+    perm = np.arange(16)[::-1].copy()
+    np.testing.assert_array_equal(ops.permute_cols(x, perm), x[:, ::-1])
+    assert ops.hadacore_transform(x) is x
+    np.testing.assert_array_equal(x, turned)

@@ -1,0 +1,120 @@
+// Columns in another order.  Memory-bound, if what is picked out of a row does not come from memory one by one: a block brings some
+// whole rows to shared memory, 16 bytes a thread at once, and picks there.  Rows that do not fit, or whose elements do not lie
+// side by side, are read where they are.
+#include <algorithm>
+
+#include "cuda/dependent.cuh"
+#include "cuda/vec.cuh"
+#include "dequantization/permute_cols.h"
+#include "dequantization/shared_launch.cuh"
+
+namespace pykv {
+namespace {
+
+constexpr int kThreads = 256, kMaxRows = 4;
+constexpr int64_t kSharedBytes = 48 << 10;
+
+struct Plan {
+  int32_t rows_per_block;
+  bool staged, loads_aligned, stores_aligned;
+};
+
+template <class Word>
+__device__ void stage_row(Word* to, const Word* from, int64_t columns, bool aligned) {
+  constexpr int kSize = kPackSize<Word>;
+  const int64_t vectors = aligned ? columns / kSize : 0;
+  for (int64_t i = threadIdx.x; i < vectors; i += kThreads)
+    *reinterpret_cast<uint4*>(to + i * kSize) = *reinterpret_cast<const uint4*>(from + i * kSize);
+  for (int64_t i = vectors * kSize + threadIdx.x; i < columns; i += kThreads) to[i] = from[i];
+}
+
+template <class Word>
+__global__ void __launch_bounds__(kThreads)
+    permute_cols_kernel(const __grid_constant__ PermuteColsArgs args, const __grid_constant__ Plan plan,
+                        const Reporter report) {
+  extern __shared__ uint4 shared[];
+  constexpr int kSize = kPackSize<Word>;
+  begin_dependent();
+  Word* staged = reinterpret_cast<Word*>(shared);
+  const int64_t pitch = (args.columns + kSize - 1) / kSize * kSize;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * plan.rows_per_block, left = args.num_rows - first;
+  const int rows = left < plan.rows_per_block ? static_cast<int>(left) : plan.rows_per_block;
+  const Word* in[kMaxRows];
+  Word* out[kMaxRows];
+#pragma unroll
+  for (int r = 0; r < kMaxRows; ++r) {
+    if (r >= rows) break;
+    in[r] = static_cast<const Word*>(args.input) + args.input_rows.offset(first + r);
+    out[r] = static_cast<Word*>(args.output) + args.output_rows.offset(first + r);
+    if (plan.staged) stage_row(staged + r * pitch, in[r], args.columns, plan.loads_aligned);
+  }
+  __syncthreads();
+  for (int64_t c = static_cast<int64_t>(threadIdx.x) * kSize; c < args.columns; c += kThreads * kSize) {
+    int32_t from[kSize];  // -1: none
+    bool whole = plan.stores_aligned && c + kSize <= args.columns;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      from[i] = -1;
+      if (c + i >= args.columns) continue;
+      const int64_t column = args.order[c + i];
+      const bool valid = column >= 0 && column < args.columns;
+      if (valid) from[i] = static_cast<int32_t>(column);
+      if (!valid && blockIdx.x == 0) report(column, args.columns);
+      whole &= valid;
+    }
+#pragma unroll
+    for (int r = 0; r < kMaxRows; ++r) {
+      if (r >= rows) break;
+      Word words[kSize];
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        words[i] = 0;
+        if (from[i] >= 0) words[i] = plan.staged ? staged[r * pitch + from[i]] : in[r][from[i] * args.input_column];
+      }
+      if (whole) {
+        uint4 raw;
+        __builtin_memcpy(&raw, words, sizeof raw);
+        *reinterpret_cast<uint4*>(out[r] + c) = raw;
+      } else {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i)
+          if (from[i] >= 0) out[r][(c + i) * args.output_column] = words[i];
+      }
+    }
+  }
+}
+
+template <class Word>
+void launch_kernel(const PermuteColsArgs& args, const Launch& launch) {
+  constexpr int64_t kItem = sizeof(Word);
+  const int64_t row_bytes = (args.columns * kItem + 15) / 16 * 16;
+  Plan plan{};
+  plan.staged = args.input_column == 1 && row_bytes <= kSharedBytes;
+  plan.rows_per_block =
+      static_cast<int32_t>(plan.staged ? std::min<int64_t>(kMaxRows, kSharedBytes / row_bytes) : kMaxRows);
+  plan.loads_aligned = rows_aligned(16, args.input, args.input_rows, kItem);
+  plan.stores_aligned = args.output_column == 1 && rows_aligned(16, args.output, args.output_rows, kItem);
+  const int64_t blocks = (args.num_rows + plan.rows_per_block - 1) / plan.rows_per_block;
+  if (blocks > INT32_MAX || args.columns > INT32_MAX)
+    fail(PYKV_NOT_IMPLEMENTED, "A: 2^31 columns or blocks of rows in one call are not supported");
+  const auto bytes = static_cast<size_t>(plan.staged ? plan.rows_per_block * row_bytes : 0);
+  launch_dependent_shared(permute_cols_kernel<Word>, static_cast<uint32_t>(blocks), kThreads, bytes, launch,
+                          "permute_cols", args, plan, launch.reporter("permute_cols: perm"));
+}
+
+}  // namespace
+
+void permute_cols_cuda(const PermuteColsArgs& args, const Launch& launch) {
+  switch (args.item) {
+    case 1:
+      return launch_kernel<uint8_t>(args, launch);
+    case 2:
+      return launch_kernel<uint16_t>(args, launch);
+    case 4:
+      return launch_kernel<uint32_t>(args, launch);
+    default:
+      return launch_kernel<uint64_t>(args, launch);
+  }
+}
+
+}  // namespace pykv
