@@ -22,6 +22,7 @@ TITLES = {
     "norm": "Norms",
     "rotary": "Rotary embedding",
     "activation": "Activations",
+    "sampling": "Sampling",
     "base": "C: conventions and errors",
     "cpu": "C: the CPU",
 }

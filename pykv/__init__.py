@@ -95,6 +95,7 @@ from pykv.runtime import (
     has_cuda,
     set_num_threads,
 )
+from pykv.sampling import apply_repetition_penalties_, top_k_per_row
 
 from pykv.dispatch import configure, explain  # isort: skip  # after all operations: it looks at them
 from pykv import _torch_later  # isort: skip  # the same
@@ -110,6 +111,7 @@ __all__ = [
     "PrefixStats",
     "ScalarOrArray",
     "Stream",
+    "apply_repetition_penalties_",
     "batched_rotary_embedding",
     "check_errors",
     "concat_and_cache_mla",
@@ -181,5 +183,6 @@ __all__ = [
     "swap_blocks_layers",
     "swigluoai_and_mul",
     "swiglustep_and_mul",
+    "top_k_per_row",
     "xielu",
 ]

@@ -212,6 +212,20 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         "chunk_size": 8,
         "local_size": 3,
     },
+    "apply_repetition_penalties_": lambda: {
+        "logits": floats(3, 8),
+        "prompt_mask": floats(3, 8, seed=1) > 1,
+        "output_mask": floats(3, 8, seed=2) > 1,
+        "repetition_penalties": 1 + np.abs(floats(3)),
+    },
+    "top_k_per_row": lambda: {
+        "indices": np.zeros((3, 4), np.int32),
+        "logits": floats(3, 8),
+        "k": 4,
+        "row_starts": ids(0, 1, 2),
+        "row_ends": ids(8, 7, 5),
+        "values": floats(3, 4),
+    },
     "paged_attention": lambda: (
         {"out": floats(3, HEADS, HEAD_SIZE), "query": floats(3, HEADS, HEAD_SIZE, seed=5)}
         | flash_caches()

@@ -24,6 +24,7 @@ from norm import reference as norm
 from rotary.reference import rotary_embedding
 from rotary.test_dual_chunk_rotary_embedding import positions_of_copies
 from rotary.test_mrope import mixed_cache
+from sampling import reference as sampling
 
 from pykv._samples import MEMORY, sample
 
@@ -257,6 +258,12 @@ def cp_gather_indexer_k_quant_cache(a: Any) -> Results:
     return {"dst_k": a.dst_k, "dst_scale": a.dst_scale}
 
 
+def top_k_per_row(a: Any) -> Results:
+    indices = sampling.top_k_per_row(a.logits, a.k, a.row_starts, a.row_ends)
+    columns = np.maximum(indices, 0) + a.row_starts[:, None]
+    return {"indices": indices, "values": np.where(indices < 0, -np.inf, np.take_along_axis(a.logits, columns, 1))}
+
+
 EXPECTED: dict[str, Callable[[Any], Results]] = {
     "silu_and_mul": gated(act.silu, "result"),
     "silu_and_mul_quant": lambda a: {
@@ -296,6 +303,10 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
     "batched_rotary_embedding": lambda a: rotary(a, a.positions + a.cos_sin_cache_offsets),
     "mrope": mrope,
     "dual_chunk_rotary_embedding": dual_chunk_rotary_embedding,
+    "apply_repetition_penalties_": lambda a: {
+        "logits": sampling.apply_repetition_penalties(a.logits, a.prompt_mask, a.output_mask, a.repetition_penalties)
+    },
+    "top_k_per_row": top_k_per_row,
     "paged_attention": paged_attention,
     "paged_attention_v1": paged_attention_of_vllm,
     "paged_attention_v2": paged_attention_of_vllm,

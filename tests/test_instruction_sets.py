@@ -31,6 +31,10 @@ SOME = {
         ["rotary/test_rotary_embedding.py", "rotary/test_mrope.py", "rotary/test_dual_chunk_rotary_embedding.py"],
         "dimensions or dtype or nan or any",
     ),
+    "sampling": (
+        ["sampling/test_top_k_per_row.py", "sampling/test_apply_repetition_penalties.py"],
+        "sizes or shapes or any or hard or special or nan",
+    ),
     "cache": (
         ["cache/test_reshape_and_cache.py", "cache/test_nvfp4.py", "cache/test_nvfp4_rounding.py"]
         + ["cache/test_gather_cache.py", "cache/test_indexer_cache.py", "cache/test_concat_and_cache_mla.py"]

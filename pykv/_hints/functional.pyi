@@ -329,3 +329,31 @@ def dual_chunk_rotary_embedding(
     query_out: Array | None = None,
     stream: Stream = None,
 ) -> Any: ...
+@overload
+def top_k_per_row(
+    logits: _Array,
+    k: int,
+    row_starts: Array | None = None,
+    row_ends: Array | None = None,
+    row_k: Array | None = None,
+    *,
+    values: Literal[False] | None = None,
+    indices: Array | None = None,
+    next_n: int = 0,
+    sorted: bool = False,
+    stream: Stream = None,
+) -> Any: ...
+@overload
+def top_k_per_row(
+    logits: _Array,
+    k: int,
+    row_starts: Array | None = None,
+    row_ends: Array | None = None,
+    row_k: Array | None = None,
+    *,
+    values: Array | Literal[True],
+    indices: Array | None = None,
+    next_n: int = 0,
+    sorted: bool = False,
+    stream: Stream = None,
+) -> tuple[Any, _Array]: ...

@@ -632,3 +632,32 @@ def dual_chunk_rotary_embedding(
     *,
     query_out: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
+def apply_repetition_penalties_(
+    logits: ArrayLike, prompt_mask: ArrayLike, output_mask: ArrayLike, repetition_penalties: ArrayLike
+) -> Array: ...
+@overload
+def top_k_per_row(
+    logits: ArrayLike,
+    k: int,
+    row_starts: ArrayLike | None = None,
+    row_ends: ArrayLike | None = None,
+    row_k: ArrayLike | None = None,
+    *,
+    next_n: int = 0,
+    sorted: bool = False,
+    indices: ArrayLike | None = None,
+    values: None = None,
+) -> Array: ...
+@overload
+def top_k_per_row(
+    logits: ArrayLike,
+    k: int,
+    row_starts: ArrayLike | None = None,
+    row_ends: ArrayLike | None = None,
+    row_k: ArrayLike | None = None,
+    *,
+    next_n: int = 0,
+    sorted: bool = False,
+    indices: ArrayLike | None = None,
+    values: ArrayLike | Literal[True],
+) -> tuple[Array, Array]: ...

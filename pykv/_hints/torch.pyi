@@ -1,5 +1,6 @@
 """Written by tests/hints/stubs.py: see there."""
 
+from pykv import apply_repetition_penalties_ as apply_repetition_penalties_
 from pykv import batched_rotary_embedding as batched_rotary_embedding
 from pykv import concat_and_cache_mla as concat_and_cache_mla
 from pykv import concat_and_cache_mla_grouped as concat_and_cache_mla_grouped
@@ -59,4 +60,5 @@ from pykv import swap_blocks_batch as swap_blocks_batch
 from pykv import swap_blocks_layers as swap_blocks_layers
 from pykv import swigluoai_and_mul as swigluoai_and_mul
 from pykv import swiglustep_and_mul as swiglustep_and_mul
+from pykv import top_k_per_row as top_k_per_row
 from pykv import xielu as xielu

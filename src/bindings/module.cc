@@ -14,6 +14,7 @@ void bind_attention(Module& m);
 void bind_cache(Module& m);
 void bind_norm(Module& m);
 void bind_rotary(Module& m);
+void bind_sampling(Module& m);
 
 namespace pykv::python {
 
@@ -63,6 +64,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   bind_cache(ops);
   bind_norm(ops);
   bind_rotary(ops);
+  bind_sampling(ops);
   torch_ops::bind(m);
   torch_ops::bind_packet(m);
 }

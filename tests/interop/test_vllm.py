@@ -15,6 +15,7 @@ from pykv import vllm as ops
 
 # name: parameters in order, those with a default as "name=default"; then what is returned
 SIGNATURES = {
+    "apply_repetition_penalties": "logits, prompt_mask, output_mask, repetition_penalties",
     "concat_and_cache_mla": "kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale, skip_scale=False",
     "concat_and_cache_mla_grouped": (
         "kv_c, k_pe, kv_cache_ptrs, slot_mapping, block_size, block_stride, entry_stride, kv_scales=None, "
@@ -25,6 +26,7 @@ SIGNATURES = {
     ),
     "concat_mla_q": "ql_nope, q_pe, q_out",
     "convert_fp8": "output, input, scale=1.0, kv_dtype='fp8'",
+    "cooperative_topk": "logits, lengths, output, workspace, k, max_seq_len",
     "cp_gather_and_upconvert_fp8_kv_cache": (
         "src_cache, dst, block_table, workspace_starts, batch_size, seq_starts=None, host_cache=None, "
         "host_row_ids=None, device_row_ids=None"
@@ -49,6 +51,7 @@ SIGNATURES = {
         "output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None, "
         "prefill_tokens_with_context=None, output_scale=None"
     ),
+    "persistent_topk": "logits, lengths, output, workspace, k, max_seq_len",
     "reshape_and_cache": (
         "key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, interleaved_v=False"
     ),
@@ -63,6 +66,8 @@ SIGNATURES = {
     "silu_and_mul_per_block_quant": "input, group_size, quant_dtype, scale_ub=None, is_scale_transposed=False",
     "swap_blocks": "src, dst, block_size_in_bytes, block_mapping",
     "swap_blocks_batch": "src_ptrs, dst_ptrs, sizes, is_src_access_order_any=False",
+    "top_k_per_row_decode": "logits, next_n, seq_lens, indices, numRows, stride0, stride1, topK",
+    "top_k_per_row_prefill": "logits, rowStarts, rowEnds, indices, numRows, stride0, stride1, topK",
 }
 RETURNED = {  # how many arrays; the others return None
     "fused_qknorm_rope_cache": 3,
@@ -156,3 +161,23 @@ def test_fused_qknorm_rope_cache() -> None:
 @pytest.mark.parametrize("name", sorted(set(SIGNATURES) - set(RETURNED)))
 def test_the_others_return_nothing(name: str) -> None:
     assert inspect.signature(getattr(ops, name)).return_annotation in (None, "None")
+
+
+def test_top_k_by_the_names_of_vllm() -> None:
+    x = random((6, 500), np.dtype(np.float32))
+    lens = np.array([400, 1, 30], np.int32)
+    ends = np.array([399, 400, 0, 1, 29, 30], np.int32)
+    wanted = np.zeros((6, 16), np.int32)
+    pykv.top_k_per_row(wanted, x, 16, row_ends=ends)
+    found = np.zeros((5, 8, 16), np.int32)
+    ops.top_k_per_row_decode(x, 2, lens, found[0], 6, 500, 1, 16)
+    ops.top_k_per_row_decode(x, 2, ends.reshape(3, 2), found[1], 6, 500, 1, 16)
+    ops.top_k_per_row_prefill(x, np.zeros(6, np.int32), ends, found[2], 6, 500, 1, 16)
+    ops.persistent_topk(x, ends, found[3][:6], np.zeros(64, np.uint8), 16, 400)
+    ops.cooperative_topk(x, ends.reshape(3, 2), found[4][:6], np.zeros(64, np.uint8), 16, 400)
+    for one in found:
+        np.testing.assert_array_equal(one[:6], wanted)
+    mask = x > 1
+    penalised = x.copy()
+    ops.apply_repetition_penalties(penalised, mask, mask, np.full(6, 2, np.float32))
+    np.testing.assert_array_equal(penalised, np.where(mask, x / 2, x))

@@ -9,5 +9,6 @@
 #include <pykv/cpu.h>
 #include <pykv/norm.h>
 #include <pykv/rotary.h>
+#include <pykv/sampling.h>
 
 #endif /* PYKV_KERNELS_H_ */

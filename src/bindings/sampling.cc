@@ -1,0 +1,8 @@
+#include "pykv/sampling.h"
+
+#include "op.h"
+
+void bind_sampling(Module& m) {
+  m.def<pykv_apply_repetition_penalties_>("apply_repetition_penalties_");
+  m.def<pykv_top_k_per_row>("top_k_per_row");
+}
