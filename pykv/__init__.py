@@ -95,7 +95,7 @@ from pykv.runtime import (
     has_cuda,
     set_num_threads,
 )
-from pykv.sampling import apply_repetition_penalties_, top_k_per_row
+from pykv.sampling import apply_repetition_penalties_, sample, top_k_per_row
 
 from pykv.dispatch import configure, explain  # isort: skip  # after all operations: it looks at them
 from pykv import _torch_later  # isort: skip  # the same
@@ -172,6 +172,7 @@ __all__ = [
     "rms_norm_static_fp8_quant",
     "rotary_and_cache",
     "rotary_embedding",
+    "sample",
     "set_num_threads",
     "silu_and_mul",
     "silu_and_mul_per_block_quant",

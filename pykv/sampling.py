@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pykv._schema import Rule, Spec, operation
-from pykv._types import Array, Stream
+from pykv._types import Array, ScalarOrArray, Stream
 
 
 @operation()
@@ -20,8 +20,8 @@ def apply_repetition_penalties_(
 ) -> None:
     """Penalise tokens that occur, in place: ``logits = logits / p if logits > 0 else logits * p``.
 
-    ``p`` is the row's penalty; the arithmetic is fp32 and rounded to the dtype.  Logits of other tokens are neither read
-    nor written.
+    ``p`` is the row's penalty; the arithmetic is fp32 and rounded to the dtype.  Logits of other tokens are neither
+    read nor written.
 
     Args:
         logits: ``[num_rows, vocab_size]`` float32, float16 or bfloat16; changed in place.
@@ -80,5 +80,71 @@ def top_k_per_row(
 
     Raises:
         ValueError: shapes, strides, devices or options do not fit, or (CPU) something was reported.
+        TypeError: dtypes do not fit.
+    """
+
+
+def _one_for_each_row(dtype: str) -> Rule:
+    return Rule(lambda arguments: Spec(arguments["logits"].shape[:1], dtype))
+
+
+@operation(out=_one_for_each_row("int32"), logprobs=_one_for_each_row("float32"), scores=_one_for_each_row("float32"))
+def sample(
+    out: Array,
+    logits: Array,
+    seeds: Array | None = None,
+    steps: Array | None = None,
+    temperature: ScalarOrArray | None = None,
+    top_k: ScalarOrArray | None = None,
+    top_p: ScalarOrArray | None = None,
+    min_p: ScalarOrArray | None = None,
+    *,
+    repetition_penalty: ScalarOrArray | None = None,
+    frequency_penalty: ScalarOrArray | None = None,
+    presence_penalty: ScalarOrArray | None = None,
+    prompt_bitmap: Array | None = None,
+    output_counts: Array | None = None,
+    logit_bias: Array | None = None,
+    allowed_bitmap: Array | None = None,
+    first_token: int = 0,
+    logprobs: Array | None = None,
+    scores: Array | None = None,
+    stream: Stream = None,
+) -> None:
+    """Draw one token for each row, from ``softmax(logits / temperature)`` of those that are kept.
+
+    1. Logits are changed: those that ``allowed_bitmap`` leaves out are -infinity; ``logit_bias`` is added; of tokens in
+       ``prompt_bitmap`` or ``output_counts``, ``x = x / repetition if x > 0 else x * repetition``; of those in
+       ``output_counts``, ``x = x - frequency * count - presence``.
+    2. Kept are those with at least ``min_p`` times the largest probability, of these the first ``top_k``, of these the
+       shortest beginning whose share of the probability reaches ``top_p``: at least one.
+    3. The largest ``x / temperature + noise`` wins; with a temperature below 1e-5, the first x.
+
+    The noise of a token is a function of seed, step and token alone (``-log(-log(1 - u))``, ``u = (w + 0.5) / 2**32``,
+    w being word ``token % 4`` of Philox4x32-10 with the seed as key and the counter ``(token // 4, 0, step)``).  So the
+    same logits give the same token whatever else is in the batch, on the CPU and on CUDA.  Seeds and steps are arrays,
+    so that a captured graph draws anew.  -infinity is never drawn.
+
+    Args:
+        out: ``[num_rows]`` int32 or int64; written.  -1, reported: the row holds NaN, or nothing but -infinity.
+        logits: ``[num_rows, vocab_size]`` float32, float16 or bfloat16; up to 2**23 tokens.
+        seeds, steps: ``[num_rows]`` int32 or int64; ``None``: 0.
+        temperature, top_p, min_p: a number, or float32 ``[num_rows]``; ``None``: 1, 1 and 0, which change nothing.
+        top_k: a number, or ``[num_rows]`` int32 or int64; ``None``, 0 or less: all.
+        repetition_penalty, frequency_penalty, presence_penalty: a number, or float32 ``[num_rows]``.
+        prompt_bitmap: ``[num_rows, (vocab_size + 31) // 32]`` int32, a bit for each token, the lowest first.
+        output_counts: ``[num_rows, vocab_size]`` int32: how often a token was put out.
+        logit_bias: ``[num_rows, vocab_size]`` float32; rows may have the stride 0.
+        allowed_bitmap: like ``prompt_bitmap``; ``None``: all are allowed.
+        first_token: where ``logits`` are a shard of the vocabulary, its first token, from which ``out`` counts.
+        logprobs: ``[num_rows]`` float32; written with the token's log-probability among those that are kept (0 for the
+            first x).
+        scores: ``[num_rows]`` float32; written with what won.  Of several shards of a vocabulary, the token with the
+            largest is the one that all together would give, the lower one of equals: not with ``top_k``, ``top_p`` and
+            ``min_p``, which look at all.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides, devices or options do not fit, or (CPU) a row was reported.
         TypeError: dtypes do not fit.
     """

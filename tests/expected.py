@@ -264,6 +264,18 @@ def top_k_per_row(a: Any) -> Results:
     return {"indices": indices, "values": np.where(indices < 0, -np.inf, np.take_along_axis(a.logits, columns, 1))}
 
 
+def sample_tokens(a: Any) -> Results:
+    names = (
+        "repetition_penalty frequency_penalty presence_penalty prompt_bitmap output_counts logit_bias allowed_bitmap"
+    )
+    x = sampling.adjusted(a.logits, **{name: getattr(a, name) for name in names.split()})
+    rows = [
+        sampling.sample(x[i], int(a.seeds[i]), int(a.steps[i]), a.temperature[i], a.top_k[i], a.top_p)
+        for i in range(len(x))
+    ]
+    return {"out": np.array([token for token, *_ in rows]), "logprobs": np.array([p for _, p, _ in rows])}
+
+
 EXPECTED: dict[str, Callable[[Any], Results]] = {
     "silu_and_mul": gated(act.silu, "result"),
     "silu_and_mul_quant": lambda a: {
@@ -306,6 +318,7 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
     "apply_repetition_penalties_": lambda a: {
         "logits": sampling.apply_repetition_penalties(a.logits, a.prompt_mask, a.output_mask, a.repetition_penalties)
     },
+    "sample": sample_tokens,
     "top_k_per_row": top_k_per_row,
     "paged_attention": paged_attention,
     "paged_attention_v1": paged_attention_of_vllm,

@@ -50,6 +50,7 @@ from pykv import rms_norm_per_block_quant as rms_norm_per_block_quant
 from pykv import rms_norm_static_fp8_quant as rms_norm_static_fp8_quant
 from pykv import rotary_and_cache as rotary_and_cache
 from pykv import rotary_embedding as rotary_embedding
+from pykv import sample as sample
 from pykv import silu_and_mul as silu_and_mul
 from pykv import silu_and_mul_per_block_quant as silu_and_mul_per_block_quant
 from pykv import silu_and_mul_quant as silu_and_mul_quant

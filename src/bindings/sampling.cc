@@ -4,5 +4,6 @@
 
 void bind_sampling(Module& m) {
   m.def<pykv_apply_repetition_penalties_>("apply_repetition_penalties_");
+  m.def<pykv_sample>("sample");
   m.def<pykv_top_k_per_row>("top_k_per_row");
 }

@@ -38,3 +38,88 @@ def apply_repetition_penalties(x, prompt_mask, output_mask, penalties):
     with np.errstate(divide="ignore", invalid="ignore"):
         changed = np.where(value > 0, value / p, value * p)
     return np.where((prompt_mask != 0) | (output_mask != 0), changed, value)
+
+
+def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
+    """Philox4x32-10 of counters ``[..., 4]``."""
+    mask = np.uint64(0xFFFFFFFF)
+    c = [counter[..., i].astype(np.uint64) for i in range(4)]
+    k = [np.uint64(key[0]), np.uint64(key[1])]
+    for _ in range(10):
+        a, b = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        c = [(b >> np.uint64(32)) ^ c[1] ^ k[0], b & mask, (a >> np.uint64(32)) ^ c[3] ^ k[1], a & mask]
+        k = [(k[0] + np.uint64(0x9E3779B9)) & mask, (k[1] + np.uint64(0xBB67AE85)) & mask]
+    return np.stack(c, -1)
+
+
+def noise(seed: int, step: int, first: int, size: int) -> np.ndarray:
+    """Of tokens ``first`` to ``first + size``, in float64."""
+    tokens = np.arange(first, first + size)
+    halves = [(v >> shift) & 0xFFFFFFFF for v in (seed, step) for shift in (0, 32)]
+    counter = np.zeros((size, 4), np.uint64)
+    counter[:, 0], counter[:, 2], counter[:, 3] = tokens // 4, halves[2], halves[3]
+    words = philox(counter, (halves[0], halves[1]))[np.arange(size), tokens % 4]
+    u = np.minimum((words.astype(np.float64) + 0.5) / 2**32, 1 - 2**-24)
+    return -np.log(-np.log1p(-u))
+
+
+def bits(words: np.ndarray, size: int) -> np.ndarray:
+    """[rows, words] of int32 as bool [rows, size]."""
+    return np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little")[:, :size].astype(bool)
+
+
+def adjusted(
+    logits, *, repetition_penalty=1.0, frequency_penalty=0.0, presence_penalty=0.0, prompt_bitmap=None,
+    output_counts=None, logit_bias=None, allowed_bitmap=None,
+):  # fmt: skip
+    """In float32, each operation rounded, as what follows looks for ties."""
+    x = logits.astype(np.float32)
+
+    def each(value):
+        return np.broadcast_to(np.asarray(value, np.float32), len(x))[:, None]
+
+    counts = np.zeros(x.shape, np.int32) if output_counts is None else output_counts
+    seen = counts > 0
+    if prompt_bitmap is not None:
+        seen = seen | bits(prompt_bitmap, x.shape[1])
+    if logit_bias is not None:
+        x = x + logit_bias
+    p = each(repetition_penalty)
+    x = np.where(seen, np.where(x > 0, x / p, x * p), x)
+    fused = (x.astype(np.float64) - each(frequency_penalty).astype(np.float64) * counts).astype(np.float32)
+    x = np.where(counts > 0, fused - each(presence_penalty), x)
+    return x if allowed_bitmap is None else np.where(bits(allowed_bitmap, x.shape[1]), x, -np.inf).astype(np.float32)
+
+
+def kept(x: np.ndarray, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> tuple[np.ndarray, float]:
+    """The tokens of one row that may be drawn, in order, and how near to a border the nearest share was."""
+    order = in_order(x)
+    order = order[np.isfinite(x[order]) | (x[order] > 0)]
+    value = x[order].astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        p = np.where(value == value[0], 1, np.exp((value - value[0]) / np.float64(np.float32(temperature))))
+    near = np.inf
+    if min_p > 0:
+        near = min(near, np.abs(p[1:] - np.float32(min_p)).min(initial=np.inf))
+        p = p[p >= np.float32(min_p)] if min_p < 1 else p[p == 1]
+    if 0 < top_k < len(p):
+        p = p[:top_k]
+    if top_p < 1:
+        share = np.cumsum(p) / p.sum()
+        near = min(near, np.abs(share - np.float32(top_p)).min())
+        p = p[: max(1, int((share < np.float32(top_p)).sum()) + 1)]
+    return order[: len(p)], near
+
+
+def sample(x: np.ndarray, seed: int, step: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, first=0):
+    """Of one adjusted row: the token, its log-probability, and how clear both the choice and the set were."""
+    if not temperature >= 1e-5:
+        return int(in_order(x)[0]) + first, 0.0, np.inf
+    tokens, near = kept(x, temperature, top_k, top_p, min_p)
+    value = x[tokens].astype(np.float64) / np.float64(np.float32(temperature))
+    score = value + noise(seed, step, first, len(x))[tokens]
+    best = int(np.argmax(score))
+    rest = np.delete(score, best)
+    lead = score[best] - rest.max(initial=-np.inf)
+    logprob = value[best] - value[0] - np.log(np.exp(value - value[0]).sum())
+    return int(tokens[best]) + first, logprob, min(lead / max(1, abs(score[best])), near * 10)

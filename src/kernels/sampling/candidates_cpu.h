@@ -26,7 +26,8 @@ class Candidates {
   Candidates(const Candidates&) = delete;
   ~Candidates() { std::free(entries_); }
 
-  void start(int64_t k) {
+  // Logits below `least` are not offered.
+  void start(int64_t k, float least = -__builtin_inff()) {
     if (k > room_) {
       std::free(entries_);
       entries_ = static_cast<Entry*>(std::malloc(static_cast<size_t>(2 * k) * sizeof(Entry)));
@@ -35,7 +36,7 @@ class Candidates {
     }
     k_ = k;
     count_ = 0;
-    bound_ = -__builtin_inff();
+    bound_ = least;
   }
 
   // Logits `first` to first + n of a row.
@@ -50,7 +51,9 @@ class Candidates {
     for (; i < n; ++i) offer(to_float(row[first + i]), first + i);
   }
 
-  // The first k in order, of at least as many that were offered.
+  int64_t count() const { return count_; }
+
+  // The first k in order, or all where there were fewer.
   const Entry* take() {
     if (count_ > k_) cut();
     std::sort(entries_, entries_ + count_, Before());

@@ -10,11 +10,11 @@
 
 namespace pykv {
 
-template <class T>
+// kVectors: of a thread in a group; at most 1024 entries are found with 1, and 4096 with 4.
+template <class T, int kVectors = 4>
 struct TopKCandidates {
   static constexpr int kSize = kPackSize<T>;
-  static constexpr int kVectors = 4;                          // of a thread in a group
-  static constexpr int kMaxima = 8, kNeighbours = kSize / 2;  // maxima of a thread, each of so many logits
+  static constexpr int kMaxima = 2 * kVectors, kNeighbours = kSize / 2;  // maxima of a thread, each of so many logits
   static constexpr int kGroup = kVectors * kSelectThreads * kSize;
 
   // Entries in shared memory, where `blocks` share a row.

@@ -46,4 +46,38 @@ PYKV_API pykv_status pykv_top_k_per_row(DLTensor* indices, const DLTensor* logit
                                         const DLTensor* row_starts, const DLTensor* row_ends, const DLTensor* row_k,
                                         int64_t next_n, bool sorted, DLTensor* values, void* stream);
 
+/* One token for each row, drawn from softmax(logits / temperature) of those that are kept.  In this order:
+ *   1. logits are changed: those that allowed_bitmap leaves out are -infinity; logit_bias is added; where a token is in
+ *      prompt_bitmap or output_counts, x = x > 0 ? x / repetition : x * repetition; where it is in output_counts,
+ *      x = x - frequency * count - presence
+ *   2. kept are those with at least min_p times the largest probability, of these the first top_k, of these the shortest
+ *      beginning whose share of the probability reaches top_p: at least one, in the order above
+ *   3. the largest x / temperature + noise wins; with temperature < 1e-5, the first x
+ * The noise of a token is a function of seed, step and token alone: -ln(-ln(1 - u)), u = (w + 1/2) / 2^32, with w word token % 4
+ * of Philox4x32-10 for the key seed and the counter (token / 4, 0, step).  So the result depends neither on the rest of the
+ * batch nor on the device.  -infinity is never drawn.
+ *   out                 [num_rows]                    int32 or int64; written.  -1, reported: the row holds NaN, or nothing but
+ *                       -infinity
+ *   logits              [num_rows, vocab_size]        float32 | float16 | bfloat16, up to 2^23 of them
+ *   seeds, steps        [num_rows]                    int32 or int64; NULL: 0
+ *   temperature, top_p, min_p                         float32: one, or one a row; NULL: 1, 1, 0, which change nothing
+ *   top_k               int32 or int64: one, or one a row; also one float32 on the host.  NULL, 0 or less: all
+ *   repetition_penalty, frequency_penalty, presence_penalty   float32: one, or one a row; NULL: 1, 0, 0
+ *   prompt_bitmap       [num_rows, vocab_size / 32, rounded up]  int32, a bit for each token, the lowest first; NULL: none
+ *   output_counts       [num_rows, vocab_size]        int32: how often; NULL: never
+ *   logit_bias          [num_rows, vocab_size]        float32, rows at any stride; NULL: none
+ *   allowed_bitmap      like prompt_bitmap; NULL: all
+ *   first_token         of the vocabulary, in logits that are a shard of it: tokens count from it
+ *   logprobs            [num_rows]                    float32; written with the token's log-probability among those that are
+ *                       kept (0 for the first x); NULL: not wanted
+ *   scores              [num_rows]                    float32; written with what won: of several shards that is the token with the
+ *                       largest, where nothing but temperatures, penalties, bias and bitmaps is asked for.  NULL: not wanted  */
+PYKV_API pykv_status pykv_sample(DLTensor* out, const DLTensor* logits, const DLTensor* seeds, const DLTensor* steps,
+                                 const DLTensor* temperature, const DLTensor* top_k, const DLTensor* top_p,
+                                 const DLTensor* min_p, const DLTensor* repetition_penalty,
+                                 const DLTensor* frequency_penalty, const DLTensor* presence_penalty,
+                                 const DLTensor* prompt_bitmap, const DLTensor* output_counts,
+                                 const DLTensor* logit_bias, const DLTensor* allowed_bitmap, int64_t first_token,
+                                 DLTensor* logprobs, DLTensor* scores, void* stream);
+
 #endif /* PYKV_SAMPLING_H_ */
