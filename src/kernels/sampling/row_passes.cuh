@@ -105,11 +105,11 @@ __device__ void each_vector(const RowSlice<T>& slice, Body body) {
   }
 }
 
-// body(logit, column) for the logits of this thread, one by one: four are on their way at a time, and not many copies of the body
+// body(logit, column) for the logits of this thread, one by one: two are on their way at a time, and not many copies of the body
 // are compiled.  Neighbours lie in neighbouring threads.
 template <class T, class Value, class Body>
 __device__ void each_logit(const RowSlice<T>& slice, Value value, Body body) {
-  constexpr int kUnroll = 4;
+  constexpr int kUnroll = 2;
   for (int first = slice.begin + static_cast<int>(threadIdx.x); first < slice.end; first += kUnroll * kSelectThreads) {
     T raw[kUnroll];
 #pragma unroll

@@ -20,11 +20,11 @@ static_assert(kMostListed == 2 * kSelectThreads);
 template <class T, bool kAdjusted>
 class RowSampler {
  public:
-  __device__ RowSampler(const SampleArgs& args, int64_t row, const SampleRow& r, RowTeam& team, RowMemory& memory,
-                        Entry* entries, int room)
+  __device__ RowSampler(const SampleArgs& args, int64_t row, const SampleRow& r, const RowAdjustments& adjusted,
+                        RowTeam& team, RowMemory& memory, Entry* entries, int room)
       : args_(args),
         logits_(static_cast<const T*>(args.logits) + row * args.logit_stride),
-        adjusted_(args.adjustments, row),
+        adjusted_(adjusted),
         slice_(logits_, args.num_cols, team.rank(), team.blocks()),
         r_(r),
         team_(team),
@@ -50,7 +50,7 @@ class RowSampler {
 
  private:
   static constexpr int kSize = kPackSize<T>;
-  static constexpr int kVectors = kAdjusted ? 1 : 4;  // adjustments are much code for each logit
+  static constexpr int kVectors = kAdjusted ? 1 : 2;  // adjustments are much code for each logit
 
   // What a logit counts as.  Outside the row it is -infinity already.
   __device__ float value(float x, int column) const {
@@ -176,13 +176,15 @@ class RowSampler {
     const uint32_t before = (first_token + static_cast<uint32_t>(slice_.first_vector)) % 4;
     Entry best = 0;
     float reach = INFINITY;  // of a logit in powers of 2: what it must have for its score to be the best
-    each_vector<kAdjusted ? 1 : 2>(slice_, [&](int column, const Vec<float, kSize>& raw) {
+    each_vector<kAdjusted || sizeof(T) == 2 ? 1 : 2>(slice_, [&](int column, const Vec<float, kSize>& raw) {
+      TokenNoise here = noise;
+      asm volatile("" : "+r"(here.key0), "+r"(here.key1));  // else ten keys of rounds would stay in registers
       uint32_t words[kSize + 4];
       const uint32_t group = (first_token + static_cast<uint32_t>(column)) / 4;
 #pragma unroll
       for (int g = 0; g <= kSize / 4; ++g) {
         FourWords four{};
-        if (g < kSize / 4 || before != 0) four = noise.group((group + g) & 0x3fffffffu);  // before token 0, too
+        if (g < kSize / 4 || before != 0) four = here.group((group + g) & 0x3fffffffu);  // before token 0, too
 #pragma unroll
         for (int w = 0; w < 4; ++w) words[4 * g + w] = four.w[w];
       }
@@ -208,7 +210,7 @@ class RowSampler {
         const float x = value(to_float(logits_[at]), at);
         if (entry_of(key_of_logit(x), static_cast<uint32_t>(at)) < floor) continue;
         const uint32_t token = first_token + static_cast<uint32_t>(at);
-        best = Larger()(best, drawn_entry(x, r_.inverse_temperature, r_.noise.word(token), token));
+        best = Larger()(best, drawn_entry(x, r_.inverse_temperature, here.word(token), token));
       }
       if (__any_sync(0xffffffffu, best != last)) {
         const uint32_t key = __reduce_max_sync(0xffffffffu, key_of(best));
@@ -223,9 +225,9 @@ class RowSampler {
 
   const SampleArgs& args_;
   const T* logits_;
-  RowAdjustments adjusted_;
   RowSlice<T> slice_;
-  const SampleRow& r_;  // in shared memory: registers are rare
+  const SampleRow& r_;  // in shared memory, both: registers are rare
+  const RowAdjustments& adjusted_;
   RowTeam& team_;
   RowMemory& memory_;
   Entry* entries_;
@@ -233,7 +235,8 @@ class RowSampler {
 };
 
 template <class T, bool kAdjusted>
-__global__ __launch_bounds__(kSelectThreads, 2) void sample_kernel(const __grid_constant__ SampleArgs args, int blocks,
+__global__ __launch_bounds__(kSelectThreads,
+                             kAdjusted ? 1 : 2) void sample_kernel(const __grid_constant__ SampleArgs args, int blocks,
                                                                    int room,
                                                                    const __grid_constant__ Reporter reporter) {
   extern __shared__ __align__(16) Entry entries[];
@@ -242,9 +245,15 @@ __global__ __launch_bounds__(kSelectThreads, 2) void sample_kernel(const __grid_
   const int64_t row = static_cast<int64_t>(blockIdx.x) / blocks;
   RowTeam team(memory, static_cast<int>(blockIdx.x) % blocks, blocks);
   __shared__ SampleRow of_row;
-  if (threadIdx.x == 0) of_row = sample_row(args, row);
+  __shared__ alignas(RowAdjustments) char adjusted[sizeof(RowAdjustments)];
+  if (threadIdx.x == 0) {
+    of_row = sample_row(args, row);
+    new (adjusted) RowAdjustments(args.adjustments, row);
+  }
   __syncthreads();
-  RowSampler<T, kAdjusted>(args, row, of_row, team, memory, entries, room).draw(row, reporter);
+  RowSampler<T, kAdjusted>(args, row, of_row, *reinterpret_cast<const RowAdjustments*>(adjusted), team, memory, entries,
+                           room)
+      .draw(row, reporter);
 }
 
 }  // namespace
