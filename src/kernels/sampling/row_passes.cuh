@@ -123,9 +123,9 @@ __device__ void each_logit(const RowSlice<T>& slice, Value value, Body body) {
   }
 }
 
-// What entries are added up by, and how far.
-struct Weights {
-  bool are_counts;  // 1 for each, to k; else masses, to a share of all
+// What entries are added up by, and how far: 1 for each, to k; or masses, to a share of all.
+struct LogitWeights {
+  bool are_counts;
   uint64_t k;
   float largest, scale, share;
 
@@ -133,14 +133,13 @@ struct Weights {
   __device__ uint64_t target(uint64_t total) const { return are_counts ? k : share_of(total, share); }
   // How far a logit lies below the largest, in bins; the last one has all that is further.
   __device__ int bin_of(float x) const {
-    const float difference = x == largest ? 0.0f : largest - x;
-    return min(__float2int_rz(__fmul_rn(difference, scale * kBinsOfOctave)), kBins - 1);
+    return min(__float2int_rz(__fmul_rn(-below(x, largest), scale * kBinsOfOctave)), kBins - 1);
   }
 };
 
 // The largest entry, not below `floor`, for which the weights of all entries from it on reach their target; `floor` where all
 // together do not exceed it.  `entries` is memory for a list.
-template <class T, class Value>
+template <class T, class Weights, class Value>
 __device__ Entry reach_target(RowTeam& team, RowMemory& memory, const RowSlice<T>& slice, Entry floor,
                               const Weights& weights, Entry* entries, int room, Value value) {
   const int thread = threadIdx.x;

@@ -131,7 +131,7 @@ class RowSampler {
 #pragma unroll 1
     for (int phase = 0; phase < 2; ++phase) {
       if (phase == 0 ? r_.k == args_.num_cols : !(r_.top_p < 1.0f)) continue;
-      const Weights weights{phase == 0, static_cast<uint64_t>(r_.k), drawn.largest, r_.scale, r_.top_p};
+      const LogitWeights weights{phase == 0, static_cast<uint64_t>(r_.k), drawn.largest, r_.scale, r_.top_p};
       floor = reach_target(team_, memory_, slice_, floor, weights, entries_, room_, own_value);
     }
     if (args_.logprobs) {

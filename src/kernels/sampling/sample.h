@@ -93,8 +93,7 @@ PYKV_HOST_DEVICE static inline void store_drawn(const SampleArgs& args, int64_t 
     logprob = 0.0f;
     if (drawn.total > 0) {
       const float share = log_of(static_cast<float>(drawn.total) * 0x1p-40f);
-      const float difference = drawn.logit == drawn.largest ? 0.0f : drawn.logit - drawn.largest;
-      logprob = fused(difference, r.inverse_temperature, -share);
+      logprob = fused(below(drawn.logit, drawn.largest), r.inverse_temperature, -share);
     }
   }
   if (args.out_is_int64) {
