@@ -95,7 +95,15 @@ from pykv.runtime import (
     has_cuda,
     set_num_threads,
 )
-from pykv.sampling import apply_repetition_penalties_, sample, top_k_per_row
+from pykv.sampling import (
+    apply_repetition_penalties_,
+    sample,
+    softmax,
+    token_logprobs,
+    top_k_per_row,
+    top_k_top_p_mask,
+    top_k_top_p_renorm,
+)
 
 from pykv.dispatch import configure, explain  # isort: skip  # after all operations: it looks at them
 from pykv import _torch_later  # isort: skip  # the same
@@ -179,11 +187,15 @@ __all__ = [
     "silu_and_mul_quant",
     "silu_and_mul_with_clamp",
     "situ_and_mul",
+    "softmax",
     "swap_blocks",
     "swap_blocks_batch",
     "swap_blocks_layers",
     "swigluoai_and_mul",
     "swiglustep_and_mul",
+    "token_logprobs",
     "top_k_per_row",
+    "top_k_top_p_mask",
+    "top_k_top_p_renorm",
     "xielu",
 ]

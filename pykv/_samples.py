@@ -235,6 +235,27 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         "allowed_bitmap": np.array([[-1, -1], [-2, -1], [0x0F0F0F0F, -1]], np.int32),
         "logprobs": floats(3),
     },
+    "softmax": lambda: {"out": floats(3, 40), "logits": floats(3, 40, seed=1), "temperature": 0.7},
+    "top_k_top_p_mask": lambda: {
+        "out": floats(3, 40),
+        "logits": floats(3, 40, seed=1),
+        "top_k": np.array([30, 0, 8], np.int32),
+        "top_p": 0.95,
+        "min_p": 0.1,
+        "temperature": np.array([1, 0.9, 2], np.float32),
+    },
+    "top_k_top_p_renorm": lambda: {
+        "out": floats(3, 40),
+        "probs": np.abs(floats(3, 40, seed=1)),
+        "top_k": np.array([30, 0, 8], np.int32),
+        "top_p": 0.6,
+    },
+    "token_logprobs": lambda: {
+        "logprobs": floats(3, 2),
+        "logits": floats(3, 40),
+        "token_ids": np.array([[0, 39], [7, 7], [20, 3]], np.int32),
+        "ranks": np.zeros((3, 2), np.int32),
+    },
     "top_k_per_row": lambda: {
         "indices": np.zeros((3, 4), np.int32),
         "logits": floats(3, 8),

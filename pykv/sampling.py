@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pykv._schema import Rule, Spec, operation
+from pykv._schema import Rule, Spec, like, operation
 from pykv._types import Array, ScalarOrArray, Stream
 
 
@@ -146,5 +146,109 @@ def sample(
 
     Raises:
         ValueError: shapes, strides, devices or options do not fit, or (CPU) a row was reported.
+        TypeError: dtypes do not fit.
+    """
+
+
+@operation(out=Rule(lambda arguments: Spec(arguments["logits"].shape, "float32")))
+def softmax(out: Array, logits: Array, temperature: ScalarOrArray | None = None, *, stream: Stream = None) -> None:
+    """Write ``softmax(logits / temperature)`` of each row, in fp32.
+
+    Args:
+        out: ``[num_rows, vocab_size]`` float32, or the dtype of ``logits``, whose memory it then may be; written.
+        logits: ``[num_rows, vocab_size]`` float32, float16 or bfloat16; up to 2**23 of a row.
+        temperature: a number, or float32 ``[num_rows]``; at least 1e-5.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    A row with NaN, or with nothing but -infinity, becomes NaN and is reported.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit, or (CPU) a row was reported.
+        TypeError: dtypes do not fit.
+    """
+
+
+@operation(out=like("logits"))
+def top_k_top_p_mask(
+    out: Array,
+    logits: Array,
+    top_k: ScalarOrArray | None = None,
+    top_p: ScalarOrArray | None = None,
+    min_p: ScalarOrArray | None = None,
+    temperature: ScalarOrArray | None = None,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Keep the logits that :func:`sample` would draw from; the others become -infinity.
+
+    Args:
+        out: ``[num_rows, vocab_size]``, dtype of ``logits``; written.  May be the memory of ``logits``.
+        logits: ``[num_rows, vocab_size]`` float32, float16 or bfloat16.
+        top_k: a number, or ``[num_rows]`` int32 or int64; ``None``, 0 or less: all.
+        top_p, min_p: a number, or float32 ``[num_rows]``; ``None``: 1 and 0, which keep all.
+        temperature: a number, or float32 ``[num_rows]``; at least 1e-5.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    A row with NaN, or with nothing but -infinity, stays as it is and is reported.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit, or (CPU) a row was reported.
+        TypeError: dtypes do not fit.
+    """
+
+
+@operation(out=like("probs"))
+def top_k_top_p_renorm(
+    out: Array,
+    probs: Array,
+    top_k: ScalarOrArray | None = None,
+    top_p: ScalarOrArray | None = None,
+    min_p: ScalarOrArray | None = None,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Keep probabilities as :func:`top_k_top_p_mask` keeps logits, and divide them by their sum; the others become 0.
+
+    Args:
+        out: ``[num_rows, vocab_size]``, dtype of ``probs``; written.  May be the memory of ``probs``.
+        probs: ``[num_rows, vocab_size]`` float32, float16 or bfloat16; their sum need not be 1.
+        top_k, top_p, min_p: as there.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    A row with NaN, or with nothing above 0, becomes NaN and is reported.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit, or (CPU) a row was reported.
+        TypeError: dtypes do not fit.
+    """
+
+
+@operation(
+    logprobs=Rule(lambda arguments: Spec(arguments["token_ids"].shape, "float32")),
+    ranks=Rule(lambda arguments: Spec(arguments["token_ids"].shape, "int32")),
+)
+def token_logprobs(
+    logprobs: Array,
+    logits: Array,
+    token_ids: Array,
+    temperature: ScalarOrArray | None = None,
+    *,
+    ranks: Array | None = None,
+    stream: Stream = None,
+) -> None:
+    """Gather ``log_softmax(logits / temperature)`` of given tokens, and count the tokens that come before each.
+
+    Args:
+        logprobs: ``[num_rows, n]`` float32; written.
+        logits: ``[num_rows, vocab_size]`` float32, float16 or bfloat16.
+        token_ids: ``[num_rows, n]`` int32 or int64.  Ids out of range are reported: NaN, and rank -1.
+        temperature: a number, or float32 ``[num_rows]``; at least 1e-5.
+        ranks: ``[num_rows, n]`` int32; written: 0 for the first token in the order of its row.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    A row with NaN, or with nothing but -infinity, gives NaN and is reported.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit, or (CPU) something was reported.
         TypeError: dtypes do not fit.
     """

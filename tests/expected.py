@@ -319,6 +319,19 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
         "logits": sampling.apply_repetition_penalties(a.logits, a.prompt_mask, a.output_mask, a.repetition_penalties)
     },
     "sample": sample_tokens,
+    "softmax": lambda a: {"out": sampling.softmax(a.logits, a.temperature)},
+    "top_k_top_p_mask": lambda a: {
+        "out": np.where(
+            sampling.mask(a.logits, top_k=a.top_k, top_p=a.top_p, min_p=a.min_p, temperature=a.temperature)[0],
+            a.logits,
+            -np.inf,
+        )
+    },
+    "top_k_top_p_renorm": lambda a: {"out": sampling.renorm(a.probs, top_k=a.top_k, top_p=a.top_p)[0]},
+    "token_logprobs": lambda a: {
+        "logprobs": np.take_along_axis(np.log(sampling.softmax(a.logits)), a.token_ids, 1),
+        "ranks": (a.logits[:, None] > np.take_along_axis(a.logits, a.token_ids, 1)[..., None]).sum(-1),
+    },
     "top_k_per_row": top_k_per_row,
     "paged_attention": paged_attention,
     "paged_attention_v1": paged_attention_of_vllm,

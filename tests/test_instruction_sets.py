@@ -32,7 +32,8 @@ SOME = {
         "dimensions or dtype or nan or any",
     ),
     "sampling": (
-        ["sampling/test_top_k_per_row.py", "sampling/test_apply_repetition_penalties.py"] + ["sampling/test_sample.py"],
+        ["sampling/test_top_k_per_row.py", "sampling/test_apply_repetition_penalties.py"]
+        + ["sampling/test_sample.py", "sampling/test_row_filter.py"],
         "sizes or shapes or any or hard or special or nan",
     ),
     "cache": (

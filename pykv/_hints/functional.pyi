@@ -421,6 +421,48 @@ def sample(
     first_token: int = 0,
     stream: Stream = None,
 ) -> tuple[Any, Any, Any]: ...
+def softmax(
+    logits: Array, temperature: ScalarOrArray | None = None, *, out: Array | None = None, stream: Stream = None
+) -> Any: ...
+@overload
+def token_logprobs(
+    logits: Array,
+    token_ids: Array,
+    temperature: ScalarOrArray | None = None,
+    *,
+    ranks: Literal[False] | None = None,
+    logprobs: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
+@overload
+def token_logprobs(
+    logits: Array,
+    token_ids: Array,
+    temperature: ScalarOrArray | None = None,
+    *,
+    ranks: Array | Literal[True],
+    logprobs: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+def top_k_top_p_mask(
+    logits: _Array,
+    top_k: ScalarOrArray | None = None,
+    top_p: ScalarOrArray | None = None,
+    min_p: ScalarOrArray | None = None,
+    temperature: ScalarOrArray | None = None,
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> _Array: ...
+def top_k_top_p_renorm(
+    probs: _Array,
+    top_k: ScalarOrArray | None = None,
+    top_p: ScalarOrArray | None = None,
+    min_p: ScalarOrArray | None = None,
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> _Array: ...
 @overload
 def top_k_per_row(
     logits: _Array,

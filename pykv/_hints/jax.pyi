@@ -723,6 +723,44 @@ def sample(
     logprobs: ArrayLike | Literal[True],
     scores: ArrayLike | Literal[True],
 ) -> tuple[Array, Array, Array]: ...
+def softmax(
+    logits: ArrayLike, temperature: float | ArrayLike | None = None, *, out: ArrayLike | None = None
+) -> Array: ...
+@overload
+def token_logprobs(
+    logits: ArrayLike,
+    token_ids: ArrayLike,
+    temperature: float | ArrayLike | None = None,
+    *,
+    logprobs: ArrayLike | None = None,
+    ranks: None = None,
+) -> Array: ...
+@overload
+def token_logprobs(
+    logits: ArrayLike,
+    token_ids: ArrayLike,
+    temperature: float | ArrayLike | None = None,
+    *,
+    logprobs: ArrayLike | None = None,
+    ranks: ArrayLike | Literal[True],
+) -> tuple[Array, Array]: ...
+def top_k_top_p_mask(
+    logits: ArrayLike,
+    top_k: float | ArrayLike | None = None,
+    top_p: float | ArrayLike | None = None,
+    min_p: float | ArrayLike | None = None,
+    temperature: float | ArrayLike | None = None,
+    *,
+    out: ArrayLike | None = None,
+) -> Array: ...
+def top_k_top_p_renorm(
+    probs: ArrayLike,
+    top_k: float | ArrayLike | None = None,
+    top_p: float | ArrayLike | None = None,
+    min_p: float | ArrayLike | None = None,
+    *,
+    out: ArrayLike | None = None,
+) -> Array: ...
 @overload
 def top_k_per_row(
     logits: ArrayLike,

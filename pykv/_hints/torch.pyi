@@ -56,10 +56,14 @@ from pykv import silu_and_mul_per_block_quant as silu_and_mul_per_block_quant
 from pykv import silu_and_mul_quant as silu_and_mul_quant
 from pykv import silu_and_mul_with_clamp as silu_and_mul_with_clamp
 from pykv import situ_and_mul as situ_and_mul
+from pykv import softmax as softmax
 from pykv import swap_blocks as swap_blocks
 from pykv import swap_blocks_batch as swap_blocks_batch
 from pykv import swap_blocks_layers as swap_blocks_layers
 from pykv import swigluoai_and_mul as swigluoai_and_mul
 from pykv import swiglustep_and_mul as swiglustep_and_mul
+from pykv import token_logprobs as token_logprobs
 from pykv import top_k_per_row as top_k_per_row
+from pykv import top_k_top_p_mask as top_k_top_p_mask
+from pykv import top_k_top_p_renorm as top_k_top_p_renorm
 from pykv import xielu as xielu

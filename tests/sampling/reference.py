@@ -100,7 +100,7 @@ def kept(x: np.ndarray, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> tuple
         p = np.where(value == value[0], 1, np.exp((value - value[0]) / np.float64(np.float32(temperature))))
     near = np.inf
     if min_p > 0:
-        near = min(near, np.abs(p[1:] - np.float32(min_p)).min(initial=np.inf))
+        near = min(near, np.abs(p[1:] / np.float32(min_p) - 1).min(initial=np.inf) / 5)
         p = p[p >= np.float32(min_p)] if min_p < 1 else p[p == 1]
     if 0 < top_k < len(p):
         p = p[:top_k]
@@ -109,6 +109,29 @@ def kept(x: np.ndarray, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> tuple
         near = min(near, np.abs(share - np.float32(top_p)).min())
         p = p[: max(1, int((share < np.float32(top_p)).sum()) + 1)]
     return order[: len(p)], near
+
+
+def softmax(x: np.ndarray, temperature=1.0) -> np.ndarray:
+    value = x.astype(np.float64) / np.broadcast_to(np.asarray(temperature, np.float32), len(x))[:, None]
+    with np.errstate(invalid="ignore"):
+        e = np.where(value == value.max(1, keepdims=True), 1, np.exp(value - value.max(1, keepdims=True)))
+    return e / e.sum(1, keepdims=True)
+
+
+def mask(x: np.ndarray, **options) -> tuple[np.ndarray, np.ndarray]:
+    """What is kept, and how near to a border each row's nearest share was."""
+    result, near = np.zeros(x.shape, bool), np.zeros(len(x))
+    for row in range(len(x)):
+        tokens, near[row] = kept(x[row], **{k: v if np.ndim(v) == 0 else v[row] for k, v in options.items()})
+        result[row, tokens] = True
+    return result, near
+
+
+def renorm(p: np.ndarray, **options) -> tuple[np.ndarray, np.ndarray]:
+    with np.errstate(divide="ignore"):
+        found, near = mask(np.log(p.astype(np.float64)), **options)
+    q = np.where(found, p.astype(np.float64), 0)
+    return q / q.sum(1, keepdims=True), near
 
 
 def sample(x: np.ndarray, seed: int, step: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, first=0):

@@ -2,41 +2,11 @@
 
 #include "core/call.h"
 #include "pykv/sampling.h"
+#include "sampling/row_inputs.h"
 
 using namespace pykv;
 
 namespace {
-
-RowNumbers numbers(Call& call, const char* name, const DLTensor* t, const Dim& rows) {
-  if (!t) return {};
-  Tensor x(name, t);
-  x.rank_between(0, 1).dtype({DType::kFloat32});
-  if (x.numel() != 1 && x.numel() != rows)
-    x.fail(PYKV_VALUE_ERROR, "must have 1 element, or one for each of the %lld rows, got shape %s",
-           static_cast<long long>(rows), x.shape_string().c_str());
-  const float* data = static_cast<const float*>(x.data());
-  if (x.device().device_type == kDLCPU && x.numel() == 1) return {nullptr, 0, *data, true};
-  call.read(name, t);  // on the device of the others
-  return {data, x.numel() == 1 ? 0 : x.stride(0), 0.0f, true};
-}
-
-RowCounts counts(Call& call, const char* name, const DLTensor* t, const Dim& rows) {
-  if (!t) return {};
-  Tensor x(name, t);
-  x.rank_between(0, 1).dtype({DType::kInt32, DType::kInt64, DType::kFloat32});
-  if (x.type() == DType::kFloat32) {  // a Python number
-    const RowNumbers number = numbers(call, name, t, rows);
-    if (number.data || !(number.value >= 0 && number.value < 1 << 24))
-      x.fail(PYKV_TYPE_ERROR, "must be an integer, or an array of int32 or int64");
-    return {{}, static_cast<int64_t>(number.value), true};
-  }
-  Index list = call.read(name, t).index();
-  if (x.numel() != 1 && x.numel() != rows)
-    x.fail(PYKV_VALUE_ERROR, "must have 1 element, or one for each of the %lld rows, got shape %s",
-           static_cast<long long>(rows), x.shape_string().c_str());
-  if (x.numel() == 1) list.stride = 0;
-  return {list, 0, true};
-}
 
 RowBits bits(Call& call, const char* name, const DLTensor* t, Dim& rows, const Dim& cols) {
   if (!t) return {};
@@ -74,14 +44,14 @@ pykv_status pykv_sample(DLTensor* out, const DLTensor* logits, const DLTensor* s
            static_cast<long long>(first_token));
     if (seeds) a.seeds = call.read("seeds", seeds).shape(rows).index();
     if (steps) a.steps = call.read("steps", steps).shape(rows).index();
-    a.temperature = numbers(call, "temperature", temperature, rows);
-    a.top_k = counts(call, "top_k", top_k, rows);
-    a.top_p = numbers(call, "top_p", top_p, rows);
-    a.min_p = numbers(call, "min_p", min_p, rows);
+    a.temperature = row_numbers(call, "temperature", temperature, rows);
+    a.top_k = row_counts(call, "top_k", top_k, rows);
+    a.top_p = row_numbers(call, "top_p", top_p, rows);
+    a.min_p = row_numbers(call, "min_p", min_p, rows);
     TokenAdjustments& adjust = a.adjustments;
-    adjust.repetition = numbers(call, "repetition_penalty", repetition_penalty, rows);
-    adjust.frequency = numbers(call, "frequency_penalty", frequency_penalty, rows);
-    adjust.presence = numbers(call, "presence_penalty", presence_penalty, rows);
+    adjust.repetition = row_numbers(call, "repetition_penalty", repetition_penalty, rows);
+    adjust.frequency = row_numbers(call, "frequency_penalty", frequency_penalty, rows);
+    adjust.presence = row_numbers(call, "presence_penalty", presence_penalty, rows);
     adjust.prompt = bits(call, "prompt_bitmap", prompt_bitmap, rows, cols);
     adjust.allowed = bits(call, "allowed_bitmap", allowed_bitmap, rows, cols);
     if (output_counts) {

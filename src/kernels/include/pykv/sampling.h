@@ -80,4 +80,35 @@ PYKV_API pykv_status pykv_sample(DLTensor* out, const DLTensor* logits, const DL
                                  const DLTensor* logit_bias, const DLTensor* allowed_bitmap, int64_t first_token,
                                  DLTensor* logprobs, DLTensor* scores, void* stream);
 
+/* out = softmax(logits / temperature), in fp32.
+ *   out          [num_rows, vocab_size]  float32, or the dtype of logits, whose memory it then may be; written
+ *   logits       [num_rows, vocab_size]  float32 | float16 | bfloat16, up to 2^23 of a row
+ *   temperature  float32: one, or one a row, at least 1e-5; NULL: 1
+ * A row with NaN, or with nothing but -infinity, becomes NaN and is reported.  */
+PYKV_API pykv_status pykv_softmax(DLTensor* out, const DLTensor* logits, const DLTensor* temperature, void* stream);
+
+/* out = logits where they are kept, as in pykv_sample; -infinity elsewhere.
+ *   out, logits          [num_rows, vocab_size]  the same dtype, float32 | float16 | bfloat16; may be the same memory
+ *   top_k, top_p, min_p, temperature             as in pykv_sample; temperature is at least 1e-5
+ * A row with NaN, or with nothing but -infinity, stays as it is and is reported.  */
+PYKV_API pykv_status pykv_top_k_top_p_mask(DLTensor* out, const DLTensor* logits, const DLTensor* top_k,
+                                           const DLTensor* top_p, const DLTensor* min_p, const DLTensor* temperature,
+                                           void* stream);
+
+/* The same of probabilities: those that are kept, divided by their sum; 0 elsewhere.  Probabilities need not have the sum 1.
+ *   out, probs  [num_rows, vocab_size]  the same dtype, float32 | float16 | bfloat16; may be the same memory
+ * A row with NaN, or with nothing above 0, becomes NaN and is reported.  */
+PYKV_API pykv_status pykv_top_k_top_p_renorm(DLTensor* out, const DLTensor* probs, const DLTensor* top_k,
+                                             const DLTensor* top_p, const DLTensor* min_p, void* stream);
+
+/* logprobs = log_softmax(logits / temperature) of given tokens, and how many tokens come before each.
+ *   logprobs     [num_rows, n]           float32; written
+ *   logits       [num_rows, vocab_size]  float32 | float16 | bfloat16
+ *   token_ids    [num_rows, n]           int32 or int64.  Ids out of range are reported: NaN, and rank -1
+ *   temperature  as in pykv_softmax
+ *   ranks        [num_rows, n]           int32; written, 0 for the first token of the row's order; NULL: not wanted
+ * A row with NaN, or with nothing but -infinity, gives NaN and is reported.  */
+PYKV_API pykv_status pykv_token_logprobs(DLTensor* logprobs, const DLTensor* logits, const DLTensor* token_ids,
+                                         const DLTensor* temperature, DLTensor* ranks, void* stream);
+
 #endif /* PYKV_SAMPLING_H_ */
