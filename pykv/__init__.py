@@ -97,6 +97,7 @@ from pykv.runtime import (
 )
 from pykv.sampling import (
     apply_repetition_penalties_,
+    rejection_sample,
     sample,
     softmax,
     token_logprobs,
@@ -169,6 +170,7 @@ __all__ = [
     "paged_attention_v1",
     "paged_attention_v2",
     "paged_attention_workspace_size",
+    "rejection_sample",
     "relu2",
     "relu_squared",
     "reshape_and_cache",

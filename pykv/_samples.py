@@ -235,6 +235,16 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
         "allowed_bitmap": np.array([[-1, -1], [-2, -1], [0x0F0F0F0F, -1]], np.int32),
         "logprobs": floats(3),
     },
+    "rejection_sample": lambda: {
+        "out": np.zeros((3, 3), np.int32),
+        "draft_token_ids": ids([0, 5], [7, 1], [2, 3]),
+        "target_probs": np.abs(floats(3, 3, 8)),
+        "draft_probs": np.abs(floats(3, 2, 8, seed=1)),
+        "draft_lens": ids(2, 1, 2),
+        "seeds": ids(1, 2, 3),
+        "steps": ids(4, 0, 2),
+        "num_accepted": np.zeros(3, np.int32),
+    },
     "softmax": lambda: {"out": floats(3, 40), "logits": floats(3, 40, seed=1), "temperature": 0.7},
     "top_k_top_p_mask": lambda: {
         "out": floats(3, 40),

@@ -252,3 +252,51 @@ def token_logprobs(
         ValueError: shapes, strides or devices do not fit, or (CPU) something was reported.
         TypeError: dtypes do not fit.
     """
+
+
+def _positions(arguments: Mapping[str, Any]) -> Spec:
+    requests, draft = arguments["draft_token_ids"].shape
+    return Spec((requests, draft + 1), "int32")
+
+
+@operation(
+    out=Rule(_positions),
+    num_accepted=Rule(lambda arguments: Spec(arguments["draft_token_ids"].shape[:1], "int32")),
+)
+def rejection_sample(
+    out: Array,
+    draft_token_ids: Array,
+    target_probs: Array,
+    draft_probs: Array | None = None,
+    draft_lens: Array | None = None,
+    seeds: Array | None = None,
+    steps: Array | None = None,
+    *,
+    num_accepted: Array | None = None,
+    stream: Stream = None,
+) -> None:
+    """Verify drafts of speculative decoding: the tokens that the target model accepts, and one more.
+
+    Token x at position i is accepted if ``u * draft_probs[i, x] < target_probs[i, x]``.  The first that is not is
+    replaced by one drawn by ``max(target_probs[i] - draft_probs[i], 0)``, or by ``target_probs[i]`` where that is 0
+    everywhere; after a draft that is accepted whole, one is drawn by the target's next row.  So tokens have the
+    distribution of the target model alone.  ``u`` is ``(w + 0.5) / 2**32``, w being the first word of Philox4x32-10
+    with the seed as key and the counter ``(i, 1, step)``; what is drawn at position i has the noise of :func:`sample`
+    for ``step + i``.
+
+    Args:
+        out: ``[num_requests, num_draft + 1]`` int32 or int64; written, -1 behind the last token.  -1 in its place,
+            reported: the row holds NaN or infinity, or nothing above 0.
+        draft_token_ids: ``[num_requests, num_draft]`` int32 or int64.  Ids out of range are reported, and rejected.
+        target_probs: ``[num_requests, num_draft + 1, vocab_size]`` float32; a row of one 1 is greedy.
+        draft_probs: ``[num_requests, num_draft, vocab_size]`` float32; ``None``: draft tokens have the probability 1.
+        draft_lens: ``[num_requests]`` int32 or int64: shorter drafts; others than 0 to ``num_draft`` are clamped and
+            reported.
+        seeds, steps: ``[num_requests]`` int32 or int64; ``None``: 0.
+        num_accepted: ``[num_requests]`` int32; written.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit, or (CPU) something was reported.
+        TypeError: dtypes do not fit.
+    """

@@ -319,6 +319,15 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
         "logits": sampling.apply_repetition_penalties(a.logits, a.prompt_mask, a.output_mask, a.repetition_penalties)
     },
     "sample": sample_tokens,
+    "rejection_sample": lambda a: dict(
+        zip(
+            ("out", "num_accepted"),
+            sampling.rejection_sample(a.draft_token_ids, a.target_probs, a.draft_probs, a.draft_lens, a.seeds, a.steps)[
+                :2
+            ],
+            strict=True,
+        )
+    ),
     "softmax": lambda a: {"out": sampling.softmax(a.logits, a.temperature)},
     "top_k_top_p_mask": lambda a: {
         "out": np.where(

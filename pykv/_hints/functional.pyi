@@ -330,6 +330,32 @@ def dual_chunk_rotary_embedding(
     stream: Stream = None,
 ) -> Any: ...
 @overload
+def rejection_sample(
+    draft_token_ids: Array,
+    target_probs: Array,
+    draft_probs: Array | None = None,
+    draft_lens: Array | None = None,
+    seeds: Array | None = None,
+    steps: Array | None = None,
+    *,
+    num_accepted: Literal[False] | None = None,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
+@overload
+def rejection_sample(
+    draft_token_ids: Array,
+    target_probs: Array,
+    draft_probs: Array | None = None,
+    draft_lens: Array | None = None,
+    seeds: Array | None = None,
+    steps: Array | None = None,
+    *,
+    num_accepted: Array | Literal[True],
+    out: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+@overload
 def sample(
     logits: Array,
     seeds: Array | None = None,

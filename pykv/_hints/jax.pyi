@@ -636,6 +636,30 @@ def apply_repetition_penalties_(
     logits: ArrayLike, prompt_mask: ArrayLike, output_mask: ArrayLike, repetition_penalties: ArrayLike
 ) -> Array: ...
 @overload
+def rejection_sample(
+    draft_token_ids: ArrayLike,
+    target_probs: ArrayLike,
+    draft_probs: ArrayLike | None = None,
+    draft_lens: ArrayLike | None = None,
+    seeds: ArrayLike | None = None,
+    steps: ArrayLike | None = None,
+    *,
+    out: ArrayLike | None = None,
+    num_accepted: None = None,
+) -> Array: ...
+@overload
+def rejection_sample(
+    draft_token_ids: ArrayLike,
+    target_probs: ArrayLike,
+    draft_probs: ArrayLike | None = None,
+    draft_lens: ArrayLike | None = None,
+    seeds: ArrayLike | None = None,
+    steps: ArrayLike | None = None,
+    *,
+    out: ArrayLike | None = None,
+    num_accepted: ArrayLike | Literal[True],
+) -> tuple[Array, Array]: ...
+@overload
 def sample(
     logits: ArrayLike,
     seeds: ArrayLike | None = None,

@@ -39,6 +39,7 @@ from pykv import mul_and_silu as mul_and_silu
 from pykv import paged_attention as paged_attention
 from pykv import paged_attention_v1 as paged_attention_v1
 from pykv import paged_attention_v2 as paged_attention_v2
+from pykv import rejection_sample as rejection_sample
 from pykv import relu2 as relu2
 from pykv import relu_squared as relu_squared
 from pykv import reshape_and_cache as reshape_and_cache

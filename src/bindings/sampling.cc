@@ -4,6 +4,7 @@
 
 void bind_sampling(Module& m) {
   m.def<pykv_apply_repetition_penalties_>("apply_repetition_penalties_");
+  m.def<pykv_rejection_sample>("rejection_sample");
   m.def<pykv_sample>("sample");
   m.def<pykv_softmax>("softmax");
   m.def<pykv_token_logprobs>("token_logprobs");

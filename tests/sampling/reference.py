@@ -146,3 +146,36 @@ def sample(x: np.ndarray, seed: int, step: int, temperature=1.0, top_k=0, top_p=
     lead = score[best] - rest.max(initial=-np.inf)
     logprob = value[best] - value[0] - np.log(np.exp(value - value[0]).sum())
     return int(tokens[best]) + first, logprob, min(lead / max(1, abs(score[best])), near * 10)
+
+
+def rejection_sample(ids, target, draft, lens, seeds, steps):
+    """Tokens, how many were accepted, and how clear the choices were."""
+    requests, n = ids.shape
+    out, accepted, clear = np.full((requests, n + 1), -1), np.zeros(requests, int), np.full(requests, np.inf)
+    for r in range(requests):
+        halves = [(int(v) >> shift) & 0xFFFFFFFF for v in (seeds[r], steps[r]) for shift in (0, 32)]
+        i = 0
+        for i in range(n + 1):
+            rejected = i < lens[r]
+            if not rejected:
+                break
+            word = philox(np.array([i, 1, halves[2], halves[3]], np.uint64), (halves[0], halves[1]))[0]
+            u = (float(word) + 0.5) / 2**32
+            p, q = float(target[r, i, ids[r, i]]), 1.0 if draft is None else float(draft[r, i, ids[r, i]])
+            clear[r] = min(clear[r], abs(u * q - p) / max(p, 1e-9))
+            if not u * q < p:
+                break
+            out[r, i] = ids[r, i]
+        accepted[r] = i
+        weight = target[r, i].astype(np.float64)
+        if rejected and draft is None:
+            weight = np.where(np.arange(len(weight)) == ids[r, i], 0, weight)
+        elif rejected:
+            weight = np.maximum((target[r, i] - draft[r, i]).astype(np.float64), 0)
+        weight = weight if weight.any() else target[r, i].astype(np.float64)
+        with np.errstate(divide="ignore"):
+            score = np.log(weight) + noise(int(seeds[r]), int(steps[r]) + i, 0, len(weight))
+        out[r, i] = np.argmax(score)
+        second = np.sort(score)[-2] if len(score) > 1 else -np.inf
+        clear[r] = min(clear[r], score.max() - second)
+    return out, accepted, clear

@@ -111,4 +111,24 @@ PYKV_API pykv_status pykv_top_k_top_p_renorm(DLTensor* out, const DLTensor* prob
 PYKV_API pykv_status pykv_token_logprobs(DLTensor* logprobs, const DLTensor* logits, const DLTensor* token_ids,
                                          const DLTensor* temperature, DLTensor* ranks, void* stream);
 
+/* Speculative decoding: the tokens of a draft that the target model accepts, in order, and one more.  Token x at position i is
+ * accepted if u * draft_probs[i][x] < target_probs[i][x].  The first that is not is replaced by a token drawn by
+ * max(target_probs[i] - draft_probs[i], 0), or by target_probs[i] where that is 0 everywhere; after a draft that is accepted
+ * whole, one is drawn by the target's next row.  So tokens have the distribution of the target model alone.
+ * u is (w + 1/2) / 2^32 with w the first word of Philox4x32-10 for the key seed and the counter (i, 1, step); the noise of what
+ * is drawn at position i is that of pykv_sample for step + i.
+ *   out              [num_requests, num_draft + 1]              int32 or int64; written, -1 behind the last token.  -1 in its
+ *                    place, reported: the row holds NaN or infinity, or nothing above 0
+ *   draft_token_ids  [num_requests, num_draft]                  int32 or int64.  Ids out of range are reported, and rejected
+ *   target_probs     [num_requests, num_draft + 1, vocab_size]  float32; a row of one 1 is greedy
+ *   draft_probs      [num_requests, num_draft, vocab_size]      float32; NULL: draft tokens have the probability 1
+ *   draft_lens       [num_requests]                             int32 or int64: shorter drafts; NULL: num_draft.  Others than
+ *                    0 ... num_draft are clamped and reported
+ *   seeds, steps     [num_requests]                             int32 or int64; NULL: 0
+ *   num_accepted     [num_requests]                             int32; written; NULL: not wanted  */
+PYKV_API pykv_status pykv_rejection_sample(DLTensor* out, const DLTensor* draft_token_ids, const DLTensor* target_probs,
+                                           const DLTensor* draft_probs, const DLTensor* draft_lens,
+                                           const DLTensor* seeds, const DLTensor* steps, DLTensor* num_accepted,
+                                           void* stream);
+
 #endif /* PYKV_SAMPLING_H_ */
