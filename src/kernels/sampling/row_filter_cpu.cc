@@ -14,17 +14,17 @@ class RowFilter {
   RowFilter(const RowFilter&) = delete;
   ~RowFilter() { std::free(values_); }
 
-  template <class T>
   void run(const RowFilterArgs& args, int64_t row, const Launch& launch) {
     size_ = args.num_cols;
-    const T* from = static_cast<const T*>(args.input) + row * args.input_stride;
+    dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
+      const T* from = static_cast<const T*>(args.input) + row * args.input_stride;
+      for (int64_t i = 0; i < size_; ++i) values_[i] = to_float(from[i]);
+    });
     bool has_nan = false;
     largest_ = -__builtin_inff();
     for (int64_t i = 0; i < size_; ++i) {
-      const float x = to_float(from[i]);
-      values_[i] = x;
-      largest_ = x > largest_ ? x : largest_;
-      has_nan |= x != x;
+      largest_ = values_[i] > largest_ ? values_[i] : largest_;
+      has_nan |= values_[i] != values_[i];
     }
     const FilterRow r = filter_row(args, row);
     const bool is_empty = !(largest_ > (args.of_probabilities ? 0.0f : -__builtin_inff()));
@@ -39,12 +39,12 @@ class RowFilter {
       const bool kept = entry_of(key_of_logit(x), static_cast<uint32_t>(i)) >= floor;
       float y = as_it_is ? (kept ? x : -__builtin_inff()) : kept ? r.probability(x, largest_, total) : 0.0f;
       if (!as_it_is && (has_nan || is_empty)) y = nan;
-      if (args.out_dtype == DType::kFloat32) {
-        static_cast<float*>(args.out)[row * args.out_stride + i] = y;
-      } else {
-        static_cast<T*>(args.out)[row * args.out_stride + i] = from_float<T>(y);
-      }
+      values_[i] = y;
     }
+    dispatch<float, f16, bf16>(args.out_dtype, [&]<class T>() {
+      T* out = static_cast<T*>(args.out) + row * args.out_stride;
+      for (int64_t i = 0; i < size_; ++i) out[i] = from_float<T>(values_[i]);
+    });
   }
 
  private:
@@ -112,11 +112,9 @@ class RowFilter {
 }  // namespace
 
 void row_filter_cpu(const RowFilterArgs& args, const Launch& launch) {
-  dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
-    parallel_for(args.num_rows, 1, [&](int64_t begin, int64_t end) {
-      RowFilter filter(args.num_cols);
-      for (int64_t row = begin; row < end; ++row) filter.run<T>(args, row, launch);
-    });
+  parallel_for(args.num_rows, 1, [&](int64_t begin, int64_t end) {
+    RowFilter filter(args.num_cols);
+    for (int64_t row = begin; row < end; ++row) filter.run(args, row, launch);
   });
 }
 

@@ -16,12 +16,12 @@ class RowSampler {
   RowSampler(const RowSampler&) = delete;
   ~RowSampler() { std::free(logits_); }
 
-  template <class T>
   void draw(const SampleArgs& args, int64_t row, const Launch& launch) {
     const SampleRow r = sample_row(args, row);
     first_token_ = static_cast<uint32_t>(args.first_token);
     size_ = args.num_cols;
-    take<T>(args, row);
+    dispatch<float, f16, bf16>(args.dtype, [&]<class T>() { load_row<T>(args, row); });
+    adjust(args, row);
     Drawn drawn{0, 0.0f, largest_, 0};
     if (has_nan_) {
       drawn.entry = entry_of(kKeyOfNan, 0);
@@ -35,18 +35,20 @@ class RowSampler {
 
  private:
   template <class T>
-  void take(const SampleArgs& args, int64_t row) {
+  void load_row(const SampleArgs& args, int64_t row) {
     const T* from = static_cast<const T*>(args.logits) + row * args.logit_stride;
     int64_t i = 0;
     for (; i + kWidth <= size_; i += kWidth) store(logits_ + i, load(from + i));
     for (; i < size_; ++i) logits_[i] = to_float(from[i]);
+  }
+  void adjust(const SampleArgs& args, int64_t row) {
     if (args.adjustments.any()) {
       const RowAdjustments adjusted(args.adjustments, row);
-      for (i = 0; i < size_; ++i) logits_[i] = adjusted(logits_[i], static_cast<int>(i));
+      for (int64_t i = 0; i < size_; ++i) logits_[i] = adjusted(logits_[i], static_cast<int>(i));
     }
     float largest = -__builtin_inff();
     bool has_nan = false;
-    for (i = 0; i < size_; ++i) {
+    for (int64_t i = 0; i < size_; ++i) {
       largest = logits_[i] > largest ? logits_[i] : largest;
       has_nan |= logits_[i] != logits_[i];
     }
@@ -145,11 +147,9 @@ class RowSampler {
 }  // namespace
 
 void sample_cpu(const SampleArgs& args, const Launch& launch) {
-  dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
-    parallel_for(args.num_rows, 1, [&](int64_t begin, int64_t end) {
-      RowSampler sampler(args.num_cols);
-      for (int64_t row = begin; row < end; ++row) sampler.draw<T>(args, row, launch);
-    });
+  parallel_for(args.num_rows, 1, [&](int64_t begin, int64_t end) {
+    RowSampler sampler(args.num_cols);
+    for (int64_t row = begin; row < end; ++row) sampler.draw(args, row, launch);
   });
 }
 
