@@ -82,8 +82,8 @@ void rejection_sample_cuda(const RejectionSampleArgs& args, const Launch& launch
   const Reporters reporters{launch.reporter("rejection_sample: draft_lens"),
                             launch.reporter("rejection_sample: draft_token_ids"),
                             launch.reporter("rejection_sample: target_probs")};
-  launch_rows(rejection_sample_kernel, args.num_requests, blocks, kSelectThreads, 0, launch, "rejection_sample", args,
-              blocks, reporters);
+  launch_rows<rejection_sample_kernel>(args.num_requests, blocks, kSelectThreads, 0, launch, "rejection_sample", args,
+                                       blocks, reporters);
 }
 
 }  // namespace pykv

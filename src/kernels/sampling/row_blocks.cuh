@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 
 #include "cuda/dependent.cuh"
 #include "cuda/vec.cuh"
@@ -53,13 +54,18 @@ inline int blocks_for_row(int64_t rows, int64_t cols, int64_t most, const Launch
 }
 
 // Launches clusters of `blocks` blocks, one for each row.
-template <class... Parameters>
-void launch_rows(void (*kernel)(Parameters...), int64_t rows, int blocks, int threads, int shared_bytes,
-                 const Launch& launch, const char* op, const std::type_identity_t<Parameters>&... parameters) {
+template <auto kKernel, class... Parameters>
+void launch_rows(int64_t rows, int blocks, int threads, int shared_bytes, const Launch& launch, const char* op,
+                 const Parameters&... parameters) {
   if (rows * blocks > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "at most 2^31 - 1 rows are supported");
-  constexpr int kWithoutAsking = 48 << 10;
-  if (shared_bytes > kWithoutAsking)
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), op);
+  // What is more than 48 KiB together with the kernel's own has to be asked for, once on each device.
+  constexpr int kWithoutAsking = 24 << 10, kDevices = 64;
+  static std::atomic<int> allowed[kDevices];
+  if (shared_bytes > kWithoutAsking &&
+      (launch.device >= kDevices || allowed[launch.device].load(std::memory_order_relaxed) < shared_bytes)) {
+    cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), op);
+    if (launch.device < kDevices) allowed[launch.device].store(shared_bytes, std::memory_order_relaxed);
+  }
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -72,7 +78,7 @@ void launch_rows(void (*kernel)(Parameters...), int64_t rows, int blocks, int th
   config.stream = stream_of(launch);
   config.attrs = attributes;
   config.numAttrs = overlaps_kernels(launch.device) ? (blocks > 1 ? 2 : 1) : 0;
-  cuda_check(cudaLaunchKernelEx(&config, kernel, parameters...), op);
+  cuda_check(cudaLaunchKernelEx(&config, kKernel, parameters...), op);
 }
 
 }  // namespace pykv

@@ -116,9 +116,9 @@ __global__ __launch_bounds__(kSelectThreads) void row_filter_kernel(const __grid
 void row_filter_cuda(const RowFilterArgs& args, const Launch& launch) {
   const int blocks = blocks_for_row(args.num_rows, args.num_cols, 8, launch), room = 4096;
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
-    launch_rows(row_filter_kernel<T>, args.num_rows, blocks, kSelectThreads, room * static_cast<int>(sizeof(Entry)),
-                launch, "row_filter", args, blocks, room, launch.reporter(args.report),
-                launch.reporter("token_logprobs: token_ids"));
+    launch_rows<row_filter_kernel<T>>(args.num_rows, blocks, kSelectThreads, room * static_cast<int>(sizeof(Entry)),
+                                      launch, "row_filter", args, blocks, room, launch.reporter(args.report),
+                                      launch.reporter("token_logprobs: token_ids"));
   });
 }
 

@@ -59,10 +59,11 @@ class RowTeam {
   __device__ uint64_t reduce(uint64_t x, Combine combine) {
     x = reduce_block(x, combine);
     if (blocks_ == 1) return x;
-    if (threadIdx.x == 0) memory_.exchange[use_] = x;
+    exchange_use_ ^= 1;  // its own: a block may have more sums of itself than another
+    if (threadIdx.x == 0) memory_.exchange[exchange_use_] = x;
     cluster_barrier();
-    x = load_from_block(&memory_.exchange[use_], 0);
-    for (int rank = 1; rank < blocks_; ++rank) x = combine(x, load_from_block(&memory_.exchange[use_], rank));
+    x = load_from_block(&memory_.exchange[exchange_use_], 0);
+    for (int rank = 1; rank < blocks_; ++rank) x = combine(x, load_from_block(&memory_.exchange[exchange_use_], rank));
     return x;
   }
 
@@ -88,7 +89,7 @@ class RowTeam {
 
  private:
   RowMemory& memory_;
-  int rank_, blocks_, use_ = 0;
+  int rank_, blocks_, use_ = 0, exchange_use_ = 0;
 };
 
 // body(column of the first, the vector's logits), for the vectors of this thread; all threads of a warp come together.
@@ -176,7 +177,10 @@ __device__ Entry reach_target(RowTeam& team, RowMemory& memory, const RowSlice<T
   uint64_t total;
   uint64_t before = team.sum_before(own, total);
   const uint64_t wanted = weights.target(total);
-  if (total <= wanted) return floor;
+  if (total <= wanted) {
+    team.barrier();  // nobody reads the sums of others any more
+    return floor;
+  }
 #pragma unroll
   for (int i = 0; i < kOfThread; ++i) {
     if (before < wanted && before + sums[i] >= wanted) {

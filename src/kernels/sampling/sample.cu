@@ -263,9 +263,9 @@ void sample_cuda(const SampleArgs& args, const Launch& launch) {
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
     const int room = TopKCandidates<T, 1>::room(kMostListed, blocks);
     dispatch_bool(args.adjustments.any(), [&]<bool kAdjusted>() {
-      launch_rows(sample_kernel<T, kAdjusted>, args.num_rows, blocks, kSelectThreads,
-                  room * static_cast<int>(sizeof(Entry)), launch, "sample", args, blocks, room,
-                  launch.reporter("sample: logits"));
+      launch_rows<sample_kernel<T, kAdjusted>>(args.num_rows, blocks, kSelectThreads,
+                                               room * static_cast<int>(sizeof(Entry)), launch, "sample", args, blocks,
+                                               room, launch.reporter("sample: logits"));
     });
   });
 }

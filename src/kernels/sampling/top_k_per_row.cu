@@ -74,8 +74,8 @@ void top_k_per_row_cuda(const TopKPerRowArgs& args, const Launch& launch) {
     const int room = Candidates::room(args.k, blocks);
     Reporters reporters{.arguments = {}, .nan = launch.reporter("top_k_per_row: logits")};
     for (int i = 0; i < 3; ++i) reporters.arguments[i] = launch.reporter(kRowArguments[i]);
-    launch_rows(top_k_per_row_kernel<T>, args.num_rows, blocks, kSelectThreads, room * static_cast<int>(sizeof(Entry)),
-                launch, "top_k_per_row", args, blocks, room, reporters);
+    launch_rows<top_k_per_row_kernel<T>>(args.num_rows, blocks, kSelectThreads, room * static_cast<int>(sizeof(Entry)),
+                                         launch, "top_k_per_row", args, blocks, room, reporters);
   });
 }
 
