@@ -24,6 +24,7 @@ TITLES = {
     "activation": "Activations",
     "moe": "Mixture of experts",
     "dequantization": "Dequantisation",
+    "sampling": "Sampling",
     "base": "C: conventions and errors",
     "cpu": "C: the CPU",
 }

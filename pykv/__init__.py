@@ -122,6 +122,16 @@ from pykv.runtime import (
     has_cuda,
     set_num_threads,
 )
+from pykv.sampling import (
+    apply_repetition_penalties_,
+    rejection_sample,
+    sample,
+    softmax,
+    token_logprobs,
+    top_k_per_row,
+    top_k_top_p_mask,
+    top_k_top_p_renorm,
+)
 
 from pykv.dispatch import configure, explain  # isort: skip  # after all operations: it looks at them
 from pykv import _torch_later  # isort: skip  # the same
@@ -139,6 +149,7 @@ __all__ = [
     "Stream",
     "batched_moe_align_block_size",
     "awq_dequantize",
+    "apply_repetition_penalties_",
     "batched_rotary_embedding",
     "check_errors",
     "concat_and_cache_mla",
@@ -205,6 +216,7 @@ __all__ = [
     "paged_attention_v2",
     "paged_attention_workspace_size",
     "permute_cols",
+    "rejection_sample",
     "relu2",
     "relu_squared",
     "reshape_and_cache",
@@ -216,6 +228,7 @@ __all__ = [
     "rms_norm_static_fp8_quant",
     "rotary_and_cache",
     "rotary_embedding",
+    "sample",
     "set_num_threads",
     "shuffle_rows",
     "silu_and_mul",
@@ -223,6 +236,7 @@ __all__ = [
     "silu_and_mul_quant",
     "silu_and_mul_with_clamp",
     "situ_and_mul",
+    "softmax",
     "swap_blocks",
     "swap_blocks_batch",
     "swap_blocks_layers",
@@ -231,5 +245,9 @@ __all__ = [
     "topk_sigmoid",
     "topk_softmax",
     "topk_softplus_sqrt",
+    "token_logprobs",
+    "top_k_per_row",
+    "top_k_top_p_mask",
+    "top_k_top_p_renorm",
     "xielu",
 ]

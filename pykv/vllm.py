@@ -45,11 +45,13 @@ from pykv._types import Array, ScalarOrArray
 __all__ = [
     "batched_moe_align_block_size",
     "awq_dequantize",
+    "apply_repetition_penalties",
     "concat_and_cache_mla",
     "concat_and_cache_mla_grouped",
     "concat_and_cache_mla_rope_fused",
     "concat_mla_q",
     "convert_fp8",
+    "cooperative_topk",
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_cache",
     "cp_gather_indexer_k_quant_cache",
@@ -69,6 +71,7 @@ __all__ = [
     "ggml_dequantize",
     "hadacore_transform",
     "permute_cols",
+    "persistent_topk",
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "rms_norm",
@@ -82,6 +85,8 @@ __all__ = [
     "topk_hash_softplus_sqrt",
     "topk_sigmoid",
     "topk_softmax",
+    "top_k_per_row_decode",
+    "top_k_per_row_prefill",
 ]
 
 
@@ -286,3 +291,38 @@ def topk_hash_softplus_sqrt(
         topk_weights, topk_indices, token_expert_indices, gating_output, renormalize, routed_scaling_factor,
         e_score_correction_bias, input_tokens, hash_indices_table, is_padding,
     )  # fmt: skip
+
+
+def apply_repetition_penalties(
+    logits: Array, prompt_mask: Array, output_mask: Array, repetition_penalties: Array
+) -> None:
+    """:func:`pykv.apply_repetition_penalties_`."""
+    pykv.apply_repetition_penalties_(logits, prompt_mask, output_mask, repetition_penalties)
+
+
+def top_k_per_row_prefill(
+    logits: Any, rowStarts: Array, rowEnds: Array, indices: Any, numRows: int, stride0: int, stride1: int, topK: int
+) -> None:
+    """:func:`pykv.top_k_per_row` for ``torch.ops._C.top_k_per_row_prefill``.  Strides are those of ``logits``."""
+    pykv.top_k_per_row(indices[:numRows], logits[:numRows], topK, rowStarts, rowEnds)
+
+
+def top_k_per_row_decode(
+    logits: Any, next_n: int, seq_lens: Any, indices: Any, numRows: int, stride0: int, stride1: int, topK: int
+) -> None:
+    """:func:`pykv.top_k_per_row` for ``torch.ops._C.top_k_per_row_decode``.  Strides are those of ``logits``.
+
+    ``seq_lens`` of two dimensions are the ends of the rows themselves.
+    """
+    per_sequence = next_n if seq_lens.ndim == 1 else 0
+    pykv.top_k_per_row(indices[:numRows], logits[:numRows], topK, row_ends=seq_lens, next_n=per_sequence)
+
+
+def persistent_topk(logits: Array, lengths: Array, output: Array, workspace: Array, k: int, max_seq_len: int) -> None:
+    """:func:`pykv.top_k_per_row` for ``torch.ops._C.persistent_topk``; it needs no workspace, and no longest length."""
+    pykv.top_k_per_row(output, logits, k, row_ends=lengths)
+
+
+def cooperative_topk(logits: Array, lengths: Array, output: Array, workspace: Array, k: int, max_seq_len: int) -> None:
+    """The same as :func:`persistent_topk`."""
+    pykv.top_k_per_row(output, logits, k, row_ends=lengths)

@@ -15,7 +15,7 @@ from libraries import LIBRARIES, Library, Numpy
 
 import pykv
 
-FAMILIES = {"activation", "attention", "cache", "dequantization", "moe", "norm", "rotary"}  # of operations
+FAMILIES = {"activation", "attention", "cache", "dequantization", "moe", "norm", "rotary", "sampling"}  # of operations
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the GPU's memory for itself
 

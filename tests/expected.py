@@ -27,6 +27,7 @@ from norm import reference as norm
 from rotary.reference import rotary_embedding
 from rotary.test_dual_chunk_rotary_embedding import positions_of_copies
 from rotary.test_mrope import mixed_cache
+from sampling import reference as sampling
 
 from pykv._samples import MEMORY, sample
 
@@ -355,6 +356,24 @@ def in_blocks(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return values * packed.spread(scales, values.shape, 1, values.shape[1] // scales.shape[1])
 
 
+def top_k_per_row(a: Any) -> Results:
+    indices = sampling.top_k_per_row(a.logits, a.k, a.row_starts, a.row_ends)
+    columns = np.maximum(indices, 0) + a.row_starts[:, None]
+    return {"indices": indices, "values": np.where(indices < 0, -np.inf, np.take_along_axis(a.logits, columns, 1))}
+
+
+def sample_tokens(a: Any) -> Results:
+    names = (
+        "repetition_penalty frequency_penalty presence_penalty prompt_bitmap output_counts logit_bias allowed_bitmap"
+    )
+    x = sampling.adjusted(a.logits, **{name: getattr(a, name) for name in names.split()})
+    rows = [
+        sampling.sample(x[i], int(a.seeds[i]), int(a.steps[i]), a.temperature[i], a.top_k[i], a.top_p)
+        for i in range(len(x))
+    ]
+    return {"out": np.array([token for token, *_ in rows]), "logprobs": np.array([p for _, p, _ in rows])}
+
+
 EXPECTED: dict[str, Callable[[Any], Results]] = {
     "silu_and_mul": gated(act.silu, "result"),
     "silu_and_mul_quant": lambda a: {
@@ -410,6 +429,33 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
     "batched_rotary_embedding": lambda a: rotary(a, a.positions + a.cos_sin_cache_offsets),
     "mrope": mrope,
     "dual_chunk_rotary_embedding": dual_chunk_rotary_embedding,
+    "apply_repetition_penalties_": lambda a: {
+        "logits": sampling.apply_repetition_penalties(a.logits, a.prompt_mask, a.output_mask, a.repetition_penalties)
+    },
+    "sample": sample_tokens,
+    "rejection_sample": lambda a: dict(
+        zip(
+            ("out", "num_accepted"),
+            sampling.rejection_sample(a.draft_token_ids, a.target_probs, a.draft_probs, a.draft_lens, a.seeds, a.steps)[
+                :2
+            ],
+            strict=True,
+        )
+    ),
+    "softmax": lambda a: {"out": sampling.softmax(a.logits, a.temperature)},
+    "top_k_top_p_mask": lambda a: {
+        "out": np.where(
+            sampling.mask(a.logits, top_k=a.top_k, top_p=a.top_p, min_p=a.min_p, temperature=a.temperature)[0],
+            a.logits,
+            -np.inf,
+        )
+    },
+    "top_k_top_p_renorm": lambda a: {"out": sampling.renorm(a.probs, top_k=a.top_k, top_p=a.top_p)[0]},
+    "token_logprobs": lambda a: {
+        "logprobs": np.take_along_axis(np.log(sampling.softmax(a.logits)), a.token_ids, 1),
+        "ranks": (a.logits[:, None] > np.take_along_axis(a.logits, a.token_ids, 1)[..., None]).sum(-1),
+    },
+    "top_k_per_row": top_k_per_row,
     "paged_attention": paged_attention,
     "paged_attention_v1": paged_attention_of_vllm,
     "paged_attention_v2": paged_attention_of_vllm,

@@ -36,6 +36,12 @@ SOME = {
         + ["dequantization/test_scaled_dequantize.py", "dequantization/test_hadacore_transform.py"],
         "format or books or awq or gptq or mx or fp4 or any or orders",
     ),
+    "sampling": (
+        ["sampling/test_top_k_per_row.py", "sampling/test_apply_repetition_penalties.py"]
+        + ["sampling/test_sample.py", "sampling/test_row_filter.py"]
+        + ["sampling/test_rejection_sample.py"],
+        "sizes or shapes or any or hard or special or nan",
+    ),
     "cache": (
         ["cache/test_reshape_and_cache.py", "cache/test_nvfp4.py", "cache/test_nvfp4_rounding.py"]
         + ["cache/test_gather_cache.py", "cache/test_indexer_cache.py", "cache/test_concat_and_cache_mla.py"]

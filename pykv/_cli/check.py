@@ -81,12 +81,15 @@ def compare(got: Recorded, wanted: Recorded) -> tuple[float, str]:
     for key, expected in wanted.items():
         actual = got[key]
         if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
-            found, should = (f"{a.dtype}{list(a.shape)}" for a in (actual, expected))
-            return math.inf, f"{key}: {found}, not {should}"
-        difference = np.abs(actual.astype(np.float64) - expected.astype(np.float64))
+            came, should = (f"{a.dtype}{list(a.shape)}" for a in (actual, expected))
+            return math.inf, f"{key}: {came}, not {should}"
+        found, wanted_value = actual.astype(np.float64), expected.astype(np.float64)
+        same = found == wanted_value  # infinities, too, which have no difference
+        difference = np.abs(np.where(same, 0, found) - np.where(same, 0, wanted_value))
         difference = np.where(np.isnan(difference), np.inf, difference)
         absolute, relative = TOLERANCE.get(expected.dtype.name, (0.0, 0.0))
-        bad = np.argwhere(~(difference <= absolute + relative * np.abs(expected.astype(np.float64))))  # NaN as well
+        allowed = absolute + relative * np.where(np.isfinite(wanted_value), np.abs(wanted_value), 0)
+        bad = np.argwhere(~(difference <= allowed))
         if len(bad) and not wrong:
             at = tuple(bad[0].tolist())
             wrong = f"{key}{list(at)}: {actual[at]}, not {expected[at]}; {len(bad)} of {actual.size} are wrong"

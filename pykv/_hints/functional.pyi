@@ -370,3 +370,191 @@ def dual_chunk_rotary_embedding(
     query_out: Array | None = None,
     stream: Stream = None,
 ) -> Any: ...
+@overload
+def rejection_sample(
+    draft_token_ids: Array,
+    target_probs: Array,
+    draft_probs: Array | None = None,
+    draft_lens: Array | None = None,
+    seeds: Array | None = None,
+    steps: Array | None = None,
+    *,
+    num_accepted: Literal[False] | None = None,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
+@overload
+def rejection_sample(
+    draft_token_ids: Array,
+    target_probs: Array,
+    draft_probs: Array | None = None,
+    draft_lens: Array | None = None,
+    seeds: Array | None = None,
+    steps: Array | None = None,
+    *,
+    num_accepted: Array | Literal[True],
+    out: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+@overload
+def sample(
+    logits: Array,
+    seeds: Array | None = None,
+    steps: Array | None = None,
+    temperature: ScalarOrArray | None = None,
+    top_k: ScalarOrArray | None = None,
+    top_p: ScalarOrArray | None = None,
+    min_p: ScalarOrArray | None = None,
+    *,
+    logprobs: Literal[False] | None = None,
+    scores: Literal[False] | None = None,
+    out: Array | None = None,
+    repetition_penalty: ScalarOrArray | None = None,
+    frequency_penalty: ScalarOrArray | None = None,
+    presence_penalty: ScalarOrArray | None = None,
+    prompt_bitmap: Array | None = None,
+    output_counts: Array | None = None,
+    logit_bias: Array | None = None,
+    allowed_bitmap: Array | None = None,
+    first_token: int = 0,
+    stream: Stream = None,
+) -> Any: ...
+@overload
+def sample(
+    logits: Array,
+    seeds: Array | None = None,
+    steps: Array | None = None,
+    temperature: ScalarOrArray | None = None,
+    top_k: ScalarOrArray | None = None,
+    top_p: ScalarOrArray | None = None,
+    min_p: ScalarOrArray | None = None,
+    *,
+    logprobs: Literal[False] | None = None,
+    scores: Array | Literal[True],
+    out: Array | None = None,
+    repetition_penalty: ScalarOrArray | None = None,
+    frequency_penalty: ScalarOrArray | None = None,
+    presence_penalty: ScalarOrArray | None = None,
+    prompt_bitmap: Array | None = None,
+    output_counts: Array | None = None,
+    logit_bias: Array | None = None,
+    allowed_bitmap: Array | None = None,
+    first_token: int = 0,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+@overload
+def sample(
+    logits: Array,
+    seeds: Array | None = None,
+    steps: Array | None = None,
+    temperature: ScalarOrArray | None = None,
+    top_k: ScalarOrArray | None = None,
+    top_p: ScalarOrArray | None = None,
+    min_p: ScalarOrArray | None = None,
+    *,
+    logprobs: Array | Literal[True],
+    scores: Literal[False] | None = None,
+    out: Array | None = None,
+    repetition_penalty: ScalarOrArray | None = None,
+    frequency_penalty: ScalarOrArray | None = None,
+    presence_penalty: ScalarOrArray | None = None,
+    prompt_bitmap: Array | None = None,
+    output_counts: Array | None = None,
+    logit_bias: Array | None = None,
+    allowed_bitmap: Array | None = None,
+    first_token: int = 0,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+@overload
+def sample(
+    logits: Array,
+    seeds: Array | None = None,
+    steps: Array | None = None,
+    temperature: ScalarOrArray | None = None,
+    top_k: ScalarOrArray | None = None,
+    top_p: ScalarOrArray | None = None,
+    min_p: ScalarOrArray | None = None,
+    *,
+    logprobs: Array | Literal[True],
+    scores: Array | Literal[True],
+    out: Array | None = None,
+    repetition_penalty: ScalarOrArray | None = None,
+    frequency_penalty: ScalarOrArray | None = None,
+    presence_penalty: ScalarOrArray | None = None,
+    prompt_bitmap: Array | None = None,
+    output_counts: Array | None = None,
+    logit_bias: Array | None = None,
+    allowed_bitmap: Array | None = None,
+    first_token: int = 0,
+    stream: Stream = None,
+) -> tuple[Any, Any, Any]: ...
+def softmax(
+    logits: Array, temperature: ScalarOrArray | None = None, *, out: Array | None = None, stream: Stream = None
+) -> Any: ...
+@overload
+def token_logprobs(
+    logits: Array,
+    token_ids: Array,
+    temperature: ScalarOrArray | None = None,
+    *,
+    ranks: Literal[False] | None = None,
+    logprobs: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
+@overload
+def token_logprobs(
+    logits: Array,
+    token_ids: Array,
+    temperature: ScalarOrArray | None = None,
+    *,
+    ranks: Array | Literal[True],
+    logprobs: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+def top_k_top_p_mask(
+    logits: _Array,
+    top_k: ScalarOrArray | None = None,
+    top_p: ScalarOrArray | None = None,
+    min_p: ScalarOrArray | None = None,
+    temperature: ScalarOrArray | None = None,
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> _Array: ...
+def top_k_top_p_renorm(
+    probs: _Array,
+    top_k: ScalarOrArray | None = None,
+    top_p: ScalarOrArray | None = None,
+    min_p: ScalarOrArray | None = None,
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> _Array: ...
+@overload
+def top_k_per_row(
+    logits: _Array,
+    k: int,
+    row_starts: Array | None = None,
+    row_ends: Array | None = None,
+    row_k: Array | None = None,
+    *,
+    values: Literal[False] | None = None,
+    indices: Array | None = None,
+    next_n: int = 0,
+    sorted: bool = False,
+    stream: Stream = None,
+) -> Any: ...
+@overload
+def top_k_per_row(
+    logits: _Array,
+    k: int,
+    row_starts: Array | None = None,
+    row_ends: Array | None = None,
+    row_k: Array | None = None,
+    *,
+    values: Array | Literal[True],
+    indices: Array | None = None,
+    next_n: int = 0,
+    sorted: bool = False,
+    stream: Stream = None,
+) -> tuple[Any, _Array]: ...

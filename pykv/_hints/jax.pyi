@@ -670,3 +670,182 @@ def dual_chunk_rotary_embedding(
     *,
     query_out: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
+def apply_repetition_penalties_(
+    logits: ArrayLike, prompt_mask: ArrayLike, output_mask: ArrayLike, repetition_penalties: ArrayLike
+) -> Array: ...
+@overload
+def rejection_sample(
+    draft_token_ids: ArrayLike,
+    target_probs: ArrayLike,
+    draft_probs: ArrayLike | None = None,
+    draft_lens: ArrayLike | None = None,
+    seeds: ArrayLike | None = None,
+    steps: ArrayLike | None = None,
+    *,
+    out: ArrayLike | None = None,
+    num_accepted: None = None,
+) -> Array: ...
+@overload
+def rejection_sample(
+    draft_token_ids: ArrayLike,
+    target_probs: ArrayLike,
+    draft_probs: ArrayLike | None = None,
+    draft_lens: ArrayLike | None = None,
+    seeds: ArrayLike | None = None,
+    steps: ArrayLike | None = None,
+    *,
+    out: ArrayLike | None = None,
+    num_accepted: ArrayLike | Literal[True],
+) -> tuple[Array, Array]: ...
+@overload
+def sample(
+    logits: ArrayLike,
+    seeds: ArrayLike | None = None,
+    steps: ArrayLike | None = None,
+    temperature: float | ArrayLike | None = None,
+    top_k: float | ArrayLike | None = None,
+    top_p: float | ArrayLike | None = None,
+    min_p: float | ArrayLike | None = None,
+    *,
+    repetition_penalty: float | ArrayLike | None = None,
+    frequency_penalty: float | ArrayLike | None = None,
+    presence_penalty: float | ArrayLike | None = None,
+    prompt_bitmap: ArrayLike | None = None,
+    output_counts: ArrayLike | None = None,
+    logit_bias: ArrayLike | None = None,
+    allowed_bitmap: ArrayLike | None = None,
+    first_token: int = 0,
+    out: ArrayLike | None = None,
+    logprobs: None = None,
+    scores: None = None,
+) -> Array: ...
+@overload
+def sample(
+    logits: ArrayLike,
+    seeds: ArrayLike | None = None,
+    steps: ArrayLike | None = None,
+    temperature: float | ArrayLike | None = None,
+    top_k: float | ArrayLike | None = None,
+    top_p: float | ArrayLike | None = None,
+    min_p: float | ArrayLike | None = None,
+    *,
+    repetition_penalty: float | ArrayLike | None = None,
+    frequency_penalty: float | ArrayLike | None = None,
+    presence_penalty: float | ArrayLike | None = None,
+    prompt_bitmap: ArrayLike | None = None,
+    output_counts: ArrayLike | None = None,
+    logit_bias: ArrayLike | None = None,
+    allowed_bitmap: ArrayLike | None = None,
+    first_token: int = 0,
+    out: ArrayLike | None = None,
+    logprobs: None = None,
+    scores: ArrayLike | Literal[True],
+) -> tuple[Array, Array]: ...
+@overload
+def sample(
+    logits: ArrayLike,
+    seeds: ArrayLike | None = None,
+    steps: ArrayLike | None = None,
+    temperature: float | ArrayLike | None = None,
+    top_k: float | ArrayLike | None = None,
+    top_p: float | ArrayLike | None = None,
+    min_p: float | ArrayLike | None = None,
+    *,
+    repetition_penalty: float | ArrayLike | None = None,
+    frequency_penalty: float | ArrayLike | None = None,
+    presence_penalty: float | ArrayLike | None = None,
+    prompt_bitmap: ArrayLike | None = None,
+    output_counts: ArrayLike | None = None,
+    logit_bias: ArrayLike | None = None,
+    allowed_bitmap: ArrayLike | None = None,
+    first_token: int = 0,
+    out: ArrayLike | None = None,
+    logprobs: ArrayLike | Literal[True],
+    scores: None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def sample(
+    logits: ArrayLike,
+    seeds: ArrayLike | None = None,
+    steps: ArrayLike | None = None,
+    temperature: float | ArrayLike | None = None,
+    top_k: float | ArrayLike | None = None,
+    top_p: float | ArrayLike | None = None,
+    min_p: float | ArrayLike | None = None,
+    *,
+    repetition_penalty: float | ArrayLike | None = None,
+    frequency_penalty: float | ArrayLike | None = None,
+    presence_penalty: float | ArrayLike | None = None,
+    prompt_bitmap: ArrayLike | None = None,
+    output_counts: ArrayLike | None = None,
+    logit_bias: ArrayLike | None = None,
+    allowed_bitmap: ArrayLike | None = None,
+    first_token: int = 0,
+    out: ArrayLike | None = None,
+    logprobs: ArrayLike | Literal[True],
+    scores: ArrayLike | Literal[True],
+) -> tuple[Array, Array, Array]: ...
+def softmax(
+    logits: ArrayLike, temperature: float | ArrayLike | None = None, *, out: ArrayLike | None = None
+) -> Array: ...
+@overload
+def token_logprobs(
+    logits: ArrayLike,
+    token_ids: ArrayLike,
+    temperature: float | ArrayLike | None = None,
+    *,
+    logprobs: ArrayLike | None = None,
+    ranks: None = None,
+) -> Array: ...
+@overload
+def token_logprobs(
+    logits: ArrayLike,
+    token_ids: ArrayLike,
+    temperature: float | ArrayLike | None = None,
+    *,
+    logprobs: ArrayLike | None = None,
+    ranks: ArrayLike | Literal[True],
+) -> tuple[Array, Array]: ...
+def top_k_top_p_mask(
+    logits: ArrayLike,
+    top_k: float | ArrayLike | None = None,
+    top_p: float | ArrayLike | None = None,
+    min_p: float | ArrayLike | None = None,
+    temperature: float | ArrayLike | None = None,
+    *,
+    out: ArrayLike | None = None,
+) -> Array: ...
+def top_k_top_p_renorm(
+    probs: ArrayLike,
+    top_k: float | ArrayLike | None = None,
+    top_p: float | ArrayLike | None = None,
+    min_p: float | ArrayLike | None = None,
+    *,
+    out: ArrayLike | None = None,
+) -> Array: ...
+@overload
+def top_k_per_row(
+    logits: ArrayLike,
+    k: int,
+    row_starts: ArrayLike | None = None,
+    row_ends: ArrayLike | None = None,
+    row_k: ArrayLike | None = None,
+    *,
+    next_n: int = 0,
+    sorted: bool = False,
+    indices: ArrayLike | None = None,
+    values: None = None,
+) -> Array: ...
+@overload
+def top_k_per_row(
+    logits: ArrayLike,
+    k: int,
+    row_starts: ArrayLike | None = None,
+    row_ends: ArrayLike | None = None,
+    row_k: ArrayLike | None = None,
+    *,
+    next_n: int = 0,
+    sorted: bool = False,
+    indices: ArrayLike | None = None,
+    values: ArrayLike | Literal[True],
+) -> tuple[Array, Array]: ...

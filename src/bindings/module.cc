@@ -17,6 +17,7 @@ void bind_moe(Module& m);
 void bind_dequantization(Module& m);
 void bind_norm(Module& m);
 void bind_rotary(Module& m);
+void bind_sampling(Module& m);
 
 namespace pykv::python {
 
@@ -68,6 +69,7 @@ PYBIND11_MODULE(_C_of_main, m, py::mod_gil_not_used()) {
   bind_dequantization(ops);
   bind_norm(ops);
   bind_rotary(ops);
+  bind_sampling(ops);
   torch_ops::bind(m);
   torch_ops::bind_packet(m);
 }

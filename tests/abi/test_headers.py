@@ -22,7 +22,7 @@ def example_of(header: Path) -> str | None:
 
 
 def test_every_family_has_one() -> None:
-    families = {"activation", "attention", "cache", "dequantization", "moe", "norm", "rotary"}
+    families = {"activation", "attention", "cache", "dequantization", "moe", "norm", "rotary", "sampling"}
     assert {h.stem for h in HEADERS if example_of(h)} >= {"base"} | families
 
 

@@ -16,6 +16,7 @@ from pykv import vllm as ops
 # name: parameters in order, those with a default as "name=default"; then what is returned
 SIGNATURES = {
     "awq_dequantize": "qweight, scales, zeros, split_k_iters, thx, thy",
+    "apply_repetition_penalties": "logits, prompt_mask, output_mask, repetition_penalties",
     "concat_and_cache_mla": "kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale, skip_scale=False",
     "concat_and_cache_mla_grouped": (
         "kv_c, k_pe, kv_cache_ptrs, slot_mapping, block_size, block_stride, entry_stride, kv_scales=None, "
@@ -26,6 +27,7 @@ SIGNATURES = {
     ),
     "concat_mla_q": "ql_nope, q_pe, q_out",
     "convert_fp8": "output, input, scale=1.0, kv_dtype='fp8'",
+    "cooperative_topk": "logits, lengths, output, workspace, k, max_seq_len",
     "cp_gather_and_upconvert_fp8_kv_cache": (
         "src_cache, dst, block_table, workspace_starts, batch_size, seq_starts=None, host_cache=None, "
         "host_row_ids=None, device_row_ids=None"
@@ -56,6 +58,7 @@ SIGNATURES = {
         "prefill_tokens_with_context=None, output_scale=None"
     ),
     "permute_cols": "a, perm",  # of 0.22
+    "persistent_topk": "logits, lengths, output, workspace, k, max_seq_len",
     "reshape_and_cache": (
         "key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, interleaved_v=False"
     ),
@@ -102,6 +105,8 @@ SIGNATURES = {
     "topk_softmax": (
         "topk_weights, topk_ids, token_expert_indices, gating_output, renormalize=False, e_score_correction_bias=None"
     ),
+    "top_k_per_row_decode": "logits, next_n, seq_lens, indices, numRows, stride0, stride1, topK",
+    "top_k_per_row_prefill": "logits, rowStarts, rowEnds, indices, numRows, stride0, stride1, topK",
 }
 RETURNED = {  # how many arrays; the others return None
     "awq_dequantize": 1,
@@ -238,3 +243,23 @@ def test_rotated_and_permuted() -> None:
     np.testing.assert_array_equal(ops.permute_cols(x, perm), x[:, ::-1])
     assert ops.hadacore_transform(x) is x
     np.testing.assert_array_equal(x, turned)
+
+
+def test_top_k_by_the_names_of_vllm() -> None:
+    x = random((6, 500), np.dtype(np.float32))
+    lens = np.array([400, 1, 30], np.int32)
+    ends = np.array([399, 400, 0, 1, 29, 30], np.int32)
+    wanted = np.zeros((6, 16), np.int32)
+    pykv.top_k_per_row(wanted, x, 16, row_ends=ends)
+    found = np.zeros((5, 8, 16), np.int32)
+    ops.top_k_per_row_decode(x, 2, lens, found[0], 6, 500, 1, 16)
+    ops.top_k_per_row_decode(x, 2, ends.reshape(3, 2), found[1], 6, 500, 1, 16)
+    ops.top_k_per_row_prefill(x, np.zeros(6, np.int32), ends, found[2], 6, 500, 1, 16)
+    ops.persistent_topk(x, ends, found[3][:6], np.zeros(64, np.uint8), 16, 400)
+    ops.cooperative_topk(x, ends.reshape(3, 2), found[4][:6], np.zeros(64, np.uint8), 16, 400)
+    for one in found:
+        np.testing.assert_array_equal(one[:6], wanted)
+    mask = x > 1
+    penalised = x.copy()
+    ops.apply_repetition_penalties(penalised, mask, mask, np.full(6, 2, np.float32))
+    np.testing.assert_array_equal(penalised, np.where(mask, x / 2, x))

@@ -54,16 +54,24 @@ Parameter Call::parameter(const char* name, const DLTensor* t) {
 
 void Call::no_cuda() { fail(PYKV_NOT_IMPLEMENTED, "got CUDA arrays, but this pykv was %s", pykv_build_note()); }
 
+// A bound below 0 says instead what is wrong with a row.
+static const char* format_of(const ErrorWord& word) {
+  if (word.bound == -1) return "row %lld holds NaN";
+  if (word.bound == -2) return "row %lld has nothing to choose from";
+  return "%lld is out of range [0, %lld); it was not used";
+}
+
 pykv_status set_last_error(const ErrorWord& word) noexcept {
   char message[96];
-  std::snprintf(message, sizeof message, "%lld is out of range [0, %lld); it was not used", word.value, word.bound);
+  std::snprintf(message, sizeof message, format_of(word), word.value, word.bound);
   return set_last_error(PYKV_VALUE_ERROR, word.what, message);
 }
 
 void Call::fail_out_of_range(const ErrorWord& word) {
   // `what` is "op: argument"; the door puts the op before every message, so it is left out here
-  fail(PYKV_VALUE_ERROR, "%s: %lld is out of range [0, %lld); it was not used", std::strchr(word.what, ':') + 2,
-       word.value, word.bound);
+  char message[96];
+  std::snprintf(message, sizeof message, format_of(word), word.value, word.bound);
+  fail(PYKV_VALUE_ERROR, "%s: %s", std::strchr(word.what, ':') + 2, message);
 }
 
 #if defined(PYKV_WITH_CUDA)

@@ -11,5 +11,6 @@
 #include <pykv/dequantization.h>
 #include <pykv/norm.h>
 #include <pykv/rotary.h>
+#include <pykv/sampling.h>
 
 #endif /* PYKV_KERNELS_H_ */

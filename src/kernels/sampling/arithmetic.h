@@ -1,0 +1,144 @@
+// Numbers of which both twins have the same bits: built of IEEE operations alone, with each fused multiplication and addition
+// spelled out, so that no compiler contracts others; and sums of integers, which have no order.
+#pragma once
+
+#include "sampling/logit_order.h"
+
+namespace pykv {
+
+PYKV_HOST_DEVICE static inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+// ln x within 2e-7, for normal x > 0.
+PYKV_HOST_DEVICE static inline float log_of(float x) {
+  constexpr uint32_t kRootOfHalf = 0x3f3504f3;
+  // x = 2^n m, m from sqrt(1 / 2) to sqrt(2)
+  const int32_t n = static_cast<int32_t>(bits_of(x) - kRootOfHalf) >> 23;
+  const float m = float_of(bits_of(x) - (static_cast<uint32_t>(n) << 23)), power = static_cast<float>(n);
+  // ln m = 2 artanh s, by its series to s^9 / 9; the rest is below 1e-9.
+  const float s = (m - 1.0f) / (m + 1.0f), square = s * s;
+  float p = fused(square, 0.222222222f, 0.285714286f);
+  p = fused(p, square, 0.4f);
+  p = fused(p, square, 0.666666667f);
+  const float series = fused(p * square, s, s + s);
+  return fused(power, 0.693145752f, fused(power, 1.42860677e-6f, series));
+}
+
+// Probabilities as integers in units of 2^-40 of the largest one's: those of up to 2^23 tokens have a sum.
+using Mass = uint64_t;
+constexpr int kMassBits = 40;
+constexpr Mass kMassOfLargest = Mass{1} << kMassBits;
+
+// fraction * 2^power, 1 / 2 < fraction < 2, as a mass.
+PYKV_HOST_DEVICE static inline Mass mass_of_number(float fraction, int power) {
+  const uint32_t bits = bits_of(fraction), significand = (bits & 0x7fffffu) | 0x800000u;
+  const int shift = static_cast<int>(bits >> 23) - 127 + power + (kMassBits - 23);
+  return shift >= 0 ? Mass{significand} << shift : shift > -24 ? Mass{significand} >> -shift : 0;
+}
+
+// 2^(scale * difference), difference <= 0, within 2e-7: a number near 1 and a power of 2.  Below 2^-125 it is 0 * 2^0.
+struct Power {
+  float fraction;
+  int power;
+};
+PYKV_HOST_DEVICE static inline Power power_of(float difference, float scale) {
+  if (!(difference * scale > -125.0f)) return {0.0f, 0};
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which then lies in the low bits
+  const float shifted = fused(difference, scale, kRound), n = shifted - kRound;
+  const float f = fused(difference, scale, -n);
+  // Taylor's series of 2^f, |f| <= 1 / 2, to f^7; the rest is below 6e-9.
+  float p = fused(f, 1.52527338e-5f, 1.54035304e-4f);
+  p = fused(p, f, 1.33335581e-3f);
+  p = fused(p, f, 9.61812911e-3f);
+  p = fused(p, f, 5.55041087e-2f);
+  p = fused(p, f, 2.40226507e-1f);
+  p = fused(p, f, 6.93147181e-1f);
+  return {fused(p, f, 1.0f), static_cast<int>(bits_of(shifted) - bits_of(kRound))};
+}
+// Two infinities have no difference.
+PYKV_HOST_DEVICE static inline float below(float x, float largest) { return x == largest ? 0.0f : x - largest; }
+
+// The mass of a logit: 2^(scale * (x - largest)).
+PYKV_HOST_DEVICE static inline Mass mass_of(float x, float largest, float scale) {
+  const Power p = power_of(below(x, largest), scale);
+  return p.fraction > 0.0f ? mass_of_number(p.fraction, p.power) : 0;
+}
+// The same as a float: a probability, but for the sum of all.
+PYKV_HOST_DEVICE static inline float share_of_largest(float x, float largest, float scale) {
+  const Power p = power_of(below(x, largest), scale);
+  return p.fraction * float_of(static_cast<uint32_t>(p.power + 127) << 23);
+}
+// The mass of a probability.
+PYKV_HOST_DEVICE static inline Mass mass_of_probability(float x, float largest) {
+  const float q = x / largest;
+  return q >= 0x1p-41f ? mass_of_number(q, 0) : 0;
+}
+
+// What sums of the first masses must reach to be a share p, 0 < p < 1, of all.
+PYKV_HOST_DEVICE static inline Mass share_of(Mass total, float p) {
+  const uint64_t parts = static_cast<uint64_t>(p * 4294967296.0f);  // of 2^32
+  const uint64_t low = (total & 0xffffffffu) * parts, high = (total >> 32) * parts;
+  const Mass share = high + (low >> 32) + ((low & 0xffffffffu) != 0);
+  return share > 0 ? share : 1;
+}
+
+// ---- random numbers ----
+
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): four words for a key and a counter.
+struct FourWords {
+  uint32_t w[4];
+};
+PYKV_HOST_DEVICE static inline FourWords philox(FourWords counter, uint32_t key0, uint32_t key1) {
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t{0xD2511F53u} * counter.w[0], b = uint64_t{0xCD9E8D57u} * counter.w[2];
+    counter = {{static_cast<uint32_t>(b >> 32) ^ counter.w[1] ^ key0, static_cast<uint32_t>(b),
+                static_cast<uint32_t>(a >> 32) ^ counter.w[3] ^ key1, static_cast<uint32_t>(a)}};
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return counter;
+}
+
+namespace {
+
+// The stream of a request's step: a word for each token, whatever else is in the batch.
+struct TokenNoise {
+  uint32_t key0, key1, step0, step1;
+
+  PYKV_HOST_DEVICE static TokenNoise of(int64_t seed, int64_t step) {
+    const auto low = [](int64_t x) { return static_cast<uint32_t>(static_cast<uint64_t>(x)); };
+    const auto high = [](int64_t x) { return static_cast<uint32_t>(static_cast<uint64_t>(x) >> 32); };
+    return {low(seed), high(seed), low(step), high(step)};
+  }
+  // Those of tokens 4 * group to 4 * group + 3.
+  PYKV_HOST_DEVICE FourWords group(uint32_t group) const { return philox({{group, 0, step0, step1}}, key0, key1); }
+  PYKV_HOST_DEVICE uint32_t word(uint32_t token) const {
+    const FourWords words = group(token / 4);
+    return token % 4 < 2 ? (token % 4 == 0 ? words.w[0] : words.w[1]) : (token % 4 == 2 ? words.w[2] : words.w[3]);
+  }
+};
+
+}  // namespace
+
+// A word as a number in (0, 1).
+PYKV_HOST_DEVICE static inline float uniform_of(uint32_t word) {
+  const float u = (static_cast<float>(word) + 0.5f) * 0x1p-32f;
+  return u < 0x1.fffffep-1f ? u : 0x1.fffffep-1f;
+}
+
+// -ln of an exponentially distributed number, which is one of Gumbel's distribution: the token with the largest sum of its
+// logit and this is drawn by softmax.
+PYKV_HOST_DEVICE static inline float gumbel_of(uint32_t word) {
+  const float u = uniform_of(word), rest = 1.0f - u;
+  const float exponential = rest == 1.0f ? u : -log_of(rest) * (u / (1.0f - rest));  // -ln(1 - u), exact near 0
+  return -log_of(exponential);
+}
+
+// What is compared: as an Entry, with the token.  -infinity is never drawn; NaN comes first, and is told from the result.
+PYKV_HOST_DEVICE static inline Entry drawn_entry(float logit, float inverse_temperature, uint32_t word,
+                                                 uint32_t token) {
+  if (logit == -__builtin_inff()) return 0;
+  if (logit != logit) return entry_of(kKeyOfNan, token);
+  return entry_of(key_of_logit(fused(logit, inverse_temperature, gumbel_of(word))), token);
+}
+
+}  // namespace pykv

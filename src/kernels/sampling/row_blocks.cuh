@@ -1,0 +1,84 @@
+// One row, shared by the blocks of a cluster, in vectors of 16 bytes.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+
+#include "cuda/dependent.cuh"
+#include "cuda/vec.cuh"
+#include "sampling/select.cuh"
+
+namespace pykv {
+
+// A block's columns begin to end - 1 of a row.  Vectors are aligned whatever the row's own alignment: the first one may begin
+// before its columns.
+template <class T>
+struct RowSlice {
+  const T* row;
+  int begin, end;
+  int first_vector;  // the column of its first element
+
+  static constexpr int kSize = kPackSize<T>;
+
+  __device__ RowSlice(const T* row_, int size, int rank, int blocks) : row(row_) {
+    const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kSize);
+    // Borders between blocks are borders between vectors.
+    const int vectors = (size + shift + kSize - 1) / kSize;
+    const int each = (vectors + blocks - 1) / blocks;
+    first_vector = rank * each * kSize - shift;
+    begin = max(first_vector, 0);
+    end = max(begin, min(static_cast<int>(min(int64_t{rank + 1} * each * kSize - shift, int64_t{size})), size));
+  }
+
+  // The vector that begins with column `at`; what lies outside is -infinity.
+  __device__ Pack<T> load(int at) const {
+    if (at >= begin && at <= end - kSize) return load_vec_in_order<Pack<T>>(row + at);
+    T elements[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i)
+      elements[i] = at + i >= begin && at + i < end ? row[at + i] : from_float<T>(-__int_as_float(0x7f800000));
+    Pack<T> v;
+    __builtin_memcpy(&v, elements, sizeof v);
+    return v;
+  }
+};
+
+// How many blocks share a row: as many as there is room for at once, each with some work.
+inline int blocks_for_row(int64_t rows, int64_t cols, int64_t most, const Launch& launch) {
+  constexpr int64_t kLeastColumns = 4096, kBlocksOfAnSm = 2;
+  if (!overlaps_kernels(launch.device)) return 1;  // clusters came with the same chips
+  int64_t blocks = 8;
+  const int64_t room = kBlocksOfAnSm * num_sms(launch.device);
+  while (blocks > 1 && (blocks * rows > room || cols / blocks < kLeastColumns || blocks > most)) blocks /= 2;
+  return static_cast<int>(blocks);
+}
+
+// Launches clusters of `blocks` blocks, one for each row.
+template <auto kKernel, class... Parameters>
+void launch_rows(int64_t rows, int blocks, int threads, int shared_bytes, const Launch& launch, const char* op,
+                 const Parameters&... parameters) {
+  if (rows * blocks > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "at most 2^31 - 1 rows are supported");
+  // What is more than 48 KiB together with the kernel's own has to be asked for, once on each device.
+  constexpr int kWithoutAsking = 24 << 10, kDevices = 64;
+  static std::atomic<int> allowed[kDevices];
+  if (shared_bytes > kWithoutAsking &&
+      (launch.device >= kDevices || allowed[launch.device].load(std::memory_order_relaxed) < shared_bytes)) {
+    cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), op);
+    if (launch.device < kDevices) allowed[launch.device].store(shared_bytes, std::memory_order_relaxed);
+  }
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(rows * blocks);
+  config.blockDim = threads;
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream_of(launch);
+  config.attrs = attributes;
+  config.numAttrs = overlaps_kernels(launch.device) ? (blocks > 1 ? 2 : 1) : 0;
+  cuda_check(cudaLaunchKernelEx(&config, kKernel, parameters...), op);
+}
+
+}  // namespace pykv

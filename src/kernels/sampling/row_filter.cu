@@ -1,0 +1,125 @@
+// A pass for the largest of a row, two for each of top_k and top_p (row_passes.cuh), one for the sum where probabilities are
+// wanted, and one that writes.  Passes after the first read from the second-level cache.
+#include "sampling/row_filter.h"
+#include "sampling/row_passes.cuh"
+
+namespace pykv {
+namespace {
+
+// Weights for reach_target, of logits or of probabilities.
+struct RowWeights {
+  const FilterRow& r;
+  bool are_counts;
+  float largest;
+
+  __device__ uint64_t of(float x) const { return are_counts ? 1 : r.mass(x, largest); }
+  __device__ uint64_t target(uint64_t total) const {
+    return are_counts ? static_cast<uint64_t>(r.k) : share_of(total, r.top_p);
+  }
+  __device__ int bin_of(float x) const {
+    if (r.of_probabilities) {  // the highest bits of a float are its octave and its part of that
+      const uint32_t distance = bits_of(largest) - bits_of(x > 0.0f ? x : 0.0f);
+      return static_cast<int>(min(distance >> 18, static_cast<uint32_t>(kBins - 1)));
+    }
+    return min(__float2int_rz(__fmul_rn(-below(x, largest), r.scale * kBinsOfOctave)), kBins - 1);
+  }
+};
+
+template <class T>
+__global__ __launch_bounds__(kSelectThreads) void row_filter_kernel(const __grid_constant__ RowFilterArgs args,
+                                                                    int blocks, int room,
+                                                                    const __grid_constant__ Reporter row_reporter,
+                                                                    const __grid_constant__ Reporter token_reporter) {
+  extern __shared__ __align__(16) Entry entries[];
+  __shared__ RowMemory memory;
+  begin_dependent();
+  const int64_t row = static_cast<int64_t>(blockIdx.x) / blocks;
+  const int thread = threadIdx.x;
+  RowTeam team(memory, static_cast<int>(blockIdx.x) % blocks, blocks);
+  const T* input = static_cast<const T*>(args.input) + row * args.input_stride;
+  const RowSlice<T> slice(input, args.num_cols, team.rank(), blocks);
+  const FilterRow r = filter_row(args, row);
+  const auto plain = [](float x, int) { return x; };
+
+  // The largest by its key, which that of NaN exceeds.
+  uint32_t key = 0;
+  each_vector<4>(slice, [&](int, const Vec<float, kPackSize<T>>& x) {
+#pragma unroll
+    for (int i = 0; i < kPackSize<T>; ++i) key = max(key, key_of_logit(x[i]));
+  });
+  key = static_cast<uint32_t>(team.reduce(key, Larger()));
+  const float largest = logit_of_key(key);
+  const bool has_nan = key == kKeyOfNan, is_empty = !has_nan && !(largest > (r.of_probabilities ? 0.0f : -INFINITY));
+  const bool is_bad = has_nan || is_empty;
+  if (is_bad && team.rank() == 0 && thread == 0) row_reporter(row, has_nan ? -1 : -2);
+
+  Entry floor = 0;
+  if (!is_bad && !r.keeps_all()) {
+    const float least = r.least(largest);
+    if (least != -INFINITY) floor = Entry{key_of_logit(least)} << 32;
+#pragma unroll 1
+    for (int phase = 0; phase < 2; ++phase) {
+      if (phase == 0 ? r.k == 0 : r.top_p >= 1.0f) continue;
+      floor = reach_target(team, memory, slice, floor, RowWeights{r, phase == 0, largest}, entries, room, plain);
+    }
+  }
+  const auto entry_at = [](float x, int column) { return entry_of(key_of_logit(x), static_cast<uint32_t>(column)); };
+  const bool as_it_is = args.result == RowResult::kLogits;
+  float total = 1.0f;
+  if (!is_bad && !as_it_is) {
+    Mass sum = 0;
+    each_logit(slice, plain, [&](float x, int column) {
+      if (entry_at(x, column) >= floor) sum += r.mass(x, largest);
+    });
+    total = static_cast<float>(team.reduce(sum, Plus())) * 0x1p-40f;
+  }
+
+  if (args.result == RowResult::kTokenLogprobs) {
+    const float log_total = is_bad ? 0.0f : log_of(total);
+#pragma unroll 1
+    for (int i = 0; i < args.num_tokens; ++i) {
+      const int64_t token = args.token(row, i);
+      const bool there = token >= 0 && token < args.num_cols, writes = team.rank() == 0 && thread == 0;
+      const float x = there ? to_float(input[token]) : 0.0f;
+      if (writes) {
+        if (!there) token_reporter(token, args.num_cols);
+        static_cast<float*>(args.out)[row * args.out_stride + i] =
+            is_bad || !there ? __int_as_float(0x7fc00000) : fused(below(x, largest), r.inverse_temperature, -log_total);
+      }
+      if (!args.ranks) continue;
+      uint64_t rank = 0;
+      if (there) {
+        const Entry own = entry_at(x, static_cast<int>(token));
+        each_logit(slice, plain, [&](float y, int column) { rank += entry_at(y, column) > own; });
+        rank = team.reduce(rank, Plus());
+      }
+      if (writes) args.ranks[row * args.rank_stride + i] = there ? static_cast<int32_t>(rank) : -1;
+    }
+  } else {
+    each_logit(slice, plain, [&](float x, int column) {
+      const bool kept = entry_at(x, column) >= floor;
+      float y = as_it_is ? (kept ? x : -INFINITY) : kept && !is_bad ? r.probability(x, largest, total) : 0.0f;
+      if (is_bad && !as_it_is) y = __int_as_float(0x7fc00000);
+      const int64_t at = row * args.out_stride + column;
+      if (args.out_dtype == DType::kFloat32) {
+        static_cast<float*>(args.out)[at] = y;
+      } else {
+        static_cast<T*>(args.out)[at] = from_float<T>(y);
+      }
+    });
+  }
+  team.barrier();  // others may still read this block's sums
+}
+
+}  // namespace
+
+void row_filter_cuda(const RowFilterArgs& args, const Launch& launch) {
+  const int blocks = blocks_for_row(args.num_rows, args.num_cols, 8, launch), room = 4096;
+  dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
+    launch_rows<row_filter_kernel<T>>(args.num_rows, blocks, kSelectThreads, room * static_cast<int>(sizeof(Entry)),
+                                      launch, "row_filter", args, blocks, room, launch.reporter(args.report),
+                                      launch.reporter("token_logprobs: token_ids"));
+  });
+}
+
+}  // namespace pykv

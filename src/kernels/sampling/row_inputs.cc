@@ -1,0 +1,36 @@
+#include "sampling/row_inputs.h"
+
+namespace pykv {
+
+RowNumbers row_numbers(Call& call, const char* name, const DLTensor* t, const Dim& rows) {
+  if (!t) return {};
+  Tensor x(name, t);
+  x.rank_between(0, 1).dtype({DType::kFloat32});
+  if (x.numel() != 1 && x.numel() != rows)
+    x.fail(PYKV_VALUE_ERROR, "must have 1 element, or one for each of the %lld rows, got shape %s",
+           static_cast<long long>(rows), x.shape_string().c_str());
+  const float* data = static_cast<const float*>(x.data());
+  if (x.device().device_type == kDLCPU && x.numel() == 1) return {nullptr, 0, *data, true};
+  call.read(name, t);  // on the device of the others
+  return {data, x.numel() == 1 ? 0 : x.stride(0), 0.0f, true};
+}
+
+RowCounts row_counts(Call& call, const char* name, const DLTensor* t, const Dim& rows) {
+  if (!t) return {};
+  Tensor x(name, t);
+  x.rank_between(0, 1).dtype({DType::kInt32, DType::kInt64, DType::kFloat32});
+  if (x.type() == DType::kFloat32) {  // a Python number
+    const RowNumbers number = row_numbers(call, name, t, rows);
+    if (number.data || !(number.value >= 0 && number.value < 1 << 24))
+      x.fail(PYKV_TYPE_ERROR, "must be an integer, or an array of int32 or int64");
+    return {{}, static_cast<int64_t>(number.value), true};
+  }
+  Index list = call.read(name, t).index();
+  if (x.numel() != 1 && x.numel() != rows)
+    x.fail(PYKV_VALUE_ERROR, "must have 1 element, or one for each of the %lld rows, got shape %s",
+           static_cast<long long>(rows), x.shape_string().c_str());
+  if (x.numel() == 1) list.stride = 0;
+  return {list, 0, true};
+}
+
+}  // namespace pykv

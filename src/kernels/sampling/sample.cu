@@ -1,0 +1,273 @@
+// A block, or where rows are few a cluster of them, draws the token of a row.  Three ways, by the row's parameters:
+//
+//   up to kMostListed of the first logits: they are found in one pass (top_k_candidates.cuh), sorted, and all else happens in
+//     shared memory
+//   all, or all above min_p: a pass for the largest where min_p wants it, and one that draws
+//   the rest: a pass for the largest, two for each of top_k and top_p (row_passes.cuh), and one that draws
+//
+// Passes after the first read from the second-level cache.  In the pass that draws, a token's noise is worked out only if its
+// random number is small enough for it to win; the numbers themselves are most of the work.
+#include "cuda/approximate.cuh"
+#include "sampling/row_passes.cuh"
+#include "sampling/sample.h"
+
+namespace pykv {
+namespace {
+
+constexpr int kMostListed = 1024;
+static_assert(kMostListed == 2 * kSelectThreads);
+
+template <class T, bool kAdjusted>
+class RowSampler {
+ public:
+  __device__ RowSampler(const SampleArgs& args, int64_t row, const SampleRow& r, const RowAdjustments& adjusted,
+                        RowTeam& team, RowMemory& memory, Entry* entries, int room)
+      : args_(args),
+        logits_(static_cast<const T*>(args.logits) + row * args.logit_stride),
+        adjusted_(adjusted),
+        slice_(logits_, args.num_cols, team.rank(), team.blocks()),
+        r_(r),
+        team_(team),
+        memory_(memory),
+        entries_(entries),
+        room_(room) {}
+
+  __device__ void draw(int64_t row, const Reporter& reporter) {
+    Drawn drawn{0, 0.0f, 0.0f, 0};
+    if (r_.k <= kMostListed && r_.k < args_.num_cols) {
+      if (!draw_from_list(drawn)) return;
+    } else {
+      draw_from_row(drawn);
+    }
+    if (team_.rank() != 0 || threadIdx.x != 0) return;
+    if (drawn.entry != 0 && key_of(drawn.entry) != kKeyOfNan) {
+      const int column = static_cast<int>(index_of(drawn.entry)) - args_.first_token;
+      drawn.logit = to_float(logits_[column]);
+      if constexpr (kAdjusted) drawn.logit = adjusted_(drawn.logit, column);
+    }
+    store_drawn(args_, row, r_, drawn, [&](int64_t at, long long what) { reporter(at, what); });
+  }
+
+ private:
+  static constexpr int kSize = kPackSize<T>;
+  static constexpr int kVectors = kAdjusted ? 1 : 2;  // adjustments are much code for each logit
+
+  // What a logit counts as.  Outside the row it is -infinity already.
+  __device__ float value(float x, int column) const {
+    if constexpr (kAdjusted) {
+      return column >= slice_.begin && column < slice_.end ? adjusted_(x, column) : x;
+    } else {
+      return x;
+    }
+  }
+
+  // False in blocks whose part is done.
+  __device__ bool draw_from_list(Drawn& drawn) {
+    using Candidates = TopKCandidates<T, kVectors>;
+    const int thread = threadIdx.x, k = r_.k;
+    int n = Candidates::find(slice_, k, team_.blocks(), entries_, room_, memory_.bound_key, memory_.select,
+                             [&](float x, int column) { return value(x, column); });
+    if (team_.blocks() > 1) {
+      if (n > k) {
+        Candidates::cut(k, entries_, n, memory_.select);
+        n = k;
+      }
+      n = gather_lists(entries_, n, team_.rank(), team_.blocks(), memory_.list_size);
+      if (team_.rank() != 0) return false;
+    }
+    n = first_entries(entries_, n, k, true, memory_.select);
+    drawn.largest = logit_of_key(key_of(entries_[0]));
+    if (key_of(entries_[0]) == kKeyOfNan || drawn.largest == -INFINITY) {
+      drawn.entry = drawn.largest == -INFINITY ? 0 : entries_[0];
+      return true;
+    }
+    // Two neighbours a thread.
+    const float least = r_.least_logit(drawn.largest);
+    float x[2];
+    Mass mass[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = 2 * thread + i;
+      x[i] = at < n ? logit_of_key(key_of(entries_[at])) : -INFINITY;
+      if (x[i] < least) x[i] = -INFINITY;
+      mass[i] = x[i] == -INFINITY ? 0 : mass_of(x[i], drawn.largest, r_.scale);
+    }
+    if (r_.top_p < 1.0f) {
+      Mass total;
+      const Mass before = team_.sum_before(mass[0] + mass[1], total), target = share_of(total, r_.top_p);
+      if (before >= target) x[0] = -INFINITY;
+      if (before + mass[0] >= target) x[1] = -INFINITY;
+    }
+    Mass kept = 0;
+    Entry best = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (x[i] == -INFINITY) continue;
+      kept += mass[i];
+      const uint32_t token = static_cast<uint32_t>(args_.first_token) + index_of(entries_[2 * thread + i]);
+      best = Larger()(best, drawn_entry(x[i], r_.inverse_temperature, r_.noise.word(token), token));
+    }
+    drawn.total = team_.reduce_block(kept, Plus());
+    drawn.entry = team_.reduce_block(best, Larger());
+    return true;
+  }
+
+  __device__ void draw_from_row(Drawn& drawn) {
+    const bool from_all = r_.draws_from_all() && r_.k == args_.num_cols;
+    Entry floor = 0;
+    if (r_.greedy || !from_all || r_.log_min_p != -INFINITY || args_.logprobs) {
+      const Entry first = first_of_row();
+      drawn.largest = logit_of_key(key_of(first));
+      if (r_.greedy || first == 0 || key_of(first) == kKeyOfNan) {
+        drawn.entry =
+            first == 0 ? 0 : entry_of(key_of(first), static_cast<uint32_t>(args_.first_token) + index_of(first));
+        team_.barrier();
+        return;
+      }
+      const float least = r_.least_logit(drawn.largest);
+      if (least != -INFINITY) floor = Entry{key_of_logit(least)} << 32;
+    }
+    const auto own_value = [&](float x, int column) { return value(x, column); };
+#pragma unroll 1
+    for (int phase = 0; phase < 2; ++phase) {
+      if (phase == 0 ? r_.k == args_.num_cols : !(r_.top_p < 1.0f)) continue;
+      const LogitWeights weights{phase == 0, static_cast<uint64_t>(r_.k), drawn.largest, r_.scale, r_.top_p};
+      floor = reach_target(team_, memory_, slice_, floor, weights, entries_, room_, own_value);
+    }
+    if (args_.logprobs) {
+      Mass total = 0;
+      each_logit(slice_, own_value, [&](float x, int column) {
+        if (entry_of(key_of_logit(x), static_cast<uint32_t>(column)) >= floor)
+          total += mass_of(x, drawn.largest, r_.scale);
+      });
+      drawn.total = team_.reduce(total, Plus());
+    }
+    drawn.entry = best_of_row(floor);
+    team_.barrier();
+  }
+
+  // The row's first entry; 0 if there is nothing but -infinity.
+  __device__ Entry first_of_row() {
+    float largest = -INFINITY;
+    int at = -1;
+    const auto look = [&](float x, int column) {  // columns ascend; nothing comes before NaN
+      if (x <= largest || largest != largest) return;
+      largest = x;
+      at = column;
+    };
+    if constexpr (kAdjusted) {
+      each_logit(slice_, [&](float x, int column) { return value(x, column); }, look);
+    } else {
+      each_vector<kVectors>(slice_, [&](int column, const Vec<float, kSize>& x) {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) look(x[i], column + i);
+      });
+    }
+    return team_.reduce(at < 0 ? 0 : entry_of(key_of_logit(largest), static_cast<uint32_t>(at)), Larger());
+  }
+
+  // What wins among entries from `floor` on.
+  __device__ Entry best_of_row(Entry floor) {
+    const float least = floor == 0 ? -INFINITY : logit_of_key(key_of(floor));
+    const float scale = r_.scale;
+    const TokenNoise noise = r_.noise;
+    const uint32_t first_token = static_cast<uint32_t>(args_.first_token);
+    // Vectors begin at the same place among the four tokens of a group.
+    const uint32_t before = (first_token + static_cast<uint32_t>(slice_.first_vector)) % 4;
+    Entry best = 0;
+    float reach = INFINITY;  // of a logit in powers of 2: what it must have for its score to be the best
+    each_vector<kAdjusted || sizeof(T) == 2 ? 1 : 2>(slice_, [&](int column, const Vec<float, kSize>& raw) {
+      TokenNoise here = noise;
+      asm volatile("" : "+r"(here.key0), "+r"(here.key1));  // else ten keys of rounds would stay in registers
+      uint32_t words[kSize + 4];
+      const uint32_t group = (first_token + static_cast<uint32_t>(column)) / 4;
+#pragma unroll
+      for (int g = 0; g <= kSize / 4; ++g) {
+        FourWords four{};
+        if (g < kSize / 4 || before != 0) four = here.group((group + g) & 0x3fffffffu);  // before token 0, too
+#pragma unroll
+        for (int w = 0; w < 4; ++w) words[4 * g + w] = four.w[w];
+      }
+      if (before & 1)
+#pragma unroll
+        for (int i = 0; i < kSize + 3; ++i) words[i] = words[i + 1];
+      if (before & 2)
+#pragma unroll
+        for (int i = 0; i < kSize + 2; ++i) words[i] = words[i + 2];
+      uint32_t may_win = 0;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const float x = value(raw[i], column + i);
+        // It wins if -ln(1 - u) is below 2^(scale x + reach), and so only if u is.  NaN passes.
+        const float most = fmaf(power_of_2(fmaf(x, scale, reach)), 1.01f, 1.0000003f);
+        if (!(__uint_as_float(words[i] >> 9 | 0x3f800000u) > most) && !(x < least)) may_win |= 1u << i;
+      }
+      const Entry last = best;
+#pragma unroll 1
+      for (; may_win != 0; may_win &= may_win - 1) {
+        const int at = column + __ffs(static_cast<int>(may_win)) - 1;
+        if (at < slice_.begin || at >= slice_.end) continue;
+        const float x = value(to_float(logits_[at]), at);
+        if (entry_of(key_of_logit(x), static_cast<uint32_t>(at)) < floor) continue;
+        const uint32_t token = first_token + static_cast<uint32_t>(at);
+        best = Larger()(best, drawn_entry(x, r_.inverse_temperature, here.word(token), token));
+      }
+      if (__any_sync(0xffffffffu, best != last)) {
+        const uint32_t key = __reduce_max_sync(0xffffffffu, key_of(best));
+        const float score = logit_of_key(key);
+        if (key != 0) {  // of infinity and NaN, only equals come before the best
+          reach = score < INFINITY ? (0.01f + fabsf(score) * 1e-5f - score) * 1.44269504f : -INFINITY;
+        }
+      }
+    });
+    return team_.reduce(best, Larger());
+  }
+
+  const SampleArgs& args_;
+  const T* logits_;
+  RowSlice<T> slice_;
+  const SampleRow& r_;  // in shared memory, both: registers are rare
+  const RowAdjustments& adjusted_;
+  RowTeam& team_;
+  RowMemory& memory_;
+  Entry* entries_;
+  int room_;
+};
+
+template <class T, bool kAdjusted>
+__global__ __launch_bounds__(kSelectThreads,
+                             kAdjusted ? 1 : 2) void sample_kernel(const __grid_constant__ SampleArgs args, int blocks,
+                                                                   int room,
+                                                                   const __grid_constant__ Reporter reporter) {
+  extern __shared__ __align__(16) Entry entries[];
+  __shared__ RowMemory memory;
+  begin_dependent();
+  const int64_t row = static_cast<int64_t>(blockIdx.x) / blocks;
+  RowTeam team(memory, static_cast<int>(blockIdx.x) % blocks, blocks);
+  __shared__ SampleRow of_row;
+  __shared__ alignas(RowAdjustments) char adjusted[sizeof(RowAdjustments)];
+  if (threadIdx.x == 0) {
+    of_row = sample_row(args, row);
+    new (adjusted) RowAdjustments(args.adjustments, row);
+  }
+  __syncthreads();
+  RowSampler<T, kAdjusted>(args, row, of_row, *reinterpret_cast<const RowAdjustments*>(adjusted), team, memory, entries,
+                           room)
+      .draw(row, reporter);
+}
+
+}  // namespace
+
+void sample_cuda(const SampleArgs& args, const Launch& launch) {
+  const int blocks = blocks_for_row(args.num_rows, args.num_cols, 8, launch);
+  dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
+    const int room = TopKCandidates<T, 1>::room(kMostListed, blocks);
+    dispatch_bool(args.adjustments.any(), [&]<bool kAdjusted>() {
+      launch_rows<sample_kernel<T, kAdjusted>>(args.num_rows, blocks, kSelectThreads,
+                                               room * static_cast<int>(sizeof(Entry)), launch, "sample", args, blocks,
+                                               room, launch.reporter("sample: logits"));
+    });
+  });
+}
+
+}  // namespace pykv

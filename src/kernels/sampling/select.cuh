@@ -1,0 +1,165 @@
+// Entries (logit_order.h) in the shared memory of a block: the first k of them, and their order.
+//
+// All threads of the block call these together, with what they read in place behind a barrier; each ends with one.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/cluster.cuh"
+#include "sampling/logit_order.h"
+
+namespace pykv {
+
+constexpr int kSelectThreads = 512, kSelectWarps = kSelectThreads / 32;
+
+// Sums of a block in one barrier each.  Two that follow each other have different memory: a thread that still reads the first
+// has not come to the barrier of the second.
+struct BlockCounter {
+  uint32_t parts[2][kSelectWarps];
+
+  __device__ uint32_t sum(uint32_t x, int use) {
+    x = __reduce_add_sync(0xffffffffu, x);
+    if (threadIdx.x % 32 == 0) parts[use & 1][threadIdx.x / 32] = x;
+    __syncthreads();
+    return __reduce_add_sync(0xffffffffu, threadIdx.x % 32 < kSelectWarps ? parts[use & 1][threadIdx.x % 32] : 0);
+  }
+};
+
+struct SelectMemory {
+  BlockCounter counter;
+  uint32_t all[kSelectWarps], any[kSelectWarps];
+  uint32_t count;
+};
+
+// The largest t with at least `wanted` of count(t) = how many are >= t, bit by bit below `bit`, beginning with `t`; a count of up
+// to `enough` ends it early.  count(t) is that of this thread.
+template <class Word, class Count>
+__device__ Word largest_bound(Word t, int bit, int last_bit, uint32_t wanted, uint32_t enough, BlockCounter& counter,
+                              Count count) {
+#pragma unroll 1
+  for (; bit >= last_bit; --bit) {
+    const Word candidate = t | Word{1} << bit;
+    const uint32_t total = counter.sum(count(candidate), bit);
+    if (total < wanted) continue;
+    t = candidate;
+    if (total <= enough) break;
+  }
+  __syncthreads();  // the counter may be used again
+  return t;
+}
+
+// The smallest of the first `wanted` of n different entries, or a number between it and the next one.
+__device__ inline Entry bound_of_first(const Entry* entries, int n, int wanted, SelectMemory& memory) {
+  if (n <= wanted) return 0;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  uint32_t all = 0xffffffffu, any = 0;
+  for (int i = thread; i < n; i += kSelectThreads) {
+    all &= key_of(entries[i]);
+    any |= key_of(entries[i]);
+  }
+  all = __reduce_and_sync(0xffffffffu, all);
+  any = __reduce_or_sync(0xffffffffu, any);
+  if (lane == 0) {
+    memory.all[warp] = all;
+    memory.any[warp] = any;
+  }
+  __syncthreads();
+  all = __reduce_and_sync(0xffffffffu, memory.all[lane % kSelectWarps]);
+  any = __reduce_or_sync(0xffffffffu, memory.any[lane % kSelectWarps]);
+  // The first bits, which all keys have in common, need no search.
+  const int differing = 31 - __clz(static_cast<int>(all ^ any));  // -1: none
+  const uint32_t common = any & ~((2u << differing) - 1u);
+  const Entry begin = Entry{differing < 0 ? any : common} << 32;
+  return largest_bound(begin, 32 + differing, 0, static_cast<uint32_t>(wanted), static_cast<uint32_t>(wanted),
+                       memory.counter, [&](Entry t) {
+                         uint32_t count = 0;
+                         for (int i = thread; i < n; i += kSelectThreads) count += entries[i] >= t;
+                         return count;
+                       });
+}
+
+// Keeps entries that are not below t, in any order, and gives their number.
+__device__ inline int keep_not_below(Entry t, Entry* entries, int n, SelectMemory& memory) {
+  if (threadIdx.x == 0) memory.count = 0;
+  // What is kept goes to places before those that are read next.
+  for (int first = 0; first < n; first += kSelectThreads) {
+    const int i = first + static_cast<int>(threadIdx.x);
+    const Entry entry = i < n ? entries[i] : 0;
+    __syncthreads();
+    if (i < n && entry >= t) entries[atomicAdd(&memory.count, 1u)] = entry;
+  }
+  __syncthreads();
+  return static_cast<int>(memory.count);
+}
+
+constexpr int kFewEntries = 256;
+
+// Sorts n different entries, the largest first.  Up to the power of two that is not below n, `entries` has room.
+__device__ inline void sort_entries(Entry* entries, int n) {
+  const int thread = threadIdx.x;
+  if (n <= kFewEntries) {  // each finds its place by counting those before it
+    const Entry own = thread < n ? entries[thread] : 0;
+    int place = 0;
+    if (thread < n)
+      for (int i = 0; i < n; ++i) place += entries[i] > own;
+    __syncthreads();
+    if (thread < n) entries[place] = own;
+    __syncthreads();
+    return;
+  }
+  int size = 2 * kFewEntries;
+  while (size < n) size *= 2;
+  for (int i = n + thread; i < size; i += kSelectThreads) entries[i] = 0;
+  __syncthreads();
+#pragma unroll 1
+  for (int run = 2; run <= size; run *= 2) {
+#pragma unroll 1
+    for (int distance = run / 2; distance > 0; distance /= 2) {
+      for (int pair = thread; pair < size / 2; pair += kSelectThreads) {
+        const int low = 2 * pair - (pair & (distance - 1)), high = low + distance;
+        const Entry a = entries[low], b = entries[high];
+        const bool descending = (low & run) == 0;
+        if ((a < b) == descending) {
+          entries[low] = b;
+          entries[high] = a;
+        }
+      }
+      __syncthreads();
+    }
+  }
+}
+
+// Leaves the first min(k, n), and gives their number; `sorted` says in which order they are.
+__device__ inline int first_entries(Entry* entries, int n, int k, bool sorted, SelectMemory& memory) {
+  if (n <= kFewEntries) {
+    sort_entries(entries, n);
+    return min(n, k);
+  }
+  if (n > k) n = keep_not_below(bound_of_first(entries, n, k, memory), entries, n, memory);
+  if (sorted) sort_entries(entries, n);
+  return n;
+}
+
+// ---- clusters of blocks ----
+
+template <class T>
+__device__ T load_from_block(const T* shared, int rank) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  const uint32_t address = cluster_address(static_cast<uint32_t>(__cvta_generic_to_shared(shared)), rank);
+  T value{};
+#if __CUDA_ARCH__ >= 900
+  if constexpr (sizeof(T) == 4) {
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  } else {
+    asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
+  }
+#endif
+  return value;
+}
+
+__device__ inline void cluster_barrier() {
+  cluster_announce_all();
+  cluster_wait();
+}
+
+}  // namespace pykv

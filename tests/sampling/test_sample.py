@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rows import FLOATS, name_of, padded, random
+from sampling import reference
+
+import pykv
+
+dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+ADJUSTMENTS = {"repetition_penalty", "frequency_penalty", "presence_penalty"} | {
+    "prompt_bitmap", "output_counts", "logit_bias", "allowed_bitmap"
+}  # fmt: skip
+
+
+def sample(array, x, seeds, steps, *, offset=0, **options):
+    """Tokens and log-probabilities for NumPy arrays."""
+    rows = len(x)
+    out, logprobs = array.output(np.full(rows, -7, np.int32)), array.output(np.zeros(rows, np.float32))
+    arrays = {name: array.input(v) if isinstance(v, np.ndarray) else v for name, v in options.items()}
+    pykv.sample(out, array.input(x, offset=offset), array.input(seeds), array.input(steps), **arrays, logprobs=logprobs)
+    return array.numpy(out), array.numpy(logprobs)
+
+
+def keys(rows, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.integers(-(2**62), 2**62, rows), rng.integers(0, 2**40, rows)
+
+
+def check(array, x, *, offset=0, first_token=0, **options):
+    """Against the reference, but where that is within rounding of another result; most are not."""
+    seeds, steps = keys(len(x), x.shape[1])
+    tokens, logprobs = sample(array, x, seeds, steps, offset=offset, first_token=first_token, **options)
+    adjusted = reference.adjusted(x, **{k: v for k, v in options.items() if k in ADJUSTMENTS})
+    unclear = 0
+    for row in range(len(x)):
+        own = {k: (v if np.ndim(v) == 0 else v[row]) for k, v in options.items() if k not in ADJUSTMENTS}
+        token, logprob, lead = reference.sample(
+            adjusted[row], int(seeds[row]), int(steps[row]), first=first_token, **own
+        )
+        if lead < 2e-6:
+            unclear += 1
+            continue
+        assert tokens[row] == token, (row, lead)
+        assert abs(logprobs[row] - logprob) < 1e-5 * max(1, abs(logprob)), row
+    assert unclear <= max(1, len(x) // 20)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("rows", "cols"), [(1, 1), (3, 5), (5, 1000), (2, 50257), (1, 130001), (40, 4099), (300, 257)], ids=name_of
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.6},
+        {"top_k": 50, "top_p": 0.9},
+        {"top_p": 0.9},
+        {"top_p": 0.5, "temperature": 1.5},
+        {"min_p": 0.05},
+        {"top_k": 3000},
+        {"top_k": 1500, "top_p": 0.7, "min_p": 0.01, "temperature": 0.8},
+        {"top_k": 1},
+        {"temperature": 0.0},
+        {"top_p": 0.0},
+        {"min_p": 1.0},
+    ],
+    ids=str,
+)
+def test_sizes(array, dtype, rows, cols, options):
+    check(array, random((rows, cols), dtype, cols) * dtype.type(2), **options)
+
+
+@dtypes
+def test_each_row_has_its_own_parameters(array, dtype):
+    rows = 48
+    rng = np.random.default_rng(1)
+    options = {
+        "temperature": rng.choice([0, 0.3, 1, 2], rows).astype(np.float32),
+        "top_k": rng.choice([-1, 0, 1, 7, 40, 900, 2500, 5000], rows).astype(np.int32),
+        "top_p": rng.choice([0.1, 0.8, 0.95, 1, 2], rows).astype(np.float32),
+        "min_p": rng.choice([0, 0.001, 0.2], rows).astype(np.float32),
+    }
+    check(array, random((rows, 4001), dtype) * dtype.type(3), **options)
+
+
+def adjustments(rows, cols, seed=0):
+    rng = np.random.default_rng(seed)
+    words = (cols + 31) // 32
+    return {
+        "repetition_penalty": rng.uniform(0.8, 1.6, rows).astype(np.float32),
+        "frequency_penalty": rng.uniform(0, 0.5, rows).astype(np.float32),
+        "presence_penalty": 0.25,
+        "prompt_bitmap": rng.integers(-(2**31), 2**31, (rows, words)).astype(np.int32),
+        "output_counts": np.maximum(rng.integers(-20, 4, (rows, cols)), 0).astype(np.int32),
+        "logit_bias": rng.standard_normal((rows, cols)).astype(np.float32),
+        "allowed_bitmap": rng.integers(-(2**31), 2**31, (rows, words)).astype(np.int32),
+    }
+
+
+@dtypes
+@pytest.mark.parametrize("cols", [33, 2000, 20011])
+@pytest.mark.parametrize("options", [{}, {"top_k": 20, "top_p": 0.8}, {"top_p": 0.9}, {"temperature": 0.0}], ids=str)
+def test_adjustments(array, dtype, cols, options):
+    check(array, random((6, cols), dtype) * dtype.type(2), **adjustments(6, cols), **options)
+
+
+@pytest.mark.parametrize("name", sorted(ADJUSTMENTS))
+def test_one_adjustment(array, name):
+    x = random((9, 300), np.dtype(np.float32)) * 2
+    given = adjustments(9, 300)
+    needs = {"repetition_penalty": "prompt_bitmap", "frequency_penalty": "output_counts"}.get(name, name)
+    needs = "output_counts" if name == "presence_penalty" else needs
+    check(array, x, temperature=0.4, **{k: given[k] for k in {name, needs}})
+
+
+def test_one_bias_for_all_rows(array):
+    x, bias = random((4, 100), np.dtype(np.float32)), random((1, 100), np.dtype(np.float32), 1) * 9
+    tokens = np.zeros(4, np.int32)
+    pykv.sample(tokens, x, temperature=0.0, logit_bias=np.broadcast_to(bias, (4, 100)))
+    assert tokens.tolist() == (x + bias).argmax(1).tolist()
+
+
+@given(
+    dtype=st.sampled_from(FLOATS),
+    rows=st.integers(0, 6),
+    cols=st.integers(1, 300) | st.integers(1, 20000),
+    padding=st.integers(0, 9),
+    offset=st.integers(0, 9),
+    first_token=st.integers(0, 9),
+    temperature=st.sampled_from([0.2, 1.0, 3.0]),
+    top_k=st.sampled_from([0, 1, 20, 700, 2000]),
+    top_p=st.sampled_from([0.3, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0, 0.1]),
+    spread=st.sampled_from([0.1, 1.0, 8.0]),
+)
+def test_any_rows(
+    array, dtype, rows, cols, padding, offset, first_token, temperature, top_k, top_p, min_p, spread
+):  # fmt: skip
+    x = (random((rows, cols), dtype, cols) * spread).astype(dtype)
+    check(
+        array, padded(x, padding), offset=offset, first_token=first_token, temperature=temperature, top_k=top_k,
+        top_p=top_p, min_p=min_p,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("levels", [1, 2, 40])
+@pytest.mark.parametrize("options", [{"top_p": 0.6}, {"top_k": 2000, "top_p": 0.50012}, {"top_k": 33}, {}], ids=str)
+def test_ties_go_to_the_lower_token(array, levels, options):
+    """Sums of equal shares are clear where the border lies between two of them."""
+    x = np.random.default_rng(0).integers(0, levels, (3, 30001)).astype(np.float32)
+    check(array, x, **options)
+
+
+@dtypes
+@pytest.mark.parametrize("options", [{}, {"top_k": 30}, {"top_p": 0.8}, {"temperature": 0.0}], ids=str)
+def test_nothing_but_the_row_decides(array, dtype, options):
+    x = random((300, 5003), dtype)
+    seeds, steps = keys(300)
+    together, logprobs = sample(array, x, seeds, steps, **options)
+    for rows in (slice(0, 1), slice(5, 7), slice(30, 100)):
+        some, some_logprobs = sample(array, padded(x[rows], 5), seeds[rows], steps[rows], offset=3, **options)
+        np.testing.assert_array_equal(some, together[rows])
+        np.testing.assert_array_equal(some_logprobs, logprobs[rows])
+
+
+@pytest.mark.parametrize("shards", [2, 3, 7])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_shards_of_the_vocabulary(array, shards, temperature):
+    x = (random((20, 3001), np.dtype(np.float32)) * 4).round() / 4
+    seeds, steps = keys(20)
+    whole, _ = sample(array, x, seeds, steps, temperature=temperature)
+    best = np.full(20, -np.inf, np.float32)
+    tokens = np.zeros(20, np.int32)
+    first = 0
+    for part in np.array_split(x, shards, axis=1):
+        out, scores = array.output(np.zeros(20, np.int32)), array.output(np.zeros(20, np.float32))
+        pykv.sample(
+            out, array.input(part), array.input(seeds), array.input(steps), temperature, first_token=first,
+            scores=scores,
+        )  # fmt: skip
+        wins = array.numpy(scores) > best  # the lower token of equals came before
+        tokens[wins], best[wins] = array.numpy(out)[wins], array.numpy(scores)[wins]
+        first += part.shape[1]
+    np.testing.assert_array_equal(tokens, whole)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}], ids=str)
+def test_draws_have_the_distribution(array, options):
+    """Chi-square over many steps; 60 is passed once in 10^7 runs with 11 degrees of freedom."""
+    draws = 20000
+    x = random((1, 12), np.dtype(np.float32), 4)
+    steps = np.arange(draws)
+    tokens, _ = sample(array, np.repeat(x, draws, 0), np.full(draws, 99), steps, **options)
+    kept, _ = reference.kept(x[0], **options)
+    p = np.zeros(12)
+    p[kept] = np.exp((x[0, kept] - x.max()).astype(np.float64) / options.get("temperature", 1.0))
+    wanted = draws * p / p.sum()
+    counts = np.bincount(tokens, minlength=12)
+    assert (counts[wanted == 0] == 0).all()
+    chi_square = ((counts - wanted)[wanted > 0] ** 2 / wanted[wanted > 0]).sum()
+    assert chi_square < 60
+
+
+def test_known_answers_of_philox():
+    """Those of the authors' implementation (Random123, kat_vectors)."""
+    ones = 0xFFFFFFFF
+    zero = reference.philox(np.zeros(4, np.uint64), (0, 0))
+    assert [hex(int(w)) for w in zero] == ["0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
+    full = reference.philox(np.full(4, ones, np.uint64), (ones, ones))
+    assert [hex(int(w)) for w in full] == ["0x408f276d", "0x41c83b0e", "0xa20bc7c6", "0x6d5451fd"]
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 30}, {"top_k": 2000}, {"top_p": 0.8}, {"min_p": 0.1}, {"temperature": 0.0}], ids=str
+)
+@pytest.mark.parametrize("cols", [50, 9000])
+def test_rows_without_a_token_are_marked_and_reported(array, dtype, options, cols):
+    x = random((4, cols), dtype)
+    x[1, cols - 3] = np.nan
+    x[2] = -np.inf
+    seeds, steps = keys(4)
+    for bad, message in ((1, "logits: row 1 holds NaN"), (2, "logits: row 2 has nothing to choose from")):
+        y = x.copy()
+        y[3 - bad] = x[0]
+        out = array.output(np.zeros(4, np.int64))
+        with array.reports(message):
+            pykv.sample(out, array.input(y), array.input(seeds), array.input(steps), **options)
+        tokens = array.numpy(out)
+        assert tokens[bad] == -1
+        good = [row for row in range(4) if row != bad]
+        np.testing.assert_array_equal(tokens[good], sample(array, y[good], seeds[good], steps[good], **options)[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}, {"temperature": 0.0}], ids=str)
+def test_infinity(array, options):
+    x = random((2, 4000), np.dtype(np.float32))
+    x[:, 7:] = -np.inf
+    x[1, 3] = np.inf
+    seeds, steps = keys(2)
+    for step in range(20):
+        tokens, _ = sample(array, x, seeds, steps + step, **options)
+        assert tokens[0] < 7
+        assert tokens[1] == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"seeds": np.zeros(3, np.int64)}, ValueError, "seeds: "),
+        ({"steps": np.zeros(2, np.float32)}, TypeError, "steps: "),
+        ({"temperature": np.ones(3, np.float32)}, ValueError, "temperature: must have 1 element"),
+        ({"top_k": 2.5e9}, TypeError, "top_k: must be an integer"),
+        ({"top_k": np.ones(2, np.float32)}, TypeError, "top_k: "),
+        ({"top_p": np.ones(2, np.int32)}, TypeError, "top_p: "),
+        ({"allowed_bitmap": np.zeros((2, 2), np.int32)}, ValueError, "allowed_bitmap: "),
+        ({"output_counts": np.zeros((2, 20), np.int64)}, TypeError, "output_counts: "),
+        ({"first_token": -1}, ValueError, "first_token: "),
+        ({"out": np.zeros(2, np.float32)}, TypeError, "out: "),
+        ({"logits": np.zeros((2, 0), np.float32)}, ValueError, "logits: vocab_size"),
+    ],
+)
+def test_wrong_arguments(change, error, message):
+    right = {"out": np.zeros(2, np.int32), "logits": np.zeros((2, 20), np.float32)}
+    with pytest.raises(error, match=message):
+        pykv.sample(**right | change)
