@@ -51,7 +51,7 @@ class NumpyArrays:
 
     def matmul(self, x: Array, matrix: Array) -> Array:
         """[T, in] times the transpose of [out, in]: [T, out], which the caller may write into."""
-        return x @ matrix.T
+        return (x @ matrix.T).astype(self._dtype, copy=False)  # NumPy's products of bfloat16 are float32
 
     def argmax(self, x: Array) -> Host:
         """The index of the largest element of each row, on the host."""
@@ -78,6 +78,9 @@ class TorchArrays(NumpyArrays):
 
     def empty(self, *shape: int) -> Array:
         return self.namespace.empty(shape, dtype=self._dtype, device=self.device)
+
+    def matmul(self, x: Array, matrix: Array) -> Array:
+        return x @ matrix.T
 
     def host(self, x: Array) -> Host:
         return (x.float() if x.is_floating_point() else x).cpu().numpy()  # type: ignore[no-any-return]

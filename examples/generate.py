@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,14 +100,19 @@ def main() -> None:
     seconds = time.perf_counter() - began
 
     for request in requests:
-        start, continued = (
-            tokenizer.decode(ids)
-            for ids in (request.tokens[: request.prompt_length], request.tokens[request.prompt_length :])
-        )
+        start, continued = texts(tokenizer, request.tokens, request.prompt_length)
         console.print(Panel(Text.assemble((start, "bold"), continued)))
     library = args.array + " compiled" * args.compile + " with CUDA graphs" * args.cuda_graphs
     report(console, engine, library, seconds, steps)
     engine.close()
+
+
+def texts(tokenizer: Tokenizer, tokens: list[int], prompt_length: int) -> tuple[str, str]:
+    """The text of the prompt and of what follows.  Many decoders strip the space that a text begins with, so that the
+    whole is decoded at once, and what it has in common with the prompt taken off."""
+    whole, prompt = tokenizer.decode(tokens), tokenizer.decode(tokens[:prompt_length])
+    length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
+    return whole[:length], whole[length:]
 
 
 def report(console: Console, engine: Engine, library: str, seconds: float, steps: list[Step]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shutil
 import subprocess
@@ -28,6 +29,22 @@ def test_default_run_makes_english(tmp_path: Path) -> None:
     words = re.findall(r"[a-z]+", text.lower())
     common = {"the", "to", "of", "and", "a", "was", "her", "in", "i", "it", "not", "she", "he", "had", "be", "that"}
     assert sum(word in common for word in words) > 0.2 * len(words)
+
+
+def test_numpy_computes_in_bfloat16() -> None:
+    text = run("--dtype", "bfloat16", "--temperature", "0", "--prompt", "It was a", "--max-tokens", "4")
+    assert "numpy, bfloat16 weights, bfloat16 cache" in text
+
+
+def test_the_space_after_the_prompt_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the decoder strips the space that a text begins with."""
+    monkeypatch.syspath_prepend(str(PROGRAM.parent))
+    generate = importlib.import_module("generate")
+    from tokenizers import Tokenizer, decoders, models
+
+    tokenizer = Tokenizer(models.WordLevel({"▁once": 0, "▁upon": 1, "▁a": 2}, unk_token="▁a"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    assert generate.texts(tokenizer, [0, 1, 2], 1) == ("once", " upon a")
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
