@@ -1,4 +1,4 @@
-"""``python -m pykv info | check | bench``."""
+"""``python -m pykv``: what the console script ``pykv`` does."""
 
 import sys
 

@@ -19,6 +19,8 @@ of their priorities, registered ones (10 unless they say otherwise), ``pykv`` (0
 :func:`configure`) leaves ``native`` alone.  As long as an operation is enabled and nothing is registered that comes
 before ``pykv`` or is for another platform, none of this exists for it: calls go straight to the kernels.  ``pykv.jax``,
 whose calls are XLA's, always takes these.
+
+:func:`log`, or the environment variable ``PYKV_LOG``, shows the calls.
 """
 
 from __future__ import annotations
@@ -29,10 +31,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
 from threading import RLock
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pykv import _C
 from pykv._schema import Op, all_ops
+
+if TYPE_CHECKING:
+    from pykv import _watching
 
 PLATFORMS: Final = ("cpu", "cuda")
 _PLATFORM_OF_DEVICE: Final = {1: "cpu", 3: "cpu", 2: "cuda", 13: "cuda"}  # DLDeviceType
@@ -164,6 +169,7 @@ def _checked(op: Op, function: Callable[..., None]) -> Callable[..., None]:
 
 
 _entries: list[str] = ["all"]
+_log: _watching.Watcher | None = None
 
 
 def register(
@@ -245,6 +251,31 @@ def configure(ops: str | Sequence[str]) -> None:
             _route(choice)
 
 
+def log(to: str) -> None:
+    """Shows all calls from now on: in a line each, as NVTX ranges, or as ranges of torch's profiler.
+
+    A line has the operation, of each array its dtype, shape and device, and the stream; it is written before the call.
+    ``PYKV_LOG`` says the same when pykv is imported.  While nothing is asked for, calls know nothing of this.  Calls in
+    compiled functions of torch and JAX are not seen: they do not come by Python.
+
+    Args:
+        to: ``"stderr"`` or the path of a file, to which is appended; ``"nvtx"`` (wants the package nvtx); ``"torch"``
+            (``torch.profiler.record_function``); several of them joined by commas; ``""`` for nothing.
+
+    Raises:
+        ValueError: an entry is none of these, two say where lines go, or nvtx is not installed.
+        OSError: the file cannot be opened.
+    """
+    from pykv import _watching
+
+    global _log
+    new = _watching.watcher(to)
+    with _lock:
+        _log = new
+        for choice in _choices().values():
+            _route(choice)
+
+
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     """Which implementation the call ``pykv.<op>(*args, **kwargs)`` would take, and why; nothing is called."""
     return _choice_of(op).look(args, kwargs)[1]
@@ -269,20 +300,23 @@ def _route(choice: _Choice) -> None:
     choice.is_routed = not _is_enabled(choice.op.name) or any(
         i.priority >= ours.priority or i.platforms - ours.platforms for i in choice.registered
     )
-    choice.op.function.route(choice.take if choice.is_routed else None)
+    taker = choice.take if choice.is_routed else None
+    if _log is not None:
+        taker = _log.around(choice.op, taker or choice.op.direct)
+    choice.op.function.route(taker)
     for watcher in _watchers:
-        watcher(choice.op, choice.is_routed)
+        watcher(choice.op, taker is not None)
 
 
 _watchers: list[Callable[[Op, bool], None]] = []
 
 
 def _watch(watcher: Callable[[Op, bool], None]) -> None:
-    """Tells the watcher, now and at each change, for which operations there is something to choose."""
+    """Tells the watcher, now and at each change, of which operations Python sees the calls."""
     with _lock:
         _watchers.append(watcher)
         for choice in _choices().values():
-            watcher(choice.op, choice.is_routed)
+            watcher(choice.op, choice.is_routed or _log is not None)
 
 
 def _register_installed() -> None:
@@ -292,6 +326,8 @@ def _register_installed() -> None:
         register(op, provider or entry.name)(_on_first_call(entry))
     if "PYKV_OPS" in os.environ:
         configure(os.environ["PYKV_OPS"])
+    if os.environ.get("PYKV_LOG"):
+        log(os.environ["PYKV_LOG"])
 
 
 def _on_first_call(entry: Any) -> Callable[..., None]:

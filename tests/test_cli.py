@@ -1,11 +1,16 @@
-"""``python -m pykv``, on the CPU where nothing else is said."""
+"""``pykv`` and ``python -m pykv``, on the CPU where nothing else is said."""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import io
 import json
+import pkgutil
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import expected
@@ -35,8 +40,52 @@ def test_the_module_runs():
         text=True,
         check=False,
     )
-    assert done.returncode == 2
-    assert "the following arguments are required: command" in done.stderr
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: pykv ")
+    assert not done.stderr
+
+
+def test_the_console_script_is_main():
+    script = re.search(r'^pykv = "(.+)"$', (Path(__file__).parent.parent / "pyproject.toml").read_text(), re.MULTILINE)
+    assert script is not None
+    assert pkgutil.resolve_name(script[1]) is main
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"pykv {pykv.__version__}\n"
+
+
+def test_info_as_json(capsys, monkeypatch):
+    monkeypatch.setattr(info, "FRAMEWORKS", info.FRAMEWORKS[:1])
+    monkeypatch.setenv("PYKV_COMMIT", "0123abc")
+    assert main(["info", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["machine"]["pykv"], told["machine"]["commit"]) == (pykv.__version__, "0123abc")
+    assert told["arrays"][0] == {"library": "NumPy", "version": np.__version__, "way_in": "ndarray struct"}
+    assert told["environment"]["PYKV_COMMIT"] == "0123abc"
+
+
+def test_info_as_a_report(capsys, monkeypatch):
+    monkeypatch.setattr(info, "FRAMEWORKS", info.FRAMEWORKS[:1])
+    monkeypatch.setattr(info, "driver", lambda: "driver 123")
+    monkeypatch.setattr(info, "commit", lambda: None)
+    monkeypatch.setenv("PYKV_NUM_THREADS", "1")
+    assert main(["info", "--report"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("### What I did")
+    wanted = [f"pykv: {pykv.__version__}", f"NumPy: {np.__version__}", "driver: driver 123", "commit: unknown"]
+    for line in [*wanted, f"build: {_C.build_note()}", "PYKV_NUM_THREADS: 1"]:
+        assert f"\n- {line}" in text
+
+
+def test_the_compiler_is_read_from_the_library(monkeypatch, tmp_path):
+    (tmp_path / "libkernels.so.0").write_bytes(b"\0GCC: (Debian 14.2.0-1) 14.2.0\0GCC: (Debian 14.2.0-1) 14.2.0\0")
+    monkeypatch.setattr(pykv, "get_library_dir", lambda: str(tmp_path))
+    assert info.compilers() == "GCC: (Debian 14.2.0-1) 14.2.0"
+    (tmp_path / "libkernels.so.0").write_bytes(b"\0")
+    assert info.compilers() is None
 
 
 @pytest.mark.parametrize("rich", [True, False])
@@ -149,6 +198,38 @@ def test_check_finds_what_is_wrong(capsys, monkeypatch, no_rich):
     assert "1 passed, 3 failed" in text
 
 
+def test_check_says_little_or_tells_machines(capsys, monkeypatch, no_rich):
+    kept = check.recorded()
+    kept["rms_norm"]["out"][1, 2] *= 1.001
+    monkeypatch.setattr(check, "recorded", lambda: kept)
+    call = ["check", "rms_norm", "layer_norm", "--device", "cpu"]
+    assert main([*call, "-q"]) == 1
+    text = capsys.readouterr().out
+    assert "rms_norm" in text
+    assert "layer_norm" not in text
+    assert main(["check", "layer_norm", "--device", "cpu", "-q"]) == 0
+    assert capsys.readouterr().out.startswith("1 passed, 0 failed")
+    assert main([*call, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert [(o["op"], o["result"]) for o in told["outcomes"]] == [("rms_norm", "FAIL"), ("layer_norm", "pass")]
+
+
+def test_results_are_coloured_on_a_terminal_alone(monkeypatch):
+    pytest.importorskip("rich")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for file, coloured in ((Terminal(), True), (io.StringIO(), False)):
+        output.show("t", ("op", "result"), [("a", "pass"), ("b", "FAIL")], file=file)
+        assert ("\x1b[32mpass" in file.getvalue()) == coloured
+        assert ("\x1b[1;31mFAIL" in file.getvalue()) == coloured
+
+
 def test_check_hands_over_arrays_of_a_framework(monkeypatch):
     """As on CUDA, where they are made and read back by CuPy or torch."""
     torch = pytest.importorskip("torch")
@@ -170,7 +251,7 @@ def test_nan_is_an_error():
 def test_what_cannot_be_done_is_told_in_a_line(capsys, command):
     assert main([command, "rms_nrom"]) == 2
     told = capsys.readouterr().err
-    assert told == f"python -m pykv {command}: no operation is called 'rms_nrom'; did you mean rms_norm?\n"
+    assert told == f"pykv {command}: no operation is called 'rms_nrom'; did you mean rms_norm?\n"
     assert main([command, "--device", "tpu"]) == 2
     assert "no device is called 'tpu'; there are: cpu" in capsys.readouterr().err
 
@@ -239,6 +320,45 @@ def test_bench_measures(capsys, no_rich):
     assert float(figure["us"]) > 0
 
 
+def test_bench_writes_to_stdout(capsys, quick):
+    assert main(["bench", "relu2", "--device", "cpu", "--tokens", "2", "--dtype", "float32", "--json", "-"]) == 0
+    told = capsys.readouterr()
+    assert [f["op"] for f in json.loads(told.out)["figures"]] == ["relu2"]
+    assert "of copy" in told.err
+
+
+def test_bench_keeps_its_figures_on_an_interrupt(capsys, quick, monkeypatch, tmp_path):
+    plain, calls = bench.cases, []
+
+    def make(case, device):
+        calls.append(case.op)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return case.make(device)
+
+    def interrupted(*arguments):
+        return [dataclasses.replace(case, make=partial(make, case)) for case in plain(*arguments)]
+
+    monkeypatch.setattr(bench, "cases", interrupted)
+    monkeypatch.setattr(bench.Cpu, "most_copies", 1)
+    file = tmp_path / "figures.json"
+    call = ["bench", "relu2", "rms_norm", "--device", "cpu", "--tokens", "2", "--dtype", "float32"]
+    assert main([*call, "--json", str(file)]) == 130
+    assert [f["op"] for f in json.loads(file.read_text())["figures"]] == ["relu2"]
+    told = capsys.readouterr()
+    assert "relu2" in told.out
+    assert "interrupted: 1 of 2 figures" in told.err
+
+
+def test_the_bar_names_the_one_at_work(monkeypatch):
+    progress = pytest.importorskip("rich.progress").Progress
+    told = []
+    monkeypatch.setattr(progress, "update", lambda self, task, description: told.append(description))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert list(output.progress(["a", "b"], "measuring", str.upper)) == ["a", "b"]
+    assert told == ["measuring A", "measuring B"]
+
+
 def test_bench_draws(quick, tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "roof.png"
@@ -255,11 +375,13 @@ def test_bench_draws_many_operations_by_family(monkeypatch, tmp_path):
     bench.plot(
         tmp_path / "x.png", "all", [bench.Figure(n, {}, "float32", 100 + i, 2.0, 1.0) for i, n in enumerate(names)]
     )
-    (legend,) = drawn[0].legends
-    told = [text.get_text() for text in legend.get_texts()]
-    assert told[0] == "copy"
-    assert {"attention", "cache", "mla", "norm", "rotary", "activation"} <= set(told)
-    assert len(told) == len(set(told)) < 12
+    panels = [axes for axes in drawn[0].axes if axes.axison]
+    assert {"attention", "cache", "mla", "norm", "rotary", "activation"} <= {axes.get_title() for axes in panels}
+    told = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in panels]
+    assert all(names[0] == "copy" for names in told)
+    assert sorted(name for names in told for name in names[1:]) == names
+    looks = [[(line.get_color(), line.get_marker()) for line in axes.lines] for axes in panels]
+    assert all(len(set(look)) == len(look) for look in looks)
 
 
 def test_sensors_tell_the_range_of_what_they_saw(monkeypatch):

@@ -1,1 +1,1 @@
-"""The command line, ``python -m pykv``; nothing of it is imported by the package."""
+"""The command line, ``pykv`` or ``python -m pykv``; nothing of it is imported by the package."""

@@ -1,4 +1,4 @@
-"""``python -m pykv bench``: throughput of the operations, beside a plain copy of as many bytes on this machine.
+"""``pykv bench``: throughput of the operations, beside a plain copy of as many bytes on this machine.
 
 A case is a call of a size that means something (``workloads``), or, for operations on rows, the operation's sample with
 more and wider rows.  Bytes are those that a call must read and write.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from pykv._schema import Op, Spec, all_ops
 from pykv._timing import Call, Case, Cpu, Cuda, Device, Figure, about, lines, measure, table
 
 HIDDEN, GROUP = 4096, 128
-MOST_COLORS = 16
+MOST_IN_A_PANEL = 16
 # What the sizes in the samples of these operations stand for: numbers, rows, a row, a row of two halves.
 SIZES: Mapping[int, Callable[[int], int]] = {
     1: lambda _: 1,
@@ -133,26 +135,34 @@ def _family(op: str) -> str:
 def plot(path: Path, title: str, figures: Sequence[Figure]) -> None:
     """Throughput over the bytes of a call, under the roof that a copy of as many bytes gives.
 
-    Many operations have a colour for each family.
+    Many operations have a panel for each family.
     """
-    figure = matplotlib_figure()(figsize=(7, 6), layout="constrained")
-    axes = figure.subplots()
-    roof = sorted({(f.num_bytes, f.num_bytes / f.copy_us / 1e3) for f in figures})
-    axes.plot(*zip(*roof, strict=True), color="black", label="copy")
     ops = list(dict.fromkeys(f.op for f in figures))
-    by_family = len(ops) > MOST_COLORS and all_ops().keys() >= set(ops)
-    colors: dict[str, str] = {}
+    panels: dict[str, list[str]] = {}
+    by_family = len(ops) > MOST_IN_A_PANEL and all_ops().keys() >= set(ops)
     for op in ops:
-        points = sorted((f.num_bytes, f.gb_per_s) for f in figures if f.op == op)
-        name = _family(op) if by_family else op
-        new = name not in colors
-        color = colors.setdefault(name, f"C{len(colors)}")
-        marker = "os^Dv"[int(color[1:]) // 10 % 5]  # there are ten colors
-        label = name if new else "_"  # a name that the legend leaves out
-        axes.plot(*zip(*points, strict=True), f"{marker}-", color=color, linewidth=0.7, markersize=4, label=label)
-    axes.set(xscale="log", yscale="log", xlabel="bytes read and written by a call", ylabel="GB/s", title=title)
-    figure.legend(fontsize="x-small", ncols=3, loc="outside lower center")
+        panels.setdefault(_family(op) if by_family else "", []).append(op)
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = matplotlib_figure()(figsize=(max(7, 5.5 * columns), 6 * rows), layout="constrained")
+    figure.suptitle(title)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    for axes, (family, members) in zip(grid.flat, panels.items(), strict=False):
+        _panel(axes, family, [(op, [f for f in figures if f.op == op]) for op in members])
     figure.savefig(path)
+
+
+def _panel(axes: Any, family: str, by_op: Sequence[tuple[str, Sequence[Figure]]]) -> None:
+    roof = sorted({(f.num_bytes, f.num_bytes / f.copy_us / 1e3) for _, figures in by_op for f in figures})
+    axes.plot(*zip(*roof, strict=True), color="black", label="copy")
+    for i, (op, figures) in enumerate(by_op):
+        points = sorted((f.num_bytes, f.gb_per_s) for f in figures)
+        marker = "os^Dv"[i // 10 % 5]  # there are ten colors
+        axes.plot(*zip(*points, strict=True), f"{marker}-", color=f"C{i % 10}", linewidth=0.7, markersize=4, label=op)
+    axes.set(xscale="log", yscale="log", xlabel="bytes read and written by a call", ylabel="GB/s", title=family)
+    axes.legend(fontsize="x-small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
 
 
 def _device(name: str) -> tuple[AbstractContextManager[Any], Callable[[], Device]]:
@@ -162,6 +172,22 @@ def _device(name: str) -> tuple[AbstractContextManager[Any], Callable[[], Device
     if found.library != "CuPy":
         raise CommandError(f"{found.name}: timing on CUDA needs CuPy, with which its graphs are captured")
     return found.current(), Cuda
+
+
+def _measured(place: Device, wanted: Sequence[Case]) -> tuple[list[Figure], bool]:
+    """The figures, and whether Ctrl-C ended it: those that are done are kept."""
+    figures: list[Figure] = []
+    with closing(output.progress(wanted, "measuring", _describe)) as steps:
+        try:
+            for figure in measure(place, steps):
+                figures.append(figure)
+        except KeyboardInterrupt:
+            return figures, True
+    return figures, False
+
+
+def _describe(case: Case) -> str:
+    return " ".join([case.op, *(f"{k}={v}" for k, v in case.size.items())])
 
 
 def run(ops: Sequence[str], device: str | None, tokens: Sequence[int], dtype: str, json_to: Path | None,
@@ -181,12 +207,19 @@ def run(ops: Sequence[str], device: str | None, tokens: Sequence[int], dtype: st
     context, make = _device(device or ("cuda:0" if _C.cuda_device_count() else "cpu"))
     with context:
         place = make()
-        figures = list(measure(place, output.progress(wanted, "measuring")))
+        figures, interrupted = _measured(place, wanted)
         facts = about(place)
         title = f"{place.describe()['name']}, {dtype}"
-    output.show(title, *table(figures), right=2)
+    to_stdout = str(json_to) == "-"
+    if interrupted:
+        print(f"interrupted: {len(figures)} of {len(wanted)} figures", file=sys.stderr)
+    output.show(title, *table(figures), right=2, file=sys.stderr if to_stdout else None)
     if json_to:
-        json_to.write_text(json.dumps(facts | {"figures": lines(figures)}, indent=1) + "\n")
-    if plot_to:
+        text = json.dumps(facts | {"figures": lines(figures)}, indent=1) + "\n"
+        if to_stdout:
+            sys.stdout.write(text)
+        else:
+            json_to.write_text(text)
+    if plot_to and figures:
         plot(plot_to, title, figures)
-    return 0
+    return 130 if interrupted else 0

@@ -1,13 +1,14 @@
-"""``python -m pykv check``: every operation against recorded results.
+"""``pykv check``: every operation against recorded results.
 
 The results come from references in NumPy that share nothing with the kernels; ``_expected.npz`` holds them.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -108,18 +109,29 @@ def check(name: str, device: Device, wanted: Recorded) -> Outcome:
     return Outcome(name, device.name, "FAIL" if wrong else "pass", error, wrong)
 
 
-def run(ops: Sequence[str], wanted_devices: Sequence[str]) -> int:
+def _as_json(outcomes: Sequence[Outcome]) -> str:
+    found = [asdict(o) | {"error": o.error if math.isfinite(o.error or 0) else None} for o in outcomes]
+    return json.dumps({"pykv": pykv.__version__, "outcomes": found}, indent=1)
+
+
+def run(ops: Sequence[str], wanted_devices: Sequence[str], quiet: bool, as_json: bool) -> int:
     everything = recorded()
     calls = [(op, devices.device(d)) for d in wanted_devices or devices.names() for op in known_ops(ops)]
     missing = {op for op, _ in calls} - set(everything)
     if missing:
         raise CommandError(f"{FILE.name} has no results of {', '.join(sorted(missing))}")
-    outcomes = [check(op, device, everything[op]) for op, device in output.progress(calls, "checking")]
+    steps = output.progress(calls, "checking", lambda call: f"{call[0]} on {call[1].name}")
+    outcomes = [check(op, device, everything[op]) for op, device in steps]
+    if as_json:
+        print(_as_json(outcomes))
+        return 1 if any(o.result == "FAIL" for o in outcomes) else 0
     rows = [
         (o.op, o.device, o.result, "" if o.error is None else "0" if o.error == 0 else f"{o.error:.1e}", o.why)
         for o in outcomes
+        if not quiet or o.result == "FAIL"
     ]
-    output.show("Every operation against recorded results", ("operation", "device", "result", "error", ""), rows)
+    if rows:
+        output.show("Every operation against recorded results", ("operation", "device", "result", "error", ""), rows)
     failed = sum(o.result == "FAIL" for o in outcomes)
     skipped = sum(o.result == "skipped" for o in outcomes)
     largest = max((o.error for o in outcomes if o.error is not None), default=0.0)

@@ -1,11 +1,14 @@
-"""``python -m pykv info``: what is installed, what it runs on, and how arrays come in."""
+"""``pykv info``: what is installed, what it runs on, and how arrays come in."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import json
 import os
 import platform
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -90,6 +93,41 @@ def cuda_device_name(ordinal: int) -> str:
         return "named by CuPy or torch, of which neither is usable"
 
 
+def commit() -> str | None:
+    """Of the checkout that pykv is imported from, if it is one: ``PYKV_COMMIT``, else what git says."""
+    if "PYKV_COMMIT" in os.environ:
+        return os.environ["PYKV_COMMIT"]
+    source = Path(pykv.__file__).parent
+    if not (source.parent / ".git").exists():
+        return None  # installed; a repository around it is another one
+    command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def compilers() -> str | None:
+    """Those that name themselves in the library."""
+    library = next(Path(pykv.get_library_dir()).glob("libkernels.so.?"), None)
+    if library is None:
+        return None
+    found = re.findall(rb"(?:GCC: \([^)\0]+\) |clang version )[\d.]+", library.read_bytes())
+    return ", ".join(sorted({f.decode() for f in found})) or None
+
+
+def driver() -> str | None:
+    try:
+        first, *_ = Path("/proc/driver/nvidia/version").read_text().splitlines()
+    except (OSError, ValueError):
+        return None
+    return first.partition(":")[2].strip()
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("PYKV_")}
+
+
 def machine() -> Iterator[tuple[str, str]]:
     v = _C.version()
     yield "pykv", pykv.__version__
@@ -98,12 +136,15 @@ def machine() -> Iterator[tuple[str, str]]:
     yield "system", platform.platform()
     yield "CUDA kernels", f"for {_C.cuda_architectures()}" if _C.has_cuda() else "none"
     yield "build", _C.build_note()
+    yield "compiler", compilers() or "unknown"
     lowered = f", PYKV_ISA={os.environ['PYKV_ISA']}" if "PYKV_ISA" in os.environ else ""
     yield "cpu", f"{cpu_model()}; {_C.get_num_threads()} threads; kernels for {_C.cpu_isa()}{lowered}"
     for ordinal in range(_C.cuda_device_count()):
         yield f"cuda:{ordinal}", "; ".join(filter(None, (cuda_device_name(ordinal), _C.device_note(ordinal))))
     if _C.cuda_device_count() == 0:
         yield "cuda", "no device"
+    if found := driver():
+        yield "driver", found
 
 
 def config(flags: Sequence[str]) -> int:
@@ -115,7 +156,29 @@ def config(flags: Sequence[str]) -> int:
     return 0
 
 
-def run() -> int:
+def _report() -> str:
+    """Markdown, with places for what only the reader knows."""
+    facts = [*machine(), ("commit", commit() or "unknown")]
+    arrays = [(name, f"{version}, {way}") for name, version, way in frameworks() if version != "-"]
+    variables = list(environment().items()) or [("PYKV_*", "none is set")]
+    sections = (("Machine", facts), ("Arrays", arrays), ("Environment", variables))
+    asked = ("What I did (a few lines that show it)", "What I expected", "What happened (the whole message)")
+    parts = [f"### {question}\n\n" for question in asked]
+    parts += [f"### {title}\n\n" + "".join(f"- {k}: {v}\n" for k, v in pairs) for title, pairs in sections]
+    return "\n".join(parts)
+
+
+def _json() -> str:
+    arrays = [{"library": n, "version": None if v == "-" else v, "way_in": w} for n, v, w in frameworks()]
+    facts = dict(machine()) | {"commit": commit()}
+    return json.dumps({"machine": facts, "arrays": arrays, "environment": environment()}, indent=1)
+
+
+def run(form: str = "") -> int:
+    """Tables, or in the form ``"json"`` or ``"report"``."""
+    if form:
+        print(_json() if form == "json" else _report())
+        return 0
     output.show("pykv", ("what", "is"), list(machine()))
     output.show("Arrays", ("library", "version", "arrays come in by"), list(frameworks()))
     return 0
