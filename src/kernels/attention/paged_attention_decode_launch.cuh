@@ -88,10 +88,6 @@ bool launch_decode_clusters(Problem p, const Launch& launch) {
   if constexpr (!kForAnyBatch || kQueries == 8) {  // the records of more queries find no room
     using Usual = ClusterShape<Element, kD, kPackedV, kQueries, false, kForAnyBatch>;
     ClusterSize size = cluster_size<Usual>(p, launch);
-    if constexpr (kForAnyBatch && kD == 128) {
-      constexpr int64_t kLong = Line::kNarrow ? 1 << 16 : 1 << 17;
-      if (size.spans == 1 && launch_apart<Usual>(p, kLong, launch)) return true;
-    }
     if (kForAnyBatch && size.blocks == 0) {  // the line comes after them, and the device says which takes the call
       p.lengths = Lengths::kForClusters;
       size = cluster_size<Usual>(p, launch);

@@ -2,12 +2,12 @@
 // warps of what these found.
 #pragma once
 
-#include "attention/paged_attention_exact_apart.cuh"
+#include "attention/paged_attention_exact_exchange.cuh"
 
 namespace pykv::attention {
 
 template <class S>
-struct ExactTeams : ExactApart<S> {
+struct ExactTeams : ExactExchange<S, 1> {
   using Sums = ExactExchange<S, 1>;
   using Base = DecodeLoader<S>;
   using Base::lane;
