@@ -3,7 +3,6 @@
 
 #include "attention/paged_attention_either.cuh"
 #include "attention/paged_attention_fold.cuh"
-#include "attention/paged_attention_joint.cuh"
 
 namespace pykv::attention {
 
@@ -82,9 +81,6 @@ bool prefers_warpgroups(const Problem& p, int device) {
 template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch>
 bool launch_decode_clusters(Problem p, const Launch& launch) {
   using Line = DecodeShape<Element, kD, kPackedV, kQueries, kForAnyBatch>;
-  if constexpr (kForAnyBatch && kD == 128 && kQueries == 8 && !kPackedV) {
-    if (launch_joint_way<Element>(p, launch)) return true;
-  }
   if constexpr (!kForAnyBatch || kQueries == 8) {  // the records of more queries find no room
     using Usual = ClusterShape<Element, kD, kPackedV, kQueries, false, kForAnyBatch>;
     ClusterSize size = cluster_size<Usual>(p, launch);

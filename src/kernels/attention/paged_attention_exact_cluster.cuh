@@ -13,7 +13,7 @@ namespace pykv::attention {
 
 template <class S>
 struct ExactClusterKernel : ExactTeams<S> {
-  using Sums = ExactExchange<S, 1>;
+  using Sums = ExactExchange<S>;
   using Base = DecodeLoader<S>;
   using Teams = ExactTeams<S>;
   using Base::kGroups;

@@ -7,8 +7,8 @@
 namespace pykv::attention {
 
 template <class S>
-struct ExactTeams : ExactExchange<S, 1> {
-  using Sums = ExactExchange<S, 1>;
+struct ExactTeams : ExactExchange<S> {
+  using Sums = ExactExchange<S>;
   using Base = DecodeLoader<S>;
   using Base::lane;
   using Base::p;
