@@ -1,4 +1,4 @@
-// Decoding for few sequences: the blocks of a cluster take the tiles of one KV head in turn and add up in each other's
+// Decoding for few sequences over rows of tokens: the blocks of a cluster take the tiles of one KV head in turn and add up in each other's
 // shared memory.  No second kernel, nothing to find out beforehand: pages are looked up while the length is on its way.
 //
 // Chain: length, pages and queries at once -> tiles -> sums -> one exchange -> output.
@@ -13,10 +13,10 @@ namespace pykv::attention {
 
 // kQueries: 4, 8 or 16, the heads of a group at most; with kTokens, times the tokens of a query tile, and up to 32.
 // kWide: more warps, or smaller blocks, of fewer stages. kForAnyBatch: with batch_invariant.
-template <class Element, int kD, bool kPackedV, int kQueries, bool kWide, bool kForAnyBatch, bool kTokens = false>
-struct ClusterShape : ColumnsShape<Element, kD, kPackedV, kQueries> {
+template <class Element, int kD, int kQueries, bool kWide, bool kForAnyBatch, bool kTokens = false>
+struct ClusterShape : ColumnsShape<Element, kD, false, kQueries> {
   static constexpr bool kInvariant = kForAnyBatch, kManyTokens = kTokens, kHidesKeys = kTokens, kSpans = false;
-  using Few = ColumnsShape<Element, kD, kPackedV, kQueries>;
+  using Few = ColumnsShape<Element, kD, false, kQueries>;
   static constexpr int kUsualWarps = kD <= 128 ? 8 : 4;
   static constexpr int kWarps = kWide ? kUsualWarps * 3 / 2 : kUsualWarps;                     // at most
   static constexpr bool kSharedQueries = kTokens && (kQueries == 32 || kQueries * kD > 2048);  // registers have no room

@@ -51,10 +51,10 @@ struct ClusterSize {
   int spans = 1;
 };
 
-// Whether other clusters may share their keys.  Of more columns warpgroups' do, but those over packed caches.  What one token sees
-// through a window is too little (kMostWindow).
+// Whether other clusters may share their keys.  Of more columns warpgroups' do.  What one token sees through a window is too little
+// (kMostWindow).
 template <class S>
-constexpr bool kMaySpan = (S::kColumns <= 16 || S::kPackedV) && (S::kManyTokens || !S::kHidesKeys);
+constexpr bool kMaySpan = S::kColumns <= 16 && (S::kManyTokens || !S::kHidesKeys);
 
 // How many clusters of so many blocks take a KV head of up to `most` keys, if `room` of them run at once.
 template <class S>
@@ -106,7 +106,7 @@ ClusterSize cluster_size(const Problem& p, const Launch& launch) {
   if (p.a.num_seqs > 1 && most > kMostOfFew) return {0, 0};
   constexpr int kHalf = S::kInvariant ? 4 : S::kWarps / 2;
   // Of elements that are to be widened, chunks for more than two blocks of an SM are better shared out evenly.
-  constexpr bool kByTwo = S::kInvariant && S::kNarrow && S::kD == 128 && !S::kPackedV;
+  constexpr bool kByTwo = S::kInvariant && S::kNarrow && S::kD == 128;
   // A tile for each warp is enough for windows and one byte that find room at once, of which the line has nothing else to begin, and
   // for nvfp4, whose line has units of eight tiles.
   const bool is_one_wave = (S::kNarrow || !p.sees_all()) && heads <= 2 * sms;
@@ -136,7 +136,7 @@ ClusterSize wide_size(const Problem& p, const ClusterSize& usual, const Launch& 
     return S::kScaled && most_keys<S>(p) > kMany * usual.blocks * usual.spans ? wide() : ClusterSize{0, 0};
   }
   if (usual.blocks == 0 || heads <= 2 * sms) return {0, 0};
-  return {1, !S::kInvariant && !tiles_share_lines<S>(p.a.block_size) && heads > 3 * sms && heads <= 4 * sms ? 3 : 4};
+  return {1, !S::kInvariant && heads > 3 * sms && heads <= 4 * sms ? 3 : 4};
 }
 
 template <class S>

@@ -13,7 +13,7 @@ constexpr bool kMayFold = !Line::kInvariant && !Line::kPackedV && !Line::kNvfp4;
 // Two KV heads as one in clusters.  False if the call is not for them.
 template <class Element, int kQueries>
 bool launch_folded_cluster(const Problem& p, const Launch& launch) {
-  using Cluster = Folded<ClusterShape<Element, 128, false, kQueries, false, false>>;
+  using Cluster = Folded<ClusterShape<Element, 128, kQueries, false, false>>;
   constexpr int64_t kFew = 2048;  // keys, for which 16 columns are no quicker than 8 of a head each
   if (kQueries > 8 && most_keys<Cluster>(p) <= kFew) return false;
   return launch_cluster_kernel<Cluster>(p, cluster_size<Cluster>(p, launch), launch);
@@ -30,8 +30,8 @@ bool launch_folded_cluster(const Problem& given, const Launch& launch) {
 template <class Element>
 bool launch_folded_either(const Problem& given, const Launch& launch) {
   if (given.a.head_size <= 32 || given.group > 4 || !can_fold(given)) return false;
-  using Usual = Folded<ClusterShape<Element, 128, false, 8, false, false>>;
-  using Wide = Folded<ClusterShape<Element, 128, false, 8, true, false>>;
+  using Usual = Folded<ClusterShape<Element, 128, 8, false, false>>;
+  using Wide = Folded<ClusterShape<Element, 128, 8, true, false>>;
   return launch_either<Usual, Wide, Folded<DecodeShape<Element, 128, false, 8, false>>>(fold(given), launch);
 }
 
@@ -77,12 +77,12 @@ bool prefers_warpgroups(const Problem& p, int device) {
   }
 }
 
-// Few sequences, by clusters or by a kernel that can be these.
-template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch>
+// Few sequences over rows of tokens, by clusters or by a kernel that can be these.
+template <class Element, int kD, int kQueries, bool kForAnyBatch>
 bool launch_decode_clusters(Problem p, const Launch& launch) {
-  using Line = DecodeShape<Element, kD, kPackedV, kQueries, kForAnyBatch>;
+  using Line = DecodeShape<Element, kD, false, kQueries, kForAnyBatch>;
   if constexpr (!kForAnyBatch || kQueries == 8) {  // the records of more queries find no room
-    using Usual = ClusterShape<Element, kD, kPackedV, kQueries, false, kForAnyBatch>;
+    using Usual = ClusterShape<Element, kD, kQueries, false, kForAnyBatch>;
     ClusterSize size = cluster_size<Usual>(p, launch);
     if (kForAnyBatch && size.blocks == 0) {  // the line comes after them, and the device says which takes the call
       p.lengths = Lengths::kForClusters;
@@ -98,16 +98,16 @@ bool launch_decode_clusters(Problem p, const Launch& launch) {
       }
       if constexpr (!kForAnyBatch && kQueries <= 8 && kD >= 128) {
         // Of one byte of heads of 256 more warps would have a tile less each under way.
-        using Wide = ClusterShape<Element, kD, kPackedV, kQueries, kD == 128 || !Line::kNarrow, false>;
+        using Wide = ClusterShape<Element, kD, kQueries, kD == 128 || !Line::kNarrow, false>;
         if (size.spans == 1 && launch_either<Usual, Wide, Line>(p, launch)) return true;
         if constexpr (Line::kHeads > 1 && Line::kNarrow) {  // nvfp4 is taken head by head there
-          using Single = DecodeShape<Element, kD, kPackedV, kQueries, false, false, true>;
+          using Single = DecodeShape<Element, kD, false, kQueries, false, false, true>;
           const bool is_odd = p.a.num_kv_heads % Line::kHeads != 0;
           if (is_odd && size.spans == 1 && launch_either<Usual, Wide, Single>(p, launch)) return true;
         }
       }
       if constexpr (kD == 128 && kQueries <= 8) {
-        using Wide = ClusterShape<Element, kD, kPackedV, kQueries, true, kForAnyBatch>;
+        using Wide = ClusterShape<Element, kD, kQueries, true, kForAnyBatch>;
         const ClusterSize wide = wide_size<Wide>(p, size, launch);
         if (wide.blocks > 0 && launch_cluster_kernel<Wide>(p, wide, launch)) return true;
       }
@@ -122,8 +122,10 @@ template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch>
 bool launch_decode_way(const Problem& p, const Launch& launch) {
   using Line = DecodeShape<Element, kD, kPackedV, kQueries, kForAnyBatch>;
   if (!suits_decode<Line>(p)) return false;
-  const bool may_be_short = p.lengths == Lengths::kAny;
-  if (may_be_short && launch_decode_clusters<Element, kD, kPackedV, kQueries, kForAnyBatch>(p, launch)) return true;
+  if constexpr (!kPackedV) {
+    const bool may_be_short = p.lengths == Lengths::kAny;
+    if (may_be_short && launch_decode_clusters<Element, kD, kQueries, kForAnyBatch>(p, launch)) return true;
+  }
   if (kMayFold<Line> && prefers_warpgroups<Line, kQueries>(p, launch.device)) return false;
   if constexpr (kMayFold<Line> && kQueries == 8 && (kD == 64 || (kD == 128 && !Line::kNarrow))) {
     if (launch_folded_line<Element, 2 * kD>(p, launch)) return true;

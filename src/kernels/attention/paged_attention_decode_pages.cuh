@@ -133,7 +133,7 @@ struct DecodePages : ColumnsOf<S> {
   // While the kernel before still runs, brings a tile into the L2, if these are the length and the place of its keys.
   // Whatever that kernel may yet write to the table is read again after it; nothing of this stays in the L1.
   __device__ void foresee(int sequence, int kv_head, int len, int first_token) const {
-    if constexpr (!S::kPackedV && !S::kRaw) {
+    if constexpr (!S::kRaw) {
       const int token0 = first_token + (S::kByToken ? lane % kTile : lane % kGroups * kGroupTokens);
       const int page = token0 < p.a.max_seq_len ? look_up<true>(sequence, token0) : -1;
       constexpr int kLines = S::kRowBytes < 128 ? 1 : S::kRowBytes / 128;  // of the L2, in a row
@@ -148,41 +148,7 @@ struct DecodePages : ColumnsOf<S> {
         prefetch(this->key_row(id, token, kv_head) + at);
         prefetch(this->value_row(id, token, kv_head) + at);
       }
-    } else if constexpr (S::kPackedV) {
-      const int token0 = first_token + lane % kGroups * kGroupTokens;
-      const int page = token0 < p.a.max_seq_len ? look_up<true>(sequence, token0) : -1;
-      if (copies.whole_page == 0) return foresee_parts(kv_head, len, first_token, page);
-      constexpr int kLines = S::kTileBytes / 128, kMostShift = kTile == 32 ? 1 : 0;
-      const int shift = copies.whole_page == kTile ? 0 : kMostShift;  // log2 of the tile's pages
-#pragma unroll
-      for (int i = 0; i < (kLines + 31) / 32; ++i) {
-        const int x = i * 32 + lane, of_page = kLines >> shift, t = x / of_page, at = x % of_page * 128;
-        const int id = __shfl_sync(~0u, page, t * copies.whole_page / kGroupTokens);
-        if (x >= kLines || first_token + t * copies.whole_page >= len ||
-            static_cast<uint32_t>(id) >= static_cast<uint32_t>(p.a.num_blocks)) {
-          continue;
-        }
-        prefetch(this->key_row(id, 0, kv_head) + at);
-        prefetch(this->value_row(id, 0, kv_head) + at);
-      }
     }
-  }
-
-  // Of a packed page that is larger than a tile.
-  __device__ void foresee_parts(int kv_head, int len, int first_token, int page) const {
-    const int id = __shfl_sync(~0u, page, 0);
-    if (copies.part_tokens != kTile || first_token >= len ||
-        static_cast<uint32_t>(id) >= static_cast<uint32_t>(p.a.num_blocks)) {
-      return;
-    }
-    constexpr int kKeyLines = kTile * 16 / 128;  // of a chunk's tokens
-    const char* keys = this->key_row(id, first_token, kv_head);
-    for (int x = lane; x < copies.head_bytes / 16 * kKeyLines; x += 32) {
-      prefetch(keys + times(copies.key_chunk, x / kKeyLines) + x % kKeyLines * 128);
-    }
-    const char* values = static_cast<const char*>(p.a.value.data) + id * copies.value_block +
-                         p.block_size.remainder(first_token) * S::kBytes + kv_head * copies.value_head;
-    for (int d = lane; d < p.a.head_size; d += 32) prefetch(values + times(copies.value_dim, d));
   }
 
   __device__ __noinline__ void report_page(int sequence, int token) const {

@@ -104,8 +104,8 @@ void set_rows(Problem& p, int rows);
 // Of clusters of so many blocks: what their blocks finish of a tile's queries, and how many of them are there early.
 void set_cluster(Problem& p, int blocks, int queries, int head_size, int device);
 
-// Are KV heads so few, in tables with room for many keys, that clusters had better share these?  ways: clusters that take the rows.
-bool suits_spans(const Problem& p, int ways, int device);
+// Are KV heads so few, in tables with room for many keys, that clusters had better share these?
+bool suits_spans(const Problem& p, int device);
 
 // Clusters beside each other for the keys of a KV head, of so many clusters in all: where these leave their sums, by columns and
 // their dimensions.

@@ -37,9 +37,9 @@ bool fills_warpgroups(const Problem& p, int device) {
          p.a.num_seqs * p.a.num_kv_heads >= num_sms(device);
 }
 
-bool suits_spans(const Problem& p, int ways, int device) {
+bool suits_spans(const Problem& p, int device) {
   const bool is_long = p.a.max_seq_len > kMostOfFew && p.sees_all() && p.min_rows == 0 && p.lengths == Lengths::kAny;
-  return is_long && p.a.num_seqs * p.a.num_kv_heads * ways * kFewestSpans * kMostBlocks <= num_sms(device);
+  return is_long && p.a.num_seqs * p.a.num_kv_heads * kFewestSpans * kMostBlocks <= num_sms(device);
 }
 
 namespace {
@@ -127,12 +127,9 @@ bool has_17_to_64_rows(RowClass rows) { return rows == RowClass::kSome || rows =
 // Several query rows of so few KV heads that clusters share their keys: more than 16 rows by warpgroups, for elsewhere elements of
 // one byte are widened for few rows at a time.  False if the call had better go another way.
 bool launch_for_few_heads(const Problem& p, RowClass rows, const Launch& launch) {
-  const int device = launch.device;
   if (rows == RowClass::kFew) return launch_tokens(p, launch);
-  if (!has_17_to_64_rows(rows)) return false;
-  if (may_use_warpgroups(p.a, rows, device)) return launch_warpgroup_clusters(p, launch);
-  const int ways = rows == RowClass::kMore ? 2 : 1;
-  return p.a.kv_format == KvFormat::kSame && suits_spans(p, ways, device) && launch_tokens(p, launch);
+  return has_17_to_64_rows(rows) && may_use_warpgroups(p.a, rows, launch.device) &&
+         launch_warpgroup_clusters(p, launch);
 }
 
 // By a kernel that is clusters or a line, as it finds the lengths, or by clusters, and before or after them a line, of which one finds
@@ -159,7 +156,7 @@ bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
   // those of a short window; those of more rows in launch_warpgroup_clusters, whose clusters know windows; and others in
   // launch_tokens, whose clusters know sparsity, too.  Long ones with either are launch_decode's, for its line knows them.  All over
   // pages that are no groups of eight tokens are launch_tokens's, if clusters of warpgroups have not taken them.
-  const bool may_share_keys = suits_spans(p, 1, launch.device);
+  const bool may_share_keys = suits_spans(p, launch.device);
   if (!may_share_keys && launch_either_way(p, rows, launch)) return true;
   if (decodes && (p.sees_all() || has_short_window(p)) && launch_decode(p, launch)) return true;
   if (may_share_keys && (launch_for_few_heads(p, rows, launch) || launch_either_way(p, rows, launch))) return true;
