@@ -240,8 +240,6 @@ bool launch_warpgroups_int8(const Problem& p, RowClass rows, const Launch& launc
 bool launch_warpgroup_clusters_f16(const Problem& p, const Launch& launch);
 bool launch_warpgroup_clusters_bf16(const Problem& p, const Launch& launch);
 bool launch_warpgroup_clusters_e4m3(const Problem& p, const Launch& launch);
-bool launch_warpgroup_clusters_e5m2(const Problem& p, const Launch& launch);
-bool launch_warpgroup_clusters_int8(const Problem& p, const Launch& launch);
 // Prefill on Hopper.  False if the call is not for these kernels.
 bool launch_wgmma_f16(const Problem& p, const Launch& launch);
 bool launch_wgmma_bf16(const Problem& p, const Launch& launch);

@@ -5,6 +5,8 @@
 // afterwards.  Where blocks have no room for so many columns, and elements are of one byte, which mma.sync has to widen for few
 // rows at a time, half as many are done up to four times, unless warpgroups take the call.
 //
+// Caches of e5m2 and int8 have the line alone.
+//
 // In tables with room for long sequences a kernel of up to 16 columns is these clusters or the line, as the lengths say.
 //
 // Chain: lengths and pages at once -> queries, tiles -> sums -> one exchange -> output, for each tile of queries.
@@ -215,6 +217,11 @@ constexpr bool kHasEither = std::is_same_v<Element, ElementNvfp4> ? kD == 128 &&
                             : kD == 256 ? kColumns == 8
                                         : kColumns == 16;
 
+// Elements whose calls of several tokens have no clusters: those take a line.
+template <class Element>
+constexpr bool kOnLineOnly =
+    std::is_same_v<Element, Element8<KvFormat::kE5M2>> || std::is_same_v<Element, Element8<KvFormat::kInt8>>;
+
 template <class Element>
 bool launch_tokens(const Problem& p, const Launch& launch) {
   if (p.a.value.dim != 1) return false;
@@ -222,16 +229,20 @@ bool launch_tokens(const Problem& p, const Launch& launch) {
   constexpr bool kMayBeSmall = !kNvfp4;                             // the pages
   const int64_t columns = p.a.num_tokens / p.a.num_seqs * p.group;  // a sequence's, if all have as many tokens
   const auto launch_columns = [&]<int kD, int kColumns> {
-    if (p.lengths == Lengths::kForLine) return false;
-    using Cluster = ClusterShape<Element, kD, kColumns, false, false, true>;
-    if constexpr (kHasEither<Element, kD, kColumns>) {
-      using Line = DecodeShape<Element, kD, false, kColumns, false, false, true, true>;
-      if (launch_tokens_either<Cluster, LineOfClusters<Line, Cluster>>(p, launch)) return true;
+    if constexpr (kOnLineOnly<Element>) {
+      return false;
+    } else {
+      if (p.lengths == Lengths::kForLine) return false;
+      using Cluster = ClusterShape<Element, kD, kColumns, false, false, true>;
+      if constexpr (kHasEither<Element, kD, kColumns>) {
+        using Line = DecodeShape<Element, kD, false, kColumns, false, false, true, true>;
+        if (launch_tokens_either<Cluster, LineOfClusters<Line, Cluster>>(p, launch)) return true;
+      }
+      if constexpr (kMayBeSmall && kColumns <= 16) {
+        if (p.a.block_size % kGroupTokens != 0) return launch_tokens_kernel<SmallPages<Cluster>>(p, launch);
+      }
+      return launch_tokens_kernel<Cluster>(p, launch);
     }
-    if constexpr (kMayBeSmall && kColumns <= 16) {
-      if (p.a.block_size % kGroupTokens != 0) return launch_tokens_kernel<SmallPages<Cluster>>(p, launch);
-    }
-    return launch_tokens_kernel<Cluster>(p, launch);
   };
   bool done = false;
   if (p.a.head_size > 128) {

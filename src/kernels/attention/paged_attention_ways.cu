@@ -105,9 +105,9 @@ bool launch_tokens(const Problem& p, const Launch& launch) {
 
 bool launch_warpgroup_clusters(const Problem& p, const Launch& launch) {
   using Launcher = bool(const Problem&, const Launch&);
-  return of_kind<Launcher>(p.a, launch_warpgroup_clusters_f16, launch_warpgroup_clusters_bf16,
-                           launch_warpgroup_clusters_e4m3, launch_warpgroup_clusters_e5m2,
-                           launch_warpgroup_clusters_int8, nullptr)(p, launch);
+  Launcher* launcher = of_kind<Launcher>(p.a, launch_warpgroup_clusters_f16, launch_warpgroup_clusters_bf16,
+                                         launch_warpgroup_clusters_e4m3, nullptr, nullptr, nullptr);
+  return launcher && launcher(p, launch);
 }
 
 bool launch_warpgroups(const Problem& p, RowClass rows, const Launch& launch, LeftPieces* left = nullptr) {
