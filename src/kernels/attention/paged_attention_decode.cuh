@@ -94,7 +94,7 @@ struct DecodeKernel : DecodeWalk<S> {
 
   // Starts the way of the queries from memory, so that the beginning of a segment finds them near.
   __device__ void prefetch_queries(const Part& part) const {
-    constexpr int kLines = S::kFolded ? kD / 128 : kD <= 64 ? 1 : kD / 64;  // of 128 bytes
+    constexpr int kLines = S::kFolded || kD <= 64 ? 1 : kD / 64;  // of 128 bytes
     const int column = lane / kLines;
     if (lane < S::kColumns * kLines && column < this->columns() && lane % kLines * 64 < p.a.head_size) {
       const Row row = row_of_part(part, part.kv_head, column);

@@ -35,29 +35,20 @@ bool launch_folded_either(const Problem& given, const Launch& launch) {
   return launch_either<Usual, Wide, Folded<DecodeShape<Element, 128, false, 8, false>>>(fold(given), launch);
 }
 
-// ... on the line, as heads of up to kD: 128 or, of elements of 16 bits, 256.
-template <class Element, int kD, int kQueries>
+// ... on the line.
+template <class Element, int kQueries>
 bool launch_folded_line(const Problem& p, const Launch& launch) {
-  using Line = Folded<DecodeShape<Element, kD, false, kQueries, false>>;
+  using Line = Folded<DecodeShape<Element, 128, false, kQueries, false>>;
+  using Single = Folded<DecodeShape<Element, 128, false, kQueries, false, false, true>>;
   constexpr int64_t kMany = 1024;  // keys; the ends of fewer are dearer
-  if (!suits_decode<Line>(p) || most_keys<Line>(p) < kMany) return false;
-  using Single = Folded<DecodeShape<Element, kD, false, kQueries, false, false, true>>;
-  if constexpr (kD == 256) {
-    return launch_decode_line<Abreast<Line>, Single>(p, launch);
-  } else {
-    return launch_decode_line<Line, Single>(p, launch);
-  }
+  return suits_decode<Line>(p) && most_keys<Line>(p) >= kMany && launch_decode_line<Line, Single>(p, launch);
 }
 
-template <class Element, int kD>
+template <class Element>
 bool launch_folded_line(const Problem& given, const Launch& launch) {
-  const int size = given.a.head_size;
-  if (size <= kD / 4 || size > kD / 2 || size == 128 || given.group > 8 || !can_fold(given)) return false;
+  if (given.a.head_size <= 32 || given.group > 8 || !can_fold(given)) return false;
   const Problem p = fold(given);
-  if constexpr (kD == 128) {
-    if (p.group > 8) return launch_folded_line<Element, kD, 16>(p, launch);
-  }
-  return launch_folded_line<Element, kD, 8>(p, launch);
+  return p.group > 8 ? launch_folded_line<Element, 16>(p, launch) : launch_folded_line<Element, 8>(p, launch);
 }
 
 // Four warps together are quicker for many heads in a group and, over elements of one byte, for sizes of heads between those of
@@ -127,8 +118,8 @@ bool launch_decode_way(const Problem& p, const Launch& launch) {
     if (may_be_short && launch_decode_clusters<Element, kD, kQueries, kForAnyBatch>(p, launch)) return true;
   }
   if (kMayFold<Line> && prefers_warpgroups<Line, kQueries>(p, launch.device)) return false;
-  if constexpr (kMayFold<Line> && kQueries == 8 && (kD == 64 || (kD == 128 && !Line::kNarrow))) {
-    if (launch_folded_line<Element, 2 * kD>(p, launch)) return true;
+  if constexpr (kMayFold<Line> && kQueries == 8 && kD == 64) {
+    if (launch_folded_line<Element>(p, launch)) return true;
   }
   if constexpr (kForAnyBatch && kQueries == 8 && Line::kNarrow && Line::kBlocksPerSm == 3) {
     // Long sequences keep more bytes under way, if their elements are widened quickly.  So do four short segments for each SM,

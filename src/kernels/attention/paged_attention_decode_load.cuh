@@ -369,7 +369,7 @@ struct DecodeLoader : DecodePages<S> {
       float maximum, sum, o[2 * Columns::kSums];
     };
     Kept memory[kQueryTiles][2], (*kept)[2] = memory;
-    if constexpr (kD <= 128) asm volatile("" : "+l"(kept)::"memory");  // registers are for the other tiles
+    asm volatile("" : "+l"(kept)::"memory");  // registers are for the other tiles
     const int bytes = copies.head_bytes / 2;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {

@@ -1,4 +1,4 @@
-// Two KV heads that lie side by side, taken as one of twice the size, where one alone would fill half a tile.
+// Two KV heads of up to 64 dimensions that lie side by side, taken as one of up to 128, where one alone would fill half a tile.
 //
 // In decoding proper their queries are the columns of one tile, and each is zero in the other head's dimensions: scores are right,
 // and of the sums a column's own head is half, the rest is left out.  So there are half as many tiles, whose rows are longer pieces
@@ -20,12 +20,6 @@ namespace pykv::attention {
 template <class Shape>
 struct Folded : Shape {
   static constexpr bool kFolded = true;
-};
-
-// Two such tiles beside each other, whose rows share lines of memory: each half of a block's warps has one of them.
-template <class Shape>
-struct Abreast : Shape {
-  static constexpr int kHeads = 2, kUnitTokens = Shape::kWarps / kHeads * Shape::kTile;
 };
 
 // Do they lie so, in rows of tokens, and are they enough for clusters on half the device?
