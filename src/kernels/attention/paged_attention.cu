@@ -193,7 +193,8 @@ int64_t paged_attention_workspace_cuda(int64_t num_tokens, int64_t num_seqs, int
   RowClass rows;
   if (uniform_rows(num_tokens, num_seqs, num_heads / num_kv_heads, head_size, rows)) {
     const bool warpgroups = head_size <= 128 && !batch_invariant && has_warpgroups(device);  // for all the sizes tell
-    return std::max(simple, bytes(tiling_of(class_for(rows, batch_invariant, warpgroups, head_size), head_size)));
+    const RowClass tiles = class_for(rows, batch_invariant, warpgroups, head_size);
+    return std::max({simple, bytes(tiling_of(tiles, head_size)), bytes(mma_tiling(tiles, head_size))});
   }
   const RowClass many = class_for(RowClass::kMany, batch_invariant, false, head_size);
   const int64_t wanted = std::max({simple, bytes(few_rows_tiling(head_size)), bytes(tiling_of(many, head_size))});

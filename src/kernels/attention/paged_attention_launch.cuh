@@ -20,7 +20,8 @@ struct Tiling {
   int lead = 1;       // places of the line for what a segment begins and ends with, but with batch_invariant
 };
 
-// How many rows a query tile has: Few 16, Some 32, More 64, Many 64 or 128; with batch_invariant 16 or 64.
+// How many rows a query tile has: Few 16, Some 32, More 64, Many 64 or 128; with batch_invariant 16 or 64.  mma.sync takes Few and
+// Some with more: mma_rows().
 enum class RowClass { kFew, kSome, kMore, kMany, kInvariantFew, kInvariantMore };
 
 inline Tiling few_rows_tiling(int head_size) {
@@ -44,6 +45,25 @@ inline Tiling tiling_of(RowClass rows, int head_size) {
     default:
       return more_rows_tiling(head_size);
   }
+}
+
+// The tiles of mma.sync (paged_attention_mma.cuh) for such rows: 64 for fewer, too, and of heads of 256 16 with batch_invariant.
+inline RowClass mma_rows(RowClass rows, int head_size) {
+  switch (rows) {
+    case RowClass::kMany:
+      return RowClass::kMany;
+    case RowClass::kInvariantFew:
+    case RowClass::kInvariantMore:
+      return head_size > 128 ? RowClass::kInvariantFew : RowClass::kInvariantMore;
+    default:
+      return head_size > 128 ? RowClass::kMany : RowClass::kMore;
+  }
+}
+inline Tiling mma_tiling(RowClass rows, int head_size) {
+  const RowClass tile = mma_rows(rows, head_size);
+  Tiling tiling = tiling_of(tile, head_size);
+  if (tile != rows) tiling.blocks_per_sm = 1;  // workspaces would be three times as large
+  return tiling;
 }
 
 // Launches what takes all sequences of a call.

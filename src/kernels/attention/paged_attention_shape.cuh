@@ -65,12 +65,10 @@ struct Shape {
   static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kStageBytes = 2 * kTileBytes;  // keys, then values
 
-  static constexpr int kBlocksPerSm = !kFew         ? (kRowClass == RowClass::kSome && kD == 64 ? 3 : 2)
-                                      : kD == 64    ? 4
-                                      : kD == 256   ? 1
-                                      : kBytes == 2 ? 3
-                                                    : 2;
-  static constexpr int kStages = !kOneRowTile || kWholeChunks || kBlocksPerSm > 2 ? 2 : 3;
+  static constexpr int kBlocksPerSm = !kFew ? 2 : kD == 64 ? 4 : kD == 256 ? 1 : kBytes == 2 ? 3 : 2;
+  // Chips with 99 KB of shared memory for a block have room for two of 32 KB.
+  static constexpr bool kTwoStages = kWholeChunks || kBlocksPerSm > 2 || (kMore && kStageBytes >= 32 << 10);
+  static constexpr int kStages = !kOneRowTile || kTwoStages ? 2 : 3;
   static constexpr int kSlots = kStages + 2;
   static constexpr int kRingBytes = kStages * kStageBytes;
   static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kRows * kD * 2;
