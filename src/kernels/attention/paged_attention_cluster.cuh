@@ -11,7 +11,7 @@
 
 namespace pykv::attention {
 
-// kQueries: 4, 8 or 16, the heads of a group at most; with kTokens, times the tokens of a query tile, and up to 32.
+// kQueries: 8 or 16, the heads of a group at most; with kTokens, times the tokens of a query tile, and up to 32.
 // kWide: more warps, or smaller blocks, of fewer stages. kForAnyBatch: with batch_invariant.
 template <class Element, int kD, int kQueries, bool kWide, bool kForAnyBatch, bool kTokens = false>
 struct ClusterShape : ColumnsShape<Element, kD, false, kQueries> {

@@ -156,12 +156,6 @@ bool launch_decode(const Problem& p, const Launch& launch) {
     } else {
       dispatch_bool(p.a.head_size > 64, [&]<bool kLarge> {
         constexpr int kD = kLarge ? 128 : 64;
-        if constexpr (kLarge && !kPackedV && Element::kBytes == 1) {
-          if (p.group <= 4 && !p.a.batch_invariant && !p.sparse) {
-            done = launch_decode_way<Element, kD, kPackedV, 4, false>(p, launch);
-            return;
-          }
-        }
         done = p.group <= 8 ? launch_decode_shape<Element, kD, kPackedV, 8>(p, launch)
                             : launch_decode_shape<Element, kD, kPackedV, 16>(p, launch);
       });

@@ -22,7 +22,7 @@ bool suits_loader(const Problem& p) {
 template <class S>
 bool suits_sparsity(const Problem& p) {
   if (!p.sparse) return true;
-  return !S::kTwins && p.a.sparse.sliding_step <= 0 && p.sparse_block % S::kTile == 0 && p.sparse_block < 1 << 20 &&
+  return p.a.sparse.sliding_step <= 0 && p.sparse_block % S::kTile == 0 && p.sparse_block < 1 << 20 &&
          p.a.num_kv_heads * int64_t{p.sparse_stride} < 1 << 30;
 }
 
