@@ -226,15 +226,6 @@ void paged_attention_cuda(const PagedAttentionArgs& args, const Launch& launch) 
   p.sparse_block = small(args.sparse.block_size);
   p.sparse_stride = small(args.sparse.vert_stride);
   p.sparse_local = small(args.sparse.local_blocks);
-  if (p.sparse) {
-    p.by_sparse_block = Divider(p.sparse_block);
-    p.by_sparse_stride = Divider(p.sparse_stride);
-    const int64_t stride = p.sparse_stride, step = args.sparse.sliding_step,
-                  head_step = step < 0 ? -(step % stride) : 0;
-    const int64_t rank = (args.sparse.tp_rank % stride + stride) % stride;
-    p.sparse_head_shift = static_cast<int>(head_step);
-    p.sparse_shift = static_cast<int>((rank * args.num_kv_heads % stride * head_step + 1) % stride);
-  }
   p.block_size = Divider(args.block_size);
 
   const int64_t wanted =

@@ -41,8 +41,7 @@ template <class S>
 int64_t most_keys(const Problem& p) {
   int64_t most = std::min<int64_t>(p.a.max_seq_len, int64_t{p.window} + S::kTile);
   if (p.lengths == Lengths::kForClusters) most = std::min(most, kMostOfFew);  // where none is much longer than others
-  if (!p.sparse) return most;
-  return std::min(most, most / p.sparse_stride + (int64_t{p.sparse_local} + 1) * p.sparse_block);
+  return most;
 }
 
 // How many blocks take a KV head of a sequence, or a span of its keys, and their warps; no blocks: better leave it to the line.

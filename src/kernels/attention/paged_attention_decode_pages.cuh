@@ -27,43 +27,6 @@ struct DecodePages : ColumnsOf<S> {
   // Is this token behind the first key that a query sees?
   static __device__ bool is_seen(const TilePart& part, int token) { return !S::kHidesKeys || token >= part.first_key; }
 
-  // Block-sparse, where heads of a group are alike: the blocks that they see, as if nothing lay between.  First come some of the
-  // stride, then, `later` blocks later than here, local ones.
-  struct SeenBlocks {
-    int all, of_stride, first, later;
-  };
-  __device__ SeenBlocks seen_blocks(int kv_head, int len) const {
-    const auto [first_local, last] = local_blocks(len);
-    const int offset = p.by_sparse_stride.remainder(p.sparse_shift + kv_head * p.sparse_head_shift);
-    const int first = offset == 0 ? 0 : p.sparse_stride - offset;
-    const int of_stride = first < first_local ? p.by_sparse_stride.quotient(first_local - 1 - first) + 1 : 0;
-    return {of_stride + last + 1 - first_local, of_stride, first, first_local - of_stride};
-  }
-
-  // Of the tokens in these the one at place `at`; beyond them, one that is no token of the sequence.
-  __device__ int seen_token(const SeenBlocks& seen, int at) const {
-    uint32_t rest;
-    const int i = static_cast<int>(p.by_sparse_block(at, rest));
-    const int block = i < seen.of_stride ? seen.first + i * p.sparse_stride : i + seen.later;
-    return i < seen.all ? block * p.sparse_block + static_cast<int>(rest) : kNoWindow;
-  }
-
-  // Of any KV head: as many at the most.  The last block, which may not be whole, is the last of those that are seen, too.
-  __device__ int most_seen_tokens(int len) const {
-    const auto [first_local, last] = local_blocks(len);
-    const int of_stride = first_local > 0 ? p.by_sparse_stride.quotient(first_local - 1) + 1 : 0;
-    const int blocks = min(of_stride + last + 1 - first_local, last + 1);
-    return static_cast<int>(min(static_cast<int64_t>(blocks) * p.sparse_block, static_cast<int64_t>(len)));
-  }
-
-  struct LocalBlocks {
-    int first, last;
-  };
-  __device__ LocalBlocks local_blocks(int len) const {
-    const int last = p.by_sparse_block.quotient(max(0, len - 1));
-    return {max(0, last + 1 - p.sparse_local), last};
-  }
-
   struct Pages {
     int id[kGroups];  // of eight tokens each; -1: no id of any cache
     int own;          // the lane's token's, with kRaw

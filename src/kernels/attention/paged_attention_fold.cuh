@@ -28,7 +28,7 @@ inline bool can_fold(const Problem& p) {
   constexpr int64_t kEnough = 16;
   const bool in_rows = a.value.dim == 1 && a.key.chunk >= a.head_size;
   return in_rows && a.key.head == a.head_size && a.value.head == a.head_size && a.num_kv_heads % 2 == 0 &&
-         a.num_seqs * a.num_kv_heads >= kEnough && !p.sparse;
+         a.num_seqs * a.num_kv_heads >= kEnough;
 }
 
 // ... and are rows of both, if of one byte, whole lines of memory?  For paged_attention_warpgroup_codes.cuh.

@@ -86,7 +86,7 @@ bool fills_warpgroups(const Problem& p, int device);
 
 // Do queries see keys through a window that is so short (in tokens) that a cluster suffices for each of few KV heads, too?
 constexpr int kMostWindow = 4096;
-inline bool has_short_window(const Problem& p) { return p.window <= kMostWindow && !p.sparse; }
+inline bool has_short_window(const Problem& p) { return p.window <= kMostWindow; }
 
 // Whose line takes a call that may go either way, if its lengths do not suit clusters: that of decoding, of four warps together, or of
 // single warps.

@@ -47,7 +47,7 @@ struct Shape {
   static constexpr int kHeads = 1;            // KV heads of a segment
   static constexpr bool kManyTokens = false;  // queries as columns: of several tokens, each of which sees other keys
   static constexpr bool kSharedQueries = false;  // ... that lie in shared memory, once for all warps
-  static constexpr bool kHidesKeys = false;      // decoding proper: windows and block sparsity
+  static constexpr bool kHidesKeys = false;      // decoding proper: windows
   static constexpr bool kHalfLinesMeet = false;  // ... reads heads of 64 bytes with their neighbours
   static constexpr bool kFolded = false;         // ... takes two KV heads as one: paged_attention_fold.cuh
   static constexpr bool kByToken = false;        // ... looks up a page for each token: paged_attention_small_pages.cuh

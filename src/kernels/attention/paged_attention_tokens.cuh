@@ -1,4 +1,4 @@
-// Short calls over rows of tokens: of decoding with block sparsity or a long window, with several query tokens for each sequence, as
+// Short calls over rows of tokens: of decoding with a long window, with several query tokens for each sequence, as
 // in speculative decoding, with more than 16 heads in a group, or with pages that are no groups of eight: the clusters of
 // paged_attention_cluster.cuh, whose columns are query tokens times heads, up to 32 of them (of size 256: 16).  As many again are
 // another cluster's, beside it; what a sequence has beyond that, where it has more tokens than the mean, these clusters do
@@ -28,7 +28,6 @@ struct TokensKernel : ClusterKernel<S> {
   using Cluster::kv_head;
   using Cluster::place;
   using Cluster::rank;
-  using Cluster::seen_len;
   using Cluster::sequence;
   using typename Base::State;
   // Whether where keys begin is guessed; not where it would drive sums out of registers.
@@ -41,10 +40,10 @@ struct TokensKernel : ClusterKernel<S> {
       if (kGuesses && p.a.cu_query_lens.data) prefetch(words_at(p.a.cu_query_lens, sequence));
       const int early_len = this->early_length(sequence);
       const int len = static_cast<int>(clamp(early_len, 0, p.a.max_seq_len));
-      if (!p.sees_all()) this->look_from(len, len - p.tile_tokens);
+      if (!p.sees_all()) this->look_from(len - p.tile_tokens);
       this->foresee(sequence, kv_head, early_len, this->first_token(0));
     }
-    const typename Cluster::Guess guess{begin, seen_len};
+    const int guessed_begin = begin;
     wait_for_previous_kernel();
     // Where the first keys are, if all is as it was a moment before.
     int ids = has_task && (kGuesses || p.sees_all()) ? this->look_up_tiles(0) : -1;
@@ -80,8 +79,8 @@ struct TokensKernel : ClusterKernel<S> {
       const int first = seq.context() + u.query_tile * p.tile_tokens;
       const int last = min(first + p.tile_tokens, seq.len) - 1;
       const int end = static_cast<int>(clamp(int64_t{last_seen(p, last)} + 1, 0, seq.len));
-      this->look_from(seq.len, first);
-      if (i > way || !(kGuesses ? guess.is_right(*this) : p.sees_all())) ids = this->look_up_tiles(0);
+      this->look_from(first);
+      if (i > way || !(kGuesses ? begin == guessed_begin : p.sees_all())) ids = this->look_up_tiles(0);
       this->fetch_queries(u, state);
       this->attend_keys(ids, end, state, [&] {
         this->settle(kv_head, state);
@@ -156,7 +155,7 @@ ClusterSize tokens_size(Problem& p, const Launch& launch) {
   // A guess: all have as many tokens.  One that had far more would keep its cluster busy when the others had finished.
   if (p.a.num_tokens % p.a.num_seqs != 0) return kNone;
   const int64_t tokens = p.a.num_tokens / p.a.num_seqs;
-  if (!suits_loader<S>(p) || p.a.batch_invariant || !suits_sparsity<S>(p) || p.min_rows > 0) return kNone;
+  if (!suits_loader<S>(p) || p.a.batch_invariant || p.sparse || p.min_rows > 0) return kNone;
   set_rows(p, S::kColumns);
   p.tile_tokens = static_cast<int>(std::min<int64_t>(p.tile_tokens, tokens));
   const int64_t tiles = (tokens + p.tile_tokens - 1) / p.tile_tokens * p.head_tiles;

@@ -153,9 +153,9 @@ bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
   const bool from_17_to_64 = has_17_to_64_rows(rows);
   const bool decodes = rows == RowClass::kFew || rows == RowClass::kInvariantFew;
   // Short calls are first asked for in launch_decode if they see all their keys, unless it is the device that finds them short, or
-  // those of a short window; those of more rows in launch_warpgroup_clusters, whose clusters know windows; and others in
-  // launch_tokens, whose clusters know sparsity, too.  Long ones with either are launch_decode's, for its line knows them.  All over
-  // pages that are no groups of eight tokens are launch_tokens's, if clusters of warpgroups have not taken them.
+  // those of a short window; those of more rows in launch_warpgroup_clusters, and others in launch_tokens: both know windows.  Long
+  // ones with a window are launch_decode's, for its line knows them.  All over pages that are no groups of eight tokens are
+  // launch_tokens's, if clusters of warpgroups have not taken them.  Block sparsity is left to launch_rows.
   const bool may_share_keys = suits_spans(p, launch.device);
   if (!may_share_keys && launch_either_way(p, rows, launch)) return true;
   if (decodes && (p.sees_all() || has_short_window(p)) && launch_decode(p, launch)) return true;
