@@ -173,7 +173,8 @@ LeftPieces left_pieces(const Problem& p, int grid) {
 void combine(const LeftPieces& left, const Launch& launch) {
   const bool exact = left.p.a.batch_invariant;
   const int blocks = num_sms(launch.device) * (exact ? ExactQuad::kBlocksPerSm : Quad::kBlocksPerSm);
-  launch_after(exact ? combine_kernel<ExactQuad> : combine_kernel<Quad>, dim3(blocks), dim3(kCombineThreads), 1, 0,
+  launch_after({exact ? KernelId::kCombineInvariant : KernelId::kCombine},
+               exact ? combine_kernel<ExactQuad> : combine_kernel<Quad>, dim3(blocks), dim3(kCombineThreads), 1, 0,
                launch, left.p.a.op, left);
 }
 
@@ -236,9 +237,10 @@ void paged_attention_cuda(const PagedAttentionArgs& args, const Launch& launch) 
       fail(PYKV_VALUE_ERROR, "%s: workspace: %lld bytes are needed, got %lld", args.op, static_cast<long long>(wanted),
            static_cast<long long>(args.workspace_size));
     }
-  } else {
+  } else if (!only_plans()) {
     cuda_check(cudaMallocAsync(&p.a.workspace, wanted, stream_of(launch)), "paged_attention: workspace");
   }
+  note_workspace(wanted);
   void* allocated = args.workspace ? nullptr : p.a.workspace;
   try {
     launch_all(p, launch);

@@ -15,6 +15,19 @@ __global__ void paged_attention_tokens_kernel(const __grid_constant__ Problem p,
                                               const __grid_constant__ LeftPieces left);
 
 template <class S>
+constexpr Instance cluster_instance() {
+  const KernelId id = S::kInvariant     ? (S::kSpans ? KernelId::kInvariantSpans : KernelId::kInvariantCluster)
+                      : !S::kManyTokens ? (S::kSpans       ? KernelId::kDecodeSpans
+                                           : S::kFolded    ? KernelId::kFoldedCluster
+                                           : S::kHidesKeys ? KernelId::kWindowCluster
+                                                           : KernelId::kDecodeCluster)
+                      : S::kSpans       ? KernelId::kTokensSpans
+                      : S::kByToken     ? KernelId::kSmallPagesCluster
+                                        : KernelId::kTokensCluster;
+  return {id, S::kD, S::kColumns};
+}
+
+template <class S>
 auto cluster_kernel() {
   if constexpr (S::kInvariant) {
     return &paged_attention_exact_cluster_kernel<S>;
@@ -169,9 +182,10 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
   return launch_with_line(p, line, launch, [&](const LeftPieces& left) {
     const dim3 grid(static_cast<unsigned>(blocks)), block(size.warps * 32);
     if constexpr (S::kManyTokens) {
-      launch_after(kernel, grid, block, size.blocks, bytes, launch, p.a.op, p, copies_of<S>(p), left);
+      launch_after(cluster_instance<S>(), kernel, grid, block, size.blocks, bytes, launch, p.a.op, p, copies_of<S>(p),
+                   left);
     } else {
-      launch_after(kernel, grid, block, size.blocks, bytes, launch, p.a.op, p, copies_of<S>(p));
+      launch_after(cluster_instance<S>(), kernel, grid, block, size.blocks, bytes, launch, p.a.op, p, copies_of<S>(p));
     }
   });
 }

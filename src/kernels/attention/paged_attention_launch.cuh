@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "attention/paged_attention_kernels.h"
 #include "attention/paged_attention_problem.cuh"
 #include "core/launch.h"
 #include "cuda/device.h"
@@ -138,8 +139,9 @@ void combine(const LeftPieces& left, const Launch& launch);
 // Launches a kernel, in clusters of so many blocks (sm_90), that may come up while the kernel before it still runs (it
 // waits for that kernel itself).
 template <class... Parameters>
-void launch_after(void (*kernel)(Parameters...), dim3 grid, dim3 block, int cluster, size_t shared_bytes,
-                  const Launch& launch, const char* op, const Parameters&... parameters) {
+void launch_after(Instance instance, void (*kernel)(Parameters...), dim3 grid, dim3 block, int cluster,
+                  size_t shared_bytes, const Launch& launch, const char* op, const Parameters&... parameters) {
+  if (!note_launch({instance, static_cast<int>(grid.x), static_cast<int>(block.x), cluster, shared_bytes})) return;
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -195,8 +197,8 @@ void allow_shared_memory(Kernel kernel, int bytes, PerDevice& allowed, const cha
 // Launches one kernel, which takes a Problem and `args`, over the whole line.  Gives the grid, or 0 if the device has too
 // little shared memory.
 template <class Kernel, class... Args>
-int launch_main(Kernel kernel, int threads, int shared_bytes, int unit_tokens, const Tiling& tiling, Problem& p,
-                const Launch& launch, PerDevice& resident, const Args&... args) {
+int launch_main(Instance instance, Kernel kernel, int threads, int shared_bytes, int unit_tokens, const Tiling& tiling,
+                Problem& p, const Launch& launch, PerDevice& resident, const Args&... args) {
   if (shared_bytes > static_cast<int>(shared_memory_limit(launch.device))) return 0;
   const int blocks_per_sm = resident.get(launch.device, [&] {
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), p.a.op);
@@ -204,17 +206,18 @@ int launch_main(Kernel kernel, int threads, int shared_bytes, int unit_tokens, c
   });
   set_places(p, unit_tokens);
   const int grid = set_tiling(p, tiling, blocks_per_sm, launch.device);
-  launch_after(kernel, dim3(grid), dim3(threads), 1, shared_bytes, launch, p.a.op, p, args...);
+  launch_after(instance, kernel, dim3(grid), dim3(threads), 1, shared_bytes, launch, p.a.op, p, args...);
   return grid;
 }
 
 // The same, and what combines its pieces, unless that is left to another kernel.  scaled_pieces: they have been multiplied by the
 // scales of values.
 template <class Kernel, class Copies>
-bool launch_line(Kernel kernel, int threads, int shared_bytes, int unit_tokens, const Tiling& tiling,
+bool launch_line(Instance instance, Kernel kernel, int threads, int shared_bytes, int unit_tokens, const Tiling& tiling,
                  const Copies& copies, Problem p, const Launch& launch, PerDevice& resident, LeftPieces* left = nullptr,
                  bool scaled_pieces = false) {
-  const int grid = launch_main(kernel, threads, shared_bytes, unit_tokens, tiling, p, launch, resident, copies);
+  const int grid =
+      launch_main(instance, kernel, threads, shared_bytes, unit_tokens, tiling, p, launch, resident, copies);
   if (grid == 0) return false;
   if (scaled_pieces) p.a.kv_format = KvFormat::kSame;
   const LeftPieces pieces = left_pieces(p, grid);

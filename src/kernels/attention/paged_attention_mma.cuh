@@ -159,8 +159,9 @@ bool launch_mma_kernel(Problem p, const Tiling& tiling, const Launch& launch) {
   constexpr int kSharedBytes = S::kTeams * (S::kRingBytes + S::kSlots * static_cast<int>(sizeof(Slot<S::kTile>))) +
                                S::kQueryBytes + S::kWaitingBytes + static_cast<int>(sizeof(Scratch<S>));
   static PerDevice resident;
-  return launch_line(paged_attention_mma_kernel<S>, kThreads, kSharedBytes, S::kUnitTokens, tiling,
-                     cache_copies<S>(p.a), p, launch, resident);
+  constexpr KernelId kId = S::kInvariant ? KernelId::kMmaInvariant : KernelId::kMma;
+  return launch_line({kId, S::kD, S::kRows}, paged_attention_mma_kernel<S>, kThreads, kSharedBytes, S::kUnitTokens,
+                     tiling, cache_copies<S>(p.a), p, launch, resident);
 }
 
 template <class Element, RowClass kTileRows>

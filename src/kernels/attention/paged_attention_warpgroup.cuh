@@ -331,8 +331,9 @@ bool launch_warpgroup_kernel(const Problem& p, RowClass rows, const Launch& laun
   Tiling tiling = tiling_of(rows, p.a.head_size);
   tiling.blocks_per_sm = std::min(tiling.blocks_per_sm, S::kBlocksPerSm);  // pairs have no workspace for more
   tiling.lead = S::kRows > 32 ? 5 : 3;                                     // measured on an H100; it may be 3 to 8
-  return launch_line(paged_attention_warpgroup_kernel<S, Softmax>, S::kBlock, kSharedBytes, S::kUnitTokens, tiling,
-                     copies_of<S>(p), p, launch, resident, left, S::kFolded);
+  return launch_line({KernelId::kWarpgroupLine, S::kD, S::kRows}, paged_attention_warpgroup_kernel<S, Softmax>,
+                     S::kBlock, kSharedBytes, S::kUnitTokens, tiling, copies_of<S>(p), p, launch, resident, left,
+                     S::kFolded);
 }
 
 // launch_rows.operator()<kD, kRows>(): tiles of so many rows, of heads of up to kD.

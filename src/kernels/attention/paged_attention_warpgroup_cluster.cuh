@@ -157,7 +157,11 @@ bool launch_warpgroup_cluster(const Problem& given, const Launch& launch) {
       p.early_blocks = grid;  // the sequence may be short
     }
     return launch_with_line(p, LineOf::kWarpgroups, launch, [&](const LeftPieces& left) {
-      launch_after(kernel, dim3(grid), dim3(S::kBlock), blocks, kBytes, launch, p.a.op, p, copies_of<S>(p), left);
+      constexpr KernelId kId = S::kSpans                  ? KernelId::kWarpgroupSpans
+                               : S::kBlocksOfCluster == 1 ? KernelId::kWarpgroupBlock
+                                                          : KernelId::kWarpgroupCluster;
+      launch_after({kId, S::kD, S::kRows}, kernel, dim3(grid), dim3(S::kBlock), blocks, kBytes, launch, p.a.op, p,
+                   copies_of<S>(p), left);
     });
   }
   return false;
