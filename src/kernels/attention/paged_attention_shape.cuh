@@ -38,9 +38,9 @@ struct Shape {
   static constexpr int kRowTiles = kOneRowTile || kD == 256 ? 1 : 2;  // 16-row tiles of a warp
   static constexpr int kWarpRows = 16 * kRowTiles;
   static constexpr int kRows = kMany ? 4 * kWarpRows : kWarpRows;
-  // Weights of bf16 have 8 bits, which alone would be an error of 1e-3.  Decoding waits for memory and can afford to add
-  // the other 8, prefill cannot.
-  static constexpr bool kSplitWeights = std::is_same_v<Mma, bf16> && (!kMany || kInvariant);
+  // Weights of bf16 have 8 bits, which alone would be an error of 1e-3.  Few rows wait for memory and can afford to add the other 8,
+  // prefill cannot.
+  static constexpr bool kSplitWeights = std::is_same_v<Mma, bf16> && kRowClass != RowClass::kMany;
   static constexpr bool kReadOnce = kFew;     // nearly every key is for one query tile alone
   static constexpr bool kWarpgroup = false;   // stages as wgmma reads them: paged_attention_warpgroup.cuh
   static constexpr bool kRaw = false;         // codes and scales of nvfp4 as they are: paged_attention_nvfp4_tile.cuh
