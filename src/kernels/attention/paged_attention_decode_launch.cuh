@@ -6,9 +6,13 @@
 
 namespace pykv::attention {
 
+// Whether four warps together can take the calls of a line.
+template <class Line>
+constexpr bool kMayPreferWarpgroups = !Line::kInvariant && !Line::kPackedV && !Line::kNvfp4;
+
 // Whether two KV heads may be taken as one.
 template <class Line>
-constexpr bool kMayFold = !Line::kInvariant && !Line::kPackedV && !Line::kNvfp4;
+constexpr bool kMayFold = kMayPreferWarpgroups<Line> && !kIsRare<typename Line::Element> && Line::kD == 64;
 
 // Two KV heads as one in clusters.  False if the call is not for them.
 template <class Element, int kQueries>
@@ -79,15 +83,15 @@ bool launch_decode_clusters(Problem p, const Launch& launch) {
       p.lengths = Lengths::kForClusters;
       size = cluster_size<Usual>(p, launch);
     }
-    if constexpr (!kForAnyBatch) {
+    if constexpr (!kForAnyBatch && !kIsRare<Element>) {
       using Hiding = Windowed<Usual>;
       if (has_short_window(p)) return launch_cluster_kernel<Hiding>(p, cluster_size<Hiding>(p, launch), launch);
     }
     if (p.sees_all()) {  // else clusters of paged_attention_tokens.cuh may take it
-      if constexpr (kMayFold<Line> && kD == 64) {
+      if constexpr (kMayFold<Line>) {
         if (launch_folded_either<Element>(p, launch) || launch_folded_cluster<Element>(p, launch)) return true;
       }
-      if constexpr (!kForAnyBatch && kQueries <= 8 && kD >= 128) {
+      if constexpr (!kForAnyBatch && !kIsRare<Element> && kQueries <= 8 && kD >= 128) {
         // Of one byte of heads of 256 more warps would have a tile less each under way.
         using Wide = ClusterShape<Element, kD, kQueries, kD == 128 || !Line::kNarrow, false>;
         if (size.spans == 1 && launch_either<Usual, Wide, Line>(p, launch)) return true;
@@ -117,8 +121,8 @@ bool launch_decode_way(const Problem& p, const Launch& launch) {
     const bool may_be_short = p.lengths == Lengths::kAny;
     if (may_be_short && launch_decode_clusters<Element, kD, kQueries, kForAnyBatch>(p, launch)) return true;
   }
-  if (kMayFold<Line> && prefers_warpgroups<Line, kQueries>(p, launch.device)) return false;
-  if constexpr (kMayFold<Line> && kQueries == 8 && kD == 64) {
+  if (kMayPreferWarpgroups<Line> && prefers_warpgroups<Line, kQueries>(p, launch.device)) return false;
+  if constexpr (kMayFold<Line> && kQueries == 8) {
     if (launch_folded_line<Element>(p, launch)) return true;
   }
   if constexpr (kForAnyBatch && kQueries == 8 && Line::kNarrow && Line::kBlocksPerSm == 3) {

@@ -216,11 +216,6 @@ constexpr bool kHasEither = std::is_same_v<Element, ElementNvfp4> ? kD == 128 &&
                             : kD == 256 ? kColumns == 8
                                         : kColumns == 16;
 
-// Elements whose calls of several tokens have no clusters: those take a line.
-template <class Element>
-constexpr bool kOnLineOnly =
-    std::is_same_v<Element, Element8<KvFormat::kE5M2>> || std::is_same_v<Element, Element8<KvFormat::kInt8>>;
-
 template <class Element>
 bool launch_tokens(const Problem& p, const Launch& launch) {
   if (p.a.value.dim != 1) return false;
@@ -228,7 +223,7 @@ bool launch_tokens(const Problem& p, const Launch& launch) {
   constexpr bool kMayBeSmall = !kNvfp4;                             // the pages
   const int64_t columns = p.a.num_tokens / p.a.num_seqs * p.group;  // a sequence's, if all have as many tokens
   const auto launch_columns = [&]<int kD, int kColumns> {
-    if constexpr (kOnLineOnly<Element>) {
+    if constexpr (kIsRare<Element>) {
       return false;
     } else {
       if (p.lengths == Lengths::kForLine) return false;
