@@ -78,7 +78,7 @@ bool launch_decode_kernel(Problem p, const Launch& launch) {
 // The same with KV heads in pairs, if Line takes them so, they are pairs, and blocks have room for them; else one by one.
 template <class Line, class Single>
 bool launch_decode_line(const Problem& p, const Launch& launch) {
-  if constexpr (Line::kHidesKeys) {
+  if constexpr (Line::kHidesKeys && !Line::kPackedV) {
     if (p.sees_all()) return launch_decode_line<SeesAll<Line>, SeesAll<Single>>(p, launch);
   }
   if constexpr (Line::kHeads > 1) {

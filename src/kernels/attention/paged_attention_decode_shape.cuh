@@ -67,7 +67,7 @@ struct DecodeShape : ColumnsShape<Element, kD, kPackedV, kQueries> {
   static constexpr int kRingBytes = kStages * kStageBytes;
 };
 
-// The same without what windows need: calls begin sooner by what is not to be fetched and executed.
+// The same over rows of tokens without what windows need: calls begin sooner by what is not to be fetched and executed.
 template <class Line>
 struct SeesAll : Line {
   static constexpr bool kHidesKeys = false;
