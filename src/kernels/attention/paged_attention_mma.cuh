@@ -43,7 +43,7 @@ struct LineKernel : SegmentResults<S> {
     Walker& walker = scratch.walkers[team];
     slot.unit = walker.unit;
     int& token = slot.unit.first_token;
-    if constexpr (!S::kInvariant || S::kMany) {
+    if constexpr (S::kMany) {
       token += team * S::kTile;
     } else {
       token = (token & -kChunkTokens) + team * kPartTokens + (token & (kChunkTokens - 1)) / S::kTeams;
@@ -59,7 +59,7 @@ struct LineKernel : SegmentResults<S> {
     const uint32_t stage0 = shared_address(ring);
     if (!takes_call(p)) return leave_call();
     wait_for_previous_kernel();
-    constexpr bool kLines = !S::kInvariant && (!S::kMany || S::kMore);  // no prefill
+    constexpr bool kLines = !S::kInvariant && S::kMore;  // no prefill
     const SharePosition share = find_share<0, kLines>(p, scratch.plan);
     if (member == 0) {
       scratch.walkers[team].start(p, share);
@@ -130,8 +130,8 @@ struct LineKernel : SegmentResults<S> {
         if constexpr (S::kMany) {
           this->end_segment_many(unit, state, LinePieces{p});
         } else {
-          this->end_segment_few(unit, state, rings, offset, kept);
-          if (S::kInvariant && !unit.ends) this->clear_sums(state);
+          this->end_chunk_few(unit, state, rings, offset, kept);
+          if (!unit.ends) this->clear_sums(state);
         }
       }
       if (looks_up) this->end_lookup(lookup, lookup_slot, lookup_slot.unit.kv_head);
@@ -155,7 +155,8 @@ __global__ void __launch_bounds__(kThreads, S::kBlocksPerSm)
 
 template <class S>
 bool launch_mma_kernel(Problem p, const Tiling& tiling, const Launch& launch) {
-  p.in_parts = S::kInvariant && !S::kMany;
+  static_assert(S::kMany || S::kInvariant);
+  p.in_parts = !S::kMany;
   constexpr int kSharedBytes = S::kTeams * (S::kRingBytes + S::kSlots * static_cast<int>(sizeof(Slot<S::kTile>))) +
                                S::kQueryBytes + S::kWaitingBytes + static_cast<int>(sizeof(Scratch<S>));
   static PerDevice resident;
