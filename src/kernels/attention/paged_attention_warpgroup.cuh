@@ -26,7 +26,8 @@ __device__ inline int computing_group(int groups) { return groups == 1 ? 0 : thr
 template <class Element, int kHeadSize>
 struct WarpgroupShape : Shape<Element, kHeadSize, false, RowClass::kMore> {
   static constexpr bool kWarpgroup = true, kReadOnce = true;
-  static constexpr bool kSplitWeights = std::is_same_v<typename Element::Mma, bf16>;
+  static constexpr int kStages = 3, kSlots = kStages + 2;
+  static constexpr int kRingBytes = kStages * Shape<Element, kHeadSize, false, RowClass::kMore>::kStageBytes;
   static constexpr int kBlock = 2 * kThreads, kCopyWarps = 4;  // beside the four that compute
   static constexpr int kComputeRegisters = 192, kCopyRegisters = 64;
   static constexpr bool kQueryColumns = false;  // of the products: paged_attention_warpgroup_columns.cuh
