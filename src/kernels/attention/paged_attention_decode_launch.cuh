@@ -136,8 +136,7 @@ bool launch_decode_way(const Problem& p, const Launch& launch) {
       return launch_decode_kernel<Deep>(p, launch);
     }
   }
-  constexpr int kColumns = kQueries == 16 ? 16 : 8;
-  using Single = DecodeShape<Element, kD, kPackedV, kColumns, kForAnyBatch, false, true>;
+  using Single = DecodeShape<Element, kD, kPackedV, kQueries, kForAnyBatch, false, true>;
   return launch_decode_line<Line, Single>(p, launch);
 }
 
