@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import entry_points
 from threading import RLock
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from pykv import _watching
 
 PLATFORMS: Final = ("cpu", "cuda")
+_PLANNED: Final = ("paged_attention", "paged_attention_v1", "paged_attention_v2")
 _PLATFORM_OF_DEVICE: Final = {1: "cpu", 3: "cpu", 2: "cuda", 13: "cuda"}  # DLDeviceType
 
 _Function = TypeVar("_Function", bound=Callable[..., None])
@@ -72,9 +73,11 @@ class Explanation:
     platform: str
     chosen: str | None
     reasons: Sequence[tuple[str, str]]
+    plan: Sequence[str] = ()  # of attention: the kernels with their grids, and the workspace
 
     def __str__(self) -> str:
         lines = [f"  {provider}: {reason}" for provider, reason in self.reasons]
+        lines += [f"  {line}" for line in self.plan]
         return "\n".join([f"{self.op} on {self.platform}: {self.chosen or 'no implementation'}", *lines])
 
 
@@ -277,8 +280,22 @@ def log(to: str) -> None:
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
-    """Which implementation the call ``pykv.<op>(*args, **kwargs)`` would take, and why; nothing is called."""
-    return _choice_of(op).look(args, kwargs)[1]
+    """Which implementation the call ``pykv.<op>(*args, **kwargs)`` would take, and why; nothing is called.
+
+    For ``paged_attention``, ``paged_attention_v1`` and ``paged_attention_v2`` also the plan of our kernels: their names
+    with the head size and rows of their tiles, their grids, and the bytes of workspace.  The arguments are checked as
+    in the call.
+    """
+    choice = _choice_of(op)
+    chosen, explanation = choice.look(args, kwargs)
+    if op not in _PLANNED or chosen is None or chosen.provider != "pykv":
+        return explanation
+    _C.paged_attention_only_plan(True)
+    try:
+        chosen.function(*args, **kwargs)
+        return replace(explanation, plan=tuple(_C.paged_attention_plan().splitlines()))
+    finally:
+        _C.paged_attention_only_plan(False)
 
 
 def _choice_of(op: str) -> _Choice:

@@ -28,6 +28,9 @@ NOT_OPS = {
     "pykv_cpu_isa",
     "pykv_get_num_threads",
     "pykv_set_num_threads",
+    "pykv_paged_attention_kernel",
+    "pykv_paged_attention_only_plan",
+    "pykv_paged_attention_plan",
     "pykv_paged_attention_workspace_size",
 }
 

@@ -19,8 +19,9 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -158,8 +159,19 @@ def more_options(case: Case, device: Cuda) -> dict[str, object]:
     return {k: v for name in case.extras if name in options for k, v in options[name]().items()}
 
 
-def call(case: Case, device: Cuda) -> tuple[Call, peers.Decode | None]:
-    """A call on arrays of its own, and those arrays, if other libraries can take them."""
+@dataclass(frozen=True)
+class Arrays:
+    """What a call of `paged_attention` is given."""
+
+    out: Any
+    query: Any
+    caches: list[Any]
+    tables: Any
+    lens: Any
+    cu_query_lens: Any  # None: one query for each sequence
+
+
+def arrays(case: Case, device: Cuda) -> Arrays:
     cupy = device.cupy
     rng = np.random.default_rng(1)
     page, head_size = case.page, case.head_size
@@ -187,6 +199,20 @@ def call(case: Case, device: Cuda) -> tuple[Call, peers.Decode | None]:
     out = cupy.empty_like(query)
     ids_of = np.int64 if "int64" in case.extras else np.int32
     tables, lens = device.array(table.astype(ids_of)), device.array(np.array(case.lens, ids_of))
+    cu = (
+        None
+        if max(case.queries) == 1 and "query lengths" not in case.extras
+        else device.array(np.cumsum([0, *case.queries]).astype(np.int32))
+    )
+    return Arrays(out, query, caches, tables, lens, cu)
+
+
+def call(case: Case, device: Cuda) -> tuple[Call, peers.Decode | None]:
+    """A call on arrays of its own, and those arrays, if other libraries can take them."""
+    cupy = device.cupy
+    page, head_size, heads, tokens = case.page, case.head_size, case.kv_heads, sum(case.queries)
+    made = arrays(case, device)
+    out, query, caches, tables, lens, cu = (getattr(made, f.name) for f in fields(made))
     if case.op != "paged_attention":
         longest = max(case.lens)
         shape = (tokens, case.heads, math.ceil(longest / 512))
@@ -201,11 +227,6 @@ def call(case: Case, device: Cuda) -> tuple[Call, peers.Decode | None]:
         return lambda: op(
             out, *scratch, query, *caches, heads, scale, tables, lens, page, longest, None, case.kind, 1.0, 1.0, *sparse
         ), None
-    cu = (
-        None
-        if max(case.queries) == 1 and "query lengths" not in case.extras
-        else device.array(np.cumsum([0, *case.queries]).astype(np.int32))
-    )
     invariant = case.batch_invariant
     size = pykv.paged_attention_workspace_size(
         tokens, len(case.lens), case.heads, heads, head_size, batch_invariant=invariant

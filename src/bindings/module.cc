@@ -61,6 +61,10 @@ PYBIND11_MODULE(_C_of_main, m, py::mod_gil_not_used()) {
           return size;
         });
 
+  m.def("paged_attention_plan", pykv_paged_attention_plan);
+  m.def("paged_attention_only_plan", pykv_paged_attention_only_plan);
+  m.def("paged_attention_kernel", pykv_paged_attention_kernel);
+
   Module ops(m.ptr());
   bind_activation(ops);
   bind_attention(ops);

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "attention/paged_attention_kernels.h"
 #include "core/call.h"
 #include "pykv/attention.h"
 
@@ -144,7 +145,9 @@ PagedAttentionArgs take(Call& call, const Inputs& in, double scale) {
 }
 
 void run(Call& call, void* stream, const PagedAttentionArgs& a) {
+  attention::begin_plan();
   if (a.num_tokens == 0 || a.num_seqs == 0 || a.num_heads == 0) return;
+  if (!call.on_cuda() && !attention::note_launch({{attention::KernelId::kCpu}, 0, 0, 0, 0})) return;
   call.run(stream, a, paged_attention_cpu, PYKV_CUDA(paged_attention_cuda));
 }
 

@@ -173,7 +173,8 @@ LeftPieces left_pieces(const Problem& p, int grid) {
 void combine(const LeftPieces& left, const Launch& launch) {
   const bool exact = left.p.a.batch_invariant;
   const int blocks = num_sms(launch.device) * (exact ? ExactQuad::kBlocksPerSm : Quad::kBlocksPerSm);
-  launch_after(exact ? combine_kernel<ExactQuad> : combine_kernel<Quad>, dim3(blocks), dim3(kCombineThreads), 1, 0,
+  launch_after({exact ? KernelId::kCombineInvariant : KernelId::kCombine},
+               exact ? combine_kernel<ExactQuad> : combine_kernel<Quad>, dim3(blocks), dim3(kCombineThreads), 1, 0,
                launch, left.p.a.op, left);
 }
 
@@ -193,7 +194,8 @@ int64_t paged_attention_workspace_cuda(int64_t num_tokens, int64_t num_seqs, int
   RowClass rows;
   if (uniform_rows(num_tokens, num_seqs, num_heads / num_kv_heads, head_size, rows)) {
     const bool warpgroups = head_size <= 128 && !batch_invariant && has_warpgroups(device);  // for all the sizes tell
-    return std::max(simple, bytes(tiling_of(class_for(rows, batch_invariant, warpgroups, head_size), head_size)));
+    const RowClass tiles = class_for(rows, batch_invariant, warpgroups, head_size);
+    return std::max({simple, bytes(tiling_of(tiles, head_size)), bytes(mma_tiling(tiles, head_size))});
   }
   const RowClass many = class_for(RowClass::kMany, batch_invariant, false, head_size);
   const int64_t wanted = std::max({simple, bytes(few_rows_tiling(head_size)), bytes(tiling_of(many, head_size))});
@@ -225,15 +227,6 @@ void paged_attention_cuda(const PagedAttentionArgs& args, const Launch& launch) 
   p.sparse_block = small(args.sparse.block_size);
   p.sparse_stride = small(args.sparse.vert_stride);
   p.sparse_local = small(args.sparse.local_blocks);
-  if (p.sparse) {
-    p.by_sparse_block = Divider(p.sparse_block);
-    p.by_sparse_stride = Divider(p.sparse_stride);
-    const int64_t stride = p.sparse_stride, step = args.sparse.sliding_step,
-                  head_step = step < 0 ? -(step % stride) : 0;
-    const int64_t rank = (args.sparse.tp_rank % stride + stride) % stride;
-    p.sparse_head_shift = static_cast<int>(head_step);
-    p.sparse_shift = static_cast<int>((rank * args.num_kv_heads % stride * head_step + 1) % stride);
-  }
   p.block_size = Divider(args.block_size);
 
   const int64_t wanted =
@@ -244,9 +237,10 @@ void paged_attention_cuda(const PagedAttentionArgs& args, const Launch& launch) 
       fail(PYKV_VALUE_ERROR, "%s: workspace: %lld bytes are needed, got %lld", args.op, static_cast<long long>(wanted),
            static_cast<long long>(args.workspace_size));
     }
-  } else {
+  } else if (!only_plans()) {
     cuda_check(cudaMallocAsync(&p.a.workspace, wanted, stream_of(launch)), "paged_attention: workspace");
   }
+  note_workspace(wanted);
   void* allocated = args.workspace ? nullptr : p.a.workspace;
   try {
     launch_all(p, launch);

@@ -1,4 +1,4 @@
-// Decoding for few sequences: the blocks of a cluster take the tiles of one KV head in turn and add up in each other's
+// Decoding for few sequences over rows of tokens: the blocks of a cluster take the tiles of one KV head in turn and add up in each other's
 // shared memory.  No second kernel, nothing to find out beforehand: pages are looked up while the length is on its way.
 //
 // Chain: length, pages and queries at once -> tiles -> sums -> one exchange -> output.
@@ -11,12 +11,12 @@
 
 namespace pykv::attention {
 
-// kQueries: 4, 8 or 16, the heads of a group at most; with kTokens, times the tokens of a query tile, and up to 32.
+// kQueries: 8 or 16, the heads of a group at most; with kTokens, times the tokens of a query tile, and up to 32.
 // kWide: more warps, or smaller blocks, of fewer stages. kForAnyBatch: with batch_invariant.
-template <class Element, int kD, bool kPackedV, int kQueries, bool kWide, bool kForAnyBatch, bool kTokens = false>
-struct ClusterShape : ColumnsShape<Element, kD, kPackedV, kQueries> {
+template <class Element, int kD, int kQueries, bool kWide, bool kForAnyBatch, bool kTokens = false>
+struct ClusterShape : ColumnsShape<Element, kD, false, kQueries> {
   static constexpr bool kInvariant = kForAnyBatch, kManyTokens = kTokens, kHidesKeys = kTokens, kSpans = false;
-  using Few = ColumnsShape<Element, kD, kPackedV, kQueries>;
+  using Few = ColumnsShape<Element, kD, false, kQueries>;
   static constexpr int kUsualWarps = kD <= 128 ? 8 : 4;
   static constexpr int kWarps = kWide ? kUsualWarps * 3 / 2 : kUsualWarps;                     // at most
   static constexpr bool kSharedQueries = kTokens && (kQueries == 32 || kQueries * kD > 2048);  // registers have no room
@@ -70,16 +70,11 @@ struct ClusterKernel : ClusterSpans<S> {
   const int task = S::kManyTokens ? p.by_ways.quotient(place) : place;
   const int sequence = task / p.a.num_kv_heads, kv_head = task - sequence * p.a.num_kv_heads;
 
-  // With kHidesKeys: the first key that a query sees, where its tile begins, and the sequence's length.
-  int first_seen = 0, begin = 0, seen_len = 0;
-  typename Base::SeenBlocks seen{};  // with sparsity
+  // With kHidesKeys: the first key that a query sees, and where its tile begins.
+  int first_seen = 0, begin = 0;
 
   // The warp's i-th tile.
-  __device__ int first_token(int i) const {
-    const int at = this->tile_place(i);
-    if constexpr (!S::kHidesKeys) return at;
-    return S::kManyTokens && p.sparse ? this->seen_token(seen, at) : begin + at;
-  }
+  __device__ int first_token(int i) const { return (S::kHidesKeys ? begin : 0) + this->tile_place(i); }
 
   // What lies past the end of the sequence is no page, but in the table; past the table's end it is -1.
   __device__ int look_up_tiles(int i) const {
@@ -94,23 +89,12 @@ struct ClusterKernel : ClusterSpans<S> {
   }
 
   // From the first key that a query at this position sees.
-  __device__ void look_from(int len, int position) {
+  __device__ void look_from(int position) {
     first_seen = max(0, attention::first_seen(p, position));
     begin = first_seen & -kTile;
-    seen_len = len;
-    if (S::kManyTokens && p.sparse) seen = this->seen_blocks(kv_head, len);
   }
 
-  __device__ void look_at(int len) { look_from(len, len - 1); }
-
-  // Where keys begin, which with a window or sparsity depends on the length.
-  struct Guess {
-    int begin, seen_len;
-
-    __device__ bool is_right(const ClusterKernel& kernel) const {
-      return begin == kernel.begin && (!S::kManyTokens || !kernel.p.sparse || seen_len == kernel.seen_len);
-    }
-  };
+  __device__ void look_at(int len) { look_from(len - 1); }
 
   // Of the first tiles.
   __device__ FirstLoads find_first_loads(bool has_task) const {
@@ -135,7 +119,7 @@ struct ClusterKernel : ClusterSpans<S> {
       if constexpr (S::kHidesKeys) look_at(static_cast<int>(clamp(len, 0, p.a.max_seq_len)));
       this->foresee(sequence, kv_head, len, first_token(0));
     }
-    [[maybe_unused]] const Guess guess{begin, seen_len};
+    [[maybe_unused]] const int guessed_begin = begin;  // which with a window depends on the length
     if constexpr (S::kHidesKeys) first = find_first_loads(has_task);
     wait_for_previous_kernel();
     const PageWords pages = this->ask_for_pages(first);  // of the first keys if all is as it was a moment before
@@ -151,7 +135,7 @@ struct ClusterKernel : ClusterSpans<S> {
     int ids = pages.id();
     if constexpr (S::kHidesKeys) {
       look_at(len);
-      if (!guess.is_right(*this)) ids = look_up_tiles(0);
+      if (begin != guessed_begin) ids = look_up_tiles(0);
     }
     attend_keys(ids, len, state, [&] {
       this->settle(kv_head, state);

@@ -15,6 +15,19 @@ __global__ void paged_attention_tokens_kernel(const __grid_constant__ Problem p,
                                               const __grid_constant__ LeftPieces left);
 
 template <class S>
+constexpr Instance cluster_instance() {
+  const KernelId id = S::kInvariant     ? (S::kSpans ? KernelId::kInvariantSpans : KernelId::kInvariantCluster)
+                      : !S::kManyTokens ? (S::kSpans       ? KernelId::kDecodeSpans
+                                           : S::kFolded    ? KernelId::kFoldedCluster
+                                           : S::kHidesKeys ? KernelId::kWindowCluster
+                                                           : KernelId::kDecodeCluster)
+                      : S::kSpans       ? KernelId::kTokensSpans
+                      : S::kByToken     ? KernelId::kSmallPagesCluster
+                                        : KernelId::kTokensCluster;
+  return {id, S::kD, S::kColumns};
+}
+
+template <class S>
 auto cluster_kernel() {
   if constexpr (S::kInvariant) {
     return &paged_attention_exact_cluster_kernel<S>;
@@ -41,8 +54,7 @@ template <class S>
 int64_t most_keys(const Problem& p) {
   int64_t most = std::min<int64_t>(p.a.max_seq_len, int64_t{p.window} + S::kTile);
   if (p.lengths == Lengths::kForClusters) most = std::min(most, kMostOfFew);  // where none is much longer than others
-  if (!p.sparse) return most;
-  return std::min(most, most / p.sparse_stride + (int64_t{p.sparse_local} + 1) * p.sparse_block);
+  return most;
 }
 
 // How many blocks take a KV head of a sequence, or a span of its keys, and their warps; no blocks: better leave it to the line.
@@ -51,10 +63,10 @@ struct ClusterSize {
   int spans = 1;
 };
 
-// Whether other clusters may share their keys.  Of more columns warpgroups' do, but those over packed caches.  What one token sees
-// through a window is too little (kMostWindow).
+// Whether other clusters may share their keys.  Of more columns warpgroups' do.  What one token sees through a window is too little
+// (kMostWindow).
 template <class S>
-constexpr bool kMaySpan = (S::kColumns <= 16 || S::kPackedV) && (S::kManyTokens || !S::kHidesKeys);
+constexpr bool kMaySpan = S::kColumns <= 16 && (S::kManyTokens || !S::kHidesKeys);
 
 // How many clusters of so many blocks take a KV head of up to `most` keys, if `room` of them run at once.
 template <class S>
@@ -106,7 +118,7 @@ ClusterSize cluster_size(const Problem& p, const Launch& launch) {
   if (p.a.num_seqs > 1 && most > kMostOfFew) return {0, 0};
   constexpr int kHalf = S::kInvariant ? 4 : S::kWarps / 2;
   // Of elements that are to be widened, chunks for more than two blocks of an SM are better shared out evenly.
-  constexpr bool kByTwo = S::kInvariant && S::kNarrow && S::kD == 128 && !S::kPackedV;
+  constexpr bool kByTwo = S::kInvariant && S::kNarrow && S::kD == 128;
   // A tile for each warp is enough for windows and one byte that find room at once, of which the line has nothing else to begin, and
   // for nvfp4, whose line has units of eight tiles.
   const bool is_one_wave = (S::kNarrow || !p.sees_all()) && heads <= 2 * sms;
@@ -136,7 +148,7 @@ ClusterSize wide_size(const Problem& p, const ClusterSize& usual, const Launch& 
     return S::kScaled && most_keys<S>(p) > kMany * usual.blocks * usual.spans ? wide() : ClusterSize{0, 0};
   }
   if (usual.blocks == 0 || heads <= 2 * sms) return {0, 0};
-  return {1, !S::kInvariant && !tiles_share_lines<S>(p.a.block_size) && heads > 3 * sms && heads <= 4 * sms ? 3 : 4};
+  return {1, !S::kInvariant && heads > 3 * sms && heads <= 4 * sms ? 3 : 4};
 }
 
 template <class S>
@@ -170,9 +182,10 @@ bool launch_cluster_kernel(Problem p, const ClusterSize& size, const Launch& lau
   return launch_with_line(p, line, launch, [&](const LeftPieces& left) {
     const dim3 grid(static_cast<unsigned>(blocks)), block(size.warps * 32);
     if constexpr (S::kManyTokens) {
-      launch_after(kernel, grid, block, size.blocks, bytes, launch, p.a.op, p, copies_of<S>(p), left);
+      launch_after(cluster_instance<S>(), kernel, grid, block, size.blocks, bytes, launch, p.a.op, p, copies_of<S>(p),
+                   left);
     } else {
-      launch_after(kernel, grid, block, size.blocks, bytes, launch, p.a.op, p, copies_of<S>(p));
+      launch_after(cluster_instance<S>(), kernel, grid, block, size.blocks, bytes, launch, p.a.op, p, copies_of<S>(p));
     }
   });
 }

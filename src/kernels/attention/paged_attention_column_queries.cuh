@@ -35,9 +35,7 @@ struct ColumnQueries : TileLoader<S> {
   static constexpr int kD = S::kD, kSteps = kD / 16;
   static constexpr int kQueryTiles = (S::kColumns + 7) / 8;
   static constexpr int kFetched = S::kSharedQueries ? 1 : kQueryTiles;  // by each warp
-  static constexpr int kSums = S::kTwins ? kD / 32 : kD / 16;           // fragments of O^T
-  template <bool kTwins>
-  using Sums = float[kQueryTiles][kTwins ? kD / 32 : kD / 16][4];
+  static constexpr int kSums = kD / 16;                                 // fragments of O^T
   // Keys of int8 keep an offset, and scores begin at minus what it adds to them: rounding then costs some millionths of the
   // largest score that the query could have.  Values do not: over many keys their sums come near zero.
   static constexpr bool kOffsetKeys = std::is_same_v<Element, Element8<KvFormat::kInt8>> && !S::kInvariant;
@@ -57,7 +55,7 @@ struct ColumnQueries : TileLoader<S> {
 
   // For each eight queries; this lane has two of them.
   struct State : std::conditional_t<S::kManyTokens || S::kSharedQueries, Places, OnePlace> {
-    Sums<S::kTwins> o;                    // rows: dimensions; columns: this lane's queries
+    float o[kQueryTiles][kSums][4];       // rows: dimensions; columns: this lane's queries
     uint32_t query[kFetched][kSteps][2];  // fragments of Q^T; with kSharedQueries until settle()
     float maximum[kQueryTiles][2];
     float sum[kQueryTiles][2];    // over this lane's tokens
@@ -75,15 +73,10 @@ struct ColumnQueries : TileLoader<S> {
   }
 
   // The query of this lane's column e.
-  __device__ int column_of(int i, int e) const {
-    const int column = lane % 4 * 2 + e;
-    return S::kTwins ? column % 4 : i * 8 + column;
-  }
+  __device__ int column_of(int i, int e) const { return i * 8 + lane % 4 * 2 + e; }
 
   // The one whose query this lane fetches, which with kSharedQueries may be none.
-  __device__ int fetched_column(int i) const {
-    return S::kTwins ? lane / 4 % 4 : (S::kSharedQueries ? warp / S::kHeads : i) * 8 + lane / 4;
-  }
+  __device__ int fetched_column(int i) const { return (S::kSharedQueries ? warp / S::kHeads : i) * 8 + lane / 4; }
 
   // What this lane fetches of a query: where its first element would be, behind the first of all, and which of those from there on
   // exist.

@@ -23,8 +23,6 @@ struct ColumnResults : ColumnQueries<S> {
   using Queries::p;
   using Queries::query_head;
   using typename Queries::State;
-  template <bool kTwins>
-  using Sums = typename Queries::template Sums<kTwins>;
 
   // Are all sums of the warp finite?
   static __device__ bool are_finite(const State& state) {
@@ -38,19 +36,6 @@ struct ColumnResults : ColumnQueries<S> {
       }
     }
     return __all_sync(~0u, zero == 0);
-  }
-
-  // From sums without twins.
-  static __device__ void take_sums(State& state, const Sums<false>& o) {
-    const bool odd = threadIdx.x % 4 >= 2;
-#pragma unroll
-    for (int n = 0; n < kSums; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float (&from)[4] = o[0][2 * n + e / 2];
-        state.o[0][n][e] = odd ? from[2 + e % 2] : from[e % 2];
-      }
-    }
   }
 
   // The dimension of o[n][2 h + .].
@@ -72,11 +57,7 @@ struct ColumnResults : ColumnQueries<S> {
 #pragma unroll
     for (int n = 0; n < kSums; ++n) {
       const auto& o = state.o[i][n];
-      if constexpr (S::kTwins) {
-        const int d = n * 32 + lane / 4 * 2 + lane % 4 / 2;
-        to[sum_place<kD>(column, d)] = o[e];
-        to[sum_place<kD>(column, d + 16)] = o[2 + e];
-      } else if constexpr (S::kRaw) {
+      if constexpr (S::kRaw) {
         *reinterpret_cast<float2*>(to + sum_place<kD>(column, dimension(n, 0))) = {o[e] / kE2m1Unit,
                                                                                    o[2 + e] / kE2m1Unit};
       } else if constexpr (S::kPermutedOutput) {

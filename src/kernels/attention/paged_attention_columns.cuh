@@ -8,11 +8,6 @@
 // paged_attention_softmax.cuh would have it keep.  Between the two, P is transposed by movmatrix.  Elements of one byte
 // are widened as there: the permutation of a fragment's dimensions is undone in Q, or in the places of the output.
 //
-// Up to four queries, against elements of one byte in rows of tokens, are in two columns each (kTwins).  A register of V
-// has two dimensions of two tokens, and the fragment wants two tokens of a dimension: instead of turning each register
-// around, pairs (token, dimension's parity) take the place of tokens, and P is zero where the parity of a pair and of a
-// column differ.  Zero times what is no number is none, either: sums that are not finite are made again without twins.
-//
 // nvfp4 becomes halves on its way from shared memory: paged_attention_nvfp4_tile.cuh.
 //
 // bf16 keeps too little of P: what rounding leaves of it goes through a second MMA.
@@ -47,12 +42,9 @@ struct QueryColumns : ColumnResults<S> {
   using Queries::kSums;
   using Queries::query_head;
   using typename Queries::State;
-  template <bool kTwins>
-  using Sums = typename Queries::template Sums<kTwins>;
   static constexpr int kD = S::kD, kSteps = kD / 16, kParts = kTile / 16;
   static constexpr int kTerms = std::is_same_v<Mma, bf16> ? 2 : 1;  // of a weight: rounded, and the rest
   using Weights = uint32_t[kQueryTiles][kParts][kTerms][2];         // fragments of P^T
-  static_assert(!S::kTwins || (S::kNarrow && !S::kPackedV && S::kColumns == 4));
 
   using Scores = float[kQueryTiles][kParts][4];  // [2 h + e]: of token 16 t + 8 h + lane / 4 and this lane's query e
 
@@ -180,10 +172,9 @@ struct QueryColumns : ColumnResults<S> {
                        : (row0 ^ k * 16 * S::kBytes) + t * 16 * S::kRowBytes;
   }
 
-  // o += v . p
-  template <bool kTwins>
+  // state.o += v . p
   __device__ void add_values(uint32_t value_stage, [[maybe_unused]] uint32_t valid, const Weights& weights,
-                             Sums<kTwins>& o) const {
+                             State& state) const {
 #pragma unroll
     for (int t = 0; t < kParts; ++t) {
       const auto multiply = [&](int n, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
@@ -191,7 +182,7 @@ struct QueryColumns : ColumnResults<S> {
 #pragma unroll
         for (int i = 0; i < kQueryTiles; ++i) {
 #pragma unroll
-          for (const auto& w : weights[i][t]) mma_16x8x16<Mma>(o[i][n], a, w[0], w[1]);
+          for (const auto& w : weights[i][t]) mma_16x8x16<Mma>(state.o[i][n], a, w[0], w[1]);
         }
       };
       uint32_t x[4];
@@ -204,27 +195,6 @@ struct QueryColumns : ColumnResults<S> {
           values.widen(i, a);
 #pragma unroll
           for (int j = 0; j < 2; ++j) multiply(2 * i + j, a[j][0], a[j][1], a[j][2], a[j][3]);
-        }
-      } else if constexpr (kTwins) {
-        const uint32_t row0 = value_stage + swizzled<S::kRowBytes>(t * 16 + lane % 16, lane / 16);
-        const bool odd = lane >= 16;  // this lane's column is one of odd dimensions
-        uint32_t w[2][2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const uint32_t pair = weights[0][t][0][h];  // of two tokens
-          w[h][0] = __byte_perm(pair, 0, odd ? 0x1044 : 0x4410);
-          w[h][1] = __byte_perm(pair, 0, odd ? 0x3244 : 0x4432);
-        }
-#pragma unroll
-        for (int n = 0; n < kSums; ++n) {
-          ldmatrix_x4_trans(x, row0 ^ n * 32);  // [8 h tokens][16 dimensions], h first
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            uint32_t a[4];
-            Element::widen(x[h], a[0], a[2]);
-            Element::widen(x[2 + h], a[1], a[3]);
-            mma_16x8x16<Mma>(o[0][n], a, w[h][0], w[h][1]);
-          }
         }
       } else if constexpr (!S::kPackedV) {
         // matrices in the order of the fragment or, to be widened, in that of the rows
@@ -330,13 +300,6 @@ struct QueryColumns : ColumnResults<S> {
 
   // A tile whose places of `valid` hold keys; the first is token `first_token`.
   __device__ void compute(uint32_t stage, uint32_t valid, int kv_head, int first_token, int len, State& state) const {
-    compute<S::kTwins>(stage, valid, kv_head, first_token, len, state, state.o);
-  }
-
-  // `o`: what the values are added to.
-  template <bool kTwins>
-  __device__ void compute(uint32_t stage, uint32_t valid, int kv_head, int first_token, int len, State& state,
-                          Sums<kTwins>& o) const {
     constexpr uint32_t kAll = kTile == 32 ? ~0u : (1u << kTile % 32) - 1;
     Scores s;
     scores(stage, state, s);
@@ -357,7 +320,7 @@ struct QueryColumns : ColumnResults<S> {
     Weights weights;
 #pragma unroll
     for (int i = 0; i < kQueryTiles; ++i) weigh(i, s[i], state, weights[i]);
-    add_values<kTwins>(stage + S::kTileBytes, valid, weights, o);
+    add_values(stage + S::kTileBytes, valid, weights, state);
   }
 
   // The sums are kept relative to a maximum that may lag behind by kLag (a factor of 256): following it is rare.  With

@@ -1,4 +1,4 @@
-// Decoding proper: one query token for each sequence, which sees all its keys, those of a window or those of block sparsity, at
+// Decoding proper: one query token for each sequence, which sees all its keys or those of a window, at
 // most 16 query heads for a KV head, and pages of a multiple of eight tokens (others: paged_attention_small_pages.cuh).  With
 // kManyTokens, of caches of one byte: several tokens, which are at most 16 queries with their heads.
 //
@@ -52,9 +52,7 @@ struct DecodeKernel : DecodeWalk<S> {
       static_assert(kPlaceUnits == Base::kPartTiles);
       return this->token_in_chunk(unit / kPlaceUnits, unit % kPlaceUnits);
     }
-    const int at = (w.skipped + unit) * kUnitTokens + warp / kHeads * kTile;
-    if constexpr (S::kHidesKeys) return p.sparse ? this->seen_token(w.seen, at) : at;
-    return at;
+    return (w.skipped + unit) * kUnitTokens + warp / kHeads * kTile;
   }
 
   // For this tile and the next ones of the segment; with kByToken for this one, and the warp does not wait for it.
@@ -94,7 +92,7 @@ struct DecodeKernel : DecodeWalk<S> {
 
   // Starts the way of the queries from memory, so that the beginning of a segment finds them near.
   __device__ void prefetch_queries(const Part& part) const {
-    constexpr int kLines = S::kFolded ? kD / 128 : kD <= 64 ? 1 : kD / 64;  // of 128 bytes
+    constexpr int kLines = S::kFolded || kD <= 64 ? 1 : kD / 64;  // of 128 bytes
     const int column = lane / kLines;
     if (lane < S::kColumns * kLines && column < this->columns() && lane % kLines * 64 < p.a.head_size) {
       const Row row = row_of_part(part, part.kv_head, column);

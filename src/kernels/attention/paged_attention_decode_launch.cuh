@@ -3,18 +3,21 @@
 
 #include "attention/paged_attention_either.cuh"
 #include "attention/paged_attention_fold.cuh"
-#include "attention/paged_attention_joint.cuh"
 
 namespace pykv::attention {
 
+// Whether four warps together can take the calls of a line.
+template <class Line>
+constexpr bool kMayPreferWarpgroups = !Line::kInvariant && !Line::kPackedV && !Line::kNvfp4;
+
 // Whether two KV heads may be taken as one.
 template <class Line>
-constexpr bool kMayFold = !Line::kInvariant && !Line::kPackedV && !Line::kNvfp4;
+constexpr bool kMayFold = kMayPreferWarpgroups<Line> && !kIsRare<typename Line::Element> && Line::kD == 64;
 
 // Two KV heads as one in clusters.  False if the call is not for them.
 template <class Element, int kQueries>
 bool launch_folded_cluster(const Problem& p, const Launch& launch) {
-  using Cluster = Folded<ClusterShape<Element, 128, false, kQueries, false, false>>;
+  using Cluster = Folded<ClusterShape<Element, 128, kQueries, false, false>>;
   constexpr int64_t kFew = 2048;  // keys, for which 16 columns are no quicker than 8 of a head each
   if (kQueries > 8 && most_keys<Cluster>(p) <= kFew) return false;
   return launch_cluster_kernel<Cluster>(p, cluster_size<Cluster>(p, launch), launch);
@@ -31,34 +34,25 @@ bool launch_folded_cluster(const Problem& given, const Launch& launch) {
 template <class Element>
 bool launch_folded_either(const Problem& given, const Launch& launch) {
   if (given.a.head_size <= 32 || given.group > 4 || !can_fold(given)) return false;
-  using Usual = Folded<ClusterShape<Element, 128, false, 8, false, false>>;
-  using Wide = Folded<ClusterShape<Element, 128, false, 8, true, false>>;
+  using Usual = Folded<ClusterShape<Element, 128, 8, false, false>>;
+  using Wide = Folded<ClusterShape<Element, 128, 8, true, false>>;
   return launch_either<Usual, Wide, Folded<DecodeShape<Element, 128, false, 8, false>>>(fold(given), launch);
 }
 
-// ... on the line, as heads of up to kD: 128 or, of elements of 16 bits, 256.
-template <class Element, int kD, int kQueries>
+// ... on the line.
+template <class Element, int kQueries>
 bool launch_folded_line(const Problem& p, const Launch& launch) {
-  using Line = Folded<DecodeShape<Element, kD, false, kQueries, false>>;
+  using Line = Folded<DecodeShape<Element, 128, false, kQueries, false>>;
+  using Single = Folded<DecodeShape<Element, 128, false, kQueries, false, false, true>>;
   constexpr int64_t kMany = 1024;  // keys; the ends of fewer are dearer
-  if (!suits_decode<Line>(p) || most_keys<Line>(p) < kMany) return false;
-  using Single = Folded<DecodeShape<Element, kD, false, kQueries, false, false, true>>;
-  if constexpr (kD == 256) {
-    return launch_decode_line<Abreast<Line>, Single>(p, launch);
-  } else {
-    return launch_decode_line<Line, Single>(p, launch);
-  }
+  return suits_decode<Line>(p) && most_keys<Line>(p) >= kMany && launch_decode_line<Line, Single>(p, launch);
 }
 
-template <class Element, int kD>
+template <class Element>
 bool launch_folded_line(const Problem& given, const Launch& launch) {
-  const int size = given.a.head_size;
-  if (size <= kD / 4 || size > kD / 2 || size == 128 || given.group > 8 || !can_fold(given)) return false;
+  if (given.a.head_size <= 32 || given.group > 8 || !can_fold(given)) return false;
   const Problem p = fold(given);
-  if constexpr (kD == 128) {
-    if (p.group > 8) return launch_folded_line<Element, kD, 16>(p, launch);
-  }
-  return launch_folded_line<Element, kD, 8>(p, launch);
+  return p.group > 8 ? launch_folded_line<Element, 16>(p, launch) : launch_folded_line<Element, 8>(p, launch);
 }
 
 // Four warps together are quicker for many heads in a group and, over elements of one byte, for sizes of heads between those of
@@ -78,44 +72,37 @@ bool prefers_warpgroups(const Problem& p, int device) {
   }
 }
 
-// Few sequences, by clusters or by a kernel that can be these.
-template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch>
+// Few sequences over rows of tokens, by clusters or by a kernel that can be these.
+template <class Element, int kD, int kQueries, bool kForAnyBatch>
 bool launch_decode_clusters(Problem p, const Launch& launch) {
-  using Line = DecodeShape<Element, kD, kPackedV, kQueries, kForAnyBatch>;
-  if constexpr (kForAnyBatch && kD == 128 && kQueries == 8 && !kPackedV) {
-    if (launch_joint_way<Element>(p, launch)) return true;
-  }
+  using Line = DecodeShape<Element, kD, false, kQueries, kForAnyBatch>;
   if constexpr (!kForAnyBatch || kQueries == 8) {  // the records of more queries find no room
-    using Usual = ClusterShape<Element, kD, kPackedV, kQueries, false, kForAnyBatch>;
+    using Usual = ClusterShape<Element, kD, kQueries, false, kForAnyBatch>;
     ClusterSize size = cluster_size<Usual>(p, launch);
-    if constexpr (kForAnyBatch && kD == 128) {
-      constexpr int64_t kLong = Line::kNarrow ? 1 << 16 : 1 << 17;
-      if (size.spans == 1 && launch_apart<Usual>(p, kLong, launch)) return true;
-    }
     if (kForAnyBatch && size.blocks == 0) {  // the line comes after them, and the device says which takes the call
       p.lengths = Lengths::kForClusters;
       size = cluster_size<Usual>(p, launch);
     }
-    if constexpr (!kForAnyBatch) {
+    if constexpr (!kForAnyBatch && !kIsRare<Element>) {
       using Hiding = Windowed<Usual>;
       if (has_short_window(p)) return launch_cluster_kernel<Hiding>(p, cluster_size<Hiding>(p, launch), launch);
     }
     if (p.sees_all()) {  // else clusters of paged_attention_tokens.cuh may take it
-      if constexpr (kMayFold<Line> && kD == 64) {
+      if constexpr (kMayFold<Line>) {
         if (launch_folded_either<Element>(p, launch) || launch_folded_cluster<Element>(p, launch)) return true;
       }
-      if constexpr (!kForAnyBatch && kQueries <= 8 && kD >= 128) {
+      if constexpr (!kForAnyBatch && !kIsRare<Element> && kQueries <= 8 && kD >= 128) {
         // Of one byte of heads of 256 more warps would have a tile less each under way.
-        using Wide = ClusterShape<Element, kD, kPackedV, kQueries, kD == 128 || !Line::kNarrow, false>;
+        using Wide = ClusterShape<Element, kD, kQueries, kD == 128 || !Line::kNarrow, false>;
         if (size.spans == 1 && launch_either<Usual, Wide, Line>(p, launch)) return true;
         if constexpr (Line::kHeads > 1 && Line::kNarrow) {  // nvfp4 is taken head by head there
-          using Single = DecodeShape<Element, kD, kPackedV, kQueries, false, false, true>;
+          using Single = DecodeShape<Element, kD, false, kQueries, false, false, true>;
           const bool is_odd = p.a.num_kv_heads % Line::kHeads != 0;
           if (is_odd && size.spans == 1 && launch_either<Usual, Wide, Single>(p, launch)) return true;
         }
       }
       if constexpr (kD == 128 && kQueries <= 8) {
-        using Wide = ClusterShape<Element, kD, kPackedV, kQueries, true, kForAnyBatch>;
+        using Wide = ClusterShape<Element, kD, kQueries, true, kForAnyBatch>;
         const ClusterSize wide = wide_size<Wide>(p, size, launch);
         if (wide.blocks > 0 && launch_cluster_kernel<Wide>(p, wide, launch)) return true;
       }
@@ -130,11 +117,13 @@ template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch>
 bool launch_decode_way(const Problem& p, const Launch& launch) {
   using Line = DecodeShape<Element, kD, kPackedV, kQueries, kForAnyBatch>;
   if (!suits_decode<Line>(p)) return false;
-  const bool may_be_short = p.lengths == Lengths::kAny;
-  if (may_be_short && launch_decode_clusters<Element, kD, kPackedV, kQueries, kForAnyBatch>(p, launch)) return true;
-  if (kMayFold<Line> && prefers_warpgroups<Line, kQueries>(p, launch.device)) return false;
-  if constexpr (kMayFold<Line> && kQueries == 8 && (kD == 64 || (kD == 128 && !Line::kNarrow))) {
-    if (launch_folded_line<Element, 2 * kD>(p, launch)) return true;
+  if constexpr (!kPackedV) {
+    const bool may_be_short = p.lengths == Lengths::kAny;
+    if (may_be_short && launch_decode_clusters<Element, kD, kQueries, kForAnyBatch>(p, launch)) return true;
+  }
+  if (kMayPreferWarpgroups<Line> && prefers_warpgroups<Line, kQueries>(p, launch.device)) return false;
+  if constexpr (kMayFold<Line> && kQueries == 8) {
+    if (launch_folded_line<Element>(p, launch)) return true;
   }
   if constexpr (kForAnyBatch && kQueries == 8 && Line::kNarrow && Line::kBlocksPerSm == 3) {
     // Long sequences keep more bytes under way, if their elements are widened quickly.  So do four short segments for each SM,
@@ -147,8 +136,7 @@ bool launch_decode_way(const Problem& p, const Launch& launch) {
       return launch_decode_kernel<Deep>(p, launch);
     }
   }
-  constexpr int kColumns = kQueries == 16 ? 16 : 8;
-  using Single = DecodeShape<Element, kD, kPackedV, kColumns, kForAnyBatch, false, true>;
+  using Single = DecodeShape<Element, kD, kPackedV, kQueries, kForAnyBatch, false, true>;
   return launch_decode_line<Line, Single>(p, launch);
 }
 
@@ -171,12 +159,6 @@ bool launch_decode(const Problem& p, const Launch& launch) {
     } else {
       dispatch_bool(p.a.head_size > 64, [&]<bool kLarge> {
         constexpr int kD = kLarge ? 128 : 64;
-        if constexpr (kLarge && !kPackedV && Element::kBytes == 1) {
-          if (p.group <= 4 && !p.a.batch_invariant && !p.sparse) {
-            done = launch_decode_way<Element, kD, kPackedV, 4, false>(p, launch);
-            return;
-          }
-        }
         done = p.group <= 8 ? launch_decode_shape<Element, kD, kPackedV, 8>(p, launch)
                             : launch_decode_shape<Element, kD, kPackedV, 16>(p, launch);
       });

@@ -64,15 +64,21 @@ template <class S>
 bool launch_decode_kernel(Problem p, const Launch& launch) {
   static PerDevice resident;
   p.ticket = next_ticket();
-  const int grid = launch_main(paged_attention_decode_kernel<S>, S::kWarps * 32, decode_shared_bytes<S>(),
-                               S::kUnitTokens, decode_tiling<S>(p), p, launch, resident, copies_of<S>(p));
+  constexpr KernelId kId = S::kManyTokens  ? KernelId::kTokensLine
+                           : S::kInvariant ? KernelId::kInvariantLine
+                           : S::kByToken   ? KernelId::kSmallPagesLine
+                           : S::kFolded    ? KernelId::kFoldedLine
+                                           : KernelId::kDecodeLine;
+  const int grid =
+      launch_main({kId, S::kD, S::kColumns}, paged_attention_decode_kernel<S>, S::kWarps * 32, decode_shared_bytes<S>(),
+                  S::kUnitTokens, decode_tiling<S>(p), p, launch, resident, copies_of<S>(p));
   return grid > 0;
 }
 
 // The same with KV heads in pairs, if Line takes them so, they are pairs, and blocks have room for them; else one by one.
 template <class Line, class Single>
 bool launch_decode_line(const Problem& p, const Launch& launch) {
-  if constexpr (Line::kHidesKeys) {
+  if constexpr (Line::kHidesKeys && !Line::kPackedV) {
     if (p.sees_all()) return launch_decode_line<SeesAll<Line>, SeesAll<Single>>(p, launch);
   }
   if constexpr (Line::kHeads > 1) {

@@ -323,62 +323,47 @@ struct DecodeLoader : DecodePages<S> {
     return part.valid;
   }
 
-  // When a segment is over: with twins (paged_attention_columns.cuh) or two KV heads in a tile (paged_attention_fold.cuh), what
-  // is no number has, times zero, come into sums that it has nothing to do with.  Such sums, which are rare, are made again from
-  // the warp's tiles, at `first`, `first` + `step`, ... up to `last`, by way of a stage that is free.
-  __device__ void separate(uint32_t stage, TilePart part, int first, int step, int last, State& state) const {
+  // When a segment is over: with two KV heads in a tile (paged_attention_fold.cuh), what is no number has, times zero, come into sums
+  // that it has nothing to do with, and into the weights of the other head's queries.  Such sums, which are rare, are made again, for
+  // one head after the other, from the warp's tiles, at `first`, `first` + `step`, ... up to `last`, by way of a stage that is free.
+  __device__ void separate(uint32_t stage, const TilePart& part, int first, int step, int last, State& state) const {
     constexpr bool kFinite = std::is_same_v<typename S::Element, Element8<KvFormat::kInt8>>;  // all codes
-    if constexpr (!kFinite && (S::kTwins || S::kFolded)) {
-      if (Columns::are_finite(state)) return;
-      // start(ids): of a tile's copies, whose pages the lanes have looked up
-      const auto attend_again = [&](auto& o, auto&& start) {
-#pragma unroll 1
-        for (part.first_token = first; part.first_token <= last; part.first_token += step) {
-          const int token = this->token_to_look_up(0, [&](int) { return part.first_token; });
-          __syncwarp();
-          start(token < part.len ? look_up(part.sequence, token) : -1);
-          cp_async_commit();
-          cp_async_wait<0>();
-          __syncwarp();
-          if (part.valid == 0) continue;
-          this->template compute<false>(stage, part.valid, part.kv_head, part.first_token, part.len, state, o);
-        }
-        __syncwarp();
-      };
-      if constexpr (S::kTwins) {
-        separate_twins(stage, part, state, attend_again);
-      } else {
-        separate_heads(stage, part, state, attend_again);
-      }
+    if constexpr (!kFinite && S::kFolded) {
+      if (!Columns::are_finite(state)) separate_heads(stage, part, first, step, last, state);
     }
   }
 
-  // A dimension's NaN or infinity is in its neighbour, too.
-  __device__ void separate_twins(uint32_t stage, TilePart& part, State& state, auto&& attend_again) const {
-    typename Columns::template Sums<false> o{};
-    const float sums[2] = {state.sum[0][0], state.sum[0][1]};  // they are complete, and so is the maximum
-    attend_again(o, [&](int ids) { part.valid = start(stage, part, ids, 0); });
-    Columns::take_sums(state, o);
-    state.sum[0][0] = sums[0];
-    state.sum[0][1] = sums[1];
+  // Only byte `from` to `to` of each key and value.
+  __device__ void attend_again(uint32_t stage, TilePart part, int first, int step, int last, int from, int to,
+                               State& state) const {
+#pragma unroll 1
+    for (part.first_token = first; part.first_token <= last; part.first_token += step) {
+      const int token = this->token_to_look_up(0, [&](int) { return part.first_token; });
+      __syncwarp();
+      const Pages pages = pages_of(token < part.len ? look_up(part.sequence, token) : -1, 0);
+      part.valid = valid_places(part, pages);
+      if (part.valid != 0) load(stage, part, pages, from, to);
+      cp_async_commit();
+      cp_async_wait<0>();
+      __syncwarp();
+      if (part.valid == 0) continue;
+      this->compute(stage, part.valid, part.kv_head, part.first_token, part.len, state);
+    }
+    __syncwarp();
   }
 
-  // A key's is in the weights of the other head's queries, so that everything is made again, for one head after the other.
-  __device__ void separate_heads(uint32_t stage, TilePart& part, State& state, auto&& attend_again) const {
+  __device__ void separate_heads(uint32_t stage, const TilePart& part, int first, int step, int last,
+                                 State& state) const {
     struct Kept {
       float maximum, sum, o[2 * Columns::kSums];
     };
     Kept memory[kQueryTiles][2], (*kept)[2] = memory;
-    if constexpr (kD <= 128) asm volatile("" : "+l"(kept)::"memory");  // registers are for the other tiles
+    asm volatile("" : "+l"(kept)::"memory");  // registers are for the other tiles
     const int bytes = copies.head_bytes / 2;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       Columns::clear_sums(state);
-      attend_again(state.o, [&](int ids) {
-        const Pages pages = pages_of(ids, 0);
-        part.valid = valid_places(part, pages);
-        if (part.valid != 0) load(stage, part, pages, half * bytes, (half + 1) * bytes);
-      });
+      attend_again(stage, part, first, step, last, half * bytes, (half + 1) * bytes, state);
 #pragma unroll
       for (int i = 0; i < kQueryTiles; ++i) {
 #pragma unroll

@@ -27,43 +27,6 @@ struct DecodePages : ColumnsOf<S> {
   // Is this token behind the first key that a query sees?
   static __device__ bool is_seen(const TilePart& part, int token) { return !S::kHidesKeys || token >= part.first_key; }
 
-  // Block-sparse, where heads of a group are alike: the blocks that they see, as if nothing lay between.  First come some of the
-  // stride, then, `later` blocks later than here, local ones.
-  struct SeenBlocks {
-    int all, of_stride, first, later;
-  };
-  __device__ SeenBlocks seen_blocks(int kv_head, int len) const {
-    const auto [first_local, last] = local_blocks(len);
-    const int offset = p.by_sparse_stride.remainder(p.sparse_shift + kv_head * p.sparse_head_shift);
-    const int first = offset == 0 ? 0 : p.sparse_stride - offset;
-    const int of_stride = first < first_local ? p.by_sparse_stride.quotient(first_local - 1 - first) + 1 : 0;
-    return {of_stride + last + 1 - first_local, of_stride, first, first_local - of_stride};
-  }
-
-  // Of the tokens in these the one at place `at`; beyond them, one that is no token of the sequence.
-  __device__ int seen_token(const SeenBlocks& seen, int at) const {
-    uint32_t rest;
-    const int i = static_cast<int>(p.by_sparse_block(at, rest));
-    const int block = i < seen.of_stride ? seen.first + i * p.sparse_stride : i + seen.later;
-    return i < seen.all ? block * p.sparse_block + static_cast<int>(rest) : kNoWindow;
-  }
-
-  // Of any KV head: as many at the most.  The last block, which may not be whole, is the last of those that are seen, too.
-  __device__ int most_seen_tokens(int len) const {
-    const auto [first_local, last] = local_blocks(len);
-    const int of_stride = first_local > 0 ? p.by_sparse_stride.quotient(first_local - 1) + 1 : 0;
-    const int blocks = min(of_stride + last + 1 - first_local, last + 1);
-    return static_cast<int>(min(static_cast<int64_t>(blocks) * p.sparse_block, static_cast<int64_t>(len)));
-  }
-
-  struct LocalBlocks {
-    int first, last;
-  };
-  __device__ LocalBlocks local_blocks(int len) const {
-    const int last = p.by_sparse_block.quotient(max(0, len - 1));
-    return {max(0, last + 1 - p.sparse_local), last};
-  }
-
   struct Pages {
     int id[kGroups];  // of eight tokens each; -1: no id of any cache
     int own;          // the lane's token's, with kRaw
@@ -133,7 +96,7 @@ struct DecodePages : ColumnsOf<S> {
   // While the kernel before still runs, brings a tile into the L2, if these are the length and the place of its keys.
   // Whatever that kernel may yet write to the table is read again after it; nothing of this stays in the L1.
   __device__ void foresee(int sequence, int kv_head, int len, int first_token) const {
-    if constexpr (!S::kPackedV && !S::kRaw) {
+    if constexpr (!S::kRaw) {
       const int token0 = first_token + (S::kByToken ? lane % kTile : lane % kGroups * kGroupTokens);
       const int page = token0 < p.a.max_seq_len ? look_up<true>(sequence, token0) : -1;
       constexpr int kLines = S::kRowBytes < 128 ? 1 : S::kRowBytes / 128;  // of the L2, in a row
@@ -148,41 +111,7 @@ struct DecodePages : ColumnsOf<S> {
         prefetch(this->key_row(id, token, kv_head) + at);
         prefetch(this->value_row(id, token, kv_head) + at);
       }
-    } else if constexpr (S::kPackedV) {
-      const int token0 = first_token + lane % kGroups * kGroupTokens;
-      const int page = token0 < p.a.max_seq_len ? look_up<true>(sequence, token0) : -1;
-      if (copies.whole_page == 0) return foresee_parts(kv_head, len, first_token, page);
-      constexpr int kLines = S::kTileBytes / 128, kMostShift = kTile == 32 ? 1 : 0;
-      const int shift = copies.whole_page == kTile ? 0 : kMostShift;  // log2 of the tile's pages
-#pragma unroll
-      for (int i = 0; i < (kLines + 31) / 32; ++i) {
-        const int x = i * 32 + lane, of_page = kLines >> shift, t = x / of_page, at = x % of_page * 128;
-        const int id = __shfl_sync(~0u, page, t * copies.whole_page / kGroupTokens);
-        if (x >= kLines || first_token + t * copies.whole_page >= len ||
-            static_cast<uint32_t>(id) >= static_cast<uint32_t>(p.a.num_blocks)) {
-          continue;
-        }
-        prefetch(this->key_row(id, 0, kv_head) + at);
-        prefetch(this->value_row(id, 0, kv_head) + at);
-      }
     }
-  }
-
-  // Of a packed page that is larger than a tile.
-  __device__ void foresee_parts(int kv_head, int len, int first_token, int page) const {
-    const int id = __shfl_sync(~0u, page, 0);
-    if (copies.part_tokens != kTile || first_token >= len ||
-        static_cast<uint32_t>(id) >= static_cast<uint32_t>(p.a.num_blocks)) {
-      return;
-    }
-    constexpr int kKeyLines = kTile * 16 / 128;  // of a chunk's tokens
-    const char* keys = this->key_row(id, first_token, kv_head);
-    for (int x = lane; x < copies.head_bytes / 16 * kKeyLines; x += 32) {
-      prefetch(keys + times(copies.key_chunk, x / kKeyLines) + x % kKeyLines * 128);
-    }
-    const char* values = static_cast<const char*>(p.a.value.data) + id * copies.value_block +
-                         p.block_size.remainder(first_token) * S::kBytes + kv_head * copies.value_head;
-    for (int d = lane; d < p.a.head_size; d += 32) prefetch(values + times(copies.value_dim, d));
   }
 
   __device__ __noinline__ void report_page(int sequence, int token) const {

@@ -12,7 +12,7 @@ template <class Element, int kD, bool kPackedV, int kQueries>
 struct ColumnsShape : Shape<Element, kD, kPackedV, RowClass::kFew> {
   using Few = Shape<Element, kD, kPackedV, RowClass::kFew>;
   static constexpr int kColumns = kQueries;
-  static constexpr bool kTwins = kQueries == 4, kRaw = Few::kNvfp4;
+  static constexpr bool kRaw = Few::kNvfp4;
   static constexpr int kTile = kRaw && kQueries <= 16 ? 32 : Few::kTile;
   static constexpr int kTileBytes = kRaw ? nvfp4_bytes(kTile * kD) : Few::kTileBytes;
   static constexpr int kStageBytes = 2 * kTileBytes;
@@ -24,7 +24,7 @@ __host__ __device__ constexpr bool tiles_share_lines(int64_t block_size) {
   return S::kPackedV && block_size > 2 * S::kTile;
 }
 
-// kQueries: 4, 8 or 16, the heads of a group at most.  kForAnyBatch: with batch_invariant.  kDeep: two blocks on an SM with
+// kQueries: 8 or 16, the heads of a group at most.  kForAnyBatch: with batch_invariant.  kDeep: two blocks on an SM with
 // three stages, not three with two.  kSingle: KV heads are not taken in pairs.  kTokens: queries are
 // of several tokens.
 template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch, bool kDeep = false,
@@ -67,7 +67,7 @@ struct DecodeShape : ColumnsShape<Element, kD, kPackedV, kQueries> {
   static constexpr int kRingBytes = kStages * kStageBytes;
 };
 
-// The same without what windows and sparsity need: calls begin sooner by what is not to be fetched and executed.
+// The same over rows of tokens without what windows need: calls begin sooner by what is not to be fetched and executed.
 template <class Line>
 struct SeesAll : Line {
   static constexpr bool kHidesKeys = false;

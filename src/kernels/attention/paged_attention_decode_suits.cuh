@@ -18,21 +18,13 @@ bool suits_loader(const Problem& p) {
          a.num_blocks < (int64_t{1} << 31) && a.max_seq_len < kNoWindow - (1 << 20);
 }
 
-// Is what may be hidden by block sparsity in whole tiles, from all heads of a group or from none?
-template <class S>
-bool suits_sparsity(const Problem& p) {
-  if (!p.sparse) return true;
-  return !S::kTwins && p.a.sparse.sliding_step <= 0 && p.sparse_block % S::kTile == 0 && p.sparse_block < 1 << 20 &&
-         p.a.num_kv_heads * int64_t{p.sparse_stride} < 1 << 30;
-}
-
 // Can it take this call, whatever the lengths?
 template <class S>
 bool suits_decode(const Problem& p) {
   const PagedAttentionArgs& a = p.a;
   const int64_t most_places = (a.max_seq_len / S::kUnitTokens + S::kLead + 1) * a.num_kv_heads;
   return suits_loader<S>(p) && a.cu_query_lens.data == nullptr && p.group <= S::kColumns &&
-         (p.sees_all() || (!S::kInvariant && suits_sparsity<S>(p))) && a.num_seqs * most_places < (int64_t{1} << 31);
+         (p.sees_all() || (!S::kInvariant && !p.sparse)) && a.num_seqs * most_places < (int64_t{1} << 31);
 }
 
 // The same for several tokens of a sequence.

@@ -13,7 +13,6 @@ struct DecodeWalk : DecodeLoader<S> {
   using Base::length;
   using Base::p;
   using Base::warp;
-  using typename Base::SeenBlocks;
   static constexpr int kUnitTokens = S::kUnitTokens, kHeads = S::kHeads;
 
   LineShare& share;  // the block's
@@ -23,7 +22,6 @@ struct DecodeWalk : DecodeLoader<S> {
     int query_begin, query_len, query_tile, query_tiles;
   };
   struct OneQuery {};
-  struct AllBlocks {};
 
   // Where a warp is; all its lanes hold the same.
   struct Walk : std::conditional_t<S::kManyTokens, Queries, OneQuery> {
@@ -34,8 +32,7 @@ struct DecodeWalk : DecodeLoader<S> {
     int left;                  // places of the share after the segment
     int slot;
     bool exists, begins;
-    bool one_head;                                                  // the line has one KV head, not all
-    std::conditional_t<S::kHidesKeys, SeenBlocks, AllBlocks> seen;  // with sparsity
+    bool one_head;  // the line has one KV head, not all
   };
 
   // Of the segment's heads, this warp's.
@@ -47,7 +44,6 @@ struct DecodeWalk : DecodeLoader<S> {
                        kPlaceUnits = kPlaceTokens / kUnitTokens;
   static constexpr int kLead = S::kLead;
   __device__ int places(int len) const {
-    if (S::kHidesKeys && p.sparse) len = this->most_seen_tokens(len);
     return kLead + max(1, (len + kPlaceTokens - 1) / kPlaceTokens - this->first_key(len) / kPlaceTokens);
   }
 
@@ -219,9 +215,6 @@ struct DecodeWalk : DecodeLoader<S> {
   // From this place of the segment on.
   __device__ void enter_segment(Walk& w, int place, int slot) const {
     w.skipped = this->first_key(w.len) / kUnitTokens;
-    if constexpr (S::kHidesKeys) {
-      if (p.sparse) w.seen = this->seen_blocks(kv_head(w), w.len);
-    }
     w.tile = max(place - kLead, 0) * kPlaceUnits;
     const int all = places(w.len), here = min(w.left, all - place);
     w.left -= here;

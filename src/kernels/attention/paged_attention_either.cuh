@@ -70,7 +70,11 @@ bool launch_clusters_or_line(Problem p, const ClusterSize& size, int queries, co
   if (overlaps_kernels(launch.device)) p.early_blocks = grid;  // its lengths may be short
   decide(p, grid);
   p.ticket = next_ticket();
-  launch_after(kKernel, dim3(grid), dim3(S::kWarps * 32), size.blocks, kBytes, launch, p.a.op, p, copies_of<S>(p));
+  constexpr KernelId kId = S::kManyTokens ? KernelId::kTokensEither
+                           : S::kFolded   ? KernelId::kFoldedEither
+                                          : KernelId::kDecodeEither;
+  launch_after({kId, S::kD, S::kColumns}, kKernel, dim3(grid), dim3(S::kWarps * 32), size.blocks, kBytes, launch,
+               p.a.op, p, copies_of<S>(p));
   return true;
 }
 

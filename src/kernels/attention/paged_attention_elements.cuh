@@ -73,4 +73,9 @@ struct Element8 {
   }
 };
 
+// Those that have the line and plain clusters for one token, and the line for several.
+template <class Element>
+constexpr bool kIsRare =
+    std::is_same_v<Element, Element8<KvFormat::kE5M2>> || std::is_same_v<Element, Element8<KvFormat::kInt8>>;
+
 }  // namespace pykv::attention

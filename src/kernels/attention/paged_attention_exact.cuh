@@ -259,29 +259,6 @@ struct PartsOfChunk {
   }
 };
 
-// The parts of a chunk, as PartsOfChunk adds them up, where all are there: what they are multiplied by is known at once.
-template <int kCount>
-__device__ PartsOfChunk add_parts(const float2 (&stats)[kCount], const float4 (&x)[kCount]) {
-  PartsOfChunk sum;
-  float old[kCount], weight[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const float top = fmaxf(sum.maximum, stats[i].x), base = top == -INFINITY ? 0.f : top;
-    old[i] = power_of_2(sum.maximum - base);
-    weight[i] = power_of_2(stats[i].x - base);
-    sum.maximum = top;
-  }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const auto add = [&](float before, float y) {
-      return stats[i].y == 0 ? before : fmaf(y, weight[i], before * old[i]);
-    };
-    sum.sum = add(sum.sum, stats[i].y);
-    sum.o = {add(sum.o.x, x[i].x), add(sum.o.y, x[i].y), add(sum.o.z, x[i].z), add(sum.o.w, x[i].w)};
-  }
-  return sum;
-}
-
 // An index that the compiler does not know, so that what it selects lies in memory.
 __device__ inline int hidden(int index) {
   asm("" : "+r"(index));

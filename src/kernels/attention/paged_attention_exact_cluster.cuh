@@ -3,7 +3,6 @@
 // In a long round each warp of the cluster takes a chunk (paged_attention_exact.cuh), as long as there are chunks for all.
 // Then four warps, a team, take one as they do on the line, in rounds for all teams of the cluster.  The sums of a chunk go as
 // they are to the blocks that finish the columns.  Where these have no room for so many, each thread keeps a record.
-// Blocks that are no cluster may share a KV head, too (paged_attention_exact_apart.cuh).
 //
 // Chain: length, pages and queries at once -> tiles -> sums -> one exchange -> output.
 #pragma once
@@ -14,7 +13,7 @@ namespace pykv::attention {
 
 template <class S>
 struct ExactClusterKernel : ExactTeams<S> {
-  using Sums = ExactExchange<S, 1>;
+  using Sums = ExactExchange<S>;
   using Base = DecodeLoader<S>;
   using Teams = ExactTeams<S>;
   using Base::kGroups;
@@ -56,8 +55,6 @@ struct ExactClusterKernel : ExactTeams<S> {
 
   static constexpr int kBarrierBytes = 16;  // aligned
 
-  __device__ bool is_linked() const { return cluster > 1 && !this->is_apart(); }
-
   __device__ void share(int len) {
     chunks = (len + kChunkTokens - 1) / kChunkTokens;
     this->use_spans(len);
@@ -65,7 +62,7 @@ struct ExactClusterKernel : ExactTeams<S> {
     rounds = p.by_round.quotient(chunks + teams * cluster - 1);
     long_rounds = rounds / kTeamWarps;
     rounds %= kTeamWarps;
-    by_records = this->is_apart() || this->leaf_places(chunks, each) * Sums::kLeafBytes > p.exchange_bytes;
+    by_records = this->leaf_places(chunks, each) * Sums::kLeafBytes > p.exchange_bytes;
   }
 
   // These of the cluster's if there were so many long rounds; what lies past the end does not exist.
@@ -100,7 +97,7 @@ struct ExactClusterKernel : ExactTeams<S> {
   // ---- the loop -----------------------------------------------------------------------------------------------------
 
   __device__ void run() {
-    if (is_linked()) {
+    if (cluster > 1) {
       if (threadIdx.x == 0) cluster_open(shared_address(barrier()));
       cluster_announce();  // others may send
     }
@@ -123,7 +120,7 @@ struct ExactClusterKernel : ExactTeams<S> {
     this->fetch_queries(queries, state);
     int ids = pages.id();  // of the first tiles; later, of the next part
     if (!S::kSpans && !takes_call(p)) {
-      if (is_linked()) cluster_wait();
+      if (cluster > 1) cluster_wait();
       return;
     }
     const int guessed_spans = spans();
@@ -173,7 +170,7 @@ struct ExactClusterKernel : ExactTeams<S> {
       if (i < 0) continue;
       if (i == 0) {
         this->settle(kv_head, state);
-        if (is_linked()) {
+        if (cluster > 1) {
           this->await_cluster(barrier(), by_records, chunks);  // the first tile is still on its way
         }
         if (cluster <= 2 || len <= 2048) let_next_kernel_start();
@@ -245,7 +242,6 @@ struct ExactClusterKernel : ExactTeams<S> {
     }
     if (cluster == 1) to.records = reinterpret_cast<ExactQuad*>(rings);  // [team][item]
     send_records(to, kept);
-    if (this->is_apart()) return this->join(rings, warps * S::kRingBytes, len);
     this->add_up_records(to, cluster == 1 ? teams : cluster, len);
   }
 
@@ -260,11 +256,7 @@ struct ExactClusterKernel : ExactTeams<S> {
     for (int item = threadIdx.x; item < items; item += blockDim.x) {
       ExactQuad sum = staged[item];
       for (int t = 1; t < teams; ++t) sum.add(staged[place(t, item)]);
-      if (this->is_apart()) {
-        this->leave_record(item, sum);
-      } else {
-        this->send_record(to, item, sum);
-      }
+      this->send_record(to, item, sum);
     }
   }
 };
@@ -294,32 +286,8 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
                                          const __grid_constant__ CacheCopies copies) {
   extern __shared__ __align__(1024) char memory[];
   ExactClusterKernel<S> kernel{
-      {{{{{{{{{{{p, copies}}}}}}}}}}, memory, reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)}};
+      {{{{{{{{{{p, copies}}}}}}}}}, memory, reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)}};
   kernel.run();
-}
-
-// One long sequence, by more blocks for a KV head than a cluster has.  False if the call had better go another way: the host
-// knows no length, hence the limit (in tokens) of what the table has room for.
-template <class S>
-bool launch_apart(Problem p, int64_t least_tokens, const Launch& launch) {
-  constexpr int kLeast = kMostBlocks + 1, kMost = 32;  // blocks
-  const int blocks = std::min(kMost, num_sms(launch.device) / p.a.num_kv_heads);
-  const int bytes = S::kWarps * S::kRingBytes + exact_stats_bytes<S>(S::kWarps);
-  if (p.a.num_seqs > 1 || p.a.max_seq_len < least_tokens || blocks < kLeast ||
-      bytes > static_cast<int>(shared_memory_limit(launch.device))) {
-    return false;
-  }
-  const auto kernel = paged_attention_exact_cluster_kernel<S>;
-  static PerDevice allowed;
-  allow_shared_memory(kernel, static_cast<int>(shared_memory_limit(launch.device)), allowed, p.a.op, launch);
-  set_tiling(p, few_rows_tiling(p.a.head_size), 1, launch.device);  // where the records go
-  set_cluster(p, blocks, p.group, S::kD, launch.device);
-  p.by_round = Divider(blocks * S::kWarps / ExactClusterKernel<S>::kTeamWarps);
-  p.exchange_bytes = 0;  // records only
-  p.ticket = next_ticket();
-  launch_after(kernel, dim3(static_cast<unsigned>(p.a.num_kv_heads * blocks)), dim3(S::kWarps * 32), 1, bytes, launch,
-               p.a.op, p, cache_copies<S>(p.a));
-  return true;
 }
 
 }  // namespace pykv::attention

@@ -1,8 +1,7 @@
 // Clusters of blocks with batch_invariant: how the blocks of a KV head of a sequence add up what they found.
 //
 // Each block finishes some of the columns, and all send it what they have of these: records of chunks that they added up, or
-// leaves, which are chunks or, where others have parts of a chunk, too, parts (paged_attention_exact.cuh).  A barrier counts
-// the bytes as they arrive.
+// leaves, which are chunks (paged_attention_exact.cuh).  A barrier counts the bytes as they arrive.
 #pragma once
 
 #include "attention/paged_attention_exact_merge.cuh"
@@ -11,8 +10,7 @@
 
 namespace pykv::attention {
 
-// kLeaves: of a chunk.
-template <class S, int kLeaves>
+template <class S>
 struct ExactExchange : ClusterSpans<S> {
   using Base = ClusterSpans<S>;
   using Base::cluster_index;
@@ -36,9 +34,9 @@ struct ExactExchange : ClusterSpans<S> {
   };
 
   // Neighbouring lanes read what one item has of several blocks or chunks: these begin in different banks.
-  static constexpr int leaf_places(int leaves, int each) { return leaves * each + (leaves + kLeaves - 1) / kLeaves; }
+  static constexpr int leaf_places(int leaves, int each) { return leaves * (each + 1); }
   static constexpr int record_places(int blocks, int each) { return blocks * (each + 1); }
-  __device__ int leaf_at(int leaf, int i) const { return leaf * each + leaf / kLeaves + i; }
+  __device__ int leaf_at(int leaf, int i) const { return leaf * (each + 1) + i; }
   __device__ int record_at(int block, int i) const { return block * (each + 1) + i; }
 
   __device__ Exchange exchange_at(char* at, uint64_t* barrier, int leaves) const {
@@ -83,22 +81,10 @@ struct ExactExchange : ClusterSpans<S> {
   }
 
   __device__ void add_up_leaves(const Exchange& from, int leaves, int len) const {
-    const auto chunk = [&](int u, int i) {
-      float2 stats[kLeaves];
-      float4 sums[kLeaves];
-#pragma unroll
-      for (int j = 0; j < kLeaves; ++j) {
-        const int leaf = u * kLeaves + j;
-        stats[j] = {-INFINITY, 0};
-        sums[j] = {0, 0, 0, 0};
-        if (leaf < leaves) {
-          stats[j] = from.leaf_stats[leaf_at(leaf, i)];
-          sums[j] = from.leaves[leaf_at(leaf, i)];
-        }
-      }
-      return add_parts(stats, sums);
-    };
-    add_up_all<PartsOfChunk>(from, (leaves + kLeaves - 1) / kLeaves, len, chunk);
+    add_up_all<PartsOfChunk>(from, leaves, len, [&](int leaf, int i) {
+      const float2 stats = from.leaf_stats[leaf_at(leaf, i)];
+      return stats.y == 0 ? PartsOfChunk{} : PartsOfChunk{stats.x, stats.y, from.leaves[leaf_at(leaf, i)]};
+    });
   }
 
   // For the result, or for what the clusters of all spans add up together.

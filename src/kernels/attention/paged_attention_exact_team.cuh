@@ -2,13 +2,13 @@
 // warps of what these found.
 #pragma once
 
-#include "attention/paged_attention_exact_apart.cuh"
+#include "attention/paged_attention_exact_exchange.cuh"
 
 namespace pykv::attention {
 
 template <class S>
-struct ExactTeams : ExactApart<S> {
-  using Sums = ExactExchange<S, 1>;
+struct ExactTeams : ExactExchange<S> {
+  using Sums = ExactExchange<S>;
   using Base = DecodeLoader<S>;
   using Base::lane;
   using Base::p;

@@ -1,4 +1,4 @@
-// Two KV heads that lie side by side, taken as one of twice the size, where one alone would fill half a tile.
+// Two KV heads of up to 64 dimensions that lie side by side, taken as one of up to 128, where one alone would fill half a tile.
 //
 // In decoding proper their queries are the columns of one tile, and each is zero in the other head's dimensions: scores are right,
 // and of the sums a column's own head is half, the rest is left out.  So there are half as many tiles, whose rows are longer pieces
@@ -22,19 +22,13 @@ struct Folded : Shape {
   static constexpr bool kFolded = true;
 };
 
-// Two such tiles beside each other, whose rows share lines of memory: each half of a block's warps has one of them.
-template <class Shape>
-struct Abreast : Shape {
-  static constexpr int kHeads = 2, kUnitTokens = Shape::kWarps / kHeads * Shape::kTile;
-};
-
 // Do they lie so, in rows of tokens, and are they enough for clusters on half the device?
 inline bool can_fold(const Problem& p) {
   const PagedAttentionArgs& a = p.a;
   constexpr int64_t kEnough = 16;
   const bool in_rows = a.value.dim == 1 && a.key.chunk >= a.head_size;
   return in_rows && a.key.head == a.head_size && a.value.head == a.head_size && a.num_kv_heads % 2 == 0 &&
-         a.num_seqs * a.num_kv_heads >= kEnough && !p.sparse;
+         a.num_seqs * a.num_kv_heads >= kEnough;
 }
 
 // ... and are rows of both, if of one byte, whole lines of memory?  For paged_attention_warpgroup_codes.cuh.

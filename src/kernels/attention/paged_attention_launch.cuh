@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "attention/paged_attention_kernels.h"
 #include "attention/paged_attention_problem.cuh"
 #include "core/launch.h"
 #include "cuda/device.h"
@@ -20,7 +21,8 @@ struct Tiling {
   int lead = 1;       // places of the line for what a segment begins and ends with, but with batch_invariant
 };
 
-// How many rows a query tile has: Few 16, Some 32, More 64, Many 64 or 128; with batch_invariant 16 or 64.
+// How many rows a query tile has: Few 16, Some 32, More 64, Many 64 or 128; with batch_invariant 16 or 64.  mma.sync takes Few and
+// Some with more: mma_rows().
 enum class RowClass { kFew, kSome, kMore, kMany, kInvariantFew, kInvariantMore };
 
 inline Tiling few_rows_tiling(int head_size) {
@@ -46,6 +48,25 @@ inline Tiling tiling_of(RowClass rows, int head_size) {
   }
 }
 
+// The tiles of mma.sync (paged_attention_mma.cuh) for such rows: 64 for fewer, too, and of heads of 256 16 with batch_invariant.
+inline RowClass mma_rows(RowClass rows, int head_size) {
+  switch (rows) {
+    case RowClass::kMany:
+      return RowClass::kMany;
+    case RowClass::kInvariantFew:
+    case RowClass::kInvariantMore:
+      return head_size > 128 ? RowClass::kInvariantFew : RowClass::kInvariantMore;
+    default:
+      return head_size > 128 ? RowClass::kMany : RowClass::kMore;
+  }
+}
+inline Tiling mma_tiling(RowClass rows, int head_size) {
+  const RowClass tile = mma_rows(rows, head_size);
+  Tiling tiling = tiling_of(tile, head_size);
+  if (tile != rows) tiling.blocks_per_sm = 1;  // workspaces would be three times as large
+  return tiling;
+}
+
 // Launches what takes all sequences of a call.
 void launch_all(Problem p, const Launch& launch);
 
@@ -66,7 +87,7 @@ bool fills_warpgroups(const Problem& p, int device);
 
 // Do queries see keys through a window that is so short (in tokens) that a cluster suffices for each of few KV heads, too?
 constexpr int kMostWindow = 4096;
-inline bool has_short_window(const Problem& p) { return p.window <= kMostWindow && !p.sparse; }
+inline bool has_short_window(const Problem& p) { return p.window <= kMostWindow; }
 
 // Whose line takes a call that may go either way, if its lengths do not suit clusters: that of decoding, of four warps together, or of
 // single warps.
@@ -104,8 +125,8 @@ void set_rows(Problem& p, int rows);
 // Of clusters of so many blocks: what their blocks finish of a tile's queries, and how many of them are there early.
 void set_cluster(Problem& p, int blocks, int queries, int head_size, int device);
 
-// Are KV heads so few, in tables with room for many keys, that clusters had better share these?  ways: clusters that take the rows.
-bool suits_spans(const Problem& p, int ways, int device);
+// Are KV heads so few, in tables with room for many keys, that clusters had better share these?
+bool suits_spans(const Problem& p, int device);
 
 // Clusters beside each other for the keys of a KV head, of so many clusters in all: where these leave their sums, by columns and
 // their dimensions.
@@ -118,8 +139,9 @@ void combine(const LeftPieces& left, const Launch& launch);
 // Launches a kernel, in clusters of so many blocks (sm_90), that may come up while the kernel before it still runs (it
 // waits for that kernel itself).
 template <class... Parameters>
-void launch_after(void (*kernel)(Parameters...), dim3 grid, dim3 block, int cluster, size_t shared_bytes,
-                  const Launch& launch, const char* op, const Parameters&... parameters) {
+void launch_after(Instance instance, void (*kernel)(Parameters...), dim3 grid, dim3 block, int cluster,
+                  size_t shared_bytes, const Launch& launch, const char* op, const Parameters&... parameters) {
+  if (!note_launch({instance, static_cast<int>(grid.x), static_cast<int>(block.x), cluster, shared_bytes})) return;
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -175,8 +197,8 @@ void allow_shared_memory(Kernel kernel, int bytes, PerDevice& allowed, const cha
 // Launches one kernel, which takes a Problem and `args`, over the whole line.  Gives the grid, or 0 if the device has too
 // little shared memory.
 template <class Kernel, class... Args>
-int launch_main(Kernel kernel, int threads, int shared_bytes, int unit_tokens, const Tiling& tiling, Problem& p,
-                const Launch& launch, PerDevice& resident, const Args&... args) {
+int launch_main(Instance instance, Kernel kernel, int threads, int shared_bytes, int unit_tokens, const Tiling& tiling,
+                Problem& p, const Launch& launch, PerDevice& resident, const Args&... args) {
   if (shared_bytes > static_cast<int>(shared_memory_limit(launch.device))) return 0;
   const int blocks_per_sm = resident.get(launch.device, [&] {
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), p.a.op);
@@ -184,17 +206,18 @@ int launch_main(Kernel kernel, int threads, int shared_bytes, int unit_tokens, c
   });
   set_places(p, unit_tokens);
   const int grid = set_tiling(p, tiling, blocks_per_sm, launch.device);
-  launch_after(kernel, dim3(grid), dim3(threads), 1, shared_bytes, launch, p.a.op, p, args...);
+  launch_after(instance, kernel, dim3(grid), dim3(threads), 1, shared_bytes, launch, p.a.op, p, args...);
   return grid;
 }
 
 // The same, and what combines its pieces, unless that is left to another kernel.  scaled_pieces: they have been multiplied by the
 // scales of values.
 template <class Kernel, class Copies>
-bool launch_line(Kernel kernel, int threads, int shared_bytes, int unit_tokens, const Tiling& tiling,
+bool launch_line(Instance instance, Kernel kernel, int threads, int shared_bytes, int unit_tokens, const Tiling& tiling,
                  const Copies& copies, Problem p, const Launch& launch, PerDevice& resident, LeftPieces* left = nullptr,
                  bool scaled_pieces = false) {
-  const int grid = launch_main(kernel, threads, shared_bytes, unit_tokens, tiling, p, launch, resident, copies);
+  const int grid =
+      launch_main(instance, kernel, threads, shared_bytes, unit_tokens, tiling, p, launch, resident, copies);
   if (grid == 0) return false;
   if (scaled_pieces) p.a.kv_format = KvFormat::kSame;
   const LeftPieces pieces = left_pieces(p, grid);
@@ -240,8 +263,6 @@ bool launch_warpgroups_int8(const Problem& p, RowClass rows, const Launch& launc
 bool launch_warpgroup_clusters_f16(const Problem& p, const Launch& launch);
 bool launch_warpgroup_clusters_bf16(const Problem& p, const Launch& launch);
 bool launch_warpgroup_clusters_e4m3(const Problem& p, const Launch& launch);
-bool launch_warpgroup_clusters_e5m2(const Problem& p, const Launch& launch);
-bool launch_warpgroup_clusters_int8(const Problem& p, const Launch& launch);
 // Prefill on Hopper.  False if the call is not for these kernels.
 bool launch_wgmma_f16(const Problem& p, const Launch& launch);
 bool launch_wgmma_bf16(const Problem& p, const Launch& launch);

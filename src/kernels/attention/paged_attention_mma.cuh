@@ -4,14 +4,14 @@
 //   out = softmax(logit(q . k)) . v      by the online softmax, one KV tile after another
 //
 // Work: see paged_attention_plan.cuh; every block walks a contiguous share of all units.
-//   Few, Some  16 or 32 rows (query tokens x the heads of a KV head), so that decode reads each KV byte once for a KV
-//              head; the four warps split a unit's tokens and add up once, at the end of a segment.
-//   More, Many 64 or 128 rows; a warp owns 16 or 32 of them against all tokens of the tile.
-//   InvariantFew, InvariantMore  16 and 64 rows with batch_invariant: as Few and More, in the steps of decoding proper.
+//   More, Many 64 or 128 rows (query tokens x the heads of a KV head); a warp owns 16 or 32 of them against all tokens of the tile.
+//   InvariantMore  64 rows with batch_invariant: as More, in the steps of decoding proper.
+//   InvariantFew   16 rows with batch_invariant, of heads of 256: the four warps split a unit's tokens and add up once, at the
+//                  end of a segment.
 // Data: paged_attention_load.cuh, from the block table to a ring of stages; arithmetic: paged_attention_softmax.cuh.
 //
-// Bottleneck: decode is bound by memory, floor = KV bytes / bandwidth; it lives by the bytes in flight, (stages - 1) *
-// 32 KB * blocks per SM.  Prefill is bound by mma.sync and by shared-memory reads: a warp of 32 rows uses each K or V
+// Bottleneck: few rows are bound by memory, floor = KV bytes / bandwidth, and by the bytes in flight, (stages - 1) * 32 KB *
+// blocks per SM.  Prefill is bound by mma.sync and by shared-memory reads: a warp of 32 rows uses each K or V
 // fragment twice.
 #pragma once
 
@@ -43,7 +43,7 @@ struct LineKernel : SegmentResults<S> {
     Walker& walker = scratch.walkers[team];
     slot.unit = walker.unit;
     int& token = slot.unit.first_token;
-    if constexpr (!S::kInvariant || S::kMany) {
+    if constexpr (S::kMany) {
       token += team * S::kTile;
     } else {
       token = (token & -kChunkTokens) + team * kPartTokens + (token & (kChunkTokens - 1)) / S::kTeams;
@@ -59,7 +59,7 @@ struct LineKernel : SegmentResults<S> {
     const uint32_t stage0 = shared_address(ring);
     if (!takes_call(p)) return leave_call();
     wait_for_previous_kernel();
-    constexpr bool kLines = !S::kInvariant && (!S::kMany || S::kMore);  // no prefill
+    constexpr bool kLines = !S::kInvariant && S::kMore;  // no prefill
     const SharePosition share = find_share<0, kLines>(p, scratch.plan);
     if (member == 0) {
       scratch.walkers[team].start(p, share);
@@ -130,8 +130,8 @@ struct LineKernel : SegmentResults<S> {
         if constexpr (S::kMany) {
           this->end_segment_many(unit, state, LinePieces{p});
         } else {
-          this->end_segment_few(unit, state, rings, offset, kept);
-          if (S::kInvariant && !unit.ends) this->clear_sums(state);
+          this->end_chunk_few(unit, state, rings, offset, kept);
+          if (!unit.ends) this->clear_sums(state);
         }
       }
       if (looks_up) this->end_lookup(lookup, lookup_slot, lookup_slot.unit.kv_head);
@@ -154,28 +154,31 @@ __global__ void __launch_bounds__(kThreads, S::kBlocksPerSm)
 }
 
 template <class S>
-bool launch_mma_kernel(Problem p, RowClass rows, const Launch& launch) {
-  p.in_parts = S::kInvariant && !S::kMany;
+bool launch_mma_kernel(Problem p, const Tiling& tiling, const Launch& launch) {
+  static_assert(S::kMany || S::kInvariant);
+  p.in_parts = !S::kMany;
   constexpr int kSharedBytes = S::kTeams * (S::kRingBytes + S::kSlots * static_cast<int>(sizeof(Slot<S::kTile>))) +
                                S::kQueryBytes + S::kWaitingBytes + static_cast<int>(sizeof(Scratch<S>));
   static PerDevice resident;
-  return launch_line(paged_attention_mma_kernel<S>, kThreads, kSharedBytes, S::kUnitTokens,
-                     tiling_of(rows, p.a.head_size), cache_copies<S>(p.a), p, launch, resident);
+  constexpr KernelId kId = S::kInvariant ? KernelId::kMmaInvariant : KernelId::kMma;
+  return launch_line({kId, S::kD, S::kRows}, paged_attention_mma_kernel<S>, kThreads, kSharedBytes, S::kUnitTokens,
+                     tiling, cache_copies<S>(p.a), p, launch, resident);
 }
 
-template <class Element, RowClass kRowClass>
-bool launch_rows(const Problem& p, const Launch& launch) {
+template <class Element, RowClass kTileRows>
+bool launch_mma_tiles(const Problem& p, const Tiling& tiling, const Launch& launch) {
   bool done = false;
   dispatch_bool(p.a.value.dim != 1, [&]<bool kPackedV> {
     if constexpr (kPackedV && std::is_same_v<Element, ElementNvfp4>) {
       return;  // there is no such layout
-    } else if (p.a.head_size <= 64) {
-      done = launch_mma_kernel<Shape<Element, 64, kPackedV, kRowClass>>(p, kRowClass, launch);
-    } else if (p.a.head_size <= 128) {
-      done = launch_mma_kernel<Shape<Element, 128, kPackedV, kRowClass>>(p, kRowClass, launch);
-    } else if constexpr (kRowClass == RowClass::kFew || kRowClass == RowClass::kMany ||
-                         kRowClass == RowClass::kInvariantFew) {
-      done = launch_mma_kernel<Shape<Element, 256, kPackedV, kRowClass>>(p, kRowClass, launch);
+    } else if (p.a.head_size > 128) {
+      if constexpr (kTileRows == RowClass::kMany || kTileRows == RowClass::kInvariantFew) {
+        done = launch_mma_kernel<Shape<Element, 256, kPackedV, kTileRows>>(p, tiling, launch);
+      }
+    } else if constexpr (kTileRows != RowClass::kInvariantFew) {
+      dispatch_bool(p.a.head_size > 64, [&]<bool kLarge> {
+        done = launch_mma_kernel<Shape<Element, kLarge ? 128 : 64, kPackedV, kTileRows>>(p, tiling, launch);
+      });
     }
   });
   return done;
@@ -183,19 +186,16 @@ bool launch_rows(const Problem& p, const Launch& launch) {
 
 template <class Element>
 bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
-  switch (rows) {
-    case RowClass::kFew:
-      return launch_rows<Element, RowClass::kFew>(p, launch);
-    case RowClass::kSome:
-      return launch_rows<Element, RowClass::kSome>(p, launch);
+  const Tiling tiling = mma_tiling(rows, p.a.head_size);
+  switch (mma_rows(rows, p.a.head_size)) {
     case RowClass::kMore:
-      return launch_rows<Element, RowClass::kMore>(p, launch);
+      return launch_mma_tiles<Element, RowClass::kMore>(p, tiling, launch);
     case RowClass::kInvariantFew:
-      return launch_rows<Element, RowClass::kInvariantFew>(p, launch);
+      return launch_mma_tiles<Element, RowClass::kInvariantFew>(p, tiling, launch);
     case RowClass::kInvariantMore:
-      return launch_rows<Element, RowClass::kInvariantMore>(p, launch);
+      return launch_mma_tiles<Element, RowClass::kInvariantMore>(p, tiling, launch);
     default:
-      return launch_rows<Element, RowClass::kMany>(p, launch);
+      return launch_mma_tiles<Element, RowClass::kMany>(p, tiling, launch);
   }
 }
 

@@ -64,17 +64,14 @@ struct Problem {
   Divider block_size;
   bool sparse;
   int sparse_block, sparse_stride, sparse_local;  // of BlockSparse, each at most kNoWindow
-  Divider by_sparse_block, by_sparse_stride;
-  int sparse_shift, sparse_head_shift;  // offsets of KV head h are shift + h * head_shift (mod stride), if heads of a
-                                        // group are alike
-  int pitch;                            // floats from one partial row to the next
-  float* partial;                       // [2 * grid][rows][pitch], not normalised; or the records of
-                                        // paged_attention_exact.cuh, [2 * grid][rows][pitch / 4]
-  float2* partial_stats;                // [2 * grid][rows]: maximum (base 2) and sum
-  Unfinished* unfinished;               // [grid]; or tickets
-  Lengths lengths;                      // that the launch is for
-  Balance balance;                      // if not for any
-  uint64_t ticket;                      // of the pieces that blocks leave for each other (paged_attention_pieces.cuh)
+  int pitch;                                      // floats from one partial row to the next
+  float* partial;                                 // [2 * grid][rows][pitch], not normalised; or the records of
+                                                  // paged_attention_exact.cuh, [2 * grid][rows][pitch / 4]
+  float2* partial_stats;                          // [2 * grid][rows]: maximum (base 2) and sum
+  Unfinished* unfinished;                         // [grid]; or tickets
+  Lengths lengths;                                // that the launch is for
+  Balance balance;                                // if not for any
+  uint64_t ticket;   // of the pieces that blocks leave for each other (paged_attention_pieces.cuh)
   Divider by_spans;  // clusters beside each other that share a sequence's keys (paged_attention_spans.cuh),
   int keys_alone;    // if these are more than so many
 

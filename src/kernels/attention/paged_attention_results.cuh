@@ -147,78 +147,56 @@ struct SegmentResults : RowSoftmax<S> {
   // Where a row's column lies among the 16 rows that a warp leaves for others: 8-wide column tiles swizzled by row.
   static __device__ int row_place(int r, int d) { return (r * (kD / 8) + (d / 8 ^ (r & 7))) * 8 + d % 8; }
 
-  // A warp's results of the i-th sixteen rows, for others to add up.
-  __device__ void leave_rows(int i, int rows, const State& state, float* to) const {
+  // ---- tiles of 16 rows with batch_invariant: each warp has one part of a chunk ---------------------------------------
+
+  // A warp's results, for others to add up.
+  __device__ void leave_rows(int rows, const State& state, float* to) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = h * 8 + lane / 4;
-      if (i * 16 + h * 8 >= rows) break;
-      const float sum = row_sum(state, i, h);
-      if (lane % 4 == 0) scratch.stats[warp][i * 16 + r] = {state.maximum[i][h], sum};
-      if (i * 16 + r >= rows) continue;
+      if (h * 8 >= rows) break;
+      const float sum = row_sum(state, 0, h);
+      if (lane % 4 == 0) scratch.stats[warp][r] = {state.maximum[0][h], sum};
+      if (r >= rows) continue;
 #pragma unroll
       for (int n = 0; n < kD / 8; ++n) {
-        for (int e = 0; e < 2; ++e) to[row_place(r, column(n, e))] = state.o[i][n][2 * h + e];
+        for (int e = 0; e < 2; ++e) to[row_place(r, column(n, e))] = state.o[0][n][2 * h + e];
       }
     }
   }
 
-  // With batch_invariant: what a thread keeps of a segment's chunks.  No register is free; local memory stays near.
-  static constexpr int kQuads = S::kMany || !S::kInvariant ? 1 : 4 * kD / kThreads;
+  // What a thread keeps of a segment's chunks.  No register is free; local memory stays near.
+  static constexpr int kQuads = S::kMany ? 1 : 4 * kD / kThreads;
 
   // The four warps' results are added up through memory: each warp leaves its own in its ring at `stage_offset`, the stage
-  // it is done with; sixteen rows at a time.
-  __device__ void end_segment_few(const Unit& u, const State& state, char* rings, int stage_offset,
-                                  ExactQuad (&kept)[kQuads]) const {
+  // it is done with.
+  __device__ void end_chunk_few(const Unit& u, const State& state, char* rings, int stage_offset,
+                                ExactQuad (&kept)[kQuads]) const {
     static_assert(S::kStageBytes >= 16 * kD * 4);
     const int rows = min(p.tile_tokens, u.query_len - u.query_tile * p.tile_tokens) * p.tile_heads;
     float* mine = reinterpret_cast<float*>(rings + warp * S::kRingBytes + stage_offset);
     __syncwarp();  // all lanes have read what lay there
-#pragma unroll
-    for (int i = 0; i < S::kRowTiles; ++i) {
-      leave_rows(i, rows, state, mine);
-      __syncthreads();
+    leave_rows(rows, state, mine);
+    __syncthreads();
 #pragma unroll 1
-      for (int x = threadIdx.x; x < min(rows - i * 16, 16) * (kD / 4); x += kThreads) {
-        const int r = x / (kD / 4), d = x % (kD / 4) * 4;
-        add_warps(u, i * 16 + r, d, rings + stage_offset + row_place(r, d) * 4, kept[S::kInvariant ? x / kThreads : 0]);
-      }
-      __syncthreads();  // the stages are free again
+    for (int x = threadIdx.x; x < rows * (kD / 4); x += kThreads) {
+      const int r = x / (kD / 4), d = x % (kD / 4) * 4;
+      add_warps(u, r, d, rings + stage_offset + row_place(r, d) * 4, kept[x / kThreads]);
     }
+    __syncthreads();  // the stages are free again
   }
 
   // Four columns of one row; `parts` are those of the first warp.
   __device__ void add_warps(const Unit& u, int r, int d, const char* parts, ExactQuad& kept) const {
     const Row row = row_of(p, u, r);
     if (!row.valid) return;
-    if constexpr (S::kInvariant) {
-      PartsOfChunk sum;
-      for (int w = 0; w < 4; ++w) {
-        sum.add(scratch.stats[w][r], *reinterpret_cast<const float4*>(parts + w * S::kRingBytes));
-      }
-      const FinishedQuad done =
-          add_chunks(p, u, row, r, d / 4, {{sum.maximum, sum.sum}, sum.o}, {}, !u.first_chunk, kept);
-      if (done.is_finished) store_output<S>(p, row, d, done.x);
-      return;
-    }
-    float maximum = -INFINITY, sum = 0;
-    for (int w = 0; w < 4; ++w) maximum = fmaxf(maximum, scratch.stats[w][r].x);
-    float4 o = {0, 0, 0, 0};
+    PartsOfChunk sum;
     for (int w = 0; w < 4; ++w) {
-      const float2 stats = scratch.stats[w][r];
-      const float weight = stats.x == -INFINITY ? 0.f : power_of_2(stats.x - maximum);
-      const float4 part = *reinterpret_cast<const float4*>(parts + w * S::kRingBytes);
-      sum += weight * stats.y;
-      o = {o.x + weight * part.x, o.y + weight * part.y, o.z + weight * part.z, o.w + weight * part.w};
+      sum.add(scratch.stats[w][r], *reinterpret_cast<const float4*>(parts + w * S::kRingBytes));
     }
-    if (u.slot >= 0) {
-      const LinePieces pieces{p};
-      if (d == 0) pieces.leave_stats(u, r, {maximum, sum});
-      pieces.leave_sums(u, r, d, o);
-    } else {
-      const float factor = finish_row(p, row, u.kv_head, maximum, sum);
-      store_output<S>(p, row, d, {o.x * factor, o.y * factor, o.z * factor, o.w * factor});
-    }
+    const FinishedQuad done =
+        add_chunks(p, u, row, r, d / 4, {{sum.maximum, sum.sum}, sum.o}, {}, !u.first_chunk, kept);
+    if (done.is_finished) store_output<S>(p, row, d, done.x);
   }
 };
 

@@ -1,8 +1,7 @@
 // Sizes of one instantiation of the tensor-core kernels, and what lies in its shared memory.
 //
-// A team of threads shares a ring of stages and works on one tile after another.  With many rows the team is the block;
-// with few it is a warp, so that the four warps of a block, each at its quarter of a unit's tokens, wait for each other
-// at the ends of segments alone.
+// A team of threads shares a ring of stages and works on one tile after another.  With many rows the team is the block; with 16 it is
+// a warp, so that the four warps of a block, each at its quarter of a unit's tokens, wait for each other at the ends of chunks alone.
 #pragma once
 
 #include <type_traits>
@@ -38,20 +37,20 @@ struct Shape {
   static constexpr int kRowTiles = kOneRowTile || kD == 256 ? 1 : 2;  // 16-row tiles of a warp
   static constexpr int kWarpRows = 16 * kRowTiles;
   static constexpr int kRows = kMany ? 4 * kWarpRows : kWarpRows;
-  // Weights of bf16 have 8 bits, which alone would be an error of 1e-3.  Decoding waits for memory and can afford to add
-  // the other 8, prefill cannot.
-  static constexpr bool kSplitWeights = std::is_same_v<Mma, bf16> && (!kMany || kInvariant);
+  // Weights of bf16 have 8 bits, which alone would be an error of 1e-3.  Few rows wait for memory and can afford to add the other 8,
+  // prefill cannot.
+  static constexpr bool kSplitWeights = std::is_same_v<Mma, bf16> && kRowClass != RowClass::kMany;
   static constexpr bool kReadOnce = kFew;     // nearly every key is for one query tile alone
   static constexpr bool kWarpgroup = false;   // stages as wgmma reads them: paged_attention_warpgroup.cuh
   static constexpr bool kRaw = false;         // codes and scales of nvfp4 as they are: paged_attention_nvfp4_tile.cuh
   static constexpr int kHeads = 1;            // KV heads of a segment
   static constexpr bool kManyTokens = false;  // queries as columns: of several tokens, each of which sees other keys
   static constexpr bool kSharedQueries = false;  // ... that lie in shared memory, once for all warps
-  static constexpr bool kHidesKeys = false;      // decoding proper: windows and block sparsity
+  static constexpr bool kHidesKeys = false;      // decoding proper: windows
   static constexpr bool kHalfLinesMeet = false;  // ... reads heads of 64 bytes with their neighbours
   static constexpr bool kFolded = false;         // ... takes two KV heads as one: paged_attention_fold.cuh
   static constexpr bool kByToken = false;        // ... looks up a page for each token: paged_attention_small_pages.cuh
-  static constexpr bool kQueriesInRegisters = kMore ? kBytes == 2 : kOneRowTile && kD <= 128;
+  static constexpr bool kQueriesInRegisters = kMore && kBytes == 2;
 
   static constexpr int kBlock = kThreads;
   static constexpr int kGroups = 1;  // that compute, of four warps each: paged_attention_warpgroup_cluster.cuh
@@ -65,12 +64,10 @@ struct Shape {
   static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kStageBytes = 2 * kTileBytes;  // keys, then values
 
-  static constexpr int kBlocksPerSm = !kFew         ? (kRowClass == RowClass::kSome && kD == 64 ? 3 : 2)
-                                      : kD == 64    ? 4
-                                      : kD == 256   ? 1
-                                      : kBytes == 2 ? 3
-                                                    : 2;
-  static constexpr int kStages = !kOneRowTile || kWholeChunks || kBlocksPerSm > 2 ? 2 : 3;
+  static constexpr int kBlocksPerSm = kFew ? 1 : 2;
+  // Chips with 99 KB of shared memory for a block have room for two of 32 KB.
+  static constexpr bool kThreeStages = kFew || (kMore && !kWholeChunks && kStageBytes < 32 << 10);
+  static constexpr int kStages = kThreeStages ? 3 : 2;
   static constexpr int kSlots = kStages + 2;
   static constexpr int kRingBytes = kStages * kStageBytes;
   static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kRows * kD * 2;

@@ -306,8 +306,10 @@ void launch_kernel(Problem p, const Launch& launch) {
   p.place_tokens = p.a.batch_invariant ? kChunkTokens : p.kv_tile;
   const int resident = count_resident_blocks(reinterpret_cast<const void*>(kernel), kThreads, shared_bytes());
   const int grid = set_tiling(p, simple_tiling(p.a.head_size), resident, launch.device);
-  kernel<<<grid, kThreads, shared_bytes(), stream_of(launch)>>>(p, Divider(std::min(p.a.key.chunk, p.a.head_size)));
-  check_launch(p.a.op);
+  if (note_launch({{KernelId::kSimple}, grid, kThreads, 1, shared_bytes()})) {
+    kernel<<<grid, kThreads, shared_bytes(), stream_of(launch)>>>(p, Divider(std::min(p.a.key.chunk, p.a.head_size)));
+    check_launch(p.a.op);
+  }
   combine(left_pieces(p, grid), launch);
 }
 

@@ -11,9 +11,9 @@ struct SmallPages : Shape {
   static constexpr bool kByToken = true;
 };
 
-template <class Element, int kD, int kQueries>
+template <class Element, int kD>
 bool launch_small_pages(const Problem& p, const Launch& launch) {
-  using Line = SmallPages<DecodeShape<Element, kD, false, kQueries, false>>;
+  using Line = SmallPages<DecodeShape<Element, kD, false, 8, false>>;
   using Single = SmallPages<DecodeShape<Element, kD, false, 8, false, false, true>>;
   return suits_decode<Line>(p) && launch_decode_line<Line, Single>(p, launch);
 }
@@ -22,11 +22,7 @@ bool launch_small_pages(const Problem& p, const Launch& launch) {
 template <class Element>
 bool launch_small_pages(const Problem& p, const Launch& launch) {
   if (p.a.batch_invariant || p.a.head_size > 128) return false;
-  if (p.a.head_size <= 64) return launch_small_pages<Element, 64, 8>(p, launch);
-  if constexpr (Element::kBytes == 1) {
-    if (p.group <= 4 && !p.sparse) return launch_small_pages<Element, 128, 4>(p, launch);
-  }
-  return launch_small_pages<Element, 128, 8>(p, launch);
+  return p.a.head_size <= 64 ? launch_small_pages<Element, 64>(p, launch) : launch_small_pages<Element, 128>(p, launch);
 }
 
 }  // namespace pykv::attention

@@ -1,9 +1,11 @@
-// Short calls of decoding with block sparsity or a long window, with several query tokens for each sequence, as in speculative
-// decoding, with more than 16 heads in a group, or with pages that are no groups of eight: the clusters of
+// Short calls over rows of tokens: of decoding with a long window, with several query tokens for each sequence, as
+// in speculative decoding, with more than 16 heads in a group, or with pages that are no groups of eight: the clusters of
 // paged_attention_cluster.cuh, whose columns are query tokens times heads, up to 32 of them (of size 256: 16).  As many again are
 // another cluster's, beside it; what a sequence has beyond that, where it has more tokens than the mean, these clusters do
 // afterwards.  Where blocks have no room for so many columns, and elements are of one byte, which mma.sync has to widen for few
 // rows at a time, half as many are done up to four times, unless warpgroups take the call.
+//
+// Caches of e5m2 and int8 have the line alone.
 //
 // In tables with room for long sequences a kernel of up to 16 columns is these clusters or the line, as the lengths say.
 //
@@ -26,7 +28,6 @@ struct TokensKernel : ClusterKernel<S> {
   using Cluster::kv_head;
   using Cluster::place;
   using Cluster::rank;
-  using Cluster::seen_len;
   using Cluster::sequence;
   using typename Base::State;
   // Whether where keys begin is guessed; not where it would drive sums out of registers.
@@ -39,10 +40,10 @@ struct TokensKernel : ClusterKernel<S> {
       if (kGuesses && p.a.cu_query_lens.data) prefetch(words_at(p.a.cu_query_lens, sequence));
       const int early_len = this->early_length(sequence);
       const int len = static_cast<int>(clamp(early_len, 0, p.a.max_seq_len));
-      if (!p.sees_all()) this->look_from(len, len - p.tile_tokens);
+      if (!p.sees_all()) this->look_from(len - p.tile_tokens);
       this->foresee(sequence, kv_head, early_len, this->first_token(0));
     }
-    const typename Cluster::Guess guess{begin, seen_len};
+    const int guessed_begin = begin;
     wait_for_previous_kernel();
     // Where the first keys are, if all is as it was a moment before.
     int ids = has_task && (kGuesses || p.sees_all()) ? this->look_up_tiles(0) : -1;
@@ -78,8 +79,8 @@ struct TokensKernel : ClusterKernel<S> {
       const int first = seq.context() + u.query_tile * p.tile_tokens;
       const int last = min(first + p.tile_tokens, seq.len) - 1;
       const int end = static_cast<int>(clamp(int64_t{last_seen(p, last)} + 1, 0, seq.len));
-      this->look_from(seq.len, first);
-      if (i > way || !(kGuesses ? guess.is_right(*this) : p.sees_all())) ids = this->look_up_tiles(0);
+      this->look_from(first);
+      if (i > way || !(kGuesses ? begin == guessed_begin : p.sees_all())) ids = this->look_up_tiles(0);
       this->fetch_queries(u, state);
       this->attend_keys(ids, end, state, [&] {
         this->settle(kv_head, state);
@@ -154,7 +155,7 @@ ClusterSize tokens_size(Problem& p, const Launch& launch) {
   // A guess: all have as many tokens.  One that had far more would keep its cluster busy when the others had finished.
   if (p.a.num_tokens % p.a.num_seqs != 0) return kNone;
   const int64_t tokens = p.a.num_tokens / p.a.num_seqs;
-  if (!suits_loader<S>(p) || p.a.batch_invariant || !suits_sparsity<S>(p) || p.min_rows > 0) return kNone;
+  if (!suits_loader<S>(p) || p.a.batch_invariant || p.sparse || p.min_rows > 0) return kNone;
   set_rows(p, S::kColumns);
   p.tile_tokens = static_cast<int>(std::min<int64_t>(p.tile_tokens, tokens));
   const int64_t tiles = (tokens + p.tile_tokens - 1) / p.tile_tokens * p.head_tiles;
@@ -196,10 +197,10 @@ bool launch_tokens_either(Problem p, const Launch& launch) {
 
 // Of elements that are to be widened: on the line, with the queries of a sequence as up to 16 columns; of nvfp4 up to twice, for
 // else a warp would leave halves of its tiles in shared memory, but not of few KV heads, for one block adds up what all leave.
-template <class Element, bool kPackedV, int kColumns>
+template <class Element, int kColumns>
 bool launch_tokens_line(const Problem& p, const Launch& launch) {
-  using Line = DecodeShape<Element, 128, kPackedV, kColumns, false, false, false, true>;
-  using Single = DecodeShape<Element, 128, kPackedV, kColumns, false, false, true, true>;
+  using Line = DecodeShape<Element, 128, false, kColumns, false, false, false, true>;
+  using Single = DecodeShape<Element, 128, false, kColumns, false, false, true, true>;
   const bool are_many = p.a.num_seqs * p.a.num_kv_heads >= num_sms(launch.device) / 8;
   const int most_tiles = Line::kRaw && kColumns == 16 && are_many ? 2 : 1;
   const int64_t tokens = (p.a.num_tokens + p.a.num_seqs - 1) / p.a.num_seqs;
@@ -207,57 +208,56 @@ bool launch_tokens_line(const Problem& p, const Launch& launch) {
          launch_decode_line<Line, Single>(p, launch);
 }
 
-// Of columns that one kernel takes as clusters and as the line.  Sixteen of 16-bit elements in rows of tokens are quicker by the line
-// of warpgroups, if it is a line.
-template <class Element, int kD, bool kPackedV, int kColumns>
+// Of columns that one kernel takes as clusters and as the line.  Sixteen of 16-bit elements are quicker by the line of warpgroups, if
+// it is a line.
+template <class Element, int kD, int kColumns>
 constexpr bool kHasEither = std::is_same_v<Element, ElementNvfp4> ? kD == 128 && kColumns <= 16
-                            : kD == 128 ? kColumns == 8 || (kColumns == 16 && (kPackedV || Element::kBytes == 1))
+                            : kD == 128 ? kColumns == 8 || (kColumns == 16 && Element::kBytes == 1)
                             : kD == 256 ? kColumns == 8
                                         : kColumns == 16;
 
 template <class Element>
 bool launch_tokens(const Problem& p, const Launch& launch) {
+  if (p.a.value.dim != 1) return false;
+  constexpr bool kNvfp4 = std::is_same_v<Element, ElementNvfp4>;
+  constexpr bool kMayBeSmall = !kNvfp4;                             // the pages
   const int64_t columns = p.a.num_tokens / p.a.num_seqs * p.group;  // a sequence's, if all have as many tokens
-  bool done = false;
-  dispatch_bool(p.a.value.dim != 1, [&]<bool kPackedV> {
-    if constexpr (kPackedV && std::is_same_v<Element, ElementNvfp4>) {
-      return;  // there is no such layout
+  const auto launch_columns = [&]<int kD, int kColumns> {
+    if constexpr (kIsRare<Element>) {
+      return false;
     } else {
-      constexpr bool kMayBeSmall = !kPackedV && !std::is_same_v<Element, ElementNvfp4>;  // the pages
-      const auto launch_columns = [&]<int kD, int kColumns> {
-        if (p.lengths == Lengths::kForLine) return false;
-        using Cluster = ClusterShape<Element, kD, kPackedV, kColumns, false, false, true>;
-        if constexpr (kHasEither<Element, kD, kPackedV, kColumns>) {
-          using Line = DecodeShape<Element, kD, kPackedV, kColumns, false, false, true, true>;
-          if (launch_tokens_either<Cluster, LineOfClusters<Line, Cluster>>(p, launch)) return true;
-        }
-        if constexpr (kMayBeSmall && kColumns <= 16) {
-          if (p.a.block_size % kGroupTokens != 0) return launch_tokens_kernel<SmallPages<Cluster>>(p, launch);
-        }
-        return launch_tokens_kernel<Cluster>(p, launch);
-      };
-      if (p.a.head_size > 128) {
-        constexpr bool kSixteen = !std::is_same_v<Element, ElementNvfp4>;  // which would spill
-        if constexpr (kSixteen) done = columns > 8 && launch_columns.template operator()<256, 16>();
-        done = done || launch_columns.template operator()<256, 8>();
-      } else if (p.a.head_size > 64) {
-        done = columns <= 8 ? launch_columns.template operator()<128, 8>()
-                            : (columns > 16 && launch_columns.template operator()<128, 32>()) ||
-                                  launch_columns.template operator()<128, 16>();
-        if constexpr (Element::kBytes == 1 || std::is_same_v<Element, ElementNvfp4>) {
-          done = done || (p.lengths != Lengths::kForClusters && !fills_warpgroups(p, launch.device) &&
-                          (launch_tokens_line<Element, kPackedV, 8>(p, launch) ||
-                           launch_tokens_line<Element, kPackedV, 16>(p, launch)));
-        }
-      } else {
-        done = (columns > 16 && launch_columns.template operator()<64, 32>()) ||
-               launch_columns.template operator()<64, 16>();
+      if (p.lengths == Lengths::kForLine) return false;
+      using Cluster = ClusterShape<Element, kD, kColumns, false, false, true>;
+      if constexpr (kHasEither<Element, kD, kColumns>) {
+        using Line = DecodeShape<Element, kD, false, kColumns, false, false, true, true>;
+        if (launch_tokens_either<Cluster, LineOfClusters<Line, Cluster>>(p, launch)) return true;
       }
-      if constexpr (kMayBeSmall) {
-        done = done || (p.lengths == Lengths::kAny && launch_small_pages<Element>(p, launch));
+      if constexpr (kMayBeSmall && kColumns <= 16) {
+        if (p.a.block_size % kGroupTokens != 0) return launch_tokens_kernel<SmallPages<Cluster>>(p, launch);
       }
+      return launch_tokens_kernel<Cluster>(p, launch);
     }
-  });
+  };
+  bool done = false;
+  if (p.a.head_size > 128) {
+    constexpr bool kSixteen = !kNvfp4;  // which would spill
+    if constexpr (kSixteen) done = columns > 8 && launch_columns.template operator()<256, 16>();
+    done = done || launch_columns.template operator()<256, 8>();
+  } else if (p.a.head_size > 64) {
+    done = columns <= 8 ? launch_columns.template operator()<128, 8>()
+                        : (columns > 16 && launch_columns.template operator()<128, 32>()) ||
+                              launch_columns.template operator()<128, 16>();
+    if constexpr (Element::kBytes == 1 || kNvfp4) {
+      done = done || (p.lengths != Lengths::kForClusters && !fills_warpgroups(p, launch.device) &&
+                      (launch_tokens_line<Element, 8>(p, launch) || launch_tokens_line<Element, 16>(p, launch)));
+    }
+  } else {
+    done =
+        (columns > 16 && launch_columns.template operator()<64, 32>()) || launch_columns.template operator()<64, 16>();
+  }
+  if constexpr (kMayBeSmall) {
+    done = done || (p.lengths == Lengths::kAny && launch_small_pages<Element>(p, launch));
+  }
   return done;
 }
 

@@ -26,7 +26,8 @@ __device__ inline int computing_group(int groups) { return groups == 1 ? 0 : thr
 template <class Element, int kHeadSize>
 struct WarpgroupShape : Shape<Element, kHeadSize, false, RowClass::kMore> {
   static constexpr bool kWarpgroup = true, kReadOnce = true;
-  static constexpr bool kSplitWeights = std::is_same_v<typename Element::Mma, bf16>;
+  static constexpr int kStages = 3, kSlots = kStages + 2;
+  static constexpr int kRingBytes = kStages * Shape<Element, kHeadSize, false, RowClass::kMore>::kStageBytes;
   static constexpr int kBlock = 2 * kThreads, kCopyWarps = 4;  // beside the four that compute
   static constexpr int kComputeRegisters = 192, kCopyRegisters = 64;
   static constexpr bool kQueryColumns = false;  // of the products: paged_attention_warpgroup_columns.cuh
@@ -331,8 +332,9 @@ bool launch_warpgroup_kernel(const Problem& p, RowClass rows, const Launch& laun
   Tiling tiling = tiling_of(rows, p.a.head_size);
   tiling.blocks_per_sm = std::min(tiling.blocks_per_sm, S::kBlocksPerSm);  // pairs have no workspace for more
   tiling.lead = S::kRows > 32 ? 5 : 3;                                     // measured on an H100; it may be 3 to 8
-  return launch_line(paged_attention_warpgroup_kernel<S, Softmax>, S::kBlock, kSharedBytes, S::kUnitTokens, tiling,
-                     copies_of<S>(p), p, launch, resident, left, S::kFolded);
+  return launch_line({KernelId::kWarpgroupLine, S::kD, S::kRows}, paged_attention_warpgroup_kernel<S, Softmax>,
+                     S::kBlock, kSharedBytes, S::kUnitTokens, tiling, copies_of<S>(p), p, launch, resident, left,
+                     S::kFolded);
 }
 
 // launch_rows.operator()<kD, kRows>(): tiles of so many rows, of heads of up to kD.

@@ -157,7 +157,11 @@ bool launch_warpgroup_cluster(const Problem& given, const Launch& launch) {
       p.early_blocks = grid;  // the sequence may be short
     }
     return launch_with_line(p, LineOf::kWarpgroups, launch, [&](const LeftPieces& left) {
-      launch_after(kernel, dim3(grid), dim3(S::kBlock), blocks, kBytes, launch, p.a.op, p, copies_of<S>(p), left);
+      constexpr KernelId kId = S::kSpans                  ? KernelId::kWarpgroupSpans
+                               : S::kBlocksOfCluster == 1 ? KernelId::kWarpgroupBlock
+                                                          : KernelId::kWarpgroupCluster;
+      launch_after({kId, S::kD, S::kRows}, kernel, dim3(grid), dim3(S::kBlock), blocks, kBytes, launch, p.a.op, p,
+                   copies_of<S>(p), left);
     });
   }
   return false;
@@ -168,7 +172,7 @@ template <class Shape, template <class> class Softmax>
 bool launch_short_call(const Problem& p, const Launch& launch) {
   using Clusters = WarpgroupClusterShape<Shape, false>;
   using Alone = WarpgroupClusterShape<Shape, true>;
-  if (suits_spans(p, 1, launch.device)) {
+  if (suits_spans(p, launch.device)) {
     using Sharing = Spanned<Clusters>;
     return launch_warpgroup_cluster<Sharing, Softmax<Sharing>>(p, launch);
   }
@@ -189,7 +193,7 @@ inline bool suits_warpgroup_clusters(const Problem& p, int rows, int device) {
   const int64_t tokens = p.a.num_tokens / p.a.num_seqs;
   const bool is_short = std::min<int64_t>(p.a.max_seq_len, int64_t{p.window} + tokens) <= kMostOfFew;
   return p.a.num_tokens % p.a.num_seqs == 0 && tokens * p.group <= rows && p.min_rows == 0 &&
-         (is_short || p.lengths == Lengths::kForClusters || suits_spans(p, 1, device));
+         (is_short || p.lengths == Lengths::kForClusters || suits_spans(p, device));
 }
 
 // launch_rows.operator()<kD, kRows>()

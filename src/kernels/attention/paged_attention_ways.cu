@@ -37,9 +37,9 @@ bool fills_warpgroups(const Problem& p, int device) {
          p.a.num_seqs * p.a.num_kv_heads >= num_sms(device);
 }
 
-bool suits_spans(const Problem& p, int ways, int device) {
+bool suits_spans(const Problem& p, int device) {
   const bool is_long = p.a.max_seq_len > kMostOfFew && p.sees_all() && p.min_rows == 0 && p.lengths == Lengths::kAny;
-  return is_long && p.a.num_seqs * p.a.num_kv_heads * ways * kFewestSpans * kMostBlocks <= num_sms(device);
+  return is_long && p.a.num_seqs * p.a.num_kv_heads * kFewestSpans * kMostBlocks <= num_sms(device);
 }
 
 namespace {
@@ -105,9 +105,9 @@ bool launch_tokens(const Problem& p, const Launch& launch) {
 
 bool launch_warpgroup_clusters(const Problem& p, const Launch& launch) {
   using Launcher = bool(const Problem&, const Launch&);
-  return of_kind<Launcher>(p.a, launch_warpgroup_clusters_f16, launch_warpgroup_clusters_bf16,
-                           launch_warpgroup_clusters_e4m3, launch_warpgroup_clusters_e5m2,
-                           launch_warpgroup_clusters_int8, nullptr)(p, launch);
+  Launcher* launcher = of_kind<Launcher>(p.a, launch_warpgroup_clusters_f16, launch_warpgroup_clusters_bf16,
+                                         launch_warpgroup_clusters_e4m3, nullptr, nullptr, nullptr);
+  return launcher && launcher(p, launch);
 }
 
 bool launch_warpgroups(const Problem& p, RowClass rows, const Launch& launch, LeftPieces* left = nullptr) {
@@ -127,12 +127,9 @@ bool has_17_to_64_rows(RowClass rows) { return rows == RowClass::kSome || rows =
 // Several query rows of so few KV heads that clusters share their keys: more than 16 rows by warpgroups, for elsewhere elements of
 // one byte are widened for few rows at a time.  False if the call had better go another way.
 bool launch_for_few_heads(const Problem& p, RowClass rows, const Launch& launch) {
-  const int device = launch.device;
   if (rows == RowClass::kFew) return launch_tokens(p, launch);
-  if (!has_17_to_64_rows(rows)) return false;
-  if (may_use_warpgroups(p.a, rows, device)) return launch_warpgroup_clusters(p, launch);
-  const int ways = rows == RowClass::kMore ? 2 : 1;
-  return p.a.kv_format == KvFormat::kSame && suits_spans(p, ways, device) && launch_tokens(p, launch);
+  return has_17_to_64_rows(rows) && may_use_warpgroups(p.a, rows, launch.device) &&
+         launch_warpgroup_clusters(p, launch);
 }
 
 // By a kernel that is clusters or a line, as it finds the lengths, or by clusters, and before or after them a line, of which one finds
@@ -156,10 +153,10 @@ bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
   const bool from_17_to_64 = has_17_to_64_rows(rows);
   const bool decodes = rows == RowClass::kFew || rows == RowClass::kInvariantFew;
   // Short calls are first asked for in launch_decode if they see all their keys, unless it is the device that finds them short, or
-  // those of a short window; those of more rows in launch_warpgroup_clusters, whose clusters know windows; and others in
-  // launch_tokens, whose clusters know sparsity, too.  Long ones with either are launch_decode's, for its line knows them.  All over
-  // pages that are no groups of eight tokens are launch_tokens's, if clusters of warpgroups have not taken them.
-  const bool may_share_keys = suits_spans(p, 1, launch.device);
+  // those of a short window; those of more rows in launch_warpgroup_clusters, and others in launch_tokens: both know windows.  Long
+  // ones with a window are launch_decode's, for its line knows them.  All over pages that are no groups of eight tokens are
+  // launch_tokens's, if clusters of warpgroups have not taken them.  Block sparsity is left to launch_rows.
+  const bool may_share_keys = suits_spans(p, launch.device);
   if (!may_share_keys && launch_either_way(p, rows, launch)) return true;
   if (decodes && (p.sees_all() || has_short_window(p)) && launch_decode(p, launch)) return true;
   if (may_share_keys && (launch_for_few_heads(p, rows, launch) || launch_either_way(p, rows, launch))) return true;

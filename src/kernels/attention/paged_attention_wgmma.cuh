@@ -382,8 +382,9 @@ bool launch_wgmma_kernel(Problem p, const Launch& launch) {
       kLongestPart * p.a.max_seq_len <= kLineCost * S::kTile,
       reinterpret_cast<int*>(p.partial + int64_t{2} * grid * p.rows * p.pitch),  // the room of a larger grid
       int64_t{4} * p.a.head_size};
-  launch_after(clear_kernel, dim3(1), dim3(1), 1, 0, launch, p.a.op, whole.taken);
-  launch_after(kernel, dim3(grid), dim3(S::kThreads), 1, kSharedBytes, launch, p.a.op, p, cache_copies<S>(p.a), whole);
+  launch_after({KernelId::kClear}, clear_kernel, dim3(1), dim3(1), 1, 0, launch, p.a.op, whole.taken);
+  launch_after({KernelId::kPrefill, S::kD, S::kRows}, kernel, dim3(grid), dim3(S::kThreads), 1, kSharedBytes, launch,
+               p.a.op, p, cache_copies<S>(p.a), whole);
   if (!whole.always) combine(left_pieces(p, grid), launch);
   return true;
 }

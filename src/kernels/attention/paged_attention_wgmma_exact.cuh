@@ -447,9 +447,9 @@ bool launch_exact_wgmma_kernel(Problem p, const Launch& launch) {
   WholeTiles whole{kLongestPart * p.a.max_seq_len <= kLineCost * S::kTile,
                    reinterpret_cast<int*>(after + grid * kept_bytes(S::kD)),  // the room of a larger grid's notes
                    int64_t{4} * p.a.head_size};
-  launch_after(clear_kernel, dim3(1), dim3(1), 1, 0, launch, p.a.op, whole.taken);
-  launch_after(kernel, dim3(grid), dim3(S::kThreads), 1, kSharedBytes, launch, p.a.op, p, cache_copies<S>(p.a), whole,
-               reinterpret_cast<int4*>(after));
+  launch_after({KernelId::kClear}, clear_kernel, dim3(1), dim3(1), 1, 0, launch, p.a.op, whole.taken);
+  launch_after({KernelId::kPrefillInvariant, S::kD, S::kRows}, kernel, dim3(grid), dim3(S::kThreads), 1, kSharedBytes,
+               launch, p.a.op, p, cache_copies<S>(p.a), whole, reinterpret_cast<int4*>(after));
   if (!whole.always) combine(left_pieces(p, grid), launch);
   return true;
 }

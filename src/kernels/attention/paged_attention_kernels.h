@@ -1,0 +1,73 @@
+// The kernels of paged attention by name, and what a call launched: for pykv_paged_attention_plan().
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace pykv::attention {
+
+// A line shares all work out evenly; a cluster has one KV head of a sequence, or shares it with others (spans); either chooses
+// between these two on the device.
+enum class KernelId : int {
+  kCpu,
+  kSimple,        // any sizes, fp32
+  kMma,           // 64 or 128 rows on any chip
+  kMmaInvariant,  // the same with batch_invariant
+  kDecodeLine,    // one query token
+  kDecodeCluster,
+  kDecodeSpans,
+  kDecodeEither,
+  kWindowCluster,  // keys that a window hides are left out
+  kFoldedLine,     // two KV heads as one
+  kFoldedCluster,
+  kFoldedEither,
+  kSmallPagesLine,  // pages that are no groups of eight tokens
+  kSmallPagesCluster,
+  kInvariantLine,  // one query token with batch_invariant
+  kInvariantCluster,
+  kInvariantSpans,
+  kTokensLine,  // several query tokens as columns
+  kTokensCluster,
+  kTokensSpans,
+  kTokensEither,
+  kWarpgroupLine,   // up to 64 rows on Hopper
+  kWarpgroupBlock,  // a block without a cluster for each KV head of a sequence
+  kWarpgroupCluster,
+  kWarpgroupSpans,
+  kPrefill,  // 128 rows on Hopper
+  kPrefillInvariant,
+  kClear,    // what kPrefill counts
+  kCombine,  // adds up what a line left
+  kCombineInvariant,
+};
+constexpr int kKernels = static_cast<int>(KernelId::kCombineInvariant) + 1;
+
+const char* name_of(KernelId kernel);
+
+// One of a kernel's instances.  0: it has no such size.
+struct Instance {
+  KernelId kernel;
+  int head_size = 0;  // of its tiles
+  int rows = 0;       // queries, times heads, of a tile
+};
+
+struct PlannedLaunch {
+  Instance instance;
+  int grid, threads, cluster;
+  size_t shared_bytes;
+};
+
+// Is this thread to launch nothing?
+bool only_plans();
+void only_plan(bool on);
+
+// A call begins.
+void begin_plan();
+void note_workspace(int64_t bytes);
+// False: it is not to be launched.
+bool note_launch(const PlannedLaunch& launch);
+
+// Of the thread's last call: a line for each launch, and one for the workspace.  It holds until the next one is asked for.
+const char* plan_text();
+
+}  // namespace pykv::attention
