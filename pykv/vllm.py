@@ -43,9 +43,9 @@ from pykv._libraries import empty_beside, spec_of
 from pykv._types import Array, ScalarOrArray
 
 __all__ = [
-    "batched_moe_align_block_size",
-    "awq_dequantize",
     "apply_repetition_penalties",
+    "awq_dequantize",
+    "batched_moe_align_block_size",
     "concat_and_cache_mla",
     "concat_and_cache_mla_grouped",
     "concat_and_cache_mla_rope_fused",
@@ -62,14 +62,14 @@ __all__ = [
     "get_cutlass_batched_moe_mm_data",
     "get_cutlass_moe_mm_data",
     "get_cutlass_moe_mm_problem_sizes_from_expert_offsets",
+    "ggml_dequantize",
     "grouped_topk",
+    "hadacore_transform",
     "indexer_k_quant_and_cache",
     "merge_attn_states",
     "moe_align_block_size",
     "moe_lora_align_block_size",
     "moe_sum",
-    "ggml_dequantize",
-    "hadacore_transform",
     "permute_cols",
     "persistent_topk",
     "reshape_and_cache",
@@ -82,11 +82,11 @@ __all__ = [
     "silu_and_mul_per_block_quant",
     "swap_blocks",
     "swap_blocks_batch",
+    "top_k_per_row_decode",
+    "top_k_per_row_prefill",
     "topk_hash_softplus_sqrt",
     "topk_sigmoid",
     "topk_softmax",
-    "top_k_per_row_decode",
-    "top_k_per_row_prefill",
 ]
 
 

@@ -20,9 +20,9 @@ from attention import reference as attention
 from cache import reference as cache
 from cache import reference_indexer as indexer
 from cache import reference_mla as mla
-from moe import reference as moe
 from dequantization import hadamard
 from dequantization import reference as packed
+from moe import reference as moe
 from norm import reference as norm
 from rotary.reference import rotary_embedding
 from rotary.test_dual_chunk_rotary_embedding import positions_of_copies
@@ -352,7 +352,7 @@ def moe_sum(a: Any) -> Results:
     return {"output": np.where(there[..., None], a.input.astype(np.float64), 0).sum(1)}
 
 
-def in_blocks(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def times_scales(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return values * packed.spread(scales, values.shape, 1, values.shape[1] // scales.shape[1])
 
 
@@ -404,11 +404,11 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
         * packed.spread(a.scale, a.input.shape, a.group_rows, a.group_columns)
     },
     "mxfp8_dequantize": lambda a: {
-        "out": in_blocks(a.input.view(E4M3).astype(np.float32), packed.e8m0_values(a.scale))
+        "out": times_scales(a.input.view(E4M3).astype(np.float32), packed.e8m0_values(a.scale))
     },
-    "mxfp4_dequantize": lambda a: {"out": in_blocks(packed.e2m1_values(a.input), packed.e8m0_values(a.scale))},
+    "mxfp4_dequantize": lambda a: {"out": times_scales(packed.e2m1_values(a.input), packed.e8m0_values(a.scale))},
     "nvfp4_dequantize": lambda a: {
-        "out": in_blocks(packed.e2m1_values(a.input), a.scale.view(E4M3).astype(np.float32) / a.global_scale)
+        "out": times_scales(packed.e2m1_values(a.input), a.scale.view(E4M3).astype(np.float32) / a.global_scale)
     },
     "permute_cols": lambda a: {"out": a.A[:, a.perm]},
     "hadacore_transform": lambda a: {"out": hadamard.transform(a.x)},

@@ -383,6 +383,239 @@ def convert_fp8(
 ) -> Array: ...
 def concat_mla_q(ql_nope: ArrayLike, q_pe: ArrayLike, *, q_out: ArrayLike | None = None) -> Array: ...
 def copy_blocks_mla(kv_caches: Sequence[ArrayLike], block_mapping: ArrayLike) -> list[Array]: ...
+@overload
+def topk_softmax(
+    topk_weights: ArrayLike,
+    topk_ids: ArrayLike,
+    token_expert_indices: None,
+    gating_output: ArrayLike,
+    renormalize: bool = False,
+    e_score_correction_bias: ArrayLike | None = None,
+    is_padding: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def topk_softmax(
+    topk_weights: ArrayLike,
+    topk_ids: ArrayLike,
+    token_expert_indices: ArrayLike,
+    gating_output: ArrayLike,
+    renormalize: bool = False,
+    e_score_correction_bias: ArrayLike | None = None,
+    is_padding: ArrayLike | None = None,
+) -> tuple[Array, Array, Array]: ...
+@overload
+def topk_sigmoid(
+    topk_weights: ArrayLike,
+    topk_ids: ArrayLike,
+    token_expert_indices: None,
+    gating_output: ArrayLike,
+    renormalize: bool = False,
+    e_score_correction_bias: ArrayLike | None = None,
+    routed_scaling_factor: float = 1.0,
+    is_padding: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def topk_sigmoid(
+    topk_weights: ArrayLike,
+    topk_ids: ArrayLike,
+    token_expert_indices: ArrayLike,
+    gating_output: ArrayLike,
+    renormalize: bool = False,
+    e_score_correction_bias: ArrayLike | None = None,
+    routed_scaling_factor: float = 1.0,
+    is_padding: ArrayLike | None = None,
+) -> tuple[Array, Array, Array]: ...
+@overload
+def topk_softplus_sqrt(
+    topk_weights: ArrayLike,
+    topk_ids: ArrayLike,
+    token_expert_indices: None,
+    gating_output: ArrayLike,
+    renormalize: bool = False,
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: ArrayLike | None = None,
+    input_ids: ArrayLike | None = None,
+    hash_indices_table: ArrayLike | None = None,
+    is_padding: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def topk_softplus_sqrt(
+    topk_weights: ArrayLike,
+    topk_ids: ArrayLike,
+    token_expert_indices: ArrayLike,
+    gating_output: ArrayLike,
+    renormalize: bool = False,
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: ArrayLike | None = None,
+    input_ids: ArrayLike | None = None,
+    hash_indices_table: ArrayLike | None = None,
+    is_padding: ArrayLike | None = None,
+) -> tuple[Array, Array, Array]: ...
+def grouped_topk(
+    scores: ArrayLike,
+    n_group: int,
+    topk_group: int,
+    topk: int,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    bias: ArrayLike | None = None,
+    scoring_func: int = 0,
+    group_score: str = "top2_sum",
+    is_padding: ArrayLike | None = None,
+    *,
+    topk_weights: ArrayLike | None = None,
+    topk_ids: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def moe_align_block_size(
+    topk_ids: ArrayLike,
+    num_experts: int,
+    block_size: int,
+    sorted_token_ids: ArrayLike,
+    experts_ids: ArrayLike,
+    num_tokens_post_pad: ArrayLike,
+    expert_map: ArrayLike | None = None,
+    scatter_idx: None = None,
+) -> tuple[Array, Array, Array]: ...
+@overload
+def moe_align_block_size(
+    topk_ids: ArrayLike,
+    num_experts: int,
+    block_size: int,
+    sorted_token_ids: ArrayLike,
+    experts_ids: ArrayLike,
+    num_tokens_post_pad: ArrayLike,
+    expert_map: ArrayLike | None = None,
+    *,
+    scatter_idx: ArrayLike,
+) -> tuple[Array, Array, Array, Array]: ...
+@overload
+def moe_align_block_size(
+    topk_ids: ArrayLike,
+    num_experts: int,
+    block_size: int,
+    sorted_token_ids: ArrayLike,
+    experts_ids: ArrayLike,
+    num_tokens_post_pad: ArrayLike,
+    expert_map: ArrayLike | None,
+    scatter_idx: ArrayLike,
+) -> tuple[Array, Array, Array, Array]: ...
+def batched_moe_align_block_size(
+    max_tokens_per_batch: int,
+    block_size: int,
+    expert_num_tokens: ArrayLike,
+    sorted_token_ids: ArrayLike,
+    experts_ids: ArrayLike,
+    num_tokens_post_pad: ArrayLike,
+) -> tuple[Array, Array, Array]: ...
+def moe_lora_align_block_size(
+    topk_ids: ArrayLike,
+    token_lora_mapping: ArrayLike,
+    num_experts: int,
+    block_size: int,
+    max_loras: int,
+    max_num_tokens_padded: int,
+    max_num_m_blocks: int,
+    sorted_token_ids: ArrayLike,
+    experts_ids: ArrayLike,
+    num_tokens_post_pad: ArrayLike,
+    adapter_enabled: ArrayLike,
+    lora_ids: ArrayLike,
+    expert_map: ArrayLike | None = None,
+) -> tuple[Array, Array, Array]: ...
+@overload
+def get_cutlass_moe_mm_data(
+    topk_ids: ArrayLike,
+    expert_offsets: ArrayLike,
+    problem_sizes1: ArrayLike,
+    problem_sizes2: ArrayLike,
+    input_permutation: ArrayLike,
+    output_permutation: ArrayLike,
+    num_experts: int,
+    n: int,
+    k: int,
+    blockscale_offsets: None = None,
+    is_gated: bool = True,
+) -> tuple[Array, Array, Array, Array, Array]: ...
+@overload
+def get_cutlass_moe_mm_data(
+    topk_ids: ArrayLike,
+    expert_offsets: ArrayLike,
+    problem_sizes1: ArrayLike,
+    problem_sizes2: ArrayLike,
+    input_permutation: ArrayLike,
+    output_permutation: ArrayLike,
+    num_experts: int,
+    n: int,
+    k: int,
+    is_gated: bool = True,
+    *,
+    blockscale_offsets: ArrayLike,
+) -> tuple[Array, Array, Array, Array, Array, Array]: ...
+@overload
+def get_cutlass_moe_mm_data(
+    topk_ids: ArrayLike,
+    expert_offsets: ArrayLike,
+    problem_sizes1: ArrayLike,
+    problem_sizes2: ArrayLike,
+    input_permutation: ArrayLike,
+    output_permutation: ArrayLike,
+    num_experts: int,
+    n: int,
+    k: int,
+    blockscale_offsets: ArrayLike,
+    is_gated: bool = True,
+) -> tuple[Array, Array, Array, Array, Array, Array]: ...
+def get_cutlass_moe_mm_problem_sizes_from_expert_offsets(
+    expert_first_token_offset: ArrayLike,
+    problem_sizes1: ArrayLike,
+    problem_sizes2: ArrayLike,
+    n: int,
+    k: int,
+    swap_ab: bool,
+) -> tuple[Array, Array]: ...
+def get_cutlass_batched_moe_mm_data(
+    expert_offsets: ArrayLike,
+    problem_sizes1: ArrayLike,
+    problem_sizes2: ArrayLike,
+    expert_num_tokens: ArrayLike,
+    num_local_experts: int,
+    padded_m: int,
+    n: int,
+    k: int,
+) -> tuple[Array, Array, Array]: ...
+def moe_permute(
+    input: ArrayLike,
+    topk_ids: ArrayLike,
+    token_expert_indices: ArrayLike | None,
+    expert_map: ArrayLike | None,
+    n_expert: int,
+    n_local_expert: int,
+    topk: int,
+    permuted_input: ArrayLike,
+    expert_first_token_offset: ArrayLike,
+    inv_permuted_idx: ArrayLike,
+    permuted_idx: ArrayLike,
+) -> tuple[Array, Array, Array, Array]: ...
+def moe_unpermute(
+    permuted_hidden_states: ArrayLike,
+    topk_weights: ArrayLike,
+    inv_permuted_idx: ArrayLike,
+    expert_first_token_offset: ArrayLike | None,
+    topk: int,
+    *,
+    hidden_states: ArrayLike | None = None,
+) -> Array: ...
+def moe_sum(
+    input: ArrayLike,
+    topk_ids: ArrayLike | None = None,
+    expert_map: ArrayLike | None = None,
+    *,
+    output: ArrayLike | None = None,
+) -> Array: ...
+def shuffle_rows(
+    input_tensor: ArrayLike, dst2src_map: ArrayLike, *, output_tensor: ArrayLike | None = None
+) -> Array: ...
 def ggml_dequantize(W: ArrayLike, quant_type: int, *, out: ArrayLike | None = None) -> Array: ...
 def awq_dequantize(
     qweight: ArrayLike, scales: ArrayLike, zeros: ArrayLike, *, out: ArrayLike | None = None

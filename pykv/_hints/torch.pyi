@@ -1,6 +1,8 @@
 """Written by tests/hints/stubs.py: see there."""
 
 from pykv import apply_repetition_penalties_ as apply_repetition_penalties_
+from pykv import awq_dequantize as awq_dequantize
+from pykv import batched_moe_align_block_size as batched_moe_align_block_size
 from pykv import batched_rotary_embedding as batched_rotary_embedding
 from pykv import concat_and_cache_mla as concat_and_cache_mla
 from pykv import concat_and_cache_mla_grouped as concat_and_cache_mla_grouped
@@ -16,6 +18,7 @@ from pykv import cp_gather_cache as cp_gather_cache
 from pykv import cp_gather_indexer_k_quant_cache as cp_gather_indexer_k_quant_cache
 from pykv import dual_chunk_rotary_embedding as dual_chunk_rotary_embedding
 from pykv import fatrelu_and_mul as fatrelu_and_mul
+from pykv import fp8_dequantize as fp8_dequantize
 from pykv import fused_add_rms_norm as fused_add_rms_norm
 from pykv import fused_add_rms_norm_static_fp8_quant as fused_add_rms_norm_static_fp8_quant
 from pykv import fused_qk_norm_rope as fused_qk_norm_rope
@@ -29,16 +32,34 @@ from pykv import gelu_quick as gelu_quick
 from pykv import gelu_tanh_and_mul as gelu_tanh_and_mul
 from pykv import gemma_fused_add_rms_norm as gemma_fused_add_rms_norm
 from pykv import gemma_rms_norm as gemma_rms_norm
+from pykv import get_cutlass_batched_moe_mm_data as get_cutlass_batched_moe_mm_data
+from pykv import get_cutlass_moe_mm_data as get_cutlass_moe_mm_data
+from pykv import (
+    get_cutlass_moe_mm_problem_sizes_from_expert_offsets as get_cutlass_moe_mm_problem_sizes_from_expert_offsets,
+)
+from pykv import ggml_dequantize as ggml_dequantize
+from pykv import gptq_dequantize as gptq_dequantize
+from pykv import grouped_topk as grouped_topk
+from pykv import hadacore_transform as hadacore_transform
 from pykv import indexer_k_quant_and_cache as indexer_k_quant_and_cache
 from pykv import layer_norm as layer_norm
 from pykv import masked_moe_activation as masked_moe_activation
 from pykv import merge_attn_states as merge_attn_states
 from pykv import merge_attn_states_n as merge_attn_states_n
+from pykv import moe_align_block_size as moe_align_block_size
+from pykv import moe_lora_align_block_size as moe_lora_align_block_size
+from pykv import moe_permute as moe_permute
+from pykv import moe_sum as moe_sum
+from pykv import moe_unpermute as moe_unpermute
 from pykv import mrope as mrope
 from pykv import mul_and_silu as mul_and_silu
+from pykv import mxfp4_dequantize as mxfp4_dequantize
+from pykv import mxfp8_dequantize as mxfp8_dequantize
+from pykv import nvfp4_dequantize as nvfp4_dequantize
 from pykv import paged_attention as paged_attention
 from pykv import paged_attention_v1 as paged_attention_v1
 from pykv import paged_attention_v2 as paged_attention_v2
+from pykv import permute_cols as permute_cols
 from pykv import rejection_sample as rejection_sample
 from pykv import relu2 as relu2
 from pykv import relu_squared as relu_squared
@@ -52,6 +73,7 @@ from pykv import rms_norm_static_fp8_quant as rms_norm_static_fp8_quant
 from pykv import rotary_and_cache as rotary_and_cache
 from pykv import rotary_embedding as rotary_embedding
 from pykv import sample as sample
+from pykv import shuffle_rows as shuffle_rows
 from pykv import silu_and_mul as silu_and_mul
 from pykv import silu_and_mul_per_block_quant as silu_and_mul_per_block_quant
 from pykv import silu_and_mul_quant as silu_and_mul_quant
@@ -67,4 +89,7 @@ from pykv import token_logprobs as token_logprobs
 from pykv import top_k_per_row as top_k_per_row
 from pykv import top_k_top_p_mask as top_k_top_p_mask
 from pykv import top_k_top_p_renorm as top_k_top_p_renorm
+from pykv import topk_sigmoid as topk_sigmoid
+from pykv import topk_softmax as topk_softmax
+from pykv import topk_softplus_sqrt as topk_softplus_sqrt
 from pykv import xielu as xielu
