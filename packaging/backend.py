@@ -1,10 +1,14 @@
-"""The build backend: scikit-build-core, which also asks for nvcc from PyPI where CUDA kernels are going to be built."""
+"""The build backend: scikit-build-core, which also asks for nvcc from PyPI where CUDA kernels are going to be built,
+and puts a bill of what is inside into the wheel.
+"""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
+import sbom
 from cuda_choice import choose
 from scikit_build_core import build as _build
 from scikit_build_core.build import *  # noqa: F403  # the other hooks, as they are
@@ -16,12 +20,24 @@ NVCC = (
 )
 
 
-def _nvcc(settings: dict[str, Any] | None) -> list[str]:
+def _choice(settings: dict[str, Any] | None) -> str:
     mode, architectures = (
         str((settings or {}).get(f"cmake.define.{name}", os.environ.get(name, "")))
         for name in ("PYKV_CUDA", "PYKV_CUDA_ARCHS")
     )
-    return [NVCC] if choose(mode, architectures)[0] == "ON" else []
+    return choose(mode, architectures)[0]
+
+
+def _nvcc(settings: dict[str, Any] | None) -> list[str]:
+    return [NVCC] if _choice(settings) == "ON" else []
+
+
+def build_wheel(
+    wheel_directory: str, config_settings: dict[str, Any] | None = None, metadata_directory: str | None = None
+) -> str:
+    name = _build.build_wheel(wheel_directory, config_settings, metadata_directory)
+    sbom.add(Path(wheel_directory) / name, with_cuda=_choice(config_settings) != "OFF")
+    return name
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:

@@ -66,7 +66,7 @@ def split_kernels(wheel: Wheel, out: Path) -> None:
     for name, data in wheel.contents().items():
         if name.startswith(SHARED):
             contents[name.replace("pykv/", "pykv_libkernels/", 1)] = data
-        elif name.startswith(wheel.info + "licenses/"):
+        elif name.startswith((wheel.info + "licenses/", wheel.info + "sboms/")):
             contents[name.replace(wheel.info, info)] = data
     write(out / f"pykv_libkernels-{wheel.version}-py3-none-{wheel.platform}.whl", contents, info)
 

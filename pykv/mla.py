@@ -43,7 +43,7 @@ def concat_and_cache_mla(
             multiple of 64; ``"fp8_ds_mla"``: records, of 16-bit data and a ``kv_lora_rank`` that is a multiple of 128;
             their scales are the least powers of two that are at least the largest magnitude / 448 and 1e-4; with
             ``rope_size`` 0 what follows the scales is zeros; ``"nvfp4_ds_mla"``: records of four-bit elements, of
-            16-bit data, a ``kv_lora_rank`` that is a multiple of 64 and a ``rope_size`` that is one of 8.
+            16-bit data, a ``kv_lora_rank`` that is a multiple of 64 and a ``rope_size`` that is a multiple of 8.
         scale: for all but copies and records: a number, or a float32 array of one element.
         skip_scale: take 1 for ``scale`` and do not look at it, for data that was scaled before.
         stream: CUDA stream; ``None``: the current one of the arrays' library.

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -92,6 +93,30 @@ def test_split(tmp_path: Path) -> None:
     about = Parser().parsestr(extension["pykv_kernels-0.1.0.dist-info/METADATA"].decode())
     assert about.get_all("Requires-Dist") == ["numpy>=1.24", "pykv-libkernels==0.1.0"]
     assert "A description" in about.get_payload()
+
+
+def test_a_wheel_has_its_bill_and_both_halves_keep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "packaging")
+    sbom = importlib.import_module("sbom")
+    whole, file = wheel(tmp_path, "cp310"), "pykv_kernels-0.1.0.dist-info/sboms/pykv.cdx.json"
+    with zipfile.ZipFile(whole, "a") as out:
+        header = (Path(pykv.get_include()) / "dlpack" / "dlpack.h").read_text()
+        out.writestr("pykv/include/dlpack/dlpack.h", header)
+    before = set(zipfile.ZipFile(whole).namelist())
+    names = {}
+    for with_cuda in (True, False):
+        sbom.add(whole, with_cuda)
+        bill = json.loads(read(whole)[file])
+        assert bill["metadata"]["component"]["version"] == "0.1.0"
+        names[with_cuda] = [c["name"] for c in bill["components"]]
+    assert names[False] == ["dlpack", "pybind11"]
+    assert names[True] == [*names[False], "nvidia-cuda-runtime", "nvidia-cuda-nvcc"]
+    assert re.fullmatch(r"1\.\d+", bill["components"][0]["version"])
+    assert before - {"pykv/"} == set(read(whole)) - {file}
+
+    assert split(tmp_path / "dist", whole).returncode == 0
+    for made in (tmp_path / "dist").iterdir():
+        assert [name for name in read(made) if name.endswith(".dist-info/sboms/pykv.cdx.json")]
 
 
 @pytest.mark.parametrize(
