@@ -22,7 +22,7 @@ def test_python_started_in_the_clone_is_told(tmp_path: Path) -> None:
     assert last.endswith("start it in another folder")
 
 
-def test_a_subinterpreter_gets_an_import_error() -> None:
+def test_a_subinterpreter_gets_an_import_error(tmp_path: Path) -> None:
     """It hung for ever.  In a process of its own: subinterpreters leave traces."""
     program = """
 try:
@@ -43,13 +43,13 @@ assert told is None, told
 """
     for first in ("sys", "pykv"):
         command = [sys.executable, "-c", program.format(first=first, file=_C.__file__)]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
         assert ran.returncode == 0, ran.stderr
         assert "ImportError: " in ran.stdout, ran.stdout + ran.stderr
         assert "interpreter" in ran.stdout
 
 
-def test_daemon_threads_in_calls_let_the_process_end() -> None:
+def test_daemon_threads_in_calls_let_the_process_end(tmp_path: Path) -> None:
     """Python 3.11 ended them by unwinding their stacks, which C++ answered with an abort."""
     program = """
 import threading, time, numpy as np, pykv
@@ -63,5 +63,6 @@ for _ in range(4):
 time.sleep(0.2)
 """
     for _ in range(3):
-        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+        command = [sys.executable, "-c", program]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
         assert ran.returncode == 0, ran.stderr

@@ -45,7 +45,7 @@ def _show_plain(title: str, headings: Sequence[str], rows: Sequence[Sequence[str
         print("  ".join(cells).rstrip(), file=file)
 
 
-def progress(items: Sequence[_T], what: str, name: Callable[[_T], str]) -> Generator[_T, None, None]:
+def progress(items: Sequence[_T], what: str, name: Callable[[_T], str] = str) -> Generator[_T, None, None]:
     """The items, with a bar that names the one at work, on a terminal where rich is installed."""
     if sys.stderr.isatty():
         try:

@@ -124,7 +124,9 @@ def test_mx(array, dtype, is_swizzled, name):
     for shape in ((1, 32), (130, 160), (3, 129, 288)):
         x = codes(*shape[:-1], shape[-1] // (2 if name == "mxfp4_dequantize" else 1))
         mx(array, name, x, codes(*shape[:-1], shape[-1] // 32), dtype, is_swizzled)
-    mx(array, "mxfp8_dequantize", codes(5, 64).view(E5M2), codes(5, 2), dtype, False)
+    x = codes(5, 64).view(E5M2)
+    if "e5m2" in str(getattr(array.input(x), "dtype", "")):  # CuPy has no such dtype: there they are bytes
+        mx(array, "mxfp8_dequantize", x, codes(5, 2), dtype, False)
 
 
 def nvfp4(array, x, scale, global_scale, dtype, is_swizzled, *, offset=0):

@@ -189,7 +189,10 @@ def test_sum_id_out_of_range(array):
 def test_shuffle(array, dtype, sources, targets, width, id_dtype):
     x, where = rows(sources, width, dtype=dtype), random(3).integers(-1, sources, targets).astype(id_dtype)
     out = array.output(np.full((targets, width), 3).astype(dtype))
-    pykv.shuffle_rows(array.input(x), array.input(where), out)
+    given = array.input(x)
+    if dtype is E4M3 and str(getattr(given, "dtype", "")) != str(getattr(out, "dtype", "")):
+        pytest.skip("JAX has fp8 on CUDA, what is written for it is of CuPy, which has not")
+    pykv.shuffle_rows(given, array.input(where), out)
     wanted = np.where((where >= 0)[:, None], x.view(f"u{x.itemsize}")[where], 0)
     np.testing.assert_array_equal(np.ascontiguousarray(array.numpy(out)).view(wanted.dtype), wanted)
 
