@@ -104,6 +104,7 @@ def test_nvtx_itself():
     assert (out != 0).all()
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch says so where it has CUDA
 def test_the_profiler_of_torch_sees_calls_and_those_of_the_registered_form():
     torch = pytest.importorskip("torch")
     importlib.import_module("pykv.torch")

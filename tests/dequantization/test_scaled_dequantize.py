@@ -39,6 +39,11 @@ def assert_equal(actual: np.ndarray, exact: np.ndarray) -> None:
     np.testing.assert_array_equal(actual.view(bits)[~nan], wanted.view(bits)[~nan])
 
 
+def has_e5m2(array):
+    """CuPy has no such dtype: there they are bytes."""
+    return "e5m2" in str(getattr(array.input(np.zeros(1, E5M2)), "dtype", ""))
+
+
 def fp8(array, x, scale, dtype, group=(0, 0), *, expand=None, offset=0):
     """``expand``: the group that these scales have, where that is not to be told."""
     out = array.output(np.zeros(x.shape, dtype), offset=offset)
@@ -61,6 +66,8 @@ def fp8(array, x, scale, dtype, group=(0, 0), *, expand=None, offset=0):
 @pytest.mark.parametrize("kind", [np.dtype(np.uint8), E4M3, E5M2], ids=str)
 def test_fp8_formats(array, dtype, kind):
     x = codes(9, 300).view(kind)
+    if kind == E5M2 and not has_e5m2(array):
+        pytest.skip("bytes are e4m3")
     fp8(array, x, 0.37, dtype)
     fp8(array, x, scales(9), dtype, (1, -1))
     fp8(array, x, scales(300), dtype, (-1, 1))
@@ -124,9 +131,8 @@ def test_mx(array, dtype, is_swizzled, name):
     for shape in ((1, 32), (130, 160), (3, 129, 288)):
         x = codes(*shape[:-1], shape[-1] // (2 if name == "mxfp4_dequantize" else 1))
         mx(array, name, x, codes(*shape[:-1], shape[-1] // 32), dtype, is_swizzled)
-    x = codes(5, 64).view(E5M2)
-    if "e5m2" in str(getattr(array.input(x), "dtype", "")):  # CuPy has no such dtype: there they are bytes
-        mx(array, "mxfp8_dequantize", x, codes(5, 2), dtype, False)
+    if has_e5m2(array):
+        mx(array, "mxfp8_dequantize", codes(5, 64).view(E5M2), codes(5, 2), dtype, False)
 
 
 def nvfp4(array, x, scale, global_scale, dtype, is_swizzled, *, offset=0):
