@@ -7,8 +7,8 @@
 #include <pykv/base.h>
 #include <pykv/cache.h>
 #include <pykv/cpu.h>
-#include <pykv/moe.h>
 #include <pykv/dequantization.h>
+#include <pykv/moe.h>
 #include <pykv/norm.h>
 #include <pykv/rotary.h>
 #include <pykv/sampling.h>
