@@ -54,24 +54,29 @@ Parameter Call::parameter(const char* name, const DLTensor* t) {
 
 void Call::no_cuda() { fail(PYKV_NOT_IMPLEMENTED, "got CUDA arrays, but this pykv was %s", pykv_build_note()); }
 
-// A bound below 0 says instead what is wrong with a row.
-static const char* format_of(const ErrorWord& word) {
-  if (word.bound == -1) return "row %lld holds NaN";
-  if (word.bound == -2) return "row %lld has nothing to choose from";
-  return "%lld is out of range [0, %lld); it was not used";
-}
+namespace {
+
+// What is wrong, without the op and the argument.
+struct ReportText {
+  char text[96];
+
+  explicit ReportText(const ErrorWord& word) noexcept {
+    const char* format = word.bound == kRowHasNan    ? "row %lld holds NaN"
+                         : word.bound == kRowIsEmpty ? "row %lld has nothing to choose from"
+                                                     : "%lld is out of range [0, %lld); it was not used";
+    std::snprintf(text, sizeof text, format, word.value, word.bound);
+  }
+};
+
+}  // namespace
 
 pykv_status set_last_error(const ErrorWord& word) noexcept {
-  char message[96];
-  std::snprintf(message, sizeof message, format_of(word), word.value, word.bound);
-  return set_last_error(PYKV_VALUE_ERROR, word.what, message);
+  return set_last_error(PYKV_VALUE_ERROR, word.what, ReportText(word).text);
 }
 
 void Call::fail_out_of_range(const ErrorWord& word) {
   // `what` is "op: argument"; the door puts the op before every message, so it is left out here
-  char message[96];
-  std::snprintf(message, sizeof message, format_of(word), word.value, word.bound);
-  fail(PYKV_VALUE_ERROR, "%s: %s", std::strchr(word.what, ':') + 2, message);
+  fail(PYKV_VALUE_ERROR, "%s: %s", std::strchr(word.what, ':') + 2, ReportText(word).text);
 }
 
 #if defined(PYKV_WITH_CUDA)

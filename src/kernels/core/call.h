@@ -30,7 +30,7 @@ using Twin = void (*)(const Args&, const Launch&);
 // Keeps "op: message" for pykv_last_error() of this thread.  Never fails: it needs no memory of the heap.
 pykv_status set_last_error(pykv_status status, const char* op, const char* message) noexcept;
 
-// "op: argument: 99 is out of range [0, 64); it was not used"
+// "op: argument: 99 is out of range [0, 64); it was not used", or what is wrong with a row
 pykv_status set_last_error(const ErrorWord& word) noexcept;
 
 class Call {

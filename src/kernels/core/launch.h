@@ -16,8 +16,11 @@ struct ErrorWord {
   unsigned long long claimed;
   const char* what;  // a host string literal, "op: argument"; carried through the device as a number
   long long value;
-  long long bound;  // valid values are 0 <= value < bound
+  long long bound;  // valid values are 0 <= value < bound; or one of these
 };
+
+// A bound that says instead what is wrong with row `value` (core/call.cc has the words).
+constexpr long long kRowHasNan = -1, kRowIsEmpty = -2;
 
 // Records an id that lies outside its array.  Kernels skip or mask such an id; nothing is ever read or written there.
 struct Reporter {

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "core/call.h"
-#include "moe/known_dtypes.h"
+#include "core/known_dtypes.h"
 #include "pykv/moe.h"
 
 namespace pykv {
@@ -30,7 +30,7 @@ RoutingArgs routing_args(Call& call, const Outputs& o) {
   Tensor logits = call.read(o.logits_name, o.logits).shape(tokens, experts).dtype(kFloats);
   Tensor weights =
       call.write("topk_weights", o.weights).shape(tokens, top_k).dtype({DType::kFloat32}).no_overlap_within();
-  Tensor ids = call.read("topk_ids", with_known_dtype(o.ids, as_known))
+  Tensor ids = call.read("topk_ids", uint32_as_int32(o.ids, as_known))
                    .shape(tokens, top_k)
                    .dtype({DType::kInt32, DType::kInt64})
                    .no_overlap_within();
@@ -62,7 +62,7 @@ RoutingArgs routing_args(Call& call, const Outputs& o) {
   }
   if (o.is_padding) {
     Tensor flags =
-        call.read("is_padding", with_known_dtype(o.is_padding, flags_as_known)).shape(tokens).dtype({DType::kUInt8});
+        call.read("is_padding", bool_as_bytes(o.is_padding, flags_as_known)).shape(tokens).dtype({DType::kUInt8});
     args.is_padding = static_cast<const uint8_t*>(flags.data());
     args.is_padding_stride = flags.stride(0);
   }
@@ -125,7 +125,7 @@ pykv_status pykv_topk_softplus_sqrt(DLTensor* topk_weights, DLTensor* topk_ids, 
       DLTensor as_known;
       Dim tokens{"num_tokens", args.num_tokens}, vocab{"vocab_size"}, top_k{"topk", args.top_k};
       args.input_ids = call.read("input_ids", input_ids).shape(tokens).index();
-      Tensor table = call.read("hash_indices_table", with_known_dtype(hash_indices_table, as_known))
+      Tensor table = call.read("hash_indices_table", uint32_as_int32(hash_indices_table, as_known))
                          .shape(vocab, top_k)
                          .dtype({args.ids_are_int64 ? DType::kInt64 : DType::kInt32});
       args.table = token_array<const void>(table);

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cinttypes>
 
-#include "moe/known_dtypes.h"
+#include "core/known_dtypes.h"
 #include "moe/pair_inputs.h"
 #include "pykv/moe.h"
 
@@ -57,7 +57,7 @@ SortPairsArgs pair_args(Call& call, const DLTensor* topk_ids, const DLTensor* ex
     fail(PYKV_VALUE_ERROR, "%s: must be 1 to %" PRId64 ", got %" PRId64, experts_name, kMostExperts, num_experts);
   Dim tokens{"num_tokens"}, top_k{"topk"}, experts{experts_name, num_experts};
   DLTensor as_known;
-  Tensor ids = call.read("topk_ids", with_known_dtype(topk_ids, as_known))
+  Tensor ids = call.read("topk_ids", uint32_as_int32(topk_ids, as_known))
                    .shape(tokens, top_k)
                    .dtype({DType::kInt32, DType::kInt64});
   if (ids.numel() > kMost)

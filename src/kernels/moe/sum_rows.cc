@@ -2,7 +2,7 @@
 
 #include <cinttypes>
 
-#include "moe/known_dtypes.h"
+#include "core/known_dtypes.h"
 #include "moe/pair_inputs.h"
 #include "pykv/moe.h"
 
@@ -42,7 +42,7 @@ pykv_status pykv_moe_sum(const DLTensor* input, DLTensor* output, const DLTensor
     args.top_k = top_k;
     if (topk_ids) {
       DLTensor as_known;
-      args.ids = pair_ids(call.read("topk_ids", with_known_dtype(topk_ids, as_known))
+      args.ids = pair_ids(call.read("topk_ids", uint32_as_int32(topk_ids, as_known))
                               .shape(tokens, top_k)
                               .dtype({DType::kInt32, DType::kInt64}));
     }

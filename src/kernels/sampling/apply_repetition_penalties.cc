@@ -1,8 +1,8 @@
 #include "sampling/apply_repetition_penalties.h"
 
 #include "core/call.h"
+#include "core/known_dtypes.h"
 #include "pykv/sampling.h"
-#include "sampling/flags.h"
 
 using namespace pykv;
 
@@ -13,11 +13,15 @@ pykv_status pykv_apply_repetition_penalties_(DLTensor* logits, const DLTensor* p
     RepetitionPenaltiesArgs a{};
     const Tensor x =
         call.write("logits", logits).shape(rows, cols).dtype(kFloats).contiguous_rows().no_overlap_within();
-    const Flags prompt_flags(prompt_mask), output_flags(output_mask);
-    const Tensor prompt =
-        call.read("prompt_mask", prompt_flags).shape(rows, cols).dtype({DType::kUInt8}).contiguous_rows();
-    const Tensor output =
-        call.read("output_mask", output_flags).shape(rows, cols).dtype({DType::kUInt8}).contiguous_rows();
+    DLTensor prompt_bytes, output_bytes;
+    const Tensor prompt = call.read("prompt_mask", bool_as_bytes(prompt_mask, prompt_bytes))
+                              .shape(rows, cols)
+                              .dtype({DType::kUInt8})
+                              .contiguous_rows();
+    const Tensor output = call.read("output_mask", bool_as_bytes(output_mask, output_bytes))
+                              .shape(rows, cols)
+                              .dtype({DType::kUInt8})
+                              .contiguous_rows();
     const Tensor penalties =
         call.read("repetition_penalties", repetition_penalties).shape(rows).dtype({x.type(), DType::kFloat32});
     a.dtype = x.type();

@@ -25,6 +25,7 @@ PYKV_HOST_DEVICE static inline float log_of(float x) {
 
 // Probabilities as integers in units of 2^-40 of the largest one's: those of up to 2^23 tokens have a sum.
 using Mass = uint64_t;
+constexpr int64_t kMostTokens = 1 << 23;
 constexpr int kMassBits = 40;
 constexpr Mass kMassOfLargest = Mass{1} << kMassBits;
 

@@ -7,9 +7,6 @@
 
 namespace pykv {
 
-// What a Reporter's bound says instead of a range (core/call.cc has the words).
-constexpr long long kRowHasNan = -1;
-
 PYKV_HOST_DEVICE static inline uint32_t bits_of(float x) {
   uint32_t bits;
   __builtin_memcpy(&bits, &x, sizeof bits);

@@ -64,7 +64,7 @@ __global__ __launch_bounds__(kSelectThreads,
   Entry best = best_token(s, team, accepted, is_rejected, args.vocab_size);
   if (best == 0 && is_rejected) best = best_token(s, team, accepted, false, args.vocab_size);
   const bool has_nan = key_of(best) == kKeyOfNan;
-  if (reports && (best == 0 || has_nan)) reporters.probs(request, has_nan ? -1 : -2);
+  if (reports && (best == 0 || has_nan)) reporters.probs(request, has_nan ? kRowHasNan : kRowIsEmpty);
   if (team.rank() == 0) {
     for (int i = thread; i <= args.num_draft; i += kSelectThreads) {
       const int64_t drawn = best == 0 || has_nan ? -1 : int64_t{index_of(best)};

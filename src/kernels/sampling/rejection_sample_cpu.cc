@@ -41,7 +41,8 @@ void rejection_sample_cpu(const RejectionSampleArgs& args, const Launch& launch)
       Entry best = best_token(s, accepted, is_rejected, args.vocab_size);
       if (best == 0 && is_rejected) best = best_token(s, accepted, false, args.vocab_size);
       const bool has_nan = key_of(best) == kKeyOfNan;
-      if (best == 0 || has_nan) launch.reporter("rejection_sample: target_probs")(request, has_nan ? -1 : -2);
+      if (best == 0 || has_nan)
+        launch.reporter("rejection_sample: target_probs")(request, has_nan ? kRowHasNan : kRowIsEmpty);
       for (int i = 0; i < accepted; ++i) s.store(i, s.draft_token(i));
       s.store(accepted, best == 0 || has_nan ? -1 : int64_t{index_of(best)});
       for (int i = accepted + 1; i <= args.num_draft; ++i) s.store(i, -1);

@@ -13,7 +13,6 @@ struct Sizes {
 RowFilterArgs input_of(Call& call, const char* name, const DLTensor* input, Sizes& sizes) {
   RowFilterArgs a{};
   const Tensor x = call.read(name, input).shape(sizes.rows, sizes.cols).dtype(kFloats).contiguous_rows();
-  constexpr int64_t kMostTokens = 1 << 23;  // whose probabilities have a sum (arithmetic.h)
   if (sizes.cols > kMostTokens) x.fail(PYKV_NOT_IMPLEMENTED, "rows of more than 2^23 elements are not supported");
   a.dtype = x.type();
   a.input = x.data();

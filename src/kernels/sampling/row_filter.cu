@@ -51,7 +51,7 @@ __global__ __launch_bounds__(kSelectThreads) void row_filter_kernel(const __grid
   const float largest = logit_of_key(key);
   const bool has_nan = key == kKeyOfNan, is_empty = !has_nan && !(largest > (r.of_probabilities ? 0.0f : -INFINITY));
   const bool is_bad = has_nan || is_empty;
-  if (is_bad && team.rank() == 0 && thread == 0) row_reporter(row, has_nan ? -1 : -2);
+  if (is_bad && team.rank() == 0 && thread == 0) row_reporter(row, has_nan ? kRowHasNan : kRowIsEmpty);
 
   Entry floor = 0;
   if (!is_bad && !r.keeps_all()) {

@@ -1,14 +1,21 @@
 #include "sampling/row_inputs.h"
 
 namespace pykv {
+namespace {
+
+void check_one_or_each(const Tensor& x, const Dim& rows) {
+  if (x.numel() != 1 && x.numel() != rows)
+    x.fail(PYKV_VALUE_ERROR, "must have 1 element, or one for each of the %lld rows, got shape %s",
+           static_cast<long long>(rows), x.shape_string().c_str());
+}
+
+}  // namespace
 
 RowNumbers row_numbers(Call& call, const char* name, const DLTensor* t, const Dim& rows) {
   if (!t) return {};
   Tensor x(name, t);
   x.rank_between(0, 1).dtype({DType::kFloat32});
-  if (x.numel() != 1 && x.numel() != rows)
-    x.fail(PYKV_VALUE_ERROR, "must have 1 element, or one for each of the %lld rows, got shape %s",
-           static_cast<long long>(rows), x.shape_string().c_str());
+  check_one_or_each(x, rows);
   const float* data = static_cast<const float*>(x.data());
   if (x.device().device_type == kDLCPU && x.numel() == 1) return {nullptr, 0, *data, true};
   call.read(name, t);  // on the device of the others
@@ -26,9 +33,7 @@ RowCounts row_counts(Call& call, const char* name, const DLTensor* t, const Dim&
     return {{}, static_cast<int64_t>(number.value), true};
   }
   Index list = call.read(name, t).index();
-  if (x.numel() != 1 && x.numel() != rows)
-    x.fail(PYKV_VALUE_ERROR, "must have 1 element, or one for each of the %lld rows, got shape %s",
-           static_cast<long long>(rows), x.shape_string().c_str());
+  check_one_or_each(x, rows);
   if (x.numel() == 1) list.stride = 0;
   return {list, 0, true};
 }

@@ -35,7 +35,6 @@ pykv_status pykv_sample(DLTensor* out, const DLTensor* logits, const DLTensor* s
     SampleArgs a{};
     const Tensor x = call.read("logits", logits).shape(rows, cols).dtype(kFloats).contiguous_rows();
     const Tensor y = call.write("out", out).shape(rows).dtype({DType::kInt32, DType::kInt64}).no_overlap_within();
-    constexpr int64_t kMostTokens = 1 << 23;  // whose probabilities have a sum (arithmetic.h)
     if (cols < 1 || cols > kMostTokens)
       x.fail(cols < 1 ? PYKV_VALUE_ERROR : PYKV_NOT_IMPLEMENTED, "vocab_size must lie between 1 and 2^23, got shape %s",
              x.shape_string().c_str());

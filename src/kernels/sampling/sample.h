@@ -8,8 +8,6 @@
 
 namespace pykv {
 
-constexpr long long kRowIsEmpty = -2;  // for a Reporter, beside kRowHasNan
-
 struct SampleArgs {
   DType dtype;
 
