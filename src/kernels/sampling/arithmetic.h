@@ -82,6 +82,15 @@ PYKV_HOST_DEVICE static inline Mass share_of(Mass total, float p) {
   return share > 0 ? share : 1;
 }
 
+// The logarithm of min_p > 0: how far below the largest logit others are still kept; at most 0.
+PYKV_HOST_DEVICE static inline float log_of_min_p(float min_p) {
+  return min_p >= 1.0f ? 0.0f : log_of(min_p < 0x1p-126f ? 0x1p-126f : min_p);
+}
+// top_p, or 0 for what is less; NaN keeps all.
+PYKV_HOST_DEVICE static inline float known_top_p(float top_p) {
+  return top_p > 0.0f ? top_p : top_p <= 0.0f ? 0.0f : 1.0f;
+}
+
 // ---- random numbers ----
 
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): four words for a key and a counter.

@@ -51,7 +51,7 @@ struct FilterRow {
   PYKV_HOST_DEVICE float least(float largest) const {
     if (!(min_p > 0.0f)) return -__builtin_inff();
     if (of_probabilities) return min_p * largest;
-    return fused(min_p >= 1.0f ? 0.0f : log_of(min_p < 0x1p-126f ? 0x1p-126f : min_p), temperature, largest);
+    return fused(log_of_min_p(min_p), temperature, largest);
   }
   PYKV_HOST_DEVICE Mass mass(float x, float largest) const {
     return of_probabilities ? mass_of_probability(x, largest) : mass_of(x, largest, scale);
@@ -70,8 +70,7 @@ PYKV_HOST_DEVICE static inline FilterRow filter_row(const RowFilterArgs& args, i
   r.scale = r.inverse_temperature * 1.44269504f;
   r.min_p = args.min_p.at(row, 0.0f);
   r.min_p = r.min_p > 0.0f ? (r.min_p < 1.0f ? r.min_p : 1.0f) : 0.0f;
-  const float top_p = args.top_p.at(row, 1.0f);
-  r.top_p = top_p > 0.0f ? top_p : top_p <= 0.0f ? 0.0f : 1.0f;
+  r.top_p = known_top_p(args.top_p.at(row, 1.0f));
   const int64_t k = args.top_k.at(row, 0);
   r.k = k > 0 && k < args.num_cols ? static_cast<int32_t>(k) : 0;
   r.of_probabilities = args.of_probabilities;

@@ -57,11 +57,8 @@ PYKV_HOST_DEVICE static inline SampleRow sample_row(const SampleArgs& args, int6
   r.inverse_temperature = r.greedy ? 1.0f : 1.0f / r.temperature;
   r.scale = r.inverse_temperature * 1.44269504f;
   const float min_p = args.min_p.at(row, 0.0f);
-  r.log_min_p = !(min_p > 0.0f) ? -__builtin_inff()
-                : min_p >= 1.0f ? 0.0f
-                                : log_of(min_p < 0x1p-126f ? 0x1p-126f : min_p);
-  const float top_p = args.top_p.at(row, 1.0f);
-  r.top_p = top_p > 0.0f ? top_p : top_p <= 0.0f ? 0.0f : 1.0f;
+  r.log_min_p = min_p > 0.0f ? log_of_min_p(min_p) : -__builtin_inff();
+  r.top_p = known_top_p(args.top_p.at(row, 1.0f));
   const int64_t k = args.top_k.at(row, 0);
   r.k = k > 0 && k < args.num_cols ? static_cast<int32_t>(k) : args.num_cols;
   if (r.greedy) r.k = args.num_cols;
