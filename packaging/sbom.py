@@ -36,9 +36,9 @@ def _of_pypi(name: str, licence: str, what: str) -> dict[str, Any]:
     return _component(name, licence, what, version, f"pkg:pypi/{name}")
 
 
-def bill(wheel: Wheel, with_cuda: bool) -> dict[str, Any]:
+def bill(version: str, contents: dict[str, bytes], with_cuda: bool) -> dict[str, Any]:
     """The document: nothing in it depends on the time, so that equal wheels stay equal."""
-    header = wheel.contents().get("pykv/include/dlpack/dlpack.h", b"").decode()
+    header = contents.get("pykv/include/dlpack/dlpack.h", b"").decode()
     numbers = re.findall(r"#define DLPACK_M(?:AJOR|INOR)_VERSION (\d+)", header)
     what = "dlpack.h, compiled in and installed"
     dlpack = _component("dlpack", "Apache-2.0", what, ".".join(numbers) or None, "pkg:github/dmlc/dlpack")
@@ -50,8 +50,8 @@ def bill(wheel: Wheel, with_cuda: bool) -> dict[str, Any]:
             "component": {
                 "type": "library",
                 "name": "pykv-kernels",
-                "version": wheel.version,
-                "purl": f"pkg:pypi/pykv-kernels@{wheel.version}",
+                "version": version,
+                "purl": f"pkg:pypi/pykv-kernels@{version}",
                 "licenses": [_licence("Apache-2.0")],
             }
         },
@@ -62,6 +62,6 @@ def bill(wheel: Wheel, with_cuda: bool) -> dict[str, Any]:
 def add(path: Path, with_cuda: bool) -> None:
     """Writes the wheel anew, with its bill."""
     with Wheel(path) as wheel:
-        contents, info, document = wheel.contents(), wheel.info, bill(wheel, with_cuda)
-    contents[f"{info}sboms/pykv.cdx.json"] = (json.dumps(document, indent=1) + "\n").encode()
+        contents, info, version = wheel.contents(), wheel.info, wheel.version
+    contents[f"{info}sboms/pykv.cdx.json"] = (json.dumps(bill(version, contents, with_cuda), indent=1) + "\n").encode()
     write(path, contents, info)

@@ -57,6 +57,9 @@ class Case:
     make: Callable[[Device], Call]  # a call on fresh arrays
     written: int | None = None  # bytes of these; half of them, if it is not said
 
+    def __str__(self) -> str:
+        return " ".join([self.op, *(f"{k}={v}" for k, v in self.size.items())])
+
 
 @dataclass(frozen=True)
 class Figure:

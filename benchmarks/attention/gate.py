@@ -203,7 +203,7 @@ def main() -> None:
     device = Cuda()
     libraries = [Library(arguments.own or own_library()), Library(arguments.other)]
     figures = []
-    for group, case, higher in output.progress(list(cases()), "measuring"):
+    for group, case, higher in output.progress(list(cases()), "measuring", lambda item: item[1].name):
         figures.append(measure(group, case, 1 + higher * arguments.bar / 100, libraries, device))
         device.cupy.get_default_memory_pool().free_all_blocks()
     rows = [

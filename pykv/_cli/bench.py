@@ -177,17 +177,13 @@ def _device(name: str) -> tuple[AbstractContextManager[Any], Callable[[], Device
 def _measured(place: Device, wanted: Sequence[Case]) -> tuple[list[Figure], bool]:
     """The figures, and whether Ctrl-C ended it: those that are done are kept."""
     figures: list[Figure] = []
-    with closing(output.progress(wanted, "measuring", _describe)) as steps:
+    with closing(output.progress(wanted, "measuring")) as steps:
         try:
             for figure in measure(place, steps):
                 figures.append(figure)
         except KeyboardInterrupt:
             return figures, True
     return figures, False
-
-
-def _describe(case: Case) -> str:
-    return " ".join([case.op, *(f"{k}={v}" for k, v in case.size.items())])
 
 
 def run(ops: Sequence[str], device: str | None, tokens: Sequence[int], dtype: str, json_to: Path | None,

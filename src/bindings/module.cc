@@ -13,8 +13,8 @@
 void bind_activation(Module& m);
 void bind_attention(Module& m);
 void bind_cache(Module& m);
-void bind_moe(Module& m);
 void bind_dequantization(Module& m);
+void bind_moe(Module& m);
 void bind_norm(Module& m);
 void bind_rotary(Module& m);
 void bind_sampling(Module& m);
@@ -69,8 +69,8 @@ PYBIND11_MODULE(_C_of_main, m, py::mod_gil_not_used()) {
   bind_activation(ops);
   bind_attention(ops);
   bind_cache(ops);
-  bind_moe(ops);
   bind_dequantization(ops);
+  bind_moe(ops);
   bind_norm(ops);
   bind_rotary(ops);
   bind_sampling(ops);
