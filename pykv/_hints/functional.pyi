@@ -244,43 +244,6 @@ def convert_fp8(
     stream: Stream = None,
 ) -> Any: ...
 def concat_mla_q(ql_nope: _Array, q_pe: Array, *, q_out: Array | None = None, stream: Stream = None) -> _Array: ...
-def grouped_topk(
-    scores: Array,
-    n_group: int,
-    topk_group: int,
-    topk: int,
-    renormalize: bool,
-    routed_scaling_factor: float,
-    bias: Array | None = None,
-    scoring_func: int = 0,
-    group_score: str = "top2_sum",
-    is_padding: Array | None = None,
-    *,
-    topk_weights: Array | None = None,
-    topk_ids: Array | None = None,
-    stream: Stream = None,
-) -> tuple[Any, Any]: ...
-def moe_unpermute(
-    permuted_hidden_states: _Array,
-    topk_weights: Array,
-    inv_permuted_idx: Array,
-    expert_first_token_offset: Array | None,
-    topk: int,
-    *,
-    hidden_states: Array | None = None,
-    stream: Stream = None,
-) -> _Array: ...
-def moe_sum(
-    input: Array,
-    topk_ids: Array | None = None,
-    expert_map: Array | None = None,
-    *,
-    output: Array | None = None,
-    stream: Stream = None,
-) -> Any: ...
-def shuffle_rows(
-    input_tensor: _Array, dst2src_map: Array, *, output_tensor: Array | None = None, stream: Stream = None
-) -> _Array: ...
 def ggml_dequantize(W: Array, quant_type: int, *, out: Array | None = None, stream: Stream = None) -> Any: ...
 def awq_dequantize(
     qweight: Array, scales: Array, zeros: Array, *, out: Array | None = None, stream: Stream = None
@@ -322,6 +285,43 @@ def nvfp4_dequantize(
 ) -> Any: ...
 def permute_cols(A: _Array, perm: Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
 def hadacore_transform(x: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
+def grouped_topk(
+    scores: Array,
+    n_group: int,
+    topk_group: int,
+    topk: int,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    bias: Array | None = None,
+    scoring_func: int = 0,
+    group_score: str = "top2_sum",
+    is_padding: Array | None = None,
+    *,
+    topk_weights: Array | None = None,
+    topk_ids: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+def moe_unpermute(
+    permuted_hidden_states: _Array,
+    topk_weights: Array,
+    inv_permuted_idx: Array,
+    expert_first_token_offset: Array | None,
+    topk: int,
+    *,
+    hidden_states: Array | None = None,
+    stream: Stream = None,
+) -> _Array: ...
+def moe_sum(
+    input: Array,
+    topk_ids: Array | None = None,
+    expert_map: Array | None = None,
+    *,
+    output: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
+def shuffle_rows(
+    input_tensor: _Array, dst2src_map: Array, *, output_tensor: Array | None = None, stream: Stream = None
+) -> _Array: ...
 def rms_norm(
     input: _Array, weight: Array | None, epsilon: float = 1e-06, *, out: Array | None = None, stream: Stream = None
 ) -> _Array: ...

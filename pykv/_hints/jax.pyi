@@ -383,6 +383,44 @@ def convert_fp8(
 ) -> Array: ...
 def concat_mla_q(ql_nope: ArrayLike, q_pe: ArrayLike, *, q_out: ArrayLike | None = None) -> Array: ...
 def copy_blocks_mla(kv_caches: Sequence[ArrayLike], block_mapping: ArrayLike) -> list[Array]: ...
+def ggml_dequantize(W: ArrayLike, quant_type: int, *, out: ArrayLike | None = None) -> Array: ...
+def awq_dequantize(
+    qweight: ArrayLike, scales: ArrayLike, zeros: ArrayLike, *, out: ArrayLike | None = None
+) -> Array: ...
+def gptq_dequantize(
+    qweight: ArrayLike,
+    qzeros: ArrayLike,
+    scales: ArrayLike,
+    g_idx: ArrayLike | None = None,
+    bits: int = 4,
+    use_v2_format: bool = False,
+    *,
+    out: ArrayLike | None = None,
+) -> Array: ...
+def fp8_dequantize(
+    input: ArrayLike,
+    scale: float | ArrayLike,
+    group_rows: int = 0,
+    group_columns: int = 0,
+    *,
+    out: ArrayLike | None = None,
+) -> Array: ...
+def mxfp8_dequantize(
+    input: ArrayLike, scale: ArrayLike, is_sf_swizzled_layout: bool = False, *, out: ArrayLike | None = None
+) -> Array: ...
+def mxfp4_dequantize(
+    input: ArrayLike, scale: ArrayLike, is_sf_swizzled_layout: bool = False, *, out: ArrayLike | None = None
+) -> Array: ...
+def nvfp4_dequantize(
+    input: ArrayLike,
+    scale: ArrayLike,
+    global_scale: float | ArrayLike,
+    is_sf_swizzled_layout: bool = True,
+    *,
+    out: ArrayLike | None = None,
+) -> Array: ...
+def permute_cols(A: ArrayLike, perm: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
+def hadacore_transform(x: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
 @overload
 def topk_softmax(
     topk_weights: ArrayLike,
@@ -616,44 +654,6 @@ def moe_sum(
 def shuffle_rows(
     input_tensor: ArrayLike, dst2src_map: ArrayLike, *, output_tensor: ArrayLike | None = None
 ) -> Array: ...
-def ggml_dequantize(W: ArrayLike, quant_type: int, *, out: ArrayLike | None = None) -> Array: ...
-def awq_dequantize(
-    qweight: ArrayLike, scales: ArrayLike, zeros: ArrayLike, *, out: ArrayLike | None = None
-) -> Array: ...
-def gptq_dequantize(
-    qweight: ArrayLike,
-    qzeros: ArrayLike,
-    scales: ArrayLike,
-    g_idx: ArrayLike | None = None,
-    bits: int = 4,
-    use_v2_format: bool = False,
-    *,
-    out: ArrayLike | None = None,
-) -> Array: ...
-def fp8_dequantize(
-    input: ArrayLike,
-    scale: float | ArrayLike,
-    group_rows: int = 0,
-    group_columns: int = 0,
-    *,
-    out: ArrayLike | None = None,
-) -> Array: ...
-def mxfp8_dequantize(
-    input: ArrayLike, scale: ArrayLike, is_sf_swizzled_layout: bool = False, *, out: ArrayLike | None = None
-) -> Array: ...
-def mxfp4_dequantize(
-    input: ArrayLike, scale: ArrayLike, is_sf_swizzled_layout: bool = False, *, out: ArrayLike | None = None
-) -> Array: ...
-def nvfp4_dequantize(
-    input: ArrayLike,
-    scale: ArrayLike,
-    global_scale: float | ArrayLike,
-    is_sf_swizzled_layout: bool = True,
-    *,
-    out: ArrayLike | None = None,
-) -> Array: ...
-def permute_cols(A: ArrayLike, perm: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
-def hadacore_transform(x: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
 def rms_norm(
     input: ArrayLike, weight: ArrayLike | None, epsilon: float = 1e-06, *, out: ArrayLike | None = None
 ) -> Array: ...
