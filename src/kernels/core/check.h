@@ -14,15 +14,20 @@ namespace pykv {
 class Dim {
  public:
   explicit Dim(const char* name) : name_(name) {}
-  Dim(const char* name, int64_t value) : name_(name), value_(value) {}
+  // Known from elsewhere.  A negative number, which may be a caller's, is the size of no array.
+  Dim(const char* name, int64_t value) : name_(name), value_(value), bound_(true) {}
   operator int64_t() const { return value_; }
   const char* name() const { return name_; }
-  bool bound() const { return value_ >= 0; }
-  void bind(int64_t value) { value_ = value; }
+  bool bound() const { return bound_; }
+  void bind(int64_t value) {
+    value_ = value;
+    bound_ = true;
+  }
 
  private:
   const char* name_;
   int64_t value_ = -1;
+  bool bound_ = false;
 };
 
 inline constexpr std::initializer_list<DType> kFloats = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
