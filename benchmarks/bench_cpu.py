@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bench_reshape_and_cache as writes
 from timing import Call, Case, Cpu, lines, measure, table, write_json
 
-from pykv._cli import bench, output
-from pykv._cli.workloads import WORKLOADS
+from pykv._tools import bench, output
+from pykv._tools.samples import WORKLOADS
 
 
 class Least(Cpu):

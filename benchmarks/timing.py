@@ -1,4 +1,4 @@
-"""The command line of a benchmark; pykv/_timing.py says how calls are timed.
+"""The command line of a benchmark; pykv/_tools/timing.py says how calls are timed.
 
     python benchmarks/norm/bench_rms_norm.py [--device cpu|cuda] [--dtype bfloat16] [--json FILE]
 
@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pykv
-from pykv._cli import output
-from pykv._timing import Call, Case, Cpu, Cuda, Device, about, lines, measure, table
+from pykv._tools import output
+from pykv._tools.timing import Call, Case, Cpu, Cuda, Device, about, lines, measure, table
 
 __all__ = ["Call", "Case", "Cpu", "Cuda", "Device", "main", "write_json"]
 

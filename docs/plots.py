@@ -12,8 +12,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from pykv._cli.bench import plot
-from pykv._timing import Figure as Timed
+from pykv._tools.bench import plot
+from pykv._tools.timing import Figure as Timed
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 BLUE, ORANGE, GREY = "#2b6cb0", "#dd8452", "#9aa5b1"

@@ -13,8 +13,8 @@ from textwrap import indent
 import numpy as np
 
 import pykv
-from pykv._samples import sample
 from pykv._schema import REQUIRED, Op, Parameter, all_ops
+from pykv._tools.samples import sample
 
 TITLES = {
     "cache": "KV cache",

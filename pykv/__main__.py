@@ -2,6 +2,6 @@
 
 import sys
 
-from pykv._cli.main import main
+from pykv._tools.main import main
 
 sys.exit(main())

@@ -14,8 +14,7 @@ import pytest
 from libraries import LIBRARIES, Library, Numpy
 
 import pykv
-
-FAMILIES = {"activation", "attention", "cache", "dequantization", "moe", "norm", "rotary", "sampling"}  # of operations
+from pykv._tools.samples import FAMILIES
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the GPU's memory for itself
 

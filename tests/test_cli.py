@@ -18,12 +18,11 @@ import numpy as np
 import pytest
 
 import pykv
-from pykv import _C, _timing
-from pykv._cli import bench, check, devices, info, output
-from pykv._cli.main import main
-from pykv._cli.workloads import WORKLOADS
-from pykv._samples import ADDRESSED, MEMORY, SAMPLES, sample
+from pykv import _C
 from pykv._schema import all_ops
+from pykv._tools import bench, check, devices, info, output, timing
+from pykv._tools.main import main
+from pykv._tools.samples import ADDRESSED, MEMORY, SAMPLES, WORKLOADS, sample
 
 
 @pytest.fixture
@@ -408,7 +407,7 @@ def test_sensors_tell_the_range_of_what_they_saw(monkeypatch):
             return 0
 
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Nvml())
-    sensors = _timing.Sensors("0000:17:00.0")
+    sensors = timing.Sensors("0000:17:00.0")
     for _ in range(3):
         sensors.ask()
     assert sensors.seen() == {
@@ -422,7 +421,7 @@ def test_without_sensors_nothing_is_told(monkeypatch):
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", no_library)
-    sensors = _timing.Sensors("0000:17:00.0")
+    sensors = timing.Sensors("0000:17:00.0")
     sensors.ask()
     assert sensors.seen() == {}
 
@@ -448,7 +447,7 @@ def test_the_copy_on_cuda_copies_numbers_like_those_of_the_calls(cupy, read, wri
     call = device.copy(read, written, dtype)
     made[-1].fill(0)
     call()
-    wanted = np.resize(_timing._normal(dtype).view(np.uint8), written)
+    wanted = np.resize(timing._normal(dtype).view(np.uint8), written)
     assert (cupy.asnumpy(made[-1]).view(np.uint8).ravel() == wanted).all()
 
 

@@ -13,7 +13,7 @@ from tolerance import assert_close
 
 import pykv
 from pykv import dispatch, functional, native
-from pykv._samples import sample
+from pykv._tools.samples import sample
 
 rms_norm = pykv.rms_norm  # a name of before anything is registered
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import pykv
-from pykv._samples import ADDRESSED, sample
 from pykv._schema import all_ops
+from pykv._tools.samples import ADDRESSED, sample
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="sets MXCSR through glibc's fenv_t of x86-64")
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pykv._tools.samples import FAMILIES as SAMPLED
+
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "src" / "kernels"
 SHARED = {"core", "cpu", "cuda", "include"}
@@ -64,6 +66,10 @@ def test_python_imports_no_framework() -> None:
             continue
         at_import = re.findall(r"^(?:import|from) (\w+)", path.read_text(), flags=re.MULTILINE)
         assert not {"torch", "cupy", "jax", "ml_dtypes"} & set(at_import), path.name
+
+
+def test_every_family_has_samples() -> None:
+    assert FAMILIES == SAMPLED
 
 
 @pytest.mark.parametrize("family", FAMILIES)

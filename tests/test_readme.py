@@ -11,8 +11,8 @@ import pytest
 from documents import ROOT, run_python
 
 import pykv
-from pykv._samples import sample
 from pykv._schema import all_ops
+from pykv._tools.samples import sample
 
 README = ROOT / "README.md"
 

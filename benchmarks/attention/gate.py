@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench_paged_attention import Arrays, Case, arrays, uniform
 from timing import Cuda, write_json
 
-from pykv._cli import output
+from pykv._tools import output
 
 HEADLINE, OTHER, GIVEN_UP = "headline", "other", "given up"
 _E4M3 = "fp8_e4m3"

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import pykv
-from pykv._samples import sample
 from pykv._schema import Op, Parameter, all_ops
+from pykv._tools.samples import sample
 
 LIBRARY = ctypes.CDLL(str(next(Path(pykv.get_library_dir()).glob("libkernels.so.?"))))
 LIBRARY.pykv_last_error.restype = ctypes.c_char_p

@@ -1,6 +1,6 @@
 """Random calls of operations, each made from one number: ``Case(seed)`` is the same call wherever it is made.
 
-Each begins with the operation's sample (``pykv/_samples.py``), so that a new operation is called without a line here.
+Each begins with the operation's sample (``pykv/_tools/samples``), so that a new one is called without a line here.
 Sizes, dtypes, memory layouts and ids are then changed together, which mostly gives a right call, and in half of the
 cases one or two arguments become what they must not be.  Values are not compared here: the other tests do.
 """
@@ -12,7 +12,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from pykv import _samples, _schema
+from pykv import _schema
+from pykv._tools.samples import ADDRESSED, sample
+from pykv._tools.samples import _sizes as sizes_of_samples
 
 Array = np.ndarray[Any, Any]
 
@@ -36,7 +38,7 @@ WRONG_SCALARS = [
     *("x", b"x", [], (), {}, object(), 1j, np.float32(2), np.int8(3), np.array(3), np.array([1, 2])),
 ]
 # What is there is what these say (SECURITY.md): they are given right, or not as what they must be.
-BELIEVED = _samples.ADDRESSED
+BELIEVED = ADDRESSED
 
 
 class Case:
@@ -63,20 +65,20 @@ class Case:
         return values[self.rng.integers(len(values))]
 
     def _sample(self) -> dict[str, Any]:
-        before = {name: getattr(_samples, name) for name in DIMENSIONS}
+        before = {name: getattr(sizes_of_samples, name) for name in DIMENSIONS}
         try:
             if self.rng.random() < 0.7:
                 for name, sizes in DIMENSIONS.items():
-                    setattr(_samples, name, int(self._choose(sizes)))
+                    setattr(sizes_of_samples, name, int(self._choose(sizes)))
             try:
-                return _samples.sample(self.name)
+                return sample(self.name)
             except ValueError:  # records of a fixed number of bytes
                 for name, size in before.items():
-                    setattr(_samples, name, size)
-                return _samples.sample(self.name)
+                    setattr(sizes_of_samples, name, size)
+                return sample(self.name)
         finally:
             for name, size in before.items():
-                setattr(_samples, name, size)
+                setattr(sizes_of_samples, name, size)
 
     def _each_array(self, make: Any) -> None:
         for name, value in self.arguments.items():

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pykv._samples import sample
 from pykv._schema import REQUIRED, Op, Parameter, Spec, all_ops
+from pykv._tools.samples import sample
 
 FOLDER = Path(__file__).parents[2] / "pykv" / "_hints"
 OVERLOADED = "from typing import Any, Literal, TypeVar, overload"

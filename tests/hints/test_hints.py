@@ -18,8 +18,8 @@ import pytest
 from hints import stubs
 
 import pykv
-from pykv._samples import sample
 from pykv._schema import Op, all_ops
+from pykv._tools.samples import sample
 
 HERE = Path(__file__).parent
 NEEDS = {"program_torch.py": "torch", "program_jax.py": "jax"}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import pykv
-from pykv._samples import ADDRESSED, Sample, sample
 from pykv._schema import all_ops
+from pykv._tools.samples import ADDRESSED, Sample, sample
 
 # raw addresses are those of the host in the samples
 NAMES = sorted(set(all_ops()) - ADDRESSED)

@@ -10,8 +10,8 @@ import pytest
 
 import pykv
 from pykv import functional
-from pykv._samples import sample
 from pykv._schema import all_ops
+from pykv._tools.samples import sample
 
 WITH_OUTPUTS = {name: op for name, op in all_ops().items() if op.rules}
 

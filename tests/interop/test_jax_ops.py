@@ -11,8 +11,8 @@ import pytest
 from fresh import fresh
 
 import pykv
-from pykv._samples import sample
 from pykv._schema import all_ops
+from pykv._tools.samples import sample
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402

@@ -12,8 +12,8 @@ import pytest
 from fresh import fresh
 
 import pykv
-from pykv._samples import ON_HOST, SAMPLES, sample
 from pykv._schema import all_ops
+from pykv._tools.samples import ON_HOST, SAMPLES, sample
 
 torch = pytest.importorskip("torch")
 import pykv.torch  # noqa: E402

@@ -1,6 +1,6 @@
 """``pykv check``: every operation against recorded results.
 
-The results come from references in NumPy that share nothing with the kernels; ``_expected.npz`` holds them.
+The results come from references in NumPy that share nothing with the kernels; ``expected/<family>.npz`` hold them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 import pykv
-from pykv._cli import devices, output
-from pykv._cli.devices import Device
-from pykv._cli.errors import CommandError, known_ops
-from pykv._samples import ADDRESSED, MEMORY, ON_HOST, sample
 from pykv._schema import all_ops
+from pykv._tools import devices, output
+from pykv._tools.devices import Device
+from pykv._tools.errors import CommandError, known_ops
+from pykv._tools.samples import ADDRESSED, MEMORY, ON_HOST, sample
 
-FILE = Path(pykv.__file__).parent / "_expected.npz"
+FOLDER = Path(__file__).parent / "expected"
 # (absolute, relative): what the arithmetic of float32, in any order, may lose; codes and other integers are exact
 TOLERANCE = {"float32": (1e-5, 2e-6), "float16": (1e-3, 1e-3)}
 HOST_ONLY = dict.fromkeys(ADDRESSED, "addresses are those of the host here")
@@ -42,10 +42,11 @@ class Outcome:
 def recorded() -> dict[str, Recorded]:
     """Operation -> what its sample gives, "parameter" or "parameter/number of the list" -> array."""
     found: dict[str, Recorded] = {}
-    with np.load(FILE) as file:
-        for key in file.files:
-            name, _, parameter = key.partition("/")
-            found.setdefault(name, {})[parameter] = file[key]
+    for path in sorted(FOLDER.glob("*.npz")):
+        with np.load(path) as file:
+            for key in file.files:
+                name, _, parameter = key.partition("/")
+                found.setdefault(name, {})[parameter] = file[key]
     return found
 
 
@@ -119,7 +120,7 @@ def run(ops: Sequence[str], wanted_devices: Sequence[str], quiet: bool, as_json:
     calls = [(op, devices.device(d)) for d in wanted_devices or devices.names() for op in known_ops(ops)]
     missing = {op for op, _ in calls} - set(everything)
     if missing:
-        raise CommandError(f"{FILE.name} has no results of {', '.join(sorted(missing))}")
+        raise CommandError(f"there are no results of {', '.join(sorted(missing))}")
     steps = output.progress(calls, "checking", lambda call: f"{call[0]} on {call[1].name}")
     outcomes = [check(op, device, everything[op]) for op, device in steps]
     if as_json:

@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 
 from pykv import _C
-from pykv._cli import devices, output
-from pykv._cli.errors import CommandError, known_ops
-from pykv._cli.workloads import WORKLOADS, Tokens, Workload, size_of
 from pykv._libraries import numpy_dtype
-from pykv._samples import ADDRESSED, ON_HOST, sample
 from pykv._schema import Op, Spec, all_ops
-from pykv._timing import Call, Case, Cpu, Cuda, Device, Figure, about, lines, measure, table
+from pykv._tools import devices, output
+from pykv._tools.errors import CommandError, known_ops
+from pykv._tools.samples import ADDRESSED, ON_HOST, WORKLOADS, Tokens, Workload, sample, size_of
+from pykv._tools.timing import Call, Case, Cpu, Cuda, Device, Figure, about, lines, measure, table
 
 HIDDEN, GROUP = 4096, 128
 MOST_IN_A_PANEL = 16

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pykv
-from pykv._cli import bench, check, info
-from pykv._cli.errors import CommandError
+from pykv._tools import bench, check, info
+from pykv._tools.errors import CommandError
 
 
 def parser() -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pykv
 from pykv import _C
-from pykv._cli import output
+from pykv._tools import output
 
 # Name, distributions that bring it (the first that is installed counts), and the class of its arrays.
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")

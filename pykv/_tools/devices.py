@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pykv import _C
-from pykv._cli.errors import CommandError
 from pykv._libraries import array_like
+from pykv._tools.errors import CommandError
 
 
 @dataclass(frozen=True)

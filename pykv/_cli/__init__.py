@@ -1,1 +1,0 @@
-"""The command line, ``pykv`` or ``python -m pykv``; nothing of it is imported by the package."""
