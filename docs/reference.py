@@ -24,6 +24,7 @@ TITLES = {
     "activation": "Activations",
     "moe": "Mixture of experts",
     "dequantization": "Dequantisation",
+    "gemm": "Products with packed weights",
     "sampling": "Sampling",
     "base": "C: conventions and errors",
     "cpu": "C: the CPU",

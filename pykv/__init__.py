@@ -68,6 +68,7 @@ from pykv.dequantization import (
     nvfp4_dequantize,
     permute_cols,
 )
+from pykv.gemm import PackedWeight, packed_gemm
 from pykv.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from pykv.mla import (
     concat_and_cache_mla,
@@ -143,6 +144,7 @@ __version__ = "{}.{}.{}".format(*divmod(_C.version() // 100, 100), _C.version() 
 __all__ = [
     "Array",
     "OutOfBlocks",
+    "PackedWeight",
     "PagedKVCache",
     "PrefixStats",
     "ScalarOrArray",
@@ -211,6 +213,7 @@ __all__ = [
     "mxfp4_dequantize",
     "mxfp8_dequantize",
     "nvfp4_dequantize",
+    "packed_gemm",
     "paged_attention",
     "paged_attention_v1",
     "paged_attention_v2",

@@ -56,6 +56,7 @@ from pykv import mul_and_silu as mul_and_silu
 from pykv import mxfp4_dequantize as mxfp4_dequantize
 from pykv import mxfp8_dequantize as mxfp8_dequantize
 from pykv import nvfp4_dequantize as nvfp4_dequantize
+from pykv import packed_gemm as packed_gemm
 from pykv import paged_attention as paged_attention
 from pykv import paged_attention_v1 as paged_attention_v1
 from pykv import paged_attention_v2 as paged_attention_v2

@@ -5,10 +5,10 @@
 // is left out, which spreads the strides of all steps over the banks.
 #include <algorithm>
 
+#include "cuda/dependent_shared.cuh"
 #include "cuda/vec.cuh"
 #include "dequantization/hadacore_transform.h"
 #include "dequantization/hadamard.h"
-#include "dequantization/shared_launch.cuh"
 
 namespace pykv {
 namespace {

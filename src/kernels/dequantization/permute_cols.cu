@@ -4,9 +4,9 @@
 #include <algorithm>
 
 #include "cuda/dependent.cuh"
+#include "cuda/dependent_shared.cuh"
 #include "cuda/vec.cuh"
 #include "dequantization/permute_cols.h"
-#include "dequantization/shared_launch.cuh"
 
 namespace pykv {
 namespace {

@@ -1,0 +1,255 @@
+"""Matrix products with packed weights.
+
+A weight is packed once, on the host, by the function of its source, such as ``w = pack_awq(qweight, qzeros, scales)``.
+Then ``pykv.packed_gemm(out, x, w.data, w.format)`` is ``out = x @ W.T``.  Any sizes will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pykv._schema import Rule, Spec, operation
+from pykv._types import Array, Stream
+from pykv.packed_gguf import E2M1, pack_gguf
+from pykv.packed_weight import Factor, Host, PackedWeight, assemble, float32, host, integers, plain_scales, zero_points
+
+__all__ = [
+    "NF4",
+    "PackedWeight",
+    "pack_awq",
+    "pack_fp8",
+    "pack_gguf",
+    "pack_gptq",
+    "pack_integers",
+    "pack_mxfp4",
+    "pack_nf4",
+    "pack_nvfp4",
+    "packed_gemm",
+]
+
+NF4: Final = np.array(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ],
+    np.float32,
+)  # fmt: skip
+
+
+@Rule
+def _product(arguments: Mapping[str, Any]) -> Spec:
+    x = arguments["x"]
+    return Spec((x.shape[0], PackedWeight(None, arguments["format"]).shape[0]), x.dtype)
+
+
+@operation(out=_product)
+def packed_gemm(
+    out: Array, x: Array, weight: Array, format: str, bias: Array | None = None, *, stream: Stream = None
+) -> None:
+    """Multiply the rows of ``x`` by a packed weight: ``out = x @ W.T + bias``.
+
+    Codes are exact in the arithmetic, sums are fp32, and only sums over a group of columns are scaled.  The result is
+    rounded once.  A row of ``out`` has the same bits however many rows there are.
+
+    Args:
+        out: ``[num_rows, n]``, dtype of ``x``; written.  The elements of a row lie side by side, rows may be strided.
+        x: ``[num_rows, k]`` float16 or bfloat16; rows may be strided.
+        weight: ``[bytes]`` uint8, contiguous: :attr:`PackedWeight.data <pykv.packed_weight.PackedWeight.data>`.
+        format: ``PackedWeight.format``, which holds ``n`` and ``k``.
+        bias: ``[n]``, dtype of ``x``.  ``None``: none.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides, devices or the format do not fit.
+        TypeError: dtypes do not fit.
+    """
+
+
+def pack_integers(
+    codes: Array, scales: Array, zeros: Array | None = None, *, group_size: int = -1, bits: int = 4
+) -> PackedWeight:
+    """Pack ``w = scale * (code - zero)``: unpacked integers of any source.
+
+    Args:
+        codes: ``[n, k]`` integers, 0 to ``2 ** bits - 1``.
+        scales: ``[n, groups]`` float16, bfloat16 or float32.
+        zeros: ``[n, groups]`` integers; ``None``: ``2 ** (bits - 1)``.
+        group_size: columns that share a scale; -1: all.
+        bits: 2 to 6, or 8.  Up to four they are stored in four, above in eight.
+    """
+    if bits not in (2, 3, 4, 5, 6, 8):
+        raise ValueError(f"bits: must be 2 to 6, or 8, got {bits}")
+    q, factor = host(codes), plain_scales("scales", scales)
+    group_size = group_size if group_size > 0 else max(1, q.shape[1])
+    _check_groups(q.shape, factor.values, group_size, "scales")
+    z = np.full(factor.values.shape, 1 << (bits - 1)) if zeros is None else host(zeros).astype(np.int64)
+    return integers(q, factor, zero_points(z, bits, factor), group_size, bits)
+
+
+def pack_awq(qweight: Array, qzeros: Array, scales: Array) -> PackedWeight:
+    """Pack a weight of AWQ.
+
+    Args:
+        qweight: ``[k, n / 8]`` int32, the columns of eight in the order 0, 2, 4, 6, 1, 3, 5, 7.
+        qzeros: ``[groups, n / 8]`` int32.
+        scales: ``[groups, n]`` float16 or bfloat16.
+    """
+    q, z = (_nibbles_of_awq(host(words)) for words in (qweight, qzeros))
+    factor = plain_scales("scales", scales)
+    factor = factor._replace(values=factor.values.T)
+    zeros = zero_points(z.T.astype(np.int64), 4, factor)
+    return integers(q.T, factor, zeros, -(-q.shape[0] // len(z)), 4)
+
+
+def pack_gptq(
+    qweight: Array, qzeros: Array | None, scales: Array, g_idx: Array | None = None, *, bits: int = 4, v2: bool = False
+) -> PackedWeight:
+    """Pack a weight of GPTQ; with act-order ``packed_gemm`` takes the columns of ``x`` in the order of groups.
+
+    Args:
+        qweight: ``[k * bits / 32, n]`` int32, the bits of a column one after another.
+        qzeros: ``[groups, n * bits / 32]`` int32; ``None``: ``2 ** (bits - 1)`` everywhere.
+        scales: ``[groups, n]`` float16 or bfloat16.
+        g_idx: ``[k]``, the group of each row, where that is not ``row // group_size``; groups of any sizes.
+        bits: 2, 3, 4 or 8.
+        v2: zeros are stored as they are, not less one.
+    """
+    if bits not in (2, 3, 4, 8):
+        raise ValueError(f"bits: must be 2, 3, 4 or 8, got {bits}")
+    q = _bit_stream(host(qweight), bits)
+    factor = plain_scales("scales", scales)
+    factor = factor._replace(values=factor.values.T)
+    n, groups = factor.values.shape
+    if qzeros is None:
+        z = np.full((n, groups), 1 << (bits - 1))
+    else:
+        z = _bit_stream(host(qzeros).T, bits).astype(np.int64) + (0 if v2 else 1)
+    group_of = None if g_idx is None else host(g_idx).astype(np.int64)
+    if group_of is not None and len(group_of) and (np.diff(group_of) < 0).any():
+        return _in_order_of_groups(q.T, factor, z, group_of, bits)
+    group_size = -(-q.shape[0] // groups)
+    if group_of is not None and len(group_of) and (group_of != np.arange(len(group_of)) // group_size).any():
+        return _in_order_of_groups(q.T, factor, z, group_of, bits)
+    return integers(q.T, factor, zero_points(z, bits, factor), group_size, bits)
+
+
+def pack_fp8(weight: Array, scale: Array | float, *, block: tuple[int, int] | None = None) -> PackedWeight:
+    """Pack a weight of float8_e4m3fn for 16-bit activations.
+
+    Args:
+        weight: ``[n, k]`` float8_e4m3fn, or uint8 that holds it; without NaN.
+        scale: float32, float16 or bfloat16: one for all, ``[n]`` or ``[n, 1]``, or with ``block`` one for each.
+        block: rows and columns that share a scale, such as ``(128, 128)``.
+    """
+    codes = host(weight).view(np.uint8)
+    n, k = codes.shape
+    if ((codes & 0x7F) == 0x7F).any():
+        raise ValueError("weight: must not hold NaN")
+    s = float32(scale)
+    if block is None:
+        scales, group_size = np.broadcast_to(s.reshape(-1, 1), (n, 1)), max(1, k)
+    else:
+        rows, group_size = block
+        wanted = (-(-n // rows), -(-k // group_size))
+        if s.shape != wanted:
+            raise ValueError(f"scale: must have shape {list(wanted)} for blocks of {block}, got {list(s.shape)}")
+        scales = np.repeat(s, rows, axis=0)[:n]
+    return assemble(codes, "e4m3", Factor("f32", scales), None, group_size)
+
+
+def pack_nvfp4(weight: Array, scales: Array, global_scale: Array | float = 1.0) -> PackedWeight:
+    """Pack a weight of nvfp4: e2m1 codes with a float8_e4m3fn scale for every 16.
+
+    Args:
+        weight: ``[n, k / 2]`` uint8, the first of two codes in the lower bits.
+        scales: ``[n, k / 16]`` float8_e4m3fn, or uint8 that holds it, in rows: not swizzled.
+        global_scale: multiplies them.
+    """
+    codes = _nibbles(host(weight))
+    factor = Factor("e4m3", host(scales).view(np.uint8))
+    _check_groups(codes.shape, factor.values, 16, "scales")
+    number = float(float32(global_scale).reshape(-1)[0])
+    return assemble(codes, "t4", factor, None, 16, table=E2M1, global_scale=number)
+
+
+def pack_mxfp4(weight: Array, scales: Array) -> PackedWeight:
+    """Pack a weight of mxfp4: e2m1 codes with a power of two for every 32.
+
+    Args:
+        weight: ``[n, k / 2]`` uint8, the first of two codes in the lower bits.
+        scales: ``[n, k / 32]`` uint8: 127 more than the exponent.
+    """
+    codes = _nibbles(host(weight))
+    factor = Factor("e8m0", host(scales).view(np.uint8))
+    _check_groups(codes.shape, factor.values, 32, "scales")
+    return assemble(codes, "t4", factor, None, 32, table=E2M1)
+
+
+def pack_nf4(weight: Array, absmax: Array, shape: tuple[int, int], *, block_size: int = 64) -> PackedWeight:
+    """Pack a weight of bitsandbytes' NF4.  Its table is rounded to the dtype of x.
+
+    Args:
+        weight: uint8, ``n * k / 2`` of them, the first of two codes in the upper bits.
+        absmax: ``[n * k / block_size]`` float32, not quantised itself.
+        shape: ``(n, k)``; ``k`` is a multiple of ``block_size``.
+        block_size: codes that share a scale.
+    """
+    n, k = shape
+    if k % block_size:
+        raise ValueError(f"shape: columns must be a multiple of block_size = {block_size}, got {k}")
+    pairs = host(weight).view(np.uint8).reshape(-1)
+    codes = np.stack([pairs >> 4, pairs & 15], axis=-1).reshape(n, k)
+    scales = Factor("f32", float32(absmax).reshape(n, -1))
+    return assemble(codes, "t4", scales, None, block_size, table=NF4)
+
+
+def _in_order_of_groups(
+    codes: Host, scales: Factor, zeros: Host, group_of: npt.NDArray[np.int64], bits: int
+) -> PackedWeight:
+    """act-order: columns by group, each padded to a multiple of a size for which all take the fewest bytes."""
+    order = np.argsort(group_of, kind="stable")
+    groups, counts = np.unique(group_of, return_counts=True)
+    if len(groups) and (groups[0] < 0 or groups[-1] >= scales.values.shape[1]):
+        raise ValueError(f"g_idx: must be 0 to {scales.values.shape[1] - 1}, got {groups[0]} to {groups[-1]}")
+    per_step = scales.values.itemsize + 1
+
+    def size_of(step: int) -> float:
+        steps = float((-(-counts // step)).sum())
+        return steps * (step * (0.5 if bits <= 4 else 1) + per_step)
+
+    step = min((16, 32, 64, 128, max(16, -(-int(counts.max()) // 16) * 16)), key=size_of)
+    columns, owner = [], []
+    for group, part in zip(groups, np.split(order, np.cumsum(counts)[:-1]), strict=True):
+        columns.append(np.concatenate([part, np.full(-len(part) % step, -1)]))
+        owner += [group] * (len(columns[-1]) // step)
+    factor = scales._replace(values=scales.values[:, owner])
+    minima = zero_points(zeros[:, owner], bits, factor)
+    return integers(codes, factor, minima, step, bits, columns=np.concatenate(columns))
+
+
+def _check_groups(shape: tuple[int, ...], values: Host, group_size: int, name: str) -> None:
+    wanted = (shape[0], -(-shape[1] // group_size))
+    if values.shape != wanted:
+        raise ValueError(f"{name}: must have shape {list(wanted)}, got {list(values.shape)}")
+
+
+def _nibbles(pairs: Host) -> Host:
+    pairs = pairs.view(np.uint8)
+    return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(pairs.shape[0], -1)
+
+
+def _nibbles_of_awq(words: Host) -> Host:
+    shifts = (4 * np.array([0, 4, 1, 5, 2, 6, 3, 7])).astype(np.uint32)
+    return (words.view(np.uint32)[..., None] >> shifts & 15).astype(np.uint8).reshape(words.shape[0], -1)
+
+
+def _bit_stream(words: Host, bits: int) -> Host:
+    """The fields of each column of words, lowest bits first."""
+    octets = np.ascontiguousarray(words.T).view(np.uint8)  # [n, bytes]
+    stream = np.unpackbits(octets, axis=1, bitorder="little").reshape(len(octets), -1, bits)
+    return np.packbits(stream, axis=2, bitorder="little")[..., 0].T

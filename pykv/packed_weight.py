@@ -1,0 +1,225 @@
+"""One form for weights of all kinds: codes, with a scale and a minimum for each row and group of columns.
+
+Where what lies is said in ``src/kernels/gemm/packed_weight.h``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pykv._libraries import array_like
+
+Bytes = npt.NDArray[np.uint8]
+Host = npt.NDArray[Any]
+
+HEADER: Final = 256  # bytes
+_MAGIC: Final = b"pykv packed 1\n"
+_TABLE_AT, _GLOBAL_SCALE_AT, _UNIT = 128, 192, 64
+_BITS: Final = {"u2": 4, "u3": 4, "u4": 4, "u5": 8, "u6": 8, "u8": 8, "e4m3": 8, "t4": 4}  # as stored
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight ``[n, k]`` for :func:`pykv.packed_gemm`.
+
+    Attributes:
+        data: ``[bytes]`` uint8, of any array library: header and all sections.  It can be saved, mapped and copied to a
+            device as it is; CPU and CUDA read the same bytes.
+        format: what it is, as text; the header holds it, too.
+    """
+
+    data: Any
+    format: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(n, k)``."""
+        found = re.search(r"\.n(\d+)\.k(\d+)\.", self.format)
+        if not found:
+            raise ValueError(f"format: no rows and columns in {self.format!r}")
+        return int(found[1]), int(found[2])
+
+    def to(self, like: Any) -> PackedWeight:
+        """The same weight as an array of the library of ``like``, an array or a module, on its device."""
+        return PackedWeight(array_like(host(self.data), "uint8", like), self.format)
+
+    @staticmethod
+    def of(data: Any) -> PackedWeight:
+        """What was saved: ``PackedWeight.of(numpy.load("w.npy", mmap_mode="r"))``.
+
+        Raises:
+            ValueError: there is no header of this version.
+        """
+        header = bytes(host(data[:HEADER]).tobytes())
+        if not header.startswith(_MAGIC):
+            raise ValueError("data: does not begin with the header of a packed weight")
+        return PackedWeight(data, header[len(_MAGIC) : _TABLE_AT].rstrip(b"\0").decode())
+
+
+class Factor(NamedTuple):
+    """Scales or minima: how they are stored, ``[n, groups]``, and those of 256 columns, ``[n, blocks]`` float16."""
+
+    kind: str
+    values: Host
+    of_256: Host | None = None
+
+    def in_float32(self) -> Host:
+        if self.kind == "bf16":
+            return (self.values.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return self.values.astype(np.float32)
+
+
+def assemble(
+    codes: Host,
+    kind: str,
+    scales: Factor,
+    minima: Factor | None,
+    group_size: int,
+    *,
+    columns: npt.NDArray[np.int64] | None = None,
+    table: Host | None = None,
+    global_scale: float = 1.0,
+) -> PackedWeight:
+    """Put the sections together.
+
+    Args:
+        codes: ``[n, k]`` uint8, with all columns in groups of ``group_size``, the last of which may be shorter.
+        kind: of codes.
+        scales: for each row and group.
+        minima: the same; ``None``: zeros.
+        group_size: any; where it is no multiple of 16, groups are padded.
+        columns: those of the groups in order, ``-1`` for padding, where that is not the order of ``codes``.
+        table: the 16 numbers of kind ``t4``.
+        global_scale: multiplies all scales.
+    """
+    n, k = codes.shape
+    if group_size % 16 and group_size < k:  # each group padded to a multiple of 16
+        step = -(-group_size // 16) * 16
+        places = np.arange(-(-k // group_size))[:, None] * group_size + np.arange(step)
+        inside = (np.arange(step) < group_size) & (places < k)
+        columns, group_size = np.where(inside, places, -1).reshape(-1), step
+    count = k if columns is None else len(columns)
+    padded = -(-count // _UNIT) * _UNIT
+    group_size = max(16, min(-(-group_size // 16) * 16, padded))
+    if columns is not None:
+        columns = np.concatenate([columns, np.full(padded - count, -1)])
+    rows = -(-n // 32) * 32
+    filled = np.zeros((rows, padded), np.uint8)
+    if columns is None:
+        filled[:n, :k] = codes
+    else:
+        filled[:n] = np.where(columns >= 0, codes[:, columns] if k else np.uint8(0), np.uint8(0))
+    groups = -(-padded // group_size)
+    sections = [_tiles_of_4(filled) if _BITS[kind] == 4 else _tiles_of_8(filled)]
+    for factor in (scales, minima):
+        sections.append(_by_32_rows(factor.values, rows, groups) if factor else b"")
+        of_256 = factor.of_256 if factor else None
+        sections.append(b"" if of_256 is None else _by_32_rows(of_256, rows, -(-padded // 256)))
+    sections.append(b"" if columns is None else columns.astype("<i4").tobytes())
+    fields = [kind, scales.kind, minima.kind if minima else "none", f"n{n}", f"k{k}", f"g{group_size}", f"p{padded}"]
+    text = ".".join(fields + ["columns"] * (columns is not None))
+    header = bytearray(HEADER)
+    header[: len(_MAGIC) + len(text)] = _MAGIC + text.encode()
+    numbers = np.concatenate([np.zeros(16) if table is None else table, [global_scale]]).astype("<f4")
+    header[_TABLE_AT : _GLOBAL_SCALE_AT + 4] = numbers.tobytes()
+    whole = bytearray().join([bytes(header), *(s + b"\0" * (-len(s) % 256) for s in sections)])
+    return PackedWeight(np.frombuffer(whole, np.uint8), text)
+
+
+def _words(tiles: Host) -> bytes:
+    """[16 rows][64 columns][...][g][c][j] words: lane (g, c) stands at place 8 c + g."""
+    return np.ascontiguousarray(np.moveaxis(tiles, -3, -2)).tobytes()
+
+
+def _tiles(codes: Bytes) -> Host:
+    """[16 rows][64 columns][g][c][j][e][h][half]."""
+    rows, columns = codes.shape
+    shape = (rows // 16, 2, 8, columns // _UNIT, 4, 4, 2, 2)  # half, g, unit, j, c, h, e
+    return codes.reshape(shape).transpose(0, 3, 2, 5, 4, 7, 6, 1)
+
+
+def _tiles_of_4(codes: Bytes) -> bytes:
+    nibbles = _tiles(codes).reshape(codes.shape[0] // 16, codes.shape[1] // _UNIT, 8, 4, 4, 4, 2)
+    return _words(np.ascontiguousarray(nibbles[..., 0] | nibbles[..., 1] << 4).view("<u4")[..., 0])
+
+
+def _tiles_of_8(codes: Bytes) -> bytes:
+    planes = np.moveaxis(_tiles(codes), -2, 2)  # [16 rows][64 columns][h][g][c][j][e][half]
+    return _words(np.ascontiguousarray(planes).reshape(*planes.shape[:-2], 4).view("<u4")[..., 0])
+
+
+def _by_32_rows(values: Host, rows: int, groups: int) -> bytes:
+    """[32 rows][groups][g][r][half]; what is missing is zero."""
+    n, given = values.shape
+    filled = np.zeros((rows, groups), values.dtype)
+    filled[:n, : min(given, groups)] = values[:, :groups]
+    return np.ascontiguousarray(filled.reshape(rows // 32, 2, 2, 8, groups).transpose(0, 4, 3, 1, 2)).tobytes()
+
+
+def host(array: Any) -> Host:
+    """An array of any library in NumPy; dtypes that NumPy does not have as the unsigned integers of their size."""
+    if isinstance(array, np.ndarray):
+        return array.view(f"u{array.itemsize}") if array.dtype.name in _SMALL else array
+    if hasattr(array, "detach"):  # torch
+        array = array.detach().cpu().contiguous()
+        if str(array.dtype).removeprefix("torch.") in _SMALL:
+            return host(array.view(getattr(__import__("torch"), {1: "uint8", 2: "int16"}[array.element_size()])))
+        return np.asarray(array.numpy())
+    if hasattr(array, "get"):  # CuPy
+        return host(array.get())
+    if hasattr(array, "__array__"):  # JAX
+        return host(np.asarray(array))
+    return np.from_dlpack(array)
+
+
+_SMALL: Final = {"bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"}
+
+
+def dtype_name(array: Any) -> str:
+    name = getattr(array.dtype, "name", None)
+    return name if isinstance(name, str) else str(array.dtype).removeprefix("torch.")
+
+
+def plain_scales(name: str, scales: Any) -> Factor:
+    """Scales of float16, bfloat16 or float32 as they are."""
+    kinds = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+    kind = dtype_name(scales)
+    if kind not in kinds:
+        raise TypeError(f"{name}: dtype must be float16, bfloat16 or float32, got {kind}")
+    return Factor(kinds[kind], host(scales))
+
+
+def integers(
+    codes: Host, scales: Factor, minima: Factor | None, group_size: int, bits: int, **more: Any
+) -> PackedWeight:
+    """:func:`assemble` for ``code - 2 ** (bits - 1)``, with codes moved to the middle of the bits that hold them."""
+    stored = 4 if bits <= 4 else 8
+    moved = codes.astype(np.uint8) + np.uint8((1 << (stored - 1)) - (1 << (bits - 1)))
+    return assemble(moved, f"u{bits}", scales, minima, group_size, **more)
+
+
+def zero_points(zeros: Host, bits: int, scales: Factor) -> Factor | None:
+    """``[n, groups]`` integers that codes have too much; nothing where all are in the middle.
+
+    That of an 8-bit GPTQ weight may be 256, which is no byte: then minima are numbers.
+    """
+    if (zeros == 1 << (bits - 1)).all():
+        return None
+    if zeros.size and zeros.min() >= 0 and zeros.max() <= 255:
+        return Factor("zero", zeros.astype(np.uint8))
+    return Factor("f32", -scales.in_float32() * zeros.astype(np.float32))
+
+
+def float32(values: Any) -> Host:
+    """A number, or floats of any library and size."""
+    if isinstance(values, (int, float)):
+        return np.full(1, values, np.float32)
+    plain = host(values)
+    if dtype_name(values) == "bfloat16":
+        return (plain.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return plain.astype(np.float32)

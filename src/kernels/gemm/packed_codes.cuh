@@ -1,0 +1,176 @@
+// Codes of a packed weight on CUDA: words (gemm/packed_weight.h) to fragments of mma.m16n8k16, and factors of groups.
+#pragma once
+
+#include "cuda/mma.cuh"
+#include "cuda/pairs.cuh"
+#include "gemm/packed_weight.h"
+
+namespace pykv {
+
+template <class T>
+inline constexpr bool kIsHalf = kDTypeOf<T> == DType::kFloat16;
+
+// a - b in each half of a word, exact here.
+template <class T>
+__device__ uint32_t subtract_pairs(uint32_t a, uint32_t b) {
+  return as_word(__hsub2(as_pair<T>(a), as_pair<T>(b)));
+}
+
+// fragment() gives the first operand of step j.  kUnit multiplies all scales.
+template <class T, CodeKind kKind>
+struct Codes;
+
+template <class T>
+struct Codes<T, CodeKind::kUint4> {
+  static constexpr int kPlanes = 1;
+  static constexpr float kUnit = 1.0f;
+  // As the lowest bits of 1024 or 128, whose neighbours differ by one.
+  static constexpr uint32_t kPlus = kIsHalf<T> ? 0x64006400u : 0x43004300u;
+  static constexpr uint32_t kMinus = kIsHalf<T> ? 0x64086408u : 0x43084308u;
+
+  __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[1], int j, const uint32_t*) {
+    const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[0])[j];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = subtract_pairs<T>((w >> 4 * i & 0x000f000fu) | kPlus, kMinus);
+  }
+};
+
+template <class T>
+struct Codes<T, CodeKind::kTable16> {
+  static constexpr int kPlanes = 1;
+  static constexpr float kUnit = 1.0f;
+
+  // pairs: what any two codes stand for, [second * 16 + first]
+  __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[1], int j, const uint32_t* pairs) {
+    const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[0])[j];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t codes = w >> 4 * i & 0x000f000fu;
+      a[i] = pairs[(codes | codes >> 12) & 0xffu];
+    }
+  }
+};
+
+template <class T>
+struct Codes<T, CodeKind::kUint8> {
+  static constexpr int kPlanes = 2;
+  static constexpr float kUnit = 1.0f;
+
+  __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[2], int j, const uint32_t*) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[i >> 1])[j];
+      const int half_row = i & 1;
+      if constexpr (kIsHalf<T>) {
+        a[i] = subtract_pairs<T>((w >> 8 * half_row & 0x00ff00ffu) | 0x64006400u, 0x64806480u);
+      } else {  // bf16 has eight bits: by way of floats, as the lowest bits of 2^23
+        const float low = __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7440 + half_row)) - 8388736.0f;
+        const float high = __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7442 + half_row)) - 8388736.0f;
+        a[i] = pack_pair<T>(low, high);
+      }
+    }
+  }
+};
+
+template <class T>
+struct Codes<T, CodeKind::kE4M3> {
+  static constexpr int kPlanes = 2;
+  static constexpr float kUnit =
+      kIsHalf<T> ? 256.0f : 1.0f;  // with its exponent in the place of an f16's it is 2^-8 of itself
+
+  __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[2], int j, const uint32_t*) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[i >> 1])[j] >> 8 * (i & 1);
+      const uint32_t sign = (w & 0x00800080u) << 8, magnitude = w & 0x007f007fu;
+      if constexpr (kIsHalf<T>) {
+        a[i] = sign | magnitude << 7;
+      } else {  // 2^-120 of itself: products of that would be too small for floats
+        a[i] = multiply_pairs<T>(sign | magnitude << 4, 0x7b807b80u);
+      }
+    }
+  }
+};
+
+// Scales and minima of the four rows (r, half) of a lane in 32, as they are stored: what is loaded early costs no wait.
+struct RawFactors {
+  uint32_t scale[4] = {}, minimum[4] = {}, super[2] = {}, low[2] = {};
+};
+
+__device__ inline void load_four(uint32_t (&into)[4], const uint8_t* from, int64_t at, int bytes) {
+  from += at * bytes;
+  if (bytes == 1) {
+    into[0] = __ldg(reinterpret_cast<const uint32_t*>(from));
+  } else if (bytes == 2) {
+    const uint2 two = __ldg(reinterpret_cast<const uint2*>(from));
+    into[0] = two.x;
+    into[1] = two.y;
+  } else {
+    const uint4 four = __ldg(reinterpret_cast<const uint4*>(from));
+    into[0] = four.x;
+    into[1] = four.y;
+    into[2] = four.z;
+    into[3] = four.w;
+  }
+}
+
+__device__ inline void load_super(uint32_t (&into)[2], const uint8_t* from, int64_t at) {
+  const uint2 two = __ldg(reinterpret_cast<const uint2*>(from + at * 2));
+  into[0] = two.x;
+  into[1] = two.y;
+}
+
+// at: the place of the first of the four among the factors of all groups; super_at: among those of 256 columns
+__device__ inline void load_factors(RawFactors& raw, const PackedWeight& w, int64_t at, int64_t super_at) {
+  load_four(raw.scale, w.scales, at, bytes_of(w.scales_kind));
+  if (w.supers) load_super(raw.super, w.supers, super_at);
+  if (w.minima) load_four(raw.minimum, w.minima, at, bytes_of(w.minima_kind));
+  if (w.lows) load_super(raw.low, w.lows, super_at);
+}
+
+__device__ inline float half_of(const uint32_t (&words)[2], int i) {
+  const float2 pair = unpack_pair<half>(words[i >> 1]);
+  return i & 1 ? pair.y : pair.x;
+}
+__device__ inline float e4m3_to_float(uint32_t code) {  // no NaN
+  return __half2float(__ushort_as_half(static_cast<unsigned short>((code & 0x80u) << 8 | (code & 0x7fu) << 7))) *
+         256.0f;
+}
+
+__device__ inline float scale_of(const RawFactors& raw, ScaleKind kind, int i) {
+  const uint32_t octet = raw.scale[0] >> 8 * i & 0xffu;
+  const uint32_t pair = raw.scale[i >> 1];
+  switch (kind) {
+    case ScaleKind::kF16:
+      return half_of({raw.scale[0], raw.scale[1]}, i);
+    case ScaleKind::kBF16:
+      return __uint_as_float(i & 1 ? pair & 0xffff0000u : pair << 16);
+    case ScaleKind::kF32:
+      return __uint_as_float(raw.scale[i]);
+    case ScaleKind::kE4M3:
+      return e4m3_to_float(octet);
+    case ScaleKind::kE8M0:
+      return __uint_as_float(octet ? octet << 23 : 0x00400000u);
+    case ScaleKind::kF16U8:
+      return half_of(raw.super, i) * static_cast<float>(octet);
+    default:
+      return half_of(raw.super, i) * static_cast<float>(static_cast<int8_t>(octet));
+  }
+}
+
+// scale: with the global one; offset: what the codes have been given too little
+__device__ inline float minimum_of(const RawFactors& raw, MinimumKind kind, float offset, int i, float scale) {
+  const float octet = static_cast<float>(raw.minimum[0] >> 8 * i & 0xffu);
+  switch (kind) {
+    case MinimumKind::kZero:
+      return scale * (offset - octet);
+    case MinimumKind::kF16:
+      return fmaf(scale, offset, half_of({raw.minimum[0], raw.minimum[1]}, i));
+    case MinimumKind::kF32:
+      return fmaf(scale, offset, __uint_as_float(raw.minimum[i]));
+    default:
+      return fmaf(scale, offset, -half_of(raw.low, i) * octet);
+  }
+}
+
+}  // namespace pykv

@@ -1,0 +1,344 @@
+// y^T = w x^T, with the weight as first operand of mma.m16n8k16: one token is padded to 8, not to 16 or 64.
+//
+// Eight warps of a block share 16 kBlocks rows of the weight and 8 kTiles tokens, each for an eighth of the columns: what is
+// summed in which order depends on the number of columns alone.  A lane copies what it wants itself, codes and x, to a place
+// of its own in a ring in shared memory, by asynchronous copies some tiles ahead, and no warp waits for another before the
+// end.
+#include "cuda/cp_async.cuh"
+#include "cuda/dependent_shared.cuh"
+#include "cuda/device.h"
+#include "cuda/divider.cuh"
+#include "cuda/vec.cuh"
+#include "gemm/packed_codes.cuh"
+#include "gemm/packed_gemm.h"
+
+namespace pykv {
+namespace {
+
+constexpr int kSegments = 8, kThreads = 32 * kSegments, kUnit = PackedWeight::kUnit;
+constexpr int kRingBytes = 96 << 10;  // with a table, as much as all GPUs since sm_80 have for a block
+
+template <class T, CodeKind kKind, int kBlocks_, int kTiles_>
+struct Shape {
+  using Element = T;
+  using Code = Codes<T, kKind>;
+  static constexpr int kBlocks = kBlocks_, kTiles = kTiles_, kPairs = kBlocks / 2;
+  static constexpr int kRows = 16 * kBlocks, kTokens = 8 * kTiles;
+  static constexpr int kCodeBytes = 16 * kBlocks * Code::kPlanes, kXBytes = 32 * kTiles;  // of a lane and a stage
+  static constexpr int kStageBytes = kThreads * (kCodeBytes + kXBytes);
+  static constexpr int kMostStages = kRingBytes / kStageBytes, kStages = kMostStages > 6 ? 6 : kMostStages;
+  static constexpr int kPitch = kRows + 4;  // of the totals of a token: lanes of a warp meet all banks
+  static constexpr int kTotalBytes = kSegments * kTokens * kPitch * 4;
+  static constexpr int kSharedBytes = kStages * kStageBytes > kTotalBytes ? kStages * kStageBytes : kTotalBytes;
+  static constexpr bool kHasTable = kKind == CodeKind::kTable16;
+  static_assert(kStages >= 2);
+};
+
+struct Problem {
+  PackedGemmArgs a;
+  Divider groups_by, tokens_by;  // columns of a group, tiles of tokens
+  bool one_group;                // for all columns of a unit
+  bool whole_words;              // x: four neighbours can be copied at once
+};
+
+// One lane's part of x: 4 columns of each of 4 steps, for a token of each tile.
+template <class S>
+class Tokens {
+  using T = typename S::Element;
+
+ public:
+  __device__ Tokens(const Problem& p, int64_t first, int lane) : p_(p), c_(lane % 4) {
+#pragma unroll
+    for (int t = 0; t < S::kTiles; ++t) {
+      const int64_t token = first + t * 8 + lane / 4;
+      row_[t] = token < p.a.num_rows ? static_cast<const T*>(p.a.x) + token * p.a.x_stride : nullptr;
+    }
+  }
+
+  // at: of the lane, in bytes of shared memory; kThreads * 8 more for each step
+  __device__ void load(uint32_t at, int64_t unit) const {
+#pragma unroll
+    for (int t = 0; t < S::kTiles; ++t)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t to = at + (t * 4 + j) * kThreads * 8;
+        const int64_t column = unit * kUnit + 16 * j + 4 * c_;
+        if (p_.whole_words) {
+          const bool inside = row_[t] && column < p_.a.weight.k;
+          cp_async_small<8>(to, inside ? row_[t] + column : static_cast<const T*>(p_.a.x), inside);
+        } else {
+          load_one_by_one(to, row_[t], column);
+        }
+      }
+  }
+
+ private:
+  __device__ void load_one_by_one(uint32_t to, const T* row, int64_t column) const {
+    const PackedWeight& w = p_.a.weight;
+    uint32_t bits[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      int64_t from = column + i;
+      if (w.columns) from = __ldg(w.columns + from);
+      const bool inside = row && from >= 0 && from < w.k;
+      bits[i] = inside ? __ldg(reinterpret_cast<const unsigned short*>(row) + from) : 0;
+    }
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(bits[0] | bits[1] << 16),
+                 "r"(bits[2] | bits[3] << 16)
+                 : "memory");
+  }
+
+  const Problem& p_;
+  int c_;
+  const T* row_[S::kTiles];
+};
+
+__device__ inline uint4 load_shared_16(uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(at)
+               : "memory");
+  return v;
+}
+__device__ inline uint2 load_shared_8(uint32_t at) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
+  return v;
+}
+
+// A warp's sums, over its segment.
+template <class S>
+class Segment {
+  using T = typename S::Element;
+  using Code = typename S::Code;
+
+ public:
+  float total[S::kBlocks][S::kTiles][4] = {};
+
+  __device__ Segment(const Problem& p, int64_t row_tile, int64_t first_token, const uint32_t* table, uint32_t ring)
+      : p_(p), w_(p.a.weight), table_(table), tokens_(p, first_token, threadIdx.x % 32) {
+    const int lane = threadIdx.x % 32;
+    global_ = __ldg(reinterpret_cast<const float*>(w_.data + PackedWeight::kGlobalScaleAt)) * Code::kUnit;
+    codes_at_ = ring + threadIdx.x * 16;
+    x_at_ = ring + S::kStages * kThreads * S::kCodeBytes + threadIdx.x * 8;
+    const int64_t pairs = w_.padded_n() / 32;
+#pragma unroll
+    for (int i = 0; i < S::kPairs; ++i) {
+      const int64_t pair = min(row_tile * S::kPairs + i, pairs - 1);  // rows from there on are not stored
+      factors_at_[i] = pair * w_.groups() * 32 + lane / 4 * 4;
+      supers_at_[i] = pair * ((w_.padded_k + 255) / 256) * 32 + lane / 4 * 4;
+      const int64_t block_bytes = w_.padded_k / kUnit * Code::kPlanes * 512;
+      codes_[i] = w_.codes + pair * 2 * block_bytes + (lane % 4 * 8 + lane / 4) * 16;
+    }
+  }
+
+  __device__ void run() {
+    const int units = static_cast<int>(w_.padded_k / kUnit), segment = threadIdx.x / 32;
+    const int begin = static_cast<int>(int64_t{units} * segment / kSegments);
+    const int end = static_cast<int>(int64_t{units} * (segment + 1) / kSegments);
+    if (begin < end) load_next_factors(begin * kUnit);
+#pragma unroll
+    for (int s = 0; s < S::kStages - 1; ++s) copy(begin + s, end, s);
+    int stage = 0;
+    for (int unit = begin; unit < end; ++unit) {
+      cp_async_wait<S::kStages - 2>();
+      const int ahead = unit + S::kStages - 1;
+      copy(ahead, end, stage == 0 ? S::kStages - 1 : stage - 1);
+      multiply(unit, end, stage);
+      if (++stage == S::kStages) stage = 0;
+    }
+    cp_async_wait<0>();
+  }
+
+ private:
+  __device__ void copy(int unit, int end, int stage) const {
+    if (unit < end) {
+      const int64_t block_bytes = w_.padded_k / kUnit * Code::kPlanes * 512;
+#pragma unroll
+      for (int r = 0; r < S::kBlocks; ++r)
+#pragma unroll
+        for (int plane = 0; plane < Code::kPlanes; ++plane)
+          cp_async_16_once(codes_at_ + ((stage * S::kBlocks + r) * Code::kPlanes + plane) * kThreads * 16,
+                           codes_[r / 2] + r % 2 * block_bytes + (int64_t{unit} * Code::kPlanes + plane) * 512);
+      tokens_.load(x_at_ + stage * kThreads * S::kXBytes, unit);
+    }
+    cp_async_commit();
+  }
+
+  __device__ void multiply(int unit, int end, int stage) {
+    uint4 words[S::kBlocks][Code::kPlanes];
+#pragma unroll
+    for (int r = 0; r < S::kBlocks; ++r)
+#pragma unroll
+      for (int plane = 0; plane < Code::kPlanes; ++plane)
+        words[r][plane] =
+            load_shared_16(codes_at_ + ((stage * S::kBlocks + r) * Code::kPlanes + plane) * kThreads * 16);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint2 x[S::kTiles];
+#pragma unroll
+      for (int t = 0; t < S::kTiles; ++t)
+        x[t] = load_shared_8(x_at_ + stage * kThreads * S::kXBytes + (t * 4 + j) * kThreads * 8);
+#pragma unroll
+      for (int r = 0; r < S::kBlocks; ++r) {
+        uint32_t a[4];
+        Code::fragment(a, words[r], j, table_);
+#pragma unroll
+        for (int t = 0; t < S::kTiles; ++t) mma_16x8x16<T>(sum_[r][t], a, x[t].x, x[t].y);
+      }
+      if (w_.minima) {
+        constexpr uint32_t kOnes = kIsHalf<T> ? 0x3c003c00u : 0x3f803f80u;
+        constexpr uint32_t kAll[4] = {kOnes, kOnes, kOnes, kOnes};
+#pragma unroll
+        for (int t = 0; t < S::kTiles; ++t) mma_16x8x16<T>(sum_of_x_[t], kAll, x[t].x, x[t].y);
+      }
+      if (j == 3 || !p_.one_group) {
+        add_scaled();
+        const int next = unit * kUnit + (p_.one_group ? kUnit : 16 * (j + 1));
+        if (next < end * kUnit) load_next_factors(next);
+      }
+    }
+  }
+
+  __device__ void load_next_factors(int column) {
+    const int64_t group = p_.groups_by.quotient(column), block = column / 256;
+#pragma unroll
+    for (int i = 0; i < S::kPairs; ++i)
+      load_factors(raw_[i], w_, factors_at_[i] + group * 32, supers_at_[i] + block * 32);
+  }
+
+  __device__ void add_scaled() {
+#pragma unroll
+    for (int r = 0; r < S::kBlocks; ++r)
+#pragma unroll
+      for (int half_row = 0; half_row < 2; ++half_row) {
+        const int i = r % 2 * 2 + half_row;
+        const float raw_scale = scale_of(raw_[r / 2], w_.scales_kind, i);
+        const float scale = raw_scale * global_;
+#pragma unroll
+        for (int t = 0; t < S::kTiles; ++t)
+#pragma unroll
+          for (int e = 2 * half_row; e < 2 * half_row + 2; ++e) {
+            total[r][t][e] = fmaf(scale, sum_[r][t][e], total[r][t][e]);
+            sum_[r][t][e] = 0.0f;
+          }
+        if (!w_.minima) continue;
+        const float minimum = minimum_of(raw_[r / 2], w_.minima_kind, w_.offset, i, scale);
+#pragma unroll
+        for (int t = 0; t < S::kTiles; ++t)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            total[r][t][2 * half_row + e] = fmaf(minimum, sum_of_x_[t][e], total[r][t][2 * half_row + e]);
+      }
+#pragma unroll
+    for (int t = 0; t < S::kTiles; ++t)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum_of_x_[t][e] = 0.0f;
+  }
+
+  const Problem& p_;
+  const PackedWeight& w_;
+  const uint32_t* table_;
+  Tokens<S> tokens_;
+  float global_;
+  uint32_t codes_at_, x_at_;
+  const uint8_t* codes_[S::kPairs];
+  int64_t factors_at_[S::kPairs], supers_at_[S::kPairs];
+  RawFactors raw_[S::kPairs];
+  float sum_[S::kBlocks][S::kTiles][4] = {}, sum_of_x_[S::kTiles][4] = {};
+};
+
+template <class S>
+__global__ void __launch_bounds__(kThreads, S::kTiles == 1 ? 2 : 1)
+    packed_gemm_kernel(const __grid_constant__ Problem p) {
+  using T = typename S::Element;
+  extern __shared__ uint4 ring[];
+  __shared__ uint32_t table[S::kHasTable ? 256 : 1];
+  begin_dependent();
+  if constexpr (S::kHasTable) {
+    const auto* numbers = reinterpret_cast<const float*>(p.a.weight.data + PackedWeight::kTableAt);
+    table[threadIdx.x] = pack_pair<T>(__ldg(numbers + threadIdx.x % 16), __ldg(numbers + threadIdx.x / 16));
+    __syncthreads();
+  }
+  uint32_t token_tile;
+  const uint32_t row_tile = p.tokens_by(blockIdx.x, token_tile);  // tiles of the same rows come one after another
+  const int64_t first_row = int64_t{row_tile} * S::kRows, first_token = int64_t{token_tile} * S::kTokens;
+
+  auto* const totals = reinterpret_cast<float*>(ring);  // [segment][token][row]
+  const int lane = threadIdx.x % 32;
+  {
+    Segment<S> segment(p, row_tile, first_token, table, shared_address(ring));
+    segment.run();
+    __syncthreads();  // all have done with the ring
+    float* const own = totals + threadIdx.x / 32 * S::kTokens * S::kPitch;
+#pragma unroll
+    for (int r = 0; r < S::kBlocks; ++r)
+#pragma unroll
+      for (int t = 0; t < S::kTiles; ++t)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          own[(t * 8 + lane % 4 * 2 + e % 2) * S::kPitch + r * 16 + e / 2 * 8 + lane / 4] = segment.total[r][t][e];
+  }
+  __syncthreads();
+
+  const auto* const bias = static_cast<const T*>(p.a.bias);
+#pragma unroll 2
+  for (int i = threadIdx.x; i < S::kTokens * S::kRows; i += kThreads) {
+    const int token = i / S::kRows, row = i % S::kRows;
+    const int64_t at = first_token + token, n = first_row + row;
+    if (at >= p.a.num_rows || n >= p.a.weight.n) continue;
+    float sum = totals[token * S::kPitch + row];
+#pragma unroll
+    for (int s = 1; s < kSegments; ++s) sum += totals[(s * S::kTokens + token) * S::kPitch + row];
+    if (bias) sum += to_float(bias[n]);
+    static_cast<T*>(p.a.out)[at * p.a.out_stride + n] = from_float<T>(sum);
+  }
+}
+
+template <class T, CodeKind kKind, int kBlocks, int kTiles>
+void launch_shape(const PackedGemmArgs& args, const Launch& launch) {
+  using S = Shape<T, kKind, kBlocks, kTiles>;
+  const int64_t token_tiles = (args.num_rows + S::kTokens - 1) / S::kTokens;
+  const int64_t blocks = (args.weight.n + S::kRows - 1) / S::kRows * token_tiles;
+  if (blocks > INT32_MAX) fail(PYKV_VALUE_ERROR, "x: has too many rows: %lld", static_cast<long long>(args.num_rows));
+  const bool whole_words = !args.weight.columns && args.weight.k % 4 == 0 && args.x_stride % 4 == 0 &&
+                           reinterpret_cast<uintptr_t>(args.x) % 8 == 0;
+  const Problem p{args, Divider(args.weight.group_size), Divider(token_tiles), args.weight.group_size % kUnit == 0,
+                  whole_words};
+  launch_dependent_shared(packed_gemm_kernel<S>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), S::kSharedBytes,
+                          launch, "packed_gemm", p);
+}
+
+template <class T, CodeKind kKind>
+void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
+  const auto with_rows = [&]<int kBlocks>() {
+    if (args.num_rows <= 8) return launch_shape<T, kKind, kBlocks, 1>(args, launch);
+    if (args.num_rows <= 16) return launch_shape<T, kKind, kBlocks, 2>(args, launch);
+    launch_shape<T, kKind, kBlocks, 4>(args, launch);
+  };
+  if constexpr (Codes<T, kKind>::kPlanes == 1) {
+    // Higher tiles read x less often; lower ones occupy more multiprocessors.
+    if (args.weight.n * 10 >= int64_t{num_sms(launch.device)} * 64 * 9) return with_rows.template operator()<4>();
+  }
+  with_rows.template operator()<2>();
+}
+
+}  // namespace
+
+void packed_gemm_cuda(const PackedGemmArgs& args, const Launch& launch) {
+  dispatch<half, bf16>(args.dtype, [&]<class T>() {
+    switch (args.weight.codes_kind) {
+      case CodeKind::kUint4:
+        return launch_kind<T, CodeKind::kUint4>(args, launch);
+      case CodeKind::kUint8:
+        return launch_kind<T, CodeKind::kUint8>(args, launch);
+      case CodeKind::kE4M3:
+        return launch_kind<T, CodeKind::kE4M3>(args, launch);
+      default:
+        return launch_kind<T, CodeKind::kTable16>(args, launch);
+    }
+  });
+}
+
+}  // namespace pykv

@@ -1,0 +1,247 @@
+// Twin of packed_gemm.cu.
+//
+// A vector of words holds kWidth / 4 rows times four steps of 16 columns: each lane keeps a sum of its own step, and the four
+// are added at the end.  A tile is decoded once for several tokens.
+#include <vector>
+
+#include "cpu/parallel.h"
+#include "gemm/packed_codes_cpu.h"
+#include "gemm/packed_gemm.h"
+
+namespace pykv::PYKV_ISA {
+namespace {
+
+constexpr int kUnit = PackedWeight::kUnit, kParts = 32 / kWidth;  // vectors of words of a tile for each c
+constexpr int64_t kChunk = 64;                                    // tokens whose x is kept in the order of tiles
+
+// The lanes of each step.
+struct StepMasks {
+  uint32_t of[4][kWidth] = {};
+  constexpr StepMasks() {
+    for (int lane = 0; lane < kWidth; ++lane) of[lane % 4][lane] = ~0u;
+  }
+};
+constexpr StepMasks kStepMasks;
+
+// x of some tokens, [token][unit][c][h], and sums of 16 columns, [token][unit][j].
+template <class Element>
+struct Reordered {
+  std::vector<Element> x;
+  std::vector<float> sums;
+};
+
+template <class Codes>
+struct InFloats {
+  using Element = float;  // [e][j]
+  static int place(int j, int e) { return e * 4 + j; }
+  static Element make(float v) { return v; }
+  struct Pair {
+    Floats first, second;
+  };
+  static Pair decode(const Codes& codes, Words words, int shift) {
+    return {codes.element(words, shift), codes.element(words, shift + 16)};
+  }
+  static Floats add(Floats sum, const Pair& w, const Element* x) {
+    return w.second * repeat4(x + 4) + (w.first * repeat4(x) + sum);
+  }
+};
+
+#if defined(__AVX512BF16__)
+template <class Codes>
+struct InPairs {
+  using Element = bf16;  // [j][e]
+  static int place(int j, int e) { return j * 2 + e; }
+  static Element make(float v) { return from_float<bf16>(v); }
+  using Pair = __m512bh;
+  static Pair decode(const Codes& codes, Words words, int shift) { return codes.pair(words, shift); }
+  static Floats add(Floats sum, const Pair& w, const Element* x) {
+    const __m512i pairs = _mm512_maskz_broadcast_i32x4(0xffff, load_raw<__m128i>(x));
+    return _mm512_dpbf16_ps(sum, w, __builtin_bit_cast(__m512bh, pairs));
+  }
+};
+#endif
+
+template <class T, class Way>
+void reorder(const PackedGemmArgs& args, int64_t first, int64_t count, Reordered<typename Way::Element>& into) {
+  const PackedWeight& w = args.weight;
+  parallel_for(count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const T* const row = static_cast<const T*>(args.x) + (first + t) * args.x_stride;
+      auto* x = into.x.data() + t * w.padded_k;
+      float* sums = into.sums.data() + t * (w.padded_k / 16);
+      for (int64_t unit = 0; unit < w.padded_k; unit += kUnit, x += kUnit)
+        for (int j = 0; j < 4; ++j) {
+          float sum = 0.0f;
+          for (int i = 0; i < 16; ++i) {
+            const int64_t at = unit + 16 * j + i, column = w.columns ? w.columns[at] : at;
+            const float v = column >= 0 && column < w.k ? to_float(row[column]) : 0.0f;
+            x[(i >> 1) * 8 + Way::place(j, i & 1)] = Way::make(v);
+            sum += v;
+          }
+          *sums++ = sum;
+        }
+    }
+  });
+}
+
+// kTokens rows of out times 16 of the weight: kVectors vectors from `part` on, of those with the same half.
+template <class Codes, class Way, int kVectors, int kTokens>
+class Tile {
+ public:
+  Tile(const PackedWeight& w, const Codes& codes, const Factors& factors, int64_t block, int part)
+      : w_(w), codes_(codes), factors_(factors), block_(block), part_(part) {}
+
+  void run(const typename Way::Element* x, const float* sums) {
+    const int64_t unit_words = Codes::kPlanes * 128;
+    const auto* words =
+        reinterpret_cast<const uint32_t*>(w_.codes) + block_ * (w_.padded_k / kUnit) * unit_words + part_ * kWidth;
+    const bool one_group = w_.group_size % kUnit == 0;
+    for (int64_t column = 0; column < w_.padded_k; column += kUnit, words += unit_words, x += kUnit, sums += 4) {
+      Floats sum[kVectors][2][kTokens] = {};
+      for (int c = 0; c < 4; ++c)
+        for (int h = 0; h < 2; ++h)
+          for (int v = 0; v < kVectors; ++v) {
+            const auto tile = load_raw<Words>(words + (h * (Codes::kPlanes - 1)) * 128 + c * 32 + v * kWidth);
+            for (int half = 0; half < 2; ++half) {
+              const auto pair = Way::decode(codes_, tile, Codes::shift(half, h));
+              for (int t = 0; t < kTokens; ++t)
+                sum[v][half][t] = Way::add(sum[v][half][t], pair, x + t * w_.padded_k + (c * 2 + h) * 8);
+            }
+          }
+      add(column, one_group, sum, sums);
+    }
+  }
+
+  // Row 8 half + g of the 16, token t.
+  float total(int half, int g, int t) const {
+    const int lane = g * 4 - part_ * kWidth;
+    const Floats v = total_[lane / kWidth][half][t];
+    const int at = lane % kWidth;
+    return (v[at] + v[at + 1]) + (v[at + 2] + v[at + 3]);
+  }
+
+ private:
+  [[gnu::always_inline]] void add(int64_t column, bool one_group, const Floats (&sum)[kVectors][2][kTokens],
+                                  const float* sums) {
+    for (int v = 0; v < kVectors; ++v) {
+      Floats s[2] = {}, m[2] = {};
+      factors_of(column, one_group, part_ + v, s, m);
+      for (int half = 0; half < 2; ++half)
+        for (int t = 0; t < kTokens; ++t) {
+          Floats& total = total_[v][half][t];
+          total += s[half] * sum[v][half][t];
+          if (w_.minima) total += m[half] * repeat4(sums + t * (w_.padded_k / 16));
+        }
+    }
+  }
+
+  void factors_of(int64_t column, bool one_group, int part, Floats (&s)[2], Floats (&m)[2]) const {
+    if (one_group) return one(column, part, s, m);
+    for (int j = 0; j < 4; ++j) {
+      Floats step_s[2] = {}, step_m[2] = {};
+      one(column + 16 * j, part, step_s, step_m);
+      const Words own = load_raw<Words>(kStepMasks.of[j]);
+      for (int half = 0; half < 2; ++half) {
+        s[half] = select(own, step_s[half], s[half]);
+        m[half] = select(own, step_m[half], m[half]);
+      }
+    }
+  }
+
+  // Those of one group for both halves.
+  void one(int64_t column, int part, Floats (&s)[2], Floats (&m)[2]) const {
+    const int64_t group = column / w_.group_size, rows32 = block_ >> 1;
+    const bool second = block_ & 1;
+    const Floats scale = factors_.scale(rows32, group, column, part);
+    s[0] = second ? spread4<2>(scale) : spread4<0>(scale);
+    s[1] = second ? spread4<3>(scale) : spread4<1>(scale);
+    if (!w_.minima) return;
+    const Floats minimum = factors_.minimum(rows32, group, column, part, scale);
+    m[0] = second ? spread4<2>(minimum) : spread4<0>(minimum);
+    m[1] = second ? spread4<3>(minimum) : spread4<1>(minimum);
+  }
+
+  const PackedWeight& w_;
+  const Codes& codes_;
+  const Factors& factors_;
+  const int64_t block_;
+  const int part_;
+  Floats total_[kVectors][2][kTokens] = {};
+};
+
+template <class T, class Codes, class Way, int kVectors, int kTokens>
+void tile(const PackedGemmArgs& args, const Codes& codes, const Factors& factors, int64_t block, int part,
+          int64_t token, const typename Way::Element* x, const float* sums) {
+  Tile<Codes, Way, kVectors, kTokens> tile(args.weight, codes, factors, block, part);
+  tile.run(x, sums);
+  for (int t = 0; t < kTokens; ++t) {
+    T* const out = static_cast<T*>(args.out) + (token + t) * args.out_stride;
+    for (int half = 0; half < 2; ++half)
+      for (int g = part * kWidth / 4; g < (part + kVectors) * kWidth / 4; ++g) {
+        const int64_t row = block * 16 + half * 8 + g;
+        if (row >= args.weight.n) continue;
+        const float bias = args.bias ? to_float(static_cast<const T*>(args.bias)[row]) : 0.0f;
+        out[row] = from_float<T>(tile.total(half, g, t) + bias);
+      }
+  }
+}
+
+template <class T, class Codes, class Way>
+void multiply(const PackedGemmArgs& args, const Codes& codes, const Factors& factors) {
+  constexpr int kTokens = kWidth == 16 ? 8 : 4, kAlone = kWidth == 16 ? 2 : 4;
+  const PackedWeight& w = args.weight;
+  const int64_t rows = args.num_rows < kChunk ? args.num_rows : kChunk;
+  Reordered<typename Way::Element> reordered;
+  reordered.x.resize(static_cast<size_t>(rows * w.padded_k));
+  reordered.sums.resize(static_cast<size_t>(rows * (w.padded_k / 16)));
+  for (int64_t first = 0; first < args.num_rows; first += kChunk) {
+    const int64_t count = args.num_rows - first < kChunk ? args.num_rows - first : kChunk;
+    reorder<T, Way>(args, first, count, reordered);
+    parallel_for((w.n + 15) / 16, 4, [&](int64_t begin, int64_t end) {
+      for (int64_t block = begin; block < end; ++block) {
+        int64_t t = 0;
+        const auto x = [&] { return reordered.x.data() + t * w.padded_k; };
+        const auto sums = [&] { return reordered.sums.data() + t * (w.padded_k / 16); };
+        for (; t + kTokens <= count; t += kTokens)
+          for (int part = 0; part < kParts; ++part)
+            tile<T, Codes, Way, 1, kTokens>(args, codes, factors, block, part, first + t, x(), sums());
+        for (; t < count; ++t)
+          for (int part = 0; part < kParts; part += kAlone)
+            tile<T, Codes, Way, kAlone, 1>(args, codes, factors, block, part, first + t, x(), sums());
+      }
+    });
+  }
+}
+
+template <class T, class Codes>
+void multiply(const PackedGemmArgs& args, const float (&table)[16], const Factors& factors) {
+  const Codes codes(table);
+#if defined(__AVX512BF16__)
+  if constexpr (__is_same(T, bf16)) return multiply<T, Codes, InPairs<Codes>>(args, codes, factors);
+#endif
+  multiply<T, Codes, InFloats<Codes>>(args, codes, factors);
+}
+
+}  // namespace
+
+void packed_gemm_cpu(const PackedGemmArgs& args, const Launch&) {
+  const PackedWeight& w = args.weight;
+  float table[16], global;
+  __builtin_memcpy(table, w.data + PackedWeight::kTableAt, sizeof(table));
+  __builtin_memcpy(&global, w.data + PackedWeight::kGlobalScaleAt, sizeof(global));
+  if (w.codes_kind == CodeKind::kUint4)
+    for (int i = 0; i < 16; ++i) table[i] = static_cast<float>(i - 8);
+  const Factors factors(w, global);
+  dispatch<f16, bf16>(args.dtype, [&]<class T>() {
+    switch (w.codes_kind) {
+      case CodeKind::kUint8:
+        return multiply<T, ByteCodes<CodeKind::kUint8>>(args, table, factors);
+      case CodeKind::kE4M3:
+        return multiply<T, ByteCodes<CodeKind::kE4M3>>(args, table, factors);
+      default:
+        return multiply<T, TableCodes>(args, table, factors);
+    }
+  });
+}
+
+}  // namespace pykv::PYKV_ISA

@@ -1,0 +1,38 @@
+/* pykv: matrix products with packed weights.
+ *
+ * Weights are packed beforehand, by pykv.gemm.pack_* in Python: into one array of bytes that can be saved and mapped, the same
+ * for CPU and CUDA, and a format, a line of text such as "u4.f16.zero.n4096.k4096.g128.p4096".
+ *
+ * Example, a weight of 2 rows and 16 columns, all zeros but for its header, which only what reads files looks at:
+ *
+ *   static union {
+ *     long double aligned;
+ *     uint8_t bytes[256 + 32 * 64 / 2 + 32 * 4 * 2];
+ *   } packed;
+ *   uint16_t rows[3][16] = {{0}}, products[3][2];
+ *   int64_t of_rows[] = {3, 16}, of_products[] = {3, 2}, of_packed[] = {sizeof packed.bytes};
+ *   DLTensor x = {rows, {kDLCPU, 0}, 2, {kDLBfloat, 16, 1}, of_rows, NULL, 0}, out = x;
+ *   DLTensor weight = {packed.bytes, {kDLCPU, 0}, 1, {kDLUInt, 8, 1}, of_packed, NULL, 0};
+ *   out.data = products;
+ *   out.shape = of_products;
+ *   if (pykv_packed_gemm(&out, &x, &weight, "u4.f16.none.n2.k16.g16.p64", NULL, NULL) != PYKV_OK) puts(pykv_last_error());
+ */
+#ifndef PYKV_GEMM_H_
+#define PYKV_GEMM_H_
+
+#include "pykv/base.h"
+
+/* out = x w^T + bias, with sums in fp32 that are rounded once.  A row of out has the same bits however many rows there are.
+ *   out     [num_rows, n]  dtype of x; the elements of a row lie side by side; shares no memory with the others
+ *   x       [num_rows, k]  float16 | bfloat16; the elements of a row lie side by side
+ *   weight  [bytes]        uint8, contiguous, aligned to 16 bytes: what pykv.gemm.pack_* made
+ *   format  what it is: "codes.scales.minima.n<rows>.k<columns>.g<group>.p<padded columns>[.columns]"
+ *             codes   integers of some bits less 2^(bits - 1), in the middle of four or eight bits: "u2" | "u3" | "u4" |
+ *                     "u5" | "u6" | "u8"; "e4m3"; "t4": an entry of a table of 16
+ *             scales  "f16" | "bf16" | "f32" | "e4m3" | "e8m0" | "f16u8", "f16i8": of two levels
+ *             minima  "none" | "zero": zero points | "f16" | "f32" | "f16u8": of two levels
+ *   bias    [n], dtype of x, or NULL  */
+PYKV_API pykv_status pykv_packed_gemm(DLTensor* out, const DLTensor* x, const DLTensor* weight, const char* format,
+                                      const DLTensor* bias, void* stream);
+
+#endif /* PYKV_GEMM_H_ */

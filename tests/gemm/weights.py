@@ -1,0 +1,145 @@
+"""Weights of each source: as pykv packs them, and what they stand for in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import ml_dtypes
+import numpy as np
+from dequantization import reference
+
+from pykv import gemm
+from pykv.packed_weight import PackedWeight
+
+Weight = tuple[PackedWeight, np.ndarray]  # packed, [n, k]
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def words(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
+
+
+def scales_of(rng: np.random.Generator, shape: tuple[int, ...], dtype: object = np.float16) -> np.ndarray:
+    return (rng.uniform(0.5, 1.5, shape) * 0.02).astype(dtype)
+
+
+def groups_of(k: int, group_size: int) -> np.ndarray:
+    return np.arange(k) // group_size
+
+
+def integers(
+    n: int, k: int, group_size: int = 128, bits: int = 4, zeros: bool = True, dtype: object = np.float16, seed: int = 0
+) -> Weight:
+    rng = np.random.default_rng(seed)
+    q, group = rng.integers(0, 1 << bits, (n, k)), groups_of(k, group_size)
+    groups = -(-k // group_size)
+    s = scales_of(rng, (n, groups), dtype)
+    z = rng.integers(0, 1 << bits, (n, groups)) if zeros else None
+    packed = gemm.pack_integers(q.astype(np.uint8), s, z, group_size=group_size, bits=bits)
+    middle = np.full((n, groups), 1 << (bits - 1)) if z is None else z
+    return packed, (q - middle[:, group]) * s.astype(np.float64)[:, group]
+
+
+def awq(n: int, k: int, group_size: int = 128, dtype: object = np.float16, seed: int = 0) -> Weight:
+    rng = np.random.default_rng(seed)
+    groups = k // group_size
+    q, z, s = words(rng, k, n // 8), words(rng, groups, n // 8), scales_of(rng, (groups, n), dtype)
+    group = groups_of(k, group_size)
+    decoded = (reference.awq_codes(q) - reference.awq_codes(z)[group]) * s.astype(np.float64)[group]
+    return gemm.pack_awq(q, z, s), decoded.T
+
+
+def gptq(
+    n: int, k: int, groups: int, bits: int = 4, v2: bool = False, group_of: np.ndarray | None = None, seed: int = 0
+) -> Weight:
+    rng = np.random.default_rng(seed)
+    q, z, s = words(rng, k * bits // 32, n), words(rng, groups, n * bits // 32), scales_of(rng, (groups, n))
+    group = groups_of(k, -(-k // groups)) if group_of is None else group_of
+    zeros = reference.stream(np.ascontiguousarray(z.T), bits).T + (0 if v2 else 1)
+    decoded = (reference.stream(q, bits) - zeros[group]) * s.astype(np.float64)[group]
+    given = None if group_of is None else group_of.astype(np.int32)
+    return gemm.pack_gptq(q, z, s, given, bits=bits, v2=v2), decoded.T
+
+
+def fp8(n: int, k: int, block: tuple[int, int] | None = None, one: bool = False, seed: int = 0) -> Weight:
+    rng = np.random.default_rng(seed)
+    w = rng.standard_normal((n, k)).astype(np.float32).astype(E4M3)
+    if block:
+        s = scales_of(rng, (-(-n // block[0]), -(-k // block[1])), np.float32)
+        full = np.repeat(np.repeat(s, block[0], 0)[:n], block[1], 1)[:, :k]
+    else:
+        s = scales_of(rng, (1,) if one else (n, 1), np.float32)
+        full = np.broadcast_to(s, (n, k))
+    return gemm.pack_fp8(w, s, block=block), w.astype(np.float64) * full
+
+
+def codes_of_4(rng: np.random.Generator, n: int, k: int) -> np.ndarray:
+    return rng.integers(0, 256, (n, k // 2), dtype=np.uint8)
+
+
+def nvfp4(n: int, k: int, seed: int = 0) -> Weight:
+    rng = np.random.default_rng(seed)
+    w, s = codes_of_4(rng, n, k), rng.uniform(0.5, 400, (n, k // 16)).astype(np.float32).astype(E4M3)
+    decoded = reference.e2m1_values(w).astype(np.float64) * np.repeat(s.astype(np.float64), 16, 1) * 2.0**-12
+    return gemm.pack_nvfp4(w, s, 2.0**-12), decoded
+
+
+def mxfp4(n: int, k: int, seed: int = 0) -> Weight:
+    rng = np.random.default_rng(seed)
+    w, s = codes_of_4(rng, n, k), rng.integers(116, 124, (n, k // 32)).astype(np.uint8)
+    return gemm.pack_mxfp4(w, s), reference.e2m1_values(w) * np.repeat(np.ldexp(1.0, s.astype(int) - 127), 32, 1)
+
+
+def nf4(n: int, k: int, seed: int = 0) -> Weight:
+    rng = np.random.default_rng(seed)
+    w, s = codes_of_4(rng, n, k), scales_of(rng, (n * k // 64,), np.float32)
+    codes = np.stack([w >> 4, w & 15], -1).reshape(n, k)
+    return gemm.pack_nf4(w.reshape(-1), s, (n, k)), gemm.NF4.astype(np.float64)[codes] * np.repeat(s, 64).reshape(n, k)
+
+
+# where GGUF's blocks have a float16
+HALVES = {2: [0], 3: [0, 2], 6: [0], 7: [0, 2], 8: [0], 10: [80, 82], 11: [108], 12: [0, 2], 13: [0, 2], 14: [208]}
+HALVES |= {20: [0], 23: [0], 35: [64], 39: []}
+
+
+def gguf(quant_type: int, n: int = 40, k: int = 512, seed: int = 0) -> Weight:
+    rng = np.random.default_rng(seed)
+    name, elements, size = reference.FORMATS[quant_type]
+    blocks = rng.integers(0, 256, (n * k // elements, size), dtype=np.uint8)
+    for at in HALVES[quant_type]:
+        blocks[:, at : at + 2] = scales_of(rng, (len(blocks), 1)).view(np.uint8)
+    if not HALVES[quant_type]:
+        blocks[:, 0] = rng.integers(116, 124, len(blocks))
+    decoded = reference.DECODE[name](blocks).astype(np.float64).reshape(n, k)
+    return gemm.pack_gguf(blocks.reshape(n, -1), quant_type), decoded
+
+
+SHARD = np.random.default_rng(7).integers(0, 3, 256)  # groups of any sizes
+
+SOURCES: dict[str, Callable[[], Weight]] = {
+    "awq": lambda: awq(72, 512),
+    "awq in bf16": lambda: awq(40, 256, 64, ml_dtypes.bfloat16),
+    "gptq": lambda: gptq(72, 512, 4),
+    "gptq v2": lambda: gptq(40, 256, 8, v2=True),
+    "gptq of 2 bits": lambda: gptq(48, 256, 2, 2),
+    "gptq of 3 bits": lambda: gptq(32, 256, 2, 3),
+    "gptq of 8 bits": lambda: gptq(48, 256, 2, 8),
+    "gptq in one group": lambda: gptq(48, 320, 1),
+    "gptq with act-order": lambda: gptq(40, 256, 4, group_of=np.random.default_rng(1).permutation(256) // 64),
+    "gptq of a shard": lambda: gptq(40, 256, 3, group_of=SHARD),
+    "int4": lambda: integers(50, 200, 32, zeros=False),
+    "int4 with zeros": lambda: integers(50, 200, 32),
+    "int8": lambda: integers(50, 200, 200, 8, zeros=False, dtype=ml_dtypes.bfloat16),
+    "int8 in float32": lambda: integers(33, 130, 64, 8, dtype=np.float32),
+    "groups of 24": lambda: integers(33, 130, 24),
+    "groups of 48": lambda: integers(33, 250, 48),
+    "fp8": lambda: fp8(50, 200),
+    "fp8 with one scale": lambda: fp8(50, 200, one=True),
+    "fp8 in blocks": lambda: fp8(200, 300, (128, 128)),
+    "nvfp4": lambda: nvfp4(50, 208),
+    "mxfp4": lambda: mxfp4(50, 224),
+    "nf4": lambda: nf4(50, 192),
+    **{f"gguf {reference.FORMATS[t][0]}": partial(gguf, t) for t in HALVES},
+}
