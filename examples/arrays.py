@@ -1,6 +1,6 @@
 """What a model wants of an array library, for NumPy, CuPy and torch: the part of the work that pykv leaves to it.
 
-That is: data put on the device, matrix products, row lookup, argmax.  All else is done by pykv, which takes the arrays
+That is: data put on the device, matrix products, row lookup.  All else is done by pykv, which takes the arrays
 of any of these libraries as they are.  With JAX all is compiled at once, so that little is asked for here.
 """
 
@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 import pykv
+import pykv.functional
 
 Array = Any  # an array of the chosen library
 Host = np.ndarray[Any, Any]
@@ -53,9 +54,9 @@ class NumpyArrays:
         """[T, in] times the transpose of [out, in]: [T, out], which the caller may write into."""
         return (x @ matrix.T).astype(self._dtype, copy=False)  # NumPy's products of bfloat16 are float32
 
-    def argmax(self, x: Array) -> Host:
-        """The index of the largest element of each row, on the host."""
-        return self.host(x.argmax(-1))
+    def sample(self, logits: Array, seeds: Host, steps: Host, temperatures: Host) -> Host:
+        """A token for each row of logits, on the host."""
+        return self.host(pykv.functional.sample(logits, self.put(seeds), self.put(steps), self.put(temperatures)))
 
     def host(self, x: Array) -> Host:
         return np.asarray(x.get() if hasattr(x, "get") else x)
@@ -98,6 +99,9 @@ class JaxArrays(NumpyArrays):
 
     def vector(self, host: Host) -> Array:
         return self._jax.device_put(host.astype(self._dtype), self.device)
+
+    def sample(self, logits: Array, seeds: Host, steps: Host, temperatures: Host) -> Host:
+        return self.host(importlib.import_module("pykv.jax").sample(logits, seeds, steps, temperatures))
 
 
 def open_arrays(library: str, device: str | None = None, dtype: str = "auto") -> NumpyArrays:

@@ -24,7 +24,7 @@ class Request:
     tokens: list[int]  # the prompt, then what was generated
     max_length: int
     temperature: float
-    random: np.random.Generator  # its own, so that its neighbours in a batch do not matter
+    seed: int  # its own, so that its neighbours in a batch do not matter
     prompt_length: int = field(init=False)
     cached: int = 0  # tokens whose keys and values the cache holds
     finished: bool = False
@@ -67,7 +67,7 @@ class Engine:
 
     def share_prefix(self, tokens: list[int]) -> None:
         """Compute ``tokens`` once; requests that begin with them, and go on, fork the cached blocks."""
-        holder = Request(self.PREFIX, list(tokens), len(tokens), 0.0, np.random.default_rng())
+        holder = Request(self.PREFIX, list(tokens), len(tokens), 0.0, 0)
         for begin in range(0, len(tokens), self.tokens_per_step):
             self._run([(holder, min(self.tokens_per_step, len(tokens) - begin))])
         self.prefix = list(tokens)
@@ -77,8 +77,7 @@ class Engine:
         if not 0 < len(tokens) < self.model.config.max_length:
             raise ValueError(f"a prompt must have 1 to {self.model.config.max_length - 1} tokens, got {len(tokens)}")
         max_length = min(len(tokens) + max_new_tokens, self.model.config.max_length)
-        random = np.random.default_rng([seed, self._ids])
-        request = Request(self._ids, list(tokens), max_length, temperature, random)
+        request = Request(self._ids, list(tokens), max_length, temperature, (seed + self._ids) % 2**31)
         request.finished = max_new_tokens == 0
         self._ids += 1
         if not request.finished:
@@ -181,11 +180,8 @@ class Engine:
         return logits
 
     def _choose(self, logits: Array, requests: list[Request]) -> list[int]:
-        """The next token of each request: the likeliest, or one drawn by the Gumbel-max trick."""
-        if all(r.temperature == 0 for r in requests):
-            return [int(token) for token in self.model.arrays.argmax(logits)] if requests else []
-        scores = self.model.arrays.host(logits).astype(np.float64)
-        for row, request in zip(scores, requests, strict=True):
-            if request.temperature > 0:
-                row += request.temperature * request.random.gumbel(size=row.shape)
-        return [int(token) for token in scores.argmax(-1)]
+        """The next token of each request, drawn by its seed and the number of its tokens."""
+        seeds = np.array([r.seed for r in requests], np.int32)
+        steps = np.array([len(r.tokens) for r in requests], np.int32)
+        temperatures = np.array([r.temperature for r in requests], np.float32)
+        return [int(token) for token in self.model.arrays.sample(logits, seeds, steps, temperatures)]

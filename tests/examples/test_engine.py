@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from examples.checkpoints import prompts
 
@@ -135,3 +136,18 @@ def test_fp8_cache_generates(checkpoint: Checkpoint, arrays: Any) -> None:
     tokens, counters = generate(folder, arrays, texts, kv_dtype="fp8_e4m3")
     assert generate(folder, arrays, texts, kv_dtype="fp8_e4m3", step=3)[0] == tokens
     assert counters.generated_tokens == sum(map(len, tokens))
+
+
+def test_every_library_draws_the_same_from_equal_logits(arrays: Any) -> None:
+    from arrays import open_arrays
+
+    random = np.random.default_rng(5)
+    logits = random.normal(size=(64, 500)).astype(np.float32)
+    logits[:, 7] = logits[:, 499] = 3  # which ties with the largest of some rows
+    seeds, steps = (random.integers(0, 2**31, 64).astype(np.int32) for _ in range(2))
+    temperatures = random.choice([0, 0.3, 1, 5], 64).astype(np.float32)
+    tokens = arrays.sample(arrays.put(logits), seeds, steps, temperatures)
+    assert tokens.tolist() == open_arrays("numpy").sample(logits, seeds, steps, temperatures).tolist()
+    greedy = temperatures == 0
+    assert (tokens == logits.argmax(-1))[greedy].all()
+    assert not (tokens == logits.argmax(-1))[~greedy].all()
