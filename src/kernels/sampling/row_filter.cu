@@ -69,7 +69,7 @@ __global__ __launch_bounds__(kSelectThreads) void row_filter_kernel(const __grid
   if (!is_bad && !as_it_is) {
     Mass sum = 0;
     each_logit(slice, plain, [&](float x, int column) {
-      if (entry_at(x, column) >= floor) sum += r.mass(x, largest);
+      if (floor == 0 || entry_at(x, column) >= floor) sum += r.mass(x, largest);
     });
     total = static_cast<float>(team.reduce(sum, Plus())) * 0x1p-40f;
   }
@@ -96,17 +96,40 @@ __global__ __launch_bounds__(kSelectThreads) void row_filter_kernel(const __grid
       if (writes) args.ranks[row * args.rank_stride + i] = there ? static_cast<int32_t>(rank) : -1;
     }
   } else {
-    each_logit(slice, plain, [&](float x, int column) {
-      const bool kept = entry_at(x, column) >= floor;
-      float y = as_it_is ? (kept ? x : -INFINITY) : kept && !is_bad ? r.probability(x, largest, total) : 0.0f;
-      if (is_bad && !as_it_is) y = __int_as_float(0x7fc00000);
-      const int64_t at = row * args.out_stride + column;
-      if (args.out_dtype == DType::kFloat32) {
-        static_cast<float*>(args.out)[at] = y;
-      } else {
-        static_cast<T*>(args.out)[at] = from_float<T>(y);
-      }
-    });
+    constexpr int kSize = kPackSize<T>;
+    const float inverse_total = 1.0f / total;
+    const auto write_to = [&](auto* out) {
+      using Out = std::remove_pointer_t<decltype(out)>;
+      const bool in_vectors = reinterpret_cast<uintptr_t>(out + slice.first_vector) % 16 == 0;
+      each_vector<1>(slice, [&](int first, const Vec<float, kSize>& x) {
+        Vec<float, kSize> y;
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          const bool kept = floor == 0 || entry_at(x[i], first + i) >= floor;
+          y[i] = as_it_is ? (kept ? x[i] : -INFINITY) : kept ? r.probability(x[i], largest, inverse_total) : 0.0f;
+          if (is_bad && !as_it_is) y[i] = __int_as_float(0x7fc00000);
+        }
+        if (in_vectors && first >= slice.begin && first <= slice.end - kSize) {
+          constexpr int kAtOnce = kPackSize<Out>;
+#pragma unroll
+          for (int i = 0; i < kSize; i += kAtOnce) {
+            Vec<float, kAtOnce> part;
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) part[j] = y[i + j];
+            store_vec(out + first + i, round_to<Out>(part));
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < kSize; ++i)
+            if (first + i >= slice.begin && first + i < slice.end) out[first + i] = from_float<Out>(y[i]);
+        }
+      });
+    };
+    if (args.out_dtype == DType::kFloat32) {
+      write_to(static_cast<float*>(args.out) + row * args.out_stride);
+    } else {
+      write_to(static_cast<T*>(args.out) + row * args.out_stride);
+    }
   }
   team.barrier();  // others may still read this block's sums
 }

@@ -56,9 +56,9 @@ struct FilterRow {
   PYKV_HOST_DEVICE Mass mass(float x, float largest) const {
     return of_probabilities ? mass_of_probability(x, largest) : mass_of(x, largest, scale);
   }
-  // Of a sum of masses: what makes a probability of a share of the largest.
-  PYKV_HOST_DEVICE float probability(float x, float largest, float total) const {
-    return (of_probabilities ? x / largest : share_of_largest(x, largest, scale)) / total;
+  // A share of the largest, times that one's probability.
+  PYKV_HOST_DEVICE float probability(float x, float largest, float of_largest) const {
+    return (of_probabilities ? x / largest : share_of_largest(x, largest, scale)) * of_largest;
   }
 };
 

@@ -25,7 +25,7 @@ class RowFilter {
     for (int64_t i = 0; i < row_.size; ++i) {
       const float x = row_.values[i];
       const bool kept = entry_of(key_of_logit(x), static_cast<uint32_t>(i)) >= floor;
-      float y = as_it_is ? (kept ? x : -__builtin_inff()) : kept ? r.probability(x, row_.largest, total) : 0.0f;
+      float y = as_it_is ? (kept ? x : -__builtin_inff()) : kept ? r.probability(x, row_.largest, 1.0f / total) : 0.0f;
       if (!as_it_is && (has_nan || is_empty)) y = nan;
       row_.values[i] = y;
     }

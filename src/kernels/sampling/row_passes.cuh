@@ -106,22 +106,14 @@ __device__ void each_vector(const RowSlice<T>& slice, Body body) {
   }
 }
 
-// body(logit, column) for the logits of this thread, one by one: two are on their way at a time, and not many copies of the body
-// are compiled.  Neighbours lie in neighbouring threads.
-template <class T, class Value, class Body>
+// body(logit, column) for the logits of this thread.
+template <int kVectors = 1, class T, class Value, class Body>
 __device__ void each_logit(const RowSlice<T>& slice, Value value, Body body) {
-  constexpr int kUnroll = 2;
-  for (int first = slice.begin + static_cast<int>(threadIdx.x); first < slice.end; first += kUnroll * kSelectThreads) {
-    T raw[kUnroll];
+  each_vector<kVectors>(slice, [&](int first, const Vec<float, kPackSize<T>>& x) {
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i)
-      if (first + i * kSelectThreads < slice.end) raw[i] = slice.row[first + i * kSelectThreads];
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const int column = first + i * kSelectThreads;
-      if (column < slice.end) body(value(to_float(raw[i]), column), column);
-    }
-  }
+    for (int i = 0; i < kPackSize<T>; ++i)
+      if (first + i >= slice.begin && first + i < slice.end) body(value(x[i], first + i), first + i);
+  });
 }
 
 // What entries are added up by, and how far: 1 for each, to k; or masses, to a share of all.

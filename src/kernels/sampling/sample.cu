@@ -14,6 +14,12 @@
 namespace pykv {
 namespace {
 
+__device__ inline float larger_or_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+
 constexpr int kMostListed = 1024;
 static_assert(kMostListed == 2 * kSelectThreads);
 
@@ -75,7 +81,7 @@ class RowSampler {
       n = gather_lists(entries_, n, team_.rank(), team_.blocks(), memory_.list_size);
       if (team_.rank() != 0) return false;
     }
-    n = first_entries(entries_, n, k, true, memory_.select);
+    n = first_entries(entries_, n, k, memory_.select);
     drawn.largest = logit_of_key(key_of(entries_[0]));
     if (key_of(entries_[0]) == kKeyOfNan || drawn.largest == -INFINITY) {
       drawn.entry = drawn.largest == -INFINITY ? 0 : entries_[0];
@@ -176,48 +182,68 @@ class RowSampler {
     const uint32_t before = (first_token + static_cast<uint32_t>(slice_.first_vector)) % 4;
     Entry best = 0;
     float reach = INFINITY;  // of a logit in powers of 2: what it must have for its score to be the best
-    each_vector<kAdjusted || sizeof(T) == 2 ? 1 : 2>(slice_, [&](int column, const Vec<float, kSize>& raw) {
-      TokenNoise here = noise;
-      asm volatile("" : "+r"(here.key0), "+r"(here.key1));  // else ten keys of rounds would stay in registers
-      uint32_t words[kSize + 4];
-      const uint32_t group = (first_token + static_cast<uint32_t>(column)) / 4;
-#pragma unroll
-      for (int g = 0; g <= kSize / 4; ++g) {
-        FourWords four{};
-        if (g < kSize / 4 || before != 0) four = here.group((group + g) & 0x3fffffffu);  // before token 0, too
-#pragma unroll
-        for (int w = 0; w < 4; ++w) words[4 * g + w] = four.w[w];
-      }
-      if (before & 1)
-#pragma unroll
-        for (int i = 0; i < kSize + 3; ++i) words[i] = words[i + 1];
-      if (before & 2)
-#pragma unroll
-        for (int i = 0; i < kSize + 2; ++i) words[i] = words[i + 2];
-      uint32_t may_win = 0;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        const float x = value(raw[i], column + i);
-        // It wins if -ln(1 - u) is below 2^(scale x + reach), and so only if u is.  NaN passes.
-        const float most = fmaf(power_of_2(fmaf(x, scale, reach)), 1.01f, 1.0000003f);
-        if (!(__uint_as_float(words[i] >> 9 | 0x3f800000u) > most) && !(x < least)) may_win |= 1u << i;
-      }
-      const Entry last = best;
+    // It wins if -ln(1 - u) is below 2^(scale x + reach), and so only if u is.  NaN passes.
+    const auto may_win = [scale](float x, uint32_t word, float reach) {
+      const float most = fmaf(power_of_2(fmaf(x, scale, reach)), 1.01f, 1.0000003f);
+      return !(__uint_as_float(word >> 9 | 0x3f800000u) > most);
+    };
+    // Four neighbours: their logits and words.
+    const auto look = [&](int column, const float (&x)[4], const uint32_t (&words)[4]) {
+      const float largest = larger_or_nan(larger_or_nan(x[0], x[1]), larger_or_nan(x[2], x[3]));
+      const uint32_t least_word = min(min(words[0], words[1]), min(words[2], words[3]));
+      // What all of them together cannot do, no one can.
+      uint32_t undone = may_win(largest, least_word, reach) && !(largest < least) ? 0xfu : 0u;
 #pragma unroll 1
-      for (; may_win != 0; may_win &= may_win - 1) {
-        const int at = column + __ffs(static_cast<int>(may_win)) - 1;
-        if (at < slice_.begin || at >= slice_.end) continue;
-        const float x = value(to_float(logits_[at]), at);
-        if (entry_of(key_of_logit(x), static_cast<uint32_t>(at)) < floor) continue;
-        const uint32_t token = first_token + static_cast<uint32_t>(at);
-        best = Larger()(best, drawn_entry(x, r_.inverse_temperature, here.word(token), token));
-      }
-      if (__any_sync(0xffffffffu, best != last)) {
+      while (__any_sync(0xffffffffu, undone != 0)) {
+        float own = 0.0f;
+        uint32_t word = 0;
+        int first = -1;
+#pragma unroll
+        for (int i = 3; i >= 0; --i)
+          if ((undone >> i & 1) != 0 && may_win(x[i], words[i], reach)) {
+            own = x[i];
+            word = words[i];
+            first = i;
+          }
+        undone = first < 0 ? 0 : undone & (0xeu << first);
+        const int at = column + first;
+        if (first >= 0 && at >= slice_.begin && at < slice_.end &&
+            entry_of(key_of_logit(own), static_cast<uint32_t>(at)) >= floor)
+          best = Larger()(best, drawn_entry(own, r_.inverse_temperature, word, first_token + static_cast<uint32_t>(at)));
         const uint32_t key = __reduce_max_sync(0xffffffffu, key_of(best));
         const float score = logit_of_key(key);
         if (key != 0) {  // of infinity and NaN, only equals come before the best
           reach = score < INFINITY ? (0.01f + fabsf(score) * 1e-5f - score) * 1.44269504f : -INFINITY;
         }
+      }
+    };
+    each_vector<1>(slice_, [&](int column, const Vec<float, kSize>& raw) {
+      TokenNoise here = noise;
+      asm volatile("" : "+r"(here.key0), "+r"(here.key1));  // else ten keys of rounds would stay in registers
+      const uint32_t group = (first_token + static_cast<uint32_t>(column)) / 4;
+      FourWords next = here.group(group & 0x3fffffffu);  // before token 0, too
+#pragma unroll
+      for (int quad = 0; quad < kSize / 4; ++quad) {
+        uint32_t words[8];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) words[w] = next.w[w];
+        if (quad + 1 < kSize / 4 || before != 0) next = here.group((group + quad + 1) & 0x3fffffffu);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) words[4 + w] = next.w[w];
+        if (before & 1)
+#pragma unroll
+          for (int w = 0; w < 6; ++w) words[w] = words[w + 1];
+        if (before & 2)
+#pragma unroll
+          for (int w = 0; w < 4; ++w) words[w] = words[w + 2];
+        float x[4];
+        uint32_t own_words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          x[i] = value(raw[4 * quad + i], column + 4 * quad + i);
+          own_words[i] = words[i];
+        }
+        look(column + 4 * quad, x, own_words);
       }
     });
     return team_.reduce(best, Larger());

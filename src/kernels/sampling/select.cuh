@@ -25,11 +25,31 @@ struct BlockCounter {
   }
 };
 
+constexpr int kSelectBits = 10, kSelectBins = 1 << kSelectBits;  // of a step of bound_of_first
+
 struct SelectMemory {
   BlockCounter counter;
-  uint32_t all[kSelectWarps], any[kSelectWarps];
+  Entry all[kSelectWarps], any[kSelectWarps];
   uint32_t count;
+  uint32_t digit, with_digit, before;
+  uint32_t parts[kSelectWarps];
+  uint32_t bins[kSelectBins];
 };
+
+// The sum of those of the threads before this one.  A barrier lies between two that follow each other.
+__device__ inline uint32_t sum_before(uint32_t x, SelectMemory& memory, uint32_t& total) {
+  uint32_t sum = x;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const uint32_t below = __shfl_up_sync(0xffffffffu, sum, distance);
+    if (threadIdx.x % 32 >= distance) sum += below;
+  }
+  if (threadIdx.x % 32 == 31) memory.parts[threadIdx.x / 32] = sum;
+  __syncthreads();
+  const uint32_t part = threadIdx.x % 32 < kSelectWarps ? memory.parts[threadIdx.x % 32] : 0;
+  total = __reduce_add_sync(0xffffffffu, part);
+  return __reduce_add_sync(0xffffffffu, threadIdx.x % 32 < threadIdx.x / 32 ? part : 0) + sum - x;
+}
 
 // The largest t with at least `wanted` of count(t) = how many are >= t, bit by bit below `bit`, beginning with `t`; a count of up
 // to `enough` ends it early.  count(t) is that of this thread.
@@ -48,34 +68,68 @@ __device__ Word largest_bound(Word t, int bit, int last_bit, uint32_t wanted, ui
   return t;
 }
 
-// The smallest of the first `wanted` of n different entries, or a number between it and the next one.
+// The smallest of the first `wanted` of n different entries, or a number between it and the next one.  Each step counts how many
+// entries have which of their first bits that differ, and goes on with those among which the bound lies.
 __device__ inline Entry bound_of_first(const Entry* entries, int n, int wanted, SelectMemory& memory) {
   if (n <= wanted) return 0;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  uint32_t all = 0xffffffffu, any = 0;
-  for (int i = thread; i < n; i += kSelectThreads) {
-    all &= key_of(entries[i]);
-    any |= key_of(entries[i]);
+  Entry bound = 0;
+  int known = 0;  // bits of it, from the highest one
+  uint32_t missing = static_cast<uint32_t>(wanted);
+  while (true) {
+    const auto in_question = [&](Entry entry) { return known == 0 || (entry ^ bound) >> (64 - known) == 0; };
+    Entry all = ~Entry{0}, any = 0;
+    for (int i = thread; i < n; i += kSelectThreads) {
+      const Entry entry = entries[i];
+      if (!in_question(entry)) continue;
+      all &= entry;
+      any |= entry;
+    }
+    all = Entry{__reduce_and_sync(0xffffffffu, key_of(all))} << 32 |
+          __reduce_and_sync(0xffffffffu, static_cast<uint32_t>(all));
+    any = Entry{__reduce_or_sync(0xffffffffu, key_of(any))} << 32 |
+          __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(any));
+    if (lane == 0) {
+      memory.all[warp] = all;
+      memory.any[warp] = any;
+    }
+    for (int i = thread; i < kSelectBins; i += kSelectThreads) memory.bins[i] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int other = 0; other < kSelectWarps; ++other) {
+      all &= memory.all[other];
+      any |= memory.any[other];
+    }
+    if (all == any) return all;  // a single one
+    const int top = 63 - __clzll(static_cast<long long>(all ^ any)), last = max(top - kSelectBits + 1, 0);
+    const uint32_t mask = (2u << (top - last)) - 1u;
+    for (int i = thread; i < n; i += kSelectThreads) {
+      const Entry entry = entries[i];
+      if (in_question(entry)) atomicAdd(&memory.bins[static_cast<uint32_t>(entry >> last) & mask], 1u);
+    }
+    __syncthreads();
+    // A thread's digits follow each other, the largest ones first.
+    constexpr int kOfThread = kSelectBins / kSelectThreads;
+    uint32_t counts[kOfThread], own = 0, total;
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) own += counts[i] = memory.bins[kSelectBins - 1 - (thread * kOfThread + i)];
+    uint32_t before = sum_before(own, memory, total);
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      if (before < missing && before + counts[i] >= missing) {
+        memory.digit = static_cast<uint32_t>(kSelectBins - 1 - (thread * kOfThread + i));
+        memory.before = before;
+        memory.with_digit = counts[i];
+      }
+      before += counts[i];
+    }
+    __syncthreads();
+    bound = (any >> top >> 1 << top << 1) | Entry{memory.digit} << last;
+    missing -= memory.before;
+    if (missing == memory.with_digit) return bound;
+    known = 64 - last;
+    __syncthreads();  // what is in memory has been read
   }
-  all = __reduce_and_sync(0xffffffffu, all);
-  any = __reduce_or_sync(0xffffffffu, any);
-  if (lane == 0) {
-    memory.all[warp] = all;
-    memory.any[warp] = any;
-  }
-  __syncthreads();
-  all = __reduce_and_sync(0xffffffffu, memory.all[lane % kSelectWarps]);
-  any = __reduce_or_sync(0xffffffffu, memory.any[lane % kSelectWarps]);
-  // The first bits, which all keys have in common, need no search.
-  const int differing = 31 - __clz(static_cast<int>(all ^ any));  // -1: none
-  const uint32_t common = any & ~((2u << differing) - 1u);
-  const Entry begin = Entry{differing < 0 ? any : common} << 32;
-  return largest_bound(begin, 32 + differing, 0, static_cast<uint32_t>(wanted), static_cast<uint32_t>(wanted),
-                       memory.counter, [&](Entry t) {
-                         uint32_t count = 0;
-                         for (int i = thread; i < n; i += kSelectThreads) count += entries[i] >= t;
-                         return count;
-                       });
 }
 
 // Keeps entries that are not below t, in any order, and gives their number.
@@ -129,14 +183,14 @@ __device__ inline void sort_entries(Entry* entries, int n) {
   }
 }
 
-// Leaves the first min(k, n), and gives their number; `sorted` says in which order they are.
-__device__ inline int first_entries(Entry* entries, int n, int k, bool sorted, SelectMemory& memory) {
+// Leaves the first min(k, n), the largest first, and gives their number.
+__device__ inline int first_entries(Entry* entries, int n, int k, SelectMemory& memory) {
   if (n <= kFewEntries) {
     sort_entries(entries, n);
     return min(n, k);
   }
   if (n > k) n = keep_not_below(bound_of_first(entries, n, k, memory), entries, n, memory);
-  if (sorted) sort_entries(entries, n);
+  sort_entries(entries, n);
   return n;
 }
 

@@ -51,22 +51,17 @@ struct TopKCandidates {
       for (int v = 0; v < kVectors; ++v) {
         const Vec<float, kSize> x = to_floats(raw[v]);
 #pragma unroll
-        for (int i = 0; i < kSize; ++i)
-          if (!(value(x[i], column(v, i)) < bound)) pending |= 1u << (v * kSize + i);
+        for (int i = 0; i < kSize; ++i) {
+          const int at = column(v, i);
+          if (!(value(x[i], at) < bound) && at >= slice.begin && at < slice.end) pending |= 1u << (v * kSize + i);
+        }
       }
       while (true) {
-        for (uint32_t rest = pending; rest != 0; rest &= rest - 1) {
-          const int bit = __ffs(static_cast<int>(rest)) - 1;
+        uint32_t place = pending == 0 ? 0 : atomicAdd(&memory.count, static_cast<uint32_t>(__popc(pending)));
+        for (; pending != 0 && place < static_cast<uint32_t>(room); pending &= pending - 1, ++place) {
+          const int bit = __ffs(static_cast<int>(pending)) - 1;
           const int at = column(bit / kSize, bit % kSize);
-          const float x = at >= slice.begin && at < slice.end ? value(to_float(slice.row[at]), at) : -1.0f;
-          if (at < slice.begin || at >= slice.end || x < bound) {
-            pending &= ~(1u << bit);
-            continue;
-          }
-          const uint32_t place = atomicAdd(&memory.count, 1u);
-          if (place >= static_cast<uint32_t>(room)) break;
-          entries[place] = entry_of(key_of_logit(x), static_cast<uint32_t>(at));
-          pending &= ~(1u << bit);
+          entries[place] = entry_of(key_of_logit(value(to_float(slice.row[at]), at)), static_cast<uint32_t>(at));
         }
         if (!__syncthreads_or(pending != 0)) break;
         bound = cut(k, entries, room, memory);

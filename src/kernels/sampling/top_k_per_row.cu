@@ -49,19 +49,39 @@ __global__ __launch_bounds__(kSelectThreads, 2) void top_k_per_row_kernel(const 
     n = gather_lists(entries, n, rank, blocks, list_size);
     if (!is_first) return;
   }
-  n = first_entries(entries, n, range.k, args.sorted, memory);
-  if (thread == 0 && args.sorted && key_of(entries[0]) == kKeyOfNan) reporters.nan(row, kRowHasNan);
-  if (!args.sorted) {
+  for (int i = range.k + thread; i < args.k; i += kSelectThreads) finish(i, -1);
+  if (args.sorted) {
+    n = first_entries(entries, n, range.k, memory);
+    if (thread == 0 && key_of(entries[0]) == kKeyOfNan) reporters.nan(row, kRowHasNan);
+    for (int i = thread; i < n; i += kSelectThreads) finish(i, static_cast<int>(index_of(entries[i])));
+    return;
+  }
+  const Entry bound = bound_of_first(entries, n, range.k, memory);
+  // In the order of their indices: a bit for each column of a window, and a window after the other.
+  constexpr int kWindow = 32 * kSelectBins, kWordsOfThread = kSelectBins / kSelectThreads;
+  uint32_t done = 0;
+  for (uint32_t window = 0; window < static_cast<uint32_t>(range.size); window += kWindow) {
+    __syncthreads();
+    for (int i = thread; i < kSelectBins; i += kSelectThreads) memory.bins[i] = 0;
+    __syncthreads();
     for (int i = thread; i < n; i += kSelectThreads) {
-      if (key_of(entries[i]) == kKeyOfNan) reporters.nan(row, kRowHasNan);
-      entries[i] = entries[i] << 32 | entries[i] >> 32;  // by index
+      const Entry entry = entries[i];
+      const uint32_t at = index_of(entry) - window;
+      if (entry < bound || at >= kWindow) continue;
+      atomicOr(&memory.bins[at / 32], 1u << at % 32);
+      if (key_of(entry) == kKeyOfNan) reporters.nan(row, kRowHasNan);
     }
     __syncthreads();
-    sort_entries(entries, n);
-  }
-  for (int i = thread; i < args.k; i += kSelectThreads) {
-    const uint32_t index = i >= n ? 0u : args.sorted ? index_of(entries[i]) : ~key_of(entries[i]);
-    finish(i, i < n ? static_cast<int>(index) : -1);
+    uint32_t words[kWordsOfThread], count = 0, total;
+#pragma unroll
+    for (int i = 0; i < kWordsOfThread; ++i) count += __popc(words[i] = memory.bins[thread * kWordsOfThread + i]);
+    uint32_t place = done + sum_before(count, memory, total);
+#pragma unroll
+    for (int i = 0; i < kWordsOfThread; ++i)
+      for (; words[i] != 0; words[i] &= words[i] - 1)
+        finish(static_cast<int>(place++),
+               static_cast<int>(window) + (thread * kWordsOfThread + i) * 32 + __ffs(static_cast<int>(words[i])) - 1);
+    done += total;
   }
 }
 
