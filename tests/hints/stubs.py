@@ -168,13 +168,13 @@ def text(head: str, forms: Mapping[str, list[Form]]) -> str:
 
 
 def stub_of_functional() -> str:
-    return text(FUNCTIONAL, {name: list(functional(op)) for name, op in all_ops().items() if op.rules})
+    return text(FUNCTIONAL, {name: list(functional(op)) for name, op in sorted(all_ops().items()) if op.rules})
 
 
 def stub_of_jax() -> str:
     import pykv.jax
 
-    return text(JAX, {name: list(jax(op)) for name, op in all_ops().items() if name in pykv.jax.__all__})
+    return text(JAX, {name: list(jax(op)) for name, op in sorted(all_ops().items()) if name in pykv.jax.__all__})
 
 
 def stub_of_torch() -> str:
