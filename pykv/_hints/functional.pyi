@@ -1,4 +1,4 @@
-"""Written by tests/hints/stubs.py: see there."""
+"""Written by tests/derived.py."""
 
 from typing import Any, Literal, TypeVar, overload
 

@@ -1,4 +1,4 @@
-"""Written by tests/hints/stubs.py: see there."""
+"""Written by tests/derived.py."""
 
 from collections.abc import Sequence
 from typing import Literal, overload
