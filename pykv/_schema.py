@@ -69,6 +69,7 @@ class NoneIs:
 
 
 _Definition = TypeVar("_Definition", bound=Callable[..., None])
+_defined: dict[str, tuple[_C.Function, _How]] = {}
 
 
 def operation(
@@ -87,7 +88,7 @@ def operation(
     def make(definition: _Definition) -> _Definition:
         how = _How(definition, has_body, converters or {}, rules)
         function = how.function()
-        function.__dict__["__pykv__"] = how
+        _defined[definition.__name__] = function, how
         return cast(_Definition, function)
 
     return make
@@ -263,13 +264,12 @@ def _parameters(how: _How) -> tuple[Parameter, ...]:
 
 @cache
 def all_ops() -> Mapping[str, Op]:
-    """Every operation by its name."""
-    import pykv
-
+    """Every operation by its name; those of modules that were imported."""
     ops = {}
     for name in _C.ops:
-        function = getattr(pykv, name)
-        how = function.__pykv__
+        if name not in _defined:
+            raise ImportError(f"pykv_{name} is declared in C, and no module that is imported here defines {name}")
+        function, how = _defined[name]
         ops[name] = Op(name, function, how.function(), _parameters(how), how.rules, how.has_body)
     return ops
 

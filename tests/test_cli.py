@@ -148,7 +148,7 @@ def test_plain_tables_line_up(capsys, no_rich):
 
 
 def test_recorded_results_are_those_of_the_references():
-    """Else: python tests/expected.py"""
+    """Else: python tests/derived.py"""
     kept = check.recorded()
     assert set(kept) == set(expected.EXPECTED) == set(SAMPLES) == set(all_ops())
     for name, results in kept.items():

@@ -1,4 +1,4 @@
-"""Written by tests/hints/stubs.py: see there."""
+"""Written by tests/derived.py."""
 
 from typing import Any, Literal, TypeVar, overload
 
@@ -6,31 +6,79 @@ from pykv._types import Array, ScalarOrArray, Stream
 
 _Array = TypeVar("_Array", bound=Array)
 
-def silu_and_mul(input: _Array, *, result: Array | None = None, stream: Stream = None) -> _Array: ...
-def silu_and_mul_quant(
-    input: Array, scale: ScalarOrArray, *, result: Array | None = None, stream: Stream = None
+def awq_dequantize(
+    qweight: Array, scales: Array, zeros: Array, *, out: Array | None = None, stream: Stream = None
 ) -> Any: ...
-def silu_and_mul_per_block_quant(
+def concat_mla_q(ql_nope: _Array, q_pe: Array, *, q_out: Array | None = None, stream: Stream = None) -> _Array: ...
+def convert_fp8(
     input: Array,
-    group_size: int,
-    scale_ub: ScalarOrArray | None = None,
-    is_scale_transposed: bool = False,
+    scale: ScalarOrArray = 1.0,
+    kv_dtype: str = "fp8",
+    *,
+    output: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
+def dual_chunk_rotary_embedding(
+    positions: Array,
+    query: Array,
+    key: Array | None,
+    head_size: int,
+    cos_sin_cache: Array,
+    is_neox: bool,
+    chunk_size: int,
+    local_size: int,
+    offsets: Array | None = None,
+    *,
+    query_out: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
+def fatrelu_and_mul(
+    input: _Array, threshold: float = 0.0, *, out: Array | None = None, stream: Stream = None
+) -> _Array: ...
+def fp8_dequantize(
+    input: Array,
+    scale: ScalarOrArray,
+    group_rows: int = 0,
+    group_columns: int = 0,
     *,
     out: Array | None = None,
-    scales: Array | None = None,
     stream: Stream = None,
-) -> tuple[Any, Any]: ...
-def gelu_tanh_and_mul(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
-def mul_and_silu(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
-def silu_and_mul_with_clamp(
-    input: _Array,
-    limit: float,
-    alpha: float = 1.0,
-    beta: float = 0.0,
+) -> Any: ...
+def fused_add_rms_norm_static_fp8_quant(
+    input: Array,
+    residual: Array,
+    weight: Array | None,
+    scale: ScalarOrArray,
+    epsilon: float = 1e-06,
     *,
     result: Array | None = None,
     stream: Stream = None,
-) -> _Array: ...
+) -> Any: ...
+def fused_qknorm_rope_cache(
+    qkv: _Array,
+    q_weight: Array,
+    k_weight: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array,
+    slot_mapping: Array,
+    k_cache: Array,
+    v_cache: Array,
+    head_dim: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    rotary_pairs: int,
+    epsilon: float,
+    norm_weight_bias: float = 0.0,
+    kv_cache_dtype: str = "auto",
+    k_scale: ScalarOrArray | None = None,
+    v_scale: ScalarOrArray | None = None,
+    *,
+    q_out: Array | None = None,
+    k_out: Array | None = None,
+    v_out: Array | None = None,
+    stream: Stream = None,
+) -> tuple[_Array, _Array, _Array]: ...
 def gelu_and_mul(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
 def gelu_and_mul_sparse(
     input: _Array,
@@ -40,32 +88,134 @@ def gelu_and_mul_sparse(
     out: Array | None = None,
     stream: Stream = None,
 ) -> _Array: ...
-def fatrelu_and_mul(
-    input: _Array, threshold: float = 0.0, *, out: Array | None = None, stream: Stream = None
-) -> _Array: ...
-def swigluoai_and_mul(
-    input: _Array, alpha: float = 1.702, limit: float = 7.0, *, out: Array | None = None, stream: Stream = None
-) -> _Array: ...
-def swiglustep_and_mul(
-    input: _Array, limit: float = 7.0, *, out: Array | None = None, stream: Stream = None
-) -> _Array: ...
-def situ_and_mul(
-    input: _Array, beta: float = 1.0, linear_beta: float = -1.0, *, out: Array | None = None, stream: Stream = None
-) -> _Array: ...
-def gelu_new(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
 def gelu_fast(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
+def gelu_new(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
 def gelu_quick(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
-def relu2(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
-def relu_squared(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
-def xielu(
-    input: _Array,
-    alpha_p: ScalarOrArray,
-    alpha_n: ScalarOrArray,
-    beta: float = 0.5,
-    eps: float = -1e-06,
+def gelu_tanh_and_mul(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
+def gemma_rms_norm(
+    input: _Array, weight: Array, epsilon: float = 1e-06, *, out: Array | None = None, stream: Stream = None
+) -> _Array: ...
+def ggml_dequantize(W: Array, quant_type: int, *, out: Array | None = None, stream: Stream = None) -> Any: ...
+def gptq_dequantize(
+    qweight: Array,
+    qzeros: Array,
+    scales: Array,
+    g_idx: Array | None = None,
+    bits: int = 4,
+    use_v2_format: bool = False,
     *,
     out: Array | None = None,
     stream: Stream = None,
+) -> Any: ...
+def grouped_topk(
+    scores: Array,
+    n_group: int,
+    topk_group: int,
+    topk: int,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    bias: Array | None = None,
+    scoring_func: int = 0,
+    group_score: str = "top2_sum",
+    is_padding: Array | None = None,
+    *,
+    topk_weights: Array | None = None,
+    topk_ids: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+def hadacore_transform(x: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
+def layer_norm(
+    input: _Array,
+    weight: Array | None,
+    bias: Array | None,
+    epsilon: float = 1e-05,
+    residual: Array | None = None,
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> _Array: ...
+@overload
+def merge_attn_states(
+    prefix_output: _Array,
+    prefix_lse: Array,
+    suffix_output: Array,
+    suffix_lse: Array,
+    prefill_tokens_with_context: int | None = None,
+    output_scale: ScalarOrArray | None = None,
+    *,
+    output_lse: Literal[False] | None = None,
+    output: Array | None = None,
+    stream: Stream = None,
+) -> _Array: ...
+@overload
+def merge_attn_states(
+    prefix_output: _Array,
+    prefix_lse: Array,
+    suffix_output: Array,
+    suffix_lse: Array,
+    prefill_tokens_with_context: int | None = None,
+    output_scale: ScalarOrArray | None = None,
+    *,
+    output_lse: Array | Literal[True],
+    output: Array | None = None,
+    stream: Stream = None,
+) -> tuple[_Array, Any]: ...
+@overload
+def merge_attn_states_n(
+    partial_outputs: Array,
+    partial_lses: Array,
+    output_scale: ScalarOrArray | None = None,
+    *,
+    output_lse: Literal[False] | None = None,
+    output: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
+@overload
+def merge_attn_states_n(
+    partial_outputs: Array,
+    partial_lses: Array,
+    output_scale: ScalarOrArray | None = None,
+    *,
+    output_lse: Array | Literal[True],
+    output: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+def moe_sum(
+    input: Array,
+    topk_ids: Array | None = None,
+    expert_map: Array | None = None,
+    *,
+    output: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
+def moe_unpermute(
+    permuted_hidden_states: _Array,
+    topk_weights: Array,
+    inv_permuted_idx: Array,
+    expert_first_token_offset: Array | None,
+    topk: int,
+    *,
+    hidden_states: Array | None = None,
+    stream: Stream = None,
+) -> _Array: ...
+def mul_and_silu(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
+def mxfp4_dequantize(
+    input: Array, scale: Array, is_sf_swizzled_layout: bool = False, *, out: Array | None = None, stream: Stream = None
+) -> Any: ...
+def mxfp8_dequantize(
+    input: Array, scale: Array, is_sf_swizzled_layout: bool = False, *, out: Array | None = None, stream: Stream = None
+) -> Any: ...
+def nvfp4_dequantize(
+    input: Array,
+    scale: Array,
+    global_scale: ScalarOrArray,
+    is_sf_swizzled_layout: bool = True,
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
+def packed_gemm(
+    x: _Array, weight: Array, format: str, bias: Array | None = None, *, out: Array | None = None, stream: Stream = None
 ) -> _Array: ...
 @overload
 def paged_attention(
@@ -164,252 +314,7 @@ def paged_attention_v2(
     tmp_out: Array | None = None,
     stream: Stream = None,
 ) -> _Array: ...
-@overload
-def merge_attn_states(
-    prefix_output: _Array,
-    prefix_lse: Array,
-    suffix_output: Array,
-    suffix_lse: Array,
-    prefill_tokens_with_context: int | None = None,
-    output_scale: ScalarOrArray | None = None,
-    *,
-    output_lse: Literal[False] | None = None,
-    output: Array | None = None,
-    stream: Stream = None,
-) -> _Array: ...
-@overload
-def merge_attn_states(
-    prefix_output: _Array,
-    prefix_lse: Array,
-    suffix_output: Array,
-    suffix_lse: Array,
-    prefill_tokens_with_context: int | None = None,
-    output_scale: ScalarOrArray | None = None,
-    *,
-    output_lse: Array | Literal[True],
-    output: Array | None = None,
-    stream: Stream = None,
-) -> tuple[_Array, Any]: ...
-@overload
-def merge_attn_states_n(
-    partial_outputs: Array,
-    partial_lses: Array,
-    output_scale: ScalarOrArray | None = None,
-    *,
-    output_lse: Literal[False] | None = None,
-    output: Array | None = None,
-    stream: Stream = None,
-) -> Any: ...
-@overload
-def merge_attn_states_n(
-    partial_outputs: Array,
-    partial_lses: Array,
-    output_scale: ScalarOrArray | None = None,
-    *,
-    output_lse: Array | Literal[True],
-    output: Array | None = None,
-    stream: Stream = None,
-) -> tuple[Any, Any]: ...
-def fused_qknorm_rope_cache(
-    qkv: _Array,
-    q_weight: Array,
-    k_weight: Array,
-    cos: Array,
-    sin: Array,
-    positions: Array,
-    slot_mapping: Array,
-    k_cache: Array,
-    v_cache: Array,
-    head_dim: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    rotary_pairs: int,
-    epsilon: float,
-    norm_weight_bias: float = 0.0,
-    kv_cache_dtype: str = "auto",
-    k_scale: ScalarOrArray | None = None,
-    v_scale: ScalarOrArray | None = None,
-    *,
-    q_out: Array | None = None,
-    k_out: Array | None = None,
-    v_out: Array | None = None,
-    stream: Stream = None,
-) -> tuple[_Array, _Array, _Array]: ...
-def convert_fp8(
-    input: Array,
-    scale: ScalarOrArray = 1.0,
-    kv_dtype: str = "fp8",
-    *,
-    output: Array | None = None,
-    stream: Stream = None,
-) -> Any: ...
-def concat_mla_q(ql_nope: _Array, q_pe: Array, *, q_out: Array | None = None, stream: Stream = None) -> _Array: ...
-def ggml_dequantize(W: Array, quant_type: int, *, out: Array | None = None, stream: Stream = None) -> Any: ...
-def awq_dequantize(
-    qweight: Array, scales: Array, zeros: Array, *, out: Array | None = None, stream: Stream = None
-) -> Any: ...
-def gptq_dequantize(
-    qweight: Array,
-    qzeros: Array,
-    scales: Array,
-    g_idx: Array | None = None,
-    bits: int = 4,
-    use_v2_format: bool = False,
-    *,
-    out: Array | None = None,
-    stream: Stream = None,
-) -> Any: ...
-def fp8_dequantize(
-    input: Array,
-    scale: ScalarOrArray,
-    group_rows: int = 0,
-    group_columns: int = 0,
-    *,
-    out: Array | None = None,
-    stream: Stream = None,
-) -> Any: ...
-def mxfp8_dequantize(
-    input: Array, scale: Array, is_sf_swizzled_layout: bool = False, *, out: Array | None = None, stream: Stream = None
-) -> Any: ...
-def mxfp4_dequantize(
-    input: Array, scale: Array, is_sf_swizzled_layout: bool = False, *, out: Array | None = None, stream: Stream = None
-) -> Any: ...
-def nvfp4_dequantize(
-    input: Array,
-    scale: Array,
-    global_scale: ScalarOrArray,
-    is_sf_swizzled_layout: bool = True,
-    *,
-    out: Array | None = None,
-    stream: Stream = None,
-) -> Any: ...
 def permute_cols(A: _Array, perm: Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
-def hadacore_transform(x: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
-def packed_gemm(
-    x: _Array, weight: Array, format: str, bias: Array | None = None, *, out: Array | None = None, stream: Stream = None
-) -> _Array: ...
-def grouped_topk(
-    scores: Array,
-    n_group: int,
-    topk_group: int,
-    topk: int,
-    renormalize: bool,
-    routed_scaling_factor: float,
-    bias: Array | None = None,
-    scoring_func: int = 0,
-    group_score: str = "top2_sum",
-    is_padding: Array | None = None,
-    *,
-    topk_weights: Array | None = None,
-    topk_ids: Array | None = None,
-    stream: Stream = None,
-) -> tuple[Any, Any]: ...
-def moe_unpermute(
-    permuted_hidden_states: _Array,
-    topk_weights: Array,
-    inv_permuted_idx: Array,
-    expert_first_token_offset: Array | None,
-    topk: int,
-    *,
-    hidden_states: Array | None = None,
-    stream: Stream = None,
-) -> _Array: ...
-def moe_sum(
-    input: Array,
-    topk_ids: Array | None = None,
-    expert_map: Array | None = None,
-    *,
-    output: Array | None = None,
-    stream: Stream = None,
-) -> Any: ...
-def shuffle_rows(
-    input_tensor: _Array, dst2src_map: Array, *, output_tensor: Array | None = None, stream: Stream = None
-) -> _Array: ...
-def rms_norm(
-    input: _Array, weight: Array | None, epsilon: float = 1e-06, *, out: Array | None = None, stream: Stream = None
-) -> _Array: ...
-def gemma_rms_norm(
-    input: _Array, weight: Array, epsilon: float = 1e-06, *, out: Array | None = None, stream: Stream = None
-) -> _Array: ...
-def layer_norm(
-    input: _Array,
-    weight: Array | None,
-    bias: Array | None,
-    epsilon: float = 1e-05,
-    residual: Array | None = None,
-    *,
-    out: Array | None = None,
-    stream: Stream = None,
-) -> _Array: ...
-def rms_norm_gated(
-    input: _Array,
-    weight: Array | None,
-    z: Array | None = None,
-    epsilon: float = 1e-05,
-    group_size: int = 0,
-    norm_before_gate: bool = False,
-    activation: str = "swish",
-    *,
-    out: Array | None = None,
-    stream: Stream = None,
-) -> _Array: ...
-def rms_norm_static_fp8_quant(
-    input: Array,
-    weight: Array | None,
-    scale: ScalarOrArray,
-    epsilon: float = 1e-06,
-    *,
-    result: Array | None = None,
-    stream: Stream = None,
-) -> Any: ...
-def fused_add_rms_norm_static_fp8_quant(
-    input: Array,
-    residual: Array,
-    weight: Array | None,
-    scale: ScalarOrArray,
-    epsilon: float = 1e-06,
-    *,
-    result: Array | None = None,
-    stream: Stream = None,
-) -> Any: ...
-def rms_norm_dynamic_per_token_quant(
-    input: Array,
-    weight: Array | None,
-    epsilon: float = 1e-06,
-    scale_ub: ScalarOrArray | None = None,
-    residual: Array | None = None,
-    *,
-    result: Array | None = None,
-    scale: Array | None = None,
-    stream: Stream = None,
-) -> tuple[Any, Any]: ...
-def rms_norm_per_block_quant(
-    input: Array,
-    weight: Array | None,
-    epsilon: float = 1e-06,
-    scale_ub: ScalarOrArray | None = None,
-    residual: Array | None = None,
-    group_size: int = 128,
-    is_scale_transposed: bool = False,
-    *,
-    result: Array | None = None,
-    scale: Array | None = None,
-    stream: Stream = None,
-) -> tuple[Any, Any]: ...
-def dual_chunk_rotary_embedding(
-    positions: Array,
-    query: Array,
-    key: Array | None,
-    head_size: int,
-    cos_sin_cache: Array,
-    is_neox: bool,
-    chunk_size: int,
-    local_size: int,
-    offsets: Array | None = None,
-    *,
-    query_out: Array | None = None,
-    stream: Stream = None,
-) -> Any: ...
 @overload
 def rejection_sample(
     draft_token_ids: Array,
@@ -436,6 +341,56 @@ def rejection_sample(
     out: Array | None = None,
     stream: Stream = None,
 ) -> tuple[Any, Any]: ...
+def relu2(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
+def relu_squared(input: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
+def rms_norm(
+    input: _Array, weight: Array | None, epsilon: float = 1e-06, *, out: Array | None = None, stream: Stream = None
+) -> _Array: ...
+def rms_norm_dynamic_per_token_quant(
+    input: Array,
+    weight: Array | None,
+    epsilon: float = 1e-06,
+    scale_ub: ScalarOrArray | None = None,
+    residual: Array | None = None,
+    *,
+    result: Array | None = None,
+    scale: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+def rms_norm_gated(
+    input: _Array,
+    weight: Array | None,
+    z: Array | None = None,
+    epsilon: float = 1e-05,
+    group_size: int = 0,
+    norm_before_gate: bool = False,
+    activation: str = "swish",
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> _Array: ...
+def rms_norm_per_block_quant(
+    input: Array,
+    weight: Array | None,
+    epsilon: float = 1e-06,
+    scale_ub: ScalarOrArray | None = None,
+    residual: Array | None = None,
+    group_size: int = 128,
+    is_scale_transposed: bool = False,
+    *,
+    result: Array | None = None,
+    scale: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+def rms_norm_static_fp8_quant(
+    input: Array,
+    weight: Array | None,
+    scale: ScalarOrArray,
+    epsilon: float = 1e-06,
+    *,
+    result: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
 @overload
 def sample(
     logits: Array,
@@ -528,9 +483,44 @@ def sample(
     first_token: int = 0,
     stream: Stream = None,
 ) -> tuple[Any, Any, Any]: ...
+def shuffle_rows(
+    input_tensor: _Array, dst2src_map: Array, *, output_tensor: Array | None = None, stream: Stream = None
+) -> _Array: ...
+def silu_and_mul(input: _Array, *, result: Array | None = None, stream: Stream = None) -> _Array: ...
+def silu_and_mul_per_block_quant(
+    input: Array,
+    group_size: int,
+    scale_ub: ScalarOrArray | None = None,
+    is_scale_transposed: bool = False,
+    *,
+    out: Array | None = None,
+    scales: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+def silu_and_mul_quant(
+    input: Array, scale: ScalarOrArray, *, result: Array | None = None, stream: Stream = None
+) -> Any: ...
+def silu_and_mul_with_clamp(
+    input: _Array,
+    limit: float,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    *,
+    result: Array | None = None,
+    stream: Stream = None,
+) -> _Array: ...
+def situ_and_mul(
+    input: _Array, beta: float = 1.0, linear_beta: float = -1.0, *, out: Array | None = None, stream: Stream = None
+) -> _Array: ...
 def softmax(
     logits: Array, temperature: ScalarOrArray | None = None, *, out: Array | None = None, stream: Stream = None
 ) -> Any: ...
+def swigluoai_and_mul(
+    input: _Array, alpha: float = 1.702, limit: float = 7.0, *, out: Array | None = None, stream: Stream = None
+) -> _Array: ...
+def swiglustep_and_mul(
+    input: _Array, limit: float = 7.0, *, out: Array | None = None, stream: Stream = None
+) -> _Array: ...
 @overload
 def token_logprobs(
     logits: Array,
@@ -551,25 +541,6 @@ def token_logprobs(
     logprobs: Array | None = None,
     stream: Stream = None,
 ) -> tuple[Any, Any]: ...
-def top_k_top_p_mask(
-    logits: _Array,
-    top_k: ScalarOrArray | None = None,
-    top_p: ScalarOrArray | None = None,
-    min_p: ScalarOrArray | None = None,
-    temperature: ScalarOrArray | None = None,
-    *,
-    out: Array | None = None,
-    stream: Stream = None,
-) -> _Array: ...
-def top_k_top_p_renorm(
-    probs: _Array,
-    top_k: ScalarOrArray | None = None,
-    top_p: ScalarOrArray | None = None,
-    min_p: ScalarOrArray | None = None,
-    *,
-    out: Array | None = None,
-    stream: Stream = None,
-) -> _Array: ...
 @overload
 def top_k_per_row(
     logits: _Array,
@@ -598,3 +569,32 @@ def top_k_per_row(
     sorted: bool = False,
     stream: Stream = None,
 ) -> tuple[Any, _Array]: ...
+def top_k_top_p_mask(
+    logits: _Array,
+    top_k: ScalarOrArray | None = None,
+    top_p: ScalarOrArray | None = None,
+    min_p: ScalarOrArray | None = None,
+    temperature: ScalarOrArray | None = None,
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> _Array: ...
+def top_k_top_p_renorm(
+    probs: _Array,
+    top_k: ScalarOrArray | None = None,
+    top_p: ScalarOrArray | None = None,
+    min_p: ScalarOrArray | None = None,
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> _Array: ...
+def xielu(
+    input: _Array,
+    alpha_p: ScalarOrArray,
+    alpha_n: ScalarOrArray,
+    beta: float = 0.5,
+    eps: float = -1e-06,
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> _Array: ...

@@ -1,4 +1,4 @@
-"""Written by tests/hints/stubs.py: see there."""
+"""Written by tests/derived.py."""
 
 from pykv import apply_repetition_penalties_ as apply_repetition_penalties_
 from pykv import awq_dequantize as awq_dequantize

@@ -5,20 +5,9 @@
 #include "failure.h"
 #include "function.h"
 #include "op.h"
-#include "pykv/attention.h"
-#include "pykv/cpu.h"
+#include "pykv/kernels.h"
 #include "torch_ops.h"
 #include "unlocked.h"
-
-void bind_activation(Module& m);
-void bind_attention(Module& m);
-void bind_cache(Module& m);
-void bind_dequantization(Module& m);
-void bind_gemm(Module& m);
-void bind_moe(Module& m);
-void bind_norm(Module& m);
-void bind_rotary(Module& m);
-void bind_sampling(Module& m);
 
 namespace pykv::python {
 
@@ -67,15 +56,9 @@ PYBIND11_MODULE(_C_of_main, m, py::mod_gil_not_used()) {
   m.def("paged_attention_kernel", pykv_paged_attention_kernel);
 
   Module ops(m.ptr());
-  bind_activation(ops);
-  bind_attention(ops);
-  bind_cache(ops);
-  bind_dequantization(ops);
-  bind_gemm(ops);
-  bind_moe(ops);
-  bind_norm(ops);
-  bind_rotary(ops);
-  bind_sampling(ops);
+#define PYKV_OPERATION(name) ops.def<pykv_##name>(#name);
+#include "operations.inc"  // one for each, of the headers (CMakeLists.txt)
+#undef PYKV_OPERATION
   torch_ops::bind(m);
   torch_ops::bind_packet(m);
 }

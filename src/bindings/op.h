@@ -1,4 +1,4 @@
-// One line for each op: everything a call needs is deduced from the C declaration.
+// One line for each op, which CMake makes of the headers: everything a call needs is deduced from the C declaration.
 //
 //   DLTensor*         an array that is written          const DLTensor*   an array that is read, or a number (a scale)
 //   pykv_tensor_list  a sequence of written arrays      int64_t, double, bool, const char*      as they are

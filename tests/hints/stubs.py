@@ -1,6 +1,6 @@
 """The signatures of the forms that are made when they are imported, for type checkers.
 
-    python tests/hints/stubs.py && ruff format pykv/_hints     # after an operation was added or changed
+``python tests/derived.py`` writes them.
 
 Where a parameter that may be left out decides what is returned, there is an overload for each case.
 """
@@ -19,7 +19,7 @@ from pykv._tools.samples import sample
 
 FOLDER = Path(__file__).parents[2] / "pykv" / "_hints"
 OVERLOADED = "from typing import Any, Literal, TypeVar, overload"
-FUNCTIONAL = f'''"""Written by tests/hints/stubs.py: see there."""
+FUNCTIONAL = f'''"""Written by tests/derived.py."""
 
 {OVERLOADED}
 
@@ -27,7 +27,7 @@ from pykv._types import Array, ScalarOrArray, Stream
 
 _Array = TypeVar("_Array", bound=Array)
 '''
-JAX = f'''"""Written by tests/hints/stubs.py: see there."""
+JAX = f'''"""Written by tests/derived.py."""
 
 from collections.abc import Sequence
 {OVERLOADED.replace("Any, ", "").replace(", TypeVar", "")}
@@ -168,25 +168,26 @@ def text(head: str, forms: Mapping[str, list[Form]]) -> str:
 
 
 def stub_of_functional() -> str:
-    return text(FUNCTIONAL, {name: list(functional(op)) for name, op in all_ops().items() if op.rules})
+    return text(FUNCTIONAL, {name: list(functional(op)) for name, op in sorted(all_ops().items()) if op.rules})
 
 
 def stub_of_jax() -> str:
     import pykv.jax
 
-    return text(JAX, {name: list(jax(op)) for name, op in all_ops().items() if name in pykv.jax.__all__})
+    return text(JAX, {name: list(jax(op)) for name, op in sorted(all_ops().items()) if name in pykv.jax.__all__})
 
 
 def stub_of_torch() -> str:
     """The functions have the signatures of those that they call."""
     names = "\n".join(f"from pykv import {name} as {name}" for name in sorted(all_ops()))
-    return f'"""Written by tests/hints/stubs.py: see there."""\n\n{names}\n'
+    return f'"""Written by tests/derived.py."""\n\n{names}\n'
 
 
 STUBS = {"functional": stub_of_functional, "jax": stub_of_jax, "torch": stub_of_torch}
 
 
-if __name__ == "__main__":
+def write() -> None:
+    """They are as ``ruff format`` leaves them, which is the caller's to run (tests/derived.py)."""
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / "__init__.pyi").touch()
     for name, stub in STUBS.items():

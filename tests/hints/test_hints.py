@@ -120,7 +120,7 @@ def declarations(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", sorted(stubs.STUBS))
 def test_stubs_are_those_of_the_operations(name: str) -> None:
-    """Else: python tests/hints/stubs.py"""
+    """Else: python tests/derived.py"""
     if name == "jax":
         pytest.importorskip("jax")
     shipped = (Path(pykv.__file__).parent / "_hints" / f"{name}.pyi").read_text()
