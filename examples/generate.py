@@ -10,21 +10,25 @@ array library, cuda_graphs.py for steps that are replayed.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
+import sys
 import time
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from arrays import open_arrays
 from cuda_graphs import Captured
-from engine import Engine, common_prefix
+from engine import Engine, Request, common_prefix
 from llama import open_model
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 from tokenizers import Tokenizer
+
+import pykv
 
 OPENING = "Elizabeth had been a week at Netherfield, and the rain had not ceased since Tuesday. "
 PROMPTS = [
@@ -40,6 +44,24 @@ class Step(NamedTuple):
     seconds: float
 
 
+def refuse(reason: object) -> NoReturn:
+    """What cannot be served ends the program with one line."""
+    print(f"generate.py: error: {reason}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def positive(text: str) -> int:
+    if not (text.isdecimal() and 0 < int(text) < 2**31):
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)
+
+
+def not_negative(text: str) -> float:
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be 0 or a positive number, got {text!r}")
+    return float(text)
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -49,42 +71,33 @@ def parse_arguments() -> argparse.Namespace:
     add("--dtype", choices=["auto", "float32", "float16", "bfloat16"], default="auto", help="of the weights")
     add("--kv-dtype", choices=["auto", "fp8_e4m3"], default="auto", help="of the cache (auto: as --dtype)")
     add("--prompt", action="append", help="a text to continue; may be given many times")
-    add("--max-tokens", type=int, default=120, help="new tokens for each prompt")
-    add("--temperature", type=float, default=0.7, help="0: always the likeliest token")
+    add("--max-tokens", type=positive, default=120, help="new tokens for each prompt")
+    add("--temperature", type=not_negative, default=0.7, help="0: always the likeliest token")
     add("--seed", type=int, default=0)
-    add("--chunk", type=int, default=64, help="tokens computed per step at most; longer prompts take several steps")
-    add("--blocks", type=int, default=512, help="blocks in the cache")
-    add("--block-size", type=int, default=16, help="tokens in a block")
+    add("--chunk", type=positive, default=64, help="tokens computed per step at most; a long prompt takes several")
+    add("--blocks", type=positive, default=512, help="blocks in the cache")
+    add("--block-size", type=positive, default=16, help="tokens in a block")
     add("--compile", action="store_true", help="let torch compile the step; JAX always does")
     add("--cuda-graphs", action="store_true", help="with torch on a GPU: steps of decoding are replayed CUDA graphs")
     args = parser.parse_args()
     for option in ("compile", "cuda_graphs"):
         if getattr(args, option) and args.array != "torch":
             parser.error(f"--{option.replace('_', '-')} goes with --array torch")
+    if args.seed < 0:
+        parser.error(f"argument --seed: must not be negative, got {args.seed}")
     return args
 
 
 def main() -> None:
     args = parse_arguments()
     console = Console()
-    arrays = open_arrays(args.array, args.device, args.dtype)
-    model = open_model(args.model, arrays)
-    if args.compile:
-        model.forward = arrays.namespace.compile(model.forward)
-    if args.cuda_graphs:
-        if not arrays.device.startswith("cuda"):
-            raise SystemExit("--cuda-graphs needs a GPU")
-        model.forward = Captured(arrays.namespace, model.forward)
-    cache = model.make_cache(args.blocks, args.block_size, args.kv_dtype)
-    engine = Engine(model, cache, args.chunk)
-    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
-    prompts = [tokenizer.encode(text).ids for text in args.prompt or PROMPTS]
-
-    began = time.perf_counter()
-    shared = common_prefix(prompts)
-    if len(prompts) > 1 and len(shared) >= args.block_size:
-        engine.share_prefix(shared)
-    requests = [engine.add(ids, args.max_tokens, args.temperature, args.seed) for ids in prompts]
+    try:
+        tokenizer = open_tokenizer(args.model)
+        engine = open_engine(args)
+        began = time.perf_counter()
+        requests = add_requests(engine, tokenizer, args)
+    except (ImportError, OSError, ValueError, pykv.OutOfBlocks) as error:
+        refuse(error)
 
     steps: list[Step] = []
     columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed} tokens"),
@@ -93,10 +106,13 @@ def main() -> None:
         bar = progress.add_task("generating", total=sum(r.max_length - r.prompt_length for r in requests))
         while engine.busy:
             step_began = time.perf_counter()
-            tokens = len(engine.step())
+            try:
+                tokens = len(engine.step())
+            except pykv.OutOfBlocks as error:
+                refuse(f"--blocks {args.blocks}: {error}")
             steps.append(Step(tokens, time.perf_counter() - step_began))
             progress.advance(bar, tokens)
-            progress.update(bar, description=f"{len(engine.running)} running, cache {cache.usage:.0%}")
+            progress.update(bar, description=f"{len(engine.running)} running, cache {engine.cache.usage:.0%}")
     seconds = time.perf_counter() - began
 
     for request in requests:
@@ -105,6 +121,40 @@ def main() -> None:
     library = args.array + " compiled" * args.compile + " with CUDA graphs" * args.cuda_graphs
     report(console, engine, library, seconds, steps)
     engine.close()
+
+
+def open_tokenizer(folder: Path) -> Tokenizer:
+    if not folder.is_dir():
+        raise ValueError(f"--model: {folder} is not a folder")
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises no other
+        raise ValueError(f"tokenizer.json: {error}") from None
+
+
+def open_engine(args: argparse.Namespace) -> Engine:
+    arrays = open_arrays(args.array, args.device, args.dtype)
+    if args.cuda_graphs and not arrays.device.startswith("cuda"):
+        raise ValueError("--cuda-graphs needs a GPU")
+    model = open_model(args.model, arrays)
+    if args.compile:
+        model.forward = arrays.namespace.compile(model.forward)
+    if args.cuda_graphs:
+        model.forward = Captured(arrays.namespace, model.forward)
+    return Engine(model, model.make_cache(args.blocks, args.block_size, args.kv_dtype), args.chunk)
+
+
+def add_requests(engine: Engine, tokenizer: Tokenizer, args: argparse.Namespace) -> list[Request]:
+    """One for each prompt; what all begin with is computed once."""
+    prompts = [tokenizer.encode(text).ids for text in args.prompt or PROMPTS]
+    size = engine.model.config.vocab_size
+    if strange := [token for ids in prompts for token in ids if token >= size]:
+        raise ValueError(f"tokenizer.json: token {strange[0]} is not among the model's {size}")
+    requests = [engine.add(ids, args.max_tokens, args.temperature, args.seed) for ids in prompts]
+    shared = common_prefix(prompts)
+    if len(prompts) > 1 and len(shared) >= args.block_size:
+        engine.share_prefix(shared)
+    return requests
 
 
 def texts(tokenizer: Tokenizer, tokens: list[int], prompt_length: int) -> tuple[str, str]:

@@ -6,16 +6,14 @@ JAX, whose arrays are immutable, has the same in llama_jax.py.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from arrays import Array, Host, JaxArrays, NumpyArrays
+from checkpoint import Checkpoint, Keys
 from rope import rope_table
-from safetensors import safe_open
 
 import pykv
 from pykv.rope import parameters_of_config
@@ -27,43 +25,58 @@ class Config:
 
     hidden_size: int
     intermediate_size: int
+    vocab_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_size: int
     epsilon: float
     qk_norm: bool
-    tied: bool
     windows: tuple[int | None, ...]  # of each layer; None: attention to everything before
     max_length: int
     end_ids: frozenset[int]
 
     @classmethod
-    def from_hugging_face(cls, raw: dict[str, Any]) -> Config:
-        family = raw.get("model_type")
+    def from_hugging_face(cls, keys: Keys) -> Config:
+        family = keys.get("model_type")
         if family not in ("llama", "qwen3"):
-            raise ValueError(f"model_type: llama and qwen3 are supported, got {family!r}")
-        if raw.get("hidden_act", "silu") != "silu" or raw.get("attention_bias") or raw.get("mlp_bias"):
-            raise ValueError("config.json: only silu activation and layers without bias are supported")
-        layers, heads, rope = raw["num_hidden_layers"], raw["num_attention_heads"], parameters_of_config(raw)
-        full = raw.get("max_window_layers", layers) if raw.get("use_sliding_window") else layers
-        kinds = raw.get("layer_types") or ["full_attention"] * full + ["sliding_attention"] * (layers - full)
-        end = raw.get("eos_token_id")
-        stretch = rope.get("factor", 1) if rope["rope_type"] == "dynamic" else 1
+            keys.refuse("model_type", f"llama and qwen3 are served, got {family!r}")
+        if (activation := keys.get("hidden_act", "silu")) != "silu":
+            keys.refuse("hidden_act", f"silu is served, got {activation!r}")
+        for key in ("attention_bias", "mlp_bias"):
+            if keys.get(key):
+                keys.refuse(key, "layers without bias are served")
+        layers, heads = keys.size("num_hidden_layers"), keys.size("num_attention_heads")
+        full = keys.size("max_window_layers", layers) if keys.get("use_sliding_window") else layers
+        kinds = keys.get("layer_types", ["full_attention"] * full + ["sliding_attention"] * (layers - full))
+        rope = read_rope(keys)
+        end = keys.get("eos_token_id", [])
         return cls(
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
+            hidden_size=keys.size("hidden_size"),
+            intermediate_size=keys.size("intermediate_size"),
+            vocab_size=keys.size("vocab_size"),
             num_layers=layers,
             num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_size=raw.get("head_dim") or raw["hidden_size"] // heads,
-            epsilon=raw["rms_norm_eps"],
+            num_kv_heads=keys.size("num_key_value_heads", heads),
+            head_size=keys.size("head_dim", keys.size("hidden_size") // heads),
+            epsilon=keys.number("rms_norm_eps"),
             qk_norm=family == "qwen3",
-            tied=raw.get("tie_word_embeddings", False),
-            windows=tuple(raw["sliding_window"] if kind == "sliding_attention" else None for kind in kinds),
-            max_length=int(raw["max_position_embeddings"] * stretch),
-            end_ids=frozenset([] if end is None else end if isinstance(end, list) else [end]),
+            windows=tuple(keys.size("sliding_window") if kind == "sliding_attention" else None for kind in kinds),
+            max_length=int(keys.size("max_position_embeddings") * rope.get("stretch", 1)),
+            end_ids=frozenset(end if isinstance(end, list) else [end]),
         )
+
+
+def read_rope(keys: Keys) -> dict[str, Any]:
+    """What `pykv.rope` understands of the keys; "stretch" is how much longer than its config says a sequence may be."""
+    for key in ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "max_window_layers",
+                "original_max_position_embeddings", "sliding_window"):  # fmt: skip
+        keys.get(key)
+    try:
+        rope = parameters_of_config(keys.raw)
+    except ValueError as error:
+        raise ValueError(f"{keys.file}: {str(error).removeprefix('config: ')}") from None
+    return rope | ({"stretch": rope.get("factor", 1)} if rope["rope_type"] == "dynamic" else {})
 
 
 @dataclass
@@ -94,33 +107,35 @@ class Batch:
 
 class Llama:
     def __init__(self, folder: Path, arrays: NumpyArrays):
-        raw = json.loads((folder / "config.json").read_text())
-        generation = folder / "generation_config.json"  # may name more end tokens
-        if generation.exists():
-            raw |= {k: v for k, v in json.loads(generation.read_text()).items() if k == "eos_token_id"}
-        self.config = c = Config.from_hugging_face(raw)
+        checkpoint = Checkpoint(folder)
+        self.config = c = Config.from_hugging_face(checkpoint.keys)
         self.arrays = arrays
-        tensor = _tensors(folder)
-        self.embedding = arrays.matrix(tensor("model.embed_tokens.weight"))
-        self.head = self.embedding if c.tied else arrays.matrix(tensor("lm_head.weight"))
-        self.norm = arrays.vector(tensor("model.norm.weight"))
-        self.layers = [self._load_layer(i, tensor) for i in range(c.num_layers)]
-        self.cos_sin = arrays.put(rope_table(raw, c.head_size, c.max_length))
+        embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+        tied = checkpoint.is_tied(embedding, head)
+        self.embedding = arrays.matrix(checkpoint.tensor(embedding, c.vocab_size, c.hidden_size))
+        self.head = self.embedding if tied else arrays.matrix(checkpoint.tensor(head, c.vocab_size, c.hidden_size))
+        self.norm = arrays.vector(checkpoint.tensor("model.norm.weight", c.hidden_size))
+        self.layers = [self._load_layer(i, checkpoint) for i in range(c.num_layers)]
+        self.cos_sin = arrays.put(rope_table(checkpoint.keys.raw, c.head_size, c.max_length))
+        checkpoint.refuse_the_rest()
 
-    def _load_layer(self, index: int, tensor: Callable[[str], Host]) -> Layer:
-        def weight(name: str) -> Host:
-            return tensor(f"model.layers.{index}.{name}.weight")
+    def _load_layer(self, index: int, checkpoint: Checkpoint) -> Layer:
+        def weight(name: str, *shape: int) -> Host:
+            return checkpoint.tensor(f"model.layers.{index}.{name}.weight", *shape)
 
         a, c = self.arrays, self.config
+        hidden, inner, size = c.hidden_size, c.intermediate_size, c.head_size
+        heads = {"q": c.num_heads, "k": c.num_kv_heads, "v": c.num_kv_heads}
+        qkv = [weight(f"self_attn.{part}_proj", count * size, hidden) for part, count in heads.items()]
         return Layer(
-            input_norm=a.vector(weight("input_layernorm")),
-            qkv=a.matrix(np.concatenate([weight(f"self_attn.{part}_proj") for part in "qkv"])),
-            q_norm=a.vector(weight("self_attn.q_norm")) if c.qk_norm else None,
-            k_norm=a.vector(weight("self_attn.k_norm")) if c.qk_norm else None,
-            out=a.matrix(weight("self_attn.o_proj")),
-            mlp_norm=a.vector(weight("post_attention_layernorm")),
-            gate_up=a.matrix(np.concatenate([weight("mlp.gate_proj"), weight("mlp.up_proj")])),
-            down=a.matrix(weight("mlp.down_proj")),
+            input_norm=a.vector(weight("input_layernorm", hidden)),
+            qkv=a.matrix(np.concatenate(qkv)),
+            q_norm=a.vector(weight("self_attn.q_norm", size)) if c.qk_norm else None,
+            k_norm=a.vector(weight("self_attn.k_norm", size)) if c.qk_norm else None,
+            out=a.matrix(weight("self_attn.o_proj", hidden, c.num_heads * size)),
+            mlp_norm=a.vector(weight("post_attention_layernorm", hidden)),
+            gate_up=a.matrix(np.concatenate([weight(f"mlp.{part}_proj", inner, hidden) for part in ("gate", "up")])),
+            down=a.matrix(weight("mlp.down_proj", hidden, inner)),
             window=c.windows[index],
         )
 
@@ -176,12 +191,3 @@ def open_model(folder: Path, arrays: NumpyArrays) -> Llama:
 
         return JaxLlama(folder, arrays)
     return Llama(folder, arrays)
-
-
-def _tensors(folder: Path) -> Callable[[str], Host]:
-    """A function from a tensor's name to its data, over one safetensors file or the parts that an index names."""
-    index = folder / "model.safetensors.index.json"
-    parts = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
-    files = [safe_open(folder / part, framework="numpy") for part in sorted(parts)]
-    home = {name: file for file in files for name in list(file.keys())}
-    return lambda name: home[name].get_tensor(name)

@@ -108,5 +108,5 @@ def test_cuda_graphs_want_a_gpu() -> None:
     pytest.importorskip("torch")
     options = ["--array", "torch", "--device", "cpu", "--cuda-graphs"]
     done = subprocess.run([sys.executable, str(PROGRAM), *options], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "--cuda-graphs needs a GPU" in done.stderr

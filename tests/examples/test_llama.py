@@ -80,9 +80,9 @@ def test_fp8_cache_is_near_but_not_equal(checkpoint: Checkpoint, arrays: Any) ->
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gemma"}, "llama and qwen3 are supported, got 'gemma'"),
+        ({"model_type": "gemma"}, "llama and qwen3 are served, got 'gemma'"),
         ({"attention_bias": True}, "layers without bias"),
-        ({"hidden_act": "gelu"}, "only silu"),
+        ({"hidden_act": "gelu"}, "hidden_act: silu is served"),
         ({"rope_parameters": {"rope_type": "xpos", "rope_theta": 1e4}}, "rope type 'xpos' is not supported"),
     ],
 )
