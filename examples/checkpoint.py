@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from arrays import Host
@@ -32,13 +32,15 @@ class Keys:
     """The keys of a config.json, which remembers those that were asked for."""
 
     def __init__(self, raw: dict[str, Any], file: str = "config.json"):
-        self.raw = {key: value for key, value in raw.items() if value is not None}
+        self.raw = raw
         self.file = file
         self._asked: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
+        """The value, or the default where there is none or null."""
         self._asked.add(key)
-        return self.raw.get(key, default)
+        value = self.raw.get(key)
+        return default if value is None else value
 
     def __getitem__(self, key: str) -> Any:
         value = self.get(key)
@@ -60,13 +62,13 @@ class Keys:
             self.refuse(key, f"must be a positive number, got {value!r}")
         return float(value)
 
-    def refuse(self, key: str, reason: str) -> None:
+    def refuse(self, key: str, reason: str) -> NoReturn:
         raise ValueError(f"{self.file}: {key}: {reason}")
 
     def refuse_the_rest(self) -> None:
         """An error if there are keys that nobody asked for, unless they are notes or switched off."""
         for key, value in self.raw.items():
-            if not (key in self._asked or key in NOTES or key.startswith("_") or value is False):
+            if not (key in self._asked or key in NOTES or key.startswith("_") or value in (None, False)):
                 self.refuse(key, "is not understood, and may change results (if not, take it out)")
 
 
@@ -97,7 +99,7 @@ class Checkpoint:
         return name in self._home
 
     def tensor(self, name: str, *shape: int) -> Host:
-        """The data of a tensor, which must have this shape."""
+        """A tensor, which must have this shape."""
         self._asked.add(name)
         if name not in self._home:
             raise ValueError(f"{self._first}: {name}: the tensor is missing")

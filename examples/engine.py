@@ -13,7 +13,8 @@ from itertools import takewhile
 
 import numpy as np
 from arrays import Array
-from llama import Batch, Llama
+from llama import Llama
+from steps import Batch
 
 import pykv
 

@@ -136,7 +136,7 @@ def open_engine(args: argparse.Namespace) -> Engine:
     arrays = open_arrays(args.array, args.device, args.dtype)
     if args.cuda_graphs and not arrays.device.startswith("cuda"):
         raise ValueError("--cuda-graphs needs a GPU")
-    model = open_model(args.model, arrays)
+    model = open_model(args.model, arrays, longest=args.blocks * args.block_size)
     if args.compile:
         model.forward = arrays.namespace.compile(model.forward)
     if args.cuda_graphs:
