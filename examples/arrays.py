@@ -39,9 +39,9 @@ class NumpyArrays:
         """A weight that pykv reads, in the dtype of the model."""
         return self.namespace.asarray(host.astype(self._dtype))
 
-    def matrix(self, host: Host) -> Array:
-        """A weight for `matmul` and `rows`."""
-        return self.vector(host)
+    def matrix(self, *parts: Host) -> Array:
+        """A weight for `matmul` and `rows`: the rows of all parts."""
+        return self.vector(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
     def empty(self, *shape: int) -> Array:
         return self.namespace.empty(shape, self._dtype)
@@ -57,6 +57,13 @@ class NumpyArrays:
     def sample(self, logits: Array, seeds: Host, steps: Host, temperatures: Host) -> Host:
         """A token for each row of logits, on the host."""
         return self.host(pykv.functional.sample(logits, self.put(seeds), self.put(steps), self.put(temperatures)))
+
+    def scale(self, x: Array, factor: float) -> Array:
+        return (x * factor).astype(self._dtype, copy=False)
+
+    def softcap(self, x: Array, cap: float) -> Array:
+        """``cap * tanh(x / cap)``"""
+        return (self.namespace.tanh(x / cap) * cap).astype(self._dtype, copy=False)
 
     def host(self, x: Array) -> Host:
         return np.asarray(x.get() if hasattr(x, "get") else x)
@@ -75,13 +82,21 @@ class TorchArrays(NumpyArrays):
         return self.namespace.from_numpy(host).to(self.device)
 
     def vector(self, host: Host) -> Array:
-        return self.put(host.astype(np.float32)).to(self._dtype)  # from_numpy does not know bfloat16
+        if host.dtype == ml_dtypes.bfloat16:  # which from_numpy does not know
+            return self.put(host.view(np.int16)).view(self.namespace.bfloat16).to(self._dtype)
+        return self.put(host).to(self._dtype)
 
     def empty(self, *shape: int) -> Array:
         return self.namespace.empty(shape, dtype=self._dtype, device=self.device)
 
     def matmul(self, x: Array, matrix: Array) -> Array:
         return x @ matrix.T
+
+    def scale(self, x: Array, factor: float) -> Array:
+        return x * factor
+
+    def softcap(self, x: Array, cap: float) -> Array:
+        return self.namespace.tanh(x / cap) * cap
 
     def host(self, x: Array) -> Host:
         return (x.float() if x.is_floating_point() else x).cpu().numpy()  # type: ignore[no-any-return]

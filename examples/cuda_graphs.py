@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from arrays import Array
-from llama import Batch
+from steps import Batch
 
 import pykv
 

@@ -13,7 +13,8 @@ from itertools import takewhile
 
 import numpy as np
 from arrays import Array
-from llama import Batch, Llama
+from llama import Llama
+from steps import Batch
 
 import pykv
 
@@ -42,6 +43,7 @@ class Request:
 class Counters:
     steps: int = 0
     prompt_tokens: int = 0  # computed; those of a shared prefix count once
+    decoded_tokens: int = 0  # computed behind prompts
     generated_tokens: int = 0
     preemptions: int = 0
     peak_blocks: int = 0
@@ -107,10 +109,16 @@ class Engine:
             request.tokens.append(token)
             request.finished = token in self.model.config.end_ids or len(request.tokens) >= request.max_length
         for request in [r for r in ready if r.finished]:
-            self.running.remove(request)
-            self.cache.free([request.id])
+            self.end(request)
         self.counters.generated_tokens += len(ready)
         return ready
+
+    def end(self, request: Request) -> None:
+        """No more tokens for it; its blocks are free."""
+        request.finished = True
+        if request in self.running:
+            self.running.remove(request)
+            self.cache.free([request.id])
 
     def close(self) -> None:
         """Give the blocks of the shared prefix back."""
@@ -174,7 +182,9 @@ class Engine:
         logits = self.model.forward(batch, self.cache)
         for request, begin, end in spans:
             request.cached = end
-            self.counters.prompt_tokens += max(0, min(end, request.prompt_length) - begin)
+            of_prompt = max(0, min(end, request.prompt_length) - begin)
+            self.counters.prompt_tokens += of_prompt
+            self.counters.decoded_tokens += end - begin - of_prompt
         self.counters.steps += 1
         self.counters.peak_blocks = max(self.counters.peak_blocks, self.cache.num_blocks - self.cache.num_free_blocks)
         return logits

@@ -1,187 +1,182 @@
-"""Llama and Qwen3 from a Hugging Face folder, one ragged batch at a time over a paged KV cache.
+"""Llama and its relatives (families.py) from a Hugging Face folder, one ragged batch at a time over a paged KV cache.
 
 pykv does all but the matrix products and the embedding lookup, which the array library does (see arrays.py).
-JAX, whose arrays are immutable, has the same in llama_jax.py.
+JAX, whose arrays are immutable, compiles the same `forward` (llama_jax.py).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from arrays import Array, Host, JaxArrays, NumpyArrays
-from rope import rope_table
-from safetensors import safe_open
+from checkpoint import Checkpoint
+from families import Config, Family, read_config, rope_tables
+from steps import Batch, Linear, Norm, Steps
 
 import pykv
-from pykv.rope import parameters_of_config
-
-
-@dataclass(frozen=True)
-class Config:
-    """The part of config.json that the computation needs."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    epsilon: float
-    qk_norm: bool
-    tied: bool
-    windows: tuple[int | None, ...]  # of each layer; None: attention to everything before
-    max_length: int
-    end_ids: frozenset[int]
-
-    @classmethod
-    def from_hugging_face(cls, raw: dict[str, Any]) -> Config:
-        family = raw.get("model_type")
-        if family not in ("llama", "qwen3"):
-            raise ValueError(f"model_type: llama and qwen3 are supported, got {family!r}")
-        if raw.get("hidden_act", "silu") != "silu" or raw.get("attention_bias") or raw.get("mlp_bias"):
-            raise ValueError("config.json: only silu activation and layers without bias are supported")
-        layers, heads, rope = raw["num_hidden_layers"], raw["num_attention_heads"], parameters_of_config(raw)
-        full = raw.get("max_window_layers", layers) if raw.get("use_sliding_window") else layers
-        kinds = raw.get("layer_types") or ["full_attention"] * full + ["sliding_attention"] * (layers - full)
-        end = raw.get("eos_token_id")
-        stretch = rope.get("factor", 1) if rope["rope_type"] == "dynamic" else 1
-        return cls(
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_size=raw.get("head_dim") or raw["hidden_size"] // heads,
-            epsilon=raw["rms_norm_eps"],
-            qk_norm=family == "qwen3",
-            tied=raw.get("tie_word_embeddings", False),
-            windows=tuple(raw["sliding_window"] if kind == "sliding_attention" else None for kind in kinds),
-            max_length=int(raw["max_position_embeddings"] * stretch),
-            end_ids=frozenset([] if end is None else end if isinstance(end, list) else [end]),
-        )
 
 
 @dataclass
 class Layer:
-    input_norm: Array  # [hidden]
-    qkv: Array  # [(heads + 2 * kv heads) * head size, hidden]
-    q_norm: Array | None  # [head size]
-    k_norm: Array | None
-    out: Array  # [hidden, heads * head size]
-    mlp_norm: Array
-    gate_up: Array  # [2 * intermediate, hidden]
-    down: Array  # [hidden, intermediate]
-    window: int | None
+    attention_norm: Norm | None
+    qkv: Linear  # [(heads + 2 * kv heads) * head size, hidden]
+    q_norm: Norm | None
+    k_norm: Norm | None
+    out: Linear  # [hidden, heads * head size]
+    attention_out_norm: Norm | None
+    mlp_norm: Norm | None
+    gate_up: Linear  # [2 * intermediate, hidden], or [intermediate, hidden] where there is no gate
+    down: Linear  # [hidden, intermediate]
+    mlp_out_norm: Norm | None
 
 
 @dataclass
-class Batch:
-    """New tokens of several sequences, one sequence after the other, and where the cache keeps these sequences."""
+class Weights:
+    embedding: Array  # [vocabulary, hidden]
+    layers: list[Layer]
+    norm: Norm
+    head: Array  # [vocabulary, hidden]
+    rope: dict[str, Array]  # float32 [positions, rotated elements], by kind of attention
 
-    tokens: Array  # int64 [T]
-    positions: Array  # int64 [T]
-    slots: Array  # int64 [T]: where the keys and values of the new tokens go
-    cu_query_lens: Array  # int32 [S + 1]: where the new tokens of each sequence begin
-    seq_lens: Array  # int32 [S]: lengths with the new tokens
-    block_tables: Array  # int32 [S, W]
-    wanted: Array  # int64 [N]: the tokens whose logits are asked for
+
+def forward(
+    c: Config, steps: Steps, weights: Weights, batch: Batch, keys: list[Array], values: list[Array]
+) -> tuple[Array, list[Array], list[Array]]:
+    """The logits [N, vocabulary] of the wanted tokens, and the caches of all layers with what the batch adds."""
+
+    def enter(x: Array | None, residual: Array, norm: Norm | None) -> tuple[Array, Array]:
+        """What comes next computes with x; what comes of it is added to the residual."""
+        if norm is None:
+            residual = residual if x is None else residual + x
+            return residual, residual
+        return (steps.norm(residual, norm), residual) if x is None else steps.add_norm(x, residual, norm)
+
+    keys, values = list(keys), list(values)
+    x, residual = None, steps.rows(weights.embedding, batch.tokens)  # [T, hidden]
+    if c.embedding_scale != 1:
+        residual = steps.scale(residual, c.embedding_scale)
+    for i, (layer, about) in enumerate(zip(weights.layers, c.layers, strict=True)):
+        x, residual = enter(x, residual, layer.attention_norm)
+        query, key, value = _heads(c, steps, layer, x)
+        table = weights.rope[about.rope] if about.rope else None
+        caches = keys[i], values[i]
+        query, caches = steps.rotate_and_cache(batch, query, key, value, table, caches)
+        attended = steps.attend(batch, query, caches, about)
+        keys[i], values[i] = caches
+        x = steps.linear(attended.reshape(len(x), -1), layer.out)
+        if layer.attention_out_norm is not None:
+            x = steps.norm(x, layer.attention_out_norm)
+
+        x, residual = enter(x, residual, layer.mlp_norm)
+        x = steps.linear(steps.activate(steps.linear(x, layer.gate_up)), layer.down)
+        if layer.mlp_out_norm is not None:
+            x = steps.norm(x, layer.mlp_out_norm)
+    x, _ = enter(x, residual, weights.norm)
+    logits = steps.linear(steps.rows(x, batch.wanted), (weights.head, None))
+    return (logits if c.logit_softcap is None else steps.softcap(logits, c.logit_softcap)), keys, values
+
+
+def _heads(c: Config, steps: Steps, layer: Layer, x: Array) -> tuple[Array, Array, Array]:
+    """Queries, keys and values, [T, heads, head size] each: views, for pykv takes them with their strides."""
+    qkv = steps.linear(x, layer.qkv).reshape(len(x), -1, c.head_size)
+    query, key = qkv[:, : c.num_heads], qkv[:, c.num_heads : c.num_heads + c.num_kv_heads]
+    if layer.q_norm is not None and layer.k_norm is not None:
+        flat = (len(x), -1) if c.qk_norm == "row" else (len(x), -1, c.head_size)
+        query = steps.norm(query.reshape(flat), layer.q_norm).reshape(query.shape)
+        key = steps.norm(key.reshape(flat), layer.k_norm).reshape(key.shape)
+    return query, key, qkv[:, c.num_heads + c.num_kv_heads :]
 
 
 class Llama:
-    def __init__(self, folder: Path, arrays: NumpyArrays):
-        raw = json.loads((folder / "config.json").read_text())
-        generation = folder / "generation_config.json"  # may name more end tokens
-        if generation.exists():
-            raw |= {k: v for k, v in json.loads(generation.read_text()).items() if k == "eos_token_id"}
-        self.config = c = Config.from_hugging_face(raw)
-        self.arrays = arrays
-        tensor = _tensors(folder)
-        self.embedding = arrays.matrix(tensor("model.embed_tokens.weight"))
-        self.head = self.embedding if c.tied else arrays.matrix(tensor("lm_head.weight"))
-        self.norm = arrays.vector(tensor("model.norm.weight"))
-        self.layers = [self._load_layer(i, tensor) for i in range(c.num_layers)]
-        self.cos_sin = arrays.put(rope_table(raw, c.head_size, c.max_length))
-
-    def _load_layer(self, index: int, tensor: Callable[[str], Host]) -> Layer:
-        def weight(name: str) -> Host:
-            return tensor(f"model.layers.{index}.{name}.weight")
-
-        a, c = self.arrays, self.config
-        return Layer(
-            input_norm=a.vector(weight("input_layernorm")),
-            qkv=a.matrix(np.concatenate([weight(f"self_attn.{part}_proj") for part in "qkv"])),
-            q_norm=a.vector(weight("self_attn.q_norm")) if c.qk_norm else None,
-            k_norm=a.vector(weight("self_attn.k_norm")) if c.qk_norm else None,
-            out=a.matrix(weight("self_attn.o_proj")),
-            mlp_norm=a.vector(weight("post_attention_layernorm")),
-            gate_up=a.matrix(np.concatenate([weight("mlp.gate_proj"), weight("mlp.up_proj")])),
-            down=a.matrix(weight("mlp.down_proj")),
-            window=c.windows[index],
-        )
+    def __init__(self, config: Config, weights: Weights, arrays: NumpyArrays):
+        self.config, self.weights, self.arrays = config, weights, arrays
 
     def make_cache(self, num_blocks: int, block_size: int = 16, kv_dtype: str = "auto") -> pykv.PagedKVCache:
         c, a = self.config, self.arrays
         dtype = a.dtype if kv_dtype == "auto" else kv_dtype
         return pykv.PagedKVCache(
-            c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_size, dtype, like=self.norm
+            len(c.layers), num_blocks, block_size, c.num_kv_heads, c.head_size, dtype, like=self.weights.embedding
         )
 
     def forward(self, batch: Batch, cache: pykv.PagedKVCache) -> Array:
-        """Puts the batch's keys and values into the cache; returns the logits [N, vocabulary] of the wanted tokens."""
-        a, c, ops = self.arrays, self.config, self.arrays.ops
-        residual = a.rows(self.embedding, batch.tokens)  # [T, hidden]
-        x = a.empty(*residual.shape)
-        ops.rms_norm(x, residual, self.layers[0].input_norm, c.epsilon)
-        for i, layer in enumerate(self.layers):
-            x = a.matmul(self._attention(x, i, batch, cache), layer.out)
-            ops.fused_add_rms_norm(x, residual, layer.mlp_norm, c.epsilon)  # residual += x; x = norm(residual)
-            gated = a.empty(len(x), c.intermediate_size)
-            ops.silu_and_mul(gated, a.matmul(x, layer.gate_up))
-            x = a.matmul(gated, layer.down)
-            next_norm = self.layers[i + 1].input_norm if i + 1 < c.num_layers else self.norm
-            ops.fused_add_rms_norm(x, residual, next_norm, c.epsilon)
-        return a.matmul(a.rows(x, batch.wanted), self.head)
-
-    def _attention(self, x: Array, index: int, batch: Batch, cache: pykv.PagedKVCache) -> Array:
-        a, c, ops, layer = self.arrays, self.config, self.arrays.ops, self.layers[index]
-        key_cache, value_cache = cache.key_caches[index], cache.value_caches[index]
-        qkv = a.matmul(x, layer.qkv).reshape(len(x), -1, c.head_size)
-        query, key, value = (  # views; pykv takes them with their strides
-            qkv[:, : c.num_heads],
-            qkv[:, c.num_heads : c.num_heads + c.num_kv_heads],
-            qkv[:, c.num_heads + c.num_kv_heads :],
-        )
-        if c.qk_norm:
-            ops.rms_norm(query, query, layer.q_norm, c.epsilon)
-            ops.rms_norm(key, key, layer.k_norm, c.epsilon)
-        ops.rotary_embedding(batch.positions, query, key, c.head_size, self.cos_sin, True)
-        ops.reshape_and_cache_flash(key, value, key_cache, value_cache, batch.slots, cache.kv_cache_dtype)
-        attended = a.empty(*query.shape)
-        ops.paged_attention(
-            attended, query, key_cache, value_cache, batch.block_tables, batch.seq_lens,
-            cu_query_lens=batch.cu_query_lens, window=layer.window, kv_cache_dtype=cache.kv_cache_dtype,
-        )  # fmt: skip
-        return attended.reshape(len(x), -1)
+        """Puts the batch's keys and values into the cache; returns the logits of the wanted tokens."""
+        steps = Steps(self.arrays, self.config, cache.kv_cache_dtype)
+        return forward(self.config, steps, self.weights, batch, cache.key_caches, cache.value_caches)[0]
 
 
-def open_model(folder: Path, arrays: NumpyArrays) -> Llama:
-    """The model in the form that suits the array library."""
+def open_model(folder: Path, arrays: NumpyArrays, longest: int | None = None) -> Llama:
+    """The model in the form that suits the array library, for sequences of at most ``longest`` tokens."""
+    return make_model(Checkpoint(folder), arrays, longest)
+
+
+def make_model(checkpoint: Checkpoint, arrays: NumpyArrays, longest: int | None = None) -> Llama:
+    family, config = read_config(checkpoint.keys, longest)
+    tables = rope_tables(checkpoint.keys, family, config)
+    weights = _Loader(checkpoint, arrays, family, config).weights(tables)
+    checkpoint.refuse_the_rest()
     if isinstance(arrays, JaxArrays):
         from llama_jax import JaxLlama
 
-        return JaxLlama(folder, arrays)
-    return Llama(folder, arrays)
+        return JaxLlama(config, weights, arrays)
+    return Llama(config, weights, arrays)
 
 
-def _tensors(folder: Path) -> Callable[[str], Host]:
-    """A function from a tensor's name to its data, over one safetensors file or the parts that an index names."""
-    index = folder / "model.safetensors.index.json"
-    parts = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
-    files = [safe_open(folder / part, framework="numpy") for part in sorted(parts)]
-    home = {name: file for file in files for name in list(file.keys())}
-    return lambda name: home[name].get_tensor(name)
+class _Loader:
+    def __init__(self, checkpoint: Checkpoint, arrays: NumpyArrays, family: Family, config: Config):
+        self._checkpoint, self._a, self._family, self._c = checkpoint, arrays, family, config
+
+    def weights(self, tables: dict[str, Host]) -> Weights:
+        c, a = self._c, self._a
+        embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+        tied, shape = self._checkpoint.is_tied(embedding, head), (c.vocab_size, c.hidden_size)
+        table = a.matrix(self._checkpoint.tensor(embedding, *shape))
+        return Weights(
+            embedding=table,
+            layers=[self._layer(f"model.layers.{i}") for i in range(len(c.layers))],
+            norm=self._norm("model.norm", c.hidden_size, c.logit_scale),
+            head=table if tied else a.matrix(self._checkpoint.tensor(head, *shape)),
+            rope={kind: a.put(table) for kind, table in tables.items()},
+        )
+
+    def _layer(self, name: str) -> Layer:
+        c, f = self._c, self._family
+        hidden, inner, size = c.hidden_size, c.intermediate_size, c.head_size
+        queries, keys = c.num_heads * size, c.num_kv_heads * size
+
+        def norm(name_of_norm: str | None, width: int = hidden) -> Norm | None:
+            return self._norm(f"{name}.{name_of_norm}", width) if name_of_norm else None
+
+        q_norm, k_norm = ("self_attn.q_norm", "self_attn.k_norm") if c.qk_norm else (None, None)
+        return Layer(
+            attention_norm=norm(f.attention_norm),
+            qkv=self._linear(name, f.qkv, hidden, [queries, keys, keys]),
+            q_norm=norm(q_norm, queries if c.qk_norm == "row" else size),
+            k_norm=norm(k_norm, keys if c.qk_norm == "row" else size),
+            out=self._linear(name, ("self_attn.o_proj",), queries, [hidden], c.residual_scale),
+            attention_out_norm=norm(f.attention_out_norm),
+            mlp_norm=norm(f.mlp_norm),
+            gate_up=self._linear(name, f.gate_up, hidden, [inner] * (1 + c.has_gate)),
+            down=self._linear(name, (f.down,), inner, [hidden], c.residual_scale),
+            mlp_out_norm=norm(f.mlp_out_norm),
+        )
+
+    def _linear(self, layer: str, names: tuple[str, ...], width: int, rows: list[int], scale: float = 1) -> Linear:
+        """Several maps, or one that they are in the file already, as one; with the biases that are there."""
+        rows = rows if len(rows) == len(names) else [sum(rows)]
+        parts = [(f"{layer}.{name}", count) for name, count in zip(names, rows, strict=True)]
+        matrix = [self._scaled(f"{part}.weight", scale, count, width) for part, count in parts]
+        if not any(f"{part}.bias" in self._checkpoint for part, _ in parts):
+            return self._a.matrix(*matrix), None
+        biases = [self._scaled(f"{part}.bias", scale, count) for part, count in parts]
+        return self._a.matrix(*matrix), self._a.vector(np.concatenate(biases))
+
+    def _norm(self, name: str, width: int, scale: float = 1) -> Norm:
+        parts = ("weight", "bias") if self._c.norm == "layer_norm" else ("weight",)
+        return tuple(self._a.vector(self._scaled(f"{name}.{part}", scale, width)) for part in parts)
+
+    def _scaled(self, name: str, scale: float, *shape: int) -> Host:
+        """A tensor of the file, with the factor that its product would be multiplied by."""
+        tensor = self._checkpoint.tensor(name, *shape)
+        return tensor if scale == 1 else tensor.astype(np.float32) * scale

@@ -7,43 +7,91 @@ that there are few.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from arrays import Array, Host, JaxArrays
-from llama import Batch, Config, Layer, Llama
+from families import Config, LayerConfig
+from llama import Layer, Llama, Weights, forward
+from steps import FUSED_ADD, Batch, Linear, Norm, Steps
 
 import pykv.jax
 
 LEAST = 8  # no padded size is smaller
 ops: Any = pykv.jax  # its functions are made when it is imported
 
-jax.tree_util.register_dataclass(Batch, [f.name for f in fields(Batch)], [])
-jax.tree_util.register_dataclass(Layer, [f.name for f in fields(Layer) if f.name != "window"], ["window"])
+for kind in (Batch, Layer, Weights):
+    jax.tree_util.register_dataclass(kind, [f.name for f in fields(kind)], [])
 
 
 class JaxLlama(Llama):
-    def __init__(self, folder: Path, arrays: JaxArrays):
-        super().__init__(folder, arrays)
-        self.weights = {
-            "embedding": self.embedding,
-            "head": self.head,
-            "norm": self.norm,
-            "cos_sin": jax.device_put(self.cos_sin, arrays.device),
-        }
+    def __init__(self, config: Config, weights: Weights, arrays: JaxArrays):
+        tables = {kind: jax.device_put(table, arrays.device) for kind, table in weights.rope.items()}
+        super().__init__(config, replace(weights, rope=tables), arrays)
 
     def forward(self, batch: Batch, cache: pykv.PagedKVCache) -> Array:
         logits, keys, values = _step(
-            self.config, cache.kv_cache_dtype, self.weights, self.layers, _padded(batch),
-            cache.key_caches, cache.value_caches,
-        )  # fmt: skip
+            self.config, cache.kv_cache_dtype, self.weights, _padded(batch), cache.key_caches, cache.value_caches
+        )
         cache.replace_caches(keys, values)
         return logits[: len(batch.wanted)]
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 5))
+def _step(
+    config: Config, kv_cache_dtype: str, weights: Weights, batch: Batch, keys: list[Array], values: list[Array]
+) -> tuple[Array, list[Array], list[Array]]:
+    return forward(config, PureSteps(config, kv_cache_dtype), weights, batch, keys, values)
+
+
+class PureSteps(Steps):
+    def __init__(self, config: Config, kv_cache_dtype: str):
+        self._c, self._kv_cache_dtype = config, kv_cache_dtype
+
+    def rows(self, table: Array, ids: Array) -> Array:
+        return table[ids]
+
+    def scale(self, x: Array, factor: float) -> Array:
+        return x * factor
+
+    def softcap(self, x: Array, cap: float) -> Array:
+        return jnp.tanh(x / cap) * cap
+
+    def linear(self, x: Array, weights: Linear) -> Array:
+        matrix, bias = weights
+        product = jnp.matmul(x, matrix.T, precision="highest")  # fp32 as such
+        return product if bias is None else product + bias
+
+    def norm(self, x: Array, weights: Norm) -> Array:
+        return getattr(ops, self._c.norm)(x, *weights, self._c.epsilon)
+
+    def add_norm(self, x: Array, residual: Array, weights: Norm) -> tuple[Array, Array]:
+        if self._c.norm == "layer_norm":
+            x, residual = ops.layer_norm(x, *weights, self._c.epsilon, residual)
+        else:
+            x, residual = getattr(ops, FUSED_ADD[self._c.norm])(x, residual, *weights, self._c.epsilon)
+        return x, residual
+
+    def activate(self, x: Array) -> Array:
+        return getattr(ops, self._c.activation)(x)
+
+    def rotate_and_cache(
+        self, batch: Batch, query: Array, key: Array, value: Array, table: Array | None, caches: tuple[Array, Array]
+    ) -> tuple[Array, tuple[Array, Array]]:
+        kind = self._kv_cache_dtype
+        if table is None:
+            return query, ops.reshape_and_cache_flash(key, value, *caches, batch.slots, kind)
+        query, _, *caches = ops.rotary_and_cache(
+            batch.positions, query, key, value, table, self._c.is_neox, *caches, batch.slots, kind
+        )
+        return query, tuple(caches)
+
+    def attend(self, batch: Batch, query: Array, caches: tuple[Array, Array], layer: LayerConfig) -> Array:
+        return ops.paged_attention(query, *caches, batch.block_tables, batch.seq_lens, **self._options(batch, layer))
 
 
 def _padded(batch: Batch) -> Batch:
@@ -69,41 +117,3 @@ def _padded(batch: Batch) -> Batch:
 
 def _power_of_two(n: int) -> int:
     return max(LEAST, 1 << (n - 1).bit_length())
-
-
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(5, 6))
-def _step(
-    c: Config,
-    kv_cache_dtype: str,
-    weights: dict[str, Array],
-    layers: list[Layer],
-    batch: Batch,
-    keys: list[Array],
-    values: list[Array],
-) -> tuple[Array, list[Array], list[Array]]:
-    """Logits of the wanted tokens, and the caches with the batch's keys and values."""
-    keys, values = list(keys), list(values)
-    residual = weights["embedding"][batch.tokens]
-    x = ops.rms_norm(residual, layers[0].input_norm, c.epsilon)
-    for i, layer in enumerate(layers):
-        qkv = _product(x, layer.qkv).reshape(len(x), -1, c.head_size)
-        query, key, value = jnp.split(qkv, [c.num_heads, c.num_heads + c.num_kv_heads], axis=1)
-        if c.qk_norm:
-            query = ops.rms_norm(query, layer.q_norm, c.epsilon)
-            key = ops.rms_norm(key, layer.k_norm, c.epsilon)
-        query, key = ops.rotary_embedding(batch.positions, query, key, c.head_size, weights["cos_sin"], True)
-        keys[i], values[i] = ops.reshape_and_cache_flash(key, value, keys[i], values[i], batch.slots, kv_cache_dtype)
-        attended = ops.paged_attention(
-            query, keys[i], values[i], batch.block_tables, batch.seq_lens,
-            cu_query_lens=batch.cu_query_lens, window=layer.window, kv_cache_dtype=kv_cache_dtype,
-        )  # fmt: skip
-        x = _product(attended.reshape(len(x), -1), layer.out)
-        x, residual = ops.fused_add_rms_norm(x, residual, layer.mlp_norm, c.epsilon)
-        x = _product(ops.silu_and_mul(_product(x, layer.gate_up)), layer.down)
-        next_norm = layers[i + 1].input_norm if i + 1 < len(layers) else weights["norm"]
-        x, residual = ops.fused_add_rms_norm(x, residual, next_norm, c.epsilon)
-    return _product(x[batch.wanted], weights["head"]), keys, values
-
-
-def _product(x: Array, matrix: Array) -> Array:
-    return jnp.matmul(x, matrix.T, precision="highest")  # fp32 as such

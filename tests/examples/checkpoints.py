@@ -93,7 +93,8 @@ def prompts(count: int, longest: int = 20, shared: int = 0) -> list[list[int]]:
 
 def logits_of(folder: Path, arrays: Any, tokens: list[int], chunk: int, **cache_options: Any) -> np.ndarray:
     """The logits of every token, the sequence computed ``chunk`` tokens at a time."""
-    from llama import Batch, open_model
+    from llama import open_model
+    from steps import Batch
 
     model, put = open_model(folder, arrays), arrays.put
     cache = model.make_cache(num_blocks=20, block_size=4, **cache_options)

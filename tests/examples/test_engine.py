@@ -151,3 +151,20 @@ def test_every_library_draws_the_same_from_equal_logits(arrays: Any) -> None:
     greedy = temperatures == 0
     assert (tokens == logits.argmax(-1))[greedy].all()
     assert not (tokens == logits.argmax(-1))[~greedy].all()
+
+
+def test_a_request_that_is_ended_leaves_its_blocks(checkpoint: Checkpoint, arrays: Any) -> None:
+    from engine import Engine
+    from llama import open_model
+
+    model = open_model(checkpoint("llama"), arrays)
+    engine = Engine(model, model.make_cache(64, 4), 64)
+    one, two = (engine.add(tokens, 15) for tokens in prompts(2))
+    engine.step()
+    engine.end(one)
+    while engine.busy:
+        engine.step()
+    assert one.finished
+    assert len(one.tokens) == one.prompt_length + 1
+    assert len(two.tokens) == two.prompt_length + 15
+    assert engine.cache.num_free_blocks == 64

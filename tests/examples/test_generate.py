@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import os
 import re
 import shutil
 import subprocess
@@ -36,15 +36,41 @@ def test_numpy_computes_in_bfloat16() -> None:
     assert "numpy, bfloat16 weights, bfloat16 cache" in text
 
 
-def test_the_space_after_the_prompt_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the decoder strips the space that a text begins with."""
-    monkeypatch.syspath_prepend(str(PROGRAM.parent))
-    generate = importlib.import_module("generate")
-    from tokenizers import Tokenizer, decoders, models
+def test_rates_agree_and_fit_in_80_columns() -> None:
+    command = [sys.executable, str(PROGRAM), "--max-tokens", "9", "--temperature", "0", "--chunk", "8"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=True, env=os.environ | {"COLUMNS": "200"}
+    )
+    lines = done.stdout.split("\n")[-6:-1]
+    assert lines[1].startswith("36 new tokens in ")
+    assert max(map(len, lines)) <= 80
+    for name, tokens in (("prompts:", 43), ("generation:", 32)):
+        (line,) = (line for line in lines if line.startswith(name))
+        count, seconds, rate = (float(x) for x in re.search(r"(\d+) tokens in (\S+) s: (\d+) tok", line).groups())
+        assert count == tokens
+        assert count / (seconds + 0.006) - 1 <= rate <= count / max(seconds - 0.006, 1e-9) + 1
 
-    tokenizer = Tokenizer(models.WordLevel({"▁once": 0, "▁upon": 1, "▁a": 2}, unk_token="▁a"))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    assert generate.texts(tokenizer, [0, 1, 2], 1) == ("once", " upon a")
+
+def text(*options: str) -> str:
+    """From the first prompt to the report."""
+    return re.search(r"It was a .*(?=numpy,)", run(*options))[0]
+
+
+def test_stream_and_panels_have_the_same_text() -> None:
+    options = ["--max-tokens", "12", "--temperature", "0", "--prompt", "It was a", "--prompt", "Her mother"]
+    panels, stream = (text(*options, *more) for more in ([], ["--stream"]))
+    assert panels == stream
+    assert "Her mother" in panels
+
+
+def test_stop_and_seed() -> None:
+    options = ["--max-tokens", "30", "--prompt", "It was a"]
+    first, again, other = (text(*options, "--seed", seed) for seed in ("1", "1", "2"))
+    assert first == again != other
+    word = first.split()[5]
+    for more in ([], ["--stream"]):
+        stopped = text(*options, "--seed", "1", "--stop", " " + word, *more)
+        assert stopped.strip() == first[: first.index(" " + word)]
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
@@ -108,5 +134,5 @@ def test_cuda_graphs_want_a_gpu() -> None:
     pytest.importorskip("torch")
     options = ["--array", "torch", "--device", "cpu", "--cuda-graphs"]
     done = subprocess.run([sys.executable, str(PROGRAM), *options], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "--cuda-graphs needs a GPU" in done.stderr

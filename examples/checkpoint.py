@@ -1,0 +1,150 @@
+"""A Hugging Face folder, read with care: what changes results and is not understood is an error, not passed over.
+
+Every error is a ValueError of one line that begins with the file's name and has the key's or the tensor's.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from arrays import Host
+from safetensors import safe_open
+
+# Keys that do not change what is computed: notes, training, and what transformers generates with.
+_NOTES = """architectures auto_map dtype id2label initializer_range is_llama_config label2id model_type pretraining_tp
+task_specific_params tokenizer_class torch_dtype transformers.js_config transformers_version unsloth_fixed
+unsloth_version use_cache
+attention_dropout embd_pdrop embedding_dropout hidden_dropout resid_pdrop residual_dropout
+attention_softmax_in_fp32 scale_attention_softmax_in_fp32
+bos_token_id cache_implementation chunk_size_feed_forward decoder_start_token_id diversity_penalty
+encoder_no_repeat_ngram_size length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams
+num_return_sequences pad_token_id pruned_heads repetition_penalty return_dict sep_token_id temperature top_k top_p
+typical_p"""
+NOTES = frozenset(_NOTES.split())
+DTYPES = ("F32", "F16", "BF16")
+BUFFERS = (".rotary_emb.inv_freq",)  # old files keep what is computed anyway
+
+
+class Keys:
+    """The keys of a config.json, which remembers those that were asked for."""
+
+    def __init__(self, raw: dict[str, Any], file: str = "config.json"):
+        self.raw = raw
+        self.file = file
+        self._asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, or the default where there is none or null."""
+        self._asked.add(key)
+        value = self.raw.get(key)
+        return default if value is None else value
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            self.refuse(key, "is missing")
+        return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self[key] if default is None else self.get(key, default)
+        if not isinstance(value, int) or value < 1:
+            self.refuse(key, f"must be a positive integer, got {value!r}")
+        return int(value)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number."""
+        value = self[key] if default is None else self.get(key, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+            self.refuse(key, f"must be a positive number, got {value!r}")
+        return float(value)
+
+    def refuse(self, key: str, reason: str) -> NoReturn:
+        raise ValueError(f"{self.file}: {key}: {reason}")
+
+    def refuse_the_rest(self) -> None:
+        """An error if there are keys that nobody asked for, unless they are notes or switched off."""
+        for key, value in self.raw.items():
+            if not (key in self._asked or key in NOTES or key.startswith("_") or value in (None, False)):
+                self.refuse(key, "is not understood, and may change results (if not, take it out)")
+
+
+class Checkpoint:
+    """config.json, and the tensors of one safetensors file or of the parts that an index names."""
+
+    def __init__(self, folder: Path):
+        raw = _json(folder, "config.json")
+        quantization = raw.get("quantization_config") or {}
+        if quantization:
+            method = quantization.get("quant_method", "a way it does not name")
+            raise ValueError(f"config.json: quantization_config: weights quantised by {method} are not served")
+        if (folder / "generation_config.json").exists():  # may name more end tokens
+            raw |= {k: v for k, v in _json(folder, "generation_config.json").items() if k == "eos_token_id"}
+        self.keys = Keys(raw)
+        index = "model.safetensors.index.json"
+        parts = {"model.safetensors"}
+        if (folder / index).exists():
+            parts = set(_json(folder, index)["weight_map"].values())
+        self._home = {name: (part, file) for part, file in _open(folder, parts) for name in list(file.keys())}
+        self._first = min(parts)
+        self._asked: set[str] = set()
+        for name, (part, file) in self._home.items():
+            if (dtype := file.get_slice(name).get_dtype()) not in DTYPES:
+                raise ValueError(f"{part}: {name}: weights of {dtype} are not served, only {', '.join(DTYPES)}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._home
+
+    def tensor(self, name: str, *shape: int) -> Host:
+        """A tensor, which must have this shape."""
+        self._asked.add(name)
+        if name not in self._home:
+            raise ValueError(f"{self._first}: {name}: the tensor is missing")
+        part, file = self._home[name]
+        data: Host = file.get_tensor(name)
+        if data.shape != shape:
+            raise ValueError(f"{part}: {name}: must have the shape {list(shape)}, got {list(data.shape)}")
+        return data
+
+    def refuse_the_rest(self) -> None:
+        """An error if there are tensors or keys that nobody asked for."""
+        for name, (part, _) in self._home.items():
+            if name not in self._asked and not name.endswith(BUFFERS):
+                raise ValueError(f"{part}: {name}: the tensor is not understood")
+        self.keys.refuse_the_rest()
+
+    def is_tied(self, embedding: str, head: str) -> bool:
+        """Whether the head is the embedding; a file without a head says so, too."""
+        tied = bool(self.keys.get("tie_word_embeddings", head not in self))
+        if tied and head in self and not np.array_equal(*(self._home[n][1].get_tensor(n) for n in (embedding, head))):
+            self.keys.refuse("tie_word_embeddings", f"is true, but {head} differs from {embedding}")
+        if tied:
+            self._asked.add(head)
+        return tied
+
+
+def _json(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        raw = json.loads((folder / name).read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{name}: is not in {folder}") from None
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{name}: must be an object, got {type(raw).__name__}")
+    return raw
+
+
+def _open(folder: Path, parts: set[str]) -> list[tuple[str, Any]]:
+    files = []
+    for part in sorted(parts):
+        try:
+            files.append((part, safe_open(folder / part, framework="numpy")))
+        except FileNotFoundError:
+            raise ValueError(f"{part}: is not in {folder}") from None
+        except Exception as error:  # safetensors has an exception of its own, a subclass of none of ours
+            raise ValueError(f"{part}: {error}") from None
+    return files

@@ -1,0 +1,124 @@
+"""Between texts and tokens: a checkpoint's tokenizer and chat template, and texts that grow token by token."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # what decoders make of part of a character
+
+
+@dataclass
+class Words:
+    """What turns prompts into tokens."""
+
+    tokenizer: Tokenizer
+    template: str | None  # of chats, in Jinja
+    special: dict[str, str] = field(default_factory=dict)  # tokens that templates name, such as bos_token
+
+    def encode(self, prompt: str, chat: bool) -> list[int]:
+        if not chat:
+            return list(self.tokenizer.encode(prompt).ids)
+        asked = render(self.template, [{"role": "user", "content": prompt}], self.special)
+        return list(self.tokenizer.encode(asked, add_special_tokens=False).ids)  # the template has them
+
+
+def open_words(folder: Path) -> Words:
+    """tokenizer.json, and the template of chat_template.jinja or of tokenizer_config.json."""
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises no other
+        raise ValueError(f"tokenizer.json: {error}") from None
+    about: dict[str, Any] = {}
+    if (folder / "tokenizer_config.json").exists():
+        try:
+            about = json.loads((folder / "tokenizer_config.json").read_text())
+        except ValueError as error:
+            raise ValueError(f"tokenizer_config.json: {error}") from None
+    template = about.get("chat_template")
+    if isinstance(template, list):  # of several
+        template = next((t["template"] for t in template if t["name"] == "default"), None)
+    if (folder / "chat_template.jinja").exists():
+        template = (folder / "chat_template.jinja").read_text()
+    special = {key: value["content"] if isinstance(value, dict) else value for key, value in about.items()
+               if key.endswith("_token") and isinstance(value, (str, dict))}  # fmt: skip
+    return Words(tokenizer, template, special)
+
+
+def render(template: str | None, messages: list[dict[str, str]], special: dict[str, str]) -> str:
+    """The messages as the model was trained to see them, up to where its answer begins."""
+    if template is None:
+        raise ValueError("tokenizer_config.json: chat_template: is missing, so that there is no --chat with this model")
+    try:
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise ValueError("--chat: pip install jinja2") from None
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda x, **options: json.dumps(x, **{"ensure_ascii": False} | options)
+    environment.globals |= {
+        "raise_exception": refuse,
+        "strftime_now": lambda form: datetime.datetime.now().strftime(form),  # the user's own time
+    }
+    try:
+        return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **special)
+    except TemplateError as error:
+        raise ValueError(f"tokenizer_config.json: chat_template: {error}") from None
+
+
+class Growing:
+    """What follows a prompt, with a token more at a time, up to one of the texts that stop it.
+
+    Decoders strip the space that a text begins with, and a character may take several tokens.  So each token is decoded
+    behind some before it, and only what has come to whole characters counts.
+    """
+
+    BEHIND = 6  # tokens of the prompt
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()):
+        self.text = ""
+        self.stopped = False
+        self._tokenizer, self._stops = tokenizer, stops
+        self._tokens = list(prompt[-self.BEHIND :])
+        self._begin, self._end = 0, len(self._tokens)  # the last tokens that are in the text
+
+    def add(self, token: int) -> None:
+        self._tokens.append(token)
+        before, now = self._decode(self._begin, self._end), self._decode(self._begin)
+        if now.startswith(before) and len(now) > len(before) and not now.endswith(UNKNOWN):
+            self._take(now[len(before) :])
+
+    def finish(self) -> None:
+        """No token follows: what is not a whole character is shown as such."""
+        if self._end < len(self._tokens):
+            self._take(self._decode(self._end))
+
+    @property
+    def certain(self) -> str:
+        """The text without an end that may become a text that stops it."""
+        ends = (n for stop in self._stops for n in range(len(stop) - 1, 0, -1) if self.text.endswith(stop[:n]))
+        return self.text if self.stopped else self.text[: len(self.text) - max(ends, default=0)]
+
+    def _decode(self, begin: int, end: int | None = None) -> str:
+        return str(self._tokenizer.decode(self._tokens[begin:end]))
+
+    def _take(self, new: str) -> None:
+        if self.stopped:
+            return
+        self.text += new
+        self._begin, self._end = self._end, len(self._tokens)
+        found = [at for stop in self._stops if (at := self.text.find(stop)) >= 0]
+        if found:
+            self.text, self.stopped = self.text[: min(found)], True
