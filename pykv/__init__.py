@@ -68,6 +68,7 @@ from pykv.dequantization import (
     nvfp4_dequantize,
     permute_cols,
 )
+from pykv.embedding import VocabShard, masked_embedding, vocab_shard
 from pykv.gemm import PackedWeight, packed_gemm
 from pykv.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from pykv.mla import (
@@ -149,6 +150,7 @@ __all__ = [
     "PrefixStats",
     "ScalarOrArray",
     "Stream",
+    "VocabShard",
     "apply_repetition_penalties_",
     "awq_dequantize",
     "batched_moe_align_block_size",
@@ -200,6 +202,7 @@ __all__ = [
     "has_cuda",
     "indexer_k_quant_and_cache",
     "layer_norm",
+    "masked_embedding",
     "masked_moe_activation",
     "merge_attn_states",
     "merge_attn_states_n",
@@ -252,5 +255,6 @@ __all__ = [
     "topk_sigmoid",
     "topk_softmax",
     "topk_softplus_sqrt",
+    "vocab_shard",
     "xielu",
 ]

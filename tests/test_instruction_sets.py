@@ -36,6 +36,7 @@ SOME = {
         + ["dequantization/test_scaled_dequantize.py", "dequantization/test_hadacore_transform.py"],
         "format or books or awq or gptq or mx or fp4 or any or orders",
     ),
+    "embedding": (["embedding/test_masked_embedding.py"], "any or tables"),
     "gemm": (["gemm/test_packed_gemm.py"], "sources or bits or any"),
     "sampling": (
         ["sampling/test_top_k_per_row.py", "sampling/test_apply_repetition_penalties.py"]

@@ -285,6 +285,23 @@ def nvfp4_dequantize(
 ) -> Any: ...
 def permute_cols(A: _Array, perm: Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
 def hadacore_transform(x: _Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
+def masked_embedding(
+    ids: Array,
+    weight: Array,
+    org_start: int = 0,
+    org_end: int | None = None,
+    num_org_pad: int = 0,
+    added_start: int = 0,
+    added_end: int = 0,
+    vocab_size: int | None = None,
+    *,
+    out: Array | None = None,
+    scale: float = 1.0,
+    weight_scale: Array | None = None,
+    positions: Array | None = None,
+    position_weight: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
 def packed_gemm(
     x: _Array, weight: Array, format: str, bias: Array | None = None, *, out: Array | None = None, stream: Stream = None
 ) -> _Array: ...

@@ -421,6 +421,22 @@ def nvfp4_dequantize(
 ) -> Array: ...
 def permute_cols(A: ArrayLike, perm: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
 def hadacore_transform(x: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
+def masked_embedding(
+    ids: ArrayLike,
+    weight: ArrayLike,
+    org_start: int = 0,
+    org_end: int | None = None,
+    num_org_pad: int = 0,
+    added_start: int = 0,
+    added_end: int = 0,
+    vocab_size: int | None = None,
+    *,
+    scale: float = 1.0,
+    weight_scale: ArrayLike | None = None,
+    positions: ArrayLike | None = None,
+    position_weight: ArrayLike | None = None,
+    out: ArrayLike | None = None,
+) -> Array: ...
 def packed_gemm(
     x: ArrayLike, weight: ArrayLike, format: str, bias: ArrayLike | None = None, *, out: ArrayLike | None = None
 ) -> Array: ...

@@ -43,6 +43,7 @@ from pykv import grouped_topk as grouped_topk
 from pykv import hadacore_transform as hadacore_transform
 from pykv import indexer_k_quant_and_cache as indexer_k_quant_and_cache
 from pykv import layer_norm as layer_norm
+from pykv import masked_embedding as masked_embedding
 from pykv import masked_moe_activation as masked_moe_activation
 from pykv import merge_attn_states as merge_attn_states
 from pykv import merge_attn_states_n as merge_attn_states_n

@@ -14,6 +14,7 @@ void bind_activation(Module& m);
 void bind_attention(Module& m);
 void bind_cache(Module& m);
 void bind_dequantization(Module& m);
+void bind_embedding(Module& m);
 void bind_gemm(Module& m);
 void bind_moe(Module& m);
 void bind_norm(Module& m);
@@ -71,6 +72,7 @@ PYBIND11_MODULE(_C_of_main, m, py::mod_gil_not_used()) {
   bind_attention(ops);
   bind_cache(ops);
   bind_dequantization(ops);
+  bind_embedding(ops);
   bind_gemm(ops);
   bind_moe(ops);
   bind_norm(ops);
