@@ -126,6 +126,8 @@ from pykv.runtime import (
 )
 from pykv.sampling import (
     apply_repetition_penalties_,
+    finish_logits_,
+    merge_top_k,
     rejection_sample,
     sample,
     softmax,
@@ -172,6 +174,7 @@ __all__ = [
     "dual_chunk_rotary_embedding",
     "explain",
     "fatrelu_and_mul",
+    "finish_logits_",
     "fp8_dequantize",
     "from_pointer",
     "fused_add_rms_norm",
@@ -206,6 +209,7 @@ __all__ = [
     "masked_moe_activation",
     "merge_attn_states",
     "merge_attn_states_n",
+    "merge_top_k",
     "moe_align_block_size",
     "moe_lora_align_block_size",
     "moe_permute",

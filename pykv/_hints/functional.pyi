@@ -428,6 +428,28 @@ def dual_chunk_rotary_embedding(
     stream: Stream = None,
 ) -> Any: ...
 @overload
+def merge_top_k(
+    shard_indices: Array,
+    shard_values: Array,
+    k: int,
+    first_tokens: Array | None = None,
+    *,
+    values: Literal[False] | None = None,
+    indices: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
+@overload
+def merge_top_k(
+    shard_indices: Array,
+    shard_values: Array,
+    k: int,
+    first_tokens: Array | None = None,
+    *,
+    values: Array | Literal[True],
+    indices: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+@overload
 def rejection_sample(
     draft_token_ids: Array,
     target_probs: Array,

@@ -925,6 +925,35 @@ def dual_chunk_rotary_embedding(
 def apply_repetition_penalties_(
     logits: ArrayLike, prompt_mask: ArrayLike, output_mask: ArrayLike, repetition_penalties: ArrayLike
 ) -> Array: ...
+def finish_logits_(
+    logits: ArrayLike,
+    num_org: int | None = None,
+    num_org_pad: int = 0,
+    num_added: int = 0,
+    *,
+    soft_cap: float | None = None,
+    scale: float = 1.0,
+) -> Array: ...
+@overload
+def merge_top_k(
+    shard_indices: ArrayLike,
+    shard_values: ArrayLike,
+    k: int,
+    first_tokens: ArrayLike | None = None,
+    *,
+    indices: ArrayLike | None = None,
+    values: None = None,
+) -> Array: ...
+@overload
+def merge_top_k(
+    shard_indices: ArrayLike,
+    shard_values: ArrayLike,
+    k: int,
+    first_tokens: ArrayLike | None = None,
+    *,
+    indices: ArrayLike | None = None,
+    values: ArrayLike | Literal[True],
+) -> tuple[Array, Array]: ...
 @overload
 def rejection_sample(
     draft_token_ids: ArrayLike,

@@ -18,6 +18,7 @@ from pykv import cp_gather_cache as cp_gather_cache
 from pykv import cp_gather_indexer_k_quant_cache as cp_gather_indexer_k_quant_cache
 from pykv import dual_chunk_rotary_embedding as dual_chunk_rotary_embedding
 from pykv import fatrelu_and_mul as fatrelu_and_mul
+from pykv import finish_logits_ as finish_logits_
 from pykv import fp8_dequantize as fp8_dequantize
 from pykv import fused_add_rms_norm as fused_add_rms_norm
 from pykv import fused_add_rms_norm_static_fp8_quant as fused_add_rms_norm_static_fp8_quant
@@ -47,6 +48,7 @@ from pykv import masked_embedding as masked_embedding
 from pykv import masked_moe_activation as masked_moe_activation
 from pykv import merge_attn_states as merge_attn_states
 from pykv import merge_attn_states_n as merge_attn_states_n
+from pykv import merge_top_k as merge_top_k
 from pykv import moe_align_block_size as moe_align_block_size
 from pykv import moe_lora_align_block_size as moe_lora_align_block_size
 from pykv import moe_permute as moe_permute

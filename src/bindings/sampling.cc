@@ -4,6 +4,8 @@
 
 void bind_sampling(Module& m) {
   m.def<pykv_apply_repetition_penalties_>("apply_repetition_penalties_");
+  m.def<pykv_finish_logits_>("finish_logits_");
+  m.def<pykv_merge_top_k>("merge_top_k");
   m.def<pykv_rejection_sample>("rejection_sample");
   m.def<pykv_sample>("sample");
   m.def<pykv_softmax>("softmax");

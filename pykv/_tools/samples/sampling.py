@@ -15,6 +15,22 @@ SAMPLES: Mapping[str, Callable[[], Sample]] = {
         "output_mask": floats(3, 8, seed=2) > 1,
         "repetition_penalties": 1 + np.abs(floats(3)),
     },
+    "merge_top_k": lambda: {
+        "indices": np.zeros((3, 4), np.int32),
+        "shard_indices": np.array([[[4, 0, 2], [1, 3, -1], [5, 4, 0]], [[1, 2, 0], [0, -1, -1], [3, 2, 1]]], np.int32),
+        "shard_values": np.sort(floats(2, 3, 3))[..., ::-1].copy(),
+        "k": 4,
+        "first_tokens": ids(0, 6),
+        "values": floats(3, 4),
+    },
+    "finish_logits_": lambda: {
+        "logits": 30 * floats(3, 12),
+        "num_org": 6,
+        "num_org_pad": 2,
+        "num_added": 3,
+        "soft_cap": 20.0,
+        "scale": 0.5,
+    },
     "sample": lambda: {
         "out": np.zeros(3, np.int32),
         "logits": floats(3, 40),

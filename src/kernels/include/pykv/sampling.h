@@ -46,6 +46,27 @@ PYKV_API pykv_status pykv_top_k_per_row(DLTensor* indices, const DLTensor* logit
                                         const DLTensor* row_starts, const DLTensor* row_ends, const DLTensor* row_k,
                                         int64_t next_n, bool sorted, DLTensor* values, void* stream);
 
+/* The first k of what several shards of a vocabulary found, in the order above; -1 behind the last.
+ *   indices        [num_rows, k]              int32; written
+ *   shard_indices  [num_shards, num_rows, n]  int32, negative: none.  Each list in order, as pykv_top_k_per_row gives it if
+ *                  sorted; an entry that comes before its neighbour is reported, and the result is no merge then
+ *   shard_values   [num_shards, num_rows, n]  float32 | float16 | bfloat16: the logits
+ *   k              1 or more
+ *   first_tokens   [num_shards]               int32 or int64: what is added to the indices of a shard; NULL: 0
+ *   values         [num_rows, k]              dtype of shard_values; written with the logits, -infinity behind them; NULL: not
+ *                  wanted  */
+PYKV_API pykv_status pykv_merge_top_k(DLTensor* indices, const DLTensor* shard_indices, const DLTensor* shard_values,
+                                      int64_t k, const DLTensor* first_tokens, DLTensor* values, void* stream);
+
+/* What follows the product of a head, in place: logits = scale * soft_cap * tanh(logits / soft_cap) in fp32, rounded once, and
+ * -infinity in columns that belong to no token.  These are, of num_org columns, then num_org_pad, then num_added and the rest:
+ * the second ones and the rest (pykv/embedding.h has the same rows).
+ *   logits    [num_rows, num_cols]  float32 | float16 | bfloat16; changed in place
+ *   num_org   -1: num_cols
+ *   soft_cap  0: none  */
+PYKV_API pykv_status pykv_finish_logits_(DLTensor* logits, int64_t num_org, int64_t num_org_pad, int64_t num_added,
+                                         double soft_cap, double scale, void* stream);
+
 /* One token for each row, drawn from softmax(logits / temperature) of those that are kept.  In this order:
  *   1. logits are changed: those that allowed_bitmap leaves out are -infinity; logit_bias is added; where a token is in
  *      prompt_bitmap or output_counts, x = x > 0 ? x / repetition : x * repetition; where it is in output_counts,
