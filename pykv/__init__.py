@@ -125,6 +125,7 @@ from pykv.runtime import (
     set_num_threads,
 )
 from pykv.sampling import (
+    apply_penalties_,
     apply_repetition_penalties_,
     finish_logits_,
     merge_top_k,
@@ -153,6 +154,7 @@ __all__ = [
     "ScalarOrArray",
     "Stream",
     "VocabShard",
+    "apply_penalties_",
     "apply_repetition_penalties_",
     "awq_dequantize",
     "batched_moe_align_block_size",

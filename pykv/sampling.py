@@ -35,6 +35,42 @@ def apply_repetition_penalties_(
     """
 
 
+@operation()
+def apply_penalties_(
+    logits: Array,
+    prompt_token_ids: Array | None,
+    output_token_ids: Array | None,
+    presence_penalties: ScalarOrArray | None = None,
+    frequency_penalties: ScalarOrArray | None = None,
+    repetition_penalties: ScalarOrArray | None = None,
+    *,
+    prompt_lens: Array | None = None,
+    output_lens: Array | None = None,
+    stream: Stream = None,
+) -> None:
+    """Penalise tokens in lists, in place.
+
+    Of tokens in either list, ``x = x / repetition if x > 0 else x * repetition``; of those in ``output_token_ids``,
+    that are there ``count`` times, ``x = x - frequency * count - presence``.  The arithmetic is fp32 and rounded once
+    to the dtype.  Logits of other tokens are neither read nor written.  :func:`sample` does the same by bitmaps and
+    counts.
+
+    Args:
+        logits: ``[num_rows, vocab_size]`` float32, float16 or bfloat16; changed in place.
+        prompt_token_ids, output_token_ids: ``[num_rows, length]`` int32 or int64, each with a length of its own;
+            ``None``: none.  Ids below 0, and ``vocab_size``, are padding; those beyond it are reported.
+        presence_penalties, frequency_penalties, repetition_penalties: a number, or float32 ``[num_rows]``; ``None``: 0,
+            0 and 1, which change nothing.
+        prompt_lens, output_lens: ``[num_rows]`` int32 or int64: shorter lists; ``None``: all of them.  Lengths out of
+            range are clamped and reported.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit, or (CPU) something was reported.
+        TypeError: dtypes do not fit.
+    """
+
+
 def _top_k(dtype: str | None) -> Rule:
     def make(arguments: Mapping[str, Any]) -> Spec:
         (rows, _), own = arguments["logits"]

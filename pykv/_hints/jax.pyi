@@ -922,6 +922,17 @@ def dual_chunk_rotary_embedding(
     *,
     query_out: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
+def apply_penalties_(
+    logits: ArrayLike,
+    prompt_token_ids: ArrayLike | None,
+    output_token_ids: ArrayLike | None,
+    presence_penalties: float | ArrayLike | None = None,
+    frequency_penalties: float | ArrayLike | None = None,
+    repetition_penalties: float | ArrayLike | None = None,
+    *,
+    prompt_lens: ArrayLike | None = None,
+    output_lens: ArrayLike | None = None,
+) -> Array: ...
 def apply_repetition_penalties_(
     logits: ArrayLike, prompt_mask: ArrayLike, output_mask: ArrayLike, repetition_penalties: ArrayLike
 ) -> Array: ...

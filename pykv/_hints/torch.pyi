@@ -1,5 +1,6 @@
 """Written by tests/hints/stubs.py: see there."""
 
+from pykv import apply_penalties_ as apply_penalties_
 from pykv import apply_repetition_penalties_ as apply_repetition_penalties_
 from pykv import awq_dequantize as awq_dequantize
 from pykv import batched_moe_align_block_size as batched_moe_align_block_size

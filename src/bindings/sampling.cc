@@ -3,6 +3,7 @@
 #include "op.h"
 
 void bind_sampling(Module& m) {
+  m.def<pykv_apply_penalties_>("apply_penalties_");
   m.def<pykv_apply_repetition_penalties_>("apply_repetition_penalties_");
   m.def<pykv_finish_logits_>("finish_logits_");
   m.def<pykv_merge_top_k>("merge_top_k");

@@ -33,6 +33,7 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
     "apply_repetition_penalties_": lambda a: {
         "logits": sampling.apply_repetition_penalties(a.logits, a.prompt_mask, a.output_mask, a.repetition_penalties)
     },
+    "apply_penalties_": lambda a: {"logits": sampling.apply_penalties(**vars(a))},
     "merge_top_k": lambda a: dict(
         zip(
             ("indices", "values"),

@@ -15,6 +15,16 @@ SAMPLES: Mapping[str, Callable[[], Sample]] = {
         "output_mask": floats(3, 8, seed=2) > 1,
         "repetition_penalties": 1 + np.abs(floats(3)),
     },
+    "apply_penalties_": lambda: {
+        "logits": floats(3, 8),
+        "prompt_token_ids": np.array([[0, 5, 5], [7, 8, -1], [2, 1, 0]], np.int32),
+        "output_token_ids": ids([5, 6, 5, 5], [3, 2, 3, 8], [-1, -1, -1, -1]),
+        "presence_penalties": 0.5,
+        "frequency_penalties": floats(3, seed=1),
+        "repetition_penalties": 1 + np.abs(floats(3)),
+        "prompt_lens": ids(3, 1, 2),
+        "output_lens": np.array([4, 3, 0], np.int32),
+    },
     "merge_top_k": lambda: {
         "indices": np.zeros((3, 4), np.int32),
         "shard_indices": np.array([[[4, 0, 2], [1, 3, -1], [5, 4, 0]], [[1, 2, 0], [0, -1, -1], [3, 2, 1]]], np.int32),

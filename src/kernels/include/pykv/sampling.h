@@ -29,6 +29,22 @@ PYKV_API pykv_status pykv_apply_repetition_penalties_(DLTensor* logits, const DL
                                                       const DLTensor* output_mask, const DLTensor* repetition_penalties,
                                                       void* stream);
 
+/* Penalties of tokens in lists, in place.  Of tokens in either list, x = x > 0 ? x / repetition : x * repetition; of those in
+ * output_token_ids, that are there count times, x = x - frequency * count - presence.  In fp32, rounded once to the dtype; all
+ * other logits stay as they are.
+ *   logits             [num_rows, vocab_size]  float32 | float16 | bfloat16; changed in place
+ *   prompt_token_ids   [num_rows, length]      int32 or int64; NULL: none.  Ids below 0, and vocab_size, are padding; those
+ *                      beyond it are reported
+ *   output_token_ids   [num_rows, length]      the same, with a length of its own
+ *   presence_penalties, frequency_penalties, repetition_penalties   float32: one, or one a row; NULL: 0, 0, 1
+ *   prompt_lens        [num_rows]              int32 or int64: shorter lists; NULL: all of them.  Others than 0 ... length are
+ *                      clamped and reported
+ *   output_lens        [num_rows]              the same  */
+PYKV_API pykv_status pykv_apply_penalties_(DLTensor* logits, const DLTensor* prompt_token_ids,
+                                           const DLTensor* output_token_ids, const DLTensor* presence_penalties,
+                                           const DLTensor* frequency_penalties, const DLTensor* repetition_penalties,
+                                           const DLTensor* prompt_lens, const DLTensor* output_lens, void* stream);
+
 /* The first min(k, n) of each row's n logits, in the order above: exactly so many different indices, then -1.
  *   indices     [num_rows, k]         int32; written.  Counted from the row's start
  *   logits      [num_rows, num_cols]  float32 | float16 | bfloat16
