@@ -22,6 +22,7 @@ TITLES = {
     "norm": "Norms",
     "rotary": "Rotary embedding",
     "activation": "Activations",
+    "embedding": "Embedding",
     "moe": "Mixture of experts",
     "dequantization": "Dequantisation",
     "gemm": "Products with packed weights",

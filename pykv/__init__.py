@@ -68,6 +68,7 @@ from pykv.dequantization import (
     nvfp4_dequantize,
     permute_cols,
 )
+from pykv.embedding import VocabShard, masked_embedding, vocab_shard
 from pykv.gemm import PackedWeight, packed_gemm
 from pykv.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from pykv.mla import (
@@ -124,7 +125,10 @@ from pykv.runtime import (
     set_num_threads,
 )
 from pykv.sampling import (
+    apply_penalties_,
     apply_repetition_penalties_,
+    finish_logits_,
+    merge_top_k,
     rejection_sample,
     sample,
     softmax,
@@ -149,6 +153,8 @@ __all__ = [
     "PrefixStats",
     "ScalarOrArray",
     "Stream",
+    "VocabShard",
+    "apply_penalties_",
     "apply_repetition_penalties_",
     "awq_dequantize",
     "batched_moe_align_block_size",
@@ -170,6 +176,7 @@ __all__ = [
     "dual_chunk_rotary_embedding",
     "explain",
     "fatrelu_and_mul",
+    "finish_logits_",
     "fp8_dequantize",
     "from_pointer",
     "fused_add_rms_norm",
@@ -200,9 +207,11 @@ __all__ = [
     "has_cuda",
     "indexer_k_quant_and_cache",
     "layer_norm",
+    "masked_embedding",
     "masked_moe_activation",
     "merge_attn_states",
     "merge_attn_states_n",
+    "merge_top_k",
     "moe_align_block_size",
     "moe_lora_align_block_size",
     "moe_permute",
@@ -252,5 +261,6 @@ __all__ = [
     "topk_sigmoid",
     "topk_softmax",
     "topk_softplus_sqrt",
+    "vocab_shard",
     "xielu",
 ]

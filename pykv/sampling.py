@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pykv._schema import Rule, Spec, like, operation
+from pykv._schema import NoneIs, Rule, Spec, like, operation
 from pykv._types import Array, ScalarOrArray, Stream
 
 
@@ -31,6 +31,42 @@ def apply_repetition_penalties_(
 
     Raises:
         ValueError: shapes, strides or devices do not fit.
+        TypeError: dtypes do not fit.
+    """
+
+
+@operation()
+def apply_penalties_(
+    logits: Array,
+    prompt_token_ids: Array | None,
+    output_token_ids: Array | None,
+    presence_penalties: ScalarOrArray | None = None,
+    frequency_penalties: ScalarOrArray | None = None,
+    repetition_penalties: ScalarOrArray | None = None,
+    *,
+    prompt_lens: Array | None = None,
+    output_lens: Array | None = None,
+    stream: Stream = None,
+) -> None:
+    """Penalise tokens in lists, in place.
+
+    Of tokens in either list, ``x = x / repetition if x > 0 else x * repetition``; of those in ``output_token_ids``,
+    that are there ``count`` times, ``x = x - frequency * count - presence``.  The arithmetic is fp32 and rounded once
+    to the dtype.  Logits of other tokens are neither read nor written.  :func:`sample` does the same by bitmaps and
+    counts.
+
+    Args:
+        logits: ``[num_rows, vocab_size]`` float32, float16 or bfloat16; changed in place.
+        prompt_token_ids, output_token_ids: ``[num_rows, length]`` int32 or int64, each with a length of its own;
+            ``None``: none.  Ids below 0, and ``vocab_size``, are padding; those beyond it are reported.
+        presence_penalties, frequency_penalties, repetition_penalties: a number, or float32 ``[num_rows]``; ``None``: 0,
+            0 and 1, which change nothing.
+        prompt_lens, output_lens: ``[num_rows]`` int32 or int64: shorter lists; ``None``: all of them.  Lengths out of
+            range are clamped and reported.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit, or (CPU) something was reported.
         TypeError: dtypes do not fit.
     """
 
@@ -80,6 +116,77 @@ def top_k_per_row(
 
     Raises:
         ValueError: shapes, strides, devices or options do not fit, or (CPU) something was reported.
+        TypeError: dtypes do not fit.
+    """
+
+
+def _merged(dtype: str | None) -> Rule:
+    def make(arguments: Mapping[str, Any]) -> Spec:
+        (_, rows, _), own = arguments["shard_values"]
+        return Spec((rows, arguments["k"]), dtype or own)
+
+    return Rule(make)
+
+
+@operation(indices=_merged("int32"), values=_merged(None))
+def merge_top_k(
+    indices: Array,
+    shard_indices: Array,
+    shard_values: Array,
+    k: int,
+    first_tokens: Array | None = None,
+    *,
+    values: Array | None = None,
+    stream: Stream = None,
+) -> None:
+    """Find the first ``k`` of what several shards of a vocabulary found: of the whole vocabulary's, so many.
+
+    With the ``scores`` of :func:`sample` as lists of one, it finds the token that all shards together would give.
+
+    Args:
+        indices: ``[num_rows, k]`` int32; written, the largest logit first, -1 behind the last.
+        shard_indices: ``[num_shards, num_rows, n]`` int32, negative: none.  Each list in order, as
+            ``top_k_per_row(sorted=True)`` gives it; an entry that comes before its neighbour is reported, and the
+            result is no merge then.
+        shard_values: ``[num_shards, num_rows, n]`` float32, float16 or bfloat16: the logits.
+        k: 1 or more.
+        first_tokens: ``[num_shards]`` int32 or int64: what is added to the indices of a shard; ``None``: 0.
+        values: ``[num_rows, k]``, dtype of ``shard_values``; written with the logits, -infinity behind them.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit, or (CPU) something was reported.
+        TypeError: dtypes do not fit.
+    """
+
+
+@operation(converters={"num_org": NoneIs(-1), "soft_cap": NoneIs(0.0, positive="finish_logits_: soft_cap")})
+def finish_logits_(
+    logits: Array,
+    num_org: int | None = None,
+    num_org_pad: int = 0,
+    num_added: int = 0,
+    *,
+    soft_cap: float | None = None,
+    scale: float = 1.0,
+    stream: Stream = None,
+) -> None:
+    """Do in place what follows the product of a head: ``logits = scale * soft_cap * tanh(logits / soft_cap)``.
+
+    In fp32, rounded once.  Columns that belong to no token become -infinity: of ``num_org`` columns, then
+    ``num_org_pad``, then ``num_added`` and the rest, these are the second ones and the rest.  A head that is a shard of
+    a vocabulary has its columns where :func:`masked_embedding` has rows: with ``s = vocab_shard(...)``,
+    ``finish_logits_(logits, s.num_org, s.num_org_pad, s.num_added)``.
+
+    Args:
+        logits: ``[num_rows, num_cols]`` float32, float16 or bfloat16; changed in place.
+        num_org, num_org_pad, num_added: numbers of columns; ``None``: all.
+        soft_cap: positive; ``None``: none.
+        scale: of all, after the cap.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides, devices or options do not fit.
         TypeError: dtypes do not fit.
     """
 

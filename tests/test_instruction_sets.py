@@ -36,11 +36,13 @@ SOME = {
         + ["dequantization/test_scaled_dequantize.py", "dequantization/test_hadacore_transform.py"],
         "format or books or awq or gptq or mx or fp4 or any or orders",
     ),
+    "embedding": (["embedding/test_masked_embedding.py"], "any or tables"),
     "gemm": (["gemm/test_packed_gemm.py"], "sources or bits or any"),
     "sampling": (
         ["sampling/test_top_k_per_row.py", "sampling/test_apply_repetition_penalties.py"]
         + ["sampling/test_sample.py", "sampling/test_row_filter.py"]
-        + ["sampling/test_rejection_sample.py"],
+        + ["sampling/test_rejection_sample.py", "sampling/test_vocab_shards.py"]
+        + ["sampling/test_apply_penalties.py"],
         "sizes or shapes or any or hard or special or nan",
     ),
     "cache": (

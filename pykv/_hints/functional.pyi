@@ -134,6 +134,23 @@ def layer_norm(
     out: Array | None = None,
     stream: Stream = None,
 ) -> _Array: ...
+def masked_embedding(
+    ids: Array,
+    weight: Array,
+    org_start: int = 0,
+    org_end: int | None = None,
+    num_org_pad: int = 0,
+    added_start: int = 0,
+    added_end: int = 0,
+    vocab_size: int | None = None,
+    *,
+    out: Array | None = None,
+    scale: float = 1.0,
+    weight_scale: Array | None = None,
+    positions: Array | None = None,
+    position_weight: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
 @overload
 def merge_attn_states(
     prefix_output: _Array,
@@ -178,6 +195,28 @@ def merge_attn_states_n(
     *,
     output_lse: Array | Literal[True],
     output: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+@overload
+def merge_top_k(
+    shard_indices: Array,
+    shard_values: Array,
+    k: int,
+    first_tokens: Array | None = None,
+    *,
+    values: Literal[False] | None = None,
+    indices: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
+@overload
+def merge_top_k(
+    shard_indices: Array,
+    shard_values: Array,
+    k: int,
+    first_tokens: Array | None = None,
+    *,
+    values: Array | Literal[True],
+    indices: Array | None = None,
     stream: Stream = None,
 ) -> tuple[Any, Any]: ...
 def moe_sum(

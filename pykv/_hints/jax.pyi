@@ -6,6 +6,17 @@ from typing import Literal, overload
 from jax import Array
 from jax.typing import ArrayLike
 
+def apply_penalties_(
+    logits: ArrayLike,
+    prompt_token_ids: ArrayLike | None,
+    output_token_ids: ArrayLike | None,
+    presence_penalties: float | ArrayLike | None = None,
+    frequency_penalties: float | ArrayLike | None = None,
+    repetition_penalties: float | ArrayLike | None = None,
+    *,
+    prompt_lens: ArrayLike | None = None,
+    output_lens: ArrayLike | None = None,
+) -> Array: ...
 def apply_repetition_penalties_(
     logits: ArrayLike, prompt_mask: ArrayLike, output_mask: ArrayLike, repetition_penalties: ArrayLike
 ) -> Array: ...
@@ -140,6 +151,15 @@ def dual_chunk_rotary_embedding(
     query_out: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
 def fatrelu_and_mul(input: ArrayLike, threshold: float = 0.0, *, out: ArrayLike | None = None) -> Array: ...
+def finish_logits_(
+    logits: ArrayLike,
+    num_org: int | None = None,
+    num_org_pad: int = 0,
+    num_added: int = 0,
+    *,
+    soft_cap: float | None = None,
+    scale: float = 1.0,
+) -> Array: ...
 def fp8_dequantize(
     input: ArrayLike,
     scale: float | ArrayLike,
@@ -343,6 +363,22 @@ def layer_norm(
     *,
     out: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
+def masked_embedding(
+    ids: ArrayLike,
+    weight: ArrayLike,
+    org_start: int = 0,
+    org_end: int | None = None,
+    num_org_pad: int = 0,
+    added_start: int = 0,
+    added_end: int = 0,
+    vocab_size: int | None = None,
+    *,
+    scale: float = 1.0,
+    weight_scale: ArrayLike | None = None,
+    positions: ArrayLike | None = None,
+    position_weight: ArrayLike | None = None,
+    out: ArrayLike | None = None,
+) -> Array: ...
 def masked_moe_activation(
     out: ArrayLike,
     input: ArrayLike,
@@ -395,6 +431,26 @@ def merge_attn_states_n(
     *,
     output: ArrayLike | None = None,
     output_lse: ArrayLike | Literal[True],
+) -> tuple[Array, Array]: ...
+@overload
+def merge_top_k(
+    shard_indices: ArrayLike,
+    shard_values: ArrayLike,
+    k: int,
+    first_tokens: ArrayLike | None = None,
+    *,
+    indices: ArrayLike | None = None,
+    values: None = None,
+) -> Array: ...
+@overload
+def merge_top_k(
+    shard_indices: ArrayLike,
+    shard_values: ArrayLike,
+    k: int,
+    first_tokens: ArrayLike | None = None,
+    *,
+    indices: ArrayLike | None = None,
+    values: ArrayLike | Literal[True],
 ) -> tuple[Array, Array]: ...
 @overload
 def moe_align_block_size(

@@ -1,5 +1,6 @@
 """Written by tests/derived.py."""
 
+from pykv import apply_penalties_ as apply_penalties_
 from pykv import apply_repetition_penalties_ as apply_repetition_penalties_
 from pykv import awq_dequantize as awq_dequantize
 from pykv import batched_moe_align_block_size as batched_moe_align_block_size
@@ -18,6 +19,7 @@ from pykv import cp_gather_cache as cp_gather_cache
 from pykv import cp_gather_indexer_k_quant_cache as cp_gather_indexer_k_quant_cache
 from pykv import dual_chunk_rotary_embedding as dual_chunk_rotary_embedding
 from pykv import fatrelu_and_mul as fatrelu_and_mul
+from pykv import finish_logits_ as finish_logits_
 from pykv import fp8_dequantize as fp8_dequantize
 from pykv import fused_add_rms_norm as fused_add_rms_norm
 from pykv import fused_add_rms_norm_static_fp8_quant as fused_add_rms_norm_static_fp8_quant
@@ -43,9 +45,11 @@ from pykv import grouped_topk as grouped_topk
 from pykv import hadacore_transform as hadacore_transform
 from pykv import indexer_k_quant_and_cache as indexer_k_quant_and_cache
 from pykv import layer_norm as layer_norm
+from pykv import masked_embedding as masked_embedding
 from pykv import masked_moe_activation as masked_moe_activation
 from pykv import merge_attn_states as merge_attn_states
 from pykv import merge_attn_states_n as merge_attn_states_n
+from pykv import merge_top_k as merge_top_k
 from pykv import moe_align_block_size as moe_align_block_size
 from pykv import moe_lora_align_block_size as moe_lora_align_block_size
 from pykv import moe_permute as moe_permute

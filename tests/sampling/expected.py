@@ -33,6 +33,15 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
     "apply_repetition_penalties_": lambda a: {
         "logits": sampling.apply_repetition_penalties(a.logits, a.prompt_mask, a.output_mask, a.repetition_penalties)
     },
+    "apply_penalties_": lambda a: {"logits": sampling.apply_penalties(**vars(a))},
+    "merge_top_k": lambda a: dict(
+        zip(
+            ("indices", "values"),
+            sampling.merge_top_k(a.shard_indices, a.shard_values, a.k, a.first_tokens),
+            strict=True,
+        )
+    ),
+    "finish_logits_": lambda a: {"logits": sampling.finish_logits(**vars(a))},
     "sample": sample_tokens,
     "rejection_sample": lambda a: dict(
         zip(

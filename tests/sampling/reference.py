@@ -40,6 +40,52 @@ def apply_repetition_penalties(x, prompt_mask, output_mask, penalties):
     return np.where((prompt_mask != 0) | (output_mask != 0), changed, value)
 
 
+def apply_penalties(
+    logits, prompt_token_ids=None, output_token_ids=None, presence_penalties=0.0, frequency_penalties=0.0,
+    repetition_penalties=1.0, *, prompt_lens=None, output_lens=None,
+):  # fmt: skip
+    rows, size = logits.shape
+
+    def counts(ids, lens):
+        found = np.zeros((rows, size), int)
+        for row in range(rows if ids is not None else 0):
+            for token in ids[row, : None if lens is None else max(0, int(lens[row]))].tolist():
+                if 0 <= token < size:
+                    found[row, token] += 1
+        return found
+
+    def each(value):
+        return np.broadcast_to(np.asarray(value, np.float32), rows).astype(np.float64)[:, None]
+
+    prompt, output = counts(prompt_token_ids, prompt_lens), counts(output_token_ids, output_lens)
+    x, p = logits.astype(np.float64), each(repetition_penalties)
+    x = np.where((prompt > 0) | (output > 0), np.where(x > 0, x / p, x * p), x)
+    return np.where(output > 0, x - each(frequency_penalties) * output - each(presence_penalties), x)
+
+
+def merge_top_k(shard_indices, shard_values, k, first_tokens=None):
+    """Token ids and values of the first ``k``; -1 and -infinity behind them."""
+    shards, rows, n = shard_indices.shape
+    first = np.zeros(shards, int) if first_tokens is None else first_tokens
+    tokens, values = np.full((rows, k), -1), np.full((rows, k), -np.inf)
+    for row in range(rows):
+        there = [(s, i) for s in range(shards) for i in range(n) if shard_indices[s, row, i] >= 0]
+        value = np.array([shard_values[s, row, i] for s, i in there], np.float64)
+        token = np.array([shard_indices[s, row, i] + first[s] for s, i in there], int)
+        order = np.lexsort((token, -keys(value)))[:k]
+        tokens[row, : len(order)], values[row, : len(order)] = token[order], value[order]
+    return tokens, values
+
+
+def finish_logits(logits, num_org=None, num_org_pad=0, num_added=0, *, soft_cap=None, scale=1.0):
+    value, column = logits.astype(np.float64), np.arange(logits.shape[1])
+    if soft_cap is not None:
+        value = soft_cap * np.tanh(value / soft_cap)
+    num_org = logits.shape[1] if num_org is None else num_org
+    added = (column >= num_org + num_org_pad) & (column < num_org + num_org_pad + num_added)
+    return np.where((column < num_org) | added, scale * value, -np.inf)
+
+
 def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     """Philox4x32-10 of counters ``[..., 4]``."""
     mask = np.uint64(0xFFFFFFFF)

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 
 #include "cuda/dependent.cuh"
 #include "cuda/vec.cuh"
@@ -48,7 +47,7 @@ struct RowSlice {
 inline int blocks_for_row(int64_t rows, int64_t cols, int64_t most, const Launch& launch) {
   constexpr int64_t kLeastColumns = 4096, kBlocksOfAnSm = 2;
   if (!overlaps_kernels(launch.device)) return 1;  // clusters came with the same chips
-  int64_t blocks = getenv("PYKV_BLOCKS") ? atoi(getenv("PYKV_BLOCKS")) : 8;
+  int64_t blocks = 8;
   const int64_t room = kBlocksOfAnSm * num_sms(launch.device);
   while (blocks > 1 && (blocks * rows > room || cols / blocks < kLeastColumns || blocks > most)) blocks /= 2;
   return static_cast<int>(blocks);

@@ -8,6 +8,7 @@
 #include <pykv/cache.h>
 #include <pykv/cpu.h>
 #include <pykv/dequantization.h>
+#include <pykv/embedding.h>
 #include <pykv/gemm.h>
 #include <pykv/moe.h>
 #include <pykv/norm.h>

@@ -29,6 +29,22 @@ PYKV_API pykv_status pykv_apply_repetition_penalties_(DLTensor* logits, const DL
                                                       const DLTensor* output_mask, const DLTensor* repetition_penalties,
                                                       void* stream);
 
+/* Penalties of tokens in lists, in place.  Of tokens in either list, x = x > 0 ? x / repetition : x * repetition; of those in
+ * output_token_ids, that are there count times, x = x - frequency * count - presence.  In fp32, rounded once to the dtype; all
+ * other logits stay as they are.
+ *   logits             [num_rows, vocab_size]  float32 | float16 | bfloat16; changed in place
+ *   prompt_token_ids   [num_rows, length]      int32 or int64; NULL: none.  Ids below 0, and vocab_size, are padding; those
+ *                      beyond it are reported
+ *   output_token_ids   [num_rows, length]      the same, with a length of its own
+ *   presence_penalties, frequency_penalties, repetition_penalties   float32: one, or one a row; NULL: 0, 0, 1
+ *   prompt_lens        [num_rows]              int32 or int64: shorter lists; NULL: all of them.  Others than 0 ... length are
+ *                      clamped and reported
+ *   output_lens        [num_rows]              the same  */
+PYKV_API pykv_status pykv_apply_penalties_(DLTensor* logits, const DLTensor* prompt_token_ids,
+                                           const DLTensor* output_token_ids, const DLTensor* presence_penalties,
+                                           const DLTensor* frequency_penalties, const DLTensor* repetition_penalties,
+                                           const DLTensor* prompt_lens, const DLTensor* output_lens, void* stream);
+
 /* The first min(k, n) of each row's n logits, in the order above: exactly so many different indices, then -1.
  *   indices     [num_rows, k]         int32; written.  Counted from the row's start
  *   logits      [num_rows, num_cols]  float32 | float16 | bfloat16
@@ -45,6 +61,27 @@ PYKV_API pykv_status pykv_apply_repetition_penalties_(DLTensor* logits, const DL
 PYKV_API pykv_status pykv_top_k_per_row(DLTensor* indices, const DLTensor* logits, int64_t k,
                                         const DLTensor* row_starts, const DLTensor* row_ends, const DLTensor* row_k,
                                         int64_t next_n, bool sorted, DLTensor* values, void* stream);
+
+/* The first k of what several shards of a vocabulary found, in the order above; -1 behind the last.
+ *   indices        [num_rows, k]              int32; written
+ *   shard_indices  [num_shards, num_rows, n]  int32, negative: none.  Each list in order, as pykv_top_k_per_row gives it if
+ *                  sorted; an entry that comes before its neighbour is reported, and the result is no merge then
+ *   shard_values   [num_shards, num_rows, n]  float32 | float16 | bfloat16: the logits
+ *   k              1 or more
+ *   first_tokens   [num_shards]               int32 or int64: what is added to the indices of a shard; NULL: 0
+ *   values         [num_rows, k]              dtype of shard_values; written with the logits, -infinity behind them; NULL: not
+ *                  wanted  */
+PYKV_API pykv_status pykv_merge_top_k(DLTensor* indices, const DLTensor* shard_indices, const DLTensor* shard_values,
+                                      int64_t k, const DLTensor* first_tokens, DLTensor* values, void* stream);
+
+/* What follows the product of a head, in place: logits = scale * soft_cap * tanh(logits / soft_cap) in fp32, rounded once, and
+ * -infinity in columns that belong to no token.  These are, of num_org columns, then num_org_pad, then num_added and the rest:
+ * the second ones and the rest (pykv/embedding.h has the same rows).
+ *   logits    [num_rows, num_cols]  float32 | float16 | bfloat16; changed in place
+ *   num_org   -1: num_cols
+ *   soft_cap  0: none  */
+PYKV_API pykv_status pykv_finish_logits_(DLTensor* logits, int64_t num_org, int64_t num_org_pad, int64_t num_added,
+                                         double soft_cap, double scale, void* stream);
 
 /* One token for each row, drawn from softmax(logits / temperature) of those that are kept.  In this order:
  *   1. logits are changed: those that allowed_bitmap leaves out are -infinity; logit_bias is added; where a token is in
