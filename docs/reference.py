@@ -20,6 +20,7 @@ TITLES = {
     "cache": "KV cache",
     "attention": "Attention",
     "norm": "Norms",
+    "quantization": "Quantisation",
     "rotary": "Rotary embedding",
     "activation": "Activations",
     "embedding": "Embedding",

@@ -31,6 +31,10 @@ SOME = {
         ["rotary/test_rotary_embedding.py", "rotary/test_mrope.py", "rotary/test_dual_chunk_rotary_embedding.py"],
         "dimensions or dtype or nan or any",
     ),
+    "quantization": (
+        ["quantization/test_int8_quant.py", "quantization/test_fp8_quant.py", "quantization/test_group_quant.py"],
+        "widths or nan or any or sizes or ties or groups or packed",
+    ),
     "dequantization": (
         ["dequantization/test_ggml_dequantize.py", "dequantization/test_packed_dequantize.py"]
         + ["dequantization/test_scaled_dequantize.py", "dequantization/test_hadacore_transform.py"],

@@ -6,24 +6,12 @@
 
 #include "activation/erfc.h"
 #include "cuda/approximate.cuh"
-#include "cuda/quotient.cuh"
+#include "cuda/silu.cuh"
 
 namespace pykv {
 
 // The first ones are the formulas themselves, rounded at every step as accurate exp, erf, tanh and division round: other
 // kernels that compute them so give the same bits.
-
-// x / (1 + exp(-y)) for y infinite or NaN wherever x is; 15 instructions.  The quotient is corrected to what a division gives
-// but where 1 + exp(-y) is nearly 1 or infinite.  Scaled by 1/4, the reciprocal is no subnormal number.
-__device__ inline float times_sigmoid(float x, float y) {
-  const float denominator = 1.0f + expf(-y);
-  const float inverse = 0.25f * reciprocal(0.25f * denominator);
-  const float quotient = x * inverse;
-  return fabsf(y) < 87.0f ? corrected(quotient, x, denominator, inverse) : quotient;
-}
-
-// x / (1 + exp(-x)); -inf gives NaN, as the formula does.
-__device__ inline float silu(float x) { return times_sigmoid(x, x); }
 
 // x / 2 * (1 + erf(x / sqrt(2))); 26 instructions.
 __device__ inline float gelu(float x) { return x * 0.5f * (1.0f + erff(x * 0.70710678f)); }

@@ -246,14 +246,7 @@ void swiglustep_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
 }
 
 void situ_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
-  const float beta = plain(args.beta), linear_beta = plain(args.limit);
-  const auto gate = [=](Floats x) {
-    return 0.5f * beta * exact_tanh(x * (1.0f / beta)) * (1.0f + exact_tanh(0.5f * x));
-  };
-  const auto up = [=](Floats x) { return linear_beta * exact_tanh(x * (1.0f / linear_beta)); };
-  run(args, [=]<class T>() {
-    return [=](Pair<T> a, Pair<T> b) { return each(a, gate) * (linear_beta > 0.0f ? each(b, up) : b); };
-  });
+  run(args, [situ = Situ{plain(args.beta), plain(args.limit)}]<class T>() { return situ; });
 }
 
 }  // namespace pykv::PYKV_ISA

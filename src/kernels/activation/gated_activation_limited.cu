@@ -51,20 +51,10 @@ struct SwiglustepAndMul {
   __device__ float product(float activated, float up) const { return activated * fmaxf(fminf(up, limit), -limit); }
 };
 
-// beta * tanh(x / beta) * sigmoid(x), with the sigmoid as (1 + tanh(x / 2)) / 2; bounded by arithmetic.
 template <class T>
-struct SituAndMul {
+struct SituAndMul : Situ {
   static constexpr bool kInterleaved = false, kRounded = false, kPlain = false;
-  float half_beta, inverse_beta, linear_beta, inverse_linear_beta;
-  __device__ explicit SituAndMul(const GatedActivationArgs& args)
-      : half_beta(0.5f * args.beta),
-        inverse_beta(1.0f / args.beta),
-        linear_beta(args.limit),
-        inverse_linear_beta(1.0f / args.limit) {}
-  __device__ float activation(float x) const { return half_beta * tanhf(x * inverse_beta) * (1.0f + tanhf(0.5f * x)); }
-  __device__ float product(float activated, float up) const {
-    return activated * (linear_beta > 0.0f ? linear_beta * tanhf(up * inverse_linear_beta) : up);
-  }
+  __device__ explicit SituAndMul(const GatedActivationArgs& args) : Situ(args.beta, args.limit) {}
 };
 
 }  // namespace

@@ -1,15 +1,12 @@
 // Blocks of sixteen to nvfp4 (core/nvfp4.h) without the conversion instructions that only later chips have.
 //
-// e2m1 is uniform in three pieces, with code = 2 y below 2, y + 2 below 4 and y / 2 + 4 from there: the magnitude's code is
-// the least of these three lines, each rounded by one fused multiplication and addition to a large number, whose lowest
-// bits are then the code.
-//
 // A block is eight instructions an element, and what is odd is kept out of its way: nearly all blocks are plain.
 #pragma once
 
 #include <cstdint>
 
 #include "core/nvfp4.h"
+#include "cuda/e2m1.cuh"
 #include "cuda/nvfp4.cuh"
 #include "cuda/pairs.cuh"
 #include "cuda/quotient.cuh"
@@ -51,8 +48,8 @@ class Nvfp4Quantiser {
   template <class T>
   __device__ __forceinline__ uint2 plain_codes(const uint32_t (&words)[4 * sizeof(T)], const BlockScale& block) const {
     float y[kNvfp4Block];
-    multiply<T>(words, block.reciprocal, y);
-    return codes<T>(words, y);
+    e2m1_multiply<T>(words, block.reciprocal, y);
+    return e2m1_codes<T>(words, y);
   }
 
   // Any block.
@@ -86,10 +83,10 @@ class Nvfp4Quantiser {
     const float r =
         zeros || code == 0 ? 0.0f : __frcp_rn(__fmul_rn(fp8_to_float<KvFormat::kE4M3>(result.scale), global_));
     float y[kNvfp4Block];
-    multiply<T>(words, r, y);
+    e2m1_multiply<T>(words, r, y);
 #pragma unroll
     for (float& x : y) x = x == x ? fminf(x, kNvfp4Largest) : 0.0f;
-    result.codes = codes<T>(words, y);
+    result.codes = e2m1_codes<T>(words, y);
     return result;
   }
 
@@ -119,65 +116,6 @@ class Nvfp4Quantiser {
       }
     }
     return sum;
-  }
-
-  static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
-  static constexpr uint32_t kRoundBits = 0x4b400000u;
-  static constexpr uint32_t kExtra = kRoundBits * 0x11111111u;  // what eight codes carry beside themselves
-
-  // The code in the lowest bits of kRoundBits, for 0 <= y < 7.
-  static __device__ uint32_t magnitude_bits(float y) {
-    // Positive floats are in the order of their bits; from sm_90 on the least of three is one instruction.
-    return __vimin3_u32(__float_as_uint(__fmaf_rn(y, 2.0f, kRound)), __float_as_uint(__fadd_rn(y, kRound + 2.0f)),
-                        __float_as_uint(__fmaf_rn(y, 0.5f, kRound + 4.0f)));
-  }
-
-  template <class T>
-  static __device__ __forceinline__ void multiply(const uint32_t (&words)[4 * sizeof(T)], float r,
-                                                  float (&y)[kNvfp4Block]) {
-    constexpr int kWords = 4 * sizeof(T);
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      if constexpr (sizeof(T) == 4) {
-        y[i] = __fmul_rn(fabsf(__uint_as_float(words[i])), r);
-      } else {
-        const float2 pair = word_to_floats<T>(words[i]);
-        y[2 * i] = __fmul_rn(fabsf(pair.x), r);
-        y[2 * i + 1] = __fmul_rn(fabsf(pair.y), r);
-      }
-    }
-  }
-
-  template <class T>
-  static __device__ __forceinline__ uint2 codes(const uint32_t (&words)[4 * sizeof(T)], const float (&y)[kNvfp4Block]) {
-    uint32_t packed[2] = {0, 0};
-#pragma unroll
-    for (int i = kNvfp4Block - 1; i >= 0; --i) packed[i / 8] = packed[i / 8] * 16 + magnitude_bits(y[i]);
-    return {(packed[0] - kExtra) | sign_bits<T, 0>(words), (packed[1] - kExtra) | sign_bits<T, 1>(words)};
-  }
-
-  // The highest bit of a byte of each word, as a byte.
-  template <int kByte>
-  static __device__ uint32_t signs(uint32_t a, uint32_t b) {
-    uint32_t bytes;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "n"(kByte | 8 | (kByte | 12) << 4));
-    return bytes;
-  }
-
-  // The signs of elements 8 kHalf and following, in bits 3, 7, ...
-  template <class T, int kHalf>
-  static __device__ uint32_t sign_bits(const uint32_t (&words)[4 * sizeof(T)]) {
-    uint32_t even, odd;  // bytes all of whose bits are the sign of an element
-    if constexpr (sizeof(T) == 4) {
-      const uint32_t* w = words + 8 * kHalf;
-      even = __byte_perm(signs<3>(w[0], w[2]), signs<3>(w[4], w[6]), 0x5410);
-      odd = __byte_perm(signs<3>(w[1], w[3]), signs<3>(w[5], w[7]), 0x5410);
-    } else {
-      const uint32_t* w = words + 4 * kHalf;
-      even = __byte_perm(signs<1>(w[0], w[1]), signs<1>(w[2], w[3]), 0x5410);
-      odd = __byte_perm(signs<3>(w[0], w[1]), signs<3>(w[2], w[3]), 0x5410);
-    }
-    return ((even & 0x0f0f0f0fu) | (odd & 0xf0f0f0f0u)) & 0x88888888u;
   }
 
   // The largest magnitude; NaN if one is.

@@ -1,6 +1,6 @@
 // One-byte results of quantising ops: the nearest code to a number, ties to even, the last one where it is too large.
 //
-// Unlike in a KV cache (cpu/float16.h), NaN becomes the largest number (E4M3) or 0 (int8).
+// Unlike in a KV cache (cpu/float16.h), NaN becomes the largest number (E4M3, E5M2) or 0 (int8).
 #pragma once
 
 #include "cpu/divisor.h"
@@ -13,6 +13,12 @@ inline Words quantised(e4m3, Floats v) {
   const Floats within = greater(lesser(v, splat(448.0f)), splat(-448.0f));  // NaN is the largest from here
   const Words bits = __builtin_bit_cast(Words, within);
   const Words code = narrow_finite<3, 7, 8, Floats, Words>(bits & 0x7fffffffu);
+  return (code & ~0x80u) | (bits >> 24 & 0x80u);
+}
+inline Words quantised(e5m2, Floats v) {
+  const Floats within = greater(lesser(v, splat(57344.0f)), splat(-57344.0f));  // NaN is the largest from here
+  const Words bits = __builtin_bit_cast(Words, within);
+  const Words code = narrow_finite<2, 15, 8, Floats, Words>(bits & 0x7fffffffu);
   return (code & ~0x80u) | (bits >> 24 & 0x80u);
 }
 inline Words quantised(int8_t, Floats v) {

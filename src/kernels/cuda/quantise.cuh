@@ -1,10 +1,11 @@
 // One-byte results of quantising ops: the nearest code to a number, ties to even, the last one where it is too large.
 //
-// Unlike in a KV cache (cuda/fp8.cuh), NaN becomes the largest number (E4M3) or 0 (int8).
+// Unlike in a KV cache (cuda/fp8.cuh), NaN becomes the largest number (E4M3, E5M2) or 0 (int8).
 #pragma once
 
 #include <cuda_fp8.h>
 
+#include "core/codes.h"
 #include "core/dtype.h"
 #include "cuda/pairs.cuh"
 #include "cuda/vec.cuh"
@@ -22,10 +23,12 @@ __device__ uint32_t quantise4(float a, float b, float c, float d) {
     };
     return __byte_perm(__byte_perm(code(a), code(b), 0x0040), __byte_perm(code(c), code(d), 0x0040), 0x5410);
   } else {
-    static_assert(kFormat == DType::kFloat8E4M3);
+    constexpr bool kE4M3 = kFormat == DType::kFloat8E4M3;
+    static_assert(kE4M3 || kFormat == DType::kFloat8E5M2);
+    constexpr float kMost = kE4M3 ? 448.0f : 57344.0f;
     const auto codes = [](float x, float y) -> uint32_t {
-      const float2 pair = kNumbers ? float2{x, y} : float2{fminf(x, 448.0f), fminf(y, 448.0f)};
-      return __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
+      const float2 pair = kNumbers ? float2{x, y} : float2{fminf(x, kMost), fminf(y, kMost)};
+      return __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, kE4M3 ? __NV_E4M3 : __NV_E5M2);
     };
     return codes(a, b) | codes(c, d) << 16;
   }
@@ -63,6 +66,27 @@ __device__ Vec<uint8_t, kSize> quantise_pairs(Vec<T, kSize> x, bool odd, Scaled 
   } else {
     return quantise<DType::kFloat8E4M3>(scaled(to_floats(x)));
   }
+}
+
+// Codes of x times a factor, of a kind that is known at run time.  odd: the factor is not a positive finite number.
+template <class T, int kSize>
+__device__ Vec<uint8_t, kSize> codes_times(CodeKind kind, const Vec<T, kSize>& x, float factor, bool odd) {
+  const auto scaled = [factor](Vec<float, kSize> v) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) v[i] *= factor;
+    return v;
+  };
+  if (kind == CodeKind::kE4M3) {
+    if (!odd) return quantise_pairs(x, false, scaled);
+    return quantise<DType::kFloat8E4M3>(scaled(to_floats(x)));
+  }
+  auto v = scaled(to_floats(x));
+  if (kind == CodeKind::kE5M2) return quantise<DType::kFloat8E5M2>(v);
+  if (kind == CodeKind::kInt8Truncated) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) v[i] = truncf(v[i]);
+  }
+  return quantise<DType::kInt8>(v);
 }
 
 }  // namespace pykv

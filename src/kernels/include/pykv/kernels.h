@@ -12,6 +12,7 @@
 #include <pykv/gemm.h>
 #include <pykv/moe.h>
 #include <pykv/norm.h>
+#include <pykv/quantization.h>
 #include <pykv/rotary.h>
 #include <pykv/sampling.h>
 

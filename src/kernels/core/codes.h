@@ -1,0 +1,128 @@
+// Codes of few bits and their scales: what all quantising ops agree on, fused ones and others, on either device.
+//
+// Numbers that share a scale become code(number * factor), to nearest even and saturated; or, of rows in fp8, code(number / scale).
+// NaN is passed over when the largest magnitude is found.  As a number it becomes the largest code (int8: 0).
+//
+// Functions are inlined by force: the CPU twins compile them for several instruction sets, and none may become a symbol that
+// they share.
+#pragma once
+
+#include <cstdint>
+
+#include "core/launch.h"
+
+#define PYKV_INLINE PYKV_HOST_DEVICE __attribute__((always_inline)) inline
+
+namespace pykv {
+
+enum class CodeKind : uint8_t { kE4M3, kE5M2, kInt8, kInt8Truncated, kE2M1 };
+
+constexpr bool is_int8(CodeKind kind) { return kind == CodeKind::kInt8 || kind == CodeKind::kInt8Truncated; }
+constexpr float largest_code(CodeKind kind) {
+  return kind == CodeKind::kE4M3   ? 448.0f
+         : kind == CodeKind::kE5M2 ? 57344.0f
+         : kind == CodeKind::kE2M1 ? 6.0f
+                                   : 127.0f;
+}
+// The exponent of the largest code: what the OCP formats subtract from that of the largest magnitude.
+constexpr int largest_exponent(CodeKind kind) {
+  return kind == CodeKind::kE4M3 ? 8 : kind == CodeKind::kE5M2 ? 15 : kind == CodeKind::kE2M1 ? 2 : 6;
+}
+
+// What a scale is stored as: fp32; fp32, but a power of two; its exponent (e8m0); the same, of mxfp4 and mxfp8; e4m3 below a
+// global scale (nvfp4).
+enum class ScaleKind : uint8_t { kFloat, kPowerOfTwo, kE8M0, kMx, kE4M3 };
+
+// How the exponent follows from the largest magnitude: the least one that no number is too large for; the OCP formats' own,
+// by which numbers above the largest code saturate; what vLLM 0.22 has (e2m1: magnitude / 6 rounded down; e4m3: magnitude
+// rounded down).
+enum class ExponentRule : uint8_t { kCeil, kOcp, kVllm };
+
+PYKV_INLINE uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
+PYKV_INLINE float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+
+// The exponent of the least power of two that is not below x >= 0; 2^-126 for smaller ones.
+PYKV_INLINE uint32_t exponent_from(float x) {
+  const uint32_t exponent = (bits_of(x) + 0x7fffffu) >> 23;
+  return exponent > 0 ? exponent : 1;
+}
+
+PYKV_INLINE float magnitude(float x) { return float_of(bits_of(x) & 0x7fffffffu); }
+
+// x >= 0 as e4m3, at most 448; and back.
+PYKV_INLINE uint32_t e4m3_of_magnitude(float x) {
+  const float within = x < 448.0f ? x : 448.0f;
+  const uint32_t bits = bits_of(within);
+  if (bits < 0x3c800000u) return bits_of(within + 0x1p14f) - bits_of(0x1p14f);  // below 2^-6, in steps of 2^-9
+  return ((bits + 0x7ffffu + (bits >> 20 & 1u)) >> 20) - (120u << 3);
+}
+PYKV_INLINE float magnitude_of_e4m3(uint32_t code) {
+  return code < 8 ? static_cast<float>(code) * 0x1p-9f : float_of((code << 20) + (120u << 23));
+}
+
+// The factor that brings numbers to codes, from their scale.  Scales so small that it would be infinite have zeros alone, or next
+// to.
+PYKV_INLINE float factor_of(float scale) {
+  const float factor = 1.0f / scale;
+  return factor < __FLT_MAX__ ? factor : __FLT_MAX__;
+}
+
+struct GroupScale {
+  uint32_t stored;  // bits of fp32, or a byte
+  float factor;
+};
+
+// From the largest magnitude of a group to its scale.
+struct ScaleRule {
+  ScaleKind kind;
+  ExponentRule exponent;
+  float largest;      // code
+  float least;        // the largest magnitude counts as that at least
+  int code_exponent;  // largest_exponent of the codes
+
+  // most: not NaN.  global: of e4m3 scales alone, which it multiplies; target: the code that the largest number becomes there.
+  PYKV_INLINE GroupScale operator()(float most, float global, float target) const {
+    if (kind == ScaleKind::kE4M3) return below_global(most, global, target);
+    if (kind == ScaleKind::kMx) return of_block(most);
+    const float scale = (most > least ? most : least) / largest;
+    if (kind == ScaleKind::kFloat) return {bits_of(scale), factor_of(scale)};
+    const uint32_t exponent = exponent_from(scale > 1e-10f ? scale : 1e-10f);
+    const uint32_t capped = exponent < 254 ? exponent : 254;
+    return {kind == ScaleKind::kE8M0 ? capped : capped << 23, inverse_power(capped)};
+  }
+
+ private:
+  // 2^(127 - exponent)
+  PYKV_INLINE static float inverse_power(uint32_t exponent) {
+    return float_of(exponent < 254 ? (254 - exponent) << 23 : 0x400000u);
+  }
+  // Blocks of mxfp4 and mxfp8 that have no number but such as are next to nothing become zeros.  Infinity counts as the largest
+  // number.
+  PYKV_INLINE GroupScale of_block(float largest_given) const {
+    const float most = largest_given < __FLT_MAX__ ? largest_given : __FLT_MAX__;
+    uint32_t found = bits_of(most) >> 23;
+    if (exponent == ExponentRule::kOcp) {
+      found = found > static_cast<uint32_t>(code_exponent) ? found - code_exponent : 0;
+    } else if (exponent == ExponentRule::kCeil) {
+      found = most == 0.0f ? 0 : exponent_from(most * (1.0f / largest));
+    } else if (largest == 6.0f) {
+      found = bits_of(most * (1.0f / largest)) >> 23;
+    } else if (found == 0) {
+      found = 1;
+    }
+    return {found, found == 0 ? 0.0f : inverse_power(found)};
+  }
+  PYKV_INLINE static GroupScale below_global(float most, float global, float target) {
+    const float wanted = global * (most * (1.0f / target));
+    const uint32_t code = wanted == wanted ? e4m3_of_magnitude(magnitude(wanted)) : 0;
+    const float unit = magnitude_of_e4m3(code) * (1.0f / magnitude(global));
+    return {code | (global < 0.0f && code ? 0x80u : 0u), code == 0 ? 0.0f : factor_of(unit)};
+  }
+};
+
+// Whether scales lie in tiles of 128 rows and 4 groups, as tensor cores of later chips want them; `tiles` side by side.
+PYKV_INLINE int64_t swizzled_place(int64_t row, int64_t group, int64_t tiles) {
+  return (row / 128 * tiles + group / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + group % 4;
+}
+
+}  // namespace pykv

@@ -1,0 +1,103 @@
+// Rows of numbers to codes by one factor or one scale, of a kind that is known at run time (core/codes.h).
+#pragma once
+
+#include "core/codes.h"
+#include "cpu/largest.h"
+#include "cpu/quantise.h"
+
+namespace pykv::PYKV_ISA {
+
+// An integer that is nearer to zero; |v| < 2^31.
+using Integers = int32_t __attribute__((vector_size(4 * kWidth)));
+inline Floats truncated(Floats v) { return __builtin_convertvector(__builtin_convertvector(v, Integers), Floats); }
+
+// int8 of numbers without their fractions; and of halves rounded away from zero.
+struct TruncatedInt8 {
+  int8_t bits;
+};
+inline Floats within_int8(Floats v) { return greater(lesser(v == v ? v : Floats{}, splat(127.0f)), splat(-128.0f)); }
+inline Words quantised(TruncatedInt8, Floats v) {
+  return __builtin_bit_cast(Words, __builtin_convertvector(within_int8(v), Integers));
+}
+struct AwayInt8 {
+  int8_t bits;
+};
+inline Words quantised(AwayInt8, Floats v) {
+  const Floats within = within_int8(v), whole = truncated(within), rest = within - whole;
+  const Floats one = rest >= 0.5f ? splat(1.0f) : rest <= -0.5f ? splat(-1.0f) : Floats{};
+  return __builtin_bit_cast(Words, __builtin_convertvector(within_int8(whole + one), Integers));
+}
+
+template <class Code, class T>
+[[gnu::noinline]] void multiply_to_codes(void* to, const T* from, int64_t n, float factor) {
+  each_pair(0, n, [=](int64_t i, int64_t count) {
+    store_quantised(static_cast<Code*>(to) + i, load_pair<T>(from + i, count) * factor, count);
+  });
+}
+template <class Code, class T>
+[[gnu::noinline]] void divide_to_codes(void* to, const T* from, int64_t n, const Divisor& by) {
+  each_pair(0, n, [=](int64_t i, int64_t count) {
+    store_quantised(static_cast<Code*>(to) + i, load_pair<T>(from + i, count) / by, count);
+  });
+}
+
+// inside: no product is NaN, infinite or above the largest code.
+template <class T>
+inline void codes_times(CodeKind kind, void* to, const T* from, int64_t n, float factor, bool inside) {
+  switch (kind) {
+    case CodeKind::kE4M3:
+      return inside ? multiply_to_codes<InsideE4M3>(to, from, n, factor) : multiply_to_codes<e4m3>(to, from, n, factor);
+    case CodeKind::kE5M2:
+      return multiply_to_codes<e5m2>(to, from, n, factor);
+    case CodeKind::kInt8Truncated:
+      return multiply_to_codes<TruncatedInt8>(to, from, n, factor);
+    default:
+      return inside ? multiply_to_codes<InsideInt8>(to, from, n, factor)
+                    : multiply_to_codes<int8_t>(to, from, n, factor);
+  }
+}
+
+// Codes of numbers times a factor, plus a zero point.
+template <class T>
+[[gnu::noinline]] void shifted_codes(void* to, const T* from, int64_t n, float factor, int32_t zero_point) {
+  auto* const codes = static_cast<int8_t*>(to);
+  if (zero_point > 1 << 21 || zero_point < -(1 << 21)) {
+    for (int64_t i = 0; i < n; ++i) {
+      const float v = to_float(from[i]) * factor, size = v < 0.0f ? -v : v;
+      const float rounded = size < 0x1p23f ? (size + 0x1p23f) - 0x1p23f : size < 0x1p31f ? size : 0x1p31f;
+      const double sum = (v < 0.0f ? -1.0 : 1.0) * (v == v ? static_cast<double>(rounded) : 0.0);
+      const double saturated = sum > 2147483647.0 ? 2147483647.0 : sum, shifted = saturated + zero_point;
+      codes[i] = static_cast<int8_t>(shifted > 127.0 ? 127.0 : shifted < -128.0 ? -128.0 : shifted);
+    }
+    return;
+  }
+  // What would be saturated then is so before.
+  const float least = static_cast<float>(-128 - zero_point), most = static_cast<float>(127 - zero_point);
+  each_pair(0, n, [=](int64_t i, int64_t count) {
+    const Pair<T> v = load_pair<T>(from + i, count) * factor;
+    const Pair<T> shifted = each(v, [=](Floats x) {
+      const Floats within = greater(lesser(x == x ? x : Floats{}, splat(most)), splat(least));
+      const Words sum = __builtin_bit_cast(Words, within + 12582912.0f) + static_cast<uint32_t>(zero_point);
+      return __builtin_convertvector(__builtin_bit_cast(Integers, sum << 24) >> 24, Floats);
+    });
+    store_quantised(codes + i, shifted, count);
+  });
+}
+
+// The largest magnitudes of up to kWidth rows of n numbers, one behind the other: `most` without NaN, `inside` NaN where there is
+// one.
+template <class T>
+void find_largest(float* most, float* inside, const T* from, int64_t n, int64_t rows) {
+  Words lanes[kWidth] = {};
+  for (int64_t g = 0; g < rows; ++g) {
+    const auto next = [from = from + g * n](LargestFloat<T> largest, int64_t i, int64_t count) {
+      largest.take(load_pair<T>(from + i, count));
+      return largest;
+    };
+    lanes[g] = fold_pairs(0, n, LargestFloat<T>(), next).lanes();
+  }
+  store(inside, __builtin_bit_cast(Floats, largest_lanes(lanes)));
+  for (int64_t g = 0; g < rows; ++g) most[g] = inside[g] == inside[g] ? inside[g] : largest_number(from + g * n, n);
+}
+
+}  // namespace pykv::PYKV_ISA

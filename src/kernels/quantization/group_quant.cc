@@ -1,0 +1,248 @@
+#include "quantization/group_quant.h"
+
+#include "pykv/quantization.h"
+#include "quantization/code_inputs.h"
+
+namespace pykv {
+namespace {
+
+// Numbers, codes of bytes, and groups of them.
+GroupQuantArgs arguments(const CodeRows& m, int64_t group_size) {
+  if (group_size <= 0 || m.width % group_size != 0)
+    fail(PYKV_VALUE_ERROR, "group_size: must be positive and divide the last dimension %" PRId64 ", got %" PRId64,
+         static_cast<int64_t>(m.width), group_size);
+  GroupQuantArgs args{};
+  args.dtype = m.input.type();
+  args.codes = m.kind();
+  args.input = m.input.data();
+  args.out = m.codes.data();
+  args.input_rows = m.input.rows();
+  args.out_rows = m.codes.rows();
+  args.rows = m.rows;
+  args.width = m.width;
+  args.group_size = group_size;
+  args.code_groups = args.scale_groups = m.width / group_size;
+  args.global = {nullptr, 1.0f};
+  return args;
+}
+
+ScaleRule scale_rule(ScaleKind kind, CodeKind codes, float largest, double least) {
+  return {kind, ExponentRule::kCeil, largest, static_cast<float>(least), largest_exponent(codes)};
+}
+
+// The code that the largest number becomes.
+float largest_given(CodeKind codes, const char* least_name, const char* most_name, double least, double most) {
+  const float largest = largest_code(codes);
+  if (most == 0.0) most = largest;
+  if (!(most > 0.0 && most <= largest))
+    fail(PYKV_VALUE_ERROR, "%s: must be positive and at most %g, got %g", most_name, largest, most);
+  if (least != 0.0 && (is_int8(codes) ? !(least <= -most) : least != -most))
+    fail(PYKV_VALUE_ERROR, "%s: must be %s -%s = %g, got %g", least_name, is_int8(codes) ? "at most" : "", most_name,
+         -most, least);
+  return static_cast<float>(most);
+}
+
+void check_eps(double eps) {
+  if (!(eps >= 0.0)) fail(PYKV_VALUE_ERROR, "eps: must not be negative, got %g", eps);
+}
+
+void check_leading(Tensor& s, const Tensor& x) {
+  s.rank(x.ndim());
+  for (int i = 0; i < s.ndim() - 1; ++i) {
+    Dim same{"the input's", x.size(i)};
+    s.dim(i, same);
+  }
+}
+
+// Scales in fp32 of each group, of the rows of x; or of all of them in one dimension.
+void set_float_scales(GroupQuantArgs& args, Call& call, const char* name, const Tensor& x, DLTensor* scales) {
+  Tensor s = call.write(name, scales).dtype({DType::kFloat32}).no_overlap_within();
+  if (s.ndim() == 2) {
+    Dim rows{"num_rows", args.rows};
+    s.dim(0, rows);
+  } else {
+    check_leading(s, x);
+  }
+  Dim groups{"width / group_size", args.scale_groups};
+  s.last_dim(groups);
+  args.scales = s.data();
+  args.scale_rows = s.rows();
+  args.scale_group = s.stride(-1);
+}
+
+// Four exponents in a word.
+void set_packed_scales(GroupQuantArgs& args, Tensor& s, const Tensor& x) {
+  s.no_overlap_within();
+  check_leading(s, x);
+  Dim words{"width / group_size / 4, rounded up", (args.code_groups + 3) / 4};
+  s.last_dim(words);
+  const Rows rows = s.rows();
+  args.scales = s.data();
+  args.scale_rows = {rows.size1, rows.size2, rows.stride0 * 4, rows.stride1 * 4, rows.stride2 * 4};
+  args.scale_four = s.stride(-1) * 4;
+  args.scale_groups = words * 4;
+}
+
+void run(Call& call, const GroupQuantArgs& args, void* stream) {
+  if (args.rows == 0 || args.width == 0) return;
+  call.run(stream, args, group_quant_cpu, PYKV_CUDA(group_quant_cuda));
+}
+
+}  // namespace
+}  // namespace pykv
+
+using namespace pykv;
+
+pykv_status pykv_per_token_group_fp8_quant(const DLTensor* input, DLTensor* output_q, DLTensor* output_s,
+                                           int64_t group_size, double eps, double fp8_min, double fp8_max,
+                                           bool scale_ue8m0, void* stream) {
+  return guarded("per_token_group_fp8_quant", [&](Call& call) {
+    const CodeRows m(call, "output_q", output_q, input, kFp8Codes);
+    GroupQuantArgs args = arguments(m, group_size);
+    check_eps(eps);
+    const float largest = largest_given(args.codes, "fp8_min", "fp8_max", fp8_min, fp8_max);
+    args.rule = scale_rule(scale_ue8m0 ? ScaleKind::kPowerOfTwo : ScaleKind::kFloat, args.codes, largest, eps);
+    set_float_scales(args, call, "output_s", m.input, output_s);
+    run(call, args, stream);
+  });
+}
+
+pykv_status pykv_per_token_group_fp8_quant_packed(const DLTensor* input, DLTensor* output_q, DLTensor* output_s_packed,
+                                                  int64_t group_size, double eps, double fp8_min, double fp8_max,
+                                                  void* stream) {
+  return guarded("per_token_group_fp8_quant_packed", [&](Call& call) {
+    Dim rows{"num_rows"}, width{"width"};
+    const Tensor x = call.read("input", input).dtype(kFloats).shape(rows, width).contiguous_rows();
+    const Tensor q = call.write("output_q", output_q)
+                         .dtype(kFp8Codes)
+                         .rank(2)
+                         .last_dim(width)
+                         .contiguous_rows()
+                         .no_overlap_within()
+                         .apart_from(x);
+    if (q.size(0) < rows)
+      q.fail(PYKV_VALUE_ERROR, "must have at least num_rows = %" PRId64 " rows, got shape %s",
+             static_cast<int64_t>(rows), q.shape_string().c_str());
+    if (group_size <= 0 || width % group_size != 0)
+      fail(PYKV_VALUE_ERROR, "group_size: must be positive and divide the last dimension %" PRId64 ", got %" PRId64,
+           static_cast<int64_t>(width), group_size);
+    Tensor s = call.write("output_s_packed", output_s_packed).dtype({DType::kInt32});
+    check_eps(eps);
+    GroupQuantArgs args{};
+    args.dtype = x.type();
+    args.codes = q.type() == DType::kFloat8E5M2 ? CodeKind::kE5M2 : CodeKind::kE4M3;
+    const float largest = largest_given(args.codes, "fp8_min", "fp8_max", fp8_min, fp8_max);
+    args.rule = scale_rule(ScaleKind::kE8M0, args.codes, largest, eps);
+    args.input = x.data();
+    args.out = q.data();
+    args.input_rows = x.rows();
+    args.out_rows = {1, 1, q.stride(0), 0, 0};
+    args.rows = rows;
+    args.width = width;
+    args.group_size = group_size;
+    args.zero_rows = q.size(0) - rows;
+    args.code_groups = width / group_size;
+    args.global = {nullptr, 1.0f};
+    set_packed_scales(args, s, x);
+    run(call, args, stream);
+  });
+}
+
+pykv_status pykv_per_token_group_quant_int8(const DLTensor* input, DLTensor* output_q, DLTensor* output_s,
+                                            int64_t group_size, double eps, double int8_min, double int8_max,
+                                            bool truncates, void* stream) {
+  return guarded("per_token_group_quant_int8", [&](Call& call) {
+    const CodeRows m(call, "output_q", output_q, input, {DType::kInt8});
+    GroupQuantArgs args = arguments(m, group_size);
+    check_eps(eps);
+    if (truncates) args.codes = CodeKind::kInt8Truncated;
+    const float largest = largest_given(args.codes, "int8_min", "int8_max", int8_min, int8_max);
+    args.rule = scale_rule(ScaleKind::kFloat, args.codes, largest, eps);
+    set_float_scales(args, call, "output_s", m.input, output_s);
+    run(call, args, stream);
+  });
+}
+
+// What an activation makes of rows twice as wide, and which rows.
+namespace pykv {
+namespace {
+
+GroupQuantArgs gated_arguments(Call& call, const char* codes_name, DLTensor* codes, const DLTensor* input, int rank,
+                               int64_t group_size, Tensor& x) {
+  x.rank(rank).dtype(kFloats).contiguous_rows();
+  if (x.size(-1) % 2 != 0)
+    x.fail(PYKV_VALUE_ERROR, "the last dimension holds two halves and must be even, got shape %s",
+           x.shape_string().c_str());
+  Dim width{"width", x.size(-1) / 2};
+  Tensor q = call.write(codes_name, codes).dtype(kFp8Codes).rank(rank).last_dim(width);
+  q.contiguous_rows().no_overlap_within().apart_from(x);
+  GroupQuantArgs args{};
+  args.rows = 1;
+  for (int i = 0; i < rank - 1; ++i) {
+    Dim same{"the input's", x.size(i)};
+    q.dim(i, same);
+    args.rows *= x.size(i);
+  }
+  if (group_size <= 0 || width % group_size != 0)
+    fail(PYKV_VALUE_ERROR, "group_size: must be positive and divide width = %" PRId64 ", got %" PRId64,
+         static_cast<int64_t>(width), group_size);
+  args.dtype = x.type();
+  args.codes = q.type() == DType::kFloat8E5M2 ? CodeKind::kE5M2 : CodeKind::kE4M3;
+  args.input = x.data();
+  args.out = q.data();
+  args.input_rows = x.rows();
+  args.out_rows = q.rows();
+  args.width = width;
+  args.group_size = group_size;
+  args.code_groups = args.scale_groups = width / group_size;
+  args.global = {nullptr, 1.0f};
+  return args;
+}
+
+}  // namespace
+}  // namespace pykv
+
+pykv_status pykv_situ_and_mul_quant(DLTensor* out, DLTensor* scale, const DLTensor* input, double beta,
+                                    double linear_beta, int64_t group_size, const DLTensor* num_valid_tokens,
+                                    int64_t topk, void* stream) {
+  return guarded("situ_and_mul_quant", [&](Call& call) {
+    Tensor x = call.read("input", input);
+    GroupQuantArgs args = gated_arguments(call, "out", out, input, 2, group_size, x);
+    args.source = RowSource::kSituAndMul;
+    args.beta = static_cast<float>(beta);
+    args.linear_beta = static_cast<float>(linear_beta);
+    args.rule = scale_rule(ScaleKind::kFloat, args.codes, largest_code(args.codes), 1e-30);
+    set_float_scales(args, call, "scale", x, scale);
+    if (num_valid_tokens) {
+      Tensor counts = call.read("num_valid_tokens", num_valid_tokens);
+      if (counts.numel() != 1)
+        counts.fail(PYKV_VALUE_ERROR, "must have 1 element, got shape %s", counts.shape_string().c_str());
+      if (topk < 0) fail(PYKV_VALUE_ERROR, "topk: must not be negative, got %" PRId64, topk);
+      args.valid = {counts.index(), args.rows, topk};
+      args.fill_scales = true;
+    }
+    run(call, args, stream);
+  });
+}
+
+pykv_status pykv_persistent_masked_m_silu_mul_quant(const DLTensor* input, const DLTensor* counts, DLTensor* y_q,
+                                                    DLTensor* y_s, bool use_ue8m0, int64_t group_size, void* stream) {
+  return guarded("persistent_masked_m_silu_mul_quant", [&](Call& call) {
+    Tensor x = call.read("input", input);
+    GroupQuantArgs args = gated_arguments(call, "y_q", y_q, input, 3, group_size, x);
+    args.source = RowSource::kSiluAndMul;
+    Dim experts{"num_experts", x.size(0)};
+    args.valid = {call.read("counts", counts).shape(experts).index(), x.size(1), 1};
+    Tensor s = call.write("y_s", y_s);
+    const float largest = largest_code(args.codes);
+    if (s.type() == DType::kInt32) {
+      if (!use_ue8m0) s.fail(PYKV_TYPE_ERROR, "int32 is for use_ue8m0");
+      args.rule = scale_rule(ScaleKind::kE8M0, args.codes, largest, 1e-10);
+      set_packed_scales(args, s, x);
+    } else {
+      args.rule = scale_rule(use_ue8m0 ? ScaleKind::kPowerOfTwo : ScaleKind::kFloat, args.codes, largest, 1e-10);
+      set_float_scales(args, call, "y_s", x, y_s);
+    }
+    run(call, args, stream);
+  });
+}
