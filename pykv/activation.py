@@ -65,11 +65,11 @@ def silu_and_mul_per_block_quant(
     *,
     stream: Stream = None,
 ) -> None:
-    """Quantise ``y = silu(a) * b``, ``input = [a, b]``, with a scale for each group: ``out = code(y / s)``.
+    """Quantise what :func:`silu_and_mul` gives, ``y``, with a scale for each group: ``out = code(y * (1 / s))``.
 
     ``s = max(abs(y)) / 448`` (float8_e4m3fn) or ``/ 127`` (int8) over the group, at most ``scale_ub``, at least
-    ``1 / (448 * 512)`` or ``2**-23``.  Arithmetic is fp32 to the end.  NaN does not count for the scale; it becomes 448
-    or 0.
+    ``1 / (448 * 512)`` or ``2**-23``.  NaN does not count for the scale; it becomes 448 or 0.  To the bit that is what
+    :func:`per_token_group_fp8_quant` with an ``eps`` of 1 / 512 gives of ``y``.
 
     Args:
         out: ``[num_tokens, width]`` float8_e4m3fn, uint8 (which holds it) or int8; written.

@@ -213,9 +213,9 @@ def rms_norm_dynamic_per_token_quant(
 ) -> None:
     """Norm each row and give its codes, E4M3 or int8, by a scale that its largest magnitude decides.
 
-    ``y = R(R(s * r) * weight)``, ``R`` rounding to the dtype, with ``r = 1 / sqrt(mean(s ** 2) + epsilon)`` and ``s``
-    the input or, with a residual, the sum of both in fp32, which the residual then gets, rounded.  With
-    ``m = max(abs(y))``, of numbers, ``scale_ub`` at most:
+    ``y`` is what :func:`rms_norm` gives or, with a residual, :func:`fused_add_rms_norm`, and the codes are to the bit
+    those that :func:`dynamic_per_token_scaled_fp8_quant` gives of it.  With ``m = max(abs(y))``, of numbers,
+    ``scale_ub`` at most:
 
     - E4M3: ``scale = max(m / 448, 1 / (448 * 512))``, ``result = E4M3(y / scale)``; NaN becomes 448.
     - int8: ``scale = max(m / 127, 2**-23)``, ``result = round(y * (1 / scale))``, ties to even; NaN becomes 0.
@@ -253,7 +253,8 @@ def rms_norm_per_block_quant(
 ) -> None:
     """Compute :func:`rms_norm_dynamic_per_token_quant` with a scale for each group of neighbours in a row.
 
-    E4M3 codes, too, are those of ``y * (1 / scale)``.
+    E4M3 codes, too, are those of ``y * (1 / scale)``: to the bit those of :func:`per_token_group_fp8_quant` with an
+    ``eps`` of 1 / 512.
 
     Args:
         result: as there.

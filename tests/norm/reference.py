@@ -72,14 +72,3 @@ def normed_once(x: np.ndarray, weight: np.ndarray, epsilon: float) -> tuple[np.n
     exact = rms_norm(x, weight, epsilon)
     ends = [(exact * (1 + lost)).astype(x.dtype) for lost in (-LOST, LOST)]
     return np.minimum(*ends), np.maximum(*ends)
-
-
-def normed_twice(
-    x: np.ndarray, residual: np.ndarray | None, weight: np.ndarray, epsilon: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """The same with a sum that is not rounded, and a rounding before the weight as well as after it."""
-    total = x.astype(np.float32) if residual is None else x.astype(np.float32) + residual.astype(np.float32)
-    exact = rms_norm(total, None, epsilon)
-    before = [(exact * (1 + lost)).astype(x.dtype).astype(np.float32) for lost in (-LOST, LOST)]
-    ends = [(y * weight.astype(np.float32)).astype(x.dtype) for y in before]
-    return np.minimum(*ends), np.maximum(*ends)

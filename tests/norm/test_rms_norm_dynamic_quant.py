@@ -42,7 +42,8 @@ def quantise(
 
 def assert_quantised(x, weight, kind, group_size, scale_ub, residual, codes, scales):
     weight = np.ones(x.shape[-1], x.dtype) if weight is None else weight
-    low, high = reference.normed_twice(x, residual, weight, EPSILON)
+    z = x if residual is None else reference.add(x, residual)
+    low, high = reference.normed_once(z, weight, EPSILON)
     groups = (-1, x.shape[-1] // (group_size or x.shape[-1]), group_size or x.shape[-1])
     if x.size == 0:
         return

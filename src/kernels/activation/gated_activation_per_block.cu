@@ -1,4 +1,4 @@
-// out = quantise(y / s),  y = silu(gate) * up in fp32,  s = clamp(max |y| / 448 or 127) for each block of a row.
+// out = quantise(y * (1 / s)),  y = R_T(R_T(silu(gate)) * up),  s = clamp(max |y| / 448 or 127) for each block of a row.
 //
 // Memory-bound: the floor is each byte of input and out moved once.  A block of neighbours belongs to up to 32 lanes of a
 // warp, each with kVectors vectors of kSize elements of both halves, all loaded before the first is used and kept until
@@ -7,46 +7,23 @@
 // more for its addresses and its scale.
 #include <bit>
 
-#include "activation/activations.cuh"
 #include "activation/gated_activation_per_block.h"
 #include "activation/row_tiles.cuh"
 #include "cuda/dependent.cuh"
+#include "cuda/largest.cuh"
 #include "cuda/quantise.cuh"
-#include "cuda/quotient.cuh"
+#include "cuda/silu.cuh"
 
 namespace pykv {
 namespace {
 
-// Blocks of an SM, at least: else the compiler puts the last load behind what is done with the first.
-constexpr int kThreads = 128, kBlocks = 12;
-
-// x / scale for one scale and numbers of at most `largest`, correctly rounded wherever a code depends on it.
-class Divisor {
- public:
-  // An infinite scale makes every finite number 0 and infinity NaN.
-  __device__ Divisor(float scale, float largest)
-      : scale_(scale < INFINITY ? scale : 1.0f),
-        reciprocal_(scale < INFINITY ? 1.0f / scale : 0.0f),
-        small_(largest * reciprocal_ < 0x1p20f) {}
-  template <int kSize>
-  __device__ void divide(Vec<float, kSize>& x) const {
-    if (small_) {  // else far beyond the last code
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) x[i] = corrected(x[i] * reciprocal_, x[i], scale_, reciprocal_);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) x[i] *= reciprocal_;
-    }
-  }
-
- private:
-  float scale_, reciprocal_;
-  bool small_;
-};
+// Blocks of an SM, at least: else the compiler puts the last load behind what is done with the first.  10 where more would spill.
+constexpr int kThreads = 128;
+constexpr int blocks_of_sm(bool whole) { return whole ? 12 : 10; }
 
 // kWhole: the lanes of a block have kVectors vectors each, and it has no others.
 template <class T, DType kFormat, int kSize, int kVectors, bool kWhole>
-__global__ __launch_bounds__(kThreads, kBlocks) void gated_activation_per_block_kernel(
+__global__ __launch_bounds__(kThreads, blocks_of_sm(kWhole)) void gated_activation_per_block_kernel(
     const __grid_constant__ GatedActivationPerBlockArgs args, Divider tiles, int lane_bits) {
   using V = Vec<T, kSize>;
   uint32_t tile;
@@ -86,17 +63,11 @@ __global__ __launch_bounds__(kThreads, kBlocks) void gated_activation_per_block_
   }
   float largest = 0.0f;
   const auto multiply = [&](const V& a, const V& b) {
-    auto y = to_floats(a);
-    const auto factor = to_floats(b);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      y[i] *= sizeof(T) < 4 ? rough_sigmoid(y[i]) : sigmoid(y[i]);
-      y[i] *= factor[i];
-      largest = fmaxf(largest, fabsf(y[i]));
-    }
-    return y;
+    const V product = silu_and_mul(a, b);
+    largest = fmaxf(largest, largest_of(product));
+    return product;
   };
-  Vec<float, kSize> y[kVectors];
+  V y[kVectors];
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) y[k] = multiply(a[k], b[k]);
   const auto computed = [&](int k) { return multiply(load_vec<V>(gate + element(k)), load_vec<V>(up + element(k))); };
@@ -105,14 +76,13 @@ __global__ __launch_bounds__(kThreads, kBlocks) void gated_activation_per_block_
   for (int distance = lanes / 2; distance > 0; distance /= 2)
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
   if (!there) return;
-  const float scale =
-      fmaxf(fminf(largest * (kFormat == DType::kInt8 ? 1.0f / 127.0f : 1.0f / 448.0f), args.most), args.least());
+  const float scale = fmaxf(fminf(largest / args.largest(), args.most), args.least());
   if (lane == 0) *scale_to = scale;
 
-  const Divisor divisor(scale, largest);
-  const auto store = [&](int k, Vec<float, kSize> q) {
-    divisor.divide(q);
-    store_vec(out + element(k), quantise<kFormat>(q));
+  const float factor = factor_of(scale);
+  const auto store = [&](int k, const V& product) {
+    constexpr CodeKind kKind = kFormat == DType::kInt8 ? CodeKind::kInt8 : CodeKind::kE4M3;
+    store_vec(out + element(k), codes_times(kKind, product, factor, !(factor > 0.0f)));
   };
 #pragma unroll
   for (int k = 0; k < kVectors; ++k)

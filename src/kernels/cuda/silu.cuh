@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/approximate.cuh"
+#include "cuda/pairs.cuh"
 #include "cuda/quotient.cuh"
 
 namespace pykv {
@@ -17,6 +18,27 @@ __device__ inline float times_sigmoid(float x, float y) {
 
 // x / (1 + exp(-x)); -inf gives NaN, as the formula does.
 __device__ inline float silu(float x) { return times_sigmoid(x, x); }
+
+// R_T(R_T(silu(gate)) * up); an `up` of -0 counts as 0.
+template <class T, int kSize>
+__device__ Vec<T, kSize> silu_and_mul(const Vec<T, kSize>& gate, const Vec<T, kSize>& up) {
+  auto x = to_floats(gate);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) x[i] = silu(x[i]);
+  auto product = round_to<T>(x);
+  if constexpr (kInWords<T, kSize>) {
+#pragma unroll
+    for (int i = 0; i < kSize / 2; ++i)
+      product.words[i] = multiply_pairs<T>(product.words[i], plus_zero<T>(up.words[i]));
+    return product;
+  } else {
+    x = to_floats(product);
+    const auto factor = to_floats(up);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) x[i] *= factor[i] + 0.0f;
+    return round_to<T>(x);
+  }
+}
 
 // beta * tanh(x / beta) * sigmoid(x), with the sigmoid as (1 + tanh(x / 2)) / 2; and what it is multiplied with, bounded by
 // linear_beta where that is positive.

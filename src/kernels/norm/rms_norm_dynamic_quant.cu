@@ -1,5 +1,5 @@
-// y = R_T(R_T(s * r) * weight),  r = 1 / sqrt(sum(s^2) / hidden_size + epsilon),  s = input or input + residual, not
-// rounded.  Then for each row, or for each group within it, scale = max|y| over the largest code, and the codes of
+// y = R_T(z * r * weight),  r = 1 / sqrt(sum(z^2) / hidden_size + epsilon),  z = input or R_T(input + residual): as the norm
+// alone has it.  Then for each row, or for each group within it, scale = max|y| over the largest code, and the codes of
 // y / scale (E4M3 of rows) or y * (1 / scale) (others).  Mapping and floor: row_norm.cuh.
 #include <cfloat>
 
@@ -146,21 +146,12 @@ struct Codes {
       Weights<T, kFit>(args.weights, 1.0f, part).prefetch(pack);
     }
     __device__ void load(int pack, Raw& raw) const { raw = weights.load(pack); }
-    __device__ Value scaled(int pack, const Vec<float, kPackSize<T>>& v, const Raw& raw) const {
-      auto rounded = round_to<T>(v);
-      if constexpr (sizeof(T) < 4) {
-        if (!weights.is_float32) {
-#pragma unroll
-          for (int i = 0; i < kPackSize<T> / 2; ++i)
-            rounded.words[i] = multiply_pairs<T>(rounded.words[i], raw.words[i]);
-          return rounded;
-        }
-      }
+    // The rounding to T in between is that of the norm alone.
+    __device__ Value scaled(int pack, Vec<float, kPackSize<T>> v, const Raw& raw) const {
       const auto w = weights.floats(pack, raw);
-      auto y = to_floats(rounded);
 #pragma unroll
-      for (int i = 0; i < kPackSize<T>; ++i) y[i] *= w[i];
-      return round_to<T>(y);
+      for (int i = 0; i < kPackSize<T>; ++i) v[i] *= w[i];
+      return round_to<T>(v);
     }
     // What the largest magnitude counts as, and the scale by it.
     __device__ float bounded(float most) const { return bound < most ? bound : most; }
@@ -202,7 +193,7 @@ void run(const RmsNormDynamicQuantArgs& args, const char* op, const Launch& laun
   if constexpr (kExact) {
     if (stays && launch_exact<Source, Codes<kOf>::template Result, T, 2>(args, fit, launch, op)) return;
   }
-  launch_row_norm<Source, Codes<kOf>::template Result, T, 2, false, WithOrWithoutResidual<false>::Source>(
+  launch_row_norm<Source, Codes<kOf>::template Result, T, 2, false, WithOrWithoutResidual<true>::Source>(
       args, fit, stays, launch, op);
 }
 
@@ -210,9 +201,9 @@ template <Largest kOf>
 void run(const RmsNormDynamicQuantArgs& args, const char* op, const Launch& launch) {
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
     if constexpr (sizeof(T) == 4) {
-      run<T, WithOrWithoutResidual<false>::template Source, kOf, false>(args, op, launch);
+      run<T, WithOrWithoutResidual<true>::template Source, kOf, false>(args, op, launch);
     } else if (args.residual) {
-      run<T, WithResidual<false>::template Source, kOf, false>(args, op, launch);
+      run<T, WithResidual<true>::template Source, kOf, false>(args, op, launch);
     } else {
       run<T, Input, kOf, true>(args, op, launch);
     }

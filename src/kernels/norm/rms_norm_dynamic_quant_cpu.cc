@@ -46,7 +46,7 @@ struct Codes {
         scales(args.scales + row * args.scale_row),
         bound(args.bound()) {}
   int64_t group_size() const { return args.group_size; }
-  Pair<T> scaled(int64_t i, Pair<T> v, int64_t count) const { return rounded_for_codes(v) * weights(i, count); }
+  Pair<T> scaled(int64_t i, Pair<T> v, int64_t count) const { return v * weights(i, count); }
   // Of the largest of groups their scales.
   void make_scales(float* of, int64_t groups) const {
     for (int64_t g = 0; g < groups; ++g) of[g] = args.scale_of(of[g], bound);
@@ -112,7 +112,7 @@ void run(const RmsNormDynamicQuantArgs& args) {
 void rms_norm_dynamic_quant_cpu(const RmsNormDynamicQuantArgs& args, const Launch&) {
   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
     if (args.residual) {
-      run<T, WithResidual<T, false>>(args);
+      run<T, WithResidual<T, true>>(args);
     } else {
       run<T, Input<T>>(args);
     }

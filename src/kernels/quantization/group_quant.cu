@@ -65,21 +65,7 @@ struct Gated {
 template <class T>
 struct SiluAndMul : Gated<T> {
   __device__ explicit SiluAndMul(const GroupQuantArgs&) {}
-  __device__ Pack<T> value(const typename Gated<T>::Raw& raw) const {
-    auto x = to_floats(raw.gate);
-#pragma unroll
-    for (int i = 0; i < kPackSize<T>; ++i) x[i] = silu(x[i]);
-    auto product = round_to<T>(x);
-    if constexpr (sizeof(T) < 4) {
-#pragma unroll
-      for (int i = 0; i < kPackSize<T> / 2; ++i)
-        product.words[i] = multiply_pairs<T>(product.words[i], plus_zero<T>(raw.up.words[i]));
-    } else {
-#pragma unroll
-      for (int i = 0; i < kPackSize<T>; ++i) product[i] *= raw.up[i] + 0.0f;
-    }
-    return product;
-  }
+  __device__ Pack<T> value(const typename Gated<T>::Raw& raw) const { return silu_and_mul(raw.gate, raw.up); }
 };
 
 template <class T>

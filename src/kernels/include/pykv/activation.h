@@ -30,9 +30,9 @@ PYKV_API pykv_status pykv_silu_and_mul(DLTensor* result, const DLTensor* input, 
 PYKV_API pykv_status pykv_silu_and_mul_quant(DLTensor* result, const DLTensor* input, const DLTensor* scale,
                                              void* stream);
 
-/* out = code(y / s), y = silu(a) * b in fp32, with a scale s for each group of neighbours: max |y| / 448 (float8_e4m3fn) or
- * / 127 (int8), at most scale_ub, at least 1 / (448 * 512) or 2^-23.  NaN does not count for the scale and becomes 448 or
- * 0.
+/* out = code(y * (1 / s)), y what pykv_silu_and_mul gives, with a scale s for each group of neighbours: max |y| / 448
+ * (float8_e4m3fn) or / 127 (int8), at most scale_ub, at least 1 / (448 * 512) or 2^-23.  NaN does not count for the scale and
+ * becomes 448 or 0.
  *   out         [num_tokens, width]               float8_e4m3fn, uint8 (which holds it) or int8
  *   input       [num_tokens, 2 * width]           float32 | float16 | bfloat16
  *   scales      [num_tokens, width / group_size]  float32, any strides; written.  Where is_scale_transposed it may also be

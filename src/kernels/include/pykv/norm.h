@@ -82,8 +82,8 @@ PYKV_API pykv_status pykv_fused_add_rms_norm_static_fp8_quant(DLTensor* result, 
                                                               DLTensor* residual, const DLTensor* weight,
                                                               const DLTensor* scale, double epsilon, void* stream);
 
-/* y = R(R(s * r) * weight), R rounding to the dtype of input, with r = 1 / sqrt(mean(s^2) + epsilon) and s = input or, with
- * a residual, the sum input + residual in fp32, which residual then gets rounded.  Each row has a scale of its own:
+/* y = z * r * weight, rounded to the dtype of input, with r = 1 / sqrt(mean(z^2) + epsilon) and z = input or, with a residual,
+ * residual <- input + residual, rounded: what pykv_rms_norm and pykv_fused_add_rms_norm give.  Each row has a scale of its own:
  *   E4M3: scale = max(m / 448, 1 / (448 * 512)),  result = E4M3(y / scale)
  *   int8: scale = max(m / 127, 2^-23),            result = round(y * (1 / scale)), ties to even
  * with m = max|y|, of numbers, and scale_ub at most.
