@@ -98,6 +98,15 @@ struct Held {
 template <int kBlockPacks>
 inline constexpr uint32_t kEarlyBlocks = kBlockPacks < 512 ? 1024 : 512;
 
+// The compiler would keep the floats that sums are made of, for which codes of rows leave no registers.
+template <class T, int kSize>
+__device__ void convert_anew(Vec<T, kSize>& v) {
+  if constexpr (kInWords<T, kSize>) {
+#pragma unroll
+    for (uint32_t& word : v.words) have_ready(word);
+  }
+}
+
 // Rows that stay in registers.  A thread has kPacks packs, those of kSplit threads as far as sums go.  kFull: all threads
 // have so many, which spares the instructions that ask: of the 16 for each element of a quantised row 2.  (Where a gate is
 // loaded beside the row it pays nothing, or costs 5 %.)
@@ -187,6 +196,7 @@ __global__ __launch_bounds__(kBlockSize<kThreads>,
   const auto scale = [&](int k) {
     if constexpr (!kEarly) load_beside(k);
     const int pack = has(k) ? k * threads : -thread;  // weights in float32 are loaded now: of a pack that is there
+    if constexpr (Result::kLargest == Largest::kOfRow) convert_anew(z[k]);
     y[k] = result.scaled(pack, normed<kCentred>(z[k], centre, r), beside[k]);
   };
   if constexpr (Result::kLargest == Largest::kNothing) {
