@@ -9,17 +9,6 @@
 #include "torch_ops.h"
 #include "unlocked.h"
 
-void bind_activation(Module& m);
-void bind_attention(Module& m);
-void bind_cache(Module& m);
-void bind_dequantization(Module& m);
-void bind_gemm(Module& m);
-void bind_moe(Module& m);
-void bind_norm(Module& m);
-void bind_quantization(Module& m);
-void bind_rotary(Module& m);
-void bind_sampling(Module& m);
-
 namespace pykv::python {
 
 // Without a GIL, too: what threads share are maps that readers look into without a lock (pointer_map.h), the words of the
@@ -70,18 +59,6 @@ PYBIND11_MODULE(_C_of_main, m, py::mod_gil_not_used()) {
 #define PYKV_OPERATION(name) ops.def<pykv_##name>(#name);
 #include "operations.inc"  // one for each, of the headers (CMakeLists.txt)
 #undef PYKV_OPERATION
-
-
-  bind_activation(ops);
-  bind_attention(ops);
-  bind_cache(ops);
-  bind_dequantization(ops);
-  bind_gemm(ops);
-  bind_moe(ops);
-  bind_norm(ops);
-  bind_quantization(ops);
-  bind_rotary(ops);
-  bind_sampling(ops);
   torch_ops::bind(m);
   torch_ops::bind_packet(m);
 }
