@@ -158,6 +158,7 @@ from pykv.sampling import (
     top_k_per_row,
     top_k_top_p_mask,
     top_k_top_p_renorm,
+    verify_tree,
 )
 
 from pykv.dispatch import configure, explain  # isort: skip  # after all operations: it looks at them
@@ -303,6 +304,7 @@ __all__ = [
     "topk_sigmoid",
     "topk_softmax",
     "topk_softplus_sqrt",
+    "verify_tree",
     "vocab_shard",
     "xielu",
 ]

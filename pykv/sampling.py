@@ -407,3 +407,64 @@ def rejection_sample(
         ValueError: shapes, strides or devices do not fit, or (CPU) something was reported.
         TypeError: dtypes do not fit.
     """
+
+
+def _of_nodes(arguments: Mapping[str, Any]) -> Spec:
+    return Spec(arguments["draft_token_ids"].shape, "int32")
+
+
+@operation(
+    out=Rule(_of_nodes),
+    accepted_index=Rule(_of_nodes),
+    num_accepted=Rule(lambda arguments: Spec(arguments["draft_token_ids"].shape[:1], "int32")),
+)
+def verify_tree(
+    out: Array,
+    draft_token_ids: Array,
+    next_token: Array,
+    next_sibling: Array,
+    target_probs: Array | None = None,
+    target_token_ids: Array | None = None,
+    retrieve_index: Array | None = None,
+    seeds: Array | None = None,
+    steps: Array | None = None,
+    *,
+    accepted_index: Array | None = None,
+    num_accepted: Array | None = None,
+    stream: Stream = None,
+) -> None:
+    """Verify a tree of drafts: the tokens on a path from the root that the target model accepts, and one more.
+
+    Node 0 is the root, the last token that is known; from each node links lead to its first child, from a child to the
+    next one.  With ``target_token_ids``, a child is accepted if its token is the target's after its parent, and the one
+    more is the target's token after the last accepted node.  With ``target_probs``, the first child is accepted for
+    which ``u``, that of :func:`rejection_sample` for the number of tokens accepted so far, lies below the sum of the
+    probabilities of its token and of those of the children before it (a token that is there twice counts once).  If
+    there is none, a token that none of them has is drawn by the target's probabilities, with the noise that
+    :func:`rejection_sample` has, too.  So tokens have the distribution of the target model alone, and a tree without
+    branches gives what :func:`rejection_sample` does without ``draft_probs``.
+
+    Args:
+        out: ``[num_requests, num_out]`` int32 or int64; written, -1 behind the last token.  ``num_out`` is 1 to
+            ``num_nodes``, which the functional forms make: a path ends with the last column.  -1 in place of the last
+            token, reported: the row of ``target_probs`` holds NaN or infinity, or nothing above 0.
+        draft_token_ids: ``[num_requests, num_nodes]`` int32 or int64; up to 2048 nodes.  With ``target_probs``, ids out
+            of range are reported where the path comes by, and rejected.
+        next_token: ``[num_requests, num_nodes]`` int32 or int64: a node's first child; negative: none.
+        next_sibling: ``[num_requests, num_nodes]`` int32 or int64: the next child of the same parent; negative: none.
+            Links out of range are none, and reported.  A path ends where links lead to a node a second
+            time, which is reported.
+        target_probs: ``[num_requests, num_nodes, vocab_size]`` float32: after each node; or
+        target_token_ids: ``[num_requests, num_nodes]`` int32 or int64: greedy.
+        retrieve_index: ``[num_requests, num_nodes]`` int32 or int64: what ``accepted_index`` calls the nodes; ``None``:
+            their numbers.
+        seeds, steps: ``[num_requests]`` int32 or int64; ``None``: 0.
+        accepted_index: ``[num_requests, num_out]`` int32 or int64; written with the nodes on the path, the root first,
+            -1 behind them.
+        num_accepted: ``[num_requests]`` int32; written, without the root.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit, or (CPU) something was reported.
+        TypeError: dtypes do not fit.
+    """

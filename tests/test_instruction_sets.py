@@ -46,7 +46,7 @@ SOME = {
         ["sampling/test_top_k_per_row.py", "sampling/test_apply_repetition_penalties.py"]
         + ["sampling/test_sample.py", "sampling/test_row_filter.py"]
         + ["sampling/test_rejection_sample.py", "sampling/test_vocab_shards.py"]
-        + ["sampling/test_apply_penalties.py"],
+        + ["sampling/test_apply_penalties.py", "sampling/test_verify_tree.py"],
         "sizes or shapes or any or hard or special or nan",
     ),
     "cache": (

@@ -627,6 +627,70 @@ def top_k_top_p_renorm(
     out: Array | None = None,
     stream: Stream = None,
 ) -> _Array: ...
+@overload
+def verify_tree(
+    draft_token_ids: Array,
+    next_token: Array,
+    next_sibling: Array,
+    target_probs: Array | None = None,
+    target_token_ids: Array | None = None,
+    retrieve_index: Array | None = None,
+    seeds: Array | None = None,
+    steps: Array | None = None,
+    *,
+    accepted_index: Literal[False] | None = None,
+    num_accepted: Literal[False] | None = None,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
+@overload
+def verify_tree(
+    draft_token_ids: Array,
+    next_token: Array,
+    next_sibling: Array,
+    target_probs: Array | None = None,
+    target_token_ids: Array | None = None,
+    retrieve_index: Array | None = None,
+    seeds: Array | None = None,
+    steps: Array | None = None,
+    *,
+    accepted_index: Literal[False] | None = None,
+    num_accepted: Array | Literal[True],
+    out: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+@overload
+def verify_tree(
+    draft_token_ids: Array,
+    next_token: Array,
+    next_sibling: Array,
+    target_probs: Array | None = None,
+    target_token_ids: Array | None = None,
+    retrieve_index: Array | None = None,
+    seeds: Array | None = None,
+    steps: Array | None = None,
+    *,
+    accepted_index: Array | Literal[True],
+    num_accepted: Literal[False] | None = None,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+@overload
+def verify_tree(
+    draft_token_ids: Array,
+    next_token: Array,
+    next_sibling: Array,
+    target_probs: Array | None = None,
+    target_token_ids: Array | None = None,
+    retrieve_index: Array | None = None,
+    seeds: Array | None = None,
+    steps: Array | None = None,
+    *,
+    accepted_index: Array | Literal[True],
+    num_accepted: Array | Literal[True],
+    out: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any, Any]: ...
 def xielu(
     input: _Array,
     alpha_p: ScalarOrArray,

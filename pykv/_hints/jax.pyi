@@ -1132,6 +1132,66 @@ def topk_softplus_sqrt(
     hash_indices_table: ArrayLike | None = None,
     is_padding: ArrayLike | None = None,
 ) -> tuple[Array, Array, Array]: ...
+@overload
+def verify_tree(
+    draft_token_ids: ArrayLike,
+    next_token: ArrayLike,
+    next_sibling: ArrayLike,
+    target_probs: ArrayLike | None = None,
+    target_token_ids: ArrayLike | None = None,
+    retrieve_index: ArrayLike | None = None,
+    seeds: ArrayLike | None = None,
+    steps: ArrayLike | None = None,
+    *,
+    out: ArrayLike | None = None,
+    accepted_index: None = None,
+    num_accepted: None = None,
+) -> Array: ...
+@overload
+def verify_tree(
+    draft_token_ids: ArrayLike,
+    next_token: ArrayLike,
+    next_sibling: ArrayLike,
+    target_probs: ArrayLike | None = None,
+    target_token_ids: ArrayLike | None = None,
+    retrieve_index: ArrayLike | None = None,
+    seeds: ArrayLike | None = None,
+    steps: ArrayLike | None = None,
+    *,
+    out: ArrayLike | None = None,
+    accepted_index: None = None,
+    num_accepted: ArrayLike | Literal[True],
+) -> tuple[Array, Array]: ...
+@overload
+def verify_tree(
+    draft_token_ids: ArrayLike,
+    next_token: ArrayLike,
+    next_sibling: ArrayLike,
+    target_probs: ArrayLike | None = None,
+    target_token_ids: ArrayLike | None = None,
+    retrieve_index: ArrayLike | None = None,
+    seeds: ArrayLike | None = None,
+    steps: ArrayLike | None = None,
+    *,
+    out: ArrayLike | None = None,
+    accepted_index: ArrayLike | Literal[True],
+    num_accepted: None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def verify_tree(
+    draft_token_ids: ArrayLike,
+    next_token: ArrayLike,
+    next_sibling: ArrayLike,
+    target_probs: ArrayLike | None = None,
+    target_token_ids: ArrayLike | None = None,
+    retrieve_index: ArrayLike | None = None,
+    seeds: ArrayLike | None = None,
+    steps: ArrayLike | None = None,
+    *,
+    out: ArrayLike | None = None,
+    accepted_index: ArrayLike | Literal[True],
+    num_accepted: ArrayLike | Literal[True],
+) -> tuple[Array, Array, Array]: ...
 def xielu(
     input: ArrayLike,
     alpha_p: float | ArrayLike,

@@ -117,4 +117,5 @@ from pykv import top_k_top_p_renorm as top_k_top_p_renorm
 from pykv import topk_sigmoid as topk_sigmoid
 from pykv import topk_softmax as topk_softmax
 from pykv import topk_softplus_sqrt as topk_softplus_sqrt
+from pykv import verify_tree as verify_tree
 from pykv import xielu as xielu

@@ -29,6 +29,12 @@ def sample_tokens(a: Any) -> Results:
     return {"out": np.array([token for token, *_ in rows]), "logprobs": np.array([p for _, p, _ in rows])}
 
 
+def verify_tree(a: Any) -> Results:
+    links, draws = (a.next_token, a.next_sibling), (a.target_probs, None, a.retrieve_index, a.seeds, a.steps)
+    out, nodes, accepted, _ = sampling.verify_tree(a.draft_token_ids, *links, *draws)
+    return {"out": out, "accepted_index": nodes, "num_accepted": accepted}
+
+
 EXPECTED: dict[str, Callable[[Any], Results]] = {
     "apply_repetition_penalties_": lambda a: {
         "logits": sampling.apply_repetition_penalties(a.logits, a.prompt_mask, a.output_mask, a.repetition_penalties)
@@ -52,6 +58,7 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
             strict=True,
         )
     ),
+    "verify_tree": verify_tree,
     "softmax": lambda a: {"out": sampling.softmax(a.logits, a.temperature)},
     "top_k_top_p_mask": lambda a: {
         "out": np.where(

@@ -199,14 +199,12 @@ def rejection_sample(ids, target, draft, lens, seeds, steps):
     requests, n = ids.shape
     out, accepted, clear = np.full((requests, n + 1), -1), np.zeros(requests, int), np.full(requests, np.inf)
     for r in range(requests):
-        halves = [(int(v) >> shift) & 0xFFFFFFFF for v in (seeds[r], steps[r]) for shift in (0, 32)]
         i = 0
         for i in range(n + 1):
             rejected = i < lens[r]
             if not rejected:
                 break
-            word = philox(np.array([i, 1, halves[2], halves[3]], np.uint64), (halves[0], halves[1]))[0]
-            u = (float(word) + 0.5) / 2**32
+            u = _acceptance(int(seeds[r]), int(steps[r]), i)
             p, q = float(target[r, i, ids[r, i]]), 1.0 if draft is None else float(draft[r, i, ids[r, i]])
             clear[r] = min(clear[r], abs(u * q - p) / max(p, 1e-9))
             if not u * q < p:
@@ -225,3 +223,56 @@ def rejection_sample(ids, target, draft, lens, seeds, steps):
         second = np.sort(score)[-2] if len(score) > 1 else -np.inf
         clear[r] = min(clear[r], score.max() - second)
     return out, accepted, clear
+
+
+def verify_tree(ids, next_token, next_sibling, probs, greedy, index=None, seeds=None, steps=None, num_out=None):
+    """Tokens, nodes on the path, how many were accepted, and how clear the choices were; of right trees."""
+    requests, n = ids.shape
+    num_out = n if num_out is None else num_out
+    out, nodes = np.full((requests, num_out), -1), np.full((requests, num_out), -1)
+    accepted, clear = np.zeros(requests, int), np.full(requests, np.inf)
+    zeros = np.zeros(requests, int)
+    seeds, steps = zeros if seeds is None else seeds, zeros if steps is None else steps
+    for r in range(requests):
+        node, i, rejected = 0, 0, []
+        while True:
+            nodes[r, i] = node if index is None else index[r, node]
+            children, child = [], int(next_token[r, node])
+            while child >= 0:
+                children.append(child)
+                child = int(next_sibling[r, child])
+            found, rejected = None, []
+            if i + 1 < num_out:
+                u, total = _acceptance(int(seeds[r]), int(steps[r]), i), 0.0
+                for child in children:
+                    token = int(ids[r, child])
+                    if found is not None or token in rejected:
+                        continue
+                    if greedy is not None:
+                        found = child if token == greedy[r, node] else None
+                        continue
+                    total += float(probs[r, node, token])
+                    clear[r] = min(clear[r], abs(u - total))
+                    found = child if u < total else None
+                    rejected += [token] if found is None else []
+            if found is None:
+                break
+            out[r, i] = ids[r, found]
+            node, i = found, i + 1
+        accepted[r] = i
+        if greedy is not None:
+            out[r, i] = greedy[r, node]
+            continue
+        weight = probs[r, node].astype(np.float64)
+        rest = np.where(np.isin(np.arange(len(weight)), rejected), 0, weight)
+        with np.errstate(divide="ignore"):
+            score = np.log(rest if rest.any() else weight) + noise(int(seeds[r]), int(steps[r]) + i, 0, len(weight))
+        out[r, i] = np.argmax(score)
+        clear[r] = min(clear[r], score.max() - np.sort(score)[-2] if len(score) > 1 else np.inf)
+    return out, nodes, accepted, clear
+
+
+def _acceptance(seed: int, step: int, i: int) -> float:
+    halves = [(v >> shift) & 0xFFFFFFFF for v in (seed, step) for shift in (0, 32)]
+    word = philox(np.array([i, 1, halves[2], halves[3]], np.uint64), (halves[0], halves[1]))[0]
+    return (float(word) + 0.5) / 2**32

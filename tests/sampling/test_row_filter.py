@@ -176,3 +176,16 @@ def test_wrong_arguments():
         pykv.top_k_top_p_mask(x.copy(), x, top_p=np.ones(3, np.float32))
     with pytest.raises(ValueError, match="token_ids: "):
         pykv.token_logprobs(np.zeros((2, 1), np.float32), x, np.zeros((3, 1), np.int32))
+
+
+@dtypes
+def test_first_tokens_with_their_log_probabilities(array, dtype):
+    """top_k_per_row, and of what it found the log-probabilities and ranks."""
+    x, n = random((6, 3000), dtype), 20
+    found = array.output(np.zeros((6, n), np.int32))
+    pykv.top_k_per_row(found, array.input(x), n, sorted=True)
+    logprobs, ranks = array.output(np.zeros((6, n), np.float32)), array.output(np.zeros((6, n), np.int32))
+    pykv.token_logprobs(logprobs, array.input(x), found, ranks=ranks)
+    wanted = -np.sort(-np.log(reference.softmax(x)), axis=1)[:, :n]
+    np.testing.assert_allclose(array.numpy(logprobs), wanted, rtol=0, atol=2e-6)
+    np.testing.assert_array_equal(array.numpy(ranks), np.tile(np.arange(n), (6, 1)))

@@ -68,6 +68,18 @@ SAMPLES: Mapping[str, Callable[[], Sample]] = {
         "steps": ids(4, 0, 2),
         "num_accepted": np.zeros(3, np.int32),
     },
+    "verify_tree": lambda: {
+        "out": np.zeros((3, 5), np.int32),
+        "draft_token_ids": ids([0, 5, 2, 7, 1], [7, 1, 3, 1, 0], [2, 3, 4, 5, 6]),
+        "next_token": np.array([[1, 3, 4, -1, -1]] * 3, np.int32),
+        "next_sibling": np.array([[-1, 2, -1, -1, -1]] * 3, np.int32),
+        "target_probs": np.abs(floats(3, 5, 8)) / 4,
+        "retrieve_index": np.arange(15).reshape(3, 5),
+        "seeds": ids(1, 2, 3),
+        "steps": ids(4, 0, 2),
+        "accepted_index": np.zeros((3, 5), np.int32),
+        "num_accepted": np.zeros(3, np.int32),
+    },
     "softmax": lambda: {"out": floats(3, 40), "logits": floats(3, 40, seed=1), "temperature": 0.7},
     "top_k_top_p_mask": lambda: {
         "out": floats(3, 40),

@@ -1,8 +1,7 @@
 // A block, or where requests are few a cluster of them, verifies the draft of a request and draws one token from its vocabulary:
-// a single row of target_probs, and of draft_probs, is read.  Noise is worked out only for tokens that may win (sample.cu).
-#include "cuda/approximate.cuh"
+// a single row of target_probs, and of draft_probs, is read.
 #include "sampling/rejection_sample.h"
-#include "sampling/row_passes.cuh"
+#include "sampling/weighed_tokens.cuh"
 
 namespace pykv {
 namespace {
@@ -11,33 +10,10 @@ struct Reporters {
   Reporter lens, tokens, probs;
 };
 
-__device__ Entry best_token(const Speculation& s, RowTeam& team, int position, bool is_rejected, int vocab_size) {
-  const TokenNoise noise = s.noise(position);
-  Entry best = 0;
-  float reach = INFINITY;  // of a weight: what its random number must not exceed
-  const int groups = (vocab_size + 3) / 4;
-  for (int first = team.rank() * kSelectThreads; first < groups; first += team.blocks() * kSelectThreads) {
-    const int group = first + static_cast<int>(threadIdx.x);
-    float weights[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = 4 * group + i;
-      weights[i] = group < groups && token < vocab_size ? s.weight(position, is_rejected, token) : 0.0f;
-    }
-    const FourWords words = noise.group(static_cast<uint32_t>(group));
-    const Entry last = best;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      // It wins if -ln(1 - u) is below weight * reach, and so only if u is.  NaN passes.
-      if (__uint_as_float(words.w[i] >> 9 | 0x3f800000u) > fmaf(weights[i], reach, 1.0000003f)) continue;
-      best = Larger()(best, weighed_entry(weights[i], words.w[i], static_cast<uint32_t>(4 * group + i)));
-    }
-    if (__any_sync(0xffffffffu, best != last)) {
-      const float score = logit_of_key(__reduce_max_sync(0xffffffffu, key_of(best)));
-      reach = score < INFINITY ? power_of_2(-1.44269504f * score) * 1.01f : 0.0f;
-    }
-  }
-  return team.reduce(best, Larger());
+__device__ Entry best_of_position(const Speculation& s, RowTeam& team, int position, bool is_rejected, int vocab_size) {
+  return best_token(
+      s.noise(position), team, vocab_size, [&](int token) { return s.weight(position, is_rejected, token); },
+      [](int) { return true; });
 }
 
 __global__ __launch_bounds__(kSelectThreads,
@@ -61,8 +37,8 @@ __global__ __launch_bounds__(kSelectThreads,
   const bool is_rejected = accepted < length;
   if (reports && is_rejected && !s.is_token(s.draft_token(accepted)))
     reporters.tokens(s.draft_token(accepted), args.vocab_size);
-  Entry best = best_token(s, team, accepted, is_rejected, args.vocab_size);
-  if (best == 0 && is_rejected) best = best_token(s, team, accepted, false, args.vocab_size);
+  Entry best = best_of_position(s, team, accepted, is_rejected, args.vocab_size);
+  if (best == 0 && is_rejected) best = best_of_position(s, team, accepted, false, args.vocab_size);
   const bool has_nan = key_of(best) == kKeyOfNan;
   if (reports && (best == 0 || has_nan)) reporters.probs(request, has_nan ? kRowHasNan : kRowIsEmpty);
   if (team.rank() == 0) {

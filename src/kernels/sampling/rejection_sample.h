@@ -3,7 +3,7 @@
 
 #include "core/args.h"
 #include "cpu/isa.h"
-#include "sampling/arithmetic.h"
+#include "sampling/weighed_tokens.h"
 
 namespace pykv {
 
@@ -59,9 +59,7 @@ class Speculation {
   PYKV_HOST_DEVICE bool accepts(int i) const {
     const int64_t token = draft_token(i);
     if (!is_token(token)) return false;
-    const TokenNoise noise = TokenNoise::of(seed_, step_);
-    const float u =
-        uniform_of(philox({{static_cast<uint32_t>(i), 1, noise.step0, noise.step1}}, noise.key0, noise.key1).w[0]);
+    const float u = acceptance_number(TokenNoise::of(seed_, step_), i);
     const float p = target_[i * args_.target_token + token], q = draft_ ? draft_[i * args_.draft_token + token] : 1.0f;
     return u * q < p;
   }
@@ -73,9 +71,7 @@ class Speculation {
     const float rest = p - draft_[i * args_.draft_token + token];
     return rest <= 0.0f ? 0.0f : rest;
   }
-  PYKV_HOST_DEVICE TokenNoise noise(int i) const {
-    return TokenNoise::of(seed_, static_cast<int64_t>(static_cast<uint64_t>(step_) + static_cast<uint64_t>(i)));
-  }
+  PYKV_HOST_DEVICE TokenNoise noise(int i) const { return noise_at(seed_, step_, i); }
   PYKV_HOST_DEVICE void store(int i, int64_t token) const {
     const int64_t at = request_ * args_.out_stride + i;
     if (args_.out_is_int64) {
@@ -93,13 +89,6 @@ class Speculation {
   const float *target_, *draft_;
   int64_t request_, seed_, step_;
 };
-
-// The token with the largest of these is drawn by its weight.
-PYKV_HOST_DEVICE static inline Entry weighed_entry(float weight, uint32_t word, uint32_t token) {
-  if (!(weight < __builtin_inff())) return entry_of(kKeyOfNan, token);
-  if (weight < 0x1p-126f) return 0;
-  return entry_of(key_of_logit(log_of(weight) + gumbel_of(word)), token);
-}
 
 }  // namespace
 

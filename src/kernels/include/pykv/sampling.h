@@ -168,4 +168,34 @@ PYKV_API pykv_status pykv_rejection_sample(DLTensor* out, const DLTensor* draft_
                                            const DLTensor* seeds, const DLTensor* steps, DLTensor* num_accepted,
                                            void* stream);
 
+/* The same for a tree of drafts: the tokens on a path from the root that the target model accepts, in order, and one more.
+ * Node 0 is the root, the last token that is known; from each node links lead to its first child, from a child to the next one.
+ * With target_token_ids, a child is accepted if its token is the target's after its parent, and the one more is the target's
+ * token after the last accepted node.  With target_probs, the first child is accepted for which u, that of
+ * pykv_rejection_sample for the number of tokens accepted so far, lies below the sum of the probabilities of its token and of
+ * those of the children before it (a token that is there twice counts once).  If there is none, a token that none of them has
+ * is drawn by the target's probabilities, with the noise that pykv_rejection_sample has, too.  So tokens have the distribution
+ * of the target model alone, and a tree without branches gives what pykv_rejection_sample does without draft_probs.
+ *   out               [num_requests, num_out]    int32 or int64; written, -1 behind the last token.  1 <= num_out <= num_nodes:
+ *                     a path ends with the last column.  -1 in place of the last token, reported: the row of target_probs
+ *                     holds NaN or infinity, or nothing above 0
+ *   draft_token_ids   [num_requests, num_nodes]  int32 or int64; up to 2048 nodes.  With target_probs, ids out of range are
+ *                     reported where the path comes by, and rejected
+ *   next_token        [num_requests, num_nodes]  int32 or int64: a node's first child; negative: none
+ *   next_sibling      [num_requests, num_nodes]  int32 or int64: the next child of the same parent; negative: none.  Links out
+ *                     of range are none, and reported.  A path ends where links lead to a node a second time, which is
+ *                     reported
+ *   target_probs      [num_requests, num_nodes, vocab_size]  float32: after each node; or
+ *   target_token_ids  [num_requests, num_nodes]  int32 or int64: greedy.  The other one is NULL
+ *   retrieve_index    [num_requests, num_nodes]  int32 or int64: what accepted_index calls the nodes; NULL: their numbers
+ *   seeds, steps      [num_requests]             int32 or int64; NULL: 0
+ *   accepted_index    [num_requests, num_out]    int32 or int64; written with the nodes on the path, the root first, -1 behind
+ *                     them; NULL: not wanted
+ *   num_accepted      [num_requests]             int32; written, without the root; NULL: not wanted  */
+PYKV_API pykv_status pykv_verify_tree(DLTensor* out, const DLTensor* draft_token_ids, const DLTensor* next_token,
+                                      const DLTensor* next_sibling, const DLTensor* target_probs,
+                                      const DLTensor* target_token_ids, const DLTensor* retrieve_index,
+                                      const DLTensor* seeds, const DLTensor* steps, DLTensor* accepted_index,
+                                      DLTensor* num_accepted, void* stream);
+
 #endif /* PYKV_SAMPLING_H_ */
