@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 DOCS = Path(__file__).parent
@@ -23,12 +24,13 @@ import plots  # noqa: E402
 import reference  # noqa: E402
 
 import pykv  # noqa: E402
+from pykv._schema import all_ops  # noqa: E402
 
 project = "pykv"
 copyright = "the pykv authors, Apache-2.0"
 version = release = pykv.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 exclude_patterns = ["results"]
@@ -62,6 +64,16 @@ def as_written(
     return re.sub(r"""(: )(['"])(.*?)\2(?=[,)= ])""", r"\1\3", written), returned.removeprefix(" -> ") or None
 
 
+def link_operations(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    """Names of operations in tables lead to their pages."""
+    for entry in doctree.findall(nodes.entry):
+        for literal in list(entry.findall(nodes.literal)):
+            name = literal.astext()
+            if name in all_ops() and not isinstance(literal.parent, nodes.reference):
+                uri = app.builder.get_relative_uri(page, f"reference/{name}")
+                literal.replace_self(nodes.reference("", "", literal.deepcopy(), refuri=uri, internal=True))
+
+
 def setup(app: Sphinx) -> None:
     def write(_: Sphinx) -> None:
         reference.write(DOCS / "reference")
@@ -70,3 +82,4 @@ def setup(app: Sphinx) -> None:
 
     app.connect("builder-inited", write)
     app.connect("autodoc-process-signature", as_written)
+    app.connect("doctree-resolved", link_operations)

@@ -11,6 +11,7 @@ from pathlib import Path
 from textwrap import indent
 
 import numpy as np
+from samples import example
 
 import pykv
 from pykv._schema import REQUIRED, Op, Parameter, all_ops
@@ -145,20 +146,31 @@ def _operation(op: Op, entry: Entry, header: str) -> str:
         forms += [
             f"- ``pykv.jax.{op.name}({', '.join(op.inputs)})`` is a pure function: it returns what is written above."
         ]
+    program = example(op)
     return "\n".join(
         [
             _heading(op.name),
             f".. autofunction:: pykv.{op.name}\n",
+            *([_heading("Example", "-"), _code(program, "python")] if program else []),
             _heading("Parameters at a glance", "-"),
             _table("22 34 14 30", rows, "parameters"),
-            "The call is the one that ``python -m pykv check`` makes.\n",
+            "The call is the one that ``pykv check`` makes.\n",
             _heading("Other forms", "-"),
             "\n".join(forms) + "\n",
             _heading("In C", "-"),
             f"``#include <pykv/{header}.h>``; what all its functions share stands in :doc:`{header}`.\n",
-            _code(f"{entry.comment}\n{entry.declaration}", "c"),
+            _code(f"{entry.comment}\n{_wrapped(entry.declaration)}", "c"),
         ]
     )
+
+
+def _wrapped(declaration: str) -> str:
+    """A long one with a line for each parameter."""
+    plain = " ".join(declaration.split())
+    if len(plain) <= 80:
+        return plain
+    before, parameters = plain.split("(", 1)
+    return f"{before}(\n    " + parameters.replace(", ", ",\n    ")
 
 
 def _summary(op: Op) -> str:
@@ -206,7 +218,7 @@ def _header(header: Header) -> str:
     parts.append(_code(header.about, "text"))
     rest = [e for e in header.entries if e.name.removeprefix("pykv_") not in ops]
     for comment in dict.fromkeys(e.comment for e in rest):
-        together = "\n".join(e.declaration for e in rest if e.comment == comment)
+        together = "\n".join(_wrapped(e.declaration) for e in rest if e.comment == comment)
         parts.append(_code(f"{comment}\n{together}", "c"))
     return "\n".join(parts)
 

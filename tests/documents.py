@@ -65,7 +65,8 @@ def run_python(page: Path) -> dict[str, Any]:
     scope: dict[str, Any] = {"__name__": "page"}
     for block in blocks(page, "python"):
         source = block.code.replace("import cupy as cp", "import numpy as cp") if block.mark == "cupy" else block.code
-        code = compile("\n" * block.line + source, page, "exec")  # errors name the line of the page
+        # errors name the line of the page
+        code = compile("\n" * block.line + source, page, "exec", dont_inherit=True)
         if block.after("not run: ") or block.mark == "gpu":
             continue
         if module := block.after("needs: "):

@@ -10,9 +10,14 @@ from pathlib import Path
 
 import pytest
 from abi.building import build, run
-from documents import LANGUAGES, MARKS, PAGES, Block, Missing, as_program, blocks, name_of, pages_with, run_python
+from documents import LANGUAGES, MARKS, PAGES, ROOT, Block, Missing, as_program, blocks, name_of, pages_with, run_python
 
 import pykv
+from pykv._schema import all_ops
+from pykv._tools.samples import ADDRESSED
+
+sys.path.insert(0, str(ROOT / "docs"))
+from samples import example
 
 PROGRAMS = [b for page in PAGES for b in blocks(page, "c", "cpp") if not b.after("not run: ")]
 COMPILERS = {"c": ("cc", "-std=c11", "-Wno-unused"), "cpp": ("c++", "-std=c++17")}
@@ -86,3 +91,11 @@ def test_shell(page: Path, tmp_path: Path) -> None:
             ["bash", "-euc", block.code], cwd=tmp_path, env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, f"{name_of(page)}:{block.line}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("name", sorted(all_ops()))
+def test_examples_of_the_operations(name: str) -> None:
+    program = example(all_ops()[name])
+    assert (program is None) == (name in ADDRESSED)
+    if program:
+        exec(program, {})

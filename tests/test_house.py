@@ -58,6 +58,7 @@ def test_the_layer_for_cpp_knows_no_op() -> None:
 
 def test_bindings_see_the_door_alone() -> None:
     assert rooms(ROOT / "src" / "bindings") <= {"pykv", "pybind11"}
+    assert rooms(ROOT / "src" / "tvm_ffi") <= {"pykv"}
 
 
 def test_python_imports_no_framework() -> None:

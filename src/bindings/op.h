@@ -1,18 +1,13 @@
 // One line for each op, which CMake makes of the headers: everything a call needs is deduced from the C declaration.
 //
-//   DLTensor*         an array that is written          const DLTensor*   an array that is read, or a number (a scale)
-//   pykv_tensor_list  a sequence of written arrays      int64_t, double, bool, const char*      as they are
-//   void*             the stream, always last
-//
 // What is compiled for each op is a table of these kinds and five functions of a line.  The callers, which read arguments by
 // the table, are compiled once: call_from_python() in op.cc, call_from_torch() in torch_ops.cc, call_from_xla() in xla.cc.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <utility>
 
-#include "pykv/base.h"
+#include "kinds.h"
 
 struct _object;  // PyObject: the families' files need no more of Python
 
@@ -22,66 +17,6 @@ struct Error;
 }  // namespace pykv::xla
 
 namespace pykv::python {
-
-inline constexpr int kMaxParameters = 31;  // beside the stream
-
-// arrays come first
-enum class Kind : uint8_t { kWritten, kRead, kWrittenList, kInt, kFloat, kBool, kString, kStream };
-
-// An argument as C takes it.
-union Value {
-  DLTensor* written;
-  const DLTensor* read;
-  const pykv_tensor_list* list;
-  int64_t integer;
-  double number;
-  bool truth;
-  const char* string;
-  void* stream;
-};
-
-template <class T>
-struct As;
-template <>
-struct As<DLTensor*> {
-  static constexpr Kind kKind = Kind::kWritten;
-  static DLTensor* of(const Value& v) { return v.written; }
-};
-template <>
-struct As<const DLTensor*> {
-  static constexpr Kind kKind = Kind::kRead;
-  static const DLTensor* of(const Value& v) { return v.read; }
-};
-template <>
-struct As<pykv_tensor_list> {
-  static constexpr Kind kKind = Kind::kWrittenList;
-  static pykv_tensor_list of(const Value& v) { return *v.list; }
-};
-template <>
-struct As<int64_t> {
-  static constexpr Kind kKind = Kind::kInt;
-  static int64_t of(const Value& v) { return v.integer; }
-};
-template <>
-struct As<double> {
-  static constexpr Kind kKind = Kind::kFloat;
-  static double of(const Value& v) { return v.number; }
-};
-template <>
-struct As<bool> {
-  static constexpr Kind kKind = Kind::kBool;
-  static bool of(const Value& v) { return v.truth; }
-};
-template <>
-struct As<const char*> {
-  static constexpr Kind kKind = Kind::kString;
-  static const char* of(const Value& v) { return v.string; }
-};
-template <>
-struct As<void*> {
-  static constexpr Kind kKind = Kind::kStream;
-  static void* of(const Value& v) { return v.stream; }
-};
 
 namespace torch_ops {
 struct Rules;
@@ -107,14 +42,9 @@ _object* call_from_python(const Operation& operation, _object* const* objects, p
 void call_from_torch(const Operation& operation, uint64_t* words);
 xla::Error* call_from_xla(const Operation& operation, DLDeviceType type, xla::CallFrame* frame);
 
-template <auto kOp, class Signature = decltype(kOp)>
-struct Entry;
-
-template <auto kOp, class... Args>
-struct Entry<kOp, pykv_status (*)(Args...)> {
-  static constexpr Kind kKinds[] = {As<Args>::kKind...};
-  static constexpr int kCount = sizeof...(Args) - 1;
-  static_assert(kCount <= kMaxParameters && kKinds[kCount] == Kind::kStream);
+template <auto kOp>
+struct Entry : Callee<kOp> {
+  using Callee<kOp>::kKinds, Callee<kOp>::kCount, Callee<kOp>::run;
 
   template <class Is>
   static constexpr uint32_t bits(Is is) {
@@ -123,11 +53,6 @@ struct Entry<kOp, pykv_status (*)(Args...)> {
     return found;
   }
 
-  static pykv_status run(const Value* values) {
-    return [values]<size_t... I>(std::index_sequence<I...>) {
-      return kOp(As<Args>::of(values[I])...);
-    }(std::index_sequence_for<Args...>());
-  }
   static _object* from_python(_object*, _object* const* objects, ptrdiff_t count) {
     return call_from_python(operation, objects, count);
   }
