@@ -24,6 +24,7 @@ from cuda_graphs import Captured
 from engine import Engine, Request, common_prefix
 from gguf_file import find_smollm2, open_gguf
 from llama import make_model
+from profiled import Profile
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
@@ -79,10 +80,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--block-size", type=positive, default=16, help="tokens in a block")
     add("--compile", action="store_true", help="let torch compile the step; JAX always does")
     add("--cuda-graphs", action="store_true", help="with torch on a GPU: steps of decoding are replayed CUDA graphs")
+    add("--profile", action="store_true", help="say how much of the time each operation takes")
     args = parser.parse_args()
     for option in ("compile", "cuda_graphs"):
         if getattr(args, option) and args.array != "torch":
             parser.error(f"--{option.replace('_', '-')} goes with --array torch")
+    if args.profile and (args.array == "jax" or args.compile or args.cuda_graphs):
+        parser.error("--profile goes with steps that are not compiled or replayed")
     if args.seed < 0:
         parser.error(f"argument --seed: must not be negative, got {args.seed}")
     if "" in args.stop:
@@ -101,6 +105,7 @@ def main() -> None:
         requests = add_requests(engine, [words.encode(text, args.chat) for text in prompts], args)
     except (ImportError, OSError, ValueError, pykv.OutOfBlocks) as error:
         refuse(error)
+    profile = Profile(engine) if args.profile else None
     texts = {r.id: Growing(words.tokenizer, r.tokens, args.stop) for r in requests}
     try:
         if args.stream:
@@ -114,6 +119,8 @@ def main() -> None:
         refuse(f"--blocks {args.blocks}: {error}")
     library = args.array + " compiled" * args.compile + " with CUDA graphs" * args.cuda_graphs
     report(console, engine, library, rates)
+    if profile:
+        profile.report(console)
     engine.close()
 
 
