@@ -1,4 +1,4 @@
-"""A Hugging Face folder, read with care: what changes results and is not understood is an error, not passed over.
+"""A checkpoint, read with care: what changes results and is not understood is an error, not passed over.
 
 Every error is a ValueError of one line that begins with the file's name and has the key's or the tensor's.
 """
@@ -6,8 +6,10 @@ Every error is a ValueError of one line that begins with the file's name and has
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from arrays import Host
@@ -72,58 +74,68 @@ class Keys:
                 self.refuse(key, "is not understood, and may change results (if not, take it out)")
 
 
-class Checkpoint:
-    """config.json, and the tensors of one safetensors file or of the parts that an index names."""
+class Stored(NamedTuple):
+    file: str
+    read: Callable[[], Host]
 
-    def __init__(self, folder: Path):
-        raw = _json(folder, "config.json")
-        quantization = raw.get("quantization_config") or {}
-        if quantization:
-            method = quantization.get("quant_method", "a way it does not name")
-            raise ValueError(f"config.json: quantization_config: weights quantised by {method} are not served")
-        if (folder / "generation_config.json").exists():  # may name more end tokens
-            raw |= {k: v for k, v in _json(folder, "generation_config.json").items() if k == "eos_token_id"}
-        self.keys = Keys(raw)
-        index = "model.safetensors.index.json"
-        parts = {"model.safetensors"}
-        if (folder / index).exists():
-            parts = set(_json(folder, index)["weight_map"].values())
-        self._home = {name: (part, file) for part, file in _open(folder, parts) for name in list(file.keys())}
-        self._first = min(parts)
+
+class Checkpoint:
+    """Keys and tensors by their names in Hugging Face's files, which remembers those that were asked for."""
+
+    def __init__(self, keys: Keys, tensors: dict[str, Stored], file: str):
+        self.keys = keys
+        self._tensors, self._file = tensors, file
         self._asked: set[str] = set()
-        for name, (part, file) in self._home.items():
-            if (dtype := file.get_slice(name).get_dtype()) not in DTYPES:
-                raise ValueError(f"{part}: {name}: weights of {dtype} are not served, only {', '.join(DTYPES)}")
 
     def __contains__(self, name: str) -> bool:
-        return name in self._home
+        return name in self._tensors
 
     def tensor(self, name: str, *shape: int) -> Host:
         """A tensor, which must have this shape."""
         self._asked.add(name)
-        if name not in self._home:
-            raise ValueError(f"{self._first}: {name}: the tensor is missing")
-        part, file = self._home[name]
-        data: Host = file.get_tensor(name)
+        if name not in self._tensors:
+            raise ValueError(f"{self._file}: {name}: the tensor is missing")
+        stored = self._tensors[name]
+        data = stored.read()
         if data.shape != shape:
-            raise ValueError(f"{part}: {name}: must have the shape {list(shape)}, got {list(data.shape)}")
+            raise ValueError(f"{stored.file}: {name}: must have the shape {list(shape)}, got {list(data.shape)}")
         return data
 
     def refuse_the_rest(self) -> None:
         """An error if there are tensors or keys that nobody asked for."""
-        for name, (part, _) in self._home.items():
+        for name, stored in self._tensors.items():
             if name not in self._asked and not name.endswith(BUFFERS):
-                raise ValueError(f"{part}: {name}: the tensor is not understood")
+                raise ValueError(f"{stored.file}: {name}: the tensor is not understood")
         self.keys.refuse_the_rest()
 
     def is_tied(self, embedding: str, head: str) -> bool:
         """Whether the head is the embedding; a file without a head says so, too."""
         tied = bool(self.keys.get("tie_word_embeddings", head not in self))
-        if tied and head in self and not np.array_equal(*(self._home[n][1].get_tensor(n) for n in (embedding, head))):
+        if tied and head in self and not np.array_equal(*(self._tensors[n].read() for n in (embedding, head))):
             self.keys.refuse("tie_word_embeddings", f"is true, but {head} differs from {embedding}")
         if tied:
             self._asked.add(head)
         return tied
+
+
+def open_folder(folder: Path) -> Checkpoint:
+    """config.json, and the tensors of one safetensors file or of the parts that an index names."""
+    raw = _json(folder, "config.json")
+    if quantization := raw.get("quantization_config"):
+        method = quantization.get("quant_method", "a way that it does not name")
+        raise ValueError(f"config.json: quantization_config: weights quantised by {method} are not served")
+    if (folder / "generation_config.json").exists():  # may name more end tokens
+        raw |= {k: v for k, v in _json(folder, "generation_config.json").items() if k == "eos_token_id"}
+    index, parts = "model.safetensors.index.json", {"model.safetensors"}
+    if (folder / index).exists():
+        parts = set(_json(folder, index)["weight_map"].values())
+    tensors = {}
+    for part, file in _open(folder, parts):
+        for name in file.keys():  # noqa: SIM118  # it is no dictionary
+            if (dtype := file.get_slice(name).get_dtype()) not in DTYPES:
+                raise ValueError(f"{part}: {name}: weights of {dtype} are not served, only {', '.join(DTYPES)}")
+            tensors[name] = Stored(part, partial(file.get_tensor, name))
+    return Checkpoint(Keys(raw), tensors, min(parts))
 
 
 def _json(folder: Path, name: str) -> dict[str, Any]:

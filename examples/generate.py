@@ -1,11 +1,12 @@
 """Continue prompts with a language model: continuous batching over a paged KV cache, with pykv's kernels.
 
     python examples/generate.py                      # the small model that lies beside this file, with NumPy
+    python examples/generate.py --model smollm2 --chat --prompt "Why is the sky blue?" --stream
     python examples/generate.py --array torch --device cuda --model FOLDER --prompt "Once" --prompt "It was"
 
 Read llama.py for the model, families.py for what else it is (Qwen, Mistral, Phi, SmolLM, Gemma, OLMo, GLM, Granite,
 StarCoder), steps.py for pykv's part of it (llama_jax.py with JAX), arrays.py for that of the array library, engine.py
-for the batching, cuda_graphs.py for steps that are replayed, checkpoint.py and text.py for files and texts.
+for the batching, cuda_graphs.py for steps that are replayed; checkpoint.py, gguf_file.py and text.py for the files.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from pathlib import Path
 from typing import NoReturn
 
 from arrays import open_arrays
+from checkpoint import Checkpoint, open_folder
 from cuda_graphs import Captured
 from engine import Engine, Request, common_prefix
-from llama import open_model
+from gguf_file import find_smollm2, open_gguf
+from llama import make_model
+from profiled import Profile
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 from show import Rates, Stream, progress_bar, report
-from text import Growing, open_words
+from text import Growing, Words, open_words
 
 import pykv
 
@@ -59,7 +63,7 @@ def not_negative(text: str) -> float:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", type=Path, default=Path(__file__).parent / "model", help="a Hugging Face checkpoint folder")
+    add("--model", default=Path(__file__).parent / "model", help="a Hugging Face folder, a GGUF file, or smollm2")
     add("--array", choices=["numpy", "torch", "cupy", "jax"], default="numpy", help="the array library")
     add("--device", help="cpu, cuda or cuda:N (default: a GPU if the library has one)")
     add("--dtype", choices=["auto", "float32", "float16", "bfloat16"], default="auto", help="of the weights")
@@ -76,10 +80,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--block-size", type=positive, default=16, help="tokens in a block")
     add("--compile", action="store_true", help="let torch compile the step; JAX always does")
     add("--cuda-graphs", action="store_true", help="with torch on a GPU: steps of decoding are replayed CUDA graphs")
+    add("--profile", action="store_true", help="say how much of the time each operation takes")
     args = parser.parse_args()
     for option in ("compile", "cuda_graphs"):
         if getattr(args, option) and args.array != "torch":
             parser.error(f"--{option.replace('_', '-')} goes with --array torch")
+    if args.profile and (args.array == "jax" or args.compile or args.cuda_graphs):
+        parser.error("--profile goes with steps that are not compiled or replayed")
     if args.seed < 0:
         parser.error(f"argument --seed: must not be negative, got {args.seed}")
     if "" in args.stop:
@@ -92,18 +99,17 @@ def main() -> None:
     console = Console()
     prompts = args.prompt or PROMPTS
     try:
-        if not args.model.is_dir():
-            raise ValueError(f"--model: {args.model} is not a folder")
-        words = open_words(args.model)
-        engine = open_engine(args)
+        checkpoint, words = open_files(args.model)
+        engine = open_engine(checkpoint, args)
         rates = Rates(engine.counters)
         requests = add_requests(engine, [words.encode(text, args.chat) for text in prompts], args)
     except (ImportError, OSError, ValueError, pykv.OutOfBlocks) as error:
         refuse(error)
+    profile = Profile(engine) if args.profile else None
     texts = {r.id: Growing(words.tokenizer, r.tokens, args.stop) for r in requests}
     try:
         if args.stream:
-            serve(engine, texts, rates, Stream(console, prompts, requests, texts))
+            serve(engine, texts, rates, Stream(console, [p + "\n" * args.chat for p in prompts], requests, texts))
         else:
             with progress_bar(console, engine, rates, sum(r.max_length - r.prompt_length for r in requests)) as bar:
                 serve(engine, texts, rates, bar)
@@ -113,6 +119,8 @@ def main() -> None:
         refuse(f"--blocks {args.blocks}: {error}")
     library = args.array + " compiled" * args.compile + " with CUDA graphs" * args.cuda_graphs
     report(console, engine, library, rates)
+    if profile:
+        profile.report(console)
     engine.close()
 
 
@@ -132,11 +140,21 @@ def serve(engine: Engine, texts: dict[int, Growing], rates: Rates, show: Callabl
         show()
 
 
-def open_engine(args: argparse.Namespace) -> Engine:
+def open_files(model: str | Path) -> tuple[Checkpoint, Words]:
+    """The checkpoint and what turns texts into its tokens."""
+    path = find_smollm2() if model == "smollm2" else Path(model)
+    if path.suffix == ".gguf":
+        return open_gguf(path)
+    if not path.is_dir():
+        raise ValueError(f"--model: {path} is not a folder")
+    return open_folder(path), open_words(path)
+
+
+def open_engine(checkpoint: Checkpoint, args: argparse.Namespace) -> Engine:
     arrays = open_arrays(args.array, args.device, args.dtype)
     if args.cuda_graphs and not arrays.device.startswith("cuda"):
         raise ValueError("--cuda-graphs needs a GPU")
-    model = open_model(args.model, arrays, longest=args.blocks * args.block_size)
+    model = make_model(checkpoint, arrays, longest=args.blocks * args.block_size)
     if args.compile:
         model.forward = arrays.namespace.compile(model.forward)
     if args.cuda_graphs:

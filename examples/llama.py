@@ -1,4 +1,4 @@
-"""Llama and its relatives (families.py) from a Hugging Face folder, one ragged batch at a time over a paged KV cache.
+"""Llama and its relatives (families.py) from a checkpoint, one ragged batch at a time over a paged KV cache.
 
 pykv does all but the matrix products and the embedding lookup, which the array library does (see arrays.py).
 JAX, whose arrays are immutable, compiles the same `forward` (llama_jax.py).
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from arrays import Array, Host, JaxArrays, NumpyArrays
-from checkpoint import Checkpoint
+from checkpoint import Checkpoint, open_folder
 from families import Config, Family, read_config, rope_tables
 from steps import Batch, Linear, Norm, Steps
 
@@ -107,11 +107,12 @@ class Llama:
 
 
 def open_model(folder: Path, arrays: NumpyArrays, longest: int | None = None) -> Llama:
-    """The model in the form that suits the array library, for sequences of at most ``longest`` tokens."""
-    return make_model(Checkpoint(folder), arrays, longest)
+    """The model of a folder, see `make_model`."""
+    return make_model(open_folder(folder), arrays, longest)
 
 
 def make_model(checkpoint: Checkpoint, arrays: NumpyArrays, longest: int | None = None) -> Llama:
+    """The model in the form that suits the array library, for sequences of at most ``longest`` tokens."""
     family, config = read_config(checkpoint.keys, longest)
     tables = rope_tables(checkpoint.keys, family, config)
     weights = _Loader(checkpoint, arrays, family, config).weights(tables)

@@ -91,12 +91,13 @@ def prompts(count: int, longest: int = 20, shared: int = 0) -> list[list[int]]:
     return [first + random.integers(2, CONFIG["vocab_size"], n).tolist() for n in lengths]
 
 
-def logits_of(folder: Path, arrays: Any, tokens: list[int], chunk: int, **cache_options: Any) -> np.ndarray:
-    """The logits of every token, the sequence computed ``chunk`` tokens at a time."""
-    from llama import open_model
+def logits_of(source: Any, arrays: Any, tokens: list[int], chunk: int, **cache_options: Any) -> np.ndarray:
+    """The logits of every token by the model of a folder or a checkpoint, ``chunk`` tokens computed at a time."""
+    from llama import make_model, open_model
     from steps import Batch
 
-    model, put = open_model(folder, arrays), arrays.put
+    model = open_model(source, arrays) if isinstance(source, Path) else make_model(source, arrays)
+    put = arrays.put
     cache = model.make_cache(num_blocks=20, block_size=4, **cache_options)
     rows = []
     for begin in range(0, len(tokens), chunk):

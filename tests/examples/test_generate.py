@@ -123,6 +123,23 @@ def test_torch_replays_steps(request: pytest.FixtureRequest, options: list[str])
     assert replayed.partition("torch")[0] == plain.partition("torch")[0]
 
 
+def test_profile_adds_up() -> None:
+    done = run("--max-tokens", "9", "--prompt", "It was a", "--profile")
+    assert "matrix products" in done
+    shares = [float(share) for share in re.findall(r" (-?[\d.]+)%", done.partition("share")[2].partition("outside")[0])]
+    assert len(shares) > 8
+    assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))
+    calls = dict(re.findall(r"(\w+) (\d+) [\d.]+ [\d.]+%", done))
+    assert (calls["products"], calls["paged_attention"], calls["sample"]) == (str(9 * 21), str(9 * 5), "9")
+
+
+def test_profile_goes_without_compilers() -> None:
+    command = [sys.executable, str(PROGRAM), "--profile", "--array", "jax"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--profile goes with steps that are not compiled" in done.stderr
+
+
 @pytest.mark.parametrize("option", ["--compile", "--cuda-graphs"])
 def test_some_options_are_for_torch(option: str) -> None:
     done = subprocess.run([sys.executable, str(PROGRAM), option], capture_output=True, text=True, check=False)
