@@ -29,20 +29,9 @@ constexpr int64_t kMostTokens = 1 << 23;
 constexpr int kMassBits = 40;
 constexpr Mass kMassOfLargest = Mass{1} << kMassBits;
 
-// fraction * 2^power, 1 / 2 < fraction < 2, as a mass.
-PYKV_HOST_DEVICE static inline Mass mass_of_number(float fraction, int power) {
-  const uint32_t bits = bits_of(fraction), significand = (bits & 0x7fffffu) | 0x800000u;
-  const int shift = static_cast<int>(bits >> 23) - 127 + power + (kMassBits - 23);
-  return shift >= 0 ? Mass{significand} << shift : shift > -24 ? Mass{significand} >> -shift : 0;
-}
-
-// 2^(scale * difference), difference <= 0, within 2e-7: a number near 1 and a power of 2.  Below 2^-125 it is 0 * 2^0.
-struct Power {
-  float fraction;
-  int power;
-};
-PYKV_HOST_DEVICE static inline Power power_of(float difference, float scale) {
-  if (!(difference * scale > -125.0f)) return {0.0f, 0};
+// 2^(scale * difference), difference <= 0, within 2e-7; 0 below 2^-125.
+PYKV_HOST_DEVICE static inline float power_of(float difference, float scale) {
+  if (!(difference * scale > -125.0f)) return 0.0f;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which then lies in the low bits
   const float shifted = fused(difference, scale, kRound), n = shifted - kRound;
   const float f = fused(difference, scale, -n);
@@ -53,25 +42,34 @@ PYKV_HOST_DEVICE static inline Power power_of(float difference, float scale) {
   p = fused(p, f, 5.55041087e-2f);
   p = fused(p, f, 2.40226507e-1f);
   p = fused(p, f, 6.93147181e-1f);
-  return {fused(p, f, 1.0f), static_cast<int>(bits_of(shifted) - bits_of(kRound))};
+  p = fused(p, f, 1.0f);
+  return p * float_of((bits_of(shifted) - bits_of(kRound) + 127u) << 23);
 }
 // Two infinities have no difference.
 PYKV_HOST_DEVICE static inline float below(float x, float largest) { return x == largest ? 0.0f : x - largest; }
 
+// The probability of a logit, in units of the largest one's.
+PYKV_HOST_DEVICE static inline float share_of_largest(float x, float largest, float scale) {
+  return power_of(below(x, largest), scale);
+}
+
+// A share of the largest, 0 to 1, as a mass: what is less than a unit is cut off.  Two halves of 20 bits, as conversions to
+// 32 bits are the fast ones.
+PYKV_HOST_DEVICE static inline Mass mass_of_share(float share) {
+  constexpr float kHalf = 0x1p20f;
+  const float whole = share * kHalf;
+  const int32_t high = static_cast<int32_t>(whole);
+  const int32_t low = static_cast<int32_t>((whole - static_cast<float>(high)) * kHalf);
+  return (static_cast<Mass>(high) << kMassBits / 2) + static_cast<Mass>(low);
+}
 // The mass of a logit: 2^(scale * (x - largest)).
 PYKV_HOST_DEVICE static inline Mass mass_of(float x, float largest, float scale) {
-  const Power p = power_of(below(x, largest), scale);
-  return p.fraction > 0.0f ? mass_of_number(p.fraction, p.power) : 0;
-}
-// The same as a float: a probability, but for the sum of all.
-PYKV_HOST_DEVICE static inline float share_of_largest(float x, float largest, float scale) {
-  const Power p = power_of(below(x, largest), scale);
-  return p.fraction * float_of(static_cast<uint32_t>(p.power + 127) << 23);
+  return mass_of_share(share_of_largest(x, largest, scale));
 }
 // The mass of a probability.
 PYKV_HOST_DEVICE static inline Mass mass_of_probability(float x, float largest) {
   const float q = x / largest;
-  return q >= 0x1p-41f ? mass_of_number(q, 0) : 0;
+  return q > 0.0f ? mass_of_share(q) : 0;
 }
 
 // What sums of the first masses must reach to be a share p, 0 < p < 1, of all.

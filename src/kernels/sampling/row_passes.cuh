@@ -136,18 +136,18 @@ template <class T, class Weights, class Value>
 __device__ Entry reach_target(RowTeam& team, RowMemory& memory, const RowSlice<T>& slice, Entry floor,
                               const Weights& weights, Entry* entries, int room, Value value) {
   const int thread = threadIdx.x;
-  const auto each_weight = [&](auto body) {  // body(entry, logit, weight)
+  const auto each_entry = [&](auto body) {  // body(entry, logit), for those that count
     each_logit(slice, value, [&](float x, int column) {
       const Entry entry = entry_of(key_of_logit(x), static_cast<uint32_t>(column));
-      if (entry < floor) return;
-      const uint64_t w = weights.of(x);
-      if (w != 0) body(entry, x, w);
+      if (entry >= floor) body(entry, x);
     });
   };
   for (int i = thread; i < kBins; i += kSelectThreads) memory.bins_low[i] = memory.bins_high[i] = 0;
   if (thread == 0) memory.select.count = 0;
   __syncthreads();
-  each_weight([&](Entry, float x, uint64_t w) {
+  each_entry([&](Entry, float x) {
+    const uint64_t w = weights.of(x);
+    if (w == 0) return;
     const int bin = weights.bin_of(x);
     const uint32_t low = static_cast<uint32_t>(w), before = atomicAdd(&memory.bins_low[bin], low);
     const uint32_t high = static_cast<uint32_t>(w >> 32) + (before + low < before);  // who makes it overflow, carries
@@ -186,8 +186,8 @@ __device__ Entry reach_target(RowTeam& team, RowMemory& memory, const RowSlice<T
   const uint64_t missing = wanted - memory.before;
 
   // Which entry of this bin it is, a list can tell, if there is room for it; else more passes over the row.
-  each_weight([&](Entry entry, float x, uint64_t) {
-    if (weights.bin_of(x) != bin) return;
+  each_entry([&](Entry entry, float x) {
+    if (weights.bin_of(x) != bin || weights.of(x) == 0) return;
     const uint32_t place = atomicAdd(&memory.select.count, 1u);
     if (place < static_cast<uint32_t>(room)) entries[place] = entry;
   });
@@ -223,8 +223,8 @@ __device__ Entry reach_target(RowTeam& team, RowMemory& memory, const RowSlice<T
     for (int bit = 63; bit >= 0; --bit) {
       const Entry candidate = found | Entry{1} << bit;
       uint64_t sum = 0;
-      each_weight([&](Entry entry, float x, uint64_t w) {
-        if (entry >= candidate && weights.bin_of(x) == bin) sum += w;
+      each_entry([&](Entry entry, float x) {
+        if (entry >= candidate && weights.bin_of(x) == bin) sum += weights.of(x);
       });
       if (team.reduce(sum, Plus()) >= missing) found = candidate;
     }
