@@ -10,13 +10,15 @@ namespace pykv::attention {
 namespace {
 
 constexpr int kAnyRows = 1 << 30;
-constexpr int kGroupTokens = 8;          // of a page, that are looked up together
-constexpr int kMostWindow = 4096;        // tokens, of which a cluster suffices for each of few KV heads, too
-constexpr int64_t kMostOfFew = 8192;     // tokens of a sequence that a cluster takes, where it is not alone
+constexpr int kGroupTokens = 8;       // of a page, that are looked up together
+constexpr int kMostWindow = 4096;     // tokens, of which a cluster suffices for each of few KV heads, too
+constexpr int64_t kMostOfFew = 8192;  // tokens of a sequence that a cluster takes, where it is not alone
 constexpr int64_t kAlignment = 256;
 constexpr int64_t align(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 template <class T>
-constexpr int64_t ceil_div(T a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t ceil_div(T a, int64_t b) {
+  return (a + b - 1) / b;
+}
 
 // ---- tiles and the workspace ----------------------------------------------------------------------------------------
 
@@ -208,7 +210,6 @@ struct Clusters {
   int spans = 1;
 };
 
-
 class Planner {
  public:
   Planner(const DeviceInfo& device, Plan& plan) : d_(device), plan_(plan) {}
@@ -229,10 +230,14 @@ class Planner {
 
   // ---- launches -----------------------------------------------------------------------------------------------------
 
-  Step& add(const Request& r, const Instance& instance, int grid, int threads, int cluster, int shared_bytes) {
-    Step& s = plan_.steps[std::min(plan_.count, Plan::kMost - 1)];
+  void add(const Step& s) {
+    plan_.steps[std::min(plan_.count, Plan::kMost - 1)] = s;
     plan_.count = std::min(plan_.count + 1, Plan::kMost);
-    s = Step{};
+  }
+
+  static Step step_of(const Request& r, const Instance& instance, int grid, int threads, int cluster,
+                      int shared_bytes) {
+    Step s{};
     s.instance = instance;
     s.instance.folded = r.folded;
     s.grid = grid;
@@ -263,10 +268,11 @@ class Planner {
     return d_.overlaps_kernels() ? d_.clusters[std::min(of_sm, 2) - 1][blocks] : 0;
   }
 
-  static void set_line(Step& s, const Tiling& tiling, int unit_tokens) {
+  static Step on_line(Step s, const Tiling& tiling, int unit_tokens) {
     s.line = tiling;
     s.kv_tile = unit_tokens;
     s.query_rows = tiling.tile_rows > 0 ? tiling.tile_rows : tiling.rows;
+    return s;
   }
 
   // On the line.  by_registers: blocks that they leave room for, on an SM.  False if the device has too little shared memory.
@@ -274,18 +280,20 @@ class Planner {
             int unit_tokens, const Tiling& tiling) {
     if (shared_bytes > d_.shared_of_block) return false;
     const int grid = grid_of(std::min(resident_blocks(threads, shared_bytes, by_registers), tiling.blocks_per_sm));
-    set_line(add(r, instance, grid, threads, 1, shared_bytes), tiling, unit_tokens);
+    add(on_line(step_of(r, instance, grid, threads, 1, shared_bytes), tiling, unit_tokens));
     return true;
   }
 
   // What adds up what the line before leaves.
   void combine(const Request& r) {
     const bool exact = r.a.batch_invariant;
-    add(r, {exact ? KernelId::kCombineInvariant : KernelId::kCombine}, d_.sms * (exact ? 2 : 4), kCombineThreads, 1, 0);
+    add(step_of(r, {exact ? KernelId::kCombineInvariant : KernelId::kCombine}, d_.sms * (exact ? 2 : 4),
+                kCombineThreads, 1, 0));
   }
 
   // Of clusters of so many blocks: what their blocks finish of a tile's queries, and how many of them are there early.
-  void set_cluster(Step& s, const Request& r, int blocks, int queries, int quads) const {
+  void set_cluster(Step& s, const Request& r, int queries, int quads) const {
+    const int blocks = s.cluster;
     const bool may_be_short = r.a.max_seq_len <= 2048 || r.lengths == Lengths::kForClusters;
     const bool early = d_.overlaps_kernels() && (blocks <= 2 || may_be_short);
     s.early_blocks = early ? 4 * d_.sms : 0;
@@ -336,26 +344,25 @@ class Planner {
       if (heads > clusters) continue;
       const int spans = may_span ? static_cast<int>(std::min<int64_t>(clusters / heads, kMostSpans)) : 1;
       if (may_span && (blocks < kMostBlocks || spans < kFewestSpans)) return false;
-      return with_line(r, LineOf::kWarpgroups, [&] {
-        const KernelId id = may_span ? KernelId::kWarpgroupSpans
-                            : alone  ? KernelId::kWarpgroupBlock
-                                     : KernelId::kWarpgroupCluster;
-        Request tiles = r;
-        tiles.set_rows(sizes.rows);
-        Step& s = add(r, {id, sizes.head_size, sizes.rows}, static_cast<int>(heads * spans * blocks), threads, blocks,
-                      bytes);
-        s.query_rows = sizes.rows;
-        s.kv_tile = kWarpgroupTile;
-        set_cluster(s, r, blocks, tiles.tile_tokens * tiles.tile_heads, 1);  // a block finishes whole rows
-        if (r.lengths != Lengths::kAny) s.balance = balance_of(r, LineOf::kWarpgroups, blocks, alone ? 2 : 1);
-        if (may_span) {
-          constexpr float kAlone = 4608;  // keys, as quickly by one cluster as by very many; measured on an H100
-          s.spans = spans;
-          s.pitch = sizes.head_size;
-          s.keys_alone = static_cast<int>(kAlone * static_cast<float>(spans) / static_cast<float>(spans - 1));
-          s.early_blocks = s.grid;  // the sequence may be short
-        }
-      });
+      const KernelId id = may_span ? KernelId::kWarpgroupSpans
+                          : alone  ? KernelId::kWarpgroupBlock
+                                   : KernelId::kWarpgroupCluster;
+      Request tiles = r;
+      tiles.set_rows(sizes.rows);
+      Step s = step_of(r, {id, sizes.head_size, sizes.rows}, static_cast<int>(heads * spans * blocks), threads, blocks,
+                       bytes);
+      s.query_rows = sizes.rows;
+      s.kv_tile = kWarpgroupTile;
+      set_cluster(s, r, tiles.tile_tokens * tiles.tile_heads, 1);  // a block finishes whole rows
+      if (r.lengths != Lengths::kAny) s.balance = balance_of(r, LineOf::kWarpgroups, blocks, alone ? 2 : 1);
+      if (may_span) {
+        constexpr float kAlone = 4608;  // keys, as quickly by one cluster as by very many; measured on an H100
+        s.spans = spans;
+        s.pitch = sizes.head_size;
+        s.keys_alone = static_cast<int>(kAlone * static_cast<float>(spans) / static_cast<float>(spans - 1));
+        s.early_blocks = s.grid;  // the sequence may be short
+      }
+      return with_line(r, LineOf::kWarpgroups, s);
     }
     return false;
   }
@@ -389,8 +396,7 @@ class Planner {
 
   // Are KV heads so few, in tables with room for many keys, that clusters had better share these?
   bool suits_spans(const Request& r) const {
-    const bool is_long =
-        r.a.max_seq_len > kMostOfFew && r.sees_all() && r.min_rows == 0 && r.lengths == Lengths::kAny;
+    const bool is_long = r.a.max_seq_len > kMostOfFew && r.sees_all() && r.min_rows == 0 && r.lengths == Lengths::kAny;
     return is_long && r.heads() * kFewestSpans * kMostBlocks <= d_.sms;
   }
 
@@ -431,25 +437,23 @@ class Planner {
 
   // Clusters and, if they are not for all lengths, the line beside them: of warpgroups before them, for they then add up what it
   // leaves, else after them.  False if the call had better go another way.
-  bool with_line(const Request& r, LineOf line, auto&& add_clusters) {
-    const bool has_line = r.lengths != Lengths::kAny, is_first = line == LineOf::kWarpgroups;
+  bool with_line(const Request& r, LineOf line, const Step& clusters) {
     const int count = plan_.count;
-    const auto add_line = [&] {
+    bool done = true;
+    if (r.lengths == Lengths::kAny) {
+      add(clusters);
+    } else {
       Request of_line = r;
       of_line.lengths = Lengths::kForLine;
-      if (is_first) return warpgroups(of_line, r.rows());
-      if (r.a.batch_invariant) return decode(of_line);
-      return tokens(of_line) || rows(of_line, r.rows());
-    };
-    const auto balanced = [&](const Step& clusters) {
+      if (line == LineOf::kWarpgroups) {
+        done = warpgroups(of_line, r.rows());
+        add(clusters);
+      } else {
+        add(clusters);
+        done = r.a.batch_invariant ? decode(of_line) : tokens(of_line) || rows(of_line, r.rows());
+      }
       for (int i = count; i < plan_.count; ++i) plan_.steps[i].balance = clusters.balance;
-    };
-    bool done = true;
-    if (has_line && is_first) done = add_line();
-    const int clusters = plan_.count;
-    if (done) add_clusters();
-    if (done && has_line && !is_first) done = add_line();
-    if (done && has_line) balanced(plan_.steps[clusters]);
+    }
     if (!done) plan_.count = count;
     return done;
   }
@@ -508,7 +512,8 @@ class Planner {
     const auto room = [&](int blocks) {  // for so many clusters at once
       const int bytes = cluster_bytes(s, r.group, blocks, s.warps);
       const int clusters = bytes == 0 ? 0 : resident_clusters(blocks, s.warps * 32, bytes, s.blocks_of_sm());
-      const bool may_double = !s.raw() && blocks <= 2 && heads * most > kFewKeys * d_.sms;  // nvfp4 waits for instructions
+      const bool may_double =
+          !s.raw() && blocks <= 2 && heads * most > kFewKeys * d_.sms;  // nvfp4 waits for instructions
       return may_double ? clusters : std::min(clusters, d_.sms / blocks);
     };
     for (int blocks = kMostBlocks; blocks > 0; --blocks) {
@@ -566,9 +571,7 @@ class Planner {
   static KernelId cluster_kernel(const Request& r, const ClusterSizes& s, bool spans, bool by_token) {
     if (s.invariant) return spans ? KernelId::kInvariantSpans : KernelId::kInvariantCluster;
     if (s.tokens)
-      return spans      ? KernelId::kTokensSpans
-             : by_token ? KernelId::kSmallPagesCluster
-                        : KernelId::kTokensCluster;
+      return spans ? KernelId::kTokensSpans : by_token ? KernelId::kSmallPagesCluster : KernelId::kTokensCluster;
     return spans          ? KernelId::kDecodeSpans
            : r.folded     ? KernelId::kFoldedCluster
            : s.hides_keys ? KernelId::kWindowCluster
@@ -582,38 +585,36 @@ class Planner {
     const int bytes = cluster_bytes(sizes, r.group, size.blocks, size.warps);
     if (bytes == 0) return false;
     const LineOf line = r.lengths == Lengths::kAny ? LineOf{} : line_of(r);
-    return with_line(r, line, [&] {
-      const bool spans = size.spans > 1;
-      Instance instance{cluster_kernel(r, sizes, spans, by_token), sizes.head_size, sizes.columns};
-      instance.wide = sizes.wide;
-      instance.spans = spans;
-      instance.by_token = by_token;
-      Step& s = add(r, instance, static_cast<int>(blocks), size.warps * 32, size.blocks, bytes);
-      const int queries = sizes.tokens ? r.tile_tokens * r.tile_heads : r.group;
-      set_cluster(s, r, size.blocks, queries, sizes.head_size / (r.folded ? 8 : 4));
-      s.query_rows = r.query_rows;
-      s.tile_tokens = r.tile_tokens;
-      if (r.lengths != Lengths::kAny) s.balance = balance_of(r, line, size.blocks, 1);
-      if (sizes.invariant) {
-        s.round_chunks = size.blocks * size.warps / kTeamWarps;
-        s.exchange_bytes = exact_exchange_bytes(sizes, r.group, size.blocks, size.warps);
-      }
-      if (spans) {
-        s.spans = size.spans;
-        s.pitch = sizes.head_size / (r.folded ? 2 : 1);
-        s.keys_alone = keys_alone(sizes, size.spans, heads, size.blocks * size.warps * sizes.tile());
-        if (d_.overlaps_kernels()) s.early_blocks = static_cast<unsigned>(blocks);  // the sequence may be short
-      }
-    });
+    const bool spans = size.spans > 1;
+    Instance instance{cluster_kernel(r, sizes, spans, by_token), sizes.head_size, sizes.columns};
+    instance.wide = sizes.wide;
+    instance.spans = spans;
+    instance.by_token = by_token;
+    Step s = step_of(r, instance, static_cast<int>(blocks), size.warps * 32, size.blocks, bytes);
+    set_cluster(s, r, sizes.tokens ? r.tile_tokens * r.tile_heads : r.group, sizes.head_size / (r.folded ? 8 : 4));
+    s.query_rows = r.query_rows;
+    s.tile_tokens = r.tile_tokens;
+    if (r.lengths != Lengths::kAny) s.balance = balance_of(r, line, size.blocks, 1);
+    if (sizes.invariant) {
+      s.round_chunks = size.blocks * size.warps / kTeamWarps;
+      s.exchange_bytes = exact_exchange_bytes(sizes, r.group, size.blocks, size.warps);
+    }
+    if (spans) {
+      s.spans = size.spans;
+      s.pitch = sizes.head_size / (r.folded ? 2 : 1);
+      s.keys_alone = keys_alone(sizes, size.spans, heads, size.blocks * size.warps * sizes.tile());
+      if (d_.overlaps_kernels()) s.early_blocks = static_cast<unsigned>(blocks);  // the sequence may be short
+    }
+    return with_line(r, line, s);
   }
 
-  // Several blocks that are there for a cluster each or, as the device finds the lengths, for the line.  balance: of a grid of so many
-  // blocks.  False if not all clusters would run at once.
-  bool clusters_or_line(const Request& r, const ClusterSizes& sizes, const LineSizes& of_line, const Clusters& size,
-                        int queries, auto&& balance) {
+  // Clusters or, as the device finds the lengths, the line of as many blocks; the caller says how it finds that (balance).  Null if
+  // not all clusters would run at once.
+  Step* clusters_or_line(const Request& r, const ClusterSizes& sizes, const LineSizes& of_line, const Clusters& size,
+                         int queries) {
     const int bytes = std::max(sizes.shared_bytes(sizes.warps), of_line.shared_bytes());
     const int clusters = resident_clusters(size.blocks, size.warps * 32, bytes, 1);
-    if (r.heads() > clusters) return false;
+    if (r.heads() > clusters) return nullptr;
     const int grid = clusters * size.blocks;
     const KernelId id = sizes.tokens ? KernelId::kTokensEither
                         : r.folded   ? KernelId::kFoldedEither
@@ -621,13 +622,13 @@ class Planner {
     Instance instance{id, sizes.head_size, sizes.columns};
     instance.wide = sizes.wide;
     instance.single = of_line.heads == 1;
-    Step& s = add(r, instance, grid, size.warps * 32, size.blocks, bytes);
-    set_line(s, line_tiling(r, of_line), of_line.unit_tokens());
-    set_cluster(s, r, size.blocks, queries, sizes.head_size / (r.folded ? 8 : 4));
+    Step s = on_line(step_of(r, instance, grid, size.warps * 32, size.blocks, bytes), line_tiling(r, of_line),
+                     of_line.unit_tokens());
+    set_cluster(s, r, queries, sizes.head_size / (r.folded ? 8 : 4));
     if (sizes.tokens) s.tile_tokens = r.tile_tokens;
     if (d_.overlaps_kernels()) s.early_blocks = grid;  // its lengths may be short
-    s.balance = balance(grid);
-    return true;
+    add(s);
+    return &plan_.steps[plan_.count - 1];
   }
 
   // ---- one query token ------------------------------------------------------------------------------------------------
@@ -671,7 +672,8 @@ class Planner {
     const ClusterSizes& sizes = as_line || of_line.narrow() ? wide : usual;
     const LineSizes as = as_line ? of_line : line_of_clusters(of_line, sizes);
     constexpr int64_t kAlike = 2048;  // tokens; where no table has room for a page more, clusters lose little
-    if (r.a.num_seqs <= 1 || r.a.max_seq_len < kAlike + r.a.block_size || r.a.num_kv_heads % as.heads != 0) return false;
+    if (r.a.num_seqs <= 1 || r.a.max_seq_len < kAlike + r.a.block_size || r.a.num_kv_heads % as.heads != 0)
+      return false;
     Request in_short_table = r;  // the size of clusters is made for these
     in_short_table.a.max_seq_len = std::min<int64_t>(r.a.max_seq_len, kMostOfFew);
     const Clusters size = cluster_size(in_short_table, sizes);
@@ -679,10 +681,11 @@ class Planner {
     // What a block reads with twice its part of the bandwidth or less, when the others have finished; the line begins and ends later
     // by 5 us and more.  Measured on an H200.
     const int slack_bytes = sizes.narrow() ? 3 << 18 : 1 << 19;
-    return clusters_or_line(r, sizes, as, size, r.group, [&](int grid) {
-      return balance_for(r.a.num_kv_heads, static_cast<float>(size.blocks), grid, 1,
-                         slack_bytes / (2 * sizes.head_size * sizes.element_bytes()));
-    });
+    Step* step = clusters_or_line(r, sizes, as, size, r.group);
+    if (!step) return false;
+    step->balance = balance_for(r.a.num_kv_heads, static_cast<float>(size.blocks), step->grid, 1,
+                                slack_bytes / (2 * sizes.head_size * sizes.element_bytes()));
+    return true;
   }
 
   // Two KV heads as one, in clusters or on the line.
@@ -816,8 +819,9 @@ class Planner {
       if (suits_tokens(r, of_line)) {
         const Clusters size = tokens_size(r, s, false);
         const bool suits = size.blocks > 0 && size.warps == s.warps && r.ways == 1;
-        if (suits && clusters_or_line(r, s, of_line, size, r.tile_tokens * r.tile_heads,
-                                      [&](int) { return balance_of(r, LineOf::kDecoding, size.blocks, 1); })) {
+        Step* step = suits ? clusters_or_line(r, s, of_line, size, r.tile_tokens * r.tile_heads) : nullptr;
+        if (step) {
+          step->balance = balance_of(r, LineOf::kDecoding, size.blocks, 1);
           return true;
         }
       }
@@ -834,7 +838,8 @@ class Planner {
     const LineSizes s = line_sizes(r.kind, 128, false, columns, false, false, false, true);
     const bool are_many = r.heads() >= d_.sms / 8;
     const int most_tiles = s.raw() && columns == 16 && are_many ? 2 : 1;
-    return ceil_div(r.a.num_tokens, r.a.num_seqs) * r.group <= most_tiles * columns && suits_tokens(r, s) && lines(r, s);
+    return ceil_div(r.a.num_tokens, r.a.num_seqs) * r.group <= most_tiles * columns && suits_tokens(r, s) &&
+           lines(r, s);
   }
 
   // Decoding over pages that are no groups of eight tokens: heads up to 128 in rows of tokens, up to eight in a group.
@@ -855,7 +860,8 @@ class Planner {
       if (!nvfp4 && columns > 8 && by_clusters(256, 16)) return true;  // nvfp4 would spill
       if (by_clusters(256, 8)) return true;
     } else if (r.a.head_size > 64) {
-      if (columns <= 8 ? by_clusters(128, 8) : (columns > 16 && by_clusters(128, 32)) || by_clusters(128, 16)) return true;
+      if (columns <= 8 ? by_clusters(128, 8) : (columns > 16 && by_clusters(128, 32)) || by_clusters(128, 16))
+        return true;
       if (r.kind != CacheKind::k16Bits && r.lengths != Lengths::kForClusters && !fills_warpgroups(r) &&
           (tokens_line(r, 8) || tokens_line(r, 16))) {
         return true;
@@ -877,7 +883,8 @@ class Planner {
       const MmaSizes s = mma_sizes(r.kind, rounded(r.a.head_size), tile);
       Instance instance{r.a.batch_invariant ? KernelId::kMmaInvariant : KernelId::kMma, rounded(r.a.head_size), s.rows};
       instance.packed = r.packed();
-      if (!line(r, instance, kThreads, s.shared_bytes, s.blocks_of_sm, s.unit_tokens(), mma_tiling(rows, r.a.head_size)))
+      if (!line(r, instance, kThreads, s.shared_bytes, s.blocks_of_sm, s.unit_tokens(),
+                mma_tiling(rows, r.a.head_size)))
         return false;
     }
     combine(r);
@@ -886,8 +893,7 @@ class Planner {
 
   // May several query rows of few sequences, whose tables have room for many keys, go by clusters or a line, as their lengths say?
   bool may_go_either_way(const Request& r, RowClass rows) const {
-    const bool is_wide =
-        r.sees_all() && r.a.max_seq_len > kMostOfFew && !r.a.batch_invariant && d_.overlaps_kernels();
+    const bool is_wide = r.sees_all() && r.a.max_seq_len > kMostOfFew && !r.a.batch_invariant && d_.overlaps_kernels();
     const bool are_alike = r.min_rows == 0 && r.a.num_tokens % r.a.num_seqs == 0;  // the numbers of query tokens
     const bool are_few = r.a.num_tokens * r.group <= 64 * r.a.num_seqs;
     if (!is_wide || !are_alike || !are_few || r.heads() > 2 * d_.sms) return false;
@@ -940,10 +946,10 @@ class Planner {
     }
     const int head_size = rounded(a.head_size);
     const PrefillSizes s = prefill_sizes(head_size, exact);
-    add(r, {KernelId::kClear}, 1, 1, 1, 0);
-    Step& step = add(r, {exact ? KernelId::kPrefillInvariant : KernelId::kPrefill, head_size, s.rows}, grid_of(1),
-                     3 * kThreads, 1, s.shared_bytes);
-    set_line(step, {s.rows, head_size, 1}, s.tile);
+    add(step_of(r, {KernelId::kClear}, 1, 1, 1, 0));
+    const KernelId id = exact ? KernelId::kPrefillInvariant : KernelId::kPrefill;
+    add(on_line(step_of(r, {id, head_size, s.rows}, grid_of(1), 3 * kThreads, 1, s.shared_bytes),
+                {s.rows, head_size, 1}, s.tile));
     if (!always_whole(a.max_seq_len, s.tile)) combine(r);
     return true;
   }
@@ -979,7 +985,7 @@ class Planner {
     if (bytes(tile) > limit)
       fail(PYKV_NOT_IMPLEMENTED, "%s: query: head_size %d is too large for this GPU", r.a.op, r.a.head_size);
     const int blocks = std::min(resident_blocks(kThreads, bytes(tile) + kSimpleBytes, 4), tiling.blocks_per_sm);
-    set_line(add(r, {KernelId::kSimple}, grid_of(blocks), kThreads, 1, bytes(tile)), tiling, tile);
+    add(on_line(step_of(r, {KernelId::kSimple}, grid_of(blocks), kThreads, 1, bytes(tile)), tiling, tile));
     combine(r);
   }
 };

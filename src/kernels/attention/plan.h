@@ -23,9 +23,9 @@ constexpr int kCombineThreads = 256;
 // What a plan depends on.
 struct DeviceInfo {
   int sms;
-  int capability;                            // 90: compute capability 9.0
-  bool has_warpgroups;                       // it is 9.0, and the build has the machine code for it
-  int shared_of_block, shared_of_sm;         // bytes
+  int capability;                     // 90: compute capability 9.0
+  bool has_warpgroups;                // it is 9.0, and the build has the machine code for it
+  int shared_of_block, shared_of_sm;  // bytes
   int threads_of_sm;
   int clusters[2][kMostBlocks + 1];  // of so many blocks, that run at once, if an SM holds one or two blocks
 
@@ -75,13 +75,13 @@ struct Step {
   int query_rows;   // of a query tile, or none
   int tile_tokens;  // 0: as many as fit in
   // Of clusters.
-  int ways;              // beside each other, which take a sequence's query tiles in turn
-  int spans, pitch;      // beside each other, which share a sequence's keys; floats in a row that each leaves
-  int keys_alone;        // ... if keys are more than so many
-  unsigned early_blocks; // that are there, or nearly, before the kernel before has ended
-  int block_items;       // four columns of a query each, that a block finishes, at most
-  int round_chunks;      // with batch_invariant: that the teams of a cluster take at once
-  int exchange_bytes;    // ... and room for what its blocks send each
+  int ways;               // beside each other, which take a sequence's query tiles in turn
+  int spans, pitch;       // beside each other, which share a sequence's keys; floats in a row that each leaves
+  int keys_alone;         // ... if keys are more than so many
+  unsigned early_blocks;  // that are there, or nearly, before the kernel before has ended
+  int block_items;        // four columns of a query each, that a block finishes, at most
+  int round_chunks;       // with batch_invariant: that the teams of a cluster take at once
+  int exchange_bytes;     // ... and room for what its blocks send each
 };
 
 struct Plan {

@@ -13,7 +13,8 @@ enum class CacheKind : uint8_t { k16Bits, kE4M3, kE5M2, kInt8, kNvfp4 };
 // Of structures that lie in shared memory or in the workspace.
 constexpr int kUnitBytes = 64, kWalkerBytes = 176, kPlanBytes = 64, kLineShareBytes = 48, kNoteBytes = 32;
 constexpr int kPrefillBytes = 1072;
-constexpr int kSimpleBytes = 2800, kSimpleOwnBytes = 8192;  // that the plain kernel declares itself, and what is left for that
+constexpr int kSimpleBytes = 2800,
+              kSimpleOwnBytes = 8192;  // that the plain kernel declares itself, and what is left for that
 constexpr int kQuadBytes = 16, kStatsBytes = 8, kExactQuadBytes = 80, kLeafBytes = kQuadBytes + kStatsBytes;
 constexpr int kTeamWarps = 4;  // that take a chunk together
 
@@ -41,9 +42,9 @@ struct ColumnSizes {
 // The line of decoding and of several tokens.
 struct LineSizes : ColumnSizes {
   bool packed, invariant, tokens;
-  bool late;                   // a tile of each warp under way, not two: best for elements of one byte
-  bool shared_queries;         // in shared memory, for registers have no room
-  int heads, warps, stages;    // KV heads of a segment, warp by warp
+  bool late;                 // a tile of each warp under way, not two: best for elements of one byte
+  bool shared_queries;       // in shared memory, for registers have no room
+  int heads, warps, stages;  // KV heads of a segment, warp by warp
   int blocks_of_sm, lead;
 
   constexpr int unit_tokens() const { return warps / heads * tile(); }
@@ -68,7 +69,8 @@ constexpr LineSizes line_sizes(CacheKind kind, int head_size, bool packed, int c
   const bool eight_warps = s.raw() && head_size <= 128 && columns <= 8;
   const bool twelve_of_sm = head_size == 128 && (columns <= 8 || s.shared_queries) && !invariant;
   const bool three_blocks = twelve_of_sm && packed, six_or_eight = eight_warps || twelve_of_sm;
-  const bool six_of_wide = head_size == 256 && columns <= 8 && !invariant && !packed;  // there is room for one such block
+  const bool six_of_wide =
+      head_size == 256 && columns <= 8 && !invariant && !packed;  // there is room for one such block
   s.late = widens && (six_or_eight || (invariant && head_size == 128 && columns == 8 && !deep));
   // Neighbours in memory are read together, and there are half as many ends.  The block of twelve warps has the units of two blocks
   // of six.  Of nvfp4, whose neighbours share lines, 64 x 8k took 330 us without it, not 247.
@@ -99,13 +101,16 @@ struct ClusterSizes : ColumnSizes {
   constexpr bool may_span() const { return columns <= 16 && (tokens || !hides_keys); }
   constexpr int shared_bytes(int block_warps) const {  // but with batch_invariant
     const int items = columns * head_size / 4 + kMostBlocks;
-    const int exchange = (shared_queries ? shared_queries_bytes() : 0) + warps * columns * kStatsBytes + items * kLeafBytes;
+    const int exchange =
+        (shared_queries ? shared_queries_bytes() : 0) + warps * columns * kStatsBytes + items * kLeafBytes;
     return block_warps * ring_bytes() + (exchange + 8 + 15) / 16 * 16;
   }
   // With batch_invariant: maxima and sums of the warps, and a barrier.
   constexpr int exact_stats_bytes(int block_warps) const { return block_warps * columns * kStatsBytes + 16; }
   // Blocks that registers leave room for, on an SM.
-  constexpr int blocks_of_sm() const { return head_size <= 64 && columns <= 8 && !wide && !raw() && !invariant ? 2 : 1; }
+  constexpr int blocks_of_sm() const {
+    return head_size <= 64 && columns <= 8 && !wide && !raw() && !invariant ? 2 : 1;
+  }
 };
 
 // wide: more warps, or smaller blocks, of fewer stages.
@@ -147,8 +152,11 @@ constexpr MmaSizes mma_sizes(CacheKind kind, int head_size, RowClass rows) {
   const bool few = rows == RowClass::kInvariantFew, more = rows == RowClass::kMore || rows == RowClass::kInvariantMore;
   const bool chunks = rows == RowClass::kInvariantMore;  // a warp has all parts of a chunk
   const int bytes = narrow ? 1 : 2, warp_rows = few || more || head_size == 256 ? 16 : 32;
-  MmaSizes s{few ? warp_rows : 4 * warp_rows, few ? 32 / bytes : head_size == 256 && !narrow ? 32 : 64, few ? 4 : 1,
-             few ? 1 : 2, 0};
+  MmaSizes s{few ? warp_rows : 4 * warp_rows,
+             few                           ? 32 / bytes
+             : head_size == 256 && !narrow ? 32
+                                           : 64,
+             few ? 4 : 1, few ? 1 : 2, 0};
   const int stage = 2 * s.tile * head_size * bytes;
   // Chips with 99 KB of shared memory for a block have room for two of 32 KB.
   const int stages = few || (more && !chunks && stage < 32 << 10) ? 3 : 2;
@@ -167,7 +175,8 @@ struct WarpgroupSizes {
 };
 // pairs: two heads of 64 as one of 128.
 constexpr WarpgroupSizes warpgroup_sizes(bool narrow, int head_size, int rows, bool pairs) {
-  constexpr int kOfStage = 1136, kOfColumns = 4272, kOfColumn = 32, kOfRows = 5920;  // beside tiles, queries and weights
+  constexpr int kOfStage = 1136, kOfColumns = 4272, kOfColumn = 32,
+                kOfRows = 5920;  // beside tiles, queries and weights
   const bool columns = narrow || rows <= 32, large = head_size > 64, many = rows > 32;
   const int stage = 2 * kWarpgroupTile * head_size * (narrow ? 1 : 2), stages = narrow ? (32 << 10) / stage : 3;
   const int of_tiles = stages * (stage + kOfStage) + (narrow ? kWarpgroupTile * 128 : 0);
