@@ -3,8 +3,6 @@
 
 namespace pykv::attention {
 
-void launch_bf16(const Problem& p, const Step& s, const Launch& launch) {
-  launch_mma<Element16<bf16>>(p, s, launch);
-}
+void launch_bf16(const Problem& p, const Step& s, const Launch& launch) { launch_mma<Element16<bf16>>(p, s, launch); }
 
 }  // namespace pykv::attention

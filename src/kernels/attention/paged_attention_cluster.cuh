@@ -12,8 +12,7 @@ namespace pykv::attention {
 // Sizes are those of cluster_sizes().  kForAnyBatch: with batch_invariant.  kTokens: queries are of several tokens.
 template <class Element, int kD, int kQueries, bool kWide, bool kForAnyBatch, bool kTokens = false>
 struct ClusterShape : ColumnsShape<Element, kD, false, kQueries> {
-  static constexpr ClusterSizes kSizes =
-      cluster_sizes(kKindOf<Element>, kD, kQueries, kWide, kForAnyBatch, kTokens);
+  static constexpr ClusterSizes kSizes = cluster_sizes(kKindOf<Element>, kD, kQueries, kWide, kForAnyBatch, kTokens);
   static constexpr bool kInvariant = kForAnyBatch, kManyTokens = kTokens, kHidesKeys = kTokens, kSpans = false;
   using Few = ColumnsShape<Element, kD, false, kQueries>;
   static constexpr int kWarps = kSizes.warps;  // at most

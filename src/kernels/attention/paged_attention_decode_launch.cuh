@@ -75,7 +75,8 @@ void launch_decode(const Problem& p, const Step& s, const Launch& launch) {
   constexpr bool kNvfp4 = std::is_same_v<Element, ElementNvfp4>;
   const Instance& of = s.instance;
   if constexpr (!kNvfp4 && !kIsRare<Element>) {
-    if (of.folded) return of.rows > 8 ? launch_folded<Element, 16>(p, s, launch) : launch_folded<Element, 8>(p, s, launch);
+    if (of.folded)
+      return of.rows > 8 ? launch_folded<Element, 16>(p, s, launch) : launch_folded<Element, 8>(p, s, launch);
   }
   dispatch_bool(of.packed, [&]<bool kPackedV> {
     if constexpr (kPackedV && kNvfp4) {

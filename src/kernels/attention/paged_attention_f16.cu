@@ -3,8 +3,6 @@
 
 namespace pykv::attention {
 
-void launch_f16(const Problem& p, const Step& s, const Launch& launch) {
-  launch_mma<Element16<half>>(p, s, launch);
-}
+void launch_f16(const Problem& p, const Step& s, const Launch& launch) { launch_mma<Element16<half>>(p, s, launch); }
 
 }  // namespace pykv::attention

@@ -1,10 +1,9 @@
 // What calls of paged attention launch.
-#include "attention/plan.h"
-
 #include <cstdio>
 #include <iterator>
 #include <string>
 
+#include "attention/plan.h"
 #include "core/call.h"
 #include "pykv/attention.h"
 

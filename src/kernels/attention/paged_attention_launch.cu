@@ -1,11 +1,10 @@
 // Paged attention on CUDA: from a plan to its launches.
-#include "attention/paged_attention_launch.cuh"
-
 #include <random>
 
 #include "attention/paged_attention_combine.cuh"
 #include "attention/paged_attention_exact.cuh"
 #include "attention/paged_attention_fold.cuh"
+#include "attention/paged_attention_launch.cuh"
 
 namespace pykv::attention {
 
@@ -33,8 +32,8 @@ int attribute(cudaDeviceAttr of, int device) {
 DeviceInfo ask_device(int device) {
   DeviceInfo d{};
   d.sms = num_sms(device);
-  d.capability = attribute(cudaDevAttrComputeCapabilityMajor, device) * 10 +
-                 attribute(cudaDevAttrComputeCapabilityMinor, device);
+  d.capability =
+      attribute(cudaDevAttrComputeCapabilityMajor, device) * 10 + attribute(cudaDevAttrComputeCapabilityMinor, device);
   d.has_warpgroups = has_warpgroups(device);
   d.shared_of_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   d.shared_of_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
@@ -100,6 +99,7 @@ Problem problem_of(const Problem& call, const Step& s) {
   p.lengths = s.lengths;
   p.balance = s.balance;
   p.ticket = next_ticket();
+  p.in_parts = s.instance.kernel == KernelId::kMmaInvariant && s.instance.rows == 16;
   if (s.kv_tile > 0) {
     p.kv_tile = s.kv_tile;
     p.place_tokens = p.a.batch_invariant ? kChunkTokens : s.kv_tile;

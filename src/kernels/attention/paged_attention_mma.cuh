@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, S::kBlocksPerSm)
 }
 
 template <class Element, int kD, bool kPackedV, RowClass kRows>
-void launch_mma_kernel(Problem p, const Step& s, const Launch& launch) {
+void launch_mma_kernel(const Problem& p, const Step& s, const Launch& launch) {
   using S = Shape<Element, kD, kPackedV, kRows>;
   static_assert(S::kMany || S::kInvariant);
   constexpr int kSharedBytes = S::kTeams * (S::kRingBytes + S::kSlots * static_cast<int>(sizeof(Slot<S::kTile>))) +
@@ -162,7 +162,6 @@ void launch_mma_kernel(Problem p, const Step& s, const Launch& launch) {
   constexpr MmaSizes kSizes = mma_sizes(kKindOf<Element>, kD, kRows);
   static_assert(kSharedBytes == kSizes.shared_bytes && S::kUnitTokens == kSizes.unit_tokens());
   static_assert(S::kRows == kSizes.rows && S::kBlocksPerSm == kSizes.blocks_of_sm);
-  p.in_parts = !S::kMany;
   launch_step<paged_attention_mma_kernel<S>>(p, s, kSharedBytes, launch, cache_copies<S>(p.a));
 }
 

@@ -154,12 +154,12 @@ void launch_tokens(const Problem& p, const Step& s, const Launch& launch, const 
     if constexpr (has_either(kKindOf<Element>, kD, kColumns)) {
       using Line = LineOfClusters<DecodeShape<Element, kD, false, kColumns, false, false, true, true>, Cluster>;
       if (s.instance.kernel == KernelId::kTokensEither) {
-        return launch_clusters_or_line<paged_attention_tokens_either_kernel<Cluster, Line>, Cluster, Line>(p, s, launch);
+        return launch_clusters_or_line<paged_attention_tokens_either_kernel<Cluster, Line>, Cluster, Line>(p, s,
+                                                                                                           launch);
       }
     }
     if constexpr (kSmall) {
-      if (s.instance.by_token)
-        return launch_clusters<SmallPages<Cluster>>(p, s, launch, left);
+      if (s.instance.by_token) return launch_clusters<SmallPages<Cluster>>(p, s, launch, left);
     }
     if (s.instance.kernel == KernelId::kTokensCluster || s.instance.kernel == KernelId::kTokensSpans)
       return launch_clusters<Cluster>(p, s, launch, left);

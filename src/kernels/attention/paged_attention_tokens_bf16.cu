@@ -3,6 +3,8 @@
 
 namespace pykv::attention {
 
-void launch_tokens_bf16(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) { launch_tokens<Element16<bf16>>(p, s, launch, left); }
+void launch_tokens_bf16(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+  launch_tokens<Element16<bf16>>(p, s, launch, left);
+}
 
 }  // namespace pykv::attention

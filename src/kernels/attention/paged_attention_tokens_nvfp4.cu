@@ -3,6 +3,8 @@
 
 namespace pykv::attention {
 
-void launch_tokens_nvfp4(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) { launch_tokens<ElementNvfp4>(p, s, launch, left); }
+void launch_tokens_nvfp4(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+  launch_tokens<ElementNvfp4>(p, s, launch, left);
+}
 
 }  // namespace pykv::attention

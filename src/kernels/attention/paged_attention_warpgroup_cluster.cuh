@@ -27,6 +27,7 @@ namespace pykv::attention {
 template <class Shape, bool kAlone>
 struct WarpgroupClusterShape : Shape {
   static constexpr bool kSpans = false;
+  static constexpr int kBlocksOfCluster = kAlone ? 1 : kMostBlocks;  // at most
   static constexpr int kGroups = kAlone ? 1 : 2, kBlock = (kGroups + 1) * kThreads, kBlocksPerSm = kAlone ? 2 : 1;
   static constexpr int kComputeRegisters = kAlone ? Shape::kComputeRegisters : 200;
   static constexpr int kCopyRegisters = kAlone ? Shape::kCopyRegisters : 96;
