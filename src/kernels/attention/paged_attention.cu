@@ -50,7 +50,7 @@ void paged_attention_cuda(const PagedAttentionArgs& args, const Launch& launch) 
   p.a.max_seq_len = most_tokens(args);
   p.group = args.num_heads / args.num_kv_heads;
   p.ways = 1;
-  p.window = window_of(p.a);
+  p.window = window_of(args);
   p.softcap_rate = args.softcap == 0 ? 0.f : 2 * kLog2e / args.softcap;
   p.plain_logits = args.softcap == 0 && args.alibi_slopes == nullptr && args.scale > 0;
   const auto small = [](int64_t x) { return static_cast<int>(std::clamp(x, int64_t{0}, int64_t{kNoWindow})); };

@@ -229,7 +229,7 @@ void launch_plan(const Plan& plan, const Problem& call, const Launch& launch) {
       default: {
         const Problem p = problem_of(call, s);
         launch_kernel(p, s, launch, left);
-        left = s.line.rows > 0 ? left_pieces(p, s) : LeftPieces{};
+        if (s.line.rows > 0 && i + 1 < plan.count) left = left_pieces(p, s);  // for the next one
       }
     }
   }

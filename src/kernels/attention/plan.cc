@@ -80,7 +80,7 @@ bool Planner::rows(const Request& r, RowClass rows) {
 
 // May several query rows of few sequences, whose tables have room for many keys, go by clusters or a line, as their lengths say?
 bool Planner::may_go_either_way(const Request& r, RowClass rows) const {
-  const bool is_wide = r.sees_all() && r.a.max_seq_len > kMostOfFew && !r.a.batch_invariant && d_.overlaps_kernels();
+  const bool is_wide = r.sees_all() && r.max_seq_len > kMostOfFew && !r.a.batch_invariant && d_.overlaps_kernels();
   const bool are_alike = r.min_rows == 0 && r.a.num_tokens % r.a.num_seqs == 0;  // the numbers of query tokens
   const bool are_few = r.a.num_tokens * r.group <= 64 * r.a.num_seqs;
   if (!is_wide || !are_alike || !are_few || r.heads() > 2 * d_.sms) return false;
@@ -137,7 +137,7 @@ bool Planner::prefill(const Request& r) {
   const KernelId id = exact ? KernelId::kPrefillInvariant : KernelId::kPrefill;
   add(on_line(step_of(r, {id, head_size, s.rows}, grid_of(1), 3 * kThreads, 1, s.shared_bytes), {s.rows, head_size, 1},
               s.tile));
-  if (!always_whole(a.max_seq_len, s.tile)) combine(r);
+  if (!always_whole(r.max_seq_len, s.tile)) combine(r);
   return true;
 }
 
@@ -145,7 +145,7 @@ bool Planner::by_tensor_cores(Request r) {
   RowClass rows;
   constexpr int kShort = 256;  // keys
   const bool short_by_warpgroups =
-      r.a.max_seq_len <= kShort && r.kind == CacheKind::k16Bits && may_use_warpgroups(r, RowClass::kMore);
+      r.max_seq_len <= kShort && r.kind == CacheKind::k16Bits && may_use_warpgroups(r, RowClass::kMore);
   const auto class_of = [&](RowClass x) {
     return class_for(x, r.a.batch_invariant, short_by_warpgroups, r.a.head_size);
   };
@@ -190,9 +190,9 @@ void make_plan(const PagedAttentionArgs& args, const DeviceInfo& device, Plan& p
   plan.count = 0;
   plan.workspace = workspace_bytes(args.num_tokens, args.num_seqs, args.num_heads, args.num_kv_heads, args.head_size,
                                    args.batch_invariant, device);
-  Request r{args, kind_of(args.kv_format), args.num_heads / args.num_kv_heads, 0, args.sparse.vert_stride > 1, false};
-  r.a.max_seq_len = most_tokens(args);
-  r.window = window_of(r.a);
+  const int group = args.num_heads / args.num_kv_heads, window = window_of(args);
+  const bool sparse = args.sparse.vert_stride > 1;
+  const Request r{args, most_tokens(args), args.num_kv_heads, kind_of(args.kv_format), group, window, sparse, false};
   Planner(device, plan).all(r);
 }
 

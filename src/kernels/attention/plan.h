@@ -125,9 +125,9 @@ inline int64_t most_tokens(const PagedAttentionArgs& a) {
   return std::min({a.max_seq_len, a.max_blocks_per_seq * a.block_size, int64_t{kNoWindow}});
 }
 
-// The window of a call, whose max_seq_len is most_tokens(): one that can hide nothing is none.
+// The window of a call, in tokens: one that can hide nothing is none.
 inline int window_of(const PagedAttentionArgs& a) {
-  const bool hides = a.window > 0 && (a.window < a.max_seq_len || (!a.causal && a.cu_query_lens.data));
+  const bool hides = a.window > 0 && (a.window < most_tokens(a) || (!a.causal && a.cu_query_lens.data));
   return hides && a.window < kNoWindow ? static_cast<int>(a.window) : kNoWindow;
 }
 

@@ -65,7 +65,7 @@ void Planner::combine(const Request& r) {
 // Of clusters of so many blocks: what their blocks finish of a tile's queries, and how many of them are there early.
 void Planner::set_cluster(Step& s, const Request& r, int queries, int quads) const {
   const int blocks = s.cluster;
-  const bool may_be_short = r.a.max_seq_len <= 2048 || r.lengths == Lengths::kForClusters;
+  const bool may_be_short = r.max_seq_len <= 2048 || r.lengths == Lengths::kForClusters;
   const bool early = d_.overlaps_kernels() && (blocks <= 2 || may_be_short);
   s.early_blocks = early ? 4 * d_.sms : 0;
   s.block_items = (queries * quads + blocks - 1) / blocks;
@@ -73,7 +73,7 @@ void Planner::set_cluster(Step& s, const Request& r, int queries, int quads) con
 
 // Are KV heads so few, in tables with room for many keys, that clusters had better share these?
 bool Planner::suits_spans(const Request& r) const {
-  const bool is_long = r.a.max_seq_len > kMostOfFew && r.sees_all() && r.min_rows == 0 && r.lengths == Lengths::kAny;
+  const bool is_long = r.max_seq_len > kMostOfFew && r.sees_all() && r.min_rows == 0 && r.lengths == Lengths::kAny;
   return is_long && r.heads() * kFewestSpans * kMostBlocks <= d_.sms;
 }
 
@@ -109,7 +109,7 @@ Balance Planner::balance_of(const Request& r, LineOf line, int cluster, int bloc
     slack = std::max(slack, (narrow ? 1700 : 900) * cluster) / (large ? 4 : 1);
   }
   const float blocks = static_cast<float>(cluster) / static_cast<float>(blocks_per_sm);
-  return balance_for(r.a.num_kv_heads, blocks, d_.sms, pace, slack);
+  return balance_for(r.num_kv_heads, blocks, d_.sms, pace, slack);
 }
 
 // Clusters and, if they are not for all lengths, the line beside them: of warpgroups before them, for they then add up what it

@@ -28,7 +28,7 @@ bool Planner::line_kernel(const Request& r, const LineSizes& s, bool by_token, b
 
 // With KV heads in pairs, if the line takes them so, they are pairs, and blocks have room for them; else one by one.
 bool Planner::lines(const Request& r, const LineSizes& s, bool by_token) {
-  if (s.heads > 1 && r.a.num_kv_heads % s.heads == 0 && line_kernel(r, s, by_token)) return true;
+  if (s.heads > 1 && r.num_kv_heads % s.heads == 0 && line_kernel(r, s, by_token)) return true;
   const LineSizes single = line_sizes(s.kind, s.head_size, s.packed, s.columns, s.invariant, false, true, s.tokens);
   return line_kernel(r, single, by_token);
 }
@@ -42,9 +42,9 @@ bool Planner::decode_either(const Request& r, const ClusterSizes& usual, const L
   const ClusterSizes& sizes = as_line || of_line.narrow() ? wide : usual;
   const LineSizes as = as_line ? of_line : line_of_clusters(of_line, sizes);
   constexpr int64_t kAlike = 2048;  // tokens; where no table has room for a page more, clusters lose little
-  if (r.a.num_seqs <= 1 || r.a.max_seq_len < kAlike + r.a.block_size || r.a.num_kv_heads % as.heads != 0) return false;
+  if (r.a.num_seqs <= 1 || r.max_seq_len < kAlike + r.a.block_size || r.num_kv_heads % as.heads != 0) return false;
   Request in_short_table = r;  // the size of clusters is made for these
-  in_short_table.a.max_seq_len = std::min<int64_t>(r.a.max_seq_len, kMostOfFew);
+  in_short_table.max_seq_len = std::min<int64_t>(r.max_seq_len, kMostOfFew);
   const Clusters size = cluster_size(in_short_table, sizes);
   if (size.warps != sizes.warps || size.blocks == 0) return false;
   // What a block reads with twice its part of the bandwidth or less, when the others have finished; the line begins and ends later
@@ -52,7 +52,7 @@ bool Planner::decode_either(const Request& r, const ClusterSizes& usual, const L
   const int slack_bytes = sizes.narrow() ? 3 << 18 : 1 << 19;
   Step* step = clusters_or_line(r, sizes, as, size, r.group);
   if (!step) return false;
-  step->balance = balance_for(r.a.num_kv_heads, static_cast<float>(size.blocks), step->grid, 1,
+  step->balance = balance_for(r.num_kv_heads, static_cast<float>(size.blocks), step->grid, 1,
                               slack_bytes / (2 * sizes.head_size * sizes.element_bytes()));
   return true;
 }
@@ -110,7 +110,7 @@ bool Planner::decode_clusters(Request r, const LineSizes& of_line) {
   if (!invariant && !usual.rare() && columns <= 8 && head_size >= 128 && size.spans == 1) {
     if (decode_either(r, usual, of_line)) return true;
     // nvfp4 is taken head by head there
-    if (of_line.heads > 1 && of_line.narrow() && r.a.num_kv_heads % of_line.heads != 0) {
+    if (of_line.heads > 1 && of_line.narrow() && r.num_kv_heads % of_line.heads != 0) {
       if (decode_either(r, usual, line_sizes(r.kind, head_size, false, columns, false, false, true))) return true;
     }
   }
@@ -137,7 +137,7 @@ bool Planner::decode(const Request& r) {
     // of which two blocks have two whole ones each, where three would cut them.
     constexpr int64_t kShort = 1024;  // tokens
     const bool is_quick = r.kind != CacheKind::kInt8;
-    if ((is_quick && r.a.max_seq_len > kShort) || (r.heads() > 3 * d_.sms && r.heads() <= 4 * d_.sms))
+    if ((is_quick && r.max_seq_len > kShort) || (r.heads() > 3 * d_.sms && r.heads() <= 4 * d_.sms))
       return line_kernel(r, line_sizes(r.kind, head_size, r.packed(), columns, true, true), false, true);
   }
   return lines(r, s);

@@ -26,7 +26,9 @@ inline bool has_17_to_64_rows(RowClass rows) { return rows == RowClass::kSome ||
 
 // A call, or that part of it that a launch is to take.
 struct Request {
-  PagedAttentionArgs a;
+  const PagedAttentionArgs& a;
+  int64_t max_seq_len;  // of which no table has room for more
+  int num_kv_heads;     // pairs of them, if folded
   CacheKind kind;
   int group, window;
   bool sparse, folded;
@@ -38,7 +40,7 @@ struct Request {
   bool sees_all() const { return window == kNoWindow && !sparse; }
   bool has_short_window() const { return window <= kMostWindow; }
   bool packed() const { return a.value.dim != 1; }
-  int64_t heads() const { return a.num_seqs * a.num_kv_heads; }
+  int64_t heads() const { return a.num_seqs * num_kv_heads; }
 
   void set_rows(int rows) {
     query_rows = rows;
@@ -58,7 +60,7 @@ struct Request {
   bool can_fold() const {
     constexpr int64_t kEnough = 16;
     const bool in_rows = a.value.dim == 1 && a.key.chunk >= a.head_size;
-    return in_rows && a.key.head == a.head_size && a.value.head == a.head_size && a.num_kv_heads % 2 == 0 &&
+    return in_rows && a.key.head == a.head_size && a.value.head == a.head_size && num_kv_heads % 2 == 0 &&
            heads() >= kEnough;
   }
   // ... and are rows of both, if of one byte, whole lines of memory?
@@ -66,7 +68,7 @@ struct Request {
   Request fold() const {
     Request r = *this;
     r.folded = true;
-    r.a.num_kv_heads /= 2;
+    r.num_kv_heads /= 2;
     r.group *= 2;
     r.min_rows *= 2;
     r.max_rows = std::min(r.max_rows, 1 << 29) * 2;
@@ -85,11 +87,11 @@ inline bool suits_loader(const Request& r, const ColumnSizes& s, bool packed, bo
   const bool strides = fits(a.key.block) && fits(a.key.token) && fits(heads * a.key.head) && fits(a.value.block) &&
                        fits(a.value.token) && fits(heads * a.value.head);
   return strides && by_token == (a.block_size % kGroupTokens != 0) && packed_keys == packed &&
-         a.num_blocks < (int64_t{1} << 31) && a.max_seq_len < kNoWindow - (1 << 20);
+         a.num_blocks < (int64_t{1} << 31) && r.max_seq_len < kNoWindow - (1 << 20);
 }
 
 inline int64_t most_places(const Request& r, const LineSizes& s) {
-  return (r.a.max_seq_len / s.unit_tokens() + s.lead + 1) * r.a.num_kv_heads;
+  return (r.max_seq_len / s.unit_tokens() + s.lead + 1) * r.num_kv_heads;
 }
 
 // Can the line of one query token take this call, whatever the lengths?
@@ -106,7 +108,7 @@ inline bool suits_tokens(const Request& r, const LineSizes& s) {
 
 // Keys that a query may see, at most, and as many as fill tiles and blocks.
 inline int64_t most_keys(const Request& r, int tile) {
-  int64_t most = std::min<int64_t>(r.a.max_seq_len, int64_t{r.window} + tile);
+  int64_t most = std::min<int64_t>(r.max_seq_len, int64_t{r.window} + tile);
   if (r.lengths == Lengths::kForClusters) most = std::min(most, kMostOfFew);  // where none is much longer than others
   return most;
 }

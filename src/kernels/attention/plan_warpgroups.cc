@@ -72,7 +72,7 @@ bool Planner::warpgroup_cluster(const Request& r, const WarpgroupSizes& sizes, b
 // the device that tells or clusters share them?  One that had far more would keep its cluster busy when the others had finished.
 bool Planner::suits_warpgroup_clusters(const Request& r, int rows) const {
   const int64_t tokens = r.a.num_tokens / r.a.num_seqs;
-  const bool is_short = std::min<int64_t>(r.a.max_seq_len, int64_t{r.window} + tokens) <= kMostOfFew;
+  const bool is_short = std::min<int64_t>(r.max_seq_len, int64_t{r.window} + tokens) <= kMostOfFew;
   return r.a.num_tokens % r.a.num_seqs == 0 && tokens * r.group <= rows && r.min_rows == 0 &&
          (is_short || r.lengths == Lengths::kForClusters || suits_spans(r));
 }
@@ -89,7 +89,7 @@ bool Planner::warpgroup_clusters(const Request& r) {
   // by the line, unless keys are few.
   constexpr int64_t kFewKeys = 2048;
   if (many && r.heads() < d_.sms / (narrow ? 3 : 8)) return false;
-  const bool suits_alone = !many || !narrow || r.a.max_seq_len <= kFewKeys;
+  const bool suits_alone = !many || !narrow || r.max_seq_len <= kFewKeys;
   return warpgroup_cluster(r, sizes, false, false) || (suits_alone && warpgroup_cluster(r, sizes, true, false));
 }
 
