@@ -107,9 +107,10 @@ struct ClusterSizes : ColumnSizes {
   }
   // With batch_invariant: maxima and sums of the warps, and a barrier.
   constexpr int exact_stats_bytes(int block_warps) const { return block_warps * columns * kStatsBytes + 16; }
-  // Blocks that registers leave room for, on an SM.
+  // Blocks that registers leave room for, on an SM: of sm_90a.
   constexpr int blocks_of_sm() const {
-    return head_size <= 64 && columns <= 8 && !wide && !raw() && !invariant ? 2 : 1;
+    const bool fit = columns <= 8 || kind == CacheKind::k16Bits;
+    return head_size <= 64 && fit && !wide && !invariant && !tokens ? 2 : 1;
   }
 };
 
