@@ -279,23 +279,32 @@ def log(to: str) -> None:
             _route(choice)
 
 
-def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
+def explain(op: str, *args: Any, device: str | None = None, **kwargs: Any) -> Explanation:
     """Which implementation the call ``pykv.<op>(*args, **kwargs)`` would take, and why; nothing is called.
 
     For ``paged_attention``, ``paged_attention_v1`` and ``paged_attention_v2`` also the plan of our kernels: their names
     with the head size and rows of their tiles, their grids, and the bytes of workspace.  The arguments are checked as
     in the call.
+
+    Args:
+        op: the name of an operation.
+        args: its arguments,
+        kwargs: and those by name.
+        device: ``"A100"``, ``"H100"`` or ``"H200"``: the plan is made for such a GPU, which need not be there, instead
+            of the device of the arrays.
     """
     choice = _choice_of(op)
     chosen, explanation = choice.look(args, kwargs)
     if op not in _PLANNED or chosen is None or chosen.provider != "pykv":
         return explanation
-    _C.paged_attention_only_plan(True)
     try:
+        _C.paged_attention_only_plan(True)
+        _C.paged_attention_plan_for(device)
         chosen.function(*args, **kwargs)
         return replace(explanation, plan=tuple(_C.paged_attention_plan().splitlines()))
     finally:
         _C.paged_attention_only_plan(False)
+        _C.paged_attention_plan_for(None)
 
 
 def _choice_of(op: str) -> _Choice:

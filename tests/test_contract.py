@@ -31,6 +31,7 @@ NOT_OPS = {
     "pykv_paged_attention_kernel",
     "pykv_paged_attention_only_plan",
     "pykv_paged_attention_plan",
+    "pykv_paged_attention_plan_for",
     "pykv_paged_attention_workspace_size",
 }
 

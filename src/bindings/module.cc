@@ -54,6 +54,12 @@ PYBIND11_MODULE(_C_of_main, m, py::mod_gil_not_used()) {
   m.def("paged_attention_plan", pykv_paged_attention_plan);
   m.def("paged_attention_only_plan", pykv_paged_attention_only_plan);
   m.def("paged_attention_kernel", pykv_paged_attention_kernel);
+  m.def("paged_attention_plan_for", [](const char* device) {
+    if (const pykv_status status = pykv_paged_attention_plan_for(device); status != PYKV_OK) {
+      raise_status(status);
+      throw py::error_already_set();
+    }
+  });
 
   Module ops(m.ptr());
 #define PYKV_OPERATION(name) ops.def<pykv_##name>(#name);

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attention.plans import TABLE, plan, table
 
 import pykv
-
-ADDRESS = 1 << 20  # what a plan is made for is never looked at
 
 KERNELS = tuple(takewhile(bool, map(pykv._C.paged_attention_kernel, count())))
 
@@ -54,51 +53,38 @@ def names(plan: Any) -> list[str]:
     return [line.partition(":")[0].partition("<")[0] for line in plan[:-1]]
 
 
-def plan(
-    *,
-    seqs: int = 1,
-    tokens: int = 1,  # of each sequence
-    room: int = 1024,  # tokens of a row of block_tables
-    heads: int = 32,
-    kv_heads: int = 8,
-    head_size: int = 128,
-    page: int = 16,
-    dtype: str = "bfloat16",
-    kind: str = "auto",
-    layout: str = "NHD",
-    **options: Any,
-) -> Any:
-    def array(shape: tuple[int, ...], dtype: str = dtype) -> Any:
-        return pykv.from_pointer(ADDRESS, shape, dtype)
-
-    element = dtype if kind == "auto" else "uint8"
-    row = head_size * 9 // 16 if kind == "nvfp4" else head_size
-    shapes = [(64, page, kv_heads, row)] * 2
-    if layout == "packed":
-        shapes = [(64, kv_heads, head_size // 8, page, 8), (64, kv_heads, head_size, page)]
-    return pykv.explain(
-        "paged_attention",
-        *[array((seqs * tokens, heads, head_size))] * 2,
-        *(array(shape, element) for shape in shapes),
-        array((seqs, room // page), "int32"),
-        array((seqs,), "int32"),
-        cu_query_lens=None if tokens == 1 else array((seqs + 1,), "int32"),
-        kv_cache_dtype=kind,
-        **options,
-    ).plan
-
-
 def test_names_are_many_and_differ() -> None:
     assert len(set(KERNELS)) == len(KERNELS) > 20
     assert pykv._C.paged_attention_kernel(-1) is None
 
 
-def test_every_kernel_is_reached(cupy: Any) -> None:
+def test_every_kernel_is_reached() -> None:
+    found = {name: names(plan(device="H100", **call)) for name, call in CALLS.items()}
+    assert {name: kernels for name, kernels in found.items() if name not in kernels} == {}
+    assert {"cpu", *CALLS} == set(KERNELS)
+
+
+def test_plans_are_those_of_the_table() -> None:
+    """After a change that is meant: python tests/attention/plans.py."""
+    assert table() == TABLE.read_text(encoding="utf-8")
+
+
+def test_the_gpu_takes_what_is_planned_for_its_kind(cupy: Any) -> None:
     if int(cupy.cuda.Device().compute_capability) != 90:
         pytest.skip("the calls are those of compute capability 9.0")
     found = {name: names(plan(**call)) for name, call in CALLS.items()}
     assert {name: kernels for name, kernels in found.items() if name not in kernels} == {}
-    assert {"cpu", *CALLS} == set(KERNELS)
+
+
+def test_an_unknown_device_is_named() -> None:
+    with pytest.raises(ValueError, match="device: must be one of 'A100', 'H100' and 'H200', got 'Z80'"):
+        plan(device="Z80")
+    assert plan(device="A100") != plan(device="H100")
+    call = np.zeros((1, 4, 64), np.float32), np.zeros((4, 16, 2, 64), np.float32)
+    explanation = pykv.explain(
+        "paged_attention", call[0], call[0], call[1], call[1], np.zeros((1, 4), np.int32), np.array([3])
+    )
+    assert explanation.plan == ("cpu", "workspace 0"), "the thread plans for another device"
 
 
 def test_a_plan_is_what_is_launched(cupy: Any) -> None:

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <limits>
 
-#include "attention/paged_attention_kernels.h"
+#include "attention/plan.h"
 #include "core/call.h"
 #include "pykv/attention.h"
 
@@ -145,9 +145,16 @@ PagedAttentionArgs take(Call& call, const Inputs& in, double scale) {
 }
 
 void run(Call& call, void* stream, const PagedAttentionArgs& a) {
-  attention::begin_plan();
+  attention::Plan& plan = attention::last_plan();
+  plan.count = 0;
+  plan.workspace = 0;
   if (a.num_tokens == 0 || a.num_seqs == 0 || a.num_heads == 0) return;
-  if (!call.on_cuda() && !attention::note_launch({{attention::KernelId::kCpu}, 0, 0, 0, 0})) return;
+  if (const attention::DeviceInfo* device = attention::planned_device()) return make_plan(a, *device, plan);
+  if (!call.on_cuda()) {
+    plan.count = 1;
+    plan.steps[0] = {};  // the CPU
+    if (attention::only_plans()) return;
+  }
   call.run(stream, a, paged_attention_cpu, PYKV_CUDA(paged_attention_cuda));
 }
 

@@ -3,8 +3,6 @@
 
 namespace pykv::attention {
 
-bool launch_bf16(const Problem& p, RowClass rows, const Launch& launch) {
-  return launch_mma<Element16<bf16>>(p, rows, launch);
-}
+void launch_bf16(const Problem& p, const Step& s, const Launch& launch) { launch_mma<Element16<bf16>>(p, s, launch); }
 
 }  // namespace pykv::attention

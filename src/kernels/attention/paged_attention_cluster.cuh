@@ -4,28 +4,23 @@
 // Chain: length, pages and queries at once -> tiles -> sums -> one exchange -> output.
 #pragma once
 
-#include <algorithm>
-
 #include "attention/paged_attention_spans.cuh"
 #include "cuda/cluster.cuh"
 
 namespace pykv::attention {
 
-// kQueries: 8 or 16, the heads of a group at most; with kTokens, times the tokens of a query tile, and up to 32.
-// kWide: more warps, or smaller blocks, of fewer stages. kForAnyBatch: with batch_invariant.
+// Sizes are those of cluster_sizes().  kForAnyBatch: with batch_invariant.  kTokens: queries are of several tokens.
 template <class Element, int kD, int kQueries, bool kWide, bool kForAnyBatch, bool kTokens = false>
 struct ClusterShape : ColumnsShape<Element, kD, false, kQueries> {
+  static constexpr ClusterSizes kSizes = cluster_sizes(kKindOf<Element>, kD, kQueries, kWide, kForAnyBatch, kTokens);
   static constexpr bool kInvariant = kForAnyBatch, kManyTokens = kTokens, kHidesKeys = kTokens, kSpans = false;
   using Few = ColumnsShape<Element, kD, false, kQueries>;
-  static constexpr int kUsualWarps = kD <= 128 ? 8 : 4;
-  static constexpr int kWarps = kWide ? kUsualWarps * 3 / 2 : kUsualWarps;                     // at most
-  static constexpr bool kSharedQueries = kTokens && (kQueries == 32 || kQueries * kD > 2048);  // registers have no room
+  static constexpr int kWarps = kSizes.warps;  // at most
+  static constexpr bool kSharedQueries = kSizes.shared_queries;
   static constexpr bool kWideBlocks = kWide;
   // For which registers leave room, at least; nvfp4 wants more of them.
   static constexpr int kBlocksOfSm = kD <= 64 && kQueries <= 8 && !kWide && !Few::kRaw ? 2 : 1;
-  static constexpr int kStages = Few::kRaw ? (kD == 256 && !kWide ? 4 : 3) : kWide ? 2 : 3;
-  static constexpr int kRingBytes =
-      std::max(kStages * Few::kStageBytes, kQueries * kD * 4);  // there a warp leaves its sums
+  static constexpr int kStages = kSizes.stages, kRingBytes = kSizes.ring_bytes();  // there a warp leaves its sums
 };
 
 // The same for one query token that sees keys through a window.

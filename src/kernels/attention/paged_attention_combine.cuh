@@ -130,7 +130,6 @@ __device__ inline void combine_left_pieces(const LeftPieces& left, char* memory)
 }
 
 // In a kernel of its own.
-constexpr int kCombineThreads = 256;
 template <class Sum>
 __global__ void __launch_bounds__(kCombineThreads, Sum::kBlocksPerSm)
     combine_kernel(const __grid_constant__ LeftPieces left) {

@@ -3,8 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_decode_e4m3(const Problem& p, const Launch& launch) {
-  return launch_decode<Element8<KvFormat::kE4M3>>(p, launch);
+void launch_decode_e4m3(const Problem& p, const Step& s, const Launch& launch) {
+  launch_decode<Element8<KvFormat::kE4M3>>(p, s, launch);
 }
 
 }  // namespace pykv::attention

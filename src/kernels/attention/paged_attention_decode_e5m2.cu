@@ -3,8 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_decode_e5m2(const Problem& p, const Launch& launch) {
-  return launch_decode<Element8<KvFormat::kE5M2>>(p, launch);
+void launch_decode_e5m2(const Problem& p, const Step& s, const Launch& launch) {
+  launch_decode<Element8<KvFormat::kE5M2>>(p, s, launch);
 }
 
 }  // namespace pykv::attention

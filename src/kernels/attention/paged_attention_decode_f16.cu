@@ -3,6 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_decode_f16(const Problem& p, const Launch& launch) { return launch_decode<Element16<half>>(p, launch); }
+void launch_decode_f16(const Problem& p, const Step& s, const Launch& launch) {
+  launch_decode<Element16<half>>(p, s, launch);
+}
 
 }  // namespace pykv::attention

@@ -3,8 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_decode_int8(const Problem& p, const Launch& launch) {
-  return launch_decode<Element8<KvFormat::kInt8>>(p, launch);
+void launch_decode_int8(const Problem& p, const Step& s, const Launch& launch) {
+  launch_decode<Element8<KvFormat::kInt8>>(p, s, launch);
 }
 
 }  // namespace pykv::attention

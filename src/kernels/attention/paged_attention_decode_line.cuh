@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/paged_attention_decode.cuh"
-#include "attention/paged_attention_decode_suits.cuh"
+#include "attention/paged_attention_launch.cuh"
 
 namespace pykv::attention {
 
@@ -50,43 +50,21 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksPerSm)
 }
 
 template <class S>
-Tiling decode_tiling(const Problem& p) {
-  Tiling tiling = few_rows_tiling(p.a.head_size);
-  // Of a piece there are more than workspaces are made for, but fewer blocks.
-  static_assert(S::kHeads * S::kColumns <= 16 || S::kHeads * S::kColumns * S::kBlocksPerSm <= 16 * 3);
-  tiling.rows = std::max(tiling.rows, S::kHeads * S::kColumns);
-  tiling.tile_rows = S::kColumns;
-  return tiling;
+void launch_line(const Problem& p, const Step& s, const Launch& launch) {
+  static_assert(decode_shared_bytes<S>() == S::kSizes.shared_bytes());
+  launch_step<paged_attention_decode_kernel<S>>(p, s, s.shared_bytes, launch, copies_of<S>(p));
 }
 
-// Of a call that suits.  False if the device has too little shared memory.
-template <class S>
-bool launch_decode_kernel(Problem p, const Launch& launch) {
-  static PerDevice resident;
-  p.ticket = next_ticket();
-  constexpr KernelId kId = S::kManyTokens  ? KernelId::kTokensLine
-                           : S::kInvariant ? KernelId::kInvariantLine
-                           : S::kByToken   ? KernelId::kSmallPagesLine
-                           : S::kFolded    ? KernelId::kFoldedLine
-                                           : KernelId::kDecodeLine;
-  const int grid =
-      launch_main({kId, S::kD, S::kColumns}, paged_attention_decode_kernel<S>, S::kWarps * 32, decode_shared_bytes<S>(),
-                  S::kUnitTokens, decode_tiling<S>(p), p, launch, resident, copies_of<S>(p));
-  return grid > 0;
-}
-
-// The same with KV heads in pairs, if Line takes them so, they are pairs, and blocks have room for them; else one by one.
+// KV heads in pairs, if Line takes them so, or one by one; and with or without what windows need.
 template <class Line, class Single>
-bool launch_decode_line(const Problem& p, const Launch& launch) {
+void launch_lines(const Problem& p, const Step& s, const Launch& launch) {
   if constexpr (Line::kHidesKeys && !Line::kPackedV) {
-    if (p.sees_all()) return launch_decode_line<SeesAll<Line>, SeesAll<Single>>(p, launch);
+    if (s.instance.sees_all) return launch_lines<SeesAll<Line>, SeesAll<Single>>(p, s, launch);
   }
   if constexpr (Line::kHeads > 1) {
-    const bool done = p.a.num_kv_heads % Line::kHeads == 0 && launch_decode_kernel<Line>(p, launch);
-    return done || launch_decode_kernel<Single>(p, launch);
-  } else {
-    return launch_decode_kernel<Line>(p, launch);
+    if (s.instance.single) return launch_line<Single>(p, s, launch);
   }
+  launch_line<Line>(p, s, launch);
 }
 
 }  // namespace pykv::attention

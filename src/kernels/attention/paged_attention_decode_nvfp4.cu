@@ -3,6 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_decode_nvfp4(const Problem& p, const Launch& launch) { return launch_decode<ElementNvfp4>(p, launch); }
+void launch_decode_nvfp4(const Problem& p, const Step& s, const Launch& launch) {
+  launch_decode<ElementNvfp4>(p, s, launch);
+}
 
 }  // namespace pykv::attention

@@ -1,8 +1,6 @@
 // Decoding proper on the line: sizes of one instantiation, and what a warp keeps of a tile.
 #pragma once
 
-#include <algorithm>
-
 #include "attention/paged_attention_chunks.cuh"
 
 namespace pykv::attention {
@@ -24,47 +22,22 @@ __host__ __device__ constexpr bool tiles_share_lines(int64_t block_size) {
   return S::kPackedV && block_size > 2 * S::kTile;
 }
 
-// kQueries: 8 or 16, the heads of a group at most.  kForAnyBatch: with batch_invariant.  kDeep: two blocks on an SM with
-// three stages, not three with two.  kSingle: KV heads are not taken in pairs.  kTokens: queries are
-// of several tokens.
+// Sizes are those of line_sizes().  kForAnyBatch: with batch_invariant.  kTokens: queries are of several tokens.
 template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch, bool kDeep = false,
           bool kSingle = false, bool kTokens = false>
 struct DecodeShape : ColumnsShape<Element, kD, kPackedV, kQueries> {
   using Few = ColumnsShape<Element, kD, kPackedV, kQueries>;
+  static constexpr LineSizes kSizes =
+      line_sizes(kKindOf<Element>, kD, kPackedV, kQueries, kForAnyBatch, kDeep, kSingle, kTokens);
   static constexpr bool kInvariant = kForAnyBatch, kManyTokens = kTokens, kHidesKeys = !kForAnyBatch && !kTokens;
-  // Sixteen columns leave twelve warps no registers for their queries.
-  static constexpr bool kSharedQueries = kQueries == 16 && kD == 128 && Few::kNarrow && !kForAnyBatch;
-  // Two blocks of six warps leave fewer pieces than three of four; but lines of packed values may be the tokens of four tiles, which
-  // are to be read together.  nvfp4 has eight warps, for it takes instructions.
-  static constexpr bool kEightWarps = Few::kRaw && kD <= 128 && kQueries <= 8;
-  static constexpr bool kTwelveOfSm = kD == 128 && (kQueries <= 8 || kSharedQueries) && !kForAnyBatch;
-  static constexpr bool kThreeBlocks = kTwelveOfSm && kPackedV, kSixOrEightWarps = kEightWarps || kTwelveOfSm;
-  // Of heads of 256 there is room for one such block.
-  static constexpr bool kSixOfWide = kD == 256 && kQueries <= 8 && !kForAnyBatch && !kPackedV;
-  // Elements of one byte do best with a tile of each warp under way, not two: the next one's copies start after the wait for its own.
-  static constexpr bool kLate =
-      (Few::kNarrow || Few::kRaw) && (kSixOrEightWarps || (kForAnyBatch && kD == 128 && kQueries == 8 && !kDeep));
+  static constexpr bool kSharedQueries = kSizes.shared_queries;
+  static constexpr bool kLate = kSizes.late;  // the next tile's copies start after the wait for this one's
   static constexpr bool kHalfLinesMeet = Few::kRowBytes == 64;  // heads of 64 bytes
-  // KV heads of a segment, warp by warp: neighbours in memory are read together, and there are half as many ends.  The block of
-  // twelve warps has the units of two blocks of six.  Of nvfp4, whose neighbours share lines, 64 x 8k took 330 us without it, not 247.
-  static constexpr int kHeads = kSixOrEightWarps && kLate && !kPackedV && !kSingle ? 2 : 1;
-  static constexpr int kWarps = kEightWarps                                    ? 8 * kHeads
-                                : (kTwelveOfSm && !kThreeBlocks) || kSixOfWide ? 6 * kHeads
-                                                                               : 4;
-  static constexpr int kUnitTokens = kWarps / kHeads * Few::kTile;
-  static constexpr int kLead = kForAnyBatch ? 0 : 1;  // places of the line for what a segment begins and ends with
-  static constexpr int kBlocksPerSm = kThreeBlocks       ? 3
-                                      : kSixOrEightWarps ? 2 / kHeads
-                                      : kD == 64         ? 4
-                                      : kD == 256        ? 1
-                                      : kDeep || (kQueries == 16 && (Few::kNarrow || Few::kRaw || kPackedV)) ? 2
-                                                                                                             : 3;
-  static constexpr int kStageBytes = std::max(Few::kStageBytes, kQueries * kD * 4);  // there a warp leaves its sums
-  // One KV head of nvfp4 has two, for chips with 99 KB of shared memory for a block.
-  static constexpr int kStages = Few::kRaw                                       ? (kEightWarps && kSingle ? 2 : 3)
-                                 : kTwelveOfSm || kSixOfWide || kBlocksPerSm > 2 ? 2
-                                                                                 : 3;
-  static constexpr int kRingBytes = kStages * kStageBytes;
+  static constexpr int kHeads = kSizes.heads, kWarps = kSizes.warps, kUnitTokens = kSizes.unit_tokens();
+  static constexpr int kLead = kSizes.lead;  // places of the line for what a segment begins and ends with
+  static constexpr int kBlocksPerSm = kSizes.blocks_of_sm;
+  static constexpr int kStageBytes = kSizes.stage_bytes();  // there a warp leaves its sums
+  static constexpr int kStages = kSizes.stages, kRingBytes = kStages * kStageBytes;
 };
 
 // The same over rows of tokens without what windows need: calls begin sooner by what is not to be fetched and executed.

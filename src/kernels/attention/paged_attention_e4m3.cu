@@ -3,8 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_e4m3(const Problem& p, RowClass rows, const Launch& launch) {
-  return launch_mma<Element8<KvFormat::kE4M3>>(p, rows, launch);
+void launch_e4m3(const Problem& p, const Step& s, const Launch& launch) {
+  launch_mma<Element8<KvFormat::kE4M3>>(p, s, launch);
 }
 
 }  // namespace pykv::attention

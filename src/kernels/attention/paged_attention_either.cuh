@@ -14,11 +14,11 @@ namespace pykv::attention {
 // The line of calls that see all keys, for blocks that are those of a cluster.
 template <class Line, class Cluster>
 struct LineOfClusters : SeesAll<Line> {
-  static constexpr int kHeads = 1, kWarps = Cluster::kWarps, kUnitTokens = kWarps * Line::kTile, kBlocksPerSm = 1;
-  static constexpr int kLead = Line::kRaw && Line::kColumns <= 8 ? 2 : 4;  // measured on an H100
-  static constexpr int kStages = Cluster::kStages, kRingBytes = kStages * Line::kStageBytes;
-  static constexpr bool kSharedQueries = Cluster::kSharedQueries;
-  static constexpr bool kLate = Line::kLate && Line::kStages == kStages;  // with as much under way
+  static constexpr LineSizes kSizes = line_of_clusters(Line::kSizes, Cluster::kSizes);
+  static constexpr int kHeads = kSizes.heads, kWarps = kSizes.warps, kUnitTokens = kSizes.unit_tokens();
+  static constexpr int kBlocksPerSm = kSizes.blocks_of_sm, kLead = kSizes.lead;
+  static constexpr int kStages = kSizes.stages, kRingBytes = kStages * Line::kStageBytes;
+  static constexpr bool kSharedQueries = kSizes.shared_queries, kLate = kSizes.late;
 };
 
 template <class S>
@@ -30,7 +30,7 @@ struct EitherKernel : ClusterKernel<S> {
   __device__ bool run() {
     const int num_seqs = static_cast<int>(p.a.num_seqs);
     return Base::run(this->sequence < num_seqs, [this, num_seqs] {
-      return p.balance.suits_clusters(num_seqs, [this](int s) { return this->length(s); });
+      return suits_clusters(p.balance, num_seqs, [this](int s) { return this->length(s); });
     });
   }
 };
@@ -44,70 +44,26 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
   if (!clusters.run()) run_decode_line<Line>(p, copies, memory);
 }
 
-// How many clusters of kKernel run at once.
-template <auto kKernel>
-int resident_clusters(const ClusterSize& size, int shared_bytes, const Launch& launch) {
-  static PerDevice resident[kMostBlocks + 1];
-  return resident[size.blocks].get(launch.device, [&] {
-    return count_resident_clusters(reinterpret_cast<const void*>(kKernel), size.blocks, size.warps * 32, shared_bytes,
-                                   launch);
-  });
-}
-
-// Launches a kernel that can be clusters of S, of so many queries each, or the line; decide: says when it is which, for a grid
-// of so many blocks.  False if not all clusters would run at once.
+// A kernel that can be clusters of S or the line.
 template <auto kKernel, class S, class Line>
-bool launch_clusters_or_line(Problem p, const ClusterSize& size, int queries, const Launch& launch, auto&& decide) {
+void launch_clusters_or_line(const Problem& p, const Step& s, const Launch& launch) {
   static_assert(S::kWarps == Line::kWarps && !S::kInvariant);
-  constexpr int kBytes = std::max(cluster_shared_bytes<S>(S::kWarps), decode_shared_bytes<Line>());
-  const int clusters = resident_clusters<kKernel>(size, kBytes, launch);
-  if (p.a.num_seqs * p.a.num_kv_heads > clusters) return false;
-  const int grid = clusters * size.blocks, tile_tokens = p.tile_tokens;
-  set_places(p, Line::kUnitTokens);
-  set_line(p, decode_tiling<Line>(p), grid);
-  if (S::kManyTokens) p.tile_tokens = tile_tokens;
-  set_cluster(p, size.blocks, queries, DecodeLoader<S>::kQuads * 4, launch.device);
-  if (overlaps_kernels(launch.device)) p.early_blocks = grid;  // its lengths may be short
-  decide(p, grid);
-  p.ticket = next_ticket();
-  constexpr KernelId kId = S::kManyTokens ? KernelId::kTokensEither
-                           : S::kFolded   ? KernelId::kFoldedEither
-                                          : KernelId::kDecodeEither;
-  launch_after({kId, S::kD, S::kColumns}, kKernel, dim3(grid), dim3(S::kWarps * 32), size.blocks, kBytes, launch,
-               p.a.op, p, copies_of<S>(p));
-  return true;
-}
-
-// False if the call had better go another way.
-template <class S, class Line>
-bool launch_either_kernel(const Problem& p, const Launch& launch) {
-  constexpr int64_t kAlike = 2048;  // tokens; where no table has room for a page more, clusters lose little
-  if (p.a.num_seqs <= 1 || p.a.max_seq_len < kAlike + p.a.block_size || p.a.num_kv_heads % Line::kHeads != 0) {
-    return false;
-  }
-  Problem in_short_table = p;  // the size of clusters is made for these
-  in_short_table.a.max_seq_len = std::min<int64_t>(p.a.max_seq_len, kMostOfFew);
-  const ClusterSize size = cluster_size<S>(in_short_table, launch);
-  if (size.warps != S::kWarps || size.blocks == 0) return false;
-  // What a block reads with twice its part of the bandwidth or less, when the others have finished; the line begins and ends later
-  // by 5 us and more.  Measured on an H200.
-  constexpr int kSlackBytes = S::kNarrow ? 3 << 18 : 1 << 19;
-  return launch_clusters_or_line<paged_attention_either_kernel<S, Line>, S, Line>(
-      p, size, p.group, launch, [&](Problem& of_grid, int grid) {
-        of_grid.balance = Balance::of(p.a.num_kv_heads, static_cast<float>(size.blocks), grid, 1,
-                                      kSlackBytes / (2 * S::kD * S::kBytes));
-      });
+  static_assert(cluster_shared_bytes<S>(S::kWarps) == S::kSizes.shared_bytes(S::kWarps));
+  static_assert(decode_shared_bytes<Line>() == Line::kSizes.shared_bytes());
+  launch_step<kKernel>(p, s, s.shared_bytes, launch, copies_of<S>(p));
 }
 
 // By blocks as the line has them, if an SM has one; else by those of clusters, of twelve warps where elements are to be
 // widened.
 template <class Usual, class Wide, class Line>
-bool launch_either(const Problem& p, const Launch& launch) {
+void launch_either(const Problem& p, const Step& s, const Launch& launch) {
   if constexpr (Line::kWarps == Wide::kWarps && Line::kBlocksPerSm == 1) {
-    return launch_either_kernel<Wide, SeesAll<Line>>(p, launch);
+    using Same = SeesAll<Line>;
+    launch_clusters_or_line<paged_attention_either_kernel<Wide, Same>, Wide, Same>(p, s, launch);
   } else {
     using Cluster = std::conditional_t<Line::kNarrow, Wide, Usual>;
-    return launch_either_kernel<Cluster, LineOfClusters<Line, Cluster>>(p, launch);
+    using Other = LineOfClusters<Line, Cluster>;
+    launch_clusters_or_line<paged_attention_either_kernel<Cluster, Other>, Cluster, Other>(p, s, launch);
   }
 }
 

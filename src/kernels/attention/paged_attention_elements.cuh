@@ -1,6 +1,7 @@
 // Kinds of cache element: storage size, the type that tensor cores see, and how a register of elements becomes fragments.
 #pragma once
 
+#include "attention/plan_sizes.h"
 #include "core/dtype.h"
 #include "cuda/int8.cuh"
 #include "cuda/types.cuh"
@@ -73,9 +74,18 @@ struct Element8 {
   }
 };
 
+// By their kind.
+template <class Element>
+constexpr CacheKind kKindOf = CacheKind::k16Bits;
+template <KvFormat kFormat>
+constexpr CacheKind kKindOf<Element8<kFormat>> = kFormat == KvFormat::kE4M3   ? CacheKind::kE4M3
+                                                 : kFormat == KvFormat::kE5M2 ? CacheKind::kE5M2
+                                                                              : CacheKind::kInt8;
+template <>
+constexpr CacheKind kKindOf<ElementNvfp4> = CacheKind::kNvfp4;
+
 // Those that have the line and plain clusters for one token, and the line for several.
 template <class Element>
-constexpr bool kIsRare =
-    std::is_same_v<Element, Element8<KvFormat::kE5M2>> || std::is_same_v<Element, Element8<KvFormat::kInt8>>;
+constexpr bool kIsRare = ColumnSizes{kKindOf<Element>, 0, 0}.rare();
 
 }  // namespace pykv::attention

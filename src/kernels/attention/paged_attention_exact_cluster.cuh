@@ -261,25 +261,6 @@ struct ExactClusterKernel : ExactTeams<S> {
   }
 };
 
-// What the shared memory holds beside the stages: maxima and sums of the warps, and a barrier.
-template <class S>
-constexpr int exact_stats_bytes(int warps) {
-  using Kernel = ExactClusterKernel<S>;
-  return warps * S::kColumns * static_cast<int>(sizeof(float2)) + Kernel::kBarrierBytes;
-}
-
-// Of the exchange: a chunk for each warp, if there is room for so much.  -1: not enough.
-template <class S>
-int exact_exchange_bytes(int group, int blocks, int warps, int device) {
-  using Kernel = ExactClusterKernel<S>;
-  if (blocks * warps == Kernel::kTeamWarps) return 0;
-  const int each = (group * Kernel::kQuads + blocks - 1) / blocks;
-  const int records = blocks == 1 ? 0 : Kernel::record_places(blocks, each) * Kernel::kRecordBytes;
-  const int room = static_cast<int>(shared_memory_limit(device)) - warps * S::kRingBytes - exact_stats_bytes<S>(warps);
-  if (records > room) return -1;
-  return std::min(room, std::max(records, Kernel::leaf_places(blocks * warps, each) * Kernel::kLeafBytes));
-}
-
 template <class S>
 __global__ void __launch_bounds__(S::kWarps * 32, 1)
     paged_attention_exact_cluster_kernel(const __grid_constant__ Problem p,

@@ -3,8 +3,6 @@
 
 namespace pykv::attention {
 
-bool launch_f16(const Problem& p, RowClass rows, const Launch& launch) {
-  return launch_mma<Element16<half>>(p, rows, launch);
-}
+void launch_f16(const Problem& p, const Step& s, const Launch& launch) { launch_mma<Element16<half>>(p, s, launch); }
 
 }  // namespace pykv::attention

@@ -22,18 +22,6 @@ struct Folded : Shape {
   static constexpr bool kFolded = true;
 };
 
-// Do they lie so, in rows of tokens, and are they enough for clusters on half the device?
-inline bool can_fold(const Problem& p) {
-  const PagedAttentionArgs& a = p.a;
-  constexpr int64_t kEnough = 16;
-  const bool in_rows = a.value.dim == 1 && a.key.chunk >= a.head_size;
-  return in_rows && a.key.head == a.head_size && a.value.head == a.head_size && a.num_kv_heads % 2 == 0 &&
-         a.num_seqs * a.num_kv_heads >= kEnough;
-}
-
-// ... and are rows of both, if of one byte, whole lines of memory?  For paged_attention_warpgroup_codes.cuh.
-inline bool can_pair_codes(const Problem& p) { return p.a.head_size == 64 && can_fold(p); }
-
 // The same call with half as many heads.  Its head size stays that of a head.
 inline Problem fold(Problem p) {
   p.a.num_kv_heads /= 2;

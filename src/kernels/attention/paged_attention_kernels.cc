@@ -1,10 +1,10 @@
 // What calls of paged attention launch.
-#include "attention/paged_attention_kernels.h"
-
 #include <cstdio>
 #include <iterator>
 #include <string>
 
+#include "attention/plan.h"
+#include "core/call.h"
 #include "pykv/attention.h"
 
 namespace pykv::attention {
@@ -44,48 +44,32 @@ constexpr const char* kNames[] = {
 };
 static_assert(std::size(kNames) == kKernels);
 
-struct Plan {
-  static constexpr int kMost = 8;
-  bool only_plans = false;
-  int count = 0;
-  PlannedLaunch launches[kMost];
-  int64_t workspace = 0;
-};
-
-thread_local Plan plan;
+thread_local bool only_planning = false;
+thread_local const DeviceInfo* planned_for = nullptr;
+thread_local Plan plan{};
 
 }  // namespace
 
 const char* name_of(KernelId kernel) { return kNames[static_cast<int>(kernel)]; }
 
-bool only_plans() { return plan.only_plans; }
-void only_plan(bool on) { plan.only_plans = on; }
-
-void begin_plan() {
-  plan.count = 0;
-  plan.workspace = 0;
-}
-
-void note_workspace(int64_t bytes) { plan.workspace = bytes; }
-
-bool note_launch(const PlannedLaunch& launch) {
-  if (plan.count < Plan::kMost) plan.launches[plan.count++] = launch;
-  return !plan.only_plans;
-}
+bool only_plans() { return only_planning; }
+void only_plan(bool on) { only_planning = on; }
+Plan& last_plan() { return plan; }
+const DeviceInfo* planned_device() { return planned_for; }
 
 const char* plan_text() {
   static thread_local std::string text;
   text.clear();
   char line[256];
   for (int i = 0; i < plan.count; ++i) {
-    const PlannedLaunch& x = plan.launches[i];
+    const Step& x = plan.steps[i];
     text += name_of(x.instance.kernel);
     if (x.instance.head_size > 0) {
       std::snprintf(line, sizeof line, "<%d, %d>", x.instance.head_size, x.instance.rows);
       text += line;
     }
     if (x.grid > 0) {
-      std::snprintf(line, sizeof line, ": grid %d, threads %d, cluster %d, shared memory %zu", x.grid, x.threads,
+      std::snprintf(line, sizeof line, ": grid %d, threads %d, cluster %d, shared memory %d", x.grid, x.threads,
                     x.cluster, x.shared_bytes);
       text += line;
     }
@@ -100,6 +84,15 @@ const char* plan_text() {
 using namespace pykv::attention;
 
 void pykv_paged_attention_only_plan(bool on) { only_plan(on); }
+
+pykv_status pykv_paged_attention_plan_for(const char* device) {
+  return pykv::guarded("paged_attention_plan_for", [&](pykv::Call&) {
+    const DeviceInfo* known = device ? device_called(device) : nullptr;
+    if (device && !known)
+      pykv::fail(PYKV_VALUE_ERROR, "device: must be one of 'A100', 'H100' and 'H200', got '%s'", device);
+    planned_for = known;
+  });
+}
 
 const char* pykv_paged_attention_plan(void) { return plan_text(); }
 

@@ -47,25 +47,21 @@ const char* name_of(KernelId kernel);
 // One of a kernel's instances.  0: it has no such size.
 struct Instance {
   KernelId kernel;
-  int head_size = 0;  // of its tiles
-  int rows = 0;       // queries, times heads, of a tile
-};
-
-struct PlannedLaunch {
-  Instance instance;
-  int grid, threads, cluster;
-  size_t shared_bytes;
+  int head_size = 0;      // of its tiles
+  int rows = 0;           // queries, times heads, of a tile
+  bool packed = false;    // values are columns of tokens
+  bool folded = false;    // two KV heads as one
+  bool spans = false;     // clusters share the keys of a KV head
+  bool wide = false;      // clusters of more warps
+  bool deep = false;      // lines of more stages, and fewer blocks
+  bool single = false;    // lines take KV heads one by one
+  bool sees_all = false;  // lines have neither a window nor sparsity
+  bool by_token = false;  // pages are no groups of eight tokens
 };
 
 // Is this thread to launch nothing?
 bool only_plans();
 void only_plan(bool on);
-
-// A call begins.
-void begin_plan();
-void note_workspace(int64_t bytes);
-// False: it is not to be launched.
-bool note_launch(const PlannedLaunch& launch);
 
 // Of the thread's last call: a line for each launch, and one for the workspace.  It holds until the next one is asked for.
 const char* plan_text();

@@ -153,50 +153,41 @@ __global__ void __launch_bounds__(kThreads, S::kBlocksPerSm)
   kernel.run();
 }
 
-template <class S>
-bool launch_mma_kernel(Problem p, const Tiling& tiling, const Launch& launch) {
+template <class Element, int kD, bool kPackedV, RowClass kRows>
+void launch_mma_kernel(const Problem& p, const Step& s, const Launch& launch) {
+  using S = Shape<Element, kD, kPackedV, kRows>;
   static_assert(S::kMany || S::kInvariant);
-  p.in_parts = !S::kMany;
   constexpr int kSharedBytes = S::kTeams * (S::kRingBytes + S::kSlots * static_cast<int>(sizeof(Slot<S::kTile>))) +
                                S::kQueryBytes + S::kWaitingBytes + static_cast<int>(sizeof(Scratch<S>));
-  static PerDevice resident;
-  constexpr KernelId kId = S::kInvariant ? KernelId::kMmaInvariant : KernelId::kMma;
-  return launch_line({kId, S::kD, S::kRows}, paged_attention_mma_kernel<S>, kThreads, kSharedBytes, S::kUnitTokens,
-                     tiling, cache_copies<S>(p.a), p, launch, resident);
+  constexpr MmaSizes kSizes = mma_sizes(kKindOf<Element>, kD, kRows);
+  static_assert(kSharedBytes == kSizes.shared_bytes && S::kUnitTokens == kSizes.unit_tokens());
+  static_assert(S::kRows == kSizes.rows && S::kBlocksPerSm == kSizes.blocks_of_sm);
+  launch_step<paged_attention_mma_kernel<S>>(p, s, kSharedBytes, launch, cache_copies<S>(p.a));
 }
 
-template <class Element, RowClass kTileRows>
-bool launch_mma_tiles(const Problem& p, const Tiling& tiling, const Launch& launch) {
-  bool done = false;
-  dispatch_bool(p.a.value.dim != 1, [&]<bool kPackedV> {
-    if constexpr (kPackedV && std::is_same_v<Element, ElementNvfp4>) {
-      return;  // there is no such layout
-    } else if (p.a.head_size > 128) {
-      if constexpr (kTileRows == RowClass::kMany || kTileRows == RowClass::kInvariantFew) {
-        done = launch_mma_kernel<Shape<Element, 256, kPackedV, kTileRows>>(p, tiling, launch);
-      }
-    } else if constexpr (kTileRows != RowClass::kInvariantFew) {
-      dispatch_bool(p.a.head_size > 64, [&]<bool kLarge> {
-        done = launch_mma_kernel<Shape<Element, kLarge ? 128 : 64, kPackedV, kTileRows>>(p, tiling, launch);
-      });
-    }
-  });
-  return done;
+template <class Element, int kD, bool kPackedV>
+void launch_mma(const Problem& p, const Step& s, const Launch& launch) {
+  const bool invariant = p.a.batch_invariant;
+  if constexpr (kD > 128) {
+    return invariant ? launch_mma_kernel<Element, kD, kPackedV, RowClass::kInvariantFew>(p, s, launch)
+                     : launch_mma_kernel<Element, kD, kPackedV, RowClass::kMany>(p, s, launch);
+  } else {
+    if (invariant) return launch_mma_kernel<Element, kD, kPackedV, RowClass::kInvariantMore>(p, s, launch);
+    return s.instance.rows > 64 ? launch_mma_kernel<Element, kD, kPackedV, RowClass::kMany>(p, s, launch)
+                                : launch_mma_kernel<Element, kD, kPackedV, RowClass::kMore>(p, s, launch);
+  }
 }
 
 template <class Element>
-bool launch_mma(const Problem& p, RowClass rows, const Launch& launch) {
-  const Tiling tiling = mma_tiling(rows, p.a.head_size);
-  switch (mma_rows(rows, p.a.head_size)) {
-    case RowClass::kMore:
-      return launch_mma_tiles<Element, RowClass::kMore>(p, tiling, launch);
-    case RowClass::kInvariantFew:
-      return launch_mma_tiles<Element, RowClass::kInvariantFew>(p, tiling, launch);
-    case RowClass::kInvariantMore:
-      return launch_mma_tiles<Element, RowClass::kInvariantMore>(p, tiling, launch);
-    default:
-      return launch_mma_tiles<Element, RowClass::kMany>(p, tiling, launch);
-  }
+void launch_mma(const Problem& p, const Step& s, const Launch& launch) {
+  const int head_size = s.instance.head_size;
+  dispatch_bool(s.instance.packed, [&]<bool kPackedV> {
+    if constexpr (!kPackedV || !std::is_same_v<Element, ElementNvfp4>) {  // which has no such layout
+      if (head_size > 128) return launch_mma<Element, 256, kPackedV>(p, s, launch);
+      if (head_size > 64) return launch_mma<Element, 128, kPackedV>(p, s, launch);
+      launch_mma<Element, 64, kPackedV>(p, s, launch);
+    }
+  });
 }
 
 }  // namespace pykv::attention

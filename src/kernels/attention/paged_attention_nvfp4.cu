@@ -3,8 +3,6 @@
 
 namespace pykv::attention {
 
-bool launch_nvfp4(const Problem& p, RowClass rows, const Launch& launch) {
-  return launch_mma<ElementNvfp4>(p, rows, launch);
-}
+void launch_nvfp4(const Problem& p, const Step& s, const Launch& launch) { launch_mma<ElementNvfp4>(p, s, launch); }
 
 }  // namespace pykv::attention

@@ -10,12 +10,7 @@
 
 namespace pykv::attention {
 
-constexpr int kThreads = 128;
-// With batch_invariant: a chunk begins at a multiple of its size, and one warp has a quarter of it.
-constexpr int kChunkTokens = 512, kPartTokens = kChunkTokens / 4;
-constexpr int kMaxGrid = 1024;  // blocks, which bounds the pieces of one segment
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr int kNoWindow = 1 << 30;  // longer than any sequence
 
 // A segment that several blocks worked on, noted by the block that finished it.
 struct Unfinished {
@@ -120,7 +115,7 @@ __device__ inline void report_sequence(const Problem& p, const RawSequence& raw)
 // that what came before it has ended, and if they do not take the call, they have written nothing that would have to be waited for.
 __device__ inline bool takes_call(const Problem& p) {
   if (p.lengths == Lengths::kAny) return true;
-  const bool by_clusters = p.balance.suits_clusters(static_cast<int>(p.a.num_seqs), [&](int64_t s) {
+  const bool by_clusters = suits_clusters(p.balance, static_cast<int>(p.a.num_seqs), [&](int64_t s) {
     return static_cast<int>(clamp(p.a.seq_lens[s], 0, p.a.max_seq_len));
   });
   return by_clusters == (p.lengths == Lengths::kForClusters);

@@ -290,43 +290,32 @@ __global__ void __launch_bounds__(kThreads, 4)
 }
 
 template <class Cache>
-void launch_kernel(Problem p, const Launch& launch) {
+void launch_kernel(const Problem& p, const Step& s, const Launch& launch) {
   const auto kernel = paged_attention_simple_kernel<Cache>;
-  const auto shared_bytes = [&] {
-    return (2 * kRows + p.kv_tile) * (simple_tiling(p.a.head_size).pitch + 4) * sizeof(float);
-  };
-  const size_t limit = shared_memory_limit(launch.device) - 8192;  // what the kernel declares itself
-  p.kv_tile = kTile;
-  if (shared_bytes() > limit) p.kv_tile = kTile / 2;
-  if (shared_bytes() > limit) {
-    fail(PYKV_NOT_IMPLEMENTED, "%s: query: head_size %d is too large for this GPU", p.a.op, p.a.head_size);
-  }
-  static PerDevice allowed;
-  allow_shared_memory(kernel, static_cast<int>(limit), allowed, p.a.op, launch);
-  p.place_tokens = p.a.batch_invariant ? kChunkTokens : p.kv_tile;
-  const int resident = count_resident_blocks(reinterpret_cast<const void*>(kernel), kThreads, shared_bytes());
-  const int grid = set_tiling(p, simple_tiling(p.a.head_size), resident, launch.device);
-  if (note_launch({{KernelId::kSimple}, grid, kThreads, 1, shared_bytes()})) {
-    kernel<<<grid, kThreads, shared_bytes(), stream_of(launch)>>>(p, Divider(std::min(p.a.key.chunk, p.a.head_size)));
-    check_launch(p.a.op);
-  }
-  combine(left_pieces(p, grid), launch);
+  static DoneOnce allowed;
+  allowed.on(launch.device, [&] {
+    const int most_bytes = device_info(launch.device).shared_of_block - kSimpleOwnBytes;
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_bytes), p.a.op);
+  });
+  const Divider by_chunk(std::min(p.a.key.chunk, p.a.head_size));
+  kernel<<<s.grid, s.threads, s.shared_bytes, stream_of(launch)>>>(p, by_chunk);
+  check_launch(p.a.op);
 }
 
 }  // namespace
 
-void launch_simple(Problem p, const Launch& launch) {
+void launch_simple(const Problem& p, const Step& s, const Launch& launch) {
   switch (p.a.kv_format) {
     case KvFormat::kE4M3:
-      return launch_kernel<Fp8<KvFormat::kE4M3>>(p, launch);
+      return launch_kernel<Fp8<KvFormat::kE4M3>>(p, s, launch);
     case KvFormat::kE5M2:
-      return launch_kernel<Fp8<KvFormat::kE5M2>>(p, launch);
+      return launch_kernel<Fp8<KvFormat::kE5M2>>(p, s, launch);
     case KvFormat::kInt8:
-      return launch_kernel<int8_t>(p, launch);
+      return launch_kernel<int8_t>(p, s, launch);
     case KvFormat::kNvfp4:
-      return launch_kernel<Nvfp4>(p, launch);
+      return launch_kernel<Nvfp4>(p, s, launch);
     case KvFormat::kSame:
-      return dispatch<float, half, bf16>(p.a.dtype, [&]<class Cache> { launch_kernel<Cache>(p, launch); });
+      return dispatch<float, half, bf16>(p.a.dtype, [&]<class Cache> { launch_kernel<Cache>(p, s, launch); });
   }
 }
 

@@ -5,26 +5,10 @@
 // lies depends on no length.  Short sequences are left to the first cluster, and the others end.
 #pragma once
 
-#include <algorithm>
-
 #include "attention/paged_attention_decode_load.cuh"
 #include "attention/paged_attention_span_pieces.cuh"
 
 namespace pykv::attention {
-
-// Up to so many keys a cluster, whose warps have a tile each of `round` keys, is as quick alone as `spans` of them, with half of
-// the device's SMs for all `heads`, for these draw the whole bandwidth; widening is each SM's own affair.  Measured on an H100, us.
-template <class S>
-int keys_alone(int spans, int64_t heads, int round, int device) {
-  if constexpr (S::kInvariant) return round / S::kTile / 4 * kChunkTokens;  // where each four warps have a chunk
-  constexpr float kJoin = 4 + static_cast<float>(S::kColumns * S::kD) / (S::kWarps * 32 * 8);
-  constexpr bool kIsSlow = S::kNarrow || S::kRaw;
-  constexpr float kTiles = kIsSlow ? 0.24f * S::kWarps : 0.92f;
-  constexpr float kRound = kTiles * (S::kColumns <= 8 ? 1.f : S::kColumns == 16 ? 1.3f : 1.8f);
-  const float half = static_cast<float>(num_sms(device)) / static_cast<float>(2 * kMostBlocks * heads);
-  const float quicker = kIsSlow ? static_cast<float>(spans) : std::min(static_cast<float>(spans), half);
-  return static_cast<int>(static_cast<float>(round) * (kJoin / kRound) * quicker / (quicker - 1));
-}
 
 template <class S>
 struct ClusterSpans : DecodeLoader<S> {

@@ -145,120 +145,48 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
   if (!clusters.run(clusters.sequence < p.a.num_seqs)) run_decode_line<Line>(p, copies, memory);
 }
 
-// Completes `p` but for its clusters, and gives the size of these; no blocks: the call had better go another way.
-template <class S>
-ClusterSize tokens_size(Problem& p, const Launch& launch) {
-  static_assert(cluster_shared_bytes<S>(S::kWarps) <= 227 << 10);  // what Hopper has
-  constexpr ClusterSize kNone{0, 0};
-  // Of queries: more take longer than the line, unless that widens elements for few rows at a time.
-  constexpr int64_t kMostTiles = S::kSharedQueries ? 2 : S::kNarrow ? 4 : 1;
-  // A guess: all have as many tokens.  One that had far more would keep its cluster busy when the others had finished.
-  if (p.a.num_tokens % p.a.num_seqs != 0) return kNone;
-  const int64_t tokens = p.a.num_tokens / p.a.num_seqs;
-  if (!suits_loader<S>(p) || p.a.batch_invariant || p.sparse || p.min_rows > 0) return kNone;
-  set_rows(p, S::kColumns);
-  p.tile_tokens = static_cast<int>(std::min<int64_t>(p.tile_tokens, tokens));
-  const int64_t tiles = (tokens + p.tile_tokens - 1) / p.tile_tokens * p.head_tiles;
-  if (tiles > kMostTiles || (tiles > 1 && most_keys<S>(p) > kMostOfFew)) return kNone;
-  // Clusters beside each other read the same keys at about the same time, so that only one reads them from memory.
-  const auto size_for = [&](int64_t ways) {
-    p.ways = static_cast<int>(ways);
-    p.by_ways = Divider(ways);
-    return cluster_size<S>(p, launch);
-  };
-  ClusterSize size = size_for(tiles);
-  if ((tiles > 1 || S::kColumns > 16) && size.warps < S::kWarps) {
-    // Blocks of half the size, or tiles one after the other, take longer than the line of warpgroups.
-    if (p.sees_all() && may_use_warpgroups(p.a, RowClass::kMore, launch.device)) return kNone;
-    if (tiles > 1) size = size_for(1);
-  }
-  constexpr bool kTwoFit = 2 * (cluster_shared_bytes<S>(S::kWarps / 2) + 1024) <= 228 << 10;
-  if (!kTwoFit && size.warps < S::kWarps) return kNone;  // blocks of half the size, of which an SM should have two
-  return size;
-}
-
-// False if the call had better go another way.
-template <class S>
-bool launch_tokens_kernel(Problem p, const Launch& launch) {
-  const ClusterSize size = tokens_size<S>(p, launch);
-  return size.blocks > 0 && launch_cluster_kernel<S>(p, size, launch);
-}
-
-// Of calls for which the device chooses between clusters and the line.  False if the call had better go another way.
-template <class S, class Line>
-bool launch_tokens_either(Problem p, const Launch& launch) {
-  if (p.lengths != Lengths::kForClusters || !suits_tokens<Line>(p)) return false;
-  const ClusterSize size = tokens_size<S>(p, launch);
-  if (size.blocks == 0 || size.warps != S::kWarps || p.ways > 1) return false;
-  return launch_clusters_or_line<paged_attention_tokens_either_kernel<S, Line>, S, Line>(
-      p, size, p.tile_tokens * p.tile_heads, launch,
-      [&](Problem& of_grid, int) { set_balance(of_grid, LineOf::kDecoding, 1, launch.device); });
-}
-
-// Of elements that are to be widened: on the line, with the queries of a sequence as up to 16 columns; of nvfp4 up to twice, for
-// else a warp would leave halves of its tiles in shared memory, but not of few KV heads, for one block adds up what all leave.
-template <class Element, int kColumns>
-bool launch_tokens_line(const Problem& p, const Launch& launch) {
-  using Line = DecodeShape<Element, 128, false, kColumns, false, false, false, true>;
-  using Single = DecodeShape<Element, 128, false, kColumns, false, false, true, true>;
-  const bool are_many = p.a.num_seqs * p.a.num_kv_heads >= num_sms(launch.device) / 8;
-  const int most_tiles = Line::kRaw && kColumns == 16 && are_many ? 2 : 1;
-  const int64_t tokens = (p.a.num_tokens + p.a.num_seqs - 1) / p.a.num_seqs;
-  return tokens * p.group <= most_tiles * kColumns && suits_tokens<Line>(p) &&
-         launch_decode_line<Line, Single>(p, launch);
-}
-
-// Of columns that one kernel takes as clusters and as the line.  Sixteen of 16-bit elements are quicker by the line of warpgroups, if
-// it is a line.
 template <class Element, int kD, int kColumns>
-constexpr bool kHasEither = std::is_same_v<Element, ElementNvfp4> ? kD == 128 && kColumns <= 16
-                            : kD == 128 ? kColumns == 8 || (kColumns == 16 && Element::kBytes == 1)
-                            : kD == 256 ? kColumns == 8
-                                        : kColumns == 16;
+void launch_tokens(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+  constexpr bool kSmall = !std::is_same_v<Element, ElementNvfp4> && kColumns <= 16;  // the pages
+  if constexpr (!kIsRare<Element> && (kD > 64 || kColumns > 8)) {
+    using Cluster = ClusterShape<Element, kD, kColumns, false, false, true>;
+    static_assert(cluster_shared_bytes<Cluster>(Cluster::kWarps) <= 227 << 10);  // what Hopper has
+    if constexpr (has_either(kKindOf<Element>, kD, kColumns)) {
+      using Line = LineOfClusters<DecodeShape<Element, kD, false, kColumns, false, false, true, true>, Cluster>;
+      if (s.instance.kernel == KernelId::kTokensEither) {
+        return launch_clusters_or_line<paged_attention_tokens_either_kernel<Cluster, Line>, Cluster, Line>(p, s,
+                                                                                                           launch);
+      }
+    }
+    if constexpr (kSmall) {
+      if (s.instance.by_token) return launch_clusters<SmallPages<Cluster>>(p, s, launch, left);
+    }
+    if (s.instance.kernel == KernelId::kTokensCluster || s.instance.kernel == KernelId::kTokensSpans)
+      return launch_clusters<Cluster>(p, s, launch, left);
+  }
+  if constexpr (kD == 128 && kColumns <= 16 && (Element::kBytes == 1 || std::is_same_v<Element, ElementNvfp4>)) {
+    using Line = DecodeShape<Element, 128, false, kColumns, false, false, false, true>;
+    using Single = DecodeShape<Element, 128, false, kColumns, false, false, true, true>;
+    if (s.instance.kernel == KernelId::kTokensLine) return launch_lines<Line, Single>(p, s, launch);
+  }
+  if constexpr (kSmall && kD <= 128 && kColumns == 8) launch_small_pages<Element, kD>(p, s, launch);
+}
 
 template <class Element>
-bool launch_tokens(const Problem& p, const Launch& launch) {
-  if (p.a.value.dim != 1) return false;
-  constexpr bool kNvfp4 = std::is_same_v<Element, ElementNvfp4>;
-  constexpr bool kMayBeSmall = !kNvfp4;                             // the pages
-  const int64_t columns = p.a.num_tokens / p.a.num_seqs * p.group;  // a sequence's, if all have as many tokens
-  const auto launch_columns = [&]<int kD, int kColumns> {
-    if constexpr (kIsRare<Element>) {
-      return false;
-    } else {
-      if (p.lengths == Lengths::kForLine) return false;
-      using Cluster = ClusterShape<Element, kD, kColumns, false, false, true>;
-      if constexpr (kHasEither<Element, kD, kColumns>) {
-        using Line = DecodeShape<Element, kD, false, kColumns, false, false, true, true>;
-        if (launch_tokens_either<Cluster, LineOfClusters<Line, Cluster>>(p, launch)) return true;
-      }
-      if constexpr (kMayBeSmall && kColumns <= 16) {
-        if (p.a.block_size % kGroupTokens != 0) return launch_tokens_kernel<SmallPages<Cluster>>(p, launch);
-      }
-      return launch_tokens_kernel<Cluster>(p, launch);
+void launch_tokens(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+  const Instance& of = s.instance;
+  if (of.head_size > 128) {
+    if constexpr (!std::is_same_v<Element, ElementNvfp4>) {
+      if (of.rows > 8) return launch_tokens<Element, 256, 16>(p, s, launch, left);
     }
-  };
-  bool done = false;
-  if (p.a.head_size > 128) {
-    constexpr bool kSixteen = !kNvfp4;  // which would spill
-    if constexpr (kSixteen) done = columns > 8 && launch_columns.template operator()<256, 16>();
-    done = done || launch_columns.template operator()<256, 8>();
-  } else if (p.a.head_size > 64) {
-    done = columns <= 8 ? launch_columns.template operator()<128, 8>()
-                        : (columns > 16 && launch_columns.template operator()<128, 32>()) ||
-                              launch_columns.template operator()<128, 16>();
-    if constexpr (Element::kBytes == 1 || kNvfp4) {
-      done = done || (p.lengths != Lengths::kForClusters && !fills_warpgroups(p, launch.device) &&
-                      (launch_tokens_line<Element, 8>(p, launch) || launch_tokens_line<Element, 16>(p, launch)));
-    }
-  } else {
-    done =
-        (columns > 16 && launch_columns.template operator()<64, 32>()) || launch_columns.template operator()<64, 16>();
+    return launch_tokens<Element, 256, 8>(p, s, launch, left);
   }
-  if constexpr (kMayBeSmall) {
-    done = done || (p.lengths == Lengths::kAny && launch_small_pages<Element>(p, launch));
-  }
-  return done;
+  dispatch_bool(of.head_size > 64, [&]<bool kLarge> {
+    constexpr int kD = kLarge ? 128 : 64;
+    if (of.rows > 16) return launch_tokens<Element, kD, 32>(p, s, launch, left);
+    if (of.rows > 8) return launch_tokens<Element, kD, 16>(p, s, launch, left);
+    launch_tokens<Element, kD, 8>(p, s, launch, left);
+  });
 }
 
 }  // namespace pykv::attention

@@ -3,6 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_tokens_bf16(const Problem& p, const Launch& launch) { return launch_tokens<Element16<bf16>>(p, launch); }
+void launch_tokens_bf16(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+  launch_tokens<Element16<bf16>>(p, s, launch, left);
+}
 
 }  // namespace pykv::attention

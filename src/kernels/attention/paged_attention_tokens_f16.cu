@@ -3,6 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_tokens_f16(const Problem& p, const Launch& launch) { return launch_tokens<Element16<half>>(p, launch); }
+void launch_tokens_f16(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+  launch_tokens<Element16<half>>(p, s, launch, left);
+}
 
 }  // namespace pykv::attention

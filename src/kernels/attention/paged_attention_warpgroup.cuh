@@ -326,28 +326,22 @@ __global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
 }
 
 template <class S, class Softmax>
-bool launch_warpgroup_kernel(const Problem& p, RowClass rows, const Launch& launch, LeftPieces* left) {
+void launch_warpgroup_kernel(const Problem& p, const Step& s, const Launch& launch) {
   constexpr int kSharedBytes = warpgroup_shared_bytes<S, WarpgroupMemory<S, Softmax>>();
-  static PerDevice resident;
-  Tiling tiling = tiling_of(rows, p.a.head_size);
-  tiling.blocks_per_sm = std::min(tiling.blocks_per_sm, S::kBlocksPerSm);  // pairs have no workspace for more
-  tiling.lead = S::kRows > 32 ? 5 : 3;                                     // measured on an H100; it may be 3 to 8
-  return launch_line({KernelId::kWarpgroupLine, S::kD, S::kRows}, paged_attention_warpgroup_kernel<S, Softmax>,
-                     S::kBlock, kSharedBytes, S::kUnitTokens, tiling, copies_of<S>(p), p, launch, resident, left,
-                     S::kFolded);
+  static_assert(S::kUnitTokens == kWarpgroupTile && S::kBlock == 2 * kThreads && S::kBlocksPerSm == 2);
+  static_assert(kSharedBytes == warpgroup_sizes(S::kNarrow, S::kD, S::kRows, S::kFolded).line_bytes);
+  launch_step<paged_attention_warpgroup_kernel<S, Softmax>>(p, s, kSharedBytes, launch, copies_of<S>(p));
 }
 
-// launch_rows.operator()<kD, kRows>(): tiles of so many rows, of heads of up to kD.
+// launch.operator()<kD, kRows>(): tiles of so many rows, of heads of up to kD.
 template <class F>
-bool launch_for_rows(const Problem& p, RowClass rows, F&& launch_rows) {
-  bool done = false;
-  dispatch_bool(p.a.head_size <= 64, [&]<bool kSmall> {
+void dispatch_rows(const Instance& of, F&& launch) {
+  dispatch_bool(of.head_size <= 64, [&]<bool kSmall> {
     constexpr int kD = kSmall ? 64 : 128;
-    done = rows == RowClass::kFew    ? launch_rows.template operator()<kD, 16>()
-           : rows == RowClass::kSome ? launch_rows.template operator()<kD, 32>()
-                                     : launch_rows.template operator()<kD, 64>();
+    if (of.rows > 32) return launch.template operator()<kD, 64>();
+    if (of.rows > 16) return launch.template operator()<kD, 32>();
+    launch.template operator()<kD, 16>();
   });
-  return done;
 }
 
 }  // namespace pykv::attention

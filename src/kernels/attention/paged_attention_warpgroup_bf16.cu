@@ -3,8 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_warpgroups_bf16(const Problem& p, RowClass rows, const Launch& launch, LeftPieces* left) {
-  return launch_warpgroups<Element16<bf16>>(p, rows, launch, left);
+void launch_warpgroups_bf16(const Problem& p, const Step& s, const Launch& launch) {
+  launch_warpgroups<Element16<bf16>>(p, s, launch);
 }
 
 }  // namespace pykv::attention

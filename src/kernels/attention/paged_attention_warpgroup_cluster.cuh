@@ -129,102 +129,44 @@ __global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
 #endif
 }
 
-// False if there are more KV heads than find room at once or, where they are to share keys, too many for that.
 template <class S, class Softmax>
-bool launch_warpgroup_cluster(const Problem& given, const Launch& launch) {
+void launch_warpgroup_cluster(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
   constexpr int kBytes = warpgroup_shared_bytes<S, WarpgroupClusterMemory<S, Softmax>>();
-  const auto kernel = paged_attention_warpgroup_cluster_kernel<S, Softmax>;
-  static PerDevice resident[S::kBlocksOfCluster + 1];
-  const int64_t heads = given.a.num_seqs * given.a.num_kv_heads;
-  for (int blocks = S::kBlocksOfCluster; blocks > 0; --blocks) {
-    const int clusters = resident[blocks].get(launch.device, [&] {
-      return count_resident_clusters(reinterpret_cast<const void*>(kernel), blocks, S::kBlock, kBytes, launch);
-    });
-    if (heads > clusters) continue;
-    const int spans = S::kSpans ? static_cast<int>(std::min<int64_t>(clusters / heads, kMostSpans)) : 1;
-    if (S::kSpans && (blocks < kMostBlocks || spans < kFewestSpans)) return false;
-    Problem p = given;
-    p.by_heads = Divider(p.a.num_kv_heads);
-    set_rows(p, S::kRows);
-    set_places(p, S::kUnitTokens);
-    set_cluster(p, blocks, p.tile_tokens * p.tile_heads, 4, launch.device);  // a block finishes whole rows
-    if (p.lengths != Lengths::kAny) set_balance(p, LineOf::kWarpgroups, S::kBlocksPerSm, launch.device);
-    const auto grid = static_cast<unsigned>(heads * spans * blocks);
-    if constexpr (S::kSpans) {
-      constexpr float kAlone = 4608;  // keys, as quickly by one cluster as by very many; measured on an H100
-      set_spans(p, spans, static_cast<int>(heads) * spans, S::kRows, S::kD);
-      p.keys_alone = static_cast<int>(kAlone * static_cast<float>(spans) / static_cast<float>(spans - 1));
-      p.early_blocks = grid;  // the sequence may be short
-    }
-    return launch_with_line(p, LineOf::kWarpgroups, launch, [&](const LeftPieces& left) {
-      constexpr KernelId kId = S::kSpans                  ? KernelId::kWarpgroupSpans
-                               : S::kBlocksOfCluster == 1 ? KernelId::kWarpgroupBlock
-                                                          : KernelId::kWarpgroupCluster;
-      launch_after({kId, S::kD, S::kRows}, kernel, dim3(grid), dim3(S::kBlock), blocks, kBytes, launch, p.a.op, p,
-                   copies_of<S>(p), left);
-    });
-  }
-  return false;
+  constexpr WarpgroupSizes kSizes = warpgroup_sizes(S::kNarrow, S::kD, S::kRows, false);
+  static_assert(kBytes == (S::kGroups == 1 ? kSizes.alone_bytes : kSizes.cluster_bytes));
+  static_assert(S::kBlock == (S::kGroups + 1) * kThreads && S::kUnitTokens == kWarpgroupTile);
+  launch_step<paged_attention_warpgroup_cluster_kernel<S, Softmax>>(p, s, kBytes, launch, copies_of<S>(p), left);
 }
 
-// False if the call had better go another way.
 template <class Shape, template <class> class Softmax>
-bool launch_short_call(const Problem& p, const Launch& launch) {
+void launch_short_call(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
   using Clusters = WarpgroupClusterShape<Shape, false>;
   using Alone = WarpgroupClusterShape<Shape, true>;
-  if (suits_spans(p, launch.device)) {
-    using Sharing = Spanned<Clusters>;
-    return launch_warpgroup_cluster<Sharing, Softmax<Sharing>>(p, launch);
-  }
-  // Of 64 rows few heads are quicker by clusters beside each other, with half of the rows each; and many over elements of one byte
-  // by the line, unless keys are few.
-  constexpr bool kMany = Shape::kRows > 32;
-  constexpr int64_t kFewKeys = 2048;
-  const int64_t few_heads = num_sms(launch.device) / (Shape::kNarrow ? 3 : 8);
-  if (kMany && p.a.num_seqs * p.a.num_kv_heads < few_heads) return false;
-  const bool suits_alone = !kMany || !Shape::kNarrow || p.a.max_seq_len <= kFewKeys;
-  return launch_warpgroup_cluster<Clusters, Softmax<Clusters>>(p, launch) ||
-         (suits_alone && launch_warpgroup_cluster<Alone, Softmax<Alone>>(p, launch));
-}
-
-// Do all sequences, as far as the host can tell, have so many tokens that a tile has `rows` of them, and short keys, unless it is
-// the device that tells or clusters share them?  One that had far more would keep its cluster busy when the others had finished.
-inline bool suits_warpgroup_clusters(const Problem& p, int rows, int device) {
-  const int64_t tokens = p.a.num_tokens / p.a.num_seqs;
-  const bool is_short = std::min<int64_t>(p.a.max_seq_len, int64_t{p.window} + tokens) <= kMostOfFew;
-  return p.a.num_tokens % p.a.num_seqs == 0 && tokens * p.group <= rows && p.min_rows == 0 &&
-         (is_short || p.lengths == Lengths::kForClusters || suits_spans(p, device));
-}
-
-// launch_rows.operator()<kD, kRows>()
-bool launch_clusters_for_rows(const Problem& p, int device, auto&& launch_rows) {
-  bool done = false;
-  dispatch_bool(p.a.head_size <= 64, [&]<bool kSmall> {
-    constexpr int kD = kSmall ? 64 : 128;
-    if (suits_warpgroup_clusters(p, 32, device)) {
-      done = launch_rows.template operator()<kD, 32>();
-    } else if (suits_warpgroup_clusters(p, 64, device)) {
-      done = launch_rows.template operator()<kD, 64>();
-    }
-  });
-  return done;
+  using Sharing = Spanned<Clusters>;
+  if (s.instance.kernel == KernelId::kWarpgroupSpans)
+    return launch_warpgroup_cluster<Sharing, Softmax<Sharing>>(p, s, launch, left);
+  if (s.instance.kernel == KernelId::kWarpgroupBlock)
+    return launch_warpgroup_cluster<Alone, Softmax<Alone>>(p, s, launch, left);
+  launch_warpgroup_cluster<Clusters, Softmax<Clusters>>(p, s, launch, left);
 }
 
 template <class Element>
-bool launch_clusters_of_rows(const Problem& p, const Launch& launch) {
-  return launch_clusters_for_rows(p, launch.device, [&]<int kD, int kRows> {
+void launch_clusters_of_rows(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+  dispatch_rows(s.instance, [&]<int kD, int kRows> {
     if constexpr (kRows == 64) {
-      return launch_short_call<WarpgroupShape<Element, kD>, WarpgroupRows>(p, launch);
-    } else {
-      return launch_short_call<WarpgroupColumnsShape<Element, kD, kRows>, WarpgroupColumns>(p, launch);
+      launch_short_call<WarpgroupShape<Element, kD>, WarpgroupRows>(p, s, launch, left);
+    } else if constexpr (kRows == 32) {
+      launch_short_call<WarpgroupColumnsShape<Element, kD, kRows>, WarpgroupColumns>(p, s, launch, left);
     }
   });
 }
 
 template <KvFormat kFormat>
-bool launch_clusters_of_codes(const Problem& p, const Launch& launch) {
-  return launch_clusters_for_rows(p, launch.device, [&]<int kD, int kRows> {
-    return launch_short_call<WarpgroupCodesShape<kFormat, kD, kRows>, WarpgroupCodes>(p, launch);
+void launch_clusters_of_codes(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+  dispatch_rows(s.instance, [&]<int kD, int kRows> {
+    if constexpr (kRows > 16) {
+      launch_short_call<WarpgroupCodesShape<kFormat, kD, kRows>, WarpgroupCodes>(p, s, launch, left);
+    }
   });
 }
 

@@ -3,8 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_warpgroup_clusters_bf16(const Problem& p, const Launch& launch) {
-  return launch_clusters_of_rows<Element16<bf16>>(p, launch);
+void launch_warpgroup_clusters_bf16(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+  launch_clusters_of_rows<Element16<bf16>>(p, s, launch, left);
 }
 
 }  // namespace pykv::attention

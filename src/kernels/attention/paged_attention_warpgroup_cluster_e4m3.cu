@@ -3,8 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_warpgroup_clusters_e4m3(const Problem& p, const Launch& launch) {
-  return launch_clusters_of_codes<KvFormat::kE4M3>(p, launch);
+void launch_warpgroup_clusters_e4m3(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+  launch_clusters_of_codes<KvFormat::kE4M3>(p, s, launch, left);
 }
 
 }  // namespace pykv::attention

@@ -273,26 +273,20 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
   }
 };
 
-// Heads of 64 in pairs.  False if they are none.
-template <KvFormat kFormat>
-bool launch_warpgroups_of_pairs(const Problem& given, RowClass rows, const Launch& launch, LeftPieces* left) {
-  if (rows == RowClass::kMore || !can_pair_codes(given)) return false;
-  const Problem p = fold(given);
-  if (rows == RowClass::kFew) {
-    using S = WarpgroupCodesShape<kFormat, 128, 32, true>;
-    return launch_warpgroup_kernel<S, WarpgroupCodes<S>>(p, RowClass::kSome, launch, left);
-  }
-  using S = WarpgroupCodesShape<kFormat, 128, 64, true>;
-  return launch_warpgroup_kernel<S, WarpgroupCodes<S>>(p, RowClass::kMore, launch, left);
+template <KvFormat kFormat, int kD, int kRows, bool kPairs>
+void launch_warpgroup_codes(const Problem& p, const Step& s, const Launch& launch) {
+  using S = WarpgroupCodesShape<kFormat, kD, kRows, kPairs>;
+  launch_warpgroup_kernel<S, WarpgroupCodes<S>>(p, s, launch);
 }
 
 template <KvFormat kFormat>
-bool launch_warpgroups_of_codes(const Problem& p, RowClass rows, const Launch& launch, LeftPieces* left) {
-  if (launch_warpgroups_of_pairs<kFormat>(p, rows, launch, left)) return true;
-  return launch_for_rows(p, rows, [&]<int kD, int kRows> {
-    using S = WarpgroupCodesShape<kFormat, kD, kRows>;
-    return launch_warpgroup_kernel<S, WarpgroupCodes<S>>(p, rows, launch, left);
-  });
+void launch_warpgroups_of_codes(const Problem& p, const Step& s, const Launch& launch) {
+  if (s.instance.folded) {
+    return s.instance.rows > 32 ? launch_warpgroup_codes<kFormat, 128, 64, true>(p, s, launch)
+                                : launch_warpgroup_codes<kFormat, 128, 32, true>(p, s, launch);
+  }
+  dispatch_rows(s.instance,
+                [&]<int kD, int kRows> { launch_warpgroup_codes<kFormat, kD, kRows, false>(p, s, launch); });
 }
 
 }  // namespace pykv::attention

@@ -130,14 +130,14 @@ struct WarpgroupColumns : WarpgroupSoftmax<S> {
 
 // False if the device has too little shared memory.
 template <class Element>
-bool launch_warpgroups(const Problem& p, RowClass rows, const Launch& launch, LeftPieces* left) {
-  return launch_for_rows(p, rows, [&]<int kD, int kRows> {
+void launch_warpgroups(const Problem& p, const Step& s, const Launch& launch) {
+  dispatch_rows(s.instance, [&]<int kD, int kRows> {
     if constexpr (kRows == 64) {
       using S = WarpgroupShape<Element, kD>;
-      return launch_warpgroup_kernel<S, WarpgroupRows<S>>(p, rows, launch, left);
+      launch_warpgroup_kernel<S, WarpgroupRows<S>>(p, s, launch);
     } else {
       using S = WarpgroupColumnsShape<Element, kD, kRows>;
-      return launch_warpgroup_kernel<S, WarpgroupColumns<S>>(p, rows, launch, left);
+      launch_warpgroup_kernel<S, WarpgroupColumns<S>>(p, s, launch);
     }
   });
 }

@@ -3,8 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_warpgroups_e4m3(const Problem& p, RowClass rows, const Launch& launch, LeftPieces* left) {
-  return launch_warpgroups_of_codes<KvFormat::kE4M3>(p, rows, launch, left);
+void launch_warpgroups_e4m3(const Problem& p, const Step& s, const Launch& launch) {
+  launch_warpgroups_of_codes<KvFormat::kE4M3>(p, s, launch);
 }
 
 }  // namespace pykv::attention

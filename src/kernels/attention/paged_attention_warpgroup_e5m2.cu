@@ -3,8 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_warpgroups_e5m2(const Problem& p, RowClass rows, const Launch& launch, LeftPieces* left) {
-  return launch_warpgroups_of_codes<KvFormat::kE5M2>(p, rows, launch, left);
+void launch_warpgroups_e5m2(const Problem& p, const Step& s, const Launch& launch) {
+  launch_warpgroups_of_codes<KvFormat::kE5M2>(p, s, launch);
 }
 
 }  // namespace pykv::attention

@@ -3,8 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_warpgroups_int8(const Problem& p, RowClass rows, const Launch& launch, LeftPieces* left) {
-  return launch_warpgroups_of_codes<KvFormat::kInt8>(p, rows, launch, left);
+void launch_warpgroups_int8(const Problem& p, const Step& s, const Launch& launch) {
+  launch_warpgroups_of_codes<KvFormat::kInt8>(p, s, launch);
 }
 
 }  // namespace pykv::attention

@@ -369,39 +369,31 @@ static __global__ void clear_kernel(int* taken) {
   *taken = 0;
 }
 
-template <class S>
-bool launch_wgmma_kernel(Problem p, const Launch& launch) {
-  constexpr int kSharedBytes = prefill_shared_bytes<S>();
-  const auto kernel = paged_attention_wgmma_kernel<S>;
-  static PerDevice allowed;
-  allow_shared_memory(kernel, kSharedBytes, allowed, p.a.op, launch);
-  p.kv_tile = p.place_tokens = S::kTile;
-  const int grid = set_tiling(p, {S::kRows, S::kD, 1}, 1, launch.device);
+// Launches kKernel over the line or over whole tiles; after: what it keeps in the workspace beside what blocks leave.  `room`: that
+// of a larger grid, for the entries that are taken.
+template <auto kKernel, class S, class... Args>
+void launch_prefill(const Problem& p, const Step& s, void* room, const Launch& launch, const Args&... args) {
+  constexpr int kBytes = prefill_shared_bytes<S>();
+  static_assert(kBytes == prefill_sizes(S::kD, sizeof...(Args) > 0).shared_bytes && S::kThreads == 3 * kThreads);
   // Where no tile is long, the longest cannot be what decides.
-  WholeTiles whole{
-      kLongestPart * p.a.max_seq_len <= kLineCost * S::kTile,
-      reinterpret_cast<int*>(p.partial + int64_t{2} * grid * p.rows * p.pitch),  // the room of a larger grid
-      int64_t{4} * p.a.head_size};
-  launch_after({KernelId::kClear}, clear_kernel, dim3(1), dim3(1), 1, 0, launch, p.a.op, whole.taken);
-  launch_after({KernelId::kPrefill, S::kD, S::kRows}, kernel, dim3(grid), dim3(S::kThreads), 1, kSharedBytes, launch,
-               p.a.op, p, cache_copies<S>(p.a), whole);
-  if (!whole.always) combine(left_pieces(p, grid), launch);
-  return true;
+  const WholeTiles whole{always_whole(p.a.max_seq_len, S::kTile), static_cast<int*>(room), int64_t{4} * p.a.head_size};
+  Step clear{};
+  clear.grid = clear.threads = clear.cluster = 1;
+  launch_after(clear_kernel, clear, launch, p.a.op, whole.taken);
+  launch_step<kKernel>(p, s, kBytes, launch, cache_copies<S>(p.a), whole, args...);
 }
 
-// Can these kernels take this call, on this device?
-inline bool suits_wgmma(const Problem& p, const Launch& launch) {
-  const PagedAttentionArgs& a = p.a;
-  return has_warpgroups(launch.device) && a.value.dim == 1 && a.key.chunk >= a.head_size && p.plain_logits && !p.sparse;
+template <class S>
+void launch_wgmma_kernel(const Problem& p, const Step& s, const Launch& launch) {
+  launch_prefill<paged_attention_wgmma_kernel<S>, S>(p, s, p.partial + int64_t{2} * s.grid * p.rows * p.pitch, launch);
 }
 
-// False if the call is not for these kernels.
 template <class T>
-bool launch_wgmma(const Problem& p, const Launch& launch) {
-  if (!suits_wgmma(p, launch)) return false;
-  if (p.a.head_size <= 64) return launch_wgmma_kernel<PrefillShape<T, 64>>(p, launch);
-  if (p.a.head_size <= 128) return launch_wgmma_kernel<PrefillShape<T, 128>>(p, launch);
-  return launch_wgmma_kernel<PrefillShape<T, 256>>(p, launch);
+void launch_wgmma(const Problem& p, const Step& s, const Launch& launch) {
+  const int head_size = s.instance.head_size;
+  if (head_size <= 64) return launch_wgmma_kernel<PrefillShape<T, 64>>(p, s, launch);
+  if (head_size <= 128) return launch_wgmma_kernel<PrefillShape<T, 128>>(p, s, launch);
+  launch_wgmma_kernel<PrefillShape<T, 256>>(p, s, launch);
 }
 
 }  // namespace pykv::attention

@@ -3,6 +3,6 @@
 
 namespace pykv::attention {
 
-bool launch_wgmma_bf16(const Problem& p, const Launch& launch) { return launch_wgmma<bf16>(p, launch); }
+void launch_wgmma_bf16(const Problem& p, const Step& s, const Launch& launch) { launch_wgmma<bf16>(p, s, launch); }
 
 }  // namespace pykv::attention

@@ -434,32 +434,17 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 }
 
 template <class S>
-bool launch_exact_wgmma_kernel(Problem p, const Launch& launch) {
-  constexpr int kSharedBytes = prefill_shared_bytes<S>();
-  const auto kernel = paged_attention_exact_wgmma_kernel<S>;
-  static PerDevice allowed;
-  allow_shared_memory(kernel, kSharedBytes, allowed, p.a.op, launch);
-  p.kv_tile = S::kTile;
-  p.place_tokens = kChunkTokens;
-  const int grid = set_tiling(p, {S::kRows, S::kD, 1}, 1, launch.device);
-  const int64_t records = int64_t{2} * grid * p.rows * (p.pitch / 4);
+void launch_exact_wgmma_kernel(const Problem& p, const Step& s, const Launch& launch) {
+  const int64_t records = int64_t{2} * s.grid * p.rows * (p.pitch / 4);
   char* after = reinterpret_cast<char*>(p.partial) + records * sizeof(ExactQuad);
-  WholeTiles whole{kLongestPart * p.a.max_seq_len <= kLineCost * S::kTile,
-                   reinterpret_cast<int*>(after + grid * kept_bytes(S::kD)),  // the room of a larger grid's notes
-                   int64_t{4} * p.a.head_size};
-  launch_after({KernelId::kClear}, clear_kernel, dim3(1), dim3(1), 1, 0, launch, p.a.op, whole.taken);
-  launch_after({KernelId::kPrefillInvariant, S::kD, S::kRows}, kernel, dim3(grid), dim3(S::kThreads), 1, kSharedBytes,
-               launch, p.a.op, p, cache_copies<S>(p.a), whole, reinterpret_cast<int4*>(after));
-  if (!whole.always) combine(left_pieces(p, grid), launch);
-  return true;
+  launch_prefill<paged_attention_exact_wgmma_kernel<S>, S>(p, s, after + s.grid * kept_bytes(S::kD), launch,
+                                                           reinterpret_cast<int4*>(after));
 }
 
-// False if the call is not for these kernels.
 template <class T>
-bool launch_exact_wgmma(const Problem& p, const Launch& launch) {
-  if (!suits_wgmma(p, launch) || p.a.head_size > 128) return false;
-  if (p.a.head_size <= 64) return launch_exact_wgmma_kernel<ExactPrefillShape<T, 64>>(p, launch);
-  return launch_exact_wgmma_kernel<ExactPrefillShape<T, 128>>(p, launch);
+void launch_exact_wgmma(const Problem& p, const Step& s, const Launch& launch) {
+  if (s.instance.head_size <= 64) return launch_exact_wgmma_kernel<ExactPrefillShape<T, 64>>(p, s, launch);
+  launch_exact_wgmma_kernel<ExactPrefillShape<T, 128>>(p, s, launch);
 }
 
 }  // namespace pykv::attention

@@ -3,6 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_exact_wgmma_bf16(const Problem& p, const Launch& launch) { return launch_exact_wgmma<bf16>(p, launch); }
+void launch_exact_wgmma_bf16(const Problem& p, const Step& s, const Launch& launch) {
+  launch_exact_wgmma<bf16>(p, s, launch);
+}
 
 }  // namespace pykv::attention

@@ -3,6 +3,8 @@
 
 namespace pykv::attention {
 
-bool launch_exact_wgmma_f16(const Problem& p, const Launch& launch) { return launch_exact_wgmma<half>(p, launch); }
+void launch_exact_wgmma_f16(const Problem& p, const Step& s, const Launch& launch) {
+  launch_exact_wgmma<half>(p, s, launch);
+}
 
 }  // namespace pykv::attention

@@ -3,6 +3,6 @@
 
 namespace pykv::attention {
 
-bool launch_wgmma_f16(const Problem& p, const Launch& launch) { return launch_wgmma<half>(p, launch); }
+void launch_wgmma_f16(const Problem& p, const Step& s, const Launch& launch) { launch_wgmma<half>(p, s, launch); }
 
 }  // namespace pykv::attention

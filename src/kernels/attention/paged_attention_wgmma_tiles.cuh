@@ -23,13 +23,6 @@ struct PrefillShape {
   static constexpr int kFeederRegisters = 40, kComputeRegisters = 232;
 };
 
-// With batch_invariant: what a block's computing threads keep of a query tile's chunks, 64 bits for each of their columns and
-// 32 for every four, and one chunk that waits.
-constexpr int64_t kept_bytes(int head_size) {
-  const int columns = head_size <= 64 ? 64 : 128;
-  return int64_t{2} * kThreads * (columns / 4 + columns / 32 + columns / 8) * 16;
-}
-
 // Query tiles whole, instead of shares of the line.
 struct WholeTiles {
   bool always;         // or only if the lengths suggest it
@@ -118,7 +111,7 @@ struct TileList {
 // Are whole tiles the quicker way?  In places, which are KV tiles or, with batch_invariant, chunks: the line costs as many
 // more to find one's place on it and to add up what was cut (kLineCost: in KV tiles), and a little for keys that are not in
 // the L2 any more; whole tiles, part of the longest.
-constexpr float kLineCost = 10, kLineFactor = 1.12f, kLongestPart = 0.35f;
+constexpr float kLineFactor = 1.12f;
 
 __device__ inline bool prefers_whole(const Problem& p, float (&sums)[4], float (&longest)[4]) {
   float sum = 0, most = 0;
@@ -143,9 +136,5 @@ __device__ inline bool prefers_whole(const Problem& p, float (&sums)[4], float (
   most = fmaxf(fmaxf(longest[0], longest[1]), fmaxf(longest[2], longest[3]));
   return sum + kLongestPart * most <= kLineFactor * sum + kLineCost * p.kv_tile / p.place_tokens;
 }
-
-// With batch_invariant.  False if the call is not for these kernels.
-bool launch_exact_wgmma_f16(const Problem& p, const Launch& launch);
-bool launch_exact_wgmma_bf16(const Problem& p, const Launch& launch);
 
 }  // namespace pykv::attention

@@ -79,9 +79,12 @@ PYKV_API pykv_status pykv_paged_attention_workspace_size(int64_t num_tokens, int
  * ("decode_cluster<128, 8>: grid 64, threads 256, cluster 8, shared memory 213184": the head size and the rows of its tiles), and
  * the bytes of workspace.  For people: it may change between versions.  The text holds until this thread asks again.
  * After pykv_paged_attention_only_plan(true) calls of this thread are checked and planned, and launch and compute nothing.
+ * After pykv_paged_attention_plan_for("H100") the same, for that device instead of the arrays', which need not exist: "A100",
+ * "H100" or "H200"; NULL: for that of the arrays again.
  * pykv_paged_attention_kernel(0), (1), ... are the names of all kernels; NULL past the last. */
 PYKV_API const char* pykv_paged_attention_plan(void);
 PYKV_API void pykv_paged_attention_only_plan(bool on);
+PYKV_API pykv_status pykv_paged_attention_plan_for(const char* device);
 PYKV_API const char* pykv_paged_attention_kernel(int32_t id);
 
 /* vLLM's decode attention: one query for each sequence.  The softmax denominator is sum + 1e-6, as there.
