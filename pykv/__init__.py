@@ -84,6 +84,8 @@ from pykv.mla import (
 )
 from pykv.moe import (
     batched_moe_align_block_size,
+    fused_moe,
+    fused_moe_workspace_size,
     get_cutlass_batched_moe_mm_data,
     get_cutlass_moe_mm_data,
     get_cutlass_moe_mm_problem_sizes_from_expert_offsets,
@@ -207,6 +209,8 @@ __all__ = [
     "from_pointer",
     "fused_add_rms_norm",
     "fused_add_rms_norm_static_fp8_quant",
+    "fused_moe",
+    "fused_moe_workspace_size",
     "fused_qk_norm_rope",
     "fused_qknorm_rope_cache",
     "gather_and_maybe_dequant_cache",

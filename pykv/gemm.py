@@ -6,7 +6,7 @@ Then ``pykv.packed_gemm(out, x, w.data, w.format)`` is ``out = x @ W.T``.  Any s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -29,6 +29,7 @@ __all__ = [
     "pack_nf4",
     "pack_nvfp4",
     "packed_gemm",
+    "stack_packed",
 ]
 
 NF4: Final = np.array(
@@ -206,6 +207,18 @@ def pack_nf4(weight: Array, absmax: Array, shape: tuple[int, int], *, block_size
     codes = np.stack([pairs >> 4, pairs & 15], axis=-1).reshape(n, k)
     scales = Factor("f32", float32(absmax).reshape(n, -1))
     return assemble(codes, "t4", scales, None, block_size, table=NF4)
+
+
+def stack_packed(weights: Sequence[PackedWeight]) -> PackedWeight:
+    """Put weights of one format, those of experts, into one array ``[E, bytes]`` for :func:`pykv.fused_moe`.
+
+    Raises:
+        ValueError: there are none, or their formats differ.
+    """
+    formats = sorted({w.format for w in weights})
+    if len(formats) != 1:
+        raise ValueError(f"weights: must be of one format, got {formats}")
+    return PackedWeight(np.stack([host(w.data) for w in weights]), formats[0])
 
 
 def _in_order_of_groups(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pykv._schema import Rule, Spec, operation
+from pykv._schema import Rule, Spec, like, operation
 from pykv._types import Array, Stream
 
 
@@ -491,3 +491,73 @@ def shuffle_rows(input_tensor: Array, dst2src_map: Array, output_tensor: Array, 
             ``pykv.check_errors()``).
         TypeError: a dtype is wrong.
     """
+
+
+@operation(out=like("x"))
+def fused_moe(
+    out: Array,
+    x: Array,
+    w1: Array,
+    w2: Array,
+    topk_weights: Array,
+    topk_ids: Array,
+    activation: str = "silu",
+    w1_bias: Array | None = None,
+    w2_bias: Array | None = None,
+    expert_map: Array | None = None,
+    w1_format: str = "",
+    w2_format: str = "",
+    apply_router_weight_on_input: bool = False,
+    clamp_limit: float = 0.0,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    situ_beta: float = 1.0,
+    situ_linear_beta: float = -1.0,
+    workspace: Array | None = None,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Compute a layer of experts, from the tokens and where they go.
+
+    ``out[t]`` is the sum over ``j``, with ``e = topk_ids[t, j]``, of ``topk_weights[t, j]`` times
+    ``activation(x[t] @ w1[e].T + w1_bias[e]) @ w2[e].T + w2_bias[e]``.  Products are summed in fp32 and rounded to the
+    dtype of ``x``; so is the activation.  The rows of a token are summed in fp32, in the order of its experts, and
+    rounded once.  A row of ``out`` has the same bits whatever the other tokens are.  Experts without tokens cost
+    nothing.  Shared experts are the caller's.
+
+    Args:
+        out: ``[T, D]``, dtype of ``x``; written.  Rows may be strided.
+        x: ``[T, D]`` float16 or bfloat16; rows may be strided.
+        w1: ``[E, N, D]``, dtype of ``x``, with ``N = 2 * I`` where the activation is a product of two halves, else
+            ``I``; rows may be strided.  With ``w1_format``: ``[E, bytes]`` uint8, packed weights ``[N, D]`` of this
+            format (:func:`pykv.gemm.stack_packed`).
+        w2: ``[E, D, I]``, the same with ``w2_format``.
+        topk_weights: ``[T, k]`` float32.
+        topk_ids: ``[T, k]`` int32, uint32 or int64; negative: none.
+        activation: one of :func:`masked_moe_activation`.
+        w1_bias: ``[E, N]``, dtype of ``x``.  ``None``: none.
+        w2_bias: ``[E, D]``, the same.
+        expert_map: int32 or int64: from ids to experts of ``w1`` and ``w2``; negative: it lies elsewhere, and its pairs
+            are left out.  ``None``: ids are those of ``w1``.
+        w1_format, w2_format: :attr:`PackedWeight.format <pykv.packed_weight.PackedWeight.format>`; ``""``: these
+            are numbers.
+        apply_router_weight_on_input: the results of the first product (with its bias) are multiplied by
+            ``topk_weights``, and not those of the second.
+        clamp_limit, alpha, beta, situ_beta, situ_linear_beta: of the activation, as there.
+        workspace: bytes (:func:`fused_moe_workspace_size`), aligned to 16.  ``None``: on CUDA from the stream-ordered
+            pool.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: a shape, a format or a name is wrong; or an id lies beyond the experts, or one in ``expert_map``
+            does: its pairs were left out (CPU: at once; CUDA: by ``pykv.check_errors()``).
+        TypeError: a dtype is wrong.
+    """
+
+
+def fused_moe_workspace_size(num_tokens: int, top_k: int, num_experts: int, n: int, inner: int, hidden: int) -> int:
+    """Bytes of ``workspace`` for :func:`fused_moe` with up to so many tokens; ``n`` is the number of rows of ``w1``."""
+    pairs = num_tokens * top_k
+    experts = min(pairs, num_experts)
+    pieces = (4 * (pairs + 127 * experts), 4 * (pairs + experts), 4, 4 * pairs, 2 * pairs * max(n, hidden))
+    return sum(-(-size // 256) * 256 for size in (*pieces, 2 * pairs * inner))

@@ -26,6 +26,7 @@ from pykv import finish_logits_ as finish_logits_
 from pykv import fp8_dequantize as fp8_dequantize
 from pykv import fused_add_rms_norm as fused_add_rms_norm
 from pykv import fused_add_rms_norm_static_fp8_quant as fused_add_rms_norm_static_fp8_quant
+from pykv import fused_moe as fused_moe
 from pykv import fused_qk_norm_rope as fused_qk_norm_rope
 from pykv import fused_qknorm_rope_cache as fused_qknorm_rope_cache
 from pykv import gather_and_maybe_dequant_cache as gather_and_maybe_dequant_cache

@@ -102,6 +102,21 @@ def moe_sum(a: Any) -> Results:
     return {"output": np.where(there[..., None], a.input.astype(np.float64), 0).sum(1)}
 
 
+def fused_moe(a: Any) -> Results:
+    e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    random = [np.random.default_rng(seed) for seed in (5, 6)]
+    w1 = []
+    for _ in range(len(a.w1)):
+        pairs, scales = (
+            r.integers(*bounds, shape, np.uint8)
+            for r, bounds, shape in zip(random, ((0, 256), (121, 126)), ((48, 32), (48, 2)), strict=True)
+        )
+        codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(48, 64)
+        w1.append(e2m1[codes] * np.repeat(np.ldexp(1.0, scales.astype(int) - 127), 32, axis=1))
+    given = (a.x, np.stack(w1), a.w2, a.topk_weights, a.topk_ids, a.activation, a.w1_bias, a.w2_bias, a.expert_map)
+    return {"out": moe.experts(*given, clamp_limit=a.clamp_limit, alpha=a.alpha)[0]}
+
+
 EXPECTED: dict[str, Callable[[Any], Results]] = {
     "topk_softmax": topk("softmax"),
     "topk_sigmoid": topk("sigmoid"),
@@ -119,4 +134,5 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
     "shuffle_rows": lambda a: {
         "output_tensor": np.where(a.dst2src_map[:, None] >= 0, a.input_tensor[a.dst2src_map], 0)
     },
+    "fused_moe": fused_moe,
 }

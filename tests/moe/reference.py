@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from activation import reference as act
 
 Array = np.ndarray
 
@@ -116,3 +117,55 @@ def problems(counts: Array, columns: int, n: int, k: int, swap: bool) -> tuple[A
     second = np.stack([counts, np.full_like(counts, k), np.full_like(counts, n)], axis=1)
     order = [1, 0, 2] if swap else [0, 1, 2]
     return first[:, order], second[:, order]
+
+
+def activated(h: Array, name: str, clamp_limit: float = 0.0, alpha: float = 1.0, beta: float = 0.0) -> Array:
+    """An activation of float64 (``"situ"`` with its numbers as they are by default)."""
+    alone = {"silu": act.silu, "gelu": act.gelu, "gelu_tanh": act.gelu_tanh, "relu2": act.relu2}
+    if name.endswith("_no_mul"):
+        return alone[name.removesuffix("_no_mul")](h)
+    half = h.shape[-1] // 2
+    gate, up = (h[..., ::2], h[..., 1::2]) if name == "swigluoai" else (h[..., :half], h[..., half:])
+    limit = clamp_limit
+    if name == "swiglustep":
+        return np.minimum(act.silu(gate), limit) * np.clip(up, -limit, limit)
+    if name == "situ":
+        return act.situ(gate, up)
+    if name in alone:
+        return alone[name](gate) * up
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return gate / (1 + np.exp(-alpha * gate)) * (up + (1 if name == "swigluoai" else beta))
+
+
+def experts(
+    x: Array,
+    w1: Array,
+    w2: Array,
+    weights: Array,
+    ids: Array,
+    activation: str = "silu",
+    w1_bias: Array | None = None,
+    w2_bias: Array | None = None,
+    expert_map: Array | None = None,
+    on_input: bool = False,
+    **numbers: float,
+) -> tuple[Array, Array]:
+    """A layer in float64, with rows of pairs rounded to the dtype of ``x``, and the size of what is summed."""
+
+    def rounded(v: Array) -> Array:
+        return v.astype(x.dtype).astype(np.float64)
+
+    out = np.zeros((len(x), w2.shape[1]))
+    size = np.zeros_like(out)
+    for t, j in np.ndindex(*ids.shape):
+        known = 0 <= ids[t, j] < (len(w1) if expert_map is None else len(expert_map))
+        e = -1 if not known else ids[t, j] if expert_map is None else expert_map[ids[t, j]]
+        if e < 0:
+            continue
+        h = w1[e].astype(np.float64) @ x[t].astype(np.float64) + (0 if w1_bias is None else w1_bias[e])
+        a = activated(rounded(h * (weights[t, j] if on_input else 1)), activation, **numbers)
+        y = w2[e].astype(np.float64) @ rounded(a) + (0 if w2_bias is None else w2_bias[e])
+        last = 1 if on_input else weights[t, j]
+        out[t] += rounded(y) * last
+        size[t] += (np.abs(w2[e].astype(np.float64)) @ np.abs(a) + np.abs(y)) * abs(last)
+    return out, size

@@ -49,6 +49,34 @@ def block_map(places: int, lists: int = 1) -> Sample:
     }
 
 
+def layer() -> Sample:
+    """Of packed weights and plain ones, with biases, on one of several ranks."""
+    from pykv.gemm import pack_mxfp4, stack_packed
+
+    codes, scales = (np.random.default_rng(seed) for seed in (5, 6))
+    w1 = stack_packed(
+        [
+            pack_mxfp4(codes.integers(0, 256, (48, 32), np.uint8), scales.integers(121, 126, (48, 2), np.uint8))
+            for _ in range(NUM_EXPERTS - 1)
+        ]
+    )
+    return {
+        "out": np.zeros((3, 64), np.float16),
+        "x": (floats(3, 64) / 4).astype(np.float16),
+        "w1": w1.data,
+        "w2": (floats(NUM_EXPERTS - 1, 64, 24, seed=1) / 5).astype(np.float16),
+        "topk_weights": np.abs(floats(3, 2, seed=2)),
+        "topk_ids": chosen_experts(),
+        "activation": "swigluoai",
+        "w1_bias": floats(NUM_EXPERTS - 1, 48, seed=3).astype(np.float16),
+        "w2_bias": floats(NUM_EXPERTS - 1, 64, seed=4).astype(np.float16),
+        "expert_map": local_experts(),
+        "w1_format": w1.format,
+        "clamp_limit": 7.0,
+        "alpha": 1.702,
+    }
+
+
 SAMPLES: Mapping[str, Callable[[], Sample]] = {
     "topk_softmax": lambda: routed(e_score_correction_bias=floats(NUM_EXPERTS, seed=1), renormalize=True),
     "topk_sigmoid": lambda: routed(routed_scaling_factor=2.5, is_padding=np.array([False, True, False])),
@@ -159,6 +187,7 @@ SAMPLES: Mapping[str, Callable[[], Sample]] = {
         "dst2src_map": ids(4, 0, -1, 0),
         "output_tensor": floats(4, 8, seed=1),
     },
+    "fused_moe": layer,
 }
 
 
@@ -217,6 +246,16 @@ def shuffled_rows_workload(t: Tokens) -> Workload:
     return Workload({"input_tensor": t.rows(HIDDEN), "dst2src_map": where.astype(np.int32)})
 
 
+def layer_workload(t: Tokens) -> Workload:
+    """Qwen3 30B's; what is counted of the weights are those of experts that have tokens."""
+    dtype = "bfloat16" if t.dtype == "float32" else t.dtype
+    ids, inner = experts(t), 768
+    weights = {"w1": Spec((EXPERTS, 2 * inner, HIDDEN), dtype), "w2": Spec((EXPERTS, HIDDEN, inner), dtype)}
+    given = {"x": Spec((t.count, HIDDEN), dtype), "topk_weights": Spec((t.count, TOP_K), "float32"), "topk_ids": ids}
+    read = len(np.unique(ids))
+    return Workload(given | weights, {name: size_of(spec) // EXPERTS * read for name, spec in weights.items()})
+
+
 WORKLOADS: Mapping[str, Callable[[Tokens], Workload]] = {
     "topk_softmax": routed_workload,
     "topk_sigmoid": routed_workload,
@@ -227,4 +266,5 @@ WORKLOADS: Mapping[str, Callable[[Tokens], Workload]] = {
     "moe_unpermute": unpermuted_workload,
     "moe_sum": lambda t: Workload({"input": t.rows(TOP_K, HIDDEN)}),
     "shuffle_rows": shuffled_rows_workload,
+    "fused_moe": layer_workload,
 }

@@ -120,12 +120,14 @@ __device__ inline void load_super(uint32_t (&into)[2], const uint8_t* from, int6
   into[1] = two.y;
 }
 
-// at: the place of the first of the four among the factors of all groups; super_at: among those of 256 columns
-__device__ inline void load_factors(RawFactors& raw, const PackedWeight& w, int64_t at, int64_t super_at) {
-  load_four(raw.scale, w.scales, at, bytes_of(w.scales_kind));
-  if (w.supers) load_super(raw.super, w.supers, super_at);
-  if (w.minima) load_four(raw.minimum, w.minima, at, bytes_of(w.minima_kind));
-  if (w.lows) load_super(raw.low, w.lows, super_at);
+// at: the place of the first of the four among the factors of all groups; super_at: among those of 256 columns; shift:
+// bytes from w to the weight that is meant
+__device__ inline void load_factors(RawFactors& raw, const PackedWeight& w, int64_t at, int64_t super_at,
+                                    int64_t shift = 0) {
+  load_four(raw.scale, w.scales + shift, at, bytes_of(w.scales_kind));
+  if (w.supers) load_super(raw.super, w.supers + shift, super_at);
+  if (w.minima) load_four(raw.minimum, w.minima + shift, at, bytes_of(w.minima_kind));
+  if (w.lows) load_super(raw.low, w.lows + shift, super_at);
 }
 
 __device__ inline float half_of(const uint32_t (&words)[2], int i) {

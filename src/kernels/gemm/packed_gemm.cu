@@ -11,6 +11,7 @@
 #include "cuda/vec.cuh"
 #include "gemm/packed_codes.cuh"
 #include "gemm/packed_gemm.h"
+#include "gemm/tile_map.cuh"
 
 namespace pykv {
 namespace {
@@ -39,6 +40,7 @@ struct Problem {
   Divider groups_by, tokens_by;  // columns of a group, tiles of tokens
   bool one_group;                // for all columns of a unit
   bool whole_words;              // x: four neighbours can be copied at once
+  TileRows rows;
 };
 
 // One lane's part of x: 4 columns of each of 4 steps, for a token of each tile.
@@ -47,11 +49,13 @@ class Tokens {
   using T = typename S::Element;
 
  public:
-  __device__ Tokens(const Problem& p, int64_t first, int lane) : p_(p), c_(lane % 4) {
+  __device__ Tokens(const Problem& p, int64_t first, int lane, int64_t shift) : p_(p), c_(lane % 4) {
+    if (p.a.weight.columns)
+      columns_ = reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(p.a.weight.columns) + shift);
 #pragma unroll
     for (int t = 0; t < S::kTiles; ++t) {
-      const int64_t token = first + t * 8 + lane / 4;
-      row_[t] = token < p.a.num_rows ? static_cast<const T*>(p.a.x) + token * p.a.x_stride : nullptr;
+      const int64_t row = TileRows::row_of_out(p.a.map, first + t * 8 + lane / 4, p.a.num_rows);
+      row_[t] = row >= 0 ? static_cast<const T*>(p.a.x) + p.rows.row_of_x(p.a.map, row) * p.a.x_stride : nullptr;
     }
   }
 
@@ -79,7 +83,7 @@ class Tokens {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       int64_t from = column + i;
-      if (w.columns) from = __ldg(w.columns + from);
+      if (columns_) from = __ldg(columns_ + from);
       const bool inside = row && from >= 0 && from < w.k;
       bits[i] = inside ? __ldg(reinterpret_cast<const unsigned short*>(row) + from) : 0;
     }
@@ -90,6 +94,7 @@ class Tokens {
 
   const Problem& p_;
   int c_;
+  const int32_t* columns_ = nullptr;
   const T* row_[S::kTiles];
 };
 
@@ -116,10 +121,12 @@ class Segment {
  public:
   float total[S::kBlocks][S::kTiles][4] = {};
 
-  __device__ Segment(const Problem& p, int64_t row_tile, int64_t first_token, const uint32_t* table, uint32_t ring)
-      : p_(p), w_(p.a.weight), table_(table), tokens_(p, first_token, threadIdx.x % 32) {
+  // shift: bytes from p.a.weight to the one that is meant
+  __device__ Segment(const Problem& p, int64_t row_tile, int64_t first_token, const uint32_t* table, uint32_t ring,
+                     int64_t shift)
+      : p_(p), w_(p.a.weight), table_(table), tokens_(p, first_token, threadIdx.x % 32, shift), shift_(shift) {
     const int lane = threadIdx.x % 32;
-    global_ = __ldg(reinterpret_cast<const float*>(w_.data + PackedWeight::kGlobalScaleAt)) * Code::kUnit;
+    global_ = __ldg(reinterpret_cast<const float*>(w_.data + shift + PackedWeight::kGlobalScaleAt)) * Code::kUnit;
     codes_at_ = ring + threadIdx.x * 16;
     x_at_ = ring + S::kStages * kThreads * S::kCodeBytes + threadIdx.x * 8;
     const int64_t pairs = w_.padded_n() / 32;
@@ -129,7 +136,7 @@ class Segment {
       factors_at_[i] = pair * w_.groups() * 32 + lane / 4 * 4;
       supers_at_[i] = pair * ((w_.padded_k + 255) / 256) * 32 + lane / 4 * 4;
       const int64_t block_bytes = w_.padded_k / kUnit * Code::kPlanes * 512;
-      codes_[i] = w_.codes + pair * 2 * block_bytes + (lane % 4 * 8 + lane / 4) * 16;
+      codes_[i] = w_.codes + shift + pair * 2 * block_bytes + (lane % 4 * 8 + lane / 4) * 16;
     }
   }
 
@@ -205,7 +212,7 @@ class Segment {
     const int64_t group = p_.groups_by.quotient(column), block = column / 256;
 #pragma unroll
     for (int i = 0; i < S::kPairs; ++i)
-      load_factors(raw_[i], w_, factors_at_[i] + group * 32, supers_at_[i] + block * 32);
+      load_factors(raw_[i], w_, factors_at_[i] + group * 32, supers_at_[i] + block * 32, shift_);
   }
 
   __device__ void add_scaled() {
@@ -241,6 +248,7 @@ class Segment {
   const PackedWeight& w_;
   const uint32_t* table_;
   Tokens<S> tokens_;
+  int64_t shift_;
   float global_;
   uint32_t codes_at_, x_at_;
   const uint8_t* codes_[S::kPairs];
@@ -256,19 +264,24 @@ __global__ void __launch_bounds__(kThreads, S::kTiles == 1 ? 2 : 1)
   extern __shared__ uint4 ring[];
   __shared__ uint32_t table[S::kHasTable ? 256 : 1];
   begin_dependent();
-  if constexpr (S::kHasTable) {
-    const auto* numbers = reinterpret_cast<const float*>(p.a.weight.data + PackedWeight::kTableAt);
-    table[threadIdx.x] = pack_pair<T>(__ldg(numbers + threadIdx.x % 16), __ldg(numbers + threadIdx.x / 16));
-    __syncthreads();
-  }
   uint32_t token_tile;
   const uint32_t row_tile = p.tokens_by(blockIdx.x, token_tile);  // tiles of the same rows come one after another
   const int64_t first_row = int64_t{row_tile} * S::kRows, first_token = int64_t{token_tile} * S::kTokens;
-
+  int32_t weight = 0;
+  if (p.a.map.rows) {
+    weight = p.a.map.weight_at(first_token, p.rows.tiles_of_block.quotient(static_cast<int>(token_tile)));
+    if (weight < 0) return;
+  }
+  const int64_t shift = weight * p.a.map.weight_stride;
+  if constexpr (S::kHasTable) {
+    const auto* numbers = reinterpret_cast<const float*>(p.a.weight.data + shift + PackedWeight::kTableAt);
+    table[threadIdx.x] = pack_pair<T>(__ldg(numbers + threadIdx.x % 16), __ldg(numbers + threadIdx.x / 16));
+    __syncthreads();
+  }
   auto* const totals = reinterpret_cast<float*>(ring);  // [segment][token][row]
   const int lane = threadIdx.x % 32;
   {
-    Segment<S> segment(p, row_tile, first_token, table, shared_address(ring));
+    Segment<S> segment(p, row_tile, first_token, table, shared_address(ring), shift);
     segment.run();
     __syncthreads();  // all have done with the ring
     float* const own = totals + threadIdx.x / 32 * S::kTokens * S::kPitch;
@@ -282,16 +295,18 @@ __global__ void __launch_bounds__(kThreads, S::kTiles == 1 ? 2 : 1)
   }
   __syncthreads();
 
-  const auto* const bias = static_cast<const T*>(p.a.bias);
+  const auto* const bias =
+      p.a.bias ? static_cast<const T*>(p.a.bias) + weight * p.a.map.bias_stride : static_cast<const T*>(nullptr);
 #pragma unroll 2
   for (int i = threadIdx.x; i < S::kTokens * S::kRows; i += kThreads) {
     const int token = i / S::kRows, row = i % S::kRows;
-    const int64_t at = first_token + token, n = first_row + row;
-    if (at >= p.a.num_rows || n >= p.a.weight.n) continue;
+    const int64_t at = TileRows::row_of_out(p.a.map, first_token + token, p.a.num_rows), n = first_row + row;
+    if (at < 0 || n >= p.a.weight.n) continue;
     float sum = totals[token * S::kPitch + row];
 #pragma unroll
     for (int s = 1; s < kSegments; ++s) sum += totals[(s * S::kTokens + token) * S::kPitch + row];
     if (bias) sum += to_float(bias[n]);
+    if (p.a.map.factors) sum *= p.a.map.factor_of(at);
     static_cast<T*>(p.a.out)[at * p.a.out_stride + n] = from_float<T>(sum);
   }
 }
@@ -299,27 +314,33 @@ __global__ void __launch_bounds__(kThreads, S::kTiles == 1 ? 2 : 1)
 template <class T, CodeKind kKind, int kBlocks, int kTiles>
 void launch_shape(const PackedGemmArgs& args, const Launch& launch) {
   using S = Shape<T, kKind, kBlocks, kTiles>;
-  const int64_t token_tiles = (args.num_rows + S::kTokens - 1) / S::kTokens;
+  const TileMap& map = args.map;
+  const int64_t token_tiles =
+      map.rows ? map.num_blocks * (map.block_size / S::kTokens) : (args.num_rows + S::kTokens - 1) / S::kTokens;
   const int64_t blocks = (args.weight.n + S::kRows - 1) / S::kRows * token_tiles;
   if (blocks > INT32_MAX) fail(PYKV_VALUE_ERROR, "x: has too many rows: %lld", static_cast<long long>(args.num_rows));
   const bool whole_words = !args.weight.columns && args.weight.k % 4 == 0 && args.x_stride % 4 == 0 &&
                            reinterpret_cast<uintptr_t>(args.x) % 8 == 0;
-  const Problem p{args, Divider(args.weight.group_size), Divider(token_tiles), args.weight.group_size % kUnit == 0,
-                  whole_words};
+  const Problem p{
+      args,        Divider(args.weight.group_size), Divider(token_tiles), args.weight.group_size % kUnit == 0,
+      whole_words, TileRows(map, S::kTokens)};
   launch_dependent_shared(packed_gemm_kernel<S>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), S::kSharedBytes,
                           launch, "packed_gemm", p);
 }
 
 template <class T, CodeKind kKind>
 void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
+  const TileMap& map = args.map;
+  const int64_t tokens = map.rows ? map.block_size & -map.block_size : args.num_rows;  // of a tile
   const auto with_rows = [&]<int kBlocks>() {
-    if (args.num_rows <= 8) return launch_shape<T, kKind, kBlocks, 1>(args, launch);
-    if (args.num_rows <= 16) return launch_shape<T, kKind, kBlocks, 2>(args, launch);
+    if (tokens <= 8) return launch_shape<T, kKind, kBlocks, 1>(args, launch);
+    if (tokens <= 16) return launch_shape<T, kKind, kBlocks, 2>(args, launch);
     launch_shape<T, kKind, kBlocks, 4>(args, launch);
   };
   if constexpr (Codes<T, kKind>::kPlanes == 1) {
     // Higher tiles read x less often; lower ones occupy more multiprocessors.
-    if (args.weight.n * 10 >= int64_t{num_sms(launch.device)} * 64 * 9) return with_rows.template operator()<4>();
+    const int64_t rows = args.weight.n * (map.rows ? map.num_blocks : 1);
+    if (rows * 10 >= int64_t{num_sms(launch.device)} * 64 * 9) return with_rows.template operator()<4>();
   }
   with_rows.template operator()<2>();
 }

@@ -10,6 +10,7 @@
 #include "core/args.h"
 #include "cpu/isa.h"
 #include "gemm/packed_weight.h"
+#include "gemm/tile_map.h"
 
 namespace pykv {
 
@@ -19,8 +20,9 @@ struct PackedGemmArgs {
   const void* x;
   void* out;
   const void* bias;  // [n]; null: none
-  int64_t num_rows;  // of x
+  int64_t num_rows;  // of out
   int64_t x_stride, out_stride;
+  TileMap map;  // of several weights of one format, which begin at weight.data + i * map.weight_stride
 };
 
 PYKV_CPU_TWIN(packed_gemm_cpu, PackedGemmArgs)

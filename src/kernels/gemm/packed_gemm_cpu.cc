@@ -7,6 +7,7 @@
 #include "cpu/parallel.h"
 #include "gemm/packed_codes_cpu.h"
 #include "gemm/packed_gemm.h"
+#include "gemm/tile_map_cpu.h"
 
 namespace pykv::PYKV_ISA {
 namespace {
@@ -61,12 +62,22 @@ struct InPairs {
 };
 #endif
 
+// Rows of out with one weight.
+struct RowList {
+  const int32_t* rows;  // null: 0, 1, ...
+  int64_t count;
+
+  int64_t operator[](int64_t i) const { return rows ? rows[i] : i; }
+};
+
 template <class T, class Way>
-void reorder(const PackedGemmArgs& args, int64_t first, int64_t count, Reordered<typename Way::Element>& into) {
+void reorder(const PackedGemmArgs& args, const RowList& rows, int64_t first, int64_t count,
+             Reordered<typename Way::Element>& into) {
   const PackedWeight& w = args.weight;
+  const int64_t top_k = rows.rows ? args.map.top_k : 1;
   parallel_for(count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      const T* const row = static_cast<const T*>(args.x) + (first + t) * args.x_stride;
+      const T* const row = static_cast<const T*>(args.x) + rows[first + t] / top_k * args.x_stride;
       auto* x = into.x.data() + t * w.padded_k;
       float* sums = into.sums.data() + t * (w.padded_k / 16);
       for (int64_t unit = 0; unit < w.padded_k; unit += kUnit, x += kUnit)
@@ -170,33 +181,35 @@ class Tile {
 };
 
 template <class T, class Codes, class Way, int kVectors, int kTokens>
-void tile(const PackedGemmArgs& args, const Codes& codes, const Factors& factors, int64_t block, int part,
-          int64_t token, const typename Way::Element* x, const float* sums) {
+void tile(const PackedGemmArgs& args, const RowList& rows, const Codes& codes, const Factors& factors, int64_t block,
+          int part, int64_t token, const typename Way::Element* x, const float* sums) {
   Tile<Codes, Way, kVectors, kTokens> tile(args.weight, codes, factors, block, part);
   tile.run(x, sums);
   for (int t = 0; t < kTokens; ++t) {
-    T* const out = static_cast<T*>(args.out) + (token + t) * args.out_stride;
+    const int64_t to = rows[token + t];
+    T* const out = static_cast<T*>(args.out) + to * args.out_stride;
+    const float last = args.map.factor_of(to);
     for (int half = 0; half < 2; ++half)
       for (int g = part * kWidth / 4; g < (part + kVectors) * kWidth / 4; ++g) {
         const int64_t row = block * 16 + half * 8 + g;
         if (row >= args.weight.n) continue;
         const float bias = args.bias ? to_float(static_cast<const T*>(args.bias)[row]) : 0.0f;
-        out[row] = from_float<T>(tile.total(half, g, t) + bias);
+        out[row] = from_float<T>((tile.total(half, g, t) + bias) * last);
       }
   }
 }
 
 template <class T, class Codes, class Way>
-void multiply(const PackedGemmArgs& args, const Codes& codes, const Factors& factors) {
+void multiply(const PackedGemmArgs& args, const RowList& rows_of, const Codes& codes, const Factors& factors) {
   constexpr int kTokens = kWidth == 16 ? 8 : 4, kAlone = kWidth == 16 ? 2 : 4;
   const PackedWeight& w = args.weight;
-  const int64_t rows = args.num_rows < kChunk ? args.num_rows : kChunk;
+  const int64_t rows = rows_of.count < kChunk ? rows_of.count : kChunk;
   Reordered<typename Way::Element> reordered;
   reordered.x.resize(static_cast<size_t>(rows * w.padded_k));
   reordered.sums.resize(static_cast<size_t>(rows * (w.padded_k / 16)));
-  for (int64_t first = 0; first < args.num_rows; first += kChunk) {
-    const int64_t count = args.num_rows - first < kChunk ? args.num_rows - first : kChunk;
-    reorder<T, Way>(args, first, count, reordered);
+  for (int64_t first = 0; first < rows_of.count; first += kChunk) {
+    const int64_t count = rows_of.count - first < kChunk ? rows_of.count - first : kChunk;
+    reorder<T, Way>(args, rows_of, first, count, reordered);
     parallel_for((w.n + 15) / 16, 4, [&](int64_t begin, int64_t end) {
       for (int64_t block = begin; block < end; ++block) {
         int64_t t = 0;
@@ -204,27 +217,25 @@ void multiply(const PackedGemmArgs& args, const Codes& codes, const Factors& fac
         const auto sums = [&] { return reordered.sums.data() + t * (w.padded_k / 16); };
         for (; t + kTokens <= count; t += kTokens)
           for (int part = 0; part < kParts; ++part)
-            tile<T, Codes, Way, 1, kTokens>(args, codes, factors, block, part, first + t, x(), sums());
+            tile<T, Codes, Way, 1, kTokens>(args, rows_of, codes, factors, block, part, first + t, x(), sums());
         for (; t < count; ++t)
           for (int part = 0; part < kParts; part += kAlone)
-            tile<T, Codes, Way, kAlone, 1>(args, codes, factors, block, part, first + t, x(), sums());
+            tile<T, Codes, Way, kAlone, 1>(args, rows_of, codes, factors, block, part, first + t, x(), sums());
       }
     });
   }
 }
 
 template <class T, class Codes>
-void multiply(const PackedGemmArgs& args, const float (&table)[16], const Factors& factors) {
+void multiply(const PackedGemmArgs& args, const RowList& rows, const float (&table)[16], const Factors& factors) {
   const Codes codes(table);
 #if defined(__AVX512BF16__)
-  if constexpr (__is_same(T, bf16)) return multiply<T, Codes, InPairs<Codes>>(args, codes, factors);
+  if constexpr (__is_same(T, bf16)) return multiply<T, Codes, InPairs<Codes>>(args, rows, codes, factors);
 #endif
-  multiply<T, Codes, InFloats<Codes>>(args, codes, factors);
+  multiply<T, Codes, InFloats<Codes>>(args, rows, codes, factors);
 }
 
-}  // namespace
-
-void packed_gemm_cpu(const PackedGemmArgs& args, const Launch&) {
+void multiply_rows(const PackedGemmArgs& args, const RowList& rows) {
   const PackedWeight& w = args.weight;
   float table[16], global;
   __builtin_memcpy(table, w.data + PackedWeight::kTableAt, sizeof(table));
@@ -235,12 +246,24 @@ void packed_gemm_cpu(const PackedGemmArgs& args, const Launch&) {
   dispatch<f16, bf16>(args.dtype, [&]<class T>() {
     switch (w.codes_kind) {
       case CodeKind::kUint8:
-        return multiply<T, ByteCodes<CodeKind::kUint8>>(args, table, factors);
+        return multiply<T, ByteCodes<CodeKind::kUint8>>(args, rows, table, factors);
       case CodeKind::kE4M3:
-        return multiply<T, ByteCodes<CodeKind::kE4M3>>(args, table, factors);
+        return multiply<T, ByteCodes<CodeKind::kE4M3>>(args, rows, table, factors);
       default:
-        return multiply<T, TableCodes>(args, table, factors);
+        return multiply<T, TableCodes>(args, rows, table, factors);
     }
+  });
+}
+
+}  // namespace
+
+void packed_gemm_cpu(const PackedGemmArgs& args, const Launch&) {
+  if (!args.map.rows) return multiply_rows(args, {nullptr, args.num_rows});
+  PackedGemmArgs of_one = args;
+  for_each_weight(args.map, args.num_rows, [&](int32_t weight, const int32_t* rows, int64_t count) {
+    place_sections(of_one.weight, args.weight.data + weight * args.map.weight_stride);
+    of_one.bias = args.bias ? static_cast<const char*>(args.bias) + 2 * weight * args.map.bias_stride : nullptr;
+    multiply_rows(of_one, {rows, count});
   });
 }
 

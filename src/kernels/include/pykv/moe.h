@@ -194,4 +194,32 @@ PYKV_API pykv_status pykv_moe_sum(const DLTensor* input, DLTensor* output, const
 PYKV_API pykv_status pykv_shuffle_rows(const DLTensor* input_tensor, const DLTensor* dst2src_map,
                                        DLTensor* output_tensor, void* stream);
 
+/* A layer of experts: out[t] = the sum of topk_weights[t, j] * (activation(x[t] w1[e]^T + w1_bias[e]) w2[e]^T + w2_bias[e])
+ * over j, e = topk_ids[t, j], in fp32, in this order, and rounded once; what lies between the products and the sum is rounded to
+ * the dtype of x.  A row of out has the same bits whatever the other tokens are.  Experts without tokens cost nothing.  Nothing is
+ * waited for on the host.  N = rows of w1: 2 * I where the activation is a product of two halves, else I.
+ *   out           [T, D]     dtype of x; written; shares no memory with the others
+ *   x             [T, D]     float16 | bfloat16; the elements of a row lie side by side
+ *   w1            [E, N, D]  dtype of x, rows side by side; or, with w1_format, [E, bytes] uint8: packed weights of this format
+ *                            (pykv_packed_gemm), aligned to 16 bytes
+ *   w2            [E, D, I]  the same, with w2_format
+ *   topk_weights  [T, k]     float32
+ *   topk_ids      [T, k]     int32 | uint32 | int64; negative: none.  From E on (or the size of expert_map): none, and reported
+ *   activation    one of pykv_masked_moe_activation, with its numbers
+ *   w1_bias       [E, N]     dtype of x; may be NULL
+ *   w2_bias       [E, D]     dtype of x; may be NULL
+ *   expert_map    [any]      int32 | int64: from ids to experts of w1 and w2; negative: it is not here, and its pairs are left out;
+ *                            may be NULL
+ *   w1_format, w2_format     NULL or "": w1 and w2 are numbers
+ *   apply_router_weight_on_input  the results of the first product are multiplied by topk_weights, and not those of the second
+ *   workspace     [bytes]    uint8, contiguous, aligned to 16 bytes; NULL: CUDA takes it from the stream-ordered pool, the CPU
+ *                            from the heap.  For P = T * k pairs and B = min(P, E) it has the bytes, each rounded up to 256, of
+ *                            4 (P + 127 B), 4 (P + B), 4, 4 P, 2 P max(N, D) and 2 P I */
+PYKV_API pykv_status pykv_fused_moe(DLTensor* out, const DLTensor* x, const DLTensor* w1, const DLTensor* w2,
+                                    const DLTensor* topk_weights, const DLTensor* topk_ids, const char* activation,
+                                    const DLTensor* w1_bias, const DLTensor* w2_bias, const DLTensor* expert_map,
+                                    const char* w1_format, const char* w2_format, bool apply_router_weight_on_input,
+                                    double clamp_limit, double alpha, double beta, double situ_beta,
+                                    double situ_linear_beta, DLTensor* workspace, void* stream);
+
 #endif /* PYKV_MOE_H_ */

@@ -1,0 +1,217 @@
+// y^T = w x^T with rows of w as first operand of mma.m16n8k16, for a few pairs of each expert: what counts is reading w.
+//
+// Eight warps of a block share 32 rows of the weight and 8 kTiles pairs, each for an eighth of the columns: what is summed in
+// which order depends on the number of columns alone.  A lane copies what it wants itself, 8 neighbouring columns of four rows
+// and of each of its pairs, to a place of its own in a ring in shared memory, and no warp waits for another before the end.
+// In a product of 16 columns it takes four of these for 2c, 2c + 1, 2c + 8, 2c + 9 of both operands (cuda/mma.cuh).
+#include "cuda/cp_async.cuh"
+#include "cuda/dependent_shared.cuh"
+#include "cuda/mma.cuh"
+#include "cuda/pairs.cuh"
+#include "gemm/tile_map.cuh"
+#include "moe/expert_gemm.h"
+
+namespace pykv {
+namespace {
+
+constexpr int kSegments = 8, kThreads = 32 * kSegments;
+constexpr int kColumns = 32;  // of a stage
+constexpr int kRows = 32, kQuarters = kRows / 8;
+
+template <class T_, int kTiles_>
+struct Shape {
+  using T = T_;
+  static constexpr int kTiles = kTiles_, kPairs = 8 * kTiles;
+  static constexpr int kStages = kTiles == 2 ? 4 : 3, kBlocks = kTiles == 1 ? 3 : 2;  // the latter on a multiprocessor
+  static constexpr int kStageBytes = 16 * kThreads * (kQuarters + kTiles);
+  static constexpr int kPitch = kRows + 4;  // of the totals of a pair: lanes of a warp meet all banks
+  static constexpr int kSharedBytes = kStages * kStageBytes;
+  static_assert(kSegments * kPairs * kPitch * 4 <= kSharedBytes);
+};
+
+struct Problem {
+  ExpertGemmArgs a;
+  TileRows rows;
+  Divider tiles_by;
+  bool whole_vectors;  // eight neighbours can be copied at once
+};
+
+// Eight columns of a row from `column` on, to 16 bytes of shared memory; zeros where there are none.
+template <class T>
+__device__ void copy_columns(const Problem& p, uint32_t to, const T* row, int64_t column, bool once) {
+  if (p.whole_vectors) {
+    const bool inside = row && column < p.a.k;
+    const void* from = inside ? row + column : p.a.weights;
+    if (once)
+      cp_async_16_once(to, from, inside);
+    else
+      cp_async_16(to, from, inside);
+    return;
+  }
+  uint32_t bits[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    bits[i] = row && column + i < p.a.k ? reinterpret_cast<const unsigned short*>(row)[column + i] : 0;
+  store_shared(to, make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, bits[4] | bits[5] << 16,
+                              bits[6] | bits[7] << 16));
+}
+
+__device__ inline uint4 load_own(uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(at)
+               : "memory");
+  return v;
+}
+
+// A warp's sums, over its columns.
+template <class S>
+class Segment {
+  using T = typename S::T;
+
+ public:
+  float total[2][S::kTiles][4] = {};
+
+  __device__ Segment(const Problem& p, int32_t expert, int64_t first_row, int64_t first_place, uint32_t ring)
+      : p_(p), own_(ring + threadIdx.x * 16), column_(threadIdx.x % 4 * 8) {
+    const int g = threadIdx.x % 32 / 4;
+    const T* const weight = static_cast<const T*>(p.a.weights) + expert * p.a.weight_stride;
+#pragma unroll
+    for (int i = 0; i < kQuarters; ++i) {
+      const int64_t row = first_row + 8 * i + g;
+      rows_[i] = row < p.a.n ? weight + row * p.a.weight_row_stride : nullptr;
+    }
+#pragma unroll
+    for (int t = 0; t < S::kTiles; ++t) {
+      const int64_t row = TileRows::row_of_out(p.a.map, first_place + 8 * t + g, p.a.num_rows);
+      x_[t] = row >= 0 ? static_cast<const T*>(p.a.x) + p.rows.row_of_x(p.a.map, row) * p.a.x_stride : nullptr;
+    }
+  }
+
+  __device__ void run() {
+    const int64_t units = (p_.a.k + kColumns - 1) / kColumns, segment = threadIdx.x / 32;
+    const int begin = static_cast<int>(units * segment / kSegments);
+    const int end = static_cast<int>(units * (segment + 1) / kSegments);
+#pragma unroll
+    for (int s = 0; s < S::kStages - 1; ++s) copy(begin + s, end, s);
+    int stage = 0;
+    for (int unit = begin; unit < end; ++unit) {
+      cp_async_wait<S::kStages - 2>();
+      copy(unit + S::kStages - 1, end, stage == 0 ? S::kStages - 1 : stage - 1);
+      multiply(stage);
+      if (++stage == S::kStages) stage = 0;
+    }
+    cp_async_wait<0>();
+  }
+
+ private:
+  __device__ uint32_t place(int stage, int i) const { return own_ + stage * S::kStageBytes + i * kThreads * 16; }
+
+  __device__ void copy(int unit, int end, int stage) const {
+    if (unit < end) {
+      const int64_t column = int64_t{unit} * kColumns + column_;
+#pragma unroll
+      for (int i = 0; i < kQuarters; ++i) copy_columns<T>(p_, place(stage, i), rows_[i], column, true);
+#pragma unroll
+      for (int t = 0; t < S::kTiles; ++t) copy_columns<T>(p_, place(stage, kQuarters + t), x_[t], column, false);
+    }
+    cp_async_commit();
+  }
+
+  __device__ void multiply(int stage) {
+    uint4 w[kQuarters], x[S::kTiles];
+#pragma unroll
+    for (int i = 0; i < kQuarters; ++i) w[i] = load_own(place(stage, i));
+#pragma unroll
+    for (int t = 0; t < S::kTiles; ++t) x[t] = load_own(place(stage, kQuarters + t));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint4 low = w[2 * r], high = w[2 * r + 1];
+      const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+      for (int t = 0; t < S::kTiles; ++t) {
+        mma_16x8x16<T>(total[r][t], first, x[t].x, x[t].y);
+        mma_16x8x16<T>(total[r][t], second, x[t].z, x[t].w);
+      }
+    }
+  }
+
+  const Problem& p_;
+  uint32_t own_;
+  int column_;
+  const T *rows_[kQuarters], *x_[S::kTiles];
+};
+
+template <class S>
+__global__ void __launch_bounds__(kThreads, S::kBlocks) expert_gemm_kernel(const __grid_constant__ Problem p) {
+  using T = typename S::T;
+  extern __shared__ uint4 ring[];
+  begin_dependent();
+  uint32_t tile;
+  const uint32_t row_tile = p.tiles_by(blockIdx.x, tile);  // tiles of one expert come one after another
+  const int64_t first_row = int64_t{row_tile} * kRows, first_place = int64_t{tile} * S::kPairs;
+  const int32_t expert = p.a.map.weight_at(first_place, p.rows.tiles_of_block.quotient(static_cast<int>(tile)));
+  if (expert < 0) return;
+
+  auto* const totals = reinterpret_cast<float*>(ring);  // [segment][pair][row]
+  const int lane = threadIdx.x % 32;
+  {
+    Segment<S> segment(p, expert, first_row, first_place, shared_address(ring));
+    segment.run();
+    __syncthreads();  // all have done with the ring
+    float* const own = totals + threadIdx.x / 32 * S::kPairs * S::kPitch;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int t = 0; t < S::kTiles; ++t)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          own[(t * 8 + lane % 4 * 2 + e % 2) * S::kPitch + r * 16 + e / 2 * 8 + lane / 4] = segment.total[r][t][e];
+  }
+  __syncthreads();
+
+  const int64_t n = first_row + lane;
+  if (n >= p.a.n) return;
+  const float bias = p.a.bias ? to_float(static_cast<const T*>(p.a.bias)[expert * p.a.map.bias_stride + n]) : 0.0f;
+#pragma unroll
+  for (int i = threadIdx.x / 32; i < S::kPairs; i += kSegments) {
+    const int64_t row = TileRows::row_of_out(p.a.map, first_place + i, p.a.num_rows);
+    if (row < 0) continue;
+    float sum = totals[i * S::kPitch + lane];
+#pragma unroll
+    for (int s = 1; s < kSegments; ++s) sum += totals[(s * S::kPairs + i) * S::kPitch + lane];
+    sum += bias;
+    if (p.a.map.factors) sum *= p.a.map.factor_of(row);
+    static_cast<T*>(p.a.out)[row * p.a.out_stride + n] = from_float<T>(sum);
+  }
+}
+
+template <class S>
+void launch_shape(const ExpertGemmArgs& args, const Launch& launch, bool whole_vectors) {
+  const int64_t tiles = args.map.num_blocks * (args.map.block_size / S::kPairs);
+  const int64_t blocks = (args.n + kRows - 1) / kRows * tiles;
+  if (blocks > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "x: more than 2^31 tiles are not supported");
+  const Problem p{args, TileRows(args.map, S::kPairs), Divider(tiles), whole_vectors};
+  launch_dependent_shared(expert_gemm_kernel<S>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), S::kSharedBytes,
+                          launch, "expert_gemm", p);
+}
+
+}  // namespace
+
+void expert_gemm_cuda(const ExpertGemmArgs& args, const Launch& launch) {
+  static_assert(kRows == 32, "a lane has a row at the end");
+  const auto is_whole = [](const void* data, int64_t stride) {
+    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % 8 == 0;
+  };
+  const bool whole_vectors = args.k % 8 == 0 && is_whole(args.weights, args.weight_row_stride) &&
+                             is_whole(args.weights, args.weight_stride) && is_whole(args.x, args.x_stride);
+  const int64_t pairs = args.map.block_size & -args.map.block_size;  // of a tile, at most
+  dispatch<half, bf16>(args.dtype, [&]<class T>() {
+    if (pairs <= 8) return launch_shape<Shape<T, 1>>(args, launch, whole_vectors);
+    if (pairs <= 16) return launch_shape<Shape<T, 2>>(args, launch, whole_vectors);
+    launch_shape<Shape<T, 4>>(args, launch, whole_vectors);
+  });
+}
+
+}  // namespace pykv

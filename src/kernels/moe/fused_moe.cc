@@ -1,0 +1,233 @@
+#include "moe/fused_moe.h"
+
+#include <cinttypes>
+#include <memory>
+
+#include "moe/pair_inputs.h"
+#include "pykv/moe.h"
+
+namespace pykv {
+namespace {
+
+// Arrays of one weight for each expert.
+struct Weights {
+  const char *name, *format_name, *bias_name;
+  const DLTensor* array;
+  const char* format;
+  const DLTensor* bias;
+};
+
+ExpertProduct product_args(Call& call, const Tensor& x, const Weights& from, Dim& experts, Dim& n, Dim& k) {
+  ExpertProduct product{};
+  product.is_packed = from.format && *from.format;
+  Tensor array = call.read(from.name, from.array);
+  TileMap map{};
+  if (product.is_packed) {
+    PackedWeight& weight = product.packed.weight = parse_format(from.format);
+    const int64_t bytes = place_sections(weight, array.data());
+    Dim size{"bytes of the format", bytes};
+    array.dtype({DType::kUInt8}).shape(experts, size).contiguous_rows();
+    map.weight_stride = array.stride(0);
+    if (reinterpret_cast<uintptr_t>(array.data()) % 16 != 0 || map.weight_stride % 16 != 0)
+      array.fail(PYKV_VALUE_ERROR, "must be aligned to 16 bytes, and so must the weights in it");
+    const auto check = [&](const char* what, int64_t is, Dim& wanted) {
+      if (!wanted.bound()) wanted.bind(is);
+      if (is != wanted)
+        fail(PYKV_VALUE_ERROR, "%s: %s must equal %s = %" PRId64 ", got %" PRId64, from.format_name, what,
+             wanted.name(), static_cast<int64_t>(wanted), is);
+    };
+    check("n", weight.n, n);
+    check("k", weight.k, k);
+  } else {
+    array.like(x).shape(experts, n, k).contiguous_rows();
+    product.plain.weights = array.data();
+    product.plain.weight_stride = array.stride(0);
+    product.plain.weight_row_stride = array.stride(1);
+    product.plain.n = n;
+    product.plain.k = k;
+  }
+  const void* bias = nullptr;
+  if (from.bias) {
+    const Tensor b = call.read(from.bias_name, from.bias).like(x).shape(experts, n).contiguous_rows();
+    bias = b.data();
+    map.bias_stride = b.stride(0);
+  }
+  map.num_weights = experts;
+  product.plain.bias = product.packed.bias = bias;
+  product.plain.dtype = product.packed.dtype = x.type();
+  product.plain.map = product.packed.map = map;
+  return product;
+}
+
+void set_rows(ExpertProduct& product, const TileMap& tiles, int64_t num_rows, const void* x, int64_t x_stride,
+              void* out) {
+  const auto set = [&](auto& args) {
+    const TileMap own = args.map;
+    args.map = tiles;
+    args.map.num_weights = own.num_weights;
+    args.map.weight_stride = own.weight_stride;
+    args.map.bias_stride = own.bias_stride;
+    args.num_rows = num_rows;
+    args.x = x;
+    args.x_stride = x_stride;
+    args.out = out;
+    args.out_stride = product.n();
+  };
+  set(product.plain);
+  set(product.packed);
+}
+
+// Pairs of a tile: experts that have some more than that read their weights again.
+int64_t pairs_of_tile(int64_t num_pairs, int64_t num_experts) {
+  const int64_t each = num_pairs / num_experts;
+  return each <= 4 ? 8 : each <= 12 ? 16 : 32;
+}
+
+void multiply_cpu(const ExpertProduct& product, const Launch& launch) {
+  if (product.n() == 0) return;
+  if (product.is_packed)
+    packed_gemm_cpu(product.packed, launch);
+  else
+    expert_gemm_cpu(product.plain, launch);
+}
+
+void fused_moe_cpu(const FusedMoeArgs& args, const Launch& launch) {
+  FusedMoeArgs a = args;
+  std::unique_ptr<char[]> own;
+  if (!args.workspace) own.reset(new char[static_cast<size_t>(args.workspace_bytes)]);
+  a.use(args.workspace ? args.workspace : own.get());
+  if (a.sort.num_pairs != 0) {
+    sort_pairs_cpu(a.sort, launch);
+    multiply_cpu(a.first, launch);
+    if (a.gated.width != 0) a.activation->gated_cpu(a.gated, launch);
+    if (a.elementwise.width != 0) a.activation->cpu(a.elementwise, launch);
+    multiply_cpu(a.second, launch);
+  }
+  sum_rows_cpu(a.sum, launch);
+}
+
+}  // namespace
+
+void FusedMoeArgs::use(void* memory) {
+  const int64_t pairs = sort.num_pairs, inner = activation->is_gated() ? first.n() / 2 : first.n();
+  const WorkspaceLayout layout(pairs, sort.num_listed, first.n(), inner, second.n());
+  auto* const base = static_cast<char*>(memory);
+  sort.sorted = reinterpret_cast<int32_t*>(base + layout.sorted);
+  sort.blocks = reinterpret_cast<int32_t*>(base + layout.blocks);
+  sort.num_padded = reinterpret_cast<int32_t*>(base + layout.taken);
+  sort.places = reinterpret_cast<int32_t*>(base + layout.places);
+  void* const rows = base + layout.rows;
+  void* const activated = base + layout.activated;
+
+  TileMap tiles{};
+  tiles.rows = sort.sorted;
+  tiles.weights = sort.blocks;
+  tiles.num_blocks = sort.num_blocks;
+  tiles.block_size = sort.block_size;
+  tiles.top_k = sort.top_k;
+  const PackedGemmArgs& given = first.packed;
+  tiles.factors = given.map.factors;
+  tiles.factors_token_stride = given.map.factors_token_stride;
+  tiles.factors_stride = given.map.factors_stride;
+  set_rows(first, tiles, pairs, given.x, given.x_stride, rows);
+  tiles.factors = nullptr;
+  tiles.top_k = 1;
+  set_rows(second, tiles, pairs, activated, inner, rows);
+
+  const auto compact = [](int64_t width) { return Rows{1, 1, width, 0, 0}; };
+  if (activation->is_gated()) {
+    gated.result = activated;
+    gated.input = rows;
+    gated.result_rows = compact(inner);
+    gated.input_rows = compact(2 * inner);
+    gated.num_rows = pairs;
+    gated.width = gated.up = inner;
+  } else {
+    elementwise.out = activated;
+    elementwise.input = rows;
+    elementwise.out_rows = elementwise.input_rows = compact(inner);
+    elementwise.num_rows = pairs;
+    elementwise.width = inner;
+  }
+  sum.rows = rows;
+  sum.row_stride = sum.width;
+  sum.token_stride = sum.width * sort.top_k;
+  sum.ids = {sort.places, sort.top_k, 1, false};
+}
+
+}  // namespace pykv
+
+using namespace pykv;
+
+pykv_status pykv_fused_moe(DLTensor* out, const DLTensor* x, const DLTensor* w1, const DLTensor* w2,
+                           const DLTensor* topk_weights, const DLTensor* topk_ids, const char* activation,
+                           const DLTensor* w1_bias, const DLTensor* w2_bias, const DLTensor* expert_map,
+                           const char* w1_format, const char* w2_format, bool apply_router_weight_on_input,
+                           double clamp_limit, double alpha, double beta, double situ_beta, double situ_linear_beta,
+                           DLTensor* workspace, void* stream) {
+  return guarded("fused_moe", [&](Call& call) {
+    FusedMoeArgs args{};
+    args.activation = &named_activation(activation);
+    const bool gated = args.activation->is_gated();
+    Dim tokens{"num_tokens"}, hidden{"hidden_size"}, experts{"num_experts of w1"}, width{"rows of w1"};
+    const Tensor from =
+        call.read("x", x).dtype({DType::kFloat16, DType::kBFloat16}).shape(tokens, hidden).contiguous_rows();
+    const Tensor to = call.write("out", out).like(from).shape(tokens, hidden).contiguous_rows().no_overlap_within();
+    args.first =
+        product_args(call, from, {"w1", "w1_format", "w1_bias", w1, w1_format, w1_bias}, experts, width, hidden);
+    if (gated && width % 2 != 0)
+      fail(PYKV_VALUE_ERROR, "w1: has two rows for each column of w2, and must have an even number, got %" PRId64,
+           static_cast<int64_t>(width));
+    Dim inner{gated ? "half the rows of w1" : "rows of w1", gated ? width / 2 : width};
+    args.second =
+        product_args(call, from, {"w2", "w2_format", "w2_bias", w2, w2_format, w2_bias}, experts, hidden, inner);
+
+    const int64_t num_experts = expert_map ? Tensor("expert_map", expert_map).numel() : experts;
+    SortPairsArgs& sort = args.sort =
+        pair_args(call, topk_ids, expert_map, expert_map ? "elements of expert_map" : "num_experts of w1", num_experts,
+                  experts, {"fused_moe: topk_ids", "fused_moe: expert_map"});
+    Dim pairs_tokens{"num_tokens", sort.num_tokens}, top_k{"topk", sort.top_k};
+    if (sort.num_tokens != tokens)
+      fail(PYKV_VALUE_ERROR, "topk_ids: dimension 0 must equal num_tokens = %" PRId64 ", got %" PRId64,
+           static_cast<int64_t>(tokens), sort.num_tokens);
+    const Tensor weights = call.read("topk_weights", topk_weights).shape(pairs_tokens, top_k).dtype({DType::kFloat32});
+    sort.block_size = pairs_of_tile(sort.num_pairs, num_experts);
+    const int64_t most = sort.num_pairs + std::min<int64_t>(sort.num_pairs, experts) * (sort.block_size - 1);
+    if (most > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "topk_ids: more than some 2^31 pairs are not supported");
+    sort.num_blocks = most / sort.block_size;
+    sort.capacity = sort.num_blocks * sort.block_size;
+    sort.sentinel = static_cast<int32_t>(sort.num_pairs);
+    sort.dropped_place = -1;
+
+    args.first.packed.x = from.data();
+    args.first.packed.x_stride = from.stride(0);
+    TileMap& first_map = args.first.packed.map;
+    if (apply_router_weight_on_input) {
+      first_map.factors = static_cast<const float*>(weights.data());
+      first_map.factors_token_stride = weights.stride(0);
+      first_map.factors_stride = weights.stride(1);
+    } else {
+      args.sum.weights = static_cast<const float*>(weights.data());
+      args.sum.weights_token_stride = weights.stride(0);
+      args.sum.weights_stride = weights.stride(1);
+    }
+    args.gated.dtype = args.gated.result_dtype = args.elementwise.dtype = from.type();
+    if (gated) args.activation->set(args.gated, {clamp_limit, alpha, beta, situ_beta, situ_linear_beta});
+    args.sum.dtype = to.type();
+    args.sum.out = to.data();
+    args.sum.out_stride = to.stride(0);
+    args.sum.num_tokens = tokens;
+    args.sum.top_k = top_k;
+    args.sum.width = hidden;
+    args.workspace_bytes = WorkspaceLayout(sort.num_pairs, experts, width, inner, hidden).bytes;
+    if (workspace) {
+      Tensor t = call.write("workspace", workspace).rank(1).dtype({DType::kUInt8}).contiguous();
+      if (t.numel() < args.workspace_bytes)
+        t.fail(PYKV_VALUE_ERROR, "%" PRId64 " bytes are needed, got %" PRId64, args.workspace_bytes, t.numel());
+      args.workspace = t.data();
+      if (reinterpret_cast<uintptr_t>(args.workspace) % 16 != 0)
+        t.fail(PYKV_VALUE_ERROR, "must be aligned to 16 bytes, got address %p", args.workspace);
+    }
+    if (tokens != 0 && hidden != 0) call.run(stream, args, fused_moe_cpu, PYKV_CUDA(fused_moe_cuda));
+  });
+}

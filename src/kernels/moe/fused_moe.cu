@@ -1,0 +1,45 @@
+// Five kernels, one after another on the stream.
+#include "cuda/launch.h"
+#include "moe/fused_moe.h"
+
+namespace pykv {
+namespace {
+
+void multiply(const ExpertProduct& product, const Launch& launch) {
+  if (product.n() == 0) return;
+  if (product.is_packed)
+    packed_gemm_cuda(product.packed, launch);
+  else
+    expert_gemm_cuda(product.plain, launch);
+}
+
+void run(const FusedMoeArgs& a, const Launch& launch) {
+  if (a.sort.num_pairs != 0) {
+    sort_pairs_cuda(a.sort, launch);
+    multiply(a.first, launch);
+    if (a.gated.width != 0) a.activation->gated_cuda(a.gated, launch);
+    if (a.elementwise.width != 0) a.activation->cuda(a.elementwise, launch);
+    multiply(a.second, launch);
+  }
+  sum_rows_cuda(a.sum, launch);
+}
+
+}  // namespace
+
+void fused_moe_cuda(const FusedMoeArgs& args, const Launch& launch) {
+  FusedMoeArgs a = args;
+  void* allocated = nullptr;
+  if (!args.workspace)
+    cuda_check(cudaMallocAsync(&allocated, static_cast<size_t>(args.workspace_bytes), stream_of(launch)),
+               "fused_moe: workspace");
+  a.use(args.workspace ? args.workspace : allocated);
+  try {
+    run(a, launch);
+  } catch (...) {
+    if (allocated) cudaFreeAsync(allocated, stream_of(launch));
+    throw;
+  }
+  if (allocated) cuda_check(cudaFreeAsync(allocated, stream_of(launch)), "fused_moe: workspace");
+}
+
+}  // namespace pykv

@@ -1,0 +1,243 @@
+"""A layer of experts against one in float64."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from gemm.weights import Weight, awq, fp8, gguf, gptq, integers, mxfp4, nf4, nvfp4
+from moe import reference
+from moe.inputs import random
+from rows import name_of, padded
+
+import pykv
+from pykv.gemm import stack_packed
+from pykv.moe import fused_moe_workspace_size
+from pykv.packed_weight import PackedWeight
+
+HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+dtypes = pytest.mark.parametrize("dtype", HALVES, ids=name_of)
+GATED = ["silu", "silu_with_clamp", "swigluoai_uninterleave", "gelu", "gelu_tanh", "situ", "swigluoai", "swiglustep"]
+ALONE = ["silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul"]
+NUMBERS = {"clamp_limit": 1.5, "alpha": 1.7, "beta": 0.5}
+
+
+def normal(seed: int, *shape: int, dtype: Any, size: float = 1.0) -> np.ndarray:
+    return (random(seed).standard_normal(shape) * size).astype(dtype)
+
+
+def routed(tokens: int, k: int, experts: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.argsort(random(seed).random((tokens, experts)), axis=1)[:, :k].astype(np.int32)
+    return random(seed + 1).uniform(0.1, 0.7, (tokens, k)).astype(np.float32), ids
+
+
+def layer(dtype: Any, experts: int, hidden: int, inner: int, gated: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """``h`` and ``y`` are about 1."""
+    rows = 2 * inner if gated else inner
+    w1 = normal(3, experts, rows, hidden, dtype=dtype, size=max(hidden, 1) ** -0.5)
+    return w1, normal(4, experts, hidden, inner, dtype=dtype, size=max(inner, 1) ** -0.5)
+
+
+def run(array: Any, x: np.ndarray, w1: Any, w2: Any, weights: Any, ids: Any, out: Any = None, **options: Any) -> Any:
+    made = array.output(np.full(x.shape, np.nan, x.dtype) if out is None else out)
+    arrays = {k: array.input(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+    pykv.fused_moe(made, *map(array.input, (x, w1, w2, weights, ids)), **arrays)
+    return array.numpy(made)
+
+
+def compare(out: np.ndarray, exact: np.ndarray, size: np.ndarray) -> None:
+    """What lies between the products may be rounded to a neighbour of what the reference has there."""
+    eps = float(ml_dtypes.finfo(out.dtype).eps)
+    error = np.abs(out.astype(np.float64) - exact)
+    assert (error <= 2 * eps * size + 1e-6).all(), (error / (size * eps + 1e-30)).max()
+    assert np.linalg.norm(error) <= eps * np.linalg.norm(exact) + 1e-6
+
+
+def check(array: Any, x: np.ndarray, w1: Any, w2: Any, weights: Any, ids: Any, **options: Any) -> None:
+    known = {k.replace("apply_router_weight_on_input", "on_input"): v for k, v in options.items()}
+    compare(run(array, x, w1, w2, weights, ids, **options), *reference.experts(x, w1, w2, weights, ids, **known))
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("tokens", "k", "experts", "hidden", "inner"),
+    [
+        (0, 2, 4, 64, 32),
+        (1, 2, 4, 64, 32),
+        (1, 8, 64, 256, 96),
+        (5, 1, 3, 136, 72),
+        (9, 2, 3, 37, 21),
+        (33, 4, 8, 520, 40),
+        (70, 3, 5, 72, 264),
+        (6, 2, 700, 16, 8),
+        (2, 3, 4, 0, 8),
+        (3, 2, 4, 24, 0),
+        (3, 0, 4, 24, 8),
+    ],
+)
+def test_sizes(array, dtype, tokens, k, experts, hidden, inner):
+    x, (weights, ids) = normal(0, tokens, hidden, dtype=dtype), routed(tokens, k, experts)
+    check(array, x, *layer(dtype, experts, hidden, inner), weights, ids)
+
+
+@dtypes
+@pytest.mark.parametrize("activation", [*GATED, *ALONE])
+@pytest.mark.parametrize("on_input", [False, True])
+def test_activations_and_biases(array, dtype, activation, on_input):
+    x, (weights, ids) = normal(0, 7, 96, dtype=dtype), routed(7, 3, 6)
+    w1, w2 = layer(dtype, 6, 96, 40, activation in GATED)
+    options = {"w1_bias": normal(5, 6, len(w1[0]), dtype=dtype), "w2_bias": normal(6, 6, 96, dtype=dtype)}
+    options |= NUMBERS | {"activation": activation, "apply_router_weight_on_input": on_input}
+    check(array, x, w1, w2, weights, ids, **options)
+
+
+@dtypes
+@pytest.mark.parametrize("id_dtype", [np.int32, np.int64])
+def test_experts_of_other_ranks(array, dtype, id_dtype):
+    """And ids of none."""
+    x, (weights, ids) = normal(0, 20, 64, dtype=dtype), routed(20, 4, 16)
+    ids[::3, 1] = -1
+    ids[5] = -7
+    expert_map = np.where(np.arange(16) % 4 == 1, np.arange(16) // 4, -1).astype(id_dtype)
+    check(array, x, *layer(dtype, 4, 64, 24), weights, ids.astype(id_dtype), expert_map=expert_map)
+
+
+def test_ids_out_of_range(array):
+    x, (weights, ids) = normal(0, 5, 64, dtype=np.float16), routed(5, 2, 4)
+    w1, w2 = layer(np.float16, 4, 64, 24)
+    ids[3, 1] = 4
+    with array.reports("fused_moe: topk_ids: 4 is out of range"):
+        out = array.output(np.zeros_like(x))
+        pykv.fused_moe(out, *map(array.input, (x, w1, w2, weights, ids)))
+    compare(array.numpy(out), *reference.experts(x, w1, w2, weights, ids))
+    ids[3, 1] = 0
+    expert_map = np.array([0, 1, 2, 4], np.int32)
+    with array.reports("fused_moe: expert_map: 4 is out of range"):
+        pykv.fused_moe(out, *map(array.input, (x, w1, w2, weights, ids)), expert_map=array.input(expert_map))
+    known = np.array([0, 1, 2, -1])
+    compare(array.numpy(out), *reference.experts(x, w1, w2, weights, ids, expert_map=known))
+
+
+@dtypes
+def test_a_token_has_the_same_bits_among_any_others(array, dtype):
+    x, (weights, ids) = normal(0, 400, 264, dtype=dtype), routed(400, 2, 6)
+    w1, w2 = layer(dtype, 6, 264, 200)
+    bits = f"u{x.itemsize}"
+    whole = run(array, x, w1, w2, weights, ids).view(bits)
+    for first, tokens in ((0, 1), (3, 5), (17, 20), (50, 60), (200, 111)):
+        some = slice(first, first + tokens)
+        part = run(array, x[some], w1, w2, weights[some], ids[some])
+        np.testing.assert_array_equal(part.view(bits), whole[some])
+    crowded = np.concatenate([ids[:3], np.full((200, 2), ids[0, 0])])  # most go to one expert
+    part = run(array, x[:203], w1, w2, weights[:203], crowded)
+    np.testing.assert_array_equal(part[:3].view(bits), whole[:3])
+
+
+def stacked(make: Any, experts: int) -> tuple[PackedWeight, np.ndarray]:
+    made: list[Weight] = [make(seed=seed) for seed in range(experts)]
+    return stack_packed([w for w, _ in made]), np.stack([decoded for _, decoded in made])
+
+
+PACKED = {
+    "int4": partial(integers, group_size=32, zeros=False),
+    "int4 with zeros": partial(integers, group_size=32),
+    "int8": partial(integers, group_size=64, bits=8, dtype=np.float32),
+    "awq": partial(awq, group_size=32),
+    "fp8": fp8,
+    "fp8 in blocks": partial(fp8, block=(128, 128)),
+    "nvfp4": nvfp4,
+    "mxfp4": mxfp4,
+}
+
+
+@dtypes
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("tokens", [1, 6, 30])
+def test_packed(array, dtype, name, tokens):
+    (first, w1), (second, w2) = (stacked(partial(PACKED[name], *shape), 5) for shape in ((128, 192), (192, 64)))
+    # of the size of those of other tests
+    scale = 1 / (np.std(w1) * 192**0.5)
+    x, (weights, ids) = normal(0, tokens, 192, dtype=dtype, size=scale), routed(tokens, 2, 5)
+    bias = normal(5, 5, 128, dtype=dtype)
+    formats = {"w1_format": first.format, "w2_format": second.format}
+    out = run(array, x, first.data, second.data, weights, ids, w1_bias=bias, **formats)
+    compare(out, *reference.experts(x, w1, w2, weights, ids, w1_bias=bias))
+
+
+def act_order(seed: int) -> Weight:
+    return gptq(40, 256, 4, group_of=random(seed).permutation(256) // 64, seed=seed)
+
+
+OTHERS = {"act-order": act_order, "nf4": partial(nf4, 50, 192), **{f"gguf {t}": partial(gguf, t) for t in (12, 14, 23)}}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_packed_beside_plain(array, name):
+    """Columns in another order, two levels of scales, and tables: of the experts that are meant."""
+    first, w1 = stacked(OTHERS[name], 3)
+    _, n, k = w1.shape
+    w2 = normal(4, 3, k, n, dtype=np.float16, size=n**-0.5)
+    x, (weights, ids) = normal(0, 9, k, dtype=np.float16, size=0.1), routed(9, 2, 3)
+    out = run(array, x, first.data, w2, weights, ids, w1_format=first.format, activation="silu_no_mul")
+    if name == "nf4":
+        w1 = w1.astype(np.float16).astype(np.float64)  # more than its table is
+    compare(out, *reference.experts(x, w1, w2, weights, ids, "silu_no_mul"))
+
+
+@dtypes
+def test_strides_and_workspace(array, dtype):
+    x, (weights, ids) = padded(normal(0, 12, 72, dtype=dtype), 1, 9), routed(12, 3, 5)
+    w1, w2 = (padded(w, 2, 8) for w in layer(dtype, 5, 72, 40))
+    out = padded(np.zeros((12, 72), dtype), 2, 3)
+    size = fused_moe_workspace_size(12, 3, 5, 80, 40, 72)
+    workspace = array.output(np.full(size, 255, np.uint8))
+    wide = np.full((12, 5), 9, np.int64)
+    wide[:, 1:4] = ids
+    options = {"workspace": workspace, "apply_router_weight_on_input": True}
+    result = run(array, x, w1, w2, padded(weights, 1, 2), wide[:, 1:4], out, **options)
+    compare(result, *reference.experts(x, w1, w2, weights, ids, on_input=True))
+    small = array.output(np.zeros(size - 256, np.uint8))
+    with pytest.raises(ValueError, match=rf"fused_moe: workspace: {size} bytes are needed, got {size - 256}"):
+        run(array, x, w1, w2, weights, ids, workspace=small)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": np.zeros((3, 65), np.float16)}, ValueError, "out: dimension 1 must equal hidden_size = 65"),
+        ({"x": np.zeros((3, 64), np.float32)}, TypeError, "x: dtype must be float16 or bfloat16, got float32"),
+        ({"w1": np.zeros((4, 47, 64), np.float16)}, ValueError, "w1: has two rows for each column of w2"),
+        ({"w1": np.zeros((4, 48, 63), np.float16)}, ValueError, "w1: dimension 2 must equal hidden_size = 64"),
+        ({"w2": np.zeros((3, 64, 24), np.float16)}, ValueError, "w2: dimension 0 must equal num_experts of w1 = 4"),
+        ({"w2": np.zeros((4, 64, 25), np.float16)}, ValueError, "w2: dimension 2 must equal half the rows of w1 = 24"),
+        ({"topk_ids": np.zeros((4, 2), np.int32)}, ValueError, "topk_ids: dimension 0 must equal num_tokens = 3"),
+        ({"topk_weights": np.zeros((3, 1), np.float32)}, ValueError, "topk_weights: dimension 1 must equal topk = 2"),
+        ({"topk_weights": np.zeros((3, 2), np.float16)}, TypeError, "topk_weights: dtype must be float32"),
+        ({"activation": "swish"}, ValueError, "activation: must be one of silu, silu_with_clamp, .*, got 'swish'"),
+        ({"w1_bias": np.zeros((4, 47), np.float16)}, ValueError, "w1_bias: dimension 1 must equal rows of w1 = 48"),
+        ({"w1_format": "u4.f16.none.n48.k64.g32.p64"}, TypeError, "w1: dtype must be uint8"),
+        (
+            {"w1_format": "u4.f16.none.n48.k65.g32.p128", "w1": np.zeros((4, 3584), np.uint8)},
+            ValueError,
+            "w1",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(change, error, message):
+    given = {
+        "x": np.zeros((3, 64), np.float16),
+        "w1": np.zeros((4, 48, 64), np.float16),
+        "w2": np.zeros((4, 64, 24), np.float16),
+        "topk_weights": np.zeros((3, 2), np.float32),
+        "topk_ids": np.zeros((3, 2), np.int32),
+    }
+    with pytest.raises(error, match=message):
+        pykv.fused_moe(np.zeros((3, 64), np.float16), **given | change)
+
+
+def test_stacked_weights_are_of_one_format():
+    with pytest.raises(ValueError, match=r"weights: must be of one format, got \['"):
+        stack_packed([integers(32, 64)[0], integers(32, 128)[0]])
