@@ -27,7 +27,7 @@ TITLES = {
     "embedding": "Embedding",
     "moe": "Mixture of experts",
     "dequantization": "Dequantisation",
-    "gemm": "Products with packed weights",
+    "gemm": "Matrix products",
     "sampling": "Sampling",
     "base": "C: conventions and errors",
     "cpu": "C: the CPU",

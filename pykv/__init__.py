@@ -69,7 +69,7 @@ from pykv.dequantization import (
     permute_cols,
 )
 from pykv.embedding import VocabShard, masked_embedding, vocab_shard
-from pykv.gemm import PackedWeight, packed_gemm
+from pykv.gemm import PackedWeight, cutlass_scaled_mm, cutlass_scaled_mm_azp, packed_gemm
 from pykv.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from pykv.mla import (
     concat_and_cache_mla,
@@ -198,6 +198,8 @@ __all__ = [
     "cp_gather_and_upconvert_nvfp4_kv_cache",
     "cp_gather_cache",
     "cp_gather_indexer_k_quant_cache",
+    "cutlass_scaled_mm",
+    "cutlass_scaled_mm_azp",
     "dual_chunk_rotary_embedding",
     "dynamic_per_token_scaled_fp8_quant",
     "dynamic_scaled_fp8_quant",

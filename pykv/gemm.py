@@ -1,4 +1,4 @@
-"""Matrix products with packed weights.
+"""Matrix products with packed weights, and of 8-bit matrices with scales.
 
 A weight is packed once, on the host, by the function of its source, such as ``w = pack_awq(qweight, qzeros, scales)``.
 Then ``pykv.packed_gemm(out, x, w.data, w.format)`` is ``out = x @ W.T``.  Any sizes will do.
@@ -20,6 +20,8 @@ from pykv.packed_weight import Factor, Host, PackedWeight, assemble, float32, ho
 __all__ = [
     "NF4",
     "PackedWeight",
+    "cutlass_scaled_mm",
+    "cutlass_scaled_mm_azp",
     "pack_awq",
     "pack_fp8",
     "pack_gguf",
@@ -67,6 +69,86 @@ def packed_gemm(
 
     Raises:
         ValueError: shapes, strides, devices or the format do not fit.
+        TypeError: dtypes do not fit.
+    """
+
+
+@Rule
+def _scaled_product(arguments: Mapping[str, Any]) -> Spec:
+    bias = arguments["bias"]
+    shape = (arguments["a"].shape[0], arguments["b"].shape[1])
+    return Spec(shape, "bfloat16" if bias is None else bias.dtype)
+
+
+@operation(out=_scaled_product)
+def cutlass_scaled_mm(
+    out: Array,
+    a: Array,
+    b: Array,
+    a_scales: Array,
+    b_scales: Array,
+    bias: Array | None = None,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Multiply 8-bit matrices with scales: ``out = a_scales * (b_scales * (a @ b)) + bias``, rounded once.
+
+    Sums of int8 are exact.  Those of float8_e4m3fn are fp32 over blocks of 128 of ``k``, added in order: a row
+    of ``out`` has the same bits however many rows there are.
+
+    Scales of blocks: ``out = sum(a_scales[:, i] * b_scales[i, n // 128] * (a @ b over block i)) + bias``.  They are
+    meant where the scales have not one element, or one for each row and column.
+
+    Args:
+        out: ``[num_rows, n]`` float32, float16 or bfloat16; written.  The elements of a row lie side by side, rows
+            may be strided.  The functional forms make the dtype of ``bias``, or bfloat16.
+        a: ``[num_rows, k]`` float8_e4m3fn (or uint8, which holds it) or int8; rows may be strided.
+        b: ``[k, n]``, dtype of ``a``, any strides.  It is read fastest where the elements of a column lie side by
+            side, as in ``w.T`` of a contiguous weight ``[n, k]``, and ``k`` is a multiple of 16.
+        a_scales: float32, one element or ``num_rows``; or of blocks, ``[num_rows, ceil(k / 128)]`` float32 or uint8,
+            then ``2 ** (byte - 127)``.  Any strides.
+        b_scales: float32, one element or ``n``; or of blocks, ``[ceil(k / 128), ceil(n / 128)]`` float32 or uint8.
+        bias: ``[n]``, dtype of ``out``.  ``None``: none.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit.
+        TypeError: dtypes do not fit.
+    """
+
+
+@operation(out=_scaled_product)
+def cutlass_scaled_mm_azp(
+    out: Array,
+    a: Array,
+    b: Array,
+    a_scales: Array,
+    b_scales: Array,
+    azp_adj: Array,
+    azp: Array | None = None,
+    bias: Array | None = None,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Multiply int8 matrices where ``a`` has zero points.
+
+    ``out = a_scales * (b_scales * (a @ b - azp * azp_adj)) + bias``, of which the inner brackets are exact.
+
+    Args:
+        out: ``[num_rows, n]`` float32, float16 or bfloat16; written.  The elements of a row lie side by side, rows
+            may be strided.  The functional forms make the dtype of ``bias``, or bfloat16.
+        a: ``[num_rows, k]`` int8; rows may be strided.
+        b: ``[k, n]`` int8, any strides, as in :func:`cutlass_scaled_mm`.
+        a_scales: float32, one element or ``num_rows``.
+        b_scales: float32, one element or ``n``.
+        azp_adj: ``[n]`` int32: sums of the columns of ``b``; where ``azp`` is ``None``, these times the zero point
+            of all.
+        azp: ``[num_rows]`` or ``[num_rows, 1]`` int32: the zero point of each row.
+        bias: ``[n]``, dtype of ``out``.  ``None``: none.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit.
         TypeError: dtypes do not fit.
     """
 

@@ -55,6 +55,10 @@ __all__ = [
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_cache",
     "cp_gather_indexer_k_quant_cache",
+    "cutlass_scaled_mm",
+    "cutlass_scaled_mm_azp",
+    "cutlass_scaled_mm_supports_block_fp8",
+    "cutlass_scaled_mm_supports_fp8",
     "fused_add_rms_norm",
     "fused_qk_norm_rope",
     "fused_qknorm_rope_cache",
@@ -124,6 +128,47 @@ def ggml_dequantize(W: Array, quant_type: int, m: int, n: int, dtype: Any = None
     out = empty_beside(W, (m, n), "float16" if dtype is None else _name_of(dtype))
     pykv.ggml_dequantize(out, W, quant_type)
     return out
+
+
+def cutlass_scaled_mm(
+    a: Any, b: Array, scale_a: Array, scale_b: Array, out_dtype: Any, bias: Array | None = None
+) -> Any:
+    """:func:`pykv.cutlass_scaled_mm`; returns ``[..., n]`` of ``out_dtype``.  Any ``k`` and ``n`` will do."""
+    out, rows = _product(a, b, out_dtype)
+    pykv.cutlass_scaled_mm(out, rows, b, scale_a, scale_b, bias)
+    return out.reshape(*spec_of(a).shape[:-1], spec_of(b).shape[1])
+
+
+def cutlass_scaled_mm_azp(
+    a: Any,
+    b: Array,
+    scale_a: Array,
+    scale_b: Array,
+    out_dtype: Any,
+    azp_adj: Array,
+    azp: Array | None = None,
+    bias: Array | None = None,
+) -> Any:
+    """:func:`pykv.cutlass_scaled_mm_azp`; returns ``[..., n]`` of ``out_dtype``."""
+    out, rows = _product(a, b, out_dtype)
+    pykv.cutlass_scaled_mm_azp(out, rows, b, scale_a, scale_b, azp_adj, azp, bias)
+    return out.reshape(*spec_of(a).shape[:-1], spec_of(b).shape[1])
+
+
+def _product(a: Any, b: Array, out_dtype: Any) -> tuple[Any, Any]:
+    """Where it goes, with the leading dimensions of ``a`` as one."""
+    rows = a.reshape(-1, a.shape[-1]) if a.ndim != 2 else a
+    return empty_beside(a, (rows.shape[0], spec_of(b).shape[1]), _name_of(out_dtype)), rows
+
+
+def cutlass_scaled_mm_supports_fp8(cuda_device_capability: int) -> bool:
+    """Whether :func:`cutlass_scaled_mm` takes fp8 there: from 8.0 (80) on, where pykv's kernels run."""
+    return cuda_device_capability >= 80
+
+
+def cutlass_scaled_mm_supports_block_fp8(cuda_device_capability: int) -> bool:
+    """The same, with scales of blocks."""
+    return cuda_device_capability >= 80
 
 
 def hadacore_transform(x: Array, inplace: bool = True) -> Any:

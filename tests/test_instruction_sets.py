@@ -41,7 +41,10 @@ SOME = {
         "format or books or awq or gptq or mx or fp4 or any or orders",
     ),
     "embedding": (["embedding/test_masked_embedding.py"], "any or tables"),
-    "gemm": (["gemm/test_packed_gemm.py"], "sources or bits or any"),
+    "gemm": (
+        ["gemm/test_packed_gemm.py", "gemm/test_scaled_mm.py"],
+        "sources or bits or any or blocks or dtypes or points or nan or exact",
+    ),
     "sampling": (
         ["sampling/test_top_k_per_row.py", "sampling/test_apply_repetition_penalties.py"]
         + ["sampling/test_sample.py", "sampling/test_row_filter.py"]

@@ -17,6 +17,8 @@ from pykv import cp_gather_and_upconvert_fp8_kv_cache as cp_gather_and_upconvert
 from pykv import cp_gather_and_upconvert_nvfp4_kv_cache as cp_gather_and_upconvert_nvfp4_kv_cache
 from pykv import cp_gather_cache as cp_gather_cache
 from pykv import cp_gather_indexer_k_quant_cache as cp_gather_indexer_k_quant_cache
+from pykv import cutlass_scaled_mm as cutlass_scaled_mm
+from pykv import cutlass_scaled_mm_azp as cutlass_scaled_mm_azp
 from pykv import dual_chunk_rotary_embedding as dual_chunk_rotary_embedding
 from pykv import dynamic_per_token_scaled_fp8_quant as dynamic_per_token_scaled_fp8_quant
 from pykv import dynamic_scaled_fp8_quant as dynamic_scaled_fp8_quant

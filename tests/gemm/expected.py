@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from dequantization import reference as packed
+from gemm.scaled import E4M3, product
 
 from pykv._tools.samples._arrays import floats
 from pykv._tools.samples.dequantization import packed_words
@@ -21,4 +22,17 @@ def packed_gemm(a: Any) -> Results:
     return {"out": a.x.astype(np.float64) @ weight + a.bias.astype(np.float64)}
 
 
-EXPECTED: dict[str, Callable[[Any], Results]] = {"packed_gemm": packed_gemm}
+def scaled_mm(a: Any) -> Results:
+    codes = a.a.view(E4M3), np.ascontiguousarray(a.b.T).view(E4M3).T
+    return {"out": product(*codes, a.a_scales, a.b_scales, a.bias)}
+
+
+def scaled_mm_azp(a: Any) -> Results:
+    return {"out": product(a.a, a.b, a.a_scales, a.b_scales, a.bias, a.azp_adj, a.azp)}
+
+
+EXPECTED: dict[str, Callable[[Any], Results]] = {
+    "packed_gemm": packed_gemm,
+    "cutlass_scaled_mm": scaled_mm,
+    "cutlass_scaled_mm_azp": scaled_mm_azp,
+}

@@ -18,7 +18,9 @@ Isa cpu_isa() {
           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
           __builtin_cpu_supports("avx512cd")) {
         best = Isa::kAvx512;
-        if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) best = Isa::kAvx512Bf16;
+        if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
+            __builtin_cpu_supports("avx512vnni"))
+          best = Isa::kAvx512Bf16;
       }
     }
     if (const char* wanted = std::getenv("PYKV_ISA")) {

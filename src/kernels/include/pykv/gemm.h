@@ -1,4 +1,4 @@
-/* pykv: matrix products with packed weights.
+/* pykv: matrix products with packed weights, and of 8-bit matrices with scales.
  *
  * Weights are packed beforehand, by pykv.gemm.pack_* in Python: into one array of bytes that can be saved and mapped, the same
  * for CPU and CUDA, and a format, a line of text such as "u4.f16.zero.n4096.k4096.g128.p4096".
@@ -34,5 +34,29 @@
  *   bias    [n], dtype of x, or NULL  */
 PYKV_API pykv_status pykv_packed_gemm(DLTensor* out, const DLTensor* x, const DLTensor* weight, const char* format,
                                       const DLTensor* bias, void* stream);
+
+/* out = (a_scales b_scales) (a b) + bias with 8-bit a and b, rounded once: a_scale (b_scale sum) + bias in fp32.  Sums of int8 are
+ * exact (int32).  Those of float8_e4m3fn are fp32 over blocks of 128 of k, and a row of out has the same bits however many rows there are.
+ *   out       [num_rows, n]  float32 | float16 | bfloat16; the elements of a row lie side by side; shares no memory with the others
+ *   a         [num_rows, k]  float8_e4m3fn (or uint8, which holds it) | int8; the elements of a row lie side by side
+ *   b         [k, n]         as a, any strides.  Fast where the elements of a column lie side by side, columns and rows of a
+ *             begin at multiples of 16 bytes
+ *   a_scales  float32, 1 element or num_rows
+ *   b_scales  float32, 1 element or n
+ *   bias      [n], dtype of out, or NULL
+ * Or both scales are those of blocks: out = sum over blocks of k of a_scale b_scale (a b of the block) + bias
+ *   a_scales  [num_rows, ceil(k / 128)]         float32 | uint8 (e8m0: 2^(byte - 127), 255 is NaN); any strides
+ *   b_scales  [ceil(k / 128), ceil(n / 128)]    the same  */
+PYKV_API pykv_status pykv_cutlass_scaled_mm(DLTensor* out, const DLTensor* a, const DLTensor* b,
+                                            const DLTensor* a_scales, const DLTensor* b_scales, const DLTensor* bias,
+                                            void* stream);
+
+/* The same of int8 with zero points of a: out = (a_scales b_scales) (a b - azp azp_adj) + bias.  Scales of blocks are refused.
+ *   azp_adj  [n] int32: sums of the columns of b; without azp these times the one zero point
+ *   azp      [num_rows] or [num_rows, 1] int32: zero points of rows; or NULL  */
+PYKV_API pykv_status pykv_cutlass_scaled_mm_azp(DLTensor* out, const DLTensor* a, const DLTensor* b,
+                                                const DLTensor* a_scales, const DLTensor* b_scales,
+                                                const DLTensor* azp_adj, const DLTensor* azp, const DLTensor* bias,
+                                                void* stream);
 
 #endif /* PYKV_GEMM_H_ */

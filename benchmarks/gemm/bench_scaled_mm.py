@@ -1,0 +1,88 @@
+"""Products of 8-bit matrices with scales: matrices of large models.
+
+torch's own product is timed beside, where torch has CUDA and is what makes arrays.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import pykv
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from timing import Call, Case, Device, main
+
+SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192)]
+ROWS = [1, 16, 64, 256, 1024, 8192]
+# name -> dtype of the codes, whether scales are those of blocks, shapes
+FORMS: dict[str, tuple[str, bool, list[tuple[int, int]]]] = {
+    "fp8": ("float8_e4m3fn", False, SHAPES),
+    "fp8 in blocks": ("float8_e4m3fn", True, SHAPES),
+    "int8": ("int8", False, SHAPES[:2]),
+}
+
+
+@cache
+def codes(dtype: str, rows: int, columns: int) -> npt.NDArray[Any]:
+    rng = np.random.default_rng(0)
+    some = rng.integers(0, 256, 1 << 22, np.uint8)
+    if dtype != "int8":
+        some = np.where((some & 0x7F) >= 0x60, some & 0x9F, some)  # none of the largest, and no NaN
+    return np.resize(some, (rows, columns)).view(np.int8 if dtype == "int8" else np.uint8)
+
+
+def arrays(form: str, n: int, k: int, rows: int, device: Device) -> tuple[Any, Any, Any, Any]:
+    dtype, blocks, _ = FORMS[form]
+    a, w = (device.array(codes(dtype, size, k)) for size in (rows, n))
+    of_a, of_b = ((rows, k // 128), (k // 128, n // 128)) if blocks else ((rows, 1), (1, n))
+    return a, w.T, device.random(of_a, "float32"), device.random(of_b, "float32")
+
+
+def product(form: str, n: int, k: int, rows: int, dtype: str, device: Device) -> Call:
+    operands, out = arrays(form, n, k, rows, device), device.random((rows, n), dtype)
+    return lambda: pykv.cutlass_scaled_mm(out, *operands)
+
+
+def of_torch(n: int, k: int, rows: int, dtype: str, device: Device) -> Call:
+    import torch
+
+    a, b, of_a, of_b = (torch.as_tensor(x) for x in arrays("fp8", n, k, rows, device))
+    a, b = a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn)
+    out = torch.empty((rows, n), dtype=getattr(torch, dtype), device=a.device)
+    return lambda: torch._scaled_mm(a, b, of_a, of_b, out_dtype=out.dtype, out=out)
+
+
+def has_torch() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.is_available())
+
+
+def cases(dtypes: list[str]) -> Iterator[Case]:
+    for dtype in dtypes:
+        for form, (_, _, shapes) in FORMS.items():
+            for n, k in shapes:
+                for rows in ROWS:
+                    written = 2 * rows * n * (2 if dtype == "float32" else 1)
+                    size = {"n": n, "k": k, "tokens": rows}
+                    moved = k * (n + rows) + written
+                    make = partial(product, form, n, k, rows, dtype)
+                    yield Case(f"cutlass_scaled_mm {form}", size, dtype, moved, make, written)
+                    if form == "fp8" and dtype == "bfloat16" and has_torch():
+                        yield Case(
+                            "torch._scaled_mm", size, dtype, moved, partial(of_torch, n, k, rows, dtype), written
+                        )
+
+
+if __name__ == "__main__":
+    main(cases)

@@ -1,0 +1,137 @@
+#include "gemm/scaled_mm.h"
+
+#include <cinttypes>
+
+#include "core/call.h"
+#include "pykv/gemm.h"
+
+namespace pykv {
+namespace {
+
+// Scales that are one for all, or one for each of `count`.
+bool is_vector(const Tensor& t, int64_t count) {
+  if (t.numel() != 1 && t.numel() != count) return false;
+  int long_axes = 0;
+  for (int i = 0; i < t.ndim(); ++i) long_axes += t.size(i) != 1;
+  return long_axes <= 1;
+}
+
+int64_t stride_of_vector(const Tensor& t) {
+  for (int i = 0; i < t.ndim(); ++i)
+    if (t.size(i) != 1) return t.stride(i);
+  return 0;
+}
+
+class Product {
+ public:
+  ScaledMmArgs args{};
+  Dim m{"num_rows"}, n{"n"}, k{"k"};
+
+  Product(Call& call, DLTensor* out, const DLTensor* a, const DLTensor* b, std::initializer_list<DType> types)
+      : call_(call), a_(call.read("a", a)), b_(call.read("b", b)), out_(call.write("out", out)) {
+    a_.dtype(types).shape(m, k).contiguous_rows();
+    args.is_int8 = a_.type() == DType::kInt8;
+    if (args.is_int8) {
+      b_.like(a_);
+    } else {
+      b_.dtype({DType::kFloat8E4M3, DType::kUInt8});
+    }
+    b_.shape(k, n);
+    out_.dtype(kFloats).shape(m, n).contiguous_rows().no_overlap_within();
+    args.out_dtype = out_.type();
+    args.a = static_cast<const uint8_t*>(a_.data());
+    args.b = static_cast<const uint8_t*>(b_.data());
+    args.out = out_.data();
+    args.m = m;
+    args.n = n;
+    args.k = k;
+    args.a_stride = a_.stride(0);
+    args.b_along_k = b_.stride(0);
+    args.b_along_n = b_.stride(1);
+    args.out_stride = out_.stride(0);
+  }
+
+  void scales(const DLTensor* of_a, const DLTensor* of_b) {
+    Tensor a = call_.read("a_scales", of_a), b = call_.read("b_scales", of_b);
+    if (is_vector(a, m) && is_vector(b, n)) {
+      a.dtype({DType::kFloat32});
+      b.dtype({DType::kFloat32});
+      args.a_scales = {a.data(), stride_of_vector(a), 0, false};
+      args.b_scales = {b.data(), stride_of_vector(b), 0, false};
+      return;
+    }
+    if (a.ndim() != 2 || b.ndim() != 2) {
+      const bool of_rows = !is_vector(a, m);
+      (of_rows ? a : b)
+          .fail(PYKV_VALUE_ERROR,
+                "must have 1 or %s = %" PRId64
+                " elements, or both scales be those of blocks of 128, [num_rows, blocks of "
+                "k] and [blocks of k, blocks of n], got shape %s",
+                of_rows ? "num_rows" : "n", of_rows ? int64_t{m} : int64_t{n},
+                (of_rows ? a : b).shape_string().c_str());
+    }
+    Dim k_blocks{"blocks of k", args.blocks()},
+        n_blocks{"blocks of n", (n + ScaledMmArgs::kBlock - 1) / ScaledMmArgs::kBlock};
+    a.dtype({DType::kFloat32, DType::kUInt8}).shape(m, k_blocks);
+    b.dtype({DType::kFloat32, DType::kUInt8}).shape(k_blocks, n_blocks);
+    args.in_blocks = true;
+    args.a_scales = {a.data(), a.stride(0), a.stride(1), a.type() == DType::kUInt8};
+    args.b_scales = {b.data(), b.stride(1), b.stride(0), b.type() == DType::kUInt8};
+  }
+
+  void bias(const DLTensor* bias) {
+    if (bias) args.bias = call_.read("bias", bias).like(out_).shape(n).contiguous_rows().data();
+  }
+
+  // Zero points: those of columns, and of rows.
+  void zero_points(const DLTensor* azp_adj, const DLTensor* azp) {
+    const Tensor adj = call_.read("azp_adj", azp_adj).dtype({DType::kInt32}).shape(n);
+    args.azp_adj = static_cast<const int32_t*>(adj.data());
+    args.azp_adj_stride = adj.stride(0);
+    if (!azp) return;
+    Tensor rows = call_.read("azp", azp).dtype({DType::kInt32}).rank_between(1, 2).dim(0, m);
+    if (rows.numel() != m)
+      rows.fail(PYKV_VALUE_ERROR, "must have num_rows = %" PRId64 " elements, got shape %s", int64_t{m},
+                rows.shape_string().c_str());
+    args.azp = static_cast<const int32_t*>(rows.data());
+    args.azp_stride = rows.stride(0);
+  }
+
+  void run(void* stream) {
+    if (args.m == 0 || args.n == 0) return;
+    call_.run(stream, args, scaled_mm_cpu, PYKV_CUDA(scaled_mm_cuda));
+  }
+
+ private:
+  Call& call_;
+  Tensor a_, b_, out_;
+};
+
+}  // namespace
+}  // namespace pykv
+
+using namespace pykv;
+
+pykv_status pykv_cutlass_scaled_mm(DLTensor* out, const DLTensor* a, const DLTensor* b, const DLTensor* a_scales,
+                                   const DLTensor* b_scales, const DLTensor* bias, void* stream) {
+  return guarded("cutlass_scaled_mm", [&](Call& call) {
+    Product product(call, out, a, b, {DType::kFloat8E4M3, DType::kInt8, DType::kUInt8});
+    product.scales(a_scales, b_scales);
+    product.bias(bias);
+    product.run(stream);
+  });
+}
+
+pykv_status pykv_cutlass_scaled_mm_azp(DLTensor* out, const DLTensor* a, const DLTensor* b, const DLTensor* a_scales,
+                                       const DLTensor* b_scales, const DLTensor* azp_adj, const DLTensor* azp,
+                                       const DLTensor* bias, void* stream) {
+  return guarded("cutlass_scaled_mm_azp", [&](Call& call) {
+    Product product(call, out, a, b, {DType::kInt8});
+    product.scales(a_scales, b_scales);
+    if (product.args.in_blocks)
+      fail(PYKV_VALUE_ERROR, "a_scales: must be one, or one for each row: with zero points there are no blocks");
+    product.zero_points(azp_adj, azp);
+    product.bias(bias);
+    product.run(stream);
+  });
+}

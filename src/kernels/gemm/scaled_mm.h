@@ -1,0 +1,43 @@
+// out = a_scales b_scales (a b) + bias with 8-bit a and b.  The idea behind pykv_cutlass_scaled_mm and _azp.
+//
+// Products are exact.  Those of int8 are summed in int32, exactly; those of float8_e4m3fn by the machine's own instruction over
+// blocks of 128 of k, whose sums are added in fp32, in order.  So a row of out has the same bits however many rows there are.
+#pragma once
+
+#include "core/args.h"
+#include "cpu/isa.h"
+
+namespace pykv {
+
+// Scales in two dimensions.  Strides are in elements, 0 where one is for all.
+struct MmScales {
+  const void* data;      // float, or bytes: 2^(byte - 127)
+  int64_t along, block;  // from a row (or column, or 128 columns) to the next; from 128 of k to the next
+  bool is_e8m0;
+};
+
+struct ScaledMmArgs {
+  static constexpr int kBlock = 128;  // of k; and of columns that share a scale
+
+  bool is_int8;
+  bool in_blocks;  // scales are those of blocks of k
+  DType out_dtype;
+  const uint8_t* a;  // [m, k]
+  const uint8_t* b;  // [k, n]
+  void* out;         // [m, n]
+  int64_t m, n, k;
+  int64_t a_stride, out_stride;  // of rows
+  int64_t b_along_k, b_along_n;
+  MmScales a_scales, b_scales;
+  const void* bias;        // [n], dtype of out; null: none
+  const int32_t* azp_adj;  // [n]; null: none
+  const int32_t* azp;      // [m]; null: 1
+  int64_t azp_adj_stride, azp_stride;
+
+  PYKV_HOST_DEVICE int64_t blocks() const { return (k + kBlock - 1) / kBlock; }
+};
+
+PYKV_CPU_TWIN(scaled_mm_cpu, ScaledMmArgs)
+void scaled_mm_cuda(const ScaledMmArgs& args, const Launch& launch);
+
+}  // namespace pykv

@@ -1,0 +1,167 @@
+// Twin of scaled_mm.cu.
+//
+// Rows of a, and some columns of b at a time, are unpacked to what the instruction set multiplies best, with zeros up to a
+// multiple of 128.  Lanes keep partial sums, of a block of 128 and, scaled, of all blocks.
+#include <algorithm>
+#include <vector>
+
+#include "cpu/parallel.h"
+#include "gemm/scaled_mm.h"
+#include "gemm/scaled_mm_codes_cpu.h"
+
+namespace pykv::PYKV_ISA {
+namespace {
+
+constexpr int kBlock = ScaledMmArgs::kBlock;
+constexpr int kColumns = 4, kTokens = kWidth == 16 ? 4 : 2;  // of a tile
+constexpr int64_t kChunk = 64;                               // rows of a that are kept unpacked
+
+float scale_at(const MmScales& s, int64_t along, int64_t block) {
+  const int64_t at = along * s.along + block * s.block;
+  if (!s.is_e8m0) return static_cast<const float*>(s.data)[at];
+  const uint32_t byte = static_cast<const uint8_t*>(s.data)[at];
+  return __builtin_bit_cast(float, byte == 0 ? 0x00400000u : byte == 255 ? 0x7fc00000u : byte << 23);
+}
+
+// Calls unpack(128 codes, element) for all blocks of a row of k codes, which are `stride` bytes apart.
+template <class Unpack>
+void for_blocks(const uint8_t* codes, int64_t stride, int64_t k, Unpack unpack) {
+  for (int64_t at = 0; at < k; at += kBlock) {
+    const int64_t count = std::min<int64_t>(kBlock, k - at);
+    const uint8_t* from = codes + at * stride;
+    alignas(64) uint8_t block[kBlock];
+    if (stride != 1 || count < kBlock) {
+      for (int64_t i = 0; i < kBlock; ++i) block[i] = i < count ? from[i * stride] : uint8_t{0};
+      from = block;
+    }
+    unpack(from, at);
+  }
+}
+
+void store_result(const ScaledMmArgs& args, int64_t row, int64_t column, float result) {
+  dispatch<float, f16, bf16>(args.out_dtype, [&]<class T>() {
+    if (args.bias) result += to_float(static_cast<const T*>(args.bias)[column]);
+    static_cast<T*>(args.out)[row * args.out_stride + column] = from_float<T>(result);
+  });
+}
+
+template <class Codes>
+class Columns {
+  using Element = typename Codes::Element;
+  using Sum = typename Codes::Sum;
+
+ public:
+  explicit Columns(const ScaledMmArgs& args)
+      : args_(args), padded_(args.blocks() * kBlock), b_(kColumns * padded_), excess_(kColumns * args.blocks()) {}
+
+  void unpack(int64_t first, int count) {
+    first_ = first;
+    count_ = count;
+    for (int c = 0; c < kColumns; ++c) {
+      int32_t* const excess = excess_.data() + c * args_.blocks();
+      const uint8_t* const column = args_.b + (first + std::min(c, count - 1)) * args_.b_along_n;
+      for_blocks(column, args_.b_along_k, args_.k, [&](const uint8_t* codes, int64_t at) {
+        excess[at / kBlock] = Codes::unpack_b(codes, b_.data() + c * padded_ + at);
+      });
+    }
+  }
+
+  // Rows of out from `row` on, with a unpacked.
+  template <int kRows>
+  void multiply(const Element* a, int64_t row) const {
+    Sum sums[kRows][kColumns] = {};
+    Floats totals[kRows][kColumns] = {};
+    const bool exact = Codes::kIsInt8 && !args_.in_blocks;  // all sums are integers
+    for (int64_t block = 0; block < args_.blocks(); ++block, a += kBlock) {
+      for (int r = 0; r < kRows; ++r)
+        for (int c = 0; c < kColumns; ++c) {
+          if (!exact) sums[r][c] = Sum{};
+          if constexpr (Codes::kIsInt8) sums[r][c][0] -= excess_[c * args_.blocks() + block];
+        }
+      const Element* const b = b_.data() + block * kBlock;
+      for (int i = 0; i < kBlock; i += Codes::kStep)
+        for (int r = 0; r < kRows; ++r)
+          for (int c = 0; c < kColumns; ++c)
+            sums[r][c] = Codes::add(sums[r][c], a + r * padded_ + i, b + c * padded_ + i);
+      if (!exact) add_scaled(row, block, sums, totals);
+    }
+    for (int r = 0; r < kRows; ++r)
+      for (int c = 0; c < count_; ++c)
+        finish(row + r, first_ + c, exact ? whole(row + r, first_ + c, sums[r][c]) : sum_of(totals[r][c]));
+  }
+
+ private:
+  template <int kRows>
+  [[gnu::always_inline]] void add_scaled(int64_t row, int64_t block, const Sum (&sums)[kRows][kColumns],
+                                         Floats (&totals)[kRows][kColumns]) const {
+    for (int c = 0; c < kColumns; ++c) {
+      const int64_t column = first_ + std::min(c, count_ - 1);
+      const float b = args_.in_blocks ? scale_at(args_.b_scales, column / kBlock, block) : 1.0f;
+      for (int r = 0; r < kRows; ++r) {
+        const float scale = args_.in_blocks ? scale_at(args_.a_scales, row + r, block) * b : 1.0f;
+        totals[r][c] = splat(scale) * Codes::floats(sums[r][c]) + totals[r][c];
+      }
+    }
+  }
+
+  static float sum_of(Floats v) {
+    for (int half = kWidth / 2; half > 0; half /= 2)
+      for (int i = 0; i < half; ++i) v[i] += v[i + half];
+    return v[0];
+  }
+
+  float whole(int64_t row, int64_t column, Sum lanes) const {
+    uint32_t sum = 0;
+    for (int i = 0; i < kWidth; ++i) sum += static_cast<uint32_t>(static_cast<int32_t>(lanes[i]));
+    int64_t result = static_cast<int32_t>(sum);
+    if (args_.azp_adj) {
+      const int64_t azp = args_.azp ? args_.azp[row * args_.azp_stride] : 1;
+      result -= azp * args_.azp_adj[column * args_.azp_adj_stride];
+    }
+    return static_cast<float>(result);
+  }
+
+  void finish(int64_t row, int64_t column, float sum) const {
+    if (!args_.in_blocks) sum = scale_at(args_.a_scales, row, 0) * (scale_at(args_.b_scales, column, 0) * sum);
+    store_result(args_, row, column, sum);
+  }
+
+  const ScaledMmArgs& args_;
+  const int64_t padded_;
+  int64_t first_ = 0;
+  int count_ = 0;
+  std::vector<Element> b_;
+  std::vector<int32_t> excess_;
+};
+
+template <class Codes>
+void multiply(const ScaledMmArgs& args) {
+  const int64_t padded = args.blocks() * kBlock, column_groups = (args.n + kColumns - 1) / kColumns;
+  std::vector<typename Codes::Element> a(static_cast<size_t>(std::min(kChunk, args.m) * padded));
+  for (int64_t first = 0; first < args.m; first += kChunk) {
+    const int64_t rows = std::min(kChunk, args.m - first);
+    parallel_for(rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r)
+        for_blocks(args.a + (first + r) * args.a_stride, 1, args.k,
+                   [&](const uint8_t* codes, int64_t at) { Codes::unpack_a(codes, a.data() + r * padded + at); });
+    });
+    parallel_for(column_groups, 4, [&](int64_t begin, int64_t end) {
+      Columns<Codes> columns(args);
+      for (int64_t i = begin; i < end; ++i) {
+        columns.unpack(i * kColumns, static_cast<int>(std::min<int64_t>(kColumns, args.n - i * kColumns)));
+        int64_t r = 0;
+        for (; r + kTokens <= rows; r += kTokens) columns.template multiply<kTokens>(a.data() + r * padded, first + r);
+        for (; r < rows; ++r) columns.template multiply<1>(a.data() + r * padded, first + r);
+      }
+    });
+  }
+}
+
+}  // namespace
+
+void scaled_mm_cpu(const ScaledMmArgs& args, const Launch&) {
+  if (args.is_int8) return multiply<Int8Codes>(args);
+  multiply<PairCodes>(args);
+}
+
+}  // namespace pykv::PYKV_ISA

@@ -1,0 +1,170 @@
+// What the kernels of scaled_mm share: tiles of 128 bytes of k in shared memory, scales, and what becomes of sums.
+#pragma once
+
+#include "cuda/cp_async.cuh"
+#include "cuda/types.cuh"
+#include "cuda/vec.cuh"
+#include "gemm/scaled_mm.h"
+
+namespace pykv::scaled_mm {
+
+inline constexpr int kLine = ScaledMmArgs::kBlock;  // bytes of a row of a tile
+
+// Chunk c of 16 bytes of line i lies at place c XOR i % 8: what ldmatrix and wgmma (cuda/wgmma.cuh) read without conflicts.
+__device__ inline uint32_t chunk_at(int line, int chunk) { return line * kLine + ((chunk ^ line % 8) << 4); }
+
+__device__ inline float scale_at(const MmScales& s, int64_t along, int64_t block) {
+  const int64_t at = along * s.along + block * s.block;
+  if (!s.is_e8m0) return __ldg(static_cast<const float*>(s.data) + at);
+  const uint32_t byte = __ldg(static_cast<const uint8_t*>(s.data) + at);
+  return __uint_as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7fc00000u : byte << 23);
+}
+
+// Lines of one operand: rows of a or columns of b.
+struct Lines {
+  const uint8_t* data;
+  int64_t count, stride, along_k;
+  bool in_chunks;  // lines begin at multiples of 16 bytes, and their elements lie side by side
+
+  Lines(const uint8_t* from, int64_t lines, int64_t step, int64_t k_step)
+      : data(from),
+        count(lines),
+        stride(step),
+        along_k(k_step),
+        in_chunks(k_step == 1 && is_aligned(16, from, {step})) {}
+
+  // How many of 16 elements there are.
+  __device__ int valid(int64_t line, int64_t column, int64_t k) const {
+    const int64_t left = line < count ? k - column : 0;
+    return left >= 16 ? 16 : left > 0 ? static_cast<int>(left) : 0;
+  }
+
+  // Copies 16 elements of a line to shared memory, zeros where there are none: asynchronously, if in_chunks.
+  __device__ void copy(uint32_t to, int64_t line, int64_t column, int64_t k) const {
+    const int bytes = valid(line, column, k);
+    const uint8_t* const from = bytes > 0 ? data + line * stride + column : data;
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  }
+
+  // Or one by one.
+  __device__ void gather(uint32_t to, int64_t line, int64_t column, int64_t k) const {
+    const int bytes = valid(line, column, k);
+    const uint8_t* const from = data + line * stride + column * along_k;
+    uint32_t words[4] = {};
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      if (i < bytes) words[i / 4] |= static_cast<uint32_t>(__ldg(from + i * along_k)) << i % 4 * 8;
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                 "r"(words[3])
+                 : "memory");
+  }
+};
+
+// One tile of lines after another, in shared memory; the thread copies its share of all.
+template <int kFirst, int kSecond, int kThreads>
+__device__ void copy_lines(const Lines& first, const Lines& second, int64_t first_line, int64_t second_line,
+                           uint32_t to, int64_t column, int64_t k, int thread) {
+  constexpr int kEach = (kFirst + kSecond) * 8 / kThreads;
+  if (first.in_chunks && second.in_chunks) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int line = (i * kThreads + thread) / 8, chunk = thread % 8;
+      const bool is_first = line < kFirst;
+      const Lines& lines = is_first ? first : second;
+      lines.copy(to + chunk_at(line, chunk), is_first ? first_line + line : second_line + line - kFirst,
+                 column + chunk * 16, k);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int i = 0; i < kEach; ++i) {
+    const int line = (i * kThreads + thread) / 8, chunk = thread % 8;
+    const bool is_first = line < kFirst;
+    const Lines& lines = is_first ? first : second;
+    lines.gather(to + chunk_at(line, chunk), is_first ? first_line + line : second_line + line - kFirst,
+                 column + chunk * 16, k);
+  }
+}
+
+struct Problem {
+  ScaledMmArgs args;
+  Lines rows, columns;  // of a; of b
+  uint32_t row_tiles, column_tiles;
+  bool wide_out;  // four neighbours of out can be written at once
+
+  Problem(const ScaledMmArgs& a, int tile_rows, int tile_columns)
+      : args(a),
+        rows(a.a, a.m, a.a_stride, 1),
+        columns(a.b, a.n, a.b_along_n, a.b_along_k),
+        row_tiles(static_cast<uint32_t>((a.m + tile_rows - 1) / tile_rows)),
+        column_tiles(static_cast<uint32_t>((a.n + tile_columns - 1) / tile_columns)) {
+    const int64_t four = 4 * static_cast<int64_t>(size_of(a.out_dtype));
+    wide_out = is_aligned(four, a.out, {a.out_stride * static_cast<int64_t>(size_of(a.out_dtype))});
+    if ((a.m + tile_rows - 1) / tile_rows * ((a.n + tile_columns - 1) / tile_columns) > INT32_MAX)
+      fail(PYKV_VALUE_ERROR, "out: has too many elements: %lld rows of %lld", static_cast<long long>(a.m),
+           static_cast<long long>(a.n));
+  }
+
+  // Tiles that are worked on at the same time share lines in the L2: those of 16 tiles of rows, column by column.
+  __device__ void tile_of(uint32_t index, uint32_t& row_tile, uint32_t& column_tile) const {
+    constexpr uint32_t kBand = 16;
+    const uint32_t band = index / (kBand * column_tiles), within = index - band * kBand * column_tiles;
+    const uint32_t height = min(kBand, row_tiles - band * kBand);
+    column_tile = within / height;
+    row_tile = band * kBand + within % height;
+  }
+};
+
+// Writes a tile of out from its sums in shared memory, [kRows][kPitch]: integers where they are exact, else floats, which
+// are scaled already if scales are those of blocks.
+template <class T, int kRows, int kColumns, int kPitch, int kThreads>
+__device__ void store_tile_as(const Problem& p, const uint32_t* sums, int64_t first_row, int64_t first_column,
+                              int thread) {
+  constexpr int kEach = 4;
+  const ScaledMmArgs& args = p.args;
+  const auto* const bias = static_cast<const T*>(args.bias);
+#pragma unroll 1
+  for (int i = thread; i < kRows * kColumns / kEach; i += kThreads) {
+    const int r = i / (kColumns / kEach), c = i % (kColumns / kEach) * kEach;
+    const int64_t row = first_row + r, column = first_column + c;
+    if (row >= args.m || column >= args.n) continue;
+    const uint4 raw = *reinterpret_cast<const uint4*>(sums + r * kPitch + c);
+    const uint32_t words[kEach] = {raw.x, raw.y, raw.z, raw.w};
+    const float a_scale = args.in_blocks ? 1.0f : scale_at(args.a_scales, row, 0);
+    const int64_t azp = args.azp ? __ldg(args.azp + row * args.azp_stride) : 1;
+    Vec<float, kEach> x;
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      const int64_t at = min(column + e, args.n - 1);
+      x[e] = __uint_as_float(words[e]);
+      if (args.is_int8 && !args.in_blocks) {
+        const auto sum = static_cast<int32_t>(words[e]);
+        x[e] = args.azp_adj ? __ll2float_rn(sum - azp * __ldg(args.azp_adj + at * args.azp_adj_stride))
+                            : __int2float_rn(sum);
+      }
+      if (!args.in_blocks) x[e] = a_scale * (scale_at(args.b_scales, at, 0) * x[e]);
+      if (bias) x[e] += to_float(bias[at]);
+    }
+    T* const out = static_cast<T*>(args.out) + row * args.out_stride + column;
+    if (p.wide_out && column + kEach <= args.n) {
+      *reinterpret_cast<Vec<T, kEach>*>(out) = round_to<T>(x);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kEach; ++e)
+        if (column + e < args.n) out[e] = from_float<T>(x[e]);
+    }
+  }
+}
+
+template <int kRows, int kColumns, int kPitch, int kThreads>
+__device__ void store_tile(const Problem& p, const uint32_t* sums, int64_t first_row, int64_t first_column,
+                           int thread) {
+  if (p.args.out_dtype == DType::kBFloat16)
+    store_tile_as<bf16, kRows, kColumns, kPitch, kThreads>(p, sums, first_row, first_column, thread);
+  else if (p.args.out_dtype == DType::kFloat16)
+    store_tile_as<half, kRows, kColumns, kPitch, kThreads>(p, sums, first_row, first_column, thread);
+  else
+    store_tile_as<float, kRows, kColumns, kPitch, kThreads>(p, sums, first_row, first_column, thread);
+}
+
+}  // namespace pykv::scaled_mm
