@@ -3,7 +3,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from gemm.weights import SOURCES, Weight, awq, fp8, integers
+from gemm.weights import LARGE, SOURCES, Weight, awq, fp8, integers
 from hypothesis import given
 from hypothesis import strategies as st
 from rows import name_of, padded, random
@@ -62,6 +62,21 @@ def test_a_row_has_the_same_bits_among_any_others(array, dtype, make):
     for first, rows in ((0, 1), (3, 2), (11, 7), (100, 16), (200, 40), (128, 64), (30, 129)):
         some = multiply(array, w, x[first : first + rows])
         np.testing.assert_array_equal(some.view(bits), whole[first : first + rows].view(bits))
+
+
+@dtypes
+@pytest.mark.parametrize("source", LARGE)
+def test_many_rows(array, dtype, source):
+    """So many that all tiles of a GPU come up: the bits of a row are those that it has among fewer."""
+    weight = LARGE[source]()
+    w, decoded = weight
+    x = random((1000 if array.device == "cuda" else 50, decoded.shape[1]), dtype)
+    whole = multiply(array, w, x)
+    check(array, weight, x[-90:])
+    bits = f"u{whole.itemsize}"
+    for first, last in ((0, 1), (3, 12), (20, 50), (200, 300), (500, 800), (700, 1000)):
+        some = multiply(array, w, x[first:last])
+        np.testing.assert_array_equal(some.view(bits), whole[first:last].view(bits))
 
 
 @given(

@@ -143,3 +143,17 @@ SOURCES: dict[str, Callable[[], Weight]] = {
     "nf4": lambda: nf4(50, 192),
     **{f"gguf {reference.FORMATS[t][0]}": partial(gguf, t) for t in HALVES},
 }
+
+# for many rows of x: each kind of code, of minimum and of group
+LARGE: dict[str, Callable[[], Weight]] = {
+    "awq": lambda: awq(2072, 1152),
+    "int4": lambda: integers(2072, 1152, zeros=False),
+    "int4 in groups of 48": lambda: integers(2072, 1152, 48),
+    "int8": lambda: integers(2072, 1152, 1152, 8, dtype=np.float32),
+    "gptq with act-order": lambda: gptq(2072, 768, 6, group_of=np.random.default_rng(1).permutation(768) // 128),
+    "fp8 in blocks": lambda: fp8(2072, 1152, (128, 128)),
+    "nvfp4": lambda: nvfp4(2072, 1152),
+    "Q4_K": lambda: gguf(12, 2072, 1280),
+    "Q6_K": lambda: gguf(14, 2072, 1280),
+    "three units": lambda: integers(2072, 180, 64),
+}

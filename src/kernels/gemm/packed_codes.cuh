@@ -16,6 +16,20 @@ __device__ uint32_t subtract_pairs(uint32_t a, uint32_t b) {
   return as_word(__hsub2(as_pair<T>(a), as_pair<T>(b)));
 }
 
+__device__ inline uint4 load_shared_16(uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(at)
+               : "memory");
+  return v;
+}
+__device__ inline uint2 load_shared_8(uint32_t at) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
+  return v;
+}
+
 // fragment() gives the first operand of step j.  kUnit multiplies all scales.
 template <class T, CodeKind kKind>
 struct Codes;
@@ -116,6 +130,30 @@ __device__ inline void load_four(uint32_t (&into)[4], const uint8_t* from, int64
 
 __device__ inline void load_super(uint32_t (&into)[2], const uint8_t* from, int64_t at) {
   const uint2 two = __ldg(reinterpret_cast<const uint2*>(from + at * 2));
+  into[0] = two.x;
+  into[1] = two.y;
+}
+
+// The same from shared memory; `at`: the place of the first of the four, a multiple of four.
+__device__ inline void load_four_shared(uint32_t (&into)[4], uint32_t from, int at, int bytes) {
+  from += at * bytes;
+  if (bytes == 1) {
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(into[0]) : "r"(from) : "memory");
+  } else if (bytes == 2) {
+    const uint2 two = load_shared_8(from);
+    into[0] = two.x;
+    into[1] = two.y;
+  } else {
+    const uint4 four = load_shared_16(from);
+    into[0] = four.x;
+    into[1] = four.y;
+    into[2] = four.z;
+    into[3] = four.w;
+  }
+}
+
+__device__ inline void load_super_shared(uint32_t (&into)[2], uint32_t from, int at) {
+  const uint2 two = load_shared_8(from + at * 2);
   into[0] = two.x;
   into[1] = two.y;
 }

@@ -11,6 +11,7 @@
 #include "cuda/vec.cuh"
 #include "gemm/packed_codes.cuh"
 #include "gemm/packed_gemm.h"
+#include "gemm/packed_gemm_many.h"
 #include "gemm/tile_map.cuh"
 
 namespace pykv {
@@ -97,20 +98,6 @@ class Tokens {
   const int32_t* columns_ = nullptr;
   const T* row_[S::kTiles];
 };
-
-__device__ inline uint4 load_shared_16(uint32_t at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(at)
-               : "memory");
-  return v;
-}
-__device__ inline uint2 load_shared_8(uint32_t at) {
-  uint2 v;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
-  return v;
-}
 
 // A warp's sums, over its segment.
 template <class S>
@@ -348,6 +335,7 @@ void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
 }  // namespace
 
 void packed_gemm_cuda(const PackedGemmArgs& args, const Launch& launch) {
+  if (packed_gemm_is_of_many(args, launch.device)) return packed_gemm_many_cuda(args, launch);
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     switch (args.weight.codes_kind) {
       case CodeKind::kUint4:

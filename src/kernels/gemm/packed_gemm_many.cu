@@ -1,0 +1,458 @@
+// packed_gemm for many rows of x: a block computes 128 rows of the weight times 64 or 128 tokens, so that each code is decoded
+// for many of them.
+//
+// It walks the same segments of columns that packed_gemm.cu gives to its warps, one after another, with the same
+// instruction and the same order of additions: a row of out has the same bits from both.
+#include "cuda/cp_async.cuh"
+#include "cuda/dependent_shared.cuh"
+#include "cuda/device.h"
+#include "cuda/divider.cuh"
+#include "cuda/vec.cuh"
+#include "gemm/packed_codes.cuh"
+#include "gemm/packed_gemm_many.h"
+
+namespace pykv {
+namespace {
+
+constexpr int kSegments = 8, kThreads = 256, kUnit = PackedWeight::kUnit, kStages = 3;
+constexpr int kRows = 128, kBands = kRows / 32, kPitch = kRows + 4;
+constexpr int kTogether = 8;  // tiles of tokens that pass over the weight together: they and it stay in the L2
+
+// Warps are kBands by two: 32 rows times half of the tokens each.
+template <class T, CodeKind kKind, int kTokens_>
+struct Shape {
+  using Element = T;
+  using Code = Codes<T, kKind>;
+  static constexpr bool kHasTable = kKind == CodeKind::kTable16;
+  static constexpr int kTokens = kTokens_, kTiles = kTokens / 16;  // of 8 tokens, of a warp
+  // A stage.  x: lines of a token, in which the 32 bytes of step j stand at place j XOR token % 4.
+  static constexpr int kCodesAt = kTokens * kUnit * 2, kScalesAt = kCodesAt + kRows / 16 * Code::kPlanes * 512;
+  static constexpr int kMinimaAt = kScalesAt + kBands * 4 * 128;  // [band][step][32], as scales
+  static constexpr int kSupersAt = kMinimaAt + kBands * 4 * 128, kLowsAt = kSupersAt + kBands * 64;
+  static constexpr int kStageBytes = kLowsAt + kBands * 64;
+  static constexpr int kWholeAt = kStages * kStageBytes;                   // sums of all segments so far
+  static constexpr int kSumsOfXAt = kWholeAt + kThreads * kTiles * 8 * 4;  // [2][step][token]
+  static constexpr int kSharedBytes = kSumsOfXAt + 2 * 4 * kTokens * 4;
+  static_assert(kTokens * kPitch * 4 <= kSharedBytes);
+};
+
+// Where the rows of x and out lie.
+struct TokenRows {
+  const void* x;
+  void* out;
+  int64_t count, x_stride, out_stride;
+
+  template <class T>
+  __device__ const T* of_x(int64_t token) const {
+    return token < count ? static_cast<const T*>(x) + token * x_stride : nullptr;
+  }
+  template <class T>
+  __device__ T* of_out(int64_t token) const {
+    return token < count ? static_cast<T*>(out) + token * out_stride : nullptr;
+  }
+};
+
+struct Problem {
+  PackedWeight weight;
+  TokenRows tokens;
+  const void* bias;
+  Divider groups_by;  // columns of a group
+  uint32_t row_tiles, token_tiles;
+  bool one_group;     // for all columns of a unit
+  bool whole_chunks;  // x: eight neighbours can be copied at once
+  bool whole_stores;  // out: four neighbours can be stored at once
+};
+
+// Copies what a block wants for a unit of columns to a stage; each thread has its part.
+template <class S>
+class Feed {
+  using T = typename S::Element;
+  using Code = typename S::Code;
+
+ public:
+  __device__ Feed(const Problem& p, int64_t row_tile, int64_t first_token) : p_(p), w_(p.weight) {
+    const int thread = threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < kTokenRows; ++i) x_[i] = p.tokens.of_x<T>(first_token + thread / 8 + 32 * i);
+    const int64_t blocks = w_.padded_n() / 16, bands = blocks / 2;
+#pragma unroll
+    for (int i = 0; i < Code::kPlanes; ++i) {
+      const int part = thread / 32 + 8 * i, lane = thread % 32;
+      const int64_t block = min(row_tile * (kRows / 16) + part / Code::kPlanes, blocks - 1);  // later ones: not stored
+      codes_[i] = w_.codes + block * (w_.padded_k / kUnit) * Code::kPlanes * 512 + part % Code::kPlanes * 512 +
+                  (lane % 4 * 8 + lane / 4) * 16;
+    }
+    const int half = thread % 128;  // the first of scales, the second of minima
+    const bool second = thread >= 128;
+    const int bytes = second ? bytes_of(w_.minima_kind) : bytes_of(w_.scales_kind);
+    step_ = half / 8 % 4;
+    group_bytes_ = 32 * bytes;
+    factors_ = second ? w_.minima : w_.scales;
+    if (half % 8 >= 2 * bytes || (p.one_group && step_ > 0)) factors_ = nullptr;
+    if (factors_) {
+      const int64_t band = min(row_tile * kBands + half / 32, bands - 1);
+      factors_ += band * w_.groups() * group_bytes_ + half % 8 * 16;
+    }
+    factors_to_ = (second ? S::kMinimaAt : S::kScalesAt) + half * 16;
+    supers_ = second ? w_.lows : w_.supers;
+    if (half >= 4 * kBands) supers_ = nullptr;
+    if (supers_) {
+      const int64_t band = min(row_tile * kBands + half / 4, bands - 1);
+      supers_ += band * ((w_.padded_k + 255) / 256) * 64 + half % 4 * 16;
+    }
+    supers_to_ = (second ? S::kLowsAt : S::kSupersAt) + half * 16;
+  }
+
+  __device__ void copy(uint32_t stage, int unit) const {
+#pragma unroll
+    for (int i = 0; i < Code::kPlanes; ++i)
+      cp_async_16(stage + S::kCodesAt + (i * kThreads + threadIdx.x) * 16,
+                  codes_[i] + int64_t{unit} * Code::kPlanes * 512);
+    copy_x(stage, unit);
+    if (factors_) {
+      const int64_t group = p_.groups_by.quotient(unit * kUnit + 16 * step_);
+      cp_async_16(stage + factors_to_, factors_ + group * group_bytes_);
+    }
+    if (supers_) cp_async_16(stage + supers_to_, supers_ + int64_t{unit / (256 / kUnit)} * 64);
+  }
+
+ private:
+  static constexpr int kTokenRows = S::kTokens / 32;
+
+  __device__ void copy_x(uint32_t stage, int unit) const {
+    const int token = threadIdx.x / 8, chunk = threadIdx.x % 8;
+    const int64_t column = int64_t{unit} * kUnit + chunk * 8;
+    const uint32_t to = stage + token * 128 + ((chunk / 2 ^ token % 4) * 2 + chunk % 2) * 16;
+#pragma unroll
+    for (int i = 0; i < kTokenRows; ++i) {
+      if (p_.whole_chunks) {
+        const bool inside = x_[i] && column < w_.k;
+        cp_async_16(to + i * 32 * 128, inside ? x_[i] + column : static_cast<const T*>(p_.tokens.x), inside);
+      } else {
+        load_one_by_one(to + i * 32 * 128, x_[i], column);
+      }
+    }
+  }
+
+  __device__ void load_one_by_one(uint32_t to, const T* row, int64_t column) const {
+    uint32_t bits[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      int64_t from = column + i;
+      if (w_.columns) from = __ldg(w_.columns + from);
+      const bool inside = row && from >= 0 && from < w_.k;
+      bits[i] = inside ? __ldg(reinterpret_cast<const unsigned short*>(row) + from) : 0;
+    }
+    store_shared(to, make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, bits[4] | bits[5] << 16,
+                                bits[6] | bits[7] << 16));
+  }
+
+  const Problem& p_;
+  const PackedWeight& w_;
+  const T* x_[kTokenRows];
+  const uint8_t *codes_[Code::kPlanes], *factors_, *supers_;
+  uint32_t factors_to_, supers_to_;
+  int step_, group_bytes_;
+};
+
+// A warp's sums.
+template <class S>
+class Sums {
+  using T = typename S::Element;
+  using Code = typename S::Code;
+
+ public:
+  float total[2][S::kTiles][4] = {};  // over a segment; in the end over all
+
+  __device__ Sums(const Problem& p, const uint32_t* table, uint8_t* shared)
+      : p_(p), w_(p.weight), table_(table), shared_(shared), whole_(reinterpret_cast<float*>(shared + S::kWholeAt)) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    band_ = warp % kBands;
+    first_token_ = warp / kBands * (S::kTokens / 2);
+    global_ = __ldg(reinterpret_cast<const float*>(w_.data + PackedWeight::kGlobalScaleAt)) * Code::kUnit;
+    x_at_ = (first_token_ + lane / 4) * 128 + lane % 4 * 8;
+    step_place_ = lane / 4 % 4 * 32;
+  }
+
+  __device__ void multiply(uint32_t stage, int parity) {
+    const int lane = threadIdx.x % 32;
+    uint4 words[2][Code::kPlanes];
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int plane = 0; plane < Code::kPlanes; ++plane)
+        words[r][plane] =
+            load_shared_16(stage + S::kCodesAt + ((band_ * 2 + r) * Code::kPlanes + plane) * 512 + lane * 16);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint2 x[S::kTiles];
+#pragma unroll
+      for (int t = 0; t < S::kTiles; ++t) x[t] = x_of(stage, t, j);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        uint32_t a[4];
+        Code::fragment(a, words[r], j, table_);
+#pragma unroll
+        for (int t = 0; t < S::kTiles; ++t) mma_16x8x16<T>(sum_[r][t], a, x[t].x, x[t].y);
+      }
+      if (j == 3 || !p_.one_group) add_scaled(stage, parity, p_.one_group ? 0 : j);
+    }
+  }
+
+  // Sums of x over each group of the unit, which minima multiply: the warps of a half share its tokens.
+  __device__ void sum_x(uint32_t stage, int parity) const {
+    constexpr uint32_t kOnes = kIsHalf<T> ? 0x3c003c00u : 0x3f803f80u;
+    constexpr uint32_t kAll[4] = {kOnes, kOnes, kOnes, kOnes};
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < S::kTiles / kBands; ++i) {
+      const int tile = band_ * (S::kTiles / kBands) + i;
+      float sum[4] = {};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint2 x = x_of(stage, tile, j);
+        mma_16x8x16<T>(sum, kAll, x.x, x.y);
+        if (j == 3 || !p_.one_group) {
+          if (lane < 4) *sums_of_x(parity, p_.one_group ? 0 : j, tile) = make_float2(sum[0], sum[1]);
+#pragma unroll
+          for (float& s : sum) s = 0.0f;
+        }
+      }
+    }
+  }
+
+  // Adds those of a segment to those of the segments before.
+  __device__ void join(int segment) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int t = 0; t < S::kTiles; ++t)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& own = whole_[((r * S::kTiles + t) * 4 + e) * kThreads + threadIdx.x];
+          const float sum = segment == 0 ? total[r][t][e] : own + total[r][t][e];
+          if (segment < kSegments - 1) own = sum;
+          total[r][t][e] = segment < kSegments - 1 ? 0.0f : sum;
+        }
+  }
+
+  // To [token][row], for all threads of the block.
+  __device__ void store(float* to) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int t = 0; t < S::kTiles; ++t)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          to[(first_token_ + t * 8 + lane % 4 * 2 + e % 2) * kPitch + band_ * 32 + r * 16 + e / 2 * 8 + lane / 4] =
+              total[r][t][e];
+  }
+
+ private:
+  __device__ uint2 x_of(uint32_t stage, int tile, int j) const {
+    return load_shared_8(stage + x_at_ + tile * 8 * 128 + (j * 32 ^ step_place_));
+  }
+  __device__ float2* sums_of_x(int parity, int step, int tile) const {
+    auto* const sums = reinterpret_cast<float*>(shared_ + S::kSumsOfXAt);
+    return reinterpret_cast<float2*>(sums + (parity * 4 + step) * S::kTokens + first_token_ + tile * 8 +
+                                     threadIdx.x % 4 * 2);
+  }
+
+  __device__ void add_scaled(uint32_t stage, int parity, int step) {
+    RawFactors raw;
+    const int place = (band_ * 4 + step) * 128, quad = threadIdx.x % 32 / 4 * 4;
+    load_four_shared(raw.scale, stage + S::kScalesAt + place, quad, bytes_of(w_.scales_kind));
+    if (w_.supers) load_super_shared(raw.super, stage + S::kSupersAt + band_ * 64, quad);
+    if (w_.minima) load_four_shared(raw.minimum, stage + S::kMinimaAt + place, quad, bytes_of(w_.minima_kind));
+    if (w_.lows) load_super_shared(raw.low, stage + S::kLowsAt + band_ * 64, quad);
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int half_row = 0; half_row < 2; ++half_row) {
+        const int i = r * 2 + half_row;
+        const float raw_scale = scale_of(raw, w_.scales_kind, i);
+        const float scale = raw_scale * global_;
+#pragma unroll
+        for (int t = 0; t < S::kTiles; ++t)
+#pragma unroll
+          for (int e = 2 * half_row; e < 2 * half_row + 2; ++e) {
+            total[r][t][e] = fmaf(scale, sum_[r][t][e], total[r][t][e]);
+            sum_[r][t][e] = 0.0f;
+          }
+        if (!w_.minima) continue;
+        const float minimum = minimum_of(raw, w_.minima_kind, w_.offset, i, scale);
+#pragma unroll
+        for (int t = 0; t < S::kTiles; ++t) {
+          const float2 of_x = *sums_of_x(parity, step, t);
+          total[r][t][2 * half_row] = fmaf(minimum, of_x.x, total[r][t][2 * half_row]);
+          total[r][t][2 * half_row + 1] = fmaf(minimum, of_x.y, total[r][t][2 * half_row + 1]);
+        }
+      }
+  }
+
+  const Problem& p_;
+  const PackedWeight& w_;
+  const uint32_t* table_;
+  uint8_t* shared_;
+  float* whole_;
+  float global_;
+  int band_, first_token_;
+  uint32_t x_at_, step_place_;
+  float sum_[2][S::kTiles][4] = {};
+};
+
+// Rounds sums [token][row] to rows of out.
+template <class S>
+__device__ void write(const Problem& p, const float* sums, int64_t first_row, int64_t first_token) {
+  using T = typename S::Element;
+  const int lane = threadIdx.x % 32;
+  const int64_t n = first_row + lane * 4;
+  const int count = static_cast<int>(min(max(p.weight.n - n, int64_t{0}), int64_t{4}));
+  float bias[4] = {};
+  if (p.bias)
+    for (int i = 0; i < count; ++i) bias[i] = to_float(static_cast<const T*>(p.bias)[n + i]);
+  for (int token = threadIdx.x / 32; token < S::kTokens; token += kThreads / 32) {
+    T* const row = p.tokens.of_out<T>(first_token + token);
+    if (!row) break;
+    const float4 four = *reinterpret_cast<const float4*>(sums + token * kPitch + lane * 4);
+    float v[4] = {four.x, four.y, four.z, four.w};
+    if (p.bias)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[i] += bias[i];
+    if (p.whole_stores && count == 4) {
+      *reinterpret_cast<uint2*>(row + n) = make_uint2(pack_pair<T>(v[0], v[1]), pack_pair<T>(v[2], v[3]));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (i < count) row[n + i] = from_float<T>(v[i]);
+    }
+  }
+}
+
+template <class S>
+__global__ void __launch_bounds__(kThreads, S::kTokens == 64 ? 2 : 1)
+    packed_gemm_many_kernel(const __grid_constant__ Problem p) {
+  using T = typename S::Element;
+  extern __shared__ uint4 memory[];
+  __shared__ uint32_t table[S::kHasTable ? 256 : 1];
+  begin_dependent();
+  if constexpr (S::kHasTable) {
+    const auto* numbers = reinterpret_cast<const float*>(p.weight.data + PackedWeight::kTableAt);
+    table[threadIdx.x] = pack_pair<T>(__ldg(numbers + threadIdx.x % 16), __ldg(numbers + threadIdx.x / 16));
+  }
+  const uint32_t together = p.row_tiles * kTogether, pass = blockIdx.x / together, in_pass = blockIdx.x % together;
+  const uint32_t width = min(p.token_tiles - pass * kTogether, uint32_t{kTogether});
+  const int64_t row_tile = in_pass / width, first_row = row_tile * kRows;
+  const int64_t first_token = int64_t{pass * kTogether + in_pass % width} * S::kTokens;
+
+  auto* const shared = reinterpret_cast<uint8_t*>(memory);
+  const uint32_t ring = shared_address(memory);
+  const int units = static_cast<int>(p.weight.padded_k / kUnit);
+  {
+    const Feed<S> feed(p, row_tile, first_token);
+    Sums<S> sums(p, table, shared);
+#pragma unroll
+    for (int s = 0; s < kStages - 1; ++s) {
+      if (s < units) feed.copy(ring + s * S::kStageBytes, s);
+      cp_async_commit();
+    }
+    const bool has_minima = p.weight.minima;
+    if (has_minima) {
+      cp_async_wait<kStages - 2>();
+      __syncthreads();
+      if (units > 0) sums.sum_x(ring, 0);
+    }
+    int segment = 0;
+    const auto join_what_ends_at = [&](int unit) {
+      while (segment < kSegments && units * (segment + 1) / kSegments == unit) sums.join(segment++);
+    };
+    join_what_ends_at(0);
+    uint32_t stage = ring, next = ring + S::kStageBytes, free = ring + (kStages - 1) * S::kStageBytes;
+    for (int unit = 0; unit < units; ++unit) {
+      if (has_minima)
+        cp_async_wait<kStages - 3>();  // the next one, too
+      else
+        cp_async_wait<kStages - 2>();
+      __syncthreads();
+      if (unit + kStages - 1 < units) feed.copy(free, unit + kStages - 1);
+      cp_async_commit();
+      if (has_minima && unit + 1 < units) sums.sum_x(next, (unit + 1) & 1);
+      sums.multiply(stage, unit & 1);
+      join_what_ends_at(unit + 1);
+      free = stage;
+      stage = next;
+      next = next == ring + (kStages - 1) * S::kStageBytes ? ring : next + S::kStageBytes;
+    }
+    cp_async_wait<0>();
+    __syncthreads();  // all have done with the ring
+    sums.store(reinterpret_cast<float*>(shared));
+  }
+  __syncthreads();
+  write<S>(p, reinterpret_cast<const float*>(shared), first_row, first_token);
+}
+
+template <class T, CodeKind kKind, int kTokens>
+void launch_shape(const PackedGemmArgs& args, const Launch& launch) {
+  using S = Shape<T, kKind, kTokens>;
+  const PackedWeight& w = args.weight;
+  const int64_t token_tiles = (args.num_rows + kTokens - 1) / kTokens, row_tiles = (w.n + kRows - 1) / kRows;
+  const int64_t blocks = row_tiles * token_tiles;
+  if (blocks > INT32_MAX || row_tiles * kTogether > INT32_MAX)
+    fail(PYKV_VALUE_ERROR, "x: has too many rows: %lld", static_cast<long long>(args.num_rows));
+  const auto aligned = [](const void* pointer, int64_t stride, int count) {
+    return reinterpret_cast<uintptr_t>(pointer) % (2 * count) == 0 && stride % count == 0;
+  };
+  const Problem p{.weight = w,
+                  .tokens = {args.x, args.out, args.num_rows, args.x_stride, args.out_stride},
+                  .bias = args.bias,
+                  .groups_by = Divider(w.group_size),
+                  .row_tiles = static_cast<uint32_t>(row_tiles),
+                  .token_tiles = static_cast<uint32_t>(token_tiles),
+                  .one_group = w.group_size % kUnit == 0,
+                  .whole_chunks = !w.columns && w.k % 8 == 0 && aligned(args.x, args.x_stride, 8),
+                  .whole_stores = aligned(args.out, args.out_stride, 4)};
+  launch_dependent_shared(packed_gemm_many_kernel<S>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
+                          S::kSharedBytes, launch, "packed_gemm", p);
+}
+
+template <class T, CodeKind kKind>
+void launch_kind(const PackedGemmArgs& args, const Launch& launch, bool large) {
+  if (large) return launch_shape<T, kKind, 128>(args, launch);
+  launch_shape<T, kKind, 64>(args, launch);
+}
+
+int shared_bytes_of_block(int device) {
+  int bytes = 0;
+  cuda_check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared memory size");
+  return bytes;
+}
+
+}  // namespace
+
+bool packed_gemm_is_of_many(const PackedGemmArgs& args, int device) {
+  if (args.map.rows || args.num_rows <= 32) return false;
+  const int64_t tiles = (args.weight.n + kRows - 1) / kRows * ((args.num_rows + 63) / 64);
+  return tiles * 2 >= num_sms(device) || args.num_rows >= 256;
+}
+
+void packed_gemm_many_cuda(const PackedGemmArgs& args, const Launch& launch) {
+  // The larger tile takes more shared memory than some GPUs have; and it must leave no multiprocessor without a block.
+  const int64_t tiles = (args.weight.n + kRows - 1) / kRows * ((args.num_rows + 127) / 128);
+  const bool large = tiles * 10 >= int64_t{num_sms(launch.device)} * 9 &&
+                     shared_bytes_of_block(launch.device) >= Shape<half, CodeKind::kUint8, 128>::kSharedBytes;
+  dispatch<half, bf16>(args.dtype, [&]<class T>() {
+    switch (args.weight.codes_kind) {
+      case CodeKind::kUint4:
+        return launch_kind<T, CodeKind::kUint4>(args, launch, large);
+      case CodeKind::kUint8:
+        return launch_kind<T, CodeKind::kUint8>(args, launch, large);
+      case CodeKind::kE4M3:
+        return launch_kind<T, CodeKind::kE4M3>(args, launch, large);
+      default:
+        return launch_kind<T, CodeKind::kTable16>(args, launch, large);
+    }
+  });
+}
+
+}  // namespace pykv
