@@ -32,6 +32,25 @@ def dual_chunk_rotary_embedding(
     query_out: Array | None = None,
     stream: Stream = None,
 ) -> Any: ...
+def dynamic_per_token_scaled_fp8_quant(
+    input: Array,
+    scale_ub: ScalarOrArray | None = None,
+    *,
+    result: Array | None = None,
+    scale: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+def dynamic_scaled_fp8_quant(
+    input: Array, *, result: Array | None = None, scale: Array | None = None, stream: Stream = None
+) -> tuple[Any, Any]: ...
+def dynamic_scaled_int8_quant(
+    input: Array,
+    azp: Array | None = None,
+    *,
+    result: Array | None = None,
+    scale: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
 def fatrelu_and_mul(
     input: _Array, threshold: float = 0.0, *, out: Array | None = None, stream: Stream = None
 ) -> _Array: ...
@@ -241,9 +260,27 @@ def mul_and_silu(input: _Array, *, out: Array | None = None, stream: Stream = No
 def mxfp4_dequantize(
     input: Array, scale: Array, is_sf_swizzled_layout: bool = False, *, out: Array | None = None, stream: Stream = None
 ) -> Any: ...
+def mxfp4_quantize(
+    input: Array,
+    is_sf_swizzled_layout: bool = False,
+    mode: str = "ocp",
+    *,
+    output: Array | None = None,
+    output_scale: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
 def mxfp8_dequantize(
     input: Array, scale: Array, is_sf_swizzled_layout: bool = False, *, out: Array | None = None, stream: Stream = None
 ) -> Any: ...
+def mxfp8_quantize(
+    input: Array,
+    is_sf_swizzled_layout: bool = False,
+    mode: str = "ceil",
+    *,
+    output: Array | None = None,
+    output_scale: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
 def nvfp4_dequantize(
     input: Array,
     scale: Array,
@@ -353,6 +390,44 @@ def paged_attention_v2(
     tmp_out: Array | None = None,
     stream: Stream = None,
 ) -> _Array: ...
+def per_token_group_fp8_quant(
+    input: Array,
+    group_size: int,
+    eps: float = 1e-10,
+    fp8_min: float | None = None,
+    fp8_max: float | None = None,
+    scale_ue8m0: bool = False,
+    *,
+    output_q: Array | None = None,
+    output_s: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+def per_token_group_fp8_quant_packed(
+    input: Array,
+    group_size: int = 128,
+    eps: float = 1e-10,
+    fp8_min: float | None = None,
+    fp8_max: float | None = None,
+    *,
+    output_q: Array | None = None,
+    output_s_packed: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+def per_token_group_quant_int8(
+    input: Array,
+    group_size: int,
+    eps: float = 1e-10,
+    int8_min: float | None = None,
+    int8_max: float | None = None,
+    truncates: bool = False,
+    *,
+    output_q: Array | None = None,
+    output_s: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
+def per_token_quant_int8(
+    input: Array, *, result: Array | None = None, scale: Array | None = None, stream: Stream = None
+) -> tuple[Any, Any]: ...
 def permute_cols(A: _Array, perm: Array, *, out: Array | None = None, stream: Stream = None) -> _Array: ...
 @overload
 def rejection_sample(
@@ -522,10 +597,28 @@ def sample(
     first_token: int = 0,
     stream: Stream = None,
 ) -> tuple[Any, Any, Any]: ...
+def scaled_fp4_quant(
+    input: Array,
+    input_scale: ScalarOrArray,
+    is_sf_swizzled_layout: bool = True,
+    four_over_six: bool = False,
+    *,
+    output: Array | None = None,
+    output_scale: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
 def shuffle_rows(
     input_tensor: _Array, dst2src_map: Array, *, output_tensor: Array | None = None, stream: Stream = None
 ) -> _Array: ...
 def silu_and_mul(input: _Array, *, result: Array | None = None, stream: Stream = None) -> _Array: ...
+def silu_and_mul_nvfp4_quant(
+    input: Array,
+    input_global_scale: ScalarOrArray,
+    *,
+    result: Array | None = None,
+    result_block_scale: Array | None = None,
+    stream: Stream = None,
+) -> tuple[Any, Any]: ...
 def silu_and_mul_per_block_quant(
     input: Array,
     group_size: int,
@@ -551,8 +644,32 @@ def silu_and_mul_with_clamp(
 def situ_and_mul(
     input: _Array, beta: float = 1.0, linear_beta: float = -1.0, *, out: Array | None = None, stream: Stream = None
 ) -> _Array: ...
+def situ_and_mul_quant(
+    scale: Array,
+    input: Array,
+    beta: float = 1.0,
+    linear_beta: float = -1.0,
+    group_size: int = 128,
+    num_valid_tokens: Array | None = None,
+    topk: int = 1,
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
 def softmax(
     logits: Array, temperature: ScalarOrArray | None = None, *, out: Array | None = None, stream: Stream = None
+) -> Any: ...
+def static_scaled_fp8_quant(
+    input: Array,
+    scale: ScalarOrArray,
+    group_rows: int = 0,
+    group_columns: int = 0,
+    *,
+    result: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
+def static_scaled_int8_quant(
+    input: Array, scale: ScalarOrArray, azp: Array | None = None, *, result: Array | None = None, stream: Stream = None
 ) -> Any: ...
 def swigluoai_and_mul(
     input: _Array, alpha: float = 1.702, limit: float = 7.0, *, out: Array | None = None, stream: Stream = None

@@ -150,6 +150,28 @@ def dual_chunk_rotary_embedding(
     *,
     query_out: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
+def dynamic_per_token_scaled_fp8_quant(
+    input: ArrayLike,
+    scale_ub: float | ArrayLike | None = None,
+    *,
+    result: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
+def dynamic_scaled_fp8_quant(
+    input: ArrayLike, *, result: ArrayLike | None = None, scale: ArrayLike | None = None
+) -> tuple[Array, Array]: ...
+@overload
+def dynamic_scaled_int8_quant(
+    input: ArrayLike, azp: None = None, *, result: ArrayLike | None = None, scale: ArrayLike | None = None
+) -> tuple[Array, Array]: ...
+@overload
+def dynamic_scaled_int8_quant(
+    input: ArrayLike, *, azp: ArrayLike, result: ArrayLike | None = None, scale: ArrayLike | None = None
+) -> tuple[Array, Array, Array]: ...
+@overload
+def dynamic_scaled_int8_quant(
+    input: ArrayLike, azp: ArrayLike, *, result: ArrayLike | None = None, scale: ArrayLike | None = None
+) -> tuple[Array, Array, Array]: ...
 def fatrelu_and_mul(input: ArrayLike, threshold: float = 0.0, *, out: ArrayLike | None = None) -> Array: ...
 def finish_logits_(
     logits: ArrayLike,
@@ -556,9 +578,43 @@ def mul_and_silu(input: ArrayLike, *, out: ArrayLike | None = None) -> Array: ..
 def mxfp4_dequantize(
     input: ArrayLike, scale: ArrayLike, is_sf_swizzled_layout: bool = False, *, out: ArrayLike | None = None
 ) -> Array: ...
+def mxfp4_experts_quant(
+    output: ArrayLike,
+    output_scale: ArrayLike,
+    input: ArrayLike,
+    input_offset_by_experts: ArrayLike,
+    output_scale_offset_by_experts: ArrayLike,
+    n_experts: int = 0,
+    mode: str = "ocp",
+) -> tuple[Array, Array]: ...
+def mxfp4_quantize(
+    input: ArrayLike,
+    is_sf_swizzled_layout: bool = False,
+    mode: str = "ocp",
+    *,
+    output: ArrayLike | None = None,
+    output_scale: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
 def mxfp8_dequantize(
     input: ArrayLike, scale: ArrayLike, is_sf_swizzled_layout: bool = False, *, out: ArrayLike | None = None
 ) -> Array: ...
+def mxfp8_experts_quant(
+    input: ArrayLike,
+    problem_sizes: ArrayLike,
+    expert_offsets: ArrayLike,
+    blockscale_offsets: ArrayLike,
+    quant_output: ArrayLike,
+    scale_factor: ArrayLike,
+    mode: str = "ceil",
+) -> tuple[Array, Array]: ...
+def mxfp8_quantize(
+    input: ArrayLike,
+    is_sf_swizzled_layout: bool = False,
+    mode: str = "ceil",
+    *,
+    output: ArrayLike | None = None,
+    output_scale: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
 def nvfp4_dequantize(
     input: ArrayLike,
     scale: ArrayLike,
@@ -709,7 +765,45 @@ def paged_attention_v2(
     max_logits: ArrayLike | None = None,
     tmp_out: ArrayLike | None = None,
 ) -> Array: ...
+def per_token_group_fp8_quant(
+    input: ArrayLike,
+    group_size: int,
+    eps: float = 1e-10,
+    fp8_min: float | None = None,
+    fp8_max: float | None = None,
+    scale_ue8m0: bool = False,
+    *,
+    output_q: ArrayLike | None = None,
+    output_s: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
+def per_token_group_fp8_quant_packed(
+    input: ArrayLike,
+    group_size: int = 128,
+    eps: float = 1e-10,
+    fp8_min: float | None = None,
+    fp8_max: float | None = None,
+    *,
+    output_q: ArrayLike | None = None,
+    output_s_packed: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
+def per_token_group_quant_int8(
+    input: ArrayLike,
+    group_size: int,
+    eps: float = 1e-10,
+    int8_min: float | None = None,
+    int8_max: float | None = None,
+    truncates: bool = False,
+    *,
+    output_q: ArrayLike | None = None,
+    output_s: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
+def per_token_quant_int8(
+    input: ArrayLike, *, result: ArrayLike | None = None, scale: ArrayLike | None = None
+) -> tuple[Array, Array]: ...
 def permute_cols(A: ArrayLike, perm: ArrayLike, *, out: ArrayLike | None = None) -> Array: ...
+def persistent_masked_m_silu_mul_quant(
+    input: ArrayLike, counts: ArrayLike, y_q: ArrayLike, y_s: ArrayLike, use_ue8m0: bool = False, group_size: int = 128
+) -> tuple[Array, Array]: ...
 @overload
 def rejection_sample(
     draft_token_ids: ArrayLike,
@@ -976,10 +1070,43 @@ def sample(
     logprobs: ArrayLike | Literal[True],
     scores: ArrayLike | Literal[True],
 ) -> tuple[Array, Array, Array]: ...
+def scaled_fp4_experts_quant(
+    output: ArrayLike,
+    output_scale: ArrayLike,
+    input: ArrayLike,
+    input_global_scale: ArrayLike,
+    input_offset_by_experts: ArrayLike,
+    output_scale_offset_by_experts: ArrayLike,
+) -> tuple[Array, Array]: ...
+def scaled_fp4_quant(
+    input: ArrayLike,
+    input_scale: float | ArrayLike,
+    is_sf_swizzled_layout: bool = True,
+    four_over_six: bool = False,
+    *,
+    output: ArrayLike | None = None,
+    output_scale: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
 def shuffle_rows(
     input_tensor: ArrayLike, dst2src_map: ArrayLike, *, output_tensor: ArrayLike | None = None
 ) -> Array: ...
 def silu_and_mul(input: ArrayLike, *, result: ArrayLike | None = None) -> Array: ...
+def silu_and_mul_mxfp4_experts_quant(
+    output: ArrayLike,
+    output_scale: ArrayLike,
+    input: ArrayLike,
+    input_offset_by_experts: ArrayLike,
+    output_scale_offset_by_experts: ArrayLike,
+    n_experts: int = 0,
+    mode: str = "ocp",
+) -> tuple[Array, Array]: ...
+def silu_and_mul_nvfp4_quant(
+    input: ArrayLike,
+    input_global_scale: float | ArrayLike,
+    *,
+    result: ArrayLike | None = None,
+    result_block_scale: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
 def silu_and_mul_per_block_quant(
     input: ArrayLike,
     group_size: int,
@@ -990,14 +1117,44 @@ def silu_and_mul_per_block_quant(
     scales: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
 def silu_and_mul_quant(input: ArrayLike, scale: float | ArrayLike, *, result: ArrayLike | None = None) -> Array: ...
+def silu_and_mul_scaled_fp4_experts_quant(
+    output: ArrayLike,
+    output_scale: ArrayLike,
+    input: ArrayLike,
+    input_global_scale: ArrayLike,
+    input_offset_by_experts: ArrayLike,
+    output_scale_offset_by_experts: ArrayLike,
+) -> tuple[Array, Array]: ...
 def silu_and_mul_with_clamp(
     input: ArrayLike, limit: float, alpha: float = 1.0, beta: float = 0.0, *, result: ArrayLike | None = None
 ) -> Array: ...
 def situ_and_mul(
     input: ArrayLike, beta: float = 1.0, linear_beta: float = -1.0, *, out: ArrayLike | None = None
 ) -> Array: ...
+def situ_and_mul_quant(
+    scale: ArrayLike,
+    input: ArrayLike,
+    beta: float = 1.0,
+    linear_beta: float = -1.0,
+    group_size: int = 128,
+    num_valid_tokens: ArrayLike | None = None,
+    topk: int = 1,
+    *,
+    out: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
 def softmax(
     logits: ArrayLike, temperature: float | ArrayLike | None = None, *, out: ArrayLike | None = None
+) -> Array: ...
+def static_scaled_fp8_quant(
+    input: ArrayLike,
+    scale: float | ArrayLike,
+    group_rows: int = 0,
+    group_columns: int = 0,
+    *,
+    result: ArrayLike | None = None,
+) -> Array: ...
+def static_scaled_int8_quant(
+    input: ArrayLike, scale: float | ArrayLike, azp: ArrayLike | None = None, *, result: ArrayLike | None = None
 ) -> Array: ...
 def swigluoai_and_mul(
     input: ArrayLike, alpha: float = 1.702, limit: float = 7.0, *, out: ArrayLike | None = None
