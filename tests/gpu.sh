@@ -26,7 +26,6 @@ begin() { # NAME COMMAND...: in the background, on the next GPU
 }
 
 for part in tests/attention/test_*.py tests/{cache,norm,rotary,activation,dequantization,embedding,moe,quantization,sampling,paged_kv_cache,interop,examples}; do
-for part in tests/attention/test_*.py tests/{cache,norm,rotary,activation,dequantization,quantization,moe,sampling,paged_kv_cache,interop,examples}; do
   begin "pytest-$(basename "$part" .py)" python3 -m pytest -q -p no:cacheprovider --device cuda "$part"
 done
 wait "${pids[@]}"
