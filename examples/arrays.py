@@ -54,9 +54,9 @@ class NumpyArrays:
         """[T, in] times the transpose of [out, in]: [T, out], which the caller may write into."""
         return (x @ matrix.T).astype(self._dtype, copy=False)  # NumPy's products of bfloat16 are float32
 
-    def sample(self, logits: Array, seeds: Host, steps: Host, temperatures: Host) -> Host:
-        """A token for each row of logits, on the host."""
-        return self.host(pykv.functional.sample(logits, self.put(seeds), self.put(steps), self.put(temperatures)))
+    def sample(self, logits: Array, seeds: Host, steps: Host, temperatures: Host) -> Array:
+        """A token for each row of logits."""
+        return pykv.functional.sample(logits, self.put(seeds), self.put(steps), self.put(temperatures))
 
     def scale(self, x: Array, factor: float) -> Array:
         return (x * factor).astype(self._dtype, copy=False)
@@ -79,7 +79,7 @@ class TorchArrays(NumpyArrays):
         self._dtype = getattr(torch, dtype)
 
     def put(self, host: Host) -> Array:
-        return self.namespace.from_numpy(host).to(self.device)
+        return self.namespace.from_numpy(host).to(self.device, non_blocking=True)  # waits for nothing on a GPU
 
     def vector(self, host: Host) -> Array:
         if host.dtype == ml_dtypes.bfloat16:  # which from_numpy does not know
@@ -115,8 +115,8 @@ class JaxArrays(NumpyArrays):
     def vector(self, host: Host) -> Array:
         return self._jax.device_put(host.astype(self._dtype), self.device)
 
-    def sample(self, logits: Array, seeds: Host, steps: Host, temperatures: Host) -> Host:
-        return self.host(importlib.import_module("pykv.jax").sample(logits, seeds, steps, temperatures))
+    def sample(self, logits: Array, seeds: Host, steps: Host, temperatures: Host) -> Array:
+        return importlib.import_module("pykv.jax").sample(logits, seeds, steps, temperatures)
 
 
 def open_arrays(library: str, device: str | None = None, dtype: str = "auto") -> NumpyArrays:

@@ -27,6 +27,8 @@ num_return_sequences pad_token_id pruned_heads repetition_penalty return_dict se
 typical_p"""
 NOTES = frozenset(_NOTES.split())
 DTYPES = ("F32", "F16", "BF16")
+WITH_IMAGES = ("gemma3", "mistral3")  # models of which the part for text is served
+OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
 BUFFERS = (".rotary_emb.inv_freq",)  # old files keep what is computed anyway
 
 
@@ -126,15 +128,22 @@ def open_folder(folder: Path) -> Checkpoint:
         raise ValueError(f"config.json: quantization_config: weights quantised by {method} are not served")
     if (folder / "generation_config.json").exists():  # may name more end tokens
         raw |= {k: v for k, v in _json(folder, "generation_config.json").items() if k == "eos_token_id"}
+    is_part = raw.get("model_type") in WITH_IMAGES
+    if is_part:
+        of_all = {k: raw[k] for k in ("eos_token_id", "tie_word_embeddings") if raw.get(k) is not None}
+        raw = raw.get("text_config", {}) | of_all
     index, parts = "model.safetensors.index.json", {"model.safetensors"}
     if (folder / index).exists():
         parts = set(_json(folder, index)["weight_map"].values())
     tensors = {}
     for part, file in _open(folder, parts):
         for name in file.keys():  # noqa: SIM118  # it is no dictionary
+            if is_part and any(part in name for part in OF_IMAGES):
+                continue
             if (dtype := file.get_slice(name).get_dtype()) not in DTYPES:
                 raise ValueError(f"{part}: {name}: weights of {dtype} are not served, only {', '.join(DTYPES)}")
-            tensors[name] = Stored(part, partial(file.get_tensor, name))
+            known_as = name.replace("language_model.", "", 1) if is_part else name
+            tensors[known_as] = Stored(part, partial(file.get_tensor, name))
     return Checkpoint(Keys(raw), tensors, min(parts))
 
 

@@ -3,12 +3,15 @@
 A step has room for a number of tokens.  Sequences that decode take one each; what is left goes to prompts, cut into
 chunks where they do not fit, and to sequences that wait to join.  A sequence that ends leaves its blocks to the others.
 If blocks run out, the youngest sequence gives up its own and is computed again later.
+
+While a device computes a step, the host prepares the next one as it will be if no sequence ends: all of a batch but the
+tokens is known by then.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 import numpy as np
@@ -49,6 +52,20 @@ class Counters:
     peak_blocks: int = 0
 
 
+@dataclass
+class Prepared:
+    """A step for which the cache has made room."""
+
+    requests: list[Request]
+    ends: list[int]  # how much of each will be cached
+    batch: Batch  # its tokens may be put in later
+
+    @property
+    def spans(self) -> list[tuple[Request, int, int]]:
+        """Each request, and from where to where it is computed."""
+        return [(r, r.cached, end) for r, end in zip(self.requests, self.ends, strict=True)]
+
+
 def common_prefix(prompts: list[list[int]]) -> list[int]:
     """The tokens with which all prompts begin, short of the last one of any prompt: that one is left to compute."""
     alike = takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False))
@@ -66,12 +83,13 @@ class Engine:
         self.running: list[Request] = []
         self.counters = Counters()
         self._ids = 0
+        self._ahead: Prepared | None = None
 
     def share_prefix(self, tokens: list[int]) -> None:
         """Compute ``tokens`` once; requests that begin with them, and go on, fork the cached blocks."""
         holder = Request(self.PREFIX, list(tokens), len(tokens), 0.0, 0)
         for begin in range(0, len(tokens), self.tokens_per_step):
-            self._run([(holder, min(self.tokens_per_step, len(tokens) - begin))])
+            self._run(self._prepare([(holder, min(self.tokens_per_step, len(tokens) - begin))]))
         self.prefix = list(tokens)
 
     def add(self, tokens: list[int], max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> Request:
@@ -92,21 +110,15 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Compute one batch; returns the requests that got a token."""
-        plan = self._plan()
-        while True:
-            try:
-                logits = self._run(plan)
-                break
-            except pykv.OutOfBlocks:  # raised before anything changed
-                if len(self.running) == 1:
-                    raise
-                self._preempt(self.running[-1])
-                plan = [(request, count) for request, count in plan if request in self.running]
-                if not plan:
-                    return []
-        ready = [request for request, _ in plan if request.due == 0]
-        for request, token in zip(ready, self._choose(logits, ready), strict=True):
-            request.tokens.append(token)
+        prepared, self._ahead = self._ahead or self._next(), None
+        if prepared is None:
+            return []
+        logits = self._run(prepared)
+        ready = [request for request in prepared.requests if request.due == 0]
+        chosen = self._choose(logits, ready)
+        self._ahead = self._look_ahead(ready)
+        for request, token in zip(ready, self.model.arrays.host(chosen), strict=True):  # waits for the device
+            request.tokens.append(int(token))
             request.finished = token in self.model.config.end_ids or len(request.tokens) >= request.max_length
         for request in [r for r in ready if r.finished]:
             self.end(request)
@@ -117,6 +129,7 @@ class Engine:
         """No more tokens for it; its blocks are free."""
         request.finished = True
         if request in self.running:
+            self._drop_ahead()
             self.running.remove(request)
             self.cache.free([request.id])
 
@@ -125,6 +138,34 @@ class Engine:
         if self.prefix:
             self.cache.free([self.PREFIX])
             self.prefix = []
+
+    def _next(self) -> Prepared | None:
+        """The next step, after some gave way if the cache is full; None if all that were to compute did."""
+        plan = self._plan()
+        while plan:
+            try:
+                return self._prepare(plan)
+            except pykv.OutOfBlocks:  # raised before anything changed
+                if len(self.running) == 1:
+                    raise
+                self._preempt(self.running[-1])
+                plan = [(request, count) for request, count in plan if request in self.running]
+        return None
+
+    def _look_ahead(self, ready: list[Request]) -> Prepared | None:
+        """The next step if all that run are about to get a token, and none thereby comes to its end."""
+        if self.waiting or len(ready) < len(self.running) or any(len(r.tokens) + 1 >= r.max_length for r in ready):
+            return None
+        try:
+            return self._prepare([(request, 1) for request in ready])
+        except pykv.OutOfBlocks:
+            return None
+
+    def _drop_ahead(self) -> None:
+        """It did not come as foreseen."""
+        for request in self._ahead.requests if self._ahead else []:
+            self.cache.truncate(request.id, request.cached)
+        self._ahead = None
 
     def _plan(self) -> list[tuple[Request, int]]:
         """Who computes how many tokens in this step."""
@@ -161,25 +202,30 @@ class Engine:
         self.waiting.appendleft(request)
         self.counters.preemptions += 1
 
-    def _run(self, plan: list[tuple[Request, int]]) -> Array:
-        """The model over the next tokens of each request; logits of those that thereby are ready for a new one."""
+    def _prepare(self, plan: list[tuple[Request, int]]) -> Prepared:
+        """Room in the cache for the next tokens of each request; which tokens these are may come later."""
         put = self.model.arrays.put
         requests, counts = [r for r, _ in plan], np.array([n for _, n in plan])
         ids = [r.id for r in requests]
-        spans = [(r, r.cached, r.cached + n) for r, n in plan]
-        ends = np.cumsum(counts)
-        ready = np.array([end == len(r.tokens) for r, _, end in spans])
+        rows, ends = np.cumsum(counts), [r.cached + n for r, n in plan]
+        ready = np.array([end >= len(r.tokens) for r, end in zip(requests, ends, strict=True)])
         slots = self.cache.append(ids, counts)
         batch = Batch(
-            tokens=put(np.concatenate([np.array(r.tokens[begin:end]) for r, begin, end in spans])),
-            positions=put(np.concatenate([np.arange(begin, end) for _, begin, end in spans])),
+            tokens=None,
+            positions=put(np.concatenate([np.arange(end - n, end) for n, end in zip(counts, ends, strict=True)])),
             slots=slots,
-            cu_query_lens=put(np.concatenate(([0], ends)).astype(np.int32)),
+            cu_query_lens=put(np.concatenate(([0], rows)).astype(np.int32)),
             seq_lens=self.cache.seq_lens(ids),
             block_tables=self.cache.block_tables(ids),
-            wanted=put(ends[ready] - 1),
+            wanted=put(rows[ready] - 1),
         )
-        logits = self.model.forward(batch, self.cache)
+        return Prepared(requests, ends, batch)
+
+    def _run(self, prepared: Prepared) -> Array:
+        """The model over the tokens of each request; logits of those that thereby are ready for a new one."""
+        spans = prepared.spans
+        tokens = np.concatenate([np.array(r.tokens[begin:end]) for r, begin, end in spans])
+        logits = self.model.forward(replace(prepared.batch, tokens=self.model.arrays.put(tokens)), self.cache)
         for request, begin, end in spans:
             request.cached = end
             of_prompt = max(0, min(end, request.prompt_length) - begin)
@@ -189,9 +235,9 @@ class Engine:
         self.counters.peak_blocks = max(self.counters.peak_blocks, self.cache.num_blocks - self.cache.num_free_blocks)
         return logits
 
-    def _choose(self, logits: Array, requests: list[Request]) -> list[int]:
+    def _choose(self, logits: Array, requests: list[Request]) -> Array:
         """The next token of each request, drawn by its seed and the number of its tokens."""
         seeds = np.array([r.seed for r in requests], np.int32)
         steps = np.array([len(r.tokens) for r in requests], np.int32)
         temperatures = np.array([r.temperature for r in requests], np.float32)
-        return [int(token) for token in self.model.arrays.sample(logits, seeds, steps, temperatures)]
+        return self.model.arrays.sample(logits, seeds, steps, temperatures)

@@ -114,6 +114,7 @@ def main() -> None:
             with progress_bar(console, engine, rates, sum(r.max_length - r.prompt_length for r in requests)) as bar:
                 serve(engine, texts, rates, bar)
             for prompt, text in zip(prompts, texts.values(), strict=True):
+                text.finish()
                 console.print(Panel(Text.assemble((prompt, "bold"), "\n\n" * args.chat, text.text)))
     except pykv.OutOfBlocks as error:
         refuse(f"--blocks {args.blocks}: {error}")
@@ -134,8 +135,6 @@ def serve(engine: Engine, texts: dict[int, Growing], rates: Rates, show: Callabl
                 text.add(request.tokens[-1])
             if text.stopped:
                 engine.end(request)
-            if request.finished:
-                text.finish()
         rates.count()
         show()
 

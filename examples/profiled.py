@@ -15,7 +15,7 @@ from rich.table import Table
 
 PRODUCTS = "matrix products"
 BY_LIBRARY = {"matmul": PRODUCTS, "rows": "row lookup", "scale": "scale", "softcap": "soft cap", "put": "put on device"}
-BY_CACHE = ("append", "free", "fork", "seq_lens", "block_tables")
+BY_CACHE = ("append", "truncate", "free", "fork", "seq_lens", "block_tables")
 
 
 class Profile:

@@ -91,6 +91,8 @@ class Stream:
         while self._due:
             prompt, request = self._due[0]
             text = self._texts[request.id]
+            if request.finished:
+                text.finish()
             now = text.text if request.finished else text.certain
             if self._shown < 0:
                 self._write(prompt, "bold")

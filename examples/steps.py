@@ -16,7 +16,7 @@ FUSED_ADD = {"rms_norm": "fused_add_rms_norm", "gemma_rms_norm": "gemma_fused_ad
 class Batch:
     """New tokens of several sequences, one sequence after the other, and where the cache keeps these sequences."""
 
-    tokens: Array  # int64 [T]
+    tokens: Array  # int64 [T]; None until they are known
     positions: Array  # int64 [T]
     slots: Array  # int64 [T]: where the keys and values of the new tokens go
     cu_query_lens: Array  # int32 [S + 1]: where the new tokens of each sequence begin

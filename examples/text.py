@@ -88,28 +88,43 @@ class Growing:
     BEHIND = 6  # tokens of the prompt
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()):
-        self.text = ""
         self.stopped = False
         self._tokenizer, self._stops = tokenizer, stops
         self._tokens = list(prompt[-self.BEHIND :])
         self._begin, self._end = 0, len(self._tokens)  # the last tokens that are in the text
+        self._text = ""
+        self._due: list[int] = []  # tokens that wait until somebody asks for the text
 
     def add(self, token: int) -> None:
-        self._tokens.append(token)
-        before, now = self._decode(self._begin, self._end), self._decode(self._begin)
-        if now.startswith(before) and len(now) > len(before) and not now.endswith(UNKNOWN):
-            self._take(now[len(before) :])
+        self._due.append(token)
+        if self._stops:
+            self._grow()
 
     def finish(self) -> None:
         """No token follows: what is not a whole character is shown as such."""
+        self._grow()
         if self._end < len(self._tokens):
             self._take(self._decode(self._end))
 
     @property
+    def text(self) -> str:
+        self._grow()
+        return self._text
+
+    @property
     def certain(self) -> str:
         """The text without an end that may become a text that stops it."""
-        ends = (n for stop in self._stops for n in range(len(stop) - 1, 0, -1) if self.text.endswith(stop[:n]))
-        return self.text if self.stopped else self.text[: len(self.text) - max(ends, default=0)]
+        text = self.text
+        ends = (n for stop in self._stops for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n]))
+        return text if self.stopped else text[: len(text) - max(ends, default=0)]
+
+    def _grow(self) -> None:
+        for token in self._due:
+            self._tokens.append(token)
+            before, now = self._decode(self._begin, self._end), self._decode(self._begin)
+            if now.startswith(before) and len(now) > len(before) and not now.endswith(UNKNOWN):
+                self._take(now[len(before) :])
+        self._due.clear()
 
     def _decode(self, begin: int, end: int | None = None) -> str:
         return str(self._tokenizer.decode(self._tokens[begin:end]))
@@ -117,8 +132,8 @@ class Growing:
     def _take(self, new: str) -> None:
         if self.stopped:
             return
-        self.text += new
+        self._text += new
         self._begin, self._end = self._end, len(self._tokens)
-        found = [at for stop in self._stops if (at := self.text.find(stop)) >= 0]
+        found = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
         if found:
-            self.text, self.stopped = self.text[: min(found)], True
+            self._text, self.stopped = self._text[: min(found)], True

@@ -120,6 +120,7 @@ def measure(torch: Any, keys: dict[str, Any], batch: int, context: int, steps: i
     blocks = batch * -(-(context + steps) // BLOCK_SIZE) + 8
     engine = Engine(model, model.make_cache(blocks, BLOCK_SIZE), tokens_per_step=8192)
     random = np.random.default_rng(0)
+    arrays.host = parts.timed("wait", arrays.host)  # type: ignore[method-assign]
     requests = [engine.add(random.integers(0, config.vocab_size, context).tolist(), steps + 1) for _ in range(batch)]
 
     times, began = [], time.perf_counter()
@@ -135,12 +136,12 @@ def measure(torch: Any, keys: dict[str, Any], batch: int, context: int, steps: i
     of_token = 2 * 2 * len(config.layers) * config.num_kv_heads * config.head_size
     read = arrays.weight_bytes - embedding + batch * (context + steps // 2) * of_token
     floor = read / rate
-    launch, sample = parts.median("launch", len(times) // 2), parts.median("sample", len(times) // 2)
+    launch, sample, wait = (parts.median(name, len(times) // 2) for name in ("launch", "sample", "wait"))
     return {
         "batch": batch, "context": context + steps // 2, "steps": len(times), "step_ms": 1e3 * step,
         "tokens_per_s": batch / step, "read_gb": read / 1e9, "read_gb_per_s": rate / 1e9, "floor_ms": 1e3 * floor,
         "of_floor": floor / step, "graph_ms": 1e3 * graph_seconds(torch, captured), "launch_ms": 1e3 * launch,
-        "sample_ms": 1e3 * sample, "host_ms": 1e3 * (step - launch - sample),
+        "sample_ms": 1e3 * sample, "wait_ms": 1e3 * wait, "host_ms": 1e3 * (step - launch - sample - wait),
         "all_s": time.perf_counter() - began,
     }  # fmt: skip
 
@@ -163,7 +164,7 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
     names = ["batch", "context", "step_ms", "tokens_per_s", "floor_ms", "of_floor", "graph_ms", "launch_ms",
-             "sample_ms", "host_ms"]  # fmt: skip
+             "sample_ms", "wait_ms", "host_ms"]  # fmt: skip
     rows = [[f"{f[name]:.2f}" if isinstance(f[name], float) else str(f[name]) for name in names] for f in figures]
     output.show(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", names, rows, right=0)
     if args.json:

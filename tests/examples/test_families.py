@@ -118,6 +118,34 @@ def test_a_family_equals_transformers(reference: Callable[[str], Reference], arr
         assert best[len(text) - 1 :].tolist() == whole[len(text) :]
 
 
+@pytest.mark.parametrize(
+    ("name", "of_text", "vision"),
+    [
+        ("Gemma3", {"sliding_window": 5, "query_pre_attn_scalar": 24}, {}),
+        ("Mistral3", {"model_type": "mistral", "sliding_window": None}, {"model_type": "pixtral", "head_dim": 16}),
+    ],
+)
+def test_the_part_for_text_of_a_model_for_images(
+    tmp_path: Path, name: str, of_text: dict[str, Any], vision: dict[str, Any]
+) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    from arrays import open_arrays
+
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(text_config=SMALL | of_text, vision_config=small | vision)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.25)
+    model.save_pretrained(tmp_path)
+    tokens = prompts(1, shared=18)[0]
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[0].numpy()
+    np.testing.assert_allclose(logits_of(tmp_path, open_arrays("numpy"), tokens, 5), expected, atol=2e-4, rtol=1e-4)
+
+
 NOTES = {"transformers_version": "4.49.0", "torch_dtype": "bfloat16", "use_cache": True, "attention_dropout": 0.0,
          "initializer_range": 0.02, "bos_token_id": 1, "rope_scaling": None}  # fmt: skip
 SIZES = {"hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4,
