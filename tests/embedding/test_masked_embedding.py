@@ -172,6 +172,8 @@ def test_wrong_arguments():
         ((out.astype(np.int8), ids, weight), {}, TypeError, "out: "),
         ((out, ids, weight, 3, 2), {}, ValueError, "org_start, org_end: "),
         ((out, ids, weight, 0, 6), {}, ValueError, "weight: "),
+        ((out, ids, weight, 2**63 - 2, None, 5), {}, ValueError, "weight: "),
+        ((out, ids, weight, -1), {}, ValueError, "org_start, org_end: "),
         ((out, ids, weight, 0, 4, 1, 4, 5), {}, ValueError, "weight: "),
         ((out, ids, weight, 0, 4, -1), {}, ValueError, "weight: "),
         ((out, ids, weight), {"vocab_size": -2}, ValueError, "vocab_size: "),
