@@ -42,6 +42,13 @@ def test_tables_are_copied(array, dtype, width):
     np.testing.assert_array_equal(result.view(np.uint8), weight[ids].view(np.uint8))
 
 
+def test_many_tokens_are_copied(array):
+    """So many that results go past the caches; rows of an odd width begin anywhere in a line."""
+    weight, ids = random((50, 801), FLOATS[0]), np.random.default_rng(0).integers(0, 50, 2000)
+    result = embed(array, np.ones((2000, 801), np.float32), ids, weight, offset=3)
+    np.testing.assert_array_equal(result, weight[ids])
+
+
 @dtypes
 @pytest.mark.parametrize("of", [*FLOATS, *CODES, np.dtype(np.uint8)], ids=name_of)
 def test_tables_of_every_dtype(array, dtype, of):
@@ -165,6 +172,8 @@ def test_wrong_arguments():
         ((out.astype(np.int8), ids, weight), {}, TypeError, "out: "),
         ((out, ids, weight, 3, 2), {}, ValueError, "org_start, org_end: "),
         ((out, ids, weight, 0, 6), {}, ValueError, "weight: "),
+        ((out, ids, weight, 2**63 - 2, None, 5), {}, ValueError, "weight: "),
+        ((out, ids, weight, -1), {}, ValueError, "org_start, org_end: "),
         ((out, ids, weight, 0, 4, 1, 4, 5), {}, ValueError, "weight: "),
         ((out, ids, weight, 0, 4, -1), {}, ValueError, "weight: "),
         ((out, ids, weight), {"vocab_size": -2}, ValueError, "vocab_size: "),

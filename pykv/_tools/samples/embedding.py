@@ -28,7 +28,7 @@ SAMPLES: Mapping[str, Callable[[], Sample]] = {
     },
 }
 
-VOCABULARY, HIDDEN = 1 << 17, 2048
+VOCABULARY, HIDDEN = 1 << 13, 2048
 
 
 def _embedded(t: Tokens) -> Workload:

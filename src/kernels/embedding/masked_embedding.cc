@@ -46,7 +46,7 @@ pykv_status pykv_masked_embedding(DLTensor* out, const DLTensor* ids, const DLTe
                DType::kUInt8});
     }
     a.ids = ids_of_rows(call, "ids", ids, y);
-    if (org_end == -1) org_end = org_start + rows;
+    if (org_end == -1 && __builtin_add_overflow(org_start, int64_t{rows}, &org_end)) org_end = INT64_MAX;
     check_range("org", org_start, org_end);
     check_range("added", added_start, added_end);
     const int64_t base = org_end - org_start, added = added_end - added_start;

@@ -4,6 +4,7 @@
 
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
+#include "cpu/stream_copy.h"
 #include "embedding/masked_embedding.h"
 
 namespace pykv::PYKV_ISA {
@@ -33,6 +34,13 @@ void scale_floats(float* x, const MaskedEmbeddingArgs& args, int64_t row, int64_
   }
 }
 
+void copy(void* to, const void* from, int64_t bytes, bool streamed) {
+  if (streamed)
+    stream_copy(static_cast<char*>(to), static_cast<const char*>(from), bytes);
+  else
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+}
+
 void embed(const MaskedEmbeddingArgs& args, int64_t token, int64_t row, int64_t position) {
   for (int64_t first = 0; first < args.hidden_size; first += kPiece) {
     const int64_t count = std::min(kPiece, args.hidden_size - first);
@@ -58,7 +66,8 @@ void embed(const MaskedEmbeddingArgs& args, int64_t token, int64_t row, int64_t 
 void masked_embedding_cpu(const MaskedEmbeddingArgs& args, const Launch& launch) {
   constexpr int64_t kElementsWorthAThread = 16384;
   const int64_t item = static_cast<int64_t>(size_of(args.dtype));
-  const auto bytes = static_cast<size_t>(args.hidden_size * item);
+  const int64_t bytes = args.hidden_size * item;
+  const bool streamed = args.copies && args.num_tokens * bytes > kWorthStreaming;
   parallel_for(args.num_tokens, kElementsWorthAThread / args.hidden_size + 1, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       const int64_t id = args.ids[token], row = args.row_of(id);
@@ -66,9 +75,9 @@ void masked_embedding_cpu(const MaskedEmbeddingArgs& args, const Launch& launch)
       if (args.copies) {
         char* to = static_cast<char*>(args.out) + args.out_rows.offset(token) * item;
         if (row < 0)
-          std::memset(to, 0, bytes);
+          std::memset(to, 0, static_cast<size_t>(bytes));
         else
-          std::memcpy(to, row_at(args.weight, args.dtype, row, args.weight_stride), bytes);
+          copy(to, row_at(args.weight, args.dtype, row, args.weight_stride), bytes, streamed);
         continue;
       }
       int64_t position = args.positions.data ? args.positions[token] : -1;
@@ -78,6 +87,7 @@ void masked_embedding_cpu(const MaskedEmbeddingArgs& args, const Launch& launch)
       }
       embed(args, token, row, position);
     }
+    if (streamed) finish_streaming();
   });
 }
 

@@ -1,6 +1,7 @@
 // A block has a row.  Lists are in order, so that the place of an entry is the number of entries before it in its own list, and
 // in each other list what a binary search finds.
 #include "cuda/dependent.cuh"
+#include "cuda/divider.cuh"
 #include "cuda/vec.cuh"
 #include "sampling/merge_top_k.h"
 
@@ -32,6 +33,7 @@ __device__ int count_before(const ShardList<V>& list, int n, Entry entry, bool w
 
 template <class V>
 __global__ __launch_bounds__(kThreads) void merge_top_k_kernel(const __grid_constant__ MergeTopKArgs args,
+                                                               const __grid_constant__ Divider n,
                                                                const __grid_constant__ Reporter reporter) {
   begin_dependent();
   const int64_t row = blockIdx.x;
@@ -44,7 +46,9 @@ __global__ __launch_bounds__(kThreads) void merge_top_k_kernel(const __grid_cons
   __syncthreads();
   const int shards = static_cast<int>(args.num_shards), total = shards * args.n;
   for (int i = threadIdx.x; i < total; i += kThreads) {
-    const int shard = i / args.n, own = i % args.n;
+    uint32_t place_in_list;
+    const int shard = static_cast<int>(n(static_cast<uint32_t>(i), place_in_list)),
+              own = static_cast<int>(place_in_list);
     const ShardList<V> list(args, shard, row);
     const Entry entry = entry_at(list, own);
     if (own > 0 && entry > entry_at(list, own - 1)) reporter(own, own);
@@ -64,7 +68,7 @@ void merge_top_k_cuda(const MergeTopKArgs& args, const Launch& launch) {
   if (args.num_rows > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "at most 2^31 - 1 rows are supported");
   dispatch<half, bf16, float>(args.dtype, [&]<class V>() {
     launch_dependent(merge_top_k_kernel<V>, static_cast<unsigned>(args.num_rows), kThreads, launch, "merge_top_k", args,
-                     launch.reporter(kMergeReport));
+                     Divider(args.n), launch.reporter(kMergeReport));
   });
 }
 
