@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,24 @@ WORDS = 1 << 24  # integers beyond are codes, packed
 
 
 def example(op: Op) -> str | None:
-    """The program; none of an operation that takes addresses."""
+    """The program; none of an operation that takes addresses.
+
+    Most take any numbers.  Where they do not, the sample's own are shown.
+    """
     if op.name in ADDRESSED:
         return None
+    program = _program(op, _made)
+    try:
+        exec(program, {})
+    except ValueError:
+        return _program(op, _as_it_is)
+    return program
+
+
+def _program(op: Op, made: Callable[[Any, bool], str]) -> str:
     given = sample(op.name)
     written = {name for name, rule in op.rules.items() if not rule.is_scratch}
-    arrays = [f"{name} = {_made(value, name in written)}" for name, value in given.items() if _is_array(value)]
+    arrays = [f"{name} = {made(value, name in written)}" for name, value in given.items() if _is_array(value)]
     random = ["rng = np.random.default_rng(0)"] if any("rng." in line for line in arrays) else []
     arguments, by_position = [], True
     for p in op.parameters:
@@ -67,3 +79,10 @@ def _made(value: Any, is_written: bool) -> str:
     if value.dtype == bool:
         return f"rng.random({shape}) < 0.5"
     return f"rng.integers({f'{low}, {high + 1}' if high < WORDS else '1 << 31'}, size={shape}, dtype={dtype})"
+
+
+def _as_it_is(value: Any, is_written: bool) -> str:
+    if is_written or isinstance(value, list):
+        return _made(value, is_written)
+    shown = value.astype(np.float64).round(2) if value.dtype.kind == "f" else value
+    return f"np.array({shown.tolist()}, np.{value.dtype.name})".replace("np.bool", "bool")

@@ -240,6 +240,7 @@ def array_like(values: npt.NDArray[Any], dtype: str, like: Any) -> Any:
     name = _root_name(like)
     device = None if isinstance(like, ModuleType) else getattr(like, "device", None)
     if name == "torch":
+        values = values.astype(np.float32) if values.dtype.name == "bfloat16" else values  # which torch does not know
         return sys.modules[name].tensor(values, dtype=getattr(sys.modules[name], dtype), device=device)
     host = np.ascontiguousarray(values, numpy_dtype(dtype))
     if name == "numpy":

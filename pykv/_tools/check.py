@@ -1,13 +1,15 @@
 """``pykv check``: every operation against recorded results.
 
+Each is called with its sample, then with bfloat16 and heads of 128, then, where it takes those, with caches of e4m3.
 The results come from references in NumPy that share nothing with the kernels; ``expected/<family>.npz`` hold them.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,14 @@ from pykv._tools import devices, output
 from pykv._tools.devices import Device
 from pykv._tools.errors import CommandError, known_ops
 from pykv._tools.samples import ADDRESSED, MEMORY, ON_HOST, sample
+from pykv._tools.samples._served import NARROW, VARIANTS, label, parts, served
 
 FOLDER = Path(__file__).parent / "expected"
 # (absolute, relative): what the arithmetic of float32, in any order, may lose; codes and other integers are exact
 TOLERANCE = {"float32": (1e-5, 2e-6), "float16": (1e-3, 1e-3)}
+# Of variants, where operations may round between, which the references do not: codes may be neighbours.
+ROUNDED = {"float32": (1e-3, 1e-2), "float16": (1e-3, 1e-2), "uint8": (1, 0)}
+BFLOAT16 = 2**-7  # of the largest value, and of the value
 HOST_ONLY = dict.fromkeys(ADDRESSED, "addresses are those of the host here")
 
 Recorded = dict[str, npt.NDArray[Any]]
@@ -32,7 +38,7 @@ Recorded = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class Outcome:
-    op: str
+    op: str  # and the variant
     device: str
     result: str  # "pass", "FAIL" or "skipped"
     error: float | None = None  # the largest difference, absolute
@@ -40,7 +46,7 @@ class Outcome:
 
 
 def recorded() -> dict[str, Recorded]:
-    """Operation -> what its sample gives, "parameter" or "parameter/number of the list" -> array."""
+    """Call -> what it gives, "parameter" or "parameter/number of the list" -> array."""
     found: dict[str, Recorded] = {}
     for path in sorted(FOLDER.glob("*.npz")):
         with np.load(path) as file:
@@ -50,18 +56,21 @@ def recorded() -> dict[str, Recorded]:
     return found
 
 
-def _arguments(name: str, device: Device) -> dict[str, Any]:
+def _arguments(call: str, narrow: Collection[str], device: Device) -> dict[str, Any]:
     def convert(key: str, value: Any) -> Any:
         if isinstance(value, list):
             return [convert(key, v) for v in value]
         return device.array(value) if isinstance(value, np.ndarray) and key not in ON_HOST else value
 
-    return {k: convert(k, v) for k, v in sample(name).items()}
+    name, variant = parts(call)
+    given = served(name, variant, narrow) if variant else sample(name)
+    return {k: convert(k, v) for k, v in given.items()}
 
 
-def results(name: str, device: Device) -> Recorded:
-    """Runs the sample; every array that it writes and that others than the operation read."""
-    op, given = all_ops()[name], _arguments(name, device)
+def results(call: str, device: Device, narrow: Collection[str] = ()) -> Recorded:
+    """Makes the call; every array that it writes and that others than the operation read."""
+    name, _ = parts(call)
+    op, given = all_ops()[name], _arguments(call, narrow, device)
     op.direct(**given)
     if device is not devices.CPU:
         pykv.check_errors(device.name)
@@ -72,16 +81,28 @@ def results(name: str, device: Device) -> Recorded:
         value = given.get(p.name)
         if value is None or not p.kind.startswith("written") or (p.name in op.rules and op.rules[p.name].is_scratch):
             continue
-        parts = {f"{p.name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {p.name: value}
-        found |= {key: device.read(array) for key, array in parts.items()}
+        arrays = {f"{p.name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {p.name: value}
+        found |= {key: device.read(array) for key, array in arrays.items()}
     return found
 
 
-def compare(got: Recorded, wanted: Recorded) -> tuple[float, str]:
-    """The largest error, and what is wrong."""
+def _allowed(wanted: npt.NDArray[Any], dtype: str, tolerance: Mapping[str, tuple[float, float]]) -> npt.NDArray[Any]:
+    size = np.where(np.isfinite(wanted), np.abs(wanted), 0)
+    if dtype == "bfloat16":
+        return np.asarray(BFLOAT16 * (size.max(initial=0) + size))
+    absolute, relative = tolerance.get(dtype, (0.0, 0.0))
+    return absolute + relative * size
+
+
+def compare(
+    got: Recorded, wanted: Recorded, tolerance: Mapping[str, tuple[float, float]] = TOLERANCE
+) -> tuple[float, str]:
+    """The largest error of numbers, and what is wrong."""
     largest, wrong = 0.0, ""
     for key, expected in wanted.items():
         actual = got[key]
+        if actual.dtype.name == "bfloat16":
+            expected = expected.view(actual.dtype)  # recorded as its bits
         if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
             came, should = (f"{a.dtype}{list(a.shape)}" for a in (actual, expected))
             return math.inf, f"{key}: {came}, not {should}"
@@ -89,25 +110,30 @@ def compare(got: Recorded, wanted: Recorded) -> tuple[float, str]:
         same = found == wanted_value  # infinities, too, which have no difference
         difference = np.abs(np.where(same, 0, found) - np.where(same, 0, wanted_value))
         difference = np.where(np.isnan(difference), np.inf, difference)
-        absolute, relative = TOLERANCE.get(expected.dtype.name, (0.0, 0.0))
-        allowed = absolute + relative * np.where(np.isfinite(wanted_value), np.abs(wanted_value), 0)
-        bad = np.argwhere(~(difference <= allowed))
+        bad = np.argwhere(~(difference <= _allowed(wanted_value, expected.dtype.name, tolerance)))
         if len(bad) and not wrong:
             at = tuple(bad[0].tolist())
             wrong = f"{key}{list(at)}: {actual[at]}, not {expected[at]}; {len(bad)} of {actual.size} are wrong"
-        largest = max(largest, float(difference.max(initial=0)))
+        if expected.dtype.kind not in "iub":  # codes that differ by one, where they may, are no measure of an error
+            largest = max(largest, float(difference.max(initial=0)))
     return largest, wrong
 
 
-def check(name: str, device: Device, wanted: Recorded) -> Outcome:
-    if name in HOST_ONLY and device is not devices.CPU:
-        return Outcome(name, device.name, "skipped", why=HOST_ONLY[name])
+def check(call: str, device: Device, wanted: Recorded) -> Outcome:
+    if call in HOST_ONLY and device is not devices.CPU:
+        return Outcome(call, device.name, "skipped", why=HOST_ONLY[call])
+    narrow = wanted.get(NARROW, np.array([], str)).tolist()
+    if narrow and importlib.util.find_spec("ml_dtypes") is None:
+        return Outcome(call, device.name, "skipped", why="bfloat16 in NumPy needs ml_dtypes")
     try:
         with device.current():
-            error, wrong = compare(results(name, device), wanted)
+            found = results(call, device, narrow)
+            error, wrong = compare(
+                found, {k: v for k, v in wanted.items() if k != NARROW}, ROUNDED if narrow else TOLERANCE
+            )
     except Exception as raised:  # whatever it is: the operation did not work
-        return Outcome(name, device.name, "FAIL", why=f"{type(raised).__name__}: {raised}".splitlines()[0])
-    return Outcome(name, device.name, "FAIL" if wrong else "pass", error, wrong)
+        return Outcome(call, device.name, "FAIL", why=f"{type(raised).__name__}: {raised}".splitlines()[0])
+    return Outcome(call, device.name, "FAIL" if wrong else "pass", error, wrong)
 
 
 def _as_json(outcomes: Sequence[Outcome]) -> str:
@@ -117,10 +143,11 @@ def _as_json(outcomes: Sequence[Outcome]) -> str:
 
 def run(ops: Sequence[str], wanted_devices: Sequence[str], quiet: bool, as_json: bool) -> int:
     everything = recorded()
-    calls = [(op, devices.device(d)) for d in wanted_devices or devices.names() for op in known_ops(ops)]
-    missing = {op for op, _ in calls} - set(everything)
-    if missing:
+    wanted = known_ops(ops)
+    if missing := set(wanted) - set(everything):
         raise CommandError(f"there are no results of {', '.join(sorted(missing))}")
+    made = [call for op in wanted for call in (op, *(label(op, v) for v in VARIANTS)) if call in everything]
+    calls = [(call, devices.device(d)) for d in wanted_devices or devices.names() for call in made]
     steps = output.progress(calls, "checking", lambda call: f"{call[0]} on {call[1].name}")
     outcomes = [check(op, device, everything[op]) for op, device in steps]
     if as_json:

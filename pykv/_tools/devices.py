@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykv import _C
-from pykv._libraries import array_like
+from pykv._libraries import array_like, numpy_dtype
 from pykv._tools.errors import CommandError
 
 
@@ -37,15 +37,28 @@ def names() -> list[str]:
 
 def _cupy(name: str) -> Device:
     cupy = importlib.import_module("cupy")
+
+    def read(array: Any) -> npt.NDArray[Any]:
+        """CuPy moves small floats as integers alone."""
+        bits = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+        return np.asarray(cupy.asnumpy(bits)).view(array.dtype)
+
     place = cupy.cuda.Device(int(name.removeprefix("cuda:")))
     with place:
-        return Device(name, "CuPy", cupy.empty(0), cupy.asnumpy, lambda: place)
+        return Device(name, "CuPy", cupy.empty(0), read, lambda: place)
+
+
+def of_torch(tensor: Any) -> npt.NDArray[Any]:
+    torch = importlib.import_module("torch")
+    if tensor.dtype != torch.bfloat16:  # which NumPy does not have
+        return np.asarray(tensor.cpu().numpy())
+    return np.asarray(tensor.view(torch.int16).cpu().numpy()).view(numpy_dtype("bfloat16"))
 
 
 def _torch(name: str) -> Device:
     torch = importlib.import_module("torch")
     like = torch.empty(0, device=name)
-    return Device(name, "torch", like, lambda tensor: tensor.cpu().numpy(), lambda: torch.cuda.device(like.device))
+    return Device(name, "torch", like, of_torch, lambda: torch.cuda.device(like.device))
 
 
 def device(name: str) -> Device:

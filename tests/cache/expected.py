@@ -32,7 +32,9 @@ def rotary_and_cache(a: Any) -> Results:
 
 
 def fused_qknorm_rope_cache(a: Any) -> Results:
-    q, k, v = np.split(a.qkv.reshape(3, -1, a.head_dim).astype(np.float64), [4, 6], axis=1)
+    q, k, v = np.split(
+        a.qkv.reshape(3, -1, a.head_dim).astype(np.float64), [a.num_q_heads, a.num_q_heads + a.num_kv_heads], axis=1
+    )
     table = np.concatenate([a.cos, a.sin], axis=1)
     q = rotary_embedding(a.positions, norm.rms_norm(q, a.q_weight, a.epsilon), table, True)
     k = rotary_embedding(a.positions, norm.rms_norm(k, a.k_weight, a.epsilon), table, True)

@@ -38,7 +38,7 @@ def flash_caches() -> Sample:
 
 
 def packed_caches() -> Sample:
-    key = floats(sizes.NUM_BLOCKS, sizes.KV_HEADS, sizes.HEAD_SIZE // 4, sizes.BLOCK_SIZE, 4)
+    key = floats(sizes.NUM_BLOCKS, sizes.KV_HEADS, sizes.HEAD_SIZE // sizes.PACK, sizes.BLOCK_SIZE, sizes.PACK)
     return {
         "key_cache": key,
         "value_cache": floats(sizes.NUM_BLOCKS, sizes.KV_HEADS, sizes.HEAD_SIZE, sizes.BLOCK_SIZE),

@@ -19,7 +19,7 @@ def decode(*outputs: str) -> Sample:
     scratch = {
         "exp_sum": floats(2, sizes.HEADS, 1),
         "max_logits": floats(2, sizes.HEADS, 1),
-        "tmp_out": floats(2, sizes.HEADS, 1, 16),
+        "tmp_out": floats(2, sizes.HEADS, 1, sizes.HEAD_SIZE),
     }
     return (
         {"out": floats(2, sizes.HEADS, sizes.HEAD_SIZE)}

@@ -30,7 +30,9 @@ SAMPLES: Mapping[str, Callable[[], Sample]] = {
     "batched_rotary_embedding": lambda: rotated(
         ids(0, 1, 2), rot_dim=sizes.HEAD_SIZE, cos_sin_cache_offsets=ids(0, 3, 2)
     ),
-    "mrope": lambda: rotated(ids([0, 1, 2], [4, 3, 2], [0, 0, 1]), mrope_section=ids(4, 2, 2)),
+    "mrope": lambda: rotated(
+        ids([0, 1, 2], [4, 3, 2], [0, 0, 1]), mrope_section=ids(4, 2, 2) * (sizes.HEAD_SIZE // 16)
+    ),
     "dual_chunk_rotary_embedding": lambda: {
         "query_out": floats(3, 5 * sizes.HEADS * sizes.HEAD_SIZE),
         "positions": ids(0, 7, 30),
