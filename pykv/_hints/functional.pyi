@@ -18,6 +18,28 @@ def convert_fp8(
     output: Array | None = None,
     stream: Stream = None,
 ) -> Any: ...
+def cutlass_scaled_mm(
+    a: Array,
+    b: Array,
+    a_scales: Array,
+    b_scales: Array,
+    bias: Array | None = None,
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
+def cutlass_scaled_mm_azp(
+    a: Array,
+    b: Array,
+    a_scales: Array,
+    b_scales: Array,
+    azp_adj: Array,
+    azp: Array | None = None,
+    bias: Array | None = None,
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
 def dual_chunk_rotary_embedding(
     positions: Array,
     query: Array,

@@ -122,6 +122,26 @@ def cp_gather_indexer_k_quant_cache(
     cu_seq_lens: ArrayLike,
     seq_starts: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
+def cutlass_scaled_mm(
+    a: ArrayLike,
+    b: ArrayLike,
+    a_scales: ArrayLike,
+    b_scales: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    out: ArrayLike | None = None,
+) -> Array: ...
+def cutlass_scaled_mm_azp(
+    a: ArrayLike,
+    b: ArrayLike,
+    a_scales: ArrayLike,
+    b_scales: ArrayLike,
+    azp_adj: ArrayLike,
+    azp: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    out: ArrayLike | None = None,
+) -> Array: ...
 @overload
 def dual_chunk_rotary_embedding(
     positions: ArrayLike,

@@ -209,7 +209,8 @@ class RowSampler {
         const int at = column + first;
         if (first >= 0 && at >= slice_.begin && at < slice_.end &&
             entry_of(key_of_logit(own), static_cast<uint32_t>(at)) >= floor)
-          best = Larger()(best, drawn_entry(own, r_.inverse_temperature, word, first_token + static_cast<uint32_t>(at)));
+          best =
+              Larger()(best, drawn_entry(own, r_.inverse_temperature, word, first_token + static_cast<uint32_t>(at)));
         const uint32_t key = __reduce_max_sync(0xffffffffu, key_of(best));
         const float score = logit_of_key(key);
         if (key != 0) {  // of infinity and NaN, only equals come before the best
