@@ -41,18 +41,19 @@ class NumpyArrays:
 
     def matrix(self, *parts: Host) -> Array:
         """A weight for `matmul` and `rows`: the rows of all parts."""
-        return self.vector(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        weight = self.vector(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        return weight.astype(np.float32, copy=False) if isinstance(weight, np.ndarray) else weight  # NumPy's quick products
 
     def empty(self, *shape: int) -> Array:
         return self.namespace.empty(shape, self._dtype)
 
     def rows(self, table: Array, ids: Array) -> Array:
         """A new array of the rows ``ids`` of ``table``."""
-        return table[ids]
+        return table[ids].astype(self._dtype, copy=False)
 
     def matmul(self, x: Array, matrix: Array) -> Array:
         """[T, in] times the transpose of [out, in]: [T, out], which the caller may write into."""
-        return (x @ matrix.T).astype(self._dtype, copy=False)  # NumPy's products of bfloat16 are float32
+        return (x.astype(matrix.dtype, copy=False) @ matrix.T).astype(self._dtype, copy=False)
 
     def sample(self, logits: Array, seeds: Host, steps: Host, temperatures: Host) -> Array:
         """A token for each row of logits."""
@@ -88,6 +89,9 @@ class TorchArrays(NumpyArrays):
 
     def empty(self, *shape: int) -> Array:
         return self.namespace.empty(shape, dtype=self._dtype, device=self.device)
+
+    def rows(self, table: Array, ids: Array) -> Array:
+        return table[ids]
 
     def matmul(self, x: Array, matrix: Array) -> Array:
         return x @ matrix.T

@@ -98,12 +98,12 @@ def bytes_per_second() -> float:
 
 def graph_seconds(torch: Any, captured: Captured) -> float:
     """The GPU's time of the step that was captured last."""
-    graph = list(captured._steps.values())[-1].graph
+    step = list(captured.steps.values())[-1]
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     times = []
     for _ in range(20):
         start.record()
-        graph.replay()
+        step.replay()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
@@ -125,11 +125,11 @@ def measure(torch: Any, keys: dict[str, Any], batch: int, context: int, steps: i
 
     times, began = [], time.perf_counter()
     while engine.busy:
-        graphs, decoding = len(captured._steps), all(r.due == 1 for r in requests)
+        graphs, decoding = len(captured.steps), all(r.due == 1 for r in requests)
         step_began = time.perf_counter()
         engine.step()
         seconds = time.perf_counter() - step_began
-        if decoding and graphs == len(captured._steps):
+        if decoding and graphs == len(captured.steps):
             times.append(seconds)
     step = statistics.median(times)
     embedding = model.weights.embedding.nbytes

@@ -168,3 +168,30 @@ def test_a_request_that_is_ended_leaves_its_blocks(checkpoint: Checkpoint, array
     assert len(one.tokens) == one.prompt_length + 1
     assert len(two.tokens) == two.prompt_length + 15
     assert engine.cache.num_free_blocks == 64
+
+
+def test_replayed_steps_give_the_same_tokens(checkpoint: Checkpoint, arrays: Any) -> None:
+    """Also where a step of more sequences is replayed for fewer; here by a stand-in for CUDA graphs."""
+    torch = pytest.importorskip("torch")
+    if arrays.namespace is not torch:
+        pytest.skip("with torch alone")
+    from cuda_graphs import Captured
+    from engine import Engine
+    from llama import open_model
+
+    class Again(Captured):
+        def _record(self, run: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
+            result = run()
+            return lambda: result.copy_(run()), result
+
+    folder, texts = checkpoint("qwen3-alternating"), prompts(11)
+    expected = [generate(folder, arrays, [tokens], new=12 + i)[0][0] for i, tokens in enumerate(texts)]
+    model = open_model(folder, arrays)
+    model.forward = captured = Again(torch, model.forward)
+    engine = Engine(model, model.make_cache(128, 4), 64)
+    requests = [engine.add(tokens, 12 + i) for i, tokens in enumerate(texts)]
+    while engine.busy:
+        engine.step()
+    assert [r.tokens[r.prompt_length :] for r in requests] == expected
+    assert {sequences for sequences, _ in captured.steps} <= {1, 2, 4, 8, 16}
+    assert len(captured.steps) > 4
