@@ -141,7 +141,10 @@ def _operation(op: Op, entry: Entry, header: str) -> str:
         shown = _value(given[p.name]) if p.name in given else ""
         rows.append([f"``{p.name}``", _is(op, p), _default(p), shown])
     forms = [f"- {_call_of_functional(op)}"] if op.rules else []
-    forms += [f"- It is ``torch.ops.pykv.{op.name}`` where torch compiles or exports."]
+    forms += [
+        f"- It is ``torch.ops.pykv.{op.name}`` where torch compiles or exports.",
+        "- It is in :doc:`the library for tvm-ffi </quickstart/tvm_ffi>`.",
+    ]
     if "swap" not in op.name:
         forms += [
             f"- ``pykv.jax.{op.name}({', '.join(op.inputs)})`` is a pure function: it returns what is written above."

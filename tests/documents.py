@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-LANGUAGES = {"python", "c", "cpp", "sh", "cmake"}
+LANGUAGES = {"python", "c", "cpp", "sh", "cmake", "toml"}
 MARKS = ("needs: ", "cupy", "gpu", "given: ", "not run: ", "main job", "tests")  # the last two: .ci/run runs them
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from abi.building import build, run
+from test_contract import declarations
 
 import pykv
 
@@ -107,7 +108,11 @@ def test_rust(tmp_path: Path) -> None:
     version = re.match(r"cargo (\d+)\.(\d+)", run("cargo", "--version", cwd=tmp_path))
     if version is None or (int(version[1]), int(version[2])) < (1, 77):
         pytest.skip("cargo 1.77 or later is needed")
-    source = shutil.copytree(EXAMPLES / "rust", tmp_path / "rust", ignore=shutil.ignore_patterns("target"))
+    for folder in ("examples/rust", "rust"):
+        shutil.copytree(EXAMPLES.parent / folder, tmp_path / folder, ignore=shutil.ignore_patterns("target"))
     where = {"PYKV_LIBRARY_DIR": pykv.get_library_dir(), "CARGO_TARGET_DIR": str(tmp_path / "target")}
-    printed = run("cargo", "test", "--offline", "--test", "decode", cwd=source, env=where)
-    assert "3 passed" in printed
+    printed = run("cargo", "test", "--offline", "--test", "decode", cwd=tmp_path / "examples" / "rust", env=where)
+    assert "4 passed" in printed
+    (declared,) = (tmp_path / "target").rglob("functions.rs")
+    functions = set(re.findall(r"pub fn (\w+)\(", declared.read_text()))
+    assert functions == set(declarations())

@@ -1,5 +1,5 @@
 //! Writes a paged cache, attends to it, and compares with a plain loop.
-use pykv::*;
+use pykv_sys::*;
 use std::ptr::{null, null_mut};
 
 const HEADS: usize = 4;
@@ -112,4 +112,14 @@ fn a_slot_outside_the_cache_is_an_error() {
     let message = write_cache(&k, &v, &mut kc, &mut vc, &[(BLOCKS * BLOCK) as i64]).unwrap_err();
     assert!(message.contains("slot_mapping"), "{message}");
     assert!(kc.iter().chain(&vc).all(|&x| x == 0.0));
+}
+
+#[test]
+fn memory_of_a_device_has_its_number() {
+    let nothing = std::ptr::null::<BFloat16>();
+    // SAFETY: an array without elements.
+    let view = unsafe { View::on_device(nothing, &[0, 8], cuda(1)) };
+    let tensor = unsafe { &*view.as_ptr() };
+    assert_eq!((tensor.device.device_type, tensor.device.device_id), (2, 1));
+    assert_eq!((tensor.dtype.code, tensor.dtype.bits), (4, 16));
 }
