@@ -168,6 +168,20 @@ __device__ inline void load_factors(RawFactors& raw, const PackedWeight& w, int6
   if (w.lows) load_super(raw.low, w.lows + shift, super_at);
 }
 
+// Those of two rows, the first two of a RawFactors, from shared memory; `at`: the place of the first, an even one.
+__device__ inline void load_two_shared(uint32_t (&into)[4], uint32_t from, int at, int bytes) {
+  from += at * bytes;
+  if (bytes == 1) {
+    asm volatile("{.reg .b16 x; ld.shared.b16 x, [%1]; cvt.u32.u16 %0, x;}" : "=r"(into[0]) : "r"(from) : "memory");
+  } else if (bytes == 2) {
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(into[0]) : "r"(from) : "memory");
+  } else {
+    const uint2 two = load_shared_8(from);
+    into[0] = two.x;
+    into[1] = two.y;
+  }
+}
+
 __device__ inline float half_of(const uint32_t (&words)[2], int i) {
   const float2 pair = unpack_pair<half>(words[i >> 1]);
   return i & 1 ? pair.y : pair.x;

@@ -39,7 +39,7 @@ struct Shape {
 struct Problem {
   PackedGemmArgs a;
   Divider groups_by, tokens_by;  // columns of a group, tiles of tokens
-  bool one_group;                // for all columns of a unit
+  int steps;                     // of 16 columns that are scaled together: 1, 2 or 4
   bool whole_words;              // x: four neighbours can be copied at once
   TileRows rows;
 };
@@ -187,9 +187,9 @@ class Segment {
 #pragma unroll
         for (int t = 0; t < S::kTiles; ++t) mma_16x8x16<T>(sum_of_x_[t], kAll, x[t].x, x[t].y);
       }
-      if (j == 3 || !p_.one_group) {
+      if (((j + 1) & (p_.steps - 1)) == 0) {
         add_scaled();
-        const int next = unit * kUnit + (p_.one_group ? kUnit : 16 * (j + 1));
+        const int next = unit * kUnit + 16 * (j + 1);
         if (next < end * kUnit) load_next_factors(next);
       }
     }
@@ -308,9 +308,12 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch) {
   if (blocks > INT32_MAX) fail(PYKV_VALUE_ERROR, "x: has too many rows: %lld", static_cast<long long>(args.num_rows));
   const bool whole_words = !args.weight.columns && args.weight.k % 4 == 0 && args.x_stride % 4 == 0 &&
                            reinterpret_cast<uintptr_t>(args.x) % 8 == 0;
-  const Problem p{
-      args,        Divider(args.weight.group_size), Divider(token_tiles), args.weight.group_size % kUnit == 0,
-      whole_words, TileRows(map, S::kTokens)};
+  const Problem p{args,
+                  Divider(args.weight.group_size),
+                  Divider(token_tiles),
+                  args.weight.steps_of_a_group(),
+                  whole_words,
+                  TileRows(map, S::kTokens)};
   launch_dependent_shared(packed_gemm_kernel<S>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), S::kSharedBytes,
                           launch, "packed_gemm", p);
 }

@@ -3,20 +3,15 @@
 //
 // It walks the same segments of columns that packed_gemm.cu gives to its warps, one after another, with the same
 // instruction and the same order of additions: a row of out has the same bits from both.
-#include "cuda/cp_async.cuh"
-#include "cuda/dependent_shared.cuh"
 #include "cuda/device.h"
-#include "cuda/divider.cuh"
-#include "cuda/vec.cuh"
-#include "gemm/packed_codes.cuh"
-#include "gemm/packed_gemm_many.h"
+#include "gemm/packed_gemm_many.cuh"
 
 namespace pykv {
 namespace {
 
-constexpr int kSegments = 8, kThreads = 256, kUnit = PackedWeight::kUnit, kStages = 3;
-constexpr int kRows = 128, kBands = kRows / 32, kPitch = kRows + 4;
-constexpr int kTogether = 8;  // tiles of tokens that pass over the weight together: they and it stay in the L2
+using Problem = ManyRows;
+constexpr int kSegments = Problem::kSegments, kUnit = Problem::kUnit, kRows = Problem::kRows, kBands = Problem::kBands;
+constexpr int kThreads = 256, kStages = 3, kPitch = Problem::kPitch;
 
 // Warps are kBands by two: 32 rows times half of the tokens each.
 template <class T, CodeKind kKind, int kTokens_>
@@ -26,41 +21,12 @@ struct Shape {
   static constexpr bool kHasTable = kKind == CodeKind::kTable16;
   static constexpr int kTokens = kTokens_, kTiles = kTokens / 16;  // of 8 tokens, of a warp
   // A stage.  x: lines of a token, in which the 32 bytes of step j stand at place j XOR token % 4.
-  static constexpr int kCodesAt = kTokens * kUnit * 2, kScalesAt = kCodesAt + kRows / 16 * Code::kPlanes * 512;
-  static constexpr int kMinimaAt = kScalesAt + kBands * 4 * 128;  // [band][step][32], as scales
-  static constexpr int kSupersAt = kMinimaAt + kBands * 4 * 128, kLowsAt = kSupersAt + kBands * 64;
-  static constexpr int kStageBytes = kLowsAt + kBands * 64;
+  static constexpr int kCodesAt = kTokens * kUnit * 2, kFactorsAt = kCodesAt + kRows / 16 * Code::kPlanes * 512;
+  static constexpr int kStageBytes = kFactorsAt + FactorFeed::kBytes;
   static constexpr int kWholeAt = kStages * kStageBytes;                   // sums of all segments so far
   static constexpr int kSumsOfXAt = kWholeAt + kThreads * kTiles * 8 * 4;  // [2][step][token]
   static constexpr int kSharedBytes = kSumsOfXAt + 2 * 4 * kTokens * 4;
   static_assert(kTokens * kPitch * 4 <= kSharedBytes);
-};
-
-// Where the rows of x and out lie.
-struct TokenRows {
-  const void* x;
-  void* out;
-  int64_t count, x_stride, out_stride;
-
-  template <class T>
-  __device__ const T* of_x(int64_t token) const {
-    return token < count ? static_cast<const T*>(x) + token * x_stride : nullptr;
-  }
-  template <class T>
-  __device__ T* of_out(int64_t token) const {
-    return token < count ? static_cast<T*>(out) + token * out_stride : nullptr;
-  }
-};
-
-struct Problem {
-  PackedWeight weight;
-  TokenRows tokens;
-  const void* bias;
-  Divider groups_by;  // columns of a group
-  uint32_t row_tiles, token_tiles;
-  bool one_group;     // for all columns of a unit
-  bool whole_chunks;  // x: eight neighbours can be copied at once
-  bool whole_stores;  // out: four neighbours can be stored at once
 };
 
 // Copies what a block wants for a unit of columns to a stage; each thread has its part.
@@ -70,11 +36,11 @@ class Feed {
   using Code = typename S::Code;
 
  public:
-  __device__ Feed(const Problem& p, int64_t row_tile, int64_t first_token) : p_(p), w_(p.weight) {
+  __device__ Feed(const Problem& p, int64_t row_tile, int64_t first_token) : p_(p), w_(p.weight), row_tile_(row_tile) {
     const int thread = threadIdx.x;
 #pragma unroll
     for (int i = 0; i < kTokenRows; ++i) x_[i] = p.tokens.of_x<T>(first_token + thread / 8 + 32 * i);
-    const int64_t blocks = w_.padded_n() / 16, bands = blocks / 2;
+    const int64_t blocks = w_.padded_n() / 16;
 #pragma unroll
     for (int i = 0; i < Code::kPlanes; ++i) {
       const int part = thread / 32 + 8 * i, lane = thread % 32;
@@ -82,25 +48,6 @@ class Feed {
       codes_[i] = w_.codes + block * (w_.padded_k / kUnit) * Code::kPlanes * 512 + part % Code::kPlanes * 512 +
                   (lane % 4 * 8 + lane / 4) * 16;
     }
-    const int half = thread % 128;  // the first of scales, the second of minima
-    const bool second = thread >= 128;
-    const int bytes = second ? bytes_of(w_.minima_kind) : bytes_of(w_.scales_kind);
-    step_ = half / 8 % 4;
-    group_bytes_ = 32 * bytes;
-    factors_ = second ? w_.minima : w_.scales;
-    if (half % 8 >= 2 * bytes || (p.one_group && step_ > 0)) factors_ = nullptr;
-    if (factors_) {
-      const int64_t band = min(row_tile * kBands + half / 32, bands - 1);
-      factors_ += band * w_.groups() * group_bytes_ + half % 8 * 16;
-    }
-    factors_to_ = (second ? S::kMinimaAt : S::kScalesAt) + half * 16;
-    supers_ = second ? w_.lows : w_.supers;
-    if (half >= 4 * kBands) supers_ = nullptr;
-    if (supers_) {
-      const int64_t band = min(row_tile * kBands + half / 4, bands - 1);
-      supers_ += band * ((w_.padded_k + 255) / 256) * 64 + half % 4 * 16;
-    }
-    supers_to_ = (second ? S::kLowsAt : S::kSupersAt) + half * 16;
   }
 
   __device__ void copy(uint32_t stage, int unit) const {
@@ -109,11 +56,7 @@ class Feed {
       cp_async_16(stage + S::kCodesAt + (i * kThreads + threadIdx.x) * 16,
                   codes_[i] + int64_t{unit} * Code::kPlanes * 512);
     copy_x(stage, unit);
-    if (factors_) {
-      const int64_t group = p_.groups_by.quotient(unit * kUnit + 16 * step_);
-      cp_async_16(stage + factors_to_, factors_ + group * group_bytes_);
-    }
-    if (supers_) cp_async_16(stage + supers_to_, supers_ + int64_t{unit / (256 / kUnit)} * 64);
+    FactorFeed::copy(p_, stage + S::kFactorsAt, row_tile_, unit, threadIdx.x % 128, threadIdx.x >= 128);
   }
 
  private:
@@ -129,30 +72,18 @@ class Feed {
         const bool inside = x_[i] && column < w_.k;
         cp_async_16(to + i * 32 * 128, inside ? x_[i] + column : static_cast<const T*>(p_.tokens.x), inside);
       } else {
-        load_one_by_one(to + i * 32 * 128, x_[i], column);
+        uint32_t pairs[4];
+        p_.load_one_by_one<T, 8>(pairs, x_[i], column);
+        store_shared(to + i * 32 * 128, make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
       }
     }
-  }
-
-  __device__ void load_one_by_one(uint32_t to, const T* row, int64_t column) const {
-    uint32_t bits[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      int64_t from = column + i;
-      if (w_.columns) from = __ldg(w_.columns + from);
-      const bool inside = row && from >= 0 && from < w_.k;
-      bits[i] = inside ? __ldg(reinterpret_cast<const unsigned short*>(row) + from) : 0;
-    }
-    store_shared(to, make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, bits[4] | bits[5] << 16,
-                                bits[6] | bits[7] << 16));
   }
 
   const Problem& p_;
   const PackedWeight& w_;
   const T* x_[kTokenRows];
-  const uint8_t *codes_[Code::kPlanes], *factors_, *supers_;
-  uint32_t factors_to_, supers_to_;
-  int step_, group_bytes_;
+  const uint8_t* codes_[Code::kPlanes];
+  int64_t row_tile_;
 };
 
 // A warp's sums.
@@ -195,7 +126,7 @@ class Sums {
 #pragma unroll
         for (int t = 0; t < S::kTiles; ++t) mma_16x8x16<T>(sum_[r][t], a, x[t].x, x[t].y);
       }
-      if (j == 3 || !p_.one_group) add_scaled(stage, parity, p_.one_group ? 0 : j);
+      if (((j + 1) & (p_.steps - 1)) == 0) add_scaled(stage, parity, j + 1 - p_.steps);
     }
   }
 
@@ -212,8 +143,8 @@ class Sums {
       for (int j = 0; j < 4; ++j) {
         const uint2 x = x_of(stage, tile, j);
         mma_16x8x16<T>(sum, kAll, x.x, x.y);
-        if (j == 3 || !p_.one_group) {
-          if (lane < 4) *sums_of_x(parity, p_.one_group ? 0 : j, tile) = make_float2(sum[0], sum[1]);
+        if (((j + 1) & (p_.steps - 1)) == 0) {
+          if (lane < 4) *sums_of_x(parity, j + 1 - p_.steps, tile) = make_float2(sum[0], sum[1]);
 #pragma unroll
           for (float& s : sum) s = 0.0f;
         }
@@ -261,11 +192,13 @@ class Sums {
 
   __device__ void add_scaled(uint32_t stage, int parity, int step) {
     RawFactors raw;
-    const int place = (band_ * 4 + step) * 128, quad = threadIdx.x % 32 / 4 * 4;
-    load_four_shared(raw.scale, stage + S::kScalesAt + place, quad, bytes_of(w_.scales_kind));
-    if (w_.supers) load_super_shared(raw.super, stage + S::kSupersAt + band_ * 64, quad);
-    if (w_.minima) load_four_shared(raw.minimum, stage + S::kMinimaAt + place, quad, bytes_of(w_.minima_kind));
-    if (w_.lows) load_super_shared(raw.low, stage + S::kLowsAt + band_ * 64, quad);
+    const uint32_t factors = stage + S::kFactorsAt, place = (band_ * 4 + step) * 128;
+    const int quad = threadIdx.x % 32 / 4 * 4;
+    load_four_shared(raw.scale, factors + FactorFeed::kScalesAt + place, quad, bytes_of(w_.scales_kind));
+    if (w_.supers) load_super_shared(raw.super, factors + FactorFeed::kSupersAt + band_ * 64, quad);
+    if (w_.minima)
+      load_four_shared(raw.minimum, factors + FactorFeed::kMinimaAt + place, quad, bytes_of(w_.minima_kind));
+    if (w_.lows) load_super_shared(raw.low, factors + FactorFeed::kLowsAt + band_ * 64, quad);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
@@ -302,34 +235,6 @@ class Sums {
   float sum_[2][S::kTiles][4] = {};
 };
 
-// Rounds sums [token][row] to rows of out.
-template <class S>
-__device__ void write(const Problem& p, const float* sums, int64_t first_row, int64_t first_token) {
-  using T = typename S::Element;
-  const int lane = threadIdx.x % 32;
-  const int64_t n = first_row + lane * 4;
-  const int count = static_cast<int>(min(max(p.weight.n - n, int64_t{0}), int64_t{4}));
-  float bias[4] = {};
-  if (p.bias)
-    for (int i = 0; i < count; ++i) bias[i] = to_float(static_cast<const T*>(p.bias)[n + i]);
-  for (int token = threadIdx.x / 32; token < S::kTokens; token += kThreads / 32) {
-    T* const row = p.tokens.of_out<T>(first_token + token);
-    if (!row) break;
-    const float4 four = *reinterpret_cast<const float4*>(sums + token * kPitch + lane * 4);
-    float v[4] = {four.x, four.y, four.z, four.w};
-    if (p.bias)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) v[i] += bias[i];
-    if (p.whole_stores && count == 4) {
-      *reinterpret_cast<uint2*>(row + n) = make_uint2(pack_pair<T>(v[0], v[1]), pack_pair<T>(v[2], v[3]));
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (i < count) row[n + i] = from_float<T>(v[i]);
-    }
-  }
-}
-
 template <class S>
 __global__ void __launch_bounds__(kThreads, S::kTokens == 64 ? 2 : 1)
     packed_gemm_many_kernel(const __grid_constant__ Problem p) {
@@ -341,11 +246,9 @@ __global__ void __launch_bounds__(kThreads, S::kTokens == 64 ? 2 : 1)
     const auto* numbers = reinterpret_cast<const float*>(p.weight.data + PackedWeight::kTableAt);
     table[threadIdx.x] = pack_pair<T>(__ldg(numbers + threadIdx.x % 16), __ldg(numbers + threadIdx.x / 16));
   }
-  const uint32_t together = p.row_tiles * kTogether, pass = blockIdx.x / together, in_pass = blockIdx.x % together;
-  const uint32_t width = min(p.token_tiles - pass * kTogether, uint32_t{kTogether});
-  const int64_t row_tile = in_pass / width, first_row = row_tile * kRows;
-  const int64_t first_token = int64_t{pass * kTogether + in_pass % width} * S::kTokens;
-
+  int64_t row_tile, token_tile;
+  p.place(blockIdx.x, row_tile, token_tile);
+  const int64_t first_token = token_tile * S::kTokens;
   auto* const shared = reinterpret_cast<uint8_t*>(memory);
   const uint32_t ring = shared_address(memory);
   const int units = static_cast<int>(p.weight.padded_k / kUnit);
@@ -389,31 +292,16 @@ __global__ void __launch_bounds__(kThreads, S::kTokens == 64 ? 2 : 1)
     sums.store(reinterpret_cast<float*>(shared));
   }
   __syncthreads();
-  write<S>(p, reinterpret_cast<const float*>(shared), first_row, first_token);
+  p.write<T>(reinterpret_cast<const float*>(shared), row_tile * kRows, first_token, S::kTokens, kThreads);
 }
 
 template <class T, CodeKind kKind, int kTokens>
 void launch_shape(const PackedGemmArgs& args, const Launch& launch) {
   using S = Shape<T, kKind, kTokens>;
-  const PackedWeight& w = args.weight;
-  const int64_t token_tiles = (args.num_rows + kTokens - 1) / kTokens, row_tiles = (w.n + kRows - 1) / kRows;
-  const int64_t blocks = row_tiles * token_tiles;
-  if (blocks > INT32_MAX || row_tiles * kTogether > INT32_MAX)
-    fail(PYKV_VALUE_ERROR, "x: has too many rows: %lld", static_cast<long long>(args.num_rows));
-  const auto aligned = [](const void* pointer, int64_t stride, int count) {
-    return reinterpret_cast<uintptr_t>(pointer) % (2 * count) == 0 && stride % count == 0;
-  };
-  const Problem p{.weight = w,
-                  .tokens = {args.x, args.out, args.num_rows, args.x_stride, args.out_stride},
-                  .bias = args.bias,
-                  .groups_by = Divider(w.group_size),
-                  .row_tiles = static_cast<uint32_t>(row_tiles),
-                  .token_tiles = static_cast<uint32_t>(token_tiles),
-                  .one_group = w.group_size % kUnit == 0,
-                  .whole_chunks = !w.columns && w.k % 8 == 0 && aligned(args.x, args.x_stride, 8),
-                  .whole_stores = aligned(args.out, args.out_stride, 4)};
-  launch_dependent_shared(packed_gemm_many_kernel<S>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
-                          S::kSharedBytes, launch, "packed_gemm", p);
+  with_many_rows(args, kTokens, [&](const Problem& p, dim3 blocks) {
+    launch_dependent_shared(packed_gemm_many_kernel<S>, blocks, dim3(kThreads), S::kSharedBytes, launch, "packed_gemm",
+                            p);
+  });
 }
 
 template <class T, CodeKind kKind>
@@ -437,6 +325,7 @@ bool packed_gemm_is_of_many(const PackedGemmArgs& args, int device) {
 }
 
 void packed_gemm_many_cuda(const PackedGemmArgs& args, const Launch& launch) {
+  if (packed_gemm_warpgroup_cuda(args, launch)) return;
   // The larger tile takes more shared memory than some GPUs have; and it must leave no multiprocessor without a block.
   const int64_t tiles = (args.weight.n + kRows - 1) / kRows * ((args.num_rows + 127) / 128);
   const bool large = tiles * 10 >= int64_t{num_sms(launch.device)} * 9 &&

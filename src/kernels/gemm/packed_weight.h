@@ -79,6 +79,8 @@ struct PackedWeight {
 
   PYKV_HOST_DEVICE int64_t padded_n() const { return (n + 31) / 32 * 32; }
   PYKV_HOST_DEVICE int64_t groups() const { return (padded_k + group_size - 1) / group_size; }
+  // Of 16 columns, of those in a unit that have a group in common: what is scaled together on CUDA.
+  int steps_of_a_group() const { return group_size % 64 == 0 ? 4 : group_size % 32 == 0 ? 2 : 1; }
   PYKV_HOST_DEVICE int bits() const { return codes_kind == CodeKind::kUint8 || codes_kind == CodeKind::kE4M3 ? 8 : 4; }
 };
 
