@@ -182,7 +182,7 @@ def pack_awq(qweight: Array, qzeros: Array, scales: Array) -> PackedWeight:
         qzeros: ``[groups, n / 8]`` int32.
         scales: ``[groups, n]`` float16 or bfloat16.
     """
-    q, z = (_nibbles_of_awq(host(words)) for words in (qweight, qzeros))
+    q, z = (nibbles_of_awq(host(words)) for words in (qweight, qzeros))
     factor = plain_scales("scales", scales)
     factor = factor._replace(values=factor.values.T)
     zeros = zero_points(z.T.astype(np.int64), 4, factor)
@@ -204,21 +204,32 @@ def pack_gptq(
     """
     if bits not in (2, 3, 4, 8):
         raise ValueError(f"bits: must be 2, 3, 4 or 8, got {bits}")
-    q = _bit_stream(host(qweight), bits)
-    factor = plain_scales("scales", scales)
-    factor = factor._replace(values=factor.values.T)
+    q = bit_stream(host(qweight), bits)
+    z = None if qzeros is None else bit_stream(host(qzeros).T, bits).astype(np.int64) + (0 if v2 else 1)
+    return pack_in_groups(q, z, plain_scales("scales", scales), None if g_idx is None else host(g_idx), bits=bits)
+
+
+def pack_in_groups(
+    codes: Host, zeros: Host | None, scales: Factor, group_of: Host | None, *, bits: int
+) -> PackedWeight:
+    """Pack unpacked integers ``[k, n]`` whose rows may belong to groups in any order.
+
+    Args:
+        codes: ``[k, n]``, 0 to ``2 ** bits - 1``.
+        zeros: ``[n, groups]``; ``None``: ``2 ** (bits - 1)``.
+        scales: ``[groups, n]``.
+        group_of: ``[k]``; ``None``, or empty: groups of the same size in order.
+        bits: as stored in ``codes``.
+    """
+    factor = scales._replace(values=scales.values.T)
     n, groups = factor.values.shape
-    if qzeros is None:
-        z = np.full((n, groups), 1 << (bits - 1))
-    else:
-        z = _bit_stream(host(qzeros).T, bits).astype(np.int64) + (0 if v2 else 1)
-    group_of = None if g_idx is None else host(g_idx).astype(np.int64)
-    if group_of is not None and len(group_of) and (np.diff(group_of) < 0).any():
-        return _in_order_of_groups(q.T, factor, z, group_of, bits)
-    group_size = -(-q.shape[0] // groups)
-    if group_of is not None and len(group_of) and (group_of != np.arange(len(group_of)) // group_size).any():
-        return _in_order_of_groups(q.T, factor, z, group_of, bits)
-    return integers(q.T, factor, zero_points(z, bits, factor), group_size, bits)
+    z = np.full((n, groups), 1 << (bits - 1)) if zeros is None else zeros
+    group_size = -(-codes.shape[0] // groups)
+    if group_of is not None and len(group_of):
+        owners = group_of.astype(np.int64)
+        if (owners != np.arange(len(owners)) // group_size).any():
+            return _in_order_of_groups(codes.T, factor, z, owners, bits)
+    return integers(codes.T, factor, zero_points(z, bits, factor), group_size, bits)
 
 
 def pack_fp8(weight: Array, scale: Array | float, *, block: tuple[int, int] | None = None) -> PackedWeight:
@@ -338,12 +349,12 @@ def _nibbles(pairs: Host) -> Host:
     return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(pairs.shape[0], -1)
 
 
-def _nibbles_of_awq(words: Host) -> Host:
+def nibbles_of_awq(words: Host) -> Host:
     shifts = (4 * np.array([0, 4, 1, 5, 2, 6, 3, 7])).astype(np.uint32)
     return (words.view(np.uint32)[..., None] >> shifts & 15).astype(np.uint8).reshape(words.shape[0], -1)
 
 
-def _bit_stream(words: Host, bits: int) -> Host:
+def bit_stream(words: Host, bits: int) -> Host:
     """The fields of each column of words, lowest bits first."""
     octets = np.ascontiguousarray(words.T).view(np.uint8)  # [n, bytes]
     stream = np.unpackbits(octets, axis=1, bitorder="little").reshape(len(octets), -1, bits)

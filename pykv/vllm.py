@@ -42,6 +42,18 @@ from pykv import (
 )
 from pykv._libraries import empty_beside, spec_of
 from pykv._types import Array, ScalarOrArray
+from pykv._vllm_gemm import (
+    awq_gemm,
+    awq_marlin_repack,
+    ggml_mul_mat_a8,
+    ggml_mul_mat_vec_a8,
+    gptq_gemm,
+    gptq_marlin_repack,
+    gptq_shuffle,
+    machete_mm,
+    machete_prepack_B,
+    marlin_gemm,
+)
 from pykv._vllm_quantisers import (
     mxfp4_experts_quant,
     scaled_fp4_experts_quant,
@@ -55,6 +67,8 @@ from pykv._vllm_quantisers import (
 __all__ = [
     "apply_repetition_penalties",
     "awq_dequantize",
+    "awq_gemm",
+    "awq_marlin_repack",
     "batched_moe_align_block_size",
     "concat_and_cache_mla",
     "concat_and_cache_mla_grouped",
@@ -77,9 +91,17 @@ __all__ = [
     "get_cutlass_moe_mm_data",
     "get_cutlass_moe_mm_problem_sizes_from_expert_offsets",
     "ggml_dequantize",
+    "ggml_mul_mat_a8",
+    "ggml_mul_mat_vec_a8",
+    "gptq_gemm",
+    "gptq_marlin_repack",
+    "gptq_shuffle",
     "grouped_topk",
     "hadacore_transform",
     "indexer_k_quant_and_cache",
+    "machete_mm",
+    "machete_prepack_B",
+    "marlin_gemm",
     "merge_attn_states",
     "moe_align_block_size",
     "moe_lora_align_block_size",

@@ -42,12 +42,20 @@ def integers(
     return packed, (q - middle[:, group]) * s.astype(np.float64)[:, group]
 
 
-def awq(n: int, k: int, group_size: int = 128, dtype: object = np.float16, seed: int = 0) -> Weight:
+def awq_codes_and_scales(
+    n: int, k: int, group_size: int, dtype: object = np.float16, seed: int = 0
+) -> tuple[np.ndarray, ...]:
+    """Codes, zero points and scales as they are stored, and [k, n] decoded."""
     rng = np.random.default_rng(seed)
     groups = k // group_size
     q, z, s = words(rng, k, n // 8), words(rng, groups, n // 8), scales_of(rng, (groups, n), dtype)
     group = groups_of(k, group_size)
     decoded = (reference.awq_codes(q) - reference.awq_codes(z)[group]) * s.astype(np.float64)[group]
+    return q, z, s, decoded
+
+
+def awq(n: int, k: int, group_size: int = 128, dtype: object = np.float16, seed: int = 0) -> Weight:
+    q, z, s, decoded = awq_codes_and_scales(n, k, group_size, dtype, seed)
     return gemm.pack_awq(q, z, s), decoded.T
 
 
@@ -104,7 +112,8 @@ HALVES = {2: [0], 3: [0, 2], 6: [0], 7: [0, 2], 8: [0], 10: [80, 82], 11: [108],
 HALVES |= {20: [0], 23: [0], 35: [64], 39: []}
 
 
-def gguf(quant_type: int, n: int = 40, k: int = 512, seed: int = 0) -> Weight:
+def gguf_blocks(quant_type: int, n: int = 40, k: int = 512, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """[n, bytes] and [n, k] decoded."""
     rng = np.random.default_rng(seed)
     name, elements, size = reference.FORMATS[quant_type]
     blocks = rng.integers(0, 256, (n * k // elements, size), dtype=np.uint8)
@@ -113,7 +122,12 @@ def gguf(quant_type: int, n: int = 40, k: int = 512, seed: int = 0) -> Weight:
     if not HALVES[quant_type]:
         blocks[:, 0] = rng.integers(116, 124, len(blocks))
     decoded = reference.DECODE[name](blocks).astype(np.float64).reshape(n, k)
-    return gemm.pack_gguf(blocks.reshape(n, -1), quant_type), decoded
+    return blocks.reshape(n, -1), decoded
+
+
+def gguf(quant_type: int, n: int = 40, k: int = 512, seed: int = 0) -> Weight:
+    blocks, decoded = gguf_blocks(quant_type, n, k, seed)
+    return gemm.pack_gguf(blocks, quant_type), decoded
 
 
 SHARD = np.random.default_rng(7).integers(0, 3, 256)  # groups of any sizes

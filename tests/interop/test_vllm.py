@@ -123,7 +123,34 @@ SIGNATURES = {
     "top_k_per_row_decode": "logits, next_n, seq_lens, indices, numRows, stride0, stride1, topK",
     "top_k_per_row_prefill": "logits, rowStarts, rowEnds, indices, numRows, stride0, stride1, topK",
 }
+SIGNATURES |= {
+    "awq_gemm": "input, qweight, scales, qzeros, split_k_iters",
+    "awq_marlin_repack": "b_q_weight, size_k, size_n, num_bits, is_a_8bit=False",
+    "ggml_mul_mat_a8": "W, X, quant_type, row",  # of 0.22, and gptq_gemm, gptq_marlin_repack and marlin_gemm
+    "ggml_mul_mat_vec_a8": "W, X, quant_type, row",
+    "gptq_gemm": "a, b_q_weight, b_gptq_qzeros, b_gptq_scales, b_g_idx, use_exllama, use_v2_format, bit",
+    "gptq_marlin_repack": "b_q_weight, perm, size_k, size_n, num_bits, is_a_8bit=False",
+    "gptq_shuffle": "q_weight, q_perm, bit",
+    "machete_mm": (
+        "a, b_q, b_type, out_type=None, b_group_scales=None, b_group_zeros=None, b_group_size=None, "
+        "b_channel_scales=None, a_token_scales=None, schedule=None"
+    ),
+    "machete_prepack_B": "b_q_weight, a_type, b_type, group_scales_type",
+    "marlin_gemm": (
+        "a, c, b_q_weight, b_bias, b_scales, a_scales, global_scale, b_zeros, g_idx, perm, workspace, b_q_type, "
+        "size_m, size_n, size_k, is_k_full=True, use_atomic_add=False, use_fp32_reduce=False, is_zp_float=False"
+    ),
+}
 RETURNED = {  # how many arrays; the others return None
+    "awq_gemm": 1,
+    "awq_marlin_repack": 1,
+    "ggml_mul_mat_a8": 1,
+    "ggml_mul_mat_vec_a8": 1,
+    "gptq_gemm": 1,
+    "gptq_marlin_repack": 1,
+    "machete_mm": 1,
+    "machete_prepack_B": 1,
+    "marlin_gemm": 1,
     "awq_dequantize": 1,
     "ggml_dequantize": 1,
     "hadacore_transform": 1,

@@ -308,12 +308,8 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch) {
   if (blocks > INT32_MAX) fail(PYKV_VALUE_ERROR, "x: has too many rows: %lld", static_cast<long long>(args.num_rows));
   const bool whole_words = !args.weight.columns && args.weight.k % 4 == 0 && args.x_stride % 4 == 0 &&
                            reinterpret_cast<uintptr_t>(args.x) % 8 == 0;
-  const Problem p{args,
-                  Divider(args.weight.group_size),
-                  Divider(token_tiles),
-                  args.weight.steps_of_a_group(),
-                  whole_words,
-                  TileRows(map, S::kTokens)};
+  const Problem p{args,        Divider(args.weight.group_size), Divider(token_tiles), args.weight.steps_of_a_group(),
+                  whole_words, TileRows(map, S::kTokens)};
   launch_dependent_shared(packed_gemm_kernel<S>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), S::kSharedBytes,
                           launch, "packed_gemm", p);
 }

@@ -1,0 +1,215 @@
+"""The products of ``pykv.vllm``, against float64; what repacks, against the places of Marlin's fragments."""
+
+from __future__ import annotations
+
+import gc
+
+import ml_dtypes
+import numpy as np
+import pytest
+from dequantization import reference
+from gemm.weights import awq_codes_and_scales, gguf_blocks, scales_of, words
+from rows import random
+
+import pykv
+from pykv import _vllm_gemm
+from pykv import vllm as ops
+
+BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
+K, N = 256, 128
+NONE = np.zeros(0, np.int32)
+
+
+def close(out, x, decoded, bias=0.0) -> None:
+    """Decoded: [k, n]."""
+    assert out.dtype == x.dtype
+    exact = x.astype(np.float64) @ decoded + bias
+    size = np.abs(x.astype(np.float64)) @ np.abs(decoded)
+    half_ulp = float(ml_dtypes.finfo(x.dtype).eps) / 2
+    assert (np.abs(out.astype(np.float64) - exact) <= half_ulp * 1.01 * np.abs(exact) + 1e-5 * size).all()
+
+
+def gptq_weight(bits: int, groups: int = 4, v2: bool = False, seed: int = 0):
+    """Words, zeros, scales, and [k, n] codes less their zero points in groups' order."""
+    rng = np.random.default_rng(seed)
+    q, z, s = words(rng, K * bits // 32, N), words(rng, groups, N * bits // 32), scales_of(rng, (groups, N))
+    zeros = reference.stream(np.ascontiguousarray(z.T), bits).T.astype(np.int64) + (0 if v2 else 1)
+    return q, z, s, reference.stream(q, bits).astype(np.int64), zeros
+
+
+def test_awq_gemm() -> None:
+    q, z, s, decoded = awq_codes_and_scales(N, K, 64)
+    x = random((5, K), F16)
+    close(ops.awq_gemm(x, q, s, z, 8), x, decoded)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("v2", [False, True])
+def test_gptq_gemm(bits: int, v2: bool) -> None:
+    q, z, s, codes, zeros = gptq_weight(bits, v2=v2)
+    x, group = random((5, K), F16), np.arange(K) // (K // 4)
+    close(ops.gptq_gemm(x, q, z, s, group.astype("i4"), False, v2, bits), x, (codes - zeros[group]) * s[group])
+    group = np.random.default_rng(1).permutation(group)
+    decoded = (codes - zeros[group]) * s.astype(np.float64)[group]
+    close(ops.gptq_gemm(x, q, z, s, group.astype("i4"), False, v2, bits), x, decoded)
+    order = np.argsort(group, kind="stable").astype("i4")
+    ops.gptq_shuffle(q, order, bits)
+    close(ops.gptq_gemm(x, q, z, s, order, True, v2, bits), x, decoded)
+
+
+def test_gptq_shuffle_puts_even_codes_into_the_lower_half() -> None:
+    """Of 3 bits, five even and five odd ones in each word, besides a bit of each of the last two."""
+    codes = np.arange(8)[:, None]
+    four = np.repeat((codes << 4 * codes).sum(0, keepdims=True).astype(np.uint32).view(np.int32), 4, axis=0)
+    ops.gptq_shuffle(four, NONE, 4)
+    assert (four.view(np.uint32) == 0x75316420).all()
+    rng = np.random.default_rng(0)
+    three = words(rng, 3, 1)
+    v = reference.stream(three, 3)[:, 0].astype(np.int64)
+    ops.gptq_shuffle(three, NONE, 3)
+    for w in range(3):
+        word = int(three.view(np.uint32)[w, 0])
+        assert [word >> 3 * i & 7 for i in range(5)] == list(v[10 * w : 10 * w + 10 : 2])
+        assert [word >> 16 + 3 * i & 7 for i in range(5)] == list(v[10 * w + 1 : 10 * w + 10 : 2])
+        assert (word >> 15 & 1, word >> 31) == (v[30] >> w & 1, v[31] >> w & 1)
+
+
+def marlin_words(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Of each 16 rows and 64 columns, lane by lane: rows 2 c, 2 c + 1 and 8 more of columns g and g + 8."""
+    k, n = codes.shape
+    order = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3, 4, 6, 5, 7)}[bits]
+    out = []
+    for row in range(0, k, 16):
+        stream = []
+        for column in range(0, n, 64):
+            for lane in range(32):
+                g, c = lane // 4, lane % 4
+                for tile in range(4):
+                    part = codes[row : row + 16, column + 16 * tile : column + 16 * tile + 16]
+                    eight = [part[r, col] for col in (g, g + 8) for r in (2 * c, 2 * c + 1, 2 * c + 8, 2 * c + 9)]
+                    stream += [int(eight[i]) for i in order]
+        per_word = 32 // bits
+        out.append(
+            [
+                sum(v << bits * i for i, v in enumerate(stream[at : at + per_word]))
+                for at in range(0, len(stream), per_word)
+            ]
+        )
+    return np.array(out, np.uint32).view(np.int32)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_repacks(bits: int) -> None:
+    q, _, _, codes, _ = gptq_weight(bits)
+    np.testing.assert_array_equal(ops.gptq_marlin_repack(q, NONE, K, N, bits), marlin_words(codes, bits))
+    order = np.random.default_rng(0).permutation(K).astype("i4")
+    np.testing.assert_array_equal(ops.gptq_marlin_repack(q, order, K, N, bits), marlin_words(codes[order], bits))
+    assert ops.gptq_marlin_repack(q, NONE, K, N, bits, True).shape == (K // 16, N * bits // 2)
+    columns = np.array({4: [0, 2, 4, 6, 1, 3, 5, 7], 8: [0, 2, 1, 3]}[bits])  # that of each field of a word
+    fields = codes.reshape(K, -1, len(columns))[..., columns].astype(np.uint64)
+    packed = (fields << np.uint64(bits) * np.arange(len(columns), dtype=np.uint64)).sum(-1).astype(np.uint32)
+    np.testing.assert_array_equal(ops.awq_marlin_repack(packed.view(np.int32), K, N, bits), marlin_words(codes, bits))
+    with pytest.raises(ValueError, match="b_q_weight: must hold"):
+        ops.gptq_marlin_repack(q, NONE, K, N + 64, bits)
+
+
+SCALES = np.arange(64).reshape(8, 8).T.ravel()
+SINGLE = np.array([2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)])
+
+
+def permuted(values: np.ndarray, order: np.ndarray) -> np.ndarray:
+    return values.reshape(-1, len(order))[:, order].reshape(values.shape)
+
+
+def marlin_zeros(zeros: np.ndarray, bits: int) -> np.ndarray:
+    order = np.array({4: [0, 2, 4, 6, 1, 3, 5, 7], 8: [0, 2, 1, 3]}[bits])
+    z = permuted(permuted(zeros, SCALES), order).reshape(len(zeros), -1, 32 // bits).astype(np.uint64)
+    return (z << np.uint64(bits) * np.arange(32 // bits, dtype=np.uint64)).sum(-1).astype(np.uint32).view(np.int32)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("kind", ["uint4b8", "uint8b128", "uint4", "uint8", "float zeros", "one group", "act-order"])
+def test_marlin_gemm(dtype: np.dtype, kind: str) -> None:
+    bits = 8 if "8" in kind.removesuffix("b8") else 4
+    groups = 1 if kind == "one group" else 4
+    rng = np.random.default_rng(0)
+    q, _, _, codes, _ = gptq_weight(bits)
+    s = scales_of(rng, (groups, N), dtype)
+    group, middle = np.arange(K) // (K // groups), 1 << (bits - 1)
+    zeros: np.ndarray = np.full((groups, N), middle)
+    given, order, of_rows = None, None, None
+    if kind in ("uint4", "uint8"):
+        zeros = rng.integers(0, 2 * middle, (groups, N))
+        given = marlin_zeros(zeros, bits)
+    if kind == "float zeros":
+        zeros = rng.uniform(0, 15, (groups, N)).astype(dtype).astype(np.float32)
+        given = permuted(zeros.astype(dtype), SCALES)
+    if kind == "act-order":
+        group = rng.permutation(group)
+        order = np.argsort(group, kind="stable").astype("i4")
+        of_rows = group[order].astype("i4")
+    repacked = ops.gptq_marlin_repack(q, NONE if order is None else order, K, N, bits)
+    x, bias = random((5, K), dtype), random((N,), dtype, 1)
+    c = np.zeros((5, N), dtype) if kind == "uint4" else None
+    name = {"float zeros": "uint4", "one group": "uint4b8", "act-order": "uint4b8"}.get(kind, kind)
+    out = ops.marlin_gemm(
+        x, c, repacked, permuted(bias[None], SINGLE)[0], permuted(s, SINGLE if groups == 1 else SCALES), None, None,
+        given, of_rows, order, None, name, 5, N, K, is_zp_float=kind == "float zeros",
+    )  # fmt: skip
+    assert c is None or out is c
+    close(out, x, (codes - zeros[group]) * s.astype(np.float64)[group], bias.astype(np.float64))
+
+
+@pytest.mark.parametrize("kind", ["uint4b8", "uint8b128", "uint4", "uint8"])
+@pytest.mark.parametrize("of_channels", [False, True])
+def test_machete(kind: str, of_channels: bool) -> None:
+    rng = np.random.default_rng(0)
+    bits = 8 if "8" in kind.removesuffix("b8") else 4
+    centred = "b" in kind
+    q, _, s, codes, _ = gptq_weight(bits)
+    group = np.arange(K) // (K // 4)
+    z = None if centred else rng.uniform(-0.3, 0, (4, N)).astype(np.float16)
+    b = ops.machete_prepack_B(np.asfortranarray(q), F16, kind, F16)
+    assert b.shape == q.shape
+    channels = rng.uniform(0.5, 2, N).astype(np.float32) if of_channels else None
+    decoded = (codes - ((1 << (bits - 1)) if centred else 0)) * s.astype(np.float64)[group]
+    decoded += 0 if z is None else z.astype(np.float64)[group]
+    decoded *= 1 if channels is None else channels
+    x = random((5, K), F16)
+    close(ops.machete_mm(x, b, kind, None, s, z, 64, channels), x, decoded)
+
+
+@pytest.mark.parametrize("quant_type", [2, 12, 14])
+def test_ggml(quant_type: int) -> None:
+    blocks, decoded = gguf_blocks(quant_type)
+    x = random((3, decoded.shape[1]), F16)
+    for op in (ops.ggml_mul_mat_vec_a8, ops.ggml_mul_mat_a8):
+        close(op(blocks, x, quant_type, len(blocks)), x, decoded.T)
+
+
+def test_what_is_not_there_is_refused() -> None:
+    q, x = np.zeros((K // 16, N * 2), np.int32), np.zeros((1, K), F16)
+    s = np.ones((4, N), F16)
+    with pytest.raises(ValueError, match="b_q_type: must be uint4, uint8, uint4b8, uint8b128, got float4_e2m1f"):
+        ops.marlin_gemm(x, None, q, None, s, None, None, None, None, None, None, "float4_e2m1f", 1, N, K)
+    with pytest.raises(ValueError, match="a_scales, global_scale: must be None"):
+        ops.marlin_gemm(x, None, q, None, s, np.ones(1, np.float32), None, None, None, None, None, "uint4b8", 1, N, K)
+    with pytest.raises(ValueError, match="a_token_scales: must be None"):
+        ops.machete_mm(x, np.zeros((K // 8, N), np.int32), "uint4b8", None, s, None, 64, None, np.ones(1, np.float32))
+    with pytest.raises(ValueError, match="out_type: must be that of a, float16, got float32"):
+        ops.machete_mm(x, np.zeros((K // 8, N), np.int32), "uint4b8", "float32", s)
+
+
+def test_a_weight_stays_packed_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(_vllm_gemm, "pack_awq", lambda *given: calls.append(0) or pykv.gemm.pack_awq(*given))
+    before = len(_vllm_gemm._packed)
+    q, z, s, _ = awq_codes_and_scales(N, K, 64)
+    x = random((5, K), F16)
+    first = ops.awq_gemm(x, q, s, z, 8)
+    np.testing.assert_array_equal(ops.awq_gemm(x, q, s, z, 8), first)
+    assert len(calls) == 1
+    assert len(_vllm_gemm._packed) == before + 1
+    del q
+    gc.collect()
+    assert len(_vllm_gemm._packed) == before
