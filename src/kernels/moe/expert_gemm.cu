@@ -4,18 +4,14 @@
 // which order depends on the number of columns alone.  A lane copies what it wants itself, 8 neighbouring columns of four rows
 // and of each of its pairs, to a place of its own in a ring in shared memory, and no warp waits for another before the end.
 // In a product of 16 columns it takes four of these for 2c, 2c + 1, 2c + 8, 2c + 9 of both operands (cuda/mma.cuh).
-#include "cuda/cp_async.cuh"
-#include "cuda/dependent_shared.cuh"
-#include "cuda/mma.cuh"
-#include "cuda/pairs.cuh"
-#include "gemm/tile_map.cuh"
-#include "moe/expert_gemm.h"
+#include "moe/expert_gemm.cuh"
 
 namespace pykv {
 namespace {
 
-constexpr int kSegments = 8, kThreads = 32 * kSegments;
-constexpr int kColumns = 32;  // of a stage
+using Problem = ExpertGemmProblem;
+
+constexpr int kSegments = kExpertGemmSegments, kThreads = 32 * kSegments, kColumns = kExpertGemmColumns;
 constexpr int kRows = 32, kQuarters = kRows / 8;
 
 template <class T_, int kTiles_>
@@ -28,42 +24,6 @@ struct Shape {
   static constexpr int kSharedBytes = kStages * kStageBytes;
   static_assert(kSegments * kPairs * kPitch * 4 <= kSharedBytes);
 };
-
-struct Problem {
-  ExpertGemmArgs a;
-  TileRows rows;
-  Divider tiles_by;
-  bool whole_vectors;  // eight neighbours can be copied at once
-};
-
-// Eight columns of a row from `column` on, to 16 bytes of shared memory; zeros where there are none.
-template <class T>
-__device__ void copy_columns(const Problem& p, uint32_t to, const T* row, int64_t column, bool once) {
-  if (p.whole_vectors) {
-    const bool inside = row && column < p.a.k;
-    const void* from = inside ? row + column : p.a.weights;
-    if (once)
-      cp_async_16_once(to, from, inside);
-    else
-      cp_async_16(to, from, inside);
-    return;
-  }
-  uint32_t bits[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-    bits[i] = row && column + i < p.a.k ? reinterpret_cast<const unsigned short*>(row)[column + i] : 0;
-  store_shared(to, make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, bits[4] | bits[5] << 16,
-                              bits[6] | bits[7] << 16));
-}
-
-__device__ inline uint4 load_own(uint32_t at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(at)
-               : "memory");
-  return v;
-}
 
 // A warp's sums, over its columns.
 template <class S>
@@ -192,7 +152,7 @@ void launch_shape(const ExpertGemmArgs& args, const Launch& launch, bool whole_v
   const int64_t tiles = args.map.num_blocks * (args.map.block_size / S::kPairs);
   const int64_t blocks = (args.n + kRows - 1) / kRows * tiles;
   if (blocks > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "x: more than 2^31 tiles are not supported");
-  const Problem p{args, TileRows(args.map, S::kPairs), Divider(tiles), whole_vectors};
+  const Problem p{args, TileRows(args.map, S::kPairs), Divider(tiles), whole_vectors, false};
   launch_dependent_shared(expert_gemm_kernel<S>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), S::kSharedBytes,
                           launch, "expert_gemm", p);
 }
@@ -210,7 +170,8 @@ void expert_gemm_cuda(const ExpertGemmArgs& args, const Launch& launch) {
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     if (pairs <= 8) return launch_shape<Shape<T, 1>>(args, launch, whole_vectors);
     if (pairs <= 16) return launch_shape<Shape<T, 2>>(args, launch, whole_vectors);
-    launch_shape<Shape<T, 4>>(args, launch, whole_vectors);
+    if (pairs <= 32) return launch_shape<Shape<T, 4>>(args, launch, whole_vectors);
+    expert_gemm_large<T>(args, launch, whole_vectors);
   });
 }
 
