@@ -159,7 +159,7 @@ PACKED = {
 
 @dtypes
 @pytest.mark.parametrize("name", PACKED)
-@pytest.mark.parametrize("tokens", [1, 6, 30])
+@pytest.mark.parametrize("tokens", [1, 6, 30, 100, 300])
 def test_packed(array, dtype, name, tokens):
     (first, w1), (second, w2) = (stacked(partial(PACKED[name], *shape), 5) for shape in ((128, 192), (192, 64)))
     # of the size of those of other tests

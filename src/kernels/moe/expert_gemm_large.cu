@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads, S::kPairs == 64 ? 2 : 1)
   begin_dependent();
   uint32_t tile;
   const uint32_t row_tile = p.tiles_by(blockIdx.x, tile);  // tiles of one expert come one after another
-  const int64_t first_row = int64_t{row_tile} * kRows, first_place = int64_t{tile} * S::kPairs;
+  const int64_t first_place = int64_t{tile} * S::kPairs;
   const int32_t expert = p.a.map.weight_at(first_place, p.rows.tiles_of_block.quotient(static_cast<int>(tile)));
   if (expert < 0) return;
 
@@ -45,8 +45,8 @@ __global__ void __launch_bounds__(kThreads, S::kPairs == 64 ? 2 : 1)
   for (int i = 0; i < S::kCopies; ++i) {
     const int at = threadIdx.x / 4 + i * (kThreads / 4);
     if (i < kRows * 4 / kThreads) {
-      const int64_t row = first_row + at;
-      from[i] = row < p.a.n ? weight + row * p.a.weight_row_stride : nullptr;
+      const int64_t row = p.weight_row(row_tile, at, kRows);
+      from[i] = row >= 0 ? weight + row * p.a.weight_row_stride : nullptr;
     } else {
       const int64_t row = TileRows::row_of_out(p.a.map, first_place + at - kRows, p.a.num_rows);
       from[i] = row >= 0 ? static_cast<const T*>(p.a.x) + p.rows.row_of_x(p.a.map, row) * p.a.x_stride : nullptr;
@@ -119,7 +119,8 @@ __global__ void __launch_bounds__(kThreads, S::kPairs == 64 ? 2 : 1)
 #pragma unroll
     for (int half_row = 0; half_row < 2; ++half_row) {
       const int row = warp_row + r * 16 + half_row * 8 + lane / 4;
-      const float own_bias = bias && first_row + row < p.a.n ? to_float(bias[first_row + row]) : 0.0f;
+      const int64_t of_weight = p.weight_row(row_tile, row, kRows);
+      const float own_bias = bias && of_weight >= 0 ? to_float(bias[of_weight]) : 0.0f;
 #pragma unroll
       for (int t = 0; t < S::kTiles; ++t)
 #pragma unroll
@@ -135,43 +136,51 @@ __global__ void __launch_bounds__(kThreads, S::kPairs == 64 ? 2 : 1)
     }
   __syncthreads();
 
-  constexpr int kEach = kRows / 32;  // results of a lane
-  const bool whole = p.whole_results && first_row + kRows <= p.a.n;
+  const bool gated = p.fusion.silu_and_mul;
+  const int width = gated ? kRows / 2 : kRows;
+  const int64_t first_column = int64_t{row_tile} * width, columns = p.width() - first_column;
+  const bool whole = p.whole_results && columns >= width;
   for (int pair = warp; pair < S::kPairs; pair += kThreads / 32) {
     const int64_t row = TileRows::row_of_out(p.a.map, first_place + pair, p.a.num_rows);
     if (row < 0) continue;
     const T* const of_pair = results + pair * S::kPitch;
-    T* const to = static_cast<T*>(p.a.out) + row * p.a.out_stride + first_row;
-    if (whole) {
+    T* const to = static_cast<T*>(p.a.out) + row * p.a.out_stride + first_column;
+    if (gated) {
+      T two[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        two[i] = silu_times<T>(to_float(of_pair[2 * lane + i]), to_float(of_pair[kRows / 2 + 2 * lane + i]));
+      if (whole) {
+        reinterpret_cast<uint32_t*>(to)[lane] = pack_pair<T>(to_float(two[0]), to_float(two[1]));
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (2 * lane + i < columns) to[2 * lane + i] = two[i];
+      }
+    } else if (whole) {
       reinterpret_cast<uint2*>(to)[lane] = reinterpret_cast<const uint2*>(of_pair)[lane];
     } else {
-#pragma unroll
-      for (int i = 0; i < kEach; ++i)
-        if (first_row + i * 32 + lane < p.a.n) to[i * 32 + lane] = of_pair[i * 32 + lane];
+      for (int i = lane; i < width && i < columns; i += 32) to[i] = of_pair[i];
     }
   }
 }
 
 template <class S>
-void launch_shape(const ExpertGemmArgs& args, const Launch& launch, bool whole_vectors) {
-  const int64_t tiles = args.map.num_blocks * (args.map.block_size / S::kPairs);
-  const int64_t blocks = (args.n + kRows - 1) / kRows * tiles;
-  if (blocks > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "x: more than 2^31 tiles are not supported");
-  const bool whole_results = reinterpret_cast<uintptr_t>(args.out) % 8 == 0 && args.out_stride % 4 == 0;
-  const Problem p{args, TileRows(args.map, S::kPairs), Divider(tiles), whole_vectors, whole_results};
-  launch_dependent_shared(expert_gemm_large_kernel<S>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
-                          S::kSharedBytes, launch, "expert_gemm", p);
+void launch_shape(const ExpertGemmArgs& args, const ExpertGemmFusion& fusion, const Launch& launch) {
+  const Problem p(args, fusion, S::kPairs);
+  launch_dependent_shared(expert_gemm_large_kernel<S>, p.blocks(kRows), dim3(kThreads), S::kSharedBytes, launch,
+                          "expert_gemm", p);
 }
 
 }  // namespace
 
 template <class T>
-void expert_gemm_large(const ExpertGemmArgs& args, const Launch& launch, bool whole_vectors) {
-  if (args.map.block_size % 128 != 0) return launch_shape<Shape<T, 64>>(args, launch, whole_vectors);
-  launch_shape<Shape<T, 128>>(args, launch, whole_vectors);
+void expert_gemm_large(const ExpertGemmArgs& args, const ExpertGemmFusion& fusion, const Launch& launch) {
+  if (args.map.block_size % 128 != 0) return launch_shape<Shape<T, 64>>(args, fusion, launch);
+  launch_shape<Shape<T, 128>>(args, fusion, launch);
 }
 
-template void expert_gemm_large<half>(const ExpertGemmArgs&, const Launch&, bool);
-template void expert_gemm_large<bf16>(const ExpertGemmArgs&, const Launch&, bool);
+template void expert_gemm_large<half>(const ExpertGemmArgs&, const ExpertGemmFusion&, const Launch&);
+template void expert_gemm_large<bf16>(const ExpertGemmArgs&, const ExpertGemmFusion&, const Launch&);
 
 }  // namespace pykv
