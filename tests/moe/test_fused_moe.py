@@ -72,6 +72,10 @@ def check(array: Any, x: np.ndarray, w1: Any, w2: Any, weights: Any, ids: Any, *
         (9, 2, 3, 37, 21),
         (33, 4, 8, 520, 40),
         (70, 3, 5, 72, 264),
+        (100, 2, 4, 136, 72),
+        (300, 2, 4, 136, 264),
+        (150, 2, 3, 37, 21),
+        (40, 1, 2, 250, 132),
         (6, 2, 700, 16, 8),
         (2, 3, 4, 0, 8),
         (3, 2, 4, 24, 0),
@@ -155,7 +159,7 @@ PACKED = {
 
 @dtypes
 @pytest.mark.parametrize("name", PACKED)
-@pytest.mark.parametrize("tokens", [1, 6, 30])
+@pytest.mark.parametrize("tokens", [1, 6, 30, 100, 300])
 def test_packed(array, dtype, name, tokens):
     (first, w1), (second, w2) = (stacked(partial(PACKED[name], *shape), 5) for shape in ((128, 192), (192, 64)))
     # of the size of those of other tests

@@ -4,18 +4,14 @@
 // which order depends on the number of columns alone.  A lane copies what it wants itself, 8 neighbouring columns of four rows
 // and of each of its pairs, to a place of its own in a ring in shared memory, and no warp waits for another before the end.
 // In a product of 16 columns it takes four of these for 2c, 2c + 1, 2c + 8, 2c + 9 of both operands (cuda/mma.cuh).
-#include "cuda/cp_async.cuh"
-#include "cuda/dependent_shared.cuh"
-#include "cuda/mma.cuh"
-#include "cuda/pairs.cuh"
-#include "gemm/tile_map.cuh"
-#include "moe/expert_gemm.h"
+#include "moe/expert_gemm.cuh"
 
 namespace pykv {
 namespace {
 
-constexpr int kSegments = 8, kThreads = 32 * kSegments;
-constexpr int kColumns = 32;  // of a stage
+using Problem = ExpertGemmProblem;
+
+constexpr int kSegments = kExpertGemmSegments, kThreads = 32 * kSegments, kColumns = kExpertGemmColumns;
 constexpr int kRows = 32, kQuarters = kRows / 8;
 
 template <class T_, int kTiles_>
@@ -29,42 +25,6 @@ struct Shape {
   static_assert(kSegments * kPairs * kPitch * 4 <= kSharedBytes);
 };
 
-struct Problem {
-  ExpertGemmArgs a;
-  TileRows rows;
-  Divider tiles_by;
-  bool whole_vectors;  // eight neighbours can be copied at once
-};
-
-// Eight columns of a row from `column` on, to 16 bytes of shared memory; zeros where there are none.
-template <class T>
-__device__ void copy_columns(const Problem& p, uint32_t to, const T* row, int64_t column, bool once) {
-  if (p.whole_vectors) {
-    const bool inside = row && column < p.a.k;
-    const void* from = inside ? row + column : p.a.weights;
-    if (once)
-      cp_async_16_once(to, from, inside);
-    else
-      cp_async_16(to, from, inside);
-    return;
-  }
-  uint32_t bits[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-    bits[i] = row && column + i < p.a.k ? reinterpret_cast<const unsigned short*>(row)[column + i] : 0;
-  store_shared(to, make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, bits[4] | bits[5] << 16,
-                              bits[6] | bits[7] << 16));
-}
-
-__device__ inline uint4 load_own(uint32_t at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(at)
-               : "memory");
-  return v;
-}
-
 // A warp's sums, over its columns.
 template <class S>
 class Segment {
@@ -73,14 +33,14 @@ class Segment {
  public:
   float total[2][S::kTiles][4] = {};
 
-  __device__ Segment(const Problem& p, int32_t expert, int64_t first_row, int64_t first_place, uint32_t ring)
+  __device__ Segment(const Problem& p, int32_t expert, int64_t row_tile, int64_t first_place, uint32_t ring)
       : p_(p), own_(ring + threadIdx.x * 16), column_(threadIdx.x % 4 * 8) {
     const int g = threadIdx.x % 32 / 4;
     const T* const weight = static_cast<const T*>(p.a.weights) + expert * p.a.weight_stride;
 #pragma unroll
     for (int i = 0; i < kQuarters; ++i) {
-      const int64_t row = first_row + 8 * i + g;
-      rows_[i] = row < p.a.n ? weight + row * p.a.weight_row_stride : nullptr;
+      const int64_t row = p.weight_row(row_tile, 8 * i + g, kRows);
+      rows_[i] = row >= 0 ? weight + row * p.a.weight_row_stride : nullptr;
     }
 #pragma unroll
     for (int t = 0; t < S::kTiles; ++t) {
@@ -143,21 +103,40 @@ class Segment {
   const T *rows_[kQuarters], *x_[S::kTiles];
 };
 
+// What this block will read of the weight, to the L2: 128 bytes of each row of a lane's, which may be all of its columns.  The
+// expert is a guess before the kernel before has ended.
+template <class T>
+__device__ void prefetch_weight(const Problem& p, int64_t row_tile, int32_t block) {
+  const int32_t expert = __ldcg(p.a.map.weights + block);
+  if (expert < 0 || expert >= p.a.map.num_weights) return;
+  const int64_t units = (p.a.k + kColumns - 1) / kColumns, segment = threadIdx.x / 32;
+  const int64_t column = units * segment / kSegments * kColumns + threadIdx.x % 4 * 64;
+  if (column >= min(units * (segment + 1) / kSegments * kColumns, p.a.k)) return;
+  const T* const weight = static_cast<const T*>(p.a.weights) + expert * p.a.weight_stride + column;
+#pragma unroll
+  for (int i = 0; i < kQuarters; ++i) {
+    const int64_t row = p.weight_row(row_tile, 8 * i + threadIdx.x % 32 / 4, kRows);
+    if (row >= 0) prefetch(weight + row * p.a.weight_row_stride);
+  }
+}
+
 template <class S>
 __global__ void __launch_bounds__(kThreads, S::kBlocks) expert_gemm_kernel(const __grid_constant__ Problem p) {
   using T = typename S::T;
   extern __shared__ uint4 ring[];
-  begin_dependent();
   uint32_t tile;
   const uint32_t row_tile = p.tiles_by(blockIdx.x, tile);  // tiles of one expert come one after another
-  const int64_t first_row = int64_t{row_tile} * kRows, first_place = int64_t{tile} * S::kPairs;
-  const int32_t expert = p.a.map.weight_at(first_place, p.rows.tiles_of_block.quotient(static_cast<int>(tile)));
+  const int32_t block = p.rows.tiles_of_block.quotient(static_cast<int>(tile));
+  if (p.fusion.map_is_old && comes_early()) prefetch_weight<T>(p, row_tile, block);
+  begin_dependent();
+  const int64_t first_place = int64_t{tile} * S::kPairs;
+  const int32_t expert = p.a.map.weight_at(first_place, block);
   if (expert < 0) return;
 
   auto* const totals = reinterpret_cast<float*>(ring);  // [segment][pair][row]
   const int lane = threadIdx.x % 32;
   {
-    Segment<S> segment(p, expert, first_row, first_place, shared_address(ring));
+    Segment<S> segment(p, expert, row_tile, first_place, shared_address(ring));
     segment.run();
     __syncthreads();  // all have done with the ring
     float* const own = totals + threadIdx.x / 32 * S::kPairs * S::kPitch;
@@ -171,9 +150,9 @@ __global__ void __launch_bounds__(kThreads, S::kBlocks) expert_gemm_kernel(const
   }
   __syncthreads();
 
-  const int64_t n = first_row + lane;
-  if (n >= p.a.n) return;
-  const float bias = p.a.bias ? to_float(static_cast<const T*>(p.a.bias)[expert * p.a.map.bias_stride + n]) : 0.0f;
+  const int64_t n = p.weight_row(row_tile, lane, kRows);
+  const float bias =
+      p.a.bias && n >= 0 ? to_float(static_cast<const T*>(p.a.bias)[expert * p.a.map.bias_stride + n]) : 0.0f;
 #pragma unroll
   for (int i = threadIdx.x / 32; i < S::kPairs; i += kSegments) {
     const int64_t row = TileRows::row_of_out(p.a.map, first_place + i, p.a.num_rows);
@@ -183,35 +162,37 @@ __global__ void __launch_bounds__(kThreads, S::kBlocks) expert_gemm_kernel(const
     for (int s = 1; s < kSegments; ++s) sum += totals[(s * S::kPairs + i) * S::kPitch + lane];
     sum += bias;
     if (p.a.map.factors) sum *= p.a.map.factor_of(row);
-    static_cast<T*>(p.a.out)[row * p.a.out_stride + n] = from_float<T>(sum);
+    T* const to = static_cast<T*>(p.a.out) + row * p.a.out_stride + n;
+    const T value = from_float<T>(sum);
+    if (p.fusion.silu_and_mul) {
+      const float gate = to_float(value), up = __shfl_down_sync(0xffffffffu, gate, kRows / 2);
+      if (lane < kRows / 2 && n >= 0) *to = silu_times<T>(gate, up);
+    } else if (n >= 0) {
+      *to = value;
+    }
   }
 }
 
 template <class S>
-void launch_shape(const ExpertGemmArgs& args, const Launch& launch, bool whole_vectors) {
-  const int64_t tiles = args.map.num_blocks * (args.map.block_size / S::kPairs);
-  const int64_t blocks = (args.n + kRows - 1) / kRows * tiles;
-  if (blocks > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "x: more than 2^31 tiles are not supported");
-  const Problem p{args, TileRows(args.map, S::kPairs), Divider(tiles), whole_vectors};
-  launch_dependent_shared(expert_gemm_kernel<S>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), S::kSharedBytes,
-                          launch, "expert_gemm", p);
+void launch_shape(const ExpertGemmArgs& args, const ExpertGemmFusion& fusion, const Launch& launch) {
+  const Problem p(args, fusion, S::kPairs);
+  launch_dependent_shared(expert_gemm_kernel<S>, p.blocks(kRows), dim3(kThreads), S::kSharedBytes, launch,
+                          "expert_gemm", p);
 }
 
 }  // namespace
 
-void expert_gemm_cuda(const ExpertGemmArgs& args, const Launch& launch) {
+void expert_gemm_fused_cuda(const ExpertGemmArgs& args, const ExpertGemmFusion& fusion, const Launch& launch) {
   static_assert(kRows == 32, "a lane has a row at the end");
-  const auto is_whole = [](const void* data, int64_t stride) {
-    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % 8 == 0;
-  };
-  const bool whole_vectors = args.k % 8 == 0 && is_whole(args.weights, args.weight_row_stride) &&
-                             is_whole(args.weights, args.weight_stride) && is_whole(args.x, args.x_stride);
   const int64_t pairs = args.map.block_size & -args.map.block_size;  // of a tile, at most
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
-    if (pairs <= 8) return launch_shape<Shape<T, 1>>(args, launch, whole_vectors);
-    if (pairs <= 16) return launch_shape<Shape<T, 2>>(args, launch, whole_vectors);
-    launch_shape<Shape<T, 4>>(args, launch, whole_vectors);
+    if (pairs <= 8) return launch_shape<Shape<T, 1>>(args, fusion, launch);
+    if (pairs <= 16) return launch_shape<Shape<T, 2>>(args, fusion, launch);
+    if (pairs <= 32) return launch_shape<Shape<T, 4>>(args, fusion, launch);
+    expert_gemm_large<T>(args, fusion, launch);
   });
 }
+
+void expert_gemm_cuda(const ExpertGemmArgs& args, const Launch& launch) { expert_gemm_fused_cuda(args, {}, launch); }
 
 }  // namespace pykv

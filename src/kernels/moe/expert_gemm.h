@@ -26,4 +26,12 @@ struct ExpertGemmArgs {
 PYKV_CPU_TWIN(expert_gemm_cpu, ExpertGemmArgs)
 void expert_gemm_cuda(const ExpertGemmArgs& args, const Launch& launch);
 
+// What follows it in a layer, in the same kernel.
+struct ExpertGemmFusion {
+  bool silu_and_mul;  // of the n results of a pair, bit by bit as it gives them: out has n / 2 columns
+  bool
+      map_is_old;  // the kernel before this one has waited for the map: weights can be brought to the L2 before it ends
+};
+void expert_gemm_fused_cuda(const ExpertGemmArgs& args, const ExpertGemmFusion& fusion, const Launch& launch);
+
 }  // namespace pykv

@@ -1,25 +1,34 @@
-// Five kernels, one after another on the stream.
+// Four or five kernels, one after another on the stream.
 #include "cuda/launch.h"
 #include "moe/fused_moe.h"
 
 namespace pykv {
 namespace {
 
-void multiply(const ExpertProduct& product, const Launch& launch) {
+void multiply(const ExpertProduct& product, const ExpertGemmFusion& fusion, const Launch& launch) {
   if (product.n() == 0) return;
   if (product.is_packed)
     packed_gemm_cuda(product.packed, launch);
   else
-    expert_gemm_cuda(product.plain, launch);
+    expert_gemm_fused_cuda(product.plain, fusion, launch);
 }
 
-void run(const FusedMoeArgs& a, const Launch& launch) {
+void activate(const FusedMoeArgs& a, const Launch& launch) {
+  if (a.gated.width != 0) a.activation->gated_cuda(a.gated, launch);
+  if (a.elementwise.width != 0) a.activation->cuda(a.elementwise, launch);
+}
+
+void run(FusedMoeArgs& a, const Launch& launch) {
   if (a.sort.num_pairs != 0) {
     sort_pairs_cuda(a.sort, launch);
-    multiply(a.first, launch);
-    if (a.gated.width != 0) a.activation->gated_cuda(a.gated, launch);
-    if (a.elementwise.width != 0) a.activation->cuda(a.elementwise, launch);
-    multiply(a.second, launch);
+    const bool fused = !a.first.is_packed && a.activation->gated_cuda == silu_and_mul_cuda;
+    if (fused) {
+      a.first.plain.out = a.gated.result;
+      a.first.plain.out_stride = a.gated.width;
+    }
+    multiply(a.first, {.silu_and_mul = fused, .map_is_old = false}, launch);
+    if (!fused) activate(a, launch);
+    multiply(a.second, {.silu_and_mul = false, .map_is_old = true}, launch);
   }
   sum_rows_cuda(a.sum, launch);
 }
