@@ -156,8 +156,8 @@ class Case:
                 return array
             ids = array.copy()
             where = self.rng.random(ids.shape) < 0.3
-            values = EXTREMES if bad else range(-1, int(ids.max()) + 2)
-            ids[where] = self.rng.choice(np.array(values, np.int64), ids.shape).astype(ids.dtype)[where]
+            some = self.rng.choice(EXTREMES, ids.shape) if bad else self.rng.integers(-1, int(ids.max()) + 2, ids.shape)
+            ids[where] = some.astype(ids.dtype)[where]
             return ids
 
         self._each_array(make)

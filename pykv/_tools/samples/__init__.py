@@ -8,7 +8,7 @@ Operations on rows need none, for their samples are widened; what has none is ti
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 
 from pykv._tools.samples._arrays import MEMORY, Sample
@@ -22,27 +22,12 @@ ADDRESSED = {"swap_blocks_batch", "concat_and_cache_mla_grouped"}
 ON_HOST = {"block_mapping", "src_ptrs", "dst_ptrs", "sizes"}
 
 FAMILIES = sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
-SAMPLES: dict[str, Callable[[], Sample]] = {}
-WORKLOADS: dict[str, Callable[[Tokens], Workload]] = {}
-_FAMILY: Mapping[str, str]  # of each operation
-
-
-def _gather() -> dict[str, str]:
-    families = {}
-    for family in FAMILIES:
-        module = import_module(f"{__name__}.{family}")
-        SAMPLES.update(module.SAMPLES)
-        WORKLOADS.update(getattr(module, "WORKLOADS", {}))
-        families.update(dict.fromkeys(module.SAMPLES, family))
-    return families
-
-
-_FAMILY = _gather()
+_MODULES = [import_module(f"{__name__}.{family}") for family in FAMILIES]
+SAMPLES: dict[str, Callable[[], Sample]] = {k: v for module in _MODULES for k, v in module.SAMPLES.items()}
+WORKLOADS: dict[str, Callable[[Tokens], Workload]] = {
+    k: v for module in _MODULES for k, v in getattr(module, "WORKLOADS", {}).items()
+}
 
 
 def sample(name: str) -> Sample:
     return SAMPLES[name]()
-
-
-def family_of(name: str) -> str:
-    return _FAMILY[name]

@@ -47,7 +47,7 @@ def _sizes(variant: str) -> Iterator[None]:
 
 
 def served(name: str, variant: str, narrow: Collection[str]) -> Sample:
-    """Its arguments ``narrow`` are of bfloat16."""
+    """A variant of the sample; its arguments ``narrow`` are of bfloat16."""
     with _sizes(variant):
         try:
             given = sample(name)
@@ -67,6 +67,7 @@ def each(value: Any, make: Arrays) -> Any:
 
 
 def has_coded_cache(name: str, parameters: Collection[str]) -> bool:
+    """Whether the cache may be of codes; in some samples it is already, or the option chooses something else."""
     return "kv_cache_dtype" in parameters and sample(name).get("kv_cache_dtype", "auto") == "auto"
 
 
