@@ -153,7 +153,7 @@ def test_empty(array):
 def test_refused(array):
     x, q = array.input(rows((4, 96), np.dtype(F))), array.output(np.zeros((4, 96), E4M3))
     s = array.output(np.zeros((4, 3), F))
-    with pytest.raises(ValueError, match="group_size: must be positive and divide the last dimension 96, got 36"):
+    with pytest.raises(ValueError, match="group_size: must be positive and divide width = 96, got 36"):
         pykv.per_token_group_fp8_quant(x, q, s, 36)
     with pytest.raises(ValueError, match="output_s: dimension 1 must equal width / group_size = 6"):
         pykv.per_token_group_fp8_quant(x, q, s, 16)

@@ -16,7 +16,7 @@ int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multipl
 // Numbers and their codes; the former twice as wide where an activation makes one of two.
 struct Blocks {
   Tensor input, codes;
-  int64_t rows = 1, width, block, code_groups;
+  int64_t rows, width, block, code_groups;
   GroupQuantArgs args{};
 
   Blocks(Call& call, const char* codes_name, DLTensor* codes_given, const DLTensor* input_given, int block,
@@ -28,17 +28,13 @@ struct Blocks {
       input.fail(PYKV_VALUE_ERROR, "the last dimension must be a multiple of %" PRId64 ", got %" PRId64, multiple,
                  input.size(-1));
     width = input.size(-1) / (gated ? 2 : 1);
-    codes.rank(input.ndim()).contiguous_rows().no_overlap_within().apart_from(input);
     if (nibbles) {
       codes.dtype({DType::kUInt8});
     } else {
       codes.dtype(kFp8Codes);
     }
-    for (int i = 0; i < input.ndim() - 1; ++i) {
-      Dim same{"the input's", input.size(i)};
-      codes.dim(i, same);
-      rows *= input.size(i);
-    }
+    rows = same_rows(codes, input);
+    codes.contiguous_rows().no_overlap_within().apart_from(input);
     const int64_t bytes = nibbles ? block / 2 : block;
     code_groups = codes.size(-1) / bytes;
     if (codes.size(-1) % bytes != 0 || code_groups * block < width)
@@ -46,7 +42,7 @@ struct Blocks {
                  "the last dimension must be a multiple of %" PRId64 " and at least %" PRId64 " bytes, got %" PRId64,
                  bytes, width * bytes / block, codes.size(-1));
     args.dtype = input.type();
-    args.codes = nibbles ? CodeKind::kE2M1 : codes.type() == DType::kFloat8E5M2 ? CodeKind::kE5M2 : CodeKind::kE4M3;
+    args.codes = nibbles ? CodeKind::kE2M1 : kind_of(codes);
     args.source = gated ? RowSource::kSiluAndMul : RowSource::kElements;
     args.input = input.data();
     args.out = codes.data();
@@ -92,11 +88,7 @@ struct Blocks {
       return;
     }
     if (item(s) != 1) s.fail(PYKV_TYPE_ERROR, "int32 is for swizzled scales");
-    s.rank(input.ndim());
-    for (int i = 0; i < input.ndim() - 1; ++i) {
-      Dim same{"the input's", input.size(i)};
-      s.dim(i, same);
-    }
+    same_rows(s, input);
     if (s.size(-1) < width / block)
       s.fail(PYKV_VALUE_ERROR, "the last dimension must be at least %" PRId64 ", got shape %s", width / block,
              s.shape_string().c_str());

@@ -10,25 +10,42 @@ namespace pykv {
 
 inline constexpr std::initializer_list<DType> kFp8Codes = {DType::kFloat8E4M3, DType::kUInt8, DType::kFloat8E5M2};
 
-// Numbers and their codes, row by row.
-struct CodeRows {
-  Dim width{"width"};
-  Tensor input, codes;
+inline CodeKind kind_of(const Tensor& codes) {
+  return codes.type() == DType::kInt8         ? CodeKind::kInt8
+         : codes.type() == DType::kFloat8E5M2 ? CodeKind::kE5M2
+                                              : CodeKind::kE4M3;
+}
+
+// Of all dimensions but the last; those of t must be those of x, and as many.
+inline int64_t same_rows(Tensor& t, const Tensor& x) {
+  t.rank(x.ndim());
   int64_t rows = 1;
+  for (int i = 0; i < x.ndim() - 1; ++i) {
+    Dim same{"the input's", x.size(i)};
+    t.dim(i, same);
+    rows *= x.size(i);
+  }
+  return rows;
+}
+
+// Numbers and a code for each, row by row.  halves: 2 where an activation makes one number of two.
+struct CodeRows {
+  Tensor input, codes;
+  int64_t width, rows;
 
   CodeRows(Call& call, const char* codes_name, DLTensor* codes_given, const DLTensor* input_given,
-           std::initializer_list<DType> code_types)
+           std::initializer_list<DType> code_types, int halves = 1)
       : input(call.read("input", input_given)), codes(call.write(codes_name, codes_given)) {
-    input.rank_between(1, Tensor::kMaxRank).dtype(kFloats).last_dim(width).contiguous_rows();
-    codes.dtype(code_types).same_shape(input).contiguous_rows().no_overlap_within().apart_from(input);
-    for (int i = 0; i < input.ndim() - 1; ++i) rows *= input.size(i);
+    input.rank_between(1, Tensor::kMaxRank).dtype(kFloats).contiguous_rows();
+    if (input.size(-1) % halves != 0)
+      input.fail(PYKV_VALUE_ERROR, "the last dimension holds two halves and must be even, got shape %s",
+                 input.shape_string().c_str());
+    width = input.size(-1) / halves;
+    rows = same_rows(codes, input);
+    Dim same{"width", width};
+    codes.dtype(code_types).last_dim(same).contiguous_rows().no_overlap_within().apart_from(input);
   }
   bool empty() const { return input.numel() == 0; }
-  CodeKind kind() const {
-    return codes.type() == DType::kInt8         ? CodeKind::kInt8
-           : codes.type() == DType::kFloat8E5M2 ? CodeKind::kE5M2
-                                                : CodeKind::kE4M3;
-  }
 };
 
 // One number for each row, [rows] or [rows, 1].

@@ -6,24 +6,27 @@
 namespace pykv {
 namespace {
 
-// Numbers, codes of bytes, and groups of them.
-GroupQuantArgs arguments(const CodeRows& m, int64_t group_size) {
-  if (group_size <= 0 || m.width % group_size != 0)
-    fail(PYKV_VALUE_ERROR, "group_size: must be positive and divide the last dimension %" PRId64 ", got %" PRId64,
-         static_cast<int64_t>(m.width), group_size);
+// Of rows whose codes may be in more rows.
+GroupQuantArgs arguments(const Tensor& input, const Tensor& codes, int64_t rows, int64_t width, int64_t group_size) {
+  if (group_size <= 0 || width % group_size != 0)
+    fail(PYKV_VALUE_ERROR, "group_size: must be positive and divide width = %" PRId64 ", got %" PRId64, width,
+         group_size);
   GroupQuantArgs args{};
-  args.dtype = m.input.type();
-  args.codes = m.kind();
-  args.input = m.input.data();
-  args.out = m.codes.data();
-  args.input_rows = m.input.rows();
-  args.out_rows = m.codes.rows();
-  args.rows = m.rows;
-  args.width = m.width;
+  args.dtype = input.type();
+  args.codes = kind_of(codes);
+  args.input = input.data();
+  args.out = codes.data();
+  args.input_rows = input.rows();
+  args.out_rows = codes.rows();
+  args.rows = rows;
+  args.width = width;
   args.group_size = group_size;
-  args.code_groups = args.scale_groups = m.width / group_size;
+  args.code_groups = args.scale_groups = width / group_size;
   args.global = {nullptr, 1.0f};
   return args;
+}
+GroupQuantArgs arguments(const CodeRows& m, int64_t group_size) {
+  return arguments(m.input, m.codes, m.rows, m.width, group_size);
 }
 
 ScaleRule scale_rule(ScaleKind kind, CodeKind codes, float largest, double least) {
@@ -46,14 +49,6 @@ void check_eps(double eps) {
   if (!(eps >= 0.0)) fail(PYKV_VALUE_ERROR, "eps: must not be negative, got %g", eps);
 }
 
-void check_leading(Tensor& s, const Tensor& x) {
-  s.rank(x.ndim());
-  for (int i = 0; i < s.ndim() - 1; ++i) {
-    Dim same{"the input's", x.size(i)};
-    s.dim(i, same);
-  }
-}
-
 // Scales in fp32 of each group, of the rows of x; or of all of them in one dimension.
 void set_float_scales(GroupQuantArgs& args, Call& call, const char* name, const Tensor& x, DLTensor* scales) {
   Tensor s = call.write(name, scales).dtype({DType::kFloat32}).no_overlap_within();
@@ -61,7 +56,7 @@ void set_float_scales(GroupQuantArgs& args, Call& call, const char* name, const 
     Dim rows{"num_rows", args.rows};
     s.dim(0, rows);
   } else {
-    check_leading(s, x);
+    same_rows(s, x);
   }
   Dim groups{"width / group_size", args.scale_groups};
   s.last_dim(groups);
@@ -73,7 +68,7 @@ void set_float_scales(GroupQuantArgs& args, Call& call, const char* name, const 
 // Four exponents in a word.
 void set_packed_scales(GroupQuantArgs& args, Tensor& s, const Tensor& x) {
   s.no_overlap_within();
-  check_leading(s, x);
+  same_rows(s, x);
   Dim words{"width / group_size / 4, rounded up", (args.code_groups + 3) / 4};
   s.last_dim(words);
   const Rows rows = s.rows();
@@ -123,26 +118,13 @@ pykv_status pykv_per_token_group_fp8_quant_packed(const DLTensor* input, DLTenso
     if (q.size(0) < rows)
       q.fail(PYKV_VALUE_ERROR, "must have at least num_rows = %" PRId64 " rows, got shape %s",
              static_cast<int64_t>(rows), q.shape_string().c_str());
-    if (group_size <= 0 || width % group_size != 0)
-      fail(PYKV_VALUE_ERROR, "group_size: must be positive and divide the last dimension %" PRId64 ", got %" PRId64,
-           static_cast<int64_t>(width), group_size);
+    GroupQuantArgs args = arguments(x, q, rows, width, group_size);
     Tensor s = call.write("output_s_packed", output_s_packed).dtype({DType::kInt32});
     check_eps(eps);
-    GroupQuantArgs args{};
-    args.dtype = x.type();
-    args.codes = q.type() == DType::kFloat8E5M2 ? CodeKind::kE5M2 : CodeKind::kE4M3;
     const float largest = largest_given(args.codes, "fp8_min", "fp8_max", fp8_min, fp8_max);
     args.rule = scale_rule(ScaleKind::kE8M0, args.codes, largest, eps);
-    args.input = x.data();
-    args.out = q.data();
-    args.input_rows = x.rows();
     args.out_rows = {1, 1, q.stride(0), 0, 0};
-    args.rows = rows;
-    args.width = width;
-    args.group_size = group_size;
     args.zero_rows = q.size(0) - rows;
-    args.code_groups = width / group_size;
-    args.global = {nullptr, 1.0f};
     set_packed_scales(args, s, x);
     run(call, args, stream);
   });
@@ -163,56 +145,18 @@ pykv_status pykv_per_token_group_quant_int8(const DLTensor* input, DLTensor* out
   });
 }
 
-// What an activation makes of rows twice as wide, and which rows.
-namespace pykv {
-namespace {
-
-GroupQuantArgs gated_arguments(Call& call, const char* codes_name, DLTensor* codes, const DLTensor* input, int rank,
-                               int64_t group_size, Tensor& x) {
-  x.rank(rank).dtype(kFloats).contiguous_rows();
-  if (x.size(-1) % 2 != 0)
-    x.fail(PYKV_VALUE_ERROR, "the last dimension holds two halves and must be even, got shape %s",
-           x.shape_string().c_str());
-  Dim width{"width", x.size(-1) / 2};
-  Tensor q = call.write(codes_name, codes).dtype(kFp8Codes).rank(rank).last_dim(width);
-  q.contiguous_rows().no_overlap_within().apart_from(x);
-  GroupQuantArgs args{};
-  args.rows = 1;
-  for (int i = 0; i < rank - 1; ++i) {
-    Dim same{"the input's", x.size(i)};
-    q.dim(i, same);
-    args.rows *= x.size(i);
-  }
-  if (group_size <= 0 || width % group_size != 0)
-    fail(PYKV_VALUE_ERROR, "group_size: must be positive and divide width = %" PRId64 ", got %" PRId64,
-         static_cast<int64_t>(width), group_size);
-  args.dtype = x.type();
-  args.codes = q.type() == DType::kFloat8E5M2 ? CodeKind::kE5M2 : CodeKind::kE4M3;
-  args.input = x.data();
-  args.out = q.data();
-  args.input_rows = x.rows();
-  args.out_rows = q.rows();
-  args.width = width;
-  args.group_size = group_size;
-  args.code_groups = args.scale_groups = width / group_size;
-  args.global = {nullptr, 1.0f};
-  return args;
-}
-
-}  // namespace
-}  // namespace pykv
-
 pykv_status pykv_situ_and_mul_quant(DLTensor* out, DLTensor* scale, const DLTensor* input, double beta,
                                     double linear_beta, int64_t group_size, const DLTensor* num_valid_tokens,
                                     int64_t topk, void* stream) {
   return guarded("situ_and_mul_quant", [&](Call& call) {
-    Tensor x = call.read("input", input);
-    GroupQuantArgs args = gated_arguments(call, "out", out, input, 2, group_size, x);
+    CodeRows m(call, "out", out, input, kFp8Codes, 2);
+    m.input.rank(2);
+    GroupQuantArgs args = arguments(m, group_size);
     args.source = RowSource::kSituAndMul;
     args.beta = static_cast<float>(beta);
     args.linear_beta = static_cast<float>(linear_beta);
     args.rule = scale_rule(ScaleKind::kFloat, args.codes, largest_code(args.codes), 1e-30);
-    set_float_scales(args, call, "scale", x, scale);
+    set_float_scales(args, call, "scale", m.input, scale);
     if (num_valid_tokens) {
       Tensor counts = call.read("num_valid_tokens", num_valid_tokens);
       if (counts.numel() != 1)
@@ -228,8 +172,9 @@ pykv_status pykv_situ_and_mul_quant(DLTensor* out, DLTensor* scale, const DLTens
 pykv_status pykv_persistent_masked_m_silu_mul_quant(const DLTensor* input, const DLTensor* counts, DLTensor* y_q,
                                                     DLTensor* y_s, bool use_ue8m0, int64_t group_size, void* stream) {
   return guarded("persistent_masked_m_silu_mul_quant", [&](Call& call) {
-    Tensor x = call.read("input", input);
-    GroupQuantArgs args = gated_arguments(call, "y_q", y_q, input, 3, group_size, x);
+    CodeRows m(call, "y_q", y_q, input, kFp8Codes, 2);
+    const Tensor& x = m.input.rank(3);
+    GroupQuantArgs args = arguments(m, group_size);
     args.source = RowSource::kSiluAndMul;
     Dim experts{"num_experts", x.size(0)};
     args.valid = {call.read("counts", counts).shape(experts).index(), x.size(1), 1};

@@ -15,6 +15,7 @@
 #include "cuda/reduce.cuh"
 #include "cuda/silu.cuh"
 #include "quantization/group_quant.h"
+#include "quantization/packs.cuh"
 
 namespace pykv {
 namespace {
@@ -28,14 +29,8 @@ struct Plan {
   Divider groups;  // of a row
   uint32_t total;
   int lane_bits;
-  bool aligned, scales_for_experts;
+  bool aligned;
 };
-
-template <class T>
-__device__ Pack<T> load_pack(const T* from, int count, bool aligned) {
-  if (aligned && count >= kPackSize<T>) return load_vec_in_order<Pack<T>>(from);
-  return load_some<Pack<T>>(from, count);
-}
 
 template <class T>
 struct Elements {
@@ -86,44 +81,6 @@ struct Place {
   bool there;    // in the grid at all
   bool numbers;  // has any: is no padding, nor a row that is not valid
 };
-
-__device__ inline bool is_valid(const ValidRows& valid, int64_t row) {
-  if (!valid.counts.data) return true;
-  return row % valid.rows < valid.counts[row / valid.rows] * valid.factor;
-}
-
-// The place of a row's scales: whose rows it belongs to, and how many of these rows are before and behind it.
-struct ScaleRow {
-  int64_t row;
-  int expert;
-  bool last, has;  // of its expert; a place
-};
-
-__device__ inline ScaleRow scale_row_of(const GroupQuantArgs& args, int64_t row, const Reporter& report) {
-  const ExpertRows& experts = args.of_experts;
-  if (!experts.first.data) return {row, 0, row == args.rows - 1, true};
-  int low = 0, high = experts.experts;  // the last expert that does not begin behind the row
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (experts.first[middle] <= row ? low : high) = middle;
-  }
-  const int64_t within = row - experts.first[low];
-  const int64_t end = experts.sizes ? int64_t{experts.sizes[3 * low]} : experts.first[low + 1] - experts.first[low];
-  const int64_t at = experts.scales_first[low] + within;
-  const bool inside = within >= 0 && within < end;
-  const bool has = inside && at >= 0 && at < experts.scale_rows;
-  if (inside && !has) report(at, experts.scale_rows);
-  return {at, low, within == end - 1, has};
-}
-
-__device__ inline void store_scale(const GroupQuantArgs& args, int64_t row, int64_t group, uint32_t stored) {
-  const int64_t at = args.scale_at(row, group);
-  if (args.rule.kind == ScaleKind::kFloat || args.rule.kind == ScaleKind::kPowerOfTwo) {
-    static_cast<uint32_t*>(args.scales)[at] = stored;
-  } else {
-    static_cast<uint8_t*>(args.scales)[at] = static_cast<uint8_t>(stored);
-  }
-}
 
 // By how much the codes are wrong: the sum of the squares, one after another.
 template <class T>
@@ -195,7 +152,7 @@ __global__ __launch_bounds__(kThreads) void group_quant_kernel(const __grid_cons
   typename Source::Raw raw[kGroups][kCount];
 #pragma unroll
   for (int j = 0; j < kGroups; ++j) {
-    if (places[j].there && args.valid.counts.data) places[j].numbers &= is_valid(args.valid, places[j].row);
+    if (places[j].there && args.valid.counts.data) places[j].numbers &= args.is_valid(places[j].row);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       raw[j][k] = {};
@@ -227,14 +184,11 @@ __global__ __launch_bounds__(kThreads) void group_quant_kernel(const __grid_cons
     most = warp_reduce(most, lanes, Maximum());
     if (!at.there) continue;
     if (args.valid.counts.data && !at.numbers && at.group < real_groups) {
-      if (args.fill_scales && lane == 0) store_scale(args, at.row, at.group, __float_as_uint(1.0f));
+      if (args.fill_scales && lane == 0) args.store_scale(at.row, at.group, __float_as_uint(1.0f));
       continue;
     }
-    ScaleRow scale_row{at.row, 0, false, true};
-    if (kNibbles || plan.scales_for_experts || args.swizzled) {
-      scale_row = scale_row_of(args, at.row, report);
-      if (!scale_row.has) continue;
-    }
+    const ScaleRow scale_row = args.scale_row_of(at.row, report);
+    if (!scale_row.there) continue;
     const float g = args.globals ? args.globals[scale_row.expert] : global;
     GroupScale scale = args.rule(most, g, 6.0f);
     uint2 nibbles{};
@@ -249,13 +203,8 @@ __global__ __launch_bounds__(kThreads) void group_quant_kernel(const __grid_cons
       }
     }
     if (lane == 0 && at.group < args.scale_groups) {
-      store_scale(args, scale_row.row, at.group, at.numbers ? scale.stored : 0u);
-      // Rows behind the last one, up to a whole tile.
-      if (args.swizzled && scale_row.last) {
-        const int64_t tile_end = (scale_row.row + 128) / 128 * 128;
-        const int64_t end = plan.scales_for_experts ? min(tile_end, args.of_experts.scale_rows) : tile_end;
-        for (int64_t row = scale_row.row + 1; row < end; ++row) store_scale(args, row, at.group, 0u);
-      }
+      args.store_scale(scale_row.row, at.group, at.numbers ? scale.stored : 0u);
+      if (args.swizzled && scale_row.last) args.clear_behind(scale_row, at.group);
     }
     if (at.group >= args.code_groups) continue;
     const int zero_rows = at.row == args.rows - 1 ? static_cast<int>(args.zero_rows) : 0;
@@ -268,11 +217,7 @@ __global__ __launch_bounds__(kThreads) void group_quant_kernel(const __grid_cons
         Vec<uint8_t, 8> bytes;
         bytes.words[0] = codes.x;
         bytes.words[1] = codes.y;
-        if (aligned) {
-          store_vec(to + lane * 8, bytes);
-        } else {
-          store_some(to + lane * 8, bytes, 8);
-        }
+        store_codes(to + lane * 8, bytes, 8, aligned);
       } else {
         for (int chunk = 0; chunk < chunks; ++chunk) {
           if (chunk > 0) {
@@ -283,11 +228,7 @@ __global__ __launch_bounds__(kThreads) void group_quant_kernel(const __grid_cons
             const int e = element(k, chunk);
             auto codes = codes_times(args.codes, y[k], scale.factor, !(scale.factor > 0.0f));
             if (zero) codes = {};
-            if (kWhole || (aligned && size - e >= kSize)) {
-              store_vec(to + e, codes);
-            } else {
-              store_some(to + e, codes, size - e);
-            }
+            store_codes(to + e, codes, kWhole ? kSize : size - e, aligned);
           }
         }
       }
@@ -307,7 +248,7 @@ void launch_kernel(const GroupQuantArgs& args, const Launch& launch) {
                        args.width * kItem % kAccessBytes == 0 && args.group_size * kItem % kAccessBytes == 0 &&
                        rows_aligned(kNibbles ? 8 : kPackSize<T>, args.out, args.out_rows, 1);
   const Plan plan{Divider(groups), static_cast<uint32_t>(total), std::countr_zero(static_cast<unsigned>(lanes)),
-                  aligned, args.of_experts.first.data != nullptr};
+                  aligned};
   const Reporter report = launch.reporter(args.of_experts.report);
   const bool whole = aligned && args.group_size == int64_t{lanes} * kElements && args.group_size / kCode % 8 == 0;
   const int64_t at_once = int64_t{kThreads / lanes} * groups_at_once(whole);

@@ -21,6 +21,13 @@ struct ExpertRows {
   const char* report;  // of scales that lie elsewhere
 };
 
+// Among the scales, of a row: whose it is, and whether it is the last of its expert and has a place at all.
+struct ScaleRow {
+  int64_t row;
+  int expert;
+  bool last, there;
+};
+
 // Of each `rows` neighbours only the first counts[i] are there; null: all.
 struct ValidRows {
   Index counts;
@@ -55,11 +62,46 @@ struct GroupQuantArgs {
 
   // Groups of a row that anything is written for.
   PYKV_INLINE int64_t groups() const { return code_groups > scale_groups ? code_groups : scale_groups; }
-  // The place of a scale among `scales`.
-  PYKV_INLINE int64_t scale_at(int64_t row, int64_t group) const {
-    if (swizzled) return swizzled_place(row, group, tiles);
-    if (scale_four) return scale_rows.offset(row) + group / 4 * scale_four + group % 4;
-    return scale_rows.offset(row) + group * scale_group;
+  PYKV_INLINE bool is_valid(int64_t row) const {
+    return !valid.counts.data || row % valid.rows < valid.counts[row / valid.rows] * valid.factor;
+  }
+  PYKV_INLINE ScaleRow scale_row_of(int64_t row, const Reporter& report) const {
+    if (!of_experts.first.data) return {row, 0, row == rows - 1, true};
+    int low = 0, high = of_experts.experts;  // the last expert that does not begin behind the row
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (of_experts.first[middle] <= row ? low : high) = middle;
+    }
+    const int64_t first = of_experts.first[low], within = row - first;
+    const int64_t size = of_experts.sizes ? of_experts.sizes[int64_t{3} * low] : of_experts.first[low + 1] - first;
+    const int64_t at = of_experts.scales_first[low] + within;
+    const bool has = within >= 0 && within < size, there = has && at >= 0 && at < of_experts.scale_rows;
+    if (has && !there) report(at, of_experts.scale_rows);
+    return {at, low, within == size - 1, there};
+  }
+  PYKV_INLINE void store_scale(int64_t row, int64_t group, uint32_t stored) const {
+    const int64_t at = swizzled     ? swizzled_place(row, group, tiles)
+                       : scale_four ? scale_rows.offset(row) + group / 4 * scale_four + group % 4
+                                    : scale_rows.offset(row) + group * scale_group;
+    if (rule.kind == ScaleKind::kFloat || rule.kind == ScaleKind::kPowerOfTwo) {
+      static_cast<uint32_t*>(scales)[at] = stored;
+    } else {
+      static_cast<uint8_t*>(scales)[at] = static_cast<uint8_t>(stored);
+    }
+  }
+  // Zeros for the rows behind a last one, up to a whole tile: each of four neighbouring groups clears all their scales in every
+  // fourth row.
+  PYKV_INLINE void clear_behind(const ScaleRow& last, int64_t group) const {
+    const int64_t tile_end = (last.row + 128) / 128 * 128;
+    const int64_t end = of_experts.first.data && tile_end > of_experts.scale_rows ? of_experts.scale_rows : tile_end;
+    for (int64_t row = last.row + 1 + group % 4; row < end; row += 4) {
+      uint8_t* const four = static_cast<uint8_t*>(scales) + swizzled_place(row, group / 4 * 4, tiles);
+      if (reinterpret_cast<uintptr_t>(four) % 4 == 0) {
+        __builtin_memset(__builtin_assume_aligned(four, 4), 0, 4);
+      } else {
+        __builtin_memset(four, 0, 4);
+      }
+    }
   }
 };
 

@@ -70,41 +70,6 @@ void find_largest_of_blocks(float* most, const T* from, int64_t n, int64_t group
     if (!(most[g] == most[g])) most[g] = largest_number(from + g * n, n);
 }
 
-bool is_valid(const ValidRows& valid, int64_t row) {
-  return !valid.counts.data || row % valid.rows < valid.counts[row / valid.rows] * valid.factor;
-}
-
-struct ScaleRow {
-  int64_t row;
-  int expert;
-  bool last, has;
-};
-
-ScaleRow scale_row_of(const GroupQuantArgs& args, int64_t row, const Reporter& report) {
-  const ExpertRows& experts = args.of_experts;
-  if (!experts.first.data) return {row, 0, row == args.rows - 1, true};
-  int low = 0, high = experts.experts;  // the last expert that does not begin behind the row
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (experts.first[middle] <= row ? low : high) = middle;
-  }
-  const int64_t first = experts.first[low], within = row - first;
-  const int64_t end = experts.sizes ? int64_t{experts.sizes[int64_t{3} * low]} : experts.first[low + 1] - first;
-  const int64_t at = experts.scales_first[low] + within;
-  const bool inside = within >= 0 && within < end, has = inside && at >= 0 && at < experts.scale_rows;
-  if (inside && !has) report(at, experts.scale_rows);
-  return {at, low, within == end - 1, has};
-}
-
-void store_scale(const GroupQuantArgs& args, int64_t row, int64_t group, uint32_t stored) {
-  const int64_t at = args.scale_at(row, group);
-  if (args.rule.kind == ScaleKind::kFloat || args.rule.kind == ScaleKind::kPowerOfTwo) {
-    static_cast<uint32_t*>(args.scales)[at] = stored;
-  } else {
-    static_cast<uint8_t*>(args.scales)[at] = static_cast<uint8_t>(stored);
-  }
-}
-
 template <class T>
 class Groups {
  public:
@@ -142,13 +107,13 @@ class Groups {
 
   void encode(int64_t row, int64_t group, int64_t count) {
     const int64_t n = args_.group_size;
-    if (!is_valid(args_.valid, row)) {
+    if (!args_.is_valid(row)) {
       if (args_.fill_scales)
-        for (int64_t g = group; g < group + count; ++g) store_scale(args_, row, g, bits_of(1.0f));
+        for (int64_t g = group; g < group + count; ++g) args_.store_scale(row, g, bits_of(1.0f));
       return;
     }
-    const ScaleRow at = scale_row_of(args_, row, report_);
-    if (!at.has) return;
+    const ScaleRow at = args_.scale_row_of(row, report_);
+    if (!at.there) return;
     const T* const from = values(row, group * n, count * n);
     float most[kWidth], inside[kWidth];
     if (nibbles_) {
@@ -170,7 +135,7 @@ class Groups {
       for (int64_t i = 0; i < n; i += kBlock) store_nibbles(to + i / 2, x + i, scales[g].factor);
       if (args_.four_over_six) choose(to, x, most[g], global, scales[g]);
     }
-    for (int64_t g = 0; g < count; ++g) store_scale(args_, at.row, group + g, scales[g].stored);
+    for (int64_t g = 0; g < count; ++g) args_.store_scale(at.row, group + g, scales[g].stored);
     fill_behind(row, at, group, count);
   }
 
@@ -194,25 +159,20 @@ class Groups {
 
   // Groups of padding.
   void pad(int64_t row, int64_t group, int64_t count) const {
-    if (!is_valid(args_.valid, row)) return;
-    const ScaleRow at = scale_row_of(args_, row, report_);
-    if (!at.has) return;
+    if (!args_.is_valid(row)) return;
+    const ScaleRow at = args_.scale_row_of(row, report_);
+    if (!at.there) return;
     const int64_t scales = std::min(group + count, args_.scale_groups),
                   codes = std::min(group + count, args_.code_groups);
-    for (int64_t g = group; g < scales; ++g) store_scale(args_, at.row, g, 0);
+    for (int64_t g = group; g < scales; ++g) args_.store_scale(at.row, g, 0);
     if (codes > group) __builtin_memset(codes_at(row, group), 0, static_cast<size_t>((codes - group) * group_bytes()));
     fill_behind(row, at, group, count);
   }
 
   // Rows behind the last one: of scales, up to a whole tile, and of codes.
   void fill_behind(int64_t row, const ScaleRow& at, int64_t group, int64_t count) const {
-    if (args_.swizzled && at.last) {
-      const int64_t tile_end = (at.row + 128) / 128 * 128;
-      const int64_t end = args_.of_experts.first.data ? std::min(tile_end, args_.of_experts.scale_rows) : tile_end;
-      const int64_t last = std::min(group + count, args_.scale_groups);
-      for (int64_t r = at.row + 1; r < end; ++r)
-        for (int64_t g = group; g < last; ++g) store_scale(args_, r, g, 0);
-    }
+    if (args_.swizzled && at.last)
+      for (int64_t g = group; g < std::min(group + count, args_.scale_groups); ++g) args_.clear_behind(at, g);
     if (row != args_.rows - 1) return;
     const int64_t codes = std::min(count, args_.code_groups - group);
     for (int64_t r = row + 1; codes > 0 && r <= row + args_.zero_rows; ++r)

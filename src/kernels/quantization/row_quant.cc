@@ -10,7 +10,7 @@ RowQuantArgs arguments(Call& call, const CodeRows& m, RowRule rule, DLTensor* sc
   RowQuantArgs args{};
   const Tensor s = row_numbers(call, "scale", scale, m.rows, DType::kFloat32);
   args.dtype = m.input.type();
-  args.codes = m.kind();
+  args.codes = kind_of(m.codes);
   args.rule = rule;
   args.input = m.input.data();
   args.out = m.codes.data();

@@ -12,18 +12,13 @@
 #include "cuda/quantise.cuh"
 #include "cuda/quotient.cuh"
 #include "cuda/reduce.cuh"
+#include "quantization/packs.cuh"
 #include "quantization/row_quant.h"
 
 namespace pykv {
 namespace {
 
 constexpr int kMostThreads = 1024, kWarps = 4;  // of a block: of long rows; of short ones
-
-template <class T>
-__device__ Pack<T> load_pack(const T* from, int64_t count, bool aligned) {
-  if (aligned && count >= kPackSize<T>) return load_vec_in_order<Pack<T>>(from);
-  return load_some<Pack<T>>(from, static_cast<int>(count < kPackSize<T> ? count : kPackSize<T>));
-}
 
 // Numbers in the order of their bits as signed integers, and back.
 __device__ inline int ordered(float x) {
@@ -98,7 +93,9 @@ __global__ __launch_bounds__(kWarp ? 32 * kWarps
   uint8_t* to = static_cast<uint8_t*>(args.out) + args.out_rows.offset(there ? row : 0);
   const int64_t width = there ? args.width : 0;
   const auto at = [&](int64_t k) { return (thread + k * threads) * kSize; };
-  const auto load = [&](int64_t k) { return load_pack(from + at(k), width - at(k), !kAny || aligned); };
+  const auto load = [&](int64_t k) {
+    return load_pack(from + at(k), kAny ? width - at(k) : int64_t{kSize}, !kAny || aligned);
+  };
   if (comes_early()) {
 #pragma unroll
     for (int k = 0; k < kPacks; ++k)
@@ -145,12 +142,7 @@ __global__ __launch_bounds__(kWarp ? 32 * kWarps
   }
   const Coder<T> coder(args, scale);
   const auto store = [&](const Pack<T>& pack, int64_t k) {
-    const auto codes = coder(pack);
-    if (!kAny || (aligned && width - at(k) >= kSize)) {
-      store_vec(to + at(k), codes);
-    } else {
-      store_some(to + at(k), codes, static_cast<int>(min(width - at(k), int64_t{kSize})));
-    }
+    store_codes(to + at(k), coder(pack), kAny ? width - at(k) : int64_t{kSize}, !kAny || aligned);
   };
 #pragma unroll
   for (int k = 0; k < kPacks; ++k)

@@ -14,6 +14,7 @@
 #include "cuda/quantise.cuh"
 #include "cuda/quotient.cuh"
 #include "cuda/reduce.cuh"
+#include "quantization/packs.cuh"
 #include "quantization/static_quant.h"
 
 namespace pykv {
@@ -26,12 +27,6 @@ struct Plan {
   uint32_t total;
   bool aligned, one_scale, backwards;  // one_scale: for all of a pack
 };
-
-template <class T>
-__device__ Pack<T> load_pack(const T* from, int64_t count, bool aligned) {
-  if (aligned && count >= kPackSize<T>) return load_vec_in_order<Pack<T>>(from);
-  return load_some<Pack<T>>(from, static_cast<int>(count < kPackSize<T> ? count : kPackSize<T>));
-}
 
 // A pack: row, column, and where it is.
 template <class T>
@@ -124,11 +119,7 @@ __global__ __launch_bounds__(kThreads) void static_quant_kernel(const __grid_con
       codes = args.codes == CodeKind::kE4M3 ? quantise<DType::kFloat8E4M3>(v) : quantise<DType::kFloat8E5M2>(v);
     }
     uint8_t* const to = static_cast<uint8_t*>(args.out) + args.out_rows.offset(part.row) + part.column;
-    if (plan.aligned && part.count == kSize) {
-      store_vec(to, codes);
-    } else {
-      store_some(to, codes, static_cast<int>(part.count));
-    }
+    store_codes(to, codes, part.count, plan.aligned);
   }
 }
 
