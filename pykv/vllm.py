@@ -30,6 +30,7 @@ from pykv import (
     moe_align_block_size,
     moe_lora_align_block_size,
     moe_sum,
+    mxfp8_experts_quant,
     reshape_and_cache,
     reshape_and_cache_flash,
     rms_norm,
@@ -41,6 +42,15 @@ from pykv import (
 )
 from pykv._libraries import empty_beside, spec_of
 from pykv._types import Array, ScalarOrArray
+from pykv._vllm_quantisers import (
+    mxfp4_experts_quant,
+    scaled_fp4_experts_quant,
+    scaled_fp4_quant,
+    scaled_fp8_quant,
+    scaled_int8_quant,
+    silu_and_mul_mxfp4_experts_quant,
+    silu_and_mul_scaled_fp4_experts_quant,
+)
 
 __all__ = [
     "apply_repetition_penalties",
@@ -74,6 +84,8 @@ __all__ = [
     "moe_align_block_size",
     "moe_lora_align_block_size",
     "moe_sum",
+    "mxfp4_experts_quant",
+    "mxfp8_experts_quant",
     "permute_cols",
     "persistent_topk",
     "reshape_and_cache",
@@ -82,8 +94,14 @@ __all__ = [
     "rms_norm_dynamic_per_token_quant",
     "rms_norm_per_block_quant",
     "rotary_embedding",
+    "scaled_fp4_experts_quant",
+    "scaled_fp4_quant",
+    "scaled_fp8_quant",
+    "scaled_int8_quant",
     "shuffle_rows",
+    "silu_and_mul_mxfp4_experts_quant",
     "silu_and_mul_per_block_quant",
+    "silu_and_mul_scaled_fp4_experts_quant",
     "swap_blocks",
     "swap_blocks_batch",
     "top_k_per_row_decode",

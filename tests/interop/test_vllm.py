@@ -57,6 +57,10 @@ SIGNATURES = {
         "output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None, "
         "prefill_tokens_with_context=None, output_scale=None"
     ),
+    "mxfp4_experts_quant": "input_tensor, expert_offsets, blockscale_offsets, n_experts, topk",
+    "mxfp8_experts_quant": (  # of 0.22
+        "input, problem_sizes, expert_offsets, blockscale_offsets, quant_output, scale_factor"
+    ),
     "permute_cols": "a, perm",  # of 0.22
     "persistent_topk": "logits, lengths, output, workspace, k, max_seq_len",
     "reshape_and_cache": (
@@ -70,6 +74,17 @@ SIGNATURES = {
         "tma_alignment=0"
     ),
     "rotary_embedding": ("positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset=0, inverse=False"),
+    "scaled_fp4_experts_quant": "input_tensor, input_global_scale, expert_offsets, blockscale_offsets, topk",
+    "scaled_fp4_quant": ("input, input_global_scale, is_sf_swizzled_layout=True, backend='none', padded_n=None"),
+    "scaled_fp8_quant": (
+        "input, scale=None, num_token_padding=None, scale_ub=None, use_per_token_if_dynamic=False, output=None, "
+        "group_shape=None"
+    ),
+    "scaled_int8_quant": "input, scale=None, azp=None, symmetric=True",
+    "silu_and_mul_mxfp4_experts_quant": "input_tensor, expert_offsets, blockscale_offsets, n_experts, topk",
+    "silu_and_mul_scaled_fp4_experts_quant": (
+        "input_tensor, input_global_scale, expert_offsets, blockscale_offsets, topk"
+    ),
     "silu_and_mul_per_block_quant": "input, group_size, quant_dtype, scale_ub=None, is_scale_transposed=False",
     "swap_blocks": "src, dst, block_size_in_bytes, block_mapping",
     "swap_blocks_batch": "src_ptrs, dst_ptrs, sizes, is_src_access_order_any=False",
@@ -112,13 +127,20 @@ RETURNED = {  # how many arrays; the others return None
     "awq_dequantize": 1,
     "ggml_dequantize": 1,
     "hadacore_transform": 1,
+    "mxfp4_experts_quant": 2,
     "permute_cols": 1,
     "fused_qknorm_rope_cache": 3,
     "grouped_topk": 2,
     "shuffle_rows": 1,
     "rms_norm_dynamic_per_token_quant": 2,
     "rms_norm_per_block_quant": 2,
+    "scaled_fp4_experts_quant": 2,
+    "scaled_fp4_quant": 2,
+    "scaled_fp8_quant": 2,
+    "scaled_int8_quant": 3,
+    "silu_and_mul_mxfp4_experts_quant": 2,
     "silu_and_mul_per_block_quant": 2,
+    "silu_and_mul_scaled_fp4_experts_quant": 2,
 }
 
 
@@ -263,3 +285,79 @@ def test_top_k_by_the_names_of_vllm() -> None:
     penalised = x.copy()
     ops.apply_repetition_penalties(penalised, mask, mask, np.full(6, 2, np.float32))
     np.testing.assert_array_equal(penalised, np.where(mask, x / 2, x))
+
+
+def same(found: Any, *wanted: Any) -> None:
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        np.testing.assert_array_equal(ours.view(np.uint8), theirs.view(np.uint8))
+
+
+def test_int8_codes() -> None:
+    x = random((2, 3, 40), np.dtype(np.float16))
+    codes, scales, azp = np.zeros(x.shape, np.int8), np.zeros((6, 1), np.float32), np.zeros((6, 1), np.int32)
+    pykv.dynamic_scaled_int8_quant(codes, x, scales, azp)
+    same(ops.scaled_int8_quant(x, symmetric=False), codes, scales, azp)
+    pykv.dynamic_scaled_int8_quant(codes, x, scales)
+    found = ops.scaled_int8_quant(x)
+    same(found[:2], codes, scales)
+    assert found[2] is None
+    pykv.static_scaled_int8_quant(codes, x, 0.02)
+    same(ops.scaled_int8_quant(x, 0.02)[:1], codes)
+    zero = np.array([3], np.int32)
+    pykv.static_scaled_int8_quant(codes, x, 0.02, zero)
+    found = ops.scaled_int8_quant(x, 0.02, zero, False)
+    same(found[:1], codes)
+    assert found[1:] == (0.02, zero)
+    with pytest.raises(ValueError, match="azp: must be given where symmetric is False"):
+        ops.scaled_int8_quant(x, 0.02, zero)
+
+
+def test_fp8_codes() -> None:
+    x = random((3, 40), np.dtype(np.float16))
+    codes, scale, scales = np.zeros(x.shape, CODES[1]), np.zeros(1, np.float32), np.zeros((3, 1), np.float32)
+    pykv.dynamic_scaled_fp8_quant(codes, x, scale)
+    same(ops.scaled_fp8_quant(x), codes, scale)
+    same(ops.scaled_fp8_quant(x, scale), codes, scale)
+    found = ops.scaled_fp8_quant(x, output=np.zeros_like(codes))
+    same(found, codes, scale)
+    pykv.dynamic_per_token_scaled_fp8_quant(codes, x, scales, 1.5)
+    found = ops.scaled_fp8_quant(x, None, 5, 1.5, True)
+    assert [f.shape for f in found] == [(5, 40), (5, 1)]
+    same([f[:3] for f in found], codes, scales)
+    pykv.static_scaled_fp8_quant(codes, x, scales[:, 0], 1, -1)
+    same(ops.scaled_fp8_quant(x, scales[:, 0], group_shape=(1, -1))[:1], codes)
+    with pytest.raises(ValueError, match="input: must have 2 dimensions"):
+        ops.scaled_fp8_quant(x[0])
+    with pytest.raises(ValueError, match="output: must not be given"):
+        ops.scaled_fp8_quant(x, None, 5, output=codes)
+
+
+def test_fp4_codes() -> None:
+    x = random((2, 3, 32), np.dtype(np.float16))
+    codes, scales = np.zeros((6, 32), np.uint8), np.zeros((128, 4), CODES[1])
+    pykv.scaled_fp4_quant(codes, scales, x.reshape(6, 32), 7.0)
+    same(ops.scaled_fp4_quant(x, 7.0, padded_n=64), codes, scales)
+    linear = np.zeros((6, 2), CODES[1])
+    pykv.scaled_fp4_quant(codes[:, :16], linear, x.reshape(6, 32), 7.0, False)
+    same(ops.scaled_fp4_quant(x, 7.0, False), codes[:, :16].copy(), linear)
+    with pytest.raises(ValueError, match="padded_n: must be a multiple of 16 and at least 32, got 24"):
+        ops.scaled_fp4_quant(x, 7.0, padded_n=24)
+    with pytest.raises(ValueError, match="backend: the scales of TensorRT-LLM"):
+        ops.scaled_fp4_quant(x, 7.0, backend="trtllm")
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_codes_of_experts(gated: bool) -> None:
+    x = random((6, 64 * (1 + gated)), np.dtype(np.float16))
+    first, scales_first = np.array([0, 2, 2, 6], np.int32), np.array([0, 128, 128, 256], np.int32)
+    g = np.array([3, 4, 5], np.float32)
+    codes, scales = np.zeros((6, 32), np.uint8), np.zeros((512, 4), CODES[1])
+    name = "silu_and_mul_" * gated + "scaled_fp4_experts_quant"
+    getattr(pykv, name)(codes, scales, x, g, first, scales_first)
+    found = getattr(ops, name)(x, g, first, scales_first, 2)
+    same([found[0], found[1][:256]], codes, scales[:256])
+    name = "silu_and_mul_" * gated + "mxfp4_experts_quant"
+    getattr(pykv, name)(codes, scales.view(np.uint8), x, first, scales_first)
+    found = getattr(ops, name)(x, first, scales_first, 3, 2)
+    same([found[0], found[1][:256]], codes, scales[:256].view(np.uint8))
