@@ -42,7 +42,9 @@ class NumpyArrays:
     def matrix(self, *parts: Host) -> Array:
         """A weight for `matmul` and `rows`: the rows of all parts."""
         weight = self.vector(parts[0] if len(parts) == 1 else np.concatenate(parts))
-        return weight.astype(np.float32, copy=False) if isinstance(weight, np.ndarray) else weight  # NumPy's quick products
+        if isinstance(weight, np.ndarray):
+            return weight.astype(np.float32, copy=False)  # in which NumPy's products are quick
+        return weight
 
     def empty(self, *shape: int) -> Array:
         return self.namespace.empty(shape, self._dtype)

@@ -98,7 +98,7 @@ def logits_of(source: Any, arrays: Any, tokens: list[int], chunk: int, **cache_o
 
     model = open_model(source, arrays) if isinstance(source, Path) else make_model(source, arrays)
     put = arrays.put
-    cache = model.make_cache(num_blocks=20, block_size=4, **cache_options)
+    cache = model.make_cache(num_blocks=64, block_size=4, **cache_options)
     rows = []
     for begin in range(0, len(tokens), chunk):
         part = np.array(tokens[begin : begin + chunk])

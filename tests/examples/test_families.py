@@ -106,7 +106,7 @@ def test_a_family_equals_transformers(reference: Callable[[str], Reference], arr
     model, texts = open_model(expected.folder, arrays), prompts(3)
     made = []
     for batch in (texts, texts[:1]):
-        engine = Engine(model, model.make_cache(64, 4), tokens_per_step=16)
+        engine = Engine(model, model.make_cache(64, 4), tokens_per_step=8)
         requests = [engine.add(ids, max_new_tokens=NEW) for ids in batch]
         while engine.busy:
             engine.step()

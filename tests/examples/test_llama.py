@@ -72,7 +72,7 @@ def test_greedy_tokens_equal_those_of_transformers(checkpoint: Checkpoint, array
 
     folder = checkpoint(variant)
     model = open_model(folder, arrays)
-    engine = Engine(model, model.make_cache(64, 4), tokens_per_step=16)
+    engine = Engine(model, model.make_cache(64, 4), tokens_per_step=8)
     texts = prompts(3)
     requests = [engine.add(tokens, max_new_tokens=40) for tokens in texts]
     while engine.busy:
