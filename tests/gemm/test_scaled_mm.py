@@ -91,6 +91,15 @@ def test_rows(array, codes, rows):
 
 
 @codes
+def test_more_tiles_than_multiprocessors(array, codes):
+    if array.module == "jax":
+        pytest.skip("sizes of a GPU")
+    m, n, k = (8330, 2200, 144) if array.device == "cuda" else (500, 300, 144)
+    a, b = matrix((m, k), codes), column_major((k, n), codes)
+    check(array, a, b, positive(m), positive(n), random((n,), BF16))
+
+
+@codes
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("n", [256, 264, 4096])
 def test_a_row_has_the_same_bits_among_any_others(array, codes, blocks, n):

@@ -173,6 +173,7 @@ void launch_sum(const ScaledMmArgs& args, const Launch& launch) {
 }  // namespace scaled_mm
 
 void scaled_mm_cuda(const ScaledMmArgs& args, const Launch& launch) {
+  if (scaled_mm::launch_sm90(args, launch)) return;
   if (args.is_int8) return scaled_mm::launch_sum<int32_t>(args, launch);
   scaled_mm::launch_sum<float>(args, launch);
 }

@@ -31,7 +31,7 @@ struct Lines {
         count(lines),
         stride(step),
         along_k(k_step),
-        in_chunks(k_step == 1 && is_aligned(16, from, {step})) {}
+        in_chunks((k_step == 1) && is_aligned(16, from, {lines > 1 ? step : 0})) {}
 
   // How many of 16 elements there are.
   __device__ int valid(int64_t line, int64_t column, int64_t k) const {
@@ -166,5 +166,8 @@ __device__ void store_tile(const Problem& p, const uint32_t* sums, int64_t first
   else
     store_tile_as<float, kRows, kColumns, kPitch, kThreads>(p, sums, first_row, first_column, thread);
 }
+
+// By Hopper's matrix units (scaled_mm_sm90.cu).  False if the GPU has none, or they cannot copy these arrays, whatever m is.
+bool launch_sm90(const ScaledMmArgs& args, const Launch& launch);
 
 }  // namespace pykv::scaled_mm
