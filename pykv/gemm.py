@@ -209,8 +209,8 @@ def dsv3_fused_a_gemm(output: Array, mat_a: Array, mat_b: Array, *, stream: Stre
         output: ``[num_rows, n]`` float32, float16 or bfloat16; written.  The elements of a row lie side by side, rows
             may be strided.
         mat_a: ``[num_rows, k]`` float16 or bfloat16; rows may be strided.
-        mat_b: ``[k, n]``, dtype of ``mat_a``, any strides.  It is read fastest where the elements of a column lie side by
-            side, as in ``w.T`` of a weight ``[n, k]``.
+        mat_b: ``[k, n]``, dtype of ``mat_a``, any strides.  It is read fastest where the elements of a column lie side
+            by side, as in ``w.T`` of a weight ``[n, k]``.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
