@@ -69,7 +69,16 @@ from pykv.dequantization import (
     permute_cols,
 )
 from pykv.embedding import VocabShard, masked_embedding, vocab_shard
-from pykv.gemm import PackedWeight, cutlass_scaled_mm, cutlass_scaled_mm_azp, packed_gemm
+from pykv.gemm import (
+    PackedWeight,
+    cutlass_scaled_fp4_mm,
+    cutlass_scaled_mm,
+    cutlass_scaled_mm_azp,
+    dsv3_fused_a_gemm,
+    dsv3_router_gemm,
+    fp32_router_gemm,
+    packed_gemm,
+)
 from pykv.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from pykv.mla import (
     concat_and_cache_mla,
@@ -198,8 +207,11 @@ __all__ = [
     "cp_gather_and_upconvert_nvfp4_kv_cache",
     "cp_gather_cache",
     "cp_gather_indexer_k_quant_cache",
+    "cutlass_scaled_fp4_mm",
     "cutlass_scaled_mm",
     "cutlass_scaled_mm_azp",
+    "dsv3_fused_a_gemm",
+    "dsv3_router_gemm",
     "dual_chunk_rotary_embedding",
     "dynamic_per_token_scaled_fp8_quant",
     "dynamic_scaled_fp8_quant",
@@ -208,6 +220,7 @@ __all__ = [
     "fatrelu_and_mul",
     "finish_logits_",
     "fp8_dequantize",
+    "fp32_router_gemm",
     "from_pointer",
     "fused_add_rms_norm",
     "fused_add_rms_norm_static_fp8_quant",

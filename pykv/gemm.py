@@ -13,15 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 from pykv._schema import Rule, Spec, operation
-from pykv._types import Array, Stream
+from pykv._types import Array, ScalarOrArray, Stream
 from pykv.packed_gguf import E2M1, pack_gguf
 from pykv.packed_weight import Factor, Host, PackedWeight, assemble, float32, host, integers, plain_scales, zero_points
 
 __all__ = [
     "NF4",
     "PackedWeight",
+    "cutlass_scaled_fp4_mm",
     "cutlass_scaled_mm",
     "cutlass_scaled_mm_azp",
+    "dsv3_fused_a_gemm",
+    "dsv3_router_gemm",
+    "fp32_router_gemm",
     "pack_awq",
     "pack_fp8",
     "pack_gguf",
@@ -145,6 +149,102 @@ def cutlass_scaled_mm_azp(
             of all.
         azp: ``[num_rows]`` or ``[num_rows, 1]`` int32: the zero point of each row.
         bias: ``[n]``, dtype of ``out``.  ``None``: none.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit.
+        TypeError: dtypes do not fit.
+    """
+
+
+def _product_of_rows(a: str, b: str, dtype: str | None = None) -> Rule:
+    """Of rows of ``a`` with rows of ``b``."""
+
+    def make(arguments: Mapping[str, Any]) -> Spec:
+        return Spec((arguments[a].shape[0], arguments[b].shape[0]), dtype or arguments[a].dtype)
+
+    return Rule(make)
+
+
+@operation(out=_product_of_rows("a", "b", "bfloat16"))
+def cutlass_scaled_fp4_mm(
+    out: Array,
+    a: Array,
+    b: Array,
+    block_scale_a: Array,
+    block_scale_b: Array,
+    alpha: ScalarOrArray,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Multiply nvfp4 matrices: ``out = alpha * (a * block_scale_a) @ (b * block_scale_b).T``.
+
+    Products are exact, sums are fp32, and the result is rounded once.  A row of ``out`` has the same bits however many
+    rows there are.  Weights stay four bits: they are decoded on the way.
+
+    Args:
+        out: ``[num_rows, n]`` float32, float16 or bfloat16; written.  The elements of a row lie side by side, rows may
+            be strided, in all matrices.  The functional forms make bfloat16.
+        a: ``[num_rows, k / 2]`` uint8: e2m1 codes, the first of two in the lower half; ``k`` is a multiple of 16.
+        b: ``[n, k / 2]`` uint8.
+        block_scale_a: float8_e4m3fn (or uint8, which holds it), contiguous, for each 16 neighbours of a row: in tiles
+            of 128 rows and four scales, padded to whole ones, as in :func:`nvfp4_dequantize`.  The padding may be any.
+        block_scale_b: the same of ``b``.
+        alpha: float32, one number.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit.
+        TypeError: dtypes do not fit.
+    """
+
+
+@operation(output=Rule(lambda a: Spec((a["mat_a"].shape[0], a["mat_b"].shape[1]), a["mat_a"].dtype)))
+def dsv3_fused_a_gemm(output: Array, mat_a: Array, mat_b: Array, *, stream: Stream = None) -> None:
+    """Multiply few rows by a matrix: ``output = mat_a @ mat_b``, with sums in fp32.
+
+    Any sizes will do; it is made for up to 16 rows.  A row of ``output`` has the same bits however many rows there are.
+
+    Args:
+        output: ``[num_rows, n]`` float32, float16 or bfloat16; written.  The elements of a row lie side by side, rows
+            may be strided.
+        mat_a: ``[num_rows, k]`` float16 or bfloat16; rows may be strided.
+        mat_b: ``[k, n]``, dtype of ``mat_a``, any strides.  It is read fastest where the elements of a column lie side
+            by side, as in ``w.T`` of a weight ``[n, k]``.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit.
+        TypeError: dtypes do not fit.
+    """
+
+
+@operation(output=_product_of_rows("hidden_states", "router_weight", "float32"))
+def dsv3_router_gemm(output: Array, hidden_states: Array, router_weight: Array, *, stream: Stream = None) -> None:
+    """Logits of a router: ``output = hidden_states @ router_weight.T``, with sums in fp32.
+
+    Args:
+        output: ``[num_rows, num_experts]`` float32, float16 or bfloat16; written.  The elements of a row lie side by
+            side, rows may be strided, in all arrays.  The functional forms make float32.
+        hidden_states: ``[num_rows, k]`` float16 or bfloat16.
+        router_weight: ``[num_experts, k]``, the same dtype.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit.
+        TypeError: dtypes do not fit.
+    """
+
+
+@operation(output=_product_of_rows("a", "b", "float32"))
+def fp32_router_gemm(output: Array, a: Array, b: Array, *, stream: Stream = None) -> None:
+    """Logits of a router whose weight is float32: ``output = a @ b.T`` in fp32.
+
+    Args:
+        output: ``[num_rows, num_experts]`` float32; written.  The elements of a row lie side by side, rows may be
+            strided, in all arrays.
+        a: ``[num_rows, k]`` float16 or bfloat16.
+        b: ``[num_experts, k]`` float32.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:

@@ -20,6 +20,7 @@ from pykv import (
     cp_gather_and_upconvert_fp8_kv_cache,
     cp_gather_cache,
     cp_gather_indexer_k_quant_cache,
+    fp32_router_gemm,
     fused_add_rms_norm,
     gather_and_maybe_dequant_cache,
     get_cutlass_batched_moe_mm_data,
@@ -79,10 +80,15 @@ __all__ = [
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_cache",
     "cp_gather_indexer_k_quant_cache",
+    "cutlass_scaled_fp4_mm",
     "cutlass_scaled_mm",
     "cutlass_scaled_mm_azp",
     "cutlass_scaled_mm_supports_block_fp8",
+    "cutlass_scaled_mm_supports_fp4",
     "cutlass_scaled_mm_supports_fp8",
+    "dsv3_fused_a_gemm",
+    "dsv3_router_gemm",
+    "fp32_router_gemm",
     "fused_add_rms_norm",
     "fused_qk_norm_rope",
     "fused_qknorm_rope_cache",
@@ -209,6 +215,33 @@ def cutlass_scaled_mm_supports_fp8(cuda_device_capability: int) -> bool:
 def cutlass_scaled_mm_supports_block_fp8(cuda_device_capability: int) -> bool:
     """The same, with scales of blocks."""
     return cuda_device_capability >= 80
+
+
+def cutlass_scaled_mm_supports_fp4(cuda_device_capability: int) -> bool:
+    """Whether :func:`cutlass_scaled_fp4_mm` runs there, by decoding: from 8.0 (80) on."""
+    return cuda_device_capability >= 80
+
+
+def cutlass_scaled_fp4_mm(
+    a: Array, b: Array, block_scale_a: Array, block_scale_b: Array, alpha: ScalarOrArray, out_dtype: Any
+) -> Any:
+    """:func:`pykv.cutlass_scaled_fp4_mm`; returns ``[num_rows, n]`` of ``out_dtype``."""
+    out = empty_beside(a, (spec_of(a).shape[0], spec_of(b).shape[0]), _name_of(out_dtype))
+    pykv.cutlass_scaled_fp4_mm(out, a, b, block_scale_a, block_scale_b, alpha)
+    return out
+
+
+def dsv3_fused_a_gemm(output: Array, mat_a: Array, mat_b: Array, enable_pdl: bool = False) -> None:
+    """:func:`pykv.dsv3_fused_a_gemm`, of any sizes; ``enable_pdl`` changes no result."""
+    pykv.dsv3_fused_a_gemm(output, mat_a, mat_b)
+
+
+def dsv3_router_gemm(hidden_states: Array, router_weight: Array, output_dtype: Any) -> Any:
+    """:func:`pykv.dsv3_router_gemm`, as 0.22 had it; returns ``[num_rows, num_experts]`` of ``output_dtype``."""
+    shape = (spec_of(hidden_states).shape[0], spec_of(router_weight).shape[0])
+    output = empty_beside(hidden_states, shape, _name_of(output_dtype))
+    pykv.dsv3_router_gemm(output, hidden_states, router_weight)
+    return output
 
 
 def hadacore_transform(x: Array, inplace: bool = True) -> Any:

@@ -42,7 +42,7 @@ SOME = {
     ),
     "embedding": (["embedding/test_masked_embedding.py"], "any or tables"),
     "gemm": (
-        ["gemm/test_packed_gemm.py", "gemm/test_scaled_mm.py"],
+        ["gemm/test_packed_gemm.py", "gemm/test_scaled_mm.py", "gemm/test_fp4_mm.py", "gemm/test_dense_gemm.py"],
         "sources or bits or any or blocks or dtypes or points or nan or exact",
     ),
     "sampling": (

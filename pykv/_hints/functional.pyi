@@ -18,6 +18,16 @@ def convert_fp8(
     output: Array | None = None,
     stream: Stream = None,
 ) -> Any: ...
+def cutlass_scaled_fp4_mm(
+    a: Array,
+    b: Array,
+    block_scale_a: Array,
+    block_scale_b: Array,
+    alpha: ScalarOrArray,
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
 def cutlass_scaled_mm(
     a: Array,
     b: Array,
@@ -39,6 +49,10 @@ def cutlass_scaled_mm_azp(
     *,
     out: Array | None = None,
     stream: Stream = None,
+) -> Any: ...
+def dsv3_fused_a_gemm(mat_a: _Array, mat_b: Array, *, output: Array | None = None, stream: Stream = None) -> _Array: ...
+def dsv3_router_gemm(
+    hidden_states: Array, router_weight: Array, *, output: Array | None = None, stream: Stream = None
 ) -> Any: ...
 def dual_chunk_rotary_embedding(
     positions: Array,
@@ -76,6 +90,7 @@ def dynamic_scaled_int8_quant(
 def fatrelu_and_mul(
     input: _Array, threshold: float = 0.0, *, out: Array | None = None, stream: Stream = None
 ) -> _Array: ...
+def fp32_router_gemm(a: Array, b: Array, *, output: Array | None = None, stream: Stream = None) -> Any: ...
 def fp8_dequantize(
     input: Array,
     scale: ScalarOrArray,

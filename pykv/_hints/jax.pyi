@@ -122,6 +122,15 @@ def cp_gather_indexer_k_quant_cache(
     cu_seq_lens: ArrayLike,
     seq_starts: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
+def cutlass_scaled_fp4_mm(
+    a: ArrayLike,
+    b: ArrayLike,
+    block_scale_a: ArrayLike,
+    block_scale_b: ArrayLike,
+    alpha: float | ArrayLike,
+    *,
+    out: ArrayLike | None = None,
+) -> Array: ...
 def cutlass_scaled_mm(
     a: ArrayLike,
     b: ArrayLike,
@@ -141,6 +150,10 @@ def cutlass_scaled_mm_azp(
     bias: ArrayLike | None = None,
     *,
     out: ArrayLike | None = None,
+) -> Array: ...
+def dsv3_fused_a_gemm(mat_a: ArrayLike, mat_b: ArrayLike, *, output: ArrayLike | None = None) -> Array: ...
+def dsv3_router_gemm(
+    hidden_states: ArrayLike, router_weight: ArrayLike, *, output: ArrayLike | None = None
 ) -> Array: ...
 @overload
 def dual_chunk_rotary_embedding(
@@ -202,6 +215,7 @@ def finish_logits_(
     soft_cap: float | None = None,
     scale: float = 1.0,
 ) -> Array: ...
+def fp32_router_gemm(a: ArrayLike, b: ArrayLike, *, output: ArrayLike | None = None) -> Array: ...
 def fp8_dequantize(
     input: ArrayLike,
     scale: float | ArrayLike,

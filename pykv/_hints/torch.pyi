@@ -17,8 +17,11 @@ from pykv import cp_gather_and_upconvert_fp8_kv_cache as cp_gather_and_upconvert
 from pykv import cp_gather_and_upconvert_nvfp4_kv_cache as cp_gather_and_upconvert_nvfp4_kv_cache
 from pykv import cp_gather_cache as cp_gather_cache
 from pykv import cp_gather_indexer_k_quant_cache as cp_gather_indexer_k_quant_cache
+from pykv import cutlass_scaled_fp4_mm as cutlass_scaled_fp4_mm
 from pykv import cutlass_scaled_mm as cutlass_scaled_mm
 from pykv import cutlass_scaled_mm_azp as cutlass_scaled_mm_azp
+from pykv import dsv3_fused_a_gemm as dsv3_fused_a_gemm
+from pykv import dsv3_router_gemm as dsv3_router_gemm
 from pykv import dual_chunk_rotary_embedding as dual_chunk_rotary_embedding
 from pykv import dynamic_per_token_scaled_fp8_quant as dynamic_per_token_scaled_fp8_quant
 from pykv import dynamic_scaled_fp8_quant as dynamic_scaled_fp8_quant
@@ -26,6 +29,7 @@ from pykv import dynamic_scaled_int8_quant as dynamic_scaled_int8_quant
 from pykv import fatrelu_and_mul as fatrelu_and_mul
 from pykv import finish_logits_ as finish_logits_
 from pykv import fp8_dequantize as fp8_dequantize
+from pykv import fp32_router_gemm as fp32_router_gemm
 from pykv import fused_add_rms_norm as fused_add_rms_norm
 from pykv import fused_add_rms_norm_static_fp8_quant as fused_add_rms_norm_static_fp8_quant
 from pykv import fused_moe as fused_moe

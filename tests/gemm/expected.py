@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from dequantization import reference as packed
+from gemm import fp4
 from gemm.scaled import E4M3, product
 
 from pykv._tools.samples._arrays import floats
@@ -31,8 +32,17 @@ def scaled_mm_azp(a: Any) -> Results:
     return {"out": product(a.a, a.b, a.a_scales, a.b_scales, a.bias, a.azp_adj, a.azp)}
 
 
+def fp4_mm(a: Any) -> Results:
+    rows, columns = (fp4.decoded(x, s) for x, s in ((a.a, a.block_scale_a), (a.b, a.block_scale_b)))
+    return {"out": float(a.alpha[0]) * rows @ columns.T}
+
+
 EXPECTED: dict[str, Callable[[Any], Results]] = {
     "packed_gemm": packed_gemm,
     "cutlass_scaled_mm": scaled_mm,
     "cutlass_scaled_mm_azp": scaled_mm_azp,
+    "cutlass_scaled_fp4_mm": fp4_mm,
+    "dsv3_fused_a_gemm": lambda a: {"output": a.mat_a.astype(np.float64) @ a.mat_b.astype(np.float64)},
+    "dsv3_router_gemm": lambda a: {"output": a.hidden_states.astype(np.float64) @ a.router_weight.astype(np.float64).T},
+    "fp32_router_gemm": lambda a: {"output": a.a.astype(np.float64) @ a.b.astype(np.float64).T},
 }

@@ -11,6 +11,8 @@ from pykv._tools.samples._arrays import Sample, floats, some_codes
 from pykv._tools.samples._workload import Tokens, Workload
 from pykv._tools.samples.dequantization import WEIGHT, WEIGHT_GROUP, packed_words
 
+EXPERTS = 256  # columns of a router
+
 
 def packed_product() -> Sample:
     from pykv.gemm import pack_awq
@@ -32,6 +34,25 @@ def scaled_product(codes: type[np.generic]) -> Sample:
     }
 
 
+def fp4_product() -> Sample:
+    scales = {f"block_scale_{x}": some_codes(128 * 8) for x in "ab"}
+    return {
+        "out": np.zeros((3, 24), np.float16),
+        "a": some_codes(3, 40),
+        "b": some_codes(24, 40),
+        **scales,
+        "alpha": np.float32(1e-4).reshape(1),
+    }
+
+
+def plain_product(output: str, a: str, b: str, transposed: bool = False) -> Sample:
+    weight = floats(24, 72, seed=1)
+    rows = floats(3, 72).astype(np.float16)
+    if b != "b":
+        weight = weight.astype(np.float16)
+    return {output: floats(3, 24), a: rows, b: weight.T if transposed else weight}
+
+
 SAMPLES: Mapping[str, Callable[[], Sample]] = {
     "packed_gemm": packed_product,
     "cutlass_scaled_mm": lambda: scaled_product(np.uint8),
@@ -42,6 +63,10 @@ SAMPLES: Mapping[str, Callable[[], Sample]] = {
             "azp": np.array([[3], [-7], [20]], np.int32),
         }
     ),
+    "cutlass_scaled_fp4_mm": fp4_product,
+    "dsv3_fused_a_gemm": lambda: plain_product("output", "mat_a", "mat_b", transposed=True),
+    "dsv3_router_gemm": lambda: plain_product("output", "hidden_states", "router_weight"),
+    "fp32_router_gemm": lambda: plain_product("output", "a", "b"),
 }
 
 
@@ -59,8 +84,24 @@ def _scaled_mm(t: Tokens, dtype: str, **more: Spec) -> Workload:
     return Workload({**matrices, **scales, **more})
 
 
+def _fp4_mm(t: Tokens) -> Workload:
+    scales = {
+        f"block_scale_{x}": Spec((-(-n // 128) * 8 * WEIGHT,), "uint8") for x, n in (("a", t.count), ("b", WEIGHT))
+    }
+    matrices = {"a": Spec((t.count, WEIGHT // 2), "uint8"), "b": Spec((WEIGHT, WEIGHT // 2), "uint8")}
+    return Workload({**matrices, **scales, "alpha": 1.0})
+
+
+def _plain(t: Tokens, a: str, b: str, weight: str = "") -> Workload:
+    dtype = "bfloat16" if t.dtype == "float32" else t.dtype
+    return Workload({a: Spec((t.count, WEIGHT), dtype), b: Spec((EXPERTS, WEIGHT), weight or dtype)})
+
+
 WORKLOADS: Mapping[str, Callable[[Tokens], Workload]] = {
     "packed_gemm": _packed_gemm,
     "cutlass_scaled_mm": lambda t: _scaled_mm(t, "uint8"),
     "cutlass_scaled_mm_azp": lambda t: _scaled_mm(t, "int8", azp_adj=Spec((WEIGHT,), "int32")),
+    "cutlass_scaled_fp4_mm": _fp4_mm,
+    "dsv3_router_gemm": lambda t: _plain(t, "hidden_states", "router_weight"),
+    "fp32_router_gemm": lambda t: _plain(t, "a", "b", "float32"),
 }

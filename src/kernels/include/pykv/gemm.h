@@ -59,4 +59,29 @@ PYKV_API pykv_status pykv_cutlass_scaled_mm_azp(DLTensor* out, const DLTensor* a
                                                 const DLTensor* azp_adj, const DLTensor* azp, const DLTensor* bias,
                                                 void* stream);
 
+/* out = alpha (a block_scale_a) (b block_scale_b)^T of nvfp4: products are exact, sums fp32, rounded once.  A row of out has the same
+ * bits however many rows there are.
+ *   out            [num_rows, n]      float32 | float16 | bfloat16; the elements of a row lie side by side in all matrices
+ *   a, b           [num_rows, k / 2], [n, k / 2] uint8, four-bit floats (e2m1), the first of two in the lower half; k a multiple of 16
+ *   block_scale_a  float8_e4m3fn (or uint8), contiguous, for each 16 neighbours, in tiles of 128 rows and 4 scales as in
+ *   block_scale_b  dequantization.h; those of rows and groups that do not exist may be anything
+ *   alpha          float32, 1 element, on the host or on the device  */
+PYKV_API pykv_status pykv_cutlass_scaled_fp4_mm(DLTensor* out, const DLTensor* a, const DLTensor* b,
+                                                const DLTensor* block_scale_a, const DLTensor* block_scale_b,
+                                                const DLTensor* alpha, void* stream);
+
+/* output = mat_a mat_b with sums in fp32, made for few rows.  A row of output has the same bits however many rows there are.
+ *   output  [num_rows, n]  float32 | float16 | bfloat16; the elements of a row lie side by side
+ *   mat_a   [num_rows, k]  float16 | bfloat16; the elements of a row lie side by side
+ *   mat_b   [k, n]         dtype of mat_a, any strides; fast where the elements of a column lie side by side */
+PYKV_API pykv_status pykv_dsv3_fused_a_gemm(DLTensor* output, const DLTensor* mat_a, const DLTensor* mat_b,
+                                            void* stream);
+
+/* output = hidden_states router_weight^T, the same of a weight [n, k]. */
+PYKV_API pykv_status pykv_dsv3_router_gemm(DLTensor* output, const DLTensor* hidden_states,
+                                           const DLTensor* router_weight, void* stream);
+
+/* output = a b^T with output and b [n, k] in float32. */
+PYKV_API pykv_status pykv_fp32_router_gemm(DLTensor* output, const DLTensor* a, const DLTensor* b, void* stream);
+
 #endif /* PYKV_GEMM_H_ */
