@@ -394,7 +394,7 @@ bool packed_gemm_warpgroup_cuda(const PackedGemmArgs& args, const Launch& launch
   if (args.num_rows <= kTokens / 2 || tiles * 10 < int64_t{num_sms(launch.device)} * 9) return false;
   if (!has_warpgroups(launch.device)) return false;
   const auto run = [&]<class T, CodeKind kKind>() {
-    with_many_rows(args, kTokens, [&](const Problem& p, dim3 blocks) {
+    with_many_rows(args, kTokens, 1, [&](const Problem& p, dim3 blocks) {
       launch_dependent_shared(packed_gemm_warpgroup_kernel<T, kKind>, blocks, dim3(kThreads), kSharedBytes, launch,
                               "packed_gemm", p);
     });
