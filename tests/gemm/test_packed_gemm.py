@@ -74,7 +74,7 @@ def test_many_rows(array, dtype, source):
     whole = multiply(array, w, x)
     check(array, weight, x[-90:])
     bits = f"u{whole.itemsize}"
-    for first, last in ((0, 1), (3, 12), (20, 50), (200, 300), (500, 800), (700, 1000)):
+    for first, last in ((0, 1), (3, 12), (20, 50), (100, 150), (200, 300), (500, 800), (700, 1000)):
         some = multiply(array, w, x[first:last])
         np.testing.assert_array_equal(some.view(bits), whole[first:last].view(bits))
 

@@ -15,14 +15,32 @@ namespace {
 constexpr int kUnit = PackedWeight::kUnit, kParts = 32 / kWidth;  // vectors of words of a tile for each c
 constexpr int64_t kChunk = 64;                                    // tokens whose x is kept in the order of tiles
 
-// The lanes of each step.
+// The lanes of each step and of those after it.
 struct StepMasks {
-  uint32_t of[4][kWidth] = {};
+  uint32_t from[4][kWidth] = {};
   constexpr StepMasks() {
-    for (int lane = 0; lane < kWidth; ++lane) of[lane % 4][lane] = ~0u;
+    for (int step = 0; step < 4; ++step)
+      for (int lane = 0; lane < kWidth; ++lane) from[step][lane] = lane % 4 >= step ? ~0u : 0u;
   }
 };
 constexpr StepMasks kStepMasks;
+
+// The groups of the steps of a unit.
+struct StepGroups {
+  int64_t of[4], group = -1, left = 0, size;
+
+  explicit StepGroups(int64_t group_size) : size(group_size) {}
+  void next() {
+    for (int64_t& g : of) {
+      if (left == 0) {
+        ++group;
+        left = size;
+      }
+      left -= 16;
+      g = group;
+    }
+  }
+};
 
 // x of some tokens, [token][unit][c][h], and sums of 16 columns, [token][unit][j].
 template <class Element>
@@ -106,7 +124,7 @@ class Tile {
     const int64_t unit_words = Codes::kPlanes * 128;
     const auto* words =
         reinterpret_cast<const uint32_t*>(w_.codes) + block_ * (w_.padded_k / kUnit) * unit_words + part_ * kWidth;
-    const bool one_group = w_.group_size % kUnit == 0;
+    StepGroups groups(w_.group_size);
     for (int64_t column = 0; column < w_.padded_k; column += kUnit, words += unit_words, x += kUnit, sums += 4) {
       Floats sum[kVectors][2][kTokens] = {};
       for (int c = 0; c < 4; ++c)
@@ -119,7 +137,8 @@ class Tile {
                 sum[v][half][t] = Way::add(sum[v][half][t], pair, x + t * w_.padded_k + (c * 2 + h) * 8);
             }
           }
-      add(column, one_group, sum, sums);
+      groups.next();
+      add(column, groups, sum, sums);
     }
   }
 
@@ -132,11 +151,11 @@ class Tile {
   }
 
  private:
-  [[gnu::always_inline]] void add(int64_t column, bool one_group, const Floats (&sum)[kVectors][2][kTokens],
+  [[gnu::always_inline]] void add(int64_t column, const StepGroups& groups, const Floats (&sum)[kVectors][2][kTokens],
                                   const float* sums) {
     for (int v = 0; v < kVectors; ++v) {
       Floats s[2] = {}, m[2] = {};
-      factors_of(column, one_group, part_ + v, s, m);
+      factors_of(column, groups, part_ + v, s, m);
       for (int half = 0; half < 2; ++half)
         for (int t = 0; t < kTokens; ++t) {
           Floats& total = total_[v][half][t];
@@ -146,12 +165,13 @@ class Tile {
     }
   }
 
-  void factors_of(int64_t column, bool one_group, int part, Floats (&s)[2], Floats (&m)[2]) const {
-    if (one_group) return one(column, part, s, m);
-    for (int j = 0; j < 4; ++j) {
+  void factors_of(int64_t column, const StepGroups& groups, int part, Floats (&s)[2], Floats (&m)[2]) const {
+    one(column, groups.of[0], part, s, m);
+    for (int j = 1; j < 4; ++j) {
+      if (groups.of[j] == groups.of[j - 1]) continue;
       Floats step_s[2] = {}, step_m[2] = {};
-      one(column + 16 * j, part, step_s, step_m);
-      const Words own = load_raw<Words>(kStepMasks.of[j]);
+      one(column, groups.of[j], part, step_s, step_m);
+      const Words own = load_raw<Words>(kStepMasks.from[j]);
       for (int half = 0; half < 2; ++half) {
         s[half] = select(own, step_s[half], s[half]);
         m[half] = select(own, step_m[half], m[half]);
@@ -160,8 +180,8 @@ class Tile {
   }
 
   // Those of one group for both halves.
-  void one(int64_t column, int part, Floats (&s)[2], Floats (&m)[2]) const {
-    const int64_t group = column / w_.group_size, rows32 = block_ >> 1;
+  void one(int64_t column, int64_t group, int part, Floats (&s)[2], Floats (&m)[2]) const {
+    const int64_t rows32 = block_ >> 1;
     const bool second = block_ & 1;
     const Floats scale = factors_.scale(rows32, group, column, part);
     s[0] = second ? spread4<2>(scale) : spread4<0>(scale);

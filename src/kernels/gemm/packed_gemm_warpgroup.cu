@@ -68,7 +68,7 @@ class Feeder {
   }
 
   __device__ void run() {
-    give_registers<144>();
+    give_registers<136>();
     const int units = static_cast<int>(p_.weight.padded_k / kUnit);
     if (!p_.whole_chunks) return run_one_by_one(units);
     Columns even, odd;
@@ -222,7 +222,7 @@ class Reader {
   }
 
   __device__ void run() {
-    take_registers<184>();
+    take_registers<184>();  // with those of the feeder, what three warpgroups of 168 have
     if (p_.steps == 4) return run_steps<4>();
     if (p_.steps == 2) return run_steps<2>();
     run_steps<1>();
@@ -394,7 +394,7 @@ bool packed_gemm_warpgroup_cuda(const PackedGemmArgs& args, const Launch& launch
   if (args.num_rows <= kTokens / 2 || tiles * 10 < int64_t{num_sms(launch.device)} * 9) return false;
   if (!has_warpgroups(launch.device)) return false;
   const auto run = [&]<class T, CodeKind kKind>() {
-    with_many_rows(args, kTokens, [&](const Problem& p, dim3 blocks) {
+    with_many_rows(args, kTokens, 1, [&](const Problem& p, dim3 blocks) {
       launch_dependent_shared(packed_gemm_warpgroup_kernel<T, kKind>, blocks, dim3(kThreads), kSharedBytes, launch,
                               "packed_gemm", p);
     });
