@@ -9,10 +9,10 @@
 namespace pykv {
 namespace {
 
-// Pairs of a tile: experts that have some more than that read their weights again.  Packed weights have tiles of up to 32.
-int64_t pairs_of_tile(int64_t num_pairs, int64_t num_experts, bool packed) {
+// Pairs of a tile: experts that have some more than that read their weights again.
+int64_t pairs_of_tile(int64_t num_pairs, int64_t num_experts) {
   const int64_t each = num_pairs / num_experts;
-  return each <= 4 ? 8 : each <= 12 ? 16 : each <= 24 || packed ? 32 : each <= 80 ? 64 : 128;
+  return each <= 4 ? 8 : each <= 12 ? 16 : each <= 24 ? 32 : each <= 80 ? 64 : 128;
 }
 
 void fused_moe_cpu(const FusedMoeArgs& args, const Launch& launch) {
@@ -115,7 +115,7 @@ pykv_status pykv_fused_moe(DLTensor* out, const DLTensor* x, const DLTensor* w1,
       fail(PYKV_VALUE_ERROR, "topk_ids: dimension 0 must equal num_tokens = %" PRId64 ", got %" PRId64,
            static_cast<int64_t>(tokens), sort.num_tokens);
     const Tensor weights = call.read("topk_weights", topk_weights).shape(pairs_tokens, top_k).dtype({DType::kFloat32});
-    sort.block_size = pairs_of_tile(sort.num_pairs, num_experts, args.first.is_packed || args.second.is_packed);
+    sort.block_size = pairs_of_tile(sort.num_pairs, num_experts);
     const int64_t most = sort.num_pairs + std::min<int64_t>(sort.num_pairs, experts) * (sort.block_size - 1);
     if (most > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "topk_ids: more than some 2^31 pairs are not supported");
     sort.num_blocks = most / sort.block_size;
