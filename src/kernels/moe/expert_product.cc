@@ -6,11 +6,11 @@ namespace pykv {
 
 ExpertProduct product_args(Call& call, const Tensor& x, const ExpertWeights& from, Dim& experts, Dim& n, Dim& k) {
   ExpertProduct product{};
-  product.is_packed = from.format && *from.format;
+  product.is_packed = *required(from.format_name, from.format) != 0;
   Tensor array = call.read(from.name, from.array);
   TileMap map{};
   if (product.is_packed) {
-    PackedWeight& weight = product.packed.weight = parse_format(from.format);
+    PackedWeight& weight = product.packed.weight = parse_format(from.format, from.format_name);
     const int64_t bytes = place_sections(weight, array.data());
     Dim size{"bytes of the format", bytes};
     array.dtype({DType::kUInt8}).shape(experts, size).contiguous_rows();

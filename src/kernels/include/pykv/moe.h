@@ -210,7 +210,7 @@ PYKV_API pykv_status pykv_shuffle_rows(const DLTensor* input_tensor, const DLTen
  *   w2_bias       [E, D]     dtype of x; may be NULL
  *   expert_map    [any]      int32 | int64: from ids to experts of w1 and w2; negative: it is not here, and its pairs are left out;
  *                            may be NULL
- *   w1_format, w2_format     NULL or "": w1 and w2 are numbers
+ *   w1_format, w2_format     "": w1 and w2 are numbers
  *   apply_router_weight_on_input  the results of the first product are multiplied by topk_weights, and not those of the second
  *   workspace     [bytes]    uint8, contiguous, aligned to 16 bytes; NULL: CUDA takes it from the stream-ordered pool, the CPU
  *                            from the heap.  For P = T * k pairs and B = min(P, E) it has the bytes, each rounded up to 256, of
@@ -233,7 +233,7 @@ PYKV_API pykv_status pykv_fused_moe(DLTensor* out, const DLTensor* x, const DLTe
  *   num_tokens_post_pad  [1]             int32: places of sorted_token_ids that count
  *   block_size           places of a block, a multiple of 8
  *   bias                 [E, N]          dtype of x; may be NULL
- *   format               of packed weights; NULL or "": w holds numbers */
+ *   format               of packed weights; "": w holds numbers */
 PYKV_API pykv_status pykv_fused_moe_gemm(DLTensor* out, const DLTensor* x, const DLTensor* w,
                                          const DLTensor* topk_weights, const DLTensor* sorted_token_ids,
                                          const DLTensor* experts_ids, const DLTensor* num_tokens_post_pad,
