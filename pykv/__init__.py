@@ -94,6 +94,7 @@ from pykv.mla import (
 from pykv.moe import (
     batched_moe_align_block_size,
     fused_moe,
+    fused_moe_gemm,
     fused_moe_workspace_size,
     get_cutlass_batched_moe_mm_data,
     get_cutlass_moe_mm_data,
@@ -225,6 +226,7 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_add_rms_norm_static_fp8_quant",
     "fused_moe",
+    "fused_moe_gemm",
     "fused_moe_workspace_size",
     "fused_qk_norm_rope",
     "fused_qknorm_rope_cache",

@@ -561,3 +561,44 @@ def fused_moe_workspace_size(num_tokens: int, top_k: int, num_experts: int, n: i
     experts = min(pairs, num_experts)
     pieces = (4 * (pairs + 127 * experts), 4 * (pairs + experts), 4, 4 * pairs, 2 * pairs * max(n, hidden))
     return sum(-(-size // 256) * 256 for size in (*pieces, 2 * pairs * inner))
+
+
+@operation()
+def fused_moe_gemm(
+    out: Array,
+    x: Array,
+    w: Array,
+    topk_weights: Array | None,
+    sorted_token_ids: Array,
+    experts_ids: Array,
+    num_tokens_post_pad: Array,
+    top_k: int,
+    block_size: int,
+    bias: Array | None = None,
+    format: str = "",
+    *,
+    stream: Stream = None,
+) -> None:
+    """Multiply rows by the weights of experts, by a map of :func:`moe_align_block_size`: one product of a layer.
+
+    For the pairs ``p`` of each block and its expert ``e``, ``out[p]`` is ``x[p // top_k] @ w[e].T + bias[e]`` times
+    ``topk_weights[p]``, in fp32 and rounded once.  Other rows of ``out`` stay as they are.
+
+    Args:
+        out: ``[T * top_k, N]``, dtype of ``x``; written.  Rows may be strided.
+        x: ``[T, K]`` float16 or bfloat16; rows may be strided.
+        w: ``[E, N, K]``, dtype of ``x``; rows may be strided.  With ``format``: ``[E, bytes]`` uint8, packed weights.
+        topk_weights: ``T * top_k`` elements, float32, contiguous.  ``None``: 1.
+        sorted_token_ids: ``[capacity]`` int32, contiguous: pairs; those beyond ``T * top_k`` are none.
+        experts_ids: ``[blocks]`` int32, contiguous; those that are no expert of ``w`` have no rows.
+        num_tokens_post_pad: ``[1]`` int32: places that count.
+        top_k: experts of a row of ``x``; 1 where rows are those of pairs already.
+        block_size: places of a block, a multiple of 8.
+        bias: ``[E, N]``, dtype of ``x``.  ``None``: none.
+        format: :attr:`PackedWeight.format <pykv.packed_weight.PackedWeight.format>`; ``""``: ``w`` holds numbers.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides, devices or the format do not fit.
+        TypeError: dtypes do not fit.
+    """

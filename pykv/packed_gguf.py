@@ -25,9 +25,9 @@ def pack_gguf(weight: Array, quant_type: int) -> PackedWeight:
     Raises:
         ValueError: it is none of these (:func:`pykv.ggml_dequantize` decodes all), or rows are no whole blocks.
     """
-    if quant_type not in _TYPES:
-        raise ValueError(f"quant_type: must be one of {', '.join(map(str, _TYPES))}, got {quant_type}")
-    size, pack = _TYPES[quant_type]
+    if quant_type not in GGUF_TYPES:
+        raise ValueError(f"quant_type: must be one of {', '.join(map(str, GGUF_TYPES))}, got {quant_type}")
+    size, pack = GGUF_TYPES[quant_type]
     rows = host(weight)
     if rows.ndim != 2 or rows.shape[1] % size:
         raise ValueError(f"weight: must be [n, bytes] of whole blocks of {size} bytes, got shape {list(rows.shape)}")
@@ -124,7 +124,7 @@ def _mxfp4(b: Host) -> PackedWeight:
 
 
 # bytes of a block, and what packs blocks [n, blocks, bytes]
-_TYPES: Final = {
+GGUF_TYPES: Final = {
     2: (18, _plain(4, lambda b: _planes(b, 2, 32, 4, 16), False)),
     3: (20, _plain(4, lambda b: _planes(b, 4, 32, 4, 16), True)),
     6: (22, _plain(5, _five_bits(2), False)),

@@ -55,6 +55,7 @@ from pykv._vllm_gemm import (
     machete_prepack_B,
     marlin_gemm,
 )
+from pykv._vllm_moe import ggml_moe_a8, ggml_moe_a8_vec, ggml_moe_get_block_size, moe_wna16_gemm
 from pykv._vllm_quantisers import (
     mxfp4_experts_quant,
     scaled_fp4_experts_quant,
@@ -97,6 +98,9 @@ __all__ = [
     "get_cutlass_moe_mm_data",
     "get_cutlass_moe_mm_problem_sizes_from_expert_offsets",
     "ggml_dequantize",
+    "ggml_moe_a8",
+    "ggml_moe_a8_vec",
+    "ggml_moe_get_block_size",
     "ggml_mul_mat_a8",
     "ggml_mul_mat_vec_a8",
     "gptq_gemm",
@@ -112,6 +116,7 @@ __all__ = [
     "moe_align_block_size",
     "moe_lora_align_block_size",
     "moe_sum",
+    "moe_wna16_gemm",
     "mxfp4_experts_quant",
     "mxfp8_experts_quant",
     "permute_cols",

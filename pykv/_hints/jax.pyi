@@ -305,6 +305,19 @@ def fused_moe(
     *,
     out: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
+def fused_moe_gemm(
+    out: ArrayLike,
+    x: ArrayLike,
+    w: ArrayLike,
+    topk_weights: ArrayLike | None,
+    sorted_token_ids: ArrayLike,
+    experts_ids: ArrayLike,
+    num_tokens_post_pad: ArrayLike,
+    top_k: int,
+    block_size: int,
+    bias: ArrayLike | None = None,
+    format: str = "",
+) -> Array: ...
 def fused_qk_norm_rope(
     qkv: ArrayLike,
     num_heads_q: int,

@@ -28,11 +28,12 @@ from pykv import dynamic_scaled_fp8_quant as dynamic_scaled_fp8_quant
 from pykv import dynamic_scaled_int8_quant as dynamic_scaled_int8_quant
 from pykv import fatrelu_and_mul as fatrelu_and_mul
 from pykv import finish_logits_ as finish_logits_
-from pykv import fp8_dequantize as fp8_dequantize
 from pykv import fp32_router_gemm as fp32_router_gemm
+from pykv import fp8_dequantize as fp8_dequantize
 from pykv import fused_add_rms_norm as fused_add_rms_norm
 from pykv import fused_add_rms_norm_static_fp8_quant as fused_add_rms_norm_static_fp8_quant
 from pykv import fused_moe as fused_moe
+from pykv import fused_moe_gemm as fused_moe_gemm
 from pykv import fused_qk_norm_rope as fused_qk_norm_rope
 from pykv import fused_qknorm_rope_cache as fused_qknorm_rope_cache
 from pykv import gather_and_maybe_dequant_cache as gather_and_maybe_dequant_cache

@@ -140,6 +140,15 @@ SIGNATURES |= {
         "a, c, b_q_weight, b_bias, b_scales, a_scales, global_scale, b_zeros, g_idx, perm, workspace, b_q_type, "
         "size_m, size_n, size_k, is_k_full=True, use_atomic_add=False, use_fp32_reduce=False, is_zp_float=False"
     ),
+    "ggml_moe_a8": (  # these of 0.22
+        "X, W, sorted_token_ids, expert_ids, num_tokens_post_padded, quant_type, row, top_k, tokens"
+    ),
+    "ggml_moe_a8_vec": "X, W, topk_ids, top_k, quant_type, row, tokens",
+    "ggml_moe_get_block_size": "quant_type",
+    "moe_wna16_gemm": (
+        "input, output, b_qweight, b_scales, b_qzeros, topk_weights, sorted_token_ids, experts_ids, "
+        "num_tokens_post_pad, top_k, BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, bit"
+    ),
 }
 RETURNED = {  # how many arrays; the others return None
     "awq_gemm": 1,
@@ -151,6 +160,10 @@ RETURNED = {  # how many arrays; the others return None
     "machete_mm": 1,
     "machete_prepack_B": 1,
     "marlin_gemm": 1,
+    "ggml_moe_a8": 1,
+    "ggml_moe_a8_vec": 1,
+    "ggml_moe_get_block_size": 1,
+    "moe_wna16_gemm": 1,
     "awq_dequantize": 1,
     "ggml_dequantize": 1,
     "hadacore_transform": 1,

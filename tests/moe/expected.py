@@ -117,6 +117,14 @@ def fused_moe(a: Any) -> Results:
     return {"out": moe.experts(*given, clamp_limit=a.clamp_limit, alpha=a.alpha)[0]}
 
 
+def fused_moe_gemm(a: Any) -> Results:
+    out = a.out.astype(np.float64)
+    for pair, e in ((0, 0), (3, 0), (5, 0), (2, 2)):
+        row = a.w[e].astype(np.float64) @ a.x[pair // 2].astype(np.float64) + a.bias[e]
+        out[pair] = row * a.topk_weights.reshape(-1)[pair]
+    return {"out": out}
+
+
 EXPECTED: dict[str, Callable[[Any], Results]] = {
     "topk_softmax": topk("softmax"),
     "topk_sigmoid": topk("sigmoid"),
@@ -135,4 +143,5 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
         "output_tensor": np.where(a.dst2src_map[:, None] >= 0, a.input_tensor[a.dst2src_map], 0)
     },
     "fused_moe": fused_moe,
+    "fused_moe_gemm": fused_moe_gemm,
 }

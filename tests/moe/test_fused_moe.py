@@ -125,21 +125,6 @@ def test_ids_out_of_range(array):
     compare(array.numpy(out), *reference.experts(x, w1, w2, weights, ids, expert_map=known))
 
 
-@dtypes
-def test_a_token_has_the_same_bits_among_any_others(array, dtype):
-    x, (weights, ids) = normal(0, 400, 264, dtype=dtype), routed(400, 2, 6)
-    w1, w2 = layer(dtype, 6, 264, 200)
-    bits = f"u{x.itemsize}"
-    whole = run(array, x, w1, w2, weights, ids).view(bits)
-    for first, tokens in ((0, 1), (3, 5), (17, 20), (50, 60), (200, 111)):
-        some = slice(first, first + tokens)
-        part = run(array, x[some], w1, w2, weights[some], ids[some])
-        np.testing.assert_array_equal(part.view(bits), whole[some])
-    crowded = np.concatenate([ids[:3], np.full((200, 2), ids[0, 0])])  # most go to one expert
-    part = run(array, x[:203], w1, w2, weights[:203], crowded)
-    np.testing.assert_array_equal(part[:3].view(bits), whole[:3])
-
-
 def stacked(make: Any, experts: int) -> tuple[PackedWeight, np.ndarray]:
     made: list[Weight] = [make(seed=seed) for seed in range(experts)]
     return stack_packed([w for w, _ in made]), np.stack([decoded for _, decoded in made])
@@ -155,6 +140,26 @@ PACKED = {
     "nvfp4": nvfp4,
     "mxfp4": mxfp4,
 }
+
+
+@dtypes
+@pytest.mark.parametrize("name", ["plain", "int4 with zeros", "nvfp4"])
+def test_a_token_has_the_same_bits_among_any_others(array, dtype, name):
+    x, (weights, ids) = normal(0, 400, 272, dtype=dtype, size=0.1), routed(400, 2, 6)
+    w1, w2 = layer(dtype, 6, 272, 208)
+    formats = {}
+    if name != "plain":
+        first, second = (stacked(partial(PACKED[name], *shape), 6)[0] for shape in ((416, 272), (272, 208)))
+        w1, w2, formats = first.data, second.data, {"w1_format": first.format, "w2_format": second.format}
+    bits = f"u{x.itemsize}"
+    whole = run(array, x, w1, w2, weights, ids, **formats).view(bits)
+    for first_token, tokens in ((0, 1), (3, 5), (17, 20), (50, 60), (200, 111)):
+        some = slice(first_token, first_token + tokens)
+        part = run(array, x[some], w1, w2, weights[some], ids[some], **formats)
+        np.testing.assert_array_equal(part.view(bits), whole[some])
+    crowded = np.concatenate([ids[:3], np.full((200, 2), ids[0, 0])])  # most go to one expert
+    part = run(array, x[:203], w1, w2, weights[:203], crowded, **formats)
+    np.testing.assert_array_equal(part[:3].view(bits), whole[:3])
 
 
 @dtypes

@@ -77,6 +77,24 @@ def layer() -> Sample:
     }
 
 
+def product_by_map() -> Sample:
+    """Of pairs 0, 3 and 5 with expert 0, and of pair 2 with expert 2."""
+    places = np.full(24, 6, np.int32)
+    places[[0, 1, 2, 8]] = 0, 3, 5, 2
+    return {
+        "out": np.zeros((6, 24), np.float16),
+        "x": floats(3, 16).astype(np.float16),
+        "w": floats(3, 24, 16, seed=1).astype(np.float16),
+        "topk_weights": np.abs(floats(3, 2, seed=2)),
+        "sorted_token_ids": places,
+        "experts_ids": ids(0, 2, -1).astype(np.int32),
+        "num_tokens_post_pad": ids(16).astype(np.int32),
+        "top_k": 2,
+        "block_size": 8,
+        "bias": floats(3, 24, seed=3).astype(np.float16),
+    }
+
+
 SAMPLES: Mapping[str, Callable[[], Sample]] = {
     "topk_softmax": lambda: routed(e_score_correction_bias=floats(NUM_EXPERTS, seed=1), renormalize=True),
     "topk_sigmoid": lambda: routed(routed_scaling_factor=2.5, is_padding=np.array([False, True, False])),
@@ -188,6 +206,7 @@ SAMPLES: Mapping[str, Callable[[], Sample]] = {
         "output_tensor": floats(4, 8, seed=1),
     },
     "fused_moe": layer,
+    "fused_moe_gemm": product_by_map,
 }
 
 

@@ -334,7 +334,7 @@ void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
 }  // namespace
 
 void packed_gemm_cuda(const PackedGemmArgs& args, const Launch& launch) {
-  if (!args.map.rows && packed_gemm_is_of_many(args, launch.device)) return packed_gemm_many_cuda(args, launch);
+  if (packed_gemm_is_of_many(args, launch.device)) return packed_gemm_many_cuda(args, launch);
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     switch (args.weight.codes_kind) {
       case CodeKind::kUint4:

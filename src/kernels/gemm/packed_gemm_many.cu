@@ -43,7 +43,8 @@ class Feed {
   using Code = typename S::Code;
 
  public:
-  __device__ Feed(const Problem& p, int64_t row_tile, int64_t first_token) : p_(p), w_(p.weight), row_tile_(row_tile) {
+  __device__ Feed(const Problem& p, int64_t row_tile, int64_t first_token, int64_t shift)
+      : p_(p), w_(p.weight), row_tile_(row_tile), shift_(shift) {
     const int thread = threadIdx.x;
 #pragma unroll
     for (int i = 0; i < kTokenRows; ++i) x_[i] = p.tokens.of_x<T>(first_token + thread / 8 + 32 * i);
@@ -52,7 +53,7 @@ class Feed {
     for (int i = 0; i < Code::kPlanes; ++i) {
       const int part = thread / 32 + 8 * i, lane = thread % 32;
       const int64_t block = min(row_tile * (kRows / 16) + part / Code::kPlanes, blocks - 1);  // later ones: not stored
-      codes_[i] = w_.codes + block * (w_.padded_k / kUnit) * Code::kPlanes * 512 + part % Code::kPlanes * 512 +
+      codes_[i] = w_.codes + shift + block * (w_.padded_k / kUnit) * Code::kPlanes * 512 + part % Code::kPlanes * 512 +
                   (lane % 4 * 8 + lane / 4) * 16;
     }
   }
@@ -63,7 +64,7 @@ class Feed {
       cp_async_16(stage + S::kCodesAt + (i * kThreads + threadIdx.x) * 16,
                   codes_[i] + int64_t{unit} * Code::kPlanes * 512);
     copy_x(stage, unit);
-    FactorFeed::copy(p_, stage + S::kFactorsAt, row_tile_, unit, threadIdx.x % 128, threadIdx.x >= 128);
+    FactorFeed::copy(p_, stage + S::kFactorsAt, row_tile_, unit, threadIdx.x % 128, threadIdx.x >= 128, shift_);
   }
 
  private:
@@ -80,7 +81,7 @@ class Feed {
         cp_async_16(to + i * 32 * 128, inside ? x_[i] + column : static_cast<const T*>(p_.tokens.x), inside);
       } else {
         uint32_t pairs[4];
-        p_.load_one_by_one<T, 8>(pairs, x_[i], column);
+        p_.load_one_by_one<T, 8>(pairs, x_[i], column, shift_);
         store_shared(to + i * 32 * 128, make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
       }
     }
@@ -90,7 +91,7 @@ class Feed {
   const PackedWeight& w_;
   const T* x_[kTokenRows];
   const uint8_t* codes_[Code::kPlanes];
-  int64_t row_tile_;
+  int64_t row_tile_, shift_;
 };
 
 // From shared memory of a block of the cluster.
@@ -111,12 +112,12 @@ class Sums {
  public:
   float total[2][S::kTiles][4] = {};  // over a segment; in the end over all
 
-  __device__ Sums(const Problem& p, const uint32_t* table, uint8_t* shared)
+  __device__ Sums(const Problem& p, const uint32_t* table, uint8_t* shared, int64_t shift)
       : p_(p), w_(p.weight), table_(table), shared_(shared), whole_(reinterpret_cast<float*>(shared + S::kWholeAt)) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     band_ = warp % kBands;
     first_token_ = warp / kBands * (S::kTokens / 2);
-    global_ = __ldg(reinterpret_cast<const float*>(w_.data + PackedWeight::kGlobalScaleAt)) * Code::kUnit;
+    global_ = __ldg(reinterpret_cast<const float*>(w_.data + shift + PackedWeight::kGlobalScaleAt)) * Code::kUnit;
     x_at_ = (first_token_ + lane / 4) * 128 + lane % 4 * 8;
     step_place_ = lane / 4 % 4 * 32;
   }
@@ -285,13 +286,16 @@ __global__ void __launch_bounds__(kThreads, S::kTokens == 64 ? 2 : 1)
   extern __shared__ uint4 memory[];
   __shared__ uint32_t table[S::kHasTable ? 256 : 1];
   begin_dependent();
-  if constexpr (S::kHasTable) {
-    const auto* numbers = reinterpret_cast<const float*>(p.weight.data + PackedWeight::kTableAt);
-    table[threadIdx.x] = pack_pair<T>(__ldg(numbers + threadIdx.x % 16), __ldg(numbers + threadIdx.x / 16));
-  }
   const int splits = S::kMaySplit ? p.splits : 1, rank = static_cast<int>(blockIdx.x) % splits;
   int64_t row_tile, token_tile;
   p.place(blockIdx.x / splits, row_tile, token_tile);
+  const int32_t weight = p.weight_of(token_tile, S::kTokens);
+  if (weight < 0) return;  // tiles of a map are not split
+  const int64_t shift = weight * p.tokens.map.weight_stride;
+  if constexpr (S::kHasTable) {
+    const auto* numbers = reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kTableAt);
+    table[threadIdx.x] = pack_pair<T>(__ldg(numbers + threadIdx.x % 16), __ldg(numbers + threadIdx.x / 16));
+  }
   const int64_t first_token = token_tile * S::kTokens;
   auto* const shared = reinterpret_cast<uint8_t*>(memory);
   const uint32_t ring = shared_address(memory);
@@ -299,8 +303,8 @@ __global__ void __launch_bounds__(kThreads, S::kTokens == 64 ? 2 : 1)
   const int first_segment = kSegments / splits * rank, last_segment = kSegments / splits * (rank + 1);
   const int begin = units * first_segment / kSegments, end = units * last_segment / kSegments;
   {
-    const Feed<S> feed(p, row_tile, first_token);
-    Sums<S> sums(p, table, shared);
+    const Feed<S> feed(p, row_tile, first_token, shift);
+    Sums<S> sums(p, table, shared, shift);
 #pragma unroll
     for (int s = 0; s < kStages - 1; ++s) {
       if (begin + s < end) feed.copy(ring + s * S::kStageBytes, begin + s);
@@ -349,7 +353,7 @@ __global__ void __launch_bounds__(kThreads, S::kTokens == 64 ? 2 : 1)
     sums.store(reinterpret_cast<float*>(shared));
   }
   __syncthreads();
-  p.write<T>(reinterpret_cast<const float*>(shared), row_tile * kRows, first_token, S::kTokens, kThreads, rank);
+  p.write<T>(reinterpret_cast<const float*>(shared), row_tile * kRows, first_token, S::kTokens, kThreads, weight, rank);
   if (S::kMaySplit && splits > 1) cluster_wait();  // others may read here until then
 }
 
@@ -393,7 +397,8 @@ int shared_bytes_of_block(int device) {
 }  // namespace
 
 bool packed_gemm_is_of_many(const PackedGemmArgs& args, int device) {
-  if (args.map.rows || args.num_rows <= 32) return false;
+  if (args.map.rows) return args.map.block_size % 64 == 0;
+  if (args.num_rows <= 32) return false;
   const int64_t tiles = (args.weight.n + kRows - 1) / kRows * ((args.num_rows + 63) / 64);
   return tiles * 2 * (overlaps_kernels(device) ? kMostSplits : 1) >= num_sms(device) || args.num_rows >= 256;
 }
@@ -404,10 +409,12 @@ void packed_gemm_many_cuda(const PackedGemmArgs& args, const Launch& launch) {
   // without a block.
   const int sms = num_sms(launch.device), most_bytes = shared_bytes_of_block(launch.device);
   const int64_t row_tiles = (args.weight.n + kRows - 1) / kRows;
-  const bool large = row_tiles * ((args.num_rows + 127) / 128) * 10 >= int64_t{sms} * 9 &&
-                     most_bytes >= Shape<half, CodeKind::kUint8, 128>::shared_bytes(1);
+  const bool fills = args.map.rows ? args.map.block_size % 128 == 0
+                                   : row_tiles * ((args.num_rows + 127) / 128) * 10 >= int64_t{sms} * 9;
+  const bool large = fills && most_bytes >= Shape<half, CodeKind::kUint8, 128>::shared_bytes(1);
   int splits = 1;
-  if (overlaps_kernels(launch.device) && most_bytes >= Shape<half, CodeKind::kUint8, 64>::shared_bytes(2))
+  if (!args.map.rows && overlaps_kernels(launch.device) &&
+      most_bytes >= Shape<half, CodeKind::kUint8, 64>::shared_bytes(2))
     while (splits < kMostSplits && row_tiles * ((args.num_rows + 63) / 64) * splits * 2 <= sms) splits *= 2;
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     switch (args.weight.codes_kind) {

@@ -57,14 +57,15 @@ class Feeder {
     uint4 halves[kItems][2];
   };
 
-  __device__ Feeder(const Problem& p, const Ring& ring, int64_t row_tile, int64_t first_token, int thread)
-      : p_(p), ring_(ring), thread_(thread), row_tile_(row_tile), first_token_(first_token) {
+  __device__ Feeder(const Problem& p, const Ring& ring, int64_t row_tile, int64_t first_token, int thread,
+                    int64_t shift)
+      : p_(p), ring_(ring), thread_(thread), row_tile_(row_tile), first_token_(first_token), shift_(shift) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) x_[i] = p.tokens.of_x<T>(first_token + thread / 4 + 32 * i);
     const PackedWeight& w = p.weight;
     const int64_t block = min(row_tile * (kRows / 16) + thread / 16, w.padded_n() / 16 - 1);
     codes_bytes_ = w.bits() == 8 ? 1024 : 512;  // of 16 rows
-    codes_ = w.codes + block * (w.padded_k / kUnit) * codes_bytes_ + thread % 16 * (codes_bytes_ / 16);
+    codes_ = w.codes + shift + block * (w.padded_k / kUnit) * codes_bytes_ + thread % 16 * (codes_bytes_ / 16);
   }
 
   __device__ void run() {
@@ -114,7 +115,7 @@ class Feeder {
       for (int i = 0; i < kItems; ++i) {
         const T* const row = p_.tokens.of_x<T>(first_token_ + thread_ / 4 + 32 * i);
         uint32_t pairs[8];
-        p_.load_one_by_one<T, 16>(pairs, row, int64_t{unit} * kUnit + thread_ % 4 * 16);
+        p_.load_one_by_one<T, 16>(pairs, row, int64_t{unit} * kUnit + thread_ % 4 * 16, shift_);
         store(i, make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]),
               make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]));
       }
@@ -131,8 +132,8 @@ class Feeder {
 
   __device__ void begin_unit(int unit) const {
     mbarrier_wait(ring_.empty(stage_), stage_.parity ^ 1);
-    FactorFeed::copy(p_, ring_.factors(stage_), row_tile_, unit, thread_, false);
-    if (p_.weight.minima) FactorFeed::copy(p_, ring_.factors(stage_), row_tile_, unit, thread_, true);
+    FactorFeed::copy(p_, ring_.factors(stage_), row_tile_, unit, thread_, false, shift_);
+    if (p_.weight.minima) FactorFeed::copy(p_, ring_.factors(stage_), row_tile_, unit, thread_, true, shift_);
   }
 
   // 16 columns, in the order of fragments.
@@ -188,7 +189,7 @@ class Feeder {
   const Problem& p_;
   const Ring& ring_;
   const int thread_;
-  const int64_t row_tile_, first_token_;
+  const int64_t row_tile_, first_token_, shift_;
   const T* x_[kItems];
   const uint8_t* codes_;
   int codes_bytes_;
@@ -206,7 +207,7 @@ class Reader {
  public:
   float total[kSums] = {};  // over a segment; in the end over all
 
-  __device__ Reader(const Problem& p, const Ring& ring, uint8_t* shared, int64_t row_tile)
+  __device__ Reader(const Problem& p, const Ring& ring, uint8_t* shared, int64_t row_tile, int64_t shift)
       : p_(p),
         w_(p.weight),
         ring_(ring),
@@ -215,10 +216,10 @@ class Reader {
         units_(static_cast<int>(p.weight.padded_k / kUnit)) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int64_t block = min(row_tile * (kRows / 16) + warp, w_.padded_n() / 16 - 1);  // later ones: not stored
-    codes_ = w_.codes + block * units_ * Code::kPlanes * 512 + (lane % 4 * 8 + lane / 4) * 16;
+    codes_ = w_.codes + shift + block * units_ * Code::kPlanes * 512 + (lane % 4 * 8 + lane / 4) * 16;
     band_ = warp / 2;
     factor_place_ = lane / 4 * 4 + warp % 2 * 2;
-    global_ = __ldg(reinterpret_cast<const float*>(w_.data + PackedWeight::kGlobalScaleAt)) * Code::kUnit;
+    global_ = __ldg(reinterpret_cast<const float*>(w_.data + shift + PackedWeight::kGlobalScaleAt)) * Code::kUnit;
   }
 
   __device__ void run() {
@@ -363,27 +364,30 @@ __global__ void __launch_bounds__(kThreads, 1) packed_gemm_warpgroup_kernel(cons
     fence_async_proxy();
   }
   begin_dependent();
+  int64_t row_tile, token_tile;
+  p.place(blockIdx.x, row_tile, token_tile);
+  const int32_t weight = p.weight_of(token_tile, kTokens);
+  if (weight < 0) return;
+  const int64_t shift = weight * p.tokens.map.weight_stride;
   if constexpr (kKind == CodeKind::kTable16) {
-    const auto* numbers = reinterpret_cast<const float*>(p.weight.data + PackedWeight::kTableAt);
+    const auto* numbers = reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kTableAt);
     if (threadIdx.x < 256)
       reinterpret_cast<uint32_t*>(shared + kTableAt)[threadIdx.x] =
           pack_pair<T>(__ldg(numbers + threadIdx.x % 16), __ldg(numbers + threadIdx.x / 16));
   }
   __syncthreads();
-  int64_t row_tile, token_tile;
-  p.place(blockIdx.x, row_tile, token_tile);
   auto* const sums = reinterpret_cast<float*>(shared);
   if (threadIdx.x >= kReaders) {
-    Feeder<T> feeder(p, ring, row_tile, token_tile * kTokens, threadIdx.x - kReaders);
+    Feeder<T> feeder(p, ring, row_tile, token_tile * kTokens, threadIdx.x - kReaders, shift);
     feeder.run();
     return;
   }
-  Reader<T, kKind> reader(p, ring, shared, row_tile);
+  Reader<T, kKind> reader(p, ring, shared, row_tile, shift);
   reader.run();
   named_barrier_sync(1, kReaders);  // all have done with the ring
   reader.store(sums);
   named_barrier_sync(1, kReaders);
-  p.write<T>(sums, row_tile * kRows, token_tile * kTokens, kTokens, kReaders);
+  p.write<T>(sums, row_tile * kRows, token_tile * kTokens, kTokens, kReaders, weight);
 #endif
 }
 
@@ -391,7 +395,9 @@ __global__ void __launch_bounds__(kThreads, 1) packed_gemm_warpgroup_kernel(cons
 
 bool packed_gemm_warpgroup_cuda(const PackedGemmArgs& args, const Launch& launch) {
   const int64_t tiles = (args.weight.n + kRows - 1) / kRows * ((args.num_rows + kTokens - 1) / kTokens);
-  if (args.num_rows <= kTokens / 2 || tiles * 10 < int64_t{num_sms(launch.device)} * 9) return false;
+  const bool fills = args.map.rows ? args.map.block_size % kTokens == 0
+                                   : args.num_rows > kTokens / 2 && tiles * 10 >= int64_t{num_sms(launch.device)} * 9;
+  if (!fills) return false;
   if (!has_warpgroups(launch.device)) return false;
   const auto run = [&]<class T, CodeKind kKind>() {
     with_many_rows(args, kTokens, 1, [&](const Problem& p, dim3 blocks) {

@@ -15,14 +15,14 @@ constexpr const char* kScales[] = {"f16", "bf16", "f32", "e4m3", "e8m0", "f16u8"
 constexpr const char* kMinima[] = {"none", "zero", "f16", "f32", "f16u8"};
 constexpr int64_t kLargest = int64_t{1} << 30;  // of any size
 
-[[noreturn]] void bad_format(const char* format, const char* wanted) {
-  fail(PYKV_VALUE_ERROR, "format: must be codes.scales.minima.n<n>.k<k>.g<group>.p<padded k>[.columns]: %s, got \"%s\"",
-       wanted, format);
+[[noreturn]] void bad_format(const char* name, const char* format, const char* wanted) {
+  fail(PYKV_VALUE_ERROR, "%s: must be codes.scales.minima.n<n>.k<k>.g<group>.p<padded k>[.columns]: %s, got \"%s\"",
+       name, wanted, format);
 }
 
 class Reader {
  public:
-  explicit Reader(const char* format) : whole_(format), rest_(format) {}
+  Reader(const char* name, const char* format) : name_(name), whole_(format), rest_(format) {}
 
   template <class Kind, size_t kCount>
   Kind kind(const char* const (&names)[kCount], const char* wanted) {
@@ -32,31 +32,31 @@ class Reader {
         rest_ += length + (rest_[length] == '.');
         return static_cast<Kind>(i);
       }
-    bad_format(whole_, wanted);
+    bad_format(name_, whole_, wanted);
   }
   int64_t size(char name, const char* wanted) {
     int64_t value = 0;
     const char* at = rest_;
-    if (*at++ != name || *at < '0' || *at > '9') bad_format(whole_, wanted);
+    if (*at++ != name || *at < '0' || *at > '9') bad_format(name_, whole_, wanted);
     for (; *at >= '0' && *at <= '9' && value < kLargest; ++at) value = value * 10 + (*at - '0');
-    if ((*at && *at != '.') || value >= kLargest) bad_format(whole_, wanted);
+    if ((*at && *at != '.') || value >= kLargest) bad_format(name_, whole_, wanted);
     rest_ = at + (*at == '.');
     return value;
   }
   bool ends_with(const char* word) {
     if (std::strcmp(rest_, word) == 0) return true;
-    if (*rest_) bad_format(whole_, "the last field must be \"columns\" or missing");
+    if (*rest_) bad_format(name_, whole_, "the last field must be \"columns\" or missing");
     return false;
   }
 
  private:
-  const char *whole_, *rest_;
+  const char *name_, *whole_, *rest_;
 };
 
 }  // namespace
 
-PackedWeight parse_format(const char* format) {
-  Reader reader(format);
+PackedWeight parse_format(const char* format, const char* name) {
+  Reader reader(name, format);
   PackedWeight w{};
   const int codes = reader.kind<int>(kCodes, "codes must be u2, u3, u4, u5, u6, u8, e4m3 or t4");
   w.codes_kind = kKinds[codes];
@@ -69,10 +69,10 @@ PackedWeight parse_format(const char* format) {
   w.padded_k = reader.size('p', "padded columns must be p<number>");
   static const int32_t kGiven = 0;
   w.columns = reader.ends_with("columns") ? &kGiven : nullptr;
-  if (w.group_size < 16 || w.group_size % 16 != 0) bad_format(format, "the group size must be a multiple of 16");
+  if (w.group_size < 16 || w.group_size % 16 != 0) bad_format(name, format, "the group size must be a multiple of 16");
   const int64_t least = (w.k + PackedWeight::kUnit - 1) / PackedWeight::kUnit * PackedWeight::kUnit;
   if (w.padded_k % PackedWeight::kUnit != 0 || w.padded_k < least || (!w.columns && w.padded_k != least))
-    bad_format(format, "padded columns must be the columns, padded to a multiple of 64");
+    bad_format(name, format, "padded columns must be the columns, padded to a multiple of 64");
   return w;
 }
 

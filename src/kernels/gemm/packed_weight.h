@@ -85,8 +85,8 @@ struct PackedWeight {
 };
 
 // The weight that a format describes, as Python writes it: "codes.scales.minima.n<n>.k<k>.g<group>.p<padded>[.columns]".
-// Fails with what is wrong with it.
-PackedWeight parse_format(const char* format);
+// Fails with what is wrong with it; `name` is the argument's.
+PackedWeight parse_format(const char* format, const char* name = "format");
 
 // Sets where the sections lie from `data` on; returns how many bytes they take.
 int64_t place_sections(PackedWeight& weight, const void* data);

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, S::kPairs == 64 ? 2 : 1)
   const uint32_t pairs_at = base + (kRows + warp_pair + lane / 4) * kRowBytes + lane % 4 * 16;
   float sum[S::kBlocks][S::kTiles][4] = {}, total[S::kBlocks][S::kTiles][4] = {};
 
-#pragma unroll
+#pragma unroll 1
   for (int s = 0; s < kStages - 1; ++s) copy(s, s);
   int stage = 0, part = 0, end = 0;  // of the part
   const auto go_on = [&](int unit) {

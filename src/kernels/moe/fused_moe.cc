@@ -9,86 +9,10 @@
 namespace pykv {
 namespace {
 
-// Arrays of one weight for each expert.
-struct Weights {
-  const char *name, *format_name, *bias_name;
-  const DLTensor* array;
-  const char* format;
-  const DLTensor* bias;
-};
-
-ExpertProduct product_args(Call& call, const Tensor& x, const Weights& from, Dim& experts, Dim& n, Dim& k) {
-  ExpertProduct product{};
-  product.is_packed = from.format && *from.format;
-  Tensor array = call.read(from.name, from.array);
-  TileMap map{};
-  if (product.is_packed) {
-    PackedWeight& weight = product.packed.weight = parse_format(from.format);
-    const int64_t bytes = place_sections(weight, array.data());
-    Dim size{"bytes of the format", bytes};
-    array.dtype({DType::kUInt8}).shape(experts, size).contiguous_rows();
-    map.weight_stride = array.stride(0);
-    if (reinterpret_cast<uintptr_t>(array.data()) % 16 != 0 || map.weight_stride % 16 != 0)
-      array.fail(PYKV_VALUE_ERROR, "must be aligned to 16 bytes, and so must the weights in it");
-    const auto check = [&](const char* what, int64_t is, Dim& wanted) {
-      if (!wanted.bound()) wanted.bind(is);
-      if (is != wanted)
-        fail(PYKV_VALUE_ERROR, "%s: %s must equal %s = %" PRId64 ", got %" PRId64, from.format_name, what,
-             wanted.name(), static_cast<int64_t>(wanted), is);
-    };
-    check("n", weight.n, n);
-    check("k", weight.k, k);
-  } else {
-    array.like(x).shape(experts, n, k).contiguous_rows();
-    product.plain.weights = array.data();
-    product.plain.weight_stride = array.stride(0);
-    product.plain.weight_row_stride = array.stride(1);
-    product.plain.n = n;
-    product.plain.k = k;
-  }
-  const void* bias = nullptr;
-  if (from.bias) {
-    const Tensor b = call.read(from.bias_name, from.bias).like(x).shape(experts, n).contiguous_rows();
-    bias = b.data();
-    map.bias_stride = b.stride(0);
-  }
-  map.num_weights = experts;
-  product.plain.bias = product.packed.bias = bias;
-  product.plain.dtype = product.packed.dtype = x.type();
-  product.plain.map = product.packed.map = map;
-  return product;
-}
-
-void set_rows(ExpertProduct& product, const TileMap& tiles, int64_t num_rows, const void* x, int64_t x_stride,
-              void* out) {
-  const auto set = [&](auto& args) {
-    const TileMap own = args.map;
-    args.map = tiles;
-    args.map.num_weights = own.num_weights;
-    args.map.weight_stride = own.weight_stride;
-    args.map.bias_stride = own.bias_stride;
-    args.num_rows = num_rows;
-    args.x = x;
-    args.x_stride = x_stride;
-    args.out = out;
-    args.out_stride = product.n();
-  };
-  set(product.plain);
-  set(product.packed);
-}
-
-// Pairs of a tile: experts that have some more than that read their weights again.  Packed weights have tiles of up to 32.
-int64_t pairs_of_tile(int64_t num_pairs, int64_t num_experts, bool packed) {
+// Pairs of a tile: experts that have some more than that read their weights again.
+int64_t pairs_of_tile(int64_t num_pairs, int64_t num_experts) {
   const int64_t each = num_pairs / num_experts;
-  return each <= 4 ? 8 : each <= 12 ? 16 : each <= 24 || packed ? 32 : each <= 80 ? 64 : 128;
-}
-
-void multiply_cpu(const ExpertProduct& product, const Launch& launch) {
-  if (product.n() == 0) return;
-  if (product.is_packed)
-    packed_gemm_cpu(product.packed, launch);
-  else
-    expert_gemm_cpu(product.plain, launch);
+  return each <= 4 ? 8 : each <= 12 ? 16 : each <= 24 ? 32 : each <= 80 ? 64 : 128;
 }
 
 void fused_moe_cpu(const FusedMoeArgs& args, const Launch& launch) {
@@ -98,10 +22,10 @@ void fused_moe_cpu(const FusedMoeArgs& args, const Launch& launch) {
   a.use(args.workspace ? args.workspace : own.get());
   if (a.sort.num_pairs != 0) {
     sort_pairs_cpu(a.sort, launch);
-    multiply_cpu(a.first, launch);
+    expert_product_cpu(a.first, launch);
     if (a.gated.width != 0) a.activation->gated_cpu(a.gated, launch);
     if (a.elementwise.width != 0) a.activation->cpu(a.elementwise, launch);
-    multiply_cpu(a.second, launch);
+    expert_product_cpu(a.second, launch);
   }
   sum_rows_cpu(a.sum, launch);
 }
@@ -129,10 +53,10 @@ void FusedMoeArgs::use(void* memory) {
   tiles.factors = given.map.factors;
   tiles.factors_token_stride = given.map.factors_token_stride;
   tiles.factors_stride = given.map.factors_stride;
-  set_rows(first, tiles, pairs, given.x, given.x_stride, rows);
+  first.set_rows(tiles, pairs, given.x, given.x_stride, rows, first.n());
   tiles.factors = nullptr;
   tiles.top_k = 1;
-  set_rows(second, tiles, pairs, activated, inner, rows);
+  second.set_rows(tiles, pairs, activated, inner, rows, second.n());
 
   const auto compact = [](int64_t width) { return Rows{1, 1, width, 0, 0}; };
   if (activation->is_gated()) {
@@ -191,7 +115,7 @@ pykv_status pykv_fused_moe(DLTensor* out, const DLTensor* x, const DLTensor* w1,
       fail(PYKV_VALUE_ERROR, "topk_ids: dimension 0 must equal num_tokens = %" PRId64 ", got %" PRId64,
            static_cast<int64_t>(tokens), sort.num_tokens);
     const Tensor weights = call.read("topk_weights", topk_weights).shape(pairs_tokens, top_k).dtype({DType::kFloat32});
-    sort.block_size = pairs_of_tile(sort.num_pairs, num_experts, args.first.is_packed || args.second.is_packed);
+    sort.block_size = pairs_of_tile(sort.num_pairs, num_experts);
     const int64_t most = sort.num_pairs + std::min<int64_t>(sort.num_pairs, experts) * (sort.block_size - 1);
     if (most > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "topk_ids: more than some 2^31 pairs are not supported");
     sort.num_blocks = most / sort.block_size;

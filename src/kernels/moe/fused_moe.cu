@@ -6,11 +6,8 @@ namespace pykv {
 namespace {
 
 void multiply(const ExpertProduct& product, const ExpertGemmFusion& fusion, const Launch& launch) {
-  if (product.n() == 0) return;
-  if (product.is_packed)
-    packed_gemm_cuda(product.packed, launch);
-  else
-    expert_gemm_fused_cuda(product.plain, fusion, launch);
+  if (product.is_packed || product.n() == 0) return expert_product_cuda(product, launch);
+  expert_gemm_fused_cuda(product.plain, fusion, launch);
 }
 
 void activate(const FusedMoeArgs& a, const Launch& launch) {

@@ -5,21 +5,11 @@
 #pragma once
 
 #include "activation/named_activation.h"
-#include "gemm/packed_gemm.h"
-#include "moe/expert_gemm.h"
+#include "moe/expert_product.h"
 #include "moe/sort_pairs.h"
 #include "moe/sum_rows.h"
 
 namespace pykv {
-
-// With packed weights or plain ones.
-struct ExpertProduct {
-  bool is_packed;
-  PackedGemmArgs packed;
-  ExpertGemmArgs plain;
-
-  int64_t n() const { return is_packed ? packed.weight.n : plain.n; }
-};
 
 // Pieces of workspace begin at multiples of 256 bytes.
 struct WorkspaceLayout {

@@ -210,7 +210,7 @@ PYKV_API pykv_status pykv_shuffle_rows(const DLTensor* input_tensor, const DLTen
  *   w2_bias       [E, D]     dtype of x; may be NULL
  *   expert_map    [any]      int32 | int64: from ids to experts of w1 and w2; negative: it is not here, and its pairs are left out;
  *                            may be NULL
- *   w1_format, w2_format     NULL or "": w1 and w2 are numbers
+ *   w1_format, w2_format     "": w1 and w2 are numbers
  *   apply_router_weight_on_input  the results of the first product are multiplied by topk_weights, and not those of the second
  *   workspace     [bytes]    uint8, contiguous, aligned to 16 bytes; NULL: CUDA takes it from the stream-ordered pool, the CPU
  *                            from the heap.  For P = T * k pairs and B = min(P, E) it has the bytes, each rounded up to 256, of
@@ -221,5 +221,23 @@ PYKV_API pykv_status pykv_fused_moe(DLTensor* out, const DLTensor* x, const DLTe
                                     const char* w1_format, const char* w2_format, bool apply_router_weight_on_input,
                                     double clamp_limit, double alpha, double beta, double situ_beta,
                                     double situ_linear_beta, DLTensor* workspace, void* stream);
+
+/* One product of such a layer, by a map that pykv_moe_align_block_size makes: out[p] = (x[p / top_k] w[e]^T + bias[e]) *
+ * topk_weights[p], in fp32 and rounded once, for the pairs p of each block and its expert e.  Other rows of out stay.
+ *   out                  [T * top_k, N]  dtype of x; written; shares no memory with the others
+ *   x                    [T, K]          float16 | bfloat16; the elements of a row lie side by side
+ *   w                    [E, N, K]       dtype of x, rows side by side; or, with format, [E, bytes] uint8
+ *   topk_weights         T * top_k elements  float32, contiguous; NULL: 1
+ *   sorted_token_ids     [capacity]      int32, contiguous: pairs; those outside [0, T * top_k) are none
+ *   experts_ids          [blocks]        int32, contiguous: of each block; outside [0, E): nothing is done for its pairs
+ *   num_tokens_post_pad  [1]             int32: places of sorted_token_ids that count
+ *   block_size           places of a block, a multiple of 8
+ *   bias                 [E, N]          dtype of x; may be NULL
+ *   format               of packed weights; "": w holds numbers */
+PYKV_API pykv_status pykv_fused_moe_gemm(DLTensor* out, const DLTensor* x, const DLTensor* w,
+                                         const DLTensor* topk_weights, const DLTensor* sorted_token_ids,
+                                         const DLTensor* experts_ids, const DLTensor* num_tokens_post_pad,
+                                         int64_t top_k, int64_t block_size, const DLTensor* bias, const char* format,
+                                         void* stream);
 
 #endif /* PYKV_MOE_H_ */

@@ -1,0 +1,118 @@
+"""The products with packed weights of experts of ``vllm._custom_ops``, for :mod:`pykv.vllm`.
+
+The weights are packed for :func:`pykv.fused_moe_gemm` when they are used for the first time, on the host, and stay
+packed as long as the array of their codes lives.  They must not be changed in the meantime, nor their scales; of the
+codes, torch's own changes in place are noticed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+import pykv
+from pykv._libraries import empty_beside, spec_of
+from pykv._types import Array
+from pykv.gemm import pack_gguf, stack_packed
+from pykv.packed_gguf import GGUF_TYPES
+from pykv.packed_weight import Factor, Host, PackedWeight, host, integers, plain_scales, zero_points
+
+_BLOCK: Final = 8  # of ggml_moe_a8
+_packed: Final[dict[tuple[object, ...], tuple[weakref.ref[Any], PackedWeight]]] = {}
+
+
+def _experts(weight: Array, key: tuple[object, ...], pack: Callable[[int, Host], PackedWeight]) -> PackedWeight:
+    """What ``pack`` makes of the number and the codes of each expert, or made of them before."""
+    array: Any = weight
+    whole = (id(weight), getattr(weight, "_version", 0), *spec_of(weight), *key)
+    found = _packed.get(whole)
+    if found is None or found[0]() is not weight:
+        made = stack_packed([pack(e, codes) for e, codes in enumerate(host(weight))]).to(weight)
+        found = (weakref.ref(array, lambda _: _packed.pop(whole, None)), made)
+        _packed[whole] = found
+    return found[1]
+
+
+def moe_wna16_gemm(
+    input: Array,
+    output: Array,
+    b_qweight: Array,
+    b_scales: Array,
+    b_qzeros: Array | None,
+    topk_weights: Array | None,
+    sorted_token_ids: Array,
+    experts_ids: Array,
+    num_tokens_post_pad: Array,
+    top_k: int,
+    BLOCK_SIZE_M: int,
+    BLOCK_SIZE_N: int,
+    BLOCK_SIZE_K: int,
+    bit: int,
+) -> Any:
+    """:func:`pykv.fused_moe_gemm` of weights of 4 or 8 bits; returns ``output``, with zeros where a pair has no expert.
+
+    The last two block sizes are ignored, and sums are fp32 and in one order.
+    """
+
+    scales = plain_scales("b_scales", b_scales)
+    all_zeros = None if b_qzeros is None else host(b_qzeros)
+
+    def pack(e: int, octets: Host) -> PackedWeight:
+        codes = octets if bit == 8 else np.stack([octets & 15, octets >> 4], -1).reshape(len(octets), -1)
+        factor = Factor(scales.kind, scales.values[e])
+        zeros = None
+        if all_zeros is not None:
+            z = all_zeros[e]
+            if bit == 4:
+                z = np.stack([z & 15, z >> 4], 1).reshape(-1, z.shape[-1])
+            zeros = zero_points(z.astype(np.int64), bit, factor)
+        return integers(codes, factor, zeros, codes.shape[1] // factor.values.shape[1], bit)
+
+    w = _experts(b_qweight, (id(b_scales), id(b_qzeros), bit), pack)
+    target: Any = output
+    target[...] = 0
+    rows = target.reshape(-1, w.shape[0])
+    maps = (sorted_token_ids, experts_ids, num_tokens_post_pad)
+    pykv.fused_moe_gemm(rows, input, w.data, topk_weights, *maps, top_k, BLOCK_SIZE_M, None, w.format)
+    return output
+
+
+def ggml_moe_get_block_size(quant_type: int) -> int:
+    """What :func:`ggml_moe_a8` wants pairs to be aligned to; 0 for weights that it does not take."""
+    return _BLOCK if quant_type in GGUF_TYPES else 0
+
+
+def ggml_moe_a8(
+    X: Array,
+    W: Array,
+    sorted_token_ids: Array,
+    expert_ids: Array,
+    num_tokens_post_padded: Array,
+    quant_type: int,
+    row: int,
+    top_k: int,
+    tokens: int,
+) -> Any:
+    """:func:`pykv.fused_moe_gemm` of weights of GGUF, as 0.22 had it: ``[tokens * top_k, row]``, zeros for no expert.
+
+    Activations keep their 16 bits.
+    """
+    w = _experts(W, (quant_type,), lambda _, blocks: pack_gguf(blocks, quant_type))
+    out = empty_beside(X, (tokens * top_k, row), spec_of(X).dtype)
+    out[...] = 0
+    maps = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    pykv.fused_moe_gemm(out, X, w.data, None, *maps, top_k, _BLOCK, None, w.format)
+    return out
+
+
+def ggml_moe_a8_vec(X: Array, W: Array, topk_ids: Array, top_k: int, quant_type: int, row: int, tokens: int) -> Any:
+    """The same by the experts of each row."""
+    pairs, experts = tokens * top_k, spec_of(W).shape[0]
+    capacity = pairs + min(pairs, experts) * (_BLOCK - 1)
+    places, blocks, taken = (empty_beside(X, (n,), "int32") for n in (capacity, capacity // _BLOCK, 1))
+    ids: Any = topk_ids
+    pykv.moe_align_block_size(ids.reshape(tokens, top_k), experts, _BLOCK, places, blocks, taken)
+    return ggml_moe_a8(X, W, places, blocks, taken, quant_type, row, top_k, tokens)

@@ -1,0 +1,153 @@
+"""One product of a layer of experts, and vLLM's names for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from gemm.weights import gguf_blocks, integers
+from moe.inputs import random
+from rows import name_of, padded
+
+import pykv
+from pykv import vllm as ops
+from pykv.gemm import stack_packed
+
+HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+dtypes = pytest.mark.parametrize("dtype", HALVES, ids=name_of)
+
+
+def normal(seed: int, *shape: int, dtype: Any, size: float = 1.0) -> np.ndarray:
+    return (random(seed).standard_normal(shape) * size).astype(dtype)
+
+
+def chosen(tokens: int, k: int, experts: int) -> np.ndarray:
+    ids = np.argsort(random(2).random((tokens, experts)), axis=1)[:, :k].astype(np.int32)
+    ids[1::4, 0] = -1
+    return ids
+
+
+def aligned(array: Any, ids: np.ndarray, experts: int, block: int) -> list[Any]:
+    capacity = ids.size + min(ids.size, experts) * (block - 1)
+    made = [array.output(np.zeros(n, np.int32)) for n in (capacity, capacity // block, 1)]
+    pykv.moe_align_block_size(array.input(ids), experts, block, *made)
+    return [array.input(array.numpy(a)) for a in made]
+
+
+def compare(out: np.ndarray, x: np.ndarray, w: np.ndarray, ids: np.ndarray, factors: Any = 1, bias: Any = None) -> None:
+    pairs = ids.reshape(-1)
+    there = pairs >= 0
+    rows = np.repeat(x.astype(np.float64), ids.shape[1], axis=0)[there]
+    exact = np.einsum("pnk,pk->pn", w[pairs[there]].astype(np.float64), rows)
+    exact = (exact + (0 if bias is None else bias[pairs[there]])) * np.broadcast_to(factors, pairs.shape)[there, None]
+    size = np.linalg.norm(exact) / max(1, exact.size) ** 0.5
+    eps = float(ml_dtypes.finfo(out.dtype).eps)
+    np.testing.assert_allclose(out[there].astype(np.float64), exact, rtol=eps, atol=1e-5 * size)
+    np.testing.assert_array_equal(out[~there], 0)
+
+
+@dtypes
+@pytest.mark.parametrize("block", [8, 16, 24, 32, 64, 128, 192])
+@pytest.mark.parametrize(("tokens", "k"), [(1, 2), (30, 3), (300, 1)])
+def test_plain(array, dtype, block, tokens, k):
+    x, ids, w = normal(0, tokens, 136, dtype=dtype), chosen(tokens, k, 5), normal(1, 5, 200, 136, dtype=dtype)
+    bias, factors = normal(3, 5, 200, dtype=dtype), random(4).uniform(0.1, 1, ids.shape).astype(np.float32)
+    out = array.output(padded(np.zeros((ids.size, 200), dtype), 1, 3))
+    maps = aligned(array, ids, 5, block)
+    arrays = map(array.input, (x, w, factors))
+    pykv.fused_moe_gemm(out, *arrays, *maps, k, block, array.input(bias))
+    compare(array.numpy(out), x, w, ids, factors.reshape(-1), bias.astype(np.float64))
+
+
+@dtypes
+@pytest.mark.parametrize("block", [8, 32, 64, 128])
+def test_packed(array, dtype, block):
+    made = [integers(72, 192, 64, seed=seed) for seed in range(4)]
+    w, decoded = stack_packed([p for p, _ in made]), np.stack([d for _, d in made])
+    x, ids = normal(0, 40, 192, dtype=dtype), chosen(40, 2, 4)
+    out = array.output(np.zeros((80, 72), dtype))
+    maps = aligned(array, ids, 4, block)
+    pykv.fused_moe_gemm(out, array.input(x), array.input(w.data), None, *maps, 2, block, format=w.format)
+    compare(array.numpy(out), x, decoded, ids)
+
+
+def test_experts_that_are_none(array):
+    """Blocks of ids beyond the weights, and those behind the places that count, are left alone."""
+    x, w = normal(0, 8, 64, dtype=np.float16), normal(1, 2, 32, 64, dtype=np.float16)
+    places, blocks = np.arange(24, dtype=np.int32), np.array([2, 1, 0], np.int32)
+    out = array.output(np.zeros((24, 32), np.float16))
+    maps = [array.input(a) for a in (places, blocks, np.array([16], np.int32))]
+    pykv.fused_moe_gemm(out, array.input(x), array.input(w), None, *maps, 3, 8)
+    ids = np.repeat(np.array([-1, 1, -1]), 8).reshape(8, 3)
+    compare(array.numpy(out), x, w, ids)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_wna16(array, bits, zeros):
+    rng = random(7)
+    codes, scales = rng.integers(0, 1 << bits, (4, 48, 128)), rng.uniform(0.01, 0.03, (4, 48, 2)).astype(np.float16)
+    z = rng.integers(0, 1 << bits, scales.shape) if zeros else np.full(scales.shape, 1 << (bits - 1))
+    group = np.arange(128) // 64
+    decoded = (codes - z[..., group]) * scales.astype(np.float64)[..., group]
+
+    def octets(values: np.ndarray, axis: int) -> np.ndarray:
+        if bits == 8:
+            return values.astype(np.uint8)
+        low, high = (np.take(values, np.arange(i, values.shape[axis], 2), axis) for i in (0, 1))
+        return (low | high << 4).astype(np.uint8)
+
+    x, ids = normal(0, 9, 128, dtype=np.float16), chosen(9, 2, 4)
+    weights = random(4).uniform(0.1, 1, ids.shape).astype(np.float32)
+    out = array.output(np.full((9, 2, 48), 7, np.float16))
+    qweight, maps = array.input(octets(codes, 2)), aligned(array, ids, 4, 16)
+    qzeros = array.input(octets(z, 1)) if zeros else None
+    for _ in range(2):  # packed once
+        given = (array.input(x), out, qweight, array.input(scales), qzeros, array.input(weights))
+        result = ops.moe_wna16_gemm(*given, *maps, 2, 16, 64, 64, bits)
+    assert result is out
+    compare(array.numpy(out).reshape(18, 48), x, decoded, ids, weights.reshape(-1))
+
+
+@pytest.mark.parametrize("quant_type", [2, 14])
+def test_gguf(array, quant_type):
+    made = [gguf_blocks(quant_type, seed=seed) for seed in range(3)]
+    decoded = np.stack([d for _, d in made])
+    assert ops.ggml_moe_get_block_size(quant_type) == 8
+    assert ops.ggml_moe_get_block_size(16) == 0
+    blocks = array.input(np.stack([b for b, _ in made]))
+    x, ids = normal(0, 9, 512, dtype=np.float16), chosen(9, 2, 3)
+    given = array.input(x)
+    out = ops.ggml_moe_a8(given, blocks, *aligned(array, ids, 3, 8), quant_type, 40, 2, 9)
+    compare(array.numpy(out), x, decoded, ids)
+    out = ops.ggml_moe_a8_vec(given, blocks, array.input(ids), 2, quant_type, 40, 9)
+    compare(array.numpy(out), x, decoded, ids)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"out": np.zeros((7, 32), np.float16)}, ValueError, "out: dimension 0 must equal rows of x times top_k = 6"),
+        ({"w": np.zeros((2, 32, 63), np.float16)}, ValueError, "w: dimension 2 must equal columns of x = 64"),
+        ({"block_size": 12}, ValueError, "block_size: must be a multiple of 8, got 12"),
+        ({"top_k": 0}, ValueError, "top_k: must be positive, got 0"),
+        ({"topk_weights": np.zeros(5, np.float32)}, ValueError, r"topk_weights: must have 6 elements, got shape \[5\]"),
+        ({"experts_ids": np.zeros(2, np.int64)}, TypeError, "experts_ids: dtype must be int32"),
+    ],
+)
+def test_what_does_not_fit_is_named(change, error, message):
+    given = {
+        "out": np.zeros((6, 32), np.float16),
+        "x": np.zeros((3, 64), np.float16),
+        "w": np.zeros((2, 32, 64), np.float16),
+        "topk_weights": None,
+        "sorted_token_ids": np.zeros(16, np.int32),
+        "experts_ids": np.zeros(2, np.int32),
+        "num_tokens_post_pad": np.zeros(1, np.int32),
+        "top_k": 2,
+        "block_size": 8,
+    }
+    with pytest.raises(error, match=message):
+        pykv.fused_moe_gemm(**given | change)
