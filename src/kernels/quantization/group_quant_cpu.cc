@@ -75,15 +75,22 @@ inline float error_of(const T* from, float factor, float unit) {
 // Of short groups, whole vectors each, what find_largest gives.
 template <class T>
 void find_largest_of_short(float* most, float* inside, const T* from, int64_t n, int64_t groups) {
-  Words lanes[kWidth] = {};
+  Words lanes[kWidth];  // all of which at once are not cleared: that is a kilobyte
   for (int64_t g = 0; g < groups; ++g) {
-    for (int64_t i = 0; i < n; i += kWidth) {
+    lanes[g] = __builtin_bit_cast(Words, abs(load(from + g * n)));
+    for (int64_t i = kWidth; i < n; i += kWidth) {
       const Words x = __builtin_bit_cast(Words, abs(load(from + g * n + i)));
       lanes[g] = x > lanes[g] ? x : lanes[g];
     }
   }
-  store(inside, __builtin_bit_cast(Floats, largest_lanes(lanes)));
-  for (int64_t g = 0; g < groups; ++g) most[g] = inside[g] == inside[g] ? inside[g] : largest_number(from + g * n, n);
+  for (int64_t g = groups; g < kWidth; ++g) lanes[g] = Words{};
+  const Floats all = __builtin_bit_cast(Floats, largest_lanes(lanes));
+  store(inside, all);
+  store(most, all);
+  bool nan = false;
+  for (int64_t g = 0; g < kWidth; ++g) nan |= inside[g] != inside[g];
+  for (int64_t g = 0; nan && g < groups; ++g)
+    if (inside[g] != inside[g]) most[g] = largest_number(from + g * n, n);
 }
 
 // Scales of up to kWidth groups, as stored, and their factors.
@@ -160,7 +167,7 @@ class Groups {
     const ScaleRow at = args_.scale_row_of(row, report_);
     if (!at.there) return;
     const T* const from = values(row, group * n, count * n);
-    float most[kWidth] = {}, inside[kWidth];
+    float most[kWidth], inside[kWidth];
     if (n <= 64 && n % kWidth == 0) {
       find_largest_of_short(most, inside, from, n, count);
     } else {
