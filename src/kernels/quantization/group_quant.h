@@ -89,17 +89,17 @@ struct GroupQuantArgs {
       static_cast<uint8_t*>(scales)[at] = static_cast<uint8_t>(stored);
     }
   }
-  // Zeros for the rows behind a last one, up to a whole tile: each of four neighbouring groups clears all their scales in every
-  // fourth row.
+  // Zeros for the rows behind a last one, up to a whole tile: of each four neighbouring groups each clears 32 rows, for all four.
   PYKV_INLINE void clear_behind(const ScaleRow& last, int64_t group) const {
-    const int64_t tile_end = (last.row + 128) / 128 * 128;
-    const int64_t end = of_experts.first.data && tile_end > of_experts.scale_rows ? of_experts.scale_rows : tile_end;
-    for (int64_t row = last.row + 1 + group % 4; row < end; row += 4) {
-      uint8_t* const four = static_cast<uint8_t*>(scales) + swizzled_place(row, group / 4 * 4, tiles);
-      if (reinterpret_cast<uintptr_t>(four) % 4 == 0) {
-        __builtin_memset(__builtin_assume_aligned(four, 4), 0, 4);
+    const int64_t quarter = group % 4, first = last.row % 128 + 1 - 32 * quarter;
+    uint8_t* const words =
+        static_cast<uint8_t*>(scales) + (last.row / 128 * tiles + group / 4) * 512 + 4 * quarter;  // 16 bytes apart
+    const bool aligned = reinterpret_cast<uintptr_t>(words) % 4 == 0;
+    for (int64_t i = first > 0 ? first : 0; i < 32; ++i) {
+      if (aligned) {
+        __builtin_memset(__builtin_assume_aligned(words + 16 * i, 4), 0, 4);
       } else {
-        __builtin_memset(four, 0, 4);
+        __builtin_memset(words + 16 * i, 0, 4);
       }
     }
   }

@@ -16,15 +16,30 @@ namespace {
 constexpr int64_t kBlock = 16;  // of four-bit codes
 constexpr int64_t kElementsAtOnce = 4096;
 
+// Codes of 0 <= y <= 6, as narrow_e2m1_magnitude has them.
+inline Words e2m1_of(Floats y) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
+  const Floats low = y * 2.0f + kRound, middle = y + (kRound + 2.0f), high = y * 0.5f + (kRound + 4.0f);
+  return __builtin_bit_cast(Words, lesser(lesser(low, middle), high)) & 7u;
+}
+
 // Sixteen numbers times a factor as four-bit codes; NaN becomes 6.
 template <class T>
-void store_nibbles(uint8_t* codes, const T* from, float factor) {
+inline void store_nibbles(uint8_t* codes, const T* from, float factor) {
+  const auto signed_codes = [=](int64_t i) {
+    const Floats x = load(from + i);
+    const Floats within = lesser(abs(x) * factor, splat(6.0f));
+    return e2m1_of(within) | (__builtin_bit_cast(Words, x) >> 28 & 8u);
+  };
+#if defined(__AVX512F__)
+  const __m512i all = __builtin_bit_cast(__m512i, signed_codes(0));  // two in 64 bits, which become a byte
+  const __m512i pairs = _mm512_or_si512(all, _mm512_maskz_srli_epi64(0xff, all, 28));
+  const __m128i bytes = _mm512_maskz_cvtepi64_epi8(0xff, pairs);
+  __builtin_memcpy(codes, &bytes, kBlock / 2);
+#else
   uint8_t bytes[kBlock];
   for (int64_t i = 0; i < kBlock; i += kWidth) {
-    const Floats x = load(from + i);
-    const Words signs = __builtin_bit_cast(Words, x) >> 28 & 8u;
-    const Floats within = lesser(abs(x) * factor, splat(6.0f));
-    const Bytes some = narrow_to_bytes(narrow_e2m1_magnitude<Floats, Words>(within) | signs);
+    const Bytes some = narrow_to_bytes(signed_codes(i));
     __builtin_memcpy(bytes + i, &some, sizeof some);
   }
   for (int i = 0; i < 2; ++i) {
@@ -33,42 +48,79 @@ void store_nibbles(uint8_t* codes, const T* from, float factor) {
     const uint32_t packed = pack_nibbles(eight);
     __builtin_memcpy(codes + 4 * i, &packed, 4);
   }
+#endif
 }
 
-// By how much codes are wrong: the sum of the squares, one after another.
+// By how much such codes are wrong: the sum of the squares, of every fourth one after another, then of the four.
 template <class T>
-float error_of(const uint8_t* codes, const T* from, float unit) {
-  static constexpr float kValues[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-  float squares[kBlock], sum = 0.0f;
-  for (int64_t i = 0; i < kBlock; ++i) {
-    // In steps that are rounded each: a product of its own first, by way of memory.
-    const float value = kValues[codes[i / 2] >> (i % 2 * 4) & 7] * unit;
-    squares[i] = value;
+inline float error_of(const T* from, float factor, float unit) {
+  float numbers[kBlock], sums[4] = {};
+  for (int64_t i = 0; i < kBlock; i += kWidth) {
+    const Words code = e2m1_of(lesser(abs(load(from + i)) * factor, splat(6.0f)));
+    const Floats large = __builtin_bit_cast(Floats, ((code >> 1) + 126u) << 23 | (code & 1u) << 22);
+    const Floats value = code < 2u ? __builtin_bit_cast(Floats, code * 0x3f000000u) : large;  // 0 or 0.5
+    store(numbers + i, value * unit);
   }
-  asm volatile("" : "+m"(squares));
-  for (int64_t i = 0; i < kBlock; ++i) {
-    const float d = std::fabs(to_float(from[i])) - squares[i];
-    squares[i] = d * d;
+  asm volatile("" : "+m"(numbers));  // rounded before it is subtracted, and squares before they are added
+  for (int64_t i = 0; i < kBlock; i += kWidth) {
+    const Floats d = abs(load(from + i)) - load(static_cast<const float*>(numbers) + i);
+    store(numbers + i, d * d);
   }
-  asm volatile("" : "+m"(squares));
-  for (int64_t i = 0; i < kBlock; ++i) sum += squares[i];
-  return sum;
+  asm volatile("" : "+m"(numbers));
+  for (int64_t i = 0; i < kBlock; i += 4)
+    for (int64_t k = 0; k < 4; ++k) sums[k] += numbers[i + k];
+  return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
-// Groups of 16 or 32: the largest of up to kWidth of them, as find_largest has it.
+// Of short groups, whole vectors each, what find_largest gives.
 template <class T>
-void find_largest_of_blocks(float* most, const T* from, int64_t n, int64_t groups) {
-  Words lanes[kWidth] = {};
+void find_largest_of_short(float* most, float* inside, const T* from, int64_t n, int64_t groups) {
+  Words lanes[kWidth];  // all of which at once are not cleared: that is a kilobyte
   for (int64_t g = 0; g < groups; ++g) {
-    for (int64_t i = 0; i < n; i += kWidth) {
+    lanes[g] = __builtin_bit_cast(Words, abs(load(from + g * n)));
+    for (int64_t i = kWidth; i < n; i += kWidth) {
       const Words x = __builtin_bit_cast(Words, abs(load(from + g * n + i)));
       lanes[g] = x > lanes[g] ? x : lanes[g];
     }
   }
-  store(most, __builtin_bit_cast(Floats, largest_lanes(lanes)));
-  for (int64_t g = 0; g < groups; ++g)
-    if (!(most[g] == most[g])) most[g] = largest_number(from + g * n, n);
+  for (int64_t g = groups; g < kWidth; ++g) lanes[g] = Words{};
+  const Floats all = __builtin_bit_cast(Floats, largest_lanes(lanes));
+  store(inside, all);
+  store(most, all);
+  bool nan = false;
+  for (int64_t g = 0; g < kWidth; ++g) nan |= inside[g] != inside[g];
+  for (int64_t g = 0; nan && g < groups; ++g)
+    if (inside[g] != inside[g]) most[g] = largest_number(from + g * n, n);
 }
+
+// Scales of up to kWidth groups, as stored, and their factors.
+struct Scales {
+  uint32_t stored[kWidth];
+  float factors[kWidth];
+
+  void find(const ScaleRule& rule, const float* most, float given, float target, int64_t groups) {
+    if (rule.kind == ScaleKind::kE4M3) return find_e4m3(load(most), given, target);
+    for (int64_t g = 0; g < groups; ++g) {
+      const GroupScale scale = rule(most[g], given, target);
+      stored[g] = scale.stored;
+      factors[g] = scale.factor;
+    }
+  }
+  // By how much a code of 1 is multiplied.
+  float unit(int64_t g, float inverse) const { return magnitude_of_e4m3(stored[g] & 0x7fu) * inverse; }
+
+ private:
+  // What ScaleRule gives of each.
+  void find_e4m3(Floats most, float global, float target) {
+    const Floats wanted = global * (most * (1.0f / target));
+    const Words code = wanted == wanted ? narrow_e4m3<Floats, Words>(abs(wanted)) & 0x7fu : Words{};
+    const Floats factor = 1.0f / (widen_e4m3<Floats>(code) * (1.0f / std::fabs(global)));
+    const Words sign = global < 0.0f ? Words{} + 0x80u : Words{};
+    const Words all = code == 0u ? Words{} : code | sign;
+    __builtin_memcpy(stored, &all, sizeof all);
+    store(factors, code == 0u ? Floats{} : lesser(factor, splat(__FLT_MAX__)));
+  }
+};
 
 template <class T>
 class Groups {
@@ -116,26 +168,26 @@ class Groups {
     if (!at.there) return;
     const T* const from = values(row, group * n, count * n);
     float most[kWidth], inside[kWidth];
-    if (nibbles_) {
-      find_largest_of_blocks(most, from, n, count);
+    if (n <= 64 && n % kWidth == 0) {
+      find_largest_of_short(most, inside, from, n, count);
     } else {
       find_largest(most, inside, from, n, count);
     }
     const float global = args_.globals ? args_.globals[at.expert] : global_;
-    GroupScale scales[kWidth];
-    for (int64_t g = 0; g < count; ++g) scales[g] = args_.rule(most[g], global, 6.0f);
+    Scales scales;
+    scales.find(args_.rule, most, global, 6.0f, count);
+    if (args_.four_over_six) choose(scales, from, most, global, count);
     uint8_t* const codes = codes_at(row, group);
     for (int64_t g = 0; g < count; ++g) {
       const T* x = from + g * n;
       uint8_t* to = codes + g * group_bytes();
-      if (!nibbles_) {
-        codes_times(args_.codes, to, x, n, scales[g].factor, is_inside(inside[g]));
-        continue;
+      if (nibbles_) {
+        for (int64_t i = 0; i < n; i += kBlock) store_nibbles(to + i / 2, x + i, scales.factors[g]);
+      } else {
+        codes_times(args_.codes, to, x, n, scales.factors[g], is_inside(inside[g]));
       }
-      for (int64_t i = 0; i < n; i += kBlock) store_nibbles(to + i / 2, x + i, scales[g].factor);
-      if (args_.four_over_six) choose(to, x, most[g], global, scales[g]);
     }
-    for (int64_t g = 0; g < count; ++g) args_.store_scale(at.row, group + g, scales[g].stored);
+    for (int64_t g = 0; g < count; ++g) args_.store_scale(at.row, group + g, scales.stored[g]);
     fill_behind(row, at, group, count);
   }
 
@@ -145,16 +197,19 @@ class Groups {
     return inside < INFINITY && !grows;
   }
 
-  // Of both scales the one that leads closer.
-  void choose(uint8_t* codes, const T* x, float most, float global, GroupScale& scale) const {
+  // Of both scales of a block the one that leads closer.
+  void choose(Scales& scales, const T* from, const float* most, float global, int64_t count) const {
     const float inverse = 1.0f / std::fabs(global);
-    const auto unit = [=](const GroupScale& s) { return magnitude_of_e4m3(s.stored & 0x7fu) * inverse; };
-    const GroupScale other = args_.rule(most, global, 4.0f);
-    uint8_t others[kBlock / 2];
-    store_nibbles(others, x, other.factor);
-    if (!(error_of(others, x, unit(other)) < error_of(codes, x, unit(scale)))) return;
-    __builtin_memcpy(codes, others, sizeof others);
-    scale = other;
+    Scales others;
+    others.find(args_.rule, most, global, 4.0f, count);
+    for (int64_t g = 0; g < count; ++g) {
+      const T* const x = from + g * kBlock;
+      if (!(error_of(x, others.factors[g], others.unit(g, inverse)) <
+            error_of(x, scales.factors[g], scales.unit(g, inverse))))
+        continue;
+      scales.stored[g] = others.stored[g];
+      scales.factors[g] = others.factors[g];
+    }
   }
 
   // Groups of padding.
