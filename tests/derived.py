@@ -59,7 +59,7 @@ def ruff(*arguments: str | Path) -> None:
 def write() -> None:
     PACKAGE.write_text(with_all_names(PACKAGE.read_text()))
     stubs.write()
-    ruff("check", "-q", "--fix", "--select", "I,RUF022", PACKAGE)
+    ruff("check", "-q", "--fix", "--select", "I,RUF022", PACKAGE, stubs.FOLDER)
     ruff("format", "-q", PACKAGE, stubs.FOLDER)
     expected.write()
     headers = Path(pykv.get_include())

@@ -91,12 +91,25 @@ def test_rows(array, codes, rows):
 
 
 @codes
-def test_more_tiles_than_multiprocessors(array, codes):
+@pytest.mark.parametrize("n", [2040, 2200])
+def test_more_tiles_than_multiprocessors(array, codes, n):
     if array.module == "jax":
         pytest.skip("sizes of a GPU")
-    m, n, k = (8330, 2200, 144) if array.device == "cuda" else (500, 300, 144)
+    m, n, k = (8440, n, 144) if array.device == "cuda" else (500, n // 8, 144)
     a, b = matrix((m, k), codes), column_major((k, n), codes)
     check(array, a, b, positive(m), positive(n), random((n,), BF16))
+
+
+@codes
+@pytest.mark.parametrize("rows", [5, 40])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_wide_weight(array, codes, rows, blocks):
+    n, k = 7700, 272
+    a, b = matrix((rows, k), codes), column_major((k, n), codes)
+    if blocks:
+        check_blocks(array, a, b, positive(rows, 3), positive(3, 61))
+    else:
+        check(array, a, b, positive(rows), positive(n))
 
 
 @codes
@@ -118,8 +131,9 @@ def test_a_row_has_the_same_bits_among_any_others(array, codes, blocks, n):
 @pytest.mark.parametrize("rows", [1, 40, 130])
 @pytest.mark.parametrize("make", [positive, powers])
 @pytest.mark.parametrize("column_major_scales", [False, True])
-def test_scales_of_blocks(array, codes, rows, make, column_major_scales):
-    n, k = 300, 700
+@pytest.mark.parametrize("k", [700, 704])
+def test_scales_of_blocks(array, codes, rows, make, column_major_scales, k):
+    n = 300
     a, b = matrix((rows, k), codes), column_major((k, n), codes)
     a_scales, b_scales = make(rows, 6), make(6, 3)
     if column_major_scales:

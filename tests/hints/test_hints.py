@@ -124,7 +124,7 @@ def test_stubs_are_those_of_the_operations(name: str) -> None:
     if name == "jax":
         pytest.importorskip("jax")
     shipped = (Path(pykv.__file__).parent / "_hints" / f"{name}.pyi").read_text()
-    assert declarations(shipped) == declarations(stubs.STUBS[name]())
+    assert sorted(declarations(shipped)) == sorted(declarations(stubs.STUBS[name]()))  # ruff has an order of its own
 
 
 def test_the_package_says_that_it_is_typed() -> None:

@@ -41,6 +41,16 @@ __device__ inline void copy_rectangle(uint32_t to, const CUtensorMap& map, int c
       : "memory");
 }
 
+// The same to every block of the cluster that `blocks` has a bit for, to the same place there, where its own barrier counts.
+__device__ inline void copy_rectangle_to_all(uint32_t to, const CUtensorMap& map, int column, int line,
+                                             uint32_t barrier, int blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(column), "r"(line), "r"(barrier), "h"(static_cast<uint16_t>(blocks))
+      : "memory");
+}
+
 __device__ inline void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");
 }

@@ -1,6 +1,7 @@
 // 8-bit elements on the CPU: what they are unpacked to, and sums of their products.
 //
 // A `Codes` has: Element, what 128 codes of a or b become; Sum, a vector of partial sums; kStep, elements of a vector.
+// unpack_b returns what sums have too much, of which the lanes of less() are the opposite.
 #pragma once
 
 #include "cpu/simd.h"
@@ -28,6 +29,7 @@ struct FloatCodes {
     unpack_a(codes, to);
     return 0;
   }
+  static Sum less(int32_t) { return Sum{}; }
   static Sum add(Sum sum, const Element* a, const Element* b) { return load(a) * load(b) + sum; }
   static Floats floats(Sum sum) { return sum; }
 };
@@ -60,7 +62,7 @@ using PairCodes = FloatCodes;
 inline Floats int32_floats(Integers sum) { return __builtin_convertvector(sum, Floats); }
 
 #if defined(PYKV_MM_VNNI)
-// int8: the instruction wants a without sign.  unpack_b returns what sums have too much on that account.
+// int8: the instruction wants a without sign, 128 more than it is.
 struct Int8Codes {
   using Element = uint8_t;
   using Sum = Integers;
@@ -78,6 +80,7 @@ struct Int8Codes {
     }
     return 128 * sum;
   }
+  static Sum less(int32_t excess) { return __builtin_bit_cast(Sum, _mm512_maskz_set1_epi32(1, -excess)); }
   static Sum add(Sum sum, const Element* a, const Element* b) {
     return __builtin_bit_cast(
         Sum, _mm512_dpbusd_epi32(__builtin_bit_cast(__m512i, sum), load_raw<__m512i>(a), load_raw<__m512i>(b)));
@@ -99,6 +102,7 @@ struct Int8Codes {
     unpack_a(codes, to);
     return 0;
   }
+  static Sum less(int32_t) { return Sum{}; }
   static Sum add(Sum sum, const Element* a, const Element* b) {
 #if defined(__AVX512BW__)
     return sum + __builtin_bit_cast(Sum, _mm512_madd_epi16(load_raw<__m512i>(a), load_raw<__m512i>(b)));

@@ -59,35 +59,39 @@ class Columns {
     count_ = count;
     for (int c = 0; c < kColumns; ++c) {
       int32_t* const excess = excess_.data() + c * args_.blocks();
+      whole_excess_[c] = 0;
       const uint8_t* const column = args_.b + (first + std::min(c, count - 1)) * args_.b_along_n;
       for_blocks(column, args_.b_along_k, args_.k, [&](const uint8_t* codes, int64_t at) {
         excess[at / kBlock] = Codes::unpack_b(codes, b_.data() + c * padded_ + at);
+        whole_excess_[c] += static_cast<uint32_t>(excess[at / kBlock]);
       });
     }
   }
 
-  // Rows of out from `row` on, with a unpacked.
-  template <int kRows>
+  // Rows of out from `row` on, with a unpacked.  kExact: sums stay integers.
+  template <bool kExact, int kRows>
   void multiply(const Element* a, int64_t row) const {
     Sum sums[kRows][kColumns] = {};
-    Floats totals[kRows][kColumns] = {};
-    const bool exact = Codes::kIsInt8 && !args_.in_blocks;  // all sums are integers
+    Floats totals[kExact ? 1 : kRows][kColumns] = {};
     for (int64_t block = 0; block < args_.blocks(); ++block, a += kBlock) {
-      for (int r = 0; r < kRows; ++r)
-        for (int c = 0; c < kColumns; ++c) {
-          if (!exact) sums[r][c] = Sum{};
-          if constexpr (Codes::kIsInt8) sums[r][c][0] -= excess_[c * args_.blocks() + block];
-        }
+      if constexpr (!kExact)
+        for (int r = 0; r < kRows; ++r)
+          for (int c = 0; c < kColumns; ++c) sums[r][c] = Codes::less(excess_[c * args_.blocks() + block]);
       const Element* const b = b_.data() + block * kBlock;
       for (int i = 0; i < kBlock; i += Codes::kStep)
         for (int r = 0; r < kRows; ++r)
           for (int c = 0; c < kColumns; ++c)
             sums[r][c] = Codes::add(sums[r][c], a + r * padded_ + i, b + c * padded_ + i);
-      if (!exact) add_scaled(row, block, sums, totals);
+      if constexpr (!kExact) add_scaled<kRows>(row, block, sums, totals);
     }
     for (int r = 0; r < kRows; ++r)
-      for (int c = 0; c < count_; ++c)
-        finish(row + r, first_ + c, exact ? whole(row + r, first_ + c, sums[r][c]) : sum_of(totals[r][c]));
+      for (int c = 0; c < count_; ++c) {
+        if constexpr (kExact) {
+          finish(row + r, first_ + c, whole(row + r, c, sums[r][c]));
+        } else {
+          finish(row + r, first_ + c, sum_of(totals[r][c]));
+        }
+      }
   }
 
  private:
@@ -110,13 +114,13 @@ class Columns {
     return v[0];
   }
 
-  float whole(int64_t row, int64_t column, Sum lanes) const {
-    uint32_t sum = 0;
+  float whole(int64_t row, int c, Sum lanes) const {
+    uint32_t sum = -whole_excess_[c];
     for (int i = 0; i < kWidth; ++i) sum += static_cast<uint32_t>(static_cast<int32_t>(lanes[i]));
     int64_t result = static_cast<int32_t>(sum);
     if (args_.azp_adj) {
       const int64_t azp = args_.azp ? args_.azp[row * args_.azp_stride] : 1;
-      result -= azp * args_.azp_adj[column * args_.azp_adj_stride];
+      result -= azp * args_.azp_adj[(first_ + c) * args_.azp_adj_stride];
     }
     return static_cast<float>(result);
   }
@@ -131,10 +135,11 @@ class Columns {
   int64_t first_ = 0;
   int count_ = 0;
   std::vector<Element> b_;
-  std::vector<int32_t> excess_;
+  std::vector<int32_t> excess_;  // of blocks
+  uint32_t whole_excess_[kColumns] = {};
 };
 
-template <class Codes>
+template <class Codes, bool kExact>
 void multiply(const ScaledMmArgs& args) {
   const int64_t padded = args.blocks() * kBlock, column_groups = (args.n + kColumns - 1) / kColumns;
   std::vector<typename Codes::Element> a(static_cast<size_t>(std::min(kChunk, args.m) * padded));
@@ -150,8 +155,9 @@ void multiply(const ScaledMmArgs& args) {
       for (int64_t i = begin; i < end; ++i) {
         columns.unpack(i * kColumns, static_cast<int>(std::min<int64_t>(kColumns, args.n - i * kColumns)));
         int64_t r = 0;
-        for (; r + kTokens <= rows; r += kTokens) columns.template multiply<kTokens>(a.data() + r * padded, first + r);
-        for (; r < rows; ++r) columns.template multiply<1>(a.data() + r * padded, first + r);
+        for (; r + kTokens <= rows; r += kTokens)
+          columns.template multiply<kExact, kTokens>(a.data() + r * padded, first + r);
+        for (; r < rows; ++r) columns.template multiply<kExact, 1>(a.data() + r * padded, first + r);
       }
     });
   }
@@ -160,8 +166,9 @@ void multiply(const ScaledMmArgs& args) {
 }  // namespace
 
 void scaled_mm_cpu(const ScaledMmArgs& args, const Launch&) {
-  if (args.is_int8) return multiply<Int8Codes>(args);
-  multiply<PairCodes>(args);
+  if (!args.is_int8) return multiply<PairCodes, false>(args);
+  if (args.in_blocks) return multiply<Int8Codes, false>(args);
+  multiply<Int8Codes, true>(args);
 }
 
 }  // namespace pykv::PYKV_ISA

@@ -5,6 +5,7 @@
 //
 // Few rows: bound by reading b, once.  Blocks are so many that all multiprocessors read, and rows that do not exist are not read.
 // Many rows: bound by the matrix units.  Sums of 128 of k are added in fp32 by one warpgroup while the other multiplies.
+// Between them, by the L2: the blocks of a cluster have the same rows of a, and each reads a part of these for all.
 //
 // The same instruction serves any number of rows: what is added when does not depend on the tile.
 #include "cuda/cluster.cuh"
@@ -18,12 +19,14 @@ namespace pykv {
 namespace scaled_mm {
 
 // kGroups warpgroups, each of kHalves times 64 rows.  kExact: sums of int8 that stay integers.
-template <class Sum_, bool kExact_, int kGroups_, int kHalves_, int kColumns_, int kStages_, int kPerSm_ = 1>
+template <class Sum_, bool kExact_, int kGroups_, int kHalves_, int kColumns_, int kStages_, int kCluster_ = 1,
+          int kPerSm_ = 1>
 struct WarpgroupShape {
   using Sum = Sum_;
   static constexpr bool kExact = kExact_;
   static constexpr int kGroups = kGroups_, kHalves = kHalves_, kColumns = kColumns_, kStages = kStages_;
-  static constexpr int kPerSm = kPerSm_;  // blocks of a multiprocessor
+  static constexpr int kCluster = kCluster_;  // blocks, beside each other along n
+  static constexpr int kPerSm = kPerSm_;      // blocks of a multiprocessor
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kRows = 64 * kGroups * kHalves;
   static constexpr int kRowBytes = kRows * kLine, kStageBytes = kRowBytes + kColumns * kLine;
@@ -39,8 +42,9 @@ namespace {
 struct Operands {
   CUtensorMap rows, columns;
   Problem p;
-  uint32_t tiles;
-  uint32_t stage_bytes;  // that are copied
+  uint32_t groups;       // of kCluster tiles
+  uint32_t slice_lines;  // of a: what one block reads for its cluster
+  uint32_t stage_bytes;  // that are copied to each block
 };
 
 struct Ring {
@@ -56,21 +60,42 @@ struct Turn {
   }
 };
 
+// The first row and column of this block's tile of a group.
+template <class S>
+__device__ void tile_of(const Problem& p, uint32_t group, int64_t& first_row, int64_t& first_column) {
+  uint32_t row_tile, column_group;
+  p.tile_of(group, row_tile, column_group);
+  first_row = int64_t{row_tile} * S::kRows;
+  first_column = (int64_t{column_group} * S::kCluster + blockIdx.x % S::kCluster) * S::kColumns;
+}
+
 template <class S>
 __device__ void fill(const Operands& o, const Ring& ring) {
   const int blocks = static_cast<int>(o.p.args.blocks());
+  const uint32_t rank = blockIdx.x % S::kCluster;
   Turn<S::kStages> turn;
 #pragma unroll 1
-  for (uint32_t tile = blockIdx.x; tile < o.tiles; tile += gridDim.x) {
-    uint32_t row_tile, column_tile;
-    o.p.tile_of(tile, row_tile, column_tile);
+  for (uint32_t group = blockIdx.x / S::kCluster; group < o.groups; group += gridDim.x / S::kCluster) {
+    int64_t first_row, first_column;
+    tile_of<S>(o.p, group, first_row, first_column);
+    const int line = static_cast<int>(first_row) + static_cast<int>(rank * o.slice_lines);
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block, turn.next()) {
       const uint32_t full = ring.full + turn.stage * 8, to = ring.data + turn.stage * S::kStageBytes;
-      mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
+      const uint32_t empty = ring.empty + turn.stage * 8;
+      if constexpr (S::kCluster > 1) {
+        cluster_await(empty, turn.parity ^ 1);
+      } else {
+        mbarrier_wait(empty, turn.parity ^ 1);
+      }
       cluster_expect(full, o.stage_bytes);
-      copy_rectangle(to + S::kRowBytes, o.columns, block * kLine, static_cast<int>(column_tile * S::kColumns), full);
-      copy_rectangle(to, o.rows, block * kLine, static_cast<int>(row_tile * S::kRows), full);
+      copy_rectangle(to + S::kRowBytes, o.columns, block * kLine, static_cast<int>(first_column), full);
+      if constexpr (S::kCluster > 1) {
+        copy_rectangle_to_all(to + rank * o.slice_lines * kLine, o.rows, block * kLine, line, full,
+                              (1 << S::kCluster) - 1);
+      } else {
+        copy_rectangle(to, o.rows, block * kLine, line, full);
+      }
     }
   }
 }
@@ -94,7 +119,7 @@ struct Multiplier {
 
   __device__ void load_scales(int64_t first_row, int64_t first_column, int block) {
     if (!p.args.in_blocks) return;
-    const float of_columns = scale_at(p.args.b_scales, first_column / ScaledMmArgs::kBlock, block);
+    const float of_columns = scale_at(p.args.b_scales, min(first_column, p.args.n - 1) / ScaledMmArgs::kBlock, block);
 #pragma unroll
     for (int h = 0; h < S::kHalves; ++h)
 #pragma unroll
@@ -115,19 +140,22 @@ struct Multiplier {
 
   __device__ void free(int stage) const {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(ring.empty + stage * 8);
+    if constexpr (S::kCluster > 1) {
+      if (lane < S::kCluster) cluster_arrive(cluster_address(ring.empty + stage * 8, lane));
+    } else {
+      if (lane == 0) mbarrier_arrive(ring.empty + stage * 8);
+    }
   }
 
-  __device__ void run(uint32_t tiles) {
+  __device__ void run(uint32_t groups) {
     const int blocks = static_cast<int>(p.args.blocks());
     Turn<S::kStages> turn;
 #pragma unroll
     for (int h = 0; h < S::kHalves; ++h) next_scale[h][0] = next_scale[h][1] = 1.0f;
 #pragma unroll 1
-    for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      uint32_t row_tile, column_tile;
-      p.tile_of(tile, row_tile, column_tile);
-      const int64_t first_row = int64_t{row_tile} * S::kRows, first_column = int64_t{column_tile} * S::kColumns;
+    for (uint32_t tiles = blockIdx.x / S::kCluster; tiles < groups; tiles += gridDim.x / S::kCluster) {
+      int64_t first_row, first_column;
+      tile_of<S>(p, tiles, first_row, first_column);
 #pragma unroll
       for (auto& part : sum)
 #pragma unroll
@@ -207,7 +235,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kPerSm) scaled_mm_sm90_kernel(
 #pragma unroll 1
     for (int i = 0; i < S::kStages; ++i) {
       mbarrier_init(ring.full + i * 8, 1);
-      mbarrier_init(ring.empty + i * 8, 4 * S::kGroups);
+      mbarrier_init(ring.empty + i * 8, 4 * S::kGroups * S::kCluster);
     }
     fence_async_proxy();
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -215,6 +243,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kPerSm) scaled_mm_sm90_kernel(
     prefetch_map(o.columns);
   }
   __syncthreads();
+  if constexpr (S::kCluster > 1) {  // all barriers are there
+    cluster_announce();
+    cluster_wait();
+  }
   begin_dependent();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
@@ -226,28 +258,62 @@ __global__ void __launch_bounds__(S::kThreads, S::kPerSm) scaled_mm_sm90_kernel(
     auto* const staging = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(unaligned) + (data - start) +
                                                       S::kStages * S::kStageBytes + group * S::kSumBytes);
     Multiplier<S> multiplier{o.p, ring, staging, group};
-    multiplier.run(o.tiles);
+    multiplier.run(o.groups);
+  }
+  if constexpr (S::kCluster > 1) {  // nobody copies to this block any more, or arrives at its barriers
+    __syncwarp();
+    cluster_announce();
+    cluster_wait();
   }
 #endif
 }
 
 template <class S>
+void launch_clusters(const Operands& o, uint32_t blocks, const Launch& launch) {
+  const auto kernel = scaled_mm_sm90_kernel<S>;
+  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes), "scaled_mm");
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {S::kCluster, 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(S::kThreads);
+  config.dynamicSmemBytes = S::kSharedBytes;
+  config.stream = stream_of(launch);
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  cuda_check(cudaLaunchKernelEx(&config, kernel, o), "scaled_mm");
+}
+
+template <class S>
 bool launch_shape(const ScaledMmArgs& args, const Launch& launch) {
-  Operands o{{}, {}, Problem(args, S::kRows, S::kColumns), 0, 0};
-  const int lines = static_cast<int>(args.m < S::kRows ? (args.m + 7) / 8 * 8 : S::kRows);
+  constexpr int kCluster = S::kCluster;
+  Operands o{{}, {}, Problem(args, S::kRows, S::kColumns), 0, 0, 0};
+  o.p.column_tiles = (o.p.column_tiles + kCluster - 1) / kCluster;  // groups of them
+  o.groups = o.p.row_tiles * o.p.column_tiles;
+  constexpr int kLeast = 8 * kCluster;  // lines: each block's begin at a multiple of 1024 bytes
+  const int lines = static_cast<int>(args.m < S::kRows ? (args.m + kLeast - 1) / kLeast * kLeast : S::kRows);
+  o.slice_lines = static_cast<uint32_t>(lines / kCluster);
+  o.stage_bytes = static_cast<uint32_t>((lines + S::kColumns) * kLine);
   const auto stride = [&](int64_t given, int64_t count) { return count > 1 ? given : (args.k + 15) / 16 * 16; };
-  if (!make_tensor_map(o.rows, args.a, args.k, args.m, stride(args.a_stride, args.m), lines) ||
+  if (!make_tensor_map(o.rows, args.a, args.k, args.m, stride(args.a_stride, args.m), lines / kCluster) ||
       !make_tensor_map(o.columns, args.b, args.k, args.n, stride(args.b_along_n, args.n), S::kColumns))
     return false;
-  o.tiles = o.p.row_tiles * o.p.column_tiles;
-  o.stage_bytes = static_cast<uint32_t>((lines + S::kColumns) * kLine);
-  const auto most = static_cast<uint32_t>(num_sms(launch.device) * S::kPerSm);
-  launch_dependent_shared(scaled_mm_sm90_kernel<S>, dim3(o.tiles < most ? o.tiles : most), dim3(S::kThreads),
-                          S::kSharedBytes, launch, "scaled_mm", o);
+  // Clusters of four do not fill every group of multiprocessors.
+  const auto most = static_cast<uint32_t>(num_sms(launch.device) * S::kPerSm / kCluster - (kCluster > 2 ? 1 : 0));
+  const uint32_t blocks = (o.groups < most ? o.groups : most) * kCluster;
+  if constexpr (kCluster > 1) {
+    launch_clusters<S>(o, blocks, launch);
+  } else {
+    launch_dependent_shared(scaled_mm_sm90_kernel<S>, dim3(blocks), dim3(S::kThreads), S::kSharedBytes, launch,
+                            "scaled_mm", o);
+  }
   return true;
 }
 
-// How tiles are chosen: by how many there are for each multiprocessor.
+// Tiles of the shape for which the busiest multiprocessor has least to do, or for few rows so many that all read b.
 template <class Sum, bool kExact>
 bool launch_sum(const ScaledMmArgs& args, const Launch& launch) {
   const int64_t sms = num_sms(launch.device);
@@ -255,12 +321,20 @@ bool launch_sum(const ScaledMmArgs& args, const Launch& launch) {
     return (args.m + rows - 1) / rows * ((args.n + columns - 1) / columns);
   };
   if (args.m <= 64) {
-    if (tiles(64, 64) * 10 >= sms * 9) return launch_shape<WarpgroupShape<Sum, kExact, 1, 1, 64, 5, 2>>(args, launch);
-    return launch_shape<WarpgroupShape<Sum, kExact, 1, 1, 32, 16>>(args, launch);
+    const bool wide = tiles(64, 64) * 10 >= sms * 9;
+    if (args.m <= 16) {
+      if (wide) return launch_shape<WarpgroupShape<Sum, kExact, 1, 1, 64, 5, 1, 2>>(args, launch);
+      return launch_shape<WarpgroupShape<Sum, kExact, 1, 1, 32, 16>>(args, launch);
+    }
+    if (wide) return launch_shape<WarpgroupShape<Sum, kExact, 1, 1, 64, 5, 2, 2>>(args, launch);
+    return launch_shape<WarpgroupShape<Sum, kExact, 1, 1, 32, 16, 4>>(args, launch);
   }
-  if (tiles(256, 128) >= sms * 4) return launch_shape<WarpgroupShape<Sum, kExact, 2, 2, 128, 3>>(args, launch);
-  if (tiles(128, 128) * 10 >= sms * 9) return launch_shape<WarpgroupShape<Sum, kExact, 2, 1, 128, 4>>(args, launch);
-  return launch_shape<WarpgroupShape<Sum, kExact, 2, 1, 64, 7>>(args, launch);
+  const auto cost = [&](int rows, int columns, int cycles) { return (tiles(rows, columns) + sms - 1) / sms * cycles; };
+  const int64_t large = cost(256, 128, 1024), middle = cost(128, 128, 560), small = cost(128, 64, 300);
+  if (large <= middle && large <= small)
+    return launch_shape<WarpgroupShape<Sum, kExact, 2, 2, 128, 3, 2>>(args, launch);
+  if (middle <= small) return launch_shape<WarpgroupShape<Sum, kExact, 2, 1, 128, 4, 2>>(args, launch);
+  return launch_shape<WarpgroupShape<Sum, kExact, 2, 1, 64, 7, 4>>(args, launch);
 }
 
 }  // namespace
@@ -271,8 +345,8 @@ bool launch_sm90(const ScaledMmArgs& args, const Launch& launch) {
   if (args.m > INT32_MAX - 256 || args.n > INT32_MAX - 256 || args.k > INT32_MAX - 256) return false;
   if (!args.is_int8) return launch_sum<float, false>(args, launch);
   if (!args.in_blocks) return launch_sum<int32_t, true>(args, launch);
-  if (args.m <= 64) return launch_shape<WarpgroupShape<int32_t, false, 1, 1, 64, 5, 2>>(args, launch);
-  return launch_shape<WarpgroupShape<int32_t, false, 2, 1, 128, 4>>(args, launch);
+  if (args.m <= 64) return launch_shape<WarpgroupShape<int32_t, false, 1, 1, 64, 5, 1, 2>>(args, launch);
+  return launch_shape<WarpgroupShape<int32_t, false, 2, 1, 128, 4, 2>>(args, launch);
 }
 
 }  // namespace scaled_mm
