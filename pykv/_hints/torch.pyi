@@ -28,8 +28,8 @@ from pykv import dynamic_scaled_fp8_quant as dynamic_scaled_fp8_quant
 from pykv import dynamic_scaled_int8_quant as dynamic_scaled_int8_quant
 from pykv import fatrelu_and_mul as fatrelu_and_mul
 from pykv import finish_logits_ as finish_logits_
-from pykv import fp32_router_gemm as fp32_router_gemm
 from pykv import fp8_dequantize as fp8_dequantize
+from pykv import fp32_router_gemm as fp32_router_gemm
 from pykv import fused_add_rms_norm as fused_add_rms_norm
 from pykv import fused_add_rms_norm_static_fp8_quant as fused_add_rms_norm_static_fp8_quant
 from pykv import fused_moe as fused_moe
