@@ -59,7 +59,12 @@ class Feeder {
 
   __device__ Feeder(const Problem& p, const Ring& ring, int64_t row_tile, int64_t first_token, int thread,
                     int64_t shift)
-      : p_(p), ring_(ring), thread_(thread), row_tile_(row_tile), first_token_(first_token), shift_(shift) {
+      : p_(p),
+        ring_(ring),
+        thread_(thread),
+        row_tile_(static_cast<int>(row_tile)),
+        token_tile_(static_cast<int>(first_token / kTokens)),
+        shift_(shift) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) x_[i] = p.tokens.of_x<T>(first_token + thread / 4 + 32 * i);
     const PackedWeight& w = p.weight;
@@ -113,7 +118,7 @@ class Feeder {
       begin_unit(unit);
 #pragma unroll 1
       for (int i = 0; i < kItems; ++i) {
-        const T* const row = p_.tokens.of_x<T>(first_token_ + thread_ / 4 + 32 * i);
+        const T* const row = p_.tokens.of_x<T>(int64_t{token_tile_} * kTokens + thread_ / 4 + 32 * i);
         uint32_t pairs[8];
         p_.load_one_by_one<T, 16>(pairs, row, int64_t{unit} * kUnit + thread_ % 4 * 16, shift_);
         store(i, make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]),
@@ -189,7 +194,8 @@ class Feeder {
   const Problem& p_;
   const Ring& ring_;
   const int thread_;
-  const int64_t row_tile_, first_token_, shift_;
+  const int row_tile_, token_tile_;
+  const int64_t shift_;
   const T* x_[kItems];
   const uint8_t* codes_;
   int codes_bytes_;
@@ -212,7 +218,6 @@ class Reader {
         w_(p.weight),
         ring_(ring),
         table_(reinterpret_cast<const uint32_t*>(shared + kTableAt)),
-        whole_(reinterpret_cast<float*>(shared + kWholeAt) + threadIdx.x),
         units_(static_cast<int>(p.weight.padded_k / kUnit)) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int64_t block = min(row_tile * (kRows / 16) + warp, w_.padded_n() / 16 - 1);  // later ones: not stored
@@ -325,13 +330,20 @@ class Reader {
     }
   }
 
+  static __device__ float load_shared_4(uint32_t at) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+    return x;
+  }
+
   // Adds those of a segment to those of the segments before.
   __device__ void join(int segment) {
+    const uint32_t whole = ring_.base + kWholeAt + threadIdx.x * 4;
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
-      float& own = whole_[i * kReaders];
-      const float sum = segment == 0 ? total[i] : own + total[i];
-      if (segment < Problem::kSegments - 1) own = sum;
+      const uint32_t own = whole + i * kReaders * 4;
+      const float sum = segment == 0 ? total[i] : load_shared_4(own) + total[i];
+      if (segment < Problem::kSegments - 1) asm volatile("st.shared.f32 [%0], %1;" ::"r"(own), "f"(sum) : "memory");
       total[i] = segment < Problem::kSegments - 1 ? 0.0f : sum;
     }
   }
@@ -340,7 +352,6 @@ class Reader {
   const PackedWeight& w_;
   const Ring& ring_;
   const uint32_t* table_;
-  float* whole_;
   const int units_;
   const uint8_t* codes_;
   int band_, factor_place_;

@@ -31,7 +31,8 @@ constexpr Mass kMassOfLargest = Mass{1} << kMassBits;
 
 // 2^(scale * difference), difference <= 0, within 2e-7; 0 below 2^-125.
 PYKV_HOST_DEVICE static inline float power_of(float difference, float scale) {
-  if (!(difference * scale > -125.0f)) return 0.0f;
+  const bool counts = difference * scale > -125.0f;  // no branch: several run side by side
+  if (!counts) difference = 0.0f;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which then lies in the low bits
   const float shifted = fused(difference, scale, kRound), n = shifted - kRound;
   const float f = fused(difference, scale, -n);
@@ -43,7 +44,8 @@ PYKV_HOST_DEVICE static inline float power_of(float difference, float scale) {
   p = fused(p, f, 2.40226507e-1f);
   p = fused(p, f, 6.93147181e-1f);
   p = fused(p, f, 1.0f);
-  return p * float_of((bits_of(shifted) - bits_of(kRound) + 127u) << 23);
+  p *= float_of((bits_of(shifted) - bits_of(kRound) + 127u) << 23);
+  return counts ? p : 0.0f;
 }
 // Two infinities have no difference.
 PYKV_HOST_DEVICE static inline float below(float x, float largest) { return x == largest ? 0.0f : x - largest; }

@@ -69,7 +69,8 @@ __global__ __launch_bounds__(kSelectThreads) void row_filter_kernel(const __grid
   if (!is_bad && !as_it_is) {
     Mass sum = 0;
     each_logit(slice, plain, [&](float x, int column) {
-      if (floor == 0 || entry_at(x, column) >= floor) sum += r.mass(x, largest);
+      const Mass mass = r.mass(x, largest);
+      sum += floor == 0 || entry_at(x, column) >= floor ? mass : 0;
     });
     total = static_cast<float>(team.reduce(sum, Plus())) * 0x1p-40f;
   }
@@ -97,7 +98,7 @@ __global__ __launch_bounds__(kSelectThreads) void row_filter_kernel(const __grid
     }
   } else {
     constexpr int kSize = kPackSize<T>;
-    const float inverse_total = 1.0f / total;
+    const float inverse_total = 1.0f / total, of_others = as_it_is ? -INFINITY : 0.0f;
     const auto write_to = [&](auto* out) {
       using Out = std::remove_pointer_t<decltype(out)>;
       const bool in_vectors = reinterpret_cast<uintptr_t>(out + slice.first_vector) % 16 == 0;
@@ -106,7 +107,8 @@ __global__ __launch_bounds__(kSelectThreads) void row_filter_kernel(const __grid
 #pragma unroll
         for (int i = 0; i < kSize; ++i) {
           const bool kept = floor == 0 || entry_at(x[i], first + i) >= floor;
-          y[i] = as_it_is ? (kept ? x[i] : -INFINITY) : kept ? r.probability(x[i], largest, inverse_total) : 0.0f;
+          const float probability = as_it_is ? x[i] : r.probability(x[i], largest, inverse_total);
+          y[i] = kept ? probability : of_others;
           if (is_bad && !as_it_is) y[i] = __int_as_float(0x7fc00000);
         }
         if (in_vectors && first >= slice.begin && first <= slice.end - kSize) {
