@@ -40,7 +40,7 @@ class NumpyArrays:
         return self.namespace.asarray(host.astype(self._dtype))
 
     def matrix(self, *parts: Host) -> Array:
-        """A weight for `matmul` and `rows`: the rows of all parts."""
+        """A weight for `linear` and `rows`: the rows of all parts."""
         weight = self.vector(parts[0] if len(parts) == 1 else np.concatenate(parts))
         if isinstance(weight, np.ndarray):
             return weight.astype(np.float32, copy=False)  # in which NumPy's products are quick
@@ -53,9 +53,12 @@ class NumpyArrays:
         """A new array of the rows ``ids`` of ``table``."""
         return table[ids].astype(self._dtype, copy=False)
 
-    def matmul(self, x: Array, matrix: Array) -> Array:
-        """[T, in] times the transpose of [out, in]: [T, out], which the caller may write into."""
-        return (x.astype(matrix.dtype, copy=False) @ matrix.T).astype(self._dtype, copy=False)
+    def linear(self, x: Array, matrix: Array, bias: Array | None) -> Array:
+        """[T, in] times the transpose of [out, in], plus [out]: [T, out], which the caller may write into."""
+        product = (x.astype(matrix.dtype, copy=False) @ matrix.T).astype(self._dtype, copy=False)
+        if bias is not None:
+            product += bias
+        return product
 
     def sample(self, logits: Array, seeds: Host, steps: Host, temperatures: Host) -> Array:
         """A token for each row of logits."""
@@ -95,8 +98,8 @@ class TorchArrays(NumpyArrays):
     def rows(self, table: Array, ids: Array) -> Array:
         return table[ids]
 
-    def matmul(self, x: Array, matrix: Array) -> Array:
-        return x @ matrix.T
+    def linear(self, x: Array, matrix: Array, bias: Array | None) -> Array:
+        return self.namespace.nn.functional.linear(x, matrix, bias)
 
     def scale(self, x: Array, factor: float) -> Array:
         return x * factor

@@ -52,12 +52,18 @@ class Keys:
             self.refuse(key, "is missing")
         return value
 
-    def size(self, key: str, default: int | None = None) -> int:
+    def size(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
         """A positive integer."""
         value = self[key] if default is None else self.get(key, default)
-        if not isinstance(value, int) or value < 1:
-            self.refuse(key, f"must be a positive integer, got {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+            self.refuse(key, f"must be an integer from 1 to {most}, got {value!r}")
         return int(value)
+
+    def text(self, key: str) -> str:
+        value = self[key]
+        if not isinstance(value, str):
+            self.refuse(key, f"must be a text, got {value!r}")
+        return str(value)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number."""

@@ -195,7 +195,7 @@ class Config:
 
 
 def read_config(keys: Keys, longest: int | None = None) -> tuple[Family, Config]:
-    name = keys["model_type"]
+    name = keys.text("model_type")
     if name not in FAMILIES:
         keys.refuse("model_type", f"{', '.join(FAMILIES)} are served, got {name!r}")
     family = FAMILIES[name]
@@ -206,19 +206,24 @@ def read_config(keys: Keys, longest: int | None = None) -> tuple[Family, Config]
     for key in (*family.also, *ROPE_KEYS):
         keys.get(key)
 
-    layers, heads, hidden = (keys.size(key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    layers, heads, hidden = (
+        keys.size(key, most=most)
+        for key, most in (("num_hidden_layers", 10_000), ("num_attention_heads", 10_000), ("hidden_size", 2**24))
+    )
     head_size = keys.size("head_dim", hidden // heads)
     kinds = family.kinds(keys, layers) if family.kinds else [FULL] * layers
     has_rope = _layers_with_rope(keys, layers) if family.may_lack_rope else [True] * layers
     rope = rope_of(keys, FULL if family.rope_by_kind else None)
     stretch = rope.get("factor", 1) if rope["rope_type"] == "dynamic" else 1  # longer than the file says
-    activation = ACTIVATIONS.get(keys[family.activation], (None, None))[0 if family.has_gate else 1]
+    activation = ACTIVATIONS.get(keys.text(family.activation), (None, None))[0 if family.has_gate else 1]
     if activation is None:
         keys.refuse(family.activation, f"{keys[family.activation]!r} is not served")
     attention_scale = (keys.number(family.query_scalar) if family.query_scalar else head_size) ** -0.5
     multiply = keys.number if family.multipliers else lambda key, default: default
     max_length = int(keys.size("max_position_embeddings") * stretch)
     end = keys.get("eos_token_id", [])
+    if not all(isinstance(token, int) for token in (end if isinstance(end, list) else [end])):
+        keys.refuse("eos_token_id", f"must be a token or a list of them, got {end!r}")
     return family, Config(
         hidden_size=hidden,
         intermediate_size=keys.size("intermediate_size"),

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 PRODUCTS = "matrix products"
-BY_LIBRARY = {"matmul": PRODUCTS, "rows": "row lookup", "scale": "scale", "softcap": "soft cap", "put": "put on device"}
+BY_LIBRARY = {"linear": PRODUCTS, "rows": "row lookup", "scale": "scale", "softcap": "soft cap", "put": "put on device"}
 BY_CACHE = ("append", "truncate", "free", "fork", "seq_lens", "block_tables")
 
 

@@ -41,11 +41,7 @@ class Steps:
         return self._a.softcap(x, cap)
 
     def linear(self, x: Array, weights: Linear) -> Array:
-        matrix, bias = weights
-        product = self._a.matmul(x, matrix)
-        if bias is not None:
-            product += bias
-        return product
+        return self._a.linear(x, *weights)
 
     def norm(self, x: Array, weights: Norm) -> Array:
         out = self._a.empty(*x.shape)
