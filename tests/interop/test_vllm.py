@@ -34,6 +34,15 @@ SIGNATURES = {
     ),
     "cp_gather_cache": "src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts=None",
     "cp_gather_indexer_k_quant_cache": "kv_cache, dst_k, dst_scale, block_table, cu_seq_lens",
+    "cutlass_scaled_fp4_mm": "a, b, block_scale_a, block_scale_b, alpha, out_dtype",
+    "cutlass_scaled_mm": "a, b, scale_a, scale_b, out_dtype, bias=None",
+    "cutlass_scaled_mm_azp": "a, b, scale_a, scale_b, out_dtype, azp_adj, azp=None, bias=None",
+    "cutlass_scaled_mm_supports_block_fp8": "cuda_device_capability",
+    "cutlass_scaled_mm_supports_fp4": "cuda_device_capability",
+    "cutlass_scaled_mm_supports_fp8": "cuda_device_capability",
+    "dsv3_fused_a_gemm": "output, mat_a, mat_b, enable_pdl=False",
+    "dsv3_router_gemm": "hidden_states, router_weight, output_dtype",
+    "fp32_router_gemm": "output, a, b",
     "fused_add_rms_norm": "input, residual, weight, epsilon",
     "fused_qk_norm_rope": (
         "qkv, num_heads_q, num_heads_k, num_heads_v, head_dim, eps, q_weight, k_weight, cos_sin_cache, is_neox, "
@@ -152,6 +161,13 @@ SIGNATURES |= {
 }
 RETURNED = {  # how many arrays; the others return None
     "awq_gemm": 1,
+    "cutlass_scaled_fp4_mm": 1,
+    "cutlass_scaled_mm": 1,
+    "cutlass_scaled_mm_azp": 1,
+    "cutlass_scaled_mm_supports_block_fp8": 1,
+    "cutlass_scaled_mm_supports_fp4": 1,
+    "cutlass_scaled_mm_supports_fp8": 1,
+    "dsv3_router_gemm": 1,
     "awq_marlin_repack": 1,
     "ggml_mul_mat_a8": 1,
     "ggml_mul_mat_vec_a8": 1,
