@@ -71,6 +71,7 @@ def calls() -> Iterator[dict[str, Any]]:
     yield from each(few, heads=(8, 64, 128), kv_heads=(4, 8), tokens=(1, 4))
     yield from each(few, heads=28, kv_heads=4, tokens=(1, 4))
     yield from each(few, head_size=(64, 80, 256), tokens=(1, 4, 16), kind=kinds[:2])
+    yield from each(few, head_size=64, heads=128, kind=kinds)
     yield from each(batch_invariant=True, tokens=(1, 4, 512), kind=kinds[:2])
     yield from each(few, batch_invariant=True, head_size=(64, 256))
     yield from each(few, window=(128, 1024, 16384), tokens=(1, 4), kind=kinds[:2])
