@@ -19,7 +19,7 @@ def matrix(rows: int, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def multiply(array, a, b, alpha: float, dtype, *, offset=0, padding=0) -> np.ndarray:
-    out = array.output(np.full((len(a[0]), len(b[0]) + padding), np.nan, dtype), offset=offset)[:, : len(b[0])]
+    out = array.output(np.full((len(a[0]), len(b[0]) + padding), np.nan, dtype)[:, : len(b[0])], offset=offset)
     codes, scales = ([array.input(x[i], offset=offset) for x in (a, b)] for i in (0, 1))
     pykv.cutlass_scaled_fp4_mm(out, *codes, *scales, alpha)
     return array.numpy(out)

@@ -82,17 +82,21 @@ def graphs(request):
     return (CupyGraphs if request.param == "cupy" else TorchGraphs)(module)
 
 
-def other(values: Sample) -> Sample:
+IN_ORDER = {"merge_top_k"}  # their numbers descend
+
+
+def other(name: str) -> Sample:
     """The same call with other numbers; ids stay as they are."""
+    sign = -1 if name in IN_ORDER else 1
 
     def change(v: Any) -> Any:
         if isinstance(v, list):
             return [change(x) for x in v]
         if isinstance(v, np.ndarray) and v.dtype.kind == "f":
-            return v[..., ::-1].copy()
+            return sign * v[..., ::-1]
         return v
 
-    return {k: change(v) for k, v in values.items()}
+    return {k: change(v) for k, v in sample(name).items()}
 
 
 def over_arrays(function: Any, *all_values: Sample) -> Sample:
@@ -112,7 +116,7 @@ def over_arrays(function: Any, *all_values: Sample) -> Sample:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_replay_over_other_contents(name, graphs):
-    op, first, second = getattr(pykv, name), sample(name), other(sample(name))
+    op, first, second = getattr(pykv, name), sample(name), other(name)
     eager = over_arrays(graphs.array, second)
     op(**eager)
 
