@@ -51,9 +51,9 @@ def tokens_of_python(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     """What examples/generate.py computes at temperature 0."""
     from arrays import open_arrays
     from engine import Engine
-    from llama import Llama
+    from llama import open_model
 
-    model = Llama(folder, open_arrays("numpy"))
+    model = open_model(folder, open_arrays("numpy"))
     loop = Engine(model, model.make_cache(64))
     requests = [loop.add(prompt, NEW) for prompt in prompts]
     while loop.busy:

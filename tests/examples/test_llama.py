@@ -40,16 +40,14 @@ def transformers_model(folder: Path) -> Any:
 
 @cache
 def transformers_logits(folder: Path, tokens: tuple[int, ...]) -> np.ndarray:
-    import torch
-
+    torch = pytest.importorskip("torch")
     with torch.no_grad():
         return transformers_model(folder)(torch.tensor([tokens])).logits[0].numpy()  # type: ignore[no-any-return]
 
 
 @cache
 def transformers_greedy(folder: Path, tokens: tuple[int, ...], count: int) -> list[int]:
-    import torch
-
+    torch = pytest.importorskip("torch")
     ids = torch.tensor([tokens])
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": count, "do_sample": False}
     return transformers_model(folder).generate(ids, **options)[0].tolist()  # type: ignore[no-any-return]
