@@ -416,7 +416,7 @@ def mxfp8_quantize(
     output_scale: Array,
     input: Array,
     is_sf_swizzled_layout: bool = False,
-    mode: str = "ceil",
+    scale_mode: str = "ceil",
     *,
     stream: Stream = None,
 ) -> None:
@@ -428,7 +428,7 @@ def mxfp8_quantize(
             scale is ``2**(byte - 127)``.
         input: ``[..., width]`` float32, float16 or bfloat16, ``width`` a multiple of 32.
         is_sf_swizzled_layout: as there.
-        mode: ``"ceil"``: the least power for which no number is too large; ``"ocp"``: ``2**(floor(log2(m)) - e)`` with
+        scale_mode: ``"ceil"``: the least power for which no number is too large; ``"ocp"``: ``2**(floor(log2(m)) - e)`` with
             ``m = max(abs(block))`` and ``e`` the exponent of the largest code, for which numbers up to twice too large
             saturate; ``"vllm"``: ``2**floor(log2(m))``, as vLLM has it.  Blocks of zeros have the byte 0, in the last
             mode 1.
@@ -446,7 +446,7 @@ def mxfp4_quantize(
     output_scale: Array,
     input: Array,
     is_sf_swizzled_layout: bool = False,
-    mode: str = "ocp",
+    scale_mode: str = "ocp",
     *,
     stream: Stream = None,
 ) -> None:
@@ -457,7 +457,7 @@ def mxfp4_quantize(
         output_scale: as of :func:`mxfp8_quantize`; written.
         input: as there.
         is_sf_swizzled_layout: as there.
-        mode: as there; ``"vllm"``: ``2**floor(log2(m / 6))``, as vLLM 0.22 has it.
+        scale_mode: as there; ``"vllm"``: ``2**floor(log2(m / 6))``, as vLLM 0.22 has it.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
@@ -474,7 +474,7 @@ def mxfp4_experts_quant(
     input_offset_by_experts: Array,
     output_scale_offset_by_experts: Array,
     n_experts: int = 0,
-    mode: str = "ocp",
+    scale_mode: str = "ocp",
     *,
     stream: Stream = None,
 ) -> None:
@@ -488,7 +488,7 @@ def mxfp4_experts_quant(
         input_offset_by_experts: as there.
         output_scale_offset_by_experts: as there.
         n_experts: how many there are; 0: one less than offsets.
-        mode: as of :func:`mxfp4_quantize`.
+        scale_mode: as of :func:`mxfp4_quantize`.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
@@ -505,7 +505,7 @@ def silu_and_mul_mxfp4_experts_quant(
     input_offset_by_experts: Array,
     output_scale_offset_by_experts: Array,
     n_experts: int = 0,
-    mode: str = "ocp",
+    scale_mode: str = "ocp",
     *,
     stream: Stream = None,
 ) -> None:
@@ -523,7 +523,7 @@ def mxfp8_experts_quant(
     blockscale_offsets: Array,
     quant_output: Array,
     scale_factor: Array,
-    mode: str = "ceil",
+    scale_mode: str = "ceil",
     *,
     stream: Stream = None,
 ) -> None:
@@ -540,7 +540,7 @@ def mxfp8_experts_quant(
         scale_factor: ``[scale_rows, n]`` uint8, with ``n`` the blocks of a row, rounded up to a multiple of 4; or int32
             as four bytes each; contiguous; written, with zeros up to the next multiple of 128 rows behind those of an
             expert.
-        mode: as of :func:`mxfp8_quantize`.
+        scale_mode: as of :func:`mxfp8_quantize`.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:

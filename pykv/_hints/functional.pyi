@@ -323,7 +323,7 @@ def mxfp4_dequantize(
 def mxfp4_quantize(
     input: Array,
     is_sf_swizzled_layout: bool = False,
-    mode: str = "ocp",
+    scale_mode: str = "ocp",
     *,
     output: Array | None = None,
     output_scale: Array | None = None,
@@ -335,7 +335,7 @@ def mxfp8_dequantize(
 def mxfp8_quantize(
     input: Array,
     is_sf_swizzled_layout: bool = False,
-    mode: str = "ceil",
+    scale_mode: str = "ceil",
     *,
     output: Array | None = None,
     output_scale: Array | None = None,

@@ -701,12 +701,12 @@ def mxfp4_experts_quant(
     input_offset_by_experts: ArrayLike,
     output_scale_offset_by_experts: ArrayLike,
     n_experts: int = 0,
-    mode: str = "ocp",
+    scale_mode: str = "ocp",
 ) -> tuple[Array, Array]: ...
 def mxfp4_quantize(
     input: ArrayLike,
     is_sf_swizzled_layout: bool = False,
-    mode: str = "ocp",
+    scale_mode: str = "ocp",
     *,
     output: ArrayLike | None = None,
     output_scale: ArrayLike | None = None,
@@ -721,12 +721,12 @@ def mxfp8_experts_quant(
     blockscale_offsets: ArrayLike,
     quant_output: ArrayLike,
     scale_factor: ArrayLike,
-    mode: str = "ceil",
+    scale_mode: str = "ceil",
 ) -> tuple[Array, Array]: ...
 def mxfp8_quantize(
     input: ArrayLike,
     is_sf_swizzled_layout: bool = False,
-    mode: str = "ceil",
+    scale_mode: str = "ceil",
     *,
     output: ArrayLike | None = None,
     output_scale: ArrayLike | None = None,
@@ -1214,7 +1214,7 @@ def silu_and_mul_mxfp4_experts_quant(
     input_offset_by_experts: ArrayLike,
     output_scale_offset_by_experts: ArrayLike,
     n_experts: int = 0,
-    mode: str = "ocp",
+    scale_mode: str = "ocp",
 ) -> tuple[Array, Array]: ...
 def silu_and_mul_nvfp4_quant(
     input: ArrayLike,

@@ -89,9 +89,11 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
     "scaled_fp4_experts_quant": lambda a: fp4_experts(a, a.input),
     "silu_and_mul_scaled_fp4_experts_quant": lambda a: fp4_experts(a, silu_and_mul32(a)),
     "mxfp8_quantize": lambda a: dict(
-        zip(("output", "output_scale"), blocks_ref.mx(a.input, codes_ref.E4M3, a.mode), strict=True)
+        zip(("output", "output_scale"), blocks_ref.mx(a.input, codes_ref.E4M3, a.scale_mode), strict=True)
     ),
-    "mxfp4_quantize": lambda a: dict(zip(("output", "output_scale"), blocks_ref.mx(a.input, 4, a.mode), strict=True)),
+    "mxfp4_quantize": lambda a: dict(
+        zip(("output", "output_scale"), blocks_ref.mx(a.input, 4, a.scale_mode), strict=True)
+    ),
     "mxfp4_experts_quant": lambda a: fp4_experts(a, a.input),
     "silu_and_mul_mxfp4_experts_quant": lambda a: fp4_experts(a, silu_and_mul32(a)),
     "mxfp8_experts_quant": mxfp8_experts_quant,

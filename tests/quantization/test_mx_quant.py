@@ -142,7 +142,7 @@ def test_any(count, blocks, dtype, offset, swizzled, four):
 def test_refused(array):
     x, q = array.input(rows((4, 96), np.dtype(F))), array.output(np.zeros((4, 96), E4M3))
     s = array.output(np.zeros((4, 3), np.uint8))
-    with pytest.raises(ValueError, match='mode: must be "ceil", "ocp" or "vllm", got "floor"'):
+    with pytest.raises(ValueError, match='scale_mode: must be "ceil", "ocp" or "vllm", got "floor"'):
         pykv.mxfp8_quantize(q, s, x, False, "floor")
     with pytest.raises(TypeError, match="output_scale: "):
         pykv.mxfp8_quantize(q, array.output(np.zeros((4, 3), np.int16)), x)

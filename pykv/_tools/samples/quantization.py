@@ -51,8 +51,8 @@ SAMPLES: Mapping[str, Callable[[], Sample]] = {
     },
     "scaled_fp4_experts_quant": lambda: coded_blocks(32, np.zeros((256, 4), np.uint8), **of_experts(True)),
     "silu_and_mul_scaled_fp4_experts_quant": lambda: coded_blocks(16, np.zeros((256, 4), np.uint8), **of_experts(True)),
-    "mxfp8_quantize": lambda: coded_blocks(64, np.zeros((3, 2), np.uint8), mode="ocp"),
-    "mxfp4_quantize": lambda: coded_blocks(32, np.zeros((3, 2), np.uint8), mode="ceil"),
+    "mxfp8_quantize": lambda: coded_blocks(64, np.zeros((3, 2), np.uint8), scale_mode="ocp"),
+    "mxfp4_quantize": lambda: coded_blocks(32, np.zeros((3, 2), np.uint8), scale_mode="ceil"),
     "mxfp4_experts_quant": lambda: coded_blocks(32, np.zeros((256, 4), np.uint8), **of_experts(False)),
     "silu_and_mul_mxfp4_experts_quant": lambda: coded_blocks(16, np.zeros((256, 4), np.uint8), **of_experts(False)),
     "mxfp8_experts_quant": lambda: {

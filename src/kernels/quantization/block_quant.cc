@@ -56,17 +56,17 @@ struct Blocks {
     args.rule = {ScaleKind::kE4M3, ExponentRule::kCeil, largest_code(args.codes), 0.0f, largest_exponent(args.codes)};
   }
 
-  void set_mode(const char* mode) {
+  void set_mode(const char* scale_mode) {
     args.rule.kind = ScaleKind::kMx;
-    required("mode", mode);
-    if (std::strcmp(mode, "ceil") == 0) {
+    required("scale_mode", scale_mode);
+    if (std::strcmp(scale_mode, "ceil") == 0) {
       args.rule.exponent = ExponentRule::kCeil;
-    } else if (std::strcmp(mode, "ocp") == 0) {
+    } else if (std::strcmp(scale_mode, "ocp") == 0) {
       args.rule.exponent = ExponentRule::kOcp;
-    } else if (std::strcmp(mode, "vllm") == 0) {
+    } else if (std::strcmp(scale_mode, "vllm") == 0) {
       args.rule.exponent = ExponentRule::kVllm;
     } else {
-      fail(PYKV_VALUE_ERROR, "mode: must be \"ceil\", \"ocp\" or \"vllm\", got \"%s\"", mode);
+      fail(PYKV_VALUE_ERROR, "scale_mode: must be \"ceil\", \"ocp\" or \"vllm\", got \"%s\"", scale_mode);
     }
   }
 
@@ -158,10 +158,10 @@ void nvfp4_of_experts(Call& call, DLTensor* output, DLTensor* output_scale, cons
 }
 
 void mxfp4_of_experts(Call& call, DLTensor* output, DLTensor* output_scale, const DLTensor* input,
-                      const DLTensor* offsets, const DLTensor* scale_offsets, int64_t n_experts, const char* mode,
+                      const DLTensor* offsets, const DLTensor* scale_offsets, int64_t n_experts, const char* scale_mode,
                       bool gated, const char* report, void* stream) {
   Blocks b(call, "output", output, input, kMx, true, gated);
-  b.set_mode(mode);
+  b.set_mode(scale_mode);
   b.set_experts(call, "output_scale", output_scale, kOffsets, offsets, kScaleOffsets, scale_offsets, 1, report);
   if (n_experts != 0 && n_experts != b.args.of_experts.experts)
     fail(PYKV_VALUE_ERROR, "n_experts: must be one less than there are offsets, %d, got %" PRId64,
@@ -218,20 +218,20 @@ pykv_status pykv_silu_and_mul_scaled_fp4_experts_quant(DLTensor* output, DLTenso
 }
 
 pykv_status pykv_mxfp8_quantize(DLTensor* output, DLTensor* output_scale, const DLTensor* input,
-                                bool is_sf_swizzled_layout, const char* mode, void* stream) {
+                                bool is_sf_swizzled_layout, const char* scale_mode, void* stream) {
   return guarded("mxfp8_quantize", [&](Call& call) {
     Blocks b(call, "output", output, input, kMx, false, false);
-    b.set_mode(mode);
+    b.set_mode(scale_mode);
     b.set_scales(call, "output_scale", output_scale, is_sf_swizzled_layout);
     b.run(call, stream);
   });
 }
 
 pykv_status pykv_mxfp4_quantize(DLTensor* output, DLTensor* output_scale, const DLTensor* input,
-                                bool is_sf_swizzled_layout, const char* mode, void* stream) {
+                                bool is_sf_swizzled_layout, const char* scale_mode, void* stream) {
   return guarded("mxfp4_quantize", [&](Call& call) {
     Blocks b(call, "output", output, input, kMx, true, false);
-    b.set_mode(mode);
+    b.set_mode(scale_mode);
     b.set_scales(call, "output_scale", output_scale, is_sf_swizzled_layout);
     b.run(call, stream);
   });
@@ -240,29 +240,31 @@ pykv_status pykv_mxfp4_quantize(DLTensor* output, DLTensor* output_scale, const 
 pykv_status pykv_mxfp4_experts_quant(DLTensor* output, DLTensor* output_scale, const DLTensor* input,
                                      const DLTensor* input_offset_by_experts,
                                      const DLTensor* output_scale_offset_by_experts, int64_t n_experts,
-                                     const char* mode, void* stream) {
+                                     const char* scale_mode, void* stream) {
   return guarded("mxfp4_experts_quant", [&](Call& call) {
     mxfp4_of_experts(call, output, output_scale, input, input_offset_by_experts, output_scale_offset_by_experts,
-                     n_experts, mode, false, "mxfp4_experts_quant: output_scale_offset_by_experts", stream);
+                     n_experts, scale_mode, false, "mxfp4_experts_quant: output_scale_offset_by_experts", stream);
   });
 }
 
 pykv_status pykv_silu_and_mul_mxfp4_experts_quant(DLTensor* output, DLTensor* output_scale, const DLTensor* input,
                                                   const DLTensor* input_offset_by_experts,
                                                   const DLTensor* output_scale_offset_by_experts, int64_t n_experts,
-                                                  const char* mode, void* stream) {
+                                                  const char* scale_mode, void* stream) {
   return guarded("silu_and_mul_mxfp4_experts_quant", [&](Call& call) {
     mxfp4_of_experts(call, output, output_scale, input, input_offset_by_experts, output_scale_offset_by_experts,
-                     n_experts, mode, true, "silu_and_mul_mxfp4_experts_quant: output_scale_offset_by_experts", stream);
+                     n_experts, scale_mode, true, "silu_and_mul_mxfp4_experts_quant: output_scale_offset_by_experts",
+                     stream);
   });
 }
 
 pykv_status pykv_mxfp8_experts_quant(const DLTensor* input, const DLTensor* problem_sizes,
                                      const DLTensor* expert_offsets, const DLTensor* blockscale_offsets,
-                                     DLTensor* quant_output, DLTensor* scale_factor, const char* mode, void* stream) {
+                                     DLTensor* quant_output, DLTensor* scale_factor, const char* scale_mode,
+                                     void* stream) {
   return guarded("mxfp8_experts_quant", [&](Call& call) {
     Blocks b(call, "quant_output", quant_output, input, kMx, false, false);
-    b.set_mode(mode);
+    b.set_mode(scale_mode);
     b.set_experts(call, "scale_factor", scale_factor, "expert_offsets", expert_offsets, "blockscale_offsets",
                   blockscale_offsets, 0, "mxfp8_experts_quant: blockscale_offsets");
     Dim experts{"num_experts", b.args.of_experts.experts}, three{"3", 3};

@@ -122,26 +122,26 @@ PYKV_API pykv_status pykv_silu_and_mul_scaled_fp4_experts_quant(
  *   output        mxfp8: [..., width] float8_e4m3fn | uint8 (the same) | float8_e5m2; mxfp4: uint8 as above; written
  *   output_scale  uint8 (or int32 as four bytes each), as above with blocks of 32; written
  *   input         [..., width]  float32 | float16 | bfloat16, width a multiple of 32
- *   mode          "ceil": the least power that leaves no number too large; "ocp": 2^(floor(log2(largest)) - e), e the exponent of
+ *   scale_mode    "ceil": the least power that leaves no number too large; "ocp": 2^(floor(log2(largest)) - e), e the exponent of
  *                 the largest code (mxfp4 2, e4m3 8, e5m2 15), by which numbers up to twice too large saturate; "vllm": what vLLM
  *                 0.22 has, largest / 6 (mxfp4) or largest (mxfp8), rounded down.  Blocks of zeros have the exponent 0
  *                 ("vllm", mxfp8: 1)                                                                                       */
 PYKV_API pykv_status pykv_mxfp8_quantize(DLTensor* output, DLTensor* output_scale, const DLTensor* input,
-                                         bool is_sf_swizzled_layout, const char* mode, void* stream);
+                                         bool is_sf_swizzled_layout, const char* scale_mode, void* stream);
 PYKV_API pykv_status pykv_mxfp4_quantize(DLTensor* output, DLTensor* output_scale, const DLTensor* input,
-                                         bool is_sf_swizzled_layout, const char* mode, void* stream);
+                                         bool is_sf_swizzled_layout, const char* scale_mode, void* stream);
 
 /* The same for the rows of experts; arguments as those of pykv_scaled_fp4_experts_quant, scales of blocks of 32.
  *   n_experts  of which there are, or 0 */
 PYKV_API pykv_status pykv_mxfp4_experts_quant(DLTensor* output, DLTensor* output_scale, const DLTensor* input,
                                               const DLTensor* input_offset_by_experts,
                                               const DLTensor* output_scale_offset_by_experts, int64_t n_experts,
-                                              const char* mode, void* stream);
+                                              const char* scale_mode, void* stream);
 PYKV_API pykv_status pykv_silu_and_mul_mxfp4_experts_quant(DLTensor* output, DLTensor* output_scale,
                                                            const DLTensor* input,
                                                            const DLTensor* input_offset_by_experts,
                                                            const DLTensor* output_scale_offset_by_experts,
-                                                           int64_t n_experts, const char* mode, void* stream);
+                                                           int64_t n_experts, const char* scale_mode, void* stream);
 
 /* The same in fp8, for experts whose rows need not follow each other.
  *   input          [rows, width]  float32 | float16 | bfloat16, width a multiple of 32
@@ -151,7 +151,7 @@ PYKV_API pykv_status pykv_silu_and_mul_mxfp4_experts_quant(DLTensor* output, DLT
  *   scale_factor   [scale rows, width / 32 rounded up to a multiple of 4]  uint8 (or int32 as four bytes each), contiguous; written */
 PYKV_API pykv_status pykv_mxfp8_experts_quant(const DLTensor* input, const DLTensor* problem_sizes,
                                               const DLTensor* expert_offsets, const DLTensor* blockscale_offsets,
-                                              DLTensor* quant_output, DLTensor* scale_factor, const char* mode,
+                                              DLTensor* quant_output, DLTensor* scale_factor, const char* scale_mode,
                                               void* stream);
 
 /* Codes in groups, as of pykv_per_token_group_fp8_quant with eps 1e-30, of beta * tanh(gate / beta) * sigmoid(gate) * up, rounded to
