@@ -429,9 +429,9 @@ def mxfp8_quantize(
         input: ``[..., width]`` float32, float16 or bfloat16, ``width`` a multiple of 32.
         is_sf_swizzled_layout: as there.
         scale_mode: ``"ceil"``: the least power for which no number is too large; ``"ocp"``:
-            ``2**(floor(log2(m)) - e)`` with ``m = max(abs(block))`` and ``e`` the exponent of the largest code, for which
-            numbers up to twice too large saturate; ``"vllm"``: ``2**floor(log2(m))``, as vLLM has it.  Blocks of zeros have the byte 0, in the last
-            mode 1.
+            ``2**(floor(log2(m)) - e)`` with ``m = max(abs(block))`` and ``e`` the exponent of the largest code, for
+            which numbers up to twice too large saturate; ``"vllm"``: ``2**floor(log2(m))``, as vLLM has it.  Blocks of
+            zeros have the byte 0, in the last mode 1.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
