@@ -1,14 +1,11 @@
 """The products with packed weights of ``vllm._custom_ops``, for :mod:`pykv.vllm`.
 
-Each weight is packed for :func:`pykv.packed_gemm` when it is used for the first time, on the host, and stays packed as
-long as the array of its codes lives.  It must not be changed in the meantime, nor its scales; of the codes, torch's own
-changes in place are noticed.  What repacks a weight returns vLLM's own order of bits, so that arrays which vLLM has
-repacked will do, too.
+Each weight is packed for :func:`pykv.packed_gemm` once (``_vllm_packed.py``).  What repacks a weight returns vLLM's own
+order of bits, so that arrays which vLLM has repacked will do, too.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -17,6 +14,7 @@ import numpy as np
 import pykv
 from pykv._libraries import array_like, empty_beside, spec_of
 from pykv._types import Array
+from pykv._vllm_packed import packed_once
 from pykv.gemm import bit_stream, nibbles_of_awq, pack_awq, pack_gguf, pack_in_groups
 from pykv.packed_weight import Factor, Host, PackedWeight, float32, host, integers, plain_scales
 
@@ -26,21 +24,12 @@ _ALONE: Final = np.concatenate([2 * i + np.array([0, 1, 8, 9, 16, 17, 24, 25]) f
 _INTERLEAVED: Final = {4: np.array([0, 2, 4, 6, 1, 3, 5, 7]), 8: np.array([0, 2, 1, 3])}
 _TYPES: Final = {"uint4": (4, False), "uint8": (8, False), "uint4b8": (4, True), "uint8b128": (8, True)}
 
-_packed: Final[dict[tuple[object, ...], tuple[weakref.ref[Any], PackedWeight]]] = {}
-
 
 def _multiply(
     x: Array, weight: Array, key: tuple[object, ...], pack: Callable[[], PackedWeight], bias: Array | None = None
 ) -> Any:
     """``x @ W.T + bias`` with what ``pack()`` makes of the weight, or made of it before."""
-    array: Any = weight
-    whole = (id(weight), getattr(weight, "_version", 0), *spec_of(weight), *key)
-    found = _packed.get(whole)
-    if found is None or found[0]() is not weight:
-        made = pack().to(weight)
-        found = (weakref.ref(array, lambda _: _packed.pop(whole, None)), made)
-        _packed[whole] = found
-    packed = found[1]
+    packed = packed_once(weight, key, pack)
     out = empty_beside(x, (spec_of(x).shape[0], packed.shape[0]), spec_of(x).dtype)
     pykv.packed_gemm(out, x, packed.data, packed.format, bias)
     return out

@@ -1,14 +1,10 @@
 """The products with packed weights of experts of ``vllm._custom_ops``, for :mod:`pykv.vllm`.
 
-The weights are packed for :func:`pykv.fused_moe_gemm` when they are used for the first time, on the host, and stay
-packed as long as the array of their codes lives.  They must not be changed in the meantime, nor their scales; of the
-codes, torch's own changes in place are noticed.
+The weights are packed for :func:`pykv.fused_moe_gemm` once (``_vllm_packed.py``).
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -16,24 +12,12 @@ import numpy as np
 import pykv
 from pykv._libraries import empty_beside, spec_of
 from pykv._types import Array
+from pykv._vllm_packed import packed_once
 from pykv.gemm import pack_gguf, stack_packed
 from pykv.packed_gguf import GGUF_TYPES
 from pykv.packed_weight import Factor, Host, PackedWeight, host, integers, plain_scales, zero_points
 
 _BLOCK: Final = 8  # of ggml_moe_a8
-_packed: Final[dict[tuple[object, ...], tuple[weakref.ref[Any], PackedWeight]]] = {}
-
-
-def _experts(weight: Array, key: tuple[object, ...], pack: Callable[[int, Host], PackedWeight]) -> PackedWeight:
-    """What ``pack`` makes of the number and the codes of each expert, or made of them before."""
-    array: Any = weight
-    whole = (id(weight), getattr(weight, "_version", 0), *spec_of(weight), *key)
-    found = _packed.get(whole)
-    if found is None or found[0]() is not weight:
-        made = stack_packed([pack(e, codes) for e, codes in enumerate(host(weight))]).to(weight)
-        found = (weakref.ref(array, lambda _: _packed.pop(whole, None)), made)
-        _packed[whole] = found
-    return found[1]
 
 
 def moe_wna16_gemm(
@@ -57,21 +41,24 @@ def moe_wna16_gemm(
     The last two block sizes are ignored, and sums are fp32 and in one order.
     """
 
-    scales = plain_scales("b_scales", b_scales)
-    all_zeros = None if b_qzeros is None else host(b_qzeros)
+    def pack() -> PackedWeight:
+        scales = plain_scales("b_scales", b_scales)
+        all_zeros = None if b_qzeros is None else host(b_qzeros)
 
-    def pack(e: int, octets: Host) -> PackedWeight:
-        codes = octets if bit == 8 else np.stack([octets & 15, octets >> 4], -1).reshape(len(octets), -1)
-        factor = Factor(scales.kind, scales.values[e])
-        zeros = None
-        if all_zeros is not None:
-            z = all_zeros[e]
-            if bit == 4:
-                z = np.stack([z & 15, z >> 4], 1).reshape(-1, z.shape[-1])
-            zeros = zero_points(z.astype(np.int64), bit, factor)
-        return integers(codes, factor, zeros, codes.shape[1] // factor.values.shape[1], bit)
+        def expert(e: int, octets: Host) -> PackedWeight:
+            codes = octets if bit == 8 else np.stack([octets & 15, octets >> 4], -1).reshape(len(octets), -1)
+            factor = Factor(scales.kind, scales.values[e])
+            zeros = None
+            if all_zeros is not None:
+                z = all_zeros[e]
+                if bit == 4:
+                    z = np.stack([z & 15, z >> 4], 1).reshape(-1, z.shape[-1])
+                zeros = zero_points(z.astype(np.int64), bit, factor)
+            return integers(codes, factor, zeros, codes.shape[1] // factor.values.shape[1], bit)
 
-    w = _experts(b_qweight, (id(b_scales), id(b_qzeros), bit), pack)
+        return stack_packed([expert(e, octets) for e, octets in enumerate(host(b_qweight))])
+
+    w = packed_once(b_qweight, (id(b_scales), id(b_qzeros), bit), pack)
     target: Any = output
     target[...] = 0
     rows = target.reshape(-1, w.shape[0])
@@ -100,7 +87,7 @@ def ggml_moe_a8(
 
     Activations keep their 16 bits.
     """
-    w = _experts(W, (quant_type,), lambda _, blocks: pack_gguf(blocks, quant_type))
+    w = packed_once(W, (quant_type,), lambda: stack_packed([pack_gguf(blocks, quant_type) for blocks in host(W)]))
     out = empty_beside(X, (tokens * top_k, row), spec_of(X).dtype)
     out[...] = 0
     maps = (sorted_token_ids, expert_ids, num_tokens_post_padded)

@@ -12,7 +12,7 @@ from gemm.weights import awq_codes_and_scales, gguf_blocks, scales_of, words
 from rows import random
 
 import pykv
-from pykv import _vllm_gemm
+from pykv import _vllm_gemm, _vllm_packed
 from pykv import vllm as ops
 
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
@@ -203,13 +203,13 @@ def test_what_is_not_there_is_refused() -> None:
 def test_a_weight_stays_packed_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(_vllm_gemm, "pack_awq", lambda *given: calls.append(0) or pykv.gemm.pack_awq(*given))
-    before = len(_vllm_gemm._packed)
+    before = len(_vllm_packed._packed)
     q, z, s, _ = awq_codes_and_scales(N, K, 64)
     x = random((5, K), F16)
     first = ops.awq_gemm(x, q, s, z, 8)
     np.testing.assert_array_equal(ops.awq_gemm(x, q, s, z, 8), first)
     assert len(calls) == 1
-    assert len(_vllm_gemm._packed) == before + 1
+    assert len(_vllm_packed._packed) == before + 1
     del q
     gc.collect()
-    assert len(_vllm_gemm._packed) == before
+    assert len(_vllm_packed._packed) == before
