@@ -19,6 +19,16 @@ inline uint32_t pack_nibbles(uint64_t bytes) {
   return static_cast<uint32_t>(bytes | bytes >> 16);
 }
 
+// Those of sixteen bytes as eight.
+inline void pack_sixteen(uint8_t* to, const uint8_t* bytes) {
+  for (int i = 0; i < 2; ++i) {
+    uint64_t eight;
+    __builtin_memcpy(&eight, bytes + 8 * i, 8);
+    const uint32_t packed = pack_nibbles(eight);
+    __builtin_memcpy(to + 4 * i, &packed, 4);
+  }
+}
+
 // Sixteen elements times r, as codes.
 template <class T>
 inline void store_e2m1(uint8_t* codes, const T* from, float r) {
@@ -29,12 +39,7 @@ inline void store_e2m1(uint8_t* codes, const T* from, float r) {
     const Bytes some = narrow_to_bytes(narrow_e2m1_magnitude<Floats, Words>(x * r) | signs);
     __builtin_memcpy(bytes + i, &some, sizeof some);
   }
-  for (int i = 0; i < 2; ++i) {
-    uint64_t eight;
-    __builtin_memcpy(&eight, bytes + 8 * i, 8);
-    const uint32_t packed = pack_nibbles(eight);
-    __builtin_memcpy(codes + 4 * i, &packed, 4);
-  }
+  pack_sixteen(codes, bytes);
 }
 
 // The scales of as many blocks as a vector has lanes, and by what their elements are multiplied.

@@ -42,12 +42,7 @@ inline void store_nibbles(uint8_t* codes, const T* from, float factor) {
     const Bytes some = narrow_to_bytes(signed_codes(i));
     __builtin_memcpy(bytes + i, &some, sizeof some);
   }
-  for (int i = 0; i < 2; ++i) {
-    uint64_t eight;
-    __builtin_memcpy(&eight, bytes + 8 * i, 8);
-    const uint32_t packed = pack_nibbles(eight);
-    __builtin_memcpy(codes + 4 * i, &packed, 4);
-  }
+  pack_sixteen(codes, bytes);
 #endif
 }
 
