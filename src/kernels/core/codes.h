@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "core/launch.h"
+#include "core/bits.h"
 
 #define PYKV_INLINE PYKV_HOST_DEVICE __attribute__((always_inline)) inline
 
@@ -37,9 +37,6 @@ enum class ScaleKind : uint8_t { kFloat, kPowerOfTwo, kE8M0, kMx, kE4M3 };
 // by which numbers above the largest code saturate; what vLLM 0.22 has (e2m1: magnitude / 6 rounded down; e4m3: magnitude
 // rounded down).
 enum class ExponentRule : uint8_t { kCeil, kOcp, kVllm };
-
-PYKV_INLINE uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
-PYKV_INLINE float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
 // The exponent of the least power of two that is not below x >= 0; 2^-126 for smaller ones.
 PYKV_INLINE uint32_t exponent_from(float x) {

@@ -1,6 +1,7 @@
 // Codes of a packed weight on CUDA: words (gemm/packed_weight.h) to fragments of mma.m16n8k16, and factors of groups.
 #pragma once
 
+#include "cuda/load_shared.cuh"
 #include "cuda/mma.cuh"
 #include "cuda/pairs.cuh"
 #include "gemm/packed_weight.h"
@@ -14,20 +15,6 @@ inline constexpr bool kIsHalf = kDTypeOf<T> == DType::kFloat16;
 template <class T>
 __device__ uint32_t subtract_pairs(uint32_t a, uint32_t b) {
   return as_word(__hsub2(as_pair<T>(a), as_pair<T>(b)));
-}
-
-__device__ inline uint4 load_shared_16(uint32_t at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(at)
-               : "memory");
-  return v;
-}
-__device__ inline uint2 load_shared_8(uint32_t at) {
-  uint2 v;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
-  return v;
 }
 
 // fragment() gives the first operand of step j.  kUnit multiplies all scales.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/cp_async.cuh"
+#include "cuda/mma.cuh"
 #include "cuda/types.cuh"
 #include "cuda/vec.cuh"
 #include "gemm/scaled_mm.h"
@@ -54,9 +55,7 @@ struct Lines {
 #pragma unroll
     for (int i = 0; i < 16; ++i)
       if (i < bytes) words[i / 4] |= static_cast<uint32_t>(__ldg(from + i * along_k)) << i % 4 * 8;
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-                 "r"(words[3])
-                 : "memory");
+    store_shared(to, make_uint4(words[0], words[1], words[2], words[3]));
   }
 };
 

@@ -82,9 +82,9 @@ class Segment {
   __device__ void multiply(int stage) {
     uint4 w[kQuarters], x[S::kTiles];
 #pragma unroll
-    for (int i = 0; i < kQuarters; ++i) w[i] = load_own(place(stage, i));
+    for (int i = 0; i < kQuarters; ++i) w[i] = load_shared_16(place(stage, i));
 #pragma unroll
-    for (int t = 0; t < S::kTiles; ++t) x[t] = load_own(place(stage, kQuarters + t));
+    for (int t = 0; t < S::kTiles; ++t) x[t] = load_shared_16(place(stage, kQuarters + t));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const uint4 low = w[2 * r], high = w[2 * r + 1];

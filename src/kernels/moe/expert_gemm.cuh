@@ -4,6 +4,7 @@
 #include "activation/activations.cuh"
 #include "cuda/cp_async.cuh"
 #include "cuda/dependent_shared.cuh"
+#include "cuda/load_shared.cuh"
 #include "cuda/mma.cuh"
 #include "cuda/pairs.cuh"
 #include "gemm/tile_map.cuh"
@@ -75,15 +76,6 @@ __device__ void copy_columns(const ExpertGemmProblem& p, uint32_t to, const T* r
     bits[i] = row && column + i < p.a.k ? reinterpret_cast<const unsigned short*>(row)[column + i] : 0;
   store_shared(to, make_uint4(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, bits[4] | bits[5] << 16,
                               bits[6] | bits[7] << 16));
-}
-
-__device__ inline uint4 load_own(uint32_t at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(at)
-               : "memory");
-  return v;
 }
 
 // For many pairs of each expert, in tiles of 64 or 128.

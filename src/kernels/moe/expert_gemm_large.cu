@@ -84,11 +84,11 @@ __global__ void __launch_bounds__(kThreads, S::kPairs == 64 ? 2 : 1)
     copy(unit + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
     uint4 x[S::kTiles];
 #pragma unroll
-    for (int t = 0; t < S::kTiles; ++t) x[t] = load_own(pairs_at + stage * S::kStageBytes + t * 8 * kRowBytes);
+    for (int t = 0; t < S::kTiles; ++t) x[t] = load_shared_16(pairs_at + stage * S::kStageBytes + t * 8 * kRowBytes);
 #pragma unroll
     for (int r = 0; r < S::kBlocks; ++r) {
-      const uint4 low = load_own(rows_at + stage * S::kStageBytes + r * 16 * kRowBytes);
-      const uint4 high = load_own(rows_at + stage * S::kStageBytes + (r * 16 + 8) * kRowBytes);
+      const uint4 low = load_shared_16(rows_at + stage * S::kStageBytes + r * 16 * kRowBytes);
+      const uint4 high = load_shared_16(rows_at + stage * S::kStageBytes + (r * 16 + 8) * kRowBytes);
       const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
       for (int t = 0; t < S::kTiles; ++t) mma_16x8x16<T>(sum[r][t], first, x[t].x, x[t].y);

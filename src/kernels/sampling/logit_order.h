@@ -3,20 +3,9 @@
 
 #include <cstdint>
 
-#include "core/launch.h"
+#include "core/bits.h"
 
 namespace pykv {
-
-PYKV_HOST_DEVICE static inline uint32_t bits_of(float x) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-PYKV_HOST_DEVICE static inline float float_of(uint32_t bits) {
-  float x;
-  __builtin_memcpy(&x, &bits, sizeof x);
-  return x;
-}
 
 constexpr uint32_t kKeyOfNan = 0xffffffffu;
 
