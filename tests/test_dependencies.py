@@ -19,7 +19,7 @@ def includes(path: Path) -> list[str]:
     return re.findall(r'^#include [<"](.+?)[>"]', path.read_text(), flags=re.MULTILINE)
 
 
-def rooms(folder: Path) -> set[str]:
+def parts_used(folder: Path) -> set[str]:
     """First parts of what the files of a folder include from our own tree."""
     found = {i.split("/")[0] for path in folder.rglob("*.*") for i in includes(path) if "/" in i}
     return found & ({*FAMILIES, *SHARED, "pykv"} | {"pybind11"})
@@ -30,17 +30,23 @@ USES = {"moe": {"activation", "gemm"}}  # what a layer is made of
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_knows_no_other_family(family: str) -> None:
-    assert rooms(KERNELS / family) <= {family, "core", "cpu", "cuda", "pykv"} | USES.get(family, set())
+    assert parts_used(KERNELS / family) <= {family, "core", "cpu", "cuda", "pykv"} | USES.get(family, set())
 
 
 @pytest.mark.parametrize(
-    ("room", "allowed"), [("core", {"core", "cpu", "cuda", "pykv"}), ("cpu", {"core", "cpu", "pykv"})]
+    ("part", "allowed"),
+    [("core", {"core", "pykv"}), ("cpu", {"core", "cpu", "pykv"}), ("cuda", {"core", "cuda", "pykv"})],
 )
-def test_shared_rooms_know_no_op(room: str, allowed: set[str]) -> None:
-    assert rooms(KERNELS / room) <= allowed
+def test_shared_parts_know_no_operation(part: str, allowed: set[str]) -> None:
+    assert parts_used(KERNELS / part) <= allowed
 
 
-def test_the_door_is_c() -> None:
+def test_core_is_the_same_with_and_without_cuda() -> None:
+    told = {path.name for path in (KERNELS / "core").iterdir() if "PYKV_WITH_CUDA" in path.read_text()}
+    assert told == {"call.h"}  # PYKV_CUDA(twin)
+
+
+def test_the_headers_are_c() -> None:
     for header in (KERNELS / "include" / "pykv").glob("*.h"):
         assert set(includes(header)) <= {
             "stdbool.h",
@@ -59,9 +65,9 @@ def test_the_layer_for_cpp_knows_no_op() -> None:
     assert set(re.findall(r"\bpykv_\w+", code)) == names
 
 
-def test_bindings_see_the_door_alone() -> None:
-    assert rooms(ROOT / "src" / "bindings") <= {"pykv", "pybind11"}
-    assert rooms(ROOT / "src" / "tvm_ffi") <= {"pykv"}
+def test_bindings_see_the_headers_alone() -> None:
+    assert parts_used(ROOT / "src" / "bindings") <= {"pykv", "pybind11"}
+    assert parts_used(ROOT / "src" / "tvm_ffi") <= {"pykv"}
 
 
 def test_python_imports_no_framework() -> None:
