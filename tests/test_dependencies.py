@@ -84,9 +84,10 @@ def test_every_family_has_samples() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_op_has_twins(family: str) -> None:
-    """Each stem with a C entry has a CPU twin; and a CUDA twin lies beside every CPU twin."""
-    stems = {p.name.removesuffix("_cpu.cc") for p in (KERNELS / family).glob("*_cpu.cc")}
-    assert stems
-    for stem in stems:
-        assert list((KERNELS / family).glob(f"{stem}*.cu")), f"{stem} has no CUDA twin"
-        assert (KERNELS / family / f"{stem}.h").exists()
+    """A CUDA twin and the header of both lie beside every CPU twin."""
+    twins = list((KERNELS / family).rglob("*_cpu.cc"))
+    assert twins
+    for twin in twins:
+        stem = twin.name.removesuffix("_cpu.cc")
+        assert list(twin.parent.glob(f"{stem}*.cu")), f"{stem} has no CUDA twin"
+        assert (twin.parent / f"{stem}.h").exists()
