@@ -1,0 +1,274 @@
+// Decoding for few sequences with batch_invariant, by clusters of blocks as in decode/cluster.cuh.
+//
+// In a long round each warp of the cluster takes a chunk (merge/exact.cuh), as long as there are chunks for all.
+// Then four warps, a team, take one as they do on the line, in rounds for all teams of the cluster.  The sums of a chunk go as
+// they are to the blocks that finish the columns.  Where these have no room for so many, each thread keeps a record.
+//
+// Chain: length, pages and queries at once -> tiles -> sums -> one exchange -> output.
+#pragma once
+
+#include "attention/cuda/decode/exact_team.cuh"
+
+namespace pykv::attention {
+
+template <class S>
+struct ExactClusterKernel : ExactTeams<S> {
+  using Sums = ExactExchange<S>;
+  using Base = DecodeLoader<S>;
+  using Teams = ExactTeams<S>;
+  using Base::kGroups;
+  using Base::lane;
+  using Base::p;
+  using Base::warp;
+  using Sums::cluster;
+  using Sums::each;
+  using Sums::items;
+  using Sums::kParts;
+  using Sums::kQuads;
+  using Sums::kRecordBytes;
+  using Sums::kv_head;
+  using Sums::rank;
+  using Sums::sequence;
+  using Sums::span;
+  using Sums::spans;
+  using Teams::kTeamWarps;
+  using Teams::rings;
+  using Teams::stats;
+  using Teams::team;
+  using Teams::teams;
+  using Teams::warps;
+  using typename Base::FirstLoads;
+  using typename Base::PageWords;
+  using typename Base::State;
+  using typename Sums::Exchange;
+  using typename Teams::Chunk;
+  using typename Teams::Kept;
+  static constexpr int kTile = S::kTile, kStages = S::kStages, kPartTiles = kPartTokens / kTile;
+  static_assert(kPartTokens == 16 * kGroupTokens);  // half a warp looks up a part
+
+  // ---- who takes what -----------------------------------------------------------------------------------------------
+
+  int long_rounds = 0;      // of chunks for all warps
+  int rounds = 0;           // of chunks for all teams
+  int chunks = 0;           // of all blocks of the cluster
+  bool by_records = false;  // what the blocks send
+
+  static constexpr int kBarrierBytes = 16;  // aligned
+
+  __device__ void share(int len) {
+    chunks = (len + kChunkTokens - 1) / kChunkTokens;
+    this->use_spans(len);
+    if (spans() > 1) chunks = p.by_spans.quotient(chunks + spans() - 1 - span());
+    rounds = p.by_round.quotient(chunks + teams * cluster - 1);
+    long_rounds = rounds / kTeamWarps;
+    rounds %= kTeamWarps;
+    by_records = this->leaf_places(chunks, each) * Sums::kLeafBytes > p.exchange_bytes;
+  }
+
+  // These of the cluster's if there were so many long rounds; what lies past the end does not exist.
+  __device__ int chunk_of(int long_rounds, int run) const {
+    const int short_run = run - long_rounds * kParts;
+    return (short_run < 0 ? run / kParts * warps + warp : long_rounds * warps + short_run * teams + team) * cluster +
+           rank;
+  }
+
+  // Of this warp's i-th tile.
+  __device__ int first_token(int long_rounds, int i) const {
+    const int run = i / kPartTiles, part = run < long_rounds * kParts ? run % kParts : warp % kTeamWarps;
+    const int chunk = chunk_of(long_rounds, run) * spans() + span();
+    return chunk * kChunkTokens + part * kPartTokens + i % kPartTiles * kTile;
+  }
+
+  // Lane: of the tile lane % 16 / kGroups after the i-th, eight tokens.
+  __device__ int token_to_look_up(int long_rounds, int i) const {
+    return first_token(long_rounds, i + lane % 16 / kGroups) + lane % kGroups * kGroupTokens;
+  }
+  __device__ PageWords look_up_tiles(int long_rounds, int i, int end) const {
+    const int token = token_to_look_up(long_rounds, i);
+    return this->ask_for_page(sequence, token, token < end);
+  }
+
+  // In a long round for the second half of the lanes.
+  __device__ FirstLoads find_first_loads() const {
+    const int token = token_to_look_up(lane / 16, 0);
+    return Base::find_first_loads(sequence, token, token < p.a.max_seq_len);
+  }
+
+  // ---- the loop -----------------------------------------------------------------------------------------------------
+
+  __device__ void run() {
+    if (cluster > 1) {
+      if (threadIdx.x == 0) cluster_open(shared_address(barrier()));
+      cluster_announce();  // others may send
+    }
+    // What can be found out before the kernel before has ended, is, so that loads come right after it.
+    auto queries = this->find_queries(sequence, kv_head);
+    this->have_queries_ready(queries);
+    FirstLoads first{};
+    if constexpr (!S::kSpans) first = find_first_loads();
+    if (blockIdx.x < p.early_blocks) {
+      const int guess = this->early_length(sequence);
+      share(static_cast<int>(clamp(guess, 0, p.a.max_seq_len)));
+      this->foresee(sequence, kv_head, guess, first_token(long_rounds, 0));
+    }
+    if constexpr (S::kSpans) first = find_first_loads();
+    wait_for_previous_kernel();
+    const PageWords pages = this->ask_for_pages(first);
+    PageWords later_ids;
+    const int len = this->length(first);
+    State state;
+    this->fetch_queries(queries, state);
+    int ids = pages.id();  // of the first tiles; later, of the next part
+    if (!S::kSpans && !takes_call(p)) {
+      if (cluster > 1) cluster_wait();
+      return;
+    }
+    const int guessed_spans = spans();
+    share(len);
+    if constexpr (S::kSpans) {
+      if (this->is_left_out()) return cluster_wait();
+      if (spans() != guessed_spans) ids = look_up_tiles(lane / 16, 0, len).id();
+    }
+    int ids_at = long_rounds > 0 ? 16 / kGroups : 0;
+    const int tiles = (long_rounds * kParts + rounds) * kPartTiles;
+    Chunk chunk;
+    this->clear_chunk(chunk);
+    Kept kept;
+    kept.near.clear();
+    for (ExactQuad& x : kept.far) x.clear();
+
+    const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes);
+    uint32_t valid[kStages];  // of tiles i to i + stages - 1
+    int at = 0, free = 0;     // the stages of the first and the last of these
+    int token = 0;            // the last one's first
+    const auto after = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
+#pragma unroll 1
+    for (int i = 1 - kStages;; ++i) {
+      const int next = i + kStages - 1;
+      TilePart part{sequence, len, kv_head, 0, 0, 0, 0, true, false, false, false};
+      if (next < tiles) {
+        token += kTile;
+        if (next % kPartTiles == 0) {
+          token = first_token(long_rounds, next);
+          if (next > 0) {
+            ids = later_ids.id();
+            ids_at = 0;
+          }
+          later_ids = look_up_tiles(long_rounds, next + kPartTiles, len);
+        }
+        part.first_token = token;
+        if (part.first_token < len) {
+          part.valid =
+              Base::start(stage0 + free * S::kStageBytes, part, Base::pages_of(ids, next % kPartTiles + ids_at));
+        }
+      }
+      cp_async_commit();
+      free = after(free);
+#pragma unroll
+      for (int k = 0; k + 1 < kStages; ++k) valid[k] = valid[k + 1];
+      valid[kStages - 1] = part.valid;
+      if (i < 0) continue;
+      if (i == 0) {
+        this->settle(kv_head, state);
+        if (cluster > 1) {
+          this->await_cluster(barrier(), by_records, chunks);  // the first tile is still on its way
+        }
+        if (cluster <= 2 || len <= 2048) let_next_kernel_start();
+      }
+      if (i >= tiles) break;
+      if (!state.plain) part.first_token = first_token(long_rounds, i);
+      part.valid = valid[0];
+      cp_async_wait<kStages - 1>();
+      __syncwarp();  // the tile is there
+      this->attend(rings + warp * S::kRingBytes, at * S::kStageBytes, part, state);
+      __syncwarp();  // its stage is free
+      if ((i + 1) % kPartTiles == 0) {
+        const int run = i / kPartTiles;
+        const bool whole = run < long_rounds * kParts;
+        if (whole) this->end_part(state, chunk);
+        if (!whole || run % kParts == kParts - 1) {
+          if (whole) this->take_chunk(chunk, state);
+          if (by_records) {
+            this->end_chunk(state, at, whole, kept);
+          } else {
+            send_chunk(state, at, whole, chunk_of(long_rounds, run));
+          }
+        }
+      }
+      at = after(at);
+    }
+    finish(kept, len);
+    if (rank == 0 && kv_head == 0 && this->is_first() && threadIdx.x == 0)
+      report_sequence(p, load_sequence(p, sequence));
+  }
+
+  // ---- the end ------------------------------------------------------------------------------------------------------
+
+  // It counts what others send.
+  __device__ uint64_t* barrier() const { return reinterpret_cast<uint64_t*>(stats + warps * S::kColumns); }
+
+  __device__ Exchange exchange() const {
+    return this->exchange_at(reinterpret_cast<char*>(barrier()) + kBarrierBytes, barrier(), chunks);
+  }
+
+  // What this warp, or its team, found in a chunk; through a stage that it is done with.
+  __device__ void send_chunk(State& state, int stage, bool whole, int chunk) const {
+    const Exchange to = exchange();
+    if (whole) {
+      const float* left = this->leave_for_warp(state, stage);
+#pragma unroll 1
+      for (int item = lane; chunk < chunks && item < items; item += 32) {
+        this->send_leaf(to, chunk, item, this->stats_of(warp)[item / kQuads], this->left_at(left, item));
+      }
+      __syncwarp();
+    } else {
+      this->leave_in_team(state, stage);
+#pragma unroll 1
+      for (int item = threadIdx.x % kThreads; chunk < chunks && item < items; item += kThreads) {
+        const PartsOfChunk sum = this->parts_left(stage, item);
+        this->send_leaf(to, chunk, item, {sum.maximum, sum.sum}, sum.o);
+      }
+      this->sync_team();
+    }
+    this->clear_sums(state);
+  }
+
+  __device__ void finish(Kept& kept, int len) const {
+    Exchange to = exchange();
+    if (!by_records) return this->add_up_leaves(to, chunks, len);
+    if (warps == kTeamWarps && cluster == 1) {  // the team has all
+      this->for_each_kept(kept, [&](const ExactQuad& x, int item) { this->store(x, item, len); });
+      return;
+    }
+    if (cluster == 1) to.records = reinterpret_cast<ExactQuad*>(rings);  // [team][item]
+    send_records(to, kept);
+    this->add_up_records(to, cluster == 1 ? teams : cluster, len);
+  }
+
+  __device__ void send_records(const Exchange& to, Kept& kept) const {
+    auto* staged = reinterpret_cast<ExactQuad*>(rings);  // [team][item]
+    const auto place = [&](int team, int item) { return team * (items + 1) + item; };
+    __syncthreads();  // nobody needs the stages
+    this->for_each_kept(kept, [&](const ExactQuad& x, int item) { staged[place(team, item)] = x; });
+    if (cluster == 1) return;
+    __syncthreads();
+#pragma unroll 1
+    for (int item = threadIdx.x; item < items; item += blockDim.x) {
+      ExactQuad sum = staged[item];
+      for (int t = 1; t < teams; ++t) sum.add(staged[place(t, item)]);
+      this->send_record(to, item, sum);
+    }
+  }
+};
+
+template <class S>
+__global__ void __launch_bounds__(S::kWarps * 32, 1)
+    paged_attention_exact_cluster_kernel(const __grid_constant__ Problem p,
+                                         const __grid_constant__ CacheCopies copies) {
+  extern __shared__ __align__(1024) char memory[];
+  ExactClusterKernel<S> kernel{
+      {{{{{{{{{{p, copies}}}}}}}}}, memory, reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)}};
+  kernel.run();
+}
+
+}  // namespace pykv::attention
