@@ -66,7 +66,7 @@ struct Problem {
   Unfinished* unfinished;                         // [grid]; or tickets
   Lengths lengths;                                // that the launch is for
   Balance balance;                                // if not for any
-  uint64_t ticket;   // of the pieces that blocks leave for each other (merge/pieces.cuh)
+  uint64_t ticket;                                // of the pieces that blocks leave for each other (merge/pieces.cuh)
   Divider by_spans;  // clusters beside each other that share a sequence's keys (decode/spans.cuh),
   int keys_alone;    // if these are more than so many
 

@@ -55,6 +55,14 @@ __device__ inline Row row_of(const Problem& p, const Unit& u, int r) {
           valid};
 }
 
+// Elements in front of a query; and where those of a row begin, if they have 16 bits.
+__device__ inline int64_t query_offset(const Problem& p, int token, int head) {
+  return token * p.a.query_token_stride + head * p.a.query_head_stride;
+}
+__device__ inline const uint16_t* query_row(const Problem& p, const Row& row) {
+  return static_cast<const uint16_t*>(p.a.query) + query_offset(p, row.token, row.head);
+}
+
 // Sparsity of a head: its offset modulo vert_stride.
 __device__ inline int sparse_offset(const Problem& p, int head, int kv_head) {
   const BlockSparse& s = p.a.sparse;

@@ -38,16 +38,8 @@ struct TileLoader {
 
   const Problem& p;
   const CacheCopies& copies;
-  const int lane = threadIdx.x % 32, warp = S::kGroups > 1 ? threadIdx.x / 32 % 4 : threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
   const int member = threadIdx.x % kTeam;  // of the team
-
-  // Elements in front of a query.
-  __device__ int64_t query_offset(int token, int head) const {
-    return token * p.a.query_token_stride + head * p.a.query_head_stride;
-  }
-  __device__ const uint16_t* query_row(const Row& row) const {
-    return static_cast<const uint16_t*>(p.a.query) + query_offset(row.token, row.head);
-  }
 
   // Of a token in a page.
   __device__ const char* key_row(int64_t id, int token, int kv_head) const {

@@ -40,11 +40,11 @@ struct Shape {
   // Weights of bf16 have 8 bits, which alone would be an error of 1e-3.  Few rows wait for memory and can afford to add the other 8,
   // prefill cannot.
   static constexpr bool kSplitWeights = std::is_same_v<Mma, bf16> && kRowClass != RowClass::kMany;
-  static constexpr bool kReadOnce = kFew;     // nearly every key is for one query tile alone
-  static constexpr bool kWarpgroup = false;   // stages as wgmma reads them: verify/kernel.cuh
-  static constexpr bool kRaw = false;         // codes and scales of nvfp4 as they are: decode/nvfp4_tile.cuh
-  static constexpr int kHeads = 1;            // KV heads of a segment
-  static constexpr bool kManyTokens = false;  // queries as columns: of several tokens, each of which sees other keys
+  static constexpr bool kReadOnce = kFew;        // nearly every key is for one query tile alone
+  static constexpr bool kWarpgroup = false;      // stages as wgmma reads them: verify/kernel.cuh
+  static constexpr bool kRaw = false;            // codes and scales of nvfp4 as they are: decode/nvfp4_tile.cuh
+  static constexpr int kHeads = 1;               // KV heads of a segment
+  static constexpr bool kManyTokens = false;     // queries as columns: of several tokens, each of which sees other keys
   static constexpr bool kSharedQueries = false;  // ... that lie in shared memory, once for all warps
   static constexpr bool kHidesKeys = false;      // decoding proper: windows
   static constexpr bool kHalfLinesMeet = false;  // ... reads heads of 64 bytes with their neighbours
@@ -73,6 +73,12 @@ struct Shape {
   static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kRows * kD * 2;
   static constexpr int kWaitingBytes = kWholeChunks ? (kD / 8 + 1) * kThreads * 16 : 0;  // a chunk's sums
 };
+
+// Of the warps that work on a tile together: which one a thread belongs to.
+template <class S>
+__device__ inline int warp_of_group() {
+  return S::kGroups > 1 ? threadIdx.x / 32 % 4 : threadIdx.x / 32;
+}
 
 struct alignas(16) TokenPointers {
   const char *key, *value;  // of the slot's KV head; null: nothing to read

@@ -3,21 +3,15 @@
 // go on meanwhile.
 #pragma once
 
-#include "attention/cuda/decode/columns.cuh"
+#include "attention/cuda/decode/results.cuh"
 #include "attention/cuda/merge/exact.cuh"
 
 namespace pykv::attention {
 
 template <class S>
-struct ChunkColumns : QueryColumns<S> {
-  using Columns = QueryColumns<S>;
-  using Columns::kD;
-  using Columns::kQueryTiles;
-  using Columns::kTile;
-  using Columns::lane;
-  using Columns::p;
-  using Columns::warp;
-  using typename Columns::State;
+struct ChunkSums {
+  using State = typename ColumnQueries<S>::State;
+  static constexpr int kD = S::kD, kTile = S::kTile, kQueryTiles = ColumnQueries<S>::kQueryTiles;
 
   static constexpr int kPartTiles = kPartTokens / kTile;
   static constexpr int kRoundColumns = 4, kRoundItems = kRoundColumns * kD / 4;  // four columns of a query each
@@ -29,6 +23,10 @@ struct ChunkColumns : QueryColumns<S> {
   static constexpr int kFarRounds = S::kColumns / kRoundColumns - (kFirstIsNear ? 1 : 0);
   using Near = ExactQuad[kRoundQuads];
   using Far = ExactQuad[kFarRounds * kRoundQuads];
+
+  const Problem& p;
+  ColumnResults<S> results{p};
+  const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
 
   // Of the i-th tile of this warp's part.
   __device__ int token_in_chunk(int chunk, int i) const {
@@ -71,7 +69,7 @@ struct ChunkColumns : QueryColumns<S> {
         for (int m = 4; m < 32; m *= 2) sum += __shfl_xor_sync(~0u, sum, m);
         if (column >= p.group || column / kRoundColumns != round) continue;
         if (lane / 4 == 0) stats[column] = {state.maximum[i][e], sum};
-        this->store_sums(state, i, e, to, column % kRoundColumns);
+        results.store_sums(state, i, e, to, column % kRoundColumns);
       }
     }
   }
@@ -93,12 +91,8 @@ struct ChunkColumns : QueryColumns<S> {
       }
       kept.add(sum.o, sum.sum, sum.maximum);
     });
-    this->clear_sums(state);
+    ColumnQueries<S>::clear_sums(state);
   }
 };
-
-// What decoding proper is made of.
-template <class S>
-using ColumnsOf = std::conditional_t<S::kInvariant, ChunkColumns<S>, QueryColumns<S>>;
 
 }  // namespace pykv::attention

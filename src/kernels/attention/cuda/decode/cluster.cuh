@@ -4,6 +4,7 @@
 // Chain: length, pages and queries at once -> tiles -> sums -> one exchange -> output.
 #pragma once
 
+#include "attention/cuda/decode/loader.cuh"
 #include "attention/cuda/decode/spans.cuh"
 #include "cuda/cluster.cuh"
 
@@ -43,44 +44,42 @@ struct Exchange : std::conditional_t<S::kSharedQueries, SharedQueries<S>, NoShar
 };
 
 template <class S>
-struct ClusterKernel : ClusterSpans<S> {
-  using Base = DecodeLoader<S>;
-  using Spans = ClusterSpans<S>;
-  using Base::copies;
-  using Base::kQuads;
-  using Base::lane;
-  using Base::p;
-  using Base::warp;
-  using Spans::place;
-  using Spans::rank;
-  using Spans::warps;
-  using typename Base::FirstLoads;
-  using typename Base::PageWords;
-  using typename Base::State;
+struct ClusterKernel {
+  using Results = ColumnResults<S>;
+  using State = typename ColumnQueries<S>::State;
+  using FirstLoads = typename DecodePages<S>::FirstLoads;
+  using PageWords = typename DecodePages<S>::PageWords;
   static constexpr int kD = S::kD, kTile = S::kTile, kStages = S::kStages;
-  static constexpr int kAtOnce = Base::kAtOnce;
+  static constexpr int kAtOnce = DecodePages<S>::kAtOnce, kQuads = Results::kQuads;
 
+  const Problem& p;
+  const CacheCopies& copies;
   char* rings;  // all warps' stages
   Exchange<S>& exchange;
-  const int task = S::kManyTokens ? p.by_ways.quotient(place) : place;
+  DecodeLoader<S> loader{p, copies};
+  ColumnQueries<S> queries{p};
+  Results results{p};
+  ClusterSpans<S> block{p};
+  const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
+  const int task = S::kManyTokens ? p.by_ways.quotient(block.place) : block.place;
   const int sequence = task / p.a.num_kv_heads, kv_head = task - sequence * p.a.num_kv_heads;
 
   // With kHidesKeys: the first key that a query sees, and where its tile begins.
   int first_seen = 0, begin = 0;
 
   // The warp's i-th tile.
-  __device__ int first_token(int i) const { return (S::kHidesKeys ? begin : 0) + this->tile_place(i); }
+  __device__ int first_token(int i) const { return (S::kHidesKeys ? begin : 0) + block.tile_place(i); }
 
   // What lies past the end of the sequence is no page, but in the table; past the table's end it is -1.
   __device__ int look_up_tiles(int i) const {
-    const int token = this->token_to_look_up(i, [this](int tile) { return first_token(tile); });
-    return token < p.a.max_seq_len ? this->look_up(sequence, token) : -1;
+    const int token = loader.table.token_to_look_up(i, [this](int tile) { return first_token(tile); });
+    return token < p.a.max_seq_len ? loader.table.look_up(sequence, token) : -1;
   }
 
   // With kByToken: the page of a tile's token, for which nobody waits yet.
   __device__ PageWords ask_for_tile(int i) const {
-    const int token = this->token_to_look_up(i, [this](int tile) { return first_token(tile); });
-    return this->ask_for_page(sequence, token, token < p.a.max_seq_len);
+    const int token = loader.table.token_to_look_up(i, [this](int tile) { return first_token(tile); });
+    return loader.table.ask_for_page(sequence, token, token < p.a.max_seq_len);
   }
 
   // From the first key that a query at this position sees.
@@ -93,8 +92,8 @@ struct ClusterKernel : ClusterSpans<S> {
 
   // Of the first tiles.
   __device__ FirstLoads find_first_loads(bool has_task) const {
-    const int token = this->token_to_look_up(0, [this](int tile) { return first_token(tile); });
-    return Base::find_first_loads(sequence, token, has_task && token < p.a.max_seq_len);
+    const int token = loader.table.token_to_look_up(0, [this](int tile) { return first_token(tile); });
+    return loader.table.find_first_loads(sequence, token, has_task && token < p.a.max_seq_len);
   }
 
   __device__ void run() {
@@ -105,42 +104,42 @@ struct ClusterKernel : ClusterSpans<S> {
   __device__ bool run(bool has_task, auto&& suits) {
     // What can be found out before the kernel before has ended, is, so that loads come right after it.
     open_exchange();
-    auto queries = this->find_queries(sequence, kv_head);
-    this->have_queries_ready(queries);
+    auto places = queries.find_queries(sequence, kv_head);
+    queries.have_queries_ready(places);
     FirstLoads first{};
     if constexpr (!S::kHidesKeys) first = find_first_loads(has_task);
     if (has_task && blockIdx.x < p.early_blocks) {
-      const int len = this->early_length(sequence);
+      const int len = loader.table.early_length(sequence);
       if constexpr (S::kHidesKeys) look_at(static_cast<int>(clamp(len, 0, p.a.max_seq_len)));
-      this->foresee(sequence, kv_head, len, first_token(0));
+      loader.table.foresee(sequence, kv_head, len, first_token(0));
     }
     [[maybe_unused]] const int guessed_begin = begin;  // which with a window depends on the length
     if constexpr (S::kHidesKeys) first = find_first_loads(has_task);
     wait_for_previous_kernel();
-    const PageWords pages = this->ask_for_pages(first);  // of the first keys if all is as it was a moment before
-    const int len = has_task ? this->length(first) : 0;
+    const PageWords pages = loader.table.ask_for_pages(first);  // of the first keys if all is as it was a moment before
+    const int len = has_task ? loader.table.length(first) : 0;
     const bool is_mine = suits();
-    this->use_spans(len);
-    if (!is_mine || !has_task || this->is_left_out()) {
+    block.use_spans(len);
+    if (!is_mine || !has_task || block.is_left_out()) {
       close_exchange();
       return is_mine;
     }
     State state;
-    this->fetch_queries(queries, state);
+    queries.fetch_queries(places, state);
     int ids = pages.id();
     if constexpr (S::kHidesKeys) {
       look_at(len);
       if (begin != guessed_begin) ids = look_up_tiles(0);
     }
     attend_keys(ids, len, state, [&] {
-      this->settle(kv_head, state);
+      queries.settle(kv_head, state);
       if (p.cluster > 1) cluster_wait();  // all blocks are there; the first tile is still on its way
       if (p.cluster <= 2 || len <= 2048) let_next_kernel_start();
     });
-    const int step = this->spans() * p.cluster * warps * kTile;
-    this->separate(stage0(), {sequence, len, kv_head}, first_token(0), step, len - 1, state);
+    const int step = block.spans() * p.cluster * block.warps * kTile;
+    loader.separate(stage0(), {sequence, len, kv_head}, first_token(0), step, len - 1, state);
     finish(state, len);
-    if (rank == 0 && kv_head == 0 && this->is_first() && threadIdx.x == 0)
+    if (block.rank == 0 && kv_head == 0 && block.is_first() && threadIdx.x == 0)
       report_sequence(p, load_sequence(p, sequence));
     return true;
   }
@@ -169,10 +168,10 @@ struct ClusterKernel : ClusterSpans<S> {
   __device__ uint32_t stage0() const { return shared_address(rings + warp * S::kRingBytes); }
 
   // With kSharedQueries: what copies need of the lane is found anew for each tile, for no registers are left for it.
-  __device__ Base new_loader() const {
+  __device__ DecodeLoader<S> new_loader() const {
     int same_lane = lane;
     asm volatile("" : "+r"(same_lane));
-    return {{{{{p, copies, same_lane}}}}};
+    return {p, copies, same_lane};
   }
 
   // The keys before `end`, whose first pages are `ids`.  meanwhile(): what is done once the first tiles are on their way.
@@ -205,10 +204,10 @@ struct ClusterKernel : ClusterSpans<S> {
         if constexpr (S::kSharedQueries) {
           part.valid = new_loader().start(stage0 + free * S::kStageBytes, part, ids, next % kAtOnce);
         } else {
-          part.valid = Base::start(stage0 + free * S::kStageBytes, part, ids, next % kAtOnce);
+          part.valid = loader.start(stage0 + free * S::kStageBytes, part, ids, next % kAtOnce);
         }
         // The pages after the first are those of all spans, but if these are not used.
-        if (S::kSpans && !S::kByToken && next == 0 && this->spans() != this->all_spans()) ids = look_up_tiles(0);
+        if (S::kSpans && !S::kByToken && next == 0 && block.spans() != block.all_spans()) ids = look_up_tiles(0);
       }
       cp_async_commit();
       free = after(free);
@@ -223,42 +222,43 @@ struct ClusterKernel : ClusterSpans<S> {
       cp_async_wait<kStages - 1>();
       __syncwarp();  // the tile is there
       // Both are its stage; with kSharedQueries a register counts.
-      this->attend(rings + warp * S::kRingBytes, (S::kSharedQueries ? free : at) * S::kStageBytes, part, state);
+      loader.attend(rings + warp * S::kRingBytes, (S::kSharedQueries ? free : at) * S::kStageBytes, part, state);
       __syncwarp();  // its stage is free
       at = after(at);
     }
   }
 
   // Items to finish, four columns of a query each: of the KV head, and those of this block.
-  __device__ int all_items() const { return this->columns() * kQuads; }
-  __device__ int own_items() const { return max(min(all_items() - rank * p.block_items, p.block_items), 0); }
+  __device__ int all_items() const { return queries.columns() * kQuads; }
+  __device__ int own_items() const { return max(min(all_items() - block.rank * p.block_items, p.block_items), 0); }
 
   // The warps add up, each block sends its sums to those that finish them, and these add up.
   __device__ void finish(const State& state, int len) const {
-    finish(state, 0, [&](int column) { return this->row_of_column(sequence, len, kv_head, column); });
+    finish(state, 0, [&](int column) { return results.row_of_column(sequence, len, kv_head, column); });
   }
 
   // row(column): whose results the column has.  parity: of the phase of the barrier.
   __device__ void finish(const State& state, int parity, auto&& row_of) const {
-    constexpr bool kInLoops = S::kWideBlocks || S::kColumns > 16;  // the warps may be few of kWarps, or the items many
+    constexpr bool kInLoops =
+        S::kWideBlocks || S::kColumns > 16;  // the warps may be few of kWarps, or the items many
     constexpr int kRing = S::kRingBytes / 4;
-    static_assert(S::kRingBytes >= Base::kLeftBytes);  // the warp's copies have all come and are read
+    static_assert(S::kRingBytes >= Results::kLeftBytes);  // the warp's copies have all come and are read
     float* left = reinterpret_cast<float*>(rings);
-    this->leave(state, left + warp * kRing, exchange.stats.of[warp]);
+    results.leave(state, left + warp * kRing, exchange.stats.of[warp]);
     __syncthreads();
     const int items = all_items(), each = p.block_items;
 #pragma unroll 1
     for (int x = threadIdx.x; x < items; x += blockDim.x) {
-      const int column = x / kQuads, place = sum_place<S::kD>(column, this->tile_dimension(column, x % kQuads * 4));
+      const int column = x / kQuads, place = sum_place<S::kD>(column, results.tile_dimension(column, x % kQuads * 4));
       const PartSum sum = PartSum::of_parts<S::kWarps, kInLoops>(
-          warps, [&](int w) { return exchange.stats.of[w][column]; },
+          block.warps, [&](int w) { return exchange.stats.of[w][column]; },
           [&](int w) { return *reinterpret_cast<const float4*>(left + w * kRing + place); });
       if (p.cluster == 1) {  // for this thread
         exchange.parts[x] = sum.o;
         exchange.part_stats[x] = {sum.maximum, sum.sum};
         continue;
       }
-      const int to = p.by_block_items.quotient(x), at = rank * each + x - to * each;
+      const int to = p.by_block_items.quotient(x), at = block.rank * each + x - to * each;
       const uint32_t barrier = cluster_address(shared_address(&exchange.barrier), to);
       cluster_send(cluster_address(shared_address(&exchange.parts[at]), to), sum.o, barrier);
       cluster_send(cluster_address(shared_address(&exchange.part_stats[at]), to), float2{sum.maximum, sum.sum},
@@ -268,25 +268,25 @@ struct ClusterKernel : ClusterSpans<S> {
       const int column = x / kQuads;
       const Row row = row_of(column);
       if (S::kManyTokens && !row.valid) return;
-      const float f = finish_row(p, row, this->kv_head_of(kv_head, column), sum.maximum, sum.sum);
+      const float f = finish_row(p, row, queries.kv_head_of(kv_head, column), sum.maximum, sum.sum);
       store_output<S>(p, row, x % kQuads * 4, {sum.o.x * f, sum.o.y * f, sum.o.z * f, sum.o.w * f});
     };
     const int own = own_items();
     if (p.cluster > 1 && own > 0) cluster_receive(shared_address(&exchange.barrier), parity);
 #pragma unroll 1
     for (int i = threadIdx.x; i < own; i += blockDim.x) {
-      const int x = rank * each + i;
+      const int x = block.rank * each + i;
       const PartSum sum = PartSum::of_parts<kMostBlocks, kInLoops>(
           p.cluster, [&](int b) { return exchange.part_stats[b * each + i]; },
           [&](int b) { return exchange.parts[b * each + i]; });
-      if (this->spans() > 1) {
-        this->leave_piece(x, i == 0, sum);
+      if (block.spans() > 1) {
+        block.leave_piece(x, i == 0, sum);
       } else {
         store(x, sum);
       }
     }
     if constexpr (S::kSpans) {
-      if (this->spans() > 1) this->pieces().template join<Quad>(kQuads, rank * each, own, store);
+      if (block.spans() > 1) block.pieces().template join<Quad>(kQuads, block.rank * each, own, store);
     }
   }
 };
@@ -300,8 +300,7 @@ template <class S>
 __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksOfSm)
     paged_attention_cluster_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
   extern __shared__ __align__(1024) char memory[];
-  ClusterKernel<S> kernel{
-      {{{{{{{p, copies}}}}}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)};
+  ClusterKernel<S> kernel{p, copies, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)};
   kernel.run();
 }
 

@@ -18,35 +18,30 @@
 #include <type_traits>
 
 #include "attention/cuda/decode/nvfp4_tile.cuh"
-#include "attention/cuda/decode/results.cuh"
+#include "attention/cuda/decode/queries.cuh"
 #include "cuda/mma.cuh"
 
 namespace pykv::attention {
 
 template <class S>
-struct QueryColumns : ColumnResults<S> {
-  using Loader = TileLoader<S>;
+struct QueryColumns {
   using Queries = ColumnQueries<S>;
+  using State = typename Queries::State;
   using Element = typename S::Element;
   using Mma = typename S::Mma;
-  using Loader::copies;
-  using Loader::key_place;
-  using Loader::kTile;
-  using Loader::lane;
-  using Loader::p;
-  using Loader::packed_value_place;
-  using Loader::warp;
-  using Queries::column_of;
-  using Queries::kOffsetKeys;
-  using Queries::kQueryTiles;
-  using Queries::kSums;
-  using Queries::query_head;
-  using typename Queries::State;
-  static constexpr int kD = S::kD, kSteps = kD / 16, kParts = kTile / 16;
+  static constexpr int kD = S::kD, kTile = S::kTile, kSteps = kD / 16, kParts = kTile / 16;
+  static constexpr int kQueryTiles = Queries::kQueryTiles, kSums = Queries::kSums;
+  static constexpr bool kOffsetKeys = Queries::kOffsetKeys;
   static constexpr int kTerms = std::is_same_v<Mma, bf16> ? 2 : 1;  // of a weight: rounded, and the rest
   using Weights = uint32_t[kQueryTiles][kParts][kTerms][2];         // fragments of P^T
 
   using Scores = float[kQueryTiles][kParts][4];  // [2 h + e]: of token 16 t + 8 h + lane / 4 and this lane's query e
+
+  const Problem& p;
+  const CacheCopies& copies;
+  TileLoader<S> tiles{p, copies};
+  Queries queries{p};
+  const int lane = threadIdx.x % 32;
 
   static __device__ void widen_keys(uint32_t codes, uint32_t& low, uint32_t& high) {
     if constexpr (kOffsetKeys) {
@@ -66,7 +61,7 @@ struct QueryColumns : ColumnResults<S> {
 #pragma unroll
       for (int t = 0; t < kParts; ++t) {
         for (int e = 0; e < 4; ++e) {
-          s[i][t][e] = kOffsetKeys ? this->start_of(state, i, e % 2) : 0.f;
+          s[i][t][e] = kOffsetKeys ? queries.start_of(state, i, e % 2) : 0.f;
           odd[i][t][e] = 0;
         }
       }
@@ -125,7 +120,7 @@ struct QueryColumns : ColumnResults<S> {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         uint32_t q[kQueryTiles][2];
-        this->read_queries(state, k + j, q);
+        queries.read_queries(state, k + j, q);
 #pragma unroll
         for (int t = 0; t < kParts; ++t) {
           uint32_t a[4];
@@ -156,7 +151,7 @@ struct QueryColumns : ColumnResults<S> {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           uint32_t q[kQueryTiles][2];
-          this->read_queries(state, k + j, q);
+          queries.read_queries(state, k + j, q);
 #pragma unroll
           for (int i = 0; i < kQueryTiles; ++i) mma_16x8x16<Mma>((j == 0 ? even : odd)[i][t], a[j], q[i][0], q[i][1]);
         }
@@ -166,7 +161,9 @@ struct QueryColumns : ColumnResults<S> {
 
   // Where this lane's rows of keys begin, and those of step k for tokens 16 t and following: the address of a row's chunk differs from
   // that of its first chunks by an exclusive or, for stages and rows are aligned so that the chunk's index has its bits to itself.
-  __device__ uint32_t first_of_keys(uint32_t key_stage) const { return key_stage + key_place(lane % 16, lane / 16); }
+  __device__ uint32_t first_of_keys(uint32_t key_stage) const {
+    return key_stage + TileLoader<S>::key_place(lane % 16, lane / 16);
+  }
   static __device__ uint32_t keys_at(uint32_t row0, int k, int t) {
     return S::kPackedV ? row0 + k * S::kBytes * kTile * 16 + t * 256
                        : (row0 ^ k * 16 * S::kBytes) + t * 16 * S::kRowBytes;
@@ -220,7 +217,7 @@ struct QueryColumns : ColumnResults<S> {
       } else {
         const int d0 = S::kNarrow ? lane : lane % 16;
         const int chunk = t * 16 * S::kBytes / 16 + (S::kNarrow ? 0 : lane / 16);
-        const uint32_t row0 = value_stage + packed_value_place(d0, chunk);
+        const uint32_t row0 = value_stage + tiles.packed_value_place(d0, chunk);
         constexpr int kPerLoad = S::kNarrow ? 2 : 1;
         const uint32_t step = kPerLoad * 256 << copies.value_chunk_shift;
 #pragma unroll
@@ -251,12 +248,12 @@ struct QueryColumns : ColumnResults<S> {
   // What a query does not see of a tile in which others see all that the pages hold.
   __device__ void hide(int first_token, const State& state, Scores& s) const {
     if constexpr (S::kManyTokens) {
-      if (this->all_see(state, first_token, first_token + kTile - 1)) return;
+      if (queries.all_see(state, first_token, first_token + kTile - 1)) return;
 #pragma unroll
       for (int i = 0; i < kQueryTiles; ++i) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int position = this->position_of(state, i, e);
+          const int position = queries.position_of(state, i, e);
           const int first = first_seen(p, position), last = last_seen(p, position);
 #pragma unroll
           for (int t = 0; t < kParts; ++t) {
@@ -278,12 +275,13 @@ struct QueryColumns : ColumnResults<S> {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         if constexpr (S::kSharedQueries) __syncwarp();  // one after the other: all at once take more registers
-        const int column = column_of(i, e);
-        float slope = p.a.alibi_slopes && column < p.group ? p.a.alibi_slopes[query_head(kv_head, column)] : 0.f;
+        const int column = queries.column_of(i, e);
+        float slope =
+            p.a.alibi_slopes && column < p.group ? p.a.alibi_slopes[queries.query_head(kv_head, column)] : 0.f;
         int position = len - 1;
         if constexpr (S::kManyTokens) {
-          slope = this->slope_of(state, i, e);
-          position = this->position_of(state, i, e);
+          slope = queries.slope_of(state, i, e);
+          position = queries.position_of(state, i, e);
         }
 #pragma unroll
         for (int t = 0; t < kParts; ++t) {
@@ -291,7 +289,7 @@ struct QueryColumns : ColumnResults<S> {
           for (int h = 0; h < 2; ++h) {
             const int token = first_token + token_at<S>(t * 16 + h * 8 + lane / 4);
             float& x = s[i][t][2 * h + e];
-            x = logit(p, x, this->scale_of(state, i, e), slope, token - position);
+            x = logit(p, x, queries.scale_of(state, i, e), slope, token - position);
           }
         }
       }
@@ -332,7 +330,7 @@ struct QueryColumns : ColumnResults<S> {
     float scale[2], top[2], base[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      scale[e] = state.plain ? this->scale_of(state, i, e) : 1.f;
+      scale[e] = state.plain ? queries.scale_of(state, i, e) : 1.f;
       float x = -INFINITY;
 #pragma unroll
       for (int t = 0; t < kParts; ++t) x = fmaxf(x, fmaxf(s[t][e], s[t][2 + e]));

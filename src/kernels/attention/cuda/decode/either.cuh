@@ -47,27 +47,22 @@ struct LineOfClusters : SeesAll<Line> {
   static constexpr bool kSharedQueries = kSizes.shared_queries, kLate = kSizes.late;
 };
 
+// False if the line should take the call.
 template <class S>
-struct EitherKernel : ClusterKernel<S> {
-  using Base = ClusterKernel<S>;
-  using Base::p;
-
-  // False if the line should take the call.
-  __device__ bool run() {
-    const int num_seqs = static_cast<int>(p.a.num_seqs);
-    return Base::run(this->sequence < num_seqs, [this, num_seqs] {
-      return suits_clusters(p.balance, num_seqs, [this](int s) { return this->length(s); });
-    });
-  }
-};
+__device__ bool run_clusters(ClusterKernel<S>& clusters) {
+  const Problem& p = clusters.p;
+  const int num_seqs = static_cast<int>(p.a.num_seqs);
+  return clusters.run(clusters.sequence < num_seqs, [&] {
+    return suits_clusters(p.balance, num_seqs, [&](int s) { return clusters.loader.table.length(s); });
+  });
+}
 
 template <class S, class Line>
 __global__ void __launch_bounds__(S::kWarps * 32, 1)
     paged_attention_either_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
   extern __shared__ __align__(1024) char memory[];
-  EitherKernel<S> clusters{
-      {{{{{{{{p, copies}}}}}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + S::kWarps * S::kRingBytes)}};
-  if (!clusters.run()) run_decode_line<Line>(p, copies, memory);
+  ClusterKernel<S> clusters{p, copies, memory, *reinterpret_cast<Exchange<S>*>(memory + S::kWarps * S::kRingBytes)};
+  if (!run_clusters(clusters)) run_decode_line<Line>(p, copies, memory);
 }
 
 // A kernel that can be clusters of S or the line.

@@ -7,44 +7,40 @@
 // Chain: length, pages and queries at once -> tiles -> sums -> one exchange -> output.
 #pragma once
 
+#include "attention/cuda/decode/exact_exchange.cuh"
 #include "attention/cuda/decode/exact_team.cuh"
+#include "attention/cuda/decode/loader.cuh"
 
 namespace pykv::attention {
 
 template <class S>
-struct ExactClusterKernel : ExactTeams<S> {
+struct ExactClusterKernel {
   using Sums = ExactExchange<S>;
-  using Base = DecodeLoader<S>;
   using Teams = ExactTeams<S>;
-  using Base::kGroups;
-  using Base::lane;
-  using Base::p;
-  using Base::warp;
-  using Sums::cluster;
-  using Sums::each;
-  using Sums::items;
-  using Sums::kParts;
-  using Sums::kQuads;
-  using Sums::kRecordBytes;
-  using Sums::kv_head;
-  using Sums::rank;
-  using Sums::sequence;
-  using Sums::span;
-  using Sums::spans;
-  using Teams::kTeamWarps;
-  using Teams::rings;
-  using Teams::stats;
-  using Teams::team;
-  using Teams::teams;
-  using Teams::warps;
-  using typename Base::FirstLoads;
-  using typename Base::PageWords;
-  using typename Base::State;
-  using typename Sums::Exchange;
-  using typename Teams::Chunk;
-  using typename Teams::Kept;
+  using Table = DecodePages<S>;
+  using State = typename ColumnQueries<S>::State;
+  using PageWords = typename Table::PageWords;
+  using FirstLoads = typename Table::FirstLoads;
+  using Exchange = typename Sums::Exchange;
+  using Chunk = typename Teams::Chunk;
+  using Kept = typename Teams::Kept;
+  static constexpr int kParts = Sums::kParts, kQuads = Sums::kQuads, kLeafBytes = Sums::kLeafBytes;
+  static constexpr int kTeamWarps = Teams::kTeamWarps, kGroups = Table::kGroups;
   static constexpr int kTile = S::kTile, kStages = S::kStages, kPartTiles = kPartTokens / kTile;
   static_assert(kPartTokens == 16 * kGroupTokens);  // half a warp looks up a part
+
+  const Problem& p;
+  const CacheCopies& copies;
+  char* rings;    // all warps' stages
+  float2* stats;  // [warp][column]: maximum and sum
+  DecodeLoader<S> loader{p, copies};
+  ColumnQueries<S> queries{p};
+  Sums sums{p};                  // of the cluster's blocks
+  Teams parts{p, rings, stats};  // of the block's warps
+  const int lane = threadIdx.x % 32, warp = warp_of_group<S>(), warps = parts.warps;
+  const int teams = parts.teams, team = parts.team;
+  const int cluster = sums.cluster, rank = sums.block.rank, sequence = sums.sequence, kv_head = sums.kv_head;
+  const int items = sums.items, each = sums.each;
 
   // ---- who takes what -----------------------------------------------------------------------------------------------
 
@@ -57,12 +53,12 @@ struct ExactClusterKernel : ExactTeams<S> {
 
   __device__ void share(int len) {
     chunks = (len + kChunkTokens - 1) / kChunkTokens;
-    this->use_spans(len);
-    if (spans() > 1) chunks = p.by_spans.quotient(chunks + spans() - 1 - span());
+    sums.block.use_spans(len);
+    if (sums.block.spans() > 1) chunks = p.by_spans.quotient(chunks + sums.block.spans() - 1 - sums.block.span());
     rounds = p.by_round.quotient(chunks + teams * cluster - 1);
     long_rounds = rounds / kTeamWarps;
     rounds %= kTeamWarps;
-    by_records = this->leaf_places(chunks, each) * Sums::kLeafBytes > p.exchange_bytes;
+    by_records = sums.leaf_places(chunks, each) * Sums::kLeafBytes > p.exchange_bytes;
   }
 
   // These of the cluster's if there were so many long rounds; what lies past the end does not exist.
@@ -75,7 +71,7 @@ struct ExactClusterKernel : ExactTeams<S> {
   // Of this warp's i-th tile.
   __device__ int first_token(int long_rounds, int i) const {
     const int run = i / kPartTiles, part = run < long_rounds * kParts ? run % kParts : warp % kTeamWarps;
-    const int chunk = chunk_of(long_rounds, run) * spans() + span();
+    const int chunk = chunk_of(long_rounds, run) * sums.block.spans() + sums.block.span();
     return chunk * kChunkTokens + part * kPartTokens + i % kPartTiles * kTile;
   }
 
@@ -85,13 +81,13 @@ struct ExactClusterKernel : ExactTeams<S> {
   }
   __device__ PageWords look_up_tiles(int long_rounds, int i, int end) const {
     const int token = token_to_look_up(long_rounds, i);
-    return this->ask_for_page(sequence, token, token < end);
+    return loader.table.ask_for_page(sequence, token, token < end);
   }
 
   // In a long round for the second half of the lanes.
   __device__ FirstLoads find_first_loads() const {
     const int token = token_to_look_up(lane / 16, 0);
-    return Base::find_first_loads(sequence, token, token < p.a.max_seq_len);
+    return loader.table.find_first_loads(sequence, token, token < p.a.max_seq_len);
   }
 
   // ---- the loop -----------------------------------------------------------------------------------------------------
@@ -102,37 +98,37 @@ struct ExactClusterKernel : ExactTeams<S> {
       cluster_announce();  // others may send
     }
     // What can be found out before the kernel before has ended, is, so that loads come right after it.
-    auto queries = this->find_queries(sequence, kv_head);
-    this->have_queries_ready(queries);
+    auto places = queries.find_queries(sequence, kv_head);
+    queries.have_queries_ready(places);
     FirstLoads first{};
     if constexpr (!S::kSpans) first = find_first_loads();
     if (blockIdx.x < p.early_blocks) {
-      const int guess = this->early_length(sequence);
+      const int guess = loader.table.early_length(sequence);
       share(static_cast<int>(clamp(guess, 0, p.a.max_seq_len)));
-      this->foresee(sequence, kv_head, guess, first_token(long_rounds, 0));
+      loader.table.foresee(sequence, kv_head, guess, first_token(long_rounds, 0));
     }
     if constexpr (S::kSpans) first = find_first_loads();
     wait_for_previous_kernel();
-    const PageWords pages = this->ask_for_pages(first);
+    const PageWords pages = loader.table.ask_for_pages(first);
     PageWords later_ids;
-    const int len = this->length(first);
+    const int len = loader.table.length(first);
     State state;
-    this->fetch_queries(queries, state);
+    queries.fetch_queries(places, state);
     int ids = pages.id();  // of the first tiles; later, of the next part
     if (!S::kSpans && !takes_call(p)) {
       if (cluster > 1) cluster_wait();
       return;
     }
-    const int guessed_spans = spans();
+    const int guessed_spans = sums.block.spans();
     share(len);
     if constexpr (S::kSpans) {
-      if (this->is_left_out()) return cluster_wait();
-      if (spans() != guessed_spans) ids = look_up_tiles(lane / 16, 0, len).id();
+      if (sums.block.is_left_out()) return cluster_wait();
+      if (sums.block.spans() != guessed_spans) ids = look_up_tiles(lane / 16, 0, len).id();
     }
     int ids_at = long_rounds > 0 ? 16 / kGroups : 0;
     const int tiles = (long_rounds * kParts + rounds) * kPartTiles;
     Chunk chunk;
-    this->clear_chunk(chunk);
+    parts.clear_chunk(chunk);
     Kept kept;
     kept.near.clear();
     for (ExactQuad& x : kept.far) x.clear();
@@ -159,7 +155,7 @@ struct ExactClusterKernel : ExactTeams<S> {
         part.first_token = token;
         if (part.first_token < len) {
           part.valid =
-              Base::start(stage0 + free * S::kStageBytes, part, Base::pages_of(ids, next % kPartTiles + ids_at));
+              loader.start(stage0 + free * S::kStageBytes, part, Table::pages_of(ids, next % kPartTiles + ids_at));
         }
       }
       cp_async_commit();
@@ -169,9 +165,9 @@ struct ExactClusterKernel : ExactTeams<S> {
       valid[kStages - 1] = part.valid;
       if (i < 0) continue;
       if (i == 0) {
-        this->settle(kv_head, state);
+        queries.settle(kv_head, state);
         if (cluster > 1) {
-          this->await_cluster(barrier(), by_records, chunks);  // the first tile is still on its way
+          sums.await_cluster(barrier(), by_records, chunks);  // the first tile is still on its way
         }
         if (cluster <= 2 || len <= 2048) let_next_kernel_start();
       }
@@ -180,16 +176,16 @@ struct ExactClusterKernel : ExactTeams<S> {
       part.valid = valid[0];
       cp_async_wait<kStages - 1>();
       __syncwarp();  // the tile is there
-      this->attend(rings + warp * S::kRingBytes, at * S::kStageBytes, part, state);
+      loader.attend(rings + warp * S::kRingBytes, at * S::kStageBytes, part, state);
       __syncwarp();  // its stage is free
       if ((i + 1) % kPartTiles == 0) {
         const int run = i / kPartTiles;
         const bool whole = run < long_rounds * kParts;
-        if (whole) this->end_part(state, chunk);
+        if (whole) parts.end_part(state, chunk);
         if (!whole || run % kParts == kParts - 1) {
-          if (whole) this->take_chunk(chunk, state);
+          if (whole) parts.take_chunk(chunk, state);
           if (by_records) {
-            this->end_chunk(state, at, whole, kept);
+            parts.end_chunk(state, at, whole, kept);
           } else {
             send_chunk(state, at, whole, chunk_of(long_rounds, run));
           }
@@ -198,7 +194,7 @@ struct ExactClusterKernel : ExactTeams<S> {
       at = after(at);
     }
     finish(kept, len);
-    if (rank == 0 && kv_head == 0 && this->is_first() && threadIdx.x == 0)
+    if (rank == 0 && kv_head == 0 && sums.block.is_first() && threadIdx.x == 0)
       report_sequence(p, load_sequence(p, sequence));
   }
 
@@ -208,55 +204,55 @@ struct ExactClusterKernel : ExactTeams<S> {
   __device__ uint64_t* barrier() const { return reinterpret_cast<uint64_t*>(stats + warps * S::kColumns); }
 
   __device__ Exchange exchange() const {
-    return this->exchange_at(reinterpret_cast<char*>(barrier()) + kBarrierBytes, barrier(), chunks);
+    return sums.exchange_at(reinterpret_cast<char*>(barrier()) + kBarrierBytes, barrier(), chunks);
   }
 
   // What this warp, or its team, found in a chunk; through a stage that it is done with.
   __device__ void send_chunk(State& state, int stage, bool whole, int chunk) const {
     const Exchange to = exchange();
     if (whole) {
-      const float* left = this->leave_for_warp(state, stage);
+      const float* left = parts.leave_for_warp(state, stage);
 #pragma unroll 1
       for (int item = lane; chunk < chunks && item < items; item += 32) {
-        this->send_leaf(to, chunk, item, this->stats_of(warp)[item / kQuads], this->left_at(left, item));
+        sums.send_leaf(to, chunk, item, parts.stats_of(warp)[item / kQuads], parts.left_at(left, item));
       }
       __syncwarp();
     } else {
-      this->leave_in_team(state, stage);
+      parts.leave_in_team(state, stage);
 #pragma unroll 1
       for (int item = threadIdx.x % kThreads; chunk < chunks && item < items; item += kThreads) {
-        const PartsOfChunk sum = this->parts_left(stage, item);
-        this->send_leaf(to, chunk, item, {sum.maximum, sum.sum}, sum.o);
+        const PartsOfChunk sum = parts.parts_left(stage, item);
+        sums.send_leaf(to, chunk, item, {sum.maximum, sum.sum}, sum.o);
       }
-      this->sync_team();
+      parts.sync_team();
     }
-    this->clear_sums(state);
+    ColumnQueries<S>::clear_sums(state);
   }
 
   __device__ void finish(Kept& kept, int len) const {
     Exchange to = exchange();
-    if (!by_records) return this->add_up_leaves(to, chunks, len);
+    if (!by_records) return sums.add_up_leaves(to, chunks, len);
     if (warps == kTeamWarps && cluster == 1) {  // the team has all
-      this->for_each_kept(kept, [&](const ExactQuad& x, int item) { this->store(x, item, len); });
+      parts.for_each_kept(kept, [&](const ExactQuad& x, int item) { sums.store(x, item, len); });
       return;
     }
     if (cluster == 1) to.records = reinterpret_cast<ExactQuad*>(rings);  // [team][item]
     send_records(to, kept);
-    this->add_up_records(to, cluster == 1 ? teams : cluster, len);
+    sums.add_up_records(to, cluster == 1 ? teams : cluster, len);
   }
 
   __device__ void send_records(const Exchange& to, Kept& kept) const {
     auto* staged = reinterpret_cast<ExactQuad*>(rings);  // [team][item]
     const auto place = [&](int team, int item) { return team * (items + 1) + item; };
     __syncthreads();  // nobody needs the stages
-    this->for_each_kept(kept, [&](const ExactQuad& x, int item) { staged[place(team, item)] = x; });
+    parts.for_each_kept(kept, [&](const ExactQuad& x, int item) { staged[place(team, item)] = x; });
     if (cluster == 1) return;
     __syncthreads();
 #pragma unroll 1
     for (int item = threadIdx.x; item < items; item += blockDim.x) {
       ExactQuad sum = staged[item];
       for (int t = 1; t < teams; ++t) sum.add(staged[place(t, item)]);
-      this->send_record(to, item, sum);
+      sums.send_record(to, item, sum);
     }
   }
 };
@@ -266,8 +262,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
     paged_attention_exact_cluster_kernel(const __grid_constant__ Problem p,
                                          const __grid_constant__ CacheCopies copies) {
   extern __shared__ __align__(1024) char memory[];
-  ExactClusterKernel<S> kernel{
-      {{{{{{{{{{p, copies}}}}}}}}}, memory, reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)}};
+  ExactClusterKernel<S> kernel{p, copies, memory, reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)};
   kernel.run();
 }
 

@@ -11,17 +11,15 @@
 namespace pykv::attention {
 
 template <class S>
-struct ExactExchange : ClusterSpans<S> {
-  using Base = ClusterSpans<S>;
-  using Base::cluster_index;
-  using Base::p;
-  using Base::place;
-  using Base::rank;
+struct ExactExchange {
   static constexpr int kQuads = S::kD / 4, kParts = kChunkTokens / kPartTokens;
   static constexpr int kRecordBytes = sizeof(ExactQuad), kLeafBytes = sizeof(float4) + sizeof(float2);
 
+  const Problem& p;
+  ClusterSpans<S> block{p};
+  ColumnResults<S> results{p};
   const int cluster = p.cluster;
-  const int sequence = place / p.a.num_kv_heads, kv_head = place - sequence * p.a.num_kv_heads;
+  const int sequence = block.place / p.a.num_kv_heads, kv_head = block.place - sequence * p.a.num_kv_heads;
   const int items = p.group * kQuads, each = p.block_items;  // four columns of a query each: of all blocks, of one
 
   // What a block finds in its shared memory once all have sent: records [block][item]; or leaves [leaf][item], and their
@@ -47,7 +45,7 @@ struct ExactExchange : ClusterSpans<S> {
 
   // Says how much is to come; then all blocks are there.
   __device__ void await_cluster(uint64_t* barrier, bool records, int leaves) const {
-    const int own = max(min(items - rank * each, each), 0);
+    const int own = max(min(items - block.rank * each, each), 0);
     __syncwarp();  // else racecheck (CUDA 13.0) takes two steps of the one thread for a race
     if (threadIdx.x == 0) {
       cluster_expect(shared_address(barrier), own * (records ? cluster * kRecordBytes : leaves * kLeafBytes));
@@ -61,16 +59,17 @@ struct ExactExchange : ClusterSpans<S> {
       to.leaf_stats[leaf_at(leaf, item)] = found;
       return;
     }
-    const int block = p.by_block_items.quotient(item), at = leaf_at(leaf, item - block * each);
-    const uint32_t counter = cluster_address(shared_address(to.barrier), block);
-    cluster_send(cluster_address(shared_address(to.leaves + at), block), sum, counter);
-    cluster_send(cluster_address(shared_address(to.leaf_stats + at), block), found, counter);
+    const int receiver = p.by_block_items.quotient(item), at = leaf_at(leaf, item - receiver * each);
+    const uint32_t counter = cluster_address(shared_address(to.barrier), receiver);
+    cluster_send(cluster_address(shared_address(to.leaves + at), receiver), sum, counter);
+    cluster_send(cluster_address(shared_address(to.leaf_stats + at), receiver), found, counter);
   }
 
   __device__ void send_record(const Exchange& to, int item, const ExactQuad& sum) const {
-    const int block = p.by_block_items.quotient(item);
-    const uint32_t at = cluster_address(shared_address(to.records + record_at(rank, item - block * each)), block);
-    const uint32_t counter = cluster_address(shared_address(to.barrier), block);
+    const int receiver = p.by_block_items.quotient(item);
+    const uint32_t at =
+        cluster_address(shared_address(to.records + record_at(block.rank, item - receiver * each)), receiver);
+    const uint32_t counter = cluster_address(shared_address(to.barrier), receiver);
     const auto* words = reinterpret_cast<const float4*>(&sum);
 #pragma unroll
     for (int i = 0; i < kRecordBytes / 16; ++i) cluster_send(at + i * 16, words[i], counter);
@@ -91,7 +90,7 @@ struct ExactExchange : ClusterSpans<S> {
   template <class Term>
   __device__ void add_up_all(const Exchange& from, int terms, int len, auto&& term_at) const {
     if constexpr (S::kSpans) {
-      if (this->spans() > 1) return join_spans<Term>(from, terms, len, term_at);
+      if (block.spans() > 1) return join_spans<Term>(from, terms, len, term_at);
     }
     add_up<Term>(from, terms, len, term_at);
   }
@@ -115,7 +114,7 @@ struct ExactExchange : ClusterSpans<S> {
     }
 #pragma unroll 1
     for (int first = 0; first < each; first += blockDim.x >> shift) {
-      const int i = first + (threadIdx.x >> shift), x = rank * each + i, end = i < each && x < items ? terms : 0;
+      const int i = first + (threadIdx.x >> shift), x = block.rank * each + i, end = i < each && x < items ? terms : 0;
       MergedQuad sum;
       Term term;
 #pragma unroll 1
@@ -140,11 +139,11 @@ struct ExactExchange : ClusterSpans<S> {
   template <class Term>
   __device__ void join_spans(const Exchange& from, int terms, int len, auto&& term_at) const {
     const int shift = lanes_shift(terms);
-    const int lanes = 1 << shift, mine = threadIdx.x & (lanes - 1), own = max(min(items - rank * each, each), 0);
+    const int lanes = 1 << shift, mine = threadIdx.x & (lanes - 1), own = max(min(items - block.rank * each, each), 0);
     cluster_receive(shared_address(from.barrier));
 #pragma unroll 1
     for (int first = 0; first < each; first += blockDim.x >> shift) {
-      const int i = first + (threadIdx.x >> shift), x = rank * each + i;
+      const int i = first + (threadIdx.x >> shift), x = block.rank * each + i;
       ExactQuad sum = ExactQuad::empty();
 #pragma unroll 1
       for (int u = mine; i < own && u < terms; u += lanes) {
@@ -160,12 +159,12 @@ struct ExactExchange : ClusterSpans<S> {
       for (int m = 1; m < lanes; m *= 2) sum.add(sum.of_lane(m));
       if (i < own && mine == 0) ExactQuad::at(p, blockIdx.x, x / kQuads, x % kQuads) = sum;
     }
-    this->pieces().template join<ExactQuad>(kQuads, rank * each, own,
+    block.pieces().template join<ExactQuad>(kQuads, block.rank * each, own,
                                             [&](int item, const ExactQuad& sum) { store(sum, item, len); });
   }
 
   __device__ void store(const auto& sum, int item, int len) const {
-    const Row row = this->row_of_column(sequence, len, kv_head, item / kQuads);
+    const Row row = results.row_of_column(sequence, len, kv_head, item / kQuads);
     store_output<S>(p, row, item % kQuads * 4, sum.finish(p, row, kv_head));
   }
 };

@@ -2,23 +2,16 @@
 // warps of what these found.
 #pragma once
 
-#include "attention/cuda/decode/exact_exchange.cuh"
+#include "attention/cuda/decode/queries.cuh"
+#include "attention/cuda/merge/exact.cuh"
 
 namespace pykv::attention {
 
 template <class S>
-struct ExactTeams : ExactExchange<S> {
-  using Sums = ExactExchange<S>;
-  using Base = DecodeLoader<S>;
-  using Base::lane;
-  using Base::p;
-  using Base::warp;
-  using Sums::items;
-  using Sums::kParts;
-  using Sums::kQuads;
-  using Sums::warps;
-  using typename Base::State;
-  static constexpr int kD = S::kD, kTeamWarps = 4;
+struct ExactTeams {
+  using Queries = ColumnQueries<S>;
+  using State = typename Queries::State;
+  static constexpr int kD = S::kD, kQuads = kD / 4, kTeamWarps = 4, kParts = kChunkTokens / kPartTokens;
   static constexpr int kLeaf = S::kColumns * kD * 4;  // bytes of a warp's sums
   static constexpr int kRing = S::kRingBytes / 4;
   static_assert(kParts == kTeamWarps && kLeaf <= S::kStageBytes && !S::kRaw);
@@ -29,8 +22,11 @@ struct ExactTeams : ExactExchange<S> {
     ExactQuad near, far[kKept > 1 ? kKept - 1 : 1];
   };
 
+  const Problem& p;
   char* rings;    // all warps' stages
   float2* stats;  // [warp][column]: maximum and sum
+  const int lane = threadIdx.x % 32, warp = warp_of_group<S>(), warps = blockDim.x / 32;
+  const int items = p.group * kQuads;  // four columns of a query each
   const int teams = warps / kTeamWarps, team = warp / kTeamWarps;
 
   __device__ void sync_team() const {
@@ -64,7 +60,7 @@ struct ExactTeams : ExactExchange<S> {
   // A warp's sums, each lane's in four neighbouring places.
   __device__ void leave(const State& state, float* to, float2 (&stats)[S::kColumns]) const {
 #pragma unroll
-    for (int i = 0; i < Base::kQueryTiles; ++i) {
+    for (int i = 0; i < Queries::kQueryTiles; ++i) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int column = i * 8 + lane % 4 * 2 + e;
@@ -95,13 +91,13 @@ struct ExactTeams : ExactExchange<S> {
 
   // Of the parts of a chunk that a warp has for itself.
   struct Chunk {
-    float o[Base::kQueryTiles][kD / 16][4];
-    float maximum[Base::kQueryTiles][2], sum[Base::kQueryTiles][2];
+    float o[Queries::kQueryTiles][kD / 16][4];
+    float maximum[Queries::kQueryTiles][2], sum[Queries::kQueryTiles][2];
   };
 
   static __device__ void clear_chunk(Chunk& chunk) {
 #pragma unroll
-    for (int i = 0; i < Base::kQueryTiles; ++i) {
+    for (int i = 0; i < Queries::kQueryTiles; ++i) {
       for (int e = 0; e < 2; ++e) {
         chunk.maximum[i][e] = -INFINITY;
         chunk.sum[i][e] = 0;
@@ -116,7 +112,7 @@ struct ExactTeams : ExactExchange<S> {
   // The chunk's sums, where those of a part lay.
   __device__ void take_chunk(Chunk& chunk, State& state) const {
 #pragma unroll
-    for (int i = 0; i < Base::kQueryTiles; ++i) {
+    for (int i = 0; i < Queries::kQueryTiles; ++i) {
       for (int e = 0; e < 2; ++e) {
         state.maximum[i][e] = chunk.maximum[i][e];
         state.sum[i][e] = lane / 4 == 0 ? chunk.sum[i][e] : 0.f;  // of all lanes
@@ -132,7 +128,7 @@ struct ExactTeams : ExactExchange<S> {
   // As PartsOfChunk does it.
   __device__ void end_part(State& state, Chunk& chunk) const {
 #pragma unroll
-    for (int i = 0; i < Base::kQueryTiles; ++i) {
+    for (int i = 0; i < Queries::kQueryTiles; ++i) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float sum = state.sum[i][e];
@@ -149,7 +145,7 @@ struct ExactTeams : ExactExchange<S> {
         }
       }
     }
-    this->clear_sums(state);
+    Queries::clear_sums(state);
   }
 
   // What the team's warps found, where all of them find it: in a stage that they are done with.
@@ -195,7 +191,7 @@ struct ExactTeams : ExactExchange<S> {
       }
     });
     sync_team();  // the stage is free
-    this->clear_sums(state);
+    Queries::clear_sums(state);
   }
 };
 

@@ -9,6 +9,8 @@
 // Floor: KV bytes / bandwidth + the chain length -> page -> tile.
 #pragma once
 
+#include "attention/cuda/decode/chunks.cuh"
+#include "attention/cuda/decode/loader.cuh"
 #include "attention/cuda/decode/walk.cuh"
 #include "attention/cuda/launch.cuh"
 #include "cuda/mbarrier.cuh"
@@ -20,54 +22,56 @@ template <class S>
 constexpr int kPartsOfWarp = S::kStages + (S::kInvariant && !S::kLate);
 
 template <class S>
-struct DecodeKernel : DecodeWalk<S> {
-  using Base = DecodeLoader<S>;
+struct DecodeKernel {
+  using Results = ColumnResults<S>;
   using Line = DecodeWalk<S>;
-  using Base::kQuads;
-  using Base::lane;
-  using Base::p;
-  using Base::warp;
-  using Line::kHeads;
-  using Line::kLead;
-  using Line::kPlaceUnits;
-  using Line::kUnitTokens;
-  using Line::kv_head;
-  using Line::places;
-  using Line::share;
-  using typename Base::State;
-  using typename Line::Walk;
+  using State = typename ColumnQueries<S>::State;
+  using Walk = typename Line::Walk;
+  using PageWords = typename DecodePages<S>::PageWords;
+  using Chunks = ChunkSums<S>;
   using Part = PartOf<S>;
-  static constexpr int kD = S::kD, kTile = S::kTile, kStages = S::kStages;
+  static constexpr int kD = S::kD, kTile = S::kTile, kStages = S::kStages, kHeads = S::kHeads, kQuads = Results::kQuads;
+  static constexpr int kLead = Line::kLead, kPlaceUnits = Line::kPlaceUnits, kUnitTokens = Line::kUnitTokens;
 
+  const Problem& p;
+  const CacheCopies& copies;
+  LineShare& share;
   Part* parts;  // the warp's
   char* rings;  // all warps' stages
   ColumnStats<S>& stats;
   float* chunk_left;                 // with batch_invariant
   SharedQueries<S>* shared_queries;  // with kSharedQueries: of each KV head of a segment
 
+  DecodeLoader<S> loader{p, copies};
+  ColumnQueries<S> queries{p};
+  Results results{p};
+  Line line{p, {p, copies}, share};
+  Chunks chunks{p};  // with batch_invariant
+  const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
+
   // ---- the loop -----------------------------------------------------------------------------------------------------
 
   // Of this warp's tile in a unit of the segment.
   __device__ int first_token(const Walk& w, int unit) const {
     if constexpr (S::kInvariant) {
-      static_assert(kPlaceUnits == Base::kPartTiles);
-      return this->token_in_chunk(unit / kPlaceUnits, unit % kPlaceUnits);
+      static_assert(kPlaceUnits == Chunks::kPartTiles);
+      return chunks.token_in_chunk(unit / kPlaceUnits, unit % kPlaceUnits);
     }
     return (w.skipped + unit) * kUnitTokens + warp / kHeads * kTile;
   }
 
   // For this tile and the next ones of the segment; with kByToken for this one, and the warp does not wait for it.
-  using Ids = std::conditional_t<S::kByToken, typename Base::PageWords, int>;
+  using Ids = std::conditional_t<S::kByToken, PageWords, int>;
   __device__ Ids look_up_tiles(const Walk& w) const {
-    const int token = this->token_to_look_up(w.tile, [&](int tile) { return first_token(w, tile); });
+    const int token = loader.table.token_to_look_up(w.tile, [&](int tile) { return first_token(w, tile); });
     if constexpr (S::kByToken) {
-      return this->ask_for_page(w.sequence, token, token < w.len);
+      return loader.table.ask_for_page(w.sequence, token, token < w.len);
     } else {
-      return token < w.len ? this->look_up(w.sequence, token) : -1;
+      return token < w.len ? loader.table.look_up(w.sequence, token) : -1;
     }
   }
   static __device__ int ids_of(int ids) { return ids; }
-  static __device__ int ids_of(const typename Base::PageWords& words) { return words.id(); }
+  static __device__ int ids_of(const PageWords& words) { return words.id(); }
 
   // Whose queries and results column `column` has.
   __device__ Row row_of_part(const Part& part, int kv_head, int column) const {
@@ -75,7 +79,7 @@ struct DecodeKernel : DecodeWalk<S> {
       return row_of(p, unit_of(part.sequence, part.len, part.query_begin, part.query_len, kv_head, part.query_tile),
                     column);
     } else {
-      return this->row_of_column(part.sequence, part.len, kv_head, column);
+      return results.row_of_column(part.sequence, part.len, kv_head, column);
     }
   }
 
@@ -95,20 +99,20 @@ struct DecodeKernel : DecodeWalk<S> {
   __device__ void prefetch_queries(const Part& part) const {
     constexpr int kLines = S::kFolded || kD <= 64 ? 1 : kD / 64;  // of 128 bytes
     const int column = lane / kLines;
-    if (lane < S::kColumns * kLines && column < this->columns() && lane % kLines * 64 < p.a.head_size) {
+    if (lane < S::kColumns * kLines && column < queries.columns() && lane % kLines * 64 < p.a.head_size) {
       const Row row = row_of_part(part, part.kv_head, column);
       if (!S::kManyTokens || row.valid) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(this->query_row(row) + lane % kLines * 64));
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(query_row(p, row) + lane % kLines * 64));
       }
     }
   }
 
   __device__ void fetch(const Part& part, State& state) const {
     if constexpr (S::kManyTokens) {
-      this->fetch_queries(
+      queries.fetch_queries(
           unit_of(part.sequence, part.len, part.query_begin, part.query_len, part.kv_head, part.query_tile), state);
     } else {
-      this->fetch_queries(part.sequence, part.kv_head, state);
+      queries.fetch_queries(part.sequence, part.kv_head, state);
     }
   }
 
@@ -116,23 +120,23 @@ struct DecodeKernel : DecodeWalk<S> {
   __device__ int head_of(int row) const {
     int head = 0;
 #pragma unroll
-    for (int i = 1; i < kHeads; ++i) head += row >= i * this->columns();
+    for (int i = 1; i < kHeads; ++i) head += row >= i * queries.columns();
     return head;
   }
 
   // The warps add up through the stages that they are done with.
   __device__ void end_segment(const Part& part, const State& state, int stage_offset) const {
-    static_assert(S::kStageBytes >= Base::kLeftBytes);
+    static_assert(S::kStageBytes >= Results::kLeftBytes);
     float* left = reinterpret_cast<float*>(rings + stage_offset);
     constexpr int kRing = S::kRingBytes / 4;
     __syncwarp();  // all lanes have read what lay there
-    this->leave(state, left + warp * kRing, stats.of[warp]);
+    results.leave(state, left + warp * kRing, stats.of[warp]);
     __syncthreads();
 #pragma unroll 1
-    for (int x = threadIdx.x; x < kHeads * this->columns() * kQuads; x += S::kWarps * 32) {
+    for (int x = threadIdx.x; x < kHeads * queries.columns() * kQuads; x += S::kWarps * 32) {
       const int row_of_piece = x / kQuads, d = x % kQuads * 4;
-      const int head = head_of(row_of_piece), column = row_of_piece - head * this->columns();
-      const int place = sum_place<S::kD>(column, this->tile_dimension(column, d));
+      const int head = head_of(row_of_piece), column = row_of_piece - head * queries.columns();
+      const int place = sum_place<S::kD>(column, results.tile_dimension(column, d));
       float top = -INFINITY;
 #pragma unroll
       for (int i = 0; i < S::kWarps; i += kHeads) top = fmaxf(top, stats.of[i + head][column].x);
@@ -149,7 +153,7 @@ struct DecodeKernel : DecodeWalk<S> {
         const int kv_head = part.kv_head - warp % kHeads + head;
         const Row row = row_of_part(part, kv_head, column);
         if (S::kManyTokens && !row.valid) continue;
-        const float f = finish_row(p, row, this->kv_head_of(kv_head, column), top, sum.sum);
+        const float f = finish_row(p, row, queries.kv_head_of(kv_head, column), top, sum.sum);
         store_output<S>(p, row, d, {sum.o.x * f, sum.o.y * f, sum.o.z * f, sum.o.w * f});
       }
     }
@@ -166,7 +170,7 @@ struct DecodeKernel : DecodeWalk<S> {
     __syncthreads();
     if (has_head) join(share.head);
     if (has_tail) {
-      join(Line::cut_at(w, share, share.end - kLead - w.tile / kPlaceUnits, places(w.len)));
+      join(Line::cut_at(w, share, share.end - kLead - w.tile / kPlaceUnits, line.places(w.len)));
     }
   }
 
@@ -185,7 +189,7 @@ struct DecodeKernel : DecodeWalk<S> {
       part.query_tile = u.query_tile;
     }
 #pragma unroll 1
-    for (int x = threadIdx.x; x < kHeads * this->columns() * kQuads; x += S::kWarps * 32) {
+    for (int x = threadIdx.x; x < kHeads * queries.columns() * kQuads; x += S::kWarps * 32) {
       const int row_of_piece = x / kQuads, quad = x % kQuads;
       Sum sum = Sum::empty();
 #pragma unroll 1
@@ -201,29 +205,29 @@ struct DecodeKernel : DecodeWalk<S> {
         }
       }
       const int head = head_of(row_of_piece), kv_head = u.kv_head + head;
-      const int column = row_of_piece - head * this->columns();
+      const int column = row_of_piece - head * queries.columns();
       const Row row = row_of_part(part, kv_head, column);
       if (S::kManyTokens && !row.valid) continue;
-      store_output<S>(p, row, quad * 4, sum.finish(p, row, this->kv_head_of(kv_head, column)));
+      store_output<S>(p, row, quad * 4, sum.finish(p, row, queries.kv_head_of(kv_head, column)));
     }
     forget(p, u.pieces, slot_of);
   }
 
   // The same with batch_invariant; `part`: the last tile of a chunk.
   __device__ void end_chunk(const Part& part, State& state, auto& near, auto& far) const {
-    Base::end_chunk(state, chunk_left, stats.of, near, far);
+    chunks.end_chunk(state, chunk_left, stats.of, near, far);
     if (!part.ends) return;
-    this->for_each_kept(
+    chunks.for_each_kept(
         near, far, [](int) {},
         [&](ExactQuad& kept, int column, int d) {
           if (part.slot >= 0) {
             ExactQuad::at(p, part.slot, column, d / 4) = kept;
           } else {
-            const Row row = this->row_of_column(part.sequence, part.len, part.kv_head, column);
+            const Row row = results.row_of_column(part.sequence, part.len, part.kv_head, column);
             store_output<S>(p, row, d, kept.finish(p, row, part.kv_head));
           }
         });
-    Base::clear_kept(near, far);
+    Chunks::clear_kept(near, far);
   }
 
   // Pages of the tiles from `first` on, as look_up_tiles() gives them.
@@ -237,9 +241,9 @@ struct DecodeKernel : DecodeWalk<S> {
     Part next;
     static_cast<TilePart&>(next) = {w.sequence,
                                     w.len,
-                                    kv_head(w),
+                                    line.kv_head(w),
                                     first_token(w, w.tile),
-                                    this->first_key(w.len),
+                                    loader.table.first_key(w.len),
                                     w.slot,
                                     0,
                                     w.exists,
@@ -252,10 +256,10 @@ struct DecodeKernel : DecodeWalk<S> {
       next.query_tile = w.query_tile;
     }
     if (w.exists) {
-      next.valid = this->start(stage, next, ids_of(pages.ids), w.tile - pages.first);
+      next.valid = loader.start(stage, next, ids_of(pages.ids), w.tile - pages.first);
       if (next.begins && !is_first) prefetch_queries(next);
-      this->step(w);
-      if (w.exists && (w.begins || w.tile == pages.first + Base::kAtOnce)) pages = {look_up_tiles(w), w.tile};
+      line.step(w);
+      if (w.exists && (w.begins || w.tile == pages.first + DecodePages<S>::kAtOnce)) pages = {look_up_tiles(w), w.tile};
     }
     cp_async_commit();
     return next;
@@ -265,7 +269,7 @@ struct DecodeKernel : DecodeWalk<S> {
   __device__ void await_tile(const Part& part, State& state) const {
     if (part.begins) {
       fetch(part, state);
-      this->settle(part.kv_head, state);
+      queries.settle(part.kv_head, state);
     }
     cp_async_wait<kStages - 1>();
     __syncwarp();
@@ -276,20 +280,20 @@ struct DecodeKernel : DecodeWalk<S> {
   __device__ void run() {
     if (!S::kInvariant || p.lengths == Lengths::kAny) wait_for_previous_kernel();
     if (S::kInvariant && !takes_call(p)) return leave_call();
-    Walk w = this->start_line();
+    Walk w = line.start_line();
     LookedUp pages{{}, w.tile};
     if (w.exists) pages.ids = look_up_tiles(w);
     if constexpr (!S::kInvariant) {
       attend_segments(w, pages, [this, first = 0](const Part& part, int stage, int offset, State& state) mutable {
         if (part.begins) first = part.first_token;  // the warp's first tile of the segment
         if (!part.ends) return;
-        this->separate(stage, part, first, kUnitTokens, part.first_token, state);
+        loader.separate(stage, part, first, kUnitTokens, part.first_token, state);
         end_segment(part, state, offset);
       });
     } else {
-      typename Base::Near near;
-      typename Base::Far far;
-      Base::clear_kept(near, far);
+      typename Chunks::Near near;
+      typename Chunks::Far far;
+      Chunks::clear_kept(near, far);
       const auto end_part = [&](const Part& part, State& state) {
         if (part.ends_chunk) end_chunk(part, state, near, far);
       };
@@ -336,7 +340,7 @@ struct DecodeKernel : DecodeWalk<S> {
       free = after(free);
       if (i < 0) continue;
       if constexpr (S::kLate) {
-        if (part.begins) this->settle(part.kv_head, state);
+        if (part.begins) queries.settle(part.kv_head, state);
       } else {
         __syncwarp();
         part = parts[at];
@@ -344,7 +348,7 @@ struct DecodeKernel : DecodeWalk<S> {
         await_tile(part, state);
       }
       const int offset = at * S::kStageBytes;
-      this->attend(rings + warp * S::kRingBytes, offset, part, state);
+      loader.attend(rings + warp * S::kRingBytes, offset, part, state);
       end(part, stage0 + offset, offset, state);
       __syncwarp();  // its stage is free
       at = after(at);
@@ -366,10 +370,10 @@ struct DecodeKernel : DecodeWalk<S> {
         __syncwarp();
         const Part part = parts[on];
         if (!part.exists) break;
-        if (part.begins) this->settle(part.kv_head, state);
+        if (part.begins) queries.settle(part.kv_head, state);
         cp_async_wait<kStages - 1>();
         __syncwarp();  // the tile is there
-        this->attend(rings + warp * S::kRingBytes, at * S::kStageBytes, part, state);
+        loader.attend(rings + warp * S::kRingBytes, at * S::kStageBytes, part, state);
         __syncwarp();  // its stage is free
       }
       const Part started = start_next(w, pages, stage0 + at * S::kStageBytes, i == -kStages);
@@ -403,7 +407,7 @@ template <class S>
 constexpr int decode_shared_bytes() {
   return S::kWarps * (S::kRingBytes + kPartsOfWarp<S> * static_cast<int>(sizeof(PartOf<S>))) +
          static_cast<int>(sizeof(ColumnStats<S>) + sizeof(LineShare)) + shared_queries_bytes<S>() +
-         (S::kInvariant ? ChunkColumns<S>::kLeftBytes : 0);
+         (S::kInvariant ? ChunkSums<S>::kLeftBytes : 0);
 }
 
 template <class S>
@@ -414,13 +418,8 @@ __device__ void run_decode_line(const Problem& p, const CacheCopies& copies, cha
   auto* share = reinterpret_cast<LineShare*>(all_parts + S::kWarps * kPartsOfWarp<S>);
   auto* left = reinterpret_cast<float*>(share + 1);
   auto* queries = reinterpret_cast<SharedQueries<S>*>(share + 1);
-  if constexpr (S::kInvariant) {
-    DecodeKernel<S> kernel{{{{{{{{{p, copies}}}}}}}, *share}, parts, memory, *stats, left, queries};
-    kernel.run();
-  } else {
-    DecodeKernel<S> kernel{{{{{{{{p, copies}}}}}}, *share}, parts, memory, *stats, left, queries};
-    kernel.run();
-  }
+  DecodeKernel<S> kernel{p, copies, *share, parts, memory, *stats, left, queries};
+  kernel.run();
 }
 
 template <class S>

@@ -3,27 +3,29 @@
 // A tile that is all there takes one multiplication for eight tokens and one addition for a copy.
 #pragma once
 
+#include "attention/cuda/decode/columns.cuh"
 #include "attention/cuda/decode/pages.cuh"
+#include "attention/cuda/decode/results.cuh"
 
 namespace pykv::attention {
 
 // From the block table to a stage.
 template <class S>
-struct DecodeLoader : DecodePages<S> {
-  using Places = DecodePages<S>;
-  using Columns = ColumnsOf<S>;
-  using Columns::copies;
-  using Columns::kQueryTiles;
-  using Columns::lane;
-  using Columns::p;
-  using Places::kD;
-  using Places::kGroups;
-  using Places::kTile;
-  using Places::look_up;
-  using Places::pages_of;
-  using Places::valid_places;
-  using typename Columns::State;
-  using typename Places::Pages;
+struct DecodeLoader {
+  using Tiles = TileLoader<S>;
+  using Queries = ColumnQueries<S>;
+  using State = typename Queries::State;
+  using Pages = typename DecodePages<S>::Pages;
+  static constexpr int kD = S::kD, kTile = S::kTile, kGroups = DecodePages<S>::kGroups;
+  static constexpr int kQueryTiles = Queries::kQueryTiles;
+
+  const Problem& p;
+  const CacheCopies& copies;
+  const int lane = threadIdx.x % 32;
+  DecodePages<S> table{p, copies, lane};
+  Tiles tiles{p, copies};
+  Queries queries{p};
+  QueryColumns<S> columns{p, copies};
 
   // Starts the copies of a tile; of rows of tokens, from byte `from` to `to` of a head.
   __device__ void load(uint32_t stage, const TilePart& part, const Pages& pages) const {
@@ -43,7 +45,7 @@ struct DecodeLoader : DecodePages<S> {
     const auto copy = [&](uint32_t place, const char* source, bool read) {
       cp_async_16_once(place, read ? source : static_cast<const char*>(p.a.key.data), read);
     };
-    constexpr int kChunks = Columns::kChunks, kCopies = Columns::kCopies;
+    constexpr int kChunks = Tiles::kChunks, kCopies = Tiles::kCopies;
     if constexpr (!S::kPackedV) {  // neighbouring lanes take neighbouring chunks of a token
       constexpr int kRows = 32 / kChunks;
       const int chunk = lane % kChunks, r0 = lane / kChunks;
@@ -52,7 +54,7 @@ struct DecodeLoader : DecodePages<S> {
       for (int i = 0; i < kCopies; ++i) {
         const int r = r0 + i * kRows, g = i * kRows / kGroupTokens, in_group = r0 + i * kRows % kGroupTokens;
         const bool read = in_head && (part.valid >> r & 1);
-        copy(stage + this->key_place(r, chunk), key[g] + in_group * copies.key_token + chunk * 16, read);
+        copy(stage + Tiles::key_place(r, chunk), key[g] + in_group * copies.key_token + chunk * 16, read);
         copy(stage + S::kTileBytes + swizzled<S::kRowBytes>(r, chunk),
              value[g] + in_group * copies.value_token + chunk * 16, read);
       }
@@ -68,7 +70,7 @@ struct DecodeLoader : DecodePages<S> {
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
         const int chunk = lane / kTile + i * (32 / kTile);
-        copy(stage + this->key_place(r, chunk), row + chunk * copies.key_chunk,
+        copy(stage + Tiles::key_place(r, chunk), row + chunk * copies.key_chunk,
              chunk * 16 < copies.head_bytes && (part.valid >> r & 1));
       }
       constexpr int kChunk = 16 / S::kBytes;
@@ -76,7 +78,7 @@ struct DecodeLoader : DecodePages<S> {
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
         const int x = (lane + i * 32) >> shift, d = x % kD, c = (lane & ((1 << shift) - 1)) + (x / kD << shift);
-        copy(stage + S::kTileBytes + this->packed_value_place(d, c),
+        copy(stage + S::kTileBytes + tiles.packed_value_place(d, c),
              of_group(value, c * kChunk / kGroupTokens) + d * copies.value_dim,
              d < p.a.head_size && (part.valid >> c * kChunk & ((1u << kChunk) - 1)) != 0);
       }
@@ -88,7 +90,7 @@ struct DecodeLoader : DecodePages<S> {
   // along neighbouring heads at about the same time, which is so on the line.
   template <bool kLines>
   __device__ void load_whole(uint32_t stage, int kv_head, int first_token, const Pages& pages) const {
-    constexpr int kChunks = Columns::kChunks, kRows = 32 / kChunks;  // rows of a step of the warp
+    constexpr int kChunks = Tiles::kChunks, kRows = 32 / kChunks;  // rows of a step of the warp
     const int chunk = lane % kChunks, r0 = lane / kChunks;
     const char* key = static_cast<const char*>(p.a.key.data) + times(copies.key_head, kv_head) +
                       times(copies.key_token, r0) + chunk * 16;
@@ -123,10 +125,10 @@ struct DecodeLoader : DecodePages<S> {
   // of the places with a key.
   __device__ uint32_t load_by_token(uint32_t stage, const TilePart& part, int id) const {
     const int token = part.first_token + lane;
-    const bool is_key = lane < kTile && token < part.len && this->is_seen(part, token);
+    const bool is_key = lane < kTile && token < part.len && table.is_seen(part, token);
     const bool good = static_cast<uint32_t>(id) < static_cast<uint32_t>(p.a.num_blocks);
     if (is_key && !good) [[unlikely]]
-      this->report_page(part.sequence, token);
+      table.report_page(part.sequence, token);
     const uint32_t valid = __ballot_sync(~0u, is_key && good);
     if (valid == 0) return 0;
     uint64_t key_row = 0, value_row = 0;  // from the head's first
@@ -135,13 +137,13 @@ struct DecodeLoader : DecodePages<S> {
       key_row = times(copies.key_block, id) + times(copies.key_token, o);
       value_row = times(copies.value_block, id) + times(copies.value_token, o);
     }
-    constexpr int kChunks = Columns::kChunks, kRows = 32 / kChunks;  // rows of a step of the warp
+    constexpr int kChunks = Tiles::kChunks, kRows = 32 / kChunks;  // rows of a step of the warp
     const int chunk = lane % kChunks, r0 = lane / kChunks;
     const char* key = static_cast<const char*>(p.a.key.data) + times(copies.key_head, part.kv_head) + chunk * 16;
     const char* value = static_cast<const char*>(p.a.value.data) + times(copies.value_head, part.kv_head) + chunk * 16;
     const bool in_head = chunk * 16 < copies.head_bytes;
 #pragma unroll
-    for (int i = 0; i < Columns::kCopies; ++i) {
+    for (int i = 0; i < Tiles::kCopies; ++i) {
       const int r = r0 + i * kRows, at = swizzled<S::kRowBytes>(r, chunk);
       const bool read = in_head && (valid >> r & 1);
       cp_async_16_once(stage + at, key + __shfl_sync(~0u, key_row, r), read);
@@ -158,14 +160,14 @@ struct DecodeLoader : DecodePages<S> {
     static_assert(kSideBySide == 1 || kSideBySide == 2);
     const char* key = static_cast<const char*>(p.a.key.data) + times(copies.key_head, kv_head) + lane * 16;
     const char* value = static_cast<const char*>(p.a.value.data) + times(copies.value_head, kv_head) + lane * 16;
-    const uint32_t key_to = stage + this->key_place(place_of<S>(lane % kPage), lane / kPage);
+    const uint32_t key_to = stage + Tiles::key_place(place_of<S>(lane % kPage), lane / kPage);
 #pragma unroll
     for (int t = 0; t < kTile / kPage; ++t) {
       const int id = pages.id[t * kPage / kGroupTokens];
       const char* k = key + times(copies.key_block, id);
       const char* v = value + times(copies.value_block, id);
       const int d = lane / kSideBySide, chunk = t * kSideBySide + lane % kSideBySide;
-      const uint32_t value_to = stage + S::kTileBytes + this->packed_value_place(d, chunk, kSideBySide / 2);
+      const uint32_t value_to = stage + S::kTileBytes + tiles.packed_value_place(d, chunk, kSideBySide / 2);
 #pragma unroll
       for (int i = 0; i < kPieceCopies; ++i) {
         cp_async_16_once(key_to + (t * kPage + i * (32 / kPage) * kTile) * 16, k + i * 512);
@@ -184,14 +186,14 @@ struct DecodeLoader : DecodePages<S> {
                       times(copies.key_token, lane % kPart) + times(copies.key_chunk, chunk);
     const char* value = static_cast<const char*>(p.a.value.data) + times(copies.value_head, kv_head) + side * 16 +
                         times(copies.value_dim, d);
-    const uint32_t key_to = stage + this->key_place(place_of<S>(lane % kPart), chunk);
+    const uint32_t key_to = stage + Tiles::key_place(place_of<S>(lane % kPart), chunk);
 #pragma unroll
     for (int t = 0; t < kTile / kPart; ++t) {
       const int id = pages.id[t * kPart / kGroupTokens], o = p.block_size.remainder(first_token + t * kPart);
       const char* k = key + times(copies.key_block, id) + times(copies.key_token, o);
       const char* v = value + times(copies.value_block, id) + o * S::kBytes;
       const uint32_t value_to =
-          stage + S::kTileBytes + this->packed_value_place(d, t * kSideBySide + side, kSideBySide / 2);
+          stage + S::kTileBytes + tiles.packed_value_place(d, t * kSideBySide + side, kSideBySide / 2);
 #pragma unroll
       for (int i = 0; i < kPartCopies; ++i) {
         cp_async_16_once(key_to + (t * kPart + i * kChunkStep * kTile) * 16,
@@ -279,10 +281,10 @@ struct DecodeLoader : DecodePages<S> {
   // places with a key.
   __device__ uint32_t start(uint32_t stage, TilePart& part, int ids, int i) const {
     if constexpr (S::kByToken) return load_by_token(stage, part, ids);
-    return start(stage, part, pages_of(ids, i));
+    return start(stage, part, table.pages_of(ids, i));
   }
   __device__ uint32_t start(uint32_t stage, TilePart& part, const Pages& pages) const {
-    bool whole = this->is_seen(part, part.first_token) && part.first_token + kTile <= part.len &&
+    bool whole = table.is_seen(part, part.first_token) && part.first_token + kTile <= part.len &&
                  (!S::kPackedV || copies.whole_page > 0 || copies.part_tokens > 0);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
@@ -312,7 +314,7 @@ struct DecodeLoader : DecodePages<S> {
       }
       return kTile == 32 ? ~0u : (1u << kTile % 32) - 1;
     }
-    part.valid = valid_places(part, pages);
+    part.valid = table.valid_places(part, pages);
     if (part.valid != 0) {
       if constexpr (S::kRaw) {
         load_codes<false>(stage, part, pages);
@@ -329,7 +331,7 @@ struct DecodeLoader : DecodePages<S> {
   __device__ void separate(uint32_t stage, const TilePart& part, int first, int step, int last, State& state) const {
     constexpr bool kFinite = std::is_same_v<typename S::Element, Element8<KvFormat::kInt8>>;  // all codes
     if constexpr (!kFinite && S::kFolded) {
-      if (!Columns::are_finite(state)) separate_heads(stage, part, first, step, last, state);
+      if (!ColumnResults<S>::are_finite(state)) separate_heads(stage, part, first, step, last, state);
     }
   }
 
@@ -338,16 +340,16 @@ struct DecodeLoader : DecodePages<S> {
                                State& state) const {
 #pragma unroll 1
     for (part.first_token = first; part.first_token <= last; part.first_token += step) {
-      const int token = this->token_to_look_up(0, [&](int) { return part.first_token; });
+      const int token = table.token_to_look_up(0, [&](int) { return part.first_token; });
       __syncwarp();
-      const Pages pages = pages_of(token < part.len ? look_up(part.sequence, token) : -1, 0);
-      part.valid = valid_places(part, pages);
+      const Pages pages = table.pages_of(token < part.len ? table.look_up(part.sequence, token) : -1, 0);
+      part.valid = table.valid_places(part, pages);
       if (part.valid != 0) load(stage, part, pages, from, to);
       cp_async_commit();
       cp_async_wait<0>();
       __syncwarp();
       if (part.valid == 0) continue;
-      this->compute(stage, part.valid, part.kv_head, part.first_token, part.len, state);
+      columns.compute(stage, part.valid, part.kv_head, part.first_token, part.len, state);
     }
     __syncwarp();
   }
@@ -355,25 +357,25 @@ struct DecodeLoader : DecodePages<S> {
   __device__ void separate_heads(uint32_t stage, const TilePart& part, int first, int step, int last,
                                  State& state) const {
     struct Kept {
-      float maximum, sum, o[2 * Columns::kSums];
+      float maximum, sum, o[2 * Queries::kSums];
     };
     Kept memory[kQueryTiles][2], (*kept)[2] = memory;
     asm volatile("" : "+l"(kept)::"memory");  // registers are for the other tiles
     const int bytes = copies.head_bytes / 2;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
-      Columns::clear_sums(state);
+      Queries::clear_sums(state);
       attend_again(stage, part, first, step, last, half * bytes, (half + 1) * bytes, state);
 #pragma unroll
       for (int i = 0; i < kQueryTiles; ++i) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if (half == 1 && this->half_of(this->column_of(i, e)) == 0) continue;
+          if (half == 1 && queries.half_of(queries.column_of(i, e)) == 0) continue;
           Kept& to = kept[i][e];
           to.maximum = state.maximum[i][e];
           to.sum = state.sum[i][e];
 #pragma unroll
-          for (int n = 0; n < Columns::kSums; ++n) {
+          for (int n = 0; n < Queries::kSums; ++n) {
             to.o[2 * n] = state.o[i][n][e];
             to.o[2 * n + 1] = state.o[i][n][2 + e];
           }
@@ -388,7 +390,7 @@ struct DecodeLoader : DecodePages<S> {
         state.maximum[i][e] = from.maximum;
         state.sum[i][e] = from.sum;
 #pragma unroll
-        for (int n = 0; n < Columns::kSums; ++n) {
+        for (int n = 0; n < Queries::kSums; ++n) {
           state.o[i][n][e] = from.o[2 * n];
           state.o[i][n][2 + e] = from.o[2 * n + 1];
         }
@@ -397,17 +399,17 @@ struct DecodeLoader : DecodePages<S> {
   }
 
   // A tile that has arrived, at `stage` of a ring.
-  __device__ void attend(char* ring, int offset, const TilePart& part, typename Columns::State& state) const {
+  __device__ void attend(char* ring, int offset, const TilePart& part, State& state) const {
     if (part.valid == 0) return;
     char* stage = ring + offset;
     if constexpr (S::kPackedV) {
-      const typename Columns::Valid valid = {part.valid};
-      if (!this->is_whole(valid)) {
-        this->clear_invisible(stage + S::kTileBytes, valid);
+      const typename Tiles::Valid valid = {part.valid};
+      if (!Tiles::is_whole(valid)) {
+        tiles.clear_invisible(stage + S::kTileBytes, valid);
         __syncwarp();
       }
     }
-    this->compute(shared_address(stage), part.valid, part.kv_head, part.first_token, part.len, state);
+    columns.compute(shared_address(stage), part.valid, part.kv_head, part.first_token, part.len, state);
   }
 };
 

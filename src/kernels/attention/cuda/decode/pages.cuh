@@ -10,13 +10,13 @@
 namespace pykv::attention {
 
 template <class S>
-struct DecodePages : ColumnsOf<S> {
-  using Columns = ColumnsOf<S>;
-  using Columns::copies;
-  using Columns::lane;
-  using Columns::p;
-  using Columns::warp;
+struct DecodePages {
   static constexpr int kD = S::kD, kTile = S::kTile, kGroups = kTile / kGroupTokens;
+
+  const Problem& p;
+  const CacheCopies& copies;
+  const int lane = threadIdx.x % 32;
+  TileLoader<S> tiles{p, copies};
 
   __device__ int length(int s) const { return bounded(p.a.seq_lens[s]); }
   __device__ int bounded(int64_t len) const { return static_cast<int>(clamp(len, 0, p.a.max_seq_len)); }
@@ -108,8 +108,8 @@ struct DecodePages : ColumnsOf<S> {
             static_cast<uint32_t>(id) >= static_cast<uint32_t>(p.a.num_blocks)) {
           continue;
         }
-        prefetch(this->key_row(id, token, kv_head) + at);
-        prefetch(this->value_row(id, token, kv_head) + at);
+        prefetch(tiles.key_row(id, token, kv_head) + at);
+        prefetch(tiles.value_row(id, token, kv_head) + at);
       }
     }
   }

@@ -27,11 +27,8 @@ struct SharedQueries {
 };
 
 template <class S>
-struct ColumnQueries : TileLoader<S> {
+struct ColumnQueries {
   using Element = typename S::Element;
-  using TileLoader<S>::lane;
-  using TileLoader<S>::p;
-  using TileLoader<S>::warp;
   static constexpr int kD = S::kD, kSteps = kD / 16;
   static constexpr int kQueryTiles = (S::kColumns + 7) / 8;
   static constexpr int kFetched = S::kSharedQueries ? 1 : kQueryTiles;  // by each warp
@@ -39,6 +36,9 @@ struct ColumnQueries : TileLoader<S> {
   // Keys of int8 keep an offset, and scores begin at minus what it adds to them: rounding then costs some millionths of the
   // largest score that the query could have.  Values do not: over many keys their sums come near zero.
   static constexpr bool kOffsetKeys = std::is_same_v<Element, Element8<KvFormat::kInt8>> && !S::kInvariant;
+
+  const Problem& p;
+  const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
 
   // With kManyTokens: where this lane's queries stand, and their slopes; and the keys that all of the tile see.
   struct OwnPlaces {
@@ -92,7 +92,7 @@ struct ColumnQueries : TileLoader<S> {
   __device__ QueryPlaces find_queries(int sequence, int kv_head) const {
     return find_columns([&](int column, bool& exists) {
       exists = column < p.group;
-      return this->query_offset(sequence, query_head(kv_head, exists ? column : 0));
+      return query_offset(p, sequence, query_head(kv_head, exists ? column : 0));
     });
   }
 
@@ -110,7 +110,7 @@ struct ColumnQueries : TileLoader<S> {
     fetch_queries(find_columns([&](int column, bool& exists) {
                     const Row row = row_of(p, u, column);
                     exists = row.valid;
-                    return this->query_offset(row.token, row.head);
+                    return query_offset(p, row.token, row.head);
                   }),
                   s);
     // As row_of() has it, in fewer instructions: in short calls each counts.

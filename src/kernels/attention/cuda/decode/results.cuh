@@ -13,16 +13,14 @@ struct alignas(16) ColumnStats {
 };
 
 template <class S>
-struct ColumnResults : ColumnQueries<S> {
+struct ColumnResults {
   using Queries = ColumnQueries<S>;
-  using Queries::column_of;
-  using Queries::kD;
-  using Queries::kQueryTiles;
-  using Queries::kSums;
-  using Queries::lane;
-  using Queries::p;
-  using Queries::query_head;
-  using typename Queries::State;
+  using State = typename Queries::State;
+  static constexpr int kD = S::kD, kQueryTiles = Queries::kQueryTiles, kSums = Queries::kSums;
+
+  const Problem& p;
+  Queries queries{p};
+  const int lane = threadIdx.x % 32;
 
   // Are all sums of the warp finite?
   static __device__ bool are_finite(const State& state) {
@@ -47,7 +45,7 @@ struct ColumnResults : ColumnQueries<S> {
   // The results of a column are so many times four dimensions of its head, of which d is at tile_dimension() in the sums.
   static constexpr int kQuads = S::kFolded ? kD / 8 : kD / 4;
   __device__ int tile_dimension(int column, int d) const {
-    return S::kFolded ? d + this->half_of(column) * p.a.head_size : d;
+    return S::kFolded ? d + queries.half_of(column) * p.a.head_size : d;
   }
 
   // What a warp leaves for others: its sums at sum_place().
@@ -74,10 +72,10 @@ struct ColumnResults : ColumnQueries<S> {
     for (int i = 0; i < kQueryTiles; ++i) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int column = column_of(i, e);
+        const int column = queries.column_of(i, e);
         float sum = state.sum[i][e];
         for (int m = 4; m < 32; m *= 2) sum += __shfl_xor_sync(~0u, sum, m);
-        if (column >= this->columns()) continue;
+        if (column >= queries.columns()) continue;
         if (lane / 4 == 0) stats[column] = {state.maximum[i][e], sum};
         store_sums(state, i, e, to, column);
       }
@@ -85,7 +83,7 @@ struct ColumnResults : ColumnQueries<S> {
   }
 
   __device__ Row row_of_column(int sequence, int len, int kv_head, int column) const {
-    return {sequence, len - 1, query_head(kv_head, column), true};
+    return {sequence, len - 1, queries.query_head(kv_head, column), true};
   }
 };
 

@@ -5,18 +5,17 @@
 // lies depends on no length.  Short sequences are left to the first cluster, and the others end.
 #pragma once
 
-#include "attention/cuda/decode/loader.cuh"
+#include "attention/cuda/decode/results.cuh"
 #include "attention/cuda/merge/spans.cuh"
 
 namespace pykv::attention {
 
 template <class S>
-struct ClusterSpans : DecodeLoader<S> {
-  using Base = DecodeLoader<S>;
-  using Base::p;
-  static constexpr int kQuads = Base::kQuads;
+struct ClusterSpans {
+  static constexpr int kQuads = ColumnResults<S>::kQuads;
 
-  const int warps = blockDim.x / 32;
+  const Problem& p;
+  const int warp = warp_of_group<S>(), warps = blockDim.x / 32;
   const int rank = p.by_cluster.remainder(blockIdx.x), cluster_index = p.by_cluster.quotient(blockIdx.x);
   const int place = S::kSpans ? p.by_spans.quotient(cluster_index) : cluster_index;
   int used_spans = all_spans();
@@ -32,7 +31,7 @@ struct ClusterSpans : DecodeLoader<S> {
 
   // Of the warp's i-th tile the first key.
   __device__ int tile_place(int i) const {
-    return (((i * spans() + span()) * warps + this->warp) * p.cluster + rank) * S::kTile;
+    return (((i * spans() + span()) * warps + warp) * p.cluster + rank) * S::kTile;
   }
 
   // Four columns, the sums of this cluster.  is_first: of those that this block finishes.

@@ -18,52 +18,49 @@
 namespace pykv::attention {
 
 template <class S>
-struct TokensKernel : ClusterKernel<S> {
-  using Cluster = ClusterKernel<S>;
-  using Base = DecodeLoader<S>;
-  using Base::p;
-  using Cluster::begin;
-  using Cluster::kv_head;
-  using Cluster::place;
-  using Cluster::rank;
-  using Cluster::sequence;
-  using typename Base::State;
+struct TokensKernel {
+  using State = typename ColumnQueries<S>::State;
   // Whether where keys begin is guessed; not where it would drive sums out of registers.
   static constexpr bool kGuesses = !(S::kSharedQueries && S::kNarrow);
 
+  const Problem& p;
+  ClusterKernel<S> cluster;
+  const int sequence = cluster.sequence, kv_head = cluster.kv_head;
+
   // has_task: there is such a sequence.  False if the line should take the call, or has taken it.
   __device__ bool run(bool has_task) {
-    this->open_exchange();
+    cluster.open_exchange();
     if (has_task && blockIdx.x < p.early_blocks) {
       if (kGuesses && p.a.cu_query_lens.data) prefetch(words_at(p.a.cu_query_lens, sequence));
-      const int early_len = this->early_length(sequence);
+      const int early_len = cluster.loader.table.early_length(sequence);
       const int len = static_cast<int>(clamp(early_len, 0, p.a.max_seq_len));
-      if (!p.sees_all()) this->look_from(len - p.tile_tokens);
-      this->foresee(sequence, kv_head, early_len, this->first_token(0));
+      if (!p.sees_all()) cluster.look_from(len - p.tile_tokens);
+      cluster.loader.table.foresee(sequence, kv_head, early_len, cluster.first_token(0));
     }
-    const int guessed_begin = begin;
+    const int guessed_begin = cluster.begin;
     wait_for_previous_kernel();
     // Where the first keys are, if all is as it was a moment before.
-    int ids = has_task && (kGuesses || p.sees_all()) ? this->look_up_tiles(0) : -1;
+    int ids = has_task && (kGuesses || p.sees_all()) ? cluster.look_up_tiles(0) : -1;
     const RawSequence raw = load_sequence(p, sequence);
     Sequence seq = clamp_sequence(p, raw);
     // Mostly of one tile of queries, which needs no division.
     const bool is_one = kGuesses && seq.query_len <= p.tile_tokens;
     const int token_tiles = is_one ? 1 : (seq.query_len + p.tile_tokens - 1) / p.tile_tokens;
     if (!takes_call(p)) {
-      this->close_exchange();
+      cluster.close_exchange();
       return false;
     }
     int tiles = takes(p, seq) ? token_tiles * p.head_tiles : 0;
-    const int way = p.by_ways.remainder(place);
+    const int way = p.by_ways.remainder(cluster.block.place);
     // Only one tile's piece has a place.
-    this->use_spans(tiles > p.ways ? 0 : seq.len);
-    if (this->is_left_out()) tiles = 0;
-    if (rank == 0 && kv_head == 0 && way == 0 && this->is_first() && threadIdx.x == 0) report_sequence(p, raw);
+    cluster.block.use_spans(tiles > p.ways ? 0 : seq.len);
+    if (cluster.block.is_left_out()) tiles = 0;
+    if (cluster.block.rank == 0 && kv_head == 0 && way == 0 && cluster.block.is_first() && threadIdx.x == 0)
+      report_sequence(p, raw);
     if (way >= tiles && p.cluster > 1) cluster_wait();
     int parity = 0;
     State state;
-    if constexpr (S::kSharedQueries) state.shared = &this->exchange;
+    if constexpr (S::kSharedQueries) state.shared = &cluster.exchange;
 #pragma unroll 1
     for (int i = way; i < tiles; i += p.ways) {
       if (i > way) {
@@ -77,15 +74,15 @@ struct TokensKernel : ClusterKernel<S> {
       const int first = seq.context() + u.query_tile * p.tile_tokens;
       const int last = min(first + p.tile_tokens, seq.len) - 1;
       const int end = static_cast<int>(clamp(int64_t{last_seen(p, last)} + 1, 0, seq.len));
-      this->look_from(first);
-      if (i > way || !(kGuesses ? begin == guessed_begin : p.sees_all())) ids = this->look_up_tiles(0);
-      this->fetch_queries(u, state);
-      this->attend_keys(ids, end, state, [&] {
-        this->settle(kv_head, state);
+      cluster.look_from(first);
+      if (i > way || !(kGuesses ? cluster.begin == guessed_begin : p.sees_all())) ids = cluster.look_up_tiles(0);
+      cluster.queries.fetch_queries(u, state);
+      cluster.attend_keys(ids, end, state, [&] {
+        cluster.queries.settle(kv_head, state);
         if (p.cluster > 1) cluster_wait();  // all blocks are there; the first tile is still on its way
-        if (i + p.ways >= tiles && (p.cluster <= 2 || end - begin <= 2048)) let_next_kernel_start();
+        if (i + p.ways >= tiles && (p.cluster <= 2 || end - cluster.begin <= 2048)) let_next_kernel_start();
       });
-      this->finish(state, parity, [&](int column) { return row_of(p, kept(u), column); });
+      cluster.finish(state, parity, [&](int column) { return row_of(p, kept(u), column); });
       parity ^= 1;
     }
     return true;
@@ -94,16 +91,16 @@ struct TokensKernel : ClusterKernel<S> {
   // With kSharedQueries a query tile waits in shared memory while its keys are attended, for sums need the registers.
   __device__ void keep(const Unit& u) const {
     if constexpr (S::kSharedQueries) {
-      if (threadIdx.x == 0) this->exchange.unit = u;  // seen by all from settle() on
+      if (threadIdx.x == 0) cluster.exchange.unit = u;  // seen by all from settle() on
     }
   }
   __device__ const Unit& kept(const Unit& u) const {
-    if constexpr (S::kSharedQueries) return this->exchange.unit;
+    if constexpr (S::kSharedQueries) return cluster.exchange.unit;
     return u;
   }
   __device__ Sequence kept(const Sequence& seq) const {
     if constexpr (S::kSharedQueries) {
-      const Unit& u = this->exchange.unit;
+      const Unit& u = cluster.exchange.unit;
       return {u.sequence_len, u.query_begin, u.query_len};
     } else {
       return seq;
@@ -114,7 +111,7 @@ struct TokensKernel : ClusterKernel<S> {
   __device__ void exchange_again() const {
     __syncthreads();
     if (p.cluster == 1) return;
-    if (threadIdx.x == 0) this->expect_sums();
+    if (threadIdx.x == 0) cluster.expect_sums();
     __syncwarp();
     cluster_announce_all();
   }
@@ -122,7 +119,7 @@ struct TokensKernel : ClusterKernel<S> {
 
 template <class S>
 __device__ TokensKernel<S> tokens_kernel(const Problem& p, const CacheCopies& copies, char* memory) {
-  return {{{{{{{{{p, copies}}}}}}}, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)}};
+  return {p, {p, copies, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)}};
 }
 
 template <class S>

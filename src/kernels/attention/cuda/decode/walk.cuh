@@ -1,21 +1,19 @@
 // Decoding proper: a warp's way along the line of schedule/line.cuh, which it finds from the lengths by itself.
 #pragma once
 
-#include "attention/cuda/decode/loader.cuh"
+#include "attention/cuda/decode/pages.cuh"
 #include "attention/cuda/merge/pieces.cuh"
 
 namespace pykv::attention {
 
 template <class S>
-struct DecodeWalk : DecodeLoader<S> {
-  using Base = DecodeLoader<S>;
-  using Base::lane;
-  using Base::length;
-  using Base::p;
-  using Base::warp;
+struct DecodeWalk {
   static constexpr int kUnitTokens = S::kUnitTokens, kHeads = S::kHeads;
 
+  const Problem& p;
+  DecodePages<S> table;
   LineShare& share;  // the block's
+  const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
 
   // With kManyTokens: the sequence's query tokens, in so many tiles, of which each has segments of its own.
   struct Queries {
@@ -44,7 +42,7 @@ struct DecodeWalk : DecodeLoader<S> {
                        kPlaceUnits = kPlaceTokens / kUnitTokens;
   static constexpr int kLead = S::kLead;
   __device__ int places(int len) const {
-    return kLead + max(1, (len + kPlaceTokens - 1) / kPlaceTokens - this->first_key(len) / kPlaceTokens);
+    return kLead + max(1, (len + kPlaceTokens - 1) / kPlaceTokens - table.first_key(len) / kPlaceTokens);
   }
 
   __device__ int query_tiles(const Sequence& s) const {
@@ -94,7 +92,7 @@ struct DecodeWalk : DecodeLoader<S> {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int s = base + j * 32 + lane;
-      x.len[j] = s < num_seqs ? length(s) : -1;
+      x.len[j] = s < num_seqs ? table.length(s) : -1;
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -209,12 +207,12 @@ struct DecodeWalk : DecodeLoader<S> {
         enter_queries(w);
       }
     }
-    w.len = length(w.sequence);
+    w.len = table.length(w.sequence);
   }
 
   // From this place of the segment on.
   __device__ void enter_segment(Walk& w, int place, int slot) const {
-    w.skipped = this->first_key(w.len) / kUnitTokens;
+    w.skipped = table.first_key(w.len) / kUnitTokens;
     w.tile = max(place - kLead, 0) * kPlaceUnits;
     const int all = places(w.len), here = min(w.left, all - place);
     w.left -= here;

@@ -22,18 +22,17 @@
 namespace pykv::attention {
 
 template <class S>
-struct LineKernel : SegmentResults<S> {
-  using Results = SegmentResults<S>;
-  using Results::lane;
-  using Results::member;
-  using Results::p;
-  using Results::scratch;
-  using Results::warp;
-  using typename Results::Lookup;
-  using typename Results::State;
-  using typename Results::TileSlot;
+struct LineKernel {
+  using Lookup = typename TileLoader<S>::Lookup;
+  using TileSlot = typename TileLoader<S>::TileSlot;
+  using State = typename RowSoftmax<S>::State;
   static constexpr int kStages = S::kStages;
 
+  const Problem& p;
+  Scratch<S>& scratch;
+  TileLoader<S> tiles;
+  RowSoftmax<S> softmax;
+  SegmentResults<S> results;
   TileSlot* slots;  // the team's
   char* rings;      // all teams' stages
   char* waiting;    // S::kWaitingBytes
@@ -61,80 +60,80 @@ struct LineKernel : SegmentResults<S> {
     wait_for_previous_kernel();
     constexpr bool kLines = !S::kInvariant && S::kMore;  // no prefill
     const SharePosition share = find_share<0, kLines>(p, scratch.plan);
-    if (member == 0) {
+    if (tiles.member == 0) {
       scratch.walkers[team].start(p, share);
       scratch.walkers[team].note_first(p);  // all teams note the same
 #pragma unroll 1
       for (int i = 0; i < kStages + 1; ++i) describe_next(slots[i], team);
     }
-    this->sync_team();
+    tiles.sync_team();
     Lookup first[kStages];
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
-      if (slots[i].unit.exists) first[i] = this->begin_lookup(slots[i].unit);
+      if (slots[i].unit.exists) first[i] = tiles.begin_lookup(slots[i].unit);
     }
-    if (slots[0].unit.exists) this->prefetch_queries(slots[0].unit);
+    if (slots[0].unit.exists) softmax.queries.prefetch_queries(slots[0].unit);
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
-      if (slots[i].unit.exists) this->end_lookup(first[i], slots[i], slots[i].unit.kv_head);
+      if (slots[i].unit.exists) tiles.end_lookup(first[i], slots[i], slots[i].unit.kv_head);
     }
-    this->sync_team();
+    tiles.sync_team();
 #pragma unroll 1
     for (int i = 0; i < kStages - 1; ++i) {
-      if (slots[i].unit.exists) this->load_stage(stage0 + i * S::kStageBytes, slots[i]);
+      if (slots[i].unit.exists) tiles.load_stage(stage0 + i * S::kStageBytes, slots[i]);
       cp_async_commit();
     }
 
     State state;
-    [[maybe_unused]] ExactQuad kept[Results::kQuads];
+    [[maybe_unused]] ExactQuad kept[SegmentResults<S>::kQuads];
     int at = 0, slot_at = 0;  // the unit's stage and slot
     const auto slot_after = [&](int k) -> TileSlot& {
       return slots[slot_at + k >= S::kSlots ? slot_at + k - S::kSlots : slot_at + k];
     };
-    if (slots[0].unit.exists) this->begin_segment(slots[0].unit, state);
+    if (slots[0].unit.exists) softmax.begin_segment(slots[0].unit, state);
     for (int i = 0; slots[slot_at].unit.exists; ++i) {
       cp_async_wait<kStages - 2>();
-      this->sync_team();  // the unit's stage is filled, the last one's free
+      tiles.sync_team();  // the unit's stage is filled, the last one's free
       TileSlot& lookup_slot = slot_after(kStages);
       const bool looks_up = lookup_slot.unit.exists;
       Lookup lookup;
-      if (looks_up) lookup = this->begin_lookup(lookup_slot.unit);
+      if (looks_up) lookup = tiles.begin_lookup(lookup_slot.unit);
       const int free = at == 0 ? kStages - 1 : at - 1;
       const TileSlot& load_slot = slot_after(kStages - 1);
       if (load_slot.unit.exists) {
-        this->load_stage(stage0 + free * S::kStageBytes, load_slot);
-        if (load_slot.unit.begins) this->prefetch_queries(load_slot.unit);
+        tiles.load_stage(stage0 + free * S::kStageBytes, load_slot);
+        if (load_slot.unit.begins) softmax.queries.prefetch_queries(load_slot.unit);
       }
       cp_async_commit();
-      if (member == (S::kMany ? i % 4 * 32 : 0)) describe_next(slot_after(kStages + 1), team);
+      if (tiles.member == (S::kMany ? i % 4 * 32 : 0)) describe_next(slot_after(kStages + 1), team);
 
       const TileSlot& slot = slots[slot_at];
       const Unit& unit = slot.unit;
       const int offset = at * S::kStageBytes;
       if constexpr (S::kPackedV) {
-        if (!this->is_whole(slot.valid)) {
-          this->clear_invisible(ring + offset + S::kTileBytes, slot.valid);
-          this->sync_team();
+        if (!tiles.is_whole(slot.valid)) {
+          tiles.clear_invisible(ring + offset + S::kTileBytes, slot.valid);
+          tiles.sync_team();
         }
       }
       __syncwarp();
-      if (unit.begins && i > 0) this->begin_segment(unit, state);
-      this->compute(stage0 + offset, slot.valid, unit, state);
+      if (unit.begins && i > 0) softmax.begin_segment(unit, state);
+      softmax.compute(stage0 + offset, slot.valid, unit, state);
       if constexpr (S::kWholeChunks) {
         if (unit.ends_chunk || (unit.first_token + S::kTile) % kPartTokens == 0) {
-          this->end_part(state);
-          if (unit.ends_chunk) this->end_chunk(unit, state, reinterpret_cast<float4*>(waiting) + threadIdx.x);
-          this->clear_sums(state);
+          results.end_part(state);
+          if (unit.ends_chunk) results.end_chunk(unit, state, reinterpret_cast<float4*>(waiting) + threadIdx.x);
+          softmax.clear_sums(state);
         }
       } else if (unit.ends_chunk) {
         if constexpr (S::kMany) {
-          this->end_segment_many(unit, state, LinePieces{p});
+          results.end_segment_many(unit, state, LinePieces{p});
         } else {
-          this->end_chunk_few(unit, state, rings, offset, kept);
-          if (!unit.ends) this->clear_sums(state);
+          results.end_chunk_few(unit, state, rings, offset, kept);
+          if (!unit.ends) softmax.clear_sums(state);
         }
       }
-      if (looks_up) this->end_lookup(lookup, lookup_slot, lookup_slot.unit.kv_head);
+      if (looks_up) tiles.end_lookup(lookup, lookup_slot, lookup_slot.unit.kv_head);
       at = at + 1 == kStages ? 0 : at + 1;
       slot_at = slot_at + 1 == S::kSlots ? 0 : slot_at + 1;
     }
@@ -149,7 +148,9 @@ __global__ void __launch_bounds__(kThreads, S::kBlocksPerSm)
   char* after = memory + S::kTeams * S::kRingBytes;
   auto* scratch = reinterpret_cast<Scratch<S>*>(after + S::kQueryBytes + S::kWaitingBytes);
   auto* slots = reinterpret_cast<Slot<S::kTile>*>(scratch + 1) + threadIdx.x / S::kTeam * S::kSlots;
-  LineKernel<S> kernel{{{{{p, copies}, *scratch, shared_address(after)}}}, slots, memory, after + S::kQueryBytes};
+  LineKernel<S> kernel{
+      p,     *scratch, {p, copies},           {p, copies, *scratch, shared_address(after)}, {p, *scratch},
+      slots, memory,   after + S::kQueryBytes};
   kernel.run();
 }
 

@@ -10,14 +10,13 @@
 namespace pykv::attention {
 
 template <class S>
-struct RowQueries : TileLoader<S> {
-  using TileLoader<S>::lane;
-  using TileLoader<S>::p;
-  using TileLoader<S>::warp;
+struct RowQueries {
   static constexpr int kD = S::kD, kSteps = kD / 16;
 
+  const Problem& p;
   Scratch<S>& scratch;
-  uint32_t queries;  // shared address, of rows that do not stay in registers
+  uint32_t address;  // in shared memory, of rows that do not stay in registers
+  const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
 
   // The rows into shared memory.  With many rows a warp touches its own alone; with few, each warp stores a quarter of them.
   __device__ void load_query_rows(const Unit& u, int row0) {
@@ -31,7 +30,7 @@ struct RowQueries : TileLoader<S> {
         const Row row = row_of(p, u, row0 + x / kQueryChunks);
         v[i] = {0, 0, 0, 0};
         if (row.valid && chunk * 8 < p.a.head_size)
-          v[i] = *reinterpret_cast<const uint4*>(this->query_row(row) + chunk * 8);
+          v[i] = *reinterpret_cast<const uint4*>(query_row(p, row) + chunk * 8);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
@@ -49,7 +48,7 @@ struct RowQueries : TileLoader<S> {
     if constexpr (!S::kMany) {
       if (r % (kThreads / 32) != warp) return;
     }
-    store_query_chunk<S::kNarrow>(v, chunk, [&](int c) { return queries + swizzled<2 * kD>(r, c); });
+    store_query_chunk<S::kNarrow>(v, chunk, [&](int c) { return address + swizzled<2 * kD>(r, c); });
   }
 
   __device__ static uint32_t load_pair(const uint16_t* q, bool read) {
@@ -65,7 +64,7 @@ struct RowQueries : TileLoader<S> {
       const int r = h * 8 + lane / 4;
       const Row row = row_of(p, u, row0 + r);
       const bool read = row0 + r < rows && row.valid;
-      const uint16_t* q = this->query_row(row);
+      const uint16_t* q = query_row(p, row);
       if (row0 + h * 8 < rows) {
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
@@ -99,7 +98,7 @@ struct RowQueries : TileLoader<S> {
     if constexpr (S::kQueriesInRegisters) {
       const Row row = row_of(p, u, (S::kMany ? warp * S::kWarpRows : 0) + lane / 2);
       if (row.valid && lane % 2 * 64 < p.a.head_size) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(this->query_row(row) + lane % 2 * 64));
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(query_row(p, row) + lane % 2 * 64));
       }
     }
   }

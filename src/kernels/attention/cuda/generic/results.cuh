@@ -7,15 +7,14 @@
 namespace pykv::attention {
 
 template <class S>
-struct SegmentResults : RowSoftmax<S> {
+struct SegmentResults {
   using Softmax = RowSoftmax<S>;
-  using Softmax::kD;
-  using Softmax::lane;
-  using Softmax::p;
-  using Softmax::scratch;
-  using Softmax::warp;
-  using typename Softmax::Mma;
-  using typename Softmax::State;
+  using State = typename Softmax::State;
+  static constexpr int kD = S::kD;
+
+  const Problem& p;
+  Scratch<S>& scratch;
+  const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
 
   // Column of o[.][n][e] (e 0 or 1) in the head.
   __device__ int column(int n, int e) const {
@@ -106,7 +105,7 @@ struct SegmentResults : RowSoftmax<S> {
       for (int n = 0; n < kD / 8; ++n)
         waiting[n * kThreads] = {chunk.o[n][0], chunk.o[n][1], chunk.o[n][2], chunk.o[n][3]};
       waiting[(kWaiting - 1) * kThreads] = {chunk.maximum[0], chunk.sum[0], chunk.maximum[1], chunk.sum[1]};
-      this->clear_chunk(state);
+      Softmax::clear_chunk(state);
       chunk.one_waits = true;
       return;
     }
@@ -139,7 +138,7 @@ struct SegmentResults : RowSoftmax<S> {
         if (done.is_finished) store_output<S>(p, row, d, done.x);
       });
     }
-    this->clear_chunk(state);
+    Softmax::clear_chunk(state);
     chunk.one_waits = false;
     chunk.keeps = true;
   }

@@ -13,22 +13,20 @@
 namespace pykv::attention {
 
 template <class S>
-struct RowSoftmax : RowQueries<S> {
-  using Loader = TileLoader<S>;
-  using Queries = RowQueries<S>;
-  using typename Loader::Valid;
+struct RowSoftmax {
+  using Valid = typename TileLoader<S>::Valid;
   using Element = typename S::Element;
   using Mma = typename S::Mma;
-  using Loader::copies;
-  using Loader::key_place;
-  using Loader::kTile;
-  using Loader::lane;
-  using Loader::p;
-  using Loader::packed_value_place;
-  using Loader::warp;
-  using Queries::queries;
-  using Queries::scratch;
-  static constexpr int kD = S::kD, kSteps = kD / 16;
+  static constexpr int kD = S::kD, kSteps = kD / 16, kTile = S::kTile;
+
+  const Problem& p;
+  Scratch<S>& scratch;
+  TileLoader<S> tiles;
+  RowQueries<S> queries;
+  const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
+
+  __device__ RowSoftmax(const Problem& p, const CacheCopies& copies, Scratch<S>& scratch, uint32_t query_address)
+      : p(p), scratch(scratch), tiles{p, copies}, queries{p, scratch, query_address} {}
 
   // ---- one segment's running state ----------------------------------------------------------------------------------
 
@@ -84,9 +82,9 @@ struct RowSoftmax : RowQueries<S> {
     }
     __syncwarp();
     if constexpr (S::kQueriesInRegisters) {
-      this->load_query_fragments(u, row0, rows, s.query);
+      queries.load_query_fragments(u, row0, rows, s.query);
     } else {
-      this->load_query_rows(u, row0);
+      queries.load_query_rows(u, row0);
       if constexpr (!S::kMany) __syncthreads();  // so was the end of the segment before
     }
     __syncwarp();
@@ -133,8 +131,9 @@ struct RowSoftmax : RowQueries<S> {
       }
     }
     const auto sums = [&](int k, int i, int n) -> float (&)[4] { return S::kInvariant && k % 2 ? odd[i][n] : s[i][n]; };
-    const uint32_t query_row0 = queries + swizzled<2 * kD>((S::kMany ? warp * S::kWarpRows : 0) + lane % 16, lane / 16);
-    const uint32_t key_row0 = key_stage + key_place(r0 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    const uint32_t query_row0 =
+        queries.address + swizzled<2 * kD>((S::kMany ? warp * S::kWarpRows : 0) + lane % 16, lane / 16);
+    const uint32_t key_row0 = key_stage + tiles.key_place(r0 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
     constexpr int kAtOnce = S::kNarrow ? 2 : 1;  // k-steps of one ldmatrix
 #pragma unroll
     for (int k = 0; k < kSteps; k += kAtOnce) {
@@ -237,11 +236,11 @@ struct RowSoftmax : RowQueries<S> {
       } else {
         const int d0 = S::kNarrow ? lane : lane / 16 * 8 + lane % 8;
         const int chunk = (r0 + t * 16) * S::kBytes / 16 + (S::kNarrow ? 0 : lane / 8 % 2);
-        const uint32_t packed_row0 = row0 + packed_value_place(d0, chunk);
+        const uint32_t packed_row0 = row0 + tiles.packed_value_place(d0, chunk);
         constexpr int kPerLoad = S::kNarrow ? 4 : 2;
 #pragma unroll
         for (int n = 0; n < kD / 8; n += kPerLoad) {
-          ldmatrix_x4(b, packed_row0 + (n * 128 << copies.value_chunk_shift));
+          ldmatrix_x4(b, packed_row0 + (n * 128 << tiles.copies.value_chunk_shift));
           if constexpr (S::kNarrow) {
 #pragma unroll
             for (int h = 0; h < 4; ++h) {

@@ -438,7 +438,7 @@ void launch_exact_wgmma_kernel(const Problem& p, const Step& s, const Launch& la
   const int64_t records = int64_t{2} * s.grid * p.rows * (p.pitch / 4);
   char* after = reinterpret_cast<char*>(p.partial) + records * sizeof(ExactQuad);
   launch_prefill_kernel<paged_attention_exact_wgmma_kernel<S>, S>(p, s, after + s.grid * kept_bytes(S::kD), launch,
-                                                           reinterpret_cast<int4*>(after));
+                                                                  reinterpret_cast<int4*>(after));
 }
 
 template <class Element>

@@ -385,7 +385,8 @@ void launch_prefill_kernel(const Problem& p, const Step& s, void* room, const La
 
 template <class S>
 void launch_wgmma_kernel(const Problem& p, const Step& s, const Launch& launch) {
-  launch_prefill_kernel<paged_attention_wgmma_kernel<S>, S>(p, s, p.partial + int64_t{2} * s.grid * p.rows * p.pitch, launch);
+  launch_prefill_kernel<paged_attention_wgmma_kernel<S>, S>(p, s, p.partial + int64_t{2} * s.grid * p.rows * p.pitch,
+                                                            launch);
 }
 
 template <class Element>

@@ -37,14 +37,12 @@ struct WarpgroupClusterShape : Shape {
 };
 
 template <class S, class Softmax>
-struct WarpgroupClusterKernel : WarpgroupKernel<S, Softmax, ClusterWalker<S::kSpans>> {
-  using Base = WarpgroupKernel<S, Softmax, ClusterWalker<S::kSpans>>;
+struct WarpgroupClusterKernel {
   using Place = ClusterPlace<S::kSpans>;
   using Pieces = ClusterPieces<S>;
-  using Base::copies;
-  using Base::lane;
-  using Base::p;
 
+  const Problem& p;
+  WarpgroupKernel<S, Softmax, ClusterWalker<S::kSpans>> block;
   RowExchange<S>& exchange;
   const LeftPieces& left;
 
@@ -52,14 +50,14 @@ struct WarpgroupClusterKernel : WarpgroupKernel<S, Softmax, ClusterWalker<S::kSp
   __device__ void run() {
     const bool is_first = threadIdx.x == 0;
     if (is_first) {
-      this->open_barriers();
+      block.open_barriers();
       if (p.cluster > 1) {
         mbarrier_init(shared_address(&exchange.room), p.cluster);
         cluster_open(shared_address(&exchange.arrived));
       }
     }
     if (p.cluster > 1) cluster_announce();  // others may send
-    if (blockIdx.x < p.early_blocks && this->brings_tiles()) foresee();
+    if (blockIdx.x < p.early_blocks && block.brings_tiles()) foresee();
     wait_for_previous_kernel();
     RawSequence raw;
     const Place at(p, [&](int sequence) {
@@ -69,26 +67,26 @@ struct WarpgroupClusterKernel : WarpgroupKernel<S, Softmax, ClusterWalker<S::kSp
     const bool is_mine = takes_call(p);
     if (!is_mine || at.is_left_out()) {
       if (p.cluster > 1) cluster_wait();
-      if (!S::kSpans && !is_mine) combine_left_pieces(left, this->ring);
+      if (!S::kSpans && !is_mine) combine_left_pieces(left, block.ring);
       return;
     }
-    const Pieces pieces{p, exchange, reinterpret_cast<RowSums<S>*>(this->ring), at};
+    const Pieces pieces{p, exchange, reinterpret_cast<RowSums<S>*>(block.ring), at};
     if (is_first) {
       if (p.cluster > 1 && takes(p, at.seq)) pieces.expect(at.seq.query_len, 0);
       if (at.rank == 0 && at.kv_head == 0 && at.span == 0) report_sequence(p, raw);
     }
-    if (!this->brings_tiles())
-      this->prefetch_rows(at.unit(), Pieces::ComputingThreads::thread(), S::kGroups * kThreads);
+    if (!block.brings_tiles())
+      block.prefetch_rows(at.unit(), Pieces::ComputingThreads::thread(), S::kGroups * kThreads);
     __syncthreads();  // the barriers are open
-    if (this->brings_tiles()) {
+    if (block.brings_tiles()) {
       give_registers<S::kCopyRegisters>();
-      this->bring_tiles(at);
+      block.bring_tiles(at);
       let_next_kernel_start();
       if (p.cluster > 1) cluster_wait();
     } else {
       take_registers<S::kComputeRegisters>();
       if (p.cluster > 1) cluster_wait();
-      this->compute_tiles(pieces);
+      block.compute_tiles(pieces);
     }
   }
 
@@ -98,13 +96,14 @@ struct WarpgroupClusterKernel : WarpgroupKernel<S, Softmax, ClusterWalker<S::kSp
       const int len = __ldcg(words_at(p.a.seq_lens, sequence));
       return Sequence{static_cast<int>(clamp(len, 0, p.a.max_seq_len)), 0, p.tile_tokens};
     });
-    const int token = at.keys(p, Extent(p, at.seq), 0).first_token + this->member / 2;
+    const TileLoader<S>& tiles = block.tiles;
+    const int token = at.keys(p, Extent(p, at.seq), 0).first_token + block.member / 2;
     if (token >= at.seq.len || at.is_left_out()) return;
     const auto [words, step] = place_in_table(p, at.sequence, token);
     const int id = __ldcg(words);
     if (static_cast<uint32_t>(id) >= static_cast<uint32_t>(p.a.num_blocks)) return;
-    const char* row = lane % 2 ? this->value_row(id, token, at.kv_head) : this->key_row(id, token, at.kv_head);
-    for (int i = 0; i < copies.head_bytes; i += 128) prefetch(row + i);
+    const char* row = block.lane % 2 ? tiles.value_row(id, token, at.kv_head) : tiles.key_row(id, token, at.kv_head);
+    for (int i = 0; i < tiles.copies.head_bytes; i += 128) prefetch(row + i);
   }
 #endif
 };
@@ -125,7 +124,7 @@ __global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
   extern __shared__ __align__(1024) char memory[];
   using Memory = WarpgroupClusterMemory<S, Softmax>;
   auto& shared = *reinterpret_cast<Memory*>(memory + Memory::kBytesBefore);
-  WarpgroupClusterKernel<S, Softmax>{shared.kernel(p, copies, memory), shared.exchange, left}.run();
+  WarpgroupClusterKernel<S, Softmax>{p, shared.kernel(p, copies, memory), shared.exchange, left}.run();
 #endif
 }
 

@@ -34,28 +34,17 @@ struct WarpgroupCodesShape : WarpgroupColumnsShape<Element, kHeadSize, kQueryRow
 };
 
 template <class S>
-struct WarpgroupCodes : WarpgroupSoftmax<S> {
-  using Base = WarpgroupSoftmax<S>;
-  using Base::column;
-  using Base::kColumns;
-  using Base::kD;
-  using Base::kHeads;
-  using Base::kMine;
-  using Base::kOwn;
-  using Base::kParts;
-  using Base::kTile;
-  using Base::lane;
-  using Base::p;
-  using Base::place_of;
-  using Base::queries;
-  using Base::scratch;
-  using Base::sync;
-  using Base::thread;
-  using Base::warp;
-  using typename Base::Mma;
-  using typename Base::Scores;
-  using typename Base::Tile;
+struct WarpgroupCodes {
+  using Softmax = WarpgroupSoftmax<S>;
+  using Queries = WarpgroupQueries<S>;
+  using Scratch = typename Queries::Scratch;
+  using Scores = typename Softmax::Scores;
+  using Tile = typename Softmax::Tile;
   using Element = typename S::Element;
+  using Mma = typename S::Mma;
+  static constexpr int kD = S::kD, kTile = S::kTile;
+  static constexpr int kColumns = Queries::kColumns, kHeads = Queries::kHeads, kOwn = Queries::kOwn;
+  static constexpr int kMine = Softmax::kMine, kParts = Softmax::kParts;
   using KeyCodes = uint32_t[kD / 32][4];
   using Keys = uint32_t[kD / 16][4];
   using Values = uint32_t[kTile / 16][kParts][4];
@@ -69,16 +58,23 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
     Values values;  // of the tile before
   };
   struct NoValues {};
-  struct State : Base::State, std::conditional_t<kLateProducts, LateValues, NoValues> {};
+  struct State : Softmax::State, std::conditional_t<kLateProducts, LateValues, NoValues> {};
 
+  const Problem& p;
+  Scratch& scratch;
+  Softmax softmax;
+  const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
+  const int thread = threadIdx.x % kThreads;  // of those who compute
   // Of a stage what this lane reads first, and where it stores weights.
   uint32_t keys_at = keep(swizzled<S::kRowBytes>(warp * 16 + lane % 16, lane / 16));
   uint32_t values_at =
       keep(S::kTileBytes + swizzled<S::kRowBytes>(lane % kValueTokens, value_chunk(lane / kValueTokens)));
-  uint32_t weights_at = keep(this->weights_place(own_weights()));
+  uint32_t weights_at = keep(softmax.weights_place(own_weights()));
 
   // Of this thread's group.
-  __device__ uint32_t own_weights() const { return queries + S::kQueryBytes + this->group() * S::kWeightBytes; }
+  __device__ uint32_t own_weights() const {
+    return softmax.queries.address + S::kQueryBytes + Queries::group() * S::kWeightBytes;
+  }
 
   // Of this warp's 16 dimensions of a part.
   __device__ int value_chunk(int part) const { return kHeads == 1 ? warp * kParts + part : part * 4 + warp; }
@@ -89,10 +85,8 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
     return x;
   }
 
-  static __device__ WarpgroupCodes make(const Problem& p, const CacheCopies& copies, typename Base::Scratch& scratch,
-                                        uint32_t queries) {
-    return {Base::make(p, copies, scratch, queries)};
-  }
+  __device__ WarpgroupCodes(const Problem& p, const CacheCopies&, Scratch& scratch, uint32_t query_address)
+      : p(p), scratch(scratch), softmax(p, scratch, query_address) {}
 
   __device__ void read_keys(uint32_t stage, KeyCodes& codes) const {
     const uint32_t row0 = stage + keys_at;
@@ -142,13 +136,13 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
         }
       }
     }
-    Base::begin_segment(u, state);
+    softmax.begin_segment(u, state);
   }
 
   // Of weights that all have stored.
   __device__ void begin_products(State& state, const Values& values) const {
     const uint64_t weights = wgmma_matrix(own_weights(), 1024);
-    Base::begin_products(state, [&](int t, int i) {
+    Softmax::begin_products(state, [&](int t, int i) {
       const uint64_t own = wgmma_further(weights, t * 16 * 128 + (kHeads == 1 ? 0 : i * kOwn * 2));
       Wgmma<Mma, kOwn>::template rs<kAcross>(state.o[i], values[t][i], own, 1);
     });
@@ -161,11 +155,11 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
   __device__ void compute(const Tile& tile, State& state, auto&& leave) const {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if (!kLateProducts && tile.is_empty()) return leave();  // else it is zeros, and hidden
-    const uint64_t query = wgmma_matrix(queries, 1024);
+    const uint64_t query = wgmma_matrix(softmax.queries.address, 1024);
     KeyCodes key_codes;
     ValueCodes value_codes;
     Scores s;
-    const bool whole = this->is_whole(tile.slot.valid);
+    const bool whole = TileLoader<S>::is_whole(tile.slot.valid);
     read_keys(tile.stage, key_codes);
     Keys keys;
 #pragma unroll
@@ -179,21 +173,21 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
     }
     wgmma_commit();
     if constexpr (kValuesEarly) read_values(tile.stage, value_codes, leave);
-    this->end_products(state);
+    softmax.end_products(state);
     wgmma_pin(s);
 
-    this->adjust_scores(tile, state, s, whole);
-    this->store_weights(this->weigh(s, state, own_weights()), weights_at);
+    softmax.adjust_scores(tile, state, s, whole);
+    softmax.store_weights(softmax.weigh(s, state, own_weights()), weights_at);
     if constexpr (!kValuesEarly) read_values(tile.stage, value_codes, leave);  // weights have left their registers
     if constexpr (kLateProducts) {
       widen_values(value_codes, state.values);
-      this->share_weights();
+      softmax.share_weights();
     } else {
       Values values;
       widen_values(value_codes, values);
-      this->share_weights();
+      softmax.share_weights();
       begin_products(state, values);
-      this->end_products(state);
+      softmax.end_products(state);
     }
 #endif
   }
@@ -201,52 +195,53 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
   template <class Pieces>
   __device__ void end_segment(const Unit& u, const State& state, const Pieces& pieces) const {
     pieces.open();
-    this->show_weights(state);
+    softmax.show_weights(state);
     if constexpr (Pieces::kInStages && kHeads == 1) {
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
 #pragma unroll
         for (int k = 0; k < kParts; ++k) {
           const int d = value_chunk(k) * 16 + lane / 4 * 2;
-          pieces.leave_sums(column(i), d, float2{state.o[k][place_of(i, 0)], state.o[k][place_of(i, 1)]});
+          pieces.leave_sums(Softmax::column(i), d,
+                            float2{state.o[k][Softmax::place_of(i, 0)], state.o[k][Softmax::place_of(i, 1)]});
         }
       }
-      sync();
-      return this->leave_all_stats(u, pieces);
+      Queries::sync();
+      return softmax.leave_all_stats(u, pieces);
     }
-    sync();
+    Queries::sync();
     if (thread < kColumns) {
-      const Row row = this->row_of_column(u, thread);
-      const float sum = this->sum_of_weights(thread);
-      const int kv_head = this->kv_head_of(u, thread);
+      const Row row = softmax.queries.row_of_column(u, thread);
+      const float sum = softmax.sum_of_weights(thread);
+      const int kv_head = Queries::kv_head_of(u, thread);
       float factor = kHeads == 1 ? 1 : p.a.v_scale[kv_head];  // of a piece
       if (row.valid && u.slot >= 0) {
-        pieces.leave_stats(u, this->row_index(p, thread), {this->maximum_of(thread), sum});
+        pieces.leave_stats(u, Queries::row_index(p, thread), {softmax.maximum_of(thread), sum});
       } else if (row.valid) {
-        factor = finish_row(p, row, kv_head, this->maximum_of(thread), sum);
+        factor = finish_row(p, row, kv_head, softmax.maximum_of(thread), sum);
       }
       scratch.of_warps[0][thread] = factor;
     }
-    sync();
+    Queries::sync();
     // Two lanes trade pairs of neighbouring dimensions: the even one takes four of the first of two columns, the odd one four of
     // the other.
     const bool odd = lane / 4 % 2 == 1;
 #pragma unroll
     for (int i = 0; i < kMine; i += 2) {
-      const int c = column(i) + odd;
-      const Row row = this->row_of_column(u, c);
+      const int c = Softmax::column(i) + odd;
+      const Row row = softmax.queries.row_of_column(u, c);
       const float factor = scratch.of_warps[0][c];
 #pragma unroll
       for (int k = 0; k < kParts; ++k) {
-        if (!this->has(k, i)) continue;
+        if (!Softmax::has(k, i)) continue;
         const int d = value_chunk(k) % (kD / kHeads / 16) * 16 + lane / 8 * 4, own = i % (kMine / kHeads);
         const float (&o)[kOwn / 2] = state.o[k];
         float4 x;
-        trade(odd, o[place_of(own, 0)], o[place_of(own + 1, 0)], x.x, x.z);
-        trade(odd, o[place_of(own, 1)], o[place_of(own + 1, 1)], x.y, x.w);
+        trade(odd, o[Softmax::place_of(own, 0)], o[Softmax::place_of(own + 1, 0)], x.x, x.z);
+        trade(odd, o[Softmax::place_of(own, 1)], o[Softmax::place_of(own + 1, 1)], x.y, x.w);
         if (!row.valid) continue;
         if (u.slot >= 0) {
-          pieces.leave_sums(u, this->row_index(p, c), d, {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
+          pieces.leave_sums(u, Queries::row_index(p, c), d, {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
         } else {
           store_output<S>(p, row, d, {x.x * factor, x.y * factor, x.z * factor, x.w * factor});
         }
@@ -266,7 +261,7 @@ struct WarpgroupCodes : WarpgroupSoftmax<S> {
     if (!tile.ends) return;
     if constexpr (kLateProducts) {
       before_tile(state);
-      this->end_products(state);
+      softmax.end_products(state);
     }
     end_segment(tile.slot.unit, state, pieces);
   }

@@ -18,39 +18,35 @@
 namespace pykv::attention {
 
 template <class S>
-struct WarpgroupColumns : WarpgroupSoftmax<S> {
-  using Base = WarpgroupSoftmax<S>;
-  using Base::column;
-  using Base::kColumns;
-  using Base::kD;
-  using Base::kMine;
-  using Base::kParts;
-  using Base::kTerms;
-  using Base::kTile;
-  using Base::kWeights;
-  using Base::lane;
-  using Base::p;
-  using Base::place_of;
-  using Base::queries;
-  using Base::sync;
-  using Base::thread;
-  using Base::warp;
-  using typename Base::Mma;
-  using typename Base::Scores;
-  using typename Base::State;
-  using typename Base::Tile;
+struct WarpgroupColumns {
+  using Softmax = WarpgroupSoftmax<S>;
+  using Queries = WarpgroupQueries<S>;
+  using Scratch = typename Queries::Scratch;
+  using Scores = typename Softmax::Scores;
+  using State = typename Softmax::State;
+  using Tile = typename Softmax::Tile;
+  using Mma = typename S::Mma;
+  static constexpr int kD = S::kD, kTile = S::kTile, kColumns = Queries::kColumns;
+  static constexpr int kMine = Softmax::kMine, kParts = Softmax::kParts;
+  static constexpr int kTerms = Softmax::kTerms, kWeights = Softmax::kWeights;
 
-  static __device__ WarpgroupColumns make(const Problem& p, const CacheCopies& copies, typename Base::Scratch& scratch,
-                                          uint32_t queries) {
-    return {Base::make(p, copies, scratch, queries)};
-  }
+  const Problem& p;
+  Softmax softmax;
+  const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
+  const int thread = threadIdx.x % kThreads;  // of those who compute
+
+  __device__ WarpgroupColumns(const Problem& p, const CacheCopies&, Scratch& scratch, uint32_t query_address)
+      : p(p), softmax(p, scratch, query_address) {}
+
+  __device__ void begin_segment(const Unit& u, State& s) { softmax.begin_segment(u, s); }
+  __device__ void before_tile(State&) const {}  // there is nothing to do
 
   __device__ void compute(const Tile& tile, State& state) const {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if (tile.is_empty()) return;
-    const uint64_t key = wgmma_matrix(tile.stage, 1024), query = wgmma_matrix(queries, 1024);
+    const uint64_t key = wgmma_matrix(tile.stage, 1024), query = wgmma_matrix(softmax.queries.address, 1024);
     Scores s;
-    const bool whole = this->is_whole(tile.slot.valid);
+    const bool whole = TileLoader<S>::is_whole(tile.slot.valid);
     wgmma_begin();
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) {
@@ -61,16 +57,16 @@ struct WarpgroupColumns : WarpgroupSoftmax<S> {
     wgmma_wait<0>();
     wgmma_pin(s);
 
-    this->adjust_scores(tile, state, s, whole);
-    this->store_weights(this->weigh(s, state, tile.stage), this->weights_place(tile.stage));
-    this->share_weights();
+    softmax.adjust_scores(tile, state, s, whole);
+    softmax.store_weights(softmax.weigh(s, state, tile.stage), softmax.weights_place(tile.stage));
+    softmax.share_weights();
 
-    this->begin_products(state, [&](int t, int i) {
+    softmax.begin_products(state, [&](int t, int i) {
       Wgmma<Mma, kWeights>::template ss<kAcross, kAcross>(
           state.o[i], wgmma_further(key, S::kTileBytes + i * kTile * 128 + t * 16 * 128),
           wgmma_further(key, t * 16 * 128), 1);
     });
-    this->end_products(state);
+    softmax.end_products(state);
 #endif
   }
 
@@ -80,8 +76,8 @@ struct WarpgroupColumns : WarpgroupSoftmax<S> {
     static_assert(S::kStageBytes >= kColumns * kD * 4);
     auto* sums = reinterpret_cast<float*>(stage);
     pieces.open();
-    sync();  // all products have been made
-    this->show_weights(state);
+    Queries::sync();  // all products have been made
+    softmax.show_weights(state);
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
 #pragma unroll
@@ -89,18 +85,18 @@ struct WarpgroupColumns : WarpgroupSoftmax<S> {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int d = k * 64 + warp * 16 + h * 8 + lane / 4;
-          float x = state.o[k][place_of(i, h)];
-          if constexpr (kTerms == 2) x += state.o[k][kColumns / 2 + place_of(i, h)];
+          float x = state.o[k][Softmax::place_of(i, h)];
+          if constexpr (kTerms == 2) x += state.o[k][kColumns / 2 + Softmax::place_of(i, h)];
           if constexpr (Pieces::kInStages) {
-            pieces.leave_sums(column(i), d, x);
+            pieces.leave_sums(Softmax::column(i), d, x);
           } else {
-            sums[sum_place<kD>(column(i), d)] = x;
+            sums[sum_place<kD>(Softmax::column(i), d)] = x;
           }
         }
       }
     }
-    sync();
-    if constexpr (Pieces::kInStages) return this->leave_all_stats(u, pieces);
+    Queries::sync();
+    if constexpr (Pieces::kInStages) return softmax.leave_all_stats(u, pieces);
     constexpr int kQuads = kD / 4;
 #pragma unroll 1
     for (int x = thread; x < min(p.tile_tokens * p.tile_heads, kColumns) * kQuads; x += kThreads) {
@@ -108,12 +104,12 @@ struct WarpgroupColumns : WarpgroupSoftmax<S> {
       const Row row = row_of(p, u, r);
       if (!row.valid) continue;
       float4 o = *reinterpret_cast<const float4*>(sums + sum_place<kD>(r, d));
-      const float sum = this->sum_of_weights(r);
+      const float sum = softmax.sum_of_weights(r);
       if (u.slot >= 0) {
-        if (d == 0) pieces.leave_stats(u, r, {this->maximum_of(r), sum});
+        if (d == 0) pieces.leave_stats(u, r, {softmax.maximum_of(r), sum});
         pieces.leave_sums(u, r, d, o);
       } else {
-        const float f = finish_row(p, row, u.kv_head, this->maximum_of(r), sum);
+        const float f = finish_row(p, row, u.kv_head, softmax.maximum_of(r), sum);
         store_output<S>(p, row, d, {o.x * f, o.y * f, o.z * f, o.w * f});
       }
     }

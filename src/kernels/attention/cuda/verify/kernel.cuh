@@ -49,14 +49,10 @@ struct ArrivedTile {
 // Four warps compute, in the way of Softmax; others walk along the segments of the block, as Way says, look up pages and start
 // copies, as far ahead as there are stages.  Two groups of four that compute take the tiles of a segment in turn.
 template <class S, class Softmax, class Way = Walker>
-struct WarpgroupKernel : Softmax {
-  using Softmax::lane;
-  using Softmax::member;
-  using Softmax::p;
-  using Softmax::scratch;
-  using typename Softmax::Lookup;
-  using typename Softmax::State;
-  using typename Softmax::TileSlot;
+struct WarpgroupKernel {
+  using Lookup = typename TileLoader<S>::Lookup;
+  using TileSlot = typename TileLoader<S>::TileSlot;
+  using State = typename Softmax::State;
   static constexpr int kStages = S::kStages;
   // Who describes tile j knows that all have left the stage of tile j - 1 - kStages, or, one tile ahead, of j - 2 - kStages; but
   // they may still read what its slot says.
@@ -70,8 +66,13 @@ struct WarpgroupKernel : Softmax {
     int part_tiles[kSlots];  // of a segment's first tile: how many of the segment are this block's
   };
 
+  const Problem& p;
+  TileLoader<S> tiles;
+  typename Softmax::Scratch& scratch;
+  Softmax softmax;
   Notes& notes;
   char* ring;
+  const int lane = threadIdx.x % 32, member = tiles.member;
 
   __device__ uint32_t full(int stage) const { return shared_address(notes.full) + stage * 8; }
   __device__ uint32_t empty(int stage) const { return shared_address(notes.empty) + stage * 8; }
@@ -105,7 +106,7 @@ struct WarpgroupKernel : Softmax {
   // share: where the block's segments begin, for Way.
   __device__ void bring_tiles(const auto& share) {
     if constexpr (S::kQueryColumns) {  // rows leave the copying warps too few registers for walking alone
-      if (PageCopies<S>::suits(p, this->copies)) return copy_pages(share);
+      if (PageCopies<S>::suits(p, tiles.copies)) return copy_pages(share);
     }
     copy_tokens(share);
   }
@@ -116,7 +117,7 @@ struct WarpgroupKernel : Softmax {
     for (int i = thread; i < 2 * S::kRows; i += threads) {
       const Row row = row_of(p, u, i / 2);
       if (row.valid && i % 2 * 64 < p.a.head_size) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(this->query_row(row) + i % 2 * 64));
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(query_row(p, row) + i % 2 * 64));
       }
     }
   }
@@ -158,7 +159,7 @@ struct WarpgroupKernel : Softmax {
     const int warp = member / 32;
     // What slots have room for, the places of tokens, nobody notes here.
     static_assert(S::kCopyWarps <= kSlots && sizeof(FoundGroups) <= sizeof(notes.slots->tokens));
-    PageCopies<S> pages{p, this->copies, *reinterpret_cast<FoundGroups*>(notes.slots[warp].tokens)};
+    PageCopies<S> pages{p, tiles.copies, *reinterpret_cast<FoundGroups*>(notes.slots[warp].tokens)};
     const bool describes = warp == 0 && lane == 0;
     Way& walker = notes.walkers[warp];
     if (lane == 0) walker.start(p, share);
@@ -228,19 +229,19 @@ struct WarpgroupKernel : Softmax {
     }
     describe(0);
     sync();
-    if (notes.slots[0].unit.exists) ahead = this->begin_lookup(notes.slots[0].unit);
+    if (notes.slots[0].unit.exists) ahead = tiles.begin_lookup(notes.slots[0].unit);
     Place at;
 #pragma unroll 1
     for (; notes.slots[at.slot].unit.exists; at.advance()) {
       const int following = at.slot + 1 == kSlots ? 0 : at.slot + 1;
       TileSlot &slot = notes.slots[at.slot], &next = notes.slots[following];
-      this->end_lookup(ahead, slot, slot.unit.kv_head);
+      tiles.end_lookup(ahead, slot, slot.unit.kv_head);
       describe(following);
       sync();
-      if (next.unit.exists) ahead = this->begin_lookup(next.unit);
+      if (next.unit.exists) ahead = tiles.begin_lookup(next.unit);
       if (slot.unit.begins) prefetch_rows(slot.unit, member, kThreads);
       mbarrier_wait(empty(at.stage), at.parity);
-      this->load_stage(shared_address(ring) + at.stage * S::kStageBytes, slot);
+      tiles.load_stage(shared_address(ring) + at.stage * S::kStageBytes, slot);
       arrive(at);
     }
   }
@@ -256,7 +257,7 @@ struct WarpgroupKernel : Softmax {
     for (;; at.advance()) {
       const Unit& first = segment_of(at);
       if (!first.exists) break;
-      this->begin_segment(first, state);
+      softmax.begin_segment(first, state);
       int first_token = first.first_token, left = notes.part_tiles[at.slot];
       if (computing_group(S::kGroups) > 0) {  // the tile is the other group's
         at.advance();
@@ -265,13 +266,13 @@ struct WarpgroupKernel : Softmax {
       }
 #pragma unroll 1
       for (;; first_token += S::kGroups * S::kTile) {
-        this->before_tile(state);  // what can go on while it is on its way
+        softmax.before_tile(state);  // what can go on while it is on its way
         wait_for(at);
         const bool ends = left <= S::kGroups;
         const int stage = at.stage * S::kStageBytes;
         const TileSlot& slot = notes.slots[at.slot];
         const bool keeps = Pieces::kInStages && left <= kStages;  // for the pieces
-        this->take_tile(
+        softmax.take_tile(
             {shared_address(ring) + stage, ring + stage, slot, first_token, ends}, state,
             [&] {
               if (!keeps) leave(at.stage);
@@ -303,7 +304,9 @@ struct WarpgroupMemory {
 
   __device__ Kernel kernel(const Problem& p, const CacheCopies& copies, char* memory) {
     const int group = computing_group(S::kGroups);
-    return {Softmax::make(p, copies, scratch[group], shared_address(memory + S::kRingBytes)), notes, memory};
+    return {
+        p,     {p, copies}, scratch[group], Softmax(p, copies, scratch[group], shared_address(memory + S::kRingBytes)),
+        notes, memory};
   }
 };
 

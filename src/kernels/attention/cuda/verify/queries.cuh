@@ -35,16 +35,14 @@ struct alignas(16) ColumnsScratch {
 };
 
 template <class S>
-struct WarpgroupQueries : TileLoader<S> {
-  using Base = TileLoader<S>;
-  using Base::kD;
-  using Base::p;
+struct WarpgroupQueries {
   using Scratch = ColumnsScratch<S::kRows>;
-  static constexpr int kColumns = S::kRows;
+  static constexpr int kD = S::kD, kColumns = S::kRows;
   static constexpr int kHeads = S::kFolded ? 2 : 1, kOwn = kColumns / kHeads;  // columns of a KV head, side by side
 
+  const Problem& p;
   Scratch& scratch;
-  uint32_t queries;                           // shared address
+  uint32_t address;                           // in shared memory
   const int thread = threadIdx.x % kThreads;  // of those who compute
 
   // A group of those who compute: of one the compiler knows the barrier, and leaves others to other blocks.
@@ -79,7 +77,7 @@ struct WarpgroupQueries : TileLoader<S> {
     constexpr int kLanes = kAllThreads / kColumns, kLoads = kD / kHeads / 8 / kLanes;
     const int member = group() * kThreads + thread, r = member / kLanes, chunk0 = member % kLanes;
     const Row row = row_of_column(u, r);
-    const uint16_t* from = this->query_row(row);
+    const uint16_t* from = query_row(p, row);
     uint4 x[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
@@ -113,7 +111,7 @@ struct WarpgroupQueries : TileLoader<S> {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       store_query_chunk<S::kNarrow>(x[i], chunk0 + i * kLanes,
-                                    [&](int c) { return queries + c / 8 * kColumns * 128 + swizzled<128>(r, c % 8); });
+                                    [&](int c) { return address + c / 8 * kColumns * 128 + swizzled<128>(r, c % 8); });
     }
     sync_all();  // what scaled them is there, and nobody reads the maxima of the segment before
     return scale;

@@ -16,35 +16,34 @@
 namespace pykv::attention {
 
 template <class S>
-struct WarpgroupRows : SegmentResults<S> {
-  using Base = SegmentResults<S>;
-  using Base::kD;
-  using Base::kSteps;
-  using Base::kTile;
-  using Base::lane;
-  using Base::p;
-  using Base::scratch;
-  using Base::warp;
-  using typename Base::Mma;
-  using typename Base::State;
-  using typename Base::Valid;
+struct WarpgroupRows {
+  using Softmax = RowSoftmax<S>;
+  using State = typename Softmax::State;
+  using Valid = typename Softmax::Valid;
+  using Mma = typename S::Mma;
   using Scratch = attention::Scratch<S>;
+  static constexpr int kD = S::kD, kSteps = kD / 16, kTile = S::kTile;
   static constexpr int kHalves = kTile / 32, kTerms = S::kSplitWeights ? 2 : 1;
   using Scores = float[kHalves][1][4][4];           // of 32 tokens each, as adjust_scores() wants them
   using Weights = uint32_t[kTile / 16][kTerms][4];  // rounded, and what rounding left
 
-  static __device__ WarpgroupRows make(const Problem& p, const CacheCopies& copies, Scratch& scratch, uint32_t) {
-    return {{{{{p, copies}, scratch, 0}}}};
-  }
+  const Problem& p;
+  Scratch& scratch;
+  Softmax softmax;
+  SegmentResults<S> results;
+  const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
+
+  __device__ WarpgroupRows(const Problem& p, const CacheCopies& copies, Scratch& scratch, uint32_t)
+      : p(p), scratch(scratch), softmax(p, copies, scratch, 0), results{p, scratch} {}
 
   __device__ void begin_segment(const Unit& u, State& s) {
-    Base::begin_segment(u, s);
+    softmax.begin_segment(u, s);
     if (!s.idle) return;
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       for (int e = 0; e < 4; ++e) s.query[k][e] = 0;
     }
-    this->clear_sums(s);
+    softmax.clear_sums(s);
   }
 
   __device__ void before_tile(State&) const {}  // there is nothing to do
@@ -77,7 +76,7 @@ struct WarpgroupRows : SegmentResults<S> {
         const int first = u.first_token + i * 32, last = first + 31;
         const bool masked = valid[i] != ~0u || hides_some(p, first, last, state.first_position, state.last_position);
         if (masked || !state.plain) [[unlikely]]
-          this->adjust_scores(u, state, first, masked ? valid[i] : ~0u, masked, s[i]);
+          softmax.adjust_scores(u, state, first, masked ? valid[i] : ~0u, masked, s[i]);
       }
       weigh(s, state, weights);
     }
@@ -149,7 +148,7 @@ struct WarpgroupRows : SegmentResults<S> {
     fence_async_proxy();
     compute(tile, state);
     leave();
-    if (tile.ends) this->end_segment_many(tile.slot.unit, state, pieces);
+    if (tile.ends) results.end_segment_many(tile.slot.unit, state, pieces);
   }
 };
 

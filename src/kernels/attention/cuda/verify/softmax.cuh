@@ -11,26 +11,12 @@
 namespace pykv::attention {
 
 template <class S>
-struct WarpgroupSoftmax : WarpgroupQueries<S> {
-  using Base = WarpgroupQueries<S>;
-  using Base::barrier;
-  using Base::first_scratch;
-  using Base::kColumns;
-  using Base::kD;
-  using Base::kHeads;
-  using Base::kOwn;
-  using Base::kTile;
-  using Base::lane;
-  using Base::p;
-  using Base::row_of_column;
-  using Base::scratch;
-  using Base::sync;
-  using Base::sync_all;
-  using Base::thread;
-  using Base::warp;
-  using typename Base::QueryScale;
-  using typename Base::Scratch;
+struct WarpgroupSoftmax {
+  using Queries = WarpgroupQueries<S>;
+  using Scratch = typename Queries::Scratch;
   using Mma = typename S::Mma;
+  static constexpr int kD = S::kD, kTile = S::kTile;
+  static constexpr int kColumns = Queries::kColumns, kHeads = Queries::kHeads, kOwn = Queries::kOwn;
   using Tile = ArrivedTile<kTile>;
   static constexpr int kTerms = S::kSplitWeights ? 2 : 1, kParts = kD / 64;
   static constexpr int kWeights = kColumns * kTerms;  // of a token: rounded, then what rounding left
@@ -52,10 +38,14 @@ struct WarpgroupSoftmax : WarpgroupQueries<S> {
     bool plain;                               // scores become logits by a positive factor alone
   };
 
-  static __device__ WarpgroupSoftmax make(const Problem& p, const CacheCopies& copies, Scratch& scratch,
-                                          uint32_t queries) {
-    return {{{p, copies}, scratch, queries}};
-  }
+  const Problem& p;
+  Scratch& scratch;
+  Queries queries;
+  const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
+  const int thread = threadIdx.x % kThreads;  // of those who compute
+
+  __device__ WarpgroupSoftmax(const Problem& p, Scratch& scratch, uint32_t query_address)
+      : p(p), scratch(scratch), queries{p, scratch, query_address} {}
 
   // This lane's column i, and where a product has it.
   static __device__ int column(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
@@ -71,7 +61,7 @@ struct WarpgroupSoftmax : WarpgroupQueries<S> {
     float k_scale[kHeads];  // on their way at the same time as the queries
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) k_scale[i] = S::kScaled ? p.a.k_scale[u.kv_head * kHeads + i] : 1.f;
-    const QueryScale query = this->store_queries(u);
+    const typename Queries::QueryScale query = queries.store_queries(u);
     s.plain = p.plain_logits && query.is_common;
     for (int i = 0; i < kHeads; ++i) {
       s.scale[i] = p.a.scale * kLog2e;
@@ -84,18 +74,18 @@ struct WarpgroupSoftmax : WarpgroupQueries<S> {
     }
     for (float& scale : s.scale) scale = s.plain ? scale : 1;
     if (thread < kColumns) {
-      const Row row = row_of_column(u, thread);
+      const Row row = queries.row_of_column(u, thread);
       ColumnState state{row.position, 0, p.a.scale};
       if (p.a.alibi_slopes && row.valid) state.slope = p.a.alibi_slopes[row.head];
       if constexpr (S::kScaled) {
         state.scale *= thread < kOwn ? k_scale[0] : k_scale[kHeads - 1];
-        state.scale *= first_scratch().of_warps[0][thread];
+        state.scale *= queries.first_scratch().of_warps[0][thread];
       }
       scratch.rows[thread] = state;
       scratch.maximum(thread) = kUnseen;
     }
     fence_async_proxy();
-    sync_all();
+    Queries::sync_all();
     const int first = scratch.rows[0].position, last = scratch.rows[kColumns - 1].position;
     s.first_seen_by_all = first_seen(p, last);
     s.last_seen_by_all = last_seen(p, first) - (kTile - 1);
@@ -191,7 +181,8 @@ struct WarpgroupSoftmax : WarpgroupQueries<S> {
         }
       }
     }
-    if (named_barrier_any(barrier(), kThreads, state.some_unseen || fmaxf(most[0], most[1]) > kLag)) [[unlikely]]
+    if (named_barrier_any(Queries::barrier(), kThreads, state.some_unseen || fmaxf(most[0], most[1]) > kLag))
+        [[unlikely]]
       follow_maximum(s, state, lines);
     Weights weights;
 #pragma unroll
@@ -254,7 +245,7 @@ struct WarpgroupSoftmax : WarpgroupQueries<S> {
   // Before products read what all warps have stored of them.
   static __device__ void share_weights() {
     fence_async_proxy();
-    sync();
+    Queries::sync();
   }
 
   // `s`: relative to the maximum before.  By way of `lines`: 16 lanes leave what they have seen of each column, and a thread of
@@ -271,7 +262,7 @@ struct WarpgroupSoftmax : WarpgroupQueries<S> {
                      : "memory");
       }
     }
-    sync();
+    Queries::sync();
     bool unseen = false;
     if (thread < kColumns) {
       float top = -INFINITY;
@@ -295,7 +286,7 @@ struct WarpgroupSoftmax : WarpgroupQueries<S> {
       }
       scratch.of_warps[0][thread] = maximum - before;
     }
-    state.some_unseen = named_barrier_any(barrier(), kThreads, unseen);
+    state.some_unseen = named_barrier_any(Queries::barrier(), kThreads, unseen);
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       const float rise = scratch.of_warps[0][column(i)];
