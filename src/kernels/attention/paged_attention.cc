@@ -5,7 +5,7 @@
 #include <cmath>
 #include <limits>
 
-#include "attention/plan.h"
+#include "attention/cuda/plan.h"
 #include "core/call.h"
 #include "pykv/attention.h"
 
