@@ -168,8 +168,8 @@ def dynamic_per_token_scaled_fp8_quant(
     """
 
 
-_FP8_RANGE = {"fp8_min": NoneIs(0.0, number="fp8_min"), "fp8_max": NoneIs(0.0, positive="fp8_max")}
-_INT8_RANGE = {"int8_min": NoneIs(0.0, number="int8_min"), "int8_max": NoneIs(0.0, positive="int8_max")}
+_FP8_RANGE = {"fp8_min": NoneIs(0.0, number=True), "fp8_max": NoneIs(0.0, positive=True)}
+_INT8_RANGE = {"int8_min": NoneIs(0.0, number=True), "int8_max": NoneIs(0.0, positive=True)}
 
 
 @operation(output_q=_codes("float8_e4m3fn"), output_s=_group_scales, converters=_FP8_RANGE)

@@ -117,6 +117,7 @@ struct Blocks {
     if (offsets <= offsets_more)
       first.fail(PYKV_VALUE_ERROR, "must have more than %" PRId64 " elements, got shape %s", offsets_more,
                  first.shape_string().c_str());
+    if (offsets > INT32_MAX) first.fail(PYKV_NOT_IMPLEMENTED, "2^31 experts and more are not supported");
     args.of_experts = {first.index(),
                        scales_first.index(),
                        nullptr,

@@ -32,7 +32,7 @@ struct ScaleRow {
 struct ValidRows {
   Index counts;
   int64_t rows;
-  int64_t factor;  // counts are multiplied with it
+  int64_t factor;  // counts are multiplied with it: at most `rows`
 };
 
 struct GroupQuantArgs {
@@ -60,10 +60,16 @@ struct GroupQuantArgs {
   Parameter global;      // of e4m3 scales
   const float* globals;  // of e4m3 scales one for each expert, or null
 
+  // Of ids, which may be any: it may wrap.
+  PYKV_INLINE static int64_t minus(int64_t a, int64_t b) {
+    return static_cast<int64_t>(static_cast<uint64_t>(a) - static_cast<uint64_t>(b));
+  }
   // Groups of a row that anything is written for.
   PYKV_INLINE int64_t groups() const { return code_groups > scale_groups ? code_groups : scale_groups; }
   PYKV_INLINE bool is_valid(int64_t row) const {
-    return !valid.counts.data || row % valid.rows < valid.counts[row / valid.rows] * valid.factor;
+    if (!valid.counts.data) return true;
+    const int64_t count = valid.counts[row / valid.rows];  // no product of what is too large for one
+    return count >= valid.rows ? valid.factor > 0 : row % valid.rows < (count > 0 ? count : 0) * valid.factor;
   }
   PYKV_INLINE ScaleRow scale_row_of(int64_t row, const Reporter& report) const {
     if (!of_experts.first.data) return {row, 0, row == rows - 1, true};
@@ -72,9 +78,10 @@ struct GroupQuantArgs {
       const int middle = (low + high) / 2;
       (of_experts.first[middle] <= row ? low : high) = middle;
     }
-    const int64_t first = of_experts.first[low], within = row - first;
-    const int64_t size = of_experts.sizes ? of_experts.sizes[int64_t{3} * low] : of_experts.first[low + 1] - first;
-    const int64_t at = of_experts.scales_first[low] + within;
+    const int64_t first = of_experts.first[low], within = minus(row, first);
+    const int64_t size =
+        of_experts.sizes ? of_experts.sizes[int64_t{3} * low] : minus(of_experts.first[low + 1], first);
+    const int64_t at = minus(of_experts.scales_first[low], minus(0, within));
     const bool has = within >= 0 && within < size, there = has && at >= 0 && at < of_experts.scale_rows;
     if (has && !there) report(at, of_experts.scale_rows);
     return {at, low, within == size - 1, there};
