@@ -179,7 +179,7 @@ int call(const char* name, const Kind* kinds, int count, pykv_status (*run)(cons
   extern "C" [[gnu::visibility("default")]] int __tvm_ffi_##name(void*, const TVMFFIAny* given, int32_t count, \
                                                                  TVMFFIAny* result) {                          \
     using Callee = pykv::python::Callee<pykv_##name>;                                                          \
-    return pykv::tvm_ffi::call(#name, Callee::kKinds, Callee::kCount, Callee::run, given, count, result);      \
+    return pykv::tvm_ffi::call(#name, Callee::kKinds.data(), Callee::kCount, Callee::run, given, count, result);      \
   }
 #include "operations.inc"
 #undef PYKV_OPERATION
