@@ -16,7 +16,7 @@ ADJUSTMENTS = {"repetition_penalty", "frequency_penalty", "presence_penalty"} | 
 
 
 def sample(array, x, seeds, steps, *, offset=0, **options):
-    """Tokens and log-probabilities for NumPy arrays.  The same tokens come where those are not wanted, in another way."""
+    """Tokens and log-probabilities for NumPy arrays.  The same tokens come without the latter, in another way."""
     rows = len(x)
     out, logprobs = array.output(np.full(rows, -7, np.int32)), array.output(np.zeros(rows, np.float32))
     arrays = {name: array.input(v) if isinstance(v, np.ndarray) else v for name, v in options.items()}
