@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from libraries import Numpy
 from quantization import reference
-from quantization.inputs import F, assert_same_bits, needs, rows
+from quantization.inputs import F, assert_same_bits, needs, odd_rows, rows
 from quantization.reference import E4M3, E5M2, INT8
 from rows import FLOATS, name_of, padded, turned
 
@@ -131,16 +131,14 @@ def test_zero_groups_packed(array):
     assert not array.numpy(q).view(np.uint8).any()
 
 
-@given(
-    st.integers(1, 20),
-    st.integers(1, 9),
-    st.integers(1, 140),
-    st.sampled_from(FLOATS),
-    st.sampled_from([E4M3, E5M2, INT8]),
-    st.integers(0, 3),
-)
-def test_any(count, groups, size, dtype, kind, offset):
-    run(Numpy(), rows((count, groups * size), dtype, odd=True), size, kind, offset=offset)
+@given(st.data(), st.integers(1, 140), st.sampled_from([E4M3, E5M2, INT8]), st.integers(0, 3))
+def test_any(data, size, kind, offset):
+    x = data.draw(odd_rows(st.integers(1, 9).map(lambda groups: groups * size)))
+    option = data.draw(st.sampled_from(["", "eps", "scale_ue8m0" if kind != INT8 else "truncates"]))
+    run(Numpy(), x, size, kind, offset=offset, **{option: 0.0 if option == "eps" else True} if option else {})
+    if kind == E4M3 and x.ndim == 2:
+        count = len(x)
+        packed(Numpy(), x, size, rows_more=-count % 4, stride=-(-count // 4) * 4)
 
 
 def test_empty(array):
