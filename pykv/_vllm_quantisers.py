@@ -80,8 +80,8 @@ def scaled_fp4_quant(
 ) -> tuple[Any, Any]:
     """:func:`pykv.scaled_fp4_quant`; returns the codes ``[rows, n / 2]`` and the scales, leading dimensions being one.
 
-    ``padded_n``: what ``n`` is enlarged to, with zeros.  A ``backend`` of TensorRT-LLM has scales in tiles of 8 rows, not
-    of 128, for up to 32 rows.
+    ``padded_n``: what ``n`` is enlarged to, with zeros.  For up to 32 rows a ``backend`` of TensorRT-LLM has scales
+    in tiles of 8 rows, not of 128.
     """
     (*lead, n), _ = spec_of(input)
     rows, width = math.prod(lead), n if padded_n is None else padded_n

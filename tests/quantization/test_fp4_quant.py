@@ -217,7 +217,7 @@ def test_refused(array):
         pykv.scaled_fp4_quant(q, array.output(np.zeros((4, 6), E4M3)), array.input(np.zeros((4, 20), F)), 1.0)
     with pytest.raises(TypeError, match="output_scale: int32 is for swizzled scales"):
         pykv.scaled_fp4_quant(q, array.output(np.zeros((4, 6), np.int32)), x, 1.0, False)
-    with pytest.raises(ValueError, match="output_scale: must have 64 bytes .* multiples of 8 and of 4"):
+    with pytest.raises(ValueError, match=r"output_scale: must have 64 bytes .* multiples of 8 and of 4"):
         pykv.scaled_fp4_quant(q, array.output(np.zeros((128, 8), E4M3)), x, 1.0, tile_rows=8)
     with pytest.raises(ValueError, match="tile_rows: must be 128 or 8, got 16"):
         pykv.scaled_fp4_quant(q, array.output(np.zeros((16, 8), E4M3)), x, 1.0, tile_rows=16)

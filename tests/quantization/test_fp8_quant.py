@@ -70,6 +70,16 @@ def test_many_rows(array, dtype):
 
 
 @DTYPES
+def test_more_rows_than_tables_are_worth(array, dtype):
+    x = rows((300, 1000), dtype, odd=True)
+    x[20:148] = (x[20:148].astype(F) / 64).astype(dtype)
+    x[20:148, 0] = np.linspace(1, 2, 128, endpoint=False).astype(dtype)
+    token(array, x)
+    token(array, x, scale_ub=1.5)
+    token(array, (x.astype(F) * F(1e-6)).astype(dtype))
+
+
+@DTYPES
 @KINDS
 def test_nan_and_infinity(array, dtype, kind):
     needs(array, kind)

@@ -59,6 +59,19 @@ def test_powers_of_two(array, dtype):
     run(array, rows((13, 60), dtype, odd=True), 20, scale_ue8m0=True)
 
 
+@DTYPES
+def test_many_groups(array, dtype):
+    """As many as tables are worth, of every largest magnitude; with zeros, NaN, infinity and the smallest numbers."""
+    x = rows((300, 1024), dtype, odd=True)
+    x[20:148, 0] = np.linspace(1, 2, 128, endpoint=False).astype(dtype)
+    x[148:160] = (x[148:160].astype(F) * F(1e-9)).astype(dtype)
+    run(array, x, 128)
+    run(array, x, 128, eps=0.0)
+    run(array, x, 64, fp8_max=224.0)
+    run(array, x, 128, scale_ue8m0=True)
+    packed(array, x, 128)
+
+
 def test_largest_codes(array):
     x = rows((6, 256), np.dtype(F))
     run(array, x, 64, fp8_min=-224.0, fp8_max=224.0)

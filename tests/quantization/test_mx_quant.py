@@ -47,6 +47,14 @@ def test_nan_and_infinity(array, dtype, kind, mode):
     run(array, rows((13, 64), dtype, odd=True), kind, mode)
 
 
+@DTYPES
+@KINDS
+@MODES
+def test_many_blocks(array, dtype, kind, mode):
+    """As many as tables are worth."""
+    run(array, rows((300, 1024), dtype, odd=True), kind, mode)
+
+
 @KINDS
 @MODES
 def test_powers_of_two_and_next_to_them(array, kind, mode):

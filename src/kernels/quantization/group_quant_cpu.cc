@@ -181,7 +181,7 @@ class Groups {
       if (nibbles_) {
         for (int64_t i = 0; i < n; i += kBlock) store_nibbles(to + i / 2, x + i, scales.factors[g]);
       } else {
-        encode_bytes(to, x, n, most[g], scales.factors[g], inside[g]);
+        encode_bytes(to, x, n, most[g], {scales.stored[g], scales.factors[g]}, inside[g]);
       }
     }
     for (int64_t g = 0; g < count; ++g) args_.store_scale(at.row, group + g, scales.stored[g]);
@@ -189,16 +189,16 @@ class Groups {
   }
 
   // E4M3 of bf16 by tables, where the scale is what most groups have.
-  void encode_bytes(uint8_t* to, const T* x, int64_t n, float most, float factor, float inside) const {
+  void encode_bytes(uint8_t* to, const T* x, int64_t n, float most, GroupScale scale, float inside) const {
     auto* const codes = reinterpret_cast<e4m3*>(to);
     if (args_.codes == CodeKind::kE4M3 && inside < INFINITY) {
       if (args_.rule.kind != ScaleKind::kFloat) {
-        if (tiles_.divide_by_power_of_two(codes, x, n, 1.0f / factor)) return;
-      } else if (args_.rule.largest == 448.0f && most >= args_.rule.least) {
+        if (tiles_.divide_by_power_of_two(codes, x, n, 1.0f / scale.factor)) return;
+      } else if (scale.stored == bits_of(most / 448.0f)) {
         if (tiles_.divide(codes, x, n, most)) return;
       }
     }
-    codes_times(args_.codes, to, x, n, factor, is_inside(inside));
+    codes_times(args_.codes, to, x, n, scale.factor, is_inside(inside));
   }
 
   // That a largest magnitude of this kind, NaN where any number is, leaves no product beyond the largest code.
