@@ -49,6 +49,7 @@ def test_core_is_the_same_with_and_without_cuda() -> None:
 def test_the_headers_are_c() -> None:
     for header in (KERNELS / "include" / "pykv").glob("*.h"):
         assert set(includes(header)) <= {
+            "math.h",
             "stdbool.h",
             "stddef.h",
             "stdint.h",

@@ -30,10 +30,10 @@ enum class KernelId : int {
   kTokensCluster,
   kTokensSpans,
   kTokensEither,
-  kWarpgroupLine,   // up to 64 rows on Hopper
-  kWarpgroupBlock,  // a block without a cluster for each KV head of a sequence
-  kWarpgroupCluster,
-  kWarpgroupSpans,
+  kVerifyLine,   // up to 64 rows on Hopper
+  kVerifyBlock,  // a block without a cluster for each KV head of a sequence
+  kVerifyCluster,
+  kVerifySpans,
   kPrefill,  // 128 rows on Hopper
   kPrefillInvariant,
   kClear,    // what kPrefill counts

@@ -40,7 +40,7 @@ struct GroupQuantArgs {
   RowSource source;
   CodeKind codes;
   bool four_over_six;  // of e4m3 scales: the one for which 4 is the largest code where that is closer
-  bool swizzled;       // scales in tiles of 128 rows and 4 groups
+  int8_t tile_bits;    // scales in tiles of so many rows, as a power of two (7 or 3), and 4 groups; 0: by strides
   bool fill_scales;    // rows that are not there get scales of 1
   ScaleRule rule;
 
@@ -50,7 +50,7 @@ struct GroupQuantArgs {
   Rows input_rows, out_rows, scale_rows;  // elements; of e2m1 bytes
   int64_t scale_group;                    // elements; bytes where scales are bytes
   int64_t scale_four;                     // bytes between fours of groups, whose bytes are neighbours; 0: scale_group
-  int64_t tiles;                          // side by side, where swizzled
+  int64_t tiles;                          // side by side
   int64_t rows, width, group_size;
   int64_t zero_rows;                  // behind the last one, to become zeros
   int64_t code_groups, scale_groups;  // with padding, which becomes zeros
@@ -88,7 +88,7 @@ struct GroupQuantArgs {
     return {at, low, within == size - 1, there};
   }
   PYKV_INLINE void store_scale(int64_t row, int64_t group, uint32_t stored) const {
-    const int64_t at = swizzled     ? swizzled_place(row, group, tiles)
+    const int64_t at = tile_bits    ? swizzled_place(row, group, tiles, tile_bits)
                        : scale_four ? scale_rows.offset(row) + group / 4 * scale_four + group % 4
                                     : scale_rows.offset(row) + group * scale_group;
     if (rule.kind == ScaleKind::kFloat || rule.kind == ScaleKind::kPowerOfTwo) {
@@ -97,17 +97,18 @@ struct GroupQuantArgs {
       static_cast<uint8_t*>(scales)[at] = static_cast<uint8_t>(stored);
     }
   }
-  // Zeros for the rows behind a last one, up to a whole tile: of each four neighbouring groups each clears 32 rows, for all four.
+  // Zeros for the rows behind a last one, up to a whole tile: of four neighbouring groups each clears every fourth, for all four.
   PYKV_INLINE void clear_behind(const ScaleRow& last, int64_t group) const {
-    const int64_t quarter = group % 4, first = last.row % 128 + 1 - 32 * quarter;
+    const int64_t rows_of_tile = 1 << tile_bits, first = (last.row & (rows_of_tile - 1)) + 1;
     uint8_t* const words =
-        static_cast<uint8_t*>(scales) + (last.row / 128 * tiles + group / 4) * 512 + 4 * quarter;  // 16 bytes apart
+        static_cast<uint8_t*>(scales) + ((((last.row >> tile_bits) * tiles + group / 4) << tile_bits) * 4);
     const bool aligned = reinterpret_cast<uintptr_t>(words) % 4 == 0;
-    for (int64_t i = first > 0 ? first : 0; i < 32; ++i) {
+    for (int64_t i = first + ((group - first) & 3); i < rows_of_tile; i += 4) {
+      uint8_t* const word = words + 4 * word_of_tile(i, tile_bits);
       if (aligned) {
-        __builtin_memset(__builtin_assume_aligned(words + 16 * i, 4), 0, 4);
+        __builtin_memset(__builtin_assume_aligned(word, 4), 0, 4);
       } else {
-        __builtin_memset(words + 16 * i, 0, 4);
+        __builtin_memset(word, 0, 4);
       }
     }
   }

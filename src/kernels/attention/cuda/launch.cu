@@ -149,7 +149,7 @@ LeftPieces left_pieces(const Problem& p, const Step& s) {
   const int rows = (p.a.cu_query_lens.data ? p.tile_tokens : 1) * p.tile_heads;
   LeftPieces left{p, s.grid, rows * (p.pitch / 4)};
   // Pieces of pairs of heads have been multiplied by the scales of values.
-  if (s.instance.kernel == KernelId::kWarpgroupLine && s.instance.folded) left.p.a.kv_format = KvFormat::kSame;
+  if (s.instance.kernel == KernelId::kVerifyLine && s.instance.folded) left.p.a.kv_format = KvFormat::kSame;
   return left;
 }
 
@@ -191,17 +191,17 @@ LaunchOf* launch_of(KernelId kernel, const PagedAttentionArgs& a) {
     case KernelId::kSmallPagesCluster:
       return of_kind(a, launch_tokens<F16>, launch_tokens<BF16>, launch_tokens<E4M3>, launch_tokens<E5M2>,
                      launch_tokens<Int8>, launch_tokens<Nvfp4>);
-    case KernelId::kWarpgroupLine:
+    case KernelId::kVerifyLine:
       return of_kind(a, launch_verify<F16>, launch_verify<BF16>, launch_verify<E4M3>, launch_verify<E5M2>,
                      launch_verify<Int8>);
-    case KernelId::kWarpgroupBlock:
-    case KernelId::kWarpgroupCluster:
-    case KernelId::kWarpgroupSpans:
+    case KernelId::kVerifyBlock:
+    case KernelId::kVerifyCluster:
+    case KernelId::kVerifySpans:
       return of_kind(a, launch_verify_clusters<F16>, launch_verify_clusters<BF16>, launch_verify_clusters<E4M3>);
     case KernelId::kPrefill:
       return of_kind(a, launch_prefill<F16>, launch_prefill<BF16>);
     case KernelId::kPrefillInvariant:
-      return of_kind(a, launch_exact_prefill<F16>, launch_exact_prefill<BF16>);
+      return of_kind(a, launch_prefill_invariant<F16>, launch_prefill_invariant<BF16>);
     default:
       return of_kind(a, launch_decode<F16>, launch_decode<BF16>, launch_decode<E4M3>, launch_decode<E5M2>,
                      launch_decode<Int8>, launch_decode<Nvfp4>);

@@ -83,7 +83,7 @@ void launch_verify_clusters(const Problem& p, const Step& s, const Launch& launc
 template <class Element>
 void launch_prefill(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
 template <class Element>
-void launch_exact_prefill(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+void launch_prefill_invariant(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
 
 void launch_simple(const Problem& p, const Step& s, const Launch& launch);  // generic/simple.cu: anything at all
 

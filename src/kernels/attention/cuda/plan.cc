@@ -64,8 +64,8 @@ const DeviceInfo* device_called(const char* name) {
 
 // By kernels that take calls of any lengths, over any pages.
 bool Planner::rows(const Request& r, RowClass rows) {
-  if (may_use_warpgroups(r, rows)) {
-    if (!warpgroups(r, rows)) return false;
+  if (may_verify(r, rows)) {
+    if (!verify(r, rows)) return false;
   } else {
     const RowClass tile = mma_rows(rows, r.a.head_size);
     const MmaSizes s = mma_sizes(r.kind, rounded(r.a.head_size), tile);
@@ -95,19 +95,19 @@ bool Planner::may_go_either_way(const Request& r, RowClass rows) const {
 bool Planner::either_way(Request r, RowClass rows) {
   if (!may_go_either_way(r, rows)) return false;
   r.lengths = Lengths::kForClusters;
-  const bool by_warpgroups = rows != RowClass::kFew && may_use_warpgroups(r, rows);
-  return (by_warpgroups && warpgroup_clusters(r)) || tokens(r);
+  const bool by_verify = rows != RowClass::kFew && may_verify(r, rows);
+  return (by_verify && verify_clusters(r)) || tokens(r);
 }
 
 // Several query rows of so few KV heads that clusters share their keys: more than 16 rows by warpgroups, for elsewhere elements of
 // one byte are widened for few rows at a time.  False if the call had better go another way.
 bool Planner::few_heads(const Request& r, RowClass rows) {
   if (rows == RowClass::kFew) return tokens(r);
-  return has_17_to_64_rows(rows) && may_use_warpgroups(r, rows) && warpgroup_clusters(r);
+  return has_17_to_64_rows(rows) && may_verify(r, rows) && verify_clusters(r);
 }
 
 // Short calls are first asked for in decode() if they see all their keys, unless it is the device that finds them short, or
-// those of a short window; those of more rows in warpgroup_clusters(), and others in tokens(): both know windows.  Long ones with a
+// those of a short window; those of more rows in verify_clusters(), and others in tokens(): both know windows.  Long ones with a
 // window are decode()'s, for its line knows them.  All over pages that are no groups of eight tokens are tokens()'s, if clusters of
 // warpgroups have not taken them.  Block sparsity is left to rows().
 bool Planner::some_rows(const Request& r, RowClass of) {
@@ -117,7 +117,7 @@ bool Planner::some_rows(const Request& r, RowClass of) {
   if (!may_share_keys && either_way(r, of)) return true;
   if (decodes && (r.sees_all() || r.has_short_window()) && decode(r)) return true;
   if (may_share_keys && (few_heads(r, of) || either_way(r, of))) return true;
-  if (from_17_to_64 && may_use_warpgroups(r, of) && warpgroup_clusters(r)) return true;
+  if (from_17_to_64 && may_verify(r, of) && verify_clusters(r)) return true;
   if ((of == RowClass::kFew || from_17_to_64) && tokens(r)) return true;
   if (decodes && !r.sees_all() && decode(r)) return true;
   return rows(r, of);
@@ -144,11 +144,9 @@ bool Planner::prefill(const Request& r) {
 bool Planner::by_tensor_cores(Request r) {
   RowClass rows;
   constexpr int kShort = 256;  // keys
-  const bool short_by_warpgroups =
-      r.max_seq_len <= kShort && r.kind == CacheKind::k16Bits && may_use_warpgroups(r, RowClass::kMore);
-  const auto class_of = [&](RowClass x) {
-    return class_for(x, r.a.batch_invariant, short_by_warpgroups, r.a.head_size);
-  };
+  const bool short_by_verify =
+      r.max_seq_len <= kShort && r.kind == CacheKind::k16Bits && may_verify(r, RowClass::kMore);
+  const auto class_of = [&](RowClass x) { return class_for(x, r.a.batch_invariant, short_by_verify, r.a.head_size); };
   const auto many = [&](int min_rows) {
     r.min_rows = min_rows;
     return prefill(r) || some_rows(r, class_of(RowClass::kMany));

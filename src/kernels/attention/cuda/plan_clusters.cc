@@ -78,13 +78,13 @@ bool Planner::suits_spans(const Request& r) const {
 }
 
 LineOf Planner::line_of(const Request& r) const {
-  const bool by_warpgroups = may_use_warpgroups(r, r.rows());
+  const bool by_verify = may_verify(r, r.rows());
   const int64_t columns = r.a.num_tokens / r.a.num_seqs * r.group;
   // Where elements are to be widened: up to eight columns are quicker there than by warpgroups.
-  const int most = r.kind == CacheKind::kNvfp4 ? 32 : by_warpgroups ? 8 : 16;
+  const int most = r.kind == CacheKind::kNvfp4 ? 32 : by_verify ? 8 : 16;
   const bool may_decode = r.kind != CacheKind::k16Bits && r.a.head_size > 64 && r.a.head_size <= 128;
-  if (r.a.batch_invariant || (may_decode && columns <= most && !fills_warpgroups(r))) return LineOf::kDecoding;
-  return by_warpgroups ? LineOf::kWarpgroups : LineOf::kWarps;
+  if (r.a.batch_invariant || (may_decode && columns <= most && !fills_verify(r))) return LineOf::kDecoding;
+  return by_verify ? LineOf::kVerify : LineOf::kWarps;
 }
 
 // Of clusters of so many blocks, if `grid` blocks run at once.  pace: how much quicker a block is alone than if all are busy.
@@ -122,8 +122,8 @@ bool Planner::with_line(const Request& r, LineOf line, const Step& clusters) {
   } else {
     Request of_line = r;
     of_line.lengths = Lengths::kForLine;
-    if (line == LineOf::kWarpgroups) {
-      done = warpgroups(of_line, r.rows());
+    if (line == LineOf::kVerify) {
+      done = verify(of_line, r.rows());
       add(clusters);
     } else {
       add(clusters);
@@ -136,7 +136,7 @@ bool Planner::with_line(const Request& r, LineOf line, const Step& clusters) {
 }
 
 // With batch_invariant, of the exchange: a chunk for each warp, if there is room for so much.  -1: not enough.
-int Planner::exact_exchange_bytes(const ClusterSizes& s, int group, int blocks, int warps) const {
+int Planner::invariant_exchange_bytes(const ClusterSizes& s, int group, int blocks, int warps) const {
   if (blocks * warps == kTeamWarps) return 0;
   const int each = (group * (s.head_size / 4) + blocks - 1) / blocks;
   const int records = blocks == 1 ? 0 : blocks * (each + 1) * kExactQuadBytes;
@@ -149,7 +149,7 @@ int Planner::exact_exchange_bytes(const ClusterSizes& s, int group, int blocks, 
 int Planner::cluster_bytes(const ClusterSizes& s, int group, int blocks, int warps) const {
   int bytes = s.shared_bytes(warps);
   if (s.invariant) {
-    const int exchange = exact_exchange_bytes(s, group, blocks, warps);
+    const int exchange = invariant_exchange_bytes(s, group, blocks, warps);
     bytes = exchange < 0 ? 0 : warps * s.ring_bytes() + s.exact_stats_bytes(warps) + exchange;
   }
   return bytes <= d_.shared_of_block ? bytes : 0;
@@ -272,7 +272,7 @@ bool Planner::clusters(const Request& r, const ClusterSizes& sizes, const Cluste
   if (r.lengths != Lengths::kAny) s.balance = balance_of(r, line, size.blocks, 1);
   if (sizes.invariant) {
     s.round_chunks = size.blocks * size.warps / kTeamWarps;
-    s.exchange_bytes = exact_exchange_bytes(sizes, r.group, size.blocks, size.warps);
+    s.exchange_bytes = invariant_exchange_bytes(sizes, r.group, size.blocks, size.warps);
   }
   if (spans) {
     s.spans = size.spans;

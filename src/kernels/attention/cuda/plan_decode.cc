@@ -76,17 +76,17 @@ bool Planner::folded(const Request& given, bool on_line) {
 
 // Four warps together are quicker for many heads in a group and, over elements of one byte, for sizes of heads between those of
 // tiles, and for pairs of heads of 64 that have nine to sixteen columns.
-bool Planner::prefers_warpgroups(const Request& r, const LineSizes& s) const {
+bool Planner::prefers_verify(const Request& r, const LineSizes& s) const {
   const bool many = s.columns == 16;
   if (s.narrow()) {
     const bool wanted = s.head_size == 64    ? !many && r.group > 4 && r.can_pair_codes()
                         : s.head_size == 128 ? many || r.a.head_size < s.head_size
                                              : false;
-    return wanted && fills_warpgroups(r);
+    return wanted && fills_verify(r);
   }
   const bool may_suit = s.head_size == 128 ? many : s.head_size == 64 && !many;
-  const bool wanted = many || (r.group > 4 && fills_warpgroups(r));
-  return may_suit && wanted && r.sees_all() && may_use_warpgroups(r, RowClass::kFew);
+  const bool wanted = many || (r.group > 4 && fills_verify(r));
+  return may_suit && wanted && r.sees_all() && may_verify(r, RowClass::kFew);
 }
 
 // Few sequences over rows of tokens, by clusters or by a kernel that can be these.
@@ -130,7 +130,7 @@ bool Planner::decode(const Request& r) {
   const LineSizes s = line_sizes(r.kind, head_size, r.packed(), columns, invariant);
   if (!suits_decode(r, s)) return false;
   if (!r.packed() && r.lengths == Lengths::kAny && decode_clusters(r, s)) return true;
-  if (may_prefer_warpgroups(s) && prefers_warpgroups(r, s)) return false;
+  if (may_prefer_verify(s) && prefers_verify(r, s)) return false;
   if (may_fold(s) && columns == 8 && folded(r, true)) return true;
   if (invariant && columns == 8 && s.narrow() && s.blocks_of_sm == 3) {
     // Long sequences keep more bytes under way, if their elements are widened quickly.  So do four short segments for each SM,

@@ -21,7 +21,7 @@ Tiling tiling_of(RowClass rows, int head_size);
 RowClass mma_rows(RowClass rows, int head_size);
 Tiling mma_tiling(RowClass rows, int head_size);
 bool uniform_rows(int64_t num_tokens, int64_t num_seqs, int group, int head_size, RowClass& rows);
-RowClass class_for(RowClass rows, bool batch_invariant, bool short_by_warpgroups, int head_size);
+RowClass class_for(RowClass rows, bool batch_invariant, bool short_by_verify, int head_size);
 inline bool has_17_to_64_rows(RowClass rows) { return rows == RowClass::kSome || rows == RowClass::kMore; }
 
 // A call, or that part of it that a launch is to take.

@@ -170,17 +170,17 @@ constexpr MmaSizes mma_sizes(CacheKind kind, int head_size, RowClass rows) {
 }
 
 // Tiles of four warps together: rows, or columns if there are up to 32 or elements have one byte.
-constexpr int kWarpgroupTile = 64;  // tokens
-struct WarpgroupSizes {
+constexpr int kVerifyTile = 64;  // tokens
+struct VerifySizes {
   int head_size, rows, line_bytes, cluster_bytes, alone_bytes;  // alone: a block without a cluster
 };
 // pairs: two heads of 64 as one of 128.
-constexpr WarpgroupSizes warpgroup_sizes(bool narrow, int head_size, int rows, bool pairs) {
+constexpr VerifySizes verify_sizes(bool narrow, int head_size, int rows, bool pairs) {
   constexpr int kOfStage = 1136, kOfColumns = 4272, kOfColumn = 32,
                 kOfRows = 5920;  // beside tiles, queries and weights
   const bool columns = narrow || rows <= 32, large = head_size > 64, many = rows > 32;
-  const int stage = 2 * kWarpgroupTile * head_size * (narrow ? 1 : 2), stages = narrow ? (32 << 10) / stage : 3;
-  const int of_tiles = stages * (stage + kOfStage) + (narrow ? kWarpgroupTile * 128 : 0);
+  const int stage = 2 * kVerifyTile * head_size * (narrow ? 1 : 2), stages = narrow ? (32 << 10) / stage : 3;
+  const int of_tiles = stages * (stage + kOfStage) + (narrow ? kVerifyTile * 128 : 0);
   const int of_queries = columns ? rows * head_size * 2 + kOfColumns + kOfColumn * rows : kOfRows;
   // Those of clusters have more stages, and what their blocks send each other: [narrow][large][many].
   constexpr int kOfCluster[2][2][2] = {{{103408, 118032}, {193520, 220432}}, {{87024, 110576}, {144368, 188400}}};

@@ -54,8 +54,8 @@ bool uniform_rows(int64_t num_tokens, int64_t num_seqs, int group, int head_size
 
 // With batch_invariant: tiles that all compute a row in the same steps.  Without it, where sequences are so short that they are
 // mostly waits for their queries, tiles of 64 rows do better than those of 32 if four warps multiply together.
-RowClass class_for(RowClass rows, bool batch_invariant, bool short_by_warpgroups, int head_size) {
-  if (short_by_warpgroups && rows == RowClass::kSome) return RowClass::kMore;
+RowClass class_for(RowClass rows, bool batch_invariant, bool short_by_verify, int head_size) {
+  if (short_by_verify && rows == RowClass::kSome) return RowClass::kMore;
   if (!batch_invariant) return rows;
   return rows == RowClass::kFew || head_size > 128 ? RowClass::kInvariantFew : RowClass::kInvariantMore;
 }

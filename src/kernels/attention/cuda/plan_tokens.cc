@@ -24,7 +24,7 @@ Clusters Planner::tokens_size(Request& r, const ClusterSizes& s, bool by_token) 
   Clusters size = size_for(tiles);
   if ((tiles > 1 || s.columns > 16) && size.warps < s.warps) {
     // Blocks of half the size, or tiles one after the other, take longer than the line of warpgroups.
-    if (r.sees_all() && may_use_warpgroups(r, RowClass::kMore)) return kNone;
+    if (r.sees_all() && may_verify(r, RowClass::kMore)) return kNone;
     if (tiles > 1) size = size_for(1);
   }
   const bool two_fit = 2 * (s.shared_bytes(s.warps / 2) + 1024) <= 228 << 10;
@@ -85,7 +85,7 @@ bool Planner::tokens(const Request& r) {
   } else if (r.a.head_size > 64) {
     if (columns <= 8 ? by_clusters(128, 8) : (columns > 16 && by_clusters(128, 32)) || by_clusters(128, 16))
       return true;
-    if (r.kind != CacheKind::k16Bits && r.lengths != Lengths::kForClusters && !fills_warpgroups(r) &&
+    if (r.kind != CacheKind::k16Bits && r.lengths != Lengths::kForClusters && !fills_verify(r) &&
         (tokens_line(r, 8) || tokens_line(r, 16))) {
       return true;
     }

@@ -8,7 +8,7 @@ namespace pykv::attention {
 
 // Whose line takes a call that may go either way, if its lengths do not suit clusters: that of decoding, of four warps together, or of
 // single warps.
-enum class LineOf { kDecoding, kWarpgroups, kWarps };
+enum class LineOf { kDecoding, kVerify, kWarps };
 
 // How many blocks take a KV head of a sequence, or a span of its keys, and their warps; no blocks: better leave it to the line.
 struct Clusters {
@@ -42,7 +42,7 @@ class Planner {
   static Balance balance_for(int kv_heads, float blocks, int grid, float pace, int tokens);
   Balance balance_of(const Request& r, LineOf line, int cluster, int blocks_per_sm) const;
   bool with_line(const Request& r, LineOf line, const Step& clusters);
-  int exact_exchange_bytes(const ClusterSizes& s, int group, int blocks, int warps) const;
+  int invariant_exchange_bytes(const ClusterSizes& s, int group, int blocks, int warps) const;
   int cluster_bytes(const ClusterSizes& s, int group, int blocks, int warps) const;
   int keys_alone(const ClusterSizes& s, int spans, int64_t heads, int round) const;
   int spans_for(const ClusterSizes& s, int64_t most, int blocks, int64_t room, int64_t heads) const;
@@ -53,14 +53,14 @@ class Planner {
   Step* clusters_or_line(const Request& r, const ClusterSizes& sizes, const LineSizes& of_line, const Clusters& size,
                          int queries);
 
-  // cuda/plan_warpgroups.cc
-  bool may_use_warpgroups(const Request& r, RowClass rows) const;
-  bool fills_warpgroups(const Request& r) const;
-  bool warpgroup_line(const Request& r, RowClass rows, const WarpgroupSizes& s);
-  bool warpgroups(const Request& r, RowClass rows);
-  bool warpgroup_cluster(const Request& r, const WarpgroupSizes& sizes, bool alone, bool may_span);
-  bool suits_warpgroup_clusters(const Request& r, int rows) const;
-  bool warpgroup_clusters(const Request& r);
+  // cuda/plan_verify.cc
+  bool may_verify(const Request& r, RowClass rows) const;
+  bool fills_verify(const Request& r) const;
+  bool verify_line(const Request& r, RowClass rows, const VerifySizes& s);
+  bool verify(const Request& r, RowClass rows);
+  bool verify_cluster(const Request& r, const VerifySizes& sizes, bool alone, bool may_span);
+  bool suits_verify_clusters(const Request& r, int rows) const;
+  bool verify_clusters(const Request& r);
 
   // cuda/plan_decode.cc
   static Tiling line_tiling(const Request& r, const LineSizes& s);
@@ -68,10 +68,10 @@ class Planner {
   bool lines(const Request& r, const LineSizes& s, bool by_token = false);
   bool decode_either(const Request& r, const ClusterSizes& usual, const LineSizes& of_line);
   bool folded(const Request& given, bool on_line);
-  bool prefers_warpgroups(const Request& r, const LineSizes& s) const;
+  bool prefers_verify(const Request& r, const LineSizes& s) const;
   bool decode_clusters(Request r, const LineSizes& of_line);
-  static bool may_prefer_warpgroups(const LineSizes& s) { return !s.invariant && !s.packed && !s.raw(); }
-  static bool may_fold(const LineSizes& s) { return may_prefer_warpgroups(s) && !s.rare() && s.head_size == 64; }
+  static bool may_prefer_verify(const LineSizes& s) { return !s.invariant && !s.packed && !s.raw(); }
+  static bool may_fold(const LineSizes& s) { return may_prefer_verify(s) && !s.rare() && s.head_size == 64; }
   bool decode(const Request& r);
 
   // cuda/plan_tokens.cc

@@ -239,8 +239,7 @@ struct ClusterKernel {
 
   // row(column): whose results the column has.  parity: of the phase of the barrier.
   __device__ void finish(const State& state, int parity, auto&& row_of) const {
-    constexpr bool kInLoops =
-        S::kWideBlocks || S::kColumns > 16;  // the warps may be few of kWarps, or the items many
+    constexpr bool kInLoops = S::kWideBlocks || S::kColumns > 16;  // the warps may be few of kWarps, or the items many
     constexpr int kRing = S::kRingBytes / 4;
     static_assert(S::kRingBytes >= Results::kLeftBytes);  // the warp's copies have all come and are read
     float* left = reinterpret_cast<float*>(rings);

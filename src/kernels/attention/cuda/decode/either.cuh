@@ -7,7 +7,7 @@
 #pragma once
 
 #include "attention/cuda/decode/cluster.cuh"
-#include "attention/cuda/decode/exact_cluster.cuh"
+#include "attention/cuda/decode/invariant_cluster.cuh"
 #include "attention/cuda/decode/line.cuh"
 
 namespace pykv::attention {
@@ -24,9 +24,10 @@ void launch_clusters(const Problem& p, const Step& s, const Launch& launch, cons
   }
   const int most_bytes = device_info(launch.device).shared_of_block;
   if constexpr (S::kInvariant) {
-    static_assert(sizeof(ExactQuad) == kExactQuadBytes && ExactClusterKernel<S>::kLeafBytes == kLeafBytes);
-    static_assert(ExactClusterKernel<S>::kBarrierBytes == 16 && ExactClusterKernel<S>::kTeamWarps == kTeamWarps);
-    launch_step<paged_attention_exact_cluster_kernel<S>>(p, s, most_bytes, launch, copies_of<S>(p));
+    static_assert(sizeof(ExactQuad) == kExactQuadBytes && InvariantClusterKernel<S>::kLeafBytes == kLeafBytes);
+    static_assert(InvariantClusterKernel<S>::kBarrierBytes == 16 &&
+                  InvariantClusterKernel<S>::kTeamWarps == kTeamWarps);
+    launch_step<paged_attention_invariant_cluster_kernel<S>>(p, s, most_bytes, launch, copies_of<S>(p));
   } else {
     static_assert(cluster_shared_bytes<S>(S::kWarps) == S::kSizes.shared_bytes(S::kWarps));
     if constexpr (S::kManyTokens) {

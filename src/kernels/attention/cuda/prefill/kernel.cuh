@@ -353,8 +353,8 @@ __device__ void run_prefill(const Problem& p, const CacheCopies& copies, const W
 
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    paged_attention_wgmma_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
-                                 const __grid_constant__ WholeTiles whole) {
+    paged_attention_prefill_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
+                                   const __grid_constant__ WholeTiles whole) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   run_prefill<S>(p, copies, whole, [&](PrefillScratch& scratch, uint32_t queries, uint32_t keys, uint32_t values) {
     PrefillRows<S> rows{p, scratch, queries, keys, values};
@@ -384,18 +384,18 @@ void launch_prefill_kernel(const Problem& p, const Step& s, void* room, const La
 }
 
 template <class S>
-void launch_wgmma_kernel(const Problem& p, const Step& s, const Launch& launch) {
-  launch_prefill_kernel<paged_attention_wgmma_kernel<S>, S>(p, s, p.partial + int64_t{2} * s.grid * p.rows * p.pitch,
-                                                            launch);
+void launch_plain_kernel(const Problem& p, const Step& s, const Launch& launch) {
+  launch_prefill_kernel<paged_attention_prefill_kernel<S>, S>(p, s, p.partial + int64_t{2} * s.grid * p.rows * p.pitch,
+                                                              launch);
 }
 
 template <class Element>
 void launch_prefill(const Problem& p, const Step& s, const Launch& launch, const LeftPieces&) {
   using T = typename Element::Mma;
   const int head_size = s.instance.head_size;
-  if (head_size <= 64) return launch_wgmma_kernel<PrefillShape<T, 64>>(p, s, launch);
-  if (head_size <= 128) return launch_wgmma_kernel<PrefillShape<T, 128>>(p, s, launch);
-  launch_wgmma_kernel<PrefillShape<T, 256>>(p, s, launch);
+  if (head_size <= 64) return launch_plain_kernel<PrefillShape<T, 64>>(p, s, launch);
+  if (head_size <= 128) return launch_plain_kernel<PrefillShape<T, 128>>(p, s, launch);
+  launch_plain_kernel<PrefillShape<T, 256>>(p, s, launch);
 }
 
 }  // namespace pykv::attention

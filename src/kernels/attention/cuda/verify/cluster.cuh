@@ -25,7 +25,7 @@ namespace pykv::attention {
 
 // kAlone: without a cluster, and with one group.
 template <class Shape, bool kAlone>
-struct WarpgroupClusterShape : Shape {
+struct VerifyClusterShape : Shape {
   static constexpr bool kSpans = false;
   static constexpr int kBlocksOfCluster = kAlone ? 1 : kMostBlocks;  // at most
   static constexpr int kGroups = kAlone ? 1 : 2, kBlock = (kGroups + 1) * kThreads, kBlocksPerSm = kAlone ? 2 : 1;
@@ -37,12 +37,12 @@ struct WarpgroupClusterShape : Shape {
 };
 
 template <class S, class Softmax>
-struct WarpgroupClusterKernel {
+struct VerifyClusterKernel {
   using Place = ClusterPlace<S::kSpans>;
   using Pieces = ClusterPieces<S>;
 
   const Problem& p;
-  WarpgroupKernel<S, Softmax, ClusterWalker<S::kSpans>> block;
+  VerifyKernel<S, Softmax, ClusterWalker<S::kSpans>> block;
   RowExchange<S>& exchange;
   const LeftPieces& left;
 
@@ -109,53 +109,52 @@ struct WarpgroupClusterKernel {
 };
 
 template <class S, class Softmax>
-struct WarpgroupClusterMemory : WarpgroupMemory<S, Softmax, ClusterWalker<S::kSpans>> {
-  using Base = WarpgroupMemory<S, Softmax, ClusterWalker<S::kSpans>>;
+struct VerifyClusterMemory : VerifyMemory<S, Softmax, ClusterWalker<S::kSpans>> {
+  using Base = VerifyMemory<S, Softmax, ClusterWalker<S::kSpans>>;
   static_assert(S::kGroups * S::kRows * static_cast<int>(sizeof(RowSums<S>)) <= Base::kBytesBefore);
   RowExchange<S> exchange;
 };
 
 template <class S, class Softmax>
 __global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
-    paged_attention_warpgroup_cluster_kernel(const __grid_constant__ Problem p,
-                                             const __grid_constant__ CacheCopies copies,
-                                             const __grid_constant__ LeftPieces left) {
+    paged_attention_verify_cluster_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
+                                          const __grid_constant__ LeftPieces left) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char memory[];
-  using Memory = WarpgroupClusterMemory<S, Softmax>;
+  using Memory = VerifyClusterMemory<S, Softmax>;
   auto& shared = *reinterpret_cast<Memory*>(memory + Memory::kBytesBefore);
-  WarpgroupClusterKernel<S, Softmax>{p, shared.kernel(p, copies, memory), shared.exchange, left}.run();
+  VerifyClusterKernel<S, Softmax>{p, shared.kernel(p, copies, memory), shared.exchange, left}.run();
 #endif
 }
 
 template <class S, class Softmax>
-void launch_warpgroup_cluster(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
-  constexpr int kBytes = warpgroup_shared_bytes<S, WarpgroupClusterMemory<S, Softmax>>();
-  constexpr WarpgroupSizes kSizes = warpgroup_sizes(S::kNarrow, S::kD, S::kRows, false);
+void launch_verify_cluster(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+  constexpr int kBytes = verify_shared_bytes<S, VerifyClusterMemory<S, Softmax>>();
+  constexpr VerifySizes kSizes = verify_sizes(S::kNarrow, S::kD, S::kRows, false);
   static_assert(kBytes == (S::kGroups == 1 ? kSizes.alone_bytes : kSizes.cluster_bytes));
-  static_assert(S::kBlock == (S::kGroups + 1) * kThreads && S::kUnitTokens == kWarpgroupTile);
-  launch_step<paged_attention_warpgroup_cluster_kernel<S, Softmax>>(p, s, kBytes, launch, copies_of<S>(p), left);
+  static_assert(S::kBlock == (S::kGroups + 1) * kThreads && S::kUnitTokens == kVerifyTile);
+  launch_step<paged_attention_verify_cluster_kernel<S, Softmax>>(p, s, kBytes, launch, copies_of<S>(p), left);
 }
 
 template <class Shape, template <class> class Softmax>
 void launch_short_call(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
-  using Clusters = WarpgroupClusterShape<Shape, false>;
-  using Alone = WarpgroupClusterShape<Shape, true>;
+  using Clusters = VerifyClusterShape<Shape, false>;
+  using Alone = VerifyClusterShape<Shape, true>;
   using Sharing = Spanned<Clusters>;
-  if (s.instance.kernel == KernelId::kWarpgroupSpans)
-    return launch_warpgroup_cluster<Sharing, Softmax<Sharing>>(p, s, launch, left);
-  if (s.instance.kernel == KernelId::kWarpgroupBlock)
-    return launch_warpgroup_cluster<Alone, Softmax<Alone>>(p, s, launch, left);
-  launch_warpgroup_cluster<Clusters, Softmax<Clusters>>(p, s, launch, left);
+  if (s.instance.kernel == KernelId::kVerifySpans)
+    return launch_verify_cluster<Sharing, Softmax<Sharing>>(p, s, launch, left);
+  if (s.instance.kernel == KernelId::kVerifyBlock)
+    return launch_verify_cluster<Alone, Softmax<Alone>>(p, s, launch, left);
+  launch_verify_cluster<Clusters, Softmax<Clusters>>(p, s, launch, left);
 }
 
 template <class Element>
 void launch_clusters_of_rows(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
   dispatch_rows(s.instance, [&]<int kD, int kRows> {
     if constexpr (kRows == 64) {
-      launch_short_call<WarpgroupShape<Element, kD>, WarpgroupRows>(p, s, launch, left);
+      launch_short_call<VerifyShape<Element, kD>, VerifyRows>(p, s, launch, left);
     } else if constexpr (kRows == 32) {
-      launch_short_call<WarpgroupColumnsShape<Element, kD, kRows>, WarpgroupColumns>(p, s, launch, left);
+      launch_short_call<VerifyColumnsShape<Element, kD, kRows>, VerifyColumns>(p, s, launch, left);
     }
   });
 }
@@ -164,7 +163,7 @@ template <class Element>
 void launch_clusters_of_codes(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
   dispatch_rows(s.instance, [&]<int kD, int kRows> {
     if constexpr (kRows > 16) {
-      launch_short_call<WarpgroupCodesShape<Element, kD, kRows>, WarpgroupCodes>(p, s, launch, left);
+      launch_short_call<VerifyCodesShape<Element, kD, kRows>, VerifyCodes>(p, s, launch, left);
     }
   });
 }

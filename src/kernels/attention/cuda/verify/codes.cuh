@@ -22,8 +22,8 @@
 namespace pykv::attention {
 
 template <class Element, int kHeadSize, int kQueryRows, bool kPairs = false>
-struct WarpgroupCodesShape : WarpgroupColumnsShape<Element, kHeadSize, kQueryRows> {
-  using Columns = WarpgroupColumnsShape<Element, kHeadSize, kQueryRows>;
+struct VerifyCodesShape : VerifyColumnsShape<Element, kHeadSize, kQueryRows> {
+  using Columns = VerifyColumnsShape<Element, kHeadSize, kQueryRows>;
   static constexpr bool kFolded = kPairs;
   static constexpr bool kWarpgroup = false;                  // tiles lie as for ldmatrix
   static constexpr int kWeightBytes = Columns::kTile * 128;  // a line for each token
@@ -34,9 +34,9 @@ struct WarpgroupCodesShape : WarpgroupColumnsShape<Element, kHeadSize, kQueryRow
 };
 
 template <class S>
-struct WarpgroupCodes {
-  using Softmax = WarpgroupSoftmax<S>;
-  using Queries = WarpgroupQueries<S>;
+struct VerifyCodes {
+  using Softmax = VerifySoftmax<S>;
+  using Queries = VerifyQueries<S>;
   using Scratch = typename Queries::Scratch;
   using Scores = typename Softmax::Scores;
   using Tile = typename Softmax::Tile;
@@ -85,7 +85,7 @@ struct WarpgroupCodes {
     return x;
   }
 
-  __device__ WarpgroupCodes(const Problem& p, const CacheCopies&, Scratch& scratch, uint32_t query_address)
+  __device__ VerifyCodes(const Problem& p, const CacheCopies&, Scratch& scratch, uint32_t query_address)
       : p(p), scratch(scratch), softmax(p, scratch, query_address) {}
 
   __device__ void read_keys(uint32_t stage, KeyCodes& codes) const {
@@ -268,19 +268,18 @@ struct WarpgroupCodes {
 };
 
 template <class Element, int kD, int kRows, bool kPairs>
-void launch_warpgroup_codes(const Problem& p, const Step& s, const Launch& launch) {
-  using S = WarpgroupCodesShape<Element, kD, kRows, kPairs>;
-  launch_warpgroup_kernel<S, WarpgroupCodes<S>>(p, s, launch);
+void launch_verify_codes(const Problem& p, const Step& s, const Launch& launch) {
+  using S = VerifyCodesShape<Element, kD, kRows, kPairs>;
+  launch_verify_kernel<S, VerifyCodes<S>>(p, s, launch);
 }
 
 template <class Element>
 void launch_line_of_codes(const Problem& p, const Step& s, const Launch& launch) {
   if (s.instance.folded) {
-    return s.instance.rows > 32 ? launch_warpgroup_codes<Element, 128, 64, true>(p, s, launch)
-                                : launch_warpgroup_codes<Element, 128, 32, true>(p, s, launch);
+    return s.instance.rows > 32 ? launch_verify_codes<Element, 128, 64, true>(p, s, launch)
+                                : launch_verify_codes<Element, 128, 32, true>(p, s, launch);
   }
-  dispatch_rows(s.instance,
-                [&]<int kD, int kRows> { launch_warpgroup_codes<Element, kD, kRows, false>(p, s, launch); });
+  dispatch_rows(s.instance, [&]<int kD, int kRows> { launch_verify_codes<Element, kD, kRows, false>(p, s, launch); });
 }
 
 }  // namespace pykv::attention

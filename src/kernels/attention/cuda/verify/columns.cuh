@@ -18,9 +18,9 @@
 namespace pykv::attention {
 
 template <class S>
-struct WarpgroupColumns {
-  using Softmax = WarpgroupSoftmax<S>;
-  using Queries = WarpgroupQueries<S>;
+struct VerifyColumns {
+  using Softmax = VerifySoftmax<S>;
+  using Queries = VerifyQueries<S>;
   using Scratch = typename Queries::Scratch;
   using Scores = typename Softmax::Scores;
   using State = typename Softmax::State;
@@ -35,7 +35,7 @@ struct WarpgroupColumns {
   const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
   const int thread = threadIdx.x % kThreads;  // of those who compute
 
-  __device__ WarpgroupColumns(const Problem& p, const CacheCopies&, Scratch& scratch, uint32_t query_address)
+  __device__ VerifyColumns(const Problem& p, const CacheCopies&, Scratch& scratch, uint32_t query_address)
       : p(p), softmax(p, scratch, query_address) {}
 
   __device__ void begin_segment(const Unit& u, State& s) { softmax.begin_segment(u, s); }
@@ -128,11 +128,11 @@ template <class Element>
 void launch_line_of_rows(const Problem& p, const Step& s, const Launch& launch) {
   dispatch_rows(s.instance, [&]<int kD, int kRows> {
     if constexpr (kRows == 64) {
-      using S = WarpgroupShape<Element, kD>;
-      launch_warpgroup_kernel<S, WarpgroupRows<S>>(p, s, launch);
+      using S = VerifyShape<Element, kD>;
+      launch_verify_kernel<S, VerifyRows<S>>(p, s, launch);
     } else {
-      using S = WarpgroupColumnsShape<Element, kD, kRows>;
-      launch_warpgroup_kernel<S, WarpgroupColumns<S>>(p, s, launch);
+      using S = VerifyColumnsShape<Element, kD, kRows>;
+      launch_verify_kernel<S, VerifyColumns<S>>(p, s, launch);
     }
   });
 }

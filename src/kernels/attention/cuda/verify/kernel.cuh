@@ -24,7 +24,7 @@ constexpr int kCopyBarrier = 1, kGroupBarrier = 2, kAllGroupsBarrier = 4;
 __device__ inline int computing_group(int groups) { return groups == 1 ? 0 : threadIdx.x / (2 * kThreads); }
 
 template <class Element, int kHeadSize>
-struct WarpgroupShape : Shape<Element, kHeadSize, false, RowClass::kMore> {
+struct VerifyShape : Shape<Element, kHeadSize, false, RowClass::kMore> {
   static constexpr bool kWarpgroup = true, kReadOnce = true;
   static constexpr int kStages = 3, kSlots = kStages + 2;
   static constexpr int kRingBytes = kStages * Shape<Element, kHeadSize, false, RowClass::kMore>::kStageBytes;
@@ -49,7 +49,7 @@ struct ArrivedTile {
 // Four warps compute, in the way of Softmax; others walk along the segments of the block, as Way says, look up pages and start
 // copies, as far ahead as there are stages.  Two groups of four that compute take the tiles of a segment in turn.
 template <class S, class Softmax, class Way = Walker>
-struct WarpgroupKernel {
+struct VerifyKernel {
   using Lookup = typename TileLoader<S>::Lookup;
   using TileSlot = typename TileLoader<S>::TileSlot;
   using State = typename Softmax::State;
@@ -295,8 +295,8 @@ struct WarpgroupKernel {
 
 // What a block has in shared memory behind the stages, the queries, and the weights of each group that computes.
 template <class S, class Softmax, class Way = Walker>
-struct WarpgroupMemory {
-  using Kernel = WarpgroupKernel<S, Softmax, Way>;
+struct VerifyMemory {
+  using Kernel = VerifyKernel<S, Softmax, Way>;
   static constexpr int kBytesBefore = S::kRingBytes + S::kQueryBytes + S::kGroups * S::kWeightBytes;
 
   typename Softmax::Scratch scratch[S::kGroups];
@@ -312,7 +312,7 @@ struct WarpgroupMemory {
 
 // ... in all.
 template <class S, class Memory>
-constexpr int warpgroup_shared_bytes() {
+constexpr int verify_shared_bytes() {
   constexpr int kBytes = Memory::kBytesBefore + static_cast<int>(sizeof(Memory));
   static_assert(S::kBlocksPerSm * (kBytes + 1024) <= 228 * 1024);
   return kBytes;
@@ -320,20 +320,20 @@ constexpr int warpgroup_shared_bytes() {
 
 template <class S, class Softmax>
 __global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
-    paged_attention_warpgroup_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
+    paged_attention_verify_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char memory[];
-  using Memory = WarpgroupMemory<S, Softmax>;
+  using Memory = VerifyMemory<S, Softmax>;
   reinterpret_cast<Memory*>(memory + Memory::kBytesBefore)->kernel(p, copies, memory).run();
 #endif
 }
 
 template <class S, class Softmax>
-void launch_warpgroup_kernel(const Problem& p, const Step& s, const Launch& launch) {
-  constexpr int kSharedBytes = warpgroup_shared_bytes<S, WarpgroupMemory<S, Softmax>>();
-  static_assert(S::kUnitTokens == kWarpgroupTile && S::kBlock == 2 * kThreads && S::kBlocksPerSm == 2);
-  static_assert(kSharedBytes == warpgroup_sizes(S::kNarrow, S::kD, S::kRows, S::kFolded).line_bytes);
-  launch_step<paged_attention_warpgroup_kernel<S, Softmax>>(p, s, kSharedBytes, launch, copies_of<S>(p));
+void launch_verify_kernel(const Problem& p, const Step& s, const Launch& launch) {
+  constexpr int kSharedBytes = verify_shared_bytes<S, VerifyMemory<S, Softmax>>();
+  static_assert(S::kUnitTokens == kVerifyTile && S::kBlock == 2 * kThreads && S::kBlocksPerSm == 2);
+  static_assert(kSharedBytes == verify_sizes(S::kNarrow, S::kD, S::kRows, S::kFolded).line_bytes);
+  launch_step<paged_attention_verify_kernel<S, Softmax>>(p, s, kSharedBytes, launch, copies_of<S>(p));
 }
 
 // launch.operator()<kD, kRows>(): tiles of so many rows, of heads of up to kD.

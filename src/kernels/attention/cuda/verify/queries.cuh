@@ -8,7 +8,7 @@
 namespace pykv::attention {
 
 template <class Element, int kHeadSize, int kQueryRows>
-struct WarpgroupColumnsShape : WarpgroupShape<Element, kHeadSize> {
+struct VerifyColumnsShape : VerifyShape<Element, kHeadSize> {
   static constexpr bool kQueryColumns = true;
   static constexpr int kRows = kQueryRows;
   static constexpr int kComputeRegisters = 160, kCopyRegisters = 96;
@@ -35,7 +35,7 @@ struct alignas(16) ColumnsScratch {
 };
 
 template <class S>
-struct WarpgroupQueries {
+struct VerifyQueries {
   using Scratch = ColumnsScratch<S::kRows>;
   static constexpr int kD = S::kD, kColumns = S::kRows;
   static constexpr int kHeads = S::kFolded ? 2 : 1, kOwn = kColumns / kHeads;  // columns of a KV head, side by side

@@ -16,7 +16,7 @@
 namespace pykv::attention {
 
 template <class S>
-struct WarpgroupRows {
+struct VerifyRows {
   using Softmax = RowSoftmax<S>;
   using State = typename Softmax::State;
   using Valid = typename Softmax::Valid;
@@ -33,7 +33,7 @@ struct WarpgroupRows {
   SegmentResults<S> results;
   const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
 
-  __device__ WarpgroupRows(const Problem& p, const CacheCopies& copies, Scratch& scratch, uint32_t)
+  __device__ VerifyRows(const Problem& p, const CacheCopies& copies, Scratch& scratch, uint32_t)
       : p(p), scratch(scratch), softmax(p, copies, scratch, 0), results{p, scratch} {}
 
   __device__ void begin_segment(const Unit& u, State& s) {

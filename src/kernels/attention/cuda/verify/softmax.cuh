@@ -11,8 +11,8 @@
 namespace pykv::attention {
 
 template <class S>
-struct WarpgroupSoftmax {
-  using Queries = WarpgroupQueries<S>;
+struct VerifySoftmax {
+  using Queries = VerifyQueries<S>;
   using Scratch = typename Queries::Scratch;
   using Mma = typename S::Mma;
   static constexpr int kD = S::kD, kTile = S::kTile;
@@ -44,7 +44,7 @@ struct WarpgroupSoftmax {
   const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
   const int thread = threadIdx.x % kThreads;  // of those who compute
 
-  __device__ WarpgroupSoftmax(const Problem& p, Scratch& scratch, uint32_t query_address)
+  __device__ VerifySoftmax(const Problem& p, Scratch& scratch, uint32_t query_address)
       : p(p), scratch(scratch), queries{p, scratch, query_address} {}
 
   // This lane's column i, and where a product has it.

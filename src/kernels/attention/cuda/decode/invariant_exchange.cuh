@@ -11,7 +11,7 @@
 namespace pykv::attention {
 
 template <class S>
-struct ExactExchange {
+struct InvariantExchange {
   static constexpr int kQuads = S::kD / 4, kParts = kChunkTokens / kPartTokens;
   static constexpr int kRecordBytes = sizeof(ExactQuad), kLeafBytes = sizeof(float4) + sizeof(float2);
 

@@ -8,7 +8,7 @@
 namespace pykv::attention {
 
 template <class S>
-struct ExactTeams {
+struct InvariantTeams {
   using Queries = ColumnQueries<S>;
   using State = typename Queries::State;
   static constexpr int kD = S::kD, kQuads = kD / 4, kTeamWarps = 4, kParts = kChunkTokens / kPartTokens;

@@ -23,7 +23,7 @@
 namespace pykv::attention {
 
 template <class T, int kHeadSize>
-struct ExactPrefillShape : PrefillShape<T, kHeadSize> {
+struct InvariantPrefillShape : PrefillShape<T, kHeadSize> {
   using Base = PrefillShape<T, kHeadSize>;
   static constexpr bool kQueriesInRegisters = false;
   static constexpr int kStages = kHeadSize <= 64 ? 3 : 2;
@@ -34,7 +34,7 @@ struct ExactPrefillShape : PrefillShape<T, kHeadSize> {
 };
 
 template <class S>
-struct ExactPrefillRows : PrefillRows<S> {
+struct InvariantPrefillRows : PrefillRows<S> {
   using Base = PrefillRows<S>;
   using T = typename S::Mma;
   using Base::group;
@@ -421,31 +421,32 @@ struct ExactPrefillRows : PrefillRows<S> {
 
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    paged_attention_exact_wgmma_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
-                                       const __grid_constant__ WholeTiles whole, int4* kept) {
+    paged_attention_prefill_invariant_kernel(const __grid_constant__ Problem p,
+                                             const __grid_constant__ CacheCopies copies,
+                                             const __grid_constant__ WholeTiles whole, int4* kept) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   run_prefill<S>(p, copies, whole, [&](PrefillScratch& scratch, uint32_t queries, uint32_t keys, uint32_t values) {
     int4* mine = kept + blockIdx.x * (kept_bytes(S::kD) / 16) + threadIdx.x - kThreads;
     auto* staged = reinterpret_cast<float4*>(reinterpret_cast<char*>(&scratch) - S::kStagedBytes);
-    ExactPrefillRows<S> rows{{p, scratch, queries, keys, values}, staged + threadIdx.x - kThreads, mine};
+    InvariantPrefillRows<S> rows{{p, scratch, queries, keys, values}, staged + threadIdx.x - kThreads, mine};
     rows.run();
   });
 #endif
 }
 
 template <class S>
-void launch_exact_wgmma_kernel(const Problem& p, const Step& s, const Launch& launch) {
+void launch_invariant_kernel(const Problem& p, const Step& s, const Launch& launch) {
   const int64_t records = int64_t{2} * s.grid * p.rows * (p.pitch / 4);
   char* after = reinterpret_cast<char*>(p.partial) + records * sizeof(ExactQuad);
-  launch_prefill_kernel<paged_attention_exact_wgmma_kernel<S>, S>(p, s, after + s.grid * kept_bytes(S::kD), launch,
-                                                                  reinterpret_cast<int4*>(after));
+  launch_prefill_kernel<paged_attention_prefill_invariant_kernel<S>, S>(p, s, after + s.grid * kept_bytes(S::kD),
+                                                                        launch, reinterpret_cast<int4*>(after));
 }
 
 template <class Element>
-void launch_exact_prefill(const Problem& p, const Step& s, const Launch& launch, const LeftPieces&) {
+void launch_prefill_invariant(const Problem& p, const Step& s, const Launch& launch, const LeftPieces&) {
   using T = typename Element::Mma;
-  if (s.instance.head_size <= 64) return launch_exact_wgmma_kernel<ExactPrefillShape<T, 64>>(p, s, launch);
-  launch_exact_wgmma_kernel<ExactPrefillShape<T, 128>>(p, s, launch);
+  if (s.instance.head_size <= 64) return launch_invariant_kernel<InvariantPrefillShape<T, 64>>(p, s, launch);
+  launch_invariant_kernel<InvariantPrefillShape<T, 128>>(p, s, launch);
 }
 
 }  // namespace pykv::attention

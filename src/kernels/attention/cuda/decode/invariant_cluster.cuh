@@ -7,16 +7,16 @@
 // Chain: length, pages and queries at once -> tiles -> sums -> one exchange -> output.
 #pragma once
 
-#include "attention/cuda/decode/exact_exchange.cuh"
-#include "attention/cuda/decode/exact_team.cuh"
+#include "attention/cuda/decode/invariant_exchange.cuh"
+#include "attention/cuda/decode/invariant_team.cuh"
 #include "attention/cuda/decode/loader.cuh"
 
 namespace pykv::attention {
 
 template <class S>
-struct ExactClusterKernel {
-  using Sums = ExactExchange<S>;
-  using Teams = ExactTeams<S>;
+struct InvariantClusterKernel {
+  using Sums = InvariantExchange<S>;
+  using Teams = InvariantTeams<S>;
   using Table = DecodePages<S>;
   using State = typename ColumnQueries<S>::State;
   using PageWords = typename Table::PageWords;
@@ -259,10 +259,11 @@ struct ExactClusterKernel {
 
 template <class S>
 __global__ void __launch_bounds__(S::kWarps * 32, 1)
-    paged_attention_exact_cluster_kernel(const __grid_constant__ Problem p,
-                                         const __grid_constant__ CacheCopies copies) {
+    paged_attention_invariant_cluster_kernel(const __grid_constant__ Problem p,
+                                             const __grid_constant__ CacheCopies copies) {
   extern __shared__ __align__(1024) char memory[];
-  ExactClusterKernel<S> kernel{p, copies, memory, reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)};
+  InvariantClusterKernel<S> kernel{p, copies, memory,
+                                   reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)};
   kernel.run();
 }
 
