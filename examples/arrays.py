@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -25,11 +26,13 @@ class NumpyArrays:
     """NumPy, and CuPy by the same calls."""
 
     ops: ModuleType = pykv  # the operations, as this library wants them
+    asynchronous = False  # whether calls return before the device has computed
 
     def __init__(self, namespace: ModuleType, dtype: str):
         self.namespace = namespace  # where PagedKVCache makes its arrays
         self.dtype = dtype
         self._dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        self.asynchronous = namespace is not np
 
     def put(self, host: Host) -> Array:
         """``host`` on the device, its dtype unchanged."""
@@ -74,6 +77,15 @@ class NumpyArrays:
     def host(self, x: Array) -> Host:
         return np.asarray(x.get() if hasattr(x, "get") else x)
 
+    def reader(self, x: Array) -> Callable[[], Host]:
+        """What waits for ``x`` on the host, but not for what the device is asked for after this call."""
+        if self.namespace is np:
+            return lambda: x  # type: ignore[no-any-return]
+        cuda = self.namespace.cuda
+        copied = np.frombuffer(cuda.alloc_pinned_memory(x.nbytes), x.dtype, x.size).reshape(x.shape)
+        x.get(out=copied, blocking=False)
+        return _after(cuda.Event(), copied)
+
 
 class TorchArrays(NumpyArrays):
     """By `pykv.torch`, whose functions `torch.compile` keeps in its graph."""
@@ -83,6 +95,7 @@ class TorchArrays(NumpyArrays):
         self.ops = importlib.import_module("pykv.torch")
         self.device = device
         self._dtype = getattr(torch, dtype)
+        self.asynchronous = device.startswith("cuda")
 
     def put(self, host: Host) -> Array:
         return self.namespace.from_numpy(host).to(self.device, non_blocking=True)  # waits for nothing on a GPU
@@ -110,6 +123,12 @@ class TorchArrays(NumpyArrays):
     def host(self, x: Array) -> Host:
         return (x.float() if x.is_floating_point() else x).cpu().numpy()  # type: ignore[no-any-return]
 
+    def reader(self, x: Array) -> Callable[[], Host]:
+        if not x.is_cuda:
+            return lambda: self.host(x)
+        copied = self.namespace.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        return _after(self.namespace.cuda.Event(), copied.copy_(x, non_blocking=True).numpy())
+
 
 class JaxArrays(NumpyArrays):
     """Weights alone: what is done with them is compiled (see llama_jax.py), with batches that come from NumPy."""
@@ -117,6 +136,7 @@ class JaxArrays(NumpyArrays):
     def __init__(self, jax: ModuleType, device: Any, dtype: str):
         super().__init__(np, dtype)
         self._jax, self.device = jax, device
+        self.asynchronous = device is not None and device.platform != "cpu"
 
     def put(self, host: Host) -> Array:
         return host
@@ -126,6 +146,20 @@ class JaxArrays(NumpyArrays):
 
     def sample(self, logits: Array, seeds: Host, steps: Host, temperatures: Host) -> Array:
         return importlib.import_module("pykv.jax").sample(logits, seeds, steps, temperatures)
+
+    def reader(self, x: Array) -> Callable[[], Host]:
+        return lambda: self.host(x)
+
+
+def _after(event: Any, copied: Host) -> Callable[[], Host]:
+    """Gives ``copied`` when the device has come to here."""
+    event.record()
+
+    def wait() -> Host:
+        event.synchronize()
+        return copied
+
+    return wait
 
 
 def open_arrays(library: str, device: str | None = None, dtype: str = "auto") -> NumpyArrays:

@@ -168,8 +168,8 @@ def dynamic_per_token_scaled_fp8_quant(
     """
 
 
-_FP8_RANGE = {"fp8_min": NoneIs(0.0, number="fp8_min"), "fp8_max": NoneIs(0.0, positive="fp8_max")}
-_INT8_RANGE = {"int8_min": NoneIs(0.0, number="int8_min"), "int8_max": NoneIs(0.0, positive="int8_max")}
+_FP8_RANGE = {"fp8_min": NoneIs(0.0, number=True), "fp8_max": NoneIs(0.0, positive=True)}
+_INT8_RANGE = {"int8_min": NoneIs(0.0, number=True), "int8_max": NoneIs(0.0, positive=True)}
 
 
 @operation(output_q=_codes("float8_e4m3fn"), output_s=_group_scales, converters=_FP8_RANGE)
@@ -294,7 +294,7 @@ def _block_scales(dtype: str, block: int, *, per_number: int = 1, swizzled: bool
         blocks = width // (block * per_number)
         if not (swizzled or arguments["is_sf_swizzled_layout"]):
             return Spec((*rows, blocks), dtype)
-        return Spec((_padded(math.prod(rows), 128), _padded(blocks, 4)), dtype)
+        return Spec((_padded(math.prod(rows), arguments.get("tile_rows", 128)), _padded(blocks, 4)), dtype)
 
     return Rule(make)
 
@@ -307,6 +307,7 @@ def scaled_fp4_quant(
     input_scale: ScalarOrArray,
     is_sf_swizzled_layout: bool = True,
     four_over_six: bool = False,
+    tile_rows: int = 128,
     *,
     stream: Stream = None,
 ) -> None:
@@ -320,14 +321,16 @@ def scaled_fp4_quant(
         output: ``[..., width / 2]`` uint8, or with more bytes in a row, which become 0; written.  Element ``2 j`` is
             the low half of byte ``j``.
         output_scale: float8_e4m3fn or uint8; written.  ``[..., width / 16]``, or as many as ``output`` has blocks, any
-            strides; or swizzled: contiguous (int32, too, as four bytes each), in tiles of 128 rows and 4 scales,
-            padded to whole ones, with zeros.
+            strides; or swizzled: contiguous (int32, too, as four bytes each), in tiles of ``tile_rows`` rows and 4
+            scales, padded to whole ones, with zeros.
         input: ``[..., width]`` float32, float16 or bfloat16, ``width`` a multiple of 16.
         input_scale: the global scale, as a rule ``448 * 6 / max(abs(input))``.
         is_sf_swizzled_layout: byte ``((r // 128) * tiles + b // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + b % 4``
             is the scale of row ``r`` and block ``b``, with ``tiles`` side by side.
         four_over_six: the scale is ``e4m3(input_scale * (m / 4))`` where the sum of the squares of what the block is
             wrong by is less so.
+        tile_rows: 128; or 8, as TensorRT-LLM's products of few rows want them: byte
+            ``((r // 8) * tiles + b // 4) * 32 + r % 8 * 4 + b % 4``.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:

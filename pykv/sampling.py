@@ -160,7 +160,7 @@ def merge_top_k(
     """
 
 
-@operation(converters={"num_org": NoneIs(-1), "soft_cap": NoneIs(0.0, positive="finish_logits_: soft_cap")})
+@operation(converters={"num_org": NoneIs(-1), "soft_cap": NoneIs(0.0, positive=True)})
 def finish_logits_(
     logits: Array,
     num_org: int | None = None,

@@ -120,7 +120,8 @@ def measure(torch: Any, keys: dict[str, Any], batch: int, context: int, steps: i
     blocks = batch * -(-(context + steps) // BLOCK_SIZE) + 8
     engine = Engine(model, model.make_cache(blocks, BLOCK_SIZE), tokens_per_step=8192)
     random = np.random.default_rng(0)
-    arrays.host = parts.timed("wait", arrays.host)  # type: ignore[method-assign]
+    reader = arrays.reader
+    arrays.reader = lambda x: parts.timed("wait", reader(x))  # type: ignore[method-assign]
     requests = [engine.add(random.integers(0, config.vocab_size, context).tolist(), steps + 1) for _ in range(batch)]
 
     times, began = [], time.perf_counter()

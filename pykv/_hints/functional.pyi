@@ -662,6 +662,7 @@ def scaled_fp4_quant(
     input_scale: ScalarOrArray,
     is_sf_swizzled_layout: bool = True,
     four_over_six: bool = False,
+    tile_rows: int = 128,
     *,
     output: Array | None = None,
     output_scale: Array | None = None,

@@ -1199,6 +1199,7 @@ def scaled_fp4_quant(
     input_scale: float | ArrayLike,
     is_sf_swizzled_layout: bool = True,
     four_over_six: bool = False,
+    tile_rows: int = 128,
     *,
     output: ArrayLike | None = None,
     output_scale: ArrayLike | None = None,

@@ -170,6 +170,41 @@ def test_a_request_that_is_ended_leaves_its_blocks(checkpoint: Checkpoint, array
     assert engine.cache.num_free_blocks == 64
 
 
+@pytest.mark.parametrize("blocks", [64, 12])
+def test_a_device_that_is_ahead_gives_the_same_tokens(
+    checkpoint: Checkpoint, arrays: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    """The host sees the tokens of a step when the next one has started; requests that end are in that one."""
+    from engine import Engine
+    from llama import open_model
+
+    folder, texts = checkpoint("llama"), prompts(5)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(folder / name)
+    monkeypatch.setattr(arrays, "asynchronous", False)
+    end = generate(folder, arrays, texts, temperature=0.5)[0][0][6]
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [{end}]}}')
+    expected, in_turn = generate(tmp_path, arrays, texts, temperature=0.5)
+    assert len({len(tokens) for tokens in expected}) > 1
+
+    monkeypatch.setattr(arrays, "asynchronous", True)
+    tokens, ahead = generate(tmp_path, arrays, texts, temperature=0.5, blocks=blocks)
+    assert tokens == expected
+    assert ahead.generated_tokens == in_turn.generated_tokens
+
+    model = open_model(folder, arrays)
+    engine = Engine(model, model.make_cache(64, 4), 64)
+    one, two = (engine.add(tokens, 15) for tokens in texts[:2])
+    engine.step()
+    assert engine._ahead is not None
+    engine.end(one)  # by the caller, while the next step is under way
+    three = engine.add(texts[2], 15)
+    while engine.busy:
+        engine.step()
+    assert [len(r.tokens) - r.prompt_length for r in (one, two, three)] == [1, 15, 15]
+    assert engine.cache.num_free_blocks == 64
+
+
 def test_replayed_steps_give_the_same_tokens(checkpoint: Checkpoint, arrays: Any) -> None:
     """Also where a step of more sequences is replayed for fewer; here by a stand-in for CUDA graphs."""
     torch = pytest.importorskip("torch")

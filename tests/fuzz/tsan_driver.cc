@@ -44,7 +44,6 @@ bool is_right(int kind, const Inputs& in, std::vector<float>& out, std::vector<f
       return pykv_paged_attention(pykv::Tensor(out.data(), {8, kHeads, kHeadSize}),
                                   pykv::ConstTensor(in.query.data(), {8, kHeads, kHeadSize}), cache, cache,
                                   pykv::ConstTensor(in.tables.data(), {8, 4}), pykv::ConstTensor(in.lens.data(), {8}),
-                                  nullptr, NAN, true, 0, 0, nullptr, nullptr, "auto", nullptr, nullptr, false, nullptr,
                                   nullptr, nullptr) == PYKV_OK;
     }
     default: {  // one id is out of range: the others are used, and it is reported

@@ -399,8 +399,11 @@ def test_fp4_codes() -> None:
     same(ops.scaled_fp4_quant(x, 7.0, False), codes[:, :16].copy(), linear)
     with pytest.raises(ValueError, match="padded_n: must be a multiple of 16 and at least 32, got 24"):
         ops.scaled_fp4_quant(x, 7.0, padded_n=24)
-    with pytest.raises(ValueError, match="backend: the scales of TensorRT-LLM"):
-        ops.scaled_fp4_quant(x, 7.0, backend="trtllm")
+    few = np.zeros((8, 4), CODES[1])
+    pykv.scaled_fp4_quant(codes[:, :16], few, x.reshape(6, 32), 7.0, tile_rows=8)
+    same(ops.scaled_fp4_quant(x, 7.0, backend="trtllm"), codes[:, :16].copy(), few)
+    many = random((33, 32), np.dtype(np.float16))  # too many rows for such tiles
+    same(ops.scaled_fp4_quant(many, 7.0, backend="trtllm"), *ops.scaled_fp4_quant(many, 7.0))
 
 
 @pytest.mark.parametrize("gated", [False, True])

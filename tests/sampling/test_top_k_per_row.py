@@ -89,6 +89,23 @@ def test_lengths_of_sequences(array, next_n):
     np.testing.assert_array_equal(top_k(array, x, 30, row_ends=lens, next_n=next_n), expected)
 
 
+def test_lengths_that_are_none(array):
+    x, least = random((4, 100), np.dtype(np.float32)), np.iinfo(np.int64).min
+    for first in (least, least + 1, -1, 0, 1):
+        ends = np.array([first, 60], np.int64)
+        expected = reference.top_k_per_row(x, 30, ends=np.array([0, min(max(first, 0), 1), 59, 60]))
+        np.testing.assert_array_equal(top_k(array, x, 30, row_ends=ends, next_n=2), expected)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_results_that_share_memory_lead_nowhere_else(ordered):
+    """Values written where indices lie are no indices."""
+    x = random((1, 5000), np.dtype(np.float32)) - 1e9
+    memory = np.zeros((1, 301), np.int32)
+    pykv.top_k_per_row(memory[:, :300], x, 300, sorted=ordered, values=memory.view(np.float32)[:, 1:])
+    np.testing.assert_array_equal(memory[:, :300], reference.top_k_per_row(x, 300, ordered=ordered))
+
+
 def test_ends_may_have_two_dimensions(array):
     x = random((6, 300), np.dtype(np.float32))
     ends = np.array([[300, 20], [7, 0], [200, 299]], np.int32)

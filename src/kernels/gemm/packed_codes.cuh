@@ -178,39 +178,55 @@ __device__ inline float e4m3_to_float(uint32_t code) {  // no NaN
          256.0f;
 }
 
-__device__ inline float scale_of(const RawFactors& raw, ScaleKind kind, int i) {
-  const uint32_t octet = raw.scale[0] >> 8 * i & 0xffu;
-  const uint32_t pair = raw.scale[i >> 1];
+// The scales of the first kRows rows.  What kind they are is asked once for all: each time is a chain of branches.
+template <int kRows>
+__device__ void scales_of(float (&scales)[kRows], const RawFactors& raw, ScaleKind kind) {
+  const auto each = [&](auto scale_of) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) scales[i] = scale_of(i, raw.scale[0] >> 8 * i & 0xffu);
+  };
   switch (kind) {
     case ScaleKind::kF16:
-      return half_of({raw.scale[0], raw.scale[1]}, i);
+      return each([&](int i, uint32_t) { return half_of({raw.scale[0], raw.scale[1]}, i); });
     case ScaleKind::kBF16:
-      return __uint_as_float(i & 1 ? pair & 0xffff0000u : pair << 16);
+      return each([&](int i, uint32_t) {
+        const uint32_t pair = raw.scale[i >> 1];
+        return __uint_as_float(i & 1 ? pair & 0xffff0000u : pair << 16);
+      });
     case ScaleKind::kF32:
-      return __uint_as_float(raw.scale[i]);
+      return each([&](int i, uint32_t) { return __uint_as_float(raw.scale[i]); });
     case ScaleKind::kE4M3:
-      return e4m3_to_float(octet);
+      return each([](int, uint32_t octet) { return e4m3_to_float(octet); });
     case ScaleKind::kE8M0:
-      return __uint_as_float(octet ? octet << 23 : 0x00400000u);
+      return each([](int, uint32_t octet) { return __uint_as_float(octet ? octet << 23 : 0x00400000u); });
     case ScaleKind::kF16U8:
-      return half_of(raw.super, i) * static_cast<float>(octet);
+      return each([&](int i, uint32_t octet) { return half_of(raw.super, i) * static_cast<float>(octet); });
     default:
-      return half_of(raw.super, i) * static_cast<float>(static_cast<int8_t>(octet));
+      return each([&](int i, uint32_t octet) {
+        return half_of(raw.super, i) * static_cast<float>(static_cast<int8_t>(octet));
+      });
   }
 }
 
-// scale: with the global one; offset: what the codes have been given too little
-__device__ inline float minimum_of(const RawFactors& raw, MinimumKind kind, float offset, int i, float scale) {
-  const float octet = static_cast<float>(raw.minimum[0] >> 8 * i & 0xffu);
+// scales: with the global one; offset: what the codes have been given too little
+template <int kRows>
+__device__ void minima_of(float (&minima)[kRows], const RawFactors& raw, MinimumKind kind, float offset,
+                          const float (&scales)[kRows]) {
+  const auto each = [&](auto minimum_of) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      minima[i] = minimum_of(i, scales[i], static_cast<float>(raw.minimum[0] >> 8 * i & 0xffu));
+  };
   switch (kind) {
     case MinimumKind::kZero:
-      return scale * (offset - octet);
+      return each([&](int, float scale, float octet) { return scale * (offset - octet); });
     case MinimumKind::kF16:
-      return fmaf(scale, offset, half_of({raw.minimum[0], raw.minimum[1]}, i));
+      return each(
+          [&](int i, float scale, float) { return fmaf(scale, offset, half_of({raw.minimum[0], raw.minimum[1]}, i)); });
     case MinimumKind::kF32:
-      return fmaf(scale, offset, __uint_as_float(raw.minimum[i]));
+      return each([&](int i, float scale, float) { return fmaf(scale, offset, __uint_as_float(raw.minimum[i])); });
     default:
-      return fmaf(scale, offset, -half_of(raw.low, i) * octet);
+      return each([&](int i, float scale, float octet) { return fmaf(scale, offset, -half_of(raw.low, i) * octet); });
   }
 }
 

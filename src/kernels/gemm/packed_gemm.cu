@@ -204,27 +204,25 @@ class Segment {
 
   __device__ void add_scaled() {
 #pragma unroll
-    for (int r = 0; r < S::kBlocks; ++r)
+    for (int pair = 0; pair < S::kPairs; ++pair) {
+      float scales[4], minima[4] = {};
+      scales_of(scales, raw_[pair], w_.scales_kind);
 #pragma unroll
-      for (int half_row = 0; half_row < 2; ++half_row) {
-        const int i = r % 2 * 2 + half_row;
-        const float raw_scale = scale_of(raw_[r / 2], w_.scales_kind, i);
-        const float scale = raw_scale * global_;
+      for (int i = 0; i < 4; ++i) scales[i] *= global_;
+      if (w_.minima) minima_of(minima, raw_[pair], w_.minima_kind, w_.offset, scales);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
 #pragma unroll
         for (int t = 0; t < S::kTiles; ++t)
 #pragma unroll
-          for (int e = 2 * half_row; e < 2 * half_row + 2; ++e) {
-            total[r][t][e] = fmaf(scale, sum_[r][t][e], total[r][t][e]);
-            sum_[r][t][e] = 0.0f;
+          for (int e = 0; e < 2; ++e) {
+            float& to = total[2 * pair + i / 2][t][i % 2 * 2 + e];
+            float& sum = sum_[2 * pair + i / 2][t][i % 2 * 2 + e];
+            to = fmaf(scales[i], sum, to);
+            if (w_.minima) to = fmaf(minima[i], sum_of_x_[t][e], to);
+            sum = 0.0f;
           }
-        if (!w_.minima) continue;
-        const float minimum = minimum_of(raw_[r / 2], w_.minima_kind, w_.offset, i, scale);
-#pragma unroll
-        for (int t = 0; t < S::kTiles; ++t)
-#pragma unroll
-          for (int e = 0; e < 2; ++e)
-            total[r][t][2 * half_row + e] = fmaf(minimum, sum_of_x_[t][e], total[r][t][2 * half_row + e]);
-      }
+    }
 #pragma unroll
     for (int t = 0; t < S::kTiles; ++t)
 #pragma unroll

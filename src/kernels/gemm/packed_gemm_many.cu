@@ -243,13 +243,16 @@ class Sums {
     if (w_.minima)
       load_four_shared(raw.minimum, factors + FactorFeed::kMinimaAt + place, quad, bytes_of(w_.minima_kind));
     if (w_.lows) load_super_shared(raw.low, factors + FactorFeed::kLowsAt + band_ * 64, quad);
+    float scales[4], minima[4] = {};
+    scales_of(scales, raw, w_.scales_kind);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scales[i] *= global_;
+    if (w_.minima) minima_of(minima, raw, w_.minima_kind, w_.offset, scales);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
       for (int half_row = 0; half_row < 2; ++half_row) {
-        const int i = r * 2 + half_row;
-        const float raw_scale = scale_of(raw, w_.scales_kind, i);
-        const float scale = raw_scale * global_;
+        const float scale = scales[r * 2 + half_row], minimum = minima[r * 2 + half_row];
 #pragma unroll
         for (int t = 0; t < S::kTiles; ++t)
 #pragma unroll
@@ -258,7 +261,6 @@ class Sums {
             sum_[r][t][e] = 0.0f;
           }
         if (!w_.minima) continue;
-        const float minimum = minimum_of(raw, w_.minima_kind, w_.offset, i, scale);
 #pragma unroll
         for (int t = 0; t < S::kTiles; ++t) {
           const float2 of_x = *sums_of_x(parity, step, t);

@@ -305,12 +305,10 @@ class Reader {
     if (w_.minima)
       load_two_shared(raw.minimum, factors + FactorFeed::kMinimaAt + place, factor_place_, bytes_of(w_.minima_kind));
     if (w_.lows) load_super(raw.low, factors + FactorFeed::kLowsAt + super);
+    scales_of(to.scale, raw, w_.scales_kind);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float raw_scale = scale_of(raw, w_.scales_kind, h);
-      to.scale[h] = raw_scale * global_;
-      if (w_.minima) to.minimum[h] = minimum_of(raw, w_.minima_kind, w_.offset, h, to.scale[h]);
-    }
+    for (int h = 0; h < 2; ++h) to.scale[h] *= global_;
+    if (w_.minima) minima_of(to.minimum, raw, w_.minima_kind, w_.offset, to.scale);
   }
   __device__ void load_super(uint32_t (&into)[2], uint32_t from) const {
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(into[0]) : "r"(from + factor_place_ * 2) : "memory");

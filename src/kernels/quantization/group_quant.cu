@@ -204,7 +204,7 @@ __global__ __launch_bounds__(kThreads) void group_quant_kernel(const __grid_cons
     }
     if (lane == 0 && at.group < args.scale_groups) {
       args.store_scale(scale_row.row, at.group, at.numbers ? scale.stored : 0u);
-      if (args.swizzled && scale_row.last) args.clear_behind(scale_row, at.group);
+      if (args.tile_bits && scale_row.last) args.clear_behind(scale_row, at.group);
     }
     if (at.group >= args.code_groups) continue;
     const int zero_rows = at.row == args.rows - 1 ? static_cast<int>(args.zero_rows) : 0;

@@ -8,6 +8,7 @@
 #include "cpu/nvfp4_encode.h"
 #include "cpu/parallel.h"
 #include "cpu/silu.h"
+#include "cpu/tile_encoder.h"
 #include "quantization/group_quant.h"
 
 namespace pykv::PYKV_ISA {
@@ -126,7 +127,8 @@ class Groups {
         nibbles_(args.codes == CodeKind::kE2M1),
         real_(args.width / args.group_size),
         at_once_(std::clamp<int64_t>(kElementsAtOnce / args.group_size, 1, kWidth)),
-        global_(args.rule.kind == ScaleKind::kE4M3 && !args.globals ? float{args.global} : 1.0f) {
+        global_(args.rule.kind == ScaleKind::kE4M3 && !args.globals ? float{args.global} : 1.0f),
+        tiles_(args.codes == CodeKind::kE4M3 ? args.rows * args.width : 0) {
     if (args.source != RowSource::kElements) values_.resize(at_once_ * args.group_size * sizeof(T) / sizeof(Line) + 2);
   }
 
@@ -179,11 +181,24 @@ class Groups {
       if (nibbles_) {
         for (int64_t i = 0; i < n; i += kBlock) store_nibbles(to + i / 2, x + i, scales.factors[g]);
       } else {
-        codes_times(args_.codes, to, x, n, scales.factors[g], is_inside(inside[g]));
+        encode_bytes(to, x, n, most[g], {scales.stored[g], scales.factors[g]}, inside[g]);
       }
     }
     for (int64_t g = 0; g < count; ++g) args_.store_scale(at.row, group + g, scales.stored[g]);
     fill_behind(row, at, group, count);
+  }
+
+  // E4M3 of bf16 by tables, where the scale is what most groups have.
+  void encode_bytes(uint8_t* to, const T* x, int64_t n, float most, GroupScale scale, float inside) const {
+    auto* const codes = reinterpret_cast<e4m3*>(to);
+    if (args_.codes == CodeKind::kE4M3 && inside < INFINITY) {
+      if (args_.rule.kind != ScaleKind::kFloat) {
+        if (tiles_.divide_by_power_of_two(codes, x, n, 1.0f / scale.factor)) return;
+      } else if (scale.stored == bits_of(most / 448.0f)) {
+        if (tiles_.divide(codes, x, n, most)) return;
+      }
+    }
+    codes_times(args_.codes, to, x, n, scale.factor, is_inside(inside));
   }
 
   // That a largest magnitude of this kind, NaN where any number is, leaves no product beyond the largest code.
@@ -221,7 +236,7 @@ class Groups {
 
   // Rows behind the last one: of scales, up to a whole tile, and of codes.
   void fill_behind(int64_t row, const ScaleRow& at, int64_t group, int64_t count) const {
-    if (args_.swizzled && at.last)
+    if (args_.tile_bits && at.last)
       for (int64_t g = group; g < std::min(group + count, args_.scale_groups); ++g) args_.clear_behind(at, g);
     if (row != args_.rows - 1) return;
     const int64_t codes = std::min(count, args_.code_groups - group);
@@ -254,6 +269,7 @@ class Groups {
   const bool nibbles_;
   const int64_t real_, at_once_;
   const float global_;
+  const TileEncoder<T, TimesInverse, 448> tiles_;
   std::vector<Line> values_;
 };
 

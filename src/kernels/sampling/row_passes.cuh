@@ -11,7 +11,7 @@ constexpr int kBins = 2048, kBinsOfOctave = 32;
 
 struct RowMemory {
   SelectMemory select;
-  uint32_t bound_key, list_size;
+  ListMemory lists;
   uint64_t parts[2][kSelectWarps], exchange[2];
   int bin;
   Mass before;
@@ -41,7 +41,7 @@ class RowTeam {
     }
   }
 
-  // Over this block, and over all blocks; given to all threads.
+  // Over this block, and over all blocks, for which 0 is neutral; given to all threads.
   template <class Combine>
   __device__ uint64_t reduce_block(uint64_t x, Combine combine) {
     use_ ^= 1;
@@ -62,9 +62,12 @@ class RowTeam {
     exchange_use_ ^= 1;  // its own: a block may have more sums of itself than another
     if (threadIdx.x == 0) memory_.exchange[exchange_use_] = x;
     cluster_barrier();
-    x = load_from_block(&memory_.exchange[exchange_use_], 0);
-    for (int rank = 1; rank < blocks_; ++rank) x = combine(x, load_from_block(&memory_.exchange[exchange_use_], rank));
-    return x;
+    const int lane = threadIdx.x % 32;
+    x = lane < blocks_ ? load_from_block(&memory_.exchange[exchange_use_], lane) : 0;
+#pragma unroll
+    for (int distance = kMostBlocks / 2; distance > 0; distance /= 2)
+      x = combine(x, __shfl_xor_sync(0xffffffffu, x, distance));
+    return __shfl_sync(0xffffffffu, x, 0);
   }
 
   // The sum of those of the threads before this one in its block, and of all.
@@ -106,6 +109,45 @@ __device__ void each_vector(const RowSlice<T>& slice, Body body) {
   }
 }
 
+__device__ inline float larger_or_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+template <int kSize>
+__device__ float largest_of(const Vec<float, kSize>& x) {
+  float largest = x[0];
+#pragma unroll
+  for (int i = 1; i < kSize; ++i) largest = larger_or_nan(largest, x[i]);
+  return largest;
+}
+
+// Whether entries of a row without NaN come before another one, or are it.
+struct EntryBound {
+  float logit;
+  uint32_t index;
+
+  __device__ explicit EntryBound(Entry entry)
+      : logit(entry == 0 ? -INFINITY : logit_of_key(key_of(entry))), index(entry == 0 ? ~0u : index_of(entry)) {}
+  __device__ bool includes(float x, int column) const {
+    return x > logit || (x == logit && static_cast<uint32_t>(column) <= index);
+  }
+};
+
+// The sum of masses: share(logit, column), 0 for the -infinity outside the row.
+template <int kVectors, class T, class Share>
+__device__ Mass sum_of_shares(const RowSlice<T>& slice, Share share) {
+  constexpr int kSize = kPackSize<T>;
+  Mass sum = 0;
+  each_vector<kVectors>(slice, [&](int first, const Vec<float, kSize>& x) {
+    MassSum own;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) own.add(share(x[i], first + i));
+    sum += own.of(kSize);
+  });
+  return sum;
+}
+
 // body(logit, column) for the logits of this thread.
 template <int kVectors = 1, class T, class Value, class Body>
 __device__ void each_logit(const RowSlice<T>& slice, Value value, Body body) {
@@ -130,105 +172,142 @@ struct LogitWeights {
   }
 };
 
-// The largest entry, not below `floor`, for which the weights of all entries from it on reach their target; `floor` where all
-// together do not exceed it.  `entries` is memory for a list.
-template <class T, class Weights, class Value>
-__device__ Entry reach_target(RowTeam& team, RowMemory& memory, const RowSlice<T>& slice, Entry floor,
-                              const Weights& weights, Entry* entries, int room, Value value) {
-  const int thread = threadIdx.x;
-  const auto each_entry = [&](auto body) {  // body(entry, logit), for those that count
-    each_logit(slice, value, [&](float x, int column) {
-      const Entry entry = entry_of(key_of_logit(x), static_cast<uint32_t>(column));
-      if (entry >= floor) body(entry, x);
-    });
-  };
-  for (int i = thread; i < kBins; i += kSelectThreads) memory.bins_low[i] = memory.bins_high[i] = 0;
-  if (thread == 0) memory.select.count = 0;
+// Sums of 64 bits, in bins of shared memory.
+__device__ inline void clear_bins(RowMemory& memory) {
+  for (int i = threadIdx.x; i < kBins; i += kSelectThreads) memory.bins_low[i] = memory.bins_high[i] = 0;
   __syncthreads();
-  each_entry([&](Entry, float x) {
-    const uint64_t w = weights.of(x);
-    if (w == 0) return;
-    const int bin = weights.bin_of(x);
-    const uint32_t low = static_cast<uint32_t>(w), before = atomicAdd(&memory.bins_low[bin], low);
-    const uint32_t high = static_cast<uint32_t>(w >> 32) + (before + low < before);  // who makes it overflow, carries
-    if (high != 0) atomicAdd(&memory.bins_high[bin], high);
-  });
-  team.barrier();
+}
+__device__ inline void add_to_bin(RowMemory& memory, int bin, uint64_t x) {
+  const uint32_t low = static_cast<uint32_t>(x), before = atomicAdd(&memory.bins_low[bin], low);
+  const uint32_t high = static_cast<uint32_t>(x >> 32) + (before + low < before);  // who makes it overflow, carries
+  if (high != 0) atomicAdd(&memory.bins_high[bin], high);
+}
+// Finds the bin of all blocks up to which they sum up to target(total): memory.bin, and memory.before it.  Gives the total; no bin
+// is found where that is below the target.  A barrier of the team comes before the next clear_bins().
+template <class Target>
+__device__ uint64_t find_bin(RowTeam& team, RowMemory& memory, Target target) {
   constexpr int kOfThread = kBins / kSelectThreads;
+  const int first = static_cast<int>(threadIdx.x) * kOfThread;
+  team.barrier();
   uint64_t sums[kOfThread], own = 0;
 #pragma unroll
-  for (int i = 0; i < kOfThread; ++i) {
-    const int bin = thread * kOfThread + i;
-    sums[i] = uint64_t{memory.bins_high[bin]} << 32 | memory.bins_low[bin];
-    for (int other = 0; other < team.blocks(); ++other)
-      if (other != team.rank())
-        sums[i] += uint64_t{load_from_block(&memory.bins_high[bin], other)} << 32 |
-                   load_from_block(&memory.bins_low[bin], other);
-    own += sums[i];
+  for (int i = 0; i < kOfThread; ++i)
+    sums[i] = uint64_t{memory.bins_high[first + i]} << 32 | memory.bins_low[first + i];
+#pragma unroll 1
+  for (int rank = 0; rank < team.blocks(); ++rank) {
+    if (rank == team.rank()) continue;
+    uint32_t low[kOfThread], high[kOfThread];  // all on their way at once
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      low[i] = load_from_block(&memory.bins_low[first + i], rank);
+      high[i] = load_from_block(&memory.bins_high[first + i], rank);
+    }
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) sums[i] += uint64_t{high[i]} << 32 | low[i];
   }
-  uint64_t total;
-  uint64_t before = team.sum_before(own, total);
-  const uint64_t wanted = weights.target(total);
-  if (total <= wanted) {
-    team.barrier();  // nobody reads the sums of others any more
-    return floor;
-  }
+#pragma unroll
+  for (int i = 0; i < kOfThread; ++i) own += sums[i];
+  uint64_t total, before = team.sum_before(own, total);
+  const uint64_t wanted = target(total);
 #pragma unroll
   for (int i = 0; i < kOfThread; ++i) {
     if (before < wanted && before + sums[i] >= wanted) {
-      memory.bin = thread * kOfThread + i;
+      memory.bin = first + i;
       memory.before = before;
     }
     before += sums[i];
   }
   __syncthreads();
-  const int bin = memory.bin;
-  const uint64_t missing = wanted - memory.before;
+  return total;
+}
 
-  // Which entry of this bin it is, a list can tell, if there is room for it; else more passes over the row.
-  each_entry([&](Entry entry, float x) {
+// The largest entry, not below `floor`, for which the weights of all entries from it on reach their target; `floor` where all
+// together do not exceed it.  `entries` is memory for a list.
+template <class T, class Weights, class Value>
+__device__ Entry reach_target(RowTeam& team, RowMemory& memory, const RowSlice<T>& slice, Entry floor,
+                              const Weights& weights, Entry* entries, int room, Value value) {
+  const EntryBound from(floor);
+  const auto each_entry = [&](auto body) {  // body(logit, column), for those that count
+    each_logit(slice, value, [&](float x, int column) {
+      if (from.includes(x, column)) body(x, column);
+    });
+  };
+  const auto entry_at = [](float x, int column) { return entry_of(key_of_logit(x), static_cast<uint32_t>(column)); };
+  if (threadIdx.x == 0) memory.select.count = 0;
+  clear_bins(memory);
+  each_entry([&](float x, int) {
+    const uint64_t w = weights.of(x);
+    if (w != 0) add_to_bin(memory, weights.bin_of(x), w);
+  });
+  const uint64_t total = find_bin(team, memory, [&](uint64_t all) { return weights.target(all); });
+  const uint64_t wanted = weights.target(total);
+  if (total <= wanted) {
+    team.barrier();  // nobody reads the sums of others any more
+    return floor;
+  }
+  const int bin = memory.bin;
+  uint64_t missing = wanted - memory.before;
+
+  // Which entry of this bin it is, its bits tell, kDigit of them at a time.  They are looked for in a list, if there is room for it;
+  // else in more passes over the row.
+  each_entry([&](float x, int column) {
     if (weights.bin_of(x) != bin || weights.of(x) == 0) return;
     const uint32_t place = atomicAdd(&memory.select.count, 1u);
-    if (place < static_cast<uint32_t>(room)) entries[place] = entry;
+    if (place < static_cast<uint32_t>(room)) entries[place] = entry_at(x, column);
   });
   __syncthreads();
-  const uint64_t count = memory.select.count;
-  Entry found = 0;
-  if (team.reduce(thread == 0 ? count : 0, Plus()) <= static_cast<uint64_t>(room)) {
-    const int n = gather_lists(entries, static_cast<int>(count), team.rank(), team.blocks(), memory.list_size);
-    if (team.rank() == 0) {
-      Entry ones = ~Entry{0}, any = 0;
-      for (int i = thread; i < n; i += kSelectThreads) {
-        ones &= entries[i];
-        any |= entries[i];
+  const int count = static_cast<int>(memory.select.count);
+  ListPlace place{0, count};
+  if (team.blocks() > 1) place = place_of_list(count, team.rank(), team.blocks(), memory.lists.size);
+  const bool is_listed = place.total <= room;
+  if (is_listed && team.blocks() > 1) append_to_first(entries, count, team.rank(), place);
+  RowTeam alone(memory, 0, 1);
+  if (!is_listed || team.rank() == 0) {
+    RowTeam& seekers = is_listed ? alone : team;
+    const auto each_of_bin = [&](auto body) {  // body(entry, logit)
+      if (is_listed) {
+        for (int i = threadIdx.x; i < place.total; i += kSelectThreads)
+          body(entries[i], logit_of_key(key_of(entries[i])));
+      } else {
+        each_entry([&](float x, int column) {
+          if (weights.bin_of(x) == bin) body(entry_at(x, column), x);
+        });
       }
-      ones = team.reduce_block(ones, [](uint64_t a, uint64_t b) { return a & b; });
-      any = team.reduce_block(any, [](uint64_t a, uint64_t b) { return a | b; });
-      found = ones;  // without the bits in which entries differ
-      for (int bit = 63; bit >= 0; --bit) {
-        const Entry one = Entry{1} << bit;
-        if (((ones ^ any) & one) == 0) continue;
-        // Bits below the first differing one that all have belong to `found` all the same: no entry lies between.
-        const Entry candidate = found | one;
-        uint64_t sum = 0;
-        for (int i = thread; i < n; i += kSelectThreads)
-          if (entries[i] >= candidate) sum += weights.of(logit_of_key(key_of(entries[i])));
-        if (team.reduce_block(sum, Plus()) >= missing) found = candidate;
-      }
-      if (thread == 0) memory.threshold = found;
-    }
-    team.barrier();
-    if (team.rank() != 0) found = load_from_block(&memory.threshold, 0);
-  } else {
-    for (int bit = 63; bit >= 0; --bit) {
-      const Entry candidate = found | Entry{1} << bit;
-      uint64_t sum = 0;
-      each_entry([&](Entry entry, float x) {
-        if (entry >= candidate && weights.bin_of(x) == bin) sum += weights.of(x);
+    };
+    const auto either = [](uint64_t a, uint64_t b) { return a | b; };
+    Entry ones = 0, zeros = 0;
+    each_of_bin([&](Entry entry, float) {
+      ones |= entry;
+      zeros |= ~entry;
+    });
+    ones = seekers.reduce(ones, either);
+    zeros = seekers.reduce(zeros, either);
+    constexpr int kDigit = 11;
+    static_assert(1 << kDigit == kBins);
+    Entry found = ones & ~zeros;
+    const Entry in_question = ones & zeros;
+    int bit = in_question == 0 ? -1 : 63 - __clzll(static_cast<long long>(in_question));
+    if (bit >= 0) found = found >> bit >> 1 << bit << 1;
+#pragma unroll 1
+    while (bit >= 0) {
+      const int last = max(bit - kDigit + 1, 0);
+      const uint32_t mask = (2u << (bit - last)) - 1u;
+      seekers.barrier();
+      clear_bins(memory);
+      each_of_bin([&](Entry entry, float x) {
+        if ((entry ^ found) >> bit >> 1 == 0)
+          add_to_bin(memory, static_cast<int>(~static_cast<uint32_t>(entry >> last) & mask), weights.of(x));
       });
-      if (team.reduce(sum, Plus()) >= missing) found = candidate;
+      find_bin(seekers, memory, [&](uint64_t) { return missing; });
+      missing -= memory.before;
+      found |= Entry{~static_cast<uint32_t>(memory.bin) & mask} << last;
+      bit = last - 1;
     }
+    if (threadIdx.x == 0) memory.threshold = found;
+    __syncthreads();
   }
+  team.barrier();
+  const Entry found = is_listed && team.rank() != 0 ? load_from_block(&memory.threshold, 0) : memory.threshold;
   team.barrier();  // nobody reads the memory of others any more
   return found;
 }

@@ -3,6 +3,8 @@
 //   up to kMostListed of the first logits: they are found in one pass (top_k_candidates.cuh), sorted, and all else happens in
 //     shared memory
 //   all, or all above min_p: a pass for the largest where min_p wants it, and one that draws
+//   by top_p: one that draws of all, and one that adds up what comes before the token.  Where that has the share top_p already,
+//     all that is kept comes before the token, and the next round draws of that: ln(1 / top_p) rounds more, on average
 //   the rest: a pass for the largest, two for each of top_k and top_p (row_passes.cuh), and one that draws
 //
 // Passes after the first read from the second-level cache.  In the pass that draws, a token's noise is worked out only if its
@@ -13,12 +15,6 @@
 
 namespace pykv {
 namespace {
-
-__device__ inline float larger_or_nan(float a, float b) {
-  float larger;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
-  return larger;
-}
 
 constexpr int kMostListed = 1024;
 static_assert(kMostListed == 2 * kSelectThreads);
@@ -47,9 +43,7 @@ class RowSampler {
     }
     if (team_.rank() != 0 || threadIdx.x != 0) return;
     if (drawn.entry != 0 && key_of(drawn.entry) != kKeyOfNan) {
-      const int column = static_cast<int>(index_of(drawn.entry)) - args_.first_token;
-      drawn.logit = to_float(logits_[column]);
-      if constexpr (kAdjusted) drawn.logit = adjusted_(drawn.logit, column);
+      drawn.logit = adjusted_logit(static_cast<int>(index_of(drawn.entry)) - args_.first_token);
     }
     store_drawn(args_, row, r_, drawn, [&](int64_t at, long long what) { reporter(at, what); });
   }
@@ -67,20 +61,19 @@ class RowSampler {
     }
   }
 
+  __device__ float adjusted_logit(int column) const {
+    const float x = to_float(logits_[column]);
+    if constexpr (kAdjusted) return adjusted_(x, column);
+    return x;
+  }
+
   // False in blocks whose part is done.
   __device__ bool draw_from_list(Drawn& drawn) {
     using Candidates = TopKCandidates<T, kVectors>;
     const int thread = threadIdx.x, k = r_.k;
-    int n = Candidates::find(slice_, k, team_.blocks(), entries_, room_, memory_.bound_key, memory_.select,
+    int n = Candidates::find(slice_, k, team_.rank(), team_.blocks(), entries_, room_, memory_.lists, memory_.select,
                              [&](float x, int column) { return value(x, column); });
-    if (team_.blocks() > 1) {
-      if (n > k) {
-        Candidates::cut(k, entries_, n, memory_.select);
-        n = k;
-      }
-      n = gather_lists(entries_, n, team_.rank(), team_.blocks(), memory_.list_size);
-      if (team_.rank() != 0) return false;
-    }
+    if (team_.rank() != 0) return false;
     n = first_entries(entries_, n, k, memory_.select);
     drawn.largest = logit_of_key(key_of(entries_[0]));
     if (key_of(entries_[0]) == kKeyOfNan || drawn.largest == -INFINITY) {
@@ -119,9 +112,10 @@ class RowSampler {
   }
 
   __device__ void draw_from_row(Drawn& drawn) {
-    const bool from_all = r_.draws_from_all() && r_.k == args_.num_cols;
+    const bool by_k = r_.k != args_.num_cols, by_top_p = r_.top_p < 1.0f, draws_again = by_top_p && !args_.logprobs;
+    const bool begins_with_largest = r_.greedy || by_k || r_.log_min_p != -INFINITY || (by_top_p && !draws_again);
     Entry floor = 0;
-    if (r_.greedy || !from_all || r_.log_min_p != -INFINITY || args_.logprobs) {
+    if (begins_with_largest) {
       const Entry first = first_of_row();
       drawn.largest = logit_of_key(key_of(first));
       if (r_.greedy || first == 0 || key_of(first) == kKeyOfNan) {
@@ -136,44 +130,83 @@ class RowSampler {
     const auto own_value = [&](float x, int column) { return value(x, column); };
 #pragma unroll 1
     for (int phase = 0; phase < 2; ++phase) {
-      if (phase == 0 ? r_.k == args_.num_cols : !(r_.top_p < 1.0f)) continue;
+      if (phase == 0 ? !by_k : !by_top_p || draws_again) continue;
       const LogitWeights weights{phase == 0, static_cast<uint64_t>(r_.k), drawn.largest, r_.scale, r_.top_p};
       floor = reach_target(team_, memory_, slice_, floor, weights, entries_, room_, own_value);
     }
-    if (args_.logprobs) {
-      Mass total = 0;
-      each_logit(slice_, own_value, [&](float x, int column) {
-        if (entry_of(key_of_logit(x), static_cast<uint32_t>(column)) >= floor)
-          total += mass_of(x, drawn.largest, r_.scale);
-      });
-      drawn.total = team_.reduce(total, Plus());
+    const EntryBound candidates(floor);
+    Mass target = 0;
+#pragma unroll 1
+    while (true) {
+      float largest;
+      drawn.entry = best_of_row(floor, largest);
+      if (!(draws_again || args_.logprobs) || drawn.entry == 0 || key_of(drawn.entry) == kKeyOfNan) break;
+      if (target == 0 && !begins_with_largest)
+        drawn.largest = logit_of_key(static_cast<uint32_t>(team_.reduce(key_of_logit(largest), Larger())));
+      const int column = static_cast<int>(index_of(drawn.entry)) - args_.first_token;
+      floor = entry_of(key_of_logit(adjusted_logit(column)), static_cast<uint32_t>(column)) + 1;
+      const Masses masses = add_masses(candidates, EntryBound(floor), drawn.largest);
+      if (target == 0) {
+        drawn.total = team_.reduce(masses.all, Plus());
+        target = share_of(drawn.total, r_.top_p);
+      }
+      if (!draws_again || team_.reduce(masses.before, Plus()) < target) break;
     }
-    drawn.entry = best_of_row(floor);
     team_.barrier();
+  }
+
+  // Sums of this thread: of all candidates, and of those before a token.
+  struct Masses {
+    Mass all, before;
+  };
+  __device__ Masses add_masses(const EntryBound& candidates, const EntryBound& before, float largest) {
+    const float scale = r_.scale;
+    Masses sums{0, 0};
+    each_vector<kVectors>(slice_, [&](int first, const Vec<float, kSize>& raw) {
+      MassSum all, some;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const float x = value(raw[i], first + i);
+        const float share = candidates.includes(x, first + i) ? share_of_largest(x, largest, scale) : 0.0f;
+        all.add(share);
+        some.add(before.includes(x, first + i) ? share : 0.0f);
+      }
+      sums.all += all.of(kSize);
+      sums.before += some.of(kSize);
+    });
+    return sums;
   }
 
   // The row's first entry; 0 if there is nothing but -infinity.
   __device__ Entry first_of_row() {
+    constexpr int kAtOnce = kAdjusted ? 1 : 4;
     float largest = -INFINITY;
-    int at = -1;
-    const auto look = [&](float x, int column) {  // columns ascend; nothing comes before NaN
-      if (x <= largest || largest != largest) return;
+    int at = -1;  // the vector with the first one
+    const auto adjusted = [&](int column, const Vec<float, kSize>& raw) {
+      Vec<float, kSize> x;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) x[i] = value(raw[i], column + i);
+      return x;
+    };
+    each_vector<kAtOnce>(slice_, [&](int column, const Vec<float, kSize>& raw) {
+      const float x = largest_of(adjusted(column, raw));
+      if (x <= largest || largest != largest) return;  // columns ascend; nothing comes before NaN
       largest = x;
       at = column;
-    };
-    if constexpr (kAdjusted) {
-      each_logit(slice_, [&](float x, int column) { return value(x, column); }, look);
-    } else {
-      each_vector<kVectors>(slice_, [&](int column, const Vec<float, kSize>& x) {
+    });
+    Entry first = 0;
+    if (at >= 0) {
+      const Vec<float, kSize> x = adjusted(at, to_floats(slice_.load(at)));
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) look(x[i], column + i);
-      });
+      for (int i = kSize - 1; i >= 0; --i)
+        if (x[i] == largest || x[i] != x[i]) first = entry_of(key_of_logit(x[i]), static_cast<uint32_t>(at + i));
     }
-    return team_.reduce(at < 0 ? 0 : entry_of(key_of_logit(largest), static_cast<uint32_t>(at)), Larger());
+    return team_.reduce(first, Larger());
   }
 
-  // What wins among entries from `floor` on.
-  __device__ Entry best_of_row(Entry floor) {
+  // What wins among entries from `floor` on; and the largest logit that this thread saw.
+  __device__ Entry best_of_row(Entry floor, float& largest_of_thread) {
+    largest_of_thread = -INFINITY;
     const float least = floor == 0 ? -INFINITY : logit_of_key(key_of(floor));
     const float scale = r_.scale;
     const TokenNoise noise = r_.noise;
@@ -190,6 +223,7 @@ class RowSampler {
     // Four neighbours: their logits and words.
     const auto look = [&](int column, const float (&x)[4], const uint32_t (&words)[4]) {
       const float largest = larger_or_nan(larger_or_nan(x[0], x[1]), larger_or_nan(x[2], x[3]));
+      largest_of_thread = larger_or_nan(largest_of_thread, largest);
       const uint32_t least_word = min(min(words[0], words[1]), min(words[2], words[3]));
       // What all of them together cannot do, no one can.
       uint32_t undone = may_win(largest, least_word, reach) && !(largest < least) ? 0xfu : 0u;
