@@ -559,7 +559,7 @@ def fused_moe_workspace_size(num_tokens: int, top_k: int, num_experts: int, n: i
     """Bytes of ``workspace`` for :func:`fused_moe` with up to so many tokens; ``n`` is the number of rows of ``w1``."""
     pairs = num_tokens * top_k
     experts = min(pairs, num_experts)
-    pieces = (4 * (pairs + 127 * experts), 4 * (pairs + experts), 4, 4 * pairs, 2 * pairs * max(n, hidden))
+    pieces = (4 * (pairs + 143 * experts), 4 * (pairs + experts), 4, 4 * pairs, 2 * pairs * max(n, hidden))
     return sum(-(-size // 256) * 256 for size in (*pieces, 2 * pairs * inner))
 
 

@@ -67,10 +67,10 @@ namespace {
 struct Operands {
   CUtensorMap rows, columns;
   Problem p;
-  uint32_t groups;                 // of kCluster tiles
-  uint32_t columns_each;           // of a tile
-  uint32_t lines, slice_lines;     // of a in a stage; what one block reads of them for its cluster
-  uint32_t stages, stage_bytes;    // those are copied to each block
+  uint32_t groups;               // of kCluster tiles
+  uint32_t columns_each;         // of a tile
+  uint32_t lines, slice_lines;   // of a in a stage; what one block reads of them for its cluster
+  uint32_t stages, stage_bytes;  // those are copied to each block
 };
 
 struct Ring {
@@ -110,12 +110,12 @@ __device__ void fill(const Operands& o, const Ring& ring) {
       const uint32_t full = ring.full + turn.stage * 8, to = ring.data + turn.stage * o.stage_bytes;
       mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
       cluster_expect(full, o.stage_bytes);
-      copy_rectangle(to + o.lines * kLine, o.columns, block * kLine, static_cast<int>(first_column), 0, full);
+      copy_box(to + o.lines * kLine, o.columns, {block * kLine, static_cast<int>(first_column), 0}, full);
       if constexpr (S::kCluster > 1) {
-        copy_rectangle_to_all(to + rank * o.slice_lines * kLine, o.rows, block * kLine, line, 0, full,
-                              (1 << S::kCluster) - 1);
+        copy_box_to_all(to + rank * o.slice_lines * kLine, o.rows, {block * kLine, line, 0}, full,
+                        (1 << S::kCluster) - 1);
       } else {
-        copy_rectangle(to, o.rows, block * kLine, line, 0, full);
+        copy_box(to, o.rows, {block * kLine, line, 0}, full);
       }
     }
   }
@@ -134,7 +134,8 @@ __device__ void fill_scales(const Operands& o, const Ring& ring, int turn_of) {
     if (s.is_e8m0) {
       *to = scale_at(s, along, block);
     } else {
-      cp_async_small<4>(shared_address(to), static_cast<const float*>(s.data) + along * s.along + block * s.block, true);
+      cp_async_small<4>(shared_address(to), static_cast<const float*>(s.data) + along * s.along + block * s.block,
+                        true);
     }
   };
 #pragma unroll 1
@@ -436,8 +437,7 @@ struct Multiplier {
 #pragma unroll
           for (int h = 0; h < S::kHalves; ++h)
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
-              set_result(h, 4 * j + 2 * i + e, result(h, 4 * j + 2 * i + e) + added);
+            for (int i = 0; i < 2; ++i) set_result(h, 4 * j + 2 * i + e, result(h, 4 * j + 2 * i + e) + added);
         }
     }
   }
