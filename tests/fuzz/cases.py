@@ -14,7 +14,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from weights import MADE, STRINGS, other_format
+from formats import MADE, STRINGS, other_format
 
 from pykv import _C, _schema
 from pykv._shapes import _CHECK_ONLY

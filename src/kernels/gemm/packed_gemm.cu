@@ -15,9 +15,10 @@
 #include "gemm/tile_map.cuh"
 
 namespace pykv {
-namespace {
+namespace packed_gemm_few {  // not an unnamed one, whose members the compiler would report where code for sm_90a lacks
 
-constexpr int kSegments = 8, kThreads = 32 * kSegments, kUnit = PackedWeight::kUnit;
+constexpr int kSegments = 8, kThreads = 32 * kSegments;
+[[maybe_unused]] constexpr int kUnit = PackedWeight::kUnit;
 constexpr int kRingBytes = 96 << 10;  // with a table, as much as all GPUs since sm_80 have for a block
 
 template <class T, CodeKind kKind, int kBlocks_, int kTiles_>
@@ -245,6 +246,7 @@ class Segment {
 template <class S>
 __global__ void __launch_bounds__(kThreads, S::kTiles == 1 ? 2 : 1)
     packed_gemm_kernel(const __grid_constant__ Problem p) {
+#if !defined(__CUDA_ARCH_FEAT_SM90_ALL)  // which has packed_gemm_sm90.cu
   using T = typename S::Element;
   extern __shared__ uint4 ring[];
   __shared__ uint32_t table[S::kHasTable ? 256 : 1];
@@ -294,6 +296,7 @@ __global__ void __launch_bounds__(kThreads, S::kTiles == 1 ? 2 : 1)
     if (p.a.map.factors) sum *= p.a.map.factor_of(at);
     static_cast<T*>(p.a.out)[at * p.a.out_stride + n] = from_float<T>(sum);
   }
+#endif
 }
 
 template <class T, CodeKind kKind, int kBlocks, int kTiles>
@@ -329,9 +332,11 @@ void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
   with_rows.template operator()<2>();
 }
 
-}  // namespace
+}  // namespace packed_gemm_few
 
 void packed_gemm_cuda(const PackedGemmArgs& args, const Launch& launch) {
+  using packed_gemm_few::launch_kind;
+  if (has_warpgroups(launch.device)) return packed_gemm_sm90_cuda(args, launch);
   if (packed_gemm_is_of_many(args, launch.device)) return packed_gemm_many_cuda(args, launch);
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     switch (args.weight.codes_kind) {

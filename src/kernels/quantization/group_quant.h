@@ -68,8 +68,9 @@ struct GroupQuantArgs {
   PYKV_INLINE int64_t groups() const { return code_groups > scale_groups ? code_groups : scale_groups; }
   PYKV_INLINE bool is_valid(int64_t row) const {
     if (!valid.counts.data) return true;
-    const int64_t count = valid.counts[row / valid.rows];  // no product of what is too large for one
-    return count >= valid.rows ? valid.factor > 0 : row % valid.rows < (count > 0 ? count : 0) * valid.factor;
+    const int64_t count = valid.counts[row / valid.rows];
+    const int64_t known = count < 0 ? 0 : count < valid.rows ? count : valid.rows;  // so that the product does not wrap
+    return row % valid.rows < known * valid.factor;
   }
   PYKV_INLINE ScaleRow scale_row_of(int64_t row, const Reporter& report) const {
     if (!of_experts.first.data) return {row, 0, row == rows - 1, true};

@@ -91,7 +91,7 @@ bool Planner::may_go_either_way(const Request& r, RowClass rows) const {
 }
 
 // By a kernel that is clusters or a line, as it finds the lengths, or by clusters, and before or after them a line, of which one finds
-// that the lengths are not for it.  False if the call had better go another way.
+// that the lengths are not for it.  Returns false if these kernels do not suit the call.
 bool Planner::either_way(Request r, RowClass rows) {
   if (!may_go_either_way(r, rows)) return false;
   r.lengths = Lengths::kForClusters;
@@ -100,7 +100,7 @@ bool Planner::either_way(Request r, RowClass rows) {
 }
 
 // Several query rows of so few KV heads that clusters share their keys: more than 16 rows by warpgroups, for elsewhere elements of
-// one byte are widened for few rows at a time.  False if the call had better go another way.
+// one byte are widened for few rows at a time.  Returns false if these kernels do not suit the call.
 bool Planner::few_heads(const Request& r, RowClass rows) {
   if (rows == RowClass::kFew) return tokens(r);
   return has_17_to_64_rows(rows) && may_verify(r, rows) && verify_clusters(r);
@@ -123,7 +123,7 @@ bool Planner::some_rows(const Request& r, RowClass of) {
   return rows(r, of);
 }
 
-// Prefill on Hopper.  False if the call is not for these kernels.
+// Prefill on Hopper.  Returns false if these kernels do not suit the call.
 bool Planner::prefill(const Request& r) {
   const PagedAttentionArgs& a = r.a;
   const bool exact = a.batch_invariant, plain = a.softcap == 0 && a.alibi_slopes == nullptr && a.scale > 0;

@@ -46,7 +46,7 @@ Step Planner::on_line(Step s, const Tiling& tiling, int unit_tokens) {
   return s;
 }
 
-// On the line.  by_registers: blocks that they leave room for, on an SM.  False if the device has too little shared memory.
+// On the line.  by_registers: blocks that they leave room for, on an SM.  Returns false if the device has too little shared memory.
 bool Planner::line(const Request& r, const Instance& instance, int threads, int shared_bytes, int by_registers,
                    int unit_tokens, const Tiling& tiling) {
   if (shared_bytes > d_.shared_of_block) return false;
@@ -113,7 +113,7 @@ Balance Planner::balance_of(const Request& r, LineOf line, int cluster, int bloc
 }
 
 // Clusters and, if they are not for all lengths, the line beside them: of warpgroups before them, for they then add up what it
-// leaves, else after them.  False if the call had better go another way.
+// leaves, else after them.  Returns false if these kernels do not suit the call.
 bool Planner::with_line(const Request& r, LineOf line, const Step& clusters) {
   const int count = plan_.count;
   bool done = true;
@@ -253,7 +253,7 @@ KernelId Planner::cluster_kernel(const Request& r, const ClusterSizes& s, bool s
                         : KernelId::kDecodeCluster;
 }
 
-// False if the call had better go another way.
+// Returns false if these kernels do not suit the call.
 bool Planner::clusters(const Request& r, const ClusterSizes& sizes, const Clusters& size, bool by_token) {
   const int64_t heads = r.heads() * r.ways, clusters = heads * size.spans, blocks = clusters * size.blocks;
   if (blocks == 0 || blocks >= int64_t{1} << 31) return false;

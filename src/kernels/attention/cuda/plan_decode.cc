@@ -11,7 +11,7 @@ Tiling Planner::line_tiling(const Request& r, const LineSizes& s) {
   return tiling;
 }
 
-// On the line, of a call that suits.  False if the device has too little shared memory.
+// On the line, of a call that suits.  Returns false if the device has too little shared memory.
 bool Planner::line_kernel(const Request& r, const LineSizes& s, bool by_token, bool deep) {
   const KernelId id = s.tokens      ? KernelId::kTokensLine
                       : s.invariant ? KernelId::kInvariantLine
@@ -122,7 +122,7 @@ bool Planner::decode_clusters(Request r, const LineSizes& of_line) {
   return clusters(r, usual, size);
 }
 
-// One query token for each sequence.  False if the call is not for these kernels.
+// One query token for each sequence.  Returns false if these kernels do not suit the call.
 bool Planner::decode(const Request& r) {
   const bool invariant = r.a.batch_invariant, nvfp4 = r.kind == CacheKind::kNvfp4;
   if (nvfp4 && (invariant || r.packed())) return false;

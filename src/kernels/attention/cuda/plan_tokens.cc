@@ -3,7 +3,7 @@
 
 namespace pykv::attention {
 
-// Completes `r` but for its clusters, and gives the size of these; no blocks: the call had better go another way.
+// Completes `r` but for its clusters, and gives the size of these; no blocks: these kernels do not suit the call.
 Clusters Planner::tokens_size(Request& r, const ClusterSizes& s, bool by_token) const {
   constexpr Clusters kNone{0, 0};
   // Of queries: more take longer than the line, unless that widens elements for few rows at a time.
@@ -32,7 +32,7 @@ Clusters Planner::tokens_size(Request& r, const ClusterSizes& s, bool by_token) 
   return size;
 }
 
-// False if the call had better go another way.
+// Returns false if these kernels do not suit the call.
 bool Planner::tokens_clusters(const Request& given, int head_size, int columns) {
   const ClusterSizes s = cluster_sizes(given.kind, head_size, columns, false, false, true);
   if (s.rare() || given.lengths == Lengths::kForLine) return false;
@@ -72,8 +72,8 @@ bool Planner::small_pages(const Request& r) {
   return suits_decode(r, s, true) && lines(r, s, true);
 }
 
-// Up to 64 rows of short calls, up to 16 of one-byte caches that warpgroups leave, and decoding over small pages.  False if the call
-// is not for these kernels.
+// Up to 64 rows of short calls, up to 16 of one-byte caches that verify leaves, and decoding over small pages.  Returns false if these
+// kernels do not suit the call.
 bool Planner::tokens(const Request& r) {
   if (r.packed()) return false;
   const bool nvfp4 = r.kind == CacheKind::kNvfp4;

@@ -33,7 +33,7 @@ bool Planner::verify(const Request& r, RowClass rows) {
   return verify_line(r, rows, verify_sizes(r.kind != CacheKind::k16Bits, rounded(r.a.head_size), tile_rows, false));
 }
 
-// False if there are more KV heads than find room at once or, where they are to share keys, too many for that.
+// Returns false if there are more KV heads than find room at once or, where they are to share keys, too many for that.
 bool Planner::verify_cluster(const Request& r, const VerifySizes& sizes, bool alone, bool may_span) {
   const int threads = (alone ? 2 : 3) * kThreads, bytes = alone ? sizes.alone_bytes : sizes.cluster_bytes;
   for (int blocks = alone ? 1 : kMostBlocks; blocks > 0; --blocks) {
@@ -72,7 +72,7 @@ bool Planner::suits_verify_clusters(const Request& r, int rows) const {
          (is_short || r.lengths == Lengths::kForClusters || suits_spans(r));
 }
 
-// 17 to 64 rows of short calls, where may_verify().  False if the call had better go another way.
+// 17 to 64 rows of short calls, where may_verify().  Returns false if these kernels do not suit the call.
 bool Planner::verify_clusters(const Request& r) {
   if (r.kind != CacheKind::k16Bits && r.kind != CacheKind::kE4M3) return false;
   const int rows = suits_verify_clusters(r, 32) ? 32 : suits_verify_clusters(r, 64) ? 64 : 0;

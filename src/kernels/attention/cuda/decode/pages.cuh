@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention/cuda/decode/shape.cuh"
+#include "attention/cuda/tile_loader.cuh"
 #include "cuda/dependent.cuh"
 
 namespace pykv::attention {

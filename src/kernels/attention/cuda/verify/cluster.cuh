@@ -13,7 +13,7 @@
 //
 // Bottleneck: what is executed once, at the start and at the end, for its instructions come from the L2: 10 us with 32 rows, of
 // which the floor has 4; and with 64 rows over elements of one byte one step after the other.  See
-// docs/kernels/paged_attention.md.
+// docs/log/paged_attention/details.md.
 #pragma once
 
 #include "attention/cuda/merge/combine.cuh"

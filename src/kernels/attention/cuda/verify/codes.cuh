@@ -14,7 +14,7 @@
 // products of its own, so that nothing of one reaches the other.
 //
 // Bottleneck: memory up to 32 columns, floor = KV bytes / bandwidth; 64 columns wait for one step after the other.  See
-// docs/kernels/paged_attention.md.
+// docs/log/paged_attention/details.md.
 #pragma once
 
 #include "attention/cuda/verify/softmax.cuh"

@@ -9,7 +9,7 @@
 // beside what memory takes, slows the clock.  P lies where the tile's keys were, a token's weights in the line of its key's
 // first 64 elements: a warp writes over keys that all have read.
 //
-// Bottleneck: memory, floor = KV bytes / bandwidth; see docs/kernels/paged_attention.md, Power.
+// Bottleneck: memory, floor = KV bytes / bandwidth; see docs/log/paged_attention/where_the_time_goes.md.
 #pragma once
 
 #include "attention/cuda/verify/rows.cuh"

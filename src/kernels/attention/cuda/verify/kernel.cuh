@@ -7,7 +7,7 @@
 //   verify/softmax.cuh  the softmax of columns
 //   verify/queries.cuh  their queries in shared memory
 //
-// Bottleneck: memory, floor = KV bytes / bandwidth; see docs/kernels/paged_attention.md.
+// Bottleneck: memory, floor = KV bytes / bandwidth; see docs/log/paged_attention/details.md.
 #pragma once
 
 #include "attention/cuda/verify/pages.cuh"
@@ -157,7 +157,7 @@ struct VerifyKernel {
   // Pages of whole groups of eight tokens.  Each warp walks along the segments by itself.
   __device__ void copy_pages(const auto& share) {
     const int warp = member / 32;
-    // What slots have room for, the places of tokens, nobody notes here.
+    // Slot::tokens is unused on this path; FoundGroups reuses its memory.
     static_assert(S::kCopyWarps <= kSlots && sizeof(FoundGroups) <= sizeof(notes.slots->tokens));
     PageCopies<S> pages{p, tiles.copies, *reinterpret_cast<FoundGroups*>(notes.slots[warp].tokens)};
     const bool describes = warp == 0 && lane == 0;

@@ -7,7 +7,7 @@
 // A warp has 16 rows, as there, and nothing but the products is done together.  A K or V element comes from shared memory
 // once for 64 rows.
 //
-// Bottleneck: memory, floor = KV bytes / bandwidth, and power; see docs/kernels/paged_attention.md.
+// Bottleneck: memory, floor = KV bytes / bandwidth, and power; see docs/log/paged_attention/details.md.
 #pragma once
 
 #include "attention/cuda/generic/results.cuh"
