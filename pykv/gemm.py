@@ -60,8 +60,9 @@ def packed_gemm(
 ) -> None:
     """Multiply the rows of ``x`` by a packed weight: ``out = x @ W.T + bias``.
 
-    Codes are exact in the arithmetic, sums are fp32, and only sums over a group of columns are scaled.  The result is
-    rounded once.  A row of ``out`` has the same bits however many rows there are.
+    Codes are multiplied exactly and summed in fp32; the sum over a group of columns is multiplied by its scale, and the
+    result is rounded once.  A row of ``out`` has the same bits however many rows there are.  A weight is packed once by
+    the function of its source: :func:`pykv.gemm.pack_awq`, ``pack_gptq``, ``pack_gguf`` and others of that module.
 
     Args:
         out: ``[num_rows, n]``, dtype of ``x``; written.  The elements of a row lie side by side, rows may be strided.
@@ -100,8 +101,8 @@ def cutlass_scaled_mm(
     Sums of int8 are exact.  Those of float8_e4m3fn are fp32 over blocks of 128 of ``k``, added in order: a row
     of ``out`` has the same bits however many rows there are.
 
-    Scales of blocks: ``out = sum(a_scales[:, i] * b_scales[i, n // 128] * (a @ b over block i)) + bias``.  They are
-    meant where the scales have not one element, or one for each row and column.
+    Scales of blocks: ``out = sum(a_scales[:, i] * b_scales[i, n // 128] * (a @ b over block i)) + bias``.  Scales
+    are taken for these unless they have one element, or one for each row or column.
 
     Args:
         out: ``[num_rows, n]`` float32, float16 or bfloat16; written.  The elements of a row lie side by side, rows
