@@ -20,11 +20,29 @@ namespace {
 constexpr int kMostListed = 1024;
 static_assert(kMostListed == 2 * kSelectThreads);
 
+// What a token is drawn of: entries from `floor` on, not further from the largest than `at_most`.  In shared memory, as registers
+// are rare.
+struct Search {
+  Entry floor;
+  LogitWeights weights;
+  float at_most;
+
+  __device__ bool includes(float x, uint32_t column) const {
+    return entry_of(key_of_logit(x), column) >= floor && !(weights.distance(x) > at_most);
+  }
+  // No lower logit is included.
+  __device__ float least_logit() const {
+    const float largest = fminf(weights.largest, 0x1.fffffep127f), rounding = fabsf(largest) * 0x1p-22f;
+    const float within = largest - (at_most + 1.0f) / (kBinsOfOctave * weights.scale) - rounding;
+    return fmaxf(floor == 0 ? -INFINITY : logit_of_key(key_of(floor)), within);
+  }
+};
+
 template <class T, bool kAdjusted>
 class RowSampler {
  public:
   __device__ RowSampler(const SampleArgs& args, int64_t row, const SampleRow& r, const RowAdjustments& adjusted,
-                        RowTeam& team, RowMemory& memory, Entry* entries, int room)
+                        RowTeam& team, RowMemory& memory, Search& search, Entry* entries, int room)
       : args_(args),
         logits_(static_cast<const T*>(args.logits) + row * args.logit_stride),
         adjusted_(adjusted),
@@ -32,6 +50,7 @@ class RowSampler {
         r_(r),
         team_(team),
         memory_(memory),
+        search_(search),
         entries_(entries),
         room_(room) {}
 
@@ -141,25 +160,27 @@ class RowSampler {
       const LogitWeights weights{phase == 0, static_cast<uint64_t>(r_.k), drawn.largest, r_.scale, r_.top_p};
       floor = reach_target(team_, memory_, slice_, args_.num_cols, floor, weights, entries_, room_, own_value);
     }
-    const Entry candidates = floor;
     const LogitWeights masses_of{false, 0, drawn.largest, r_.scale, r_.top_p};
     TargetBounds bounds{-1.0f, INFINITY};
     if (tries) bounds = bounds_of_target(team_, memory_, slice_, args_.num_cols, floor, masses_of, own_value);
+    if (threadIdx.x == 0) search_ = {floor, masses_of, bounds.at_most};
+    __syncthreads();
     Mass target = 0;
 #pragma unroll 1
     while (true) {
-      drawn.entry = best_of_row(floor, masses_of, bounds.at_most);
+      drawn.entry = best_of_row();
       if (!(tries || args_.logprobs) || drawn.entry == 0 || key_of(drawn.entry) == kKeyOfNan) break;
       const int column = static_cast<int>(index_of(drawn.entry)) - args_.first_token;
       const float logit = adjusted_logit(column);
-      if (masses_of.distance(logit) <= bounds.surely) break;
-      const Masses masses = add_masses(candidates, logit, column, drawn.largest);
+      if (search_.weights.distance(logit) <= bounds.surely) break;
+      const Masses masses = add_masses(floor, logit, column, drawn.largest);
       if (target == 0) {
         drawn.total = team_.reduce(masses.all, Plus());
         target = share_of(drawn.total, r_.top_p);
       }
       if (!tries || team_.reduce(masses.before, Plus()) < target) break;
-      floor = entry_of(key_of_logit(logit), static_cast<uint32_t>(column)) + 1;
+      if (threadIdx.x == 0) search_.floor = entry_of(key_of_logit(logit), static_cast<uint32_t>(column)) + 1;
+      __syncthreads();
     }
     team_.barrier();
   }
@@ -230,9 +251,9 @@ class RowSampler {
     return team_.reduce(first, Larger());
   }
 
-  // What wins among entries from `floor` on that are not further from the largest than `at_most`.
-  __device__ Entry best_of_row(Entry floor, const LogitWeights& weights, float at_most) {
-    const float least = floor == 0 ? -INFINITY : logit_of_key(key_of(floor));
+  // What wins among those that are searched.
+  __device__ Entry best_of_row() {
+    const float least = search_.least_logit();
     const float scale = r_.scale;
     const TokenNoise noise = r_.noise;
     const uint32_t first_token = static_cast<uint32_t>(args_.first_token);
@@ -265,8 +286,7 @@ class RowSampler {
           }
         undone = first < 0 ? 0 : undone & (0xeu << first);
         const int at = column + first;
-        if (first >= 0 && at >= slice_.begin && at < slice_.end &&
-            entry_of(key_of_logit(own), static_cast<uint32_t>(at)) >= floor && !(weights.distance(own) > at_most))
+        if (first >= 0 && at >= slice_.begin && at < slice_.end && search_.includes(own, static_cast<uint32_t>(at)))
           best =
               Larger()(best, drawn_entry(own, r_.inverse_temperature, word, first_token + static_cast<uint32_t>(at)));
         const uint32_t key = __reduce_max_sync(0xffffffffu, key_of(best));
@@ -315,6 +335,7 @@ class RowSampler {
   const RowAdjustments& adjusted_;
   RowTeam& team_;
   RowMemory& memory_;
+  Search& search_;
   Entry* entries_;
   int room_;
 };
@@ -330,14 +351,15 @@ __global__ __launch_bounds__(kSelectThreads,
   const int64_t row = static_cast<int64_t>(blockIdx.x) / blocks;
   RowTeam team(memory, static_cast<int>(blockIdx.x) % blocks, blocks);
   __shared__ SampleRow of_row;
+  __shared__ Search search;
   __shared__ alignas(RowAdjustments) char adjusted[sizeof(RowAdjustments)];
   if (threadIdx.x == 0) {
     of_row = sample_row(args, row);
     new (adjusted) RowAdjustments(args.adjustments, row);
   }
   __syncthreads();
-  RowSampler<T, kAdjusted>(args, row, of_row, *reinterpret_cast<const RowAdjustments*>(adjusted), team, memory, entries,
-                           room)
+  RowSampler<T, kAdjusted>(args, row, of_row, *reinterpret_cast<const RowAdjustments*>(adjusted), team, memory, search,
+                           entries, room)
       .draw(row, reporter);
 }
 
