@@ -172,9 +172,10 @@ def test_a_request_that_is_ended_leaves_its_blocks(checkpoint: Checkpoint, array
 
 def test_a_request_is_ended_before_it_was_computed(checkpoint: Checkpoint, arrays: Any) -> None:
     """While it waits, and when there was no room to begin it."""
-    import pykv
     from engine import Engine
     from llama import open_model
+
+    import pykv
 
     model = open_model(checkpoint("llama"), arrays)
     engine = Engine(model, model.make_cache(8, 4), 64)
