@@ -3,8 +3,8 @@
 // A block computes 128 rows of the weight times 16 to 128 tokens: y^T = w x^T, so that one token is padded to 16, and the codes,
 // decoded in registers, are the operand of the matrix units that may lie there.  Eight warps multiply 16 rows each: up to 32
 // tokens by mma.sync, which takes fewer instructions, above by wgmma, with the same bits.  One thread fills a ring of stages of
-// 128 columns with codes and x by bulk copies.  Three warps make what the sums of groups are multiplied by: of whatever kind
-// scales and minima are, the multiplying warps read floats.  They also copy rows of x that a tensor map cannot describe.
+// 128 columns with codes and x by bulk copies.  Three or seven warps make what the sums of groups are multiplied by: of
+// whatever kind scales and minima are, the multiplying warps read floats.  They also copy rows of x that a tensor map cannot describe.
 //
 // Columns of codes lie in the order of packed_weight.h, of x in their own: a lane takes its codes from two lanes' places.
 //
@@ -39,7 +39,9 @@ struct Shape {
   static constexpr int kTokens = kTokens_;
   static constexpr bool kFew = kTokens <= 32;  // for which mma.sync takes fewer instructions than wgmma
   static constexpr int kParts = kFew ? 2 : 1;  // of the columns, which eight warps each multiply
-  static constexpr int kMultipliers = 256 * kParts, kThreads = kMultipliers + 128;
+  static constexpr int kMultipliers = 256 * kParts;
+  static constexpr int kPreparers = kTokens == 16 ? 7 : 3;  // warps
+  static constexpr int kThreads = kMultipliers + 32 * (kPreparers + 1);
   static constexpr int kXBytes = kTokens * kUnit * 2;          // of a unit
   static constexpr int kBlockBytes = 2 * Code::kPlanes * 512;  // of 16 rows of the weight
   static constexpr int kCodesAt = 2 * kXBytes, kScalesAt = kCodesAt + kRows / 16 * kBlockBytes;
@@ -129,18 +131,17 @@ struct Ring {
   __device__ uint32_t at(const Turn& turn) const { return data + turn.stage * stage_bytes; }
 };
 
-// Calls with(stage of the weight) for every `step`-th stage of the ring from the `first`-th on: the parts of a block take turns.
+// Calls with(stage of the weight, its number in the ring, its turn) in the order of the ring: the parts of a block take turns.
 template <class S, class With>
-__device__ void for_stages(const Problem& p, int split, int first, int step, With&& with) {
+__device__ void for_stages(const Problem& p, int split, With&& with) {
   const Range range = p.range(split * S::kParts), last = p.range(split * S::kParts + S::kParts - 1);
   const int count = max(range.end - range.begin, last.end - last.begin) * S::kParts;
   Turn turn;
-  turn.advance(first, p.stages);
 #pragma unroll 1
-  for (int i = first; i < count; i += step, turn.advance(step, p.stages)) {
+  for (int i = 0; i < count; ++i, turn.advance(1, p.stages)) {
     const Range& own = i % S::kParts == 0 ? range : last;
     const int stage = own.begin + i / S::kParts;
-    if (stage < own.end) with(stage, turn);
+    if (stage < own.end) with(stage, i, turn);
   }
 }
 
@@ -152,7 +153,7 @@ __device__ void fill(const Problem& p, const Ring& ring, uint32_t row_tile, uint
   const int first_block = static_cast<int>(row_tile) * (kRows / 16);
   const int first_token = static_cast<int>(token_tile) * S::kTokens;
   const uint32_t bytes = kCodeBytes + (p.gathers ? 0 : 2 * S::kXBytes);
-  for_stages<S>(p, split, 0, 1, [&](int i, const Turn& turn) {
+  for_stages<S>(p, split, [&](int i, int, const Turn& turn) {
     const uint32_t stage = ring.at(turn), full = ring.full + turn.stage * 8;
     mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
     cluster_expect(full, bytes);
@@ -239,7 +240,7 @@ __device__ void sum_x(const Problem& p, uint32_t stage) {
   }
 }
 
-// Three warps, each for a stage of three: what sums are multiplied by, of which a lane has four rows of the weight, and rows
+// Some warps, which take turns with the stages: what sums are multiplied by, of which a lane has four rows of the weight, and rows
 // of x.
 template <class S>
 __device__ void prepare(const Problem& p, const Ring& ring, const int64_t (&rows)[S::kTokens], uint32_t row_tile,
@@ -250,7 +251,12 @@ __device__ void prepare(const Problem& p, const Ring& ring, const int64_t (&rows
       __ldg(reinterpret_cast<const float*>(w.data + shift + PackedWeight::kGlobalScaleAt)) * S::Code::kUnit;
   const int64_t band = min(static_cast<int>(row_tile) * 4 + lane / 8, p.bands - 1);
   const int64_t factors = band * p.groups * 32 + lane % 8 * 4, supers = band * p.blocks * 32 + lane % 8 * 4;
-  for_stages<S>(p, split, warp, 3, [&](int i, const Turn& turn) {
+  for_stages<S>(p, split, [&](int i, int number, const Turn& turn) {
+    if (number % S::kPreparers !=
+        warp) {  // waited for all the same: a barrier does not tell a phase from that before the last
+      mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
+      return;
+    }
     const uint32_t stage = ring.at(turn);
     if (p.gathers) {
       mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
