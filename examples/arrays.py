@@ -16,7 +16,6 @@ import ml_dtypes
 import numpy as np
 
 import pykv
-import pykv.functional
 
 Array = Any  # an array of the chosen library
 Host = np.ndarray[Any, Any]
@@ -33,6 +32,7 @@ class NumpyArrays:
         self.dtype = dtype
         self._dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
         self.asynchronous = namespace is not np
+        self._copies: list[tuple[Any, Host]] = []  # that the device has not made yet
 
     def put(self, host: Host) -> Array:
         """``host`` on the device, its dtype unchanged."""
@@ -65,7 +65,10 @@ class NumpyArrays:
 
     def sample(self, logits: Array, seeds: Host, steps: Host, temperatures: Host) -> Array:
         """A token for each row of logits."""
-        return pykv.functional.sample(logits, self.put(seeds), self.put(steps), self.put(temperatures))
+        steps = self.put(steps)
+        tokens = self.namespace.empty_like(steps, dtype=self.namespace.int64)  # as the embedding's rows are asked for
+        self.ops.sample(tokens, logits, self.put(seeds), steps, self.put(temperatures))
+        return tokens
 
     def scale(self, x: Array, factor: float) -> Array:
         return (x * factor).astype(self._dtype, copy=False)
@@ -84,7 +87,11 @@ class NumpyArrays:
         cuda = self.namespace.cuda
         copied = np.frombuffer(cuda.alloc_pinned_memory(x.nbytes), x.dtype, x.size).reshape(x.shape)
         x.get(out=copied, blocking=False)
-        return _after(cuda.Event(), copied)
+        event = cuda.Event()
+        event.record()
+        # CuPy gives memory that is let go to the next who asks, although a copy to it may be under way
+        self._copies = [*(one for one in self._copies if not one[0].done), (event, copied)]
+        return lambda: _after(event, copied)
 
 
 class TorchArrays(NumpyArrays):
@@ -127,7 +134,10 @@ class TorchArrays(NumpyArrays):
         if not x.is_cuda:
             return lambda: self.host(x)
         copied = self.namespace.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        return _after(self.namespace.cuda.Event(), copied.copy_(x, non_blocking=True).numpy())
+        copied.copy_(x, non_blocking=True)
+        event = self.namespace.cuda.Event()
+        event.record()
+        return lambda: _after(event, copied.numpy())
 
 
 class JaxArrays(NumpyArrays):
@@ -148,18 +158,13 @@ class JaxArrays(NumpyArrays):
         return importlib.import_module("pykv.jax").sample(logits, seeds, steps, temperatures)
 
     def reader(self, x: Array) -> Callable[[], Host]:
+        x.copy_to_host_async()
         return lambda: self.host(x)
 
 
-def _after(event: Any, copied: Host) -> Callable[[], Host]:
-    """Gives ``copied`` when the device has come to here."""
-    event.record()
-
-    def wait() -> Host:
-        event.synchronize()
-        return copied
-
-    return wait
+def _after(event: Any, copied: Host) -> Host:
+    event.synchronize()
+    return copied
 
 
 def open_arrays(library: str, device: str | None = None, dtype: str = "auto") -> NumpyArrays:
@@ -181,6 +186,8 @@ def open_arrays(library: str, device: str | None = None, dtype: str = "auto") ->
     if dtype == "auto":  # CPUs multiply fp32 fastest; on GPUs bf16 where the library's products are made for it
         dtype = "float32" if kind == "cpu" else "float16" if library == "cupy" else "bfloat16"
     if library == "torch":
+        if index:  # events and graphs belong to the current device
+            module.cuda.set_device(int(index))
         return TorchArrays(module, device, dtype)
     if library == "jax":
         return JaxArrays(module, module.devices("gpu" if kind == "cuda" else "cpu")[int(index or 0)], dtype)

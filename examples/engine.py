@@ -94,6 +94,7 @@ class Engine:
 
     def share_prefix(self, tokens: list[int]) -> None:
         """Compute ``tokens`` once; requests that begin with them, and go on, fork the cached blocks."""
+        self.close()
         holder = Request(self.PREFIX, list(tokens), len(tokens), 0.0, 0)
         for begin in range(0, len(tokens), self.tokens_per_step):
             prepared = self._prepare([(holder, min(self.tokens_per_step, len(tokens) - begin))])
@@ -141,9 +142,10 @@ class Engine:
     def end(self, request: Request) -> None:
         """No more tokens for it; its blocks are free.  A step under way may still write there, before others do."""
         request.finished = True
+        if request in self.waiting:
+            self.waiting.remove(request)
         if request in self.running:
-            self.running.remove(request)
-            self.cache.free([request.id])
+            self._leave(request)
 
     def close(self) -> None:
         """Give the blocks of the shared prefix back."""
@@ -204,11 +206,14 @@ class Engine:
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.cache.block_size)
 
-    def _preempt(self, request: Request) -> None:
+    def _leave(self, request: Request) -> None:
         self.running.remove(request)
-        if request.cached:
+        if request.id in self.cache:  # not if there was no room to begin it
             self.cache.free([request.id])
-            request.cached = 0
+        request.cached = 0
+
+    def _preempt(self, request: Request) -> None:
+        self._leave(request)
         self.waiting.appendleft(request)
         self.counters.preemptions += 1
 

@@ -186,6 +186,19 @@ def gptq_dequantize(
     out: Array | None = None,
     stream: Stream = None,
 ) -> Any: ...
+def grouped_scaled_mm(
+    a: Array,
+    b: Array,
+    a_scales: Array,
+    b_scales: Array,
+    row_groups: Array | None = None,
+    group_begins: Array | None = None,
+    group_sizes: Array | None = None,
+    expected_rows: int = 0,
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
 def grouped_topk(
     scores: Array,
     n_group: int,

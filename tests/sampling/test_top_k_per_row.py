@@ -69,6 +69,14 @@ def test_one_hard_row_alone(array):
         np.testing.assert_array_equal(top_k(array, x[None], 700), reference.top_k_per_row(x[None], 700))
 
 
+@pytest.mark.parametrize("k", [1, 50, 2048])
+def test_many_hard_rows(array, k):
+    """No row is shared: what some columns tell is wrong where others differ from them."""
+    x = hard_rows(40000)
+    expected = reference.top_k_per_row(x, k)
+    np.testing.assert_array_equal(top_k(array, np.tile(x, (12, 1)), k), np.tile(expected, (12, 1)))
+
+
 @dtypes
 @pytest.mark.parametrize("ints", [np.int32, np.int64])
 def test_starts_ends_and_own_k(array, dtype, ints):

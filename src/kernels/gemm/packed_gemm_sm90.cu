@@ -150,9 +150,9 @@ __device__ void fill(const Problem& p, const Ring& ring, uint32_t row_tile, uint
     } else if (lane < 10 && !p.gathers) {
       const int unit = lane - 8, first_token = static_cast<int>(token_tile) * S::kTokens;
       if (p.sharers == 1) {
-        copy_rectangle(stage + unit * S::kXBytes, p.x, (2 * i + unit) * 128, first_token, full);
+        copy_box(stage + unit * S::kXBytes, p.x, {(2 * i + unit) * 128, first_token}, full);
       } else if (unit == rank) {
-        copy_rectangle_to_all(stage + unit * S::kXBytes, p.x, (2 * i + unit) * 128, first_token, full, 3);
+        copy_box_to_all(stage + unit * S::kXBytes, p.x, {(2 * i + unit) * 128, first_token}, full, 3);
       }
     }
     __syncwarp();

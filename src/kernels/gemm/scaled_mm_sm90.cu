@@ -11,23 +11,26 @@ int columns_each(int64_t columns, int64_t sms) {
   return static_cast<int>((columns + 8 * tiles - 1) / (8 * tiles) * 8);
 }
 
-// Two blocks of a multiprocessor: the next call's come up while this one's are at their end.
+// Two blocks of a multiprocessor: the next call's come up while this one's are at their end.  Not where tiles of groups, of which
+// there are many, follow one another anyway.
 template <class Sum, bool kExact>
 bool launch_few(const ScaledMmArgs& args, const Launch& launch) {
+  if (args.groups.count > 0) return launch_shape<WarpgroupShape<Sum, kExact, 1, 128, kBatches, 2>>(args, launch);
   const int columns = columns_each(args.n, num_sms(launch.device));
-  if (columns <= 32) return launch_shape<WarpgroupShape<Sum, kExact, 1, 1, 32, 96, 1, 4, 2>>(args, launch, columns);
-  if (columns <= 64) return launch_shape<WarpgroupShape<Sum, kExact, 1, 1, 64, 96, 1, 2, 2>>(args, launch, columns);
-  return launch_shape<WarpgroupShape<Sum, kExact, 1, 1, 128, 192, 1, 2>>(args, launch, columns);
+  if (columns <= 32) return launch_shape<WarpgroupShape<Sum, kExact, 1, 32, kBatches, 4, 2>>(args, launch, columns);
+  if (columns <= 64) return launch_shape<WarpgroupShape<Sum, kExact, 1, 64, kBatches, 2, 2>>(args, launch, columns);
+  return launch_shape<WarpgroupShape<Sum, kExact, 1, 128, kBatches, 1, 2>>(args, launch, columns);
 }
 
 template <class Sum, bool kExact>
 bool launch_sum(const ScaledMmArgs& args, const Launch& launch) {
-  if (args.m <= 64) return launch_few<Sum, kExact>(args, launch);
-  if (args.m <= 256) {
+  const bool is_grouped = args.groups.count > 0;
+  if ((is_grouped ? args.groups.expected_rows : args.m) <= 64) return launch_few<Sum, kExact>(args, launch);
+  if (args.m <= 256 && !is_grouped) {
     const int columns = columns_each(args.n * (args.m > 128 ? 2 : 1), num_sms(launch.device));
-    if (columns <= 64) return launch_shape<WarpgroupShape<Sum, kExact, 2, 1, 64, 192, 1, 2>>(args, launch, columns);
+    if (columns <= 64) return launch_shape<WarpgroupShape<Sum, kExact, 2, 64, kRolling>>(args, launch, columns);
   }
-  return launch_shape<WarpgroupShape<Sum, kExact, 2, 1, 128, 192>>(args, launch);
+  return launch_shape<WarpgroupShape<Sum, kExact, 2, 128, kRolling>>(args, launch);
 }
 
 }  // namespace
@@ -36,10 +39,10 @@ bool launch_sm90(const ScaledMmArgs& args, const Launch& launch) {
   const Lines rows(args.a, args.m, args.a_stride, 1), columns(args.b, args.n, args.b_along_n, args.b_along_k);
   if (!has_warpgroups(launch.device) || !rows.in_chunks || !columns.in_chunks || args.k == 0) return false;
   if (args.m > INT32_MAX - 256 || args.n > INT32_MAX - 256 || args.k > INT32_MAX - 256) return false;
+  if ((args.a_group | (args.groups.count > 1 ? args.b_group : 0)) % 16 != 0) return false;
   if (!args.is_int8) return launch_sum<float, false>(args, launch);
   if (!args.in_blocks) return launch_sum<int32_t, true>(args, launch);
-  if (args.m <= 64) return launch_shape<WarpgroupShape<int32_t, false, 1, 1, 64, 192, 1, 2>>(args, launch);
-  return launch_shape<WarpgroupShape<int32_t, false, 2, 1, 128, 192>>(args, launch);
+  return launch_shape<WarpgroupShape<int32_t, false, 2, 128, kRolling>>(args, launch);
 }
 
 }  // namespace scaled_mm

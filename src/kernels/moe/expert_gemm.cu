@@ -1,4 +1,5 @@
-// y^T = w x^T with rows of w as first operand of mma.m16n8k16, for a few pairs of each expert: what counts is reading w.
+// y^T = w x^T with rows of w as first operand of mma.m16n8k16, for GPUs without warpgroups and for arrays of any alignment; made
+// for a few pairs of each expert, where reading w is what counts.
 //
 // Eight warps of a block share 32 rows of the weight and 8 kTiles pairs, each for an eighth of the columns: what is summed in
 // which order depends on the number of columns alone.  A lane copies what it wants itself, 8 neighbouring columns of four rows
@@ -186,10 +187,10 @@ void expert_gemm_fused_cuda(const ExpertGemmArgs& args, const ExpertGemmFusion& 
   static_assert(kRows == 32, "a lane has a row at the end");
   const int64_t pairs = args.map.block_size & -args.map.block_size;  // of a tile, at most
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
+    if (expert_gemm_warpgroup<T>(args, fusion, launch)) return;
     if (pairs <= 8) return launch_shape<Shape<T, 1>>(args, fusion, launch);
     if (pairs <= 16) return launch_shape<Shape<T, 2>>(args, fusion, launch);
-    if (pairs <= 32) return launch_shape<Shape<T, 4>>(args, fusion, launch);
-    expert_gemm_large<T>(args, fusion, launch);
+    launch_shape<Shape<T, 4>>(args, fusion, launch);
   });
 }
 

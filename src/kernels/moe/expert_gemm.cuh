@@ -20,7 +20,6 @@ struct ExpertGemmProblem {
   TileRows rows;
   Divider tiles_by;
   bool whole_vectors;  // eight neighbours can be copied at once
-  bool whole_results;  // four can be written at once
   ExpertGemmFusion fusion;
 
   ExpertGemmProblem(const ExpertGemmArgs& args, const ExpertGemmFusion& fused, int pairs)
@@ -30,7 +29,6 @@ struct ExpertGemmProblem {
     };
     whole_vectors = args.k % 8 == 0 && is_whole(args.weights, args.weight_row_stride, 8) &&
                     is_whole(args.weights, args.weight_stride, 8) && is_whole(args.x, args.x_stride, 8);
-    whole_results = is_whole(args.out, args.out_stride, 4);
   }
 
   // Columns of out.
@@ -78,8 +76,9 @@ __device__ void copy_columns(const ExpertGemmProblem& p, uint32_t to, const T* r
                               bits[6] | bits[7] << 16));
 }
 
-// For many pairs of each expert, in tiles of 64 or 128.
+// On Hopper's asynchronous matrix units.  False if the GPU has none, or they cannot copy these arrays, whatever the number of
+// pairs.
 template <class T>
-void expert_gemm_large(const ExpertGemmArgs& args, const ExpertGemmFusion& fusion, const Launch& launch);
+bool expert_gemm_warpgroup(const ExpertGemmArgs& args, const ExpertGemmFusion& fusion, const Launch& launch);
 
 }  // namespace pykv

@@ -1,6 +1,7 @@
 #include "moe/fused_moe.h"
 
 #include <cinttypes>
+#include <cmath>
 #include <memory>
 
 #include "moe/pair_inputs.h"
@@ -9,10 +10,27 @@
 namespace pykv {
 namespace {
 
-// Pairs of a tile: experts that have some more than that read their weights again.
-int64_t pairs_of_tile(int64_t num_pairs, int64_t num_experts) {
+// Pairs of a tile of packed weights: experts that have some more than that read their weights again.
+int64_t pairs_of_packed_tile(int64_t num_pairs, int64_t num_experts) {
   const int64_t each = num_pairs / num_experts;
   return each <= 4 ? 8 : each <= 12 ? 16 : each <= 24 ? 32 : each <= 80 ? 64 : 128;
+}
+
+// ... and of plain ones: those with which an expert that has more than most reads least, 256 rows of its weight and a tile's
+// rows of x for each tile.
+int64_t pairs_of_tile(int64_t num_pairs, int64_t num_experts) {
+  const double each = static_cast<double>(num_pairs) / static_cast<double>(num_experts);
+  const double most = each + 2 * std::sqrt(each);
+  int64_t best = 8;
+  double least = HUGE_VAL;
+  for (const int64_t tile : {8, 16, 32, 48, 64, 96, 144}) {
+    const double read = std::ceil(most / static_cast<double>(tile)) * static_cast<double>(256 + tile);
+    if (read < least) {
+      least = read;
+      best = tile;
+    }
+  }
+  return best;
 }
 
 void fused_moe_cpu(const FusedMoeArgs& args, const Launch& launch) {
@@ -46,6 +64,7 @@ void FusedMoeArgs::use(void* memory) {
   TileMap tiles{};
   tiles.rows = sort.sorted;
   tiles.weights = sort.blocks;
+  tiles.taken = sort.num_padded;
   tiles.num_blocks = sort.num_blocks;
   tiles.block_size = sort.block_size;
   tiles.top_k = sort.top_k;
@@ -115,7 +134,8 @@ pykv_status pykv_fused_moe(DLTensor* out, const DLTensor* x, const DLTensor* w1,
       fail(PYKV_VALUE_ERROR, "topk_ids: dimension 0 must equal num_tokens = %" PRId64 ", got %" PRId64,
            static_cast<int64_t>(tokens), sort.num_tokens);
     const Tensor weights = call.read("topk_weights", topk_weights).shape(pairs_tokens, top_k).dtype({DType::kFloat32});
-    sort.block_size = pairs_of_tile(sort.num_pairs, num_experts);
+    const bool is_packed = args.first.is_packed || args.second.is_packed;
+    sort.block_size = (is_packed ? pairs_of_packed_tile : pairs_of_tile)(sort.num_pairs, num_experts);
     const int64_t most = sort.num_pairs + std::min<int64_t>(sort.num_pairs, experts) * (sort.block_size - 1);
     if (most > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "topk_ids: more than some 2^31 pairs are not supported");
     const int64_t widest = std::max<int64_t>(width, hidden);

@@ -23,7 +23,7 @@ struct WorkspaceLayout {
       return begin;
     };
     const int64_t experts = num_pairs < num_experts ? num_pairs : num_experts;  // that have pairs
-    sorted = place(4 * (num_pairs + 127 * experts));
+    sorted = place(4 * (num_pairs + 143 * experts));
     blocks = place(4 * (num_pairs + experts));
     taken = place(4);
     places = place(4 * num_pairs);

@@ -22,6 +22,7 @@ constexpr int kClusterSize = 8;
 constexpr int64_t kMaxShared = 96 << 10;  // bytes, of a block; every chip has as many
 constexpr int kBinArrays = 4;             // beside the counts of warps
 constexpr int kLoads = 8;                 // of shared memory, under way at once
+constexpr int kKept = 4;                  // pairs of a lane whose bins are looked up at once, and kept
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
 struct SortPlan {
@@ -30,6 +31,7 @@ struct SortPlan {
   int32_t num_bins, num_listed;
   int32_t pair_warps;  // of a block: those that have pairs
   int32_t run;         // pairs of a warp
+  int32_t bin_lanes;   // that write what there is of a bin
   bool ids_are_flat;   // pair p is at p * ids.stride
   Reporter ids, map, sizes, adapters;
 };
@@ -87,11 +89,9 @@ __device__ uint32_t add_up(int32_t num_bins, Value&& value, Put&& put) {
     }
     if (lane == 31) sums[warp] = sum;
     __syncthreads();
-    uint32_t here = before;
-    for (int32_t w = 0; w < warps; ++w) {
-      here += w < warp ? sums[w] : 0;
-      before += sums[w];
-    }
+    const uint32_t of_warp = lane < warps ? sums[lane] : 0;
+    const uint32_t here = before + __reduce_add_sync(kAllLanes, lane < warp ? of_warp : 0);
+    before += __reduce_add_sync(kAllLanes, of_warp);
     if (b < num_bins) put(b, here + sum - own);
     __syncthreads();
   }
@@ -110,15 +110,23 @@ __device__ uint32_t load_of_rank(const uint32_t* p, int rank) {
   return v;
 }
 
-// Leaves in `bins` sizes and starts (within a bin), from the ids of all pairs.
-__device__ void count_pairs(const SortPlan& plan, const Bins& bins, int64_t adapter, uint32_t first, uint32_t end) {
+// Leaves in `bins` sizes and starts (within a bin), from the ids of all pairs, and in `kept` the bins of some.
+__device__ void count_pairs(const SortPlan& plan, const Bins& bins, int64_t adapter, uint32_t first, uint32_t end,
+                            int32_t (&kept)[kKept]) {
   const int32_t warp = threadIdx.x / 32;
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) {
+    const uint32_t p = first + 32 * i + threadIdx.x % 32;
+    kept[i] = p < end ? bin_of(plan, p, adapter, true) : -1;
+  }
   for (int32_t i = threadIdx.x; i < plan.pair_warps * plan.num_bins; i += blockDim.x) bins.counts[i] = 0;
   __syncthreads();
-  for (uint32_t p = first + threadIdx.x % 32; p < end; p += 32) {
-    const int32_t bin = bin_of(plan, p, adapter, true);
+  const auto count = [&](int32_t bin) {
     if (bin >= 0) atomicAdd(&bins.counts[warp * plan.num_bins + bin], 1u);
-  }
+  };
+#pragma unroll
+  for (const int32_t bin : kept) count(bin);
+  for (uint32_t p = first + 32 * kKept + threadIdx.x % 32; p < end; p += 32) count(bin_of(plan, p, adapter, true));
   __syncthreads();
   for (int32_t b = threadIdx.x; b < plan.num_bins; b += blockDim.x) {
     uint32_t sum = 0;
@@ -169,56 +177,67 @@ __device__ void take_sizes(const SortPlan& plan, const Bins& bins) {
 }
 
 __device__ void place_pairs(const SortPlan& plan, const Bins& bins, int64_t adapter, int64_t list, uint32_t first,
-                            uint32_t end) {
+                            uint32_t end, const int32_t (&kept)[kKept]) {
   const SortPairsArgs& a = plan.args;
   const uint32_t lane = threadIdx.x % 32;
   uint32_t* before = bins.counts + threadIdx.x / 32 * plan.num_bins;
-  for (uint32_t from = first; from < end; from += 32) {
-    const uint32_t p = from + lane;
-    const int32_t bin = p < end ? bin_of(plan, p, adapter, false) : -1;
+  const auto place_group = [&](uint32_t p, int32_t bin) {
     const uint32_t same = __match_any_sync(kAllLanes, bin);
     const int lower = __popc(same & ((1u << lane) - 1));
     const uint32_t place = bin >= 0 ? bins.starts[bin] + before[bin] + lower : 0;
     __syncwarp();
     if (bin >= 0 && lower == 0) before[bin] += __popc(same);
     __syncwarp();
-    if (p >= end) continue;
+    if (p >= end) return;
     if (a.places) a.places[p] = bin >= 0 ? static_cast<int32_t>(place) : a.dropped_place;
-    if (bin < 0 || bin >= plan.num_listed) continue;
+    if (bin < 0 || bin >= plan.num_listed) return;
     if (a.sorted) a.sorted[list * a.list_stride + place] = static_cast<int32_t>(p);
     if (a.sorted_tokens) {
       uint32_t choice;
       a.sorted_tokens[place] = static_cast<int32_t>(plan.top_k(p, choice));
     }
+  };
+#pragma unroll
+  for (int i = 0; i < kKept; ++i)
+    if (first + 32 * i < end) place_group(first + 32 * i + lane, kept[i]);
+  for (uint32_t from = first + 32 * kKept; from < end; from += 32) {
+    const uint32_t p = from + lane;
+    place_group(p, p < end ? bin_of(plan, p, adapter, false) : -1);
   }
+}
+
+// What stands where there is no pair, and where no block of a bin.  It comes first, for it waits for nothing: pairs and bins are
+// written over it.
+__device__ void put_padding(const SortPlan& plan, int64_t list) {
+  const SortPairsArgs& a = plan.args;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  if (a.sorted)
+    for (int64_t i = thread; i < a.capacity; i += threads) a.sorted[list * a.list_stride + i] = a.sentinel;
+  if (a.blocks)
+    for (int64_t i = thread; i < a.num_blocks; i += threads) a.blocks[list * a.blocks_stride + i] = -1;
 }
 
 // Everything but the pairs, shared out among the blocks.
 __device__ void put_bins(const SortPlan& plan, const Bins& bins, int64_t list, uint32_t taken) {
   const SortPairsArgs& a = plan.args;
-  const int32_t lane = threadIdx.x % 32;
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  int32_t* sorted = a.sorted ? a.sorted + list * a.list_stride : nullptr;
-  int32_t* blocks = a.blocks ? a.blocks + list * a.blocks_stride : nullptr;
-  if (sorted || blocks) {
-    for (int32_t b = static_cast<int32_t>(thread / 32); b < plan.num_listed; b += static_cast<int32_t>(threads / 32)) {
-      const uint32_t begin = bins.begins[b], size = bins.sizes[b], padded = round_up(size, plan.block_size);
-      if (a.sizes.data)
-        for (uint32_t i = lane; i < size; i += 32) sorted[begin + i] = static_cast<int32_t>(b * a.rows_of_bin + i);
-      if (sorted)
-        for (uint32_t i = size + lane; i < padded; i += 32) sorted[begin + i] = a.sentinel;
+  const auto lanes = static_cast<uint32_t>(plan.bin_lanes);
+  const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x, lane = thread % lanes;
+  const bool is_listed = a.sorted && a.sizes.data;
+  if (is_listed || a.blocks) {
+    const auto step = static_cast<int32_t>(gridDim.x * blockDim.x / lanes);
+    for (auto b = static_cast<int32_t>(thread / lanes); b < plan.num_listed; b += step) {
+      const uint32_t begin = bins.begins[b], size = bins.sizes[b];
+      if (is_listed)
+        for (uint32_t i = lane; i < size; i += lanes)
+          a.sorted[list * a.list_stride + begin + i] = static_cast<int32_t>(b * a.rows_of_bin + i);
       uint32_t rest;
-      if (blocks && size) {
-        const uint32_t first = plan.block_size(begin, rest), end = plan.block_size(begin + padded, rest);
-        for (uint32_t i = first + lane; i < end; i += 32) blocks[i] = b;
+      if (a.blocks && size) {
+        const uint32_t first = plan.block_size(begin, rest);
+        const uint32_t end = plan.block_size(begin + round_up(size, plan.block_size), rest);
+        for (uint32_t i = first + lane; i < end; i += lanes) a.blocks[list * a.blocks_stride + i] = b;
       }
     }
-    if (sorted)
-      for (int64_t i = taken + thread; i < a.capacity; i += threads) sorted[i] = a.sentinel;
-    uint32_t rest;
-    if (blocks)
-      for (int64_t i = plan.block_size(taken, rest) + thread; i < a.num_blocks; i += threads) blocks[i] = -1;
   }
   if (blockIdx.x != 0) return;
   if (a.num_padded && threadIdx.x == 0) a.num_padded[list * a.num_padded_stride] = static_cast<int32_t>(taken);
@@ -259,10 +278,18 @@ __global__ void __launch_bounds__(kMaxThreads) sort_pairs_kernel(const __grid_co
   const auto first = static_cast<uint32_t>(min(begin, num_pairs));
   const auto end = static_cast<uint32_t>(min(begin + plan.run, num_pairs));
 
-  if (a.sizes.data)
+  int32_t kept[kKept];
+  put_padding(plan, list);
+  if (a.sizes.data) {
     take_sizes(plan, bins);
-  else
-    count_pairs(plan, bins, adapter, first, end);
+    if (gridDim.x > 1) {  // padding of other blocks is there
+      __syncwarp();
+      cluster_announce_all();
+      cluster_wait();
+    }
+  } else {
+    count_pairs(plan, bins, adapter, first, end, kept);
+  }
   __syncthreads();
   if (threadIdx.x == 0) taken_by_listed = 0;
   const uint32_t all = add_up(
@@ -273,7 +300,7 @@ __global__ void __launch_bounds__(kMaxThreads) sort_pairs_kernel(const __grid_co
         if (b == plan.num_listed) taken_by_listed = before;
       });
   const uint32_t taken = n > plan.num_listed ? taken_by_listed : all;
-  if (!a.sizes.data) place_pairs(plan, bins, adapter, list, first, end);
+  if (!a.sizes.data) place_pairs(plan, bins, adapter, list, first, end, kept);
   put_bins(plan, bins, list, taken);
   __syncwarp();
   if (gridDim.x > 1 && !a.sizes.data) cluster_wait();  // the others have read this block's shared memory
@@ -289,6 +316,7 @@ void sort_pairs_cuda(const SortPairsArgs& args, const Launch& launch) {
                 static_cast<int32_t>(args.num_listed),
                 0,
                 0,
+                32,
                 args.ids.token_stride == args.top_k * args.ids.stride || args.num_tokens <= 1,
                 launch.reporter(args.report_ids),
                 launch.reporter(args.report_map),
@@ -307,6 +335,8 @@ void sort_pairs_cuda(const SortPairsArgs& args, const Launch& launch) {
   plan.pair_warps = static_cast<int32_t>(std::clamp<int64_t>((groups + blocks - 1) / blocks, 1, most_warps));
   const int64_t warps = static_cast<int64_t>(plan.pair_warps) * blocks;
   plan.run = static_cast<int32_t>((groups + warps - 1) / warps * 32);
+  const int64_t threads = std::clamp(32 * plan.pair_warps, 256, kMaxThreads);
+  while (plan.bin_lanes > 1 && threads * blocks / plan.bin_lanes < args.num_listed) plan.bin_lanes /= 2;
   const auto bytes = static_cast<int>((plan.pair_warps * args.num_bins + bin_words) * 4);
   if (bytes > 48 << 10)
     cuda_check(cudaFuncSetAttribute(sort_pairs_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
@@ -320,7 +350,7 @@ void sort_pairs_cuda(const SortPairsArgs& args, const Launch& launch) {
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks, args.adapters.data ? static_cast<uint32_t>(args.num_lists) : 1);
-  config.blockDim = static_cast<uint32_t>(std::clamp(32 * plan.pair_warps, 256, kMaxThreads));
+  config.blockDim = static_cast<uint32_t>(threads);
   config.dynamicSmemBytes = static_cast<size_t>(bytes);
   config.stream = stream_of(launch);
   config.attrs = attributes;

@@ -49,8 +49,11 @@ PYKV_HOST_DEVICE static inline float power_of(float difference, float scale) {
   p *= float_of((bits_of(shifted) - kBitsOfRound + 127u) << 23);
   return counts ? p : 0.0f;
 }
-// Two infinities have no difference.
-PYKV_HOST_DEVICE static inline float below(float x, float largest) { return x == largest ? 0.0f : x - largest; }
+// How far x lies below the largest.  Infinities have no difference: they count as the largest finite number.
+PYKV_HOST_DEVICE static inline float below(float x, float largest) {
+  constexpr float kMost = 0x1.fffffep127f;
+  return (x < kMost ? x : kMost) - (largest < kMost ? largest : kMost);
+}
 
 // The probability of a logit, in units of the largest one's.
 PYKV_HOST_DEVICE static inline float share_of_largest(float x, float largest, float scale) {
@@ -67,6 +70,14 @@ struct MassSum {
     const float whole = fused(share, kHalf, kRound), rest = fused(share, kHalf, kRound - whole);
     high += bits_of(whole);
     low += bits_of(fused(rest, kHalf, kRound));
+  }
+  PYKV_HOST_DEVICE void operator+=(const MassSum& other) {
+    high += other.high;
+    low += other.low;
+  }
+  PYKV_HOST_DEVICE void operator-=(const MassSum& other) {
+    high -= other.high;
+    low -= other.low;
   }
   // Of n shares, up to 2048.
   PYKV_HOST_DEVICE Mass of(uint32_t n) const {

@@ -11,26 +11,23 @@ template <bool kProbabilities>
 struct RowWeights {
   const FilterRow& r;
   bool are_counts;
-  float largest;
+  float largest, exponent_of_largest;
 
-  __device__ uint64_t of(float x) const { return are_counts ? 1 : mass_of_share(r.share<kProbabilities>(x, largest)); }
   __device__ uint64_t target(uint64_t total) const {
     return are_counts ? static_cast<uint64_t>(r.k) : share_of(total, r.top_p);
   }
-  __device__ int bin_of(float x) const {
-    if constexpr (kProbabilities) {  // the highest bits of a float are its octave and its part of that
-      const uint32_t distance = bits_of(largest) - bits_of(x > 0.0f ? x : 0.0f);
-      return static_cast<int>(min(distance >> 18, static_cast<uint32_t>(kBins - 1)));
-    }
-    return min(__float2int_rz(__fmul_rn(-below(x, largest), r.scale * kBinsOfOctave)), kBins - 1);
+  __device__ float share(float x) const { return r.template share<kProbabilities>(x, largest); }
+  __device__ float distance(float x) const {
+    if constexpr (kProbabilities) return x > 0.0f ? (exponent_of_largest - __log2f(x)) * kBinsOfOctave : INFINITY;
+    return below(x, largest) * (-kBinsOfOctave * r.scale);
   }
 };
 
 template <class T, bool kProbabilities>
-__global__ __launch_bounds__(kSelectThreads) void row_filter_kernel(const __grid_constant__ RowFilterArgs args,
-                                                                    int blocks, int room,
-                                                                    const __grid_constant__ Reporter row_reporter,
-                                                                    const __grid_constant__ Reporter token_reporter) {
+__global__ __launch_bounds__(kSelectThreads,
+                             2) void row_filter_kernel(const __grid_constant__ RowFilterArgs args, int blocks, int room,
+                                                       const __grid_constant__ Reporter row_reporter,
+                                                       const __grid_constant__ Reporter token_reporter) {
   extern __shared__ __align__(16) Entry entries[];
   __shared__ RowMemory memory;
   begin_dependent();
@@ -60,20 +57,16 @@ __global__ __launch_bounds__(kSelectThreads) void row_filter_kernel(const __grid
 #pragma unroll 1
     for (int phase = 0; phase < 2; ++phase) {
       if (phase == 0 ? r.k == 0 : r.top_p >= 1.0f) continue;
-      floor = reach_target(team, memory, slice, floor, RowWeights<kProbabilities>{r, phase == 0, largest}, entries,
-                           room, plain);
+      const RowWeights<kProbabilities> weights{r, phase == 0, largest, kProbabilities ? __log2f(largest) : 0.0f};
+      floor = reach_target(team, memory, slice, args.num_cols, floor, weights, entries, room, plain);
     }
   }
   const auto entry_at = [](float x, int column) { return entry_of(key_of_logit(x), static_cast<uint32_t>(column)); };
   const bool as_it_is = args.result == RowResult::kLogits;
   float total = 1.0f;
   if (!is_bad && !as_it_is) {
-    const EntryBound bound(floor);
-    const Mass sum =
-        floor == 0 ? sum_of_shares<4>(slice, [&](float x, int) { return r.template share<kProbabilities>(x, largest); })
-                   : sum_of_shares<4>(slice, [&](float x, int column) {
-                       return bound.includes(x, column) ? r.template share<kProbabilities>(x, largest) : 0.0f;
-                     });
+    const auto share = [&](float x) { return r.template share<kProbabilities>(x, largest); };
+    const Mass sum = sum_of_shares<2>(slice, floor, share);
     total = static_cast<float>(team.reduce(sum, Plus())) * 0x1p-40f;
   }
 
@@ -104,10 +97,14 @@ __global__ __launch_bounds__(kSelectThreads) void row_filter_kernel(const __grid
     const auto write_to = [&](auto* out, auto result, float of_others) {
       using Out = std::remove_pointer_t<decltype(out)>;
       const bool in_vectors = reinterpret_cast<uintptr_t>(out + slice.first_vector) % 16 == 0;
-      each_vector<2>(slice, [&](int first, const Vec<float, kSize>& x) {
+      each_vector<1>(slice, [&](int first, const Vec<float, kSize>& x) {
         Vec<float, kSize> y;
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) y[i] = keeps_all || bound.includes(x[i], first + i) ? result(x[i]) : of_others;
+        for (int i = 0; i < kSize; ++i) y[i] = result(x[i]);
+        if (!keeps_all)
+#pragma unroll
+          for (int i = 0; i < kSize; ++i)
+            if (!bound.includes(x[i], first + i)) y[i] = of_others;
         if (in_vectors && first >= slice.begin && first <= slice.end - kSize) {
           constexpr int kAtOnce = kPackSize<Out>;
 #pragma unroll

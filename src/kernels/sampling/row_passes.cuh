@@ -2,6 +2,7 @@
 // a sum of weights reaches a target.
 #pragma once
 
+#include "cuda/approximate.cuh"
 #include "sampling/arithmetic.h"
 #include "sampling/top_k_candidates.cuh"
 
@@ -13,7 +14,7 @@ struct RowMemory {
   SelectMemory select;
   ListMemory lists;
   uint64_t parts[2][kSelectWarps], exchange[2];
-  int bin;
+  int bin, last_sure_bin;
   Mass before;
   Entry threshold;
   uint32_t bins_low[kBins], bins_high[kBins];  // sums of 64 bits
@@ -134,15 +135,26 @@ struct EntryBound {
   }
 };
 
-// The sum of masses: share(logit, column), 0 for the -infinity outside the row.
+// The float before x; that before 0 is no zero.
+__device__ inline float next_below(float x) {
+  const uint32_t key = key_of_logit(x);
+  return logit_of_key(key == key_of_logit(0.0f) ? key - 2 : key - 1);
+}
+
+// The sum of masses of entries from `floor` on; share(logit) is 0 for -infinity.
 template <int kVectors, class T, class Share>
-__device__ Mass sum_of_shares(const RowSlice<T>& slice, Share share) {
+__device__ Mass sum_of_shares(const RowSlice<T>& slice, Entry floor, Share share) {
   constexpr int kSize = kPackSize<T>;
+  const EntryBound bound(floor);
   Mass sum = 0;
-  each_vector<kVectors>(slice, [&](int first, const Vec<float, kSize>& x) {
+  each_vector<kVectors>(slice, [&](int first, Vec<float, kSize> x) {
+    if (floor != 0)
+#pragma unroll
+      for (int i = 0; i < kSize; ++i)
+        if (!bound.includes(x[i], first + i)) x[i] = -INFINITY;
     MassSum own;
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) own.add(share(x[i], first + i));
+    for (int i = 0; i < kSize; ++i) own.add(share(x[i]));
     sum += own.of(kSize);
   });
   return sum;
@@ -162,14 +174,12 @@ __device__ void each_logit(const RowSlice<T>& slice, Value value, Body body) {
 struct LogitWeights {
   bool are_counts;
   uint64_t k;
-  float largest, scale, share;
+  float largest, scale, top_p;
 
-  __device__ uint64_t of(float x) const { return are_counts ? 1 : mass_of(x, largest, scale); }
-  __device__ uint64_t target(uint64_t total) const { return are_counts ? k : share_of(total, share); }
-  // How far a logit lies below the largest, in bins; the last one has all that is further.
-  __device__ int bin_of(float x) const {
-    return min(__float2int_rz(__fmul_rn(-below(x, largest), scale * kBinsOfOctave)), kBins - 1);
-  }
+  __device__ uint64_t target(uint64_t total) const { return are_counts ? k : share_of(total, top_p); }
+  __device__ float share(float x) const { return share_of_largest(x, largest, scale); }
+  // How far a logit lies below the largest one, in bins; its share is 2^(-distance / kBinsOfOctave).
+  __device__ float distance(float x) const { return below(x, largest) * (-kBinsOfOctave * scale); }
 };
 
 // Sums of 64 bits, in bins of shared memory.
@@ -182,33 +192,26 @@ __device__ inline void add_to_bin(RowMemory& memory, int bin, uint64_t x) {
   const uint32_t high = static_cast<uint32_t>(x >> 32) + (before + low < before);  // who makes it overflow, carries
   if (high != 0) atomicAdd(&memory.bins_high[bin], high);
 }
-// Finds the bin of all blocks up to which they sum up to target(total): memory.bin, and memory.before it.  Gives the total; no bin
-// is found where that is below the target.  A barrier of the team comes before the next clear_bins().
-template <class Target>
-__device__ uint64_t find_bin(RowTeam& team, RowMemory& memory, Target target) {
+// Finds the bin of all blocks up to which they sum up to `wanted`, memory.bin, and gives the sum before it.  A barrier of the team
+// comes before the next clear_bins().
+__device__ inline uint64_t find_bin(RowTeam& team, RowMemory& memory, uint64_t wanted) {
   constexpr int kOfThread = kBins / kSelectThreads;
   const int first = static_cast<int>(threadIdx.x) * kOfThread;
   team.barrier();
-  uint64_t sums[kOfThread], own = 0;
-#pragma unroll
-  for (int i = 0; i < kOfThread; ++i)
-    sums[i] = uint64_t{memory.bins_high[first + i]} << 32 | memory.bins_low[first + i];
+  uint64_t sums[kOfThread] = {}, own = 0, total;
 #pragma unroll 1
   for (int rank = 0; rank < team.blocks(); ++rank) {
-    if (rank == team.rank()) continue;
-    uint32_t low[kOfThread], high[kOfThread];  // all on their way at once
 #pragma unroll
     for (int i = 0; i < kOfThread; ++i) {
-      low[i] = load_from_block(&memory.bins_low[first + i], rank);
-      high[i] = load_from_block(&memory.bins_high[first + i], rank);
+      const uint32_t *low = &memory.bins_low[first + i], *high = &memory.bins_high[first + i];
+      const bool is_own = rank == team.rank();
+      sums[i] +=
+          uint64_t{is_own ? *high : load_from_block(high, rank)} << 32 | (is_own ? *low : load_from_block(low, rank));
     }
-#pragma unroll
-    for (int i = 0; i < kOfThread; ++i) sums[i] += uint64_t{high[i]} << 32 | low[i];
   }
 #pragma unroll
   for (int i = 0; i < kOfThread; ++i) own += sums[i];
-  uint64_t total, before = team.sum_before(own, total);
-  const uint64_t wanted = target(total);
+  uint64_t before = team.sum_before(own, total);
 #pragma unroll
   for (int i = 0; i < kOfThread; ++i) {
     if (before < wanted && before + sums[i] >= wanted) {
@@ -218,44 +221,123 @@ __device__ uint64_t find_bin(RowTeam& team, RowMemory& memory, Target target) {
     before += sums[i];
   }
   __syncthreads();
-  return total;
+  return memory.before;
+}
+
+// How far from the largest, in bins, entries surely come before the target is reached, and how far they may.
+struct TargetBounds {
+  float surely, at_most;
+};
+
+// One pass, in which each entry is added to the bin of its distance from the largest one.  The mass of a bin is known nearly:
+// 2^(-r / kBinsOfOctave) is taken for linear in -1/2 <= r <= 1/2, which is 6e-5 too little at most, and rounded to a unit, for
+// which there are 7 to 20 bits.
+template <class T, class Weights, class Value>
+__device__ TargetBounds bounds_of_target(RowTeam& team, RowMemory& memory, const RowSlice<T>& slice, int num_cols,
+                                         Entry floor, const Weights& weights, Value value) {
+  constexpr int kSize = kPackSize<T>, kOfThread = kBins / kSelectThreads;
+  constexpr float kLast = kBins - 1;  // what is further away has no mass
+  const int bits = min(__clz(num_cols) - 1, 20), first_bin = static_cast<int>(threadIdx.x) * kOfThread;
+  const float unit = weights.are_counts ? 1.0f : static_cast<float>(1 << bits);
+  const float slope = weights.are_counts ? 0.0f : -0.693147181f / kBinsOfOctave * unit;
+  const EntryBound from(floor);
+  clear_bins(memory);
+  each_vector<2>(slice, [&](int first, const Vec<float, kSize>& raw) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const float x = value(raw[i], first + i), distance = fminf(weights.distance(x), kLast);
+      const float nearest = distance + kRound, rest = distance - (nearest - kRound);
+      const uint32_t weight = bits_of(fmaf(rest, slope, unit + kRound)) - kBitsOfRound;
+      if (distance < kLast && (floor == 0 || from.includes(x, first + i)))
+        atomicAdd(&memory.bins_low[bits_of(nearest) - kBitsOfRound], weight);
+    }
+  });
+  team.barrier();
+  uint64_t sums[kOfThread] = {};
+#pragma unroll 1
+  for (int rank = 0; rank < team.blocks(); ++rank) {
+    uint32_t low[kOfThread];  // all on their way at once
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      const uint32_t* at = &memory.bins_low[first_bin + i];
+      low[i] = rank == team.rank() ? *at : load_from_block(at, rank);
+    }
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) sums[i] += low[i];
+  }
+  uint64_t own = 0, total;
+#pragma unroll
+  for (int i = 0; i < kOfThread; ++i) {
+    const float of_bin = power_of_2(static_cast<float>(first_bin + i) * (-1.0f / kBinsOfOctave)) * (0x1p40f / unit);
+    if (!weights.are_counts) sums[i] = static_cast<Mass>(static_cast<float>(sums[i]) * of_bin);
+    own += sums[i];
+  }
+  if (threadIdx.x == 0) memory.bin = kBins - 1;
+  uint64_t sum = team.sum_before(own, total);
+  const uint64_t target = weights.target(total), error = weights.are_counts ? 0 : total >> min(bits - 1, 11);
+  const uint64_t surely = target > error ? target - error : 0, at_most = target + error;
+  if (threadIdx.x == 0 && total <= surely) memory.last_sure_bin = kBins - 2;
+#pragma unroll
+  for (int i = 0; i < kOfThread; ++i) {
+    const uint64_t before = sum;
+    sum += sums[i];
+    if (before <= surely && sum > surely) memory.last_sure_bin = first_bin + i - 1;
+    if (before < at_most && sum >= at_most) memory.bin = first_bin + i;
+  }
+  team.barrier();  // nobody reads the sums of others any more
+  constexpr float kHalf = 0.5f, kMargin = 0.01f;
+  const int last_sure = memory.last_sure_bin, last = memory.bin;
+  return {last_sure < 0 ? -1.0f : static_cast<float>(last_sure) + (kHalf - kMargin),
+          last == kBins - 1 ? INFINITY : static_cast<float>(last) + (kHalf + kMargin)};
 }
 
 // The largest entry, not below `floor`, for which the weights of all entries from it on reach their target; `floor` where all
-// together do not exceed it.  `entries` is memory for a list.
+// together do not exceed it.  Entries infinitely far from the largest do not count.  `entries` is memory for a list.
 template <class T, class Weights, class Value>
-__device__ Entry reach_target(RowTeam& team, RowMemory& memory, const RowSlice<T>& slice, Entry floor,
+__device__ Entry reach_target(RowTeam& team, RowMemory& memory, const RowSlice<T>& slice, int num_cols, Entry floor,
                               const Weights& weights, Entry* entries, int room, Value value) {
+  constexpr int kSize = kPackSize<T>;
   const EntryBound from(floor);
-  const auto each_entry = [&](auto body) {  // body(logit, column), for those that count
-    each_logit(slice, value, [&](float x, int column) {
-      if (from.includes(x, column)) body(x, column);
-    });
-  };
+  const TargetBounds bounds = bounds_of_target(team, memory, slice, num_cols, floor, weights, value);
   const auto entry_at = [](float x, int column) { return entry_of(key_of_logit(x), static_cast<uint32_t>(column)); };
+  const auto is_near = [&](float distance) { return distance > bounds.surely && distance < bounds.at_most; };
+  const auto weight_of = [&](float x) { return weights.are_counts ? uint64_t{1} : mass_of_share(weights.share(x)); };
+  // What surely comes before the target is added up; of others that may, there is a list.
   if (threadIdx.x == 0) memory.select.count = 0;
-  clear_bins(memory);
-  each_entry([&](float x, int) {
-    const uint64_t w = weights.of(x);
-    if (w != 0) add_to_bin(memory, weights.bin_of(x), w);
+  __syncthreads();
+  uint64_t all = 0, before = 0;
+  each_vector<1>(slice, [&](int first, const Vec<float, kSize>& raw) {
+    MassSum all_masses, masses_before;
+    uint32_t num_all = 0, num_before = 0;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      float x = value(raw[i], first + i);
+      if (floor != 0 && !from.includes(x, first + i)) x = -INFINITY;
+      const float distance = weights.distance(x);
+      MassSum own;
+      own.add(weights.share(x));
+      all_masses += own;
+      num_all += distance < INFINITY;
+      if (distance <= bounds.surely) {
+        masses_before += own;
+        ++num_before;
+      } else if (distance < bounds.at_most) {
+        const uint32_t place = atomicAdd(&memory.select.count, 1u);
+        if (place < static_cast<uint32_t>(room)) entries[place] = entry_at(x, first + i);
+      }
+    }
+    all += weights.are_counts ? num_all : all_masses.of(kSize);
+    before += weights.are_counts ? num_before : masses_before.of(num_before);
   });
-  const uint64_t total = find_bin(team, memory, [&](uint64_t all) { return weights.target(all); });
-  const uint64_t wanted = weights.target(total);
-  if (total <= wanted) {
-    team.barrier();  // nobody reads the sums of others any more
+  all = team.reduce(all, Plus());
+  const uint64_t target = weights.target(all);
+  if (all <= target) {
+    team.barrier();  // nobody reads the memory of others any more
     return floor;
   }
-  const int bin = memory.bin;
-  uint64_t missing = wanted - memory.before;
+  uint64_t missing = target - team.reduce(before, Plus());
 
-  // Which entry of this bin it is, its bits tell, kDigit of them at a time.  They are looked for in a list, if there is room for it;
-  // else in more passes over the row.
-  each_entry([&](float x, int column) {
-    if (weights.bin_of(x) != bin || weights.of(x) == 0) return;
-    const uint32_t place = atomicAdd(&memory.select.count, 1u);
-    if (place < static_cast<uint32_t>(room)) entries[place] = entry_at(x, column);
-  });
-  __syncthreads();
+  // Which entry it is, its bits tell, kDigit of them at a time: in the list, if it had room; else in more passes over the row.
   const int count = static_cast<int>(memory.select.count);
   ListPlace place{0, count};
   if (team.blocks() > 1) place = place_of_list(count, team.rank(), team.blocks(), memory.lists.size);
@@ -264,19 +346,19 @@ __device__ Entry reach_target(RowTeam& team, RowMemory& memory, const RowSlice<T
   RowTeam alone(memory, 0, 1);
   if (!is_listed || team.rank() == 0) {
     RowTeam& seekers = is_listed ? alone : team;
-    const auto each_of_bin = [&](auto body) {  // body(entry, logit)
+    const auto each_near = [&](auto body) {  // body(entry, logit)
       if (is_listed) {
         for (int i = threadIdx.x; i < place.total; i += kSelectThreads)
           body(entries[i], logit_of_key(key_of(entries[i])));
       } else {
-        each_entry([&](float x, int column) {
-          if (weights.bin_of(x) == bin) body(entry_at(x, column), x);
+        each_logit(slice, value, [&](float x, int column) {
+          if (is_near(weights.distance(x)) && (floor == 0 || from.includes(x, column))) body(entry_at(x, column), x);
         });
       }
     };
     const auto either = [](uint64_t a, uint64_t b) { return a | b; };
     Entry ones = 0, zeros = 0;
-    each_of_bin([&](Entry entry, float) {
+    each_near([&](Entry entry, float) {
       ones |= entry;
       zeros |= ~entry;
     });
@@ -294,12 +376,11 @@ __device__ Entry reach_target(RowTeam& team, RowMemory& memory, const RowSlice<T
       const uint32_t mask = (2u << (bit - last)) - 1u;
       seekers.barrier();
       clear_bins(memory);
-      each_of_bin([&](Entry entry, float x) {
+      each_near([&](Entry entry, float x) {
         if ((entry ^ found) >> bit >> 1 == 0)
-          add_to_bin(memory, static_cast<int>(~static_cast<uint32_t>(entry >> last) & mask), weights.of(x));
+          add_to_bin(memory, static_cast<int>(~static_cast<uint32_t>(entry >> last) & mask), weight_of(x));
       });
-      find_bin(seekers, memory, [&](uint64_t) { return missing; });
-      missing -= memory.before;
+      missing -= find_bin(seekers, memory, missing);
       found |= Entry{~static_cast<uint32_t>(memory.bin) & mask} << last;
       bit = last - 1;
     }

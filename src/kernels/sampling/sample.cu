@@ -3,8 +3,9 @@
 //   up to kMostListed of the first logits: they are found in one pass (top_k_candidates.cuh), sorted, and all else happens in
 //     shared memory
 //   all, or all above min_p: a pass for the largest where min_p wants it, and one that draws
-//   by top_p: one that draws of all, and one that adds up what comes before the token.  Where that has the share top_p already,
-//     all that is kept comes before the token, and the next round draws of that: ln(1 / top_p) rounds more, on average
+//   by top_p: a pass for the largest, one that tells about where the border is, and one that draws of what may be above it.  A token
+//     near the border wants a pass that adds up what comes before it; where that has the share already, all that is kept comes
+//     before the token, and one of that is drawn
 //   the rest: a pass for the largest, two for each of top_k and top_p (row_passes.cuh), and one that draws
 //
 // Passes after the first read from the second-level cache.  In the pass that draws, a token's noise is worked out only if its
@@ -19,11 +20,29 @@ namespace {
 constexpr int kMostListed = 1024;
 static_assert(kMostListed == 2 * kSelectThreads);
 
+// What a token is drawn of: entries from `floor` on, not further from the largest than `at_most`.  In shared memory, as registers
+// are rare.
+struct Search {
+  Entry floor;
+  LogitWeights weights;
+  float at_most;
+
+  __device__ bool includes(float x, uint32_t column) const {
+    return entry_of(key_of_logit(x), column) >= floor && !(weights.distance(x) > at_most);
+  }
+  // No lower logit is included.
+  __device__ float least_logit() const {
+    const float largest = fminf(weights.largest, 0x1.fffffep127f), rounding = fabsf(largest) * 0x1p-22f;
+    const float within = largest - (at_most + 1.0f) / (kBinsOfOctave * weights.scale) - rounding;
+    return fmaxf(floor == 0 ? -INFINITY : logit_of_key(key_of(floor)), within);
+  }
+};
+
 template <class T, bool kAdjusted>
 class RowSampler {
  public:
   __device__ RowSampler(const SampleArgs& args, int64_t row, const SampleRow& r, const RowAdjustments& adjusted,
-                        RowTeam& team, RowMemory& memory, Entry* entries, int room)
+                        RowTeam& team, RowMemory& memory, Search& search, Entry* entries, int room)
       : args_(args),
         logits_(static_cast<const T*>(args.logits) + row * args.logit_stride),
         adjusted_(adjusted),
@@ -31,6 +50,7 @@ class RowSampler {
         r_(r),
         team_(team),
         memory_(memory),
+        search_(search),
         entries_(entries),
         room_(room) {}
 
@@ -59,6 +79,13 @@ class RowSampler {
     } else {
       return x;
     }
+  }
+
+  __device__ Vec<float, kSize> values(int column, const Vec<float, kSize>& raw) const {
+    Vec<float, kSize> x;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) x[i] = value(raw[i], column + i);
+    return x;
   }
 
   __device__ float adjusted_logit(int column) const {
@@ -112,10 +139,9 @@ class RowSampler {
   }
 
   __device__ void draw_from_row(Drawn& drawn) {
-    const bool by_k = r_.k != args_.num_cols, by_top_p = r_.top_p < 1.0f, draws_again = by_top_p && !args_.logprobs;
-    const bool begins_with_largest = r_.greedy || by_k || r_.log_min_p != -INFINITY || (by_top_p && !draws_again);
+    const bool by_k = r_.k != args_.num_cols, by_top_p = r_.top_p < 1.0f, tries = by_top_p && !args_.logprobs;
     Entry floor = 0;
-    if (begins_with_largest) {
+    if (r_.greedy || by_k || by_top_p || r_.log_min_p != -INFINITY || args_.logprobs) {
       const Entry first = first_of_row();
       drawn.largest = logit_of_key(key_of(first));
       if (r_.greedy || first == 0 || key_of(first) == kKeyOfNan) {
@@ -130,49 +156,76 @@ class RowSampler {
     const auto own_value = [&](float x, int column) { return value(x, column); };
 #pragma unroll 1
     for (int phase = 0; phase < 2; ++phase) {
-      if (phase == 0 ? !by_k : !by_top_p || draws_again) continue;
+      if (phase == 0 ? !by_k : !by_top_p || tries) continue;
       const LogitWeights weights{phase == 0, static_cast<uint64_t>(r_.k), drawn.largest, r_.scale, r_.top_p};
-      floor = reach_target(team_, memory_, slice_, floor, weights, entries_, room_, own_value);
+      floor = reach_target(team_, memory_, slice_, args_.num_cols, floor, weights, entries_, room_, own_value);
     }
-    const EntryBound candidates(floor);
+    const LogitWeights masses_of{false, 0, drawn.largest, r_.scale, r_.top_p};
+    TargetBounds bounds{-1.0f, INFINITY};
+    if (tries) bounds = bounds_of_target(team_, memory_, slice_, args_.num_cols, floor, masses_of, own_value);
+    if (threadIdx.x == 0) search_ = {floor, masses_of, bounds.at_most};
+    __syncthreads();
     Mass target = 0;
 #pragma unroll 1
     while (true) {
-      float largest;
-      drawn.entry = best_of_row(floor, largest);
-      if (!(draws_again || args_.logprobs) || drawn.entry == 0 || key_of(drawn.entry) == kKeyOfNan) break;
-      if (target == 0 && !begins_with_largest)
-        drawn.largest = logit_of_key(static_cast<uint32_t>(team_.reduce(key_of_logit(largest), Larger())));
+      drawn.entry = best_of_row();
+      if (!(tries || args_.logprobs) || drawn.entry == 0 || key_of(drawn.entry) == kKeyOfNan) break;
       const int column = static_cast<int>(index_of(drawn.entry)) - args_.first_token;
-      floor = entry_of(key_of_logit(adjusted_logit(column)), static_cast<uint32_t>(column)) + 1;
-      const Masses masses = add_masses(candidates, EntryBound(floor), drawn.largest);
+      const float logit = adjusted_logit(column);
+      if (search_.weights.distance(logit) <= bounds.surely) break;
+      const Masses masses = add_masses(floor, logit, column, drawn.largest);
       if (target == 0) {
         drawn.total = team_.reduce(masses.all, Plus());
         target = share_of(drawn.total, r_.top_p);
       }
-      if (!draws_again || team_.reduce(masses.before, Plus()) < target) break;
+      if (!tries || team_.reduce(masses.before, Plus()) < target) break;
+      if (threadIdx.x == 0) search_.floor = entry_of(key_of_logit(logit), static_cast<uint32_t>(column)) + 1;
+      __syncthreads();
     }
     team_.barrier();
   }
 
-  // Sums of this thread: of all candidates, and of those before a token.
+  // Sums of this thread: of all entries from `floor` on, and of those of them that come before the entry of (logit, its_column).
   struct Masses {
     Mass all, before;
   };
-  __device__ Masses add_masses(const EntryBound& candidates, const EntryBound& before, float largest) {
-    const float scale = r_.scale;
+  __device__ Masses add_masses(Entry floor, float logit, int its_column, float largest) {
+    const float scale = r_.scale, next_smaller = next_below(logit);
+    const EntryBound candidates(floor);
     Masses sums{0, 0};
     each_vector<kVectors>(slice_, [&](int first, const Vec<float, kSize>& raw) {
-      MassSum all, some;
+      Vec<float, kSize> x = values(first, raw);
+      if (floor != 0)
+#pragma unroll
+        for (int i = 0; i < kSize; ++i)
+          if (!candidates.includes(x[i], first + i)) x[i] = -INFINITY;
+      // Of equal logits, those in lower columns come before it.
+      const float bound = first < its_column ? next_smaller : logit;
+      MassSum all, before;
+      uint32_t num_before = 0;
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        const float x = value(raw[i], first + i);
-        const float share = candidates.includes(x, first + i) ? share_of_largest(x, largest, scale) : 0.0f;
-        all.add(share);
-        some.add(before.includes(x, first + i) ? share : 0.0f);
+        MassSum own;
+        own.add(share_of_largest(x[i], largest, scale));
+        all += own;
+        if (x[i] > bound) {
+          before += own;
+          ++num_before;
+        }
+      }
+      const int place = its_column - first;
+      if (place > 0 && place < kSize) {  // in its own vector, it and equal ones behind it were taken for lower ones
+        MassSum of_equal;
+        of_equal.add(share_of_largest(logit, largest, scale));
+#pragma unroll
+        for (int i = 1; i < kSize; ++i)
+          if (i >= place && x[i] == logit) {
+            before -= of_equal;
+            --num_before;
+          }
       }
       sums.all += all.of(kSize);
-      sums.before += some.of(kSize);
+      sums.before += before.of(num_before);
     });
     return sums;
   }
@@ -182,21 +235,15 @@ class RowSampler {
     constexpr int kAtOnce = kAdjusted ? 1 : 4;
     float largest = -INFINITY;
     int at = -1;  // the vector with the first one
-    const auto adjusted = [&](int column, const Vec<float, kSize>& raw) {
-      Vec<float, kSize> x;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) x[i] = value(raw[i], column + i);
-      return x;
-    };
     each_vector<kAtOnce>(slice_, [&](int column, const Vec<float, kSize>& raw) {
-      const float x = largest_of(adjusted(column, raw));
+      const float x = largest_of(values(column, raw));
       if (x <= largest || largest != largest) return;  // columns ascend; nothing comes before NaN
       largest = x;
       at = column;
     });
     Entry first = 0;
     if (at >= 0) {
-      const Vec<float, kSize> x = adjusted(at, to_floats(slice_.load(at)));
+      const Vec<float, kSize> x = values(at, to_floats(slice_.load(at)));
 #pragma unroll
       for (int i = kSize - 1; i >= 0; --i)
         if (x[i] == largest || x[i] != x[i]) first = entry_of(key_of_logit(x[i]), static_cast<uint32_t>(at + i));
@@ -204,10 +251,9 @@ class RowSampler {
     return team_.reduce(first, Larger());
   }
 
-  // What wins among entries from `floor` on; and the largest logit that this thread saw.
-  __device__ Entry best_of_row(Entry floor, float& largest_of_thread) {
-    largest_of_thread = -INFINITY;
-    const float least = floor == 0 ? -INFINITY : logit_of_key(key_of(floor));
+  // What wins among those that are searched.
+  __device__ Entry best_of_row() {
+    const float least = search_.least_logit();
     const float scale = r_.scale;
     const TokenNoise noise = r_.noise;
     const uint32_t first_token = static_cast<uint32_t>(args_.first_token);
@@ -223,7 +269,6 @@ class RowSampler {
     // Four neighbours: their logits and words.
     const auto look = [&](int column, const float (&x)[4], const uint32_t (&words)[4]) {
       const float largest = larger_or_nan(larger_or_nan(x[0], x[1]), larger_or_nan(x[2], x[3]));
-      largest_of_thread = larger_or_nan(largest_of_thread, largest);
       const uint32_t least_word = min(min(words[0], words[1]), min(words[2], words[3]));
       // What all of them together cannot do, no one can.
       uint32_t undone = may_win(largest, least_word, reach) && !(largest < least) ? 0xfu : 0u;
@@ -241,8 +286,7 @@ class RowSampler {
           }
         undone = first < 0 ? 0 : undone & (0xeu << first);
         const int at = column + first;
-        if (first >= 0 && at >= slice_.begin && at < slice_.end &&
-            entry_of(key_of_logit(own), static_cast<uint32_t>(at)) >= floor)
+        if (first >= 0 && at >= slice_.begin && at < slice_.end && search_.includes(own, static_cast<uint32_t>(at)))
           best =
               Larger()(best, drawn_entry(own, r_.inverse_temperature, word, first_token + static_cast<uint32_t>(at)));
         const uint32_t key = __reduce_max_sync(0xffffffffu, key_of(best));
@@ -291,6 +335,7 @@ class RowSampler {
   const RowAdjustments& adjusted_;
   RowTeam& team_;
   RowMemory& memory_;
+  Search& search_;
   Entry* entries_;
   int room_;
 };
@@ -306,14 +351,15 @@ __global__ __launch_bounds__(kSelectThreads,
   const int64_t row = static_cast<int64_t>(blockIdx.x) / blocks;
   RowTeam team(memory, static_cast<int>(blockIdx.x) % blocks, blocks);
   __shared__ SampleRow of_row;
+  __shared__ Search search;
   __shared__ alignas(RowAdjustments) char adjusted[sizeof(RowAdjustments)];
   if (threadIdx.x == 0) {
     of_row = sample_row(args, row);
     new (adjusted) RowAdjustments(args.adjustments, row);
   }
   __syncthreads();
-  RowSampler<T, kAdjusted>(args, row, of_row, *reinterpret_cast<const RowAdjustments*>(adjusted), team, memory, entries,
-                           room)
+  RowSampler<T, kAdjusted>(args, row, of_row, *reinterpret_cast<const RowAdjustments*>(adjusted), team, memory, search,
+                           entries, room)
       .draw(row, reporter);
 }
 

@@ -1,4 +1,4 @@
-/* pykv: numbers to codes of 8 and 4 bits, with scales of arrays, rows, columns, blocks or groups of neighbours.
+/* pykv: quantisers. Numbers to codes of 8 and 4 bits, with scales of arrays, rows, columns, blocks or groups of neighbours.
  *
  * A code is the nearest one, ties to even, the largest where the number is too large.  NaN is passed over when the largest
  * magnitude is found; its own code is the largest one (int8: 0).  Rows are leading dimensions, of any strides; the elements of a
