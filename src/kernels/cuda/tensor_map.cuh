@@ -71,25 +71,6 @@ __device__ inline void copy_box(uint32_t to, const CUtensorMap& map, const int (
       : "memory");
 }
 
-__device__ inline void copy_box_to_all(uint32_t to, const CUtensorMap& map, const int (&at)[3], uint32_t barrier,
-                                       int blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
-      "{%2, %3, %4}], [%5], %6;" ::"r"(to),
-      "l"(reinterpret_cast<uint64_t>(&map)), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(barrier),
-      "h"(static_cast<uint16_t>(blocks))
-      : "memory");
-}
-__device__ inline void copy_box_to_all(uint32_t to, const CUtensorMap& map, const int (&at)[5], uint32_t barrier,
-                                       int blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
-      "{%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to),
-      "l"(reinterpret_cast<uint64_t>(&map)), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]), "r"(barrier),
-      "h"(static_cast<uint16_t>(blocks))
-      : "memory");
-}
-
 // The same to every block of the cluster that `blocks` has a bit for, to the same place there, where its own barrier counts.
 __device__ inline void copy_rectangle_to_all(uint32_t to, const CUtensorMap& map, int column, int line,
                                              uint32_t barrier, int blocks) {
