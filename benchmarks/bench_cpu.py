@@ -26,10 +26,6 @@ from pykv._tools.samples import WORKLOADS
 
 
 class Least(Cpu):
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self._seconds = seconds
-
     def time(self, calls: list[Call]) -> float:
         for call in calls:
             call()

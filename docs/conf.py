@@ -33,7 +33,7 @@ version = release = pykv.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
-exclude_patterns = ["results"]
+exclude_patterns = ["log", "results"]
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:class", r"(np|npt|numpy)\..*|Supports.*|_.*|Salt|Lengths|Sequence|Mapping|Callable|Iterable")

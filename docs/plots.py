@@ -67,6 +67,7 @@ def _bars(path: Path, title: str, labels: Sequence[str], series: dict[str, tuple
 def decode(path: Path) -> None:
     found = results("paged_attention")
     lines = [f for f in found["figures"] if f["read_us"] is not None and f["case"]["op"] == "paged_attention"]
+    lines = [f for f in lines if f["case"]["kind"] != "nvfp4"]  # measured later: paged_attention_nvfp4.json
     labels = [
         f"{f['case']['name']}, {f['case']['kind'].replace('auto', 'bf16')}"
         + (f", {f['case']['layout']}" if f["case"]["layout"] != "NHD" else "")

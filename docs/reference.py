@@ -37,7 +37,10 @@ WAYS = {"read": "read", "written": "changed in place", "written list": "changed 
 
 @dataclass(frozen=True)
 class Entry:
-    """One function of a header, with the comment above it, which it may share with its neighbours."""
+    """One function of a header, with the comment above it, which it may share with its neighbours.
+
+    Before the comment stands the struct of options that the function takes, if it takes one.
+    """
 
     name: str
     comment: str
@@ -56,13 +59,19 @@ class Header:
         return [op for op in found if op]
 
 
+_COMMENT = r"^/\*(?:(?!\*/).)*\*/\n"
+
+
 def _entries(text: str) -> Iterator[Entry]:
+    options = rf"{_COMMENT}typedef struct (pykv_\w+_options) \{{.*?\}} \1;\n\n#define (?:[^\n]*\\\n)*[^\n]*\n"
+    structs = {m[1]: m[0] for m in re.finditer(options, text, flags=re.DOTALL | re.MULTILINE)}
     # a comment and the declarations up to the next comment or empty line
-    for block in re.finditer(r"^(/\*(?:(?!\*/).)*\*/\n)((?:PYKV_API [^;]*;\n)+)", text, flags=re.DOTALL | re.MULTILINE):
+    for block in re.finditer(rf"({_COMMENT})((?:PYKV_API [^;]*;\n)+)", text, flags=re.DOTALL | re.MULTILINE):
         for declaration in re.findall(r"PYKV_API [^;]*;", block[2]):
             name = re.search(r"(pykv_\w+)\(", declaration)
             assert name, declaration
-            yield Entry(name[1], block[1].strip(), declaration)
+            taken = [struct + "\n" for of, struct in structs.items() if f"{of}*" in declaration]
+            yield Entry(name[1], "".join(taken) + block[1].strip(), declaration)
 
 
 def headers() -> list[Header]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +16,6 @@ import ml_dtypes
 import numpy as np
 
 import pykv
-import pykv.functional
 
 Array = Any  # an array of the chosen library
 Host = np.ndarray[Any, Any]
@@ -25,11 +25,14 @@ class NumpyArrays:
     """NumPy, and CuPy by the same calls."""
 
     ops: ModuleType = pykv  # the operations, as this library wants them
+    asynchronous = False  # whether calls return before the device has computed
 
     def __init__(self, namespace: ModuleType, dtype: str):
         self.namespace = namespace  # where PagedKVCache makes its arrays
         self.dtype = dtype
         self._dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        self.asynchronous = namespace is not np
+        self._copies: list[tuple[Any, Host]] = []  # that the device has not made yet
 
     def put(self, host: Host) -> Array:
         """``host`` on the device, its dtype unchanged."""
@@ -62,7 +65,10 @@ class NumpyArrays:
 
     def sample(self, logits: Array, seeds: Host, steps: Host, temperatures: Host) -> Array:
         """A token for each row of logits."""
-        return pykv.functional.sample(logits, self.put(seeds), self.put(steps), self.put(temperatures))
+        steps = self.put(steps)
+        tokens = self.namespace.empty_like(steps, dtype=self.namespace.int64)  # as the embedding's rows are asked for
+        self.ops.sample(tokens, logits, self.put(seeds), steps, self.put(temperatures))
+        return tokens
 
     def scale(self, x: Array, factor: float) -> Array:
         return (x * factor).astype(self._dtype, copy=False)
@@ -74,6 +80,19 @@ class NumpyArrays:
     def host(self, x: Array) -> Host:
         return np.asarray(x.get() if hasattr(x, "get") else x)
 
+    def reader(self, x: Array) -> Callable[[], Host]:
+        """What waits for ``x`` on the host, but not for what the device is asked for after this call."""
+        if self.namespace is np:
+            return lambda: x  # type: ignore[no-any-return]
+        cuda = self.namespace.cuda
+        copied = np.frombuffer(cuda.alloc_pinned_memory(x.nbytes), x.dtype, x.size).reshape(x.shape)
+        x.get(out=copied, blocking=False)
+        event = cuda.Event()
+        event.record()
+        # CuPy gives memory that is let go to the next who asks, although a copy to it may be under way
+        self._copies = [*(one for one in self._copies if not one[0].done), (event, copied)]
+        return lambda: _after(event, copied)
+
 
 class TorchArrays(NumpyArrays):
     """By `pykv.torch`, whose functions `torch.compile` keeps in its graph."""
@@ -83,6 +102,7 @@ class TorchArrays(NumpyArrays):
         self.ops = importlib.import_module("pykv.torch")
         self.device = device
         self._dtype = getattr(torch, dtype)
+        self.asynchronous = device.startswith("cuda")
 
     def put(self, host: Host) -> Array:
         return self.namespace.from_numpy(host).to(self.device, non_blocking=True)  # waits for nothing on a GPU
@@ -110,6 +130,15 @@ class TorchArrays(NumpyArrays):
     def host(self, x: Array) -> Host:
         return (x.float() if x.is_floating_point() else x).cpu().numpy()  # type: ignore[no-any-return]
 
+    def reader(self, x: Array) -> Callable[[], Host]:
+        if not x.is_cuda:
+            return lambda: self.host(x)
+        copied = self.namespace.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        copied.copy_(x, non_blocking=True)
+        event = self.namespace.cuda.Event()
+        event.record()
+        return lambda: _after(event, copied.numpy())
+
 
 class JaxArrays(NumpyArrays):
     """Weights alone: what is done with them is compiled (see llama_jax.py), with batches that come from NumPy."""
@@ -117,6 +146,7 @@ class JaxArrays(NumpyArrays):
     def __init__(self, jax: ModuleType, device: Any, dtype: str):
         super().__init__(np, dtype)
         self._jax, self.device = jax, device
+        self.asynchronous = device is not None and device.platform != "cpu"
 
     def put(self, host: Host) -> Array:
         return host
@@ -126,6 +156,15 @@ class JaxArrays(NumpyArrays):
 
     def sample(self, logits: Array, seeds: Host, steps: Host, temperatures: Host) -> Array:
         return importlib.import_module("pykv.jax").sample(logits, seeds, steps, temperatures)
+
+    def reader(self, x: Array) -> Callable[[], Host]:
+        x.copy_to_host_async()
+        return lambda: self.host(x)
+
+
+def _after(event: Any, copied: Host) -> Host:
+    event.synchronize()
+    return copied
 
 
 def open_arrays(library: str, device: str | None = None, dtype: str = "auto") -> NumpyArrays:
@@ -147,6 +186,8 @@ def open_arrays(library: str, device: str | None = None, dtype: str = "auto") ->
     if dtype == "auto":  # CPUs multiply fp32 fastest; on GPUs bf16 where the library's products are made for it
         dtype = "float32" if kind == "cpu" else "float16" if library == "cupy" else "bfloat16"
     if library == "torch":
+        if index:  # events and graphs belong to the current device
+            module.cuda.set_device(int(index))
         return TorchArrays(module, device, dtype)
     if library == "jax":
         return JaxArrays(module, module.devices("gpu" if kind == "cuda" else "cpu")[int(index or 0)], dtype)

@@ -4,25 +4,27 @@ A step has room for a number of tokens.  Sequences that decode take one each; wh
 chunks where they do not fit, and to sequences that wait to join.  A sequence that ends leaves its blocks to the others.
 If blocks run out, the youngest sequence gives up its own and is computed again later.
 
-While a device computes a step, the host prepares the next one as it will be if no sequence ends: all of a batch but the
-tokens is known by then.
+A GPU gets the next step before the host knows the tokens of this one: they stay on the device, and all else of the next
+batch is known by then.  So the GPU does not wait for the host.  A sequence that has ended is computed once too often,
+and that result is dropped.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 import numpy as np
-from arrays import Array
+from arrays import Array, Host
 from llama import Llama
 from steps import Batch
 
 import pykv
 
 
-@dataclass
+@dataclass(eq=False)  # one is like no other
 class Request:
     id: int
     tokens: list[int]  # the prompt, then what was generated
@@ -58,12 +60,17 @@ class Prepared:
 
     requests: list[Request]
     ends: list[int]  # how much of each will be cached
-    batch: Batch  # its tokens may be put in later
+    batch: Batch  # its tokens are put in when it starts
 
-    @property
-    def spans(self) -> list[tuple[Request, int, int]]:
-        """Each request, and from where to where it is computed."""
-        return [(r, r.cached, end) for r, end in zip(self.requests, self.ends, strict=True)]
+
+@dataclass
+class Started:
+    """A step that the device computes, or has computed."""
+
+    prepared: Prepared
+    ready: list[Request]  # those that get a token by it
+    chosen: Array  # these tokens
+    read: Callable[[], Host]  # waits for them
 
 
 def common_prefix(prompts: list[list[int]]) -> list[int]:
@@ -83,13 +90,16 @@ class Engine:
         self.running: list[Request] = []
         self.counters = Counters()
         self._ids = 0
-        self._ahead: Prepared | None = None
+        self._ahead: Started | None = None
 
     def share_prefix(self, tokens: list[int]) -> None:
         """Compute ``tokens`` once; requests that begin with them, and go on, fork the cached blocks."""
+        self.close()
         holder = Request(self.PREFIX, list(tokens), len(tokens), 0.0, 0)
         for begin in range(0, len(tokens), self.tokens_per_step):
-            self._run(self._prepare([(holder, min(self.tokens_per_step, len(tokens) - begin))]))
+            prepared = self._prepare([(holder, min(self.tokens_per_step, len(tokens) - begin))])
+            self._start(prepared)
+            self._count(prepared)
         self.prefix = list(tokens)
 
     def add(self, tokens: list[int], max_new_tokens: int, temperature: float = 0.0, seed: int = 0) -> Request:
@@ -110,28 +120,32 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Compute one batch; returns the requests that got a token."""
-        prepared, self._ahead = self._ahead or self._next(), None
-        if prepared is None:
-            return []
-        logits = self._run(prepared)
-        ready = [request for request in prepared.requests if request.due == 0]
-        chosen = self._choose(logits, ready)
-        self._ahead = self._look_ahead(ready)
-        for request, token in zip(ready, self.model.arrays.host(chosen), strict=True):  # waits for the device
+        step, self._ahead = self._ahead, None
+        if step is None or all(request.finished for request in step.ready):
+            prepared = self._next()
+            if prepared is None:
+                return []
+            step = self._start(prepared)
+        self._count(step.prepared)
+        self._ahead = self._start_ahead(step)
+        got = []
+        for request, token in zip(step.ready, step.read(), strict=True):
+            if request.finished:  # by the step before, of which nobody knew
+                continue
             request.tokens.append(int(token))
-            request.finished = token in self.model.config.end_ids or len(request.tokens) >= request.max_length
-        for request in [r for r in ready if r.finished]:
-            self.end(request)
-        self.counters.generated_tokens += len(ready)
-        return ready
+            got.append(request)
+            if token in self.model.config.end_ids or len(request.tokens) >= request.max_length:
+                self.end(request)
+        self.counters.generated_tokens += len(got)
+        return got
 
     def end(self, request: Request) -> None:
-        """No more tokens for it; its blocks are free."""
+        """No more tokens for it; its blocks are free.  A step under way may still write there, before others do."""
         request.finished = True
+        if request in self.waiting:
+            self.waiting.remove(request)
         if request in self.running:
-            self._drop_ahead()
-            self.running.remove(request)
-            self.cache.free([request.id])
+            self._leave(request)
 
     def close(self) -> None:
         """Give the blocks of the shared prefix back."""
@@ -152,20 +166,18 @@ class Engine:
                 plan = [(request, count) for request, count in plan if request in self.running]
         return None
 
-    def _look_ahead(self, ready: list[Request]) -> Prepared | None:
-        """The next step if all that run are about to get a token, and none thereby comes to its end."""
-        if self.waiting or len(ready) < len(self.running) or any(len(r.tokens) + 1 >= r.max_length for r in ready):
+    def _start_ahead(self, step: Started) -> Started | None:
+        """The step after ``step``, if ``step`` gives a token to all that run and brings none to its greatest length."""
+        if not self.model.arrays.asynchronous or (self.waiting and self._fits(self.waiting[0])):
+            return None
+        if len(step.ready) < len(self.running):
+            return None
+        if any(r.finished or r.cached + 1 >= r.max_length for r in step.ready):
             return None
         try:
-            return self._prepare([(request, 1) for request in ready])
+            return self._start(self._prepare([(request, 1) for request in step.ready]), step.chosen)
         except pykv.OutOfBlocks:
             return None
-
-    def _drop_ahead(self) -> None:
-        """It did not come as foreseen."""
-        for request in self._ahead.requests if self._ahead else []:
-            self.cache.truncate(request.id, request.cached)
-        self._ahead = None
 
     def _plan(self) -> list[tuple[Request, int]]:
         """Who computes how many tokens in this step."""
@@ -194,11 +206,14 @@ class Engine:
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.cache.block_size)
 
-    def _preempt(self, request: Request) -> None:
+    def _leave(self, request: Request) -> None:
         self.running.remove(request)
-        if request.cached:
+        if request.id in self.cache:  # not if there was no room to begin it
             self.cache.free([request.id])
-            request.cached = 0
+        request.cached = 0
+
+    def _preempt(self, request: Request) -> None:
+        self._leave(request)
         self.waiting.appendleft(request)
         self.counters.preemptions += 1
 
@@ -221,23 +236,31 @@ class Engine:
         )
         return Prepared(requests, ends, batch)
 
-    def _run(self, prepared: Prepared) -> Array:
-        """The model over the tokens of each request; logits of those that thereby are ready for a new one."""
-        spans = prepared.spans
-        tokens = np.concatenate([np.array(r.tokens[begin:end]) for r, begin, end in spans])
-        logits = self.model.forward(replace(prepared.batch, tokens=self.model.arrays.put(tokens)), self.cache)
-        for request, begin, end in spans:
-            request.cached = end
-            of_prompt = max(0, min(end, request.prompt_length) - begin)
+    def _start(self, prepared: Prepared, tokens: Array | None = None) -> Started:
+        """The model over the tokens of each request, or ``tokens``, and a draw for those that are ready for one."""
+        arrays, ends = self.model.arrays, prepared.ends
+        if tokens is None:
+            spans = zip(prepared.requests, ends, strict=True)
+            tokens = arrays.put(np.concatenate([np.array(r.tokens[r.cached : end]) for r, end in spans]))
+        logits = self.model.forward(replace(prepared.batch, tokens=tokens), self.cache)
+        ready = [(r, end) for r, end in zip(prepared.requests, ends, strict=True) if end >= len(r.tokens)]
+        # a draw depends on the request's seed and the number of its tokens
+        chosen = arrays.sample(
+            logits,
+            np.array([r.seed for r, _ in ready], np.int32),
+            np.array([end for _, end in ready], np.int32),
+            np.array([r.temperature for r, _ in ready], np.float32),
+        )
+        return Started(prepared, [r for r, _ in ready], chosen, arrays.reader(chosen))
+
+    def _count(self, prepared: Prepared) -> None:
+        """What the step computes is cached, for all that comes after it."""
+        for request, end in zip(prepared.requests, prepared.ends, strict=True):
+            if request.finished:
+                continue
+            of_prompt = max(0, min(end, request.prompt_length) - request.cached)
             self.counters.prompt_tokens += of_prompt
-            self.counters.decoded_tokens += end - begin - of_prompt
+            self.counters.decoded_tokens += end - request.cached - of_prompt
+            request.cached = end
         self.counters.steps += 1
         self.counters.peak_blocks = max(self.counters.peak_blocks, self.cache.num_blocks - self.cache.num_free_blocks)
-        return logits
-
-    def _choose(self, logits: Array, requests: list[Request]) -> Array:
-        """The next token of each request, drawn by its seed and the number of its tokens."""
-        seeds = np.array([r.seed for r in requests], np.int32)
-        steps = np.array([len(r.tokens) for r in requests], np.int32)
-        temperatures = np.array([r.temperature for r in requests], np.float32)
-        return self.model.arrays.sample(logits, seeds, steps, temperatures)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from arrays import Array, Host, JaxArrays
+from arrays import Array, JaxArrays
 from families import Config, LayerConfig
 from llama import Layer, Llama, Weights, forward
 from steps import FUSED_ADD, Batch, Linear, Norm, Steps
@@ -99,8 +99,9 @@ def _padded(batch: Batch) -> Batch:
     tokens, sequences, blocks = (_power_of_two(n) for n in (len(batch.tokens), *batch.block_tables.shape))
     wanted = _power_of_two(len(batch.wanted))
 
-    def pad(x: Host, size: int, value: int = 0) -> Host:
-        return np.pad(x, (0, size - len(x)), constant_values=value).astype(np.int32)
+    def pad(x: Array, size: int, value: int = 0) -> Array:
+        pad = np.pad if isinstance(x, np.ndarray) else jnp.pad  # tokens may be on the device, not computed yet
+        return pad(x, (0, size - len(x)), constant_values=value).astype(np.int32)
 
     tables = np.full((sequences, blocks), -1, np.int32)
     tables[: len(batch.block_tables), : batch.block_tables.shape[1]] = batch.block_tables

@@ -57,7 +57,7 @@ def seconds(ninja_log: str) -> dict[str, float]:
     spent: dict[str, float] = defaultdict(float)
     last = {line.split("\t")[3]: line.split("\t") for line in ninja_log.splitlines() if line.count("\t") == 4}
     for output, (start, end, *_) in last.items():
-        family = re.search(r"kernels\.dir/src/kernels/(\w+)/\w+\.cu\.o$", output)
+        family = re.search(r"kernels\.dir/src/kernels/(\w+)/[\w/]+\.cu\.o$", output)
         kind = family[1] if family else None
         for name, pattern in (("CPU twins", "/cpu_"), ("C entries", "/kernels.dir/"), ("bindings", "/_C.dir/")):
             if kind is None and pattern in output and output.endswith(".o"):
@@ -71,7 +71,7 @@ def measure(build: Path, log: str) -> dict[str, dict[str, Any]]:
     cuobjdump, spilled, spent = find_cuobjdump(), spills(log), seconds((build / ".ninja_log").read_text())
     families: dict[str, dict[str, Any]] = {}
     for folder in sorted((build / "CMakeFiles" / "kernels.dir" / "src" / "kernels").iterdir()):
-        objects = sorted(folder.glob("*.cu.o"))
+        objects = sorted(folder.rglob("*.cu.o"))
         if not objects:
             continue
         found: dict[str, int] = {}

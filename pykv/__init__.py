@@ -77,6 +77,7 @@ from pykv.gemm import (
     dsv3_fused_a_gemm,
     dsv3_router_gemm,
     fp32_router_gemm,
+    grouped_scaled_mm,
     packed_gemm,
 )
 from pykv.indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
@@ -249,6 +250,7 @@ __all__ = [
     "get_pkgconfig_dir",
     "ggml_dequantize",
     "gptq_dequantize",
+    "grouped_scaled_mm",
     "grouped_topk",
     "hadacore_transform",
     "has_cuda",

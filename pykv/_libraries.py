@@ -214,25 +214,37 @@ def _type_name(like: Any) -> str:
 
 
 def spec_of(array: Any) -> Spec:
-    """Shape and dtype of an array of NumPy, CuPy, torch or JAX."""
+    """Shape and dtype of an array of NumPy, CuPy, torch, JAX, Paddle or MLX."""
     dtype = getattr(array, "dtype", "")
     name = getattr(dtype, "name", None)
-    return Spec(tuple(array.shape), name if isinstance(name, str) else str(dtype).removeprefix("torch."))
+    return Spec(tuple(array.shape), name.lower() if isinstance(name, str) else str(dtype).rpartition(".")[2])
 
 
 def empty_beside(array: Any, shape: tuple[int, ...], dtype: str) -> Any:
-    """A new array of the library of ``array`` on its device, not initialised; CuPy has no fp8, there it is of bytes."""
+    """A new array of the library of ``array`` on its device, not initialised; CuPy has no fp8, there it is of bytes.
+
+    MLX's arrays cannot be written: beside one it is NumPy's, of which ``handed_back`` makes one of MLX.
+    """
     name = _root_name(array)
     if name == "torch":
         return array.new_empty(shape, dtype=getattr(sys.modules[name], dtype))
     if name == "cupy":
         with array.device:
             return sys.modules[name].empty(shape, np.uint8 if dtype.startswith("float8") else numpy_dtype(dtype))
-    if name == "numpy":
+    if name == "paddle":
+        return sys.modules[name].empty(shape, dtype=dtype, device=array.place)
+    if name in ("numpy", "mlx"):
         return np.empty(shape, numpy_dtype(dtype))
     if name in ("jax", "jaxlib"):
         raise TypeError("JAX arrays are immutable: pykv.jax has the operations as pure functions")
-    raise TypeError(f"outputs are made in NumPy, CuPy or torch, got {type(array).__name__}")
+    raise TypeError(f"outputs are made in NumPy, CuPy, torch, Paddle or MLX, got {type(array).__name__}")
+
+
+def handed_back(array: Any, beside: Any) -> Any:
+    """``array``, which was made beside ``beside``, in the library of that one; MLX has no fp8, there it is of bytes."""
+    if _root_name(beside) != "mlx" or not isinstance(array, np.ndarray):
+        return array
+    return sys.modules["mlx.core"].array(array.view(np.uint8) if array.dtype.name.startswith("float8") else array)
 
 
 def array_like(values: npt.NDArray[Any], dtype: str, like: Any) -> Any:
@@ -280,6 +292,9 @@ def _pinned(
     return memory
 
 
+_ROOTS = ("numpy", "cupy", "torch", "jax", "jaxlib", "paddle", "mlx")
+
+
 def _root_name(like: Any) -> str:
     if like is None:
         return "numpy"
@@ -288,7 +303,7 @@ def _root_name(like: Any) -> str:
     if not hasattr(like, "shape"):  # torch.float32 is of torch, too
         return ""
     roots = [base.__module__.partition(".")[0] for base in type(like).__mro__]  # subclasses count as their library's
-    return next((root for root in roots if root in ("numpy", "cupy", "torch", "jax", "jaxlib")), "")
+    return next((root for root in roots if root in _ROOTS), "")
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, update_wrapper
 from typing import Any, Final, Literal, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
@@ -39,13 +39,14 @@ class Rule(NamedTuple):
 class NoneIs:
     """A converter of numbers: C takes ``sentinel`` for None.
 
-    Where ``positive`` names the parameter, numbers must be that: 0, the sentinel, would silently mean None.  Where
-    ``number`` names it, they must not be NaN, for the same reason.
+    Numbers that must be ``positive`` are: 0, the sentinel, would silently mean None.  Those that must be a ``number``
+    are not NaN, for the same reason.
     """
 
     sentinel: float
-    positive: str = ""
-    number: str = ""
+    positive: bool = False
+    number: bool = False
+    name: str = ""  # of the operation and its parameter: `operation` says it
 
     def __call__(self, value: float | None) -> float:
         if value is None:
@@ -55,16 +56,16 @@ class NoneIs:
                 is_positive = bool(value > 0)
             except (TypeError, ValueError):  # that of an array: not one truth
                 got = type(value).__name__
-                raise TypeError(f"{self.positive}: must be a positive number or None, got {got}") from None
+                raise TypeError(f"{self.name}: must be a positive number or None, got {got}") from None
             if not is_positive:
-                raise ValueError(f"{self.positive}: must be positive, got {value}")
+                raise ValueError(f"{self.name}: must be positive, got {value}")
         if self.number:
             try:
                 is_nan = bool(value != value)
             except ValueError:
-                raise TypeError(f"{self.number}: must be a number or None, got {type(value).__name__}") from None
+                raise TypeError(f"{self.name}: must be a number or None, got {type(value).__name__}") from None
             if is_nan:
-                raise ValueError(f"{self.number}: must be a number, got {value}")
+                raise ValueError(f"{self.name}: must be a number, got {value}")
         return value
 
 
@@ -86,7 +87,11 @@ def operation(
     """
 
     def make(definition: _Definition) -> _Definition:
-        how = _How(definition, has_body, converters or {}, rules)
+        named = {
+            name: replace(convert, name=f"{definition.__name__}: {name}") if isinstance(convert, NoneIs) else convert
+            for name, convert in (converters or {}).items()
+        }
+        how = _How(definition, has_body, named, rules)
         function = how.function()
         _defined[definition.__name__] = function, how
         return cast(_Definition, function)

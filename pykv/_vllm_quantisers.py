@@ -80,21 +80,20 @@ def scaled_fp4_quant(
 ) -> tuple[Any, Any]:
     """:func:`pykv.scaled_fp4_quant`; returns the codes ``[rows, n / 2]`` and the scales, leading dimensions being one.
 
-    ``padded_n``: what ``n`` is enlarged to, with zeros.  A ``backend`` of TensorRT-LLM has scales of its own for up to
-    32 rows, which there are none of here.
+    ``padded_n``: what ``n`` is enlarged to, with zeros.  For up to 32 rows a ``backend`` of TensorRT-LLM has scales
+    in tiles of 8 rows, not of 128.
     """
     (*lead, n), _ = spec_of(input)
     rows, width = math.prod(lead), n if padded_n is None else padded_n
     if width < n or width % 16 != 0:
         raise ValueError(f"padded_n: must be a multiple of 16 and at least {n}, got {width}")
-    if backend.startswith("trtllm") and is_sf_swizzled_layout and rows <= 32:
-        raise ValueError("backend: the scales of TensorRT-LLM for up to 32 rows, in tiles of 8, are not supported")
+    tile_rows = 8 if backend.startswith("trtllm") and rows <= 32 else 128
     codes = empty_beside(input, (*lead, width // 2), "uint8")
     if is_sf_swizzled_layout:
-        scales = empty_beside(input, (_up_to(rows, 128), _up_to(width // 16, 4)), FP8)
+        scales = empty_beside(input, (_up_to(rows, tile_rows), _up_to(width // 16, 4)), FP8)
     else:
         scales = empty_beside(input, (*lead, width // 16), FP8)
-    pykv.scaled_fp4_quant(codes, scales, input, input_global_scale, is_sf_swizzled_layout)
+    pykv.scaled_fp4_quant(codes, scales, input, input_global_scale, is_sf_swizzled_layout, tile_rows=tile_rows)
     return codes.reshape(rows, -1), scales if is_sf_swizzled_layout else scales.reshape(rows, -1)
 
 

@@ -62,9 +62,9 @@ def _merged(parts: str) -> Rule:
 
 @operation(
     converters={
-        "scale": NoneIs(math.nan, number="paged_attention: scale"),
-        "window": NoneIs(0, positive="paged_attention: window"),
-        "softcap": NoneIs(0.0, positive="paged_attention: softcap"),
+        "scale": NoneIs(math.nan, number=True),
+        "window": NoneIs(0, positive=True),
+        "softcap": NoneIs(0.0, positive=True),
     },
     out=like("query"),
     lse=_lse,

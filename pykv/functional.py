@@ -1,10 +1,10 @@
 """Operations that make their outputs: ``y = pykv.functional.rms_norm(x, weight)``.
 
 Every operation that has an output (an array it writes and does not read) stands here under its own name, without the
-parameters of its outputs: these are allocated through the library of the first array and returned, several as a tuple
-in the order of the operation's parameters.  An optional output, such as an LSE, is asked for by ``lse=True``.
-An output given by keyword is used as it is; None stands for one that is made.  Arrays that an operation changes in
-place, such as caches, it changes here too.
+parameters of its outputs.  They are allocated and returned, several as a tuple in the order of the operation's
+parameters, as arrays of the library of the first array: NumPy, CuPy, torch, Paddle or MLX.  An optional output, such as
+an LSE, is asked for by ``lse=True``.  An output given by keyword is used as it is; None stands for one that is made.
+Arrays that an operation changes in place, such as caches, it changes here too; MLX's cannot be changed.
 
 What an output is like the operation itself tells (see ``pykv._schema``); nothing here knows any of them.
 """
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pykv._libraries import empty_beside, spec_of
+from pykv._libraries import empty_beside, handed_back, spec_of
 from pykv._schema import Op, Spec, all_ops
 from pykv._shapes import outputs
 
@@ -32,7 +32,8 @@ def _functional(op: Op) -> Callable[..., Any]:
         arguments = op.bind(args, kwargs, "stream")
         specs = {k: _spec_of(op, k, v) if k in array_names else v for k, v in arguments.items()}
         beside = next(arguments[name] for name in op.inputs if isinstance(specs.get(name), Spec))
-        for name, (shape, dtype) in outputs(op, specs).items():
+        made = outputs(op, specs)
+        for name, (shape, dtype) in made.items():
             if arguments.get(op.rules[name].transposed_if):
                 arguments[name] = empty_beside(beside, shape[::-1], dtype).T
             else:
@@ -42,6 +43,8 @@ def _functional(op: Op) -> Callable[..., Any]:
         except RuntimeError:
             _refuse_transformed(op, arguments)
             raise
+        for name in made:
+            arguments[name] = handed_back(arguments[name], beside)
         results = tuple(arguments[name] for name in returned if arguments.get(name) is not None)
         return results[0] if len(results) == 1 else results
 
@@ -68,7 +71,9 @@ def _spec_of(op: Op, name: str, value: Any) -> Any:
         return value
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         got = type(value).__name__
-        raise TypeError(f"{op.name}: {name}: must be an array, and outputs are made in NumPy, CuPy or torch, got {got}")
+        raise TypeError(
+            f"{op.name}: {name}: must be an array, and outputs are made in NumPy, CuPy, torch, Paddle or MLX, got {got}"
+        )
     return spec_of(value)
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "dsv3_fused_a_gemm",
     "dsv3_router_gemm",
     "fp32_router_gemm",
+    "grouped_scaled_mm",
     "pack_awq",
     "pack_fp8",
     "pack_gguf",
@@ -60,8 +61,9 @@ def packed_gemm(
 ) -> None:
     """Multiply the rows of ``x`` by a packed weight: ``out = x @ W.T + bias``.
 
-    Codes are exact in the arithmetic, sums are fp32, and only sums over a group of columns are scaled.  The result is
-    rounded once.  A row of ``out`` has the same bits however many rows there are.
+    Codes are multiplied exactly and summed in fp32; the sum over a group of columns is multiplied by its scale, and the
+    result is rounded once.  A row of ``out`` has the same bits however many rows there are.  A weight is packed once by
+    the function of its source: :func:`pykv.gemm.pack_awq`, ``pack_gptq``, ``pack_gguf`` and others of that module.
 
     Args:
         out: ``[num_rows, n]``, dtype of ``x``; written.  The elements of a row lie side by side, rows may be strided.
@@ -100,8 +102,8 @@ def cutlass_scaled_mm(
     Sums of int8 are exact.  Those of float8_e4m3fn are fp32 over blocks of 128 of ``k``, added in order: a row
     of ``out`` has the same bits however many rows there are.
 
-    Scales of blocks: ``out = sum(a_scales[:, i] * b_scales[i, n // 128] * (a @ b over block i)) + bias``.  They are
-    meant where the scales have not one element, or one for each row and column.
+    Scales of blocks: ``out = sum(a_scales[:, i] * b_scales[i, n // 128] * (a @ b over block i)) + bias``.  Scales
+    are taken for these unless they have one element, or one for each row or column.
 
     Args:
         out: ``[num_rows, n]`` float32, float16 or bfloat16; written.  The elements of a row lie side by side, rows
@@ -153,6 +155,54 @@ def cutlass_scaled_mm_azp(
 
     Raises:
         ValueError: shapes, strides or devices do not fit.
+        TypeError: dtypes do not fit.
+    """
+
+
+@operation(out=Rule(lambda a: Spec((*a["a"].shape[:-1], a["b"].shape[2]), "bfloat16")))
+def grouped_scaled_mm(
+    out: Array,
+    a: Array,
+    b: Array,
+    a_scales: Array,
+    b_scales: Array,
+    row_groups: Array | None = None,
+    group_begins: Array | None = None,
+    group_sizes: Array | None = None,
+    expected_rows: int = 0,
+    *,
+    stream: Stream = None,
+) -> None:
+    """Multiply rows in groups by the matrix of their group: :func:`cutlass_scaled_mm` with several ``b``.
+
+    Rows of no group are not written.  A row of ``out`` has the same bits whatever the others are.  Which rows a group
+    has is told in one of three ways, by int32 or int64 arrays on the device:
+
+    - ``row_groups``: each row has a group, the same for 128 neighbours.
+    - ``group_begins``, or with it ``group_sizes``: groups lie one after another.
+    - ``group_sizes`` alone: each group has the first rows of a matrix of its own.
+
+    Args:
+        out: ``[num_rows, n]`` float32, float16 or bfloat16; written.  ``[groups, num_rows, n]`` with ``group_sizes``
+            alone.  The elements of a row lie side by side.  The functional forms make bfloat16.
+        a: ``[num_rows, k]`` float8_e4m3fn (or uint8, which holds it) or int8; ``[groups, num_rows, k]`` with
+            ``group_sizes`` alone.
+        b: ``[groups, k, n]``, dtype of ``a``, any strides; at most 512 groups.  It is read fastest as the last two
+            axes of a weight ``[groups, n, k]``, exchanged.
+        a_scales: float32, one element or ``[num_rows]`` (``[groups, num_rows]``); or of blocks, ``[num_rows,
+            ceil(k / 128)]`` (``[groups, num_rows, ceil(k / 128)]``) float32 or uint8.  Any strides.
+        b_scales: float32, ``[groups]``, ``[groups, 1]`` or ``[groups, n]``; or of blocks, ``[groups, ceil(k / 128),
+            ceil(n / 128)]`` float32 or uint8.
+        row_groups: ``[num_rows]``: the group of each row, which is that of the first of its 128 neighbours.  Rows of
+            another are skipped.
+        group_begins: where the rows of each group begin, ``[groups]``, or ``[groups + 1]`` without ``group_sizes``.
+        group_sizes: ``[groups]``: how many rows there are.  Or ``[groups, 3]``: ``(rows, n, k)`` or ``(n, rows, k)``.
+        expected_rows: how many rows a group may have, which chooses the kernel and changes no result.  0: as many as
+            there are on average.
+        stream: CUDA stream; ``None``: the current one of the arrays' library.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit; or (CPU) a group or its rows were out of range.
         TypeError: dtypes do not fit.
     """
 

@@ -25,7 +25,7 @@ def topk_softmax(
     *,
     stream: Stream = None,
 ) -> None:
-    """Take for each token the ``k`` experts with the largest ``p + bias``, ``p = softmax(gating_output)`` in fp32.
+    """Choose for each token the ``k`` experts with the largest ``p + bias``, ``p = softmax(gating_output)`` in fp32.
 
     Of equal sums the lower id comes first.  ``p`` that is not finite counts as 0: a row with a NaN gets the experts
     ``0 ... k - 1`` and weights of 0 (without a bias).
@@ -81,7 +81,7 @@ def topk_softplus_sqrt(
     *,
     stream: Stream = None,
 ) -> None:
-    """Do as :func:`topk_softmax` with ``p = sqrt(log(1 + exp(x)))``, ``sqrt(x)`` above 20; or look the experts up.
+    """Do as :func:`topk_softmax` with ``p = sqrt(log(1 + exp(x)))``, ``sqrt(x)`` above 20; or by a table of experts.
 
     With the last two arrays the experts of token ``t`` are ``hash_indices_table[input_ids[t]]``, whatever their ``p``,
     and ``token_expert_indices`` is not written.
@@ -284,7 +284,7 @@ def get_cutlass_moe_mm_data(
     *,
     stream: Stream = None,
 ) -> None:
-    """Say what two grouped GEMMs need: rows of an expert side by side, their number ``m``, and the problems.
+    """List what two grouped GEMMs need: where the rows of each expert begin, their number ``m``, and the problem sizes.
 
     These are ``(m, 2 * n, k)``, or ``(m, n, k)`` unless ``is_gated``, and ``(m, k, n)``.  In an expert pairs ascend.
     All outputs are int32 and contiguous.
@@ -321,7 +321,7 @@ def get_cutlass_moe_mm_problem_sizes_from_expert_offsets(
     *,
     stream: Stream = None,
 ) -> None:
-    """Give the problems ``(m, 2 * n, k)`` and ``(m, k, n)`` of each expert, from where its rows begin.
+    """List the problem sizes ``(m, 2 * n, k)`` and ``(m, k, n)`` of each expert, from where its rows begin.
 
     Args:
         expert_first_token_offset: ``[num_experts + 1]`` int32 or int64, ascending.
@@ -350,7 +350,7 @@ def get_cutlass_batched_moe_mm_data(
     *,
     stream: Stream = None,
 ) -> None:
-    """Give the same problems for experts of ``padded_m`` rows each, of which ``expert_num_tokens`` count.
+    """List the same problem sizes for experts of ``padded_m`` rows each, of which ``expert_num_tokens`` count.
 
     Args:
         expert_offsets: ``[num_local_experts]`` or one more, int32, contiguous; written: ``e * padded_m``.
@@ -517,13 +517,13 @@ def fused_moe(
     *,
     stream: Stream = None,
 ) -> None:
-    """Compute a layer of experts, from the tokens and where they go.
+    """Compute a layer of experts: both products and the activation, for tokens that are routed already.
 
     ``out[t]`` is the sum over ``j``, with ``e = topk_ids[t, j]``, of ``topk_weights[t, j]`` times
     ``activation(x[t] @ w1[e].T + w1_bias[e]) @ w2[e].T + w2_bias[e]``.  Products are summed in fp32 and rounded to the
     dtype of ``x``; so is the activation.  The rows of a token are summed in fp32, in the order of its experts, and
     rounded once.  A row of ``out`` has the same bits whatever the other tokens are.  Experts without tokens cost
-    nothing.  Shared experts are the caller's.
+    nothing.  Shared experts are not part of it.
 
     Args:
         out: ``[T, D]``, dtype of ``x``; written.  Rows may be strided.

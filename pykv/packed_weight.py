@@ -58,7 +58,10 @@ class PackedWeight:
         header = bytes(host(data[:HEADER]).tobytes())
         if not header.startswith(_MAGIC):
             raise ValueError("data: does not begin with the header of a packed weight")
-        return PackedWeight(data, header[len(_MAGIC) : _TABLE_AT].rstrip(b"\0").decode())
+        text = header[len(_MAGIC) : _TABLE_AT].rstrip(b"\0")
+        if not text.isascii() or not text.decode().isprintable():
+            raise ValueError(f"data: its header names no format, but {text!r}")
+        return PackedWeight(data, text.decode())
 
 
 class Factor(NamedTuple):

@@ -40,7 +40,7 @@ def _packed_scales(arguments: Mapping[str, Any]) -> Spec:
 def static_scaled_int8_quant(
     result: Array, input: Array, scale: ScalarOrArray, azp: Array | None = None, *, stream: Stream = None
 ) -> None:
-    """Divide by ``scale``, to int8; or, with a zero point, ``result = round(input * (1 / scale)) + azp``, saturated.
+    """Quantise to int8: ``round(input / scale)``, or with a zero point ``round(input * (1 / scale)) + azp``, saturated.
 
     Args:
         result: ``[..., width]`` int8, shape of ``input``; written.
@@ -59,7 +59,7 @@ def static_scaled_int8_quant(
 def dynamic_scaled_int8_quant(
     result: Array, input: Array, scale: Array, azp: Array | None = None, *, stream: Stream = None
 ) -> None:
-    """Give int8 codes of each row by a scale that its numbers decide.
+    """Quantise each row to int8 codes by a scale of its own.
 
     Without ``azp``: ``scale = m / 127`` with ``m = max(abs(row))``, ``result = round(row * (127 / m))``, of zeros 0.
 
@@ -109,7 +109,7 @@ def static_scaled_fp8_quant(
     *,
     stream: Stream = None,
 ) -> None:
-    """Give fp8 codes by scales that are known: ``result = fp8(input * (1 / scale))``.
+    """Quantise to fp8 codes by given scales: ``result = fp8(input * (1 / scale))``.
 
     Args:
         result: ``[..., width]`` float8_e4m3fn, uint8 (which holds it) or float8_e5m2, shape of ``input``; written.
@@ -129,7 +129,7 @@ def static_scaled_fp8_quant(
 
 @operation(result=_codes("float8_e4m3fn"), scale=Rule(lambda _: Spec((1,), "float32")))
 def dynamic_scaled_fp8_quant(result: Array, input: Array, scale: Array, *, stream: Stream = None) -> None:
-    """Give fp8 codes by one scale: ``scale = max(abs(input)) / code``, ``result = fp8(input * (1 / scale))``.
+    """Quantise by a scale that is computed: ``scale = max(abs(input)) / code``, ``result = fp8(input * (1 / scale))``.
 
     ``code`` is the largest one, 448 of float8_e4m3fn and 57344 of float8_e5m2.  Zeros have codes of 0, and the scale 0.
 
@@ -149,7 +149,7 @@ def dynamic_scaled_fp8_quant(result: Array, input: Array, scale: Array, *, strea
 def dynamic_per_token_scaled_fp8_quant(
     result: Array, input: Array, scale: Array, scale_ub: ScalarOrArray | None = None, *, stream: Stream = None
 ) -> None:
-    """Give fp8 codes of each row by a scale that its largest magnitude decides.
+    """Quantise each row to fp8 codes by a scale of its own.
 
     With ``m = max(abs(row))``, ``scale_ub`` at most, ``scale = max(m / code, 1 / (512 * code))`` and
     ``result = fp8(row / scale)``; ``code`` is the largest one, 448 of float8_e4m3fn and 57344 of float8_e5m2.
@@ -168,8 +168,8 @@ def dynamic_per_token_scaled_fp8_quant(
     """
 
 
-_FP8_RANGE = {"fp8_min": NoneIs(0.0, number="fp8_min"), "fp8_max": NoneIs(0.0, positive="fp8_max")}
-_INT8_RANGE = {"int8_min": NoneIs(0.0, number="int8_min"), "int8_max": NoneIs(0.0, positive="int8_max")}
+_FP8_RANGE = {"fp8_min": NoneIs(0.0, number=True), "fp8_max": NoneIs(0.0, positive=True)}
+_INT8_RANGE = {"int8_min": NoneIs(0.0, number=True), "int8_max": NoneIs(0.0, positive=True)}
 
 
 @operation(output_q=_codes("float8_e4m3fn"), output_s=_group_scales, converters=_FP8_RANGE)
@@ -185,7 +185,7 @@ def per_token_group_fp8_quant(
     *,
     stream: Stream = None,
 ) -> None:
-    """Give fp8 codes with a scale for each group of neighbours in a row.
+    """Quantise to fp8 codes with a scale for each group of neighbours in a row.
 
     ``scale = max(m, eps) / fp8_max`` with ``m = max(abs(group))``, and ``output_q = fp8(group * (1 / scale))``.
 
@@ -253,7 +253,7 @@ def per_token_group_quant_int8(
     *,
     stream: Stream = None,
 ) -> None:
-    """Give int8 codes with a scale for each group of neighbours in a row.
+    """Quantise to int8 codes with a scale for each group of neighbours in a row.
 
     ``scale = max(m, eps) / int8_max`` with ``m = max(abs(group))``, and ``output_q = round(group * (1 / scale))``.
 
@@ -294,7 +294,7 @@ def _block_scales(dtype: str, block: int, *, per_number: int = 1, swizzled: bool
         blocks = width // (block * per_number)
         if not (swizzled or arguments["is_sf_swizzled_layout"]):
             return Spec((*rows, blocks), dtype)
-        return Spec((_padded(math.prod(rows), 128), _padded(blocks, 4)), dtype)
+        return Spec((_padded(math.prod(rows), arguments.get("tile_rows", 128)), _padded(blocks, 4)), dtype)
 
     return Rule(make)
 
@@ -307,10 +307,11 @@ def scaled_fp4_quant(
     input_scale: ScalarOrArray,
     is_sf_swizzled_layout: bool = True,
     four_over_six: bool = False,
+    tile_rows: int = 128,
     *,
     stream: Stream = None,
 ) -> None:
-    """Give four-bit floats (e2m1) in blocks of 16 neighbours with scales in e4m3 (nvfp4).
+    """Quantise to nvfp4: four-bit floats (e2m1) in blocks of 16 neighbours, with scales in e4m3.
 
     With ``m = max(abs(block))``, ``scale = e4m3(input_scale * (m / 6))`` and
     ``output = e2m1(block * (1 / (scale * (1 / input_scale))))``: a number is ``code * scale / input_scale``.  A block
@@ -320,14 +321,16 @@ def scaled_fp4_quant(
         output: ``[..., width / 2]`` uint8, or with more bytes in a row, which become 0; written.  Element ``2 j`` is
             the low half of byte ``j``.
         output_scale: float8_e4m3fn or uint8; written.  ``[..., width / 16]``, or as many as ``output`` has blocks, any
-            strides; or swizzled: contiguous (int32, too, as four bytes each), in tiles of 128 rows and 4 scales,
-            padded to whole ones, with zeros.
+            strides; or swizzled: contiguous (int32, too, as four bytes each), in tiles of ``tile_rows`` rows and 4
+            scales, padded to whole ones, with zeros.
         input: ``[..., width]`` float32, float16 or bfloat16, ``width`` a multiple of 16.
         input_scale: the global scale, as a rule ``448 * 6 / max(abs(input))``.
         is_sf_swizzled_layout: byte ``((r // 128) * tiles + b // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + b % 4``
             is the scale of row ``r`` and block ``b``, with ``tiles`` side by side.
-        four_over_six: the scale is ``e4m3(input_scale * (m / 4))`` where the sum of the squares of what the block is
-            wrong by is less so.
+        four_over_six: the scale is ``e4m3(input_scale * (m / 4))`` where that makes the sum of the squared errors of
+            the block smaller.
+        tile_rows: 128; or 8, as TensorRT-LLM's products of few rows want them: byte
+            ``((r // 8) * tiles + b // 4) * 32 + r % 8 * 4 + b % 4``.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
@@ -420,7 +423,7 @@ def mxfp8_quantize(
     *,
     stream: Stream = None,
 ) -> None:
-    """Give fp8 codes in blocks of 32 neighbours, each below a power of two.
+    """Quantise to mxfp8: fp8 codes in blocks of 32 neighbours, whose scale is a power of two.
 
     Args:
         output: ``[..., width]`` float8_e4m3fn, uint8 (which holds it) or float8_e5m2, shape of ``input``; written.
@@ -450,7 +453,7 @@ def mxfp4_quantize(
     *,
     stream: Stream = None,
 ) -> None:
-    """Give four-bit floats (e2m1) in blocks of 32 neighbours, each below a power of two.
+    """Quantise to mxfp4: four-bit floats (e2m1) in blocks of 32 neighbours, whose scale is a power of two.
 
     Args:
         output: ``[..., width / 2]`` uint8, as of :func:`scaled_fp4_quant`; written.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,13 @@ def batched_rotary_embedding(
 
 
 def _sections(mrope_section: Array | Sequence[int]) -> Any:
-    return np.asarray(mrope_section, np.int64) if isinstance(mrope_section, Sequence) else mrope_section
+    if not isinstance(mrope_section, Sequence):
+        return mrope_section
+    try:
+        return np.array([index(n) for n in mrope_section], np.int64)
+    except (TypeError, OverflowError):
+        shown = repr(mrope_section)[:60]
+        raise TypeError(f"mrope: mrope_section: must be integers that fit int64, got {shown}") from None
 
 
 @operation(converters={"mrope_section": _sections})

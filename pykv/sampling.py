@@ -160,7 +160,7 @@ def merge_top_k(
     """
 
 
-@operation(converters={"num_org": NoneIs(-1), "soft_cap": NoneIs(0.0, positive="finish_logits_: soft_cap")})
+@operation(converters={"num_org": NoneIs(-1), "soft_cap": NoneIs(0.0, positive=True)})
 def finish_logits_(
     logits: Array,
     num_org: int | None = None,
@@ -171,7 +171,7 @@ def finish_logits_(
     scale: float = 1.0,
     stream: Stream = None,
 ) -> None:
-    """Do in place what follows the product of a head: ``logits = scale * soft_cap * tanh(logits / soft_cap)``.
+    """Scale, cap and mask logits in place: ``logits = scale * soft_cap * tanh(logits / soft_cap)``.
 
     In fp32, rounded once.  Columns that belong to no token become -infinity: of ``num_org`` columns, then
     ``num_org_pad``, then ``num_added`` and the rest, these are the second ones and the rest.  A head that is a shard of
@@ -225,7 +225,8 @@ def sample(
        ``output_counts``, ``x = x - frequency * count - presence``.
     2. Kept are those with at least ``min_p`` times the largest probability, of these the first ``top_k``, of these the
        shortest beginning whose share of the probability reaches ``top_p``: at least one.
-    3. The largest ``x / temperature + noise`` wins; with a temperature below 1e-5, the first x.
+    3. The largest ``x / temperature + noise`` wins; with a temperature below 1e-5, the largest x (of
+       equals the lower token).
 
     The noise of a token is a function of seed, step and token alone (``-log(-log(1 - u))``, ``u = (w + 0.5) / 2**32``,
     w being word ``token % 4`` of Philox4x32-10 with the seed as key and the counter ``(token // 4, 0, step)``).  So the
@@ -244,8 +245,8 @@ def sample(
         logit_bias: ``[num_rows, vocab_size]`` float32; rows may have the stride 0.
         allowed_bitmap: like ``prompt_bitmap``; ``None``: all are allowed.
         first_token: where ``logits`` are a shard of the vocabulary, its first token, from which ``out`` counts.
-        logprobs: ``[num_rows]`` float32; written with the token's log-probability among those that are kept (0 for the
-            first x).
+        logprobs: ``[num_rows]`` float32; written with the token's log-probability among those that are kept (0 with a
+            temperature below 1e-5).
         scores: ``[num_rows]`` float32; written with what won.  Of several shards of a vocabulary, the token with the
             largest is the one that all together would give, the lower one of equals: not with ``top_k``, ``top_p`` and
             ``min_p``, which look at all.

@@ -81,6 +81,8 @@ __all__ = [
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_cache",
     "cp_gather_indexer_k_quant_cache",
+    "cutlass_group_gemm_supported",
+    "cutlass_moe_mm",
     "cutlass_scaled_fp4_mm",
     "cutlass_scaled_mm",
     "cutlass_scaled_mm_azp",
@@ -89,6 +91,8 @@ __all__ = [
     "cutlass_scaled_mm_supports_fp8",
     "dsv3_fused_a_gemm",
     "dsv3_router_gemm",
+    "fp8_gemm_nt",
+    "fp8_m_grouped_gemm_nt_masked",
     "fp32_router_gemm",
     "fused_add_rms_norm",
     "fused_qk_norm_rope",
@@ -109,6 +113,7 @@ __all__ = [
     "grouped_topk",
     "hadacore_transform",
     "indexer_k_quant_and_cache",
+    "m_grouped_fp8_gemm_nt_contiguous",
     "machete_mm",
     "machete_prepack_B",
     "marlin_gemm",
@@ -225,6 +230,54 @@ def cutlass_scaled_mm_supports_block_fp8(cuda_device_capability: int) -> bool:
 def cutlass_scaled_mm_supports_fp4(cuda_device_capability: int) -> bool:
     """Whether :func:`cutlass_scaled_fp4_mm` runs there, by decoding: from 8.0 (80) on."""
     return cuda_device_capability >= 80
+
+
+def cutlass_group_gemm_supported(cuda_device_capability: int) -> bool:
+    """Whether :func:`cutlass_moe_mm` runs there: from 8.0 (80) on."""
+    return cuda_device_capability >= 80
+
+
+def cutlass_moe_mm(
+    out_tensors: Array,
+    a_tensors: Array,
+    b_tensors: Array,
+    a_scales: Any,
+    b_scales: Any,
+    expert_offsets: Array,
+    problem_sizes: Array,
+    a_strides: Array,
+    b_strides: Array,
+    c_strides: Array,
+    per_act_token: bool,
+    per_out_ch: bool,
+) -> None:
+    """:func:`pykv.grouped_scaled_mm`; strides are those of the arrays, and scales say themselves what they are of."""
+    a, b = a_scales.reshape(-1), b_scales.reshape(spec_of(b_scales).shape[0], -1)
+    pykv.grouped_scaled_mm(
+        out_tensors, a_tensors, b_tensors, a, b, group_begins=expert_offsets, group_sizes=problem_sizes
+    )
+
+
+def fp8_gemm_nt(a: tuple[Array, Array], b: tuple[Any, Any], d: Array) -> None:
+    """:func:`pykv.cutlass_scaled_mm` of matrices with their scales of blocks, ``b`` ``[n, k]``."""
+    pykv.cutlass_scaled_mm(d, a[0], b[0].swapaxes(-1, -2), a[1], b[1].swapaxes(-1, -2))
+
+
+def m_grouped_fp8_gemm_nt_contiguous(a: tuple[Array, Array], b: tuple[Any, Any], d: Array, m_indices: Array) -> None:
+    """:func:`pykv.grouped_scaled_mm` of matrices with their scales of blocks, ``b`` ``[groups, n, k]``.
+
+    Rows of ``a`` are in groups of multiples of 128.
+    """
+    w, scales = (x.swapaxes(-1, -2) for x in b)
+    pykv.grouped_scaled_mm(d, a[0], w, a[1], scales, m_indices)
+
+
+def fp8_m_grouped_gemm_nt_masked(
+    a: tuple[Array, Array], b: tuple[Any, Any], d: Array, masked_m: Array, expected_m: int
+) -> None:
+    """The same of ``a`` ``[groups, num_rows, k]``, of which each group has its first ``masked_m`` rows."""
+    w, scales = (x.swapaxes(-1, -2) for x in b)
+    pykv.grouped_scaled_mm(d, a[0], w, a[1], scales, group_sizes=masked_m, expected_rows=expected_m)
 
 
 def cutlass_scaled_fp4_mm(

@@ -37,10 +37,14 @@ NOT_OPS = {
 
 
 def declarations() -> dict[str, list[str]]:
-    """Function name -> parameter names, from the installed headers."""
+    """Function name -> parameter names, from the installed headers; in place of options, their fields."""
     found = {}
     for header in sorted(HEADERS.glob("*.h")):
         text = re.sub(r"/\*.*?\*/", "", header.read_text(), flags=re.DOTALL)
+        for options, fields in re.findall(r"typedef struct (pykv_\w+_options) {(.*?)}", text, flags=re.DOTALL):
+            (size_type, size), *rest = [field.rsplit(None, 1) for field in fields.split(";")[:-1]]
+            assert (size_type.strip(), size) == ("size_t", "struct_size")
+            text = re.sub(rf"const {options}\* options", ",".join(name for _, name in rest), text)
         for name, parameters in re.findall(r"PYKV_API [\w* ]+?\b(pykv_\w+)\((.*?)\);", text, flags=re.DOTALL):
             names = [re.findall(r"\w+", p)[-1] for p in parameters.split(",")]
             found[name] = [] if names == ["void"] else names

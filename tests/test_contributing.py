@@ -18,7 +18,7 @@ NOT_SOURCE = shutil.ignore_patterns("build", ".*", "__pycache__", "*.so", "resul
 TOOLS = [tool for tool in ("cmake", "git", "g++", "ninja") if shutil.which(tool) is None]
 MODULES = [name for name in ("pybind11", "ruff", "tvm_ffi") if importlib.util.find_spec(name) is None]
 # the tests that ask something of every operation or family
-CHECKS = ["test_contract.py", "test_house.py", "test_readme.py", "activation/test_soft_cap.py"]
+CHECKS = ["test_contract.py", "test_dependencies.py", "test_readme.py", "activation/test_soft_cap.py"]
 
 
 def touched() -> list[str]:

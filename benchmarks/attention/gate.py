@@ -106,9 +106,12 @@ class Library:
         self._library = ctypes.CDLL(str(path.resolve()))
         self._call = self._library.pykv_paged_attention
         some, number, yes = ctypes.c_void_p, ctypes.c_double, ctypes.c_bool
-        self._call.argtypes = [
-            *[some] * 7, number, yes, ctypes.c_int64, number, some, some, ctypes.c_char_p, some, some, yes, *[some] * 3,
-        ]  # fmt: skip
+        types = [some, number, yes, ctypes.c_int64, number, some, some, ctypes.c_char_p, some, some, yes, some, some]
+        fields = [("struct_size", ctypes.c_size_t), *((f"field_{i}", t) for i, t in enumerate(types))]
+        self._options = type("Options", (ctypes.Structure,), {"_fields_": fields})
+        # A library from before there was this struct takes its fields as arguments; it has no message about the size.
+        self._has_options = b"struct_size" in path.read_bytes()
+        self._call.argtypes = [some] * 8 if self._has_options else [*[some] * 6, *types, some]
         self._library.pykv_last_error.restype = ctypes.c_char_p
 
     def _check(self, status: int) -> None:
@@ -124,29 +127,21 @@ class Library:
             )
         )
         workspace = device.cupy.empty(size.value, np.uint8)
-        given = [tensor(x) for x in (on.out, on.query, *on.caches, on.tables, on.lens, on.cu_query_lens)]
-        kept = tensor(workspace)
+        given = [tensor(x) for x in (on.out, on.query, *on.caches, on.tables, on.lens)]
+        cu_query_lens, kept = tensor(on.cu_query_lens), tensor(workspace)
+        options = [
+            cu_query_lens, math.nan, True, case.window or 0, 0, None, None, case.kind.encode(), None, None,
+            case.batch_invariant, None, kept,
+        ]  # fmt: skip
+        if self._has_options:
+            values = [ctypes.cast(x, ctypes.c_void_p) if isinstance(x, ctypes._Pointer) else x for x in options]
+            struct = self._options(ctypes.sizeof(self._options), *values)
+            struct.kept = cu_query_lens, kept
+            options = [ctypes.pointer(struct)]
 
         def call() -> None:
             stream = device.cupy.cuda.get_current_stream().ptr
-            self._check(
-                self._call(
-                    *given,
-                    math.nan,
-                    True,
-                    case.window or 0,
-                    0,
-                    None,
-                    None,
-                    case.kind.encode(),
-                    None,
-                    None,
-                    case.batch_invariant,
-                    None,
-                    kept,
-                    stream,
-                )
-            )
+            self._check(self._call(*given, *options, stream))
 
         return call
 

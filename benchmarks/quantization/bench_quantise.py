@@ -1,4 +1,7 @@
-"""Numbers to codes, beside a copy that reads and writes as much: activations of so many tokens."""
+"""Numbers to codes, beside a copy that reads and writes as much: activations of so many tokens.
+
+All of it takes 20 seconds on an H100 with ``--seconds 0.02``, and some operations less with ``--op``.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +34,19 @@ class Arrays:
         self.input = device.random((tokens, halves * width), dtype)
 
     def bytes(self, *shape: int) -> Any:
-        return self._device.array(np.zeros(shape, np.uint8))
+        return self._device.zeros(shape, "uint8")
 
     def int8(self) -> Any:
-        return self._device.array(np.zeros((self.tokens, self.width), np.int8))
+        return self._device.zeros((self.tokens, self.width), "int8")
 
     def codes(self, per_byte: int = 1) -> Any:
         return self.bytes(self.tokens, self.width // per_byte)
 
     def floats(self, *shape: int) -> Any:
-        return self._device.array(np.zeros(shape, np.float32))
+        return self._device.zeros(shape, "float32")
+
+    def words(self, *shape: int) -> Any:
+        return self._device.zeros(shape, "int32")
 
     def ints(self, *values: int) -> Any:
         return self._device.array(np.array(values, np.int32))
@@ -88,7 +94,7 @@ def token_int8(a: Arrays) -> Call:
 
 
 def token_int8_azp(a: Arrays) -> Call:
-    zeros = a.ints(*[0] * a.tokens)
+    zeros = a.words(a.tokens)
     return partial(pykv.dynamic_scaled_int8_quant, a.int8(), a.input, a.floats(a.tokens, 1), zeros)
 
 
@@ -98,7 +104,7 @@ def group_fp8(a: Arrays, column_major: bool = False, ue8m0: bool = False) -> Cal
 
 
 def group_packed(a: Arrays) -> Call:
-    words = a.ints(*[0] * (-(-a.groups // 4) * a.tokens)).reshape(-1, a.tokens).T
+    words = a.words(-(-a.groups // 4), a.tokens).T
     return partial(pykv.per_token_group_fp8_quant_packed, a.input, a.codes(), words, GROUP)
 
 

@@ -298,12 +298,11 @@ class Llama {
                ConstTensor(cos_sin_.data(), {max_length, head_size_}, kDevice), true, key_cache, value_cache,
                view(batch.slots), "auto", nullptr, nullptr, 0);
     Floats attended(rows * heads_ * head_size_);
+    const ConstTensor cu_query_lens = view(batch.cu_query_lens);
+    pykv_paged_attention_options options = PYKV_PAGED_ATTENTION_OPTIONS;  // causal, scaled by 1 / sqrt(head size)
+    options.cu_query_lens = cu_query_lens;
     pykv::call(pykv_paged_attention, Tensor(attended.data(), {rows, heads_, head_size_}, kDevice), query, key_cache,
-               value_cache, block_tables, view(batch.seq_lens), view(batch.cu_query_lens),
-               NAN,  // scale: 1 / sqrt(head size)
-               true, /*window*/ 0, /*softcap*/ 0.0, /*alibi_slopes*/ nullptr, /*sinks*/ nullptr, "auto",
-               /*k_scale*/ nullptr, /*v_scale*/ nullptr, /*batch_invariant*/ false, /*lse*/ nullptr,
-               /*workspace*/ nullptr);
+               value_cache, block_tables, view(batch.seq_lens), &options);
     return attended;
   }
 

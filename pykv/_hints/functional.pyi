@@ -186,6 +186,19 @@ def gptq_dequantize(
     out: Array | None = None,
     stream: Stream = None,
 ) -> Any: ...
+def grouped_scaled_mm(
+    a: Array,
+    b: Array,
+    a_scales: Array,
+    b_scales: Array,
+    row_groups: Array | None = None,
+    group_begins: Array | None = None,
+    group_sizes: Array | None = None,
+    expected_rows: int = 0,
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
+) -> Any: ...
 def grouped_topk(
     scores: Array,
     n_group: int,
@@ -662,6 +675,7 @@ def scaled_fp4_quant(
     input_scale: ScalarOrArray,
     is_sf_swizzled_layout: bool = True,
     four_over_six: bool = False,
+    tile_rows: int = 128,
     *,
     output: Array | None = None,
     output_scale: Array | None = None,

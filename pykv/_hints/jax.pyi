@@ -452,6 +452,18 @@ def gptq_dequantize(
     *,
     out: ArrayLike | None = None,
 ) -> Array: ...
+def grouped_scaled_mm(
+    a: ArrayLike,
+    b: ArrayLike,
+    a_scales: ArrayLike,
+    b_scales: ArrayLike,
+    row_groups: ArrayLike | None = None,
+    group_begins: ArrayLike | None = None,
+    group_sizes: ArrayLike | None = None,
+    expected_rows: int = 0,
+    *,
+    out: ArrayLike | None = None,
+) -> Array: ...
 def grouped_topk(
     scores: ArrayLike,
     n_group: int,
@@ -1199,6 +1211,7 @@ def scaled_fp4_quant(
     input_scale: float | ArrayLike,
     is_sf_swizzled_layout: bool = True,
     four_over_six: bool = False,
+    tile_rows: int = 128,
     *,
     output: ArrayLike | None = None,
     output_scale: ArrayLike | None = None,

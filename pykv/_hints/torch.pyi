@@ -52,6 +52,7 @@ from pykv import (
 )
 from pykv import ggml_dequantize as ggml_dequantize
 from pykv import gptq_dequantize as gptq_dequantize
+from pykv import grouped_scaled_mm as grouped_scaled_mm
 from pykv import grouped_topk as grouped_topk
 from pykv import hadacore_transform as hadacore_transform
 from pykv import indexer_k_quant_and_cache as indexer_k_quant_and_cache

@@ -41,6 +41,7 @@ class Device(Protocol):
 
     def random(self, shape: tuple[int, ...], dtype: str) -> Any: ...
     def array(self, values: npt.NDArray[Any]) -> Any: ...
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Any: ...
     def copy(self, read: int, written: int, dtype: str) -> Call: ...  # bytes, of such numbers
     def time(self, calls: list[Call]) -> float: ...  # seconds for one of them
     def describe(self) -> dict[str, object]: ...
@@ -143,13 +144,15 @@ class Cuda:
     }
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.1) -> None:
+        """``seconds``: for the replays of one figure."""
+        self._seconds = seconds
         self.cupy: Any = importlib.import_module("cupy")
         self.cache_bytes = int(self.cupy.cuda.Device().attributes["L2CacheSize"])
         self._copy = self.cupy.RawKernel(self._COPY, "copy")
         self._sensors = Sensors(self.cupy.cuda.Device().pci_bus_id)
         self._normal = functools.cache(lambda dtype: self.cupy.asarray(self._bits(_normal(dtype))))
-        self._slabs: dict[str, tuple[Any, int]] = {}  # what is left of arrays that small ones are cut from
+        self._slabs: dict[tuple[str, bool], tuple[Any, int]] = {}  # what is left of arrays that small ones are cut from
 
     @staticmethod
     def _bits(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -158,21 +161,27 @@ class Cuda:
     def random(self, shape: tuple[int, ...], dtype: str) -> Any:
         some, size = self._normal(dtype), math.prod(shape)
         if size <= some.size // 4:
-            array = self._slice(dtype, size)
+            array = self._slice((dtype, False), size, some.copy)
         else:
             array = self.cupy.empty(size, some.dtype)
             for start in range(0, size, some.size):
                 array[start : start + some.size] = some[: size - start]
         return array.view(_normal(dtype).dtype).reshape(shape)
 
-    def _slice(self, dtype: str, size: int) -> Any:
+    def _slice(self, key: tuple[str, bool], size: int, make: Callable[[], Any]) -> Any:
         """Neighbouring slices of one array: making thousands of small arrays takes longer than timing them."""
-        slab, used = self._slabs.get(dtype, (None, 0))
+        slab, used = self._slabs.get(key, (None, 0))
         if slab is None or used + size > slab.size:
-            slab, used = self._normal(dtype).copy(), 0
+            slab, used = make(), 0
         step = 512 // slab.itemsize  # where arrays of their own would begin
-        self._slabs[dtype] = slab, used + -(-size // step) * step
+        self._slabs[key] = slab, used + -(-size // step) * step
         return slab[used : used + size]
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
+        size, most = math.prod(shape), 1 << 22
+        if size > most // 4:
+            return self.cupy.zeros(shape, dtype)
+        return self._slice((dtype, True), size, lambda: self.cupy.zeros(most, dtype)).reshape(shape)
 
     def array(self, values: npt.NDArray[Any]) -> Any:
         return self.cupy.asarray(self._bits(values)).view(values.dtype)
@@ -206,11 +215,11 @@ class Cuda:
                 end.synchronize()
                 return float(cuda.get_elapsed_time(start, end)) / 1e3
 
-            warm_until = time.perf_counter() + 0.05
+            warm_until = time.perf_counter() + self._seconds / 2
             while time.perf_counter() < warm_until:
                 replay()
             times = [replay() for _ in range(10)]
-            while sum(times) < 0.1:
+            while sum(times) < self._seconds:
                 times.append(replay())
             for _ in range(math.ceil(0.02 / times[-1])):  # busy while the sensors are asked
                 graph.launch(stream)
@@ -231,7 +240,9 @@ class Cuda:
 class Cpu:
     most_copies = 64
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.2) -> None:
+        """``seconds``: for the calls of one figure, unless 10 of them take longer."""
+        self._seconds = seconds
         self.cache_bytes = _last_level_cache()
         self.threads = pykv.get_num_threads()
 
@@ -240,6 +251,9 @@ class Cpu:
 
     def array(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return values.copy()
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+        return np.zeros(shape, dtype)
 
     def copy(self, read: int, written: int, dtype: str) -> Call:
         source = np.resize(_normal(dtype).view(np.uint8), (read + written) // 2)
@@ -257,7 +271,7 @@ class Cpu:
         for call in calls:
             call()
         times: list[float] = []
-        while len(times) < 10 or (sum(times) < 0.2 and len(times) < 10000):
+        while len(times) < 10 or (sum(times) < self._seconds and len(times) < 10000):
             for call in calls:
                 start = time.perf_counter()
                 call()

@@ -36,6 +36,7 @@ fn typed(c: &str) -> (String, &str) {
         "int32_t" => "i32",
         "int64_t" => "i64",
         "bool" | "DLDevice" | "DLTensor" | "pykv_status" | "pykv_tensor_list" => plain,
+        options if options.ends_with("_options") => options, // written in lib.rs
         unknown => panic!("{c}: there is no type of Rust for {unknown}"),
     };
     let mut kind = base.to_string();

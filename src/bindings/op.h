@@ -60,7 +60,7 @@ struct Entry : Callee<kOp> {
   static xla::Error* from_xla(xla::CallFrame* frame) { return call_from_xla(operation, kDLCPU, frame); }
   static xla::Error* from_xla_cuda(xla::CallFrame* frame) { return call_from_xla(operation, kDLCUDA, frame); }
 
-  static inline constinit Operation operation{kKinds,
+  static inline constinit Operation operation{kKinds.data(),
                                               kCount,
                                               bits([](Kind k) { return k == Kind::kWritten || k == Kind::kRead; }),
                                               bits([](Kind k) { return k == Kind::kString; }),

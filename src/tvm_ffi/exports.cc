@@ -175,11 +175,11 @@ int call(const char* name, const Kind* kinds, int count, pykv_status (*run)(cons
 }  // namespace
 }  // namespace pykv::tvm_ffi
 
-#define PYKV_OPERATION(name)                                                                                   \
-  extern "C" [[gnu::visibility("default")]] int __tvm_ffi_##name(void*, const TVMFFIAny* given, int32_t count, \
-                                                                 TVMFFIAny* result) {                          \
-    using Callee = pykv::python::Callee<pykv_##name>;                                                          \
-    return pykv::tvm_ffi::call(#name, Callee::kKinds, Callee::kCount, Callee::run, given, count, result);      \
+#define PYKV_OPERATION(name)                                                                                     \
+  extern "C" [[gnu::visibility("default")]] int __tvm_ffi_##name(void*, const TVMFFIAny* given, int32_t count,   \
+                                                                 TVMFFIAny* result) {                            \
+    using Callee = pykv::python::Callee<pykv_##name>;                                                            \
+    return pykv::tvm_ffi::call(#name, Callee::kKinds.data(), Callee::kCount, Callee::run, given, count, result); \
   }
 #include "operations.inc"
 #undef PYKV_OPERATION

@@ -47,8 +47,7 @@ int main() {
                                        &slot_mapping.tensor, "auto", nullptr, nullptr, nullptr)))
     return 1;
   if (!ok(pykv_paged_attention(&result.tensor, &query.tensor, &key_cache.tensor, &value_cache.tensor, &tables.tensor,
-                               &seq_lens.tensor, nullptr, NAN, true, 0, 0.0, nullptr, nullptr, "auto", nullptr, nullptr,
-                               false, nullptr, nullptr, nullptr)))
+                               &seq_lens.tensor, nullptr, nullptr)))
     return 2;
   for (float x : out)
     if (std::fabs(x - 1) > 1e-6f) return 3;  // equal logits: the mean of 0, 1, 2

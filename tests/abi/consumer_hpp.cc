@@ -97,10 +97,11 @@ void attention(DLTensor* workspace) {
   pykv::call(pykv_reshape_and_cache_flash, ConstTensor(k.data(), {tokens, heads, head_size}),
              ConstTensor(v.data(), {tokens, heads, head_size}), key_cache, value_cache, ConstTensor(slots), "auto",
              nullptr, nullptr);
+  pykv_paged_attention_options options = PYKV_PAGED_ATTENTION_OPTIONS;
+  options.workspace = workspace;
   pykv::call(pykv_paged_attention, Tensor(out.data(), {1, heads, head_size}),
              ConstTensor(q.data(), {1, heads, head_size}), key_cache, value_cache, ConstTensor(table.data(), {1, 2}),
-             ConstTensor(lens), nullptr, NAN, true, 0, 0.0, nullptr, nullptr, "auto", nullptr, nullptr, false, nullptr,
-             workspace);
+             ConstTensor(lens), &options);
   for (int64_t i = 0; i < heads * head_size;
        ++i)  // equal logits: the mean of 0, 1, 2, and one more for the second head
     EXPECT(std::fabs(out[static_cast<size_t>(i)] - 1 - static_cast<float>(i / head_size)) < 1e-6f);

@@ -45,8 +45,17 @@ def edited(folder: Path, header: str, old: str, new: str) -> Path:
             "offset",
         ),
         ("base.h", "PYKV_NOT_IMPLEMENTED = 3", "PYKV_NOT_IMPLEMENTED = 5", "PYKV_NOT_IMPLEMENTED"),
+        ("attention.h", "  double softcap;\n", "  double softcap;\n  int64_t one_more;\n", "one_more"),
+        ("attention.h", "  DLTensor* workspace;\n", "", "workspace"),
     ],
-    ids=["type of a parameter", "function gone", "struct turned round", "value of a constant"],
+    ids=[
+        "type of a parameter",
+        "function gone",
+        "struct turned round",
+        "value of a constant",
+        "option between others",
+        "option gone",
+    ],
 )
 def test_a_break_is_found(tmp_path: Path, header: str, old: str, new: str, told: str) -> None:
     assert told in breaks(edited(tmp_path, header, old, new), tmp_path)

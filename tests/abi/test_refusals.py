@@ -79,9 +79,21 @@ def arguments(op: Op) -> tuple[list[Any], list[Any]]:
     return made, kept
 
 
+def options(made: list[Any]) -> ctypes.Structure:
+    """A struct of them, behind its size."""
+    pointers = [ctypes.cast(ctypes.pointer(m), ctypes.c_void_p) if isinstance(m, Tensor) else m for m in made]
+    values = [ctypes.c_void_p() if m is None else m for m in pointers]
+    fields = [("struct_size", ctypes.c_size_t), *((f"field_{i}", type(v)) for i, v in enumerate(values))]
+    struct = type("Options", (ctypes.Structure,), {"_fields_": fields})
+    return struct(ctypes.sizeof(struct), *values)
+
+
 def call(op: Op, made: list[Any]) -> str:
     """The message of the call, or "" if it went well."""
     passed = [ctypes.byref(m) if isinstance(m, Tensor) else m for m in made]
+    if op.name == "paged_attention":
+        first = [p.name for p in op.parameters].index("cu_query_lens")
+        passed[first:] = [ctypes.byref(options(made[first:]))]
     status = getattr(LIBRARY, f"pykv_{op.name}")(*passed, None)
     return LIBRARY.pykv_last_error().decode() if status else ""
 
@@ -209,6 +221,21 @@ def test_strings(op: Op) -> None:
         made[i] = ctypes.c_char_p(("€" * 3000).encode())  # cut between characters
         assert call(op, made).startswith(f"{op.name}: {p.name}: must be ")
         del kept
+
+
+def test_options_of_another_size() -> None:
+    op = all_ops()["paged_attention"]
+    made, kept = arguments(op)
+    first = [p.name for p in op.parameters].index("cu_query_lens")
+    given = options(made[first:])
+    right = given.struct_size
+    for wrong in (0, right - 8, right + 8):
+        given.struct_size = wrong
+        passed = [ctypes.byref(m) for m in made[:first]]
+        assert LIBRARY.pykv_paged_attention(*passed, ctypes.byref(given), None) == 1
+        message = f"options: struct_size must lie between {right} and {right}, got {wrong}"
+        assert LIBRARY.pykv_last_error().decode() == f"paged_attention: {message}"
+    del kept
 
 
 def test_places_for_results() -> None:

@@ -1,6 +1,6 @@
 """What calls of paged attention launch, as a table: ``python tests/attention/plans.py`` writes ``plans.txt`` anew.
 
-A change of what plan.cc decides is then a diff of that file.
+A change of what cuda/plan.cc decides is then a diff of that file.
 """
 
 from __future__ import annotations

@@ -253,3 +253,14 @@ def test_wrong_fp8_arguments(change, error, message):
 def test_wrong_nvfp4_arguments(change, error, message):
     with pytest.raises(error, match=message):
         pykv.nvfp4_dequantize(**NVFP4 | change)
+
+
+def test_a_group_may_be_larger_than_the_matrix(array):
+    x, most = codes(5, 96), 2**63 - 1
+    for group, shape in (((most, 32), (1, 3)), ((2, most), (3, 1)), ((most, most), (1, 1)), ((6, 97), (1, 1))):
+        out = [array.output(np.zeros(x.shape, F)) for _ in range(2)]
+        given, scale = array.input(x), array.input(scales(*shape))
+        pykv.fp8_dequantize(out[0], given, scale, *group)
+        limits = [min(g, n) for g, n in zip(group, x.shape, strict=True)]
+        pykv.fp8_dequantize(out[1], given, scale, *limits)
+        np.testing.assert_array_equal(*(array.numpy(o) for o in out))

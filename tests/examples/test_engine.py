@@ -170,6 +170,113 @@ def test_a_request_that_is_ended_leaves_its_blocks(checkpoint: Checkpoint, array
     assert engine.cache.num_free_blocks == 64
 
 
+def test_a_request_is_ended_before_it_was_computed(checkpoint: Checkpoint, arrays: Any) -> None:
+    """While it waits, and when there was no room to begin it."""
+    from engine import Engine
+    from llama import open_model
+
+    import pykv
+
+    model = open_model(checkpoint("llama"), arrays)
+    engine = Engine(model, model.make_cache(8, 4), 64)
+    one, two = (engine.add(tokens, 3) for tokens in prompts(2))
+    engine.end(one)
+    while engine.busy:
+        engine.step()
+    assert (one.prompt_length, len(two.tokens) - two.prompt_length) == (len(one.tokens), 3)
+    large = engine.add([2] * 40, 3)
+    with pytest.raises(pykv.OutOfBlocks):
+        engine.step()
+    engine.end(large)
+    assert not engine.busy
+    assert engine.cache.num_free_blocks == 8
+
+
+def test_another_prefix_takes_the_place_of_the_first(checkpoint: Checkpoint, arrays: Any) -> None:
+    from engine import Engine
+    from llama import open_model
+
+    folder, texts = checkpoint("llama"), prompts(2, shared=9)
+    expected, _ = generate(folder, arrays, texts)
+    model = open_model(folder, arrays)
+    engine = Engine(model, model.make_cache(64, 4), 64)
+    engine.share_prefix([2] * 7)
+    engine.share_prefix(texts[0][:9])
+    requests = [engine.add(tokens, 15) for tokens in texts]
+    while engine.busy:
+        engine.step()
+    engine.close()
+    assert [r.tokens[r.prompt_length :] for r in requests] == expected
+    assert engine.cache.num_free_blocks == 64
+
+
+def test_memory_of_a_copy_that_nobody_reads_is_kept() -> None:
+    """As CuPy gives it back at once; here a stand-in for CuPy."""
+    from types import SimpleNamespace
+
+    from arrays import NumpyArrays
+
+    class Event:
+        done = False
+
+        def record(self) -> None:
+            events.append(self)
+
+        def synchronize(self) -> None:
+            self.done = True
+
+    class OnDevice(np.ndarray):
+        def get(self, out: np.ndarray, blocking: bool) -> None:
+            assert not blocking
+            out[:] = self
+
+    events: list[Event] = []
+    cuda = SimpleNamespace(alloc_pinned_memory=bytearray, Event=Event)
+    arrays = NumpyArrays(SimpleNamespace(cuda=cuda), "float32")  # type: ignore[arg-type]
+    x = np.arange(3).view(OnDevice)
+    for _ in range(3):  # as of steps that are dropped
+        arrays.reader(x)
+    assert len(arrays._copies) == 3
+    events[1].done = True
+    assert arrays.reader(x)().tolist() == [0, 1, 2]
+    assert [event for event, _ in arrays._copies] == [events[0], *events[2:]]
+
+
+@pytest.mark.parametrize("blocks", [64, 12])
+def test_a_device_that_is_ahead_gives_the_same_tokens(
+    checkpoint: Checkpoint, arrays: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    """The host sees the tokens of a step when the next one has started; requests that end are in that one."""
+    from engine import Engine
+    from llama import open_model
+
+    folder, texts = checkpoint("llama"), prompts(5)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(folder / name)
+    monkeypatch.setattr(arrays, "asynchronous", False)
+    end = generate(folder, arrays, texts, temperature=0.5)[0][0][6]
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [{end}]}}')
+    expected, in_turn = generate(tmp_path, arrays, texts, temperature=0.5)
+    assert len({len(tokens) for tokens in expected}) > 1
+
+    monkeypatch.setattr(arrays, "asynchronous", True)
+    tokens, ahead = generate(tmp_path, arrays, texts, temperature=0.5, blocks=blocks)
+    assert tokens == expected
+    assert ahead.generated_tokens == in_turn.generated_tokens
+
+    model = open_model(folder, arrays)
+    engine = Engine(model, model.make_cache(64, 4), 64)
+    one, two = (engine.add(tokens, 15) for tokens in texts[:2])
+    engine.step()
+    assert engine._ahead is not None
+    engine.end(one)  # by the caller, while the next step is under way
+    three = engine.add(texts[2], 15)
+    while engine.busy:
+        engine.step()
+    assert [len(r.tokens) - r.prompt_length for r in (one, two, three)] == [1, 15, 15]
+    assert engine.cache.num_free_blocks == 64
+
+
 def test_replayed_steps_give_the_same_tokens(checkpoint: Checkpoint, arrays: Any) -> None:
     """Also where a step of more sequences is replayed for fewer; here by a stand-in for CUDA graphs."""
     torch = pytest.importorskip("torch")

@@ -43,8 +43,8 @@ class Page:
         os.kill(self.child, signal.SIGSTOP)
 
     @contextlib.contextmanager
-    def holding(self, arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The arguments, with ids that change until the end of the block."""
+    def holding(self, arguments: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """The arguments, with ids that change until the end of the block; themselves if there are none."""
         made, at = dict(arguments), 0
         for name, value in arguments.items():
             if type(value) is not np.ndarray or value.dtype.kind != "i" or value.size == 0 or value.itemsize < 4:
@@ -57,6 +57,9 @@ class Page:
             images[2].reshape(-1)[::2] = -5
             made[name] = images[0]
             at = (at + value.nbytes + 7) // 8 * 8
+        if at == 0:
+            yield arguments
+            return
         os.kill(self.child, signal.SIGCONT)
         try:
             yield made

@@ -44,8 +44,30 @@ bool is_right(int kind, const Inputs& in, std::vector<float>& out, std::vector<f
       return pykv_paged_attention(pykv::Tensor(out.data(), {8, kHeads, kHeadSize}),
                                   pykv::ConstTensor(in.query.data(), {8, kHeads, kHeadSize}), cache, cache,
                                   pykv::ConstTensor(in.tables.data(), {8, 4}), pykv::ConstTensor(in.lens.data(), {8}),
-                                  nullptr, NAN, true, 0, 0, nullptr, nullptr, "auto", nullptr, nullptr, false, nullptr,
                                   nullptr, nullptr) == PYKV_OK;
+    }
+    case 5: {  // threads put together what is largest
+      std::vector<uint8_t> codes(kTokens * kWidth);
+      float scale = 0.0f;
+      return pykv_dynamic_scaled_fp8_quant(pykv::Tensor(codes.data(), {kTokens, kWidth}), x, pykv::Tensor(&scale, {1}),
+                                           nullptr) == PYKV_OK &&
+             scale == 0.5f / 448.0f;
+    }
+    case 6: {  // the first one of equal logits, of each row
+      std::vector<int32_t> tokens(kTokens, -2);
+      const float temperature = 0.0f;
+      const bool done =
+          pykv_sample(pykv::Tensor(tokens.data(), {kTokens}), x, nullptr, nullptr, pykv::ConstTensor(&temperature, {1}),
+                      nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0,
+                      nullptr, nullptr, nullptr) == PYKV_OK;
+      return done && tokens[0] == 0 && tokens[kTokens - 1] == 0;
+    }
+    case 7: {
+      std::vector<float> weights(kTokens * 2);
+      std::vector<int32_t> ids(kTokens * 2, -1);
+      return pykv_topk_softmax(pykv::Tensor(weights.data(), {kTokens, 2}), pykv::Tensor(ids.data(), {kTokens, 2}),
+                               nullptr, x, false, nullptr, nullptr, nullptr) == PYKV_OK &&
+             ids[1] == 1 && weights[1] == 1.0f / kWidth;
     }
     default: {  // one id is out of range: the others are used, and it is reported
       std::vector<int64_t> slots(kTokens);
@@ -73,7 +95,7 @@ int main(int argc, char** argv) {
     callers.emplace_back([&, caller] {
       std::vector<float> out(kTokens * kWidth), keys(kCache), values(kCache);
       for (int i = 0; i < rounds; ++i)
-        if (!is_right((i * 5 + caller * 7 + i / 6) % 6, in, out, keys, values)) ++wrong;
+        if (!is_right((i * 5 + caller * 7 + i / 9) % 9, in, out, keys, values)) ++wrong;
     });
   std::thread changer([&] {
     for (int i = 0; !stop; ++i) {

@@ -32,6 +32,15 @@ def scaled_mm_azp(a: Any) -> Results:
     return {"out": product(a.a, a.b, a.a_scales, a.b_scales, a.bias, a.azp_adj, a.azp)}
 
 
+def grouped_mm(a: Any) -> Results:
+    out = np.zeros(a.out.shape)
+    for group, (begin, size) in enumerate(zip(a.group_begins, a.group_sizes, strict=True)):
+        rows = slice(begin, begin + size)
+        w = np.ascontiguousarray(a.b[group].T).view(E4M3).T
+        out[rows] = product(a.a[rows].view(E4M3), w, a.a_scales[rows], a.b_scales[group])
+    return {"out": out}
+
+
 def fp4_mm(a: Any) -> Results:
     rows, columns = (fp4.decoded(x, s) for x, s in ((a.a, a.block_scale_a), (a.b, a.block_scale_b)))
     return {"out": float(a.alpha[0]) * rows @ columns.T}
@@ -41,6 +50,7 @@ EXPECTED: dict[str, Callable[[Any], Results]] = {
     "packed_gemm": packed_gemm,
     "cutlass_scaled_mm": scaled_mm,
     "cutlass_scaled_mm_azp": scaled_mm_azp,
+    "grouped_scaled_mm": grouped_mm,
     "cutlass_scaled_fp4_mm": fp4_mm,
     "dsv3_fused_a_gemm": lambda a: {"output": a.mat_a.astype(np.float64) @ a.mat_b.astype(np.float64)},
     "dsv3_router_gemm": lambda a: {"output": a.hidden_states.astype(np.float64) @ a.router_weight.astype(np.float64).T},

@@ -174,3 +174,6 @@ def test_packing_refuses_what_it_cannot_hold():
         pack_nvfp4(np.zeros((8, 32), np.uint8), np.zeros((8, 5), np.uint8))
     with pytest.raises(ValueError, match="does not begin with the header of a packed weight"):
         PackedWeight.of(np.zeros(300, np.uint8))
+    header = np.frombuffer(b"pykv packed 1\n" + bytes(range(120, 235)) + bytes(171), np.uint8)
+    with pytest.raises(ValueError, match="data: its header names no format, but b'xyz"):
+        PackedWeight.of(header)

@@ -72,7 +72,7 @@ def test_errors_name_the_operation():
         functional.rms_norm(x, None, input=x)
     with pytest.raises(TypeError, match="convert_fp8: output: must be given where the input is fp8"):
         functional.convert_fp8(np.zeros(3, np.uint8))
-    with pytest.raises(TypeError, match="outputs are made in NumPy, CuPy or torch, got Pointer"):
+    with pytest.raises(TypeError, match="outputs are made in NumPy, CuPy, torch, Paddle or MLX, got Pointer"):
         functional.rms_norm(pykv.from_pointer(x.ctypes.data, (2, 4), np.float32, "cpu"), None)
 
 

@@ -12,7 +12,8 @@ import pytest
 from tolerance import assert_close
 
 import pykv
-from pykv._schema import all_ops, operation
+from pykv._schema import NoneIs, all_ops, operation
+from pykv._tools.samples import sample
 
 OUT, X = np.zeros((2, 8), np.float32), np.ones((2, 8), np.float32)
 
@@ -108,3 +109,18 @@ def test_in_a_class_they_bind_as_functions_do():
     assert Norm.norm is pykv.rms_norm
     with pytest.raises(TypeError, match=r"rms_norm: out: an array .* is required, got Norm"):
         Norm().norm(X, None)
+
+
+NUMBERS = [
+    (op.name, p.name, p.convert) for op in all_ops().values() for p in op.parameters if type(p.convert) is NoneIs
+]
+
+
+@pytest.mark.parametrize(("name", "parameter", "convert"), NUMBERS)
+def test_numbers_that_none_stands_for_are_refused_by_name(name, parameter, convert):
+    wrong = [(np.ones(2), TypeError), ("x", TypeError)]
+    wrong += [(-1, ValueError), (float("nan"), ValueError)] * convert.positive
+    wrong += [(float("nan"), ValueError)] * convert.number
+    for value, error in wrong:
+        with pytest.raises(error, match=f"^{name}: {parameter}: "):
+            getattr(pykv, name)(**sample(name) | {parameter: value})

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import pykv
+from pykv import functional
 
 # how to make an array out of one of NumPy
 LIBRARIES = {
@@ -52,6 +53,25 @@ def test_they_are_written(name: str, x: np.ndarray) -> None:
     out = LIBRARIES[name](pytest.importorskip(name), np.zeros_like(x))
     pykv.rms_norm(out, x, np.ones(24, np.float32))
     np.testing.assert_allclose(np.from_dlpack(out), normalised(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mlx.core", "paddle"])
+def test_functional_makes_theirs(name: str, x: np.ndarray) -> None:
+    library = pytest.importorskip(name)
+    make = lambda a: LIBRARIES[name](library, a)  # noqa: E731
+    theirs, ones = make(x), make(np.ones(24, np.float32))
+    out = functional.rms_norm(theirs, ones)
+    assert type(out) is type(theirs)
+    np.testing.assert_allclose(np.asarray(out), normalised(x), rtol=1e-5, atol=1e-6)
+    small = theirs.astype("bfloat16" if name == "paddle" else library.bfloat16)
+    out = functional.rms_norm(small, None)
+    assert out.dtype == small.dtype
+    np.testing.assert_allclose(np.asarray(out.astype(theirs.dtype)), normalised(x), rtol=2**-6, atol=2**-6)
+    codes = functional.static_scaled_int8_quant(theirs, make(np.float32([0.1])))
+    assert type(codes) is type(theirs)
+    np.testing.assert_array_equal(np.asarray(codes), np.rint(x / np.float32(0.1)).astype(np.int8))
+    given = np.zeros_like(x)
+    assert functional.rms_norm(theirs, ones, out=given) is given
 
 
 def test_mlx_lazy_and_bfloat16(x: np.ndarray) -> None:

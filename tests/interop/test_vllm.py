@@ -34,6 +34,11 @@ SIGNATURES = {
     ),
     "cp_gather_cache": "src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts=None",
     "cp_gather_indexer_k_quant_cache": "kv_cache, dst_k, dst_scale, block_table, cu_seq_lens",
+    "cutlass_group_gemm_supported": "cuda_device_capability",
+    "cutlass_moe_mm": (
+        "out_tensors, a_tensors, b_tensors, a_scales, b_scales, expert_offsets, problem_sizes, a_strides, b_strides, "
+        "c_strides, per_act_token, per_out_ch"
+    ),
     "cutlass_scaled_fp4_mm": "a, b, block_scale_a, block_scale_b, alpha, out_dtype",
     "cutlass_scaled_mm": "a, b, scale_a, scale_b, out_dtype, bias=None",
     "cutlass_scaled_mm_azp": "a, b, scale_a, scale_b, out_dtype, azp_adj, azp=None, bias=None",
@@ -43,6 +48,9 @@ SIGNATURES = {
     "dsv3_fused_a_gemm": "output, mat_a, mat_b, enable_pdl=False",
     "dsv3_router_gemm": "hidden_states, router_weight, output_dtype",
     "fp32_router_gemm": "output, a, b",
+    "fp8_gemm_nt": "a, b, d",  # this and the two grouped ones: of vllm.utils.deep_gemm
+    "fp8_m_grouped_gemm_nt_masked": "a, b, d, masked_m, expected_m",
+    "m_grouped_fp8_gemm_nt_contiguous": "a, b, d, m_indices",
     "fused_add_rms_norm": "input, residual, weight, epsilon",
     "fused_qk_norm_rope": (
         "qkv, num_heads_q, num_heads_k, num_heads_v, head_dim, eps, q_weight, k_weight, cos_sin_cache, is_neox, "
@@ -161,6 +169,7 @@ SIGNATURES |= {
 }
 RETURNED = {  # how many arrays; the others return None
     "awq_gemm": 1,
+    "cutlass_group_gemm_supported": 1,
     "cutlass_scaled_fp4_mm": 1,
     "cutlass_scaled_mm": 1,
     "cutlass_scaled_mm_azp": 1,
@@ -399,8 +408,11 @@ def test_fp4_codes() -> None:
     same(ops.scaled_fp4_quant(x, 7.0, False), codes[:, :16].copy(), linear)
     with pytest.raises(ValueError, match="padded_n: must be a multiple of 16 and at least 32, got 24"):
         ops.scaled_fp4_quant(x, 7.0, padded_n=24)
-    with pytest.raises(ValueError, match="backend: the scales of TensorRT-LLM"):
-        ops.scaled_fp4_quant(x, 7.0, backend="trtllm")
+    few = np.zeros((8, 4), CODES[1])
+    pykv.scaled_fp4_quant(codes[:, :16], few, x.reshape(6, 32), 7.0, tile_rows=8)
+    same(ops.scaled_fp4_quant(x, 7.0, backend="trtllm"), codes[:, :16].copy(), few)
+    many = random((33, 32), np.dtype(np.float16))  # too many rows for such tiles
+    same(ops.scaled_fp4_quant(many, 7.0, backend="trtllm"), *ops.scaled_fp4_quant(many, 7.0))
 
 
 @pytest.mark.parametrize("gated", [False, True])

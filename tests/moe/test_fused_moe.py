@@ -251,6 +251,18 @@ def test_what_does_not_fit_is_named(change, error, message):
         pykv.fused_moe(np.zeros((3, 64), np.float16), **given | change)
 
 
+def test_intermediate_results_beyond_int64_are_refused():
+    """Addresses that nobody looks at: 2^30 pairs of 2^33 elements each."""
+    far, inner = 1 << 40, 1 << 33
+    x, w1, w2 = (pykv.from_pointer(far, s, "float16", "cpu") for s in ((1, 1), (1, inner, 1), (1, 1, inner)))
+    weights = pykv.from_pointer(far, (1, 1 << 30), "float32", "cpu", strides=(0, 0))
+    ids = pykv.from_pointer(far, (1, 1 << 30), "int32", "cpu", strides=(0, 0))
+    with pytest.raises(
+        NotImplementedError, match="fused_moe: topk_ids: rows of 8589934592 elements for each of 1073741"
+    ):
+        pykv.fused_moe(x, x, w1, w2, weights, ids, "silu_no_mul")
+
+
 def test_stacked_weights_are_of_one_format():
     with pytest.raises(ValueError, match=r"weights: must be of one format, got \['"):
         stack_packed([integers(32, 64)[0], integers(32, 128)[0]])

@@ -156,3 +156,15 @@ def test_what_does_not_fit_is_named(change, error, message):
     }
     with pytest.raises(error, match=message):
         pykv.fused_moe_gemm(**given | change)
+
+
+def test_pairs_beyond_int64_are_refused():
+    """So many tokens that their product with top_k wraps to a small number."""
+    far, top_k = 1 << 40, 2**31 - 1
+    tokens = 2**64 // top_k + 1
+    x = pykv.from_pointer(far, (tokens, 16), "float16", "cpu", strides=(0, 1))
+    out = pykv.from_pointer(far, (tokens * top_k - 2**64, 16), "float16", "cpu")
+    w, ids = (pykv.from_pointer(far, *a, "cpu") for a in (((1, 16, 16), "float16"), ((8,), "int32")))
+    one = np.zeros(1, np.int32)
+    with pytest.raises(NotImplementedError, match=r"fused_moe_gemm: x: 2\^31 pairs and more are not supported"):
+        pykv.fused_moe_gemm(out, x, w, None, ids, one, one, top_k, 8)

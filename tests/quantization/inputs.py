@@ -7,6 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import strategies as st
+from rows import FLOATS, padded, turned
 
 F = np.float32
 E5M2 = np.dtype(ml_dtypes.float8_e5m2)
@@ -35,6 +37,29 @@ def rows(shape: tuple[int, ...], dtype: np.dtype, seed: int = 0, *, odd: bool = 
         if len(flat) > 11:
             flat[11] = np.nan
     return x
+
+
+def odd_rows(widths: st.SearchStrategy[int]) -> st.SearchStrategy[np.ndarray]:
+    """Rows of any numbers, among them zeros, NaN and infinities anywhere, whole rows of each; and of any strides."""
+
+    @st.composite
+    def make(draw: st.DrawFn) -> np.ndarray:
+        width, dtype, seed = draw(widths), draw(st.sampled_from(FLOATS)), draw(st.integers(0, 9999))
+        shape = (*draw(st.sampled_from([(), (3,), (2, 3)])), draw(st.integers(1, 40)), width)
+        rng = np.random.default_rng(seed)
+        x = rows(shape, dtype, seed)
+        flat = x.reshape(-1, width)
+        with np.errstate(over="ignore"):
+            special = np.array([np.nan, np.inf, -np.inf, 1e-40, -1e-7, 6e4, 3e38, -0.0, 0.0], F).astype(dtype)
+        for value in special[rng.permutation(len(special))[: draw(st.integers(0, 9))]]:
+            row = flat[rng.integers(len(flat))]
+            row[rng.random(width) < rng.choice([0.01, 0.3, 1])] = value
+        padding = draw(st.integers(0, 9))
+        if padding:
+            x = padded(x, padding)
+        return turned(x) if draw(st.booleans()) else x
+
+    return make()
 
 
 def assert_same_bits(actual: np.ndarray, wanted: np.ndarray) -> None:

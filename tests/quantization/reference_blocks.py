@@ -85,11 +85,12 @@ def mx(x: np.ndarray, kind: object, mode: str) -> tuple[np.ndarray, np.ndarray]:
     return fp8(v, E4M3).reshape(x.shape), stored
 
 
-def swizzled(scales: np.ndarray) -> np.ndarray:
-    """``[rows, blocks]`` of bytes in tiles of 128 rows and 4 blocks, padded with 0."""
+def swizzled(scales: np.ndarray, tile_rows: int = 128) -> np.ndarray:
+    """``[rows, blocks]`` of bytes in tiles of so many rows and 4 blocks, padded with 0."""
     rows, count = scales.shape
     tiles = -(-count // 4)
-    out = np.zeros(-(-rows // 128) * 128 * tiles * 4, scales.dtype)
+    out = np.zeros(-(-rows // tile_rows) * tile_rows * tiles * 4, scales.dtype)
     r, b = np.meshgrid(np.arange(rows), np.arange(count), indexing="ij")
-    out[((r // 128) * tiles + b // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + b % 4] = scales
+    within = r % 32 * 16 + r % 128 // 32 * 4 if tile_rows == 128 else r % 8 * 4
+    out[((r // tile_rows) * tiles + b // 4) * 4 * tile_rows + within + b % 4] = scales
     return out.reshape(-1, tiles * 4)

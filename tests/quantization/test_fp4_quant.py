@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from libraries import Numpy
 from quantization import reference_blocks as reference
-from quantization.inputs import F, assert_same_bits, rows
+from quantization.inputs import F, assert_same_bits, odd_rows, rows
 from quantization.reference import E4M3
 from rows import FLOATS, name_of, padded, turned
 
@@ -33,20 +33,20 @@ def widened(codes, scales, blocks):
     return np.pad(codes, (*more, (0, 8 * missing))), zeros
 
 
-def run(array, x, g=30.0, *, swizzled=True, four=False, gated=False, more=0, offset=0, scale_dtype=E4M3):
+def run(array, x, g=30.0, *, swizzled=True, four=False, gated=False, more=0, offset=0, scale_dtype=E4M3, tile_rows=128):
     y = silu_and_mul(array, x) if gated else x
     codes, scales = reference.nvfp4(y, g, four_over_six=four)
     blocks = y.shape[-1] // 16 + more
     codes, scales = widened(codes, scales, blocks)
     q = array.output(np.full(codes.shape, 0xAA, np.uint8), offset=offset)
-    wanted = reference.swizzled(scales.reshape(-1, blocks)) if swizzled else scales
+    wanted = reference.swizzled(scales.reshape(-1, blocks), tile_rows) if swizzled else scales
     memory = np.full(wanted.shape, 0x77, np.uint8)
     s = array.output(memory.view(scale_dtype))
     given = array.input(x, offset=offset)
     if gated:
         pykv.silu_and_mul_nvfp4_quant(q, s, given, g)
     else:
-        pykv.scaled_fp4_quant(q, s, given, g, swizzled, four)
+        pykv.scaled_fp4_quant(q, s, given, g, swizzled, four, tile_rows)
     assert_same_bits(array.numpy(s).view(np.uint8), np.ascontiguousarray(wanted).view(np.uint8))
     assert_same_bits(array.numpy(q), codes)
 
@@ -72,6 +72,13 @@ def test_padding(array, dtype):
     for swizzled in (True, False):
         run(array, rows((7, 48), dtype), swizzled=swizzled, more=3)
         run(array, rows((130, 64), dtype), swizzled=swizzled, more=1)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 16), (5, 80), (8, 64), (31, 128), (130, 160)])
+def test_tiles_of_8_rows(array, dtype, shape):
+    run(array, rows(shape, dtype), tile_rows=8)
+    run(array, rows(shape, dtype), tile_rows=8, more=5, four=True)
 
 
 def test_every_code(array):
@@ -185,11 +192,14 @@ def test_scales_elsewhere_are_reported(array):
 
 
 @given(
-    st.integers(1, 140), st.integers(1, 12), st.sampled_from(FLOATS), st.integers(0, 3), st.booleans(), st.booleans()
+    odd_rows(st.integers(1, 12).map(lambda n: 16 * n)),
+    st.integers(0, 3),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([8, 128]),
 )
-def test_any(count, blocks, dtype, offset, swizzled, four):
-    x = rows((count, 16 * blocks), dtype, odd=True)
-    run(Numpy(), x, 7.0, offset=offset, swizzled=swizzled, four=four)
+def test_any(x, offset, swizzled, four, tile_rows):
+    run(Numpy(), x, 7.0, offset=offset, swizzled=swizzled, four=four, tile_rows=tile_rows)
 
 
 def test_empty(array):
@@ -207,3 +217,7 @@ def test_refused(array):
         pykv.scaled_fp4_quant(q, array.output(np.zeros((4, 6), E4M3)), array.input(np.zeros((4, 20), F)), 1.0)
     with pytest.raises(TypeError, match="output_scale: int32 is for swizzled scales"):
         pykv.scaled_fp4_quant(q, array.output(np.zeros((4, 6), np.int32)), x, 1.0, False)
+    with pytest.raises(ValueError, match=r"output_scale: must have 64 bytes .* multiples of 8 and of 4"):
+        pykv.scaled_fp4_quant(q, array.output(np.zeros((128, 8), E4M3)), x, 1.0, tile_rows=8)
+    with pytest.raises(ValueError, match="tile_rows: must be 128 or 8, got 16"):
+        pykv.scaled_fp4_quant(q, array.output(np.zeros((16, 8), E4M3)), x, 1.0, tile_rows=16)

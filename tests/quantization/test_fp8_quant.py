@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from libraries import Numpy
 from quantization import reference
-from quantization.inputs import F, assert_same_bits, needs, rows
+from quantization.inputs import F, assert_same_bits, needs, odd_rows, rows
 from quantization.reference import E4M3, E5M2
 from rows import FLOATS, name_of, padded, turned
 
@@ -67,6 +67,16 @@ def test_many_rows(array, dtype):
     tensor(array, x)
     token(array, x)
     token(array, x, scale_ub=3.0)
+
+
+@DTYPES
+def test_more_rows_than_tables_are_worth(array, dtype):
+    x = rows((300, 1000), dtype, odd=True)
+    x[20:148] = (x[20:148].astype(F) / 64).astype(dtype)
+    x[20:148, 0] = np.linspace(1, 2, 128, endpoint=False).astype(dtype)
+    token(array, x)
+    token(array, x, scale_ub=1.5)
+    token(array, (x.astype(F) * F(1e-6)).astype(dtype))
 
 
 @DTYPES
@@ -164,11 +174,8 @@ def test_large_array(array):
     tensor(array, x)
 
 
-@given(
-    st.integers(1, 40), st.integers(1, 600), st.sampled_from(FLOATS), st.integers(0, 3), st.sampled_from([E4M3, E5M2])
-)
-def test_any(count, width, dtype, offset, kind):
-    x = rows((count, width), dtype, odd=True)
+@given(odd_rows(st.integers(1, 600)), st.integers(0, 3), st.sampled_from([E4M3, E5M2]))
+def test_any(x, offset, kind):
     token(Numpy(), x, kind, offset=offset)
     tensor(Numpy(), x, kind, offset=offset)
     static(Numpy(), x, 0.03, kind, offset=offset)

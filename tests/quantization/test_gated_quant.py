@@ -25,10 +25,10 @@ def situ(array, x, size=128, beta=1.0, linear_beta=-1.0, *, valid=None, topk=1, 
     codes, scales = reference.groups(situ_and_mul(array, x, beta, linear_beta), size, eps=1e-30)
     codes = codes.view(np.uint8)
     if valid is not None:
-        codes[valid * topk :] = 0x2A
-        scales[valid * topk :] = 1
+        codes[max(valid, 0) * topk :] = 0x2A
+        scales[max(valid, 0) * topk :] = 1
     q, s = array.output(np.full(codes.shape, 0x2A, np.uint8), offset=offset), array.output(np.full(scales.shape, -1, F))
-    count = None if valid is None else array.input(np.array([valid], np.int32))
+    count = None if valid is None else array.input(np.array([valid], np.int64 if abs(valid) >> 31 else np.int32))
     pykv.situ_and_mul_quant(q, s, array.input(x, offset=offset), beta, linear_beta, size, count, topk)
     assert_same_bits(array.numpy(s), scales)
     assert_same_bits(array.numpy(q), codes)
@@ -46,6 +46,9 @@ def test_situ(array, dtype, size):
 def test_situ_of_valid_rows(array, dtype):
     x = rows((9, 512), dtype)
     for valid, topk in ((0, 1), (4, 2), (9, 1), (100, 1), (3, 0)):
+        situ(array, x, valid=valid, topk=topk)
+    # products that int64 does not hold
+    for valid, topk in ((2**62, 4), (-(2**62), 4), (2, 2**63 - 1), (0, 2**63 - 1), (-3, 2**62), (2**63 - 1, 1)):
         situ(array, x, valid=valid, topk=topk)
     situ(array, x, 64, offset=1)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from libraries import Numpy
 from quantization import reference
-from quantization.inputs import F, assert_same_bits, needs, rows
+from quantization.inputs import F, assert_same_bits, needs, odd_rows, rows
 from quantization.reference import E4M3, E5M2, INT8
 from rows import FLOATS, name_of, padded, turned
 
@@ -57,6 +57,19 @@ def test_powers_of_two(array, dtype):
     x[3, :128] = np.asarray(448 / 2.0**4, dtype)  # the scale is a power of two of itself
     run(array, x, 128, scale_ue8m0=True)
     run(array, rows((13, 60), dtype, odd=True), 20, scale_ue8m0=True)
+
+
+@DTYPES
+def test_many_groups(array, dtype):
+    """As many as tables are worth, of every largest magnitude; with zeros, NaN, infinity and the smallest numbers."""
+    x = rows((300, 1024), dtype, odd=True)
+    x[20:148, 0] = np.linspace(1, 2, 128, endpoint=False).astype(dtype)
+    x[148:160] = (x[148:160].astype(F) * F(1e-9)).astype(dtype)
+    run(array, x, 128)
+    run(array, x, 128, eps=0.0)
+    run(array, x, 64, fp8_max=224.0)
+    run(array, x, 128, scale_ue8m0=True)
+    packed(array, x, 128)
 
 
 def test_largest_codes(array):
@@ -131,16 +144,14 @@ def test_zero_groups_packed(array):
     assert not array.numpy(q).view(np.uint8).any()
 
 
-@given(
-    st.integers(1, 20),
-    st.integers(1, 9),
-    st.integers(1, 140),
-    st.sampled_from(FLOATS),
-    st.sampled_from([E4M3, E5M2, INT8]),
-    st.integers(0, 3),
-)
-def test_any(count, groups, size, dtype, kind, offset):
-    run(Numpy(), rows((count, groups * size), dtype, odd=True), size, kind, offset=offset)
+@given(st.data(), st.integers(1, 140), st.sampled_from([E4M3, E5M2, INT8]), st.integers(0, 3))
+def test_any(data, size, kind, offset):
+    x = data.draw(odd_rows(st.integers(1, 9).map(lambda groups: groups * size)))
+    option = data.draw(st.sampled_from(["", "eps", "scale_ue8m0" if kind != INT8 else "truncates"]))
+    run(Numpy(), x, size, kind, offset=offset, **{option: 0.0 if option == "eps" else True} if option else {})
+    if kind == E4M3 and x.ndim == 2:
+        count = len(x)
+        packed(Numpy(), x, size, rows_more=-count % 4, stride=-(-count // 4) * 4)
 
 
 def test_empty(array):

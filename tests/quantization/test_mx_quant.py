@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from libraries import Numpy
 from quantization import reference_blocks as reference
-from quantization.inputs import F, assert_same_bits, rows
+from quantization.inputs import F, assert_same_bits, odd_rows, rows
 from quantization.reference import E4M3
 from quantization.test_fp4_quant import silu_and_mul
 from rows import FLOATS, name_of, padded, turned
@@ -45,6 +45,14 @@ def test_shapes(array, dtype, kind, mode, shape):
 @MODES
 def test_nan_and_infinity(array, dtype, kind, mode):
     run(array, rows((13, 64), dtype, odd=True), kind, mode)
+
+
+@DTYPES
+@KINDS
+@MODES
+def test_many_blocks(array, dtype, kind, mode):
+    """As many as tables are worth."""
+    run(array, rows((300, 1024), dtype, odd=True), kind, mode)
 
 
 @KINDS
@@ -132,9 +140,8 @@ def test_experts(array, dtype, mode, sizes):
     experts(array, sizes, 160, dtype, E4M3, mode=mode, gap=3)
 
 
-@given(st.integers(1, 140), st.integers(1, 8), st.sampled_from(FLOATS), st.integers(0, 3), st.booleans(), st.booleans())
-def test_any(count, blocks, dtype, offset, swizzled, four):
-    x = rows((count, 32 * blocks), dtype, odd=True)
+@given(odd_rows(st.integers(1, 8).map(lambda n: 32 * n)), st.integers(0, 3), st.booleans(), st.booleans())
+def test_any(x, offset, swizzled, four):
     for mode in ("ceil", "ocp", "vllm"):
         run(Numpy(), x, 4 if four else E4M3, mode, offset=offset, swizzled=swizzled)
 

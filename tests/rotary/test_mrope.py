@@ -169,6 +169,9 @@ def test_a_position_outside_is_reported_and_its_token_left_alone(array, is_neox,
         ((3, 5), [4, 6, 5], "mrope_section: must add up to rotary_dim / 2 = 16, got 15"),
         ((3, 5), [4, 6, 7], "mrope_section: must add up to rotary_dim / 2 = 16, got 7 in section 2"),
         ((3, 5), [4, -6, 18], "mrope_section: must add up to rotary_dim / 2 = 16, got -6 in section 1"),
+        ((3, 5), [4, 6.5, 6], r"mrope_section: must be integers that fit int64, got \[4, 6.5, 6\]"),
+        ((3, 5), [4, 6, 2**63], "mrope_section: must be integers that fit int64"),
+        ((3, 5), "xy", "mrope_section: must be integers that fit int64, got 'xy'"),
         ((5, 5), [4, 3, 3, 3, 3], r"mrope_section: must have 1 to 4 sections, got shape \[5\]"),
         ((2, 5), [4, 6, 6], r"positions: dimension 0 must be the number of sections, 3, got shape \[2, 5\]"),
         ((3, 1, 5, 1), [4, 6, 6], "positions: must have 1 to 3 dimensions"),
@@ -177,7 +180,7 @@ def test_a_position_outside_is_reported_and_its_token_left_alone(array, is_neox,
 )
 def test_what_does_not_fit_is_named(array, positions, sections, message):
     query, cache = array.output(np.zeros((5, 6, 32), np.float32)), array.input(np.zeros((8, 32), np.float32))
-    with pytest.raises(ValueError, match=f"mrope: {message}"):
+    with pytest.raises((TypeError, ValueError), match=f"mrope: {message}"):
         pykv.mrope(array.input(np.zeros(positions, np.int32)), query, None, 32, cache, True, sections)
 
 

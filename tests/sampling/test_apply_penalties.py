@@ -112,6 +112,22 @@ def test_out_of_range(array, which):
         array.numpy(logits)
 
 
+def test_ids_that_change_meanwhile_reach_no_other_row():
+    """Those of the first row lie among its logits, so that penalties change them."""
+    logits = np.ones((2, 64), np.float32)
+    ids = logits.view(np.int32)[:, 10:12]
+    ids[0] = 11, 20
+    ids[1] = 20, 20
+    expected, threads = logits[1].copy(), pykv.get_num_threads()
+    expected[20] -= 0.5
+    pykv.set_num_threads(1)
+    try:
+        pykv.apply_penalties_(logits, None, ids, 0.0, 0.25, 1.0)
+    finally:
+        pykv.set_num_threads(threads)
+    np.testing.assert_array_equal(logits[1], expected)
+
+
 def test_wrong_arguments():
     x, ids, p = np.zeros((2, 5), np.float32), np.zeros((2, 3), np.int64), np.ones(2, np.float32)
     for arguments, options, error, message in [

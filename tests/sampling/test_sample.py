@@ -16,12 +16,16 @@ ADJUSTMENTS = {"repetition_penalty", "frequency_penalty", "presence_penalty"} | 
 
 
 def sample(array, x, seeds, steps, *, offset=0, **options):
-    """Tokens and log-probabilities for NumPy arrays."""
+    """Tokens and log-probabilities for NumPy arrays.  The same tokens come without the latter, in another way."""
     rows = len(x)
     out, logprobs = array.output(np.full(rows, -7, np.int32)), array.output(np.zeros(rows, np.float32))
     arrays = {name: array.input(v) if isinstance(v, np.ndarray) else v for name, v in options.items()}
-    pykv.sample(out, array.input(x, offset=offset), array.input(seeds), array.input(steps), **arrays, logprobs=logprobs)
-    return array.numpy(out), array.numpy(logprobs)
+    keys = array.input(x, offset=offset), array.input(seeds), array.input(steps)
+    pykv.sample(out, *keys, **arrays)
+    alone = array.numpy(out)
+    pykv.sample(out, *keys, **arrays, logprobs=logprobs)
+    np.testing.assert_array_equal(alone, array.numpy(out))
+    return alone, array.numpy(logprobs)
 
 
 def keys(rows, seed=0):

@@ -69,6 +69,14 @@ def test_one_hard_row_alone(array):
         np.testing.assert_array_equal(top_k(array, x[None], 700), reference.top_k_per_row(x[None], 700))
 
 
+@pytest.mark.parametrize("k", [1, 50, 2048])
+def test_many_hard_rows(array, k):
+    """No row is shared: what some columns tell is wrong where others differ from them."""
+    x = hard_rows(40000)
+    expected = reference.top_k_per_row(x, k)
+    np.testing.assert_array_equal(top_k(array, np.tile(x, (12, 1)), k), np.tile(expected, (12, 1)))
+
+
 @dtypes
 @pytest.mark.parametrize("ints", [np.int32, np.int64])
 def test_starts_ends_and_own_k(array, dtype, ints):
@@ -87,6 +95,23 @@ def test_lengths_of_sequences(array, next_n):
     x = random((5 * next_n, 1000), np.dtype(np.float32))
     expected = reference.top_k_per_row(x, 30, ends=reference.decode_ends(lens, next_n))
     np.testing.assert_array_equal(top_k(array, x, 30, row_ends=lens, next_n=next_n), expected)
+
+
+def test_lengths_that_are_none(array):
+    x, least = random((4, 100), np.dtype(np.float32)), np.iinfo(np.int64).min
+    for first in (least, least + 1, -1, 0, 1):
+        ends = np.array([first, 60], np.int64)
+        expected = reference.top_k_per_row(x, 30, ends=np.array([0, min(max(first, 0), 1), 59, 60]))
+        np.testing.assert_array_equal(top_k(array, x, 30, row_ends=ends, next_n=2), expected)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_results_that_share_memory_lead_nowhere_else(ordered):
+    """Values written where indices lie are no indices."""
+    x = random((1, 5000), np.dtype(np.float32)) - 1e9
+    memory = np.zeros((1, 301), np.int32)
+    pykv.top_k_per_row(memory[:, :300], x, 300, sorted=ordered, values=memory.view(np.float32)[:, 1:])
+    np.testing.assert_array_equal(memory[:, :300], reference.top_k_per_row(x, 300, ordered=ordered))
 
 
 def test_ends_may_have_two_dimensions(array):

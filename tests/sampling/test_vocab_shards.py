@@ -159,3 +159,10 @@ def test_wrong_arguments():
     ]:
         with pytest.raises(error, match=f"merge_top_k: {message}"):
             pykv.merge_top_k(*arguments, **options)
+
+
+def test_more_results_than_int32_counts_are_refused():
+    far = pykv.from_pointer(1 << 40, (1, 2**32 + 1), "int32", "cpu")
+    shards = np.zeros((1, 1, 3), np.int32), np.zeros((1, 1, 3), np.float32)
+    with pytest.raises(NotImplementedError, match=r"merge_top_k: indices: 2\^31 results and more of a row"):
+        pykv.merge_top_k(far, *shards, 2**32 + 1)

@@ -12,6 +12,7 @@ from pykv._tools.samples._workload import Tokens, Workload
 from pykv._tools.samples.dequantization import WEIGHT, WEIGHT_GROUP, packed_words
 
 EXPERTS = 256  # columns of a router
+GROUPS = 8  # weights of a grouped product
 
 
 def packed_product() -> Sample:
@@ -31,6 +32,21 @@ def scaled_product(codes: type[np.generic]) -> Sample:
         "a_scales": np.abs(floats(3, 1)) / 256,
         "b_scales": np.abs(floats(1, 24)) / 256,
         "bias": floats(24).astype(np.float16),
+    }
+
+
+def grouped_product() -> Sample:
+    """Three groups, one of which has no rows."""
+    return {
+        "out": np.zeros((6, 24), np.float16),
+        "a": some_codes(6, 160),
+        "b": some_codes(3, 24, 160).swapaxes(1, 2),
+        "a_scales": np.abs(floats(6)) / 256,
+        "b_scales": np.abs(floats(3, 24)) / 256,
+        "row_groups": None,
+        "group_begins": np.array([0, 2, 2], np.int32),
+        "group_sizes": np.array([2, 0, 4], np.int32),
+        "expected_rows": 0,
     }
 
 
@@ -68,6 +84,7 @@ SAMPLES: Mapping[str, Callable[[], Sample]] = {
             "azp": np.array([[3], [-7], [20]], np.int32),
         }
     ),
+    "grouped_scaled_mm": grouped_product,
     "cutlass_scaled_fp4_mm": fp4_product,
     "dsv3_fused_a_gemm": product_of_few_rows,
     "dsv3_router_gemm": lambda: plain_product("output", "hidden_states", "router_weight"),
@@ -89,6 +106,13 @@ def _scaled_mm(t: Tokens, dtype: str, **more: Spec) -> Workload:
     return Workload({**matrices, **scales, **more})
 
 
+def _grouped_mm(t: Tokens) -> Workload:
+    matrices = {"a": Spec((t.count, WEIGHT), "uint8"), "b": Spec((GROUPS, WEIGHT, WEIGHT), "uint8")}
+    scales = {"a_scales": Spec((t.count,), "float32"), "b_scales": Spec((GROUPS, WEIGHT), "float32")}
+    begins = np.linspace(0, t.count, GROUPS + 1).astype(np.int32)
+    return Workload({**matrices, **scales, "group_begins": begins})
+
+
 def _fp4_mm(t: Tokens) -> Workload:
     scales = {
         f"block_scale_{x}": Spec((-(-n // 128) * 8 * WEIGHT,), "uint8") for x, n in (("a", t.count), ("b", WEIGHT))
@@ -106,6 +130,7 @@ WORKLOADS: Mapping[str, Callable[[Tokens], Workload]] = {
     "packed_gemm": _packed_gemm,
     "cutlass_scaled_mm": lambda t: _scaled_mm(t, "uint8"),
     "cutlass_scaled_mm_azp": lambda t: _scaled_mm(t, "int8", azp_adj=Spec((WEIGHT,), "int32")),
+    "grouped_scaled_mm": _grouped_mm,
     "cutlass_scaled_fp4_mm": _fp4_mm,
     "dsv3_router_gemm": lambda t: _plain(t, "hidden_states", "router_weight"),
     "fp32_router_gemm": lambda t: _plain(t, "a", "b", "float32"),

@@ -59,6 +59,49 @@ pub struct pykv_tensor_list {
     pub size: i64,
 }
 
+/// What `pykv_paged_attention` is told beside the arrays that it always needs; `default()` is what NULL means in C.
+///
+/// `struct_size` tells a newer library which fields this crate knows.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct pykv_paged_attention_options {
+    pub struct_size: usize,
+    pub cu_query_lens: *const DLTensor,
+    pub scale: f64,
+    pub causal: bool,
+    pub window: i64,
+    pub softcap: f64,
+    pub alibi_slopes: *const DLTensor,
+    pub sinks: *const DLTensor,
+    pub kv_cache_dtype: *const c_char,
+    pub k_scale: *const DLTensor,
+    pub v_scale: *const DLTensor,
+    pub batch_invariant: bool,
+    pub lse: *mut DLTensor,
+    pub workspace: *mut DLTensor,
+}
+
+impl Default for pykv_paged_attention_options {
+    fn default() -> Self {
+        Self {
+            struct_size: std::mem::size_of::<Self>(),
+            cu_query_lens: ptr::null(),
+            scale: f64::NAN,
+            causal: true,
+            window: 0,
+            softcap: 0.0,
+            alibi_slopes: ptr::null(),
+            sinks: ptr::null(),
+            kv_cache_dtype: c"auto".as_ptr(),
+            k_scale: ptr::null(),
+            v_scale: ptr::null(),
+            batch_invariant: false,
+            lse: ptr::null_mut(),
+            workspace: ptr::null_mut(),
+        }
+    }
+}
+
 include!(concat!(env!("OUT_DIR"), "/functions.rs"));
 
 /// The message of a call that did not return `PYKV_OK`.

@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
+#include <cstring>
 #include <limits>
 
-#include "attention/plan.h"
+#include "attention/cuda/plan.h"
 #include "core/call.h"
 #include "pykv/attention.h"
 
@@ -185,6 +187,18 @@ PagedAttentionArgs take_decode(Call& call, const Inputs& in, const DecodeOptions
   return a;
 }
 
+// A program that was built for an earlier version has fewer fields: the others are as by default.
+pykv_paged_attention_options known(const pykv_paged_attention_options* given) {
+  constexpr size_t kFirst = offsetof(pykv_paged_attention_options, workspace) + sizeof(DLTensor*);  // of 0.1.0
+  pykv_paged_attention_options options = PYKV_PAGED_ATTENTION_OPTIONS;
+  if (!given) return options;
+  if (given->struct_size < kFirst || given->struct_size > sizeof options)
+    fail(PYKV_VALUE_ERROR, "options: struct_size must lie between %zu and %zu, got %zu", kFirst, sizeof options,
+         given->struct_size);
+  std::memcpy(&options, given, given->struct_size);
+  return options;
+}
+
 }  // namespace
 }  // namespace pykv
 
@@ -192,35 +206,34 @@ using namespace pykv;
 
 pykv_status pykv_paged_attention(DLTensor* out, const DLTensor* query, const DLTensor* key_cache,
                                  const DLTensor* value_cache, const DLTensor* block_tables, const DLTensor* seq_lens,
-                                 const DLTensor* cu_query_lens, double scale, bool causal, int64_t window,
-                                 double softcap, const DLTensor* alibi_slopes, const DLTensor* sinks,
-                                 const char* kv_cache_dtype, const DLTensor* k_scale, const DLTensor* v_scale,
-                                 bool batch_invariant, DLTensor* lse, DLTensor* workspace, void* stream) {
+                                 const pykv_paged_attention_options* options, void* stream) {
   return guarded("paged_attention", [&](Call& call) {
+    const pykv_paged_attention_options o = known(options);
     PagedAttentionArgs a = take(call,
-                                {out, query, key_cache, value_cache, block_tables, seq_lens, cu_query_lens,
-                                 alibi_slopes, sinks, kv_cache_dtype, k_scale, v_scale},
-                                scale);
-    if (window < 0) fail(PYKV_VALUE_ERROR, "window: must be positive, got %lld", static_cast<long long>(window));
-    if (!(softcap >= 0)) fail(PYKV_VALUE_ERROR, "softcap: must be positive, got %g", softcap);
-    a.causal = causal;
-    a.window = window;
+                                {out, query, key_cache, value_cache, block_tables, seq_lens, o.cu_query_lens,
+                                 o.alibi_slopes, o.sinks, o.kv_cache_dtype, o.k_scale, o.v_scale},
+                                o.scale);
+    if (o.window < 0) fail(PYKV_VALUE_ERROR, "window: must be positive, got %lld", static_cast<long long>(o.window));
+    if (!(o.softcap >= 0)) fail(PYKV_VALUE_ERROR, "softcap: must be positive, got %g", o.softcap);
+    a.causal = o.causal;
+    a.window = o.window;
     // 0 says none, and so does infinity; a cap too small for float must not become 0.
     using Limits = std::numeric_limits<float>;
-    a.softcap = softcap == 0 || softcap > Limits::max() ? 0 : std::max(static_cast<float>(softcap), Limits::min());
-    a.batch_invariant = batch_invariant;
-    if (batch_invariant && a.max_seq_len > kMostInvariantTokens)
+    a.softcap =
+        o.softcap == 0 || o.softcap > Limits::max() ? 0 : std::max(static_cast<float>(o.softcap), Limits::min());
+    a.batch_invariant = o.batch_invariant;
+    if (o.batch_invariant && a.max_seq_len > kMostInvariantTokens)
       fail(PYKV_NOT_IMPLEMENTED, "block_tables: with batch_invariant a row may hold %lld tokens at most, got %lld",
            static_cast<long long>(kMostInvariantTokens), static_cast<long long>(a.max_seq_len));
-    if (lse) {
+    if (o.lse) {
       Dim heads{"num_heads", a.num_heads}, tokens{"num_tokens", a.num_tokens};
-      Tensor t = call.write("lse", lse).shape(heads, tokens).dtype({DType::kFloat32}).no_overlap_within();
+      Tensor t = call.write("lse", o.lse).shape(heads, tokens).dtype({DType::kFloat32}).no_overlap_within();
       a.lse = static_cast<float*>(t.data());
       a.lse_head_stride = t.stride(0);
       a.lse_token_stride = t.stride(1);
     }
-    if (workspace) {
-      Tensor t = call.write("workspace", workspace).rank(1).contiguous();
+    if (o.workspace) {
+      Tensor t = call.write("workspace", o.workspace).rank(1).contiguous();
       a.workspace = t.data();
       a.workspace_size = t.numel() * static_cast<int64_t>(size_of(t.type()));
       if (reinterpret_cast<uintptr_t>(a.workspace) % 256 != 0)

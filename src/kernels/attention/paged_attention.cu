@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "attention/paged_attention_launch.cuh"
+#include "attention/cuda/launch.cuh"
 #include "cuda/launch.h"
 
 namespace pykv {

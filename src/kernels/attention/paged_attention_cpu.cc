@@ -20,8 +20,8 @@
 #include <cstring>
 #include <new>
 
+#include "attention/cpu/item.h"
 #include "attention/paged_attention.h"
-#include "attention/paged_attention_item_cpu.h"
 #include "cpu/parallel.h"
 
 namespace pykv::PYKV_ISA {

@@ -2,12 +2,7 @@
 
 #include <cinttypes>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-
-#if defined(PYKV_WITH_CUDA)
-#include "cuda/device.h"
-#endif
 
 namespace pykv {
 
@@ -75,36 +70,8 @@ pykv_status set_last_error(const ErrorWord& word) noexcept {
 }
 
 void Call::fail_out_of_range(const ErrorWord& word) {
-  // `what` is "op: argument"; the door puts the op before every message, so it is left out here
+  // `what` is "op: argument"; guarded() puts the op before every message, so it is left out here
   fail(PYKV_VALUE_ERROR, "%s: %s", std::strchr(word.what, ':') + 2, ReportText(word).text);
 }
-
-#if defined(PYKV_WITH_CUDA)
-
-Call::CudaScope::CudaScope(const Call& call, void* stream) {
-  const int device = call.device().device_id;
-  previous_ = enter_device(device);
-  launch_ = {stream, device, error_word(device)};
-}
-
-Call::CudaScope::~CudaScope() { leave_device(previous_); }
-
-void Call::CudaScope::finish() {
-  static const bool check_each_call = [] {
-    const char* wanted = std::getenv("PYKV_CHECK");
-    return wanted && std::strcmp(wanted, "sync") == 0;
-  }();
-  if (!check_each_call || is_capturing(launch_.stream)) return;
-  const ErrorWord word = take_error_word(launch_.device);
-  if (word.claimed) fail_out_of_range(word);
-}
-
-#else
-
-Call::CudaScope::CudaScope(const Call&, void*) : launch_{} {}
-Call::CudaScope::~CudaScope() = default;
-void Call::CudaScope::finish() {}
-
-#endif
 
 }  // namespace pykv

@@ -1,4 +1,4 @@
-// The front desk: what stands between the C door and the kernels of an op.
+// What every C entry point does before its kernel runs: checks, the choice of device and twin, and errors.
 //
 //   return guarded("rms_norm", [&](Call& call) {
 //     Dim hidden{"hidden_size"};
@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "core/check.h"
+#include "core/device_scope.h"
 #include "core/float_environment.h"
 #include "core/launch.h"
 
@@ -63,8 +64,7 @@ class Call {
            std::type_identity_t<Twin<Args>> cuda) {
     if (device_.device_type == kDLExtDev) return;
     if (on_cuda()) {
-      if (!cuda) no_cuda();
-      CudaScope scope(*this, stream);
+      DeviceScope scope(device_.device_id, stream);
       cuda(args, scope.launch());
       scope.finish();
     } else {
@@ -78,19 +78,6 @@ class Call {
   [[noreturn]] static void fail_out_of_range(const ErrorWord& word);
 
  private:
-  // Switches to the device of the call and back; with PYKV_CHECK=sync reads the error word at the end.
-  class CudaScope {
-   public:
-    CudaScope(const Call& call, void* stream);
-    ~CudaScope();
-    const Launch& launch() const { return launch_; }
-    void finish();
-
-   private:
-    Launch launch_;
-    int previous_ = -1;
-  };
-
   void on_device(const Tensor& t) {
     const DLDevice d = t.device();
     if (!device_known_) device_ = d;

@@ -117,9 +117,12 @@ struct ScaleRule {
   }
 };
 
-// Whether scales lie in tiles of 128 rows and 4 groups, as tensor cores of later chips want them; `tiles` side by side.
-PYKV_INLINE int64_t swizzled_place(int64_t row, int64_t group, int64_t tiles) {
-  return (row / 128 * tiles + group / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + group % 4;
+// Scales in tiles of 2^bits rows and 4 groups, as tensor cores of later chips want them, `tiles` of them side by side.  A word
+// has the four of a row.  In tiles of 128 rows each is 4 words from the next, up to 32; in tiles of 8 they are neighbours.
+PYKV_INLINE int64_t word_of_tile(int64_t row, int bits) { return bits == 7 ? row % 32 * 4 + row / 32 : row; }
+PYKV_INLINE int64_t swizzled_place(int64_t row, int64_t group, int64_t tiles, int bits) {
+  const int64_t within = row & ((1 << bits) - 1), tile = (row >> bits) * tiles + group / 4;
+  return ((tile << bits) + word_of_tile(within, bits)) * 4 + group % 4;
 }
 
 }  // namespace pykv

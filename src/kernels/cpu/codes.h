@@ -28,6 +28,12 @@ inline Words quantised(AwayInt8, Floats v) {
   return __builtin_bit_cast(Words, __builtin_convertvector(within_int8(whole + one), Integers));
 }
 
+// The lowest byte of a float's bits.
+struct LowByte {
+  uint8_t bits;
+};
+inline Words quantised(LowByte, Floats v) { return __builtin_bit_cast(Words, v); }
+
 template <class Code, class T>
 [[gnu::noinline]] void multiply_to_codes(void* to, const T* from, int64_t n, float factor) {
   each_pair(0, n, [=](int64_t i, int64_t count) {
@@ -77,27 +83,60 @@ template <class T>
     const Pair<T> v = load_pair<T>(from + i, count) * factor;
     const Pair<T> shifted = each(v, [=](Floats x) {
       const Floats within = greater(lesser(x == x ? x : Floats{}, splat(most)), splat(least));
-      const Words sum = __builtin_bit_cast(Words, within + 12582912.0f) + static_cast<uint32_t>(zero_point);
-      return __builtin_convertvector(__builtin_bit_cast(Integers, sum << 24) >> 24, Floats);
+      return __builtin_bit_cast(Floats,
+                                __builtin_bit_cast(Words, within + 12582912.0f) + static_cast<uint32_t>(zero_point));
     });
-    store_quantised(codes + i, shifted, count);
+    store_quantised(reinterpret_cast<LowByte*>(codes + i), shifted, count);
   });
 }
+
+// Of numbers of type T, by their bits.
+template <class T>
+class LargestOf : LargestFloat<T> {
+ public:
+  void take(const T* from, int64_t count) { LargestFloat<T>::take(load_pair<T>(from, count)); }
+  using LargestFloat<T>::lanes;
+  static Floats values(Words lanes) { return __builtin_bit_cast(Floats, lanes); }
+};
+#if defined(__AVX512BW__)
+template <class T>
+  requires(sizeof(T) == 2)
+class LargestOf<T> {
+ public:
+  void take(const T* from, int64_t count) {
+    const __mmask32 inside = count >= kPair ? ~__mmask32{} : _bzhi_u32(~uint32_t{}, static_cast<uint32_t>(count));
+    const PairHalfwords magnitudes = __builtin_bit_cast(PairHalfwords, _mm512_maskz_loadu_epi16(inside, from)) & 0x7fff;
+    most_ = magnitudes > most_ ? magnitudes : most_;
+  }
+  Words lanes() const {
+    const Words both = __builtin_bit_cast(Words, most_), low = both & 0xffffu, high = both >> 16;
+    return low > high ? low : high;
+  }
+  static Floats values(Words lanes) { return Largest<T>::values(lanes); }
+
+ private:
+  PairHalfwords most_ = {};
+};
+#endif
 
 // The largest magnitudes of up to kWidth rows of n numbers, one behind the other: `most` without NaN, `inside` NaN where there is
 // one.
 template <class T>
 void find_largest(float* most, float* inside, const T* from, int64_t n, int64_t rows) {
-  Words lanes[kWidth] = {};
+  Words lanes[kWidth];  // all of which at once are not cleared: that is a kilobyte
   for (int64_t g = 0; g < rows; ++g) {
-    const auto next = [from = from + g * n](LargestFloat<T> largest, int64_t i, int64_t count) {
-      largest.take(load_pair<T>(from + i, count));
-      return largest;
-    };
-    lanes[g] = fold_pairs(0, n, LargestFloat<T>(), next).lanes();
+    LargestOf<T> largest;
+    for (int64_t i = 0; i < n; i += kPair) largest.take(from + g * n + i, n - i);
+    lanes[g] = largest.lanes();
   }
-  store(inside, __builtin_bit_cast(Floats, largest_lanes(lanes)));
-  for (int64_t g = 0; g < rows; ++g) most[g] = inside[g] == inside[g] ? inside[g] : largest_number(from + g * n, n);
+  for (int64_t g = rows; g < kWidth; ++g) lanes[g] = Words{};
+  const Floats all = LargestOf<T>::values(largest_lanes(lanes));
+  store(inside, all);
+  store(most, all);
+  bool nan = false;
+  for (int64_t g = 0; g < kWidth; ++g) nan |= inside[g] != inside[g];
+  for (int64_t g = 0; nan && g < rows; ++g)
+    if (inside[g] != inside[g]) most[g] = largest_number(from + g * n, n);
 }
 
 }  // namespace pykv::PYKV_ISA

@@ -2,7 +2,7 @@
 //
 // Every thread of such a kernel waits before it reads or writes memory, and before it returns: the kernel after it takes the end
 // of this one for the end of all before.  (Not if all blocks of the one before have waited before this one's come up, and have
-// written nothing: attention/paged_attention_problem.cuh, takes_call().)
+// written nothing: attention/cuda/problem.cuh, takes_call().)
 #pragma once
 
 #include <type_traits>

@@ -1,4 +1,4 @@
-// Copies of rectangles of a matrix of bytes to shared memory by one thread (sm_90), as wgmma wants them (cuda/wgmma.cuh).
+// Copies of boxes of an array of bytes to shared memory by one thread (sm_90), as wgmma wants them (cuda/wgmma.cuh).
 #pragma once
 
 #include <cuda.h>
@@ -46,16 +46,20 @@ inline bool make_tensor_map(CUtensorMap& map, const void* data, int64_t width, i
   return make_tensor_map<2>(map, data, {width, lines}, {stride}, {box_lines});
 }
 
-// Copies the rectangle that begins at byte `column` of `line`; the barrier counts its bytes, those outside the matrix, too.
-__device__ inline void copy_rectangle(uint32_t to, const CUtensorMap& map, int column, int line, uint32_t barrier) {
+// The same of matrices, `group_stride` bytes apart.
+inline bool make_tensor_map(CUtensorMap& map, const void* data, int64_t width, int64_t lines, int64_t groups,
+                            int64_t stride, int64_t group_stride, int box_lines) {
+  return make_tensor_map<3>(map, data, {width, lines, groups}, {stride, group_stride}, {box_lines, 1});
+}
+
+// Copies the box that begins at `at`; the barrier counts its bytes, those outside the array, too.
+__device__ inline void copy_box(uint32_t to, const CUtensorMap& map, const int (&at)[2], uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
           "r"(to),
-      "l"(reinterpret_cast<uint64_t>(&map)), "r"(column), "r"(line), "r"(barrier)
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(at[0]), "r"(at[1]), "r"(barrier)
       : "memory");
 }
-
-// The same of three and of five dimensions.
 __device__ inline void copy_box(uint32_t to, const CUtensorMap& map, const int (&at)[3], uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
@@ -72,12 +76,21 @@ __device__ inline void copy_box(uint32_t to, const CUtensorMap& map, const int (
 }
 
 // The same to every block of the cluster that `blocks` has a bit for, to the same place there, where its own barrier counts.
-__device__ inline void copy_rectangle_to_all(uint32_t to, const CUtensorMap& map, int column, int line,
-                                             uint32_t barrier, int blocks) {
+__device__ inline void copy_box_to_all(uint32_t to, const CUtensorMap& map, const int (&at)[2], uint32_t barrier,
+                                       int blocks) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
       "{%2, %3}], [%4], %5;" ::"r"(to),
-      "l"(reinterpret_cast<uint64_t>(&map)), "r"(column), "r"(line), "r"(barrier), "h"(static_cast<uint16_t>(blocks))
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(at[0]), "r"(at[1]), "r"(barrier), "h"(static_cast<uint16_t>(blocks))
+      : "memory");
+}
+__device__ inline void copy_box_to_all(uint32_t to, const CUtensorMap& map, const int (&at)[3], uint32_t barrier,
+                                       int blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(barrier),
+      "h"(static_cast<uint16_t>(blocks))
       : "memory");
 }
 

@@ -1,5 +1,6 @@
 #include "dequantization/scaled_dequantize.h"
 
+#include <algorithm>
 #include <cinttypes>
 
 #include "core/call.h"
@@ -81,7 +82,7 @@ int64_t group_size(const char* name, int64_t given, int64_t size, int64_t groups
   if (given < -1)
     fail(PYKV_VALUE_ERROR, "%s: must be positive, -1 (all) or 0 (what divides evenly), got %" PRId64, name, given);
   if (given == -1) return size > 0 ? size : 1;
-  if (given > 0) return given;
+  if (given > 0) return std::min(given, std::max<int64_t>(size, 1));
   if (groups == 0 || size % groups != 0)
     fail(PYKV_VALUE_ERROR, "%s: is required, for %" PRId64 " scales do not divide %" PRId64 " evenly", name, groups,
          size);

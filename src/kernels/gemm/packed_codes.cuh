@@ -17,6 +17,13 @@ __device__ uint32_t subtract_pairs(uint32_t a, uint32_t b) {
   return as_word(__hsub2(as_pair<T>(a), as_pair<T>(b)));
 }
 
+// (x & mask) | bits in one instruction, which the compiler does not find for two constants.
+__device__ inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
+  return result;
+}
+
 // fragment() gives the first operand of step j.  kUnit multiplies all scales.
 template <class T, CodeKind kKind>
 struct Codes;
@@ -25,14 +32,18 @@ template <class T>
 struct Codes<T, CodeKind::kUint4> {
   static constexpr int kPlanes = 1;
   static constexpr float kUnit = 1.0f;
-  // As the lowest bits of 1024 or 128, whose neighbours differ by one.
-  static constexpr uint32_t kPlus = kIsHalf<T> ? 0x64006400u : 0x43004300u;
-  static constexpr uint32_t kMinus = kIsHalf<T> ? 0x64086408u : 0x43084308u;
-
   __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[1], int j, const uint32_t*) {
     const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[0])[j];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = subtract_pairs<T>((w >> 4 * i & 0x000f000fu) | kPlus, kMinus);
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (!kIsHalf<T>) {  // the lowest bits of 128, whose neighbours differ by one
+        a[i] = subtract_pairs<T>(and_or(w >> 4 * i, 0x000f000fu, 0x43004300u), 0x43084308u);
+      } else if (i % 2 == 0) {  // the lowest bits of 1024
+        a[i] = subtract_pairs<T>(and_or(w >> 4 * i, 0x000f000fu, 0x64006400u), 0x64086408u);
+      } else {  // higher bits of 64
+        a[i] = subtract_pairs<T>(and_or(w >> 4 * (i - 1), 0x00f000f0u, 0x54005400u), 0x54805480u);
+      }
+    }
   }
 };
 
@@ -63,7 +74,7 @@ struct Codes<T, CodeKind::kUint8> {
       const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[i >> 1])[j];
       const int half_row = i & 1;
       if constexpr (kIsHalf<T>) {
-        a[i] = subtract_pairs<T>((w >> 8 * half_row & 0x00ff00ffu) | 0x64006400u, 0x64806480u);
+        a[i] = subtract_pairs<T>(__byte_perm(w, 0x64646464u, half_row ? 0x4341 : 0x4240), 0x64806480u);
       } else {  // bf16 has eight bits: by way of floats, as the lowest bits of 2^23
         const float low = __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7440 + half_row)) - 8388736.0f;
         const float high = __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7442 + half_row)) - 8388736.0f;
@@ -178,39 +189,55 @@ __device__ inline float e4m3_to_float(uint32_t code) {  // no NaN
          256.0f;
 }
 
-__device__ inline float scale_of(const RawFactors& raw, ScaleKind kind, int i) {
-  const uint32_t octet = raw.scale[0] >> 8 * i & 0xffu;
-  const uint32_t pair = raw.scale[i >> 1];
+// The scales of the first kRows rows.  What kind they are is asked once for all: each time is a chain of branches.
+template <int kRows>
+__device__ void scales_of(float (&scales)[kRows], const RawFactors& raw, ScaleKind kind) {
+  const auto each = [&](auto scale_of) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) scales[i] = scale_of(i, raw.scale[0] >> 8 * i & 0xffu);
+  };
   switch (kind) {
     case ScaleKind::kF16:
-      return half_of({raw.scale[0], raw.scale[1]}, i);
+      return each([&](int i, uint32_t) { return half_of({raw.scale[0], raw.scale[1]}, i); });
     case ScaleKind::kBF16:
-      return __uint_as_float(i & 1 ? pair & 0xffff0000u : pair << 16);
+      return each([&](int i, uint32_t) {
+        const uint32_t pair = raw.scale[i >> 1];
+        return __uint_as_float(i & 1 ? pair & 0xffff0000u : pair << 16);
+      });
     case ScaleKind::kF32:
-      return __uint_as_float(raw.scale[i]);
+      return each([&](int i, uint32_t) { return __uint_as_float(raw.scale[i]); });
     case ScaleKind::kE4M3:
-      return e4m3_to_float(octet);
+      return each([](int, uint32_t octet) { return e4m3_to_float(octet); });
     case ScaleKind::kE8M0:
-      return __uint_as_float(octet ? octet << 23 : 0x00400000u);
+      return each([](int, uint32_t octet) { return __uint_as_float(octet ? octet << 23 : 0x00400000u); });
     case ScaleKind::kF16U8:
-      return half_of(raw.super, i) * static_cast<float>(octet);
+      return each([&](int i, uint32_t octet) { return half_of(raw.super, i) * static_cast<float>(octet); });
     default:
-      return half_of(raw.super, i) * static_cast<float>(static_cast<int8_t>(octet));
+      return each([&](int i, uint32_t octet) {
+        return half_of(raw.super, i) * static_cast<float>(static_cast<int8_t>(octet));
+      });
   }
 }
 
-// scale: with the global one; offset: what the codes have been given too little
-__device__ inline float minimum_of(const RawFactors& raw, MinimumKind kind, float offset, int i, float scale) {
-  const float octet = static_cast<float>(raw.minimum[0] >> 8 * i & 0xffu);
+// scales: with the global one; offset: what the codes have been given too little
+template <int kRows>
+__device__ void minima_of(float (&minima)[kRows], const RawFactors& raw, MinimumKind kind, float offset,
+                          const float (&scales)[kRows]) {
+  const auto each = [&](auto minimum_of) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      minima[i] = minimum_of(i, scales[i], static_cast<float>(raw.minimum[0] >> 8 * i & 0xffu));
+  };
   switch (kind) {
     case MinimumKind::kZero:
-      return scale * (offset - octet);
+      return each([&](int, float scale, float octet) { return scale * (offset - octet); });
     case MinimumKind::kF16:
-      return fmaf(scale, offset, half_of({raw.minimum[0], raw.minimum[1]}, i));
+      return each(
+          [&](int i, float scale, float) { return fmaf(scale, offset, half_of({raw.minimum[0], raw.minimum[1]}, i)); });
     case MinimumKind::kF32:
-      return fmaf(scale, offset, __uint_as_float(raw.minimum[i]));
+      return each([&](int i, float scale, float) { return fmaf(scale, offset, __uint_as_float(raw.minimum[i])); });
     default:
-      return fmaf(scale, offset, -half_of(raw.low, i) * octet);
+      return each([&](int i, float scale, float octet) { return fmaf(scale, offset, -half_of(raw.low, i) * octet); });
   }
 }
 

@@ -15,9 +15,10 @@
 #include "gemm/tile_map.cuh"
 
 namespace pykv {
-namespace {
+namespace packed_gemm_few {  // not an unnamed one, whose members the compiler would report where code for sm_90a lacks
 
-constexpr int kSegments = 8, kThreads = 32 * kSegments, kUnit = PackedWeight::kUnit;
+constexpr int kSegments = 8, kThreads = 32 * kSegments;
+[[maybe_unused]] constexpr int kUnit = PackedWeight::kUnit;
 constexpr int kRingBytes = 96 << 10;  // with a table, as much as all GPUs since sm_80 have for a block
 
 template <class T, CodeKind kKind, int kBlocks_, int kTiles_>
@@ -204,27 +205,25 @@ class Segment {
 
   __device__ void add_scaled() {
 #pragma unroll
-    for (int r = 0; r < S::kBlocks; ++r)
+    for (int pair = 0; pair < S::kPairs; ++pair) {
+      float scales[4], minima[4] = {};
+      scales_of(scales, raw_[pair], w_.scales_kind);
 #pragma unroll
-      for (int half_row = 0; half_row < 2; ++half_row) {
-        const int i = r % 2 * 2 + half_row;
-        const float raw_scale = scale_of(raw_[r / 2], w_.scales_kind, i);
-        const float scale = raw_scale * global_;
+      for (int i = 0; i < 4; ++i) scales[i] *= global_;
+      if (w_.minima) minima_of(minima, raw_[pair], w_.minima_kind, w_.offset, scales);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
 #pragma unroll
         for (int t = 0; t < S::kTiles; ++t)
 #pragma unroll
-          for (int e = 2 * half_row; e < 2 * half_row + 2; ++e) {
-            total[r][t][e] = fmaf(scale, sum_[r][t][e], total[r][t][e]);
-            sum_[r][t][e] = 0.0f;
+          for (int e = 0; e < 2; ++e) {
+            float& to = total[2 * pair + i / 2][t][i % 2 * 2 + e];
+            float& sum = sum_[2 * pair + i / 2][t][i % 2 * 2 + e];
+            to = fmaf(scales[i], sum, to);
+            if (w_.minima) to = fmaf(minima[i], sum_of_x_[t][e], to);
+            sum = 0.0f;
           }
-        if (!w_.minima) continue;
-        const float minimum = minimum_of(raw_[r / 2], w_.minima_kind, w_.offset, i, scale);
-#pragma unroll
-        for (int t = 0; t < S::kTiles; ++t)
-#pragma unroll
-          for (int e = 0; e < 2; ++e)
-            total[r][t][2 * half_row + e] = fmaf(minimum, sum_of_x_[t][e], total[r][t][2 * half_row + e]);
-      }
+    }
 #pragma unroll
     for (int t = 0; t < S::kTiles; ++t)
 #pragma unroll
@@ -247,6 +246,7 @@ class Segment {
 template <class S>
 __global__ void __launch_bounds__(kThreads, S::kTiles == 1 ? 2 : 1)
     packed_gemm_kernel(const __grid_constant__ Problem p) {
+#if !defined(__CUDA_ARCH_FEAT_SM90_ALL)  // which has packed_gemm_sm90.cu
   using T = typename S::Element;
   extern __shared__ uint4 ring[];
   __shared__ uint32_t table[S::kHasTable ? 256 : 1];
@@ -296,6 +296,7 @@ __global__ void __launch_bounds__(kThreads, S::kTiles == 1 ? 2 : 1)
     if (p.a.map.factors) sum *= p.a.map.factor_of(at);
     static_cast<T*>(p.a.out)[at * p.a.out_stride + n] = from_float<T>(sum);
   }
+#endif
 }
 
 template <class T, CodeKind kKind, int kBlocks, int kTiles>
@@ -331,9 +332,11 @@ void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
   with_rows.template operator()<2>();
 }
 
-}  // namespace
+}  // namespace packed_gemm_few
 
 void packed_gemm_cuda(const PackedGemmArgs& args, const Launch& launch) {
+  using packed_gemm_few::launch_kind;
+  if (has_warpgroups(launch.device)) return packed_gemm_sm90_cuda(args, launch);
   if (packed_gemm_is_of_many(args, launch.device)) return packed_gemm_many_cuda(args, launch);
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     switch (args.weight.codes_kind) {

@@ -3,16 +3,16 @@
 //
 // It walks the same segments of columns that packed_gemm.cu gives to its warps, one after another, with the same
 // instruction and the same order of additions: a row of out has the same bits from both.
-#include "cuda/cluster.cuh"
 #include "cuda/device.h"
 #include "gemm/packed_gemm_many.cuh"
 
 namespace pykv {
-namespace {
+namespace packed_gemm_many {  // not an unnamed one, whose members the compiler would report where code for sm_90a lacks
 
 using Problem = ManyRows;
-constexpr int kSegments = Problem::kSegments, kUnit = Problem::kUnit, kRows = Problem::kRows, kBands = Problem::kBands;
-constexpr int kThreads = 256, kStages = 3, kPitch = Problem::kPitch, kMostSplits = 4;
+[[maybe_unused]] constexpr int kSegments = Problem::kSegments, kUnit = Problem::kUnit, kBands = Problem::kBands;
+constexpr int kRows = Problem::kRows;
+constexpr int kThreads = 256, kStages = 3, kPitch = Problem::kPitch;
 
 // Warps are kBands by two: 32 rows times half of the tokens each.
 template <class T, CodeKind kKind, int kTokens_>
@@ -27,13 +27,8 @@ struct Shape {
   static constexpr int kSumsOfXAt = kStages * kStageBytes;           // [2][step][token]
   static constexpr int kWholeAt = kSumsOfXAt + 2 * 4 * kTokens * 4;  // sums of all segments so far
   static constexpr int kWholeFloats = kThreads * kTiles * 8;
-  static constexpr bool kMaySplit = kTokens == 64;
   static_assert(kTokens * kPitch * 4 <= kWholeAt);
-
-  // Blocks that share the segments keep sums of each of theirs.
-  static constexpr int shared_bytes(int splits) {
-    return kWholeAt + kWholeFloats * 4 * (splits == 1 ? 1 : kSegments / splits);
-  }
+  static constexpr int kSharedBytes = kWholeAt + kWholeFloats * 4;
 };
 
 // Copies what a block wants for a unit of columns to a stage; each thread has its part.
@@ -93,15 +88,6 @@ class Feed {
   const uint8_t* codes_[Code::kPlanes];
   int64_t row_tile_, shift_;
 };
-
-// From shared memory of a block of the cluster.
-__device__ inline float load_cluster([[maybe_unused]] uint32_t address) {
-  float x = 0.0f;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-#endif
-  return x;
-}
 
 // A warp's sums.
 template <class S>
@@ -180,33 +166,6 @@ class Sums {
     }
   }
 
-  // Keeps those of a segment, the `place`-th of this block, for all blocks of the cluster.
-  __device__ void keep(int place) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      whole_[place * S::kWholeFloats + i * kThreads + threadIdx.x] = of(i);
-      of(i) = 0.0f;
-    }
-  }
-
-  // Adds what all blocks of the cluster have kept, for this block's part of the tokens.
-  __device__ void gather(int splits, int rank) {
-    const int each = kSegments / splits;
-    const uint32_t own = shared_address(whole_ + threadIdx.x);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (i / 4 % S::kTiles * splits / S::kTiles != rank) continue;
-      float kept[kSegments];
-#pragma unroll
-      for (int s = 0; s < kSegments; ++s)
-        kept[s] = load_cluster(cluster_address(own + (s % each * S::kWholeFloats + i * kThreads) * 4, s / each));
-      float sum = kept[0];
-#pragma unroll
-      for (int s = 1; s < kSegments; ++s) sum += kept[s];
-      of(i) = sum;
-    }
-  }
-
   // To [token][row], for all threads of the block.
   __device__ void store(float* to) const {
     const int lane = threadIdx.x % 32;
@@ -243,13 +202,16 @@ class Sums {
     if (w_.minima)
       load_four_shared(raw.minimum, factors + FactorFeed::kMinimaAt + place, quad, bytes_of(w_.minima_kind));
     if (w_.lows) load_super_shared(raw.low, factors + FactorFeed::kLowsAt + band_ * 64, quad);
+    float scales[4], minima[4] = {};
+    scales_of(scales, raw, w_.scales_kind);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scales[i] *= global_;
+    if (w_.minima) minima_of(minima, raw, w_.minima_kind, w_.offset, scales);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
       for (int half_row = 0; half_row < 2; ++half_row) {
-        const int i = r * 2 + half_row;
-        const float raw_scale = scale_of(raw, w_.scales_kind, i);
-        const float scale = raw_scale * global_;
+        const float scale = scales[r * 2 + half_row], minimum = minima[r * 2 + half_row];
 #pragma unroll
         for (int t = 0; t < S::kTiles; ++t)
 #pragma unroll
@@ -258,7 +220,6 @@ class Sums {
             sum_[r][t][e] = 0.0f;
           }
         if (!w_.minima) continue;
-        const float minimum = minimum_of(raw, w_.minima_kind, w_.offset, i, scale);
 #pragma unroll
         for (int t = 0; t < S::kTiles; ++t) {
           const float2 of_x = *sums_of_x(parity, step, t);
@@ -282,15 +243,15 @@ class Sums {
 template <class S>
 __global__ void __launch_bounds__(kThreads, S::kTokens == 64 ? 2 : 1)
     packed_gemm_many_kernel(const __grid_constant__ Problem p) {
+#if !defined(__CUDA_ARCH_FEAT_SM90_ALL)  // which has packed_gemm_sm90.cu
   using T = typename S::Element;
   extern __shared__ uint4 memory[];
   __shared__ uint32_t table[S::kHasTable ? 256 : 1];
   begin_dependent();
-  const int splits = S::kMaySplit ? p.splits : 1, rank = static_cast<int>(blockIdx.x) % splits;
   int64_t row_tile, token_tile;
-  p.place(blockIdx.x / splits, row_tile, token_tile);
+  p.place(blockIdx.x, row_tile, token_tile);
   const int32_t weight = p.weight_of(token_tile, S::kTokens);
-  if (weight < 0) return;  // tiles of a map are not split
+  if (weight < 0) return;
   const int64_t shift = weight * p.tokens.map.weight_stride;
   if constexpr (S::kHasTable) {
     const auto* numbers = reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kTableAt);
@@ -300,42 +261,35 @@ __global__ void __launch_bounds__(kThreads, S::kTokens == 64 ? 2 : 1)
   auto* const shared = reinterpret_cast<uint8_t*>(memory);
   const uint32_t ring = shared_address(memory);
   const int units = static_cast<int>(p.weight.padded_k / kUnit);
-  const int first_segment = kSegments / splits * rank, last_segment = kSegments / splits * (rank + 1);
-  const int begin = units * first_segment / kSegments, end = units * last_segment / kSegments;
   {
     const Feed<S> feed(p, row_tile, first_token, shift);
     Sums<S> sums(p, table, shared, shift);
 #pragma unroll
     for (int s = 0; s < kStages - 1; ++s) {
-      if (begin + s < end) feed.copy(ring + s * S::kStageBytes, begin + s);
+      if (s < units) feed.copy(ring + s * S::kStageBytes, s);
       cp_async_commit();
     }
     const bool has_minima = p.weight.minima;
     if (has_minima) {
       cp_async_wait<kStages - 2>();
       __syncthreads();
-      if (begin < end) sums.sum_x(ring, begin & 1);
+      if (units > 0) sums.sum_x(ring, 0);
     }
-    int segment = first_segment;
+    int segment = 0;
     const auto join_what_ends_at = [&](int unit) {
-      for (; segment < last_segment && units * (segment + 1) / kSegments == unit; ++segment) {
-        if (S::kMaySplit && splits > 1)
-          sums.keep(segment - first_segment);
-        else
-          sums.join(segment);
-      }
+      for (; segment < kSegments && units * (segment + 1) / kSegments == unit; ++segment) sums.join(segment);
     };
-    join_what_ends_at(begin);
+    join_what_ends_at(0);
     uint32_t stage = ring, next = ring + S::kStageBytes, free = ring + (kStages - 1) * S::kStageBytes;
-    for (int unit = begin; unit < end; ++unit) {
+    for (int unit = 0; unit < units; ++unit) {
       if (has_minima)
         cp_async_wait<kStages - 3>();  // the next one, too
       else
         cp_async_wait<kStages - 2>();
       __syncthreads();
-      if (unit + kStages - 1 < end) feed.copy(free, unit + kStages - 1);
+      if (unit + kStages - 1 < units) feed.copy(free, unit + kStages - 1);
       cp_async_commit();
-      if (has_minima && unit + 1 < end) sums.sum_x(next, (unit + 1) & 1);
+      if (has_minima && unit + 1 < units) sums.sum_x(next, (unit + 1) & 1);
       sums.multiply(stage, unit & 1);
       join_what_ends_at(unit + 1);
       free = stage;
@@ -343,49 +297,27 @@ __global__ void __launch_bounds__(kThreads, S::kTokens == 64 ? 2 : 1)
       next = next == ring + (kStages - 1) * S::kStageBytes ? ring : next + S::kStageBytes;
     }
     cp_async_wait<0>();
-    if (S::kMaySplit && splits > 1) {
-      cluster_announce_all();
-      cluster_wait();
-      sums.gather(splits, rank);
-      cluster_announce_all();
-    }
     __syncthreads();  // all have done with the ring
     sums.store(reinterpret_cast<float*>(shared));
   }
   __syncthreads();
-  p.write<T>(reinterpret_cast<const float*>(shared), row_tile * kRows, first_token, S::kTokens, kThreads, weight, rank);
-  if (S::kMaySplit && splits > 1) cluster_wait();  // others may read here until then
+  p.write<T>(reinterpret_cast<const float*>(shared), row_tile * kRows, first_token, S::kTokens, kThreads, weight);
+#endif
 }
 
 template <class T, CodeKind kKind, int kTokens>
-void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) {
+void launch_shape(const PackedGemmArgs& args, const Launch& launch) {
   using S = Shape<T, kKind, kTokens>;
-  const auto kernel = packed_gemm_many_kernel<S>;
-  with_many_rows(args, kTokens, splits, [&](const Problem& p, dim3 blocks) {
-    const int bytes = S::shared_bytes(splits);
-    if (splits == 1) return launch_dependent_shared(kernel, blocks, dim3(kThreads), bytes, launch, "packed_gemm", p);
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "packed_gemm");
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = static_cast<unsigned>(splits);
-    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = blocks;
-    config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = static_cast<size_t>(bytes);
-    config.stream = stream_of(launch);
-    config.attrs = attributes;
-    config.numAttrs = 2;
-    cuda_check(cudaLaunchKernelEx(&config, kernel, p), "packed_gemm");
+  with_many_rows(args, kTokens, [&](const Problem& p, dim3 blocks) {
+    launch_dependent_shared(packed_gemm_many_kernel<S>, blocks, dim3(kThreads), S::kSharedBytes, launch, "packed_gemm",
+                            p);
   });
 }
 
 template <class T, CodeKind kKind>
-void launch_kind(const PackedGemmArgs& args, const Launch& launch, bool large, int splits) {
-  if (large) return launch_shape<T, kKind, 128>(args, launch, 1);
-  launch_shape<T, kKind, 64>(args, launch, splits);
+void launch_kind(const PackedGemmArgs& args, const Launch& launch, bool large) {
+  if (large) return launch_shape<T, kKind, 128>(args, launch);
+  launch_shape<T, kKind, 64>(args, launch);
 }
 
 int shared_bytes_of_block(int device) {
@@ -394,38 +326,34 @@ int shared_bytes_of_block(int device) {
   return bytes;
 }
 
-}  // namespace
+}  // namespace packed_gemm_many
 
 bool packed_gemm_is_of_many(const PackedGemmArgs& args, int device) {
+  using packed_gemm_many::kRows;
   if (args.map.rows) return args.map.block_size % 64 == 0;
   if (args.num_rows <= 32) return false;
   const int64_t tiles = (args.weight.n + kRows - 1) / kRows * ((args.num_rows + 63) / 64);
-  return tiles * 2 * (overlaps_kernels(device) ? kMostSplits : 1) >= num_sms(device) || args.num_rows >= 256;
+  return tiles * 2 >= num_sms(device) || args.num_rows >= 256;
 }
 
 void packed_gemm_many_cuda(const PackedGemmArgs& args, const Launch& launch) {
-  if (packed_gemm_warpgroup_cuda(args, launch)) return;
-  // The larger tile, and sums of many segments, take more shared memory than some GPUs have; and no multiprocessor is to be
-  // without a block.
-  const int sms = num_sms(launch.device), most_bytes = shared_bytes_of_block(launch.device);
+  using namespace packed_gemm_many;
+  // The larger tile takes more shared memory than some GPUs have; and no multiprocessor is to be without a block.
+  const int sms = num_sms(launch.device);
   const int64_t row_tiles = (args.weight.n + kRows - 1) / kRows;
   const bool fills = args.map.rows ? args.map.block_size % 128 == 0
                                    : row_tiles * ((args.num_rows + 127) / 128) * 10 >= int64_t{sms} * 9;
-  const bool large = fills && most_bytes >= Shape<half, CodeKind::kUint8, 128>::shared_bytes(1);
-  int splits = 1;
-  if (!args.map.rows && overlaps_kernels(launch.device) &&
-      most_bytes >= Shape<half, CodeKind::kUint8, 64>::shared_bytes(2))
-    while (splits < kMostSplits && row_tiles * ((args.num_rows + 63) / 64) * splits * 2 <= sms) splits *= 2;
+  const bool large = fills && shared_bytes_of_block(launch.device) >= Shape<half, CodeKind::kUint8, 128>::kSharedBytes;
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     switch (args.weight.codes_kind) {
       case CodeKind::kUint4:
-        return launch_kind<T, CodeKind::kUint4>(args, launch, large, splits);
+        return launch_kind<T, CodeKind::kUint4>(args, launch, large);
       case CodeKind::kUint8:
-        return launch_kind<T, CodeKind::kUint8>(args, launch, large, splits);
+        return launch_kind<T, CodeKind::kUint8>(args, launch, large);
       case CodeKind::kE4M3:
-        return launch_kind<T, CodeKind::kE4M3>(args, launch, large, splits);
+        return launch_kind<T, CodeKind::kE4M3>(args, launch, large);
       default:
-        return launch_kind<T, CodeKind::kTable16>(args, launch, large, splits);
+        return launch_kind<T, CodeKind::kTable16>(args, launch, large);
     }
   });
 }

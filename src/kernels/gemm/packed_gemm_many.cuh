@@ -1,4 +1,4 @@
-// What the bodies of packed_gemm for many rows of x share: tiles of 128 rows of the weight times some tokens.
+// Tiles of 128 rows of the weight times some tokens, for packed_gemm_many.cu.
 #pragma once
 
 #include "cuda/cp_async.cuh"
@@ -41,7 +41,6 @@ struct ManyRows {
   Divider groups_by;  // columns of a group
   uint32_t row_tiles, token_tiles;
   int bands, groups, blocks;  // of 32 rows; of columns; of 256 columns
-  int splits;                 // blocks of a cluster that share the segments of a tile
   int steps;                  // of 16 columns that are scaled together: 1, 2 or 4
   bool whole_chunks;          // x: eight neighbours can be copied at once
   bool whole_stores;          // out: four neighbours can be stored at once
@@ -74,10 +73,10 @@ struct ManyRows {
     }
   }
 
-  // Rounds sums [token][kPitch] to rows of out: of each 32 tokens, those of a part.
+  // Rounds sums [token][kPitch] to rows of out.
   template <class T>
   __device__ void write(const float* sums, int64_t first_row, int64_t first_token, int count, int threads,
-                        int32_t of_weight, int part = 0) const {
+                        int32_t of_weight) const {
     const int lane = threadIdx.x % 32;
     const int64_t n = first_row + lane * 4;
     const int rows = static_cast<int>(min(max(weight.n - n, int64_t{0}), int64_t{4}));
@@ -87,7 +86,6 @@ struct ManyRows {
       if (bias && i < rows)
         of_row[i] = to_float(static_cast<const T*>(bias)[of_weight * tokens.map.bias_stride + n + i]);
     for (int token = threadIdx.x / 32; token < count; token += threads / 32) {
-      if (token % 32 * splits / 32 != part) continue;
       const int64_t row = tokens.rows.row_of_out(tokens.map, first_token + token, tokens.count);
       T* const to = tokens.of_out<T>(row);
       if (!to) continue;
@@ -139,15 +137,15 @@ struct FactorFeed {
   }
 };
 
-// Calls launch(problem, blocks) for tiles of so many tokens, by so many blocks each.
+// Calls launch(problem, blocks) for tiles of so many tokens.
 template <class Launcher>
-void with_many_rows(const PackedGemmArgs& args, int tokens, int splits, Launcher&& launch) {
+void with_many_rows(const PackedGemmArgs& args, int tokens, Launcher&& launch) {
   const PackedWeight& w = args.weight;
   const TileMap& map = args.map;
   const int64_t token_tiles =
       map.rows ? map.num_blocks * (map.block_size / tokens) : (args.num_rows + tokens - 1) / tokens;
   const int64_t row_tiles = (w.n + ManyRows::kRows - 1) / ManyRows::kRows;
-  if (row_tiles * token_tiles * splits > INT32_MAX || row_tiles * ManyRows::kTogether > INT32_MAX)
+  if (row_tiles * token_tiles > INT32_MAX || row_tiles * ManyRows::kTogether > INT32_MAX)
     fail(PYKV_VALUE_ERROR, "x: has too many rows: %lld", static_cast<long long>(args.num_rows));
   const auto aligned = [](const void* pointer, int64_t stride, int count) {
     return reinterpret_cast<uintptr_t>(pointer) % (2 * count) == 0 && stride % count == 0;
@@ -162,11 +160,10 @@ void with_many_rows(const PackedGemmArgs& args, int tokens, int splits, Launcher
       .bands = static_cast<int>(w.padded_n() / 32),
       .groups = static_cast<int>(w.groups()),
       .blocks = static_cast<int>((w.padded_k + 255) / 256),
-      .splits = splits,
       .steps = w.steps_of_a_group(),
       .whole_chunks = !w.columns && w.k % 8 == 0 && aligned(args.x, args.x_stride, 8),
       .whole_stores = aligned(args.out, args.out_stride, 4)};
-  launch(p, dim3(static_cast<unsigned>(row_tiles * token_tiles * splits)));
+  launch(p, dim3(static_cast<unsigned>(row_tiles * token_tiles)));
 }
 
 }  // namespace pykv

@@ -7,7 +7,7 @@ namespace pykv {
 
 bool packed_gemm_is_of_many(const PackedGemmArgs& args, int device);
 void packed_gemm_many_cuda(const PackedGemmArgs& args, const Launch& launch);
-// False if the call is not for it.
-bool packed_gemm_warpgroup_cuda(const PackedGemmArgs& args, const Launch& launch);
+// For any number of rows, where has_warpgroups (cuda/device.h).
+void packed_gemm_sm90_cuda(const PackedGemmArgs& args, const Launch& launch);
 
 }  // namespace pykv

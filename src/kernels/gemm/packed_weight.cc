@@ -80,7 +80,7 @@ int64_t place_sections(PackedWeight& w, const void* data) {
   const auto* const start = static_cast<const uint8_t*>(data);
   int64_t at = PackedWeight::kHeaderBytes;
   const auto place = [&](int64_t bytes) -> const uint8_t* {
-    const uint8_t* const section = bytes ? start + at : nullptr;
+    const uint8_t* const section = bytes && start ? start + at : nullptr;
     at += (bytes + 255) / 256 * 256;
     return section;
   };

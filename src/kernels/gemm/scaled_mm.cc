@@ -56,8 +56,8 @@ class Product {
     if (is_vector(a, m) && is_vector(b, n)) {
       a.dtype({DType::kFloat32});
       b.dtype({DType::kFloat32});
-      args.a_scales = {a.data(), stride_of_vector(a), 0, false};
-      args.b_scales = {b.data(), stride_of_vector(b), 0, false};
+      args.a_scales = {a.data(), stride_of_vector(a), 0, false, 0};
+      args.b_scales = {b.data(), stride_of_vector(b), 0, false, 0};
       return;
     }
     if (a.ndim() != 2 || b.ndim() != 2) {
@@ -75,8 +75,8 @@ class Product {
     a.dtype({DType::kFloat32, DType::kUInt8}).shape(m, k_blocks);
     b.dtype({DType::kFloat32, DType::kUInt8}).shape(k_blocks, n_blocks);
     args.in_blocks = true;
-    args.a_scales = {a.data(), a.stride(0), a.stride(1), a.type() == DType::kUInt8};
-    args.b_scales = {b.data(), b.stride(1), b.stride(0), b.type() == DType::kUInt8};
+    args.a_scales = {a.data(), a.stride(0), a.stride(1), a.type() == DType::kUInt8, 0};
+    args.b_scales = {b.data(), b.stride(1), b.stride(0), b.type() == DType::kUInt8, 0};
   }
 
   void bias(const DLTensor* bias) {

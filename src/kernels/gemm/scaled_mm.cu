@@ -28,12 +28,11 @@ struct Shape {
 };
 
 template <class S>
-class Tile {
+class TileProduct {
   using Sum = typename S::Sum;
 
  public:
-  __device__ Tile(const Problem& p, int64_t first_row, int64_t first_column, uint32_t ring)
-      : p_(p), first_row_(first_row), first_column_(first_column), ring_(ring) {}
+  __device__ TileProduct(const Problem& p, const Tile& tile, uint32_t ring) : p_(p), tile_(tile), ring_(ring) {}
 
   __device__ void run() {
     const int blocks = static_cast<int>(p_.args.blocks());
@@ -76,9 +75,9 @@ class Tile {
 
   __device__ void copy(int block, int blocks, int stage) const {
     if (block < blocks)
-      copy_lines<S::kColumns, S::kRows, S::kThreads>(p_.columns, p_.rows, first_column_, first_row_,
-                                                     ring_ + stage * S::kStageBytes, int64_t{block} * kLine, p_.args.k,
-                                                     threadIdx.x);
+      copy_lines<S::kColumns, S::kRows, S::kThreads>(
+          p_.columns, p_.rows, tile_.group * p_.args.b_group, tile_.group * p_.args.a_group, tile_.first_column,
+          tile_.first_row, ring_ + stage * S::kStageBytes, int64_t{block} * kLine, p_.args.k, threadIdx.x);
     cp_async_commit();
   }
 
@@ -121,18 +120,19 @@ class Tile {
 
   // Those of a lane's rows, times that of the columns, which is one for the tile.
   __device__ void load_scales(int block, float (&scale)[S::kRowFragments][2]) const {
-    const float of_columns = scale_at(p_.args.b_scales, first_column_ / ScaledMmArgs::kBlock, block);
+    const MmScales &a = p_.args.a_scales, &b = p_.args.b_scales;
+    const float of_columns = scale_at(b.from(tile_.group * b.group), tile_.first_column / ScaledMmArgs::kBlock, block);
 #pragma unroll
     for (int j = 0; j < S::kRowFragments; ++j)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int64_t row = first_row_ + (row_warp() * S::kRowFragments + j) * 8 + threadIdx.x % 4 * 2 + e;
-        scale[j][e] = of_columns * scale_at(p_.args.a_scales, min(row, p_.args.m - 1), block);
+        const int64_t row = tile_.first_row + (row_warp() * S::kRowFragments + j) * 8 + threadIdx.x % 4 * 2 + e;
+        scale[j][e] = of_columns * scale_at(a.from(tile_.group * a.group), min(row, p_.args.m - 1), block);
       }
   }
 
   const Problem& p_;
-  const int64_t first_row_, first_column_;
+  const Tile& tile_;
   const uint32_t ring_;
   Sum sum_[S::kColumnFragments][S::kRowFragments][4] = {};
   float total_[S::kColumnFragments][S::kRowFragments][4] = {};
@@ -142,30 +142,41 @@ template <class S>
 __global__ void __launch_bounds__(S::kThreads) scaled_mm_kernel(const __grid_constant__ Problem p) {
   extern __shared__ uint4 ring[];
   begin_dependent();
-  uint32_t row_tile, column_tile;
-  p.tile_of(blockIdx.x, row_tile, column_tile);
-  const int64_t first_row = int64_t{row_tile} * S::kRows, first_column = int64_t{column_tile} * S::kColumns;
+  auto* const before = reinterpret_cast<int32_t*>(ring);  // until the ring is filled
+  if (p.counts_tiles()) count_tiles(p.args.groups, p.args.m, S::kRows, p.report_begins, before);
+  if (blockIdx.x >= p.tiles(before)) return;
+  __shared__ Tile tile;  // there, for registers are scarce
+  bool exists = true;
+  if (threadIdx.x == 0) {
+    uint32_t column_tile;
+    Tile found;
+    exists = p.tile_of(blockIdx.x, before, found, column_tile);
+    found.first_column = int64_t{column_tile} * S::kColumns;
+    tile = found;
+  }
+  if (!__syncthreads_and(exists)) return;
   auto* const sums = reinterpret_cast<uint32_t*>(ring);
   {
-    Tile<S> tile(p, first_row, first_column, shared_address(ring));
-    tile.run();
-    tile.put_sums(sums);
+    TileProduct<S> product(p, tile, shared_address(ring));
+    product.run();
+    product.put_sums(sums);
   }
   __syncthreads();
-  store_tile<S::kRows, S::kColumns, S::kPitch, S::kThreads>(p, sums, first_row, first_column, threadIdx.x);
+  store_tile<S::kRows, S::kColumns, S::kPitch, S::kThreads>(p, sums, tile, threadIdx.x);
 }
 
 template <class S>
 void launch_shape(const ScaledMmArgs& args, const Launch& launch) {
-  const Problem p(args, S::kRows, S::kColumns);
+  const Problem p(args, launch, S::kRows, S::kColumns);
   launch_dependent_shared(scaled_mm_kernel<S>, dim3(p.row_tiles * p.column_tiles), dim3(S::kThreads), S::kSharedBytes,
                           launch, "scaled_mm", p);
 }
 
 template <class Sum>
 void launch_sum(const ScaledMmArgs& args, const Launch& launch) {
-  if (args.m <= 16) return launch_shape<Shape<Sum, 2, 1, 1, 2, 12>>(args, launch);
-  if (args.m <= 64) return launch_shape<Shape<Sum, 2, 2, 1, 4, 8>>(args, launch);
+  const int64_t rows = args.groups.count > 0 ? args.groups.expected_rows : args.m;
+  if (rows <= 16) return launch_shape<Shape<Sum, 2, 1, 1, 2, 12>>(args, launch);
+  if (rows <= 64) return launch_shape<Shape<Sum, 2, 2, 1, 4, 8>>(args, launch);
   launch_shape<Shape<Sum, 2, 4, 4, 4, 3>>(args, launch);
 }
 

@@ -1,4 +1,5 @@
-// out = a_scales b_scales (a b) + bias with 8-bit a and b.  The idea behind pykv_cutlass_scaled_mm and _azp.
+// out = a_scales b_scales (a b) + bias with 8-bit a and b.  The idea behind pykv_cutlass_scaled_mm and _azp, and with several b
+// behind pykv_grouped_scaled_mm.
 //
 // Products are exact.  Those of int8 are summed in int32, exactly; those of float8_e4m3fn by the machine's own instruction over
 // blocks of 128 of k, whose sums are added in fp32, in order.  So a row of out has the same bits however many rows there are.
@@ -6,6 +7,7 @@
 
 #include "core/args.h"
 #include "cpu/isa.h"
+#include "gemm/row_groups.h"
 
 namespace pykv {
 
@@ -14,6 +16,14 @@ struct MmScales {
   const void* data;      // float, or bytes: 2^(byte - 127)
   int64_t along, block;  // from a row (or column, or 128 columns) to the next; from 128 of k to the next
   bool is_e8m0;
+  int64_t group;  // from a group to the next
+
+  // Those of a group, or from another row or column on.
+  PYKV_HOST_DEVICE MmScales from(int64_t elements) const {
+    MmScales s = *this;
+    s.data = static_cast<const char*>(data) + elements * (is_e8m0 ? 1 : 4);
+    return s;
+  }
 };
 
 struct ScaledMmArgs {
@@ -33,6 +43,9 @@ struct ScaledMmArgs {
   const int32_t* azp_adj;  // [n]; null: none
   const int32_t* azp;      // [m]; null: 1
   int64_t azp_adj_stride, azp_stride;
+  RowGroups groups;
+  int64_t a_group, b_group,
+      out_group;  // from a group's matrix to the next, elements; of a and out 0 unless they are apart
 
   PYKV_HOST_DEVICE int64_t blocks() const { return (k + kBlock - 1) / kBlock; }
 };

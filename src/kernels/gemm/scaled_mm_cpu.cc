@@ -163,12 +163,47 @@ void multiply(const ScaledMmArgs& args) {
   }
 }
 
-}  // namespace
-
-void scaled_mm_cpu(const ScaledMmArgs& args, const Launch&) {
+void multiply(const ScaledMmArgs& args) {
   if (!args.is_int8) return multiply<PairCodes, false>(args);
   if (args.in_blocks) return multiply<Int8Codes, false>(args);
   multiply<Int8Codes, true>(args);
+}
+
+// Rows of one group, as a product of its own.
+void multiply_rows(const ScaledMmArgs& args, int64_t group, int64_t begin, int64_t end) {
+  ScaledMmArgs part = args;
+  part.groups.count = 0;
+  part.m = end - begin;
+  part.a += group * args.a_group + begin * args.a_stride;
+  part.b += group * args.b_group;
+  part.out = static_cast<char*>(args.out) +
+             (group * args.out_group + begin * args.out_stride) * static_cast<int64_t>(size_of(args.out_dtype));
+  part.a_scales = args.a_scales.from(group * args.a_scales.group + begin * args.a_scales.along);
+  part.b_scales = args.b_scales.from(group * args.b_scales.group);
+  multiply(part);
+}
+
+}  // namespace
+
+void scaled_mm_cpu(const ScaledMmArgs& args, const Launch& launch) {
+  const RowGroups& groups = args.groups;
+  if (groups.count == 0) return multiply(args);
+  if (groups.of_rows.data) {
+    const auto group_of = [&](int64_t row) {
+      return row < args.m ? groups.group_of(row, launch.reporter(groups.report_rows)) : -1;
+    };
+    for (int64_t begin = 0, end; begin < args.m; begin = end) {
+      const int64_t group = group_of(begin);
+      for (end = begin + 1; end < args.m && group_of(end) == group;) ++end;
+      if (group >= 0) multiply_rows(args, group, begin, end);
+    }
+    return;
+  }
+  for (int64_t group = 0; group < groups.count; ++group) {
+    int64_t begin, end;
+    groups.rows_of(group, args.m, begin, end, launch.reporter(groups.report_begins));
+    if (begin < end) multiply_rows(args, group, begin, end);
+  }
 }
 
 }  // namespace pykv::PYKV_ISA

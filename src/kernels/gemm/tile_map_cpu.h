@@ -1,4 +1,4 @@
-// A map of tiles on the CPU: all rows of a weight at once.
+// A map of tiles on the CPU: all rows of a weight at once.  Each is read once, for it may change meanwhile.
 #pragma once
 
 #include <vector>
@@ -23,8 +23,10 @@ void for_each_weight(const TileMap& map, int64_t num_rows, F&& f) {
     if (next != weight) finish();
     weight = next;
     if (weight < 0) continue;
-    for (int64_t i = at; i < at + map.block_size; ++i)
-      if (map.rows[i] >= 0 && map.rows[i] < num_rows) rows.push_back(map.rows[i]);
+    for (int64_t i = at; i < at + map.block_size; ++i) {
+      const int32_t row = map.rows[i];
+      if (row >= 0 && row < num_rows) rows.push_back(row);
+    }
   }
   finish();
 }

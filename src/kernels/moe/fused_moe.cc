@@ -138,6 +138,10 @@ pykv_status pykv_fused_moe(DLTensor* out, const DLTensor* x, const DLTensor* w1,
     sort.block_size = (is_packed ? pairs_of_packed_tile : pairs_of_tile)(sort.num_pairs, num_experts);
     const int64_t most = sort.num_pairs + std::min<int64_t>(sort.num_pairs, experts) * (sort.block_size - 1);
     if (most > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "topk_ids: more than some 2^31 pairs are not supported");
+    const int64_t widest = std::max<int64_t>(width, hidden);
+    if (sort.num_pairs != 0 && widest > (int64_t{1} << 60) / sort.num_pairs)
+      fail(PYKV_NOT_IMPLEMENTED, "topk_ids: rows of %" PRId64 " elements for each of %" PRId64 " pairs are too many",
+           widest, sort.num_pairs);
     sort.num_blocks = most / sort.block_size;
     sort.capacity = sort.num_blocks * sort.block_size;
     sort.sentinel = static_cast<int32_t>(sort.num_pairs);

@@ -17,7 +17,7 @@ pykv_status pykv_fused_moe_gemm(DLTensor* out, const DLTensor* x, const DLTensor
       fail(PYKV_VALUE_ERROR, "block_size: must be a multiple of 8, got %" PRId64, block_size);
     Dim tokens{"rows of x"}, k{"columns of x"}, n{"columns of out"}, experts{"num_experts"}, one{"1", 1};
     const Tensor from = call.read("x", x).dtype({DType::kFloat16, DType::kBFloat16}).shape(tokens, k).contiguous_rows();
-    if (tokens * top_k > INT32_MAX)
+    if (tokens > INT32_MAX / top_k)
       from.fail(PYKV_NOT_IMPLEMENTED, "2^31 pairs and more are not supported, got shape %s",
                 from.shape_string().c_str());
     Dim pairs{"rows of x times top_k", tokens * top_k};

@@ -19,7 +19,10 @@ struct ProblemSizesArgs {
   PYKV_HOST_DEVICE __attribute__((always_inline)) void put(int64_t e) const {
     if (e < num_begins) begins[e] = static_cast<int32_t>(e * rows_of_expert);
     if (e >= num_experts) return;
-    const int64_t rows = counts.data ? counts[e] : offsets[e + 1] - offsets[e];
+    // offsets may be any numbers: their difference may wrap
+    const int64_t rows =
+        counts.data ? counts[e]
+                    : static_cast<int64_t>(static_cast<uint64_t>(offsets[e + 1]) - static_cast<uint64_t>(offsets[e]));
     put_problem(problems1 + 3 * e, rows, columns, hidden, is_swapped);
     put_problem(problems2 + 3 * e, rows, hidden, inner, is_swapped);
   }

@@ -27,7 +27,7 @@ struct RowNormArgs {
   float epsilon;
 };
 
-// The front desk's share of a norm: checks, and what they tell.
+// What the C entry points of norms share: checks, and what follows from them.
 
 Tensor norm_input(Call& call, const DLTensor* input, Dim& hidden_size);
 Tensor norm_output(Call& call, const char* name, DLTensor* out, const Tensor& input);

@@ -71,20 +71,22 @@ struct Blocks {
   }
 
   // Scales by strides, or in tiles.
-  void set_scales(Call& call, const char* name, DLTensor* given, bool swizzled) {
+  void set_scales(Call& call, const char* name, DLTensor* given, bool swizzled, int64_t tile_rows = 128) {
     Tensor s = scale_bytes(call, name, given);
     args.scales = s.data();
+    if (tile_rows != 128 && tile_rows != 8)
+      fail(PYKV_VALUE_ERROR, "tile_rows: must be 128 or 8, got %" PRId64, tile_rows);
     if (swizzled) {
       s.contiguous();
-      args.swizzled = true;
+      args.tile_bits = tile_rows == 128 ? 7 : 3;
       args.scale_groups = up_to(code_groups, 4);
       args.tiles = args.scale_groups / 4;
-      const int64_t wanted = up_to(rows, 128) * args.scale_groups, bytes = s.numel() * item(s);
+      const int64_t wanted = up_to(rows, tile_rows) * args.scale_groups, bytes = s.numel() * item(s);
       if (bytes != wanted)
         s.fail(PYKV_VALUE_ERROR,
                "must have %" PRId64 " bytes (%" PRId64 " rows and %" PRId64
-               " blocks, rounded up to multiples of 128 and of 4), got shape %s",
-               wanted, rows, code_groups, s.shape_string().c_str());
+               " blocks, rounded up to multiples of %" PRId64 " and of 4), got shape %s",
+               wanted, rows, code_groups, tile_rows, s.shape_string().c_str());
       return;
     }
     if (item(s) != 1) s.fail(PYKV_TYPE_ERROR, "int32 is for swizzled scales");
@@ -104,7 +106,7 @@ struct Blocks {
     if (input.ndim() != 2)
       input.fail(PYKV_VALUE_ERROR, "must have 2 dimensions, got shape %s", input.shape_string().c_str());
     Tensor s = scale_bytes(call, scales_name, scales).rank(2).contiguous();
-    args.swizzled = true;
+    args.tile_bits = 7;
     args.scales = s.data();
     args.scale_groups = up_to(code_groups, 4);
     args.tiles = args.scale_groups / 4;
@@ -117,6 +119,7 @@ struct Blocks {
     if (offsets <= offsets_more)
       first.fail(PYKV_VALUE_ERROR, "must have more than %" PRId64 " elements, got shape %s", offsets_more,
                  first.shape_string().c_str());
+    if (offsets > INT32_MAX) first.fail(PYKV_NOT_IMPLEMENTED, "2^31 experts and more are not supported");
     args.of_experts = {first.index(),
                        scales_first.index(),
                        nullptr,
@@ -176,10 +179,10 @@ using namespace pykv;
 
 pykv_status pykv_scaled_fp4_quant(DLTensor* output, DLTensor* output_scale, const DLTensor* input,
                                   const DLTensor* input_scale, bool is_sf_swizzled_layout, bool four_over_six,
-                                  void* stream) {
+                                  int64_t tile_rows, void* stream) {
   return guarded("scaled_fp4_quant", [&](Call& call) {
     Blocks b(call, "output", output, input, kNvfp4, true, false);
-    b.set_scales(call, "output_scale", output_scale, is_sf_swizzled_layout);
+    b.set_scales(call, "output_scale", output_scale, is_sf_swizzled_layout, tile_rows);
     b.args.global = call.parameter("input_scale", input_scale);
     b.args.four_over_six = four_over_six;
     b.run(call, stream);

@@ -1,5 +1,7 @@
 #include "quantization/group_quant.h"
 
+#include <algorithm>
+
 #include "pykv/quantization.h"
 #include "quantization/code_inputs.h"
 
@@ -162,7 +164,7 @@ pykv_status pykv_situ_and_mul_quant(DLTensor* out, DLTensor* scale, const DLTens
       if (counts.numel() != 1)
         counts.fail(PYKV_VALUE_ERROR, "must have 1 element, got shape %s", counts.shape_string().c_str());
       if (topk < 0) fail(PYKV_VALUE_ERROR, "topk: must not be negative, got %" PRId64, topk);
-      args.valid = {counts.index(), args.rows, topk};
+      args.valid = {counts.index(), args.rows, std::min(topk, args.rows)};
       args.fill_scales = true;
     }
     run(call, args, stream);

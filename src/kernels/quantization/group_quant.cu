@@ -1,288 +1,326 @@
 // codes = code(y * factor), scale and factor from the largest |y| of each group of neighbours in a row (core/codes.h); y = input,
 // or silu(gate) * up or situ(gate, up), rounded to the dtype as the activation alone rounds it.
 //
-// Memory-bound: the floor is each byte of input and codes moved once.  The lanes of a group have 16 elements each, a thread
-// those of two groups, all loaded before the first is used: 64 bytes of a 16-bit dtype.  Bytes are stored by packs that
-// neighbouring lanes have side by side; of four-bit codes a lane has 16 neighbours, as many as share an nvfp4 scale, and eight
-// bytes.  Groups that do not fill their lanes, or rows that are not aligned, take the general kernel.
+// Memory-bound: the floor is each byte of input and codes moved once.  While memory delivers an element of 16 bits and takes its
+// code, an H200 issues 23 instructions, an H100 31: what a thread does once, for its addresses and its scale, is shared by as
+// many elements as registers hold.  Of bytes a lane has kPacks packs of a group, side by side with its neighbours'; of four-bit
+// codes it has 32 neighbours alone.  A warp whose numbers are all finite takes the short way.  Groups that do not fill their
+// lanes, or rows that are not aligned, go to group_quant_any.cuh.
 #include <bit>
 
-#include "cuda/dependent.cuh"
-#include "cuda/divider.cuh"
-#include "cuda/e2m1.cuh"
-#include "cuda/largest.cuh"
-#include "cuda/quantise.cuh"
-#include "cuda/reduce.cuh"
-#include "cuda/silu.cuh"
-#include "quantization/group_quant.h"
-#include "quantization/packs.cuh"
+#include "quantization/group_quant_any.cuh"
 
 namespace pykv {
 namespace {
 
-constexpr int kThreads = 128, kElements = kE2m1AtOnce;
-constexpr int groups_at_once(bool whole) { return whole ? 2 : 1; }  // of a thread
-template <class T>
-constexpr int kPacks = kElements / kPackSize<T>;
+constexpr int kThreads = 128;
 
-struct Plan {
-  Divider groups;  // of a row
-  uint32_t total;
-  int lane_bits;
-  bool aligned;
-};
+// Of a lane: as many packs as leave room for enough threads on an SM.
+template <class T, class Source>
+constexpr int kPacks = Source::kHalves == 2 ? 16 / kPackSize<T> : 4;
+template <class T, class Source, bool kPlain>
+constexpr int kBlocks = sizeof(T) == 4 || std::is_same_v<Source, SituAndMul<T>> ? 8
+                        : std::is_same_v<Source, Elements<T>> || !kPlain        ? 10
+                                                                                : 12;  // on an SM, at least
 
-template <class T>
-struct Elements {
-  using Raw = Pack<T>;
-  __device__ explicit Elements(const GroupQuantArgs&) {}
-  __device__ static Raw load(const T* from, int64_t, int count, bool aligned) {
-    return load_pack(from, count, aligned);
-  }
-  __device__ static void prefetch(const T* from, int64_t) { pykv::prefetch(from); }
-  __device__ Pack<T> value(const Raw& raw) const { return raw; }
-};
-
-template <class T>
-struct Gated {
-  struct Raw {
-    Pack<T> gate, up;
-  };
-  __device__ static Raw load(const T* from, int64_t width, int count, bool aligned) {
-    return {load_pack(from, count, aligned), load_pack(from + width, count, aligned)};
-  }
-  __device__ static void prefetch(const T* from, int64_t width) {
-    pykv::prefetch(from);
-    pykv::prefetch(from + width);
-  }
-};
-
-template <class T>
-struct SiluAndMul : Gated<T> {
-  __device__ explicit SiluAndMul(const GroupQuantArgs&) {}
-  __device__ Pack<T> value(const typename Gated<T>::Raw& raw) const { return silu_and_mul(raw.gate, raw.up); }
-};
-
-template <class T>
-struct SituAndMul : Gated<T>, Situ {
-  __device__ explicit SituAndMul(const GroupQuantArgs& args) : Situ(args.beta, args.linear_beta) {}
-  __device__ Pack<T> value(const typename Gated<T>::Raw& raw) const {
-    auto x = to_floats(raw.gate);
-    const auto up = to_floats(raw.up);
+// The largest magnitude as bits, above those of infinity where there is NaN.
+template <class T, int kSize, int kCount>
+__device__ uint32_t largest_bits(const Vec<T, kSize> (&v)[kCount]) {
+  if constexpr (kInWords<T, kSize>) {
+    uint32_t most = v[0].words[0];
 #pragma unroll
-    for (int i = 0; i < kPackSize<T>; ++i) x[i] = product(activation(x[i]), up[i]);
-    return round_to<T>(x);
-  }
-};
-
-// Where a group is, and what is to be done with it.
-struct Place {
-  int64_t row, group;
-  bool there;    // in the grid at all
-  bool numbers;  // has any: is no padding, nor a row that is not valid
-};
-
-// By how much the codes are wrong: the sum of the squares, of every fourth one after another, then of the four.
-template <class T>
-__device__ float error_of(const Pack<T> (&y)[kPacks<T>], uint2 codes, float unit) {
-  float sums[4] = {};
+    for (int i = 1; i < kCount * kSize / 2; ++i)
+      most = larger_magnitudes_or_nan<T>(most, v[i / (kSize / 2)].words[i % (kSize / 2)]);
+    const float2 pair = word_to_floats<T>(most & 0x7fff7fffu);
+    return max(__float_as_uint(pair.x), __float_as_uint(pair.y));
+  } else {
+    uint32_t most = 0;
 #pragma unroll
-  for (int k = 0; k < kPacks<T>; ++k) {
-    const auto x = to_floats(y[k]);
-#pragma unroll
-    for (int i = 0; i < kPackSize<T>; ++i) {
-      const int e = k * kPackSize<T> + i;
-      const uint32_t code = (e < 8 ? codes.x : codes.y) >> (e % 8 * 4) & 7u;
-      const float value =
-          code < 2 ? 0.5f * static_cast<float>(code) : __uint_as_float((code >> 1) + 126u << 23 | (code & 1u) << 22);
-      const float d = __fsub_rn(fabsf(x[i]), __fmul_rn(value, unit));
-      sums[e % 4] = __fadd_rn(sums[e % 4], __fmul_rn(d, d));
-    }
+    for (int i = 0; i < kCount * kSize; ++i) most = max(most, __float_as_uint(v[i / kSize][i % kSize]) & 0x7fffffffu);
+    return most;
   }
-  return __fadd_rn(__fadd_rn(sums[0], sums[2]), __fadd_rn(sums[1], sums[3]));
+}
+constexpr uint32_t kInfinity = 0x7f800000u;
+
+// Over the lanes of a group.
+__device__ inline uint32_t largest_of_lanes(uint32_t most, int lane_bits) {
+#pragma unroll
+  for (int bit = 0; bit < 5; ++bit)
+    if (bit < lane_bits) most = max(most, __shfl_xor_sync(0xffffffffu, most, 1 << bit));
+  return most;
 }
 
-template <class T>
-__device__ uint2 nibbles_of(const Pack<T> (&y)[kPacks<T>], float factor) {
-  uint32_t words[4 * sizeof(T)];
-  __builtin_memcpy(words, y, sizeof words);
-  float scaled[kElements];
-  e2m1_multiply<T>(words, factor, scaled);
+// Codes of finite numbers by a factor of their own, which makes none infinite.
+template <CodeKind kCodes, class T, int kSize>
+__device__ Vec<uint8_t, kSize> codes_inside(const Vec<T, kSize>& x, float factor) {
+  auto v = to_floats(x);
 #pragma unroll
-  for (float& v : scaled) v = fminf(v, 6.0f);
-  return e2m1_codes<T>(words, scaled);
+  for (int i = 0; i < kSize; ++i) v[i] *= factor;
+  return quantise<kCodes == CodeKind::kE4M3 ? DType::kFloat8E4M3 : DType::kInt8, true>(v);
 }
 
-// kWhole: each lane of a group has exactly 16 elements, aligned.
-template <class T, class Source, bool kNibbles, bool kWhole>
-__global__ __launch_bounds__(kThreads) void group_quant_kernel(const __grid_constant__ GroupQuantArgs args,
-                                                               const __grid_constant__ Plan plan, Reporter report) {
-  constexpr int kSize = kPackSize<T>, kCount = kPacks<T>, kGroups = groups_at_once(kWhole);
-  constexpr bool kSideBySide = kWhole && !kNibbles;  // packs of neighbouring lanes
-  const int lanes = 1 << plan.lane_bits, lane = static_cast<int>(threadIdx.x) & (lanes - 1);
-  const int size = static_cast<int>(args.group_size);
-  const uint32_t teams = kThreads >> plan.lane_bits;
-  const uint32_t first = blockIdx.x * (teams * kGroups) + (threadIdx.x >> plan.lane_bits);
-  const int64_t real_groups = args.width / args.group_size;
-  // Of the group: pack k of the lane's 16 elements number `chunk`.
-  const auto element = [&](int k, int chunk) {
-    return kSideBySide ? (k * lanes + lane) * kSize : (chunk * lanes + lane) * kElements + k * kSize;
-  };
-  const T* from[kGroups];
-  Place places[kGroups];
+// One-byte codes.  kPlain: all groups are there, and have scales by strides.
+template <class T, class Source, CodeKind kCodes, bool kPlain>
+__global__ __launch_bounds__(kThreads, kBlocks<T, Source, kPlain>) void byte_group_kernel(
+    const __grid_constant__ GroupQuantArgs args, const __grid_constant__ GroupPlan plan, Reporter report) {
+  constexpr int kSize = kPackSize<T>, kCount = kPacks<T, Source>;
+  const int lane_bits = plan.lane_bits, lane = static_cast<int>(threadIdx.x) & ((1 << lane_bits) - 1);
+  const uint32_t n = blockIdx.x * (kThreads >> lane_bits) + (threadIdx.x >> lane_bits);
+  const bool there = n < plan.total;  // others read the first group, since their warp finds its maxima with all lanes
+  uint32_t group;
+  const int64_t row = plan.groups(there ? n : 0, group);
+  const int64_t first = static_cast<int64_t>(uint64_t{group} * static_cast<uint32_t>(args.group_size)) + lane * kSize;
+  const int step = kSize << lane_bits;
+  const T* from = static_cast<const T*>(args.input) + (args.input_rows.offset(row) + first);
+  uint8_t* to = static_cast<uint8_t*>(args.out) + (args.out_rows.offset(row) + first);
+  const bool real = kPlain || first < args.width;
+  if (comes_early() && real) {
 #pragma unroll
-  for (int j = 0; j < kGroups; ++j) {
-    const uint32_t n = first + j * teams;
-    uint32_t group;
-    Place& at = places[j];
-    at.there = n < plan.total;
-    at.row = plan.groups(at.there ? n : 0, group);
-    at.group = group;
-    at.numbers = at.there && at.group < real_groups;
-    from[j] = static_cast<const T*>(args.input) + args.input_rows.offset(at.row) + at.group * args.group_size;
-    if (kWhole && at.numbers && comes_early()) {
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) Source::prefetch(from[j] + element(k, 0), args.width);
-    }
+    for (int k = 0; k < kCount; ++k) Source::prefetch(from + k * step, args.width);
   }
+  have_ready(to);
   begin_dependent();
 
-  const bool aligned = kWhole || plan.aligned;
+  const bool valid = kPlain || is_valid(args, plan, row);
   const Source source(args);
-  typename Source::Raw raw[kGroups][kCount];
+  typename Source::Raw raw[kCount];
 #pragma unroll
-  for (int j = 0; j < kGroups; ++j) {
-    if (places[j].there && args.valid.counts.data) places[j].numbers &= args.is_valid(places[j].row);
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      raw[j][k] = {};
-      if (places[j].numbers)
-        raw[j][k] = Source::load(from[j] + element(k, 0), args.width, kWhole ? kSize : size - element(k, 0), aligned);
+  for (int k = 0; k < kCount; ++k) {
+    if (kPlain || (real && valid)) {
+      raw[k] = Source::load(from + k * step, args.width);
+    } else {
+      raw[k] = {};
     }
   }
-  const float global = args.rule.kind == ScaleKind::kE4M3 && !args.globals ? float{args.global} : 1.0f;
+  Pack<T> y[kCount];
 #pragma unroll
-  for (int j = 0; j < kGroups; ++j) {
-    const Place at = places[j];
-    Pack<T> y[kCount];
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) y[k] = source.value(raw[j][k]);
-    float most = largest_of(y);
-    const int chunks = kWhole ? 1 : (size + lanes * kElements - 1) / (lanes * kElements);
-    const auto read_again = [&](int chunk, Pack<T>(&to)[kCount]) {
-#pragma unroll
-      for (int k = 0; k < kCount; ++k)
-        to[k] = source.value(Source::load(from[j] + element(k, chunk), args.width, size - element(k, chunk), aligned));
-    };
-    if constexpr (!kWhole) {
-      for (int chunk = 1; chunk < chunks && at.numbers; ++chunk) {
-        Pack<T> more[kCount];
-        read_again(chunk, more);
-        most = fmaxf(most, largest_of(more));
-      }
-    }
-    most = warp_reduce(most, lanes, Maximum());
-    if (!at.there) continue;
-    if (args.valid.counts.data && !at.numbers && at.group < real_groups) {
-      if (args.fill_scales && lane == 0) args.store_scale(at.row, at.group, __float_as_uint(1.0f));
-      continue;
-    }
-    const ScaleRow scale_row = args.scale_row_of(at.row, report);
-    if (!scale_row.there) continue;
-    const float g = args.globals ? args.globals[scale_row.expert] : global;
-    GroupScale scale = args.rule(most, g, 6.0f);
-    uint2 nibbles{};
-    if constexpr (kNibbles) {
-      nibbles = nibbles_of(y, scale.factor);
-      if (args.four_over_six) {
-        const GroupScale other = args.rule(most, g, 4.0f);
-        const uint2 others = nibbles_of(y, other.factor);
-        const float inverse = 1.0f / fabsf(g);
-        const auto unit = [&](const GroupScale& s) { return __fmul_rn(magnitude_of_e4m3(s.stored & 0x7fu), inverse); };
-        if (error_of(y, others, unit(other)) < error_of(y, nibbles, unit(scale))) scale = other, nibbles = others;
-      }
-    }
-    if (lane == 0 && at.group < args.scale_groups) {
-      args.store_scale(scale_row.row, at.group, at.numbers ? scale.stored : 0u);
-      if (args.swizzled && scale_row.last) args.clear_behind(scale_row, at.group);
-    }
-    if (at.group >= args.code_groups) continue;
-    const int zero_rows = at.row == args.rows - 1 ? static_cast<int>(args.zero_rows) : 0;
-    uint8_t* const out = static_cast<uint8_t*>(args.out);
-    for (int extra = 0; extra <= zero_rows; ++extra) {
-      uint8_t* const to = out + args.out_rows.offset(at.row + extra) + at.group * (kNibbles ? size / 2 : size);
-      const bool zero = extra > 0;
-      if constexpr (kNibbles) {
-        const uint2 codes = zero || !at.numbers ? uint2{} : nibbles;
-        Vec<uint8_t, 8> bytes;
-        bytes.words[0] = codes.x;
-        bytes.words[1] = codes.y;
-        store_codes(to + lane * 8, bytes, 8, aligned);
+  for (int k = 0; k < kCount; ++k) y[k] = source.value(raw[k]);
+  uint32_t most = largest_of_lanes(largest_bits(y), lane_bits);
+  const bool any_odd = __any_sync(0xffffffffu, most >= kInfinity);
+  if (any_odd) most = largest_of_lanes(__float_as_uint(largest_of(y)), lane_bits);  // passes NaN over
+  if (!there) return;
+  if (!kPlain && !valid) {
+    if (args.fill_scales && real && lane == 0) args.store_scale(row, group, __float_as_uint(1.0f));
+    return;
+  }
+  const ScaleRow scale_row = kPlain ? ScaleRow{row, 0, false, true} : args.scale_row_of(row, report);
+  if (!scale_row.there) return;
+  const GroupScale scale = args.rule(__uint_as_float(most), 1.0f, 1.0f);
+  if (lane == 0) {
+    if constexpr (kPlain) {
+      const int64_t at = args.scale_rows.offset(row) +
+                         (args.scale_four ? group / 4 * args.scale_four + group % 4 : group * args.scale_group);
+      if (plan.scale_bytes) {
+        static_cast<uint8_t*>(args.scales)[at] = static_cast<uint8_t>(scale.stored);
       } else {
-        for (int chunk = 0; chunk < chunks; ++chunk) {
-          if (chunk > 0) {
-            if (at.numbers) read_again(chunk, y);
-          }
-#pragma unroll
-          for (int k = 0; k < kCount; ++k) {
-            const int e = element(k, chunk);
-            auto codes = codes_times(args.codes, y[k], scale.factor, !(scale.factor > 0.0f));
-            if (zero) codes = {};
-            store_codes(to + e, codes, kWhole ? kSize : size - e, aligned);
-          }
-        }
+        static_cast<uint32_t*>(args.scales)[at] = scale.stored;
       }
+    } else if (group < args.scale_groups) {
+      args.store_scale(scale_row.row, group, real ? scale.stored : 0u);
+      if (args.tile_bits && scale_row.last) args.clear_behind(scale_row, group);
     }
   }
-}
-
-template <class T, class Source, bool kNibbles>
-void launch_kernel(const GroupQuantArgs& args, const Launch& launch) {
-  constexpr int64_t kItem = sizeof(T), kCode = kNibbles ? 2 : 1;
-  const int64_t groups = args.groups(), total = groups * args.rows,
-                chunks = (args.group_size + kElements - 1) / kElements;
-  if (args.group_size > INT32_MAX / 4 || groups > INT32_MAX || args.rows > (INT32_MAX - 4 * kThreads) / groups)
-    fail(PYKV_NOT_IMPLEMENTED, "input: 2^31 groups in one call are not supported");
-  const int lanes = static_cast<int>(std::bit_ceil(static_cast<uint64_t>(chunks < 32 ? chunks : 32)));
-  const bool aligned = rows_aligned(kAccessBytes, args.input, args.input_rows, kItem) &&
-                       args.width * kItem % kAccessBytes == 0 && args.group_size * kItem % kAccessBytes == 0 &&
-                       rows_aligned(kNibbles ? 8 : kPackSize<T>, args.out, args.out_rows, 1);
-  const Plan plan{Divider(groups), static_cast<uint32_t>(total), std::countr_zero(static_cast<unsigned>(lanes)),
-                  aligned};
-  const Reporter report = launch.reporter(args.of_experts.report);
-  const bool whole = aligned && args.group_size == int64_t{lanes} * kElements && args.group_size / kCode % 8 == 0;
-  const int64_t at_once = int64_t{kThreads / lanes} * groups_at_once(whole);
-  const auto start = [&](auto kernel) {
-    launch_dependent(kernel, static_cast<unsigned>((total + at_once - 1) / at_once), kThreads, launch, "group_quant",
-                     args, plan, report);
-  };
-  if (whole) {
-    start(group_quant_kernel<T, Source, kNibbles, true>);
+  if (!kPlain && group >= args.code_groups) return;
+  if (any_odd) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k)
+      store_vec(to + k * step, codes_times(kCodes, y[k], scale.factor, !(scale.factor > 0.0f)));
   } else {
-    start(group_quant_kernel<T, Source, kNibbles, false>);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) store_vec(to + k * step, codes_inside<kCodes>(y[k], scale.factor));
+  }
+  if (!kPlain && row == args.rows - 1) {
+    for (int64_t extra = 1; extra <= args.zero_rows; ++extra)
+      for (int k = 0; k < kCount; ++k)
+        store_vec(static_cast<uint8_t*>(args.out) + (args.out_rows.offset(row + extra) + first) + k * step,
+                  Vec<uint8_t, kSize>{});
   }
 }
 
-template <class T, class Source>
-void run(const GroupQuantArgs& args, const Launch& launch) {
-  if (args.codes == CodeKind::kE2M1) {
-    launch_kernel<T, Source, true>(args, launch);
-  } else {
-    launch_kernel<T, Source, false>(args, launch);
+// Four-bit codes of 16-bit numbers: a thread has a unit of 32, two blocks of nvfp4 or one of mxfp4.
+constexpr int kUnit = 32;
+template <class T, class Source, bool kPlain>
+__global__ __launch_bounds__(kThreads, Source::kHalves == 2 || !kPlain ? 7 : 8) void nibble_group_kernel(
+    const __grid_constant__ GroupQuantArgs args, const __grid_constant__ GroupPlan plan, Reporter report) {
+  constexpr int kSize = kPackSize<T>, kCount = kLanePacks<T>;
+  const uint32_t n = blockIdx.x * kThreads + threadIdx.x;
+  const bool there = n < plan.total;
+  uint32_t unit;
+  const int64_t row = plan.groups(there ? n : 0, unit);
+  const int64_t first = int64_t{unit} * kUnit;
+  const T* from = static_cast<const T*>(args.input) + (args.input_rows.offset(row) + first);
+  uint8_t* to = static_cast<uint8_t*>(args.out) + (args.out_rows.offset(row) + first / 2);
+  const bool real = kPlain || first < args.width;
+  if (comes_early() && real) {
+    Source::prefetch(from, args.width);
+    Source::prefetch(from + kUnit / 2, args.width);
   }
+  have_ready(to);
+  begin_dependent();
+
+  const Source source(args);
+  typename Source::Raw raw[2][kCount];
+#pragma unroll
+  for (int k = 0; k < 2 * kCount; ++k) {
+    if (real) {
+      raw[k / kCount][k % kCount] = Source::load(from + k * kSize, args.width);
+    } else {
+      raw[k / kCount][k % kCount] = {};
+    }
+  }
+  const bool two = args.group_size < kUnit;
+  const int64_t group = two ? 2 * int64_t{unit} : unit;
+  const ScaleRow scale_row = kPlain ? ScaleRow{row, 0, row == args.rows - 1, true} : args.scale_row_of(row, report);
+  const float global = global_scale(args, scale_row);
+  Pack<T> y[2][kCount];
+  uint32_t most[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) y[half][k] = source.value(raw[half][k]);
+    most[half] = largest_bits(y[half]);
+  }
+  const bool any_odd = __any_sync(0xffffffffu, max(most[0], most[1]) >= kInfinity);
+  if (any_odd) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) most[half] = __float_as_uint(largest_of(y[half]));  // passes NaN over
+  }
+  if (!two) most[0] = most[1] = max(most[0], most[1]);
+  GroupScale scale[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) scale[half] = args.rule(__uint_as_float(most[half]), global, 6.0f);
+  uint2 codes[2];
+  // Infinity times a factor of 0 is NaN.
+  const bool inside =
+      __uint_as_float(most[0]) * scale[0].factor < 7.0f && __uint_as_float(most[1]) * scale[1].factor < 7.0f;
+  if (any_odd || __any_sync(0xffffffffu, !inside)) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) codes[half] = nibbles_of(y[half], scale[half].factor);
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) codes[half] = nibbles_of<T, true>(y[half], scale[half].factor);
+  }
+  if (args.four_over_six) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      choose_four_over_six(args, y[half], __uint_as_float(most[half]), global, scale[half], codes[half]);
+  }
+  if (!there || !scale_row.there) return;
+  if (kPlain || group < args.scale_groups) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (half > 0 && !two) break;
+      args.store_scale(scale_row.row, group + half, real ? scale[half].stored : 0u);
+      if (args.tile_bits && scale_row.last) args.clear_behind(scale_row, group + half);
+    }
+  }
+  if (!kPlain && group >= args.code_groups) return;
+  Vec<uint8_t, 16> bytes;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) bytes.words[2 * half] = codes[half].x, bytes.words[2 * half + 1] = codes[half].y;
+  store_vec(to, bytes);
 }
+
+template <class T>
+struct Launcher {
+  const GroupQuantArgs& args;
+  const Launch& launch;
+  bool aligned;
+
+  Launcher(const GroupQuantArgs& args, const Launch& launch) : args(args), launch(launch) {
+    constexpr int64_t kItem = sizeof(T);
+    const bool nibbles = args.codes == CodeKind::kE2M1;
+    aligned = rows_aligned(kAccessBytes, args.input, args.input_rows, kItem) &&
+              args.width * kItem % kAccessBytes == 0 && args.group_size * kItem % kAccessBytes == 0 &&
+              rows_aligned(nibbles ? 8 : kPackSize<T>, args.out, args.out_rows, 1);
+  }
+
+  template <class Source>
+  void run() const {
+    if (args.codes == CodeKind::kE2M1) {
+      if constexpr (!std::is_same_v<Source, SituAndMul<T>>) run_nibbles<Source>();
+    } else {
+      run_bytes<Source>();
+    }
+  }
+
+ private:
+  // Groups that are all there, each with a scale.
+  bool plain() const {
+    const int64_t groups = args.width / args.group_size;
+    return !args.valid.counts.data && !args.of_experts.first.data && args.zero_rows == 0 &&
+           args.code_groups == groups && args.scale_groups == groups;
+  }
+
+  template <class Source>
+  void run_bytes() const {
+    constexpr int64_t kLane = kPacks<T, Source> * kPackSize<T>;
+    const int64_t lanes = args.group_size / kLane;
+    const bool whole = aligned && args.group_size % kLane == 0 && lanes <= 32 &&
+                       std::has_single_bit(static_cast<uint64_t>(lanes)),
+               by_strides = plain() && args.tile_bits == 0;
+    const auto start = [&](auto kernel) { launch_kernel(kernel, args.groups(), lanes, kThreads); };
+    if (whole && args.codes == CodeKind::kE4M3) {
+      if (by_strides) return start(byte_group_kernel<T, Source, CodeKind::kE4M3, true>);
+      return start(byte_group_kernel<T, Source, CodeKind::kE4M3, false>);
+    }
+    if constexpr (!std::is_same_v<Source, SituAndMul<T>>) {
+      if (whole && args.codes == CodeKind::kInt8 && by_strides)
+        return start(byte_group_kernel<T, Source, CodeKind::kInt8, true>);
+    }
+    run_any<Source, false>();
+  }
+
+  template <class Source>
+  void run_nibbles() const {
+    if constexpr (sizeof(T) == 2) {
+      const int64_t size = args.group_size;
+      if (aligned && size <= kUnit && args.width % kUnit == 0 && args.code_groups * size % kUnit == 0 &&
+          args.scale_groups * size % kUnit == 0 && rows_aligned(16, args.out, args.out_rows, 1)) {
+        const int64_t units = args.groups() * size / kUnit;
+        if (plain()) return launch_kernel(nibble_group_kernel<T, Source, true>, units, 1, kThreads);
+        return launch_kernel(nibble_group_kernel<T, Source, false>, units, 1, kThreads);
+      }
+    }
+    run_any<Source, true>();
+  }
+
+  template <class Source, bool kNibbles>
+  void run_any() const {
+    const int64_t chunks = (args.group_size + kLaneElements - 1) / kLaneElements;
+    launch_kernel(any_group_kernel<T, Source, kNibbles>, args.groups(),
+                  std::bit_ceil(static_cast<uint64_t>(chunks < 32 ? chunks : 32)), kAnyThreads);
+  }
+
+  // With so many groups of a row, each of which so many lanes have.
+  template <class Kernel>
+  void launch_kernel(Kernel kernel, int64_t groups, int64_t lanes, int threads) const {
+    if (args.group_size > INT32_MAX / 4 || groups > INT32_MAX || args.rows > (INT32_MAX - 4 * threads) / groups)
+      fail(PYKV_NOT_IMPLEMENTED, "input: 2^31 groups in one call are not supported");
+    const int64_t total = groups * args.rows, at_once = threads / lanes;
+    const GroupPlan plan{Divider(groups),
+                         Divider(args.valid.rows),
+                         static_cast<uint32_t>(total),
+                         std::countr_zero(static_cast<uint64_t>(lanes)),
+                         aligned,
+                         args.rule.kind == ScaleKind::kE8M0 || args.rule.kind == ScaleKind::kMx};
+    launch_dependent(kernel, static_cast<unsigned>((total + at_once - 1) / at_once), static_cast<unsigned>(threads),
+                     launch, "group_quant", args, plan, launch.reporter(args.of_experts.report));
+  }
+};
 
 }  // namespace
 
 void group_quant_cuda(const GroupQuantArgs& args, const Launch& launch) {
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
+    const Launcher<T> launcher(args, launch);
     switch (args.source) {
       case RowSource::kElements:
-        return run<T, Elements<T>>(args, launch);
+        return launcher.template run<Elements<T>>();
       case RowSource::kSiluAndMul:
-        return run<T, SiluAndMul<T>>(args, launch);
+        return launcher.template run<SiluAndMul<T>>();
       case RowSource::kSituAndMul:
-        return launch_kernel<T, SituAndMul<T>, false>(args, launch);
+        return launcher.template run<SituAndMul<T>>();
     }
   });
 }

@@ -32,7 +32,7 @@ struct ScaleRow {
 struct ValidRows {
   Index counts;
   int64_t rows;
-  int64_t factor;  // counts are multiplied with it
+  int64_t factor;  // counts are multiplied with it: at most `rows`
 };
 
 struct GroupQuantArgs {
@@ -40,7 +40,7 @@ struct GroupQuantArgs {
   RowSource source;
   CodeKind codes;
   bool four_over_six;  // of e4m3 scales: the one for which 4 is the largest code where that is closer
-  bool swizzled;       // scales in tiles of 128 rows and 4 groups
+  int8_t tile_bits;    // scales in tiles of so many rows, as a power of two (7 or 3), and 4 groups; 0: by strides
   bool fill_scales;    // rows that are not there get scales of 1
   ScaleRule rule;
 
@@ -50,7 +50,7 @@ struct GroupQuantArgs {
   Rows input_rows, out_rows, scale_rows;  // elements; of e2m1 bytes
   int64_t scale_group;                    // elements; bytes where scales are bytes
   int64_t scale_four;                     // bytes between fours of groups, whose bytes are neighbours; 0: scale_group
-  int64_t tiles;                          // side by side, where swizzled
+  int64_t tiles;                          // side by side
   int64_t rows, width, group_size;
   int64_t zero_rows;                  // behind the last one, to become zeros
   int64_t code_groups, scale_groups;  // with padding, which becomes zeros
@@ -60,10 +60,17 @@ struct GroupQuantArgs {
   Parameter global;      // of e4m3 scales
   const float* globals;  // of e4m3 scales one for each expert, or null
 
+  // Of ids, which may be any: it may wrap.
+  PYKV_INLINE static int64_t minus(int64_t a, int64_t b) {
+    return static_cast<int64_t>(static_cast<uint64_t>(a) - static_cast<uint64_t>(b));
+  }
   // Groups of a row that anything is written for.
   PYKV_INLINE int64_t groups() const { return code_groups > scale_groups ? code_groups : scale_groups; }
   PYKV_INLINE bool is_valid(int64_t row) const {
-    return !valid.counts.data || row % valid.rows < valid.counts[row / valid.rows] * valid.factor;
+    if (!valid.counts.data) return true;
+    const int64_t count = valid.counts[row / valid.rows];
+    const int64_t known = count < 0 ? 0 : count < valid.rows ? count : valid.rows;  // so that the product does not wrap
+    return row % valid.rows < known * valid.factor;
   }
   PYKV_INLINE ScaleRow scale_row_of(int64_t row, const Reporter& report) const {
     if (!of_experts.first.data) return {row, 0, row == rows - 1, true};
@@ -72,15 +79,16 @@ struct GroupQuantArgs {
       const int middle = (low + high) / 2;
       (of_experts.first[middle] <= row ? low : high) = middle;
     }
-    const int64_t first = of_experts.first[low], within = row - first;
-    const int64_t size = of_experts.sizes ? of_experts.sizes[int64_t{3} * low] : of_experts.first[low + 1] - first;
-    const int64_t at = of_experts.scales_first[low] + within;
+    const int64_t first = of_experts.first[low], within = minus(row, first);
+    const int64_t size =
+        of_experts.sizes ? of_experts.sizes[int64_t{3} * low] : minus(of_experts.first[low + 1], first);
+    const int64_t at = minus(of_experts.scales_first[low], minus(0, within));
     const bool has = within >= 0 && within < size, there = has && at >= 0 && at < of_experts.scale_rows;
     if (has && !there) report(at, of_experts.scale_rows);
     return {at, low, within == size - 1, there};
   }
   PYKV_INLINE void store_scale(int64_t row, int64_t group, uint32_t stored) const {
-    const int64_t at = swizzled     ? swizzled_place(row, group, tiles)
+    const int64_t at = tile_bits    ? swizzled_place(row, group, tiles, tile_bits)
                        : scale_four ? scale_rows.offset(row) + group / 4 * scale_four + group % 4
                                     : scale_rows.offset(row) + group * scale_group;
     if (rule.kind == ScaleKind::kFloat || rule.kind == ScaleKind::kPowerOfTwo) {
@@ -89,17 +97,18 @@ struct GroupQuantArgs {
       static_cast<uint8_t*>(scales)[at] = static_cast<uint8_t>(stored);
     }
   }
-  // Zeros for the rows behind a last one, up to a whole tile: of each four neighbouring groups each clears 32 rows, for all four.
+  // Zeros for the rows behind a last one, up to a whole tile: of four neighbouring groups each clears every fourth, for all four.
   PYKV_INLINE void clear_behind(const ScaleRow& last, int64_t group) const {
-    const int64_t quarter = group % 4, first = last.row % 128 + 1 - 32 * quarter;
+    const int64_t rows_of_tile = 1 << tile_bits, first = (last.row & (rows_of_tile - 1)) + 1;
     uint8_t* const words =
-        static_cast<uint8_t*>(scales) + (last.row / 128 * tiles + group / 4) * 512 + 4 * quarter;  // 16 bytes apart
+        static_cast<uint8_t*>(scales) + ((((last.row >> tile_bits) * tiles + group / 4) << tile_bits) * 4);
     const bool aligned = reinterpret_cast<uintptr_t>(words) % 4 == 0;
-    for (int64_t i = first > 0 ? first : 0; i < 32; ++i) {
+    for (int64_t i = first + ((group - first) & 3); i < rows_of_tile; i += 4) {
+      uint8_t* const word = words + 4 * word_of_tile(i, tile_bits);
       if (aligned) {
-        __builtin_memset(__builtin_assume_aligned(words + 16 * i, 4), 0, 4);
+        __builtin_memset(__builtin_assume_aligned(word, 4), 0, 4);
       } else {
-        __builtin_memset(words + 16 * i, 0, 4);
+        __builtin_memset(word, 0, 4);
       }
     }
   }

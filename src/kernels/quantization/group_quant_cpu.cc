@@ -8,6 +8,7 @@
 #include "cpu/nvfp4_encode.h"
 #include "cpu/parallel.h"
 #include "cpu/silu.h"
+#include "cpu/tile_encoder.h"
 #include "quantization/group_quant.h"
 
 namespace pykv::PYKV_ISA {
@@ -67,27 +68,6 @@ inline float error_of(const T* from, float factor, float unit) {
   return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
-// Of short groups, whole vectors each, what find_largest gives.
-template <class T>
-void find_largest_of_short(float* most, float* inside, const T* from, int64_t n, int64_t groups) {
-  Words lanes[kWidth];  // all of which at once are not cleared: that is a kilobyte
-  for (int64_t g = 0; g < groups; ++g) {
-    lanes[g] = __builtin_bit_cast(Words, abs(load(from + g * n)));
-    for (int64_t i = kWidth; i < n; i += kWidth) {
-      const Words x = __builtin_bit_cast(Words, abs(load(from + g * n + i)));
-      lanes[g] = x > lanes[g] ? x : lanes[g];
-    }
-  }
-  for (int64_t g = groups; g < kWidth; ++g) lanes[g] = Words{};
-  const Floats all = __builtin_bit_cast(Floats, largest_lanes(lanes));
-  store(inside, all);
-  store(most, all);
-  bool nan = false;
-  for (int64_t g = 0; g < kWidth; ++g) nan |= inside[g] != inside[g];
-  for (int64_t g = 0; nan && g < groups; ++g)
-    if (inside[g] != inside[g]) most[g] = largest_number(from + g * n, n);
-}
-
 // Scales of up to kWidth groups, as stored, and their factors.
 struct Scales {
   uint32_t stored[kWidth];
@@ -95,6 +75,7 @@ struct Scales {
 
   void find(const ScaleRule& rule, const float* most, float given, float target, int64_t groups) {
     if (rule.kind == ScaleKind::kE4M3) return find_e4m3(load(most), given, target);
+    if (rule.kind == ScaleKind::kMx && rule.exponent != ExponentRule::kVllm) return find_mx(rule, load(most));
     for (int64_t g = 0; g < groups; ++g) {
       const GroupScale scale = rule(most[g], given, target);
       stored[g] = scale.stored;
@@ -106,6 +87,20 @@ struct Scales {
 
  private:
   // What ScaleRule gives of each.
+  void find_mx(const ScaleRule& rule, Floats given) {
+    const Floats most = lesser(given, splat(__FLT_MAX__));
+    Words found = __builtin_bit_cast(Words, most) >> 23;
+    if (rule.exponent == ExponentRule::kOcp) {
+      const auto less = static_cast<uint32_t>(rule.code_exponent);
+      found = found > less ? found - less : Words{};
+    } else {
+      const Words up = (__builtin_bit_cast(Words, most * (1.0f / rule.largest)) + 0x7fffffu) >> 23;
+      found = most == 0.0f ? Words{} : up > 0u ? up : Words{} + 1u;
+    }
+    const Words inverse = found < 254u ? (254u - found) << 23 : Words{} + 0x400000u;
+    __builtin_memcpy(stored, &found, sizeof found);
+    store(factors, __builtin_bit_cast(Floats, found == 0u ? Words{} : inverse));
+  }
   void find_e4m3(Floats most, float global, float target) {
     const Floats wanted = global * (most * (1.0f / target));
     const Words code = wanted == wanted ? narrow_e4m3<Floats, Words>(abs(wanted)) & 0x7fu : Words{};
@@ -117,16 +112,57 @@ struct Scales {
   }
 };
 
+// Codes of nvfp4 by tables (cpu/nvfp4_stairs.h), below one global scale; of so many elements in all, for few are not worth them.
+template <class T>
+class BlockTables {
+ public:
+  explicit BlockTables(const GroupQuantArgs&) {}
+  bool encode(uint8_t*, const T*, const Scales&, const float*, int64_t) const { return false; }
+};
+#if defined(__AVX512BW__)
+template <class T>
+  requires(sizeof(T) == 2)
+class BlockTables<T> {
+ public:
+  explicit BlockTables(const GroupQuantArgs& args)
+      : stairs_(1.0f / std::fabs(args.global)),
+        there_(args.codes == CodeKind::kE2M1 && args.rule.kind == ScaleKind::kE4M3 && !args.globals &&
+               args.rows * args.width >= kWorthTables && stairs_.build()) {}
+
+  // Of as many blocks as a vector has lanes, with these scales; false where tables cannot do it.
+  bool encode(uint8_t* codes, const T* from, const Scales& scales, const float* inside, int64_t count) const {
+    if (!there_ || count != kWidth) return false;
+    if (_mm512_cmp_ps_mask(load(inside), splat(INFINITY), _CMP_LT_OQ) != 0xffff) return false;
+    uint8_t bytes[2 * kWidth] = {};
+    const Bytes some = narrow_to_bytes(load_raw<Words>(scales.stored) & 0x7fu);
+    __builtin_memcpy(bytes, &some, sizeof some);
+    if (!stairs_.have(bytes, 2 * kWidth)) return false;
+    const T* fours[kWidth / 4];
+    for (int i = 0; i < kWidth / 4; ++i) fours[i] = from + i * kNvfp4Four;
+    stairs_(codes, fours, kWidth / 4, bytes, kAhead);
+    return true;
+  }
+
+ private:
+  static constexpr int64_t kWorthTables = 1 << 16, kAhead = 1024;
+
+  Nvfp4Stairs<T> stairs_;
+  bool there_;
+};
+#endif
+
 template <class T>
 class Groups {
  public:
-  Groups(const GroupQuantArgs& args, const Reporter& report)
+  Groups(const GroupQuantArgs& args, const BlockTables<T>& tables, const Reporter& report)
       : args_(args),
+        tables_(tables),
         report_(report),
         nibbles_(args.codes == CodeKind::kE2M1),
         real_(args.width / args.group_size),
         at_once_(std::clamp<int64_t>(kElementsAtOnce / args.group_size, 1, kWidth)),
-        global_(args.rule.kind == ScaleKind::kE4M3 && !args.globals ? float{args.global} : 1.0f) {
+        global_(args.rule.kind == ScaleKind::kE4M3 && !args.globals ? float{args.global} : 1.0f),
+        tiles_(args.codes == CodeKind::kE4M3 ? args.rows * args.width : 0) {
     if (args.source != RowSource::kElements) values_.resize(at_once_ * args.group_size * sizeof(T) / sizeof(Line) + 2);
   }
 
@@ -163,27 +199,56 @@ class Groups {
     if (!at.there) return;
     const T* const from = values(row, group * n, count * n);
     float most[kWidth], inside[kWidth];
-    if (n <= 64 && n % kWidth == 0) {
-      find_largest_of_short(most, inside, from, n, count);
-    } else {
-      find_largest(most, inside, from, n, count);
-    }
+    find_largest(most, inside, from, n, count);
     const float global = args_.globals ? args_.globals[at.expert] : global_;
     Scales scales;
     scales.find(args_.rule, most, global, 6.0f, count);
     if (args_.four_over_six) choose(scales, from, most, global, count);
     uint8_t* const codes = codes_at(row, group);
-    for (int64_t g = 0; g < count; ++g) {
+    const bool done = nibbles_ && tables_.encode(codes, from, scales, inside, count);
+    for (int64_t g = 0; g < count && !done; ++g) {
       const T* x = from + g * n;
       uint8_t* to = codes + g * group_bytes();
       if (nibbles_) {
         for (int64_t i = 0; i < n; i += kBlock) store_nibbles(to + i / 2, x + i, scales.factors[g]);
       } else {
-        codes_times(args_.codes, to, x, n, scales.factors[g], is_inside(inside[g]));
+        encode_bytes(to, x, n, most[g], {scales.stored[g], scales.factors[g]}, inside[g]);
       }
     }
-    for (int64_t g = 0; g < count; ++g) args_.store_scale(at.row, group + g, scales.stored[g]);
+    store_scales(at.row, group, count, scales.stored);
     fill_behind(row, at, group, count);
+  }
+
+  // Bytes in tiles by fours, and bytes side by side, at once.
+  void store_scales(int64_t row, int64_t group, int64_t count, const uint32_t* stored) const {
+    const bool bytes = args_.rule.kind == ScaleKind::kMx || args_.rule.kind == ScaleKind::kE4M3;
+    uint8_t* const scales = static_cast<uint8_t*>(args_.scales);
+    int64_t g = 0;
+    if (bytes && args_.tile_bits && group % 4 == 0) {
+      for (; g + 4 <= count; g += 4) {
+        const uint8_t four[] = {static_cast<uint8_t>(stored[g]), static_cast<uint8_t>(stored[g + 1]),
+                                static_cast<uint8_t>(stored[g + 2]), static_cast<uint8_t>(stored[g + 3])};
+        __builtin_memcpy(scales + swizzled_place(row, group + g, args_.tiles, args_.tile_bits), four, sizeof four);
+      }
+    } else if (bytes && count == kWidth && args_.scale_group == 1 && !args_.tile_bits) {
+      const Bytes all = narrow_to_bytes(load_raw<Words>(stored) & 0xffu);
+      __builtin_memcpy(scales + args_.scale_rows.offset(row) + group, &all, sizeof all);
+      return;
+    }
+    for (; g < count; ++g) args_.store_scale(row, group + g, stored[g]);
+  }
+
+  // E4M3 of bf16 by tables, where the scale is what most groups have.
+  void encode_bytes(uint8_t* to, const T* x, int64_t n, float most, GroupScale scale, float inside) const {
+    auto* const codes = reinterpret_cast<e4m3*>(to);
+    if (args_.codes == CodeKind::kE4M3 && inside < INFINITY) {
+      if (args_.rule.kind != ScaleKind::kFloat) {
+        if (tiles_.divide_by_power_of_two(codes, x, n, 1.0f / scale.factor)) return;
+      } else if (scale.stored == bits_of(most / 448.0f)) {
+        if (tiles_.divide(codes, x, n, most)) return;
+      }
+    }
+    codes_times(args_.codes, to, x, n, scale.factor, is_inside(inside));
   }
 
   // That a largest magnitude of this kind, NaN where any number is, leaves no product beyond the largest code.
@@ -221,7 +286,7 @@ class Groups {
 
   // Rows behind the last one: of scales, up to a whole tile, and of codes.
   void fill_behind(int64_t row, const ScaleRow& at, int64_t group, int64_t count) const {
-    if (args_.swizzled && at.last)
+    if (args_.tile_bits && at.last)
       for (int64_t g = group; g < std::min(group + count, args_.scale_groups); ++g) args_.clear_behind(at, g);
     if (row != args_.rows - 1) return;
     const int64_t codes = std::min(count, args_.code_groups - group);
@@ -250,10 +315,12 @@ class Groups {
   }
 
   const GroupQuantArgs& args_;
+  const BlockTables<T>& tables_;
   const Reporter report_;
   const bool nibbles_;
   const int64_t real_, at_once_;
   const float global_;
+  const TileEncoder<T, TimesInverse, 448> tiles_;
   std::vector<Line> values_;
 };
 
@@ -263,8 +330,9 @@ void group_quant_cpu(const GroupQuantArgs& args, const Launch& launch) {
   constexpr int64_t kElementsWorthAThread = 8192;
   const Reporter report = launch.reporter(args.of_experts.report);
   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
+    const BlockTables<T> tables(args);
     parallel_for(args.rows * args.groups(), std::max<int64_t>(1, kElementsWorthAThread / args.group_size),
-                 [&](int64_t begin, int64_t end) { Groups<T>(args, report)(begin, end); });
+                 [&](int64_t begin, int64_t end) { Groups<T>(args, tables, report)(begin, end); });
   });
 }
 

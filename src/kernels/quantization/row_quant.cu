@@ -14,6 +14,7 @@
 #include "cuda/reduce.cuh"
 #include "quantization/packs.cuh"
 #include "quantization/row_quant.h"
+#include "quantization/shifted_int8.cuh"
 
 namespace pykv {
 namespace {
@@ -58,16 +59,12 @@ class Coder {
     }
     if (rule_ == RowRule::kMultiply || rule_ == RowRule::kInt8)
       return codes_times(codes_, x, scale_.factor, !(scale_.factor > 0.0f));
+    if (rule_ == RowRule::kInt8Shifted) return ShiftedInt8(scale_.factor, scale_.zero_point)(x);
     auto v = to_floats(x);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       v[i] = __fmul_rn(v[i], scale_.factor);
-      if (rule_ == RowRule::kInt8Away) {
-        v[i] = roundf(v[i]);
-      } else {
-        const int64_t sum = int64_t{__float2int_rn(v[i])} + scale_.zero_point;
-        v[i] = static_cast<float>(max(min(sum, int64_t{127}), int64_t{-128}));
-      }
+      v[i] = roundf(v[i]);
     }
     return quantise<DType::kInt8>(v);
   }
@@ -111,22 +108,22 @@ __global__ __launch_bounds__(kWarp ? 32 * kWarps
   }
   float low = 0.0f, high;
   if (args.rule == RowRule::kInt8Shifted) {
-    low = INFINITY, high = -INFINITY;
+    Extremes extremes;
     const auto take = [&](const Pack<T>& pack, int64_t k) {
-      const auto v = to_floats(pack);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        if (at(k) + i >= width) break;
-        low = fminf(low, v[i]);
-        high = fmaxf(high, v[i]);
+      const int64_t count = width - at(k);
+      if (count >= kSize) {
+        extremes.take(pack);
+      } else if constexpr (kAny) {
+        for (int i = 0; i < kSize; ++i)
+          if (i < count) extremes.take(to_float(pack[i]));
       }
     };
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) take(x[k], k);
     if constexpr (kAny)
       for (int64_t k = kPacks; at(k) < width; ++k) take(load(k), k);
-    low = from_ordered(~largest_of_row<kWarp>(~ordered(low), memory[1]));
-    high = from_ordered(largest_of_row<kWarp>(ordered(high), memory[0]));
+    low = from_ordered(~largest_of_row<kWarp>(~ordered(extremes.low), memory[1]));
+    high = from_ordered(largest_of_row<kWarp>(ordered(extremes.high), memory[0]));
     if (!(low <= high)) low = high = 0.0f;  // no number
   } else {
     high = largest_of(x);

@@ -4,6 +4,7 @@
 
 #include "cpu/codes.h"
 #include "cpu/parallel.h"
+#include "cpu/tile_encoder.h"
 #include "quantization/row_quant.h"
 
 namespace pykv::PYKV_ISA {
@@ -55,7 +56,9 @@ void encode_row(const RowQuantArgs& args, uint8_t* to, const T* from, const RowS
 void row_quant_cpu(const RowQuantArgs& args, const Launch&) {
   constexpr int64_t kElementsWorthAThread = 16384;
   const float bound = args.bounded ? float{args.bound} : INFINITY;
+  const bool by_tables = args.rule == RowRule::kDivide && args.codes == CodeKind::kE4M3;
   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
+    const TileEncoder<T, ByLargest, 448> tiles(by_tables ? args.rows * args.width : 0);
     parallel_for(args.rows, std::max<int64_t>(1, kElementsWorthAThread / args.width), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const T* from = static_cast<const T*>(args.input) + args.input_rows.offset(row);
@@ -69,7 +72,11 @@ void row_quant_cpu(const RowQuantArgs& args, const Launch&) {
         args.scales[row * args.scale_stride] = scale.scale;
         if (args.zero_points) args.zero_points[row * args.zero_stride] = scale.zero_point;
         uint8_t* const to = static_cast<uint8_t*>(args.out) + args.out_rows.offset(row);
-        encode_row(args, to, from, scale, inside[0] < INFINITY);
+        const bool finite = inside[0] < INFINITY;
+        if (by_tables && finite && scale.scale == high[0] / 448.0f &&
+            tiles.divide(reinterpret_cast<e4m3*>(to), from, args.width, high[0]))
+          continue;
+        encode_row(args, to, from, scale, finite);
       }
     });
   });

@@ -1,8 +1,9 @@
 // A thread has a row, and a number for each token of the vocabulary: how often it occurs.  Only tokens in the lists are looked
-// at: counted first, then penalised where they come for the first time.
+// at, once: they may change meanwhile.
 #include <algorithm>
 #include <cstdlib>
 #include <new>
+#include <vector>
 
 #include "cpu/float16.h"
 #include "cpu/parallel.h"
@@ -24,22 +25,23 @@ class Occurrences {
     const int64_t prompt = args.prompt.length(row, launch.reporter(kPenaltyReports[2]));
     const int64_t output = args.output.length(row, launch.reporter(kPenaltyReports[3]));
     each(args, args.prompt, row, prompt, launch.reporter(kPenaltyReports[0]),
-         [&](int64_t id) { counts_[id] |= kInPrompt; });
-    each(args, args.output, row, output, launch.reporter(kPenaltyReports[1]), [&](int64_t id) { ++counts_[id]; });
-    const auto skip = [](long long, long long) {};
+         [&](int64_t id) { seen(id) |= kInPrompt; });
+    each(args, args.output, row, output, launch.reporter(kPenaltyReports[1]), [&](int64_t id) { ++seen(id); });
     dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
       T* logits = static_cast<T*>(args.logits) + row * args.logit_stride;
-      const auto apply = [&](int64_t id) {
-        if (counts_[id] == 0) return;  // done
+      for (const int64_t id : ids_) {
         logits[id] = from_float<T>(penalties(to_float(logits[id]), counts_[id]));
         counts_[id] = 0;
-      };
-      each(args, args.prompt, row, prompt, skip, apply);
-      each(args, args.output, row, output, skip, apply);
+      }
     });
+    ids_.clear();
   }
 
  private:
+  uint32_t& seen(int64_t id) {
+    if (counts_[id] == 0) ids_.push_back(id);
+    return counts_[id];
+  }
   template <class Report, class F>
   static void each(const PenaltiesArgs& args, const TokenLists& lists, int64_t row, int64_t n, Report report, F f) {
     for (int64_t i = 0; i < n; ++i) {
@@ -52,7 +54,8 @@ class Occurrences {
     }
   }
 
-  uint32_t* counts_;  // all 0 between rows
+  uint32_t* counts_;          // all 0 between rows
+  std::vector<int64_t> ids_;  // whose counts are not 0
 };
 
 }  // namespace

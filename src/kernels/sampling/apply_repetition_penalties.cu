@@ -30,13 +30,18 @@ __global__ __launch_bounds__(kThreads) void apply_repetition_penalties_kernel(
     for (int i = 0; i < kFlags; ++i) flags[i] = i < count ? prompt[i] | output[i] : 0;
   }
   const int64_t at = row * args.penalty_stride;
+  T* logits = static_cast<T*>(args.logits) + row * args.logit_stride + first;
+  // All loads are on their way before the first one is waited for.
+  T raw[kFlags];
+#pragma unroll
+  for (int i = 0; i < kFlags; ++i)
+    if (flags[i]) raw[i] = logits[i];
   const float penalty = args.penalty_dtype == DType::kFloat32 ? static_cast<const float*>(args.penalties)[at]
                                                               : to_float(static_cast<const T*>(args.penalties)[at]);
-  T* logits = static_cast<T*>(args.logits) + row * args.logit_stride + first;
 #pragma unroll
   for (int i = 0; i < kFlags; ++i)
     if (flags[i]) {
-      const float x = to_float(logits[i]);
+      const float x = to_float(raw[i]);
       logits[i] = from_float<T>(x > 0.0f ? __fdiv_rn(x, penalty) : x * penalty);
     }
 }

@@ -29,11 +29,13 @@ constexpr int64_t kMostTokens = 1 << 23;
 constexpr int kMassBits = 40;
 constexpr Mass kMassOfLargest = Mass{1} << kMassBits;
 
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which then lies in the low bits
+constexpr uint32_t kBitsOfRound = 0x4b400000;
+
 // 2^(scale * difference), difference <= 0, within 2e-7; 0 below 2^-125.
 PYKV_HOST_DEVICE static inline float power_of(float difference, float scale) {
   const bool counts = difference * scale > -125.0f;  // no branch: several run side by side
   if (!counts) difference = 0.0f;
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which then lies in the low bits
   const float shifted = fused(difference, scale, kRound), n = shifted - kRound;
   const float f = fused(difference, scale, -n);
   // Taylor's series of 2^f, |f| <= 1 / 2, to f^7; the rest is below 6e-9.
@@ -44,34 +46,53 @@ PYKV_HOST_DEVICE static inline float power_of(float difference, float scale) {
   p = fused(p, f, 2.40226507e-1f);
   p = fused(p, f, 6.93147181e-1f);
   p = fused(p, f, 1.0f);
-  p *= float_of((bits_of(shifted) - bits_of(kRound) + 127u) << 23);
+  p *= float_of((bits_of(shifted) - kBitsOfRound + 127u) << 23);
   return counts ? p : 0.0f;
 }
-// Two infinities have no difference.
-PYKV_HOST_DEVICE static inline float below(float x, float largest) { return x == largest ? 0.0f : x - largest; }
+// How far x lies below the largest.  Infinities have no difference: they count as the largest finite number.
+PYKV_HOST_DEVICE static inline float below(float x, float largest) {
+  constexpr float kMost = 0x1.fffffep127f;
+  return (x < kMost ? x : kMost) - (largest < kMost ? largest : kMost);
+}
 
 // The probability of a logit, in units of the largest one's.
 PYKV_HOST_DEVICE static inline float share_of_largest(float x, float largest, float scale) {
   return power_of(below(x, largest), scale);
 }
 
-// A share of the largest, 0 to 1, as a mass: what is less than a unit is cut off.  Two halves of 20 bits, as conversions to
-// 32 bits are the fast ones.
+// Shares of the largest, 0 to 1, as masses, rounded to a unit.  Each is two integers that lie in the low bits of floats, which is
+// faster than conversions are.
+struct MassSum {
+  uint32_t high = 0, low = 0;  // with kBitsOfRound for each share
+
+  PYKV_HOST_DEVICE void add(float share) {
+    constexpr float kHalf = 0x1p20f;
+    const float whole = fused(share, kHalf, kRound), rest = fused(share, kHalf, kRound - whole);
+    high += bits_of(whole);
+    low += bits_of(fused(rest, kHalf, kRound));
+  }
+  PYKV_HOST_DEVICE void operator+=(const MassSum& other) {
+    high += other.high;
+    low += other.low;
+  }
+  PYKV_HOST_DEVICE void operator-=(const MassSum& other) {
+    high -= other.high;
+    low -= other.low;
+  }
+  // Of n shares, up to 2048.
+  PYKV_HOST_DEVICE Mass of(uint32_t n) const {
+    const int32_t rest = static_cast<int32_t>(low - n * kBitsOfRound);  // may be negative
+    return (static_cast<Mass>(high - n * kBitsOfRound) << kMassBits / 2) + static_cast<Mass>(int64_t{rest});
+  }
+};
 PYKV_HOST_DEVICE static inline Mass mass_of_share(float share) {
-  constexpr float kHalf = 0x1p20f;
-  const float whole = share * kHalf;
-  const int32_t high = static_cast<int32_t>(whole);
-  const int32_t low = static_cast<int32_t>((whole - static_cast<float>(high)) * kHalf);
-  return (static_cast<Mass>(high) << kMassBits / 2) + static_cast<Mass>(low);
+  MassSum sum;
+  sum.add(share);
+  return sum.of(1);
 }
 // The mass of a logit: 2^(scale * (x - largest)).
 PYKV_HOST_DEVICE static inline Mass mass_of(float x, float largest, float scale) {
   return mass_of_share(share_of_largest(x, largest, scale));
-}
-// The mass of a probability.
-PYKV_HOST_DEVICE static inline Mass mass_of_probability(float x, float largest) {
-  const float q = x / largest;
-  return q > 0.0f ? mass_of_share(q) : 0;
 }
 
 // What sums of the first masses must reach to be a share p, 0 < p < 1, of all.

@@ -16,8 +16,8 @@ namespace {
 struct Before {
   bool operator()(Entry a, Entry b) const { return a > b; }
 };
-struct Ascending {
-  bool operator()(int32_t a, int32_t b) const { return a < b; }
+struct ByIndex {
+  bool operator()(Entry a, Entry b) const { return index_of(a) < index_of(b); }
 };
 
 class Candidates {
@@ -57,6 +57,12 @@ class Candidates {
   const Entry* take() {
     if (count_ > k_) cut();
     std::sort(entries_, entries_ + count_, Before());
+    return entries_;
+  }
+  // The same ones, as they come in the row.
+  const Entry* take_by_index() {
+    if (count_ > k_) cut();
+    std::sort(entries_, entries_ + count_, ByIndex());
     return entries_;
   }
 

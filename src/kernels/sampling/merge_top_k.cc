@@ -16,6 +16,7 @@ pykv_status pykv_merge_top_k(DLTensor* indices, const DLTensor* shard_indices, c
     const Tensor x = call.read("shard_values", shard_values).shape(shards, rows, n).dtype(kFloats).contiguous_rows();
     const Tensor found =
         call.write("indices", indices).shape(rows, wanted).dtype({DType::kInt32}).contiguous_rows().no_overlap_within();
+    if (k > INT32_MAX) found.fail(PYKV_NOT_IMPLEMENTED, "2^31 results and more of a row are not supported");
     if (n > 1 << 24 || shards > 1 << 24 || shards * n > 1 << 30)
       ids.fail(PYKV_NOT_IMPLEMENTED, "at most 2^30 entries of a row are supported, got shape %s",
                ids.shape_string().c_str());

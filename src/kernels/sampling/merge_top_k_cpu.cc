@@ -1,4 +1,6 @@
 // The first of the shards' next entries, k times: shards are few.
+#include <memory>
+
 #include "cpu/float16.h"
 #include "cpu/parallel.h"
 #include "sampling/merge_top_k.h"
@@ -41,11 +43,12 @@ void merge_top_k_cpu(const MergeTopKArgs& args, const Launch& launch) {
   parallel_for(args.num_rows, 1, [&](int64_t begin, int64_t end) {
     constexpr int64_t kUsual = 64;
     int32_t few[kUsual];
-    int32_t* next = args.num_shards <= kUsual ? few : new int32_t[static_cast<size_t>(args.num_shards)];
+    std::unique_ptr<int32_t[]> many;
+    if (args.num_shards > kUsual) many.reset(new int32_t[static_cast<size_t>(args.num_shards)]);
+    int32_t* const next = many ? many.get() : few;
     dispatch<float, f16, bf16>(args.dtype, [&]<class V>() {
       for (int64_t row = begin; row < end; ++row) merge_row<V>(args, row, next, launch);
     });
-    if (next != few) delete[] next;
   });
 }
 

@@ -43,11 +43,13 @@ struct RowSlice {
   }
 };
 
+constexpr int kMostBlocks = 8;  // that share a row
+
 // How many blocks share a row: as many as there is room for at once, each with some work.
 inline int blocks_for_row(int64_t rows, int64_t cols, int64_t most, const Launch& launch) {
   constexpr int64_t kLeastColumns = 4096;
   if (!overlaps_kernels(launch.device)) return 1;  // clusters came with the same chips
-  int64_t blocks = 8;
+  int64_t blocks = kMostBlocks;
   const int64_t room = num_sms(launch.device);  // clusters that want two blocks on one were seen to come in two waves
   while (blocks > 1 && (blocks * rows > room || cols / blocks < kLeastColumns || blocks > most)) blocks /= 2;
   return static_cast<int>(blocks);

@@ -7,29 +7,27 @@ namespace pykv {
 namespace {
 
 // Weights for reach_target, of logits or of probabilities.
+template <bool kProbabilities>
 struct RowWeights {
   const FilterRow& r;
   bool are_counts;
-  float largest;
+  float largest, exponent_of_largest;
 
-  __device__ uint64_t of(float x) const { return are_counts ? 1 : r.mass(x, largest); }
   __device__ uint64_t target(uint64_t total) const {
     return are_counts ? static_cast<uint64_t>(r.k) : share_of(total, r.top_p);
   }
-  __device__ int bin_of(float x) const {
-    if (r.of_probabilities) {  // the highest bits of a float are its octave and its part of that
-      const uint32_t distance = bits_of(largest) - bits_of(x > 0.0f ? x : 0.0f);
-      return static_cast<int>(min(distance >> 18, static_cast<uint32_t>(kBins - 1)));
-    }
-    return min(__float2int_rz(__fmul_rn(-below(x, largest), r.scale * kBinsOfOctave)), kBins - 1);
+  __device__ float share(float x) const { return r.template share<kProbabilities>(x, largest); }
+  __device__ float distance(float x) const {
+    if constexpr (kProbabilities) return x > 0.0f ? (exponent_of_largest - __log2f(x)) * kBinsOfOctave : INFINITY;
+    return below(x, largest) * (-kBinsOfOctave * r.scale);
   }
 };
 
-template <class T>
-__global__ __launch_bounds__(kSelectThreads) void row_filter_kernel(const __grid_constant__ RowFilterArgs args,
-                                                                    int blocks, int room,
-                                                                    const __grid_constant__ Reporter row_reporter,
-                                                                    const __grid_constant__ Reporter token_reporter) {
+template <class T, bool kProbabilities>
+__global__ __launch_bounds__(kSelectThreads,
+                             2) void row_filter_kernel(const __grid_constant__ RowFilterArgs args, int blocks, int room,
+                                                       const __grid_constant__ Reporter row_reporter,
+                                                       const __grid_constant__ Reporter token_reporter) {
   extern __shared__ __align__(16) Entry entries[];
   __shared__ RowMemory memory;
   begin_dependent();
@@ -42,14 +40,13 @@ __global__ __launch_bounds__(kSelectThreads) void row_filter_kernel(const __grid
   const auto plain = [](float x, int) { return x; };
 
   // The largest by its key, which that of NaN exceeds.
-  uint32_t key = 0;
-  each_vector<4>(slice, [&](int, const Vec<float, kPackSize<T>>& x) {
-#pragma unroll
-    for (int i = 0; i < kPackSize<T>; ++i) key = max(key, key_of_logit(x[i]));
-  });
-  key = static_cast<uint32_t>(team.reduce(key, Larger()));
+  constexpr int kSize = kPackSize<T>;
+  float own_largest = -INFINITY;
+  each_vector<4>(slice,
+                 [&](int, const Vec<float, kSize>& x) { own_largest = larger_or_nan(own_largest, largest_of(x)); });
+  const uint32_t key = static_cast<uint32_t>(team.reduce(key_of_logit(own_largest), Larger()));
   const float largest = logit_of_key(key);
-  const bool has_nan = key == kKeyOfNan, is_empty = !has_nan && !(largest > (r.of_probabilities ? 0.0f : -INFINITY));
+  const bool has_nan = key == kKeyOfNan, is_empty = !has_nan && !(largest > (kProbabilities ? 0.0f : -INFINITY));
   const bool is_bad = has_nan || is_empty;
   if (is_bad && team.rank() == 0 && thread == 0) row_reporter(row, has_nan ? kRowHasNan : kRowIsEmpty);
 
@@ -60,18 +57,16 @@ __global__ __launch_bounds__(kSelectThreads) void row_filter_kernel(const __grid
 #pragma unroll 1
     for (int phase = 0; phase < 2; ++phase) {
       if (phase == 0 ? r.k == 0 : r.top_p >= 1.0f) continue;
-      floor = reach_target(team, memory, slice, floor, RowWeights{r, phase == 0, largest}, entries, room, plain);
+      const RowWeights<kProbabilities> weights{r, phase == 0, largest, kProbabilities ? __log2f(largest) : 0.0f};
+      floor = reach_target(team, memory, slice, args.num_cols, floor, weights, entries, room, plain);
     }
   }
   const auto entry_at = [](float x, int column) { return entry_of(key_of_logit(x), static_cast<uint32_t>(column)); };
   const bool as_it_is = args.result == RowResult::kLogits;
   float total = 1.0f;
   if (!is_bad && !as_it_is) {
-    Mass sum = 0;
-    each_logit(slice, plain, [&](float x, int column) {
-      const Mass mass = r.mass(x, largest);
-      sum += floor == 0 || entry_at(x, column) >= floor ? mass : 0;
-    });
+    const auto share = [&](float x) { return r.template share<kProbabilities>(x, largest); };
+    const Mass sum = sum_of_shares<2>(slice, floor, share);
     total = static_cast<float>(team.reduce(sum, Plus())) * 0x1p-40f;
   }
 
@@ -97,20 +92,19 @@ __global__ __launch_bounds__(kSelectThreads) void row_filter_kernel(const __grid
       if (writes) args.ranks[row * args.rank_stride + i] = there ? static_cast<int32_t>(rank) : -1;
     }
   } else {
-    constexpr int kSize = kPackSize<T>;
-    const float inverse_total = 1.0f / total, of_others = as_it_is ? -INFINITY : 0.0f;
-    const auto write_to = [&](auto* out) {
+    const EntryBound bound(floor);
+    const bool keeps_all = floor == 0;  // NaN, too
+    const auto write_to = [&](auto* out, auto result, float of_others) {
       using Out = std::remove_pointer_t<decltype(out)>;
       const bool in_vectors = reinterpret_cast<uintptr_t>(out + slice.first_vector) % 16 == 0;
       each_vector<1>(slice, [&](int first, const Vec<float, kSize>& x) {
         Vec<float, kSize> y;
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          const bool kept = floor == 0 || entry_at(x[i], first + i) >= floor;
-          const float probability = as_it_is ? x[i] : r.probability(x[i], largest, inverse_total);
-          y[i] = kept ? probability : of_others;
-          if (is_bad && !as_it_is) y[i] = __int_as_float(0x7fc00000);
-        }
+        for (int i = 0; i < kSize; ++i) y[i] = result(x[i]);
+        if (!keeps_all)
+#pragma unroll
+          for (int i = 0; i < kSize; ++i)
+            if (!bound.includes(x[i], first + i)) y[i] = of_others;
         if (in_vectors && first >= slice.begin && first <= slice.end - kSize) {
           constexpr int kAtOnce = kPackSize<Out>;
 #pragma unroll
@@ -127,10 +121,15 @@ __global__ __launch_bounds__(kSelectThreads) void row_filter_kernel(const __grid
         }
       });
     };
-    if (args.out_dtype == DType::kFloat32) {
-      write_to(static_cast<float*>(args.out) + row * args.out_stride);
+    T* out = static_cast<T*>(args.out) + row * args.out_stride;
+    const float of_largest = is_bad ? __int_as_float(0x7fc00000) : 1.0f / total;
+    const auto probability = [&](float x) { return r.template share<kProbabilities>(x, largest) * of_largest; };
+    if (as_it_is) {
+      write_to(out, [](float x) { return x; }, -INFINITY);
+    } else if (args.out_dtype == DType::kFloat32) {
+      write_to(static_cast<float*>(args.out) + row * args.out_stride, probability, 0.0f);
     } else {
-      write_to(static_cast<T*>(args.out) + row * args.out_stride);
+      write_to(out, probability, 0.0f);
     }
   }
   team.barrier();  // others may still read this block's sums
@@ -141,9 +140,11 @@ __global__ __launch_bounds__(kSelectThreads) void row_filter_kernel(const __grid
 void row_filter_cuda(const RowFilterArgs& args, const Launch& launch) {
   const int blocks = blocks_for_row(args.num_rows, args.num_cols, 8, launch), room = 4096;
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
-    launch_rows<row_filter_kernel<T>>(args.num_rows, blocks, kSelectThreads, room * static_cast<int>(sizeof(Entry)),
-                                      launch, "row_filter", args, blocks, room, launch.reporter(args.report),
-                                      launch.reporter("token_logprobs: token_ids"));
+    dispatch_bool(args.of_probabilities, [&]<bool kProbabilities>() {
+      launch_rows<row_filter_kernel<T, kProbabilities>>(
+          args.num_rows, blocks, kSelectThreads, room * static_cast<int>(sizeof(Entry)), launch, "row_filter", args,
+          blocks, room, launch.reporter(args.report), launch.reporter("token_logprobs: token_ids"));
+    });
   });
 }
 

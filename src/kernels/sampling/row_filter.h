@@ -53,12 +53,17 @@ struct FilterRow {
     if (of_probabilities) return min_p * largest;
     return fused(log_of_min_p(min_p), temperature, largest);
   }
-  PYKV_HOST_DEVICE Mass mass(float x, float largest) const {
-    return of_probabilities ? mass_of_probability(x, largest) : mass_of(x, largest, scale);
+  // A value as a share of the largest: known when compiled whether they are probabilities, or not.
+  template <bool kProbabilities>
+  PYKV_HOST_DEVICE float share(float x, float largest) const {
+    if constexpr (kProbabilities) {
+      return x > 0.0f ? x / largest : 0.0f;
+    } else {
+      return share_of_largest(x, largest, scale);
+    }
   }
-  // A share of the largest, times that one's probability.
-  PYKV_HOST_DEVICE float probability(float x, float largest, float of_largest) const {
-    return (of_probabilities ? x / largest : share_of_largest(x, largest, scale)) * of_largest;
+  PYKV_HOST_DEVICE float share(float x, float largest) const {
+    return of_probabilities ? share<true>(x, largest) : share<false>(x, largest);
   }
 };
 

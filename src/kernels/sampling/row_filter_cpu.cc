@@ -25,7 +25,7 @@ class RowFilter {
     for (int64_t i = 0; i < row_.size; ++i) {
       const float x = row_.values[i];
       const bool kept = entry_of(key_of_logit(x), static_cast<uint32_t>(i)) >= floor;
-      float y = as_it_is ? (kept ? x : -__builtin_inff()) : kept ? r.probability(x, row_.largest, 1.0f / total) : 0.0f;
+      float y = as_it_is ? (kept ? x : -__builtin_inff()) : kept ? r.share(x, row_.largest) * (1.0f / total) : 0.0f;
       if (!as_it_is && (has_nan || is_empty)) y = nan;
       row_.values[i] = y;
     }
@@ -40,8 +40,8 @@ class RowFilter {
   Entry floor_of(const FilterRow& r) {
     const float least = r.least(row_.largest);
     if (r.k == 0 && r.top_p >= 1.0f) return least == -__builtin_inff() ? 0 : Entry{key_of_logit(least)} << 32;
-    const Beginning kept =
-        shortest_beginning(row_, candidates_, r.k, least, r.top_p, [&](float x) { return r.mass(x, row_.largest); });
+    const Beginning kept = shortest_beginning(row_, candidates_, r.k, least, r.top_p,
+                                              [&](float x) { return mass_of_share(r.share(x, row_.largest)); });
     return kept.entries[kept.count - 1];
   }
 
@@ -49,7 +49,8 @@ class RowFilter {
     Mass total = 0;
     for (int64_t i = 0; i < row_.size; ++i) {
       const float x = row_.values[i];
-      if (entry_of(key_of_logit(x), static_cast<uint32_t>(i)) >= floor) total += r.mass(x, row_.largest);
+      if (entry_of(key_of_logit(x), static_cast<uint32_t>(i)) >= floor)
+        total += mass_of_share(r.share(x, row_.largest));
     }
     return total;
   }

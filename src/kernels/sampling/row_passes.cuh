@@ -2,6 +2,7 @@
 // a sum of weights reaches a target.
 #pragma once
 
+#include "cuda/approximate.cuh"
 #include "sampling/arithmetic.h"
 #include "sampling/top_k_candidates.cuh"
 
@@ -11,9 +12,9 @@ constexpr int kBins = 2048, kBinsOfOctave = 32;
 
 struct RowMemory {
   SelectMemory select;
-  uint32_t bound_key, list_size;
+  ListMemory lists;
   uint64_t parts[2][kSelectWarps], exchange[2];
-  int bin;
+  int bin, last_sure_bin;
   Mass before;
   Entry threshold;
   uint32_t bins_low[kBins], bins_high[kBins];  // sums of 64 bits
@@ -41,7 +42,7 @@ class RowTeam {
     }
   }
 
-  // Over this block, and over all blocks; given to all threads.
+  // Over this block, and over all blocks, for which 0 is neutral; given to all threads.
   template <class Combine>
   __device__ uint64_t reduce_block(uint64_t x, Combine combine) {
     use_ ^= 1;
@@ -62,9 +63,12 @@ class RowTeam {
     exchange_use_ ^= 1;  // its own: a block may have more sums of itself than another
     if (threadIdx.x == 0) memory_.exchange[exchange_use_] = x;
     cluster_barrier();
-    x = load_from_block(&memory_.exchange[exchange_use_], 0);
-    for (int rank = 1; rank < blocks_; ++rank) x = combine(x, load_from_block(&memory_.exchange[exchange_use_], rank));
-    return x;
+    const int lane = threadIdx.x % 32;
+    x = lane < blocks_ ? load_from_block(&memory_.exchange[exchange_use_], lane) : 0;
+#pragma unroll
+    for (int distance = kMostBlocks / 2; distance > 0; distance /= 2)
+      x = combine(x, __shfl_xor_sync(0xffffffffu, x, distance));
+    return __shfl_sync(0xffffffffu, x, 0);
   }
 
   // The sum of those of the threads before this one in its block, and of all.
@@ -106,6 +110,56 @@ __device__ void each_vector(const RowSlice<T>& slice, Body body) {
   }
 }
 
+__device__ inline float larger_or_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+template <int kSize>
+__device__ float largest_of(const Vec<float, kSize>& x) {
+  float largest = x[0];
+#pragma unroll
+  for (int i = 1; i < kSize; ++i) largest = larger_or_nan(largest, x[i]);
+  return largest;
+}
+
+// Whether entries of a row without NaN come before another one, or are it.
+struct EntryBound {
+  float logit;
+  uint32_t index;
+
+  __device__ explicit EntryBound(Entry entry)
+      : logit(entry == 0 ? -INFINITY : logit_of_key(key_of(entry))), index(entry == 0 ? ~0u : index_of(entry)) {}
+  __device__ bool includes(float x, int column) const {
+    return x > logit || (x == logit && static_cast<uint32_t>(column) <= index);
+  }
+};
+
+// The float before x; that before 0 is no zero.
+__device__ inline float next_below(float x) {
+  const uint32_t key = key_of_logit(x);
+  return logit_of_key(key == key_of_logit(0.0f) ? key - 2 : key - 1);
+}
+
+// The sum of masses of entries from `floor` on; share(logit) is 0 for -infinity.
+template <int kVectors, class T, class Share>
+__device__ Mass sum_of_shares(const RowSlice<T>& slice, Entry floor, Share share) {
+  constexpr int kSize = kPackSize<T>;
+  const EntryBound bound(floor);
+  Mass sum = 0;
+  each_vector<kVectors>(slice, [&](int first, Vec<float, kSize> x) {
+    if (floor != 0)
+#pragma unroll
+      for (int i = 0; i < kSize; ++i)
+        if (!bound.includes(x[i], first + i)) x[i] = -INFINITY;
+    MassSum own;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) own.add(share(x[i]));
+    sum += own.of(kSize);
+  });
+  return sum;
+}
+
 // body(logit, column) for the logits of this thread.
 template <int kVectors = 1, class T, class Value, class Body>
 __device__ void each_logit(const RowSlice<T>& slice, Value value, Body body) {
@@ -120,115 +174,221 @@ __device__ void each_logit(const RowSlice<T>& slice, Value value, Body body) {
 struct LogitWeights {
   bool are_counts;
   uint64_t k;
-  float largest, scale, share;
+  float largest, scale, top_p;
 
-  __device__ uint64_t of(float x) const { return are_counts ? 1 : mass_of(x, largest, scale); }
-  __device__ uint64_t target(uint64_t total) const { return are_counts ? k : share_of(total, share); }
-  // How far a logit lies below the largest, in bins; the last one has all that is further.
-  __device__ int bin_of(float x) const {
-    return min(__float2int_rz(__fmul_rn(-below(x, largest), scale * kBinsOfOctave)), kBins - 1);
-  }
+  __device__ uint64_t target(uint64_t total) const { return are_counts ? k : share_of(total, top_p); }
+  __device__ float share(float x) const { return share_of_largest(x, largest, scale); }
+  // How far a logit lies below the largest one, in bins; its share is 2^(-distance / kBinsOfOctave).
+  __device__ float distance(float x) const { return below(x, largest) * (-kBinsOfOctave * scale); }
 };
 
-// The largest entry, not below `floor`, for which the weights of all entries from it on reach their target; `floor` where all
-// together do not exceed it.  `entries` is memory for a list.
-template <class T, class Weights, class Value>
-__device__ Entry reach_target(RowTeam& team, RowMemory& memory, const RowSlice<T>& slice, Entry floor,
-                              const Weights& weights, Entry* entries, int room, Value value) {
-  const int thread = threadIdx.x;
-  const auto each_entry = [&](auto body) {  // body(entry, logit), for those that count
-    each_logit(slice, value, [&](float x, int column) {
-      const Entry entry = entry_of(key_of_logit(x), static_cast<uint32_t>(column));
-      if (entry >= floor) body(entry, x);
-    });
-  };
-  for (int i = thread; i < kBins; i += kSelectThreads) memory.bins_low[i] = memory.bins_high[i] = 0;
-  if (thread == 0) memory.select.count = 0;
+// Sums of 64 bits, in bins of shared memory.
+__device__ inline void clear_bins(RowMemory& memory) {
+  for (int i = threadIdx.x; i < kBins; i += kSelectThreads) memory.bins_low[i] = memory.bins_high[i] = 0;
   __syncthreads();
-  each_entry([&](Entry, float x) {
-    const uint64_t w = weights.of(x);
-    if (w == 0) return;
-    const int bin = weights.bin_of(x);
-    const uint32_t low = static_cast<uint32_t>(w), before = atomicAdd(&memory.bins_low[bin], low);
-    const uint32_t high = static_cast<uint32_t>(w >> 32) + (before + low < before);  // who makes it overflow, carries
-    if (high != 0) atomicAdd(&memory.bins_high[bin], high);
-  });
-  team.barrier();
+}
+__device__ inline void add_to_bin(RowMemory& memory, int bin, uint64_t x) {
+  const uint32_t low = static_cast<uint32_t>(x), before = atomicAdd(&memory.bins_low[bin], low);
+  const uint32_t high = static_cast<uint32_t>(x >> 32) + (before + low < before);  // who makes it overflow, carries
+  if (high != 0) atomicAdd(&memory.bins_high[bin], high);
+}
+// Finds the bin of all blocks up to which they sum up to `wanted`, memory.bin, and gives the sum before it.  A barrier of the team
+// comes before the next clear_bins().
+__device__ inline uint64_t find_bin(RowTeam& team, RowMemory& memory, uint64_t wanted) {
   constexpr int kOfThread = kBins / kSelectThreads;
-  uint64_t sums[kOfThread], own = 0;
+  const int first = static_cast<int>(threadIdx.x) * kOfThread;
+  team.barrier();
+  uint64_t sums[kOfThread] = {}, own = 0, total;
+#pragma unroll 1
+  for (int rank = 0; rank < team.blocks(); ++rank) {
 #pragma unroll
-  for (int i = 0; i < kOfThread; ++i) {
-    const int bin = thread * kOfThread + i;
-    sums[i] = uint64_t{memory.bins_high[bin]} << 32 | memory.bins_low[bin];
-    for (int other = 0; other < team.blocks(); ++other)
-      if (other != team.rank())
-        sums[i] += uint64_t{load_from_block(&memory.bins_high[bin], other)} << 32 |
-                   load_from_block(&memory.bins_low[bin], other);
-    own += sums[i];
+    for (int i = 0; i < kOfThread; ++i) {
+      const uint32_t *low = &memory.bins_low[first + i], *high = &memory.bins_high[first + i];
+      const bool is_own = rank == team.rank();
+      sums[i] +=
+          uint64_t{is_own ? *high : load_from_block(high, rank)} << 32 | (is_own ? *low : load_from_block(low, rank));
+    }
   }
-  uint64_t total;
+#pragma unroll
+  for (int i = 0; i < kOfThread; ++i) own += sums[i];
   uint64_t before = team.sum_before(own, total);
-  const uint64_t wanted = weights.target(total);
-  if (total <= wanted) {
-    team.barrier();  // nobody reads the sums of others any more
-    return floor;
-  }
 #pragma unroll
   for (int i = 0; i < kOfThread; ++i) {
     if (before < wanted && before + sums[i] >= wanted) {
-      memory.bin = thread * kOfThread + i;
+      memory.bin = first + i;
       memory.before = before;
     }
     before += sums[i];
   }
   __syncthreads();
-  const int bin = memory.bin;
-  const uint64_t missing = wanted - memory.before;
+  return memory.before;
+}
 
-  // Which entry of this bin it is, a list can tell, if there is room for it; else more passes over the row.
-  each_entry([&](Entry entry, float x) {
-    if (weights.bin_of(x) != bin || weights.of(x) == 0) return;
-    const uint32_t place = atomicAdd(&memory.select.count, 1u);
-    if (place < static_cast<uint32_t>(room)) entries[place] = entry;
+// How far from the largest, in bins, entries surely come before the target is reached, and how far they may.
+struct TargetBounds {
+  float surely, at_most;
+};
+
+// One pass, in which each entry is added to the bin of its distance from the largest one.  The mass of a bin is known nearly:
+// 2^(-r / kBinsOfOctave) is taken for linear in -1/2 <= r <= 1/2, which is 6e-5 too little at most, and rounded to a unit, for
+// which there are 7 to 20 bits.
+template <class T, class Weights, class Value>
+__device__ TargetBounds bounds_of_target(RowTeam& team, RowMemory& memory, const RowSlice<T>& slice, int num_cols,
+                                         Entry floor, const Weights& weights, Value value) {
+  constexpr int kSize = kPackSize<T>, kOfThread = kBins / kSelectThreads;
+  constexpr float kLast = kBins - 1;  // what is further away has no mass
+  const int bits = min(__clz(num_cols) - 1, 20), first_bin = static_cast<int>(threadIdx.x) * kOfThread;
+  const float unit = weights.are_counts ? 1.0f : static_cast<float>(1 << bits);
+  const float slope = weights.are_counts ? 0.0f : -0.693147181f / kBinsOfOctave * unit;
+  const EntryBound from(floor);
+  clear_bins(memory);
+  each_vector<2>(slice, [&](int first, const Vec<float, kSize>& raw) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const float x = value(raw[i], first + i), distance = fminf(weights.distance(x), kLast);
+      const float nearest = distance + kRound, rest = distance - (nearest - kRound);
+      const uint32_t weight = bits_of(fmaf(rest, slope, unit + kRound)) - kBitsOfRound;
+      if (distance < kLast && (floor == 0 || from.includes(x, first + i)))
+        atomicAdd(&memory.bins_low[bits_of(nearest) - kBitsOfRound], weight);
+    }
   });
-  __syncthreads();
-  const uint64_t count = memory.select.count;
-  Entry found = 0;
-  if (team.reduce(thread == 0 ? count : 0, Plus()) <= static_cast<uint64_t>(room)) {
-    const int n = gather_lists(entries, static_cast<int>(count), team.rank(), team.blocks(), memory.list_size);
-    if (team.rank() == 0) {
-      Entry ones = ~Entry{0}, any = 0;
-      for (int i = thread; i < n; i += kSelectThreads) {
-        ones &= entries[i];
-        any |= entries[i];
-      }
-      ones = team.reduce_block(ones, [](uint64_t a, uint64_t b) { return a & b; });
-      any = team.reduce_block(any, [](uint64_t a, uint64_t b) { return a | b; });
-      found = ones;  // without the bits in which entries differ
-      for (int bit = 63; bit >= 0; --bit) {
-        const Entry one = Entry{1} << bit;
-        if (((ones ^ any) & one) == 0) continue;
-        // Bits below the first differing one that all have belong to `found` all the same: no entry lies between.
-        const Entry candidate = found | one;
-        uint64_t sum = 0;
-        for (int i = thread; i < n; i += kSelectThreads)
-          if (entries[i] >= candidate) sum += weights.of(logit_of_key(key_of(entries[i])));
-        if (team.reduce_block(sum, Plus()) >= missing) found = candidate;
-      }
-      if (thread == 0) memory.threshold = found;
+  team.barrier();
+  uint64_t sums[kOfThread] = {};
+#pragma unroll 1
+  for (int rank = 0; rank < team.blocks(); ++rank) {
+    uint32_t low[kOfThread];  // all on their way at once
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      const uint32_t* at = &memory.bins_low[first_bin + i];
+      low[i] = rank == team.rank() ? *at : load_from_block(at, rank);
     }
-    team.barrier();
-    if (team.rank() != 0) found = load_from_block(&memory.threshold, 0);
-  } else {
-    for (int bit = 63; bit >= 0; --bit) {
-      const Entry candidate = found | Entry{1} << bit;
-      uint64_t sum = 0;
-      each_entry([&](Entry entry, float x) {
-        if (entry >= candidate && weights.bin_of(x) == bin) sum += weights.of(x);
-      });
-      if (team.reduce(sum, Plus()) >= missing) found = candidate;
-    }
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) sums[i] += low[i];
   }
+  uint64_t own = 0, total;
+#pragma unroll
+  for (int i = 0; i < kOfThread; ++i) {
+    const float of_bin = power_of_2(static_cast<float>(first_bin + i) * (-1.0f / kBinsOfOctave)) * (0x1p40f / unit);
+    if (!weights.are_counts) sums[i] = static_cast<Mass>(static_cast<float>(sums[i]) * of_bin);
+    own += sums[i];
+  }
+  if (threadIdx.x == 0) memory.bin = kBins - 1;
+  uint64_t sum = team.sum_before(own, total);
+  const uint64_t target = weights.target(total), error = weights.are_counts ? 0 : total >> min(bits - 1, 11);
+  const uint64_t surely = target > error ? target - error : 0, at_most = target + error;
+  if (threadIdx.x == 0 && total <= surely) memory.last_sure_bin = kBins - 2;
+#pragma unroll
+  for (int i = 0; i < kOfThread; ++i) {
+    const uint64_t before = sum;
+    sum += sums[i];
+    if (before <= surely && sum > surely) memory.last_sure_bin = first_bin + i - 1;
+    if (before < at_most && sum >= at_most) memory.bin = first_bin + i;
+  }
+  team.barrier();  // nobody reads the sums of others any more
+  constexpr float kHalf = 0.5f, kMargin = 0.01f;
+  const int last_sure = memory.last_sure_bin, last = memory.bin;
+  return {last_sure < 0 ? -1.0f : static_cast<float>(last_sure) + (kHalf - kMargin),
+          last == kBins - 1 ? INFINITY : static_cast<float>(last) + (kHalf + kMargin)};
+}
+
+// The largest entry, not below `floor`, for which the weights of all entries from it on reach their target; `floor` where all
+// together do not exceed it.  Entries infinitely far from the largest do not count.  `entries` is memory for a list.
+template <class T, class Weights, class Value>
+__device__ Entry reach_target(RowTeam& team, RowMemory& memory, const RowSlice<T>& slice, int num_cols, Entry floor,
+                              const Weights& weights, Entry* entries, int room, Value value) {
+  constexpr int kSize = kPackSize<T>;
+  const EntryBound from(floor);
+  const TargetBounds bounds = bounds_of_target(team, memory, slice, num_cols, floor, weights, value);
+  const auto entry_at = [](float x, int column) { return entry_of(key_of_logit(x), static_cast<uint32_t>(column)); };
+  const auto is_near = [&](float distance) { return distance > bounds.surely && distance < bounds.at_most; };
+  const auto weight_of = [&](float x) { return weights.are_counts ? uint64_t{1} : mass_of_share(weights.share(x)); };
+  // What surely comes before the target is added up; of others that may, there is a list.
+  if (threadIdx.x == 0) memory.select.count = 0;
+  __syncthreads();
+  uint64_t all = 0, before = 0;
+  each_vector<1>(slice, [&](int first, const Vec<float, kSize>& raw) {
+    MassSum all_masses, masses_before;
+    uint32_t num_all = 0, num_before = 0;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      float x = value(raw[i], first + i);
+      if (floor != 0 && !from.includes(x, first + i)) x = -INFINITY;
+      const float distance = weights.distance(x);
+      MassSum own;
+      own.add(weights.share(x));
+      all_masses += own;
+      num_all += distance < INFINITY;
+      if (distance <= bounds.surely) {
+        masses_before += own;
+        ++num_before;
+      } else if (distance < bounds.at_most) {
+        const uint32_t place = atomicAdd(&memory.select.count, 1u);
+        if (place < static_cast<uint32_t>(room)) entries[place] = entry_at(x, first + i);
+      }
+    }
+    all += weights.are_counts ? num_all : all_masses.of(kSize);
+    before += weights.are_counts ? num_before : masses_before.of(num_before);
+  });
+  all = team.reduce(all, Plus());
+  const uint64_t target = weights.target(all);
+  if (all <= target) {
+    team.barrier();  // nobody reads the memory of others any more
+    return floor;
+  }
+  uint64_t missing = target - team.reduce(before, Plus());
+
+  // Which entry it is, its bits tell, kDigit of them at a time: in the list, if it had room; else in more passes over the row.
+  const int count = static_cast<int>(memory.select.count);
+  ListPlace place{0, count};
+  if (team.blocks() > 1) place = place_of_list(count, team.rank(), team.blocks(), memory.lists.size);
+  const bool is_listed = place.total <= room;
+  if (is_listed && team.blocks() > 1) append_to_first(entries, count, team.rank(), place);
+  RowTeam alone(memory, 0, 1);
+  if (!is_listed || team.rank() == 0) {
+    RowTeam& seekers = is_listed ? alone : team;
+    const auto each_near = [&](auto body) {  // body(entry, logit)
+      if (is_listed) {
+        for (int i = threadIdx.x; i < place.total; i += kSelectThreads)
+          body(entries[i], logit_of_key(key_of(entries[i])));
+      } else {
+        each_logit(slice, value, [&](float x, int column) {
+          if (is_near(weights.distance(x)) && (floor == 0 || from.includes(x, column))) body(entry_at(x, column), x);
+        });
+      }
+    };
+    const auto either = [](uint64_t a, uint64_t b) { return a | b; };
+    Entry ones = 0, zeros = 0;
+    each_near([&](Entry entry, float) {
+      ones |= entry;
+      zeros |= ~entry;
+    });
+    ones = seekers.reduce(ones, either);
+    zeros = seekers.reduce(zeros, either);
+    constexpr int kDigit = 11;
+    static_assert(1 << kDigit == kBins);
+    Entry found = ones & ~zeros;
+    const Entry in_question = ones & zeros;
+    int bit = in_question == 0 ? -1 : 63 - __clzll(static_cast<long long>(in_question));
+    if (bit >= 0) found = found >> bit >> 1 << bit << 1;
+#pragma unroll 1
+    while (bit >= 0) {
+      const int last = max(bit - kDigit + 1, 0);
+      const uint32_t mask = (2u << (bit - last)) - 1u;
+      seekers.barrier();
+      clear_bins(memory);
+      each_near([&](Entry entry, float x) {
+        if ((entry ^ found) >> bit >> 1 == 0)
+          add_to_bin(memory, static_cast<int>(~static_cast<uint32_t>(entry >> last) & mask), weight_of(x));
+      });
+      missing -= find_bin(seekers, memory, missing);
+      found |= Entry{~static_cast<uint32_t>(memory.bin) & mask} << last;
+      bit = last - 1;
+    }
+    if (threadIdx.x == 0) memory.threshold = found;
+    __syncthreads();
+  }
+  team.barrier();
+  const Entry found = is_listed && team.rank() != 0 ? load_from_block(&memory.threshold, 0) : memory.threshold;
   team.barrier();  // nobody reads the memory of others any more
   return found;
 }

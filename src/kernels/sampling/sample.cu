@@ -3,6 +3,9 @@
 //   up to kMostListed of the first logits: they are found in one pass (top_k_candidates.cuh), sorted, and all else happens in
 //     shared memory
 //   all, or all above min_p: a pass for the largest where min_p wants it, and one that draws
+//   by top_p: a pass for the largest, one that tells about where the border is, and one that draws of what may be above it.  A token
+//     near the border wants a pass that adds up what comes before it; where that has the share already, all that is kept comes
+//     before the token, and one of that is drawn
 //   the rest: a pass for the largest, two for each of top_k and top_p (row_passes.cuh), and one that draws
 //
 // Passes after the first read from the second-level cache.  In the pass that draws, a token's noise is worked out only if its
@@ -14,20 +17,32 @@
 namespace pykv {
 namespace {
 
-__device__ inline float larger_or_nan(float a, float b) {
-  float larger;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
-  return larger;
-}
-
 constexpr int kMostListed = 1024;
 static_assert(kMostListed == 2 * kSelectThreads);
+
+// What a token is drawn of: entries from `floor` on, not further from the largest than `at_most`.  In shared memory, as registers
+// are rare.
+struct Search {
+  Entry floor;
+  LogitWeights weights;
+  float at_most;
+
+  __device__ bool includes(float x, uint32_t column) const {
+    return entry_of(key_of_logit(x), column) >= floor && !(weights.distance(x) > at_most);
+  }
+  // No lower logit is included.
+  __device__ float least_logit() const {
+    const float largest = fminf(weights.largest, 0x1.fffffep127f), rounding = fabsf(largest) * 0x1p-22f;
+    const float within = largest - (at_most + 1.0f) / (kBinsOfOctave * weights.scale) - rounding;
+    return fmaxf(floor == 0 ? -INFINITY : logit_of_key(key_of(floor)), within);
+  }
+};
 
 template <class T, bool kAdjusted>
 class RowSampler {
  public:
   __device__ RowSampler(const SampleArgs& args, int64_t row, const SampleRow& r, const RowAdjustments& adjusted,
-                        RowTeam& team, RowMemory& memory, Entry* entries, int room)
+                        RowTeam& team, RowMemory& memory, Search& search, Entry* entries, int room)
       : args_(args),
         logits_(static_cast<const T*>(args.logits) + row * args.logit_stride),
         adjusted_(adjusted),
@@ -35,6 +50,7 @@ class RowSampler {
         r_(r),
         team_(team),
         memory_(memory),
+        search_(search),
         entries_(entries),
         room_(room) {}
 
@@ -47,9 +63,7 @@ class RowSampler {
     }
     if (team_.rank() != 0 || threadIdx.x != 0) return;
     if (drawn.entry != 0 && key_of(drawn.entry) != kKeyOfNan) {
-      const int column = static_cast<int>(index_of(drawn.entry)) - args_.first_token;
-      drawn.logit = to_float(logits_[column]);
-      if constexpr (kAdjusted) drawn.logit = adjusted_(drawn.logit, column);
+      drawn.logit = adjusted_logit(static_cast<int>(index_of(drawn.entry)) - args_.first_token);
     }
     store_drawn(args_, row, r_, drawn, [&](int64_t at, long long what) { reporter(at, what); });
   }
@@ -67,20 +81,26 @@ class RowSampler {
     }
   }
 
+  __device__ Vec<float, kSize> values(int column, const Vec<float, kSize>& raw) const {
+    Vec<float, kSize> x;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) x[i] = value(raw[i], column + i);
+    return x;
+  }
+
+  __device__ float adjusted_logit(int column) const {
+    const float x = to_float(logits_[column]);
+    if constexpr (kAdjusted) return adjusted_(x, column);
+    return x;
+  }
+
   // False in blocks whose part is done.
   __device__ bool draw_from_list(Drawn& drawn) {
     using Candidates = TopKCandidates<T, kVectors>;
     const int thread = threadIdx.x, k = r_.k;
-    int n = Candidates::find(slice_, k, team_.blocks(), entries_, room_, memory_.bound_key, memory_.select,
+    int n = Candidates::find(slice_, k, team_.rank(), team_.blocks(), entries_, room_, memory_.lists, memory_.select,
                              [&](float x, int column) { return value(x, column); });
-    if (team_.blocks() > 1) {
-      if (n > k) {
-        Candidates::cut(k, entries_, n, memory_.select);
-        n = k;
-      }
-      n = gather_lists(entries_, n, team_.rank(), team_.blocks(), memory_.list_size);
-      if (team_.rank() != 0) return false;
-    }
+    if (team_.rank() != 0) return false;
     n = first_entries(entries_, n, k, memory_.select);
     drawn.largest = logit_of_key(key_of(entries_[0]));
     if (key_of(entries_[0]) == kKeyOfNan || drawn.largest == -INFINITY) {
@@ -119,9 +139,9 @@ class RowSampler {
   }
 
   __device__ void draw_from_row(Drawn& drawn) {
-    const bool from_all = r_.draws_from_all() && r_.k == args_.num_cols;
+    const bool by_k = r_.k != args_.num_cols, by_top_p = r_.top_p < 1.0f, tries = by_top_p && !args_.logprobs;
     Entry floor = 0;
-    if (r_.greedy || !from_all || r_.log_min_p != -INFINITY || args_.logprobs) {
+    if (r_.greedy || by_k || by_top_p || r_.log_min_p != -INFINITY || args_.logprobs) {
       const Entry first = first_of_row();
       drawn.largest = logit_of_key(key_of(first));
       if (r_.greedy || first == 0 || key_of(first) == kKeyOfNan) {
@@ -136,45 +156,104 @@ class RowSampler {
     const auto own_value = [&](float x, int column) { return value(x, column); };
 #pragma unroll 1
     for (int phase = 0; phase < 2; ++phase) {
-      if (phase == 0 ? r_.k == args_.num_cols : !(r_.top_p < 1.0f)) continue;
+      if (phase == 0 ? !by_k : !by_top_p || tries) continue;
       const LogitWeights weights{phase == 0, static_cast<uint64_t>(r_.k), drawn.largest, r_.scale, r_.top_p};
-      floor = reach_target(team_, memory_, slice_, floor, weights, entries_, room_, own_value);
+      floor = reach_target(team_, memory_, slice_, args_.num_cols, floor, weights, entries_, room_, own_value);
     }
-    if (args_.logprobs) {
-      Mass total = 0;
-      each_logit(slice_, own_value, [&](float x, int column) {
-        if (entry_of(key_of_logit(x), static_cast<uint32_t>(column)) >= floor)
-          total += mass_of(x, drawn.largest, r_.scale);
-      });
-      drawn.total = team_.reduce(total, Plus());
+    const LogitWeights masses_of{false, 0, drawn.largest, r_.scale, r_.top_p};
+    TargetBounds bounds{-1.0f, INFINITY};
+    if (tries) bounds = bounds_of_target(team_, memory_, slice_, args_.num_cols, floor, masses_of, own_value);
+    if (threadIdx.x == 0) search_ = {floor, masses_of, bounds.at_most};
+    __syncthreads();
+    Mass target = 0;
+#pragma unroll 1
+    while (true) {
+      drawn.entry = best_of_row();
+      if (!(tries || args_.logprobs) || drawn.entry == 0 || key_of(drawn.entry) == kKeyOfNan) break;
+      const int column = static_cast<int>(index_of(drawn.entry)) - args_.first_token;
+      const float logit = adjusted_logit(column);
+      if (search_.weights.distance(logit) <= bounds.surely) break;
+      const Masses masses = add_masses(floor, logit, column, drawn.largest);
+      if (target == 0) {
+        drawn.total = team_.reduce(masses.all, Plus());
+        target = share_of(drawn.total, r_.top_p);
+      }
+      if (!tries || team_.reduce(masses.before, Plus()) < target) break;
+      if (threadIdx.x == 0) search_.floor = entry_of(key_of_logit(logit), static_cast<uint32_t>(column)) + 1;
+      __syncthreads();
     }
-    drawn.entry = best_of_row(floor);
     team_.barrier();
+  }
+
+  // Sums of this thread: of all entries from `floor` on, and of those of them that come before the entry of (logit, its_column).
+  struct Masses {
+    Mass all, before;
+  };
+  __device__ Masses add_masses(Entry floor, float logit, int its_column, float largest) {
+    const float scale = r_.scale, next_smaller = next_below(logit);
+    const EntryBound candidates(floor);
+    Masses sums{0, 0};
+    each_vector<kVectors>(slice_, [&](int first, const Vec<float, kSize>& raw) {
+      Vec<float, kSize> x = values(first, raw);
+      if (floor != 0)
+#pragma unroll
+        for (int i = 0; i < kSize; ++i)
+          if (!candidates.includes(x[i], first + i)) x[i] = -INFINITY;
+      // Of equal logits, those in lower columns come before it.
+      const float bound = first < its_column ? next_smaller : logit;
+      MassSum all, before;
+      uint32_t num_before = 0;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        MassSum own;
+        own.add(share_of_largest(x[i], largest, scale));
+        all += own;
+        if (x[i] > bound) {
+          before += own;
+          ++num_before;
+        }
+      }
+      const int place = its_column - first;
+      if (place > 0 && place < kSize) {  // in its own vector, it and equal ones behind it were taken for lower ones
+        MassSum of_equal;
+        of_equal.add(share_of_largest(logit, largest, scale));
+#pragma unroll
+        for (int i = 1; i < kSize; ++i)
+          if (i >= place && x[i] == logit) {
+            before -= of_equal;
+            --num_before;
+          }
+      }
+      sums.all += all.of(kSize);
+      sums.before += before.of(num_before);
+    });
+    return sums;
   }
 
   // The row's first entry; 0 if there is nothing but -infinity.
   __device__ Entry first_of_row() {
+    constexpr int kAtOnce = kAdjusted ? 1 : 4;
     float largest = -INFINITY;
-    int at = -1;
-    const auto look = [&](float x, int column) {  // columns ascend; nothing comes before NaN
-      if (x <= largest || largest != largest) return;
+    int at = -1;  // the vector with the first one
+    each_vector<kAtOnce>(slice_, [&](int column, const Vec<float, kSize>& raw) {
+      const float x = largest_of(values(column, raw));
+      if (x <= largest || largest != largest) return;  // columns ascend; nothing comes before NaN
       largest = x;
       at = column;
-    };
-    if constexpr (kAdjusted) {
-      each_logit(slice_, [&](float x, int column) { return value(x, column); }, look);
-    } else {
-      each_vector<kVectors>(slice_, [&](int column, const Vec<float, kSize>& x) {
+    });
+    Entry first = 0;
+    if (at >= 0) {
+      const Vec<float, kSize> x = values(at, to_floats(slice_.load(at)));
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) look(x[i], column + i);
-      });
+      for (int i = kSize - 1; i >= 0; --i)
+        if (x[i] == largest || x[i] != x[i]) first = entry_of(key_of_logit(x[i]), static_cast<uint32_t>(at + i));
     }
-    return team_.reduce(at < 0 ? 0 : entry_of(key_of_logit(largest), static_cast<uint32_t>(at)), Larger());
+    return team_.reduce(first, Larger());
   }
 
-  // What wins among entries from `floor` on.
-  __device__ Entry best_of_row(Entry floor) {
-    const float least = floor == 0 ? -INFINITY : logit_of_key(key_of(floor));
+  // What wins among those that are searched.
+  __device__ Entry best_of_row() {
+    const float least = search_.least_logit();
     const float scale = r_.scale;
     const TokenNoise noise = r_.noise;
     const uint32_t first_token = static_cast<uint32_t>(args_.first_token);
@@ -207,8 +286,7 @@ class RowSampler {
           }
         undone = first < 0 ? 0 : undone & (0xeu << first);
         const int at = column + first;
-        if (first >= 0 && at >= slice_.begin && at < slice_.end &&
-            entry_of(key_of_logit(own), static_cast<uint32_t>(at)) >= floor)
+        if (first >= 0 && at >= slice_.begin && at < slice_.end && search_.includes(own, static_cast<uint32_t>(at)))
           best =
               Larger()(best, drawn_entry(own, r_.inverse_temperature, word, first_token + static_cast<uint32_t>(at)));
         const uint32_t key = __reduce_max_sync(0xffffffffu, key_of(best));
@@ -257,6 +335,7 @@ class RowSampler {
   const RowAdjustments& adjusted_;
   RowTeam& team_;
   RowMemory& memory_;
+  Search& search_;
   Entry* entries_;
   int room_;
 };
@@ -272,14 +351,15 @@ __global__ __launch_bounds__(kSelectThreads,
   const int64_t row = static_cast<int64_t>(blockIdx.x) / blocks;
   RowTeam team(memory, static_cast<int>(blockIdx.x) % blocks, blocks);
   __shared__ SampleRow of_row;
+  __shared__ Search search;
   __shared__ alignas(RowAdjustments) char adjusted[sizeof(RowAdjustments)];
   if (threadIdx.x == 0) {
     of_row = sample_row(args, row);
     new (adjusted) RowAdjustments(args.adjustments, row);
   }
   __syncthreads();
-  RowSampler<T, kAdjusted>(args, row, of_row, *reinterpret_cast<const RowAdjustments*>(adjusted), team, memory, entries,
-                           room)
+  RowSampler<T, kAdjusted>(args, row, of_row, *reinterpret_cast<const RowAdjustments*>(adjusted), team, memory, search,
+                           entries, room)
       .draw(row, reporter);
 }
 

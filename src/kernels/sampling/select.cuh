@@ -30,10 +30,10 @@ constexpr int kSelectBits = 10, kSelectBins = 1 << kSelectBits;  // of a step of
 struct SelectMemory {
   BlockCounter counter;
   Entry all[kSelectWarps], any[kSelectWarps];
-  uint32_t count;
   uint32_t digit, with_digit, before;
   uint32_t parts[kSelectWarps];
   uint32_t bins[kSelectBins];
+  uint32_t count;  // not beside the digit: loads of that take its neighbours along, while this may be set again already
 };
 
 // The sum of those of the threads before this one.  A barrier lies between two that follow each other.
@@ -211,9 +211,37 @@ __device__ T load_from_block(const T* shared, int rank) {
   return value;
 }
 
+__device__ inline void store_to_block(Entry* shared, int rank, Entry value) {
+#if __CUDA_ARCH__ >= 900
+  const uint32_t address = cluster_address(static_cast<uint32_t>(__cvta_generic_to_shared(shared)), rank);
+  asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
+#endif
+}
+
 __device__ inline void cluster_barrier() {
   cluster_announce_all();
   cluster_wait();
+}
+
+// Where the entries of a block come in the list of all blocks, and how many those are.  A barrier lies between two that follow
+// each other.
+struct ListPlace {
+  int before, total;
+};
+__device__ inline ListPlace place_of_list(int n, int rank, int blocks, uint32_t& list_size) {
+  if (threadIdx.x == 0) list_size = static_cast<uint32_t>(n);
+  cluster_barrier();
+  const int lane = threadIdx.x % 32;
+  const uint32_t size = lane < blocks ? load_from_block(&list_size, lane) : 0;
+  return {static_cast<int>(__reduce_add_sync(0xffffffffu, lane < rank ? size : 0)),
+          static_cast<int>(__reduce_add_sync(0xffffffffu, size))};
+}
+
+// Appends the entries of all blocks to those of the first one, which has room.  Other blocks may end after it.
+__device__ inline void append_to_first(Entry* entries, int n, int rank, ListPlace place) {
+  if (rank != 0)
+    for (int i = threadIdx.x; i < n; i += kSelectThreads) store_to_block(entries + place.before + i, 0, entries[i]);
+  cluster_barrier();
 }
 
 }  // namespace pykv

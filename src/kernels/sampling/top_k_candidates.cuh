@@ -1,14 +1,22 @@
 // The entries of a row that may be among its first k, in one pass.
 //
-// A block goes through its columns in groups, of which each thread has some vectors in registers.  Of the first group, the k-th
-// largest of the maxima of half vectors is a bound: k logits are not below it.  What is not below the bound is appended to a list in
-// shared memory; a full list is cut to its first k, the last of which is the new bound, and the group goes on: there is no
-// input for which room does not suffice.  Blocks of a cluster share their first bounds, each that of k / blocks logits.
+// A block goes through its columns in groups, of which each thread has some vectors in registers, spread over the columns.  The
+// first group is a sample: it tells a bound that somewhat more than k logits are probably not below.  What is not below it is
+// appended to a list in shared memory.  A list that gets full is cut to its first k, the last of which is the new bound, and the
+// group goes on.  Where all lists together have less than k, the pass begins anew with a bound that the first group alone has
+// enough logits for.  So there is no input for which room does not suffice, or entries are missing.
+//
+// Of a group, the bound is the w-th largest of the maxima of half vectors: w logits are not below it.
 #pragma once
 
 #include "sampling/row_blocks.cuh"
 
 namespace pykv {
+
+// For other blocks of the row.
+struct ListMemory {
+  uint32_t bound_key, size;
+};
 
 // kVectors: of a thread in a group; at most 1024 entries are found with 1, and 4096 with 4.
 template <class T, int kVectors = 4>
@@ -18,46 +26,79 @@ struct TopKCandidates {
   static constexpr int kGroup = kVectors * kSelectThreads * kSize;
 
   // Entries in shared memory, where `blocks` share a row.
-  static int room(int k, int blocks) {
-    const int own = k <= 1024 ? 4096 : 12288;
-    return std::max(own, blocks * k);
-  }
+  static int room(int k, int blocks) { return std::max(k <= 1024 ? 4096 : 8192, blocks * k); }
   static int most_blocks(int k) { return 16384 / k; }
 
-  // Gives the number of entries in this block's list, 0 to room; all barriers are behind.
-  //   k           1 ... the row's number of logits, and below the list's room
-  //   bound_key   in shared memory, for the other blocks
+  // Brings the entries together in the list of the row's first block, and gives their number there, k to room; all barriers are
+  // behind, and other blocks may end.
+  //   k           1 ... the row's number of logits
   //   value(x, column): what the logit of a column counts as
   template <class Value>
-  static __device__ int find(const RowSlice<T>& slice, int k, int blocks, Entry* entries, int room, uint32_t& bound_key,
-                             SelectMemory& memory, Value value) {
+  static __device__ int find(const RowSlice<T>& slice, int k, int rank, int blocks, Entry* entries, int room,
+                             ListMemory& lists, SelectMemory& memory, Value value) {
+    const int groups = max((slice.end - slice.first_vector + kGroup - 1) / kGroup, 1);
+    const int enough = (k + blocks - 1) / blocks, of_group = (enough + groups - 1) / groups;
+    // The number of the first k that a sample has is known within about its root.
+    int wanted = min(of_group + static_cast<int>(4.0f * sqrtf(static_cast<float>(of_group))) + 4, enough);
+#pragma unroll 1
+    while (true) {
+      int n = collect(slice, groups, wanted, k, blocks, entries, room, lists.bound_key, memory, value);
+      ListPlace place{0, n};
+      if (blocks > 1) place = place_of_list(n, rank, blocks, lists.size);
+      if (place.total < k && wanted < enough) {
+        wanted = enough;
+        __syncthreads();  // all have read the count
+        continue;
+      }
+      if (blocks == 1) return n;
+      if (place.total > room) {
+        if (n > k) {
+          cut(k, entries, n, memory);
+          n = k;
+        }
+        cluster_barrier();  // all have read the sizes
+        place = place_of_list(n, rank, blocks, lists.size);
+      }
+      append_to_first(entries, n, rank, place);
+      return place.total;
+    }
+  }
+
+ private:
+  // Gives the number of entries in this block's list.
+  template <class Value>
+  static __device__ int collect(const RowSlice<T>& slice, int groups, int wanted, int k, int blocks, Entry* entries,
+                                int room, uint32_t& bound_key, SelectMemory& memory, Value value) {
     const int thread = threadIdx.x;
     float bound = 0.0f;
     if (thread == 0) memory.count = 0;
-    bool is_first = true;
-    // The first round comes even to a block without columns: others wait for its bound.
-    for (int group = slice.first_vector; is_first || group < slice.end; group += kGroup) {
+    // Vectors of a group lie as far from each other as there are groups.
+    constexpr int kStep = kSelectThreads * kSize;
+    const int distance = groups * kStep;
+#pragma unroll 1
+    for (int group = 0; group < groups; ++group) {
+      const int first = slice.first_vector + group * kStep + thread * kSize;
+      const auto column = [&](int v, int i) { return first + v * distance + i; };
       Pack<T> raw[kVectors];
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(group + (v * kSelectThreads + thread) * kSize);
-      const auto column = [&](int v, int i) { return group + (v * kSelectThreads + thread) * kSize + i; };
-      if (is_first) {
-        bound = first_bound(raw, k, blocks, bound_key, memory.counter,
+      for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(column(v, 0));
+      if (group == 0)
+        bound = first_bound(raw, wanted, blocks, bound_key, memory.counter,
                             [&](float x, int v, int i) { return value(x, column(v, i)); });
-        is_first = false;
-      }
       uint32_t pending = 0;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         const Vec<float, kSize> x = to_floats(raw[v]);
+        uint32_t bits = 0;
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          const int at = column(v, i);
-          if (!(value(x[i], at) < bound) && at >= slice.begin && at < slice.end) pending |= 1u << (v * kSize + i);
-        }
+        for (int i = 0; i < kSize; ++i)
+          if (!(value(x[i], column(v, i)) < bound)) bits |= 1u << i;
+        const int from = min(max(slice.begin - column(v, 0), 0), kSize),
+                  to = min(max(slice.end - column(v, 0), 0), kSize);
+        pending |= (bits & ((1u << to) - 1u) & ~((1u << from) - 1u)) << (v * kSize);
       }
       while (true) {
-        uint32_t place = pending == 0 ? 0 : atomicAdd(&memory.count, static_cast<uint32_t>(__popc(pending)));
+        uint32_t place = places_of_warp(static_cast<uint32_t>(__popc(pending)), memory.count);
         for (; pending != 0 && place < static_cast<uint32_t>(room); pending &= pending - 1, ++place) {
           const int bit = __ffs(static_cast<int>(pending)) - 1;
           const int at = column(bit / kSize, bit % kSize);
@@ -70,6 +111,21 @@ struct TopKCandidates {
     return static_cast<int>(min(memory.count, static_cast<uint32_t>(room)));
   }
 
+  // Reserves `count` places for each thread of a warp, and gives the first one.
+  static __device__ uint32_t places_of_warp(uint32_t count, uint32_t& counter) {
+    if (!__any_sync(0xffffffffu, count != 0)) return 0;
+    const int lane = threadIdx.x % 32;
+    uint32_t sum = count;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const uint32_t below = __shfl_up_sync(0xffffffffu, sum, distance);
+      if (lane >= distance) sum += below;
+    }
+    uint32_t first = 0;
+    if (lane == 31) first = atomicAdd(&counter, sum);
+    return __shfl_sync(0xffffffffu, first, 31) + sum - count;
+  }
+
   // Cuts a full list to its first k, and gives the logit of the last of them.
   static __device__ float cut(int k, Entry* entries, int n, SelectMemory& memory) {
     const Entry t = bound_of_first(entries, n, k, memory);
@@ -77,9 +133,8 @@ struct TopKCandidates {
     return logit_of_key(key_of(t));
   }
 
- private:
   template <class Value>
-  static __device__ float first_bound(const Pack<T> (&raw)[kVectors], int k, int blocks, uint32_t& bound_key,
+  static __device__ float first_bound(const Pack<T> (&raw)[kVectors], int wanted, int blocks, uint32_t& bound_key,
                                       BlockCounter& counter, Value value) {
     uint32_t largest[kMaxima];
 #pragma unroll
@@ -94,36 +149,21 @@ struct TopKCandidates {
       }
     }
     // Rough is enough: up to a quarter more than are wanted, and not the last bits.
-    const uint32_t wanted = static_cast<uint32_t>((k + blocks - 1) / blocks);
-    uint32_t t = largest_bound(0u, 31, 12, wanted, wanted + wanted / 4, counter, [&](uint32_t candidate) {
-      uint32_t count = 0;
+    uint32_t t = largest_bound(0u, 31, 12, static_cast<uint32_t>(wanted), static_cast<uint32_t>(wanted + wanted / 4),
+                               counter, [&](uint32_t candidate) {
+                                 uint32_t count = 0;
 #pragma unroll
-      for (int i = 0; i < kMaxima; ++i) count += largest[i] >= candidate;
-      return count;
-    });
+                                 for (int i = 0; i < kMaxima; ++i) count += largest[i] >= candidate;
+                                 return count;
+                               });
     if (blocks > 1) {
       if (threadIdx.x == 0) bound_key = t;
       cluster_barrier();
-      for (int rank = 0; rank < blocks; ++rank) t = min(t, load_from_block(&bound_key, rank));
+      const int lane = threadIdx.x % 32;
+      t = __reduce_min_sync(0xffffffffu, lane < blocks ? load_from_block(&bound_key, lane) : ~0u);
     }
     return logit_of_key(t);
   }
 };
-
-// Brings the lists of all blocks together in that of the first one, where each has at most k entries; gives how many there are
-// then.  Blocks but the first may end after it.
-inline __device__ int gather_lists(Entry* entries, int n, int rank, int blocks, uint32_t& list_size) {
-  if (threadIdx.x == 0) list_size = static_cast<uint32_t>(n);
-  cluster_barrier();
-  if (rank == 0) {
-    for (int other = 1; other < blocks; ++other) {
-      const int size = static_cast<int>(load_from_block(&list_size, other));
-      for (int i = threadIdx.x; i < size; i += kSelectThreads) entries[n + i] = load_from_block(entries + i, other);
-      n += size;
-    }
-  }
-  cluster_barrier();
-  return n;
-}
 
 }  // namespace pykv

@@ -10,13 +10,15 @@ struct Reporters {
   Reporter arguments[3], nan;
 };
 
+constexpr int kWindowWords = 4096;  // of a window of columns, a bit each
+
 template <class T>
 __global__ __launch_bounds__(kSelectThreads, 2) void top_k_per_row_kernel(const __grid_constant__ TopKPerRowArgs args,
                                                                           int blocks, int room,
                                                                           const __grid_constant__ Reporters reporters) {
   extern __shared__ __align__(16) Entry entries[];
   __shared__ SelectMemory memory;
-  __shared__ uint32_t bound_key, list_size;
+  __shared__ ListMemory lists;
   begin_dependent();
   const int thread = threadIdx.x, rank = static_cast<int>(blockIdx.x) % blocks;
   const int64_t row = static_cast<int64_t>(blockIdx.x) / blocks;
@@ -25,11 +27,11 @@ __global__ __launch_bounds__(kSelectThreads, 2) void top_k_per_row_kernel(const 
     if (is_first && thread == 0) reporters.arguments[static_cast<int>(argument)](value, bound);
   });
   const T* logits = static_cast<const T*>(args.logits) + row * args.logit_stride + range.begin;
-  int32_t* indices = args.indices + row * args.index_stride;
-  T* values = args.values ? static_cast<T*>(args.values) + row * args.value_stride : nullptr;
-  const auto finish = [&](int i, int index) {  // place i of the results
-    indices[i] = index;
-    if (values) values[i] = index >= 0 ? logits[index] : from_float<T>(-__int_as_float(0x7f800000));
+  const auto finish = [&](int i, int index) {  // place i of the results; where that is, is worked out after the search
+    args.indices[row * args.index_stride + i] = index;
+    if (args.values)
+      static_cast<T*>(args.values)[row * args.value_stride + i] =
+          index >= 0 ? logits[index] : from_float<T>(-__int_as_float(0x7f800000));
   };
 
   // All blocks of a row go the same way here.
@@ -40,15 +42,8 @@ __global__ __launch_bounds__(kSelectThreads, 2) void top_k_per_row_kernel(const 
   }
   using Candidates = TopKCandidates<T>;
   const RowSlice<T> slice(logits, range.size, rank, blocks);
-  int n = Candidates::find(slice, range.k, blocks, entries, room, bound_key, memory, [](float x, int) { return x; });
-  if (blocks > 1) {
-    if (n > range.k) {
-      Candidates::cut(range.k, entries, n, memory);
-      n = range.k;
-    }
-    n = gather_lists(entries, n, rank, blocks, list_size);
-    if (!is_first) return;
-  }
+  int n = Candidates::find(slice, range.k, rank, blocks, entries, room, lists, memory, [](float x, int) { return x; });
+  if (!is_first) return;
   for (int i = range.k + thread; i < args.k; i += kSelectThreads) finish(i, -1);
   if (args.sorted) {
     n = first_entries(entries, n, range.k, memory);
@@ -58,29 +53,34 @@ __global__ __launch_bounds__(kSelectThreads, 2) void top_k_per_row_kernel(const 
   }
   const Entry bound = bound_of_first(entries, n, range.k, memory);
   // In the order of their indices: a bit for each column of a window, and a window after the other.
-  constexpr int kWindow = 32 * kSelectBins, kWordsOfThread = kSelectBins / kSelectThreads;
+  using Words = Vec<uint32_t, 4>;
+  constexpr int kWindow = 32 * kWindowWords, kOfThread = kWindowWords / 4 / kSelectThreads;
+  Words* bits = reinterpret_cast<Words*>(entries + room);
   uint32_t done = 0;
   for (uint32_t window = 0; window < static_cast<uint32_t>(range.size); window += kWindow) {
-    __syncthreads();
-    for (int i = thread; i < kSelectBins; i += kSelectThreads) memory.bins[i] = 0;
+    for (int i = 0; i < kOfThread; ++i) bits[thread * kOfThread + i] = Words{};
     __syncthreads();
     for (int i = thread; i < n; i += kSelectThreads) {
       const Entry entry = entries[i];
       const uint32_t at = index_of(entry) - window;
       if (entry < bound || at >= kWindow) continue;
-      atomicOr(&memory.bins[at / 32], 1u << at % 32);
+      atomicOr(&bits[0][0] + at / 32, 1u << at % 32);
       if (key_of(entry) == kKeyOfNan) reporters.nan(row, kRowHasNan);
     }
     __syncthreads();
-    uint32_t words[kWordsOfThread], count = 0, total;
+    Words words[kOfThread];
+    uint32_t count = 0, total;
 #pragma unroll
-    for (int i = 0; i < kWordsOfThread; ++i) count += __popc(words[i] = memory.bins[thread * kWordsOfThread + i]);
+    for (int i = 0; i < 4 * kOfThread; ++i) {
+      if (i % 4 == 0) words[i / 4] = bits[thread * kOfThread + i / 4];
+      count += __popc(words[i / 4][i % 4]);
+    }
     uint32_t place = done + sum_before(count, memory, total);
 #pragma unroll
-    for (int i = 0; i < kWordsOfThread; ++i)
-      for (; words[i] != 0; words[i] &= words[i] - 1)
+    for (int i = 0; i < 4 * kOfThread; ++i)
+      for (uint32_t word = words[i / 4][i % 4]; word != 0; word &= word - 1)
         finish(static_cast<int>(place++),
-               static_cast<int>(window) + (thread * kWordsOfThread + i) * 32 + __ffs(static_cast<int>(words[i])) - 1);
+               static_cast<int>(window) + (thread * 4 * kOfThread + i) * 32 + __ffs(static_cast<int>(word)) - 1);
     done += total;
   }
 }
@@ -94,8 +94,9 @@ void top_k_per_row_cuda(const TopKPerRowArgs& args, const Launch& launch) {
     const int room = Candidates::room(args.k, blocks);
     Reporters reporters{.arguments = {}, .nan = launch.reporter("top_k_per_row: logits")};
     for (int i = 0; i < 3; ++i) reporters.arguments[i] = launch.reporter(kRowArguments[i]);
-    launch_rows<top_k_per_row_kernel<T>>(args.num_rows, blocks, kSelectThreads, room * static_cast<int>(sizeof(Entry)),
-                                         launch, "top_k_per_row", args, blocks, room, reporters);
+    launch_rows<top_k_per_row_kernel<T>>(args.num_rows, blocks, kSelectThreads,
+                                         room * static_cast<int>(sizeof(Entry)) + kWindowWords * 4, launch,
+                                         "top_k_per_row", args, blocks, room, reporters);
   });
 }
 

@@ -30,7 +30,8 @@ struct TopKPerRowArgs {
 
   PYKV_HOST_DEVICE int64_t stated_end(int64_t row) const {
     if (next_n == 0) return ends.at(row, num_cols);
-    return ends.list[row / next_n] - next_n + row % next_n + 1;
+    const int64_t end = ends.list[row / next_n];  // near the ends of int64 the difference would wrap
+    return end <= 0 ? end : end - next_n + row % next_n + 1;
   }
 };
 

@@ -14,20 +14,22 @@ void top_k_of_row(Candidates& candidates, const TopKPerRowArgs& args, int64_t ro
   const T* logits = static_cast<const T*>(args.logits) + row * args.logit_stride + range.begin;
   int32_t* indices = args.indices + row * args.index_stride;
   T* values = args.values ? static_cast<T*>(args.values) + row * args.value_stride : nullptr;
+  const auto finish = [&](int32_t i, int32_t index) {  // place i of the results, which are not read again
+    indices[i] = index;
+    if (values) values[i] = index >= 0 ? logits[index] : from_float<T>(-__builtin_inff());
+  };
   if (range.k == range.size && !args.sorted) {
-    for (int32_t i = 0; i < range.k; ++i) indices[i] = i;
+    for (int32_t i = 0; i < range.k; ++i) finish(i, i);
   } else if (range.k > 0) {
     candidates.start(range.k);
     candidates.offer(logits, 0, range.size);
-    const Entry* found = candidates.take();
-    if (key_of(found[0]) == kKeyOfNan) launch.reporter("top_k_per_row: logits")(row, kRowHasNan);
-    for (int32_t i = 0; i < range.k; ++i) indices[i] = static_cast<int32_t>(index_of(found[i]));
-    if (!args.sorted) std::sort(indices, indices + range.k, Ascending());
+    const Entry* found = args.sorted ? candidates.take() : candidates.take_by_index();
+    for (int32_t i = 0; i < range.k; ++i) {
+      if (key_of(found[i]) == kKeyOfNan) launch.reporter("top_k_per_row: logits")(row, kRowHasNan);
+      finish(i, static_cast<int32_t>(index_of(found[i])));
+    }
   }
-  for (int32_t i = range.k; i < args.k; ++i) indices[i] = -1;
-  if (!values) return;
-  for (int32_t i = 0; i < range.k; ++i) values[i] = logits[indices[i]];
-  for (int32_t i = range.k; i < args.k; ++i) values[i] = from_float<T>(-__builtin_inff());
+  for (int32_t i = range.k; i < args.k; ++i) finish(i, -1);
 }
 
 }  // namespace

@@ -27,30 +27,33 @@
  *   DLTensor seq_lens = {lens, {kDLCPU, 0}, 1, {kDLInt, 32, 1}, of_lens, NULL, 0};
  *   out.data = y;
  *   value_cache.data = values;
- *   if (pykv_paged_attention(&out, &query, &key_cache, &value_cache, &block_tables, &seq_lens, NULL, NAN, true, 0, 0, NULL,
- *                            NULL, "auto", NULL, NULL, false, NULL, NULL, NULL) != PYKV_OK)
+ *   if (pykv_paged_attention(&out, &query, &key_cache, &value_cache, &block_tables, &seq_lens, NULL, NULL) !=
+ *       PYKV_OK)
  *     puts(pykv_last_error());
  */
 #ifndef PYKV_ATTENTION_H_
 #define PYKV_ATTENTION_H_
 
+#include <math.h>
 #include <pykv/base.h>
 
-/* Prefill, chunked prefill and decode in one batch: the queries of sequence s are its last tokens.
+/* What pykv_paged_attention is told beside the arrays that it always needs.  Start from PYKV_PAGED_ATTENTION_OPTIONS, which
+ * has NULL, NAN, true, 0, "auto" and false, and set what is to be otherwise:
  *
- *   out, query      [num_tokens, num_heads, head_size]   f32 | f16 | bf16, innermost contiguous; out is written
- *   key_cache, value_cache                               see above
- *   block_tables    [num_seqs, max_blocks_per_seq]       int32 | int64: the blocks of each sequence, in order
- *   seq_lens        [num_seqs]                           int32 | int64: length with the queries included
- *   cu_query_lens   [num_seqs + 1]                       int32 | int64: queries of s are rows cu[s] .. cu[s + 1] - 1;
- *                                                        NULL: one query for each sequence.  Rows of no sequence are not
- *                                                        written
+ *   pykv_paged_attention_options options = PYKV_PAGED_ATTENTION_OPTIONS;
+ *   options.window = 4096;
+ *
+ *   struct_size     sizeof(pykv_paged_attention_options): by it the library knows which fields the program has.  New ones
+ *                   come at the end
+ *   cu_query_lens   [num_seqs + 1] int32 | int64: queries of s are rows cu[s] .. cu[s + 1] - 1; NULL: one query for each
+ *                   sequence.  Rows of no sequence are not written
  *   scale           of q.k; NAN: 1 / sqrt(head_size)
  *   causal          the query at position p sees keys j <= p; its position is seq_len - query_len + its row
  *   window          > 0: it sees keys with |p - j| < window; 0: all
  *   softcap         > 0: logits become softcap * tanh(logit / softcap); 0 and infinity: no change
  *   alibi_slopes    [num_heads] f32, contiguous, or NULL: + slope * (j - p)
  *   sinks           [num_heads] f32, contiguous, or NULL: one more logit in each softmax, without a value
+ *   kv_cache_dtype, k_scale, v_scale                     see above
  *   batch_invariant the result of a query depends, to the last bit, on itself, on the keys that it sees and on the options
  *                   alone: not on the rest of the batch, nor on how many queries its sequence has in this call.  Rows of
  *                   block_tables may then hold 2^23 tokens at most
@@ -59,13 +62,37 @@
  *                   among the logits that the row sees
  *   workspace       contiguous bytes (uint8), at least pykv_paged_attention_workspace_size, 256-byte aligned; NULL: CUDA
  *                   takes it from the stream-ordered pool.  Not used on the CPU */
+typedef struct pykv_paged_attention_options {
+  size_t struct_size;
+  const DLTensor* cu_query_lens;
+  double scale;
+  bool causal;
+  int64_t window;
+  double softcap;
+  const DLTensor* alibi_slopes;
+  const DLTensor* sinks;
+  const char* kv_cache_dtype;
+  const DLTensor* k_scale;
+  const DLTensor* v_scale;
+  bool batch_invariant;
+  DLTensor* lse;
+  DLTensor* workspace;
+} pykv_paged_attention_options;
+
+#define PYKV_PAGED_ATTENTION_OPTIONS \
+  {sizeof(pykv_paged_attention_options), NULL, NAN, true, 0, 0, NULL, NULL, "auto", NULL, NULL, false, NULL, NULL}
+
+/* Prefill, chunked prefill and decode in one batch: the queries of sequence s are its last tokens.
+ *
+ *   out, query      [num_tokens, num_heads, head_size]   f32 | f16 | bf16, innermost contiguous; out is written
+ *   key_cache, value_cache                               see above
+ *   block_tables    [num_seqs, max_blocks_per_seq]       int32 | int64: the blocks of each sequence, in order
+ *   seq_lens        [num_seqs]                           int32 | int64: length with the queries included
+ *   options         NULL: PYKV_PAGED_ATTENTION_OPTIONS, that is one query for each sequence, which sees all before it */
 PYKV_API pykv_status pykv_paged_attention(DLTensor* out, const DLTensor* query, const DLTensor* key_cache,
                                           const DLTensor* value_cache, const DLTensor* block_tables,
-                                          const DLTensor* seq_lens, const DLTensor* cu_query_lens, double scale,
-                                          bool causal, int64_t window, double softcap, const DLTensor* alibi_slopes,
-                                          const DLTensor* sinks, const char* kv_cache_dtype, const DLTensor* k_scale,
-                                          const DLTensor* v_scale, bool batch_invariant, DLTensor* lse,
-                                          DLTensor* workspace, void* stream);
+                                          const DLTensor* seq_lens, const pykv_paged_attention_options* options,
+                                          void* stream);
 
 /* Bytes of workspace that pykv_paged_attention wants on CUDA device `device_id` for batches of up to these sizes: a closed
  * formula, independent of lengths: a few megabytes, some tens of them with batch_invariant.  Written to *size. */

@@ -1,4 +1,4 @@
-/* pykv: weights that others packed, to floats; and activations as such weights want them.
+/* pykv: decoders of packed weights to floats, and the transforms of activations that such weights need.
  *
  * Example, a row of one block of Q8_0 (32 elements, 34 bytes) on the host:
  *

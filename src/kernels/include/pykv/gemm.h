@@ -59,6 +59,26 @@ PYKV_API pykv_status pykv_cutlass_scaled_mm_azp(DLTensor* out, const DLTensor* a
                                                 const DLTensor* azp_adj, const DLTensor* azp, const DLTensor* bias,
                                                 void* stream);
 
+/* The same with several b: rows belong to groups, and are multiplied by the b of their group.  Rows of no group are not written.  A row
+ * of out has the same bits whatever the others are.
+ *   out, a     [num_rows, n], [num_rows, k], or with group_sizes alone [groups, num_rows, n] and [groups, num_rows, k]; as above
+ *   b          [groups, k, n], any strides, at most 512 groups
+ *   a_scales   float32, 1 element, or [num_rows] ([groups, num_rows])
+ *   b_scales   float32, [groups] or [groups, 1], or [groups, n]
+ *              Or both are those of blocks, float32 | uint8: [num_rows, ceil(k / 128)] ([groups, num_rows, ceil(k / 128)]) and
+ *              [groups, ceil(k / 128), ceil(n / 128)]
+ * Which rows a group has is told in one of three ways, by int32 | int64 arrays:
+ *   row_groups    [num_rows]: the group of each row, one for 128 neighbours, that of the first; another, if negative: the row is skipped
+ *   group_begins  [groups] or, without group_sizes, [groups + 1]: where the rows of each begin, one after another
+ *   group_sizes   [groups]: how many rows there are.  Or [groups, 3]: (rows, n, k) or (n, rows, k).  Without group_begins each
+ *                 group has the first rows of its own matrix
+ *   expected_rows how many rows a group may have, which chooses the kernel and changes no result; 0: as many as there are on average
+ * Groups and rows out of range are skipped and reported.  */
+PYKV_API pykv_status pykv_grouped_scaled_mm(DLTensor* out, const DLTensor* a, const DLTensor* b,
+                                            const DLTensor* a_scales, const DLTensor* b_scales,
+                                            const DLTensor* row_groups, const DLTensor* group_begins,
+                                            const DLTensor* group_sizes, int64_t expected_rows, void* stream);
+
 /* out = alpha (a block_scale_a) (b block_scale_b)^T of nvfp4: products are exact, sums fp32, rounded once.  A row of out has the same
  * bits however many rows there are.
  *   out            [num_rows, n]      float32 | float16 | bfloat16; the elements of a row lie side by side in all matrices

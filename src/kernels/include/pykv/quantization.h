@@ -1,4 +1,4 @@
-/* pykv: numbers to codes of 8 and 4 bits, with scales of arrays, rows, columns, blocks or groups of neighbours.
+/* pykv: quantisers. Numbers to codes of 8 and 4 bits, with scales of arrays, rows, columns, blocks or groups of neighbours.
  *
  * A code is the nearest one, ties to even, the largest where the number is too large.  NaN is passed over when the largest
  * magnitude is found; its own code is the largest one (int8: 0).  Rows are leading dimensions, of any strides; the elements of a
@@ -89,14 +89,16 @@ PYKV_API pykv_status pykv_per_token_group_quant_int8(const DLTensor* input, DLTe
  *   output_scale  float8_e4m3fn | uint8, or int32 as four bytes each; written: [..., bytes / 8] of any strides; or, where
  *                 is_sf_swizzled_layout, contiguous and in tiles of 128 rows and 4 scales, rows and scales rounded up to whole
  *                 ones, with 0 in what is padding: byte ((r / 128) * tiles + b / 4) * 512 + r % 32 * 16 + r % 128 / 32 * 4 + b % 4
- *                 of row r and block b, with `tiles` side by side
+ *                 of row r and block b, with `tiles` side by side; in tiles of 8 rows ((r / 8) * tiles + b / 4) * 32 + r % 8 * 4 +
+ *                 b % 4
  *   input         [..., width]  float32 | float16 | bfloat16, width a multiple of 16
  *   input_scale   g: float32, 1 element, on the host or on the device
  *   four_over_six  a block's scale is e4m3(g * (largest / 4)) where the sum of the squares of what codes are wrong by is less so
+ *   tile_rows     128, or 8: TensorRT-LLM's for few rows
  * silu_and_mul_nvfp4_quant: of silu(input's first half) * its second, rounded to the dtype; scales swizzled. */
 PYKV_API pykv_status pykv_scaled_fp4_quant(DLTensor* output, DLTensor* output_scale, const DLTensor* input,
                                            const DLTensor* input_scale, bool is_sf_swizzled_layout, bool four_over_six,
-                                           void* stream);
+                                           int64_t tile_rows, void* stream);
 PYKV_API pykv_status pykv_silu_and_mul_nvfp4_quant(DLTensor* result, DLTensor* result_block_scale,
                                                    const DLTensor* input, const DLTensor* input_global_scale,
                                                    void* stream);

@@ -1,4 +1,4 @@
-/* pykv: from logits to tokens.
+/* pykv: sampling. From logits to tokens.
  *
  * A row holds the logits of one request, one for each token of the vocabulary; its elements lie side by side (stride 1), rows
  * at any stride.  Logits are ordered by value, equal ones by their index, the lower one first; -0 equals 0, and NaN comes before

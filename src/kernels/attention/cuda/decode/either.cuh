@@ -1,0 +1,92 @@
+// Decoding of few sequences whose block tables have room for long ones (problem.cuh): one kernel that can be
+// clusters (decode/cluster.cuh) or the line (decode/line.cuh).  Of several query tokens, or many heads in a
+// group, the same is in decode/tokens.cuh.
+//
+// A cluster's blocks go as far as the lengths, then all take the same way.  The line is that of as many blocks, which may
+// be some more than clusters need.
+#pragma once
+
+#include "attention/cuda/decode/cluster.cuh"
+#include "attention/cuda/decode/invariant_cluster.cuh"
+#include "attention/cuda/decode/line.cuh"
+
+namespace pykv::attention {
+
+template <class S>  // decode/tokens.cuh
+__global__ void paged_attention_tokens_kernel(const __grid_constant__ Problem p,
+                                              const __grid_constant__ CacheCopies copies,
+                                              const __grid_constant__ LeftPieces left);
+
+template <class S>
+void launch_clusters(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left = {}) {
+  if constexpr (S::kSizes.may_span() && S::kHidesKeys == S::kManyTokens && !S::kSpans) {
+    if (s.instance.spans) return launch_clusters<Spanned<S>>(p, s, launch, left);
+  }
+  const int most_bytes = device_info(launch.device).shared_of_block;
+  if constexpr (S::kInvariant) {
+    static_assert(sizeof(ExactQuad) == kExactQuadBytes && InvariantClusterKernel<S>::kLeafBytes == kLeafBytes);
+    static_assert(InvariantClusterKernel<S>::kBarrierBytes == 16 &&
+                  InvariantClusterKernel<S>::kTeamWarps == kTeamWarps);
+    launch_step<paged_attention_invariant_cluster_kernel<S>>(p, s, most_bytes, launch, copies_of<S>(p));
+  } else {
+    static_assert(cluster_shared_bytes<S>(S::kWarps) == S::kSizes.shared_bytes(S::kWarps));
+    if constexpr (S::kManyTokens) {
+      launch_step<paged_attention_tokens_kernel<S>>(p, s, most_bytes, launch, copies_of<S>(p), left);
+    } else {
+      launch_step<paged_attention_cluster_kernel<S>>(p, s, most_bytes, launch, copies_of<S>(p));
+    }
+  }
+}
+
+// The line of calls that see all keys, for blocks that are those of a cluster.
+template <class Line, class Cluster>
+struct LineOfClusters : SeesAll<Line> {
+  static constexpr LineSizes kSizes = line_of_clusters(Line::kSizes, Cluster::kSizes);
+  static constexpr int kHeads = kSizes.heads, kWarps = kSizes.warps, kUnitTokens = kSizes.unit_tokens();
+  static constexpr int kBlocksPerSm = kSizes.blocks_of_sm, kLead = kSizes.lead;
+  static constexpr int kStages = kSizes.stages, kRingBytes = kStages * Line::kStageBytes;
+  static constexpr bool kSharedQueries = kSizes.shared_queries, kLate = kSizes.late;
+};
+
+// False if the line should take the call.
+template <class S>
+__device__ bool run_clusters(ClusterKernel<S>& clusters) {
+  const Problem& p = clusters.p;
+  const int num_seqs = static_cast<int>(p.a.num_seqs);
+  return clusters.run(clusters.sequence < num_seqs, [&] {
+    return suits_clusters(p.balance, num_seqs, [&](int s) { return clusters.loader.table.length(s); });
+  });
+}
+
+template <class S, class Line>
+__global__ void __launch_bounds__(S::kWarps * 32, 1)
+    paged_attention_either_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
+  extern __shared__ __align__(1024) char memory[];
+  ClusterKernel<S> clusters{p, copies, memory, *reinterpret_cast<Exchange<S>*>(memory + S::kWarps * S::kRingBytes)};
+  if (!run_clusters(clusters)) run_decode_line<Line>(p, copies, memory);
+}
+
+// A kernel that can be clusters of S or the line.
+template <auto kKernel, class S, class Line>
+void launch_clusters_or_line(const Problem& p, const Step& s, const Launch& launch) {
+  static_assert(S::kWarps == Line::kWarps && !S::kInvariant);
+  static_assert(cluster_shared_bytes<S>(S::kWarps) == S::kSizes.shared_bytes(S::kWarps));
+  static_assert(decode_shared_bytes<Line>() == Line::kSizes.shared_bytes());
+  launch_step<kKernel>(p, s, s.shared_bytes, launch, copies_of<S>(p));
+}
+
+// By blocks as the line has them, if an SM has one; else by those of clusters, of twelve warps where elements are to be
+// widened.
+template <class Usual, class Wide, class Line>
+void launch_either(const Problem& p, const Step& s, const Launch& launch) {
+  if constexpr (Line::kWarps == Wide::kWarps && Line::kBlocksPerSm == 1) {
+    using Same = SeesAll<Line>;
+    launch_clusters_or_line<paged_attention_either_kernel<Wide, Same>, Wide, Same>(p, s, launch);
+  } else {
+    using Cluster = std::conditional_t<Line::kNarrow, Wide, Usual>;
+    using Other = LineOfClusters<Line, Cluster>;
+    launch_clusters_or_line<paged_attention_either_kernel<Cluster, Other>, Cluster, Other>(p, s, launch);
+  }
+}
+
+}  // namespace pykv::attention

@@ -1,0 +1,90 @@
+// Launching what cuda/plan.cc says: a Step names an instance, and the function for its kind of cache elements launches it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "attention/cuda/plan_sizes.h"
+#include "attention/cuda/problem.cuh"
+#include "core/launch.h"
+#include "cuda/device.h"
+#include "cuda/launch.h"
+
+namespace pykv::attention {
+
+const DeviceInfo& device_info(int device);
+
+// Launches all of a plan's steps.
+void launch_plan(const Plan& plan, const Problem& p, const Launch& launch);
+
+// Launches a kernel, in clusters of so many blocks (sm_90), that may come up while the kernel before it still runs (it
+// waits for that kernel itself).
+template <class... Parameters>
+void launch_after(void (*kernel)(Parameters...), const Step& s, const Launch& launch, const char* op,
+                  const Parameters&... parameters) {
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(s.cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(s.grid);
+  config.blockDim = dim3(s.threads);
+  config.dynamicSmemBytes = s.shared_bytes;
+  config.stream = stream_of(launch);
+  config.attrs = attributes;
+  config.numAttrs = !overlaps_kernels(launch.device) ? 0 : s.cluster > 1 ? 2 : 1;
+  cuda_check(cudaLaunchKernelEx(&config, kernel, parameters...), op);
+}
+
+// Devices for which something has been done.
+class DoneOnce {
+ public:
+  template <class F>
+  void on(int device, F&& act) {
+    if (device < kDevices && done_[device].load(std::memory_order_relaxed)) return;
+    act();
+    if (device < kDevices) done_[device].store(true, std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr int kDevices = 64;
+  std::atomic<bool> done_[kDevices]{};
+};
+
+// The same for a kernel of a Problem that may have so much shared memory, which is said once on each device.
+template <auto kKernel, class... Args>
+void launch_step(const Problem& p, const Step& s, int most_bytes, const Launch& launch, const Args&... args) {
+  static DoneOnce allowed;
+  allowed.on(launch.device, [&] {
+    cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_bytes), p.a.op);
+  });
+  launch_after(kKernel, s, launch, p.a.op, p, args...);
+}
+
+// Launches an instance of a family.  left: what a line before it has left, where it adds that up.
+using LaunchOf = void(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+
+// Each is instantiated for a kind of cache element in a file of its own, which CMake makes of instance.cu.in: tiles of mma.sync,
+template <class Element>
+void launch_mma(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+// one query token of each sequence,
+template <class Element>
+void launch_decode(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+// several as columns, and pages of no whole groups,
+template <class Element>
+void launch_tokens(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+// four warps together, on Hopper,
+template <class Element>
+void launch_verify(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+template <class Element>
+void launch_verify_clusters(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+// prefill on Hopper, and with batch_invariant.
+template <class Element>
+void launch_prefill(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+template <class Element>
+void launch_prefill_invariant(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+
+void launch_simple(const Problem& p, const Step& s, const Launch& launch);  // generic/simple.cu: anything at all
+
+}  // namespace pykv::attention

@@ -1,0 +1,126 @@
+// The pieces that blocks leave of a segment which a border cuts: how they are added up, and how a block knows that those of
+// others are there, where no second kernel adds them up.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/cuda/rows.cuh"
+
+namespace pykv::attention {
+
+// A segment in pieces.
+struct CutSegment : SegmentPieces {
+  int sequence, kv_head;
+  int query_tile = 0;
+};
+
+// A block's share of a line.
+struct alignas(16) LineShare {
+  int each, longer;  // places of every block; so many have one more
+  int lines, line;   // every `lines`-th block, from `line` on, is on this one
+  int end;           // the place after the share
+  CutSegment head;   // the block's first segment, if it is cut; or no pieces
+
+  __device__ int block_of(int place) const {
+    const int in_longer = longer * (each + 1);
+    return place < in_longer ? place / (each + 1) : longer + (place - in_longer) / each;
+  }
+
+  // The segment of `all` places from `first_place` on, of which the first `lead` are no work.
+  __device__ CutSegment cut_at(int first_place, int lead, int all, int sequence, int kv_head) const {
+    const int first = block_of(first_place + lead), last = block_of(first_place + all - 1);
+    return {{first * lines + line, last - first + 1, lines, first * each + min(first, longer) >= first_place},
+            sequence,
+            kv_head};
+  }
+};
+
+// A number that no other call has and that hardly lies in any memory by chance: a block writes it to the place of each piece
+// that it left.  So a workspace needs no clearing; only for a graph's next replay, which has the same number, the block that
+// adds the pieces up clears these places.
+uint64_t next_ticket();
+
+// They lie where a second kernel would have its notes.
+__device__ inline uint64_t* ticket_place(const Problem& p, int slot) {
+  static_assert(sizeof(Unfinished) >= 2 * sizeof(uint64_t));
+  return reinterpret_cast<uint64_t*>(p.unfinished) + slot;
+}
+
+// By one thread, after a barrier of those that wrote the pieces and before one of those that ask is_there(): of two blocks
+// that do so, one at least sees the other's.
+__device__ inline void hand_over_pieces(const Problem& p, int slot, int other_slot, uint64_t ticket) {
+  const auto write = [&](int at) {
+    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(ticket_place(p, at)), "l"(ticket) : "memory");
+  };
+  __threadfence();
+  if (slot >= 0) write(slot);
+  if (other_slot >= 0) write(other_slot);
+  asm volatile("fence.sc.gpu;" ::: "memory");
+}
+
+__device__ inline bool is_there(const Problem& p, int slot, uint64_t ticket) {
+  uint64_t x;
+  asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(x) : "l"(ticket_place(p, slot)) : "memory");
+  return x == ticket;
+}
+
+// All threads of a block, of those that look for pieces together.
+struct WholeBlock {
+  static __device__ int thread() { return threadIdx.x; }
+  static __device__ int threads() { return blockDim.x; }
+  static __device__ void sync() { __syncthreads(); }
+  static __device__ bool all(bool x) { return __syncthreads_and(x) != 0; }
+};
+
+// Are all `count` pieces there, of which slot_of(k) is the k-th's?
+template <class Team = WholeBlock>
+__device__ bool are_there(const Problem& p, int count, auto&& slot_of, const Team& team = {}) {
+  bool all = true;
+  for (int k = team.thread(); k < count; k += team.threads()) all = all && is_there(p, slot_of(k), p.ticket);
+  return team.all(all);
+}
+
+// They have been added up.
+template <class Team = WholeBlock>
+__device__ void forget(const Problem& p, int count, auto&& slot_of, const Team& team = {}) {
+  for (int k = team.thread(); k < count; k += team.threads()) *ticket_place(p, slot_of(k)) = 0;
+}
+
+// Four columns of a row, relative to 2^maximum, and the sum of its weights: 0 says that it saw nothing.  A maximum of -inf does not,
+// for it leaves NaN out.
+struct Quad {
+  float maximum, sum;
+  float4 o;
+
+  static constexpr int kAtOnce = 4, kBlocksPerSm = 4;
+
+  static __device__ Quad empty() { return {-INFINITY, 0, {0, 0, 0, 0}}; }
+  // Past the L1: other blocks of this kernel may have written them.
+  static __device__ Quad load(const Problem& p, int slot, int r, int quad) {
+    const int64_t at = static_cast<int64_t>(slot) * p.rows + r;
+    const float2 stats = __ldcg(p.partial_stats + at);
+    return {stats.x, stats.y, __ldcg(reinterpret_cast<const float4*>(p.partial + at * p.pitch) + quad)};
+  }
+
+  __device__ void add(const Quad& x) {
+    if (x.sum == 0) return;
+    const float top = fmaxf(maximum, x.maximum);
+    const float old = power_of_2(maximum - top), weight = power_of_2(x.maximum - top);
+    maximum = top;
+    sum = sum * old + x.sum * weight;
+    o = {o.x * old + weight * x.o.x, o.y * old + weight * x.o.y, o.z * old + weight * x.o.z,
+         o.w * old + weight * x.o.w};
+  }
+
+  __device__ Quad of_lane(int m) const {
+    const auto other = [m](float x) { return __shfl_xor_sync(~0u, x, m); };
+    return {other(maximum), other(sum), {other(o.x), other(o.y), other(o.z), other(o.w)}};
+  }
+
+  __device__ float4 finish(const Problem& p, const Row& row, int kv_head) const {
+    const float factor = finish_row(p, row, kv_head, maximum, sum);
+    return {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
+  }
+};
+
+}  // namespace pykv::attention

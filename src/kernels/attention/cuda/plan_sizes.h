@@ -1,0 +1,203 @@
+// Sizes of the kernels of paged attention, as numbers for cuda/plan.cc.  The kernels' own constants are compared with them where
+// they are launched (static_assert).
+#pragma once
+
+#include <algorithm>
+
+#include "attention/cuda/plan.h"
+
+namespace pykv::attention {
+
+enum class CacheKind : uint8_t { k16Bits, kE4M3, kE5M2, kInt8, kNvfp4 };
+
+// Of structures that lie in shared memory or in the workspace.
+constexpr int kUnitBytes = 64, kWalkerBytes = 176, kPlanBytes = 64, kLineShareBytes = 48, kNoteBytes = 32;
+constexpr int kPrefillBytes = 1072;
+constexpr int kSimpleBytes = 2800,
+              kSimpleOwnBytes = 8192;  // that the plain kernel declares itself, and what is left for that
+constexpr int kQuadBytes = 16, kStatsBytes = 8, kExactQuadBytes = 80, kLeafBytes = kQuadBytes + kStatsBytes;
+constexpr int kTeamWarps = 4;  // that take a chunk together
+
+// Queries as columns, against a tile of tokens for each warp.  Codes of nvfp4 stay codes.
+struct ColumnSizes {
+  CacheKind kind;
+  int head_size;  // rounded up to 64, 128 or 256
+  int columns;    // queries, times heads of a group
+
+  constexpr bool raw() const { return kind == CacheKind::kNvfp4; }
+  constexpr bool narrow() const { return !raw() && kind != CacheKind::k16Bits; }  // elements that registers widen
+  // Those that have the line and plain clusters for one token, and the line for several.
+  constexpr bool rare() const { return kind == CacheKind::kE5M2 || kind == CacheKind::kInt8; }
+  constexpr int element_bytes() const { return narrow() ? 1 : 2; }
+  constexpr int tile() const { return raw() && columns <= 16 ? 32 : 32 / element_bytes(); }
+  constexpr int tile_bytes() const {
+    const int elements = tile() * head_size;
+    return raw() ? static_cast<int>(nvfp4_bytes(elements)) : elements * element_bytes();
+  }
+  constexpr int shared_queries_bytes() const {
+    return head_size / 16 * (columns / 16) * 512 + columns * 16 + 16 + kUnitBytes;
+  }
+};
+
+// The line of decoding and of several tokens.
+struct LineSizes : ColumnSizes {
+  bool packed, invariant, tokens;
+  bool late;                 // a tile of each warp under way, not two: best for elements of one byte
+  bool shared_queries;       // in shared memory, for registers have no room
+  int heads, warps, stages;  // KV heads of a segment, warp by warp
+  int blocks_of_sm, lead;
+
+  constexpr int unit_tokens() const { return warps / heads * tile(); }
+  constexpr int stage_bytes() const { return std::max(2 * tile_bytes(), columns * head_size * 4); }
+  constexpr int shared_bytes() const {
+    const int parts = stages + (invariant && !late), part_bytes = tokens ? 48 : 32;
+    return warps * (stages * stage_bytes() + parts * part_bytes + columns * kStatsBytes) + kLineShareBytes +
+           (shared_queries ? heads * shared_queries_bytes() : 0) + (invariant ? warps * head_size * 16 : 0);
+  }
+};
+
+// columns: 8 or 16, the heads of a group at most.  deep: two blocks on an SM with three stages, not three with two.  single: KV
+// heads are not taken in pairs.  tokens: queries are of several tokens.
+constexpr LineSizes line_sizes(CacheKind kind, int head_size, bool packed, int columns, bool invariant,
+                               bool deep = false, bool single = false, bool tokens = false) {
+  LineSizes s{{kind, head_size, columns}, packed, invariant, tokens, false, false, 1, 4, 2, 2, invariant ? 0 : 1};
+  const bool widens = s.narrow() || s.raw();
+  // Sixteen columns leave twelve warps no registers for their queries.
+  s.shared_queries = columns == 16 && head_size == 128 && s.narrow() && !invariant;
+  // Two blocks of six warps leave fewer pieces than three of four; but lines of packed values may be the tokens of four tiles, which
+  // are to be read together.  nvfp4 has eight warps, for it takes instructions.
+  const bool eight_warps = s.raw() && head_size <= 128 && columns <= 8;
+  const bool twelve_of_sm = head_size == 128 && (columns <= 8 || s.shared_queries) && !invariant;
+  const bool three_blocks = twelve_of_sm && packed, six_or_eight = eight_warps || twelve_of_sm;
+  const bool six_of_wide =
+      head_size == 256 && columns <= 8 && !invariant && !packed;  // there is room for one such block
+  s.late = widens && (six_or_eight || (invariant && head_size == 128 && columns == 8 && !deep));
+  // Neighbours in memory are read together, and there are half as many ends.  The block of twelve warps has the units of two blocks
+  // of six.  Of nvfp4, whose neighbours share lines, 64 x 8k took 330 us without it, not 247.
+  s.heads = six_or_eight && s.late && !packed && !single ? 2 : 1;
+  s.warps = eight_warps ? 8 * s.heads : (twelve_of_sm && !three_blocks) || six_of_wide ? 6 * s.heads : 4;
+  const bool two_blocks = deep || (columns == 16 && (widens || packed));
+  s.blocks_of_sm = three_blocks       ? 3
+                   : six_or_eight     ? 2 / s.heads
+                   : head_size == 64  ? 4
+                   : head_size == 256 ? 1
+                   : two_blocks       ? 2
+                                      : 3;
+  // One KV head of nvfp4 has two, for chips with 99 KB of shared memory for a block.
+  s.stages = s.raw() ? (eight_warps && single ? 2 : 3) : twelve_of_sm || six_of_wide || s.blocks_of_sm > 2 ? 2 : 3;
+  return s;
+}
+
+// Clusters of decoding and of several tokens.
+struct ClusterSizes : ColumnSizes {
+  bool wide, invariant, tokens, hides_keys;
+  bool shared_queries;
+  int warps, stages;  // at most
+
+  constexpr int usual_warps() const { return head_size <= 128 ? 8 : 4; }
+  constexpr int ring_bytes() const { return std::max(stages * 2 * tile_bytes(), columns * head_size * 4); }
+  // Clusters beside each other may share their keys.  Of more columns warpgroups' do.  What one token sees through a window is too
+  // little (kMostWindow).
+  constexpr bool may_span() const { return columns <= 16 && (tokens || !hides_keys); }
+  constexpr int shared_bytes(int block_warps) const {  // but with batch_invariant
+    const int items = columns * head_size / 4 + kMostBlocks;
+    const int exchange =
+        (shared_queries ? shared_queries_bytes() : 0) + warps * columns * kStatsBytes + items * kLeafBytes;
+    return block_warps * ring_bytes() + (exchange + 8 + 15) / 16 * 16;
+  }
+  // With batch_invariant: maxima and sums of the warps, and a barrier.
+  constexpr int exact_stats_bytes(int block_warps) const { return block_warps * columns * kStatsBytes + 16; }
+  // Blocks that registers leave room for, on an SM: of sm_90a.
+  constexpr int blocks_of_sm() const {
+    const bool fit = columns <= 8 || kind == CacheKind::k16Bits;
+    return head_size <= 64 && fit && !wide && !invariant && !tokens ? 2 : 1;
+  }
+};
+
+// wide: more warps, or smaller blocks, of fewer stages.
+constexpr ClusterSizes cluster_sizes(CacheKind kind, int head_size, int columns, bool wide, bool invariant,
+                                     bool tokens = false) {
+  ClusterSizes s{{kind, head_size, columns}, wide, invariant, tokens, tokens, false, 0, 0};
+  s.shared_queries = tokens && (columns == 32 || columns * head_size > 2048);  // registers have no room
+  s.warps = wide ? s.usual_warps() * 3 / 2 : s.usual_warps();
+  s.stages = s.raw() ? (head_size == 256 && !wide ? 4 : 3) : wide ? 2 : 3;
+  return s;
+}
+
+// The line of calls that see all keys, for blocks that are those of a cluster.
+constexpr LineSizes line_of_clusters(LineSizes line, const ClusterSizes& cluster) {
+  line.late = line.late && line.stages == cluster.stages;  // with as much under way
+  line.heads = line.blocks_of_sm = 1;
+  line.warps = cluster.warps;
+  line.stages = cluster.stages;
+  line.shared_queries = cluster.shared_queries;
+  line.lead = line.raw() && line.columns <= 8 ? 2 : 4;  // measured on an H100
+  return line;
+}
+
+// Of several tokens: columns that one kernel takes as clusters and as the line.  Sixteen of 16-bit elements are quicker by the line
+// of warpgroups, if it is a line.
+constexpr bool has_either(CacheKind kind, int head_size, int columns) {
+  if (kind == CacheKind::kNvfp4) return head_size == 128 && columns <= 16;
+  if (head_size == 128) return columns == 8 || (columns == 16 && kind != CacheKind::k16Bits);
+  return columns == (head_size == 256 ? 8 : 16);
+}
+
+// Tiles of mma.sync, of a class that mma_rows() gives.
+struct MmaSizes {
+  int rows, tile, teams, blocks_of_sm, shared_bytes;
+  constexpr int unit_tokens() const { return teams * tile; }
+};
+constexpr MmaSizes mma_sizes(CacheKind kind, int head_size, RowClass rows) {
+  const bool narrow = kind != CacheKind::k16Bits && kind != CacheKind::kNvfp4;
+  const bool few = rows == RowClass::kInvariantFew, more = rows == RowClass::kMore || rows == RowClass::kInvariantMore;
+  const bool chunks = rows == RowClass::kInvariantMore;  // a warp has all parts of a chunk
+  const int bytes = narrow ? 1 : 2, warp_rows = few || more || head_size == 256 ? 16 : 32;
+  MmaSizes s{few ? warp_rows : 4 * warp_rows,
+             few                           ? 32 / bytes
+             : head_size == 256 && !narrow ? 32
+                                           : 64,
+             few ? 4 : 1, few ? 1 : 2, 0};
+  const int stage = 2 * s.tile * head_size * bytes;
+  // Chips with 99 KB of shared memory for a block have room for two of 32 KB.
+  const int stages = few || (more && !chunks && stage < 32 << 10) ? 3 : 2;
+  const int slot = (s.tile * 16 + kUnitBytes + std::max(s.tile / 32, 1) * 4 + 15) / 16 * 16;
+  const int queries = more && !narrow ? 0 : s.rows * head_size * 2;
+  const int waiting = chunks ? (head_size / 8 + 1) * kThreads * 16 : 0;
+  const int scratch = (kPlanBytes + s.teams * kWalkerBytes + 4 * warp_rows * 8 + 15) / 16 * 16 + 4 * warp_rows * 16;
+  s.shared_bytes = s.teams * (stages * stage + (stages + 2) * slot) + queries + waiting + scratch;
+  return s;
+}
+
+// Tiles of four warps together: rows, or columns if there are up to 32 or elements have one byte.
+constexpr int kVerifyTile = 64;  // tokens
+struct VerifySizes {
+  int head_size, rows, line_bytes, cluster_bytes, alone_bytes;  // alone: a block without a cluster
+};
+// pairs: two heads of 64 as one of 128.
+constexpr VerifySizes verify_sizes(bool narrow, int head_size, int rows, bool pairs) {
+  constexpr int kOfStage = 1136, kOfColumns = 4272, kOfColumn = 32,
+                kOfRows = 5920;  // beside tiles, queries and weights
+  const bool columns = narrow || rows <= 32, large = head_size > 64, many = rows > 32;
+  const int stage = 2 * kVerifyTile * head_size * (narrow ? 1 : 2), stages = narrow ? (32 << 10) / stage : 3;
+  const int of_tiles = stages * (stage + kOfStage) + (narrow ? kVerifyTile * 128 : 0);
+  const int of_queries = columns ? rows * head_size * 2 + kOfColumns + kOfColumn * rows : kOfRows;
+  // Those of clusters have more stages, and what their blocks send each other: [narrow][large][many].
+  constexpr int kOfCluster[2][2][2] = {{{103408, 118032}, {193520, 220432}}, {{87024, 110576}, {144368, 188400}}};
+  constexpr int kOfAlone[2][2][2] = {{{79632, 76160}, {81712, 74144}}, {{55056, 60176}, {57136, 66352}}};
+  const bool has_clusters = rows > 16 && !pairs;
+  return {head_size, rows, of_tiles + of_queries, has_clusters ? kOfCluster[narrow][large][many] : 0,
+          has_clusters ? kOfAlone[narrow][large][many] : 0};
+}
+
+struct PrefillSizes {
+  int rows, tile, shared_bytes;
+};
+constexpr PrefillSizes prefill_sizes(int head_size, bool invariant) {
+  const int rows = 128, tile = head_size > 128 ? 64 : 128;
+  const int stages = head_size > 128 || (invariant && head_size > 64) ? 2 : 3;
+  const int staged = invariant ? 2 * kThreads * (head_size / 8) * 16 : 0;
+  return {rows, tile, (rows + 2 * stages * tile) * head_size * 2 + staged + kPrefillBytes + 1024};
+}
+
+}  // namespace pykv::attention

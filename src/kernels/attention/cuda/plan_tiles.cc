@@ -1,0 +1,91 @@
+// Query tiles, and the workspace for what blocks leave of them.
+#include "attention/cuda/plan_request.h"
+
+namespace pykv::attention {
+
+namespace {
+constexpr int64_t kAlignment = 256;
+constexpr int64_t align(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+}  // namespace
+
+Tiling few_rows_tiling(int head_size) {
+  return head_size <= 64 ? Tiling{16, 64, 4} : head_size <= 128 ? Tiling{16, 128, 3} : Tiling{16, 256, 1};
+}
+Tiling simple_tiling(int head_size) { return {16, (head_size + 3) / 4 * 4, 4}; }
+Tiling tiling_of(RowClass rows, int head_size) {
+  const bool small = head_size <= 64;
+  switch (rows) {
+    case RowClass::kFew:
+    case RowClass::kInvariantFew:
+      return few_rows_tiling(head_size);
+    case RowClass::kSome:
+      return {32, small ? 64 : 128, small ? 3 : 2};
+    case RowClass::kMany:
+      return small ? Tiling{128, 64, 2} : head_size <= 128 ? Tiling{128, 128, 2} : Tiling{64, 256, 2};
+    default:
+      return {64, small ? 64 : 128, 2};
+  }
+}
+
+// The tiles of mma.sync (generic/mma.cuh) for such rows: 64 for fewer, too, and of heads of 256 16 with batch_invariant.
+RowClass mma_rows(RowClass rows, int head_size) {
+  const bool wide = head_size > 128;
+  if (rows == RowClass::kMany) return rows;
+  if (rows == RowClass::kInvariantFew || rows == RowClass::kInvariantMore)
+    return wide ? RowClass::kInvariantFew : RowClass::kInvariantMore;
+  return wide ? RowClass::kMany : RowClass::kMore;
+}
+Tiling mma_tiling(RowClass rows, int head_size) {
+  const RowClass tile = mma_rows(rows, head_size);
+  Tiling tiling = tiling_of(tile, head_size);
+  if (tile != rows) tiling.blocks_per_sm = 1;  // workspaces would be three times as large
+  return tiling;
+}
+
+// If all sequences have about as few rows, as in decoding, one launch with tiles of that size takes them all.  (It would
+// take any: this is a guess from the totals, the lengths being on the device.)
+bool uniform_rows(int64_t num_tokens, int64_t num_seqs, int group, int head_size, RowClass& rows) {
+  const auto fits = [&](int limit) { return group <= limit && num_tokens * group <= limit * num_seqs; };
+  rows = fits(16) ? RowClass::kFew : head_size <= 128 ? RowClass::kSome : RowClass::kMany;
+  if (fits(32)) return true;
+  rows = RowClass::kMore;  // poor at single tokens: not for a mean
+  return head_size <= 128 && fits(64) && num_tokens % num_seqs == 0;
+}
+
+// With batch_invariant: tiles that all compute a row in the same steps.  Without it, where sequences are so short that they are
+// mostly waits for their queries, tiles of 64 rows do better than those of 32 if four warps multiply together.
+RowClass class_for(RowClass rows, bool batch_invariant, bool short_by_verify, int head_size) {
+  if (short_by_verify && rows == RowClass::kSome) return RowClass::kMore;
+  if (!batch_invariant) return rows;
+  return rows == RowClass::kFew || head_size > 128 ? RowClass::kInvariantFew : RowClass::kInvariantMore;
+}
+
+WorkspacePlaces workspace_places(int grid, int rows, int pitch, bool batch_invariant) {
+  const int64_t all_rows = int64_t{2} * grid * rows, quads = all_rows * (pitch / 4);
+  const int64_t stats = align(int64_t{grid} * kNoteBytes);
+  if (batch_invariant) return {stats, stats, stats + align(quads * kExactQuadBytes)};  // with statistics of their own
+  const int64_t partial = stats + align(all_rows * kStatsBytes);
+  return {stats, partial, partial + align(quads * kQuadBytes)};
+}
+
+int64_t workspace_bytes(int64_t num_tokens, int64_t num_seqs, int num_heads, int num_kv_heads, int head_size,
+                        bool batch_invariant, const DeviceInfo& device) {
+  const auto bytes = [&](const Tiling& t) {
+    const int grid = std::min(kMaxGrid, device.sms * t.blocks_per_sm);
+    return workspace_places(grid, t.rows, t.pitch, batch_invariant).end;
+  };
+  const int64_t simple = bytes(simple_tiling(head_size));
+  RowClass rows;
+  if (uniform_rows(num_tokens, num_seqs, num_heads / num_kv_heads, head_size, rows)) {
+    const bool warpgroups = head_size <= 128 && !batch_invariant && device.has_warpgroups;  // for all the sizes tell
+    const RowClass tiles = class_for(rows, batch_invariant, warpgroups, head_size);
+    return std::max({simple, bytes(tiling_of(tiles, head_size)), bytes(mma_tiling(tiles, head_size))});
+  }
+  const RowClass many = class_for(RowClass::kMany, batch_invariant, false, head_size);
+  const int64_t wanted = std::max({simple, bytes(few_rows_tiling(head_size)), bytes(tiling_of(many, head_size))});
+  // Prefill on Hopper has the same records in fewer, longer tiles, and keeps sums beside them.
+  const bool keeps = batch_invariant && head_size <= 128 && device.has_warpgroups;
+  return keeps ? wanted + std::min(kMaxGrid, device.sms) * kept_bytes(head_size) : wanted;
+}
+
+}  // namespace pykv::attention

@@ -1,0 +1,166 @@
+// Prefill on Hopper: the warpgroup that brings data.
+//
+// A warp copies 32 rows, whose addresses go round by shuffles, by 16-byte pieces into lines of 128 bytes, swizzled as the
+// matrix units want them; barriers in shared memory count the copies as they land, so that nobody else waits for them.
+#pragma once
+
+#include "attention/cuda/prefill/tiles.cuh"
+#include "attention/cuda/tile_loader.cuh"
+#include "cuda/mbarrier.cuh"
+#include "cuda/wgmma.cuh"
+
+namespace pykv::attention {
+
+template <class S>
+struct PrefillFeeder {
+  static constexpr int kD = S::kD;
+  static constexpr int kChunks = kD / 8, kRowsAtOnce = 32 / kChunks;  // 16-byte pieces of a row; rows of a warp's copy
+  static constexpr int kTokens = S::kTile / 4;                        // of a tile, whose pages a warp looks up
+
+  const Problem& p;
+  const CacheCopies& copies;
+  const WholeTiles& whole;
+  PrefillScratch& scratch;
+  uint32_t queries, keys, values;  // shared memory
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+
+  // As many rows as a warp has of a tile, whose beginnings its lanes know.
+  template <int kCount, bool kChecked>
+  __device__ void copy_rows(uint32_t tile, const char* row) const {
+    constexpr int kColumn = 4 * kCount * 128;
+    const int chunk = lane % kChunks, r = lane / kChunks;
+    const bool in_head = !kChecked || chunk * 16 < copies.head_bytes;
+    const uint32_t to = tile + chunk / 8 * kColumn + (warp * kCount + r) * 128 + ((chunk % 8 ^ r) * 16);
+    const auto bits = reinterpret_cast<unsigned long long>(row);
+#pragma unroll
+    for (int i = 0; i < kCount; i += kRowsAtOnce) {
+      const char* from = reinterpret_cast<const char*>(__shfl_sync(~0u, bits, i + r));
+      const bool read = !kChecked || (from != nullptr && in_head);
+      const uint32_t place = (to ^ (i % 8 * 16)) + i * 128;
+      if (kChecked) {
+        cp_async_16(place, read ? from + chunk * 16 : static_cast<const char*>(p.a.query), read);
+      } else {
+        cp_async_16(place, from + chunk * 16);
+      }
+    }
+  }
+
+  __device__ void copy_tokens(uint32_t tile, const char* row, bool ok, bool all) const {
+    if (all) {
+      copy_rows<kTokens, false>(tile, row);
+    } else {
+      copy_rows<kTokens, true>(tile, ok ? row : nullptr);
+    }
+  }
+
+  __device__ void wait_empty(uint64_t& empty, int parity) const {
+    mbarrier_wait(shared_address(&empty), parity);
+    __syncwarp();
+  }
+
+  __device__ void copy_queries(const Unit& u) const {
+    const Row row = row_of(p, u, warp * 32 + lane);
+    const auto* at =
+        static_cast<const uint16_t*>(p.a.query) + row.token * p.a.query_token_stride + row.head * p.a.query_head_stride;
+    copy_rows<32, true>(queries, row.valid ? reinterpret_cast<const char*>(at) : nullptr);
+  }
+
+  // The copies' arrival says nothing of what was written beside them: the segment and the valid tokens.
+  __device__ void commit_keys(int stage) const {
+    const uint32_t full = shared_address(&scratch.key_full[stage]);
+    cp_async_arrive(full);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(full);
+  }
+
+  struct Lookup {
+    PageEntry page;
+    int token;
+    bool wanted;
+  };
+
+  __device__ Lookup look_up(const Unit& u, int tile) const {
+    Lookup x{{0, 0}, u.first_token + tile * S::kTile + warp * kTokens + lane, false};
+    x.wanted = lane < kTokens && is_wanted(p, u, x.token);
+    if (x.wanted) x.page = load_page(p, u.sequence, x.token);
+    return x;
+  }
+
+  __device__ void feed(bool is_whole) {
+    TileList list{p, whole};
+    int entry = blockIdx.x;  // of lane 0 of the first warp
+    int filled = 0;          // tiles
+#pragma unroll 1
+    for (int n = 0;; ++n) {
+      PrefillSegment& segment = scratch.segments[n % 8];
+      if (is_whole) {
+        if (warp == 0) {
+          const PrefillSegment found = list.get(__shfl_sync(~0u, entry, 0), lane);
+          if (lane == 0) {
+            segment = found;
+            entry = gridDim.x + atomicAdd(whole.taken, 1);  // arrives while the segment is fed
+          }
+        }
+      } else if (threadIdx.x == 0) {
+        Walker& walker = scratch.walker;
+        segment.unit = walker.unit;
+        segment.tiles = walker.unit.exists ? walker.in_segment : 0;
+        if (walker.unit.exists) walker.next_segment(p);
+      }
+      named_barrier_sync(kFeedersBarrier, kThreads);
+      const int tiles = segment.tiles, kv_head = segment.unit.kv_head;
+      Lookup next;
+      if (tiles > 0) next = look_up(segment.unit, 0);
+#pragma unroll 1
+      for (int j = 0; j < max(tiles, 1); ++j, ++filled) {
+        const int stage = filled % S::kStages, parity = filled / S::kStages % 2 ^ 1;
+        wait_empty(scratch.key_empty[stage], parity);
+        if (tiles == 0) {  // the end
+          commit_keys(stage);
+          cp_async_wait<0>();
+          return;
+        }
+        if (j == 0) {
+          wait_empty(scratch.queries_read, n % 2 ^ 1);
+          copy_queries(segment.unit);
+        }
+        const Lookup x = next;
+        const int64_t id = x.page.id(p);
+        const bool ok = x.wanted && id >= 0 && id < p.a.num_blocks;
+        if (x.wanted && !ok) p.bad_block(id, p.a.num_blocks);
+        // The causal mask of its row hides what no row wants.
+        const uint32_t valid = __ballot_sync(~0u, ok || (p.a.causal && !x.wanted) || lane >= kTokens);
+        if (lane == 0) scratch.valid[stage][warp] = valid;
+        const int o = p.block_size.remainder(x.token);
+        const char* key = static_cast<const char*>(p.a.key.data) + id * copies.key_block + o * copies.key_token +
+                          kv_head * copies.key_head;
+        const char* value = static_cast<const char*>(p.a.value.data) + id * copies.value_block +
+                            o * copies.value_token + kv_head * copies.value_head;
+        const bool all = __all_sync(~0u, ok || lane >= kTokens) && copies.head_bytes == kD * 2;
+        copy_tokens(keys + stage * S::kTileBytes, key, ok, all);
+        commit_keys(stage);
+        if (j + 1 < tiles) next = look_up(segment.unit, j + 1);
+        wait_empty(scratch.value_empty[stage], parity);
+        copy_tokens(values + stage * S::kTileBytes, value, ok, all);
+        cp_async_arrive(shared_address(&scratch.value_full[stage]));
+      }
+    }
+  }
+
+  __device__ void run() {
+    const bool is_whole = whole.always || prefers_whole(p, scratch.sums, scratch.longest);
+    if (!is_whole) {
+      const SharePosition share = find_share<kFeedersBarrier>(p, scratch.plan);
+      if (threadIdx.x == 0) {
+        scratch.walker.start(p, share);
+        scratch.walker.note_first(p);
+      }
+    } else if (!whole.always && threadIdx.x == 0) {
+      p.unfinished[blockIdx.x].first_block = -1;
+    }
+    give_registers<S::kFeederRegisters>();
+    feed(is_whole);
+  }
+};
+
+}  // namespace pykv::attention

@@ -1,0 +1,135 @@
+// What the kernels of group_quant.cu share: where the numbers of groups come from, and which group is whose.
+#pragma once
+
+#include "cuda/dependent.cuh"
+#include "cuda/divider.cuh"
+#include "cuda/e2m1.cuh"
+#include "cuda/silu.cuh"
+#include "quantization/group_quant.h"
+#include "quantization/packs.cuh"
+
+namespace pykv {
+
+struct GroupPlan {
+  Divider groups;      // of a row; of four-bit codes units of 32 elements, where a thread has one
+  Divider valid_rows;  // ValidRows::rows
+  uint32_t total;
+  int lane_bits;
+  bool aligned;
+  bool scale_bytes;  // of one-byte codes
+};
+
+template <class T>
+struct Elements {
+  using Raw = Pack<T>;
+  static constexpr int kHalves = 1;
+  __device__ explicit Elements(const GroupQuantArgs&) {}
+  __device__ static Raw load(const T* from, int64_t) { return load_vec_in_order<Pack<T>>(from); }
+  __device__ static Raw load_some(const T* from, int64_t, int count, bool aligned) {
+    return load_pack(from, count, aligned);
+  }
+  __device__ static void prefetch(const T* from, int64_t) { pykv::prefetch(from); }
+  __device__ Pack<T> value(const Raw& raw) const { return raw; }
+};
+
+template <class T>
+struct Gated {
+  struct Raw {
+    Pack<T> gate, up;
+  };
+  static constexpr int kHalves = 2;
+  __device__ static Raw load(const T* from, int64_t width) {
+    return {load_vec_in_order<Pack<T>>(from), load_vec_in_order<Pack<T>>(from + width)};
+  }
+  __device__ static Raw load_some(const T* from, int64_t width, int count, bool aligned) {
+    return {load_pack(from, count, aligned), load_pack(from + width, count, aligned)};
+  }
+  __device__ static void prefetch(const T* from, int64_t width) {
+    pykv::prefetch(from);
+    pykv::prefetch(from + width);
+  }
+};
+
+template <class T>
+struct SiluAndMul : Gated<T> {
+  __device__ explicit SiluAndMul(const GroupQuantArgs&) {}
+  __device__ Pack<T> value(const typename Gated<T>::Raw& raw) const { return silu_and_mul(raw.gate, raw.up); }
+};
+
+template <class T>
+struct SituAndMul : Gated<T>, Situ {
+  __device__ explicit SituAndMul(const GroupQuantArgs& args) : Situ(args.beta, args.linear_beta) {}
+  __device__ Pack<T> value(const typename Gated<T>::Raw& raw) const {
+    auto x = to_floats(raw.gate);
+    const auto up = to_floats(raw.up);
+#pragma unroll
+    for (int i = 0; i < kPackSize<T>; ++i) x[i] = product(activation(x[i]), up[i]);
+    return round_to<T>(x);
+  }
+};
+
+// Whether a row is among the valid ones of its neighbours.
+__device__ inline bool is_valid(const GroupQuantArgs& args, const GroupPlan& plan, int64_t row) {
+  if (!args.valid.counts.data) return true;
+  uint32_t within;
+  const uint32_t of = plan.valid_rows(static_cast<uint32_t>(row), within);
+  return within < args.valid.counts[of] * args.valid.factor;
+}
+
+// What multiplies e4m3 scales.
+__device__ inline float global_scale(const GroupQuantArgs& args, const ScaleRow& row) {
+  if (args.rule.kind != ScaleKind::kE4M3) return 1.0f;
+  return args.globals ? args.globals[row.expert] : float{args.global};
+}
+
+// Packs of a lane that has 16 elements.
+inline constexpr int kLaneElements = kE2m1AtOnce;
+template <class T>
+inline constexpr int kLanePacks = kLaneElements / kPackSize<T>;
+
+// By how much the codes are wrong: the sum of the squares, of every fourth one after another, then of the four.
+template <class T>
+__device__ float error_of(const Pack<T> (&y)[kLanePacks<T>], uint2 codes, float unit) {
+  float sums[4] = {};
+#pragma unroll
+  for (int k = 0; k < kLanePacks<T>; ++k) {
+    const auto x = to_floats(y[k]);
+#pragma unroll
+    for (int i = 0; i < kPackSize<T>; ++i) {
+      const int e = k * kPackSize<T> + i;
+      const uint32_t code = (e < 8 ? codes.x : codes.y) >> (e % 8 * 4) & 7u;
+      const float value =
+          code < 2 ? 0.5f * static_cast<float>(code) : __uint_as_float((code >> 1) + 126u << 23 | (code & 1u) << 22);
+      const float d = __fsub_rn(fabsf(x[i]), __fmul_rn(value, unit));
+      sums[e % 4] = __fadd_rn(sums[e % 4], __fmul_rn(d, d));
+    }
+  }
+  return __fadd_rn(__fadd_rn(sums[0], sums[2]), __fadd_rn(sums[1], sums[3]));
+}
+
+// kInside: no product is NaN, nor 7 or more.
+template <class T, bool kInside = false>
+__device__ uint2 nibbles_of(const Pack<T> (&y)[kLanePacks<T>], float factor) {
+  uint32_t words[4 * sizeof(T)];
+  __builtin_memcpy(words, y, sizeof words);
+  float scaled[kLaneElements];
+  e2m1_multiply<T>(words, factor, scaled);
+  if constexpr (!kInside) {
+#pragma unroll
+    for (float& v : scaled) v = fminf(v, 6.0f);
+  }
+  return e2m1_codes<T>(words, scaled);
+}
+
+// Both scales of a block, and of their codes those that lead closer.
+template <class T>
+__device__ void choose_four_over_six(const GroupQuantArgs& args, const Pack<T> (&y)[kLanePacks<T>], float most,
+                                     float global, GroupScale& scale, uint2& nibbles) {
+  const GroupScale other = args.rule(most, global, 4.0f);
+  const uint2 others = nibbles_of(y, other.factor);
+  const float inverse = 1.0f / fabsf(global);
+  const auto unit = [&](const GroupScale& s) { return __fmul_rn(magnitude_of_e4m3(s.stored & 0x7fu), inverse); };
+  if (error_of(y, others, unit(other)) < error_of(y, nibbles, unit(scale))) scale = other, nibbles = others;
+}
+
+}  // namespace pykv
