@@ -119,7 +119,8 @@ class Checkpoint:
     def is_tied(self, embedding: str, head: str) -> bool:
         """Whether the head is the embedding; a file without a head says so, too."""
         tied = bool(self.keys.get("tie_word_embeddings", head not in self))
-        if tied and head in self and not np.array_equal(*(self._tensors[n].read() for n in (embedding, head))):
+        both = [self._tensors[name].read() for name in (embedding, head) if tied and name in self]
+        if len(both) == 2 and not np.array_equal(*both):
             self.keys.refuse("tie_word_embeddings", f"is true, but {head} differs from {embedding}")
         if tied:
             self._asked.add(head)
@@ -128,19 +129,24 @@ class Checkpoint:
 
 def open_folder(folder: Path) -> Checkpoint:
     """config.json, and the tensors of one safetensors file or of the parts that an index names."""
-    raw = _json(folder, "config.json")
+    raw = read_json(folder, "config.json")
     if quantization := raw.get("quantization_config"):
-        method = quantization.get("quant_method", "a way that it does not name")
+        method = (quantization if isinstance(quantization, dict) else {}).get("quant_method", "a way it does not name")
         raise ValueError(f"config.json: quantization_config: weights quantised by {method} are not served")
     if (folder / "generation_config.json").exists():  # may name more end tokens
-        raw |= {k: v for k, v in _json(folder, "generation_config.json").items() if k == "eos_token_id"}
+        raw |= {k: v for k, v in read_json(folder, "generation_config.json").items() if k == "eos_token_id"}
     is_part = raw.get("model_type") in WITH_IMAGES
     if is_part:
         of_all = {k: raw[k] for k in ("eos_token_id", "tie_word_embeddings") if raw.get(k) is not None}
-        raw = raw.get("text_config", {}) | of_all
+        if not isinstance(raw.get("text_config"), dict):
+            raise ValueError("config.json: text_config: must be an object")
+        raw = raw["text_config"] | of_all
     index, parts = "model.safetensors.index.json", {"model.safetensors"}
     if (folder / index).exists():
-        parts = set(_json(folder, index)["weight_map"].values())
+        homes = read_json(folder, index).get("weight_map")
+        if not (isinstance(homes, dict) and homes and all(isinstance(part, str) for part in homes.values())):
+            raise ValueError(f"{index}: weight_map: must say in which file each tensor is")
+        parts = set(homes.values())
     tensors = {}
     for part, file in _open(folder, parts):
         for name in file.keys():  # noqa: SIM118  # it is no dictionary
@@ -153,12 +159,13 @@ def open_folder(folder: Path) -> Checkpoint:
     return Checkpoint(Keys(raw), tensors, min(parts))
 
 
-def _json(folder: Path, name: str) -> dict[str, Any]:
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """The object that a file holds."""
     try:
         raw = json.loads((folder / name).read_text())
     except FileNotFoundError:
         raise ValueError(f"{name}: is not in {folder}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name}: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{name}: must be an object, got {type(raw).__name__}")

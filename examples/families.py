@@ -57,6 +57,8 @@ class Family:
 
 def _from_some_layer(keys: Keys, layers: int) -> list[str]:
     uses, full = keys.get("use_sliding_window", False), keys.get("max_window_layers", layers)
+    if not isinstance(full, int):
+        keys.refuse("max_window_layers", f"must be an integer, got {full!r}")
     return _listed(keys, [SLIDING if uses and i >= full else FULL for i in range(layers)])
 
 
@@ -77,7 +79,7 @@ def _where_no_rope(keys: Keys, layers: int) -> list[str]:
 def _listed(keys: Keys, usual: list[str]) -> list[str]:
     keys.get("sliding_window")  # is there where no layer has one, too
     kinds = keys.get("layer_types", usual)
-    if not isinstance(kinds, list) or len(kinds) != len(usual) or not {FULL, SLIDING}.issuperset(kinds):
+    if not isinstance(kinds, list) or len(kinds) != len(usual) or any(k not in (FULL, SLIDING) for k in kinds):
         keys.refuse("layer_types", f"must be {len(usual)} of {FULL} and {SLIDING}, got {kinds!r}")
     return list(kinds)
 
@@ -210,7 +212,9 @@ def read_config(keys: Keys, longest: int | None = None) -> tuple[Family, Config]
         keys.size(key, most=most)
         for key, most in (("num_hidden_layers", 10_000), ("num_attention_heads", 10_000), ("hidden_size", 2**24))
     )
-    head_size = keys.size("head_dim", hidden // heads)
+    head_size, kv_heads = keys.size("head_dim", hidden // heads), keys.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        keys.refuse("num_key_value_heads", f"must divide num_attention_heads = {heads}, got {kv_heads}")
     kinds = family.kinds(keys, layers) if family.kinds else [FULL] * layers
     has_rope = _layers_with_rope(keys, layers) if family.may_lack_rope else [True] * layers
     rope = rope_of(keys, FULL if family.rope_by_kind else None)
@@ -229,7 +233,7 @@ def read_config(keys: Keys, longest: int | None = None) -> tuple[Family, Config]
         intermediate_size=keys.size("intermediate_size"),
         vocab_size=keys.size("vocab_size"),
         num_heads=heads,
-        num_kv_heads=keys.size("num_key_value_heads", heads),
+        num_kv_heads=kv_heads,
         head_size=head_size,
         layers=tuple(
             LayerConfig(

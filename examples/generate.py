@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 from arrays import open_arrays
 from checkpoint import Checkpoint, open_folder
 from cuda_graphs import Captured
@@ -44,7 +45,7 @@ PROMPTS = [
 
 def refuse(reason: object) -> NoReturn:
     """What cannot be served ends the program with one line."""
-    print(f"generate.py: error: {reason}", file=sys.stderr)
+    print(f"generate.py: error: {str(reason).partition(chr(10))[0]}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -103,7 +104,7 @@ def main() -> None:
         engine = open_engine(checkpoint, args)
         rates = Rates(engine.counters)
         requests = add_requests(engine, [words.encode(text, args.chat) for text in prompts], args)
-    except (ImportError, OSError, ValueError, pykv.OutOfBlocks) as error:
+    except (ImportError, MemoryError, OSError, ValueError, pykv.OutOfBlocks) as error:
         refuse(error)
     profile = Profile(engine) if args.profile else None
     texts = {r.id: Growing(words.tokenizer, r.tokens, args.stop) for r in requests}
@@ -118,6 +119,8 @@ def main() -> None:
                 console.print(Panel(Text.assemble((prompt, "bold"), "\n\n" * args.chat, text.text)))
     except pykv.OutOfBlocks as error:
         refuse(f"--blocks {args.blocks}: {error}")
+    except ValueError as error:  # such as logits that are no numbers
+        refuse(error)
     library = args.array + " compiled" * args.compile + " with CUDA graphs" * args.cuda_graphs
     report(console, engine, library, rates)
     if profile:
@@ -150,7 +153,11 @@ def open_files(model: str | Path) -> tuple[Checkpoint, Words]:
 
 
 def open_engine(checkpoint: Checkpoint, args: argparse.Namespace) -> Engine:
-    arrays = open_arrays(args.array, args.device, args.dtype)
+    try:
+        arrays = open_arrays(args.array, args.device, args.dtype)
+        arrays.put(np.zeros(1))  # for torch says so now
+    except (AssertionError, LookupError, RuntimeError) as error:  # as torch and JAX say that there is none
+        raise ValueError(f"--device {args.device}: {error}") from None
     if args.cuda_graphs and not arrays.device.startswith("cuda"):
         raise ValueError("--cuda-graphs needs a GPU")
     model = make_model(checkpoint, arrays, longest=args.blocks * args.block_size)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from checkpoint import read_json
 from tokenizers import Tokenizer
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # what decoders make of part of a character
@@ -37,17 +38,17 @@ def open_words(folder: Path) -> Words:
         raise ValueError(f"tokenizer.json: {error}") from None
     about: dict[str, Any] = {}
     if (folder / "tokenizer_config.json").exists():
-        try:
-            about = json.loads((folder / "tokenizer_config.json").read_text())
-        except ValueError as error:
-            raise ValueError(f"tokenizer_config.json: {error}") from None
+        about = read_json(folder, "tokenizer_config.json")
     template = about.get("chat_template")
     if isinstance(template, list):  # of several
-        template = next((t["template"] for t in template if t["name"] == "default"), None)
+        named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
+        template = named[0].get("template") if named else None
     if (folder / "chat_template.jinja").exists():
         template = (folder / "chat_template.jinja").read_text()
-    special = {key: value["content"] if isinstance(value, dict) else value for key, value in about.items()
-               if key.endswith("_token") and isinstance(value, (str, dict))}  # fmt: skip
+    if not isinstance(template, (str, type(None))):
+        raise ValueError(f"tokenizer_config.json: chat_template: must be a text, got {type(template).__name__}")
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in about.items()}
+    special = {key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)}
     return Words(tokenizer, template, special)
 
 
@@ -74,7 +75,7 @@ def render(template: str | None, messages: list[dict[str, str]], special: dict[s
     }
     try:
         return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **special)
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:  # of what it computes, too
         raise ValueError(f"tokenizer_config.json: chat_template: {error}") from None
 
 

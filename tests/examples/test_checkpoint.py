@@ -44,6 +44,11 @@ def edited(checkpoint: Checkpoint, tmp_path: Path) -> Callable[..., Path]:
             {"quantization_config": {"quant_method": "awq"}},
             "config.json: quantization_config: weights quantised",
         ),
+        ({"quantization_config": "awq"}, "config.json: quantization_config: weights quantised"),
+        ({"num_key_value_heads": 4}, "config.json: num_key_value_heads: must divide num_attention_heads = 6, got 4"),
+        ({"model_type": "qwen3", "layer_types": [[1]] * 3}, "config.json: layer_types: must be 3 of"),
+        ({"model_type": "qwen3", "max_window_layers": "x"}, "config.json: max_window_layers: must be an integer"),
+        ({"model_type": "gemma3", "text_config": [1]}, "config.json: text_config: must be an object"),
         ({"rms_norm_eps": None}, "config.json: rms_norm_eps: is missing"),
         ({"hidden_size": "48"}, "config.json: hidden_size: must be an integer from 1 to 16777216, got '48'"),
         ({"num_hidden_layers": 10**30}, "config.json: num_hidden_layers: must be an integer from 1 to 10000"),
@@ -81,6 +86,53 @@ def test_tensors(edited: Callable[..., Path], tensors: dict[str, Any], message: 
         open_model(edited({}, tensors), open_arrays("numpy"))
 
 
+def test_an_embedding_of_another_name(edited: Callable[..., Path]) -> None:
+    """Where the file has a head and says that it is the embedding."""
+    from arrays import open_arrays
+    from llama import open_model
+
+    table = "model.embed_tokens.weight"
+    folder = edited({"tie_word_embeddings": True}, {table: None, "embed_tokens.weight": np.ones((160, 48), np.float32)})
+    with pytest.raises(ValueError, match=f"model.safetensors: {table}: the tensor is missing"):
+        open_model(folder, open_arrays("numpy"))
+
+
+DEEP = '{"a":' * 100_000
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("config.json", DEEP, "config.json: "),
+        ("config.json", "[]", "config.json: must be an object, got list"),
+        ("generation_config.json", '{"eos', "generation_config.json: "),
+        ("model.safetensors.index.json", "{}", "model.safetensors.index.json: weight_map: must say"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": [1]}}', "model.safetensors.index.json: weight_map: "),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "no.safetensors"}}', "no.safetensors: is not in"),
+        ("model.safetensors", "no such thing", "model.safetensors: "),
+        ("tokenizer_config.json", DEEP, "tokenizer_config.json: "),
+        ("tokenizer_config.json", "null", "tokenizer_config.json: must be an object, got NoneType"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "tokenizer_config.json: chat_template: must be a text"),
+        ("tokenizer_config.json", '{"chat_template": [3]}', "tokenizer_config.json: chat_template: is missing"),
+        ("tokenizer_config.json", '{"chat_template": "{{ 1 / 0 }}"}', "tokenizer_config.json: chat_template: division"),
+    ],
+)
+def test_damaged_files(edited: Callable[..., Path], file: str, text: str, message: str) -> None:
+    from checkpoint import open_folder
+    from text import open_words
+
+    folder = edited({}, {})
+    (folder / "tokenizer.json").write_bytes((PROGRAM.parent / "model" / "tokenizer.json").read_bytes())
+    (folder / file).write_text(text)
+
+    def read() -> None:
+        open_folder(folder)
+        open_words(folder).encode("x", chat=True)
+
+    with pytest.raises(ValueError, match=f"^{message}"):
+        read()
+
+
 def test_what_changes_nothing_is_read_over(edited: Callable[..., Path]) -> None:
     from arrays import open_arrays
     from llama import open_model
@@ -98,7 +150,8 @@ def test_a_file_without_a_head_is_tied(edited: Callable[..., Path]) -> None:
     assert model.weights.head is model.weights.embedding
 
 
-@pytest.mark.parametrize("option", [["--model", "no"], ["--max-tokens", "0"], ["--device", "tpu"], ["--seed", "-1"]])
+@pytest.mark.parametrize("option", [["--model", "no"], ["--max-tokens", "0"], ["--device", "tpu"], ["--seed", "-1"],
+                                    ["--blocks", "2147483647"], ["--array", "jax", "--device", "cpu:99"]])  # fmt: skip
 def test_the_program_answers_in_one_line(option: list[str]) -> None:
     done = subprocess.run([sys.executable, str(PROGRAM), *option], capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -180,7 +180,7 @@ class Case:
         elif p.name.endswith("format"):
             self.arguments[p.name] = other_format(self.rng, value)
         elif p.kind == "str":
-            self.arguments[p.name] = self._choose(STRINGS[p.name])
+            self.arguments[p.name] = self._choose(STRINGS.get(p.name, [value]))
         elif p.kind == "int" and type(value) is int:
             self.arguments[p.name] = int(self._choose((0, 1, value, value + 1, 2 * value, 128)))
         elif p.kind == "float" and isinstance(value, float):

@@ -167,7 +167,16 @@ def supervise(arguments: argparse.Namespace) -> int:
     os.environ["UBSAN_OPTIONS"] = os.environ.get("UBSAN_OPTIONS", "") + ":abort_on_error=1:print_stacktrace=1"
     while seed < last and time.monotonic() < end:
         with tempfile.TemporaryFile() as note:
-            command = [sys.executable, __file__, "--child", "--seed", str(seed), "--count", str(last - seed)]
+            command = [
+                sys.executable,
+                *(["-S"] if sys.flags.no_site else []),
+                __file__,
+                "--child",
+                "--seed",
+                str(seed),
+                "--count",
+                str(last - seed),
+            ]
             command += ["--seconds", str(max(1.0, end - time.monotonic()))]
             command += ["--op", arguments.op] if arguments.op else []
             command += ["--replay"] if replay else []

@@ -20,16 +20,20 @@ struct RowGroups {
   int64_t less;
   const char *report_rows, *report_begins;  // "op: argument"
 
+  // Of numbers that may be any: it may wrap.
+  PYKV_HOST_DEVICE static int64_t plus(int64_t a, int64_t b, int64_t times = 1) {
+    return static_cast<int64_t>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b) * static_cast<uint64_t>(times));
+  }
   PYKV_HOST_DEVICE bool are_apart() const { return count > 0 && !of_rows.data && !begins.data; }
 
   // The rows [begin, end) of a group, which are told from `rows`; reports what lies outside.
   template <class Report>
   PYKV_HOST_DEVICE void rows_of(int64_t group, int64_t rows, int64_t& begin, int64_t& end, Report&& report) const {
     const int64_t first = begins.data ? begins[group] : 0;
-    int64_t size = sizes.data ? sizes[group] : begins[group + 1] - first;
-    if (more.data) size += more[group] - less;
+    int64_t size = sizes.data ? sizes[group] : plus(begins[group + 1], first, -1);
+    if (more.data) size = plus(size, plus(more[group], less, -1));
     const bool fits = first >= 0 && size >= 0 && first <= rows && size <= rows - first;
-    if (!fits) report(first < 0 || size < 0 ? (first < 0 ? first : size) : first + size, rows + 1);
+    if (!fits) report(first < 0 || size < 0 ? (first < 0 ? first : size) : plus(first, size), rows + 1);
     begin = fits ? first : 0;
     end = fits ? first + size : 0;
   }

@@ -17,7 +17,7 @@ template <class Sum, bool kExact>
 bool launch_few(const ScaledMmArgs& args, const Launch& launch) {
   if (args.groups.count > 0) return launch_shape<WarpgroupShape<Sum, kExact, 1, 128, kBatches, 2>>(args, launch);
   const int columns = columns_each(args.n, num_sms(launch.device));
-  if (columns <= 32) return launch_shape<WarpgroupShape<Sum, kExact, 1, 32, kBatches, 4, 2>>(args, launch, columns);
+  if (columns <= 32) return launch_shape<WarpgroupShape<Sum, kExact, 1, 32, kRolling, 1, 2>>(args, launch, columns);
   if (columns <= 64) return launch_shape<WarpgroupShape<Sum, kExact, 1, 64, kBatches, 2, 2>>(args, launch, columns);
   return launch_shape<WarpgroupShape<Sum, kExact, 1, 128, kBatches, 1, 2>>(args, launch, columns);
 }

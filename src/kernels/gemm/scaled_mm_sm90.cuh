@@ -1,8 +1,8 @@
 // out = a b on Hopper's asynchronous matrix units (sm_90a), where rows of a and columns of b begin at multiples of 16 bytes.
 //
-// The first warpgroup of a block fills two rings: one thread asks the copy engine for tiles of a and of b, 128 bytes of k at a
-// time, and the other warps bring the scales of blocks, further ahead, for these come from many places.  One or two warpgroups
-// multiply, 64 rows of a at a time.  Tiles of out follow one another: the rings are filled for the next while the last is written.
+// The first warpgroup of a block fills a ring of stages, 128 bytes of k each: one thread asks the copy engine for tiles of a and
+// of b, the other warps bring the scales of blocks.  One or two warpgroups multiply, 64 rows of a at a time.  Tiles of out
+// follow one another: the ring is filled for the next while the last is written.
 //
 // Few rows: bound by reading b, once.  Tiles have so many columns that every multiprocessor has as much of b to read, and
 // several blocks of k are multiplied at once, so that the ring empties as fast as it fills.
@@ -39,9 +39,8 @@ struct WarpgroupShape {
   static constexpr int kRingBytes = (192 << 10) / kPerSm;
   // Tiles of few rows or few columns are small.
   static constexpr int kMostStages = kRows == 64 ? kRingBytes / 6144 : kRingBytes / (kRowBytes + kColumns * kLine);
-  // Scales of some blocks of k: of rows, and of two blocks of columns.
-  static constexpr int kScaleBlocks = 4, kScaleStages = 4;
-  static constexpr int kScales = kRows + 4, kScaleBytes = kScaleStages * kScaleBlocks * kScales * 4;
+  static constexpr int kScales = kRows + 4;  // of a stage: those of rows, and of two blocks of columns
+  static constexpr int kScaleBytes = kMostStages * kScales * 4;
   // A warp writes its 16 rows in pieces of so many bytes.
   static constexpr int kPieceBytes = kColumns >= 64 ? 128 : kColumns * 2, kPitch = kPieceBytes + 16;
   static constexpr int kFactors = kColumns + 16;  // of the warp's columns and rows
@@ -73,7 +72,7 @@ struct Operands {
 };
 
 struct Ring {
-  uint32_t data, full, empty, scales_full, scales_empty;  // addresses in shared memory
+  uint32_t data, full, empty;  // addresses in shared memory
   float* scales;
   const int32_t* before;  // count_tiles()
 };
@@ -136,29 +135,25 @@ __device__ void fill_scales(const Operands& o, const Ring& ring, int mine) {
       *to = scale_at(s, along, block);
     }
   };
-  Turn turn{S::kScaleStages};
+  Turn turn{o.stages};
   for_tiles<true>(o, ring, [&](const Tile& tile) {
     const MmScales a = args.a_scales.from(tile.group * args.a_scales.group),
                    b = args.b_scales.from(tile.group * args.b_scales.group);
     const int64_t column_block = min(tile.first_column / ScaledMmArgs::kBlock + lane % 2, column_blocks - 1);
 #pragma unroll 1
-    for (int first = 0; first < blocks; first += S::kScaleBlocks, turn.next()) {
+    for (int block = 0; block < blocks; ++block, turn.next()) {
       if (mine-- != 0) continue;
       mine = kFillers - 1;
-      mbarrier_wait(ring.scales_empty + turn.stage * 8, turn.parity ^ 1);
-      float* const to = ring.scales + turn.stage * S::kScaleBlocks * S::kScales;
-#pragma unroll 1
-      for (int i = 0; i < min(S::kScaleBlocks, blocks - first); ++i) {
+      mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
+      float* const to = ring.scales + turn.stage * S::kScales;
 #pragma unroll
-        for (int line = lane; line < S::kRows; line += 32)
-          if (tile.first_row + line < tile.end_row)
-            put(to + i * S::kScales + line, a, tile.first_row + line, first + i);
-        if (lane < 2) put(to + i * S::kScales + S::kRows + lane, b, column_block, first + i);
-      }
+      for (int line = lane; line < S::kRows; line += 32)
+        if (tile.first_row + line < tile.end_row) put(to + line, a, tile.first_row + line, block);
+      if (lane < 2) put(to + S::kRows + lane, b, column_block, block);
       if (are_floats) {
-        cp_async_arrive(ring.scales_full + turn.stage * 8);
+        cp_async_arrive(ring.full + turn.stage * 8);
       } else {
-        mbarrier_arrive(ring.scales_full + turn.stage * 8);
+        mbarrier_arrive(ring.full + turn.stage * 8);
       }
     }
   });
@@ -180,8 +175,7 @@ struct Multiplier {
   const int blocks = static_cast<int>(o.p.args.blocks());
   const int first_line = group * 64 + threadIdx.x / 32 % 4 * 16, lane = threadIdx.x % 32;  // the warp's 16 lines
   Turn turn{o.stages};
-  uint32_t scale_turn = 0;  // stages of scales so far
-  int split;                // eights of columns before the second block of b's scales
+  int split;  // eights of columns before the second block of b's scales
 
   Sum sum[kSums][kEach];
   float total[S::kExact ? 1 : kEach];
@@ -205,20 +199,17 @@ struct Multiplier {
     wgmma_commit();
   }
 
-  __device__ void free(uint32_t barriers, uint32_t stage) const {
+  __device__ void free(uint32_t stage) const {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(barriers + stage * 8);
+    if (lane == 0) mbarrier_arrive(ring.empty + stage * 8);
   }
 
-  __device__ void load_scales(int block, float (&scale)[2][2]) {
+  __device__ void load_scales(uint32_t stage, float (&scale)[2][2]) const {
     if (!o.p.args.in_blocks) {
       scale[0][0] = scale[0][1] = scale[1][0] = scale[1][1] = 1.0f;
       return;
     }
-    const int within = block % S::kScaleBlocks;
-    const uint32_t stage = scale_turn % S::kScaleStages;
-    mbarrier_wait(ring.scales_full + stage * 8, scale_turn / S::kScaleStages % 2);
-    const float* const from = ring.scales + (stage * S::kScaleBlocks + within) * S::kScales;
+    const float* const from = ring.scales + stage * S::kScales;
     const float2 of_columns = *reinterpret_cast<const float2*>(from + S::kRows);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -226,23 +217,19 @@ struct Multiplier {
       scale[i][0] = of_row * of_columns.x;
       scale[i][1] = S::kStraddles ? of_row * of_columns.y : scale[i][0];
     }
-    const bool is_last = within == S::kScaleBlocks - 1 || block == blocks - 1;  // that a warp knows without a branch
-    __syncwarp();
-    if (static_cast<int>(is_last) > lane) mbarrier_arrive(ring.scales_empty + stage * 8);
-    scale_turn += is_last;
   }
 
-  __device__ void begin_block(int block, Sum (&into)[kEach], Pending& pending) {
+  __device__ void begin_block(Sum (&into)[kEach], Pending& pending) {
     pending.stage = turn.stage;
     multiply(into, true);
-    load_scales(block, pending.scale);
+    load_scales(turn.stage, pending.scale);
     turn.next();
   }
   template <int kLater>
   __device__ void end_block(Sum (&from)[kEach], const Pending& pending) {
     wgmma_wait<kLater>();
     wgmma_pin(from);
-    free(ring.empty, pending.stage);
+    free(pending.stage);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const float factor = S::kStraddles && i / 4 >= split ? pending.scale[i / 2 % 2][1] : pending.scale[i / 2 % 2][0];
@@ -258,26 +245,26 @@ struct Multiplier {
     }
   }
   template <int kCount>
-  __device__ void multiply_blocks(int block) {
+  __device__ void multiply_blocks() {
     Pending pending[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) begin_block(block + i, sum[i], pending[i]);
+    for (int i = 0; i < kCount; ++i) begin_block(sum[i], pending[i]);
     end_blocks<0>(pending);
   }
 
   __device__ void multiply_rolling() {
     Pending even, odd;
-    begin_block(0, sum[0], even);
+    begin_block(sum[0], even);
     int block = 1;
 #pragma unroll 1
     for (; block + 1 < blocks; block += 2) {
-      begin_block(block, sum[1], odd);
+      begin_block(sum[1], odd);
       end_block<1>(sum[0], even);
-      begin_block(block + 1, sum[0], even);
+      begin_block(sum[0], even);
       end_block<1>(sum[1], odd);
     }
     if (block < blocks) {
-      begin_block(block, sum[1], odd);
+      begin_block(sum[1], odd);
       end_block<1>(sum[0], even);
       end_block<0>(sum[1], odd);
     } else {
@@ -292,12 +279,12 @@ struct Multiplier {
     for (int block = 0; block < blocks; ++block, turn.next()) {
       multiply(sum[0], block == 0);
       wgmma_wait<1>();
-      if (block > 0) free(ring.empty, last);
+      if (block > 0) free(last);
       last = turn.stage;
     }
     wgmma_wait<0>();
     wgmma_pin(sum[0]);
-    free(ring.empty, last);
+    free(last);
   }
 
   __device__ void multiply_all() {
@@ -311,10 +298,10 @@ struct Multiplier {
       } else {
         int block = 0;
 #pragma unroll 1
-        for (; block + S::kBlocks <= blocks; block += S::kBlocks) multiply_blocks<S::kBlocks>(block);
+        for (; block + S::kBlocks <= blocks; block += S::kBlocks) multiply_blocks<S::kBlocks>();
         if constexpr (S::kBlocks > 1) {
 #pragma unroll 1
-          for (; block < blocks; ++block) multiply_blocks<1>(block);
+          for (; block < blocks; ++block) multiply_blocks<1>();
         }
       }
     }
@@ -490,30 +477,19 @@ template <class S>
 __global__ void __launch_bounds__(S::kThreads, S::kPerSm) scaled_mm_sm90_kernel(const __grid_constant__ Operands o) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint4 unaligned[];
-  __shared__ uint64_t barriers[2 * S::kMostStages + 2 * S::kScaleStages];
+  __shared__ uint64_t barriers[2 * S::kMostStages];
   __shared__ Tile tiles[4 * S::kGroups];
   const uint32_t start = shared_address(unaligned), data = (start + 1023) / 1024 * 1024;
   char* const scales = reinterpret_cast<char*>(unaligned) + (data - start) + S::kRingBytes;
   char* const staging = scales + S::kScaleBytes;
   auto* const before = reinterpret_cast<int32_t*>(staging + S::kGroups * 4 * S::kWarpBytes);
-  const uint32_t full = shared_address(barriers), scales_full = full + 2 * S::kMostStages * 8;
-  const Ring ring{data,
-                  full,
-                  full + S::kMostStages * 8,
-                  scales_full,
-                  scales_full + S::kScaleStages * 8,
-                  reinterpret_cast<float*>(scales),
-                  before};
+  const uint32_t full = shared_address(barriers);
+  const Ring ring{data, full, full + S::kMostStages * 8, reinterpret_cast<float*>(scales), before};
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (int i = 0; i < S::kMostStages; ++i) {
-      mbarrier_init(ring.full + i * 8, 1);
+      mbarrier_init(ring.full + i * 8, o.p.args.in_blocks ? 1 + 32 : 1);
       mbarrier_init(ring.empty + i * 8, 4 * S::kGroups);
-    }
-#pragma unroll 1
-    for (int i = 0; i < S::kScaleStages; ++i) {
-      mbarrier_init(ring.scales_full + i * 8, 32);
-      mbarrier_init(ring.scales_empty + i * 8, 4 * S::kGroups);
     }
     fence_async_proxy();
     prefetch_map(o.rows);

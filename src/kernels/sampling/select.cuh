@@ -30,10 +30,10 @@ constexpr int kSelectBits = 10, kSelectBins = 1 << kSelectBits;  // of a step of
 struct SelectMemory {
   BlockCounter counter;
   Entry all[kSelectWarps], any[kSelectWarps];
-  uint32_t count;
   uint32_t digit, with_digit, before;
   uint32_t parts[kSelectWarps];
   uint32_t bins[kSelectBins];
+  uint32_t count;  // not beside the digit: loads of that take its neighbours along, while this may be set again already
 };
 
 // The sum of those of the threads before this one.  A barrier lies between two that follow each other.
