@@ -363,6 +363,7 @@ def test_rows_of_nobody_stay(array: Library) -> None:
         ([-1, 4, 9, 20], -1, 21),
         ([0, 2**40, 9, 20], 2**40, 21),
         ([9, 9, 9, 3], 9, 4),
+        ([0, 4, -2, 20], -2, 21),
     ],
 )
 def test_starts_that_make_no_sense(array: Library, op: str, starts: list[int], value: int, bound: int) -> None:

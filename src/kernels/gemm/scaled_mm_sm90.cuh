@@ -335,6 +335,7 @@ struct Multiplier {
                         is_column ? of_columns + column * args.b_scales.along : of_rows + row * args.a_scales.along,
                         true);
     }
+    cp_async_commit();
   }
 
   __device__ float bias_at(int64_t column) const {

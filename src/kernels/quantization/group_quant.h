@@ -33,6 +33,12 @@ struct ValidRows {
   Index counts;
   int64_t rows;
   int64_t factor;  // counts are multiplied with it: at most `rows`
+
+  // How many are there by one of the counts, which may be any.
+  PYKV_INLINE int64_t rows_of(int64_t count) const {
+    const int64_t known = count < 0 ? 0 : count < rows ? count : rows;  // so that the product does not wrap
+    return known * factor;
+  }
 };
 
 struct GroupQuantArgs {
@@ -68,9 +74,7 @@ struct GroupQuantArgs {
   PYKV_INLINE int64_t groups() const { return code_groups > scale_groups ? code_groups : scale_groups; }
   PYKV_INLINE bool is_valid(int64_t row) const {
     if (!valid.counts.data) return true;
-    const int64_t count = valid.counts[row / valid.rows];
-    const int64_t known = count < 0 ? 0 : count < valid.rows ? count : valid.rows;  // so that the product does not wrap
-    return row % valid.rows < known * valid.factor;
+    return row % valid.rows < valid.rows_of(valid.counts[row / valid.rows]);
   }
   PYKV_INLINE ScaleRow scale_row_of(int64_t row, const Reporter& report) const {
     if (!of_experts.first.data) return {row, 0, row == rows - 1, true};

@@ -68,12 +68,12 @@ struct SituAndMul : Gated<T>, Situ {
   }
 };
 
-// Whether a row is among the valid ones of its neighbours.
+// GroupQuantArgs::is_valid without a division.
 __device__ inline bool is_valid(const GroupQuantArgs& args, const GroupPlan& plan, int64_t row) {
   if (!args.valid.counts.data) return true;
   uint32_t within;
   const uint32_t of = plan.valid_rows(static_cast<uint32_t>(row), within);
-  return within < args.valid.counts[of] * args.valid.factor;
+  return within < args.valid.rows_of(args.valid.counts[of]);
 }
 
 // What multiplies e4m3 scales.

@@ -81,7 +81,7 @@ struct PagedRequests {
       const int64_t start = starts[i], next = i < last ? starts[i + 1] : num_rows;
       if (start < 0 || start > num_rows) {
         report(start, num_rows + 1);
-      } else if (start > next) {
+      } else if (next >= 0 && start > next) {  // a negative one is reported itself
         report(start, next + 1);
       }
     }
