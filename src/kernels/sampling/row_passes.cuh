@@ -275,7 +275,8 @@ __device__ TargetBounds bounds_of_target(RowTeam& team, RowMemory& memory, const
   if (threadIdx.x == 0) memory.bin = kBins - 1;
   uint64_t sum = team.sum_before(own, total);
   const uint64_t target = weights.target(total), error = weights.are_counts ? 0 : total >> min(bits - 1, 11);
-  const uint64_t surely = target > error ? target - error : 0, at_most = target + error;
+  // What surely comes before does not reach the target: the entry that does is near.
+  const uint64_t surely = target > error ? target - error - 1 : 0, at_most = target + error;
   if (threadIdx.x == 0 && total <= surely) memory.last_sure_bin = kBins - 2;
 #pragma unroll
   for (int i = 0; i < kOfThread; ++i) {

@@ -234,7 +234,7 @@ class RowSampler {
   __device__ Entry first_of_row() {
     constexpr int kAtOnce = kAdjusted ? 1 : 4;
     float largest = -INFINITY;
-    int at = -1;  // the vector with the first one
+    int at = 0;  // the vector with the first one; before column 0, too
     each_vector<kAtOnce>(slice_, [&](int column, const Vec<float, kSize>& raw) {
       const float x = largest_of(values(column, raw));
       if (x <= largest || largest != largest) return;  // columns ascend; nothing comes before NaN
@@ -242,7 +242,7 @@ class RowSampler {
       at = column;
     });
     Entry first = 0;
-    if (at >= 0) {
+    if (largest != -INFINITY) {
       const Vec<float, kSize> x = values(at, to_floats(slice_.load(at)));
 #pragma unroll
       for (int i = kSize - 1; i >= 0; --i)
