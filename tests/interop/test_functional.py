@@ -22,7 +22,7 @@ def outputs_of(op: Any, arguments: dict[str, Any]) -> list[str]:
 
 
 # outputs that the functional form makes of a dtype that NumPy alone, and so the sample, has not
-OTHERWISE_MADE = {"cutlass_scaled_fp4_mm": {"out": ml_dtypes.bfloat16}}
+OTHERWISE_MADE = {name: {"out": ml_dtypes.bfloat16} for name in ("cutlass_scaled_fp4_mm", "grouped_scaled_mm")}
 
 
 @pytest.mark.parametrize("name", WITH_OUTPUTS)
