@@ -7,8 +7,12 @@
 
 namespace pykv {
 
-// cuTensorMapEncodeTiled; null if the driver lacks it.
-inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
+// Describes an array of bytes of kRank dimensions, the first of which lies side by side, of which boxes are copied, 128 bytes wide
+// and so many lines as the numbers of `box` multiply to; what lies outside is zero.  strides: bytes, of the second dimension on.
+// False if the driver does not take it: addresses and strides must be multiples of 16.
+template <int kRank>
+bool make_tensor_map(CUtensorMap& map, const void* data, const int64_t (&sizes)[kRank],
+                     const int64_t (&strides)[kRank - 1], const int (&box)[kRank - 1]) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* function = nullptr;
@@ -21,16 +25,6 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
     }
     return reinterpret_cast<Encode>(function);
   }();
-  return encode;
-}
-
-// Describes an array of bytes of kRank dimensions, the first of which lies side by side, of which boxes are copied, 128 bytes wide
-// and so many lines as the numbers of `box` multiply to; what lies outside is zero.  strides: bytes, of the second dimension on.
-// False if the driver does not take it: addresses and strides must be multiples of 16.
-template <int kRank>
-bool make_tensor_map(CUtensorMap& map, const void* data, const int64_t (&sizes)[kRank],
-                     const int64_t (&strides)[kRank - 1], const int (&box)[kRank - 1]) {
-  const auto encode = tensor_map_encoder();
   if (!encode) return false;
   cuuint64_t all[kRank], steps[kRank - 1];
   cuuint32_t boxes[kRank] = {128}, ones[kRank];
@@ -96,6 +90,15 @@ __device__ inline void copy_box_to_all(uint32_t to, const CUtensorMap& map, cons
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
       "{%2, %3, %4}], [%5], %6;" ::"r"(to),
       "l"(reinterpret_cast<uint64_t>(&map)), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(barrier),
+      "h"(static_cast<uint16_t>(blocks))
+      : "memory");
+}
+__device__ inline void copy_box_to_all(uint32_t to, const CUtensorMap& map, const int (&at)[5], uint32_t barrier,
+                                       int blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]), "r"(barrier),
       "h"(static_cast<uint16_t>(blocks))
       : "memory");
 }

@@ -75,11 +75,10 @@ struct Codes<T, CodeKind::kUint8> {
       const int half_row = i & 1;
       if constexpr (kIsHalf<T>) {
         a[i] = subtract_pairs<T>(__byte_perm(w, 0x64646464u, half_row ? 0x4341 : 0x4240), 0x64806480u);
-      } else {  // bf16 has eight bits: 16 (128 + high) - 2304 + (128 + low), of which each sum is exact
-        const uint32_t low = and_or(w >> 8 * half_row, 0x000f000fu, 0x43004300u);
-        const uint32_t high = and_or(w >> (8 * half_row + 4), 0x000f000fu, 0x43004300u);
-        const auto rest = __hfma2(as_pair<T>(high), as_pair<T>(0x41804180u), as_pair<T>(0xc510c510u));
-        a[i] = as_word(__hadd2(rest, as_pair<T>(low)));
+      } else {  // bf16 has eight bits: by way of floats, as the lowest bits of 2^23
+        const float low = __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7440 + half_row)) - 8388736.0f;
+        const float high = __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7442 + half_row)) - 8388736.0f;
+        a[i] = pack_pair<T>(low, high);
       }
     }
   }
