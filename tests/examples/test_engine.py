@@ -146,7 +146,7 @@ def test_every_library_draws_the_same_from_equal_logits(arrays: Any) -> None:
     logits[:, 7] = logits[:, 499] = 3  # which ties with the largest of some rows
     seeds, steps = (random.integers(0, 2**31, 64).astype(np.int32) for _ in range(2))
     temperatures = random.choice([0, 0.3, 1, 5], 64).astype(np.float32)
-    tokens = arrays.sample(arrays.put(logits), seeds, steps, temperatures)
+    tokens = arrays.host(arrays.sample(arrays.put(logits), seeds, steps, temperatures))
     assert tokens.tolist() == open_arrays("numpy").sample(logits, seeds, steps, temperatures).tolist()
     greedy = temperatures == 0
     assert (tokens == logits.argmax(-1))[greedy].all()

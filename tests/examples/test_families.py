@@ -65,7 +65,8 @@ class Reference:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # products this small only wait for one another
         torch.manual_seed(sum(variant.encode()))
-        self.model = getattr(transformers, f"{name}ForCausalLM")(config_class(**options)).eval()
+        config = config_class(**options, attn_implementation="eager")  # "sdpa", the default of many, drops soft caps
+        self.model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if parameter.ndim == 2:
