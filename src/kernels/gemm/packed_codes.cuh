@@ -177,56 +177,82 @@ __device__ inline float e4m3_to_float(uint32_t code) {  // no NaN
          256.0f;
 }
 
-// The scales of the first kRows rows.  What kind they are is asked once for all: each time is a chain of branches.
-template <int kRows>
-__device__ void scales_of(float (&scales)[kRows], const RawFactors& raw, ScaleKind kind) {
+// The scales of the first kRows rows of several groups.  What kind they are is asked once for all: each time is a chain of branches.
+template <int kCount, int kRows>
+__device__ void scales_of(float (&scales)[kCount][kRows], const RawFactors (&raw)[kCount], ScaleKind kind) {
   const auto each = [&](auto scale_of) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) scales[i] = scale_of(i, raw.scale[0] >> 8 * i & 0xffu);
+    for (int n = 0; n < kCount; ++n)
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) scales[n][i] = scale_of(raw[n], i, raw[n].scale[0] >> 8 * i & 0xffu);
   };
   switch (kind) {
     case ScaleKind::kF16:
-      return each([&](int i, uint32_t) { return half_of({raw.scale[0], raw.scale[1]}, i); });
+      return each([](const RawFactors& r, int i, uint32_t) { return half_of({r.scale[0], r.scale[1]}, i); });
     case ScaleKind::kBF16:
-      return each([&](int i, uint32_t) {
-        const uint32_t pair = raw.scale[i >> 1];
+      return each([](const RawFactors& r, int i, uint32_t) {
+        const uint32_t pair = r.scale[i >> 1];
         return __uint_as_float(i & 1 ? pair & 0xffff0000u : pair << 16);
       });
     case ScaleKind::kF32:
-      return each([&](int i, uint32_t) { return __uint_as_float(raw.scale[i]); });
+      return each([](const RawFactors& r, int i, uint32_t) { return __uint_as_float(r.scale[i]); });
     case ScaleKind::kE4M3:
-      return each([](int, uint32_t octet) { return e4m3_to_float(octet); });
+      return each([](const RawFactors&, int, uint32_t octet) { return e4m3_to_float(octet); });
     case ScaleKind::kE8M0:
-      return each([](int, uint32_t octet) { return __uint_as_float(octet ? octet << 23 : 0x00400000u); });
+      return each([](const RawFactors&, int, uint32_t octet) {
+        return __uint_as_float(octet ? octet << 23 : 0x00400000u);
+      });
     case ScaleKind::kF16U8:
-      return each([&](int i, uint32_t octet) { return half_of(raw.super, i) * static_cast<float>(octet); });
+      return each([](const RawFactors& r, int i, uint32_t octet) {
+        return half_of(r.super, i) * static_cast<float>(octet);
+      });
     default:
-      return each([&](int i, uint32_t octet) {
-        return half_of(raw.super, i) * static_cast<float>(static_cast<int8_t>(octet));
+      return each([](const RawFactors& r, int i, uint32_t octet) {
+        return half_of(r.super, i) * static_cast<float>(static_cast<int8_t>(octet));
       });
   }
 }
 
 // scales: with the global one; offset: what the codes have been given too little
-template <int kRows>
-__device__ void minima_of(float (&minima)[kRows], const RawFactors& raw, MinimumKind kind, float offset,
-                          const float (&scales)[kRows]) {
+template <int kCount, int kRows>
+__device__ void minima_of(float (&minima)[kCount][kRows], const RawFactors (&raw)[kCount], MinimumKind kind,
+                          float offset, const float (&scales)[kCount][kRows]) {
   const auto each = [&](auto minimum_of) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      minima[i] = minimum_of(i, scales[i], static_cast<float>(raw.minimum[0] >> 8 * i & 0xffu));
+    for (int n = 0; n < kCount; ++n)
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+        minima[n][i] =
+            minimum_of(raw[n], i, scales[n][i], static_cast<float>(raw[n].minimum[0] >> 8 * i & 0xffu));
   };
   switch (kind) {
     case MinimumKind::kZero:
-      return each([&](int, float scale, float octet) { return scale * (offset - octet); });
+      return each([&](const RawFactors&, int, float scale, float octet) { return scale * (offset - octet); });
     case MinimumKind::kF16:
-      return each(
-          [&](int i, float scale, float) { return fmaf(scale, offset, half_of({raw.minimum[0], raw.minimum[1]}, i)); });
+      return each([&](const RawFactors& r, int i, float scale, float) {
+        return fmaf(scale, offset, half_of({r.minimum[0], r.minimum[1]}, i));
+      });
     case MinimumKind::kF32:
-      return each([&](int i, float scale, float) { return fmaf(scale, offset, __uint_as_float(raw.minimum[i])); });
+      return each([&](const RawFactors& r, int i, float scale, float) {
+        return fmaf(scale, offset, __uint_as_float(r.minimum[i]));
+      });
     default:
-      return each([&](int i, float scale, float octet) { return fmaf(scale, offset, -half_of(raw.low, i) * octet); });
+      return each([&](const RawFactors& r, int i, float scale, float octet) {
+        return fmaf(scale, offset, -half_of(r.low, i) * octet);
+      });
   }
+}
+
+// The same of one group.
+template <int kRows>
+__device__ void scales_of(float (&scales)[kRows], const RawFactors& raw, ScaleKind kind) {
+  scales_of(reinterpret_cast<float (&)[1][kRows]>(scales), reinterpret_cast<const RawFactors (&)[1]>(raw), kind);
+}
+template <int kRows>
+__device__ void minima_of(float (&minima)[kRows], const RawFactors& raw, MinimumKind kind, float offset,
+                          const float (&scales)[kRows]) {
+  minima_of(reinterpret_cast<float (&)[1][kRows]>(minima), reinterpret_cast<const RawFactors (&)[1]>(raw), kind, offset,
+            reinterpret_cast<const float (&)[1][kRows]>(scales));
 }
 
 }  // namespace pykv

@@ -40,7 +40,7 @@ struct Shape {
   static constexpr bool kFew = kTokens <= 32;  // for which mma.sync takes fewer instructions than wgmma
   static constexpr int kParts = kFew ? 2 : 1;  // of the columns, which eight warps each multiply
   static constexpr int kMultipliers = 256 * kParts;
-  static constexpr int kPreparers = kTokens == 16 ? 7 : 3;  // warps
+  static constexpr int kPreparers = kTokens <= 16 ? 7 : 3;  // warps
   static constexpr int kThreads = kMultipliers + 32 * (kPreparers + 1);
   static constexpr int kXBytes = kTokens * kUnit * 2;          // of a unit
   static constexpr int kBlockBytes = 2 * Code::kPlanes * 512;  // of 16 rows of the weight
@@ -148,6 +148,19 @@ __device__ void for_stages(const Problem& p, int split, With&& with) {
   }
 }
 
+// One thread: brings the first codes into the L2 while the kernel before still runs.
+template <class S>
+__device__ void prefetch_codes(const Problem& p, uint32_t row_tile, int split) {
+  const int first_block = static_cast<int>(row_tile) * (kRows / 16);
+#pragma unroll 1
+  for (int part = 0; part < S::kParts; ++part) {
+    const Range range = p.range(split * S::kParts + part);
+#pragma unroll 1
+    for (int i = range.begin; i < min(range.begin + p.stages / S::kParts, range.end); ++i)
+      prefetch_box(p.codes, {i * 256, first_block, 0});
+  }
+}
+
 // One thread: codes and x.
 template <class S>
 __device__ void fill(const Problem& p, const Ring& ring, uint32_t row_tile, uint32_t token_tile, int split,
@@ -204,102 +217,129 @@ __device__ void copy_rows(const Problem& p, const int64_t (&rows)[S::kTokens], u
   }
 }
 
-// Sums of x over each group of a stage, which minima multiply.
+// Sums of x over each group of a stage, which minima multiply: products with ones.
 template <class S>
 __device__ void sum_x(const Problem& p, uint32_t stage) {
   using T = typename S::Element;
-  constexpr int kTiles = S::kTokens / 8, kAtOnce = S::kFew ? 2 : 4;
+  constexpr int kTiles = (S::kTokens + 15) / 16, kAtOnce = kTiles < 4 ? kTiles : 4;  // of 16 tokens
   constexpr uint32_t kOnes = kIsHalf<T> ? 0x3c003c00u : 0x3f803f80u;
-  constexpr uint32_t kAll[4] = {kOnes, kOnes, kOnes, kOnes};
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, c = lane % 4, last_step = p.steps - 1;
+  const uint32_t token = lane % (S::kTokens < 16 ? 8 : 16);
+  uint32_t from = stage + token * 128 + (lane / 16 ^ lane % 8) * 16;
+  uint32_t to = stage + p.sums_at + (lane / 4 + c * 8) * 4;
 #pragma unroll 1
-  for (int first = 0; first < kTiles; first += kAtOnce) {
+  for (int first = 0; first < kTiles; first += kAtOnce, from += kAtOnce * 16 * 128, to += kAtOnce * 16 * 4) {
     float sum[kAtOnce][4] = {};
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      uint32_t x[kAtOnce][4];
+    uint32_t x[2][kAtOnce][4];
+    const auto load = [&](int j) {
 #pragma unroll
       for (int t = 0; t < kAtOnce; ++t)
-        ldmatrix_x4(x[t], stage + j / 4 * S::kXBytes + ((first + t) * 8 + lane % 8) * 128 +
-                              ((2 * (j % 4) + lane / 8) ^ lane % 8) * 16);
+        ldmatrix_x4(x[j % 2][t], (from ^ j % 4 * 32) + j / 4 * S::kXBytes + t * 16 * 128);
+    };
+    load(0);
+    uint32_t item_to = to;
 #pragma unroll
-      for (int next = 0; next < 2; ++next) {
+    for (int j = 0; j < 8; ++j) {
+      if (j < 7) load(j + 1);
 #pragma unroll
-        for (int t = 0; t < kAtOnce; ++t) mma_16x8x16<T>(sum[t], kAll, x[t][2 * next], x[t][2 * next + 1]);
-        if (((j + next + 1) & (p.steps - 1)) != 0) continue;
-        const int item = (j + next) / p.steps;
+      for (int t = 0; t < kAtOnce; ++t) mma_16x8x16<T>(sum[t], x[j % 2][t], kOnes, kOnes);
+      if ((j & last_step) != last_step) continue;
 #pragma unroll
-        for (int t = 0; t < kAtOnce; ++t) {
-          if (lane < 4)
-            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(stage + p.sums_at +
-                                                                  (item * S::kTokens + (first + t) * 8 + 2 * lane) * 4),
-                         "f"(sum[t][0]), "f"(sum[t][1])
-                         : "memory");
-#pragma unroll
-          for (float& v : sum[t]) v = 0.0f;
-        }
+      for (int t = 0; t < kAtOnce; ++t) {
+        if (c * 8 < (S::kTokens < 16 ? 8 : 16))  // all columns are equal
+          asm volatile("st.shared.f32 [%0], %1;" ::"r"(item_to + t * 64), "f"(c == 0 ? sum[t][0] : sum[t][2])
+                       : "memory");
+        sum[t][0] = sum[t][1] = sum[t][2] = sum[t][3] = 0.0f;
       }
+      item_to += S::kTokens * 4;
     }
   }
 }
 
 // What sums are multiplied by, of which a lane has four rows of the weight, and rows of x, for each kPreparers-th place in the ring.
 template <class S>
-__device__ void prepare(const Problem& p, const Ring& ring, const int64_t (&rows)[S::kTokens], uint32_t row_tile,
-                        int split, int warp, int64_t shift) {
-  constexpr int kAtOnce = 4;  // items, whose factors are loaded before any is wanted
-  const PackedWeight& w = p.weight;
-  const int lane = threadIdx.x % 32;
-  const float global =
-      __ldg(reinterpret_cast<const float*>(w.data + shift + PackedWeight::kGlobalScaleAt)) * S::Code::kUnit;
-  const int64_t band = min(static_cast<int>(row_tile) * 4 + lane / 8, p.bands - 1);
-  const int64_t factors = band * p.groups * 32 + lane % 8 * 4, supers = band * p.blocks * 32 + lane % 8 * 4;
-  for_stages<S>(p, split, [&](int i, const Turn& turn) {
-    if (turn.stage % S::kPreparers != warp) return;
-    const uint32_t stage = ring.at(turn), full = ring.full + turn.stage * 8;
-    RawFactors of_block;
-    load_factors_of_block(of_block, w, supers + min(i / 2, p.blocks - 1) * 32, shift);
-#pragma unroll 1
-    for (int first = 0; first < p.items; first += kAtOnce) {
-      RawFactors raw[kAtOnce];
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        if (first + n >= p.items) break;
-        const int column = i * kColumns + (first + n) * p.steps * 16;
-        const int64_t group = min(p.groups_by.quotient(column), p.groups - 1);
-        raw[n] = of_block;
-        load_factors_of_group(raw[n], w, factors + group * 32, shift);
-      }
-      mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
-      if (p.gathers && first == 0) {
-        copy_rows<S>(p, rows, stage, i * kColumns, shift);
+class Preparer {
+ public:
+  // warp: which of them this is; shift: bytes from p.weight to the one that is meant
+  __device__ Preparer(const Problem& p, const Ring& ring, uint32_t row_tile, int warp, int64_t shift)
+      : p_(p), ring_(ring), warp_(warp), shift_(shift), lane_(threadIdx.x % 32) {
+    const PackedWeight& w = p.weight;
+    global_ = __ldg(reinterpret_cast<const float*>(w.data + shift + PackedWeight::kGlobalScaleAt)) * S::Code::kUnit;
+    const int64_t band = min(static_cast<int>(row_tile) * 4 + lane_ / 8, p.bands - 1);
+    factors_ = band * p.groups * 32 + lane_ % 8 * 4;
+    supers_ = band * p.blocks * 32 + lane_ % 8 * 4;
+  }
+
+  __device__ void run(const int64_t (&rows)[S::kTokens], int split) {
+    for_stages<S>(p_, split, [&](int i, const Turn& turn) {
+      if (turn.stage % S::kPreparers != warp_) return;
+      const uint32_t stage = ring_.at(turn), full = ring_.full + turn.stage * 8;
+      if (p_.gathers) {
+        mbarrier_wait(ring_.empty + turn.stage * 8, turn.parity ^ 1);
+        copy_rows<S>(p_, rows, stage, i * kColumns, shift_);
         cp_async_arrive(full);
         mbarrier_arrive(full);
       }
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        if (first + n >= p.items) break;
-        const uint32_t to = stage + (first + n) * kRows * 4 + lane * 16;
-        float scales[4], minima[4];
-        scales_of(scales, raw[n], w.scales_kind);
-#pragma unroll
-        for (float& s : scales) s *= global;
-        store_shared(to + S::kScalesAt, make_uint4(__float_as_uint(scales[0]), __float_as_uint(scales[1]),
-                                                   __float_as_uint(scales[2]), __float_as_uint(scales[3])));
-        if (!w.minima) continue;
-        minima_of(minima, raw[n], w.minima_kind, w.offset, scales);
-        store_shared(to + p.minima_at, make_uint4(__float_as_uint(minima[0]), __float_as_uint(minima[1]),
-                                                  __float_as_uint(minima[2]), __float_as_uint(minima[3])));
+      if (p_.items == 1) {
+        make_factors<1>(i, turn, stage, 0);
+      } else if (p_.items == 2) {
+        make_factors<2>(i, turn, stage, 0);
+      } else {
+#pragma unroll 1
+        for (int first = 0; first < p_.items; first += 4) make_factors<4>(i, turn, stage, first);
       }
+      if (p_.weight.minima) {
+        mbarrier_wait(full, turn.parity);
+        sum_x<S>(p_, stage);
+      }
+      __syncwarp();
+      if (lane_ == 0) mbarrier_arrive(ring_.ready + turn.stage * 8);
+    });
+  }
+
+ private:
+  // Of so many groups in stage i of the weight.
+  template <int kCount>
+  __device__ void make_factors(int i, const Turn& turn, uint32_t stage, int first) const {
+    const PackedWeight& w = p_.weight;
+    RawFactors raw[kCount];
+    load_factors_of_block(raw[0], w, supers_ + min(i / 2, p_.blocks - 1) * 32, shift_);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      raw[n] = raw[0];
+      const int column = i * kColumns + (first + n) * p_.steps * 16;
+      const int64_t group = min(p_.groups_by.quotient(column), p_.groups - 1);
+      load_factors_of_group(raw[n], w, factors_ + group * 32, shift_);
     }
-    if (w.minima) {
-      mbarrier_wait(full, turn.parity);
-      sum_x<S>(p, stage);
+    mbarrier_wait(ring_.empty + turn.stage * 8, turn.parity ^ 1);
+    float scales[kCount][4], minima[kCount][4];
+    scales_of(scales, raw, w.scales_kind);
+    const uint32_t to = stage + first * kRows * 4 + lane_ * 16;
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+#pragma unroll
+      for (float& s : scales[n]) s *= global_;
+      store(to + S::kScalesAt + n * kRows * 4, scales[n]);
     }
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(ring.ready + turn.stage * 8);
-  });
-}
+    if (!w.minima) return;
+    minima_of(minima, raw, w.minima_kind, w.offset, scales);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) store(to + p_.minima_at + n * kRows * 4, minima[n]);
+  }
+
+  __device__ static void store(uint32_t to, const float (&x)[4]) {
+    store_shared(to, make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                                __float_as_uint(x[3])));
+  }
+
+  const Problem& p_;
+  const Ring& ring_;
+  const int warp_;
+  const int64_t shift_;
+  const int lane_;
+  float global_;
+  int64_t factors_, supers_;
+};
 
 __device__ inline float4 load_shared_float4(uint32_t at) {
   const uint4 v = load_shared_16(at);
@@ -315,7 +355,8 @@ template <class S>
 class Multiplier {
   using T = typename S::Element;
   using Code = typename S::Code;
-  static constexpr int kSums = S::kTokens / 2;  // of a lane
+  static constexpr int kSums = S::kTokens / 2;         // of a lane
+  static constexpr int kPairs = (S::kTokens + 8) / 16;  // of eight tokens
 
  public:
   float total[kSums] = {};  // over a segment; in the end over all, where one block has all
@@ -327,7 +368,8 @@ class Multiplier {
     constexpr bool kOctets = Code::kPlanes == 2;
     codes_at_ = S::kCodesAt + warp_ * S::kBlockBytes + (8 * (c / 2) + lane / 4) * 16 + (kOctets ? c % 2 * 512 : 0);
     selector_ = c % 2 == 0 ? 0x6240 : 0x7351;
-    x_at_ = (lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
+    x_at_ = S::kTokens == 8 ? lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16
+                            : (lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
     factors_at_ = (warp_ / 2 * 32 + lane / 4 * 4 + warp_ % 2 * 2) * 4;
   }
 
@@ -406,11 +448,13 @@ class Multiplier {
 #pragma unroll
     for (int unit = 0; unit < 2; ++unit) {
       decode(a_[0], stage, unit);
+      uint32_t x[kPairs][4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         constexpr int kMask = kSteps - 1;
         const int step = unit * 4 + j;
-        multiply_at_once(a_[0][j], stage + unit * S::kXBytes, j, (step & kMask) == 0);
+        load_x(x, stage + unit * S::kXBytes, j);
+        multiply_at_once(a_[0][j], x, j, (step & kMask) == 0);
         if ((step & kMask) != kMask) continue;
         if (step == kMask) mbarrier_wait(ring_.ready + turn.stage * 8, turn.parity);
         add_scaled(read(stage, step / kSteps), stage, step / kSteps);
@@ -418,18 +462,21 @@ class Multiplier {
     }
   }
 
+  // x: the address of the unit's.  Of eight tokens it loads two steps at once, of more those of two times eight.
+  __device__ void load_x(uint32_t (&to)[kPairs][4], uint32_t x, int j) const {
+    if (S::kTokens == 8 && j % 2 != 0) return;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) ldmatrix_x4(to[i], ((x + x_at_) ^ j * 32) + i * 16 * 128);
+  }
+
   // By mma.sync, in the same order as wgmma.
-  __device__ void multiply_at_once(const uint32_t (&a)[4], uint32_t x, int j, bool anew) {
+  __device__ void multiply_at_once(const uint32_t (&a)[4], const uint32_t (&x)[kPairs][4], int j, bool anew) {
 #pragma unroll
-    for (int t = 0; t < S::kTokens / 8; t += 2) {
-      uint32_t b[4];
-      ldmatrix_x4(b, ((x + x_at_) ^ j * 32) + t * 8 * 128);
-#pragma unroll
-      for (int next = 0; next < 2; ++next) {
-        float (&sum)[4] = reinterpret_cast<float (&)[4]>(sum_[(t + next) * 4]);
-        if (anew) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
-        mma_16x8x16<T>(sum, a, b[2 * next], b[2 * next + 1]);
-      }
+    for (int t = 0; t < S::kTokens / 8; ++t) {
+      float (&sum)[4] = reinterpret_cast<float (&)[4]>(sum_[t * 4]);
+      if (anew) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+      const int half = S::kTokens == 8 ? j % 2 : t % 2;
+      mma_16x8x16<T>(sum, a, x[t / 2][2 * half], x[t / 2][2 * half + 1]);
     }
   }
 
@@ -683,10 +730,11 @@ __global__ void __launch_bounds__(S::kThreads, 1) packed_gemm_sm90_kernel(const 
     prefetch_map(p.codes);
     if (!p.gathers) prefetch_map(p.x);
   }
-  begin_dependent();
   const int split = static_cast<int>(blockIdx.x % p.splits);
   uint32_t row_tile, token_tile;
   p.place(blockIdx.x / p.splits, row_tile, token_tile);
+  if (S::kMaySplit && threadIdx.x == 32 && !p.map.rows) prefetch_codes<S>(p, row_tile, split);
+  begin_dependent();
   const int32_t weight = p.weight_of(token_tile);
   if (weight < 0) return;  // all blocks of the cluster
   const int64_t shift = weight * p.map.weight_stride;
@@ -703,7 +751,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) packed_gemm_sm90_kernel(const 
     if (warp == S::kMultipliers / 32) {
       if (threadIdx.x % 32 == 0) fill<S>(p, ring, row_tile, token_tile, split, weight);
     } else {
-      prepare<S>(p, ring, rows.of_x, row_tile, split, warp - S::kMultipliers / 32 - 1, shift);
+      Preparer<S>(p, ring, row_tile, warp - S::kMultipliers / 32 - 1, shift).run(rows.of_x, split);
     }
     if (p.splits > 1) {  // the sums of all blocks are there
       __syncwarp();
@@ -858,6 +906,7 @@ void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
   const auto run = [&]<int kTokens>() {
     launch_shape<Shape<T, kKind, kTokens>>(args, launch, kTokens <= 64 && tiles(kTokens) * 2 <= sms ? 2 : 1);
   };
+  if (tokens <= 8) return run.template operator()<8>();
   if (tokens <= 16) return run.template operator()<16>();
   if (tokens <= 32) return run.template operator()<32>();
   if (tokens <= 64 || tiles(64) <= sms) return run.template operator()<64>();
