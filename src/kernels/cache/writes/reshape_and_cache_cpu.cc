@@ -14,8 +14,8 @@ void write_all(const ReshapeAndCacheArgs& args, const Launch& launch) {
   const int64_t groups = (args.num_tokens + kGroup - 1) / kGroup;
   parallel_for(groups, kBytesPerTask / (kGroup * token_bytes + 1) + 1, [&](int64_t first, int64_t last) {
     const int64_t end = last == groups ? args.num_tokens : last * kGroup;
-    typename TokenWriter<Convert>::Desk desk(write);
-    write(desk, first * kGroup, end);
+    typename TokenWriter<Convert>::Buffers buffers(write);
+    write(buffers, first * kGroup, end);
   });
 }
 

@@ -36,7 +36,7 @@ void run(const RotaryAndCacheArgs& args, const Launch& launch) {
   const int64_t ahead = rows_ahead<T>(rotated_bytes / static_cast<int64_t>(sizeof(T)));
   parallel_for(groups, at_least / (group * token_bytes) + 1, [&](int64_t first, int64_t last) {
     TokenRotator<T, Turn> rotate(rotation, bad_position);
-    typename TokenWriter<Convert>::Desk desk(write);
+    typename TokenWriter<Convert>::Buffers buffers(write);
     for (int64_t i = first; i < last; ++i) {
       const int64_t begin = i * group, end = std::min(begin + group, rotation.num_tokens);
       for (int64_t t = begin; t < end; ++t) {
@@ -45,7 +45,7 @@ void run(const RotaryAndCacheArgs& args, const Launch& launch) {
       }
       if (args.rotate_only) continue;
       if (write.writes_entries()) write.prefetch(begin + ahead);
-      write(desk, begin, std::min(end, cache.num_tokens));
+      write(buffers, begin, std::min(end, cache.num_tokens));
     }
   });
 }

@@ -329,10 +329,10 @@ class TokenWriter {
   using Source = typename Convert::Source;
 
   // What a thread needs.
-  struct Desk {
+  struct Buffers {
     LineWriter out;
     typename Convert::Scratch scratch;
-    explicit Desk(const TokenWriter& writer) : out(writer.past_caches_), scratch(writer.past_caches_) {}
+    explicit Buffers(const TokenWriter& writer) : out(writer.past_caches_), scratch(writer.past_caches_) {}
   };
 
   TokenWriter(const ReshapeAndCacheArgs& args, const Reporter& report, bool past_caches)
@@ -354,7 +354,7 @@ class TokenWriter {
   }
 
   // Those of [begin, end).
-  void operator()(Desk& desk, int64_t begin, int64_t end) const {
+  void operator()(Buffers& buffers, int64_t begin, int64_t end) const {
     constexpr int64_t kMost = kMostTokens<typename Convert::Stored>;
     const int64_t num_slots = args_.num_blocks * args_.block_size;
     while (begin < end) {
@@ -370,13 +370,13 @@ class TokenWriter {
       const int64_t left = args_.block_size - run.offset, most = left < kMost ? left : kMost;
       while (run.length < most && begin < end && args_.slots[begin] == slot + run.length) ++run.length, ++begin;
       if (entries_) {
-        write_entries(desk, run);
+        write_entries(buffers, run);
         continue;
       }
       const int64_t num_heads = args_.num_heads, next = std::min(run.length, end - begin);
-      write_run(key_, args_.key, num_heads, run, desk.out, past_caches_, desk.scratch,
+      write_run(key_, args_.key, num_heads, run, buffers.out, past_caches_, buffers.scratch,
                 Ahead::rows<Source>(args_.value, num_heads, run.token, run.length));
-      write_run(value_, args_.value, num_heads, run, desk.out, past_caches_, desk.scratch,
+      write_run(value_, args_.value, num_heads, run, buffers.out, past_caches_, buffers.scratch,
                 Ahead::rows<Source>(args_.key, num_heads, begin, next));
     }
   }
@@ -389,10 +389,10 @@ class TokenWriter {
            static_cast<char*>(args.value.cache) + args.value.head_size * kBytes == args.key.cache;
   }
 
-  void write_entries(Desk& desk, const Run& run) const {
+  void write_entries(Buffers& buffers, const Run& run) const {
     for (Run one{run.token, 1, run.block, run.offset}; one.token < run.token + run.length; ++one.token, ++one.offset) {
-      write_run(value_, args_.value, 1, one, desk.out, past_caches_, desk.scratch, Ahead{});
-      write_run(key_, args_.key, 1, one, desk.out, past_caches_, desk.scratch, Ahead{});
+      write_run(value_, args_.value, 1, one, buffers.out, past_caches_, buffers.scratch, Ahead{});
+      write_run(key_, args_.key, 1, one, buffers.out, past_caches_, buffers.scratch, Ahead{});
     }
   }
 
