@@ -64,7 +64,7 @@ class Step:
 
 
 def pytest(device: str, *arguments: str | Path) -> list[str]:
-    fixed = ["-q", "-p", "no:cacheprovider", "--tb=short", "--maxfail=30", "--device", device]
+    fixed = ["-q", "-p", "no:cacheprovider", "--tb=short", "-rfE", "--maxfail=30", "--device", device]
     hangs = ["-o", "faulthandler_timeout=100"]  # the log says where
     return [sys.executable, "-m", "pytest", *fixed, *hangs, *map(str, arguments)]
 
@@ -149,7 +149,8 @@ class Running:
         """With all that it started: compute-sanitizer's program, a test's subprocesses."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that is busy with its kernel
+            self.process.wait(timeout=5)
 
     def result(self) -> dict[str, Any] | None:
         """None while it runs."""
@@ -157,9 +158,12 @@ class Running:
         if code is None and seconds < self.limit:
             return None
         self.stop()  # and what an ended one left behind
-        found = judged(self.step, STOPPED if code is None else code, self.log.read_text(errors="replace"))
+        log = self.log.read_text(errors="replace")
+        found = judged(self.step, STOPPED if code is None else code, log)
         if code is None:
             found["says"] = f"stopped after {self.limit:.0f} s"
+        if found["exit"]:
+            found["log"] = log[-4000:].splitlines()
         return found | {"seconds": round(seconds)}
 
 

@@ -99,6 +99,7 @@ def test_a_step_shows_that_it_passed(call, text, status, says):
     assert done.returncode == (1 if status else 0), done.stdout + done.stderr
     assert record["steps"]["step"]["exit"] == status
     assert says in record["steps"]["step"]["says"]
+    assert ("log" in record["steps"]["step"]) == bool(status)
     assert ("failed: step" in done.stdout) == bool(status)
 
 
