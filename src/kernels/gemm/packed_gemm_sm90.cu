@@ -719,7 +719,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, bool split) 
   const int segments = segments_of(w, row_tiles, num_sms(launch.device));
   CUtensorMap x_map{};
   const bool gathers = map.rows || w.columns || w.k == 0 || !aligned(args.x, x_stride, 8) ||
-                       !make_tensor_map(x_map, args.x, w.k * 2, args.num_rows, x_stride * 2, S::kTokens);
+                       !make_tensor_map(x_map, args.x, {w.k * 2, args.num_rows}, {x_stride * 2}, {S::kTokens});
   const bool shares = false;
   Problem p{.x = x_map,
             .weight = w,
