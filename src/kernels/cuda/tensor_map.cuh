@@ -7,12 +7,8 @@
 
 namespace pykv {
 
-// Describes an array of bytes of kRank dimensions, the first of which lies side by side, of which boxes are copied, 128 bytes wide
-// and so many lines as the numbers of `box` multiply to; what lies outside is zero.  strides: bytes, of the second dimension on.
-// False if the driver does not take it: addresses and strides must be multiples of 16.
-template <int kRank>
-bool make_tensor_map(CUtensorMap& map, const void* data, const int64_t (&sizes)[kRank],
-                     const int64_t (&strides)[kRank - 1], const int (&box)[kRank - 1]) {
+// cuTensorMapEncodeTiled; null if the driver lacks it.
+inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* function = nullptr;
@@ -25,6 +21,16 @@ bool make_tensor_map(CUtensorMap& map, const void* data, const int64_t (&sizes)[
     }
     return reinterpret_cast<Encode>(function);
   }();
+  return encode;
+}
+
+// Describes an array of bytes of kRank dimensions, the first of which lies side by side, of which boxes are copied, 128 bytes wide
+// and so many lines as the numbers of `box` multiply to; what lies outside is zero.  strides: bytes, of the second dimension on.
+// False if the driver does not take it: addresses and strides must be multiples of 16.
+template <int kRank>
+bool make_tensor_map(CUtensorMap& map, const void* data, const int64_t (&sizes)[kRank],
+                     const int64_t (&strides)[kRank - 1], const int (&box)[kRank - 1]) {
+  const auto encode = tensor_map_encoder();
   if (!encode) return false;
   cuuint64_t all[kRank], steps[kRank - 1];
   cuuint32_t boxes[kRank] = {128}, ones[kRank];

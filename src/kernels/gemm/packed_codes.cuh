@@ -75,10 +75,11 @@ struct Codes<T, CodeKind::kUint8> {
       const int half_row = i & 1;
       if constexpr (kIsHalf<T>) {
         a[i] = subtract_pairs<T>(__byte_perm(w, 0x64646464u, half_row ? 0x4341 : 0x4240), 0x64806480u);
-      } else {  // bf16 has eight bits: by way of floats, as the lowest bits of 2^23
-        const float low = __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7440 + half_row)) - 8388736.0f;
-        const float high = __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7442 + half_row)) - 8388736.0f;
-        a[i] = pack_pair<T>(low, high);
+      } else {  // bf16 has eight bits: 16 (128 + high) - 2304 + (128 + low), of which each sum is exact
+        const uint32_t low = and_or(w >> 8 * half_row, 0x000f000fu, 0x43004300u);
+        const uint32_t high = and_or(w >> (8 * half_row + 4), 0x000f000fu, 0x43004300u);
+        const auto rest = __hfma2(as_pair<T>(high), as_pair<T>(0x41804180u), as_pair<T>(0xc510c510u));
+        a[i] = as_word(__hadd2(rest, as_pair<T>(low)));
       }
     }
   }
@@ -156,28 +157,15 @@ __device__ inline void load_super_shared(uint32_t (&into)[2], uint32_t from, int
   into[1] = two.y;
 }
 
-// at: the place of the first of the four among the factors of all groups; super_at: among those of 256 columns; shift:
-// bytes from w to the weight that is meant
-__device__ inline void load_factors(RawFactors& raw, const PackedWeight& w, int64_t at, int64_t super_at,
-                                    int64_t shift = 0) {
+// shift: bytes from w to the weight that is meant; at: the place of the first of the four among the factors of all groups
+__device__ inline void load_factors_of_group(RawFactors& raw, const PackedWeight& w, int64_t at, int64_t shift) {
   load_four(raw.scale, w.scales + shift, at, bytes_of(w.scales_kind));
-  if (w.supers) load_super(raw.super, w.supers + shift, super_at);
   if (w.minima) load_four(raw.minimum, w.minima + shift, at, bytes_of(w.minima_kind));
-  if (w.lows) load_super(raw.low, w.lows + shift, super_at);
 }
-
-// Those of two rows, the first two of a RawFactors, from shared memory; `at`: the place of the first, an even one.
-__device__ inline void load_two_shared(uint32_t (&into)[4], uint32_t from, int at, int bytes) {
-  from += at * bytes;
-  if (bytes == 1) {
-    asm volatile("{.reg .b16 x; ld.shared.b16 x, [%1]; cvt.u32.u16 %0, x;}" : "=r"(into[0]) : "r"(from) : "memory");
-  } else if (bytes == 2) {
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(into[0]) : "r"(from) : "memory");
-  } else {
-    const uint2 two = load_shared_8(from);
-    into[0] = two.x;
-    into[1] = two.y;
-  }
+// ... among those of 256 columns
+__device__ inline void load_factors_of_block(RawFactors& raw, const PackedWeight& w, int64_t at, int64_t shift) {
+  if (w.supers) load_super(raw.super, w.supers + shift, at);
+  if (w.lows) load_super(raw.low, w.lows + shift, at);
 }
 
 __device__ inline float half_of(const uint32_t (&words)[2], int i) {

@@ -199,8 +199,10 @@ class Segment {
   __device__ void load_next_factors(int column) {
     const int64_t group = p_.groups_by.quotient(column), block = column / 256;
 #pragma unroll
-    for (int i = 0; i < S::kPairs; ++i)
-      load_factors(raw_[i], w_, factors_at_[i] + group * 32, supers_at_[i] + block * 32, shift_);
+    for (int i = 0; i < S::kPairs; ++i) {
+      load_factors_of_group(raw_[i], w_, factors_at_[i] + group * 32, shift_);
+      load_factors_of_block(raw_[i], w_, supers_at_[i] + block * 32, shift_);
+    }
   }
 
   __device__ void add_scaled() {

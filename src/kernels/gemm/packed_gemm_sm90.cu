@@ -1,15 +1,19 @@
-// packed_gemm on Hopper's asynchronous matrix units (sm_90a), for any number of rows of x that begin at multiples of 16 bytes.
+// packed_gemm on Hopper (sm_90a), for any number of tokens, rows of x.
 //
 // A block computes 128 rows of the weight times 16 to 128 tokens: y^T = w x^T, so that one token is padded to 16, and the codes,
-// decoded in registers, are the operand of wgmma that may lie there.  Two warpgroups multiply.  Of a third, one warp fills a ring
-// of stages of 128 columns with codes and x by bulk copies; the others make what the sums of groups are multiplied by: of
-// whatever kind scales and minima are, the multiplying warps read floats.
+// decoded in registers, are the operand of the matrix units that may lie there.  Eight warps multiply 16 rows each: up to 32
+// tokens by mma.sync, which takes fewer instructions, above by wgmma, with the same bits.  One thread fills a ring of stages of
+// 128 columns with codes and x by bulk copies.  Three or seven warps make what the sums of groups are multiplied by: of
+// whatever kind scales and minima are, the multiplying warps read floats.  They also copy rows of x that a tensor map cannot describe.
 //
 // Columns of codes lie in the order of packed_weight.h, of x in their own: a lane takes its codes from two lanes' places.
 //
-// The columns are cut into segments, of which there are so many that few tokens occupy all multiprocessors twice: the blocks of a
-// cluster then sum one each.  With many tokens a block sums all of them, in the same order: a row of out has the same bits
-// whatever the number of rows.
+// The columns are cut into 2 or 4 segments, by the shape of the weight alone.  With few tokens, eight more warps of the block and
+// a second block of a cluster sum some of them; with many, a block sums all, one after another.  They are added in the same
+// order: a row of out has the same bits whatever the number of rows.
+//
+// Few tokens are bound by reading the weight: int4 with groups of 128, 8192 x 8192, 1 token takes 17.4 us on an H200, where a plain
+// copy of as many bytes takes 9.3; 64 tokens 24.8.  Many are bound by the matrix units: 4096 tokens take 997 us, 551 TFLOP/s.
 #include "cuda/cluster.cuh"
 #include "cuda/device.h"
 #include "cuda/mbarrier.cuh"
@@ -21,30 +25,36 @@
 namespace pykv {
 namespace packed_gemm_sm90 {  // not an unnamed one, whose members the compiler would report where code for sm_90a lacks
 
-constexpr int kRows = 128, kMultipliers = 256, kThreads = kMultipliers + 128, kUnit = PackedWeight::kUnit;
+constexpr int kRows = 128, kUnit = PackedWeight::kUnit;
 constexpr int kColumns = 2 * kUnit;  // of a stage
 constexpr int kPitch = kRows + 4;    // of the sums of a token
-constexpr int kMostStages = 8, kMostSegments = 8;
+constexpr int kMostStages = 12, kMostSegments = 4;
 constexpr int kSharedOfSm = 227 << 10, kAlignment = 1024, kStatic = 3072;  // barriers, rows and the table
 
-template <class T, CodeKind kKind_, int kTokens_, int kHalves_>
+template <class T, CodeKind kKind_, int kTokens_>
 struct Shape {
   using Element = T;
   static constexpr CodeKind kKind = kKind_;
   using Code = Codes<T, kKind>;
   static constexpr int kTokens = kTokens_;
-  static constexpr int kHalves = kHalves_,
-                       kTokensOfHalf = kTokens / kHalves;  // one is multiplied while the other is scaled
-  static constexpr int kPerSm = kTokens <= 32 ? 2 : 1;
-  static constexpr int kMultiplierRegisters = kPerSm == 2 ? 96 : 208, kOtherRegisters = kPerSm == 2 ? 48 : 88;
+  static constexpr bool kFew = kTokens <= 32;  // for which mma.sync takes fewer instructions than wgmma
+  static constexpr int kParts = kFew ? 2 : 1;  // of the columns, which eight warps each multiply
+  static constexpr int kMultipliers = 256 * kParts;
+  static constexpr int kPreparers = kTokens == 16 ? 7 : 3;  // warps
+  static constexpr int kThreads = kMultipliers + 32 * (kPreparers + 1);
   static constexpr int kXBytes = kTokens * kUnit * 2;          // of a unit
   static constexpr int kBlockBytes = 2 * Code::kPlanes * 512;  // of 16 rows of the weight
   static constexpr int kCodesAt = 2 * kXBytes, kScalesAt = kCodesAt + kRows / 16 * kBlockBytes;
-  static constexpr int kWholeBytes = kTokens * kRows * 4;  // sums of the segments so far
+  static constexpr bool kMaySplit = kTokens <= 64;
+  static constexpr int kSumBytes = kTokens * kPitch * 4;
+};
+
+struct Range {
+  int begin, end;
 };
 
 struct Problem {
-  CUtensorMap x;
+  CUtensorMap x, codes;
   PackedWeight weight;
   const void* from;
   void* out;
@@ -56,8 +66,8 @@ struct Problem {
   int tokens;         // of a tile
   uint32_t row_tiles, token_tiles;
   int bands, groups, blocks;  // of 32 rows; of columns; of 256 columns
-  int segments, splits;       // of the columns; blocks of a cluster, 1 or as many
-  int sharers;                // blocks of a cluster that have the same tokens: 2 read half of x each for both
+  int segments, splits;       // of the columns; blocks of a cluster, which have some segments each
+  int each;                   // segments of a part
   int steps, items;           // of 16 columns that are scaled together: 1, 2, 4 or 8; such in a stage
   int stages, stage_bytes, minima_at, sums_at;
   bool gathers;       // rows of x are copied one by one, not by the tensor map
@@ -81,6 +91,9 @@ struct Problem {
   __device__ int begin(int segment) const {
     return static_cast<int>((weight.padded_k + kColumns - 1) / kColumns) * segment / segments;
   }
+  // Several blocks or parts have sums; otherwise one adds them up as they come.
+  __device__ bool keeps() const { return each < segments; }
+  __device__ Range range(int part) const { return {begin(part * each), begin((part + 1) * each)}; }
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
@@ -118,45 +131,40 @@ struct Ring {
   __device__ uint32_t at(const Turn& turn) const { return data + turn.stage * stage_bytes; }
 };
 
-__device__ inline void copy_bytes(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
-}
-
-// One warp: codes and x.
-template <class S>
-__device__ void fill(const Problem& p, const Ring& ring, uint32_t row_tile, uint32_t token_tile, int rank, int begin,
-                     int end, int64_t shift) {
-  constexpr int kPlaneBytes = S::Code::kPlanes * 512;
-  const int lane = threadIdx.x % 32, units = static_cast<int>(p.weight.padded_k / kUnit);
-  const int64_t block =
-      min(int64_t{row_tile} * 8 + lane % 8, p.weight.padded_n() / 16 - 1);  // later ones are not stored
-  const uint8_t* const codes = p.weight.codes + shift + block * units * kPlaneBytes;
+// Calls with(stage of the weight, its turn) in the order of the ring: the parts of a block take turns.
+//
+// A barrier tells only the parity of a phase.  So whoever waits for one takes part in each of its phases: a place in the ring is
+// always of the same part, whose number divides that of the places, and of the same preparing warp.
+template <class S, class With>
+__device__ void for_stages(const Problem& p, int split, With&& with) {
+  const Range range = p.range(split * S::kParts), last = p.range(split * S::kParts + S::kParts - 1);
+  const int count = max(range.end - range.begin, last.end - last.begin) * S::kParts;
   Turn turn;
 #pragma unroll 1
-  for (int i = begin; i < end; ++i, turn.advance(1, p.stages)) {
-    const uint32_t stage = ring.at(turn), full = ring.full + turn.stage * 8;
-    const int bytes = min(units - 2 * i, 2) * kPlaneBytes;
-    if (p.sharers > 1) {
-      cluster_await(ring.empty + turn.stage * 8, turn.parity ^ 1);
-    } else {
-      mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
-    }
-    if (lane == 0) cluster_expect(full, 8 * bytes + (p.gathers ? 0 : 2 * S::kXBytes));
-    __syncwarp();
-    if (lane < 8) {
-      copy_bytes(stage + S::kCodesAt + lane * S::kBlockBytes, codes + int64_t{2 * i} * kPlaneBytes, bytes, full);
-    } else if (lane < 10 && !p.gathers) {
-      const int unit = lane - 8, first_token = static_cast<int>(token_tile) * S::kTokens;
-      if (p.sharers == 1) {
-        copy_box(stage + unit * S::kXBytes, p.x, {(2 * i + unit) * 128, first_token}, full);
-      } else if (unit == rank) {
-        copy_box_to_all(stage + unit * S::kXBytes, p.x, {(2 * i + unit) * 128, first_token}, full, 3);
-      }
-    }
-    __syncwarp();
+  for (int i = 0; i < count; ++i, turn.advance(1, p.stages)) {
+    const Range& own = i % S::kParts == 0 ? range : last;
+    const int stage = own.begin + i / S::kParts;
+    if (stage < own.end) with(stage, turn);
   }
+}
+
+// One thread: codes and x.
+template <class S>
+__device__ void fill(const Problem& p, const Ring& ring, uint32_t row_tile, uint32_t token_tile, int split,
+                     int32_t weight) {
+  constexpr int kCodeBytes = kRows / 16 * S::kBlockBytes;
+  const int first_block = static_cast<int>(row_tile) * (kRows / 16);
+  const int first_token = static_cast<int>(token_tile) * S::kTokens;
+  const uint32_t bytes = kCodeBytes + (p.gathers ? 0 : 2 * S::kXBytes);
+  for_stages<S>(p, split, [&](int i, const Turn& turn) {
+    const uint32_t stage = ring.at(turn), full = ring.full + turn.stage * 8;
+    mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
+    cluster_expect(full, bytes);
+    copy_box(stage + S::kCodesAt, p.codes, {i * 256, first_block, weight}, full);
+    if (p.gathers) return;
+    copy_box(stage, p.x, {2 * i * 128, first_token}, full);
+    copy_box(stage + S::kXBytes, p.x, {(2 * i + 1) * 128, first_token}, full);
+  });
 }
 
 // What the tensor map cannot describe of x.
@@ -200,7 +208,7 @@ __device__ void copy_rows(const Problem& p, const int64_t (&rows)[S::kTokens], u
 template <class S>
 __device__ void sum_x(const Problem& p, uint32_t stage) {
   using T = typename S::Element;
-  constexpr int kTiles = S::kTokens / 8, kAtOnce = S::kTokens >= 64 ? 4 : 2;
+  constexpr int kTiles = S::kTokens / 8, kAtOnce = S::kFew ? 2 : 4;
   constexpr uint32_t kOnes = kIsHalf<T> ? 0x3c003c00u : 0x3f803f80u;
   constexpr uint32_t kAll[4] = {kOnes, kOnes, kOnes, kOnes};
   const int lane = threadIdx.x % 32;
@@ -235,41 +243,41 @@ __device__ void sum_x(const Problem& p, uint32_t stage) {
   }
 }
 
-// Three warps, each for a stage of three: what sums are multiplied by, of which a lane has four rows of the weight, and rows
-// of x.
+// What sums are multiplied by, of which a lane has four rows of the weight, and rows of x, for each kPreparers-th place in the ring.
 template <class S>
 __device__ void prepare(const Problem& p, const Ring& ring, const int64_t (&rows)[S::kTokens], uint32_t row_tile,
-                        int begin, int end, int warp, int64_t shift) {
+                        int split, int warp, int64_t shift) {
+  constexpr int kAtOnce = 4;  // items, whose factors are loaded before any is wanted
   const PackedWeight& w = p.weight;
   const int lane = threadIdx.x % 32;
   const float global =
       __ldg(reinterpret_cast<const float*>(w.data + shift + PackedWeight::kGlobalScaleAt)) * S::Code::kUnit;
   const int64_t band = min(static_cast<int>(row_tile) * 4 + lane / 8, p.bands - 1);
   const int64_t factors = band * p.groups * 32 + lane % 8 * 4, supers = band * p.blocks * 32 + lane % 8 * 4;
-  Turn turn;
-  turn.advance(warp, p.stages);
+  for_stages<S>(p, split, [&](int i, const Turn& turn) {
+    if (turn.stage % S::kPreparers != warp) return;
+    const uint32_t stage = ring.at(turn), full = ring.full + turn.stage * 8;
+    RawFactors of_block;
+    load_factors_of_block(of_block, w, supers + min(i / 2, p.blocks - 1) * 32, shift);
 #pragma unroll 1
-  for (int i = begin + warp; i < end; i += 3, turn.advance(3, p.stages)) {
-    const uint32_t stage = ring.at(turn);
-    if (p.gathers) {
-      mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
-      copy_rows<S>(p, rows, stage, i * kColumns, shift);
-      cp_async_arrive(ring.full + turn.stage * 8);
-      mbarrier_arrive(ring.full + turn.stage * 8);
-    }
-#pragma unroll 1
-    for (int first = 0; first < p.items; first += 2) {
-      RawFactors raw[2];
+    for (int first = 0; first < p.items; first += kAtOnce) {
+      RawFactors raw[kAtOnce];
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
+      for (int n = 0; n < kAtOnce; ++n) {
         if (first + n >= p.items) break;
         const int column = i * kColumns + (first + n) * p.steps * 16;
-        const int64_t group = min(p.groups_by.quotient(column), p.groups - 1), block = min(column / 256, p.blocks - 1);
-        load_factors(raw[n], w, factors + group * 32, supers + block * 32, shift);
+        const int64_t group = min(p.groups_by.quotient(column), p.groups - 1);
+        raw[n] = of_block;
+        load_factors_of_group(raw[n], w, factors + group * 32, shift);
       }
       mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
+      if (p.gathers && first == 0) {
+        copy_rows<S>(p, rows, stage, i * kColumns, shift);
+        cp_async_arrive(full);
+        mbarrier_arrive(full);
+      }
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
+      for (int n = 0; n < kAtOnce; ++n) {
         if (first + n >= p.items) break;
         const uint32_t to = stage + (first + n) * kRows * 4 + lane * 16;
         float scales[4], minima[4];
@@ -285,12 +293,12 @@ __device__ void prepare(const Problem& p, const Ring& ring, const int64_t (&rows
       }
     }
     if (w.minima) {
-      mbarrier_wait(ring.full + turn.stage * 8, turn.parity);
+      mbarrier_wait(full, turn.parity);
       sum_x<S>(p, stage);
     }
     __syncwarp();
     if (lane == 0) mbarrier_arrive(ring.ready + turn.stage * 8);
-  }
+  });
 }
 
 __device__ inline float4 load_shared_float4(uint32_t at) {
@@ -302,112 +310,152 @@ __device__ inline float2 load_shared_float2(uint32_t at) {
   return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
 }
 
-// A warpgroup's sums of 64 rows of the weight.
+// Sums of 16 rows of the weight, of a warp.
 template <class S>
 class Multiplier {
   using T = typename S::Element;
   using Code = typename S::Code;
-  static constexpr int kSums = S::kTokensOfHalf / 2;  // of a lane and a half of the tokens
+  static constexpr int kSums = S::kTokens / 2;  // of a lane
 
  public:
-  float total[S::kHalves][kSums] = {};
+  float total[kSums] = {};  // over a segment; in the end over all, where one block has all
 
-  __device__ Multiplier(const Problem& p, const Ring& ring, uint32_t whole, const uint32_t* table)
-      : p_(p), ring_(ring), whole_(whole + threadIdx.x * 16), table_(table) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = lane % 4;
+  // kept: where sums of segments lie
+  __device__ Multiplier(const Problem& p, const Ring& ring, uint8_t* kept, const uint32_t* table)
+      : p_(p), ring_(ring), kept_(kept), table_(table), warp_(threadIdx.x / 32 % 8) {
+    const int lane = threadIdx.x % 32, c = lane % 4;
     constexpr bool kOctets = Code::kPlanes == 2;
-    codes_at_ = S::kCodesAt + warp * S::kBlockBytes + (8 * (c / 2) + lane / 4) * 16 + (kOctets ? c % 2 * 512 : 0);
+    codes_at_ = S::kCodesAt + warp_ * S::kBlockBytes + (8 * (c / 2) + lane / 4) * 16 + (kOctets ? c % 2 * 512 : 0);
     selector_ = c % 2 == 0 ? 0x6240 : 0x7351;
-    factors_at_ = (warp / 2 * 32 + lane / 4 * 4 + warp % 2 * 2) * 4;
+    x_at_ = (lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
+    factors_at_ = (warp_ / 2 * 32 + lane / 4 * 4 + warp_ % 2 * 2) * 4;
   }
 
-  // Stages [begin, end), of segments from `segment` on.
-  __device__ void run(int begin, int end, int segment) {
+  // The part'th of all blocks of the cluster.  Inlined by order: otherwise the sums would lie in memory.
+  __device__ __forceinline__ void run(int part) {
     switch (p_.steps) {
       case 8:
-        return run_steps<8>(begin, end, segment);
+        return run_steps<8>(part);
       case 4:
-        return run_steps<4>(begin, end, segment);
+        return run_steps<4>(part);
       case 2:
-        return run_steps<2>(begin, end, segment);
+        return run_steps<2>(part);
       default:
-        return run_steps<1>(begin, end, segment);
+        return run_steps<1>(part);
     }
   }
 
   // To [token][kPitch].
   __device__ void store(float* to) const {
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+    const int lane = threadIdx.x % 32, row = warp_ * 16 + lane / 4;
 #pragma unroll
-    for (int h = 0; h < S::kHalves; ++h)
-#pragma unroll
-      for (int i = 0; i < kSums; ++i)
-        to[(h * S::kTokensOfHalf + i / 4 * 8 + lane % 4 * 2 + i % 2) * kPitch + row + i / 2 % 2 * 8] = total[h][i];
+    for (int i = 0; i < kSums; ++i) to[(i / 4 * 8 + lane % 4 * 2 + i % 2) * kPitch + row + i / 2 % 2 * 8] = total[i];
   }
 
  private:
   // kSteps: of 16 columns, that are scaled together.
   template <int kSteps>
-  __device__ void run_steps(int begin, int end, int segment) {
-    if (begin == end) return;
+  __device__ __forceinline__ void run_steps(int part) {
+    const Range range = p_.range(part);
+    int segment = part * p_.each, segment_end = p_.begin(segment + 1);
+    const auto end_segment = [&] {
+      if (S::kMaySplit && p_.keeps()) {
+        keep(segment % (p_.each * S::kParts));
+      } else {
+        join(segment);
+      }
+      ++segment;
+      segment_end = p_.begin(segment + 1);
+    };
+    while (segment_end == range.begin && segment < (part + 1) * p_.each) end_segment();  // nothing to sum
+    if (range.begin == range.end) return;
     Turn turn;
-    wait_full(turn);
-    decode(a_[0], ring_.data, 0);
-    if constexpr (kSteps == 8)
-#pragma unroll
-      for (int h = 0; h < S::kHalves; ++h) multiply<0, 4>(h, a_[0], ring_.data, true);
-    int segment_end = p_.begin(segment + 1);
+    turn.advance(part % S::kParts, p_.stages);
+    if constexpr (!S::kFew) {
+      wait_full(turn);
+      decode(a_[0], ring_.data, 0);
+      if constexpr (kSteps == 8) multiply<0, 4>(a_[0], ring_.data, true);
+    }
     const auto end_stage = [&](int i) {
       __syncwarp();
-      const int lane = threadIdx.x % 32;
-      if (p_.sharers == 1) {
-        if (lane == 0) mbarrier_arrive(ring_.empty + turn.stage * 8);
-      } else if (lane < 2) {
-        cluster_arrive(cluster_address(ring_.empty + turn.stage * 8, lane));
-      }
-      turn.advance(1, p_.stages);
-      if (p_.splits == 1 && i + 1 == segment_end) {
-        join(segment++);
-        segment_end = p_.begin(segment + 1);
-      }
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(ring_.empty + turn.stage * 8);
+      turn.advance(S::kParts, p_.stages);
+      if (i + 1 == segment_end) end_segment();
     };
+    if constexpr (S::kFew) {
 #pragma unroll 1
-    for (int i = begin; i < end - 1; ++i) {
-      run_stage<kSteps, false>(turn);
-      end_stage(i);
+      for (int i = range.begin; i < range.end; ++i) {
+        run_stage_at_once<kSteps>(turn);
+        end_stage(i);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = range.begin; i < range.end - 1; ++i) {
+        run_stage<kSteps, false>(turn);
+        end_stage(i);
+      }
+      run_stage<kSteps, true>(turn);
+      end_stage(range.end - 1);
     }
-    run_stage<kSteps, true>(turn);
-    end_stage(end - 1);
+  }
+
+  template <int kSteps>
+  __device__ __forceinline__ void run_stage_at_once(const Turn& turn) {
+    const uint32_t stage = ring_.at(turn);
+    wait_full(turn);
+#pragma unroll
+    for (int unit = 0; unit < 2; ++unit) {
+      decode(a_[0], stage, unit);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        constexpr int kMask = kSteps - 1;
+        const int step = unit * 4 + j;
+        multiply_at_once(a_[0][j], stage + unit * S::kXBytes, j, (step & kMask) == 0);
+        if ((step & kMask) != kMask) continue;
+        if (step == kMask) mbarrier_wait(ring_.ready + turn.stage * 8, turn.parity);
+        add_scaled(read(stage, step / kSteps), stage, step / kSteps);
+      }
+    }
+  }
+
+  // By mma.sync, in the same order as wgmma.
+  __device__ void multiply_at_once(const uint32_t (&a)[4], uint32_t x, int j, bool anew) {
+#pragma unroll
+    for (int t = 0; t < S::kTokens / 8; t += 2) {
+      uint32_t b[4];
+      ldmatrix_x4(b, ((x + x_at_) ^ j * 32) + t * 8 * 128);
+#pragma unroll
+      for (int next = 0; next < 2; ++next) {
+        float (&sum)[4] = reinterpret_cast<float (&)[4]>(sum_[(t + next) * 4]);
+        if (anew) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+        mma_16x8x16<T>(sum, a, b[2 * next], b[2 * next + 1]);
+      }
+    }
   }
 
   // The first codes of the stage are decoded; decodes those of the next one, and of groups of a whole stage begins to sum them.
   template <int kSteps, bool kLast>
-  __device__ void run_stage(const Turn& turn) {
+  __device__ __forceinline__ void run_stage(const Turn& turn) {
     const uint32_t stage = ring_.at(turn);
     Turn next = turn;
     next.advance(1, p_.stages);
     const uint32_t next_stage = ring_.at(next);
     if constexpr (kSteps == 8) {
       decode(a_[1], stage, 1);
-#pragma unroll
-      for (int h = 0; h < S::kHalves; ++h) multiply<0, 4>(h, a_[1], stage + S::kXBytes, false);
+      multiply<0, 4>(a_[1], stage + S::kXBytes, false);
       if constexpr (!kLast) {
-        wgmma_wait<S::kHalves>();  // of the first unit
+        wgmma_wait<1>();  // of the first unit
         wait_full(next);
         decode(a_[0], next_stage, 0);
       }
       mbarrier_wait(ring_.ready + turn.stage * 8, turn.parity);
       const Factors factors = read(stage, 0);
-#pragma unroll
-      for (int h = 0; h < S::kHalves; ++h) {
-        wgmma_wait<kLast ? 0 : S::kHalves - 1>();
-        add_scaled(h, factors, stage, 0);
-        if constexpr (!kLast) multiply<0, 4>(h, a_[0], next_stage, true);
-      }
+      wgmma_wait<0>();
+      add_scaled(factors, stage, 0);
+      if constexpr (!kLast) multiply<0, 4>(a_[0], next_stage, true);
     } else {
       constexpr int kItems = 8 / kSteps;
-#pragma unroll
-      for (int h = 0; h < S::kHalves; ++h) multiply_item<kSteps>(h, stage, 0);
+      multiply_item<kSteps>(stage, 0);
       decode(a_[1], stage, 1);
       mbarrier_wait(ring_.ready + turn.stage * 8, turn.parity);
 #pragma unroll
@@ -417,23 +465,16 @@ class Multiplier {
           decode(a_[0], next_stage, 0);
         }
         const Factors factors = read(stage, item);
-#pragma unroll
-        for (int h = 0; h < S::kHalves; ++h) {
-          if (item + 1 < kItems || h + 1 < S::kHalves) {
-            wgmma_wait<S::kHalves - 1>();
-          } else {
-            wgmma_wait<0>();
-          }
-          add_scaled(h, factors, stage, item);
-          if (item + 1 < kItems) multiply_item<kSteps>(h, stage, item + 1);
-        }
+        wgmma_wait<0>();
+        add_scaled(factors, stage, item);
+        if (item + 1 < kItems) multiply_item<kSteps>(stage, item + 1);
       }
     }
   }
 
   __device__ void wait_full(const Turn& turn) const {
     mbarrier_wait(ring_.full + turn.stage * 8, turn.parity);
-    if (p_.gathers) fence_async_proxy();  // cp.async writes like an ordinary store
+    if (!S::kFew && p_.gathers) fence_async_proxy();  // cp.async writes like an ordinary store
   }
 
   // Codes of a unit to fragments of its four steps.
@@ -453,40 +494,39 @@ class Multiplier {
   }
 
   template <int kSteps>
-  __device__ void multiply_item(int h, uint32_t stage, int item) {
+  __device__ void multiply_item(uint32_t stage, int item) {
     const int step = item * kSteps, unit = step / 4;
     const uint32_t x = stage + unit * S::kXBytes;
     if constexpr (kSteps == 4) {
-      multiply<0, 4>(h, a_[unit], x, true);
+      multiply<0, 4>(a_[unit], x, true);
     } else if constexpr (kSteps == 2) {
       if (step % 4 == 0) {
-        multiply<0, 2>(h, a_[unit], x, true);
+        multiply<0, 2>(a_[unit], x, true);
       } else {
-        multiply<2, 2>(h, a_[unit], x, true);
+        multiply<2, 2>(a_[unit], x, true);
       }
     } else {
       if (step % 4 == 0) {
-        multiply<0, 1>(h, a_[unit], x, true);
+        multiply<0, 1>(a_[unit], x, true);
       } else if (step % 4 == 1) {
-        multiply<1, 1>(h, a_[unit], x, true);
+        multiply<1, 1>(a_[unit], x, true);
       } else if (step % 4 == 2) {
-        multiply<2, 1>(h, a_[unit], x, true);
+        multiply<2, 1>(a_[unit], x, true);
       } else {
-        multiply<3, 1>(h, a_[unit], x, true);
+        multiply<3, 1>(a_[unit], x, true);
       }
     }
   }
 
   // x: the address of the unit's
   template <int kFirst, int kCount>
-  __device__ void multiply(int h, const uint32_t (&a)[4][4], uint32_t x, bool anew) {
-    const uint64_t matrix = wgmma_matrix(x + h * S::kTokensOfHalf * 128, 1024);
-    if (anew) wgmma_pin(sum_[h]);
+  __device__ void multiply(const uint32_t (&a)[4][4], uint32_t x, bool anew) {
+    const uint64_t matrix = wgmma_matrix(x, 1024);
+    if (anew) wgmma_pin(sum_);
     wgmma_begin();
 #pragma unroll
     for (int j = kFirst; j < kFirst + kCount; ++j)
-      Wgmma<T, S::kTokensOfHalf>::template rs<kAlong>(sum_[h], a[j], wgmma_further(matrix, j * 32),
-                                                      j > kFirst || !anew);
+      Wgmma<T, S::kTokens>::template rs<kAlong>(sum_, a[j], wgmma_further(matrix, j * 32), j > kFirst || !anew);
     wgmma_commit();
   }
 
@@ -501,52 +541,57 @@ class Multiplier {
     return factors;
   }
 
-  __device__ void add_scaled(int h, const Factors& factors, uint32_t stage, int item) {
-    wgmma_pin(sum_[h]);
+  __device__ void add_scaled(const Factors& factors, uint32_t stage, int item) {
+    if constexpr (!S::kFew) wgmma_pin(sum_);
 #pragma unroll
-    for (int i = 0; i < kSums; ++i)
-      total[h][i] = fmaf(i / 2 % 2 ? factors.scale.y : factors.scale.x, sum_[h][i], total[h][i]);
+    for (int i = 0; i < kSums; ++i) total[i] = fmaf(i / 2 % 2 ? factors.scale.y : factors.scale.x, sum_[i], total[i]);
     if (!p_.weight.minima) return;
-    const uint32_t sums = stage + p_.sums_at + (item * S::kTokens + h * S::kTokensOfHalf + threadIdx.x % 4 * 2) * 4;
+    const uint32_t sums = stage + p_.sums_at + (item * S::kTokens + threadIdx.x % 4 * 2) * 4;
 #pragma unroll
     for (int i = 0; i < kSums; i += 4) {
       const float2 of_x = load_shared_float2(sums + i / 4 * 32);
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        total[h][i + e] = fmaf(e / 2 ? factors.minimum.y : factors.minimum.x, e % 2 ? of_x.y : of_x.x, total[h][i + e]);
+        total[i + e] = fmaf(e / 2 ? factors.minimum.y : factors.minimum.x, e % 2 ? of_x.y : of_x.x, total[i + e]);
     }
+  }
+
+  // Those of a segment, for who adds up those of all.
+  __device__ void keep(int piece) {
+    store(reinterpret_cast<float*>(kept_ + piece * S::kSumBytes));
+#pragma unroll
+    for (float& x : total) x = 0.0f;
   }
 
   // Adds those of a segment to those of the segments before.
   __device__ void join(int segment) {
-    if (p_.segments == 1) return;
     const bool is_first = segment == 0, is_last = segment == p_.segments - 1;
+    const uint32_t whole = shared_address(kept_) + threadIdx.x * 16;
 #pragma unroll
-    for (int h = 0; h < S::kHalves; ++h)
-#pragma unroll
-      for (int i = 0; i < kSums; i += 4) {
-        const uint32_t own = whole_ + (h * kSums + i) / 4 * kMultipliers * 16;
-        float* const mine = total[h] + i;
-        if (!is_first) {
-          const float4 sum = load_shared_float4(own);
-          mine[0] = sum.x + mine[0];
-          mine[1] = sum.y + mine[1];
-          mine[2] = sum.z + mine[2];
-          mine[3] = sum.w + mine[3];
-        }
-        if (is_last) continue;
-        store_shared(own, make_uint4(__float_as_uint(mine[0]), __float_as_uint(mine[1]), __float_as_uint(mine[2]),
-                                     __float_as_uint(mine[3])));
-        mine[0] = mine[1] = mine[2] = mine[3] = 0.0f;
+    for (int i = 0; i < kSums; i += 4) {
+      const uint32_t own = whole + i / 4 * S::kMultipliers * 16;
+      float* const mine = total + i;
+      if (!is_first) {
+        const float4 sum = load_shared_float4(own);
+        mine[0] = sum.x + mine[0];
+        mine[1] = sum.y + mine[1];
+        mine[2] = sum.z + mine[2];
+        mine[3] = sum.w + mine[3];
       }
+      if (is_last) continue;
+      store_shared(own, make_uint4(__float_as_uint(mine[0]), __float_as_uint(mine[1]), __float_as_uint(mine[2]),
+                                   __float_as_uint(mine[3])));
+      mine[0] = mine[1] = mine[2] = mine[3] = 0.0f;
+    }
   }
 
   const Problem& p_;
   const Ring& ring_;
-  const uint32_t whole_;
+  uint8_t* const kept_;
   const uint32_t* const table_;
-  uint32_t codes_at_, selector_, factors_at_;
-  float sum_[S::kHalves][kSums];
+  const int warp_;
+  uint32_t codes_at_, selector_, x_at_, factors_at_;
+  float sum_[kSums];
   uint32_t a_[2][4][4];
 };
 
@@ -559,7 +604,7 @@ __device__ inline float4 load_cluster_float4(uint32_t address) {
   return v;
 }
 
-// Rounds sums [token][kPitch], added up over the blocks of the cluster, to rows of out; this block writes each `splits`-th.
+// Rounds sums [piece][token][kPitch], added up over the pieces of all blocks of the cluster, to rows of out: each `splits`-th.
 template <class S>
 __device__ void write(const Problem& p, const int32_t (&of_out)[S::kTokens], uint32_t sums, int64_t first_row, int rank,
                       int32_t weight) {
@@ -572,23 +617,31 @@ __device__ void write(const Problem& p, const int32_t (&of_out)[S::kTokens], uin
   for (int i = 0; i < 4; ++i)
     if (p.bias && i < rows) of_row[i] = to_float(static_cast<const T*>(p.bias)[weight * p.map.bias_stride + n + i]);
 #pragma unroll 1
-  for (int token = threadIdx.x / 32 * splits + rank; token < p.tokens; token += kMultipliers / 32 * splits) {
+  for (int token = threadIdx.x / 32 * splits + rank; token < p.tokens; token += S::kMultipliers / 32 * splits) {
     const int row = of_out[token];
     if (row < 0) continue;
     const uint32_t at = sums + (token * kPitch + lane * 4) * 4;
-    float4 sum = splits == 1 ? load_shared_float4(at) : load_cluster_float4(cluster_address(at, 0));
-    if (splits > 1) {
-      float4 others[kMostSegments - 1];
+    float4 sum;
+    if (!p.keeps()) {
+      sum = load_shared_float4(at);
+    } else {
+      const int pieces = p.each * S::kParts;  // of a block
+      float4 pieces_of[kMostSegments];
+#pragma unroll
+      for (int s = 0; s < kMostSegments; ++s)
+        if (s < p.segments) {
+          const uint32_t piece = at + s % pieces * S::kSumBytes;
+          pieces_of[s] =
+              splits == 1 ? load_shared_float4(piece) : load_cluster_float4(cluster_address(piece, s / pieces));
+        }
+      sum = pieces_of[0];
 #pragma unroll
       for (int s = 1; s < kMostSegments; ++s)
-        if (s < splits) others[s - 1] = load_cluster_float4(cluster_address(at, s));
-#pragma unroll
-      for (int s = 1; s < kMostSegments; ++s)
-        if (s < splits) {
-          sum.x += others[s - 1].x;
-          sum.y += others[s - 1].y;
-          sum.z += others[s - 1].z;
-          sum.w += others[s - 1].w;
+        if (s < p.segments) {
+          sum.x += pieces_of[s].x;
+          sum.y += pieces_of[s].y;
+          sum.z += pieces_of[s].z;
+          sum.w += pieces_of[s].w;
         }
     }
     const float factor = p.map.factor_of(row);
@@ -607,7 +660,7 @@ __device__ void write(const Problem& p, const int32_t (&of_out)[S::kTokens], uin
 #endif
 
 template <class S>
-__global__ void __launch_bounds__(kThreads, S::kPerSm) packed_gemm_sm90_kernel(const __grid_constant__ Problem p) {
+__global__ void __launch_bounds__(S::kThreads, 1) packed_gemm_sm90_kernel(const __grid_constant__ Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using T = typename S::Element;
   extern __shared__ uint8_t unaligned[];
@@ -623,17 +676,17 @@ __global__ void __launch_bounds__(kThreads, S::kPerSm) packed_gemm_sm90_kernel(c
       mbarrier_init(ring.full + i * 8,
                     p.gathers ? 1 + 2 * 32 : 1);  // with gathers, each lane of a warp, and its copies
       mbarrier_init(ring.ready + i * 8, 1);
-      mbarrier_init(ring.empty + i * 8, kMultipliers / 32 * p.sharers);
+      mbarrier_init(ring.empty + i * 8, 8);  // warps of a part
     }
     fence_async_proxy();
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    prefetch_map(p.x);
+    prefetch_map(p.codes);
+    if (!p.gathers) prefetch_map(p.x);
   }
   begin_dependent();
-  const int in_cluster = p.splits * p.sharers, rank = static_cast<int>(blockIdx.x % in_cluster);
+  const int split = static_cast<int>(blockIdx.x % p.splits);
   uint32_t row_tile, token_tile;
-  p.place(blockIdx.x / in_cluster, row_tile, token_tile);
-  if (p.sharers > 1) row_tile = 2 * row_tile + rank;
+  p.place(blockIdx.x / p.splits, row_tile, token_tile);
   const int32_t weight = p.weight_of(token_tile);
   if (weight < 0) return;  // all blocks of the cluster
   const int64_t shift = weight * p.map.weight_stride;
@@ -644,67 +697,74 @@ __global__ void __launch_bounds__(kThreads, S::kPerSm) packed_gemm_sm90_kernel(c
       table[threadIdx.x] = pack_pair<T>(__ldg(numbers + threadIdx.x % 16), __ldg(numbers + threadIdx.x / 16));
   }
   __syncthreads();
-  if (p.sharers > 1) {  // all barriers are there
-    cluster_announce();
-    cluster_wait();
-  }
-  const int segment = p.splits == 1 ? 0 : rank;
-  const int begin = p.begin(segment), end = p.begin(p.splits == 1 ? p.segments : segment + 1);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  if (warp >= kMultipliers / 32) {
-    give_registers<S::kOtherRegisters>();
-    if (warp == kMultipliers / 32) {
-      fill<S>(p, ring, row_tile, token_tile, rank, begin, end, shift);
+  if (warp >= S::kMultipliers / 32) {
+    if constexpr (!S::kFew) give_registers<88>();
+    if (warp == S::kMultipliers / 32) {
+      if (threadIdx.x % 32 == 0) fill<S>(p, ring, row_tile, token_tile, split, weight);
     } else {
-      prepare<S>(p, ring, rows.of_x, row_tile, begin, end, warp - kMultipliers / 32 - 1, shift);
+      prepare<S>(p, ring, rows.of_x, row_tile, split, warp - S::kMultipliers / 32 - 1, shift);
     }
-    if (p.splits > 1) {  // the sums of all blocks are there, and have been read
+    if (p.splits > 1) {  // the sums of all blocks are there
       __syncwarp();
       cluster_announce_all();
       cluster_wait();
-      cluster_announce();
-      cluster_wait();
-    }
-    if (p.sharers > 1) {  // nobody copies to this block any more, or arrives at its barriers
-      __syncwarp();
-      cluster_announce();
-      cluster_wait();
     }
   } else {
-    take_registers<S::kMultiplierRegisters>();
+    if constexpr (!S::kFew) take_registers<208>();
+    uint8_t* const ring_memory = unaligned + (data - start);
+    uint8_t* const kept = ring_memory + p.stages * p.stage_bytes;
     {
-      Multiplier<S> multiplier(p, ring, data + p.stages * p.stage_bytes, table);
-      multiplier.run(begin, end, segment);
-      named_barrier_sync(1, kMultipliers);  // all have done with the ring
-      multiplier.store(reinterpret_cast<float*>(unaligned + (data - start)));
+      Multiplier<S> multiplier(p, ring, kept, table);
+      multiplier.run(S::kParts == 1 ? split : split * S::kParts + warp / 8);
+      if (!p.keeps()) {
+        named_barrier_sync(1, S::kMultipliers);  // all have done with the ring
+        multiplier.store(reinterpret_cast<float*>(ring_memory));
+      }
     }
     if (p.splits > 1) {
       cluster_announce_all();
       cluster_wait();
     } else {
-      named_barrier_sync(1, kMultipliers);
+      named_barrier_sync(1, S::kMultipliers);
     }
-    write<S>(p, rows.of_out, data, int64_t{row_tile} * kRows, p.splits > 1 ? rank : 0, weight);
-    if (in_cluster > 1) {
-      __syncwarp();
-      cluster_announce();
-      cluster_wait();
-    }
+    const uint32_t sums = p.keeps() ? data + p.stages * p.stage_bytes : data;
+    write<S>(p, rows.of_out, sums, int64_t{row_tile} * kRows, split, weight);
+  }
+  if (p.splits > 1) {  // nobody reads here any more
+    __syncwarp();
+    cluster_announce();
+    cluster_wait();
   }
 #endif
 }
 
 // Of the columns: what is summed in which order depends on this alone, not on the number of tokens.
 int segments_of(const PackedWeight& w, int64_t row_tiles, int sms) {
-  const int64_t stages = (w.padded_k + kColumns - 1) / kColumns;
-  int segments = 1;
-  while (segments < kMostSegments && row_tiles * segments * 10 < int64_t{sms} * 16 && stages >= 8 * segments)
-    segments *= 2;
-  return segments;
+  return row_tiles * 2 <= sms && w.padded_k >= 4 * kColumns ? kMostSegments : 2;
+}
+
+// Lines of the codes of 16 rows, of each weight.
+template <class S>
+bool make_codes_map(CUtensorMap& map, const PackedGemmArgs& args) {
+  const PackedWeight& w = args.weight;
+  constexpr int kPlanes = S::Code::kPlanes;
+  const int64_t units = w.padded_k / kUnit, blocks = w.padded_n() / 16, line = units * kPlanes * 512;
+  const bool several = args.map.rows && args.map.num_weights > 1;
+  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(units * 128), static_cast<cuuint64_t>(blocks),
+                               static_cast<cuuint64_t>(several ? args.map.num_weights : 1)};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(line),
+                                 static_cast<cuuint64_t>(several ? args.map.weight_stride : line * blocks)};
+  const cuuint32_t box[3] = {256, kRows / 16, 1}, steps[3] = {1, 1, 1};
+  const auto encode = tensor_map_encoder();
+  return encode && encode(&map, kPlanes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT32 : CU_TENSOR_MAP_DATA_TYPE_UINT64, 3,
+                          const_cast<uint8_t*>(w.codes), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                          CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 template <class S>
-void launch_shape(const PackedGemmArgs& args, const Launch& launch, bool split) {
+void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) {
   const PackedWeight& w = args.weight;
   const TileMap& map = args.map;
   const int64_t per_block = map.rows ? map.block_size & -map.block_size : S::kTokens;
@@ -717,11 +777,14 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, bool split) 
   };
   const int64_t x_stride = map.rows || args.num_rows > 1 ? args.x_stride : (w.k + 7) / 8 * 8;
   const int segments = segments_of(w, row_tiles, num_sms(launch.device));
+  if (splits > segments / S::kParts) splits = segments / S::kParts;
   CUtensorMap x_map{};
   const bool gathers = map.rows || w.columns || w.k == 0 || !aligned(args.x, x_stride, 8) ||
                        !make_tensor_map(x_map, args.x, w.k * 2, args.num_rows, x_stride * 2, S::kTokens);
-  const bool shares = false;
+  CUtensorMap codes{};
+  if (w.padded_k > 0 && !make_codes_map<S>(codes, args)) fail(PYKV_RUNTIME_ERROR, "packed_gemm: no tensor map");
   Problem p{.x = x_map,
+            .codes = codes,
             .weight = w,
             .from = args.x,
             .out = args.out,
@@ -733,14 +796,14 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, bool split) 
             .rows = TileRows(map, tokens),
             .groups_by = Divider(w.group_size),
             .tokens = tokens,
-            .row_tiles = static_cast<uint32_t>(shares ? (row_tiles + 1) / 2 : row_tiles),
+            .row_tiles = static_cast<uint32_t>(row_tiles),
             .token_tiles = static_cast<uint32_t>(token_tiles),
             .bands = static_cast<int>(w.padded_n() / 32),
             .groups = static_cast<int>(w.groups()),
             .blocks = static_cast<int>((w.padded_k + 255) / 256),
             .segments = segments,
-            .splits = split ? segments : 1,
-            .sharers = shares ? 2 : 1,
+            .splits = splits,
+            .each = segments / splits / S::kParts,
             .steps = w.group_size % kColumns == 0 ? 8 : w.steps_of_a_group(),
             .items = 0,
             .stages = 0,
@@ -755,10 +818,12 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, bool split) 
   p.sums_at = p.minima_at + (w.minima ? p.items * kRows * 4 : 0);
   p.stage_bytes = p.sums_at + (w.minima ? p.items * S::kTokens * 4 : 0);
   p.stage_bytes = (p.stage_bytes + kAlignment - 1) / kAlignment * kAlignment;
-  const int whole = p.segments > p.splits ? S::kWholeBytes : 0;
-  const int most = (kSharedOfSm - (S::kPerSm - 1) * 1024) / S::kPerSm - kAlignment - kStatic - whole;
+  // Sums of segments: of each that this block has, or of those so far.
+  const int whole = p.each < segments ? segments / splits * S::kSumBytes : S::kTokens * kRows * 4;
+  const int most = kSharedOfSm - kAlignment - kStatic - whole;
   p.stages = most / p.stage_bytes < kMostStages ? most / p.stage_bytes : kMostStages;
-  const int64_t blocks = int64_t{p.row_tiles} * token_tiles * p.splits * p.sharers;
+  p.stages -= p.stages % S::kParts;
+  const int64_t blocks = row_tiles * token_tiles * splits;
   if (blocks > INT32_MAX || row_tiles * 8 > INT32_MAX || args.num_rows > INT32_MAX - S::kTokens)
     fail(PYKV_VALUE_ERROR, "x: has too many rows: %lld", static_cast<long long>(args.num_rows));
   int bytes = kAlignment + p.stages * p.stage_bytes + whole;
@@ -770,14 +835,14 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, bool split) 
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(p.splits * p.sharers), 1, 1};
+  attributes[1].val.clusterDim = {static_cast<unsigned>(splits), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(S::kThreads);
   config.dynamicSmemBytes = static_cast<size_t>(bytes);
   config.stream = stream_of(launch);
   config.attrs = attributes;
-  config.numAttrs = p.splits * p.sharers > 1 ? 2 : 1;
+  config.numAttrs = splits > 1 ? 2 : 1;
   cuda_check(cudaLaunchKernelEx(&config, kernel, p), "packed_gemm");
 }
 
@@ -790,12 +855,13 @@ void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
     return row_tiles *
            (map.rows ? map.num_blocks * map.block_size / (tokens < of ? tokens : of) : (args.num_rows + of - 1) / of);
   };
-  const auto run = [&]<int kTokens, int kHalves>() {
-    launch_shape<Shape<T, kKind, kTokens, kHalves>>(args, launch, tiles(kTokens) * 2 <= sms);
+  const auto run = [&]<int kTokens>() {
+    launch_shape<Shape<T, kKind, kTokens>>(args, launch, kTokens <= 64 && tiles(kTokens) * 2 <= sms ? 2 : 1);
   };
-  if (tokens <= 16) return run.template operator()<16, 1>();
-  if (tokens <= 64 || tiles(64) <= sms) return run.template operator()<64, 1>();
-  run.template operator()<128, 1>();
+  if (tokens <= 16) return run.template operator()<16>();
+  if (tokens <= 32) return run.template operator()<32>();
+  if (tokens <= 64 || tiles(64) <= sms) return run.template operator()<64>();
+  run.template operator()<128>();
 }
 
 }  // namespace packed_gemm_sm90
