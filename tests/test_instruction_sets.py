@@ -1,4 +1,4 @@
-"""The CPU twins are compiled for several instruction sets; the machine's own choice runs in all other tests, the lesser ones here."""
+"""The CPU twins are compiled for several instruction sets: the machine's own choice runs elsewhere, the lesser ones here."""
 
 from __future__ import annotations
 
