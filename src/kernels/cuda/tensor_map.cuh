@@ -94,15 +94,6 @@ __device__ inline void copy_box_to_all(uint32_t to, const CUtensorMap& map, cons
       "h"(static_cast<uint16_t>(blocks))
       : "memory");
 }
-__device__ inline void copy_box_to_all(uint32_t to, const CUtensorMap& map, const int (&at)[5], uint32_t barrier,
-                                       int blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
-      "{%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to),
-      "l"(reinterpret_cast<uint64_t>(&map)), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]), "r"(barrier),
-      "h"(static_cast<uint16_t>(blocks))
-      : "memory");
-}
 
 __device__ inline void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");
