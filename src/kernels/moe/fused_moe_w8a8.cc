@@ -1,5 +1,6 @@
 #include "moe/fused_moe_w8a8.h"
 
+#include <cmath>
 #include <memory>
 
 #include "moe/layer_inputs.h"
@@ -99,8 +100,9 @@ RowCoder row_coder(const Layer& layer, const ScaledMmArgs& product, const Quanti
   coder.groups.dtype = coder.rows.dtype = coder.number.dtype = layer.from.type();
   coder.groups.codes = coder.rows.codes = coder.number.codes = codes;
   coder.groups.source = source;
-  coder.groups.rule = {ScaleKind::kFloat, ExponentRule::kCeil, largest_code(codes), 1e-10f, largest_exponent(codes)};
-  coder.groups.global = {nullptr, 1.0f};
+  coder.groups.rule = {ScaleKind::kFloat, ExponentRule::kCeil, largest_code(codes), 1e-10f / largest_code(codes),
+                       largest_exponent(codes)};
+  coder.groups.given = {nullptr, INFINITY};
   coder.groups.group_size = ScaledMmArgs::kBlock;
   coder.rows.rule = product.is_int8 ? RowRule::kInt8 : RowRule::kDivide;
   coder.number.divides = product.is_int8;
