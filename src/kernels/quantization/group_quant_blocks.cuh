@@ -13,7 +13,7 @@
 
 namespace pykv {
 
-inline constexpr int kBlockThreads = 128, kUnit = 32;
+inline constexpr int kBlockThreads = 64, kUnit = 32;
 
 struct BlockPlan {
   Divider across;                 // units of a row; in tiles fours of them
