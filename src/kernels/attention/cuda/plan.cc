@@ -147,6 +147,7 @@ bool Planner::prefill(const Request& r, bool mixed) {
 // finds which sequences are which, and what part of its SMs prefill should have.  Returns false if these kernels do not suit the call.
 bool Planner::mixed(const Request& r) {
   constexpr int kFewRows = 16;
+  constexpr int kLineBlocks = 4;         // for each SM: many and short, for they take the SMs that prefill leaves
   constexpr int64_t kFewKeys = 1 << 17;  // of all heads; small calls are over sooner one after the other
   const bool suits = !r.a.batch_invariant && r.a.head_size <= 128 && may_verify(r, RowClass::kFew);
   if (!suits || r.heads() * r.max_seq_len < kFewKeys) return false;
@@ -159,6 +160,7 @@ bool Planner::mixed(const Request& r) {
   }
   Step* steps = &plan_.steps[plan_.count - 2];
   steps[1].mixed = true;
+  steps[1].grid = grid_of(kLineBlocks);
   steps[1].pieces_at =
       workspace_places(steps[0].grid, steps[0].line.rows, steps[0].line.pitch, false).end + kCountsBytes;
   combine(few);

@@ -127,7 +127,7 @@ __device__ inline void sum_of_feeders(float& x, float& y, float (&xs)[4], float 
 // Of a mixed batch: so many blocks have query tiles, the others end at once, and their SMs are for the kernel that reads the other
 // sequences' keys.  Each kernel has SMs in proportion to how long it would take on one, but prefill some more, for the other's
 // blocks are many and short, and go on where prefill has ended.
-constexpr float kReadCost = 0.55f;      // of a tile of keys, in products of it with a query tile; measured on an H200
+constexpr float kReadCost = 0.5f;       // of a tile of keys, in products of it with a query tile; measured on an H200
 constexpr float kFewestBlocks = 0.55f;  // of the device: the others draw nearly the whole bandwidth
 __device__ inline int blocks_of_prefill(const Problem& p, float (&sums)[4], float (&others)[4]) {
   float multiplied = 0, read = 0;  // tiles of keys
