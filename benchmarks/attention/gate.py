@@ -62,6 +62,8 @@ def cases() -> Iterator[tuple[str, Case, float]]:
     yield OTHER, Case("32 x 8192, 16 heads in a group", **uniform(32, 8192), kv_heads=2), 1
     yield OTHER, Case("8 x 32768, window of 4096", **uniform(8, 32768), window=4096), 1
     yield OTHER, Case("32 x 8192, pages of 1", **uniform(32, 8192), page=1), 1
+    yield OTHER, Case("64 x 8192 + 2048 on 8192", (8192,) * 64 + (10240,), (1,) * 64 + (2048,)), 1
+    yield OTHER, Case("8 x 32768 + 512 on 32768", (32768,) * 8 + (33280,), (1,) * 8 + (512,)), 1
     yield OTHER, Case("1 x 32768, one KV head", **uniform(1, 32768), heads=8, kv_heads=1), 1
 
     yield GIVEN_UP, Case("1 x 1024, batch_invariant", **uniform(1, 1024), batch_invariant=True), 1

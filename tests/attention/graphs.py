@@ -66,3 +66,39 @@ class CapturedCalls:
         self.stream.synchronize()
         want, _ = inputs.expected(b)
         assert_attention(self.cupy.asnumpy(self.out), want)
+
+
+def check_what_the_kernel_before_wrote(cupy: Any, lens: np.ndarray, b: Batch) -> None:
+    """Calls for a batch of such lengths, with lengths and tables that a kernel writes in front of each."""
+    versions = [
+        (b.block_tables, lens),
+        (np.roll(b.block_tables, 1, 0), np.roll(lens, 1)),
+        (b.block_tables, lens // 2),
+    ]
+    both = np.stack([np.column_stack((lens, table)) for table, lens in [versions[-1], *versions]]).astype(np.int32)
+    now = cupy.asarray(both)  # the first, which the kernels before write, and the versions
+    query = cupy.asarray(b.query)
+    memories = [cupy.asarray(m.view(np.uint8) if b.kind.startswith("fp8") else m) for m in b.memories]
+    caches = (cache_inputs.view(memories[0], b.layout.key), cache_inputs.view(memories[-1], b.layout.value))
+    outs = [cupy.zeros_like(query) for _ in versions]
+    mappings = [cupy.array([[i + 1, 0]]) for i in range(len(versions))]
+    cu_query_lens = None if b.cu_query_lens is None else cupy.asarray(b.cu_query_lens)
+    options = {"cu_query_lens": cu_query_lens, "kv_cache_dtype": b.kind, **b.options}
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        pykv.paged_attention(outs[0], query, *caches, now[0, :, 1:], now[0, :, 0], stream=stream, **options)
+        stream.begin_capture()
+        for out, mapping in zip(outs, mappings, strict=True):
+            pykv.copy_blocks_mla([now], mapping, stream=stream)
+            pykv.paged_attention(out, query, *caches, now[0, :, 1:], now[0, :, 0], stream=stream, **options)
+        graph = stream.end_capture()
+        for _ in range(20):
+            graph.launch(stream)
+    stream.synchronize()
+    for out, (table, these) in zip(outs, versions, strict=True):
+        want, _ = inputs.expected(
+            b.changed(block_tables=table.astype(b.block_tables.dtype), seq_lens=these.astype(b.seq_lens.dtype))
+        )
+        assert_attention(cupy.asnumpy(out), want)

@@ -21,6 +21,7 @@ def plan(
     device: str | None = None,  # that need not exist; None: the GPU that is there
     seqs: int = 1,
     tokens: int = 1,  # of each sequence
+    more: int = 0,  # tokens of some
     room: int = 1024,  # tokens of a row of block_tables
     heads: int = 32,
     kv_heads: int = 8,
@@ -44,11 +45,11 @@ def plan(
         shapes = [(64, kv_heads, head_size // x, page, x), (64, kv_heads, head_size, page)]
     return pykv.explain(
         "paged_attention",
-        *[array((seqs * tokens, heads, head_size))] * 2,
+        *[array((seqs * tokens + more, heads, head_size))] * 2,
         *(array(shape, element) for shape in shapes),
         array((seqs, room // page), "int32"),
         array((seqs,), "int32"),
-        cu_query_lens=None if tokens == 1 else array((seqs + 1,), "int32"),
+        cu_query_lens=None if tokens == 1 and more == 0 else array((seqs + 1,), "int32"),
         kv_cache_dtype=kind,
         device=device,
         **options,
@@ -78,6 +79,9 @@ def calls() -> Iterator[dict[str, Any]]:
     yield from each(few, page=(1, 12, 64), tokens=(1, 4, 16), kind=kinds[:2])
     yield from each(few, layout="packed", tokens=(1, 4, 512), kind=kinds[:2])
     yield from each(few, dtype="float32", tokens=(1, 16))
+    yield from each(sizes[3:], more=(500, 2001), kind=kinds[:2])
+    yield from each(few, more=2001, head_size=(64, 256))
+    yield from each(few, more=2001, batch_invariant=True)
     yield from each(few, softcap=30.0, tokens=(1, 512))
     yield from each(few, device="A100", tokens=(1, 4, 512), kind=kinds[:2])
 

@@ -81,10 +81,10 @@ LineBlocks line_blocks(int blocks, int64_t segments) {
 }
 
 // Where a grid of so many blocks leaves pieces, two each.
-void set_pieces(Problem& p, int grid, int rows, int pitch) {
+void set_pieces(Problem& p, int grid, int rows, int pitch, int64_t at = 0) {
   p.rows = rows;
   p.pitch = pitch;
-  char* memory = static_cast<char*>(p.a.workspace);
+  char* memory = static_cast<char*>(p.a.workspace) + at;
   const WorkspacePlaces places = workspace_places(grid, rows, pitch, p.a.batch_invariant);
   p.unfinished = reinterpret_cast<Unfinished*>(memory);
   p.partial_stats = reinterpret_cast<float2*>(memory + places.stats);
@@ -110,6 +110,7 @@ Problem problem_of(const Problem& call, const Step& s) {
   p.lengths = s.lengths;
   p.balance = s.balance;
   p.ticket = next_ticket();
+  p.mixed = s.mixed;
   p.in_parts = s.instance.kernel == KernelId::kMmaInvariant && s.instance.rows == 16;
   if (s.kv_tile > 0) {
     p.kv_tile = s.kv_tile;
@@ -122,7 +123,7 @@ Problem problem_of(const Problem& call, const Step& s) {
     p.by_grid = Divider(s.grid);
     p.line = line_blocks(s.grid, p.a.num_seqs * heads);
     p.line_of_head = line_blocks(std::max(s.grid / heads, 1), p.a.num_seqs);
-    set_pieces(p, s.grid, s.line.rows, s.line.pitch);
+    set_pieces(p, s.grid, s.line.rows, s.line.pitch, s.pieces_at);
   }
   if (s.tile_tokens > 0) p.tile_tokens = s.tile_tokens;
   if (s.block_items > 0) {
@@ -227,18 +228,24 @@ const DeviceInfo& device_info(int device) {
 }
 
 void launch_plan(const Plan& plan, const Problem& call, const Launch& launch) {
-  LeftPieces left{};
+  LeftPieces left{}, left_by_prefill{};  // the latter in a mixed batch
   for (int i = 0; i < plan.count; ++i) {
     const Step& s = plan.steps[i];
     switch (s.instance.kernel) {
       case KernelId::kClear:
         break;  // with prefill
       case KernelId::kCombine:
-        launch_after(combine_kernel<Quad>, s, launch, call.a.op, left);
+        if (s.mixed) {
+          const LeftPieces& x = left_by_prefill;
+          const int* ended = &prefill_counts(x.p, x.notes)->ended;
+          launch_after(combine_kernel<Quad>, s, launch, call.a.op, x, ended, x.notes);
+          break;
+        }
+        launch_after(combine_kernel<Quad>, s, launch, call.a.op, left, static_cast<const int*>(nullptr), 0);
         left = {};
         break;
       case KernelId::kCombineInvariant:
-        launch_after(combine_kernel<ExactQuad>, s, launch, call.a.op, left);
+        launch_after(combine_kernel<ExactQuad>, s, launch, call.a.op, left, static_cast<const int*>(nullptr), 0);
         left = {};
         break;
       default: {
@@ -248,7 +255,10 @@ void launch_plan(const Plan& plan, const Problem& call, const Launch& launch) {
         } else {
           launch_of(s.instance.kernel, p.a)(p, s, launch, left);
         }
-        if (s.line.rows > 0 && i + 1 < plan.count) left = left_pieces(p, s);  // for the next one
+        if (s.line.rows > 0 && i + 1 < plan.count) {  // for the next one
+          const bool is_prefill = s.mixed && s.instance.kernel == KernelId::kPrefill;
+          (is_prefill ? left_by_prefill : left) = left_pieces(p, s);
+        }
       }
     }
   }

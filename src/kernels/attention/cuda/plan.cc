@@ -123,8 +123,9 @@ bool Planner::some_rows(const Request& r, RowClass of) {
   return rows(r, of);
 }
 
-// Prefill on Hopper.  Returns false if these kernels do not suit the call.
-bool Planner::prefill(const Request& r) {
+// Prefill on Hopper.  mixed: another kernel is to come that runs at the same time, and then what adds up what both leave.  Returns
+// false if these kernels do not suit the call.
+bool Planner::prefill(const Request& r, bool mixed) {
   const PagedAttentionArgs& a = r.a;
   const bool exact = a.batch_invariant, plain = a.softcap == 0 && a.alibi_slopes == nullptr && a.scale > 0;
   if (r.kind != CacheKind::k16Bits || !d_.has_warpgroups || r.packed() || a.key.chunk < a.head_size || !plain ||
@@ -137,7 +138,34 @@ bool Planner::prefill(const Request& r) {
   const KernelId id = exact ? KernelId::kPrefillInvariant : KernelId::kPrefill;
   add(on_line(step_of(r, {id, head_size, s.rows}, grid_of(1), 3 * kThreads, 1, s.shared_bytes), {s.rows, head_size, 1},
               s.tile));
-  if (!always_whole(r.max_seq_len, s.tile)) combine(r);
+  plan_.steps[plan_.count - 1].mixed = mixed;
+  if (!mixed && !always_whole(r.max_seq_len, s.tile)) combine(r);
+  return true;
+}
+
+// Prompts beside sequences of few rows: by prefill and, on other SMs at the same time, by verify, which is bound by reading.  The device
+// finds which sequences are which, and what part of its SMs prefill should have.  Returns false if these kernels do not suit the call.
+bool Planner::mixed(const Request& r) {
+  constexpr int kFewRows = 16;
+  constexpr int kLineBlocks = 4;         // for each SM: many and short, for they take the SMs that prefill leaves
+  constexpr int64_t kFewKeys = 1 << 17;  // of all heads; small calls are over sooner one after the other
+  const bool suits = !r.a.batch_invariant && r.a.head_size <= 128 && may_verify(r, RowClass::kFew);
+  if (!suits || r.heads() * r.max_seq_len < kFewKeys) return false;
+  const int count = plan_.count;
+  Request prompts = r, few = r;
+  prompts.min_rows = few.max_rows = kFewRows;
+  if (!prefill(prompts, true) || !verify(few, RowClass::kFew)) {
+    plan_.count = count;
+    return false;
+  }
+  Step* steps = &plan_.steps[plan_.count - 2];
+  steps[1].mixed = true;
+  steps[1].grid = grid_of(kLineBlocks);
+  steps[1].pieces_at =
+      workspace_places(steps[0].grid, steps[0].line.rows, steps[0].line.pitch, false).end + kCountsBytes;
+  combine(few);
+  combine(prompts);
+  steps[3].mixed = true;
   return true;
 }
 
@@ -151,8 +179,12 @@ bool Planner::by_tensor_cores(Request r) {
     r.min_rows = min_rows;
     return prefill(r) || some_rows(r, class_of(RowClass::kMany));
   };
-  if (uniform_rows(r.a.num_tokens, r.a.num_seqs, r.group, r.a.head_size, rows)) return some_rows(r, class_of(rows));
+  if (uniform_rows(r.a.num_tokens, r.a.num_seqs, r.group, r.a.head_size, rows)) {
+    if (may_be_mixed(rows, r.a.num_tokens, r.a.num_seqs) && mixed(r)) return true;
+    return some_rows(r, class_of(rows));
+  }
   if (r.group > 16 || r.a.num_seqs == 1) return many(0);
+  if (mixed(r)) return true;
   if (!many(16)) return false;
   r.min_rows = 0;
   r.max_rows = 16;

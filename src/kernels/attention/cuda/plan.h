@@ -70,10 +70,13 @@ struct Step {
   int min_rows, max_rows;
   Lengths lengths;
   Balance balance;
-  int kv_tile;      // tokens, or none
-  Tiling line;      // or no rows
-  int query_rows;   // of a query tile, or none
-  int tile_tokens;  // 0: as many as fit in
+  // Prefill, the line after it, which takes the sequences of few rows at the same time, or what adds up and waits for both.
+  bool mixed;
+  int64_t pieces_at;  // bytes of the workspace in front of what a line leaves
+  int kv_tile;        // tokens, or none
+  Tiling line;        // or no rows
+  int query_rows;     // of a query tile, or none
+  int tile_tokens;    // 0: as many as fit in
   // Of clusters.
   int ways;               // beside each other, which take a sequence's query tiles in turn
   int spans, pitch;       // beside each other, which share a sequence's keys; floats in a row that each leaves

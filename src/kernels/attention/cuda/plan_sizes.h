@@ -12,7 +12,7 @@ enum class CacheKind : uint8_t { k16Bits, kE4M3, kE5M2, kInt8, kNvfp4 };
 
 // Of structures that lie in shared memory or in the workspace.
 constexpr int kUnitBytes = 64, kWalkerBytes = 176, kPlanBytes = 64, kLineShareBytes = 48, kNoteBytes = 32;
-constexpr int kPrefillBytes = 1072;
+constexpr int kPrefillBytes = 1072, kCountsBytes = 256;  // the latter with what aligns other things behind them
 constexpr int kSimpleBytes = 2800,
               kSimpleOwnBytes = 8192;  // that the plain kernel declares itself, and what is left for that
 constexpr int kQuadBytes = 16, kStatsBytes = 8, kExactQuadBytes = 80, kLeafBytes = kQuadBytes + kStatsBytes;

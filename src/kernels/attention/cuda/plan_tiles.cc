@@ -52,6 +52,11 @@ bool uniform_rows(int64_t num_tokens, int64_t num_seqs, int group, int head_size
   return head_size <= 128 && fits(64) && num_tokens % num_seqs == 0;
 }
 
+// Of uniform rows: are some prompts, and most have few rows?  (Lengths that divide their sum are taken for equal.)
+bool may_be_mixed(RowClass rows, int64_t num_tokens, int64_t num_seqs) {
+  return rows == RowClass::kSome && num_tokens % num_seqs != 0;
+}
+
 // With batch_invariant: tiles that all compute a row in the same steps.  Without it, where sequences are so short that they are
 // mostly waits for their queries, tiles of 64 rows do better than those of 32 if four warps multiply together.
 RowClass class_for(RowClass rows, bool batch_invariant, bool short_by_verify, int head_size) {
@@ -75,9 +80,10 @@ int64_t workspace_bytes(int64_t num_tokens, int64_t num_seqs, int num_heads, int
     return workspace_places(grid, t.rows, t.pitch, batch_invariant).end;
   };
   const int64_t simple = bytes(simple_tiling(head_size));
+  const bool warpgroups = head_size <= 128 && !batch_invariant && device.has_warpgroups;  // for all the sizes tell
   RowClass rows;
-  if (uniform_rows(num_tokens, num_seqs, num_heads / num_kv_heads, head_size, rows)) {
-    const bool warpgroups = head_size <= 128 && !batch_invariant && device.has_warpgroups;  // for all the sizes tell
+  const bool uniform = uniform_rows(num_tokens, num_seqs, num_heads / num_kv_heads, head_size, rows);
+  if (uniform && !(warpgroups && may_be_mixed(rows, num_tokens, num_seqs))) {
     const RowClass tiles = class_for(rows, batch_invariant, warpgroups, head_size);
     return std::max({simple, bytes(tiling_of(tiles, head_size)), bytes(mma_tiling(tiles, head_size))});
   }

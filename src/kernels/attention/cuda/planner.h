@@ -87,7 +87,8 @@ class Planner {
   bool either_way(Request r, RowClass rows);
   bool few_heads(const Request& r, RowClass rows);
   bool some_rows(const Request& r, RowClass of);
-  bool prefill(const Request& r);
+  bool prefill(const Request& r, bool mixed = false);
+  bool mixed(const Request& r);
   bool by_tensor_cores(Request r);
   void simple(Request r);
 };

@@ -39,6 +39,7 @@ struct Problem {
   int rows, kv_tile;              // tile sizes; kv_tile is a power of two
   int place_tokens;               // keys of a place on the line: kv_tile or, with batch_invariant, kChunkTokens
   bool in_parts;                  // four warps at once take the parts of a chunk
+  bool mixed;                     // prefill and another kernel, which takes other sequences, run at the same time
   int lead;                       // places in front of a segment; with batch_invariant none
   Divider by_grid;                // the main kernel's blocks
   Divider by_heads;               // KV heads * head_tiles

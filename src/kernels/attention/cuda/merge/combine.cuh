@@ -129,14 +129,30 @@ __device__ inline void combine_left_pieces(const LeftPieces& left, char* memory)
   combine_pieces<Quad, 2 * Quad::kAtOnce>(left, *reinterpret_cast<JobsUpTo*>(memory));
 }
 
+// Of a mixed batch: waits for so many blocks of prefill, which was launched before the kernel before, that did not wait for it.  They
+// were all there when that came up.  Whatever comes after this kernel comes after them, too.
+__device__ inline void await_prefill(const int* ended, int blocks) {
+  if (blocks == 0) return;
+  if (threadIdx.x == 0) {
+    int count;
+    for (;;) {
+      asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(count) : "l"(ended) : "memory");
+      if (count >= blocks) break;
+      __nanosleep(200);
+    }
+  }
+  __syncthreads();
+}
+
 // In a kernel of its own.
 template <class Sum>
 __global__ void __launch_bounds__(kCombineThreads, Sum::kBlocksPerSm)
-    combine_kernel(const __grid_constant__ LeftPieces left) {
+    combine_kernel(const __grid_constant__ LeftPieces left, const int* prefill_ended, int prefill_blocks) {
   __shared__ JobsUpTo jobs_up_to;
   // It lets no other come up: where the next kernel's blocks came to lie would depend on when which of these end, and what reads
   // neighbouring heads would no longer do so at the same time.
   wait_for_previous_kernel();
+  await_prefill(prefill_ended, prefill_blocks);
   if (takes_call(left.p)) combine_pieces<Sum, Sum::kAtOnce>(left, jobs_up_to);
 }
 

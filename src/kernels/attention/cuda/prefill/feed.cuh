@@ -86,10 +86,15 @@ struct PrefillFeeder {
     return x;
   }
 
+  // Of a mixed batch, where not every block has tiles, all entries are taken, and none is dealt out.
+  __device__ int first_entry() const { return is_mixed() ? atomicAdd(&whole.counts->taken, 1) : blockIdx.x; }
+  __device__ int dealt_entries() const { return is_mixed() ? 0 : gridDim.x; }
+  __device__ bool is_mixed() const { return S::kMayBeMixed && p.mixed; }
+
   __device__ void feed(bool is_whole) {
     TileList list{p, whole};
-    int entry = blockIdx.x;  // of lane 0 of the first warp
-    int filled = 0;          // tiles
+    int entry = is_whole && threadIdx.x == 0 ? first_entry() : 0;  // of lane 0 of the first warp
+    int filled = 0;                                                // tiles
 #pragma unroll 1
     for (int n = 0;; ++n) {
       PrefillSegment& segment = scratch.segments[n % 8];
@@ -98,7 +103,7 @@ struct PrefillFeeder {
           const PrefillSegment found = list.get(__shfl_sync(~0u, entry, 0), lane);
           if (lane == 0) {
             segment = found;
-            entry = gridDim.x + atomicAdd(whole.taken, 1);  // arrives while the segment is fed
+            entry = dealt_entries() + atomicAdd(&whole.counts->taken, 1);  // arrives while the segment is fed
           }
         }
       } else if (threadIdx.x == 0) {
@@ -148,18 +153,37 @@ struct PrefillFeeder {
   }
 
   __device__ void run() {
-    const bool is_whole = whole.always || prefers_whole(p, scratch.sums, scratch.longest);
-    if (!is_whole) {
-      const SharePosition share = find_share<kFeedersBarrier>(p, scratch.plan);
+    bool has_tiles = true;
+    int blocks = gridDim.x;  // that have tiles
+    LineBlocks line = p.line;
+    if (is_mixed()) {
+      blocks = blocks_of_prefill(p, scratch.sums, scratch.longest);
+      has_tiles = blockIdx.x < blocks;
+      line.all = divider_for(line.all, blocks);
+      line.has_whole = false;
+    }
+    const bool is_whole = has_tiles && (whole.always || prefers_whole(p, blocks, scratch.sums, scratch.longest));
+    if (!has_tiles) {
+      if (threadIdx.x == 0) scratch.walker.unit.exists = false;
+    } else if (!is_whole) {
+      const SharePosition share = find_share<kFeedersBarrier>(p, scratch.plan, S::kMayBeMixed ? line : p.line);
       if (threadIdx.x == 0) {
         scratch.walker.start(p, share);
         scratch.walker.note_first(p);
       }
-    } else if (!whole.always && threadIdx.x == 0) {
-      p.unfinished[blockIdx.x].first_block = -1;
     }
+    if ((is_whole || !has_tiles) && !whole.always && threadIdx.x == 0) p.unfinished[blockIdx.x].first_block = -1;
     give_registers<S::kFeederRegisters>();
     feed(is_whole);
+  }
+
+ private:
+  // As the constructor of a Divider, which is the host's.
+  static __device__ Divider divider_for(Divider by, int d) {
+    by.d = d;
+    by.shift = 32 - __clz(d - 1);
+    by.multiplier = static_cast<uint32_t>((((uint64_t{1} << by.shift) - d) << 32) / d + 1);
+    return by;
   }
 };
 

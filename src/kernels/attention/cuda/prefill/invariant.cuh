@@ -24,6 +24,7 @@ namespace pykv::attention {
 
 template <class T, int kHeadSize>
 struct InvariantPrefillShape : PrefillShape<T, kHeadSize> {
+  static constexpr bool kMayBeMixed = false;
   using Base = PrefillShape<T, kHeadSize>;
   static constexpr bool kQueriesInRegisters = false;
   static constexpr int kStages = kHeadSize <= 64 ? 3 : 2;

@@ -342,12 +342,19 @@ __device__ void run_prefill(const Problem& p, const CacheCopies& copies, const W
     fence_async_proxy();
   }
   wait_for_previous_kernel();
+  const bool is_mixed = S::kMayBeMixed && p.mixed;
+  if (is_mixed) let_next_kernel_start();  // which does not wait for this one
   __syncthreads();
   if (threadIdx.x < kThreads) {
     PrefillFeeder<S> feeder{p, copies, whole, scratch, queries, keys, values};
     feeder.run();
   } else {
     compute(scratch, queries, keys, values);
+  }
+  if (is_mixed) {  // the one after the next waits for all blocks: await_prefill()
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) atomicAdd(&whole.counts->ended, 1);
   }
 }
 
@@ -363,10 +370,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #endif
 }
 
-// Nobody has taken an entry yet.
-static __global__ void clear_kernel(int* taken) {
+// Nobody has taken an entry yet, and no block has ended.
+static __global__ void clear_kernel(PrefillCounts* counts) {
   wait_for_previous_kernel();
-  *taken = 0;
+  *counts = {0, 0};
 }
 
 // Launches kKernel over the line or over whole tiles; after: what it keeps in the workspace beside what blocks leave.  `room`: that
@@ -376,17 +383,17 @@ void launch_prefill_kernel(const Problem& p, const Step& s, void* room, const La
   constexpr int kBytes = prefill_shared_bytes<S>();
   static_assert(kBytes == prefill_sizes(S::kD, sizeof...(Args) > 0).shared_bytes && S::kThreads == 3 * kThreads);
   // Where no tile is long, the longest cannot be what decides.
-  const WholeTiles whole{always_whole(p.a.max_seq_len, S::kTile), static_cast<int*>(room), int64_t{4} * p.a.head_size};
+  const WholeTiles whole{!p.mixed && always_whole(p.a.max_seq_len, S::kTile), static_cast<PrefillCounts*>(room),
+                         int64_t{4} * p.a.head_size};
   Step clear{};
   clear.grid = clear.threads = clear.cluster = 1;
-  launch_after(clear_kernel, clear, launch, p.a.op, whole.taken);
+  launch_after(clear_kernel, clear, launch, p.a.op, whole.counts);
   launch_step<kKernel>(p, s, kBytes, launch, cache_copies<S>(p.a), whole, args...);
 }
 
 template <class S>
 void launch_plain_kernel(const Problem& p, const Step& s, const Launch& launch) {
-  launch_prefill_kernel<paged_attention_prefill_kernel<S>, S>(p, s, p.partial + int64_t{2} * s.grid * p.rows * p.pitch,
-                                                              launch);
+  launch_prefill_kernel<paged_attention_prefill_kernel<S>, S>(p, s, prefill_counts(p, s.grid), launch);
 }
 
 template <class Element>

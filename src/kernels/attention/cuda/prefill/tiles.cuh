@@ -1,6 +1,7 @@
 // Prefill on Hopper: sizes of its kernels, what lies in their shared memory, and which query tiles a block takes.
 #pragma once
 
+#include "attention/cuda/launch.cuh"
 #include "attention/cuda/rows.cuh"
 
 namespace pykv::attention {
@@ -14,6 +15,7 @@ struct PrefillShape {
   static constexpr int kRows = 128, kTile = kWide ? 64 : 128, kStages = kWide ? 2 : 3;
   static constexpr int kBytes = 2;
   static constexpr bool kPackedV = false, kNvfp4 = false, kScaled = false;
+  static constexpr bool kMayBeMixed = !kWide;
   static constexpr bool kQueriesInRegisters = !kWide;  // as fragments, beside their place in shared memory
   // A tile is columns of lines: 64 elements of each row, then the next 64.
   static constexpr int kQueryColumnBytes = kRows * 128, kColumnBytes = kTile * 128;
@@ -25,8 +27,8 @@ struct PrefillShape {
 
 // Query tiles whole, instead of shares of the line.
 struct WholeTiles {
-  bool always;         // or only if the lengths suggest it
-  int* taken;          // entries of TileList beside the blocks' first
+  bool always;  // or only if the lengths suggest it
+  PrefillCounts* counts;
   int64_t head_bytes;  // of a KV head's keys and values for each token
 };
 
@@ -108,12 +110,51 @@ struct TileList {
   }
 };
 
+// Sums of two numbers over the feeders.
+__device__ inline void sum_of_feeders(float& x, float& y, float (&xs)[4], float (&ys)[4]) {
+  for (int m = 1; m < 32; m *= 2) {
+    x += __shfl_xor_sync(~0u, x, m);
+    y += __shfl_xor_sync(~0u, y, m);
+  }
+  xs[threadIdx.x / 32] = x;
+  ys[threadIdx.x / 32] = y;
+  sync_finders<kFeedersBarrier>();
+  x = xs[0] + xs[1] + xs[2] + xs[3];
+  y = ys[0] + ys[1] + ys[2] + ys[3];
+  sync_finders<kFeedersBarrier>();
+}
+
+// Of a mixed batch: so many blocks have query tiles, the others end at once, and their SMs are for the kernel that reads the other
+// sequences' keys.  Each kernel has SMs in proportion to how long it would take on one, but prefill some more, for the other's
+// blocks are many and short, and go on where prefill has ended.
+constexpr float kReadCost = 0.5f;       // of a tile of keys, in products of it with a query tile; measured on an H200
+constexpr float kFewestBlocks = 0.55f;  // of the device: the others draw nearly the whole bandwidth
+__device__ inline int blocks_of_prefill(const Problem& p, float (&sums)[4], float (&others)[4]) {
+  float multiplied = 0, read = 0;  // tiles of keys
+#pragma unroll 1
+  for (int64_t i = threadIdx.x; i < p.a.num_seqs; i += kThreads) {
+    const Sequence s = clamp_sequence(p, load_sequence(p, i));
+    if (takes(p, s)) {
+      const Extent extent(p, s);
+      const auto tiles = [&](int j) { return static_cast<float>(extent.end_place(j) - extent.first_place(j)); };
+      multiplied += extent.num_tiles * ((tiles(0) + tiles(extent.num_tiles - 1)) / 2 + 1);
+    } else if (s.query_len > 0) {
+      read += static_cast<float>(min(s.len, p.window)) / static_cast<float>(p.kv_tile);
+    }
+  }
+  sum_of_feeders(multiplied, read, sums, others);
+  multiplied *= p.head_tiles;
+  if (multiplied == 0) return 1;
+  const float part = fmaxf(multiplied / (multiplied + kReadCost * read), kFewestBlocks);
+  return static_cast<int>(ceilf(part * gridDim.x));
+}
+
 // Are whole tiles the quicker way?  In places, which are KV tiles or, with batch_invariant, chunks: the line costs as many
 // more to find one's place on it and to add up what was cut (kLineCost: in KV tiles), and a little for keys that are not in
 // the L2 any more; whole tiles, part of the longest.
 constexpr float kLineFactor = 1.12f;
 
-__device__ inline bool prefers_whole(const Problem& p, float (&sums)[4], float (&longest)[4]) {
+__device__ inline bool prefers_whole(const Problem& p, int blocks, float (&sums)[4], float (&longest)[4]) {
   float sum = 0, most = 0;
 #pragma unroll 1
   for (int64_t i = threadIdx.x; i < p.a.num_seqs; i += kThreads) {
@@ -132,7 +173,7 @@ __device__ inline bool prefers_whole(const Problem& p, float (&sums)[4], float (
   sums[threadIdx.x / 32] = sum;
   longest[threadIdx.x / 32] = most;
   sync_finders<kFeedersBarrier>();
-  sum = (sums[0] + sums[1] + sums[2] + sums[3]) * p.a.num_kv_heads * p.head_tiles / gridDim.x;
+  sum = (sums[0] + sums[1] + sums[2] + sums[3]) * p.a.num_kv_heads * p.head_tiles / blocks;
   most = fmaxf(fmaxf(longest[0], longest[1]), fmaxf(longest[2], longest[3]));
   return sum + kLongestPart * most <= kLineFactor * sum + kLineCost * p.kv_tile / p.place_tokens;
 }

@@ -180,9 +180,9 @@ __device__ inline bool wants_lines(const Problem& p, int64_t heads, int64_t unit
          units * heads >= gridDim.x * kLongShare;
 }
 
-// Two passes over the lengths: the sum of all work, then the place where this block's share begins.
+// Two passes over the lengths: the sum of all work, then the place where this block's share begins.  of_all: the blocks.
 template <int kBarrier = 0, bool kLines = false, int kBlock>
-__device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBlock>& scratch) {
+__device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBlock>& scratch, const LineBlocks& of_all) {
   int heads = static_cast<int>(p.by_heads.d);  // of a line
   const bool one_chunk = p.a.num_seqs <= kBlock;
   SharePosition at{};
@@ -196,7 +196,7 @@ __device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBloc
       at.shares.line = blockIdx.x - at.block * heads;
       heads = 1;
     } else {
-      at.shares = Shares(units * heads, p.line, alike);
+      at.shares = Shares(units * heads, of_all, alike);
     }
     begin = at.shares.begin(at.block);
   };
@@ -244,6 +244,11 @@ __device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBloc
   at.seq = scratch.seq;
   at.offset = scratch.offset;
   return at;
+}
+
+template <int kBarrier = 0, bool kLines = false, int kBlock>
+__device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBlock>& scratch) {
+  return find_share<kBarrier, kLines>(p, scratch, p.line);
 }
 
 // What a block needs to know of one unit, from the look-up of its pages to its arithmetic.

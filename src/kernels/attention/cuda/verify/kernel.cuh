@@ -90,7 +90,7 @@ struct VerifyKernel {
 
   __device__ void run() {
     if (threadIdx.x == 0) open_barriers();
-    wait_for_previous_kernel();
+    if (!p.mixed) wait_for_previous_kernel();
     if (!takes_call(p)) return;
     const SharePosition share = find_share<0, true>(p, scratch.plan);  // a barrier of all threads
     if (brings_tiles()) {
