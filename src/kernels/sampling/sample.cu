@@ -39,6 +39,13 @@ struct Search {
   }
 };
 
+// Nearly.
+__device__ inline float logarithm_of_2(float x) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 template <class T, bool kAdjusted>
 class RowSampler {
  public:
@@ -108,14 +115,15 @@ class RowSampler {
       drawn.entry = drawn.largest == -INFINITY ? 0 : entries_[0];
       return true;
     }
-    // Two neighbours a thread.
+    // One for each thread, or two neighbours.
+    const int each = n > kSelectThreads ? 2 : 1;
     const float least = r_.least_logit(drawn.largest);
     float x[2];
     Mass mass[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int at = 2 * thread + i;
-      x[i] = at < n ? logit_of_key(key_of(entries_[at])) : -INFINITY;
+      const int at = each * thread + i;
+      x[i] = at < n && i < each ? logit_of_key(key_of(entries_[at])) : -INFINITY;
       if (x[i] < least) x[i] = -INFINITY;
       mass[i] = x[i] == -INFINITY ? 0 : mass_of(x[i], drawn.largest, r_.scale);
     }
@@ -127,14 +135,15 @@ class RowSampler {
     }
     Mass kept = 0;
     Entry best = 0;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (x[i] == -INFINITY) continue;
-      kept += mass[i];
-      const uint32_t token = static_cast<uint32_t>(args_.first_token) + index_of(entries_[2 * thread + i]);
-      best = Larger()(best, drawn_entry(x[i], r_.inverse_temperature, r_.noise.word(token), token));
+#pragma unroll 1
+    for (int i = 0; i < each; ++i) {
+      const float own = i == 0 ? x[0] : x[1];
+      if (own == -INFINITY) continue;
+      kept += i == 0 ? mass[0] : mass[1];
+      const uint32_t token = static_cast<uint32_t>(args_.first_token) + index_of(entries_[each * thread + i]);
+      best = Larger()(best, drawn_entry(own, r_.inverse_temperature, r_.noise.word(token), token));
     }
-    drawn.total = team_.reduce_block(kept, Plus());
+    if (args_.logprobs) drawn.total = team_.reduce_block(kept, Plus());
     drawn.entry = team_.reduce_block(best, Larger());
     return true;
   }
@@ -260,16 +269,21 @@ class RowSampler {
     // Vectors begin at the same place among the four tokens of a group.
     const uint32_t before = (first_token + static_cast<uint32_t>(slice_.first_vector)) % 4;
     Entry best = 0;
-    uint32_t best_key = 0;  // of the scores that this warp knows of
-    float reach = INFINITY;
+    uint32_t best_key = 0;     // of the scores that this warp knows of
+    float wanted = -INFINITY;  // what a token needs of `chance` to reach it
+    const auto learn = [&](uint32_t key) {
+      if (key <= best_key) return;
+      best_key = key;
+      wanted = chance_of_score(logit_of_key(key));
+    };
+    // A score is its logit less ln(-ln(1 - u)), and so not more than this, but for the unit: powers of 2.  NaN is not below anything.
+    const auto chance = [&](float x, uint32_t word) {
+      return fmaf(x, scale, -logarithm_of_2(__uint_as_float(word >> 9 | 0x3f800000u) - 1.0f));
+    };
     each_vector_ahead(slice_, [&](int column, const Pack<T>& raw) {
       uint32_t known = 0;
       if (threadIdx.x % 32 == 0) known = atomicMax(&search_.best_key, best_key);
-      known = __shfl_sync(0xffffffffu, known, 0);
-      if (known > best_key) {
-        best_key = known;
-        reach = reach_of(best_key);
-      }
+      learn(__shfl_sync(0xffffffffu, known, 0));
       const auto x_of = [&](int i) { return value(to_float(raw[i]), column + i); };
       float largest;
       if constexpr (kAdjusted) {
@@ -277,55 +291,45 @@ class RowSampler {
       } else {
         largest = largest_of<T>(raw);
       }
-      // NaN passes, whatever it is compared with.
-      const auto can_win = [&](float x) { return !(x < least) && !(fmaf(x, scale, reach) < kLeastPower); };
-      if (!__any_sync(0xffffffffu, can_win(largest))) return;
+      constexpr float kMostOfNoise = 33.0f;  // of the least number there is
+      const bool can_win = !(largest < least) && !(fmaf(largest, scale, kMostOfNoise) < wanted);
+      if (!__any_sync(0xffffffffu, can_win)) return;
       uint32_t words[kSize + 4];
       find_words(words, column, before);
-      const auto may_win = [&](float x, uint32_t word) {
-        const float most = fmaf(power_of_2(fmaf(x, scale, reach)), 1.01f, 1.0000003f);
-        return !(x < least) && !(__uint_as_float(word >> 9 | 0x3f800000u) > most);
-      };
       uint32_t least_word = words[0];
 #pragma unroll
       for (int i = 1; i < kSize; ++i) least_word = min(least_word, words[i]);
       // What all of them together cannot do, no one can.
-      uint32_t undone = may_win(largest, least_word) ? (1u << kSize) - 1u : 0u;
+      uint32_t undone = can_win && !(chance(largest, least_word) < wanted) ? (1u << kSize) - 1u : 0u;
 #pragma unroll 1
       while (__any_sync(0xffffffffu, undone != 0)) {
-        float own = 0.0f;
+        float own = 0.0f, most = 0.0f;
         uint32_t word = 0;
-        int first = -1;
+        int at = -1;
+        // The most likely one of those that may win.
 #pragma unroll
-        for (int i = kSize - 1; i >= 0; --i) {
-          const float x = x_of(i);
-          if ((undone >> i & 1) != 0 && may_win(x, words[i])) {
+        for (int i = 0; i < kSize; ++i) {
+          const float x = x_of(i), its = chance(x, words[i]);
+          if ((undone >> i & 1) != 0 && !(x < least) && !(its < wanted) && !(at >= 0 && its <= most)) {
             own = x;
+            most = its;
             word = words[i];
-            first = i;
+            at = i;
           }
         }
-        undone = first < 0 ? 0 : undone & (0xfffffffeu << first);
-        const uint32_t at = static_cast<uint32_t>(column + first);
-        if (first >= 0 && search_.includes(own, at))
-          best = Larger()(best, drawn_entry(own, r_.inverse_temperature, word, first_token + at));
-        const uint32_t own_key = __reduce_max_sync(0xffffffffu, key_of(best));
-        if (own_key > best_key) {
-          best_key = own_key;
-          reach = reach_of(best_key);
-        }
+        undone = at < 0 ? 0 : undone & ~(1u << at);
+        const uint32_t place = static_cast<uint32_t>(column + at);
+        if (at >= 0 && search_.includes(own, place))
+          best = Larger()(best, drawn_entry(own, r_.inverse_temperature, word, first_token + place));
+        learn(__reduce_max_sync(0xffffffffu, key_of(best)));
       }
     });
     return team_.reduce(best, Larger());
   }
 
-  // What a logit in powers of 2 must have added for its score to be as good as the best one: it wins if -ln(1 - u) is below
-  // 2^(scale x + reach), and so only if u is.
-  static constexpr float kLeastPower = -33.0f;  // of a random number
-  static __device__ float reach_of(uint32_t best_key) {
-    const float score = logit_of_key(best_key);
-    return score < INFINITY ? (0.01f + fabsf(score) * 1e-5f - score) * 1.44269504f
-                            : -INFINITY;  // of infinity and NaN, only equals
+  // Rounded down.  Only what is equal reaches infinity and NaN.
+  static __device__ float chance_of_score(float score) {
+    return score < INFINITY ? (score - 0.01f - fabsf(score) * 1e-5f) * 1.44269504f : INFINITY;
   }
 
   // The random words of a vector.

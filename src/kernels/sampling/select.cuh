@@ -166,13 +166,15 @@ constexpr int kFewEntries = 256;
 // Sorts n different entries, the largest first.  Up to the power of two that is not below n, `entries` has room.
 __device__ inline void sort_entries(Entry* entries, int n) {
   const int thread = threadIdx.x;
-  if (n <= kFewEntries) {  // each finds its place by counting those before it
-    const Entry own = thread < n ? entries[thread] : 0;
+  if (n <= kFewEntries) {  // two threads find the place of each by counting those before it
+    static_assert(2 * kFewEntries <= kSelectThreads);
+    const Entry own = thread / 2 < n ? entries[thread / 2] : 0;
     int place = 0;
-    if (thread < n)
-      for (int i = 0; i < n; ++i) place += entries[i] > own;
+    if (thread / 32 * 16 < n)
+      for (int i = thread % 2; i < n; i += 2) place += entries[i] > own;
+    place += __shfl_xor_sync(0xffffffffu, place, 1);
     __syncthreads();
-    if (thread < n) entries[place] = own;
+    if (thread / 2 < n && thread % 2 == 0) entries[place] = own;
     __syncthreads();
     return;
   }
