@@ -226,7 +226,7 @@ struct Launcher {
   }
 
   // Whether block_kernel took the call.
-  template <class Source, ScaleKind kScale, CodeKind kCodes>
+  template <class Source, ScaleKind kScale, CodeKind kCodes, bool kChoose = false>
   bool run_blocks() const {
     constexpr int64_t kSize = kScale == ScaleKind::kE4M3 ? 16 : 32;
     constexpr uint32_t kRows = Source::kHalves == 2 ? 1 : 2;  // more leave too few threads room
@@ -235,7 +235,7 @@ struct Launcher {
     const bool tiled = args.tile_bits != 0;
     if (!aligned || args.codes != kCodes || args.rule.kind != kScale || args.group_size != kSize ||
         args.width % kUnit || args.valid.counts.data || args.of_experts.first.data || args.zero_rows ||
-        args.four_over_six || args.code_groups != groups || (!tiled && args.scale_groups != groups) ||
+        args.four_over_six != kChoose || args.code_groups != groups || (!tiled && args.scale_groups != groups) ||
         !rows_aligned(16, args.out, args.out_rows, 1) || !by_one_stride(args.input_rows) ||
         !by_one_stride(args.out_rows) || (!tiled && !by_one_stride(args.scale_rows)))
       return false;
@@ -253,7 +253,7 @@ struct Launcher {
                          step * args.out_rows.stride0,
                          scale_step,
                          (tiled || args.scale_group == 1) && is_aligned(2, args.scales, {scale_step})};
-    launch_dependent(block_kernel<T, Source, kScale, kCodes, kRows>,
+    launch_dependent(block_kernel<T, Source, kScale, kCodes, kChoose, kRows>,
                      static_cast<unsigned>((total + kBlockThreads - 1) / kBlockThreads), kBlockThreads, launch,
                      "group_quant", args, plan);
     return true;
@@ -285,6 +285,8 @@ struct Launcher {
     if constexpr (sizeof(T) == 2) {
       if (run_blocks<Source, ScaleKind::kE4M3, CodeKind::kE2M1>()) return;
       if (run_blocks<Source, ScaleKind::kMx, CodeKind::kE2M1>()) return;
+      if constexpr (std::is_same_v<Source, Elements<T>>)
+        if (run_blocks<Source, ScaleKind::kE4M3, CodeKind::kE2M1, true>()) return;
       const int64_t size = args.group_size;
       if (aligned && size <= kUnit && args.width % kUnit == 0 && args.code_groups * size % kUnit == 0 &&
           args.scale_groups * size % kUnit == 0 && rows_aligned(16, args.out, args.out_rows, 1)) {

@@ -101,8 +101,8 @@ class Nvfp4Rule {
   uint32_t sign_;
 };
 
-// The codes of 32 numbers, and the scales of both halves.
-template <ScaleKind kScale, CodeKind kCodes, class T>
+// The codes of 32 numbers, and the scales of both halves; kChoose: of two for each, four over six.
+template <ScaleKind kScale, CodeKind kCodes, bool kChoose, class T>
 __device__ void encode_unit(const GroupQuantArgs& args, const Nvfp4Rule& rule, const Pack<T> (&y)[2][kLanePacks<T>],
                             Vec<uint8_t, 16> (&codes)[kCodes == CodeKind::kE2M1 ? 1 : 2], GroupScale (&scale)[2]) {
   constexpr bool kNvfp4 = kScale == ScaleKind::kE4M3;
@@ -153,10 +153,20 @@ __device__ void encode_unit(const GroupQuantArgs& args, const Nvfp4Rule& rule, c
         },
         [](const auto& v, float factor) { return codes_inside<kCodes>(v, factor); });
   }
+  if constexpr (kChoose) {
+    const float global = args.given;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint2 pair{codes[0].words[2 * half], codes[0].words[2 * half + 1]};
+      choose_four_over_six(args, y[half], most[half], global, scale[half], pair);
+      codes[0].words[2 * half] = pair.x;
+      codes[0].words[2 * half + 1] = pair.y;
+    }
+  }
 }
 
 // What multiplies e4m3 scales is there for all rows.
-template <class T, class Source, ScaleKind kScale, CodeKind kCodes, int kRows>
+template <class T, class Source, ScaleKind kScale, CodeKind kCodes, bool kChoose, int kRows>
 __global__ __launch_bounds__(kBlockThreads) void block_kernel(const __grid_constant__ GroupQuantArgs args,
                                                               const __grid_constant__ BlockPlan plan) {
   constexpr int kSize = kPackSize<T>, kCount = kLanePacks<T>, kGroups = kScale == ScaleKind::kE4M3 ? 2 : 1;
@@ -198,7 +208,7 @@ __global__ __launch_bounds__(kBlockThreads) void block_kernel(const __grid_const
       Pack<T> y[2][kCount];
 #pragma unroll
       for (int k = 0; k < 2 * kCount; ++k) y[k / kCount][k % kCount] = source.value(raw[i][k / kCount][k % kCount]);
-      encode_unit<kScale, kCodes, T>(args, rule, y, codes, scale);
+      encode_unit<kScale, kCodes, kChoose, T>(args, rule, y, codes, scale);
     }
     if (there && row < plan.rows && at.group < args.scale_groups) {
       const uint32_t first = real ? scale[0].stored : 0, second = real ? scale[1].stored : 0;
