@@ -199,13 +199,11 @@ __device__ void scales_of(float (&scales)[kCount][kRows], const RawFactors (&raw
     case ScaleKind::kE4M3:
       return each([](const RawFactors&, int, uint32_t octet) { return e4m3_to_float(octet); });
     case ScaleKind::kE8M0:
-      return each([](const RawFactors&, int, uint32_t octet) {
-        return __uint_as_float(octet ? octet << 23 : 0x00400000u);
-      });
+      return each(
+          [](const RawFactors&, int, uint32_t octet) { return __uint_as_float(octet ? octet << 23 : 0x00400000u); });
     case ScaleKind::kF16U8:
-      return each([](const RawFactors& r, int i, uint32_t octet) {
-        return half_of(r.super, i) * static_cast<float>(octet);
-      });
+      return each(
+          [](const RawFactors& r, int i, uint32_t octet) { return half_of(r.super, i) * static_cast<float>(octet); });
     default:
       return each([](const RawFactors& r, int i, uint32_t octet) {
         return half_of(r.super, i) * static_cast<float>(static_cast<int8_t>(octet));
@@ -222,8 +220,7 @@ __device__ void minima_of(float (&minima)[kCount][kRows], const RawFactors (&raw
     for (int n = 0; n < kCount; ++n)
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
-        minima[n][i] =
-            minimum_of(raw[n], i, scales[n][i], static_cast<float>(raw[n].minimum[0] >> 8 * i & 0xffu));
+        minima[n][i] = minimum_of(raw[n], i, scales[n][i], static_cast<float>(raw[n].minimum[0] >> 8 * i & 0xffu));
   };
   switch (kind) {
     case MinimumKind::kZero:
@@ -246,12 +243,12 @@ __device__ void minima_of(float (&minima)[kCount][kRows], const RawFactors (&raw
 // The same of one group.
 template <int kRows>
 __device__ void scales_of(float (&scales)[kRows], const RawFactors& raw, ScaleKind kind) {
-  scales_of(reinterpret_cast<float (&)[1][kRows]>(scales), reinterpret_cast<const RawFactors (&)[1]>(raw), kind);
+  scales_of(reinterpret_cast<float (&)[1][kRows]>(scales), reinterpret_cast<const RawFactors(&)[1]>(raw), kind);
 }
 template <int kRows>
 __device__ void minima_of(float (&minima)[kRows], const RawFactors& raw, MinimumKind kind, float offset,
                           const float (&scales)[kRows]) {
-  minima_of(reinterpret_cast<float (&)[1][kRows]>(minima), reinterpret_cast<const RawFactors (&)[1]>(raw), kind, offset,
+  minima_of(reinterpret_cast<float (&)[1][kRows]>(minima), reinterpret_cast<const RawFactors(&)[1]>(raw), kind, offset,
             reinterpret_cast<const float (&)[1][kRows]>(scales));
 }
 
