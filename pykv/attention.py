@@ -47,11 +47,6 @@ _SUMS = Rule(_partitions, is_scratch=True)
 _OUTPUTS = Rule(_partition_outputs, is_scratch=True)
 
 
-@Rule
-def _merged_lse(arguments: Mapping[str, Any]) -> Spec:
-    return Spec(arguments["partial_lses"].shape[1:], "float32")
-
-
 def _merged(parts: str) -> Rule:
     def make(arguments: Mapping[str, Any]) -> Spec:
         shape, dtype = arguments[parts]

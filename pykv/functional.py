@@ -34,7 +34,7 @@ def _functional(op: Op) -> Callable[..., Any]:
         beside = next(arguments[name] for name in op.inputs if isinstance(specs.get(name), Spec))
         made = outputs(op, specs)
         for name, (shape, dtype) in made.items():
-            if arguments.get(op.rules[name].transposed_if):
+            if _is_true(arguments.get(op.rules[name].transposed_if)):
                 arguments[name] = empty_beside(beside, shape[::-1], dtype).T
             else:
                 arguments[name] = empty_beside(beside, shape, dtype)
@@ -56,6 +56,13 @@ def _functional(op: Op) -> Callable[..., Any]:
         f"Positional arguments: {', '.join(op.inputs)}.\n\n{op.function.__doc__}"
     )
     return function
+
+
+def _is_true(value: Any) -> bool:
+    try:
+        return bool(value)
+    except Exception:  # the call says what is wrong with it
+        return False
 
 
 def _refuse_transformed(op: Op, arguments: Mapping[str, Any]) -> None:

@@ -513,6 +513,10 @@ def fused_moe(
     beta: float = 0.0,
     situ_beta: float = 1.0,
     situ_linear_beta: float = -1.0,
+    w1_scale: Array | None = None,
+    w2_scale: Array | None = None,
+    a1_scale: Array | None = None,
+    a2_scale: Array | None = None,
     workspace: Array | None = None,
     *,
     stream: Stream = None,
@@ -524,6 +528,11 @@ def fused_moe(
     dtype of ``x``; so is the activation.  The rows of a token are summed in fp32, in the order of its experts, and
     rounded once.  A row of ``out`` has the same bits whatever the other tokens are.  Experts without tokens cost
     nothing.  Shared experts are not part of it.
+
+    With ``w1_scale`` and ``w2_scale`` weights and activations have 8 bits (w8a8): ``w1`` and ``w2`` are float8_e4m3fn,
+    uint8 (its bytes) or int8, and rows of ``x`` and of the activation (rounded to the dtype of ``x``) become codes.
+    The shape of ``w1_scale`` says how: with scales of blocks of 128 x 128, groups of 128 neighbours have a scale each;
+    with others a row has one, or all have ``a1_scale``.  Biases are not supported there.
 
     Args:
         out: ``[T, D]``, dtype of ``x``; written.  Rows may be strided.
@@ -544,6 +553,11 @@ def fused_moe(
         apply_router_weight_on_input: the results of the first product (with its bias) are multiplied by
             ``topk_weights``, and not those of the second.
         clamp_limit, alpha, beta, situ_beta, situ_linear_beta: of the activation, as there.
+        w1_scale: float32, ``[E, ceil(N / 128), D / 128]`` of blocks, ``[E, N]`` or ``[E, N, 1]`` of rows, ``[E]`` or
+            ``[E, 1]`` of experts.  ``None``: products are those of numbers, or of packed weights.
+        w2_scale: the same of ``w2``, ``[E, ceil(D / 128), I / 128]`` and so on.
+        a1_scale, a2_scale: float32, one number: the scale of all rows of ``x``, and of the activation.  ``None``: each
+            row, or group, has its own.
         workspace: bytes (:func:`fused_moe_workspace_size`), aligned to 16.  ``None``: on CUDA from the stream-ordered
             pool.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
@@ -555,12 +569,26 @@ def fused_moe(
     """
 
 
-def fused_moe_workspace_size(num_tokens: int, top_k: int, num_experts: int, n: int, inner: int, hidden: int) -> int:
-    """Bytes of ``workspace`` for :func:`fused_moe` with up to so many tokens; ``n`` is the number of rows of ``w1``."""
+def fused_moe_workspace_size(
+    num_tokens: int, top_k: int, num_experts: int, n: int, inner: int, hidden: int, *, w8a8: bool = False
+) -> int:
+    """Bytes of ``workspace`` for :func:`fused_moe` with up to so many tokens; ``n`` is the number of rows of ``w1``.
+
+    ``w8a8``: with ``w1_scale`` and ``w2_scale``.
+    """
     pairs = num_tokens * top_k
-    experts = min(pairs, num_experts)
-    pieces = (4 * (pairs + 143 * experts), 4 * (pairs + experts), 4, 4 * pairs, 2 * pairs * max(n, hidden))
-    return sum(-(-size // 256) * 256 for size in (*pieces, 2 * pairs * inner))
+
+    def record(width: int) -> int:
+        return -(-width // 16) * 16 + -(-max(1, -(-width // 128)) // 4) * 16
+
+    between = (2 * pairs * max(n, hidden), 2 * pairs * inner)
+    if w8a8:
+        maps = (4 * (num_experts + 1), 4 * pairs, 4 * pairs, 4)
+        pieces = (*maps, num_tokens * record(hidden), pairs * record(hidden), *between, pairs * record(inner))
+    else:
+        experts = min(pairs, num_experts)
+        pieces = (4 * (pairs + 143 * experts), 4 * (pairs + experts), 4, 4 * pairs, *between)
+    return sum(-(-size // 256) * 256 for size in pieces)
 
 
 @operation()

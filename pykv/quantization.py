@@ -552,12 +552,6 @@ def mxfp8_experts_quant(
     """
 
 
-@Rule
-def _gated_scales(arguments: Mapping[str, Any]) -> Spec:
-    *rows, width = arguments["input"].shape
-    return Spec((*rows, width // 2 // arguments["group_size"]), "float32")
-
-
 @operation(out=half_rows_of("input", "float8_e4m3fn"))
 def situ_and_mul_quant(
     out: Array,

@@ -470,7 +470,7 @@ def test_the_copy_on_cuda_copies_numbers_like_those_of_the_calls(cupy, read, wri
     assert (cupy.asnumpy(made[-1]).view(np.uint8).ravel() == wanted).all()
 
 
-def test_bench_tells_clocks_and_power(cupy, tmp_path):
+def test_bench_tells_clocks_and_power_on_cuda(cupy, tmp_path):
     file = tmp_path / "figures.json"
     call = ["bench", "relu2", "--device", "cuda:0", "--tokens", "64", "--dtype", "float16"]
     assert main([*call, "--json", str(file)]) == 0

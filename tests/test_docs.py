@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -99,3 +100,20 @@ def test_examples_of_the_operations(name: str) -> None:
     assert (program is None) == (name in ADDRESSED)
     if program:
         exec(program, {})
+
+
+def test_every_variable_is_on_its_page() -> None:
+    """What Python, C++, Rust and the build ask of the environment, and the options of CMake."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    tops = {"CMakeLists.txt", "cmake", "packaging", "pykv", "rust", "src"}
+    paths = [ROOT / name for name in listed.stdout.splitlines() if name.split("/")[0] in tops]
+    asking = (
+        r"option\((PYKV_\w+)|set\((PYKV_\w+) \S* CACHE|(?:getenv\(|environ\.get\(|environ\[|env::var\()\"(PYKV_\w+)"
+    )
+    texts = [p.read_text() for p in paths if p.suffix in (".cc", ".cmake", ".cu", ".h", ".py", ".rs", ".txt")]
+    found = {name for text in texts for names in re.findall(asking, text) for name in names if name}
+    assert {"PYKV_CHECK", "PYKV_ISA", "PYKV_OPS", "PYKV_CUDA", "PYKV_SANITIZE", "PYKV_LIBRARY_DIR"} <= found
+    page = (ROOT / "docs" / "environment.md").read_text()
+    assert not {name for name in found if f"`{name}`" not in page}

@@ -1,4 +1,4 @@
-"""The CPU twins are compiled four times; the machine's own choice runs in all other tests, the lesser ones here."""
+"""CPU twins are compiled for several instruction sets: the best one runs in all other tests, the lesser ones here."""
 
 from __future__ import annotations
 

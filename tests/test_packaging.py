@@ -137,6 +137,29 @@ def test_one_version_everywhere() -> None:
     assert f"Version: {version}\n" in found
 
 
+def test_what_a_build_fetches_is_known_by_its_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    requirements, specifiers = (pytest.importorskip(f"packaging.{name}") for name in ("requirements", "utils"))
+    pytest.importorskip("scikit_build_core")
+    monkeypatch.syspath_prepend(ROOT / "packaging")
+    wanted = re.search(r"^requires = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert wanted
+    of_cmake = re.findall(r'^(cmake|ninja).version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert len(of_cmake) == 2
+    pinned = {}
+    for block in re.split(r"\n(?=\w)", (ROOT / "packaging" / "build.txt").read_text())[1:]:
+        requirement, *hashes = block.replace("\\\n", "").split("--hash=sha256:")
+        made = requirements.Requirement(requirement.strip())
+        assert hashes, requirement
+        assert all(re.fullmatch(r"[0-9a-f]{64}", one.strip()) for one in hashes), requirement
+        (exact,) = made.specifier
+        assert exact.operator == "=="
+        pinned[specifiers.canonicalize_name(made.name)] = exact.version
+    nvcc = importlib.import_module("backend").NVCC
+    for text in [*re.findall(r'"([^"]+)"', wanted[1]), nvcc, *map("".join, of_cmake)]:
+        requirement = requirements.Requirement(text)
+        assert requirement.specifier.contains(pinned[requirement.name], prereleases=True), text
+
+
 def test_no_file_names_the_other_distribution() -> None:
     """``pykv`` on PyPI is somebody else's: what users are told to install is ``pykv-kernels``."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)

@@ -22,6 +22,11 @@ def test_ten_lines_of_use() -> None:
     assert float(abs(out).max()) > 0.1
 
 
+@pytest.mark.parametrize(("name", "most"), [("README.md", 200), ("CHANGELOG.md", 40)])
+def test_what_is_read_first_is_short(name: str, most: int) -> None:
+    assert len((ROOT / name).read_text().splitlines()) <= most
+
+
 def table() -> str:
     text = README.read_text()
     return text[text.index("## Operations") : text.index("Each on CPU")]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ import pytest
 import pykv
 import pykv.functional
 from pykv._schema import all_ops
+
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +29,12 @@ def quiet():
 
 def arrays(*, rows: int = 2):
     return np.zeros((rows, 8), np.float32), np.ones((rows, 8), np.float32), np.ones(8, np.float32)
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    found = {"PYTHONPATH": ":".join(sys.path), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=os.environ | found | environment, capture_output=True, text=True, check=False)
 
 
 ARRAYS = "out=float32[2, 8] cpu, input=float32[2, 8] cpu, weight=float32[8] cpu"
@@ -96,12 +106,19 @@ def test_nvtx(monkeypatch):
         pykv.dispatch.log("nvtx")
 
 
-def test_nvtx_itself():
+def test_nvtx_itself(tmp_path):
+    """Its own package, and what a profiler is told by it."""
     pytest.importorskip("nvtx")
-    pykv.dispatch.log("nvtx")
-    out, x, weight = arrays()
-    pykv.rms_norm(out, x, weight)
-    assert (out != 0).all()
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("no C compiler")
+    library = tmp_path / "ranges.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, HERE / "nvtx_ranges.c"], check=True)
+    code = "import numpy as np, pykv; x = np.ones((1, 8), np.float32)"
+    code += "; pykv.relu2(x.copy(), x); pykv.gelu_new(x.copy(), x)"
+    done = python(code, PYKV_LOG="nvtx", NVTX_INJECTION64_PATH=str(library))
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith(("domain", "pykv"))]
+    assert told == ["domain pykv", *("pykv: push pykv.relu2", "pykv: pop"), *("pykv: push pykv.gelu_new", "pykv: pop")]
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch says so where it has CUDA
@@ -147,12 +164,6 @@ def test_the_environment_says_so(tmp_path):
     file = tmp_path / "calls.txt"
     code = "import numpy as np, pykv; pykv.relu2(np.zeros((1, 8)), np.ones((1, 8)))"
     code = code.replace("1, 8)", "1, 8), np.float32")
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYKV_LOG": str(file), "PYTHONPATH": ":".join(sys.path), "PYTHONSAFEPATH": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python(code, PYKV_LOG=str(file))
     assert done.returncode == 0, done.stderr
     assert file.read_text() == "pykv.relu2(out=float32[1, 8] cpu, input=float32[1, 8] cpu, stream=current)\n"

@@ -207,7 +207,7 @@ def arrays(case: Case, device: Cuda) -> Arrays:
     return Arrays(out, query, caches, tables, lens, cu)
 
 
-def call(case: Case, device: Cuda) -> tuple[Call, peers.Decode | None]:
+def call(case: Case, device: Cuda) -> tuple[Call, peers.Problem | None]:
     """A call on arrays of its own, and those arrays, if other libraries can take them."""
     cupy = device.cupy
     page, head_size, heads, tokens = case.page, case.head_size, case.kv_heads, sum(case.queries)
@@ -232,11 +232,12 @@ def call(case: Case, device: Cuda) -> tuple[Call, peers.Decode | None]:
         tokens, len(case.lens), case.heads, heads, head_size, batch_invariant=invariant
     )
     workspace = cupy.empty(size, cupy.uint8)
-    common = cu is None and case.layout == "NHD" and case.kind in ("auto", "fp8_e4m3") and not invariant
+    common = case.layout == "NHD" and case.kind in ("auto", "fp8_e4m3") and not invariant
+    common &= not case.extras and case.window is None
     options = {"cu_query_lens": cu, "kv_cache_dtype": case.kind, "batch_invariant": invariant, "workspace": workspace}
     options |= {"window": case.window, **more_options(case, device)}
-    return lambda: pykv.paged_attention(out, query, *caches, tables, lens, **options), peers.Decode(
-        out, query, *caches, tables, lens, case.lens
+    return lambda: pykv.paged_attention(out, query, *caches, tables, lens, **options), peers.Problem(
+        out, query, *caches, tables, lens, case.lens, case.queries
     ) if common else None
 
 
@@ -263,7 +264,7 @@ def read(num_bytes: int, device: Cuda) -> Call:
     return lambda: kernel((min(132 * 8, math.ceil(n / 2048)),), (256,), (target, source, np.int64(n)))
 
 
-def time_peers(own: list[Call], problems: list[peers.Decode], device: Cuda) -> dict[str, float]:
+def time_peers(own: list[Call], problems: list[peers.Problem], device: Cuda) -> dict[str, float]:
     """Microseconds of each library's call, where it computes what pykv does."""
     us = {}
     own[0]()
@@ -289,7 +290,8 @@ def measure(case: Case, device: Cuda, with_peers: bool) -> Figure:
     own, problems = [c for c, _ in made], [p for _, p in made if p]
     us = 1e6 * device.time(own)
     if not case.decode:
-        return Figure(case, us, None, case.flops / us / 1e6, {})
+        here = time_peers(own, problems, device) if with_peers and problems else {}
+        return Figure(case, us, None, case.flops / us / 1e6, here)
     if case.batch_invariant:
         ordinary = 1e6 * device.time([call(replace(case, batch_invariant=False), device)[0] for _ in range(copies)])
         return Figure(case, us, None, None, {}, ordinary)

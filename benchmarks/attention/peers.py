@@ -1,7 +1,7 @@
-"""Paged decode attention of other libraries, on the arrays that pykv's calls get: those that are installed.
+"""Paged attention of other libraries, on the arrays that pykv's calls get: those that are there.
 
-FlashInfer's tensor-core decode (`pip install flashinfer-python`; its plan is made before the timed call) and cuDNN's
-paged attention (`pip install nvidia-cudnn-frontend`), both through torch, which is needed for either.
+FlashInfer's tensor-core decode (`pip install flashinfer-python`; its plan is made before the timed call), cuDNN's paged
+attention (`pip install nvidia-cudnn-frontend`) and FlashAttention 3 as vLLM builds it (vllm.py), all through torch.
 """
 
 from __future__ import annotations
@@ -15,21 +15,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from vllm_libraries import library, load
 
 Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Decode:
-    """One query token for each sequence, over pages in NHD; CuPy's arrays."""
+class Problem:
+    """Queries over pages in NHD; CuPy's arrays."""
 
-    out: Any  # [seqs, heads, head_size] bfloat16, as query
+    out: Any  # [tokens, heads, head_size] bfloat16, as query
     query: Any
     key_cache: Any  # [pages, page_size, kv_heads, head_size] bfloat16 | uint8 with the bits of float8_e4m3fn
     value_cache: Any
     block_tables: Any  # [seqs, most pages] int32
     seq_lens: Any  # [seqs] int32
     lens: tuple[int, ...]  # the same on the host
+    queries: tuple[int, ...]  # tokens of each
+
+    @property
+    def decode(self) -> bool:
+        return max(self.queries) == 1
 
     @property
     def fp8(self) -> bool:
@@ -41,16 +47,19 @@ def installed() -> dict[str, str]:
     wanted = {"flashinfer": "flashinfer-python", "cudnn": "nvidia-cudnn-frontend"}
     if not importlib.util.find_spec("torch"):
         return {}
-    return {name: importlib.metadata.version(of) for name, of in wanted.items() if importlib.util.find_spec(name)}
+    found = {name: importlib.metadata.version(of) for name, of in wanted.items() if importlib.util.find_spec(name)}
+    return found | ({"fa3": "of vLLM"} if library("_vllm_fa3_C") else {})
 
 
-def calls(problem: Decode) -> Iterator[tuple[str, Call]]:
+def calls(problem: Problem) -> Iterator[tuple[str, Call]]:
     """A call of each library; what it leaves in ``problem.out`` is the same attention."""
     found = installed()
-    if "flashinfer" in found:
+    if "flashinfer" in found and problem.decode:
         yield "flashinfer", _flashinfer(problem)
-    if "cudnn" in found and not problem.fp8:
+    if "cudnn" in found and problem.decode and not problem.fp8:
         yield "cudnn", _cudnn(problem)
+    if "fa3" in found and not problem.fp8:
+        yield "fa3", _fa3(problem)
 
 
 def _torch(array: Any, dtype: str | None = None) -> Any:
@@ -76,7 +85,7 @@ def _workspace(size: int) -> Any:
     return importlib.import_module("torch").zeros(size, dtype=importlib.import_module("torch").uint8, device="cuda")
 
 
-def _flashinfer(problem: Decode) -> Call:
+def _flashinfer(problem: Problem) -> Call:
     torch, flashinfer = importlib.import_module("torch"), importlib.import_module("flashinfer")
     page = problem.key_cache.shape[1]
     pages = [-(-n // page) for n in problem.lens]
@@ -101,12 +110,28 @@ def _flashinfer(problem: Decode) -> Call:
     return _on_cupys_stream(lambda: wrapper.run(query, caches, out=out))
 
 
+def _fa3(problem: Problem) -> Call:
+    torch = importlib.import_module("torch")
+    forward = load("_vllm_fa3_C").fwd
+    starts = torch.from_numpy(np.cumsum([0, *problem.queries]).astype(np.int32)).cuda()
+    arrays = [_torch(a) for a in (problem.query, problem.key_cache, problem.value_cache, problem.out)]
+    query, key, value, out = arrays
+    tables, lens = _torch(problem.block_tables), _torch(problem.seq_lens)
+    most, none = (max(problem.queries), max(problem.lens)), [None] * 5
+    scale = query.shape[-1] ** -0.5
+    arguments = [
+        query, key, value, None, None, None, out, starts, None, None, None, lens, *most, tables, *none,
+        None, None, None, scale, True, -1, -1, 0.0, True, None, 0, None, 0, None, 1, 0, None,
+    ]  # fmt: skip
+    return _on_cupys_stream(lambda: forward(*arguments))
+
+
 @functools.cache
 def _cudnn_handle() -> Any:
     return importlib.import_module("cudnn").create_handle()
 
 
-def _cudnn(problem: Decode) -> Call:
+def _cudnn(problem: Problem) -> Call:
     cudnn, cupy = importlib.import_module("cudnn"), importlib.import_module("cupy")
     seqs, heads, size = problem.query.shape
     handle = _cudnn_handle()

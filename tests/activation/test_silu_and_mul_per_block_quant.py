@@ -145,7 +145,7 @@ def test_empty(array, shape):
     [
         ({"input": (3, 255)}, ValueError, r"input: the last dimension holds two halves and must be even"),
         ({"out": (3, 64)}, ValueError, r"out: dimension 1 must equal width = 128, got shape \[3, 64\]"),
-        ({"out": (4, 128)}, ValueError, r"out: dimension 0 must equal num_tokens = 3, got shape \[4, 128\]"),
+        ({"out": (4, 128)}, ValueError, r"out: dimension 0 must equal the input's = 3, got shape \[4, 128\]"),
         ({"scales": (3, 3)}, ValueError, r"scales: dimension 1 must equal num_groups = 2, got shape \[3, 3\]"),
         ({"group_size": 48}, ValueError, r"group_size: must be positive and divide width = 128, got 48"),
         ({"group_size": 0}, ValueError, r"group_size: must be positive and divide width = 128, got 0"),

@@ -19,6 +19,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if any(importlib.util.find_spec(name) is None for name in needed) else None
 
 
+@pytest.fixture(autouse=True)
+def programs_find_their_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples import one another, which this variable forbids; ``tests/gpu.py`` sets it."""
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The folder of a checkpoint of the given variant (and number of parts), written once."""

@@ -94,6 +94,13 @@ TABLES, LENGTHS = np.zeros((2, 1), np.int32), np.ones(2, np.int32)
         ("rms_norm", (X, None), {"out": 5}, TypeError, "rms_norm: out: must be an array, got int"),
         ("silu_and_mul", (np.float32(3),), {}, ValueError, "silu_and_mul: input: must have 1 to 8 dimensions"),
         ("silu_and_mul_per_block_quant", (X[None], 4), {}, ValueError, "input: must have 2 dimensions, got shape"),
+        (
+            "silu_and_mul_per_block_quant",
+            (X, 4),
+            {"is_scale_transposed": np.zeros(3, object)},
+            ValueError,
+            "silu_and_mul_per_block_quant: is_scale_transposed: ",
+        ),
         ("silu_and_mul_per_block_quant", (X, 0), {}, ValueError, "group_size: must be positive and divide width = 4"),
         (
             "rms_norm_per_block_quant",

@@ -43,7 +43,7 @@ def layer(dtype: Any, experts: int, hidden: int, inner: int, gated: bool = True)
 
 def run(array: Any, x: np.ndarray, w1: Any, w2: Any, weights: Any, ids: Any, out: Any = None, **options: Any) -> Any:
     made = array.output(np.full(x.shape, np.nan, x.dtype) if out is None else out)
-    arrays = {k: array.input(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+    arrays = {k: array.input(v) if isinstance(v, np.ndarray) and k != "workspace" else v for k, v in options.items()}
     pykv.fused_moe(made, *map(array.input, (x, w1, w2, weights, ids)), **arrays)
     return array.numpy(made)
 

@@ -77,7 +77,7 @@ struct PagedAttentionArgs {
 // Order of one logit: x = scale * q.k; softcap; + slope * (j - position); masks; sinks join the softmax.
 // A row that attends to nothing (seq_len 0, a position below 0) gives 0 and lse = -inf (or its sink).
 // Out-of-range block ids and lengths are masked or clamped and reported; nothing outside the arrays is read.
-PYKV_CPU_TWIN(paged_attention_cpu, PagedAttentionArgs)
+PYKV_CPU_TWIN_OF_PRODUCTS(paged_attention_cpu, PagedAttentionArgs)
 void paged_attention_cuda(const PagedAttentionArgs& args, const Launch& launch);
 
 // Bytes of workspace that paged_attention_cuda wants on `device`: closed form, no array is read.

@@ -74,14 +74,16 @@ struct ScaleRule {
   ScaleKind kind;
   ExponentRule exponent;
   float largest;      // code
-  float least;        // the largest magnitude counts as that at least
+  float least;        // scale
   int code_exponent;  // largest_exponent of the codes
 
-  // most: not NaN.  global: of e4m3 scales alone, which it multiplies; target: the code that the largest number becomes there.
-  PYKV_INLINE GroupScale operator()(float most, float global, float target) const {
-    if (kind == ScaleKind::kE4M3) return below_global(most, global, target);
+  // most: not NaN.  given: of e4m3 scales the global one, which multiplies them; of fp32 ones what they are at most.  target: of
+  // e4m3 scales the code that the largest number becomes.
+  PYKV_INLINE GroupScale operator()(float most, float given, float target) const {
+    if (kind == ScaleKind::kE4M3) return below_global(most, given, target);
     if (kind == ScaleKind::kMx) return of_block(most);
-    const float scale = (most > least ? most : least) / largest;
+    const float wanted = most / largest, within = wanted < given ? wanted : given,
+                scale = within > least ? within : least;
     if (kind == ScaleKind::kFloat) return {bits_of(scale), factor_of(scale)};
     const uint32_t exponent = exponent_from(scale > 1e-10f ? scale : 1e-10f);
     const uint32_t capped = exponent < 254 ? exponent : 254;

@@ -1,4 +1,4 @@
-// Failures inside the library are exceptions; they stop at the door (core/call.h).
+// Failures inside the library are exceptions; core/call.h turns them into a status.
 #pragma once
 
 #include <exception>

@@ -2,10 +2,9 @@
 //
 // A result depends on nothing but its code, and differs for the two signs in the sign alone.  For 16-bit T the results of
 // all magnitudes are a table of 128 entries; AVX-512 holds it in four registers and looks up 32 codes by two permutes: a
-// sixth of the instructions of the conversions and the product.  AVX512_VBMI looks up the two bytes of 64 results by as many.
+// sixth of the instructions of the conversions and the product.
 #pragma once
 
-#include "cpu/code_table.h"
 #include "cpu/pairs.h"
 
 namespace pykv::PYKV_ISA {
@@ -47,68 +46,18 @@ class Decoder<T, Code> {
       products_[i / kPair] = in_order<T>(load(codes), load(codes + kWidth)) * plain(scale);
     }
     table_ = table_of(products_);
-    plain_ = scale == 1.0f;
   }
 
   void operator()(T* to, const Code* from, int64_t n, bool past = false) const { look_up(table_, to, from, n, past); }
 
   // By a table of its own, where each product would take several operations to be rounded.
   void tile(T* to, const Code* from, int64_t n, float scale) const {
-#if defined(__AVX512VBMI__)
-    if constexpr (__is_same(T, bf16)) {
-      if (plain_ && (scale >= kLeastScale || scale == 0.0f)) return scaled(to, from, n, scale);
-    }
-#endif
     Products own;
     for (int i = 0; i < kVectors; ++i) own[i] = products_[i] * plain(scale);
     look_up(table_of(own), to, from, n, false);
   }
 
  private:
-#if defined(__AVX512VBMI__)
-  using Table = CodeTable;
-
-  static Table table_of(const Products& products) {
-    uint16_t results[kCodes];
-    for (int i = 0; i < kVectors; ++i) store_raw(results + i * kPair, packed(products[i]), false);
-    return Table(results);
-  }
-
-  static constexpr float kLeastScale = 0x1p-100f;
-
-  // Products that are zeros or normal numbers, which AVX512_BF16 rounds.
-  static void scaled(T* to, const Code* from, int64_t n, float scale) {
-    static_assert(2 * kPair == 4 * kWidth);
-    const auto round = [=](T* at, Floats first, Floats second) {
-      store_raw(at, _mm512_cvtne2ps_pbh(second * scale, first * scale), false);
-    };
-    const FloatLoader<Code> load_all;
-    int64_t i = 0;
-    for (; i + 2 * kPair <= n; i += 2 * kPair) {
-      Floats v[4];
-      load_all(from + i, v);
-      round(to + i, v[0], v[1]);
-      round(to + i + kPair, v[2], v[3]);
-    }
-    if (i < n) round(to + i, load(from + i), load(from + i + kWidth));
-  }
-
-  static void look_up(const Table& of, T* to, const Code* from, int64_t n, bool past) {
-    const Table table = of;  // which no store can change
-    __m512i results[2];
-    int64_t i = 0;
-    for (; i + 2 * kPair <= n; i += 2 * kPair) {
-      table.in_order(load_raw<__m512i>(from + i), results);
-      store_raw(to + i, results[0], past);
-      store_raw(to + i + kPair, results[1], past);
-    }
-    if (i == n) return;
-    const auto inside = _bzhi_u64(~uint64_t{}, static_cast<uint32_t>(n - i));
-    table.in_order(_mm512_maskz_loadu_epi8(static_cast<__mmask64>(inside), from + i), results);
-    _mm512_mask_storeu_epi16(to + i, static_cast<__mmask32>(inside), results[0]);
-    _mm512_mask_storeu_epi16(to + i + kPair, static_cast<__mmask32>(inside >> kPair), results[1]);
-  }
-#else
   struct Table {
     __m512i of[kVectors];
   };
@@ -139,11 +88,9 @@ class Decoder<T, Code> {
     const __m512i sign = _mm512_slli_epi16(_mm512_srli_epi16(codes, 7), 15);
     return _mm512_xor_si512(magnitude, sign);
   }
-#endif
 
   Products products_;
   Table table_;
-  bool plain_;  // the scale is 1
 };
 #endif
 

@@ -3,8 +3,7 @@
 // For a given scale the code is a staircase over the bits of a 16-bit T: of sixteen (E5M2: eight) equal parts of a binade
 // none has more than one step, and the binades of normal codes are alike.  In a part, (bits + d) >> kDrop is the code's
 // magnitude for a d that puts the step where the shift carries.  AVX-512 looks up the d of 32 elements in two tables,
-// one for normal codes and one for what is below: no division, no conversion, no product.  For bf16, AVX512_VBMI looks up what
-// 64 elements have, byte by byte: half of the operations.
+// one for normal codes and one for what is below: no division, no conversion, no product.
 #pragma once
 
 #include <algorithm>
@@ -193,102 +192,6 @@ class Staircase {
 };
 
 inline constexpr int64_t kWorthTables = 1 << 16;  // elements
-
-#if defined(__AVX512VBMI__)
-// Parts have as many values as one normal code.  The first 64, of which the last are a binade of normal codes, have at most one
-// step each: a code, and the last value that has it.  From there on a code is the part's number and what the significand adds to it.
-// Of 64 elements all this is looked up byte by byte.
-template <class Code, class Rule>
-  requires(__is_same(Code, e4m3) || __is_same(Code, e5m2))
-class Encoder<bf16, Code, Rule> {
- public:
-  static constexpr bool kStreams = true;
-
-  Encoder(float scale, int64_t elements) : scale_(scale), rule_{scale}, tables_(elements >= kWorthTables && build()) {}
-
-  [[gnu::noinline]] void operator()(Code* to, const bf16* from, int64_t n, bool past = false) const {
-    if (!tables_ || has_nan(convert(to, from, n, past, bottom_))) store_by_rule(rule_, to, from, n);
-  }
-
-  // Of elements divided by the scale times 2^power, if tables(), which leave room for it; false where one is NaN.
-  [[gnu::always_inline]] bool scaled(Code* to, const bf16* from, int64_t n, int power, bool past = false) const {
-    return !has_nan(convert(to, from, n, past, bottom_ + power * kBinade));
-  }
-  bool tables() const { return tables_; }
-
- private:
-  using Steps = Staircase<bf16, Code, Rule>;
-  static constexpr int kDrop = Steps::kDrop, kBinade = Steps::kBinade, kParts = 64;
-
-  static bool has_nan(__m512i magnitudes) {
-    return _mm512_cmpgt_epu16_mask(magnitudes, _mm512_set1_epi16(Steps::kInfinity)) != 0;
-  }
-
-  // Gives the largest magnitudes.
-  [[gnu::always_inline]] __m512i convert(Code* to, const bf16* from, int64_t n, bool past, int bottom) const {
-    const __m512i code = _mm512_load_si512(code_), last = _mm512_load_si512(last_);
-    const __m512i more[] = {_mm512_load_si512(more_), _mm512_load_si512(more_ + 64)};
-    const __m512i normal = _mm512_set1_epi8(normal_), least = _mm512_set1_epi16(static_cast<int16_t>(bottom));
-    constexpr __mmask64 kAll = ~__mmask64{};
-    __m512i most = _mm512_setzero_si512();
-    const auto codes_of = [&](__m512i a, __m512i b) {
-      const __m512i without_sign = _mm512_set1_epi16(0x7fff), low_byte = _mm512_set1_epi16(0xff);
-      const __m512i x = _mm512_and_si512(a, without_sign), y = _mm512_and_si512(b, without_sign);
-      most = _mm512_max_epu16(most, _mm512_max_epu16(x, y));
-      const __m512i above_x = _mm512_subs_epu16(x, least), above_y = _mm512_subs_epu16(y, least);
-      const __m512i part = _mm512_packus_epi16(_mm512_srli_epi16(above_x, kDrop), _mm512_srli_epi16(above_y, kDrop));
-      const __m512i low = _mm512_packus_epi16(_mm512_and_si512(above_x, low_byte), _mm512_and_si512(above_y, low_byte));
-      const __mmask64 stepped = _mm512_cmpgt_epu8_mask(low, _mm512_maskz_permutexvar_epi8(kAll, part, last));
-      const __m512i small = _mm512_maskz_permutexvar_epi8(kAll, part, code);
-      __m512i codes = _mm512_mask_add_epi8(small, stepped, small, _mm512_set1_epi8(1));
-      const __m512i added = _mm512_maskz_permutex2var_epi8(kAll, more[0], low, more[1]);  // by seven of eight bits
-      codes = _mm512_mask_add_epi8(codes, _mm512_cmpge_epu8_mask(part, normal), part, added);
-      codes = _mm512_min_epu8(codes, _mm512_set1_epi8(Steps::kLargestCode));
-      // code | sign & 0x80: 0xf8 is a | b & c
-      codes = _mm512_ternarylogic_epi32(codes, _mm512_packs_epi16(a, b), _mm512_set1_epi8(-0x80), 0xf8);
-      return one_after_other(codes);
-    };
-    int64_t i = 0;
-    for (; i + 2 * kPair <= n; i += 2 * kPair)
-      store_raw(to + i, codes_of(_mm512_loadu_si512(from + i), _mm512_loadu_si512(from + i + kPair)), past);
-    if (i < n) {
-      const auto inside = _bzhi_u64(~uint64_t{}, static_cast<uint32_t>(n - i));
-      const __m512i a = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(inside), from + i);
-      const __m512i b = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(inside >> kPair), from + i + kPair);
-      _mm512_mask_storeu_epi8(to + i, inside, codes_of(a, b));
-    }
-    return most;
-  }
-
-  bool build() {
-    if (!(scale_ > 0x1p-100f && scale_ < 0x1p100f)) return false;
-    const Steps steps(rule_);
-    const int normal = static_cast<int>(steps.normal());
-    if (normal + kBinade > static_cast<int>(steps.top()) || steps.top() >= Steps::kInfinity) return false;
-    bottom_ = std::max(0, normal - (kParts << kDrop));
-    if (bottom_ > 0 && steps.code_of(bottom_) != 0) return false;
-    normal_ = static_cast<int8_t>((normal - bottom_) >> kDrop);
-    for (int part = 0; part < normal_; ++part) {
-      const int begin = bottom_ + (part << kDrop), end = begin + (1 << kDrop), code = steps.code_of(begin);
-      if (steps.code_of(end - 1) > code + 1) return false;
-      code_[part] = static_cast<uint8_t>(code);
-      // the last byte of a value's distance from the bottom, as are those that are compared with it
-      last_[part] = static_cast<uint8_t>((part << kDrop) % 256 +
-                                         static_cast<int>(steps.least_with(code + 1, begin, end)) - 1 - begin);
-    }
-    for (int i = 0; i < kBinade; ++i)
-      more_[i] = static_cast<uint8_t>(steps.code_of(normal + i) - (i >> kDrop) - normal_);
-    return true;
-  }
-
-  alignas(64) uint8_t code_[kParts] = {}, last_[kParts] = {}, more_[kBinade] = {};
-  int8_t normal_ = 0;  // the part from which on codes are normal
-  int bottom_ = 0;
-  float scale_;
-  Rule rule_;
-  bool tables_;
-};
-#endif
 
 template <class T, class Code, class Rule>
   requires(sizeof(T) == 2 && (__is_same(Code, e4m3) || __is_same(Code, e5m2)))

@@ -15,25 +15,22 @@ Isa cpu_isa();
 
 }  // namespace pykv
 
-// Declares the twins of one op and the function that runs the one for this machine.
+// Declares the twins of one op and the function that runs the one for this machine.  Products alone (attention, GEMM) have one
+// for AVX512_BF16: for all others it takes as long as the one for AVX-512 (CMakeLists.txt names these files).
 #if defined(__x86_64__) && !defined(PYKV_ONE_ISA)
-#define PYKV_CPU_TWIN(NAME, ARGS)                            \
-  namespace base {                                           \
-  void NAME(const ARGS& args, const Launch& launch);         \
-  }                                                          \
-  namespace avx2 {                                           \
-  void NAME(const ARGS& args, const Launch& launch);         \
-  }                                                          \
-  namespace avx512 {                                         \
-  void NAME(const ARGS& args, const Launch& launch);         \
-  }                                                          \
-  namespace avx512bf16 {                                     \
-  void NAME(const ARGS& args, const Launch& launch);         \
-  }                                                          \
+#define PYKV_TWIN_OF(ISA, NAME, ARGS)                \
+  namespace ISA {                                    \
+  void NAME(const ARGS& args, const Launch& launch); \
+  }
+#define PYKV_TWINS(NAME, ARGS, BEST)                         \
+  PYKV_TWIN_OF(base, NAME, ARGS)                             \
+  PYKV_TWIN_OF(avx2, NAME, ARGS)                             \
+  PYKV_TWIN_OF(avx512, NAME, ARGS)                           \
+  PYKV_TWIN_OF(BEST, NAME, ARGS)                             \
   inline void NAME(const ARGS& args, const Launch& launch) { \
     switch (cpu_isa()) {                                     \
       case Isa::kAvx512Bf16:                                 \
-        return avx512bf16::NAME(args, launch);               \
+        return BEST::NAME(args, launch);                     \
       case Isa::kAvx512:                                     \
         return avx512::NAME(args, launch);                   \
       case Isa::kAvx2:                                       \
@@ -42,10 +39,13 @@ Isa cpu_isa();
         return base::NAME(args, launch);                     \
     }                                                        \
   }
+#define PYKV_CPU_TWIN(NAME, ARGS) PYKV_TWINS(NAME, ARGS, avx512)
+#define PYKV_CPU_TWIN_OF_PRODUCTS(NAME, ARGS) PYKV_TWINS(NAME, ARGS, avx512bf16)
 #else
 #define PYKV_CPU_TWIN(NAME, ARGS)                    \
   namespace base {                                   \
   void NAME(const ARGS& args, const Launch& launch); \
   }                                                  \
   inline void NAME(const ARGS& args, const Launch& launch) { base::NAME(args, launch); }
+#define PYKV_CPU_TWIN_OF_PRODUCTS PYKV_CPU_TWIN
 #endif

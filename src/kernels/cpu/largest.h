@@ -42,7 +42,7 @@ template <class T>
 class Largest : public LargestFloat<T> {
  public:
   void keep(T* to, Pair<T> v) {
-    store_for_codes(to, v, kPair);
+    store_pair(to, v, kPair);
     this->take(v);
   }
   static Floats values(Words lanes) { return rounded<T>(__builtin_bit_cast(Floats, lanes)); }  // which keeps the order
@@ -54,7 +54,7 @@ template <class T>
 class Largest<T> {
  public:
   void keep(T* to, Pair<T> v) {
-    const PairHalfwords halves = packed_for_codes(v), magnitudes = halves & 0x7fff;
+    const PairHalfwords halves = packed(v), magnitudes = halves & 0x7fff;
     store_raw(to, halves, false);
     most_ = magnitudes > most_ ? magnitudes : most_;
   }

@@ -4,7 +4,6 @@
 // binades, so that eight staircases do, made as cpu/encode.h does it.  No division, no conversion, no product.
 #pragma once
 
-#include "cpu/code_table.h"
 #include "cpu/encode.h"
 #include "cpu/nvfp4_scales.h"
 #include "cpu/prefetch.h"
@@ -178,125 +177,6 @@ class Nvfp4Stairs {
   alignas(64) uint16_t stairs_[Steps::kMantissas][kParts];
 };
 
-#if defined(__AVX512VBMI__)
-// Byte by byte, 64 at once: bf16 fall apart into exponents and significands, which have two steps at most, for every other step is
-// a binade from the next.  From the binade before the first step on there are eight up to the largest element, which is 36 times
-// the first step: with the mantissas of scales 64 places, in which all bytes of a vector are looked up by one instruction.
-template <>
-class Nvfp4Stairs<bf16> {
- public:
-  explicit Nvfp4Stairs(float global) : steps_(global) {}
-
-  bool build() {
-    if (!steps_.usable()) return false;
-    int bases[Steps::kMantissas];
-    for (int m = 0; m < Steps::kMantissas; ++m) {
-      int steps[8];
-      steps_.find(m, steps);
-      bases[m] = (steps[1] / kBinade - 1) * kBinade;
-      if (bases[m] < kBinade || steps[7] >= Steps::kInfinity) return false;
-      for (int i = 0, code = 0; i < kBinades; ++i) {
-        const int begin = bases[m] + i * kBinade, place = m * kBinades + i;
-        const auto next = [&] { return code < 7 && steps[code + 1] < begin + kBinade; };
-        if (next() && steps[code + 1] == begin) ++code;
-        code_[place] = static_cast<uint8_t>(code);
-        // the last significand before each step, with a bit behind it
-        for (uint8_t* last : {first_, second_}) {
-          last[place] = static_cast<uint8_t>(next() ? 2 * (steps[code + 1] - 1 - begin) + 1 : 255);
-          code += next();
-        }
-        if (next()) return false;
-      }
-    }
-    Steps::OfScale of_scale[Steps::kScales];
-    if (!steps_.spread(bases, kBinades * kBinade, of_scale)) return false;
-    for (int i = 0; i < Steps::kScales; ++i) {
-      exponent_of_[i] = static_cast<uint8_t>(of_scale[i].base / kBinade);
-      places_of_[i] = static_cast<uint8_t>(of_scale[i].mantissa * kBinades);
-    }
-    return true;
-  }
-  bool have(const uint8_t* scales, int64_t n) const { return steps_.have(scales, n); }
-
-  void operator()(uint8_t* codes, const bf16* const* from, int64_t n, const uint8_t* scales, int64_t ahead) const {
-    const Tables tables{_mm512_load_si512(code_), _mm512_load_si512(first_), _mm512_load_si512(second_)};
-    for (int64_t begin = 0; begin < n; begin += kFours, scales += 4 * kFours) {
-      const int64_t end = n - begin < kFours ? n - begin : kFours;
-      // of all these blocks
-      uint8_t exponents[4 * kFours], places[4 * kFours];
-      const auto inside = _bzhi_u64(~uint64_t{}, static_cast<uint32_t>(4 * end));
-      const __m512i some = _mm512_maskz_loadu_epi8(static_cast<__mmask64>(inside), scales);
-      store_raw(exponents, of_scales(exponent_of_, some), false);
-      store_raw(places, of_scales(places_of_, some), false);
-      for (int64_t i = 0; i < end; i += 2, codes += kLine) {
-        const bf16* const* four = from + begin + i;
-        prefetch_bytes(four[0] + ahead, kNvfp4Four * sizeof(bf16));
-        prefetch_bytes(four[1] + ahead, kNvfp4Four * sizeof(bf16));
-        const __m512i a = encode_four(four[0], exponents + 4 * i, places + 4 * i, tables);
-        const __m512i b = encode_four(four[1], exponents + 4 * i + 4, places + 4 * i + 4, tables);
-        alignas(64) static constexpr Bytes64 kInOrder([](int i) {
-          const int piece = i / kPiece, quad = i % kPiece / 2;  // of which vector, and which four of its elements
-          return quad / 2 * kPiece + piece / 2 * 8 + quad % 2 * 4 + piece % 2 * 2 + i % 2;
-        });
-        store_raw(codes, _mm512_maskz_permutexvar_epi8(~__mmask64{}, kInOrder, _mm512_packus_epi16(a, b)), false);
-      }
-    }
-  }
-
- private:
-  using Steps = Nvfp4Steps<bf16>;
-  static constexpr int kBinade = 1 << Steps::kMantissa, kBinades = 8, kPlaces = Steps::kMantissas * kBinades;
-  static constexpr int kPiece = 16;
-  static constexpr int64_t kFours = 16;
-
-  struct Tables {
-    __m512i code, first, second;
-  };
-
-  static __m512i of_scales(const uint8_t (&table)[Steps::kScales], __m512i scales) {
-    return _mm512_maskz_permutex2var_epi8(~__mmask64{}, load_raw<__m512i>(table), scales,
-                                          load_raw<__m512i>(table + kLine));
-  }
-
-  // Of four blocks: bytes in 16 bits, four of the first two blocks' elements and four of the others' in turn.
-  [[gnu::always_inline]] static __m512i encode_four(const bf16* from, const uint8_t* exponents, const uint8_t* places,
-                                                    const Tables& tables) {
-    // of four elements each: the exponents, and the significands, each with the sign of the element before it (of the first one,
-    // the last one's) behind it; or the other way round
-    constexpr auto field = [](int i, bool exponent) { return (16 * (i % 4) + (exponent ? 7 : -1)) % 64; };
-    alignas(64) static constexpr Bytes64 kExponentsFirst([=](int i) { return field(i, i % 8 < 4); });
-    alignas(64) static constexpr Bytes64 kExponentsLast([=](int i) { return field(i, i % 8 >= 4); });
-    alignas(64) static constexpr Bytes64 kBlocks([](int i) { return i / 32 + i % 8 / 4 * 2; });
-    constexpr __mmask16 kUpper = 0xaaaa;
-    const __m512i a = _mm512_maskz_multishift_epi64_epi8(~__mmask64{}, kExponentsFirst, _mm512_loadu_si512(from));
-    const __m512i b =
-        _mm512_maskz_multishift_epi64_epi8(~__mmask64{}, kExponentsLast, _mm512_loadu_si512(from + 2 * kNvfp4Block));
-    const __m512i exponent = _mm512_mask_blend_epi32(kUpper, a, b);
-    const __m512i significand = _mm512_maskz_ror_epi64(0xff, _mm512_mask_blend_epi32(kUpper, b, a), 32);
-
-    const auto of_blocks = [](const uint8_t* bytes) {
-      int32_t four;
-      __builtin_memcpy(&four, bytes, sizeof four);
-      return _mm512_shuffle_epi8(_mm512_set1_epi32(four), kBlocks);
-    };
-    const __m512i place = _mm512_or_si512(_mm512_subs_epu8(exponent, of_blocks(exponents)), of_blocks(places));
-    const auto look_up = [=](__m512i table) { return _mm512_maskz_permutexvar_epi8(~__mmask64{}, place, table); };
-    const __m512i one = _mm512_set1_epi8(1), code = look_up(tables.code);
-    const __m512i up =
-        _mm512_mask_add_epi8(code, _mm512_cmpgt_epu8_mask(significand, look_up(tables.first)), code, one);
-    const __m512i magnitude =
-        _mm512_mask_add_epi8(up, _mm512_cmpgt_epu8_mask(significand, look_up(tables.second)), up, one);
-    // magnitude | sign & 8, which is that of the element in its place then: 0xf8 is a | b & c
-    const __m512i codes =
-        _mm512_ternarylogic_epi32(magnitude, _mm512_maskz_ror_epi32(0xffff, significand, 5), _mm512_set1_epi8(8), 0xf8);
-    return _mm512_maddubs_epi16(codes, _mm512_set1_epi16(0x1001));  // every second one sixteen times
-  }
-
-  Steps steps_;
-  alignas(64) uint8_t code_[kPlaces], first_[kPlaces], second_[kPlaces];
-  alignas(64) uint8_t exponent_of_[Steps::kScales], places_of_[Steps::kScales];
-};
-#endif
 #endif
 
 }  // namespace pykv::PYKV_ISA

@@ -298,41 +298,6 @@ inline Pair<T> rounded(Pair<T> v) {
   });
 }
 
-// On the way to codes, which are 0 of numbers below 2^-126: AVX512_BF16 rounds in one instruction, but makes zeros of those.
-#if defined(__AVX512BW__)
-template <class T>
-inline PairHalfwords packed_for_codes(Pair<T> v) {
-  return packed(v);
-}
-#endif
-#if defined(__AVX512BF16__)
-inline PairHalfwords packed_for_codes(Pair<bf16> v) {
-  const auto halves =
-      __builtin_bit_cast(PairHalfwords, _mm512_cvtne2ps_pbh(v.y, v.x));  // first all of x, then all of y
-  PairHalfwords in_turn;
-  for (uint16_t i = 0; i < kPair; ++i) in_turn[i] = i / 2 + i % 2 * kWidth;
-  return shuffle(halves, halves, in_turn);
-}
-#endif
-template <class T>
-inline Pair<T> rounded_for_codes(Pair<T> v) {
-#if defined(__AVX512BF16__)
-  if constexpr (kAlternating<T>) {
-    const Words both = __builtin_bit_cast(Words, packed_for_codes(v));
-    return {__builtin_bit_cast(Floats, both << 16), __builtin_bit_cast(Floats, both & 0xffff0000u)};
-  }
-#endif
-  return rounded(v);
-}
-template <class T>
-inline void store_for_codes(T* to, Pair<T> v, int64_t count) {
-#if defined(__AVX512BF16__)
-  if constexpr (kAlternating<T>)
-    if (count >= kPair) return store_raw(to, packed_for_codes(v), false);
-#endif
-  store_pair(to, v, count);
-}
-
 // next(state, i, count) becomes the state, for pairs that cover elements begin ... end; only the last may count less than
 // kPair of them.  Flattened, since calls would hand pairs over in memory; `next` is a copy, so that what it has taken by
 // value stays in registers, where stores to anywhere cannot have changed it.

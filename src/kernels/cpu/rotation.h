@@ -50,37 +50,6 @@ inline void turn(Turn by, Pair<T>& x, Pair<T>& y, Pair<T> c, Pair<T> s) {
   by(x.y, y.y, c.y, s.y);
 }
 
-#if defined(__AVX512BF16__)
-// TurnIn<bf16> where all products and sums are zeros or normal numbers: AVX512_BF16 rounds these, and takes others for zeros.
-struct TurnNormal {
-  // Elements and angles are to be zeros or at least 2^-90 and 2^-28: of such products the least unit is 2^-125.
-  static constexpr int kLeastElement = -90, kLeastAngle = -28;
-};
-inline void turn(TurnNormal, Pair<bf16>& x, Pair<bf16>& y, Pair<bf16> c, Pair<bf16> s) {
-  const auto product = [](Pair<bf16> a, Pair<bf16> b) { return rounded_for_codes(a * b); };
-  const Pair<bf16> given = x;
-  x = product(given, c) - product(y, s);
-  y = product(y, c) + product(given, s);
-}
-
-// The least magnitude of bf16 that are not zero.
-class LeastMagnitude {
- public:
-  void take(__m512i bits) {
-    const __m512i magnitudes = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
-    before_ =
-        _mm512_min_epu16(before_, _mm512_sub_epi16(magnitudes, _mm512_set1_epi16(1)));  // before 0 are the largest
-  }
-  bool is_at_least_two_to(int power) const {
-    const __m512i bits = _mm512_set1_epi16(static_cast<int16_t>((127 + power) << 7));
-    return _mm512_cmplt_epu16_mask(before_, _mm512_sub_epi16(bits, _mm512_set1_epi16(1))) == 0;
-  }
-
- private:
-  __m512i before_ = _mm512_set1_epi16(-1);
-};
-#endif
-
 // The elements of a head, as they are.
 template <class T>
 struct Elements {
@@ -162,15 +131,6 @@ class TokenRotator {
   // The heads of token t, by the angles that were taken.  Flattened: a head alone is not worth a call.
   [[gnu::flatten]] void rotate(const RotaryHeads& heads, int64_t t) const {
     T* head = heads_of(heads, t);
-#if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<Turn, TurnIn<bf16>>) {
-      if (is_normal(head, heads)) {
-        for (int64_t h = 0; h < heads.num_heads; ++h, head += heads.head)
-          rotate_neox<false, TurnNormal>(head, Elements<T>{head});
-        return;
-      }
-    }
-#endif
     for (int64_t h = 0; h < heads.num_heads; ++h, head += heads.head) rotate(head, Elements<T>{head});
   }
 
@@ -178,7 +138,7 @@ class TokenRotator {
   template <bool kPast = false, class Load>
   void rotate(T* head, const Load& load) const {
     if (rotation_.is_neox) {
-      rotate_neox<kPast, Turn>(head, load);
+      rotate_neox<kPast>(head, load);
     } else {
       rotate_gptj<kPast>(head, load);
     }
@@ -242,42 +202,18 @@ class TokenRotator {
     };
     keep(cosines_, cosines, 1.0f);
     keep(sines_, sines, sign);
-#if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<Turn, TurnIn<bf16>>) {
-      LeastMagnitude least;
-      for (size_t i = 0; i < angles_.size(); i += kWidth)  // rounded to bf16: their lower halves are 0
-        least.take(load_raw<__m512i>(angles_.data() + i));
-      angles_are_normal_ = rotation_.is_neox && least.is_at_least_two_to(TurnNormal::kLeastAngle);
-    }
-#endif
   }
 
-  template <bool kPast, class By, class Load>
+  template <bool kPast, class Load>
   void rotate_neox(T* head, const Load& load) const {
     each_pair(0, half_, [=, half = half_, cosines = cosines_, sines = sines_](int64_t i, int64_t count) {
       Pair<T> x = load(i, count), y = load(half + i, count);
-      turn(By(), x, y, {PYKV_ISA::load(cosines + i), PYKV_ISA::load(cosines + i + kWidth)},
+      turn(Turn(), x, y, {PYKV_ISA::load(cosines + i), PYKV_ISA::load(cosines + i + kWidth)},
            {PYKV_ISA::load(sines + i), PYKV_ISA::load(sines + i + kWidth)});
-      if constexpr (std::is_same_v<By, Turn>) {
-        store_pair(head + i, x, count, kPast);
-        store_pair(head + half + i, y, count, kPast);
-      } else {
-        store_for_codes(head + i, x, count);
-        store_for_codes(head + half + i, y, count);
-      }
+      store_pair(head + i, x, count, kPast);
+      store_pair(head + half + i, y, count, kPast);
     });
   }
-
-#if defined(__AVX512BF16__)
-  // Whether TurnNormal can do these heads.
-  bool is_normal(const bf16* head, const RotaryHeads& heads) const {
-    if (!angles_are_normal_ || half_ % (kPair / 2) != 0) return false;
-    LeastMagnitude least;
-    for (int64_t h = 0; h < heads.num_heads; ++h, head += heads.head)
-      for (int64_t i = 0; i < 2 * half_; i += kPair) least.take(_mm512_loadu_si512(head + i));
-    return least.is_at_least_two_to(TurnNormal::kLeastElement);
-  }
-#endif
 
   template <bool kPast, class Load>
   void rotate_gptj(T* head, const Load& load) const {
@@ -299,7 +235,6 @@ class TokenRotator {
   const int64_t half_;
   std::vector<float> angles_, gathered_;
   float *const cosines_, *const sines_;
-  bool angles_are_normal_ = false;  // for TurnNormal
 };
 
 }  // namespace pykv::PYKV_ISA

@@ -17,7 +17,7 @@ struct DenseGemmArgs {
   int64_t b_step;                          // from an element of a row to the next
 };
 
-PYKV_CPU_TWIN(dense_gemm_cpu, DenseGemmArgs)
+PYKV_CPU_TWIN_OF_PRODUCTS(dense_gemm_cpu, DenseGemmArgs)
 void dense_gemm_cuda(const DenseGemmArgs& args, const Launch& launch);
 
 }  // namespace pykv

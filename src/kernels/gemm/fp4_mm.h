@@ -22,7 +22,7 @@ struct Fp4MmArgs {
   }
 };
 
-PYKV_CPU_TWIN(fp4_mm_cpu, Fp4MmArgs)
+PYKV_CPU_TWIN_OF_PRODUCTS(fp4_mm_cpu, Fp4MmArgs)
 void fp4_mm_cuda(const Fp4MmArgs& args, const Launch& launch);
 
 }  // namespace pykv

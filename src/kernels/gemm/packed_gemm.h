@@ -25,7 +25,7 @@ struct PackedGemmArgs {
   TileMap map;  // of several weights of one format, which begin at weight.data + i * map.weight_stride
 };
 
-PYKV_CPU_TWIN(packed_gemm_cpu, PackedGemmArgs)
+PYKV_CPU_TWIN_OF_PRODUCTS(packed_gemm_cpu, PackedGemmArgs)
 void packed_gemm_cuda(const PackedGemmArgs& args, const Launch& launch);
 
 }  // namespace pykv

@@ -211,7 +211,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   if (splits > segments / S::kParts) splits = segments / S::kParts;
   CUtensorMap x_map{};
   const bool gathers = map.rows || w.columns || w.k == 0 || !aligned(args.x, x_stride, 8) ||
-                       !make_tensor_map(x_map, args.x, w.k * 2, args.num_rows, x_stride * 2, S::kTokens);
+                       !make_tensor_map(x_map, args.x, {w.k * 2, args.num_rows}, {x_stride * 2}, {S::kTokens});
   CUtensorMap codes{};
   if (w.padded_k > 0 && !make_codes_map<S>(codes, args)) fail(PYKV_RUNTIME_ERROR, "packed_gemm: no tensor map");
   Problem p{.x = x_map,

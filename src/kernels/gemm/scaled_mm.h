@@ -50,7 +50,7 @@ struct ScaledMmArgs {
   PYKV_HOST_DEVICE int64_t blocks() const { return (k + kBlock - 1) / kBlock; }
 };
 
-PYKV_CPU_TWIN(scaled_mm_cpu, ScaledMmArgs)
+PYKV_CPU_TWIN_OF_PRODUCTS(scaled_mm_cpu, ScaledMmArgs)
 void scaled_mm_cuda(const ScaledMmArgs& args, const Launch& launch);
 
 }  // namespace pykv

@@ -530,10 +530,10 @@ bool launch_shape(const ScaledMmArgs& args, const Launch& launch, int columns_ea
   const auto stride = [&](int64_t given, int64_t lines_) { return lines_ > 1 ? given : (args.k + 15) / 16 * 16; };
   const auto group_stride = [&](int64_t given, int64_t matrices) { return matrices > 1 ? given : 16; };
   const int64_t matrices = groups.are_apart() ? count : 1;
-  if (!make_tensor_map(o.rows, args.a, args.k, args.m, matrices, stride(args.a_stride, args.m),
-                       group_stride(args.a_group, matrices), lines) ||
-      !make_tensor_map(o.columns, args.b, args.k, args.n, count, stride(args.b_along_n, args.n),
-                       group_stride(args.b_group, count), columns_each))
+  if (!make_tensor_map(o.rows, args.a, {args.k, args.m, matrices},
+                       {stride(args.a_stride, args.m), group_stride(args.a_group, matrices)}, {lines, 1}) ||
+      !make_tensor_map(o.columns, args.b, {args.k, args.n, count},
+                       {stride(args.b_along_n, args.n), group_stride(args.b_group, count)}, {columns_each, 1}))
     return false;
   const auto most = static_cast<uint32_t>(num_sms(launch.device) * S::kPerSm);
   const uint32_t tiles = o.p.row_tiles * o.p.column_tiles;

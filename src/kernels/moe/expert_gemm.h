@@ -23,7 +23,7 @@ struct ExpertGemmArgs {
   TileMap map;
 };
 
-PYKV_CPU_TWIN(expert_gemm_cpu, ExpertGemmArgs)
+PYKV_CPU_TWIN_OF_PRODUCTS(expert_gemm_cpu, ExpertGemmArgs)
 void expert_gemm_cuda(const ExpertGemmArgs& args, const Launch& launch);
 
 // What follows it in a layer, in the same kernel.

@@ -2,7 +2,8 @@
 // number of pairs, with rows of the weight as first operand.
 //
 // Some threads of a block fill a ring with tiles of 64 columns: one has rows of the weight copied, all of them gather rows of x.
-// One or two warpgroups multiply.  Blocks walk over tiles, and the ring is filled for the next while results are written.
+// One or two warpgroups multiply; of large tiles another one writes results, with the activation.  Blocks walk over tiles, and
+// the ring is filled for the next while results are written.
 //
 // A sum goes over the columns from the first to the last, 16 at a time, whatever the tile: its bits depend on nothing else.
 #include "cuda/cluster.cuh"
@@ -17,24 +18,23 @@ namespace pykv {
 namespace expert_gemm {
 
 inline constexpr int kUnit = 64, kLine = 2 * kUnit;  // columns of a stage; their bytes
+inline constexpr uint32_t kBand = 8;
 
-// kGroups warpgroups multiply kHalves times 64 rows of the weight each with kPairs pairs.  The blocks of a cluster have the same
-// rows, each of which one copies for all, and pairs one after another.
-template <class T_, int kPairs_, int kGroups_, int kHalves_, int kStages_, int kPerSm_, int kCluster_ = 1>
+// kGroups warpgroups multiply kHalves times 64 rows of the weight each with kPairs pairs.
+template <class T_, int kPairs_, int kGroups_, int kHalves_, int kStages_, int kPerSm_>
 struct WarpgroupShape {
   using T = T_;
   static constexpr int kPairs = kPairs_, kGroups = kGroups_, kHalves = kHalves_, kStages = kStages_;
-  static constexpr int kPerSm = kPerSm_;  // blocks of a multiprocessor
-  static constexpr int kCluster = kCluster_, kTilePairs = kPairs * kCluster;
-  static constexpr int kRows = 64 * kGroups * kHalves,
-                       kColumns = 64 * kHalves;  // of the weight; of results of a warpgroup
-  static constexpr int kReaders = 128 * kGroups, kFillers = kPairs > 64 ? 128 : 32, kThreads = kReaders + kFillers;
+  static constexpr int kPerSm = kPerSm_;                                         // blocks of a multiprocessor
+  static constexpr int kRows = 64 * kGroups * kHalves, kColumns = 64 * kHalves;  // of the weight; of a warpgroup
+  static constexpr bool kIsLarge = kPairs > 64;
+  static constexpr int kReaders = 128 * kGroups, kFillers = kIsLarge ? 128 : 32, kWriters = kIsLarge ? 128 : 0;
+  static constexpr int kThreads = kReaders + kFillers + kWriters;
   // Stages of x that are under way: readers free one when they have the next.
   static constexpr int kLag = kStages > 6 ? 4 : kStages - 2;
   static constexpr int kWeightBytes = kRows * kLine, kStageBytes = kWeightBytes + kPairs * kLine;
   static constexpr int kResultPitch = 2 * kColumns, kResultBytes = kPairs * kResultPitch;  // of a pair; of a warpgroup
   static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kGroups * kResultBytes;  // aligned by the kernel
-  static constexpr bool kMovesRegisters = kHalves * kPairs > 128;
   static_assert(kSharedBytes <= 226 << 10);
 };
 
@@ -63,29 +63,19 @@ struct Ring {
 };
 
 template <class S>
-struct Tiles : ExpertTiles<S::kPairs, S::kCluster> {
-  __device__ explicit Tiles(const Operands& o)
-      : ExpertTiles<S::kPairs, S::kCluster>(o.p.a.map, o.p.rows, o.grid, o.p.a.num_rows) {}
+struct Tiles : ExpertTiles<S::kPairs> {
+  __device__ explicit Tiles(const Operands& o) : ExpertTiles<S::kPairs>(o.p.a.map, o.p.rows, o.grid, o.p.a.num_rows) {}
 };
 
 template <class S>
 __device__ void copy_weight(const Operands& o, const Ring<S>& ring, int stage, int unit, uint32_t row_tile,
                             int32_t expert) {
-  constexpr int kOwn = S::kRows / S::kCluster;  // rows that this block copies
-  const int rank = blockIdx.x % S::kCluster, column = unit * kLine;
-  const int first = static_cast<int>(row_tile) * S::kRows + rank * kOwn;
-  const uint32_t to = ring.weight(stage) + rank * kOwn * kLine, full = ring.full(stage);
-  cluster_expect(full, S::kWeightBytes);
-  const auto copy = [&]<int kRank>(const int (&at)[kRank]) {
-    if constexpr (S::kCluster > 1)
-      copy_box_to_all(to, o.weight, at, full, (1 << S::kCluster) - 1);
-    else
-      copy_box(to, o.weight, at, full);
-  };
+  cluster_expect(ring.full(stage), S::kWeightBytes);
+  const int column = unit * kLine, first = static_cast<int>(row_tile) * S::kRows;
   if (o.p.fusion.silu_and_mul)
-    copy({column, 0, 0, first / 16, expert});
+    copy_box(ring.weight(stage), o.weight, {column, 0, 0, first / 16, expert}, ring.full(stage));
   else
-    copy({column, first, expert});
+    copy_box(ring.weight(stage), o.weight, {column, first, expert}, ring.full(stage));
 }
 
 // The threads that fill the ring.
@@ -125,13 +115,13 @@ class Filler {
     for (uint32_t index = tiles.first(); index < tiles.count; index += tiles.step) {
       tile = next;
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) x_[i] = row_of_x(tile.rows[i]);
+      for (int i = 0; i < kEach; ++i)  // where there is none, another: nobody looks at its results
+        x_[i] = tile.rows[i] < 0 ? 0 : o_.p.rows.top_k.quotient(tile.rows[i]);
       load(tiles, next, index + tiles.step);
       if (tile.expert < 0) continue;
 #pragma unroll 1
       for (int unit = 0; unit < o_.units; ++unit) {
         mbarrier_wait(ring_.empty(turn_.stage), turn_.parity ^ 1);
-
         if (first_) {
           if (early_ > 0)
             --early_;
@@ -162,20 +152,15 @@ class Filler {
     for (int i = 0; i < kEach; ++i) tile.rows[i] = tiles.row(pair_tile, line_ + i * kStep);
   }
 
-  // Where there is none, another: nobody looks at its results.
-  __device__ const T* row_of_x(int32_t row) const {
-    const ExpertGemmArgs& a = o_.p.a;
-    return static_cast<const T*>(a.x) + (row < 0 ? 0 : o_.p.rows.top_k.quotient(row)) * a.x_stride + chunk_ * 8;
-  }
-
   __device__ void copy_x(int unit) const {
-    const int column = unit * kUnit;
-    const bool inside = column + chunk_ * 8 < o_.p.a.k;
+    const int column = unit * kUnit + chunk_ * 8;
+    const bool inside = column < o_.p.a.k;
+    const T* const from = static_cast<const T*>(o_.p.a.x) + (inside ? column : 0);
     const uint32_t to = ring_.x(turn_.stage);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int line = line_ + i * kStep;
-      cp_async_16(to + line * kLine + ((chunk_ ^ line % 8) << 4), inside ? x_[i] + column : x_[i] - chunk_ * 8, inside);
+      cp_async_16(to + line * kLine + ((chunk_ ^ line % 8) << 4), from + x_[i] * o_.p.a.x_stride, inside);
     }
     cp_async_commit();
   }
@@ -193,14 +178,11 @@ class Filler {
   const int chunk_, line_;
   const bool first_;
   int early_ = 0, under_way_ = 0, published_ = 0;
-  const T* x_[kEach];
+  int32_t x_[kEach];  // rows
   Turn<S::kStages> turn_;
 };
 
 // Stores 8 x 8 matrices of 16-bit elements from fragments, transposed.
-__device__ inline void store_transposed(uint32_t address, const uint32_t (&r)[1]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(address), "r"(r[0]) : "memory");
-}
 __device__ inline void store_transposed(uint32_t address, const uint32_t (&r)[2]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(r[0]), "r"(r[1])
                : "memory");
@@ -211,18 +193,82 @@ __device__ inline void store_transposed(uint32_t address, const uint32_t (&r)[4]
                : "memory");
 }
 
-// A warpgroup that multiplies.
+// Results of a tile in shared memory, rounded, by warpgroup and pair: rows of the weight in the order of the tile, eight of which
+// are a chunk.  `full` and `empty` are barriers, where there are threads that do nothing but write.
+template <class S>
+struct Results {
+  uint32_t data, full, empty;
 
+  __device__ uint32_t chunk(int group, int pair, int chunk) const {
+    return data + group * S::kResultBytes + pair * S::kResultPitch + ((chunk ^ pair % 8) << 4);
+  }
+};
+
+// Writes what a warpgroup has left, by 128 threads.
+template <class S>
+__device__ void write_results(const Operands& o, const Tiles<S>& tiles, const Results<S>& results, int group,
+                              uint32_t row_tile, uint32_t pair_tile) {
+  using T = typename S::T;
+  const ExpertGemmArgs& a = o.p.a;
+  const bool gated = o.p.fusion.silu_and_mul;
+  const int each = gated ? 2 : 1, chunks = S::kColumns / 8 / each;  // chunks that make one; of results of a pair
+  const int thread = threadIdx.x % 128, chunk = thread % chunks;
+  const int64_t column = (int64_t{row_tile} * S::kGroups + group) * chunks * 8 + chunk * 8, width = o.p.width();
+  if (column >= width) return;
+  const bool whole = o.whole_results && column + 8 <= width;
+#pragma unroll 1
+  for (int pair = thread / chunks; pair < S::kPairs; pair += 128 / chunks) {
+    const int32_t row = tiles.row(pair_tile, pair);
+    if (row < 0) continue;
+    uint4 eight = load_shared_16(results.chunk(group, pair, chunk * each));
+    if (gated) {
+      const uint4 up = load_shared_16(results.chunk(group, pair, chunk * each + 1));
+      const auto activated = [](uint32_t g, uint32_t u) {
+        const float2 gates = unpack_pair<T>(g), ups = unpack_pair<T>(u);
+        return pack_pair<T>(to_float(silu_times<T>(gates.x, ups.x)), to_float(silu_times<T>(gates.y, ups.y)));
+      };
+      eight = make_uint4(activated(eight.x, up.x), activated(eight.y, up.y), activated(eight.z, up.z),
+                         activated(eight.w, up.w));
+    }
+    T* const to = static_cast<T*>(a.out) + row * a.out_stride + column;
+    if (whole) {
+      *reinterpret_cast<uint4*>(to) = eight;
+    } else {
+      const T* const values = reinterpret_cast<const T*>(&eight);
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if (column + i < width) to[i] = values[i];
+    }
+  }
+}
+
+// A warpgroup that writes all results.
+template <class S>
+__device__ void write_all(const Operands& o, const Results<S>& results) {
+  const Tiles<S> tiles(o);
+  uint32_t parity = 0;
+#pragma unroll 1
+  for (uint32_t index = tiles.first(); index < tiles.count; index += tiles.step) {
+    uint32_t row_tile, pair_tile;
+    tiles.place(index, row_tile, pair_tile);
+    if (tiles.expert(pair_tile) < 0) continue;
+    mbarrier_wait(results.full, parity);
+    parity ^= 1;
+#pragma unroll 1
+    for (int group = 0; group < S::kGroups; ++group) write_results(o, tiles, results, group, row_tile, pair_tile);
+    mbarrier_arrive(results.empty);
+  }
+}
+
+// A warpgroup that multiplies.
 template <class S>
 class Multiplier {
   using T = typename S::T;
-  static constexpr int kOwnRows = (S::kPairs + 127) / 128;       // of out, that a thread looks up
   static constexpr int kTogether = S::kPairs % 16 == 0 ? 2 : 1;  // tiles of 8 pairs
 
  public:
-  __device__ Multiplier(const Operands& o, const Ring<S>& ring, int group, uint8_t* results, int32_t* rows,
-                        float* factors)
-      : o_(o), ring_(ring), group_(group), results_(results), rows_(rows), factors_(factors) {}
+  __device__ Multiplier(const Operands& o, const Ring<S>& ring, const Results<S>& results, int group)
+      : o_(o), ring_(ring), results_(results), group_(group) {}
 
   __device__ void run() {
     const Tiles<S> tiles(o_);
@@ -234,19 +280,15 @@ class Multiplier {
     }
 #pragma unroll 1
     for (uint32_t index = tiles.first(); index < tiles.count; index += tiles.step) {
-      const uint32_t row_tile_here = row_tile;
+      const uint32_t row_tile_here = row_tile, pair_tile_here = pair_tile;
       const int32_t expert = next;
-      int32_t own[kOwnRows];
-#pragma unroll
-      for (int i = 0; i < kOwnRows; ++i)
-        own[i] = thread_ + 128 * i < S::kPairs ? tiles.row(pair_tile, thread_ + 128 * i) : -1;
       if (index + tiles.step < tiles.count) {
         tiles.place(index + tiles.step, row_tile, pair_tile);
         next = tiles.expert(pair_tile);
       }
       if (expert < 0) continue;
       multiply();
-      finish(row_tile_here, expert, own);
+      finish(tiles, row_tile_here, pair_tile_here, expert);
     }
   }
 
@@ -283,111 +325,80 @@ class Multiplier {
 
   __device__ void free(int stage) const {
     __syncwarp();
-    if constexpr (S::kCluster > 1) {
-      // It stands for reads alone: one that shows writes, too, waits for all of them (cluster_arrive).
-      if (lane_ < S::kCluster)
-        asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(ring_.empty(stage), lane_))
-                     : "memory");
-
-    } else {
-      if (lane_ == 0) mbarrier_arrive(ring_.empty(stage));
-    }
+    if (lane_ == 0) mbarrier_arrive(ring_.empty(stage));
   }
 
-  __device__ void finish(uint32_t row_tile, int32_t expert, const int32_t (&own)[kOwnRows]) {
-    const ExpertGemmArgs& a = o_.p.a;
-    const bool gated = o_.p.fusion.silu_and_mul;
-    named_barrier_sync(1 + group_, 128);  // what lay there has been written
-#pragma unroll
-    for (int i = 0; i < kOwnRows; ++i) {
-      const int pair = thread_ + 128 * i;
-      if (pair >= S::kPairs) break;
-      rows_[pair] = own[i];
-      if (a.map.factors) factors_[pair] = own[i] >= 0 ? a.map.factor_of(own[i]) : 0.0f;
+  __device__ void finish(const Tiles<S>& tiles, uint32_t row_tile, uint32_t pair_tile, int32_t expert) {
+    if (o_.p.a.bias) add_bias(row_tile, expert);
+    if (o_.p.a.map.factors) multiply_by_factors(tiles, pair_tile);
+    // What lay there has been written.
+    if constexpr (S::kWriters != 0) {
+      mbarrier_wait(results_.empty, written_ ^ 1);
+      written_ ^= 1;
+    } else {
+      named_barrier_sync(1 + group_, 128);
     }
-    if (a.map.factors) named_barrier_sync(1 + group_, 128);
-    const T* const bias = a.bias ? static_cast<const T*>(a.bias) + expert * a.map.bias_stride : nullptr;
 #pragma unroll
-    for (int h = 0; h < S::kHalves; ++h) {
-      const int band = (group_ * S::kHalves + h) * 4 + thread_ / 32;  // of 16 rows of the weight, in the tile
-      float of_row[2] = {};
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int64_t row = gated ? int64_t{row_tile} * (S::kRows / 2) + band * 8 + lane_ / 4
-                                  : int64_t{row_tile} * S::kRows + band * 16 + i * 8 + lane_ / 4;
-        if (bias && row < o_.p.width()) of_row[i] = to_float(bias[gated ? i * o_.p.width() + row : row]);
-      }
+    for (int h = 0; h < S::kHalves; ++h)
 #pragma unroll
       for (int first = 0; first < S::kPairs / 8; first += kTogether) {
-        uint32_t low[kTogether], both[2 * kTogether];
+        uint32_t pairs[2 * kTogether];
 #pragma unroll
-        for (int t = 0; t < kTogether; ++t) {
-          float v[4];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            v[e] = sum_[h][4 * (first + t) + e] + of_row[e / 2];
-            if (a.map.factors) v[e] *= factors_[8 * (first + t) + lane_ % 4 * 2 + e % 2];
-          }
-          both[2 * t] = pack_pair<T>(v[0], v[1]);
-          both[2 * t + 1] = pack_pair<T>(v[2], v[3]);
-          if (gated) {
-            const float2 gate = unpack_pair<T>(both[2 * t]), up = unpack_pair<T>(both[2 * t + 1]);
-            low[t] = pack_pair<T>(to_float(silu_times<T>(gate.x, up.x)), to_float(silu_times<T>(gate.y, up.y)));
-          }
-        }
-        const int of_warp = thread_ / 32;
-        if (gated) {
-          const int pair = 8 * first + lane_ % (8 * kTogether);
-          store_transposed(place(pair, h * 4 + of_warp), low);
-        } else {
-          const int pair = 8 * (first + lane_ / 16 % kTogether) + lane_ % 8;
-          store_transposed(place(pair, h * 8 + of_warp * 2 + lane_ / 8 % 2), both);
-        }
+        for (int i = 0; i < 2 * kTogether; ++i)
+          pairs[i] = pack_pair<T>(sum_[h][4 * first + 2 * i], sum_[h][4 * first + 2 * i + 1]);
+        store_transposed(results_.chunk(group_, 8 * (first + lane_ / 16 % kTogether) + lane_ % 8,
+                                        h * 8 + thread_ / 32 * 2 + lane_ / 8 % 2),
+                         pairs);
       }
+    if constexpr (S::kWriters != 0) {
+      mbarrier_arrive(results_.full);
+    } else {
+      named_barrier_sync(1 + group_, 128);
+      write_results(o_, tiles, results_, group_, row_tile, pair_tile);
     }
-    named_barrier_sync(1 + group_, 128);
-    if (gated)
-      write<S::kColumns / 2>(row_tile);
-    else
-      write<S::kColumns>(row_tile);
   }
 
-  // Where eight neighbouring results of a pair lie.
-  __device__ uint32_t place(int pair, int chunk) const {
-    return shared_address(results_) + pair * S::kResultPitch + ((chunk ^ pair % 8) << 4);
-  }
-
-  template <int kWidth>
-  __device__ void write(uint32_t row_tile) const {
-    constexpr int kChunks = kWidth / 8;  // of a pair
+  __device__ void add_bias(uint32_t row_tile, int32_t expert) {
     const ExpertGemmArgs& a = o_.p.a;
-    const int chunk = thread_ % kChunks;
-    const int64_t column = (int64_t{row_tile} * S::kGroups + group_) * kWidth + chunk * 8, width = o_.p.width();
-    if (column >= width) return;
-    const bool whole = o_.whole_results && column + 8 <= width;
-#pragma unroll 4
-    for (int pair = thread_ / kChunks; pair < S::kPairs; pair += 128 / kChunks) {
-      const int32_t row = rows_[pair];
-      if (row < 0) continue;
-      const uint4 eight = load_shared_16(place(pair, chunk));
-      T* const to = static_cast<T*>(a.out) + row * a.out_stride + column;
-      if (whole) {
-        *reinterpret_cast<uint4*>(to) = eight;
-      } else {
-        const T* const values = reinterpret_cast<const T*>(&eight);
+    const T* const bias = static_cast<const T*>(a.bias) + expert * a.map.bias_stride;
+    const bool gated = o_.p.fusion.silu_and_mul;
+    const int64_t width = o_.p.width();
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-          if (column + i < width) to[i] = values[i];
+    for (int h = 0; h < S::kHalves; ++h)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int band = (group_ * S::kHalves + h) * 4 + thread_ / 32;  // of 16 rows of the weight, in the tile
+        const int64_t row = gated ? int64_t{row_tile} * (S::kRows / 2) + band * 8 + lane_ / 4
+                                  : int64_t{row_tile} * S::kRows + band * 16 + i * 8 + lane_ / 4;
+        const float own = row < width ? to_float(bias[gated ? i * width + row : row]) : 0.0f;
+#pragma unroll
+        for (int at = 2 * i; at < S::kPairs / 2; at += 4) {
+          sum_[h][at] += own;
+          sum_[h][at + 1] += own;
+        }
       }
-    }
+  }
+
+  __device__ void multiply_by_factors(const Tiles<S>& tiles, uint32_t pair_tile) {
+#pragma unroll
+    for (int at = 0; at < S::kPairs / 2; at += 4)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int32_t row = tiles.row(pair_tile, at * 2 + lane_ % 4 * 2 + e);
+        const float factor = row >= 0 ? o_.p.a.map.factor_of(row) : 0.0f;
+#pragma unroll
+        for (int h = 0; h < S::kHalves; ++h) {
+          sum_[h][at + e] *= factor;
+          sum_[h][at + 2 + e] *= factor;
+        }
+      }
   }
 
   const Operands& o_;
   const Ring<S>& ring_;
+  const Results<S>& results_;
   const int group_, thread_ = threadIdx.x % 128, lane_ = threadIdx.x % 32;
-  uint8_t* const results_;
-  int32_t* const rows_;
-  float* const factors_;
+  uint32_t written_ = 0;
   Turn<S::kStages> turn_;
   float sum_[S::kHalves][S::kPairs / 2];
 };
@@ -398,90 +409,67 @@ __global__ void __launch_bounds__(S::kThreads, S::kPerSm)
     expert_gemm_warpgroup_kernel(const __grid_constant__ Operands o) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint8_t unaligned[];
-  __shared__ uint64_t barriers[2 * S::kStages];
-  __shared__ int32_t rows[S::kGroups][S::kPairs];
-  __shared__ float factors[S::kGroups][S::kPairs];
-  uint8_t* const shared = unaligned + (-shared_address(unaligned) & 1023);
-  const Ring<S> ring{shared_address(shared), shared_address(barriers), shared_address(barriers + S::kStages)};
+  __shared__ uint64_t barriers[2 * S::kStages + 2];
+  const uint32_t data = (shared_address(unaligned) + 1023) / 1024 * 1024;
+  const Ring<S> ring{data, shared_address(barriers), shared_address(barriers + S::kStages)};
+  const Results<S> results{data + S::kStages * S::kStageBytes, shared_address(barriers + 2 * S::kStages),
+                           shared_address(barriers + 2 * S::kStages + 1)};
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (int i = 0; i < S::kStages; ++i) {
       mbarrier_init(ring.full(i), S::kFillers / 32 + 1);  // each warp, and the copy of the weight
-      mbarrier_init(ring.empty(i), S::kReaders / 32 * S::kCluster);
+      mbarrier_init(ring.empty(i), S::kReaders / 32);
     }
+    mbarrier_init(results.full, S::kReaders);
+    mbarrier_init(results.empty, S::kWriters == 0 ? 1 : S::kWriters);
     fence_async_proxy();
-    if constexpr (S::kCluster > 1) asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     prefetch_map(o.weight);
   }
   __syncthreads();
-  if constexpr (S::kCluster > 1) {  // all barriers are there
-    cluster_announce();
-    cluster_wait();
-  }
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == S::kGroups) {
-    if constexpr (S::kMovesRegisters) give_registers<88>();
+    if constexpr (S::kIsLarge) give_registers<72>();
     Filler<S> filler(o, ring, threadIdx.x - S::kReaders);
     if (o.p.fusion.map_is_old) filler.fill_early();
     begin_dependent();
     filler.run();
-  } else {
-    if constexpr (S::kMovesRegisters) take_registers<208>();
+  } else if (S::kIsLarge && warpgroup > S::kGroups) {
+    give_registers<40>();
     begin_dependent();
-    Multiplier<S> multiplier(o, ring, warpgroup, shared + S::kStages * S::kStageBytes + warpgroup * S::kResultBytes,
-                             rows[warpgroup], factors[warpgroup]);
+    write_all(o, results);
+  } else {
+    if constexpr (S::kIsLarge) take_registers<200>();
+    begin_dependent();
+    Multiplier<S> multiplier(o, ring, results, warpgroup);
     multiplier.run();
-  }
-  if constexpr (S::kCluster > 1) {  // nobody copies to this block any more, or arrives at its barriers
-    __syncwarp();
-    cluster_announce();
-    cluster_wait();
   }
 #endif
 }
 
-void launch_clusters(void (*kernel)(Operands), int64_t blocks, int threads, int shared_bytes, int cluster,
-                     const Launch& launch, const Operands& o) {
-  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "expert_gemm");
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream_of(launch);
-  config.attrs = attributes;
-  config.numAttrs = cluster > 1 ? 2 : 1;
-  cuda_check(cudaLaunchKernelEx(&config, kernel, o), "expert_gemm");
-}
-
 template <class S>
-bool launch_shape(const ExpertGemmArgs& args, const ExpertGemmFusion& fusion, const Launch& launch, uint32_t band = 8) {
+bool launch_shape(const ExpertGemmArgs& args, const ExpertGemmFusion& fusion, const Launch& launch) {
   constexpr int64_t kItem = sizeof(typename S::T);
-  Operands o{{}, Problem(args, fusion, S::kTilePairs), {0, 0, band}, 0, false};
+  Operands o{{}, Problem(args, fusion, S::kPairs), {0, 0, kBand}, 0, false};
   const int64_t width = o.p.width(), each = fusion.silu_and_mul ? S::kRows / 2 : S::kRows;
   const int64_t row_tiles = (width + each - 1) / each, experts = args.map.num_weights;
-  const int64_t pair_tiles = args.map.num_blocks * (args.map.block_size / S::kTilePairs);
+  const int64_t pair_tiles = args.map.num_blocks * (args.map.block_size / S::kPairs);
   const int64_t row_bytes = args.weight_row_stride * kItem, weight_bytes = args.weight_stride * kItem;
-  if (row_tiles * pair_tiles > INT32_MAX || row_tiles * band > INT32_MAX)
+  if (row_tiles * pair_tiles > INT32_MAX || row_tiles * kBand > INT32_MAX)
     fail(PYKV_NOT_IMPLEMENTED, "x: more than 2^31 tiles are not supported");
   o.grid.row_tiles = static_cast<uint32_t>(row_tiles);
   o.grid.most_pair_tiles = static_cast<uint32_t>(pair_tiles);
   o.units = static_cast<int>((args.k + kUnit - 1) / kUnit);
   o.whole_results = is_aligned(16, args.out, {args.out_stride * kItem});
-  const bool known = fusion.silu_and_mul
-                         ? make_tensor_map<5>(o.weight, args.weights, {args.k * kItem, 8, 2, width / 8, experts},
-                                              {row_bytes, width * row_bytes, 8 * row_bytes, weight_bytes},
-                                              {8, 2, S::kRows / S::kCluster / 16, 1})
-                         : make_tensor_map<3>(o.weight, args.weights, {args.k * kItem, args.n, experts},
-                                              {row_bytes, weight_bytes}, {S::kRows / S::kCluster, 1});
+  const bool known =
+      fusion.silu_and_mul
+          ? make_tensor_map<5>(o.weight, args.weights, {args.k * kItem, 8, 2, width / 8, experts},
+                               {row_bytes, width * row_bytes, 8 * row_bytes, weight_bytes}, {8, 2, S::kRows / 16, 1})
+          : make_tensor_map<3>(o.weight, args.weights, {args.k * kItem, args.n, experts}, {row_bytes, weight_bytes},
+                               {S::kRows, 1});
   if (!known) return false;
-  const int64_t most = int64_t{num_sms(launch.device)} / S::kCluster * S::kPerSm, tiles = row_tiles * pair_tiles;
-  launch_clusters(expert_gemm_warpgroup_kernel<S>, (tiles < most ? tiles : most) * S::kCluster, S::kThreads,
-                  S::kSharedBytes, S::kCluster, launch, o);
+  const int64_t most = int64_t{num_sms(launch.device)} * S::kPerSm, tiles = row_tiles * pair_tiles;
+  launch_dependent_shared(expert_gemm_warpgroup_kernel<S>, dim3(static_cast<unsigned>(tiles < most ? tiles : most)),
+                          dim3(S::kThreads), S::kSharedBytes, launch, "expert_gemm", o);
   return true;
 }
 
@@ -502,8 +490,8 @@ bool expert_gemm_warpgroup(const ExpertGemmArgs& args, const ExpertGemmFusion& f
   if (block % 96 == 0) return launch_shape<WarpgroupShape<T, 96, 2, 2, 3, 1>>(args, fusion, launch);
   if (block % 64 == 0) return launch_shape<WarpgroupShape<T, 64, 2, 2, 4, 1>>(args, fusion, launch);
   if (block % 48 == 0) return launch_shape<WarpgroupShape<T, 48, 2, 2, 4, 1>>(args, fusion, launch);
-  if (block % 32 == 0) return launch_shape<WarpgroupShape<T, 32, 2, 1, 5, 2>>(args, fusion, launch);
-  if (block % 16 == 0) return launch_shape<WarpgroupShape<T, 16, 1, 1, 7, 3>>(args, fusion, launch);
+  if (block % 32 == 0) return launch_shape<WarpgroupShape<T, 32, 2, 2, 4, 1>>(args, fusion, launch);
+  if (block % 16 == 0) return launch_shape<WarpgroupShape<T, 16, 2, 1, 5, 2>>(args, fusion, launch);
   return launch_shape<WarpgroupShape<T, 8, 1, 1, 7, 3>>(args, fusion, launch);
 }
 

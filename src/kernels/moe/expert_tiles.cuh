@@ -24,12 +24,9 @@ struct Turn {
   }
 };
 
-// kPairs: of a block; those of a cluster of kCluster have the same rows, and pairs one after another.
 // What lies in the map may come from a kernel that ended while this one was there already, so the L1 is left out.
-template <int kPairs, int kCluster = 1>
+template <uint32_t kPairs>
 struct ExpertTiles {
-  static constexpr uint32_t kTilePairs = kPairs * kCluster;
-
   const TileMap& map;
   const TileRows& rows;
   const TileGrid& grid;
@@ -39,9 +36,9 @@ struct ExpertTiles {
 
   __device__ ExpertTiles(const TileMap& m, const TileRows& r, const TileGrid& g, int64_t n)
       : map(m), rows(r), grid(g), num_rows(n) {
-    const uint32_t blocks = gridDim.x / kCluster;
+    const uint32_t blocks = gridDim.x;
     taken = grid.most_pair_tiles;
-    if (map.taken) taken = min(taken, (static_cast<uint32_t>(max(__ldcg(map.taken), 0)) + kTilePairs - 1) / kTilePairs);
+    if (map.taken) taken = min(taken, (static_cast<uint32_t>(max(__ldcg(map.taken), 0)) + kPairs - 1) / kPairs);
     // Where there may be one for each block, it does not wait for how many there are before it asks for its expert.
     count = (grid.most_pair_tiles * grid.row_tiles > blocks ? taken : grid.most_pair_tiles) * grid.row_tiles;
     // All blocks that have some have equally many, or one less.
@@ -50,7 +47,7 @@ struct ExpertTiles {
     if (first() >= step) count = 0;
   }
 
-  __device__ static uint32_t first() { return blockIdx.x / kCluster; }
+  __device__ static uint32_t first() { return blockIdx.x; }
 
   __device__ void place(uint32_t index, uint32_t& row_tile, uint32_t& pair_tile) const {
     const uint32_t together = grid.band * grid.row_tiles, band = index / together, within = index - band * together;
@@ -67,8 +64,7 @@ struct ExpertTiles {
 
   // The row of out of a pair of this block, -1: there is none.
   __device__ int32_t row(uint32_t pair_tile, int pair) const {
-    const int64_t first = (int64_t{pair_tile} * kCluster + blockIdx.x % kCluster) * kPairs;
-    const int32_t row = __ldcg(map.rows + first + pair);
+    const int32_t row = __ldcg(map.rows + int64_t{pair_tile} * kPairs + pair);
     return row < num_rows ? row : -1;
   }
 };

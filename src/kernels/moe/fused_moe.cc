@@ -1,10 +1,9 @@
 #include "moe/fused_moe.h"
 
-#include <cinttypes>
 #include <cmath>
 #include <memory>
 
-#include "moe/pair_inputs.h"
+#include "moe/layer_inputs.h"
 #include "pykv/moe.h"
 
 namespace pykv {
@@ -107,75 +106,50 @@ pykv_status pykv_fused_moe(DLTensor* out, const DLTensor* x, const DLTensor* w1,
                            const DLTensor* w1_bias, const DLTensor* w2_bias, const DLTensor* expert_map,
                            const char* w1_format, const char* w2_format, bool apply_router_weight_on_input,
                            double clamp_limit, double alpha, double beta, double situ_beta, double situ_linear_beta,
-                           DLTensor* workspace, void* stream) {
+                           const DLTensor* w1_scale, const DLTensor* w2_scale, const DLTensor* a1_scale,
+                           const DLTensor* a2_scale, DLTensor* workspace, void* stream) {
   return guarded("fused_moe", [&](Call& call) {
+    Layer layer(call, out, x, activation);
+    const LayerOptions options{topk_weights,
+                               topk_ids,
+                               expert_map,
+                               {clamp_limit, alpha, beta, situ_beta, situ_linear_beta},
+                               apply_router_weight_on_input,
+                               workspace,
+                               stream};
+    if (w1_scale || w2_scale || a1_scale || a2_scale) {
+      if (*required("w1_format", w1_format) || *required("w2_format", w2_format))
+        fail(PYKV_VALUE_ERROR, "w1_scale: must be None with packed weights, which have their scales");
+      if (w1_bias || w2_bias)
+        fail(PYKV_NOT_IMPLEMENTED, "%s: is not supported with 8-bit activations", w1_bias ? "w1_bias" : "w2_bias");
+      return call_quantised_moe(layer, options, {w1, w2, w1_scale, w2_scale, a1_scale, a2_scale});
+    }
+    Dim &experts = layer.experts, &width = layer.width, &hidden = layer.hidden;
     FusedMoeArgs args{};
-    args.activation = &named_activation(activation);
-    const bool gated = args.activation->is_gated();
-    Dim tokens{"num_tokens"}, hidden{"hidden_size"}, experts{"num_experts of w1"}, width{"rows of w1"};
-    const Tensor from =
-        call.read("x", x).dtype({DType::kFloat16, DType::kBFloat16}).shape(tokens, hidden).contiguous_rows();
-    const Tensor to = call.write("out", out).like(from).shape(tokens, hidden).contiguous_rows().no_overlap_within();
     args.first =
-        product_args(call, from, {"w1", "w1_format", "w1_bias", w1, w1_format, w1_bias}, experts, width, hidden);
-    if (gated && width % 2 != 0)
-      fail(PYKV_VALUE_ERROR, "w1: has two rows for each column of w2, and must have an even number, got %" PRId64,
-           static_cast<int64_t>(width));
-    Dim inner{gated ? "half the rows of w1" : "rows of w1", gated ? width / 2 : width};
+        product_args(call, layer.from, {"w1", "w1_format", "w1_bias", w1, w1_format, w1_bias}, experts, width, hidden);
+    Dim inner = layer.inner();
     args.second =
-        product_args(call, from, {"w2", "w2_format", "w2_bias", w2, w2_format, w2_bias}, experts, hidden, inner);
-
-    const int64_t num_experts = expert_map ? Tensor("expert_map", expert_map).numel() : experts;
-    SortPairsArgs& sort = args.sort =
-        pair_args(call, topk_ids, expert_map, expert_map ? "elements of expert_map" : "num_experts of w1", num_experts,
-                  experts, {"fused_moe: topk_ids", "fused_moe: expert_map"});
-    Dim pairs_tokens{"num_tokens", sort.num_tokens}, top_k{"topk", sort.top_k};
-    if (sort.num_tokens != tokens)
-      fail(PYKV_VALUE_ERROR, "topk_ids: dimension 0 must equal num_tokens = %" PRId64 ", got %" PRId64,
-           static_cast<int64_t>(tokens), sort.num_tokens);
-    const Tensor weights = call.read("topk_weights", topk_weights).shape(pairs_tokens, top_k).dtype({DType::kFloat32});
+        product_args(call, layer.from, {"w2", "w2_format", "w2_bias", w2, w2_format, w2_bias}, experts, hidden, inner);
+    SortPairsArgs& sort = args.sort = layer.sort(options);
+    const Tensor weights = layer.weights(options, sort);
     const bool is_packed = args.first.is_packed || args.second.is_packed;
-    sort.block_size = (is_packed ? pairs_of_packed_tile : pairs_of_tile)(sort.num_pairs, num_experts);
+    sort.block_size = (is_packed ? pairs_of_packed_tile : pairs_of_tile)(sort.num_pairs, layer.num_experts(expert_map));
     const int64_t most = sort.num_pairs + std::min<int64_t>(sort.num_pairs, experts) * (sort.block_size - 1);
     if (most > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "topk_ids: more than some 2^31 pairs are not supported");
-    const int64_t widest = std::max<int64_t>(width, hidden);
-    if (sort.num_pairs != 0 && widest > (int64_t{1} << 60) / sort.num_pairs)
-      fail(PYKV_NOT_IMPLEMENTED, "topk_ids: rows of %" PRId64 " elements for each of %" PRId64 " pairs are too many",
-           widest, sort.num_pairs);
     sort.num_blocks = most / sort.block_size;
     sort.capacity = sort.num_blocks * sort.block_size;
-    sort.sentinel = static_cast<int32_t>(sort.num_pairs);
-    sort.dropped_place = -1;
 
-    args.first.packed.x = from.data();
-    args.first.packed.x_stride = from.stride(0);
-    TileMap& first_map = args.first.packed.map;
+    args.first.packed.x = layer.from.data();
+    args.first.packed.x_stride = layer.from.stride(0);
     if (apply_router_weight_on_input) {
+      TileMap& first_map = args.first.packed.map;
       first_map.factors = static_cast<const float*>(weights.data());
       first_map.factors_token_stride = weights.stride(0);
       first_map.factors_stride = weights.stride(1);
-    } else {
-      args.sum.weights = static_cast<const float*>(weights.data());
-      args.sum.weights_token_stride = weights.stride(0);
-      args.sum.weights_stride = weights.stride(1);
     }
-    args.gated.dtype = args.gated.result_dtype = args.elementwise.dtype = from.type();
-    if (gated) args.activation->set(args.gated, {clamp_limit, alpha, beta, situ_beta, situ_linear_beta});
-    args.sum.dtype = to.type();
-    args.sum.out = to.data();
-    args.sum.out_stride = to.stride(0);
-    args.sum.num_tokens = tokens;
-    args.sum.top_k = top_k;
-    args.sum.width = hidden;
+    layer.set_rest(args, weights, options);
     args.workspace_bytes = WorkspaceLayout(sort.num_pairs, experts, width, inner, hidden).bytes;
-    if (workspace) {
-      Tensor t = call.write("workspace", workspace).rank(1).dtype({DType::kUInt8}).contiguous();
-      if (t.numel() < args.workspace_bytes)
-        t.fail(PYKV_VALUE_ERROR, "%" PRId64 " bytes are needed, got %" PRId64, args.workspace_bytes, t.numel());
-      args.workspace = t.data();
-      if (reinterpret_cast<uintptr_t>(args.workspace) % 16 != 0)
-        t.fail(PYKV_VALUE_ERROR, "must be aligned to 16 bytes, got address %p", args.workspace);
-    }
-    if (tokens != 0 && hidden != 0) call.run(stream, args, fused_moe_cpu, PYKV_CUDA(fused_moe_cuda));
+    layer.run(args, options, fused_moe_cpu, PYKV_CUDA(fused_moe_cuda));
   });
 }

@@ -1,6 +1,7 @@
-// Four or five kernels, one after another on the stream.
+// Kernels one after another on the stream.
 #include "cuda/launch.h"
 #include "moe/fused_moe.h"
+#include "moe/workspace.cuh"
 
 namespace pykv {
 namespace {
@@ -34,18 +35,10 @@ void run(FusedMoeArgs& a, const Launch& launch) {
 
 void fused_moe_cuda(const FusedMoeArgs& args, const Launch& launch) {
   FusedMoeArgs a = args;
-  void* allocated = nullptr;
-  if (!args.workspace)
-    cuda_check(cudaMallocAsync(&allocated, static_cast<size_t>(args.workspace_bytes), stream_of(launch)),
-               "fused_moe: workspace");
-  a.use(args.workspace ? args.workspace : allocated);
-  try {
+  with_workspace(args.workspace, args.workspace_bytes, launch, [&](void* memory) {
+    a.use(memory);
     run(a, launch);
-  } catch (...) {
-    if (allocated) cudaFreeAsync(allocated, stream_of(launch));
-    throw;
-  }
-  if (allocated) cuda_check(cudaFreeAsync(allocated, stream_of(launch)), "fused_moe: workspace");
+  });
 }
 
 }  // namespace pykv

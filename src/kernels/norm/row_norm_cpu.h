@@ -8,8 +8,8 @@
 // Bound by memory for rows that come from there: each byte is moved once in and once out.  In bf16 with AVX-512, Zen 5 takes
 // 8 cycles for 32 elements of RMS norm and 12 for LayerNorm, where one of two cores that copy together moves their 128
 // bytes in 13 to 25, as the neighbours of a virtual machine leave it.  Codes are a quarter less to move and more to work
-// out, which bounds them: E4M3 takes 13 cycles by a static scale, 14 by scales of rows and 20 by scales of 128 elements, each of
-// which has tables of its own (without AVX512_BF16 and VBMI 14, 18 and 23); int8 13 and 15.
+// out, which bounds them: E4M3 takes 14 cycles by a static scale, 18 by scales of rows and 23 by scales of 128 elements, each of
+// which has tables of its own; int8 13 and 15.
 #pragma once
 
 #include <algorithm>
@@ -181,7 +181,7 @@ void write_row(Scratch& scratch, const Result& result, int64_t n, int64_t group,
           to, size,
           [&](T* kept, int64_t begin, int64_t count) {
             each_pair_of_groups(first + begin, first + begin + count, group, [=](int64_t i, int64_t count, int64_t g) {
-              store_for_codes(kept + (i - first - begin), scaled(i, count, norms[g]), count);
+              store_pair(kept + (i - first - begin), scaled(i, count, norms[g]), count);
             });
           },
           [&](auto* at, const T* kept, int64_t count) { result.encode(at, kept, count, past); });

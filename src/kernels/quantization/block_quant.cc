@@ -52,7 +52,6 @@ struct Blocks {
     args.width = width;
     args.group_size = block;
     args.code_groups = code_groups;
-    args.global = {nullptr, 1.0f};
     args.rule = {ScaleKind::kE4M3, ExponentRule::kCeil, largest_code(args.codes), 0.0f, largest_exponent(args.codes)};
   }
 
@@ -183,7 +182,7 @@ pykv_status pykv_scaled_fp4_quant(DLTensor* output, DLTensor* output_scale, cons
   return guarded("scaled_fp4_quant", [&](Call& call) {
     Blocks b(call, "output", output, input, kNvfp4, true, false);
     b.set_scales(call, "output_scale", output_scale, is_sf_swizzled_layout, tile_rows);
-    b.args.global = call.parameter("input_scale", input_scale);
+    b.args.given = call.parameter("input_scale", input_scale);
     b.args.four_over_six = four_over_six;
     b.run(call, stream);
   });
@@ -194,7 +193,7 @@ pykv_status pykv_silu_and_mul_nvfp4_quant(DLTensor* result, DLTensor* result_blo
   return guarded("silu_and_mul_nvfp4_quant", [&](Call& call) {
     Blocks b(call, "result", result, input, kNvfp4, true, true);
     b.set_scales(call, "result_block_scale", result_block_scale, true);
-    b.args.global = call.parameter("input_global_scale", input_global_scale);
+    b.args.given = call.parameter("input_global_scale", input_global_scale);
     b.run(call, stream);
   });
 }

@@ -1,7 +1,9 @@
 #include "quantization/group_quant.h"
 
 #include <algorithm>
+#include <cmath>
 
+#include "pykv/activation.h"
 #include "pykv/quantization.h"
 #include "quantization/code_inputs.h"
 
@@ -24,15 +26,16 @@ GroupQuantArgs arguments(const Tensor& input, const Tensor& codes, int64_t rows,
   args.width = width;
   args.group_size = group_size;
   args.code_groups = args.scale_groups = width / group_size;
-  args.global = {nullptr, 1.0f};
+  args.given = {nullptr, INFINITY};
   return args;
 }
 GroupQuantArgs arguments(const CodeRows& m, int64_t group_size) {
   return arguments(m.input, m.codes, m.rows, m.width, group_size);
 }
 
+// least: what the largest magnitude counts as at least.
 ScaleRule scale_rule(ScaleKind kind, CodeKind codes, float largest, double least) {
-  return {kind, ExponentRule::kCeil, largest, static_cast<float>(least), largest_exponent(codes)};
+  return {kind, ExponentRule::kCeil, largest, static_cast<float>(least) / largest, largest_exponent(codes)};
 }
 
 // The code that the largest number becomes.
@@ -190,6 +193,40 @@ pykv_status pykv_persistent_masked_m_silu_mul_quant(const DLTensor* input, const
       args.rule = scale_rule(use_ue8m0 ? ScaleKind::kPowerOfTwo : ScaleKind::kFloat, args.codes, largest, 1e-10);
       set_float_scales(args, call, "y_s", x, y_s);
     }
+    run(call, args, stream);
+  });
+}
+
+pykv_status pykv_silu_and_mul_per_block_quant(DLTensor* out, const DLTensor* input, DLTensor* scales,
+                                              int64_t group_size, const DLTensor* scale_ub, bool is_scale_transposed,
+                                              void* stream) {
+  return guarded("silu_and_mul_per_block_quant", [&](Call& call) {
+    CodeRows m(call, "out", out, input, {DType::kFloat8E4M3, DType::kUInt8, DType::kInt8}, 2);
+    m.input.rank(2);
+    GroupQuantArgs args = arguments(m, group_size);
+    args.source = RowSource::kSiluAndMul;
+    const bool int8 = args.codes == CodeKind::kInt8;
+    args.rule = scale_rule(ScaleKind::kFloat, args.codes, largest_code(args.codes), int8 ? 127 * 0x1p-23 : 1.0 / 512);
+    if (scale_ub && int8) fail(PYKV_VALUE_ERROR, "scale_ub: is for float8_e4m3fn alone, got out of int8");
+    if (scale_ub) args.given = call.parameter("scale_ub", scale_ub);
+    Dim tokens{"num_tokens", args.rows}, groups{"num_groups", args.scale_groups};
+    Tensor s = call.write("scales", scales).rank(2).dtype({DType::kFloat32}).no_overlap_within();
+    // The storage of the transpose: where both shapes are one, strides tell whether it is it.
+    const bool in_storage_order = is_scale_transposed && s.size(0) == groups && s.size(1) == tokens &&
+                                  (s.size(0) != tokens || s.size(1) != groups || s.stride(1) == 1);
+    if (in_storage_order) {
+      s.contiguous();
+    } else {
+      s.shape(tokens, groups);
+    }
+    if (!in_storage_order && is_scale_transposed && tokens > 1 && groups > 1 && s.stride(0) != 1)
+      s.fail(PYKV_VALUE_ERROR,
+             "must be the transpose of a contiguous array where is_scale_transposed, got stride %" PRId64
+             " for dimension 0",
+             s.stride(0));
+    args.scales = s.data();
+    args.scale_rows = {1, 1, s.stride(in_storage_order ? 1 : 0), 0, 0};
+    args.scale_group = s.stride(in_storage_order ? 0 : 1);
     run(call, args, stream);
   });
 }

@@ -105,7 +105,7 @@ __global__ __launch_bounds__(kThreads, kBlocks<T, Source, kPlain>) void byte_gro
   }
   const ScaleRow scale_row = kPlain ? ScaleRow{row, 0, false, true} : args.scale_row_of(row, report);
   if (!scale_row.there) return;
-  const GroupScale scale = args.rule(__uint_as_float(most), 1.0f, 1.0f);
+  const GroupScale scale = args.rule(__uint_as_float(most), args.given, 1.0f);
   if (lane == 0) {
     if constexpr (kPlain) {
       const int64_t at = args.scale_rows.offset(row) +
@@ -171,7 +171,7 @@ __global__ __launch_bounds__(kThreads, Source::kHalves == 2 || !kPlain ? 7 : 8) 
   const bool two = args.group_size < kUnit;
   const int64_t group = two ? 2 * int64_t{unit} : unit;
   const ScaleRow scale_row = kPlain ? ScaleRow{row, 0, row == args.rows - 1, true} : args.scale_row_of(row, report);
-  const float global = global_scale(args, scale_row);
+  const float given = given_of(args, scale_row);
   Pack<T> y[2][kCount];
   uint32_t most[2];
 #pragma unroll
@@ -188,7 +188,7 @@ __global__ __launch_bounds__(kThreads, Source::kHalves == 2 || !kPlain ? 7 : 8) 
   if (!two) most[0] = most[1] = max(most[0], most[1]);
   GroupScale scale[2];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) scale[half] = args.rule(__uint_as_float(most[half]), global, 6.0f);
+  for (int half = 0; half < 2; ++half) scale[half] = args.rule(__uint_as_float(most[half]), given, 6.0f);
   uint2 codes[2];
   // Infinity times a factor of 0 is NaN.
   const bool inside =
@@ -203,7 +203,7 @@ __global__ __launch_bounds__(kThreads, Source::kHalves == 2 || !kPlain ? 7 : 8) 
   if (args.four_over_six) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      choose_four_over_six(args, y[half], __uint_as_float(most[half]), global, scale[half], codes[half]);
+      choose_four_over_six(args, y[half], __uint_as_float(most[half]), given, scale[half], codes[half]);
   }
   if (!there || !scale_row.there) return;
   if (kPlain || group < args.scale_groups) {

@@ -63,7 +63,7 @@ struct GroupQuantArgs {
   float beta, linear_beta;            // of situ
   ValidRows valid;
   ExpertRows of_experts;
-  Parameter global;      // of e4m3 scales
+  Parameter given;       // of e4m3 scales the global one; what fp32 scales are at most
   const float* globals;  // of e4m3 scales one for each expert, or null
 
   // Of ids, which may be any: it may wrap.

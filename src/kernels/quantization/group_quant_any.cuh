@@ -52,12 +52,12 @@ __global__ __launch_bounds__(kAnyThreads) void any_group_kernel(const __grid_con
   }
   const ScaleRow scale_row = args.scale_row_of(row, report);
   if (!scale_row.there) return;
-  const float global = global_scale(args, scale_row);
-  GroupScale scale = args.rule(most, global, 6.0f);
+  const float given = given_of(args, scale_row);
+  GroupScale scale = args.rule(most, given, 6.0f);
   uint2 nibbles{};
   if constexpr (kNibbles) {
     nibbles = nibbles_of(y, scale.factor);
-    if (args.four_over_six) choose_four_over_six(args, y, most, global, scale, nibbles);
+    if (args.four_over_six) choose_four_over_six(args, y, most, given, scale, nibbles);
   }
   if (lane == 0 && group < args.scale_groups) {
     args.store_scale(scale_row.row, group, numbers ? scale.stored : 0u);

@@ -125,7 +125,7 @@ template <class T>
 class BlockTables<T> {
  public:
   explicit BlockTables(const GroupQuantArgs& args)
-      : stairs_(1.0f / std::fabs(args.global)),
+      : stairs_(1.0f / std::fabs(args.given)),
         there_(args.codes == CodeKind::kE2M1 && args.rule.kind == ScaleKind::kE4M3 && !args.globals &&
                args.rows * args.width >= kWorthTables && stairs_.build()) {}
 
@@ -161,7 +161,7 @@ class Groups {
         nibbles_(args.codes == CodeKind::kE2M1),
         real_(args.width / args.group_size),
         at_once_(std::clamp<int64_t>(kElementsAtOnce / args.group_size, 1, kWidth)),
-        global_(args.rule.kind == ScaleKind::kE4M3 && !args.globals ? float{args.global} : 1.0f),
+        given_(args.given),
         tiles_(args.codes == CodeKind::kE4M3 ? args.rows * args.width : 0) {
     if (args.source != RowSource::kElements) values_.resize(at_once_ * args.group_size * sizeof(T) / sizeof(Line) + 2);
   }
@@ -200,10 +200,10 @@ class Groups {
     const T* const from = values(row, group * n, count * n);
     float most[kWidth], inside[kWidth];
     find_largest(most, inside, from, n, count);
-    const float global = args_.globals ? args_.globals[at.expert] : global_;
+    const float given = args_.globals ? args_.globals[at.expert] : given_;
     Scales scales;
-    scales.find(args_.rule, most, global, 6.0f, count);
-    if (args_.four_over_six) choose(scales, from, most, global, count);
+    scales.find(args_.rule, most, given, 6.0f, count);
+    if (args_.four_over_six) choose(scales, from, most, given, count);
     uint8_t* const codes = codes_at(row, group);
     const bool done = nibbles_ && tables_.encode(codes, from, scales, inside, count);
     for (int64_t g = 0; g < count && !done; ++g) {
@@ -253,15 +253,16 @@ class Groups {
 
   // That a largest magnitude of this kind, NaN where any number is, leaves no product beyond the largest code.
   bool is_inside(float inside) const {
-    const bool grows = args_.rule.kind == ScaleKind::kMx && args_.rule.exponent != ExponentRule::kCeil;
+    const bool grows =
+        args_.rule.kind == ScaleKind::kMx ? args_.rule.exponent != ExponentRule::kCeil : given_ < INFINITY;
     return inside < INFINITY && !grows;
   }
 
   // Of both scales of a block the one that leads closer.
-  void choose(Scales& scales, const T* from, const float* most, float global, int64_t count) const {
-    const float inverse = 1.0f / std::fabs(global);
+  void choose(Scales& scales, const T* from, const float* most, float given, int64_t count) const {
+    const float inverse = 1.0f / std::fabs(given);
     Scales others;
-    others.find(args_.rule, most, global, 4.0f, count);
+    others.find(args_.rule, most, given, 4.0f, count);
     for (int64_t g = 0; g < count; ++g) {
       const T* const x = from + g * kBlock;
       if (!(error_of(x, others.factors[g], others.unit(g, inverse)) <
@@ -319,7 +320,7 @@ class Groups {
   const Reporter report_;
   const bool nibbles_;
   const int64_t real_, at_once_;
-  const float global_;
+  const float given_;
   const TileEncoder<T, TimesInverse, 448> tiles_;
   std::vector<Line> values_;
 };

@@ -76,10 +76,9 @@ __device__ inline bool is_valid(const GroupQuantArgs& args, const GroupPlan& pla
   return within < args.valid.rows_of(args.valid.counts[of]);
 }
 
-// What multiplies e4m3 scales.
-__device__ inline float global_scale(const GroupQuantArgs& args, const ScaleRow& row) {
-  if (args.rule.kind != ScaleKind::kE4M3) return 1.0f;
-  return args.globals ? args.globals[row.expert] : float{args.global};
+// Of e4m3 scales what multiplies them, of fp32 ones what they are at most.
+__device__ inline float given_of(const GroupQuantArgs& args, const ScaleRow& row) {
+  return args.globals ? args.globals[row.expert] : float{args.given};
 }
 
 // Packs of a lane that has 16 elements.

@@ -2,12 +2,15 @@
 // while they are still in the CPU's own; an entry of MLA at once, so that there is no time without reading or without writing.
 // What comes is asked for: 16 threads of a Xeon did three quarters of a copy without both, 95 % with them.
 #include <algorithm>
+#include <memory>
 #include <type_traits>
 
 #include "cache/writes/rotary_and_cache.h"
-#include "cache/writes/write_tokens_cpu.h"
+#include "cache/writes/token_writer_cpu.h"
 #include "cpu/parallel.h"
+#include "cpu/prefetch.h"
 #include "cpu/rotation.h"
+#include "cpu/stream_copy.h"
 
 namespace pykv::PYKV_ISA {
 namespace {
@@ -18,7 +21,15 @@ bool is_cached(const ReshapeAndCacheArgs& cache, int64_t token) {
   return slot >= 0 && slot < cache.num_blocks * cache.block_size;
 }
 
-template <class T, class Turn, class Convert>
+// Asks for a token's value, if there is such a token.
+template <class T>
+void prefetch_value(const ReshapeAndCacheArgs& cache, int64_t token) {
+  const CacheSide& side = cache.value;
+  if (token >= cache.num_tokens || side.data_dim != 1) return;
+  prefetch_bytes(static_cast<const T*>(side.data) + token * side.data_token, side.head_size * sizeof(T));
+}
+
+template <class T, class Turn>
 void run(const RotaryAndCacheArgs& args, const Launch& launch) {
   const Rotation& rotation = args.rotation;
   const ReshapeAndCacheArgs& cache = args.cache;
@@ -28,15 +39,16 @@ void run(const RotaryAndCacheArgs& args, const Launch& launch) {
   const int64_t rotated_bytes =
       (rotation.query.num_heads + rotation.key.num_heads) * rotation.rotary_dim * static_cast<int64_t>(sizeof(T));
   const bool past_caches = cache.num_tokens * cached_bytes > kWorthStreaming;
-  const TokenWriter<Convert> write(cache, launch.reporter(cache.report), past_caches);
-  const int64_t group = write.writes_entries() ? 1 : kGroup, groups = (rotation.num_tokens + group - 1) / group;
+  const std::unique_ptr<TokenWriter> writer = token_writer(cache, launch.reporter(cache.report), past_caches);
+  const bool entries = writer->writes_entries();
+  const int64_t group = entries ? 1 : kGroup, groups = (rotation.num_tokens + group - 1) / group;
   const int64_t token_bytes = cached_bytes + rotated_bytes + 1;
   // where there is work for many, small ranges let them end together
   const int64_t at_least = rotation.num_tokens * token_bytes > kBytesPerTask ? kBytesPerTask / 4 : kBytesPerTask;
   const int64_t ahead = rows_ahead<T>(rotated_bytes / static_cast<int64_t>(sizeof(T)));
   parallel_for(groups, at_least / (group * token_bytes) + 1, [&](int64_t first, int64_t last) {
     TokenRotator<T, Turn> rotate(rotation, bad_position);
-    typename TokenWriter<Convert>::Desk desk(write);
+    const std::unique_ptr<TokenWriter::Buffers> buffers = writer->buffers();
     for (int64_t i = first; i < last; ++i) {
       const int64_t begin = i * group, end = std::min(begin + group, rotation.num_tokens);
       for (int64_t t = begin; t < end; ++t) {
@@ -44,8 +56,8 @@ void run(const RotaryAndCacheArgs& args, const Launch& launch) {
         if (rotation.rotary_dim > 0 && (!args.only_cached || is_cached(cache, t))) rotate(t);
       }
       if (args.rotate_only) continue;
-      if (write.writes_entries()) write.prefetch(begin + ahead);
-      write(desk, begin, std::min(end, cache.num_tokens));
+      if (entries) prefetch_value<T>(cache, begin + ahead);
+      writer->write(*buffers, begin, std::min(end, cache.num_tokens));
     }
   });
 }
@@ -56,9 +68,7 @@ void rotary_and_cache_cpu(const RotaryAndCacheArgs& args, const Launch& launch) 
   dispatch<float, f16, bf16>(args.rotation.dtype, [&]<class T>() {
     // the arithmetic of float is that of fp32
     using InDtype = std::conditional_t<std::is_same_v<T, float>, TurnInFloat, TurnIn<T>>;
-    with_conversion<T>(args.cache.format, [&]<class Convert>() {
-      args.in_dtype ? run<T, InDtype, Convert>(args, launch) : run<T, TurnInFloat, Convert>(args, launch);
-    });
+    args.in_dtype ? run<T, InDtype>(args, launch) : run<T, TurnInFloat>(args, launch);
   });
 }
 

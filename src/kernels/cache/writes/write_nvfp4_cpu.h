@@ -20,7 +20,7 @@ struct QuantiseBlocks {
   using Stored = uint8_t;
   std::vector<Nvfp4Encoder<T>> encoders;  // one for all heads, or one for each
 
-  QuantiseBlocks(const CacheSide& side, int64_t num_heads, int64_t elements) {
+  QuantiseBlocks(const CacheSide& side, KvFormat, int64_t num_heads, int64_t elements) {
     const int64_t scales = side.scale.stride == 0 ? 1 : num_heads;
     for (int64_t h = 0; h < scales; ++h) encoders.emplace_back(side.scale[h], elements / scales, side.four_over_six);
   }

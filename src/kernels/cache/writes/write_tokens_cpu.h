@@ -9,10 +9,12 @@
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
+#include <variant>
 #include <vector>
 
 #include "cache/writes/reshape_and_cache.h"
 #include "cache/writes/token_run_cpu.h"
+#include "cache/writes/token_writer_cpu.h"
 #include "cache/writes/write_nvfp4_cpu.h"
 #include "cpu/encode.h"
 #include "cpu/pieces.h"
@@ -22,9 +24,7 @@
 
 namespace pykv::PYKV_ISA {
 
-inline constexpr int64_t kTileBytes = 64 * 1024;      // of some heads, or more for one head
-inline constexpr int64_t kGroup = 16;                 // tokens that no two threads share: often a block of the cache
-inline constexpr int64_t kBytesPerTask = 128 * 1024;  // less is not worth another thread
+inline constexpr int64_t kTileBytes = 64 * 1024;  // of some heads, or more for one head
 
 // Sixteen bytes.  Past the caches only if the stores around it fill the line.
 inline void store16(void* to, const void* from, [[maybe_unused]] bool past_caches) {
@@ -113,7 +113,7 @@ struct Copy {
   using Stored = T;
   static constexpr bool kIsCopy = true;
   using Scratch = TileScratch<T>;
-  Copy(const CacheSide&, int64_t, int64_t) {}
+  Copy(const CacheSide&, KvFormat, int64_t, int64_t) {}
   static void row(Stored* to, const T* from, int64_t stride, int64_t n, int64_t) {
     if (stride == 1) {
       std::memcpy(to, from, n * sizeof(T));
@@ -123,31 +123,48 @@ struct Copy {
   }
 };
 
-template <class T, class Code>
+// One-byte codes.  Which ones is asked once for each row: what moves rows is the same for all.
+template <class T>
 struct Quantise {
   using Source = T;
   using Stored = uint8_t;
   static constexpr bool kIsCopy = false;
   using Scratch = TileScratch<uint8_t>;
-  const Scale& scale;
-  std::vector<Encoder<T, Code>> encoders;  // one for all heads, or one for each
+  template <class Code>
+  using Encoders = std::vector<Encoder<T, Code>>;  // one for all heads, or one for each
 
-  Quantise(const CacheSide& side, int64_t num_heads, int64_t elements) : scale(side.scale) {
+  const Scale& scale;
+  std::variant<Encoders<e4m3>, Encoders<e5m2>, Encoders<i8>> encoders;
+
+  Quantise(const CacheSide& side, KvFormat format, int64_t num_heads, int64_t elements) : scale(side.scale) {
+    if (format == KvFormat::kE5M2) encoders.template emplace<1>();
+    if (format == KvFormat::kInt8) encoders.template emplace<2>();
     const int64_t scales = scale.stride == 0 ? 1 : num_heads;
-    for (int64_t h = 0; h < scales; ++h) encoders.emplace_back(scale[h], elements / scales);
+    std::visit(
+        [&](auto& of) {
+          for (int64_t h = 0; h < scales; ++h) of.emplace_back(scale[h], elements / scales);
+        },
+        encoders);
   }
   void row(Stored* to, const T* from, int64_t stride, int64_t n, int64_t head) const {
-    Code* codes = reinterpret_cast<Code*>(to);
-    if (stride != 1) {
+    with_encoder(head, [&]<class Code>(const Encoder<T, Code>& encode) {
+      Code* codes = reinterpret_cast<Code*>(to);
+      if (stride == 1) return encode(codes, from, n);
       const float divisor = scale[head];
       for (int64_t i = 0; i < n; ++i) codes[i] = from_float<Code>(to_float(from[i * stride]) / divisor);
-    } else {
-      encoders[encoders.size() == 1 ? 0 : head](codes, from, n);
-    }
+    });
   }
   // Neighbours; what lies `ahead` of them is asked for.
   void row(Stored* to, const T* from, int64_t ahead, int64_t n, int64_t head, LineWriter& out) const {
-    write_converted(out, encoders[encoders.size() == 1 ? 0 : head], reinterpret_cast<Code*>(to), from, n, ahead);
+    with_encoder(head, [&]<class Code>(const Encoder<T, Code>& encode) {
+      write_converted(out, encode, reinterpret_cast<Code*>(to), from, n, ahead);
+    });
+  }
+
+ private:
+  template <class F>
+  void with_encoder(int64_t head, F&& f) const {
+    std::visit([&](const auto& of) { f(of[of.size() == 1 ? 0 : head]); }, encoders);
   }
 };
 
@@ -305,56 +322,26 @@ void write_run(const Convert& convert, const CacheSide& side, int64_t num_heads,
   }
 }
 
-// f.operator()<Convert>() for elements of T in that format.
-template <class T, class F>
-void with_conversion(KvFormat format, F&& f) {
-  switch (format) {
-    case KvFormat::kSame:
-      return f.template operator()<Copy<std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>>>();
-    case KvFormat::kE4M3:
-      return f.template operator()<Quantise<T, e4m3>>();
-    case KvFormat::kE5M2:
-      return f.template operator()<Quantise<T, e5m2>>();
-    case KvFormat::kInt8:
-      return f.template operator()<Quantise<T, i8>>();
-    case KvFormat::kNvfp4:
-      return f.template operator()<QuantiseBlocks<T>>();
-  }
-}
-
-// Tokens into the caches.
+// Tokens into caches of one format.
 template <class Convert>
-class TokenWriter {
+class FormatWriter : public TokenWriter {
  public:
   using Source = typename Convert::Source;
 
-  // What a thread needs.
-  struct Desk {
-    LineWriter out;
-    typename Convert::Scratch scratch;
-    explicit Desk(const TokenWriter& writer) : out(writer.past_caches_), scratch(writer.past_caches_) {}
-  };
-
-  TokenWriter(const ReshapeAndCacheArgs& args, const Reporter& report, bool past_caches)
+  FormatWriter(const ReshapeAndCacheArgs& args, const Reporter& report, bool past_caches)
       : args_(args),
         report_(report),
         past_caches_(past_caches),
         entries_(are_entries(args)),
-        key_(args.key, args.num_heads, args.num_tokens * args.num_heads * args.key.head_size),
-        value_(args.value, args.num_heads, args.num_tokens * args.num_heads * args.value.head_size) {}
+        key_(args.key, args.format, args.num_heads, args.num_tokens * args.num_heads * args.key.head_size),
+        value_(args.value, args.format, args.num_heads, args.num_tokens * args.num_heads * args.value.head_size) {}
 
-  // Whether a token's only key lies behind its value: both are written in turn then, in whole lines.
-  bool writes_entries() const { return entries_; }
+  bool writes_entries() const override { return entries_; }
 
-  // Asks for a token's value, if there is such a token.
-  void prefetch(int64_t token) const {
-    const CacheSide& side = args_.value;
-    if (token >= args_.num_tokens || side.data_dim != 1) return;
-    prefetch_bytes(static_cast<const Source*>(side.data) + token * side.data_token, side.head_size * sizeof(Source));
-  }
+  std::unique_ptr<Buffers> buffers() const override { return std::make_unique<OfThread>(past_caches_); }
 
-  // Those of [begin, end).
-  void operator()(Desk& desk, int64_t begin, int64_t end) const {
+  void write(Buffers& of_thread, int64_t begin, int64_t end) const override {
+    OfThread& buffers = static_cast<OfThread&>(of_thread);
     constexpr int64_t kMost = kMostTokens<typename Convert::Stored>;
     const int64_t num_slots = args_.num_blocks * args_.block_size;
     while (begin < end) {
@@ -370,18 +357,24 @@ class TokenWriter {
       const int64_t left = args_.block_size - run.offset, most = left < kMost ? left : kMost;
       while (run.length < most && begin < end && args_.slots[begin] == slot + run.length) ++run.length, ++begin;
       if (entries_) {
-        write_entries(desk, run);
+        write_entries(buffers, run);
         continue;
       }
       const int64_t num_heads = args_.num_heads, next = std::min(run.length, end - begin);
-      write_run(key_, args_.key, num_heads, run, desk.out, past_caches_, desk.scratch,
+      write_run(key_, args_.key, num_heads, run, buffers.out, past_caches_, buffers.scratch,
                 Ahead::rows<Source>(args_.value, num_heads, run.token, run.length));
-      write_run(value_, args_.value, num_heads, run, desk.out, past_caches_, desk.scratch,
+      write_run(value_, args_.value, num_heads, run, buffers.out, past_caches_, buffers.scratch,
                 Ahead::rows<Source>(args_.key, num_heads, begin, next));
     }
   }
 
  private:
+  struct OfThread : Buffers {
+    LineWriter out;
+    typename Convert::Scratch scratch;
+    explicit OfThread(bool past_caches) : out(past_caches), scratch(past_caches) {}
+  };
+
   static bool are_entries(const ReshapeAndCacheArgs& args) {
     const auto is_row = [](const CacheSide& side) { return side.chunk == side.head_size; };
     constexpr int64_t kBytes = sizeof(typename Convert::Stored);
@@ -389,10 +382,10 @@ class TokenWriter {
            static_cast<char*>(args.value.cache) + args.value.head_size * kBytes == args.key.cache;
   }
 
-  void write_entries(Desk& desk, const Run& run) const {
+  void write_entries(OfThread& buffers, const Run& run) const {
     for (Run one{run.token, 1, run.block, run.offset}; one.token < run.token + run.length; ++one.token, ++one.offset) {
-      write_run(value_, args_.value, 1, one, desk.out, past_caches_, desk.scratch, Ahead{});
-      write_run(key_, args_.key, 1, one, desk.out, past_caches_, desk.scratch, Ahead{});
+      write_run(value_, args_.value, 1, one, buffers.out, past_caches_, buffers.scratch, Ahead{});
+      write_run(key_, args_.key, 1, one, buffers.out, past_caches_, buffers.scratch, Ahead{});
     }
   }
 

@@ -214,13 +214,25 @@ PYKV_API pykv_status pykv_shuffle_rows(const DLTensor* input_tensor, const DLTen
  *   apply_router_weight_on_input  the results of the first product are multiplied by topk_weights, and not those of the second
  *   workspace     [bytes]    uint8, contiguous, aligned to 16 bytes; NULL: CUDA takes it from the stream-ordered pool, the CPU
  *                            from the heap.  For P = T * k pairs and B = min(P, E) it has the bytes, each rounded up to 256, of
- *                            4 (P + 127 B), 4 (P + B), 4, 4 P, 2 P max(N, D) and 2 P I */
+ *                            4 (P + 143 B), 4 (P + B), 4, 4 P, 2 P max(N, D) and 2 P I
+ * With w1_scale and w2_scale both products are those of 8-bit codes: rows of x, and those of the activation, become codes, too.
+ * w1 and w2 are then float8_e4m3fn | uint8 (its bytes) | int8, of the same kind and with at most 512 experts, without biases.
+ *   w1_scale      [E, ceil(N / 128), D / 128] float32: of blocks of w1; rows become codes in groups of 128 with a scale each.  Or
+ *                 [E, N] or [E, N, 1] of rows, or [E] or [E, 1] of experts; rows become codes with one scale each
+ *   w2_scale      [E, ceil(D / 128), I / 128], [E, D], ... likewise
+ *   a1_scale      [1]        float32: the scale of x instead, not with blocks; may be NULL
+ *   a2_scale      [1]        float32: that of what the activation gives; may be NULL
+ * apply_router_weight_on_input multiplies the scales of rows of x.  For R(n) = n and 4 max(1, ceil(n / 128)), each rounded up to 16,
+ * together, workspace has the bytes, each rounded up to 256, of 4 (E + 1), 4 P, 4 P, 4, T R(D), P R(D), 2 P max(N, D), 2 P I and
+ * P R(I). */
 PYKV_API pykv_status pykv_fused_moe(DLTensor* out, const DLTensor* x, const DLTensor* w1, const DLTensor* w2,
                                     const DLTensor* topk_weights, const DLTensor* topk_ids, const char* activation,
                                     const DLTensor* w1_bias, const DLTensor* w2_bias, const DLTensor* expert_map,
                                     const char* w1_format, const char* w2_format, bool apply_router_weight_on_input,
                                     double clamp_limit, double alpha, double beta, double situ_beta,
-                                    double situ_linear_beta, DLTensor* workspace, void* stream);
+                                    double situ_linear_beta, const DLTensor* w1_scale, const DLTensor* w2_scale,
+                                    const DLTensor* a1_scale, const DLTensor* a2_scale, DLTensor* workspace,
+                                    void* stream);
 
 /* One product of such a layer, by a map that pykv_moe_align_block_size makes: out[p] = (x[p / top_k] w[e]^T + bias[e]) *
  * topk_weights[p], in fp32 and rounded once, for the pairs p of each block and its expert e.  Other rows of out stay.
