@@ -1,10 +1,11 @@
 // packed_gemm on Hopper (sm_90a), for any number of tokens, rows of x.
 //
-// A block computes 128 rows of the weight times 16 to 128 tokens: y^T = w x^T, so that one token is padded to 16, and the codes,
+// A block computes 128 rows of the weight times 8 to 128 tokens: y^T = w x^T, so that one token is padded to 8, and the codes,
 // decoded in registers, are the operand of the matrix units that may lie there.  Eight warps multiply 16 rows each: up to 32
-// tokens by mma.sync, which takes fewer instructions, above by wgmma, with the same bits.  One thread fills a ring of stages of
-// 128 columns with codes and x by bulk copies.  Three or seven warps make what the sums of groups are multiplied by: of
-// whatever kind scales and minima are, the multiplying warps read floats.  They also copy rows of x that a tensor map cannot describe.
+// tokens by mma.sync, which takes fewer instructions, above by wgmma, with the same bits (packed_multiplier_sm90.cuh).  One thread
+// fills a ring of stages of 128 columns (packed_ring_sm90.cuh) with codes and x by bulk copies.  Three or seven warps make what the
+// sums of groups are multiplied by: of whatever kind scales and minima are, the multiplying warps read floats.  They also copy rows
+// of x that a tensor map cannot describe (packed_feed_sm90.cuh).
 //
 // Columns of codes lie in the order of packed_weight.h, of x in their own: a lane takes its codes from two lanes' places.
 //
@@ -12,8 +13,8 @@
 // a second block of a cluster sum some of them; with many, a block sums all, one after another.  They are added in the same
 // order: a row of out has the same bits whatever the number of rows.
 //
-// Few tokens are bound by reading the weight: int4 with groups of 128, 8192 x 8192, 1 token takes 17.4 us on an H200, where a plain
-// copy of as many bytes takes 9.3; 64 tokens 24.8.  Many are bound by the matrix units: 4096 tokens take 997 us, 551 TFLOP/s.
+// Few tokens are bound by reading the weight: int4 with groups of 128, 8192 x 8192, 1 token takes @M1 us on an H200, where a plain
+// copy of as many bytes takes 9.3; 64 tokens @M64.  Many are bound by the matrix units: 4096 tokens take @M4096 us, @TF TFLOP/s.
 #include "cuda/cluster.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/vec.cuh"
