@@ -581,13 +581,13 @@ def fused_moe_workspace_size(
     def record(width: int) -> int:
         return -(-width // 16) * 16 + -(-max(1, -(-width // 128)) // 4) * 16
 
-    between = (2 * pairs * max(n, hidden), 2 * pairs * inner)
     if w8a8:
-        maps = (4 * (num_experts + 1), 4 * pairs, 4 * pairs, 4)
-        pieces = (*maps, num_tokens * record(hidden), pairs * record(hidden), *between, pairs * record(inner))
+        maps = [4 * (num_experts + 1), 4 * pairs, 4 * pairs, 4]
+        rows = [num_tokens * record(hidden), pairs * record(hidden), pairs * record(inner)]
     else:
         experts = min(pairs, num_experts)
-        pieces = (4 * (pairs + 143 * experts), 4 * (pairs + experts), 4, 4 * pairs, *between)
+        maps, rows = [4 * (pairs + 143 * experts), 4 * (pairs + experts), 4, 4 * pairs], []
+    pieces = [*maps, *rows, 2 * pairs * max(n, hidden), 2 * pairs * inner]
     return sum(-(-size // 256) * 256 for size in pieces)
 
 

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from timing import Call, Case, Device, main
 
-TOKENS = (1, 64, 4096, 65536)
-WIDTHS = (4096, 7168)
+# tokens and widths: few, so that a GPU needs half a minute
+SIZES = ((1, 4096), (64, 4096), (4096, 4096), (65536, 4096), (4096, 7168))
 GROUP = 128
 EXPERTS = 8
 
@@ -128,8 +128,9 @@ def nvfp4_experts(a: Arrays) -> Call:
     )
 
 
-def mxfp4(a: Arrays) -> Call:
-    return partial(pykv.mxfp4_quantize, a.codes(2), a.bytes(a.tokens, a.width // 32), a.input)
+def mxfp4(a: Arrays, swizzled: bool = False) -> Call:
+    scales = a.tiles(32) if swizzled else a.bytes(a.tokens, a.width // 32)
+    return partial(pykv.mxfp4_quantize, a.codes(2), scales, a.input, swizzled)
 
 
 def mxfp8(a: Arrays, swizzled: bool = False) -> Call:
@@ -180,6 +181,7 @@ OPERATIONS: dict[str, tuple[Make, int, int, float]] = {
     "silu_and_mul_nvfp4_quant": (silu_nvfp4, 2, 2, 1 / 16),
     "scaled_fp4_experts_quant": (nvfp4_experts, 1, 2, 1 / 16),
     "mxfp4_quantize": (mxfp4, 1, 2, 1 / 32),
+    "mxfp4_quantize swizzled": (partial(mxfp4, swizzled=True), 1, 2, 1 / 32),
     "mxfp8_quantize": (mxfp8, 1, 1, 1 / 32),
     "mxfp8_quantize swizzled": (partial(mxfp8, swizzled=True), 1, 1, 1 / 32),
     "persistent_masked_m_silu_mul_quant": (silu_group_fp8, 2, 1, 4 / GROUP),
@@ -195,14 +197,13 @@ def call_of(make: Make, tokens: int, width: int, dtype: str, halves: int, device
 def cases(dtypes: list[str]) -> Iterator[Case]:
     for dtype in dtypes:
         itemsize = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
-        for width in WIDTHS:
-            for tokens in TOKENS:
-                count, size = tokens * width, {"tokens": tokens, "width": width}
-                for name, (make, reads, per_byte, scales) in OPERATIONS.items():
-                    halves = 2 if "silu" in name or "situ" in name else 1
-                    written = count // per_byte + int(count * scales)
-                    call = partial(call_of, make, tokens, width, dtype, halves)
-                    yield Case(name, size, dtype, count * reads * itemsize + written, call, written)
+        for tokens, width in SIZES:
+            count, size = tokens * width, {"tokens": tokens, "width": width}
+            for name, (make, reads, per_byte, scales) in OPERATIONS.items():
+                halves = 2 if "silu" in name or "situ" in name else 1
+                written = count // per_byte + int(count * scales)
+                call = partial(call_of, make, tokens, width, dtype, halves)
+                yield Case(name, size, dtype, count * reads * itemsize + written, call, written)
 
 
 if __name__ == "__main__":

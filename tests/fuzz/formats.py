@@ -61,8 +61,15 @@ def stacked(rng: Random, experts: int, n: int, k: int) -> tuple[str, np.ndarray]
 
 
 def fused_moe(rng: Random) -> Arguments:
-    """Both products of packed weights."""
+    """Both products of packed weights, or of codes."""
     made = layer()
+    if rng.random() < 0.5:
+        experts = len(made["w2"])
+        made |= {"w1_format": "", "w1_bias": None, "w2_bias": None}
+        for i, shape in enumerate([(experts, 48, 64), (experts, 64, 24)], 1):
+            made[f"w{i}"] = rng.integers(-99, 100, shape, np.int8)
+            made[f"w{i}_scale"] = rng.random(shape[: rng.integers(1, 3)], np.float32)
+        return made
     made["w1_format"], made["w1"] = stacked(rng, len(made["w2"]), 48, 64)
     made["w2_format"], made["w2"] = stacked(rng, len(made["w2"]), 64, 24)
     made["activation"] = str(rng.choice(STRINGS["activation"][:8]))

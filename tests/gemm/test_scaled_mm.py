@@ -91,13 +91,18 @@ def test_rows(array, codes, rows):
 
 
 @codes
+@pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("n", [2040, 2200])
-def test_more_tiles_than_multiprocessors(array, codes, n):
+def test_more_tiles_than_multiprocessors(array, codes, n, blocks):
     if array.module == "jax":
         pytest.skip("sizes of a GPU")
-    m, n, k = (8440, n, 144) if array.device == "cuda" else (500, n // 8, 144)
+    m, n, k = (8440, n, 400 if blocks else 144) if array.device == "cuda" else (500, n // 8, 144)
     a, b = matrix((m, k), codes), column_major((k, n), codes)
-    check(array, a, b, positive(m), positive(n), random((n,), BF16))
+    bias = random((n,), BF16)
+    if blocks:
+        check_blocks(array, a, b, positive(m, -(-k // 128)), positive(-(-k // 128), -(-n // 128)), bias)
+    else:
+        check(array, a, b, positive(m), positive(n), bias)
 
 
 @codes
@@ -115,8 +120,11 @@ def test_a_wide_weight(array, codes, rows, blocks):
 @codes
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("n", [256, 264, 4096])
-def test_a_row_has_the_same_bits_among_any_others(array, codes, blocks, n):
-    k, m = 1536 if n < 4096 else 512, 300
+@pytest.mark.parametrize("m", [300, 2000])
+def test_a_row_has_the_same_bits_among_any_others(array, codes, blocks, n, m):
+    if m > 300 and (n < 4096 or array.device != "cuda"):
+        pytest.skip("sizes of a GPU")
+    k = 1536 if n < 4096 else 512
     a, b = matrix((m, k), codes), column_major((k, n), codes)
     a_scales = positive(m, k // 128) if blocks else positive(m)
     b_scales = positive(k // 128, -(-n // 128)) if blocks else positive(n)

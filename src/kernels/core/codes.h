@@ -48,12 +48,25 @@ PYKV_INLINE float magnitude(float x) { return float_of(bits_of(x) & 0x7fffffffu)
 
 // x >= 0 as e4m3, at most 448; and back.
 PYKV_INLINE uint32_t e4m3_of_magnitude(float x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
+  return pair;
+#endif
   const float within = x < 448.0f ? x : 448.0f;
   const uint32_t bits = bits_of(within);
   if (bits < 0x3c800000u) return bits_of(within + 0x1p14f) - bits_of(0x1p14f);  // below 2^-6, in steps of 2^-9
   return ((bits + 0x7ffffu + (bits >> 20 & 1u)) >> 20) - (120u << 3);
 }
 PYKV_INLINE float magnitude_of_e4m3(uint32_t code) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  float x;
+  asm("{.reg .b32 pair; .reg .b16 low, high; cvt.rn.f16x2.e4m3x2 pair, %1; mov.b32 {low, high}, pair; cvt.f32.f16 %0, "
+      "low;}"
+      : "=f"(x)
+      : "h"(static_cast<uint16_t>(code)));
+  return x;
+#endif
   return code < 8 ? static_cast<float>(code) * 0x1p-9f : float_of((code << 20) + (120u << 23));
 }
 
@@ -89,12 +102,6 @@ struct ScaleRule {
     const uint32_t capped = exponent < 254 ? exponent : 254;
     return {kind == ScaleKind::kE8M0 ? capped : capped << 23, inverse_power(capped)};
   }
-
- private:
-  // 2^(127 - exponent)
-  PYKV_INLINE static float inverse_power(uint32_t exponent) {
-    return float_of(exponent < 254 ? (254 - exponent) << 23 : 0x400000u);
-  }
   // Blocks of mxfp4 and mxfp8 that have no number but such as are next to nothing become zeros.  Infinity counts as the largest
   // number.
   PYKV_INLINE GroupScale of_block(float largest_given) const {
@@ -116,6 +123,12 @@ struct ScaleRule {
     const uint32_t code = wanted == wanted ? e4m3_of_magnitude(magnitude(wanted)) : 0;
     const float unit = magnitude_of_e4m3(code) * (1.0f / magnitude(global));
     return {code | (global < 0.0f && code ? 0x80u : 0u), code == 0 ? 0.0f : factor_of(unit)};
+  }
+
+ private:
+  // 2^(127 - exponent)
+  PYKV_INLINE static float inverse_power(uint32_t exponent) {
+    return float_of(exponent < 254 ? (254 - exponent) << 23 : 0x400000u);
   }
 };
 

@@ -33,28 +33,29 @@ __device__ __forceinline__ void e2m1_multiply(E2m1Words<T> words, float r, float
   }
 }
 
-// The highest bit of a byte of each word, as a byte.
-template <int kByte>
+// The highest bit of each byte that a selector names, as that byte.
+template <uint32_t kBytes>
 __device__ uint32_t sign_bytes_of(uint32_t a, uint32_t b) {
   uint32_t bytes;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "n"(kByte | 8 | (kByte | 12) << 4));
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "n"(kBytes | 0x8888u));
   return bytes;
 }
 
 // The signs of elements 8 kHalf and following, in bits 3, 7, ...
 template <class T, int kHalf>
 __device__ __forceinline__ uint32_t e2m1_signs(E2m1Words<T> words) {
-  uint32_t even, odd;  // bytes all of whose bits are the sign of an element
+  uint32_t low, high;  // the highest bytes of elements 0, 2, 1 and 3, and of the four behind them
   if constexpr (sizeof(T) == 4) {
     const uint32_t* w = words + 8 * kHalf;
-    even = __byte_perm(sign_bytes_of<3>(w[0], w[2]), sign_bytes_of<3>(w[4], w[6]), 0x5410);
-    odd = __byte_perm(sign_bytes_of<3>(w[1], w[3]), sign_bytes_of<3>(w[5], w[7]), 0x5410);
+    low = __byte_perm(__byte_perm(w[0], w[2], 0x0073), __byte_perm(w[1], w[3], 0x0073), 0x5410);
+    high = __byte_perm(__byte_perm(w[4], w[6], 0x0073), __byte_perm(w[5], w[7], 0x0073), 0x5410);
   } else {
     const uint32_t* w = words + 4 * kHalf;
-    even = __byte_perm(sign_bytes_of<1>(w[0], w[1]), sign_bytes_of<1>(w[2], w[3]), 0x5410);
-    odd = __byte_perm(sign_bytes_of<3>(w[0], w[1]), sign_bytes_of<3>(w[2], w[3]), 0x5410);
+    low = __byte_perm(w[0], w[1], 0x7351);
+    high = __byte_perm(w[2], w[3], 0x7351);
   }
-  return ((even & 0x0f0f0f0fu) | (odd & 0xf0f0f0f0u)) & 0x88888888u;
+  const uint32_t even = sign_bytes_of<0x5410>(low, high), odd = __byte_perm(low, high, 0x7632);
+  return (even & 0x08080808u) | (odd & 0x80808080u);
 }
 
 // Codes with the signs of `words`, the first one in the lowest bits, for 0 <= y < 7.

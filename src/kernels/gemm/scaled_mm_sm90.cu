@@ -22,6 +22,23 @@ bool launch_few(const ScaledMmArgs& args, const Launch& launch) {
   return launch_shape<WarpgroupShape<Sum, kExact, 1, 128, kBatches, 1, 2>>(args, launch, columns);
 }
 
+// Tiles of 128 rows.  Wide ones take less time for each column, but the last round of them may find little to do.  Where sums are
+// added without scales of their own, which is quicker, narrow ones do as well.
+template <class Sum, bool kExact>
+bool launch_many(const ScaledMmArgs& args, const Launch& launch) {
+  const RowGroups& groups = args.groups;
+  const int64_t sms = num_sms(launch.device);
+  const int64_t row_tiles =
+      groups.are_apart() ? groups.count * ((groups.expected_rows + 127) / 128) : (args.m + 127) / 128;
+  const auto time = [&](int64_t columns) {
+    const int64_t tiles = row_tiles * ((args.n + columns - 1) / columns);
+    return (tiles + sms - 1) / sms * (columns + 24);
+  };
+  if ((kExact || args.in_blocks) && time(256) <= time(128))
+    return launch_shape<WarpgroupShape<Sum, kExact, 2, 256, kHalves>>(args, launch);
+  return launch_shape<WarpgroupShape<Sum, kExact, 2, 128, kRolling>>(args, launch);
+}
+
 template <class Sum, bool kExact>
 bool launch_sum(const ScaledMmArgs& args, const Launch& launch) {
   const bool is_grouped = args.groups.count > 0;
@@ -30,7 +47,7 @@ bool launch_sum(const ScaledMmArgs& args, const Launch& launch) {
     const int columns = columns_each(args.n * (args.m > 128 ? 2 : 1), num_sms(launch.device));
     if (columns <= 64) return launch_shape<WarpgroupShape<Sum, kExact, 2, 64, kRolling>>(args, launch, columns);
   }
-  return launch_shape<WarpgroupShape<Sum, kExact, 2, 128, kRolling>>(args, launch);
+  return launch_many<Sum, kExact>(args, launch);
 }
 
 }  // namespace

@@ -6,7 +6,9 @@
 //
 // Few rows: bound by reading b, once.  Tiles have so many columns that every multiprocessor has as much of b to read, and
 // several blocks of k are multiplied at once, so that the ring empties as fast as it fills.
-// Many rows: bound by the matrix units, which have a block of k to sum while the one before is added in fp32.
+// Many rows: bound by the matrix units, and by the warps, to whom adding sums of 8-bit products in fp32 is as much work.  The
+// matrix units have a block of k to sum while the one before is added; or tiles are twice as wide and added one half at a time,
+// while the other warpgroup multiplies.
 //
 // The same instruction serves any number of rows: what is added when does not depend on the tile.
 #pragma once
@@ -21,9 +23,9 @@
 
 namespace pykv::scaled_mm {
 
-// How the matrix units get the next block of k: several are multiplied before they are added, one by one; or one is while
-// another is added.
-enum Pipeline { kBatches, kRolling };
+// What the matrix units have of a warpgroup while it adds sums.  kBatches: nothing, but several blocks of k are multiplied before.
+// kRolling: the next block of k.  kHalves: nothing; half of the columns are multiplied and added after the other.
+enum Pipeline { kBatches, kRolling, kHalves };
 
 // kGroups warpgroups, each of 64 rows.  kExact: sums of int8 that stay integers.
 template <class Sum_, bool kExact_, int kGroups_, int kColumns_, Pipeline kPipeline_, int kBlocks_ = 1, int kPerSm_ = 1>
@@ -34,6 +36,7 @@ struct WarpgroupShape {
   static constexpr Pipeline kPipeline = kExact ? kBatches : kPipeline_;
   static constexpr int kBlocks = kExact ? 1 : kBlocks_;  // of k, that are multiplied at once
   static constexpr int kPerSm = kPerSm_;                 // blocks of a multiprocessor
+  static constexpr int kParts = kPipeline == kHalves ? 2 : 1, kWidth = kColumns / kParts;
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kRows = 64 * kGroups, kRowBytes = kRows * kLine;
   static constexpr int kRingBytes = (192 << 10) / kPerSm;
@@ -46,8 +49,9 @@ struct WarpgroupShape {
   static constexpr int kFactors = kColumns + 16;  // of the warp's columns and rows
   static constexpr int kWarpBytes = 16 * kPitch + kFactors * 4;
   static constexpr int kSharedBytes = 1024 + kRingBytes + kScaleBytes + kGroups * 4 * kWarpBytes;
-  static constexpr bool kMovesRegisters = kColumns > 64 && (kPerSm > 1 || (kGroups > 1 && kPipeline == kRolling));
-  // What the threads that multiply have then, and the others.
+  static constexpr bool kMovesRegisters =
+      kColumns > 128 || (kColumns > 64 && (kPerSm > 1 || (kGroups > 1 && kPipeline == kRolling)));
+  // What the threads that multiply have then, and the others: together not more than all had before, or they wait forever.
   static constexpr int kMany = kPerSm == 2 ? 208 : 224, kFew = kPerSm == 2 ? 48 : 56;
   // Whether tiles may have fewer columns, and the last of one block of b's scales and the first of the next.
   static constexpr bool kStraddles = kRows == 64 || kColumns < 128;
@@ -162,7 +166,7 @@ __device__ void fill_scales(const Operands& o, const Ring& ring, int mine) {
 template <class S>
 struct Multiplier {
   using Sum = typename S::Sum;
-  static constexpr int kEach = S::kColumns / 2;  // sums of a lane
+  static constexpr int kEach = S::kColumns / 2, kOfPart = S::kWidth / 2;  // sums of a lane
   static constexpr int kSums = S::kPipeline == kRolling ? 2 : S::kBlocks;
   // Numbers of columns: a lane has every 32nd, and gives them to those that have two neighbours of eight.
   static constexpr int kOfLane = (S::kColumns + 31) / 32;
@@ -177,7 +181,7 @@ struct Multiplier {
   Turn turn{o.stages};
   int split;  // eights of columns before the second block of b's scales
 
-  Sum sum[kSums][kEach];
+  Sum sum[kSums][kOfPart];
   float total[S::kExact ? 1 : kEach];
 
   // A block of k that has been given to the matrix units.
@@ -186,16 +190,18 @@ struct Multiplier {
     float scale[2][2];  // of the lane's two rows, times that of columns before the split, and after it
   };
 
-  __device__ void multiply(Sum (&into)[kEach], bool anew) {
+  // A part of the columns, of a stage that has come if it is not the first.
+  template <int kPart = 0>
+  __device__ void multiply(Sum (&into)[kOfPart], bool anew) {
     const uint32_t at = ring.data + turn.stage * o.stage_bytes;
     const uint64_t a = wgmma_matrix(at + group * 64 * kLine, 8 * kLine);
-    const uint64_t b = wgmma_matrix(at + o.lines * kLine, 8 * kLine);
-    mbarrier_wait(ring.full + turn.stage * 8, turn.parity);
+    const uint64_t b = wgmma_matrix(at + (o.lines + kPart * S::kWidth) * kLine, 8 * kLine);
+    if constexpr (kPart == 0) mbarrier_wait(ring.full + turn.stage * 8, turn.parity);
     if constexpr (!S::kExact) wgmma_pin(into);
     wgmma_begin();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-      Wgmma8<Sum, S::kColumns>::ss(into, wgmma_further(a, 32 * step), wgmma_further(b, 32 * step), step > 0 || !anew);
+      Wgmma8<Sum, S::kWidth>::ss(into, wgmma_further(a, 32 * step), wgmma_further(b, 32 * step), step > 0 || !anew);
     wgmma_commit();
   }
 
@@ -215,23 +221,23 @@ struct Multiplier {
     for (int i = 0; i < 2; ++i) {
       const float of_row = from[first_line + 8 * i + lane / 4];
       scale[i][0] = of_row * of_columns.x;
-      scale[i][1] = S::kStraddles ? of_row * of_columns.y : scale[i][0];
+      scale[i][1] = S::kStraddles || S::kParts > 1 ? of_row * of_columns.y : scale[i][0];
     }
   }
 
-  __device__ void begin_block(Sum (&into)[kEach], Pending& pending) {
+  __device__ void begin_block(Sum (&into)[kOfPart], Pending& pending) {
     pending.stage = turn.stage;
     multiply(into, true);
     load_scales(turn.stage, pending.scale);
     turn.next();
   }
   template <int kLater>
-  __device__ void end_block(Sum (&from)[kEach], const Pending& pending) {
+  __device__ void end_block(Sum (&from)[kOfPart], const Pending& pending) {
     wgmma_wait<kLater>();
     wgmma_pin(from);
     free(pending.stage);
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
+    for (int i = 0; i < kOfPart; ++i) {
       const float factor = S::kStraddles && i / 4 >= split ? pending.scale[i / 2 % 2][1] : pending.scale[i / 2 % 2][0];
       total[i] = fmaf(factor, static_cast<float>(from[i]), total[i]);
     }
@@ -272,6 +278,31 @@ struct Multiplier {
     }
   }
 
+  // kPart's block of columns has scales of its own.
+  template <int kPart>
+  __device__ void add_part(const float (&scale)[2][2]) {
+    wgmma_wait<0>();
+    wgmma_pin(sum[0]);
+    if constexpr (kPart == S::kParts - 1) free(turn.stage);
+#pragma unroll
+    for (int i = 0; i < kOfPart; ++i) {
+      float& x = total[kPart * kOfPart + i];
+      x = fmaf(scale[i / 2 % 2][kPart], static_cast<float>(sum[0][i]), x);
+    }
+  }
+  __device__ void multiply_halves() {
+    static_assert(S::kPipeline != kHalves || S::kWidth == ScaledMmArgs::kBlock);
+#pragma unroll 1
+    for (int block = 0; block < blocks; ++block, turn.next()) {
+      float scale[2][2];
+      multiply<0>(sum[0], true);
+      load_scales(turn.stage, scale);
+      add_part<0>(scale);
+      multiply<1>(sum[0], true);
+      add_part<1>(scale);
+    }
+  }
+
   // A block is multiplied while its predecessor's stage is given back.
   __device__ void multiply_exact() {
     uint32_t last = 0;
@@ -293,7 +324,9 @@ struct Multiplier {
     } else {
 #pragma unroll
       for (float& x : total) x = 0.0f;
-      if constexpr (S::kPipeline == kRolling) {
+      if constexpr (S::kPipeline == kHalves) {
+        multiply_halves();
+      } else if constexpr (S::kPipeline == kRolling) {
         multiply_rolling();
       } else {
         int block = 0;
@@ -421,8 +454,9 @@ struct Multiplier {
     const int64_t first = tile.first_row + first_line;
     const int columns = static_cast<int>(min(args.n - tile.first_column, int64_t{o.columns_each}));
     const int rows = static_cast<int>(min(tile.end_row - first, int64_t{16}));
-    const bool rows_choose = args.groups.of_rows.data != nullptr;
     if (rows <= 0) return;
+    uint32_t written = (2u << (rows - 1)) - 1;  // a bit for each row
+    if (args.groups.of_rows.data) written = __ballot_sync(~0u, lane < rows && o.p.has_row(tile, first + lane));
     T* const out =
         static_cast<T*>(args.out) + tile.group * args.out_group + first * args.out_stride + tile.first_column;
 #pragma unroll
@@ -441,7 +475,7 @@ struct Multiplier {
         const int r = i / kChunks, c = i % kChunks, column = piece + c * kChunk;
         const char* const from = staging + r * S::kPitch + c * 16;
         T* const to = out + r * args.out_stride + column;
-        if (column >= columns || r >= rows || (rows_choose && !o.p.has_row(tile, first + r))) continue;
+        if (column >= columns || (written >> r & 1) == 0) continue;
         if (o.p.wide_out && column + kChunk <= columns) {
           *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
         } else {
@@ -480,11 +514,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kPerSm) scaled_mm_sm90_kernel(
   extern __shared__ uint4 unaligned[];
   __shared__ uint64_t barriers[2 * S::kMostStages];
   __shared__ Tile tiles[4 * S::kGroups];
-  const uint32_t start = shared_address(unaligned), data = (start + 1023) / 1024 * 1024;
+  // Known to be uniform, and kept: they are not cheap to find again.
+  const uint32_t start = __shfl_sync(~0u, shared_address(unaligned), 0), data = (start + 1023) / 1024 * 1024;
   char* const scales = reinterpret_cast<char*>(unaligned) + (data - start) + S::kRingBytes;
   char* const staging = scales + S::kScaleBytes;
   auto* const before = reinterpret_cast<int32_t*>(staging + S::kGroups * 4 * S::kWarpBytes);
-  const uint32_t full = shared_address(barriers);
+  const uint32_t full = __shfl_sync(~0u, shared_address(barriers), 0);
   const Ring ring{data, full, full + S::kMostStages * 8, reinterpret_cast<float*>(scales), before};
   if (threadIdx.x == 0) {
 #pragma unroll 1

@@ -492,6 +492,8 @@ bool expert_gemm_warpgroup(const ExpertGemmArgs& args, const ExpertGemmFusion& f
   if (block % 48 == 0) return launch_shape<WarpgroupShape<T, 48, 2, 2, 4, 1>>(args, fusion, launch);
   if (block % 32 == 0) return launch_shape<WarpgroupShape<T, 32, 2, 2, 4, 1>>(args, fusion, launch);
   if (block % 16 == 0) return launch_shape<WarpgroupShape<T, 16, 2, 1, 5, 2>>(args, fusion, launch);
+  // Of few tiles one block of a multiprocessor reads as fast as three, and leaves room for those of the next kernel.
+  if (args.map.num_blocks <= 4) return launch_shape<WarpgroupShape<T, 8, 1, 1, 11, 1>>(args, fusion, launch);
   return launch_shape<WarpgroupShape<T, 8, 1, 1, 7, 3>>(args, fusion, launch);
 }
 

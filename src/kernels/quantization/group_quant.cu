@@ -9,6 +9,7 @@
 #include <bit>
 
 #include "quantization/group_quant_any.cuh"
+#include "quantization/group_quant_blocks.cuh"
 
 namespace pykv {
 namespace {
@@ -23,40 +24,12 @@ constexpr int kBlocks = sizeof(T) == 4 || std::is_same_v<Source, SituAndMul<T>> 
                         : std::is_same_v<Source, Elements<T>> || !kPlain        ? 10
                                                                                 : 12;  // on an SM, at least
 
-// The largest magnitude as bits, above those of infinity where there is NaN.
-template <class T, int kSize, int kCount>
-__device__ uint32_t largest_bits(const Vec<T, kSize> (&v)[kCount]) {
-  if constexpr (kInWords<T, kSize>) {
-    uint32_t most = v[0].words[0];
-#pragma unroll
-    for (int i = 1; i < kCount * kSize / 2; ++i)
-      most = larger_magnitudes_or_nan<T>(most, v[i / (kSize / 2)].words[i % (kSize / 2)]);
-    const float2 pair = word_to_floats<T>(most & 0x7fff7fffu);
-    return max(__float_as_uint(pair.x), __float_as_uint(pair.y));
-  } else {
-    uint32_t most = 0;
-#pragma unroll
-    for (int i = 0; i < kCount * kSize; ++i) most = max(most, __float_as_uint(v[i / kSize][i % kSize]) & 0x7fffffffu);
-    return most;
-  }
-}
-constexpr uint32_t kInfinity = 0x7f800000u;
-
 // Over the lanes of a group.
 __device__ inline uint32_t largest_of_lanes(uint32_t most, int lane_bits) {
 #pragma unroll
   for (int bit = 0; bit < 5; ++bit)
     if (bit < lane_bits) most = max(most, __shfl_xor_sync(0xffffffffu, most, 1 << bit));
   return most;
-}
-
-// Codes of finite numbers by a factor of their own, which makes none infinite.
-template <CodeKind kCodes, class T, int kSize>
-__device__ Vec<uint8_t, kSize> codes_inside(const Vec<T, kSize>& x, float factor) {
-  auto v = to_floats(x);
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) v[i] *= factor;
-  return quantise<kCodes == CodeKind::kE4M3 ? DType::kFloat8E4M3 : DType::kInt8, true>(v);
 }
 
 // One-byte codes.  kPlain: all groups are there, and have scales by strides.
@@ -137,11 +110,11 @@ __global__ __launch_bounds__(kThreads, kBlocks<T, Source, kPlain>) void byte_gro
   }
 }
 
-// Four-bit codes of 16-bit numbers: a thread has a unit of 32, two blocks of nvfp4 or one of mxfp4.
-constexpr int kUnit = 32;
-template <class T, class Source, bool kPlain>
-__global__ __launch_bounds__(kThreads, Source::kHalves == 2 || !kPlain ? 7 : 8) void nibble_group_kernel(
-    const __grid_constant__ GroupQuantArgs args, const __grid_constant__ GroupPlan plan, Reporter report) {
+// Four-bit codes of 16-bit numbers that block_kernel does not take: a thread has a unit of 32, two blocks of nvfp4 or one of mxfp4.
+template <class T, class Source>
+__global__ __launch_bounds__(kThreads, 7) void nibble_group_kernel(const __grid_constant__ GroupQuantArgs args,
+                                                                   const __grid_constant__ GroupPlan plan,
+                                                                   Reporter report) {
   constexpr int kSize = kPackSize<T>, kCount = kLanePacks<T>;
   const uint32_t n = blockIdx.x * kThreads + threadIdx.x;
   const bool there = n < plan.total;
@@ -150,7 +123,7 @@ __global__ __launch_bounds__(kThreads, Source::kHalves == 2 || !kPlain ? 7 : 8) 
   const int64_t first = int64_t{unit} * kUnit;
   const T* from = static_cast<const T*>(args.input) + (args.input_rows.offset(row) + first);
   uint8_t* to = static_cast<uint8_t*>(args.out) + (args.out_rows.offset(row) + first / 2);
-  const bool real = kPlain || first < args.width;
+  const bool real = first < args.width;
   if (comes_early() && real) {
     Source::prefetch(from, args.width);
     Source::prefetch(from + kUnit / 2, args.width);
@@ -170,7 +143,7 @@ __global__ __launch_bounds__(kThreads, Source::kHalves == 2 || !kPlain ? 7 : 8) 
   }
   const bool two = args.group_size < kUnit;
   const int64_t group = two ? 2 * int64_t{unit} : unit;
-  const ScaleRow scale_row = kPlain ? ScaleRow{row, 0, row == args.rows - 1, true} : args.scale_row_of(row, report);
+  const ScaleRow scale_row = args.scale_row_of(row, report);
   const float given = given_of(args, scale_row);
   Pack<T> y[2][kCount];
   uint32_t most[2];
@@ -206,7 +179,7 @@ __global__ __launch_bounds__(kThreads, Source::kHalves == 2 || !kPlain ? 7 : 8) 
       choose_four_over_six(args, y[half], __uint_as_float(most[half]), given, scale[half], codes[half]);
   }
   if (!there || !scale_row.there) return;
-  if (kPlain || group < args.scale_groups) {
+  if (group < args.scale_groups) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (half > 0 && !two) break;
@@ -214,7 +187,7 @@ __global__ __launch_bounds__(kThreads, Source::kHalves == 2 || !kPlain ? 7 : 8) 
       if (args.tile_bits && scale_row.last) args.clear_behind(scale_row, group + half);
     }
   }
-  if (!kPlain && group >= args.code_groups) return;
+  if (group >= args.code_groups) return;
   Vec<uint8_t, 16> bytes;
 #pragma unroll
   for (int half = 0; half < 2; ++half) bytes.words[2 * half] = codes[half].x, bytes.words[2 * half + 1] = codes[half].y;
@@ -252,8 +225,44 @@ struct Launcher {
            args.code_groups == groups && args.scale_groups == groups;
   }
 
+  // Whether block_kernel took the call.
+  template <class Source, ScaleKind kScale, CodeKind kCodes>
+  bool run_blocks() const {
+    constexpr int64_t kSize = kScale == ScaleKind::kE4M3 ? 16 : 32;
+    constexpr uint32_t kRows = Source::kHalves == 2 ? 1 : 2;  // more leave too few threads room
+    const auto by_one_stride = [](const Rows& rows) { return (rows.size1 | rows.size2) == 1; };
+    const int64_t groups = args.width / kSize;
+    const bool tiled = args.tile_bits != 0;
+    if (!aligned || args.codes != kCodes || args.rule.kind != kScale || args.group_size != kSize ||
+        args.width % kUnit || args.valid.counts.data || args.of_experts.first.data || args.zero_rows ||
+        args.four_over_six || args.code_groups != groups || (!tiled && args.scale_groups != groups) ||
+        !rows_aligned(16, args.out, args.out_rows, 1) || !by_one_stride(args.input_rows) ||
+        !by_one_stride(args.out_rows) || (!tiled && !by_one_stride(args.scale_rows)))
+      return false;
+    const int64_t tile = int64_t{1} << args.tile_bits, rows = (args.rows + tile - 1) / tile * tile,
+                  across = tiled ? (args.scale_groups * kSize / kUnit + 3) / 4 : args.width / kUnit,
+                  at_once = tiled ? 8 * kRows : kRows,
+                  total = (rows + at_once - 1) / at_once * across * (tiled ? 32 : 1);
+    if (args.width > INT32_MAX || rows > INT32_MAX - 128 || total > INT32_MAX - kBlockThreads) return false;
+    const uint32_t step = args.tile_bits == 7 ? 2 : tiled ? 8 : 1;
+    const int64_t scale_step = args.tile_bits == 7 ? 32 : tiled ? args.tiles * 32 : args.scale_rows.stride0;
+    const BlockPlan plan{Divider(across),
+                         static_cast<uint32_t>(total),
+                         static_cast<uint32_t>(rows),
+                         step,
+                         step * args.out_rows.stride0,
+                         scale_step,
+                         (tiled || args.scale_group == 1) && is_aligned(2, args.scales, {scale_step})};
+    launch_dependent(block_kernel<T, Source, kScale, kCodes, kRows>,
+                     static_cast<unsigned>((total + kBlockThreads - 1) / kBlockThreads), kBlockThreads, launch,
+                     "group_quant", args, plan);
+    return true;
+  }
+
   template <class Source>
   void run_bytes() const {
+    if constexpr (sizeof(T) == 2 && std::is_same_v<Source, Elements<T>>)
+      if (run_blocks<Source, ScaleKind::kMx, CodeKind::kE4M3>()) return;
     constexpr int64_t kLane = kPacks<T, Source> * kPackSize<T>;
     const int64_t lanes = args.group_size / kLane;
     const bool whole = aligned && args.group_size % kLane == 0 && lanes <= 32 &&
@@ -274,12 +283,13 @@ struct Launcher {
   template <class Source>
   void run_nibbles() const {
     if constexpr (sizeof(T) == 2) {
+      if (run_blocks<Source, ScaleKind::kE4M3, CodeKind::kE2M1>()) return;
+      if (run_blocks<Source, ScaleKind::kMx, CodeKind::kE2M1>()) return;
       const int64_t size = args.group_size;
       if (aligned && size <= kUnit && args.width % kUnit == 0 && args.code_groups * size % kUnit == 0 &&
           args.scale_groups * size % kUnit == 0 && rows_aligned(16, args.out, args.out_rows, 1)) {
         const int64_t units = args.groups() * size / kUnit;
-        if (plain()) return launch_kernel(nibble_group_kernel<T, Source, true>, units, 1, kThreads);
-        return launch_kernel(nibble_group_kernel<T, Source, false>, units, 1, kThreads);
+        return launch_kernel(nibble_group_kernel<T, Source>, units, 1, kThreads);
       }
     }
     run_any<Source, true>();

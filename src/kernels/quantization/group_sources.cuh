@@ -4,6 +4,8 @@
 #include "cuda/dependent.cuh"
 #include "cuda/divider.cuh"
 #include "cuda/e2m1.cuh"
+#include "cuda/largest.cuh"
+#include "cuda/quantise.cuh"
 #include "cuda/silu.cuh"
 #include "quantization/group_quant.h"
 #include "quantization/packs.cuh"
@@ -79,6 +81,34 @@ __device__ inline bool is_valid(const GroupQuantArgs& args, const GroupPlan& pla
 // Of e4m3 scales what multiplies them, of fp32 ones what they are at most.
 __device__ inline float given_of(const GroupQuantArgs& args, const ScaleRow& row) {
   return args.globals ? args.globals[row.expert] : float{args.given};
+}
+
+// The largest magnitude as bits, above those of infinity where there is NaN.
+template <class T, int kSize, int kCount>
+__device__ uint32_t largest_bits(const Vec<T, kSize> (&v)[kCount]) {
+  if constexpr (kInWords<T, kSize>) {
+    uint32_t most = v[0].words[0];
+#pragma unroll
+    for (int i = 1; i < kCount * kSize / 2; ++i)
+      most = larger_magnitudes_or_nan<T>(most, v[i / (kSize / 2)].words[i % (kSize / 2)]);
+    most = larger_magnitudes_or_nan<T>(most, __byte_perm(most, most, 0x1032));
+    return __float_as_uint(word_to_floats<T>(most & 0x7fff7fffu).y);
+  } else {
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < kCount * kSize; ++i) most = max(most, __float_as_uint(v[i / kSize][i % kSize]) & 0x7fffffffu);
+    return most;
+  }
+}
+inline constexpr uint32_t kInfinity = 0x7f800000u;
+
+// Codes of finite numbers by a factor of their own, which makes none infinite.
+template <CodeKind kCodes, class T, int kSize>
+__device__ Vec<uint8_t, kSize> codes_inside(const Vec<T, kSize>& x, float factor) {
+  auto v = to_floats(x);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) v[i] *= factor;
+  return quantise<kCodes == CodeKind::kE4M3 ? DType::kFloat8E4M3 : DType::kInt8, true>(v);
 }
 
 // Packs of a lane that has 16 elements.

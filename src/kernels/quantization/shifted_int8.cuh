@@ -46,18 +46,31 @@ class ShiftedInt8 {
   template <class T, int kSize>
   __device__ Vec<uint8_t, kSize> operator()(const Vec<T, kSize>& x) const {
     const auto v = to_floats(x);
-    Vec<uint8_t, kSize> codes;
-    const auto code = [&](int i) {
-      return static_cast<uint32_t>(max(min(__float2int_rn(__fmul_rn(v[i], factor_)), high_), low_) + zero_point_);
-    };
-#pragma unroll
-    for (int i = 0; i < kSize / 4; ++i)
-      codes.words[i] = __byte_perm(__byte_perm(code(4 * i), code(4 * i + 1), 0x0040),
-                                   __byte_perm(code(4 * i + 2), code(4 * i + 3), 0x0040), 0x5410);
-    return codes;
+    // A product that 16 bits do not hold saturates the sum, if the zero point is no such number.
+    if (static_cast<uint32_t>(zero_point_) + 0x7f00u < 0xfe00u)
+      return packed<kSize>([&](int i) {
+        int q;
+        asm("cvt.rni.sat.s16.f32 %0, %1;" : "=r"(q) : "f"(__fmul_rn(v[i], factor_)));
+        return q + zero_point_;
+      });
+    return packed<kSize>(
+        [&](int i) { return max(min(__float2int_rn(__fmul_rn(v[i], factor_)), high_), low_) + zero_point_; });
   }
 
  private:
+  template <int kSize, class Sum>
+  __device__ static Vec<uint8_t, kSize> packed(const Sum& sum) {
+    const auto pair = [&](int i, uint32_t behind) {  // saturated
+      uint32_t bytes;
+      asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(sum(i + 1)), "r"(sum(i)), "r"(behind));
+      return bytes;
+    };
+    Vec<uint8_t, kSize> codes;
+#pragma unroll
+    for (int i = 0; i < kSize / 4; ++i) codes.words[i] = pair(4 * i, pair(4 * i + 2, 0));
+    return codes;
+  }
+
   float factor_;
   int zero_point_, low_, high_;
 };

@@ -59,8 +59,9 @@ struct Factor {
   }
 };
 
-// Codes of what is known when this is compiled: E4M3, int8 of quotients or with a zero point; or of any kind, and any scales.
-enum class Way { kE4M3, kDivided, kShifted, kAny };
+// Codes of what is known when this is compiled: E4M3 with one scale for all numbers or for all of a pack, int8 of quotients or
+// with a zero point; or of any kind, and any scales.
+enum class Way { kE4M3, kE4M3Blocks, kDivided, kShifted, kAny };
 
 template <class T, Way kWay, int kVectors>
 __global__ __launch_bounds__(kThreads) void static_quant_kernel(const __grid_constant__ StaticQuantArgs args,
@@ -80,6 +81,15 @@ __global__ __launch_bounds__(kThreads) void static_quant_kernel(const __grid_con
   Pack<T> x[kVectors];
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) x[k] = load_pack(parts[k].from, parts[k].count, plan.aligned);
+  const auto scale_of = [&](const Part<T>& part, int64_t column) {
+    return args.scales[plan.group_rows.quotient(static_cast<int>(part.row)) * args.scale_row +
+                       plan.group_columns.quotient(static_cast<int>(column)) * args.scale_column];
+  };
+  float scales[kVectors];
+  if constexpr (kWay == Way::kE4M3Blocks) {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) scales[k] = scale_of(parts[k], parts[k].column);
+  }
   const float number = args.from_largest ? *args.scale_out : args.scales ? 1.0f : float{args.number};
   Factor factor(args, number);
   Quotient quotient;
@@ -96,21 +106,18 @@ __global__ __launch_bounds__(kThreads) void static_quant_kernel(const __grid_con
       codes = quantise<DType::kInt8>(v);
     } else if constexpr (kWay == Way::kShifted) {
       codes = shifted(x[k]);
-    } else if constexpr (kWay == Way::kE4M3) {
+    } else if constexpr (kWay == Way::kE4M3 || kWay == Way::kE4M3Blocks) {
+      if constexpr (kWay == Way::kE4M3Blocks) factor = Factor(args, scales[k]);
       codes = codes_times(CodeKind::kE4M3, x[k], factor.inverse, factor.odd);
     } else {
-      const int64_t group_row = args.scales ? plan.group_rows.quotient(static_cast<int>(part.row)) * args.scale_row : 0;
-      const auto scale_of = [&](int64_t column) {
-        return args.scales[group_row + plan.group_columns.quotient(static_cast<int>(column)) * args.scale_column];
-      };
       if (plan.one_scale) {
-        if (args.scales) factor = Factor(args, scale_of(part.column));
+        if (args.scales) factor = Factor(args, scale_of(part, part.column));
         codes = codes_times(args.codes, x[k], factor.inverse, factor.odd);
       } else {
         auto v = to_floats(x[k]);
 #pragma unroll
         for (int i = 0; i < kSize; ++i)
-          if (i < part.count) v[i] *= 1.0f / scale_of(part.column + i);
+          if (i < part.count) v[i] *= 1.0f / scale_of(part, part.column + i);
         codes = args.codes == CodeKind::kE4M3 ? quantise<DType::kFloat8E4M3>(v) : quantise<DType::kFloat8E5M2>(v);
       }
     }
@@ -194,6 +201,7 @@ void run(const StaticQuantArgs& given, const Launch& launch) {
   if (args.divides) return start<T, Way::kDivided>(args, plan, launch);
   if (args.shifted) return start<T, Way::kShifted>(args, plan, launch);
   if (args.codes == CodeKind::kE4M3 && !args.scales) return start<T, Way::kE4M3>(args, plan, launch);
+  if (args.codes == CodeKind::kE4M3 && plan.one_scale) return start<T, Way::kE4M3Blocks>(args, plan, launch);
   start<T, Way::kAny>(args, plan, launch);
 }
 

@@ -37,6 +37,7 @@ __global__ __launch_bounds__(kSelectThreads,
   const bool is_rejected = accepted < length;
   if (reports && is_rejected && !s.is_token(s.draft_token(accepted)))
     reporters.tokens(s.draft_token(accepted), args.vocab_size);
+  team.wait_for_blocks();
   Entry best = best_of_position(s, team, accepted, is_rejected, args.vocab_size);
   if (best == 0 && is_rejected) best = best_of_position(s, team, accepted, false, args.vocab_size);
   const bool has_nan = key_of(best) == kKeyOfNan;
@@ -48,7 +49,6 @@ __global__ __launch_bounds__(kSelectThreads,
     }
     if (thread == 0) s.store_accepted(accepted);
   }
-  team.barrier();  // others may still read this block's sums
 }
 
 }  // namespace

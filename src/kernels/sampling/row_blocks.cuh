@@ -6,6 +6,7 @@
 
 #include "cuda/dependent.cuh"
 #include "cuda/vec.cuh"
+#include "sampling/row_exchange.cuh"
 #include "sampling/select.cuh"
 
 namespace pykv {
@@ -42,8 +43,6 @@ struct RowSlice {
     return v;
   }
 };
-
-constexpr int kMostBlocks = 8;  // that share a row
 
 // How many blocks share a row: as many as there is room for at once, each with some work.
 inline int blocks_for_row(int64_t rows, int64_t cols, int64_t most, const Launch& launch) {

@@ -30,12 +30,12 @@ __global__ __launch_bounds__(kSelectThreads,
                                                        const __grid_constant__ Reporter token_reporter) {
   extern __shared__ __align__(16) Entry entries[];
   __shared__ RowMemory memory;
-  begin_dependent();
   const int64_t row = static_cast<int64_t>(blockIdx.x) / blocks;
   const int thread = threadIdx.x;
   RowTeam team(memory, static_cast<int>(blockIdx.x) % blocks, blocks);
   const T* input = static_cast<const T*>(args.input) + row * args.input_stride;
   const RowSlice<T> slice(input, args.num_cols, team.rank(), blocks);
+  begin_dependent();
   const FilterRow r = filter_row(args, row);
   const auto plain = [](float x, int) { return x; };
 
@@ -44,6 +44,7 @@ __global__ __launch_bounds__(kSelectThreads,
   float own_largest = -INFINITY;
   each_vector<4>(slice,
                  [&](int, const Vec<float, kSize>& x) { own_largest = larger_or_nan(own_largest, largest_of(x)); });
+  team.wait_for_blocks();
   const uint32_t key = static_cast<uint32_t>(team.reduce(key_of_logit(own_largest), Larger()));
   const float largest = logit_of_key(key);
   const bool has_nan = key == kKeyOfNan, is_empty = !has_nan && !(largest > (kProbabilities ? 0.0f : -INFINITY));
@@ -132,7 +133,6 @@ __global__ __launch_bounds__(kSelectThreads,
       write_to(out, probability, 0.0f);
     }
   }
-  team.barrier();  // others may still read this block's sums
 }
 
 }  // namespace

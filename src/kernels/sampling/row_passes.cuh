@@ -1,100 +1,11 @@
-// Passes over a row that a cluster of blocks shares, sums of what all of its threads found, and the search for the entry at which
-// a sum of weights reaches a target.
+// Passes over a row that a cluster of blocks shares, and the search for the entry at which a sum of weights reaches a target.
 #pragma once
 
 #include "cuda/approximate.cuh"
 #include "sampling/arithmetic.h"
-#include "sampling/top_k_candidates.cuh"
+#include "sampling/row_team.cuh"
 
 namespace pykv {
-
-constexpr int kBins = 2048, kBinsOfOctave = 32;
-
-struct RowMemory {
-  SelectMemory select;
-  ListMemory lists;
-  uint64_t parts[2][kSelectWarps], exchange[2];
-  int bin, last_sure_bin;
-  Mass before;
-  Entry threshold;
-  uint32_t bins_low[kBins], bins_high[kBins];  // sums of 64 bits
-};
-
-struct Larger {
-  __device__ uint64_t operator()(uint64_t a, uint64_t b) const { return a > b ? a : b; }
-};
-struct Plus {
-  __device__ uint64_t operator()(uint64_t a, uint64_t b) const { return a + b; }
-};
-
-// The threads of all blocks of a row.  Two sums that follow each other have different memory, as in BlockCounter.
-class RowTeam {
- public:
-  __device__ RowTeam(RowMemory& memory, int rank, int blocks) : memory_(memory), rank_(rank), blocks_(blocks) {}
-
-  __device__ int rank() const { return rank_; }
-  __device__ int blocks() const { return blocks_; }
-  __device__ void barrier() const {
-    if (blocks_ > 1) {
-      cluster_barrier();
-    } else {
-      __syncthreads();
-    }
-  }
-
-  // Over this block, and over all blocks, for which 0 is neutral; given to all threads.
-  template <class Combine>
-  __device__ uint64_t reduce_block(uint64_t x, Combine combine) {
-    use_ ^= 1;
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) x = combine(x, __shfl_xor_sync(0xffffffffu, x, distance));
-    if (threadIdx.x % 32 == 0) memory_.parts[use_][threadIdx.x / 32] = x;
-    __syncthreads();
-    x = memory_.parts[use_][threadIdx.x % kSelectWarps];
-#pragma unroll
-    for (int distance = kSelectWarps / 2; distance > 0; distance /= 2)
-      x = combine(x, __shfl_xor_sync(0xffffffffu, x, distance));
-    return x;
-  }
-  template <class Combine>
-  __device__ uint64_t reduce(uint64_t x, Combine combine) {
-    x = reduce_block(x, combine);
-    if (blocks_ == 1) return x;
-    exchange_use_ ^= 1;  // its own: a block may have more sums of itself than another
-    if (threadIdx.x == 0) memory_.exchange[exchange_use_] = x;
-    cluster_barrier();
-    const int lane = threadIdx.x % 32;
-    x = lane < blocks_ ? load_from_block(&memory_.exchange[exchange_use_], lane) : 0;
-#pragma unroll
-    for (int distance = kMostBlocks / 2; distance > 0; distance /= 2)
-      x = combine(x, __shfl_xor_sync(0xffffffffu, x, distance));
-    return __shfl_sync(0xffffffffu, x, 0);
-  }
-
-  // The sum of those of the threads before this one in its block, and of all.
-  __device__ uint64_t sum_before(uint64_t x, uint64_t& total) {
-    use_ ^= 1;
-    uint64_t sum = x;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const uint64_t below = __shfl_up_sync(0xffffffffu, sum, distance);
-      if (threadIdx.x % 32 >= distance) sum += below;
-    }
-    if (threadIdx.x % 32 == 31) memory_.parts[use_][threadIdx.x / 32] = sum;
-    __syncthreads();
-    uint64_t before = 0;
-    total = 0;
-    for (int warp = 0; warp < kSelectWarps; ++warp) {
-      if (warp == static_cast<int>(threadIdx.x) / 32) before = total;
-      total += memory_.parts[use_][warp];
-    }
-    return before + sum - x;
-  }
-
- private:
-  RowMemory& memory_;
-  int rank_, blocks_, use_ = 0, exchange_use_ = 0;
-};
 
 // body(column of the first, the vector's logits), for the vectors of this thread; all threads of a warp come together.
 template <int kVectors, class T, class Body>
@@ -110,6 +21,20 @@ __device__ void each_vector(const RowSlice<T>& slice, Body body) {
   }
 }
 
+// body(column of the first, the vector), for the vectors of this thread, each asked for while the one before is worked on.
+template <class T, class Body>
+__device__ void each_vector_ahead(const RowSlice<T>& slice, Body body) {
+  constexpr int kSize = kPackSize<T>, kStep = kSelectThreads * kSize;
+  Pack<T> next{};
+#pragma unroll 1
+  for (int group = slice.first_vector - kStep; group < slice.end; group += kStep) {
+    const int at = group + static_cast<int>(threadIdx.x) * kSize;
+    const Pack<T> raw = next;
+    next = slice.load(at + kStep);
+    if (group >= slice.first_vector) body(at, raw);
+  }
+}
+
 __device__ inline float larger_or_nan(float a, float b) {
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
@@ -121,6 +46,28 @@ __device__ float largest_of(const Vec<float, kSize>& x) {
 #pragma unroll
   for (int i = 1; i < kSize; ++i) largest = larger_or_nan(largest, x[i]);
   return largest;
+}
+
+// Of the two halves of words, each.
+template <class T>
+__device__ uint32_t larger_halves(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  if constexpr (std::is_same_v<T, half>) {
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  } else {
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  }
+  return larger;
+}
+template <class T>
+__device__ float largest_of(const Pack<T>& x) {
+  if constexpr (sizeof(T) == 2) {
+    const float2 pair = word_to_floats<T>(
+        larger_halves<T>(larger_halves<T>(x.words[0], x.words[1]), larger_halves<T>(x.words[2], x.words[3])));
+    return larger_or_nan(pair.x, pair.y);
+  } else {
+    return largest_of(to_floats(x));
+  }
 }
 
 // Whether entries of a row without NaN come before another one, or are it.
@@ -332,21 +279,17 @@ __device__ Entry reach_target(RowTeam& team, RowMemory& memory, const RowSlice<T
   });
   all = team.reduce(all, Plus());
   const uint64_t target = weights.target(all);
-  if (all <= target) {
-    team.barrier();  // nobody reads the memory of others any more
-    return floor;
-  }
+  if (all <= target) return floor;
   uint64_t missing = target - team.reduce(before, Plus());
 
   // Which entry it is, its bits tell, kDigit of them at a time: in the list, if it had room; else in more passes over the row.
   const int count = static_cast<int>(memory.select.count);
-  ListPlace place{0, count};
-  if (team.blocks() > 1) place = place_of_list(count, team.rank(), team.blocks(), memory.lists.size);
+  const RowExchange::ListPlace place = team.exchange().place_of_list(count);
   const bool is_listed = place.total <= room;
-  if (is_listed && team.blocks() > 1) append_to_first(entries, count, team.rank(), place);
-  RowTeam alone(memory, 0, 1);
+  if (is_listed) team.exchange().append_to_first(entries, count, place);
+  Entry found = 0;
   if (!is_listed || team.rank() == 0) {
-    RowTeam& seekers = is_listed ? alone : team;
+    team.exchange().set_alone(is_listed);
     const auto each_near = [&](auto body) {  // body(entry, logit)
       if (is_listed) {
         for (int i = threadIdx.x; i < place.total; i += kSelectThreads)
@@ -363,11 +306,11 @@ __device__ Entry reach_target(RowTeam& team, RowMemory& memory, const RowSlice<T
       ones |= entry;
       zeros |= ~entry;
     });
-    ones = seekers.reduce(ones, either);
-    zeros = seekers.reduce(zeros, either);
+    ones = team.reduce(ones, either);
+    zeros = team.reduce(zeros, either);
     constexpr int kDigit = 11;
     static_assert(1 << kDigit == kBins);
-    Entry found = ones & ~zeros;
+    found = ones & ~zeros;
     const Entry in_question = ones & zeros;
     int bit = in_question == 0 ? -1 : 63 - __clzll(static_cast<long long>(in_question));
     if (bit >= 0) found = found >> bit >> 1 << bit << 1;
@@ -375,23 +318,20 @@ __device__ Entry reach_target(RowTeam& team, RowMemory& memory, const RowSlice<T
     while (bit >= 0) {
       const int last = max(bit - kDigit + 1, 0);
       const uint32_t mask = (2u << (bit - last)) - 1u;
-      seekers.barrier();
+      team.barrier();
       clear_bins(memory);
       each_near([&](Entry entry, float x) {
         if ((entry ^ found) >> bit >> 1 == 0)
           add_to_bin(memory, static_cast<int>(~static_cast<uint32_t>(entry >> last) & mask), weight_of(x));
       });
-      missing -= find_bin(seekers, memory, missing);
+      missing -= find_bin(team, memory, missing);
       found |= Entry{~static_cast<uint32_t>(memory.bin) & mask} << last;
       bit = last - 1;
     }
-    if (threadIdx.x == 0) memory.threshold = found;
-    __syncthreads();
+    team.exchange().set_alone(false);
   }
-  team.barrier();
-  const Entry found = is_listed && team.rank() != 0 ? load_from_block(&memory.threshold, 0) : memory.threshold;
-  team.barrier();  // nobody reads the memory of others any more
-  return found;
+  __syncthreads();
+  return team.exchange().number_of_first(found);  // by then nobody reads the memory of others any more
 }
 
 }  // namespace pykv

@@ -26,27 +26,28 @@ struct Search {
   Entry floor;
   LogitWeights weights;
   float at_most;
+  uint32_t best_key;  // of the scores that this block has found
 
   __device__ bool includes(float x, uint32_t column) const {
     return entry_of(key_of_logit(x), column) >= floor && !(weights.distance(x) > at_most);
   }
-  // No lower logit is included.
+  // No lower logit is drawn.
   __device__ float least_logit() const {
     const float largest = fminf(weights.largest, 0x1.fffffep127f), rounding = fabsf(largest) * 0x1p-22f;
     const float within = largest - (at_most + 1.0f) / (kBinsOfOctave * weights.scale) - rounding;
-    return fmaxf(floor == 0 ? -INFINITY : logit_of_key(key_of(floor)), within);
+    return fmaxf(floor == 0 ? -0x1.fffffep127f : logit_of_key(key_of(floor)), within);
   }
 };
 
 template <class T, bool kAdjusted>
 class RowSampler {
  public:
-  __device__ RowSampler(const SampleArgs& args, int64_t row, const SampleRow& r, const RowAdjustments& adjusted,
-                        RowTeam& team, RowMemory& memory, Search& search, Entry* entries, int room)
+  __device__ RowSampler(const SampleArgs& args, const RowSlice<T>& slice, const SampleRow& r,
+                        const RowAdjustments& adjusted, RowTeam& team, RowMemory& memory, Search& search,
+                        Entry* entries, int room)
       : args_(args),
-        logits_(static_cast<const T*>(args.logits) + row * args.logit_stride),
         adjusted_(adjusted),
-        slice_(logits_, args.num_cols, team.rank(), team.blocks()),
+        slice_(slice),
         r_(r),
         team_(team),
         memory_(memory),
@@ -62,7 +63,7 @@ class RowSampler {
       draw_from_row(drawn);
     }
     if (team_.rank() != 0 || threadIdx.x != 0) return;
-    if (drawn.entry != 0 && key_of(drawn.entry) != kKeyOfNan) {
+    if (args_.logprobs && drawn.entry != 0 && key_of(drawn.entry) != kKeyOfNan) {
       drawn.logit = adjusted_logit(static_cast<int>(index_of(drawn.entry)) - args_.first_token);
     }
     store_drawn(args_, row, r_, drawn, [&](int64_t at, long long what) { reporter(at, what); });
@@ -89,7 +90,7 @@ class RowSampler {
   }
 
   __device__ float adjusted_logit(int column) const {
-    const float x = to_float(logits_[column]);
+    const float x = to_float(slice_.row[column]);
     if constexpr (kAdjusted) return adjusted_(x, column);
     return x;
   }
@@ -98,7 +99,7 @@ class RowSampler {
   __device__ bool draw_from_list(Drawn& drawn) {
     using Candidates = TopKCandidates<T, kVectors>;
     const int thread = threadIdx.x, k = r_.k;
-    int n = Candidates::find(slice_, k, team_.rank(), team_.blocks(), entries_, room_, memory_.lists, memory_.select,
+    int n = Candidates::find(slice_, k, team_.exchange(), entries_, room_, memory_.select,
                              [&](float x, int column) { return value(x, column); });
     if (team_.rank() != 0) return false;
     n = first_entries(entries_, n, k, memory_.select);
@@ -147,7 +148,6 @@ class RowSampler {
       if (r_.greedy || first == 0 || key_of(first) == kKeyOfNan) {
         drawn.entry =
             first == 0 ? 0 : entry_of(key_of(first), static_cast<uint32_t>(args_.first_token) + index_of(first));
-        team_.barrier();
         return;
       }
       const float least = r_.least_logit(drawn.largest);
@@ -163,7 +163,7 @@ class RowSampler {
     const LogitWeights masses_of{false, 0, drawn.largest, r_.scale, r_.top_p};
     TargetBounds bounds{-1.0f, INFINITY};
     if (tries) bounds = bounds_of_target(team_, memory_, slice_, args_.num_cols, floor, masses_of, own_value);
-    if (threadIdx.x == 0) search_ = {floor, masses_of, bounds.at_most};
+    if (threadIdx.x == 0) search_ = {floor, masses_of, bounds.at_most, 0};
     __syncthreads();
     Mass target = 0;
 #pragma unroll 1
@@ -179,10 +179,12 @@ class RowSampler {
         target = share_of(drawn.total, r_.top_p);
       }
       if (!tries || team_.reduce(masses.before, Plus()) < target) break;
-      if (threadIdx.x == 0) search_.floor = entry_of(key_of_logit(logit), static_cast<uint32_t>(column)) + 1;
+      if (threadIdx.x == 0) {
+        search_.floor = entry_of(key_of_logit(logit), static_cast<uint32_t>(column)) + 1;
+        search_.best_key = 0;
+      }
       __syncthreads();
     }
-    team_.barrier();
   }
 
   // Sums of this thread: of all entries from `floor` on, and of those of them that come before the entry of (logit, its_column).
@@ -253,84 +255,103 @@ class RowSampler {
 
   // What wins among those that are searched.
   __device__ Entry best_of_row() {
-    const float least = search_.least_logit();
-    const float scale = r_.scale;
-    const TokenNoise noise = r_.noise;
+    const float least = search_.least_logit(), scale = r_.scale;
     const uint32_t first_token = static_cast<uint32_t>(args_.first_token);
     // Vectors begin at the same place among the four tokens of a group.
     const uint32_t before = (first_token + static_cast<uint32_t>(slice_.first_vector)) % 4;
     Entry best = 0;
-    float reach = INFINITY;  // of a logit in powers of 2: what it must have for its score to be the best
-    // It wins if -ln(1 - u) is below 2^(scale x + reach), and so only if u is.  NaN passes.
-    const auto may_win = [scale](float x, uint32_t word, float reach) {
-      const float most = fmaf(power_of_2(fmaf(x, scale, reach)), 1.01f, 1.0000003f);
-      return !(__uint_as_float(word >> 9 | 0x3f800000u) > most);
-    };
-    // Four neighbours: their logits and words.
-    const auto look = [&](int column, const float (&x)[4], const uint32_t (&words)[4]) {
-      const float largest = larger_or_nan(larger_or_nan(x[0], x[1]), larger_or_nan(x[2], x[3]));
-      const uint32_t least_word = min(min(words[0], words[1]), min(words[2], words[3]));
+    uint32_t best_key = 0;  // of the scores that this warp knows of
+    float reach = INFINITY;
+    each_vector_ahead(slice_, [&](int column, const Pack<T>& raw) {
+      uint32_t known = 0;
+      if (threadIdx.x % 32 == 0) known = atomicMax(&search_.best_key, best_key);
+      known = __shfl_sync(0xffffffffu, known, 0);
+      if (known > best_key) {
+        best_key = known;
+        reach = reach_of(best_key);
+      }
+      const auto x_of = [&](int i) { return value(to_float(raw[i]), column + i); };
+      float largest;
+      if constexpr (kAdjusted) {
+        largest = largest_of(values(column, to_floats(raw)));
+      } else {
+        largest = largest_of<T>(raw);
+      }
+      // NaN passes, whatever it is compared with.
+      const auto can_win = [&](float x) { return !(x < least) && !(fmaf(x, scale, reach) < kLeastPower); };
+      if (!__any_sync(0xffffffffu, can_win(largest))) return;
+      uint32_t words[kSize + 4];
+      find_words(words, column, before);
+      const auto may_win = [&](float x, uint32_t word) {
+        const float most = fmaf(power_of_2(fmaf(x, scale, reach)), 1.01f, 1.0000003f);
+        return !(x < least) && !(__uint_as_float(word >> 9 | 0x3f800000u) > most);
+      };
+      uint32_t least_word = words[0];
+#pragma unroll
+      for (int i = 1; i < kSize; ++i) least_word = min(least_word, words[i]);
       // What all of them together cannot do, no one can.
-      uint32_t undone = may_win(largest, least_word, reach) && !(largest < least) ? 0xfu : 0u;
+      uint32_t undone = may_win(largest, least_word) ? (1u << kSize) - 1u : 0u;
 #pragma unroll 1
       while (__any_sync(0xffffffffu, undone != 0)) {
         float own = 0.0f;
         uint32_t word = 0;
         int first = -1;
 #pragma unroll
-        for (int i = 3; i >= 0; --i)
-          if ((undone >> i & 1) != 0 && may_win(x[i], words[i], reach)) {
-            own = x[i];
+        for (int i = kSize - 1; i >= 0; --i) {
+          const float x = x_of(i);
+          if ((undone >> i & 1) != 0 && may_win(x, words[i])) {
+            own = x;
             word = words[i];
             first = i;
           }
-        undone = first < 0 ? 0 : undone & (0xeu << first);
-        const int at = column + first;
-        if (first >= 0 && at >= slice_.begin && at < slice_.end && search_.includes(own, static_cast<uint32_t>(at)))
-          best =
-              Larger()(best, drawn_entry(own, r_.inverse_temperature, word, first_token + static_cast<uint32_t>(at)));
-        const uint32_t key = __reduce_max_sync(0xffffffffu, key_of(best));
-        const float score = logit_of_key(key);
-        if (key != 0) {  // of infinity and NaN, only equals come before the best
-          reach = score < INFINITY ? (0.01f + fabsf(score) * 1e-5f - score) * 1.44269504f : -INFINITY;
         }
-      }
-    };
-    each_vector<1>(slice_, [&](int column, const Vec<float, kSize>& raw) {
-      TokenNoise here = noise;
-      asm volatile("" : "+r"(here.key0), "+r"(here.key1));  // else ten keys of rounds would stay in registers
-      const uint32_t group = (first_token + static_cast<uint32_t>(column)) / 4;
-      FourWords next = here.group(group & 0x3fffffffu);  // before token 0, too
-#pragma unroll
-      for (int quad = 0; quad < kSize / 4; ++quad) {
-        uint32_t words[8];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) words[w] = next.w[w];
-        if (quad + 1 < kSize / 4 || before != 0) next = here.group((group + quad + 1) & 0x3fffffffu);
-#pragma unroll
-        for (int w = 0; w < 4; ++w) words[4 + w] = next.w[w];
-        if (before & 1)
-#pragma unroll
-          for (int w = 0; w < 6; ++w) words[w] = words[w + 1];
-        if (before & 2)
-#pragma unroll
-          for (int w = 0; w < 4; ++w) words[w] = words[w + 2];
-        float x[4];
-        uint32_t own_words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          x[i] = value(raw[4 * quad + i], column + 4 * quad + i);
-          own_words[i] = words[i];
+        undone = first < 0 ? 0 : undone & (0xfffffffeu << first);
+        const uint32_t at = static_cast<uint32_t>(column + first);
+        if (first >= 0 && search_.includes(own, at))
+          best = Larger()(best, drawn_entry(own, r_.inverse_temperature, word, first_token + at));
+        const uint32_t own_key = __reduce_max_sync(0xffffffffu, key_of(best));
+        if (own_key > best_key) {
+          best_key = own_key;
+          reach = reach_of(best_key);
         }
-        look(column + 4 * quad, x, own_words);
       }
     });
     return team_.reduce(best, Larger());
   }
 
+  // What a logit in powers of 2 must have added for its score to be as good as the best one: it wins if -ln(1 - u) is below
+  // 2^(scale x + reach), and so only if u is.
+  static constexpr float kLeastPower = -33.0f;  // of a random number
+  static __device__ float reach_of(uint32_t best_key) {
+    const float score = logit_of_key(best_key);
+    return score < INFINITY ? (0.01f + fabsf(score) * 1e-5f - score) * 1.44269504f
+                            : -INFINITY;  // of infinity and NaN, only equals
+  }
+
+  // The random words of a vector.
+  __device__ void find_words(uint32_t (&words)[kSize + 4], int column, uint32_t before) const {
+    TokenNoise here = r_.noise;
+    asm volatile("" : "+r"(here.key0), "+r"(here.key1));  // else the keys of all rounds would stay in registers
+    const uint32_t group = (static_cast<uint32_t>(args_.first_token) + static_cast<uint32_t>(column)) / 4;
+    const auto find = [&](int quad) {
+      const FourWords found = here.group((group + quad) & 0x3fffffffu);  // before token 0, too
+#pragma unroll
+      for (int w = 0; w < 4; ++w) words[4 * quad + w] = found.w[w];
+    };
+#pragma unroll
+    for (int quad = 0; quad < kSize / 4; ++quad) find(quad);
+    if (before == 0) return;
+    find(kSize / 4);
+    if (before & 1)
+#pragma unroll
+      for (int w = 0; w < kSize + 3; ++w) words[w] = words[w + 1];
+    if (before & 2)
+#pragma unroll
+      for (int w = 0; w < kSize + 2; ++w) words[w] = words[w + 2];
+  }
+
   const SampleArgs& args_;
-  const T* logits_;
-  RowSlice<T> slice_;
+  const RowSlice<T>& slice_;
   const SampleRow& r_;  // in shared memory, both: registers are rare
   const RowAdjustments& adjusted_;
   RowTeam& team_;
@@ -347,9 +368,11 @@ __global__ __launch_bounds__(kSelectThreads,
                                                                    const __grid_constant__ Reporter reporter) {
   extern __shared__ __align__(16) Entry entries[];
   __shared__ RowMemory memory;
-  begin_dependent();
   const int64_t row = static_cast<int64_t>(blockIdx.x) / blocks;
   RowTeam team(memory, static_cast<int>(blockIdx.x) % blocks, blocks);
+  const RowSlice<T> slice(static_cast<const T*>(args.logits) + row * args.logit_stride, args.num_cols, team.rank(),
+                          blocks);
+  begin_dependent();
   __shared__ SampleRow of_row;
   __shared__ Search search;
   __shared__ alignas(RowAdjustments) char adjusted[sizeof(RowAdjustments)];
@@ -358,8 +381,9 @@ __global__ __launch_bounds__(kSelectThreads,
     new (adjusted) RowAdjustments(args.adjustments, row);
   }
   __syncthreads();
-  RowSampler<T, kAdjusted>(args, row, of_row, *reinterpret_cast<const RowAdjustments*>(adjusted), team, memory, search,
-                           entries, room)
+  team.wait_for_blocks();
+  RowSampler<T, kAdjusted>(args, slice, of_row, *reinterpret_cast<const RowAdjustments*>(adjusted), team, memory,
+                           search, entries, room)
       .draw(row, reporter);
 }
 

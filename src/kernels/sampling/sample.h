@@ -86,7 +86,7 @@ PYKV_HOST_DEVICE static inline void store_drawn(const SampleArgs& args, int64_t 
     token = int64_t{index_of(drawn.entry)};
     score = logit_of_key(key_of(drawn.entry));
     logprob = 0.0f;
-    if (drawn.total > 0) {
+    if (args.logprobs && drawn.total > 0) {
       const float share = log_of(static_cast<float>(drawn.total) * 0x1p-40f);
       logprob = fused(below(drawn.logit, drawn.largest), r.inverse_temperature, -share);
     }

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 
-#include "cuda/cluster.cuh"
 #include "sampling/logit_order.h"
 
 namespace pykv {
@@ -15,7 +14,21 @@ constexpr int kSelectThreads = 512, kSelectWarps = kSelectThreads / 32;
 // Sums of a block in one barrier each.  Two that follow each other have different memory: a thread that still reads the first
 // has not come to the barrier of the second.
 struct BlockCounter {
-  uint32_t parts[2][kSelectWarps];
+  uint32_t parts[2][kSelectWarps], lows[kSelectWarps];
+
+  // The largest x, and one that `wanted` are not below, 1 to kSelectThreads: the least of all, or of what is the largest in a
+  // warp.  The next sum's use is 0.
+  __device__ void ends(uint32_t x, uint32_t wanted, uint32_t& largest, uint32_t& low) {
+    const uint32_t of_warp = __reduce_max_sync(0xffffffffu, x);
+    const uint32_t low_of_warp = wanted <= kSelectWarps ? of_warp : __reduce_min_sync(0xffffffffu, x);
+    if (threadIdx.x % 32 == 0) {
+      parts[1][threadIdx.x / 32] = of_warp;
+      lows[threadIdx.x / 32] = low_of_warp;
+    }
+    __syncthreads();
+    largest = __reduce_max_sync(0xffffffffu, parts[1][threadIdx.x % kSelectWarps]);
+    low = __reduce_min_sync(0xffffffffu, lows[threadIdx.x % kSelectWarps]);
+  }
 
   __device__ uint32_t sum(uint32_t x, int use) {
     x = __reduce_add_sync(0xffffffffu, x);
@@ -51,18 +64,20 @@ __device__ inline uint32_t sum_before(uint32_t x, SelectMemory& memory, uint32_t
   return __reduce_add_sync(0xffffffffu, threadIdx.x % 32 < threadIdx.x / 32 ? part : 0) + sum - x;
 }
 
-// The largest t with at least `wanted` of count(t) = how many are >= t, bit by bit below `bit`, beginning with `t`; a count of up
-// to `enough` ends it early.  count(t) is that of this thread.
-template <class Word, class Count>
-__device__ Word largest_bound(Word t, int bit, int last_bit, uint32_t wanted, uint32_t enough, BlockCounter& counter,
-                              Count count) {
+// Nearly the largest t with at least `wanted` of count(t) = how many are >= t, between such a t and one with less; a count of up to
+// `enough` ends it early, and so does a distance of 2^12.  count(t) is that of this thread.
+template <class Count>
+__device__ uint32_t largest_bound(uint32_t t, uint32_t too_large, uint32_t wanted, uint32_t enough,
+                                  BlockCounter& counter, Count count) {
 #pragma unroll 1
-  for (; bit >= last_bit; --bit) {
-    const Word candidate = t | Word{1} << bit;
-    const uint32_t total = counter.sum(count(candidate), bit);
-    if (total < wanted) continue;
-    t = candidate;
-    if (total <= enough) break;
+  for (int step = 0; too_large - t > 1u << 12; ++step) {
+    const uint32_t middle = t + (too_large - t) / 2, total = counter.sum(count(middle), step);
+    if (total < wanted) {
+      too_large = middle;
+    } else {
+      t = middle;
+      if (total <= enough) break;
+    }
   }
   __syncthreads();  // the counter may be used again
   return t;
@@ -192,56 +207,6 @@ __device__ inline int first_entries(Entry* entries, int n, int k, SelectMemory& 
   if (n > k) n = keep_not_below(bound_of_first(entries, n, k, memory), entries, n, memory);
   sort_entries(entries, n);
   return n;
-}
-
-// ---- clusters of blocks ----
-
-template <class T>
-__device__ T load_from_block(const T* shared, int rank) {
-  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
-  const uint32_t address = cluster_address(static_cast<uint32_t>(__cvta_generic_to_shared(shared)), rank);
-  T value{};
-#if __CUDA_ARCH__ >= 900
-  if constexpr (sizeof(T) == 4) {
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  } else {
-    asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
-  }
-#endif
-  return value;
-}
-
-__device__ inline void store_to_block(Entry* shared, int rank, Entry value) {
-#if __CUDA_ARCH__ >= 900
-  const uint32_t address = cluster_address(static_cast<uint32_t>(__cvta_generic_to_shared(shared)), rank);
-  asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
-#endif
-}
-
-__device__ inline void cluster_barrier() {
-  cluster_announce_all();
-  cluster_wait();
-}
-
-// Where the entries of a block come in the list of all blocks, and how many those are.  A barrier lies between two that follow
-// each other.
-struct ListPlace {
-  int before, total;
-};
-__device__ inline ListPlace place_of_list(int n, int rank, int blocks, uint32_t& list_size) {
-  if (threadIdx.x == 0) list_size = static_cast<uint32_t>(n);
-  cluster_barrier();
-  const int lane = threadIdx.x % 32;
-  const uint32_t size = lane < blocks ? load_from_block(&list_size, lane) : 0;
-  return {static_cast<int>(__reduce_add_sync(0xffffffffu, lane < rank ? size : 0)),
-          static_cast<int>(__reduce_add_sync(0xffffffffu, size))};
-}
-
-// Appends the entries of all blocks to those of the first one, which has room.  Other blocks may end after it.
-__device__ inline void append_to_first(Entry* entries, int n, int rank, ListPlace place) {
-  if (rank != 0)
-    for (int i = threadIdx.x; i < n; i += kSelectThreads) store_to_block(entries + place.before + i, 0, entries[i]);
-  cluster_barrier();
 }
 
 }  // namespace pykv

@@ -13,11 +13,6 @@
 
 namespace pykv {
 
-// For other blocks of the row.
-struct ListMemory {
-  uint32_t bound_key, size;
-};
-
 // kVectors: of a thread in a group; at most 1024 entries are found with 1, and 4096 with 4.
 template <class T, int kVectors = 4>
 struct TopKCandidates {
@@ -34,32 +29,29 @@ struct TopKCandidates {
   //   k           1 ... the row's number of logits
   //   value(x, column): what the logit of a column counts as
   template <class Value>
-  static __device__ int find(const RowSlice<T>& slice, int k, int rank, int blocks, Entry* entries, int room,
-                             ListMemory& lists, SelectMemory& memory, Value value) {
+  static __device__ int find(const RowSlice<T>& slice, int k, RowExchange& exchange, Entry* entries, int room,
+                             SelectMemory& memory, Value value) {
     const int groups = max((slice.end - slice.first_vector + kGroup - 1) / kGroup, 1);
-    const int enough = (k + blocks - 1) / blocks, of_group = (enough + groups - 1) / groups;
+    const int enough = (k + exchange.blocks() - 1) / exchange.blocks(), of_group = (enough + groups - 1) / groups;
     // The number of the first k that a sample has is known within about its root.
     int wanted = min(of_group + static_cast<int>(4.0f * sqrtf(static_cast<float>(of_group))) + 4, enough);
 #pragma unroll 1
     while (true) {
-      int n = collect(slice, groups, wanted, k, blocks, entries, room, lists.bound_key, memory, value);
-      ListPlace place{0, n};
-      if (blocks > 1) place = place_of_list(n, rank, blocks, lists.size);
+      int n = collect(slice, groups, wanted, k, exchange, entries, room, memory, value);
+      RowExchange::ListPlace place = exchange.place_of_list(n);
       if (place.total < k && wanted < enough) {
         wanted = enough;
         __syncthreads();  // all have read the count
         continue;
       }
-      if (blocks == 1) return n;
       if (place.total > room) {
         if (n > k) {
           cut(k, entries, n, memory);
           n = k;
         }
-        cluster_barrier();  // all have read the sizes
-        place = place_of_list(n, rank, blocks, lists.size);
+        place = exchange.place_of_list(n);
       }
-      append_to_first(entries, n, rank, place);
+      exchange.append_to_first(entries, n, place);
       return place.total;
     }
   }
@@ -67,8 +59,8 @@ struct TopKCandidates {
  private:
   // Gives the number of entries in this block's list.
   template <class Value>
-  static __device__ int collect(const RowSlice<T>& slice, int groups, int wanted, int k, int blocks, Entry* entries,
-                                int room, uint32_t& bound_key, SelectMemory& memory, Value value) {
+  static __device__ int collect(const RowSlice<T>& slice, int groups, int wanted, int k, RowExchange& exchange,
+                                Entry* entries, int room, SelectMemory& memory, Value value) {
     const int thread = threadIdx.x;
     float bound = 0.0f;
     if (thread == 0) memory.count = 0;
@@ -83,7 +75,7 @@ struct TopKCandidates {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(column(v, 0));
       if (group == 0)
-        bound = first_bound(raw, wanted, blocks, bound_key, memory.counter,
+        bound = first_bound(raw, wanted, exchange, memory.counter,
                             [&](float x, int v, int i) { return value(x, column(v, i)); });
       uint32_t pending = 0;
 #pragma unroll
@@ -134,7 +126,7 @@ struct TopKCandidates {
   }
 
   template <class Value>
-  static __device__ float first_bound(const Pack<T> (&raw)[kVectors], int wanted, int blocks, uint32_t& bound_key,
+  static __device__ float first_bound(const Pack<T> (&raw)[kVectors], int wanted, RowExchange& exchange,
                                       BlockCounter& counter, Value value) {
     uint32_t largest[kMaxima];
 #pragma unroll
@@ -148,20 +140,21 @@ struct TopKCandidates {
         largest[(v * kSize + first) / kNeighbours] = m == m ? key_of_logit(m) : 0;
       }
     }
-    // Rough is enough: up to a quarter more than are wanted, and not the last bits.
-    uint32_t t = largest_bound(0u, 31, 12, static_cast<uint32_t>(wanted), static_cast<uint32_t>(wanted + wanted / 4),
-                               counter, [&](uint32_t candidate) {
-                                 uint32_t count = 0;
+    uint32_t own = largest[0], t, most;
 #pragma unroll
-                                 for (int i = 0; i < kMaxima; ++i) count += largest[i] >= candidate;
-                                 return count;
-                               });
-    if (blocks > 1) {
-      if (threadIdx.x == 0) bound_key = t;
-      cluster_barrier();
-      const int lane = threadIdx.x % 32;
-      t = __reduce_min_sync(0xffffffffu, lane < blocks ? load_from_block(&bound_key, lane) : ~0u);
-    }
+    for (int i = 1; i < kMaxima; ++i) own = max(own, largest[i]);
+    counter.ends(own, static_cast<uint32_t>(wanted), most, t);
+    if (wanted > kSelectThreads) t = 0;
+    // Rough is enough: up to a quarter more than are wanted, and not the last bits.
+    t = largest_bound(t, most + 1, static_cast<uint32_t>(wanted), static_cast<uint32_t>(wanted + wanted / 4), counter,
+                      [&](uint32_t candidate) {
+                        uint32_t count = 0;
+#pragma unroll
+                        for (int i = 0; i < kMaxima; ++i) count += largest[i] >= candidate;
+                        return count;
+                      });
+    if (exchange.blocks() > 1)
+      t = __reduce_min_sync(0xffffffffu, static_cast<uint32_t>(exchange.number_of_lane(t, ~0u)));
     return logit_of_key(t);
   }
 };

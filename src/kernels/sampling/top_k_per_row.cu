@@ -18,9 +18,10 @@ __global__ __launch_bounds__(kSelectThreads, 2) void top_k_per_row_kernel(const 
                                                                           const __grid_constant__ Reporters reporters) {
   extern __shared__ __align__(16) Entry entries[];
   __shared__ SelectMemory memory;
-  __shared__ ListMemory lists;
+  __shared__ ExchangeMemory exchange_memory;
+  RowExchange exchange(exchange_memory, static_cast<int>(blockIdx.x) % blocks, blocks);
   begin_dependent();
-  const int thread = threadIdx.x, rank = static_cast<int>(blockIdx.x) % blocks;
+  const int thread = threadIdx.x, rank = exchange.rank();
   const int64_t row = static_cast<int64_t>(blockIdx.x) / blocks;
   const bool is_first = rank == 0;
   const RowRange range = range_of_row(args, row, [&](RowArgument argument, int64_t value, int64_t bound) {
@@ -34,6 +35,8 @@ __global__ __launch_bounds__(kSelectThreads, 2) void top_k_per_row_kernel(const 
           index >= 0 ? logits[index] : from_float<T>(-__int_as_float(0x7f800000));
   };
 
+  const RowSlice<T> slice(logits, range.size, rank, blocks);
+  exchange.wait_for_blocks();
   // All blocks of a row go the same way here.
   if (range.k == 0 || (range.k == range.size && !args.sorted)) {
     if (is_first)
@@ -41,8 +44,7 @@ __global__ __launch_bounds__(kSelectThreads, 2) void top_k_per_row_kernel(const 
     return;
   }
   using Candidates = TopKCandidates<T>;
-  const RowSlice<T> slice(logits, range.size, rank, blocks);
-  int n = Candidates::find(slice, range.k, rank, blocks, entries, room, lists, memory, [](float x, int) { return x; });
+  int n = Candidates::find(slice, range.k, exchange, entries, room, memory, [](float x, int) { return x; });
   if (!is_first) return;
   for (int i = range.k + thread; i < args.k; i += kSelectThreads) finish(i, -1);
   if (args.sorted) {

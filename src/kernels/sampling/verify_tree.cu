@@ -103,6 +103,7 @@ __global__ __launch_bounds__(kSelectThreads, 2) void verify_tree_kernel(const __
     }
   }
   __syncthreads();
+  team.wait_for_blocks();
   const PathEnd end = shared_end;
   const int num_rejected = shared_rejected;
 
@@ -134,7 +135,6 @@ __global__ __launch_bounds__(kSelectThreads, 2) void verify_tree_kernel(const __
     }
     if (thread == 0 && args.num_accepted) args.num_accepted[request * args.accepted_stride] = end.accepted;
   }
-  team.barrier();  // others may still read this block's sums
 }
 
 }  // namespace
