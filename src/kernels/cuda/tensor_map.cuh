@@ -95,14 +95,6 @@ __device__ inline void copy_box_to_all(uint32_t to, const CUtensorMap& map, cons
       : "memory");
 }
 
-// Brings a box into the L2.
-__device__ inline void prefetch_box(const CUtensorMap& map, const int (&at)[3]) {
-  asm volatile(
-      "cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(reinterpret_cast<uint64_t>(&map)),
-      "r"(at[0]), "r"(at[1]), "r"(at[2])
-      : "memory");
-}
-
 __device__ inline void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");
 }

@@ -1,0 +1,194 @@
+// What fills the ring of packed_gemm_sm90.cu: codes and x by one thread; factors of groups, and sums of x, by some warps.
+#pragma once
+
+#include "cuda/cluster.cuh"
+#include "cuda/cp_async.cuh"
+#include "gemm/packed_ring_sm90.cuh"
+
+namespace pykv {
+namespace packed_gemm_sm90 {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
+
+// One thread: codes and x.
+template <class S>
+__device__ void fill(const Problem& p, const Ring& ring, uint32_t row_tile, uint32_t token_tile, int split,
+                     int32_t weight) {
+  constexpr int kCodeBytes = kRows / 16 * S::kBlockBytes;
+  const int first_block = static_cast<int>(row_tile) * (kRows / 16);
+  const int first_token = static_cast<int>(token_tile) * S::kTokens;
+  const uint32_t bytes = kCodeBytes + (p.gathers ? 0 : 2 * S::kXBytes);
+  for_stages<S>(p, split, [&](int i, const Turn& turn) {
+    const uint32_t stage = ring.at(turn), full = ring.full + turn.stage * 8;
+    mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
+    cluster_expect(full, bytes);
+    copy_box(stage + S::kCodesAt, p.codes, {i * 256, first_block, weight}, full);
+    if (p.gathers) return;
+    copy_box(stage, p.x, {2 * i * 128, first_token}, full);
+    copy_box(stage + S::kXBytes, p.x, {(2 * i + 1) * 128, first_token}, full);
+  });
+}
+
+// What the tensor map cannot describe of x.
+template <class S>
+__device__ void copy_rows(const Problem& p, const int64_t (&rows)[S::kTokens], uint32_t to, int column, int64_t shift) {
+  using T = typename S::Element;
+  const auto* const x = static_cast<const T*>(p.from);
+  const auto* const columns = reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(p.weight.columns) + shift);
+  const int chunk = threadIdx.x % 8;
+#pragma unroll 1
+  for (int unit = 0; unit < 2; ++unit, column += kUnit, to += S::kXBytes) {
+    const int first = column + chunk * 8;
+    if (p.whole_chunks) {
+#pragma unroll 2
+      for (int token = threadIdx.x % 32 / 8; token < S::kTokens; token += 4) {
+        const bool inside = rows[token] >= 0 && first < p.weight.k;
+        cp_async_16(to + token * 128 + (chunk ^ token % 8) * 16, inside ? x + rows[token] + first : x, inside);
+      }
+      continue;
+    }
+#pragma unroll 1
+    for (int token = threadIdx.x % 32 / 8; token < S::kTokens; token += 4)
+#pragma unroll 1
+      for (int pair = 0; pair < 4; ++pair) {
+        uint32_t bits[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          int from = first + 2 * pair + i;
+          if (p.weight.columns) from = from < p.weight.padded_k ? __ldg(columns + from) : -1;
+          const bool inside = rows[token] >= 0 && from >= 0 && from < p.weight.k;
+          bits[i] = inside ? __ldg(reinterpret_cast<const unsigned short*>(x) + rows[token] + from) : 0;
+        }
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + token * 128 + (chunk ^ token % 8) * 16 + pair * 4),
+                     "r"(bits[0] | bits[1] << 16)
+                     : "memory");
+      }
+  }
+}
+
+// Sums of x over each group of a stage, which minima multiply: products with ones.
+template <class S>
+__device__ void sum_x(const Problem& p, uint32_t stage) {
+  using T = typename S::Element;
+  constexpr int kTiles = (S::kTokens + 15) / 16, kAtOnce = kTiles < 4 ? kTiles : 4;  // of 16 tokens
+  constexpr uint32_t kOnes = kIsHalf<T> ? 0x3c003c00u : 0x3f803f80u;
+  const int lane = threadIdx.x % 32, c = lane % 4, last_step = p.steps - 1;
+  const uint32_t token = lane % (S::kTokens < 16 ? 8 : 16);
+  uint32_t from = stage + token * 128 + (lane / 16 ^ lane % 8) * 16;
+  uint32_t to = stage + p.sums_at + (lane / 4 + c * 8) * 4;
+#pragma unroll 1
+  for (int first = 0; first < kTiles; first += kAtOnce, from += kAtOnce * 16 * 128, to += kAtOnce * 16 * 4) {
+    float sum[kAtOnce][4] = {};
+    uint32_t x[2][kAtOnce][4];
+    const auto load = [&](int j) {
+#pragma unroll
+      for (int t = 0; t < kAtOnce; ++t)
+        ldmatrix_x4(x[j % 2][t], (from ^ j % 4 * 32) + j / 4 * S::kXBytes + t * 16 * 128);
+    };
+    load(0);
+    uint32_t item_to = to;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if (j < 7) load(j + 1);
+#pragma unroll
+      for (int t = 0; t < kAtOnce; ++t) mma_16x8x16<T>(sum[t], x[j % 2][t], kOnes, kOnes);
+      if ((j & last_step) != last_step) continue;
+#pragma unroll
+      for (int t = 0; t < kAtOnce; ++t) {
+        if (c * 8 < (S::kTokens < 16 ? 8 : 16))  // all columns are equal
+          asm volatile("st.shared.f32 [%0], %1;" ::"r"(item_to + t * 64), "f"(c == 0 ? sum[t][0] : sum[t][2])
+                       : "memory");
+        sum[t][0] = sum[t][1] = sum[t][2] = sum[t][3] = 0.0f;
+      }
+      item_to += S::kTokens * 4;
+    }
+  }
+}
+
+// What sums are multiplied by, of which a lane has four rows of the weight, and rows of x, for each kPreparers-th place in the ring.
+template <class S>
+class Preparer {
+ public:
+  // warp: which of them this is; shift: bytes from p.weight to the one that is meant
+  __device__ Preparer(const Problem& p, const Ring& ring, uint32_t row_tile, int warp, int64_t shift)
+      : p_(p), ring_(ring), warp_(warp), shift_(shift), lane_(threadIdx.x % 32) {
+    const PackedWeight& w = p.weight;
+    global_ = __ldg(reinterpret_cast<const float*>(w.data + shift + PackedWeight::kGlobalScaleAt)) * S::Code::kUnit;
+    const int64_t band = min(static_cast<int>(row_tile) * 4 + lane_ / 8, p.bands - 1);
+    factors_ = band * p.groups * 32 + lane_ % 8 * 4;
+    supers_ = band * p.blocks * 32 + lane_ % 8 * 4;
+  }
+
+  __device__ void run(const int64_t (&rows)[S::kTokens], int split) {
+    for_stages<S>(p_, split, [&](int i, const Turn& turn) {
+      if (turn.stage % S::kPreparers != warp_) return;
+      const uint32_t stage = ring_.at(turn), full = ring_.full + turn.stage * 8;
+      if (p_.gathers) {
+        mbarrier_wait(ring_.empty + turn.stage * 8, turn.parity ^ 1);
+        copy_rows<S>(p_, rows, stage, i * kColumns, shift_);
+        cp_async_arrive(full);
+        mbarrier_arrive(full);
+      }
+      if (p_.items == 1) {
+        make_factors<1>(i, turn, stage, 0);
+      } else if (p_.items == 2) {
+        make_factors<2>(i, turn, stage, 0);
+      } else {
+#pragma unroll 1
+        for (int first = 0; first < p_.items; first += 4) make_factors<4>(i, turn, stage, first);
+      }
+      if (p_.weight.minima) {
+        mbarrier_wait(full, turn.parity);
+        sum_x<S>(p_, stage);
+      }
+      __syncwarp();
+      if (lane_ == 0) mbarrier_arrive(ring_.ready + turn.stage * 8);
+    });
+  }
+
+ private:
+  // Of so many groups in stage i of the weight.
+  template <int kCount>
+  __device__ void make_factors(int i, const Turn& turn, uint32_t stage, int first) const {
+    const PackedWeight& w = p_.weight;
+    RawFactors raw[kCount];
+    load_factors_of_block(raw[0], w, supers_ + min(i / 2, p_.blocks - 1) * 32, shift_);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      raw[n] = raw[0];
+      const int column = i * kColumns + (first + n) * p_.steps * 16;
+      const int64_t group = min(p_.groups_by.quotient(column), p_.groups - 1);
+      load_factors_of_group(raw[n], w, factors_ + group * 32, shift_);
+    }
+    mbarrier_wait(ring_.empty + turn.stage * 8, turn.parity ^ 1);
+    float scales[kCount][4], minima[kCount][4];
+    scales_of(scales, raw, w.scales_kind);
+    const uint32_t to = stage + first * kRows * 4 + lane_ * 16;
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+#pragma unroll
+      for (float& s : scales[n]) s *= global_;
+      store(to + S::kScalesAt + n * kRows * 4, scales[n]);
+    }
+    if (!w.minima) return;
+    minima_of(minima, raw, w.minima_kind, w.offset, scales);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) store(to + p_.minima_at + n * kRows * 4, minima[n]);
+  }
+
+  __device__ static void store(uint32_t to, const float (&x)[4]) {
+    store_shared(
+        to, make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])));
+  }
+
+  const Problem& p_;
+  const Ring& ring_;
+  const int warp_;
+  const int64_t shift_;
+  const int lane_;
+  float global_;
+  int64_t factors_, supers_;
+};
+
+#endif
+}  // namespace packed_gemm_sm90
+}  // namespace pykv

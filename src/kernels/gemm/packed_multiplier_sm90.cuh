@@ -1,0 +1,329 @@
+// What empties the ring of packed_gemm_sm90.cu: warps that decode codes, multiply and scale.
+#pragma once
+
+#include "cuda/load_shared.cuh"
+#include "cuda/wgmma.cuh"
+#include "gemm/packed_ring_sm90.cuh"
+
+namespace pykv {
+namespace packed_gemm_sm90 {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
+
+__device__ inline float4 load_shared_float4(uint32_t at) {
+  const uint4 v = load_shared_16(at);
+  return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+__device__ inline float2 load_shared_float2(uint32_t at) {
+  const uint2 v = load_shared_8(at);
+  return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+}
+
+// Sums of 16 rows of the weight, of a warp.
+template <class S>
+class Multiplier {
+  using T = typename S::Element;
+  using Code = typename S::Code;
+  static constexpr int kSums = S::kTokens / 2;          // of a lane
+  static constexpr int kPairs = (S::kTokens + 8) / 16;  // of eight tokens
+
+ public:
+  float total[kSums] = {};  // over a segment; in the end over all, where one block has all
+
+  // kept: where sums of segments lie
+  __device__ Multiplier(const Problem& p, const Ring& ring, uint8_t* kept, const uint32_t* table)
+      : p_(p), ring_(ring), kept_(kept), table_(table), warp_(threadIdx.x / 32 % 8) {
+    const int lane = threadIdx.x % 32, c = lane % 4;
+    constexpr bool kOctets = Code::kPlanes == 2;
+    codes_at_ = S::kCodesAt + warp_ * S::kBlockBytes + (8 * (c / 2) + lane / 4) * 16 + (kOctets ? c % 2 * 512 : 0);
+    selector_ = c % 2 == 0 ? 0x6240 : 0x7351;
+    x_at_ = S::kTokens == 8 ? lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16
+                            : (lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
+    factors_at_ = (warp_ / 2 * 32 + lane / 4 * 4 + warp_ % 2 * 2) * 4;
+  }
+
+  // The part'th of all blocks of the cluster.  Inlined by order: otherwise the sums would lie in memory.
+  __device__ __forceinline__ void run(int part) {
+    switch (p_.steps) {
+      case 8:
+        return run_steps<8>(part);
+      case 4:
+        return run_steps<4>(part);
+      case 2:
+        return run_steps<2>(part);
+      default:
+        return run_steps<1>(part);
+    }
+  }
+
+  // To [token][kPitch].
+  __device__ void store(float* to) const {
+    const int lane = threadIdx.x % 32, row = warp_ * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) to[(i / 4 * 8 + lane % 4 * 2 + i % 2) * kPitch + row + i / 2 % 2 * 8] = total[i];
+  }
+
+ private:
+  // kSteps: of 16 columns, that are scaled together.
+  template <int kSteps>
+  __device__ __forceinline__ void run_steps(int part) {
+    const Range range = p_.range(part);
+    int segment = part * p_.each, segment_end = p_.begin(segment + 1);
+    const auto end_segment = [&] {
+      if (S::kMaySplit && p_.keeps()) {
+        keep(segment % (p_.each * S::kParts));
+      } else {
+        join(segment);
+      }
+      ++segment;
+      segment_end = p_.begin(segment + 1);
+    };
+    while (segment_end == range.begin && segment < (part + 1) * p_.each) end_segment();  // nothing to sum
+    if (range.begin == range.end) return;
+    Turn turn;
+    turn.advance(part % S::kParts, p_.stages);
+    if constexpr (!S::kFew) {
+      wait_full(turn);
+      decode(a_[0], ring_.data, 0);
+      if constexpr (kSteps == 8) multiply<0, 4>(a_[0], ring_.data, true);
+    }
+    const auto end_stage = [&](int i) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(ring_.empty + turn.stage * 8);
+      turn.advance(S::kParts, p_.stages);
+      if (i + 1 == segment_end) end_segment();
+    };
+    if constexpr (S::kFew) {
+#pragma unroll 1
+      for (int i = range.begin; i < range.end; ++i) {
+        run_stage_at_once<kSteps>(turn);
+        end_stage(i);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = range.begin; i < range.end - 1; ++i) {
+        run_stage<kSteps, false>(turn);
+        end_stage(i);
+      }
+      run_stage<kSteps, true>(turn);
+      end_stage(range.end - 1);
+    }
+  }
+
+  template <int kSteps>
+  __device__ __forceinline__ void run_stage_at_once(const Turn& turn) {
+    const uint32_t stage = ring_.at(turn);
+    constexpr bool kAhead = S::kTokens == 8;  // x of a unit is loaded before any is wanted
+    wait_full(turn);
+    uint4 words[2][Code::kPlanes];
+    load_codes(words[0], stage, 0);
+    load_codes(words[1], stage, 1);
+#pragma unroll
+    for (int unit = 0; unit < 2; ++unit) {
+      uint32_t steps_of_x[kAhead ? 4 : 1][kPairs][4];
+#pragma unroll
+      for (int j = 0; j < (kAhead ? 4 : 0); ++j) load_x(steps_of_x[j], stage + unit * S::kXBytes, j);
+      decode(a_[0], words[unit]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t (&x)[kPairs][4] = steps_of_x[kAhead ? j / 2 * 2 : 0];
+        constexpr int kMask = kSteps - 1;
+        const int step = unit * 4 + j;
+        if (!kAhead) load_x(x, stage + unit * S::kXBytes, j);
+        multiply_at_once(a_[0][j], x, j, (step & kMask) == 0);
+        if ((step & kMask) != kMask) continue;
+        if (step == kMask) mbarrier_wait(ring_.ready + turn.stage * 8, turn.parity);
+        add_scaled(read(stage, step / kSteps), stage, step / kSteps);
+      }
+    }
+  }
+
+  // x: the address of the unit's.  Of eight tokens it loads two steps at once, of more those of two times eight.
+  __device__ void load_x(uint32_t (&to)[kPairs][4], uint32_t x, int j) const {
+    if (S::kTokens == 8 && j % 2 != 0) return;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) ldmatrix_x4(to[i], ((x + x_at_) ^ j * 32) + i * 16 * 128);
+  }
+
+  // By mma.sync, in the same order as wgmma.
+  __device__ void multiply_at_once(const uint32_t (&a)[4], const uint32_t (&x)[kPairs][4], int j, bool anew) {
+#pragma unroll
+    for (int t = 0; t < S::kTokens / 8; ++t) {
+      float (&sum)[4] = reinterpret_cast<float (&)[4]>(sum_[t * 4]);
+      if (anew) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+      const int half = S::kTokens == 8 ? j % 2 : t % 2;
+      mma_16x8x16<T>(sum, a, x[t / 2][2 * half], x[t / 2][2 * half + 1]);
+    }
+  }
+
+  // The first codes of the stage are decoded; decodes those of the next one, and of groups of a whole stage begins to sum them.
+  template <int kSteps, bool kLast>
+  __device__ __forceinline__ void run_stage(const Turn& turn) {
+    const uint32_t stage = ring_.at(turn);
+    Turn next = turn;
+    next.advance(1, p_.stages);
+    const uint32_t next_stage = ring_.at(next);
+    if constexpr (kSteps == 8) {
+      decode(a_[1], stage, 1);
+      multiply<0, 4>(a_[1], stage + S::kXBytes, false);
+      if constexpr (!kLast) {
+        wgmma_wait<1>();  // of the first unit
+        wait_full(next);
+        decode(a_[0], next_stage, 0);
+      }
+      mbarrier_wait(ring_.ready + turn.stage * 8, turn.parity);
+      const Factors factors = read(stage, 0);
+      wgmma_wait<0>();
+      add_scaled(factors, stage, 0);
+      if constexpr (!kLast) multiply<0, 4>(a_[0], next_stage, true);
+    } else {
+      constexpr int kItems = 8 / kSteps;
+      multiply_item<kSteps>(stage, 0);
+      decode(a_[1], stage, 1);
+      mbarrier_wait(ring_.ready + turn.stage * 8, turn.parity);
+#pragma unroll
+      for (int item = 0; item < kItems; ++item) {
+        if (item == kItems / 2 && !kLast) {
+          wait_full(next);
+          decode(a_[0], next_stage, 0);
+        }
+        const Factors factors = read(stage, item);
+        wgmma_wait<0>();
+        add_scaled(factors, stage, item);
+        if (item + 1 < kItems) multiply_item<kSteps>(stage, item + 1);
+      }
+    }
+  }
+
+  __device__ void wait_full(const Turn& turn) const {
+    mbarrier_wait(ring_.full + turn.stage * 8, turn.parity);
+    if (!S::kFew && p_.gathers) fence_async_proxy();  // cp.async writes like an ordinary store
+  }
+
+  // Codes of a unit to fragments of its four steps.
+  __device__ void decode(uint32_t (&a)[4][4], uint32_t stage, int unit) const {
+    uint4 words[Code::kPlanes];
+    load_codes(words, stage, unit);
+    decode(a, words);
+  }
+  __device__ void decode(uint32_t (&a)[4][4], const uint4 (&words)[Code::kPlanes]) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) Code::fragment(a[j], words, j, table_);
+  }
+
+  __device__ void load_codes(uint4 (&words)[Code::kPlanes], uint32_t stage, int unit) const {
+    const uint32_t at = stage + codes_at_ + unit * Code::kPlanes * 512;
+    if constexpr (Code::kPlanes == 2) {
+      words[0] = load_shared_16(at);
+      words[1] = load_shared_16(at + 256);
+    } else {
+      const uint4 a = load_shared_16(at), b = load_shared_16(at + 256);
+      words[0] = make_uint4(__byte_perm(a.x, b.x, selector_), __byte_perm(a.y, b.y, selector_),
+                            __byte_perm(a.z, b.z, selector_), __byte_perm(a.w, b.w, selector_));
+    }
+  }
+
+  template <int kSteps>
+  __device__ void multiply_item(uint32_t stage, int item) {
+    const int step = item * kSteps, unit = step / 4;
+    const uint32_t x = stage + unit * S::kXBytes;
+    if constexpr (kSteps == 4) {
+      multiply<0, 4>(a_[unit], x, true);
+    } else if constexpr (kSteps == 2) {
+      if (step % 4 == 0) {
+        multiply<0, 2>(a_[unit], x, true);
+      } else {
+        multiply<2, 2>(a_[unit], x, true);
+      }
+    } else {
+      if (step % 4 == 0) {
+        multiply<0, 1>(a_[unit], x, true);
+      } else if (step % 4 == 1) {
+        multiply<1, 1>(a_[unit], x, true);
+      } else if (step % 4 == 2) {
+        multiply<2, 1>(a_[unit], x, true);
+      } else {
+        multiply<3, 1>(a_[unit], x, true);
+      }
+    }
+  }
+
+  // x: the address of the unit's
+  template <int kFirst, int kCount>
+  __device__ void multiply(const uint32_t (&a)[4][4], uint32_t x, bool anew) {
+    const uint64_t matrix = wgmma_matrix(x, 1024);
+    if (anew) wgmma_pin(sum_);
+    wgmma_begin();
+#pragma unroll
+    for (int j = kFirst; j < kFirst + kCount; ++j)
+      Wgmma<T, S::kTokens>::template rs<kAlong>(sum_, a[j], wgmma_further(matrix, j * 32), j > kFirst || !anew);
+    wgmma_commit();
+  }
+
+  struct Factors {
+    float2 scale, minimum;
+  };
+
+  __device__ Factors read(uint32_t stage, int item) const {
+    const uint32_t at = stage + item * kRows * 4 + factors_at_;
+    Factors factors{load_shared_float2(at + S::kScalesAt), make_float2(0.0f, 0.0f)};
+    if (p_.weight.minima) factors.minimum = load_shared_float2(at + p_.minima_at);
+    return factors;
+  }
+
+  __device__ void add_scaled(const Factors& factors, uint32_t stage, int item) {
+    if constexpr (!S::kFew) wgmma_pin(sum_);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) total[i] = fmaf(i / 2 % 2 ? factors.scale.y : factors.scale.x, sum_[i], total[i]);
+    if (!p_.weight.minima) return;
+    const uint32_t sums = stage + p_.sums_at + (item * S::kTokens + threadIdx.x % 4 * 2) * 4;
+#pragma unroll
+    for (int i = 0; i < kSums; i += 4) {
+      const float2 of_x = load_shared_float2(sums + i / 4 * 32);
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        total[i + e] = fmaf(e / 2 ? factors.minimum.y : factors.minimum.x, e % 2 ? of_x.y : of_x.x, total[i + e]);
+    }
+  }
+
+  // Those of a segment, for who adds up those of all.
+  __device__ void keep(int piece) {
+    store(reinterpret_cast<float*>(kept_ + piece * S::kSumBytes));
+#pragma unroll
+    for (float& x : total) x = 0.0f;
+  }
+
+  // Adds those of a segment to those of the segments before.
+  __device__ void join(int segment) {
+    const bool is_first = segment == 0, is_last = segment == p_.segments - 1;
+    const uint32_t whole = shared_address(kept_) + threadIdx.x * 16;
+#pragma unroll
+    for (int i = 0; i < kSums; i += 4) {
+      const uint32_t own = whole + i / 4 * S::kMultipliers * 16;
+      float* const mine = total + i;
+      if (!is_first) {
+        const float4 sum = load_shared_float4(own);
+        mine[0] = sum.x + mine[0];
+        mine[1] = sum.y + mine[1];
+        mine[2] = sum.z + mine[2];
+        mine[3] = sum.w + mine[3];
+      }
+      if (is_last) continue;
+      store_shared(own, make_uint4(__float_as_uint(mine[0]), __float_as_uint(mine[1]), __float_as_uint(mine[2]),
+                                   __float_as_uint(mine[3])));
+      mine[0] = mine[1] = mine[2] = mine[3] = 0.0f;
+    }
+  }
+
+  const Problem& p_;
+  const Ring& ring_;
+  uint8_t* const kept_;
+  const uint32_t* const table_;
+  const int warp_;
+  uint32_t codes_at_, selector_, x_at_, factors_at_;
+  float sum_[kSums];
+  uint32_t a_[2][4][4];
+};
+
+#endif
+}  // namespace packed_gemm_sm90
+}  // namespace pykv

@@ -1,0 +1,138 @@
+// What a block of packed_gemm_sm90.cu computes, and the ring in shared memory that its warps share.
+#pragma once
+
+#include "cuda/divider.cuh"
+#include "cuda/mbarrier.cuh"
+#include "cuda/tensor_map.cuh"
+#include "gemm/packed_codes.cuh"
+#include "gemm/tile_map.cuh"
+
+namespace pykv {
+namespace packed_gemm_sm90 {
+
+constexpr int kRows = 128, kUnit = PackedWeight::kUnit;
+constexpr int kColumns = 2 * kUnit;  // of a stage
+constexpr int kPitch = kRows + 4;    // of the sums of a token
+constexpr int kMostStages = 12, kMostSegments = 4;
+constexpr int kSharedOfSm = 227 << 10, kAlignment = 1024, kStatic = 3072;  // barriers, rows and the table
+
+template <class T, CodeKind kKind_, int kTokens_>
+struct Shape {
+  using Element = T;
+  static constexpr CodeKind kKind = kKind_;
+  using Code = Codes<T, kKind>;
+  static constexpr int kTokens = kTokens_;
+  static constexpr bool kFew = kTokens <= 32;  // for which mma.sync takes fewer instructions than wgmma
+  static constexpr int kParts = kFew ? 2 : 1;  // of the columns, which eight warps each multiply
+  static constexpr int kMultipliers = 256 * kParts;
+  static constexpr int kPreparers = kTokens <= 16 ? 7 : 3;  // warps
+  static constexpr int kThreads = kMultipliers + 32 * (kPreparers + 1);
+  static constexpr int kXBytes = kTokens * kUnit * 2;          // of a unit
+  static constexpr int kBlockBytes = 2 * Code::kPlanes * 512;  // of 16 rows of the weight
+  static constexpr int kCodesAt = 2 * kXBytes, kScalesAt = kCodesAt + kRows / 16 * kBlockBytes;
+  static constexpr bool kMaySplit = kTokens <= 64;
+  static constexpr int kSumBytes = kTokens * kPitch * 4;
+};
+
+struct Range {
+  int begin, end;
+};
+
+struct Problem {
+  CUtensorMap x, codes;
+  PackedWeight weight;
+  const void* from;
+  void* out;
+  const void* bias;
+  int64_t num_rows, x_stride, out_stride;
+  TileMap map;
+  TileRows rows;
+  Divider groups_by;  // columns of a group
+  int tokens;         // of a tile
+  uint32_t row_tiles, token_tiles;
+  int bands, groups, blocks;  // of 32 rows; of columns; of 256 columns
+  int segments, splits;       // of the columns; blocks of a cluster, which have some segments each
+  int each;                   // segments of a part
+  int steps, items;           // of 16 columns that are scaled together: 1, 2, 4 or 8; such in a stage
+  int stages, stage_bytes, minima_at, sums_at;
+  bool gathers;       // rows of x are copied one by one, not by the tensor map
+  bool whole_chunks;  // ... and eight neighbours at once
+  bool whole_stores;  // out: four neighbours can be stored at once
+
+  __device__ void place(uint32_t tile, uint32_t& row_tile, uint32_t& token_tile) const {
+    constexpr uint32_t kTogether = 8;  // tiles of tokens that pass over the weight together: they and it stay in the L2
+    const uint32_t together = row_tiles * kTogether, pass = tile / together, in_pass = tile % together;
+    const uint32_t width = min(token_tiles - pass * kTogether, kTogether);
+    row_tile = in_pass / width;
+    token_tile = pass * kTogether + in_pass % width;
+  }
+  // The weight of a tile of tokens, -1: there is nothing to do.
+  __device__ int32_t weight_of(uint32_t token_tile) const {
+    if (!map.rows) return 0;
+    const int block = rows.tiles_of_block.quotient(static_cast<int>(token_tile));
+    return map.weight_at(int64_t{token_tile} * tokens, block);
+  }
+  // The first stage of a segment.
+  __device__ int begin(int segment) const {
+    return static_cast<int>((weight.padded_k + kColumns - 1) / kColumns) * segment / segments;
+  }
+  // Several blocks or parts have sums; otherwise one adds them up as they come.
+  __device__ bool keeps() const { return each < segments; }
+  __device__ Range range(int part) const { return {begin(part * each), begin((part + 1) * each)}; }
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
+
+// Of a tile's tokens: the row of out, -1 if there is none, and where that of x begins.
+template <class S>
+struct Rows {
+  int32_t of_out[S::kTokens];
+  int64_t of_x[S::kTokens];
+
+  __device__ void find(const Problem& p, uint32_t token_tile) {
+    const int token = threadIdx.x;
+    if (token >= S::kTokens) return;
+    const int64_t at = int64_t{token_tile} * p.tokens + token;
+    const int64_t row = token < p.tokens ? TileRows::row_of_out(p.map, at, p.num_rows) : -1;
+    of_out[token] = row >= 0 ? static_cast<int32_t>(row) : -1;
+    of_x[token] = row >= 0 ? p.rows.row_of_x(p.map, row) * p.x_stride : -1;
+  }
+};
+
+// A place in the ring, and the parity of the phase that its barriers are in.
+struct Turn {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void advance(int count, int stages) {
+    for (stage += count; stage >= stages; stage -= stages) parity ^= 1;
+  }
+};
+
+struct Ring {
+  uint32_t data, full, ready, empty;  // addresses in shared memory
+  int stage_bytes;
+
+  __device__ uint32_t at(const Turn& turn) const { return data + turn.stage * stage_bytes; }
+};
+
+// Calls with(stage of the weight, its turn) in the order of the ring: the parts of a block take turns.
+//
+// A barrier tells only the parity of a phase.  So whoever waits for one takes part in each of its phases: a place in the ring is
+// always of the same part, whose number divides that of the places, and of the same preparing warp.
+template <class S, class With>
+__device__ void for_stages(const Problem& p, int split, With&& with) {
+  const Range range = p.range(split * S::kParts), last = p.range(split * S::kParts + S::kParts - 1);
+  const int count = max(range.end - range.begin, last.end - last.begin) * S::kParts;
+  Turn turn;
+#pragma unroll 1
+  for (int i = 0; i < count; ++i, turn.advance(1, p.stages)) {
+    const Range& own = i % S::kParts == 0 ? range : last;
+    const int stage = own.begin + i / S::kParts;
+    if (stage < own.end) with(stage, turn);
+  }
+}
+
+#endif
+}  // namespace packed_gemm_sm90
+}  // namespace pykv
