@@ -51,7 +51,7 @@ STOPPED = 124
 
 PASSED = re.compile(r"\b(\d+) passed")
 ENDED = r"\b\d+ (?:passed|skipped|deselected)|no tests ran"  # pytest, whatever it found
-CLOSING = re.compile(r"^.*(?:passed|failed|skipped|deselected|no tests ran|SUMMARY|cases within).*$", re.MULTILINE)
+CLOSING = re.compile(r"^.*(?:passed|failed|skipped|deselected|no tests ran|SUMMARY|slower).*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def steps(device: str) -> Iterator[Step]:
             yield checks(device, tool, family)
     if other := os.environ.get("GATE"):
         gate = [sys.executable, str(ROOT / "benchmarks/attention/gate.py"), other]
-        yield Step("gate", "gate", gate, ("cases within",), alone=True)
+        yield Step("gate", "gate", gate, ("slower",), alone=True)
 
 
 def said(*command: str) -> str:

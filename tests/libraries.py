@@ -47,6 +47,11 @@ class Library:
     def numpy(self, a: Any) -> np.ndarray:
         raise NotImplementedError
 
+    def keeps(self, dtype: np.dtype) -> bool:
+        """Whether inputs and outputs have it: CuPy has no fp8, and outputs of JAX on CUDA are those of CuPy."""
+        x = np.zeros(1, dtype)
+        return all(dtype.name in str(getattr(made, "dtype", "")) for made in (self.input(x), self.output(x)))
+
     def _copy(self, flat: np.ndarray) -> Any:
         raise NotImplementedError
 

@@ -83,8 +83,8 @@ def test_a_row_has_the_same_bits_among_any_others(array, dtype):
 
 
 def test_functions_of_vllm(array):
-    if array.module == "jax":
-        pytest.skip("the functions of vLLM allocate what they return")
+    if array.name in ("jax", "interface"):
+        pytest.skip("the functions of vLLM allocate what they return, like what they are given")
     a, w = random((5, 96), HALVES[0]), random((40, 96), HALVES[0], 1)
     exact = a.astype(np.float64) @ w.astype(np.float64).T
     out = array.numpy(vllm.dsv3_router_gemm(array.input(a), array.input(w), "float32"))

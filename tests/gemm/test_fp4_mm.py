@@ -67,8 +67,8 @@ def test_the_largest_and_the_smallest_are_exact(array):
 
 
 def test_function_of_vllm(array):
-    if array.module == "jax":
-        pytest.skip("the functions of vLLM allocate what they return")
+    if array.name in ("jax", "interface"):
+        pytest.skip("the functions of vLLM allocate what they return, like what they are given")
     a, b = matrix(5, 96), matrix(40, 96, 1)
     given = [array.input(x) for x in (a[0], b[0], a[1], b[1])]
     out = array.numpy(vllm.cutlass_scaled_fp4_mm(*given, array.input(np.full(1, 0.5, np.float32)), "float16"))

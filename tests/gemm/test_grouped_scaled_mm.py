@@ -181,8 +181,8 @@ def test_what_is_out_of_range_is_skipped_and_reported(array, rows, message):
 
 
 def test_functions_of_vllm(array):
-    if array.module == "jax":
-        pytest.skip("it has no arrays that are written")
+    if array.name in ("jax", "interface"):
+        pytest.skip("the functions of vLLM allocate what they return, like what they are given")
     n, k, m = 136, 256, 256
     a, b, groups = matrix((m, k), E4M3), weights(2, n, k, E4M3), np.repeat(np.array([1, 0], np.int32), 128)
     sa, sb = scales_of((m,), 2, n, k, "blocks")

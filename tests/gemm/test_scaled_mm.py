@@ -222,8 +222,8 @@ def test_extremes_are_exact(array, codes):
 
 @pytest.mark.parametrize("shape", [(5, 96), (2, 3, 96)])
 def test_functions_of_vllm(array, shape):
-    if array.module == "jax":
-        pytest.skip("the functions of vLLM allocate what they return")
+    if array.name in ("jax", "interface"):
+        pytest.skip("the functions of vLLM allocate what they return, like what they are given")
     a, b = matrix((int(np.prod(shape[:-1])), 96), E4M3), column_major((96, 40), E4M3)
     scales = positive(a.shape[0], 1), positive(40, 1)
     given = [array.input(x) for x in (a.reshape(shape), b, *scales)]

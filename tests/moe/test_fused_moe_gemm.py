@@ -89,6 +89,8 @@ def test_experts_that_are_none(array):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_wna16(array, bits, zeros, monkeypatch):
+    if array.name == "interface":
+        pytest.skip("the functions of vLLM ask arrays for their shapes")
     rng = random(7)
     codes, scales = rng.integers(0, 1 << bits, (4, 48, 128)), rng.uniform(0.01, 0.03, (4, 48, 2)).astype(np.float16)
     z = rng.integers(0, 1 << bits, scales.shape) if zeros else np.full(scales.shape, 1 << (bits - 1))
@@ -118,6 +120,8 @@ def test_wna16(array, bits, zeros, monkeypatch):
 
 @pytest.mark.parametrize("quant_type", [2, 14])
 def test_gguf(array, quant_type):
+    if array.name == "interface" or (array.name, array.device) == ("jax", "cuda"):
+        pytest.skip("the functions of vLLM allocate what they return, like what they are given")
     made = [gguf_blocks(quant_type, seed=seed) for seed in range(3)]
     decoded = np.stack([d for _, d in made])
     assert ops.ggml_moe_get_block_size(quant_type) == 8

@@ -167,21 +167,22 @@ void QuantisedMoeArgs::use(void* memory) {
 }
 
 void run_quantised_moe(const QuantisedMoeArgs& a, const QuantisedMoeTwins& twins, const Launch& launch) {
-  if (a.sort.num_pairs != 0) {
-    twins.sort(a.sort, launch);
+  SumRowsArgs sum = a.sum;
+  if (a.sort.num_pairs != 0) twins.sort(a.sort, launch);
+  if (a.sort.num_pairs != 0 && a.second.k != 0) {
     run(a.first_coder, twins, launch);
     twins.records(a.records, launch);
-    if (a.second.k != 0) {
-      twins.multiply(a.first, launch);
-      if (!a.activates_in_coder()) {
-        if (a.gated.width != 0) (twins.on_cuda ? a.activation->gated_cuda : a.activation->gated_cpu)(a.gated, launch);
-        if (a.elementwise.width != 0) (twins.on_cuda ? a.activation->cuda : a.activation->cpu)(a.elementwise, launch);
-      }
-      run(a.second_coder, twins, launch);
+    twins.multiply(a.first, launch);
+    if (!a.activates_in_coder()) {
+      if (a.gated.width != 0) (twins.on_cuda ? a.activation->gated_cuda : a.activation->gated_cpu)(a.gated, launch);
+      if (a.elementwise.width != 0) (twins.on_cuda ? a.activation->cuda : a.activation->cpu)(a.elementwise, launch);
     }
+    run(a.second_coder, twins, launch);
     twins.multiply(a.second, launch);
+  } else {
+    sum.top_k = 0;  // rows without columns have no scales that a product could read
   }
-  twins.sum(a.sum, launch);
+  twins.sum(sum, launch);
 }
 
 void quantised_moe_cpu(const QuantisedMoeArgs& args, const Launch& launch) {
