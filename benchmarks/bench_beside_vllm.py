@@ -22,7 +22,7 @@ from pykv._tools import output
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from timing import Call, Cuda, write_json
+from timing import Call, Cuda, on_cupys_stream, write_json
 from vllm_libraries import load
 
 BLOCK, HEADS, KV_HEADS, HEAD, HIDDEN = 16, 32, 8, 128, 4096
@@ -130,22 +130,11 @@ OPERATIONS: list[Callable[[int, Cuda], Pair]] = [
 ]  # fmt: skip
 
 
-def on_cupys_stream(call: Call, device: Cuda) -> Call:
-    """torch's idea of the current stream is its own; the graph is captured on CuPy's."""
-    import torch
-
-    def run() -> None:
-        with torch.cuda.stream(torch.cuda.ExternalStream(device.cupy.cuda.get_current_stream().ptr)):
-            call()
-
-    return run
-
-
 def difference(pair: Pair, device: Cuda) -> float:
     """The largest, of one call of each, relative to the largest number."""
     pair.ours()
     device.cupy.cuda.Device().synchronize()
-    on_cupys_stream(pair.theirs, device)()
+    on_cupys_stream(pair.theirs)()
     device.cupy.cuda.Device().synchronize()
     largest = 0.0
     for ours, theirs in zip(*pair.results, strict=True):
@@ -168,7 +157,7 @@ def main() -> None:
             differs = difference(first, device)
             times = {
                 "us": device.time([p.ours for p in pairs]),
-                "vllm_us": device.time([on_cupys_stream(p.theirs, device) for p in pairs]),
+                "vllm_us": device.time([on_cupys_stream(p.theirs) for p in pairs]),
                 "copy_us": device.time([device.copy(first.read, first.written, BF16) for _ in pairs]),
             }
             figures.append(

@@ -8,6 +8,7 @@ A benchmark is a function that yields `Case`s, and a call of `main`.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -19,7 +20,18 @@ import pykv
 from pykv._tools import output
 from pykv._tools.timing import Call, Case, Cpu, Cuda, Device, about, lines, measure, table
 
-__all__ = ["Call", "Case", "Cpu", "Cuda", "Device", "main", "write_json"]
+__all__ = ["Call", "Case", "Cpu", "Cuda", "Device", "main", "on_cupys_stream", "write_json"]
+
+
+def on_cupys_stream(call: Callable[[], object]) -> Call:
+    """torch's idea of the current stream is its own; the graph is captured on CuPy's."""
+    torch, cupy = importlib.import_module("torch"), importlib.import_module("cupy")
+
+    def run() -> None:
+        with torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)):
+            call()
+
+    return run
 
 
 def _commit() -> str:

@@ -1,7 +1,7 @@
 """Paged attention of other libraries, on the arrays that pykv's calls get: those that are there.
 
 FlashInfer's tensor-core decode (`pip install flashinfer-python`; its plan is made before the timed call), cuDNN's paged
-attention (`pip install nvidia-cudnn-frontend`) and FlashAttention 3 as vLLM builds it (vllm.py), all through torch.
+attention (`pip install nvidia-cudnn-frontend`) and FlashAttention 3 as vLLM builds it (vllm_libraries.py), all through torch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from timing import on_cupys_stream
 from vllm_libraries import library, load
 
 Call = Callable[[], object]
@@ -68,17 +69,6 @@ def _torch(array: Any, dtype: str | None = None) -> Any:
     return tensor if dtype is None else tensor.view(getattr(torch, dtype))
 
 
-def _on_cupys_stream(call: Callable[[], object]) -> Call:
-    """torch's idea of the current stream is its own; the graph is captured on CuPy's."""
-    torch, cupy = importlib.import_module("torch"), importlib.import_module("cupy")
-
-    def run() -> None:
-        with torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)):
-            call()
-
-    return run
-
-
 @functools.cache
 def _workspace(size: int) -> Any:
     """One for all calls: they run one after the other."""
@@ -107,7 +97,7 @@ def _flashinfer(problem: Problem) -> Call:
     kind = "float8_e4m3fn" if problem.fp8 else None
     query, out = _torch(problem.query), _torch(problem.out)
     caches = _torch(problem.key_cache, kind), _torch(problem.value_cache, kind)
-    return _on_cupys_stream(lambda: wrapper.run(query, caches, out=out))
+    return on_cupys_stream(lambda: wrapper.run(query, caches, out=out))
 
 
 def _fa3(problem: Problem) -> Call:
@@ -123,7 +113,7 @@ def _fa3(problem: Problem) -> Call:
         query, key, value, None, None, None, out, starts, None, None, None, lens, *most, tables, *none,
         None, None, None, scale, True, -1, -1, 0.0, True, None, 0, None, 0, None, 1, 0, None,
     ]  # fmt: skip
-    return _on_cupys_stream(lambda: forward(*arguments))
+    return on_cupys_stream(lambda: forward(*arguments))
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from pykv.packed_weight import PackedWeight
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from timing import Call, Case, Cuda, Device, main
+from timing import Call, Case, Cuda, Device, main, on_cupys_stream
 
 
 def integers(bits: int, zeros: bool, n: int, k: int) -> PackedWeight:
@@ -86,15 +86,8 @@ def plain(n: int, k: int, rows: int, dtype: str, device: Device) -> Call:
 
     out, x, w = (device.random(shape, dtype) for shape in ((rows, n), (rows, k), (n, k)))
     if isinstance(device, Cuda):
-        cupy = device.cupy
         there = [torch.utils.dlpack.from_dlpack(a.view(np.int16)).view(getattr(torch, dtype)) for a in (out, x, w)]
-
-        def multiply() -> None:
-            stream = torch.cuda.get_stream_from_external(cupy.cuda.get_current_stream().ptr)
-            with torch.cuda.stream(stream):
-                torch.matmul(there[1], there[2].T, out=there[0])
-
-        return multiply
+        return on_cupys_stream(lambda: torch.matmul(there[1], there[2].T, out=there[0]))
     here = [torch.from_numpy(a.view(np.int16)).view(getattr(torch, dtype)) for a in (out, x, w)]
     return lambda: torch.matmul(here[1], here[2].T, out=here[0])
 

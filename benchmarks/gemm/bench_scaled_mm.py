@@ -18,7 +18,7 @@ import pykv
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from timing import Call, Case, Device, main
+from timing import Call, Case, Device, main, on_cupys_stream
 
 SHAPES = [(4096, 4096), (14336, 4096), (8192, 8192)]
 ROWS = [1, 64, 256, 1024, 8192]
@@ -58,19 +58,12 @@ def product(form: str, n: int, k: int, rows: int, dtype: str, device: Device) ->
 
 
 def of_torch(n: int, k: int, rows: int, dtype: str, device: Device) -> Call:
-    import cupy
     import torch
 
     a, b, of_a, of_b = (torch.as_tensor(x) for x in arrays("fp8", n, k, rows, device))
     a, b = a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn)
     out = torch.empty((rows, n), dtype=getattr(torch, dtype), device=a.device)
-
-    def call() -> None:  # on the stream that is timed: the graph would have nothing of any other
-        stream = torch.cuda.get_stream_from_external(cupy.cuda.get_current_stream().ptr)
-        with torch.cuda.stream(stream):
-            torch._scaled_mm(a, b, of_a, of_b, out_dtype=out.dtype, out=out)
-
-    return call
+    return on_cupys_stream(lambda: torch._scaled_mm(a, b, of_a, of_b, out_dtype=out.dtype, out=out))
 
 
 def has_torch() -> bool:

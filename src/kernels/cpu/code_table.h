@@ -6,16 +6,6 @@
 namespace pykv::PYKV_ISA {
 
 #if defined(__AVX512VBMI__)
-// A byte for each of 64 places.
-struct Bytes64 {
-  uint8_t bytes[64];
-  template <class Of>
-  constexpr explicit Bytes64(Of of) : bytes() {
-    for (int i = 0; i < 64; ++i) bytes[i] = static_cast<uint8_t>(of(i));
-  }
-  [[gnu::always_inline]] operator __m512i() const { return load_raw<__m512i>(bytes); }
-};
-
 // Results of 16 bits that depend on the code alone and, but for the sign, on its magnitude: two tables of 128 bytes, in which one
 // instruction each looks all codes of a register up.
 class CodeTable {

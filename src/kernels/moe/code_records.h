@@ -16,9 +16,7 @@ struct RecordLayout {
 
   RecordLayout() = default;
   RecordLayout(int64_t width, bool in_blocks)
-      : scales_at(up16(width)),
-        bytes(scales_at + up16(4 * blocks(width))),
-        num_scales(in_blocks ? (width + kBlock - 1) / kBlock : 1) {}
+      : scales_at(up16(width)), bytes(scales_at + up16(4 * blocks(width))), num_scales(in_blocks ? blocks(width) : 1) {}
 
   static int64_t up16(int64_t n) { return (n + 15) / 16 * 16; }
   // Whether there are several or not, there is room for them.
