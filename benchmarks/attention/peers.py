@@ -1,7 +1,8 @@
 """Paged attention of other libraries, on the arrays that pykv's calls get: those that are there.
 
 FlashInfer's tensor-core decode (`pip install flashinfer-python`; its plan is made before the timed call), cuDNN's paged
-attention (`pip install nvidia-cudnn-frontend`) and FlashAttention 3 as vLLM builds it (vllm_libraries.py), all through torch.
+attention (`pip install nvidia-cudnn-frontend`) and FlashAttention 3 as vLLM builds it (vllm_libraries.py), all through
+torch.
 """
 
 from __future__ import annotations
