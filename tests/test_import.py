@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from pykv import _C
 
 ROOT = Path(__file__).parent.parent
@@ -20,6 +22,23 @@ def test_python_started_in_the_clone_is_told(tmp_path: Path) -> None:
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"ImportError: {tmp_path}/pykv is the source folder of pykv and has no compiled part")
     assert last.endswith("start it in another folder")
+
+
+def test_the_extension_exports_its_entries_alone() -> None:
+    """What it exported of a static libstdc++ took the place of the shared one's, and torch's import crashed."""
+    nm = shutil.which("nm")
+    if nm is None:
+        pytest.skip("no nm")
+    table = subprocess.run([nm, "-D", "--defined-only", _C.__file__], capture_output=True, text=True, check=True).stdout
+    strong = [name for _, kind, name in (line.split() for line in table.splitlines()) if kind in "TDBR"]
+    assert [name for name in strong if not name.startswith("PyInit__C")] == []
+
+
+def test_torch_can_be_imported_after_pykv(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    command = [sys.executable, "-c", "import pykv, torch; print(torch.device('cpu'))"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (ran.returncode, ran.stdout.strip()[-3:]) == (0, "cpu"), ran.stderr[-2000:]
 
 
 def test_a_subinterpreter_gets_an_import_error(tmp_path: Path) -> None:
