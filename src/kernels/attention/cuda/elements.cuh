@@ -84,8 +84,7 @@ constexpr CacheKind kKindOf<Element8<kFormat>> = kFormat == KvFormat::kE4M3   ? 
 template <>
 constexpr CacheKind kKindOf<ElementNvfp4> = CacheKind::kNvfp4;
 
-// Those that have the line and plain clusters for one token, and the line for several.
 template <class Element>
-constexpr bool kIsRare = ColumnSizes{kKindOf<Element>, 0, 0}.rare();
+constexpr bool kIsCommon = is_common(kKindOf<Element>);
 
 }  // namespace pykv::attention

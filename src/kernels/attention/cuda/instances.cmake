@@ -22,7 +22,7 @@ endfunction()
 
 attention_instances(generic/mma.cuh launch_mma f16 bf16 e4m3 e5m2 int8 nvfp4)
 attention_instances(decode/launch.cuh launch_decode f16 bf16 e4m3 e5m2 int8 nvfp4)
-attention_instances(decode/tokens.cuh launch_tokens f16 bf16 e4m3 e5m2 int8 nvfp4)
+attention_instances(decode/tokens.cuh launch_tokens f16 bf16 e4m3 nvfp4)
 attention_instances(verify/launch.cuh launch_verify f16 bf16 e4m3 e5m2 int8)
 attention_instances(verify/launch.cuh launch_verify_clusters f16 bf16 e4m3)
 attention_instances(prefill/kernel.cuh launch_prefill f16 bf16)

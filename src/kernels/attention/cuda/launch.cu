@@ -190,8 +190,8 @@ LaunchOf* launch_of(KernelId kernel, const PagedAttentionArgs& a) {
     case KernelId::kTokensEither:
     case KernelId::kSmallPagesLine:
     case KernelId::kSmallPagesCluster:
-      return of_kind(a, launch_tokens<F16>, launch_tokens<BF16>, launch_tokens<E4M3>, launch_tokens<E5M2>,
-                     launch_tokens<Int8>, launch_tokens<Nvfp4>);
+      return of_kind(a, launch_tokens<F16>, launch_tokens<BF16>, launch_tokens<E4M3>, nullptr, nullptr,
+                     launch_tokens<Nvfp4>);
     case KernelId::kVerifyLine:
       return of_kind(a, launch_verify<F16>, launch_verify<BF16>, launch_verify<E4M3>, launch_verify<E5M2>,
                      launch_verify<Int8>);

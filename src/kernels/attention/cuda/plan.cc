@@ -67,11 +67,13 @@ bool Planner::rows(const Request& r, RowClass rows) {
   if (may_verify(r, rows)) {
     if (!verify(r, rows)) return false;
   } else {
-    const RowClass tile = mma_rows(rows, r.a.head_size);
+    const bool has_many = has_many_rows(r.kind, r.packed());
+    const RowClass tile = mma_rows(rows, r.a.head_size, has_many);
     const MmaSizes s = mma_sizes(r.kind, rounded(r.a.head_size), tile);
     Instance instance{r.a.batch_invariant ? KernelId::kMmaInvariant : KernelId::kMma, rounded(r.a.head_size), s.rows};
     instance.packed = r.packed();
-    if (!line(r, instance, kThreads, s.shared_bytes, s.blocks_of_sm, s.unit_tokens(), mma_tiling(rows, r.a.head_size)))
+    if (!line(r, instance, kThreads, s.shared_bytes, s.blocks_of_sm, s.unit_tokens(),
+              mma_tiling(rows, r.a.head_size, has_many)))
       return false;
   }
   combine(r);
@@ -87,7 +89,7 @@ bool Planner::may_go_either_way(const Request& r, RowClass rows) const {
   // One sequence has clusters without a line, and one query token of few heads a line of decoding, whatever its pages are; but not
   // where only the device knows that each sequence has one.
   const bool decodes = r.a.cu_query_lens.data == nullptr && r.group <= (r.a.head_size <= 64 ? 4 : 8);
-  return r.a.num_seqs == 1 ? rows == RowClass::kMore : !decodes;
+  return r.a.num_seqs == 1 ? has_17_to_64_rows(rows) : !decodes;
 }
 
 // By a kernel that is clusters or a line, as it finds the lengths, or by clusters, and before or after them a line, of which one finds

@@ -81,7 +81,7 @@ LineOf Planner::line_of(const Request& r) const {
   const bool by_verify = may_verify(r, r.rows());
   const int64_t columns = r.a.num_tokens / r.a.num_seqs * r.group;
   // Where elements are to be widened: up to eight columns are quicker there than by warpgroups.
-  const int most = r.kind == CacheKind::kNvfp4 ? 32 : by_verify ? 8 : 16;
+  const int most = by_verify ? 8 : 16;
   const bool may_decode = r.kind != CacheKind::k16Bits && r.a.head_size > 64 && r.a.head_size <= 128;
   if (r.a.batch_invariant || (may_decode && columns <= most && !fills_verify(r))) return LineOf::kDecoding;
   return by_verify ? LineOf::kVerify : LineOf::kWarps;
@@ -160,11 +160,10 @@ int Planner::cluster_bytes(const ClusterSizes& s, int group, int blocks, int war
 int Planner::keys_alone(const ClusterSizes& s, int spans, int64_t heads, int round) const {
   if (s.invariant) return round / s.tile() / 4 * kChunkTokens;  // where each four warps have a chunk
   const float join = 4 + static_cast<float>(s.columns * s.head_size) / static_cast<float>(s.warps * 32 * 8);
-  const bool is_slow = s.narrow() || s.raw();
-  const float tiles = is_slow ? 0.24f * static_cast<float>(s.warps) : 0.92f;
-  const float of_round = tiles * (s.columns <= 8 ? 1.f : s.columns == 16 ? 1.3f : 1.8f);
+  const float tiles = s.narrow() ? 0.24f * static_cast<float>(s.warps) : 0.92f;
+  const float of_round = tiles * (s.columns <= 8 ? 1.f : 1.3f);
   const float half = static_cast<float>(d_.sms) / static_cast<float>(2 * kMostBlocks * heads);
-  const float quicker = is_slow ? static_cast<float>(spans) : std::min(static_cast<float>(spans), half);
+  const float quicker = s.narrow() ? static_cast<float>(spans) : std::min(static_cast<float>(spans), half);
   return static_cast<int>(static_cast<float>(round) * (join / of_round) * quicker / (quicker - 1));
 }
 
@@ -187,20 +186,13 @@ Clusters Planner::cluster_size(const Request& r, const ClusterSizes& s) const {
   const auto room = [&](int blocks) {  // for so many clusters at once
     const int bytes = cluster_bytes(s, r.group, blocks, s.warps);
     const int clusters = bytes == 0 ? 0 : resident_clusters(blocks, s.warps * 32, bytes, s.blocks_of_sm());
-    const bool may_double =
-        !s.raw() && blocks <= 2 && heads * most > kFewKeys * d_.sms;  // nvfp4 waits for instructions
+    const bool may_double = blocks <= 2 && heads * most > kFewKeys * d_.sms;
     return may_double ? clusters : std::min(clusters, d_.sms / blocks);
   };
   for (int blocks = kMostBlocks; blocks > 0; --blocks) {
     if (heads > room(blocks)) continue;
-    const bool may_span = s.may_span() && blocks == kMostBlocks && r.lengths == Lengths::kAny;
+    const bool may_span = s.may_span() && !r.folded && blocks == kMostBlocks && r.lengths == Lengths::kAny;
     const int spans = may_span ? spans_for(s, most, blocks, room(blocks), heads) : 1;
-    // nvfp4 keeps its SMs busy: of long sequences four of half the size are quicker, on all SMs.
-    if (s.raw() && may_span && spans == 1 && most > 2 * kMostOfFew) {
-      constexpr int kHalfBlocks = kMostBlocks / 2;
-      const int halves = spans_for(s, most, kHalfBlocks, room(kHalfBlocks), heads);
-      if (halves > 1) return {kHalfBlocks, s.warps, halves};
-    }
     if (r.a.num_seqs > 1 && most > kMostOfFew && spans == 1) return {0, 0};
     constexpr int64_t kMostElements = 1 << 23;  // of a block's keys, times the blocks that are missing
     const int64_t missing = d_.sms * 4 / 9 - heads * blocks * spans;
@@ -211,10 +203,9 @@ Clusters Planner::cluster_size(const Request& r, const ClusterSizes& s) const {
   const int half = s.invariant ? 4 : s.warps / 2;
   // Of elements that are to be widened, chunks for more than two blocks of an SM are better shared out evenly.
   const bool by_two = s.invariant && s.narrow() && s.head_size == 128;
-  // A tile for each warp is enough for windows and one byte that find room at once, of which the line has nothing else to begin, and
-  // for nvfp4, whose line has units of eight tiles.
+  // A tile for each warp is enough for windows and one byte that find room at once, of which the line has nothing else to begin.
   const bool is_one_wave = (s.narrow() || !r.sees_all()) && heads <= 2 * d_.sms;
-  const bool suits = most <= kMostOfMany && most >= (is_one_wave || s.raw() ? 1 : 2) * half * s.tile() &&
+  const bool suits = most <= kMostOfMany && most >= (is_one_wave ? 1 : 2) * half * s.tile() &&
                      (!by_two || heads <= 2 * d_.sms) && cluster_bytes(s, r.group, 1, half) > 0;
   return {suits ? 1 : 0, half};
 }
@@ -235,18 +226,17 @@ Clusters Planner::wide_size(const Request& r, const ClusterSizes& s, const Clust
       const Clusters wide = cluster_size(r, s);
       if (rounds(usual) < kTeamWarps && rounds(wide) < rounds(usual)) return wide;
     }
-    const bool is_scaled = s.kind != CacheKind::k16Bits;
-    const bool suits = is_scaled && most_keys(r, s.tile()) > many * usual.blocks * usual.spans;
+    const bool suits = s.narrow() && usual.spans == 1 && most_keys(r, s.tile()) > many * usual.blocks;
     return suits ? cluster_size(r, s) : Clusters{0, 0};
   }
   if (usual.blocks == 0 || heads <= 2 * sms) return {0, 0};
   return {1, !s.invariant && heads > 3 * sms && heads <= 4 * sms ? 3 : 4};
 }
 
-KernelId Planner::cluster_kernel(const Request& r, const ClusterSizes& s, bool spans, bool by_token) {
+KernelId Planner::cluster_kernel(const Request& r, const ClusterSizes& s, bool spans) {
   if (s.invariant) return spans ? KernelId::kInvariantSpans : KernelId::kInvariantCluster;
   if (s.tokens)
-    return spans ? KernelId::kTokensSpans : by_token ? KernelId::kSmallPagesCluster : KernelId::kTokensCluster;
+    return spans ? KernelId::kTokensSpans : s.by_token ? KernelId::kSmallPagesCluster : KernelId::kTokensCluster;
   return spans          ? KernelId::kDecodeSpans
          : r.folded     ? KernelId::kFoldedCluster
          : s.hides_keys ? KernelId::kWindowCluster
@@ -254,17 +244,17 @@ KernelId Planner::cluster_kernel(const Request& r, const ClusterSizes& s, bool s
 }
 
 // Returns false if these kernels do not suit the call.
-bool Planner::clusters(const Request& r, const ClusterSizes& sizes, const Clusters& size, bool by_token) {
+bool Planner::clusters(const Request& r, const ClusterSizes& sizes, const Clusters& size) {
   const int64_t heads = r.heads() * r.ways, clusters = heads * size.spans, blocks = clusters * size.blocks;
   if (blocks == 0 || blocks >= int64_t{1} << 31) return false;
   const int bytes = cluster_bytes(sizes, r.group, size.blocks, size.warps);
   if (bytes == 0) return false;
   const LineOf line = r.lengths == Lengths::kAny ? LineOf{} : line_of(r);
   const bool spans = size.spans > 1;
-  Instance instance{cluster_kernel(r, sizes, spans, by_token), sizes.head_size, sizes.columns};
+  Instance instance{cluster_kernel(r, sizes, spans), sizes.head_size, sizes.columns};
   instance.wide = sizes.wide;
   instance.spans = spans;
-  instance.by_token = by_token;
+  instance.by_token = sizes.by_token;
   Step s = step_of(r, instance, static_cast<int>(blocks), size.warps * 32, size.blocks, bytes);
   set_cluster(s, r, sizes.tokens ? r.tile_tokens * r.tile_heads : r.group, sizes.head_size / (r.folded ? 8 : 4));
   s.query_rows = r.query_rows;
@@ -276,7 +266,7 @@ bool Planner::clusters(const Request& r, const ClusterSizes& sizes, const Cluste
   }
   if (spans) {
     s.spans = size.spans;
-    s.pitch = sizes.head_size / (r.folded ? 2 : 1);
+    s.pitch = sizes.head_size;
     s.keys_alone = keys_alone(sizes, size.spans, heads, size.blocks * size.warps * sizes.tile());
     if (d_.overlaps_kernels()) s.early_blocks = static_cast<unsigned>(blocks);  // the sequence may be short
   }

@@ -22,7 +22,7 @@ bool Planner::line_kernel(const Request& r, const LineSizes& s, bool by_token, b
   instance.packed = s.packed;
   instance.deep = deep;
   instance.single = s.heads == 1;
-  instance.sees_all = !s.packed && !s.invariant && r.sees_all();
+  instance.sees_all = r.folded || (has_sees_all(s) && !by_token && r.sees_all());
   return line(r, instance, s.warps * 32, s.shared_bytes(), s.blocks_of_sm, s.unit_tokens(), line_tiling(r, s));
 }
 
@@ -59,13 +59,13 @@ bool Planner::decode_either(const Request& r, const ClusterSizes& usual, const L
 
 // Two KV heads as one, in clusters or on the line.
 bool Planner::folded(const Request& given, bool on_line) {
-  if (given.a.head_size <= 32 || given.group > 8 || !given.can_fold()) return false;
+  if (given.a.head_size <= 32 || given.group > 8 || !given.can_fold() || !given.sees_all()) return false;
   const Request r = given.fold();
   const int columns = r.group > 8 ? 16 : 8;
   const LineSizes of_line = line_sizes(r.kind, 128, false, columns, false);
   if (on_line) {
     constexpr int64_t kMany = 1024;  // keys; the ends of fewer are dearer
-    return suits_decode(r, of_line) && most_keys(r, of_line.tile()) >= kMany && lines(r, of_line);
+    return has_line(of_line) && suits_decode(r, of_line) && most_keys(r, of_line.tile()) >= kMany && lines(r, of_line);
   }
   const ClusterSizes cluster = cluster_sizes(r.kind, 128, columns, false, false);
   if (columns == 8 && decode_either(r, cluster, of_line)) return true;
@@ -100,17 +100,16 @@ bool Planner::decode_clusters(Request r, const LineSizes& of_line) {
     r.lengths = Lengths::kForClusters;
     size = cluster_size(r, usual);
   }
-  if (!invariant && !usual.rare() && r.has_short_window()) {
+  if (!invariant && columns <= 8 && r.has_short_window()) {
     ClusterSizes hiding = usual;
     hiding.hides_keys = true;
     return clusters(r, hiding, cluster_size(r, hiding));
   }
   if (!r.sees_all()) return false;  // clusters of several tokens may take it
   if (may_fold(of_line) && folded(r, false)) return true;
-  if (!invariant && !usual.rare() && columns <= 8 && head_size >= 128 && size.spans == 1) {
+  if (!invariant && columns <= 8 && head_size >= 128 && size.spans == 1) {
     if (decode_either(r, usual, of_line)) return true;
-    // nvfp4 is taken head by head there
-    if (of_line.heads > 1 && of_line.narrow() && r.num_kv_heads % of_line.heads != 0) {
+    if (of_line.heads > 1 && r.num_kv_heads % of_line.heads != 0) {
       if (decode_either(r, usual, line_sizes(r.kind, head_size, false, columns, false, false, true))) return true;
     }
   }
@@ -124,21 +123,20 @@ bool Planner::decode_clusters(Request r, const LineSizes& of_line) {
 
 // One query token for each sequence.  Returns false if these kernels do not suit the call.
 bool Planner::decode(const Request& r) {
-  const bool invariant = r.a.batch_invariant, nvfp4 = r.kind == CacheKind::kNvfp4;
-  if (nvfp4 && (invariant || r.packed())) return false;
+  const bool invariant = r.a.batch_invariant;
   const int head_size = rounded(r.a.head_size), columns = head_size > 128 || r.group <= 8 ? 8 : 16;
   const LineSizes s = line_sizes(r.kind, head_size, r.packed(), columns, invariant);
   if (!suits_decode(r, s)) return false;
-  if (!r.packed() && r.lengths == Lengths::kAny && decode_clusters(r, s)) return true;
+  if (is_common(r.kind) && !r.packed() && r.lengths == Lengths::kAny && decode_clusters(r, s)) return true;
+  if (!has_line(s)) return false;
   if (may_prefer_verify(s) && prefers_verify(r, s)) return false;
   if (may_fold(s) && columns == 8 && folded(r, true)) return true;
   if (invariant && columns == 8 && s.narrow() && s.blocks_of_sm == 3) {
     // Long sequences keep more bytes under way, if their elements are widened quickly.  So do four short segments for each SM,
     // of which two blocks have two whole ones each, where three would cut them.
     constexpr int64_t kShort = 1024;  // tokens
-    const bool is_quick = r.kind != CacheKind::kInt8;
-    if ((is_quick && r.max_seq_len > kShort) || (r.heads() > 3 * d_.sms && r.heads() <= 4 * d_.sms))
-      return line_kernel(r, line_sizes(r.kind, head_size, r.packed(), columns, true, true), false, true);
+    if (r.max_seq_len > kShort || (r.heads() > 3 * d_.sms && r.heads() <= 4 * d_.sms))
+      return line_kernel(r, line_sizes(r.kind, head_size, false, columns, true, true), false, true);
   }
   return lines(r, s);
 }

@@ -18,8 +18,8 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 Tiling few_rows_tiling(int head_size);
 Tiling simple_tiling(int head_size);
 Tiling tiling_of(RowClass rows, int head_size);
-RowClass mma_rows(RowClass rows, int head_size);
-Tiling mma_tiling(RowClass rows, int head_size);
+RowClass mma_rows(RowClass rows, int head_size, bool has_many);
+Tiling mma_tiling(RowClass rows, int head_size, bool has_many = true);
 bool uniform_rows(int64_t num_tokens, int64_t num_seqs, int group, int head_size, RowClass& rows);
 bool may_be_mixed(RowClass rows, int64_t num_tokens, int64_t num_seqs);
 RowClass class_for(RowClass rows, bool batch_invariant, bool short_by_verify, int head_size);

@@ -10,6 +10,10 @@ namespace pykv::attention {
 
 enum class CacheKind : uint8_t { k16Bits, kE4M3, kE5M2, kInt8, kNvfp4 };
 
+// Kinds that are served by all kernels.  The others have the line of one token, those of several (of nvfp4 in decode/, of one byte in
+// verify/), and mma.
+constexpr bool is_common(CacheKind kind) { return kind == CacheKind::k16Bits || kind == CacheKind::kE4M3; }
+
 // Of structures that lie in shared memory or in the workspace.
 constexpr int kUnitBytes = 64, kWalkerBytes = 176, kPlanBytes = 64, kLineShareBytes = 48, kNoteBytes = 32;
 constexpr int kPrefillBytes = 1072, kCountsBytes = 256;  // the latter with what aligns other things behind them
@@ -26,16 +30,11 @@ struct ColumnSizes {
 
   constexpr bool raw() const { return kind == CacheKind::kNvfp4; }
   constexpr bool narrow() const { return !raw() && kind != CacheKind::k16Bits; }  // elements that registers widen
-  // Those that have the line and plain clusters for one token, and the line for several.
-  constexpr bool rare() const { return kind == CacheKind::kE5M2 || kind == CacheKind::kInt8; }
   constexpr int element_bytes() const { return narrow() ? 1 : 2; }
   constexpr int tile() const { return raw() && columns <= 16 ? 32 : 32 / element_bytes(); }
   constexpr int tile_bytes() const {
     const int elements = tile() * head_size;
     return raw() ? static_cast<int>(nvfp4_bytes(elements)) : elements * element_bytes();
-  }
-  constexpr int shared_queries_bytes() const {
-    return head_size / 16 * (columns / 16) * 512 + columns * 16 + 16 + kUnitBytes;
   }
 };
 
@@ -43,7 +42,6 @@ struct ColumnSizes {
 struct LineSizes : ColumnSizes {
   bool packed, invariant, tokens;
   bool late;                 // a tile of each warp under way, not two: best for elements of one byte
-  bool shared_queries;       // in shared memory, for registers have no room
   int heads, warps, stages;  // KV heads of a segment, warp by warp
   int blocks_of_sm, lead;
 
@@ -52,7 +50,7 @@ struct LineSizes : ColumnSizes {
   constexpr int shared_bytes() const {
     const int parts = stages + (invariant && !late), part_bytes = tokens ? 48 : 32;
     return warps * (stages * stage_bytes() + parts * part_bytes + columns * kStatsBytes) + kLineShareBytes +
-           (shared_queries ? heads * shared_queries_bytes() : 0) + (invariant ? warps * head_size * 16 : 0);
+           (invariant ? warps * head_size * 16 : 0);
   }
 };
 
@@ -60,23 +58,20 @@ struct LineSizes : ColumnSizes {
 // heads are not taken in pairs.  tokens: queries are of several tokens.
 constexpr LineSizes line_sizes(CacheKind kind, int head_size, bool packed, int columns, bool invariant,
                                bool deep = false, bool single = false, bool tokens = false) {
-  LineSizes s{{kind, head_size, columns}, packed, invariant, tokens, false, false, 1, 4, 2, 2, invariant ? 0 : 1};
+  LineSizes s{{kind, head_size, columns}, packed, invariant, tokens, false, 1, 4, 2, 2, invariant ? 0 : 1};
   const bool widens = s.narrow() || s.raw();
-  // Sixteen columns leave twelve warps no registers for their queries.
-  s.shared_queries = columns == 16 && head_size == 128 && s.narrow() && !invariant;
   // Two blocks of six warps leave fewer pieces than three of four; but lines of packed values may be the tokens of four tiles, which
   // are to be read together.  nvfp4 has eight warps, for it takes instructions.
   const bool eight_warps = s.raw() && head_size <= 128 && columns <= 8;
-  const bool twelve_of_sm = head_size == 128 && (columns <= 8 || s.shared_queries) && !invariant;
+  const bool twelve_of_sm = head_size == 128 && columns <= 8 && !invariant;
   const bool three_blocks = twelve_of_sm && packed, six_or_eight = eight_warps || twelve_of_sm;
-  const bool six_of_wide =
-      head_size == 256 && columns <= 8 && !invariant && !packed;  // there is room for one such block
+  const bool six_of_wide = head_size == 256 && columns <= 8 && !invariant;  // there is room for one such block
   s.late = widens && (six_or_eight || (invariant && head_size == 128 && columns == 8 && !deep));
   // Neighbours in memory are read together, and there are half as many ends.  The block of twelve warps has the units of two blocks
   // of six.  Of nvfp4, whose neighbours share lines, 64 x 8k took 330 us without it, not 247.
   s.heads = six_or_eight && s.late && !packed && !single ? 2 : 1;
   s.warps = eight_warps ? 8 * s.heads : (twelve_of_sm && !three_blocks) || six_of_wide ? 6 * s.heads : 4;
-  const bool two_blocks = deep || (columns == 16 && (widens || packed));
+  const bool two_blocks = deep || (columns == 16 && widens);
   s.blocks_of_sm = three_blocks       ? 3
                    : six_or_eight     ? 2 / s.heads
                    : head_size == 64  ? 4
@@ -88,21 +83,33 @@ constexpr LineSizes line_sizes(CacheKind kind, int head_size, bool packed, int c
   return s;
 }
 
+// Which lines there are.
+constexpr bool has_line(const LineSizes& s) {
+  const bool few = s.columns <= 8, large = s.head_size > 128;
+  if (s.kind == CacheKind::kNvfp4) return !s.invariant && !s.packed;
+  if (s.narrow() && s.tokens) return s.kind == CacheKind::kE4M3 && few;
+  if (!is_common(s.kind)) return few && !large && !s.invariant && !s.packed;
+  if (s.invariant) return few && !s.packed;
+  return s.packed ? few && !large : !s.narrow() || few || s.head_size == 64;
+}
+// ... and which have an instance for calls without a window.
+constexpr bool has_sees_all(const LineSizes& s) {
+  return is_common(s.kind) && s.columns <= 8 && !s.packed && !s.invariant && !s.tokens;
+}
+
 // Clusters of decoding and of several tokens.
 struct ClusterSizes : ColumnSizes {
-  bool wide, invariant, tokens, hides_keys;
-  bool shared_queries;
+  bool wide, invariant, tokens, hides_keys, by_token;
   int warps, stages;  // at most
 
   constexpr int usual_warps() const { return head_size <= 128 ? 8 : 4; }
   constexpr int ring_bytes() const { return std::max(stages * 2 * tile_bytes(), columns * head_size * 4); }
-  // Clusters beside each other may share their keys.  Of more columns warpgroups' do.  What one token sees through a window is too
-  // little (kMostWindow).
-  constexpr bool may_span() const { return columns <= 16 && (tokens || !hides_keys); }
+  // Clusters beside each other may share their keys, but for small pages and wide blocks.  What one token sees through a window is
+  // too little (kMostWindow).
+  constexpr bool may_span() const { return !by_token && !wide && (tokens || !hides_keys); }
   constexpr int shared_bytes(int block_warps) const {  // but with batch_invariant
     const int items = columns * head_size / 4 + kMostBlocks;
-    const int exchange =
-        (shared_queries ? shared_queries_bytes() : 0) + warps * columns * kStatsBytes + items * kLeafBytes;
+    const int exchange = warps * columns * kStatsBytes + items * kLeafBytes;
     return block_warps * ring_bytes() + (exchange + 8 + 15) / 16 * 16;
   }
   // With batch_invariant: maxima and sums of the warps, and a barrier.
@@ -118,9 +125,8 @@ struct ClusterSizes : ColumnSizes {
 constexpr ClusterSizes cluster_sizes(CacheKind kind, int head_size, int columns, bool wide, bool invariant,
                                      bool tokens = false) {
   ClusterSizes s{{kind, head_size, columns}, wide, invariant, tokens, tokens, false, 0, 0};
-  s.shared_queries = tokens && (columns == 32 || columns * head_size > 2048);  // registers have no room
   s.warps = wide ? s.usual_warps() * 3 / 2 : s.usual_warps();
-  s.stages = s.raw() ? (head_size == 256 && !wide ? 4 : 3) : wide ? 2 : 3;
+  s.stages = wide ? 2 : 3;
   return s;
 }
 
@@ -130,18 +136,19 @@ constexpr LineSizes line_of_clusters(LineSizes line, const ClusterSizes& cluster
   line.heads = line.blocks_of_sm = 1;
   line.warps = cluster.warps;
   line.stages = cluster.stages;
-  line.shared_queries = cluster.shared_queries;
-  line.lead = line.raw() && line.columns <= 8 ? 2 : 4;  // measured on an H100
+  line.lead = 4;  // measured on an H100
   return line;
 }
 
 // Of several tokens: columns that one kernel takes as clusters and as the line.  Sixteen of 16-bit elements are quicker by the line
 // of warpgroups, if it is a line.
 constexpr bool has_either(CacheKind kind, int head_size, int columns) {
-  if (kind == CacheKind::kNvfp4) return head_size == 128 && columns <= 16;
   if (head_size == 128) return columns == 8 || (columns == 16 && kind != CacheKind::k16Bits);
   return columns == (head_size == 256 ? 8 : 16);
 }
+
+// Are there tiles of 128 rows of mma.sync?
+constexpr bool has_many_rows(CacheKind kind, bool packed) { return is_common(kind) && !packed; }
 
 // Tiles of mma.sync, of a class that mma_rows() gives.
 struct MmaSizes {

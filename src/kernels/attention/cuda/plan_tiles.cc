@@ -27,18 +27,19 @@ Tiling tiling_of(RowClass rows, int head_size) {
   }
 }
 
-// The tiles of mma.sync (generic/mma.cuh) for such rows: 64 for fewer, too, and of heads of 256 16 with batch_invariant.
-RowClass mma_rows(RowClass rows, int head_size) {
+// The tiles of mma.sync (generic/mma.cuh) for such rows: 64 for fewer, too, and of heads of 256 16 with batch_invariant.  has_many: of
+// caches that are common.
+RowClass mma_rows(RowClass rows, int head_size, bool has_many) {
   const bool wide = head_size > 128;
-  if (rows == RowClass::kMany) return rows;
+  if (rows == RowClass::kMany) return has_many || wide ? rows : RowClass::kMore;
   if (rows == RowClass::kInvariantFew || rows == RowClass::kInvariantMore)
     return wide ? RowClass::kInvariantFew : RowClass::kInvariantMore;
   return wide ? RowClass::kMany : RowClass::kMore;
 }
-Tiling mma_tiling(RowClass rows, int head_size) {
-  const RowClass tile = mma_rows(rows, head_size);
+Tiling mma_tiling(RowClass rows, int head_size, bool has_many) {
+  const RowClass tile = mma_rows(rows, head_size, has_many);
   Tiling tiling = tiling_of(tile, head_size);
-  if (tile != rows) tiling.blocks_per_sm = 1;  // workspaces would be three times as large
+  if (tile != rows && rows != RowClass::kMany) tiling.blocks_per_sm = 1;  // workspaces would be three times as large
   return tiling;
 }
 

@@ -7,7 +7,8 @@ namespace pykv::attention {
 bool Planner::may_verify(const Request& r, RowClass rows) const {
   const PagedAttentionArgs& a = r.a;
   const bool suits_rows = rows == RowClass::kFew || has_17_to_64_rows(rows);
-  const bool suits_cache = r.kind != CacheKind::kNvfp4 && a.key.chunk >= a.head_size && a.value.dim == 1;
+  const bool suits_kind = is_common(r.kind) || (r.kind != CacheKind::kNvfp4 && a.head_size > 64);
+  const bool suits_cache = suits_kind && a.key.chunk >= a.head_size && a.value.dim == 1;
   return suits_rows && suits_cache && a.head_size <= 128 && !r.sparse && !a.batch_invariant && d_.has_warpgroups;
 }
 
@@ -74,16 +75,14 @@ bool Planner::suits_verify_clusters(const Request& r, int rows) const {
 
 // 17 to 64 rows of short calls, where may_verify().  Returns false if these kernels do not suit the call.
 bool Planner::verify_clusters(const Request& r) {
-  if (r.kind != CacheKind::k16Bits && r.kind != CacheKind::kE4M3) return false;
+  if (!is_common(r.kind)) return false;
   const int rows = suits_verify_clusters(r, 32) ? 32 : suits_verify_clusters(r, 64) ? 64 : 0;
   if (rows == 0) return false;
   const bool narrow = r.kind != CacheKind::k16Bits, many = rows > 32;
   const VerifySizes sizes = verify_sizes(narrow, rounded(r.a.head_size), rows, false);
   if (suits_spans(r)) return verify_cluster(r, sizes, false, true);
-  // Of 64 rows few heads are quicker by clusters beside each other, with half of the rows each; and many over elements of one byte
-  // by the line, unless keys are few.
+  // Of 64 rows many heads over elements of one byte are quicker by the line, unless keys are few.
   constexpr int64_t kFewKeys = 2048;
-  if (many && r.heads() < d_.sms / (narrow ? 3 : 8)) return false;
   const bool suits_alone = !many || !narrow || r.max_seq_len <= kFewKeys;
   return verify_cluster(r, sizes, false, false) || (suits_alone && verify_cluster(r, sizes, true, false));
 }

@@ -48,8 +48,8 @@ class Planner {
   int spans_for(const ClusterSizes& s, int64_t most, int blocks, int64_t room, int64_t heads) const;
   Clusters cluster_size(const Request& r, const ClusterSizes& s) const;
   Clusters wide_size(const Request& r, const ClusterSizes& s, const Clusters& usual) const;
-  static KernelId cluster_kernel(const Request& r, const ClusterSizes& s, bool spans, bool by_token);
-  bool clusters(const Request& r, const ClusterSizes& sizes, const Clusters& size, bool by_token = false);
+  static KernelId cluster_kernel(const Request& r, const ClusterSizes& s, bool spans);
+  bool clusters(const Request& r, const ClusterSizes& sizes, const Clusters& size);
   Step* clusters_or_line(const Request& r, const ClusterSizes& sizes, const LineSizes& of_line, const Clusters& size,
                          int queries);
 
@@ -70,12 +70,12 @@ class Planner {
   bool folded(const Request& given, bool on_line);
   bool prefers_verify(const Request& r, const LineSizes& s) const;
   bool decode_clusters(Request r, const LineSizes& of_line);
-  static bool may_prefer_verify(const LineSizes& s) { return !s.invariant && !s.packed && !s.raw(); }
-  static bool may_fold(const LineSizes& s) { return may_prefer_verify(s) && !s.rare() && s.head_size == 64; }
+  static bool may_prefer_verify(const LineSizes& s) { return is_common(s.kind) && !s.invariant && !s.packed; }
+  static bool may_fold(const LineSizes& s) { return may_prefer_verify(s) && s.head_size == 64; }
   bool decode(const Request& r);
 
   // cuda/plan_tokens.cc
-  Clusters tokens_size(Request& r, const ClusterSizes& s, bool by_token) const;
+  Clusters tokens_size(Request& r, const ClusterSizes& s) const;
   bool tokens_clusters(const Request& given, int head_size, int columns);
   bool tokens_line(const Request& r, int columns);
   bool small_pages(const Request& r);

@@ -45,7 +45,6 @@ struct Shape {
   static constexpr bool kRaw = false;            // codes and scales of nvfp4 as they are: decode/nvfp4_tile.cuh
   static constexpr int kHeads = 1;               // KV heads of a segment
   static constexpr bool kManyTokens = false;     // queries as columns: of several tokens, each of which sees other keys
-  static constexpr bool kSharedQueries = false;  // ... that lie in shared memory, once for all warps
   static constexpr bool kHidesKeys = false;      // decoding proper: windows
   static constexpr bool kHalfLinesMeet = false;  // ... reads heads of 64 bytes with their neighbours
   static constexpr bool kFolded = false;         // ... takes two KV heads as one: decode/shape.cuh

@@ -15,12 +15,10 @@ template <class Element, int kD, int kQueries, bool kWide, bool kForAnyBatch, bo
 struct ClusterShape : ColumnsShape<Element, kD, false, kQueries> {
   static constexpr ClusterSizes kSizes = cluster_sizes(kKindOf<Element>, kD, kQueries, kWide, kForAnyBatch, kTokens);
   static constexpr bool kInvariant = kForAnyBatch, kManyTokens = kTokens, kHidesKeys = kTokens, kSpans = false;
-  using Few = ColumnsShape<Element, kD, false, kQueries>;
   static constexpr int kWarps = kSizes.warps;  // at most
-  static constexpr bool kSharedQueries = kSizes.shared_queries;
   static constexpr bool kWideBlocks = kWide;
-  // For which registers leave room, at least; nvfp4 wants more of them.
-  static constexpr int kBlocksOfSm = kD <= 64 && kQueries <= 8 && !kWide && !Few::kRaw ? 2 : 1;
+  // For which registers leave room, at least.
+  static constexpr int kBlocksOfSm = kD <= 64 && kQueries <= 8 && !kWide ? 2 : 1;
   static constexpr int kStages = kSizes.stages, kRingBytes = kSizes.ring_bytes();  // there a warp leaves its sums
 };
 
@@ -30,11 +28,9 @@ struct Windowed : Cluster {
   static constexpr bool kHidesKeys = true;
 };
 
-struct NoSharedQueries {};
-
 // What the blocks send to the one that finishes these columns, and what the warps of a block share.
 template <class S>
-struct Exchange : std::conditional_t<S::kSharedQueries, SharedQueries<S>, NoSharedQueries> {
+struct Exchange {
   static constexpr int kItems = S::kColumns * S::kD / 4 + kMostBlocks;  // four columns of a query each
   ColumnStats<S> stats;
   float4 parts[kItems];  // [block][item]
@@ -167,13 +163,6 @@ struct ClusterKernel {
 
   __device__ uint32_t stage0() const { return shared_address(rings + warp * S::kRingBytes); }
 
-  // With kSharedQueries: what copies need of the lane is found anew for each tile, for no registers are left for it.
-  __device__ DecodeLoader<S> new_loader() const {
-    int same_lane = lane;
-    asm volatile("" : "+r"(same_lane));
-    return {p, copies, same_lane};
-  }
-
   // The keys before `end`, whose first pages are `ids`.  meanwhile(): what is done once the first tiles are on their way.
   __device__ void attend_keys(int ids, int end, State& state, auto&& meanwhile) const {
     // In iteration i the copies of tile i + stages - 1 start.  One body for all iterations: fetching instructions counts.
@@ -201,13 +190,9 @@ struct ClusterKernel {
           if (next % kAtOnce == 0 && next > 0) ids = later_ids;
           if (next % kAtOnce == kAtOnce - 1) later_ids = look_up_tiles(next + 1);
         }
-        if constexpr (S::kSharedQueries) {
-          part.valid = new_loader().start(stage0 + free * S::kStageBytes, part, ids, next % kAtOnce);
-        } else {
-          part.valid = loader.start(stage0 + free * S::kStageBytes, part, ids, next % kAtOnce);
-        }
+        part.valid = loader.start(stage0 + free * S::kStageBytes, part, ids, next % kAtOnce);
         // The pages after the first are those of all spans, but if these are not used.
-        if (S::kSpans && !S::kByToken && next == 0 && block.spans() != block.all_spans()) ids = look_up_tiles(0);
+        if (S::kSpans && next == 0 && block.spans() != block.all_spans()) ids = look_up_tiles(0);
       }
       cp_async_commit();
       free = after(free);
@@ -221,8 +206,7 @@ struct ClusterKernel {
       part.valid = valid[0];
       cp_async_wait<kStages - 1>();
       __syncwarp();  // the tile is there
-      // Both are its stage; with kSharedQueries a register counts.
-      loader.attend(rings + warp * S::kRingBytes, (S::kSharedQueries ? free : at) * S::kStageBytes, part, state);
+      loader.attend(rings + warp * S::kRingBytes, at * S::kStageBytes, part, state);
       __syncwarp();  // its stage is free
       at = after(at);
     }
@@ -239,7 +223,7 @@ struct ClusterKernel {
 
   // row(column): whose results the column has.  parity: of the phase of the barrier.
   __device__ void finish(const State& state, int parity, auto&& row_of) const {
-    constexpr bool kInLoops = S::kWideBlocks || S::kColumns > 16;  // the warps may be few of kWarps, or the items many
+    constexpr bool kInLoops = S::kWideBlocks;  // the warps may be few of kWarps
     constexpr int kRing = S::kRingBytes / 4;
     static_assert(S::kRingBytes >= Results::kLeftBytes);  // the warp's copies have all come and are read
     float* left = reinterpret_cast<float*>(rings);

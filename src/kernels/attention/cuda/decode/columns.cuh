@@ -11,8 +11,6 @@
 // nvfp4 becomes halves on its way from shared memory: decode/nvfp4_tile.cuh.
 //
 // bf16 keeps too little of P: what rounding leaves of it goes through a second MMA.
-//
-// With kSharedQueries a step's queries come from shared memory, and what only some tiles need of a query does, too.
 #pragma once
 
 #include <type_traits>
@@ -53,7 +51,7 @@ struct QueryColumns {
 
   // s = k . q
   __device__ void scores(uint32_t key_stage, const State& state, Scores& s) const {
-    constexpr bool kTwoChains = kQueryTiles * (S::kSharedQueries ? kParts : 1) < 4;
+    constexpr bool kTwoChains = kQueryTiles < 4;
     Scores odd;  // of every second step: half as long a chain of MMAs
     Scores& second = kTwoChains ? odd : s;
 #pragma unroll
@@ -61,15 +59,13 @@ struct QueryColumns {
 #pragma unroll
       for (int t = 0; t < kParts; ++t) {
         for (int e = 0; e < 4; ++e) {
-          s[i][t][e] = kOffsetKeys ? queries.start_of(state, i, e % 2) : 0.f;
+          s[i][t][e] = kOffsetKeys ? state.start[i][e % 2] : 0.f;
           odd[i][t][e] = 0;
         }
       }
     }
     if constexpr (S::kRaw) {
       add_scores_of_codes(key_stage, state, s, second);
-    } else if constexpr (S::kSharedQueries) {
-      add_scores_of_shared(key_stage, state, s, second);
     } else {
       add_scores(key_stage, state, s, second);
     }
@@ -111,33 +107,6 @@ struct QueryColumns {
     }
   }
 
-  // With kSharedQueries.
-  __device__ void add_scores_of_shared(uint32_t key_stage, const State& state, Scores& even, Scores& odd) const {
-    const uint32_t row0 = first_of_keys(key_stage);
-#pragma unroll
-    for (int k = 0; k < kSteps; k += 2) {
-      uint32_t x[kParts][4];  // of both steps, if they are to be widened
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        uint32_t q[kQueryTiles][2];
-        queries.read_queries(state, k + j, q);
-#pragma unroll
-        for (int t = 0; t < kParts; ++t) {
-          uint32_t a[4];
-          if constexpr (S::kNarrow) {
-            if (j == 0) ldmatrix_x4(x[t], keys_at(row0, k, t));
-            widen_keys(x[t][2 * j], a[0], a[2]);
-            widen_keys(x[t][2 * j + 1], a[1], a[3]);
-          } else {
-            ldmatrix_x4(a, keys_at(row0, k + j, t));
-          }
-#pragma unroll
-          for (int i = 0; i < kQueryTiles; ++i) mma_16x8x16<Mma>((j == 0 ? even : odd)[i][t], a, q[i][0], q[i][1]);
-        }
-      }
-    }
-  }
-
   // Of codes of nvfp4.
   __device__ void add_scores_of_codes(uint32_t key_stage, const State& state, Scores& even, Scores& odd) const {
 #pragma unroll
@@ -150,10 +119,11 @@ struct QueryColumns {
         keys.widen(k / 2, a);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          uint32_t q[kQueryTiles][2];
-          queries.read_queries(state, k + j, q);
 #pragma unroll
-          for (int i = 0; i < kQueryTiles; ++i) mma_16x8x16<Mma>((j == 0 ? even : odd)[i][t], a[j], q[i][0], q[i][1]);
+          for (int i = 0; i < kQueryTiles; ++i) {
+            const uint32_t (&q)[2] = state.query[i][k + j];
+            mma_16x8x16<Mma>((j == 0 ? even : odd)[i][t], a[j], q[0], q[1]);
+          }
         }
       }
     }
@@ -253,7 +223,7 @@ struct QueryColumns {
       for (int i = 0; i < kQueryTiles; ++i) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int position = queries.position_of(state, i, e);
+          const int position = state.position[i][e];
           const int first = first_seen(p, position), last = last_seen(p, position);
 #pragma unroll
           for (int t = 0; t < kParts; ++t) {
@@ -274,14 +244,13 @@ struct QueryColumns {
     for (int i = 0; i < kQueryTiles; ++i) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        if constexpr (S::kSharedQueries) __syncwarp();  // one after the other: all at once take more registers
         const int column = queries.column_of(i, e);
         float slope =
             p.a.alibi_slopes && column < p.group ? p.a.alibi_slopes[queries.query_head(kv_head, column)] : 0.f;
         int position = len - 1;
         if constexpr (S::kManyTokens) {
-          slope = queries.slope_of(state, i, e);
-          position = queries.position_of(state, i, e);
+          slope = state.slope[i][e];
+          position = state.position[i][e];
         }
 #pragma unroll
         for (int t = 0; t < kParts; ++t) {
@@ -289,7 +258,7 @@ struct QueryColumns {
           for (int h = 0; h < 2; ++h) {
             const int token = first_token + token_at<S>(t * 16 + h * 8 + lane / 4);
             float& x = s[i][t][2 * h + e];
-            x = logit(p, x, queries.scale_of(state, i, e), slope, token - position);
+            x = logit(p, x, state.scale[i][e], slope, token - position);
           }
         }
       }
@@ -330,7 +299,7 @@ struct QueryColumns {
     float scale[2], top[2], base[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      scale[e] = state.plain ? queries.scale_of(state, i, e) : 1.f;
+      scale[e] = state.plain ? state.scale[i][e] : 1.f;
       float x = -INFINITY;
 #pragma unroll
       for (int t = 0; t < kParts; ++t) x = fmaxf(x, fmaxf(s[t][e], s[t][2 + e]));

@@ -19,7 +19,7 @@ __global__ void paged_attention_tokens_kernel(const __grid_constant__ Problem p,
 
 template <class S>
 void launch_clusters(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left = {}) {
-  if constexpr (S::kSizes.may_span() && S::kHidesKeys == S::kManyTokens && !S::kSpans) {
+  if constexpr (S::kSizes.may_span() && S::kHidesKeys == S::kManyTokens && !S::kSpans && !S::kByToken && !S::kFolded) {
     if (s.instance.spans) return launch_clusters<Spanned<S>>(p, s, launch, left);
   }
   const int most_bytes = device_info(launch.device).shared_of_block;
@@ -45,7 +45,7 @@ struct LineOfClusters : SeesAll<Line> {
   static constexpr int kHeads = kSizes.heads, kWarps = kSizes.warps, kUnitTokens = kSizes.unit_tokens();
   static constexpr int kBlocksPerSm = kSizes.blocks_of_sm, kLead = kSizes.lead;
   static constexpr int kStages = kSizes.stages, kRingBytes = kStages * Line::kStageBytes;
-  static constexpr bool kSharedQueries = kSizes.shared_queries, kLate = kSizes.late;
+  static constexpr bool kLate = kSizes.late;
 };
 
 // False if the line should take the call.

@@ -33,7 +33,6 @@ struct InvariantExchange {
 
   // Neighbouring lanes read what one item has of several blocks or chunks: these begin in different banks.
   static constexpr int leaf_places(int leaves, int each) { return leaves * (each + 1); }
-  static constexpr int record_places(int blocks, int each) { return blocks * (each + 1); }
   __device__ int leaf_at(int leaf, int i) const { return leaf * (each + 1) + i; }
   __device__ int record_at(int block, int i) const { return block * (each + 1) + i; }
 

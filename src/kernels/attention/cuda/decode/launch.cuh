@@ -9,10 +9,12 @@ namespace pykv::attention {
 // Two KV heads as one, of up to 64 dimensions each.
 template <class Element, int kQueries>
 void launch_folded(const Problem& p, const Step& s, const Launch& launch) {
-  using Line = Folded<DecodeShape<Element, 128, false, kQueries, false>>;
-  using Single = Folded<DecodeShape<Element, 128, false, kQueries, false, false, true>>;
+  using Line = SeesAll<Folded<DecodeShape<Element, 128, false, kQueries, false>>>;
+  using Single = SeesAll<Folded<DecodeShape<Element, 128, false, kQueries, false, false, true>>>;
   using Usual = Folded<ClusterShape<Element, 128, kQueries, false, false>>;
-  if (s.instance.kernel == KernelId::kFoldedLine) return launch_lines<Line, Single>(p, s, launch);
+  if constexpr (has_line(Line::kSizes)) {
+    if (s.instance.kernel == KernelId::kFoldedLine) return launch_lines<Line, Single>(p, s, launch);
+  }
   if constexpr (kQueries == 8) {
     using Wide = Folded<ClusterShape<Element, 128, kQueries, true, false>>;
     if (s.instance.kernel == KernelId::kFoldedEither) return launch_either<Usual, Wide, Line>(p, s, launch);
@@ -24,8 +26,10 @@ void launch_folded(const Problem& p, const Step& s, const Launch& launch) {
 template <class Element, int kD, int kQueries, bool kForAnyBatch>
 void launch_decode_clusters(const Problem& p, const Step& s, const Launch& launch) {
   using Usual = ClusterShape<Element, kD, kQueries, false, kForAnyBatch>;
-  if constexpr (!kForAnyBatch && !kIsRare<Element>) {
-    if (s.instance.kernel == KernelId::kWindowCluster) return launch_clusters<Windowed<Usual>>(p, s, launch);
+  if constexpr (!kForAnyBatch) {
+    if constexpr (kQueries <= 8) {
+      if (s.instance.kernel == KernelId::kWindowCluster) return launch_clusters<Windowed<Usual>>(p, s, launch);
+    }
     if constexpr (kQueries <= 8 && kD >= 128) {
       using Line = DecodeShape<Element, kD, false, kQueries, false>;
       // Of one byte of heads of 256 more warps would have a tile less each under way.
@@ -49,7 +53,7 @@ void launch_decode_clusters(const Problem& p, const Step& s, const Launch& launc
 template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch>
 void launch_decode_shape(const Problem& p, const Step& s, const Launch& launch) {
   using Line = DecodeShape<Element, kD, kPackedV, kQueries, kForAnyBatch>;
-  if constexpr (!kPackedV && (!kForAnyBatch || kQueries == 8)) {
+  if constexpr (kIsCommon<Element> && !kPackedV && (!kForAnyBatch || kQueries == 8)) {
     const KernelId kernel = s.instance.kernel;
     if (kernel != KernelId::kDecodeLine && kernel != KernelId::kInvariantLine)
       return launch_decode_clusters<Element, kD, kQueries, kForAnyBatch>(p, s, launch);
@@ -59,12 +63,12 @@ void launch_decode_shape(const Problem& p, const Step& s, const Launch& launch) 
     if (s.instance.deep) return launch_line<Deep>(p, s, launch);
   }
   using Single = DecodeShape<Element, kD, kPackedV, kQueries, kForAnyBatch, false, true>;
-  launch_lines<Line, Single>(p, s, launch);
+  if constexpr (has_line(Line::kSizes)) launch_lines<Line, Single>(p, s, launch);
 }
 
 template <class Element, int kD, bool kPackedV, int kQueries>
 void launch_decode_shape(const Problem& p, const Step& s, const Launch& launch) {
-  if constexpr (!std::is_same_v<Element, ElementNvfp4>) {
+  if constexpr (kIsCommon<Element> && !kPackedV) {
     if (p.a.batch_invariant) return launch_decode_shape<Element, kD, kPackedV, kQueries, true>(p, s, launch);
   }
   launch_decode_shape<Element, kD, kPackedV, kQueries, false>(p, s, launch);
@@ -72,24 +76,22 @@ void launch_decode_shape(const Problem& p, const Step& s, const Launch& launch) 
 
 template <class Element>
 void launch_decode(const Problem& p, const Step& s, const Launch& launch, const LeftPieces&) {
-  constexpr bool kNvfp4 = std::is_same_v<Element, ElementNvfp4>;
   const Instance& of = s.instance;
-  if constexpr (!kNvfp4 && !kIsRare<Element>) {
+  if constexpr (kIsCommon<Element>) {
     if (of.folded)
       return of.rows > 8 ? launch_folded<Element, 16>(p, s, launch) : launch_folded<Element, 8>(p, s, launch);
   }
-  dispatch_bool(of.packed, [&]<bool kPackedV> {
-    if constexpr (kPackedV && kNvfp4) {
-      return;  // there is no such layout
-    } else if (of.head_size > 128) {
-      launch_decode_shape<Element, 256, kPackedV, 8>(p, s, launch);
-    } else {
-      dispatch_bool(of.head_size > 64, [&]<bool kLarge> {
-        dispatch_bool(of.rows > 8, [&]<bool kMany> {
-          launch_decode_shape<Element, kLarge ? 128 : 64, kPackedV, kMany ? 16 : 8>(p, s, launch);
-        });
-      });
+  if constexpr (kIsCommon<Element>) {
+    if (of.packed) {
+      return of.head_size > 64 ? launch_decode_shape<Element, 128, true, 8>(p, s, launch)
+                               : launch_decode_shape<Element, 64, true, 8>(p, s, launch);
     }
+  }
+  if (of.head_size > 128) return launch_decode_shape<Element, 256, false, 8>(p, s, launch);
+  dispatch_bool(of.head_size > 64, [&]<bool kLarge> {
+    dispatch_bool(of.rows > 8, [&]<bool kMany> {
+      launch_decode_shape<Element, kLarge ? 128 : 64, false, kMany ? 16 : 8>(p, s, launch);
+    });
   });
 }
 

@@ -39,8 +39,7 @@ struct DecodeKernel {
   Part* parts;  // the warp's
   char* rings;  // all warps' stages
   ColumnStats<S>& stats;
-  float* chunk_left;                 // with batch_invariant
-  SharedQueries<S>* shared_queries;  // with kSharedQueries: of each KV head of a segment
+  float* chunk_left;  // with batch_invariant
 
   DecodeLoader<S> loader{p, copies};
   ColumnQueries<S> queries{p};
@@ -313,7 +312,6 @@ struct DecodeKernel {
   // end(part, stage, offset, state): what comes after a tile, when its stage is free.
   __device__ void attend_segments(Walk& w, LookedUp& pages, auto&& end) const {
     State state;
-    if constexpr (S::kSharedQueries) state.shared = shared_queries + warp % kHeads;
     // In iteration i the copies of tile i + stages - 1 start and the pages of the next are looked up: before the wait for
     // tile i or, if late, after it.
     int at = 0, free = 0;  // the stages of tiles i and i + stages - 1
@@ -395,19 +393,9 @@ struct DecodeKernel {
 // ---- the kernel, its shared memory, and its launch ------------------------------------------------------------------
 
 template <class S>
-constexpr int shared_queries_bytes() {
-  if constexpr (S::kSharedQueries) {
-    return S::kHeads * static_cast<int>(sizeof(SharedQueries<S>));
-  } else {
-    return 0;
-  }
-}
-
-template <class S>
 constexpr int decode_shared_bytes() {
   return S::kWarps * (S::kRingBytes + kPartsOfWarp<S> * static_cast<int>(sizeof(PartOf<S>))) +
-         static_cast<int>(sizeof(ColumnStats<S>) + sizeof(LineShare)) + shared_queries_bytes<S>() +
-         (S::kInvariant ? ChunkSums<S>::kLeftBytes : 0);
+         static_cast<int>(sizeof(ColumnStats<S>) + sizeof(LineShare)) + (S::kInvariant ? ChunkSums<S>::kLeftBytes : 0);
 }
 
 template <class S>
@@ -417,8 +405,7 @@ __device__ void run_decode_line(const Problem& p, const CacheCopies& copies, cha
   auto* parts = all_parts + threadIdx.x / 32 * kPartsOfWarp<S>;
   auto* share = reinterpret_cast<LineShare*>(all_parts + S::kWarps * kPartsOfWarp<S>);
   auto* left = reinterpret_cast<float*>(share + 1);
-  auto* queries = reinterpret_cast<SharedQueries<S>*>(share + 1);
-  DecodeKernel<S> kernel{p, copies, *share, parts, memory, *stats, left, queries};
+  DecodeKernel<S> kernel{p, copies, *share, parts, memory, *stats, left};
   kernel.run();
 }
 
@@ -441,7 +428,7 @@ void launch_line(const Problem& p, const Step& s, const Launch& launch) {
 // KV heads in pairs, if Line takes them so, or one by one; and with or without what windows need.
 template <class Line, class Single>
 void launch_lines(const Problem& p, const Step& s, const Launch& launch) {
-  if constexpr (Line::kHidesKeys && !Line::kPackedV) {
+  if constexpr (Line::kHidesKeys && !Line::kByToken && has_sees_all(Line::kSizes)) {
     if (s.instance.sees_all) return launch_lines<SeesAll<Line>, SeesAll<Single>>(p, s, launch);
   }
   if constexpr (Line::kHeads > 1) {

@@ -1,8 +1,5 @@
 // The queries of one KV head as columns of the MMAs (decode/columns.cuh): from memory to fragments, and what a warp keeps
 // for them while it goes along the keys.
-//
-// With kSharedQueries they are so many that fragments and sums would not fit a warp's registers together.  All warps of a KV
-// head have the same queries: each of the first ones fetches eight of them, and they lie in shared memory as the lanes read them.
 #pragma once
 
 #include <type_traits>
@@ -13,54 +10,35 @@
 
 namespace pykv::attention {
 
-// With kSharedQueries, of a query tile.
-template <class S>
-struct SharedQueries {
-  struct alignas(16) Column {
-    float scale, start, slope;
-    int position;
-  };
-  uint4 fragments[S::kD / 16][S::kColumns / 16][32];  // of Q^T: [step][sixteen columns][lane]
-  Column columns[S::kColumns];
-  int all_from, all_to;  // the keys that all of them see
-  Unit unit;
-};
-
 template <class S>
 struct ColumnQueries {
   using Element = typename S::Element;
   static constexpr int kD = S::kD, kSteps = kD / 16;
   static constexpr int kQueryTiles = (S::kColumns + 7) / 8;
-  static constexpr int kFetched = S::kSharedQueries ? 1 : kQueryTiles;  // by each warp
-  static constexpr int kSums = kD / 16;                                 // fragments of O^T
+  static constexpr int kSums = kD / 16;  // fragments of O^T
   // Keys of int8 keep an offset, and scores begin at minus what it adds to them: rounding then costs some millionths of the
   // largest score that the query could have.  Values do not: over many keys their sums come near zero.
   static constexpr bool kOffsetKeys = std::is_same_v<Element, Element8<KvFormat::kInt8>> && !S::kInvariant;
 
   const Problem& p;
-  const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
+  const int lane = threadIdx.x % 32;
 
   // With kManyTokens: where this lane's queries stand, and their slopes; and the keys that all of the tile see.
-  struct OwnPlaces {
+  struct Places {
     int position[kQueryTiles][2];
     float slope[kQueryTiles][2];
     int all_from, all_to;
   };
-  struct SharedPlaces {
-    SharedQueries<S>* shared;
-    typename SharedQueries<S>::Column fetched;  // until settle()
-  };
-  using Places = std::conditional_t<S::kSharedQueries, SharedPlaces, OwnPlaces>;
   struct OnePlace {};  // at the end of the sequence
 
   // For each eight queries; this lane has two of them.
-  struct State : std::conditional_t<S::kManyTokens || S::kSharedQueries, Places, OnePlace> {
-    float o[kQueryTiles][kSums][4];       // rows: dimensions; columns: this lane's queries
-    uint32_t query[kFetched][kSteps][2];  // fragments of Q^T; with kSharedQueries until settle()
+  struct State : std::conditional_t<S::kManyTokens, Places, OnePlace> {
+    float o[kQueryTiles][kSums][4];          // rows: dimensions; columns: this lane's queries
+    uint32_t query[kQueryTiles][kSteps][2];  // fragments of Q^T
     float maximum[kQueryTiles][2];
     float sum[kQueryTiles][2];    // over this lane's tokens
     float scale[kQueryTiles][2];  // from q . k to the logit, in base 2 if `plain`
-    float start[kQueryTiles][2];  // of scores, with kOffsetKeys; these two may be shared: scale_of(), start_of()
+    float start[kQueryTiles][2];  // of scores, with kOffsetKeys
     bool plain;                   // scores become logits by a positive factor alone
   };
 
@@ -75,8 +53,8 @@ struct ColumnQueries {
   // The query of this lane's column e.
   __device__ int column_of(int i, int e) const { return i * 8 + lane % 4 * 2 + e; }
 
-  // The one whose query this lane fetches, which with kSharedQueries may be none.
-  __device__ int fetched_column(int i) const { return (S::kSharedQueries ? warp / S::kHeads : i) * 8 + lane / 4; }
+  // The one whose query this lane fetches.
+  __device__ int fetched_column(int i) const { return i * 8 + lane / 4; }
 
   // What this lane fetches of a query: where its first element would be, behind the first of all, and which of those from there on
   // exist.
@@ -85,7 +63,7 @@ struct ColumnQueries {
     int begin, end;
   };
   struct QueryPlaces {
-    QueryPlace of[kFetched];
+    QueryPlace of[kQueryTiles];
   };
 
   // Of one token.
@@ -123,24 +101,13 @@ struct ColumnQueries {
       const Row row = row_of(p, u, column);
       if (row.valid) slope = p.a.alibi_slopes[row.head];
     };
-    if constexpr (S::kSharedQueries) {
-      find_place(fetched_column(0), s.fetched.position, s.fetched.slope);
-    } else {
 #pragma unroll
-      for (int i = 0; i < kQueryTiles; ++i) {
+    for (int i = 0; i < kQueryTiles; ++i) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) find_place(column_of(i, e), s.position[i][e], s.slope[i][e]);
-      }
+      for (int e = 0; e < 2; ++e) find_place(column_of(i, e), s.position[i][e], s.slope[i][e]);
     }
-    if constexpr (S::kSharedQueries) {
-      if (warp < S::kHeads && lane == 0) {  // of each KV head one; nobody reads these now
-        s.shared->all_from = first_seen(p, last);
-        s.shared->all_to = last_seen(p, first);
-      }
-    } else {
-      s.all_from = first_seen(p, last);
-      s.all_to = last_seen(p, first);
-    }
+    s.all_from = first_seen(p, last);
+    s.all_to = last_seen(p, first);
   }
 
   // row(column, exists): where a query begins.
@@ -148,7 +115,7 @@ struct ColumnQueries {
     QueryPlaces places;
     const int c = lane % 4, from = c * (S::kRaw ? kD / 4 : S::kNarrow ? 4 : 2);
 #pragma unroll
-    for (int i = 0; i < kFetched; ++i) {
+    for (int i = 0; i < kQueryTiles; ++i) {
       const int column = fetched_column(i), first = half_of(column) * p.a.head_size;
       bool exists;
       const int64_t q = row(column, exists);
@@ -159,7 +126,7 @@ struct ColumnQueries {
 
   __device__ void fetch_queries(const QueryPlaces& places, State& s) const {
 #pragma unroll
-    for (int i = 0; i < kFetched; ++i) {
+    for (int i = 0; i < kQueryTiles; ++i) {
       const QueryPlace& place = places.of[i];
       const uint16_t* q = static_cast<const uint16_t*>(p.a.query) + place.at;
       const auto pair_at = [&](int x) {
@@ -175,58 +142,8 @@ struct ColumnQueries {
     }
   }
 
-  // Of this lane's column e.
-  __device__ float scale_of(const State& s, int i, int e) const {
-    if constexpr (S::kSharedQueries && S::kScaled) return s.shared->columns[column_of(i, e)].scale;
-    return s.scale[i][e];
-  }
-  __device__ float start_of(const State& s, int i, int e) const {
-    if constexpr (S::kSharedQueries) return s.shared->columns[column_of(i, e)].start;
-    return s.start[i][e];
-  }
-  __device__ float slope_of(const State& s, int i, int e) const {
-    if constexpr (S::kSharedQueries) {
-      return s.shared->columns[column_of(i, e)].slope;
-    } else {
-      return s.slope[i][e];
-    }
-  }
-  __device__ int position_of(const State& s, int i, int e) const {
-    if constexpr (S::kSharedQueries) {
-      return s.shared->columns[column_of(i, e)].position;
-    } else {
-      return s.position[i][e];
-    }
-  }
-
   // Do all see these keys?
-  __device__ bool all_see(const State& s, int first, int last) const {
-    if constexpr (S::kSharedQueries) {
-      return first >= s.shared->all_from && last <= s.shared->all_to;
-    } else {
-      return first >= s.all_from && last <= s.all_to;
-    }
-  }
-
-  // Fragments of a step.
-  __device__ void read_queries(const State& s, int k, uint32_t (&q)[kQueryTiles][2]) const {
-    if constexpr (!S::kSharedQueries) {
-#pragma unroll
-      for (int i = 0; i < kQueryTiles; ++i) {
-        q[i][0] = s.query[i][k][0];
-        q[i][1] = s.query[i][k][1];
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kQueryTiles; i += 2) {
-        const uint4 x = s.shared->fragments[k][i / 2][lane];
-        q[i][0] = x.x;
-        q[i][1] = x.y;
-        q[i + 1][0] = x.z;
-        q[i + 1][1] = x.w;
-      }
-    }
-  }
+  __device__ bool all_see(const State& s, int first, int last) const { return first >= s.all_from && last <= s.all_to; }
 
   // Columns that have queries, at most.
   __device__ int columns() const { return S::kManyTokens ? p.tile_tokens * p.tile_heads : p.group; }
@@ -269,7 +186,7 @@ struct ColumnQueries {
     s.plain = p.plain_logits && scales[0] > 0 && scales[1] > 0;
     for (float& scale : scales) scale = p.a.scale * scale * (s.plain ? kLog2e : 1.f);
 #pragma unroll
-    for (int i = 0; i < kFetched; ++i) {
+    for (int i = 0; i < kQueryTiles; ++i) {
       float factor = S::kScaled && p.a.dtype == DType::kBFloat16 ? halve_queries(s.query[i]) : 1.f;
       if constexpr (S::kRaw) {
         part_evens_from_odds(s.query[i]);
@@ -288,47 +205,18 @@ struct ColumnQueries {
         }
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        if constexpr (S::kSharedQueries) {
-          s.fetched.start = -Element::kOffset * sum;
-        } else {
-          for (int e = 0; e < 2; ++e) s.start[i][e] = -Element::kOffset * __shfl_sync(~0u, sum, (lane % 4 * 2 + e) * 4);
+        for (int e = 0; e < 2; ++e) s.start[i][e] = -Element::kOffset * __shfl_sync(~0u, sum, (lane % 4 * 2 + e) * 4);
+      }
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        s.scale[i][e] = scales[half_of(column_of(i, e))];
+        if constexpr (S::kScaled) {
+          s.scale[i][e] *= __shfl_sync(~0u, factor, (lane % 4 * 2 + e) * 4);
+          if (s.plain) s.scale[i][e] = not_zero(s.scale[i][e]);
         }
       }
-      if constexpr (S::kSharedQueries) {
-        s.fetched.scale = scales[half_of(fetched_column(0))] * factor;
-        if (s.plain) s.fetched.scale = not_zero(s.fetched.scale);
-      } else {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          s.scale[i][e] = scales[half_of(column_of(i, e))];
-          if constexpr (S::kScaled) {
-            s.scale[i][e] *= __shfl_sync(~0u, factor, (lane % 4 * 2 + e) * 4);
-            if (s.plain) s.scale[i][e] = not_zero(s.scale[i][e]);
-          }
-        }
-      }
-    }
-    if constexpr (S::kSharedQueries) {
-      share_queries(s);
-#pragma unroll
-      for (int i = 0; i < kQueryTiles; ++i) s.scale[i][0] = s.scale[i][1] = scales[0];  // of all, without kScaled
     }
     clear_sums(s);
-  }
-
-  // By all warps, none of which may still read those of a tile before.
-  __device__ void share_queries(const State& s) const {
-    static_assert(kQueryTiles <= S::kWarps / 2 / S::kHeads);  // the smaller blocks have so many
-    const int tile = warp / S::kHeads;
-    if (tile < kQueryTiles) {
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        uint2* to = reinterpret_cast<uint2*>(&s.shared->fragments[k][tile / 2][lane]);
-        to[tile % 2] = {s.query[0][k][0], s.query[0][k][1]};
-      }
-      if (lane % 4 == 0) s.shared->columns[fetched_column(0)] = s.fetched;
-    }
-    __syncthreads();
   }
 
   static __device__ void clear_sums(State& s) {

@@ -30,7 +30,6 @@ struct DecodeShape : ColumnsShape<Element, kD, kPackedV, kQueries> {
   static constexpr LineSizes kSizes =
       line_sizes(kKindOf<Element>, kD, kPackedV, kQueries, kForAnyBatch, kDeep, kSingle, kTokens);
   static constexpr bool kInvariant = kForAnyBatch, kManyTokens = kTokens, kHidesKeys = !kForAnyBatch && !kTokens;
-  static constexpr bool kSharedQueries = kSizes.shared_queries;
   static constexpr bool kLate = kSizes.late;  // the next tile's copies start after the wait for this one's
   static constexpr bool kHalfLinesMeet = Few::kRowBytes == 64;  // heads of 64 bytes
   static constexpr int kHeads = kSizes.heads, kWarps = kSizes.warps, kUnitTokens = kSizes.unit_tokens();

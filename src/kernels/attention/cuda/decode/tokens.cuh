@@ -1,13 +1,10 @@
 // Short calls over rows of tokens: of decoding with a long window, with several query tokens for each sequence, as
-// in speculative decoding, with more than 16 heads in a group, or with pages that are no groups of eight: the clusters of
-// decode/cluster.cuh, whose columns are query tokens times heads, up to 32 of them (of size 256: 16).  As many again are
-// another cluster's, beside it; what a sequence has beyond that, where it has more tokens than the mean, these clusters do
-// afterwards.  Where blocks have no room for so many columns, and elements are of one byte, which mma.sync has to widen for few
-// rows at a time, half as many are done up to four times, unless warpgroups take the call.
+// in speculative decoding, or with pages that are no groups of eight: the clusters of decode/cluster.cuh, whose columns are
+// query tokens times heads, up to 16 of them (of size 256: 8).  As many again are another cluster's, beside it; what a sequence
+// has beyond that, where it has more tokens than the mean, these clusters do afterwards.  Elements of one byte, which mma.sync has
+// to widen for few rows at a time, may have up to four such tiles, unless warpgroups take the call.
 //
-// Caches of e5m2 and int8 have the line alone.
-//
-// In tables with room for long sequences a kernel of up to 16 columns is these clusters or the line, as the lengths say.
+// In tables with room for long sequences one kernel is these clusters or the line, as the lengths say.
 //
 // Chain: lengths and pages at once -> queries, tiles -> sums -> one exchange -> output, for each tile of queries.
 #pragma once
@@ -20,8 +17,6 @@ namespace pykv::attention {
 template <class S>
 struct TokensKernel {
   using State = typename ColumnQueries<S>::State;
-  // Whether where keys begin is guessed; not where it would drive sums out of registers.
-  static constexpr bool kGuesses = !(S::kSharedQueries && S::kNarrow);
 
   const Problem& p;
   ClusterKernel<S> cluster;
@@ -31,7 +26,7 @@ struct TokensKernel {
   __device__ bool run(bool has_task) {
     cluster.open_exchange();
     if (has_task && blockIdx.x < p.early_blocks) {
-      if (kGuesses && p.a.cu_query_lens.data) prefetch(words_at(p.a.cu_query_lens, sequence));
+      if (p.a.cu_query_lens.data) prefetch(words_at(p.a.cu_query_lens, sequence));
       const int early_len = cluster.loader.table.early_length(sequence);
       const int len = static_cast<int>(clamp(early_len, 0, p.a.max_seq_len));
       if (!p.sees_all()) cluster.look_from(len - p.tile_tokens);
@@ -40,11 +35,11 @@ struct TokensKernel {
     const int guessed_begin = cluster.begin;
     wait_for_previous_kernel();
     // Where the first keys are, if all is as it was a moment before.
-    int ids = has_task && (kGuesses || p.sees_all()) ? cluster.look_up_tiles(0) : -1;
+    int ids = has_task ? cluster.look_up_tiles(0) : -1;
     const RawSequence raw = load_sequence(p, sequence);
-    Sequence seq = clamp_sequence(p, raw);
+    const Sequence seq = clamp_sequence(p, raw);
     // Mostly of one tile of queries, which needs no division.
-    const bool is_one = kGuesses && seq.query_len <= p.tile_tokens;
+    const bool is_one = seq.query_len <= p.tile_tokens;
     const int token_tiles = is_one ? 1 : (seq.query_len + p.tile_tokens - 1) / p.tile_tokens;
     if (!takes_call(p)) {
       cluster.close_exchange();
@@ -60,51 +55,27 @@ struct TokensKernel {
     if (way >= tiles && p.cluster > 1) cluster_wait();
     int parity = 0;
     State state;
-    if constexpr (S::kSharedQueries) state.shared = &cluster.exchange;
 #pragma unroll 1
     for (int i = way; i < tiles; i += p.ways) {
-      if (i > way) {
-        seq = kept(seq);
-        exchange_again();
-      }
+      if (i > way) exchange_again();
       Unit u = first_unit(sequence, seq, kv_head);
-      u.query_tile = kGuesses && p.head_tiles == 1 ? i : i / p.head_tiles;
+      u.query_tile = p.head_tiles == 1 ? i : i / p.head_tiles;
       u.head_tile = i - u.query_tile * p.head_tiles;
-      keep(u);
       const int first = seq.context() + u.query_tile * p.tile_tokens;
       const int last = min(first + p.tile_tokens, seq.len) - 1;
       const int end = static_cast<int>(clamp(int64_t{last_seen(p, last)} + 1, 0, seq.len));
       cluster.look_from(first);
-      if (i > way || !(kGuesses ? cluster.begin == guessed_begin : p.sees_all())) ids = cluster.look_up_tiles(0);
+      if (i > way || cluster.begin != guessed_begin) ids = cluster.look_up_tiles(0);
       cluster.queries.fetch_queries(u, state);
       cluster.attend_keys(ids, end, state, [&] {
         cluster.queries.settle(kv_head, state);
         if (p.cluster > 1) cluster_wait();  // all blocks are there; the first tile is still on its way
         if (i + p.ways >= tiles && (p.cluster <= 2 || end - cluster.begin <= 2048)) let_next_kernel_start();
       });
-      cluster.finish(state, parity, [&](int column) { return row_of(p, kept(u), column); });
+      cluster.finish(state, parity, [&](int column) { return row_of(p, u, column); });
       parity ^= 1;
     }
     return true;
-  }
-
-  // With kSharedQueries a query tile waits in shared memory while its keys are attended, for sums need the registers.
-  __device__ void keep(const Unit& u) const {
-    if constexpr (S::kSharedQueries) {
-      if (threadIdx.x == 0) cluster.exchange.unit = u;  // seen by all from settle() on
-    }
-  }
-  __device__ const Unit& kept(const Unit& u) const {
-    if constexpr (S::kSharedQueries) return cluster.exchange.unit;
-    return u;
-  }
-  __device__ Sequence kept(const Sequence& seq) const {
-    if constexpr (S::kSharedQueries) {
-      const Unit& u = cluster.exchange.unit;
-      return {u.sequence_len, u.query_begin, u.query_len};
-    } else {
-      return seq;
-    }
   }
 
   // When all blocks have read what others sent, and all warps of this one what they share.
@@ -140,53 +111,57 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
   if (!clusters.run(clusters.sequence < p.a.num_seqs)) run_decode_line<Line>(p, copies, memory);
 }
 
-// Small pages: heads up to 128 in rows of tokens, up to eight in a group.
-template <class Element, int kD>
-void launch_small_pages(const Problem& p, const Step& s, const Launch& launch) {
-  using Line = SmallPages<DecodeShape<Element, kD, false, 8, false>>;
-  using Single = SmallPages<DecodeShape<Element, kD, false, 8, false, false, true>>;
-  launch_lines<Line, Single>(p, s, launch);
+// Small pages: heads up to 128 in rows of tokens, up to eight in a group on the line.
+template <class Element, int kD, int kColumns>
+void launch_small_pages(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+  if constexpr (kD > 64 || kColumns > 8) {
+    using Cluster = ClusterShape<Element, kD, kColumns, false, false, true>;
+    if (s.instance.kernel == KernelId::kSmallPagesCluster)
+      return launch_clusters<SmallPages<Cluster>>(p, s, launch, left);
+  }
+  if constexpr (kColumns == 8) {
+    using Line = SmallPages<DecodeShape<Element, kD, false, 8, false>>;
+    using Single = SmallPages<DecodeShape<Element, kD, false, 8, false, false, true>>;
+    launch_lines<Line, Single>(p, s, launch);
+  }
+}
+
+template <class Element, int kD, int kColumns>
+void launch_tokens_clusters(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+  using Cluster = ClusterShape<Element, kD, kColumns, false, false, true>;
+  static_assert(cluster_shared_bytes<Cluster>(Cluster::kWarps) <= 227 << 10);  // what Hopper has
+  if constexpr (has_either(kKindOf<Element>, kD, kColumns)) {
+    using Line = LineOfClusters<DecodeShape<Element, kD, false, kColumns, false, false, true, true>, Cluster>;
+    if (s.instance.kernel == KernelId::kTokensEither)
+      return launch_clusters_or_line<paged_attention_tokens_either_kernel<Cluster, Line>, Cluster, Line>(p, s, launch);
+  }
+  launch_clusters<Cluster>(p, s, launch, left);
 }
 
 template <class Element, int kD, int kColumns>
 void launch_tokens(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
-  constexpr bool kSmall = !std::is_same_v<Element, ElementNvfp4> && kColumns <= 16;  // the pages
-  if constexpr (!kIsRare<Element> && (kD > 64 || kColumns > 8)) {
-    using Cluster = ClusterShape<Element, kD, kColumns, false, false, true>;
-    static_assert(cluster_shared_bytes<Cluster>(Cluster::kWarps) <= 227 << 10);  // what Hopper has
-    if constexpr (has_either(kKindOf<Element>, kD, kColumns)) {
-      using Line = LineOfClusters<DecodeShape<Element, kD, false, kColumns, false, false, true, true>, Cluster>;
-      if (s.instance.kernel == KernelId::kTokensEither) {
-        return launch_clusters_or_line<paged_attention_tokens_either_kernel<Cluster, Line>, Cluster, Line>(p, s,
-                                                                                                           launch);
-      }
-    }
-    if constexpr (kSmall) {
-      if (s.instance.by_token) return launch_clusters<SmallPages<Cluster>>(p, s, launch, left);
-    }
-    if (s.instance.kernel == KernelId::kTokensCluster || s.instance.kernel == KernelId::kTokensSpans)
-      return launch_clusters<Cluster>(p, s, launch, left);
+  const KernelId kernel = s.instance.kernel;
+  if constexpr (kIsCommon<Element> && kD <= 128) {
+    if (kernel == KernelId::kSmallPagesLine || kernel == KernelId::kSmallPagesCluster)
+      return launch_small_pages<Element, kD, kColumns>(p, s, launch, left);
   }
-  if constexpr (kD == 128 && kColumns <= 16 && (Element::kBytes == 1 || std::is_same_v<Element, ElementNvfp4>)) {
+  if constexpr (kD == 128 && kKindOf<Element> != CacheKind::k16Bits) {
     using Line = DecodeShape<Element, 128, false, kColumns, false, false, false, true>;
     using Single = DecodeShape<Element, 128, false, kColumns, false, false, true, true>;
-    if (s.instance.kernel == KernelId::kTokensLine) return launch_lines<Line, Single>(p, s, launch);
+    if constexpr (has_line(Line::kSizes)) {
+      if (kernel == KernelId::kTokensLine) return launch_lines<Line, Single>(p, s, launch);
+    }
   }
-  if constexpr (kSmall && kD <= 128 && kColumns == 8) launch_small_pages<Element, kD>(p, s, launch);
+  if constexpr (kIsCommon<Element> && (kD > 64 || kColumns > 8))
+    launch_tokens_clusters<Element, kD, kColumns>(p, s, launch, left);
 }
 
 template <class Element>
 void launch_tokens(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
   const Instance& of = s.instance;
-  if (of.head_size > 128) {
-    if constexpr (!std::is_same_v<Element, ElementNvfp4>) {
-      if (of.rows > 8) return launch_tokens<Element, 256, 16>(p, s, launch, left);
-    }
-    return launch_tokens<Element, 256, 8>(p, s, launch, left);
-  }
+  if (of.head_size > 128) return launch_tokens<Element, 256, 8>(p, s, launch, left);
   dispatch_bool(of.head_size > 64, [&]<bool kLarge> {
     constexpr int kD = kLarge ? 128 : 64;
-    if (of.rows > 16) return launch_tokens<Element, kD, 32>(p, s, launch, left);
     if (of.rows > 8) return launch_tokens<Element, kD, 16>(p, s, launch, left);
     launch_tokens<Element, kD, 8>(p, s, launch, left);
   });

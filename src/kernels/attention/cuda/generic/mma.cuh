@@ -174,8 +174,10 @@ void launch_mma(const Problem& p, const Step& s, const Launch& launch) {
                      : launch_mma_kernel<Element, kD, kPackedV, RowClass::kMany>(p, s, launch);
   } else {
     if (invariant) return launch_mma_kernel<Element, kD, kPackedV, RowClass::kInvariantMore>(p, s, launch);
-    return s.instance.rows > 64 ? launch_mma_kernel<Element, kD, kPackedV, RowClass::kMany>(p, s, launch)
-                                : launch_mma_kernel<Element, kD, kPackedV, RowClass::kMore>(p, s, launch);
+    if constexpr (has_many_rows(kKindOf<Element>, kPackedV)) {
+      if (s.instance.rows > 64) return launch_mma_kernel<Element, kD, kPackedV, RowClass::kMany>(p, s, launch);
+    }
+    launch_mma_kernel<Element, kD, kPackedV, RowClass::kMore>(p, s, launch);
   }
 }
 

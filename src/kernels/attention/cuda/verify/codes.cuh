@@ -275,11 +275,15 @@ void launch_verify_codes(const Problem& p, const Step& s, const Launch& launch) 
 
 template <class Element>
 void launch_line_of_codes(const Problem& p, const Step& s, const Launch& launch) {
-  if (s.instance.folded) {
-    return s.instance.rows > 32 ? launch_verify_codes<Element, 128, 64, true>(p, s, launch)
-                                : launch_verify_codes<Element, 128, 32, true>(p, s, launch);
+  if constexpr (kIsCommon<Element>) {
+    if (s.instance.folded) {
+      return s.instance.rows > 32 ? launch_verify_codes<Element, 128, 64, true>(p, s, launch)
+                                  : launch_verify_codes<Element, 128, 32, true>(p, s, launch);
+    }
   }
-  dispatch_rows(s.instance, [&]<int kD, int kRows> { launch_verify_codes<Element, kD, kRows, false>(p, s, launch); });
+  dispatch_rows(s.instance, [&]<int kD, int kRows> {
+    if constexpr (kIsCommon<Element> || kD > 64) launch_verify_codes<Element, kD, kRows, false>(p, s, launch);
+  });
 }
 
 }  // namespace pykv::attention
