@@ -76,6 +76,34 @@ def cases() -> Iterator[tuple[str, Case, float]]:
     yield GIVEN_UP, Case("32 x 8192, heads of 80", **uniform(32, 8192), head_size=80), 1
     yield GIVEN_UP, Case("32 x 8192, 4 queries, heads of 256", **uniform(32, 8192, 4), head_size=256), 1
     yield GIVEN_UP, Case("32 x 8192, 4 queries", **uniform(32, 8192, 4), kind="nvfp4"), 1
+    for kind in ("int8", "nvfp4"):
+        for batch, length in ((1, 1024), (8, 1024), (1, 32768), (64, 1024)):
+            yield GIVEN_UP, Case(f"{batch} x {length}", **uniform(batch, length), kind=kind), 1
+        yield GIVEN_UP, Case("64 x 8192, 4 queries", **uniform(64, 8192, 4), kind=kind), 1
+        yield GIVEN_UP, Case("8 x 32768, window of 4096", **uniform(8, 32768), kind=kind, window=4096), 1
+        yield GIVEN_UP, Case("prefill 1 x 8k", (8192,), (8192,), kind=kind), 1
+    yield GIVEN_UP, Case("8 x 2048, 4 queries, heads of 64", **uniform(8, 2048, 4), kind="int8", head_size=64), 1
+    yield GIVEN_UP, Case("64 x 8192, batch_invariant", **uniform(64, 8192), kind="int8", batch_invariant=True), 1
+    yield GIVEN_UP, Case("prefill 1 x 8k", (8192,), (8192,), layout="packed"), 1
+    yield GIVEN_UP, Case("64 x 8192, 16 heads in a group", **uniform(64, 8192), layout="packed", kv_heads=2), 1
+    yield GIVEN_UP, Case("64 x 8192, batch_invariant", **uniform(64, 8192), layout="packed", batch_invariant=True), 1
+    yield (
+        GIVEN_UP,
+        Case("64 x 8192, 16 heads in a group, batch_invariant", **uniform(64, 8192), kv_heads=2, batch_invariant=True),
+        1,
+    )
+    for kind in ("auto", _E4M3):
+        yield GIVEN_UP, Case("1 x 8192, 16 queries", **uniform(1, 8192, 16), kind=kind), 1
+        yield GIVEN_UP, Case("1 x 131072, 8 queries", **uniform(1, 131072, 8), kind=kind), 1
+        yield (
+            GIVEN_UP,
+            Case("8 x 1024, 4 queries, 1/16 heads", **uniform(8, 1024, 4), kind=kind, heads=16, kv_heads=1),
+            1,
+        )
+        yield GIVEN_UP, Case("8 x 1024, 4 queries, heads of 256", **uniform(8, 1024, 4), kind=kind, head_size=256), 1
+        yield GIVEN_UP, Case("1 x 131072, one KV head", **uniform(1, 131072), kind=kind, heads=8, kv_heads=1), 1
+    yield GIVEN_UP, Case("1 x 32768, one KV head, pages of 1", **uniform(1, 32768), heads=8, kv_heads=1, page=1), 1
+    yield GIVEN_UP, Case("8 x 8192, 16 heads in a group, window", **uniform(8, 8192), kv_heads=2, window=1024), 1
 
 
 class _Tensor(ctypes.Structure):
