@@ -1,7 +1,7 @@
 // Kinds of cache element: storage size, the type that tensor cores see, and how a register of elements becomes fragments.
 #pragma once
 
-#include "attention/cuda/plan_sizes.h"
+#include "attention/cuda/plan.h"
 #include "core/dtype.h"
 #include "cuda/int8.cuh"
 #include "cuda/types.cuh"

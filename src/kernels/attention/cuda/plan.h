@@ -11,6 +11,12 @@
 
 namespace pykv::attention {
 
+enum class CacheKind : uint8_t { k16Bits, kE4M3, kE5M2, kInt8, kNvfp4 };
+
+// Kinds that are served by all kernels.  The others have the line of one token, those of several (of nvfp4 in decode/, of one byte in
+// verify/), and mma.
+constexpr bool is_common(CacheKind kind) { return kind == CacheKind::k16Bits || kind == CacheKind::kE4M3; }
+
 constexpr int kThreads = 128;
 // With batch_invariant: a chunk begins at a multiple of its size, and one warp has a quarter of it.
 constexpr int kChunkTokens = 512, kPartTokens = kChunkTokens / 4;

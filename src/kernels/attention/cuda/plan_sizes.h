@@ -8,12 +8,6 @@
 
 namespace pykv::attention {
 
-enum class CacheKind : uint8_t { k16Bits, kE4M3, kE5M2, kInt8, kNvfp4 };
-
-// Kinds that are served by all kernels.  The others have the line of one token, those of several (of nvfp4 in decode/, of one byte in
-// verify/), and mma.
-constexpr bool is_common(CacheKind kind) { return kind == CacheKind::k16Bits || kind == CacheKind::kE4M3; }
-
 // Of structures that lie in shared memory or in the workspace.
 constexpr int kUnitBytes = 64, kWalkerBytes = 176, kPlanBytes = 64, kLineShareBytes = 48, kNoteBytes = 32;
 constexpr int kPrefillBytes = 1072, kCountsBytes = 256;  // the latter with what aligns other things behind them

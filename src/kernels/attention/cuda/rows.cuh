@@ -1,7 +1,8 @@
 // Rows against keys: the page of a key, which rows see it, what its score becomes, and how a row's softmax ends.
 #pragma once
 
-#include "attention/cuda/schedule/line.cuh"
+#include "attention/cuda/problem.cuh"
+#include "cuda/mma.cuh"
 
 namespace pykv::attention {
 
@@ -149,6 +150,24 @@ __device__ inline float finish_row(const Problem& p, const Row& row, int kv_head
 template <class T>
 __device__ inline T* output_row(const Problem& p, const Row& row) {
   return static_cast<T*>(p.a.out) + row.token * p.a.out_token_stride + row.head * p.a.out_head_stride;
+}
+
+// Four columns of a row of the output, from `d` on.
+template <class T>
+__device__ void store_columns(const Problem& p, T* out, int d, float4 x) {
+  if (d >= p.a.head_size) return;
+  *reinterpret_cast<uint2*>(out + d) = {pack_pair<T>(x.x, x.y), pack_pair<T>(x.z, x.w)};
+}
+
+template <class S>
+__device__ void store_output(const Problem& p, const Row& row, int d, float4 x) {
+  if constexpr (!S::kScaled) {
+    store_columns(p, output_row<typename S::Mma>(p, row), d, x);
+  } else if (p.a.dtype == DType::kBFloat16) {
+    store_columns(p, output_row<bf16>(p, row), d, x);
+  } else {
+    store_columns(p, output_row<half>(p, row), d, x);
+  }
 }
 
 }  // namespace pykv::attention

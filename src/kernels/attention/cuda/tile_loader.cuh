@@ -6,6 +6,7 @@
 // registers, where it becomes halves.
 #pragma once
 
+#include "attention/cuda/rows.cuh"
 #include "attention/cuda/tile_shape.cuh"
 #include "cuda/cp_async.cuh"
 #include "cuda/nvfp4.cuh"

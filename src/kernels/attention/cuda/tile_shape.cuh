@@ -7,8 +7,7 @@
 #include <type_traits>
 
 #include "attention/cuda/elements.cuh"
-#include "attention/cuda/launch.cuh"
-#include "attention/cuda/rows.cuh"
+#include "attention/cuda/problem.cuh"
 #include "cuda/mma.cuh"
 
 namespace pykv::attention {
@@ -90,20 +89,6 @@ struct Slot {
   uint32_t valid[kTile < 32 ? 1 : kTile / 32];
 };
 
-struct RowState {
-  int position;
-  float slope, scale;
-  int sparse_offset;
-};
-
-template <class S>
-struct alignas(16) Scratch {
-  PlanScratchOf<S::kBlock> plan;
-  Walker walkers[S::kTeams];
-  float2 stats[4][S::kWarpRows];
-  RowState rows[4][S::kWarpRows];
-};
-
 // Byte offset of a 16-byte chunk in a tile whose rows have kRowBytes bytes: eight neighbouring rows at one chunk index
 // lie in eight different groups of banks.
 template <int kRowBytes>
@@ -136,24 +121,6 @@ __device__ inline int place_of(int token) {
   if (S::kRaw) return (token & ~7) + (token & 3) * 2 + (token & 4) / 4;
   if (S::kPermutedTokens) return (token & ~15) + (token / 2 & 6) + (token & 1) + (token & 2) * 4;
   return token;
-}
-
-// Four columns of a row of the output, from `d` on.
-template <class T>
-__device__ void store_columns(const Problem& p, T* out, int d, float4 x) {
-  if (d >= p.a.head_size) return;
-  *reinterpret_cast<uint2*>(out + d) = {pack_pair<T>(x.x, x.y), pack_pair<T>(x.z, x.w)};
-}
-
-template <class S>
-__device__ void store_output(const Problem& p, const Row& row, int d, float4 x) {
-  if constexpr (!S::kScaled) {
-    store_columns(p, output_row<typename S::Mma>(p, row), d, x);
-  } else if (p.a.dtype == DType::kBFloat16) {
-    store_columns(p, output_row<bf16>(p, row), d, x);
-  } else {
-    store_columns(p, output_row<half>(p, row), d, x);
-  }
 }
 
 }  // namespace pykv::attention

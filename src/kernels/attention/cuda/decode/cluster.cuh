@@ -6,6 +6,7 @@
 
 #include "attention/cuda/decode/loader.cuh"
 #include "attention/cuda/decode/spans.cuh"
+#include "attention/cuda/launch.cuh"
 #include "cuda/cluster.cuh"
 
 namespace pykv::attention {
@@ -285,6 +286,21 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksOfSm)
   extern __shared__ __align__(1024) char memory[];
   ClusterKernel<S> kernel{p, copies, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)};
   kernel.run();
+}
+
+// Does a kernel of these clusters have an instance that shares keys?
+template <class S>
+constexpr bool kMaySpan =
+    S::kSizes.may_span() && S::kHidesKeys == S::kManyTokens && !S::kSpans && !S::kByToken && !S::kFolded;
+
+template <class S>
+void launch_clusters(const Problem& p, const Step& s, const Launch& launch) {
+  static_assert(cluster_shared_bytes<S>(S::kWarps) == S::kSizes.shared_bytes(S::kWarps));
+  if constexpr (kMaySpan<S>) {
+    if (s.instance.spans) return launch_clusters<Spanned<S>>(p, s, launch);
+  }
+  const int most_bytes = device_info(launch.device).shared_of_block;
+  launch_step<paged_attention_cluster_kernel<S>>(p, s, most_bytes, launch, copies_of<S>(p));
 }
 
 }  // namespace pykv::attention

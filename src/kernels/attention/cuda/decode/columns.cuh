@@ -17,6 +17,7 @@
 
 #include "attention/cuda/decode/nvfp4_tile.cuh"
 #include "attention/cuda/decode/queries.cuh"
+#include "attention/cuda/tile_loader.cuh"
 #include "cuda/mma.cuh"
 
 namespace pykv::attention {

@@ -267,4 +267,16 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
   kernel.run();
 }
 
+template <class S>
+void launch_invariant_clusters(const Problem& p, const Step& s, const Launch& launch) {
+  using Kernel = InvariantClusterKernel<S>;
+  static_assert(sizeof(ExactQuad) == kExactQuadBytes && Kernel::kLeafBytes == kLeafBytes);
+  static_assert(Kernel::kBarrierBytes == 16 && Kernel::kTeamWarps == kTeamWarps);
+  if constexpr (S::kSizes.may_span() && !S::kSpans) {
+    if (s.instance.spans) return launch_invariant_clusters<Spanned<S>>(p, s, launch);
+  }
+  const int most_bytes = device_info(launch.device).shared_of_block;
+  launch_step<paged_attention_invariant_cluster_kernel<S>>(p, s, most_bytes, launch, copies_of<S>(p));
+}
+
 }  // namespace pykv::attention

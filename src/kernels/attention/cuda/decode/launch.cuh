@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/cuda/decode/either.cuh"
+#include "attention/cuda/decode/invariant_cluster.cuh"
 #include "attention/cuda/decode/shape.cuh"
 
 namespace pykv::attention {
@@ -23,55 +24,57 @@ void launch_folded(const Problem& p, const Step& s, const Launch& launch) {
 }
 
 // Few sequences over rows of tokens, by clusters or by a kernel that can be these.
-template <class Element, int kD, int kQueries, bool kForAnyBatch>
+template <class Element, int kD, int kQueries>
 void launch_decode_clusters(const Problem& p, const Step& s, const Launch& launch) {
-  using Usual = ClusterShape<Element, kD, kQueries, false, kForAnyBatch>;
-  if constexpr (!kForAnyBatch) {
-    if constexpr (kQueries <= 8) {
-      if (s.instance.kernel == KernelId::kWindowCluster) return launch_clusters<Windowed<Usual>>(p, s, launch);
-    }
-    if constexpr (kQueries <= 8 && kD >= 128) {
-      using Line = DecodeShape<Element, kD, false, kQueries, false>;
-      // Of one byte of heads of 256 more warps would have a tile less each under way.
-      using Wide = ClusterShape<Element, kD, kQueries, kD == 128 || !Line::kNarrow, false>;
-      if (s.instance.kernel == KernelId::kDecodeEither) {
-        if constexpr (Line::kHeads > 1 && Line::kNarrow) {
-          using Single = DecodeShape<Element, kD, false, kQueries, false, false, true>;
-          if (s.instance.single) return launch_either<Usual, Wide, Single>(p, s, launch);
-        }
-        return launch_either<Usual, Wide, Line>(p, s, launch);
+  using Usual = ClusterShape<Element, kD, kQueries, false, false>;
+  if constexpr (kQueries <= 8) {
+    if (s.instance.kernel == KernelId::kWindowCluster) return launch_clusters<Windowed<Usual>>(p, s, launch);
+  }
+  if constexpr (kQueries <= 8 && kD >= 128) {
+    using Line = DecodeShape<Element, kD, false, kQueries, false>;
+    // Of one byte of heads of 256 more warps would have a tile less each under way.
+    using Wide = ClusterShape<Element, kD, kQueries, kD == 128 || !Line::kNarrow, false>;
+    if (s.instance.kernel == KernelId::kDecodeEither) {
+      if constexpr (Line::kHeads > 1) {
+        using Single = DecodeShape<Element, kD, false, kQueries, false, false, true>;
+        if (s.instance.single) return launch_either<Usual, Wide, Single>(p, s, launch);
       }
+      return launch_either<Usual, Wide, Line>(p, s, launch);
     }
   }
   if constexpr (kD == 128 && kQueries <= 8) {
-    using Wide = ClusterShape<Element, kD, kQueries, true, kForAnyBatch>;
-    if (s.instance.wide) return launch_clusters<Wide>(p, s, launch);
+    if (s.instance.wide) return launch_clusters<ClusterShape<Element, kD, kQueries, true, false>>(p, s, launch);
   }
   launch_clusters<Usual>(p, s, launch);
 }
 
-template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch>
-void launch_decode_shape(const Problem& p, const Step& s, const Launch& launch) {
-  using Line = DecodeShape<Element, kD, kPackedV, kQueries, kForAnyBatch>;
-  if constexpr (kIsCommon<Element> && !kPackedV && (!kForAnyBatch || kQueries == 8)) {
-    const KernelId kernel = s.instance.kernel;
-    if (kernel != KernelId::kDecodeLine && kernel != KernelId::kInvariantLine)
-      return launch_decode_clusters<Element, kD, kQueries, kForAnyBatch>(p, s, launch);
+// With batch_invariant, up to eight heads in a group.
+template <class Element, int kD>
+void launch_decode_invariant(const Problem& p, const Step& s, const Launch& launch) {
+  using Line = DecodeShape<Element, kD, false, 8, true>;
+  if (s.instance.kernel == KernelId::kInvariantLine) {
+    if constexpr (Line::kNarrow && Line::kBlocksPerSm == 3) {
+      if (s.instance.deep) return launch_line<DecodeShape<Element, kD, false, 8, true, true>>(p, s, launch);
+    }
+    return launch_line<Line>(p, s, launch);
   }
-  if constexpr (kForAnyBatch && kQueries == 8 && Line::kNarrow && Line::kBlocksPerSm == 3) {
-    using Deep = DecodeShape<Element, kD, kPackedV, kQueries, true, true>;
-    if (s.instance.deep) return launch_line<Deep>(p, s, launch);
+  if constexpr (kD == 128) {
+    if (s.instance.wide) return launch_invariant_clusters<ClusterShape<Element, kD, 8, true, true>>(p, s, launch);
   }
-  using Single = DecodeShape<Element, kD, kPackedV, kQueries, kForAnyBatch, false, true>;
-  if constexpr (has_line(Line::kSizes)) launch_lines<Line, Single>(p, s, launch);
+  launch_invariant_clusters<ClusterShape<Element, kD, 8, false, true>>(p, s, launch);
 }
 
 template <class Element, int kD, bool kPackedV, int kQueries>
 void launch_decode_shape(const Problem& p, const Step& s, const Launch& launch) {
   if constexpr (kIsCommon<Element> && !kPackedV) {
-    if (p.a.batch_invariant) return launch_decode_shape<Element, kD, kPackedV, kQueries, true>(p, s, launch);
+    if constexpr (kQueries == 8) {
+      if (p.a.batch_invariant) return launch_decode_invariant<Element, kD>(p, s, launch);
+    }
+    if (s.instance.kernel != KernelId::kDecodeLine) return launch_decode_clusters<Element, kD, kQueries>(p, s, launch);
   }
-  launch_decode_shape<Element, kD, kPackedV, kQueries, false>(p, s, launch);
+  using Line = DecodeShape<Element, kD, kPackedV, kQueries, false>;
+  using Single = DecodeShape<Element, kD, kPackedV, kQueries, false, false, true>;
+  if constexpr (has_line(Line::kSizes)) launch_lines<Line, Single>(p, s, launch);
 }
 
 template <class Element>

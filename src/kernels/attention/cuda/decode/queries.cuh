@@ -5,7 +5,8 @@
 #include <type_traits>
 
 #include "attention/cuda/half_queries.cuh"
-#include "attention/cuda/tile_loader.cuh"
+#include "attention/cuda/rows.cuh"
+#include "attention/cuda/tile_shape.cuh"
 #include "cuda/dependent.cuh"
 
 namespace pykv::attention {

@@ -1,6 +1,7 @@
 // Decoding proper on the line: sizes of one instantiation, and what a warp keeps of a tile.
 #pragma once
 
+#include "attention/cuda/plan_sizes.h"
 #include "attention/cuda/tile_shape.cuh"
 
 namespace pykv::attention {

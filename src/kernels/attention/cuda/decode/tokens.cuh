@@ -101,6 +101,17 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1)
   if (!tokens_kernel<S>(p, copies, memory).run(true) && !S::kSpans) combine_left_pieces(left, memory);
 }
 
+template <class S>
+void launch_tokens_clusters(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+  static_assert(cluster_shared_bytes<S>(S::kWarps) == S::kSizes.shared_bytes(S::kWarps));
+  static_assert(cluster_shared_bytes<S>(S::kWarps) <= 227 << 10);  // what Hopper has
+  if constexpr (kMaySpan<S>) {
+    if (s.instance.spans) return launch_tokens_clusters<Spanned<S>>(p, s, launch, left);
+  }
+  const int most_bytes = device_info(launch.device).shared_of_block;
+  launch_step<paged_attention_tokens_kernel<S>>(p, s, most_bytes, launch, copies_of<S>(p), left);
+}
+
 // In tables with room for long sequences: clusters or the line, as decode/either.cuh has it for one token.
 template <class S, class Line>
 __global__ void __launch_bounds__(S::kWarps * 32, 1)
@@ -117,7 +128,7 @@ void launch_small_pages(const Problem& p, const Step& s, const Launch& launch, c
   if constexpr (kD > 64 || kColumns > 8) {
     using Cluster = ClusterShape<Element, kD, kColumns, false, false, true>;
     if (s.instance.kernel == KernelId::kSmallPagesCluster)
-      return launch_clusters<SmallPages<Cluster>>(p, s, launch, left);
+      return launch_tokens_clusters<SmallPages<Cluster>>(p, s, launch, left);
   }
   if constexpr (kColumns == 8) {
     using Line = SmallPages<DecodeShape<Element, kD, false, 8, false>>;
@@ -127,15 +138,14 @@ void launch_small_pages(const Problem& p, const Step& s, const Launch& launch, c
 }
 
 template <class Element, int kD, int kColumns>
-void launch_tokens_clusters(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+void launch_whole_pages(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
   using Cluster = ClusterShape<Element, kD, kColumns, false, false, true>;
-  static_assert(cluster_shared_bytes<Cluster>(Cluster::kWarps) <= 227 << 10);  // what Hopper has
   if constexpr (has_either(kKindOf<Element>, kD, kColumns)) {
     using Line = LineOfClusters<DecodeShape<Element, kD, false, kColumns, false, false, true, true>, Cluster>;
     if (s.instance.kernel == KernelId::kTokensEither)
       return launch_clusters_or_line<paged_attention_tokens_either_kernel<Cluster, Line>, Cluster, Line>(p, s, launch);
   }
-  launch_clusters<Cluster>(p, s, launch, left);
+  launch_tokens_clusters<Cluster>(p, s, launch, left);
 }
 
 template <class Element, int kD, int kColumns>
@@ -153,7 +163,7 @@ void launch_tokens(const Problem& p, const Step& s, const Launch& launch, const 
     }
   }
   if constexpr (kIsCommon<Element> && (kD > 64 || kColumns > 8))
-    launch_tokens_clusters<Element, kD, kColumns>(p, s, launch, left);
+    launch_whole_pages<Element, kD, kColumns>(p, s, launch, left);
 }
 
 template <class Element>

@@ -16,6 +16,7 @@
 #pragma once
 
 #include "attention/cuda/generic/results.cuh"
+#include "attention/cuda/launch.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/launch.h"
 

@@ -5,9 +5,25 @@
 #pragma once
 
 #include "attention/cuda/half_queries.cuh"
-#include "attention/cuda/tile_loader.cuh"
+#include "attention/cuda/rows.cuh"
+#include "attention/cuda/schedule/line.cuh"
+#include "attention/cuda/tile_shape.cuh"
 
 namespace pykv::attention {
+
+struct RowState {
+  int position;
+  float slope, scale;
+  int sparse_offset;
+};
+
+template <class S>
+struct alignas(16) Scratch {
+  PlanScratchOf<S::kBlock> plan;
+  Walker walkers[S::kTeams];
+  float2 stats[4][S::kWarpRows];
+  RowState rows[4][S::kWarpRows];
+};
 
 template <class S>
 struct RowQueries {

@@ -11,6 +11,7 @@
 #include "attention/cuda/launch.cuh"
 #include "attention/cuda/merge/exact.cuh"
 #include "attention/cuda/rows.cuh"
+#include "attention/cuda/schedule/line.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/fp8.cuh"
 #include "cuda/launch.h"

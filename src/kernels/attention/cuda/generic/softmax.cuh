@@ -8,6 +8,7 @@
 #pragma once
 
 #include "attention/cuda/generic/queries.cuh"
+#include "attention/cuda/tile_loader.cuh"
 #include "cuda/mma.cuh"
 
 namespace pykv::attention {

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention/cuda/rows.cuh"
+#include "attention/cuda/schedule/line.cuh"
 
 namespace pykv::attention {
 

@@ -1,7 +1,6 @@
 // What clusters beside each other that share the keys of a KV head (decode/spans.cuh) leave for each other.
 #pragma once
 
-#include "attention/cuda/launch.cuh"
 #include "attention/cuda/merge/pieces.cuh"
 
 namespace pykv::attention {

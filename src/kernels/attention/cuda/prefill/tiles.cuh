@@ -3,6 +3,7 @@
 
 #include "attention/cuda/launch.cuh"
 #include "attention/cuda/rows.cuh"
+#include "attention/cuda/schedule/line.cuh"
 
 namespace pykv::attention {
 

@@ -251,30 +251,6 @@ __device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBloc
   return find_share<kBarrier, kLines>(p, scratch, p.line);
 }
 
-// What a block needs to know of one unit, from the look-up of its pages to its arithmetic.
-struct alignas(16) Unit {
-  int sequence, sequence_len, query_begin, query_len;
-  int kv_head, head_tile, query_tile;
-  int first_token;          // of the KV tile
-  int first_key, last_key;  // that some row of the query tile may see
-  int slot;                 // where a partial result goes; -1: the whole segment is this block's
-  bool exists;              // false after the block's last unit
-  bool begins, ends;        // this block's part of the segment
-  bool first_chunk;         // with batch_invariant: of that part
-  bool ends_chunk;          // its sums leave the registers: it ends the part or, with batch_invariant, a chunk
-};
-
-// Of a sequence and a KV head, the first query tile; nothing of its keys.
-__device__ inline Unit first_unit(int sequence, const Sequence& seq, int kv_head) {
-  Unit u{};
-  u.sequence = sequence;
-  u.sequence_len = seq.len;
-  u.query_begin = seq.query_begin;
-  u.query_len = seq.query_len;
-  u.kv_head = kv_head;
-  return u;
-}
-
 // Where the sums of a segment go that are not all of it: to the workspace, for the combining kernel.
 struct LinePieces {
   static constexpr bool kInStages = false;  // do they lie where tiles were?

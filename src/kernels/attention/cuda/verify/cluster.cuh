@@ -17,8 +17,6 @@
 #pragma once
 
 #include "attention/cuda/merge/combine.cuh"
-#include "attention/cuda/verify/codes.cuh"
-#include "attention/cuda/verify/columns.cuh"
 #include "attention/cuda/verify/exchange.cuh"
 
 namespace pykv::attention {
@@ -134,38 +132,6 @@ void launch_verify_cluster(const Problem& p, const Step& s, const Launch& launch
   static_assert(kBytes == (S::kGroups == 1 ? kSizes.alone_bytes : kSizes.cluster_bytes));
   static_assert(S::kBlock == (S::kGroups + 1) * kThreads && S::kUnitTokens == kVerifyTile);
   launch_step<paged_attention_verify_cluster_kernel<S, Softmax>>(p, s, kBytes, launch, copies_of<S>(p), left);
-}
-
-template <class Shape, template <class> class Softmax>
-void launch_short_call(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
-  using Clusters = VerifyClusterShape<Shape, false>;
-  using Alone = VerifyClusterShape<Shape, true>;
-  using Sharing = Spanned<Clusters>;
-  if (s.instance.kernel == KernelId::kVerifySpans)
-    return launch_verify_cluster<Sharing, Softmax<Sharing>>(p, s, launch, left);
-  if (s.instance.kernel == KernelId::kVerifyBlock)
-    return launch_verify_cluster<Alone, Softmax<Alone>>(p, s, launch, left);
-  launch_verify_cluster<Clusters, Softmax<Clusters>>(p, s, launch, left);
-}
-
-template <class Element>
-void launch_clusters_of_rows(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
-  dispatch_rows(s.instance, [&]<int kD, int kRows> {
-    if constexpr (kRows == 64) {
-      launch_short_call<VerifyShape<Element, kD>, VerifyRows>(p, s, launch, left);
-    } else if constexpr (kRows == 32) {
-      launch_short_call<VerifyColumnsShape<Element, kD, kRows>, VerifyColumns>(p, s, launch, left);
-    }
-  });
-}
-
-template <class Element>
-void launch_clusters_of_codes(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
-  dispatch_rows(s.instance, [&]<int kD, int kRows> {
-    if constexpr (kRows > 16) {
-      launch_short_call<VerifyCodesShape<Element, kD, kRows>, VerifyCodes>(p, s, launch, left);
-    }
-  });
 }
 
 }  // namespace pykv::attention

@@ -267,23 +267,4 @@ struct VerifyCodes {
   }
 };
 
-template <class Element, int kD, int kRows, bool kPairs>
-void launch_verify_codes(const Problem& p, const Step& s, const Launch& launch) {
-  using S = VerifyCodesShape<Element, kD, kRows, kPairs>;
-  launch_verify_kernel<S, VerifyCodes<S>>(p, s, launch);
-}
-
-template <class Element>
-void launch_line_of_codes(const Problem& p, const Step& s, const Launch& launch) {
-  if constexpr (kIsCommon<Element>) {
-    if (s.instance.folded) {
-      return s.instance.rows > 32 ? launch_verify_codes<Element, 128, 64, true>(p, s, launch)
-                                  : launch_verify_codes<Element, 128, 32, true>(p, s, launch);
-    }
-  }
-  dispatch_rows(s.instance, [&]<int kD, int kRows> {
-    if constexpr (kIsCommon<Element> || kD > 64) launch_verify_codes<Element, kD, kRows, false>(p, s, launch);
-  });
-}
-
 }  // namespace pykv::attention

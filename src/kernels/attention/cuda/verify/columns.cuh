@@ -12,7 +12,6 @@
 // Bottleneck: memory, floor = KV bytes / bandwidth; see docs/log/paged_attention/where_the_time_goes.md.
 #pragma once
 
-#include "attention/cuda/verify/rows.cuh"
 #include "attention/cuda/verify/softmax.cuh"
 
 namespace pykv::attention {
@@ -123,18 +122,5 @@ struct VerifyColumns {
     leave();
   }
 };
-
-template <class Element>
-void launch_line_of_rows(const Problem& p, const Step& s, const Launch& launch) {
-  dispatch_rows(s.instance, [&]<int kD, int kRows> {
-    if constexpr (kRows == 64) {
-      using S = VerifyShape<Element, kD>;
-      launch_verify_kernel<S, VerifyRows<S>>(p, s, launch);
-    } else {
-      using S = VerifyColumnsShape<Element, kD, kRows>;
-      launch_verify_kernel<S, VerifyColumns<S>>(p, s, launch);
-    }
-  });
-}
 
 }  // namespace pykv::attention

@@ -10,41 +10,15 @@
 // Bottleneck: memory, floor = KV bytes / bandwidth; see docs/log/paged_attention/details.md.
 #pragma once
 
+#include "attention/cuda/launch.cuh"
+#include "attention/cuda/schedule/line.cuh"
 #include "attention/cuda/verify/pages.cuh"
+#include "attention/cuda/verify/shape.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/mbarrier.cuh"
 #include "cuda/wgmma.cuh"
 
 namespace pykv::attention {
-
-// Named barriers: of the copying warps, of each group that computes (this and the next), and of all groups.
-constexpr int kCopyBarrier = 1, kGroupBarrier = 2, kAllGroupsBarrier = 4;
-
-// Whose group of so many a thread belongs to, if it computes: the copying warps come after the first.
-__device__ inline int computing_group(int groups) { return groups == 1 ? 0 : threadIdx.x / (2 * kThreads); }
-
-template <class Element, int kHeadSize>
-struct VerifyShape : Shape<Element, kHeadSize, false, RowClass::kMore> {
-  static constexpr bool kWarpgroup = true, kReadOnce = true;
-  static constexpr int kStages = 3, kSlots = kStages + 2;
-  static constexpr int kRingBytes = kStages * Shape<Element, kHeadSize, false, RowClass::kMore>::kStageBytes;
-  static constexpr int kBlock = 2 * kThreads, kCopyWarps = 4;  // beside the four that compute
-  static constexpr int kComputeRegisters = 192, kCopyRegisters = 64;
-  static constexpr bool kQueryColumns = false;  // of the products: verify/columns.cuh
-  static constexpr int kWeightBytes = 0;        // that have a place of their own
-};
-
-// A tile whose copies have come.
-template <int kTokens>
-struct ArrivedTile {
-  uint32_t stage;  // shared address
-  char* memory;    // the same
-  const Slot<kTokens>& slot;
-  int first_token;
-  bool ends;  // this block's part of the segment
-
-  __device__ bool is_empty() const { return (slot.valid[0] | slot.valid[1]) == 0; }
-};
 
 // Four warps compute, in the way of Softmax; others walk along the segments of the block, as Way says, look up pages and start
 // copies, as far ahead as there are stages.  Two groups of four that compute take the tiles of a segment in turn.
@@ -334,17 +308,6 @@ void launch_verify_kernel(const Problem& p, const Step& s, const Launch& launch)
   static_assert(S::kUnitTokens == kVerifyTile && S::kBlock == 2 * kThreads && S::kBlocksPerSm == 2);
   static_assert(kSharedBytes == verify_sizes(S::kNarrow, S::kD, S::kRows, S::kFolded).line_bytes);
   launch_step<paged_attention_verify_kernel<S, Softmax>>(p, s, kSharedBytes, launch, copies_of<S>(p));
-}
-
-// launch.operator()<kD, kRows>(): tiles of so many rows, of heads of up to kD.
-template <class F>
-void dispatch_rows(const Instance& of, F&& launch) {
-  dispatch_bool(of.head_size <= 64, [&]<bool kSmall> {
-    constexpr int kD = kSmall ? 64 : 128;
-    if (of.rows > 32) return launch.template operator()<kD, 64>();
-    if (of.rows > 16) return launch.template operator()<kD, 32>();
-    launch.template operator()<kD, 16>();
-  });
 }
 
 }  // namespace pykv::attention

@@ -3,17 +3,12 @@
 #pragma once
 
 #include "attention/cuda/half_queries.cuh"
-#include "attention/cuda/verify/kernel.cuh"
+#include "attention/cuda/rows.cuh"
+#include "attention/cuda/schedule/line.cuh"
+#include "attention/cuda/verify/shape.cuh"
+#include "cuda/wgmma.cuh"
 
 namespace pykv::attention {
-
-template <class Element, int kHeadSize, int kQueryRows>
-struct VerifyColumnsShape : VerifyShape<Element, kHeadSize> {
-  static constexpr bool kQueryColumns = true;
-  static constexpr int kRows = kQueryRows;
-  static constexpr int kComputeRegisters = 160, kCopyRegisters = 96;
-  static constexpr int kQueryBytes = kRows * kHeadSize * 2;
-};
 
 // A query.
 struct ColumnState {
