@@ -51,12 +51,10 @@ struct Instance {
   int rows = 0;           // queries, times heads, of a tile
   bool packed = false;    // values are columns of tokens
   bool folded = false;    // two KV heads as one
-  bool spans = false;     // clusters share the keys of a KV head
   bool wide = false;      // clusters of more warps
   bool deep = false;      // lines of more stages, and fewer blocks
   bool single = false;    // lines take KV heads one by one
   bool sees_all = false;  // lines have neither a window nor sparsity
-  bool by_token = false;  // pages are no groups of eight tokens
 };
 
 // Is this thread to launch nothing?

@@ -253,8 +253,6 @@ bool Planner::clusters(const Request& r, const ClusterSizes& sizes, const Cluste
   const bool spans = size.spans > 1;
   Instance instance{cluster_kernel(r, sizes, spans), sizes.head_size, sizes.columns};
   instance.wide = sizes.wide;
-  instance.spans = spans;
-  instance.by_token = sizes.by_token;
   Step s = step_of(r, instance, static_cast<int>(blocks), size.warps * 32, size.blocks, bytes);
   set_cluster(s, r, sizes.tokens ? r.tile_tokens * r.tile_heads : r.group, sizes.head_size / (r.folded ? 8 : 4));
   s.query_rows = r.query_rows;

@@ -297,7 +297,7 @@ template <class S>
 void launch_clusters(const Problem& p, const Step& s, const Launch& launch) {
   static_assert(cluster_shared_bytes<S>(S::kWarps) == S::kSizes.shared_bytes(S::kWarps));
   if constexpr (kMaySpan<S>) {
-    if (s.instance.spans) return launch_clusters<Spanned<S>>(p, s, launch);
+    if (s.spans > 1) return launch_clusters<Spanned<S>>(p, s, launch);
   }
   const int most_bytes = device_info(launch.device).shared_of_block;
   launch_step<paged_attention_cluster_kernel<S>>(p, s, most_bytes, launch, copies_of<S>(p));

@@ -273,7 +273,7 @@ void launch_invariant_clusters(const Problem& p, const Step& s, const Launch& la
   static_assert(sizeof(ExactQuad) == kExactQuadBytes && Kernel::kLeafBytes == kLeafBytes);
   static_assert(Kernel::kBarrierBytes == 16 && Kernel::kTeamWarps == kTeamWarps);
   if constexpr (S::kSizes.may_span() && !S::kSpans) {
-    if (s.instance.spans) return launch_invariant_clusters<Spanned<S>>(p, s, launch);
+    if (s.spans > 1) return launch_invariant_clusters<Spanned<S>>(p, s, launch);
   }
   const int most_bytes = device_info(launch.device).shared_of_block;
   launch_step<paged_attention_invariant_cluster_kernel<S>>(p, s, most_bytes, launch, copies_of<S>(p));

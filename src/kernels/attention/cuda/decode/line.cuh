@@ -330,7 +330,7 @@ struct DecodeKernel {
       // The warps of a segment's heads ask for the same tokens at the same time.
       if constexpr (kHeads > 1) named_barrier_sync(1 + warp / kHeads, kHeads * 32);
       // So do those whose tiles have lines of packed values in common.
-      if constexpr (S::kPackedV && !S::kNarrow && !S::kInvariant) {
+      if constexpr (S::kPackedV && !S::kNarrow) {
         if (tiles_share_lines<S>(p.block_size.d)) named_barrier_sync(1, S::kWarps * 32);
       }
       const Part next = start_next(w, pages, stage0 + free * S::kStageBytes, i == 1 - kStages);

@@ -97,21 +97,19 @@ struct DecodePages {
   // While the kernel before still runs, brings a tile into the L2, if these are the length and the place of its keys.
   // Whatever that kernel may yet write to the table is read again after it; nothing of this stays in the L1.
   __device__ void foresee(int sequence, int kv_head, int len, int first_token) const {
-    if constexpr (!S::kRaw) {
-      const int token0 = first_token + (S::kByToken ? lane % kTile : lane % kGroups * kGroupTokens);
-      const int page = token0 < p.a.max_seq_len ? look_up<true>(sequence, token0) : -1;
-      constexpr int kLines = S::kRowBytes < 128 ? 1 : S::kRowBytes / 128;  // of the L2, in a row
+    const int token0 = first_token + (S::kByToken ? lane % kTile : lane % kGroups * kGroupTokens);
+    const int page = token0 < p.a.max_seq_len ? look_up<true>(sequence, token0) : -1;
+    constexpr int kLines = S::kRowBytes < 128 ? 1 : S::kRowBytes / 128;  // of the L2, in a row
 #pragma unroll
-      for (int i = 0; i < (kTile * kLines + 31) / 32; ++i) {
-        const int x = i * 32 + lane, r = x / kLines, token = first_token + r, at = x % kLines * 128;
-        const int id = __shfl_sync(~0u, page, S::kByToken ? r : r / kGroupTokens);
-        if (r >= kTile || token >= len || at >= copies.head_bytes ||
-            static_cast<uint32_t>(id) >= static_cast<uint32_t>(p.a.num_blocks)) {
-          continue;
-        }
-        prefetch(tiles.key_row(id, token, kv_head) + at);
-        prefetch(tiles.value_row(id, token, kv_head) + at);
+    for (int i = 0; i < (kTile * kLines + 31) / 32; ++i) {
+      const int x = i * 32 + lane, r = x / kLines, token = first_token + r, at = x % kLines * 128;
+      const int id = __shfl_sync(~0u, page, S::kByToken ? r : r / kGroupTokens);
+      if (r >= kTile || token >= len || at >= copies.head_bytes ||
+          static_cast<uint32_t>(id) >= static_cast<uint32_t>(p.a.num_blocks)) {
+        continue;
       }
+      prefetch(tiles.key_row(id, token, kv_head) + at);
+      prefetch(tiles.value_row(id, token, kv_head) + at);
     }
   }
 

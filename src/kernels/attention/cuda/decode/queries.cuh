@@ -19,7 +19,7 @@ struct ColumnQueries {
   static constexpr int kSums = kD / 16;  // fragments of O^T
   // Keys of int8 keep an offset, and scores begin at minus what it adds to them: rounding then costs some millionths of the
   // largest score that the query could have.  Values do not: over many keys their sums come near zero.
-  static constexpr bool kOffsetKeys = std::is_same_v<Element, Element8<KvFormat::kInt8>> && !S::kInvariant;
+  static constexpr bool kOffsetKeys = std::is_same_v<Element, Element8<KvFormat::kInt8>>;
 
   const Problem& p;
   const int lane = threadIdx.x % 32;

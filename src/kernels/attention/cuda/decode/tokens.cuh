@@ -106,7 +106,7 @@ void launch_tokens_clusters(const Problem& p, const Step& s, const Launch& launc
   static_assert(cluster_shared_bytes<S>(S::kWarps) == S::kSizes.shared_bytes(S::kWarps));
   static_assert(cluster_shared_bytes<S>(S::kWarps) <= 227 << 10);  // what Hopper has
   if constexpr (kMaySpan<S>) {
-    if (s.instance.spans) return launch_tokens_clusters<Spanned<S>>(p, s, launch, left);
+    if (s.spans > 1) return launch_tokens_clusters<Spanned<S>>(p, s, launch, left);
   }
   const int most_bytes = device_info(launch.device).shared_of_block;
   launch_step<paged_attention_tokens_kernel<S>>(p, s, most_bytes, launch, copies_of<S>(p), left);

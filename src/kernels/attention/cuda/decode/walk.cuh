@@ -58,8 +58,7 @@ struct DecodeWalk {
 
   // Each KV head has a line of its own, and the blocks go along the lines side by side, if there are few heads that lie
   // together in memory, shares have many places, and hardly a block is left over: neighbours are read at about the same time.
-  static constexpr int kMostLines = !S::kInvariant || (S::kD == 128 && S::kColumns == 8 && !S::kPackedV) ? 8 : 1,
-                       kLongShare = S::kInvariant ? 4 : 16;
+  static constexpr int kMostLines = !S::kInvariant || S::kD == 128 ? 8 : 1, kLongShare = S::kInvariant ? 4 : 16;
 
   __device__ int all_heads() const { return p.a.num_kv_heads / kHeads; }
 
