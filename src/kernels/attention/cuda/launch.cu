@@ -211,6 +211,11 @@ LaunchOf* launch_of(KernelId kernel, const PagedAttentionArgs& a) {
 
 }  // namespace
 
+void fail_without_instance(const Problem& p, const Step& s) {
+  fail(PYKV_RUNTIME_ERROR, "%s: there is no kernel %s<%d, %d> for this cache", p.a.op, name_of(s.instance.kernel),
+       s.instance.head_size, s.instance.rows);
+}
+
 const DeviceInfo& device_info(int device) {
   constexpr int kDevices = 64;
   static std::atomic<const DeviceInfo*> known[kDevices];
@@ -253,7 +258,9 @@ void launch_plan(const Plan& plan, const Problem& call, const Launch& launch) {
         if (s.instance.kernel == KernelId::kSimple) {
           launch_simple(p, s, launch);
         } else {
-          launch_of(s.instance.kernel, p.a)(p, s, launch, left);
+          LaunchOf* launch_it = launch_of(s.instance.kernel, p.a);
+          if (!launch_it) fail_without_instance(p, s);
+          launch_it(p, s, launch, left);
         }
         if (s.line.rows > 0 && i + 1 < plan.count) {  // for the next one
           const bool is_prefill = s.mixed && s.instance.kernel == KernelId::kPrefill;

@@ -62,6 +62,9 @@ void launch_step(const Problem& p, const Step& s, int most_bytes, const Launch& 
   launch_after(kKernel, s, launch, p.a.op, p, args...);
 }
 
+// Where a plan names an instance that there is not.
+[[noreturn]] void fail_without_instance(const Problem& p, const Step& s);
+
 // Launches an instance of a family.  left: what a line before it has left, where it adds that up.
 using LaunchOf = void(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
 

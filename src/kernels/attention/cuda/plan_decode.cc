@@ -11,8 +11,9 @@ Tiling Planner::line_tiling(const Request& r, const LineSizes& s) {
   return tiling;
 }
 
-// On the line, of a call that suits.  Returns false if the device has too little shared memory.
+// On the line, of a call that suits.  Returns false if there is no such kernel, or the device has too little shared memory for it.
 bool Planner::line_kernel(const Request& r, const LineSizes& s, bool by_token, bool deep) {
+  if (!has_line(s)) return false;
   const KernelId id = s.tokens      ? KernelId::kTokensLine
                       : s.invariant ? KernelId::kInvariantLine
                       : by_token    ? KernelId::kSmallPagesLine
@@ -65,7 +66,7 @@ bool Planner::folded(const Request& given, bool on_line) {
   const LineSizes of_line = line_sizes(r.kind, 128, false, columns, false);
   if (on_line) {
     constexpr int64_t kMany = 1024;  // keys; the ends of fewer are dearer
-    return has_line(of_line) && suits_decode(r, of_line) && most_keys(r, of_line.tile()) >= kMany && lines(r, of_line);
+    return suits_decode(r, of_line) && most_keys(r, of_line.tile()) >= kMany && lines(r, of_line);
   }
   const ClusterSizes cluster = cluster_sizes(r.kind, 128, columns, false, false);
   if (columns == 8 && decode_either(r, cluster, of_line)) return true;
@@ -128,7 +129,6 @@ bool Planner::decode(const Request& r) {
   const LineSizes s = line_sizes(r.kind, head_size, r.packed(), columns, invariant);
   if (!suits_decode(r, s)) return false;
   if (is_common(r.kind) && !r.packed() && r.lengths == Lengths::kAny && decode_clusters(r, s)) return true;
-  if (!has_line(s)) return false;
   if (may_prefer_verify(s) && prefers_verify(r, s)) return false;
   if (may_fold(s) && columns == 8 && folded(r, true)) return true;
   if (invariant && columns == 8 && s.narrow() && s.blocks_of_sm == 3) {

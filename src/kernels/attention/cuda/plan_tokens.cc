@@ -62,8 +62,7 @@ bool Planner::tokens_line(const Request& r, int columns) {
   const LineSizes s = line_sizes(r.kind, 128, false, columns, false, false, false, true);
   const bool are_many = r.heads() >= d_.sms / 8;
   const int most_tiles = s.raw() && columns == 16 && are_many ? 2 : 1;
-  return has_line(s) && ceil_div(r.a.num_tokens, r.a.num_seqs) * r.group <= most_tiles * columns &&
-         suits_tokens(r, s) && lines(r, s);
+  return ceil_div(r.a.num_tokens, r.a.num_seqs) * r.group <= most_tiles * columns && suits_tokens(r, s) && lines(r, s);
 }
 
 // Decoding over pages that are no groups of eight tokens: heads up to 128 in rows of tokens, up to eight in a group.

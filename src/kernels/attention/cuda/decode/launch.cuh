@@ -74,7 +74,11 @@ void launch_decode_shape(const Problem& p, const Step& s, const Launch& launch) 
   }
   using Line = DecodeShape<Element, kD, kPackedV, kQueries, false>;
   using Single = DecodeShape<Element, kD, kPackedV, kQueries, false, false, true>;
-  if constexpr (has_line(Line::kSizes)) launch_lines<Line, Single>(p, s, launch);
+  if constexpr (has_line(Line::kSizes)) {
+    launch_lines<Line, Single>(p, s, launch);
+  } else {
+    fail_without_instance(p, s);
+  }
 }
 
 template <class Element>
@@ -83,8 +87,6 @@ void launch_decode(const Problem& p, const Step& s, const Launch& launch, const 
   if constexpr (kIsCommon<Element>) {
     if (of.folded)
       return of.rows > 8 ? launch_folded<Element, 16>(p, s, launch) : launch_folded<Element, 8>(p, s, launch);
-  }
-  if constexpr (kIsCommon<Element>) {
     if (of.packed) {
       return of.head_size > 64 ? launch_decode_shape<Element, 128, true, 8>(p, s, launch)
                                : launch_decode_shape<Element, 64, true, 8>(p, s, launch);

@@ -133,8 +133,9 @@ void launch_small_pages(const Problem& p, const Step& s, const Launch& launch, c
   if constexpr (kColumns == 8) {
     using Line = SmallPages<DecodeShape<Element, kD, false, 8, false>>;
     using Single = SmallPages<DecodeShape<Element, kD, false, 8, false, false, true>>;
-    launch_lines<Line, Single>(p, s, launch);
+    return launch_lines<Line, Single>(p, s, launch);
   }
+  fail_without_instance(p, s);
 }
 
 template <class Element, int kD, int kColumns>
@@ -162,8 +163,11 @@ void launch_tokens(const Problem& p, const Step& s, const Launch& launch, const 
       if (kernel == KernelId::kTokensLine) return launch_lines<Line, Single>(p, s, launch);
     }
   }
-  if constexpr (kIsCommon<Element> && (kD > 64 || kColumns > 8))
+  if constexpr (kIsCommon<Element> && (kD > 64 || kColumns > 8)) {
     launch_whole_pages<Element, kD, kColumns>(p, s, launch, left);
+  } else {
+    fail_without_instance(p, s);
+  }
 }
 
 template <class Element>
