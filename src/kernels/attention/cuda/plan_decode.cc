@@ -131,7 +131,7 @@ bool Planner::decode(const Request& r) {
   if (is_common(r.kind) && !r.packed() && r.lengths == Lengths::kAny && decode_clusters(r, s)) return true;
   if (may_prefer_verify(s) && prefers_verify(r, s)) return false;
   if (may_fold(s) && columns == 8 && folded(r, true)) return true;
-  if (invariant && columns == 8 && s.narrow() && s.blocks_of_sm == 3) {
+  if (invariant && columns == 8 && s.narrow() && s.blocks_of_sm == 3 && !r.packed()) {
     // Long sequences keep more bytes under way, if their elements are widened quickly.  So do four short segments for each SM,
     // of which two blocks have two whole ones each, where three would cut them.
     constexpr int64_t kShort = 1024;  // tokens
