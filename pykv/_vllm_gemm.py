@@ -26,17 +26,18 @@ _TYPES: Final = {"uint4": (4, False), "uint8": (8, False), "uint4b8": (4, True),
 
 
 def _multiply(
-    x: Array, weight: Array, key: tuple[object, ...], pack: Callable[[], PackedWeight], bias: Array | None = None
+    x: Array,
+    weight: Array,
+    others: tuple[Array | None, ...],
+    key: tuple[object, ...],
+    pack: Callable[[], PackedWeight],
+    bias: Array | None = None,
 ) -> Any:
-    """``x @ W.T + bias`` with what ``pack()`` makes of the weight, or made of it before."""
-    packed = packed_once(weight, key, pack)
+    """``x @ W.T + bias`` with what ``pack()`` makes of the weight and ``others``, or made of them before."""
+    packed = packed_once(weight, others, key, pack)
     out = empty_beside(x, (spec_of(x).shape[0], packed.shape[0]), spec_of(x).dtype)
     pykv.packed_gemm(out, x, packed.data, packed.format, bias)
     return out
-
-
-def _ids(*arrays: Any) -> tuple[int, ...]:
-    return tuple(id(a) for a in arrays)
 
 
 def _given(array: Array | None) -> Host | None:
@@ -47,7 +48,7 @@ def _given(array: Array | None) -> Host | None:
 
 def awq_gemm(input: Array, qweight: Array, scales: Array, qzeros: Array, split_k_iters: int) -> Any:
     """:func:`pykv.packed_gemm` of a weight of AWQ; ``split_k_iters`` is ignored: sums are fp32."""
-    return _multiply(input, qweight, _ids(scales, qzeros), lambda: pack_awq(qweight, qzeros, scales))
+    return _multiply(input, qweight, (scales, qzeros), (), lambda: pack_awq(qweight, qzeros, scales))
 
 
 def gptq_gemm(
@@ -55,15 +56,17 @@ def gptq_gemm(
     b_q_weight: Array,
     b_gptq_qzeros: Array,
     b_gptq_scales: Array,
-    b_g_idx: Array,
     use_exllama: bool,
     use_v2_format: bool,
     bit: int,
+    *,
+    b_g_idx: Array | None = None,
 ) -> Any:
-    """:func:`pykv.packed_gemm` of a weight of GPTQ, as 0.22 had it: later, there is no ``b_g_idx``.
+    """:func:`pykv.packed_gemm` of a weight of GPTQ.
 
-    With ``use_exllama`` the weight is what :func:`gptq_shuffle` made and ``b_g_idx`` is its ``q_perm``, or empty;
-    without, it is that of the checkpoint, and ``b_g_idx`` holds the group of each row.
+    With ``use_exllama`` the weight is what :func:`gptq_shuffle` made; without, it is that of the checkpoint.
+    ``b_g_idx`` is for act-order, which vLLM had until 0.22: with ``use_exllama`` it is the ``q_perm`` of
+    :func:`gptq_shuffle`; without, the group of each row.
     """
 
     def pack() -> PackedWeight:
@@ -74,12 +77,12 @@ def gptq_gemm(
             codes, order = _unsorted(codes, np.arange(len(order)) // -(-len(order) // zeros.shape[1]), order)
         return pack_in_groups(codes, zeros, plain_scales("b_gptq_scales", b_gptq_scales), order, bits=bit)
 
-    key = (*_ids(b_gptq_qzeros, b_gptq_scales, b_g_idx), use_exllama, use_v2_format, bit)
-    return _multiply(a, b_q_weight, key, pack)
+    others = (b_gptq_qzeros, b_gptq_scales, b_g_idx)
+    return _multiply(a, b_q_weight, others, (use_exllama, use_v2_format, bit), pack)
 
 
-def gptq_shuffle(q_weight: Array, q_perm: Array, bit: int) -> None:
-    """Put rows of a weight in the order ``q_perm``, if it has elements, and bits in that of ``gptq_gemm``."""
+def gptq_shuffle(q_weight: Array, bit: int, *, q_perm: Array | None = None) -> None:
+    """Put the bits of a weight in the order of ``gptq_gemm``, and before that its rows in the order ``q_perm``."""
     words, order = host(q_weight), _given(q_perm)
     if order is not None:
         words = _stream_of(bit_stream(words, bit)[order], bit)
@@ -88,9 +91,9 @@ def gptq_shuffle(q_weight: Array, q_perm: Array, bit: int) -> None:
 
 
 def gptq_marlin_repack(
-    b_q_weight: Array, perm: Array, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False
+    b_q_weight: Array, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False, *, perm: Array | None = None
 ) -> Any:
-    """A weight of GPTQ, with its rows in the order ``perm`` if that has elements, for :func:`marlin_gemm`."""
+    """A weight of GPTQ, with its rows in the order ``perm`` where that is given, for :func:`marlin_gemm`."""
     codes, order = bit_stream(host(b_q_weight), num_bits), _given(perm)
     return _repacked(codes if order is None else codes[order], size_k, size_n, num_bits, is_a_8bit, b_q_weight)
 
@@ -114,19 +117,19 @@ def marlin_gemm(
     a_scales: Array | None,
     global_scale: Array | None,
     b_zeros: Array | None,
-    g_idx: Array | None,
-    perm: Array | None,
     workspace: Array | None,
     b_q_type: Any,
     size_m: int,
     size_n: int,
     size_k: int,
-    is_k_full: bool = True,
     use_atomic_add: bool = False,
     use_fp32_reduce: bool = False,
     is_zp_float: bool = False,
+    *,
+    g_idx: Array | None = None,
+    perm: Array | None = None,
 ) -> Any:
-    """:func:`pykv.packed_gemm` of a repacked weight, as 0.22 had it: later, there is no act-order.
+    """:func:`pykv.packed_gemm` of a repacked weight; ``g_idx`` and ``perm`` are for act-order, as until 0.22.
 
     ``b_q_type``, a scalar type of vLLM or its name, is uint4, uint8, uint4b8 or uint8b128; scales, zero points and bias
     are in the order that vLLM permutes them to.  ``workspace`` and the ways to sum are ignored: sums are fp32.
@@ -167,8 +170,8 @@ def marlin_gemm(
     bias = None
     if b_bias is not None:
         bias = array_like(_reordered(float32(b_bias).reshape(1, -1), _ALONE)[0], spec_of(a).dtype, a)
-    key = (*_ids(b_scales, b_zeros, g_idx, perm), bits, centred, size_n, size_k, is_zp_float)
-    out = _multiply(a, b_q_weight, key, pack, bias)
+    key = (bits, centred, size_n, size_k, is_zp_float)
+    out = _multiply(a, b_q_weight, (b_scales, b_zeros, g_idx, perm), key, pack, bias)
     if c is None:
         return out
     target: Any = c
@@ -223,13 +226,12 @@ def machete_mm(
         group_size = -(-k // factor.values.shape[0])
         return integers(codes.T, factor._replace(values=factor.values.T), minima, group_size, bits)
 
-    key = (*_ids(b_group_scales, b_group_zeros, b_channel_scales), str(b_type))
-    return _multiply(a, b_q, key, pack)
+    return _multiply(a, b_q, (b_group_scales, b_group_zeros, b_channel_scales), (str(b_type),), pack)
 
 
 def ggml_mul_mat_vec_a8(W: Array, X: Array, quant_type: int, row: int) -> Any:
     """:func:`pykv.packed_gemm` of a weight of GGUF, as 0.22 had it; activations keep their 16 bits."""
-    return _multiply(X, W, (quant_type,), lambda: pack_gguf(W, quant_type))
+    return _multiply(X, W, (), (quant_type,), lambda: pack_gguf(W, quant_type))
 
 
 def ggml_mul_mat_a8(W: Array, X: Array, quant_type: int, row: int) -> Any:
