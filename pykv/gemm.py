@@ -114,7 +114,7 @@ def cutlass_scaled_mm(
         a_scales: float32, one element or ``num_rows``; or of blocks, ``[num_rows, ceil(k / 128)]`` float32 or uint8,
             then ``2 ** (byte - 127)``.  Any strides.
         b_scales: float32, one element or ``n``; or of blocks, ``[ceil(k / 128), ceil(n / 128)]`` float32 or uint8.
-        bias: ``[n]``, dtype of ``out``.  ``None``: none.
+        bias: ``[n]`` or ``[1, n]``, dtype of ``out``.  ``None``: none.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
@@ -147,10 +147,10 @@ def cutlass_scaled_mm_azp(
         b: ``[k, n]`` int8, any strides, as in :func:`cutlass_scaled_mm`.
         a_scales: float32, one element or ``num_rows``.
         b_scales: float32, one element or ``n``.
-        azp_adj: ``[n]`` int32: sums of the columns of ``b``; where ``azp`` is ``None``, these times the zero point
-            of all.
+        azp_adj: ``[n]`` or ``[1, n]`` int32: sums of the columns of ``b``; where ``azp`` is ``None``, these times the
+            zero point of all.
         azp: ``[num_rows]`` or ``[num_rows, 1]`` int32: the zero point of each row.
-        bias: ``[n]``, dtype of ``out``.  ``None``: none.
+        bias: ``[n]`` or ``[1, n]``, dtype of ``out``.  ``None``: none.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
