@@ -44,15 +44,20 @@ from pykv._libraries import empty_beside, spec_of
 from pykv._types import Array, ScalarOrArray
 from pykv._vllm_gemm import (
     awq_gemm,
-    awq_marlin_repack,
     ggml_mul_mat_a8,
     ggml_mul_mat_vec_a8,
     gptq_gemm,
-    gptq_marlin_repack,
     gptq_shuffle,
     machete_mm,
     machete_prepack_B,
+)
+from pykv._vllm_marlin import (
+    awq_marlin_moe_repack,
+    awq_marlin_repack,
+    gptq_marlin_moe_repack,
+    gptq_marlin_repack,
     marlin_gemm,
+    moe_wna16_marlin_gemm,
 )
 from pykv._vllm_moe import ggml_moe_a8, ggml_moe_a8_vec, ggml_moe_get_block_size, moe_wna16_gemm
 from pykv._vllm_quantisers import (
@@ -79,6 +84,7 @@ __all__ = [
     "apply_repetition_penalties_cuda",
     "awq_dequantize",
     "awq_gemm",
+    "awq_marlin_moe_repack",
     "awq_marlin_repack",
     "batched_moe_align_block_size",
     "concat_and_cache_mla",
@@ -118,6 +124,7 @@ __all__ = [
     "ggml_mul_mat_a8",
     "ggml_mul_mat_vec_a8",
     "gptq_gemm",
+    "gptq_marlin_moe_repack",
     "gptq_marlin_repack",
     "gptq_shuffle",
     "grouped_topk",
@@ -132,6 +139,7 @@ __all__ = [
     "moe_lora_align_block_size",
     "moe_sum",
     "moe_wna16_gemm",
+    "moe_wna16_marlin_gemm",
     "mxfp4_experts_quant",
     "mxfp4_experts_quant_supported",
     "mxfp8_experts_quant",

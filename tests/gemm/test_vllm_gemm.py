@@ -164,6 +164,92 @@ def test_marlin_gemm(dtype: np.dtype, kind: str) -> None:
     close(out, x, (codes - zeros[group]) * s.astype(np.float64)[group], bias.astype(np.float64))
 
 
+def marlin_floats(kind: str, dtype: np.dtype, groups: int, seed: int = 0):
+    """Words, scales, global scale and the weight itself."""
+    rng, bias = np.random.default_rng(seed), {F16: 15, BF16: 127}[dtype]
+    order = SINGLE if groups == 1 else SCALES
+    if kind == "fp8":
+        values = rng.uniform(-2, 2, (K, N)).astype(ml_dtypes.float8_e4m3fn)
+        scales = rng.uniform(0.5, 1, (groups, N)).astype(dtype)
+        given = (permuted(scales, order).astype(np.float32) * 2.0 ** (bias - 7)).astype(dtype)
+        decoded = values.astype(np.float64) * np.repeat(scales.astype(np.float64), K // groups, axis=0)
+        return marlin_words(values.view(np.uint8).astype(np.int64), 8), given, None, decoded
+    codes, table = rng.integers(0, 16, (K, N)), np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
+    values = table.astype(np.float64)[codes]
+    pairs = np.array([0, 2, 1, 3])
+    if kind == "mxfp4":
+        exponents = rng.integers(120, 130, (groups, N)).astype(np.uint8)
+        decoded = values * np.repeat(2.0 ** (exponents.astype(int) - 127), 32, axis=0)
+        return marlin_words(codes, 4), permuted(permuted(exponents, order), pairs), None, decoded
+    scales = rng.uniform(1, 448, (groups, N)).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    halves = permuted(permuted(scales, order), pairs).astype(np.float16) * np.float16(2**7)
+    given = (halves.view(np.uint16) << 1 >> 8).astype(np.uint8)
+    number = np.float32(1 / 512)
+    return (
+        marlin_words(codes, 4),
+        given,
+        np.array([number * np.float32(2.0) ** (bias - 8)], np.float32),
+        (values * np.repeat(scales, 16, axis=0) * number),
+    )
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize(("kind", "groups"), [("fp8", 1), ("fp8", 2), ("mxfp4", 8), ("nvfp4", 16)])
+def test_marlin_gemm_of_floats(dtype: np.dtype, kind: str, groups: int) -> None:
+    w, scales, number, decoded = marlin_floats(kind, dtype, groups)
+    x = random((5, K), dtype)
+    name = "float8_e4m3fn" if kind == "fp8" else "float4_e2m1f"
+    out = ops.marlin_gemm(x, None, w, None, scales, None, number, None, None, name, 5, N, K)
+    close(out, x, decoded)
+
+
+@pytest.mark.parametrize("kind", ["uint4b8", "uint4", "fp8", "nvfp4"])
+@pytest.mark.parametrize("times_weights", [False, True])
+def test_marlin_gemm_of_experts(kind: str, times_weights: bool) -> None:
+    experts, block, dtype = 3, 8, F16
+    words_of, scales, others, decoded = [], [], [], []
+    for e in range(experts):
+        if kind in ("fp8", "nvfp4"):
+            parts = marlin_floats(kind, dtype, 2 if kind == "fp8" else 16, e)
+        else:
+            rng = np.random.default_rng(e)
+            q, _, _, codes, _ = gptq_weight(4, seed=e)
+            s = scales_of(rng, (4, N), dtype)
+            zeros = rng.integers(0, 16, (4, N)) if kind == "uint4" else np.full((4, N), 8)
+            group = np.arange(K) // (K // 4)
+            given = marlin_zeros(zeros, 4) if kind == "uint4" else None
+            parts = (q, permuted(s, SCALES), given, (codes - zeros[group]) * s.astype(np.float64)[group])
+        for into, part in zip((words_of, scales, others, decoded), parts, strict=True):
+            into.append(part)
+    q = np.stack(words_of)
+    if kind in ("uint4b8", "uint4"):
+        q = ops.gptq_marlin_moe_repack(q, K, N, 4)
+        np.testing.assert_array_equal(q[1], ops.gptq_marlin_repack(words_of[1], K, N, 4))
+    more = None if others[0] is None else np.stack(others)
+    number, zeros = (more, None) if kind == "nvfp4" else (None, more)
+    bias = random((experts, N), dtype, 3)
+    x, ids = random((4, K), dtype), np.array([[0, 2], [1, 0], [2, 1], [0, 1]], np.int32)
+    places, blocks = np.zeros(8 + experts * 7, np.int32), np.zeros(4, np.int32)
+    taken = np.zeros(1, np.int32)
+    ops.moe_align_block_size(ids, experts, block, places, blocks, taken)
+    weights = np.random.default_rng(1).uniform(0, 1, (4, 2)).astype(np.float32)
+    name = {"fp8": "float8_e4m3fn", "nvfp4": "float4_e2m1f"}.get(kind, kind)
+    out = ops.moe_wna16_marlin_gemm(
+        x, None, q, permuted(bias, SINGLE), np.stack(scales), None, number, zeros, None, places, blocks, taken,
+        weights, block, 2, times_weights, name, 4, N, K, False, True, False,
+    )  # fmt: skip
+    for pair, e in enumerate(ids.ravel()):
+        row = pair // 2
+        wanted = (x[row].astype(np.float64) @ decoded[e] + bias[e]) * (weights.ravel()[pair] if times_weights else 1)
+        np.testing.assert_allclose(out[pair].astype(np.float64), wanted, rtol=2e-3, atol=2e-3 * np.abs(wanted).max())
+
+
+def test_awq_marlin_moe_repack() -> None:
+    q = words(np.random.default_rng(0), 2 * K, N // 8).reshape(2, K, N // 8)
+    found = ops.awq_marlin_moe_repack(q, K, N, 4)
+    np.testing.assert_array_equal(found, np.stack([ops.awq_marlin_repack(w, K, N, 4) for w in q]))
+
+
 @pytest.mark.parametrize("kind", ["uint4b8", "uint8b128", "uint4", "uint8"])
 @pytest.mark.parametrize("of_channels", [False, True])
 def test_machete(kind: str, of_channels: bool) -> None:
@@ -194,9 +280,11 @@ def test_ggml(quant_type: int) -> None:
 def test_what_is_not_there_is_refused() -> None:
     q, x = np.zeros((K // 16, N * 2), np.int32), np.zeros((1, K), F16)
     s = np.ones((4, N), F16)
-    with pytest.raises(ValueError, match="b_q_type: must be uint4, uint8, uint4b8, uint8b128, got float4_e2m1f"):
-        ops.marlin_gemm(x, None, q, None, s, None, None, None, None, "float4_e2m1f", 1, N, K)
-    with pytest.raises(ValueError, match="a_scales, global_scale: must be None"):
+    with pytest.raises(ValueError, match=r"b_q_type: must be uint4, uint8, uint4b8, uint8b128, .*, got uint3"):
+        ops.marlin_gemm(x, None, q, None, s, None, None, None, None, "uint3", 1, N, K)
+    with pytest.raises(ValueError, match="b_scales: must have"):
+        ops.marlin_gemm(x, None, q, None, s.view(np.uint8), None, None, None, None, "float4_e2m1f", 1, N, K)
+    with pytest.raises(ValueError, match="a_scales: must be None"):
         ops.marlin_gemm(x, None, q, None, s, np.ones(1, np.float32), None, None, None, "uint4b8", 1, N, K)
     with pytest.raises(ValueError, match="a_token_scales: must be None"):
         ops.machete_mm(x, np.zeros((K // 8, N), np.int32), "uint4b8", None, s, None, 64, None, np.ones(1, np.float32))

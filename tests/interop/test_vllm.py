@@ -150,6 +150,13 @@ SIGNATURES = {
     ),
 }
 SIGNATURES |= {
+    "awq_marlin_moe_repack": "b_q_weight, size_k, size_n, num_bits, is_a_8bit=False",
+    "gptq_marlin_moe_repack": "b_q_weight, size_k, size_n, num_bits, is_a_8bit=False",
+    "moe_wna16_marlin_gemm": (
+        "input, output, b_qweight, b_bias, b_scales, a_scales, global_scale, b_qzeros, workspace, sorted_token_ids, "
+        "expert_ids, num_tokens_past_padded, topk_weights, moe_block_size, top_k, mul_topk_weights, b_q_type, size_m, "
+        "size_n, size_k, use_atomic_add, use_fp32_reduce, is_zp_float, thread_k=-1, thread_n=-1, blocks_per_sm=-1"
+    ),
     "vocab_parallel_embedding": (
         "input_ids, weight, org_vocab_start_index, org_vocab_end_index, num_org_vocab_padding, "
         "added_vocab_start_index, added_vocab_end_index"
@@ -203,6 +210,9 @@ RETURNED = {  # how many arrays; the others return None
     "ggml_moe_a8_vec": 1,
     "ggml_moe_get_block_size": 1,
     "moe_wna16_gemm": 1,
+    "moe_wna16_marlin_gemm": 1,
+    "awq_marlin_moe_repack": 1,
+    "gptq_marlin_moe_repack": 1,
     "awq_dequantize": 1,
     "ggml_dequantize": 1,
     "hadacore_transform": 1,
