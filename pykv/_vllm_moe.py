@@ -58,7 +58,7 @@ def moe_wna16_gemm(
 
         return stack_packed([expert(e, octets) for e, octets in enumerate(host(b_qweight))])
 
-    w = packed_once(b_qweight, (id(b_scales), id(b_qzeros), bit), pack)
+    w = packed_once(b_qweight, (b_scales, b_qzeros), (bit,), pack)
     target: Any = output
     target[...] = 0
     rows = target.reshape(-1, w.shape[0])
@@ -87,7 +87,7 @@ def ggml_moe_a8(
 
     Activations keep their 16 bits.
     """
-    w = packed_once(W, (quant_type,), lambda: stack_packed([pack_gguf(blocks, quant_type) for blocks in host(W)]))
+    w = packed_once(W, (), (quant_type,), lambda: stack_packed([pack_gguf(blocks, quant_type) for blocks in host(W)]))
     out = empty_beside(X, (tokens * top_k, row), spec_of(X).dtype)
     out[...] = 0
     maps = (sorted_token_ids, expert_ids, num_tokens_post_padded)

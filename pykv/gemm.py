@@ -114,7 +114,7 @@ def cutlass_scaled_mm(
         a_scales: float32, one element or ``num_rows``; or of blocks, ``[num_rows, ceil(k / 128)]`` float32 or uint8,
             then ``2 ** (byte - 127)``.  Any strides.
         b_scales: float32, one element or ``n``; or of blocks, ``[ceil(k / 128), ceil(n / 128)]`` float32 or uint8.
-        bias: ``[n]``, dtype of ``out``.  ``None``: none.
+        bias: ``[n]`` or ``[1, n]``, dtype of ``out``.  ``None``: none.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
@@ -147,10 +147,10 @@ def cutlass_scaled_mm_azp(
         b: ``[k, n]`` int8, any strides, as in :func:`cutlass_scaled_mm`.
         a_scales: float32, one element or ``num_rows``.
         b_scales: float32, one element or ``n``.
-        azp_adj: ``[n]`` int32: sums of the columns of ``b``; where ``azp`` is ``None``, these times the zero point
-            of all.
+        azp_adj: ``[n]`` or ``[1, n]`` int32: sums of the columns of ``b``; where ``azp`` is ``None``, these times the
+            zero point of all.
         azp: ``[num_rows]`` or ``[num_rows, 1]`` int32: the zero point of each row.
-        bias: ``[n]``, dtype of ``out``.  ``None``: none.
+        bias: ``[n]`` or ``[1, n]``, dtype of ``out``.  ``None``: none.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
@@ -319,7 +319,7 @@ def pack_integers(
         raise ValueError(f"bits: must be 2 to 6, or 8, got {bits}")
     q, factor = host(codes), plain_scales("scales", scales)
     group_size = group_size if group_size > 0 else max(1, q.shape[1])
-    _check_groups(q.shape, factor.values, group_size, "scales")
+    check_groups(q.shape, factor.values, group_size, "scales")
     z = np.full(factor.values.shape, 1 << (bits - 1)) if zeros is None else host(zeros).astype(np.int64)
     return integers(q, factor, zero_points(z, bits, factor), group_size, bits)
 
@@ -416,7 +416,7 @@ def pack_nvfp4(weight: Array, scales: Array, global_scale: Array | float = 1.0) 
     """
     codes = _nibbles(host(weight))
     factor = Factor("e4m3", host(scales).view(np.uint8))
-    _check_groups(codes.shape, factor.values, 16, "scales")
+    check_groups(codes.shape, factor.values, 16, "scales")
     number = float(float32(global_scale).reshape(-1)[0])
     return assemble(codes, "t4", factor, None, 16, table=E2M1, global_scale=number)
 
@@ -430,7 +430,7 @@ def pack_mxfp4(weight: Array, scales: Array) -> PackedWeight:
     """
     codes = _nibbles(host(weight))
     factor = Factor("e8m0", host(scales).view(np.uint8))
-    _check_groups(codes.shape, factor.values, 32, "scales")
+    check_groups(codes.shape, factor.values, 32, "scales")
     return assemble(codes, "t4", factor, None, 32, table=E2M1)
 
 
@@ -488,7 +488,7 @@ def _in_order_of_groups(
     return integers(codes, factor, minima, step, bits, columns=np.concatenate(columns))
 
 
-def _check_groups(shape: tuple[int, ...], values: Host, group_size: int, name: str) -> None:
+def check_groups(shape: tuple[int, ...], values: Host, group_size: int, name: str) -> None:
     wanted = (shape[0], -(-shape[1] // group_size))
     if values.shape != wanted:
         raise ValueError(f"{name}: must have shape {list(wanted)}, got {list(values.shape)}")

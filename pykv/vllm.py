@@ -11,16 +11,15 @@ from typing import Any
 
 import pykv
 from pykv import (
-    batched_moe_align_block_size,
     concat_and_cache_mla,
     concat_and_cache_mla_grouped,
     concat_and_cache_mla_rope_fused,
     concat_mla_q,
     convert_fp8,
     cp_gather_and_upconvert_fp8_kv_cache,
+    cp_gather_and_upconvert_nvfp4_kv_cache,
     cp_gather_cache,
     cp_gather_indexer_k_quant_cache,
-    fp32_router_gemm,
     fused_add_rms_norm,
     gather_and_maybe_dequant_cache,
     get_cutlass_batched_moe_mm_data,
@@ -45,15 +44,20 @@ from pykv._libraries import empty_beside, spec_of
 from pykv._types import Array, ScalarOrArray
 from pykv._vllm_gemm import (
     awq_gemm,
-    awq_marlin_repack,
     ggml_mul_mat_a8,
     ggml_mul_mat_vec_a8,
     gptq_gemm,
-    gptq_marlin_repack,
     gptq_shuffle,
     machete_mm,
     machete_prepack_B,
+)
+from pykv._vllm_marlin import (
+    awq_marlin_moe_repack,
+    awq_marlin_repack,
+    gptq_marlin_moe_repack,
+    gptq_marlin_repack,
     marlin_gemm,
+    moe_wna16_marlin_gemm,
 )
 from pykv._vllm_moe import ggml_moe_a8, ggml_moe_a8_vec, ggml_moe_get_block_size, moe_wna16_gemm
 from pykv._vllm_quantisers import (
@@ -65,11 +69,22 @@ from pykv._vllm_quantisers import (
     silu_and_mul_mxfp4_experts_quant,
     silu_and_mul_scaled_fp4_experts_quant,
 )
+from pykv._vllm_sampling import (
+    apply_repetition_penalties,
+    cooperative_topk,
+    fp32_router_gemm,
+    persistent_topk,
+    top_k_per_row_decode,
+    top_k_per_row_prefill,
+    vocab_parallel_embedding,
+)
 
 __all__ = [
     "apply_repetition_penalties",
+    "apply_repetition_penalties_cuda",
     "awq_dequantize",
     "awq_gemm",
+    "awq_marlin_moe_repack",
     "awq_marlin_repack",
     "batched_moe_align_block_size",
     "concat_and_cache_mla",
@@ -79,6 +94,7 @@ __all__ = [
     "convert_fp8",
     "cooperative_topk",
     "cp_gather_and_upconvert_fp8_kv_cache",
+    "cp_gather_and_upconvert_nvfp4_kv_cache",
     "cp_gather_cache",
     "cp_gather_indexer_k_quant_cache",
     "cutlass_group_gemm_supported",
@@ -108,6 +124,7 @@ __all__ = [
     "ggml_mul_mat_a8",
     "ggml_mul_mat_vec_a8",
     "gptq_gemm",
+    "gptq_marlin_moe_repack",
     "gptq_marlin_repack",
     "gptq_shuffle",
     "grouped_topk",
@@ -122,7 +139,9 @@ __all__ = [
     "moe_lora_align_block_size",
     "moe_sum",
     "moe_wna16_gemm",
+    "moe_wna16_marlin_gemm",
     "mxfp4_experts_quant",
+    "mxfp4_experts_quant_supported",
     "mxfp8_experts_quant",
     "permute_cols",
     "persistent_topk",
@@ -147,7 +166,11 @@ __all__ = [
     "topk_hash_softplus_sqrt",
     "topk_sigmoid",
     "topk_softmax",
+    "vocab_parallel_embedding",
 ]
+
+
+apply_repetition_penalties_cuda = apply_repetition_penalties
 
 
 def _name_of(dtype: Any) -> str:
@@ -234,6 +257,11 @@ def cutlass_scaled_mm_supports_fp4(cuda_device_capability: int) -> bool:
 
 def cutlass_group_gemm_supported(cuda_device_capability: int) -> bool:
     """Whether :func:`cutlass_moe_mm` runs there: from 8.0 (80) on."""
+    return cuda_device_capability >= 80
+
+
+def mxfp4_experts_quant_supported(cuda_device_capability: int) -> bool:
+    """Whether :func:`mxfp4_experts_quant` runs there: from 8.0 (80) on."""
     return cuda_device_capability >= 80
 
 
@@ -442,6 +470,20 @@ def grouped_topk(
     return weights, ids
 
 
+def batched_moe_align_block_size(
+    max_tokens_per_batch: int,
+    block_size: int,
+    expert_num_tokens: Array,
+    sorted_ids: Array,
+    expert_ids: Array,
+    num_tokens_post_pad: Array,
+) -> None:
+    """:func:`pykv.batched_moe_align_block_size`."""
+    pykv.batched_moe_align_block_size(
+        max_tokens_per_batch, block_size, expert_num_tokens, sorted_ids, expert_ids, num_tokens_post_pad
+    )  # fmt: skip
+
+
 def shuffle_rows(input_tensor: Array, dst2src_map: Array) -> Any:
     """:func:`pykv.shuffle_rows`; returns the rows."""
     (_, width), dtype = spec_of(input_tensor)
@@ -461,44 +503,13 @@ def topk_hash_softplus_sqrt(
     input_tokens: Array | None = None,
     hash_indices_table: Array | None = None,
     is_padding: Array | None = None,
+    bias_vl: Array | None = None,
+    image_sentinel_lo: int = 0,
 ) -> None:
-    """:func:`pykv.topk_softplus_sqrt`."""
+    """:func:`pykv.topk_softplus_sqrt`; ``bias_vl``, another bias for a model's tokens of images, must be ``None``."""
+    if bias_vl is not None:
+        raise ValueError("bias_vl: must be None: tokens of images have no bias of their own")
     pykv.topk_softplus_sqrt(
         topk_weights, topk_indices, token_expert_indices, gating_output, renormalize, routed_scaling_factor,
         e_score_correction_bias, input_tokens, hash_indices_table, is_padding,
     )  # fmt: skip
-
-
-def apply_repetition_penalties(
-    logits: Array, prompt_mask: Array, output_mask: Array, repetition_penalties: Array
-) -> None:
-    """:func:`pykv.apply_repetition_penalties_`."""
-    pykv.apply_repetition_penalties_(logits, prompt_mask, output_mask, repetition_penalties)
-
-
-def top_k_per_row_prefill(
-    logits: Any, rowStarts: Array, rowEnds: Array, indices: Any, numRows: int, stride0: int, stride1: int, topK: int
-) -> None:
-    """:func:`pykv.top_k_per_row` for ``torch.ops._C.top_k_per_row_prefill``.  Strides are those of ``logits``."""
-    pykv.top_k_per_row(indices[:numRows], logits[:numRows], topK, rowStarts, rowEnds)
-
-
-def top_k_per_row_decode(
-    logits: Any, next_n: int, seq_lens: Any, indices: Any, numRows: int, stride0: int, stride1: int, topK: int
-) -> None:
-    """:func:`pykv.top_k_per_row` for ``torch.ops._C.top_k_per_row_decode``.  Strides are those of ``logits``.
-
-    ``seq_lens`` of two dimensions are the ends of the rows themselves.
-    """
-    per_sequence = next_n if seq_lens.ndim == 1 else 0
-    pykv.top_k_per_row(indices[:numRows], logits[:numRows], topK, row_ends=seq_lens, next_n=per_sequence)
-
-
-def persistent_topk(logits: Array, lengths: Array, output: Array, workspace: Array, k: int, max_seq_len: int) -> None:
-    """:func:`pykv.top_k_per_row` for ``torch.ops._C.persistent_topk``; it needs no workspace, and no longest length."""
-    pykv.top_k_per_row(output, logits, k, row_ends=lengths)
-
-
-def cooperative_topk(logits: Array, lengths: Array, output: Array, workspace: Array, k: int, max_seq_len: int) -> None:
-    """The same as :func:`persistent_topk`."""
-    pykv.top_k_per_row(output, logits, k, row_ends=lengths)

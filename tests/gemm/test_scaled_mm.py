@@ -161,6 +161,8 @@ def test_zero_points(array, dtype, rows, of_rows):
     if of_rows:
         check(array, a, b, positive(rows), positive(200), bias, sums, azp, dtype=dtype)
         check(array, a, b, positive(rows), positive(200), None, sums, azp[:, 0], dtype=dtype)
+        row = None if bias is None else bias[None]
+        check(array, a, b, positive(rows), positive(200), row, sums[None], azp, dtype=dtype)  # as vLLM's tests have it
     else:
         check(array, a, b, positive(1), positive(200), bias, sums * 37, dtype=dtype)
 

@@ -17,7 +17,6 @@ from pykv import vllm as ops
 
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 K, N = 256, 128
-NONE = np.zeros(0, np.int32)
 
 
 def close(out, x, decoded, bias=0.0) -> None:
@@ -48,25 +47,30 @@ def test_awq_gemm() -> None:
 def test_gptq_gemm(bits: int, v2: bool) -> None:
     q, z, s, codes, zeros = gptq_weight(bits, v2=v2)
     x, group = random((5, K), F16), np.arange(K) // (K // 4)
-    close(ops.gptq_gemm(x, q, z, s, group.astype("i4"), False, v2, bits), x, (codes - zeros[group]) * s[group])
+    close(ops.gptq_gemm(x, q, z, s, False, v2, bits, b_g_idx=group.astype("i4")), x, (codes - zeros[group]) * s[group])
+    close(ops.gptq_gemm(x, q, z, s, False, v2, bits), x, (codes - zeros[group]) * s[group])
     group = np.random.default_rng(1).permutation(group)
     decoded = (codes - zeros[group]) * s.astype(np.float64)[group]
-    close(ops.gptq_gemm(x, q, z, s, group.astype("i4"), False, v2, bits), x, decoded)
+    close(ops.gptq_gemm(x, q, z, s, False, v2, bits, b_g_idx=group.astype("i4")), x, decoded)
     order = np.argsort(group, kind="stable").astype("i4")
-    ops.gptq_shuffle(q, order, bits)
-    close(ops.gptq_gemm(x, q, z, s, order, True, v2, bits), x, decoded)
+    plain = q.copy()
+    ops.gptq_shuffle(q, bits, q_perm=order)
+    close(ops.gptq_gemm(x, q, z, s, True, v2, bits, b_g_idx=order), x, decoded)
+    ops.gptq_shuffle(plain, bits)
+    group = np.arange(K) // (K // 4)
+    close(ops.gptq_gemm(x, plain, z, s, True, v2, bits), x, (codes - zeros[group]) * s.astype(np.float64)[group])
 
 
 def test_gptq_shuffle_puts_even_codes_into_the_lower_half() -> None:
     """Of 3 bits, five even and five odd ones in each word, besides a bit of each of the last two."""
     codes = np.arange(8)[:, None]
     four = np.repeat((codes << 4 * codes).sum(0, keepdims=True).astype(np.uint32).view(np.int32), 4, axis=0)
-    ops.gptq_shuffle(four, NONE, 4)
+    ops.gptq_shuffle(four, 4)
     assert (four.view(np.uint32) == 0x75316420).all()
     rng = np.random.default_rng(0)
     three = words(rng, 3, 1)
     v = reference.stream(three, 3)[:, 0].astype(np.int64)
-    ops.gptq_shuffle(three, NONE, 3)
+    ops.gptq_shuffle(three, 3)
     for w in range(3):
         word = int(three.view(np.uint32)[w, 0])
         assert [word >> 3 * i & 7 for i in range(5)] == list(v[10 * w : 10 * w + 10 : 2])
@@ -101,16 +105,16 @@ def marlin_words(codes: np.ndarray, bits: int) -> np.ndarray:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_repacks(bits: int) -> None:
     q, _, _, codes, _ = gptq_weight(bits)
-    np.testing.assert_array_equal(ops.gptq_marlin_repack(q, NONE, K, N, bits), marlin_words(codes, bits))
+    np.testing.assert_array_equal(ops.gptq_marlin_repack(q, K, N, bits), marlin_words(codes, bits))
     order = np.random.default_rng(0).permutation(K).astype("i4")
-    np.testing.assert_array_equal(ops.gptq_marlin_repack(q, order, K, N, bits), marlin_words(codes[order], bits))
-    assert ops.gptq_marlin_repack(q, NONE, K, N, bits, True).shape == (K // 16, N * bits // 2)
+    np.testing.assert_array_equal(ops.gptq_marlin_repack(q, K, N, bits, perm=order), marlin_words(codes[order], bits))
+    assert ops.gptq_marlin_repack(q, K, N, bits, True).shape == (K // 16, N * bits // 2)
     columns = np.array({4: [0, 2, 4, 6, 1, 3, 5, 7], 8: [0, 2, 1, 3]}[bits])  # that of each field of a word
     fields = codes.reshape(K, -1, len(columns))[..., columns].astype(np.uint64)
     packed = (fields << np.uint64(bits) * np.arange(len(columns), dtype=np.uint64)).sum(-1).astype(np.uint32)
     np.testing.assert_array_equal(ops.awq_marlin_repack(packed.view(np.int32), K, N, bits), marlin_words(codes, bits))
     with pytest.raises(ValueError, match="b_q_weight: must hold"):
-        ops.gptq_marlin_repack(q, NONE, K, N + 64, bits)
+        ops.gptq_marlin_repack(q, K, N + 64, bits)
 
 
 SCALES = np.arange(64).reshape(8, 8).T.ravel()
@@ -148,16 +152,102 @@ def test_marlin_gemm(dtype: np.dtype, kind: str) -> None:
         group = rng.permutation(group)
         order = np.argsort(group, kind="stable").astype("i4")
         of_rows = group[order].astype("i4")
-    repacked = ops.gptq_marlin_repack(q, NONE if order is None else order, K, N, bits)
+    repacked = ops.gptq_marlin_repack(q, K, N, bits, perm=order)
     x, bias = random((5, K), dtype), random((N,), dtype, 1)
     c = np.zeros((5, N), dtype) if kind == "uint4" else None
     name = {"float zeros": "uint4", "one group": "uint4b8", "act-order": "uint4b8"}.get(kind, kind)
     out = ops.marlin_gemm(
         x, c, repacked, permuted(bias[None], SINGLE)[0], permuted(s, SINGLE if groups == 1 else SCALES), None, None,
-        given, of_rows, order, None, name, 5, N, K, is_zp_float=kind == "float zeros",
+        given, None, name, 5, N, K, is_zp_float=kind == "float zeros", g_idx=of_rows, perm=order,
     )  # fmt: skip
     assert c is None or out is c
     close(out, x, (codes - zeros[group]) * s.astype(np.float64)[group], bias.astype(np.float64))
+
+
+def marlin_floats(kind: str, dtype: np.dtype, groups: int, seed: int = 0):
+    """Words, scales, global scale and the weight itself."""
+    rng, bias = np.random.default_rng(seed), {F16: 15, BF16: 127}[dtype]
+    order = SINGLE if groups == 1 else SCALES
+    if kind == "fp8":
+        values = rng.uniform(-2, 2, (K, N)).astype(ml_dtypes.float8_e4m3fn)
+        scales = rng.uniform(0.5, 1, (groups, N)).astype(dtype)
+        given = (permuted(scales, order).astype(np.float32) * 2.0 ** (bias - 7)).astype(dtype)
+        decoded = values.astype(np.float64) * np.repeat(scales.astype(np.float64), K // groups, axis=0)
+        return marlin_words(values.view(np.uint8).astype(np.int64), 8), given, None, decoded
+    codes, table = rng.integers(0, 16, (K, N)), np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
+    values = table.astype(np.float64)[codes]
+    pairs = np.array([0, 2, 1, 3])
+    if kind == "mxfp4":
+        exponents = rng.integers(120, 130, (groups, N)).astype(np.uint8)
+        decoded = values * np.repeat(2.0 ** (exponents.astype(int) - 127), 32, axis=0)
+        return marlin_words(codes, 4), permuted(permuted(exponents, order), pairs), None, decoded
+    scales = rng.uniform(1, 448, (groups, N)).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    halves = permuted(permuted(scales, order), pairs).astype(np.float16) * np.float16(2**7)
+    given = (halves.view(np.uint16) << 1 >> 8).astype(np.uint8)
+    number = np.float32(1 / 512)
+    return (
+        marlin_words(codes, 4),
+        given,
+        np.array([number * np.float32(2.0) ** (bias - 8)], np.float32),
+        (values * np.repeat(scales, 16, axis=0) * number),
+    )
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize(("kind", "groups"), [("fp8", 1), ("fp8", 2), ("mxfp4", 8), ("nvfp4", 16)])
+def test_marlin_gemm_of_floats(dtype: np.dtype, kind: str, groups: int) -> None:
+    w, scales, number, decoded = marlin_floats(kind, dtype, groups)
+    x = random((5, K), dtype)
+    name = "float8_e4m3fn" if kind == "fp8" else "float4_e2m1f"
+    out = ops.marlin_gemm(x, None, w, None, scales, None, number, None, None, name, 5, N, K)
+    close(out, x, decoded)
+
+
+@pytest.mark.parametrize("kind", ["uint4b8", "uint4", "fp8", "nvfp4"])
+@pytest.mark.parametrize("times_weights", [False, True])
+def test_marlin_gemm_of_experts(kind: str, times_weights: bool) -> None:
+    experts, block, dtype = 3, 8, F16
+    words_of, scales, others, decoded = [], [], [], []
+    for e in range(experts):
+        if kind in ("fp8", "nvfp4"):
+            parts = marlin_floats(kind, dtype, 2 if kind == "fp8" else 16, e)
+        else:
+            rng = np.random.default_rng(e)
+            q, _, _, codes, _ = gptq_weight(4, seed=e)
+            s = scales_of(rng, (4, N), dtype)
+            zeros = rng.integers(0, 16, (4, N)) if kind == "uint4" else np.full((4, N), 8)
+            group = np.arange(K) // (K // 4)
+            given = marlin_zeros(zeros, 4) if kind == "uint4" else None
+            parts = (q, permuted(s, SCALES), given, (codes - zeros[group]) * s.astype(np.float64)[group])
+        for into, part in zip((words_of, scales, others, decoded), parts, strict=True):
+            into.append(part)
+    q = np.stack(words_of)
+    if kind in ("uint4b8", "uint4"):
+        q = ops.gptq_marlin_moe_repack(q, K, N, 4)
+        np.testing.assert_array_equal(q[1], ops.gptq_marlin_repack(words_of[1], K, N, 4))
+    more = None if others[0] is None else np.stack(others)
+    number, zeros = (more, None) if kind == "nvfp4" else (None, more)
+    bias = random((experts, N), dtype, 3)
+    x, ids = random((4, K), dtype), np.array([[0, 2], [1, 0], [2, 1], [0, 1]], np.int32)
+    places, blocks = np.zeros(8 + experts * 7, np.int32), np.zeros(4, np.int32)
+    taken = np.zeros(1, np.int32)
+    ops.moe_align_block_size(ids, experts, block, places, blocks, taken)
+    weights = np.random.default_rng(1).uniform(0, 1, (4, 2)).astype(np.float32)
+    name = {"fp8": "float8_e4m3fn", "nvfp4": "float4_e2m1f"}.get(kind, kind)
+    out = ops.moe_wna16_marlin_gemm(
+        x, None, q, permuted(bias, SINGLE), np.stack(scales), None, number, zeros, None, places, blocks, taken,
+        weights, block, 2, times_weights, name, 4, N, K, False, True, False,
+    )  # fmt: skip
+    for pair, e in enumerate(ids.ravel()):
+        row = pair // 2
+        wanted = (x[row].astype(np.float64) @ decoded[e] + bias[e]) * (weights.ravel()[pair] if times_weights else 1)
+        np.testing.assert_allclose(out[pair].astype(np.float64), wanted, rtol=2e-3, atol=2e-3 * np.abs(wanted).max())
+
+
+def test_awq_marlin_moe_repack() -> None:
+    q = words(np.random.default_rng(0), 2 * K, N // 8).reshape(2, K, N // 8)
+    found = ops.awq_marlin_moe_repack(q, K, N, 4)
+    np.testing.assert_array_equal(found, np.stack([ops.awq_marlin_repack(w, K, N, 4) for w in q]))
 
 
 @pytest.mark.parametrize("kind", ["uint4b8", "uint8b128", "uint4", "uint8"])
@@ -190,10 +280,12 @@ def test_ggml(quant_type: int) -> None:
 def test_what_is_not_there_is_refused() -> None:
     q, x = np.zeros((K // 16, N * 2), np.int32), np.zeros((1, K), F16)
     s = np.ones((4, N), F16)
-    with pytest.raises(ValueError, match="b_q_type: must be uint4, uint8, uint4b8, uint8b128, got float4_e2m1f"):
-        ops.marlin_gemm(x, None, q, None, s, None, None, None, None, None, None, "float4_e2m1f", 1, N, K)
-    with pytest.raises(ValueError, match="a_scales, global_scale: must be None"):
-        ops.marlin_gemm(x, None, q, None, s, np.ones(1, np.float32), None, None, None, None, None, "uint4b8", 1, N, K)
+    with pytest.raises(ValueError, match=r"b_q_type: must be uint4, uint8, uint4b8, uint8b128, .*, got uint3"):
+        ops.marlin_gemm(x, None, q, None, s, None, None, None, None, "uint3", 1, N, K)
+    with pytest.raises(ValueError, match="b_scales: must have"):
+        ops.marlin_gemm(x, None, q, None, s.view(np.uint8), None, None, None, None, "float4_e2m1f", 1, N, K)
+    with pytest.raises(ValueError, match="a_scales: must be None"):
+        ops.marlin_gemm(x, None, q, None, s, np.ones(1, np.float32), None, None, None, "uint4b8", 1, N, K)
     with pytest.raises(ValueError, match="a_token_scales: must be None"):
         ops.machete_mm(x, np.zeros((K // 8, N), np.int32), "uint4b8", None, s, None, 64, None, np.ones(1, np.float32))
     with pytest.raises(ValueError, match="out_type: must be that of a, float16, got float32"):
@@ -213,3 +305,11 @@ def test_a_weight_stays_packed_as_long_as_it_lives(monkeypatch: pytest.MonkeyPat
     del q
     gc.collect()
     assert len(_vllm_packed._packed) == before
+
+
+def test_scales_that_are_no_more_are_not_taken_for_new_ones() -> None:
+    """New arrays may have the address of old ones."""
+    q, z, s, decoded = awq_codes_and_scales(N, K, 64)
+    x = random((5, K), F16)
+    for power in range(8):
+        close(ops.awq_gemm(x, q, s * np.float16(2.0**-power), z, 8), x, decoded * 2.0**-power)

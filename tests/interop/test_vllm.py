@@ -17,6 +17,7 @@ from pykv import vllm as ops
 SIGNATURES = {
     "awq_dequantize": "qweight, scales, zeros, split_k_iters, thx, thy",
     "apply_repetition_penalties": "logits, prompt_mask, output_mask, repetition_penalties",
+    "apply_repetition_penalties_cuda": "logits, prompt_mask, output_mask, repetition_penalties",
     "concat_and_cache_mla": "kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale, skip_scale=False",
     "concat_and_cache_mla_grouped": (
         "kv_c, k_pe, kv_cache_ptrs, slot_mapping, block_size, block_stride, entry_stride, kv_scales=None, "
@@ -32,6 +33,7 @@ SIGNATURES = {
         "src_cache, dst, block_table, workspace_starts, batch_size, seq_starts=None, host_cache=None, "
         "host_row_ids=None, device_row_ids=None"
     ),
+    "cp_gather_and_upconvert_nvfp4_kv_cache": "src_cache, dst, block_table, workspace_starts, batch_size",
     "cp_gather_cache": "src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts=None",
     "cp_gather_indexer_k_quant_cache": "kv_cache, dst_k, dst_scale, block_table, cu_seq_lens",
     "cutlass_group_gemm_supported": "cuda_device_capability",
@@ -47,7 +49,7 @@ SIGNATURES = {
     "cutlass_scaled_mm_supports_fp8": "cuda_device_capability",
     "dsv3_fused_a_gemm": "output, mat_a, mat_b, enable_pdl=False",
     "dsv3_router_gemm": "hidden_states, router_weight, output_dtype",
-    "fp32_router_gemm": "output, a, b",
+    "fp32_router_gemm": "hidden_states, router_weight",
     "fp8_gemm_nt": "a, b, d",  # this and the two grouped ones: of vllm.utils.deep_gemm
     "fp8_m_grouped_gemm_nt_masked": "a, b, d, masked_m, expected_m",
     "m_grouped_fp8_gemm_nt_contiguous": "a, b, d, m_indices",
@@ -75,6 +77,7 @@ SIGNATURES = {
         "prefill_tokens_with_context=None, output_scale=None"
     ),
     "mxfp4_experts_quant": "input_tensor, expert_offsets, blockscale_offsets, n_experts, topk",
+    "mxfp4_experts_quant_supported": "cuda_device_capability",
     "mxfp8_experts_quant": (  # of 0.22
         "input, problem_sizes, expert_offsets, blockscale_offsets, quant_output, scale_factor"
     ),
@@ -106,7 +109,7 @@ SIGNATURES = {
     "swap_blocks": "src, dst, block_size_in_bytes, block_mapping",
     "swap_blocks_batch": "src_ptrs, dst_ptrs, sizes, is_src_access_order_any=False",
     "batched_moe_align_block_size": (
-        "max_tokens_per_batch, block_size, expert_num_tokens, sorted_token_ids, experts_ids, num_tokens_post_pad"
+        "max_tokens_per_batch, block_size, expert_num_tokens, sorted_ids, expert_ids, num_tokens_post_pad"
     ),
     "get_cutlass_batched_moe_mm_data": (
         "expert_offsets, problem_sizes1, problem_sizes2, expert_num_tokens, num_local_experts, padded_m, n, k"
@@ -119,7 +122,8 @@ SIGNATURES = {
         "expert_first_token_offset, problem_sizes1, problem_sizes2, n, k, swap_ab"
     ),
     "moe_align_block_size": (
-        "topk_ids, num_experts, block_size, sorted_token_ids, experts_ids, num_tokens_post_pad, expert_map=None"
+        "topk_ids, num_experts, block_size, sorted_token_ids, experts_ids, num_tokens_post_pad, expert_map=None, "
+        "scatter_idx=None"
     ),
     "moe_lora_align_block_size": (
         "topk_ids, token_lora_mapping, num_experts, block_size, max_loras, max_num_tokens_padded, max_num_m_blocks, "
@@ -129,33 +133,49 @@ SIGNATURES = {
     "shuffle_rows": "input_tensor, dst2src_map",
     "topk_hash_softplus_sqrt": (
         "topk_weights, topk_indices, token_expert_indices, gating_output, renormalize=False, "
-        "routed_scaling_factor=1.0, e_score_correction_bias=None, input_tokens=None, hash_indices_table=None"
+        "routed_scaling_factor=1.0, e_score_correction_bias=None, input_tokens=None, hash_indices_table=None, "
+        "is_padding=None, bias_vl=None, image_sentinel_lo=0"
     ),
     "topk_sigmoid": (
-        "topk_weights, topk_ids, token_expert_indices, gating_output, renormalize=False, e_score_correction_bias=None"
+        "topk_weights, topk_ids, token_expert_indices, gating_output, renormalize=False, "
+        "e_score_correction_bias=None, routed_scaling_factor=1.0, is_padding=None"
     ),
     "topk_softmax": (
-        "topk_weights, topk_ids, token_expert_indices, gating_output, renormalize=False, e_score_correction_bias=None"
+        "topk_weights, topk_ids, token_expert_indices, gating_output, renormalize=False, "
+        "e_score_correction_bias=None, is_padding=None"
     ),
-    "top_k_per_row_decode": "logits, next_n, seq_lens, indices, numRows, stride0, stride1, topK",
-    "top_k_per_row_prefill": "logits, rowStarts, rowEnds, indices, numRows, stride0, stride1, topK",
+    "top_k_per_row_decode": "logits, next_n, seq_lens, raw_topk_indices, num_rows, stride0, stride1, topk_tokens",
+    "top_k_per_row_prefill": (
+        "logits, cu_seqlen_ks, cu_seqlen_ke, raw_topk_indices, num_rows, stride0, stride1, topk_tokens"
+    ),
 }
 SIGNATURES |= {
+    "awq_marlin_moe_repack": "b_q_weight, size_k, size_n, num_bits, is_a_8bit=False",
+    "gptq_marlin_moe_repack": "b_q_weight, size_k, size_n, num_bits, is_a_8bit=False",
+    "moe_wna16_marlin_gemm": (
+        "input, output, b_qweight, b_bias, b_scales, a_scales, global_scale, b_qzeros, workspace, sorted_token_ids, "
+        "expert_ids, num_tokens_past_padded, topk_weights, moe_block_size, top_k, mul_topk_weights, b_q_type, size_m, "
+        "size_n, size_k, use_atomic_add, use_fp32_reduce, is_zp_float, thread_k=-1, thread_n=-1, blocks_per_sm=-1"
+    ),
+    "vocab_parallel_embedding": (
+        "input_ids, weight, org_vocab_start_index, org_vocab_end_index, num_org_vocab_padding, "
+        "added_vocab_start_index, added_vocab_end_index"
+    ),
     "awq_gemm": "input, qweight, scales, qzeros, split_k_iters",
     "awq_marlin_repack": "b_q_weight, size_k, size_n, num_bits, is_a_8bit=False",
-    "ggml_mul_mat_a8": "W, X, quant_type, row",  # of 0.22, and gptq_gemm, gptq_marlin_repack and marlin_gemm
+    "ggml_mul_mat_a8": "W, X, quant_type, row",  # of 0.22
     "ggml_mul_mat_vec_a8": "W, X, quant_type, row",
-    "gptq_gemm": "a, b_q_weight, b_gptq_qzeros, b_gptq_scales, b_g_idx, use_exllama, use_v2_format, bit",
-    "gptq_marlin_repack": "b_q_weight, perm, size_k, size_n, num_bits, is_a_8bit=False",
-    "gptq_shuffle": "q_weight, q_perm, bit",
+    "gptq_gemm": "a, b_q_weight, b_gptq_qzeros, b_gptq_scales, use_exllama, use_v2_format, bit",
+    "gptq_marlin_repack": "b_q_weight, size_k, size_n, num_bits, is_a_8bit=False",
+    "gptq_shuffle": "q_weight, bit",
     "machete_mm": (
         "a, b_q, b_type, out_type=None, b_group_scales=None, b_group_zeros=None, b_group_size=None, "
         "b_channel_scales=None, a_token_scales=None, schedule=None"
     ),
     "machete_prepack_B": "b_q_weight, a_type, b_type, group_scales_type",
     "marlin_gemm": (
-        "a, c, b_q_weight, b_bias, b_scales, a_scales, global_scale, b_zeros, g_idx, perm, workspace, b_q_type, "
-        "size_m, size_n, size_k, is_k_full=True, use_atomic_add=False, use_fp32_reduce=False, is_zp_float=False"
+        "a, c, b_q_weight, b_bias, b_scales, a_scales, global_scale, b_zeros, workspace, b_q_type, "
+        "size_m, size_n, size_k, use_atomic_add=False, use_fp32_reduce=False, is_zp_float=False"
     ),
     "ggml_moe_a8": (  # these of 0.22
         "X, W, sorted_token_ids, expert_ids, num_tokens_post_padded, quant_type, row, top_k, tokens"
@@ -177,6 +197,7 @@ RETURNED = {  # how many arrays; the others return None
     "cutlass_scaled_mm_supports_fp4": 1,
     "cutlass_scaled_mm_supports_fp8": 1,
     "dsv3_router_gemm": 1,
+    "fp32_router_gemm": 1,
     "awq_marlin_repack": 1,
     "ggml_mul_mat_a8": 1,
     "ggml_mul_mat_vec_a8": 1,
@@ -189,10 +210,15 @@ RETURNED = {  # how many arrays; the others return None
     "ggml_moe_a8_vec": 1,
     "ggml_moe_get_block_size": 1,
     "moe_wna16_gemm": 1,
+    "moe_wna16_marlin_gemm": 1,
+    "awq_marlin_moe_repack": 1,
+    "gptq_marlin_moe_repack": 1,
     "awq_dequantize": 1,
     "ggml_dequantize": 1,
     "hadacore_transform": 1,
     "mxfp4_experts_quant": 2,
+    "mxfp4_experts_quant_supported": 1,
+    "vocab_parallel_embedding": 1,
     "permute_cols": 1,
     "fused_qknorm_rope_cache": 3,
     "grouped_topk": 2,

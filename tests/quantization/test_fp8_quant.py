@@ -143,6 +143,13 @@ def test_expanded_scales(array):
     assert_same_bits(array.numpy(result), reference.static_fp8(x, 0.5))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("group", [(0, 0), (-1, -1), (6, 64)])
+def test_one_scale_has_any_shape(array, shape, group):
+    x = rows((6, 64), np.dtype(F))
+    static(array, x, np.full(shape, 0.5, F), E4M3, group, np.float32(0.5))
+
+
 @pytest.mark.parametrize("offset", [1, 4])
 def test_alignment(array, offset):
     for dtype in FLOATS:

@@ -18,8 +18,9 @@ void Call::fail_device(const Tensor& t) const {
 void Call::scale(Scale& into, const char* name, const DLTensor* t, int64_t heads) {
   if (!t) return;
   Tensor x(name, t);
-  x.rank_between(0, 1).dtype({DType::kFloat32});
+  x.dtype({DType::kFloat32});
   const int64_t count = x.numel();
+  if (count != 1) x.rank_between(0, 1);  // one element may have any shape: [1, 1], too
   if (count != 1 && count != heads)
     x.fail(PYKV_VALUE_ERROR,
            heads == 1 ? "must have 1 element, got shape %s"

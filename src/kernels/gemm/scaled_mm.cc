@@ -80,14 +80,14 @@ class Product {
   }
 
   void bias(const DLTensor* bias) {
-    if (bias) args.bias = call_.read("bias", bias).like(out_).shape(n).contiguous_rows().data();
+    if (bias) args.bias = of_columns("bias", bias).like(out_).contiguous_rows().data();
   }
 
   // Zero points: those of columns, and of rows.
   void zero_points(const DLTensor* azp_adj, const DLTensor* azp) {
-    const Tensor adj = call_.read("azp_adj", azp_adj).dtype({DType::kInt32}).shape(n);
+    const Tensor adj = of_columns("azp_adj", azp_adj).dtype({DType::kInt32});
     args.azp_adj = static_cast<const int32_t*>(adj.data());
-    args.azp_adj_stride = adj.stride(0);
+    args.azp_adj_stride = adj.stride(adj.ndim() - 1);
     if (!azp) return;
     Tensor rows = call_.read("azp", azp).dtype({DType::kInt32}).rank_between(1, 2).dim(0, m);
     if (rows.numel() != m)
@@ -95,6 +95,14 @@ class Product {
                 rows.shape_string().c_str());
     args.azp = static_cast<const int32_t*>(rows.data());
     args.azp_stride = rows.stride(0);
+  }
+
+  // [n] or [1, n].
+  Tensor of_columns(const char* name, const DLTensor* given) {
+    Tensor t = call_.read(name, given).rank_between(1, 2);
+    Dim one{"1", 1};
+    if (t.ndim() == 2) t.dim(0, one);
+    return t.dim(t.ndim() - 1, n);
   }
 
   void run(void* stream) {

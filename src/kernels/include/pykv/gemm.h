@@ -43,7 +43,7 @@ PYKV_API pykv_status pykv_packed_gemm(DLTensor* out, const DLTensor* x, const DL
  *             begin at multiples of 16 bytes
  *   a_scales  float32, 1 element or num_rows
  *   b_scales  float32, 1 element or n
- *   bias      [n], dtype of out, or NULL
+ *   bias      [n] or [1, n], dtype of out, or NULL
  * Or both scales are those of blocks: out = sum over blocks of k of a_scale b_scale (a b of the block) + bias
  *   a_scales  [num_rows, ceil(k / 128)]         float32 | uint8 (e8m0: 2^(byte - 127), 255 is NaN); any strides
  *   b_scales  [ceil(k / 128), ceil(n / 128)]    the same  */
@@ -52,7 +52,7 @@ PYKV_API pykv_status pykv_cutlass_scaled_mm(DLTensor* out, const DLTensor* a, co
                                             void* stream);
 
 /* The same of int8 with zero points of a: out = (a_scales b_scales) (a b - azp azp_adj) + bias.  Scales of blocks are refused.
- *   azp_adj  [n] int32: sums of the columns of b; without azp these times the one zero point
+ *   azp_adj  [n] or [1, n] int32: sums of the columns of b; without azp these times the one zero point
  *   azp      [num_rows] or [num_rows, 1] int32: zero points of rows; or NULL  */
 PYKV_API pykv_status pykv_cutlass_scaled_mm_azp(DLTensor* out, const DLTensor* a, const DLTensor* b,
                                                 const DLTensor* a_scales, const DLTensor* b_scales,
