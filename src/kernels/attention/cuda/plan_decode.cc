@@ -95,8 +95,14 @@ bool Planner::decode_clusters(Request r, const LineSizes& of_line) {
   const int head_size = of_line.head_size, columns = of_line.columns;
   const bool invariant = of_line.invariant;
   if (invariant && columns > 8) return false;  // the records of more queries find no room
+  if (!has_cluster(r.kind, head_size, columns)) return false;
   const ClusterSizes usual = cluster_sizes(r.kind, head_size, columns, false, invariant);
   Clusters size = cluster_size(r, usual);
+  if (!is_common(r.kind)) {
+    constexpr int64_t kMany = 2048;  // keys of a block, from which on it is busier widening elements than waiting for them
+    const bool suits = !invariant && r.sees_all() && most_keys(r, usual.tile()) <= kMany * size.blocks;
+    return suits && clusters(r, usual, size);
+  }
   if (invariant && size.blocks == 0) {  // the line comes after them, and the device says which takes the call
     r.lengths = Lengths::kForClusters;
     size = cluster_size(r, usual);
@@ -128,7 +134,7 @@ bool Planner::decode(const Request& r) {
   const int head_size = rounded(r.a.head_size), columns = head_size > 128 || r.group <= 8 ? 8 : 16;
   const LineSizes s = line_sizes(r.kind, head_size, r.packed(), columns, invariant);
   if (!suits_decode(r, s)) return false;
-  if (is_common(r.kind) && !r.packed() && r.lengths == Lengths::kAny && decode_clusters(r, s)) return true;
+  if (!r.packed() && r.lengths == Lengths::kAny && decode_clusters(r, s)) return true;
   if (may_prefer_verify(s) && prefers_verify(r, s)) return false;
   if (may_fold(s) && columns == 8 && folded(r, true)) return true;
   if (invariant && columns == 8 && s.narrow() && s.blocks_of_sm == 3 && !r.packed()) {

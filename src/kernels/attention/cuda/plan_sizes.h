@@ -100,7 +100,7 @@ struct ClusterSizes : ColumnSizes {
   constexpr int ring_bytes() const { return std::max(stages * 2 * tile_bytes(), columns * head_size * 4); }
   // Clusters beside each other may share their keys, but for small pages and wide blocks.  What one token sees through a window is
   // too little (kMostWindow).
-  constexpr bool may_span() const { return !by_token && !wide && (tokens || !hides_keys); }
+  constexpr bool may_span() const { return is_common(kind) && !by_token && !wide && (tokens || !hides_keys); }
   constexpr int shared_bytes(int block_warps) const {  // but with batch_invariant
     const int items = columns * head_size / 4 + kMostBlocks;
     const int exchange = warps * columns * kStatsBytes + items * kLeafBytes;
@@ -122,6 +122,11 @@ constexpr ClusterSizes cluster_sizes(CacheKind kind, int head_size, int columns,
   s.warps = wide ? s.usual_warps() * 3 / 2 : s.usual_warps();
   s.stages = wide ? 2 : 3;
   return s;
+}
+
+// Which clusters of one token there are for kinds that are not common: the usual size, up to eight columns.
+constexpr bool has_cluster(CacheKind kind, int head_size, int columns) {
+  return is_common(kind) || (columns <= 8 && head_size <= 128 && (kind != CacheKind::kNvfp4 || head_size == 128));
 }
 
 // The line of calls that see all keys, for blocks that are those of a cluster.

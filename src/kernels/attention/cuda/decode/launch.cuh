@@ -71,6 +71,9 @@ void launch_decode_shape(const Problem& p, const Step& s, const Launch& launch) 
       if (p.a.batch_invariant) return launch_decode_invariant<Element, kD>(p, s, launch);
     }
     if (s.instance.kernel != KernelId::kDecodeLine) return launch_decode_clusters<Element, kD, kQueries>(p, s, launch);
+  } else if constexpr (!kPackedV && has_cluster(kKindOf<Element>, kD, kQueries)) {
+    if (s.instance.kernel == KernelId::kDecodeCluster)
+      return launch_clusters<ClusterShape<Element, kD, kQueries, false, false>>(p, s, launch);
   }
   using Line = DecodeShape<Element, kD, kPackedV, kQueries, false>;
   using Single = DecodeShape<Element, kD, kPackedV, kQueries, false, false, true>;
