@@ -14,8 +14,7 @@ namespace pykv::attention {
 template <class S>
 struct PrefillFeeder {
   static constexpr int kD = S::kD;
-  static constexpr int kChunks = kD / 8, kRowsAtOnce = 32 / kChunks;  // 16-byte pieces of a row; rows of a warp's copy
-  static constexpr int kTokens = S::kTile / 4;                        // of a tile, whose pages a warp looks up
+  static constexpr int kTokens = S::kTile / 4;  // of a tile, whose pages a warp looks up
 
   const Problem& p;
   const CacheCopies& copies;
@@ -24,23 +23,35 @@ struct PrefillFeeder {
   uint32_t queries, keys, values;  // shared memory
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
-  // As many rows as a warp has of a tile, whose beginnings its lanes know.
+  // As many rows as a warp has of a tile, whose beginnings its lanes know: eight lanes for a line of a row.  Addresses come for
+  // several rows before their copies begin, so that one wait for shuffles serves all of them.
   template <int kCount, bool kChecked>
   __device__ void copy_rows(uint32_t tile, const char* row) const {
-    constexpr int kColumn = 4 * kCount * 128;
-    const int chunk = lane % kChunks, r = lane / kChunks;
-    const bool in_head = !kChecked || chunk * 16 < copies.head_bytes;
-    const uint32_t to = tile + chunk / 8 * kColumn + (warp * kCount + r) * 128 + ((chunk % 8 ^ r) * 16);
+    constexpr int kColumn = 4 * kCount * 128, kBatch = 4;
+    static_assert(kCount % (4 * kBatch) == 0);
+    const int chunk = lane % 8, r = lane / 8;
+    const uint32_t to = tile + (warp * kCount + r) * 128 + (chunk ^ r) * 16;
     const auto bits = reinterpret_cast<unsigned long long>(row);
 #pragma unroll
-    for (int i = 0; i < kCount; i += kRowsAtOnce) {
-      const char* from = reinterpret_cast<const char*>(__shfl_sync(~0u, bits, i + r));
-      const bool read = !kChecked || (from != nullptr && in_head);
-      const uint32_t place = (to ^ (i % 8 * 16)) + i * 128;
-      if (kChecked) {
-        cp_async_16(place, read ? from + chunk * 16 : static_cast<const char*>(p.a.query), read);
-      } else {
-        cp_async_16(place, from + chunk * 16);
+    for (int i = 0; i < kCount; i += 4 * kBatch) {
+      const char* from[kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        from[b] = reinterpret_cast<const char*>(__shfl_sync(~0u, bits, i + 4 * b + r));
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const uint32_t place = (to ^ (b % 2 * 64)) + (i + 4 * b) * 128;
+#pragma unroll
+        for (int c = 0; c < kD / 64; ++c) {
+          const int at = c * 128 + chunk * 16;
+          if (kChecked) {
+            const bool read = from[b] != nullptr && at < copies.head_bytes;
+            cp_async_16(place + c * kColumn, read ? from[b] + at : static_cast<const char*>(p.a.query), read);
+          } else {
+            cp_async_16(place + c * kColumn, from[b] + at);
+          }
+        }
       }
     }
   }
@@ -79,10 +90,24 @@ struct PrefillFeeder {
     bool wanted;
   };
 
+  // What look_up() asks of a segment for each of its tiles.
+  const int* table;  // of its sequence
+  int first_key, last_key, first_token;
+
+  __device__ void begin_segment(const Unit& u) {
+    table = place_in_table(p, words_before_page(p, u.sequence, 0)).words;
+    first_key = u.first_key;
+    last_key = min(u.last_key, u.sequence_len - 1);
+    first_token = u.first_token + warp * kTokens + lane;
+  }
+
   __device__ Lookup look_up(const Unit& u, int tile) const {
-    Lookup x{{0, 0}, u.first_token + tile * S::kTile + warp * kTokens + lane, false};
-    x.wanted = lane < kTokens && is_wanted(p, u, x.token);
-    if (x.wanted) x.page = load_page(p, u.sequence, x.token);
+    Lookup x{{0, 0}, first_token + tile * S::kTile, false};
+    x.wanted = lane < kTokens && x.token >= first_key && x.token <= last_key && (!p.sparse || is_wanted(p, u, x.token));
+    if (x.wanted) {
+      const int* entry = table + words_before(p.a.block_tables, p.block_size.quotient(x.token));
+      x.page = {entry[0], p.a.block_tables.is_int64 ? entry[1] : 0};
+    }
     return x;
   }
 
@@ -94,7 +119,7 @@ struct PrefillFeeder {
   __device__ void feed(bool is_whole) {
     TileList list{p, whole};
     int entry = is_whole && threadIdx.x == 0 ? first_entry() : 0;  // of lane 0 of the first warp
-    int filled = 0;                                                // tiles
+    int stage = S::kStages - 1, parity = 0;                        // of the tile before
 #pragma unroll 1
     for (int n = 0;; ++n) {
       PrefillSegment& segment = scratch.segments[n % 8];
@@ -115,10 +140,16 @@ struct PrefillFeeder {
       named_barrier_sync(kFeedersBarrier, kThreads);
       const int tiles = segment.tiles, kv_head = segment.unit.kv_head;
       Lookup next;
-      if (tiles > 0) next = look_up(segment.unit, 0);
+      if (tiles > 0) {
+        begin_segment(segment.unit);
+        next = look_up(segment.unit, 0);
+      }
 #pragma unroll 1
-      for (int j = 0; j < max(tiles, 1); ++j, ++filled) {
-        const int stage = filled % S::kStages, parity = filled / S::kStages % 2 ^ 1;
+      for (int j = 0; j < max(tiles, 1); ++j) {
+        if (++stage == S::kStages) {
+          stage = 0;
+          parity ^= 1;
+        }
         wait_empty(scratch.key_empty[stage], parity);
         if (tiles == 0) {  // the end
           commit_keys(stage);

@@ -14,7 +14,7 @@
 // schedule/line.cuh, of which every block has an equal share.
 //
 // Bottleneck: the matrix units, floor = 4 * head size * visible (query, key) pairs * heads / 989 TFLOP/s.  They are busy for
-// little more than half the time; docs/log/paged_attention/open.md lists what it is not.
+// two thirds of the time at most; docs/log/paged_attention/open.md says what is known of the rest.
 #pragma once
 
 #include "attention/cuda/generic/results.cuh"
