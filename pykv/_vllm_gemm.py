@@ -91,6 +91,19 @@ def machete_prepack_B(b_q_weight: Array, a_type: Any, b_type: Any, group_scales_
     return array_like(words, "int32", b_q_weight)
 
 
+def machete_supported_schedules(
+    a_type: Any,
+    b_type: Any,
+    group_scales_type: Any,
+    group_zeros_type: Any = None,
+    channel_scales_type: Any = None,
+    token_scales_type: Any = None,
+    out_type: Any = None,
+) -> list[str]:
+    """One name: :func:`machete_mm` ignores the schedule."""
+    return ["any"]
+
+
 def machete_mm(
     a: Array,
     b_q: Array,
@@ -112,7 +125,8 @@ def machete_mm(
     dtype = spec_of(a).dtype
     if a_token_scales is not None:
         raise ValueError("a_token_scales: must be None: activations have 16 bits")
-    if out_type is not None and str(out_type).removeprefix("torch.") != dtype:
+    name = getattr(out_type, "__name__", None) or str(out_type).removeprefix("torch.")
+    if out_type is not None and name != dtype:
         raise ValueError(f"out_type: must be that of a, {dtype}, got {out_type}")
 
     def pack() -> PackedWeight:

@@ -94,7 +94,7 @@ def scaled_fp4_quant(
     else:
         scales = empty_beside(input, (*lead, width // 16), FP8)
     pykv.scaled_fp4_quant(codes, scales, input, input_global_scale, is_sf_swizzled_layout, tile_rows=tile_rows)
-    return codes.reshape(rows, -1), scales if is_sf_swizzled_layout else scales.reshape(rows, -1)
+    return codes.reshape(rows, width // 2), scales if is_sf_swizzled_layout else scales.reshape(rows, width // 16)
 
 
 def _of_experts(input: Array, experts: int, halves: int, block: int, dtype: str) -> tuple[Any, Any]:

@@ -438,7 +438,7 @@ def moe_unpermute(
     Args:
         permuted_hidden_states: ``[num_rows, D]`` float32, float16 or bfloat16; rows may be apart.
         topk_weights: ``[T, topk]`` float32.
-        inv_permuted_idx: ``[T, topk]`` int32 or int64: the row of each pair; negative: none.
+        inv_permuted_idx: ``[T, topk]`` or ``[T * topk]`` int32 or int64: the row of each pair; negative: none.
         expert_first_token_offset: int64 or int32: there is no row from its last number on.  ``None``: all are there.
         topk: experts of a token.
         hidden_states: ``[T, D]``, dtype of the rows; written.

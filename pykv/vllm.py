@@ -50,6 +50,7 @@ from pykv._vllm_gemm import (
     gptq_shuffle,
     machete_mm,
     machete_prepack_B,
+    machete_supported_schedules,
 )
 from pykv._vllm_marlin import (
     awq_marlin_moe_repack,
@@ -133,6 +134,7 @@ __all__ = [
     "m_grouped_fp8_gemm_nt_contiguous",
     "machete_mm",
     "machete_prepack_B",
+    "machete_supported_schedules",
     "marlin_gemm",
     "merge_attn_states",
     "moe_align_block_size",

@@ -150,6 +150,10 @@ SIGNATURES = {
     ),
 }
 SIGNATURES |= {
+    "machete_supported_schedules": (
+        "a_type, b_type, group_scales_type, group_zeros_type=None, channel_scales_type=None, token_scales_type=None, "
+        "out_type=None"
+    ),
     "awq_marlin_moe_repack": "b_q_weight, size_k, size_n, num_bits, is_a_8bit=False",
     "gptq_marlin_moe_repack": "b_q_weight, size_k, size_n, num_bits, is_a_8bit=False",
     "moe_wna16_marlin_gemm": (
@@ -205,6 +209,7 @@ RETURNED = {  # how many arrays; the others return None
     "gptq_marlin_repack": 1,
     "machete_mm": 1,
     "machete_prepack_B": 1,
+    "machete_supported_schedules": 1,
     "marlin_gemm": 1,
     "ggml_moe_a8": 1,
     "ggml_moe_a8_vec": 1,
@@ -432,6 +437,8 @@ def test_fp4_codes() -> None:
     linear = np.zeros((6, 2), CODES[1])
     pykv.scaled_fp4_quant(codes[:, :16], linear, x.reshape(6, 32), 7.0, False)
     same(ops.scaled_fp4_quant(x, 7.0, False), codes[:, :16].copy(), linear)
+    for swizzled in (True, False):
+        assert [a.shape for a in ops.scaled_fp4_quant(x[:0], 7.0, swizzled)] == [(0, 16), (0, 4 if swizzled else 2)]
     with pytest.raises(ValueError, match="padded_n: must be a multiple of 16 and at least 32, got 24"):
         ops.scaled_fp4_quant(x, 7.0, padded_n=24)
     few = np.zeros((8, 4), CODES[1])
@@ -455,3 +462,20 @@ def test_codes_of_experts(gated: bool) -> None:
     getattr(pykv, name)(codes, scales.view(np.uint8), x, first, scales_first)
     found = getattr(ops, name)(x, first, scales_first, 3, 2)
     same([found[0], found[1][:256]], codes, scales[:256].view(np.uint8))
+
+
+def test_names_of_dtypes_and_empty_shards() -> None:
+    words, scales = np.zeros((16, 64), np.int32), np.ones((1, 64), np.float16)
+    x = random((2, 128), np.dtype(np.float16))
+    for name in (np.float16, np.dtype(np.float16), "float16"):
+        for schedule in ops.machete_supported_schedules(np.float16, "uint4b8", np.float16):
+            out = ops.machete_mm(x, words, "uint4b8", name, scales, schedule=schedule)
+            np.testing.assert_allclose(
+                out, -8 * x.astype(np.float64).sum(1, keepdims=True).repeat(64, 1), rtol=2e-3, atol=1e-3
+            )
+    weight = random((8, 16), np.dtype(np.float16))
+    rows = ops.vocab_parallel_embedding(np.array([3, 7, 10, 11]), weight, 2, 6, 2, 10, 12)
+    np.testing.assert_array_equal(rows, [weight[1], 0 * weight[0], weight[6], weight[7]])
+    assert ops.vocab_parallel_embedding(np.zeros(0, np.int32), weight, 2, 6, 2, 10, 12).shape == (0, 16)
+    logits = ops.fp32_router_gemm(random((0, 16), np.dtype(ml_dtypes.bfloat16)), random((4, 16), np.dtype(np.float32)))
+    assert (logits.shape, logits.dtype) == ((0, 4), np.float32)

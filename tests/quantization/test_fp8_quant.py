@@ -143,6 +143,12 @@ def test_expanded_scales(array):
     assert_same_bits(array.numpy(result), reference.static_fp8(x, 0.5))
 
 
+@pytest.mark.parametrize("shape", [(0, 1), (1, 64), (0, 4)])
+@pytest.mark.parametrize("group", [(0, 0), (-1, 1), (1, -1)])
+def test_no_rows(array, shape, group):
+    static(array, rows((0, 64), np.dtype(F)), np.ones(shape, F), E4M3, group, np.ones((0, 64), F))
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("group", [(0, 0), (-1, -1), (6, 64)])
 def test_one_scale_has_any_shape(array, shape, group):

@@ -67,7 +67,10 @@ pykv_status pykv_moe_unpermute(const DLTensor* permuted_hidden_states, const DLT
                       .contiguous_rows();
     Tensor weights = call.read("topk_weights", topk_weights).shape(tokens, columns).dtype({DType::kFloat32});
     Tensor places =
-        call.read("inv_permuted_idx", inv_permuted_idx).shape(tokens, columns).dtype({DType::kInt32, DType::kInt64});
+        call.read("inv_permuted_idx", inv_permuted_idx).rank_between(1, 2).dtype({DType::kInt32, DType::kInt64});
+    const bool flat = places.ndim() == 1;  // [num_tokens * topk]
+    Dim pairs{"num_tokens * topk", tokens * columns};
+    flat ? places.shape(pairs) : places.shape(tokens, columns);
     Tensor out = call.write("hidden_states", hidden_states)
                      .shape(tokens, width)
                      .like(rows)
@@ -84,7 +87,9 @@ pykv_status pykv_moe_unpermute(const DLTensor* permuted_hidden_states, const DLT
     args.weights = static_cast<const float*>(weights.data());
     args.weights_token_stride = weights.stride(0);
     args.weights_stride = weights.stride(1);
-    args.places = pair_ids(places);
+    args.places =
+        flat ? PairIds{places.data(), columns * places.stride(0), places.stride(0), places.type() == DType::kInt64}
+             : pair_ids(places);
     args.num_rows = num_rows;
     if (expert_first_token_offset) {
       Tensor offsets = call.read("expert_first_token_offset", expert_first_token_offset)

@@ -60,6 +60,7 @@ void set_scales(StaticQuantArgs& args, Call& call, const DLTensor* scale, int64_
     args.scale_column = by_column ? s.stride(0) : 0;
     return;
   }
+  if (args.rows == 0 || args.width == 0) return;  // there is no element that has a scale
   args.group_rows = group_size("group_rows", group_rows, args.rows, s.size(0));
   args.group_columns = group_size("group_columns", group_columns, args.width, s.size(1));
   Dim rows{"groups of rows", (args.rows + args.group_rows - 1) / args.group_rows};

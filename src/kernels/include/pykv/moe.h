@@ -170,7 +170,7 @@ PYKV_API pykv_status pykv_moe_permute(const DLTensor* input, const DLTensor* top
  * order, rounded once.
  *   permuted_hidden_states     [num_rows, D]  float32 | float16 | bfloat16
  *   topk_weights               [T, topk]  float32
- *   inv_permuted_idx           [T, topk]  int32 | int64; negative: no row; num_rows and more: none either, and reported
+ *   inv_permuted_idx           [T, topk] or [T * topk]  int32 | int64; negative: no row; from num_rows on: none, and reported
  *   expert_first_token_offset  [any]      int64 | int32: there is no row from its last number on; may be NULL
  *   hidden_states              [T, D]     dtype of permuted_hidden_states; written */
 PYKV_API pykv_status pykv_moe_unpermute(const DLTensor* permuted_hidden_states, const DLTensor* topk_weights,
