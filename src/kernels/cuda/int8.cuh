@@ -37,13 +37,6 @@ __device__ __forceinline__ uint32_t to_int8x4(const uint32_t (&words)[sizeof(T)]
   return codes;
 }
 
-template <class T>
-__device__ __forceinline__ uint8_t to_int8(T x, const Quotient& quotient) {
-  uint32_t words[sizeof(T)] = {};
-  __builtin_memcpy(words, &x, sizeof x);
-  return static_cast<uint8_t>(to_int8x4<T>(words, quotient));
-}
-
 // Four codes, the first in the lowest byte.  Each becomes the lowest byte of a number with a known exponent.
 __device__ __forceinline__ void int8x4_to_half2x2(uint32_t codes, half2& low, half2& high) {
   const uint32_t shifted = codes ^ 0x80808080u;  // code + 128
