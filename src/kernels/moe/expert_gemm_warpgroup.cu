@@ -35,7 +35,7 @@ struct WarpgroupShape {
   static constexpr int kWeightBytes = kRows * kLine, kStageBytes = kWeightBytes + kPairs * kLine;
   static constexpr int kResultPitch = 2 * kColumns, kResultBytes = kPairs * kResultPitch;  // of a pair; of a warpgroup
   static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kGroups * kResultBytes;  // aligned by the kernel
-  static_assert(kSharedBytes <= 226 << 10);
+  static_assert(kSharedBytes <= 226 << 10 && (kIsLarge || kPairs <= 128));
 };
 
 namespace {
@@ -204,11 +204,12 @@ struct Results {
   }
 };
 
-// Writes what a warpgroup has left, by 128 threads.
+// Writes what a warpgroup has left, by 128 threads.  rows: of out, of each pair; -1: none.
 template <class S>
-__device__ void write_results(const Operands& o, const Tiles<S>& tiles, const Results<S>& results, int group,
-                              uint32_t row_tile, uint32_t pair_tile) {
+__device__ void write_results(const Operands& o, const Results<S>& results, int group, uint32_t row_tile,
+                              const int32_t* rows) {
   using T = typename S::T;
+  constexpr int kAtOnce = S::kWriters == 0 ? 4 : 1;  // threads that do nothing else have few registers
   const ExpertGemmArgs& a = o.p.a;
   const bool gated = o.p.fusion.silu_and_mul;
   const int each = gated ? 2 : 1, chunks = S::kColumns / 8 / each;  // chunks that make one; of results of a pair
@@ -216,9 +217,9 @@ __device__ void write_results(const Operands& o, const Tiles<S>& tiles, const Re
   const int64_t column = (int64_t{row_tile} * S::kGroups + group) * chunks * 8 + chunk * 8, width = o.p.width();
   if (column >= width) return;
   const bool whole = o.whole_results && column + 8 <= width;
-#pragma unroll 1
+#pragma unroll kAtOnce
   for (int pair = thread / chunks; pair < S::kPairs; pair += 128 / chunks) {
-    const int32_t row = tiles.row(pair_tile, pair);
+    const int32_t row = rows[pair];
     if (row < 0) continue;
     uint4 eight = load_shared_16(results.chunk(group, pair, chunk * each));
     if (gated) {
@@ -242,9 +243,10 @@ __device__ void write_results(const Operands& o, const Tiles<S>& tiles, const Re
   }
 }
 
-// A warpgroup that writes all results.
+// A warpgroup that writes all results.  It looks up where while these are worked out.
 template <class S>
-__device__ void write_all(const Operands& o, const Results<S>& results) {
+__device__ void write_all(const Operands& o, const Results<S>& results, int32_t* rows) {
+  constexpr int kBarrier = 1;
   const Tiles<S> tiles(o);
   uint32_t parity = 0;
 #pragma unroll 1
@@ -252,10 +254,14 @@ __device__ void write_all(const Operands& o, const Results<S>& results) {
     uint32_t row_tile, pair_tile;
     tiles.place(index, row_tile, pair_tile);
     if (tiles.expert(pair_tile) < 0) continue;
+    named_barrier_sync(kBarrier, S::kWriters);  // nobody needs those of the tile before
+#pragma unroll 1
+    for (int i = threadIdx.x % 128; i < S::kPairs; i += S::kWriters) rows[i] = tiles.row(pair_tile, i);
+    named_barrier_sync(kBarrier, S::kWriters);
     mbarrier_wait(results.full, parity);
     parity ^= 1;
 #pragma unroll 1
-    for (int group = 0; group < S::kGroups; ++group) write_results(o, tiles, results, group, row_tile, pair_tile);
+    for (int group = 0; group < S::kGroups; ++group) write_results(o, results, group, row_tile, rows);
     mbarrier_arrive(results.empty);
   }
 }
@@ -267,8 +273,9 @@ class Multiplier {
   static constexpr int kTogether = S::kPairs % 16 == 0 ? 2 : 1;  // tiles of 8 pairs
 
  public:
-  __device__ Multiplier(const Operands& o, const Ring<S>& ring, const Results<S>& results, int group)
-      : o_(o), ring_(ring), results_(results), group_(group) {}
+  // rows: where it writes itself, room for those of a tile.
+  __device__ Multiplier(const Operands& o, const Ring<S>& ring, const Results<S>& results, int group, int32_t* rows)
+      : o_(o), ring_(ring), results_(results), group_(group), rows_(rows) {}
 
   __device__ void run() {
     const Tiles<S> tiles(o_);
@@ -287,8 +294,10 @@ class Multiplier {
         next = tiles.expert(pair_tile);
       }
       if (expert < 0) continue;
+      int32_t own = -1;  // looked up while the ring is filled
+      if (S::kWriters == 0 && thread_ < S::kPairs) own = tiles.row(pair_tile_here, thread_);
       multiply();
-      finish(tiles, row_tile_here, pair_tile_here, expert);
+      finish(tiles, row_tile_here, pair_tile_here, expert, own);
     }
   }
 
@@ -328,7 +337,7 @@ class Multiplier {
     if (lane_ == 0) mbarrier_arrive(ring_.empty(stage));
   }
 
-  __device__ void finish(const Tiles<S>& tiles, uint32_t row_tile, uint32_t pair_tile, int32_t expert) {
+  __device__ void finish(const Tiles<S>& tiles, uint32_t row_tile, uint32_t pair_tile, int32_t expert, int32_t own) {
     if (o_.p.a.bias) add_bias(row_tile, expert);
     if (o_.p.a.map.factors) multiply_by_factors(tiles, pair_tile);
     // What lay there has been written.
@@ -337,6 +346,7 @@ class Multiplier {
       written_ ^= 1;
     } else {
       named_barrier_sync(1 + group_, 128);
+      if (thread_ < S::kPairs) rows_[thread_] = own;
     }
 #pragma unroll
     for (int h = 0; h < S::kHalves; ++h)
@@ -354,7 +364,7 @@ class Multiplier {
       mbarrier_arrive(results_.full);
     } else {
       named_barrier_sync(1 + group_, 128);
-      write_results(o_, tiles, results_, group_, row_tile, pair_tile);
+      write_results(o_, results_, group_, row_tile, rows_);
     }
   }
 
@@ -398,6 +408,7 @@ class Multiplier {
   const Ring<S>& ring_;
   const Results<S>& results_;
   const int group_, thread_ = threadIdx.x % 128, lane_ = threadIdx.x % 32;
+  int32_t* const rows_;
   uint32_t written_ = 0;
   Turn<S::kStages> turn_;
   float sum_[S::kHalves][S::kPairs / 2];
@@ -410,6 +421,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kPerSm)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint8_t unaligned[];
   __shared__ uint64_t barriers[2 * S::kStages + 2];
+  __shared__ int32_t rows[S::kWriters == 0 ? S::kGroups : 1][S::kPairs];
   const uint32_t data = (shared_address(unaligned) + 1023) / 1024 * 1024;
   const Ring<S> ring{data, shared_address(barriers), shared_address(barriers + S::kStages)};
   const Results<S> results{data + S::kStages * S::kStageBytes, shared_address(barriers + 2 * S::kStages),
@@ -436,11 +448,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kPerSm)
   } else if (S::kIsLarge && warpgroup > S::kGroups) {
     give_registers<40>();
     begin_dependent();
-    write_all(o, results);
+    write_all(o, results, rows[0]);
   } else {
     if constexpr (S::kIsLarge) take_registers<200>();
     begin_dependent();
-    Multiplier<S> multiplier(o, ring, results, warpgroup);
+    Multiplier<S> multiplier(o, ring, results, warpgroup, rows[S::kWriters == 0 ? warpgroup : 0]);
     multiplier.run();
   }
 #endif
