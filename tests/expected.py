@@ -21,7 +21,7 @@ from activation.quantised import E4M3, codes
 from ml_dtypes import bfloat16
 
 from pykv._schema import all_ops
-from pykv._tools.samples import ADDRESSED, FAMILIES, MEMORY, sample
+from pykv._tools.samples import ADDRESSED, FAMILIES, FURTHER, MEMORY, sample
 from pykv._tools.samples._served import (
     CACHES,
     CODED,
@@ -72,6 +72,8 @@ def expected(label: str) -> Results:
 def narrow(label: str) -> frozenset[str]:
     """The arguments that may be bfloat16, all together; none where the operation has no such form."""
     name, variant = parts(label)
+    if label in FURTHER:
+        return frozenset()
     op = all_ops()[name]
     if name in ADDRESSED or (variant == CODED and not has_coded_cache(name, {p.name for p in op.parameters})):
         return frozenset()
@@ -90,8 +92,9 @@ def narrow(label: str) -> frozenset[str]:
 
 
 def labels(name: str) -> list[str]:
-    """The sample, and its variants."""
-    return [name, *(text for variant in VARIANTS if narrow(text := label(name, variant)))]
+    """The sample, its variants, and further ones."""
+    variants = [text for variant in VARIANTS if narrow(text := label(name, variant))]
+    return [name, *variants, *(call for call in FURTHER if parts(call)[0] == name)]
 
 
 def entries(label: str) -> dict[str, np.ndarray]:

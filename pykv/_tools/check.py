@@ -23,7 +23,7 @@ from pykv._tools import devices, output
 from pykv._tools.devices import Device
 from pykv._tools.errors import CommandError, known_ops
 from pykv._tools.samples import ADDRESSED, MEMORY, ON_HOST, sample
-from pykv._tools.samples._served import NARROW, VARIANTS, label, parts, served
+from pykv._tools.samples._served import NARROW, parts, served
 
 FOLDER = Path(__file__).parent / "expected"
 # (absolute, relative): what the arithmetic of float32, in any order, may lose; codes and other integers are exact
@@ -146,7 +146,7 @@ def run(ops: Sequence[str], wanted_devices: Sequence[str], quiet: bool, as_json:
     wanted = known_ops(ops)
     if missing := set(wanted) - set(everything):
         raise CommandError(f"there are no results of {', '.join(sorted(missing))}")
-    made = [call for op in wanted for call in (op, *(label(op, v) for v in VARIANTS)) if call in everything]
+    made = [call for op in wanted for call in everything if parts(call)[0] == op]
     calls = [(call, devices.device(d)) for d in wanted_devices or devices.names() for call in made]
     steps = output.progress(calls, "checking", lambda call: f"{call[0]} on {call[1].name}")
     outcomes = [check(op, device, everything[op]) for op, device in steps]

@@ -103,6 +103,8 @@ def moe_sum(a: Any) -> Results:
 
 
 def fused_moe(a: Any) -> Results:
+    if hasattr(a, "w1_scale"):
+        return {"out": fused_moe_of_bytes(a)}
     e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
     random = [np.random.default_rng(seed) for seed in (5, 6)]
     w1 = []
@@ -115,6 +117,26 @@ def fused_moe(a: Any) -> Results:
         w1.append(e2m1[codes] * np.repeat(np.ldexp(1.0, scales.astype(int) - 127), 32, axis=1))
     given = (a.x, np.stack(w1), a.w2, a.topk_weights, a.topk_ids, a.activation, a.w1_bias, a.w2_bias, a.expert_map)
     return {"out": moe.experts(*given, clamp_limit=a.clamp_limit, alpha=a.alpha)[0]}
+
+
+def fused_moe_of_bytes(a: Any) -> np.ndarray:
+    """All scales are powers of two."""
+
+    def coded(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        return np.clip(np.rint(x.astype(np.float64) / scale), -127, 127) * scale
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return x.astype(a.x.dtype).astype(np.float64)
+
+    out = np.zeros(a.out.shape)
+    for t, j in np.ndindex(*a.topk_ids.shape):
+        e = a.expert_map[a.topk_ids[t, j]] if a.topk_ids[t, j] >= 0 else -1
+        if e < 0:
+            continue
+        h = rounded(a.w1[e].astype(np.float64) @ coded(a.x[t], a.a1_scale) * a.w1_scale[e])
+        row = coded(rounded(np.maximum(h, 0) ** 2), a.a2_scale)
+        out[t] += rounded(a.w2[e].astype(np.float64) @ row * a.w2_scale[e]) * a.topk_weights[t, j]
+    return out
 
 
 def fused_moe_gemm(a: Any) -> Results:

@@ -77,6 +77,27 @@ def layer() -> Sample:
     }
 
 
+def layer_of_bytes() -> Sample:
+    """Of int8, with scales of rows.  All is exact: a number between the products that came out otherwise would become
+    another code.
+    """
+    random, experts = np.random.default_rng(7), NUM_EXPERTS - 1
+    return {
+        "out": np.zeros((3, 64), np.float16),
+        "x": (np.rint(floats(3, 64) * 16) / 16).astype(np.float16),
+        "w1": random.integers(-8, 9, (experts, 32, 64), np.int8),
+        "w2": random.integers(-8, 9, (experts, 64, 32), np.int8),
+        "topk_weights": np.abs(floats(3, 2, seed=2)),
+        "topk_ids": chosen_experts(),
+        "activation": "relu2_no_mul",
+        "expert_map": local_experts(),
+        "w1_scale": np.ldexp(np.float32(1), random.integers(-6, -4, (experts, 32))),
+        "w2_scale": np.ldexp(np.float32(1), random.integers(-5, -3, (experts, 64))),
+        "a1_scale": np.array([1 / 16], np.float32),
+        "a2_scale": np.array([1 / 32], np.float32),
+    }
+
+
 def product_by_map() -> Sample:
     """Of pairs 0, 3 and 5 with expert 0, and of pair 2 with expert 2."""
     places = np.full(24, 6, np.int32)
@@ -208,6 +229,8 @@ SAMPLES: Mapping[str, Callable[[], Sample]] = {
     "fused_moe": layer,
     "fused_moe_gemm": product_by_map,
 }
+
+FURTHER: Mapping[str, Callable[[], Sample]] = {"fused_moe (w8a8)": layer_of_bytes}
 
 
 def routed_workload(t: Tokens) -> Workload:

@@ -84,12 +84,14 @@ void FusedMoeArgs::use(void* memory) {
     gated.input_rows = compact(2 * inner);
     gated.num_rows = pairs;
     gated.width = gated.up = inner;
+    gated.mask.places = sort.places;
   } else {
     elementwise.out = activated;
     elementwise.input = rows;
     elementwise.out_rows = elementwise.input_rows = compact(inner);
     elementwise.num_rows = pairs;
     elementwise.width = inner;
+    elementwise.mask.places = sort.places;
   }
   sum.rows = rows;
   sum.row_stride = sum.width;
