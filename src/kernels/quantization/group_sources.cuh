@@ -59,13 +59,13 @@ struct SiluAndMul : Gated<T> {
 };
 
 template <class T>
-struct SituAndMul : Gated<T>, Situ {
-  __device__ explicit SituAndMul(const GroupQuantArgs& args) : Situ(args.beta, args.linear_beta) {}
+struct SituAndMul : Gated<T>, Situ<T> {
+  __device__ explicit SituAndMul(const GroupQuantArgs& args) : Situ<T>(args.beta, args.linear_beta) {}
   __device__ Pack<T> value(const typename Gated<T>::Raw& raw) const {
     auto x = to_floats(raw.gate);
     const auto up = to_floats(raw.up);
 #pragma unroll
-    for (int i = 0; i < kPackSize<T>; ++i) x[i] = product(activation(x[i]), up[i]);
+    for (int i = 0; i < kPackSize<T>; ++i) x[i] = this->product(this->activation(x[i]), up[i]);
     return round_to<T>(x);
   }
 };
