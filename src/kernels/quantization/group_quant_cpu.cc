@@ -230,7 +230,7 @@ class Groups {
       if (nibbles_) {
         for (int64_t i = 0; i < n; i += kBlock) store_nibbles(to + i / 2, x + i, scales.factors[g]);
       } else {
-        encode_bytes(to, x, n, most[g], {scales.stored[g], scales.factors[g]}, inside[g]);
+        encode_bytes(to, x, n, {scales.stored[g], scales.factors[g]}, inside[g]);
       }
     }
     store_scales(at.row, group, count, scales.stored);
@@ -256,16 +256,11 @@ class Groups {
     for (; g < count; ++g) args_.store_scale(row, group + g, stored[g]);
   }
 
-  // E4M3 of bf16 by tables, where the scale is what most groups have.
-  void encode_bytes(uint8_t* to, const T* x, int64_t n, float most, GroupScale scale, float inside) const {
-    auto* const codes = reinterpret_cast<e4m3*>(to);
-    if (args_.codes == CodeKind::kE4M3 && inside < INFINITY) {
-      if (args_.rule.kind != ScaleKind::kFloat) {
-        if (tiles_.divide_by_power_of_two(codes, x, n, 1.0f / scale.factor)) return;
-      } else if (scale.stored == bits_of(most / 448.0f)) {
-        if (tiles_.divide(codes, x, n, most)) return;
-      }
-    }
+  // E4M3 of bf16 by tables, where the scale is a power of two: those of all scales are more than a first-level cache holds.
+  void encode_bytes(uint8_t* to, const T* x, int64_t n, GroupScale scale, float inside) const {
+    if (args_.codes == CodeKind::kE4M3 && inside < INFINITY && args_.rule.kind != ScaleKind::kFloat &&
+        tiles_.divide_by_power_of_two(reinterpret_cast<e4m3*>(to), x, n, 1.0f / scale.factor))
+      return;
     codes_times(args_.codes, to, x, n, scale.factor, is_inside(inside));
   }
 
