@@ -7,7 +7,7 @@ namespace {
 template <class T>
 struct SiluAndMul : Halves {
   __device__ explicit SiluAndMul(const GatedActivationArgs&) {}
-  __device__ float activation(float x) const { return silu(x); }
+  __device__ float activation(float x) const { return silu_of<T>(x); }
 };
 
 template <class T>

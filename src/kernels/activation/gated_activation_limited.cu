@@ -52,9 +52,9 @@ struct SwiglustepAndMul {
 };
 
 template <class T>
-struct SituAndMul : Situ {
+struct SituAndMul : Situ<T> {
   static constexpr bool kInterleaved = false, kRounded = false, kPlain = false;
-  __device__ explicit SituAndMul(const GatedActivationArgs& args) : Situ(args.beta, args.limit) {}
+  __device__ explicit SituAndMul(const GatedActivationArgs& args) : Situ<T>(args.beta, args.limit) {}
 };
 
 }  // namespace

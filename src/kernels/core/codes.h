@@ -86,8 +86,8 @@ struct GroupScale {
 struct ScaleRule {
   ScaleKind kind;
   ExponentRule exponent;
-  float largest;      // code
-  float least;        // scale
+  float largest;  // code
+  float least_scale;
   int code_exponent;  // largest_exponent of the codes
 
   // most: not NaN.  given: of e4m3 scales the global one, which multiplies them; of fp32 ones what they are at most.  target: of
@@ -96,7 +96,7 @@ struct ScaleRule {
     if (kind == ScaleKind::kE4M3) return below_global(most, given, target);
     if (kind == ScaleKind::kMx) return of_block(most);
     const float wanted = most / largest, within = wanted < given ? wanted : given,
-                scale = within > least ? within : least;
+                scale = within > least_scale ? within : least_scale;
     if (kind == ScaleKind::kFloat) return {bits_of(scale), factor_of(scale)};
     const uint32_t exponent = exponent_from(scale > 1e-10f ? scale : 1e-10f);
     const uint32_t capped = exponent < 254 ? exponent : 254;

@@ -19,12 +19,29 @@ __device__ inline float times_sigmoid(float x, float y) {
 // x / (1 + exp(-x)); -inf gives NaN, as the formula does.
 __device__ inline float silu(float x) { return times_sigmoid(x, x); }
 
+// The same for numbers of T.  Those of 16 bits take 6 instructions instead of 15, with an error below 3e-7, relatively: rounded to
+// T, all of them have the same bits, but for -0 where x < -87.3.
+//
+// exp(-x) = 2^(-c x) (1 - k x) with c = log2(e) to so few bits that its product with x is exact, and k = (log2(e) - c) / log2(e).
+// Half of 1 - k x is kept between 0 and 1 so that no infinity becomes NaN.
+template <class T>
+__device__ float silu_of(float x) {
+  if constexpr (sizeof(T) == 4) {
+    return silu(x);
+  } else {
+    constexpr bool kHalf = std::is_same_v<T, half>;
+    constexpr float c = kHalf ? 5909.0f / 4096 : 23637.0f / 16384, k = kHalf ? 4.71948e-5f : 4.88849e-6f;
+    const float power = power_of_2(fmaf(-c, x, 1.0f)), rest = __saturatef(fmaf(-0.5f * k, x, 0.5f));
+    return x * reciprocal(fmaf(power, rest, 1.0f));
+  }
+}
+
 // R_T(R_T(silu(gate)) * up); an `up` of -0 counts as 0.
 template <class T, int kSize>
 __device__ Vec<T, kSize> silu_and_mul(const Vec<T, kSize>& gate, const Vec<T, kSize>& up) {
   auto x = to_floats(gate);
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) x[i] = silu(x[i]);
+  for (int i = 0; i < kSize; ++i) x[i] = silu_of<T>(x[i]);
   auto product = round_to<T>(x);
   if constexpr (kInWords<T, kSize>) {
 #pragma unroll
@@ -40,16 +57,27 @@ __device__ Vec<T, kSize> silu_and_mul(const Vec<T, kSize>& gate, const Vec<T, kS
   }
 }
 
-// beta * tanh(x / beta) * sigmoid(x), with the sigmoid as (1 + tanh(x / 2)) / 2; and what it is multiplied with, bounded by
-// linear_beta where that is positive.
+// beta * tanh(x / beta) * sigmoid(x), and what it is multiplied with, bounded by linear_beta where that is positive.
+//
+// Of numbers of 16 bits the two quotients are one, with an error below 6e-6, relatively: with a = exp(-x) and b = exp(-2 |x| / beta)
+// it is (1 - b) / ((1 + a) (1 + b)), where 1 - b is a polynomial for small x.
+template <class T>
 struct Situ {
-  float half_beta, inverse_beta, linear_beta, inverse_linear_beta;
+  float beta, inverse_beta, linear_beta, inverse_linear_beta;
   __device__ Situ(float beta, float linear_beta)
-      : half_beta(0.5f * beta),
-        inverse_beta(1.0f / beta),
-        linear_beta(linear_beta),
-        inverse_linear_beta(1.0f / linear_beta) {}
-  __device__ float activation(float x) const { return half_beta * tanhf(x * inverse_beta) * (1.0f + tanhf(0.5f * x)); }
+      : beta(beta), inverse_beta(1.0f / beta), linear_beta(linear_beta), inverse_linear_beta(1.0f / linear_beta) {}
+  __device__ float activation(float x) const {
+    if constexpr (sizeof(T) == 4) {
+      return 0.5f * beta * tanhf(x * inverse_beta) * (1.0f + tanhf(0.5f * x));
+    } else {
+      constexpr float kLog2E = 1.44269502f, kLn2 = 0.693147182f;
+      const float inverse = fabsf(inverse_beta), t = fabsf(x) * (2.0f * kLog2E * inverse);
+      const float a = power_of_2(-kLog2E * x), b = power_of_2(-t);
+      const float near = t * fmaf(t, fmaf(t, kLn2 * kLn2 * kLn2 / 6, -kLn2 * kLn2 / 2), kLn2);
+      const float difference = t < 0.05f ? near : 1.0f - b;
+      return copysignf(difference, x) * reciprocal(fmaf(a, inverse, inverse) * (1.0f + b));
+    }
+  }
   __device__ float product(float activated, float up) const {
     return activated * (linear_beta > 0.0f ? linear_beta * tanhf(up * inverse_linear_beta) : up);
   }

@@ -76,20 +76,27 @@ struct GroupQuantArgs {
     if (!valid.counts.data) return true;
     return row % valid.rows < valid.rows_of(valid.counts[row / valid.rows]);
   }
-  PYKV_INLINE ScaleRow scale_row_of(int64_t row, const Reporter& report) const {
-    if (!of_experts.first.data) return {row, 0, row == rows - 1, true};
-    int low = 0, high = of_experts.experts;  // the last expert that does not begin behind the row
+  // The last expert that does not begin behind the row.
+  PYKV_INLINE int expert_of(int64_t row) const {
+    int low = 0, high = of_experts.experts;
     while (high - low > 1) {
       const int middle = (low + high) / 2;
       (of_experts.first[middle] <= row ? low : high) = middle;
     }
-    const int64_t first = of_experts.first[low], within = minus(row, first);
+    return low;
+  }
+  PYKV_INLINE ScaleRow scale_row_of(int64_t row, int expert, const Reporter& report) const {
+    const int64_t first = of_experts.first[expert], within = minus(row, first);
     const int64_t size =
-        of_experts.sizes ? of_experts.sizes[int64_t{3} * low] : minus(of_experts.first[low + 1], first);
-    const int64_t at = minus(of_experts.scales_first[low], minus(0, within));
+        of_experts.sizes ? of_experts.sizes[int64_t{3} * expert] : minus(of_experts.first[expert + 1], first);
+    const int64_t at = minus(of_experts.scales_first[expert], minus(0, within));
     const bool has = within >= 0 && within < size, there = has && at >= 0 && at < of_experts.scale_rows;
     if (has && !there) report(at, of_experts.scale_rows);
-    return {at, low, within == size - 1, there};
+    return {at, expert, within == size - 1, there};
+  }
+  PYKV_INLINE ScaleRow scale_row_of(int64_t row, const Reporter& report) const {
+    if (!of_experts.first.data) return {row, 0, row == rows - 1, true};
+    return scale_row_of(row, expert_of(row), report);
   }
   PYKV_INLINE void store_scale(int64_t row, int64_t group, uint32_t stored) const {
     const int64_t at = tile_bits    ? swizzled_place(row, group, tiles, tile_bits)

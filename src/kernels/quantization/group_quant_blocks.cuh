@@ -1,11 +1,13 @@
 // nvfp4, mxfp4 and mxfp8 of numbers of 16 bits, where every block is there: a thread has 32 neighbours of some rows, two blocks of
-// nvfp4 or one of the others of each.  Other calls go to the kernels of group_quant.cu.
+// nvfp4 or one of the others of each.  Other calls go to group_quant_any.cuh.
 //
 // While an H200 moves an element and its code, it issues 18 instructions, of which the conversion to four bits takes 8 where
 // scales are any numbers, and 5 where they are powers of two.  What is done once for a thread is shared by all of its rows.
 //
 // Scales in tiles: a warp has 8 rows of 128 elements each at once, those whose words of four scales are neighbours, so that it
-// fills whole sectors of 32 bytes; it has rows of padding, too, and clears their scales.
+// fills whole sectors of 32 bytes; it has rows of padding, too, and clears their scales.  Those of experts lie wherever each
+// begins: a thread looks up the expert of its first row while it waits for its numbers, and the warp that has the last row of one
+// clears what lies behind it.
 #pragma once
 
 #include "cuda/approximate.cuh"
@@ -89,11 +91,14 @@ class Nvfp4Rule {
   __device__ explicit Nvfp4Rule(float global)
       : magnitude_(fabsf(global)), inverse_(1.0f / magnitude_), sign_(global < 0.0f ? 0x80u : 0u) {}
   __device__ bool holds() const { return magnitude_ > 0x1p-80f && magnitude_ < 0x1p80f; }
-  __device__ GroupScale operator()(float most) const {
-    const uint32_t code = e4m3_of_magnitude(magnitude_ * (most * (1.0f / 6.0f)));
+  __device__ GroupScale operator()(float most, float inverse_target = 1.0f / 6.0f) const {
+    const uint32_t code = e4m3_of_magnitude(magnitude_ * (most * inverse_target));
     const float unit = magnitude_of_e4m3(code) * inverse_, guess = reciprocal(unit);
     const float factor = __fmaf_rn(guess, -__fmaf_rn(unit, guess, -1.0f), guess);  // 1 / unit
     return code == 0 ? GroupScale{0, 0.0f} : GroupScale{code | sign_, factor};
+  }
+  __device__ float unit_of(const GroupScale& scale) const {
+    return __fmul_rn(magnitude_of_e4m3(scale.stored & 0x7fu), inverse_);
   }
 
  private:
@@ -103,7 +108,8 @@ class Nvfp4Rule {
 
 // The codes of 32 numbers, and the scales of both halves; kChoose: of two for each, four over six.
 template <ScaleKind kScale, CodeKind kCodes, bool kChoose, class T>
-__device__ void encode_unit(const GroupQuantArgs& args, const Nvfp4Rule& rule, const Pack<T> (&y)[2][kLanePacks<T>],
+__device__ void encode_unit(const GroupQuantArgs& args, const Nvfp4Rule& rule, float global,
+                            const Pack<T> (&y)[2][kLanePacks<T>],
                             Vec<uint8_t, 16> (&codes)[kCodes == CodeKind::kE2M1 ? 1 : 2], GroupScale (&scale)[2]) {
   constexpr bool kNvfp4 = kScale == ScaleKind::kE4M3;
   float most[2] = {__uint_as_float(largest_bits(y[0])), __uint_as_float(largest_bits(y[1]))};
@@ -136,11 +142,11 @@ __device__ void encode_unit(const GroupQuantArgs& args, const Nvfp4Rule& rule, c
       }
     }
   };
-  if (__any_sync(0xffffffffu, odd)) {
+  const bool any_odd = __any_sync(0xffffffffu, odd);
+  if (any_odd) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) most[half] = largest_of(y[half]);  // passes NaN over
     if constexpr (!kNvfp4) most[0] = most[1] = fmaxf(most[0], most[1]);
-    const float global = args.given;
 #pragma unroll
     for (int half = 0; half < 2; ++half) scale[half] = args.rule(most[half], global, 6.0f);
     put([](const auto& v, float factor) { return nibbles_of<T>(v, factor); },
@@ -154,21 +160,42 @@ __device__ void encode_unit(const GroupQuantArgs& args, const Nvfp4Rule& rule, c
         [](const auto& v, float factor) { return codes_inside<kCodes>(v, factor); });
   }
   if constexpr (kChoose) {
-    const float global = args.given;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint2 pair{codes[0].words[2 * half], codes[0].words[2 * half + 1]};
-      choose_four_over_six(args, y[half], most[half], global, scale[half], pair);
+      if (any_odd) {
+        choose_four_over_six(args, y[half], most[half], global, scale[half], pair);
+      } else {
+        const GroupScale other = rule(most[half], 1.0f / 4.0f);  // products are inside wherever those by the first are
+        choose_closer<T, true>(y[half], other, rule.unit_of(other), rule.unit_of(scale[half]), scale[half], pair);
+      }
       codes[0].words[2 * half] = pair.x;
       codes[0].words[2 * half + 1] = pair.y;
     }
   }
 }
 
-// What multiplies e4m3 scales is there for all rows.
-template <class T, class Source, ScaleKind kScale, CodeKind kCodes, bool kChoose, int kRows>
+// Zeros for the scales behind the last rows of experts that lanes of the warp have, up to whole tiles of 128 rows.
+__device__ inline void clear_behind_last(const GroupQuantArgs& args, bool last, int64_t row, uint32_t group) {
+  for (uint32_t lanes = __ballot_sync(0xffffffffu, last && group % 4 == 0); lanes != 0; lanes &= lanes - 1) {
+    const int from = __ffs(static_cast<int>(lanes)) - 1, lane = static_cast<int>(threadIdx.x) % 32;
+    const int64_t of = __shfl_sync(0xffffffffu, row, from);
+    const uint32_t four = __shfl_sync(0xffffffffu, group, from) / 4;
+    // A lane has rows `lane`, lane + 32, ..., which are neighbours.
+    auto* const words = static_cast<uint32_t*>(args.scales) + ((of >> 7) * args.tiles + four) * 128 + lane * 4;
+    const int first = (static_cast<int>(of & 127) + 32 - lane) / 32;  // of those behind
+    if (first == 0) {
+      *reinterpret_cast<uint4*>(words) = uint4{};
+    } else {
+      for (int i = first; i < 4; ++i) words[i] = 0;
+    }
+  }
+}
+
+// kExperts: rows may be those of experts.
+template <class T, class Source, ScaleKind kScale, CodeKind kCodes, bool kChoose, bool kExperts, int kRows>
 __global__ __launch_bounds__(kBlockThreads) void block_kernel(const __grid_constant__ GroupQuantArgs args,
-                                                              const __grid_constant__ BlockPlan plan) {
+                                                              const __grid_constant__ BlockPlan plan, Reporter report) {
   constexpr int kSize = kPackSize<T>, kCount = kLanePacks<T>, kGroups = kScale == ScaleKind::kE4M3 ? 2 : 1;
   constexpr int kBytes = kCodes == CodeKind::kE2M1 ? kUnit / 2 : kUnit;
   const uint32_t n = blockIdx.x * kBlockThreads + threadIdx.x;
@@ -195,22 +222,39 @@ __global__ __launch_bounds__(kBlockThreads) void block_kernel(const __grid_const
   for (int i = 0; i < kRows; ++i)
 #pragma unroll
     for (int k = 0; k < 2 * kCount; ++k) raw[i][k / kCount][k % kCount] = Source::load(rows[i] + k * kSize, args.width);
-  const Nvfp4Rule rule(kGroups == 2 ? float{args.given} : 1.0f);
+  const bool of_experts = kExperts && args.of_experts.first.data;
+  int expert = of_experts ? args.expert_of(min(at.row, last)) : 0;
+  float global = kGroups == 1 ? 1.0f : of_experts ? args.globals[expert] : float{args.given};
+  Nvfp4Rule rule(global);
   uint8_t* to = static_cast<uint8_t*>(args.out) + (at.row * args.out_rows.stride0 + at.unit * kBytes);
   uint8_t* scales = static_cast<uint8_t*>(args.scales) + at.scale;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const uint32_t row = at.row + i * plan.row_step;
-    const bool real = there && numbers && row <= last;
+    bool real = there && numbers && row <= last, scaled = there && row < plan.rows && at.group < args.scale_groups;
+    if (of_experts) {
+      const int before = expert;
+      const int64_t known = min(row, last);
+      while (i > 0 && expert + 1 < args.of_experts.experts && args.of_experts.first[expert + 1] <= known) ++expert;
+      const ScaleRow scale_row = args.scale_row_of(known, expert, report);
+      if (kGroups == 2 && i > 0 && expert != before) {
+        global = args.globals[expert];
+        rule = Nvfp4Rule(global);
+      }
+      real &= scale_row.there;
+      scaled &= scale_row.there && row <= last;
+      scales = static_cast<uint8_t*>(args.scales) + swizzled_place(scale_row.row, at.group, args.tiles, 7);
+      clear_behind_last(args, scaled && scale_row.last, scale_row.row, at.group);
+    }
     Vec<uint8_t, 16> codes[kBytes / 16];
     GroupScale scale[2] = {};
     if (__any_sync(0xffffffffu, real)) {
       Pack<T> y[2][kCount];
 #pragma unroll
       for (int k = 0; k < 2 * kCount; ++k) y[k / kCount][k % kCount] = source.value(raw[i][k / kCount][k % kCount]);
-      encode_unit<kScale, kCodes, kChoose, T>(args, rule, y, codes, scale);
+      encode_unit<kScale, kCodes, kChoose, T>(args, rule, global, y, codes, scale);
     }
-    if (there && row < plan.rows && at.group < args.scale_groups) {
+    if (scaled) {
       const uint32_t first = real ? scale[0].stored : 0, second = real ? scale[1].stored : 0;
       if (kGroups == 2 && plan.pairs) {
         *reinterpret_cast<uint16_t*>(scales) = static_cast<uint16_t>(first | second << 8);

@@ -47,24 +47,42 @@ inline void store_nibbles(uint8_t* codes, const T* from, float factor) {
 #endif
 }
 
+// What such codes stand for.
+inline Floats values_of_e2m1(Words codes) {
+#if defined(__AVX512F__)
+  const Floats values = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+  return _mm512_maskz_permutexvar_ps(0xffff, __builtin_bit_cast(__m512i, codes), values);
+#else
+  const Floats large = __builtin_bit_cast(Floats, ((codes >> 1) + 126u) << 23 | (codes & 1u) << 22);
+  return codes < 2u ? __builtin_bit_cast(Floats, codes * 0x3f000000u) : large;  // 0 or 0.5
+#endif
+}
+
+// A product that is rounded before it is added to anything.
+inline Floats rounded_alone(Floats v) {
+#if defined(__aarch64__)
+  asm volatile("" : "+w"(v));
+#elif defined(__AVX512F__)
+  asm volatile("" : "+v"(v));
+#else
+  asm volatile("" : "+x"(v));
+#endif
+  return v;
+}
+
 // By how much such codes are wrong: the sum of the squares, of every fourth one after another, then of the four.
 template <class T>
 inline float error_of(const T* from, float factor, float unit) {
-  float numbers[kBlock], sums[4] = {};
+  using Fours = float __attribute__((vector_size(16)));
+  Fours sums{};
   for (int64_t i = 0; i < kBlock; i += kWidth) {
-    const Words code = e2m1_of(lesser(abs(load(from + i)) * factor, splat(6.0f)));
-    const Floats large = __builtin_bit_cast(Floats, ((code >> 1) + 126u) << 23 | (code & 1u) << 22);
-    const Floats value = code < 2u ? __builtin_bit_cast(Floats, code * 0x3f000000u) : large;  // 0 or 0.5
-    store(numbers + i, value * unit);
+    const Floats x = abs(load(from + i));
+    const Words code = e2m1_of(lesser(x * factor, splat(6.0f)));
+    const Floats d = x - rounded_alone(values_of_e2m1(code) * unit), squares = rounded_alone(d * d);
+    Fours fours[kWidth / 4];
+    __builtin_memcpy(fours, &squares, sizeof fours);
+    for (const Fours& four : fours) sums += four;
   }
-  asm volatile("" : "+m"(numbers));  // rounded before it is subtracted, and squares before they are added
-  for (int64_t i = 0; i < kBlock; i += kWidth) {
-    const Floats d = abs(load(from + i)) - load(static_cast<const float*>(numbers) + i);
-    store(numbers + i, d * d);
-  }
-  asm volatile("" : "+m"(numbers));
-  for (int64_t i = 0; i < kBlock; i += 4)
-    for (int64_t k = 0; k < 4; ++k) sums[k] += numbers[i + k];
   return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
@@ -212,7 +230,7 @@ class Groups {
       if (nibbles_) {
         for (int64_t i = 0; i < n; i += kBlock) store_nibbles(to + i / 2, x + i, scales.factors[g]);
       } else {
-        encode_bytes(to, x, n, most[g], {scales.stored[g], scales.factors[g]}, inside[g]);
+        encode_bytes(to, x, n, {scales.stored[g], scales.factors[g]}, inside[g]);
       }
     }
     store_scales(at.row, group, count, scales.stored);
@@ -238,16 +256,11 @@ class Groups {
     for (; g < count; ++g) args_.store_scale(row, group + g, stored[g]);
   }
 
-  // E4M3 of bf16 by tables, where the scale is what most groups have.
-  void encode_bytes(uint8_t* to, const T* x, int64_t n, float most, GroupScale scale, float inside) const {
-    auto* const codes = reinterpret_cast<e4m3*>(to);
-    if (args_.codes == CodeKind::kE4M3 && inside < INFINITY) {
-      if (args_.rule.kind != ScaleKind::kFloat) {
-        if (tiles_.divide_by_power_of_two(codes, x, n, 1.0f / scale.factor)) return;
-      } else if (scale.stored == bits_of(most / 448.0f)) {
-        if (tiles_.divide(codes, x, n, most)) return;
-      }
-    }
+  // E4M3 of bf16 by tables, where the scale is a power of two: those of all scales are more than a first-level cache holds.
+  void encode_bytes(uint8_t* to, const T* x, int64_t n, GroupScale scale, float inside) const {
+    if (args_.codes == CodeKind::kE4M3 && inside < INFINITY && args_.rule.kind != ScaleKind::kFloat &&
+        tiles_.divide_by_power_of_two(reinterpret_cast<e4m3*>(to), x, n, 1.0f / scale.factor))
+      return;
     codes_times(args_.codes, to, x, n, scale.factor, is_inside(inside));
   }
 
@@ -265,11 +278,11 @@ class Groups {
     others.find(args_.rule, most, given, 4.0f, count);
     for (int64_t g = 0; g < count; ++g) {
       const T* const x = from + g * kBlock;
-      if (!(error_of(x, others.factors[g], others.unit(g, inverse)) <
-            error_of(x, scales.factors[g], scales.unit(g, inverse))))
-        continue;
-      scales.stored[g] = others.stored[g];
-      scales.factors[g] = others.factors[g];
+      const bool closer = error_of(x, others.factors[g], others.unit(g, inverse)) <
+                          error_of(x, scales.factors[g], scales.unit(g, inverse));
+      // Without a branch, which would be taken as often as not.
+      scales.stored[g] = closer ? others.stored[g] : scales.stored[g];
+      scales.factors[g] = closer ? others.factors[g] : scales.factors[g];
     }
   }
 

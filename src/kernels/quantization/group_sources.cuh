@@ -5,6 +5,7 @@
 #include "cuda/divider.cuh"
 #include "cuda/e2m1.cuh"
 #include "cuda/largest.cuh"
+#include "cuda/nvfp4.cuh"
 #include "cuda/quantise.cuh"
 #include "cuda/silu.cuh"
 #include "quantization/group_quant.h"
@@ -59,13 +60,13 @@ struct SiluAndMul : Gated<T> {
 };
 
 template <class T>
-struct SituAndMul : Gated<T>, Situ {
-  __device__ explicit SituAndMul(const GroupQuantArgs& args) : Situ(args.beta, args.linear_beta) {}
+struct SituAndMul : Gated<T>, Situ<T> {
+  __device__ explicit SituAndMul(const GroupQuantArgs& args) : Situ<T>(args.beta, args.linear_beta) {}
   __device__ Pack<T> value(const typename Gated<T>::Raw& raw) const {
     auto x = to_floats(raw.gate);
     const auto up = to_floats(raw.up);
 #pragma unroll
-    for (int i = 0; i < kPackSize<T>; ++i) x[i] = product(activation(x[i]), up[i]);
+    for (int i = 0; i < kPackSize<T>; ++i) x[i] = this->product(this->activation(x[i]), up[i]);
     return round_to<T>(x);
   }
 };
@@ -119,6 +120,9 @@ inline constexpr int kLanePacks = kLaneElements / kPackSize<T>;
 // By how much the codes are wrong: the sum of the squares, of every fourth one after another, then of the four.
 template <class T>
 __device__ float error_of(const Pack<T> (&y)[kLanePacks<T>], uint2 codes, float unit) {
+  uint32_t values[2][4];
+  e2m1x8_to_halves(codes.x, values[0]);
+  e2m1x8_to_halves(codes.y, values[1]);
   float sums[4] = {};
 #pragma unroll
   for (int k = 0; k < kLanePacks<T>; ++k) {
@@ -126,10 +130,8 @@ __device__ float error_of(const Pack<T> (&y)[kLanePacks<T>], uint2 codes, float 
 #pragma unroll
     for (int i = 0; i < kPackSize<T>; ++i) {
       const int e = k * kPackSize<T> + i;
-      const uint32_t code = (e < 8 ? codes.x : codes.y) >> (e % 8 * 4) & 7u;
-      const float value =
-          code < 2 ? 0.5f * static_cast<float>(code) : __uint_as_float((code >> 1) + 126u << 23 | (code & 1u) << 22);
-      const float d = __fsub_rn(fabsf(x[i]), __fmul_rn(value, unit));
+      const float2 pair = word_to_floats<half>(values[e / 8][e % 8 / 2]);
+      const float d = __fsub_rn(x[i], __fmul_rn(e % 2 ? pair.y : pair.x, unit));
       sums[e % 4] = __fadd_rn(sums[e % 4], __fmul_rn(d, d));
     }
   }
@@ -150,15 +152,20 @@ __device__ uint2 nibbles_of(const Pack<T> (&y)[kLanePacks<T>], float factor) {
   return e2m1_codes<T>(words, scaled);
 }
 
-// Both scales of a block, and of their codes those that lead closer.
+// Of the codes of a block by its scale and by another, with what a code of 1 is by either, those that lead closer.
+template <class T, bool kInside = false>
+__device__ void choose_closer(const Pack<T> (&y)[kLanePacks<T>], const GroupScale& other, float other_unit, float unit,
+                              GroupScale& scale, uint2& nibbles) {
+  const uint2 others = nibbles_of<T, kInside>(y, other.factor);
+  if (error_of(y, others, other_unit) < error_of(y, nibbles, unit)) scale = other, nibbles = others;
+}
 template <class T>
 __device__ void choose_four_over_six(const GroupQuantArgs& args, const Pack<T> (&y)[kLanePacks<T>], float most,
                                      float global, GroupScale& scale, uint2& nibbles) {
   const GroupScale other = args.rule(most, global, 4.0f);
-  const uint2 others = nibbles_of(y, other.factor);
   const float inverse = 1.0f / fabsf(global);
   const auto unit = [&](const GroupScale& s) { return __fmul_rn(magnitude_of_e4m3(s.stored & 0x7fu), inverse); };
-  if (error_of(y, others, unit(other)) < error_of(y, nibbles, unit(scale))) scale = other, nibbles = others;
+  choose_closer(y, other, unit(other), unit(scale), scale, nibbles);
 }
 
 }  // namespace pykv
