@@ -28,41 +28,85 @@ __device__ void fill(const Problem& p, const Ring& ring, uint32_t row_tile, uint
   });
 }
 
-// What the tensor map cannot describe of x.
+// Copies what the tensor map cannot describe of x: S::kCopiers threads, for one stage or all.
 template <class S>
-__device__ void copy_rows(const Problem& p, const int64_t (&rows)[S::kTokens], uint32_t to, int column, int64_t shift) {
+class Gatherer {
   using T = typename S::Element;
-  const auto* const x = static_cast<const T*>(p.from);
-  const auto* const columns = reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(p.weight.columns) + shift);
-  const int chunk = threadIdx.x % 8;
-#pragma unroll 1
-  for (int unit = 0; unit < 2; ++unit, column += kUnit, to += S::kXBytes) {
-    const int first = column + chunk * 8;
-    if (p.whole_chunks) {
-#pragma unroll 2
-      for (int token = threadIdx.x % 32 / 8; token < S::kTokens; token += 4) {
-        const bool inside = rows[token] >= 0 && first < p.weight.k;
-        cp_async_16(to + token * 128 + (chunk ^ token % 8) * 16, inside ? x + rows[token] + first : x, inside);
-      }
-      continue;
+  static constexpr int kStep = S::kCopiers / 8, kEach = S::kTokens / kStep;  // tokens of a pass; of a thread
+
+ public:
+  // thread: of S::kCopiers; shift: bytes from p.weight to the one that is meant
+  __device__ Gatherer(const Problem& p, int thread, uint32_t token_tile, int64_t shift)
+      : p_(p), chunk_(thread % 8), line_(thread / 8), shift_(shift) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int32_t row = p.row(token_tile, line_ + i * kStep);
+      x_[i] = row >= 0 ? static_cast<const T*>(p.from) + p.rows.row_of_x(p.map, row) * p.x_stride + chunk_ * 8 : nullptr;
+    }
+  }
+
+  // From a column on to the stage; the barrier counts one arrival of each thread.
+  __device__ void copy(uint32_t stage, int column, uint32_t full) const {
+    if (!p_.whole_chunks) {
+      copy_one_by_one(stage, column);
+      return mbarrier_arrive(full);
     }
 #pragma unroll 1
-    for (int token = threadIdx.x % 32 / 8; token < S::kTokens; token += 4)
+    for (int unit = 0; unit < 2; ++unit) {
+      const int first = column + unit * kUnit;
+      const bool inside = first + chunk_ * 8 < p_.weight.k;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) cp_async_16(place(stage, unit, i), x_[i] + first, inside && x_[i]);
+    }
+    cp_async_arrive(full);
+  }
+
+ private:
+  __device__ uint32_t place(uint32_t stage, int unit, int i) const {
+    const int token = line_ + i * kStep;
+    return stage + unit * S::kXBytes + token * 128 + (chunk_ ^ token % 8) * 16;
+  }
+
+  __device__ void copy_one_by_one(uint32_t stage, int column) const {
+    const auto* const columns =
+        reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(p_.weight.columns) + shift_);
 #pragma unroll 1
-      for (int pair = 0; pair < 4; ++pair) {
+    for (int at = 0; at < 2 * 4; ++at) {
+      const int unit = at / 4, pair = at % 4;
+      int from[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        from[e] = column + unit * kUnit + chunk_ * 8 + 2 * pair + e;
+        if (p_.weight.columns) from[e] = from[e] < p_.weight.padded_k ? __ldg(columns + from[e]) : -1;
+      }
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
         uint32_t bits[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          int from = first + 2 * pair + i;
-          if (p.weight.columns) from = from < p.weight.padded_k ? __ldg(columns + from) : -1;
-          const bool inside = rows[token] >= 0 && from >= 0 && from < p.weight.k;
-          bits[i] = inside ? __ldg(reinterpret_cast<const unsigned short*>(x) + rows[token] + from) : 0;
-        }
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + token * 128 + (chunk ^ token % 8) * 16 + pair * 4),
-                     "r"(bits[0] | bits[1] << 16)
+        for (int e = 0; e < 2; ++e)
+          bits[e] = x_[i] && from[e] >= 0 && from[e] < p_.weight.k
+                        ? __ldg(reinterpret_cast<const unsigned short*>(x_[i]) + from[e] - chunk_ * 8)
+                        : 0;
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(place(stage, unit, i) + pair * 4), "r"(bits[0] | bits[1] << 16)
                      : "memory");
       }
+    }
   }
+
+  const Problem& p_;
+  const int chunk_, line_;
+  const int64_t shift_;
+  const T* x_[kEach];  // at this thread's chunk of the rows; null: none
+};
+
+// Warps that do nothing else.
+template <class S>
+__device__ void gather(const Problem& p, const Ring& ring, int thread, uint32_t token_tile, int split, int64_t shift) {
+  const Gatherer<S> gatherer(p, thread, token_tile, shift);
+  for_stages<S>(p, split, [&](int i, const Turn& turn) {
+    mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
+    gatherer.copy(ring.at(turn), i * kColumns, ring.full + turn.stage * 8);
+  });
 }
 
 // Sums of x over each group of a stage, which minima multiply: products with ones.
@@ -109,8 +153,8 @@ template <class S>
 class Preparer {
  public:
   // warp: which of them this is; shift: bytes from p.weight to the one that is meant
-  __device__ Preparer(const Problem& p, const Ring& ring, uint32_t row_tile, int warp, int64_t shift)
-      : p_(p), ring_(ring), warp_(warp), shift_(shift), lane_(threadIdx.x % 32) {
+  __device__ Preparer(const Problem& p, const Ring& ring, uint32_t row_tile, uint32_t token_tile, int warp, int64_t shift)
+      : p_(p), ring_(ring), warp_(warp), shift_(shift), lane_(threadIdx.x % 32), gatherer_(p, lane_, token_tile, shift) {
     const PackedWeight& w = p.weight;
     global_ = __ldg(reinterpret_cast<const float*>(w.data + shift + PackedWeight::kGlobalScaleAt)) * S::Code::kUnit;
     const int64_t band = min(static_cast<int>(row_tile) * 4 + lane_ / 8, p.bands - 1);
@@ -118,27 +162,17 @@ class Preparer {
     supers_ = band * p.blocks * 32 + lane_ % 8 * 4;
   }
 
-  __device__ void run(const int64_t (&rows)[S::kTokens], int split) {
+  __device__ void run(int split) {
     for_stages<S>(p_, split, [&](int i, const Turn& turn) {
       if (turn.stage % S::kPreparers != warp_) return;
-      const uint32_t stage = ring_.at(turn), full = ring_.full + turn.stage * 8;
-      if (p_.gathers) {
-        mbarrier_wait(ring_.empty + turn.stage * 8, turn.parity ^ 1);
-        copy_rows<S>(p_, rows, stage, i * kColumns, shift_);
-        cp_async_arrive(full);
-        mbarrier_arrive(full);
-      }
       if (p_.items == 1) {
-        make_factors<1>(i, turn, stage, 0);
-      } else if (p_.items == 2) {
-        make_factors<2>(i, turn, stage, 0);
+        make_factors<1>(i, turn);
       } else {
-#pragma unroll 1
-        for (int first = 0; first < p_.items; first += 4) make_factors<4>(i, turn, stage, first);
+        make_factors<2>(i, turn);
       }
       if (p_.weight.minima) {
-        mbarrier_wait(full, turn.parity);
-        sum_x<S>(p_, stage);
+        mbarrier_wait(ring_.full + turn.stage * 8, turn.parity);
+        sum_x<S>(p_, ring_.at(turn));
       }
       __syncwarp();
       if (lane_ == 0) mbarrier_arrive(ring_.ready + turn.stage * 8);
@@ -146,11 +180,27 @@ class Preparer {
   }
 
  private:
-  // Of so many groups in stage i of the weight.
+  // Of the groups of stage i of the weight, so many at once.  What is loaded is under way while it waits and copies.
   template <int kCount>
-  __device__ void make_factors(int i, const Turn& turn, uint32_t stage, int first) const {
-    const PackedWeight& w = p_.weight;
+  __device__ void make_factors(int i, const Turn& turn) const {
     RawFactors raw[kCount];
+    load<kCount>(raw, i, 0);
+    mbarrier_wait(ring_.empty + turn.stage * 8, turn.parity ^ 1);
+    const uint32_t stage = ring_.at(turn);
+    if constexpr (S::kGatherers == 0)
+      if (p_.gathers) gatherer_.copy(stage, i * kColumns, ring_.full + turn.stage * 8);
+#pragma unroll 1
+    for (int first = 0;;) {
+      convert<kCount>(raw, stage + first * kRows * 4 + lane_ * 16);
+      if ((first += kCount) >= p_.items) return;
+      load<kCount>(raw, i, first);
+    }
+  }
+
+  template <int kCount>
+  __device__ void load(RawFactors (&raw)[kCount], int i, int first) const {
+    const PackedWeight& w = p_.weight;
+    raw[0] = {};
     load_factors_of_block(raw[0], w, supers_ + min(i / 2, p_.blocks - 1) * 32, shift_);
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
@@ -159,10 +209,13 @@ class Preparer {
       const int64_t group = min(p_.groups_by.quotient(column), p_.groups - 1);
       load_factors_of_group(raw[n], w, factors_ + group * 32, shift_);
     }
-    mbarrier_wait(ring_.empty + turn.stage * 8, turn.parity ^ 1);
+  }
+
+  template <int kCount>
+  __device__ void convert(const RawFactors (&raw)[kCount], uint32_t to) const {
+    const PackedWeight& w = p_.weight;
     float scales[kCount][4], minima[kCount][4];
     scales_of(scales, raw, w.scales_kind);
-    const uint32_t to = stage + first * kRows * 4 + lane_ * 16;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
 #pragma unroll
@@ -185,6 +238,7 @@ class Preparer {
   const int warp_;
   const int64_t shift_;
   const int lane_;
+  const Gatherer<S> gatherer_;
   float global_;
   int64_t factors_, supers_;
 };

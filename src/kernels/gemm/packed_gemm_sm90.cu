@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) packed_gemm_sm90_kernel(const 
   extern __shared__ uint8_t unaligned[];
   __shared__ uint64_t barriers[3 * kMostStages];
   __shared__ uint32_t table[S::kKind == CodeKind::kTable16 ? 256 : 1];
-  __shared__ Rows<S> rows;
+  __shared__ int32_t rows[S::kTokens];  // of out
   const uint32_t start = shared_address(unaligned), data = (start + kAlignment - 1) / kAlignment * kAlignment;
   const uint32_t full = shared_address(barriers);
   const Ring ring{data, full, full + kMostStages * 8, full + 2 * kMostStages * 8, p.stage_bytes};
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) packed_gemm_sm90_kernel(const 
 #pragma unroll 1
     for (int i = 0; i < p.stages; ++i) {
       mbarrier_init(ring.full + i * 8,
-                    p.gathers ? 1 + 2 * 32 : 1);  // with gathers, each lane of a warp, and its copies
+                    p.gathers ? 1 + S::kCopiers : 1);
       mbarrier_init(ring.ready + i * 8, 1);
       mbarrier_init(ring.empty + i * 8, 8);  // warps of a part
     }
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) packed_gemm_sm90_kernel(const 
   const int32_t weight = p.weight_of(token_tile);
   if (weight < 0) return;  // all blocks of the cluster
   const int64_t shift = weight * p.map.weight_stride;
-  rows.find(p, token_tile);
+  if (threadIdx.x < S::kTokens) rows[threadIdx.x] = p.row(token_tile, threadIdx.x);
   if constexpr (S::kKind == CodeKind::kTable16) {
     const auto* numbers = reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kTableAt);
     if (threadIdx.x < 256)
@@ -131,11 +131,17 @@ __global__ void __launch_bounds__(S::kThreads, 1) packed_gemm_sm90_kernel(const 
   __syncthreads();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp >= S::kMultipliers / 32) {
-    if constexpr (!S::kFew) give_registers<88>();
-    if (warp == S::kMultipliers / 32) {
-      if (threadIdx.x % 32 == 0) fill<S>(p, ring, row_tile, token_tile, split, weight);
+    const int own = warp - S::kMultipliers / 32 - 1;
+    if (S::kGatherers != 0 && own >= S::kPreparers) {
+      if constexpr (S::kGatherers != 0) give_registers<48>();
+      if (p.gathers) gather<S>(p, ring, threadIdx.x % 128, token_tile, split, shift);
     } else {
-      Preparer<S>(p, ring, row_tile, warp - S::kMultipliers / 32 - 1, shift).run(rows.of_x, split);
+      if constexpr (S::kGatherers != 0) give_registers<64>();
+      if (own >= 0) {
+        Preparer<S>(p, ring, row_tile, token_tile, own, shift).run(split);
+      } else if (threadIdx.x % 32 == 0) {
+        fill<S>(p, ring, row_tile, token_tile, split, weight);
+      }
     }
     if (p.splits > 1) {  // the sums of all blocks are there
       __syncwarp();
@@ -143,7 +149,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) packed_gemm_sm90_kernel(const 
       cluster_wait();
     }
   } else {
-    if constexpr (!S::kFew) take_registers<208>();
+    if constexpr (!S::kFew) take_registers<200>();
     uint8_t* const ring_memory = unaligned + (data - start);
     uint8_t* const kept = ring_memory + p.stages * p.stage_bytes;
     {
@@ -161,7 +167,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) packed_gemm_sm90_kernel(const 
       named_barrier_sync(1, S::kMultipliers);
     }
     const uint32_t sums = p.keeps() ? data + p.stages * p.stage_bytes : data;
-    write<S>(p, rows.of_out, sums, int64_t{row_tile} * kRows, split, weight);
+    write<S>(p, rows, sums, int64_t{row_tile} * kRows, split, weight);
   }
   if (p.splits > 1) {  // nobody reads here any more
     __syncwarp();

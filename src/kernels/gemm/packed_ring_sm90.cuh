@@ -26,7 +26,9 @@ struct Shape {
   static constexpr int kParts = kFew ? 2 : 1;  // of the columns, which eight warps each multiply
   static constexpr int kMultipliers = 256 * kParts;
   static constexpr int kPreparers = kTokens <= 16 ? 7 : 3;  // warps
-  static constexpr int kThreads = kMultipliers + 32 * (kPreparers + 1);
+  static constexpr int kGatherers = kFew ? 0 : 4;  // warps that copy rows of x one by one; of few tokens, preparers do
+  static constexpr int kThreads = kMultipliers + 32 * (1 + kPreparers + kGatherers);
+  static constexpr int kCopiers = kFew ? 32 : 32 * kGatherers;  // threads that copy them for a stage
   static constexpr int kXBytes = kTokens * kUnit * 2;          // of a unit
   static constexpr int kBlockBytes = 2 * Code::kPlanes * 512;  // of 16 rows of the weight
   static constexpr int kCodesAt = 2 * kXBytes, kScalesAt = kCodesAt + kRows / 16 * kBlockBytes;
@@ -66,6 +68,11 @@ struct Problem {
     row_tile = in_pass / width;
     token_tile = pass * kTogether + in_pass % width;
   }
+  // The row of out of one of a tile's tokens, -1: there is none.
+  __device__ int32_t row(uint32_t token_tile, int token) const {
+    const int64_t at = int64_t{token_tile} * tokens + token;
+    return token < tokens ? static_cast<int32_t>(TileRows::row_of_out(map, at, num_rows)) : -1;
+  }
   // The weight of a tile of tokens, -1: there is nothing to do.
   __device__ int32_t weight_of(uint32_t token_tile) const {
     if (!map.rows) return 0;
@@ -82,22 +89,6 @@ struct Problem {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
-
-// Of a tile's tokens: the row of out, -1 if there is none, and where that of x begins.
-template <class S>
-struct Rows {
-  int32_t of_out[S::kTokens];
-  int64_t of_x[S::kTokens];
-
-  __device__ void find(const Problem& p, uint32_t token_tile) {
-    const int token = threadIdx.x;
-    if (token >= S::kTokens) return;
-    const int64_t at = int64_t{token_tile} * p.tokens + token;
-    const int64_t row = token < p.tokens ? TileRows::row_of_out(p.map, at, p.num_rows) : -1;
-    of_out[token] = row >= 0 ? static_cast<int32_t>(row) : -1;
-    of_x[token] = row >= 0 ? p.rows.row_of_x(p.map, row) * p.x_stride : -1;
-  }
-};
 
 // A place in the ring, and the parity of the phase that its barriers are in.
 struct Turn {
