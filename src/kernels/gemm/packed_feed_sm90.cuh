@@ -41,7 +41,8 @@ class Gatherer {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int32_t row = p.row(token_tile, line_ + i * kStep);
-      x_[i] = row >= 0 ? static_cast<const T*>(p.from) + p.rows.row_of_x(p.map, row) * p.x_stride + chunk_ * 8 : nullptr;
+      x_[i] =
+          row >= 0 ? static_cast<const T*>(p.from) + p.rows.row_of_x(p.map, row) * p.x_stride + chunk_ * 8 : nullptr;
     }
   }
 
@@ -153,8 +154,14 @@ template <class S>
 class Preparer {
  public:
   // warp: which of them this is; shift: bytes from p.weight to the one that is meant
-  __device__ Preparer(const Problem& p, const Ring& ring, uint32_t row_tile, uint32_t token_tile, int warp, int64_t shift)
-      : p_(p), ring_(ring), warp_(warp), shift_(shift), lane_(threadIdx.x % 32), gatherer_(p, lane_, token_tile, shift) {
+  __device__ Preparer(const Problem& p, const Ring& ring, uint32_t row_tile, uint32_t token_tile, int warp,
+                      int64_t shift)
+      : p_(p),
+        ring_(ring),
+        warp_(warp),
+        shift_(shift),
+        lane_(threadIdx.x % 32),
+        gatherer_(p, lane_, token_tile, shift) {
     const PackedWeight& w = p.weight;
     global_ = __ldg(reinterpret_cast<const float*>(w.data + shift + PackedWeight::kGlobalScaleAt)) * S::Code::kUnit;
     const int64_t band = min(static_cast<int>(row_tile) * 4 + lane_ / 8, p.bands - 1);
