@@ -172,10 +172,13 @@ class Preparer {
   __device__ void run(int split) {
     for_stages<S>(p_, split, [&](int i, const Turn& turn) {
       if (turn.stage % S::kPreparers != warp_) return;
+      constexpr int kMost = S::kGatherers == 0 ? 4 : 2;  // there are registers for
       if (p_.items == 1) {
         make_factors<1>(i, turn);
-      } else {
+      } else if (kMost == 2 || p_.items == 2) {
         make_factors<2>(i, turn);
+      } else {
+        make_factors<kMost>(i, turn);
       }
       if (p_.weight.minima) {
         mbarrier_wait(ring_.full + turn.stage * 8, turn.parity);
