@@ -160,6 +160,26 @@ def test_ties_go_to_the_lower_token(array, levels, options):
 
 
 @dtypes
+@pytest.mark.parametrize("times", [1, 40])
+@pytest.mark.parametrize("options", [{"top_p": 0.3}, {"top_p": 0.9}, {"top_p": 0.9, "temperature": 0.1}], ids=str)
+def test_what_a_row_begins_with_tells_nothing(array, dtype, times, options):
+    """One row, which a cluster shares, and many: all that is drawn of them lies near the end, or far from 0."""
+    x = random((6, 24001), dtype).astype(np.float32)
+    x[0, :20000] = -np.inf
+    x[1, :20000] = -60
+    x[2, :23900] = -1000
+    x[3] += 300
+    x[4] = np.where(np.arange(24001) % 999 == 7, x[4], -np.inf)
+    x[5] *= 20
+    x = x.astype(dtype)
+    if times > 1:
+        check(array, np.tile(x, (times, 1)), **options)
+    else:
+        for row in x:
+            check(array, row[None], **options)
+
+
+@dtypes
 @pytest.mark.parametrize("options", [{}, {"top_k": 30}, {"top_p": 0.8}, {"temperature": 0.0}], ids=str)
 def test_nothing_but_the_row_decides(array, dtype, options):
     x = random((300, 5003), dtype)
@@ -169,6 +189,18 @@ def test_nothing_but_the_row_decides(array, dtype, options):
         some, some_logprobs = sample(array, padded(x[rows], 5), seeds[rows], steps[rows], offset=3, **options)
         np.testing.assert_array_equal(some, together[rows])
         np.testing.assert_array_equal(some_logprobs, logprobs[rows])
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 50, "top_p": 0.9}, {"top_k": 3000}, {"top_p": 0.9}], ids=str)
+def test_any_number_of_rows_gives_the_same_tokens(array, options):
+    """A row is shared by more blocks, or larger ones, where rows are few."""
+    x = random((140, 70001), np.dtype(np.float16))
+    seeds, steps = keys(140)
+    together, logprobs = sample(array, x, seeds, steps, **options)
+    for rows in (1, 2, 4, 5, 8, 9, 33, 67):
+        some, some_logprobs = sample(array, x[:rows], seeds[:rows], steps[:rows], **options)
+        np.testing.assert_array_equal(some, together[:rows])
+        np.testing.assert_array_equal(some_logprobs, logprobs[:rows])
 
 
 @pytest.mark.parametrize("shards", [2, 3, 7])

@@ -27,7 +27,6 @@ PYKV_HOST_DEVICE static inline float log_of(float x) {
 using Mass = uint64_t;
 constexpr int64_t kMostTokens = 1 << 23;
 constexpr int kMassBits = 40;
-constexpr Mass kMassOfLargest = Mass{1} << kMassBits;
 
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which then lies in the low bits
 constexpr uint32_t kBitsOfRound = 0x4b400000;

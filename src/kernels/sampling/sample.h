@@ -46,7 +46,6 @@ struct SampleRow {
   PYKV_HOST_DEVICE float least_logit(float largest) const {
     return log_min_p == -__builtin_inff() ? log_min_p : fused(log_min_p, temperature, largest);
   }
-  PYKV_HOST_DEVICE bool draws_from_all() const { return !greedy && !(top_p < 1.0f); }
 };
 
 PYKV_HOST_DEVICE static inline SampleRow sample_row(const SampleArgs& args, int64_t row) {
