@@ -105,8 +105,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) packed_gemm_sm90_kernel(const 
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (int i = 0; i < p.stages; ++i) {
-      mbarrier_init(ring.full + i * 8,
-                    p.gathers ? 1 + S::kCopiers : 1);
+      mbarrier_init(ring.full + i * 8, p.gathers ? 1 + S::kCopiers : 1);
       mbarrier_init(ring.ready + i * 8, 1);
       mbarrier_init(ring.empty + i * 8, 8);  // warps of a part
     }

@@ -29,8 +29,8 @@ struct Shape {
   static constexpr int kGatherers = kFew ? 0 : 4;  // warps that copy rows of x one by one; of few tokens, preparers do
   static constexpr int kThreads = kMultipliers + 32 * (1 + kPreparers + kGatherers);
   static constexpr int kCopiers = kFew ? 32 : 32 * kGatherers;  // threads that copy them for a stage
-  static constexpr int kXBytes = kTokens * kUnit * 2;          // of a unit
-  static constexpr int kBlockBytes = 2 * Code::kPlanes * 512;  // of 16 rows of the weight
+  static constexpr int kXBytes = kTokens * kUnit * 2;           // of a unit
+  static constexpr int kBlockBytes = 2 * Code::kPlanes * 512;   // of 16 rows of the weight
   static constexpr int kCodesAt = 2 * kXBytes, kScalesAt = kCodesAt + kRows / 16 * kBlockBytes;
   static constexpr bool kMaySplit = kTokens <= 64;
   static constexpr int kSumBytes = kTokens * kPitch * 4;
