@@ -143,7 +143,8 @@ def moe_wna16_marlin_gemm(
 
     def pack() -> PackedWeight:
         experts = range(spec_of(b_qweight).shape[0])
-        words, scales, zeros, numbers = host(b_qweight), _each(b_scales), _each(b_qzeros), _each(global_scale)
+        words = host(b_qweight)
+        scales, zeros, numbers = (_each(a, experts) for a in (b_scales, b_qzeros, global_scale))
         name = str(b_q_type)
         if name in _FLOATS:
             return stack_packed(
@@ -167,15 +168,9 @@ def moe_wna16_marlin_gemm(
     return out
 
 
-class _Nothing:
-    """What is not given, of each expert."""
-
-    def __getitem__(self, expert: int) -> None:
-        return None
-
-
-def _each(array: Any) -> Any:
-    return _Nothing() if array is None or given(array) is None else array
+def _each(array: Any, experts: range) -> Any:
+    """What each expert has of it: nothing, where it is not given or has no elements."""
+    return [None] * len(experts) if array is None or 0 in spec_of(array).shape else array
 
 
 def _refuse(a_scales: Array | None) -> None:
