@@ -214,7 +214,7 @@ Clusters Planner::cluster_size(const Request& r, const ClusterSizes& s) const {
 // that 64 SMs are busier with that than with waiting, or where teams of four then take fewer rounds of a chunk each; or blocks
 // of three or four warps where there are more than two for each SM: of three if all of them find room at once.
 Clusters Planner::wide_size(const Request& r, const ClusterSizes& s, const Clusters& usual) const {
-  const int64_t many = s.invariant ? 4096 : 2048;  // keys of a block
+  const int64_t many = s.invariant ? 4096 : kManyKeys;  // of a block
   const int64_t heads = r.heads(), sms = d_.sms;
   if (usual.warps == s.usual_warps()) {
     if (s.invariant) {

@@ -99,8 +99,7 @@ bool Planner::decode_clusters(Request r, const LineSizes& of_line) {
   const ClusterSizes usual = cluster_sizes(r.kind, head_size, columns, false, invariant);
   Clusters size = cluster_size(r, usual);
   if (!is_common(r.kind)) {
-    constexpr int64_t kMany = 2048;  // keys of a block: with more it widens elements for longer than it waits for them
-    const bool suits = !invariant && r.sees_all() && most_keys(r, usual.tile()) <= kMany * size.blocks;
+    const bool suits = !invariant && r.sees_all() && most_keys(r, usual.tile()) <= kManyKeys * size.blocks;
     return suits && clusters(r, usual, size);
   }
   if (invariant && size.blocks == 0) {  // the line comes after them, and the device says which takes the call

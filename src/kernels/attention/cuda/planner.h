@@ -16,6 +16,9 @@ struct Clusters {
   int spans = 1;
 };
 
+// Of a block of a cluster: with more keys it widens elements for longer than it waits for them.
+constexpr int64_t kManyKeys = 2048;
+
 class Planner {
  public:
   Planner(const DeviceInfo& device, Plan& plan) : d_(device), plan_(plan) {}
