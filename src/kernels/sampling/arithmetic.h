@@ -117,8 +117,9 @@ PYKV_HOST_DEVICE static inline float known_top_p(float top_p) {
 struct FourWords {
   uint32_t w[4];
 };
+template <int kRounds = 10>
 PYKV_HOST_DEVICE static inline FourWords philox(FourWords counter, uint32_t key0, uint32_t key1) {
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < kRounds; ++round) {
     const uint64_t a = uint64_t{0xD2511F53u} * counter.w[0], b = uint64_t{0xCD9E8D57u} * counter.w[2];
     counter = {{static_cast<uint32_t>(b >> 32) ^ counter.w[1] ^ key0, static_cast<uint32_t>(b),
                 static_cast<uint32_t>(a >> 32) ^ counter.w[3] ^ key1, static_cast<uint32_t>(a)}};

@@ -31,25 +31,77 @@ struct RowSlice {
     end = max(begin, min(static_cast<int>(min(int64_t{rank + 1} * each * kSize - shift, int64_t{size})), size));
   }
 
+  // Brings what each thread reads first into L2.
+  __device__ void prefetch_first() const {
+    const int at = first_vector + static_cast<int>(threadIdx.x) * kSize;
+    if (at < end) prefetch(row + max(at, 0));
+  }
+
   // The vector that begins with column `at`; what lies outside is -infinity.
   __device__ Pack<T> load(int at) const {
+    if (at >= end || at + kSize <= begin) return filled<T, kSize>(-__int_as_float(0x7f800000));
     if (at >= begin && at <= end - kSize) return load_vec_in_order<Pack<T>>(row + at);
-    T elements[kSize];
+    // An element at a time moves up from below, which is little code.
+    uint32_t words[4] = {};
+    const T nothing = from_float<T>(-__int_as_float(0x7f800000));
+#pragma unroll 1
+    for (int i = 0; i < kSize; ++i) {
+      const T x = at + i >= begin && at + i < end ? row[at + i] : nothing;
+      if constexpr (sizeof(T) == 4) {
+        words[0] = words[1];
+        words[1] = words[2];
+        words[2] = words[3];
+        words[3] = __float_as_uint(to_float(x));
+      } else {
+        uint16_t bits;
+        __builtin_memcpy(&bits, &x, sizeof bits);
 #pragma unroll
-    for (int i = 0; i < kSize; ++i)
-      elements[i] = at + i >= begin && at + i < end ? row[at + i] : from_float<T>(-__int_as_float(0x7f800000));
+        for (int w = 0; w < 3; ++w) words[w] = __funnelshift_r(words[w], words[w + 1], 16);
+        words[3] = words[3] >> 16 | uint32_t{bits} << 16;
+      }
+    }
     Pack<T> v;
-    __builtin_memcpy(&v, elements, sizeof v);
+    __builtin_memcpy(&v, words, sizeof v);
     return v;
   }
 };
 
-// How many blocks share a row: as many as there is room for at once, each with some work.
-inline int blocks_for_row(int64_t rows, int64_t cols, int64_t most, const Launch& launch) {
-  constexpr int64_t kLeastColumns = 4096;
+// How many clusters of kMostBlocks there is room for at once, each block on a multiprocessor of its own: 0 where the chip has none.
+template <auto kKernel>
+int64_t room_for_most_blocks(const Launch& launch) {
+  constexpr int kDevices = 64, kUnknown = -1, kSharedBytes = 160 << 10;
+  static std::atomic<int> known[kDevices];  // 1 more
+  if (launch.device >= kDevices) return 0;
+  int clusters = known[launch.device].load(std::memory_order_relaxed) - 1;
+  if (clusters == kUnknown) {
+    cudaLaunchAttribute size;
+    size.id = cudaLaunchAttributeClusterDimension;
+    size.val.clusterDim = {kMostBlocks, 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = kMostBlocks;
+    config.blockDim = kSelectThreads;
+    config.dynamicSmemBytes = kSharedBytes;
+    config.attrs = &size;
+    config.numAttrs = 1;
+    if (cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes) != cudaSuccess ||
+        cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess ||
+        cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config) != cudaSuccess) {
+      clusters = 0;
+      cudaGetLastError();  // nobody else is to find it
+    }
+    known[launch.device].store(clusters + 1, std::memory_order_relaxed);
+  }
+  return clusters;
+}
+
+// How many blocks share a row, a power of 2: as many as there is room for at once, each with some work.
+template <auto kKernel>
+int blocks_for_row(int64_t rows, int64_t cols, int64_t most, const Launch& launch) {
+  constexpr int64_t kLeastColumns = 4096, kFewRows = 2;
   if (!overlaps_kernels(launch.device)) return 1;  // clusters came with the same chips
-  int64_t blocks = kMostBlocks;
-  const int64_t room = num_sms(launch.device);  // clusters that want two blocks on one were seen to come in two waves
+  int64_t blocks = rows <= kFewRows && rows <= room_for_most_blocks<kKernel>(launch) ? kMostBlocks : kPortableBlocks;
+  const int64_t room =
+      num_sms(launch.device);  // of clusters that want two blocks on one, an H100 takes 62, and the others after them
   while (blocks > 1 && (blocks * rows > room || cols / blocks < kLeastColumns || blocks > most)) blocks /= 2;
   return static_cast<int>(blocks);
 }

@@ -10,21 +10,18 @@
 
 namespace pykv {
 
-constexpr int kMostBlocks = 8;  // that share a row
+constexpr int kPortableBlocks = 8, kMostBlocks = 16;  // that share a row, powers of 2
 
-template <class T>
-__device__ T load_from_block(const T* shared, int rank) {
-  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
-  const uint32_t address = cluster_address(shared_address(shared), rank);
-  T value{};
+// Four words that lie at `shared`, aligned, in block `rank`.
+__device__ inline uint4 load_from_block(const uint32_t* shared, int rank) {
+  uint4 words{};
 #if __CUDA_ARCH__ >= 900
-  if constexpr (sizeof(T) == 4) {
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  } else {
-    asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
-  }
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(cluster_address(shared_address(shared), rank))
+               : "memory");
 #endif
-  return value;
+  return words;
 }
 
 __device__ inline void cluster_barrier() {

@@ -35,6 +35,7 @@ __global__ __launch_bounds__(kSelectThreads,
   RowTeam team(memory, static_cast<int>(blockIdx.x) % blocks, blocks);
   const T* input = static_cast<const T*>(args.input) + row * args.input_stride;
   const RowSlice<T> slice(input, args.num_cols, team.rank(), blocks);
+  slice.prefetch_first();
   begin_dependent();
   const FilterRow r = filter_row(args, row);
   const auto plain = [](float x, int) { return x; };
@@ -138,9 +139,11 @@ __global__ __launch_bounds__(kSelectThreads,
 }  // namespace
 
 void row_filter_cuda(const RowFilterArgs& args, const Launch& launch) {
-  const int blocks = blocks_for_row(args.num_rows, args.num_cols, 8, launch), room = 4096;
+  constexpr int room = 4096;
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
     dispatch_bool(args.of_probabilities, [&]<bool kProbabilities>() {
+      const int blocks =
+          blocks_for_row<row_filter_kernel<T, kProbabilities>>(args.num_rows, args.num_cols, kMostBlocks, launch);
       launch_rows<row_filter_kernel<T, kProbabilities>>(
           args.num_rows, blocks, kSelectThreads, room * static_cast<int>(sizeof(Entry)), launch, "row_filter", args,
           blocks, room, launch.reporter(args.report), launch.reporter("token_logprobs: token_ids"));

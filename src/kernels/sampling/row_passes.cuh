@@ -10,27 +10,29 @@ namespace pykv {
 // body(column of the first, the vector's logits), for the vectors of this thread; all threads of a warp come together.
 template <int kVectors, class T, class Body>
 __device__ void each_vector(const RowSlice<T>& slice, Body body) {
-  constexpr int kSize = kPackSize<T>, kStep = kSelectThreads * kSize;
-  for (int group = slice.first_vector; group < slice.end; group += kVectors * kStep) {
+  constexpr int kSize = kPackSize<T>;
+  const int step = kSelectThreads * kSize;
+  for (int group = slice.first_vector; group < slice.end; group += kVectors * step) {
     Pack<T> raw[kVectors];
     const int first = group + static_cast<int>(threadIdx.x) * kSize;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(first + v * kStep);
+    for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(first + v * step);
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) body(first + v * kStep, to_floats(raw[v]));
+    for (int v = 0; v < kVectors; ++v) body(first + v * step, to_floats(raw[v]));
   }
 }
 
 // body(column of the first, the vector), for the vectors of this thread, each asked for while the one before is worked on.
 template <class T, class Body>
 __device__ void each_vector_ahead(const RowSlice<T>& slice, Body body) {
-  constexpr int kSize = kPackSize<T>, kStep = kSelectThreads * kSize;
+  constexpr int kSize = kPackSize<T>;
+  const int step = kSelectThreads * kSize;
   Pack<T> next{};
 #pragma unroll 1
-  for (int group = slice.first_vector - kStep; group < slice.end; group += kStep) {
+  for (int group = slice.first_vector - step; group < slice.end; group += step) {
     const int at = group + static_cast<int>(threadIdx.x) * kSize;
     const Pack<T> raw = next;
-    next = slice.load(at + kStep);
+    next = slice.load(at + step);
     if (group >= slice.first_vector) body(at, raw);
   }
 }
@@ -78,7 +80,7 @@ struct EntryBound {
   __device__ explicit EntryBound(Entry entry)
       : logit(entry == 0 ? -INFINITY : logit_of_key(key_of(entry))), index(entry == 0 ? ~0u : index_of(entry)) {}
   __device__ bool includes(float x, int column) const {
-    return x > logit || (x == logit && static_cast<uint32_t>(column) <= index);
+    return (x > logit) | ((x == logit) & (static_cast<uint32_t>(column) <= index));  // no branches
   }
 };
 
@@ -139,36 +141,75 @@ __device__ inline void add_to_bin(RowMemory& memory, int bin, uint64_t x) {
   const uint32_t high = static_cast<uint32_t>(x >> 32) + (before + low < before);  // who makes it overflow, carries
   if (high != 0) atomicAdd(&memory.bins_high[bin], high);
 }
-// Finds the bin of all blocks up to which they sum up to `wanted`, memory.bin, and gives the sum before it.  A barrier of the team
-// comes before the next clear_bins().
-__device__ inline uint64_t find_bin(RowTeam& team, RowMemory& memory, uint64_t wanted) {
-  constexpr int kOfThread = kBins / kSelectThreads;
-  const int first = static_cast<int>(threadIdx.x) * kOfThread;
+// Adds up each bin over all blocks, in one of them: a block has kBins / blocks bins, four in each of its first threads.  The first
+// block has those from place `origin` on, a multiple of 4; places are bins again and again.  When all blocks have told each other
+// something after this, bins may be cleared.
+struct OwnBins {
+  int first;  // of this thread: how far from the origin
+  int of_block, place;
+  __device__ bool in_this_thread() const { return static_cast<int>(threadIdx.x) * 4 < of_block; }
+};
+template <bool kWide>
+__device__ OwnBins add_bins_of_blocks(RowTeam& team, RowMemory& memory, int origin) {
   team.barrier();
-  uint64_t sums[kOfThread] = {}, own = 0, total;
-#pragma unroll 1
-  for (int rank = 0; rank < team.blocks(); ++rank) {
-#pragma unroll
-    for (int i = 0; i < kOfThread; ++i) {
-      const uint32_t *low = &memory.bins_low[first + i], *high = &memory.bins_high[first + i];
-      const bool is_own = rank == team.rank();
-      sums[i] +=
-          uint64_t{is_own ? *high : load_from_block(high, rank)} << 32 | (is_own ? *low : load_from_block(low, rank));
-    }
+  const int blocks = team.blocks(), of_block = kBins / blocks, first = team.rank() * of_block, thread = threadIdx.x;
+  // So many vectors of four bins are to be read.
+  constexpr int kVectors = kBins / 4;
+  static_assert(kVectors <= kSelectThreads);
+  const int which = thread * blocks / kVectors, at = (origin + first + (4 * thread & (of_block - 1))) & (kBins - 1);
+  if (which != 0 && which < blocks) {
+    const int rank = (team.rank() + which) & (blocks - 1);
+    const uint4 low = load_from_block(&memory.bins_low[at], rank);
+    uint4 high{};
+    if constexpr (kWide) high = load_from_block(&memory.bins_high[at], rank);
+    const auto add = [&](int i, uint32_t l, uint32_t h) {
+      if constexpr (kWide) {
+        add_to_bin(memory, at + i, uint64_t{h} << 32 | l);
+      } else {
+        atomicAdd(&memory.bins_low[at + i], l);
+      }
+    };
+    add(0, low.x, high.x);
+    add(1, low.y, high.y);
+    add(2, low.z, high.z);
+    add(3, low.w, high.w);
   }
+  if (blocks > 1) __syncthreads();
+  return {first + 4 * thread, of_block, (origin + first + 4 * thread) & (kBins - 1)};
+}
+
+// The bin of all blocks up to which they sum up to `wanted`, and the sum before it.
+struct FoundBin {
+  int bin;
+  uint64_t before;
+};
+__device__ inline FoundBin find_bin(RowTeam& team, RowMemory& memory, uint64_t wanted) {
+  const OwnBins own_bins = add_bins_of_blocks<true>(team, memory, 0);
+  uint64_t sums[4] = {}, own = 0, total;
+  if (own_bins.in_this_thread())
 #pragma unroll
-  for (int i = 0; i < kOfThread; ++i) own += sums[i];
+    for (int i = 0; i < 4; ++i)
+      own += sums[i] = uint64_t{memory.bins_high[own_bins.place + i]} << 32 | memory.bins_low[own_bins.place + i];
+  if (threadIdx.x == 0) memory.bin = -1;
   uint64_t before = team.sum_before(own, total);
 #pragma unroll
-  for (int i = 0; i < kOfThread; ++i) {
+  for (int i = 0; i < 4; ++i) {
     if (before < wanted && before + sums[i] >= wanted) {
-      memory.bin = first + i;
+      memory.bin = own_bins.first + i;
       memory.before = before;
     }
     before += sums[i];
   }
   __syncthreads();
-  return memory.before;
+  const FoundBin found{memory.bin, memory.before};
+  if (team.blocks() == 1) {
+    __syncthreads();  // all have read it
+    return found;
+  }
+  const int bin = static_cast<int>(team.exchange().number_of_lane(static_cast<uint32_t>(found.bin + 1), 0));
+  const uint64_t sum = team.exchange().number_of_lane(found.before, 0);
+  const int finder = __ffs(static_cast<int>(__ballot_sync(0xffffffffu, bin != 0))) - 1;
+  return {__shfl_sync(0xffffffffu, bin, finder) - 1, __shfl_sync(0xffffffffu, sum, finder)};
 }
 
 // How far from the largest, in bins, entries surely come before the target is reached, and how far they may.
@@ -176,67 +217,140 @@ struct TargetBounds {
   float surely, at_most;
 };
 
-// One pass, in which each entry is added to the bin of its distance from the largest one.  The mass of a bin is known nearly:
-// 2^(-r / kBinsOfOctave) is taken for linear in -1/2 <= r <= 1/2, which is 6e-5 too little at most, and rounded to a unit, for
-// which there are 7 to 20 bits.
+// The mass of a bin is known nearly: 2^(-r / kBinsOfOctave) is taken for linear in -1/2 <= r <= 1/2, which is 6e-5 too little at
+// most, and rounded to a unit, for which there are 7 to 20 bits.
+struct BinUnit {
+  int bits;
+  float unit, slope;
+
+  __device__ BinUnit(int num_cols, bool are_counts) {
+    bits = min(__clz(num_cols) - 1, 20);
+    unit = are_counts ? 1.0f : static_cast<float>(1 << bits);
+    slope = are_counts ? 0.0f : -0.693147181f / kBinsOfOctave * unit;
+  }
+  // Adds to the bin next to a place.
+  __device__ void add(RowMemory& memory, float place) const {
+    const float nearest = place + kRound, rest = place - (nearest - kRound);
+    atomicAdd(&memory.bins_low[(bits_of(nearest) - kBitsOfRound) & (kBins - 1)],
+              bits_of(fmaf(rest, slope, unit + kRound)) - kBitsOfRound);
+  }
+};
+
+// The bounds by what lies in bins.  The largest logit's place is from 0 to 4 bins after `origin`; `place` is that.
+template <class Weights>
+__device__ TargetBounds bounds_by_bins(RowTeam& team, RowMemory& memory, int num_cols, const Weights& weights,
+                                       int origin, float place) {
+  const BinUnit unit(num_cols, weights.are_counts);
+  const OwnBins own_bins = add_bins_of_blocks<false>(team, memory, origin);
+  const float first = static_cast<float>(origin) - place;  // how far the first bin is from the largest
+  uint64_t sums[4] = {}, own = 0, total;
+  if (own_bins.in_this_thread())
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sums[i] = memory.bins_low[own_bins.place + i];
+      const float distance = first + static_cast<float>(own_bins.first + i);
+      const float of_bin = power_of_2(distance * (-1.0f / kBinsOfOctave)) * (0x1p40f / unit.unit);
+      if (!weights.are_counts) sums[i] = static_cast<Mass>(static_cast<float>(sums[i]) * of_bin);
+      own += sums[i];
+    }
+  constexpr int kNone = -2;
+  if (threadIdx.x == 0) memory.bin = memory.last_sure_bin = kNone;
+  uint64_t sum = team.sum_before(own, total);
+  // What lies in no bin has a mass of up to 2^-30 each.
+  const uint64_t target = weights.target(total),
+                 error = weights.are_counts
+                             ? 0
+                             : (total >> min(unit.bits - 1, 11)) + (uint64_t(num_cols) << (kMassBits - 30));
+  // What surely comes before does not reach the target: the entry that does is near.
+  const uint64_t surely = target > error ? target - error - 1 : 0, at_most = target + error;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint64_t before = sum;
+    sum += sums[i];
+    if (before <= surely && sum > surely) memory.last_sure_bin = own_bins.first + i - 1;
+    if (before < at_most && sum >= at_most) memory.bin = own_bins.first + i;
+  }
+  __syncthreads();
+  int last_sure = memory.last_sure_bin, last = memory.bin;
+  if (team.blocks() > 1) {
+    const uint64_t found = team.exchange().number_of_lane(
+        static_cast<uint64_t>(last_sure - kNone) << 32 | static_cast<uint32_t>(last - kNone), 0);
+    last_sure = __reduce_max_sync(0xffffffffu, static_cast<int>(found >> 32)) + kNone;
+    last = __reduce_max_sync(0xffffffffu, static_cast<int>(found & 0xffffffffu)) + kNone;
+  } else {
+    __syncthreads();  // all have read them
+  }
+  if (last_sure == kNone) last_sure = kBins - 2;
+  if (last == kNone) last = kBins - 1;
+  constexpr float kHalf = 0.5f, kMargin = 0.01f;
+  return {first + static_cast<float>(last_sure) + (kHalf - kMargin),
+          last == kBins - 1 ? INFINITY : first + static_cast<float>(last) + (kHalf + kMargin)};
+}
+
+// One pass, in which each entry is added to the bin of its distance from the largest one.
 template <class T, class Weights, class Value>
 __device__ TargetBounds bounds_of_target(RowTeam& team, RowMemory& memory, const RowSlice<T>& slice, int num_cols,
                                          Entry floor, const Weights& weights, Value value) {
-  constexpr int kSize = kPackSize<T>, kOfThread = kBins / kSelectThreads;
   constexpr float kLast = kBins - 1;  // what is further away has no mass
-  const int bits = min(__clz(num_cols) - 1, 20), first_bin = static_cast<int>(threadIdx.x) * kOfThread;
-  const float unit = weights.are_counts ? 1.0f : static_cast<float>(1 << bits);
-  const float slope = weights.are_counts ? 0.0f : -0.693147181f / kBinsOfOctave * unit;
+  const BinUnit unit(num_cols, weights.are_counts);
   const EntryBound from(floor);
   clear_bins(memory);
-  each_vector<2>(slice, [&](int first, const Vec<float, kSize>& raw) {
+  each_vector<2>(slice, [&](int first, const Vec<float, kPackSize<T>>& raw) {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) {
+    for (int i = 0; i < kPackSize<T>; ++i) {
       const float x = value(raw[i], first + i), distance = fminf(weights.distance(x), kLast);
-      const float nearest = distance + kRound, rest = distance - (nearest - kRound);
-      const uint32_t weight = bits_of(fmaf(rest, slope, unit + kRound)) - kBitsOfRound;
-      if (distance < kLast && (floor == 0 || from.includes(x, first + i)))
-        atomicAdd(&memory.bins_low[bits_of(nearest) - kBitsOfRound], weight);
+      if ((distance < kLast) & ((floor == 0) | from.includes(x, first + i))) unit.add(memory, distance);
     }
   });
-  team.barrier();
-  uint64_t sums[kOfThread] = {};
-#pragma unroll 1
-  for (int rank = 0; rank < team.blocks(); ++rank) {
-    uint32_t low[kOfThread];  // all on their way at once
+  return bounds_by_bins(team, memory, num_cols, weights, 0, 0.0f);
+}
+
+// The largest logit, and bounds for a share of the masses of all, in one pass.  Before the largest is known, a logit's place is
+// its distance from 0, and bins are used again and again: for what is nearer than kWithin to the first logits of its warp.
+// Nothing is bounded where some of that may lie further from the largest than there are bins, or places are not exact enough.
+struct BoundedLargest {
+  float largest;
+  bool is_bounded;
+  TargetBounds bounds;
+};
+template <class T, class Value>
+__device__ BoundedLargest bounds_with_largest(RowTeam& team, RowMemory& memory, const RowSlice<T>& slice, int num_cols,
+                                              float scale, float top_p, Value value) {
+  constexpr int kSize = kPackSize<T>;
+  constexpr float kWithin = 30 * kBinsOfOctave, kMostPlace = 1 << 13;
+  const float bins_of_logit = -kBinsOfOctave * scale;
+  const BinUnit unit(num_cols, false);
+  clear_bins(memory);
+  float own_largest = -INFINITY, first_place = INFINITY;
+  each_vector<2>(slice, [&](int first, const Vec<float, kSize>& raw) {
+    Vec<float, kSize> x;
 #pragma unroll
-    for (int i = 0; i < kOfThread; ++i) {
-      const uint32_t* at = &memory.bins_low[first_bin + i];
-      low[i] = rank == team.rank() ? *at : load_from_block(at, rank);
+    for (int i = 0; i < kSize; ++i) x[i] = value(raw[i], first + i);
+    const float largest = largest_of(x);
+    own_largest = larger_or_nan(own_largest, largest);
+    if (!(first_place < INFINITY))
+      first_place = logit_of_key(__reduce_max_sync(0xffffffffu, key_of_logit(largest))) * bins_of_logit;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const float place = x[i] * bins_of_logit;
+      if (place - first_place <= kWithin) unit.add(memory, place);
     }
-#pragma unroll
-    for (int i = 0; i < kOfThread; ++i) sums[i] += low[i];
-  }
-  uint64_t own = 0, total;
-#pragma unroll
-  for (int i = 0; i < kOfThread; ++i) {
-    const float of_bin = power_of_2(static_cast<float>(first_bin + i) * (-1.0f / kBinsOfOctave)) * (0x1p40f / unit);
-    if (!weights.are_counts) sums[i] = static_cast<Mass>(static_cast<float>(sums[i]) * of_bin);
-    own += sums[i];
-  }
-  if (threadIdx.x == 0) memory.bin = kBins - 1;
-  uint64_t sum = team.sum_before(own, total);
-  const uint64_t target = weights.target(total), error = weights.are_counts ? 0 : total >> min(bits - 1, 11);
-  // What surely comes before does not reach the target: the entry that does is near.
-  const uint64_t surely = target > error ? target - error - 1 : 0, at_most = target + error;
-  if (threadIdx.x == 0 && total <= surely) memory.last_sure_bin = kBins - 2;
-#pragma unroll
-  for (int i = 0; i < kOfThread; ++i) {
-    const uint64_t before = sum;
-    sum += sums[i];
-    if (before <= surely && sum > surely) memory.last_sure_bin = first_bin + i - 1;
-    if (before < at_most && sum >= at_most) memory.bin = first_bin + i;
-  }
-  team.barrier();  // nobody reads the sums of others any more
-  constexpr float kHalf = 0.5f, kMargin = 0.01f;
-  const int last_sure = memory.last_sure_bin, last = memory.bin;
-  return {last_sure < 0 ? -1.0f : static_cast<float>(last_sure) + (kHalf - kMargin),
-          last == kBins - 1 ? INFINITY : static_cast<float>(last) + (kHalf + kMargin)};
+  });
+  // The largest, and the last of the first places.
+  const uint32_t last_place = first_place < INFINITY ? key_of_logit(first_place) : 0;
+  const uint64_t keys = team.reduce(uint64_t{key_of_logit(own_largest)} << 32 | last_place, [](uint64_t a, uint64_t b) {
+    return uint64_t{max(static_cast<uint32_t>(a >> 32), static_cast<uint32_t>(b >> 32))} << 32 |
+           max(static_cast<uint32_t>(a), static_cast<uint32_t>(b));
+  });
+  BoundedLargest found{logit_of_key(static_cast<uint32_t>(keys >> 32)), false, {-1.0f, INFINITY}};
+  const float place = found.largest * bins_of_logit;
+  found.is_bounded = fabsf(place) < kMostPlace &&
+                     logit_of_key(static_cast<uint32_t>(keys)) + kWithin - place < static_cast<float>(kBins - 8);
+  if (!found.is_bounded) return found;
+  const int origin = static_cast<int>(bits_of(place + kRound) - kBitsOfRound) & ~3;
+  const LogitWeights weights{false, 0, found.largest, scale, top_p};
+  found.bounds = bounds_by_bins(team, memory, num_cols, weights, origin, place);
+  return found;
 }
 
 // The largest entry, not below `floor`, for which the weights of all entries from it on reach their target; `floor` where all
@@ -318,14 +432,14 @@ __device__ Entry reach_target(RowTeam& team, RowMemory& memory, const RowSlice<T
     while (bit >= 0) {
       const int last = max(bit - kDigit + 1, 0);
       const uint32_t mask = (2u << (bit - last)) - 1u;
-      team.barrier();
       clear_bins(memory);
       each_near([&](Entry entry, float x) {
         if ((entry ^ found) >> bit >> 1 == 0)
           add_to_bin(memory, static_cast<int>(~static_cast<uint32_t>(entry >> last) & mask), weight_of(x));
       });
-      missing -= find_bin(team, memory, missing);
-      found |= Entry{~static_cast<uint32_t>(memory.bin) & mask} << last;
+      const FoundBin reached = find_bin(team, memory, missing);
+      missing -= reached.before;
+      found |= Entry{~static_cast<uint32_t>(reached.bin) & mask} << last;
       bit = last - 1;
     }
     team.exchange().set_alone(false);

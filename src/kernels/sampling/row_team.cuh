@@ -13,7 +13,7 @@ struct RowMemory {
   uint64_t parts[2][kSelectWarps];
   int bin, last_sure_bin;
   Mass before;
-  uint32_t bins_low[kBins], bins_high[kBins];  // sums of 64 bits
+  alignas(16) uint32_t bins_low[kBins], bins_high[kBins];  // sums of 64 bits
 };
 
 struct Larger {
@@ -49,10 +49,9 @@ class RowTeam {
     for (int distance = 16; distance > 0; distance /= 2) x = combine(x, __shfl_xor_sync(0xffffffffu, x, distance));
     if (threadIdx.x % 32 == 0) memory_.parts[use_][threadIdx.x / 32] = x;
     __syncthreads();
-    x = memory_.parts[use_][threadIdx.x % kSelectWarps];
+    x = part_of_lane();
 #pragma unroll
-    for (int distance = kSelectWarps / 2; distance > 0; distance /= 2)
-      x = combine(x, __shfl_xor_sync(0xffffffffu, x, distance));
+    for (int distance = 16; distance > 0; distance /= 2) x = combine(x, __shfl_xor_sync(0xffffffffu, x, distance));
     return x;
   }
   template <class Combine>
@@ -66,8 +65,14 @@ class RowTeam {
     return __shfl_sync(0xffffffffu, x, 0);
   }
 
-  // The sum of those of the threads before this one in its block, and of all.
+  // The sum of those of the threads before this one, in blocks before its own, too, and of all.
   __device__ uint64_t sum_before(uint64_t x, uint64_t& total) {
+    const uint64_t before = sum_before_in_block(x, total);
+    if (blocks() == 1) return before;
+    const uint64_t of_lane = exchange_.number_of_lane(total, 0);
+    return sum_of_lower(of_lane, rank(), total) + before;
+  }
+  __device__ uint64_t sum_before_in_block(uint64_t x, uint64_t& total) {
     use_ ^= 1;
     uint64_t sum = x;
 #pragma unroll
@@ -77,16 +82,27 @@ class RowTeam {
     }
     if (threadIdx.x % 32 == 31) memory_.parts[use_][threadIdx.x / 32] = sum;
     __syncthreads();
-    uint64_t before = 0;
-    total = 0;
-    for (int warp = 0; warp < kSelectWarps; ++warp) {
-      if (warp == static_cast<int>(threadIdx.x) / 32) before = total;
-      total += memory_.parts[use_][warp];
-    }
-    return before + sum - x;
+    return sum_of_lower(part_of_lane(), static_cast<int>(threadIdx.x) / 32, total) + sum - x;
   }
 
  private:
+  // What the warp has found that this lane is called after; 0: none.
+  __device__ uint64_t part_of_lane() const {
+    const int lane = threadIdx.x % 32;
+    return lane < kSelectWarps ? memory_.parts[use_][lane] : 0;
+  }
+  // Of the lanes of a warp.
+  static __device__ uint64_t sum_of_lower(uint64_t x, int lanes, uint64_t& total) {
+    uint64_t lower = static_cast<int>(threadIdx.x) % 32 < lanes ? x : 0;
+    total = x;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      lower += __shfl_xor_sync(0xffffffffu, lower, distance);
+      total += __shfl_xor_sync(0xffffffffu, total, distance);
+    }
+    return lower;
+  }
+
   RowMemory& memory_;
   RowExchange exchange_;
   int use_ = 0;

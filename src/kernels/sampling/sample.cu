@@ -3,9 +3,9 @@
 //   up to kMostListed of the first logits: they are found in one pass (top_k_candidates.cuh), sorted, and all else happens in
 //     shared memory
 //   all, or all above min_p: a pass for the largest where min_p wants it, and one that draws
-//   by top_p: a pass for the largest, one that tells about where the border is, and one that draws of what may be above it.  A token
-//     near the border wants a pass that adds up what comes before it; where that has the share already, all that is kept comes
-//     before the token, and one of that is drawn
+//   by top_p: a pass that finds the largest and tells about where the border is (two, where there is min_p or top_k as well), and
+//     one that draws of what may be above it.  A token near the border wants a pass that adds up what comes before it; where that
+//     has the share already, all that is kept comes before the token, and one of that is drawn
 //   the rest: a pass for the largest, two for each of top_k and top_p (row_passes.cuh), and one that draws
 //
 // Passes after the first read from the second-level cache.  In the pass that draws, a token's noise is worked out only if its
@@ -18,7 +18,31 @@ namespace pykv {
 namespace {
 
 constexpr int kMostListed = 1024;
-static_assert(kMostListed == 2 * kSelectThreads);
+static_assert(kMostListed <= 2 * kSelectThreads);
+
+// TokenNoise, with what the first two rounds of Philox have in common for all tokens of a row.
+struct NoiseRounds {
+  uint32_t key0, key1;  // of the third round
+  uint32_t c, d, e, f;
+
+  NoiseRounds() = default;
+  __device__ explicit NoiseRounds(const TokenNoise& noise) {
+    const uint64_t b = uint64_t{0xCD9E8D57u} * noise.step0;
+    const uint64_t a = uint64_t{0xD2511F53u} * (static_cast<uint32_t>(b >> 32) ^ noise.key0);
+    c = noise.step1 ^ noise.key1;
+    d = static_cast<uint32_t>(b) ^ (noise.key0 + 0x9E3779B9u);
+    e = static_cast<uint32_t>(a >> 32) ^ (noise.key1 + 0xBB67AE85u);
+    f = static_cast<uint32_t>(a);
+    key0 = noise.key0 + 2 * 0x9E3779B9u;
+    key1 = noise.key1 + 2 * 0xBB67AE85u;
+  }
+  __device__ FourWords group(uint32_t group) const {
+    const uint64_t a = uint64_t{0xD2511F53u} * group;
+    const uint64_t b = uint64_t{0xCD9E8D57u} * (static_cast<uint32_t>(a >> 32) ^ c);
+    return philox<8>({{static_cast<uint32_t>(b >> 32) ^ d, static_cast<uint32_t>(b), static_cast<uint32_t>(a) ^ e, f}},
+                     key0, key1);
+  }
+};
 
 // What a token is drawn of: entries from `floor` on, not further from the largest than `at_most`.  In shared memory, as registers
 // are rare.
@@ -27,15 +51,20 @@ struct Search {
   LogitWeights weights;
   float at_most;
   uint32_t best_key;  // of the scores that this block has found
+  NoiseRounds noise;
 
   __device__ bool includes(float x, uint32_t column) const {
     return entry_of(key_of_logit(x), column) >= floor && !(weights.distance(x) > at_most);
   }
   // No lower logit is drawn.
   __device__ float least_logit() const {
-    const float largest = fminf(weights.largest, 0x1.fffffep127f), rounding = fabsf(largest) * 0x1p-22f;
-    const float within = largest - (at_most + 1.0f) / (kBinsOfOctave * weights.scale) - rounding;
-    return fmaxf(floor == 0 ? -0x1.fffffep127f : logit_of_key(key_of(floor)), within);
+    constexpr float kLargest = 0x1.fffffep127f;
+    float least = floor == 0 ? -kLargest : logit_of_key(key_of(floor));
+    if (at_most < INFINITY) {
+      const float largest = fminf(weights.largest, kLargest), rounding = fabsf(largest) * 0x1p-22f;
+      least = fmaxf(least, largest - (at_most + 1.0f) / (kBinsOfOctave * weights.scale) - rounding);
+    }
+    return least;
   }
 };
 
@@ -129,7 +158,7 @@ class RowSampler {
     }
     if (r_.top_p < 1.0f) {
       Mass total;
-      const Mass before = team_.sum_before(mass[0] + mass[1], total), target = share_of(total, r_.top_p);
+      const Mass before = team_.sum_before_in_block(mass[0] + mass[1], total), target = share_of(total, r_.top_p);
       if (before >= target) x[0] = -INFINITY;
       if (before + mass[0] >= target) x[1] = -INFINITY;
     }
@@ -150,8 +179,21 @@ class RowSampler {
 
   __device__ void draw_from_row(Drawn& drawn) {
     const bool by_k = r_.k != args_.num_cols, by_top_p = r_.top_p < 1.0f, tries = by_top_p && !args_.logprobs;
+    const auto own_value = [&](float x, int column) { return value(x, column); };
     Entry floor = 0;
-    if (r_.greedy || by_k || by_top_p || r_.log_min_p != -INFINITY || args_.logprobs) {
+    TargetBounds bounds{-1.0f, INFINITY};
+    bool is_bounded = !tries;
+    if (tries && !r_.greedy && !by_k && r_.log_min_p == -INFINITY) {
+      const BoundedLargest first =
+          bounds_with_largest(team_, memory_, slice_, args_.num_cols, r_.scale, r_.top_p, own_value);
+      drawn.largest = first.largest;
+      if (!(first.largest > -INFINITY)) {
+        drawn.entry = first.largest == -INFINITY ? 0 : entry_of(kKeyOfNan, 0);
+        return;
+      }
+      bounds = first.bounds;
+      is_bounded = first.is_bounded;
+    } else if (r_.greedy || by_k || by_top_p || r_.log_min_p != -INFINITY || args_.logprobs) {
       const Entry first = first_of_row();
       drawn.largest = logit_of_key(key_of(first));
       if (r_.greedy || first == 0 || key_of(first) == kKeyOfNan) {
@@ -162,7 +204,6 @@ class RowSampler {
       const float least = r_.least_logit(drawn.largest);
       if (least != -INFINITY) floor = Entry{key_of_logit(least)} << 32;
     }
-    const auto own_value = [&](float x, int column) { return value(x, column); };
 #pragma unroll 1
     for (int phase = 0; phase < 2; ++phase) {
       if (phase == 0 ? !by_k : !by_top_p || tries) continue;
@@ -170,9 +211,8 @@ class RowSampler {
       floor = reach_target(team_, memory_, slice_, args_.num_cols, floor, weights, entries_, room_, own_value);
     }
     const LogitWeights masses_of{false, 0, drawn.largest, r_.scale, r_.top_p};
-    TargetBounds bounds{-1.0f, INFINITY};
-    if (tries) bounds = bounds_of_target(team_, memory_, slice_, args_.num_cols, floor, masses_of, own_value);
-    if (threadIdx.x == 0) search_ = {floor, masses_of, bounds.at_most, 0};
+    if (!is_bounded) bounds = bounds_of_target(team_, memory_, slice_, args_.num_cols, floor, masses_of, own_value);
+    if (threadIdx.x == 0) search_ = {floor, masses_of, bounds.at_most, 0, NoiseRounds(r_.noise)};
     __syncthreads();
     Mass target = 0;
 #pragma unroll 1
@@ -276,14 +316,11 @@ class RowSampler {
       best_key = key;
       wanted = chance_of_score(logit_of_key(key));
     };
+    const auto unit_and = [](uint32_t word) { return __uint_as_float(word >> 9 | 0x3f800000u); };
     // A score is its logit less ln(-ln(1 - u)), and so not more than this, but for the unit: powers of 2.  NaN is not below anything.
-    const auto chance = [&](float x, uint32_t word) {
-      return fmaf(x, scale, -logarithm_of_2(__uint_as_float(word >> 9 | 0x3f800000u) - 1.0f));
-    };
+    const auto chance = [&](float x, uint32_t word) { return fmaf(x, scale, -logarithm_of_2(unit_and(word) - 1.0f)); };
     each_vector_ahead(slice_, [&](int column, const Pack<T>& raw) {
-      uint32_t known = 0;
-      if (threadIdx.x % 32 == 0) known = atomicMax(&search_.best_key, best_key);
-      learn(__shfl_sync(0xffffffffu, known, 0));
+      learn(*const_cast<volatile uint32_t*>(&search_.best_key));
       const auto x_of = [&](int i) { return value(to_float(raw[i]), column + i); };
       float largest;
       if constexpr (kAdjusted) {
@@ -299,6 +336,18 @@ class RowSampler {
       uint32_t least_word = words[0];
 #pragma unroll
       for (int i = 1; i < kSize; ++i) least_word = min(least_word, words[i]);
+      if (best_key == 0) {  // nothing is known
+        float most = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          const float x = x_of(i);
+          if (words[i] >> 31 == 0 && search_.includes(x, static_cast<uint32_t>(column + i)))
+            most = fmaxf(most, fmaf(x, scale, -logarithm_of_2(unit_and(words[i]) - (1.0f - 0x1p-23f))));
+        }
+        // With u rounded up, and not above 1 / 2, a score is at most log2(2 ln 2) = 0.471 less than this.
+        most = logit_of_key(__reduce_max_sync(0xffffffffu, key_of_logit(most)));
+        wanted = most - 0.5f - fabsf(most) * 1e-5f;
+      }
       // What all of them together cannot do, no one can.
       uint32_t undone = can_win && !(chance(largest, least_word) < wanted) ? (1u << kSize) - 1u : 0u;
 #pragma unroll 1
@@ -321,7 +370,9 @@ class RowSampler {
         const uint32_t place = static_cast<uint32_t>(column + at);
         if (at >= 0 && search_.includes(own, place))
           best = Larger()(best, drawn_entry(own, r_.inverse_temperature, word, first_token + place));
-        learn(__reduce_max_sync(0xffffffffu, key_of(best)));
+        const uint32_t found = __reduce_max_sync(0xffffffffu, key_of(best));
+        if (found > best_key && threadIdx.x % 32 == 0) atomicMax(&search_.best_key, found);
+        learn(found);
       }
     });
     return team_.reduce(best, Larger());
@@ -334,7 +385,7 @@ class RowSampler {
 
   // The random words of a vector.
   __device__ void find_words(uint32_t (&words)[kSize + 4], int column, uint32_t before) const {
-    TokenNoise here = r_.noise;
+    NoiseRounds here = search_.noise;
     asm volatile("" : "+r"(here.key0), "+r"(here.key1));  // else the keys of all rounds would stay in registers
     const uint32_t group = (static_cast<uint32_t>(args_.first_token) + static_cast<uint32_t>(column)) / 4;
     const auto find = [&](int quad) {
@@ -365,6 +416,14 @@ class RowSampler {
   int room_;
 };
 
+// What sample_row() reads.
+__device__ inline void prefetch_sample_row(const SampleArgs& args, int64_t row) {
+  for (const RowNumbers* numbers : {&args.temperature, &args.top_p, &args.min_p})
+    if (numbers->data) prefetch(numbers->data + row * numbers->stride);
+  for (const Index* list : {&args.seeds, &args.steps, &args.top_k.list})
+    if (list->data) prefetch(static_cast<const char*>(list->data) + row * list->stride * (list->is_int64 ? 8 : 4));
+}
+
 template <class T, bool kAdjusted>
 __global__ __launch_bounds__(kSelectThreads,
                              kAdjusted ? 1 : 2) void sample_kernel(const __grid_constant__ SampleArgs args, int blocks,
@@ -376,13 +435,15 @@ __global__ __launch_bounds__(kSelectThreads,
   RowTeam team(memory, static_cast<int>(blockIdx.x) % blocks, blocks);
   const RowSlice<T> slice(static_cast<const T*>(args.logits) + row * args.logit_stride, args.num_cols, team.rank(),
                           blocks);
+  slice.prefetch_first();
+  if (threadIdx.x == 0) prefetch_sample_row(args, row);
   begin_dependent();
   __shared__ SampleRow of_row;
   __shared__ Search search;
   __shared__ alignas(RowAdjustments) char adjusted[sizeof(RowAdjustments)];
   if (threadIdx.x == 0) {
     of_row = sample_row(args, row);
-    new (adjusted) RowAdjustments(args.adjustments, row);
+    if constexpr (kAdjusted) new (adjusted) RowAdjustments(args.adjustments, row);
   }
   __syncthreads();
   team.wait_for_blocks();
@@ -394,10 +455,10 @@ __global__ __launch_bounds__(kSelectThreads,
 }  // namespace
 
 void sample_cuda(const SampleArgs& args, const Launch& launch) {
-  const int blocks = blocks_for_row(args.num_rows, args.num_cols, 8, launch);
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
-    const int room = TopKCandidates<T, 1>::room(kMostListed, blocks);
     dispatch_bool(args.adjustments.any(), [&]<bool kAdjusted>() {
+      const int blocks = blocks_for_row<sample_kernel<T, kAdjusted>>(args.num_rows, args.num_cols, kMostBlocks, launch);
+      const int room = TopKCandidates<T, 1>::room(kMostListed, blocks);
       launch_rows<sample_kernel<T, kAdjusted>>(args.num_rows, blocks, kSelectThreads,
                                                room * static_cast<int>(sizeof(Entry)), launch, "sample", args, blocks,
                                                room, launch.reporter("sample: logits"));

@@ -50,18 +50,21 @@ struct SampleRow {
 
 PYKV_HOST_DEVICE static inline SampleRow sample_row(const SampleArgs& args, int64_t row) {
   constexpr float kLeastTemperature = 1e-5f;
+  // Read side by side, before any is used.
+  const float temperature = args.temperature.at(row, 1.0f), min_p = args.min_p.at(row, 0.0f);
+  const float top_p = args.top_p.at(row, 1.0f);
+  const int64_t k = args.top_k.at(row, 0), seed = args.seeds.data ? args.seeds[row] : 0;
+  const int64_t step = args.steps.data ? args.steps[row] : 0;
   SampleRow r;
-  r.temperature = args.temperature.at(row, 1.0f);
+  r.temperature = temperature;
   r.greedy = !(r.temperature >= kLeastTemperature);
   r.inverse_temperature = r.greedy ? 1.0f : 1.0f / r.temperature;
   r.scale = r.inverse_temperature * 1.44269504f;
-  const float min_p = args.min_p.at(row, 0.0f);
   r.log_min_p = min_p > 0.0f ? log_of_min_p(min_p) : -__builtin_inff();
-  r.top_p = known_top_p(args.top_p.at(row, 1.0f));
-  const int64_t k = args.top_k.at(row, 0);
+  r.top_p = known_top_p(top_p);
   r.k = k > 0 && k < args.num_cols ? static_cast<int32_t>(k) : args.num_cols;
   if (r.greedy) r.k = args.num_cols;
-  r.noise = TokenNoise::of(args.seeds.data ? args.seeds[row] : 0, args.steps.data ? args.steps[row] : 0);
+  r.noise = TokenNoise::of(seed, step);
   return r;
 }
 

@@ -22,7 +22,7 @@ struct TopKCandidates {
 
   // Entries in shared memory, where `blocks` share a row.
   static int room(int k, int blocks) { return std::max(k <= 1024 ? 4096 : 8192, blocks * k); }
-  static int most_blocks(int k) { return 16384 / k; }
+  static int most_blocks(int k) { return std::min(kPortableBlocks, 16384 / k); }
 
   // Brings the entries together in the list of the row's first block, and gives their number there, k to room; all barriers are
   // behind, and other blocks may end.

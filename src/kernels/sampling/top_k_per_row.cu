@@ -92,7 +92,8 @@ __global__ __launch_bounds__(kSelectThreads, 2) void top_k_per_row_kernel(const 
 void top_k_per_row_cuda(const TopKPerRowArgs& args, const Launch& launch) {
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
     using Candidates = TopKCandidates<T>;
-    const int blocks = blocks_for_row(args.num_rows, args.num_cols, Candidates::most_blocks(args.k), launch);
+    const int blocks =
+        blocks_for_row<top_k_per_row_kernel<T>>(args.num_rows, args.num_cols, Candidates::most_blocks(args.k), launch);
     const int room = Candidates::room(args.k, blocks);
     Reporters reporters{.arguments = {}, .nan = launch.reporter("top_k_per_row: logits")};
     for (int i = 0; i < 3; ++i) reporters.arguments[i] = launch.reporter(kRowArguments[i]);
