@@ -150,6 +150,22 @@ SIGNATURES = {
     ),
 }
 SIGNATURES |= {
+    "cutlass_encode_and_reorder_int4b": "b",
+    "cutlass_encode_and_reorder_int4b_grouped": "b_tensors",
+    "cutlass_fp4_moe_mm": (
+        "out_tensors, a_tensors, b_tensors, a_scales, b_scales, alphas, problem_sizes, expert_offsets, sf_offsets"
+    ),
+    "cutlass_mxfp4_moe_mm": (
+        "out_tensors, a_tensors, b_tensors, a_scales, b_scales, problem_sizes, expert_offsets, sf_offsets"
+    ),
+    "cutlass_pack_scale_fp8": "scales",
+    "cutlass_w4a8_mm": (
+        "a, b_q, b_group_scales, b_group_size, b_channel_scales, a_token_scales, out_type=None, maybe_schedule=None"
+    ),
+    "cutlass_w4a8_moe_mm": (
+        "out_tensors, a_tensors, b_tensors, a_scales, b_scales, b_group_scales, b_group_size, expert_offsets, "
+        "problem_sizes, a_strides, b_strides, c_strides, group_scale_strides, maybe_schedule=None"
+    ),
     "machete_supported_schedules": (
         "a_type, b_type, group_scales_type, group_zeros_type=None, channel_scales_type=None, token_scales_type=None, "
         "out_type=None"
@@ -193,6 +209,10 @@ SIGNATURES |= {
 }
 RETURNED = {  # how many arrays; the others return None
     "awq_gemm": 1,
+    "cutlass_encode_and_reorder_int4b": 1,
+    "cutlass_encode_and_reorder_int4b_grouped": 2,
+    "cutlass_pack_scale_fp8": 1,
+    "cutlass_w4a8_mm": 1,
     "cutlass_group_gemm_supported": 1,
     "cutlass_scaled_fp4_mm": 1,
     "cutlass_scaled_mm": 1,
