@@ -403,6 +403,20 @@ def test_top_k_by_the_names_of_vllm() -> None:
     np.testing.assert_array_equal(penalised, np.where(mask, x / 2, x))
 
 
+def test_rows_of_all_shards_are_the_embedding() -> None:
+    """Ids of other shards are as right as those of this one, wherever they lie."""
+    vocabulary, added, ids = 100, 20, np.array([0, 5, 49, 50, 99, 100, 119, 110])
+    table = random((vocabulary + added, 16), np.dtype(np.float16))
+    total = np.zeros((8, 16), np.float16)
+    for rank in range(2):
+        first, then = slice(50 * rank, 50 * rank + 50), slice(100 + 10 * rank, 110 + 10 * rank)
+        weight = np.concatenate([table[first], np.ones((14, 16), np.float16), table[then]])
+        total += ops.vocab_parallel_embedding(ids, weight, first.start, first.stop, 14, then.start, then.stop)
+    np.testing.assert_array_equal(total, table[ids])
+    with pytest.raises(ValueError, match="ids: -1 is out of range"):
+        ops.vocab_parallel_embedding(np.array([-1]), table, 0, 100, 0, 100, 120)
+
+
 def same(found: Any, *wanted: Any) -> None:
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
