@@ -33,7 +33,8 @@ class Library:
     def output(self, x: np.ndarray, *, offset: int = 0) -> Any:
         """A copy that pykv may write into; a strided view stays one, with the same strides.
 
-        ``offset`` elements lie before it in its memory, which decides how it is aligned.  torch has no negative strides.
+        ``offset`` elements lie before it in its memory, which decides how it is aligned.  torch has no negative
+        strides.
         """
         turn = tuple(slice(None, None, -1 if s < 0 else 1) for s in x.strides)
         forwards = x[turn]
