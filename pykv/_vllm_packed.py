@@ -19,14 +19,22 @@ _Source = tuple[weakref.ref[Any], int] | None  # an array and its version
 _made: Final[dict[tuple[object, ...], tuple[list[_Source], Any]]] = {}
 
 
+def _version(array: Any) -> int:
+    """How often torch has changed it in place; 0 for arrays that do not count that, such as tensors of inference mode."""
+    try:
+        return int(getattr(array, "_version", 0))
+    except RuntimeError:
+        return 0
+
+
 def _source(array: Any, forget: Callable[[object], object] | None) -> _Source:
-    return None if array is None else (weakref.ref(array, forget), getattr(array, "_version", 0))
+    return None if array is None else (weakref.ref(array, forget), _version(array))
 
 
 def _is(source: _Source, array: Any) -> bool:
     if source is None or array is None:
         return source is None and array is None
-    return source[0]() is array and source[1] == getattr(array, "_version", 0)
+    return source[0]() is array and source[1] == _version(array)
 
 
 def made_once(

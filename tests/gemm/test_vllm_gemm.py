@@ -307,6 +307,18 @@ def test_a_weight_stays_packed_as_long_as_it_lives(monkeypatch: pytest.MonkeyPat
     assert len(_vllm_packed._made) == before
 
 
+def test_weights_of_inference_mode() -> None:
+    """Those tensors do not count their changes."""
+    torch = pytest.importorskip("torch")
+    q, z, s, decoded = awq_codes_and_scales(N, K, 64)
+    x = random((5, K), F16)
+    with torch.inference_mode():
+        tensors = [torch.from_numpy(a).clone() for a in (q, s, z)]
+        assert tensors[0].is_inference()
+        for _ in range(2):
+            close(ops.awq_gemm(torch.from_numpy(x), *tensors, 8).numpy(), x, decoded)
+
+
 def test_scales_that_are_no_more_are_not_taken_for_new_ones() -> None:
     """New arrays may have the address of old ones."""
     q, z, s, decoded = awq_codes_and_scales(N, K, 64)
