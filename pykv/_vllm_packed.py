@@ -20,7 +20,7 @@ _made: Final[dict[tuple[object, ...], tuple[list[_Source], Any]]] = {}
 
 
 def _version(array: Any) -> int:
-    """How often torch has changed it in place; 0 for arrays that do not count that, such as tensors of inference mode."""
+    """How often torch has changed it in place; 0 for arrays that do not count that, as those of inference mode."""
     try:
         return int(getattr(array, "_version", 0))
     except RuntimeError:
