@@ -18,12 +18,15 @@ def vocab_parallel_embedding(
     added_vocab_start_index: int,
     added_vocab_end_index: int,
 ) -> Any:
-    """:func:`pykv.masked_embedding`; returns ``[num_tokens, width]``, with zeros for ids that are not this shard's."""
+    """:func:`pykv.masked_embedding`; returns ``[num_tokens, width]``, with zeros for ids that are not this shard's.
+
+    How many ids all shards have is not told, so that any from 0 on may be another's.
+    """
     (_, width), dtype = spec_of(weight)
     out = empty_beside(weight, (*spec_of(input_ids).shape, width), dtype)
     pykv.masked_embedding(
         out, input_ids, weight, org_vocab_start_index, org_vocab_end_index, num_org_vocab_padding,
-        added_vocab_start_index, added_vocab_end_index,
+        added_vocab_start_index, added_vocab_end_index, vocab_size=2**63 - 1,
     )  # fmt: skip
     return out
 

@@ -61,6 +61,15 @@ from pykv._vllm_marlin import (
     moe_wna16_marlin_gemm,
 )
 from pykv._vllm_moe import ggml_moe_a8, ggml_moe_a8_vec, ggml_moe_get_block_size, moe_wna16_gemm
+from pykv._vllm_narrow import (
+    cutlass_encode_and_reorder_int4b,
+    cutlass_encode_and_reorder_int4b_grouped,
+    cutlass_fp4_moe_mm,
+    cutlass_mxfp4_moe_mm,
+    cutlass_pack_scale_fp8,
+    cutlass_w4a8_mm,
+    cutlass_w4a8_moe_mm,
+)
 from pykv._vllm_quantisers import (
     mxfp4_experts_quant,
     scaled_fp4_experts_quant,
@@ -98,14 +107,21 @@ __all__ = [
     "cp_gather_and_upconvert_nvfp4_kv_cache",
     "cp_gather_cache",
     "cp_gather_indexer_k_quant_cache",
+    "cutlass_encode_and_reorder_int4b",
+    "cutlass_encode_and_reorder_int4b_grouped",
+    "cutlass_fp4_moe_mm",
     "cutlass_group_gemm_supported",
     "cutlass_moe_mm",
+    "cutlass_mxfp4_moe_mm",
+    "cutlass_pack_scale_fp8",
     "cutlass_scaled_fp4_mm",
     "cutlass_scaled_mm",
     "cutlass_scaled_mm_azp",
     "cutlass_scaled_mm_supports_block_fp8",
     "cutlass_scaled_mm_supports_fp4",
     "cutlass_scaled_mm_supports_fp8",
+    "cutlass_w4a8_mm",
+    "cutlass_w4a8_moe_mm",
     "dsv3_fused_a_gemm",
     "dsv3_router_gemm",
     "fp8_gemm_nt",

@@ -19,7 +19,6 @@ def _span(x: np.ndarray) -> np.ndarray:
     """The flat memory that a view without negative strides covers."""
     if x.size == 0 or x.flags.c_contiguous:
         return np.ascontiguousarray(x).reshape(-1)
-    assert all(s >= 0 for s in x.strides), "negative strides are not needed here"
     last = sum((n - 1) * (s // x.itemsize) for n, s in zip(x.shape, x.strides, strict=True))
     return np.lib.stride_tricks.as_strided(x, (last + 1,), (x.itemsize,))
 
@@ -34,11 +33,15 @@ class Library:
     def output(self, x: np.ndarray, *, offset: int = 0) -> Any:
         """A copy that pykv may write into; a strided view stays one, with the same strides.
 
-        ``offset`` elements lie before it in its memory, which decides how it is aligned.
+        ``offset`` elements lie before it in its memory, which decides how it is aligned.  torch has no negative
+        strides.
         """
-        flat = _span(x)
-        strides = tuple(s // x.itemsize for s in x.strides)
-        return self._view(self._copy(np.concatenate([np.zeros(offset, x.dtype), flat]))[offset:], x.shape, strides)
+        turn = tuple(slice(None, None, -1 if s < 0 else 1) for s in x.strides)
+        forwards = x[turn]
+        flat = _span(forwards)
+        strides = tuple(s // x.itemsize for s in forwards.strides)
+        made = self._view(self._copy(np.concatenate([np.zeros(offset, x.dtype), flat]))[offset:], x.shape, strides)
+        return made[turn] if any(s < 0 for s in x.strides) else made
 
     def input(self, x: np.ndarray, *, offset: int = 0) -> Any:
         """A copy that pykv reads."""

@@ -56,7 +56,7 @@ def recorded() -> dict[str, Recorded]:
     return found
 
 
-def _arguments(call: str, narrow: Collection[str], device: Device) -> dict[str, Any]:
+def arguments(call: str, narrow: Collection[str], device: Device) -> dict[str, Any]:
     def convert(key: str, value: Any) -> Any:
         if isinstance(value, list):
             return [convert(key, v) for v in value]
@@ -67,10 +67,12 @@ def _arguments(call: str, narrow: Collection[str], device: Device) -> dict[str, 
     return {k: convert(k, v) for k, v in given.items()}
 
 
-def results(call: str, device: Device, narrow: Collection[str] = ()) -> Recorded:
-    """Makes the call; every array that it writes and that others than the operation read."""
+def results(
+    call: str, device: Device, narrow: Collection[str] = (), given: Mapping[str, Any] | None = None
+) -> Recorded:
+    """Makes the call, with its own arguments or these; every array that it writes and that others read."""
     name, _ = parts(call)
-    op, given = all_ops()[name], _arguments(call, narrow, device)
+    op, given = all_ops()[name], arguments(call, narrow, device) if given is None else given
     op.direct(**given)
     if device is not devices.CPU:
         pykv.check_errors(device.name)

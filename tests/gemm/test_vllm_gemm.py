@@ -295,16 +295,28 @@ def test_what_is_not_there_is_refused() -> None:
 def test_a_weight_stays_packed_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(_vllm_gemm, "pack_awq", lambda *given: calls.append(0) or pykv.gemm.pack_awq(*given))
-    before = len(_vllm_packed._packed)
+    before = len(_vllm_packed._made)
     q, z, s, _ = awq_codes_and_scales(N, K, 64)
     x = random((5, K), F16)
     first = ops.awq_gemm(x, q, s, z, 8)
     np.testing.assert_array_equal(ops.awq_gemm(x, q, s, z, 8), first)
     assert len(calls) == 1
-    assert len(_vllm_packed._packed) == before + 1
+    assert len(_vllm_packed._made) == before + 1
     del q
     gc.collect()
-    assert len(_vllm_packed._packed) == before
+    assert len(_vllm_packed._made) == before
+
+
+def test_weights_of_inference_mode() -> None:
+    """Those tensors do not count their changes."""
+    torch = pytest.importorskip("torch")
+    q, z, s, decoded = awq_codes_and_scales(N, K, 64)
+    x = random((5, K), F16)
+    with torch.inference_mode():
+        tensors = [torch.from_numpy(a).clone() for a in (q, s, z)]
+        assert tensors[0].is_inference()
+        for _ in range(2):
+            close(ops.awq_gemm(torch.from_numpy(x), *tensors, 8).numpy(), x, decoded)
 
 
 def test_scales_that_are_no_more_are_not_taken_for_new_ones() -> None:

@@ -150,6 +150,22 @@ SIGNATURES = {
     ),
 }
 SIGNATURES |= {
+    "cutlass_encode_and_reorder_int4b": "b",
+    "cutlass_encode_and_reorder_int4b_grouped": "b_tensors",
+    "cutlass_fp4_moe_mm": (
+        "out_tensors, a_tensors, b_tensors, a_scales, b_scales, alphas, problem_sizes, expert_offsets, sf_offsets"
+    ),
+    "cutlass_mxfp4_moe_mm": (
+        "out_tensors, a_tensors, b_tensors, a_scales, b_scales, problem_sizes, expert_offsets, sf_offsets"
+    ),
+    "cutlass_pack_scale_fp8": "scales",
+    "cutlass_w4a8_mm": (
+        "a, b_q, b_group_scales, b_group_size, b_channel_scales, a_token_scales, out_type=None, maybe_schedule=None"
+    ),
+    "cutlass_w4a8_moe_mm": (
+        "out_tensors, a_tensors, b_tensors, a_scales, b_scales, b_group_scales, b_group_size, expert_offsets, "
+        "problem_sizes, a_strides, b_strides, c_strides, group_scale_strides, maybe_schedule=None"
+    ),
     "machete_supported_schedules": (
         "a_type, b_type, group_scales_type, group_zeros_type=None, channel_scales_type=None, token_scales_type=None, "
         "out_type=None"
@@ -193,6 +209,10 @@ SIGNATURES |= {
 }
 RETURNED = {  # how many arrays; the others return None
     "awq_gemm": 1,
+    "cutlass_encode_and_reorder_int4b": 1,
+    "cutlass_encode_and_reorder_int4b_grouped": 2,
+    "cutlass_pack_scale_fp8": 1,
+    "cutlass_w4a8_mm": 1,
     "cutlass_group_gemm_supported": 1,
     "cutlass_scaled_fp4_mm": 1,
     "cutlass_scaled_mm": 1,
@@ -381,6 +401,20 @@ def test_top_k_by_the_names_of_vllm() -> None:
     penalised = x.copy()
     ops.apply_repetition_penalties(penalised, mask, mask, np.full(6, 2, np.float32))
     np.testing.assert_array_equal(penalised, np.where(mask, x / 2, x))
+
+
+def test_rows_of_all_shards_are_the_embedding() -> None:
+    """Ids of other shards are as right as those of this one, wherever they lie."""
+    vocabulary, added, ids = 100, 20, np.array([0, 5, 49, 50, 99, 100, 119, 110])
+    table = random((vocabulary + added, 16), np.dtype(np.float16))
+    total = np.zeros((8, 16), np.float16)
+    for rank in range(2):
+        first, then = slice(50 * rank, 50 * rank + 50), slice(100 + 10 * rank, 110 + 10 * rank)
+        weight = np.concatenate([table[first], np.ones((14, 16), np.float16), table[then]])
+        total += ops.vocab_parallel_embedding(ids, weight, first.start, first.stop, 14, then.start, then.stop)
+    np.testing.assert_array_equal(total, table[ids])
+    with pytest.raises(ValueError, match="ids: -1 is out of range"):
+        ops.vocab_parallel_embedding(np.array([-1]), table, 0, 100, 0, 100, 120)
 
 
 def same(found: Any, *wanted: Any) -> None:

@@ -176,6 +176,21 @@ def test_sum_strides(array, offset):
         np.testing.assert_allclose(array.numpy(out).astype(np.float64), wanted, rtol=2e-3, atol=4e-3)
 
 
+def test_rows_that_lie_backwards(array):
+    """They begin before the first one, which is where the array does."""
+    if array.module == "torch":
+        pytest.skip("torch has no negative strides")
+    x, place = rows(6, 3, 16), np.array([[3, -1], [5, 0], [1, 2]], np.int32)
+    for backwards in (x[::-1], x[:, ::-1], x[::-1, ::-1]):
+        out = array.output(np.zeros((6, 16), np.float32))
+        pykv.moe_sum(array.input(backwards), out)
+        np.testing.assert_allclose(array.numpy(out), backwards.astype(np.float64).sum(1), rtol=1e-5, atol=1e-6)
+    y, weights = x[::-1, 0], np.ones((3, 2), np.float32)
+    out = array.output(np.zeros((3, 16), np.float32)[::-1])
+    pykv.moe_unpermute(array.input(y), array.input(weights), array.input(place), None, 2, out)
+    np.testing.assert_allclose(array.numpy(out), [y[3], y[5] + y[0], y[1] + y[2]], rtol=1e-6)
+
+
 def test_sum_id_out_of_range(array):
     x, ids = rows(2, 2, 8), np.array([[0, 3], [1, 2]], np.int64)
     out = array.output(np.zeros((2, 8), np.float32))

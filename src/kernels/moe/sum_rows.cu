@@ -41,13 +41,13 @@ __global__ void __launch_bounds__(256, 2) sum_rows_kernel(const __grid_constant_
     for (int i = 0; i < kRows; ++i) begins[i] = a.begin_of(token, first + i, numbers[i], end);
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      if (begins[i] >= 0) loaded[i] = load_vec_in_order<V>(rows + begins[i]);
+      if (begins[i] != a.kNoRow) loaded[i] = load_vec_in_order<V>(rows + begins[i]);
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
       if (vector == 0 && numbers[i] >= a.bound() && numbers[i] < end) plan.report(numbers[i], a.bound());
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (begins[i] < 0) continue;
+      if (begins[i] == a.kNoRow) continue;
       const Vec<float, kSize> row = to_floats(loaded[i]);
 #pragma unroll
       for (int e = 0; e < kSize; ++e) sum[e] = fmaf(row[e], weights[i], sum[e]);

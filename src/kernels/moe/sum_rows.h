@@ -42,13 +42,14 @@ struct SumRowsArgs {
   PYKV_HOST_DEVICE __attribute__((always_inline)) const char* report_of() const {
     return places.data ? report_places : report_ids;
   }
-  // Where the row begins, in elements; -1: there is none.
+  static constexpr int64_t kNoRow = INT64_MIN;  // rows may lie backwards, before the first
+  // Where the row begins, in elements, or kNoRow.
   PYKV_HOST_DEVICE __attribute__((always_inline)) int64_t begin_of(int64_t t, int64_t j, int64_t number,
                                                                    int64_t end) const {
     const bool is_there = number >= 0 && number < end && number < bound();
-    if (places.data) return is_there ? number * row_stride : -1;
+    if (places.data) return is_there ? number * row_stride : kNoRow;
     const bool is_here = is_there && (!expert_map.data || expert_map[number] >= 0);
-    return is_here ? t * token_stride + j * row_stride : -1;
+    return is_here ? t * token_stride + j * row_stride : kNoRow;
   }
 };
 

@@ -27,7 +27,7 @@ void sum_rows(const SumRowsArgs& a, const Launch& launch) {
         const int64_t number = a.number_of(t, j), begin = a.begin_of(t, j, number, num_places);
         if (number >= a.bound() && number < num_places) launch.reporter(a.report_of())(number, a.bound());
         const float weight = a.weights ? a.weights[t * a.weights_token_stride + j * a.weights_stride] : 1.0f;
-        if (begin >= 0) parts.push_back({begin, weight});
+        if (begin != a.kNoRow) parts.push_back({begin, weight});
       }
       T* out = static_cast<T*>(a.out) + t * a.out_stride;
       for (int64_t i = 0; i < a.width; i += kWidth) {
