@@ -240,6 +240,16 @@ def empty_beside(array: Any, shape: tuple[int, ...], dtype: str) -> Any:
     raise TypeError(f"outputs are made in NumPy, CuPy, torch, Paddle or MLX, got {type(array).__name__}")
 
 
+def in_rows(array: Any) -> Any:
+    """``array``, or a copy where the elements of its rows do not lie side by side."""
+    name = _root_name(array)
+    if name == "torch":
+        return array if array.stride(-1) == 1 else array.contiguous()
+    if name in ("numpy", "cupy"):
+        return array if array.strides[-1] == array.itemsize else array.copy("C")
+    return array
+
+
 def handed_back(array: Any, beside: Any) -> Any:
     """``array``, which was made beside ``beside``, in the library of that one; MLX has no fp8, there it is of bytes."""
     if _root_name(beside) != "mlx" or not isinstance(array, np.ndarray):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pykv
-from pykv._libraries import empty_beside, spec_of
+from pykv._libraries import empty_beside, in_rows, spec_of
 from pykv._types import Array, ScalarOrArray
 
 FP8 = "float8_e4m3fn"
@@ -22,10 +22,11 @@ def scaled_int8_quant(
 ) -> tuple[Any, Any, Any]:
     """:func:`pykv.static_scaled_int8_quant` where ``scale`` is given, else :func:`pykv.dynamic_scaled_int8_quant`.
 
-    Returns the codes, the scale (``[num_rows, 1]`` where it was not given), and the zero points or ``None``.
+    Returns the codes, the scale (``[num_rows, 1]`` where it was not given), and the zero points or ``None``.  Of
+    ``input`` whose rows do not lie side by side a copy is made.
     """
     shape, _ = spec_of(input)
-    codes = empty_beside(input, shape, "int8")
+    codes, input = empty_beside(input, shape, "int8"), in_rows(input)
     if scale is not None:
         if symmetric != (azp is None):
             raise ValueError("azp: must be given where symmetric is False, and only there")

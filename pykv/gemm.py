@@ -67,7 +67,8 @@ def packed_gemm(
 
     Args:
         out: ``[num_rows, n]``, dtype of ``x``; written.  The elements of a row lie side by side, rows may be strided.
-        x: ``[num_rows, k]`` float16 or bfloat16; rows may be strided.
+        x: ``[num_rows, k]`` float16 or bfloat16, any strides.  It is read fastest where the elements of a row lie
+            side by side.
         weight: ``[bytes]`` uint8, contiguous: :attr:`PackedWeight.data <pykv.packed_weight.PackedWeight.data>`.
         format: ``PackedWeight.format``, which holds ``n`` and ``k``.
         bias: ``[n]``, dtype of ``x``.  ``None``: none.
@@ -108,9 +109,9 @@ def cutlass_scaled_mm(
     Args:
         out: ``[num_rows, n]`` float32, float16 or bfloat16; written.  The elements of a row lie side by side, rows
             may be strided.  The functional forms make the dtype of ``bias``, or bfloat16.
-        a: ``[num_rows, k]`` float8_e4m3fn (or uint8, which holds it) or int8; rows may be strided.
-        b: ``[k, n]``, dtype of ``a``, any strides.  It is read fastest where the elements of a column lie side by
-            side, as in ``w.T`` of a contiguous weight ``[n, k]``, and ``k`` is a multiple of 16.
+        a: ``[num_rows, k]`` float8_e4m3fn (or uint8, which holds it) or int8, any strides.
+        b: ``[k, n]``, dtype of ``a``, any strides.  Both are read fastest where neighbours of ``k`` lie side by side,
+            as in ``w.T`` of a contiguous weight ``[n, k]``, and ``k`` is a multiple of 16.
         a_scales: float32, one element or ``num_rows``; or of blocks, ``[num_rows, ceil(k / 128)]`` float32 or uint8,
             then ``2 ** (byte - 127)``.  Any strides.
         b_scales: float32, one element or ``n``; or of blocks, ``[ceil(k / 128), ceil(n / 128)]`` float32 or uint8.
@@ -143,7 +144,7 @@ def cutlass_scaled_mm_azp(
     Args:
         out: ``[num_rows, n]`` float32, float16 or bfloat16; written.  The elements of a row lie side by side, rows
             may be strided.  The functional forms make the dtype of ``bias``, or bfloat16.
-        a: ``[num_rows, k]`` int8; rows may be strided.
+        a: ``[num_rows, k]`` int8, any strides.
         b: ``[k, n]`` int8, any strides, as in :func:`cutlass_scaled_mm`.
         a_scales: float32, one element or ``num_rows``.
         b_scales: float32, one element or ``n``.
@@ -186,7 +187,7 @@ def grouped_scaled_mm(
         out: ``[num_rows, n]`` float32, float16 or bfloat16; written.  ``[groups, num_rows, n]`` with ``group_sizes``
             alone.  The elements of a row lie side by side.  The functional forms make bfloat16.
         a: ``[num_rows, k]`` float8_e4m3fn (or uint8, which holds it) or int8; ``[groups, num_rows, k]`` with
-            ``group_sizes`` alone.
+            ``group_sizes`` alone.  Any strides.
         b: ``[groups, k, n]``, dtype of ``a``, any strides; at most 512 groups.  It is read fastest as the last two
             axes of a weight ``[groups, n, k]``, exchanged.
         a_scales: float32, one element or ``[num_rows]`` (``[groups, num_rows]``); or of blocks, ``[num_rows,
@@ -234,9 +235,10 @@ def cutlass_scaled_fp4_mm(
 
     Args:
         out: ``[num_rows, n]`` float32, float16 or bfloat16; written.  The elements of a row lie side by side, rows may
-            be strided, in all matrices.  The functional forms make bfloat16.
-        a: ``[num_rows, k / 2]`` uint8: e2m1 codes, the first of two in the lower half; ``k`` is a multiple of 16.
-        b: ``[n, k / 2]`` uint8.
+            be strided.  The functional forms make bfloat16.
+        a: ``[num_rows, k / 2]`` uint8, any strides: e2m1 codes, the first of two in the lower half; ``k`` is a
+            multiple of 16.
+        b: ``[n, k / 2]`` uint8, any strides.
         block_scale_a: float8_e4m3fn (or uint8, which holds it), contiguous, for each 16 neighbours of a row: in tiles
             of 128 rows and four scales, padded to whole ones, as in :func:`nvfp4_dequantize`.  The padding may be any.
         block_scale_b: the same of ``b``.
@@ -258,9 +260,9 @@ def dsv3_fused_a_gemm(output: Array, mat_a: Array, mat_b: Array, *, stream: Stre
     Args:
         output: ``[num_rows, n]`` float32, float16 or bfloat16; written.  The elements of a row lie side by side, rows
             may be strided.
-        mat_a: ``[num_rows, k]`` float16 or bfloat16; rows may be strided.
-        mat_b: ``[k, n]``, dtype of ``mat_a``, any strides.  It is read fastest where the elements of a column lie side
-            by side, as in ``w.T`` of a weight ``[n, k]``.
+        mat_a: ``[num_rows, k]`` float16 or bfloat16, any strides.
+        mat_b: ``[k, n]``, dtype of ``mat_a``, any strides.  Both are read fastest where neighbours of ``k`` lie side by
+            side, as in ``w.T`` of a weight ``[n, k]``.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
@@ -275,9 +277,9 @@ def dsv3_router_gemm(output: Array, hidden_states: Array, router_weight: Array, 
 
     Args:
         output: ``[num_rows, num_experts]`` float32, float16 or bfloat16; written.  The elements of a row lie side by
-            side, rows may be strided, in all arrays.  The functional forms make float32.
-        hidden_states: ``[num_rows, k]`` float16 or bfloat16.
-        router_weight: ``[num_experts, k]``, the same dtype.
+            side, rows may be strided.  The functional forms make float32.
+        hidden_states: ``[num_rows, k]`` float16 or bfloat16, any strides.
+        router_weight: ``[num_experts, k]``, the same dtype, any strides.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
@@ -292,9 +294,9 @@ def fp32_router_gemm(output: Array, a: Array, b: Array, *, stream: Stream = None
 
     Args:
         output: ``[num_rows, num_experts]`` float32; written.  The elements of a row lie side by side, rows may be
-            strided, in all arrays.
-        a: ``[num_rows, k]`` float16 or bfloat16.
-        b: ``[num_experts, k]`` float32.
+            strided.
+        a: ``[num_rows, k]`` float32, float16 or bfloat16, any strides.
+        b: ``[num_experts, k]`` float32, any strides.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:

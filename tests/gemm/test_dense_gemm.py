@@ -15,6 +15,9 @@ F32 = np.dtype(np.float32)
 dtypes = pytest.mark.parametrize("dtype", HALVES, ids=name_of)
 
 
+ROUTER = [*HALVES, F32]  # what a router of float32 takes
+
+
 def fused_a(array, a, w, out, offset) -> None:
     pykv.dsv3_fused_a_gemm(out, array.input(a, offset=offset), array.input(w.T, offset=offset))
 
@@ -41,14 +44,14 @@ def test_rows_and_dtypes(array, dtype, out_dtype, rows):
     check(array, router, a, w, out_dtype)
 
 
-@dtypes
+@pytest.mark.parametrize("dtype", ROUTER, ids=name_of)
 @pytest.mark.parametrize("rows", [1, 16, 70])
 def test_a_router_of_float32(array, dtype, rows):
     check(array, router, random((rows, 3072), dtype), random((256, 3072), F32, 1), F32)
 
 
 @given(
-    dtype=st.sampled_from(HALVES),
+    dtype=st.sampled_from(ROUTER),
     wide=st.booleans(),
     m=st.integers(0, 20),
     n=st.integers(0, 40),
@@ -62,10 +65,12 @@ def test_any_size_stride_and_alignment(array, dtype, wide, m, n, k, padding, off
 
 
 @dtypes
-def test_a_weight_in_rows(array, dtype):
-    a, w = random((5, 300), dtype), np.asfortranarray(random((40, 300), dtype, 1))
+@pytest.mark.parametrize("order", ["CF", "FC", "FF"])
+def test_columns_one_after_another(array, dtype, order):
+    a, w = np.asarray(random((5, 300), dtype), order=order[0]), np.asarray(random((40, 300), dtype, 1), order=order[1])
     check(array, fused_a, a, w, F32)
     check(array, router, a, w, F32)
+    check(array, router, a, w.astype(F32), F32)
 
 
 @dtypes

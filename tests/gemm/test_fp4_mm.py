@@ -25,8 +25,9 @@ def multiply(array, a, b, alpha: float, dtype, *, offset=0, padding=0) -> np.nda
     return array.numpy(out)
 
 
-def check(array, m, n, k, dtype, **options) -> None:
-    a, b, alpha = matrix(m, k), matrix(n, k, 1), 0.015625
+def check(array, m, n, k, dtype, *, order="CC", **options) -> None:
+    (a, b), alpha = (matrix(m, k), matrix(n, k, 1)), 0.015625
+    a, b = ((np.asarray(codes, order=o), scales) for (codes, scales), o in zip((a, b), order, strict=True))
     x, w = decoded(*a), decoded(*b)
     lost = 1e-6 * float((np.abs(x) @ np.abs(w).T).max(initial=0)) * alpha
     assert_rounded_once(multiply(array, a, b, alpha, dtype, **options), alpha * (x @ w.T), atol=lost)
@@ -36,6 +37,12 @@ def check(array, m, n, k, dtype, **options) -> None:
 @pytest.mark.parametrize("rows", [0, 1, 8, 9, 33, 130])
 def test_rows_and_dtypes(array, dtype, rows):
     check(array, rows, 264, 1088, dtype)
+
+
+@pytest.mark.parametrize("order", ["CF", "FC", "FF"])
+@pytest.mark.parametrize("rows", [5, 40])
+def test_columns_one_after_another(array, rows, order):
+    check(array, rows, 72, 320, np.dtype(np.float32), order=order)
 
 
 @given(

@@ -119,6 +119,24 @@ def test_rows_say_their_group(array, codes, form, expected):
 
 
 @codes
+@pytest.mark.parametrize("apart", [False, True])
+def test_columns_of_a_one_after_another(array, codes, apart):
+    n, k, rows = 72, 160, 30
+    sizes, b = np.array([rows, 7], np.int32), weights(2, n, k, codes)
+    if not apart:
+        a, scales = np.asfortranarray(matrix((rows + 7, k), codes)), scales_of((rows + 7,), 2, n, k, "channels")
+        owners = owners_of(np.array([0, rows]), sizes, rows + 7)
+        out = multiply(array, a, b, *scales, begins=np.array([0, rows], np.int32), sizes=sizes)
+        return check(out, a, b, *scales, owners)
+    a = np.stack([matrix((rows, k), codes, seed=9 * g) for g in range(2)]).transpose(0, 2, 1).copy().transpose(0, 2, 1)
+    scales = scales_of((2, rows), 2, n, k, "channels")
+    out = multiply(array, a, b, *scales, sizes=sizes)
+    for g in range(2):
+        check(out[g], a[g], b[g : g + 1], scales[0][g], scales[1][g : g + 1],
+              np.where(np.arange(rows) < sizes[g], 0, -1))  # fmt: skip
+
+
+@codes
 @pytest.mark.parametrize("blocks", [False, True])
 def test_a_row_has_the_same_bits_in_any_group_of_rows(array, codes, blocks):
     n, k, m = 264, 640, 150

@@ -53,6 +53,14 @@ def test_rows(array, dtype, rows):
 
 
 @dtypes
+@pytest.mark.parametrize("rows", [1, 5, 40, 300])
+@pytest.mark.parametrize("source", ["awq", "fp8", "gptq with act-order"])
+def test_columns_of_x_one_after_another(array, dtype, rows, source):
+    weight = SOURCES[source]()
+    check(array, weight, np.asfortranarray(random((rows, weight[1].shape[1]), dtype)))
+
+
+@dtypes
 @pytest.mark.parametrize("make", [awq, integers, fp8])
 def test_a_row_has_the_same_bits_among_any_others(array, dtype, make):
     w, _ = make(264, 2176)

@@ -195,6 +195,17 @@ def test_any_size_stride_and_alignment(array, codes, rows, n, k, blocks, row_maj
 
 
 @codes
+@pytest.mark.parametrize("rows", [1, 40, 130])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_columns_of_a_one_after_another(array, codes, rows, blocks):
+    a, b = column_major((rows, 400), codes), column_major((400, 72), codes, 1)
+    if blocks:
+        check_blocks(array, a, b, positive(rows, 4), positive(4, 1))
+    else:
+        check(array, a, b, positive(rows), positive(72))
+
+
+@codes
 def test_nothing_to_sum_is_the_bias(array, codes):
     bias = random((40,), BF16)
     out = multiply(array, matrix((3, 0), codes), column_major((0, 40), codes), positive(1), positive(1), bias)

@@ -429,6 +429,7 @@ def test_int8_codes() -> None:
     pykv.dynamic_scaled_int8_quant(codes, x, scales, azp)
     same(ops.scaled_int8_quant(x, symmetric=False), codes, scales, azp)
     pykv.dynamic_scaled_int8_quant(codes, x, scales)
+    same(ops.scaled_int8_quant(np.asfortranarray(x))[:2], codes, scales)
     found = ops.scaled_int8_quant(x)
     same(found[:2], codes, scales)
     assert found[2] is None

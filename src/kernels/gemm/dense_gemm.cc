@@ -11,7 +11,13 @@ void multiply(Call& call, DLTensor* output, const char* a_name, const DLTensor* 
               const DLTensor* b, bool transposed, bool wide_b, std::initializer_list<DType> out_types, void* stream) {
   DenseGemmArgs args{};
   Dim m{"num_rows"}, n{"n"}, k{"k"};
-  const Tensor rows = call.read(a_name, a).dtype({DType::kBFloat16, DType::kFloat16}).shape(m, k).contiguous_rows();
+  Tensor rows = call.read(a_name, a);
+  if (wide_b) {
+    rows.dtype(kFloats);
+  } else {
+    rows.dtype({DType::kBFloat16, DType::kFloat16});
+  }
+  rows.shape(m, k);
   Tensor weight = call.read(b_name, b);
   if (wide_b) {
     weight.dtype({DType::kFloat32});
@@ -31,6 +37,7 @@ void multiply(Call& call, DLTensor* output, const char* a_name, const DLTensor* 
   args.n = n;
   args.k = k;
   args.a_stride = rows.stride(0);
+  args.a_step = rows.stride(1);
   args.b_stride = weight.stride(1 - along_k);
   args.b_step = weight.stride(along_k);
   args.out_stride = out.stride(0);

@@ -15,20 +15,21 @@ struct DenseProblem {
   bool in_vectors;  // neighbours are aligned
 };
 
+// Elements of a row from k on, of which there are `count`.
 template <class T>
-__device__ void load_neighbours(float (&to)[kEach], const T* from, int64_t step, int count, bool in_vectors) {
+__device__ void load_neighbours(float (&to)[kEach], const T* row, int64_t k, int64_t step, int count, bool in_vectors) {
   if (in_vectors && count >= kEach) {
     constexpr int kSize = kPackSize<T> < kEach ? kPackSize<T> : kEach;
 #pragma unroll
     for (int i = 0; i < kEach; i += kSize) {
-      const auto v = to_floats(*reinterpret_cast<const Vec<T, kSize>*>(from + i));
+      const auto v = to_floats(*reinterpret_cast<const Vec<T, kSize>*>(row + k + i));
 #pragma unroll
       for (int j = 0; j < kSize; ++j) to[i + j] = v[j];
     }
     return;
   }
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) to[i] = i < count ? to_float(from[i * step]) : 0.0f;
+  for (int i = 0; i < kEach; ++i) to[i] = i < count ? to_float(row[(k + i) * step]) : 0.0f;
 }
 
 template <class A, class B>
@@ -47,14 +48,15 @@ __global__ void __launch_bounds__(kWarps * 32) dense_gemm_kernel(const __grid_co
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const int64_t column = min(first_column + c, args.n - 1);
-      load_neighbours(b[c], static_cast<const B*>(args.b) + column * args.b_stride + k * args.b_step, args.b_step,
-                      count, p.in_vectors);
+      load_neighbours(b[c], static_cast<const B*>(args.b) + column * args.b_stride, k, args.b_step, count,
+                      p.in_vectors);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (first_row + r >= args.m) break;
       float a[kEach];
-      load_neighbours(a, static_cast<const A*>(args.a) + (first_row + r) * args.a_stride + k, 1, count, p.in_vectors);
+      load_neighbours(a, static_cast<const A*>(args.a) + (first_row + r) * args.a_stride, k, args.a_step, count,
+                      p.in_vectors);
 #pragma unroll
       for (int c = 0; c < kColumns; ++c)
 #pragma unroll
@@ -89,10 +91,10 @@ void dense_gemm_cuda(const DenseGemmArgs& args, const Launch& launch) {
     fail(PYKV_VALUE_ERROR, "output: has too many elements: %lld rows of %lld", static_cast<long long>(args.m),
          static_cast<long long>(args.n));
   const auto a_size = static_cast<int64_t>(size_of(args.a_dtype)), b_size = static_cast<int64_t>(size_of(args.b_dtype));
-  const bool in_vectors = args.b_step == 1 && is_aligned(16, args.a, {args.a_stride * a_size}) &&
+  const bool in_vectors = args.a_step == 1 && args.b_step == 1 && is_aligned(16, args.a, {args.a_stride * a_size}) &&
                           is_aligned(16, args.b, {args.b_stride * b_size});
   const DenseProblem p{args, static_cast<uint32_t>(row_tiles), in_vectors};
-  dispatch<half, bf16>(args.a_dtype, [&]<class A>() {
+  dispatch<half, bf16, float>(args.a_dtype, [&]<class A>() {
     const auto kernel = args.b_dtype == DType::kFloat32 ? dense_gemm_kernel<A, float> : dense_gemm_kernel<A, A>;
     launch_dependent(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kWarps * 32), launch, "dense_gemm", p);
   });

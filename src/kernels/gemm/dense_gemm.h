@@ -7,14 +7,14 @@
 namespace pykv {
 
 struct DenseGemmArgs {
-  DType a_dtype;  // float16 or bfloat16
+  DType a_dtype;  // float16, bfloat16, or float32 like b
   DType b_dtype;  // the same, or float32
   DType out_dtype;
   const void *a, *b;  // [m, k], [n, k]
   void* out;          // [m, n]
   int64_t m, n, k;
   int64_t a_stride, b_stride, out_stride;  // of rows
-  int64_t b_step;                          // from an element of a row to the next
+  int64_t a_step, b_step;                  // from an element of a row to the next
 };
 
 PYKV_CPU_TWIN_OF_PRODUCTS(dense_gemm_cpu, DenseGemmArgs)

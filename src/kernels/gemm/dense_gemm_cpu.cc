@@ -14,7 +14,8 @@ void dense_gemm_cpu(const DenseGemmArgs& args, const Launch&) {
     });
   };
   multiply_floats(
-      args.m, args.n, args.k, [&](int64_t row, float* to) { unpack(args.a_dtype, args.a, row * args.a_stride, 1, to); },
+      args.m, args.n, args.k,
+      [&](int64_t row, float* to) { unpack(args.a_dtype, args.a, row * args.a_stride, args.a_step, to); },
       [&](int64_t row, float* to) { unpack(args.b_dtype, args.b, row * args.b_stride, args.b_step, to); },
       [&](int64_t row, int64_t column, float sum) {
         dispatch<float, f16, bf16>(args.out_dtype, [&]<class T>() {

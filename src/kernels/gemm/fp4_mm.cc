@@ -30,8 +30,8 @@ pykv_status pykv_cutlass_scaled_fp4_mm(DLTensor* out, const DLTensor* a, const D
   return guarded("cutlass_scaled_fp4_mm", [&](Call& call) {
     Fp4MmArgs args{};
     Dim m{"num_rows"}, n{"n"}, bytes{"k / 2"};
-    const Tensor rows = call.read("a", a).dtype({DType::kUInt8}).shape(m, bytes).contiguous_rows();
-    const Tensor columns = call.read("b", b).dtype({DType::kUInt8}).shape(n, bytes).contiguous_rows();
+    const Tensor rows = call.read("a", a).dtype({DType::kUInt8}).shape(m, bytes);
+    const Tensor columns = call.read("b", b).dtype({DType::kUInt8}).shape(n, bytes);
     const Tensor to = call.write("out", out).dtype(kFloats).shape(m, n).contiguous_rows().no_overlap_within();
     if (bytes % 8 != 0)
       rows.fail(PYKV_VALUE_ERROR,
@@ -48,6 +48,8 @@ pykv_status pykv_cutlass_scaled_fp4_mm(DLTensor* out, const DLTensor* a, const D
     args.b_scales = tiled_scales(call, "block_scale_b", block_scale_b, n, args.k / 16);
     args.a_stride = rows.stride(0);
     args.b_stride = columns.stride(0);
+    args.a_step = rows.stride(1);
+    args.b_step = columns.stride(1);
     args.out_stride = to.stride(0);
     args.alpha = call.parameter("alpha", alpha);
     if (args.m == 0 || args.n == 0) return;

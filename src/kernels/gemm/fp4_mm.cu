@@ -40,11 +40,13 @@ struct Fp4Problem {
 struct Fp4Line {
   const uint8_t* codes;   // null: there is no such row
   const uint8_t* scales;  // of its first four groups; 512 bytes to the next four
+  int64_t step;           // from a byte of codes to the next
 
   __device__ Fp4Line(const Fp4MmArgs& args, const uint8_t* data, const uint8_t* all_scales, int64_t row, int64_t rows,
-                     int64_t stride)
+                     int64_t stride, int64_t step)
       : codes(row < rows ? data + row * stride : nullptr),
-        scales(all_scales + args.scale_at(row < rows ? row : 0, 0)) {}
+        scales(all_scales + args.scale_at(row < rows ? row : 0, 0)),
+        step(step) {}
 
   // To 8 bytes at `to` and 4 at `scales_to`.
   __device__ void copy(uint32_t to, uint32_t scales_to, int64_t unit, int64_t k, bool in_words) const {
@@ -58,7 +60,7 @@ struct Fp4Line {
     uint32_t words[3] = {};
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      if (inside) words[i / 4] |= static_cast<uint32_t>(__ldg(codes + at + i)) << i % 4 * 8;
+      if (inside) words[i / 4] |= static_cast<uint32_t>(__ldg(codes + (at + i) * step)) << i % 4 * 8;
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[2] |= static_cast<uint32_t>(__ldg(scales + unit * 512 + i)) << i * 8;
     asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(words[0]), "r"(words[1]) : "memory");
@@ -98,8 +100,10 @@ __global__ void __launch_bounds__(kThreads, 1) fp4_mm_kernel(const __grid_consta
   float sum[2][S::kTiles][4] = {};
   {
     const auto line = [&](int i) {
-      return i < 4 ? Fp4Line(args, args.b, args.b_scales, first_column + i * 8 + lane / 4, args.n, args.b_stride)
-                   : Fp4Line(args, args.a, args.a_scales, first_row + (i - 4) * 8 + lane / 4, args.m, args.a_stride);
+      return i < 4 ? Fp4Line(args, args.b, args.b_scales, first_column + i * 8 + lane / 4, args.n, args.b_stride,
+                             args.b_step)
+                   : Fp4Line(args, args.a, args.a_scales, first_row + (i - 4) * 8 + lane / 4, args.m, args.a_stride,
+                             args.a_step);
     };
     const uint32_t base = shared_address(ring);
     const auto codes_at = [&](int stage, int i) {
@@ -182,8 +186,9 @@ void launch_fp4(const Fp4MmArgs& args, const Launch& launch) {
   if (blocks > INT32_MAX)
     fail(PYKV_VALUE_ERROR, "out: has too many elements: %lld rows of %lld", static_cast<long long>(args.m),
          static_cast<long long>(args.n));
-  const bool in_words = is_aligned(8, args.a, {args.a_stride}) && is_aligned(8, args.b, {args.b_stride}) &&
-                        is_aligned(4, args.a_scales) && is_aligned(4, args.b_scales);
+  const bool in_words = args.a_step == 1 && args.b_step == 1 && is_aligned(8, args.a, {args.a_stride}) &&
+                        is_aligned(8, args.b, {args.b_stride}) && is_aligned(4, args.a_scales) &&
+                        is_aligned(4, args.b_scales);
   launch_dependent_shared(fp4_mm_kernel<S>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), S::kSharedBytes,
                           launch, "fp4_mm", Fp4Problem{args, Divider(row_tiles), in_words});
 }

@@ -13,6 +13,7 @@ struct Fp4MmArgs {
   void* out;                           // [m, n]
   int64_t m, n, k;
   int64_t a_stride, b_stride, out_stride;  // of rows
+  int64_t a_step, b_step;                  // from a byte of a row to the next
   Parameter alpha;
 
   // Where the scale of a row's group lies: a tile is 128 rows of four groups.

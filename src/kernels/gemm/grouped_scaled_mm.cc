@@ -17,7 +17,7 @@ class GroupedProduct {
   GroupedProduct(Call& call, DLTensor* out, const DLTensor* a, const DLTensor* b, bool are_apart)
       : call_(call), apart_(are_apart) {
     Tensor weights = call.read("b", b).rank(3), rows = call.read("a", a), to = call.write("out", out);
-    rows.dtype({DType::kFloat8E4M3, DType::kInt8, DType::kUInt8}).contiguous_rows();
+    rows.dtype({DType::kFloat8E4M3, DType::kInt8, DType::kUInt8});
     args.is_int8 = rows.type() == DType::kInt8;
     if (args.is_int8) {
       weights.like(rows);
@@ -46,6 +46,7 @@ class GroupedProduct {
     args.n = n_;
     args.k = k_;
     args.a_stride = rows.stride(-2);
+    args.a_along_k = rows.stride(-1);
     args.out_stride = to.stride(-2);
     args.b_group = weights.stride(0);
     args.b_along_k = weights.stride(1);

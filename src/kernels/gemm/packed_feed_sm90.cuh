@@ -41,8 +41,9 @@ class Gatherer {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int32_t row = p.row(token_tile, line_ + i * kStep);
-      x_[i] =
-          row >= 0 ? static_cast<const T*>(p.from) + p.rows.row_of_x(p.map, row) * p.x_stride + chunk_ * 8 : nullptr;
+      x_[i] = row >= 0 ? static_cast<const T*>(p.from) + p.rows.row_of_x(p.map, row) * p.x_stride +
+                             (p.whole_chunks ? chunk_ * 8 : 0)
+                       : nullptr;
     }
   }
 
@@ -86,7 +87,7 @@ class Gatherer {
 #pragma unroll
         for (int e = 0; e < 2; ++e)
           bits[e] = x_[i] && from[e] >= 0 && from[e] < p_.weight.k
-                        ? __ldg(reinterpret_cast<const unsigned short*>(x_[i]) + from[e] - chunk_ * 8)
+                        ? __ldg(reinterpret_cast<const unsigned short*>(x_[i]) + from[e] * p_.x_step)
                         : 0;
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(place(stage, unit, i) + pair * 4), "r"(bits[0] | bits[1] << 16)
                      : "memory");
@@ -97,7 +98,7 @@ class Gatherer {
   const Problem& p_;
   const int chunk_, line_;
   const int64_t shift_;
-  const T* x_[kEach];  // at this thread's chunk of the rows; null: none
+  const T* x_[kEach];  // the rows, at this thread's chunk if those are copied whole; null: none
 };
 
 // Warps that do nothing else.

@@ -11,8 +11,7 @@ pykv_status pykv_packed_gemm(DLTensor* out, const DLTensor* x, const DLTensor* w
     PackedGemmArgs args{};
     args.weight = parse_format(required("format", format));
     Dim num_rows{"num_rows"}, n{"n of the format", args.weight.n}, k{"k of the format", args.weight.k};
-    const Tensor from =
-        call.read("x", x).dtype({DType::kFloat16, DType::kBFloat16}).shape(num_rows, k).contiguous_rows();
+    const Tensor from = call.read("x", x).dtype({DType::kFloat16, DType::kBFloat16}).shape(num_rows, k);
     const Tensor to = call.write("out", out).like(from).shape(num_rows, n).contiguous_rows().no_overlap_within();
     const Tensor packed = call.read("weight", weight).dtype({DType::kUInt8}).rank(1).contiguous();
     const int64_t bytes = place_sections(args.weight, packed.data());
@@ -27,6 +26,7 @@ pykv_status pykv_packed_gemm(DLTensor* out, const DLTensor* x, const DLTensor* w
     args.out = to.data();
     args.num_rows = num_rows;
     args.x_stride = from.stride(0);
+    args.x_step = from.stride(1);
     args.out_stride = to.stride(0);
     if (args.num_rows == 0 || args.weight.n == 0) return;
     call.run(stream, args, packed_gemm_cpu, PYKV_CUDA(packed_gemm_cuda));

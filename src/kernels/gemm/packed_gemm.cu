@@ -87,7 +87,7 @@ class Tokens {
       int64_t from = column + i;
       if (columns_) from = __ldg(columns_ + from);
       const bool inside = row && from >= 0 && from < w.k;
-      bits[i] = inside ? __ldg(reinterpret_cast<const unsigned short*>(row) + from) : 0;
+      bits[i] = inside ? __ldg(reinterpret_cast<const unsigned short*>(row) + from * p_.a.x_step) : 0;
     }
     asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(bits[0] | bits[1] << 16),
                  "r"(bits[2] | bits[3] << 16)
@@ -309,8 +309,8 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch) {
       map.rows ? map.num_blocks * (map.block_size / S::kTokens) : (args.num_rows + S::kTokens - 1) / S::kTokens;
   const int64_t blocks = (args.weight.n + S::kRows - 1) / S::kRows * token_tiles;
   if (blocks > INT32_MAX) fail(PYKV_VALUE_ERROR, "x: has too many rows: %lld", static_cast<long long>(args.num_rows));
-  const bool whole_words = !args.weight.columns && args.weight.k % 4 == 0 && args.x_stride % 4 == 0 &&
-                           reinterpret_cast<uintptr_t>(args.x) % 8 == 0;
+  const bool whole_words = !args.weight.columns && args.x_step == 1 && args.weight.k % 4 == 0 &&
+                           args.x_stride % 4 == 0 && reinterpret_cast<uintptr_t>(args.x) % 8 == 0;
   const Problem p{args,        Divider(args.weight.group_size), Divider(token_tiles), args.weight.steps_of_a_group(),
                   whole_words, TileRows(map, S::kTokens)};
   launch_dependent_shared(packed_gemm_kernel<S>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), S::kSharedBytes,

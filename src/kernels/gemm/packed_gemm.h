@@ -22,7 +22,8 @@ struct PackedGemmArgs {
   const void* bias;  // [n]; null: none
   int64_t num_rows;  // of out
   int64_t x_stride, out_stride;
-  TileMap map;  // of several weights of one format, which begin at weight.data + i * map.weight_stride
+  int64_t x_step = 1;  // from an element of a row to the next
+  TileMap map;         // of several weights of one format, which begin at weight.data + i * map.weight_stride
 };
 
 PYKV_CPU_TWIN_OF_PRODUCTS(packed_gemm_cpu, PackedGemmArgs)

@@ -103,7 +103,7 @@ void reorder(const PackedGemmArgs& args, const RowList& rows, int64_t first, int
           float sum = 0.0f;
           for (int i = 0; i < 16; ++i) {
             const int64_t at = unit + 16 * j + i, column = w.columns ? w.columns[at] : at;
-            const float v = column >= 0 && column < w.k ? to_float(row[column]) : 0.0f;
+            const float v = column >= 0 && column < w.k ? to_float(row[column * args.x_step]) : 0.0f;
             x[(i >> 1) * 8 + Way::place(j, i & 1)] = Way::make(v);
             sum += v;
           }

@@ -15,7 +15,7 @@ namespace pykv {
 struct TokenRows {
   const void* x;
   void* out;
-  int64_t count, x_stride, out_stride;
+  int64_t count, x_stride, x_step, out_stride;
   TileMap map;
   TileRows rows;
 
@@ -68,7 +68,7 @@ struct ManyRows {
       int64_t from = column + i;
       if (weight.columns) from = __ldg(columns + from);
       const bool inside = row && from >= 0 && from < weight.k;
-      const uint32_t bits = inside ? __ldg(reinterpret_cast<const unsigned short*>(row) + from) : 0;
+      const uint32_t bits = inside ? __ldg(reinterpret_cast<const unsigned short*>(row) + from * tokens.x_step) : 0;
       pairs[i / 2] = i % 2 == 0 ? bits : pairs[i / 2] | bits << 16;
     }
   }
@@ -150,19 +150,19 @@ void with_many_rows(const PackedGemmArgs& args, int tokens, Launcher&& launch) {
   const auto aligned = [](const void* pointer, int64_t stride, int count) {
     return reinterpret_cast<uintptr_t>(pointer) % (2 * count) == 0 && stride % count == 0;
   };
-  const ManyRows p{
-      .weight = w,
-      .tokens = {args.x, args.out, args.num_rows, args.x_stride, args.out_stride, map, TileRows(map, tokens)},
-      .bias = args.bias,
-      .groups_by = Divider(w.group_size),
-      .row_tiles = static_cast<uint32_t>(row_tiles),
-      .token_tiles = static_cast<uint32_t>(token_tiles),
-      .bands = static_cast<int>(w.padded_n() / 32),
-      .groups = static_cast<int>(w.groups()),
-      .blocks = static_cast<int>((w.padded_k + 255) / 256),
-      .steps = w.steps_of_a_group(),
-      .whole_chunks = !w.columns && w.k % 8 == 0 && aligned(args.x, args.x_stride, 8),
-      .whole_stores = aligned(args.out, args.out_stride, 4)};
+  const ManyRows p{.weight = w,
+                   .tokens = {args.x, args.out, args.num_rows, args.x_stride, args.x_step, args.out_stride, map,
+                              TileRows(map, tokens)},
+                   .bias = args.bias,
+                   .groups_by = Divider(w.group_size),
+                   .row_tiles = static_cast<uint32_t>(row_tiles),
+                   .token_tiles = static_cast<uint32_t>(token_tiles),
+                   .bands = static_cast<int>(w.padded_n() / 32),
+                   .groups = static_cast<int>(w.groups()),
+                   .blocks = static_cast<int>((w.padded_k + 255) / 256),
+                   .steps = w.steps_of_a_group(),
+                   .whole_chunks = !w.columns && args.x_step == 1 && w.k % 8 == 0 && aligned(args.x, args.x_stride, 8),
+                   .whole_stores = aligned(args.out, args.out_stride, 4)};
   launch(p, dim3(static_cast<unsigned>(row_tiles * token_tiles)));
 }
 

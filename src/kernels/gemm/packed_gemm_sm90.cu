@@ -216,7 +216,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   const int segments = segments_of(w, row_tiles, num_sms(launch.device));
   if (splits > segments / S::kParts) splits = segments / S::kParts;
   CUtensorMap x_map{};
-  const bool gathers = map.rows || w.columns || w.k == 0 || !aligned(args.x, x_stride, 8) ||
+  const bool gathers = map.rows || w.columns || args.x_step != 1 || w.k == 0 || !aligned(args.x, x_stride, 8) ||
                        !make_tensor_map(x_map, args.x, {w.k * 2, args.num_rows}, {x_stride * 2}, {S::kTokens});
   CUtensorMap codes{};
   if (w.padded_k > 0 && !make_codes_map<S>(codes, args)) fail(PYKV_RUNTIME_ERROR, "packed_gemm: no tensor map");
@@ -228,6 +228,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
             .bias = args.bias,
             .num_rows = args.num_rows,
             .x_stride = x_stride,
+            .x_step = args.x_step,
             .out_stride = args.out_stride,
             .map = map,
             .rows = TileRows(map, tokens),
@@ -248,7 +249,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
             .minima_at = 0,
             .sums_at = 0,
             .gathers = gathers,
-            .whole_chunks = !w.columns && w.k % 8 == 0 && aligned(args.x, x_stride, 8),
+            .whole_chunks = !w.columns && args.x_step == 1 && w.k % 8 == 0 && aligned(args.x, x_stride, 8),
             .whole_stores = aligned(args.out, args.out_stride, 4)};
   p.items = 8 / p.steps;
   p.minima_at = S::kScalesAt + p.items * kRows * 4;

@@ -46,7 +46,7 @@ struct Problem {
   const void* from;
   void* out;
   const void* bias;
-  int64_t num_rows, x_stride, out_stride;
+  int64_t num_rows, x_stride, x_step, out_stride;
   TileMap map;
   TileRows rows;
   Divider groups_by;  // columns of a group

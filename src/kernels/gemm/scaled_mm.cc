@@ -29,7 +29,7 @@ class Product {
 
   Product(Call& call, DLTensor* out, const DLTensor* a, const DLTensor* b, std::initializer_list<DType> types)
       : call_(call), a_(call.read("a", a)), b_(call.read("b", b)), out_(call.write("out", out)) {
-    a_.dtype(types).shape(m, k).contiguous_rows();
+    a_.dtype(types).shape(m, k);
     args.is_int8 = a_.type() == DType::kInt8;
     if (args.is_int8) {
       b_.like(a_);
@@ -46,6 +46,7 @@ class Product {
     args.n = n;
     args.k = k;
     args.a_stride = a_.stride(0);
+    args.a_along_k = a_.stride(1);
     args.b_along_k = b_.stride(0);
     args.b_along_n = b_.stride(1);
     args.out_stride = out_.stride(0);

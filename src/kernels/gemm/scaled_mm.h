@@ -37,6 +37,7 @@ struct ScaledMmArgs {
   void* out;         // [m, n]
   int64_t m, n, k;
   int64_t a_stride, out_stride;  // of rows
+  int64_t a_along_k = 1;
   int64_t b_along_k, b_along_n;
   MmScales a_scales, b_scales;
   const void* bias;        // [n], dtype of out; null: none

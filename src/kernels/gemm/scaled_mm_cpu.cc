@@ -147,7 +147,7 @@ void multiply(const ScaledMmArgs& args) {
     const int64_t rows = std::min(kChunk, args.m - first);
     parallel_for(rows, 1, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
-        for_blocks(args.a + (first + r) * args.a_stride, 1, args.k,
+        for_blocks(args.a + (first + r) * args.a_stride, args.a_along_k, args.k,
                    [&](const uint8_t* codes, int64_t at) { Codes::unpack_a(codes, a.data() + r * padded + at); });
     });
     parallel_for(column_groups, 4, [&](int64_t begin, int64_t end) {

@@ -53,7 +53,8 @@ bool launch_sum(const ScaledMmArgs& args, const Launch& launch) {
 }  // namespace
 
 bool launch_sm90(const ScaledMmArgs& args, const Launch& launch) {
-  const Lines rows(args.a, args.m, args.a_stride, 1), columns(args.b, args.n, args.b_along_n, args.b_along_k);
+  const Lines rows(args.a, args.m, args.a_stride, args.a_along_k),
+      columns(args.b, args.n, args.b_along_n, args.b_along_k);
   if (!has_warpgroups(launch.device) || !rows.in_chunks || !columns.in_chunks || args.k == 0) return false;
   if (args.m > INT32_MAX - 256 || args.n > INT32_MAX - 256 || args.k > INT32_MAX - 256) return false;
   if ((args.a_group | (args.groups.count > 1 ? args.b_group : 0)) % 16 != 0) return false;

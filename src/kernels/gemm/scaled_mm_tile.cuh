@@ -104,7 +104,7 @@ struct Problem {
 
   Problem(const ScaledMmArgs& a, const Launch& launch, int tile_rows, int tile_columns)
       : args(a),
-        rows(a.a, a.m, a.a_stride, 1),
+        rows(a.a, a.m, a.a_stride, a.a_along_k),
         columns(a.b, a.n, a.b_along_n, a.b_along_k),
         tile_rows(tile_rows),
         report_rows(launch.reporter(a.groups.report_rows)),

@@ -24,7 +24,7 @@
 
 /* out = x w^T + bias, with sums in fp32 that are rounded once.  A row of out has the same bits however many rows there are.
  *   out     [num_rows, n]  dtype of x; the elements of a row lie side by side; shares no memory with the others
- *   x       [num_rows, k]  float16 | bfloat16; the elements of a row lie side by side
+ *   x       [num_rows, k]  float16 | bfloat16, any strides; fast where the elements of a row lie side by side
  *   weight  [bytes]        uint8, contiguous, aligned to 16 bytes: what pykv.gemm.pack_* made
  *   format  what it is: "codes.scales.minima.n<rows>.k<columns>.g<group>.p<padded columns>[.columns]"
  *             codes   integers of some bits less 2^(bits - 1), in the middle of four or eight bits: "u2" | "u3" | "u4" |
@@ -38,9 +38,9 @@ PYKV_API pykv_status pykv_packed_gemm(DLTensor* out, const DLTensor* x, const DL
 /* out = (a_scales b_scales) (a b) + bias with 8-bit a and b, rounded once: a_scale (b_scale sum) + bias in fp32.  Sums of int8 are
  * exact (int32).  Those of float8_e4m3fn are fp32 over blocks of 128 of k, and a row of out has the same bits however many rows there are.
  *   out       [num_rows, n]  float32 | float16 | bfloat16; the elements of a row lie side by side; shares no memory with the others
- *   a         [num_rows, k]  float8_e4m3fn (or uint8, which holds it) | int8; the elements of a row lie side by side
- *   b         [k, n]         as a, any strides.  Fast where the elements of a column lie side by side, columns and rows of a
- *             begin at multiples of 16 bytes
+ *   a         [num_rows, k]  float8_e4m3fn (or uint8, which holds it) | int8, any strides
+ *   b         [k, n]         as a, any strides.  Both fast where neighbours of k lie side by side, and rows of a and columns of
+ *             b begin at multiples of 16 bytes
  *   a_scales  float32, 1 element or num_rows
  *   b_scales  float32, 1 element or n
  *   bias      [n] or [1, n], dtype of out, or NULL
@@ -81,8 +81,9 @@ PYKV_API pykv_status pykv_grouped_scaled_mm(DLTensor* out, const DLTensor* a, co
 
 /* out = alpha (a block_scale_a) (b block_scale_b)^T of nvfp4: products are exact, sums fp32, rounded once.  A row of out has the same
  * bits however many rows there are.
- *   out            [num_rows, n]      float32 | float16 | bfloat16; the elements of a row lie side by side in all matrices
- *   a, b           [num_rows, k / 2], [n, k / 2] uint8, four-bit floats (e2m1), the first of two in the lower half; k a multiple of 16
+ *   out            [num_rows, n]      float32 | float16 | bfloat16; the elements of a row lie side by side
+ *   a, b           [num_rows, k / 2], [n, k / 2] uint8, any strides: four-bit floats (e2m1), the first of two in the lower half;
+ *                  k a multiple of 16
  *   block_scale_a  float8_e4m3fn (or uint8), contiguous, for each 16 neighbours, in tiles of 128 rows and 4 scales as in
  *   block_scale_b  dequantization.h; those of rows and groups that do not exist may be anything
  *   alpha          float32, 1 element, on the host or on the device  */
@@ -92,7 +93,7 @@ PYKV_API pykv_status pykv_cutlass_scaled_fp4_mm(DLTensor* out, const DLTensor* a
 
 /* output = mat_a mat_b with sums in fp32, made for few rows.  A row of output has the same bits however many rows there are.
  *   output  [num_rows, n]  float32 | float16 | bfloat16; the elements of a row lie side by side
- *   mat_a   [num_rows, k]  float16 | bfloat16; the elements of a row lie side by side
+ *   mat_a   [num_rows, k]  float16 | bfloat16, any strides
  *   mat_b   [k, n]         dtype of mat_a, any strides; fast where the elements of a column lie side by side */
 PYKV_API pykv_status pykv_dsv3_fused_a_gemm(DLTensor* output, const DLTensor* mat_a, const DLTensor* mat_b,
                                             void* stream);
@@ -101,7 +102,7 @@ PYKV_API pykv_status pykv_dsv3_fused_a_gemm(DLTensor* output, const DLTensor* ma
 PYKV_API pykv_status pykv_dsv3_router_gemm(DLTensor* output, const DLTensor* hidden_states,
                                            const DLTensor* router_weight, void* stream);
 
-/* output = a b^T with output and b [n, k] in float32. */
+/* output = a b^T with output and b [n, k] in float32; a may be float32, too. */
 PYKV_API pykv_status pykv_fp32_router_gemm(DLTensor* output, const DLTensor* a, const DLTensor* b, void* stream);
 
 #endif /* PYKV_GEMM_H_ */
