@@ -1,4 +1,4 @@
-"""Attention by the textbook, in NumPy and float64: no tiles, no running maximum, one query row at a time."""
+"""Attention by the textbook, in NumPy and float64: no tiles, no running maximum, one query token at a time."""
 
 from __future__ import annotations
 
@@ -108,37 +108,52 @@ def paged_attention(
     out = np.full(query.shape, np.nan)
     lse = np.full((heads, tokens), np.nan)
 
+    sink = np.full(heads, -np.inf) if sinks is None else np.asarray(sinks, np.float64)
+
     for s, length in enumerate(int(n) for n in seq_lens):
         table = np.asarray(block_tables[s, : -(-length // page)], np.int64)
         valid = np.repeat((table >= 0) & (table < num_blocks), page)[:length]
         blocks = np.where((table >= 0) & (table < num_blocks), table, 0)
         keys = tokens_of(key_cache, blocks, packed)[:length] * k_scales[:, None]
         values = tokens_of(value_cache, blocks, packed)[:length] * v_scales[:, None]
+        keys, values = (np.ascontiguousarray(x.swapaxes(0, 1)) for x in (keys, values))  # [kv_head, token, head_size]
+        by_head = np.stack([sparse.seen(length, page, h, heads, kv_heads) for h in range(heads)])
         j = np.arange(length)
         for row in range(int(bounds[s]), int(bounds[s + 1])):
             position = length - int(bounds[s + 1]) + row
-            for h in range(heads):
-                visible = valid & sparse.seen(length, page, h, heads, kv_heads)
-                if causal:
-                    visible = visible & (j <= position)
-                if window:
-                    visible = visible & (np.abs(position - j) < window)
-                logits = scale * (keys[visible, h // group] @ query[row, h].astype(np.float64))
-                if softcap:
-                    logits = softcap * np.tanh(logits / softcap)
-                if alibi_slopes is not None:
-                    logits = logits + float(alibi_slopes[h]) * (j[visible] - position)
-                sink = -np.inf if sinks is None else float(sinks[h])
-                top = np.maximum(logits.max(initial=-np.inf), sink)  # NaN, if there is one
-                if top == -np.inf:
-                    out[row, h], lse[h, row] = 0.0, -np.inf
-                    continue
-                with np.errstate(invalid="ignore"):  # infinity - infinity
-                    weights = np.exp(logits - top)
-                    total = weights.sum() + np.exp(sink - top)
-                out[row, h] = weights @ values[visible, h // group] / (total + epsilon)
-                lse[h, row] = top + np.log(total)
+            visible = valid & (j <= position) if causal else valid
+            if window:
+                visible = visible & (np.abs(position - j) < window)
+            seen = j[visible]
+            at = _as_slice(seen)
+            logits = scale * (query[row].astype(np.float64).reshape(kv_heads, group, -1) @ keys[:, at].swapaxes(1, 2))
+            logits = logits.reshape(heads, -1)
+            if softcap:
+                logits = softcap * np.tanh(logits / softcap)
+            if alibi_slopes is not None:
+                logits = logits + alibi_slopes.astype(np.float64)[:, None] * (seen - position)
+            logits = np.where(by_head[:, at], logits, -np.inf)
+            top = np.maximum(logits.max(axis=1, initial=-np.inf), sink)  # NaN, if there is one
+            nothing = top == -np.inf
+            with np.errstate(invalid="ignore", divide="ignore"):  # infinity - infinity, and where nothing was seen
+                shift = np.where(nothing, 0, top)
+                weights = np.exp(logits - shift[:, None])
+                total = weights.sum(axis=1) + np.exp(sink - shift)
+                if by_head.all():
+                    sums = (weights.reshape(kv_heads, group, -1) @ values[:, at]).reshape(heads, -1)
+                else:  # what a head does not see may be NaN
+                    some = enumerate(by_head[:, at])
+                    sums = np.stack([weights[h, own] @ values[h // group, at][own] for h, own in some])
+                out[row] = np.where(nothing[:, None], 0.0, sums / (total + epsilon)[:, None])
+                lse[:, row] = np.where(nothing, -np.inf, top + np.log(total))
     return out, lse
+
+
+def _as_slice(places: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+    """The same places: a slice where they are neighbours, of which nothing is copied."""
+    if len(places) and places[-1] - places[0] == len(places) - 1:
+        return slice(int(places[0]), int(places[-1]) + 1)
+    return places
 
 
 def merge_attn_states(
