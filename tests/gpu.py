@@ -45,7 +45,7 @@ BESIDES = {"interop": ["test_dispatch.py"]}  # folder -> what is tested with it
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 OTHER = "other"  # tests without an array of some library
 # folder -> parts of its tests with each library, and of its other tests
-PARTS = {"attention": (10, 1), "cache": (2, 1), "norm": (2, 1), "paged_kv_cache": (1, 3), "interop": (1, 4)}
+PARTS = {"attention": (6, 2), "cache": (2, 1), "norm": (2, 1), "paged_kv_cache": (1, 3), "interop": (1, 4)}
 GUESS = {"attention": 120.0, "cache": 90.0, "norm": 80.0, "": 60.0}  # seconds of steps that no record knows
 STOPPED = 124
 
