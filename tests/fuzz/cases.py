@@ -323,7 +323,7 @@ class Case:
         others = [other for other in self._arrays() if other is not array]
         if how == "another":
             return self._choose(others or [None]) if OVERLAPS else None, how
-        others = [other for other in others if other.nbytes < 1 << 20]
+        others = [other for other in others if other.nbytes < 1 << 20 and not other.dtype.hasobject]
         if how == "beside another" and OVERLAPS and others and array.size and array.nbytes < 1 << 20:
             return self._beside(array, self._choose(others)), how
         if how == "list":

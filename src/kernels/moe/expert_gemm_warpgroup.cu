@@ -92,8 +92,8 @@ bool expert_gemm_warpgroup(const ExpertGemmArgs& args, const ExpertGemmFusion& f
   constexpr int64_t kItem = sizeof(T);
   if (!has_warpgroups(launch.device) || args.k == 0 || args.k % 8 != 0 || args.n == 0) return false;
   if (!is_aligned(16, args.weights, {args.weight_row_stride * kItem, args.weight_stride * kItem}) ||
-      !is_aligned(16, args.x, {args.x_stride * kItem}) || args.num_rows * (args.x_stride / 8) > UINT32_MAX ||
-      (fusion.silu_and_mul && args.n % 16 != 0))
+      !is_aligned(16, args.x, {args.x_stride * kItem}) || args.x_stride < 0 ||
+      args.num_rows * (args.x_stride / 8) > UINT32_MAX || (fusion.silu_and_mul && args.n % 16 != 0))
     return false;
   const int64_t block = args.map.block_size;
   if (block % 144 == 0) return launch_shape<WarpgroupShape<T, 144, 2, 2, 3, 1>>(args, fusion, launch);

@@ -17,6 +17,8 @@ ExpertProduct product_args(Call& call, const Tensor& x, const ExpertWeights& fro
     map.weight_stride = array.stride(0);
     if (reinterpret_cast<uintptr_t>(array.data()) % 16 != 0 || map.weight_stride % 16 != 0)
       array.fail(PYKV_VALUE_ERROR, "must be aligned to 16 bytes, and so must the weights in it");
+    if (experts > 1 && map.weight_stride < bytes)
+      array.fail(PYKV_VALUE_ERROR, "the weights must lie one behind another, not backwards or in one place");
     const auto check = [&](const char* what, int64_t is, Dim& wanted) {
       if (!wanted.bound()) wanted.bind(is);
       if (is != wanted)
