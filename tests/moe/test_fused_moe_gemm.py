@@ -120,10 +120,8 @@ def test_wna16(array, bits, zeros, monkeypatch):
 
 @pytest.mark.parametrize("quant_type", [2, 14])
 def test_gguf(array, quant_type):
-    if array.name == "interface" or (array.name, array.device) == ("jax", "cuda"):
+    if array.name in ("interface", "jax"):
         pytest.skip("the functions of vLLM allocate what they return, like what they are given")
-    if array.module == "jax":
-        pytest.skip("what allocates its output does so in a library whose arrays can be written")
     made = [gguf_blocks(quant_type, seed=seed) for seed in range(3)]
     decoded = np.stack([d for _, d in made])
     assert ops.ggml_moe_get_block_size(quant_type) == 8
