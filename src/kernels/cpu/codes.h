@@ -117,20 +117,46 @@ class LargestOf<T> {
  private:
   PairHalfwords most_ = {};
 };
+
+// Lane i is that of block i of 16 elements: two blocks fill a vector.
+inline constexpr int64_t kShortRow = 16;
+template <class T>
+inline Words largest_of_short_rows(const T* from) {
+  constexpr int kVectors = kWidth / 2;
+  const auto larger = [](Words a, Words b) {
+    const auto x = __builtin_bit_cast(PairHalfwords, a), y = __builtin_bit_cast(PairHalfwords, b);
+    return __builtin_bit_cast(Words, x > y ? x : y);
+  };
+  Words v[kVectors], order;
+  for (int i = 0; i < kVectors; ++i) {
+    const Words magnitudes = load_raw<Words>(from + i * kPair) & 0x7fff7fffu;
+    v[i] = larger(magnitudes, magnitudes >> 16);
+  }
+  const Words halves = reduce_each<kVectors / 2>(v, larger);  // all first blocks of vectors, then all second ones
+  for (uint32_t i = 0; i < kWidth; ++i) order[i] = i / 2 + i % 2 * kVectors;
+  return shuffle(halves, halves, order) & 0xffffu;
+}
 #endif
 
 // The largest magnitudes of up to kWidth rows of n numbers, one behind the other: `most` without NaN, `inside` NaN where there is
 // one.
 template <class T>
 void find_largest(float* most, float* inside, const T* from, int64_t n, int64_t rows) {
-  Words lanes[kWidth];  // all of which at once are not cleared: that is a kilobyte
-  for (int64_t g = 0; g < rows; ++g) {
-    LargestOf<T> largest;
-    for (int64_t i = 0; i < n; i += kPair) largest.take(from + g * n + i, n - i);
-    lanes[g] = largest.lanes();
-  }
-  for (int64_t g = rows; g < kWidth; ++g) lanes[g] = Words{};
-  const Floats all = LargestOf<T>::values(largest_lanes(lanes));
+  const auto find = [=] {
+#if defined(__AVX512BW__)
+    if constexpr (sizeof(T) == 2)
+      if (n == kShortRow && rows == kWidth) return largest_of_short_rows(from);
+#endif
+    Words lanes[kWidth];  // all of which at once are not cleared: that is a kilobyte
+    for (int64_t g = 0; g < rows; ++g) {
+      LargestOf<T> largest;
+      for (int64_t i = 0; i < n; i += kPair) largest.take(from + g * n + i, n - i);
+      lanes[g] = largest.lanes();
+    }
+    for (int64_t g = rows; g < kWidth; ++g) lanes[g] = Words{};
+    return largest_lanes(lanes);
+  };
+  const Floats all = LargestOf<T>::values(find());
   store(inside, all);
   store(most, all);
   bool nan = false;
