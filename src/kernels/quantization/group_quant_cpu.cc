@@ -130,12 +130,12 @@ struct Scales {
   }
 };
 
-// Codes of four bits by tables (cpu/nvfp4_stairs.h), below one global scale; of so many elements in all, for few are not worth
+// Codes of four bits by tables (cpu/nvfp4_stairs.h), below one global scale; for so many elements, since few are not worth
 // them.
 template <class T>
 class BlockTables {
  public:
-  explicit BlockTables(const GroupQuantArgs&) {}
+  BlockTables(const GroupQuantArgs&, float, int64_t) {}
   bool encode(uint8_t*, const T*, const Scales&, const float*, int64_t) const { return false; }
 };
 #if defined(__AVX512BW__)
@@ -143,11 +143,11 @@ template <class T>
   requires(sizeof(T) == 2)
 class BlockTables<T> {
  public:
-  explicit BlockTables(const GroupQuantArgs& args)
+  BlockTables(const GroupQuantArgs& args, float global, int64_t elements)
       : mx_(args.rule.kind == ScaleKind::kMx),
-        stairs_(mx_ ? 1.0f : 1.0f / std::fabs(args.given)),
-        there_(args.codes == CodeKind::kE2M1 && args.group_size == (mx_ ? 2 * kBlock : kBlock) && !args.globals &&
-               args.rows * args.width >= kWorthTables && stairs_.build(mx_)) {}
+        stairs_(mx_ ? 1.0f : 1.0f / std::fabs(global)),
+        there_(args.codes == CodeKind::kE2M1 && args.group_size == (mx_ ? 2 * kBlock : kBlock) &&
+               elements >= kWorthTables && stairs_.build(mx_)) {}
 
   // Of as many blocks as a vector has lanes, with these scales; false where tables cannot do it.
   bool encode(uint8_t* codes, const T* from, const Scales& scales, const float* inside, int64_t count) const {
@@ -183,7 +183,8 @@ class BlockTables<T> {
 template <class T>
 class Groups {
  public:
-  Groups(const GroupQuantArgs& args, const BlockTables<T>& tables, const Reporter& report)
+  // tables: of each expert's global scale, or of the one of all.
+  Groups(const GroupQuantArgs& args, const std::vector<BlockTables<T>>& tables, const Reporter& report)
       : args_(args),
         tables_(tables),
         report_(report),
@@ -234,7 +235,7 @@ class Groups {
     scales.find(args_.rule, most, given, 6.0f, count);
     if (args_.four_over_six) choose(scales, from, most, given, count);
     uint8_t* const codes = codes_at(row, group);
-    const bool done = nibbles_ ? tables_.encode(codes, from, scales, inside, count)
+    const bool done = nibbles_ ? tables_[args_.globals ? at.expert : 0].encode(codes, from, scales, inside, count)
                                : encode_pairs(codes, from, n, scales.stored, inside, count);
     for (int64_t g = 0; g < count && !done; ++g) {
       const T* x = from + g * n;
@@ -350,7 +351,7 @@ class Groups {
   }
 
   const GroupQuantArgs& args_;
-  const BlockTables<T>& tables_;
+  const std::vector<BlockTables<T>>& tables_;
   const Reporter report_;
   const bool nibbles_;
   const int64_t real_, at_once_;
@@ -365,7 +366,10 @@ void group_quant_cpu(const GroupQuantArgs& args, const Launch& launch) {
   constexpr int64_t kElementsWorthAThread = 8192;
   const Reporter report = launch.reporter(args.of_experts.report);
   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
-    const BlockTables<T> tables(args);
+    const int64_t experts = args.globals ? args.of_experts.experts : 1;
+    std::vector<BlockTables<T>> tables;
+    for (int64_t e = 0; e < experts; ++e)
+      tables.emplace_back(args, args.globals ? args.globals[e] : float{args.given}, args.rows * args.width / experts);
     parallel_for(args.rows * args.groups(), std::max<int64_t>(1, kElementsWorthAThread / args.group_size),
                  [&](int64_t begin, int64_t end) { Groups<T>(args, tables, report)(begin, end); });
   });
