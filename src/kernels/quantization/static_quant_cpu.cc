@@ -1,4 +1,5 @@
-// Twin of static_quant.cu: pieces of rows.
+// Twin of static_quant.cu: pieces of rows.  One scale goes by tables and is bound by memory; scales of blocks of bf16 take 26
+// instructions for 32 elements, which a Zen 4 begins in 13 cycles: a copy takes 8.
 #include <algorithm>
 #include <atomic>
 #include <vector>
