@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
     const bool is_known = row >= 0 && row < a.vocab_size;
     if (!is_known && !is_padding && is_there && lane == 0) plan.input_ids(row, a.vocab_size);
     if (is_known)
-      table_row = static_cast<const char*>(a.table.data) + row * a.table.token_stride * (a.ids_are_int64 ? 8 : 4);
+      table_row = static_cast<const char*>(a.table.data) + row * a.table.token_stride * (a.table_is_int64 ? 8 : 4);
   } else {
     uint32_t not_finite[(kEach + 31) / 32] = {};  // a bit for each expert
     if (a.finite_only) {
@@ -219,8 +219,8 @@ __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
     if (is_hashed) {
       if (table_row && mine < a.top_k && !is_padding) {
         const int64_t at = mine * a.table.stride;
-        id = a.ids_are_int64 ? reinterpret_cast<const int64_t*>(table_row)[at]
-                             : reinterpret_cast<const int32_t*>(table_row)[at];
+        id = a.table_is_int64 ? reinterpret_cast<const int64_t*>(table_row)[at]
+                              : reinterpret_cast<const int32_t*>(table_row)[at];
         if (id < 0 || id >= a.num_experts) {
           if (is_there) plan.table(id, a.num_experts);
           id = -1;
