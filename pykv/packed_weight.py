@@ -209,11 +209,11 @@ def integers(
 def zero_points(zeros: Host, bits: int, scales: Factor) -> Factor | None:
     """``[n, groups]`` integers that codes have too much; nothing where all are in the middle.
 
-    That of an 8-bit GPTQ weight may be 256, which is no byte: then minima are numbers.
+    They are bytes, up to 16 where codes have up to four bits.  That of an 8-bit GPTQ weight may be 256: then minima are numbers.
     """
     if (zeros == 1 << (bits - 1)).all():
         return None
-    if zeros.size and zeros.min() >= 0 and zeros.max() <= 255:
+    if zeros.size and zeros.min() >= 0 and zeros.max() <= (16 if bits <= 4 else 255):
         return Factor("zero", zeros.astype(np.uint8))
     return Factor("f32", -scales.in_float32() * zeros.astype(np.float32))
 

@@ -18,5 +18,10 @@ __device__ inline uint2 load_shared_8(uint32_t at) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
   return v;
 }
+__device__ inline uint32_t load_shared_4(uint32_t at) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+  return v;
+}
 
 }  // namespace pykv

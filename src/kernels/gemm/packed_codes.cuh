@@ -32,17 +32,23 @@ template <class T>
 struct Codes<T, CodeKind::kUint4> {
   static constexpr int kPlanes = 1;
   static constexpr float kUnit = 1.0f;
+  // What is subtracted of rows g and 8 + g, as pairs: 8, or a zero point up to 64, above what codes are the bits of: the lowest of
+  // 128 or of 1024, whose neighbours differ by one, or higher ones of 64.
+  __device__ static constexpr uint32_t base(int row) {
+    return !kIsHalf<T> ? 0x43004300u : row == 0 ? 0x64006400u : 0x54005400u;
+  }
+  __device__ static constexpr uint32_t one(int row) { return kIsHalf<T> && row == 1 ? 0x00100010u : 0x00010001u; }
+
   __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[1], int j, const uint32_t*) {
+    fragment_less(a, words, j, {base(0) + 8 * one(0), base(1) + 8 * one(1)});
+  }
+  __device__ static void fragment_less(uint32_t (&a)[4], const uint4 (&words)[1], int j, const uint32_t (&zeros)[2]) {
     const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[0])[j];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if constexpr (!kIsHalf<T>) {  // the lowest bits of 128, whose neighbours differ by one
-        a[i] = subtract_pairs<T>(and_or(w >> 4 * i, 0x000f000fu, 0x43004300u), 0x43084308u);
-      } else if (i % 2 == 0) {  // the lowest bits of 1024
-        a[i] = subtract_pairs<T>(and_or(w >> 4 * i, 0x000f000fu, 0x64006400u), 0x64086408u);
-      } else {  // higher bits of 64
-        a[i] = subtract_pairs<T>(and_or(w >> 4 * (i - 1), 0x00f000f0u, 0x54005400u), 0x54805480u);
-      }
+      const int row = i % 2;
+      const int shift = kIsHalf<T> && row ? 4 * (i - 1) : 4 * i;
+      a[i] = subtract_pairs<T>(and_or(w >> shift, 15 * one(row), base(row)), zeros[row]);
     }
   }
 };

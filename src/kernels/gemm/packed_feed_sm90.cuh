@@ -3,6 +3,7 @@
 
 #include "cuda/cluster.cuh"
 #include "cuda/cp_async.cuh"
+#include "cuda/wgmma_tf32.cuh"
 #include "gemm/packed_ring_sm90.cuh"
 
 namespace pykv {
@@ -111,7 +112,8 @@ __device__ void gather(const Problem& p, const Ring& ring, int thread, uint32_t 
   });
 }
 
-// Sums of x over each group of a stage, which minima multiply: products with ones.
+// Sums of x over each group of a stage, which minima multiply: products with ones.  As the second operand of products of TF32:
+// those of four groups for each token, zeros where there are fewer, and then what they lose.
 template <class S>
 __device__ void sum_x(const Problem& p, uint32_t stage) {
   using T = typename S::Element;
@@ -120,9 +122,9 @@ __device__ void sum_x(const Problem& p, uint32_t stage) {
   const int lane = threadIdx.x % 32, c = lane % 4, last_step = p.steps - 1;
   const uint32_t token = lane % (S::kTokens < 16 ? 8 : 16);
   uint32_t from = stage + token * 128 + (lane / 16 ^ lane % 8) * 16;
-  uint32_t to = stage + p.sums_at + (lane / 4 + c * 8) * 4;
+  uint32_t to = stage + p.sums_at + (lane / 4 + c * 8) * 16;
 #pragma unroll 1
-  for (int first = 0; first < kTiles; first += kAtOnce, from += kAtOnce * 16 * 128, to += kAtOnce * 16 * 4) {
+  for (int first = 0; first < kTiles; first += kAtOnce, from += kAtOnce * 16 * 128, to += kAtOnce * 16 * 16) {
     float sum[kAtOnce][4] = {};
     uint32_t x[2][kAtOnce][4];
     const auto load = [&](int j) {
@@ -131,7 +133,13 @@ __device__ void sum_x(const Problem& p, uint32_t stage) {
         ldmatrix_x4(x[j % 2][t], (from ^ j % 4 * 32) + j / 4 * S::kXBytes + t * 16 * 128);
     };
     load(0);
-    uint32_t item_to = to;
+    int item = 0;
+    const auto store = [&](int t, int at, float x) {
+      if (c * 8 >= (S::kTokens < 16 ? 8 : 16)) return;  // all columns are equal
+      const uint32_t address = to + t * 256 + at / 4 * S::kSumsBytes + at % 4 * 4;
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(tf32_of(x)) : "memory");
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(address + S::kTokens * 16), "f"(x - tf32_of(x)) : "memory");
+    };
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       if (j < 7) load(j + 1);
@@ -140,13 +148,15 @@ __device__ void sum_x(const Problem& p, uint32_t stage) {
       if ((j & last_step) != last_step) continue;
 #pragma unroll
       for (int t = 0; t < kAtOnce; ++t) {
-        if (c * 8 < (S::kTokens < 16 ? 8 : 16))  // all columns are equal
-          asm volatile("st.shared.f32 [%0], %1;" ::"r"(item_to + t * 64), "f"(c == 0 ? sum[t][0] : sum[t][2])
-                       : "memory");
+        store(t, item, c == 0 ? sum[t][0] : sum[t][2]);
         sum[t][0] = sum[t][1] = sum[t][2] = sum[t][3] = 0.0f;
       }
-      item_to += S::kTokens * 4;
+      ++item;
     }
+#pragma unroll 1
+    for (; item < 4; ++item)
+#pragma unroll
+      for (int t = 0; t < kAtOnce; ++t) store(t, item, 0.0f);
   }
 }
 
@@ -181,9 +191,10 @@ class Preparer {
       } else {
         make_factors<kMost>(i, turn);
       }
-      if (p_.weight.minima) {
+      if constexpr (S::kAdds) {
         mbarrier_wait(ring_.full + turn.stage * 8, turn.parity);
         sum_x<S>(p_, ring_.at(turn));
+        fence_async_proxy();  // wgmma reads them
       }
       __syncwarp();
       if (lane_ == 0) mbarrier_arrive(ring_.ready + turn.stage * 8);
@@ -225,7 +236,7 @@ class Preparer {
   template <int kCount>
   __device__ void convert(const RawFactors (&raw)[kCount], uint32_t to) const {
     const PackedWeight& w = p_.weight;
-    float scales[kCount][4], minima[kCount][4];
+    float scales[kCount][4];
     scales_of(scales, raw, w.scales_kind);
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
@@ -233,10 +244,25 @@ class Preparer {
       for (float& s : scales[n]) s *= global_;
       store(to + S::kScalesAt + n * kRows * 4, scales[n]);
     }
-    if (!w.minima) return;
-    minima_of(minima, raw, w.minima_kind, w.offset, scales);
+    if constexpr (S::kSubtracts) {
 #pragma unroll
-    for (int n = 0; n < kCount; ++n) store(to + p_.minima_at + n * kRows * 4, minima[n]);
+      for (int n = 0; n < kCount; ++n) {
+        const uint32_t z = raw[n].minimum[0];
+        store_shared(to + p_.minima_at + n * kRows * 4,
+                     make_uint4(zero_of(0, z), zero_of(1, z >> 8), zero_of(0, z >> 16), zero_of(1, z >> 24)));
+      }
+    }
+    if constexpr (S::kAdds) {
+      float minima[kCount][4];
+      minima_of(minima, raw, w.minima_kind, w.offset, scales);
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) store(to + p_.minima_at + n * kRows * 4, minima[n]);
+    }
+  }
+
+  // A zero point of what a code is above the base, as what codes of a row are the bits of.
+  __device__ uint32_t zero_of(int row, uint32_t octet) const {
+    return S::Code::base(row) + ((octet & 0xffu) + 8 - static_cast<int>(p_.weight.offset)) * S::Code::one(row);
   }
 
   __device__ static void store(uint32_t to, const float (&x)[4]) {

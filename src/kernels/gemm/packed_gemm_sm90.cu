@@ -7,10 +7,13 @@
 // sums of groups are multiplied by: of whatever kind scales and minima are, the multiplying warps read floats.  They also copy rows
 // of x that a tensor map cannot describe (packed_feed_sm90.cuh).
 //
+// Where there are tiles for all SMs, as those of many experts, two blocks of half as many warps share an SM: one begins and ends
+// while the other multiplies.
+//
 // Columns of codes lie in the order of packed_weight.h, of x in their own: a lane takes its codes from two lanes' places.
 //
-// The columns are cut into 2 or 4 segments, by the shape of the weight alone.  With few tokens, eight more warps of the block and
-// a second block of a cluster sum some of them; with many, a block sums all, one after another.  They are added in the same
+// The columns are cut into 2 or 4 segments, by the shape of the weight alone.  With few tokens and tiles, eight more warps of the
+// block and a second block of a cluster sum some of them; with many, a block sums all, one after another.  They are added in the same
 // order: a row of out has the same bits whatever the number of rows.
 //
 // Few tokens are bound by reading the weight: int4 with groups of 128, 8192 x 8192, 1 token takes 14.9 us on an H200, where a plain
@@ -92,7 +95,7 @@ __device__ void write(const Problem& p, const int32_t (&of_out)[S::kTokens], uin
 #endif
 
 template <class S>
-__global__ void __launch_bounds__(S::kThreads, 1) packed_gemm_sm90_kernel(const __grid_constant__ Problem p) {
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kernel(const __grid_constant__ Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using T = typename S::Element;
   extern __shared__ uint8_t unaligned[];
@@ -149,14 +152,12 @@ __global__ void __launch_bounds__(S::kThreads, 1) packed_gemm_sm90_kernel(const 
     }
   } else {
     if constexpr (!S::kFew) take_registers<200>();
-    uint8_t* const ring_memory = unaligned + (data - start);
-    uint8_t* const kept = ring_memory + p.stages * p.stage_bytes;
     {
-      Multiplier<S> multiplier(p, ring, kept, table);
+      Multiplier<S> multiplier(p, ring, table);
       multiplier.run(S::kParts == 1 ? split : split * S::kParts + warp / 8);
       if (!p.keeps()) {
         named_barrier_sync(1, S::kMultipliers);  // all have done with the ring
-        multiplier.store(reinterpret_cast<float*>(ring_memory));
+        multiplier.store(data);
       }
     }
     if (p.splits > 1) {
@@ -251,14 +252,15 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
             .gathers = gathers,
             .whole_chunks = !w.columns && args.x_step == 1 && w.k % 8 == 0 && aligned(args.x, x_stride, 8),
             .whole_stores = aligned(args.out, args.out_stride, 4)};
+  if (S::kAdds && p.steps == 8) p.steps = 4;  // which has them
   p.items = 8 / p.steps;
   p.minima_at = S::kScalesAt + p.items * kRows * 4;
   p.sums_at = p.minima_at + (w.minima ? p.items * kRows * 4 : 0);
-  p.stage_bytes = p.sums_at + (w.minima ? p.items * S::kTokens * 4 : 0);
+  p.stage_bytes = p.sums_at + (S::kAdds ? (p.items + 3) / 4 * S::kSumsBytes : 0);
   p.stage_bytes = (p.stage_bytes + kAlignment - 1) / kAlignment * kAlignment;
   // Sums of segments: of each that this block has, or of those so far.
   const int whole = p.each < segments ? segments / splits * S::kSumBytes : S::kTokens * kRows * 4;
-  const int most = kSharedOfSm - kAlignment - kStatic - whole;
+  const int most = kSharedOfSm / S::kBlocks - kOfSystem - kAlignment - kStatic - whole;
   p.stages = most / p.stage_bytes < kMostStages ? most / p.stage_bytes : kMostStages;
   p.stages -= p.stages % S::kParts;
   const int64_t blocks = row_tiles * token_tiles * splits;
@@ -284,8 +286,8 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   cuda_check(cudaLaunchKernelEx(&config, kernel, p), "packed_gemm");
 }
 
-template <class T, CodeKind kKind>
-void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
+template <class T, CodeKind kKind, Minima kMinima>
+void launch_tokens(const PackedGemmArgs& args, const Launch& launch) {
   const TileMap& map = args.map;
   const int64_t row_tiles = (args.weight.n + kRows - 1) / kRows, sms = num_sms(launch.device);
   const int64_t tokens = map.rows ? map.block_size & -map.block_size : args.num_rows;
@@ -294,13 +296,27 @@ void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
            (map.rows ? map.num_blocks * map.block_size / (tokens < of ? tokens : of) : (args.num_rows + of - 1) / of);
   };
   const auto run = [&]<int kTokens>() {
-    launch_shape<Shape<T, kKind, kTokens>>(args, launch, kTokens <= 64 && tiles(kTokens) * 2 <= sms ? 2 : 1);
+    const int64_t count = tiles(kTokens);
+    const int splits = kTokens <= 64 && count * 2 <= sms ? 2 : 1;
+    if constexpr (kTokens <= kMostFew)
+      if (count < sms) return launch_shape<Shape<T, kKind, kTokens, kMinima, 2>>(args, launch, splits);
+    launch_shape<Shape<T, kKind, kTokens, kMinima, 1>>(args, launch, splits);
   };
   if (tokens <= 8) return run.template operator()<8>();
   if (tokens <= 16) return run.template operator()<16>();
   if (tokens <= 32) return run.template operator()<32>();
   if (tokens <= 64 || tiles(64) <= sms) return run.template operator()<64>();
   run.template operator()<128>();
+}
+
+template <class T, CodeKind kKind>
+void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
+  const MinimumKind minima = args.weight.minima_kind;
+  if (minima == MinimumKind::kNone) return launch_tokens<T, kKind, Minima::kNone>(args, launch);
+  if constexpr (kKind == CodeKind::kUint4) {
+    if (minima == MinimumKind::kZero) return launch_tokens<T, kKind, Minima::kSubtracted>(args, launch);
+  }
+  if constexpr (is_integer(kKind)) launch_tokens<T, kKind, Minima::kAdded>(args, launch);
 }
 
 }  // namespace packed_gemm_sm90

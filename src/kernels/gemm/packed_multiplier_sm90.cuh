@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/load_shared.cuh"
-#include "cuda/wgmma.cuh"
+#include "cuda/wgmma_tf32.cuh"
 #include "gemm/packed_ring_sm90.cuh"
 
 namespace pykv {
@@ -29,9 +29,8 @@ class Multiplier {
  public:
   float total[kSums] = {};  // over a segment; in the end over all, where one block has all
 
-  // kept: where sums of segments lie
-  __device__ Multiplier(const Problem& p, const Ring& ring, uint8_t* kept, const uint32_t* table)
-      : p_(p), ring_(ring), kept_(kept), table_(table), warp_(threadIdx.x / 32 % 8) {
+  __device__ Multiplier(const Problem& p, const Ring& ring, const uint32_t* table)
+      : p_(p), ring_(ring), table_(table), warp_(threadIdx.x / 32 % 8) {
     const int lane = threadIdx.x % 32, c = lane % 4;
     constexpr bool kOctets = Code::kPlanes == 2;
     codes_at_ = S::kCodesAt + warp_ * S::kBlockBytes + (8 * (c / 2) + lane / 4) * 16 + (kOctets ? c % 2 * 512 : 0);
@@ -45,7 +44,8 @@ class Multiplier {
   __device__ __forceinline__ void run(int part) {
     switch (p_.steps) {
       case 8:
-        return run_steps<8>(part);
+        if constexpr (!S::kAdds) run_steps<8>(part);
+        return;
       case 4:
         return run_steps<4>(part);
       case 2:
@@ -56,10 +56,14 @@ class Multiplier {
   }
 
   // To [token][kPitch].
-  __device__ void store(float* to) const {
+  __device__ void store(uint32_t to) const {
     const int lane = threadIdx.x % 32, row = warp_ * 16 + lane / 4;
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) to[(i / 4 * 8 + lane % 4 * 2 + i % 2) * kPitch + row + i / 2 % 2 * 8] = total[i];
+    for (int i = 0; i < kSums; ++i) {
+      const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + (token * kPitch + row + i / 2 % 2 * 8) * 4), "f"(total[i])
+                   : "memory");
+    }
   }
 
  private:
@@ -83,8 +87,8 @@ class Multiplier {
     turn.advance(part % S::kParts, p_.stages);
     if constexpr (!S::kFew) {
       wait_full(turn);
-      decode(a_[0], ring_.data, 0);
-      if constexpr (kSteps == 8) multiply<0, 4>(a_[0], ring_.data, true);
+      decode<kSteps>(a_[0], ring_.at(turn), 0);
+      if constexpr (kSteps == 8) multiply<0, 4>(a_[0], ring_.at(turn), true);
     }
     const auto end_stage = [&](int i) {
       __syncwarp();
@@ -122,7 +126,7 @@ class Multiplier {
       uint32_t steps_of_x[kAhead ? 4 : 1][kPairs][4];
 #pragma unroll
       for (int j = 0; j < (kAhead ? 4 : 0); ++j) load_x(steps_of_x[j], stage + unit * S::kXBytes, j);
-      decode(a_[0], words[unit]);
+      decode<kSteps>(a_[0], words[unit], stage, unit);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         uint32_t (&x)[kPairs][4] = steps_of_x[kAhead ? j / 2 * 2 : 0];
@@ -131,8 +135,11 @@ class Multiplier {
         if (!kAhead) load_x(x, stage + unit * S::kXBytes, j);
         multiply_at_once(a_[0][j], x, j, (step & kMask) == 0);
         if ((step & kMask) != kMask) continue;
-        if (step == kMask) mbarrier_wait(ring_.ready + turn.stage * 8, turn.parity);
-        add_scaled(read(stage, step / kSteps), stage, step / kSteps);
+        if (step == kMask) {
+          wait_ready(turn);
+          if constexpr (S::kAdds) add_minima<8 / kSteps>(stage);
+        }
+        add_scaled(scales(stage, step / kSteps));
       }
     }
   }
@@ -163,32 +170,34 @@ class Multiplier {
     next.advance(1, p_.stages);
     const uint32_t next_stage = ring_.at(next);
     if constexpr (kSteps == 8) {
-      decode(a_[1], stage, 1);
+      decode<kSteps>(a_[1], stage, 1);
       multiply<0, 4>(a_[1], stage + S::kXBytes, false);
       if constexpr (!kLast) {
         wgmma_wait<1>();  // of the first unit
         wait_full(next);
-        decode(a_[0], next_stage, 0);
+        decode<kSteps>(a_[0], next_stage, 0);
       }
-      mbarrier_wait(ring_.ready + turn.stage * 8, turn.parity);
-      const Factors factors = read(stage, 0);
+      wait_ready(turn);
+      const float2 scale = scales(stage, 0);
       wgmma_wait<0>();
-      add_scaled(factors, stage, 0);
+      add_scaled(scale);
       if constexpr (!kLast) multiply<0, 4>(a_[0], next_stage, true);
     } else {
       constexpr int kItems = 8 / kSteps;
+      wait_ready(turn);
+      if constexpr (S::kAdds) add_minima<8 / kSteps>(stage);
       multiply_item<kSteps>(stage, 0);
-      decode(a_[1], stage, 1);
-      mbarrier_wait(ring_.ready + turn.stage * 8, turn.parity);
+      decode<kSteps>(a_[1], stage, 1);
 #pragma unroll
       for (int item = 0; item < kItems; ++item) {
         if (item == kItems / 2 && !kLast) {
           wait_full(next);
-          decode(a_[0], next_stage, 0);
+          decode<kSteps>(a_[0], next_stage, 0);
         }
-        const Factors factors = read(stage, item);
+        const float2 scale = scales(stage, item);
         wgmma_wait<0>();
-        add_scaled(factors, stage, item);
+        if constexpr (S::kAdds) pin_minima();
+        add_scaled(scale);
         if (item + 1 < kItems) multiply_item<kSteps>(stage, item + 1);
       }
     }
@@ -197,17 +206,31 @@ class Multiplier {
   __device__ void wait_full(const Turn& turn) const {
     mbarrier_wait(ring_.full + turn.stage * 8, turn.parity);
     if (!S::kFew && p_.gathers) fence_async_proxy();  // cp.async writes like an ordinary store
+    if (S::kSubtracts) wait_ready(turn);
   }
+  __device__ void wait_ready(const Turn& turn) const { mbarrier_wait(ring_.ready + turn.stage * 8, turn.parity); }
 
   // Codes of a unit to fragments of its four steps.
+  template <int kSteps>
   __device__ void decode(uint32_t (&a)[4][4], uint32_t stage, int unit) const {
     uint4 words[Code::kPlanes];
     load_codes(words, stage, unit);
-    decode(a, words);
+    decode<kSteps>(a, words, stage, unit);
   }
-  __device__ void decode(uint32_t (&a)[4][4], const uint4 (&words)[Code::kPlanes]) const {
+  template <int kSteps>
+  __device__ void decode(uint32_t (&a)[4][4], const uint4 (&words)[Code::kPlanes], uint32_t stage, int unit) const {
+    if constexpr (S::kSubtracts) {
+      uint2 zeros;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) Code::fragment(a[j], words, j, table_);
+      for (int j = 0; j < 4; ++j) {
+        if (j % kSteps == 0)
+          zeros = load_shared_8(stage + p_.minima_at + (unit * 4 + j) / kSteps * kRows * 4 + factors_at_);
+        Code::fragment_less(a[j], words, j, {zeros.x, zeros.y});
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) Code::fragment(a[j], words, j, table_);
+    }
   }
 
   __device__ void load_codes(uint4 (&words)[Code::kPlanes], uint32_t stage, int unit) const {
@@ -259,35 +282,65 @@ class Multiplier {
     wgmma_commit();
   }
 
-  struct Factors {
-    float2 scale, minimum;
-  };
-
-  __device__ Factors read(uint32_t stage, int item) const {
-    const uint32_t at = stage + item * kRows * 4 + factors_at_;
-    Factors factors{load_shared_float2(at + S::kScalesAt), make_float2(0.0f, 0.0f)};
-    if (p_.weight.minima) factors.minimum = load_shared_float2(at + p_.minima_at);
-    return factors;
+  __device__ float2 scales(uint32_t stage, int item) const {
+    return load_shared_float2(stage + S::kScalesAt + item * kRows * 4 + factors_at_);
   }
 
-  __device__ void add_scaled(const Factors& factors, uint32_t stage, int item) {
+  __device__ void add_scaled(const float2& scale) {
     if constexpr (!S::kFew) wgmma_pin(sum_);
+    if constexpr (S::kAdds && !S::kFew) wgmma_pin(total);
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) total[i] = fmaf(i / 2 % 2 ? factors.scale.y : factors.scale.x, sum_[i], total[i]);
-    if (!p_.weight.minima) return;
-    const uint32_t sums = stage + p_.sums_at + (item * S::kTokens + threadIdx.x % 4 * 2) * 4;
+    for (int i = 0; i < kSums; ++i) total[i] = fmaf(i / 2 % 2 ? scale.y : scale.x, sum_[i], total[i]);
+  }
+
+  // Minima of a stage times sums of x, each as what TF32 takes of it and the rest.
+  template <int kItems>
+  __device__ void add_minima(uint32_t stage) {
+    const int lane = threadIdx.x % 32, c = lane % 4;
 #pragma unroll
-    for (int i = 0; i < kSums; i += 4) {
-      const float2 of_x = load_shared_float2(sums + i / 4 * 32);
+    for (int first = 0; first < kItems; first += 4) {
+      const bool inside = kItems >= 4 || c < kItems;
+      const uint32_t at = stage + p_.minima_at + (first + (inside ? c : 0)) * kRows * 4 + factors_at_;
+      const float2 minimum = load_shared_float2(at);
+      const float x = inside ? minimum.x : 0.0f, y = inside ? minimum.y : 0.0f;
+      const uint32_t sums = stage + p_.sums_at + first / 4 * S::kSumsBytes;
+      if constexpr (!S::kFew) {
+        if (first > 0) wgmma_wait<0>();
+        pin_minima();
+      }
+      minima_[0][0] = minima_[0][2] = __float_as_uint(tf32_of(x));
+      minima_[0][1] = minima_[0][3] = __float_as_uint(tf32_of(y));
+      minima_[1][0] = minima_[1][2] = __float_as_uint(x - tf32_of(x));
+      minima_[1][1] = minima_[1][3] = __float_as_uint(y - tf32_of(y));
+      if constexpr (S::kFew) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        total[i + e] = fmaf(e / 2 ? factors.minimum.y : factors.minimum.x, e % 2 ? of_x.y : of_x.x, total[i + e]);
+        for (int t = 0; t < S::kTokens / 8; ++t) {
+          const uint32_t of_lane = sums + t * 128 + lane * 4;
+          const uint32_t b0 = load_shared_4(of_lane), b1 = load_shared_4(of_lane + S::kTokens * 16);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) mma_16x8x8_tf32(reinterpret_cast<float (&)[4]>(total[t * 4]), minima_[i], b0, b1);
+        }
+      } else {
+        const uint64_t matrix = tf32_matrix(sums, S::kTokens * 16);
+        wgmma_pin(total);
+        wgmma_begin();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) wgmma_tf32<S::kTokens>(total, minima_[i], matrix);
+        wgmma_commit();
+      }
     }
   }
+  __device__ void pin_minima() {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) asm volatile("" : "+r"(minima_[i / 4][i % 4]));
+  }
+
+  // Where sums of segments lie.
+  __device__ uint32_t kept() const { return ring_.data + p_.stages * p_.stage_bytes; }
 
   // Those of a segment, for who adds up those of all.
   __device__ void keep(int piece) {
-    store(reinterpret_cast<float*>(kept_ + piece * S::kSumBytes));
+    store(kept() + piece * S::kSumBytes);
 #pragma unroll
     for (float& x : total) x = 0.0f;
   }
@@ -295,7 +348,7 @@ class Multiplier {
   // Adds those of a segment to those of the segments before.
   __device__ void join(int segment) {
     const bool is_first = segment == 0, is_last = segment == p_.segments - 1;
-    const uint32_t whole = shared_address(kept_) + threadIdx.x * 16;
+    const uint32_t whole = kept() + threadIdx.x * 16;
 #pragma unroll
     for (int i = 0; i < kSums; i += 4) {
       const uint32_t own = whole + i / 4 * S::kMultipliers * 16;
@@ -316,12 +369,11 @@ class Multiplier {
 
   const Problem& p_;
   const Ring& ring_;
-  uint8_t* const kept_;
   const uint32_t* const table_;
   const int warp_;
   uint32_t codes_at_, selector_, x_at_, factors_at_;
   float sum_[kSums];
-  uint32_t a_[2][4][4];
+  uint32_t a_[2][4][4], minima_[2][4] = {};
 };
 
 #endif

@@ -14,25 +14,35 @@ constexpr int kRows = 128, kUnit = PackedWeight::kUnit;
 constexpr int kColumns = 2 * kUnit;  // of a stage
 constexpr int kPitch = kRows + 4;    // of the sums of a token
 constexpr int kMostStages = 12, kMostSegments = 4;
-constexpr int kSharedOfSm = 227 << 10, kAlignment = 1024, kStatic = 3072;  // barriers, rows and the table
+constexpr int kMostFew = 32;  // tokens, for which mma.sync takes fewer instructions than wgmma
+constexpr int kSharedOfSm = 228 << 10, kOfSystem = 1024;  // of each block
+constexpr int kAlignment = 1024, kStatic = 3072;          // barriers, rows and the table
 
-template <class T, CodeKind kKind_, int kTokens_>
+// What is done about m: nothing, it is 0; zero points are subtracted from codes of four bits as they are decoded; m is added, times
+// sums of x.
+enum class Minima { kNone, kSubtracted, kAdded };
+
+// kParts: of the columns, which eight warps each multiply.  Of few tokens: two, or one and two blocks on an SM, where there are
+// blocks for all of them, so that one begins and ends while the other multiplies.
+template <class T, CodeKind kKind_, int kTokens_, Minima kMinima, int kParts_>
 struct Shape {
   using Element = T;
   static constexpr CodeKind kKind = kKind_;
   using Code = Codes<T, kKind>;
   static constexpr int kTokens = kTokens_;
-  static constexpr bool kFew = kTokens <= 32;  // for which mma.sync takes fewer instructions than wgmma
-  static constexpr int kParts = kFew ? 2 : 1;  // of the columns, which eight warps each multiply
+  static constexpr bool kFew = kTokens <= kMostFew;
+  static constexpr int kParts = kParts_, kBlocks = kFew && kParts == 1 ? 2 : 1;  // of an SM
   static constexpr int kMultipliers = 256 * kParts;
-  static constexpr int kPreparers = kTokens <= 16 ? 7 : 3;  // warps
+  static constexpr int kPreparers = kTokens <= 16 && kParts == 2 ? 7 : 3;  // warps
   static constexpr int kGatherers = kFew ? 0 : 4;  // warps that copy rows of x one by one; of few tokens, preparers do
   static constexpr int kThreads = kMultipliers + 32 * (1 + kPreparers + kGatherers);
   static constexpr int kCopiers = kFew ? 32 : 32 * kGatherers;  // threads that copy them for a stage
   static constexpr int kXBytes = kTokens * kUnit * 2;           // of a unit
   static constexpr int kBlockBytes = 2 * Code::kPlanes * 512;   // of 16 rows of the weight
   static constexpr int kCodesAt = 2 * kXBytes, kScalesAt = kCodesAt + kRows / 16 * kBlockBytes;
+  static constexpr bool kSubtracts = kMinima == Minima::kSubtracted, kAdds = kMinima == Minima::kAdded;
   static constexpr bool kMaySplit = kTokens <= 64;
+  static constexpr int kSumsBytes = kTokens * 32;  // of x, over four groups
   static constexpr int kSumBytes = kTokens * kPitch * 4;
 };
 

@@ -63,6 +63,8 @@ PackedWeight parse_format(const char* format, const char* name) {
   w.offset = kOffsets[codes];
   w.scales_kind = reader.kind<ScaleKind>(kScales, "scales must be f16, bf16, f32, e4m3, e8m0, f16u8 or f16i8");
   w.minima_kind = reader.kind<MinimumKind>(kMinima, "minima must be none, zero, f16, f32 or f16u8");
+  if (!is_integer(w.codes_kind) && w.minima_kind != MinimumKind::kNone)
+    bad_format(name, format, "minima of codes that are no integers must be none");
   w.n = reader.size('n', "rows must be n<number>");
   w.k = reader.size('k', "columns must be k<number>");
   w.group_size = reader.size('g', "the group size must be g<number>");

@@ -36,6 +36,7 @@ enum class CodeKind : uint8_t {
   kE4M3,     // float8_e4m3fn; NaN does not occur
   kTable16,  // an entry of the table
 };
+constexpr bool is_integer(CodeKind kind) { return kind == CodeKind::kUint4 || kind == CodeKind::kUint8; }
 // s is the global scale times ...
 enum class ScaleKind : uint8_t {
   kF16,
@@ -46,9 +47,10 @@ enum class ScaleKind : uint8_t {
   kF16U8,  // a float16 for 256 columns times uint8
   kF16I8,  // ... times int8
 };
+// Of integers alone, others have none.
 enum class MinimumKind : uint8_t {
   kNone,   // m = 0
-  kZero,   // uint8 z: m = s * (offset - z)
+  kZero,   // uint8 z, at most 16 where codes have up to four bits: m = s * (offset - z)
   kF16,    // m = s * offset + a float16
   kF32,    // m = s * offset + a float32
   kF16U8,  // m = s * offset - a float16 for 256 columns times uint8
