@@ -209,7 +209,8 @@ def integers(
 def zero_points(zeros: Host, bits: int, scales: Factor) -> Factor | None:
     """``[n, groups]`` integers that codes have too much; nothing where all are in the middle.
 
-    They are bytes, up to 16 where codes have up to four bits.  That of an 8-bit GPTQ weight may be 256: then minima are numbers.
+    They are bytes, up to 16 where codes have up to four bits.  That of an 8-bit GPTQ weight may be 256: then minima are
+    numbers.
     """
     if (zeros == 1 << (bits - 1)).all():
         return None

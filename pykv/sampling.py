@@ -181,7 +181,7 @@ def finish_logits_(
     Args:
         logits: ``[num_rows, num_cols]`` float32, float16 or bfloat16; changed in place.
         num_org, num_org_pad, num_added: numbers of columns; ``None``: all.
-        soft_cap: positive; ``None``: none.
+        soft_cap: positive; ``None`` or infinity: none.
         scale: of all, after the cap.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 

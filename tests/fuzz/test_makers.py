@@ -55,6 +55,7 @@ def test_a_seed_is_one_call():
         assert cases[0].changes == cases[1].changes
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # JAX, which other tests started: the child only copies memory
 def test_ids_change():
     page, case = Page(), made(0, "shuffle_rows")
     try:

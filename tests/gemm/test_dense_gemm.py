@@ -74,16 +74,18 @@ def test_columns_one_after_another(array, dtype, order):
 
 
 @dtypes
-def test_a_row_has_the_same_bits_among_any_others(array, dtype):
-    a, w = random((40, 1000), dtype), array.input(random((64, 1000), dtype, 1))
+@pytest.mark.parametrize("n", [64, 2200])
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_row_has_the_same_bits_among_any_others(array, dtype, n, wide):
+    a, w = random((40, 1000), dtype), array.input(random((n, 1000), F32 if wide else dtype, 1))
 
     def logits(rows) -> np.ndarray:
-        out = array.output(np.zeros((len(rows), 64), F32))
-        pykv.dsv3_router_gemm(out, array.input(rows), w)
+        out = array.output(np.zeros((len(rows), n), F32))
+        (pykv.fp32_router_gemm if wide else pykv.dsv3_router_gemm)(out, array.input(rows), w)
         return array.numpy(out).view(np.uint32)
 
     whole = logits(a)
-    for part in (slice(0, 1), slice(3, 10), slice(20, 40)):
+    for part in (slice(0, 1), slice(3, 10), slice(3, 17), slice(20, 40)):
         np.testing.assert_array_equal(logits(a[part]), whole[part])
 
 

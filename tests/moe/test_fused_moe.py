@@ -14,7 +14,7 @@ from moe.inputs import random
 from rows import name_of, padded
 
 import pykv
-from pykv.gemm import stack_packed
+from pykv.gemm import pack_integers, stack_packed
 from pykv.moe import fused_moe_workspace_size
 from pykv.packed_weight import PackedWeight
 
@@ -266,3 +266,21 @@ def test_intermediate_results_beyond_int64_are_refused():
 def test_stacked_weights_are_of_one_format():
     with pytest.raises(ValueError, match=r"weights: must be of one format, got \['"):
         stack_packed([integers(32, 64)[0], integers(32, 128)[0]])
+
+
+@pytest.mark.parametrize("kind", ["float16", "packed", "int8"])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_a_rank_without_experts(array, kind, tokens):
+    """All its pairs lie elsewhere."""
+    hidden, inner, options = 64, 32, {}
+    shapes = [(2 * inner, hidden), (hidden, inner)]
+    weights = [np.zeros((0, *s), np.int8 if kind == "int8" else np.float16) for s in shapes]
+    if kind == "int8":
+        options = {f"w{i + 1}_scale": np.ones((0, n), np.float32) for i, (n, _) in enumerate(shapes)}
+    if kind == "packed":
+        packed = [pack_integers(np.zeros(s, np.uint8), np.ones((s[0], 1), np.float16)) for s in shapes]
+        weights = [np.zeros((0, *w.data.shape), np.uint8) for w in packed]
+        options = {f"w{i + 1}_format": w.format for i, w in enumerate(packed)}
+    x = normal(0, tokens, hidden, dtype=np.float16)
+    out = run(array, x, *weights, *routed(tokens, 2, 4), expert_map=np.full(4, -1, np.int32), **options)
+    assert (out == 0).all()

@@ -37,8 +37,8 @@ void fused_moe_cpu(const FusedMoeArgs& args, const Launch& launch) {
   std::unique_ptr<char[]> own;
   if (!args.workspace) own.reset(new char[static_cast<size_t>(args.workspace_bytes)]);
   a.use(args.workspace ? args.workspace : own.get());
-  if (a.sort.num_pairs != 0) {
-    sort_pairs_cpu(a.sort, launch);
+  if (a.sort.num_pairs != 0) sort_pairs_cpu(a.sort, launch);
+  if (a.has_products()) {
     expert_product_cpu(a.first, launch);
     if (a.gated.width != 0) a.activation->gated_cpu(a.gated, launch);
     if (a.elementwise.width != 0) a.activation->cpu(a.elementwise, launch);

@@ -45,6 +45,8 @@ struct FusedMoeArgs {
 
   // Says where all lies between the kernels.
   void use(void* memory);
+  // Of no expert there are no products: all pairs are dropped.
+  bool has_products() const { return sort.num_pairs != 0 && sort.num_listed != 0; }
 };
 
 void fused_moe_cuda(const FusedMoeArgs& args, const Launch& launch);

@@ -45,7 +45,7 @@ pykv_status pykv_fused_moe_gemm(DLTensor* out, const DLTensor* x, const DLTensor
       tiles.factors_stride = 1;
     }
     product.set_rows(tiles, pairs, from.data(), from.stride(0), to.data(), to.stride(0));
-    if (tiles.num_blocks != 0 && pairs != 0)
+    if (tiles.num_blocks != 0 && pairs != 0 && experts != 0)
       call.run(stream, product, expert_product_cpu, PYKV_CUDA(expert_product_cuda));
   });
 }

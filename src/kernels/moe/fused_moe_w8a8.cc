@@ -169,7 +169,7 @@ void QuantisedMoeArgs::use(void* memory) {
 void run_quantised_moe(const QuantisedMoeArgs& a, const QuantisedMoeTwins& twins, const Launch& launch) {
   SumRowsArgs sum = a.sum;
   if (a.sort.num_pairs != 0) twins.sort(a.sort, launch);
-  if (a.sort.num_pairs != 0 && a.second.k != 0) {
+  if (a.sort.num_pairs != 0 && a.sort.num_listed != 0 && a.second.k != 0) {
     run(a.first_coder, twins, launch);
     twins.records(a.records, launch);
     twins.multiply(a.first, launch);
@@ -180,7 +180,8 @@ void run_quantised_moe(const QuantisedMoeArgs& a, const QuantisedMoeTwins& twins
     run(a.second_coder, twins, launch);
     twins.multiply(a.second, launch);
   } else {
-    sum.top_k = 0;  // rows without columns have no scales that a product could read
+    sum.top_k =
+        0;  // without experts all pairs are dropped; rows without columns have no scales that a product could read
   }
   twins.sum(sum, launch);
 }

@@ -22,15 +22,16 @@ pykv_status pykv_finish_logits_(DLTensor* logits, int64_t num_org, int64_t num_o
              "must have columns for num_org = %" PRId64 ", num_org_pad = %" PRId64 " and num_added = %" PRId64
              ", each 0 or more, got shape %s",
              num_org, num_org_pad, num_added, x.shape_string().c_str());
-    if (!(soft_cap >= 0) || !std::isfinite(soft_cap))
-      fail(PYKV_VALUE_ERROR, "soft_cap: must be positive, or 0 for none, got %g", soft_cap);
+    a.soft_cap = static_cast<float>(soft_cap);
+    if (!(soft_cap >= 0) || (soft_cap > 0 && a.soft_cap == 0))
+      fail(PYKV_VALUE_ERROR, "soft_cap: must be positive in fp32, or 0 for none, got %g", soft_cap);
+    if (std::isinf(a.soft_cap)) a.soft_cap = 0;
     a.dtype = x.type();
     a.logits = x.data();
     a.logit_stride = x.stride(0);
     a.first_pad = num_org;
     a.end_of_pad = num_org + num_org_pad;
     a.first_unused = a.end_of_pad + num_added;
-    a.soft_cap = static_cast<float>(soft_cap);
     a.scale = static_cast<float>(scale);
     a.num_rows = rows;
     a.num_cols = cols;

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "cpu/parallel.h"
-#include "cpu/simd.h"
+#include "cpu/silu.h"
 #include "sampling/finish_logits.h"
 
 namespace pykv::PYKV_ISA {
@@ -16,7 +16,7 @@ void finish_row(T* row, const FinishLogitsArgs& args) {
   const auto compute = [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i += kWidth) {
       Floats x = load(row + i, end - i);
-      if (args.soft_cap != 0.0f) x = args.soft_cap * tanh(x / args.soft_cap);
+      if (args.soft_cap != 0.0f) x = args.soft_cap * exact_tanh(x / args.soft_cap);
       store(row + i, x * args.scale, end - i);
     }
   };

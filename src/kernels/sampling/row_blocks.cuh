@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "cuda/ahead.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/vec.cuh"
 #include "sampling/row_exchange.cuh"
@@ -35,6 +36,15 @@ struct RowSlice {
   __device__ void prefetch_first() const {
     const int at = first_vector + static_cast<int>(threadIdx.x) * kSize;
     if (at < end) prefetch(row + max(at, 0));
+  }
+
+  // Of a pass that takes `size` columns at once: what lies up to kAhead times as far comes into the L2, by one thread.  So few
+  // loads are under way that each step would take as long as the memory does.
+  __device__ void bring_ahead(int column, int size, bool is_first) const {
+    constexpr int kAhead = 5;
+    if (threadIdx.x != 0) return;
+    const int from = (is_first ? 1 : kAhead) * size, count = (min(end - column, (kAhead + 1) * size) - from) / kSize;
+    if (count > 0) prefetch_row(row + column + from, static_cast<uint32_t>(count) * sizeof(Pack<T>));
   }
 
   // The vector that begins with column `at`; what lies outside is -infinity.

@@ -15,6 +15,7 @@ __device__ void each_vector(const RowSlice<T>& slice, Body body) {
   for (int group = slice.first_vector; group < slice.end; group += kVectors * step) {
     Pack<T> raw[kVectors];
     const int first = group + static_cast<int>(threadIdx.x) * kSize;
+    slice.bring_ahead(group, kVectors * step, group == slice.first_vector);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(first + v * step);
 #pragma unroll
@@ -32,6 +33,7 @@ __device__ void each_vector_ahead(const RowSlice<T>& slice, Body body) {
   for (int group = slice.first_vector - step; group < slice.end; group += step) {
     const int at = group + static_cast<int>(threadIdx.x) * kSize;
     const Pack<T> raw = next;
+    slice.bring_ahead(group + step, step, group < slice.first_vector);
     next = slice.load(at + step);
     if (group >= slice.first_vector) body(at, raw);
   }

@@ -79,7 +79,7 @@ PYKV_API pykv_status pykv_merge_top_k(DLTensor* indices, const DLTensor* shard_i
  * the second ones and the rest (pykv/embedding.h has the same rows).
  *   logits    [num_rows, num_cols]  float32 | float16 | bfloat16; changed in place
  *   num_org   -1: num_cols
- *   soft_cap  0: none  */
+ *   soft_cap  0 or infinity: none  */
 PYKV_API pykv_status pykv_finish_logits_(DLTensor* logits, int64_t num_org, int64_t num_org_pad, int64_t num_added,
                                          double soft_cap, double scale, void* stream);
 
