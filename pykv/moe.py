@@ -91,7 +91,7 @@ def topk_softplus_sqrt(
         routed_scaling_factor: what the weights are multiplied by at last.
         e_score_correction_bias: as there.
         input_ids: ``[T]`` int32 or int64.
-        hash_indices_table: ``[vocab_size, k]``, dtype of ``topk_ids``.
+        hash_indices_table: ``[vocab_size, k]`` int32 or int64.
         is_padding: as there.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 

@@ -127,8 +127,9 @@ pykv_status pykv_topk_softplus_sqrt(DLTensor* topk_weights, DLTensor* topk_ids, 
       args.input_ids = call.read("input_ids", input_ids).shape(tokens).index();
       Tensor table = call.read("hash_indices_table", uint32_as_int32(hash_indices_table, as_known))
                          .shape(vocab, top_k)
-                         .dtype({args.ids_are_int64 ? DType::kInt64 : DType::kInt32});
+                         .dtype({DType::kInt32, DType::kInt64});
       args.table = token_array<const void>(table);
+      args.table_is_int64 = table.type() == DType::kInt64;
       args.vocab_size = vocab;
       args.source_rows.data = nullptr;  // as in vLLM
       args.report_input_ids = "topk_softplus_sqrt: input_ids";

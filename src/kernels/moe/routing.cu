@@ -1,5 +1,9 @@
 // A token by one warp, or by a part of one where there are few experts.  Keys stay in registers, as unsigned integers of the
-// same order, so that one instruction finds the largest of a warp; the best one is taken out top_k times.
+// same order, so that one instruction finds the largest of a warp.
+//
+// The best key of all is taken out top_k times.  With many tokens, whose instructions then count, a warp first looks at the
+// largest key of each lane: the top_k-th of these is a lower bound of the keys that are chosen.  Few reach it, mostly: each gets
+// a lane, and a place by how many are better.  Both choose the same.
 //
 // Lanes divide into as many parts as there are groups of experts, so that a group's best are found among its own lanes:
 // lane l of `width` lanes of group g holds the experts g * group_size + l + j * width, j = 0 ... kEach - 1.  Of equal keys a
@@ -17,6 +21,7 @@ namespace pykv {
 namespace {
 
 constexpr int kThreads = 128;
+constexpr int64_t kManyTokens = 2048;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr uint32_t kLowest = 0x007fffffu;  // the key of -inf; 0: nothing is there
 
@@ -149,6 +154,63 @@ __device__ void keep_groups(const RoutingPlan& plan, uint32_t group, uint32_t (&
   for (int j = 0; j < kEach; ++j) keys[j] = min(keys[j], kLowest);
 }
 
+// A key and its expert as one number, of which the largest is the best: of equal keys the one of the lower id.
+struct Choice {
+  uint64_t packed;
+
+  Choice() = default;
+  __device__ Choice(uint32_t key, uint32_t id) : packed(static_cast<uint64_t>(key) << 32 | ~id) {}
+  __device__ uint32_t key() const { return static_cast<uint32_t>(packed >> 32); }
+  __device__ uint32_t id() const { return ~static_cast<uint32_t>(packed); }
+};
+
+// What a warp has in shared memory: those that may be chosen, and then those that are.
+struct Candidates {
+  uint64_t all[32], best[32];
+};
+
+// Gives lane i the i-th best of a warp's keys, i < top_k <= 32; false if too many may be among them.
+template <int kEach>
+__device__ bool choose_by_rank(const uint32_t (&keys)[kEach], uint32_t first_id, uint32_t width, int32_t top_k,
+                               Candidates& shared, Choice& chosen) {
+  const uint32_t lane = threadIdx.x % 32;
+  uint32_t rest = 0, bound = 0;
+#pragma unroll
+  for (uint32_t j = 0; j < kEach; ++j) rest = max(rest, keys[j]);
+  for (int32_t found = 0; found < top_k;) {
+    bound = __reduce_max_sync(kAllLanes, rest);
+    if (bound == 0) return false;
+    found += __popc(__ballot_sync(kAllLanes, rest == bound));
+    if (rest == bound) rest = 0;
+  }
+  uint32_t reach[kEach], count = 0;  // lanes whose j-th key reaches it
+#pragma unroll
+  for (uint32_t j = 0; j < kEach; ++j) {
+    reach[j] = __ballot_sync(kAllLanes, keys[j] >= bound);
+    count += __popc(reach[j]);
+  }
+  if (count > 32) return false;
+  const uint32_t lower = (1u << lane) - 1;
+  uint32_t before = 0;
+#pragma unroll
+  for (uint32_t j = 0; j < kEach; ++j) {
+    if (keys[j] >= bound) shared.all[before + __popc(reach[j] & lower)] = Choice(keys[j], first_id + j * width).packed;
+    before += __popc(reach[j]);
+  }
+  if (lane >= count) shared.all[lane] = 0;
+  __syncwarp();
+  const uint64_t own = shared.all[lane];
+  uint32_t rank = 0;  // how many are better
+  for (uint32_t i = 0; i < count; i += 4) {
+#pragma unroll
+    for (uint32_t e = 0; e < 4; ++e) rank += shared.all[i + e] > own;
+  }
+  if (lane < count) shared.best[rank] = own;
+  __syncwarp();
+  chosen.packed = shared.best[lane];
+  return true;
+}
+
 template <int kLanes, int kEach>
 __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
     routing_kernel(const __grid_constant__ RoutingPlan plan) {
@@ -175,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
   const auto weight_of = [&](int64_t id) {
     float s[1] = {with_type(a.dtype, a.logits.data, [&](auto data) { return to_float(data[a.logits.at(token, id)]); })};
     score(s);
-    return s[0];
+    return s[0] + 0.0f;  // as value_of has it
   };
   const bool is_padding = a.is_padding && a.is_padding[token * a.is_padding_stride];
 
@@ -187,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
     const bool is_known = row >= 0 && row < a.vocab_size;
     if (!is_known && !is_padding && is_there && lane == 0) plan.input_ids(row, a.vocab_size);
     if (is_known)
-      table_row = static_cast<const char*>(a.table.data) + row * a.table.token_stride * (a.ids_are_int64 ? 8 : 4);
+      table_row = static_cast<const char*>(a.table.data) + row * a.table.token_stride * (a.table_is_int64 ? 8 : 4);
   } else {
     uint32_t not_finite[(kEach + 31) / 32] = {};  // a bit for each expert
     if (a.finite_only) {
@@ -211,6 +273,14 @@ __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
       if (a.num_groups > 1) keep_groups(plan, group, keys);
   }
 
+  bool is_ranked = false;
+  Choice ranked;
+  if constexpr (kLanes == 32) {
+    __shared__ Candidates candidates[kThreads / 32];
+    if (!is_hashed && a.top_k <= 32 && a.num_tokens >= kManyTokens)
+      is_ranked = choose_by_rank(keys, first_id, width, a.top_k, candidates[threadIdx.x / 32], ranked);
+  }
+
   float sum = 0, weight = 0;
   for (int32_t from = 0; from < a.top_k; from += kLanes) {
     const int32_t mine = from + static_cast<int32_t>(lane);  // this lane's choice of these
@@ -219,13 +289,16 @@ __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
     if (is_hashed) {
       if (table_row && mine < a.top_k && !is_padding) {
         const int64_t at = mine * a.table.stride;
-        id = a.ids_are_int64 ? reinterpret_cast<const int64_t*>(table_row)[at]
-                             : reinterpret_cast<const int32_t*>(table_row)[at];
+        id = a.table_is_int64 ? reinterpret_cast<const int64_t*>(table_row)[at]
+                              : reinterpret_cast<const int32_t*>(table_row)[at];
         if (id < 0 || id >= a.num_experts) {
           if (is_there) plan.table(id, a.num_experts);
           id = -1;
         }
       }
+    } else if (is_ranked) {
+      if (mine < a.top_k && !is_padding) id = ranked.id();
+      is_lowest = ranked.key() == kLowest;
     } else {
       const int32_t end = min(from + kLanes, a.top_k);
 #pragma unroll 1
@@ -249,7 +322,9 @@ __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
       }
       if (is_padding) id = -1;
     }
-    weight = mine < a.top_k && id >= 0 && !(a.zero_if_lowest && is_lowest) ? weight_of(id) : 0.0f;
+    weight = 0.0f;
+    if (mine < a.top_k && id >= 0 && !(a.zero_if_lowest && is_lowest))
+      weight = is_ranked && !a.bias ? value_of(ranked.key()) : weight_of(id);
     sum += weight;
     if (!is_there || mine >= a.top_k) continue;
     if (a.ids_are_int64)

@@ -29,7 +29,7 @@ struct TokenArray {
 struct RoutingArgs {
   Scoring scoring;
   DType dtype, bias_dtype;
-  bool ids_are_int64, renormalize;
+  bool ids_are_int64, table_is_int64, renormalize;
   bool finite_only;     // an expert whose logit is not finite gets the key -inf
   bool zero_if_lowest;  // an expert that was chosen with the key -inf gets the weight 0
   bool top2_sum;        // a group's score: the sum of its two largest keys, else the largest

@@ -183,8 +183,8 @@ class Router {
       int64_t id = -1;
       if (is_there) {
         const int64_t at = a_.table.at(row, j);
-        id = a_.ids_are_int64 ? static_cast<const int64_t*>(a_.table.data)[at]
-                              : static_cast<const int32_t*>(a_.table.data)[at];
+        id = a_.table_is_int64 ? static_cast<const int64_t*>(a_.table.data)[at]
+                               : static_cast<const int32_t*>(a_.table.data)[at];
         if (id < 0 || id >= a_.num_experts) {
           launch_.reporter(a_.report_table)(id, a_.num_experts);
           id = -1;

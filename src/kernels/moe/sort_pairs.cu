@@ -8,6 +8,7 @@
 //   3. It places its pairs, 32 at a time: lanes with the same bin (match_any) are placed in their order.
 // So places depend on the pairs alone, whatever the number of warps and blocks.
 #include <algorithm>
+#include <atomic>
 
 #include "cuda/cluster.cuh"
 #include "cuda/dependent.cuh"
@@ -18,7 +19,8 @@ namespace pykv {
 namespace {
 
 constexpr int kMaxThreads = 1024;
-constexpr int kClusterSize = 8;
+constexpr int kPortableBlocks = 8, kMostBlocks = 16;  // of a cluster: every chip that has them; some
+constexpr int64_t kManyPairs = 8192;
 constexpr int64_t kMaxShared = 96 << 10;  // bytes, of a block; every chip has as many
 constexpr int kBinArrays = 4;             // beside the counts of warps
 constexpr int kLoads = 8;                 // of shared memory, under way at once
@@ -150,11 +152,12 @@ __device__ void count_pairs(const SortPlan& plan, const Bins& bins, int64_t adap
     cluster_announce_all();
     cluster_wait();
     for (int32_t b = threadIdx.x; b < plan.num_bins; b += blockDim.x) {
-      uint32_t of_ranks[kClusterSize], before = 0, all = 0;
+      uint32_t of_ranks[kMostBlocks], before = 0, all = 0;
 #pragma unroll
-      for (int r = 0; r < kClusterSize; ++r) of_ranks[r] = load_of_rank(&bins.of_block[b], r);
+      for (int r = 0; r < kMostBlocks; ++r)
+        of_ranks[r] = r < static_cast<int>(gridDim.x) ? load_of_rank(&bins.of_block[b], r) : 0;
 #pragma unroll
-      for (int r = 0; r < kClusterSize; ++r) {
+      for (int r = 0; r < kMostBlocks; ++r) {
         before += r < rank ? of_ranks[r] : 0;
         all += of_ranks[r];
       }
@@ -306,6 +309,32 @@ __global__ void __launch_bounds__(kMaxThreads) sort_pairs_kernel(const __grid_co
   if (gridDim.x > 1 && !a.sizes.data) cluster_wait();  // the others have read this block's shared memory
 }
 
+// Whether a cluster of kMostBlocks, each on a multiprocessor of its own, finds room.
+bool has_room_for_most(const Launch& launch) {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices];  // 1: no, 2: yes
+  if (launch.device >= kDevices) return false;
+  if (const int answer = known[launch.device].load(std::memory_order_relaxed)) return answer == 2;
+  cudaLaunchAttribute size;
+  size.id = cudaLaunchAttributeClusterDimension;
+  size.val.clusterDim = {kMostBlocks, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = kMostBlocks;
+  config.blockDim = kMaxThreads;
+  config.dynamicSmemBytes = kMaxShared;
+  config.attrs = &size;
+  config.numAttrs = 1;
+  int clusters = 0;
+  if (cudaFuncSetAttribute(sort_pairs_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared) != cudaSuccess ||
+      cudaFuncSetAttribute(sort_pairs_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess ||
+      cudaOccupancyMaxActiveClusters(&clusters, sort_pairs_kernel, &config) != cudaSuccess) {
+    clusters = 0;
+    cudaGetLastError();  // nobody else is to find it
+  }
+  known[launch.device].store(clusters > 0 ? 2 : 1, std::memory_order_relaxed);
+  return clusters > 0;
+}
+
 }  // namespace
 
 void sort_pairs_cuda(const SortPairsArgs& args, const Launch& launch) {
@@ -330,7 +359,9 @@ void sort_pairs_cuda(const SortPairsArgs& args, const Launch& launch) {
          static_cast<long long>(args.num_bins));
   // One block is the quickest where there is little to do.
   const bool is_large = args.num_pairs > 2048 || args.capacity > 16384;
-  const uint32_t blocks = is_large && overlaps_kernels(launch.device) ? kClusterSize : 1;
+  uint32_t blocks = 1;
+  if (is_large && overlaps_kernels(launch.device))
+    blocks = args.num_pairs > kManyPairs && has_room_for_most(launch) ? kMostBlocks : kPortableBlocks;
   const int64_t groups = (args.num_pairs + 31) / 32;  // of 32 pairs
   plan.pair_warps = static_cast<int32_t>(std::clamp<int64_t>((groups + blocks - 1) / blocks, 1, most_warps));
   const int64_t warps = static_cast<int64_t>(plan.pair_warps) * blocks;

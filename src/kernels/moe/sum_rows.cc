@@ -13,7 +13,10 @@ void run(Call& call, void* stream, const SumRowsArgs& args) {
   if (args.num_tokens != 0 && args.width != 0) call.run(stream, args, sum_rows_cpu, PYKV_CUDA(sum_rows_cuda));
 }
 
-PairIds pair_ids(const Tensor& t) { return {t.data(), t.stride(0), t.stride(1), t.type() == DType::kInt64}; }
+// Of [num_tokens, top_k], or of [num_tokens * top_k].
+PairIds pair_ids(const Tensor& t, int64_t top_k) {
+  return {t.data(), t.ndim() == 1 ? top_k * t.stride(0) : t.stride(0), t.stride(-1), t.type() == DType::kInt64};
+}
 
 void take_out(SumRowsArgs& args, const Tensor& out) {
   args.dtype = out.type();
@@ -44,7 +47,8 @@ pykv_status pykv_moe_sum(const DLTensor* input, DLTensor* output, const DLTensor
       DLTensor as_known;
       args.ids = pair_ids(call.read("topk_ids", uint32_as_int32(topk_ids, as_known))
                               .shape(tokens, top_k)
-                              .dtype({DType::kInt32, DType::kInt64}));
+                              .dtype({DType::kInt32, DType::kInt64}),
+                          top_k);
     }
     if (expert_map) {
       if (!topk_ids) fail(PYKV_TYPE_ERROR, "topk_ids: an array is required beside expert_map, got None");
@@ -68,9 +72,8 @@ pykv_status pykv_moe_unpermute(const DLTensor* permuted_hidden_states, const DLT
     Tensor weights = call.read("topk_weights", topk_weights).shape(tokens, columns).dtype({DType::kFloat32});
     Tensor places =
         call.read("inv_permuted_idx", inv_permuted_idx).rank_between(1, 2).dtype({DType::kInt32, DType::kInt64});
-    const bool flat = places.ndim() == 1;  // [num_tokens * topk]
     Dim pairs{"num_tokens * topk", tokens * columns};
-    flat ? places.shape(pairs) : places.shape(tokens, columns);
+    places.ndim() == 1 ? places.shape(pairs) : places.shape(tokens, columns);
     Tensor out = call.write("hidden_states", hidden_states)
                      .shape(tokens, width)
                      .like(rows)
@@ -87,9 +90,7 @@ pykv_status pykv_moe_unpermute(const DLTensor* permuted_hidden_states, const DLT
     args.weights = static_cast<const float*>(weights.data());
     args.weights_token_stride = weights.stride(0);
     args.weights_stride = weights.stride(1);
-    args.places =
-        flat ? PairIds{places.data(), columns * places.stride(0), places.stride(0), places.type() == DType::kInt64}
-             : pair_ids(places);
+    args.places = pair_ids(places, topk);
     args.num_rows = num_rows;
     if (expert_first_token_offset) {
       Tensor offsets = call.read("expert_first_token_offset", expert_first_token_offset)

@@ -43,7 +43,7 @@ PYKV_API pykv_status pykv_topk_sigmoid(DLTensor* topk_weights, DLTensor* topk_id
  * experts of token t are hash_indices_table[input_ids[t]], whatever their p, and token_expert_indices is not written.
  *   input_ids           [T]              int32 | int64; one outside the table is reported, and its token gets ids of -1 and
  *                                        weights of 0, unless it is padding
- *   hash_indices_table  [vocab_size, k]  dtype of topk_ids; an expert outside [0, E) is reported, and becomes -1 with weight 0 */
+ *   hash_indices_table  [vocab_size, k]  int32 or int64; an expert outside [0, E) is reported, and becomes -1 with weight 0 */
 PYKV_API pykv_status pykv_topk_softplus_sqrt(DLTensor* topk_weights, DLTensor* topk_ids, DLTensor* token_expert_indices,
                                              const DLTensor* gating_output, bool renormalize,
                                              double routed_scaling_factor, const DLTensor* e_score_correction_bias,
