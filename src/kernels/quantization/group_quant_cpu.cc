@@ -92,8 +92,8 @@ struct Scales {
   float factors[kWidth];
 
   void find(const ScaleRule& rule, const float* most, float given, float target, int64_t groups) {
-    if (rule.kind == ScaleKind::kE4M3) return find_e4m3(load(most), given, target);
-    if (rule.kind == ScaleKind::kMx && rule.exponent != ExponentRule::kVllm) return find_mx(rule, load(most));
+    if (rule.kind == QuantScale::kE4M3) return find_e4m3(load(most), given, target);
+    if (rule.kind == QuantScale::kMx && rule.exponent != ExponentRule::kVllm) return find_mx(rule, load(most));
     for (int64_t g = 0; g < groups; ++g) {
       const GroupScale scale = rule(most[g], given, target);
       stored[g] = scale.stored;
@@ -144,7 +144,7 @@ class BlockTables<T> {
  public:
   explicit BlockTables(const GroupQuantArgs& args)
       : stairs_(1.0f / std::fabs(args.given)),
-        there_(args.codes == CodeKind::kE2M1 && args.rule.kind == ScaleKind::kE4M3 && !args.globals &&
+        there_(args.codes == QuantCode::kE2M1 && args.rule.kind == QuantScale::kE4M3 && !args.globals &&
                args.rows * args.width >= kWorthTables && stairs_.build()) {}
 
   // Of as many blocks as a vector has lanes, with these scales; false where tables cannot do it.
@@ -176,11 +176,11 @@ class Groups {
       : args_(args),
         tables_(tables),
         report_(report),
-        nibbles_(args.codes == CodeKind::kE2M1),
+        nibbles_(args.codes == QuantCode::kE2M1),
         real_(args.width / args.group_size),
         at_once_(std::clamp<int64_t>(kElementsAtOnce / args.group_size, 1, kWidth)),
         given_(args.given),
-        tiles_(args.codes == CodeKind::kE4M3 ? args.rows * args.width : 0) {
+        tiles_(args.codes == QuantCode::kE4M3 ? args.rows * args.width : 0) {
     if (args.source != RowSource::kElements) values_.resize(at_once_ * args.group_size * sizeof(T) / sizeof(Line) + 2);
   }
 
@@ -239,7 +239,7 @@ class Groups {
 
   // Bytes in tiles by fours, and bytes side by side, at once.
   void store_scales(int64_t row, int64_t group, int64_t count, const uint32_t* stored) const {
-    const bool bytes = args_.rule.kind == ScaleKind::kMx || args_.rule.kind == ScaleKind::kE4M3;
+    const bool bytes = args_.rule.kind == QuantScale::kMx || args_.rule.kind == QuantScale::kE4M3;
     uint8_t* const scales = static_cast<uint8_t*>(args_.scales);
     int64_t g = 0;
     if (bytes && args_.tile_bits && group % 4 == 0) {
@@ -258,7 +258,7 @@ class Groups {
 
   // E4M3 of bf16 by tables, where the scale is a power of two: those of all scales are more than a first-level cache holds.
   void encode_bytes(uint8_t* to, const T* x, int64_t n, GroupScale scale, float inside) const {
-    if (args_.codes == CodeKind::kE4M3 && inside < INFINITY && args_.rule.kind != ScaleKind::kFloat &&
+    if (args_.codes == QuantCode::kE4M3 && inside < INFINITY && args_.rule.kind != QuantScale::kFloat &&
         tiles_.divide_by_power_of_two(reinterpret_cast<e4m3*>(to), x, n, 1.0f / scale.factor))
       return;
     codes_times(args_.codes, to, x, n, scale.factor, is_inside(inside));
@@ -267,7 +267,7 @@ class Groups {
   // That a largest magnitude of this kind, NaN where any number is, leaves no product beyond the largest code.
   bool is_inside(float inside) const {
     const bool grows =
-        args_.rule.kind == ScaleKind::kMx ? args_.rule.exponent != ExponentRule::kCeil : given_ < INFINITY;
+        args_.rule.kind == QuantScale::kMx ? args_.rule.exponent != ExponentRule::kCeil : given_ < INFINITY;
     return inside < INFINITY && !grows;
   }
 

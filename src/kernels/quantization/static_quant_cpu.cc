@@ -73,7 +73,7 @@ void run_single(const StaticQuantArgs& args, float scale) {
       shifted_codes(output_at(args, row, first), input_at<T>(args, row, first), n, factor, zero_point);
     });
   }
-  if (args.codes == CodeKind::kE4M3 && factor == 1.0f / scale)
+  if (args.codes == QuantCode::kE4M3 && factor == 1.0f / scale)
     return write<T, e4m3>(args, Encoder<T, e4m3, TimesInverse>(scale, elements));
   each_piece(args, [&](int64_t row, int64_t first, int64_t n) {
     codes_times(args.codes, output_at(args, row, first), input_at<T>(args, row, first), n, factor, false);
@@ -108,7 +108,7 @@ void run_groups(const StaticQuantArgs& args) {
       for (; c < last; ++c) factors[c] = factor;
     }
     if (args.group_columns >= kWide) return;
-    if (args.codes == CodeKind::kE4M3) {
+    if (args.codes == QuantCode::kE4M3) {
       multiply_each<T, e4m3>(to, from, factors, n);
     } else {
       multiply_each<T, e5m2>(to, from, factors, n);
