@@ -72,18 +72,18 @@ template <bool kInside>
 
 // inside: no product is NaN, infinite or above the largest code.
 template <class T>
-inline void codes_times(CodeKind kind, void* to, const T* from, int64_t n, float factor, bool inside) {
+inline void codes_times(QuantCode kind, void* to, const T* from, int64_t n, float factor, bool inside) {
   switch (kind) {
-    case CodeKind::kE4M3:
+    case QuantCode::kE4M3:
 #if defined(__AVX512BW__)
       if constexpr (__is_same(T, bf16))
         if (factor > 0.0f && factor <= __FLT_MAX__)
           return inside ? multiply_to_e4m3<true>(to, from, n, factor) : multiply_to_e4m3<false>(to, from, n, factor);
 #endif
       return inside ? multiply_to_codes<InsideE4M3>(to, from, n, factor) : multiply_to_codes<e4m3>(to, from, n, factor);
-    case CodeKind::kE5M2:
+    case QuantCode::kE5M2:
       return multiply_to_codes<e5m2>(to, from, n, factor);
-    case CodeKind::kInt8Truncated:
+    case QuantCode::kInt8Truncated:
       return multiply_to_codes<TruncatedInt8>(to, from, n, factor);
     default:
       return inside ? multiply_to_codes<InsideInt8>(to, from, n, factor)

@@ -95,8 +95,8 @@ struct Scales {
   float factors[kWidth];
 
   void find(const ScaleRule& rule, const float* most, float given, float target, int64_t groups) {
-    if (rule.kind == ScaleKind::kE4M3) return find_e4m3(load(most), given, target);
-    if (rule.kind == ScaleKind::kMx && rule.exponent != ExponentRule::kVllm) return find_mx(rule, load(most));
+    if (rule.kind == QuantScale::kE4M3) return find_e4m3(load(most), given, target);
+    if (rule.kind == QuantScale::kMx && rule.exponent != ExponentRule::kVllm) return find_mx(rule, load(most));
     for (int64_t g = 0; g < groups; ++g) {
       const GroupScale scale = rule(most[g], given, target);
       stored[g] = scale.stored;
@@ -147,9 +147,9 @@ template <class T>
 class BlockTables<T> {
  public:
   BlockTables(const GroupQuantArgs& args, float global, int64_t elements)
-      : mx_(args.rule.kind == ScaleKind::kMx),
+      : mx_(args.rule.kind == QuantScale::kMx),
         stairs_(mx_ ? 1.0f : 1.0f / std::fabs(global)),
-        there_(args.codes == CodeKind::kE2M1 && args.group_size == (mx_ ? 2 * kBlock : kBlock) &&
+        there_(args.codes == QuantCode::kE2M1 && args.group_size == (mx_ ? 2 * kBlock : kBlock) &&
                elements >= kWorthTables && stairs_.build(mx_)) {}
 
   // Of as many blocks as a vector has lanes, with these scales; false where tables cannot do it.
@@ -191,11 +191,11 @@ class Groups {
       : args_(args),
         tables_(tables),
         report_(report),
-        nibbles_(args.codes == CodeKind::kE2M1),
+        nibbles_(args.codes == QuantCode::kE2M1),
         real_(args.width / args.group_size),
         at_once_(std::clamp<int64_t>(kElementsAtOnce / args.group_size, 1, kWidth)),
         given_(args.given),
-        tiles_(args.codes == CodeKind::kE4M3 ? args.rows * args.width : 0) {
+        tiles_(args.codes == QuantCode::kE4M3 ? args.rows * args.width : 0) {
     if (args.source != RowSource::kElements) values_.resize(at_once_ * args.group_size * sizeof(T) / sizeof(Line) + 2);
   }
 
@@ -255,7 +255,7 @@ class Groups {
 
   // Bytes in tiles by fours, and bytes side by side, at once.
   void store_scales(int64_t row, int64_t group, int64_t count, const uint32_t* stored) const {
-    const bool bytes = args_.rule.kind == ScaleKind::kMx || args_.rule.kind == ScaleKind::kE4M3;
+    const bool bytes = args_.rule.kind == QuantScale::kMx || args_.rule.kind == QuantScale::kE4M3;
     uint8_t* const scales = static_cast<uint8_t*>(args_.scales);
     int64_t g = 0;
     if (bytes && args_.tile_bits && group % 4 == 0) {
@@ -275,7 +275,7 @@ class Groups {
   // mxfp8 of bf16 by tables, for all blocks at once.
   bool encode_pairs(uint8_t* to, const T* x, int64_t n, const uint32_t* stored, const float* inside,
                     int64_t count) const {
-    if (n != kPair || args_.rule.kind != ScaleKind::kMx || args_.codes != CodeKind::kE4M3) return false;
+    if (n != kPair || args_.rule.kind != QuantScale::kMx || args_.codes != QuantCode::kE4M3) return false;
     bool finite = true;
     for (int64_t g = 0; g < count; ++g) finite &= inside[g] < INFINITY;
     return finite && tiles_.divide_pairs_by_powers(reinterpret_cast<e4m3*>(to), x, count, stored);
@@ -283,7 +283,7 @@ class Groups {
 
   // E4M3 of bf16 by tables, where the scale is a power of two: those of all scales are more than a first-level cache holds.
   void encode_bytes(uint8_t* to, const T* x, int64_t n, GroupScale scale, float inside) const {
-    if (args_.codes == CodeKind::kE4M3 && inside < INFINITY && args_.rule.kind != ScaleKind::kFloat &&
+    if (args_.codes == QuantCode::kE4M3 && inside < INFINITY && args_.rule.kind != QuantScale::kFloat &&
         tiles_.divide_by_power_of_two(reinterpret_cast<e4m3*>(to), x, n, 1.0f / scale.factor))
       return;
     codes_times(args_.codes, to, x, n, scale.factor, is_inside(inside));
@@ -292,7 +292,7 @@ class Groups {
   // That a largest magnitude of this kind, NaN where any number is, leaves no product beyond the largest code.
   bool is_inside(float inside) const {
     const bool grows =
-        args_.rule.kind == ScaleKind::kMx ? args_.rule.exponent != ExponentRule::kCeil : given_ < INFINITY;
+        args_.rule.kind == QuantScale::kMx ? args_.rule.exponent != ExponentRule::kCeil : given_ < INFINITY;
     return inside < INFINITY && !grows;
   }
 

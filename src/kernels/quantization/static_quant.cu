@@ -120,7 +120,7 @@ __global__ __launch_bounds__(kThreads) void static_quant_kernel(const __grid_con
       codes = shifted(x[k]);
     } else if constexpr (kWay == Way::kE4M3 || kBlocks) {
       if (kBlocks && (k == 0 || !plan.rows_share)) factor = Factor(args, scales[k]);
-      codes = codes_times(CodeKind::kE4M3, x[k], factor.inverse, factor.odd);
+      codes = codes_times(QuantCode::kE4M3, x[k], factor.inverse, factor.odd);
     } else {
       if (plan.one_scale) {
         if (args.scales) factor = Factor(args, scale_of(part.row, part.column));
@@ -130,7 +130,7 @@ __global__ __launch_bounds__(kThreads) void static_quant_kernel(const __grid_con
 #pragma unroll
         for (int i = 0; i < kSize; ++i)
           if (i < part.count) v[i] *= 1.0f / scale_of(part.row, part.column + i);
-        codes = args.codes == CodeKind::kE4M3 ? quantise<DType::kFloat8E4M3>(v) : quantise<DType::kFloat8E5M2>(v);
+        codes = args.codes == QuantCode::kE4M3 ? quantise<DType::kFloat8E4M3>(v) : quantise<DType::kFloat8E5M2>(v);
       }
     }
     store_codes(part.to, codes, part.count, plan.aligned);
@@ -215,8 +215,8 @@ void run(const StaticQuantArgs& given, const Launch& launch) {
   }
   if (args.divides) return start<T, Way::kDivided>(args, plan, launch);
   if (args.shifted) return start<T, Way::kShifted>(args, plan, launch);
-  if (args.codes == CodeKind::kE4M3 && !args.scales) return start<T, Way::kE4M3>(args, plan, launch);
-  if (args.codes == CodeKind::kE4M3 && plan.one_scale) return start<T, Way::kE4M3Blocks>(args, plan, launch);
+  if (args.codes == QuantCode::kE4M3 && !args.scales) return start<T, Way::kE4M3>(args, plan, launch);
+  if (args.codes == QuantCode::kE4M3 && plan.one_scale) return start<T, Way::kE4M3Blocks>(args, plan, launch);
   start<T, Way::kAny>(args, plan, launch);
 }
 

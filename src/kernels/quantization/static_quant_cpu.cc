@@ -73,7 +73,7 @@ void run_single(const StaticQuantArgs& args, float scale) {
       shifted_codes(output_at(args, row, first), input_at<T>(args, row, first), n, factor, zero_point);
     });
   }
-  if (args.codes == CodeKind::kE4M3 && factor == 1.0f / scale)
+  if (args.codes == QuantCode::kE4M3 && factor == 1.0f / scale)
     return write<T, e4m3>(args, Encoder<T, e4m3, TimesInverse>(scale, elements));
   each_piece(args, [&](int64_t row, int64_t first, int64_t n) {
     codes_times(args.codes, output_at(args, row, first), input_at<T>(args, row, first), n, factor, false);
@@ -101,7 +101,7 @@ void run_groups(const StaticQuantArgs& args) {
     const auto encode = [&](uint8_t* codes, const T* x, int64_t count, float factor) {
 #if defined(__AVX512BW__)
       if constexpr (std::is_same_v<T, bf16>)
-        if (args.codes == CodeKind::kE4M3 && factor > 0.0f && factor <= __FLT_MAX__)
+        if (args.codes == QuantCode::kE4M3 && factor > 0.0f && factor <= __FLT_MAX__)
           return multiply_to_e4m3<false>(codes, x, count, factor);
 #endif
       codes_times(args.codes, codes, x, count, factor, false);
@@ -119,7 +119,7 @@ void run_groups(const StaticQuantArgs& args) {
       for (; c < last; ++c) factors[c] = factor;
     }
     if (args.group_columns < kWide) {
-      if (args.codes == CodeKind::kE4M3) {
+      if (args.codes == QuantCode::kE4M3) {
         multiply_each<T, e4m3>(to, from, factors, n);
       } else {
         multiply_each<T, e5m2>(to, from, factors, n);
