@@ -1,7 +1,7 @@
 // Twin of group_quant.cu: some groups of a row at once.  First their numbers, if an activation makes them, then the largest of
 // all, then all scales, then all codes: what one waits for is worked out while others are.
 //
-// Arithmetic bounds all of them.  With AVX-512 32 codes of bf16 take 16 (four bits) to 23 instructions, what finds the largest 2 to 6,
+// Arithmetic and the work of each group bound them.  With AVX-512 32 codes of bf16 take 16 (four bits) to 23 instructions, what finds the largest 2 to 6,
 // and a scale a division, where a Zen 4 begins two a cycle and copies as much in 8 cycles.
 #include <algorithm>
 #include <cmath>
