@@ -83,10 +83,11 @@ def graphs(request):
 
 
 IN_ORDER = {"merge_top_k"}  # their numbers descend
+DRAWS = {"seeds", "steps"}
 
 
 def other(name: str) -> Sample:
-    """The same call with other numbers; ids stay as they are."""
+    """The same call with other numbers, and for other draws; ids stay as they are."""
     sign = -1 if name in IN_ORDER else 1
 
     def change(v: Any) -> Any:
@@ -96,7 +97,7 @@ def other(name: str) -> Sample:
             return sign * v[..., ::-1]
         return v
 
-    return {k: change(v) for k, v in sample(name).items()}
+    return {k: v + 1 if k in DRAWS else change(v) for k, v in sample(name).items()}
 
 
 def over_arrays(function: Any, *all_values: Sample) -> Sample:
