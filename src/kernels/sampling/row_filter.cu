@@ -1,5 +1,6 @@
-// A pass for the largest of a row, two for each of top_k and top_p (row_passes.cuh), one for the sum where probabilities are
+// A pass for the largest of a row, two for each of top_k and top_p (reach_target.cuh), one for the sum where probabilities are
 // wanted, and one that writes.  Passes after the first read from the second-level cache.
+#include "sampling/reach_target.cuh"
 #include "sampling/row_filter.h"
 #include "sampling/row_passes.cuh"
 

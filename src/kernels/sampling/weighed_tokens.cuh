@@ -1,5 +1,5 @@
 // A token of a row, drawn by its weight by the blocks that share the row.  Noise is worked out only for tokens that may win
-// (sample.cu).
+// (row_sampler.cuh).
 #pragma once
 
 #include "cuda/approximate.cuh"

@@ -1,0 +1,397 @@
+// How a block, or where rows are few a cluster of them, draws the token of a row.  Four ways, by the row's parameters:
+//
+//   up to kMostListed of the first logits: they are found in one pass (top_k_candidates.cuh), sorted, and all else happens in
+//     shared memory
+//   all, or all above min_p: a pass for the largest where min_p wants it, and one that draws
+//   by top_p: a pass that finds the largest and tells about where the border is (two, where there is min_p or top_k as well), and
+//     one that draws of what may be above it.  A token near the border wants a pass that adds up what comes before it; where that
+//     has the share already, all that is kept comes before the token, and one of that is drawn
+//   the rest: a pass for the largest, two for each of top_k and top_p (reach_target.cuh), and one that draws
+//
+// Passes after the first read from the second-level cache.  In the pass that draws, a token's noise is worked out only if its
+// random number is small enough for it to win; the numbers themselves are most of the work.
+#pragma once
+
+#include "cuda/approximate.cuh"
+#include "sampling/reach_target.cuh"
+#include "sampling/sample.h"
+#include "sampling/token_noise.cuh"
+
+namespace pykv {
+
+constexpr int kMostListed = 1024;
+static_assert(kMostListed <= 2 * kSelectThreads);
+
+// What a token is drawn of: entries from `floor` on, not further from the largest than `at_most`.  In shared memory, as registers
+// are rare.
+struct Search {
+  Entry floor;
+  LogitWeights weights;
+  float at_most;
+  uint32_t best_key;  // of the scores that this block has found
+  NoiseRounds noise;
+
+  __device__ bool includes(float x, uint32_t column) const {
+    return entry_of(key_of_logit(x), column) >= floor && !(weights.distance(x) > at_most);
+  }
+  // No lower logit is drawn.
+  __device__ float least_logit() const {
+    constexpr float kLargest = 0x1.fffffep127f;
+    float least = floor == 0 ? -kLargest : logit_of_key(key_of(floor));
+    if (at_most < INFINITY) {
+      const float largest = fminf(weights.largest, kLargest), rounding = fabsf(largest) * 0x1p-22f;
+      least = fmaxf(least, largest - (at_most + 1.0f) / (kBinsOfOctave * weights.scale) - rounding);
+    }
+    return least;
+  }
+};
+
+// Nearly.
+__device__ inline float logarithm_of_2(float x) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+template <class T, bool kAdjusted>
+class RowSampler {
+ public:
+  __device__ RowSampler(const SampleArgs& args, const RowSlice<T>& slice, const SampleRow& r,
+                        const RowAdjustments& adjusted, RowTeam& team, RowMemory& memory, Search& search,
+                        Entry* entries, int room)
+      : args_(args),
+        adjusted_(adjusted),
+        slice_(slice),
+        r_(r),
+        team_(team),
+        memory_(memory),
+        search_(search),
+        entries_(entries),
+        room_(room) {}
+
+  __device__ void draw(int64_t row, const Reporter& reporter) {
+    Drawn drawn{0, 0.0f, 0.0f, 0};
+    if (r_.k <= kMostListed && r_.k < args_.num_cols) {
+      if (!draw_from_list(drawn)) return;
+    } else {
+      draw_from_row(drawn);
+    }
+    if (team_.rank() != 0 || threadIdx.x != 0) return;
+    if (args_.logprobs && drawn.entry != 0 && key_of(drawn.entry) != kKeyOfNan) {
+      drawn.logit = adjusted_logit(static_cast<int>(index_of(drawn.entry)) - args_.first_token);
+    }
+    store_drawn(args_, row, r_, drawn, [&](int64_t at, long long what) { reporter(at, what); });
+  }
+
+ private:
+  static constexpr int kSize = kPackSize<T>;
+  static constexpr int kVectors = kAdjusted ? 1 : 2;  // adjustments are much code for each logit
+
+  // What a logit counts as.  Outside the row it is -infinity already.
+  __device__ float value(float x, int column) const {
+    if constexpr (kAdjusted) {
+      return column >= slice_.begin && column < slice_.end ? adjusted_(x, column) : x;
+    } else {
+      return x;
+    }
+  }
+
+  __device__ Vec<float, kSize> values(int column, const Vec<float, kSize>& raw) const {
+    Vec<float, kSize> x;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) x[i] = value(raw[i], column + i);
+    return x;
+  }
+
+  __device__ float adjusted_logit(int column) const {
+    const float x = to_float(slice_.row[column]);
+    if constexpr (kAdjusted) return adjusted_(x, column);
+    return x;
+  }
+
+  // False in blocks whose part is done.
+  __device__ bool draw_from_list(Drawn& drawn) {
+    using Candidates = TopKCandidates<T, kVectors>;
+    const int thread = threadIdx.x, k = r_.k;
+    int n = Candidates::find(slice_, k, team_.exchange(), entries_, room_, memory_.select,
+                             [&](float x, int column) { return value(x, column); });
+    if (team_.rank() != 0) return false;
+    n = first_entries(entries_, n, k, memory_.select);
+    drawn.largest = logit_of_key(key_of(entries_[0]));
+    if (key_of(entries_[0]) == kKeyOfNan || drawn.largest == -INFINITY) {
+      drawn.entry = drawn.largest == -INFINITY ? 0 : entries_[0];
+      return true;
+    }
+    // One for each thread, or two neighbours.
+    const int each = n > kSelectThreads ? 2 : 1;
+    const float least = r_.least_logit(drawn.largest);
+    float x[2];
+    Mass mass[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = each * thread + i;
+      x[i] = at < n && i < each ? logit_of_key(key_of(entries_[at])) : -INFINITY;
+      if (x[i] < least) x[i] = -INFINITY;
+      mass[i] = x[i] == -INFINITY ? 0 : mass_of(x[i], drawn.largest, r_.scale);
+    }
+    if (r_.top_p < 1.0f) {
+      Mass total;
+      const Mass before = team_.sum_before_in_block(mass[0] + mass[1], total), target = share_of(total, r_.top_p);
+      if (before >= target) x[0] = -INFINITY;
+      if (before + mass[0] >= target) x[1] = -INFINITY;
+    }
+    Mass kept = 0;
+    Entry best = 0;
+#pragma unroll 1
+    for (int i = 0; i < each; ++i) {
+      const float own = i == 0 ? x[0] : x[1];
+      if (own == -INFINITY) continue;
+      kept += i == 0 ? mass[0] : mass[1];
+      const uint32_t token = static_cast<uint32_t>(args_.first_token) + index_of(entries_[each * thread + i]);
+      best = Larger()(best, drawn_entry(own, r_.inverse_temperature, r_.noise.word(token), token));
+    }
+    if (args_.logprobs) drawn.total = team_.reduce_block(kept, Plus());
+    drawn.entry = team_.reduce_block(best, Larger());
+    return true;
+  }
+
+  __device__ void draw_from_row(Drawn& drawn) {
+    const bool by_k = r_.k != args_.num_cols, by_top_p = r_.top_p < 1.0f, tries = by_top_p && !args_.logprobs;
+    const auto own_value = [&](float x, int column) { return value(x, column); };
+    Entry floor = 0;
+    TargetBounds bounds{-1.0f, INFINITY};
+    bool is_bounded = !tries;
+    if (tries && !r_.greedy && !by_k && r_.log_min_p == -INFINITY) {
+      const BoundedLargest first =
+          bounds_with_largest(team_, memory_, slice_, args_.num_cols, r_.scale, r_.top_p, own_value);
+      drawn.largest = first.largest;
+      if (!(first.largest > -INFINITY)) {
+        drawn.entry = first.largest == -INFINITY ? 0 : entry_of(kKeyOfNan, 0);
+        return;
+      }
+      bounds = first.bounds;
+      is_bounded = first.is_bounded;
+    } else if (r_.greedy || by_k || by_top_p || r_.log_min_p != -INFINITY || args_.logprobs) {
+      const Entry first = first_of_row();
+      drawn.largest = logit_of_key(key_of(first));
+      if (r_.greedy || first == 0 || key_of(first) == kKeyOfNan) {
+        drawn.entry =
+            first == 0 ? 0 : entry_of(key_of(first), static_cast<uint32_t>(args_.first_token) + index_of(first));
+        return;
+      }
+      const float least = r_.least_logit(drawn.largest);
+      if (least != -INFINITY) floor = Entry{key_of_logit(least)} << 32;
+    }
+#pragma unroll 1
+    for (int phase = 0; phase < 2; ++phase) {
+      if (phase == 0 ? !by_k : !by_top_p || tries) continue;
+      const LogitWeights weights{phase == 0, static_cast<uint64_t>(r_.k), drawn.largest, r_.scale, r_.top_p};
+      floor = reach_target(team_, memory_, slice_, args_.num_cols, floor, weights, entries_, room_, own_value);
+    }
+    const LogitWeights masses_of{false, 0, drawn.largest, r_.scale, r_.top_p};
+    if (!is_bounded) bounds = bounds_of_target(team_, memory_, slice_, args_.num_cols, floor, masses_of, own_value);
+    if (threadIdx.x == 0) search_ = {floor, masses_of, bounds.at_most, 0, NoiseRounds(r_.noise)};
+    __syncthreads();
+    Mass target = 0;
+#pragma unroll 1
+    while (true) {
+      drawn.entry = best_of_row();
+      if (!(tries || args_.logprobs) || drawn.entry == 0 || key_of(drawn.entry) == kKeyOfNan) break;
+      const int column = static_cast<int>(index_of(drawn.entry)) - args_.first_token;
+      const float logit = adjusted_logit(column);
+      if (search_.weights.distance(logit) <= bounds.surely) break;
+      const Masses masses = add_masses(floor, logit, column, drawn.largest);
+      if (target == 0) {
+        drawn.total = team_.reduce(masses.all, Plus());
+        target = share_of(drawn.total, r_.top_p);
+      }
+      if (!tries || team_.reduce(masses.before, Plus()) < target) break;
+      if (threadIdx.x == 0) {
+        search_.floor = entry_of(key_of_logit(logit), static_cast<uint32_t>(column)) + 1;
+        search_.best_key = 0;
+      }
+      __syncthreads();
+    }
+  }
+
+  // Sums of this thread: of all entries from `floor` on, and of those of them that come before the entry of (logit, its_column).
+  struct Masses {
+    Mass all, before;
+  };
+  __device__ Masses add_masses(Entry floor, float logit, int its_column, float largest) {
+    const float scale = r_.scale, next_smaller = next_below(logit);
+    const EntryBound candidates(floor);
+    Masses sums{0, 0};
+    each_vector<kVectors>(slice_, [&](int first, const Vec<float, kSize>& raw) {
+      Vec<float, kSize> x = values(first, raw);
+      if (floor != 0)
+#pragma unroll
+        for (int i = 0; i < kSize; ++i)
+          if (!candidates.includes(x[i], first + i)) x[i] = -INFINITY;
+      // Of equal logits, those in lower columns come before it.
+      const float bound = first < its_column ? next_smaller : logit;
+      MassSum all, before;
+      uint32_t num_before = 0;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        MassSum own;
+        own.add(share_of_largest(x[i], largest, scale));
+        all += own;
+        if (x[i] > bound) {
+          before += own;
+          ++num_before;
+        }
+      }
+      const int place = its_column - first;
+      if (place > 0 && place < kSize) {  // in its own vector, it and equal ones behind it were taken for lower ones
+        MassSum of_equal;
+        of_equal.add(share_of_largest(logit, largest, scale));
+#pragma unroll
+        for (int i = 1; i < kSize; ++i)
+          if (i >= place && x[i] == logit) {
+            before -= of_equal;
+            --num_before;
+          }
+      }
+      sums.all += all.of(kSize);
+      sums.before += before.of(num_before);
+    });
+    return sums;
+  }
+
+  // The row's first entry; 0 if there is nothing but -infinity.
+  __device__ Entry first_of_row() {
+    constexpr int kAtOnce = kAdjusted ? 1 : 4;
+    float largest = -INFINITY;
+    int at = 0;  // the vector with the first one; before column 0, too
+    each_vector<kAtOnce>(slice_, [&](int column, const Vec<float, kSize>& raw) {
+      const float x = largest_of(values(column, raw));
+      if (x <= largest || largest != largest) return;  // columns ascend; nothing comes before NaN
+      largest = x;
+      at = column;
+    });
+    Entry first = 0;
+    if (largest != -INFINITY) {
+      const Vec<float, kSize> x = values(at, to_floats(slice_.load(at)));
+#pragma unroll
+      for (int i = kSize - 1; i >= 0; --i)
+        if (x[i] == largest || x[i] != x[i]) first = entry_of(key_of_logit(x[i]), static_cast<uint32_t>(at + i));
+    }
+    return team_.reduce(first, Larger());
+  }
+
+  // What wins among those that are searched.
+  __device__ Entry best_of_row() {
+    const float least = search_.least_logit(), scale = r_.scale;
+    const uint32_t first_token = static_cast<uint32_t>(args_.first_token);
+    // Vectors begin at the same place among the four tokens of a group.
+    const uint32_t before = (first_token + static_cast<uint32_t>(slice_.first_vector)) % 4;
+    Entry best = 0;
+    uint32_t best_key = 0;     // of the scores that this warp knows of
+    float wanted = -INFINITY;  // what a token needs of `chance` to reach it
+    const auto learn = [&](uint32_t key) {
+      if (key <= best_key) return;
+      best_key = key;
+      wanted = chance_of_score(logit_of_key(key));
+    };
+    const auto unit_and = [](uint32_t word) { return __uint_as_float(word >> 9 | 0x3f800000u); };
+    // A score is its logit less ln(-ln(1 - u)), and so not more than this, but for the unit: powers of 2.  NaN is not below anything.
+    const auto chance = [&](float x, uint32_t word) { return fmaf(x, scale, -logarithm_of_2(unit_and(word) - 1.0f)); };
+    each_vector_ahead(slice_, [&](int column, const Pack<T>& raw) {
+      learn(*const_cast<volatile uint32_t*>(&search_.best_key));
+      const auto x_of = [&](int i) { return value(to_float(raw[i]), column + i); };
+      float largest;
+      if constexpr (kAdjusted) {
+        largest = largest_of(values(column, to_floats(raw)));
+      } else {
+        largest = largest_of<T>(raw);
+      }
+      constexpr float kMostOfNoise = 33.0f;  // of the least number there is
+      const bool can_win = !(largest < least) && !(fmaf(largest, scale, kMostOfNoise) < wanted);
+      if (!__any_sync(0xffffffffu, can_win)) return;
+      uint32_t words[kSize + 4];
+      find_words(words, column, before);
+      uint32_t least_word = words[0];
+#pragma unroll
+      for (int i = 1; i < kSize; ++i) least_word = min(least_word, words[i]);
+      if (best_key == 0) {  // nothing is known
+        float most = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          const float x = x_of(i);
+          if (words[i] >> 31 == 0 && search_.includes(x, static_cast<uint32_t>(column + i)))
+            most = fmaxf(most, fmaf(x, scale, -logarithm_of_2(unit_and(words[i]) - (1.0f - 0x1p-23f))));
+        }
+        // With u rounded up, and not above 1 / 2, a score is at most log2(2 ln 2) = 0.471 less than this.
+        most = logit_of_key(__reduce_max_sync(0xffffffffu, key_of_logit(most)));
+        wanted = most - 0.5f - fabsf(most) * 1e-5f;
+      }
+      // What all of them together cannot do, no one can.
+      uint32_t undone = can_win && !(chance(largest, least_word) < wanted) ? (1u << kSize) - 1u : 0u;
+#pragma unroll 1
+      while (__any_sync(0xffffffffu, undone != 0)) {
+        float own = 0.0f, most = 0.0f;
+        uint32_t word = 0;
+        int at = -1;
+        // The most likely one of those that may win.
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          const float x = x_of(i), its = chance(x, words[i]);
+          if ((undone >> i & 1) != 0 && !(x < least) && !(its < wanted) && !(at >= 0 && its <= most)) {
+            own = x;
+            most = its;
+            word = words[i];
+            at = i;
+          }
+        }
+        undone = at < 0 ? 0 : undone & ~(1u << at);
+        const uint32_t place = static_cast<uint32_t>(column + at);
+        if (at >= 0 && search_.includes(own, place))
+          best = Larger()(best, drawn_entry(own, r_.inverse_temperature, word, first_token + place));
+        const uint32_t found = __reduce_max_sync(0xffffffffu, key_of(best));
+        if (found > best_key && threadIdx.x % 32 == 0) atomicMax(&search_.best_key, found);
+        learn(found);
+      }
+    });
+    return team_.reduce(best, Larger());
+  }
+
+  // Rounded down.  Only what is equal reaches infinity and NaN.
+  static __device__ float chance_of_score(float score) {
+    return score < INFINITY ? (score - 0.01f - fabsf(score) * 1e-5f) * 1.44269504f : INFINITY;
+  }
+
+  // The random words of a vector.
+  __device__ void find_words(uint32_t (&words)[kSize + 4], int column, uint32_t before) const {
+    NoiseRounds here = search_.noise;
+    asm volatile("" : "+r"(here.key0), "+r"(here.key1));  // else the keys of all rounds would stay in registers
+    const uint32_t group = (static_cast<uint32_t>(args_.first_token) + static_cast<uint32_t>(column)) / 4;
+    const auto find = [&](int quad) {
+      const FourWords found = here.group((group + quad) & 0x3fffffffu);  // before token 0, too
+#pragma unroll
+      for (int w = 0; w < 4; ++w) words[4 * quad + w] = found.w[w];
+    };
+#pragma unroll
+    for (int quad = 0; quad < kSize / 4; ++quad) find(quad);
+    if (before == 0) return;
+    find(kSize / 4);
+    if (before & 1)
+#pragma unroll
+      for (int w = 0; w < kSize + 3; ++w) words[w] = words[w + 1];
+    if (before & 2)
+#pragma unroll
+      for (int w = 0; w < kSize + 2; ++w) words[w] = words[w + 2];
+  }
+
+  const SampleArgs& args_;
+  const RowSlice<T>& slice_;
+  const SampleRow& r_;  // in shared memory, both: registers are rare
+  const RowAdjustments& adjusted_;
+  RowTeam& team_;
+  RowMemory& memory_;
+  Search& search_;
+  Entry* entries_;
+  int room_;
+};
+
+}  // namespace pykv
