@@ -46,6 +46,16 @@ __device__ void store_row_part(T* to, const Vec<float, kSize>& v, float) {
   store_vec(to, round_to<T>(v));
 }
 
+// In the dtype that only the call knows.
+__device__ void store_element(const MergeAttnStatesArgs& a, uint32_t token, uint32_t head, int d,
+                              const Vec<float, 1>& v, float scale) {
+  const auto store = [&]<class Out>() { store_row_part(a.output.row<Out>(token, head) + d, v, scale); };
+  if (a.output_dtype == DType::kFloat32) return store.operator()<float>();
+  if (a.output_dtype == DType::kFloat16) return store.operator()<half>();
+  if (a.output_dtype == DType::kBFloat16) return store.operator()<bf16>();
+  store.operator()<uint8_t>();  // E4M3
+}
+
 // exp and log of what they are wanted for here: weights of 1 and less, and sums of these.
 __device__ float weight_of(float difference) {
   float weight;
@@ -53,12 +63,13 @@ __device__ float weight_of(float difference) {
   return weight;
 }
 
-// kSize: elements of an access.  Lanes of a group: 1 << lanes_log2.  Groups of a row: 1 << groups_log2 with kMany, which
+// kSize: elements of an access; where it is one, Out is void: any.  Lanes of a group: 1 << lanes_log2.  Groups of a row: 1 << groups_log2 with kMany, which
 // takes any number of parts; else one, and at most kParts.
 template <class T, class Out, int kSize, int kParts, bool kMany>
 __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__ MergeAttnStatesArgs a, Divider by_head,
                                                          bool tiled, int lanes_log2, int groups_log2) {
   using V = Vec<T, kSize>;
+  constexpr bool kAnyOut = std::is_void_v<Out>;
   constexpr bool kPair = kParts == 2;  // two parts, wherever they are
   constexpr bool kTiles = !kMany && kParts <= 4;
   const int groups = kMany ? 1 << groups_log2 : 1, lanes = 1 << lanes_log2;
@@ -122,7 +133,8 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
   };
   load_lse(mine);
   load_packs(mine, 0);
-  const float scale = std::is_same_v<Out, uint8_t> ? 1.0f / a.output_scale : 1.0f;
+  const bool narrows = kAnyOut ? a.output_dtype == DType::kFloat8E4M3 : std::is_same_v<Out, uint8_t>;
+  const float scale = narrows ? 1.0f / a.output_scale : 1.0f;
 
   const float last = lse[kParts - 1];
   // of the groups of the block, and of the threads
@@ -151,7 +163,8 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
   if (!has_context) lse[kParts - 1] = top = 0.0f;
   const float base = top == -INFINITY ? 0.0f : top;
   const int width = kSize << lanes_log2;  // elements at a time
-  Out* const out = a.output.row<Out>(token, head);
+  using Stored = std::conditional_t<kAnyOut, char, Out>;
+  [[maybe_unused]] Stored* const out = a.output.row<Stored>(token, head);
   for (int d0 = 0; d0 < a.head_size; d0 += width) {
     // kParts parts at a time are added up, and then their sums: in this order, whoever does it.  Begins with what leaves a
     // zero of either sign as it is.
@@ -196,12 +209,20 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
 #pragma unroll 8
         for (int g = 0; g < groups; ++g) v[0] += sums[(first_group + g) * width + e];
         v[0] *= factor;
-        store_row_part(out + d0 + e, v, scale);
+        if constexpr (kAnyOut) {
+          store_element(a, token, head, d0 + e, v, scale);
+        } else {
+          store_row_part(out + d0 + e, v, scale);
+        }
       }
     } else if (there && in_head(d0)) {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) sum[i] *= factor;
-      store_row_part(out + d0 + lane * kSize, sum, scale);
+      if constexpr (kAnyOut) {
+        store_element(a, token, head, d0 + lane, sum, scale);
+      } else {
+        store_row_part(out + d0 + lane * kSize, sum, scale);
+      }
     }
   }
 
@@ -272,7 +293,7 @@ void merge_attn_states_cuda(const MergeAttnStatesArgs& args, const Launch& launc
     if (in_packs<T, Out>(args)) {
       run<T, Out, kPackSize<T>>(args, launch);
     } else {
-      run<T, Out, 1>(args, launch);
+      run<T, void, 1>(args, launch);
     }
   });
 }

@@ -15,23 +15,23 @@
 
 namespace pykv {
 
-enum class CodeKind : uint8_t { kE4M3, kE5M2, kInt8, kInt8Truncated, kE2M1 };
+enum class QuantCode : uint8_t { kE4M3, kE5M2, kInt8, kInt8Truncated, kE2M1 };
 
-constexpr bool is_int8(CodeKind kind) { return kind == CodeKind::kInt8 || kind == CodeKind::kInt8Truncated; }
-constexpr float largest_code(CodeKind kind) {
-  return kind == CodeKind::kE4M3   ? 448.0f
-         : kind == CodeKind::kE5M2 ? 57344.0f
-         : kind == CodeKind::kE2M1 ? 6.0f
-                                   : 127.0f;
+constexpr bool is_int8(QuantCode kind) { return kind == QuantCode::kInt8 || kind == QuantCode::kInt8Truncated; }
+constexpr float largest_code(QuantCode kind) {
+  return kind == QuantCode::kE4M3   ? 448.0f
+         : kind == QuantCode::kE5M2 ? 57344.0f
+         : kind == QuantCode::kE2M1 ? 6.0f
+                                    : 127.0f;
 }
 // The exponent of the largest code: what the OCP formats subtract from that of the largest magnitude.
-constexpr int largest_exponent(CodeKind kind) {
-  return kind == CodeKind::kE4M3 ? 8 : kind == CodeKind::kE5M2 ? 15 : kind == CodeKind::kE2M1 ? 2 : 6;
+constexpr int largest_exponent(QuantCode kind) {
+  return kind == QuantCode::kE4M3 ? 8 : kind == QuantCode::kE5M2 ? 15 : kind == QuantCode::kE2M1 ? 2 : 6;
 }
 
 // What a scale is stored as: fp32; fp32, but a power of two; its exponent (e8m0); the same, of mxfp4 and mxfp8; e4m3 below a
 // global scale (nvfp4).
-enum class ScaleKind : uint8_t { kFloat, kPowerOfTwo, kE8M0, kMx, kE4M3 };
+enum class QuantScale : uint8_t { kFloat, kPowerOfTwo, kE8M0, kMx, kE4M3 };
 
 // How the exponent follows from the largest magnitude: the least one that no number is too large for; the OCP formats' own,
 // by which numbers above the largest code saturate; what vLLM 0.22 has (e2m1: magnitude / 6 rounded down; e4m3: magnitude
@@ -84,7 +84,7 @@ struct GroupScale {
 
 // From the largest magnitude of a group to its scale.
 struct ScaleRule {
-  ScaleKind kind;
+  QuantScale kind;
   ExponentRule exponent;
   float largest;  // code
   float least_scale;
@@ -93,14 +93,14 @@ struct ScaleRule {
   // most: not NaN.  given: of e4m3 scales the global one, which multiplies them; of fp32 ones what they are at most.  target: of
   // e4m3 scales the code that the largest number becomes.
   PYKV_INLINE GroupScale operator()(float most, float given, float target) const {
-    if (kind == ScaleKind::kE4M3) return below_global(most, given, target);
-    if (kind == ScaleKind::kMx) return of_block(most);
+    if (kind == QuantScale::kE4M3) return below_global(most, given, target);
+    if (kind == QuantScale::kMx) return of_block(most);
     const float wanted = most / largest, within = wanted < given ? wanted : given,
                 scale = within > least_scale ? within : least_scale;
-    if (kind == ScaleKind::kFloat) return {bits_of(scale), factor_of(scale)};
+    if (kind == QuantScale::kFloat) return {bits_of(scale), factor_of(scale)};
     const uint32_t exponent = exponent_from(scale > 1e-10f ? scale : 1e-10f);
     const uint32_t capped = exponent < 254 ? exponent : 254;
-    return {kind == ScaleKind::kE8M0 ? capped : capped << 23, inverse_power(capped)};
+    return {kind == QuantScale::kE8M0 ? capped : capped << 23, inverse_power(capped)};
   }
   // Blocks of mxfp4 and mxfp8 that have no number but such as are next to nothing become zeros.  Infinity counts as the largest
   // number.

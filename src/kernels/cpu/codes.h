@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/codes.h"
+#include "cpu/encode.h"
 #include "cpu/largest.h"
 #include "cpu/quantise.h"
 
@@ -47,15 +48,42 @@ template <class Code, class T>
   });
 }
 
+#if defined(__AVX512BW__)
+// E4M3 of bf16 times a positive number: as quantised has it, by magnitudes, with the signs of 32 at once.  26 instructions, 10 of
+// which round two vectors.
+template <bool kInside>
+[[gnu::always_inline]] inline void multiply_to_e4m3(void* to, const bf16* from, int64_t n, float factor) {
+  const auto code = [=](__m512i bits) {
+    const __m512 product = _mm512_mul_ps(_mm512_castsi512_ps(bits), splat(factor));
+    const __m512 within = kInside ? product : _mm512_maskz_min_ps(0xffff, product, splat(448.0f));  // NaN becomes 448
+    return __builtin_bit_cast(__m512i, narrow_finite<3, 7, 8, Floats, Words>(__builtin_bit_cast(Words, within)));
+  };
+  store_words<false>(static_cast<e4m3*>(to), from, n, false, [=](__m512i bits) {
+    const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
+    const __m512i even = code(_mm512_maskz_slli_epi32(0xffff, magnitude, 16));
+    const __m512i odd = code(_mm512_and_si512(magnitude, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+    const __m512i codes = _mm512_mask_blend_epi16(0xaaaaaaaa, even, _mm512_maskz_slli_epi32(0xffff, odd, 16));
+    const __mmask32 number = kInside ? ~__mmask32{} : _mm512_cmple_epu16_mask(magnitude, _mm512_set1_epi16(0x7f80));
+    const __m512i sign = _mm512_maskz_srli_epi16(number, bits, 8);
+    return _mm512_ternarylogic_epi32(sign, codes, _mm512_set1_epi16(-128), 0xe4);
+  });
+}
+#endif
+
 // inside: no product is NaN, infinite or above the largest code.
 template <class T>
-inline void codes_times(CodeKind kind, void* to, const T* from, int64_t n, float factor, bool inside) {
+inline void codes_times(QuantCode kind, void* to, const T* from, int64_t n, float factor, bool inside) {
   switch (kind) {
-    case CodeKind::kE4M3:
+    case QuantCode::kE4M3:
+#if defined(__AVX512BW__)
+      if constexpr (__is_same(T, bf16))
+        if (factor > 0.0f && factor <= __FLT_MAX__)
+          return inside ? multiply_to_e4m3<true>(to, from, n, factor) : multiply_to_e4m3<false>(to, from, n, factor);
+#endif
       return inside ? multiply_to_codes<InsideE4M3>(to, from, n, factor) : multiply_to_codes<e4m3>(to, from, n, factor);
-    case CodeKind::kE5M2:
+    case QuantCode::kE5M2:
       return multiply_to_codes<e5m2>(to, from, n, factor);
-    case CodeKind::kInt8Truncated:
+    case QuantCode::kInt8Truncated:
       return multiply_to_codes<TruncatedInt8>(to, from, n, factor);
     default:
       return inside ? multiply_to_codes<InsideInt8>(to, from, n, factor)
@@ -117,20 +145,46 @@ class LargestOf<T> {
  private:
   PairHalfwords most_ = {};
 };
+
+// Lane i is that of block i of 16 elements: two blocks fill a vector.
+inline constexpr int64_t kShortRow = 16;
+template <class T>
+inline Words largest_of_short_rows(const T* from) {
+  constexpr int kVectors = kWidth / 2;
+  const auto larger = [](Words a, Words b) {
+    const auto x = __builtin_bit_cast(PairHalfwords, a), y = __builtin_bit_cast(PairHalfwords, b);
+    return __builtin_bit_cast(Words, x > y ? x : y);
+  };
+  Words v[kVectors], order;
+  for (int i = 0; i < kVectors; ++i) {
+    const Words magnitudes = load_raw<Words>(from + i * kPair) & 0x7fff7fffu;
+    v[i] = larger(magnitudes, magnitudes >> 16);
+  }
+  const Words halves = reduce_each<kVectors / 2>(v, larger);  // all first blocks of vectors, then all second ones
+  for (uint32_t i = 0; i < kWidth; ++i) order[i] = i / 2 + i % 2 * kVectors;
+  return shuffle(halves, halves, order) & 0xffffu;
+}
 #endif
 
 // The largest magnitudes of up to kWidth rows of n numbers, one behind the other: `most` without NaN, `inside` NaN where there is
 // one.
 template <class T>
 void find_largest(float* most, float* inside, const T* from, int64_t n, int64_t rows) {
-  Words lanes[kWidth];  // all of which at once are not cleared: that is a kilobyte
-  for (int64_t g = 0; g < rows; ++g) {
-    LargestOf<T> largest;
-    for (int64_t i = 0; i < n; i += kPair) largest.take(from + g * n + i, n - i);
-    lanes[g] = largest.lanes();
-  }
-  for (int64_t g = rows; g < kWidth; ++g) lanes[g] = Words{};
-  const Floats all = LargestOf<T>::values(largest_lanes(lanes));
+  const auto find = [=] {
+#if defined(__AVX512BW__)
+    if constexpr (sizeof(T) == 2)
+      if (n == kShortRow && rows == kWidth) return largest_of_short_rows(from);
+#endif
+    Words lanes[kWidth];  // all of which at once are not cleared: that is a kilobyte
+    for (int64_t g = 0; g < rows; ++g) {
+      LargestOf<T> largest;
+      for (int64_t i = 0; i < n; i += kPair) largest.take(from + g * n + i, n - i);
+      lanes[g] = largest.lanes();
+    }
+    for (int64_t g = rows; g < kWidth; ++g) lanes[g] = Words{};
+    return largest_lanes(lanes);
+  };
+  const Floats all = LargestOf<T>::values(find());
   store(inside, all);
   store(most, all);
   bool nan = false;

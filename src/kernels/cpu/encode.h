@@ -214,6 +214,24 @@ class Encoder<T, Code, Rule> {
             [=](__m512i magnitude) { return _mm512_adds_epu16(_mm512_subs_epu16(magnitude, less), more); });
     return true;
   }
+  // Of so many times kPair elements, each of which is scaled by 2^(exponent - 127).
+  void scaled_pairs(Code* to, const T* from, int64_t count, const uint32_t* exponents) const {
+    const Tables tables = table_;
+    const auto words_at = [&](int64_t i) {
+      const auto less = static_cast<int>(exponents[i] - 127u) * (1 << kMantissa);
+      const __m512i bits = _mm512_loadu_si512(from + i * kPair);
+      const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
+      const __m512i smaller =
+          _mm512_subs_epu16(magnitude, _mm512_set1_epi16(static_cast<int16_t>(less > 0 ? less : 0)));
+      const __m512i quotient =
+          _mm512_adds_epu16(smaller, _mm512_set1_epi16(static_cast<int16_t>(less < 0 ? -less : 0)));
+      return look_up(tables, bits, magnitude, quotient);
+    };
+    int64_t i = 0;
+    for (; i + 2 <= count; i += 2)
+      store_raw(to + i * kPair, one_after_other(_mm512_packus_epi16(words_at(i), words_at(i + 1))), false);
+    if (i < count) store_raw(to + i * kPair, _mm512_maskz_cvtepi16_epi8(~__mmask32{}, words_at(i)), false);
+  }
   bool tables() const { return tables_; }
 
  private:

@@ -24,8 +24,8 @@ class Nvfp4Steps {
  public:
   static constexpr int kMantissa = __is_same(T, bf16) ? 7 : 10;
   static constexpr int kInfinity = ((1 << (15 - kMantissa)) - 1) << kMantissa;
-  static constexpr int kMantissas = 8, kScales = 128;  // e4m3
-  static constexpr int kAboveAll = 0x7fff;             // nothing has bits beyond these
+  static constexpr int kMantissas = 8, kScales = 128, kPowers = 256;  // of e4m3; of e8m0
+  static constexpr int kAboveAll = 0x7fff;                            // nothing has bits beyond these
 
   explicit Nvfp4Steps(float global) : global_(global) {}
 
@@ -67,6 +67,21 @@ class Nvfp4Steps {
     return least > 0;
   }
 
+  // The same of scales that are powers of two, by their exponents as e8m0 has them, from that of the scale 1.
+  bool spread_powers(int one, int span, OfScale (&of_scale)[kPowers]) {
+    int least = 0, most = 0;
+    for (int exponent = 1; exponent < kPowers - 1; ++exponent) {
+      const int base = one + (exponent - 127) * (1 << kMantissa);
+      if (base < 1 << kMantissa || base + span >= kInfinity) continue;
+      if (least == 0) least = exponent;
+      most = exponent;
+      of_scale[exponent] = {base, 0};
+    }
+    least_ = static_cast<uint8_t>(least);
+    span_ = static_cast<uint8_t>(most - least);
+    return least > 0;
+  }
+
   // Whether all of n scales, a multiple of 32, are among these, or 0.
   bool have(const uint8_t* scales, int64_t n) const {
     __mmask32 others = 0;
@@ -93,7 +108,8 @@ class Nvfp4Stairs {
  public:
   explicit Nvfp4Stairs(float global) : steps_(global) {}
 
-  bool build() {
+  // powers: scales are e8m0, not e4m3.
+  bool build(bool powers = false) {
     if (!steps_.usable()) return false;
     int bases[Steps::kMantissas];
     for (int m = 0; m < Steps::kMantissas; ++m) {
@@ -111,10 +127,20 @@ class Nvfp4Stairs {
       }
       bases[m] = base;
     }
+    const auto keep = [this](const auto& of_scale) {
+      int i = 0;
+      for (const auto& scale : of_scale)
+        of_scale_[i++] = {static_cast<uint32_t>(scale.base) * 0x10001u, static_cast<uint32_t>(scale.mantissa)};
+    };
+    if (powers) {
+      typename Steps::OfScale of_scale[Steps::kPowers];
+      if (!steps_.spread_powers(bases[0], 24 << kPart, of_scale)) return false;
+      keep(of_scale);
+      return true;
+    }
     typename Steps::OfScale of_scale[Steps::kScales];
     if (!steps_.spread(bases, 24 << kPart, of_scale)) return false;
-    for (int i = 0; i < Steps::kScales; ++i)
-      of_scale_[i] = {static_cast<uint32_t>(of_scale[i].base) * 0x10001u, static_cast<uint32_t>(of_scale[i].mantissa)};
+    keep(of_scale);
     return true;
   }
   bool have(const uint8_t* scales, int64_t n) const { return steps_.have(scales, n); }
@@ -173,7 +199,7 @@ class Nvfp4Stairs {
   };
 
   Steps steps_;
-  OfScale of_scale_[Steps::kScales];
+  OfScale of_scale_[Steps::kPowers];
   alignas(64) uint16_t stairs_[Steps::kMantissas][kParts];
 };
 

@@ -16,6 +16,7 @@ class TileEncoder {
   explicit TileEncoder(int64_t) {}
   bool divide(e4m3*, const T*, int64_t, float, bool = false) const { return false; }
   bool divide_by_power_of_two(e4m3*, const T*, int64_t, float) const { return false; }
+  bool divide_pairs_by_powers(e4m3*, const T*, int64_t, const uint32_t*) const { return false; }
 };
 
 #if defined(__AVX512BW__)
@@ -35,6 +36,14 @@ class TileEncoder<bf16, Rule, kLargest> {
   bool divide_by_power_of_two(e4m3* to, const bf16* from, int64_t n, float scale) const {
     if (!(tables_ && scale > kLeast && scale < kMost)) return false;
     return tables_->one.scaled(to, from, n, static_cast<int>(__builtin_bit_cast(uint32_t, scale) >> 23) - 127);
+  }
+  // Of so many neighbouring tiles of kPair elements, which are finite, by scales with these exponents, as e8m0 has them.
+  bool divide_pairs_by_powers(e4m3* to, const bf16* from, int64_t count, const uint32_t* exponents) const {
+    if (!tables_) return false;
+    for (int64_t i = 0; i < count; ++i)
+      if (exponents[i] - 48u > 158u) return false;
+    tables_->one.scaled_pairs(to, from, count, exponents);
+    return true;
   }
 
  private:

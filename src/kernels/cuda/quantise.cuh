@@ -70,19 +70,19 @@ __device__ Vec<uint8_t, kSize> quantise_pairs(Vec<T, kSize> x, bool odd, Scaled 
 
 // Codes of x times a factor, of a kind that is known at run time.  odd: the factor is not a positive finite number.
 template <class T, int kSize>
-__device__ Vec<uint8_t, kSize> codes_times(CodeKind kind, const Vec<T, kSize>& x, float factor, bool odd) {
+__device__ Vec<uint8_t, kSize> codes_times(QuantCode kind, const Vec<T, kSize>& x, float factor, bool odd) {
   const auto scaled = [factor](Vec<float, kSize> v) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) v[i] *= factor;
     return v;
   };
-  if (kind == CodeKind::kE4M3) {
+  if (kind == QuantCode::kE4M3) {
     if (!odd) return quantise_pairs(x, false, scaled);
     return quantise<DType::kFloat8E4M3>(scaled(to_floats(x)));
   }
   auto v = scaled(to_floats(x));
-  if (kind == CodeKind::kE5M2) return quantise<DType::kFloat8E5M2>(v);
-  if (kind == CodeKind::kInt8Truncated) {
+  if (kind == QuantCode::kE5M2) return quantise<DType::kFloat8E5M2>(v);
+  if (kind == QuantCode::kInt8Truncated) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) v[i] = truncf(v[i]);
   }

@@ -95,12 +95,12 @@ ScaledMmArgs scaled_product(const Layer& layer, const QuantisedWeights& from, Di
 // How the rows of such a product become codes.
 RowCoder row_coder(const Layer& layer, const ScaledMmArgs& product, const QuantisedWeights& from, RowSource source) {
   RowCoder coder{};
-  const CodeKind codes = product.is_int8 ? CodeKind::kInt8 : CodeKind::kE4M3;
+  const QuantCode codes = product.is_int8 ? QuantCode::kInt8 : QuantCode::kE4M3;
   coder.way = product.in_blocks ? RowCoding::kGroups : from.number ? RowCoding::kNumber : RowCoding::kRows;
   coder.groups.dtype = coder.rows.dtype = coder.number.dtype = layer.from.type();
   coder.groups.codes = coder.rows.codes = coder.number.codes = codes;
   coder.groups.source = source;
-  coder.groups.rule = {ScaleKind::kFloat, ExponentRule::kCeil, largest_code(codes), 1e-10f / largest_code(codes),
+  coder.groups.rule = {QuantScale::kFloat, ExponentRule::kCeil, largest_code(codes), 1e-10f / largest_code(codes),
                        largest_exponent(codes)};
   coder.groups.given = {nullptr, INFINITY};
   coder.groups.group_size = ScaledMmArgs::kBlock;

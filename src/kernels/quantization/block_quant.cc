@@ -42,7 +42,7 @@ struct Blocks {
                  "the last dimension must be a multiple of %" PRId64 " and at least %" PRId64 " bytes, got %" PRId64,
                  bytes, width * bytes / block, codes.size(-1));
     args.dtype = input.type();
-    args.codes = nibbles ? CodeKind::kE2M1 : kind_of(codes);
+    args.codes = nibbles ? QuantCode::kE2M1 : kind_of(codes);
     args.source = gated ? RowSource::kSiluAndMul : RowSource::kElements;
     args.input = input.data();
     args.out = codes.data();
@@ -52,11 +52,11 @@ struct Blocks {
     args.width = width;
     args.group_size = block;
     args.code_groups = code_groups;
-    args.rule = {ScaleKind::kE4M3, ExponentRule::kCeil, largest_code(args.codes), 0.0f, largest_exponent(args.codes)};
+    args.rule = {QuantScale::kE4M3, ExponentRule::kCeil, largest_code(args.codes), 0.0f, largest_exponent(args.codes)};
   }
 
   void set_mode(const char* scale_mode) {
-    args.rule.kind = ScaleKind::kMx;
+    args.rule.kind = QuantScale::kMx;
     required("scale_mode", scale_mode);
     if (std::strcmp(scale_mode, "ceil") == 0) {
       args.rule.exponent = ExponentRule::kCeil;
@@ -136,7 +136,7 @@ struct Blocks {
   static int64_t item(const Tensor& s) { return static_cast<int64_t>(size_of(s.type())); }
   Tensor scale_bytes(Call& call, const char* name, DLTensor* given) const {
     Tensor s = call.write(name, given);
-    if (args.rule.kind == ScaleKind::kE4M3) {
+    if (args.rule.kind == QuantScale::kE4M3) {
       s.dtype({DType::kFloat8E4M3, DType::kUInt8, DType::kInt32});
     } else {
       s.dtype({DType::kUInt8, DType::kInt32});

@@ -10,10 +10,10 @@ namespace pykv {
 
 inline constexpr std::initializer_list<DType> kFp8Codes = {DType::kFloat8E4M3, DType::kUInt8, DType::kFloat8E5M2};
 
-inline CodeKind kind_of(const Tensor& codes) {
-  return codes.type() == DType::kInt8         ? CodeKind::kInt8
-         : codes.type() == DType::kFloat8E5M2 ? CodeKind::kE5M2
-                                              : CodeKind::kE4M3;
+inline QuantCode kind_of(const Tensor& codes) {
+  return codes.type() == DType::kInt8         ? QuantCode::kInt8
+         : codes.type() == DType::kFloat8E5M2 ? QuantCode::kE5M2
+                                              : QuantCode::kE4M3;
 }
 
 // Of all dimensions but the last; those of t must be those of x, and as many.

@@ -34,12 +34,12 @@ GroupQuantArgs arguments(const CodeRows& m, int64_t group_size) {
 }
 
 // least: what the largest magnitude counts as at least.
-ScaleRule scale_rule(ScaleKind kind, CodeKind codes, float largest, double least) {
+ScaleRule scale_rule(QuantScale kind, QuantCode codes, float largest, double least) {
   return {kind, ExponentRule::kCeil, largest, static_cast<float>(least) / largest, largest_exponent(codes)};
 }
 
 // The code that the largest number becomes.
-float largest_given(CodeKind codes, const char* least_name, const char* most_name, double least, double most) {
+float largest_given(QuantCode codes, const char* least_name, const char* most_name, double least, double most) {
   const float largest = largest_code(codes);
   if (most == 0.0) most = largest;
   if (!(most > 0.0 && most <= largest))
@@ -101,7 +101,7 @@ pykv_status pykv_per_token_group_fp8_quant(const DLTensor* input, DLTensor* outp
     GroupQuantArgs args = arguments(m, group_size);
     check_eps(eps);
     const float largest = largest_given(args.codes, "fp8_min", "fp8_max", fp8_min, fp8_max);
-    args.rule = scale_rule(scale_ue8m0 ? ScaleKind::kPowerOfTwo : ScaleKind::kFloat, args.codes, largest, eps);
+    args.rule = scale_rule(scale_ue8m0 ? QuantScale::kPowerOfTwo : QuantScale::kFloat, args.codes, largest, eps);
     set_float_scales(args, call, "output_s", m.input, output_s);
     run(call, args, stream);
   });
@@ -127,7 +127,7 @@ pykv_status pykv_per_token_group_fp8_quant_packed(const DLTensor* input, DLTenso
     Tensor s = call.write("output_s_packed", output_s_packed).dtype({DType::kInt32});
     check_eps(eps);
     const float largest = largest_given(args.codes, "fp8_min", "fp8_max", fp8_min, fp8_max);
-    args.rule = scale_rule(ScaleKind::kE8M0, args.codes, largest, eps);
+    args.rule = scale_rule(QuantScale::kE8M0, args.codes, largest, eps);
     args.out_rows = {1, 1, q.stride(0), 0, 0};
     args.zero_rows = q.size(0) - rows;
     set_packed_scales(args, s, x);
@@ -142,9 +142,9 @@ pykv_status pykv_per_token_group_quant_int8(const DLTensor* input, DLTensor* out
     const CodeRows m(call, "output_q", output_q, input, {DType::kInt8});
     GroupQuantArgs args = arguments(m, group_size);
     check_eps(eps);
-    if (truncates) args.codes = CodeKind::kInt8Truncated;
+    if (truncates) args.codes = QuantCode::kInt8Truncated;
     const float largest = largest_given(args.codes, "int8_min", "int8_max", int8_min, int8_max);
-    args.rule = scale_rule(ScaleKind::kFloat, args.codes, largest, eps);
+    args.rule = scale_rule(QuantScale::kFloat, args.codes, largest, eps);
     set_float_scales(args, call, "output_s", m.input, output_s);
     run(call, args, stream);
   });
@@ -160,7 +160,7 @@ pykv_status pykv_situ_and_mul_quant(DLTensor* out, DLTensor* scale, const DLTens
     args.source = RowSource::kSituAndMul;
     args.beta = static_cast<float>(beta);
     args.linear_beta = static_cast<float>(linear_beta);
-    args.rule = scale_rule(ScaleKind::kFloat, args.codes, largest_code(args.codes), 1e-30);
+    args.rule = scale_rule(QuantScale::kFloat, args.codes, largest_code(args.codes), 1e-30);
     set_float_scales(args, call, "scale", m.input, scale);
     if (num_valid_tokens) {
       Tensor counts = call.read("num_valid_tokens", num_valid_tokens);
@@ -187,10 +187,10 @@ pykv_status pykv_persistent_masked_m_silu_mul_quant(const DLTensor* input, const
     const float largest = largest_code(args.codes);
     if (s.type() == DType::kInt32) {
       if (!use_ue8m0) s.fail(PYKV_TYPE_ERROR, "int32 is for use_ue8m0");
-      args.rule = scale_rule(ScaleKind::kE8M0, args.codes, largest, 1e-10);
+      args.rule = scale_rule(QuantScale::kE8M0, args.codes, largest, 1e-10);
       set_packed_scales(args, s, x);
     } else {
-      args.rule = scale_rule(use_ue8m0 ? ScaleKind::kPowerOfTwo : ScaleKind::kFloat, args.codes, largest, 1e-10);
+      args.rule = scale_rule(use_ue8m0 ? QuantScale::kPowerOfTwo : QuantScale::kFloat, args.codes, largest, 1e-10);
       set_float_scales(args, call, "y_s", x, y_s);
     }
     run(call, args, stream);
@@ -205,8 +205,8 @@ pykv_status pykv_silu_and_mul_per_block_quant(DLTensor* out, const DLTensor* inp
     m.input.rank(2);
     GroupQuantArgs args = arguments(m, group_size);
     args.source = RowSource::kSiluAndMul;
-    const bool int8 = args.codes == CodeKind::kInt8;
-    args.rule = scale_rule(ScaleKind::kFloat, args.codes, largest_code(args.codes), int8 ? 127 * 0x1p-23 : 1.0 / 512);
+    const bool int8 = args.codes == QuantCode::kInt8;
+    args.rule = scale_rule(QuantScale::kFloat, args.codes, largest_code(args.codes), int8 ? 127 * 0x1p-23 : 1.0 / 512);
     if (scale_ub && int8) fail(PYKV_VALUE_ERROR, "scale_ub: is for float8_e4m3fn alone, got out of int8");
     if (scale_ub) args.given = call.parameter("scale_ub", scale_ub);
     Dim tokens{"num_tokens", args.rows}, groups{"num_groups", args.scale_groups};

@@ -33,7 +33,7 @@ __device__ inline uint32_t largest_of_lanes(uint32_t most, int lane_bits) {
 }
 
 // One-byte codes, their scales by strides.  kPlain: all rows are there and nothing is padded, which saves few tokens a sixth.
-template <class T, class Source, CodeKind kCodes, bool kPlain>
+template <class T, class Source, QuantCode kCodes, bool kPlain>
 __global__ __launch_bounds__(kThreads,
                              kBlocks<T, Source>) void byte_group_kernel(const __grid_constant__ GroupQuantArgs args,
                                                                         const __grid_constant__ GroupPlan plan) {
@@ -110,7 +110,7 @@ struct Launcher {
 
   Launcher(const GroupQuantArgs& args, const Launch& launch) : args(args), launch(launch) {
     constexpr int64_t kItem = sizeof(T);
-    const bool nibbles = args.codes == CodeKind::kE2M1;
+    const bool nibbles = args.codes == QuantCode::kE2M1;
     aligned = rows_aligned(kAccessBytes, args.input, args.input_rows, kItem) &&
               args.width * kItem % kAccessBytes == 0 && args.group_size * kItem % kAccessBytes == 0 &&
               rows_aligned(nibbles ? 8 : kPackSize<T>, args.out, args.out_rows, 1);
@@ -118,7 +118,7 @@ struct Launcher {
 
   template <class Source>
   void run() const {
-    if (args.codes == CodeKind::kE2M1) {
+    if (args.codes == QuantCode::kE2M1) {
       if constexpr (!std::is_same_v<Source, SituAndMul<T>>) run_nibbles<Source>();
     } else {
       run_bytes<Source>();
@@ -127,9 +127,9 @@ struct Launcher {
 
  private:
   // Whether block_kernel took the call.
-  template <class Source, ScaleKind kScale, CodeKind kCodes, bool kChoose = false>
+  template <class Source, QuantScale kScale, QuantCode kCodes, bool kChoose = false>
   bool run_blocks() const {
-    constexpr int64_t kSize = kScale == ScaleKind::kE4M3 ? 16 : 32;
+    constexpr int64_t kSize = kScale == QuantScale::kE4M3 ? 16 : 32;
     constexpr uint32_t kRows = Source::kHalves == 2 ? 1 : 2;  // more leave too few threads room
     const auto by_one_stride = [](const Rows& rows) { return (rows.size1 | rows.size2) == 1; };
     const int64_t groups = args.width / kSize;
@@ -160,7 +160,7 @@ struct Launcher {
                        launch, "group_quant", args, plan, launch.reporter(args.of_experts.report));
     };
     // nvfp4 of numbers that are there is quicker by 4 % without the code for experts; the others are not.
-    constexpr bool kAlone = std::is_same_v<Source, Elements<T>> && kScale == ScaleKind::kE4M3;
+    constexpr bool kAlone = std::is_same_v<Source, Elements<T>> && kScale == QuantScale::kE4M3;
     if (!kAlone || args.of_experts.first.data) {
       if constexpr (!kChoose) start(block_kernel<T, Source, kScale, kCodes, false, true, kRows>);
     } else {
@@ -172,19 +172,19 @@ struct Launcher {
   template <class Source>
   void run_bytes() const {
     if constexpr (sizeof(T) == 2 && std::is_same_v<Source, Elements<T>>)
-      if (run_blocks<Source, ScaleKind::kMx, CodeKind::kE4M3>()) return;
+      if (run_blocks<Source, QuantScale::kMx, QuantCode::kE4M3>()) return;
     constexpr int64_t kLane = kPacks<T, Source> * kPackSize<T>;
     const int64_t lanes = args.group_size / kLane;
     if (aligned && args.group_size % kLane == 0 && lanes <= 32 && std::has_single_bit(static_cast<uint64_t>(lanes)) &&
         args.tile_bits == 0 && args.code_groups * args.group_size == args.width) {
       const auto start = [&](auto kernel) { launch_kernel(kernel, args.code_groups, lanes, kThreads); };
       const bool plain = !args.valid.counts.data && args.zero_rows == 0 && args.scale_groups == args.code_groups;
-      if (args.codes == CodeKind::kE4M3) {
-        if (plain) return start(byte_group_kernel<T, Source, CodeKind::kE4M3, true>);
-        return start(byte_group_kernel<T, Source, CodeKind::kE4M3, false>);
+      if (args.codes == QuantCode::kE4M3) {
+        if (plain) return start(byte_group_kernel<T, Source, QuantCode::kE4M3, true>);
+        return start(byte_group_kernel<T, Source, QuantCode::kE4M3, false>);
       }
       if constexpr (!std::is_same_v<Source, SituAndMul<T>>)
-        if (plain && args.codes == CodeKind::kInt8) return start(byte_group_kernel<T, Source, CodeKind::kInt8, true>);
+        if (plain && args.codes == QuantCode::kInt8) return start(byte_group_kernel<T, Source, QuantCode::kInt8, true>);
     }
     run_any<Source, false>();
   }
@@ -192,10 +192,10 @@ struct Launcher {
   template <class Source>
   void run_nibbles() const {
     if constexpr (sizeof(T) == 2) {
-      if (run_blocks<Source, ScaleKind::kE4M3, CodeKind::kE2M1>()) return;
-      if (run_blocks<Source, ScaleKind::kMx, CodeKind::kE2M1>()) return;
+      if (run_blocks<Source, QuantScale::kE4M3, QuantCode::kE2M1>()) return;
+      if (run_blocks<Source, QuantScale::kMx, QuantCode::kE2M1>()) return;
       if constexpr (std::is_same_v<Source, Elements<T>>)
-        if (run_blocks<Source, ScaleKind::kE4M3, CodeKind::kE2M1, true>()) return;
+        if (run_blocks<Source, QuantScale::kE4M3, QuantCode::kE2M1, true>()) return;
     }
     run_any<Source, true>();
   }
@@ -219,7 +219,7 @@ struct Launcher {
                          static_cast<uint32_t>(total),
                          std::countr_zero(static_cast<uint64_t>(lanes)),
                          aligned,
-                         args.rule.kind == ScaleKind::kE8M0 || args.rule.kind == ScaleKind::kMx};
+                         args.rule.kind == QuantScale::kE8M0 || args.rule.kind == QuantScale::kMx};
     launch_dependent(kernel, static_cast<unsigned>((total + at_once - 1) / at_once), static_cast<unsigned>(threads),
                      launch, "group_quant", args, plan, others...);
   }

@@ -44,7 +44,7 @@ struct ValidRows {
 struct GroupQuantArgs {
   DType dtype;
   RowSource source;
-  CodeKind codes;
+  QuantCode codes;
   bool four_over_six;  // of e4m3 scales: the one for which 4 is the largest code where that is closer
   int8_t tile_bits;    // scales in tiles of so many rows, as a power of two (7 or 3), and 4 groups; 0: by strides
   bool fill_scales;    // rows that are not there get scales of 1
@@ -102,7 +102,7 @@ struct GroupQuantArgs {
     const int64_t at = tile_bits    ? swizzled_place(row, group, tiles, tile_bits)
                        : scale_four ? scale_rows.offset(row) + group / 4 * scale_four + group % 4
                                     : scale_rows.offset(row) + group * scale_group;
-    if (rule.kind == ScaleKind::kFloat || rule.kind == ScaleKind::kPowerOfTwo) {
+    if (rule.kind == QuantScale::kFloat || rule.kind == QuantScale::kPowerOfTwo) {
       static_cast<uint32_t*>(scales)[at] = stored;
     } else {
       static_cast<uint8_t*>(scales)[at] = static_cast<uint8_t>(stored);

@@ -107,11 +107,11 @@ class Nvfp4Rule {
 };
 
 // The codes of 32 numbers, and the scales of both halves; kChoose: of two for each, four over six.
-template <ScaleKind kScale, CodeKind kCodes, bool kChoose, class T>
+template <QuantScale kScale, QuantCode kCodes, bool kChoose, class T>
 __device__ void encode_unit(const GroupQuantArgs& args, const Nvfp4Rule& rule, float global,
                             const Pack<T> (&y)[2][kLanePacks<T>],
-                            Vec<uint8_t, 16> (&codes)[kCodes == CodeKind::kE2M1 ? 1 : 2], GroupScale (&scale)[2]) {
-  constexpr bool kNvfp4 = kScale == ScaleKind::kE4M3;
+                            Vec<uint8_t, 16> (&codes)[kCodes == QuantCode::kE2M1 ? 1 : 2], GroupScale (&scale)[2]) {
+  constexpr bool kNvfp4 = kScale == QuantScale::kE4M3;
   float most[2] = {__uint_as_float(largest_bits(y[0])), __uint_as_float(largest_bits(y[1]))};
   bool odd = max(__float_as_uint(most[0]), __float_as_uint(most[1])) >= kInfinity;
   if constexpr (kNvfp4) {
@@ -123,12 +123,12 @@ __device__ void encode_unit(const GroupQuantArgs& args, const Nvfp4Rule& rule, f
     }
   } else {
     scale[0] = scale[1] = args.rule.of_block(fmaxf(most[0], most[1]));
-    if (kCodes == CodeKind::kE2M1 && std::is_same_v<T, half>) odd |= scale[0].factor > 16384.0f;  // half of what T has
+    if (kCodes == QuantCode::kE2M1 && std::is_same_v<T, half>) odd |= scale[0].factor > 16384.0f;  // half of what T has
   }
   const auto put = [&](auto nibbles, auto bytes) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if constexpr (kCodes == CodeKind::kE2M1) {
+      if constexpr (kCodes == QuantCode::kE2M1) {
         const uint2 pair = nibbles(y[half], scale[half].factor);
         codes[0].words[2 * half] = pair.x;
         codes[0].words[2 * half + 1] = pair.y;
@@ -193,11 +193,11 @@ __device__ inline void clear_behind_last(const GroupQuantArgs& args, bool last, 
 }
 
 // kExperts: rows may be those of experts.
-template <class T, class Source, ScaleKind kScale, CodeKind kCodes, bool kChoose, bool kExperts, int kRows>
+template <class T, class Source, QuantScale kScale, QuantCode kCodes, bool kChoose, bool kExperts, int kRows>
 __global__ __launch_bounds__(kBlockThreads) void block_kernel(const __grid_constant__ GroupQuantArgs args,
                                                               const __grid_constant__ BlockPlan plan, Reporter report) {
-  constexpr int kSize = kPackSize<T>, kCount = kLanePacks<T>, kGroups = kScale == ScaleKind::kE4M3 ? 2 : 1;
-  constexpr int kBytes = kCodes == CodeKind::kE2M1 ? kUnit / 2 : kUnit;
+  constexpr int kSize = kPackSize<T>, kCount = kLanePacks<T>, kGroups = kScale == QuantScale::kE4M3 ? 2 : 1;
+  constexpr int kBytes = kCodes == QuantCode::kE2M1 ? kUnit / 2 : kUnit;
   const uint32_t n = blockIdx.x * kBlockThreads + threadIdx.x;
   const bool there = n < plan.total;
   const BlockPlace at = place_of<kRows, kGroups>(args, plan, there ? n : 0);

@@ -1,5 +1,8 @@
 // Twin of group_quant.cu: some groups of a row at once.  First their numbers, if an activation makes them, then the largest of
 // all, then all scales, then all codes: what one waits for is worked out while others are.
+//
+// Arithmetic and the work of each group bound them.  With AVX-512 32 codes of bf16 take 16 (four bits) to 23 instructions, what finds the largest 2 to 6,
+// and a scale a division, where a Zen 4 begins two a cycle and copies as much in 8 cycles.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -92,8 +95,8 @@ struct Scales {
   float factors[kWidth];
 
   void find(const ScaleRule& rule, const float* most, float given, float target, int64_t groups) {
-    if (rule.kind == ScaleKind::kE4M3) return find_e4m3(load(most), given, target);
-    if (rule.kind == ScaleKind::kMx && rule.exponent != ExponentRule::kVllm) return find_mx(rule, load(most));
+    if (rule.kind == QuantScale::kE4M3) return find_e4m3(load(most), given, target);
+    if (rule.kind == QuantScale::kMx && rule.exponent != ExponentRule::kVllm) return find_mx(rule, load(most));
     for (int64_t g = 0; g < groups; ++g) {
       const GroupScale scale = rule(most[g], given, target);
       stored[g] = scale.stored;
@@ -130,11 +133,12 @@ struct Scales {
   }
 };
 
-// Codes of nvfp4 by tables (cpu/nvfp4_stairs.h), below one global scale; of so many elements in all, for few are not worth them.
+// Codes of four bits by tables (cpu/nvfp4_stairs.h), below one global scale; for so many elements, since few are not worth
+// them.
 template <class T>
 class BlockTables {
  public:
-  explicit BlockTables(const GroupQuantArgs&) {}
+  BlockTables(const GroupQuantArgs&, float, int64_t) {}
   bool encode(uint8_t*, const T*, const Scales&, const float*, int64_t) const { return false; }
 };
 #if defined(__AVX512BW__)
@@ -142,28 +146,38 @@ template <class T>
   requires(sizeof(T) == 2)
 class BlockTables<T> {
  public:
-  explicit BlockTables(const GroupQuantArgs& args)
-      : stairs_(1.0f / std::fabs(args.given)),
-        there_(args.codes == CodeKind::kE2M1 && args.rule.kind == ScaleKind::kE4M3 && !args.globals &&
-               args.rows * args.width >= kWorthTables && stairs_.build()) {}
+  BlockTables(const GroupQuantArgs& args, float global, int64_t elements)
+      : mx_(args.rule.kind == QuantScale::kMx),
+        stairs_(mx_ ? 1.0f : 1.0f / std::fabs(global)),
+        there_(args.codes == QuantCode::kE2M1 && args.group_size == (mx_ ? 2 * kBlock : kBlock) &&
+               elements >= kWorthTables && stairs_.build(mx_)) {}
 
   // Of as many blocks as a vector has lanes, with these scales; false where tables cannot do it.
   bool encode(uint8_t* codes, const T* from, const Scales& scales, const float* inside, int64_t count) const {
     if (!there_ || count != kWidth) return false;
     if (_mm512_cmp_ps_mask(load(inside), splat(INFINITY), _CMP_LT_OQ) != 0xffff) return false;
     uint8_t bytes[2 * kWidth] = {};
-    const Bytes some = narrow_to_bytes(load_raw<Words>(scales.stored) & 0x7fu);
-    __builtin_memcpy(bytes, &some, sizeof some);
+    Words stored = load_raw<Words>(scales.stored);
+    stored = mx_ ? stored * 0x101u : stored & 0x7fu;  // of mx a scale is that of two blocks of 16
+    if (mx_) {
+      const __m256i twice = _mm512_maskz_cvtepi32_epi16(0xffff, __builtin_bit_cast(__m512i, stored));
+      __builtin_memcpy(bytes, &twice, sizeof twice);
+    } else {
+      const Bytes some = narrow_to_bytes(stored);
+      __builtin_memcpy(bytes, &some, sizeof some);
+    }
     if (!stairs_.have(bytes, 2 * kWidth)) return false;
-    const T* fours[kWidth / 4];
-    for (int i = 0; i < kWidth / 4; ++i) fours[i] = from + i * kNvfp4Four;
-    stairs_(codes, fours, kWidth / 4, bytes, kAhead);
+    const int fours = mx_ ? kWidth / 2 : kWidth / 4;
+    const T* places[kWidth / 2];
+    for (int i = 0; i < fours; ++i) places[i] = from + i * kNvfp4Four;
+    stairs_(codes, places, fours, bytes, kAhead);
     return true;
   }
 
  private:
   static constexpr int64_t kWorthTables = 1 << 16, kAhead = 1024;
 
+  bool mx_;
   Nvfp4Stairs<T> stairs_;
   bool there_;
 };
@@ -172,15 +186,16 @@ class BlockTables<T> {
 template <class T>
 class Groups {
  public:
-  Groups(const GroupQuantArgs& args, const BlockTables<T>& tables, const Reporter& report)
+  // tables: of each expert's global scale, or of the one of all.
+  Groups(const GroupQuantArgs& args, const std::vector<BlockTables<T>>& tables, const Reporter& report)
       : args_(args),
         tables_(tables),
         report_(report),
-        nibbles_(args.codes == CodeKind::kE2M1),
+        nibbles_(args.codes == QuantCode::kE2M1),
         real_(args.width / args.group_size),
         at_once_(std::clamp<int64_t>(kElementsAtOnce / args.group_size, 1, kWidth)),
         given_(args.given),
-        tiles_(args.codes == CodeKind::kE4M3 ? args.rows * args.width : 0) {
+        tiles_(args.codes == QuantCode::kE4M3 ? args.rows * args.width : 0) {
     if (args.source != RowSource::kElements) values_.resize(at_once_ * args.group_size * sizeof(T) / sizeof(Line) + 2);
   }
 
@@ -223,7 +238,8 @@ class Groups {
     scales.find(args_.rule, most, given, 6.0f, count);
     if (args_.four_over_six) choose(scales, from, most, given, count);
     uint8_t* const codes = codes_at(row, group);
-    const bool done = nibbles_ && tables_.encode(codes, from, scales, inside, count);
+    const bool done = nibbles_ ? tables_[args_.globals ? at.expert : 0].encode(codes, from, scales, inside, count)
+                               : encode_pairs(codes, from, n, scales.stored, inside, count);
     for (int64_t g = 0; g < count && !done; ++g) {
       const T* x = from + g * n;
       uint8_t* to = codes + g * group_bytes();
@@ -239,7 +255,7 @@ class Groups {
 
   // Bytes in tiles by fours, and bytes side by side, at once.
   void store_scales(int64_t row, int64_t group, int64_t count, const uint32_t* stored) const {
-    const bool bytes = args_.rule.kind == ScaleKind::kMx || args_.rule.kind == ScaleKind::kE4M3;
+    const bool bytes = args_.rule.kind == QuantScale::kMx || args_.rule.kind == QuantScale::kE4M3;
     uint8_t* const scales = static_cast<uint8_t*>(args_.scales);
     int64_t g = 0;
     if (bytes && args_.tile_bits && group % 4 == 0) {
@@ -256,9 +272,18 @@ class Groups {
     for (; g < count; ++g) args_.store_scale(row, group + g, stored[g]);
   }
 
+  // mxfp8 of bf16 by tables, for all blocks at once.
+  bool encode_pairs(uint8_t* to, const T* x, int64_t n, const uint32_t* stored, const float* inside,
+                    int64_t count) const {
+    if (n != kPair || args_.rule.kind != QuantScale::kMx || args_.codes != QuantCode::kE4M3) return false;
+    bool finite = true;
+    for (int64_t g = 0; g < count; ++g) finite &= inside[g] < INFINITY;
+    return finite && tiles_.divide_pairs_by_powers(reinterpret_cast<e4m3*>(to), x, count, stored);
+  }
+
   // E4M3 of bf16 by tables, where the scale is a power of two: those of all scales are more than a first-level cache holds.
   void encode_bytes(uint8_t* to, const T* x, int64_t n, GroupScale scale, float inside) const {
-    if (args_.codes == CodeKind::kE4M3 && inside < INFINITY && args_.rule.kind != ScaleKind::kFloat &&
+    if (args_.codes == QuantCode::kE4M3 && inside < INFINITY && args_.rule.kind != QuantScale::kFloat &&
         tiles_.divide_by_power_of_two(reinterpret_cast<e4m3*>(to), x, n, 1.0f / scale.factor))
       return;
     codes_times(args_.codes, to, x, n, scale.factor, is_inside(inside));
@@ -267,7 +292,7 @@ class Groups {
   // That a largest magnitude of this kind, NaN where any number is, leaves no product beyond the largest code.
   bool is_inside(float inside) const {
     const bool grows =
-        args_.rule.kind == ScaleKind::kMx ? args_.rule.exponent != ExponentRule::kCeil : given_ < INFINITY;
+        args_.rule.kind == QuantScale::kMx ? args_.rule.exponent != ExponentRule::kCeil : given_ < INFINITY;
     return inside < INFINITY && !grows;
   }
 
@@ -329,7 +354,7 @@ class Groups {
   }
 
   const GroupQuantArgs& args_;
-  const BlockTables<T>& tables_;
+  const std::vector<BlockTables<T>>& tables_;
   const Reporter report_;
   const bool nibbles_;
   const int64_t real_, at_once_;
@@ -344,7 +369,10 @@ void group_quant_cpu(const GroupQuantArgs& args, const Launch& launch) {
   constexpr int64_t kElementsWorthAThread = 8192;
   const Reporter report = launch.reporter(args.of_experts.report);
   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
-    const BlockTables<T> tables(args);
+    const int64_t experts = args.globals ? args.of_experts.experts : 1;
+    std::vector<BlockTables<T>> tables;
+    for (int64_t e = 0; e < experts; ++e)
+      tables.emplace_back(args, args.globals ? args.globals[e] : float{args.given}, args.rows * args.width / experts);
     parallel_for(args.rows * args.groups(), std::max<int64_t>(1, kElementsWorthAThread / args.group_size),
                  [&](int64_t begin, int64_t end) { Groups<T>(args, tables, report)(begin, end); });
   });

@@ -104,12 +104,12 @@ __device__ uint32_t largest_bits(const Vec<T, kSize> (&v)[kCount]) {
 inline constexpr uint32_t kInfinity = 0x7f800000u;
 
 // Codes of finite numbers by a factor of their own, which makes none infinite.
-template <CodeKind kCodes, class T, int kSize>
+template <QuantCode kCodes, class T, int kSize>
 __device__ Vec<uint8_t, kSize> codes_inside(const Vec<T, kSize>& x, float factor) {
   auto v = to_floats(x);
 #pragma unroll
   for (int i = 0; i < kSize; ++i) v[i] *= factor;
-  return quantise<kCodes == CodeKind::kE4M3 ? DType::kFloat8E4M3 : DType::kInt8, true>(v);
+  return quantise<kCodes == QuantCode::kE4M3 ? DType::kFloat8E4M3 : DType::kInt8, true>(v);
 }
 
 // Packs of a lane that has 16 elements.

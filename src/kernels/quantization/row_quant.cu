@@ -54,7 +54,7 @@ class Coder {
         quotient_.template divide<T>(v.elements);
         return v;
       };
-      if (codes_ == CodeKind::kE4M3) return quantise_pairs(x, scale_.scale > FLT_MAX, divided);
+      if (codes_ == QuantCode::kE4M3) return quantise_pairs(x, scale_.scale > FLT_MAX, divided);
       return quantise<DType::kFloat8E5M2>(divided(to_floats(x)));
     }
     if (rule_ == RowRule::kMultiply || rule_ == RowRule::kInt8)
@@ -70,7 +70,7 @@ class Coder {
   }
 
  private:
-  CodeKind codes_;
+  QuantCode codes_;
   RowRule rule_;
   RowScale scale_;
   Quotient quotient_;

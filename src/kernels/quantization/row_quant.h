@@ -24,7 +24,7 @@ struct RowScale {
 
 struct RowQuantArgs {
   DType dtype;
-  CodeKind codes;
+  QuantCode codes;
   RowRule rule;
   bool bounded;  // the largest magnitude counts as `bound` at most
   Parameter bound;

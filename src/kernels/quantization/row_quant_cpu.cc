@@ -39,7 +39,7 @@ void encode_row(const RowQuantArgs& args, uint8_t* to, const T* from, const RowS
   const int64_t n = args.width;
   switch (args.rule) {
     case RowRule::kDivide:
-      if (args.codes == CodeKind::kE4M3) return divide_to_codes<e4m3>(to, from, n, Divisor(scale.scale));
+      if (args.codes == QuantCode::kE4M3) return divide_to_codes<e4m3>(to, from, n, Divisor(scale.scale));
       return divide_to_codes<e5m2>(to, from, n, Divisor(scale.scale));
     case RowRule::kInt8Away:
       return multiply_to_codes<AwayInt8>(to, from, n, scale.factor);
@@ -56,7 +56,7 @@ void encode_row(const RowQuantArgs& args, uint8_t* to, const T* from, const RowS
 void row_quant_cpu(const RowQuantArgs& args, const Launch&) {
   constexpr int64_t kElementsWorthAThread = 16384;
   const float bound = args.bounded ? float{args.bound} : INFINITY;
-  const bool by_tables = args.rule == RowRule::kDivide && args.codes == CodeKind::kE4M3;
+  const bool by_tables = args.rule == RowRule::kDivide && args.codes == QuantCode::kE4M3;
   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
     const TileEncoder<T, ByLargest, 448> tiles(by_tables ? args.rows * args.width : 0);
     parallel_for(args.rows, std::max<int64_t>(1, kElementsWorthAThread / args.width), [&](int64_t begin, int64_t end) {

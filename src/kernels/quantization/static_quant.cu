@@ -3,7 +3,8 @@
 //
 // Memory-bound: the floor is each byte of input and codes moved once, and once more of the input where the largest is to be
 // found.  A thread takes up to four packs, all loads under way before the first is used; neighbours in a warp are neighbours in a
-// row.  The second reading goes from the end, where the first one has left what the second-level cache holds.
+// row.  Where rectangles have scales, its packs are of neighbouring rows, which share one as a rule.  The second reading goes from
+// the end, where the first one has left what the second-level cache holds.
 #include <algorithm>
 #include <cfloat>
 
@@ -27,6 +28,7 @@ struct Plan {
   Divider packs, group_rows, group_columns;  // packs: of a row
   uint32_t total;
   bool aligned, one_scale, backwards;  // one_scale: for all of a pack
+  bool rows_share;                     // the scale of a thread's rows is one
 };
 
 // A pack: row, column, and where it is.
@@ -40,7 +42,10 @@ struct Part {
   Part() = default;
   __device__ Part(const StaticQuantArgs& args, const Plan& plan, uint32_t n) {
     uint32_t pack;
-    row = plan.packs(n, pack);
+    const uint32_t of = plan.packs(n, pack);
+    *this = Part(args, of, pack);
+  }
+  __device__ Part(const StaticQuantArgs& args, uint32_t of_row, uint32_t pack) : row(of_row) {
     column = int64_t{pack} * kPackSize<T>;
     count = args.width - column;
     from = static_cast<const T*>(args.input) + (args.input_rows.offset(row) + column);
@@ -68,12 +73,18 @@ __global__ __launch_bounds__(kThreads) void static_quant_kernel(const __grid_con
                                                                 const __grid_constant__ Plan plan) {
   constexpr int kSize = kPackSize<T>;
   const uint32_t block = plan.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const uint32_t first = block * (kThreads * kVectors) + threadIdx.x;
+  constexpr bool kBlocks = kWay == Way::kE4M3Blocks;
+  const uint32_t first = block * (kThreads * (kBlocks ? 1 : kVectors)) + threadIdx.x;
   Part<T> parts[kVectors];
+  uint32_t pack = 0;
+  const uint32_t first_row = kBlocks ? plan.packs(min(first, plan.total - 1), pack) * kVectors : 0;
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    const uint32_t n = first + k * kThreads;
-    parts[k] = Part<T>(args, plan, min(n, plan.total - 1));
+    if constexpr (kBlocks) {
+      parts[k] = Part<T>(args, min(first_row + k, static_cast<uint32_t>(args.rows) - 1), pack);
+    } else {
+      parts[k] = Part<T>(args, plan, min(first + k * kThreads, plan.total - 1));
+    }
     if (comes_early()) prefetch(parts[k].from);
   }
   begin_dependent();
@@ -81,14 +92,15 @@ __global__ __launch_bounds__(kThreads) void static_quant_kernel(const __grid_con
   Pack<T> x[kVectors];
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) x[k] = load_pack(parts[k].from, parts[k].count, plan.aligned);
-  const auto scale_of = [&](const Part<T>& part, int64_t column) {
-    return args.scales[plan.group_rows.quotient(static_cast<int>(part.row)) * args.scale_row +
+  const auto scale_of = [&](uint32_t row, int64_t column) {
+    return args.scales[plan.group_rows.quotient(static_cast<int>(row)) * args.scale_row +
                        plan.group_columns.quotient(static_cast<int>(column)) * args.scale_column];
   };
   float scales[kVectors];
-  if constexpr (kWay == Way::kE4M3Blocks) {
+  if constexpr (kBlocks) {
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) scales[k] = scale_of(parts[k], parts[k].column);
+    for (int k = 0; k < kVectors; ++k)
+      scales[k] = scale_of(plan.rows_share ? first_row : parts[k].row, parts[k].column);
   }
   const float number = args.from_largest ? *args.scale_out : args.scales ? 1.0f : float{args.number};
   Factor factor(args, number);
@@ -97,7 +109,7 @@ __global__ __launch_bounds__(kThreads) void static_quant_kernel(const __grid_con
   const ShiftedInt8 shifted(factor.inverse, args.zero_point ? *args.zero_point : args.zero);
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    if (first + k * kThreads >= plan.total) break;
+    if (kBlocks ? first >= plan.total || first_row + k >= args.rows : first + k * kThreads >= plan.total) break;
     const Part<T>& part = parts[k];
     Vec<uint8_t, kSize> codes;
     if constexpr (kWay == Way::kDivided) {
@@ -106,19 +118,19 @@ __global__ __launch_bounds__(kThreads) void static_quant_kernel(const __grid_con
       codes = quantise<DType::kInt8>(v);
     } else if constexpr (kWay == Way::kShifted) {
       codes = shifted(x[k]);
-    } else if constexpr (kWay == Way::kE4M3 || kWay == Way::kE4M3Blocks) {
-      if constexpr (kWay == Way::kE4M3Blocks) factor = Factor(args, scales[k]);
-      codes = codes_times(CodeKind::kE4M3, x[k], factor.inverse, factor.odd);
+    } else if constexpr (kWay == Way::kE4M3 || kBlocks) {
+      if (kBlocks && (k == 0 || !plan.rows_share)) factor = Factor(args, scales[k]);
+      codes = codes_times(QuantCode::kE4M3, x[k], factor.inverse, factor.odd);
     } else {
       if (plan.one_scale) {
-        if (args.scales) factor = Factor(args, scale_of(part, part.column));
+        if (args.scales) factor = Factor(args, scale_of(part.row, part.column));
         codes = codes_times(args.codes, x[k], factor.inverse, factor.odd);
       } else {
         auto v = to_floats(x[k]);
 #pragma unroll
         for (int i = 0; i < kSize; ++i)
-          if (i < part.count) v[i] *= 1.0f / scale_of(part, part.column + i);
-        codes = args.codes == CodeKind::kE4M3 ? quantise<DType::kFloat8E4M3>(v) : quantise<DType::kFloat8E5M2>(v);
+          if (i < part.count) v[i] *= 1.0f / scale_of(part.row, part.column + i);
+        codes = args.codes == QuantCode::kE4M3 ? quantise<DType::kFloat8E4M3>(v) : quantise<DType::kFloat8E5M2>(v);
       }
     }
     store_codes(part.to, codes, part.count, plan.aligned);
@@ -157,9 +169,11 @@ __global__ __launch_bounds__(kReaders) void largest_kernel(const __grid_constant
 bool is_one_row(const Rows& rows, int64_t width) { return (rows.size1 | rows.size2) == 1 && rows.stride0 == width; }
 
 template <class T, Way kWay>
-void start(const StaticQuantArgs& args, const Plan& plan, const Launch& launch) {
+void start(const StaticQuantArgs& args, Plan plan, const Launch& launch) {
   const auto sized = [&]<int kVectors>() {
-    constexpr int64_t kTile = kThreads * kVectors;
+    constexpr bool kBlocks = kWay == Way::kE4M3Blocks;
+    constexpr int64_t kTile = kThreads * (kBlocks ? 1 : kVectors);
+    if (kBlocks) plan.total = plan.packs.d * static_cast<uint32_t>((args.rows + kVectors - 1) / kVectors);
     launch_dependent(static_quant_kernel<T, kWay, kVectors>, static_cast<unsigned>((plan.total + kTile - 1) / kTile),
                      kThreads, launch, "static_quant", args, plan);
   };
@@ -189,7 +203,8 @@ void run(const StaticQuantArgs& given, const Launch& launch) {
       static_cast<uint32_t>(packs * args.rows),
       rows_aligned(kAccessBytes, args.input, args.input_rows, kItem) && rows_aligned(kSize, args.out, args.out_rows, 1),
       !args.scales || args.group_columns % kSize == 0 || args.group_columns >= args.width,
-      false};
+      false,
+      args.group_rows % kMostVectors == 0 || args.group_rows >= args.rows};
   if (args.from_largest) {
     launch_dependent(clear_scale_kernel, 1, 1, launch, "largest", args.scale_out);
     launch_dependent(
@@ -200,8 +215,8 @@ void run(const StaticQuantArgs& given, const Launch& launch) {
   }
   if (args.divides) return start<T, Way::kDivided>(args, plan, launch);
   if (args.shifted) return start<T, Way::kShifted>(args, plan, launch);
-  if (args.codes == CodeKind::kE4M3 && !args.scales) return start<T, Way::kE4M3>(args, plan, launch);
-  if (args.codes == CodeKind::kE4M3 && plan.one_scale) return start<T, Way::kE4M3Blocks>(args, plan, launch);
+  if (args.codes == QuantCode::kE4M3 && !args.scales) return start<T, Way::kE4M3>(args, plan, launch);
+  if (args.codes == QuantCode::kE4M3 && plan.one_scale) return start<T, Way::kE4M3Blocks>(args, plan, launch);
   start<T, Way::kAny>(args, plan, launch);
 }
 

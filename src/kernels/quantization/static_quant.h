@@ -11,7 +11,7 @@ namespace pykv {
 
 struct StaticQuantArgs {
   DType dtype;
-  CodeKind codes;
+  QuantCode codes;
   bool divides;       // codes of x / scale; else of x * (1 / scale)
   bool shifted;       // plus a zero point
   bool from_largest;  // scale = largest magnitude / largest code; first it has to be found, and is written

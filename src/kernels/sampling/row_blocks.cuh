@@ -38,8 +38,9 @@ struct RowSlice {
     if (at < end) prefetch(row + max(at, 0));
   }
 
-  // Of a pass that takes `size` columns at once: what lies up to kAhead times as far comes into the L2, by one thread.  So few
-  // loads are under way that each step would take as long as the memory does.
+  // Of a pass that takes `size` columns at once and has few loads under way: what lies up to kAhead times as far comes into the L2,
+  // by one thread.  Sampling from 64 rows of 128256 floats takes 27.6 us with it on an H200, 31.2 without; passes that read several
+  // vectors at once are slower with it.
   __device__ void bring_ahead(int column, int size, bool is_first) const {
     constexpr int kAhead = 5;
     if (threadIdx.x != 0) return;

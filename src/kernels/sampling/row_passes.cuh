@@ -15,7 +15,6 @@ __device__ void each_vector(const RowSlice<T>& slice, Body body) {
   for (int group = slice.first_vector; group < slice.end; group += kVectors * step) {
     Pack<T> raw[kVectors];
     const int first = group + static_cast<int>(threadIdx.x) * kSize;
-    slice.bring_ahead(group, kVectors * step, group == slice.first_vector);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(first + v * step);
 #pragma unroll

@@ -73,10 +73,7 @@ struct TopKCandidates {
       const auto column = [&](int v, int i) { return first + v * distance + i; };
       Pack<T> raw[kVectors];
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        slice.bring_ahead(slice.first_vector + v * distance + group * kStep, kStep, group == 0);
-        raw[v] = slice.load(column(v, 0));
-      }
+      for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(column(v, 0));
       if (group == 0)
         bound = first_bound(raw, wanted, exchange, memory.counter,
                             [&](float x, int v, int i) { return value(x, column(v, i)); });

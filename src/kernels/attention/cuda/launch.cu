@@ -5,6 +5,7 @@
 #include "attention/cuda/launch.cuh"
 #include "attention/cuda/merge/combine.cuh"
 #include "attention/cuda/merge/exact.cuh"
+#include "cuda/dependent.cuh"
 
 namespace pykv::attention {
 
@@ -20,8 +21,11 @@ namespace {
 
 static_assert(sizeof(Unfinished) == kNoteBytes && sizeof(ExactQuad) == kExactQuadBytes && sizeof(Unit) == kUnitBytes);
 
-// What DeviceInfo::clusters is asked for; it takes nothing but shared memory.
-__global__ void empty_kernel() {}
+// Nobody has taken an entry yet, and no block has ended.
+__global__ void clear_kernel(PrefillCounts* counts) {
+  wait_for_previous_kernel();
+  *counts = {0, 0};
+}
 
 int attribute(cudaDeviceAttr of, int device) {
   int value = 0;
@@ -39,7 +43,8 @@ DeviceInfo ask_device(int device) {
   d.shared_of_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   d.threads_of_sm = attribute(cudaDevAttrMaxThreadsPerMultiProcessor, device);
   if (!d.overlaps_kernels()) return d;
-  cuda_check(cudaFuncSetAttribute(empty_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, d.shared_of_block),
+  // Of a kernel that takes nothing but shared memory.
+  cuda_check(cudaFuncSetAttribute(clear_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, d.shared_of_block),
              "shared memory");
   for (int of_sm = 1; of_sm <= 2; ++of_sm) {
     for (int blocks = 2; blocks <= kMostBlocks; ++blocks) {
@@ -53,7 +58,7 @@ DeviceInfo ask_device(int device) {
       config.attrs = &size;
       config.numAttrs = 1;
       int& clusters = d.clusters[of_sm - 1][blocks];
-      if (cudaOccupancyMaxActiveClusters(&clusters, empty_kernel, &config) != cudaSuccess) {
+      if (cudaOccupancyMaxActiveClusters(&clusters, clear_kernel, &config) != cudaSuccess) {
         cudaGetLastError();
         clusters = 0;
       }
@@ -230,6 +235,12 @@ const DeviceInfo& device_info(int device) {
     }
   }
   return *info;
+}
+
+void clear_counts(PrefillCounts* counts, const Launch& launch, const char* op) {
+  Step clear{};
+  clear.grid = clear.threads = clear.cluster = 1;
+  launch_after(clear_kernel, clear, launch, op, counts);
 }
 
 void launch_plan(const Plan& plan, const Problem& call, const Launch& launch) {

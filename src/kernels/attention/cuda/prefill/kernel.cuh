@@ -370,11 +370,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #endif
 }
 
-// Nobody has taken an entry yet, and no block has ended.
-static __global__ void clear_kernel(PrefillCounts* counts) {
-  wait_for_previous_kernel();
-  *counts = {0, 0};
-}
+void clear_counts(PrefillCounts* counts, const Launch& launch, const char* op);  // cuda/launch.cu
 
 // Launches kKernel over the line or over whole tiles; after: what it keeps in the workspace beside what blocks leave.  `room`: that
 // of a larger grid, for the entries that are taken.
@@ -385,9 +381,7 @@ void launch_prefill_kernel(const Problem& p, const Step& s, void* room, const La
   // Where no tile is long, the longest cannot be what decides.
   const WholeTiles whole{!p.mixed && always_whole(p.a.max_seq_len, S::kTile), static_cast<PrefillCounts*>(room),
                          int64_t{4} * p.a.head_size};
-  Step clear{};
-  clear.grid = clear.threads = clear.cluster = 1;
-  launch_after(clear_kernel, clear, launch, p.a.op, whole.counts);
+  clear_counts(whole.counts, launch, p.a.op);
   launch_step<kKernel>(p, s, kBytes, launch, cache_copies<S>(p.a), whole, args...);
 }
 
