@@ -75,8 +75,8 @@ _FAMILY_SHARE = {
 }
 # Rotations by coordinates of patches or by times, or of pairs in another order, which no key tells.
 _OTHER_ROTATIONS = {
-    *("dinov3_vit", "edgetam_video", "efficientloftr", "eomt_dinov3", "ernie4_5_vl_moe_text", "musicflamingo"),
-    *("pixtral", "sam2_video", "sam3_tracker_video", "sam3_vit_model", "sapiens2"),
+    *("dinov3_vit", "edgetam_video", "efficientloftr", "eomt_dinov3", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text"),
+    *("musicflamingo", "pixtral", "sam2_video", "sam3_tracker_video", "sam3_vit_model", "sapiens2"),
 }
 
 

@@ -12,14 +12,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_paged_attention import HEAD_SIZE, HEADS, Case, cases
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+
+sys.path.insert(0, str(Path(__file__).parent))  # under PYTHONSAFEPATH, too
+
+from bench_paged_attention import HEAD_SIZE, HEADS, Case, cases
 
 ROOT = Path(__file__).parents[2]
 PEAK = 989.0  # TFLOP/s of an H200 in bf16, dense
