@@ -1,6 +1,7 @@
 // Rows of 8-bit codes with their scales, a record each, to the places of pairs: what the products of a layer in 8 bits read.
 //
-// A record has the codes of a row, filled up to a multiple of 16 bytes, then its scales, likewise.
+// A record has the codes of a row, filled up to a multiple of 16 bytes, then its scales, likewise.  What fills up is zeros in the
+// records of pairs, and not written in those of tokens.
 #pragma once
 
 #include "core/args.h"
@@ -11,12 +12,15 @@ namespace pykv {
 struct RecordLayout {
   static constexpr int64_t kBlock = 128;  // columns that share a scale, where a row has several
 
-  int64_t scales_at, bytes;  // of a record
+  int64_t width, scales_at, bytes;  // of the codes; of a record
   int64_t num_scales;
 
   RecordLayout() = default;
   RecordLayout(int64_t width, bool in_blocks)
-      : scales_at(up16(width)), bytes(scales_at + up16(4 * blocks(width))), num_scales(in_blocks ? blocks(width) : 1) {}
+      : width(width),
+        scales_at(up16(width)),
+        bytes(scales_at + up16(4 * blocks(width))),
+        num_scales(in_blocks ? blocks(width) : 1) {}
 
   static int64_t up16(int64_t n) { return (n + 15) / 16 * 16; }
   // Whether there are several or not, there is room for them.

@@ -18,7 +18,8 @@ void code_records_cpu(const CodeRecordsArgs& args, const Launch&) {
       const int64_t pair = args.sorted[place];
       const char* const from = args.tokens + pair / args.top_k * layout.bytes;
       char* const to = args.pairs + place * layout.bytes;
-      std::memcpy(to, from, static_cast<size_t>(layout.scales_at));
+      std::memcpy(to, from, static_cast<size_t>(layout.width));
+      std::memset(to + layout.width, 0, static_cast<size_t>(layout.bytes - layout.width));
       const auto* const scales = reinterpret_cast<const float*>(from + layout.scales_at);
       const float factor = args.factor_of(pair);
       for (int64_t i = 0; i < layout.num_scales; ++i)
