@@ -50,6 +50,7 @@ _MAY_BE_ZERO = {"mscale", "mscale_all_dim", "attention_factor", "attn_factor", "
 _FAMILY_BASE = {
     1e3: "nomic_bert",
     2e4: "jina_embeddings_v3 pe_audio_encoder pe_audio_video_encoder pe_video_encoder",
+    2.5e4: "fuyu",
     1e5: "helium",
     1.5e5: "gpt_oss openai_privacy_filter",
     1.6e5: "gte",
@@ -65,6 +66,7 @@ _FAMILY_BASE = {
     1e7: "longcat_flash",
     11158840.0: "hy_v3",
     1.2e7: "apertus apertus1p5_text",
+    1e8: "cosmos3_edge_text",
 }
 _FAMILY_SHARE = {
     0.25: "gpt_neox qwen3_5_moe_text qwen3_5_text qwen3_next stablelm",

@@ -16,8 +16,8 @@
 // block and a second block of a cluster sum some of them; with many, a block sums all, one after another.  They are added in the same
 // order: a row of out has the same bits whatever the number of rows.
 //
-// Few tokens are bound by reading the weight: int4 with groups of 128, 8192 x 8192, 1 token takes 14.9 us on an H200, where a plain
-// copy of as many bytes takes 9.3; 64 tokens 24.5.  Many are bound by the matrix units: 4096 tokens take 0.94 to 1.0 ms, 550 TFLOP/s and more.
+// Few tokens are bound by reading the weight: int4 with groups of 128, 8192 x 8192, 1 token takes 14.6 us on an H200, where a plain
+// copy of as many bytes takes 9.3; 64 tokens 24.  Many are bound by the matrix units: 4096 tokens take 0.94 to 1.0 ms, 550 TFLOP/s and more.
 #include "cuda/cluster.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/vec.cuh"
