@@ -63,8 +63,8 @@ __device__ float weight_of(float difference) {
   return weight;
 }
 
-// kSize: elements of an access; where it is one, Out is void: any.  Lanes of a group: 1 << lanes_log2.  Groups of a row: 1 << groups_log2 with kMany, which
-// takes any number of parts; else one, and at most kParts.
+// kSize: elements of an access; where it is one, Out is void: any.  Lanes of a group: 1 << lanes_log2.  Groups of a row:
+// 1 << groups_log2 with kMany, which takes any number of parts; else one, and at most kParts.
 template <class T, class Out, int kSize, int kParts, bool kMany>
 __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__ MergeAttnStatesArgs a, Divider by_head,
                                                          bool tiled, int lanes_log2, int groups_log2) {
