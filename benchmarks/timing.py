@@ -23,6 +23,15 @@ from pykv._tools.timing import Call, Case, Cpu, Cuda, Device, about, lines, meas
 __all__ = ["Call", "Case", "Cpu", "Cuda", "Device", "main", "on_cupys_stream", "write_json"]
 
 
+def has_torch() -> bool:
+    """Whether there is a torch that sees a GPU."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.is_available())
+
+
 def on_cupys_stream(call: Callable[[], object]) -> Call:
     """torch's idea of the current stream is its own; the graph is captured on CuPy's."""
     torch, cupy = importlib.import_module("torch"), importlib.import_module("cupy")

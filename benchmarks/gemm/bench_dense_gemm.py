@@ -14,7 +14,7 @@ import pykv
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from timing import Call, Case, Device, main, on_cupys_stream
+from timing import Call, Case, Device, has_torch, main, on_cupys_stream
 
 ROWS = [1, 4, 8, 16, 32]
 # name -> columns, k, whether the weight is float32
@@ -38,14 +38,6 @@ def of_torch(n: int, k: int, wide: bool, rows: int, dtype: str, device: Device) 
     made = "float32" if wide else dtype
     a, w, out = (torch.as_tensor(device.random(shape, made)) for shape in ((rows, k), (n, k), (rows, n)))
     return on_cupys_stream(lambda: torch.mm(a, w.T, out=out))
-
-
-def has_torch() -> bool:
-    try:
-        import torch
-    except ImportError:
-        return False
-    return bool(torch.cuda.is_available())
 
 
 def cases(dtypes: list[str]) -> Iterator[Case]:

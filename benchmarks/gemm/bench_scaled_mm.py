@@ -18,7 +18,7 @@ import pykv
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from timing import Call, Case, Device, main, on_cupys_stream
+from timing import Call, Case, Device, has_torch, main, on_cupys_stream
 
 SHAPES = [(4096, 4096), (14336, 4096), (8192, 8192)]
 ROWS = [1, 64, 256, 1024, 8192]
@@ -64,14 +64,6 @@ def of_torch(n: int, k: int, rows: int, dtype: str, device: Device) -> Call:
     a, b = a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn)
     out = torch.empty((rows, n), dtype=getattr(torch, dtype), device=a.device)
     return on_cupys_stream(lambda: torch._scaled_mm(a, b, of_a, of_b, out_dtype=out.dtype, out=out))
-
-
-def has_torch() -> bool:
-    try:
-        import torch
-    except ImportError:
-        return False
-    return bool(torch.cuda.is_available())
 
 
 def cases(dtypes: list[str]) -> Iterator[Case]:

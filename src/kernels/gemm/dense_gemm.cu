@@ -9,6 +9,7 @@
 #include "cuda/mma.cuh"
 #include "cuda/vec.cuh"
 #include "gemm/dense_gemm.h"
+#include "gemm/store_as.cuh"
 
 namespace pykv {
 namespace {
@@ -41,13 +42,7 @@ __device__ Vec<T, kCount> load_neighbours(const T* line, int64_t k, int64_t step
 
 __device__ inline void store_sum(const DenseGemmArgs& args, int64_t row, int64_t column, float x) {
   if (row >= args.m || column >= args.n) return;
-  const int64_t at = row * args.out_stride + column;
-  if (args.out_dtype == DType::kBFloat16)
-    static_cast<bf16*>(args.out)[at] = from_float<bf16>(x);
-  else if (args.out_dtype == DType::kFloat16)
-    static_cast<half*>(args.out)[at] = from_float<half>(x);
-  else
-    static_cast<float*>(args.out)[at] = x;
+  store_as(args.out_dtype, args.out, row * args.out_stride + column, x);
 }
 
 // Of 8 kParts columns and 8 kTiles rows; kParts: 1 or 2.

@@ -10,6 +10,7 @@
 #include "cuda/mma.cuh"
 #include "cuda/vec.cuh"
 #include "gemm/fp4_mm.h"
+#include "gemm/store_as.cuh"
 
 namespace pykv {
 namespace {
@@ -170,13 +171,7 @@ __global__ void __launch_bounds__(kThreads, 1) fp4_mm_kernel(const __grid_consta
 #pragma unroll
     for (int s = 0; s < kSegments; ++s) total += sums[(s * S::kRows + i / kColumns) * S::kPitch + i % kColumns];
     const float x = alpha * (total * kFp4Unit);
-    const int64_t at = row * args.out_stride + column;
-    if (args.out_dtype == DType::kBFloat16)
-      static_cast<bf16*>(args.out)[at] = from_float<bf16>(x);
-    else if (args.out_dtype == DType::kFloat16)
-      static_cast<half*>(args.out)[at] = from_float<half>(x);
-    else
-      static_cast<float*>(args.out)[at] = x;
+    store_as(args.out_dtype, args.out, row * args.out_stride + column, x);
   }
 }
 

@@ -8,11 +8,11 @@
 //   3. It places its pairs, 32 at a time: lanes with the same bin (match_any) are placed in their order.
 // So places depend on the pairs alone, whatever the number of warps and blocks.
 #include <algorithm>
-#include <atomic>
 
 #include "cuda/cluster.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/divider.cuh"
+#include "cuda/large_clusters.cuh"
 #include "moe/sort_pairs.h"
 
 namespace pykv {
@@ -311,28 +311,7 @@ __global__ void __launch_bounds__(kMaxThreads) sort_pairs_kernel(const __grid_co
 
 // Whether a cluster of kMostBlocks, each on a multiprocessor of its own, finds room.
 bool has_room_for_most(const Launch& launch) {
-  constexpr int kDevices = 64;
-  static std::atomic<int> known[kDevices];  // 1: no, 2: yes
-  if (launch.device >= kDevices) return false;
-  if (const int answer = known[launch.device].load(std::memory_order_relaxed)) return answer == 2;
-  cudaLaunchAttribute size;
-  size.id = cudaLaunchAttributeClusterDimension;
-  size.val.clusterDim = {kMostBlocks, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = kMostBlocks;
-  config.blockDim = kMaxThreads;
-  config.dynamicSmemBytes = kMaxShared;
-  config.attrs = &size;
-  config.numAttrs = 1;
-  int clusters = 0;
-  if (cudaFuncSetAttribute(sort_pairs_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared) != cudaSuccess ||
-      cudaFuncSetAttribute(sort_pairs_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess ||
-      cudaOccupancyMaxActiveClusters(&clusters, sort_pairs_kernel, &config) != cudaSuccess) {
-    clusters = 0;
-    cudaGetLastError();  // nobody else is to find it
-  }
-  known[launch.device].store(clusters > 0 ? 2 : 1, std::memory_order_relaxed);
-  return clusters > 0;
+  return large_clusters_at_once<sort_pairs_kernel>(launch, kMostBlocks, kMaxThreads, kMaxShared) > 0;
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include "cuda/ahead.cuh"
 #include "cuda/dependent.cuh"
+#include "cuda/large_clusters.cuh"
 #include "cuda/vec.cuh"
 #include "sampling/row_exchange.cuh"
 #include "sampling/select.cuh"
@@ -80,29 +81,8 @@ struct RowSlice {
 // How many clusters of kMostBlocks there is room for at once, each block on a multiprocessor of its own: 0 where the chip has none.
 template <auto kKernel>
 int64_t room_for_most_blocks(const Launch& launch) {
-  constexpr int kDevices = 64, kUnknown = -1, kSharedBytes = 160 << 10;
-  static std::atomic<int> known[kDevices];  // 1 more
-  if (launch.device >= kDevices) return 0;
-  int clusters = known[launch.device].load(std::memory_order_relaxed) - 1;
-  if (clusters == kUnknown) {
-    cudaLaunchAttribute size;
-    size.id = cudaLaunchAttributeClusterDimension;
-    size.val.clusterDim = {kMostBlocks, 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = kMostBlocks;
-    config.blockDim = kSelectThreads;
-    config.dynamicSmemBytes = kSharedBytes;
-    config.attrs = &size;
-    config.numAttrs = 1;
-    if (cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes) != cudaSuccess ||
-        cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess ||
-        cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config) != cudaSuccess) {
-      clusters = 0;
-      cudaGetLastError();  // nobody else is to find it
-    }
-    known[launch.device].store(clusters + 1, std::memory_order_relaxed);
-  }
-  return clusters;
+  constexpr int kSharedBytes = 160 << 10;
+  return large_clusters_at_once<kKernel>(launch, kMostBlocks, kSelectThreads, kSharedBytes);
 }
 
 // How many blocks share a row, a power of 2: as many as there is room for at once, each with some work.
