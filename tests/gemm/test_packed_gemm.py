@@ -3,7 +3,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from gemm.weights import LARGE, SOURCES, Weight, awq, fp8, integers
+from gemm.weights import LARGE, SOURCES, Weight, awq, fp8, gguf_blocks, integers
 from hypothesis import given
 from hypothesis import strategies as st
 from rows import name_of, padded, random
@@ -87,6 +87,14 @@ def test_many_rows(array, dtype, source):
         np.testing.assert_array_equal(some.view(bits), whole[first:last].view(bits))
 
 
+@pytest.mark.parametrize("quant_type", [16, 17, 18, 19, 21, 22, 29, 34, 40, 41])
+def test_what_a_code_book_holds_is_exact(array, quant_type):
+    """With powers of two for scales, what is decoded fits into float16."""
+    blocks, decoded = gguf_blocks(quant_type, powers=True, k=256)
+    out = multiply(array, pack_gguf(blocks, quant_type), np.eye(256, dtype=np.float16))
+    np.testing.assert_array_equal(out.T, decoded)
+
+
 @given(
     dtype=st.sampled_from(HALVES),
     rows=st.integers(0, 70),
@@ -168,8 +176,10 @@ def test_packing_refuses_what_it_cannot_hold():
         pack_gptq(np.zeros((5, 8), np.int32), None, np.zeros((1, 8), np.float16), bits=5)
     with pytest.raises(ValueError, match="bits: must be 2 to 6, or 8, got 7"):
         pack_integers(np.zeros((8, 8), np.uint8), np.zeros((8, 1), np.float16), bits=7)
-    with pytest.raises(ValueError, match=r"quant_type: must be one of 2, 3, 6, .*, got 16"):
-        pack_gguf(np.zeros((8, 66), np.uint8), 16)
+    with pytest.raises(ValueError, match=r"quant_type: must be one of 2, 3, 6, .*, got 30"):
+        pack_gguf(np.zeros((8, 66), np.uint8), 30)
+    with pytest.raises(ValueError, match="weight: a scale of NVFP4 must not be 0xff"):
+        pack_gguf(np.full((8, 36), 0xFF, np.uint8), 40)
     with pytest.raises(
         ValueError, match=r"weight: must be \[n, bytes\] of whole blocks of 18 bytes, got shape \[8, 20\]"
     ):
