@@ -64,10 +64,10 @@ def product(form: str, n: int, k: int, rows: int, dtype: str, device: Device) ->
 
 
 def fp4_product(n: int, k: int, rows: int, dtype: str, device: Device) -> Call:
-    operands = [on_device(device, "uint8", size, k // 2).copy() for size in (rows, n)]
-    scales = [device.array(fp4_scales(size, k)) for size in (rows, n)]
+    a, w = (on_device(device, "uint8", size, k // 2).copy() for size in (rows, n))
+    of_a, of_w = (device.array(fp4_scales(size, k)) for size in (rows, n))
     out = device.random((rows, n), dtype)
-    return lambda: pykv.cutlass_scaled_fp4_mm(out, *operands, *scales, 1.0)
+    return lambda: pykv.cutlass_scaled_fp4_mm(out, a, w, of_a, of_w, 1.0)
 
 
 def of_torch(n: int, k: int, rows: int, dtype: str, device: Device) -> Call:
