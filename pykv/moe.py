@@ -78,21 +78,28 @@ def topk_softplus_sqrt(
     input_ids: Array | None = None,
     hash_indices_table: Array | None = None,
     is_padding: Array | None = None,
+    bias_vl: Array | None = None,
+    image_sentinel_lo: int = 0,
     *,
     stream: Stream = None,
 ) -> None:
     """Do as :func:`topk_softmax` with ``p = sqrt(log(1 + exp(x)))``, ``sqrt(x)`` above 20; or by a table of experts.
 
-    With the last two arrays the experts of token ``t`` are ``hash_indices_table[input_ids[t]]``, whatever their ``p``,
-    and ``token_expert_indices`` is not written.
+    With ``hash_indices_table`` the experts of token ``t`` are ``hash_indices_table[input_ids[t]]``, whatever their
+    ``p``, and ``token_expert_indices`` is not written.
+
+    With ``bias_vl`` tokens whose ids are ``image_sentinel_lo ... image_sentinel_lo + 4`` are tokens of images: they are
+    not looked up in the table, and this bias, no other one, chooses their experts.
 
     Args:
         topk_weights, topk_ids, token_expert_indices, gating_output, renormalize: as there.
         routed_scaling_factor: what the weights are multiplied by at last.
         e_score_correction_bias: as there.
-        input_ids: ``[T]`` int32 or int64.
+        input_ids: ``[T]`` int32 or int64, required beside ``hash_indices_table`` or ``bias_vl``, else ``None``.
         hash_indices_table: ``[vocab_size, k]`` int32 or int64.
         is_padding: as there.
+        bias_vl: ``[E]`` float32, float16 or bfloat16.
+        image_sentinel_lo: the first of five ids; 0: no token is one of an image.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:

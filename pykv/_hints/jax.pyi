@@ -1416,6 +1416,8 @@ def topk_softplus_sqrt(
     input_ids: ArrayLike | None = None,
     hash_indices_table: ArrayLike | None = None,
     is_padding: ArrayLike | None = None,
+    bias_vl: ArrayLike | None = None,
+    image_sentinel_lo: int = 0,
 ) -> tuple[Array, Array]: ...
 @overload
 def topk_softplus_sqrt(
@@ -1429,6 +1431,8 @@ def topk_softplus_sqrt(
     input_ids: ArrayLike | None = None,
     hash_indices_table: ArrayLike | None = None,
     is_padding: ArrayLike | None = None,
+    bias_vl: ArrayLike | None = None,
+    image_sentinel_lo: int = 0,
 ) -> tuple[Array, Array, Array]: ...
 @overload
 def verify_tree(

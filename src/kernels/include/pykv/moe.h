@@ -39,16 +39,21 @@ PYKV_API pykv_status pykv_topk_sigmoid(DLTensor* topk_weights, DLTensor* topk_id
                                        const DLTensor* e_score_correction_bias, double routed_scaling_factor,
                                        const DLTensor* is_padding, void* stream);
 
-/* The same with p = sqrt(log(1 + exp(x))), sqrt(x) above 20.  With input_ids and hash_indices_table (both or none) the
- * experts of token t are hash_indices_table[input_ids[t]], whatever their p, and token_expert_indices is not written.
- *   input_ids           [T]              int32 | int64; one outside the table is reported, and its token gets ids of -1 and
- *                                        weights of 0, unless it is padding
- *   hash_indices_table  [vocab_size, k]  int32 or int64; an expert outside [0, E) is reported, and becomes -1 with weight 0 */
+/* The same with p = sqrt(log(1 + exp(x))), sqrt(x) above 20.  With hash_indices_table the experts of token t are
+ * hash_indices_table[input_ids[t]], whatever their p, and token_expert_indices is not written.  Tokens of images, whose ids
+ * are image_sentinel_lo ... image_sentinel_lo + 4, are not looked up: bias_vl chooses their experts, and no other bias.
+ *   input_ids           [T]              int32 | int64; required beside one of the next two, else NULL.  An id outside the table
+ *                                        is reported, and its token gets ids of -1 and weights of 0, unless it is padding
+ *   hash_indices_table  [vocab_size, k]  int32 or int64; an expert outside [0, E) is reported, and becomes -1 with weight 0;
+ *                                        may be NULL
+ *   bias_vl             [E]              float32 | float16 | bfloat16; may be NULL: there are no tokens of images
+ *   image_sentinel_lo                    0 or less: there are none */
 PYKV_API pykv_status pykv_topk_softplus_sqrt(DLTensor* topk_weights, DLTensor* topk_ids, DLTensor* token_expert_indices,
                                              const DLTensor* gating_output, bool renormalize,
                                              double routed_scaling_factor, const DLTensor* e_score_correction_bias,
                                              const DLTensor* input_ids, const DLTensor* hash_indices_table,
-                                             const DLTensor* is_padding, void* stream);
+                                             const DLTensor* is_padding, const DLTensor* bias_vl,
+                                             int64_t image_sentinel_lo, void* stream);
 
 /* The topk experts with the largest s + bias among those of the topk_group best of n_group groups of E / n_group neighbours,
  * and their s, in fp32; of equal sums the lower group and the lower id come first.
