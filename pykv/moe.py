@@ -534,12 +534,18 @@ def fused_moe(
     ``activation(x[t] @ w1[e].T + w1_bias[e]) @ w2[e].T + w2_bias[e]``.  Products are summed in fp32 and rounded to the
     dtype of ``x``; so is the activation.  The rows of a token are summed in fp32, in the order of its experts, and
     rounded once.  A row of ``out`` has the same bits whatever the other tokens are.  Experts without tokens cost
-    nothing.  Shared experts are not part of it.
+    nothing.
+
+    A shared expert is one more of ``w1`` and ``w2`` that each token has: behind the columns of ``topk_weights`` and
+    ``topk_ids`` that a router writes there is one of its weight (1, say) and one of its number, which are written once.
+    It costs no kernel, and what it adds is summed in fp32.  One that is ``s`` times as wide as the others is ``s`` of
+    them.
 
     With ``w1_scale`` and ``w2_scale`` weights and activations have 8 bits (w8a8): ``w1`` and ``w2`` are float8_e4m3fn,
     uint8 (its bytes) or int8, and rows of ``x`` and of the activation (rounded to the dtype of ``x``) become codes.
     The shape of ``w1_scale`` says how: with scales of blocks of 128 x 128, groups of 128 neighbours have a scale each;
-    with others a row has one, or all have ``a1_scale``.  Biases are not supported there.
+    with others a row has one, or all have ``a1_scale``.  ``w1_bias`` is not supported beside
+    ``apply_router_weight_on_input`` there, nor are more than 512 experts.
 
     Args:
         out: ``[T, D]``, dtype of ``x``; written.  Rows may be strided.

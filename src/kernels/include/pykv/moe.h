@@ -221,13 +221,13 @@ PYKV_API pykv_status pykv_shuffle_rows(const DLTensor* input_tensor, const DLTen
  *                            from the heap.  For P = T * k pairs and B = min(P, E) it has the bytes, each rounded up to 256, of
  *                            4 (P + 143 B), 4 (P + B), 4, 4 P, 2 P max(N, D) and 2 P I
  * With w1_scale and w2_scale both products are those of 8-bit codes: rows of x, and those of the activation, become codes, too.
- * w1 and w2 are then float8_e4m3fn | uint8 (its bytes) | int8, of the same kind and with at most 512 experts, without biases.
+ * w1 and w2 are then float8_e4m3fn | uint8 (its bytes) | int8, of the same kind and with at most 512 experts.
  *   w1_scale      [E, ceil(N / 128), D / 128] float32: of blocks of w1; rows become codes in groups of 128 with a scale each.  Or
  *                 [E, N] or [E, N, 1] of rows, or [E] or [E, 1] of experts; rows become codes with one scale each
  *   w2_scale      [E, ceil(D / 128), I / 128], [E, D], ... likewise
  *   a1_scale      [1]        float32: the scale of x instead, not with blocks; may be NULL
  *   a2_scale      [1]        float32: that of what the activation gives; may be NULL
- * apply_router_weight_on_input multiplies the scales of rows of x.  For R(n) = n and 4 max(1, ceil(n / 128)), each rounded up to 16,
+ * apply_router_weight_on_input multiplies the scales of rows of x; w1_bias must be NULL beside it.  For R(n) = n and 4 max(1, ceil(n / 128)), each rounded up to 16,
  * together, workspace has the bytes, each rounded up to 256, of 4 (E + 1), 4 P, 4 P, 4, T R(D), P R(D), 2 P max(N, D), 2 P I and
  * P R(I). */
 PYKV_API pykv_status pykv_fused_moe(DLTensor* out, const DLTensor* x, const DLTensor* w1, const DLTensor* w2,
