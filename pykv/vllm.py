@@ -524,10 +524,10 @@ def topk_hash_softplus_sqrt(
     bias_vl: Array | None = None,
     image_sentinel_lo: int = 0,
 ) -> None:
-    """:func:`pykv.topk_softplus_sqrt`; ``bias_vl``, another bias for a model's tokens of images, must be ``None``."""
-    if bias_vl is not None:
-        raise ValueError("bias_vl: must be None: tokens of images have no bias of their own")
+    """:func:`pykv.topk_softplus_sqrt`."""
+    needs_ids = hash_indices_table is not None or bias_vl is not None
     pykv.topk_softplus_sqrt(
         topk_weights, topk_indices, token_expert_indices, gating_output, renormalize, routed_scaling_factor,
-        e_score_correction_bias, input_tokens, hash_indices_table, is_padding,
+        e_score_correction_bias, input_tokens if needs_ids else None, hash_indices_table, is_padding, bias_vl,
+        image_sentinel_lo,
     )  # fmt: skip

@@ -349,6 +349,11 @@ def test_experts() -> None:
     found, table = np.zeros((5, 3), np.int32), np.arange(12, dtype=np.int32).reshape(4, 3)
     ops.topk_hash_softplus_sqrt(weights, found, None, logits, True, 1.0, None, np.array([3, 0, 1, 2, 3]), table)
     np.testing.assert_array_equal(found, table[[3, 0, 1, 2, 3]])
+    images = np.where(np.arange(16) < 3, 9, 0).astype(np.float32)
+    ops.topk_hash_softplus_sqrt(
+        weights, found, None, logits, input_tokens=np.arange(5), bias_vl=images, image_sentinel_lo=1
+    )
+    np.testing.assert_array_equal(np.sort(found[1:]), [[0, 1, 2]] * 4)
     rows = ops.shuffle_rows(logits, np.array([4, 0, -1]))
     np.testing.assert_array_equal(rows, np.stack([logits[4], logits[0], 0 * logits[0]]))
 
