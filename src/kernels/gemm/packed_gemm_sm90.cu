@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
   using T = typename S::Element;
   extern __shared__ uint8_t unaligned[];
   __shared__ uint64_t barriers[3 * kMostStages];
-  __shared__ uint32_t table[S::kKind == CodeKind::kTable16 ? 256 : 1];
+  __shared__ uint32_t table[S::kHasTable ? 256 : 1];
   __shared__ int32_t rows[S::kTokens];  // of out
   const uint32_t start = shared_address(unaligned), data = (start + kAlignment - 1) / kAlignment * kAlignment;
   const uint32_t full = shared_address(barriers);
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
   if (weight < 0) return;  // all blocks of the cluster
   const int64_t shift = weight * p.map.weight_stride;
   if (threadIdx.x < S::kTokens) rows[threadIdx.x] = p.row(token_tile, threadIdx.x);
-  if constexpr (S::kKind == CodeKind::kTable16) {
+  if constexpr (S::kHasTable) {
     const auto* numbers = reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kTableAt);
     if (threadIdx.x < 256)
       table[threadIdx.x] = pack_pair<T>(__ldg(numbers + threadIdx.x % 16), __ldg(numbers + threadIdx.x / 16));
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
   } else {
     if constexpr (!S::kFew) take_registers<200>();
     {
-      Multiplier<S> multiplier(p, ring, table);
+      Multiplier<S> multiplier(p, ring, table, shift);
       multiplier.run(S::kParts == 1 ? split : split * S::kParts + warp / 8);
       if (!p.keeps()) {
         named_barrier_sync(1, S::kMultipliers);  // all have done with the ring
@@ -318,6 +318,12 @@ void launch_tokens(const PackedGemmArgs& args, const Launch& launch) {
 template <class T, CodeKind kKind>
 void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
   const MinimumKind minima = args.weight.minima_kind;
+  const ScaleKind scales = args.weight.scales_kind;
+  if constexpr (kKind == CodeKind::kTable16) {
+    if (scales == ScaleKind::kE4M3 ||
+        (scales == ScaleKind::kE8M0 && !kIsHalf<T>))  // float16 has too few exponents for e8m0
+      return launch_tokens<T, kKind, Minima::kScaled>(args, launch);
+  }
   if (minima == MinimumKind::kNone) return launch_tokens<T, kKind, Minima::kNone>(args, launch);
   if constexpr (kKind == CodeKind::kUint4) {
     if (minima == MinimumKind::kZero) return launch_tokens<T, kKind, Minima::kSubtracted>(args, launch);
