@@ -21,6 +21,7 @@
 #include "cuda/cluster.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/vec.cuh"
+#include "gemm/packed_epilogue.cuh"
 #include "gemm/packed_feed_sm90.cuh"
 #include "gemm/packed_gemm_many.h"
 #include "gemm/packed_multiplier_sm90.cuh"
@@ -78,6 +79,10 @@ __device__ void write(const Problem& p, const int32_t (&of_out)[S::kTokens], uin
           sum.z += pieces_of[s].z;
           sum.w += pieces_of[s].w;
         }
+    }
+    if (p.epilogue.any) {
+      finish_four<T>(p.epilogue, static_cast<const T*>(p.bias), sum, row, n, rows, p.out, p.out_stride);
+      continue;
     }
     const float factor = p.map.factor_of(row);
     const float v[4] = {(sum.x + of_row[0]) * factor, (sum.y + of_row[1]) * factor, (sum.z + of_row[2]) * factor,
@@ -227,6 +232,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
             .from = args.x,
             .out = args.out,
             .bias = args.bias,
+            .epilogue = args.epilogue,
             .num_rows = args.num_rows,
             .x_stride = x_stride,
             .x_step = args.x_step,

@@ -5,6 +5,7 @@
 #include "cuda/mbarrier.cuh"
 #include "cuda/tensor_map.cuh"
 #include "gemm/packed_codes.cuh"
+#include "gemm/packed_gemm.h"
 #include "gemm/tile_map.cuh"
 
 namespace pykv {
@@ -59,6 +60,7 @@ struct Problem {
   const void* from;
   void* out;
   const void* bias;
+  Epilogue epilogue;
   int64_t num_rows, x_stride, x_step, out_stride;
   TileMap map;
   TileRows rows;
