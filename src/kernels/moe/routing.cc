@@ -105,7 +105,7 @@ pykv_status pykv_topk_sigmoid(DLTensor* topk_weights, DLTensor* topk_ids, DLTens
                                            e_score_correction_bias, "e_score_correction_bias", is_padding});
     args.scoring = Scoring::kSigmoid;
     args.renormalize = renormalize;
-    args.factor = static_cast<float>(routed_scaling_factor);
+    args.factor = number("routed_scaling_factor", routed_scaling_factor);
     run(call, stream, args);
   });
 }
@@ -120,7 +120,7 @@ pykv_status pykv_topk_softplus_sqrt(DLTensor* topk_weights, DLTensor* topk_ids, 
                                            e_score_correction_bias, "e_score_correction_bias", is_padding});
     args.scoring = Scoring::kSoftplusSqrt;
     args.renormalize = renormalize;
-    args.factor = static_cast<float>(routed_scaling_factor);
+    args.factor = number("routed_scaling_factor", routed_scaling_factor);
     const char* const by_id = hash_indices_table ? "hash_indices_table" : bias_vl ? "bias_vl" : nullptr;
     if (!input_ids != !by_id)
       fail(PYKV_TYPE_ERROR, "%s: an array is required beside %s, got None",
@@ -182,7 +182,7 @@ pykv_status pykv_grouped_topk(DLTensor* topk_weights, DLTensor* topk_ids, const 
     args.num_groups = static_cast<int32_t>(n_group);
     args.kept_groups = static_cast<int32_t>(topk_group);
     args.renormalize = renormalize;
-    args.factor = static_cast<float>(routed_scaling_factor);
+    args.factor = number("routed_scaling_factor", routed_scaling_factor);
     args.epsilon = 1e-20f;
     run(call, stream, args);
   });
