@@ -323,7 +323,7 @@ def top_k_top_p_renorm(
         top_k, top_p, min_p: as there.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
-    A row with NaN, or with nothing above 0, becomes NaN and is reported.
+    A row with NaN or +infinity, or with nothing above 0, becomes NaN and is reported.
 
     Raises:
         ValueError: shapes, strides or devices do not fit, or (CPU) a row was reported.

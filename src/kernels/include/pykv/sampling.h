@@ -134,7 +134,7 @@ PYKV_API pykv_status pykv_top_k_top_p_mask(DLTensor* out, const DLTensor* logits
 
 /* The same of probabilities: those that are kept, divided by their sum; 0 elsewhere.  Probabilities need not have the sum 1.
  *   out, probs  [num_rows, vocab_size]  the same dtype, float32 | float16 | bfloat16; may be the same memory
- * A row with NaN, or with nothing above 0, becomes NaN and is reported.  */
+ * A row with NaN or +infinity, or with nothing above 0, becomes NaN and is reported.  */
 PYKV_API pykv_status pykv_top_k_top_p_renorm(DLTensor* out, const DLTensor* probs, const DLTensor* top_k,
                                              const DLTensor* top_p, const DLTensor* min_p, void* stream);
 
