@@ -146,34 +146,59 @@ class LargestOf<T> {
   PairHalfwords most_ = {};
 };
 
-// Lane i is that of block i of 16 elements: two blocks fill a vector.
+// Larger 16-bit numbers of two vectors.
+inline Words larger_halfwords(Words a, Words b) {
+  const auto x = __builtin_bit_cast(PairHalfwords, a), y = __builtin_bit_cast(PairHalfwords, b);
+  return __builtin_bit_cast(Words, x > y ? x : y);
+}
+
+// Of kWidth rows of n elements of 16 bits, a multiple of kPair: lane i is that of row i.
+template <class T>
+inline Words largest_of_rows(const T* from, int64_t n) {
+  Words v[kWidth];
+  for (int64_t g = 0; g < kWidth; ++g) v[g] = load_raw<Words>(from + g * n) & 0x7fff7fffu;
+  for (int64_t i = kPair; i < n; i += kPair)
+    for (int64_t g = 0; g < kWidth; ++g)
+      v[g] = larger_halfwords(v[g], load_raw<Words>(from + g * n + i) & 0x7fff7fffu);
+  const Words both = reduce_each(v, larger_halfwords), low = both & 0xffffu, high = both >> 16;
+  return low > high ? low : high;
+}
+
+// The same of rows of 16 elements, two of which fill a vector.
 inline constexpr int64_t kShortRow = 16;
 template <class T>
 inline Words largest_of_short_rows(const T* from) {
   constexpr int kVectors = kWidth / 2;
-  const auto larger = [](Words a, Words b) {
-    const auto x = __builtin_bit_cast(PairHalfwords, a), y = __builtin_bit_cast(PairHalfwords, b);
-    return __builtin_bit_cast(Words, x > y ? x : y);
-  };
   Words v[kVectors], order;
-  for (int i = 0; i < kVectors; ++i) {
-    const Words magnitudes = load_raw<Words>(from + i * kPair) & 0x7fff7fffu;
-    v[i] = larger(magnitudes, magnitudes >> 16);
-  }
-  const Words halves = reduce_each<kVectors / 2>(v, larger);  // all first blocks of vectors, then all second ones
+  for (int i = 0; i < kVectors; ++i) v[i] = load_raw<Words>(from + i * kPair) & 0x7fff7fffu;
+  const Words both = reduce_each<kVectors / 2>(v, larger_halfwords);  // all first rows of vectors, then all second ones
   for (uint32_t i = 0; i < kWidth; ++i) order[i] = i / 2 + i % 2 * kVectors;
-  return shuffle(halves, halves, order) & 0xffffu;
+  const Words halves = shuffle(both, both, order), low = halves & 0xffffu, high = halves >> 16;
+  return low > high ? low : high;
 }
 #endif
 
+// Whether all are less, and none is NaN.
+inline bool all_below(Floats v, float limit) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(v, splat(limit), _CMP_LT_OQ) == 0xffff;
+#else
+  bool all = true;
+  for (int64_t i = 0; i < kWidth; ++i) all &= v[i] < limit;
+  return all;
+#endif
+}
+
 // The largest magnitudes of up to kWidth rows of n numbers, one behind the other: `most` without NaN, `inside` NaN where there is
-// one.
+// one.  Those behind the last row are 0.
 template <class T>
 void find_largest(float* most, float* inside, const T* from, int64_t n, int64_t rows) {
   const auto find = [=] {
 #if defined(__AVX512BW__)
-    if constexpr (sizeof(T) == 2)
+    if constexpr (sizeof(T) == 2) {
       if (n == kShortRow && rows == kWidth) return largest_of_short_rows(from);
+      if (n % kPair == 0 && rows == kWidth) return largest_of_rows(from, n);
+    }
 #endif
     Words lanes[kWidth];  // all of which at once are not cleared: that is a kilobyte
     for (int64_t g = 0; g < rows; ++g) {
@@ -187,9 +212,8 @@ void find_largest(float* most, float* inside, const T* from, int64_t n, int64_t 
   const Floats all = LargestOf<T>::values(find());
   store(inside, all);
   store(most, all);
-  bool nan = false;
-  for (int64_t g = 0; g < kWidth; ++g) nan |= inside[g] != inside[g];
-  for (int64_t g = 0; nan && g < rows; ++g)
+  if (all_below(all, INFINITY)) return;
+  for (int64_t g = 0; g < rows; ++g)
     if (inside[g] != inside[g]) most[g] = largest_number(from + g * n, n);
 }
 
