@@ -61,30 +61,39 @@ inline Floats values_of_e2m1(Words codes) {
 #endif
 }
 
-// A product that is rounded before it is added to anything.
-inline Floats rounded_alone(Floats v) {
-#if defined(__aarch64__)
-  asm volatile("" : "+w"(v));
-#elif defined(__AVX512F__)
-  asm volatile("" : "+v"(v));
+// a * b + c, rounded once.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
 #else
-  asm volatile("" : "+x"(v));
+  for (int64_t i = 0; i < kWidth; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
 #endif
-  return v;
+}
+
+using Fours = float __attribute__((vector_size(16)));
+inline Fours plus_square(Fours a, Fours sum) {
+#if defined(__FMA__)
+  return _mm_fmadd_ps(a, a, sum);
+#else
+  for (int64_t i = 0; i < 4; ++i) sum[i] = __builtin_fmaf(a[i], a[i], sum[i]);
+  return sum;
+#endif
 }
 
 // By how much such codes are wrong: the sum of the squares, of every fourth one after another, then of the four.
 template <class T>
 inline float error_of(const T* from, float factor, float unit) {
-  using Fours = float __attribute__((vector_size(16)));
   Fours sums{};
   for (int64_t i = 0; i < kBlock; i += kWidth) {
     const Floats x = abs(load(from + i));
     const Words code = e2m1_of(lesser(x * factor, splat(6.0f)));
-    const Floats d = x - rounded_alone(values_of_e2m1(code) * unit), squares = rounded_alone(d * d);
+    const Floats d = fused(values_of_e2m1(code), splat(-unit), x);
     Fours fours[kWidth / 4];
-    __builtin_memcpy(fours, &squares, sizeof fours);
-    for (const Fours& four : fours) sums += four;
+    __builtin_memcpy(fours, &d, sizeof fours);
+    for (const Fours& four : fours) sums = plus_square(four, sums);
   }
   return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
