@@ -211,7 +211,7 @@ class Encoder<T, Code, Rule> {
     convert(to, from, n, power, past);
   }
   // Of `count` times kPair elements, at most kWidth times, each of which is divided by 2^(exponents[i] - 127).
-  void scaled_pairs(Code* to, const T* from, int64_t count, const uint32_t* exponents) const {
+  void scaled_pairs(Code* to, const T* from, int64_t count, const uint32_t* exponents, int64_t ahead) const {
     const Tables tables = table_;
     const __m512i shifts = _mm512_maskz_slli_epi32(
         0xffff, _mm512_maskz_sub_epi32(0xffff, _mm512_loadu_si512(exponents), _mm512_set1_epi32(127)), kMantissa);
@@ -222,7 +222,8 @@ class Encoder<T, Code, Rule> {
       return _mm512_maskz_mullo_epi32(0xffff, within, _mm512_set1_epi32(0x10001));
     };
     uint32_t shift[kWidth], least[kWidth], top[kWidth];
-    _mm512_storeu_si512(shift, _mm512_mask_blend_epi16(0xaaaaaaaa, shifts, _mm512_maskz_slli_epi32(0xffff, shifts, 16)));
+    _mm512_storeu_si512(shift,
+                        _mm512_mask_blend_epi16(0xaaaaaaaa, shifts, _mm512_maskz_slli_epi32(0xffff, shifts, 16)));
     _mm512_storeu_si512(least, at(tables.least_normal));
     _mm512_storeu_si512(top, at(tables.top));
     const auto both = [](uint32_t word) { return _mm512_set1_epi32(static_cast<int>(word)); };
@@ -234,7 +235,9 @@ class Encoder<T, Code, Rule> {
     for (; i + 2 <= count; i += 2) {
       const __m512i first = _mm512_loadu_si512(from + i * kPair), second = _mm512_loadu_si512(from + (i + 1) * kPair);
       const __m512i x = magnitude_of(first), y = magnitude_of(second);
-      const __mmask32 small = _mm512_cmplt_epu16_mask(x, both(least[i])) | _mm512_cmplt_epu16_mask(y, both(least[i + 1]));
+      prefetch_bytes(from + i * kPair + ahead, 2 * kPair * sizeof(T));
+      const __mmask32 small =
+          _mm512_cmplt_epu16_mask(x, both(least[i])) | _mm512_cmplt_epu16_mask(y, both(least[i + 1]));
       if (small == 0) {
         store_raw(to + i * kPair, with_signs(normal(x, i), normal(y, i + 1), first, second), false);
       } else {
@@ -301,10 +304,11 @@ class Encoder<T, Code, Rule> {
       const __m512i first = _mm512_loadu_si512(from + i), second = _mm512_loadu_si512(from + i + kPair);
       const __m512i x = magnitude_of(first), y = magnitude_of(second);
       const __mmask32 large = _mm512_cmpge_epu16_mask(_mm512_maskz_min_epu16(~__mmask32{}, x, y), least);
-      const __mmask32 normal_ones = _mm512_mask_cmplt_epu16_mask(large, _mm512_maskz_max_epu16(~__mmask32{}, x, y),
-                                                                 all(Steps::kInfinity));
+      const __mmask32 normal_ones =
+          _mm512_mask_cmplt_epu16_mask(large, _mm512_maskz_max_epu16(~__mmask32{}, x, y), all(Steps::kInfinity));
       if (normal_ones == ~__mmask32{}) {
-        const __m512i v = _mm512_maskz_min_epu16(~__mmask32{}, x, top), w = _mm512_maskz_min_epu16(~__mmask32{}, y, top);
+        const __m512i v = _mm512_maskz_min_epu16(~__mmask32{}, x, top),
+                      w = _mm512_maskz_min_epu16(~__mmask32{}, y, top);
         store_raw(to + i, with_signs(normal_codes(v, v, normal), normal_codes(w, w, normal), first, second), past);
       } else {
         store_raw(to + i, one_after_other(_mm512_packus_epi16(words_of(first), words_of(second))), past);

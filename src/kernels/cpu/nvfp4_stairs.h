@@ -151,19 +151,21 @@ class Nvfp4Stairs {
   bool have(Words scales) const { return steps_.have(scales); }
 
   // Of n lines of 128 neighbours in blocks of 32, whose scales are powers of two: one staircase is that of all.
-  void of_powers(uint8_t* codes, const T* from, int64_t n, const uint8_t* exponents) const {
+  void of_powers(uint8_t* codes, const T* from, int64_t n, const uint8_t* exponents, int64_t ahead) const {
     const __m512i stairs = load_raw<__m512i>(stairs_[0]);
     const auto above = [&](const T* at, uint8_t exponent) {
       const __m512i bits = _mm512_and_si512(_mm512_loadu_si512(at), _mm512_set1_epi16(0x7fff));
       const __m512i base = _mm512_set1_epi32(static_cast<int>(of_scale_[exponent].base));
-      return code_byte(_mm512_subs_epu16(bits, base), [=](__m512i part) {
-        return _mm512_maskz_permutexvar_epi16(~__mmask32{}, part, stairs);
-      });
+      return code_byte(_mm512_subs_epu16(bits, base),
+                       [=](__m512i part) { return _mm512_maskz_permutexvar_epi16(~__mmask32{}, part, stairs); });
     };
     for (int64_t i = 0; i < n; ++i, codes += kLine, from += 4 * kPair, exponents += 4) {
       const T *b = from + kPair, *c = b + kPair, *d = c + kPair;
-      const __m512i first = packed(_mm512_loadu_si512(from), _mm512_loadu_si512(b), above(from, exponents[0]), above(b, exponents[1]));
-      const __m512i second = packed(_mm512_loadu_si512(c), _mm512_loadu_si512(d), above(c, exponents[2]), above(d, exponents[3]));
+      prefetch_bytes(from + ahead, 4 * kPair * sizeof(T));
+      const __m512i first =
+          packed(_mm512_loadu_si512(from), _mm512_loadu_si512(b), above(from, exponents[0]), above(b, exponents[1]));
+      const __m512i second =
+          packed(_mm512_loadu_si512(c), _mm512_loadu_si512(d), above(c, exponents[2]), above(d, exponents[3]));
       store_line(codes, first, second);
     }
   }

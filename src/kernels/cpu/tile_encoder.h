@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/encode.h"
+#include "cpu/prefetch.h"
 
 namespace pykv::PYKV_ISA {
 
@@ -16,8 +17,8 @@ class TileEncoder {
   explicit TileEncoder(int64_t) {}
   bool divide(e4m3*, const T*, int64_t, float, bool = false) const { return false; }
   bool divide_by_power_of_two(e4m3*, const T*, int64_t, float) const { return false; }
-  bool divide_pairs_by_powers(e4m3*, const T*, int64_t, const uint32_t*) const { return false; }
-  bool divide_tiles(e4m3*, const T*, int64_t, int64_t, const float*) const { return false; }
+  bool divide_pairs_by_powers(e4m3*, const T*, int64_t, const uint32_t*, int64_t) const { return false; }
+  bool divide_tiles(e4m3*, const T*, int64_t, int64_t, const float*, int64_t) const { return false; }
 };
 
 #if defined(__AVX512BW__)
@@ -41,16 +42,17 @@ class TileEncoder<bf16, Rule, kLargest> {
     return true;
   }
   // Of so many neighbouring tiles of kPair elements, which are finite, by scales with these exponents, as e8m0 has them.
-  bool divide_pairs_by_powers(e4m3* to, const bf16* from, int64_t count, const uint32_t* exponents) const {
+  bool divide_pairs_by_powers(e4m3* to, const bf16* from, int64_t count, const uint32_t* exponents,
+                              int64_t ahead) const {
     bool inside = tables_ != nullptr;
     for (int64_t i = 0; i < count; ++i) inside &= exponents[i] - 48u <= 158u;
     if (!inside) return false;
-    tables_->one.scaled_pairs(to, from, count, exponents);
+    tables_->one.scaled_pairs(to, from, count, exponents, ahead);
     return true;
   }
   // Of `count` neighbouring tiles of n elements, a multiple of 64, which are finite, by scales as `divide` has them.  Where codes
   // are normal they take one line of tables each, and all of these lines are a quarter of a first-level cache.
-  bool divide_tiles(e4m3* to, const bf16* from, int64_t n, int64_t count, const float* largest) const {
+  bool divide_tiles(e4m3* to, const bf16* from, int64_t n, int64_t count, const float* largest, int64_t ahead) const {
     bool inside = tables_ && n % (2 * kPair) == 0;
     for (int64_t g = 0; g < count; ++g) inside &= largest[g] > kLeast && largest[g] < kMost;
     if (!inside) return false;
@@ -60,6 +62,7 @@ class TileEncoder<bf16, Rule, kLargest> {
       const auto all = [](int x) { return _mm512_set1_epi16(static_cast<int16_t>(x)); };
       const __m512i normal = _mm512_sub_epi16(load_raw<__m512i>(tables_->normal[mantissa]), all(power * 128));
       const __m512i from_here = all(least > 0 ? least : 0);
+      prefetch_bytes(from + ahead, n * static_cast<int64_t>(sizeof(bf16)));
       for (int64_t i = 0; i < n; i += 2 * kPair)
         if (!OfScale::store_normal(to + i, from + i, from_here, normal))
           tables_->encoders[mantissa].scaled(to + i, from + i, 2 * kPair, power);

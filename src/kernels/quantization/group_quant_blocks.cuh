@@ -205,7 +205,8 @@ struct ExpertRow {
 
 // kExperts: rows may be those of experts.  Then all warps of a block have the same rows, and the first threads look them up while
 // numbers are on their way: done by every warp it took a fifth of the time.
-template <class T, class Source, QuantScale kScale, QuantCode kCodes, bool kChoose, bool kExperts, int kRows, int kMinBlocks>
+template <class T, class Source, QuantScale kScale, QuantCode kCodes, bool kChoose, bool kExperts, int kRows,
+          int kMinBlocks>
 __global__ __launch_bounds__(kMostThreads, kMinBlocks) void block_kernel(const __grid_constant__ GroupQuantArgs args,
                                                                          const __grid_constant__ BlockPlan plan,
                                                                          Reporter report) {

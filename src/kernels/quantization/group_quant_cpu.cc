@@ -1,8 +1,9 @@
 // Twin of group_quant.cu: some groups of a row at once.  First their numbers, if an activation makes them, then the largest of
-// all, then all scales, then all codes: what one waits for is worked out while others are.
+// all, then all scales, then all codes: what one waits for is worked out while others are.  Codes go past the caches where they
+// are many.
 //
-// Arithmetic and the work of each group bound them.  With AVX-512 32 codes of bf16 take 16 (four bits) to 23 instructions, what finds the largest 2 to 6,
-// and a scale a division, where a Zen 4 begins two a cycle and copies as much in 8 cycles.
+// Arithmetic bounds them: docs/log/quantization.md has cycles of each.  What comes next is asked for while codes are made, some
+// lines with every group: asked for all at once it kept memory idle in between, and groups of 128 took half as long again.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -17,8 +18,8 @@
 namespace pykv::PYKV_ISA {
 namespace {
 
-constexpr int64_t kBlock = 16;  // of four-bit codes
-constexpr int64_t kElementsAtOnce = 4096, kAtOnce = 4 * kWidth;  // of these at most, and of groups
+constexpr int64_t kBlock = 16;                                   // of four-bit codes
+constexpr int64_t kElementsAtOnce = 2048, kAtOnce = 4 * kWidth;  // of these at most, and of groups
 
 // Codes of 0 <= y <= 6, as narrow_e2m1_magnitude has them.
 inline Words e2m1_of(Floats y) {
@@ -129,7 +130,8 @@ struct Scales {
   // What ScaleRule gives of each.
   void find_float(const ScaleRule& rule, Floats most, float given) {
     const Floats within = lesser(most / rule.largest, splat(given)), scale = greater(within, splat(rule.least_scale));
-    const Words bits = __builtin_bit_cast(Words, rule.kind == QuantScale::kFloat ? scale : greater(scale, splat(1e-10f)));
+    const Words bits =
+        __builtin_bit_cast(Words, rule.kind == QuantScale::kFloat ? scale : greater(scale, splat(1e-10f)));
     if (rule.kind == QuantScale::kFloat) {
       __builtin_memcpy(stored, &bits, sizeof bits);
       return;
@@ -191,18 +193,18 @@ class BlockTables<T> {
     const Bytes some = narrow_to_bytes(stored);
     __builtin_memcpy(bytes, &some, sizeof some);
     if (mx_) {
-      stairs_.of_powers(codes, from, kWidth / 4, bytes);
+      stairs_.of_powers(codes, from, kWidth / 4, bytes, kElementsAtOnce);
       return true;
     }
     constexpr int kFours = kWidth / 4;
     const T* places[kFours];
     for (int i = 0; i < kFours; ++i) places[i] = from + i * kNvfp4Four;
-    stairs_(codes, places, kFours, bytes, kAhead);
+    stairs_(codes, places, kFours, bytes, kElementsAtOnce);
     return true;
   }
 
  private:
-  static constexpr int64_t kWorthTables = 1 << 16, kAhead = 1024;
+  static constexpr int64_t kWorthTables = 1 << 16;
 
   bool mx_;
   Nvfp4Stairs<T> stairs_;
@@ -293,6 +295,7 @@ class Groups {
     for (int64_t g = 0; g < count; ++g) {
       const T* x = from + g * n;
       uint8_t* to = codes + g * group_bytes();
+      prefetch_bytes(x + kElementsAtOnce, n * static_cast<int64_t>(sizeof(T)));
       if (nibbles_) {
         for (int64_t i = 0; i < n; i += kBlock) store_nibbles(to + i / 2, x + i, scales.factors[g]);
       } else {
@@ -327,10 +330,11 @@ class Groups {
     if (args_.rule.kind == QuantScale::kFloat && args_.rule.largest == 448.0f && given_ == INFINITY) {
       bool regular = true;  // scales that follow from the largest magnitude alone
       for (int64_t g = 0; g < count; ++g) regular &= inside[g] > 449.0f * args_.rule.least_scale;
-      return regular && tiles_.divide_tiles(reinterpret_cast<e4m3*>(to), x, n, count, inside);
+      return regular && tiles_.divide_tiles(reinterpret_cast<e4m3*>(to), x, n, count, inside, kElementsAtOnce);
     }
     if (n != kPair || args_.rule.kind != QuantScale::kMx) return false;
-    return all_below(load(inside), INFINITY) && tiles_.divide_pairs_by_powers(reinterpret_cast<e4m3*>(to), x, count, stored);
+    return all_below(load(inside), INFINITY) &&
+           tiles_.divide_pairs_by_powers(reinterpret_cast<e4m3*>(to), x, count, stored, kElementsAtOnce);
   }
 
   // E4M3 of bf16 by tables, where the scale is a power of two.
@@ -388,12 +392,7 @@ class Groups {
 
   const T* values(int64_t row, int64_t first, int64_t count) {
     const T* const gate = static_cast<const T*>(args_.input) + args_.input_rows.offset(row) + first;
-    const auto ask = [=](const T* from) {
-      prefetch_bytes(from + kBytesAhead / static_cast<int64_t>(sizeof(T)), count * static_cast<int64_t>(sizeof(T)));
-    };
-    ask(gate);
     if (args_.source == RowSource::kElements) return gate;
-    ask(gate + args_.width);
     T* const to = reinterpret_cast<T*>(values_.data());
     const T* const up = gate + args_.width;
     if (args_.source == RowSource::kSiluAndMul) {
