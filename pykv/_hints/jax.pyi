@@ -764,7 +764,17 @@ def nvfp4_dequantize(
     out: ArrayLike | None = None,
 ) -> Array: ...
 def packed_gemm(
-    x: ArrayLike, weight: ArrayLike, format: str, bias: ArrayLike | None = None, *, out: ArrayLike | None = None
+    x: ArrayLike,
+    weight: ArrayLike,
+    format: str,
+    bias: ArrayLike | None = None,
+    token_scales: ArrayLike | None = None,
+    channel_scales: ArrayLike | None = None,
+    activation: str = "",
+    residual: ArrayLike | None = None,
+    out_scale: float | ArrayLike | None = None,
+    *,
+    out: ArrayLike | None = None,
 ) -> Array: ...
 @overload
 def paged_attention(
@@ -1416,6 +1426,8 @@ def topk_softplus_sqrt(
     input_ids: ArrayLike | None = None,
     hash_indices_table: ArrayLike | None = None,
     is_padding: ArrayLike | None = None,
+    bias_vl: ArrayLike | None = None,
+    image_sentinel_lo: int = 0,
 ) -> tuple[Array, Array]: ...
 @overload
 def topk_softplus_sqrt(
@@ -1429,6 +1441,8 @@ def topk_softplus_sqrt(
     input_ids: ArrayLike | None = None,
     hash_indices_table: ArrayLike | None = None,
     is_padding: ArrayLike | None = None,
+    bias_vl: ArrayLike | None = None,
+    image_sentinel_lo: int = 0,
 ) -> tuple[Array, Array, Array]: ...
 @overload
 def verify_tree(

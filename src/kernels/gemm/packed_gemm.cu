@@ -10,6 +10,7 @@
 #include "cuda/divider.cuh"
 #include "cuda/vec.cuh"
 #include "gemm/packed_codes.cuh"
+#include "gemm/packed_epilogue.cuh"
 #include "gemm/packed_gemm.h"
 #include "gemm/packed_gemm_many.h"
 #include "gemm/tile_map.cuh"
@@ -33,7 +34,7 @@ struct Shape {
   static constexpr int kPitch = kRows + 4;  // of the totals of a token: lanes of a warp meet all banks
   static constexpr int kTotalBytes = kSegments * kTokens * kPitch * 4;
   static constexpr int kSharedBytes = kStages * kStageBytes > kTotalBytes ? kStages * kStageBytes : kTotalBytes;
-  static constexpr bool kHasTable = kKind == CodeKind::kTable16;
+  static constexpr bool kHasTable = kKind == CodeKind::kTable16, kMayAdd = is_integer(kKind);  // minima
   static_assert(kStages >= 2);
 };
 
@@ -182,7 +183,7 @@ class Segment {
 #pragma unroll
         for (int t = 0; t < S::kTiles; ++t) mma_16x8x16<T>(sum_[r][t], a, x[t].x, x[t].y);
       }
-      if (w_.minima) {
+      if (S::kMayAdd && w_.minima) {
         constexpr uint32_t kOnes = kIsHalf<T> ? 0x3c003c00u : 0x3f803f80u;
         constexpr uint32_t kAll[4] = {kOnes, kOnes, kOnes, kOnes};
 #pragma unroll
@@ -212,7 +213,7 @@ class Segment {
       scales_of(scales, raw_[pair], w_.scales_kind);
 #pragma unroll
       for (int i = 0; i < 4; ++i) scales[i] *= global_;
-      if (w_.minima) minima_of(minima, raw_[pair], w_.minima_kind, w_.offset, scales);
+      if (S::kMayAdd && w_.minima) minima_of(minima, raw_[pair], w_.minima_kind, w_.offset, scales);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
 #pragma unroll
@@ -222,7 +223,7 @@ class Segment {
             float& to = total[2 * pair + i / 2][t][i % 2 * 2 + e];
             float& sum = sum_[2 * pair + i / 2][t][i % 2 * 2 + e];
             to = fmaf(scales[i], sum, to);
-            if (w_.minima) to = fmaf(minima[i], sum_of_x_[t][e], to);
+            if (S::kMayAdd && w_.minima) to = fmaf(minima[i], sum_of_x_[t][e], to);
             sum = 0.0f;
           }
     }
@@ -286,6 +287,26 @@ __global__ void __launch_bounds__(kThreads, S::kTiles == 1 ? 2 : 1)
 
   const auto* const bias =
       p.a.bias ? static_cast<const T*>(p.a.bias) + weight * p.a.map.bias_stride : static_cast<const T*>(nullptr);
+  if (p.a.epilogue.any) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < S::kTokens * S::kRows / 4; i += kThreads) {
+      const int token = i / (S::kRows / 4), row = i % (S::kRows / 4) * 4;
+      const int64_t at = TileRows::row_of_out(p.a.map, first_token + token, p.a.num_rows), n = first_row + row;
+      if (at < 0 || n >= p.a.weight.n) continue;
+      float4 sum = *reinterpret_cast<const float4*>(totals + token * S::kPitch + row);
+#pragma unroll
+      for (int s = 1; s < kSegments; ++s) {
+        const float4 more = *reinterpret_cast<const float4*>(totals + (s * S::kTokens + token) * S::kPitch + row);
+        sum.x += more.x;
+        sum.y += more.y;
+        sum.z += more.z;
+        sum.w += more.w;
+      }
+      const int rows = static_cast<int>(min(p.a.weight.n - n, int64_t{4}));
+      finish_four<T>(p.a.epilogue, bias, sum, at, n, rows, p.a.out, p.a.out_stride);
+    }
+    return;
+  }
 #pragma unroll 2
   for (int i = threadIdx.x; i < S::kTokens * S::kRows; i += kThreads) {
     const int token = i / S::kRows, row = i % S::kRows;

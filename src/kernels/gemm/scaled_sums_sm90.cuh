@@ -31,7 +31,7 @@ struct Sums {
     return min(tile.first_column + 32 * i + lane, o.p.args.n - 1);
   }
   __device__ int64_t row_of_lane(const Tile& tile, int i) const {
-    return min(tile.first_row + first_line + 8 * i + lane / 4, o.p.args.m - 1);
+    return min(tile.first_row + first_line + 8 * i + lane / 4, tile.end_row - 1);
   }
   template <class T>
   static __device__ T of_column(const T (&of_lane)[kOfLane], int eight, int e) {
@@ -50,7 +50,7 @@ struct Sums {
     for (int i = lane; i < S::kFactors; i += 32) {
       const bool is_column = i < S::kColumns;
       const int64_t column = min(tile.first_column + i, args.n - 1);
-      const int64_t row = min(tile.first_row + first_line + i - S::kColumns, args.m - 1);
+      const int64_t row = min(tile.first_row + first_line + i - S::kColumns, tile.end_row - 1);
       cp_async_small<4>(to + i * 4,
                         is_column ? of_columns + column * args.b_scales.along : of_rows + row * args.a_scales.along,
                         true);
@@ -58,10 +58,11 @@ struct Sums {
     cp_async_commit();
   }
 
-  __device__ float bias_at(int64_t column) const {
+  __device__ float bias_at(const Tile& tile, int64_t column) const {
     const ScaledMmArgs& args = o.p.args;
-    if (args.out_dtype == DType::kFloat32) return __ldg(static_cast<const float*>(args.bias) + column);
-    const uint16_t bits = __ldg(static_cast<const uint16_t*>(args.bias) + column);
+    const int64_t at = tile.group * args.bias_group + column;
+    if (args.out_dtype == DType::kFloat32) return __ldg(static_cast<const float*>(args.bias) + at);
+    const uint16_t bits = __ldg(static_cast<const uint16_t*>(args.bias) + at);
     return args.out_dtype == DType::kBFloat16 ? __uint_as_float(uint32_t{bits} << 16)
                                               : __half2float(__ushort_as_half(bits));
   }
@@ -117,7 +118,7 @@ struct Sums {
     if (args.bias) {
       float bias[kOfLane];
 #pragma unroll
-      for (int i = 0; i < kOfLane; ++i) bias[i] = bias_at(column_of_lane(tile, i));
+      for (int i = 0; i < kOfLane; ++i) bias[i] = bias_at(tile, column_of_lane(tile, i));
 #pragma unroll
       for (int j = 0; j < kEach / 4; ++j)
 #pragma unroll
