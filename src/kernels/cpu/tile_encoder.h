@@ -18,7 +18,10 @@ class TileEncoder {
   bool divide(e4m3*, const T*, int64_t, float, bool = false) const { return false; }
   bool divide_by_power_of_two(e4m3*, const T*, int64_t, float) const { return false; }
   bool divide_pairs_by_powers(e4m3*, const T*, int64_t, const uint32_t*, int64_t) const { return false; }
-  bool divide_tiles(e4m3*, const T*, int64_t, int64_t, const float*, int64_t) const { return false; }
+  template <bool>
+  bool divide_tiles(e4m3*, const T*, int64_t, int64_t, const float*, int64_t) const {
+    return false;
+  }
 };
 
 #if defined(__AVX512BW__)
@@ -50,22 +53,25 @@ class TileEncoder<bf16, Rule, kLargest> {
     tables_->one.scaled_pairs(to, from, count, exponents, ahead);
     return true;
   }
-  // Of `count` neighbouring tiles of n elements, a multiple of 64, which are finite, by scales as `divide` has them.  Where codes
-  // are normal they take one line of tables each, and all of these lines are a quarter of a first-level cache.
-  bool divide_tiles(e4m3* to, const bf16* from, int64_t n, int64_t count, const float* largest, int64_t ahead) const {
+  // Of `count` neighbouring tiles of n elements, a multiple of 64, which are finite: by scales as `divide` has them, or (kPowers)
+  // by powers of two.  Where codes are normal they take one line of tables each, and all of these lines are a quarter of a
+  // first-level cache.
+  template <bool kPowers>
+  bool divide_tiles(e4m3* to, const bf16* from, int64_t n, int64_t count, const float* by, int64_t ahead) const {
     bool inside = tables_ && n % (2 * kPair) == 0;
-    for (int64_t g = 0; g < count; ++g) inside &= largest[g] > kLeast && largest[g] < kMost;
+    for (int64_t g = 0; g < count; ++g) inside &= by[g] > kLeast && by[g] < kMost;
     if (!inside) return false;
     for (int64_t g = 0; g < count; ++g, to += n, from += n) {
-      const uint32_t bits = __builtin_bit_cast(uint32_t, largest[g]), mantissa = bits >> 16 & 127;
+      const uint32_t bits = __builtin_bit_cast(uint32_t, by[g]), mantissa = bits >> 16 & 127;
+      const OfScale& encoder = kPowers ? tables_->one : tables_->encoders[mantissa];
       const int power = static_cast<int>(bits >> 23) - 127, least = tables_->least + power * 128;
       const auto all = [](int x) { return _mm512_set1_epi16(static_cast<int16_t>(x)); };
-      const __m512i normal = _mm512_sub_epi16(load_raw<__m512i>(tables_->normal[mantissa]), all(power * 128));
-      const __m512i from_here = all(least > 0 ? least : 0);
+      const __m512i steps = kPowers ? encoder.normal() : load_raw<__m512i>(tables_->normal[mantissa]),
+                    normal = _mm512_sub_epi16(steps, all(power * 128)), from_here = all(least > 0 ? least : 0);
       prefetch_bytes(from + ahead, n * static_cast<int64_t>(sizeof(bf16)));
       for (int64_t i = 0; i < n; i += 2 * kPair)
         if (!OfScale::store_normal(to + i, from + i, from_here, normal))
-          tables_->encoders[mantissa].scaled(to + i, from + i, 2 * kPair, power);
+          encoder.scaled(to + i, from + i, 2 * kPair, power);
     }
     return true;
   }
@@ -79,7 +85,7 @@ class TileEncoder<bf16, Rule, kLargest> {
     OfScale one{1.0f, kWorthTables};
     std::vector<OfScale> encoders;
     alignas(64) uint16_t normal[128][kPair];
-    int least = 0;
+    int least = one.least_normal();
     Tables() {
       for (uint32_t i = 0; i < 128; ++i) {
         encoders.emplace_back(to_float(bf16{static_cast<uint16_t>(0x3f80 + i)}) / kLargest, kWorthTables);

@@ -20,6 +20,11 @@ namespace {
 
 constexpr int64_t kBlock = 16;                                   // of four-bit codes
 constexpr int64_t kElementsAtOnce = 2048, kAtOnce = 4 * kWidth;  // of these at most, and of groups
+constexpr int64_t kWorthPassing = 64;                            // elements of a group: past the caches
+
+// What is asked for lies so many elements ahead.
+template <class T>
+constexpr int64_t kAhead = 2 * kBytesAhead / sizeof(T);
 
 // Codes of 0 <= y <= 6, as narrow_e2m1_magnitude has them.
 inline Words e2m1_of(Floats y) {
@@ -193,13 +198,13 @@ class BlockTables<T> {
     const Bytes some = narrow_to_bytes(stored);
     __builtin_memcpy(bytes, &some, sizeof some);
     if (mx_) {
-      stairs_.of_powers(codes, from, kWidth / 4, bytes, kElementsAtOnce);
+      stairs_.of_powers(codes, from, kWidth / 4, bytes, kAhead<T>);
       return true;
     }
     constexpr int kFours = kWidth / 4;
     const T* places[kFours];
     for (int i = 0; i < kFours; ++i) places[i] = from + i * kNvfp4Four;
-    stairs_(codes, places, kFours, bytes, kElementsAtOnce);
+    stairs_(codes, places, kFours, bytes, kAhead<T>);
     return true;
   }
 
@@ -225,8 +230,8 @@ class Groups {
         at_once_(std::clamp<int64_t>(kElementsAtOnce / args.group_size, 1, kAtOnce)),
         given_(args.given),
         tiles_(args.codes == QuantCode::kE4M3 ? args.rows * args.width : 0),
-        // Larger groups leave the caches room for nothing else.
-        writer_(args.rows * args.width * group_bytes() > kWorthStreaming * args.group_size &&
+        // Small groups and codes of four bits are bound by arithmetic, and quicker through the caches.
+        writer_(!nibbles_ && args.rows * args.width > kWorthStreaming && args.group_size >= kWorthPassing &&
                 args.group_size <= kElementsAtOnce) {
     if (args.source != RowSource::kElements) values_.resize(at_once_ * args.group_size * sizeof(T) / sizeof(Line) + 2);
   }
@@ -263,6 +268,7 @@ class Groups {
     }
     const ScaleRow at = args_.scale_row_of(row, report_);
     if (!at.there) return;
+    ask_for_scales(at.row, group, count);
     const T* const from = values(row, group * n, count * n);
     const float given = args_.globals ? args_.globals[at.expert] : given_;
     float most[kAtOnce], inside[kAtOnce];
@@ -284,6 +290,14 @@ class Groups {
     fill_behind(row, at, group, count);
   }
 
+  // Those in tiles lie in as many lines as there are fours, which a store would wait for one after the other.
+  void ask_for_scales(int64_t row, int64_t group, int64_t count) const {
+    if (!args_.tile_bits) return;
+    const uint8_t* at =
+        static_cast<const uint8_t*>(args_.scales) + swizzled_place(row, group, args_.tiles, args_.tile_bits);
+    for (int64_t g = 0; g < count; g += 4, at += 4 << args_.tile_bits) __builtin_prefetch(at, 1);
+  }
+
   // Codes of up to kWidth groups.
   void encode_some(uint8_t* codes, const T* from, Scales& scales, const float* inside, int64_t count, int expert,
                    float given) const {
@@ -295,7 +309,7 @@ class Groups {
     for (int64_t g = 0; g < count; ++g) {
       const T* x = from + g * n;
       uint8_t* to = codes + g * group_bytes();
-      prefetch_bytes(x + kElementsAtOnce, n * static_cast<int64_t>(sizeof(T)));
+      prefetch_bytes(x + kAhead<T>, n * static_cast<int64_t>(sizeof(T)));
       if (nibbles_) {
         for (int64_t i = 0; i < n; i += kBlock) store_nibbles(to + i / 2, x + i, scales.factors[g]);
       } else {
@@ -327,14 +341,22 @@ class Groups {
   bool encode_together(uint8_t* to, const T* x, int64_t n, const uint32_t* stored, const float* inside,
                        int64_t count) const {
     if (args_.codes != QuantCode::kE4M3) return false;
-    if (args_.rule.kind == QuantScale::kFloat && args_.rule.largest == 448.0f && given_ == INFINITY) {
-      bool regular = true;  // scales that follow from the largest magnitude alone
+    auto* const e4m3s = reinterpret_cast<e4m3*>(to);
+    const QuantScale kind = args_.rule.kind;
+    if (kind != QuantScale::kMx && given_ < INFINITY) return false;  // codes may be too large
+    if (kind == QuantScale::kFloat) {
+      bool regular = args_.rule.largest == 448.0f;  // scales that follow from the largest magnitude alone
       for (int64_t g = 0; g < count; ++g) regular &= inside[g] > 449.0f * args_.rule.least_scale;
-      return regular && tiles_.divide_tiles(reinterpret_cast<e4m3*>(to), x, n, count, inside, kElementsAtOnce);
+      return regular && tiles_.template divide_tiles<false>(e4m3s, x, n, count, inside, kAhead<T>);
     }
-    if (n != kPair || args_.rule.kind != QuantScale::kMx) return false;
-    return all_below(load(inside), INFINITY) &&
-           tiles_.divide_pairs_by_powers(reinterpret_cast<e4m3*>(to), x, count, stored, kElementsAtOnce);
+    if (!all_below(load(inside), INFINITY)) return false;
+    if (kind != QuantScale::kMx) {
+      float powers[kWidth];
+      const Words bits = load_raw<Words>(stored) << (kind == QuantScale::kE8M0 ? 23 : 0);
+      __builtin_memcpy(powers, &bits, sizeof bits);
+      return tiles_.template divide_tiles<true>(e4m3s, x, n, count, powers, kAhead<T>);
+    }
+    return n == kPair && tiles_.divide_pairs_by_powers(e4m3s, x, count, stored, kAhead<T>);
   }
 
   // E4M3 of bf16 by tables, where the scale is a power of two.

@@ -151,7 +151,7 @@ void run_groups(const StaticQuantArgs& args) {
                for (int64_t c = 0; c < n; ++group, end += args.group_columns) {
                  const int64_t last = std::min(n, end);
                  if (args.group_columns >= kWide) {
-                   prefetch_bytes(from + c + kBytesAhead / static_cast<int64_t>(sizeof(T)),
+                   prefetch_bytes(from + c + 2 * kBytesAhead / static_cast<int64_t>(sizeof(T)),
                                   (last - c) * static_cast<int64_t>(sizeof(T)));
                    scales.encode(to + c, from + c, last - c, group);
                    c = last;
