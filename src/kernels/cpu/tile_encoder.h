@@ -64,7 +64,8 @@ class TileEncoder<bf16, Rule, kLargest> {
     for (int64_t g = 0; g < count; ++g, to += n, from += n) {
       const uint32_t bits = __builtin_bit_cast(uint32_t, by[g]), mantissa = bits >> 16 & 127;
       const OfScale& encoder = kPowers ? tables_->one : tables_->encoders[mantissa];
-      const int power = static_cast<int>(bits >> 23) - 127, least = tables_->least + power * 128;
+      const int power = static_cast<int>(bits >> 23) - 127,
+                least = (kPowers ? encoder.least_normal() : tables_->least) + power * 128;
       const auto all = [](int x) { return _mm512_set1_epi16(static_cast<int16_t>(x)); };
       const __m512i steps = kPowers ? encoder.normal() : load_raw<__m512i>(tables_->normal[mantissa]),
                     normal = _mm512_sub_epi16(steps, all(power * 128)), from_here = all(least > 0 ? least : 0);
@@ -85,7 +86,7 @@ class TileEncoder<bf16, Rule, kLargest> {
     OfScale one{1.0f, kWorthTables};
     std::vector<OfScale> encoders;
     alignas(64) uint16_t normal[128][kPair];
-    int least = one.least_normal();
+    int least = 0;  // of all encoders
     Tables() {
       for (uint32_t i = 0; i < 128; ++i) {
         encoders.emplace_back(to_float(bf16{static_cast<uint16_t>(0x3f80 + i)}) / kLargest, kWorthTables);
