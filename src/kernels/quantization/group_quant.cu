@@ -134,7 +134,7 @@ struct Launcher {
     // not 86; silu reads two numbers for each.
     constexpr bool kNvfp4 = kScale == QuantScale::kE4M3;
     constexpr uint32_t kRows = Source::kHalves == 2 || kNvfp4 ? 1 : 2;
-    constexpr int kMinBlocks = kChoose ? 6 : kNvfp4 && Source::kHalves == 1 ? 10 : kCodes == QuantCode::kE4M3 ? 9 : 8;
+    constexpr int kMinBlocks = kChoose ? 6 : kNvfp4 && Source::kHalves == 1 ? 10 : 8;
     const auto by_one_stride = [](const Rows& rows) { return (rows.size1 | rows.size2) == 1; };
     const int64_t groups = args.width / kSize;
     const bool tiled = args.tile_bits != 0, of_experts = args.of_experts.first.data != nullptr;
