@@ -21,22 +21,6 @@ __device__ void each_vector(const RowSlice<T>& slice, Body body) {
   }
 }
 
-// body(column of the first, the vector), for the vectors of this thread, each asked for while the one before is worked on.
-template <class T, class Body>
-__device__ void each_vector_ahead(const RowSlice<T>& slice, Body body) {
-  constexpr int kSize = kPackSize<T>;
-  const int step = kSelectThreads * kSize;
-  Pack<T> next{};
-#pragma unroll 1
-  for (int group = slice.first_vector - step; group < slice.end; group += step) {
-    const int at = group + static_cast<int>(threadIdx.x) * kSize;
-    const Pack<T> raw = next;
-    slice.bring_ahead(group + step, step, group < slice.first_vector);
-    next = slice.load(at + step);
-    if (group >= slice.first_vector) body(at, raw);
-  }
-}
-
 __device__ inline float larger_or_nan(float a, float b) {
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
@@ -69,6 +53,40 @@ __device__ float largest_of(const Pack<T>& x) {
     return larger_or_nan(pair.x, pair.y);
   } else {
     return largest_of(to_floats(x));
+  }
+}
+
+// body(first column, the largest logit) for runs of 16 columns, of which each lane of a warp gets one of 32; all lanes come together.
+// largest(column of the first, the vector).
+template <int kVectors, class T, class Largest, class Body>
+__device__ void each_run(const RowSlice<T>& slice, Largest largest, Body body) {
+  constexpr int kSize = kPackSize<T>, kRun = 16, kParts = kRun / kSize, kRunsOfWarp = 32;
+  static_assert(kVectors % kParts == 0 && (kParts == 2 || kParts == 4));
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  constexpr int kStep = kVectors * 32 * kSize;
+#pragma unroll 1
+  for (int first = slice.first_vector + warp * kStep; first < slice.end; first += kSelectWarps * kStep) {
+    Pack<T> raw[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(first + (v * 32 + lane) * kSize);
+#pragma unroll
+    for (int v = 0; v < kVectors; v += kParts) {
+      // A run lies in neighbouring lanes, of which each collects that of another vector.
+      float x[kParts];
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) x[i] = largest(first + ((v + i) * 32 + lane) * kSize, raw[v + i]);
+#pragma unroll
+      for (int distance = kParts / 2; distance > 0; distance /= 2) {
+        const bool upper = (lane & distance) != 0;
+#pragma unroll
+        for (int i = 0; i < distance; ++i) {
+          const float other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + distance], distance);
+          x[i] = larger_or_nan(upper ? x[i + distance] : x[i], other);
+        }
+      }
+      const int run = lane % kParts * (kRunsOfWarp / kParts) + lane / kParts;
+      body(first + v * 32 * kSize + run * kRun, x[0]);
+    }
   }
 }
 
