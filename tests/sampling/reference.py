@@ -99,7 +99,7 @@ def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
 
 
 def noise(seed: int, step: int, first: int, size: int) -> np.ndarray:
-    """Of tokens ``first`` to ``first + size``, in float64: -ln of their numbers, of which each 16 tokens share the least."""
+    """Of tokens ``first`` to ``first + size``, in float64: each 16 tokens share the least of their numbers."""
     tokens = np.arange(first, first + size)
     halves = [(v >> shift) & 0xFFFFFFFF for v in (seed, step) for shift in (0, 32)]
 

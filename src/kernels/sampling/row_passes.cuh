@@ -56,38 +56,49 @@ __device__ float largest_of(const Pack<T>& x) {
   }
 }
 
-// body(first column, the largest logit) for runs of 16 columns, of which each lane of a warp gets one of 32; all lanes come together.
-// largest(column of the first, the vector).
+// body(first column, the largest logit) for runs of 16 columns, of which each lane of a warp gets one of 32; all lanes come together,
+// and each warp comes, if to runs outside the row, where the largest is -infinity.  largest(column of the first, the vector).
 template <int kVectors, class T, class Largest, class Body>
 __device__ void each_run(const RowSlice<T>& slice, Largest largest, Body body) {
   constexpr int kSize = kPackSize<T>, kRun = 16, kParts = kRun / kSize, kRunsOfWarp = 32;
   static_assert(kVectors % kParts == 0 && (kParts == 2 || kParts == 4));
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   constexpr int kStep = kVectors * 32 * kSize;
-#pragma unroll 1
-  for (int first = slice.first_vector + warp * kStep; first < slice.end; first += kSelectWarps * kStep) {
-    Pack<T> raw[kVectors];
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  int first = slice.first_vector + warp * kStep;
+  Pack<T> raw[kVectors];
+  const auto load = [&] {
+    const bool is_inside = first >= slice.begin && first + kStep <= slice.end;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(first + (v * 32 + lane) * kSize);
+    for (int v = 0; v < kVectors; ++v) {
+      const int column = first + (v * 32 + lane) * kSize;
+      raw[v] = is_inside ? load_vec_in_order<Pack<T>>(slice.row + column) : slice.load(column);
+    }
+  };
+  load();
+#pragma unroll 1
+  do {
+    float x[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) x[v] = largest(first + (v * 32 + lane) * kSize, raw[v]);
+    const int here = first;
+    first += kSelectWarps * kStep;
+    load();  // while these are worked on
 #pragma unroll
     for (int v = 0; v < kVectors; v += kParts) {
       // A run lies in neighbouring lanes, of which each collects that of another vector.
-      float x[kParts];
-#pragma unroll
-      for (int i = 0; i < kParts; ++i) x[i] = largest(first + ((v + i) * 32 + lane) * kSize, raw[v + i]);
 #pragma unroll
       for (int distance = kParts / 2; distance > 0; distance /= 2) {
         const bool upper = (lane & distance) != 0;
 #pragma unroll
-        for (int i = 0; i < distance; ++i) {
+        for (int i = v; i < v + distance; ++i) {
           const float other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + distance], distance);
           x[i] = larger_or_nan(upper ? x[i + distance] : x[i], other);
         }
       }
       const int run = lane % kParts * (kRunsOfWarp / kParts) + lane / kParts;
-      body(first + v * 32 * kSize + run * kRun, x[0]);
+      body(here + v * 32 * kSize + run * kRun, x[v]);
     }
-  }
+  } while (first < slice.end);
 }
 
 // Whether entries of a row without NaN come before another one, or are it.

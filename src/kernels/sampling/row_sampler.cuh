@@ -148,7 +148,7 @@ class RowSampler {
       if (own == -INFINITY) continue;
       kept += i == 0 ? mass[0] : mass[1];
       const uint32_t token = static_cast<uint32_t>(args_.first_token) + index_of(entries_[each * thread + i]);
-      best = Larger()(best, drawn_entry(own, r_.inverse_temperature, r_.noise(token), token));
+      best = Larger()(best, drawn_entry(own, r_.inverse_temperature, noise_of(token), token));
     }
     if (args_.logprobs) drawn.total = team_.reduce_block(kept, Plus());
     drawn.entry = team_.reduce_block(best, Larger());
@@ -312,12 +312,14 @@ class RowSampler {
         return largest_of<T>(raw);
       }
     };
+    bool is_first = true;
     each_run<kAdjusted ? 16 / kSize : 4>(slice_, largest_of_vector, [&](int column, float largest) {
-      learn(*const_cast<volatile uint32_t*>(&search_.best_key));
+      const auto learn_of_block = [&] { learn(*const_cast<volatile uint32_t*>(&search_.best_key)); };
+      learn_of_block();
       constexpr float kMostOfNoise = 38.0f;  // of the least number there is, as a power of 2
       const bool can_win =
           !(largest == -INFINITY) && !(largest < least) && !(fmaf(largest, scale, kMostOfNoise) < wanted);
-      if (!__any_sync(0xffffffffu, can_win)) return;
+      if (!is_first && !__any_sync(0xffffffffu, can_win)) return;
       const int token = args_.first_token + column;
       int group = token >> 4;  // before token 0, too
       static_assert(kGroup == 16);
@@ -333,10 +335,16 @@ class RowSampler {
       const float chance =
           fmaf(largest, scale, 4.0f - logarithm_of_2(__uint_as_float(words.w[0] >> 9 | 0x3f800000u) - 1.0f));
       const auto may_win = [&] { return can_win && !(chance < wanted); };
-      if (!__any_sync(0xffffffffu, may_win())) return;
-      // First what has the group's least number.
-      try_column(group * kGroup + static_cast<int>(TokenNoise::place_of_least(words.w[1])) - args_.first_token,
-                 may_win(), [&](uint32_t) { return -log_of(TokenNoise::least_number(words.w[0])); });
+      if (__any_sync(0xffffffffu, may_win())) {  // first what has the group's least number
+        const int place = static_cast<int>(TokenNoise::place_of_least(words.w[1]));
+        try_column(group * kGroup + place - args_.first_token, may_win(),
+                   [&](uint32_t) { return -log_of(TokenNoise::least_number(words.w[0])); });
+      }
+      if (is_first) {  // what all warps have found spares them most of what follows
+        __syncthreads();
+        learn_of_block();
+        is_first = false;
+      }
       // Then all columns of what may still win, two runs at once.
       uint32_t undone = __ballot_sync(0xffffffffu, may_win());
       while (undone != 0) {
@@ -345,7 +353,8 @@ class RowSampler {
         const int other = undone != 0 ? __ffs(static_cast<int>(undone)) - 1 : one;
         undone &= undone - 1;
         const int lane = static_cast<int>(threadIdx.x) % 32;
-        try_column(__shfl_sync(0xffffffffu, column, lane < kGroup ? one : other) + lane % kGroup, true, r_.noise);
+        try_column(__shfl_sync(0xffffffffu, column, lane < kGroup ? one : other) + lane % kGroup, true,
+                   [&](uint32_t its) { return noise_of(its); });
         undone &= __ballot_sync(0xffffffffu, may_win());
       }
     });
@@ -357,11 +366,16 @@ class RowSampler {
     return score < INFINITY ? (score - 0.01f - fabsf(score) * 1e-5f) * 1.44269504f : INFINITY;
   }
 
-  __device__ FourWords least_of_group(int group) const {
-    NoiseRounds here = search_.noise;
-    asm volatile("" : "+r"(here.key0), "+r"(here.key1));  // else the keys of all rounds would stay in registers
-    return here.least_of_group(static_cast<uint32_t>(group));
+  // Keys of Philox that the compiler does not know, else those of all rounds would stay in registers.
+  template <class Noise>
+  static __device__ Noise opaque(Noise noise) {
+    asm volatile("" : "+r"(noise.key0), "+r"(noise.key1));
+    return noise;
   }
+  __device__ FourWords least_of_group(int group) const {
+    return opaque(search_.noise).least_of_group(static_cast<uint32_t>(group));
+  }
+  __device__ float noise_of(uint32_t token) const { return opaque(r_.noise)(token); }
 
   const SampleArgs& args_;
   const RowSlice<T>& slice_;
