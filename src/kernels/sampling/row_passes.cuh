@@ -6,18 +6,20 @@
 
 namespace pykv {
 
-// body(column of the first, the vector's logits), for the vectors of this thread; all threads of a warp come together.
-template <int kVectors, class T, class Body>
+// body(column of the first, the vector's logits), for the vectors of this thread; all threads of a warp come together.  A pass that
+// goes backwards begins with what the one before it has left in the L2.
+template <int kVectors, bool kBackwards = false, class T, class Body>
 __device__ void each_vector(const RowSlice<T>& slice, Body body) {
-  constexpr int kSize = kPackSize<T>;
-  const int step = kSelectThreads * kSize;
-  for (int group = slice.first_vector; group < slice.end; group += kVectors * step) {
+  constexpr int kSize = kPackSize<T>, kStep = kSelectThreads * kSize, kGroup = kVectors * kStep;
+  const int groups = (slice.end - slice.first_vector + kGroup - 1) / kGroup;
+  for (int i = 0; i < groups; ++i) {
     Pack<T> raw[kVectors];
-    const int first = group + static_cast<int>(threadIdx.x) * kSize;
+    const int first =
+        slice.first_vector + (kBackwards ? groups - 1 - i : i) * kGroup + static_cast<int>(threadIdx.x) * kSize;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(first + v * step);
+    for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(first + v * kStep);
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) body(first + v * step, to_floats(raw[v]));
+    for (int v = 0; v < kVectors; ++v) body(first + v * kStep, to_floats(raw[v]));
   }
 }
 
@@ -125,7 +127,7 @@ __device__ Mass sum_of_shares(const RowSlice<T>& slice, Entry floor, Share share
   constexpr int kSize = kPackSize<T>;
   const EntryBound bound(floor);
   Mass sum = 0;
-  each_vector<kVectors>(slice, [&](int first, Vec<float, kSize> x) {
+  each_vector<kVectors, true>(slice, [&](int first, Vec<float, kSize> x) {
     if (floor != 0)
 #pragma unroll
       for (int i = 0; i < kSize; ++i)
