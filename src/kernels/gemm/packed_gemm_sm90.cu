@@ -146,8 +146,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
       if constexpr (S::kGatherers != 0) give_registers<64>();
       if (own >= 0) {
         Preparer<S>(p, ring, row_tile, token_tile, own, shift).run(split);
-      } else if (threadIdx.x % 32 == 0) {
-        fill<S>(p, ring, row_tile, token_tile, split, weight);
+      } else {
+        fill<S>(p, ring, row_tile, token_tile, split, weight, shift);
       }
     }
     if (p.splits > 1) {  // the sums of all blocks are there
@@ -255,14 +255,19 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
             .stage_bytes = 0,
             .minima_at = 0,
             .sums_at = 0,
+            .raw_at = 0,
+            .raw_groups = 0,
             .gathers = gathers,
             .whole_chunks = !w.columns && args.x_step == 1 && w.k % 8 == 0 && aligned(args.x, x_stride, 8),
             .whole_stores = aligned(args.out, args.out_stride, 4)};
   if (S::kAdds && p.steps == 8) p.steps = 4;  // which has them
   p.items = 8 / p.steps;
   p.minima_at = S::kScalesAt + p.items * kRows * 4;
-  p.sums_at = p.minima_at + (w.minima ? p.items * kRows * 4 : 0);
-  p.stage_bytes = p.sums_at + (S::kAdds ? (p.items + 3) / 4 * S::kSumsBytes : 0);
+  p.sums_at = p.minima_at + (w.minima || (S::kScalesCodes && !S::kIsTable) ? p.items * kRows * 4 : 0);
+  p.raw_at = p.sums_at + (S::kAdds ? (p.items + 3) / 4 * S::kSumsBytes : 0);
+  p.raw_groups = static_cast<int>((kColumns - 16) / w.group_size + (kColumns % w.group_size ? 2 : 1));
+  p.stage_bytes = p.raw_at + 4 * 32 * p.raw_groups * (bytes_of(w.scales_kind) + bytes_of(w.minima_kind)) +
+                  4 * 64 * ((w.supers ? 1 : 0) + (w.lows ? 1 : 0));
   p.stage_bytes = (p.stage_bytes + kAlignment - 1) / kAlignment * kAlignment;
   // Sums of segments: of each that this block has, or of those so far.
   const int whole = p.each < segments ? segments / splits * S::kSumBytes : S::kTokens * kRows * 4;
@@ -327,6 +332,8 @@ void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
   if (minima == MinimumKind::kNone) return launch_tokens<T, kKind, Minima::kNone>(args, launch);
   if constexpr (kKind == CodeKind::kUint4) {
     if (minima == MinimumKind::kZero) return launch_tokens<T, kKind, Minima::kSubtracted>(args, launch);
+    if constexpr (!kIsHalf<T>)  // whose numbers reach far enough; groups as small as GGUF's
+      if (args.weight.group_size < 128) return launch_tokens<T, kKind, Minima::kScaled>(args, launch);
   }
   if constexpr (is_integer(kKind)) launch_tokens<T, kKind, Minima::kAdded>(args, launch);
 }
