@@ -40,50 +40,47 @@ __device__ inline float4 load_cluster_float4(uint32_t address) {
   return v;
 }
 
-// Rounds sums [piece][token][kPitch], added up over the pieces of all blocks of the cluster, to rows of out: each `splits`-th.
+// A token's sums [piece][token][kPitch] of four rows of the weight, added up over the pieces of all blocks of the cluster.
+template <class S>
+__device__ float4 sum_of_pieces(const Problem& p, uint32_t at) {
+  if (!p.keeps()) return load_shared_float4(at);
+  const int pieces = p.each * S::kParts;  // of a block
+  float4 pieces_of[kMostSegments];
+#pragma unroll
+  for (int s = 0; s < kMostSegments; ++s)
+    if (s < p.segments) {
+      const uint32_t piece = at + s % pieces * S::kSumBytes;
+      pieces_of[s] =
+          p.splits == 1 ? load_shared_float4(piece) : load_cluster_float4(cluster_address(piece, s / pieces));
+    }
+  float4 sum = pieces_of[0];
+#pragma unroll
+  for (int s = 1; s < kMostSegments; ++s)
+    if (s < p.segments) {
+      sum.x += pieces_of[s].x;
+      sum.y += pieces_of[s].y;
+      sum.z += pieces_of[s].z;
+      sum.w += pieces_of[s].w;
+    }
+  return sum;
+}
+
+// Rounds sums to rows of out: each `splits`-th.
 template <class S>
 __device__ void write(const Problem& p, const int32_t (&of_out)[S::kTokens], uint32_t sums, int64_t first_row, int rank,
                       int32_t weight) {
   using T = typename S::Element;
-  const int lane = threadIdx.x % 32, splits = p.splits;
+  constexpr int kAtOnce = S::kTokens >= 64 ? 4 : 1;  // tokens whose sums are under way together
+  const int lane = threadIdx.x % 32, step = S::kMultipliers / 32 * p.splits;
   const int64_t n = first_row + lane * 4;
   const int rows = static_cast<int>(min(max(p.weight.n - n, int64_t{0}), int64_t{4}));
   float of_row[4] = {};
 #pragma unroll
   for (int i = 0; i < 4; ++i)
     if (p.bias && i < rows) of_row[i] = to_float(static_cast<const T*>(p.bias)[weight * p.map.bias_stride + n + i]);
-#pragma unroll 1
-  for (int token = threadIdx.x / 32 * splits + rank; token < p.tokens; token += S::kMultipliers / 32 * splits) {
-    const int row = of_out[token];
-    if (row < 0) continue;
-    const uint32_t at = sums + (token * kPitch + lane * 4) * 4;
-    float4 sum;
-    if (!p.keeps()) {
-      sum = load_shared_float4(at);
-    } else {
-      const int pieces = p.each * S::kParts;  // of a block
-      float4 pieces_of[kMostSegments];
-#pragma unroll
-      for (int s = 0; s < kMostSegments; ++s)
-        if (s < p.segments) {
-          const uint32_t piece = at + s % pieces * S::kSumBytes;
-          pieces_of[s] =
-              splits == 1 ? load_shared_float4(piece) : load_cluster_float4(cluster_address(piece, s / pieces));
-        }
-      sum = pieces_of[0];
-#pragma unroll
-      for (int s = 1; s < kMostSegments; ++s)
-        if (s < p.segments) {
-          sum.x += pieces_of[s].x;
-          sum.y += pieces_of[s].y;
-          sum.z += pieces_of[s].z;
-          sum.w += pieces_of[s].w;
-        }
-    }
-    if (p.epilogue.any) {
-      finish_four<T>(p.epilogue, static_cast<const T*>(p.bias), sum, row, n, rows, p.out, p.out_stride);
-      continue;
-    }
+  const auto finish = [&](const float4& sum, int row) {
+    if (p.epilogue.any)
+      return finish_four<T>(p.epilogue, static_cast<const T*>(p.bias), sum, row, n, rows, p.out, p.out_stride);
     const float factor = p.map.factor_of(row);
     const float v[4] = {(sum.x + of_row[0]) * factor, (sum.y + of_row[1]) * factor, (sum.z + of_row[2]) * factor,
                         (sum.w + of_row[3]) * factor};
@@ -94,6 +91,19 @@ __device__ void write(const Problem& p, const int32_t (&of_out)[S::kTokens], uin
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         if (i < rows) to[i] = from_float<T>(v[i]);
+    }
+  };
+#pragma unroll 1
+  for (int first = threadIdx.x / 32 * p.splits + rank; first < p.tokens; first += kAtOnce * step) {
+    float4 sum[kAtOnce];
+#pragma unroll
+    for (int a = 0; a < kAtOnce; ++a)
+      if (first + a * step < p.tokens)
+        sum[a] = sum_of_pieces<S>(p, sums + ((first + a * step) * kPitch + lane * 4) * 4);
+#pragma unroll
+    for (int a = 0; a < kAtOnce; ++a) {
+      const int row = first + a * step < p.tokens ? of_out[first + a * step] : -1;
+      if (row >= 0) finish(sum[a], row);
     }
   }
 }
