@@ -95,6 +95,7 @@ class Multiplier {
       wait_full(turn);
       decode<kSteps>(a_[0], ring_.at(turn), 0);
       if constexpr (kSteps == 8) {
+        // The two warpgroups take turns at handing over stages, so that one scales while the other's products are summed.
         if (warp_ / 4 == 1) named_barrier_arrive(2, 256);
         named_barrier_sync(2 + warp_ / 4, 256);
         multiply<0, 4>(a_[0], ring_.at(turn), true);
