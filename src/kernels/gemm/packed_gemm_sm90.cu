@@ -2,10 +2,10 @@
 //
 // A block computes 128 rows of the weight times 8 to 128 tokens: y^T = w x^T, so that one token is padded to 8, and the codes,
 // decoded in registers, are the operand of the matrix units that may lie there.  Eight warps multiply 16 rows each: up to 32
-// tokens by mma.sync, which takes fewer instructions, above by wgmma, with the same bits (packed_multiplier_sm90.cuh).  One warp
-// fills a ring of stages of 128 columns (packed_ring_sm90.cuh) with codes, x and factors of groups by bulk copies.  Three or seven warps make what the
-// sums of groups are multiplied by: of whatever kind scales and minima are, the multiplying warps read floats.  They also copy rows
-// of x that a tensor map cannot describe (packed_feed_sm90.cuh).
+// tokens by mma.sync, which takes fewer instructions, above by wgmma, with the same bits (packed_multiplier_sm90.cuh).  One
+// warp fills a ring of stages of 128 columns (packed_ring_sm90.cuh) with codes, x and factors of groups by bulk copies.  Three
+// or seven warps make what the sums of groups are multiplied by: of whatever kind scales and minima are, the multiplying warps
+// read floats.  They also copy rows of x that a tensor map cannot describe (packed_feed_sm90.cuh).
 //
 // Where there are tiles for all SMs, as those of many experts, two blocks of half as many warps share an SM: one begins and ends
 // while the other multiplies.
