@@ -27,15 +27,6 @@ def multiply(array, w: PackedWeight, x, bias=None, *, offset=0, out=None, **epil
     return array.numpy(made)
 
 
-def lost_in_sums(array, w: PackedWeight, dtype) -> float:
-    """Of the size of all products.  Hopper rounds 4-bit weights that have minima in small groups to bfloat16."""
-    codes, _, minima, *_, group, _ = w.format.removesuffix(".columns").split(".")
-    is_rounded = array.device == "cuda" and dtype != np.float16 and codes in ("u2", "u3", "u4")
-    if is_rounded and minima not in ("none", "zero") and int(group[1:]) < 128:
-        return float(ml_dtypes.finfo(dtype).eps) / 4
-    return 4e-6
-
-
 def check(array, weight: Weight, x, bias=None, *, of_table: bool = False, **options) -> None:
     """Sums in fp32 of exact products, rounded once; entries of NF4's table are rounded to the dtype before."""
     w, decoded = weight
@@ -43,7 +34,7 @@ def check(array, weight: Weight, x, bias=None, *, of_table: bool = False, **opti
     exact = x.astype(np.float64) @ decoded.T + (0.0 if bias is None else bias.astype(np.float64))
     size = np.abs(x.astype(np.float64)) @ np.abs(decoded).T  # of all products of a sum
     half_ulp = float(ml_dtypes.finfo(x.dtype).eps) / 2
-    lost = half_ulp if of_table else lost_in_sums(array, w, x.dtype)
+    lost = half_ulp if of_table else 4e-6
     error = np.abs(out.astype(np.float64) - exact)
     assert (error <= half_ulp * 1.01 * np.abs(exact) + lost * size + 1e-7).all(), (error / (size + 1e-30)).max()
     if exact.size and len(x) > 1:
@@ -142,8 +133,7 @@ def finish(
     for some in (None if token_scales is None else token_scales.reshape(-1, 1), channel_scales):
         scales *= 1.0 if some is None else some.astype(f)
     exact = scales * (x.astype(f) @ decoded.T) + (0.0 if bias is None else bias.astype(f))
-    size = np.abs(scales) * (np.abs(x.astype(f)) @ np.abs(decoded).T)
-    lost = lost_in_sums(array, w, x.dtype) * size + 3e-7 * np.abs(exact)
+    lost = 4e-6 * np.abs(scales) * (np.abs(x.astype(f)) @ np.abs(decoded).T) + 3e-7 * np.abs(exact)
     if activation:
         w, (a, b), (lost_a, lost_b) = interleave_halves(w), np.hsplit(exact, 2), np.hsplit(lost, 2)
         bias, channel_scales = (v if v is None or v.size == 1 else turns(v) for v in (bias, channel_scales))

@@ -100,15 +100,6 @@ __device__ inline void cluster_copy(uint32_t to, uint32_t from, uint32_t bytes, 
 #endif
 }
 
-// The same from memory to this block, 16-aligned.
-__device__ inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
-#endif
-}
-
 // Stores there; the barrier, of the same block, counts the bytes as they arrive.
 __device__ inline void cluster_send(uint32_t address, float4 x, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900

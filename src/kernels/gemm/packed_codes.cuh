@@ -17,12 +17,6 @@ __device__ uint32_t subtract_pairs(uint32_t a, uint32_t b) {
   return as_word(__hsub2(as_pair<T>(a), as_pair<T>(b)));
 }
 
-// a b + c, rounded once.
-template <class T>
-__device__ uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c) {
-  return as_word(__hfma2(as_pair<T>(a), as_pair<T>(b), as_pair<T>(c)));
-}
-
 // (x & mask) | bits in one instruction, which the compiler does not find for two constants.
 __device__ inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
   uint32_t result;

@@ -10,37 +10,18 @@ namespace pykv {
 namespace packed_gemm_sm90 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
-// One warp: codes, x and factors of groups.
+// One thread: codes and x.
 template <class S>
 __device__ void fill(const Problem& p, const Ring& ring, uint32_t row_tile, uint32_t token_tile, int split,
-                     int32_t weight, int64_t shift) {
+                     int32_t weight) {
   constexpr int kCodeBytes = kRows / 16 * S::kBlockBytes;
   const int first_block = static_cast<int>(row_tile) * (kRows / 16);
   const int first_token = static_cast<int>(token_tile) * S::kTokens;
   const uint32_t bytes = kCodeBytes + (p.gathers ? 0 : 2 * S::kXBytes);
-  // A lane brings a kind of factors of 32 rows.
-  const int lane = threadIdx.x % 32, kind = lane / 4;
-  const PackedWeight& w = p.weight;
-  const int each = kind < 4 ? p.factor_bytes(kind) : 0;
-  const int of_group = 4 * (p.factor_bytes(0) + p.factor_bytes(1)),
-            of_stage = 4 * (p.factor_bytes(2) + p.factor_bytes(3));
-  const int64_t band = min(static_cast<int>(row_tile) * 4 + lane % 4, p.bands - 1);
-  const uint8_t* from = (kind == 0   ? w.scales
-                         : kind == 1 ? w.minima
-                         : kind == 2 ? w.supers
-                                     : w.lows) +
-                        shift + band * each * (kind < 2 ? p.groups : p.blocks);
-  const int to = kind < 4 ? p.raw_place(kind, lane % 4) : 0;
   for_stages<S>(p, split, [&](int i, const Turn& turn) {
     const uint32_t stage = ring.at(turn), full = ring.full + turn.stage * 8;
-    const int count = p.groups_of(i);
     mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
-    if (lane == 0) cluster_expect(full, bytes + count * of_group + of_stage);
-    __syncwarp();
-    if (each > 0)
-      bulk_copy(stage + to, from + int64_t{kind < 2 ? p.first_group(i) : min(i / 2, p.blocks - 1)} * each,
-                kind < 2 ? count * each : each, full);
-    if (lane > 0) return;
+    cluster_expect(full, bytes);
     copy_box(stage + S::kCodesAt, p.codes, {i * 256, first_block, weight}, full);
     if (p.gathers) return;
     copy_box(stage, p.x, {2 * i * 128, first_token}, full);
@@ -186,9 +167,17 @@ class Preparer {
   // warp: which of them this is; shift: bytes from p.weight to the one that is meant
   __device__ Preparer(const Problem& p, const Ring& ring, uint32_t row_tile, uint32_t token_tile, int warp,
                       int64_t shift)
-      : p_(p), ring_(ring), warp_(warp), lane_(threadIdx.x % 32), gatherer_(p, lane_, token_tile, shift) {
+      : p_(p),
+        ring_(ring),
+        warp_(warp),
+        shift_(shift),
+        lane_(threadIdx.x % 32),
+        gatherer_(p, lane_, token_tile, shift) {
     const PackedWeight& w = p.weight;
     global_ = __ldg(reinterpret_cast<const float*>(w.data + shift + PackedWeight::kGlobalScaleAt)) * S::Code::kUnit;
+    const int64_t band = min(static_cast<int>(row_tile) * 4 + lane_ / 8, p.bands - 1);
+    factors_ = band * p.groups * 32 + lane_ % 8 * 4;
+    supers_ = band * p.blocks * 32 + lane_ % 8 * 4;
   }
 
   __device__ void run(int split) {
@@ -203,6 +192,7 @@ class Preparer {
         make_factors<kMost>(i, turn);
       }
       if constexpr (S::kAdds) {
+        mbarrier_wait(ring_.full + turn.stage * 8, turn.parity);
         sum_x<S>(p_, ring_.at(turn));
         fence_async_proxy();  // wgmma reads them
       }
@@ -212,39 +202,34 @@ class Preparer {
   }
 
  private:
-  // Of the groups of stage i of the weight, so many at once.
+  // Of the groups of stage i of the weight, so many at once.  What is loaded is under way while it waits and copies.
   template <int kCount>
   __device__ void make_factors(int i, const Turn& turn) const {
+    RawFactors raw[kCount];
+    load<kCount>(raw, i, 0);
+    mbarrier_wait(ring_.empty + turn.stage * 8, turn.parity ^ 1);
     const uint32_t stage = ring_.at(turn);
     if constexpr (S::kGatherers == 0)
-      if (p_.gathers) {
-        mbarrier_wait(ring_.empty + turn.stage * 8, turn.parity ^ 1);
-        gatherer_.copy(stage, i * kColumns, ring_.full + turn.stage * 8);
-      }
-    mbarrier_wait(ring_.full + turn.stage * 8, turn.parity);
+      if (p_.gathers) gatherer_.copy(stage, i * kColumns, ring_.full + turn.stage * 8);
 #pragma unroll 1
-    for (int first = 0; first < p_.items; first += kCount) {
-      RawFactors raw[kCount];
-      load<kCount>(raw, i, first, stage);
+    for (int first = 0;;) {
       convert<kCount>(raw, stage + first * kRows * 4 + lane_ * 16);
+      if ((first += kCount) >= p_.items) return;
+      load<kCount>(raw, i, first);
     }
   }
 
   template <int kCount>
-  __device__ void load(RawFactors (&raw)[kCount], int i, int first, uint32_t stage) const {
+  __device__ void load(RawFactors (&raw)[kCount], int i, int first) const {
     const PackedWeight& w = p_.weight;
-    const int band = lane_ / 8, place = lane_ % 8 * 4, first_group = p_.first_group(i);
     raw[0] = {};
-    if (w.supers) load_super_shared(raw[0].super, stage + p_.raw_place(2, band), place);
-    if (w.lows) load_super_shared(raw[0].low, stage + p_.raw_place(3, band), place);
-    const uint32_t scales = stage + p_.raw_place(0, band), minima = stage + p_.raw_place(1, band);
+    load_factors_of_block(raw[0], w, supers_ + min(i / 2, p_.blocks - 1) * 32, shift_);
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
       raw[n] = raw[0];
       const int column = i * kColumns + (first + n) * p_.steps * 16;
-      const int at = (min(p_.groups_by.quotient(column), p_.groups - 1) - first_group) * 32 + place;
-      load_four_shared(raw[n].scale, scales, at, bytes_of(w.scales_kind));
-      if (w.minima) load_four_shared(raw[n].minimum, minima, at, bytes_of(w.minima_kind));
+      const int64_t group = min(p_.groups_by.quotient(column), p_.groups - 1);
+      load_factors_of_group(raw[n], w, factors_ + group * 32, shift_);
     }
   }
 
@@ -257,10 +242,8 @@ class Preparer {
     for (int n = 0; n < kCount; ++n) {
       const uint32_t at = to + S::kScalesAt + n * kRows * 4;
       if constexpr (S::kScalesCodes) {
-        if constexpr (!S::kIsTable)
-#pragma unroll
-          for (float& s : scales[n]) s *= global_;
-        store_pairs(at, scales[n]);
+        const auto pair = [&](int i) { return pack_pair<typename S::Element>(scales[n][i], scales[n][i]); };
+        store_shared(at, make_uint4(pair(0), pair(1), pair(2), pair(3)));
       } else {
 #pragma unroll
         for (float& s : scales[n]) s *= global_;
@@ -275,18 +258,11 @@ class Preparer {
                      make_uint4(zero_of(0, z), zero_of(1, z >> 8), zero_of(0, z >> 16), zero_of(1, z >> 24)));
       }
     }
-    if constexpr (S::kAdds || (S::kScalesCodes && !S::kIsTable)) {
-      float minima[kCount][4] = {};
-      if (S::kAdds || w.minima) minima_of(minima, raw, w.minima_kind, w.offset, scales);
+    if constexpr (S::kAdds) {
+      float minima[kCount][4];
+      minima_of(minima, raw, w.minima_kind, w.offset, scales);
 #pragma unroll
-      for (int n = 0; n < kCount; ++n) {
-        const uint32_t at = to + p_.minima_at + n * kRows * 4;
-        if constexpr (S::kAdds) {
-          store(at, minima[n]);
-        } else {
-          store_pairs(at, minima[n]);
-        }
-      }
+      for (int n = 0; n < kCount; ++n) store(to + p_.minima_at + n * kRows * 4, minima[n]);
     }
   }
 
@@ -295,10 +271,6 @@ class Preparer {
     return S::Code::base(row) + ((octet & 0xffu) + 8 - static_cast<int>(p_.weight.offset)) * S::Code::one(row);
   }
 
-  __device__ static void store_pairs(uint32_t to, const float (&x)[4]) {
-    const auto pair = [&](int i) { return pack_pair<typename S::Element>(x[i], x[i]); };
-    store_shared(to, make_uint4(pair(0), pair(1), pair(2), pair(3)));
-  }
   __device__ static void store(uint32_t to, const float (&x)[4]) {
     store_shared(
         to, make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])));
@@ -307,9 +279,11 @@ class Preparer {
   const Problem& p_;
   const Ring& ring_;
   const int warp_;
+  const int64_t shift_;
   const int lane_;
   const Gatherer<S> gatherer_;
   float global_;
+  int64_t factors_, supers_;
 };
 
 #endif

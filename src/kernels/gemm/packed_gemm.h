@@ -1,8 +1,7 @@
 // out = x w^T with a packed weight, and what is done to it before it is rounded.  The idea behind pykv_packed_gemm.
 //
 // Codes go through the multiplication as they are: small numbers, exact in 16 bits.  Sums over a group of columns are fp32, and
-// only they are scaled.  Minima and zero points multiply the sums of x over the group, which are as exact.  On Hopper some
-// weights are scaled before, in 16 bits (packed_gemm_sm90.cu).
+// only they are scaled.  Minima and zero points multiply the sums of x over the group, which are as exact.
 //
 // The order of all additions is one of the weight's shape alone, so that a row of out has the same bits however many rows
 // there are.

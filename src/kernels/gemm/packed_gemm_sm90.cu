@@ -2,10 +2,10 @@
 //
 // A block computes 128 rows of the weight times 8 to 128 tokens: y^T = w x^T, so that one token is padded to 8, and the codes,
 // decoded in registers, are the operand of the matrix units that may lie there.  Eight warps multiply 16 rows each: up to 32
-// tokens by mma.sync, which takes fewer instructions, above by wgmma, with the same bits (packed_multiplier_sm90.cuh).  One
-// warp fills a ring of stages of 128 columns (packed_ring_sm90.cuh) with codes, x and factors of groups by bulk copies.  Three
-// or seven warps make what the sums of groups are multiplied by: of whatever kind scales and minima are, the multiplying warps
-// read floats.  They also copy rows of x that a tensor map cannot describe (packed_feed_sm90.cuh).
+// tokens by mma.sync, which takes fewer instructions, above by wgmma, with the same bits (packed_multiplier_sm90.cuh).  One thread
+// fills a ring of stages of 128 columns (packed_ring_sm90.cuh) with codes and x by bulk copies.  Three or seven warps make what the
+// sums of groups are multiplied by: of whatever kind scales and minima are, the multiplying warps read floats.  They also copy rows
+// of x that a tensor map cannot describe (packed_feed_sm90.cuh).
 //
 // Where there are tiles for all SMs, as those of many experts, two blocks of half as many warps share an SM: one begins and ends
 // while the other multiplies.
@@ -40,47 +40,50 @@ __device__ inline float4 load_cluster_float4(uint32_t address) {
   return v;
 }
 
-// A token's sums [piece][token][kPitch] of four rows of the weight, added up over the pieces of all blocks of the cluster.
-template <class S>
-__device__ float4 sum_of_pieces(const Problem& p, uint32_t at) {
-  if (!p.keeps()) return load_shared_float4(at);
-  const int pieces = p.each * S::kParts;  // of a block
-  float4 pieces_of[kMostSegments];
-#pragma unroll
-  for (int s = 0; s < kMostSegments; ++s)
-    if (s < p.segments) {
-      const uint32_t piece = at + s % pieces * S::kSumBytes;
-      pieces_of[s] =
-          p.splits == 1 ? load_shared_float4(piece) : load_cluster_float4(cluster_address(piece, s / pieces));
-    }
-  float4 sum = pieces_of[0];
-#pragma unroll
-  for (int s = 1; s < kMostSegments; ++s)
-    if (s < p.segments) {
-      sum.x += pieces_of[s].x;
-      sum.y += pieces_of[s].y;
-      sum.z += pieces_of[s].z;
-      sum.w += pieces_of[s].w;
-    }
-  return sum;
-}
-
-// Rounds sums to rows of out: each `splits`-th.
+// Rounds sums [piece][token][kPitch], added up over the pieces of all blocks of the cluster, to rows of out: each `splits`-th.
 template <class S>
 __device__ void write(const Problem& p, const int32_t (&of_out)[S::kTokens], uint32_t sums, int64_t first_row, int rank,
                       int32_t weight) {
   using T = typename S::Element;
-  constexpr int kAtOnce = S::kTokens >= 64 ? 4 : 1;  // tokens whose sums are under way together
-  const int lane = threadIdx.x % 32, step = S::kMultipliers / 32 * p.splits;
+  const int lane = threadIdx.x % 32, splits = p.splits;
   const int64_t n = first_row + lane * 4;
   const int rows = static_cast<int>(min(max(p.weight.n - n, int64_t{0}), int64_t{4}));
   float of_row[4] = {};
 #pragma unroll
   for (int i = 0; i < 4; ++i)
     if (p.bias && i < rows) of_row[i] = to_float(static_cast<const T*>(p.bias)[weight * p.map.bias_stride + n + i]);
-  const auto finish = [&](const float4& sum, int row) {
-    if (p.epilogue.any)
-      return finish_four<T>(p.epilogue, static_cast<const T*>(p.bias), sum, row, n, rows, p.out, p.out_stride);
+#pragma unroll 1
+  for (int token = threadIdx.x / 32 * splits + rank; token < p.tokens; token += S::kMultipliers / 32 * splits) {
+    const int row = of_out[token];
+    if (row < 0) continue;
+    const uint32_t at = sums + (token * kPitch + lane * 4) * 4;
+    float4 sum;
+    if (!p.keeps()) {
+      sum = load_shared_float4(at);
+    } else {
+      const int pieces = p.each * S::kParts;  // of a block
+      float4 pieces_of[kMostSegments];
+#pragma unroll
+      for (int s = 0; s < kMostSegments; ++s)
+        if (s < p.segments) {
+          const uint32_t piece = at + s % pieces * S::kSumBytes;
+          pieces_of[s] =
+              splits == 1 ? load_shared_float4(piece) : load_cluster_float4(cluster_address(piece, s / pieces));
+        }
+      sum = pieces_of[0];
+#pragma unroll
+      for (int s = 1; s < kMostSegments; ++s)
+        if (s < p.segments) {
+          sum.x += pieces_of[s].x;
+          sum.y += pieces_of[s].y;
+          sum.z += pieces_of[s].z;
+          sum.w += pieces_of[s].w;
+        }
+    }
+    if (p.epilogue.any) {
+      finish_four<T>(p.epilogue, static_cast<const T*>(p.bias), sum, row, n, rows, p.out, p.out_stride);
+      continue;
+    }
     const float factor = p.map.factor_of(row);
     const float v[4] = {(sum.x + of_row[0]) * factor, (sum.y + of_row[1]) * factor, (sum.z + of_row[2]) * factor,
                         (sum.w + of_row[3]) * factor};
@@ -91,19 +94,6 @@ __device__ void write(const Problem& p, const int32_t (&of_out)[S::kTokens], uin
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         if (i < rows) to[i] = from_float<T>(v[i]);
-    }
-  };
-#pragma unroll 1
-  for (int first = threadIdx.x / 32 * p.splits + rank; first < p.tokens; first += kAtOnce * step) {
-    float4 sum[kAtOnce];
-#pragma unroll
-    for (int a = 0; a < kAtOnce; ++a)
-      if (first + a * step < p.tokens)
-        sum[a] = sum_of_pieces<S>(p, sums + ((first + a * step) * kPitch + lane * 4) * 4);
-#pragma unroll
-    for (int a = 0; a < kAtOnce; ++a) {
-      const int row = first + a * step < p.tokens ? of_out[first + a * step] : -1;
-      if (row >= 0) finish(sum[a], row);
     }
   }
 }
@@ -156,8 +146,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
       if constexpr (S::kGatherers != 0) give_registers<64>();
       if (own >= 0) {
         Preparer<S>(p, ring, row_tile, token_tile, own, shift).run(split);
-      } else {
-        fill<S>(p, ring, row_tile, token_tile, split, weight, shift);
+      } else if (threadIdx.x % 32 == 0) {
+        fill<S>(p, ring, row_tile, token_tile, split, weight);
       }
     }
     if (p.splits > 1) {  // the sums of all blocks are there
@@ -265,19 +255,14 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
             .stage_bytes = 0,
             .minima_at = 0,
             .sums_at = 0,
-            .raw_at = 0,
-            .raw_groups = 0,
             .gathers = gathers,
             .whole_chunks = !w.columns && args.x_step == 1 && w.k % 8 == 0 && aligned(args.x, x_stride, 8),
             .whole_stores = aligned(args.out, args.out_stride, 4)};
   if (S::kAdds && p.steps == 8) p.steps = 4;  // which has them
   p.items = 8 / p.steps;
   p.minima_at = S::kScalesAt + p.items * kRows * 4;
-  p.sums_at = p.minima_at + (w.minima || (S::kScalesCodes && !S::kIsTable) ? p.items * kRows * 4 : 0);
-  p.raw_at = p.sums_at + (S::kAdds ? (p.items + 3) / 4 * S::kSumsBytes : 0);
-  p.raw_groups = static_cast<int>((kColumns - 16) / w.group_size + (kColumns % w.group_size ? 2 : 1));
-  p.stage_bytes = p.raw_at + 4 * 32 * p.raw_groups * (bytes_of(w.scales_kind) + bytes_of(w.minima_kind)) +
-                  4 * 64 * ((w.supers ? 1 : 0) + (w.lows ? 1 : 0));
+  p.sums_at = p.minima_at + (w.minima ? p.items * kRows * 4 : 0);
+  p.stage_bytes = p.sums_at + (S::kAdds ? (p.items + 3) / 4 * S::kSumsBytes : 0);
   p.stage_bytes = (p.stage_bytes + kAlignment - 1) / kAlignment * kAlignment;
   // Sums of segments: of each that this block has, or of those so far.
   const int whole = p.each < segments ? segments / splits * S::kSumBytes : S::kTokens * kRows * 4;
@@ -342,8 +327,6 @@ void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
   if (minima == MinimumKind::kNone) return launch_tokens<T, kKind, Minima::kNone>(args, launch);
   if constexpr (kKind == CodeKind::kUint4) {
     if (minima == MinimumKind::kZero) return launch_tokens<T, kKind, Minima::kSubtracted>(args, launch);
-    if constexpr (!kIsHalf<T>)  // whose numbers reach far enough; groups as small as GGUF's
-      if (args.weight.group_size < 128) return launch_tokens<T, kKind, Minima::kScaled>(args, launch);
   }
   if constexpr (is_integer(kKind)) launch_tokens<T, kKind, Minima::kAdded>(args, launch);
 }

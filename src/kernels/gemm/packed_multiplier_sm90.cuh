@@ -33,9 +33,7 @@ class Multiplier {
   __device__ Multiplier(const Problem& p, const Ring& ring, const uint32_t* table, int64_t shift)
       : p_(p), ring_(ring), table_(table), warp_(threadIdx.x / 32 % 8) {
     if constexpr (S::kScalesCodes)
-      global_ = S::kIsTable
-                    ? __ldg(reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kGlobalScaleAt))
-                    : Code::kUnit;
+      global_ = __ldg(reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kGlobalScaleAt));
     const int lane = threadIdx.x % 32, c = lane % 4;
     constexpr bool kOctets = Code::kPlanes == 2;
     codes_at_ = S::kCodesAt + warp_ * S::kBlockBytes + (8 * (c / 2) + lane / 4) * 16 + (kOctets ? c % 2 * 512 : 0);
@@ -94,12 +92,7 @@ class Multiplier {
     if constexpr (!S::kFew) {
       wait_full(turn);
       decode<kSteps>(a_[0], ring_.at(turn), 0);
-      if constexpr (kSteps == 8) {
-        // The two warpgroups take turns at handing over stages, so that one scales while the other's products are summed.
-        if (warp_ / 4 == 1) named_barrier_arrive(2, 256);
-        named_barrier_sync(2 + warp_ / 4, 256);
-        multiply<0, 4>(a_[0], ring_.at(turn), true);
-      }
+      if constexpr (kSteps == 8) multiply<0, 4>(a_[0], ring_.at(turn), true);
     }
     const auto end_stage = [&](int i) {
       __syncwarp();
@@ -183,7 +176,6 @@ class Multiplier {
     if constexpr (kSteps == 8) {
       decode<kSteps>(a_[1], stage, 1);
       multiply<0, 4>(a_[1], stage + S::kXBytes, false);
-      if (!kLast || warp_ / 4 == 0) named_barrier_arrive(3 - warp_ / 4, 256);
       if constexpr (!kLast) {
         wgmma_wait<1>();  // of the first unit
         wait_full(next);
@@ -193,10 +185,7 @@ class Multiplier {
       const float2 scale = scales(stage, 0);
       wgmma_wait<0>();
       add_scaled(scale);
-      if constexpr (!kLast) {
-        named_barrier_sync(2 + warp_ / 4, 256);
-        multiply<0, 4>(a_[0], next_stage, true);
-      }
+      if constexpr (!kLast) multiply<0, 4>(a_[0], next_stage, true);
     } else {
       constexpr int kItems = 8 / kSteps;
       wait_ready(turn);
@@ -247,15 +236,7 @@ class Multiplier {
       for (int j = 0; j < 4; ++j) {
         const int item = (unit * 4 + j) * p_.items / 8;
         const uint2 scales = load_shared_8(stage + S::kScalesAt + item * kRows * 4 + factors_at_);
-        if constexpr (S::kIsTable) {
-          Code::fragment_scaled(a[j], words, j, {scales.x, scales.y});
-        } else {
-          const uint2 minima = load_shared_8(stage + p_.minima_at + item * kRows * 4 + factors_at_);
-          Code::fragment(a[j], words, j, table_);
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            a[j][i] = i % 2 ? fma_pairs<T>(a[j][i], scales.y, minima.y) : fma_pairs<T>(a[j][i], scales.x, minima.x);
-        }
+        Code::fragment_scaled(a[j], words, j, {scales.x, scales.y});
       }
     } else {
 #pragma unroll

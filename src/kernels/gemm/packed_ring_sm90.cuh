@@ -43,8 +43,8 @@ struct Shape {
   static constexpr int kBlockBytes = 2 * Code::kPlanes * 512;   // of 16 rows of the weight
   static constexpr int kCodesAt = 2 * kXBytes, kScalesAt = kCodesAt + kRows / 16 * kBlockBytes;
   static constexpr bool kSubtracts = kMinima == Minima::kSubtracted, kAdds = kMinima == Minima::kAdded;
-  static constexpr bool kScalesCodes = kMinima == Minima::kScaled, kIsTable = kKind == CodeKind::kTable16,
-                        kHasTable = kIsTable && !kScalesCodes;
+  static constexpr bool kScalesCodes = kMinima == Minima::kScaled,
+                        kHasTable = kKind == CodeKind::kTable16 && !kScalesCodes;
   static constexpr bool kMaySplit = kTokens <= 64;
   static constexpr int kSumsBytes = kTokens * 32;  // of x, over four groups
   static constexpr int kSumBytes = kTokens * kPitch * 4;
@@ -72,8 +72,6 @@ struct Problem {
   int each;                   // segments of a part
   int steps, items;           // of 16 columns that have factors in common: 1, 2, 4 or 8; such in a stage
   int stages, stage_bytes, minima_at, sums_at;
-  int raw_at,
-      raw_groups;     // factors of the groups that a stage has columns of, as they are stored: for each kind and band
   bool gathers;       // rows of x are copied one by one, not by the tensor map
   bool whole_chunks;  // ... and eight neighbours at once
   bool whole_stores;  // out: four neighbours can be stored at once
@@ -95,26 +93,6 @@ struct Problem {
     if (!map.rows) return 0;
     const int block = rows.tiles_of_block.quotient(static_cast<int>(token_tile));
     return map.weight_at(int64_t{token_tile} * tokens, block);
-  }
-  // The first of the groups that a stage has columns of, and how many there are.
-  __device__ int first_group(int stage) const { return min(groups_by.quotient(stage * kColumns), groups - 1); }
-  __device__ int groups_of(int stage) const {
-    return min(groups_by.quotient(stage * kColumns + kColumns - 1), groups - 1) - first_group(stage) + 1;
-  }
-  // Bytes of a kind of factors, 0 to 3, for 32 rows and a group, or all columns of a stage.
-  __device__ int factor_bytes(int kind) const {
-    if (kind == 0) return 32 * bytes_of(weight.scales_kind);
-    if (kind == 1) return 32 * bytes_of(weight.minima_kind);
-    return (kind == 2 ? weight.supers : weight.lows) ? 64 : 0;
-  }
-  // Where those of a kind are in a stage.
-  __device__ int raw_place(int kind, int band) const {
-    const int of_groups = raw_groups * 4 * 32;
-    int at = raw_at;
-    if (kind > 0) at += of_groups * bytes_of(weight.scales_kind);
-    if (kind > 1) at += of_groups * bytes_of(weight.minima_kind);
-    if (kind > 2 && weight.supers) at += 4 * 64;
-    return at + band * factor_bytes(kind) * (kind < 2 ? raw_groups : 1);
   }
   // The first stage of a segment.
   __device__ int begin(int segment) const {
