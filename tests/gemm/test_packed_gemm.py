@@ -332,6 +332,14 @@ def test_padding_of_x_is_never_read(array, dtype):
     assert np.isfinite(multiply(array, integers(40, 130)[0], x).astype(np.float32)).all()
 
 
+@dtypes
+def test_an_infinite_x_is_no_nan(array, dtype):
+    w = pack_integers(np.full((4, 64), 9, np.uint8), np.ones((4, 1), np.float16))
+    x = np.zeros((3, 64), dtype)
+    x[0, 3], x[1, 5] = np.inf, -np.inf
+    np.testing.assert_array_equal(multiply(array, w, x), np.repeat(x.sum(1, keepdims=True), 4, 1))
+
+
 def test_a_packed_weight_can_be_saved(array, tmp_path):
     w, _ = awq(40, 256)
     np.save(tmp_path / "w.npy", w.data)
