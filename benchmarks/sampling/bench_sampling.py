@@ -66,10 +66,14 @@ def penalties(rows: int, vocabulary: int, dtype: str, device: Device) -> Call:
 
 
 def torch_sample(how: str, rows: int, vocabulary: int, dtype: str, device: Device) -> Call:
-    import torch
+    import torch.utils.dlpack
 
-    x, out = (torch.as_tensor(device.random((rows, vocabulary), dtype)) for _ in range(2))
-    numbers = torch.as_tensor(device.random((rows, vocabulary), "float32")).exp()
+    def tensor(dtype: str) -> Any:  # CuPy's bfloat16 is not torch's
+        a = device.random((rows, vocabulary), dtype)
+        return torch.utils.dlpack.from_dlpack(a.view(f"i{a.itemsize}")).view(getattr(torch, dtype))
+
+    x, out = tensor(dtype), tensor(dtype)
+    numbers = tensor("float32").exp()
 
     def draw(logits: Any) -> Any:
         return torch.softmax(logits, -1, dtype=torch.float32).div_(numbers).argmax(-1)

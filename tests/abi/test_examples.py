@@ -47,7 +47,9 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return build(EXAMPLES / "cpp", tmp_path_factory.mktemp("engine"), *options) / "engine"
 
 
-def tokens_of_python(folder: Path, prompts: list[list[int]], temperature: float = 0.0, seed: int = 0) -> list[list[int]]:
+def tokens_of_python(
+    folder: Path, prompts: list[list[int]], temperature: float = 0.0, seed: int = 0
+) -> list[list[int]]:
     """What examples/generate.py computes."""
     from arrays import open_arrays
     from engine import Engine
