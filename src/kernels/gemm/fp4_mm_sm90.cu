@@ -8,13 +8,14 @@
 // shared memory.
 #include "cuda/cluster.cuh"
 #include "cuda/cp_async.cuh"
-#include "cuda/dependent.cuh"
+#include "cuda/dependent_shared.cuh"
 #include "cuda/device.h"
 #include "cuda/divider.cuh"
 #include "cuda/load_shared.cuh"
 #include "cuda/mbarrier.cuh"
 #include "cuda/mma.cuh"
 #include "cuda/tensor_map.cuh"
+#include "cuda/turn.cuh"
 #include "cuda/vec.cuh"
 #include "cuda/wgmma.cuh"
 #include "cuda/workspace.cuh"
@@ -55,22 +56,6 @@ __device__ inline void copy_bytes(uint32_t to, const void* from, uint32_t bytes,
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
-__device__ inline float4 load_of_cluster(uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-
-struct Turn {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ void next(int stages) {
-    if (++stage == stages) stage = 0, parity ^= 1;
-  }
-};
 
 // A stage has codes of two pieces, a slot the rows of one.  full, ready: it has come.  freed: the slot has been multiplied, and
 // the piece's part of its stage decoded.
@@ -245,14 +230,13 @@ __device__ void write(const Problem& p, const Ring& ring, const Place& place, in
       x[3] += part.w;
     };
     if (p.splits == 1) {
-      const uint4 bits = load_shared_16(ring.stages + at);
-      add(reinterpret_cast<const float4&>(bits));
+      add(load_shared_float4(ring.stages + at));
     } else {
 #pragma unroll
       for (int s = 0; s < kSegments; ++s) {
         const int own = s % p.each;  // the last of a block lies where its ring was
         const uint32_t sums = own == p.each - 1 ? ring.stages : ring.sums + own * S::kSumBytes;
-        add(load_of_cluster(cluster_address(sums + at, s / p.each)));
+        add(load_cluster_float4(cluster_address(sums + at, s / p.each)));
       }
     }
     T* const to = static_cast<T*>(args.out) + (place.first_row + row) * args.out_stride + column;
@@ -390,28 +374,16 @@ bool launch_shape(const Fp4MmArgs& args, const Launch& launch, int splits) {
   const int beside = 1024 + kSlots * S::kSlotBytes + sums, room = (kSharedBytes - beside) / kStageBytes;
   p.stages = room < kMostStages ? room : kMostStages;
   const auto kernel = fp4_mm_sm90_kernel<S>;
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(splits), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(row_tiles * column_tiles * splits));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(beside + p.stages * kStageBytes);
-  config.stream = stream_of(launch);
-  config.attrs = attributes;
-  config.numAttrs = splits > 1 ? 2 : 1;
-  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(config.dynamicSmemBytes)),
-             "fp4_mm");
+  const int shared = beside + p.stages * kStageBytes;
+  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "fp4_mm");
   bool can = false;
   with_workspace(nullptr, line * args.m, launch, "fp4_mm: a in halves", [&](void* halves) {
     can = make_tensor_map(p.rows, halves, {line, args.m}, {line}, {S::kRows});
     if (!can) return;
     launch_dependent(decode_rows_kernel, dim3(static_cast<unsigned>((args.m * units + 31) / 32)), dim3(256), launch,
                      "fp4_mm", args, static_cast<uint4*>(halves), Divider(units));
-    cuda_check(cudaLaunchKernelEx(&config, kernel, p), "fp4_mm");
+    launch_clusters(kernel, dim3(static_cast<unsigned>(row_tiles * column_tiles * splits)), dim3(kThreads),
+                    static_cast<unsigned>(splits), static_cast<size_t>(shared), launch, "fp4_mm", p);
   });
   return can;
 }

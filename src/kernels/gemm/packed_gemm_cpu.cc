@@ -235,7 +235,7 @@ void tile(const PackedWeight& w, const Codes& codes, const Factors& factors, int
 
 inline Floats activated(Gate gate, Floats a) {
   if (gate == Gate::kSilu) return a / (1.0f + exp(-a));
-  if (gate == Gate::kGeluTanh) return 0.5f * a * (1.0f + exact_tanh(0.79788456f * (a + 0.044715f * (a * a * a))));
+  if (gate == Gate::kGeluTanh) return exact_gelu_tanh(a);
   for (int i = 0; i < kWidth; ++i) a[i] = 0.5f * a[i] * (1.0f + __builtin_erff(0.70710678f * a[i]));
   return a;
 }

@@ -12,7 +12,7 @@
 #include <algorithm>
 
 #include "cuda/cluster.cuh"
-#include "cuda/dependent.cuh"
+#include "cuda/dependent_shared.cuh"
 #include "cuda/divider.cuh"
 #include "cuda/large_clusters.cuh"
 #include "moe/sort_pairs.h"
@@ -392,22 +392,10 @@ void sort_pairs_cuda(const SortPairsArgs& args, const Launch& launch) {
   if (bytes > 48 << 10)
     cuda_check(cudaFuncSetAttribute(sort_pairs_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
                "sort_pairs");
-
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = blocks;
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks * static_cast<uint32_t>(plan.clusters),
-                        args.adapters.data ? static_cast<uint32_t>(args.num_lists) : 1);
-  config.blockDim = static_cast<uint32_t>(threads);
-  config.dynamicSmemBytes = static_cast<size_t>(bytes);
-  config.stream = stream_of(launch);
-  config.attrs = attributes;
-  config.numAttrs = overlaps_kernels(launch.device) ? (blocks > 1 ? 2 : 1) : 0;
-  cuda_check(cudaLaunchKernelEx(&config, sort_pairs_kernel, plan), "sort_pairs");
+  const dim3 grid(blocks * static_cast<uint32_t>(plan.clusters),
+                  args.adapters.data ? static_cast<uint32_t>(args.num_lists) : 1);
+  launch_clusters(sort_pairs_kernel, grid, dim3(static_cast<uint32_t>(threads)), blocks, static_cast<size_t>(bytes),
+                  launch, "sort_pairs", plan);
 }
 
 }  // namespace pykv

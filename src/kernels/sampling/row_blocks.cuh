@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "cuda/dependent.cuh"
+#include "cuda/dependent_shared.cuh"
 #include "cuda/large_clusters.cuh"
 #include "cuda/vec.cuh"
 #include "sampling/row_exchange.cuh"
@@ -99,19 +99,8 @@ void launch_rows(int64_t rows, int blocks, int threads, int shared_bytes, const 
     cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), op);
     if (launch.device < kDevices) allowed[launch.device].store(shared_bytes, std::memory_order_relaxed);
   }
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>(rows * blocks);
-  config.blockDim = threads;
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream_of(launch);
-  config.attrs = attributes;
-  config.numAttrs = overlaps_kernels(launch.device) ? (blocks > 1 ? 2 : 1) : 0;
-  cuda_check(cudaLaunchKernelEx(&config, kKernel, parameters...), op);
+  launch_clusters(kKernel, dim3(static_cast<unsigned>(rows * blocks)), dim3(static_cast<unsigned>(threads)),
+                  static_cast<unsigned>(blocks), static_cast<size_t>(shared_bytes), launch, op, parameters...);
 }
 
 }  // namespace pykv
