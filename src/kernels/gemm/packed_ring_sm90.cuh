@@ -46,6 +46,7 @@ struct Shape {
   static constexpr bool kSubtracts = kMinima == Minima::kSubtracted, kAdds = kMinima == Minima::kAdded;
   static constexpr bool kScalesCodes = kMinima == Minima::kScaled,
                         kHasTable = kKind == CodeKind::kTable16 && !kScalesCodes;
+  static constexpr bool kOfBytes = kKind == CodeKind::kUint4;  // CodesOfBytes
   static constexpr bool kMaySplit = kTokens <= 64;
   static constexpr int kSumsBytes = kTokens * 32;  // of x, over four groups
   static constexpr int kSumBytes = kTokens * kPitch * 4;
