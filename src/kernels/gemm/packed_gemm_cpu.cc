@@ -15,6 +15,7 @@ namespace pykv::PYKV_ISA {
 namespace {
 
 constexpr int kUnit = PackedWeight::kUnit, kParts = 32 / kWidth;  // vectors of words of a tile for each c
+constexpr int kAhead = 16;  // units from where the codes of one token are read to where they are asked for
 constexpr int64_t kChunk = 64;                                    // tokens whose x is kept in the order of tiles
 
 // The lanes of each step and of those after it.
@@ -270,16 +271,15 @@ void reorder(const PackedGemmArgs& args, const RowList& rows, int64_t first, int
   });
 }
 
-// kTokens rows of out times kBlocks blocks of 16 rows of the weight, from `block` on, two of which have their factors side by side:
-// kVectors vectors from `part` on, of those with the same half.
-template <class Codes, class Way, int kBlocks, int kVectors, int kTokens>
+// kTokens rows of out times kBlocks blocks of 16 rows of the weight, from `block` on, two of which have their factors side by side.
+// Of those with the same half, kVectors vectors at once, and kPasses of these one after another, from `part` on.
+template <class Codes, class Way, int kBlocks, int kPasses, int kVectors, int kTokens>
 class Tile {
  public:
   Tile(const PackedWeight& w, const Codes& codes, const Factors& factors, int64_t block, int part)
       : w_(w), codes_(codes), factors_(factors), block_(block), part_(part) {}
 
   void run(const typename Way::Element* x, const float* sums) {
-    constexpr int64_t kUnitWords = Codes::kPlanes * 128;
     const int64_t units = w_.padded_k / kUnit, x_stride = units * Way::kOfUnit, stride = units * kUnitWords;
     const auto* words = reinterpret_cast<const uint32_t*>(w_.codes) + block_ * stride + part_ * kWidth;
     const auto each = [&](auto&& with) PYKV_INLINE {
@@ -293,43 +293,56 @@ class Tile {
     StepGroups groups(w_.group_size);
     for (int64_t column = 0; column < w_.padded_k;
          column += kUnit, words += kUnitWords, x += Way::kOfUnit, sums += 4) {
-      typename Way::Sum sum[kBlocks][kVectors][2][kTokens];
-      each_sum([&](auto r, auto v, auto half, auto t) PYKV_INLINE { Way::begin(sum[r][v][half][t], x + t * x_stride); });
-#pragma GCC unroll 4
-      for (int c = 0; c < 4; ++c)
-#pragma GCC unroll 2
-        for (int step = 0; step < Way::kSteps; ++step)
-          each([&](auto r, auto v, auto half) PYKV_INLINE {
-            const auto w = Way::decode(codes_, words + r * stride + c * 32 + v * kWidth, half, step);
-            unrolled<kTokens>([&](auto t) PYKV_INLINE { Way::add(sum[r][v][half][t], w, x + t * x_stride, c, step); });
-          });
-      each_sum([&](auto r, auto v, auto half, auto t) PYKV_INLINE { Way::settle(sum[r][v][half][t]); });
+      if (kTokens == 1) ask_for(words, column, stride, w_.padded_k);
       groups.next();
-      add(column, groups, sum, x, x_stride, sums);
+#pragma GCC unroll 1
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const auto* const from = words + pass * kVectors * kWidth;
+        typename Way::Sum sum[kBlocks][kVectors][2][kTokens];
+        each_sum([&](auto r, auto v, auto half, auto t) PYKV_INLINE { Way::begin(sum[r][v][half][t], x + t * x_stride); });
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c)
+#pragma GCC unroll 2
+          for (int step = 0; step < Way::kSteps; ++step)
+            each([&](auto r, auto v, auto half) PYKV_INLINE {
+              const auto w = Way::decode(codes_, from + r * stride + c * 32 + v * kWidth, half, step);
+              unrolled<kTokens>([&](auto t) PYKV_INLINE { Way::add(sum[r][v][half][t], w, x + t * x_stride, c, step); });
+            });
+        each_sum([&](auto r, auto v, auto half, auto t) PYKV_INLINE { Way::settle(sum[r][v][half][t]); });
+        add(column, groups, pass, sum, x, x_stride, sums);
+      }
     }
   }
 
   // Row 8 half + g of block r, token t.
   float total(int r, int half, int g, int t) const {
-    const int lane = g * 4 - part_ * kWidth;
-    const Floats v = total_[r][lane / kWidth][half][t];
-    const int at = lane % kWidth;
+    const int lane = g * 4 - part_ * kWidth, vector = lane / kWidth, at = lane % kWidth;
+    const Floats v = total_[vector / kVectors][r][vector % kVectors][half][t];
     return (v[at] + v[at + 1]) + (v[at + 2] + v[at + 3]);
   }
 
  private:
+  static constexpr int64_t kUnitWords = Codes::kPlanes * 128;
   using OfRows = Floats[kBlocks][2];  // of both halves
 
-  [[gnu::always_inline]] void add(int64_t column, const StepGroups& groups,
+  // For codes that are read some units later: of these blocks, or of those behind them.
+  static void ask_for(const uint32_t* words, int64_t column, int64_t stride, int64_t columns) {
+    const auto* const next =
+        words + kAhead * kUnitWords + (column + kAhead * kUnit < columns ? 0 : (kBlocks - 1) * stride);
+    for (int r = 0; r < kBlocks; ++r)
+      for (int line = 0; line < kUnitWords / 16; ++line) __builtin_prefetch(next + r * stride + line * 16, 0, 2);
+  }
+
+  [[gnu::always_inline]] void add(int64_t column, const StepGroups& groups, int pass,
                                   const typename Way::Sum (&sum)[kBlocks][kVectors][2][kTokens],
                                   const typename Way::Element* x, int64_t x_stride, const float* sums) {
     unrolled<kVectors>([&](auto v) PYKV_INLINE {
       OfRows s = {}, m = {};
-      factors_of(column, groups, part_ + v, s, m);
+      factors_of(column, groups, part_ + pass * kVectors + v, s, m);
       unrolled<kBlocks>([&](auto r) PYKV_INLINE {
         unrolled<2>([&](auto half) PYKV_INLINE {
           unrolled<kTokens>([&](auto t) PYKV_INLINE {
-            Floats& total = total_[r][v][half][t];
+            Floats& total = total_[pass][r][v][half][t];
             total += s[r][half] * Way::end(sum[r][v][half][t], x + t * x_stride);
             if (w_.minima) total += m[r][half] * repeat4(sums + t * (w_.padded_k / 16));
           });
@@ -379,22 +392,22 @@ class Tile {
   const Factors& factors_;
   const int64_t block_;
   const int part_;
-  Floats total_[kBlocks][kVectors][2][kTokens] = {};
+  Floats total_[kPasses][kBlocks][kVectors][2][kTokens] = {};
 };
 
 // Sums of the 16 rows of a block.
 using BlockSums = float[16];
 
 // to: of each block, and of each token
-template <class Codes, class Way, int kBlocks, int kVectors, int kTokens>
+template <class Codes, class Way, int kBlocks, int kPasses, int kVectors, int kTokens>
 void tile(const PackedWeight& w, const Codes& codes, const Factors& factors, int64_t block, int part,
           const typename Way::Element* x, const float* sums_of_x, BlockSums (&to)[kBlocks][kTokens]) {
-  Tile<Codes, Way, kBlocks, kVectors, kTokens> tile(w, codes, factors, block, part);
+  Tile<Codes, Way, kBlocks, kPasses, kVectors, kTokens> tile(w, codes, factors, block, part);
   tile.run(x, sums_of_x);
   for (int r = 0; r < kBlocks; ++r)
     for (int t = 0; t < kTokens; ++t)
       for (int half = 0; half < 2; ++half)
-        for (int g = part * kWidth / 4; g < (part + kVectors) * kWidth / 4; ++g)
+        for (int g = part * kWidth / 4; g < (part + kPasses * kVectors) * kWidth / 4; ++g)
           to[r][t][half * 8 + g] = tile.total(r, half, g, t);
 }
 
@@ -484,13 +497,12 @@ void multiply(const PackedGemmArgs& args, const RowList& rows_of, const Codes& c
           for (int64_t block = band * 2; block < band * 2 + 2; ++block) {
             BlockSums of_block[1][kTokens];
             for (int part = 0; part < kParts; ++part)
-              tile<Codes, Way, 1, 1, kTokens>(w, codes, factors, block, part, x(), sums(), of_block);
+              tile<Codes, Way, 1, 1, 1, kTokens>(w, codes, factors, block, part, x(), sums(), of_block);
             store<T>(args, rows_of, block, first + t, kTokens, of_block[0]);
           }
         for (; t < count; ++t) {
           BlockSums of_blocks[2][1];
-          for (int part = 0; part < kParts; part += kAlone)
-            tile<Codes, Way, 2, kAlone, 1>(w, codes, factors, band * 2, part, x(), sums(), of_blocks);
+          tile<Codes, Way, 2, kParts / kAlone, kAlone, 1>(w, codes, factors, band * 2, 0, x(), sums(), of_blocks);
           for (int r = 0; r < 2; ++r) store<T>(args, rows_of, band * 2 + r, first + t, 1, of_blocks[r]);
         }
       }
