@@ -50,7 +50,7 @@ struct Shape {
   static constexpr int kMinimaAt = kScalesAt + 4 * kRows, kSupersAt = kMinimaAt + 4 * kRows, kLowsAt = kSupersAt + 2 * kRows;
   static constexpr bool kScalesCodes = kMinima == Minima::kScaled || kFolds,
                         kHasTable = kKind == CodeKind::kTable16 && !kScalesCodes;
-  static constexpr bool kOfBytes = kKind == CodeKind::kUint4;  // CodesOfBytes
+  static constexpr bool kOfBytes = kKind == CodeKind::kUint4 && !kFolds;  // CodesOfBytes
   static constexpr bool kMaySplit = kTokens <= 64;
   static constexpr int kSumsBytes = kTokens * 32;  // of x, over four groups
   static constexpr int kSumBytes = kTokens * kPitch * 4;
