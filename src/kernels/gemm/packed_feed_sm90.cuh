@@ -229,7 +229,7 @@ class Preparer {
   __device__ void run(int split) {
     for_stages<S>(p_, split, [&](int i, const Turn& turn) {
       if (turn.stage % S::kPreparers != warp_) return;
-      constexpr int kMost = S::kGatherers == 0 ? 4 : 2;  // there are registers for
+      constexpr int kMost = S::kFew ? 4 : 2;  // there are registers for
       if (p_.items == 1) {
         make_factors<1>(i, turn);
       } else if (kMost == 2 || p_.items == 2) {
@@ -255,7 +255,7 @@ class Preparer {
     load<kCount>(raw, i, 0);
     mbarrier_wait(ring_.empty + turn.stage * 8, turn.parity ^ 1);
     const uint32_t stage = ring_.at(turn);
-    if constexpr (S::kGatherers == 0)
+    if constexpr (S::kFew)
       if (p_.gathers) gatherer_.copy(stage, i * kColumns, ring_.full + turn.stage * 8);
 #pragma unroll 1
     for (int first = 0;;) {
