@@ -81,7 +81,7 @@ struct InvariantPrefillRows : PrefillRows<S> {
 #pragma unroll
     for (int x = 0; x < kD / 16; ++x) {
       const int i = x * 2 % (kD / 16) + x / (kD / 32);  // one chain, then the other
-      Products::ss(i % 2 ? odd : s, wgmma_further(q, i / 4 * S::kQueryColumnBytes + i % 4 * 32),
+      Products::ss(i % 2 ? odd : s[0], wgmma_further(q, i / 4 * S::kQueryColumnBytes + i % 4 * 32),
                    wgmma_further(k, i / 4 * S::kColumnBytes + i % 4 * 32), i > 1);
     }
     wgmma_commit();
@@ -95,15 +95,15 @@ struct InvariantPrefillRows : PrefillRows<S> {
 
   __device__ void add_chains() {
 #pragma unroll
-    for (int i = 0; i < kTile / 2; ++i) s[i] += odd[i];
+    for (int i = 0; i < kTile / 2; ++i) s[0][i] += odd[i];
   }
 
   // Of this lane's row h, in steps `from` to `to` - 1.
-  __device__ float greatest(int h, int from, int to) const {
+  __device__ float greatest(int h, int from, int to) {
     float x[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int i = 2 * from; i < 2 * to; ++i) {
-      for (int e = 0; e < 2; ++e) x[e] = fmaxf(x[e], s[4 * i + 2 * h + e]);
+      for (int e = 0; e < 2; ++e) x[e] = fmaxf(x[e], this->score(i, h, e));
     }
     const float y = fmaxf(x[0], x[1]), z = fmaxf(y, __shfl_xor_sync(~0u, y, 1));
     return fmaxf(z, __shfl_xor_sync(~0u, z, 2));
@@ -118,7 +118,7 @@ struct InvariantPrefillRows : PrefillRows<S> {
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) x[n][e] = power_of_2(fmaf(s[8 * t + 4 * n + 2 * h + e], scale, -base));
+        for (int e = 0; e < 2; ++e) x[n][e] = power_of_2(fmaf(this->score(2 * t + n, h, e), scale, -base));
         uint32_t& pair = weights[t][2 * n + h];
         pair = pack_pair<T>(x[n][0], x[n][1]);
         if constexpr (S::kTerms == 2) {
@@ -413,7 +413,7 @@ struct InvariantPrefillRows : PrefillRows<S> {
         const uint4 valid = this->valid_of(stage);
         this->release_keys(stage, j + 1 == tiles);
         add_chains();
-        this->mask_tile(u, j, valid);
+        this->mask_tile(u.first_token + j * kTile, valid);
         by_steps = make_weights();
       }
     }
