@@ -31,8 +31,9 @@ template <class S>
 struct PrefillRows {
   using T = typename S::Mma;
   static constexpr int kD = S::kD, kTile = S::kTile, kTokens = kTile / 4;
-  static constexpr int kParts = S::kQueriesInRegisters ? 2 : 1;  // of a tile's keys, whose scores come one after the other
-  static constexpr int kPartTiles = kTile / 8 / kParts;          // of eight columns
+  static constexpr int kParts =
+      S::kQueriesInRegisters ? 2 : 1;                    // of a tile's keys, whose scores come one after the other
+  static constexpr int kPartTiles = kTile / 8 / kParts;  // of eight columns
   using Products = Wgmma<T, kTile / kParts>;
   using ValueProducts = Wgmma<T, kD>;
 
@@ -44,7 +45,7 @@ struct PrefillRows {
   const int row0 = group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // of this lane; the other is 8 further
 
   float s[kParts][kPartTiles * 4];  // scores, then weights
-  float o[kD / 2];     // sums
+  float o[kD / 2];                  // sums
   uint32_t weights[kTile / 16][4];
   uint32_t query[S::kQueriesInRegisters ? kD / 16 : 1][4];
   float maximum[2], sum[2], rescale[2];
@@ -249,7 +250,8 @@ struct PrefillRows {
 
   __device__ void round_weights() {
 #pragma unroll
-    for (int i = 0; i < kTile / 4; ++i) weights[i / 4][i % 4] = pack_pair<T>(score(i / 2, i % 2, 0), score(i / 2, i % 2, 1));
+    for (int i = 0; i < kTile / 4; ++i)
+      weights[i / 4][i % 4] = pack_pair<T>(score(i / 2, i % 2, 0), score(i / 2, i % 2, 1));
   }
 
   __device__ void rescale_sums() {
