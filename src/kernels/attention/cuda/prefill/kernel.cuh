@@ -261,16 +261,22 @@ struct PrefillRows {
 
   __device__ uint4 valid_of(int stage) const { return *reinterpret_cast<const uint4*>(scratch.valid[stage]); }
 
-  // Four neighbouring columns of this lane, from two column tiles, for the row half h.
+  // Of two column tiles this lane and its neighbour have two columns each: four neighbouring ones of one tile instead.
+  __device__ float4 four(float2 a, float2 b) const {
+    const bool odd = lane & 1;
+    const float got0 = __shfl_xor_sync(~0u, odd ? a.x : b.x, 1), got1 = __shfl_xor_sync(~0u, odd ? a.y : b.y, 1);
+    return odd ? float4{got0, got1, b.x, b.y} : float4{a.x, a.y, got0, got1};
+  }
+
+  // The first of them, of column tiles 2 i and 2 i + 1.
+  __device__ int column(int i) const { return i * 16 + lane % 2 * 8 + lane % 4 / 2 * 4; }
+
+  // All sums of this lane's row h.
   __device__ void for_each_four(int h, auto&& body) const {
-    const int c = lane % 4;
-    const bool odd = c & 1;
 #pragma unroll
-    for (int i = 0; i < kD / 8; i += 2) {
-      const float a0 = o[4 * i + 2 * h], a1 = o[4 * i + 2 * h + 1], b0 = o[4 * i + 4 + 2 * h],
-                  b1 = o[4 * i + 5 + 2 * h];
-      const float got0 = __shfl_xor_sync(~0u, odd ? a0 : b0, 1), got1 = __shfl_xor_sync(~0u, odd ? a1 : b1, 1);
-      body(i * 8 + (odd ? 8 : 0) + c / 2 * 4, odd ? float4{got0, got1, b0, b1} : float4{a0, a1, got0, got1});
+    for (int i = 0; i < kD / 16; ++i) {
+      const float* x = o + 8 * i + 2 * h;
+      body(column(i), four({x[0], x[1]}, {x[4], x[5]}));
     }
   }
 
