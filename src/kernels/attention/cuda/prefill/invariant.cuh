@@ -98,7 +98,7 @@ struct InvariantPrefillRows : PrefillRows<S> {
 #pragma unroll
     for (int x = 0; x < kD / 16; ++x) {
       const int i = x * 2 % (kD / 16) + x / (kD / 32);  // one chain, then the other
-      Products::ss(i % 2 ? odd : s[0], wgmma_further(q, i / 4 * S::kQueryColumnBytes + i % 4 * 32),
+      Products::ss(i % 2 ? odd : s, wgmma_further(q, i / 4 * S::kQueryColumnBytes + i % 4 * 32),
                    wgmma_further(k, i / 4 * S::kColumnBytes + i % 4 * 32), i > 1);
     }
     wgmma_commit();
@@ -112,20 +112,20 @@ struct InvariantPrefillRows : PrefillRows<S> {
 
   __device__ void add_chains() {
 #pragma unroll
-    for (int i = 0; i < kTile / 2; ++i) s[0][i] += odd[i];
+    for (int i = 0; i < kTile / 2; ++i) s[i] += odd[i];
   }
 
   // In this lane's columns of row h, in steps `from` to `to` - 1.
-  __device__ float greatest(int h, int from, int to) {
+  __device__ float greatest(int h, int from, int to) const {
     float x[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int i = 2 * from; i < 2 * to; ++i) {
-      for (int e = 0; e < 2; ++e) x[e] = fmaxf(x[e], this->score(i, h, e));
+      for (int e = 0; e < 2; ++e) x[e] = fmaxf(x[e], s[4 * i + 2 * h + e]);
     }
     return fmaxf(x[0], x[1]);
   }
 
-  __device__ float greatest_of_row(int h, int from, int to) {
+  __device__ float greatest_of_row(int h, int from, int to) const {
     const float x = greatest(h, from, to), y = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(y, __shfl_xor_sync(~0u, y, 2));
   }
@@ -139,7 +139,7 @@ struct InvariantPrefillRows : PrefillRows<S> {
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) x[n][e] = power_of_2(fmaf(this->score(2 * t + n, h, e), scale, -base));
+        for (int e = 0; e < 2; ++e) x[n][e] = power_of_2(fmaf(s[8 * t + 4 * n + 2 * h + e], scale, -base));
         uint32_t& pair = weights[t][2 * n + h];
         pair = pack_pair<T>(x[n][0], x[n][1]);
         if constexpr (S::kTerms == 2) {
@@ -418,7 +418,7 @@ struct InvariantPrefillRows : PrefillRows<S> {
           const uint4 valid = this->valid_of(stage);
           this->release_keys(stage, j + 1 == tiles);
           add_chains();
-          this->mask_tile(u.first_token + j * kTile, valid);
+          this->mask(u.first_token + j * kTile, valid);
           if (adding.piece < kPieces) next = load_piece(adding.piece);
           by_steps = make_weights();
         }

@@ -30,12 +30,9 @@ namespace pykv::attention {
 template <class S>
 struct PrefillRows {
   using T = typename S::Mma;
+  using Products = Wgmma<T, S::kTile>;
+  using ValueProducts = Wgmma<T, S::kD>;
   static constexpr int kD = S::kD, kTile = S::kTile, kTokens = kTile / 4;
-  static constexpr int kParts =
-      S::kQueriesInRegisters ? 2 : 1;                    // of a tile's keys, whose scores come one after the other
-  static constexpr int kPartTiles = kTile / 8 / kParts;  // of eight columns
-  using Products = Wgmma<T, kTile / kParts>;
-  using ValueProducts = Wgmma<T, kD>;
 
   const Problem& p;
   PrefillScratch& scratch;
@@ -44,8 +41,8 @@ struct PrefillRows {
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;        // known to be uniform
   const int row0 = group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // of this lane; the other is 8 further
 
-  float s[kParts][kPartTiles * 4];  // scores, then weights
-  float o[kD / 2];                  // sums
+  float s[kTile / 2];  // scores, then weights
+  float o[kD / 2];     // sums
   uint32_t weights[kTile / 16][4];
   uint32_t query[S::kQueriesInRegisters ? kD / 16 : 1][4];
   float maximum[2], sum[2], rescale[2];
@@ -67,31 +64,27 @@ struct PrefillRows {
     arrive(scratch.queries_read);
   }
 
-  // A group of products for each part.
   __device__ void ask_scores(int stage) {
     const uint64_t q = wgmma_matrix(queries + group * 64 * 128, 1024);
     const uint64_t k = wgmma_matrix(keys + stage * S::kTileBytes, 1024);
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-      for (int i = 0; i < kD / 16; ++i) {
-        const uint64_t key = wgmma_further(k, i / 4 * S::kColumnBytes + i % 4 * 32 + part * (kTile / kParts * 128));
-        if constexpr (S::kQueriesInRegisters) {
-          Products::template rs<kAlong>(s[part], query[i], key, i > 0);
-        } else {
-          Products::ss(s[part], wgmma_further(q, i / 4 * S::kQueryColumnBytes + i % 4 * 32), key, i > 0);
-        }
+    for (int i = 0; i < kD / 16; ++i) {
+      const uint64_t key = wgmma_further(k, i / 4 * S::kColumnBytes + i % 4 * 32);
+      if constexpr (S::kQueriesInRegisters) {
+        Products::template rs<kAlong>(s, query[i], key, i > 0);
+      } else {
+        Products::ss(s, wgmma_further(q, i / 4 * S::kQueryColumnBytes + i % 4 * 32), key, i > 0);
       }
-      wgmma_commit();
     }
+    wgmma_commit();
   }
 
-  // The same scores once more, for this warp alone, which the others do not wait for.
+  // The same scores once more, of this warp alone, which the others do not wait for.
   __device__ void compute_scores(int stage) {
     const int row = lane % 8;
 #pragma unroll
     for (int i = 0; i < kTile / 8; ++i) {
-      auto& sums = reinterpret_cast<float (&)[4]>(score(i, 0, 0));
+      auto& sums = reinterpret_cast<float (&)[4]>(s[4 * i]);
       for (float& x : sums) x = 0;
 #pragma unroll
       for (int k = 0; k < kD / 16; k += 2) {
@@ -104,9 +97,6 @@ struct PrefillRows {
       }
     }
   }
-
-  // Of this lane's row h, in columns of 8 i.
-  __device__ float& score(int i, int h, int e) { return s[i / kPartTiles][i % kPartTiles * 4 + 2 * h + e]; }
 
   __device__ void ask_sums(int stage, bool first) {
     const uint64_t v = wgmma_matrix(values + stage * S::kTileBytes, 1024, S::kColumnBytes);
@@ -128,78 +118,84 @@ struct PrefillRows {
            hides_some(p, first, first + kTile - 1, first_position, last_position);
   }
 
-  // What this lane's rows may not see of a part of the tile.
-  template <int kPart>
+  // What this lane's rows may not see.
   __device__ void mask(int first, const uint4& valid) {
-    constexpr int kFrom = kPart * kPartTiles, kTo = kFrom + kPartTiles;
+    if (!is_masked(first, valid)) [[likely]]
+      return;
     const int column0 = lane % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int low = first_seen(p, position[h]) - first - column0;
       const int high = last_seen(p, position[h]) - first - column0;
 #pragma unroll
-      for (int i = kFrom; i < kTo; ++i) {
+      for (int i = 0; i < kTile / 8; ++i) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if (i * 8 + e < low || i * 8 + e > high) score(i, h, e) = -INFINITY;
+          if (i * 8 + e < low || i * 8 + e > high) s[4 * i + 2 * h + e] = -INFINITY;
         }
       }
     }
     if ((valid.x & valid.y & valid.z & valid.w) == ~0u) return;
     const uint32_t words[4] = {valid.x >> column0, valid.y >> column0, valid.z >> column0, valid.w >> column0};
 #pragma unroll
-    for (int i = kFrom; i < kTo; ++i) {
+    for (int i = 0; i < kTile / 8; ++i) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         if (words[i * 8 / kTokens] >> (i * 8 % kTokens + e) & 1) continue;
-        score(i, 0, e) = score(i, 1, e) = -INFINITY;
+        s[4 * i + e] = s[4 * i + 2 + e] = -INFINITY;
       }
     }
   }
 
-  __device__ void mask_tile(int first, const uint4& valid) {
-    if (is_masked(first, valid)) [[unlikely]] {
-      mask<0>(first, valid);
-      if constexpr (kParts == 2) mask<1>(first, valid);
-    }
-  }
-
-  // A part's scores to weights, which are added to `added`: of each row, even and odd columns.
-  template <int kPart>
-  __device__ void weigh(const float (&base)[2], float (&added)[2][2]) {
+  // Scores to weights, relative to `base`; returns their sums in this lane.
+  __device__ float2 weigh(const float (&base)[2]) {
     const float scale = p.a.scale * kLog2e;
+    float sums[2][2] = {};  // rows, even and odd columns
 #pragma unroll
-    for (int i = kPart * kPartTiles; i < (kPart + 1) * kPartTiles; ++i) {
+    for (int i = 0; i < kTile / 8; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          float& x = score(i, h, e);
+          float& x = s[4 * i + 2 * h + e];
           x = power_of_2(fmaf(x, scale, -base[h]));
-          added[h][e] += x;
+          sums[h][e] += x;
         }
       }
     }
+    return {sums[0][0] + sums[0][1], sums[1][0] + sums[1][1]};
+  }
+
+  // Scores to weights relative to the maximum so far: no greater one is looked for.  That is as good unless weights are too large, or
+  // there is no maximum yet, which their sums show: then returns false, and scores are lost.
+  __device__ bool weigh_at_once() {
+    constexpr float kMost = 1 << 15;  // a half holds it
+    const float2 added = weigh(maximum);
+    if (!__all_sync(~0u, added.x <= kMost && added.y <= kMost)) [[unlikely]]
+      return false;
+    sum[0] += added.x;
+    sum[1] += added.y;
+    return true;
   }
 
   // Scores to weights.  The sums are kept relative to a maximum that may lag behind, and is a whole number, so that following it is
   // rare and rounds nothing; returns whether a row of the warp does.
-  __device__ bool softmax(int first, const uint4& valid) {
-    mask_tile(first, valid);
+  __device__ bool softmax() {
     constexpr float kLag = 8;
+    const float scale = p.a.scale * kLog2e;
     float top[2];
     bool rose = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float x[4] = {score(0, h, 0), score(0, h, 1), score(1, h, 0), score(1, h, 1)};
+      float x[4] = {s[2 * h], s[2 * h + 1], s[4 + 2 * h], s[5 + 2 * h]};
 #pragma unroll
       for (int i = 2; i < kTile / 8; ++i) {
-        for (int e = 0; e < 2; ++e) x[i % 2 * 2 + e] = fmaxf(x[i % 2 * 2 + e], score(i, h, e));
+        for (int e = 0; e < 2; ++e) x[i % 2 * 2 + e] = fmaxf(x[i % 2 * 2 + e], s[4 * i + 2 * h + e]);
       }
       float y = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
       y = fmaxf(y, __shfl_xor_sync(~0u, y, 1));
       y = fmaxf(y, __shfl_xor_sync(~0u, y, 2));
-      top[h] = y * (p.a.scale * kLog2e);
+      top[h] = y * scale;
       rose = rose || top[h] > maximum[h] + kLag;
     }
     const bool any_rose = __any_sync(~0u, rose);
@@ -214,44 +210,15 @@ struct PrefillRows {
       }
       base[h] = maximum[h] == -INFINITY ? 0.f : maximum[h];
     }
-    float added[2][2] = {};
-    weigh<0>(base, added);
-    if constexpr (kParts == 2) weigh<1>(base, added);
-    for (int h = 0; h < 2; ++h) sum[h] += added[h][0] + added[h][1];
+    const float2 added = weigh(base);
+    sum[0] += added.x;
+    sum[1] += added.y;
     return any_rose;
-  }
-
-  // Waits for scores that are under way and, unless the tile is the `first` of its segment, makes weights of them as they come, relative
-  // to the maximum so far; no greater one is looked for.  That is as good unless weights are too large, or there is no maximum yet,
-  // which their sum shows.  Returns whether there are weights; if it is a first tile, scores are there, else they are lost.
-  __device__ bool weigh_at_once(bool first, int first_token, const uint4& valid) {
-    constexpr float kMost = 1 << 15;  // a half holds it
-    const bool masked = is_masked(first_token, valid);
-    float added[2][2] = {};
-    wgmma_wait<2>();
-    wgmma_pin(s[0]);
-    if (!first) {
-      if (masked) [[unlikely]]
-        mask<0>(first_token, valid);
-      weigh<0>(maximum, added);
-    }
-    wgmma_wait<1>();
-    wgmma_pin(s[1]);
-    if (first) return false;
-    if (masked) [[unlikely]]
-      mask<1>(first_token, valid);
-    weigh<1>(maximum, added);
-    const float all[2] = {added[0][0] + added[0][1], added[1][0] + added[1][1]};
-    if (!__all_sync(~0u, all[0] <= kMost && all[1] <= kMost)) [[unlikely]]
-      return false;
-    for (int h = 0; h < 2; ++h) sum[h] += all[h];
-    return true;
   }
 
   __device__ void round_weights() {
 #pragma unroll
-    for (int i = 0; i < kTile / 4; ++i)
-      weights[i / 4][i % 4] = pack_pair<T>(score(i / 2, i % 2, 0), score(i / 2, i % 2, 1));
+    for (int i = 0; i < kTile / 4; ++i) weights[i / 4][i % 4] = pack_pair<T>(s[2 * i], s[2 * i + 1]);
   }
 
   __device__ void rescale_sums() {
@@ -338,7 +305,8 @@ struct PrefillRows {
     wgmma_wait<0>();
     wgmma_pin(s);
     release_keys(0, tiles == 1);
-    softmax(segment_of(0).unit.first_token, valid);
+    mask(segment_of(0).unit.first_token, valid);
+    softmax();
     round_weights();
     bool first = true;  // the tile before is the first of its segment
 #pragma unroll 1
@@ -377,19 +345,24 @@ struct PrefillRows {
       end_turn();
       first = j == 0;
       valid = valid_of(stage);
+      wgmma_wait<1>();
+      wgmma_pin(s);
       const int first_token = segment_of(n).unit.first_token + j * kTile;
       bool rose = false;
-      if constexpr (kParts == 2) {
-        if (!weigh_at_once(first, first_token, valid)) {
-          if (!first) compute_scores(stage);
-          rose = softmax(first_token, valid);
+      if constexpr (S::kQueriesInRegisters) {
+        mask(first_token, valid);
+        if (first || !weigh_at_once()) {
+          if (!first) {
+            compute_scores(stage);
+            mask(first_token, valid);
+          }
+          rose = softmax();
         }
         release_keys(stage, j + 1 == tiles);
       } else {
-        wgmma_wait<1>();
-        wgmma_pin(s);
         release_keys(stage, j + 1 == tiles);
-        rose = softmax(first_token, valid);
+        mask(first_token, valid);
+        rose = softmax();
       }
       // Never true: the branch keeps the compiler from putting off the weights until after the wait.
       if (fminf(sum[0], sum[1]) < 0) __nanosleep(0);
