@@ -271,9 +271,15 @@ struct InvariantPrefillRows : PrefillRows<S> {
     totals.waiting_stats = {chunk_maximum[0], chunk_sum[0], chunk_maximum[1], chunk_sum[1]};
   }
 
+  // Of two column tiles this lane and its neighbour have two columns each: four neighbouring ones of one tile instead, of the row half h.
   __device__ float4 four(const float4 (&x)[2], int h) const {
-    return h ? Base::four({x[0].z, x[0].w}, {x[1].z, x[1].w}) : Base::four({x[0].x, x[0].y}, {x[1].x, x[1].y});
+    const bool odd = lane & 1;
+    const float2 a = h ? float2{x[0].z, x[0].w} : float2{x[0].x, x[0].y};
+    const float2 b = h ? float2{x[1].z, x[1].w} : float2{x[1].x, x[1].y};
+    const float got0 = __shfl_xor_sync(~0u, odd ? a.x : b.x, 1), got1 = __shfl_xor_sync(~0u, odd ? a.y : b.y, 1);
+    return odd ? float4{got0, got1, b.x, b.y} : float4{a.x, a.y, got0, got1};
   }
+  __device__ int column(int i) const { return i * 16 + lane % 2 * 8 + lane % 4 / 2 * 4; }
 
   // ---- the sum of chunks, in memory -----------------------------------------------------------------------------------
 
@@ -309,7 +315,7 @@ struct InvariantPrefillRows : PrefillRows<S> {
   // The block's of the segment, for what settles.
   __device__ ExactQuad& record(const Unit& u, int h, int i) const {
     const int slot = u.slot < 0 ? 2 * blockIdx.x + 1 : u.slot;  // of a segment that is all this block's, too
-    return ExactQuad::at(p, slot, row0 + h * 8, this->column(i) / 4);
+    return ExactQuad::at(p, slot, row0 + h * 8, column(i) / 4);
   }
 
   // From now on the chunk, and the one that waits if there are `two`, are added to what is kept, if it `keeps` any.  What `settles`
@@ -356,7 +362,7 @@ struct InvariantPrefillRows : PrefillRows<S> {
       ExactQuad all{quad.unpacked(), totals.totals[h]};
       if (adding.adds) all.values.add(record(u, h, i).values);
       if (adding.ends && u.slot < 0) {
-        store_columns(p, output_row<T>(p, row), this->column(i), all.finish(p, row, u.kv_head));
+        store_columns(p, output_row<T>(p, row), column(i), all.finish(p, row, u.kv_head));
       } else {
         record(u, h, i) = all;
       }

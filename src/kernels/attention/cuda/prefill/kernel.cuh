@@ -228,26 +228,9 @@ struct PrefillRows {
 
   __device__ uint4 valid_of(int stage) const { return *reinterpret_cast<const uint4*>(scratch.valid[stage]); }
 
-  // Of two column tiles this lane and its neighbour have two columns each: four neighbouring ones of one tile instead.
-  __device__ float4 four(float2 a, float2 b) const {
-    const bool odd = lane & 1;
-    const float got0 = __shfl_xor_sync(~0u, odd ? a.x : b.x, 1), got1 = __shfl_xor_sync(~0u, odd ? a.y : b.y, 1);
-    return odd ? float4{got0, got1, b.x, b.y} : float4{a.x, a.y, got0, got1};
-  }
-
-  // The first of them, of column tiles 2 i and 2 i + 1.
-  __device__ int column(int i) const { return i * 16 + lane % 2 * 8 + lane % 4 / 2 * 4; }
-
-  // All sums of this lane's row h.
-  __device__ void for_each_four(int h, auto&& body) const {
-#pragma unroll
-    for (int i = 0; i < kD / 16; ++i) {
-      const float* x = o + 8 * i + 2 * h;
-      body(column(i), four({x[0], x[1]}, {x[4], x[5]}));
-    }
-  }
-
+  // Pairs of columns are stored as they lie: to trade them for wider stores takes longer, and the products wait.
   __device__ void end_segment(const Unit& u, const float (&maximum)[2], const float (&sum)[2]) {
+    const int column0 = lane % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = row0 + h * 8;
@@ -257,16 +240,20 @@ struct PrefillRows {
       if (u.slot >= 0) {
         const int64_t at = static_cast<int64_t>(u.slot) * p.rows + r;
         if (lane % 4 == 0) p.partial_stats[at] = {maximum[h], all};
-        float* partial = p.partial + at * p.pitch;
-        for_each_four(h, [&](int d, float4 x) {
-          if (row.valid) *reinterpret_cast<float4*>(partial + d) = x;
-        });
-      } else {
-        const float f = row.valid ? finish_row(p, row, u.kv_head, maximum[h], all) : 0.f;
-        T* out = output_row<T>(p, row);
-        for_each_four(h, [&](int d, float4 x) {
-          if (row.valid) store_columns(p, out, d, float4{x.x * f, x.y * f, x.z * f, x.w * f});
-        });
+        if (!row.valid) continue;
+        float* partial = p.partial + at * p.pitch + column0;
+#pragma unroll
+        for (int i = 0; i < kD / 8; ++i) {
+          *reinterpret_cast<float2*>(partial + i * 8) = {o[4 * i + 2 * h], o[4 * i + 2 * h + 1]};
+        }
+      } else if (row.valid) {
+        const float f = finish_row(p, row, u.kv_head, maximum[h], all);
+        T* out = output_row<T>(p, row) + column0;
+#pragma unroll
+        for (int i = 0; i < kD / 8; ++i) {
+          if (i * 8 >= p.a.head_size) break;  // it is a multiple of 8
+          *reinterpret_cast<uint32_t*>(out + i * 8) = pack_pair<T>(o[4 * i + 2 * h] * f, o[4 * i + 2 * h + 1] * f);
+        }
       }
     }
   }
