@@ -192,10 +192,7 @@ struct PrefillRows {
       for (int i = 2; i < kTile / 8; ++i) {
         for (int e = 0; e < 2; ++e) x[i % 2 * 2 + e] = fmaxf(x[i % 2 * 2 + e], s[4 * i + 2 * h + e]);
       }
-      float y = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
-      y = fmaxf(y, __shfl_xor_sync(~0u, y, 1));
-      y = fmaxf(y, __shfl_xor_sync(~0u, y, 2));
-      top[h] = y * scale;
+      top[h] = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])) * scale;
       rose = rose || top[h] > maximum[h] + kLag;
     }
     const bool any_rose = __any_sync(~0u, rose);
@@ -203,7 +200,9 @@ struct PrefillRows {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (any_rose) {
-        const float old = maximum[h], now = top[h] > old + kLag ? ceilf(top[h]) : old;
+        float all = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
+        all = fmaxf(all, __shfl_xor_sync(~0u, all, 2));
+        const float old = maximum[h], now = all > old + kLag ? ceilf(all) : old;
         rescale[h] = power_of_2(old - (now == -INFINITY ? 0.f : now));
         maximum[h] = now;
         sum[h] *= rescale[h];
