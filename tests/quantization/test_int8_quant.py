@@ -72,7 +72,9 @@ def test_more_than_caches_hold(array):
 
 def test_halves_and_next_to_them(array):
     halves = np.arange(-126, 127).astype(F) + F(0.5)
-    x = np.concatenate([halves, np.nextafter(halves, F(0)), np.nextafter(halves, F(np.inf)), [F(127), F(-127), F(-0.0)]])
+    x = np.concatenate(
+        [halves, np.nextafter(halves, F(0)), np.nextafter(halves, F(np.inf)), [F(127), F(-127), F(-0.0)]]
+    )
     dynamic(array, x[None], op="per_token_quant_int8")
     dynamic(array, x[None])
 
