@@ -89,7 +89,8 @@ struct CodesOfBytes {
   }
 
  private:
-  static constexpr uint32_t kLarge = kIsHalf<T> ? 0x78007800u : 0x7f007f00u;  // 2^15, 2^127: of bytes it makes 2^-9, 2^-6
+  // 2^15, 2^127: one of the smallest becomes 2^-9, 2^-6.
+  static constexpr uint32_t kLarge = kIsHalf<T> ? 0x78007800u : 0x7f007f00u;
 
   __device__ static uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
     return as_word(__hfma2(as_pair<T>(a), as_pair<T>(b), as_pair<T>(c)));
