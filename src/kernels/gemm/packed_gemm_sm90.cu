@@ -16,8 +16,9 @@
 // block and a second block of a cluster sum some of them; with many, a block sums all, one after another.  They are added in the same
 // order: a row of out has the same bits whatever the number of rows.
 //
-// Few tokens are bound by reading the weight: int4 with groups of 128, 8192 x 8192, 1 token takes 14.6 us on an H200, where a plain
-// copy of as many bytes takes 9.3; 64 tokens 24.  Many are bound by the matrix units: 4096 tokens take 0.94 to 1.0 ms, 550 TFLOP/s and more.
+// int4 with groups of 128, 8192 x 8192, on an H200: 16 tokens take 15.7 us, where a plain copy of as many bytes takes 9.8; 64 take 22.3,
+// 256 58.6.  What bounds many is how long a warp takes over its instructions, not the matrix units (docs/log/packed_gemm.md): 4096 tokens take
+// 0.91 ms, 600 TFLOP/s.
 #include "cuda/cluster.cuh"
 #include "cuda/dependent_shared.cuh"
 #include "cuda/vec.cuh"
