@@ -16,7 +16,7 @@
 // block and a second block of a cluster sum some of them; with many, a block sums all, one after another.  They are added in the same
 // order: a row of out has the same bits whatever the number of rows.
 //
-// int4 with groups of 128, 8192 x 8192, on an H200: 16 tokens take 15.7 us, where a plain copy of as many bytes takes 9.8; 64 take 22.3,
+// int4 with groups of 128, 8192 x 8192, on an H200: 16 tokens take 15.7 us, where a plain copy of as many bytes takes 9.8; 64 take 24,
 // 256 58.6.  What bounds many is how long a warp takes over its instructions, not the matrix units (docs/log/packed_gemm.md): 4096 tokens take
 // 0.91 ms, 600 TFLOP/s.
 #include "cuda/cluster.cuh"
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
       cluster_wait();
     }
   } else {
-    if constexpr (!S::kFew) take_registers<S::kTight ? 104 : 200>();
+    if constexpr (!S::kFew) take_registers<200>();
     {
       Multiplier<S> multiplier(p, ring, table, shift);
       multiplier.run(S::kParts == 1 ? split : split * S::kParts + warp / 8);
@@ -218,8 +218,6 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   CUtensorMap x_map{};
   const bool gathers = map.rows || w.columns || args.x_step != 1 || w.k == 0 || !aligned(args.x, x_stride, 8) ||
                        !make_tensor_map(x_map, args.x, {w.k * 2, args.num_rows}, {x_stride * 2}, {S::kTokens});
-  if constexpr (S::kTight)
-    if (gathers || splits * 2 != segments) return launch_shape<typename S::Roomy>(args, launch, splits);
   if (splits > segments / S::kParts) splits = segments / S::kParts;
   CUtensorMap codes{};
   if (w.padded_k > 0 && !make_codes_map<S>(codes, args)) fail(PYKV_RUNTIME_ERROR, "packed_gemm: no tensor map");
@@ -293,8 +291,6 @@ void launch_tokens(const PackedGemmArgs& args, const Launch& launch) {
     const int splits = kTokens <= 64 && count * 2 <= sms ? 2 : 1;
     if constexpr (kTokens <= kMostFew)
       if (count < sms) return launch_shape<Shape<T, kKind, kTokens, kMinima, 2>>(args, launch, splits);
-    if constexpr (kTokens == 64 && (kMinima == Minima::kNone || kMinima == Minima::kSubtracted))
-      return launch_shape<Shape<T, kKind, kTokens, kMinima, 2>>(args, launch, splits);
     launch_shape<Shape<T, kKind, kTokens, kMinima, 1>>(args, launch, splits);
   };
   if (tokens <= 8) return run.template operator()<8>();

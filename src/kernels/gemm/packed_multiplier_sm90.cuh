@@ -15,7 +15,6 @@ class Multiplier {
   using T = typename S::Element;
   using Code = typename S::Code;
   using Words = uint4[S::kOfBytes ? 2 : Code::kPlanes];  // of a unit
-  static constexpr int kUnits = S::kTight ? 1 : 2;       // that are decoded
   static constexpr int kSums = S::kTokens / 2;           // of a lane
   static constexpr int kPairs = (S::kTokens + 8) / 16;   // of eight tokens
 
@@ -82,7 +81,7 @@ class Multiplier {
     if (range.begin == range.end) return;
     Turn turn;
     turn.advance(part % S::kParts, p_.stages);
-    if constexpr (!S::kFew && !S::kTight) {
+    if constexpr (!S::kFew) {
       wait_full(turn);
       decode<kSteps>(a_[0], ring_.at(turn), 0);
       if constexpr (kSteps == 8) multiply<0, 4>(a_[0], ring_.at(turn), true);
@@ -93,14 +92,10 @@ class Multiplier {
       turn.advance(S::kParts, p_.stages);
       if (i + 1 == segment_end) end_segment();
     };
-    if constexpr (S::kFew || S::kTight) {
+    if constexpr (S::kFew) {
 #pragma unroll 1
       for (int i = range.begin; i < range.end; ++i) {
-        if constexpr (S::kTight) {
-          run_stage_by_units<kSteps>(turn);
-        } else {
-          run_stage_at_once<kSteps>(turn);
-        }
+        run_stage_at_once<kSteps>(turn);
         end_stage(i);
       }
     } else {
@@ -160,32 +155,6 @@ class Multiplier {
       if (anew) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
       const int half = S::kTokens == 8 ? j % 2 : t % 2;
       mma_16x8x16<T>(sum, a, x[t / 2][2 * half], x[t / 2][2 * half + 1]);
-    }
-  }
-
-  template <int kSteps>
-  __device__ __forceinline__ void run_stage_by_units(const Turn& turn) {
-    const uint32_t stage = ring_.at(turn);
-    wait_full(turn);
-#pragma unroll
-    for (int unit = 0; unit < 2; ++unit) {
-      decode<kSteps>(a_[0], stage, unit);
-      if constexpr (kSteps == 8) {
-        multiply<0, 4>(a_[0], stage + unit * S::kXBytes, unit == 0);
-        wgmma_wait<0>();
-        if (unit == 0) continue;
-        wait_ready(turn);
-        add_scaled(scales(stage, 0));
-      } else {
-#pragma unroll
-        for (int item = unit * 4 / kSteps; item < (unit + 1) * 4 / kSteps; ++item) {
-          multiply_item<kSteps>(stage, item);
-          if (item == 0) wait_ready(turn);
-          const float2 scale = scales(stage, item);
-          wgmma_wait<0>();
-          add_scaled(scale);
-        }
-      }
     }
   }
 
@@ -307,22 +276,22 @@ class Multiplier {
     const int step = item * kSteps, unit = step / 4;
     const uint32_t x = stage + unit * S::kXBytes;
     if constexpr (kSteps == 4) {
-      multiply<0, 4>(a_[unit % kUnits], x, true);
+      multiply<0, 4>(a_[unit], x, true);
     } else if constexpr (kSteps == 2) {
       if (step % 4 == 0) {
-        multiply<0, 2>(a_[unit % kUnits], x, true);
+        multiply<0, 2>(a_[unit], x, true);
       } else {
-        multiply<2, 2>(a_[unit % kUnits], x, true);
+        multiply<2, 2>(a_[unit], x, true);
       }
     } else {
       if (step % 4 == 0) {
-        multiply<0, 1>(a_[unit % kUnits], x, true);
+        multiply<0, 1>(a_[unit], x, true);
       } else if (step % 4 == 1) {
-        multiply<1, 1>(a_[unit % kUnits], x, true);
+        multiply<1, 1>(a_[unit], x, true);
       } else if (step % 4 == 2) {
-        multiply<2, 1>(a_[unit % kUnits], x, true);
+        multiply<2, 1>(a_[unit], x, true);
       } else {
-        multiply<3, 1>(a_[unit % kUnits], x, true);
+        multiply<3, 1>(a_[unit], x, true);
       }
     }
   }
@@ -440,7 +409,7 @@ class Multiplier {
   uint32_t codes_at_, selector_, x_at_, factors_at_;
   float global_;
   float sum_[kSums];
-  uint32_t a_[kUnits][4][4], minima_[2][4] = {};
+  uint32_t a_[2][4][4], minima_[2][4] = {};
 };
 
 #endif

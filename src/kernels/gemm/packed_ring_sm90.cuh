@@ -26,8 +26,7 @@ constexpr int kAlignment = 1024, kStatic = 3072;          // barriers, rows and 
 enum class Minima { kNone, kSubtracted, kAdded, kScaled, kFolded };
 
 // kParts: of the columns, which eight warps each multiply.  Of few tokens: two, or one and two blocks on an SM, where there are
-// blocks for all of them, so that one begins and ends while the other multiplies.  Two of 64 tokens have few registers each, so that a
-// unit is decoded when the one before it is multiplied: other warps multiply then.
+// blocks for all of them, so that one begins and ends while the other multiplies.
 template <class T, CodeKind kKind_, int kTokens_, Minima kMinima, int kParts_>
 struct Shape {
   using Element = T;
@@ -36,12 +35,10 @@ struct Shape {
   static constexpr int kTokens = kTokens_;
   static constexpr bool kFew = kTokens <= kMostFew;
   static constexpr int kParts = kParts_, kBlocks = kFew && kParts == 1 ? 2 : 1;  // of an SM
-  static constexpr bool kTight = !kFew && kParts == 2;                           // x comes by the tensor map alone
-  using Roomy = Shape<T, kKind_, kTokens_, kMinima, 1>;
   static constexpr int kMultipliers = 256 * kParts;
   static constexpr int kPreparers = kTokens <= 16 && kParts == 2 ? 7 : 3;  // warps
   // Warps that copy rows of x one by one; of few tokens, preparers do.
-  static constexpr int kGatherers = kFew || kTight ? 0 : 4;
+  static constexpr int kGatherers = kFew ? 0 : 4;
   static constexpr int kThreads = kMultipliers + 32 * (1 + kPreparers + kGatherers);
   static constexpr int kCopiers = kGatherers == 0 ? 32 : 32 * kGatherers;  // threads that copy them for a stage
   static constexpr int kXBytes = kTokens * kUnit * 2;                      // of a unit
