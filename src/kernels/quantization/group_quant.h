@@ -86,15 +86,10 @@ struct GroupQuantArgs {
     return low;
   }
   PYKV_INLINE ScaleRow scale_row_of(int64_t row, int expert, const Reporter& report) const {
-    const int64_t first = of_experts.first[expert];
+    const int64_t first = of_experts.first[expert], within = minus(row, first);
     const int64_t size =
         of_experts.sizes ? of_experts.sizes[int64_t{3} * expert] : minus(of_experts.first[expert + 1], first);
-    return scale_row_of(row, expert, first, size, of_experts.scales_first[expert], report);
-  }
-  // Of an expert whose first row, size and first row of scales are known.
-  PYKV_INLINE ScaleRow scale_row_of(int64_t row, int expert, int64_t first, int64_t size, int64_t scales_first,
-                                    const Reporter& report) const {
-    const int64_t within = minus(row, first), at = minus(scales_first, minus(0, within));
+    const int64_t at = minus(of_experts.scales_first[expert], minus(0, within));
     const bool has = within >= 0 && within < size, there = has && at >= 0 && at < of_experts.scale_rows;
     if (has && !there) report(at, of_experts.scale_rows);
     return {at, expert, within == size - 1, there};

@@ -11,7 +11,6 @@
 #pragma once
 
 #include "cuda/approximate.cuh"
-#include "cuda/cp_async.cuh"
 #include "quantization/group_sources.cuh"
 
 namespace pykv {
@@ -92,9 +91,8 @@ __device__ uint2 nibbles_by_power_of_two(const Pack<T> (&y)[2], float factor, fl
 // ScaleRule of e4m3 scales, for finite numbers below a global scale that leaves no product outside the range of normal ones.
 class Nvfp4Rule {
  public:
-  __device__ explicit Nvfp4Rule(float global) : Nvfp4Rule(global, 1.0f / fabsf(global)) {}
-  __device__ Nvfp4Rule(float global, float inverse)  // of the magnitude
-      : magnitude_(fabsf(global)), inverse_(inverse), sign_(global < 0.0f ? 0x80u : 0u) {}
+  __device__ explicit Nvfp4Rule(float global)
+      : magnitude_(fabsf(global)), inverse_(1.0f / magnitude_), sign_(global < 0.0f ? 0x80u : 0u) {}
   __device__ bool holds() const { return magnitude_ > 0x1p-80f && magnitude_ < 0x1p80f; }
   __device__ GroupScale operator()(float most, float inverse_target = 1.0f / 6.0f) const {
     const uint32_t code = e4m3_of_magnitude(magnitude_ * (most * inverse_target));
@@ -199,68 +197,10 @@ __device__ inline void clear_behind_last(const GroupQuantArgs& args, bool last, 
 
 // What a block finds once for each of its rows of experts.
 struct ExpertRow {
-  int64_t row;      // among the scales
-  uint8_t* scales;  // the first one
-  float global, inverse;
+  int64_t row;    // among the scales
+  int64_t scale;  // of these the first one's distance in bytes
+  float global;
   bool there, last;
-};
-
-// What is known of experts, in shared memory.  It is asked for before the numbers, all of it at once: loads one after another, each
-// behind numbers that are under way, took 2 us of 15 at 4096 tokens.
-class KnownExperts {
- public:
-  static constexpr int kMost = 128;
-
-  // By the lanes of a warp; find() is for those after wait().
-  __device__ void ask(const GroupQuantArgs& args, int lane) {
-    const ExpertRows& experts = args.of_experts;
-    ask(first_, experts.first, experts.experts + (experts.sizes ? 0 : 1), lane);
-    ask(scales_first_, experts.scales_first, experts.experts, lane);
-    for (int i = lane; i < experts.experts; i += 32) {
-      if (experts.sizes) copy_async<4>(sizes_ + i, experts.sizes + 3 * i);
-      if (args.globals) copy_async<4>(globals_ + i, args.globals + i);
-    }
-  }
-  __device__ static void wait() {
-    cp_async_commit();
-    cp_async_wait<0>();
-    __syncwarp();
-  }
-  // As GroupQuantArgs::scale_row_of.
-  __device__ ScaleRow find(const GroupQuantArgs& args, int64_t row, const Reporter& report) const {
-    const ExpertRows& experts = args.of_experts;
-    int low = 0, high = experts.experts;
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (id(first_, experts.first, middle) <= row ? low : high) = middle;
-    }
-    const int64_t first = id(first_, experts.first, low);
-    const int64_t size = experts.sizes ? sizes_[low] : GroupQuantArgs::minus(id(first_, experts.first, low + 1), first);
-    return args.scale_row_of(row, low, first, size, id(scales_first_, experts.scales_first, low), report);
-  }
-  __device__ float global(int expert) const { return globals_[expert]; }
-
- private:
-  template <int kBytes>
-  __device__ static void copy_async(void* to, const void* from) {
-    cp_async_small<kBytes>(shared_address(to), from, true);
-  }
-  __device__ static void ask(int64_t* to, const Index& index, int count, int lane) {
-    for (int i = lane; i < count; i += 32) {
-      if (index.is_int64) {
-        copy_async<8>(to + i, static_cast<const int64_t*>(index.data) + i * index.stride);
-      } else {
-        copy_async<4>(to + i, static_cast<const int32_t*>(index.data) + i * index.stride);
-      }
-    }
-  }
-  __device__ static int64_t id(const int64_t* from, const Index& index, int i) {
-    return index.is_int64 ? from[i] : *reinterpret_cast<const int32_t*>(from + i);
-  }
-
-  int64_t first_[kMost + 1], scales_first_[kMost];
-  int32_t sizes_[kMost];
-  float globals_[kMost];
 };
 
 // kExperts: rows may be those of experts.  Then all warps of a block have the same rows, and the first threads look them up while
@@ -273,7 +213,6 @@ __global__ __launch_bounds__(kMostThreads, kMinBlocks) void block_kernel(const _
   constexpr int kSize = kPackSize<T>, kCount = kLanePacks<T>, kGroups = kScale == QuantScale::kE4M3 ? 2 : 1;
   constexpr int kBytes = kCodes == QuantCode::kE2M1 ? kUnit / 2 : kUnit;
   __shared__ ExpertRow expert_rows[kExperts ? 8 * kRows : 1];
-  __shared__ std::conditional_t<kExperts, KnownExperts, int> known;
   const uint32_t n = blockIdx.x * blockDim.x + threadIdx.x;
   const bool there = n < plan.total;
   const BlockPlace at = place_of<kRows, kGroups>(args, plan, there ? n : 0);
@@ -299,9 +238,6 @@ __global__ __launch_bounds__(kMostThreads, kMinBlocks) void block_kernel(const _
   }
   begin_dependent();
 
-  const bool looks_up = of_experts && threadIdx.x < 32;
-  if constexpr (kExperts)
-    if (looks_up && args.of_experts.experts <= KnownExperts::kMost) known.ask(args, threadIdx.x);
   const Source source(args);
   typename Source::Raw raw[kRows][2][kCount];
 #pragma unroll
@@ -309,26 +245,18 @@ __global__ __launch_bounds__(kMostThreads, kMinBlocks) void block_kernel(const _
 #pragma unroll
     for (int k = 0; k < 2 * kCount; ++k) raw[i][k / kCount][k % kCount] = Source::load(rows[i] + k * kSize, args.width);
   float global = 1.0f;
-  bool any_last = false;
-  if constexpr (kExperts) {
-    if (looks_up) {
-      const bool are_known = args.of_experts.experts <= KnownExperts::kMost;
-      if (are_known) KnownExperts::wait();
-      if (threadIdx.x < 8 * kRows) {
-        const uint32_t m = threadIdx.x % 8, i = threadIdx.x / 8;
-        const uint32_t row = min(at.row - row_of_octet(threadIdx.x / 4) + row_of_octet(m) + i * plan.row_step, last);
-        const ScaleRow found = are_known ? known.find(args, row, report) : args.scale_row_of(row, report);
-        const float of = kGroups == 1 ? 1.0f : are_known ? known.global(found.expert) : args.globals[found.expert];
-        any_last = found.there && found.last;
-        expert_rows[threadIdx.x] = {
-            found.row,   static_cast<uint8_t*>(args.scales) + swizzled_place(found.row, 0, args.tiles, 7),
-            of,          1.0f / fabsf(of),
-            found.there, found.last};
-      }
+  if (of_experts) {
+    if (threadIdx.x < 8 * kRows) {
+      const uint32_t m = threadIdx.x % 8, i = threadIdx.x / 8;
+      const uint32_t row = min(at.row - row_of_octet(threadIdx.x / 4) + row_of_octet(m) + i * plan.row_step, last);
+      const ScaleRow found = args.scale_row_of(row, report);
+      expert_rows[threadIdx.x] = {found.row, swizzled_place(found.row, 0, args.tiles, 7),
+                                  kGroups == 2 ? args.globals[found.expert] : 1.0f, found.there, found.last};
     }
-    if (of_experts) any_last = __syncthreads_or(any_last);
+    __syncthreads();
+  } else if (kGroups == 2) {
+    global = float{args.given};
   }
-  if (!of_experts && kGroups == 2) global = float{args.given};
   Nvfp4Rule rule(global);
   uint8_t* to = static_cast<uint8_t*>(args.out) + (at.row * args.out_rows.stride0 + at.unit * kBytes);
   uint8_t* scales = static_cast<uint8_t*>(args.scales) + at.scale;
@@ -340,12 +268,12 @@ __global__ __launch_bounds__(kMostThreads, kMinBlocks) void block_kernel(const _
       const ExpertRow& mine = expert_rows[i * 8 + threadIdx.x / 4 % 8];
       if (kGroups == 2) {
         global = mine.global;
-        rule = Nvfp4Rule(global, mine.inverse);
+        rule = Nvfp4Rule(global);
       }
       real &= mine.there;
       scaled &= mine.there && row <= last;
-      scales = mine.scales + (at.group / 4 * 512 + at.group % 4);
-      if (any_last) clear_behind_last(args, scaled && mine.last, mine.row, at.group);
+      scales = static_cast<uint8_t*>(args.scales) + (mine.scale + at.group / 4 * 512 + at.group % 4);
+      clear_behind_last(args, scaled && mine.last, mine.row, at.group);
     }
     Vec<uint8_t, 16> codes[kBytes / 16];
     GroupScale scale[2] = {};
