@@ -113,13 +113,15 @@ class RowSampler {
   __device__ __noinline__ bool draw_from_list(Drawn& drawn) {
     using Candidates = TopKCandidates<T, kAdjusted ? 1 : 4>;
     const int thread = threadIdx.x, k = r_.k;
-    int n = Candidates::find(slice_, k, team_.exchange(), entries_, room_, memory_.select,
+    constexpr float kLeastFinite = -0x1.fffffep127f;
+    int n = Candidates::find(slice_, k, kLeastFinite, team_.exchange(), entries_, room_, memory_.select,
                              [&](float x, int column) { return value(x, column); });
     if (team_.rank() != 0) return false;
+    if (n == 0) return true;  // nothing but -infinity
     n = first_entries(entries_, n, k, memory_.select);
     drawn.largest = logit_of_key(key_of(entries_[0]));
-    if (key_of(entries_[0]) == kKeyOfNan || drawn.largest == -INFINITY) {
-      drawn.entry = drawn.largest == -INFINITY ? 0 : entries_[0];
+    if (key_of(entries_[0]) == kKeyOfNan) {
+      drawn.entry = entries_[0];
       return true;
     }
     // One for each thread, or two neighbours.
