@@ -373,6 +373,22 @@ def test_a_packed_weight_can_be_saved(array, tmp_path):
     np.testing.assert_array_equal(multiply(array, again, x), multiply(array, w, x))
 
 
+@dtypes
+@pytest.mark.parametrize("rows", [1, 40, 300])
+def test_columns_of_a_damaged_file_lead_nowhere(array, dtype, rows):
+    w, _ = SOURCES["gptq with act-order"]()
+    x = random((rows, 256), dtype)
+    outs = []
+    for outside in (-1, -7, 256, 2**31 - 1, -(2**31)):
+        data = w.data.copy()
+        columns = data[-4 * 256 :].view(np.int32)
+        assert sorted(columns) == list(range(256))
+        columns[::5] = outside
+        outs.append(multiply(array, PackedWeight(data, w.format), x).view("u2"))
+    for out in outs[1:]:
+        np.testing.assert_array_equal(out, outs[0])
+
+
 def test_a_plain_weight_takes_no_more_bytes_than_its_codes_and_scales():
     w, _ = awq(4096, 1024)
     groups = 4096 * 1024 // 128
