@@ -44,8 +44,10 @@ __device__ void fill(const Problem& p, const Ring& ring, uint32_t row_tile, uint
   const int first_token = static_cast<int>(token_tile) * S::kTokens;
   const uint32_t bytes = kCodeBytes + (p.gathers ? 0 : 2 * S::kXBytes);
   [[maybe_unused]] const auto factors = [&] {
-    if constexpr (S::kFolds) return FactorCopies(p, row_tile, shift);
-    else return 0;
+    if constexpr (S::kFolds)
+      return FactorCopies(p, row_tile, shift);
+    else
+      return 0;
   }();
   for_stages<S>(p, split, [&](int i, const Turn& turn) {
     const uint32_t stage = ring.at(turn), full = ring.full + turn.stage * 8;

@@ -228,10 +228,12 @@ class Multiplier {
       // Lanes of a row share the work: two have scales of the two groups, two minima.
       const int lane = threadIdx.x % 32, c = lane % 4;
       const uint32_t at = stage + S::kScalesAt + warp_ / 2 * 128 + (unit * 2 + c % 2) * 32 + place();
-      const uint32_t own = folded(stage).pair(load_shared_2(at), load_shared_2(at + S::kMinimaAt - S::kScalesAt), c >= 2);
+      const uint32_t own =
+          folded(stage).pair(load_shared_2(at), load_shared_2(at + S::kMinimaAt - S::kScalesAt), c >= 2);
 #pragma unroll
       for (int group = 0; group < 2; ++group) {
-        const uint32_t s = __shfl_sync(~0u, own, (lane & 28) | group), m = __shfl_sync(~0u, own, (lane & 28) | 2 | group);
+        const uint32_t s = __shfl_sync(~0u, own, (lane & 28) | group),
+                       m = __shfl_sync(~0u, own, (lane & 28) | 2 | group);
 #pragma unroll
         for (int j = 2 * group; j < 2 * group + 2; ++j) Code::fragment_folded(a[j], words, j, s, m);
       }

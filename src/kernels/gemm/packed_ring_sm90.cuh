@@ -47,7 +47,8 @@ struct Shape {
   // Multiplying warps read factors as they are stored, of 128 rows and the four groups of a stage: scales and minima
   // [band][group][32], and those of 256 columns [band][32].
   static constexpr bool kFolds = kMinima == Minima::kFolded;
-  static constexpr int kMinimaAt = kScalesAt + 4 * kRows, kSupersAt = kMinimaAt + 4 * kRows, kLowsAt = kSupersAt + 2 * kRows;
+  static constexpr int kMinimaAt = kScalesAt + 4 * kRows, kSupersAt = kMinimaAt + 4 * kRows,
+                       kLowsAt = kSupersAt + 2 * kRows;
   static constexpr bool kScalesCodes = kMinima == Minima::kScaled || kFolds,
                         kHasTable = kKind == CodeKind::kTable16 && !kScalesCodes;
   static constexpr bool kMaySplit = kTokens <= 64;
