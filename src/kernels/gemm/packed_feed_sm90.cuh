@@ -245,7 +245,7 @@ class Preparer {
         fence_async_proxy();  // wgmma reads them
       }
       __syncwarp();
-      if (lane_ == 0) mbarrier_arrive(ring_.ready + turn.stage * 8);
+      if (lane_ == 0) mbarrier_arrive((S::kJoined ? ring_.full : ring_.ready) + turn.stage * 8);
     });
   }
 

@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (int i = 0; i < p.stages; ++i) {
-      mbarrier_init(ring.full + i * 8, 1 + (p.gathers ? S::kCopiers : 0) + (S::kFolds ? 32 : 0));
+      mbarrier_init(ring.full + i * 8, 1 + (p.gathers ? S::kCopiers : 0) + (S::kFolds ? 32 : 0) + S::kJoined);
       mbarrier_init(ring.ready + i * 8, 1);
       mbarrier_init(ring.empty + i * 8, 8);  // warps of a part
     }
@@ -292,7 +292,7 @@ void launch_tokens(const PackedGemmArgs& args, const Launch& launch) {
     const int splits = kTokens <= 64 && count * 2 <= sms ? 2 : 1;
     if constexpr (kTokens <= kMostFew)
       if (count < sms) return launch_shape<Shape<T, kKind, kTokens, kMinima, 2>>(args, launch, splits);
-    if constexpr (kTokens == 64 && kMinima != Minima::kAdded)
+    if constexpr (kTokens == 64 && (kMinima == Minima::kNone || kMinima == Minima::kSubtracted))
       return launch_shape<Shape<T, kKind, kTokens, kMinima, 2>>(args, launch, splits);
     launch_shape<Shape<T, kKind, kTokens, kMinima, 1>>(args, launch, splits);
   };

@@ -236,7 +236,7 @@ class Multiplier {
     if (S::kSubtracts || (S::kScalesCodes && !S::kFolds)) wait_ready(turn);
   }
   __device__ void wait_ready(const Turn& turn) const {
-    if constexpr (!S::kFolds) mbarrier_wait(ring_.ready + turn.stage * 8, turn.parity);
+    if constexpr (!S::kFolds && !S::kJoined) mbarrier_wait(ring_.ready + turn.stage * 8, turn.parity);
   }
 
   // Codes of a unit to fragments of its four steps.

@@ -55,6 +55,8 @@ struct Shape {
                        kLowsAt = kSupersAt + 2 * kRows;
   static constexpr bool kScalesCodes = kMinima == Minima::kScaled || kFolds,
                         kHasTable = kKind == CodeKind::kTable16 && !kScalesCodes;
+  // Whoever waits for codes waits for factors too: one barrier tells of both.
+  static constexpr bool kJoined = kMinima == Minima::kNone || kSubtracts;
   static constexpr bool kOfBytes = kKind == CodeKind::kUint4 && !kFolds;  // CodesOfBytes
   static constexpr bool kMaySplit = kTokens <= 64;
   static constexpr int kSumsBytes = kTokens * 32;  // of x, over four groups
