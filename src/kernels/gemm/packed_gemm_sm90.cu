@@ -135,12 +135,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
       if constexpr (S::kGatherers != 0) give_registers<48>();
       if (p.gathers) gather<S>(p, ring, threadIdx.x % 128, token_tile, split, shift);
     } else {
-      if constexpr (S::kGatherers != 0) give_registers<64>();
+      if constexpr (!S::kFew) give_registers<64>();
       if (own < 0) {
         if (S::kFolds || threadIdx.x % 32 == 0) fill<S>(p, ring, row_tile, token_tile, split, weight, shift);
       } else if constexpr (!S::kFolds) {
         Preparer<S>(p, ring, row_tile, token_tile, own, shift).run(split);
-      } else if constexpr (S::kGatherers == 0) {
+      } else if constexpr (S::kFew) {
         if (p.gathers) gather_by_turns<S>(p, ring, own, token_tile, split, shift);
       }
     }
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
       cluster_wait();
     }
   } else {
-    if constexpr (!S::kFew) take_registers<200>();
+    if constexpr (!S::kFew) take_registers<S::kTight ? 104 : 200>();
     {
       Multiplier<S> multiplier(p, ring, table, shift);
       multiplier.run(S::kParts == 1 ? split : split * S::kParts + warp / 8);
@@ -214,10 +214,12 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   };
   const int64_t x_stride = map.rows || args.num_rows > 1 ? args.x_stride : (w.k + 7) / 8 * 8;
   const int segments = segments_of(w, row_tiles, num_sms(launch.device));
-  if (splits > segments / S::kParts) splits = segments / S::kParts;
   CUtensorMap x_map{};
   const bool gathers = map.rows || w.columns || args.x_step != 1 || w.k == 0 || !aligned(args.x, x_stride, 8) ||
                        !make_tensor_map(x_map, args.x, {w.k * 2, args.num_rows}, {x_stride * 2}, {S::kTokens});
+  if constexpr (S::kTight)
+    if (gathers || splits * 2 != segments) return launch_shape<typename S::Roomy>(args, launch, splits);
+  if (splits > segments / S::kParts) splits = segments / S::kParts;
   CUtensorMap codes{};
   if (w.padded_k > 0 && !make_codes_map<S>(codes, args)) fail(PYKV_RUNTIME_ERROR, "packed_gemm: no tensor map");
   Problem p{.x = x_map,
@@ -290,6 +292,8 @@ void launch_tokens(const PackedGemmArgs& args, const Launch& launch) {
     const int splits = kTokens <= 64 && count * 2 <= sms ? 2 : 1;
     if constexpr (kTokens <= kMostFew)
       if (count < sms) return launch_shape<Shape<T, kKind, kTokens, kMinima, 2>>(args, launch, splits);
+    if constexpr (kTokens == 64 && kMinima != Minima::kAdded)
+      return launch_shape<Shape<T, kKind, kTokens, kMinima, 2>>(args, launch, splits);
     launch_shape<Shape<T, kKind, kTokens, kMinima, 1>>(args, launch, splits);
   };
   if (tokens <= 8) return run.template operator()<8>();

@@ -14,8 +14,10 @@ template <class S>
 class Multiplier {
   using T = typename S::Element;
   using Code = typename S::Code;
-  static constexpr int kSums = S::kTokens / 2;          // of a lane
-  static constexpr int kPairs = (S::kTokens + 8) / 16;  // of eight tokens
+  using Words = uint4[S::kOfBytes ? 2 : Code::kPlanes];  // of a unit
+  static constexpr int kUnits = S::kTight ? 1 : 2;       // that are decoded
+  static constexpr int kSums = S::kTokens / 2;           // of a lane
+  static constexpr int kPairs = (S::kTokens + 8) / 16;   // of eight tokens
 
  public:
   float total[kSums] = {};  // over a segment; in the end over all, where one block has all
@@ -28,7 +30,7 @@ class Multiplier {
     const int lane = threadIdx.x % 32, c = lane % 4;
     constexpr bool kOctets = Code::kPlanes == 2;
     codes_at_ = S::kCodesAt + warp_ * S::kBlockBytes + (8 * (c / 2) + lane / 4) * 16 + (kOctets ? c % 2 * 512 : 0);
-    selector_ = c % 2 == 0 ? 0x6240 : 0x7351;
+    selector_ = S::kOfBytes ? (c % 2 == 0 ? 0x4240 : 0x4341) : c % 2 == 0 ? 0x6240 : 0x7351;
     x_at_ = S::kTokens == 8 ? lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16
                             : (lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
     factors_at_ = (warp_ / 2 * 32 + lane / 4 * 4 + warp_ % 2 * 2) * 4;
@@ -80,7 +82,7 @@ class Multiplier {
     if (range.begin == range.end) return;
     Turn turn;
     turn.advance(part % S::kParts, p_.stages);
-    if constexpr (!S::kFew) {
+    if constexpr (!S::kFew && !S::kTight) {
       wait_full(turn);
       decode<kSteps>(a_[0], ring_.at(turn), 0);
       if constexpr (kSteps == 8) multiply<0, 4>(a_[0], ring_.at(turn), true);
@@ -91,10 +93,14 @@ class Multiplier {
       turn.advance(S::kParts, p_.stages);
       if (i + 1 == segment_end) end_segment();
     };
-    if constexpr (S::kFew) {
+    if constexpr (S::kFew || S::kTight) {
 #pragma unroll 1
       for (int i = range.begin; i < range.end; ++i) {
-        run_stage_at_once<kSteps>(turn);
+        if constexpr (S::kTight) {
+          run_stage_by_units<kSteps>(turn);
+        } else {
+          run_stage_at_once<kSteps>(turn);
+        }
         end_stage(i);
       }
     } else {
@@ -113,7 +119,7 @@ class Multiplier {
     const uint32_t stage = ring_.at(turn);
     constexpr bool kAhead = S::kTokens == 8;  // x of a unit is loaded before any is wanted
     wait_full(turn);
-    uint4 words[2][Code::kPlanes];
+    Words words[2];
     load_codes(words[0], stage, 0);
     load_codes(words[1], stage, 1);
 #pragma unroll
@@ -154,6 +160,32 @@ class Multiplier {
       if (anew) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
       const int half = S::kTokens == 8 ? j % 2 : t % 2;
       mma_16x8x16<T>(sum, a, x[t / 2][2 * half], x[t / 2][2 * half + 1]);
+    }
+  }
+
+  template <int kSteps>
+  __device__ __forceinline__ void run_stage_by_units(const Turn& turn) {
+    const uint32_t stage = ring_.at(turn);
+    wait_full(turn);
+#pragma unroll
+    for (int unit = 0; unit < 2; ++unit) {
+      decode<kSteps>(a_[0], stage, unit);
+      if constexpr (kSteps == 8) {
+        multiply<0, 4>(a_[0], stage + unit * S::kXBytes, unit == 0);
+        wgmma_wait<0>();
+        if (unit == 0) continue;
+        wait_ready(turn);
+        add_scaled(scales(stage, 0));
+      } else {
+#pragma unroll
+        for (int item = unit * 4 / kSteps; item < (unit + 1) * 4 / kSteps; ++item) {
+          multiply_item<kSteps>(stage, item);
+          if (item == 0) wait_ready(turn);
+          const float2 scale = scales(stage, item);
+          wgmma_wait<0>();
+          add_scaled(scale);
+        }
+      }
     }
   }
 
@@ -210,19 +242,27 @@ class Multiplier {
   // Codes of a unit to fragments of its four steps.
   template <int kSteps>
   __device__ void decode(uint32_t (&a)[4][4], uint32_t stage, int unit) const {
-    uint4 words[Code::kPlanes];
+    Words words;
     load_codes(words, stage, unit);
     decode<kSteps>(a, words, stage, unit);
   }
   template <int kSteps>
-  __device__ void decode(uint32_t (&a)[4][4], const uint4 (&words)[Code::kPlanes], uint32_t stage, int unit) const {
-    if constexpr (S::kSubtracts) {
+  __device__ void decode(uint32_t (&a)[4][4], const Words& words, uint32_t stage, int unit) const {
+    if constexpr (S::kOfBytes) {
       uint2 zeros;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (j % kSteps == 0)
+        if (S::kSubtracts && j % kSteps == 0)
           zeros = load_shared_8(stage + p_.minima_at + (unit * 4 + j) / kSteps * kRows * 4 + factors_at_);
-        Code::fragment_less(a[j], words, j, {zeros.x, zeros.y});
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const uint32_t bytes = __byte_perm(reinterpret_cast<const uint32_t (&)[4]>(words[h])[j], 0, selector_);
+          if constexpr (S::kSubtracts) {
+            CodesOfBytes<T>::fragment_less(a[j][2 * h], a[j][2 * h + 1], bytes, {zeros.x, zeros.y});
+          } else {
+            CodesOfBytes<T>::fragment(a[j][2 * h], a[j][2 * h + 1], bytes);
+          }
+        }
       }
     } else if constexpr (S::kFolds) {
       // Lanes of a row share the work: two have scales of the two groups, two minima.
@@ -250,9 +290,9 @@ class Multiplier {
     }
   }
 
-  __device__ void load_codes(uint4 (&words)[Code::kPlanes], uint32_t stage, int unit) const {
+  __device__ void load_codes(Words& words, uint32_t stage, int unit) const {
     const uint32_t at = stage + codes_at_ + unit * Code::kPlanes * 512;
-    if constexpr (Code::kPlanes == 2) {
+    if constexpr (S::kOfBytes || Code::kPlanes == 2) {
       words[0] = load_shared_16(at);
       words[1] = load_shared_16(at + 256);
     } else {
@@ -267,22 +307,22 @@ class Multiplier {
     const int step = item * kSteps, unit = step / 4;
     const uint32_t x = stage + unit * S::kXBytes;
     if constexpr (kSteps == 4) {
-      multiply<0, 4>(a_[unit], x, true);
+      multiply<0, 4>(a_[unit % kUnits], x, true);
     } else if constexpr (kSteps == 2) {
       if (step % 4 == 0) {
-        multiply<0, 2>(a_[unit], x, true);
+        multiply<0, 2>(a_[unit % kUnits], x, true);
       } else {
-        multiply<2, 2>(a_[unit], x, true);
+        multiply<2, 2>(a_[unit % kUnits], x, true);
       }
     } else {
       if (step % 4 == 0) {
-        multiply<0, 1>(a_[unit], x, true);
+        multiply<0, 1>(a_[unit % kUnits], x, true);
       } else if (step % 4 == 1) {
-        multiply<1, 1>(a_[unit], x, true);
+        multiply<1, 1>(a_[unit % kUnits], x, true);
       } else if (step % 4 == 2) {
-        multiply<2, 1>(a_[unit], x, true);
+        multiply<2, 1>(a_[unit % kUnits], x, true);
       } else {
-        multiply<3, 1>(a_[unit], x, true);
+        multiply<3, 1>(a_[unit % kUnits], x, true);
       }
     }
   }
@@ -400,7 +440,7 @@ class Multiplier {
   uint32_t codes_at_, selector_, x_at_, factors_at_;
   float global_;
   float sum_[kSums];
-  uint32_t a_[2][4][4], minima_[2][4] = {};
+  uint32_t a_[kUnits][4][4], minima_[2][4] = {};
 };
 
 #endif

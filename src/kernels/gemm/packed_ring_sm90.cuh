@@ -26,7 +26,8 @@ constexpr int kAlignment = 1024, kStatic = 3072;          // barriers, rows and 
 enum class Minima { kNone, kSubtracted, kAdded, kScaled, kFolded };
 
 // kParts: of the columns, which eight warps each multiply.  Of few tokens: two, or one and two blocks on an SM, where there are
-// blocks for all of them, so that one begins and ends while the other multiplies.
+// blocks for all of them, so that one begins and ends while the other multiplies.  Two of 64 tokens have few registers each, so that a
+// unit is decoded when the one before it is multiplied: other warps multiply then.
 template <class T, CodeKind kKind_, int kTokens_, Minima kMinima, int kParts_>
 struct Shape {
   using Element = T;
@@ -35,13 +36,16 @@ struct Shape {
   static constexpr int kTokens = kTokens_;
   static constexpr bool kFew = kTokens <= kMostFew;
   static constexpr int kParts = kParts_, kBlocks = kFew && kParts == 1 ? 2 : 1;  // of an SM
+  static constexpr bool kTight = !kFew && kParts == 2;                           // x comes by the tensor map alone
+  using Roomy = Shape<T, kKind_, kTokens_, kMinima, 1>;
   static constexpr int kMultipliers = 256 * kParts;
   static constexpr int kPreparers = kTokens <= 16 && kParts == 2 ? 7 : 3;  // warps
-  static constexpr int kGatherers = kFew ? 0 : 4;  // warps that copy rows of x one by one; of few tokens, preparers do
+  // Warps that copy rows of x one by one; of few tokens, preparers do.
+  static constexpr int kGatherers = kFew || kTight ? 0 : 4;
   static constexpr int kThreads = kMultipliers + 32 * (1 + kPreparers + kGatherers);
-  static constexpr int kCopiers = kFew ? 32 : 32 * kGatherers;  // threads that copy them for a stage
-  static constexpr int kXBytes = kTokens * kUnit * 2;           // of a unit
-  static constexpr int kBlockBytes = 2 * Code::kPlanes * 512;   // of 16 rows of the weight
+  static constexpr int kCopiers = kGatherers == 0 ? 32 : 32 * kGatherers;  // threads that copy them for a stage
+  static constexpr int kXBytes = kTokens * kUnit * 2;                      // of a unit
+  static constexpr int kBlockBytes = 2 * Code::kPlanes * 512;              // of 16 rows of the weight
   static constexpr int kCodesAt = 2 * kXBytes, kScalesAt = kCodesAt + kRows / 16 * kBlockBytes;
   static constexpr bool kSubtracts = kMinima == Minima::kSubtracted, kAdds = kMinima == Minima::kAdded;
   // Multiplying warps read factors as they are stored, of 128 rows and the four groups of a stage: scales and minima
@@ -51,6 +55,7 @@ struct Shape {
                        kLowsAt = kSupersAt + 2 * kRows;
   static constexpr bool kScalesCodes = kMinima == Minima::kScaled || kFolds,
                         kHasTable = kKind == CodeKind::kTable16 && !kScalesCodes;
+  static constexpr bool kOfBytes = kKind == CodeKind::kUint4 && !kFolds;  // CodesOfBytes
   static constexpr bool kMaySplit = kTokens <= 64;
   static constexpr int kSumsBytes = kTokens * 32;  // of x, over four groups
   static constexpr int kSumBytes = kTokens * kPitch * 4;
