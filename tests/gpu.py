@@ -43,9 +43,9 @@ LOGS = ROOT / "build" / "gpu"
 WITHOUT_GPU = {"abi", "fuzz", "hints"}
 BESIDES = {"interop": ["test_dispatch.py"]}  # folder -> what is tested with it
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Kernels in which one lane arrives at an mbarrier for its warp, after __syncwarp: racecheck does not follow that, and reports
-# what is in order (docs/log/packed_gemm.md).
-NOT_FOR_RACECHECK = ("packed_gemm_sm90_kernel",)
+# Kernels in which one lane arrives at an mbarrier for its warp, after __syncwarp.  racecheck does not follow that, and
+# reports what is in order (docs/log/packed_gemm.md).
+NOT_FOR_RACECHECK = ["packed_gemm_sm90_kernel"]
 OTHER = "other"  # tests without an array of some library
 # folder -> parts of its tests with each library, and of its other tests
 PARTS = {"attention": (6, 2), "cache": (2, 1), "norm": (2, 1), "paged_kv_cache": (1, 3), "interop": (1, 4)}

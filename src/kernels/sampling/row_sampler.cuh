@@ -110,16 +110,18 @@ class RowSampler {
   }
 
   // False in blocks whose part is done.
-  __device__ __noinline__ bool draw_from_list(Drawn& drawn) {
+  __device__ bool draw_from_list(Drawn& drawn) {
     using Candidates = TopKCandidates<T, kAdjusted ? 1 : 4>;
     const int thread = threadIdx.x, k = r_.k;
-    int n = Candidates::find(slice_, k, team_.exchange(), entries_, room_, memory_.select,
+    constexpr float kLeastFinite = -0x1.fffffep127f;
+    int n = Candidates::find(slice_, k, kLeastFinite, team_.exchange(), entries_, room_, memory_.select,
                              [&](float x, int column) { return value(x, column); });
     if (team_.rank() != 0) return false;
+    if (n == 0) return true;  // nothing but -infinity
     n = first_entries(entries_, n, k, memory_.select);
     drawn.largest = logit_of_key(key_of(entries_[0]));
-    if (key_of(entries_[0]) == kKeyOfNan || drawn.largest == -INFINITY) {
-      drawn.entry = drawn.largest == -INFINITY ? 0 : entries_[0];
+    if (key_of(entries_[0]) == kKeyOfNan) {
+      drawn.entry = entries_[0];
       return true;
     }
     // One for each thread, or two neighbours.
@@ -155,7 +157,7 @@ class RowSampler {
     return true;
   }
 
-  __device__ __noinline__ void draw_from_row(Drawn& drawn) {
+  __device__ void draw_from_row(Drawn& drawn) {
     const bool by_k = r_.k != args_.num_cols, by_top_p = r_.top_p < 1.0f, tries = by_top_p && !args_.logprobs;
     const auto own_value = [&](float x, int column) { return value(x, column); };
     Entry floor = 0;
@@ -218,7 +220,7 @@ class RowSampler {
   struct Masses {
     Mass all, before;
   };
-  __device__ __noinline__ Masses add_masses(Entry floor, float logit, int its_column, float largest) {
+  __device__ Masses add_masses(Entry floor, float logit, int its_column, float largest) {
     const float scale = r_.scale, next_smaller = next_below(logit);
     const EntryBound candidates(floor);
     Masses sums{0, 0};
@@ -280,8 +282,8 @@ class RowSampler {
     return team_.reduce(first, Larger());
   }
 
-  // What wins among those that are searched.  Not inlined: it wants all registers.
-  __device__ __noinline__ Entry best_of_row() {
+  // What wins among those that are searched.
+  __device__ Entry best_of_row() {
     constexpr int kGroup = TokenNoise::kGroup;
     const float least = search_.least_logit(), scale = r_.scale;
     Entry best = 0;
