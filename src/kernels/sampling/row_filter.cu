@@ -143,15 +143,15 @@ __global__ __launch_bounds__(kSelectThreads,
   }
 }
 
-// Softmax alone.  A block keeps its columns in shared memory, so that a row is read once; a thread has vectors of its own there.
+// Softmax alone.  A block keeps its columns in shared memory as floats, so that a row is read once and a share worked out once; a
+// thread has vectors of its own there.
 template <class T>
 __global__ __launch_bounds__(kSelectThreads, 2) void softmax_kernel(const __grid_constant__ RowFilterArgs args,
                                                                     int blocks,
                                                                     const __grid_constant__ Reporter reporter) {
-  extern __shared__ __align__(16) uint4 shared[];
+  extern __shared__ __align__(16) float4 kept[];
   __shared__ RowMemory memory;
   constexpr int kSize = kPackSize<T>;
-  Pack<T>* const kept = reinterpret_cast<Pack<T>*>(shared);
   const int64_t row = static_cast<int64_t>(blockIdx.x) / blocks;
   const int thread = threadIdx.x;
   RowTeam team(memory, static_cast<int>(blockIdx.x) % blocks, blocks);
@@ -162,6 +162,23 @@ __global__ __launch_bounds__(kSelectThreads, 2) void softmax_kernel(const __grid
   const FilterRow r = filter_row(args, row);
   const int vectors = (slice.end - slice.first_vector + kSize - 1) / kSize;
   const auto column_of = [&](int vector) { return slice.first_vector + vector * kSize; };
+  // Quarters of 16 bytes of neighbouring threads lie side by side.
+  const auto keep = [&](int vector, const Vec<float, kSize>& x) {
+#pragma unroll
+    for (int i = 0; i < kSize; i += 4) kept[i / 4 * vectors + vector] = {x[i], x[i + 1], x[i + 2], x[i + 3]};
+  };
+  const auto kept_at = [&](int vector) {
+    Vec<float, kSize> x;
+#pragma unroll
+    for (int i = 0; i < kSize; i += 4) {
+      const float4 four = kept[i / 4 * vectors + vector];
+      x[i] = four.x;
+      x[i + 1] = four.y;
+      x[i + 2] = four.z;
+      x[i + 3] = four.w;
+    }
+    return x;
+  };
 
   float own_largest = -INFINITY;
   constexpr int kAtOnce = 4;
@@ -172,7 +189,7 @@ __global__ __launch_bounds__(kSelectThreads, 2) void softmax_kernel(const __grid
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       own_largest = larger_or_nan(own_largest, largest_of<T>(raw[i]));
-      if (first + i * kSelectThreads < vectors) kept[first + i * kSelectThreads] = raw[i];
+      if (first + i * kSelectThreads < vectors) keep(first + i * kSelectThreads, to_floats(raw[i]));
     }
   }
   team.wait_for_blocks();
@@ -181,26 +198,24 @@ __global__ __launch_bounds__(kSelectThreads, 2) void softmax_kernel(const __grid
   const bool has_nan = key == kKeyOfNan, is_bad = has_nan || largest == -INFINITY;
   if (is_bad && team.rank() == 0 && thread == 0) reporter(row, has_nan ? kRowHasNan : kRowIsEmpty);
 
-  // Shares of the largest; where they fit, they take the place of logits.
-  constexpr bool kKeepsShares = sizeof(T) == 4;
   Mass own = 0;
 #pragma unroll 2
   for (int vector = thread; vector < vectors; vector += kSelectThreads) {
-    Vec<float, kSize> x = to_floats(kept[vector]);
+    Vec<float, kSize> x = kept_at(vector);
     MassSum sum;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) sum.add(x[i] = r.template share<false>(x[i], largest));
     own += sum.of(kSize);
-    if constexpr (kKeepsShares) kept[vector] = round_to<T>(x);
+    keep(vector, x);
   }
   const float total = static_cast<float>(team.reduce(own, Plus())) * 0x1p-40f;
 
   const float of_largest = is_bad ? __int_as_float(0x7fc00000) : 1.0f / total;
 #pragma unroll 2
   for (int vector = thread; vector < vectors; vector += kSelectThreads) {
-    Vec<float, kSize> x = to_floats(kept[vector]);
+    Vec<float, kSize> x = kept_at(vector);
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) x[i] = (kKeepsShares ? x[i] : r.template share<false>(x[i], largest)) * of_largest;
+    for (int i = 0; i < kSize; ++i) x[i] *= of_largest;
     if (args.out_dtype == DType::kFloat32) {
       store_results(static_cast<float*>(args.out) + row * args.out_stride, slice, column_of(vector), x);
     } else {
@@ -218,7 +233,8 @@ int blocks_for_softmax(const RowFilterArgs& args, const Launch& launch, int& sha
   if (!overlaps_kernels(launch.device)) return 0;
   const auto bytes_of = [&](int count) {
     const int64_t vectors = args.num_cols / kPackSize<T> + 2;
-    return static_cast<int>(std::min(((vectors + count - 1) / count + 3) * 16, int64_t{INT32_MAX}));
+    return static_cast<int>(
+        std::min(((vectors + count - 1) / count + 3) * kPackSize<T> * int64_t{sizeof(float)}, int64_t{INT32_MAX}));
   };
   while (blocks < kPortableBlocks && bytes_of(blocks) > kTwoFit) blocks *= 2;
   shared_bytes = bytes_of(blocks);
@@ -232,10 +248,12 @@ void row_filter_cuda(const RowFilterArgs& args, const Launch& launch) {
   const bool is_softmax = args.result == RowResult::kProbabilities && !args.of_probabilities && !args.top_k.given &&
                           !args.top_p.given && !args.min_p.given;
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
-    if (int bytes = 0; is_softmax) {
-      if (const int blocks = blocks_for_softmax<T>(args, launch, bytes))
-        return launch_rows<softmax_kernel<T>>(args.num_rows, blocks, kSelectThreads, bytes, launch, "row_filter", args,
-                                              blocks, launch.reporter(args.report));
+    if constexpr (sizeof(T) == 4) {  // 16-bit rows are bound by arithmetic, not by reading twice
+      if (int bytes = 0; is_softmax) {
+        if (const int blocks = blocks_for_softmax<T>(args, launch, bytes))
+          return launch_rows<softmax_kernel<T>>(args.num_rows, blocks, kSelectThreads, bytes, launch, "row_filter",
+                                                args, blocks, launch.reporter(args.report));
+      }
     }
     dispatch_bool(args.of_probabilities, [&]<bool kProbabilities>() {
       const int blocks =

@@ -53,7 +53,8 @@ __device__ inline float logarithm_of_2(float x) {
   return result;
 }
 
-template <class T, bool kAdjusted>
+// kPlain: nothing but temperatures is given, and so there is less code, for which registers suffice.
+template <class T, bool kAdjusted, bool kPlain>
 class RowSampler {
  public:
   __device__ RowSampler(const SampleArgs& args, const RowSlice<T>& slice, const SampleRow& r,
@@ -71,7 +72,9 @@ class RowSampler {
 
   __device__ void draw(int64_t row, const Reporter& reporter) {
     Drawn drawn{0, 0.0f, 0.0f, 0};
-    if (r_.k <= kMostListed && r_.k < args_.num_cols) {
+    if constexpr (kPlain) {
+      draw_from_all(drawn);
+    } else if (r_.k <= kMostListed && r_.k < args_.num_cols) {
       if (!draw_from_list(drawn)) return;
     } else {
       draw_from_row(drawn);
@@ -157,6 +160,21 @@ class RowSampler {
     return true;
   }
 
+  __device__ void draw_from_all(Drawn& drawn) {
+    if (r_.greedy) {
+      take_first(first_of_row(), drawn);
+      return;
+    }
+    if (threadIdx.x == 0) search_ = {0, {false, 0, 0.0f, r_.scale, 1.0f}, INFINITY, 0, NoiseRounds(r_.noise)};
+    __syncthreads();
+    drawn.entry = best_of_row();
+  }
+
+  // What a row with this first entry gives, if it is greedy, NaN or empty.
+  __device__ void take_first(Entry first, Drawn& drawn) const {
+    drawn.entry = first == 0 ? 0 : entry_of(key_of(first), static_cast<uint32_t>(args_.first_token) + index_of(first));
+  }
+
   __device__ void draw_from_row(Drawn& drawn) {
     const bool by_k = r_.k != args_.num_cols, by_top_p = r_.top_p < 1.0f, tries = by_top_p && !args_.logprobs;
     const auto own_value = [&](float x, int column) { return value(x, column); };
@@ -177,8 +195,7 @@ class RowSampler {
       const Entry first = first_of_row();
       drawn.largest = logit_of_key(key_of(first));
       if (r_.greedy || first == 0 || key_of(first) == kKeyOfNan) {
-        drawn.entry =
-            first == 0 ? 0 : entry_of(key_of(first), static_cast<uint32_t>(args_.first_token) + index_of(first));
+        take_first(first, drawn);
         return;
       }
       const float least = r_.least_logit(drawn.largest);

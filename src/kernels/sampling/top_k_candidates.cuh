@@ -123,8 +123,8 @@ struct TopKCandidates {
     }
   }
 
-  // Cuts a full list to its first k, and gives the logit of the last of them.
-  static __device__ float cut(int k, Entry* entries, int n, SelectMemory& memory) {
+  // Cuts a full list to its first k, and gives the logit of the last of them.  Rare, and so not inlined.
+  static __device__ __noinline__ float cut(int k, Entry* entries, int n, SelectMemory& memory) {
     const Entry t = bound_of_first(entries, n, k, memory);
     keep_not_below(t, entries, n, memory);
     return logit_of_key(key_of(t));
