@@ -88,9 +88,9 @@ def tests(device: str, folder: str) -> Iterator[Step]:
 
 def checks(device: str, tool: str, family: str) -> Step:
     ops = import_module(f"pykv._tools.samples.{family}").SAMPLES
-    command = ["compute-sanitizer", "--error-exitcode", "9", "--tool", tool]
-    if tool == "racecheck":
-        command += [part for name in NOT_FOR_RACECHECK for part in ("--kernel-name-exclude", f"kns={name}")]
+    left_out = NOT_FOR_RACECHECK if tool == "racecheck" else []
+    command = ["compute-sanitizer", "--error-exitcode", "9"]
+    command += [part for name in left_out for part in ("--kernel-name-exclude", f"kns={name}")] + ["--tool", tool]
     clean = r"RACECHECK SUMMARY: 0 hazards" if tool == "racecheck" else r"ERROR SUMMARY: 0 errors"
     return Step(
         tool,
