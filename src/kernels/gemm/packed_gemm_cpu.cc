@@ -2,6 +2,7 @@
 //
 // A vector of words holds kWidth / 4 rows times four steps of 16 columns: each lane keeps a sum of its own step, and the four
 // are added at the end.  A tile is decoded once for several tokens.
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -123,8 +124,8 @@ struct InPairs {
 // of the largest of them is exact, and the rest to 2^-23 of that.  Products of bytes and their sums are exact.
 template <class Codes>
 struct InBytes {
-  using Element =
-      int32_t;  // [c][byte][j] of four bytes, [byte][j] what a sum begins with, [j] what an integer is multiplied by
+  // [c][byte][j] of four bytes, [byte][j] what a sum begins with, [j] what an integer is multiplied by
+  using Element = int32_t;
   static constexpr int kBytes = 3, kBeginAt = 16 * kBytes, kUnitsAt = 20 * kBytes, kOfUnit = kUnitsAt + 4;
   static constexpr int kSteps = 1, kMostTokens = 4;
 
@@ -139,8 +140,8 @@ struct InBytes {
         unit = infinity_of(v + 16 * j);
         put_step(x, j, signs_of_infinity(step));
       } else {
-        const int wanted =
-            static_cast<int>(largest >> 23) - kBits + 1;  // so that the largest is less than 2^kBits of them
+        // so that the largest is less than 2^kBits of them
+        const int wanted = static_cast<int>(largest >> 23) - kBits + 1;
         const uint32_t exponent = wanted < 1 ? 1 : static_cast<uint32_t>(wanted);
         unit = __builtin_bit_cast(float, exponent << 23);
         const float units_of_1 = __builtin_bit_cast(float, (254 - exponent) << 23);
