@@ -318,8 +318,7 @@ bool packed_gemm_few_sm90(const PackedGemmArgs& args, int segments, const Launch
   if (args.num_rows > (row_tiles * 3 <= sms ? kTokens : row_tiles * 2 > sms ? 2 : 0)) return false;
   const bool is_plain = args.x_step == 1 && w.k % 8 == 0 && (args.num_rows == 1 || args.x_stride % 8 == 0) && w.k > 0 &&
                         w.k < (1 << 16) && reinterpret_cast<uintptr_t>(args.x) % 16 == 0;
-  const bool folds = w.codes_kind == CodeKind::kUint4 && w.scales_kind == ScaleKind::kF16U8 &&
-                     w.minima_kind == MinimumKind::kF16U8 && w.group_size == 32 && w.padded_k % kColumns == 0;
+  const bool folds = is_folded(w) && w.padded_k % kColumns == 0;
   const bool subtracts = w.codes_kind == CodeKind::kUint4 && w.minima_kind == MinimumKind::kZero;
   const bool has_groups =
       w.group_size % kColumns == 0 && !has_supers(w.scales_kind) && (subtracts || w.minima_kind == MinimumKind::kNone);

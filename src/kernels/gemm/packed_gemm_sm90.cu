@@ -215,10 +215,10 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   };
   const int64_t x_stride = map.rows || args.num_rows > 1 ? args.x_stride : (w.k + 7) / 8 * 8;
   const int segments = segments_of(w, row_tiles, num_sms(launch.device));
+  if (splits > segments / S::kParts) splits = segments / S::kParts;
   CUtensorMap x_map{};
   const bool gathers = map.rows || w.columns || args.x_step != 1 || w.k == 0 || !aligned(args.x, x_stride, 8) ||
                        !make_tensor_map(x_map, args.x, {w.k * 2, args.num_rows}, {x_stride * 2}, {S::kTokens});
-  if (splits > segments / S::kParts) splits = segments / S::kParts;
   CUtensorMap codes{};
   if (w.padded_k > 0 && !make_codes_map<S>(codes, args)) fail(PYKV_RUNTIME_ERROR, "packed_gemm: no tensor map");
   Problem p{.x = x_map,
@@ -312,8 +312,7 @@ void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
   if (minima == MinimumKind::kNone) return launch_tokens<T, kKind, Minima::kNone>(args, launch);
   if constexpr (kKind == CodeKind::kUint4) {
     if (minima == MinimumKind::kZero) return launch_tokens<T, kKind, Minima::kSubtracted>(args, launch);
-    if (scales == ScaleKind::kF16U8 && minima == MinimumKind::kF16U8 && args.weight.group_size == 32)
-      return launch_tokens<T, kKind, Minima::kFolded>(args, launch);
+    if (is_folded(args.weight)) return launch_tokens<T, kKind, Minima::kFolded>(args, launch);
   }
   if constexpr (is_integer(kKind)) launch_tokens<T, kKind, Minima::kAdded>(args, launch);
 }
