@@ -7,10 +7,6 @@
 
 namespace pykv::PYKV_ISA {
 
-using Integers = int32_t __attribute__((vector_size(4 * kWidth)));
-
-inline Floats converted(Integers v) { return __builtin_convertvector(v, Floats); }
-
 // Four neighbours in memory, again and again.
 inline Floats repeat4(const float* from) {
 #if defined(__AVX512F__)
