@@ -14,6 +14,7 @@ import pykv
 from pykv.gemm import (
     interleave_halves,
     pack_awq,
+    pack_compressed_tensors,
     pack_fp8,
     pack_gguf,
     pack_gptq,
@@ -453,6 +454,17 @@ def test_what_does_not_fit_is_named(array, change, error, message):
 def test_packing_refuses_what_it_cannot_hold():
     with pytest.raises(ValueError, match="bits: must be 2, 3, 4 or 8, got 5"):
         pack_gptq(np.zeros((5, 8), np.int32), None, np.zeros((1, 8), np.float16), bits=5)
+    words, scales = np.zeros((8, 2), np.int32), np.ones((8, 1), np.float16)
+    for change, message in (
+        ({"bits": 3}, "bits: must be 4 or 8, got 3"),
+        ({"shape": (8, 17)}, r"weight_packed: must have shape \[8, 3\], got \[8, 2\]"),
+        ({"weight_scale": np.ones((7, 1), np.float16)}, r"weight_scale: must have shape \[8, 1\], got \[7, 1\]"),
+        ({"weight_scale": np.ones((8, 3), np.float16)}, "weight_scale: its 3 groups must divide 16 columns"),
+        ({"weight_zero_point": words}, r"weight_zero_point: must have shape \[1, 1\], got \[8, 2\]"),
+        ({"weight_g_idx": np.zeros(15, np.int32)}, r"weight_g_idx: must have shape \[16\], got \[15\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pack_compressed_tensors(**{"weight_packed": words, "weight_scale": scales, "shape": (8, 16)} | change)
     with pytest.raises(ValueError, match="bits: must be 2 to 6, or 8, got 7"):
         pack_integers(np.zeros((8, 8), np.uint8), np.zeros((8, 1), np.float16), bits=7)
     with pytest.raises(ValueError, match=r"quant_type: must be one of 2, 3, 6, .*, got 30"):
