@@ -33,14 +33,12 @@ constexpr const char* kNames[] = {
     "tokens_spans",
     "tokens_either",
     "verify_line",
-    "verify_block",
     "verify_cluster",
     "verify_spans",
     "prefill",
     "prefill_invariant",
     "clear",
-    "combine",
-    "combine_invariant",
+    "await",
 };
 static_assert(std::size(kNames) == kKernels);
 

@@ -30,17 +30,15 @@ enum class KernelId : int {
   kTokensCluster,
   kTokensSpans,
   kTokensEither,
-  kVerifyLine,   // up to 64 rows on Hopper
-  kVerifyBlock,  // a block without a cluster for each KV head of a sequence
+  kVerifyLine,  // up to 64 rows on Hopper
   kVerifyCluster,
   kVerifySpans,
   kPrefill,  // 128 rows on Hopper
   kPrefillInvariant,
-  kClear,    // what kPrefill counts
-  kCombine,  // adds up what a line left
-  kCombineInvariant,
+  kClear,  // what kPrefill counts
+  kAwait,  // waits for kPrefill, if another kernel runs at the same time
 };
-constexpr int kKernels = static_cast<int>(KernelId::kCombineInvariant) + 1;
+constexpr int kKernels = static_cast<int>(KernelId::kAwait) + 1;
 
 const char* name_of(KernelId kernel);
 

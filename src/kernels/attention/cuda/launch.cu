@@ -3,7 +3,6 @@
 
 #include "attention/cuda/elements.cuh"
 #include "attention/cuda/launch.cuh"
-#include "attention/cuda/merge/combine.cuh"
 #include "attention/cuda/merge/exact.cuh"
 #include "cuda/dependent.cuh"
 
@@ -19,12 +18,21 @@ uint64_t next_ticket() {
 
 namespace {
 
-static_assert(sizeof(Unfinished) == kNoteBytes && sizeof(ExactQuad) == kExactQuadBytes && sizeof(Unit) == kUnitBytes);
+static_assert(sizeof(ExactQuad) == kExactQuadBytes && sizeof(Unit) == kUnitBytes);
 
 // Nobody has taken an entry yet, and no block has ended.
 __global__ void clear_kernel(PrefillCounts* counts) {
   wait_for_previous_kernel();
   *counts = {0, 0};
+}
+
+// Of a mixed batch: waits for so many blocks of prefill, which was launched before the kernel before, that did not wait for it.  They
+// were all there when that came up.  Whatever comes after this kernel comes after them, too.
+__global__ void await_kernel(const int* ended, int blocks) {
+  wait_for_previous_kernel();
+  for (int count = 0; count < blocks; __nanosleep(200)) {
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(count) : "l"(ended) : "memory");
+  }
 }
 
 int attribute(cudaDeviceAttr of, int device) {
@@ -91,7 +99,7 @@ void set_pieces(Problem& p, int grid, int rows, int pitch, int64_t at = 0) {
   p.pitch = pitch;
   char* memory = static_cast<char*>(p.a.workspace) + at;
   const WorkspacePlaces places = workspace_places(grid, rows, pitch, p.a.batch_invariant);
-  p.unfinished = reinterpret_cast<Unfinished*>(memory);
+  p.tickets = reinterpret_cast<uint64_t*>(memory);
   p.partial_stats = reinterpret_cast<float2*>(memory + places.stats);
   p.partial = reinterpret_cast<float*>(memory + places.partial);
 }
@@ -116,7 +124,6 @@ Problem problem_of(const Problem& call, const Step& s) {
   p.balance = s.balance;
   p.ticket = next_ticket();
   p.mixed = s.mixed;
-  p.in_parts = s.instance.kernel == KernelId::kMmaInvariant && s.instance.rows == 16;
   if (s.kv_tile > 0) {
     p.kv_tile = s.kv_tile;
     p.place_tokens = p.a.batch_invariant ? kChunkTokens : s.kv_tile;
@@ -148,15 +155,6 @@ Problem problem_of(const Problem& call, const Step& s) {
     set_pieces(p, (s.grid + 1) / 2, s.instance.rows, s.pitch);
   }
   return p;
-}
-
-// What the blocks of a line leave unfinished.
-LeftPieces left_pieces(const Problem& p, const Step& s) {
-  const int rows = (p.a.cu_query_lens.data ? p.tile_tokens : 1) * p.tile_heads;
-  LeftPieces left{p, s.grid, rows * (p.pitch / 4)};
-  // Pieces of pairs of heads have been multiplied by the scales of values.
-  if (s.instance.kernel == KernelId::kVerifyLine && s.instance.folded) left.p.a.kv_format = KvFormat::kSame;
-  return left;
 }
 
 // Of these, the one for the call's kind of cache elements.
@@ -200,7 +198,6 @@ LaunchOf* launch_of(KernelId kernel, const PagedAttentionArgs& a) {
     case KernelId::kVerifyLine:
       return of_kind(a, launch_verify<F16>, launch_verify<BF16>, launch_verify<E4M3>, launch_verify<E5M2>,
                      launch_verify<Int8>);
-    case KernelId::kVerifyBlock:
     case KernelId::kVerifyCluster:
     case KernelId::kVerifySpans:
       return of_kind(a, launch_verify_clusters<F16>, launch_verify_clusters<BF16>, launch_verify_clusters<E4M3>);
@@ -244,41 +241,24 @@ void clear_counts(PrefillCounts* counts, const Launch& launch, const char* op) {
 }
 
 void launch_plan(const Plan& plan, const Problem& call, const Launch& launch) {
-  LeftPieces left{}, left_by_prefill{};  // the latter in a mixed batch
+  const int* ended = nullptr;  // blocks of prefill, in a mixed batch
+  int of_prefill = 0;
   for (int i = 0; i < plan.count; ++i) {
     const Step& s = plan.steps[i];
-    switch (s.instance.kernel) {
-      case KernelId::kClear:
-        break;  // with prefill
-      case KernelId::kCombine:
-        if (s.mixed) {
-          const LeftPieces& x = left_by_prefill;
-          const int* ended = &prefill_counts(x.p, x.notes)->ended;
-          launch_after(combine_kernel<Quad>, s, launch, call.a.op, x, ended, x.notes);
-          break;
-        }
-        launch_after(combine_kernel<Quad>, s, launch, call.a.op, left, static_cast<const int*>(nullptr), 0);
-        left = {};
-        break;
-      case KernelId::kCombineInvariant:
-        launch_after(combine_kernel<ExactQuad>, s, launch, call.a.op, left, static_cast<const int*>(nullptr), 0);
-        left = {};
-        break;
-      default: {
-        const Problem p = problem_of(call, s);
-        if (s.instance.kernel == KernelId::kSimple) {
-          launch_simple(p, s, launch);
-        } else {
-          LaunchOf* launch_it = launch_of(s.instance.kernel, p.a);
-          if (!launch_it) fail_without_instance(p, s);
-          launch_it(p, s, launch, left);
-        }
-        if (s.line.rows > 0 && i + 1 < plan.count) {  // for the next one
-          const bool is_prefill = s.mixed && s.instance.kernel == KernelId::kPrefill;
-          (is_prefill ? left_by_prefill : left) = left_pieces(p, s);
-        }
-      }
+    const KernelId kernel = s.instance.kernel;
+    if (kernel == KernelId::kClear) continue;  // with prefill
+    if (kernel == KernelId::kAwait) {
+      launch_after(await_kernel, s, launch, call.a.op, ended, of_prefill);
+      continue;
     }
+    const Problem p = problem_of(call, s);
+    if (kernel == KernelId::kPrefill && s.mixed) {
+      ended = &prefill_counts(p, s.grid)->ended;
+      of_prefill = s.grid;
+    }
+    LaunchOf* launch_it = kernel == KernelId::kSimple ? launch_simple : launch_of(kernel, p.a);
+    if (!launch_it) fail_without_instance(p, s);
+    launch_it(p, s, launch);
   }
 }
 

@@ -65,28 +65,28 @@ void launch_step(const Problem& p, const Step& s, int most_bytes, const Launch& 
 // Where a plan names an instance that there is not.
 [[noreturn]] void fail_without_instance(const Problem& p, const Step& s);
 
-// Launches an instance of a family.  left: what a line before it has left, where it adds that up.
-using LaunchOf = void(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+// Launches an instance of a family.
+using LaunchOf = void(const Problem& p, const Step& s, const Launch& launch);
 
 // Each is instantiated for a kind of cache element in a file of its own, which CMake makes of instance.cu.in: tiles of mma.sync,
 template <class Element>
-void launch_mma(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+void launch_mma(const Problem& p, const Step& s, const Launch& launch);
 // one query token of each sequence,
 template <class Element>
-void launch_decode(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+void launch_decode(const Problem& p, const Step& s, const Launch& launch);
 // several as columns, and pages of no whole groups,
 template <class Element>
-void launch_tokens(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+void launch_tokens(const Problem& p, const Step& s, const Launch& launch);
 // four warps together, on Hopper,
 template <class Element>
-void launch_verify(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+void launch_verify(const Problem& p, const Step& s, const Launch& launch);
 template <class Element>
-void launch_verify_clusters(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+void launch_verify_clusters(const Problem& p, const Step& s, const Launch& launch);
 // prefill on Hopper, and with batch_invariant.
 template <class Element>
-void launch_prefill(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+void launch_prefill(const Problem& p, const Step& s, const Launch& launch);
 template <class Element>
-void launch_prefill_invariant(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+void launch_prefill_invariant(const Problem& p, const Step& s, const Launch& launch);
 
 // Behind what so many blocks of prefill leave: what they count.
 struct PrefillCounts {

@@ -1,6 +1,6 @@
 // Which kernels take a call of paged attention, and with what grids and sizes: a pure function of the call and the device.
 //
-// Host code without CUDA: it is the same in a build for the CPU alone, where tests/attention/test_paged_attention_golden.py
+// Host code without CUDA: it is the same in a build for the CPU alone, where tests/attention/test_paged_attention_plan.py
 // compares it with a table of calls.  launch.cuh launches what it says.
 #pragma once
 
@@ -24,7 +24,6 @@ constexpr int kMaxGrid = 1024;                    // blocks, which bounds the pi
 constexpr int kNoWindow = 1 << 30;                // longer than any sequence
 constexpr int kMostBlocks = 8;                    // of a cluster, everywhere
 constexpr int kFewestSpans = 3, kMostSpans = 16;  // that share a sequence's keys; two draw hardly more than one
-constexpr int kCombineThreads = 256;
 
 // What a plan depends on.
 struct DeviceInfo {
@@ -64,8 +63,8 @@ struct Tiling {
   int lead = 1;       // places of the line for what a segment begins and ends with, but with batch_invariant
 };
 
-// How many rows a query tile has: Few 16, Some 32, More 64, Many 64 or 128; with batch_invariant 16 or 64.  mma.sync takes Few and
-// Some with more: mma_rows().
+// How many rows a query tile has: Few 16, Some 32, More 64, Many 64 or 128; with batch_invariant 16 or 64.  mma.sync takes few rows
+// in tiles of more: mma_rows().
 enum class RowClass { kFew, kSome, kMore, kMany, kInvariantFew, kInvariantMore };
 
 struct Step {
@@ -110,7 +109,7 @@ int64_t workspace_bytes(int64_t num_tokens, int64_t num_seqs, int num_heads, int
 // A call that has tokens and sequences.
 void make_plan(const PagedAttentionArgs& args, const DeviceInfo& device, Plan& plan);
 
-// Where things lie in a workspace for a grid of so many blocks, which leave two pieces each; notes come first.
+// Where things lie in a workspace for a grid of so many blocks, which leave two pieces each; their tickets come first.
 struct WorkspacePlaces {
   int64_t stats, partial, end;
 };
@@ -121,12 +120,6 @@ WorkspacePlaces workspace_places(int grid, int rows, int pitch, bool batch_invar
 constexpr int64_t kept_bytes(int head_size) {
   const int columns = head_size <= 64 ? 64 : 128;
   return int64_t{2} * kThreads * (columns / 4 + columns / 32 + columns / 8) * 16;
-}
-
-// Are query tiles of prefill taken whole, whatever the lengths?  See prefill/tiles.cuh.
-constexpr float kLineCost = 10, kLongestPart = 0.35f;
-constexpr bool always_whole(int64_t max_seq_len, int kv_tile) {
-  return kLongestPart * static_cast<float>(max_seq_len) <= kLineCost * static_cast<float>(kv_tile);
 }
 
 // A call's longest sequence.

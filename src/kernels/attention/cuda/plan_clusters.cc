@@ -55,13 +55,6 @@ bool Planner::line(const Request& r, const Instance& instance, int threads, int 
   return true;
 }
 
-// What adds up what the line before leaves.
-void Planner::combine(const Request& r) {
-  const bool exact = r.a.batch_invariant;
-  add(step_of(r, {exact ? KernelId::kCombineInvariant : KernelId::kCombine}, d_.sms * (exact ? 2 : 4), kCombineThreads,
-              1, 0));
-}
-
 // Of clusters of so many blocks: what their blocks finish of a tile's queries, and how many of them are there early.
 void Planner::set_cluster(Step& s, const Request& r, int queries, int quads) const {
   const int blocks = s.cluster;
@@ -94,8 +87,8 @@ Balance Planner::balance_for(int kv_heads, float blocks, int grid, float pace, i
           blocks * static_cast<float>(tokens) / Balance::kUnit};
 }
 
-// When clusters take such a call, if an SM has so many of their blocks.
-Balance Planner::balance_of(const Request& r, LineOf line, int cluster, int blocks_per_sm) const {
+// When clusters take such a call.
+Balance Planner::balance_of(const Request& r, LineOf line, int cluster) const {
   // Measured on an H100.  Arithmetic, of which one byte and 64 rows have most, is as slow for one block as for all.  Single warps are
   // slow on a line, too, which begins and ends later.
   const bool narrow = r.kind != CacheKind::k16Bits, large = r.a.head_size > 128;
@@ -108,8 +101,7 @@ Balance Planner::balance_of(const Request& r, LineOf line, int cluster, int bloc
   if (r.a.batch_invariant) {  // the line has a long sequence in pieces of a chunk, which take a microsecond each
     slack = std::max(slack, (narrow ? 1700 : 900) * cluster) / (large ? 4 : 1);
   }
-  const float blocks = static_cast<float>(cluster) / static_cast<float>(blocks_per_sm);
-  return balance_for(r.num_kv_heads, blocks, d_.sms, pace, slack);
+  return balance_for(r.num_kv_heads, static_cast<float>(cluster), d_.sms, pace, slack);
 }
 
 // Clusters and, if they are not for all lengths, the line beside them: of warpgroups before them, for they then add up what it
@@ -211,26 +203,16 @@ Clusters Planner::cluster_size(const Request& r, const ClusterSizes& s) const {
 }
 
 // Whether it should be one of the wide sizes, `s`, instead: twelve warps where elements are to be widened and keys are so many
-// that 64 SMs are busier with that than with waiting, or where teams of four then take fewer rounds of a chunk each; or blocks
-// of three or four warps where there are more than two for each SM: of three if all of them find room at once.
+// that 64 SMs are busier with that than with waiting; or blocks of three or four warps where there are more than two for each SM: of
+// three if all of them find room at once.
 Clusters Planner::wide_size(const Request& r, const ClusterSizes& s, const Clusters& usual) const {
-  const int64_t many = s.invariant ? 4096 : kManyKeys;  // of a block
   const int64_t heads = r.heads(), sms = d_.sms;
   if (usual.warps == s.usual_warps()) {
-    if (s.invariant) {
-      const auto rounds = [&](const Clusters& size) {  // kTeamWarps of them make a long one
-        const int64_t together =
-            std::max<int64_t>(1, size.blocks * size.warps / kTeamWarps) * size.spans * kChunkTokens;
-        return ceil_div(most_keys(r, s.tile()), together);
-      };
-      const Clusters wide = cluster_size(r, s);
-      if (rounds(usual) < kTeamWarps && rounds(wide) < rounds(usual)) return wide;
-    }
-    const bool suits = s.narrow() && usual.spans == 1 && most_keys(r, s.tile()) > many * usual.blocks;
+    const bool suits = s.narrow() && usual.spans == 1 && most_keys(r, s.tile()) > kManyKeys * usual.blocks;
     return suits ? cluster_size(r, s) : Clusters{0, 0};
   }
   if (usual.blocks == 0 || heads <= 2 * sms) return {0, 0};
-  return {1, !s.invariant && heads > 3 * sms && heads <= 4 * sms ? 3 : 4};
+  return {1, heads > 3 * sms && heads <= 4 * sms ? 3 : 4};
 }
 
 KernelId Planner::cluster_kernel(const Request& r, const ClusterSizes& s, bool spans) {
@@ -257,7 +239,7 @@ bool Planner::clusters(const Request& r, const ClusterSizes& sizes, const Cluste
   set_cluster(s, r, sizes.tokens ? r.tile_tokens * r.tile_heads : r.group, sizes.head_size / (r.folded ? 8 : 4));
   s.query_rows = r.query_rows;
   s.tile_tokens = r.tile_tokens;
-  if (r.lengths != Lengths::kAny) s.balance = balance_of(r, line, size.blocks, 1);
+  if (r.lengths != Lengths::kAny) s.balance = balance_of(r, line, size.blocks);
   if (sizes.invariant) {
     s.round_chunks = size.blocks * size.warps / kTeamWarps;
     s.exchange_bytes = invariant_exchange_bytes(sizes, r.group, size.blocks, size.warps);

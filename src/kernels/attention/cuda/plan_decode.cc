@@ -119,8 +119,8 @@ bool Planner::decode_clusters(Request r, const LineSizes& of_line) {
       if (decode_either(r, usual, line_sizes(r.kind, head_size, false, columns, false, false, true))) return true;
     }
   }
-  if (head_size == 128 && columns <= 8) {
-    const ClusterSizes wide = cluster_sizes(r.kind, head_size, columns, true, invariant);
+  if (head_size == 128 && columns <= 8 && !invariant) {
+    const ClusterSizes wide = cluster_sizes(r.kind, head_size, columns, true, false);
     const Clusters of_wide = wide_size(r, wide, size);
     if (of_wide.blocks > 0 && clusters(r, wide, of_wide)) return true;
   }

@@ -9,8 +9,8 @@
 namespace pykv::attention {
 
 // Of structures that lie in shared memory or in the workspace.
-constexpr int kUnitBytes = 64, kWalkerBytes = 176, kPlanBytes = 64, kLineShareBytes = 48, kNoteBytes = 32;
-constexpr int kPrefillBytes = 1072, kCountsBytes = 256;  // the latter with what aligns other things behind them
+constexpr int kUnitBytes = 64, kWalkerBytes = 176, kLineEndsBytes = 160, kPlanBytes = 64, kLineShareBytes = 48;
+constexpr int kPrefillBytes = 1232, kCountsBytes = 256;  // the latter with what aligns other things behind them
 constexpr int kSimpleBytes = 2800,
               kSimpleOwnBytes = 8192;  // that the plain kernel declares itself, and what is left for that
 constexpr int kQuadBytes = 16, kStatsBytes = 8, kExactQuadBytes = 80, kLeafBytes = kQuadBytes + kStatsBytes;
@@ -42,8 +42,8 @@ struct LineSizes : ColumnSizes {
   constexpr int unit_tokens() const { return warps / heads * tile(); }
   constexpr int stage_bytes() const { return std::max(2 * tile_bytes(), columns * head_size * 4); }
   constexpr int shared_bytes() const {
-    const int parts = stages + (invariant && !late), part_bytes = tokens ? 48 : 32;
-    return warps * (stages * stage_bytes() + parts * part_bytes + columns * kStatsBytes) + kLineShareBytes +
+    const int part_bytes = tokens ? 48 : 32;
+    return warps * (stages * (stage_bytes() + part_bytes) + columns * kStatsBytes) + kLineShareBytes +
            (invariant ? warps * head_size * 16 : 0);
   }
 };
@@ -151,49 +151,41 @@ constexpr bool has_many_rows(CacheKind kind, bool packed) { return is_common(kin
 
 // Tiles of mma.sync, of a class that mma_rows() gives.
 struct MmaSizes {
-  int rows, tile, teams, blocks_of_sm, shared_bytes;
-  constexpr int unit_tokens() const { return teams * tile; }
+  int rows, tile, blocks_of_sm, shared_bytes;
 };
 constexpr MmaSizes mma_sizes(CacheKind kind, int head_size, RowClass rows) {
-  const bool narrow = kind != CacheKind::k16Bits && kind != CacheKind::kNvfp4;
-  const bool few = rows == RowClass::kInvariantFew, more = rows == RowClass::kMore || rows == RowClass::kInvariantMore;
-  const bool chunks = rows == RowClass::kInvariantMore;  // a warp has all parts of a chunk
-  const int bytes = narrow ? 1 : 2, warp_rows = few || more || head_size == 256 ? 16 : 32;
-  MmaSizes s{few ? warp_rows : 4 * warp_rows,
-             few                           ? 32 / bytes
-             : head_size == 256 && !narrow ? 32
-                                           : 64,
-             few ? 4 : 1, few ? 1 : 2, 0};
-  const int stage = 2 * s.tile * head_size * bytes;
+  const bool narrow = kind != CacheKind::k16Bits && kind != CacheKind::kNvfp4, wide = head_size == 256;
+  const bool chunks = rows == RowClass::kInvariantMore, more = rows == RowClass::kMore || chunks;
+  const int warp_rows = more || wide ? 16 : 32;
+  MmaSizes s{4 * warp_rows, wide && !narrow ? 32 : 64, wide && chunks ? 1 : 2, 0};
+  const int stage = 2 * s.tile * head_size * (narrow ? 1 : 2);
   // Chips with 99 KB of shared memory for a block have room for two of 32 KB.
-  const int stages = few || (more && !chunks && stage < 32 << 10) ? 3 : 2;
-  const int slot = (s.tile * 16 + kUnitBytes + std::max(s.tile / 32, 1) * 4 + 15) / 16 * 16;
-  const int queries = more && !narrow ? 0 : s.rows * head_size * 2;
-  const int waiting = chunks ? (head_size / 8 + 1) * kThreads * 16 : 0;
-  const int scratch = (kPlanBytes + s.teams * kWalkerBytes + 4 * warp_rows * 8 + 15) / 16 * 16 + 4 * warp_rows * 16;
-  s.shared_bytes = s.teams * (stages * stage + (stages + 2) * slot) + queries + waiting + scratch;
+  const int stages = more && !chunks && stage < 32 << 10 ? 3 : 2;
+  const int slot = (s.tile * 16 + kUnitBytes + s.tile / 32 * 4 + 15) / 16 * 16;
+  const int queries = more && !narrow && !wide ? 0 : s.rows * head_size * 2;
+  const int waiting = chunks && !wide ? (head_size / 8 + 1) * kThreads * 16 : 0;
+  const int scratch = kPlanBytes + kWalkerBytes + kLineEndsBytes + 4 * warp_rows * 16;
+  s.shared_bytes = stages * stage + (stages + 2) * slot + queries + waiting + scratch;
   return s;
 }
 
 // Tiles of four warps together: rows, or columns if there are up to 32 or elements have one byte.
 constexpr int kVerifyTile = 64;  // tokens
 struct VerifySizes {
-  int head_size, rows, line_bytes, cluster_bytes, alone_bytes;  // alone: a block without a cluster
+  int head_size, rows, line_bytes, cluster_bytes;
 };
 // pairs: two heads of 64 as one of 128.
 constexpr VerifySizes verify_sizes(bool narrow, int head_size, int rows, bool pairs) {
   constexpr int kOfStage = 1136, kOfColumns = 4272, kOfColumn = 32,
-                kOfRows = 5920;  // beside tiles, queries and weights
+                kOfRows = 5232;  // beside tiles, queries and weights
   const bool columns = narrow || rows <= 32, large = head_size > 64, many = rows > 32;
   const int stage = 2 * kVerifyTile * head_size * (narrow ? 1 : 2), stages = narrow ? (32 << 10) / stage : 3;
-  const int of_tiles = stages * (stage + kOfStage) + (narrow ? kVerifyTile * 128 : 0);
+  const int of_tiles = stages * (stage + kOfStage) + (narrow ? kVerifyTile * 128 : 0) + kLineEndsBytes;
   const int of_queries = columns ? rows * head_size * 2 + kOfColumns + kOfColumn * rows : kOfRows;
   // Those of clusters have more stages, and what their blocks send each other: [narrow][large][many].
-  constexpr int kOfCluster[2][2][2] = {{{103408, 118032}, {193520, 220432}}, {{87024, 110576}, {144368, 188400}}};
-  constexpr int kOfAlone[2][2][2] = {{{79632, 76160}, {81712, 74144}}, {{55056, 60176}, {57136, 66352}}};
+  constexpr int kOfCluster[2][2][2] = {{{103568, 116816}, {193680, 219216}}, {{87184, 110736}, {144528, 188560}}};
   const bool has_clusters = rows > 16 && !pairs;
-  return {head_size, rows, of_tiles + of_queries, has_clusters ? kOfCluster[narrow][large][many] : 0,
-          has_clusters ? kOfAlone[narrow][large][many] : 0};
+  return {head_size, rows, of_tiles + of_queries, has_clusters ? kOfCluster[narrow][large][many] : 0};
 }
 
 struct PrefillSizes {

@@ -58,9 +58,6 @@ void launch_decode_invariant(const Problem& p, const Step& s, const Launch& laun
     }
     return launch_line<Line>(p, s, launch);
   }
-  if constexpr (kD == 128) {
-    if (s.instance.wide) return launch_invariant_clusters<ClusterShape<Element, kD, 8, true, true>>(p, s, launch);
-  }
   launch_invariant_clusters<ClusterShape<Element, kD, 8, false, true>>(p, s, launch);
 }
 
@@ -85,7 +82,7 @@ void launch_decode_shape(const Problem& p, const Step& s, const Launch& launch) 
 }
 
 template <class Element>
-void launch_decode(const Problem& p, const Step& s, const Launch& launch, const LeftPieces&) {
+void launch_decode(const Problem& p, const Step& s, const Launch& launch) {
   const Instance& of = s.instance;
   if constexpr (kIsCommon<Element>) {
     if (of.folded)

@@ -17,10 +17,6 @@
 
 namespace pykv::attention {
 
-// A warp's TileParts: where chunks end after the next copies have started, that of the tile before, too.
-template <class S>
-constexpr int kPartsOfWarp = S::kStages + (S::kInvariant && !S::kLate);
-
 template <class S>
 struct DecodeKernel {
   using Results = ColumnResults<S>;
@@ -175,9 +171,6 @@ struct DecodeKernel {
 
   __device__ void join(const CutSegment& u) const {
     using Sum = std::conditional_t<S::kInvariant, ExactQuad, Quad>;
-    constexpr int kAtOnce = S::kInvariant ? 2 : 8;
-    const auto slot_of = [&u](int i) { return u.slot(i); };
-    if (!are_there(p, u.pieces, slot_of)) return;
     Part part{};
     part.sequence = u.sequence;
     if constexpr (S::kManyTokens) {
@@ -187,29 +180,15 @@ struct DecodeKernel {
       part.query_len = s.query_len;
       part.query_tile = u.query_tile;
     }
-#pragma unroll 1
-    for (int x = threadIdx.x; x < kHeads * queries.columns() * kQuads; x += S::kWarps * 32) {
-      const int row_of_piece = x / kQuads, quad = x % kQuads;
-      Sum sum = Sum::empty();
-#pragma unroll 1
-      for (int first = 0; first < u.pieces; first += kAtOnce) {
-        Sum piece[kAtOnce];
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-          if (first + k < u.pieces) piece[k] = Sum::load(p, u.slot(first + k), row_of_piece, quad);
-        }
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-          if (first + k < u.pieces) sum.add(piece[k]);
-        }
-      }
-      const int head = head_of(row_of_piece), kv_head = u.kv_head + head;
-      const int column = row_of_piece - head * queries.columns();
-      const Row row = row_of_part(part, kv_head, column);
-      if (S::kManyTokens && !row.valid) continue;
-      store_output<S>(p, row, quad * 4, sum.finish(p, row, queries.kv_head_of(kv_head, column)));
-    }
-    forget(p, u.pieces, slot_of);
+    join_pieces<Sum>(
+        p, u.pieces, [&u](int i) { return u.slot(i); }, kQuads, 0, kHeads * queries.columns() * kQuads,
+        [&](int item, const Sum& sum) {
+          const int row_of_piece = item / kQuads, head = head_of(row_of_piece), kv_head = u.kv_head + head;
+          const int column = row_of_piece - head * queries.columns();
+          const Row row = row_of_part(part, kv_head, column);
+          if (S::kManyTokens && !row.valid) return;
+          store_output<S>(p, row, item % kQuads * 4, sum.finish(p, row, queries.kv_head_of(kv_head, column)));
+        });
   }
 
   // The same with batch_invariant; `part`: the last tile of a chunk.
@@ -293,14 +272,9 @@ struct DecodeKernel {
       typename Chunks::Near near;
       typename Chunks::Far far;
       Chunks::clear_kept(near, far);
-      const auto end_part = [&](const Part& part, State& state) {
+      attend_segments(w, pages, [&](const Part& part, int, int, State& state) {
         if (part.ends_chunk) end_chunk(part, state, near, far);
-      };
-      if constexpr (S::kLate) {
-        attend_segments(w, pages, [&](const Part& part, int, int, State& state) { end_part(part, state); });
-      } else {
-        attend_chunks(w, pages, end_part);
-      }
+      });
     }
     let_next_kernel_start();
     end_share(w);
@@ -352,49 +326,13 @@ struct DecodeKernel {
       at = after(at);
     }
   }
-
-  // The same with batch_invariant where copies are not late.  Those of the tile after the next ones start before a chunk is added
-  // up, and so do loads of a new segment's queries.  In this order, with that at the end of an iteration, the compiler leaves sums
-  // where the MMAs want them.
-  __device__ void attend_chunks(Walk& w, LookedUp& pages, auto&& end) const {
-    State state;
-    const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes);
-    int at = 0;            // the stage of tile i, and of tile i + stages
-    int next = 0, on = 0;  // what `parts` has of these
-    const auto next_part = [](int i) { return i == kPartsOfWarp<S> - 1 ? 0 : i + 1; };
-#pragma unroll 1
-    for (int i = -kStages;; ++i) {
-      if (i >= 0) {
-        __syncwarp();
-        const Part part = parts[on];
-        if (!part.exists) break;
-        if (part.begins) queries.settle(part.kv_head, state);
-        cp_async_wait<kStages - 1>();
-        __syncwarp();  // the tile is there
-        loader.attend(rings + warp * S::kRingBytes, at * S::kStageBytes, part, state);
-        __syncwarp();  // its stage is free
-      }
-      const Part started = start_next(w, pages, stage0 + at * S::kStageBytes, i == -kStages);
-      if (lane == 0) parts[next] = started;
-      next = next_part(next);
-      at = after(at);
-      if (i < -1) continue;
-      __syncwarp();
-      const int following = i < 0 ? on : next_part(on);
-      const Part& part = parts[following];
-      if (part.exists && part.begins) fetch(part, state);
-      if (i < 0) continue;
-      end(parts[on], state);
-      on = following;
-    }
-  }
 };
 
 // ---- the kernel, its shared memory, and its launch ------------------------------------------------------------------
 
 template <class S>
 constexpr int decode_shared_bytes() {
-  return S::kWarps * (S::kRingBytes + kPartsOfWarp<S> * static_cast<int>(sizeof(PartOf<S>))) +
+  return S::kWarps * (S::kRingBytes + S::kStages * static_cast<int>(sizeof(PartOf<S>))) +
          static_cast<int>(sizeof(ColumnStats<S>) + sizeof(LineShare)) + (S::kInvariant ? ChunkSums<S>::kLeftBytes : 0);
 }
 
@@ -402,8 +340,8 @@ template <class S>
 __device__ void run_decode_line(const Problem& p, const CacheCopies& copies, char* memory) {
   auto* stats = reinterpret_cast<ColumnStats<S>*>(memory + S::kWarps * S::kRingBytes);
   auto* all_parts = reinterpret_cast<PartOf<S>*>(stats + 1);
-  auto* parts = all_parts + threadIdx.x / 32 * kPartsOfWarp<S>;
-  auto* share = reinterpret_cast<LineShare*>(all_parts + S::kWarps * kPartsOfWarp<S>);
+  auto* parts = all_parts + threadIdx.x / 32 * S::kStages;
+  auto* share = reinterpret_cast<LineShare*>(all_parts + S::kWarps * S::kStages);
   auto* left = reinterpret_cast<float*>(share + 1);
   DecodeKernel<S> kernel{p, copies, *share, parts, memory, *stats, left};
   kernel.run();

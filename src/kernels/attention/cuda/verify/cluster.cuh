@@ -4,7 +4,7 @@
 // (decode/spans.cuh): each has a stretch of them here.
 //
 // A block has an SM for itself, and in it two groups of four warps compute, for a tile each: of clusters of twice as many blocks
-// with one group a quarter would find no room.  Where there are more KV heads than SMs, two such blocks without a cluster do.
+// with one group a quarter would find no room.
 //
 // Sums travel by copies from shared memory to that of the block that finishes their row, whose barrier counts them as they
 // arrive: stores of 16 bytes (`st.async`) arrive at 8 bytes a cycle.
@@ -16,21 +16,16 @@
 // docs/log/paged_attention/details.md.
 #pragma once
 
-#include "attention/cuda/merge/combine.cuh"
 #include "attention/cuda/verify/exchange.cuh"
 
 namespace pykv::attention {
 
-// kAlone: without a cluster, and with one group.
-template <class Shape, bool kAlone>
+template <class Shape>
 struct VerifyClusterShape : Shape {
   static constexpr bool kSpans = false;
-  static constexpr int kBlocksOfCluster = kAlone ? 1 : kMostBlocks;  // at most
-  static constexpr int kGroups = kAlone ? 1 : 2, kBlock = (kGroups + 1) * kThreads, kBlocksPerSm = kAlone ? 2 : 1;
-  static constexpr int kComputeRegisters = kAlone ? Shape::kComputeRegisters : 200;
-  static constexpr int kCopyRegisters = kAlone ? Shape::kCopyRegisters : 96;
-  static constexpr int kStages = kAlone && Shape::kD == 128 ? 2 : kMostClusterStages;
-  static constexpr int kRingBytes = kStages * Shape::kStageBytes;
+  static constexpr int kGroups = 2, kBlock = (kGroups + 1) * kThreads, kBlocksPerSm = 1;
+  static constexpr int kComputeRegisters = 200, kCopyRegisters = 96;
+  static constexpr int kStages = kClusterStages, kRingBytes = kStages * Shape::kStageBytes;
   static_assert(kStages % kGroups == 0);  // so that a group waits at the barriers of its own stages, each time
 };
 
@@ -42,7 +37,6 @@ struct VerifyClusterKernel {
   const Problem& p;
   VerifyKernel<S, Softmax, ClusterWalker<S::kSpans>> block;
   RowExchange<S>& exchange;
-  const LeftPieces& left;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __device__ void run() {
@@ -62,10 +56,8 @@ struct VerifyClusterKernel {
       raw = load_sequence(p, sequence);
       return clamp_sequence(p, raw);
     });
-    const bool is_mine = takes_call(p);
-    if (!is_mine || at.is_left_out()) {
+    if (!takes_call(p) || at.is_left_out()) {
       if (p.cluster > 1) cluster_wait();
-      if (!S::kSpans && !is_mine) combine_left_pieces(left, block.ring);
       return;
     }
     const Pieces pieces{p, exchange, reinterpret_cast<RowSums<S>*>(block.ring), at};
@@ -115,23 +107,23 @@ struct VerifyClusterMemory : VerifyMemory<S, Softmax, ClusterWalker<S::kSpans>> 
 
 template <class S, class Softmax>
 __global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
-    paged_attention_verify_cluster_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
-                                          const __grid_constant__ LeftPieces left) {
+    paged_attention_verify_cluster_kernel(const __grid_constant__ Problem p,
+                                          const __grid_constant__ CacheCopies copies) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char memory[];
   using Memory = VerifyClusterMemory<S, Softmax>;
   auto& shared = *reinterpret_cast<Memory*>(memory + Memory::kBytesBefore);
-  VerifyClusterKernel<S, Softmax>{p, shared.kernel(p, copies, memory), shared.exchange, left}.run();
+  VerifyClusterKernel<S, Softmax>{p, shared.kernel(p, copies, memory), shared.exchange}.run();
 #endif
 }
 
 template <class S, class Softmax>
-void launch_verify_cluster(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+void launch_verify_cluster(const Problem& p, const Step& s, const Launch& launch) {
   constexpr int kBytes = verify_shared_bytes<S, VerifyClusterMemory<S, Softmax>>();
   constexpr VerifySizes kSizes = verify_sizes(S::kNarrow, S::kD, S::kRows, false);
-  static_assert(kBytes == (S::kGroups == 1 ? kSizes.alone_bytes : kSizes.cluster_bytes));
+  static_assert(kBytes == kSizes.cluster_bytes);
   static_assert(S::kBlock == (S::kGroups + 1) * kThreads && S::kUnitTokens == kVerifyTile);
-  launch_step<paged_attention_verify_cluster_kernel<S, Softmax>>(p, s, kBytes, launch, copies_of<S>(p), left);
+  launch_step<paged_attention_verify_cluster_kernel<S, Softmax>>(p, s, kBytes, launch, copies_of<S>(p));
 }
 
 }  // namespace pykv::attention

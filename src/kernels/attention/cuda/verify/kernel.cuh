@@ -11,7 +11,7 @@
 #pragma once
 
 #include "attention/cuda/launch.cuh"
-#include "attention/cuda/schedule/line.cuh"
+#include "attention/cuda/merge/pieces.cuh"
 #include "attention/cuda/verify/pages.cuh"
 #include "attention/cuda/verify/shape.cuh"
 #include "cuda/dependent.cuh"
@@ -36,6 +36,7 @@ struct VerifyKernel {
     TileSlot slots[kSlots];
     Unit copied;                 // of the segment that is being copied, for its last tile
     Way walkers[S::kCopyWarps];  // of the copying warps
+    LineEnds ends;
     uint64_t full[kStages], empty[kStages], described[kSlots];  // barriers
     int part_tiles[kSlots];  // of a segment's first tile: how many of the segment are this block's
   };
@@ -74,6 +75,14 @@ struct VerifyKernel {
     } else {
       take_registers<S::kComputeRegisters>();
       compute_tiles(LinePieces{p});
+      end_share<Quad>(
+          p, notes.ends,
+          [&](const Unit& u, const Row& row, int d, const Quad& sum) {
+            // Of two KV heads taken as one each has half of the group.
+            const int heads = S::kFolded ? 2 : 1, kv_head = heads == 1 ? u.kv_head : row.head / (p.group / heads);
+            store_output<S>(p, row, d, sum.finish(p, row, kv_head));
+          },
+          ComputingThreads());
     }
   }
 
@@ -95,6 +104,14 @@ struct VerifyKernel {
       }
     }
   }
+
+  // Those of the line's one group.
+  struct ComputingThreads {
+    static __device__ int thread() { return threadIdx.x % kThreads; }
+    static __device__ int threads() { return kThreads; }
+    static __device__ void sync() { named_barrier_sync(kGroupBarrier, kThreads); }
+    static __device__ bool all(bool x) { return !named_barrier_any(kGroupBarrier, kThreads, !x); }
+  };
 
   struct Place {
     int stage = 0, parity = 1, slot = 0;  // of the stage the phase before the first counts as ended
@@ -136,10 +153,9 @@ struct VerifyKernel {
     PageCopies<S> pages{p, tiles.copies, *reinterpret_cast<FoundGroups*>(notes.slots[warp].tokens)};
     const bool describes = warp == 0 && lane == 0;
     Way& walker = notes.walkers[warp];
-    if (lane == 0) walker.start(p, share);
+    if (lane == 0) walker.start(p, share, describes ? &notes.ends : nullptr);
     __syncwarp();
     auto ahead = pages.look_up(KeysOfSegment(walker), 0);
-    if (warp == S::kCopyWarps - 1 && lane == 0) walker.note_first(p);  // while the pages are on their way
     Place at;
 #pragma unroll 1
     while (walker.unit.exists) {
@@ -198,8 +214,7 @@ struct VerifyKernel {
     };
     Lookup ahead;
     if (member == kGuide) {
-      notes.walkers[0].start(p, share);
-      notes.walkers[0].note_first(p);
+      notes.walkers[0].start(p, share, &notes.ends);
     }
     describe(0);
     sync();

@@ -5,7 +5,7 @@
 
 namespace pykv::attention {
 
-constexpr int kMostClusterStages = 4;
+constexpr int kClusterStages = 4;
 
 // Where a block works.  kSpans: clusters may share the keys of a head.
 template <bool kSpans>
@@ -60,15 +60,13 @@ struct ClusterWalker {
   ClusterPlace<kSpans> at;
   Extent extent;
 
-  __device__ void start(const Problem& p, const ClusterPlace<kSpans>& place) {
+  __device__ void start(const Problem& p, const ClusterPlace<kSpans>& place, LineEnds*) {
     at = place;
     extent = Extent(p, at.seq);
     unit = at.unit();
     unit.exists = takes(p, at.seq);
     if (unit.exists) enter_segment(p);
   }
-
-  static __device__ void note_first(const Problem&) {}  // nobody else combines anything
 
   __device__ void next(const Problem& p) {
     if (--in_segment == 0) return next_segment(p);
@@ -89,7 +87,7 @@ struct ClusterWalker {
     unit.last_key = min(extent.last_key(unit.query_tile), first_token + tiles * p.kv_tile - 1);
     unit.begins = true;
     // Each group leaves sums, if only those of no key, and all stages are the segment's in the end.
-    in_segment = max(tiles, kMostClusterStages);
+    in_segment = max(tiles, kClusterStages);
   }
 };
 
