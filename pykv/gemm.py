@@ -15,7 +15,18 @@ import numpy.typing as npt
 from pykv._schema import Rule, Spec, operation
 from pykv._types import Array, ScalarOrArray, Stream
 from pykv.packed_gguf import E2M1, pack_gguf
-from pykv.packed_weight import Factor, Host, PackedWeight, assemble, float32, host, integers, plain_scales, zero_points
+from pykv.packed_weight import (
+    Factor,
+    Host,
+    PackedWeight,
+    assemble,
+    float32,
+    host,
+    in_order_of_rows,
+    integers,
+    plain_scales,
+    zero_points,
+)
 
 __all__ = [
     "NF4",
@@ -27,6 +38,7 @@ __all__ = [
     "dsv3_router_gemm",
     "fp32_router_gemm",
     "grouped_scaled_mm",
+    "interleave_halves",
     "pack_awq",
     "pack_fp8",
     "pack_gguf",
@@ -52,30 +64,54 @@ NF4: Final = np.array(
 @Rule
 def _product(arguments: Mapping[str, Any]) -> Spec:
     x = arguments["x"]
-    return Spec((x.shape[0], PackedWeight(None, arguments["format"]).shape[0]), x.dtype)
+    n, _ = PackedWeight(None, arguments["format"]).shape
+    dtype = x.dtype if arguments["out_scale"] is None else "float8_e4m3fn"
+    return Spec((x.shape[0], n // 2 if arguments["activation"] else n), dtype)
 
 
 @operation(out=_product)
 def packed_gemm(
-    out: Array, x: Array, weight: Array, format: str, bias: Array | None = None, *, stream: Stream = None
+    out: Array,
+    x: Array,
+    weight: Array,
+    format: str,
+    bias: Array | None = None,
+    token_scales: Array | None = None,
+    channel_scales: Array | None = None,
+    activation: str = "",
+    residual: Array | None = None,
+    out_scale: ScalarOrArray | None = None,
+    *,
+    stream: Stream = None,
 ) -> None:
-    """Multiply the rows of ``x`` by a packed weight: ``out = x @ W.T + bias``.
+    """Multiply the rows of ``x`` by a packed weight: ``out = token_scales * (channel_scales * (x @ W.T)) + bias``.
 
     Codes are multiplied exactly and summed in fp32; the sum over a group of columns is multiplied by its scale, and the
     result is rounded once.  A row of ``out`` has the same bits however many rows there are.  A weight is packed once by
     the function of its source: :func:`pykv.gemm.pack_awq`, ``pack_gptq``, ``pack_gguf`` and others of that module.
 
+    With an ``activation`` neighbours ``a, b`` of a row become ``activation(a) * b``; then ``residual`` is added, all in
+    fp32.  Rows of the two projections take turns in such a weight: :func:`pykv.gemm.interleave_halves` puts them so.
+
     Args:
-        out: ``[num_rows, n]``, dtype of ``x``; written.  The elements of a row lie side by side, rows may be strided.
+        out: ``[num_rows, n]``, or with an activation ``[num_rows, n / 2]``, dtype of ``x``, or with ``out_scale``
+            float8_e4m3fn, uint8 (which holds it) or int8; written.  The elements of a row lie side by side, rows may be
+            strided.  The functional forms make float8_e4m3fn with ``out_scale``.
         x: ``[num_rows, k]`` float16 or bfloat16, any strides.  It is read fastest where the elements of a row lie
             side by side.
         weight: ``[bytes]`` uint8, contiguous: :attr:`PackedWeight.data <pykv.packed_weight.PackedWeight.data>`.
         format: ``PackedWeight.format``, which holds ``n`` and ``k``.
         bias: ``[n]``, dtype of ``x``.  ``None``: none.
+        token_scales: float32, one element or ``num_rows``.  ``None``: 1.
+        channel_scales: float32, one element or ``n``.  ``None``: 1.
+        activation: "silu", "gelu" or "gelu_tanh" of pairs, for an even ``n``; "": none.
+        residual: of the shape of ``out``, dtype of ``x``; may be ``out`` itself.  ``None``: none.
+        out_scale: one number: ``out`` is the code nearest to the result ``* (1 / out_scale)``, ties to even, the last
+            one where it is too large; NaN becomes 448, or 0 of int8.  ``None``: ``out`` holds numbers.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
-        ValueError: shapes, strides, devices or the format do not fit.
+        ValueError: shapes, strides, devices, the format or the activation do not fit.
         TypeError: dtypes do not fit.
     """
 
@@ -452,6 +488,18 @@ def pack_nf4(weight: Array, absmax: Array, shape: tuple[int, int], *, block_size
     codes = np.stack([pairs >> 4, pairs & 15], axis=-1).reshape(n, k)
     scales = Factor("f32", float32(absmax).reshape(n, -1))
     return assemble(codes, "t4", scales, None, block_size, table=NF4)
+
+
+def interleave_halves(weight: PackedWeight) -> PackedWeight:
+    """Let the rows of both halves of a weight take turns, as ``activation`` of :func:`pykv.packed_gemm` wants them.
+
+    Raises:
+        ValueError: the number of rows is odd.
+    """
+    n, _ = weight.shape
+    if n % 2:
+        raise ValueError(f"weight: must have an even number of rows, got {n}")
+    return in_order_of_rows(weight, np.arange(n).reshape(2, -1).T.ravel())
 
 
 def stack_packed(weights: Sequence[PackedWeight]) -> PackedWeight:

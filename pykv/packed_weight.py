@@ -21,6 +21,7 @@ HEADER: Final = 256  # bytes
 _MAGIC: Final = b"pykv packed 1\n"
 _TABLE_AT, _GLOBAL_SCALE_AT, _UNIT = 128, 192, 64
 _BITS: Final = {"u2": 4, "u3": 4, "u4": 4, "u5": 8, "u6": 8, "u8": 8, "e4m3": 8, "t4": 4}  # as stored
+_BYTES: Final = {"none": 0, "zero": 1, "e4m3": 1, "e8m0": 1, "f16u8": 1, "f16i8": 1, "f16": 2, "bf16": 2, "f32": 4}
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,37 @@ def _by_32_rows(values: Host, rows: int, groups: int) -> bytes:
     filled = np.zeros((rows, groups), values.dtype)
     filled[:n, : min(given, groups)] = values[:, :groups]
     return np.ascontiguousarray(filled.reshape(rows // 32, 2, 2, 8, groups).transpose(0, 4, 3, 1, 2)).tobytes()
+
+
+def in_order_of_rows(weight: PackedWeight, order: Host) -> PackedWeight:
+    """All rows of a weight in another order, on the host; what is padded stays behind them."""
+    kind, scales, minima, n, _, group, padded, *_ = weight.format.split(".")
+    rows, columns = -(-int(n[1:]) // 32) * 32, int(padded[1:])
+    whole = np.concatenate([order, np.arange(len(order), rows)])
+    data = np.array(host(weight.data))
+    at = HEADER
+
+    def take(shape: tuple[int, ...], axes: tuple[int, ...], nibbles: bool = False) -> None:
+        """The next section, as bytes of this shape: the axes together number its rows."""
+        nonlocal at
+        section = data[at : at + int(np.prod(shape))].reshape(shape)
+        at += -(-section.size // 256) * 256
+        parts = np.stack([section & 15, section >> 4], axis=-1) if nibbles else section
+        front = np.moveaxis(parts, axes, range(len(axes)))
+        moved = np.moveaxis(front.reshape(rows, -1)[whole].reshape(front.shape), range(len(axes)), axes)
+        section[:] = moved[..., 0] | moved[..., 1] << 4 if nibbles else moved
+
+    if _BITS[kind] == 4:  # [c][g][j][byte], and the half of a byte
+        take((rows // 16, columns // _UNIT, 4, 8, 4, 4), (0, 6, 3), nibbles=True)
+    else:  # [plane][c][g][j][e][half]
+        take((rows // 16, columns // _UNIT, 2, 4, 8, 4, 2, 2), (0, 7, 4))
+    for factor in (scales, minima):
+        sizes = [(-(-columns // int(group[1:])), _BYTES[factor])]
+        if factor in ("f16u8", "f16i8"):
+            sizes.append((-(-columns // 256), 2))
+        for groups, size in sizes:
+            take((rows // 32, groups, 8, 2, 2, size), (0, 3, 4, 2))
+    return PackedWeight(data, weight.format)
 
 
 def host(array: Any) -> Host:

@@ -34,9 +34,15 @@ FORMS: dict[str, tuple[str, bool, list[tuple[int, int]]]] = {
 def codes(dtype: str, rows: int, columns: int) -> npt.NDArray[Any]:
     rng = np.random.default_rng(0)
     some = rng.integers(0, 256, 1 << 22, np.uint8)
-    if dtype != "int8":
+    if dtype == "float8_e4m3fn":
         some = np.where((some & 0x7F) >= 0x60, some & 0x9F, some)  # none of the largest, and no NaN
     return np.resize(some, (rows, columns)).view(np.int8 if dtype == "int8" else np.uint8)
+
+
+@cache
+def fp4_scales(rows: int, k: int) -> npt.NDArray[np.uint8]:
+    some = np.random.default_rng(0).integers(0x20, 0x40, 1 << 16, np.uint8)
+    return np.resize(some, -(-rows // 128) * 128 * (-(-k // 64) * 4))
 
 
 @cache
@@ -55,6 +61,13 @@ def arrays(form: str, n: int, k: int, rows: int, device: Device) -> tuple[Any, A
 def product(form: str, n: int, k: int, rows: int, dtype: str, device: Device) -> Call:
     operands, out = arrays(form, n, k, rows, device), device.random((rows, n), dtype)
     return lambda: pykv.cutlass_scaled_mm(out, *operands)
+
+
+def fp4_product(n: int, k: int, rows: int, dtype: str, device: Device) -> Call:
+    a, w = (on_device(device, "uint8", size, k // 2).copy() for size in (rows, n))
+    of_a, of_w = (device.array(fp4_scales(size, k)) for size in (rows, n))
+    out = device.random((rows, n), dtype)
+    return lambda: pykv.cutlass_scaled_fp4_mm(out, a, w, of_a, of_w, 1.0)
 
 
 def of_torch(n: int, k: int, rows: int, dtype: str, device: Device) -> Call:
@@ -80,6 +93,12 @@ def cases(dtypes: list[str]) -> Iterator[Case]:
                         yield Case(
                             "torch._scaled_mm", size, dtype, moved, partial(of_torch, n, k, rows, dtype), written
                         )
+        for n, k in SHAPES:
+            for rows in ROWS:
+                written = 2 * rows * n * (2 if dtype == "float32" else 1)
+                moved = k * (n + rows) * 9 // 16 + written
+                make = partial(fp4_product, n, k, rows, dtype)
+                yield Case("cutlass_scaled_fp4_mm", {"n": n, "k": k, "tokens": rows}, dtype, moved, make, written)
 
 
 if __name__ == "__main__":

@@ -368,7 +368,18 @@ def nvfp4_dequantize(
     stream: Stream = None,
 ) -> Any: ...
 def packed_gemm(
-    x: _Array, weight: Array, format: str, bias: Array | None = None, *, out: Array | None = None, stream: Stream = None
+    x: _Array,
+    weight: Array,
+    format: str,
+    bias: Array | None = None,
+    token_scales: Array | None = None,
+    channel_scales: Array | None = None,
+    activation: str = "",
+    residual: Array | None = None,
+    out_scale: ScalarOrArray | None = None,
+    *,
+    out: Array | None = None,
+    stream: Stream = None,
 ) -> _Array: ...
 @overload
 def paged_attention(

@@ -764,7 +764,17 @@ def nvfp4_dequantize(
     out: ArrayLike | None = None,
 ) -> Array: ...
 def packed_gemm(
-    x: ArrayLike, weight: ArrayLike, format: str, bias: ArrayLike | None = None, *, out: ArrayLike | None = None
+    x: ArrayLike,
+    weight: ArrayLike,
+    format: str,
+    bias: ArrayLike | None = None,
+    token_scales: ArrayLike | None = None,
+    channel_scales: ArrayLike | None = None,
+    activation: str = "",
+    residual: ArrayLike | None = None,
+    out_scale: float | ArrayLike | None = None,
+    *,
+    out: ArrayLike | None = None,
 ) -> Array: ...
 @overload
 def paged_attention(

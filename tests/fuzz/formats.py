@@ -51,8 +51,14 @@ def packed(rng: Random, n: int, k: int) -> tuple[str, np.ndarray]:
 def packed_gemm(rng: Random) -> Arguments:
     m, n, k = (int(rng.choice(sizes)) for sizes in ((0, 1, 3, 9, 70), (1, 7, 16, 24, 33), (1, 16, 64, 100, 300)))
     form, data = packed(rng, n, k)
-    half = rng.standard_normal((m, k)).astype(np.float16)
-    return {"out": np.zeros((m, n), np.float16), "x": half, "weight": data, "format": form, "bias": None}
+    gate, codes = n % 2 == 0 and rng.random() < 0.5, rng.random() < 0.3
+    shape = (m, n // 2 if gate else n)
+    made = {"out": np.zeros(shape, np.int8 if codes else np.float16), "weight": data, "format": form}
+    made |= {"x": rng.standard_normal((m, k)).astype(np.float16), "activation": "gelu" if gate else ""}
+    made["out_scale"] = np.ones(1, np.float32) if codes else None
+    given = {"bias": np.ones(n, np.float16), "residual": np.ones(shape, np.float16)}
+    given |= {"token_scales": np.ones(m, np.float32), "channel_scales": np.ones(n, np.float32)}
+    return made | {name: array if rng.random() < 0.5 else None for name, array in given.items()}
 
 
 def stacked(rng: Random, experts: int, n: int, k: int) -> tuple[str, np.ndarray]:

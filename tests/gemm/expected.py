@@ -20,7 +20,10 @@ def packed_gemm(a: Any) -> Results:
     codes, zeros = (packed.awq_codes(packed_words(rows, 3)) for rows in (96, 2))
     scales = np.abs(floats(2, 24)).astype(np.float16).astype(np.float64)
     weight = (codes - np.repeat(zeros, 48, 0)) * np.repeat(scales, 48, 0)
-    return {"out": a.x.astype(np.float64) @ weight + a.bias.astype(np.float64)}
+    scales = a.token_scales.astype(np.float64)[:, None] * a.channel_scales.astype(np.float64)
+    y = scales * (a.x.astype(np.float64) @ weight) + a.bias.astype(np.float64)
+    gate, up = y[:, ::2], y[:, 1::2]
+    return {"out": gate / (1 + np.exp(-gate)) * up + a.residual.astype(np.float64)}
 
 
 def scaled_mm(a: Any) -> Results:

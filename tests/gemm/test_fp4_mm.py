@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gemm.fp4 import decoded, tiled
+from gemm.fp4 import decoded, tiled, untiled
 from hypothesis import given
 from hypothesis import strategies as st
 from rows import FLOATS, assert_rounded_once, name_of
@@ -39,6 +39,11 @@ def test_rows_and_dtypes(array, dtype, rows):
     check(array, rows, 264, 1088, dtype)
 
 
+@pytest.mark.parametrize(("rows", "n", "k"), [(40, 1000, 2128), (600, 2200, 144), (257, 300, 2064)])
+def test_tiles_for_few_and_many_multiprocessors(array, rows, n, k):
+    check(array, rows, n, k, np.dtype(np.float32))
+
+
 @pytest.mark.parametrize("order", ["CF", "FC", "FF"])
 @pytest.mark.parametrize("rows", [5, 40])
 def test_columns_one_after_another(array, rows, order):
@@ -56,11 +61,12 @@ def test_any_size_and_alignment(array, m, n, groups, offset, padding):
     check(array, m, n, 16 * groups, np.dtype(np.float16), offset=offset, padding=padding)
 
 
-def test_a_row_has_the_same_bits_among_any_others(array):
-    a, b = matrix(100, 640), matrix(72, 640, 1)
-    scales = np.random.default_rng(0).integers(0x20, 0x50, (100, 40)).astype(np.uint8)
-    whole = multiply(array, (a[0], tiled(scales)), b, 1.0, np.float32)
-    for first, rows in ((0, 1), (5, 8), (60, 30)):
+@pytest.mark.parametrize(("m", "n", "k"), [(100, 72, 640), (600, 2200, 1168), (200, 4096, 272)])
+def test_a_row_has_the_same_bits_among_any_others(array, m, n, k):
+    a, b = matrix(m, k), matrix(n, k, 1)
+    scales = untiled(a[1], m, k // 16)
+    whole = multiply(array, a, b, 1.0, np.float32)
+    for first, rows in ((0, 1), (5, 8), (60, 30), (20, 70)):
         part = slice(first, first + rows)
         some = multiply(array, (a[0][part], tiled(scales[part])), b, 1.0, np.float32)
         np.testing.assert_array_equal(some.view(np.uint32), whole[part].view(np.uint32))

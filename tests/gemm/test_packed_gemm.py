@@ -1,26 +1,29 @@
 from __future__ import annotations
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
-from gemm.weights import LARGE, SOURCES, Weight, awq, fp8, integers
+from gemm.weights import LARGE, SOURCES, Weight, awq, fp8, gguf_blocks, integers
 from hypothesis import given
 from hypothesis import strategies as st
 from rows import name_of, padded, random
 
 import pykv
-from pykv.gemm import pack_awq, pack_fp8, pack_gguf, pack_gptq, pack_integers, pack_nvfp4
-from pykv.packed_weight import PackedWeight
+from pykv.gemm import interleave_halves, pack_awq, pack_fp8, pack_gguf, pack_gptq, pack_integers, pack_nvfp4
+from pykv.packed_weight import PackedWeight, in_order_of_rows
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 dtypes = pytest.mark.parametrize("dtype", HALVES, ids=name_of)
 
 
-def multiply(array, w: PackedWeight, x, bias=None, *, offset=0, out=None) -> np.ndarray:
+def multiply(array, w: PackedWeight, x, bias=None, *, offset=0, out=None, **epilogue) -> np.ndarray:
     n, _ = w.shape
     made = array.output(np.full((len(x), n), np.nan, x.dtype) if out is None else out, offset=offset)
-    given = None if bias is None else array.input(bias, offset=offset)
-    pykv.packed_gemm(made, array.input(x, offset=offset), array.input(w.data), w.format, given)
+    given = {k: array.input(v, offset=offset) if isinstance(v, np.ndarray) else v for k, v in epilogue.items()}
+    given["bias"] = None if bias is None else array.input(bias, offset=offset)
+    pykv.packed_gemm(made, array.input(x, offset=offset), array.input(w.data), w.format, **given)
     return array.numpy(made)
 
 
@@ -87,6 +90,14 @@ def test_many_rows(array, dtype, source):
         np.testing.assert_array_equal(some.view(bits), whole[first:last].view(bits))
 
 
+@pytest.mark.parametrize("quant_type", [16, 17, 18, 19, 21, 22, 29, 34, 40, 41])
+def test_what_a_code_book_holds_is_exact(array, quant_type):
+    """With powers of two for scales, what is decoded fits into float16."""
+    blocks, decoded = gguf_blocks(quant_type, powers=True, k=256)
+    out = multiply(array, pack_gguf(blocks, quant_type), np.eye(256, dtype=np.float16))
+    np.testing.assert_array_equal(out.T, decoded)
+
+
 @given(
     dtype=st.sampled_from(HALVES),
     rows=st.integers(0, 70),
@@ -102,6 +113,199 @@ def test_any_size_stride_and_alignment(array, dtype, rows, n, k, group_size, bit
     weight = integers(n, k, group_size, bits, zeros)
     x, out = padded(random((rows, k), dtype, k), *padding), padded(np.zeros((rows, n), dtype), *padding)
     check(array, weight, x, random((n,), dtype, 1), offset=offset, out=out)
+
+
+GATES = {
+    "silu": lambda a: a / (1 + np.exp(np.minimum(-a, 700))),
+    "gelu": lambda a: a / 2 * (1 + np.vectorize(math.erf, [float])(a / math.sqrt(2))),
+    "gelu_tanh": lambda a: a / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (a + 0.044715 * a**3))),
+}
+
+
+def finish(
+    array, weight: Weight, x, bias=None, *, token_scales=None, channel_scales=None, activation="", residual=None,
+    codes=None, scale=0.05, **options,
+) -> None:  # fmt: skip
+    """Against float64; what sums in fp32 lose is carried on, and activations of fp32 lose some more."""
+    w, decoded = weight
+    f = np.float64
+    scales = np.ones((len(x), len(decoded)))
+    for some in (None if token_scales is None else token_scales.reshape(-1, 1), channel_scales):
+        scales *= 1.0 if some is None else some.astype(f)
+    exact = scales * (x.astype(f) @ decoded.T) + (0.0 if bias is None else bias.astype(f))
+    lost = 4e-6 * np.abs(scales) * (np.abs(x.astype(f)) @ np.abs(decoded).T) + 3e-7 * np.abs(exact)
+    if activation:
+        w, (a, b), (lost_a, lost_b) = interleave_halves(w), np.hsplit(exact, 2), np.hsplit(lost, 2)
+        bias, channel_scales = (v if v is None or v.size == 1 else turns(v) for v in (bias, channel_scales))
+        g = GATES[activation](a)
+        exact = g * b
+        lost = 1.13 * lost_a * np.abs(b) + np.abs(g) * lost_b + lost_a * lost_b + 1e-6 * (1 + np.abs(a)) * np.abs(b)
+    if residual is not None:
+        exact = exact + residual.astype(f)
+        lost += 1e-7 * np.abs(exact)
+    given = {"token_scales": token_scales, "channel_scales": channel_scales, "residual": residual}
+    given |= {"activation": activation}
+    if codes is None:
+        out = multiply(array, w, x, bias, out=np.full(exact.shape, np.nan, x.dtype), **given, **options)
+        half_ulp = float(ml_dtypes.finfo(x.dtype).eps) / 2
+        assert (np.abs(out.astype(f) - exact) <= 1.01 * half_ulp * np.abs(exact) + 1.01 * lost + 1e-7).all()
+        return
+    given["out_scale"] = np.full(1, scale, np.float32)
+    out = multiply(array, w, x, bias, out=np.full(exact.shape, 3, codes), **given, **options)
+    found = (out if codes == np.int8 else out.view(ml_dtypes.float8_e4m3fn)).astype(f)
+    wanted, lost = exact / float(np.float32(scale)), lost / scale + 1e-6 * np.abs(exact) / scale
+    if codes == np.int8:
+        assert (np.abs(found - np.clip(wanted, -128, 127)) <= 0.5 + lost).all()
+    else:
+        step = np.ldexp(1.0, np.floor(np.log2(np.maximum(np.abs(wanted), 2.0**-6))).astype(int) - 3)
+        assert (np.abs(found - np.clip(wanted, -448, 448)) <= step / 2 + 2 * lost).all()
+
+
+def turns(of_halves: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(of_halves.reshape(2, -1).T).ravel()
+
+
+def positive(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).uniform(0.5, 2, shape).astype(np.float32)
+
+
+def flags(rows: int, n: int, dtype: np.dtype) -> dict[str, dict[str, object]]:
+    token, channel = positive((rows, 1), 1), positive((n,), 2)
+    whole, half = random((rows, n), dtype, 3), random((rows, n // 2), dtype, 3)
+    return {
+        "scales of tokens": {"token_scales": token},
+        "one scale": {"token_scales": positive((1,), 4), "channel_scales": positive((1, 1), 5)},
+        "scales of channels": {"channel_scales": channel},
+        "residual": {"residual": whole},
+        "silu": {"activation": "silu"},
+        "gelu": {"activation": "gelu"},
+        "gelu_tanh and residual": {"activation": "gelu_tanh", "residual": half},
+        "fp8": {"codes": np.uint8},
+        "int8": {"codes": np.int8},
+        "all": {"token_scales": token, "channel_scales": channel, "activation": "silu", "residual": half}
+        | {"codes": np.uint8},
+    }
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [1, 16, 64, 300])
+@pytest.mark.parametrize("which", flags(1, 2, HALVES[0]))
+@pytest.mark.parametrize("biased", [False, True])
+def test_epilogue(array, dtype, rows, which, biased):
+    weight = awq(136, 640)
+    x, bias = random((rows, 640), dtype), random((136,), dtype, 1) if biased else None
+    finish(array, weight, x, bias, **flags(rows, 136, dtype)[which])
+
+
+@dtypes
+@pytest.mark.parametrize("source", ["int8", "fp8 in blocks", "nvfp4", "gguf Q4_K", "gptq with act-order"])
+def test_epilogue_of_other_weights(array, dtype, source):
+    weight = SOURCES[source]()
+    n, k = weight[1].shape
+    for rows in (3, 20, 100):
+        finish(array, weight, random((rows, k), dtype), random((n,), dtype, 1), **flags(rows, n, dtype)["all"])
+
+
+@given(
+    dtype=st.sampled_from(HALVES),
+    rows=st.integers(0, 70),
+    pairs=st.integers(1, 80),
+    which=st.sampled_from(list(flags(1, 2, HALVES[0]))),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 17)),
+    offset=st.integers(0, 9),
+)
+def test_epilogue_of_any_size_and_stride(array, dtype, rows, pairs, which, padding, offset):
+    given = flags(rows, 2 * pairs, dtype)[which]
+    if "residual" in given:
+        given["residual"] = padded(given["residual"], *padding)
+    x = padded(random((rows, 96), dtype), *padding)
+    finish(array, integers(2 * pairs, 96, 32), x, random((2 * pairs,), dtype, 1), offset=offset, **given)
+
+
+@dtypes
+def test_a_row_with_an_epilogue_has_the_same_bits_among_any_others(array, dtype):
+    w = interleave_halves(awq(264, 640)[0])
+    x, bias = random((300, 640), dtype), random((264,), dtype, 1)
+    for which in ("gelu_tanh and residual", "silu", "all"):
+        given = flags(300, 264, dtype)[which] | {"bias": bias}
+        codes = given.pop("codes", None)
+        if codes:
+            given["out_scale"] = np.full(1, 0.05, np.float32)
+
+        def some(first: int, last: int, given=given, codes=codes) -> np.ndarray:
+            rows = {k: v[first:last] if k in ("token_scales", "residual") else v for k, v in given.items()}
+            return multiply(array, w, x[first:last], out=np.zeros((last - first, 132), codes or dtype), **rows)
+
+        whole = some(0, 300)
+        bits = f"u{whole.itemsize}"
+        for first, rows in ((0, 1), (3, 2), (11, 7), (100, 16), (200, 40), (128, 64), (30, 129)):
+            found = some(first, first + rows)
+            np.testing.assert_array_equal(found.view(bits), whole[first : first + rows].view(bits))
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [1, 100])
+def test_a_residual_may_be_the_result(array, dtype, rows):
+    w, _ = awq(136, 256)
+    x, z = random((rows, 256), dtype), random((rows, 136), dtype, 1)
+    expected = multiply(array, w, x, residual=z)
+    made = array.output(z)
+    pykv.packed_gemm(made, array.input(x), array.input(w.data), w.format, residual=made)
+    np.testing.assert_array_equal(array.numpy(made).view("u2"), expected.view("u2"))
+
+
+def test_codes_saturate_and_nan_is_one(array):
+    w = pack_integers(np.full((4, 16), 9, np.uint8), np.ones((4, 1), np.float16))
+    x = np.full((3, 16), 1e3, np.float16)
+    x[1], x[2] = -1e3, np.nan
+    scale = np.full(1, 1e-3, np.float32)
+    fp8 = multiply(array, w, x, out=np.zeros((3, 4), np.uint8), out_scale=scale)
+    np.testing.assert_array_equal(fp8, np.repeat([[0x7E], [0xFE], [0x7E]], 4, 1))
+    int8 = multiply(array, w, x, out=np.zeros((3, 4), np.int8), out_scale=scale)
+    np.testing.assert_array_equal(int8, np.repeat([[127], [-128], [0]], 4, 1))
+
+
+def test_interleaving_moves_whole_rows():
+    for make in SOURCES.values():
+        w, _ = make()
+        n, k = w.shape
+        order = np.random.default_rng(0).permutation(n)
+        x = np.eye(k, dtype=np.float16)[:40]
+        plain, moved = (np.empty((len(x), n), np.float16) for _ in range(2))
+        again = in_order_of_rows(w, order)
+        pykv.packed_gemm(plain, x, w.data, w.format)
+        pykv.packed_gemm(moved, x, again.data, again.format)
+        np.testing.assert_array_equal(plain[:, order].view("u2"), moved.view("u2"))
+    with pytest.raises(ValueError, match="weight: must have an even number of rows, got 33"):
+        interleave_halves(integers(33, 64)[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"activation": "relu"}, ValueError, 'activation: must be "", silu, gelu or gelu_tanh, got "relu"'),
+        ({"activation": "silu"}, ValueError, "out: dimension 1 must equal half of n of the format = 20"),
+        (
+            {"token_scales": np.ones(4, "f4")},
+            ValueError,
+            "token_scales: must have 1 or num_rows = 3 elements",
+        ),
+        ({"token_scales": np.ones(3, "f2")}, TypeError, "token_scales: dtype must be float32"),
+        ({"channel_scales": np.ones((2, 20), "f4")}, ValueError, "channel_scales: must have 1 or n of the format = 40"),
+        ({"residual": np.ones((3, 41), "f2")}, ValueError, "residual: dimension 1 must equal n of the format = 40"),
+        ({"residual": np.ones((3, 40), "f4")}, TypeError, "residual: dtype must be that of x, float16"),
+        ({"out_scale": np.ones(1, "f4")}, TypeError, "out: dtype must be .*float8_e4m3fn.* int8, got float16"),
+    ],
+)
+def test_what_does_not_fit_of_an_epilogue_is_named(array, change, error, message):
+    with pytest.raises(error, match=message):
+        multiply(array, awq(40, 256)[0], np.zeros((3, 256), np.float16), **change)
+
+
+def test_an_activation_wants_pairs(array):
+    out = np.zeros((3, 16), np.float16)
+    with pytest.raises(ValueError, match="activation: wants a weight of an even number of rows, got 33"):
+        multiply(array, integers(33, 64)[0], np.zeros((3, 64), np.float16), out=out, activation="silu")
 
 
 @dtypes
@@ -168,8 +372,10 @@ def test_packing_refuses_what_it_cannot_hold():
         pack_gptq(np.zeros((5, 8), np.int32), None, np.zeros((1, 8), np.float16), bits=5)
     with pytest.raises(ValueError, match="bits: must be 2 to 6, or 8, got 7"):
         pack_integers(np.zeros((8, 8), np.uint8), np.zeros((8, 1), np.float16), bits=7)
-    with pytest.raises(ValueError, match=r"quant_type: must be one of 2, 3, 6, .*, got 16"):
-        pack_gguf(np.zeros((8, 66), np.uint8), 16)
+    with pytest.raises(ValueError, match=r"quant_type: must be one of 2, 3, 6, .*, got 30"):
+        pack_gguf(np.zeros((8, 66), np.uint8), 30)
+    with pytest.raises(ValueError, match="weight: a scale of NVFP4 must not be 0xff"):
+        pack_gguf(np.full((8, 36), 0xFF, np.uint8), 40)
     with pytest.raises(
         ValueError, match=r"weight: must be \[n, bytes\] of whole blocks of 18 bytes, got shape \[8, 20\]"
     ):

@@ -7,6 +7,7 @@ from functools import partial
 
 import ml_dtypes
 import numpy as np
+import pytest
 from dequantization import reference
 
 from pykv import gemm
@@ -108,21 +109,41 @@ def nf4(n: int, k: int, seed: int = 0) -> Weight:
 
 
 # where GGUF's blocks have a float16
-HALVES = {2: [0], 3: [0, 2], 6: [0], 7: [0, 2], 8: [0], 10: [80, 82], 11: [108], 12: [0, 2], 13: [0, 2], 14: [208]}
-HALVES |= {20: [0], 23: [0], 35: [64], 39: []}
+HALVES = {2: [0], 3: [0, 2], 6: [0], 7: [0, 2], 8: [0], 9: [0], 10: [80, 82], 11: [108], 12: [0, 2], 13: [0, 2]}
+HALVES |= {14: [208], 15: [], 16: [0], 17: [0], 18: [0], 19: [0], 20: [0], 21: [0], 22: [0], 23: [0], 29: [], 34: [52]}
+HALVES |= {35: [64], 39: [], 40: [], 41: [0]}
 
 
-def gguf_blocks(quant_type: int, n: int = 40, k: int = 512, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """[n, bytes] and [n, k] decoded."""
+def gguf_blocks(
+    quant_type: int, n: int = 40, k: int = 512, seed: int = 0, powers: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """[n, bytes] and [n, k] decoded.  Powers: floats of blocks are powers of two."""
     rng = np.random.default_rng(seed)
     name, elements, size = reference.FORMATS[quant_type]
     blocks = rng.integers(0, 256, (n * k // elements, size), dtype=np.uint8)
+
+    def scales(dtype: object = np.float16) -> np.ndarray:
+        if powers:
+            return np.ldexp(1.0, rng.integers(-7, -4, (len(blocks), 1))).astype(dtype)
+        return scales_of(rng, (len(blocks), 1), dtype)
+
     for at in HALVES[quant_type]:
-        blocks[:, at : at + 2] = scales_of(rng, (len(blocks), 1)).view(np.uint8)
-    if not HALVES[quant_type]:
+        blocks[:, at : at + 2] = scales().view(np.uint8)
+    if name == "Q8_K":
+        blocks[:, :4] = scales(np.float32).view(np.uint8)
+    elif name == "IQ1_M":  # four bits in each of four words
+        bits = scales().view(np.uint16) >> np.arange(0, 16, 4, dtype=np.uint16) & 15
+        blocks[:, 49::2] = blocks[:, 49::2] & 15 | bits.astype(np.uint8) << 4
+    elif name == "MXFP4":
         blocks[:, 0] = rng.integers(116, 124, len(blocks))
-    decoded = reference.DECODE[name](blocks).astype(np.float64).reshape(n, k)
-    return blocks.reshape(n, -1), decoded
+    elif name == "NVFP4":
+        blocks[:, :4] &= 0x7F
+    if name in reference.DECODE:
+        decoded = reference.DECODE[name](blocks)
+    else:
+        gguf = pytest.importorskip("gguf", reason="has the code books")
+        decoded = gguf.dequantize(blocks, gguf.GGMLQuantizationType(quant_type))
+    return blocks.reshape(n, -1), decoded.astype(np.float64).reshape(n, k)
 
 
 def gguf(quant_type: int, n: int = 40, k: int = 512, seed: int = 0) -> Weight:

@@ -118,14 +118,14 @@ def test_wna16(array, bits, zeros, monkeypatch):
     compare(array.numpy(out).reshape(18, 48), x, decoded, ids, weights.reshape(-1))
 
 
-@pytest.mark.parametrize("quant_type", [2, 14])
+@pytest.mark.parametrize("quant_type", [2, 14, 19])
 def test_gguf(array, quant_type):
     if array.name in ("interface", "jax"):
         pytest.skip("the functions of vLLM allocate what they return, like what they are given")
     made = [gguf_blocks(quant_type, seed=seed) for seed in range(3)]
     decoded = np.stack([d for _, d in made])
     assert ops.ggml_moe_get_block_size(quant_type) == 8
-    assert ops.ggml_moe_get_block_size(16) == 0
+    assert ops.ggml_moe_get_block_size(30) == 0
     blocks = array.input(np.stack([b for b, _ in made]))
     x, ids = normal(0, 9, 512, dtype=np.float16), chosen(9, 2, 3)
     given = array.input(x)

@@ -73,6 +73,20 @@ def test_renorm(array, dtype, shape, options):
     assert_rounded_once(array.numpy(out)[clear], expected[clear], lost=2e-6)
 
 
+@pytest.mark.parametrize("largest", [1e35, 1e36, 1e37, 3e38])
+@pytest.mark.parametrize("options", [{"top_k": 40}, {"top_k": 3000}, {"top_k": 5, "top_p": 0.5}], ids=str)
+def test_logits_near_the_largest_float(array, largest, options):
+    rng = np.random.default_rng(3)
+    x = rng.uniform(-largest, largest, (3, 5000)).astype(np.float32)
+    x[1, ::7] = -np.inf
+    x[2] = np.abs(x[2]) * np.float32(1e-3)
+    x[2, 77], x[2, 78] = largest, -largest
+    out = array.output(np.zeros_like(x))
+    pykv.top_k_top_p_mask(out, array.input(x), **options)
+    expected = np.where(reference.mask(x, **options)[0], x, np.float32(-np.inf))
+    np.testing.assert_array_equal(array.numpy(out), expected)
+
+
 def test_each_row_has_its_own_parameters(array):
     rng = np.random.default_rng(0)
     x = random((64, 3001), np.dtype(np.float32)) * 2

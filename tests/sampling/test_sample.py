@@ -78,6 +78,23 @@ def test_sizes(array, dtype, rows, cols, options):
     check(array, random((rows, cols), dtype, cols) * dtype.type(2), **options)
 
 
+@pytest.mark.parametrize("options", [{"top_k": 40}, {"top_k": 2000}, {"top_p": 0.9}, {}], ids=str)
+def test_logits_near_the_largest_float(array, options):
+    x = np.random.default_rng(3).uniform(-3e38, 3e38, (9, 5000)).astype(np.float32)
+    x[:3] *= np.float32(0.01)
+    check(array, x, **options)
+
+
+@pytest.mark.parametrize("top_k", [40, 1500])
+def test_top_k_of_logits_near_the_largest_float_at_a_high_temperature(array, top_k):
+    """All that is kept may be drawn, and nothing else."""
+    x = np.random.default_rng(3).uniform(-2e36, 2e36, (300, 5000)).astype(np.float32)
+    tokens, _ = sample(array, x, *keys(300), top_k=top_k, temperature=1e37)
+    places = np.argsort(np.argsort(-x, axis=1), axis=1)[np.arange(300), tokens]
+    assert places.max() < top_k
+    assert len(np.unique(places)) > 30
+
+
 @dtypes
 def test_each_row_has_its_own_parameters(array, dtype):
     rows = 48

@@ -20,7 +20,18 @@ def packed_product() -> Sample:
 
     w = pack_awq(packed_words(96, 3), packed_words(2, 3), np.abs(floats(2, 24)).astype(np.float16))
     x, bias = floats(3, 96, seed=1).astype(np.float16), floats(24).astype(np.float16)
-    return {"out": np.zeros((3, 24), np.float16), "x": x, "weight": w.data, "format": w.format, "bias": bias}
+    return {
+        "out": np.zeros((3, 12), np.float16),
+        "x": x,
+        "weight": w.data,
+        "format": w.format,
+        "bias": bias,
+        "token_scales": np.abs(floats(3, seed=2)),
+        "channel_scales": np.abs(floats(24, seed=3)),
+        "activation": "silu",
+        "residual": floats(3, 12, seed=4).astype(np.float16),
+        "out_scale": None,
+    }
 
 
 def scaled_product(codes: type[np.generic]) -> Sample:

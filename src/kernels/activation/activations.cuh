@@ -23,10 +23,11 @@ __device__ inline float gelu_tanh(float x) {
 
 // What follows is approximate, within some units in the last place, with subnormals flushed: half the instructions.
 
-// 1 / (1 + exp(-x)) = 0.5 / (0.5 + 2^t * 2^lost / 2): t is rounded, and what that lost, far below 1, is made good.  The
-// saturation gives a number where x is infinite, so that there too the result is that of the formula.
+// 1 / (1 + exp(-x)) = 0.5 / (0.5 + 2^t * 2^lost / 2): t is rounded, and what that lost, far below 1, is made good.  t is bounded
+// where 2^t is infinite already, so that what it lost is no difference of infinities; where x is +inf, the saturation makes a
+// number of that.
 __device__ inline float sigmoid(float x) {
-  const float t = -1.44269502f * x;
+  const float t = fminf(-1.44269502f * x, 200.0f);
   const float lost = fmaf(-1.92596299e-8f, x, fmaf(-1.44269502f, x, -t));
   const float half_scale = __saturatef(fmaf(lost, 0.34657359f, 0.5f));
   return 0.5f * reciprocal(fmaf(power_of_2(t), half_scale, 0.5f));

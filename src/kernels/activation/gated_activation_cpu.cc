@@ -224,7 +224,7 @@ void swigluoai_and_mul_cpu(const GatedActivationArgs& args, const Launch&) {
   run<true>(args, [&]<class T>() {
     return [alpha = plain(args.alpha), limit = plain(args.limit)](Pair<T> a, Pair<T> b) {
       const Pair<T> gate = at_most(a, limit);
-      return times_sigmoid((within(b, limit) + 1.0f) * gate, alpha * gate);
+      return (within(b, limit) + 1.0f) * times_sigmoid(gate, alpha * gate);
     };
   });
 }

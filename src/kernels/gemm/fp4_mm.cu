@@ -6,16 +6,17 @@
 #include "cuda/cp_async.cuh"
 #include "cuda/dependent_shared.cuh"
 #include "cuda/divider.cuh"
-#include "cuda/fp8.cuh"
 #include "cuda/mma.cuh"
 #include "cuda/vec.cuh"
+#include "gemm/fp4_codes.cuh"
 #include "gemm/fp4_mm.h"
 #include "gemm/store_as.cuh"
 
 namespace pykv {
 namespace {
 
-constexpr int kSegments = 8, kThreads = 32 * kSegments, kUnit = 64;  // elements of a row that four lanes take at once
+constexpr int kSegments = Fp4MmArgs::kSegments, kThreads = 32 * kSegments,
+              kUnit = 64;  // elements of a row that four lanes take at once
 constexpr int kColumns = 32;
 
 // kTiles of 8 rows of a.
@@ -69,23 +70,14 @@ struct Fp4Line {
   }
 };
 
-constexpr float kFp4Unit = 16384.0f;  // 2^14: what products of two decoded numbers lack
-
 // Eight pairs of 16 codes times their scale, 2^-7 of what they should be.  Which elements make a pair is the same for a and b.
 __device__ inline void decode(uint32_t (&pairs)[8], uint32_t at, uint32_t scales_at, bool inside) {
   uint32_t words[2], scales;
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(at) : "memory");
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(scales) : "r"(scales_at) : "memory");
-  const uint16_t own = inside ? static_cast<uint16_t>(scales >> threadIdx.x % 4 * 8 & 0xffu) : uint16_t{0};
-  const half2 raw = fp8x2_to_half2<KvFormat::kE4M3>(own | own << 8);
-  const half2 scale = __hmul2(raw, __float2half2_rn(128.0f));
+  const half2 scale = fp4_scale(scales >> threadIdx.x % 4 * 8, inside);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const uint32_t codes = words[i / 4] >> i % 4 * 4;
-    const uint32_t bits = (codes & 0x00070007u) << 9 | (codes & 0x00080008u) << 12;  // 2^-14 of the numbers
-    const half2 pair = __hmul2(reinterpret_cast<const half2&>(bits), scale);
-    pairs[i] = reinterpret_cast<const uint32_t&>(pair);
-  }
+  for (int i = 0; i < 8; ++i) pairs[i] = decode_fp4(words[i / 4], i % 4, scale);
 }
 
 template <class S>
@@ -113,9 +105,9 @@ __global__ void __launch_bounds__(kThreads, 1) fp4_mm_kernel(const __grid_consta
     const auto scales_at = [&](int stage, int i) {
       return base + stage * S::kStageBytes + S::kLines * kThreads * 8 + (i * kThreads + threadIdx.x) * 4;
     };
-    const int64_t units = (args.k + kUnit - 1) / kUnit;
-    const int begin = static_cast<int>(units * segment / kSegments),
-              end = static_cast<int>(units * (segment + 1) / kSegments);
+    const int units = static_cast<int>((args.k + kUnit - 1) / kUnit);
+    const int begin = Fp4MmArgs::segment_begin(args.k, segment) * 2,
+              end = min(Fp4MmArgs::segment_begin(args.k, segment + 1) * 2, units);
     const auto copy = [&](int unit, int stage) {
       if (unit < end)
 #pragma unroll
@@ -191,6 +183,7 @@ void launch_fp4(const Fp4MmArgs& args, const Launch& launch) {
 }  // namespace
 
 void fp4_mm_cuda(const Fp4MmArgs& args, const Launch& launch) {
+  if (args.m > 32 && fp4_mm_sm90(args, launch)) return;
   if (args.m <= 8) return launch_fp4<Fp4Shape<1>>(args, launch);
   launch_fp4<Fp4Shape<4>>(args, launch);
 }

@@ -16,6 +16,12 @@ struct Fp4MmArgs {
   int64_t a_step, b_step;                  // from a byte of a row to the next
   Parameter alpha;
 
+  // k is summed in segments, of multiples of kPiece of it, which are added in order.  begin: in pieces.
+  static constexpr int kSegments = 8, kPiece = 128;
+  PYKV_HOST_DEVICE static int segment_begin(int64_t k, int segment) {
+    return static_cast<int>((k + kPiece - 1) / kPiece * segment / kSegments);
+  }
+
   // Where the scale of a row's group lies: a tile is 128 rows of four groups.
   PYKV_HOST_DEVICE int64_t scale_at(int64_t row, int64_t group) const {
     const int64_t tiles = (k / 16 + 3) / 4;
@@ -25,5 +31,7 @@ struct Fp4MmArgs {
 
 PYKV_CPU_TWIN_OF_PRODUCTS(fp4_mm_cpu, Fp4MmArgs)
 void fp4_mm_cuda(const Fp4MmArgs& args, const Launch& launch);
+// For many rows: the same bits, sooner.  False: not by this GPU, or not of arrays that lie so, whatever m is.
+bool fp4_mm_sm90(const Fp4MmArgs& args, const Launch& launch);
 
 }  // namespace pykv

@@ -67,6 +67,21 @@ struct Codes<T, CodeKind::kTable16> {
       a[i] = pairs[(codes | codes >> 12) & 0xffu];
     }
   }
+
+  // Where the table is E2M1's, times scales of rows g and 8 + g, as pairs: exact, for a code has two bits that count, a scale of
+  // e4m3 four.  A code is a sign and the bits of a small number, 2^-126 of what it stands for, or of float16 2^-14.
+  __device__ static void fragment_scaled(uint32_t (&a)[4], const uint4 (&words)[1], int j,
+                                         const uint32_t (&scales)[2]) {
+    constexpr int kTo = kIsHalf<T> ? 9 : 6;
+    constexpr uint32_t kMagnitude = 0x00070007u << kTo, kUnits = kIsHalf<T> ? 0x74007400u : 0x7e807e80u;
+    const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[0])[j];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t sign = w << (12 - 4 * i) & 0x80008000u;
+      const uint32_t magnitude = 4 * i > kTo ? w >> (4 * i - kTo) : w << (kTo - 4 * i);
+      a[i] = multiply_pairs<T>(multiply_pairs<T>(and_or(magnitude, kMagnitude, sign), kUnits), scales[i % 2]);
+    }
+  }
 };
 
 template <class T>

@@ -240,9 +240,15 @@ class Preparer {
     scales_of(scales, raw, w.scales_kind);
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
+      const uint32_t at = to + S::kScalesAt + n * kRows * 4;
+      if constexpr (S::kScalesCodes) {
+        const auto pair = [&](int i) { return pack_pair<typename S::Element>(scales[n][i], scales[n][i]); };
+        store_shared(at, make_uint4(pair(0), pair(1), pair(2), pair(3)));
+      } else {
 #pragma unroll
-      for (float& s : scales[n]) s *= global_;
-      store(to + S::kScalesAt + n * kRows * 4, scales[n]);
+        for (float& s : scales[n]) s *= global_;
+        store(at, scales[n]);
+      }
     }
     if constexpr (S::kSubtracts) {
 #pragma unroll

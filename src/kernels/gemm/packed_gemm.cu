@@ -10,6 +10,7 @@
 #include "cuda/divider.cuh"
 #include "cuda/vec.cuh"
 #include "gemm/packed_codes.cuh"
+#include "gemm/packed_epilogue.cuh"
 #include "gemm/packed_gemm.h"
 #include "gemm/packed_gemm_many.h"
 #include "gemm/tile_map.cuh"
@@ -286,6 +287,26 @@ __global__ void __launch_bounds__(kThreads, S::kTiles == 1 ? 2 : 1)
 
   const auto* const bias =
       p.a.bias ? static_cast<const T*>(p.a.bias) + weight * p.a.map.bias_stride : static_cast<const T*>(nullptr);
+  if (p.a.epilogue.any) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < S::kTokens * S::kRows / 4; i += kThreads) {
+      const int token = i / (S::kRows / 4), row = i % (S::kRows / 4) * 4;
+      const int64_t at = TileRows::row_of_out(p.a.map, first_token + token, p.a.num_rows), n = first_row + row;
+      if (at < 0 || n >= p.a.weight.n) continue;
+      float4 sum = *reinterpret_cast<const float4*>(totals + token * S::kPitch + row);
+#pragma unroll
+      for (int s = 1; s < kSegments; ++s) {
+        const float4 more = *reinterpret_cast<const float4*>(totals + (s * S::kTokens + token) * S::kPitch + row);
+        sum.x += more.x;
+        sum.y += more.y;
+        sum.z += more.z;
+        sum.w += more.w;
+      }
+      const int rows = static_cast<int>(min(p.a.weight.n - n, int64_t{4}));
+      finish_four<T>(p.a.epilogue, bias, sum, at, n, rows, p.a.out, p.a.out_stride);
+    }
+    return;
+  }
 #pragma unroll 2
   for (int i = threadIdx.x; i < S::kTokens * S::kRows; i += kThreads) {
     const int token = i / S::kRows, row = i % S::kRows;

@@ -200,22 +200,75 @@ class Tile {
   Floats total_[kVectors][2][kTokens] = {};
 };
 
-template <class T, class Codes, class Way, int kVectors, int kTokens>
-void tile(const PackedGemmArgs& args, const RowList& rows, const Codes& codes, const Factors& factors, int64_t block,
-          int part, int64_t token, const typename Way::Element* x, const float* sums) {
-  Tile<Codes, Way, kVectors, kTokens> tile(args.weight, codes, factors, block, part);
-  tile.run(x, sums);
-  for (int t = 0; t < kTokens; ++t) {
-    const int64_t to = rows[token + t];
-    T* const out = static_cast<T*>(args.out) + to * args.out_stride;
-    const float last = args.map.factor_of(to);
+// Sums of the 16 rows of a block.
+using BlockSums = float[16];
+
+template <class Codes, class Way, int kVectors, int kTokens>
+void tile(const PackedWeight& w, const Codes& codes, const Factors& factors, int64_t block, int part,
+          const typename Way::Element* x, const float* sums_of_x, BlockSums* to) {
+  Tile<Codes, Way, kVectors, kTokens> tile(w, codes, factors, block, part);
+  tile.run(x, sums_of_x);
+  for (int t = 0; t < kTokens; ++t)
     for (int half = 0; half < 2; ++half)
-      for (int g = part * kWidth / 4; g < (part + kVectors) * kWidth / 4; ++g) {
-        const int64_t row = block * 16 + half * 8 + g;
-        if (row >= args.weight.n) continue;
-        const float bias = args.bias ? to_float(static_cast<const T*>(args.bias)[row]) : 0.0f;
-        out[row] = from_float<T>((tile.total(half, g, t) + bias) * last);
-      }
+      for (int g = part * kWidth / 4; g < (part + kVectors) * kWidth / 4; ++g)
+        to[t][half * 8 + g] = tile.total(half, g, t);
+}
+
+inline float gated(Gate gate, float a, float b) {
+  if (gate == Gate::kSilu) return a / (1.0f + __builtin_expf(-a)) * b;
+  const float u = gate == Gate::kGelu ? __builtin_erff(0.70710678f * a)
+                                      : __builtin_tanhf(0.79788456f * (a + 0.044715f * (a * a * a)));
+  return 0.5f * a * (1.0f + u) * b;
+}
+
+// The epilogue of row `at` of out, for `count` rows of the weight from `row` on.
+template <class T>
+[[gnu::noinline]] void finish(const PackedGemmArgs& args, int64_t at, int64_t row, int64_t count, BlockSums& v) {
+  const Epilogue& e = args.epilogue;
+  const float of_token = e.token_scales ? e.token_scales[at * e.token_stride] : 1.0f;
+  for (int64_t i = 0; i < count; ++i) {
+    if (e.channel_scales) v[i] *= e.channel_scales[(row + i) * e.channel_stride];
+    v[i] = v[i] * of_token + (args.bias ? to_float(static_cast<const T*>(args.bias)[row + i]) : 0.0f);
+  }
+  if (e.gate != Gate::kNone) {
+    for (int64_t i = 0; i < count; i += 2) v[i / 2] = gated(e.gate, v[i], v[i + 1]);
+    row /= 2;
+    count /= 2;
+  }
+  if (e.residual)
+    for (int64_t i = 0; i < count; ++i)
+      v[i] += to_float(static_cast<const T*>(e.residual)[at * e.residual_stride + row + i]);
+  const int64_t to = at * args.out_stride + row;
+  if (!e.has_codes) {
+    for (int64_t i = 0; i < count; ++i) static_cast<T*>(args.out)[to + i] = from_float<T>(v[i]);
+    return;
+  }
+  const float factor = 1.0f / e.out_scale;
+  for (int64_t i = 0; i < count; ++i) {
+    const float x = v[i] * factor;
+    if (e.codes == QuantCode::kInt8) {
+      static_cast<i8*>(args.out)[to + i] = from_float<i8>(x);
+    } else {
+      static_cast<e4m3*>(args.out)[to + i] = from_float<e4m3>(x < 448.0f ? x : 448.0f);
+    }
+  }
+}
+
+template <class T>
+void store(const PackedGemmArgs& args, const RowList& rows, int64_t block, int64_t token, int tokens, BlockSums* sums) {
+  const int64_t row = block * 16, count = args.weight.n - row < 16 ? args.weight.n - row : 16;
+  for (int t = 0; t < tokens; ++t) {
+    const int64_t at = rows[token + t];
+    if (args.epilogue.any) {
+      finish<T>(args, at, row, count, sums[t]);
+      continue;
+    }
+    T* const out = static_cast<T*>(args.out) + at * args.out_stride + row;
+    const float last = args.map.factor_of(at);
+    for (int64_t i = 0; i < count; ++i) {
+      const float bias = args.bias ? to_float(static_cast<const T*>(args.bias)[row + i]) : 0.0f;
+      out[i] = from_float<T>((sums[t][i] + bias) * last);
+    }
   }
 }
 
@@ -235,12 +288,18 @@ void multiply(const PackedGemmArgs& args, const RowList& rows_of, const Codes& c
         int64_t t = 0;
         const auto x = [&] { return reordered.x.data() + t * w.padded_k; };
         const auto sums = [&] { return reordered.sums.data() + t * (w.padded_k / 16); };
-        for (; t + kTokens <= count; t += kTokens)
+        for (; t + kTokens <= count; t += kTokens) {
+          BlockSums of_block[kTokens];
           for (int part = 0; part < kParts; ++part)
-            tile<T, Codes, Way, 1, kTokens>(args, rows_of, codes, factors, block, part, first + t, x(), sums());
-        for (; t < count; ++t)
+            tile<Codes, Way, 1, kTokens>(w, codes, factors, block, part, x(), sums(), of_block);
+          store<T>(args, rows_of, block, first + t, kTokens, of_block);
+        }
+        for (; t < count; ++t) {
+          BlockSums of_block[1];
           for (int part = 0; part < kParts; part += kAlone)
-            tile<T, Codes, Way, kAlone, 1>(args, rows_of, codes, factors, block, part, first + t, x(), sums());
+            tile<Codes, Way, kAlone, 1>(w, codes, factors, block, part, x(), sums(), of_block);
+          store<T>(args, rows_of, block, first + t, 1, of_block);
+        }
       }
     });
   }

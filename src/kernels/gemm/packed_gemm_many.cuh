@@ -6,6 +6,7 @@
 #include "cuda/divider.cuh"
 #include "cuda/vec.cuh"
 #include "gemm/packed_codes.cuh"
+#include "gemm/packed_epilogue.cuh"
 #include "gemm/packed_gemm_many.h"
 #include "gemm/tile_map.cuh"
 
@@ -38,6 +39,7 @@ struct ManyRows {
   PackedWeight weight;
   TokenRows tokens;
   const void* bias;
+  Epilogue epilogue;
   Divider groups_by;  // columns of a group
   uint32_t row_tiles, token_tiles;
   int bands, groups, blocks;  // of 32 rows; of columns; of 256 columns
@@ -90,6 +92,10 @@ struct ManyRows {
       T* const to = tokens.of_out<T>(row);
       if (!to) continue;
       const float4 four = *reinterpret_cast<const float4*>(sums + token * kPitch + lane * 4);
+      if (epilogue.any) {
+        finish_four<T>(epilogue, static_cast<const T*>(bias), four, row, n, rows, tokens.out, tokens.out_stride);
+        continue;
+      }
       float v[4] = {four.x, four.y, four.z, four.w};
       if (bias)
 #pragma unroll
@@ -154,6 +160,7 @@ void with_many_rows(const PackedGemmArgs& args, int tokens, Launcher&& launch) {
                    .tokens = {args.x, args.out, args.num_rows, args.x_stride, args.x_step, args.out_stride, map,
                               TileRows(map, tokens)},
                    .bias = args.bias,
+                   .epilogue = args.epilogue,
                    .groups_by = Divider(w.group_size),
                    .row_tiles = static_cast<uint32_t>(row_tiles),
                    .token_tiles = static_cast<uint32_t>(token_tiles),

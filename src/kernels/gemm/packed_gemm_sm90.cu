@@ -21,6 +21,7 @@
 #include "cuda/cluster.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/vec.cuh"
+#include "gemm/packed_epilogue.cuh"
 #include "gemm/packed_feed_sm90.cuh"
 #include "gemm/packed_gemm_many.h"
 #include "gemm/packed_multiplier_sm90.cuh"
@@ -79,6 +80,10 @@ __device__ void write(const Problem& p, const int32_t (&of_out)[S::kTokens], uin
           sum.w += pieces_of[s].w;
         }
     }
+    if (p.epilogue.any) {
+      finish_four<T>(p.epilogue, static_cast<const T*>(p.bias), sum, row, n, rows, p.out, p.out_stride);
+      continue;
+    }
     const float factor = p.map.factor_of(row);
     const float v[4] = {(sum.x + of_row[0]) * factor, (sum.y + of_row[1]) * factor, (sum.z + of_row[2]) * factor,
                         (sum.w + of_row[3]) * factor};
@@ -100,7 +105,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
   using T = typename S::Element;
   extern __shared__ uint8_t unaligned[];
   __shared__ uint64_t barriers[3 * kMostStages];
-  __shared__ uint32_t table[S::kKind == CodeKind::kTable16 ? 256 : 1];
+  __shared__ uint32_t table[S::kHasTable ? 256 : 1];
   __shared__ int32_t rows[S::kTokens];  // of out
   const uint32_t start = shared_address(unaligned), data = (start + kAlignment - 1) / kAlignment * kAlignment;
   const uint32_t full = shared_address(barriers);
@@ -125,7 +130,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
   if (weight < 0) return;  // all blocks of the cluster
   const int64_t shift = weight * p.map.weight_stride;
   if (threadIdx.x < S::kTokens) rows[threadIdx.x] = p.row(token_tile, threadIdx.x);
-  if constexpr (S::kKind == CodeKind::kTable16) {
+  if constexpr (S::kHasTable) {
     const auto* numbers = reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kTableAt);
     if (threadIdx.x < 256)
       table[threadIdx.x] = pack_pair<T>(__ldg(numbers + threadIdx.x % 16), __ldg(numbers + threadIdx.x / 16));
@@ -153,7 +158,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
   } else {
     if constexpr (!S::kFew) take_registers<200>();
     {
-      Multiplier<S> multiplier(p, ring, table);
+      Multiplier<S> multiplier(p, ring, table, shift);
       multiplier.run(S::kParts == 1 ? split : split * S::kParts + warp / 8);
       if (!p.keeps()) {
         named_barrier_sync(1, S::kMultipliers);  // all have done with the ring
@@ -227,6 +232,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
             .from = args.x,
             .out = args.out,
             .bias = args.bias,
+            .epilogue = args.epilogue,
             .num_rows = args.num_rows,
             .x_stride = x_stride,
             .x_step = args.x_step,
@@ -312,6 +318,12 @@ void launch_tokens(const PackedGemmArgs& args, const Launch& launch) {
 template <class T, CodeKind kKind>
 void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
   const MinimumKind minima = args.weight.minima_kind;
+  const ScaleKind scales = args.weight.scales_kind;
+  if constexpr (kKind == CodeKind::kTable16) {
+    if (scales == ScaleKind::kE4M3 ||
+        (scales == ScaleKind::kE8M0 && !kIsHalf<T>))  // float16 has too few exponents for e8m0
+      return launch_tokens<T, kKind, Minima::kScaled>(args, launch);
+  }
   if (minima == MinimumKind::kNone) return launch_tokens<T, kKind, Minima::kNone>(args, launch);
   if constexpr (kKind == CodeKind::kUint4) {
     if (minima == MinimumKind::kZero) return launch_tokens<T, kKind, Minima::kSubtracted>(args, launch);

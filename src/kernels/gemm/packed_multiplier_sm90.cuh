@@ -29,8 +29,11 @@ class Multiplier {
  public:
   float total[kSums] = {};  // over a segment; in the end over all, where one block has all
 
-  __device__ Multiplier(const Problem& p, const Ring& ring, const uint32_t* table)
+  // shift: bytes from p.weight to the one that is meant
+  __device__ Multiplier(const Problem& p, const Ring& ring, const uint32_t* table, int64_t shift)
       : p_(p), ring_(ring), table_(table), warp_(threadIdx.x / 32 % 8) {
+    if constexpr (S::kScalesCodes)
+      global_ = __ldg(reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kGlobalScaleAt));
     const int lane = threadIdx.x % 32, c = lane % 4;
     constexpr bool kOctets = Code::kPlanes == 2;
     codes_at_ = S::kCodesAt + warp_ * S::kBlockBytes + (8 * (c / 2) + lane / 4) * 16 + (kOctets ? c % 2 * 512 : 0);
@@ -42,6 +45,7 @@ class Multiplier {
 
   // The part'th of all blocks of the cluster.  Inlined by order: otherwise the sums would lie in memory.
   __device__ __forceinline__ void run(int part) {
+    if constexpr (S::kScalesCodes) return run_steps<8>(part);
     switch (p_.steps) {
       case 8:
         if constexpr (!S::kAdds) run_steps<8>(part);
@@ -206,7 +210,7 @@ class Multiplier {
   __device__ void wait_full(const Turn& turn) const {
     mbarrier_wait(ring_.full + turn.stage * 8, turn.parity);
     if (!S::kFew && p_.gathers) fence_async_proxy();  // cp.async writes like an ordinary store
-    if (S::kSubtracts) wait_ready(turn);
+    if (S::kSubtracts || S::kScalesCodes) wait_ready(turn);
   }
   __device__ void wait_ready(const Turn& turn) const { mbarrier_wait(ring_.ready + turn.stage * 8, turn.parity); }
 
@@ -226,6 +230,13 @@ class Multiplier {
         if (j % kSteps == 0)
           zeros = load_shared_8(stage + p_.minima_at + (unit * 4 + j) / kSteps * kRows * 4 + factors_at_);
         Code::fragment_less(a[j], words, j, {zeros.x, zeros.y});
+      }
+    } else if constexpr (S::kScalesCodes) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int item = (unit * 4 + j) * p_.items / 8;
+        const uint2 scales = load_shared_8(stage + S::kScalesAt + item * kRows * 4 + factors_at_);
+        Code::fragment_scaled(a[j], words, j, {scales.x, scales.y});
       }
     } else {
 #pragma unroll
@@ -283,6 +294,7 @@ class Multiplier {
   }
 
   __device__ float2 scales(uint32_t stage, int item) const {
+    if constexpr (S::kScalesCodes) return make_float2(global_, global_);
     return load_shared_float2(stage + S::kScalesAt + item * kRows * 4 + factors_at_);
   }
 
@@ -372,6 +384,7 @@ class Multiplier {
   const uint32_t* const table_;
   const int warp_;
   uint32_t codes_at_, selector_, x_at_, factors_at_;
+  float global_;
   float sum_[kSums];
   uint32_t a_[2][4][4], minima_[2][4] = {};
 };

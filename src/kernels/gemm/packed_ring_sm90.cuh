@@ -5,6 +5,7 @@
 #include "cuda/mbarrier.cuh"
 #include "cuda/tensor_map.cuh"
 #include "gemm/packed_codes.cuh"
+#include "gemm/packed_gemm.h"
 #include "gemm/tile_map.cuh"
 
 namespace pykv {
@@ -19,8 +20,9 @@ constexpr int kSharedOfSm = 228 << 10, kOfSystem = 1024;  // of each block
 constexpr int kAlignment = 1024, kStatic = 3072;          // barriers, rows and the table
 
 // What is done about m: nothing, it is 0; zero points are subtracted from codes of four bits as they are decoded; m is added, times
-// sums of x.
-enum class Minima { kNone, kSubtracted, kAdded };
+// sums of x.  kScaled: it is 0, and codes are multiplied by s as they are decoded, since 16 bits hold that: then there are no sums
+// of groups.
+enum class Minima { kNone, kSubtracted, kAdded, kScaled };
 
 // kParts: of the columns, which eight warps each multiply.  Of few tokens: two, or one and two blocks on an SM, where there are
 // blocks for all of them, so that one begins and ends while the other multiplies.
@@ -41,6 +43,8 @@ struct Shape {
   static constexpr int kBlockBytes = 2 * Code::kPlanes * 512;   // of 16 rows of the weight
   static constexpr int kCodesAt = 2 * kXBytes, kScalesAt = kCodesAt + kRows / 16 * kBlockBytes;
   static constexpr bool kSubtracts = kMinima == Minima::kSubtracted, kAdds = kMinima == Minima::kAdded;
+  static constexpr bool kScalesCodes = kMinima == Minima::kScaled,
+                        kHasTable = kKind == CodeKind::kTable16 && !kScalesCodes;
   static constexpr bool kMaySplit = kTokens <= 64;
   static constexpr int kSumsBytes = kTokens * 32;  // of x, over four groups
   static constexpr int kSumBytes = kTokens * kPitch * 4;
@@ -56,6 +60,7 @@ struct Problem {
   const void* from;
   void* out;
   const void* bias;
+  Epilogue epilogue;
   int64_t num_rows, x_stride, x_step, out_stride;
   TileMap map;
   TileRows rows;
@@ -65,7 +70,7 @@ struct Problem {
   int bands, groups, blocks;  // of 32 rows; of columns; of 256 columns
   int segments, splits;       // of the columns; blocks of a cluster, which have some segments each
   int each;                   // segments of a part
-  int steps, items;           // of 16 columns that are scaled together: 1, 2, 4 or 8; such in a stage
+  int steps, items;           // of 16 columns that have factors in common: 1, 2, 4 or 8; such in a stage
   int stages, stage_bytes, minima_at, sums_at;
   bool gathers;       // rows of x are copied one by one, not by the tensor map
   bool whole_chunks;  // ... and eight neighbours at once

@@ -34,7 +34,7 @@ enum class CodeKind : uint8_t {
   kUint4,    // code - 8; u2, u3 and u4
   kUint8,    // code - 128; u5, u6 and u8
   kE4M3,     // float8_e4m3fn; NaN does not occur
-  kTable16,  // an entry of the table
+  kTable16,  // an entry of the table, which is E2M1's where scales are of e4m3 or e8m0
 };
 constexpr bool is_integer(CodeKind kind) { return kind == CodeKind::kUint4 || kind == CodeKind::kUint8; }
 // s is the global scale times ...

@@ -31,7 +31,7 @@ struct Sums {
     return min(tile.first_column + 32 * i + lane, o.p.args.n - 1);
   }
   __device__ int64_t row_of_lane(const Tile& tile, int i) const {
-    return min(tile.first_row + first_line + 8 * i + lane / 4, o.p.args.m - 1);
+    return min(tile.first_row + first_line + 8 * i + lane / 4, tile.end_row - 1);
   }
   template <class T>
   static __device__ T of_column(const T (&of_lane)[kOfLane], int eight, int e) {
@@ -50,7 +50,7 @@ struct Sums {
     for (int i = lane; i < S::kFactors; i += 32) {
       const bool is_column = i < S::kColumns;
       const int64_t column = min(tile.first_column + i, args.n - 1);
-      const int64_t row = min(tile.first_row + first_line + i - S::kColumns, args.m - 1);
+      const int64_t row = min(tile.first_row + first_line + i - S::kColumns, tile.end_row - 1);
       cp_async_small<4>(to + i * 4,
                         is_column ? of_columns + column * args.b_scales.along : of_rows + row * args.a_scales.along,
                         true);

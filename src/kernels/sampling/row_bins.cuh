@@ -6,6 +6,13 @@
 
 namespace pykv {
 
+// How far a logit lies below the largest one, in bins; its share is 2^(-distance / kBinsOfOctave).  Only -infinity is infinitely
+// far: of finite logits the product may overflow, and they count for top_k.
+__device__ inline float bins_below(float x, float largest, float scale) {
+  constexpr float kMost = 0x1.fffffep127f;
+  return x > -INFINITY ? fminf(below(x, largest) * (-kBinsOfOctave * scale), kMost) : INFINITY;
+}
+
 // What entries are added up by, and how far: 1 for each, to k; or masses, to a share of all.
 struct LogitWeights {
   bool are_counts;
@@ -14,8 +21,7 @@ struct LogitWeights {
 
   __device__ uint64_t target(uint64_t total) const { return are_counts ? k : share_of(total, top_p); }
   __device__ float share(float x) const { return share_of_largest(x, largest, scale); }
-  // How far a logit lies below the largest one, in bins; its share is 2^(-distance / kBinsOfOctave).
-  __device__ float distance(float x) const { return below(x, largest) * (-kBinsOfOctave * scale); }
+  __device__ float distance(float x) const { return bins_below(x, largest, scale); }
 };
 
 // Sums of 64 bits, in bins of shared memory.

@@ -20,7 +20,7 @@ struct RowWeights {
   __device__ float share(float x) const { return r.template share<kProbabilities>(x, largest); }
   __device__ float distance(float x) const {
     if constexpr (kProbabilities) return x > 0.0f ? (exponent_of_largest - __log2f(x)) * kBinsOfOctave : INFINITY;
-    return below(x, largest) * (-kBinsOfOctave * r.scale);
+    return bins_below(x, largest, r.scale);
   }
 };
 

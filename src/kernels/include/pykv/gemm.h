@@ -15,15 +15,18 @@
  *   DLTensor weight = {packed.bytes, {kDLCPU, 0}, 1, {kDLUInt, 8, 1}, of_packed, NULL, 0};
  *   out.data = products;
  *   out.shape = of_products;
- *   if (pykv_packed_gemm(&out, &x, &weight, "u4.f16.none.n2.k16.g16.p64", NULL, NULL) != PYKV_OK) puts(pykv_last_error());
+ *   if (pykv_packed_gemm(&out, &x, &weight, "u4.f16.none.n2.k16.g16.p64", NULL, NULL, NULL, "", NULL, NULL, NULL) != PYKV_OK)
+ *     puts(pykv_last_error());
  */
 #ifndef PYKV_GEMM_H_
 #define PYKV_GEMM_H_
 
 #include "pykv/base.h"
 
-/* out = x w^T + bias, with sums in fp32 that are rounded once.  A row of out has the same bits however many rows there are.
- *   out     [num_rows, n]  dtype of x; the elements of a row lie side by side; shares no memory with the others
+/* out = token_scales (channel_scales (x w^T)) + bias, with sums in fp32 that are rounded once.  A row of out has the same bits
+ * however many rows there are.  With an activation, neighbours a, b of a row become g(a) b; then the residual is added.
+ *   out     [num_rows, n]  dtype of x, or with out_scale float8_e4m3fn (or uint8, which holds it) | int8; with an activation
+ *                          [num_rows, n / 2]; the elements of a row lie side by side; shares no memory with the others
  *   x       [num_rows, k]  float16 | bfloat16, any strides; fast where the elements of a row lie side by side
  *   weight  [bytes]        uint8, contiguous, aligned to 16 bytes: what pykv.gemm.pack_* made
  *   format  what it is: "codes.scales.minima.n<rows>.k<columns>.g<group>.p<padded columns>[.columns]"
@@ -31,9 +34,17 @@
  *                     "u5" | "u6" | "u8"; "e4m3"; "t4": an entry of a table of 16
  *             scales  "f16" | "bf16" | "f32" | "e4m3" | "e8m0" | "f16u8", "f16i8": of two levels
  *             minima  "none" | "zero": zero points | "f16" | "f32" | "f16u8": of two levels
- *   bias    [n], dtype of x, or NULL  */
+ *   bias    [n], dtype of x, or NULL
+ *   token_scales    float32, 1 element or num_rows; NULL: 1
+ *   channel_scales  float32, 1 element or n; NULL: 1
+ *   activation      "" | "silu" | "gelu" | "gelu_tanh": g.  n is even; rows of the two projections take turns in the weight
+ *   residual        as out without out_scale, which it may be itself; NULL: 0
+ *   out_scale       float32, 1 element, on the host or on the device: out is the nearest code to result * (1 / out_scale), ties to
+ *                   even, saturated; NaN becomes 448, or 0 of int8.  NULL: numbers  */
 PYKV_API pykv_status pykv_packed_gemm(DLTensor* out, const DLTensor* x, const DLTensor* weight, const char* format,
-                                      const DLTensor* bias, void* stream);
+                                      const DLTensor* bias, const DLTensor* token_scales,
+                                      const DLTensor* channel_scales, const char* activation, const DLTensor* residual,
+                                      const DLTensor* out_scale, void* stream);
 
 /* out = (a_scales b_scales) (a b) + bias with 8-bit a and b, rounded once: a_scale (b_scale sum) + bias in fp32.  Sums of int8 are
  * exact (int32).  Those of float8_e4m3fn are fp32 over blocks of 128 of k, and a row of out has the same bits however many rows there are.
