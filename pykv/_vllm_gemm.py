@@ -27,11 +27,25 @@ def multiply(
     key: tuple[object, ...],
     pack: Callable[[], PackedWeight],
     bias: Array | None = None,
+    token_scales: Array | None = None,
 ) -> Any:
-    """``x @ W.T + bias`` with what ``pack()`` makes of the weight and ``others``, or made of them before."""
+    """``token_scales * (x @ W.T) + bias`` with what ``pack()`` makes of the weight and ``others``, or has made."""
     packed = packed_once(weight, others, key, pack)
     out = empty_beside(x, (spec_of(x).shape[0], packed.shape[0]), spec_of(x).dtype)
-    pykv.packed_gemm(out, x, packed.data, packed.format, bias)
+    pykv.packed_gemm(out, x, packed.data, packed.format, bias, token_scales)
+    return out
+
+
+def in_16_bits(a: Any, dtype: str) -> Any:
+    """Activations of float8_e4m3fn or int8 as float16 or bfloat16, which hold them exactly."""
+    shape, given_dtype = spec_of(a)
+    if given_dtype == dtype:
+        return a
+    out = empty_beside(a, shape, dtype)
+    if given_dtype == "int8":
+        out[...] = a
+    else:
+        pykv.fp8_dequantize(out, a, 1.0)
     return out
 
 
@@ -118,15 +132,18 @@ def machete_mm(
 ) -> Any:
     """:func:`pykv.packed_gemm` of the weight ``(scale * code + zero) * b_channel_scales``; ``schedule`` is ignored.
 
+    Activations of float8_e4m3fn or int8 are brought to 16 bits, which hold them; the result is then of ``out_type``,
+    or float16.
+
     Raises:
-        ValueError: ``a_token_scales``, or another type of the result than that of ``a``.
+        ValueError: another type of the result than that of ``a`` with 16 bits.
     """
     bits, centred = type_of("b_type", b_type)
     dtype = spec_of(a).dtype
-    if a_token_scales is not None:
-        raise ValueError("a_token_scales: must be None: activations have 16 bits")
     name = getattr(out_type, "__name__", None) or str(out_type).removeprefix("torch.")
-    if out_type is not None and name != dtype:
+    if dtype not in ("float16", "bfloat16"):
+        a = in_16_bits(a, "float16" if out_type is None else name)
+    elif out_type is not None and name != dtype:
         raise ValueError(f"out_type: must be that of a, {dtype}, got {out_type}")
 
     def pack() -> PackedWeight:
@@ -146,7 +163,69 @@ def machete_mm(
         group_size = -(-k // factor.values.shape[0])
         return integers(codes.T, factor._replace(values=factor.values.T), minima, group_size, bits)
 
-    return multiply(a, b_q, (b_group_scales, b_group_zeros, b_channel_scales), (str(b_type),), pack)
+    others = (b_group_scales, b_group_zeros, b_channel_scales)
+    return multiply(a, b_q, others, (str(b_type),), pack, None, a_token_scales)
+
+
+def allspark_repack_weight(
+    qweight: Array, scale: Array, zero_point: Array | None = None, has_zp: bool = False
+) -> tuple[Any, Any, Any]:
+    """The weight ``[k, n]`` uint8, scales and zero points for :func:`allspark_w8a16_gemm`, as 0.22 had it.
+
+    Returns:
+        ``[n, k]`` and twice ``[1, n]``, with ``n`` padded to a multiple of 32; ``None`` without zero points.
+    """
+    zeros = zero_point if has_zp else None
+    if has_zp and zeros is None:
+        raise ValueError("zero_point: must be given with has_zp")
+    plain = host(qweight)
+    padding = -plain.shape[1] % 32
+
+    def padded(of_columns: Array) -> Any:
+        values = np.pad(float32(of_columns), ((0, 0), (0, padding)))
+        return array_like(values, spec_of(of_columns).dtype, of_columns)
+
+    rows = np.ascontiguousarray(np.pad(plain, ((0, 0), (0, padding))).T)
+    return array_like(rows, "uint8", qweight), padded(scale), None if zeros is None else padded(zeros)
+
+
+def allspark_w8a16_gemm(
+    a: Array,
+    b_qweight: Array,
+    b_scales: Array,
+    b_qzeros: Array | None,
+    n: int,
+    group_size: int,
+    sm_count: int,
+    sm_version: int,
+    CUBLAS_M_THRESHOLD: int,
+    has_zp: bool,
+    n32k16_reorder: bool,
+) -> Any:
+    """:func:`pykv.packed_gemm` of the weight ``(code - 128 - zero) * scale``, as 0.22 had it; any ``n`` will do.
+
+    ``b_qweight`` is what :func:`allspark_repack_weight` returned, or with ``n32k16_reorder=False`` ``[k, n]`` as it was
+    given.  What names a machine is ignored.
+
+    Raises:
+        ValueError: ``group_size`` is not -1.
+    """
+    if group_size != -1:
+        raise ValueError(f"group_size: must be -1, one scale for a column, got {group_size}")
+
+    def pack() -> PackedWeight:
+        plain = host(b_qweight)
+        codes = plain[:n] if n32k16_reorder else plain.T[:n]
+        factor = plain_scales("b_scales", b_scales)
+        factor = factor._replace(values=factor.values.reshape(1, -1)[:, :n].T)
+        minima = None
+        if has_zp:
+            zeros = float32(b_qzeros).reshape(1, -1)[:, :n].T
+            minima = Factor("f32", -factor.in_float32() * (128 + zeros))
+        return integers(codes, factor, minima, max(1, codes.shape[1]), 8)
+
+    others = (b_scales, b_qzeros if has_zp else None)
+    return multiply(a, b_qweight, others, ("allspark", n, has_zp, n32k16_reorder), pack)
 
 
 def ggml_mul_mat_vec_a8(W: Array, X: Array, quant_type: int, row: int) -> Any:

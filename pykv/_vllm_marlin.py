@@ -12,7 +12,7 @@ import numpy as np
 import pykv
 from pykv._libraries import array_like, empty_beside, spec_of
 from pykv._types import Array
-from pykv._vllm_gemm import given, multiply, stream_of, type_of, unsorted
+from pykv._vllm_gemm import given, in_16_bits, multiply, stream_of, type_of, unsorted
 from pykv._vllm_packed import packed_once
 from pykv.gemm import bit_stream, check_groups, nibbles_of_awq, pack_in_groups, stack_packed
 from pykv.packed_gguf import E2M1
@@ -22,6 +22,7 @@ from pykv.packed_weight import Factor, Host, PackedWeight, assemble, float32, ho
 _GROUPED: Final = np.arange(64).reshape(8, 8).T.ravel()
 _ALONE: Final = np.concatenate([2 * i + np.array([0, 1, 8, 9, 16, 17, 24, 25]) for i in range(4)])
 _PAIRS: Final = np.array([0, 2, 1, 3])  # besides, of 4 scales of e2m1
+_SIGNED: Final = np.concatenate([np.arange(8), -1 - np.arange(8)]).astype(np.float32)
 _FLOATS: Final = {"float8_e4m3fn": 8, "float4_e2m1f": 4}  # bits
 _INTERLEAVED: Final = {4: np.array([0, 2, 4, 6, 1, 3, 5, 7]), 8: np.array([0, 2, 1, 3])}
 
@@ -68,30 +69,63 @@ def marlin_gemm(
     (nvfp4 where ``global_scale`` is given, else mxfp4).  Scales, zero points and bias are in the order, and scales of
     floats by the powers of two, that vLLM puts them.  ``workspace`` and the ways to sum are ignored: sums are fp32.
 
+    Activations of int8 or float8_e4m3fn have ``a_scales`` ``[size_m, 1]`` and a weight that was repacked with
+    ``is_a_8bit``.  They are brought to 16 bits, which hold them; the result has the dtype of ``c``, else of the scales,
+    else bfloat16.  The weight is uint4, uint8, uint4b8 or uint8b128 beside int8, with scales of groups as int16 in
+    the dtype of the scales; beside fp8 it is uint4b8 of :func:`marlin_int4_fp8_preprocess` with scales times 512, or
+    mxfp4 with exponents 6 too large.
+
     Returns:
         ``c``, where it is given.
 
     Raises:
-        ValueError: another type of weight, or activations of 8 bits.
+        ValueError: another type of weight.
     """
-    _refuse(a_scales)
-    dtype = spec_of(a).dtype
+    dtype, narrow = spec_of(a).dtype, ""
+    if a_scales is not None:
+        narrow = "int8" if dtype == "int8" else "fp8"
+        dtype = spec_of(b_scales if c is None else c).dtype
+        dtype = dtype if dtype in ("float16", "bfloat16") else "bfloat16"
+        a = in_16_bits(a, dtype)
 
     def pack() -> PackedWeight:
-        if str(b_q_type) in _FLOATS:
-            return _floats(host(b_q_weight), b_scales, global_scale, str(b_q_type), dtype, size_n, size_k)
+        words = host(b_q_weight)
+        if narrow == "fp8":
+            return _beside_fp8(words, b_scales, global_scale, b_zeros, str(b_q_type), size_n, size_k)
+        if str(b_q_type) in _FLOATS and not narrow:
+            return _floats(words, b_scales, global_scale, str(b_q_type), dtype, size_n, size_k)
+        order = given(perm)
         return _integers(
-            host(b_q_weight), b_scales, b_zeros, b_q_type, size_n, size_k, is_zp_float, given(g_idx), given(perm)
+            words, b_scales, b_zeros, b_q_type, size_n, size_k, is_zp_float, given(g_idx), order, bool(narrow)
         )
 
     bias = None if b_bias is None else array_like(_reordered(float32(b_bias).reshape(1, -1), _ALONE)[0], dtype, a)
     others = (b_scales, global_scale, b_zeros, g_idx, perm)
-    out = multiply(a, b_q_weight, others, (dtype, str(b_q_type), size_n, size_k, is_zp_float), pack, bias)
+    key = (dtype, narrow, str(b_q_type), size_n, size_k, is_zp_float)
+    out = multiply(a, b_q_weight, others, key, pack, bias, a_scales)
     if c is None:
         return out
     target: Any = c
     target[...] = out
     return c
+
+
+def marlin_int4_fp8_preprocess(qweight: Array, qzeros_or_none: Array | None = None, inplace: bool = False) -> Any:
+    """Codes ``c`` of uint4b8 as ``c - 8``, or where that is negative ``15 - c``, for activations of fp8.
+
+    Raises:
+        ValueError: zero points, less which codes do not fit into four bits.
+    """
+    if qzeros_or_none is not None:
+        raise ValueError("qzeros_or_none: must be None: codes less their zero points do not fit into four bits")
+    words = host(qweight).view(np.uint32)
+    below = (~words >> 3 & np.uint32(0x11111111)) * np.uint32(15)  # where the highest bit of a code is not set
+    out = array_like((words ^ below ^ (~below & np.uint32(0x88888888))).view(np.int32), "int32", qweight)
+    if not inplace:
+        return out
+    target: Any = qweight
+    target[...] = out
+    return qweight
 
 
 def gptq_marlin_moe_repack(b_q_weight: Array, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False) -> Any:
@@ -175,7 +209,7 @@ def _each(array: Any, experts: range) -> Any:
 
 def _refuse(a_scales: Array | None) -> None:
     if a_scales is not None:
-        raise ValueError("a_scales: must be None: there are no activations of 8 bits")
+        raise ValueError("a_scales: must be None: activations of experts have 16 bits")
 
 
 def _integers(
@@ -188,11 +222,14 @@ def _integers(
     is_zp_float: bool,
     of_rows: Host | None = None,
     order: Host | None = None,
+    beside_int8: bool = False,
 ) -> PackedWeight:
-    bits, centred = type_of("b_q_type", b_q_type, *_FLOATS)
-    codes = _stream_of_marlin(words, k, n, bits)
-    factor = _plain(plain_scales("b_scales", b_scales))
+    bits, centred = type_of("b_q_type", b_q_type, *(() if beside_int8 else _FLOATS))
+    codes = _stream_of_marlin(words, k, n, bits, beside_int8)
+    factor = _plain(plain_scales("b_scales", b_scales), beside_int8)
     groups = factor.values.shape[0]
+    if beside_int8 and groups > 1:
+        factor = Factor("f32", np.ascontiguousarray(factor.values).view(np.int16).astype(np.float32))
     zeros = given(b_zeros)
     if order is not None:
         rows = np.arange(k) // -(-k // groups) if of_rows is None else of_rows
@@ -200,7 +237,7 @@ def _integers(
     if is_zp_float and zeros is not None:
         minima = Factor("f32", -(factor.in_float32() * _reordered(float32(b_zeros), _GROUPED)).T)
         return integers(codes.T, factor._replace(values=factor.values.T), minima, -(-k // groups), bits)
-    plain = None if centred or zeros is None else _zeros_of_marlin(zeros, n, bits)
+    plain = None if centred or zeros is None else _zeros_of_marlin(zeros, n, bits, beside_int8)
     return pack_in_groups(codes, plain, factor, of_rows, bits=bits)
 
 
@@ -224,9 +261,26 @@ def _floats(words: Host, b_scales: Any, global_scale: Any, b_q_type: str, dtype:
     return assemble(codes, "t4", Factor("f32", halves), None, group_size, table=E2M1, global_scale=float(number))
 
 
-def _plain(scales: Factor) -> Factor:
+def _beside_fp8(
+    words: Host, b_scales: Any, global_scale: Any, b_zeros: Any, b_q_type: str, n: int, k: int
+) -> PackedWeight:
+    """Weights for activations of fp8: signs and magnitudes, with scales times 512, or e2m1 with exponents plus 6."""
+    if b_q_type not in ("uint4b8", "float4_e2m1f") or global_scale is not None or given(b_zeros) is not None:
+        raise ValueError("b_q_type: beside fp8 must be uint4b8 or float4_e2m1f (mxfp4), without zero points")
+    codes = _stream_of_marlin(words, k, n, 4, True).T
+    if b_q_type == "uint4b8":
+        factor = _plain(plain_scales("b_scales", b_scales), True)
+        values = factor.in_float32().T
+        return assemble(codes, "t4", Factor("f32", values / 512), None, -(-k // values.shape[1]), table=_SIGNED)
+    values = _plain(Factor("e8m0", host(b_scales).view(np.uint8)), True).values.T
+    check_groups((n, k), values, 32, "b_scales")
+    return assemble(codes, "t4", Factor("e8m0", values), None, 32, table=E2M1, global_scale=2.0**-6)
+
+
+def _plain(scales: Factor, beside_8_bits: bool = False) -> Factor:
     """``[groups, n]`` as they were before vLLM permuted them."""
-    return scales._replace(values=_reordered(scales.values, _GROUPED if len(scales.values) > 1 else _ALONE))
+    grouped = len(scales.values) > 1 and not beside_8_bits
+    return scales._replace(values=_reordered(scales.values, _GROUPED if grouped else _ALONE))
 
 
 def _order_of_marlin(bits: int, is_a_8bit: bool) -> Host:
@@ -270,21 +324,22 @@ def _repacked(codes: Host, k: int, n: int, bits: int, is_a_8bit: bool) -> Host:
     return stream_of(whole, bits).reshape(k // 16, -1)
 
 
-def _stream_of_marlin(words: Host, k: int, n: int, bits: int) -> Host:
-    """The inverse of _repacked, for activations of 16 bits."""
+def _stream_of_marlin(words: Host, k: int, n: int, bits: int, is_a_8bit: bool = False) -> Host:
+    """The inverse of _repacked."""
     if words.shape != (k // 16, n * bits // 2):
         raise ValueError(f"b_q_weight: must have shape {[k // 16, n * bits // 2]}, got {list(words.shape)}")
     stored = bit_stream(words.reshape(1, -1), bits).T.reshape(-1, 1024)
     tiles = np.empty_like(stored)
-    tiles[:, _order_of_marlin(bits, False)] = stored
-    return tiles.reshape(k // 16, n // 16, 16, 16).swapaxes(1, 2).reshape(k, n)
+    tiles[:, _order_of_marlin(bits, is_a_8bit)] = stored
+    height = 32 if is_a_8bit else 16
+    return tiles.reshape(k // height, n // 16, height, 16).swapaxes(1, 2).reshape(k, n)
 
 
-def _zeros_of_marlin(words: Host, n: int, bits: int) -> Host:
+def _zeros_of_marlin(words: Host, n: int, bits: int, beside_8_bits: bool = False) -> Host:
     """Zero points ``[n, groups]`` from ``[groups, n * bits / 32]`` as vLLM permutes and packs them."""
     stored = bit_stream(np.ascontiguousarray(words.T), bits).T.reshape(len(words), -1, 32 // bits)
     plain = np.empty_like(stored)
-    plain[..., _INTERLEAVED[bits]] = stored
+    plain[..., slice(None) if beside_8_bits else _INTERLEAVED[bits]] = stored
     return _reordered(plain.reshape(len(words), n), _GROUPED).T.astype(np.int64)
 
 

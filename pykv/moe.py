@@ -78,21 +78,28 @@ def topk_softplus_sqrt(
     input_ids: Array | None = None,
     hash_indices_table: Array | None = None,
     is_padding: Array | None = None,
+    bias_vl: Array | None = None,
+    image_sentinel_lo: int = 0,
     *,
     stream: Stream = None,
 ) -> None:
     """Do as :func:`topk_softmax` with ``p = sqrt(log(1 + exp(x)))``, ``sqrt(x)`` above 20; or by a table of experts.
 
-    With the last two arrays the experts of token ``t`` are ``hash_indices_table[input_ids[t]]``, whatever their ``p``,
-    and ``token_expert_indices`` is not written.
+    With ``hash_indices_table`` the experts of token ``t`` are ``hash_indices_table[input_ids[t]]``, whatever their
+    ``p``, and ``token_expert_indices`` is not written.
+
+    With ``bias_vl`` tokens whose ids are ``image_sentinel_lo ... image_sentinel_lo + 4`` are tokens of images: they are
+    not looked up in the table, and this bias, no other one, chooses their experts.
 
     Args:
         topk_weights, topk_ids, token_expert_indices, gating_output, renormalize: as there.
         routed_scaling_factor: what the weights are multiplied by at last.
         e_score_correction_bias: as there.
-        input_ids: ``[T]`` int32 or int64.
+        input_ids: ``[T]`` int32 or int64, required beside ``hash_indices_table`` or ``bias_vl``, else ``None``.
         hash_indices_table: ``[vocab_size, k]`` int32 or int64.
         is_padding: as there.
+        bias_vl: ``[E]`` float32, float16 or bfloat16.
+        image_sentinel_lo: the first of five ids; 0: no token is one of an image.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:
@@ -527,12 +534,18 @@ def fused_moe(
     ``activation(x[t] @ w1[e].T + w1_bias[e]) @ w2[e].T + w2_bias[e]``.  Products are summed in fp32 and rounded to the
     dtype of ``x``; so is the activation.  The rows of a token are summed in fp32, in the order of its experts, and
     rounded once.  A row of ``out`` has the same bits whatever the other tokens are.  Experts without tokens cost
-    nothing.  Shared experts are not part of it.
+    nothing.
+
+    A shared expert is one more of ``w1`` and ``w2`` that each token has: behind the columns of ``topk_weights`` and
+    ``topk_ids`` that a router writes there is one of its weight (1, say) and one of its number, which are written once.
+    It costs no kernel, and what it adds is summed in fp32.  One that is ``s`` times as wide as the others is ``s`` of
+    them.
 
     With ``w1_scale`` and ``w2_scale`` weights and activations have 8 bits (w8a8): ``w1`` and ``w2`` are float8_e4m3fn,
     uint8 (its bytes) or int8, and rows of ``x`` and of the activation (rounded to the dtype of ``x``) become codes.
     The shape of ``w1_scale`` says how: with scales of blocks of 128 x 128, groups of 128 neighbours have a scale each;
-    with others a row has one, or all have ``a1_scale``.  Biases are not supported there.
+    with others a row has one, or all have ``a1_scale``.  ``w1_bias`` is not supported beside
+    ``apply_router_weight_on_input`` there, nor are more than 512 experts.
 
     Args:
         out: ``[T, D]``, dtype of ``x``; written.  Rows may be strided.

@@ -43,6 +43,8 @@ from pykv import (
 from pykv._libraries import empty_beside, spec_of
 from pykv._types import Array, ScalarOrArray
 from pykv._vllm_gemm import (
+    allspark_repack_weight,
+    allspark_w8a16_gemm,
     awq_gemm,
     ggml_mul_mat_a8,
     ggml_mul_mat_vec_a8,
@@ -58,6 +60,7 @@ from pykv._vllm_marlin import (
     gptq_marlin_moe_repack,
     gptq_marlin_repack,
     marlin_gemm,
+    marlin_int4_fp8_preprocess,
     moe_wna16_marlin_gemm,
 )
 from pykv._vllm_moe import ggml_moe_a8, ggml_moe_a8_vec, ggml_moe_get_block_size, moe_wna16_gemm
@@ -90,6 +93,8 @@ from pykv._vllm_sampling import (
 )
 
 __all__ = [
+    "allspark_repack_weight",
+    "allspark_w8a16_gemm",
     "apply_repetition_penalties",
     "apply_repetition_penalties_cuda",
     "awq_dequantize",
@@ -152,6 +157,7 @@ __all__ = [
     "machete_prepack_B",
     "machete_supported_schedules",
     "marlin_gemm",
+    "marlin_int4_fp8_preprocess",
     "merge_attn_states",
     "moe_align_block_size",
     "moe_lora_align_block_size",
@@ -524,10 +530,10 @@ def topk_hash_softplus_sqrt(
     bias_vl: Array | None = None,
     image_sentinel_lo: int = 0,
 ) -> None:
-    """:func:`pykv.topk_softplus_sqrt`; ``bias_vl``, another bias for a model's tokens of images, must be ``None``."""
-    if bias_vl is not None:
-        raise ValueError("bias_vl: must be None: tokens of images have no bias of their own")
+    """:func:`pykv.topk_softplus_sqrt`."""
+    needs_ids = hash_indices_table is not None or bias_vl is not None
     pykv.topk_softplus_sqrt(
         topk_weights, topk_indices, token_expert_indices, gating_output, renormalize, routed_scaling_factor,
-        e_score_correction_bias, input_tokens, hash_indices_table, is_padding,
+        e_score_correction_bias, input_tokens if needs_ids else None, hash_indices_table, is_padding, bias_vl,
+        image_sentinel_lo,
     )  # fmt: skip

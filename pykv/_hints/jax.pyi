@@ -1426,6 +1426,8 @@ def topk_softplus_sqrt(
     input_ids: ArrayLike | None = None,
     hash_indices_table: ArrayLike | None = None,
     is_padding: ArrayLike | None = None,
+    bias_vl: ArrayLike | None = None,
+    image_sentinel_lo: int = 0,
 ) -> tuple[Array, Array]: ...
 @overload
 def topk_softplus_sqrt(
@@ -1439,6 +1441,8 @@ def topk_softplus_sqrt(
     input_ids: ArrayLike | None = None,
     hash_indices_table: ArrayLike | None = None,
     is_padding: ArrayLike | None = None,
+    bias_vl: ArrayLike | None = None,
+    image_sentinel_lo: int = 0,
 ) -> tuple[Array, Array, Array]: ...
 @overload
 def verify_tree(

@@ -117,6 +117,25 @@ def test_repacks(bits: int) -> None:
         ops.gptq_marlin_repack(q, K, N + 64, bits)
 
 
+def marlin_words_for_8_bits(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Of each 32 rows and 32 columns, lane by lane: rows 4 c to 4 c + 3 and 16 more of columns g and g + 8."""
+    k, n = codes.shape
+    order = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: range(8)}[bits]
+    stream = []
+    for row in range(0, k, 32):
+        for column in range(0, n, 32):
+            for lane in range(32):
+                g, c = lane // 4, lane % 4
+                for tile in range(2):
+                    part = codes[row : row + 32, column + 16 * tile : column + 16 * tile + 16]
+                    for col in (g, g + 8):
+                        eight = [part[4 * c + r + 16 * half, col] for half in (0, 1) for r in range(4)]
+                        stream += [int(eight[i]) for i in order]
+    fields = np.array(stream, np.uint64).reshape(k // 16, -1, 32 // bits)
+    shifts = np.uint64(bits) * np.arange(32 // bits, dtype=np.uint64)
+    return (fields << shifts).sum(-1).astype(np.uint32).view(np.int32)
+
+
 SCALES = np.arange(64).reshape(8, 8).T.ravel()
 SINGLE = np.array([2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)])
 
@@ -162,6 +181,84 @@ def test_marlin_gemm(dtype: np.dtype, kind: str) -> None:
     )  # fmt: skip
     assert c is None or out is c
     close(out, x, (codes - zeros[group]) * s.astype(np.float64)[group], bias.astype(np.float64))
+
+
+def narrow(shape: tuple[int, int], kind: str) -> np.ndarray:
+    rng = np.random.default_rng(5)
+    if kind == "int8":
+        return rng.integers(-128, 128, shape, np.int8)
+    return rng.uniform(-3, 3, shape).astype(ml_dtypes.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize(("kind", "groups"), [("uint4b8", 4), ("uint4b8", 1), ("uint8b128", 2), ("uint4", 4)])
+def test_marlin_gemm_of_int8(dtype: np.dtype, kind: str, groups: int) -> None:
+    bits = 8 if "8" in kind.removesuffix("b8") else 4
+    rng = np.random.default_rng(0)
+    q, _, _, codes, _ = gptq_weight(bits)
+    repacked = ops.gptq_marlin_repack(q, K, N, bits, True)
+    np.testing.assert_array_equal(repacked, marlin_words_for_8_bits(codes, bits))
+    group = np.arange(K) // (K // groups)
+    zeros, given = np.full((groups, N), 1 << (bits - 1)), None
+    if kind == "uint4":
+        zeros = rng.integers(0, 16, (groups, N))
+        fields = permuted(zeros, SCALES).reshape(groups, -1, 8).astype(np.uint64)
+        given = (fields << np.uint64(4) * np.arange(8, dtype=np.uint64)).sum(-1).astype(np.uint32).view(np.int32)
+    s = scales_of(rng, (1, N), dtype) if groups == 1 else rng.integers(1, 4097, (groups, N)).astype(np.int16)
+    a, of_tokens = narrow((5, K), "int8"), rng.uniform(1e-5, 2e-5, (5, 1)).astype(np.float32)
+    bias, c = random((N,), dtype, 1), np.zeros((5, N), dtype) if groups == 2 else None
+    out = ops.marlin_gemm(
+        a, c, repacked, permuted(bias[None], SINGLE)[0], permuted(s, SINGLE).view(dtype), of_tokens, None, given, None,
+        kind, 5, N, K,
+    )  # fmt: skip
+    x = a.astype(dtype)  # exact
+    decoded = (codes - zeros[group]) * s.astype(np.float64)[group]
+    exact = of_tokens * (x.astype(np.float64) @ decoded) + bias.astype(np.float64)
+    size = of_tokens * (np.abs(x.astype(np.float64)) @ np.abs(decoded))
+    assert out.dtype == dtype
+    half_ulp = float(ml_dtypes.finfo(dtype).eps) / 2
+    assert (np.abs(out.astype(np.float64) - exact) <= 1.01 * half_ulp * np.abs(exact) + 1e-5 * size).all()
+
+
+@pytest.mark.parametrize("kind", ["uint4b8", "mxfp4"])
+def test_marlin_gemm_of_fp8(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    a, of_tokens = narrow((5, K), "fp8"), rng.uniform(0.01, 0.02, (5, 1)).astype(np.float32)
+    if kind == "uint4b8":
+        q, _, _, codes, _ = gptq_weight(4)
+        s = scales_of(rng, (4, N), BF16)
+        decoded = (codes - 8) * np.repeat(s.astype(np.float64), K // 4, 0)
+        again = q.copy()
+        assert ops.marlin_int4_fp8_preprocess(again, inplace=True) is again
+        np.testing.assert_array_equal(reference.stream(again, 4), np.where(codes < 8, 15 - codes, codes - 8))
+        w, scales, name = ops.gptq_marlin_repack(again, K, N, 4, True), permuted(s * BF16.type(512), SINGLE), kind
+    else:
+        codes, table = rng.integers(0, 16, (K, N)), np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
+        exponents = rng.integers(120, 130, (K // 32, N)).astype(np.uint8)
+        decoded = table.astype(np.float64)[codes] * np.repeat(2.0 ** (exponents.astype(int) - 127), 32, axis=0)
+        w, scales, name = marlin_words_for_8_bits(codes, 4), permuted(exponents + np.uint8(6), SINGLE), "float4_e2m1f"
+    out = ops.marlin_gemm(a, None, w, None, scales, of_tokens, None, None, None, name, 5, N, K)
+    assert out.dtype == BF16
+    exact = of_tokens * (a.astype(np.float64) @ decoded)
+    size = of_tokens * (np.abs(a.astype(np.float64)) @ np.abs(decoded))
+    half_ulp = float(ml_dtypes.finfo(BF16).eps) / 2
+    assert (np.abs(out.astype(np.float64) - exact) <= 1.01 * half_ulp * np.abs(exact) + 1e-5 * size).all()
+    with pytest.raises(ValueError, match="b_q_type: beside fp8 must be uint4b8 or float4_e2m1f"):
+        ops.marlin_gemm(a, None, w, None, scales, of_tokens, None, None, None, "uint4", 5, N, K)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("with_zeros", [False, True])
+def test_allspark(dtype: np.dtype, with_zeros: bool) -> None:
+    rng, n = np.random.default_rng(0), 50
+    codes, s = rng.integers(0, 256, (K, n), np.uint8), scales_of(rng, (1, n), dtype)
+    z = rng.integers(-20, 20, (1, n)).astype(dtype) if with_zeros else None
+    decoded = (codes.astype(np.float64) - 128 - (0 if z is None else z.astype(np.float64))) * s.astype(np.float64)
+    w, scales, zeros = ops.allspark_repack_weight(codes, s, z, with_zeros)
+    assert (w.shape, scales.shape) == ((64, K), (1, 64))
+    x, machine = random((5, K), dtype), (-1, 132, 90, 1024)
+    close(ops.allspark_w8a16_gemm(x, w, scales, zeros, n, *machine, with_zeros, True), x, decoded)
+    close(ops.allspark_w8a16_gemm(x, codes, s, z, n, *machine, with_zeros, False), x, decoded)
 
 
 def marlin_floats(kind: str, dtype: np.dtype, groups: int, seed: int = 0):
@@ -269,7 +366,18 @@ def test_machete(kind: str, of_channels: bool) -> None:
     close(ops.machete_mm(x, b, kind, None, s, z, 64, channels), x, decoded)
 
 
-@pytest.mark.parametrize("quant_type", [2, 12, 14])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_machete_of_8_bits(kind: str) -> None:
+    q, _, s, codes, _ = gptq_weight(4)
+    a, of_tokens = narrow((5, K), kind), np.random.default_rng(1).uniform(0.01, 0.02, (5, 1)).astype(np.float32)
+    decoded = (codes - 8) * np.repeat(s.astype(np.float64), K // 4, 0)
+    out = ops.machete_mm(a, q, "uint4b8", "bfloat16", s, None, 64, None, of_tokens)
+    assert out.dtype == BF16
+    exact = of_tokens * (a.astype(np.float64) @ decoded)
+    np.testing.assert_allclose(out.astype(np.float64), exact, rtol=4e-3, atol=1e-3 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("quant_type", [2, 12, 14, 22])
 def test_ggml(quant_type: int) -> None:
     blocks, decoded = gguf_blocks(quant_type)
     x = random((3, decoded.shape[1]), F16)
@@ -284,10 +392,10 @@ def test_what_is_not_there_is_refused() -> None:
         ops.marlin_gemm(x, None, q, None, s, None, None, None, None, "uint3", 1, N, K)
     with pytest.raises(ValueError, match="b_scales: must have"):
         ops.marlin_gemm(x, None, q, None, s.view(np.uint8), None, None, None, None, "float4_e2m1f", 1, N, K)
-    with pytest.raises(ValueError, match="a_scales: must be None"):
-        ops.marlin_gemm(x, None, q, None, s, np.ones(1, np.float32), None, None, None, "uint4b8", 1, N, K)
-    with pytest.raises(ValueError, match="a_token_scales: must be None"):
-        ops.machete_mm(x, np.zeros((K // 8, N), np.int32), "uint4b8", None, s, None, 64, None, np.ones(1, np.float32))
+    with pytest.raises(ValueError, match="group_size: must be -1, one scale for a column, got 128"):
+        ops.allspark_w8a16_gemm(x, np.zeros((N, K), np.uint8), s[:1], None, N, 128, 132, 90, 1024, False, True)
+    with pytest.raises(ValueError, match="qzeros_or_none: must be None"):
+        ops.marlin_int4_fp8_preprocess(q, q)
     with pytest.raises(ValueError, match="out_type: must be that of a, float16, got float32"):
         ops.machete_mm(x, np.zeros((K // 8, N), np.int32), "uint4b8", "float32", s)
 

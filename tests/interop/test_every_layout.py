@@ -65,13 +65,6 @@ def moved(x: np.ndarray, layout: Layout, device: devices.Device) -> tuple[Any, A
     return layout.view(memory), memory, free.reshape(-1)
 
 
-@pytest.fixture
-def device(array: Any) -> devices.Device:
-    if array.name not in ("numpy", "cupy"):
-        pytest.skip("has no arrays that lie backwards and are written")
-    return devices.CPU if array.name == "numpy" else devices.device("cuda")
-
-
 def results(name: str, given: dict[str, Any], key: str, device: devices.Device) -> check.Recorded | None:
     """None where the call is refused for this argument, or another because of it."""
     try:

@@ -15,6 +15,12 @@ from pykv import vllm as ops
 
 # name: parameters in order, those with a default as "name=default"; then what is returned
 SIGNATURES = {
+    "allspark_repack_weight": "qweight, scale, zero_point=None, has_zp=False",
+    "allspark_w8a16_gemm": (
+        "a, b_qweight, b_scales, b_qzeros, n, group_size, sm_count, sm_version, CUBLAS_M_THRESHOLD, has_zp, "
+        "n32k16_reorder"
+    ),
+    "marlin_int4_fp8_preprocess": "qweight, qzeros_or_none=None, inplace=False",
     "awq_dequantize": "qweight, scales, zeros, split_k_iters, thx, thy",
     "apply_repetition_penalties": "logits, prompt_mask, output_mask, repetition_penalties",
     "apply_repetition_penalties_cuda": "logits, prompt_mask, output_mask, repetition_penalties",
@@ -208,6 +214,8 @@ SIGNATURES |= {
     ),
 }
 RETURNED = {  # how many arrays; the others return None
+    "allspark_repack_weight": 3,
+    "allspark_w8a16_gemm": 1,
     "awq_gemm": 1,
     "cutlass_encode_and_reorder_int4b": 1,
     "cutlass_encode_and_reorder_int4b_grouped": 2,
@@ -231,6 +239,7 @@ RETURNED = {  # how many arrays; the others return None
     "machete_prepack_B": 1,
     "machete_supported_schedules": 1,
     "marlin_gemm": 1,
+    "marlin_int4_fp8_preprocess": 1,
     "ggml_moe_a8": 1,
     "ggml_moe_a8_vec": 1,
     "ggml_moe_get_block_size": 1,
@@ -349,6 +358,11 @@ def test_experts() -> None:
     found, table = np.zeros((5, 3), np.int32), np.arange(12, dtype=np.int32).reshape(4, 3)
     ops.topk_hash_softplus_sqrt(weights, found, None, logits, True, 1.0, None, np.array([3, 0, 1, 2, 3]), table)
     np.testing.assert_array_equal(found, table[[3, 0, 1, 2, 3]])
+    images = np.where(np.arange(16) < 3, 9, 0).astype(np.float32)
+    ops.topk_hash_softplus_sqrt(
+        weights, found, None, logits, input_tokens=np.arange(5), bias_vl=images, image_sentinel_lo=1
+    )
+    np.testing.assert_array_equal(np.sort(found[1:]), [[0, 1, 2]] * 4)
     rows = ops.shuffle_rows(logits, np.array([4, 0, -1]))
     np.testing.assert_array_equal(rows, np.stack([logits[4], logits[0], 0 * logits[0]]))
 

@@ -25,7 +25,9 @@ def topk(scoring: str) -> Callable[[Any], Results]:
 
 
 def topk_softplus_sqrt(a: Any) -> Results:
-    ids = a.hash_indices_table[a.input_ids]
+    chosen, _ = moe.topk(a.gating_output, 2, "softplus_sqrt", a.bias_vl)
+    is_of_image = a.input_ids >= a.image_sentinel_lo
+    ids = np.where(is_of_image[:, None], chosen, a.hash_indices_table[a.input_ids])
     s = np.take_along_axis(moe.scores_of(a.gating_output, "softplus_sqrt"), ids, -1)
     return {"topk_weights": moe.weights_of(s, a.renormalize), "topk_ids": ids}
 

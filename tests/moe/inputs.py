@@ -5,6 +5,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
+GATED = ["silu", "silu_with_clamp", "swigluoai_uninterleave", "gelu", "gelu_tanh", "situ", "swigluoai", "swiglustep"]
+ALONE = ["silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul"]
 FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gemm.weights import Weight, awq, fp8, gguf, gptq, integers, mxfp4, nf4, nvfp4
 from moe import reference
-from moe.inputs import random
+from moe.inputs import ALONE, GATED, random
 from rows import name_of, padded
 
 import pykv
@@ -20,8 +20,6 @@ from pykv.packed_weight import PackedWeight
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 dtypes = pytest.mark.parametrize("dtype", HALVES, ids=name_of)
-GATED = ["silu", "silu_with_clamp", "swigluoai_uninterleave", "gelu", "gelu_tanh", "situ", "swigluoai", "swiglustep"]
-ALONE = ["silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul"]
 NUMBERS = {"clamp_limit": 1.5, "alpha": 1.7, "beta": 0.5}
 
 
@@ -198,6 +196,92 @@ def test_packed_beside_plain(array, name):
     if name == "nf4":
         w1 = w1.astype(np.float16).astype(np.float64)  # more than its table is
     compare(out, *reference.experts(x, w1, w2, weights, ids, "silu_no_mul"))
+
+
+@pytest.mark.parametrize("kind", ["plain", "int4"])
+@pytest.mark.parametrize(("experts", "tokens", "k"), [(1024, 3, 8), (1024, 200, 8), (1000, 40, 33), (1, 5, 1)])
+def test_any_number_of_experts(array, kind, experts, tokens, k):
+    """A layer behind its router, which writes where the layer reads."""
+    hidden, inner = 64, 32
+    w1, w2 = layer(np.float16, experts, hidden, inner)
+    formats: dict[str, Any] = {}
+    given = [w1, w2]
+    if kind == "int4":
+        packed = [stacked(partial(integers, *w.shape[1:], group_size=32), experts) for w in (w1, w2)]
+        given, (w1, w2) = [p.data for p, _ in packed], [decoded for _, decoded in packed]
+        formats = {f"w{i}_format": p.format for i, (p, _) in enumerate(packed, 1)}
+    x = normal(0, tokens, hidden, dtype=np.float16, size=0.3 if kind == "int4" else 1)
+    weights, ids = array.output(np.zeros((tokens, k), np.float32)), array.output(np.zeros((tokens, k), np.int32))
+    logits = random(7).permuted(np.tile(np.arange(experts, dtype=np.float32) / 128 - 4, (tokens, 1)), axis=1)
+    pykv.topk_sigmoid(weights, ids, None, array.input(logits), True)
+    np.testing.assert_array_equal(array.numpy(ids), np.argsort(-logits, axis=1)[:, :k])
+    out = array.output(np.zeros_like(x))
+    pykv.fused_moe(out, *map(array.input, (x, *given)), weights, ids, **formats)
+    compare(array.numpy(out), *reference.experts(x, w1, w2, array.numpy(weights), array.numpy(ids)))
+
+
+@pytest.mark.parametrize("kind", ["plain", "int4", "int8"])
+def test_more_tokens_than_16_bits_count(array, kind):
+    """As many as the reference is asked for; the others are the same few again."""
+    tokens, few, hidden, inner, experts = 70_001, 257, 64, 32, 5
+    x, (weights, ids) = normal(0, few, hidden, dtype=np.float16, size=0.3), routed(few, 2, experts)
+    w1, w2 = layer(np.float16, experts, hidden, inner)
+    options: dict[str, Any] = {}
+    given = [w1, w2]
+    if kind == "int4":
+        packed = [stacked(partial(integers, *w.shape[1:], group_size=32), experts) for w in (w1, w2)]
+        given = [p.data for p, _ in packed]
+        options = {f"w{i}_format": p.format for i, (p, _) in enumerate(packed, 1)}
+    elif kind == "int8":
+        given = [np.rint(w * 100).astype(np.int8) for w in given]
+        options = {f"w{i}_scale": np.full(w.shape[:2], 0.01, np.float32) for i, w in enumerate(given, 1)}
+    first = run(array, x, *given, weights, ids, **options)
+    if kind == "plain":
+        compare(first, *reference.experts(x, w1, w2, weights, ids))
+    many = [np.resize(a, (tokens, a.shape[1])) for a in (x, weights, ids)]
+    out = run(array, many[0], *given, *many[1:], **options)
+    np.testing.assert_array_equal(out.view(np.uint16), np.resize(first, out.shape).view(np.uint16))
+
+
+@dtypes
+@pytest.mark.parametrize("name", ["plain", "int4", "mxfp4"])
+@pytest.mark.parametrize("tokens", [1, 9, 200])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_shared_experts_are_experts_that_every_token_has(array, dtype, name, tokens, parts):
+    """The last columns of the routing are theirs, written once; the router writes the others.  One that is ``parts``
+    times as wide as the others is as many of them.
+    """
+    if array.name == "interface":
+        pytest.skip("its arrays have no views")
+    experts, k, hidden, inner = 6, 2, 128, 64
+    if name == "plain":
+        w1, w2 = layer(dtype, experts + parts, hidden, inner)
+        given, formats = [w1, w2], {}
+    else:
+        packed = [stacked(partial(PACKED[name], *s), experts + parts) for s in ((2 * inner, hidden), (hidden, inner))]
+        given, (w1, w2) = [p.data for p, _ in packed], [decoded for _, decoded in packed]
+        formats = {f"w{i}_format": p.format for i, (p, _) in enumerate(packed, 1)}
+    x = normal(0, tokens, hidden, dtype=dtype, size=1 if name == "plain" else 1 / (np.std(w1) * hidden**0.5))
+    shared = np.arange(experts, experts + parts, dtype=np.int32)
+    wide_weights = np.concatenate([np.zeros((tokens, k), np.float32), np.ones((tokens, parts), np.float32)], axis=1)
+    wide_ids = np.concatenate([np.zeros((tokens, k), np.int32), np.tile(shared, (tokens, 1))], axis=1)
+    weights, ids = array.output(wide_weights), array.output(wide_ids)
+    logits = random(7).permuted(np.tile(np.arange(experts, dtype=np.float32) / 4, (tokens, 1)), axis=1)
+    pykv.topk_softmax(weights[:, :k], ids[:, :k], None, array.input(logits), True)
+    out = array.output(np.zeros_like(x))
+    pykv.fused_moe(out, *map(array.input, (x, *given)), weights, ids, **formats)
+
+    routed_ids = np.argsort(-logits, axis=1)[:, :k]
+    chosen = np.take_along_axis(reference.scores_of(logits, "softmax"), routed_ids, -1)
+    exact, size = reference.experts(x, w1, w2, chosen / chosen.sum(-1, keepdims=True), routed_ids)
+    # what they add, computed as the one wide layer that they are
+    h = (
+        x.astype(np.float64)
+        @ np.concatenate([w[half] for half in np.split(np.arange(2 * inner), 2) for w in w1[experts:]]).T
+    )
+    a = reference.activated(h.astype(dtype).astype(np.float64), "silu").astype(dtype).astype(np.float64)
+    wide = np.concatenate(list(w2[experts:].astype(np.float64)), axis=1)
+    compare(array.numpy(out), exact + a @ wide.T, size + np.abs(a) @ np.abs(wide.T) + parts * np.abs(a @ wide.T))
 
 
 @dtypes

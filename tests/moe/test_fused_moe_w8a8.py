@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from moe import reference
-from moe.inputs import random
+from moe.inputs import ALONE, GATED, random
 from rows import name_of, padded
 
 import pykv
@@ -88,6 +88,8 @@ def expected(
     expert_map: np.ndarray | None = None,
     a1: float = 0.0,
     a2: float = 0.0,
+    b1: np.ndarray | None = None,
+    b2: np.ndarray | None = None,
     **numbers: float,
 ) -> np.ndarray:
     def rounded(v: np.ndarray) -> np.ndarray:
@@ -99,9 +101,11 @@ def expected(
         e = -1 if not known else ids[t, j] if expert_map is None else expert_map[ids[t, j]]
         if e < 0:
             continue
-        h = rounded(w1.decoded[e] @ rows[t] * (weights[t, j] if on_input else 1))
+        h = w1.decoded[e] @ rows[t] + (0 if b1 is None else b1[e])
+        h = rounded(h * (weights[t, j] if on_input else 1))
         a = coded(reference.activated(h, activation, **numbers).astype(x.dtype), codes, group, a2)
-        out[t] += rounded(w2.decoded[e] @ a) * (1 if on_input else weights[t, j])
+        y = rounded(w2.decoded[e] @ a + (0 if b2 is None else b2[e]))
+        out[t] += y * (1 if on_input else weights[t, j])
     return out
 
 
@@ -156,16 +160,42 @@ def test_sizes_that_are_no_blocks(array, codes, scales, tokens, k, experts, hidd
 
 @codes
 @pytest.mark.parametrize("scales", ["blocks", "rows"])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swigluoai", "silu_with_clamp", "relu2_no_mul"])
+@pytest.mark.parametrize("activation", [*GATED, *ALONE])
 @pytest.mark.parametrize("on_input", [False, True])
 def test_activations(array, codes, scales, activation, on_input):
     x, (weights, ids) = normal(0, 7, 256, dtype=ml_dtypes.bfloat16), routed(7, 3, 6)
-    w1, w2 = layer(codes, scales, 6, 256, 128, activation != "relu2_no_mul")
+    w1, w2 = layer(codes, scales, 6, 256, 128, activation in GATED)
     numbers = {"clamp_limit": 1.5, "alpha": 1.7, "beta": 0.5}
     group = 128 if scales == "blocks" else 0
     exact = expected(x, w1, w2, weights, ids, codes, group, activation, on_input, **numbers)
     options = {"activation": activation, "apply_router_weight_on_input": on_input} | numbers
     compare(run(array, x, w1, w2, weights, ids, **options), exact)
+
+
+@dtypes
+@codes
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("tokens", [1, 40, 300])
+@pytest.mark.parametrize("with_bias", ["w1_bias", "w2_bias", "both"])
+def test_biases(array, dtype, codes, scales, tokens, with_bias):
+    """Of the expert that is meant, in rows that lie apart."""
+    x, (weights, ids) = normal(0, tokens, 256, dtype=dtype), routed(tokens, 2, 5)
+    ids[::7, 1] = -1
+    w1, w2 = layer(codes, scales, 5, 256, 128)
+    made = {"w1_bias": padded(normal(5, 5, 256, dtype=dtype), 1, 3), "w2_bias": normal(6, 5, 256, dtype=dtype)}
+    given = {name: v for name, v in made.items() if with_bias in (name, "both")}
+    biases = {name.removesuffix("_bias").replace("w", "b"): v.astype(np.float64) for name, v in given.items()}
+    exact = expected(x, w1, w2, weights, ids, codes, 128 if scales == "blocks" else 0, **biases)
+    compare(run(array, x, w1, w2, weights, ids, **given), exact)
+
+
+@codes
+def test_biases_of_sizes_that_are_no_blocks(array, codes):
+    x, (weights, ids) = normal(0, 9, 72, dtype=np.float16), routed(9, 2, 4)
+    w1, w2 = layer(codes, "rows", 4, 72, 37)
+    b1, b2 = normal(5, 4, 74, dtype=np.float16), normal(6, 4, 72, dtype=np.float16)
+    exact = expected(x, w1, w2, weights, ids, codes, 0, b1=b1.astype(np.float64), b2=b2.astype(np.float64))
+    compare(run(array, x, w1, w2, weights, ids, w1_bias=b1, w2_bias=b2), exact)
 
 
 @codes
@@ -262,7 +292,23 @@ def test_scales_of_rows_may_have_a_last_dimension(array):
         ({"w1_scale": np.zeros((4, 256), np.float16)}, TypeError, "w1_scale: dtype must be float32"),
         ({"a1_scale": np.zeros(2, np.float32)}, ValueError, "a1_scale"),
         ({"w1_format": "u4.f16.none.n48.k64.g32.p64"}, ValueError, "w1_scale: must be None with packed weights"),
-        ({"w1_bias": np.zeros((4, 256), np.float16)}, NotImplementedError, "w1_bias: is not supported with 8-bit"),
+        (
+            {"w1_bias": np.zeros((4, 256), np.float16), "apply_router_weight_on_input": True},
+            NotImplementedError,
+            "w1_bias: is not supported with 8-bit activations and apply_router_weight_on_input",
+        ),
+        ({"w1_bias": np.zeros((4, 255), np.float16)}, ValueError, "w1_bias: dimension 1 must equal rows of w1 = 256"),
+        ({"w2_bias": np.zeros((4, 128), np.float32)}, TypeError, "w2_bias: dtype must be that of x"),
+        (
+            {
+                "w1": np.zeros((4, 0, 128), np.int8),
+                "w1_scale": np.zeros((4, 0), np.float32),
+                "w2": np.zeros((4, 128, 0), np.int8),
+                "w2_bias": np.zeros((4, 128), np.float16),
+            },
+            NotImplementedError,
+            "w2_bias: is not supported with 8-bit weights that have no columns",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(change, error, message):

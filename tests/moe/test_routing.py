@@ -186,6 +186,41 @@ def test_hash_routing_out_of_range(array, experts):
         assert array.device == "cpu" or weights[0].sum() == pytest.approx(1)
 
 
+@pytest.mark.parametrize("experts", [8, 64, 256])
+@pytest.mark.parametrize("tokens", [30, 2500])
+@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_tokens_of_images(array, experts, tokens, hashed, dtype):
+    """They lie among others, whose experts come from a table, or are chosen by the other bias."""
+    first, r = 20, random(4)
+    x, of_text, of_images = logits(tokens, experts), bias(experts), -2 * bias(experts, seed=2)
+    ids_of_tokens = r.integers(0, 30, tokens)
+    is_image = (ids_of_tokens >= first) & (ids_of_tokens < first + 5)
+    is_padding = r.integers(0, 5, tokens) == 0
+    table = r.permuted(np.tile(np.arange(experts, dtype=np.int32), (30, 1)), axis=1)[:, :6]
+    options = {"e_score_correction_bias": of_text.astype(dtype), "bias_vl": of_images.astype(dtype)}
+    options |= {"image_sentinel_lo": first, "input_ids": ids_of_tokens, "is_padding": is_padding}
+    options |= {"hash_indices_table": table} if hashed else {}
+    weights, ids, _ = call(array, "softplus_sqrt", x, 6, **options)
+
+    keys = np.where(is_image[:, None], *(reference.keys_of(x, "softplus_sqrt", b) for b in (of_images, of_text)))
+    chosen = ~is_padding & (is_image | (not hashed))
+    assert_chosen(ids[chosen], keys[chosen])
+    if hashed:
+        np.testing.assert_array_equal(ids[~chosen & ~is_padding], table[ids_of_tokens[~chosen & ~is_padding]])
+    assert (ids[is_padding] == -1).all()
+    assert (weights[is_padding] == 0).all()
+    s = np.take_along_axis(reference.scores_of(x, "softplus_sqrt"), np.maximum(ids, 0).astype(np.int64), -1)
+    np.testing.assert_allclose(weights[~is_padding], s[~is_padding], **CLOSE)
+
+
+def test_without_a_first_id_no_token_is_one_of_an_image(array):
+    x, b = logits(5, 16), bias(16)
+    options = {"input_ids": np.arange(5), "bias_vl": b}
+    _, ids, _ = call(array, "softplus_sqrt", x, 3, **options)
+    np.testing.assert_array_equal(ids, reference.topk(x, 3, "softplus_sqrt")[0])
+
+
 @pytest.mark.parametrize("scoring", ["none", "sigmoid", "softmax"])
 @pytest.mark.parametrize("group_score", ["top2_sum", "max"])
 @pytest.mark.parametrize(
@@ -263,6 +298,12 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"topk_ids": np.zeros((3, 2), np.uint8)}, TypeError, "topk_ids: dtype must be int32 or int64, got uint8"),
     ({"is_padding": np.zeros(3, np.int32)}, TypeError, "is_padding: dtype must be uint8"),
     ({"input_ids": np.zeros(3, np.int32)}, TypeError, "hash_indices_table: an array is required beside input_ids"),
+    ({"bias_vl": np.zeros(8, np.float32)}, TypeError, "input_ids: an array is required beside bias_vl, got None"),
+    (
+        {"input_ids": np.zeros(3, np.int32), "bias_vl": np.zeros(7, np.float32)},
+        ValueError,
+        "bias_vl: dimension 0 must equal num_experts = 8",
+    ),
     (
         {"input_ids": np.zeros(3, np.int32), "hash_indices_table": np.zeros((5, 2), np.uint8)},
         TypeError,

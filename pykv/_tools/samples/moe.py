@@ -124,6 +124,8 @@ SAMPLES: Mapping[str, Callable[[], Sample]] = {
         renormalize=True,
         input_ids=ids(4, 0, 2),
         hash_indices_table=np.array([[0, 5], [1, 2], [9, 0], [3, 4], [7, 2]], np.int32),
+        bias_vl=floats(NUM_EXPERTS, seed=1),
+        image_sentinel_lo=4,
     ),
     "grouped_topk": lambda: (
         {name: value for name, value in routed().items() if name in ("topk_weights", "topk_ids")}

@@ -69,8 +69,8 @@ pykv_status pykv_xielu(DLTensor* out, const DLTensor* input, const DLTensor* alp
     ElementwiseActivationArgs args = elementwise_args(call, out, input);
     args.alpha_p = call.parameter("alpha_p", alpha_p);
     args.alpha_n = call.parameter("alpha_n", alpha_n);
-    args.beta = static_cast<float>(beta);
-    args.eps = static_cast<float>(eps);
+    args.beta = number("beta", beta);
+    args.eps = number("eps", eps);
     if (args.num_rows == 0) return;
     call.run(stream, args, xielu_cpu, PYKV_CUDA(xielu_cuda));
   });

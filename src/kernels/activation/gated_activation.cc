@@ -63,8 +63,8 @@ pykv_status gate(const char* op, const char* result_name, DLTensor* result, cons
                  GatedTwin cpu, GatedTwin cuda, Change change) {
   return guarded(op, [&](Call& call) {
     GatedActivationArgs args = gated_args(call, input, result_name, result);
-    if (args.num_rows == 0) return;
     change(args);
+    if (args.num_rows == 0) return;
     call.run(stream, args, cpu, cuda);
   });
 }
@@ -110,9 +110,9 @@ pykv_status pykv_silu_and_mul_with_clamp(DLTensor* result, const DLTensor* input
                                          double beta, void* stream) {
   return gate("silu_and_mul_with_clamp", "result", result, input, stream, silu_and_mul_with_clamp_cpu,
               PYKV_CUDA(silu_and_mul_with_clamp_cuda), [=](GatedActivationArgs& args) {
-                args.limit = static_cast<float>(limit);
-                args.alpha = static_cast<float>(alpha);
-                args.beta = static_cast<float>(beta);
+                args.limit = number_or_infinity("limit", limit);
+                args.alpha = number("alpha", alpha);
+                args.beta = number("beta", beta);
               });
 }
 
@@ -127,29 +127,29 @@ pykv_status pykv_gelu_tanh_and_mul(DLTensor* out, const DLTensor* input, void* s
 
 pykv_status pykv_fatrelu_and_mul(DLTensor* out, const DLTensor* input, double threshold, void* stream) {
   return gate("fatrelu_and_mul", "out", out, input, stream, fatrelu_and_mul_cpu, PYKV_CUDA(fatrelu_and_mul_cuda),
-              [=](GatedActivationArgs& args) { args.limit = static_cast<float>(threshold); });
+              [=](GatedActivationArgs& args) { args.limit = number_or_infinity("threshold", threshold); });
 }
 
 pykv_status pykv_swigluoai_and_mul(DLTensor* out, const DLTensor* input, double alpha, double limit, void* stream) {
   return gate("swigluoai_and_mul", "out", out, input, stream, swigluoai_and_mul_cpu, PYKV_CUDA(swigluoai_and_mul_cuda),
               [=](GatedActivationArgs& args) {
                 not_in_place(args);
-                args.alpha = static_cast<float>(alpha);
-                args.limit = static_cast<float>(limit);
+                args.alpha = number("alpha", alpha);
+                args.limit = number_or_infinity("limit", limit);
               });
 }
 
 pykv_status pykv_swiglustep_and_mul(DLTensor* out, const DLTensor* input, double limit, void* stream) {
   return gate("swiglustep_and_mul", "out", out, input, stream, swiglustep_and_mul_cpu,
               PYKV_CUDA(swiglustep_and_mul_cuda),
-              [=](GatedActivationArgs& args) { args.limit = static_cast<float>(limit); });
+              [=](GatedActivationArgs& args) { args.limit = number_or_infinity("limit", limit); });
 }
 
 pykv_status pykv_situ_and_mul(DLTensor* out, const DLTensor* input, double beta, double linear_beta, void* stream) {
   return gate("situ_and_mul", "out", out, input, stream, situ_and_mul_cpu, PYKV_CUDA(situ_and_mul_cuda),
               [=](GatedActivationArgs& args) {
-                args.beta = static_cast<float>(beta);
-                args.limit = static_cast<float>(linear_beta);
+                args.beta = number("beta", beta);
+                args.limit = number("linear_beta", linear_beta);
               });
 }
 

@@ -22,10 +22,11 @@ pykv_status pykv_masked_moe_activation(DLTensor* out, const DLTensor* input, con
                                        double situ_beta, double situ_linear_beta, void* stream) {
   return guarded("masked_moe_activation", [&](Call& call) {
     const NamedActivation& a = named_activation(activation);
+    const ActivationNumbers numbers(clamp_limit, alpha, beta, situ_beta, situ_linear_beta);
     if (a.is_gated()) {
       GatedActivationArgs args = gated_args(call, input, "out", out);
       if (a.is_interleaved()) not_in_place(args);
-      a.set(args, {clamp_limit, alpha, beta, situ_beta, situ_linear_beta});
+      a.set(args, numbers);
       args.mask = mask_of(call, input, valid_token_counts);
       if (args.num_rows != 0) call.run(stream, args, a.gated_cpu, a.gated_cuda);
     } else {

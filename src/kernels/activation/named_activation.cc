@@ -31,13 +31,21 @@ constexpr NamedActivation kActivations[] = {
 
 }  // namespace
 
+ActivationNumbers::ActivationNumbers(double clamp_limit, double alpha, double beta, double situ_beta,
+                                     double situ_linear_beta)
+    : clamp_limit(number_or_infinity("clamp_limit", clamp_limit)),
+      alpha(number("alpha", alpha)),
+      beta(number("beta", beta)),
+      situ_beta(number("situ_beta", situ_beta)),
+      situ_linear_beta(number("situ_linear_beta", situ_linear_beta)) {}
+
 bool NamedActivation::is_interleaved() const { return std::strcmp(name, "swigluoai") == 0; }
 
 void NamedActivation::set(GatedActivationArgs& args, const ActivationNumbers& numbers) const {
   const bool situ = std::strcmp(name, "situ") == 0;
-  args.limit = static_cast<float>(situ ? numbers.situ_linear_beta : numbers.clamp_limit);
-  args.alpha = static_cast<float>(numbers.alpha);
-  args.beta = static_cast<float>(situ ? numbers.situ_beta : numbers.beta);
+  args.limit = situ ? numbers.situ_linear_beta : numbers.clamp_limit;
+  args.alpha = numbers.alpha;
+  args.beta = situ ? numbers.situ_beta : numbers.beta;
 }
 
 const NamedActivation& named_activation(const char* name) {

@@ -7,8 +7,11 @@
 
 namespace pykv {
 
+// Checked, whether the activation has them or not.
 struct ActivationNumbers {
-  double clamp_limit, alpha, beta, situ_beta, situ_linear_beta;
+  float clamp_limit, alpha, beta, situ_beta, situ_linear_beta;
+
+  ActivationNumbers(double clamp_limit, double alpha, double beta, double situ_beta, double situ_linear_beta);
 };
 
 // Which it is, as twins: of the two pairs one is null.

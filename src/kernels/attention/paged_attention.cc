@@ -83,7 +83,7 @@ const float* per_head(Call& call, const char* name, const DLTensor* t, Dim& head
   return static_cast<const float*>(call.read(name, t).shape(heads).dtype({DType::kFloat32}).contiguous().data());
 }
 
-PagedAttentionArgs take(Call& call, const Inputs& in, double scale) {
+PagedAttentionArgs take(Call& call, const Inputs& in) {
   PagedAttentionArgs a{};
   a.op = call.op();
   Dim tokens{"num_tokens"}, heads{"num_heads"}, head_size{"head_size"}, blocks{"num_blocks"}, kv_heads{"num_kv_heads"};
@@ -141,7 +141,6 @@ PagedAttentionArgs take(Call& call, const Inputs& in, double scale) {
   a.num_heads = static_cast<int>(heads);
   a.num_kv_heads = static_cast<int>(kv_heads);
   a.head_size = static_cast<int>(head_size);
-  a.scale = static_cast<float>(std::isnan(scale) ? 1 / std::sqrt(static_cast<double>(head_size)) : scale);
   a.causal = true;
   return a;
 }
@@ -168,7 +167,8 @@ struct DecodeOptions {
 };
 
 PagedAttentionArgs take_decode(Call& call, const Inputs& in, const DecodeOptions& options) {
-  PagedAttentionArgs a = take(call, in, options.scale);
+  PagedAttentionArgs a = take(call, in);
+  a.scale = number("scale", options.scale);
   if (options.num_kv_heads != a.num_kv_heads)
     fail(PYKV_VALUE_ERROR, "num_kv_heads: must be that of key_cache, %d, got %lld", a.num_kv_heads,
          static_cast<long long>(options.num_kv_heads));
@@ -209,10 +209,10 @@ pykv_status pykv_paged_attention(DLTensor* out, const DLTensor* query, const DLT
                                  const pykv_paged_attention_options* options, void* stream) {
   return guarded("paged_attention", [&](Call& call) {
     const pykv_paged_attention_options o = known(options);
-    PagedAttentionArgs a = take(call,
-                                {out, query, key_cache, value_cache, block_tables, seq_lens, o.cu_query_lens,
-                                 o.alibi_slopes, o.sinks, o.kv_cache_dtype, o.k_scale, o.v_scale},
-                                o.scale);
+    PagedAttentionArgs a = take(call, {out, query, key_cache, value_cache, block_tables, seq_lens, o.cu_query_lens,
+                                       o.alibi_slopes, o.sinks, o.kv_cache_dtype, o.k_scale, o.v_scale});
+    a.scale = std::isnan(o.scale) ? static_cast<float>(1 / std::sqrt(static_cast<double>(a.head_size)))
+                                  : number("scale", o.scale);
     if (o.window < 0) fail(PYKV_VALUE_ERROR, "window: must be positive, got %lld", static_cast<long long>(o.window));
     if (!(o.softcap >= 0)) fail(PYKV_VALUE_ERROR, "softcap: must be positive, got %g", o.softcap);
     a.causal = o.causal;

@@ -19,6 +19,7 @@ void Call::scale(Scale& into, const char* name, const DLTensor* t, int64_t heads
   if (!t) return;
   Tensor x(name, t);
   x.dtype({DType::kFloat32});
+  check_number(x);
   const int64_t count = x.numel();
   if (count != 1) x.rank_between(0, 1);  // one element may have any shape: [1, 1], too
   if (count != 1 && count != heads)

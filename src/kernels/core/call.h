@@ -40,11 +40,15 @@ class Call {
 
   // An array on the device of the call.  The first array that names a device decides it.
   Tensor read(const char* name, const DLTensor* t) {
+    const Tensor x = write(name, t);
+    check_number(x);
+    return x;
+  }
+  Tensor write(const char* name, const DLTensor* t) {
     const Tensor x(name, t);
     on_device(x);
     return x;
   }
-  Tensor write(const char* name, DLTensor* t) { return read(name, t); }
   // An array anywhere: the op looks after its device itself.
   Tensor anywhere(const char* name, const DLTensor* t) { return Tensor(name, t); }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cinttypes>
+#include <cmath>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -171,6 +172,17 @@ Rows Tensor::rows() const {
     default:
       return {sizes[1], sizes[0], strides[2], strides[1], strides[0]};
   }
+}
+
+float number_or_infinity(const char* name, double given) {
+  if (std::isnan(given)) fail(PYKV_VALUE_ERROR, "%s: must be a number, got nan", name);
+  return static_cast<float>(given);
+}
+
+float number(const char* name, double given) {
+  const float x = number_or_infinity(name, given);
+  if (std::isinf(x)) fail(PYKV_VALUE_ERROR, "%s: must be finite in fp32, got %g", name, given);
+  return x;
 }
 
 const char* required(const char* name, const char* given) {

@@ -65,10 +65,12 @@ constexpr DType to_dtype(DLDataType t) {
 class Tensor {
  public:
   static constexpr int kMaxRank = 8;
+  // Where arrays without elements lie, whatever their address is: some libraries give them none, which would look as if they were
+  // not given.
+  alignas(256) static inline char kNowhere[1];
 
   Tensor(const char* name, const DLTensor* t) : name_(name) {
     if (!t || t->ndim < 0 || t->ndim > kMaxRank || (!t->shape && t->ndim > 0)) fail_array(name, t);
-    data_ = static_cast<char*>(t->data) + t->byte_offset;
     dtype_ = to_dtype(t->dtype);
     device_ = plain(t->device);
     ndim_ = t->ndim;
@@ -87,6 +89,7 @@ class Tensor {
     if (strides_)
       for (int i = 0; i < ndim_; ++i) large |= static_cast<uint64_t>(strides_[i] ^ strides_[i] >> 63) >> 28;
     numel_ = empty ? 0 : count;
+    data_ = empty ? kNowhere : static_cast<char*>(t->data) + t->byte_offset;
     if ((large | static_cast<uint64_t>(count) >> 59) != 0 || wraps) check_extent(name, t);
     const bool without_memory = !t->data && device_.device_type != kDLExtDev;
     const uint64_t misaligned = reinterpret_cast<uintptr_t>(data_) & ((t->dtype.bits >> 3) - 1u);
@@ -211,6 +214,16 @@ class Tensor {
   const int64_t* strides_;  // null: compact
   int64_t numel_;
 };
+
+// A number among the options, as kernels have it: never NaN, and finite in fp32 ...
+float number(const char* name, double given);
+// ... or infinite, where that means something.
+float number_or_infinity(const char* name, double given);
+// The same of what stands for one in place of an array: a scalar on the host.  What arrays hold is not looked at.
+inline void check_number(const Tensor& t) {
+  if (t.ndim() == 0 && t.device().device_type == kDLCPU && t.type() == DType::kFloat32)
+    number_or_infinity(t.name(), *static_cast<const float*>(t.data()));
+}
 
 // A string of the caller's, which must be there.
 const char* required(const char* name, const char* given);

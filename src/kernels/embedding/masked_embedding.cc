@@ -86,7 +86,7 @@ pykv_status pykv_masked_embedding(DLTensor* out, const DLTensor* ids, const DLTe
     a.out_rows = y.rows();
     a.weight = w.data();
     a.weight_stride = w.stride(0);
-    a.scale = static_cast<float>(scale);
+    a.scale = number("scale", scale);
     a.org_start = org_start;
     a.org_end = org_end;
     a.num_org_pad = num_org_pad;

@@ -384,7 +384,9 @@ bool launch_shape(const Fp4MmArgs& args, const Launch& launch, int splits) {
   const int64_t row_tiles = (args.m + S::kRows - 1) / S::kRows, column_tiles = (args.n + kColumns - 1) / kColumns;
   if (row_tiles * column_tiles * splits > INT32_MAX) return false;
   const auto size = static_cast<int64_t>(size_of(args.out_dtype));
-  Problem p{.args = args,
+  Problem p{.rows = {},
+            .columns = {},
+            .args = args,
             .row_tiles = static_cast<uint32_t>(row_tiles),
             .column_tiles = static_cast<uint32_t>(column_tiles),
             .splits = splits,

@@ -34,7 +34,7 @@ struct Shape {
   static constexpr int kPitch = kRows + 4;  // of the totals of a token: lanes of a warp meet all banks
   static constexpr int kTotalBytes = kSegments * kTokens * kPitch * 4;
   static constexpr int kSharedBytes = kStages * kStageBytes > kTotalBytes ? kStages * kStageBytes : kTotalBytes;
-  static constexpr bool kHasTable = kKind == CodeKind::kTable16;
+  static constexpr bool kHasTable = kKind == CodeKind::kTable16, kMayAdd = is_integer(kKind);  // minima
   static_assert(kStages >= 2);
 };
 
@@ -183,7 +183,7 @@ class Segment {
 #pragma unroll
         for (int t = 0; t < S::kTiles; ++t) mma_16x8x16<T>(sum_[r][t], a, x[t].x, x[t].y);
       }
-      if (w_.minima) {
+      if (S::kMayAdd && w_.minima) {
         constexpr uint32_t kOnes = kIsHalf<T> ? 0x3c003c00u : 0x3f803f80u;
         constexpr uint32_t kAll[4] = {kOnes, kOnes, kOnes, kOnes};
 #pragma unroll
@@ -213,7 +213,7 @@ class Segment {
       scales_of(scales, raw_[pair], w_.scales_kind);
 #pragma unroll
       for (int i = 0; i < 4; ++i) scales[i] *= global_;
-      if (w_.minima) minima_of(minima, raw_[pair], w_.minima_kind, w_.offset, scales);
+      if (S::kMayAdd && w_.minima) minima_of(minima, raw_[pair], w_.minima_kind, w_.offset, scales);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
 #pragma unroll
@@ -223,7 +223,7 @@ class Segment {
             float& to = total[2 * pair + i / 2][t][i % 2 * 2 + e];
             float& sum = sum_[2 * pair + i / 2][t][i % 2 * 2 + e];
             to = fmaf(scales[i], sum, to);
-            if (w_.minima) to = fmaf(minima[i], sum_of_x_[t][e], to);
+            if (S::kMayAdd && w_.minima) to = fmaf(minima[i], sum_of_x_[t][e], to);
             sum = 0.0f;
           }
     }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cpu/parallel.h"
+#include "cpu/silu.h"
 #include "gemm/packed_codes_cpu.h"
 #include "gemm/packed_gemm.h"
 #include "gemm/tile_map_cpu.h"
@@ -214,11 +215,19 @@ void tile(const PackedWeight& w, const Codes& codes, const Factors& factors, int
         to[t][half * 8 + g] = tile.total(half, g, t);
 }
 
-inline float gated(Gate gate, float a, float b) {
-  if (gate == Gate::kSilu) return a / (1.0f + __builtin_expf(-a)) * b;
-  const float u = gate == Gate::kGelu ? __builtin_erff(0.70710678f * a)
-                                      : __builtin_tanhf(0.79788456f * (a + 0.044715f * (a * a * a)));
-  return 0.5f * a * (1.0f + u) * b;
+inline Floats activated(Gate gate, Floats a) {
+  if (gate == Gate::kSilu) return a / (1.0f + exp(-a));
+  if (gate == Gate::kGeluTanh) return 0.5f * a * (1.0f + exact_tanh(0.79788456f * (a + 0.044715f * (a * a * a))));
+  for (int i = 0; i < kWidth; ++i) a[i] = 0.5f * a[i] * (1.0f + __builtin_erff(0.70710678f * a[i]));
+  return a;
+}
+
+// Pairs of neighbours become one number each.
+inline void gate_pairs(Gate gate, BlockSums& v) {
+  float a[kWidth < 8 ? 8 : kWidth] = {};
+  for (int i = 0; i < 8; ++i) a[i] = v[2 * i];
+  for (int i = 0; i < 8; i += kWidth) store(a + i, activated(gate, load(a + i)));
+  for (int i = 0; i < 8; ++i) v[i] = a[i] * v[2 * i + 1];
 }
 
 // The epilogue of row `at` of out, for `count` rows of the weight from `row` on.
@@ -231,7 +240,7 @@ template <class T>
     v[i] = v[i] * of_token + (args.bias ? to_float(static_cast<const T*>(args.bias)[row + i]) : 0.0f);
   }
   if (e.gate != Gate::kNone) {
-    for (int64_t i = 0; i < count; i += 2) v[i / 2] = gated(e.gate, v[i], v[i + 1]);
+    gate_pairs(e.gate, v);
     row /= 2;
     count /= 2;
   }

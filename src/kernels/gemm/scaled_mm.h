@@ -40,13 +40,14 @@ struct ScaledMmArgs {
   int64_t a_along_k = 1;
   int64_t b_along_k, b_along_n;
   MmScales a_scales, b_scales;
-  const void* bias;        // [n], dtype of out; null: none
+  const void* bias;        // [n], dtype of out; null: none.  Of a group: bias_group elements on
   const int32_t* azp_adj;  // [n]; null: none
   const int32_t* azp;      // [m]; null: 1
   int64_t azp_adj_stride, azp_stride;
   RowGroups groups;
   int64_t a_group, b_group,
       out_group;  // from a group's matrix to the next, elements; of a and out 0 unless they are apart
+  int64_t bias_group;
 
   PYKV_HOST_DEVICE int64_t blocks() const { return (k + kBlock - 1) / kBlock; }
 };

@@ -180,6 +180,9 @@ void multiply_rows(const ScaledMmArgs& args, int64_t group, int64_t begin, int64
              (group * args.out_group + begin * args.out_stride) * static_cast<int64_t>(size_of(args.out_dtype));
   part.a_scales = args.a_scales.from(group * args.a_scales.group + begin * args.a_scales.along);
   part.b_scales = args.b_scales.from(group * args.b_scales.group);
+  if (args.bias)
+    part.bias =
+        static_cast<const char*>(args.bias) + group * args.bias_group * static_cast<int64_t>(size_of(args.out_dtype));
   multiply(part);
 }
 

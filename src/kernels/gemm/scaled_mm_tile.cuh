@@ -171,7 +171,7 @@ __device__ void store_tile_as(const Problem& p, const uint32_t* sums, const Tile
   const ScaledMmArgs& args = p.args;
   const MmScales a_scales = args.a_scales.from(tile.group * args.a_scales.group),
                  b_scales = args.b_scales.from(tile.group * args.b_scales.group);
-  const auto* const bias = static_cast<const T*>(args.bias);
+  const auto* const bias = args.bias ? static_cast<const T*>(args.bias) + tile.group * args.bias_group : nullptr;
 #pragma unroll 1
   for (int i = thread; i < kRows * kColumns / kEach; i += kThreads) {
     const int r = i / (kColumns / kEach), c = i % (kColumns / kEach) * kEach;

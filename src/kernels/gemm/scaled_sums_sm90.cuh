@@ -58,10 +58,11 @@ struct Sums {
     cp_async_commit();
   }
 
-  __device__ float bias_at(int64_t column) const {
+  __device__ float bias_at(const Tile& tile, int64_t column) const {
     const ScaledMmArgs& args = o.p.args;
-    if (args.out_dtype == DType::kFloat32) return __ldg(static_cast<const float*>(args.bias) + column);
-    const uint16_t bits = __ldg(static_cast<const uint16_t*>(args.bias) + column);
+    const int64_t at = tile.group * args.bias_group + column;
+    if (args.out_dtype == DType::kFloat32) return __ldg(static_cast<const float*>(args.bias) + at);
+    const uint16_t bits = __ldg(static_cast<const uint16_t*>(args.bias) + at);
     return args.out_dtype == DType::kBFloat16 ? __uint_as_float(uint32_t{bits} << 16)
                                               : __half2float(__ushort_as_half(bits));
   }
@@ -117,7 +118,7 @@ struct Sums {
     if (args.bias) {
       float bias[kOfLane];
 #pragma unroll
-      for (int i = 0; i < kOfLane; ++i) bias[i] = bias_at(column_of_lane(tile, i));
+      for (int i = 0; i < kOfLane; ++i) bias[i] = bias_at(tile, column_of_lane(tile, i));
 #pragma unroll
       for (int j = 0; j < kEach / 4; ++j)
 #pragma unroll

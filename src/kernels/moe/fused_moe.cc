@@ -122,9 +122,7 @@ pykv_status pykv_fused_moe(DLTensor* out, const DLTensor* x, const DLTensor* w1,
     if (w1_scale || w2_scale || a1_scale || a2_scale) {
       if (*required("w1_format", w1_format) || *required("w2_format", w2_format))
         fail(PYKV_VALUE_ERROR, "w1_scale: must be None with packed weights, which have their scales");
-      if (w1_bias || w2_bias)
-        fail(PYKV_NOT_IMPLEMENTED, "%s: is not supported with 8-bit activations", w1_bias ? "w1_bias" : "w2_bias");
-      return call_quantised_moe(layer, options, {w1, w2, w1_scale, w2_scale, a1_scale, a2_scale});
+      return call_quantised_moe(layer, options, {w1, w2, w1_scale, w2_scale, a1_scale, a2_scale, w1_bias, w2_bias});
     }
     Dim &experts = layer.experts, &width = layer.width, &hidden = layer.hidden;
     FusedMoeArgs args{};

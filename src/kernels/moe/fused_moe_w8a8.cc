@@ -48,8 +48,9 @@ void set_records(ScaledMmArgs& product, const char* records, const RecordLayout&
 
 // Weights in 8 bits and their scales, as the product of rows in groups takes them.
 struct QuantisedWeights {
-  const char *name, *scale_name, *number_name;
-  const DLTensor *array, *scale, *number;  // the last: of the product's rows, may be null
+  const char *name, *scale_name, *number_name, *bias_name;
+  const DLTensor *array, *scale;
+  const DLTensor *number, *bias;  // may be null; the first: of the product's rows
 };
 
 ScaledMmArgs scaled_product(const Layer& layer, const QuantisedWeights& from, Dim& experts, Dim& n, Dim& k) {
@@ -88,6 +89,11 @@ ScaledMmArgs scaled_product(const Layer& layer, const QuantisedWeights& from, Di
     const bool one_each = s.ndim() == 1 || (s.ndim() == 2 && s.size(1) == 1);
     if (!one_each) s.dim(1, n);
     args.b_scales = {s.data(), one_each ? 0 : s.stride(1), 0, false, s.stride(0)};
+  }
+  if (from.bias) {
+    const Tensor bias = layer.call.read(from.bias_name, from.bias).like(layer.from).shape(experts, n).contiguous_rows();
+    args.bias = bias.data();
+    args.bias_group = bias.stride(0);
   }
   return args;
 }
@@ -198,14 +204,20 @@ void quantised_moe_cpu(const QuantisedMoeArgs& args, const Launch& launch) {
 }
 
 void call_quantised_moe(Layer& layer, const LayerOptions& options, const QuantisedLayer& given) {
-  const QuantisedWeights first{"w1", "w1_scale", "a1_scale", given.w1, given.w1_scale, given.a1_scale};
-  const QuantisedWeights second{"w2", "w2_scale", "a2_scale", given.w2, given.w2_scale, given.a2_scale};
+  const QuantisedWeights first{"w1",     "w1_scale",     "a1_scale",     "w1_bias",
+                               given.w1, given.w1_scale, given.a1_scale, given.w1_bias};
+  const QuantisedWeights second{"w2",     "w2_scale",     "a2_scale",     "w2_bias",
+                                given.w2, given.w2_scale, given.a2_scale, given.w2_bias};
+  if (given.w1_bias && options.weights_on_input)
+    fail(PYKV_NOT_IMPLEMENTED, "w1_bias: is not supported with 8-bit activations and apply_router_weight_on_input");
   QuantisedMoeArgs args{};
   args.first = scaled_product(layer, first, layer.experts, layer.width, layer.hidden);
   Dim inner = layer.inner();
   args.second = scaled_product(layer, second, layer.experts, layer.hidden, inner);
   if (args.first.is_int8 != args.second.is_int8 || args.first.in_blocks != args.second.in_blocks)
     fail(PYKV_VALUE_ERROR, "w2: codes and scales must be of the kind of those of w1");
+  if (args.second.k == 0 && given.w2_bias)
+    fail(PYKV_NOT_IMPLEMENTED, "w2_bias: is not supported with 8-bit weights that have no columns");
   args.in_blocks = args.first.in_blocks;
   args.sort = layer.sort(options);
   const Tensor weights = layer.weights(options, args.sort);

@@ -102,9 +102,10 @@ struct Layer {
   }
 };
 
-// Weights of 8 bits for activations of 8 bits: their scales, and those of rows of x and of the activation, which may be null.
+// Weights of 8 bits for activations of 8 bits: their scales, and, which may be null, those of rows of x and of the activation,
+// and biases.
 struct QuantisedLayer {
-  const DLTensor *w1, *w2, *w1_scale, *w2_scale, *a1_scale, *a2_scale;
+  const DLTensor *w1, *w2, *w1_scale, *w2_scale, *a1_scale, *a2_scale, *w1_bias, *w2_bias;
 };
 void call_quantised_moe(Layer& layer, const LayerOptions& options, const QuantisedLayer& weights);
 

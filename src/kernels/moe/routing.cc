@@ -24,6 +24,13 @@ TokenArray<T> token_array(const Tensor& t) {
   return {static_cast<T*>(t.data()), t.stride(0), t.stride(1)};
 }
 
+ExpertBias expert_bias(Call& call, const char* name, const DLTensor* array, int64_t num_experts) {
+  if (!array) return {};
+  Dim experts{"num_experts", num_experts};
+  Tensor bias = call.read(name, array).shape(experts).dtype(kFloats);
+  return {bias.data(), bias.stride(0), bias.type()};
+}
+
 RoutingArgs routing_args(Call& call, const Outputs& o) {
   Dim tokens{"num_tokens"}, experts{"num_experts"}, top_k{"topk"};
   DLTensor as_known, flags_as_known;
@@ -54,12 +61,7 @@ RoutingArgs routing_args(Call& call, const Outputs& o) {
                       .no_overlap_within();
     args.source_rows = token_array<int32_t>(rows);
   }
-  if (o.bias) {
-    Tensor bias = call.read(o.bias_name, o.bias).shape(experts).dtype(kFloats);
-    args.bias = bias.data();
-    args.bias_dtype = bias.type();
-    args.bias_stride = bias.stride(0);
-  }
+  args.bias = expert_bias(call, o.bias_name, o.bias, experts);
   if (o.is_padding) {
     Tensor flags =
         call.read("is_padding", bool_as_bytes(o.is_padding, flags_as_known)).shape(tokens).dtype({DType::kUInt8});
@@ -103,7 +105,7 @@ pykv_status pykv_topk_sigmoid(DLTensor* topk_weights, DLTensor* topk_ids, DLTens
                                            e_score_correction_bias, "e_score_correction_bias", is_padding});
     args.scoring = Scoring::kSigmoid;
     args.renormalize = renormalize;
-    args.factor = static_cast<float>(routed_scaling_factor);
+    args.factor = number("routed_scaling_factor", routed_scaling_factor);
     run(call, stream, args);
   });
 }
@@ -111,20 +113,30 @@ pykv_status pykv_topk_sigmoid(DLTensor* topk_weights, DLTensor* topk_ids, DLTens
 pykv_status pykv_topk_softplus_sqrt(DLTensor* topk_weights, DLTensor* topk_ids, DLTensor* token_expert_indices,
                                     const DLTensor* gating_output, bool renormalize, double routed_scaling_factor,
                                     const DLTensor* e_score_correction_bias, const DLTensor* input_ids,
-                                    const DLTensor* hash_indices_table, const DLTensor* is_padding, void* stream) {
+                                    const DLTensor* hash_indices_table, const DLTensor* is_padding,
+                                    const DLTensor* bias_vl, int64_t image_sentinel_lo, void* stream) {
   return guarded("topk_softplus_sqrt", [&](Call& call) {
     RoutingArgs args = routing_args(call, {topk_weights, topk_ids, token_expert_indices, "gating_output", gating_output,
                                            e_score_correction_bias, "e_score_correction_bias", is_padding});
     args.scoring = Scoring::kSoftplusSqrt;
     args.renormalize = renormalize;
-    args.factor = static_cast<float>(routed_scaling_factor);
-    if (!input_ids != !hash_indices_table)
+    args.factor = number("routed_scaling_factor", routed_scaling_factor);
+    const char* const by_id = hash_indices_table ? "hash_indices_table" : bias_vl ? "bias_vl" : nullptr;
+    if (!input_ids != !by_id)
       fail(PYKV_TYPE_ERROR, "%s: an array is required beside %s, got None",
-           input_ids ? "hash_indices_table" : "input_ids", input_ids ? "input_ids" : "hash_indices_table");
+           input_ids ? "hash_indices_table" : "input_ids", input_ids ? "input_ids" : by_id);
     if (input_ids) {
-      DLTensor as_known;
-      Dim tokens{"num_tokens", args.num_tokens}, vocab{"vocab_size"}, top_k{"topk", args.top_k};
+      Dim tokens{"num_tokens", args.num_tokens};
       args.input_ids = call.read("input_ids", input_ids).shape(tokens).index();
+    }
+    const ExpertBias image_bias = expert_bias(call, "bias_vl", bias_vl, args.num_experts);
+    if (image_sentinel_lo > 0) {
+      args.image_bias = image_bias;
+      args.first_image_id = image_sentinel_lo;
+    }
+    if (hash_indices_table) {
+      DLTensor as_known;
+      Dim vocab{"vocab_size"}, top_k{"topk", args.top_k};
       Tensor table = call.read("hash_indices_table", uint32_as_int32(hash_indices_table, as_known))
                          .shape(vocab, top_k)
                          .dtype({DType::kInt32, DType::kInt64});
@@ -170,7 +182,7 @@ pykv_status pykv_grouped_topk(DLTensor* topk_weights, DLTensor* topk_ids, const 
     args.num_groups = static_cast<int32_t>(n_group);
     args.kept_groups = static_cast<int32_t>(topk_group);
     args.renormalize = renormalize;
-    args.factor = static_cast<float>(routed_scaling_factor);
+    args.factor = number("routed_scaling_factor", routed_scaling_factor);
     args.epsilon = 1e-20f;
     run(call, stream, args);
   });

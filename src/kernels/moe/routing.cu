@@ -241,7 +241,9 @@ __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
   };
   const bool is_padding = a.is_padding && a.is_padding[token * a.is_padding_stride];
 
-  const bool is_hashed = a.input_ids.data != nullptr;
+  const bool is_of_image = a.is_of_image(token);
+  const bool is_hashed = a.table.data != nullptr && !is_of_image;
+  const bool chooses = a.table.data == nullptr || __any_sync(kAllLanes, !is_hashed);  // a token of this warp
   uint32_t keys[kEach];
   const char* table_row = nullptr;
   if (is_hashed) {
@@ -250,7 +252,8 @@ __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
     if (!is_known && !is_padding && is_there && lane == 0) plan.input_ids(row, a.vocab_size);
     if (is_known)
       table_row = static_cast<const char*>(a.table.data) + row * a.table.token_stride * (a.table_is_int64 ? 8 : 4);
-  } else {
+  }
+  if (chooses) {
     uint32_t not_finite[(kEach + 31) / 32] = {};  // a bit for each expert
     if (a.finite_only) {
 #pragma unroll
@@ -258,11 +261,12 @@ __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
         if (!isfinite(logits[j])) not_finite[j / 32] |= 1u << j % 32;
     }
     score(logits);
-    if (a.bias)
-      with_type(a.bias_dtype, a.bias, [&](auto bias) {
+    const ExpertBias& bias = is_of_image ? a.image_bias : a.bias;
+    if (bias.data)
+      with_type(bias.dtype, bias.data, [&](auto numbers) {
 #pragma unroll
         for (uint32_t j = 0; j < kEach; ++j)
-          if (lane_of_group + j * width < size) logits[j] += to_float(bias[(first_id + j * width) * a.bias_stride]);
+          if (lane_of_group + j * width < size) logits[j] += to_float(numbers[(first_id + j * width) * bias.stride]);
       });
 #pragma unroll
     for (uint32_t j = 0; j < kEach; ++j) {
@@ -296,10 +300,11 @@ __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
           id = -1;
         }
       }
-    } else if (is_ranked) {
+    }
+    if (is_ranked) {
       if (mine < a.top_k && !is_padding) id = ranked.id();
       is_lowest = ranked.key() == kLowest;
-    } else {
+    } else if (chooses) {
       const int32_t end = min(from + kLanes, a.top_k);
 #pragma unroll 1
       for (int32_t choice = from; choice < end; ++choice) {
@@ -315,16 +320,15 @@ __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
 #pragma unroll
         for (uint32_t j = 0; j < kEach; ++j)
           if (first_id + j * width == best_id) keys[j] = 0;
-        if (choice == mine) {
+        if (choice == mine && !is_hashed && !is_padding) {
           id = best_id;
           is_lowest = best == kLowest;
         }
       }
-      if (is_padding) id = -1;
     }
     weight = 0.0f;
     if (mine < a.top_k && id >= 0 && !(a.zero_if_lowest && is_lowest))
-      weight = is_ranked && !a.bias ? value_of(ranked.key()) : weight_of(id);
+      weight = is_ranked && !a.bias.data && !is_of_image ? value_of(ranked.key()) : weight_of(id);
     sum += weight;
     if (!is_there || mine >= a.top_k) continue;
     if (a.ids_are_int64)

@@ -109,12 +109,14 @@ class Router {
         launch_(launch),
         scores_(a.num_experts),
         keys_(a.num_experts),
-        bias_(a.bias ? a.num_experts : 0),
+        bias_(a.bias.data ? a.num_experts : 0),
+        image_bias_(a.image_bias.data ? a.num_experts : 0),
         chosen_(a.top_k),
         groups_(a.kept_groups),
         ids_(a.top_k),
         weights_(a.top_k) {
-    if (a.bias) load_row(bias_.data(), a.bias_dtype, a.bias, 0, a.bias_stride, a.num_experts);
+    load_bias(bias_, a.bias);
+    load_bias(image_bias_, a.image_bias);
   }
 
   void route(int64_t token) {
@@ -125,10 +127,11 @@ class Router {
                a_.num_experts);
       if (a_.finite_only) find_finite();
       score_row(scores_.data(), a_.num_experts, a_.scoring);
-      if (a_.input_ids.data)
+      const bool is_of_image = a_.is_of_image(token);
+      if (a_.table.data && !is_of_image)
         look_up(token);
       else
-        choose();
+        choose(is_of_image ? image_bias_ : bias_);
       weigh();
     }
     put(token);
@@ -140,11 +143,15 @@ class Router {
     for (int64_t e = 0; e < a_.num_experts; ++e) keys_[e] = scores_[e] - scores_[e] == 0 ? 0.0f : kLowest;
   }
 
-  void choose() {
+  static void load_bias(std::vector<float>& to, const ExpertBias& from) {
+    if (from.data) load_row(to.data(), from.dtype, from.data, 0, from.stride, static_cast<int64_t>(to.size()));
+  }
+
+  void choose(const std::vector<float>& bias) {
     for (int64_t i = 0; i < a_.num_experts; i += kWidth) {
       const int64_t left = a_.num_experts - i;
       Floats key = load(&scores_[i], left);
-      if (a_.bias) key += load(&bias_[i], left);
+      if (!bias.empty()) key += load(&bias[i], left);
       if (a_.finite_only) key += load(&keys_[i], left);
       store(&keys_[i], select(key == key, key, splat(kLowest)), left);
     }
@@ -217,7 +224,7 @@ class Router {
 
   const RoutingArgs& a_;
   const Launch& launch_;
-  std::vector<float> scores_, keys_, bias_;
+  std::vector<float> scores_, keys_, bias_, image_bias_;
   Best chosen_, groups_;
   std::vector<int32_t> ids_;
   std::vector<float> weights_;

@@ -38,7 +38,7 @@ pykv_status pykv_fused_qk_norm_rope(DLTensor* qkv, int64_t num_heads_q, int64_t 
     args.query_weight = row_weights(call, "q_weight", q_weight, x, size);
     args.key_weight = row_weights(call, "k_weight", k_weight, x, size);
     args.head_size = head_dim;
-    args.epsilon = static_cast<float>(eps);
+    args.epsilon = number("eps", eps);
     if (r.num_tokens == 0 || num_heads_q + num_heads_k == 0) return;
     call.run(stream, args, fused_qk_norm_rope_cpu, PYKV_CUDA(fused_qk_norm_rope_cuda));
   });

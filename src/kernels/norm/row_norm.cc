@@ -42,7 +42,7 @@ void set_rows(RowNormArgs& args, const Tensor& input, const Tensor& out, RowWeig
   args.input_rows = input.rows();
   args.hidden_size = input.size(-1);
   args.num_rows = args.hidden_size == 0 ? 0 : input.numel() / args.hidden_size;
-  args.epsilon = static_cast<float>(epsilon);
+  args.epsilon = number("epsilon", epsilon);
 }
 
 void set_residual(RowNormArgs& args, const Tensor& residual) {

@@ -41,6 +41,8 @@ ScaleRule scale_rule(QuantScale kind, QuantCode codes, float largest, double lea
 // The code that the largest number becomes.
 float largest_given(QuantCode codes, const char* least_name, const char* most_name, double least, double most) {
   const float largest = largest_code(codes);
+  number(least_name, least);
+  number(most_name, most);
   if (most == 0.0) most = largest;
   if (!(most > 0.0 && most <= largest))
     fail(PYKV_VALUE_ERROR, "%s: must be positive and at most %g, got %g", most_name, largest, most);
@@ -51,6 +53,7 @@ float largest_given(QuantCode codes, const char* least_name, const char* most_na
 }
 
 void check_eps(double eps) {
+  number("eps", eps);
   if (!(eps >= 0.0)) fail(PYKV_VALUE_ERROR, "eps: must not be negative, got %g", eps);
 }
 
@@ -158,8 +161,8 @@ pykv_status pykv_situ_and_mul_quant(DLTensor* out, DLTensor* scale, const DLTens
     m.input.rank(2);
     GroupQuantArgs args = arguments(m, group_size);
     args.source = RowSource::kSituAndMul;
-    args.beta = static_cast<float>(beta);
-    args.linear_beta = static_cast<float>(linear_beta);
+    args.beta = number("beta", beta);
+    args.linear_beta = number("linear_beta", linear_beta);
     args.rule = scale_rule(QuantScale::kFloat, args.codes, largest_code(args.codes), 1e-30);
     set_float_scales(args, call, "scale", m.input, scale);
     if (num_valid_tokens) {

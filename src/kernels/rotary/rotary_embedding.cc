@@ -105,6 +105,8 @@ pykv_status pykv_mrope(const DLTensor* positions, DLTensor* query, DLTensor* key
     if (all.ndim() == 1)  // of text: one position for all axes
       return run(call, checked(call, "mrope: positions", positions, query, key, head_size, cos_sin_cache, is_neox),
                  stream);
+    if (all.size(0) == 0)
+      all.fail(PYKV_VALUE_ERROR, "must have a row for each section, got shape %s", all.shape_string().c_str());
     DLTensor first = *positions;  // the positions of the first axis
     first.ndim -= 1;
     first.shape += 1;

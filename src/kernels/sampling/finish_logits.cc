@@ -32,7 +32,7 @@ pykv_status pykv_finish_logits_(DLTensor* logits, int64_t num_org, int64_t num_o
     a.first_pad = num_org;
     a.end_of_pad = num_org + num_org_pad;
     a.first_unused = a.end_of_pad + num_added;
-    a.scale = static_cast<float>(scale);
+    a.scale = number("scale", scale);
     a.num_rows = rows;
     a.num_cols = cols;
     const bool all_are_tokens = num_org_pad == 0 && a.first_unused == cols;

@@ -16,6 +16,7 @@ RowNumbers row_numbers(Call& call, const char* name, const DLTensor* t, const Di
   Tensor x(name, t);
   x.rank_between(0, 1).dtype({DType::kFloat32});
   check_one_or_each(x, rows);
+  check_number(x);
   const float* data = static_cast<const float*>(x.data());
   if (x.device().device_type == kDLCPU && x.numel() == 1) return {nullptr, 0, *data, true};
   call.read(name, t);  // on the device of the others

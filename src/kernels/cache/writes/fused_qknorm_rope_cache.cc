@@ -132,8 +132,8 @@ pykv_status pykv_fused_qknorm_rope_cache(DLTensor* q_out, DLTensor* k_out, DLTen
         .num_q_heads = sizes.q_heads,
         .num_kv_heads = sizes.kv_heads,
         .head_dim = head_dim,
-        .epsilon = static_cast<float>(epsilon),
-        .weight_bias = static_cast<float>(norm_weight_bias),
+        .epsilon = number("epsilon", epsilon),
+        .weight_bias = number("norm_weight_bias", norm_weight_bias),
     };
     if (tokens == 0 || norm.num_heads() == 0) return;
     call.run(stream, norm, norm_heads_cpu, PYKV_CUDA(norm_heads_cuda));

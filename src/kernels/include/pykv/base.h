@@ -11,7 +11,10 @@
  * f32, f16, bf16 are float32, float16 and bfloat16.  What may be NULL is said; everything else must be there.
  *
  * A shape, a stride, a device or an option that does not fit is PYKV_VALUE_ERROR, an element type that does not fit or an
- * array that is missing PYKV_TYPE_ERROR, and pykv_last_error() names the argument, what was wanted and what came.
+ * array that is missing PYKV_TYPE_ERROR, and pykv_last_error() names the argument, what was wanted and what came.  A number
+ * among the options (double, or a float32 array of no dimensions on the host in place of a larger one) must not be NaN, but
+ * where the function's comment says what NAN means; a double must be finite in fp32, but for bounds and thresholds.  What
+ * arrays hold is not looked at.
  *
  * Every operation checks its arguments on the host first and touches nothing if they are wrong.  On CUDA it then enqueues
  * its work on `stream` (a cudaStream_t; NULL is the default stream) and returns: no synchronisation, and every call can be

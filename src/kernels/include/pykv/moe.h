@@ -39,16 +39,21 @@ PYKV_API pykv_status pykv_topk_sigmoid(DLTensor* topk_weights, DLTensor* topk_id
                                        const DLTensor* e_score_correction_bias, double routed_scaling_factor,
                                        const DLTensor* is_padding, void* stream);
 
-/* The same with p = sqrt(log(1 + exp(x))), sqrt(x) above 20.  With input_ids and hash_indices_table (both or none) the
- * experts of token t are hash_indices_table[input_ids[t]], whatever their p, and token_expert_indices is not written.
- *   input_ids           [T]              int32 | int64; one outside the table is reported, and its token gets ids of -1 and
- *                                        weights of 0, unless it is padding
- *   hash_indices_table  [vocab_size, k]  int32 or int64; an expert outside [0, E) is reported, and becomes -1 with weight 0 */
+/* The same with p = sqrt(log(1 + exp(x))), sqrt(x) above 20.  With hash_indices_table the experts of token t are
+ * hash_indices_table[input_ids[t]], whatever their p, and token_expert_indices is not written.  Tokens of images, whose ids
+ * are image_sentinel_lo ... image_sentinel_lo + 4, are not looked up: bias_vl chooses their experts, and no other bias.
+ *   input_ids           [T]              int32 | int64; required beside one of the next two, else NULL.  An id outside the table
+ *                                        is reported, and its token gets ids of -1 and weights of 0, unless it is padding
+ *   hash_indices_table  [vocab_size, k]  int32 or int64; an expert outside [0, E) is reported, and becomes -1 with weight 0;
+ *                                        may be NULL
+ *   bias_vl             [E]              float32 | float16 | bfloat16; may be NULL: there are no tokens of images
+ *   image_sentinel_lo                    0 or less: there are none */
 PYKV_API pykv_status pykv_topk_softplus_sqrt(DLTensor* topk_weights, DLTensor* topk_ids, DLTensor* token_expert_indices,
                                              const DLTensor* gating_output, bool renormalize,
                                              double routed_scaling_factor, const DLTensor* e_score_correction_bias,
                                              const DLTensor* input_ids, const DLTensor* hash_indices_table,
-                                             const DLTensor* is_padding, void* stream);
+                                             const DLTensor* is_padding, const DLTensor* bias_vl,
+                                             int64_t image_sentinel_lo, void* stream);
 
 /* The topk experts with the largest s + bias among those of the topk_group best of n_group groups of E / n_group neighbours,
  * and their s, in fp32; of equal sums the lower group and the lower id come first.
@@ -216,13 +221,13 @@ PYKV_API pykv_status pykv_shuffle_rows(const DLTensor* input_tensor, const DLTen
  *                            from the heap.  For P = T * k pairs and B = min(P, E) it has the bytes, each rounded up to 256, of
  *                            4 (P + 143 B), 4 (P + B), 4, 4 P, 2 P max(N, D) and 2 P I
  * With w1_scale and w2_scale both products are those of 8-bit codes: rows of x, and those of the activation, become codes, too.
- * w1 and w2 are then float8_e4m3fn | uint8 (its bytes) | int8, of the same kind and with at most 512 experts, without biases.
+ * w1 and w2 are then float8_e4m3fn | uint8 (its bytes) | int8, of the same kind and with at most 512 experts.
  *   w1_scale      [E, ceil(N / 128), D / 128] float32: of blocks of w1; rows become codes in groups of 128 with a scale each.  Or
  *                 [E, N] or [E, N, 1] of rows, or [E] or [E, 1] of experts; rows become codes with one scale each
  *   w2_scale      [E, ceil(D / 128), I / 128], [E, D], ... likewise
  *   a1_scale      [1]        float32: the scale of x instead, not with blocks; may be NULL
  *   a2_scale      [1]        float32: that of what the activation gives; may be NULL
- * apply_router_weight_on_input multiplies the scales of rows of x.  For R(n) = n and 4 max(1, ceil(n / 128)), each rounded up to 16,
+ * apply_router_weight_on_input multiplies the scales of rows of x; w1_bias must be NULL beside it.  For R(n) = n and 4 max(1, ceil(n / 128)), each rounded up to 16,
  * together, workspace has the bytes, each rounded up to 256, of 4 (E + 1), 4 P, 4 P, 4, T R(D), P R(D), 2 P max(N, D), 2 P I and
  * P R(I). */
 PYKV_API pykv_status pykv_fused_moe(DLTensor* out, const DLTensor* x, const DLTensor* w1, const DLTensor* w2,
