@@ -430,8 +430,6 @@ def pack_fp8(weight: Array, scale: Array | float, *, block: tuple[int, int] | No
     """
     codes = host(weight).view(np.uint8)
     n, k = codes.shape
-    if ((codes & 0x7F) == 0x7F).any():
-        raise ValueError("weight: must not hold NaN")
     s = float32(scale)
     if block is None:
         scales, group_size = np.broadcast_to(s.reshape(-1, 1), (n, 1)), max(1, k)
@@ -449,7 +447,7 @@ def pack_nvfp4(weight: Array, scales: Array, global_scale: Array | float = 1.0) 
 
     Args:
         weight: ``[n, k / 2]`` uint8, the first of two codes in the lower bits.
-        scales: ``[n, k / 16]`` float8_e4m3fn, or uint8 that holds it, in rows: not swizzled.
+        scales: ``[n, k / 16]`` float8_e4m3fn, or uint8 that holds it, in rows: not swizzled; without NaN.
         global_scale: multiplies them.
     """
     codes = _nibbles(host(weight))
@@ -464,7 +462,7 @@ def pack_mxfp4(weight: Array, scales: Array) -> PackedWeight:
 
     Args:
         weight: ``[n, k / 2]`` uint8, the first of two codes in the lower bits.
-        scales: ``[n, k / 32]`` uint8: 127 more than the exponent.
+        scales: ``[n, k / 32]`` uint8: 127 more than the exponent; not 255, which is NaN.
     """
     codes = _nibbles(host(weight))
     factor = Factor("e8m0", host(scales).view(np.uint8))

@@ -100,7 +100,14 @@ def assemble(
         columns: those of the groups in order, ``-1`` for padding, where that is not the order of ``codes``.
         table: the 16 numbers of kind ``t4``.
         global_scale: multiplies all scales.
+
+    Raises:
+        ValueError: there is NaN among codes or scales of one byte, which kernels take for numbers.
     """
+    if (kind == "e4m3" and _has_nan_e4m3(codes)) or (scales.kind == "e4m3" and _has_nan_e4m3(scales.values)):
+        raise ValueError(f"{'weight' if kind == 'e4m3' else 'scales'}: must not hold NaN")
+    if scales.kind == "e8m0" and (scales.values == 0xFF).any():
+        raise ValueError("scales: must not hold NaN, which 255 is")
     n, k = codes.shape
     if group_size % 16 and group_size < k:  # each group padded to a multiple of 16
         step = -(-group_size // 16) * 16
@@ -133,6 +140,10 @@ def assemble(
     header[_TABLE_AT : _GLOBAL_SCALE_AT + 4] = numbers.tobytes()
     whole = bytearray().join([bytes(header), *(s + b"\0" * (-len(s) % 256) for s in sections)])
     return PackedWeight(np.frombuffer(whole, np.uint8), text)
+
+
+def _has_nan_e4m3(codes: Host) -> bool:
+    return bool(((codes & 0x7F) == 0x7F).any())
 
 
 def _words(tiles: Host) -> bytes:

@@ -122,7 +122,7 @@ def mrope(
         cos_sin_cache: ``[max_position, rotary_dim]``.
         is_neox: NeoX style pairs, else GPT-J style.
         mrope_section: how many of the ``rotary_dim / 2`` frequencies each axis has, up to 4 axes: numbers, or an array
-            of int32 or int64 on the device of the others or on the host.
+            of int32 or int64 on the device of the others, which nobody checks, or on the host, which must add up.
         mrope_interleaved: which of the two ways.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 

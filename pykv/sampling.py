@@ -228,10 +228,10 @@ def sample(
     3. The largest ``x / temperature + noise`` wins; with a temperature below 1e-5, the largest x (of
        equals the lower token).
 
-    The noise of a token is a function of seed, step and token alone (``-log(-log(1 - u))``, ``u = (w + 0.5) / 2**32``,
-    w being word ``token % 4`` of Philox4x32-10 with the seed as key and the counter ``(token // 4, 0, step)``).  So the
-    same logits give the same token whatever else is in the batch, on the CPU and on CUDA.  Seeds and steps are arrays,
-    so that a captured graph draws anew.  -infinity is never drawn.
+    The noise of a token is a function of seed, step and token alone, of Gumbel's distribution, made of words of
+    Philox4x32-10 with the seed as key (``pykv/sampling.h`` says how).  So the same logits give the same token whatever
+    else is in the batch, on the CPU and on CUDA.  Seeds and steps are arrays, so that a captured graph draws anew.
+    -infinity is never drawn.
 
     Args:
         out: ``[num_rows]`` int32 or int64; written.  -1, reported: the row holds NaN, or nothing but -infinity.
@@ -323,7 +323,7 @@ def top_k_top_p_renorm(
         top_k, top_p, min_p: as there.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
-    A row with NaN, or with nothing above 0, becomes NaN and is reported.
+    A row with NaN or +infinity, or with nothing above 0, becomes NaN and is reported.
 
     Raises:
         ValueError: shapes, strides or devices do not fit, or (CPU) a row was reported.

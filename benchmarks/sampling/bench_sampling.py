@@ -1,4 +1,7 @@
-"""From logits to tokens, beside a plain read of the logits.
+"""From logits to tokens, beside a plain read of the logits, and beside torch where there is one on a GPU.
+
+torch draws as vLLM does without FlashInfer: probabilities divided by exponential numbers, which are made before here (a
+captured graph makes none by itself).
 
 Logits are normal, as those of no model are: with top_p alone, half the vocabulary is kept.
 """
@@ -19,7 +22,7 @@ import pykv
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from timing import Call, Case, Device, main
+from timing import Call, Case, Device, has_torch, main, on_cupys_stream
 
 ROWS = [1, 64, 256]
 VOCABULARIES = [128256]
@@ -62,6 +65,39 @@ def penalties(rows: int, vocabulary: int, dtype: str, device: Device) -> Call:
     return lambda: pykv.apply_repetition_penalties_(x, *occurs, ones)
 
 
+def torch_sample(how: str, rows: int, vocabulary: int, dtype: str, device: Device) -> Call:
+    import torch.utils.dlpack
+
+    def tensor(dtype: str) -> Any:  # CuPy's bfloat16 is not torch's
+        a = device.random((rows, vocabulary), dtype)
+        return torch.utils.dlpack.from_dlpack(a.view(f"i{a.itemsize}")).view(getattr(torch, dtype))
+
+    x, out = tensor(dtype), tensor(dtype)
+    numbers = tensor("float32").exp()
+
+    def draw(logits: Any) -> Any:
+        return torch.softmax(logits, -1, dtype=torch.float32).div_(numbers).argmax(-1)
+
+    def of_share() -> Any:
+        ordered, tokens = x.sort(-1, descending=True)
+        shares = torch.softmax(ordered, -1, dtype=torch.float32).cumsum(-1)
+        ordered[:, 1:].masked_fill_(shares[:, :-1] >= 0.9, -torch.inf)
+        return tokens.gather(1, draw(ordered)[:, None])
+
+    calls: dict[str, Callable[[], object]] = {
+        "softmax, argmax": lambda: draw(x),
+        "argmax": lambda: x.argmax(-1),
+        "sort, top_p 0.9": of_share,
+        "topk, 50": lambda: torch.topk(x, 50),
+        "topk, 2048": lambda: torch.topk(x, 2048),
+        "softmax": lambda: torch.softmax(x, -1, out=out),
+    }
+    return on_cupys_stream(calls[how])
+
+
+TORCH = ["softmax, argmax", "argmax", "sort, top_p 0.9", "topk, 50", "topk, 2048", "softmax"]
+
+
 # name -> (a call, bytes beside the logits for each of them, of these written)
 OPS: dict[str, tuple[Callable[..., Call], float, float]] = {
     "sample": (functools.partial(sample, {}), 0, 0),
@@ -77,8 +113,12 @@ OPS: dict[str, tuple[Callable[..., Call], float, float]] = {
 
 
 def cases(dtypes: list[str]) -> Iterator[Case]:
+    ops = OPS | {
+        f"torch: {how}": (functools.partial(torch_sample, how), float(how == "softmax"), float(how == "softmax"))
+        for how in (TORCH if has_torch() else [])
+    }
     for dtype, (name, (op, more, written)), vocabulary, rows in itertools.product(
-        dtypes, OPS.items(), VOCABULARIES, ROWS
+        dtypes, ops.items(), VOCABULARIES, ROWS
     ):
         size = rows * vocabulary * np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
         yield Case(

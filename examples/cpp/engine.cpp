@@ -1,11 +1,12 @@
-// A decode loop from C++: continues prompts with a Llama checkpoint, greedily.  pykv does all but the matrix products, which
-// are a plain loop here; built with ENGINE_CUDA all runs on a GPU, and cuBLAS makes them.  The tokens are those of
-// examples/generate.py at temperature 0, either way.
+// A decode loop from C++: continues prompts with a Llama checkpoint.  pykv does all but the matrix products, which are a plain loop
+// here; built with ENGINE_CUDA all runs on a GPU, and cuBLAS makes them.  The tokens are those of examples/generate.py with the same
+// temperature and seed, either way.
 //
-//   engine FOLDER NEW_TOKENS 12,34,56 [78,90 ...]
+//   engine [--temperature T] [--seed N] [--top-k K] [--top-p P] FOLDER NEW_TOKENS 12,34,56 [78,90 ...]
 //
-// Prompts are token ids; a line of new ones is printed for each.  All prompts are computed in one ragged batch, then each step
-// gives every sequence that is not done one token more.  examples/llama.py and engine.py are the same at more length.
+// Without a temperature the likeliest token is taken.  Prompts are token ids; a line of new ones is printed for each.  All prompts
+// are computed in one ragged batch, then each step gives every sequence that is not done one token more.  examples/llama.py and
+// engine.py are the same at more length.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -177,9 +178,16 @@ struct Layer {
   Floats key_cache, value_cache;                         // [blocks, kBlock, kv heads, head size]
 };
 
+// How a token is drawn from the logits.
+struct Sampling {
+  Array<float> temperature{0.0f}, top_p{1.0f};
+  Array<int32_t> top_k{0};  // 0: all
+  int64_t seed = 0;         // that of the first sequence; others have those behind it
+};
+
 // Tokens of several sequences, one sequence behind the other; see llama.py.
 struct Batch {
-  Array<int64_t> tokens, positions, slots;
+  Array<int64_t> tokens, positions, slots, seeds, steps;
   Array<int32_t> cu_query_lens{0}, seq_lens, block_tables;  // block_tables: one row for each sequence
 };
 
@@ -245,8 +253,8 @@ class Llama {
       }
   }
 
-  // The likeliest token after the last one of each sequence of the batch.
-  std::vector<int64_t> next(const Batch& batch) {
+  // The token after the last one of each sequence of the batch.
+  Array<int64_t> next(const Batch& batch, const Sampling& sampling) {
     const auto rows = static_cast<int64_t>(batch.tokens.size());
     Floats residual(rows * hidden_);
     for (int64_t r = 0; r < rows; ++r) {
@@ -271,14 +279,21 @@ class Llama {
       const Floats& after = i + 1 < layers_.size() ? layers_[i + 1].input_norm : norm_;
       pykv::call(pykv_fused_add_rms_norm, normed(x), normed(residual), view(after), epsilon_);
     }
-    std::vector<int64_t> likeliest;
-    for (size_t s = 1; s < batch.cu_query_lens.size(); ++s) {
-      const float* last = &x[(batch.cu_query_lens[s] - 1) * hidden_];
-      const Floats logits = matmul(last, 1, head_.empty() ? embedding_ : head_, hidden_);
-      wait();
-      likeliest.push_back(std::max_element(logits.begin(), logits.end()) - logits.begin());
-    }
-    return likeliest;
+    const Floats& head = head_.empty() ? embedding_ : head_;
+    const auto vocabulary = static_cast<int64_t>(head.size()) / hidden_,
+               seqs = static_cast<int64_t>(batch.seeds.size());
+    Floats logits(seqs * vocabulary);
+    for (int64_t s = 0; s < seqs; ++s)
+      multiply(&logits[s * vocabulary], &x[(batch.cu_query_lens[s + 1] - 1) * hidden_], head.data(), 1,
+               static_cast<int>(vocabulary), static_cast<int>(hidden_));
+    Array<int64_t> chosen(seqs);
+    // A draw depends on the sequence's seed and its number of tokens, not on its neighbours.
+    pykv::call(pykv_sample, Tensor(chosen.data(), {seqs}, kDevice),
+               ConstTensor(logits.data(), {seqs, vocabulary}, kDevice), view(batch.seeds), view(batch.steps),
+               view(sampling.temperature), view(sampling.top_k), view(sampling.top_p), nullptr, nullptr, nullptr,
+               nullptr, nullptr, nullptr, nullptr, nullptr, 0, nullptr, nullptr);
+    wait();
+    return chosen;
   }
 
  private:
@@ -317,6 +332,7 @@ class Llama {
 struct Sequence {
   std::vector<int64_t> tokens;  // the prompt, then what was generated
   size_t prompt_length;
+  int64_t seed;
   size_t cached = 0;  // tokens whose keys and values the cache holds
   std::vector<int32_t> blocks = {};
   bool done = false;
@@ -339,6 +355,8 @@ Batch batch_of(const std::vector<Sequence*>& sequences, std::vector<int32_t>& fr
     }
     batch.cu_query_lens.push_back(static_cast<int32_t>(batch.tokens.size()));
     batch.seq_lens.push_back(static_cast<int32_t>(s->tokens.size()));
+    batch.seeds.push_back(s->seed);
+    batch.steps.push_back(static_cast<int64_t>(s->tokens.size()));
     width = std::max(width, s->blocks.size());
   }
   for (const Sequence* s : sequences) {
@@ -349,7 +367,7 @@ Batch batch_of(const std::vector<Sequence*>& sequences, std::vector<int32_t>& fr
   return batch;
 }
 
-void run(const std::string& folder, size_t new_tokens, std::vector<Sequence>& sequences) {
+void run(const std::string& folder, size_t new_tokens, const Sampling& sampling, std::vector<Sequence>& sequences) {
   int64_t num_blocks = 0;
   for (const Sequence& s : sequences)
     num_blocks += (static_cast<int64_t>(s.tokens.size() + new_tokens) + kBlock - 1) / kBlock;
@@ -365,7 +383,7 @@ void run(const std::string& folder, size_t new_tokens, std::vector<Sequence>& se
     for (Sequence& s : sequences)
       if (!s.done && s.tokens.size() < s.prompt_length + new_tokens) running.push_back(&s);
     if (running.empty()) return;
-    const std::vector<int64_t> chosen = model.next(batch_of(running, free_blocks));
+    const Array<int64_t> chosen = model.next(batch_of(running, free_blocks), sampling);
     for (size_t i = 0; i < running.size(); ++i) {
       Sequence& s = *running[i];
       s.tokens.push_back(chosen[i]);
@@ -374,22 +392,47 @@ void run(const std::string& folder, size_t new_tokens, std::vector<Sequence>& se
   }
 }
 
+// Reads the options before the folder, and gives the place of that.
+int read_options(int argc, char** argv, Sampling& sampling) {
+  int i = 1;
+  for (; i + 1 < argc && std::strncmp(argv[i], "--", 2) == 0; i += 2) {
+    const std::string name = argv[i] + 2, text = argv[i + 1];
+    size_t end = 0;
+    if (name == "temperature") {
+      sampling.temperature[0] = std::stof(text, &end);
+    } else if (name == "top-p") {
+      sampling.top_p[0] = std::stof(text, &end);
+    } else if (name == "top-k") {
+      sampling.top_k[0] = std::stoi(text, &end);
+    } else if (name == "seed") {
+      sampling.seed = std::stoll(text, &end);
+    } else {
+      throw std::invalid_argument("there is no option --" + name);
+    }
+    if (end != text.size()) throw std::invalid_argument("--" + name + ": not a number: " + text);
+  }
+  return i;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc < 4) {
-    std::cerr << "usage: engine FOLDER NEW_TOKENS 12,34,56 [78,90 ...]\n";
-    return 2;
-  }
   try {
+    Sampling sampling;
+    const int folder = read_options(argc, argv, sampling);
+    if (argc < folder + 3) {
+      std::cerr << "usage: engine [--temperature T] [--seed N] [--top-k K] [--top-p P] FOLDER NEW_TOKENS 12,34,56 "
+                   "[78,90 ...]\n";
+      return 2;
+    }
     std::vector<Sequence> sequences;
-    for (int i = 3; i < argc; ++i) {
+    for (int i = folder + 2; i < argc; ++i) {
       std::vector<int64_t> tokens;
       std::istringstream ids(argv[i]);
       for (std::string id; std::getline(ids, id, ',');) tokens.push_back(std::stoll(id));
-      sequences.push_back({tokens, tokens.size()});
+      sequences.push_back({tokens, tokens.size(), sampling.seed + static_cast<int64_t>(sequences.size())});
     }
-    run(argv[1], std::stoul(argv[2]), sequences);
+    run(argv[folder], std::stoul(argv[folder + 1]), sampling, sequences);
     for (const Sequence& s : sequences) {
       for (size_t i = s.prompt_length; i < s.tokens.size(); ++i)
         std::cout << (i > s.prompt_length ? " " : "") << s.tokens[i];

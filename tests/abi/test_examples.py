@@ -47,15 +47,17 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return build(EXAMPLES / "cpp", tmp_path_factory.mktemp("engine"), *options) / "engine"
 
 
-def tokens_of_python(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """What examples/generate.py computes at temperature 0."""
+def tokens_of_python(
+    folder: Path, prompts: list[list[int]], temperature: float = 0.0, seed: int = 0
+) -> list[list[int]]:
+    """What examples/generate.py computes."""
     from arrays import open_arrays
     from engine import Engine
     from llama import open_model
 
     model = open_model(folder, open_arrays("numpy"))
     loop = Engine(model, model.make_cache(64))
-    requests = [loop.add(prompt, NEW) for prompt in prompts]
+    requests = [loop.add(prompt, NEW, temperature, seed) for prompt in prompts]
     while loop.busy:
         loop.step()
     return [request.tokens[request.prompt_length :] for request in requests]
@@ -69,14 +71,23 @@ def test_cpp_makes_the_tokens_of_python(engine: Path, tmp_path: Path, monkeypatc
     tokenizer = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in TEXTS]
 
-    def tokens_of_cpp(folder: Path) -> list[list[int]]:
+    def tokens_of_cpp(folder: Path, *options: object) -> list[list[int]]:
         ids = [",".join(map(str, prompt)) for prompt in prompts]
-        return [[int(i) for i in line.split()] for line in run(engine, folder, NEW, *ids, cwd=tmp_path).splitlines()]
+        lines = run(engine, *options, folder, NEW, *ids, cwd=tmp_path).splitlines()
+        return [[int(i) for i in line.split()] for line in lines]
 
     expected = tokens_of_python(MODEL, prompts)
     assert [len(tokens) for tokens in expected] == [NEW] * len(prompts)
     assert len({tuple(tokens) for tokens in expected}) == len(prompts)
     assert tokens_of_cpp(MODEL) == expected
+
+    drawn = tokens_of_python(MODEL, prompts, 0.7, 5)
+    assert all(a != b for a, b in zip(drawn, expected, strict=True))
+    assert tokens_of_cpp(MODEL, "--temperature", 0.7, "--seed", 5) == drawn
+    assert tokens_of_cpp(MODEL, "--temperature", 0.7, "--top-k", 1) == expected
+    assert tokens_of_cpp(MODEL, "--temperature", 0.7, "--top-p", 0.01) == expected
+    others = tokens_of_cpp(MODEL, "--temperature", 0.7, "--seed", 5, "--top-k", 2, "--top-p", 0.9)
+    assert all(a not in (b, c) for a, b, c in zip(others, drawn, expected, strict=True))
 
     # where a common token ends sequences, they leave the batch one after the other
     shutil.copytree(MODEL, tmp_path / "model")
@@ -91,6 +102,9 @@ def test_cpp_makes_the_tokens_of_python(engine: Path, tmp_path: Path, monkeypatc
     ("arguments", "message"),
     [
         ([], "usage"),
+        (["--top", "1", "nowhere", "1", "1"], "there is no option --top"),
+        (["--seed", "one", str(MODEL), "1", "1"], "sto"),
+        (["--top-k", "1.5", str(MODEL), "1", "1"], "--top-k: not a number: 1.5"),
         (["nowhere", "1", "1"], "cannot read nowhere/config.json"),
         ([str(MODEL), "1", "2048"], "token 2048 is not in the vocabulary"),
         ([str(MODEL), "1", ""], "a prompt must have 1 to 1023 tokens"),

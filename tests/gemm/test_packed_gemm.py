@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from rows import name_of, padded, random
 
 import pykv
-from pykv.gemm import interleave_halves, pack_awq, pack_fp8, pack_gguf, pack_gptq, pack_integers, pack_nvfp4
+from pykv.gemm import (
+    interleave_halves,
+    pack_awq,
+    pack_fp8,
+    pack_gguf,
+    pack_gptq,
+    pack_integers,
+    pack_mxfp4,
+    pack_nvfp4,
+)
 from pykv.packed_weight import PackedWeight, in_order_of_rows
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
@@ -323,6 +332,14 @@ def test_padding_of_x_is_never_read(array, dtype):
     assert np.isfinite(multiply(array, integers(40, 130)[0], x).astype(np.float32)).all()
 
 
+@dtypes
+def test_an_infinite_x_is_no_nan(array, dtype):
+    w = pack_integers(np.full((4, 64), 9, np.uint8), np.ones((4, 1), np.float16))
+    x = np.zeros((3, 64), dtype)
+    x[0, 3], x[1, 5] = np.inf, -np.inf
+    np.testing.assert_array_equal(multiply(array, w, x), np.repeat(x.sum(1, keepdims=True), 4, 1))
+
+
 def test_a_packed_weight_can_be_saved(array, tmp_path):
     w, _ = awq(40, 256)
     np.save(tmp_path / "w.npy", w.data)
@@ -382,6 +399,11 @@ def test_packing_refuses_what_it_cannot_hold():
         pack_gguf(np.zeros((8, 20), np.uint8), 2)
     with pytest.raises(ValueError, match="weight: must not hold NaN"):
         pack_fp8(np.full((8, 64), 0x7F, np.uint8), 1.0)
+    for nan in (0x7F, 0xFF):
+        with pytest.raises(ValueError, match="scales: must not hold NaN"):
+            pack_nvfp4(np.zeros((8, 32), np.uint8), np.full((8, 4), nan, np.uint8))
+    with pytest.raises(ValueError, match="scales: must not hold NaN, which 255 is"):
+        pack_mxfp4(np.zeros((8, 32), np.uint8), np.full((8, 2), 255, np.uint8))
     with pytest.raises(TypeError, match="scales: dtype must be float16, bfloat16 or float32, got float64"):
         pack_awq(np.zeros((64, 1), np.int32), np.zeros((1, 1), np.int32), np.zeros((1, 8)))
     with pytest.raises(ValueError, match=r"scales: must have shape \[8, 4\], got \[8, 5\]"):

@@ -26,7 +26,7 @@ NOT_NEGATIVE = {"softcap", "soft_cap"}
 def refuses(name: str, key: str, value: float, device: devices.Device, *, as_a_number: bool = True) -> bool:
     """Whether the call is refused, then for that number and before anything was written."""
     given = check.arguments(name, (), device)
-    written = [p.name for p in all_ops()[name].parameters if p.kind == "written" and p.name in given]
+    written = [p.name for p in all_ops()[name].parameters if p.kind == "written" and given.get(p.name) is not None]
     before = {n: device.read(given[n]).copy() for n in written}
     given[key] = value
     try:

@@ -46,7 +46,8 @@ def check(found: Any, ids: np.ndarray, experts: int, block: int, expert_map: Any
 @pytest.mark.parametrize(
     ("tokens", "k", "experts"),
     [(0, 2, 8), (1, 2, 8), (1, 8, 256), (4, 3, 5), (33, 2, 8), (64, 8, 128), (100, 6, 64), (300, 8, 256)]
-    + [(513, 4, 33), (4096, 2, 8), (4097, 8, 256), (70000, 1, 1), (70000, 2, 60), (3000, 10, 1024), (200, 1, 2000)],
+    + [(513, 4, 33), (4096, 2, 8), (4097, 8, 256), (70000, 1, 1), (70000, 2, 60), (3000, 10, 1024), (200, 1, 2000)]
+    + [(16, 2, 8), (32, 1, 40), (11, 3, 3), (8, 4, 700), (2100, 1, 3)],
 )
 def test_sizes(array, tokens, k, experts, block):
     ids = pairs(tokens, k, experts)
@@ -87,7 +88,7 @@ def test_strided_ids(array, tokens):
         check(align(array, ids, 16, 8), ids, 16, 8)
 
 
-@pytest.mark.parametrize("tokens", [20, 2000])
+@pytest.mark.parametrize("tokens", [5, 20, 2000])
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_expert_map(array, tokens, dtype):
     """Every third expert is here; ids of -1 stand for none."""
@@ -98,11 +99,12 @@ def test_expert_map(array, tokens, dtype):
 
 
 def test_all_pairs_of_one_expert_and_none_at_all(array):
-    for ids in (np.full((3000, 2), 7, np.int32), np.full((3000, 2), -1, np.int32)):
+    for tokens, expert in ((3000, 7), (3000, -1), (10, 7), (10, -1)):
+        ids = np.full((tokens, 2), expert, np.int32)
         check(align(array, ids, 64, 32), ids, 64, 32)
 
 
-@pytest.mark.parametrize("tokens", [10, 1000])
+@pytest.mark.parametrize("tokens", [6, 10, 1000])
 def test_ids_out_of_range(array, tokens):
     ids = pairs(tokens, 4, 16)
     ids[3, 1] = 16

@@ -134,6 +134,7 @@ def on_numpy(x: np.ndarray, routing: tuple[np.ndarray, np.ndarray], named: dict[
     return out
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_layer_takes_other_routings(kind):
     torch = pytest.importorskip("torch")

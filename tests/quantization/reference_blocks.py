@@ -47,10 +47,10 @@ def nvfp4(x: np.ndarray, g: np.ndarray | float, *, four_over_six: bool = False) 
     if four_over_six:
 
         def error(codes: np.ndarray, unit: np.ndarray) -> np.ndarray:
-            d = np.abs(of) - E2M1[codes & 7].astype(F) * unit
-            sums = np.zeros((*of.shape[:-1], 4), F)  # of every fourth square
+            d = (np.abs(of) - E2M1[codes & 7] * unit.astype(float)).astype(F).astype(float)
+            sums = np.zeros((*of.shape[:-1], 4), F)  # of every fourth square, each step rounded once
             for i in range(0, 16, 4):
-                sums += d[..., i : i + 4] * d[..., i : i + 4]
+                sums = (sums + d[..., i : i + 4] * d[..., i : i + 4]).astype(F)
             return (sums[..., 0] + sums[..., 2]) + (sums[..., 1] + sums[..., 3])
 
         others, scale4, unit4 = _nvfp4_by(of, g, 4)

@@ -51,6 +51,13 @@ def run(array, x, g=30.0, *, swizzled=True, four=False, gated=False, more=0, off
     assert_same_bits(array.numpy(q), codes)
 
 
+def test_more_than_caches_hold(array):
+    """Codes that go past the caches, from any address on."""
+    x = rows((4200, 2080), FLOATS[2], odd=True)
+    run(array, x, offset=4)
+    run(array, x, swizzled=False)
+
+
 @DTYPES
 @pytest.mark.parametrize("swizzled", [True, False])
 @pytest.mark.parametrize("shape", [(1, 16), (3, 48), (5, 64), (130, 160), (256, 80), (33, 1024)])

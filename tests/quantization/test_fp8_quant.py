@@ -14,6 +14,7 @@ from rows import FLOATS, name_of, padded, turned
 
 import pykv
 
+BF16 = FLOATS[2]
 DTYPES = pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 KINDS = pytest.mark.parametrize("kind", [E4M3, E5M2], ids=name_of)
 WIDTHS = [1, 7, 8, 16, 100, 128, 1024, 1032, 4096, 5000, 40000]
@@ -100,6 +101,18 @@ def test_zeros(array):
     for value in (1e-45, 1e-41):  # scales whose inverses are infinite
         x[2, 3] = value
         tensor(array, x)
+
+
+def test_every_number(array):
+    """Every bfloat16, in order, where neighbours are alike, and at random."""
+    scales = np.array([[0.037, 1, 1 / 3, 3e-5, 1e4, 7.77e-10, 448, 1.9999]], F)
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    for order in (bits, np.random.default_rng(0).permutation(bits)):
+        numbers = order.view(BF16).reshape(1024, 64)
+        x = np.tile(numbers, (1, scales.size))
+        static(array, x, scales, E4M3, (-1, 64), spread(scales, x.shape, (-1, 64)))
+        for scale in scales[0]:
+            static(array, numbers, float(scale))
 
 
 @DTYPES

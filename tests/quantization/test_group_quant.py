@@ -14,6 +14,7 @@ from rows import FLOATS, name_of, padded, turned
 
 import pykv
 
+BF16 = FLOATS[2]
 DTYPES = pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 KINDS = pytest.mark.parametrize("kind", [E4M3, E5M2, INT8], ids=name_of)
 
@@ -70,6 +71,13 @@ def test_many_groups(array, dtype):
     run(array, x, 64, fp8_max=224.0)
     run(array, x, 128, scale_ue8m0=True)
     packed(array, x, 128)
+
+
+def test_more_than_caches_hold(array):
+    """Codes that go past the caches, from any address on."""
+    x = rows((2100, 2080), BF16, odd=True)
+    run(array, x, 16, offset=8)
+    run(array, x, 130)
 
 
 def test_largest_codes(array):

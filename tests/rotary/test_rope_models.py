@@ -135,6 +135,7 @@ def test_the_default_config_of_every_model(classes: list[Any]) -> None:
 
 def test_what_is_left_out_is_as_in_the_family(classes: list[Any]) -> None:
     """A config in the old form that says only a scaling."""
+    pytest.importorskip("transformers", minversion="5.24")  # what families leave out has changed with its releases
     scaling = {"rope_type": "linear", "factor": 2.0}
     compared, refused, wrong = 0, [], []
     for one in classes:

@@ -172,6 +172,19 @@ def test_bad_rows_are_reported(array, dtype, bad, cols):
         np.testing.assert_array_equal(array.numpy(out)[1].astype(np.float32), wanted.astype(np.float32))
 
 
+@dtypes
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 0.0])
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
+def test_probabilities_that_are_none_are_reported(array, dtype, bad, options):
+    p = reference.softmax(random((3, 500), np.dtype(np.float32))).astype(dtype)
+    p[1, 7 if bad else slice(None)] = bad
+    out = array.output(np.zeros_like(p))
+    with array.reports("probs: row 1 " + ("holds NaN" if bad else "has nothing to choose from")):
+        pykv.top_k_top_p_renorm(out, array.input(p), **options)
+    assert np.isnan(array.numpy(out)).all(1).tolist() == [False, True, False]
+    assert_rounded_once(array.numpy(out)[::2], reference.renorm(p[::2], **options)[0], lost=2e-6)
+
+
 def test_rows_do_not_depend_on_the_others(array):
     x = random((300, 5001), np.dtype(np.float32))
     for operation in (pykv.softmax, pykv.top_k_top_p_mask):

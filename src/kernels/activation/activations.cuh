@@ -6,22 +6,12 @@
 
 #include "activation/erfc.h"
 #include "cuda/approximate.cuh"
+#include "cuda/gelu.cuh"
 #include "cuda/silu.cuh"
 
 namespace pykv {
 
-// The first ones are the formulas themselves, rounded at every step as accurate exp, erf, tanh and division round: other
-// kernels that compute them so give the same bits.
-
-// x / 2 * (1 + erf(x / sqrt(2))); 26 instructions.
-__device__ inline float gelu(float x) { return x * 0.5f * (1.0f + erff(x * 0.70710678f)); }
-
-// x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))); 22 instructions.
-__device__ inline float gelu_tanh(float x) {
-  return 0.5f * x * (1.0f + tanhf(0.79788456f * fmaf(0.044715f, x * x * x, x)));
-}
-
-// What follows is approximate, within some units in the last place, with subnormals flushed: half the instructions.
+// Approximate, within some units in the last place, with subnormals flushed: half the instructions.
 
 // 1 / (1 + exp(-x)) = 0.5 / (0.5 + 2^t * 2^lost / 2): t is rounded, and what that lost, far below 1, is made good.  t is bounded
 // where 2^t is infinite already, so that what it lost is no difference of infinities; where x is +inf, the saturation makes a

@@ -68,6 +68,55 @@ template <bool kInside>
     return _mm512_ternarylogic_epi32(sign, codes, _mm512_set1_epi16(-128), 0xe4);
   });
 }
+
+// E4M3 of bf16 times one factor where codes are normal: (bits + d) >> 4 is the magnitude's, with a d for each 32nd of a binade, as
+// cpu/encode.h has it.  Made by a hundred instructions.
+class NormalE4M3 {
+ public:
+  explicit NormalE4M3(float factor) {
+    const uint32_t bits = bits_of(factor), exponent = bits >> 23;  // above 255 where it is negative
+    if (exponent - 67u > 120u) return;
+    const float mantissa = float_of((bits & 0x7fffffu) | 0x3f800000u);
+    least_ = static_cast<uint16_t>((248u - exponent) << 7);  // products from 2^-6 on
+    for (uint32_t half = 0; half < 2; ++half) {
+      Words part, first, sum{};
+      for (uint32_t i = 0; i < kWidth; ++i) part[i] = 4 * (half * kWidth + i);
+      for (uint32_t i = 0; i < 4; ++i) {
+        const Floats number = __builtin_bit_cast(Floats, (part + i) << 16 | 0x3f800000u);
+        const Words product = __builtin_bit_cast(Words, number * mantissa);
+        const Words code = ((product + 0x7ffffu + (product >> 20 & 1u)) >> 20) - (127u << 3);
+        if (i == 0) first = code;
+        sum += code;
+      }
+      // Of the four numbers of a part those behind the step, sum - 4 first, carry; and the exponents of both.
+      const Words d = first * 12u + sum + 12u - part + 16u * (56u + 8u * (exponent - 254u));
+      const __m256i words = _mm512_maskz_cvtepi32_epi16(0xffff, __builtin_bit_cast(__m512i, d));
+      __builtin_memcpy(d_ + half * kWidth, &words, sizeof words);
+    }
+  }
+
+  // 64 codes; false where one is not normal, or NaN.
+  bool operator()(uint8_t* to, const bf16* from) const {
+    const auto all = [](int x) { return _mm512_set1_epi16(static_cast<int16_t>(x)); };
+    const __m512i first = _mm512_loadu_si512(from), second = _mm512_loadu_si512(from + kPair),
+                  table = load_raw<__m512i>(d_);
+    const __m512i x = _mm512_and_si512(first, all(0x7fff)), y = _mm512_and_si512(second, all(0x7fff));
+    const __mmask32 large = _mm512_cmpge_epu16_mask(_mm512_maskz_min_epu16(~__mmask32{}, x, y), all(least_));
+    if (_mm512_mask_cmple_epu16_mask(large, _mm512_maskz_max_epu16(~__mmask32{}, x, y), all(0x7f80)) != ~__mmask32{})
+      return false;
+    const auto codes = [&](__m512i v) {
+      const __m512i d = _mm512_maskz_permutexvar_epi16(~__mmask32{}, _mm512_srli_epi16(v, 2), table);
+      return _mm512_maskz_min_epu16(~__mmask32{}, _mm512_srli_epi16(_mm512_add_epi16(v, d), 4), all(0x7e));
+    };
+    const __m512i bytes = _mm512_packus_epi16(codes(x), codes(y)), signs = _mm512_packs_epi16(first, second);
+    store_raw(to, one_after_other(_mm512_ternarylogic_epi32(bytes, signs, _mm512_set1_epi8(-128), 0xf8)), false);
+    return true;
+  }
+
+ private:
+  alignas(64) uint16_t d_[kPair] = {};
+  uint16_t least_ = 0xffff;
+};
 #endif
 
 // inside: no product is NaN, infinite or above the largest code.
@@ -146,34 +195,58 @@ class LargestOf<T> {
   PairHalfwords most_ = {};
 };
 
-// Lane i is that of block i of 16 elements: two blocks fill a vector.
+// Larger 16-bit numbers of two vectors.
+inline Words larger_halfwords(Words a, Words b) {
+  const auto x = __builtin_bit_cast(PairHalfwords, a), y = __builtin_bit_cast(PairHalfwords, b);
+  return __builtin_bit_cast(Words, x > y ? x : y);
+}
+
+// Of kWidth rows of n elements of 16 bits, a multiple of kPair: lane i is that of row i.
+template <class T>
+inline Words largest_of_rows(const T* from, int64_t n) {
+  Words v[kWidth];
+  for (int64_t g = 0; g < kWidth; ++g) v[g] = load_raw<Words>(from + g * n) & 0x7fff7fffu;
+  for (int64_t i = kPair; i < n; i += kPair)
+    for (int64_t g = 0; g < kWidth; ++g) v[g] = larger_halfwords(v[g], load_raw<Words>(from + g * n + i) & 0x7fff7fffu);
+  const Words both = reduce_each(v, larger_halfwords), low = both & 0xffffu, high = both >> 16;
+  return low > high ? low : high;
+}
+
+// The same of rows of 16 elements, two of which fill a vector.
 inline constexpr int64_t kShortRow = 16;
 template <class T>
 inline Words largest_of_short_rows(const T* from) {
   constexpr int kVectors = kWidth / 2;
-  const auto larger = [](Words a, Words b) {
-    const auto x = __builtin_bit_cast(PairHalfwords, a), y = __builtin_bit_cast(PairHalfwords, b);
-    return __builtin_bit_cast(Words, x > y ? x : y);
-  };
   Words v[kVectors], order;
-  for (int i = 0; i < kVectors; ++i) {
-    const Words magnitudes = load_raw<Words>(from + i * kPair) & 0x7fff7fffu;
-    v[i] = larger(magnitudes, magnitudes >> 16);
-  }
-  const Words halves = reduce_each<kVectors / 2>(v, larger);  // all first blocks of vectors, then all second ones
+  for (int i = 0; i < kVectors; ++i) v[i] = load_raw<Words>(from + i * kPair) & 0x7fff7fffu;
+  const Words both = reduce_each<kVectors / 2>(v, larger_halfwords);  // all first rows of vectors, then all second ones
   for (uint32_t i = 0; i < kWidth; ++i) order[i] = i / 2 + i % 2 * kVectors;
-  return shuffle(halves, halves, order) & 0xffffu;
+  const Words halves = shuffle(both, both, order), low = halves & 0xffffu, high = halves >> 16;
+  return low > high ? low : high;
 }
 #endif
 
+// Whether all are less, and none is NaN.
+inline bool all_below(Floats v, float limit) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(v, splat(limit), _CMP_LT_OQ) == 0xffff;
+#else
+  bool all = true;
+  for (int64_t i = 0; i < kWidth; ++i) all &= v[i] < limit;
+  return all;
+#endif
+}
+
 // The largest magnitudes of up to kWidth rows of n numbers, one behind the other: `most` without NaN, `inside` NaN where there is
-// one.
+// one.  Those behind the last row are 0.
 template <class T>
 void find_largest(float* most, float* inside, const T* from, int64_t n, int64_t rows) {
   const auto find = [=] {
 #if defined(__AVX512BW__)
-    if constexpr (sizeof(T) == 2)
+    if constexpr (sizeof(T) == 2) {
       if (n == kShortRow && rows == kWidth) return largest_of_short_rows(from);
+      if (n % kPair == 0 && rows == kWidth) return largest_of_rows(from, n);
+    }
 #endif
     Words lanes[kWidth];  // all of which at once are not cleared: that is a kilobyte
     for (int64_t g = 0; g < rows; ++g) {
@@ -187,9 +260,8 @@ void find_largest(float* most, float* inside, const T* from, int64_t n, int64_t 
   const Floats all = LargestOf<T>::values(find());
   store(inside, all);
   store(most, all);
-  bool nan = false;
-  for (int64_t g = 0; g < kWidth; ++g) nan |= inside[g] != inside[g];
-  for (int64_t g = 0; nan && g < rows; ++g)
+  if (all_below(all, INFINITY)) return;
+  for (int64_t g = 0; g < rows; ++g)
     if (inside[g] != inside[g]) most[g] = largest_number(from + g * n, n);
 }
 

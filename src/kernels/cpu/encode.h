@@ -203,36 +203,63 @@ class Encoder<T, Code, Rule> {
 
   void operator()(Code* to, const T* from, int64_t n, bool past = false) const {
     if (!tables_) return store_by_rule(rule_, to, from, n);
-    convert(to, from, n, past, [](__m512i magnitude) { return magnitude; });
+    convert(to, from, n, 0, past);
   }
 
-  // Of elements divided by the scale times 2^power, if tables(), which leave room for it; false where one is NaN that this cannot do.
-  bool scaled(Code* to, const T* from, int64_t n, int power, bool past = false) const {
-    const __m512i less = _mm512_set1_epi16(static_cast<int16_t>(power > 0 ? power << kMantissa : 0));
-    const __m512i more = _mm512_set1_epi16(static_cast<int16_t>(power < 0 ? -power << kMantissa : 0));
-    convert(to, from, n, past,
-            [=](__m512i magnitude) { return _mm512_adds_epu16(_mm512_subs_epu16(magnitude, less), more); });
-    return true;
+  // Of elements divided by the scale times 2^power, if tables(), which leave room for it.
+  void scaled(Code* to, const T* from, int64_t n, int power, bool past = false) const {
+    convert(to, from, n, power, past);
   }
-  // Of so many times kPair elements, each of which is scaled by 2^(exponent - 127).
-  void scaled_pairs(Code* to, const T* from, int64_t count, const uint32_t* exponents) const {
+  // Of `count` times kPair elements, at most kWidth times, each of which is divided by 2^(exponents[i] - 127).
+  void scaled_pairs(Code* to, const T* from, int64_t count, const uint32_t* exponents, int64_t ahead) const {
     const Tables tables = table_;
-    const auto words_at = [&](int64_t i) {
-      const auto less = static_cast<int>(exponents[i] - 127u) * (1 << kMantissa);
-      const __m512i bits = _mm512_loadu_si512(from + i * kPair);
-      const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
-      const __m512i smaller =
-          _mm512_subs_epu16(magnitude, _mm512_set1_epi16(static_cast<int16_t>(less > 0 ? less : 0)));
-      const __m512i quotient =
-          _mm512_adds_epu16(smaller, _mm512_set1_epi16(static_cast<int16_t>(less < 0 ? -less : 0)));
-      return look_up(tables, bits, magnitude, quotient);
+    const __m512i shifts = _mm512_maskz_slli_epi32(
+        0xffff, _mm512_maskz_sub_epi32(0xffff, _mm512_loadu_si512(exponents), _mm512_set1_epi32(127)), kMantissa);
+    const auto at = [&](__m512i bound) {  // twice in a word, within a magnitude's bits
+      const __m512i bounds = _mm512_add_epi32(_mm512_and_si512(bound, _mm512_set1_epi32(0xffff)), shifts);
+      const __m512i within = _mm512_maskz_max_epi32(
+          0xffff, _mm512_maskz_min_epi32(0xffff, bounds, _mm512_set1_epi32(Steps::kInfinity)), __m512i{});
+      return _mm512_maskz_mullo_epi32(0xffff, within, _mm512_set1_epi32(0x10001));
+    };
+    uint32_t shift[kWidth], least[kWidth], top[kWidth];
+    _mm512_storeu_si512(shift,
+                        _mm512_mask_blend_epi16(0xaaaaaaaa, shifts, _mm512_maskz_slli_epi32(0xffff, shifts, 16)));
+    _mm512_storeu_si512(least, at(tables.least_normal));
+    _mm512_storeu_si512(top, at(tables.top));
+    const auto both = [](uint32_t word) { return _mm512_set1_epi32(static_cast<int>(word)); };
+    const auto normal = [&](__m512i magnitude, int64_t i) {
+      const __m512i within = _mm512_maskz_min_epu16(~__mmask32{}, magnitude, both(top[i]));
+      return normal_codes(within, _mm512_sub_epi16(within, both(shift[i])), tables.normal);
     };
     int64_t i = 0;
-    for (; i + 2 <= count; i += 2)
-      store_raw(to + i * kPair, one_after_other(_mm512_packus_epi16(words_at(i), words_at(i + 1))), false);
-    if (i < count) store_raw(to + i * kPair, _mm512_maskz_cvtepi16_epi8(~__mmask32{}, words_at(i)), false);
+    for (; i + 2 <= count; i += 2) {
+      const __m512i first = _mm512_loadu_si512(from + i * kPair), second = _mm512_loadu_si512(from + (i + 1) * kPair);
+      const __m512i x = magnitude_of(first), y = magnitude_of(second);
+      prefetch_bytes(from + i * kPair + ahead, 2 * kPair * sizeof(T));
+      const __mmask32 small =
+          _mm512_cmplt_epu16_mask(x, both(least[i])) | _mm512_cmplt_epu16_mask(y, both(least[i + 1]));
+      if (small == 0) {
+        store_raw(to + i * kPair, with_signs(normal(x, i), normal(y, i + 1), first, second), false);
+      } else {
+        convert(to + i * kPair, from + i * kPair, kPair, static_cast<int>(exponents[i]) - 127, false);
+        convert(to + (i + 1) * kPair, from + (i + 1) * kPair, kPair, static_cast<int>(exponents[i + 1]) - 127, false);
+      }
+    }
+    if (i < count) convert(to + i * kPair, from + i * kPair, kPair, static_cast<int>(exponents[i]) - 127, false);
   }
   bool tables() const { return tables_; }
+
+  // What 64 finite elements below the largest code need where all codes are normal: false where one is not.
+  static bool store_normal(Code* to, const T* from, __m512i least, __m512i normal) {
+    const __m512i first = _mm512_loadu_si512(from), second = _mm512_loadu_si512(from + kPair);
+    const __m512i x = magnitude_of(first), y = magnitude_of(second);
+    if (_mm512_cmplt_epu16_mask(_mm512_maskz_min_epu16(~__mmask32{}, x, y), least) != 0) return false;
+    store_raw(to, with_signs(normal_codes(x, x, normal), normal_codes(y, y, normal), first, second), false);
+    return true;
+  }
+  // From where on they are normal, in the bits of T, and their d.
+  int least_normal() const { return _mm512_cvtsi512_si32(table_.least_normal) & 0xffff; }
+  __m512i normal() const { return table_.normal; }
 
  private:
   using Steps = Staircase<T, Code, Rule>;
@@ -244,14 +271,50 @@ class Encoder<T, Code, Rule> {
     __m512i top, bottom, least_normal, normal, small[2];
   };
 
-  // quotient_of: of the bits of a magnitude those of its quotient by the scale.
-  template <class QuotientOf>
-  void convert(Code* to, const T* from, int64_t n, bool past, QuotientOf quotient_of) const {
+  static __m512i magnitude_of(__m512i bits) { return _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff)); }
+  // Of a magnitude and a sum from which the code follows by its d, whose binade does not matter.
+  static __m512i normal_codes(__m512i magnitude, __m512i sum, __m512i normal) {
+    const __m512i d = _mm512_maskz_permutexvar_epi16(~__mmask32{}, _mm512_srli_epi16(magnitude, kNormalPart), normal);
+    return _mm512_srli_epi16(_mm512_add_epi16(sum, d), kDrop);
+  }
+  // Bytes of 64 codes, with the signs of their elements.
+  static __m512i with_signs(__m512i x, __m512i y, __m512i first, __m512i second) {
+    const __m512i codes = _mm512_packus_epi16(x, y), signs = _mm512_packs_epi16(first, second);
+    return one_after_other(_mm512_ternarylogic_epi32(codes, signs, _mm512_set1_epi8(-128), 0xf8));  // a | b & c
+  }
+
+  // Where 64 elements have normal codes alone, one table does; else each is looked up in all.
+  void convert(Code* to, const T* from, int64_t n, int power, bool past) const {
     const Tables tables = table_;  // which no store can change
-    store_words<false>(to, from, n, past, [&](__m512i bits) {
-      const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff));
-      return look_up(tables, bits, magnitude, quotient_of(magnitude));
-    });
+    const int shift = power * (1 << kMantissa);
+    const auto all = [](int x) { return _mm512_set1_epi16(static_cast<int16_t>(x)); };
+    const auto at = [&](__m512i bound) {
+      const int shifted = _mm512_cvtsi512_si32(bound) & 0xffff;
+      return std::clamp(shifted + shift, 0, static_cast<int>(Steps::kInfinity));
+    };
+    const __m512i least = all(at(tables.least_normal)), top = all(at(tables.top));
+    const __m512i normal = _mm512_sub_epi16(tables.normal, all(shift));
+    const __m512i less = all(shift > 0 ? shift : 0), more = all(shift < 0 ? -shift : 0);
+    const auto words_of = [&](__m512i bits) {
+      const __m512i magnitude = magnitude_of(bits);
+      return look_up(tables, bits, magnitude, _mm512_adds_epu16(_mm512_subs_epu16(magnitude, less), more));
+    };
+    int64_t i = 0;
+    for (; i + 2 * kPair <= n; i += 2 * kPair) {
+      const __m512i first = _mm512_loadu_si512(from + i), second = _mm512_loadu_si512(from + i + kPair);
+      const __m512i x = magnitude_of(first), y = magnitude_of(second);
+      const __mmask32 large = _mm512_cmpge_epu16_mask(_mm512_maskz_min_epu16(~__mmask32{}, x, y), least);
+      const __mmask32 normal_ones =
+          _mm512_mask_cmplt_epu16_mask(large, _mm512_maskz_max_epu16(~__mmask32{}, x, y), all(Steps::kInfinity));
+      if (normal_ones == ~__mmask32{}) {
+        const __m512i v = _mm512_maskz_min_epu16(~__mmask32{}, x, top),
+                      w = _mm512_maskz_min_epu16(~__mmask32{}, y, top);
+        store_raw(to + i, with_signs(normal_codes(v, v, normal), normal_codes(w, w, normal), first, second), past);
+      } else {
+        store_raw(to + i, one_after_other(_mm512_packus_epi16(words_of(first), words_of(second))), past);
+      }
+    }
+    if (i < n) store_words<false>(to + i, from + i, n - i, past, words_of);
   }
 
   // The d of the part of 2^size values from `begin`; false if it has more than one step (T's subnormals may).

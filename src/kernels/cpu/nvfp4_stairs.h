@@ -93,6 +93,10 @@ class Nvfp4Steps {
     }
     return others == 0;
   }
+  bool have(Words scales) const {
+    const __m512i some = __builtin_bit_cast(__m512i, scales), above = __builtin_bit_cast(__m512i, scales - least_);
+    return _mm512_mask_cmpgt_epu32_mask(_mm512_test_epi32_mask(some, some), above, _mm512_set1_epi32(span_)) == 0;
+  }
 
  private:
   static constexpr int kOne = 0x38;      // the scale 1; the next seven have the other mantissas
@@ -144,6 +148,27 @@ class Nvfp4Stairs {
     return true;
   }
   bool have(const uint8_t* scales, int64_t n) const { return steps_.have(scales, n); }
+  bool have(Words scales) const { return steps_.have(scales); }
+
+  // Of n lines of 128 neighbours in blocks of 32, whose scales are powers of two: one staircase is that of all.
+  void of_powers(uint8_t* codes, const T* from, int64_t n, const uint8_t* exponents, int64_t ahead) const {
+    const __m512i stairs = load_raw<__m512i>(stairs_[0]);
+    const auto above = [&](const T* at, uint8_t exponent) {
+      const __m512i bits = _mm512_and_si512(_mm512_loadu_si512(at), _mm512_set1_epi16(0x7fff));
+      const __m512i base = _mm512_set1_epi32(static_cast<int>(of_scale_[exponent].base));
+      return code_byte(_mm512_subs_epu16(bits, base),
+                       [=](__m512i part) { return _mm512_maskz_permutexvar_epi16(~__mmask32{}, part, stairs); });
+    };
+    for (int64_t i = 0; i < n; ++i, codes += kLine, from += 4 * kPair, exponents += 4) {
+      const T *b = from + kPair, *c = b + kPair, *d = c + kPair;
+      prefetch_bytes(from + ahead, 4 * kPair * sizeof(T));
+      const __m512i first =
+          packed(_mm512_loadu_si512(from), _mm512_loadu_si512(b), above(from, exponents[0]), above(b, exponents[1]));
+      const __m512i second =
+          packed(_mm512_loadu_si512(c), _mm512_loadu_si512(d), above(c, exponents[2]), above(d, exponents[3]));
+      store_line(codes, first, second);
+    }
+  }
 
   // Of n fours, an even number, with these scales; what lies `ahead` elements of them is asked for.
   void operator()(uint8_t* codes, const T* const* from, int64_t n, const uint8_t* scales, int64_t ahead) const {
@@ -160,7 +185,9 @@ class Nvfp4Stairs {
 
   // Two fours to a line.
   void encode(uint8_t* codes, const T* const* from, const uint8_t* scales) const {
-    const __m512i first = encode_four(from[0], scales), second = encode_four(from[1], scales + 4);
+    store_line(codes, encode_four(from[0], scales), encode_four(from[1], scales + 4));
+  }
+  static void store_line(uint8_t* codes, __m512i first, __m512i second) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i bytes = _mm512_packus_epi16(first, second);
     _mm512_storeu_si512(codes, _mm512_maskz_permutexvar_epi32(0xffff, order, bytes));
@@ -169,9 +196,11 @@ class Nvfp4Stairs {
   // Bytes in 16 bits; of 128 bits half are the first two blocks'.
   __m512i encode_four(const T* from, const uint8_t* scales) const {
     const __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + 2 * kNvfp4Block);
-    // bytes with the code uppermost, and others with the sign
-    const __m512i steps = _mm512_packus_epi16(above_base(a, scales), above_base(b, scales + 2));
-    const __m512i signs = _mm512_packs_epi16(a, b);
+    return packed(a, b, above_base(a, scales), above_base(b, scales + 2));
+  }
+  // x, y: bytes in 16 bits with the codes of a and b uppermost.
+  static __m512i packed(__m512i a, __m512i b, __m512i x, __m512i y) {
+    const __m512i steps = _mm512_packus_epi16(x, y), signs = _mm512_packs_epi16(a, b);
     // 0xe4 is c ? a : b
     const __m512i codes =
         _mm512_ternarylogic_epi32(signs, _mm512_srli_epi16(steps, 1), _mm512_set1_epi8(static_cast<char>(0x80)), 0xe4);
@@ -179,18 +208,23 @@ class Nvfp4Stairs {
                                      0xe4);
   }
 
-  // Of two blocks: a byte in 16 bits, whose upper three are the magnitude's code.
+  // A byte in 16 bits, whose upper three are the magnitude's code.
+  template <class ShiftOf>
+  static __m512i code_byte(__m512i above, ShiftOf shift_of) {
+    const __m512i sum = _mm512_add_epi16(above, shift_of(_mm512_srli_epi16(above, kPart)));
+    return kPart == 5 ? sum : _mm512_srli_epi16(sum, kPart - 5);
+  }
+
+  // The same of two blocks.
   __m512i above_base(__m512i bits, const uint8_t* scales) const {
     const OfScale &low = of_scale_[scales[0]], &high = of_scale_[scales[1]];
     const __m512i base =
         _mm512_mask_set1_epi32(_mm512_set1_epi32(static_cast<int>(low.base)), 0xff00, static_cast<int>(high.base));
-    const __m512i above = _mm512_subs_epu16(_mm512_and_si512(bits, _mm512_set1_epi16(0x7fff)), base);
-    const __m512i part = _mm512_srli_epi16(above, kPart);
-    const __m512i place = _mm512_mask_add_epi16(part, 0xffff0000, part, _mm512_set1_epi16(32));
-    const __m512i d = _mm512_permutex2var_epi16(load_raw<__m512i>(stairs_[low.stairs]), place,
-                                                load_raw<__m512i>(stairs_[high.stairs]));
-    const __m512i sum = _mm512_add_epi16(above, d);
-    return kPart == 5 ? sum : _mm512_srli_epi16(sum, kPart - 5);
+    return code_byte(_mm512_subs_epu16(_mm512_and_si512(bits, _mm512_set1_epi16(0x7fff)), base), [&](__m512i part) {
+      const __m512i place = _mm512_mask_add_epi16(part, 0xffff0000, part, _mm512_set1_epi16(32));
+      return _mm512_permutex2var_epi16(load_raw<__m512i>(stairs_[low.stairs]), place,
+                                       load_raw<__m512i>(stairs_[high.stairs]));
+    });
   }
 
   // The bits that the staircase of a scale counts from, twice, and which one it is.

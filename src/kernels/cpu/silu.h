@@ -33,6 +33,11 @@ inline Floats exact_tanh(Floats x) {
   return a < 0.6f ? p * s * x + x : with_sign_of(1.0f - 2.0f / (exp(2.0f * a) + 1.0f), x);
 }
 
+// x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))
+inline Floats exact_gelu_tanh(Floats x) {
+  return 0.5f * x * (1.0f + exact_tanh(0.79788456f * (x + 0.044715f * (x * x * x))));
+}
+
 // beta * tanh(gate / beta) * sigmoid(gate), with the sigmoid as (1 + tanh(gate / 2)) / 2; times up, bounded by linear_beta where
 // that is positive.
 struct Situ {

@@ -7,10 +7,9 @@ namespace pykv {
 
 constexpr float kFp4Unit = 16384.0f;  // 2^14: what products of two decoded numbers lack
 
-// The e4m3 scale in the lowest byte, for decode_fp4; 0 if `inside` is false, whatever it is.
-__device__ inline half2 fp4_scale(uint32_t scales, bool inside) {
-  const uint16_t own = inside ? static_cast<uint16_t>(scales & 0xffu) : uint16_t{0};
-  return __hmul2(fp8x2_to_half2<KvFormat::kE4M3>(own | own << 8), __float2half2_rn(128.0f));
+// A scale of e4m3, for decode_fp4.
+__device__ inline half2 fp4_scale(uint32_t byte) {
+  return __hmul2(__low2half2(fp8x2_to_half2<KvFormat::kE4M3>(static_cast<uint16_t>(byte))), __float2half2_rn(128.0f));
 }
 
 // The pair of codes i and 4 + i of the eight in a word, times their scale: 2^-7 of what they should be.

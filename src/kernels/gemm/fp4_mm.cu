@@ -75,7 +75,7 @@ __device__ inline void decode(uint32_t (&pairs)[8], uint32_t at, uint32_t scales
   uint32_t words[2], scales;
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(at) : "memory");
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(scales) : "r"(scales_at) : "memory");
-  const half2 scale = fp4_scale(scales >> threadIdx.x % 4 * 8, inside);
+  const half2 scale = fp4_scale(inside ? scales >> threadIdx.x % 4 * 8 & 0xffu : 0);
 #pragma unroll
   for (int i = 0; i < 8; ++i) pairs[i] = decode_fp4(words[i / 4], i % 4, scale);
 }

@@ -1,21 +1,24 @@
 // fp4_mm for many rows on Hopper (sm_90a): out^T = alpha b a^T by wgmma of halves, in the order of fp4_mm.cu and with its bits.
 //
-// A block computes 128 columns of out for 64 or 128 of its rows.  A ring in shared memory is filled with codes and scales, 256 of k
-// at a time, by bulk copies.  Four warps decode those of a, once for the block, to slots in shared memory, where the matrix units
-// read them; eight warps decode 16 rows of b each into their registers, and multiply.
+// A kernel before decodes a to halves in memory, once for all.  A block computes 128 columns of out for 64 or 128 of its rows.
+// One thread fills rings in shared memory by bulk copies: codes and scales of b, 256 of k at a time, and rows of a, 128 at a time.
+// Eight warps decode 16 rows of b each into their registers, and multiply.
 //
 // k is summed in segments.  Where there are few tiles of out, blocks of a cluster share them, and add them up by way of each other's
 // shared memory.
 #include "cuda/cluster.cuh"
 #include "cuda/cp_async.cuh"
-#include "cuda/dependent.cuh"
+#include "cuda/dependent_shared.cuh"
 #include "cuda/device.h"
+#include "cuda/divider.cuh"
 #include "cuda/load_shared.cuh"
 #include "cuda/mbarrier.cuh"
 #include "cuda/mma.cuh"
 #include "cuda/tensor_map.cuh"
+#include "cuda/turn.cuh"
 #include "cuda/vec.cuh"
 #include "cuda/wgmma.cuh"
+#include "cuda/workspace.cuh"
 #include "gemm/fp4_codes.cuh"
 #include "gemm/fp4_mm.h"
 
@@ -25,22 +28,19 @@ namespace fp4_mm_of_sm90 {  // not an unnamed one, whose members the compiler wo
 constexpr int kSegments = Fp4MmArgs::kSegments;
 constexpr int kColumns = 128, kMultipliers = 256, kThreads = kMultipliers + 128;
 constexpr int kUnit = 64, kUnitScales = 512;  // of k; bytes of the scales of 128 rows
-constexpr int kPitch = kColumns + 4;          // of the sums of a row
-constexpr int kMostStages = 5, kSharedBytes = 226 << 10;
+constexpr int kCodeBytes = kColumns * 128, kStageBytes = kCodeBytes + 4 * kUnitScales;  // of 256 of k
+constexpr int kPitch = kColumns + 4;                                                    // of the sums of a row
+constexpr int kMostStages = 5, kSlots = 4, kSharedBytes = 226 << 10;
 
 template <int kRows_>
 struct Shape {
   static constexpr int kRows = kRows_;
-  static constexpr int kCodeBytes = (kColumns + kRows) * 128, kScalesAt = kCodeBytes;
-  static constexpr int kStageBytes = kCodeBytes + 2 * 4 * kUnitScales;  // 256 of k
   static constexpr int kUnitBytes = kRows * 128, kSlotBytes = 2 * kUnitBytes;
-  static constexpr int kSlots = kRows == 128 ? 3 : 2;
   static constexpr int kSumBytes = kRows * kPitch * 4;
-  static constexpr int kThreadsOfRow = 128 / kRows, kGroups = 4 / kThreadsOfRow;  // of a unit, that a thread decodes
 };
 
 struct Problem {
-  CUtensorMap rows, columns;  // codes of a, of b
+  CUtensorMap rows, columns;  // a in halves; codes of b
   Fp4MmArgs args;
   uint32_t row_tiles, column_tiles;
   int splits, each;  // blocks of a cluster; segments that each of them sums
@@ -56,25 +56,9 @@ __device__ inline void copy_bytes(uint32_t to, const void* from, uint32_t bytes,
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
-__device__ inline float4 load_of_cluster(uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
 
-struct Turn {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ void next(int stages) {
-    if (++stage == stages) stage = 0, parity ^= 1;
-  }
-};
-
-// full: a stage has come.  ready, freed: a slot has been decoded, multiplied.  What is in a stage has been read when its second
-// slot is freed.
+// A stage has codes of two pieces, a slot the rows of one.  full, ready: it has come.  freed: the slot has been multiplied, and
+// the piece's part of its stage decoded.
 struct Ring {
   uint32_t stages, slots, sums;  // addresses in shared memory
   uint32_t full, ready, freed;
@@ -88,76 +72,32 @@ struct Place {
 template <class S>
 __device__ void fill_stage(const Problem& p, const Ring& ring, const Place& place, int index) {
   const int stage = index % p.stages, unit = (place.begin + 2 * index) * 2, units = min(4, p.units - unit);
-  const uint32_t at = ring.stages + stage * S::kStageBytes, full = ring.full + stage * 8;
-  cluster_expect(full, S::kCodeBytes + 2 * units * kUnitScales);
+  const uint32_t at = ring.stages + stage * kStageBytes, full = ring.full + stage * 8;
+  cluster_expect(full, kCodeBytes + units * kUnitScales);
   copy_box(at, p.columns, {unit * (kUnit / 2), static_cast<int>(place.first_column)}, full);
-  copy_box(at + kColumns * 128, p.rows, {unit * (kUnit / 2), static_cast<int>(place.first_row)}, full);
-  const auto scales = [&](int64_t line) { return p.args.scale_at(line / 128 * 128, unit * 4); };
-  copy_bytes(at + S::kScalesAt, p.args.b_scales + scales(place.first_column), units * kUnitScales, full);
-  copy_bytes(at + S::kScalesAt + 4 * kUnitScales, p.args.a_scales + scales(place.first_row), units * kUnitScales, full);
+  copy_bytes(at + kCodeBytes, p.args.b_scales + p.args.scale_at(place.first_column, unit * 4), units * kUnitScales,
+             full);
 }
 
-// Of a line among 128 in a unit: the scales of its four groups.
-__device__ inline uint32_t scales_of_line(uint32_t unit_scales, int line) {
-  return load_shared_4(unit_scales + line % 32 * 16 + line / 32 * 4);
-}
-
-// The warps that decode rows of a.  A slot has lines of 64 halves for each unit; chunk i of 16 bytes is pair i of all four groups.
+// One thread: a stage is filled again when both of its pieces have been freed.
 template <class S>
-__device__ void decode_rows(const Problem& p, const Ring& ring, const Place& place) {
-  const int thread = threadIdx.x % 128, row = thread / S::kThreadsOfRow, part = thread % S::kThreadsOfRow;
-  const int line = static_cast<int>(place.first_row % 128) + row;
-  const int stages = (place.end - place.begin + 1) / 2;
-  if (thread == 0)
+__device__ void fill(const Problem& p, const Ring& ring, const Place& place) {
+  const int pieces = place.end - place.begin, stages = (pieces + 1) / 2;
 #pragma unroll 1
-    for (int i = 0; i < min(stages, p.stages); ++i) fill_stage<S>(p, ring, place, i);
-  Turn turn, slot;
+  for (int i = 0; i < min(stages, p.stages); ++i) fill_stage<S>(p, ring, place, i);
+  Turn slot;
 #pragma unroll 1
-  for (int piece = 0; piece < place.end - place.begin; ++piece) {
+  for (int piece = 0; piece < pieces; ++piece, slot.next(kSlots)) {
     mbarrier_wait(ring.freed + slot.stage * 8, slot.parity ^ 1);
-    const int freed = piece - S::kSlots;
-    if (thread == 0 && freed >= 0 && freed % 2 != 0 && freed / 2 + p.stages < stages)
+    const uint32_t to = ring.slots + slot.stage * S::kSlotBytes, ready = ring.ready + slot.stage * 8;
+    cluster_expect(ready, S::kSlotBytes);
+#pragma unroll
+    for (int u = 0; u < 2; ++u)
+      copy_box(to + u * S::kUnitBytes, p.rows,
+               {((place.begin + piece) * 2 + u) * 128, static_cast<int>(place.first_row)}, ready);
+    const int freed = piece - kSlots;
+    if (freed >= 0 && freed % 2 != 0 && freed / 2 + p.stages < stages)
       fill_stage<S>(p, ring, place, freed / 2 + p.stages);
-    if (piece % 2 == 0) mbarrier_wait(ring.full + turn.stage * 8, turn.parity);
-    const uint32_t stage = ring.stages + turn.stage * S::kStageBytes;
-#pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      const int unit = piece % 2 * 2 + u;
-      const int group = ((place.begin + piece) * 2 + u) * 4 + part * S::kGroups;
-      const uint32_t scales = scales_of_line(stage + S::kScalesAt + (4 + unit) * kUnitScales, line);
-      const uint32_t from = stage + kColumns * 128 + row * 128, to = ring.slots + slot.stage * S::kSlotBytes +
-                                                                     u * S::kUnitBytes + row * 128 +
-                                                                     part * S::kGroups * 4;
-      uint32_t pairs[8][S::kGroups];
-#pragma unroll
-      for (int i = 0; i < S::kGroups; i += 2) {
-        const uint4 words = load_shared_16(from + ((unit * 2 + (part * S::kGroups + i) / 2) ^ row % 8) * 16);
-        const half2 first = fp4_scale(scales >> (part * S::kGroups + i) * 8, group + i < p.groups),
-                    second = fp4_scale(scales >> (part * S::kGroups + i + 1) * 8, group + i + 1 < p.groups);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          pairs[j][i] = decode_fp4(words.x, j, first);
-          pairs[4 + j][i] = decode_fp4(words.y, j, first);
-          pairs[j][i + 1] = decode_fp4(words.z, j, second);
-          pairs[4 + j][i + 1] = decode_fp4(words.w, j, second);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if constexpr (S::kGroups == 4) {
-          store_shared(to + (i ^ row % 8) * 16, make_uint4(pairs[i][0], pairs[i][1], pairs[i][2], pairs[i][3]));
-        } else {
-          asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + (i ^ row % 8) * 16), "r"(pairs[i][0]),
-                       "r"(pairs[i][1])
-                       : "memory");
-        }
-      }
-    }
-    fence_async_proxy();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(ring.ready + slot.stage * 8);
-    slot.next(S::kSlots);
-    if (piece % 2 != 0) turn.next(p.stages);
   }
 }
 
@@ -169,18 +109,29 @@ struct Multiplier {
   const Problem& p;
   const Ring& ring;
   const Place& place;
+  const int codes_at = codes_of_lane(), scales_at = scales_of_lane();
   float sum[kSums], total[kSums] = {};
   uint32_t a[2][4][4];
 
-  __device__ void decode(uint32_t (&fragments)[4][4], uint32_t stage, int unit, int group) const {
-    const int lane = threadIdx.x % 32, c = lane % 4, line = threadIdx.x % kMultipliers / 32 * 16 + lane / 4;
-    const bool inside = group + c < p.groups;
+  // Where a lane's codes and scales of its first row are in a stage; the other is eight lines further on.
+  __device__ static int codes_of_lane() {
+    const int lane = threadIdx.x % 32, c = lane % 4, g = lane / 4;
+    return (threadIdx.x % kMultipliers / 32 * 16 + g) * 128 + (c / 2 ^ g) * 16 + c % 2 * 8;
+  }
+  __device__ static int scales_of_lane() {
+    const int lane = threadIdx.x % 32, line = threadIdx.x % kMultipliers / 32 * 16 + lane / 4;
+    return kCodeBytes + line % 32 * 16 + line / 32 * 4 + lane % 4;
+  }
+
+  // unit: of the stage
+  __device__ void decode(uint32_t (&fragments)[4][4], uint32_t stage, int unit, bool inside) const {
+    const uint32_t codes = stage + (codes_at ^ unit * 32), scales = stage + scales_at + unit * kUnitScales;
 #pragma unroll
     for (int half_row = 0; half_row < 2; ++half_row) {
-      const int own = line + 8 * half_row;
-      const uint2 words = load_shared_8(stage + own * 128 + ((unit * 2 + c / 2) ^ line % 8) * 16 + c % 2 * 8);
-      const uint32_t scales = scales_of_line(stage + S::kScalesAt + unit * kUnitScales, own);
-      const half2 scale = fp4_scale(scales >> c * 8, inside);
+      const uint2 words = load_shared_8(codes + half_row * 8 * 128);
+      uint32_t byte;
+      asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(scales + half_row * 8 * 16) : "memory");
+      const half2 scale = fp4_scale(inside ? byte : 0);
 #pragma unroll
       for (int i = 0; i < 8; ++i)
         fragments[i / 2][i % 2 * 2 + half_row] = decode_fp4(i < 4 ? words.x : words.y, i % 4, scale);
@@ -217,6 +168,7 @@ struct Multiplier {
   __device__ void run(int first_segment) {
     Turn turn, slot;
     int index = 0;
+    const int lane_group = threadIdx.x % 4;
 #pragma unroll 1
     for (int segment = 0; segment < p.each; ++segment) {
       const int begin = Fp4MmArgs::segment_begin(p.args.k, first_segment + segment),
@@ -224,20 +176,20 @@ struct Multiplier {
       int owed = -1;  // a slot that has not been given back
 #pragma unroll 1
       for (int piece = begin; piece < end; ++piece, ++index) {
-        const uint32_t stage = ring.stages + turn.stage * S::kStageBytes;
+        const uint32_t stage = ring.stages + turn.stage * kStageBytes;
         const uint32_t rows = ring.slots + slot.stage * S::kSlotBytes;
         const int half = index % 2;
         if (half == 0) mbarrier_wait(ring.full + turn.stage * 8, turn.parity);
-        decode(a[0], stage, half * 2, piece * 8);
+        decode(a[0], stage, half * 2, piece * 8 + lane_group < p.groups);
         mbarrier_wait(ring.ready + slot.stage * 8, slot.parity);
         multiply(a[0], rows, piece == begin);
         wgmma_wait<1>();
         if (owed >= 0) free(owed);
-        decode(a[1], stage, half * 2 + 1, piece * 8 + 4);
+        decode(a[1], stage, half * 2 + 1, piece * 8 + 4 + lane_group < p.groups);
         multiply(a[1], rows + S::kUnitBytes, false);
         wgmma_wait<1>();
         owed = slot.stage;
-        slot.next(S::kSlots);
+        slot.next(kSlots);
         if (half != 0) turn.next(p.stages);
       }
       wgmma_wait<0>();
@@ -278,14 +230,13 @@ __device__ void write(const Problem& p, const Ring& ring, const Place& place, in
       x[3] += part.w;
     };
     if (p.splits == 1) {
-      const uint4 bits = load_shared_16(ring.stages + at);
-      add(reinterpret_cast<const float4&>(bits));
+      add(load_shared_float4(ring.stages + at));
     } else {
 #pragma unroll
       for (int s = 0; s < kSegments; ++s) {
         const int own = s % p.each;  // the last of a block lies where its ring was
         const uint32_t sums = own == p.each - 1 ? ring.stages : ring.sums + own * S::kSumBytes;
-        add(load_of_cluster(cluster_address(sums + at, s / p.each)));
+        add(load_cluster_float4(cluster_address(sums + at, s / p.each)));
       }
     }
     T* const to = static_cast<T*>(args.out) + (place.first_row + row) * args.out_stride + column;
@@ -307,21 +258,17 @@ template <class S>
 __global__ void __launch_bounds__(kThreads, 1) fp4_mm_sm90_kernel(const __grid_constant__ Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint4 unaligned[];
-  __shared__ uint64_t barriers[kMostStages + 2 * S::kSlots];
+  __shared__ uint64_t barriers[kMostStages + 2 * kSlots];
   const uint32_t data = (shared_address(unaligned) + 1023) / 1024 * 1024, full = shared_address(barriers);
-  const uint32_t slots = data + p.stages * S::kStageBytes;
-  const Ring ring{data,
-                  slots,
-                  slots + S::kSlots * S::kSlotBytes,
-                  full,
-                  full + kMostStages * 8,
-                  full + (kMostStages + S::kSlots) * 8};
+  const uint32_t slots = data + p.stages * kStageBytes;
+  const Ring ring{
+      data, slots, slots + kSlots * S::kSlotBytes, full, full + kMostStages * 8, full + (kMostStages + kSlots) * 8};
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (int i = 0; i < p.stages; ++i) mbarrier_init(ring.full + i * 8, 1);
 #pragma unroll 1
-    for (int i = 0; i < S::kSlots; ++i) {
-      mbarrier_init(ring.ready + i * 8, 4);
+    for (int i = 0; i < kSlots; ++i) {
+      mbarrier_init(ring.ready + i * 8, 1);
       mbarrier_init(ring.freed + i * 8, kMultipliers / 32);
     }
     fence_async_proxy();
@@ -340,14 +287,15 @@ __global__ void __launch_bounds__(kThreads, 1) fp4_mm_sm90_kernel(const __grid_c
                     Fp4MmArgs::segment_begin(p.args.k, first_segment + p.each)};
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 2) {
-    give_registers<72>();
-    decode_rows<S>(p, ring, place);
+    give_registers<40>();
+    if (threadIdx.x == kMultipliers) fill<S>(p, ring, place);
     if (p.splits > 1) {
+      __syncwarp();
       cluster_announce_all();
       cluster_wait();
     }
   } else {
-    take_registers<216>();
+    take_registers<232>();
     {
       Multiplier<S> multiplier{p, ring, place};
       multiplier.run(first_segment);
@@ -379,10 +327,35 @@ __global__ void __launch_bounds__(kThreads, 1) fp4_mm_sm90_kernel(const __grid_c
 #endif
 }
 
+// Rows of a in halves: eight chunks of 16 bytes for each 64 of k, of which chunk i is pair i of all four groups.  A chunk a thread.
+__global__ void __launch_bounds__(256)
+    decode_rows_kernel(const __grid_constant__ Fp4MmArgs args, uint4* halves, const Divider by_units) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  begin_dependent();
+  const int64_t index = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  uint32_t unit;
+  const int64_t row = by_units(static_cast<uint32_t>(index / 8), unit);
+  if (row >= args.m) return;
+  const int i = threadIdx.x % 8;
+  const uint8_t* const codes = args.a + row * args.a_stride + int64_t{unit} * (kUnit / 2) + i / 4 * 4;
+  const uint32_t scales =
+      __ldg(reinterpret_cast<const uint32_t*>(args.a_scales + args.scale_at(row, int64_t{unit} * 4)));
+  uint32_t pairs[4];
+#pragma unroll
+  for (int g = 0; g < 4; ++g) {
+    const bool inside = unit * 4 + g < args.k / 16;
+    const uint32_t word = inside ? __ldg(reinterpret_cast<const uint32_t*>(codes + g * 8)) : 0;
+    pairs[g] = decode_fp4(word, i % 4, fp4_scale(inside ? scales >> 8 * g & 0xffu : 0));
+  }
+  halves[index] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+#endif
+}
+
 template <class S>
 bool launch_shape(const Fp4MmArgs& args, const Launch& launch, int splits) {
   const int64_t row_tiles = (args.m + S::kRows - 1) / S::kRows, column_tiles = (args.n + kColumns - 1) / kColumns;
-  if (row_tiles * column_tiles * splits > INT32_MAX) return false;
+  const int64_t units = (args.k + kUnit - 1) / kUnit, line = units * kUnit * 2, bytes = args.k / 2;
+  if (row_tiles * column_tiles * splits > INT32_MAX || args.m * units > INT32_MAX - 32) return false;
   const auto size = static_cast<int64_t>(size_of(args.out_dtype));
   Problem p{.rows = {},
             .columns = {},
@@ -392,33 +365,27 @@ bool launch_shape(const Fp4MmArgs& args, const Launch& launch, int splits) {
             .splits = splits,
             .each = kSegments / splits,
             .stages = 0,
-            .units = static_cast<int>((args.k + kUnit - 1) / kUnit),
+            .units = static_cast<int>(units),
             .groups = static_cast<int>(args.k / 16),
             .wide_out = is_aligned(4 * size, args.out, {args.out_stride * size})};
-  const int64_t bytes = args.k / 2, whole = (bytes + 15) / 16 * 16;
-  if (!make_tensor_map(p.rows, args.a, {bytes, args.m}, {args.m > 1 ? args.a_stride : whole}, {S::kRows}) ||
-      !make_tensor_map(p.columns, args.b, {bytes, args.n}, {args.n > 1 ? args.b_stride : whole}, {kColumns}))
-    return false;
+  const int64_t stride = args.n > 1 ? args.b_stride : (bytes + 15) / 16 * 16;
+  if (!make_tensor_map(p.columns, args.b, {bytes, args.n}, {stride}, {kColumns})) return false;
   const int sums = splits > 1 ? (p.each - 1) * S::kSumBytes : 0;
-  const int room = kSharedBytes - 1024 - S::kSlots * S::kSlotBytes - sums;
-  p.stages = room / S::kStageBytes < kMostStages ? room / S::kStageBytes : kMostStages;
-  const int shared_bytes = 1024 + p.stages * S::kStageBytes + S::kSlots * S::kSlotBytes + sums;
+  const int beside = 1024 + kSlots * S::kSlotBytes + sums, room = (kSharedBytes - beside) / kStageBytes;
+  p.stages = room < kMostStages ? room : kMostStages;
   const auto kernel = fp4_mm_sm90_kernel<S>;
-  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "fp4_mm");
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(splits), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(row_tiles * column_tiles * splits));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream_of(launch);
-  config.attrs = attributes;
-  config.numAttrs = splits > 1 ? 2 : 1;
-  cuda_check(cudaLaunchKernelEx(&config, kernel, p), "fp4_mm");
-  return true;
+  const int shared = beside + p.stages * kStageBytes;
+  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "fp4_mm");
+  bool can = false;
+  with_workspace(nullptr, line * args.m, launch, "fp4_mm: a in halves", [&](void* halves) {
+    can = make_tensor_map(p.rows, halves, {line, args.m}, {line}, {S::kRows});
+    if (!can) return;
+    launch_dependent(decode_rows_kernel, dim3(static_cast<unsigned>((args.m * units + 31) / 32)), dim3(256), launch,
+                     "fp4_mm", args, static_cast<uint4*>(halves), Divider(units));
+    launch_clusters(kernel, dim3(static_cast<unsigned>(row_tiles * column_tiles * splits)), dim3(kThreads),
+                    static_cast<unsigned>(splits), static_cast<size_t>(shared), launch, "fp4_mm", p);
+  });
+  return can;
 }
 
 }  // namespace fp4_mm_of_sm90
@@ -437,7 +404,7 @@ bool fp4_mm_sm90(const Fp4MmArgs& args, const Launch& launch) {
   };
   if (time(128) < time(64)) return launch_shape<Shape<128>>(args, launch, 1);
   const int64_t tiles = column_tiles * ((args.m + 63) / 64);
-  return launch_shape<Shape<64>>(args, launch, tiles * 4 <= sms ? 4 : tiles * 2 <= sms ? 2 : 1);
+  return launch_shape<Shape<64>>(args, launch, tiles * 2 <= sms ? 2 : 1);
 }
 
 }  // namespace pykv

@@ -38,6 +38,7 @@ inline Floats spread4(Floats v) {
 class TableCodes {
  public:
   static constexpr int kPlanes = 1;
+  static constexpr bool kQuickPairs = true;  // so that two products with pairs take less than those with floats
 
   explicit TableCodes(const float (&table)[16]) {
 #if defined(__AVX512F__)
@@ -97,6 +98,7 @@ template <CodeKind kKind>
 class ByteCodes {
  public:
   static constexpr int kPlanes = 2;
+  static constexpr bool kQuickPairs = kKind == CodeKind::kE4M3;
 
   explicit ByteCodes(const float (&)[16]) {}
 

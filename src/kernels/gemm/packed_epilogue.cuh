@@ -1,6 +1,7 @@
 // What packed_gemm does to its sums on CUDA before they are rounded: the same bits from each of its kernels.
 #pragma once
 
+#include "cuda/gelu.cuh"
 #include "cuda/mma.cuh"
 #include "cuda/quantise.cuh"
 #include "cuda/silu.cuh"
@@ -10,8 +11,7 @@ namespace pykv {
 
 __device__ inline float gated(Gate gate, float a, float b) {
   if (gate == Gate::kSilu) return __fmul_rn(silu(a), b);
-  const float u = gate == Gate::kGelu ? erff(0.70710678f * a) : tanhf(0.79788456f * fmaf(0.044715f, a * a * a, a));
-  return __fmul_rn(0.5f * a * (1.0f + u), b);
+  return __fmul_rn(gate == Gate::kGelu ? gelu(a) : gelu_tanh(a), b);
 }
 
 // Of row `at` of out, from the sums of rows n to n + 3 of the weight, a multiple of four, of which `rows` are there.

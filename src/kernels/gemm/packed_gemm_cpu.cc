@@ -53,8 +53,8 @@ struct Reordered {
 template <class Codes>
 struct InFloats {
   using Element = float;  // [e][j]
-  static int place(int j, int e) { return e * 4 + j; }
-  static Element make(float v) { return v; }
+  static constexpr int kSize = 8;
+  static void put(Element* x, int j, int e, float v) { x[e * 4 + j] = v; }
   struct Pair {
     Floats first, second;
   };
@@ -70,13 +70,30 @@ struct InFloats {
 template <class Codes>
 struct InPairs {
   using Element = bf16;  // [j][e]
-  static int place(int j, int e) { return j * 2 + e; }
-  static Element make(float v) { return from_float<bf16>(v); }
+  static constexpr int kSize = 8;
+  static void put(Element* x, int j, int e, float v) { x[j * 2 + e] = from_float<bf16>(v); }
   using Pair = __m512bh;
   static Pair decode(const Codes& codes, Words words, int shift) { return codes.pair(words, shift); }
   static Floats add(Floats sum, const Pair& w, const Element* x) {
     const __m512i pairs = _mm512_maskz_broadcast_i32x4(0xffff, load_raw<__m128i>(x));
     return _mm512_dpbf16_ps(sum, w, __builtin_bit_cast(__m512bh, pairs));
+  }
+};
+
+// Halves: the upper eight of their bits, and the rest, are numbers of bf16.
+template <class Codes>
+struct InSplitPairs : InPairs<Codes> {
+  using Whole = InPairs<Codes>;
+  using Element = bf16;  // [upper, rest][j][e]
+  static constexpr int kSize = 16;
+  static void put(Element* x, int j, int e, float v) {
+    const uint32_t upper = __builtin_bit_cast(uint32_t, v) & 0xffff0000u;
+    const bool is_finite = (upper & 0x7f800000u) != 0x7f800000u;
+    Whole::put(x, j, e, __builtin_bit_cast(float, upper));
+    Whole::put(x + 8, j, e, is_finite ? v - __builtin_bit_cast(float, upper) : 0.0f);
+  }
+  static Floats add(Floats sum, const typename Whole::Pair& w, const Element* x) {
+    return Whole::add(Whole::add(sum, w, x), w, x + 8);
   }
 };
 #endif
@@ -97,15 +114,15 @@ void reorder(const PackedGemmArgs& args, const RowList& rows, int64_t first, int
   parallel_for(count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const T* const row = static_cast<const T*>(args.x) + rows[first + t] / top_k * args.x_stride;
-      auto* x = into.x.data() + t * w.padded_k;
+      auto* x = into.x.data() + t * w.padded_k * Way::kSize / 8;
       float* sums = into.sums.data() + t * (w.padded_k / 16);
-      for (int64_t unit = 0; unit < w.padded_k; unit += kUnit, x += kUnit)
+      for (int64_t unit = 0; unit < w.padded_k; unit += kUnit, x += 8 * Way::kSize)
         for (int j = 0; j < 4; ++j) {
           float sum = 0.0f;
           for (int i = 0; i < 16; ++i) {
             const int64_t at = unit + 16 * j + i, column = w.columns ? w.columns[at] : at;
             const float v = column >= 0 && column < w.k ? to_float(row[column * args.x_step]) : 0.0f;
-            x[(i >> 1) * 8 + Way::place(j, i & 1)] = Way::make(v);
+            Way::put(x + (i >> 1) * Way::kSize, j, i & 1, v);
             sum += v;
           }
           *sums++ = sum;
@@ -122,11 +139,12 @@ class Tile {
       : w_(w), codes_(codes), factors_(factors), block_(block), part_(part) {}
 
   void run(const typename Way::Element* x, const float* sums) {
-    const int64_t unit_words = Codes::kPlanes * 128;
+    const int64_t unit_words = Codes::kPlanes * 128, x_stride = w_.padded_k / 8 * Way::kSize;
     const auto* words =
         reinterpret_cast<const uint32_t*>(w_.codes) + block_ * (w_.padded_k / kUnit) * unit_words + part_ * kWidth;
     StepGroups groups(w_.group_size);
-    for (int64_t column = 0; column < w_.padded_k; column += kUnit, words += unit_words, x += kUnit, sums += 4) {
+    for (int64_t column = 0; column < w_.padded_k;
+         column += kUnit, words += unit_words, x += 8 * Way::kSize, sums += 4) {
       Floats sum[kVectors][2][kTokens] = {};
       for (int c = 0; c < 4; ++c)
         for (int h = 0; h < 2; ++h)
@@ -135,7 +153,7 @@ class Tile {
             for (int half = 0; half < 2; ++half) {
               const auto pair = Way::decode(codes_, tile, Codes::shift(half, h));
               for (int t = 0; t < kTokens; ++t)
-                sum[v][half][t] = Way::add(sum[v][half][t], pair, x + t * w_.padded_k + (c * 2 + h) * 8);
+                sum[v][half][t] = Way::add(sum[v][half][t], pair, x + t * x_stride + (c * 2 + h) * Way::kSize);
             }
           }
       groups.next();
@@ -217,7 +235,7 @@ void tile(const PackedWeight& w, const Codes& codes, const Factors& factors, int
 
 inline Floats activated(Gate gate, Floats a) {
   if (gate == Gate::kSilu) return a / (1.0f + exp(-a));
-  if (gate == Gate::kGeluTanh) return 0.5f * a * (1.0f + exact_tanh(0.79788456f * (a + 0.044715f * (a * a * a))));
+  if (gate == Gate::kGeluTanh) return exact_gelu_tanh(a);
   for (int i = 0; i < kWidth; ++i) a[i] = 0.5f * a[i] * (1.0f + __builtin_erff(0.70710678f * a[i]));
   return a;
 }
@@ -287,7 +305,7 @@ void multiply(const PackedGemmArgs& args, const RowList& rows_of, const Codes& c
   const PackedWeight& w = args.weight;
   const int64_t rows = rows_of.count < kChunk ? rows_of.count : kChunk;
   Reordered<typename Way::Element> reordered;
-  reordered.x.resize(static_cast<size_t>(rows * w.padded_k));
+  reordered.x.resize(static_cast<size_t>(rows * w.padded_k / 8 * Way::kSize));
   reordered.sums.resize(static_cast<size_t>(rows * (w.padded_k / 16)));
   for (int64_t first = 0; first < rows_of.count; first += kChunk) {
     const int64_t count = rows_of.count - first < kChunk ? rows_of.count - first : kChunk;
@@ -295,7 +313,7 @@ void multiply(const PackedGemmArgs& args, const RowList& rows_of, const Codes& c
     parallel_for((w.n + 15) / 16, 4, [&](int64_t begin, int64_t end) {
       for (int64_t block = begin; block < end; ++block) {
         int64_t t = 0;
-        const auto x = [&] { return reordered.x.data() + t * w.padded_k; };
+        const auto x = [&] { return reordered.x.data() + t * w.padded_k / 8 * Way::kSize; };
         const auto sums = [&] { return reordered.sums.data() + t * (w.padded_k / 16); };
         for (; t + kTokens <= count; t += kTokens) {
           BlockSums of_block[kTokens];
@@ -319,6 +337,10 @@ void multiply(const PackedGemmArgs& args, const RowList& rows, const float (&tab
   const Codes codes(table);
 #if defined(__AVX512BF16__)
   if constexpr (__is_same(T, bf16)) return multiply<T, Codes, InPairs<Codes>>(args, rows, codes, factors);
+  bool is_exact = Codes::kQuickPairs;  // in bf16, as all tables are but NF4's
+  for (const float entry : table) is_exact = is_exact && to_float(from_float<bf16>(entry)) == entry;
+  if constexpr (Codes::kQuickPairs)
+    if (is_exact) return multiply<T, Codes, InSplitPairs<Codes>>(args, rows, codes, factors);
 #endif
   multiply<T, Codes, InFloats<Codes>>(args, rows, codes, factors);
 }

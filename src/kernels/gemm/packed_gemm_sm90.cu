@@ -19,7 +19,7 @@
 // Few tokens are bound by reading the weight: int4 with groups of 128, 8192 x 8192, 1 token takes 14.6 us on an H200, where a plain
 // copy of as many bytes takes 9.3; 64 tokens 24.  Many are bound by the matrix units: 4096 tokens take 0.94 to 1.0 ms, 550 TFLOP/s and more.
 #include "cuda/cluster.cuh"
-#include "cuda/dependent.cuh"
+#include "cuda/dependent_shared.cuh"
 #include "cuda/vec.cuh"
 #include "gemm/packed_epilogue.cuh"
 #include "gemm/packed_feed_sm90.cuh"
@@ -30,15 +30,6 @@ namespace pykv {
 namespace packed_gemm_sm90 {  // not an unnamed one, whose members the compiler would report where code for sm_90a lacks
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
-
-__device__ inline float4 load_cluster_float4(uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
 
 // Rounds sums [piece][token][kPitch], added up over the pieces of all blocks of the cluster, to rows of out: each `splits`-th.
 template <class S>
@@ -277,19 +268,8 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   if (bytes < for_sums) bytes = for_sums;
   const auto kernel = packed_gemm_sm90_kernel<S>;
   cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "packed_gemm");
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(splits), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(S::kThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(bytes);
-  config.stream = stream_of(launch);
-  config.attrs = attributes;
-  config.numAttrs = splits > 1 ? 2 : 1;
-  cuda_check(cudaLaunchKernelEx(&config, kernel, p), "packed_gemm");
+  launch_clusters(kernel, dim3(static_cast<unsigned>(blocks)), dim3(S::kThreads), static_cast<unsigned>(splits),
+                  static_cast<size_t>(bytes), launch, "packed_gemm", p);
 }
 
 template <class T, CodeKind kKind, Minima kMinima>

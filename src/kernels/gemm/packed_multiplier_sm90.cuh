@@ -9,15 +9,6 @@ namespace pykv {
 namespace packed_gemm_sm90 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
-__device__ inline float4 load_shared_float4(uint32_t at) {
-  const uint4 v = load_shared_16(at);
-  return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
-}
-__device__ inline float2 load_shared_float2(uint32_t at) {
-  const uint2 v = load_shared_8(at);
-  return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
-}
-
 // Sums of 16 rows of the weight, of a warp.
 template <class S>
 class Multiplier {

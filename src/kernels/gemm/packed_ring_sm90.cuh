@@ -4,6 +4,7 @@
 #include "cuda/divider.cuh"
 #include "cuda/mbarrier.cuh"
 #include "cuda/tensor_map.cuh"
+#include "cuda/turn.cuh"
 #include "gemm/packed_codes.cuh"
 #include "gemm/packed_gemm.h"
 #include "gemm/tile_map.cuh"
@@ -104,16 +105,6 @@ struct Problem {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
-
-// A place in the ring, and the parity of the phase that its barriers are in.
-struct Turn {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ void advance(int count, int stages) {
-    for (stage += count; stage >= stages; stage -= stages) parity ^= 1;
-  }
-};
 
 struct Ring {
   uint32_t data, full, ready, empty;  // addresses in shared memory

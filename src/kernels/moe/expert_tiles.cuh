@@ -10,20 +10,6 @@ struct TileGrid {
   uint32_t band;  // tiles of pairs that pass over the weight together: they and it stay in the L2
 };
 
-// A place in a ring of stages, and how often it came round.
-template <int kStages>
-struct Turn {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // What lies in the map may come from a kernel that ended while this one was there already, so the L1 is left out.
 template <uint32_t kPairs>
 struct ExpertTiles {

@@ -1,7 +1,6 @@
 // Kernels one after another on the stream.
-#include "cuda/launch.h"
+#include "cuda/workspace.cuh"
 #include "moe/fused_moe.h"
-#include "moe/workspace.cuh"
 
 namespace pykv {
 namespace {
@@ -35,7 +34,7 @@ void run(FusedMoeArgs& a, const Launch& launch) {
 
 void fused_moe_cuda(const FusedMoeArgs& args, const Launch& launch) {
   FusedMoeArgs a = args;
-  with_workspace(args.workspace, args.workspace_bytes, launch, [&](void* memory) {
+  with_workspace(args.workspace, args.workspace_bytes, launch, "fused_moe: workspace", [&](void* memory) {
     a.use(memory);
     run(a, launch);
   });

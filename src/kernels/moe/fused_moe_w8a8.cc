@@ -162,6 +162,7 @@ void QuantisedMoeArgs::use(void* memory) {
   gated.result_rows = elementwise.out_rows = elementwise.input_rows = rows_of(inner);
   gated.input_rows = rows_of(2 * inner);
   gated.num_rows = elementwise.num_rows = pairs;
+  gated.mask = elementwise.mask = {{taken, 1, false}, pairs};  // behind them lie no pairs, and nobody has written
   if (activation->is_gated())
     gated.width = gated.up = inner;
   else

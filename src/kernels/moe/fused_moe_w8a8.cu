@@ -1,12 +1,12 @@
 // Kernels one after another on the stream.
+#include "cuda/workspace.cuh"
 #include "moe/fused_moe_w8a8.h"
-#include "moe/workspace.cuh"
 
 namespace pykv {
 
 void quantised_moe_cuda(const QuantisedMoeArgs& args, const Launch& launch) {
   QuantisedMoeArgs a = args;
-  with_workspace(args.workspace, args.workspace_bytes, launch, [&](void* memory) {
+  with_workspace(args.workspace, args.workspace_bytes, launch, "fused_moe: workspace", [&](void* memory) {
     a.use(memory);
     run_quantised_moe(a,
                       {sort_pairs_cuda, group_quant_cuda, row_quant_cuda, static_quant_cuda, code_records_cuda,

@@ -1,17 +1,19 @@
 // A token by one warp, or by a part of one where there are few experts.  Keys stay in registers, as unsigned integers of the
 // same order, so that one instruction finds the largest of a warp.
 //
-// The best key of all is taken out top_k times.  With many tokens, whose instructions then count, a warp first looks at the
-// largest key of each lane: the top_k-th of these is a lower bound of the keys that are chosen.  Few reach it, mostly: each gets
-// a lane, and a place by how many are better.  Both choose the same.
+// A warp first looks at the largest key of each lane: the top_k-th of these is a lower bound of the keys that are chosen.  Few
+// reach it, mostly: each gets a lane, and a place by how many are better.  Where many do, or parts of a warp have a token each, the
+// best key of all is taken out top_k times.  Both choose the same.
 //
 // Lanes divide into as many parts as there are groups of experts, so that a group's best are found among its own lanes:
-// lane l of `width` lanes of group g holds the experts g * group_size + l + j * width, j = 0 ... kEach - 1.  Of equal keys a
+// lane l of `width` lanes of group g holds the experts g * group_size + l * kEach + j, j = 0 ... kEach - 1.  Of equal keys a
 // lane finds its lowest id by itself, since its ids ascend.
 //
 // How a token is laid out depends on the number of experts and groups alone: its result is the same whatever else is in
 // the batch.
+#include <algorithm>
 #include <bit>
+#include <type_traits>
 
 #include "cuda/dependent.cuh"
 #include "cuda/vec.cuh"
@@ -21,13 +23,13 @@ namespace pykv {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int64_t kManyTokens = 2048;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr uint32_t kLowest = 0x007fffffu;  // the key of -inf; 0: nothing is there
 
 struct RoutingPlan {
   RoutingArgs args;
   int32_t group_size, width;
+  bool in_vectors;  // a lane's logits can be loaded at once
   Reporter input_ids, table;
 };
 
@@ -81,7 +83,7 @@ __device__ auto with_type(DType dtype, const void* data, F&& f) {
 // Scores from logits.
 struct Scorer {
   Scoring scoring;
-  float largest, inverse_sum;  // of softmax
+  float largest, inverse_sum;  // of softmax; the second is 0 where a logit is NaN or infinite
 
   // Of several experts, in place: one branch for all.
   template <int kSize>
@@ -96,8 +98,10 @@ struct Scorer {
     switch (scoring) {
       case Scoring::kSigmoid:
         return each([](float v) { return 1.0f / (1.0f + __expf(-v)); });
-      case Scoring::kSoftmax:
-        return each([this](float v) { return __expf(v - largest) * inverse_sum; });
+      case Scoring::kSoftmax:  // of exponentials
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) x[j] = inverse_sum == 0.0f ? 0.0f : x[j] * inverse_sum;
+        return;
       case Scoring::kSoftplusSqrt:
         return each([](float v) { return sqrtf(v > 20.0f ? v : log1pf(__expf(v))); });
       default:
@@ -106,8 +110,9 @@ struct Scorer {
   }
 };
 
+// Of softmax it leaves exponentials in `logits`.
 template <int kLanes, int kEach>
-__device__ Scorer make_scorer(const RoutingArgs& a, const float (&logits)[kEach]) {
+__device__ Scorer make_scorer(const RoutingArgs& a, float (&logits)[kEach]) {
   Scorer score{a.scoring, 0.0f, 1.0f};
   if (a.scoring != Scoring::kSoftmax) return score;
   uint32_t largest = 0, unused = 0;
@@ -117,8 +122,10 @@ __device__ Scorer make_scorer(const RoutingArgs& a, const float (&logits)[kEach]
   score.largest = value_of(largest);
   float sum = 0;
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) sum += __expf(logits[j] - score.largest);  // those that are not there are -inf: 0
-  score.inverse_sum = 1.0f / sum_of_lanes<kLanes>(sum);
+  for (int j = 0; j < kEach; ++j)
+    sum += logits[j] = __expf(logits[j] - score.largest);  // 0 of those that are not there
+  const float inverse = 1.0f / sum_of_lanes<kLanes>(sum);
+  score.inverse_sum = isfinite(inverse) ? inverse : 0.0f;
   return score;
 }
 
@@ -165,24 +172,29 @@ struct Choice {
 };
 
 // What a warp has in shared memory: those that may be chosen, and then those that are.
-struct Candidates {
+struct alignas(16) Candidates {
   uint64_t all[32], best[32];
+  uint32_t largest[32];  // of each lane
 };
 
 // Gives lane i the i-th best of a warp's keys, i < top_k <= 32; false if too many may be among them.
 template <int kEach>
-__device__ bool choose_by_rank(const uint32_t (&keys)[kEach], uint32_t first_id, uint32_t width, int32_t top_k,
-                               Candidates& shared, Choice& chosen) {
+__device__ bool choose_by_rank(const uint32_t (&keys)[kEach], uint32_t first_id, int32_t top_k, Candidates& shared,
+                               Choice& chosen) {
   const uint32_t lane = threadIdx.x % 32;
-  uint32_t rest = 0, bound = 0;
+  uint32_t largest = 0;
 #pragma unroll
-  for (uint32_t j = 0; j < kEach; ++j) rest = max(rest, keys[j]);
-  for (int32_t found = 0; found < top_k;) {
-    bound = __reduce_max_sync(kAllLanes, rest);
-    if (bound == 0) return false;
-    found += __popc(__ballot_sync(kAllLanes, rest == bound));
-    if (rest == bound) rest = 0;
+  for (uint32_t j = 0; j < kEach; ++j) largest = max(largest, keys[j]);
+  shared.largest[lane] = largest;
+  __syncwarp();
+  int32_t better = 0;
+#pragma unroll
+  for (int i = 0; i < 32; i += 4) {
+    const uint4 others = *reinterpret_cast<const uint4*>(shared.largest + i);
+    better += (others.x > largest) + (others.y > largest) + (others.z > largest) + (others.w > largest);
   }
+  const uint32_t bound = __reduce_min_sync(kAllLanes, better < top_k ? largest : kAllLanes);
+  if (bound == 0) return false;
   uint32_t reach[kEach], count = 0;  // lanes whose j-th key reaches it
 #pragma unroll
   for (uint32_t j = 0; j < kEach; ++j) {
@@ -194,7 +206,7 @@ __device__ bool choose_by_rank(const uint32_t (&keys)[kEach], uint32_t first_id,
   uint32_t before = 0;
 #pragma unroll
   for (uint32_t j = 0; j < kEach; ++j) {
-    if (keys[j] >= bound) shared.all[before + __popc(reach[j] & lower)] = Choice(keys[j], first_id + j * width).packed;
+    if (keys[j] >= bound) shared.all[before + __popc(reach[j] & lower)] = Choice(keys[j], first_id + j).packed;
     before += __popc(reach[j]);
   }
   if (lane >= count) shared.all[lane] = 0;
@@ -222,20 +234,28 @@ __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
   const int64_t token = is_there ? asked : a.num_tokens - 1;  // all lanes of a warp take part
   const uint32_t width = kLanes == 32 ? plan.width : kLanes;
   const uint32_t group = lane / width, lane_of_group = lane % width;
-  const uint32_t first_id = group * plan.group_size + lane_of_group;
-  const uint32_t size = group < static_cast<uint32_t>(a.num_groups) ? plan.group_size : 0;
+  const uint32_t size = group < static_cast<uint32_t>(a.num_groups) ? plan.group_size : 0;  // experts of the group
+  const uint32_t before = lane_of_group * kEach, first_id = group * plan.group_size + before;
 
-  float logits[kEach];  // then scores, then keys
+  float logits[kEach];  // then scores
   with_type(a.dtype, a.logits.data, [&](auto data) {
-    const auto* row = data + token * a.logits.token_stride;
+    using T = std::remove_cvref_t<decltype(*data)>;
+    const T* const row = data + token * a.logits.token_stride;
+    if (plan.in_vectors) {
+      Vec<T, kEach> loaded;
+      if (before < size) loaded = *reinterpret_cast<const Vec<T, kEach>*>(row + first_id);
 #pragma unroll
-    for (uint32_t j = 0; j < kEach; ++j)
-      logits[j] =
-          lane_of_group + j * width < size ? to_float(row[(first_id + j * width) * a.logits.stride]) : -INFINITY;
+      for (uint32_t j = 0; j < kEach; ++j) logits[j] = before < size ? to_float(loaded[j]) : -INFINITY;
+    } else {
+#pragma unroll
+      for (uint32_t j = 0; j < kEach; ++j)
+        logits[j] = before + j < size ? to_float(row[(first_id + j) * a.logits.stride]) : -INFINITY;
+    }
   });
   const Scorer score = make_scorer<kLanes>(a, logits);
   const auto weight_of = [&](int64_t id) {
     float s[1] = {with_type(a.dtype, a.logits.data, [&](auto data) { return to_float(data[a.logits.at(token, id)]); })};
+    if (a.scoring == Scoring::kSoftmax) s[0] = __expf(s[0] - score.largest);
     score(s);
     return s[0] + 0.0f;  // as value_of has it
   };
@@ -266,12 +286,12 @@ __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
       with_type(bias.dtype, bias.data, [&](auto numbers) {
 #pragma unroll
         for (uint32_t j = 0; j < kEach; ++j)
-          if (lane_of_group + j * width < size) logits[j] += to_float(numbers[(first_id + j * width) * bias.stride]);
+          if (before + j < size) logits[j] += to_float(numbers[(first_id + j) * bias.stride]);
       });
 #pragma unroll
     for (uint32_t j = 0; j < kEach; ++j) {
       const uint32_t key = not_finite[j / 32] >> j % 32 & 1 ? kLowest : key_of(logits[j]);
-      keys[j] = lane_of_group + j * width < size ? key : 0;
+      keys[j] = before + j < size ? key : 0;
     }
     if constexpr (kLanes == 32)
       if (a.num_groups > 1) keep_groups(plan, group, keys);
@@ -281,8 +301,8 @@ __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
   Choice ranked;
   if constexpr (kLanes == 32) {
     __shared__ Candidates candidates[kThreads / 32];
-    if (!is_hashed && a.top_k <= 32 && a.num_tokens >= kManyTokens)
-      is_ranked = choose_by_rank(keys, first_id, width, a.top_k, candidates[threadIdx.x / 32], ranked);
+    if (!is_hashed && a.top_k <= 32)
+      is_ranked = choose_by_rank(keys, first_id, a.top_k, candidates[threadIdx.x / 32], ranked);
   }
 
   float sum = 0, weight = 0;
@@ -313,13 +333,13 @@ __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
         for (uint32_t j = 0; j < kEach; ++j) {
           if (keys[j] > best) {
             best = keys[j];
-            best_id = first_id + j * width;
+            best_id = first_id + j;
           }
         }
         find_best<kLanes>(best, best_id);
 #pragma unroll
         for (uint32_t j = 0; j < kEach; ++j)
-          if (first_id + j * width == best_id) keys[j] = 0;
+          if (first_id + j == best_id) keys[j] = 0;
         if (choice == mine && !is_hashed && !is_padding) {
           id = best_id;
           is_lowest = best == kLowest;
@@ -350,18 +370,23 @@ __global__ void __launch_bounds__(kThreads, kEach <= 8 ? 8 : 1)
 }
 
 template <int kLanes, int kEach>
-void launch_routing(const RoutingPlan& plan, const Launch& launch) {
+void launch_routing(RoutingPlan plan, const Launch& launch) {
   constexpr int64_t kTokens = kThreads / kLanes;  // of a block
   const int64_t blocks = (plan.args.num_tokens + kTokens - 1) / kTokens;
   if (blocks > 0x7fffffff) fail(PYKV_NOT_IMPLEMENTED, "2^31 blocks of tokens are not supported");
+  const TokenArray<const void>& logits = plan.args.logits;
+  const int64_t item = static_cast<int64_t>(size_of(plan.args.dtype));
+  plan.in_vectors =
+      logits.stride == 1 && plan.group_size % kEach == 0 &&
+      is_aligned(std::min<int64_t>(kEach * item, kAccessBytes), logits.data, {logits.token_stride * item});
   launch_dependent(routing_kernel<kLanes, kEach>, static_cast<uint32_t>(blocks), kThreads, launch, "routing", plan);
 }
 
 }  // namespace
 
 void routing_cuda(const RoutingArgs& args, const Launch& launch) {
-  RoutingPlan plan{args, args.num_experts / args.num_groups, 32, launch.reporter(args.report_input_ids),
-                   launch.reporter(args.report_table)};
+  RoutingPlan plan{args,  args.num_experts / args.num_groups,     32,
+                   false, launch.reporter(args.report_input_ids), launch.reporter(args.report_table)};
   if (args.num_groups == 1) {
     if (args.num_experts <= 8) return launch_routing<2, 4>(plan, launch);
     if (args.num_experts <= 16) return launch_routing<4, 4>(plan, launch);

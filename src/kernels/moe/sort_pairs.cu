@@ -1,5 +1,5 @@
-// Counting sort in one launch, by one block or, on sm_90, by a cluster of blocks that add up their counts through shared
-// memory.
+// Counting sort in one launch, by one block or, on sm_90, by clusters of blocks that add up their counts through shared
+// memory.  All clusters count all pairs, and each places a part of them.
 //
 // Each warp has a run of neighbouring pairs.
 //   1. It counts its pairs in each bin, in a row of shared memory of its own.
@@ -7,10 +7,12 @@
 //      blocks; then all bins are added up, each padded.
 //   3. It places its pairs, 32 at a time: lanes with the same bin (match_any) are placed in their order.
 // So places depend on the pairs alone, whatever the number of warps and blocks.
+//
+// A warp sorts as many pairs as it has lanes by itself.
 #include <algorithm>
 
 #include "cuda/cluster.cuh"
-#include "cuda/dependent.cuh"
+#include "cuda/dependent_shared.cuh"
 #include "cuda/divider.cuh"
 #include "cuda/large_clusters.cuh"
 #include "moe/sort_pairs.h"
@@ -20,6 +22,7 @@ namespace {
 
 constexpr int kMaxThreads = 1024;
 constexpr int kPortableBlocks = 8, kMostBlocks = 16;  // of a cluster: every chip that has them; some
+constexpr int kClusters = 4;
 constexpr int64_t kManyPairs = 8192;
 constexpr int64_t kMaxShared = 96 << 10;  // bytes, of a block; every chip has as many
 constexpr int kBinArrays = 4;             // beside the counts of warps
@@ -34,7 +37,9 @@ struct SortPlan {
   int32_t pair_warps;  // of a block: those that have pairs
   int32_t run;         // pairs of a warp
   int32_t bin_lanes;   // that write what there is of a bin
-  bool ids_are_flat;   // pair p is at p * ids.stride
+  int32_t ranks;       // blocks of a cluster
+  int32_t clusters;
+  bool ids_are_flat;  // pair p is at p * ids.stride
   Reporter ids, map, sizes, adapters;
 };
 
@@ -146,16 +151,15 @@ __device__ void count_pairs(const SortPlan& plan, const Bins& bins, int64_t adap
     bins.of_block[b] = bins.sizes[b] = sum;
     bins.starts[b] = 0;
   }
-  if (gridDim.x > 1) {
-    const int rank = static_cast<int>(blockIdx.x);
+  if (plan.ranks > 1) {
+    const int rank = static_cast<int>(blockIdx.x) % plan.ranks;
     __syncwarp();  // barriers of clusters want whole warps
     cluster_announce_all();
     cluster_wait();
     for (int32_t b = threadIdx.x; b < plan.num_bins; b += blockDim.x) {
       uint32_t of_ranks[kMostBlocks], before = 0, all = 0;
 #pragma unroll
-      for (int r = 0; r < kMostBlocks; ++r)
-        of_ranks[r] = r < static_cast<int>(gridDim.x) ? load_of_rank(&bins.of_block[b], r) : 0;
+      for (int r = 0; r < kMostBlocks; ++r) of_ranks[r] = r < plan.ranks ? load_of_rank(&bins.of_block[b], r) : 0;
 #pragma unroll
       for (int r = 0; r < kMostBlocks; ++r) {
         before += r < rank ? of_ranks[r] : 0;
@@ -209,16 +213,43 @@ __device__ void place_pairs(const SortPlan& plan, const Bins& bins, int64_t adap
   }
 }
 
-// What stands where there is no pair, and where no block of a bin.  It comes first, for it waits for nothing: pairs and bins are
-// written over it.
-__device__ void put_padding(const SortPlan& plan, int64_t list) {
+// All of at most 32 pairs, by the first warp; the others help with what stands where there are none.
+__device__ void sort_few(const SortPlan& plan, int64_t adapter, int64_t list) {
   const SortPairsArgs& a = plan.args;
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  if (a.sorted)
-    for (int64_t i = thread; i < a.capacity; i += threads) a.sorted[list * a.list_stride + i] = a.sentinel;
-  if (a.blocks)
-    for (int64_t i = thread; i < a.num_blocks; i += threads) a.blocks[list * a.blocks_stride + i] = -1;
+  const uint32_t lane = threadIdx.x, count = static_cast<uint32_t>(a.num_pairs);
+  int32_t* const sorted = a.sorted ? a.sorted + list * a.list_stride : nullptr;
+  int32_t* const blocks = a.blocks ? a.blocks + list * a.blocks_stride : nullptr;
+  const int32_t bin = lane < count ? bin_of(plan, lane, adapter, true) : -1;
+  if (sorted)
+    for (int64_t i = threadIdx.x; i < a.capacity; i += blockDim.x) sorted[i] = a.sentinel;
+  if (blocks)
+    for (int64_t i = threadIdx.x; i < a.num_blocks; i += blockDim.x) blocks[i] = -1;
+  __syncthreads();
+  if (lane >= 32) return;
+  const uint32_t same = __match_any_sync(kAllLanes, bin);
+  const uint32_t lower = __popc(same & ((1u << lane) - 1));
+  const bool is_first = bin >= 0 && lower == 0;
+  const uint32_t padded = is_first ? round_up(__popc(same), plan.block_size) : 0;
+  uint32_t begin = 0;  // of the bin
+#pragma unroll 8
+  for (uint32_t other = 0; other < count; ++other) {
+    const int32_t its_bin = __shfl_sync(kAllLanes, bin, other);
+    const uint32_t its_size = __shfl_sync(kAllLanes, padded, other);
+    begin += its_bin < bin ? its_size : 0;
+  }
+  const uint32_t taken = __reduce_add_sync(kAllLanes, padded);
+  if (a.num_padded && lane == 0) a.num_padded[list * a.num_padded_stride] = static_cast<int32_t>(taken);
+  if (lane >= count) return;
+  const auto place = static_cast<int32_t>(begin + lower);
+  if (a.places) a.places[lane] = bin >= 0 ? place : a.dropped_place;
+  if (bin < 0) return;
+  if (sorted) sorted[place] = static_cast<int32_t>(lane);
+  uint32_t choice, rest;
+  if (a.sorted_tokens) a.sorted_tokens[place] = static_cast<int32_t>(plan.top_k(lane, choice));
+  if (blocks && is_first) {
+    const uint32_t end = plan.block_size(begin + padded, rest);
+    for (uint32_t i = plan.block_size(begin, rest); i < end; ++i) blocks[i] = bin;
+  }
 }
 
 // Everything but the pairs, shared out among the blocks.
@@ -226,22 +257,31 @@ __device__ void put_bins(const SortPlan& plan, const Bins& bins, int64_t list, u
   const SortPairsArgs& a = plan.args;
   const auto lanes = static_cast<uint32_t>(plan.bin_lanes);
   const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x, lane = thread % lanes;
-  const bool is_listed = a.sorted && a.sizes.data;
-  if (is_listed || a.blocks) {
+  int32_t* const sorted = a.sorted ? a.sorted + list * a.list_stride : nullptr;
+  uint32_t rest;
+  if (sorted || a.blocks) {
     const auto step = static_cast<int32_t>(gridDim.x * blockDim.x / lanes);
     for (auto b = static_cast<int32_t>(thread / lanes); b < plan.num_listed; b += step) {
-      const uint32_t begin = bins.begins[b], size = bins.sizes[b];
-      if (is_listed)
-        for (uint32_t i = lane; i < size; i += lanes)
-          a.sorted[list * a.list_stride + begin + i] = static_cast<int32_t>(b * a.rows_of_bin + i);
-      uint32_t rest;
+      const uint32_t begin = bins.begins[b], size = bins.sizes[b], padded = round_up(size, plan.block_size);
+      if (sorted) {
+        if (a.sizes.data)
+          for (uint32_t i = lane; i < size; i += lanes) sorted[begin + i] = static_cast<int32_t>(b * a.rows_of_bin + i);
+        for (uint32_t i = size + lane; i < padded; i += lanes) sorted[begin + i] = a.sentinel;
+      }
       if (a.blocks && size) {
         const uint32_t first = plan.block_size(begin, rest);
-        const uint32_t end = plan.block_size(begin + round_up(size, plan.block_size), rest);
+        const uint32_t end = plan.block_size(begin + padded, rest);
         for (uint32_t i = first + lane; i < end; i += lanes) a.blocks[list * a.blocks_stride + i] = b;
       }
     }
   }
+  // Behind the last bin.
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  if (sorted)
+    for (int64_t i = int64_t{taken} + thread; i < a.capacity; i += threads) sorted[i] = a.sentinel;
+  if (a.blocks)
+    for (int64_t i = int64_t{plan.block_size(taken, rest)} + thread; i < a.num_blocks; i += threads)
+      a.blocks[list * a.blocks_stride + i] = -1;
   if (blockIdx.x != 0) return;
   if (a.num_padded && threadIdx.x == 0) a.num_padded[list * a.num_padded_stride] = static_cast<int32_t>(taken);
   for (int32_t b = threadIdx.x; b <= plan.num_listed; b += blockDim.x) {
@@ -275,24 +315,18 @@ __global__ void __launch_bounds__(kMaxThreads) sort_pairs_kernel(const __grid_co
     if (adapter < 0 || adapter >= a.max_adapters || a.adapter_enabled[adapter] == 0)
       return;  // so do all of the cluster
   }
-  const int32_t warp = threadIdx.x / 32;
+  if (plan.pair_warps == 0) return sort_few(plan, adapter, list);
+  const int32_t warp = threadIdx.x / 32, cluster = static_cast<int32_t>(blockIdx.x) / plan.ranks;
   const int64_t num_pairs = a.sizes.data || warp >= plan.pair_warps ? 0 : a.num_pairs;
-  const int64_t begin = (static_cast<int64_t>(blockIdx.x) * plan.pair_warps + warp) * plan.run;
+  const int64_t begin = (static_cast<int64_t>(blockIdx.x) % plan.ranks * plan.pair_warps + warp) * plan.run;
   const auto first = static_cast<uint32_t>(min(begin, num_pairs));
   const auto end = static_cast<uint32_t>(min(begin + plan.run, num_pairs));
 
   int32_t kept[kKept];
-  put_padding(plan, list);
-  if (a.sizes.data) {
+  if (a.sizes.data)
     take_sizes(plan, bins);
-    if (gridDim.x > 1) {  // padding of other blocks is there
-      __syncwarp();
-      cluster_announce_all();
-      cluster_wait();
-    }
-  } else {
+  else
     count_pairs(plan, bins, adapter, first, end, kept);
-  }
   __syncthreads();
   if (threadIdx.x == 0) taken_by_listed = 0;
   const uint32_t all = add_up(
@@ -303,10 +337,10 @@ __global__ void __launch_bounds__(kMaxThreads) sort_pairs_kernel(const __grid_co
         if (b == plan.num_listed) taken_by_listed = before;
       });
   const uint32_t taken = n > plan.num_listed ? taken_by_listed : all;
-  if (!a.sizes.data) place_pairs(plan, bins, adapter, list, first, end, kept);
+  if (!a.sizes.data && warp % plan.clusters == cluster) place_pairs(plan, bins, adapter, list, first, end, kept);
   put_bins(plan, bins, list, taken);
   __syncwarp();
-  if (gridDim.x > 1 && !a.sizes.data) cluster_wait();  // the others have read this block's shared memory
+  if (plan.ranks > 1 && !a.sizes.data) cluster_wait();  // the others have read this block's shared memory
 }
 
 // Whether a cluster of kMostBlocks, each on a multiprocessor of its own, finds room.
@@ -325,6 +359,8 @@ void sort_pairs_cuda(const SortPairsArgs& args, const Launch& launch) {
                 0,
                 0,
                 32,
+                1,
+                1,
                 args.ids.token_stride == args.top_k * args.ids.stride || args.num_tokens <= 1,
                 launch.reporter(args.report_ids),
                 launch.reporter(args.report_map),
@@ -343,29 +379,23 @@ void sort_pairs_cuda(const SortPairsArgs& args, const Launch& launch) {
     blocks = args.num_pairs > kManyPairs && has_room_for_most(launch) ? kMostBlocks : kPortableBlocks;
   const int64_t groups = (args.num_pairs + 31) / 32;  // of 32 pairs
   plan.pair_warps = static_cast<int32_t>(std::clamp<int64_t>((groups + blocks - 1) / blocks, 1, most_warps));
+  plan.ranks = static_cast<int32_t>(blocks);
+  plan.clusters = blocks > 1 ? kClusters : 1;
   const int64_t warps = static_cast<int64_t>(plan.pair_warps) * blocks;
   plan.run = static_cast<int32_t>((groups + warps - 1) / warps * 32);
   const int64_t threads = std::clamp(32 * plan.pair_warps, 256, kMaxThreads);
-  while (plan.bin_lanes > 1 && threads * blocks / plan.bin_lanes < args.num_listed) plan.bin_lanes /= 2;
+  while (plan.bin_lanes > 1 && threads * blocks * plan.clusters / plan.bin_lanes < args.num_listed) plan.bin_lanes /= 2;
+  const bool has_bins = args.offsets || args.wide_offsets || args.offsets_of_128 || args.problems1 || args.problems2;
+  if (blocks == 1 && args.num_pairs <= 32 && !args.sizes.data && !args.keeps_all && !has_bins)
+    plan.pair_warps = 0;  // sort_few
   const auto bytes = static_cast<int>((plan.pair_warps * args.num_bins + bin_words) * 4);
   if (bytes > 48 << 10)
     cuda_check(cudaFuncSetAttribute(sort_pairs_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
                "sort_pairs");
-
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = blocks;
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks, args.adapters.data ? static_cast<uint32_t>(args.num_lists) : 1);
-  config.blockDim = static_cast<uint32_t>(threads);
-  config.dynamicSmemBytes = static_cast<size_t>(bytes);
-  config.stream = stream_of(launch);
-  config.attrs = attributes;
-  config.numAttrs = overlaps_kernels(launch.device) ? (blocks > 1 ? 2 : 1) : 0;
-  cuda_check(cudaLaunchKernelEx(&config, sort_pairs_kernel, plan), "sort_pairs");
+  const dim3 grid(blocks * static_cast<uint32_t>(plan.clusters),
+                  args.adapters.data ? static_cast<uint32_t>(args.num_lists) : 1);
+  launch_clusters(sort_pairs_kernel, grid, dim3(static_cast<uint32_t>(threads)), blocks, static_cast<size_t>(bytes),
+                  launch, "sort_pairs", plan);
 }
 
 }  // namespace pykv

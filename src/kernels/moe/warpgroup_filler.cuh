@@ -71,7 +71,7 @@ class Filler {
             copy_weight(o_, ring_, turn_.stage, unit, tile.row_tile, tile.expert);
         }
         copy_x(unit);
-        turn_.next();
+        turn_.next(S::kStages);
       }
     }
   }
@@ -104,7 +104,7 @@ class Filler {
   const bool first_;
   int early_ = 0;
   uint32_t x_[kEach];  // where rows begin, in chunks
-  Turn<S::kStages> turn_;
+  Turn turn_;
 };
 
 #endif

@@ -80,7 +80,7 @@ class Multiplier {
       wgmma_wait<1>();
       if (unit > 0) free(before);
       before = turn_.stage;
-      turn_.next();
+      turn_.next(S::kStages);
     }
     wgmma_wait<0>();
     wgmma_pin(sum_);
@@ -165,7 +165,7 @@ class Multiplier {
   const int group_, thread_ = threadIdx.x % 128, lane_ = threadIdx.x % 32;
   int32_t* const rows_;
   uint32_t written_ = 0;
-  Turn<S::kStages> turn_;
+  Turn turn_;
   float sum_[S::kHalves][S::kPairs / 2];
 };
 

@@ -3,6 +3,7 @@
 
 #include "cuda/mbarrier.cuh"
 #include "cuda/tensor_map.cuh"
+#include "cuda/turn.cuh"
 #include "moe/expert_gemm.cuh"
 #include "moe/expert_tiles.cuh"
 

@@ -1,8 +1,9 @@
 // Twin of group_quant.cu: some groups of a row at once.  First their numbers, if an activation makes them, then the largest of
-// all, then all scales, then all codes: what one waits for is worked out while others are.
+// all, then all scales, then all codes: what one waits for is worked out while others are.  Codes go past the caches where they
+// are many.
 //
-// Arithmetic and the work of each group bound them.  With AVX-512 32 codes of bf16 take 16 (four bits) to 23 instructions, what finds the largest 2 to 6,
-// and a scale a division, where a Zen 4 begins two a cycle and copies as much in 8 cycles.
+// Arithmetic bounds them: docs/log/quantization.md has cycles of each.  What comes next is asked for while codes are made, some
+// lines with every group: asked for all at once it kept memory idle in between, and groups of 128 took half as long again.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -17,8 +18,13 @@
 namespace pykv::PYKV_ISA {
 namespace {
 
-constexpr int64_t kBlock = 16;  // of four-bit codes
-constexpr int64_t kElementsAtOnce = 4096;
+constexpr int64_t kBlock = 16;                                   // of four-bit codes
+constexpr int64_t kElementsAtOnce = 2048, kAtOnce = 4 * kWidth;  // of these at most, and of groups
+constexpr int64_t kWorthPassing = 64;                            // elements of a group: past the caches
+
+// What is asked for lies so many elements ahead.
+template <class T>
+constexpr int64_t kAhead = 2 * kBytesAhead / sizeof(T);
 
 // Codes of 0 <= y <= 6, as narrow_e2m1_magnitude has them.
 inline Words e2m1_of(Floats y) {
@@ -61,42 +67,61 @@ inline Floats values_of_e2m1(Words codes) {
 #endif
 }
 
-// A product that is rounded before it is added to anything.
-inline Floats rounded_alone(Floats v) {
-#if defined(__aarch64__)
-  asm volatile("" : "+w"(v));
-#elif defined(__AVX512F__)
-  asm volatile("" : "+v"(v));
+// a * b + c, rounded once.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
 #else
-  asm volatile("" : "+x"(v));
+  for (int64_t i = 0; i < kWidth; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
 #endif
-  return v;
+}
+
+using Fours = float __attribute__((vector_size(16)));
+inline Fours plus_square(Fours a, Fours sum) {
+#if defined(__FMA__)
+  return _mm_fmadd_ps(a, a, sum);
+#else
+  for (int64_t i = 0; i < 4; ++i) sum[i] = __builtin_fmaf(a[i], a[i], sum[i]);
+  return sum;
+#endif
 }
 
 // By how much such codes are wrong: the sum of the squares, of every fourth one after another, then of the four.
 template <class T>
 inline float error_of(const T* from, float factor, float unit) {
-  using Fours = float __attribute__((vector_size(16)));
   Fours sums{};
   for (int64_t i = 0; i < kBlock; i += kWidth) {
     const Floats x = abs(load(from + i));
     const Words code = e2m1_of(lesser(x * factor, splat(6.0f)));
-    const Floats d = x - rounded_alone(values_of_e2m1(code) * unit), squares = rounded_alone(d * d);
+    const Floats d = fused(values_of_e2m1(code), splat(-unit), x);
     Fours fours[kWidth / 4];
-    __builtin_memcpy(fours, &squares, sizeof fours);
-    for (const Fours& four : fours) sums += four;
+    __builtin_memcpy(fours, &d, sizeof fours);
+    for (const Fours& four : fours) sums = plus_square(four, sums);
   }
   return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
-// Scales of up to kWidth groups, as stored, and their factors.
+// Scales of up to kWidth groups, as stored, and their factors: not before they are asked for where that takes a division, since
+// tables do without.
 struct Scales {
   uint32_t stored[kWidth];
   float factors[kWidth];
 
+  void find_factors(const ScaleRule& rule, float global) {
+    if (rule.kind == QuantScale::kFloat)
+      store(factors, lesser(1.0f / __builtin_bit_cast(Floats, load_raw<Words>(stored)), splat(__FLT_MAX__)));
+    if (rule.kind != QuantScale::kE4M3) return;
+    const Words code = load_raw<Words>(stored) & 0x7fu;
+    const Floats factor = 1.0f / (widen_e4m3<Floats>(code) * (1.0f / std::fabs(global)));
+    store(factors, code == 0u ? Floats{} : lesser(factor, splat(__FLT_MAX__)));
+  }
   void find(const ScaleRule& rule, const float* most, float given, float target, int64_t groups) {
     if (rule.kind == QuantScale::kE4M3) return find_e4m3(load(most), given, target);
     if (rule.kind == QuantScale::kMx && rule.exponent != ExponentRule::kVllm) return find_mx(rule, load(most));
+    if (rule.kind != QuantScale::kMx) return find_float(rule, load(most), given);
     for (int64_t g = 0; g < groups; ++g) {
       const GroupScale scale = rule(most[g], given, target);
       stored[g] = scale.stored;
@@ -108,6 +133,20 @@ struct Scales {
 
  private:
   // What ScaleRule gives of each.
+  void find_float(const ScaleRule& rule, Floats most, float given) {
+    const Floats within = lesser(most / rule.largest, splat(given)), scale = greater(within, splat(rule.least_scale));
+    const Words bits =
+        __builtin_bit_cast(Words, rule.kind == QuantScale::kFloat ? scale : greater(scale, splat(1e-10f)));
+    if (rule.kind == QuantScale::kFloat) {
+      __builtin_memcpy(stored, &bits, sizeof bits);
+      return;
+    }
+    const Words up = (bits + 0x7fffffu) >> 23, exponent = up > 0u ? (up < 254u ? up : Words{} + 254u) : Words{} + 1u;
+    const Words all = rule.kind == QuantScale::kE8M0 ? exponent : exponent << 23;
+    const Words inverse = exponent < 254u ? (254u - exponent) << 23 : Words{} + 0x400000u;
+    __builtin_memcpy(stored, &all, sizeof all);
+    store(factors, __builtin_bit_cast(Floats, inverse));
+  }
   void find_mx(const ScaleRule& rule, Floats given) {
     const Floats most = lesser(given, splat(__FLT_MAX__));
     Words found = __builtin_bit_cast(Words, most) >> 23;
@@ -125,11 +164,9 @@ struct Scales {
   void find_e4m3(Floats most, float global, float target) {
     const Floats wanted = global * (most * (1.0f / target));
     const Words code = wanted == wanted ? narrow_e4m3<Floats, Words>(abs(wanted)) & 0x7fu : Words{};
-    const Floats factor = 1.0f / (widen_e4m3<Floats>(code) * (1.0f / std::fabs(global)));
     const Words sign = global < 0.0f ? Words{} + 0x80u : Words{};
     const Words all = code == 0u ? Words{} : code | sign;
     __builtin_memcpy(stored, &all, sizeof all);
-    store(factors, code == 0u ? Floats{} : lesser(factor, splat(__FLT_MAX__)));
   }
 };
 
@@ -155,27 +192,24 @@ class BlockTables<T> {
   // Of as many blocks as a vector has lanes, with these scales; false where tables cannot do it.
   bool encode(uint8_t* codes, const T* from, const Scales& scales, const float* inside, int64_t count) const {
     if (!there_ || count != kWidth) return false;
-    if (_mm512_cmp_ps_mask(load(inside), splat(INFINITY), _CMP_LT_OQ) != 0xffff) return false;
-    uint8_t bytes[2 * kWidth] = {};
-    Words stored = load_raw<Words>(scales.stored);
-    stored = mx_ ? stored * 0x101u : stored & 0x7fu;  // of mx a scale is that of two blocks of 16
+    const Words stored = load_raw<Words>(scales.stored) & (mx_ ? 0xffu : 0x7fu);
+    if (!all_below(load(inside), INFINITY) || !stairs_.have(stored)) return false;
+    uint8_t bytes[kWidth];
+    const Bytes some = narrow_to_bytes(stored);
+    __builtin_memcpy(bytes, &some, sizeof some);
     if (mx_) {
-      const __m256i twice = _mm512_maskz_cvtepi32_epi16(0xffff, __builtin_bit_cast(__m512i, stored));
-      __builtin_memcpy(bytes, &twice, sizeof twice);
-    } else {
-      const Bytes some = narrow_to_bytes(stored);
-      __builtin_memcpy(bytes, &some, sizeof some);
+      stairs_.of_powers(codes, from, kWidth / 4, bytes, kAhead<T>);
+      return true;
     }
-    if (!stairs_.have(bytes, 2 * kWidth)) return false;
-    const int fours = mx_ ? kWidth / 2 : kWidth / 4;
-    const T* places[kWidth / 2];
-    for (int i = 0; i < fours; ++i) places[i] = from + i * kNvfp4Four;
-    stairs_(codes, places, fours, bytes, kAhead);
+    constexpr int kFours = kWidth / 4;
+    const T* places[kFours];
+    for (int i = 0; i < kFours; ++i) places[i] = from + i * kNvfp4Four;
+    stairs_(codes, places, kFours, bytes, kAhead<T>);
     return true;
   }
 
  private:
-  static constexpr int64_t kWorthTables = 1 << 16, kAhead = 1024;
+  static constexpr int64_t kWorthTables = 1 << 16;
 
   bool mx_;
   Nvfp4Stairs<T> stairs_;
@@ -193,9 +227,12 @@ class Groups {
         report_(report),
         nibbles_(args.codes == QuantCode::kE2M1),
         real_(args.width / args.group_size),
-        at_once_(std::clamp<int64_t>(kElementsAtOnce / args.group_size, 1, kWidth)),
+        at_once_(std::clamp<int64_t>(kElementsAtOnce / args.group_size, 1, kAtOnce)),
         given_(args.given),
-        tiles_(args.codes == QuantCode::kE4M3 ? args.rows * args.width : 0) {
+        tiles_(args.codes == QuantCode::kE4M3 ? args.rows * args.width : 0),
+        // Small groups and codes of four bits are bound by arithmetic, and quicker through the caches.
+        writer_(!nibbles_ && args.rows * args.width > kWorthStreaming && args.group_size >= kWorthPassing &&
+                args.group_size <= kElementsAtOnce) {
     if (args.source != RowSource::kElements) values_.resize(at_once_ * args.group_size * sizeof(T) / sizeof(Line) + 2);
   }
 
@@ -221,6 +258,7 @@ class Groups {
     return static_cast<uint8_t*>(args_.out) + args_.out_rows.offset(row) + group * group_bytes();
   }
 
+  // Up to kAtOnce groups, as many at a time as a vector has lanes, in steps: what one waits for is worked out while others are.
   void encode(int64_t row, int64_t group, int64_t count) {
     const int64_t n = args_.group_size;
     if (!args_.is_valid(row)) {
@@ -230,27 +268,54 @@ class Groups {
     }
     const ScaleRow at = args_.scale_row_of(row, report_);
     if (!at.there) return;
+    ask_for_scales(at.row, group, count);
     const T* const from = values(row, group * n, count * n);
-    float most[kWidth], inside[kWidth];
-    find_largest(most, inside, from, n, count);
     const float given = args_.globals ? args_.globals[at.expert] : given_;
-    Scales scales;
-    scales.find(args_.rule, most, given, 6.0f, count);
-    if (args_.four_over_six) choose(scales, from, most, given, count);
+    float most[kAtOnce], inside[kAtOnce];
+    Scales scales[kAtOnce / kWidth];
+    const auto each = [&](auto&& step) {
+      for (int64_t g = 0; g < count; g += kWidth) step(scales[g / kWidth], g, std::min<int64_t>(kWidth, count - g));
+    };
+    each([&](Scales&, int64_t g, int64_t some) { find_largest(most + g, inside + g, from + g * n, n, some); });
+    each([&](Scales& s, int64_t g, int64_t some) { s.find(args_.rule, most + g, given, 6.0f, some); });
+    if (args_.four_over_six)
+      each([&](Scales& s, int64_t g, int64_t some) { choose(s, from + g * n, most + g, given, some); });
     uint8_t* const codes = codes_at(row, group);
-    const bool done = nibbles_ ? tables_[args_.globals ? at.expert : 0].encode(codes, from, scales, inside, count)
-                               : encode_pairs(codes, from, n, scales.stored, inside, count);
-    for (int64_t g = 0; g < count && !done; ++g) {
+    uint8_t* const to = writer_.streamed() ? codes_.bytes : codes;
+    each([&](Scales& s, int64_t g, int64_t some) {
+      encode_some(to + g * group_bytes(), from + g * n, s, inside + g, some, at.expert, given);
+    });
+    if (to != codes) writer_.put(codes, to, count * group_bytes());
+    each([&](Scales& s, int64_t g, int64_t some) { store_scales(at.row, group + g, some, s.stored); });
+    fill_behind(row, at, group, count);
+  }
+
+  // Those in tiles lie in as many lines as there are fours, which a store would wait for one after the other.
+  void ask_for_scales(int64_t row, int64_t group, int64_t count) const {
+    if (!args_.tile_bits) return;
+    const uint8_t* at =
+        static_cast<const uint8_t*>(args_.scales) + swizzled_place(row, group, args_.tiles, args_.tile_bits);
+    for (int64_t g = 0; g < count; g += 4, at += 4 << args_.tile_bits) __builtin_prefetch(at, 1);
+  }
+
+  // Codes of up to kWidth groups.
+  void encode_some(uint8_t* codes, const T* from, Scales& scales, const float* inside, int64_t count, int expert,
+                   float given) const {
+    const int64_t n = args_.group_size;
+    if (nibbles_ ? tables_[args_.globals ? expert : 0].encode(codes, from, scales, inside, count)
+                 : encode_together(codes, from, n, scales.stored, inside, count))
+      return;
+    scales.find_factors(args_.rule, given);
+    for (int64_t g = 0; g < count; ++g) {
       const T* x = from + g * n;
       uint8_t* to = codes + g * group_bytes();
+      prefetch_bytes(x + kAhead<T>, n * static_cast<int64_t>(sizeof(T)));
       if (nibbles_) {
         for (int64_t i = 0; i < n; i += kBlock) store_nibbles(to + i / 2, x + i, scales.factors[g]);
       } else {
         encode_bytes(to, x, n, {scales.stored[g], scales.factors[g]}, inside[g]);
       }
     }
-    store_scales(at.row, group, count, scales.stored);
-    fill_behind(row, at, group, count);
   }
 
   // Bytes in tiles by fours, and bytes side by side, at once.
@@ -259,11 +324,11 @@ class Groups {
     uint8_t* const scales = static_cast<uint8_t*>(args_.scales);
     int64_t g = 0;
     if (bytes && args_.tile_bits && group % 4 == 0) {
-      for (; g + 4 <= count; g += 4) {
-        const uint8_t four[] = {static_cast<uint8_t>(stored[g]), static_cast<uint8_t>(stored[g + 1]),
-                                static_cast<uint8_t>(stored[g + 2]), static_cast<uint8_t>(stored[g + 3])};
-        __builtin_memcpy(scales + swizzled_place(row, group + g, args_.tiles, args_.tile_bits), four, sizeof four);
-      }
+      uint8_t* to = scales + swizzled_place(row, group, args_.tiles, args_.tile_bits);
+      uint8_t some[kWidth];
+      const Bytes all = narrow_to_bytes(load_raw<Words>(stored) & 0xffu);
+      __builtin_memcpy(some, &all, sizeof all);
+      for (; g + 4 <= count; g += 4, to += 4 << args_.tile_bits) __builtin_memcpy(to, some + g, 4);
     } else if (bytes && count == kWidth && args_.scale_group == 1 && !args_.tile_bits) {
       const Bytes all = narrow_to_bytes(load_raw<Words>(stored) & 0xffu);
       __builtin_memcpy(scales + args_.scale_rows.offset(row) + group, &all, sizeof all);
@@ -272,16 +337,29 @@ class Groups {
     for (; g < count; ++g) args_.store_scale(row, group + g, stored[g]);
   }
 
-  // mxfp8 of bf16 by tables, for all blocks at once.
-  bool encode_pairs(uint8_t* to, const T* x, int64_t n, const uint32_t* stored, const float* inside,
-                    int64_t count) const {
-    if (n != kPair || args_.rule.kind != QuantScale::kMx || args_.codes != QuantCode::kE4M3) return false;
-    bool finite = true;
-    for (int64_t g = 0; g < count; ++g) finite &= inside[g] < INFINITY;
-    return finite && tiles_.divide_pairs_by_powers(reinterpret_cast<e4m3*>(to), x, count, stored);
+  // E4M3 of bf16 by tables, for all groups at once.
+  bool encode_together(uint8_t* to, const T* x, int64_t n, const uint32_t* stored, const float* inside,
+                       int64_t count) const {
+    if (args_.codes != QuantCode::kE4M3) return false;
+    auto* const e4m3s = reinterpret_cast<e4m3*>(to);
+    const QuantScale kind = args_.rule.kind;
+    if (kind != QuantScale::kMx && given_ < INFINITY) return false;  // codes may be too large
+    if (kind == QuantScale::kFloat) {
+      bool regular = args_.rule.largest == 448.0f;  // scales that follow from the largest magnitude alone
+      for (int64_t g = 0; g < count; ++g) regular &= inside[g] > 449.0f * args_.rule.least_scale;
+      return regular && tiles_.template divide_tiles<false>(e4m3s, x, n, count, inside, kAhead<T>);
+    }
+    if (!all_below(load(inside), INFINITY)) return false;
+    if (kind != QuantScale::kMx) {
+      float powers[kWidth];
+      const Words bits = load_raw<Words>(stored) << (kind == QuantScale::kE8M0 ? 23 : 0);
+      __builtin_memcpy(powers, &bits, sizeof bits);
+      return tiles_.template divide_tiles<true>(e4m3s, x, n, count, powers, kAhead<T>);
+    }
+    return n == kPair && tiles_.divide_pairs_by_powers(e4m3s, x, count, stored, kAhead<T>);
   }
 
-  // E4M3 of bf16 by tables, where the scale is a power of two: those of all scales are more than a first-level cache holds.
+  // E4M3 of bf16 by tables, where the scale is a power of two.
   void encode_bytes(uint8_t* to, const T* x, int64_t n, GroupScale scale, float inside) const {
     if (args_.codes == QuantCode::kE4M3 && inside < INFINITY && args_.rule.kind != QuantScale::kFloat &&
         tiles_.divide_by_power_of_two(reinterpret_cast<e4m3*>(to), x, n, 1.0f / scale.factor))
@@ -301,13 +379,14 @@ class Groups {
     const float inverse = 1.0f / std::fabs(given);
     Scales others;
     others.find(args_.rule, most, given, 4.0f, count);
+    others.find_factors(args_.rule, given);
+    scales.find_factors(args_.rule, given);
     for (int64_t g = 0; g < count; ++g) {
       const T* const x = from + g * kBlock;
       const bool closer = error_of(x, others.factors[g], others.unit(g, inverse)) <
                           error_of(x, scales.factors[g], scales.unit(g, inverse));
       // Without a branch, which would be taken as often as not.
       scales.stored[g] = closer ? others.stored[g] : scales.stored[g];
-      scales.factors[g] = closer ? others.factors[g] : scales.factors[g];
     }
   }
 
@@ -360,7 +439,11 @@ class Groups {
   const int64_t real_, at_once_;
   const float given_;
   const TileEncoder<T, TimesInverse, 448> tiles_;
+  LineWriter writer_;
   std::vector<Line> values_;
+  struct alignas(kLine) {
+    uint8_t bytes[kElementsAtOnce];
+  } codes_;  // on their way past the caches
 };
 
 }  // namespace

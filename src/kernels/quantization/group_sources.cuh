@@ -120,19 +120,27 @@ inline constexpr int kLanePacks = kLaneElements / kPackSize<T>;
 // By how much the codes are wrong: the sum of the squares, of every fourth one after another, then of the four.
 template <class T>
 __device__ float error_of(const Pack<T> (&y)[kLanePacks<T>], uint2 codes, float unit) {
-  uint32_t values[2][4];
-  e2m1x8_to_halves(codes.x, values[0]);
-  e2m1x8_to_halves(codes.y, values[1]);
+  constexpr uint32_t kMagnitude = sizeof(T) == 4 ? 0x7fffffffu : 0x7fff7fffu;
+  uint32_t words[4 * sizeof(T)];
+  __builtin_memcpy(words, y, sizeof words);
   float sums[4] = {};
 #pragma unroll
-  for (int k = 0; k < kLanePacks<T>; ++k) {
-    const auto x = to_floats(y[k]);
+  for (int four = 0; four < 4; ++four) {
+    const uint32_t some = (four < 2 ? codes.x : codes.y) >> (four % 2 * 16) & 0x7777u;
+    const uint32_t bytes = __byte_perm(0x3e3c3800u, 0x46444240u, some);  // the higher ones of halves
 #pragma unroll
-    for (int i = 0; i < kPackSize<T>; ++i) {
-      const int e = k * kPackSize<T> + i;
-      const float2 pair = word_to_floats<half>(values[e / 8][e % 8 / 2]);
-      const float d = __fsub_rn(x[i], __fmul_rn(e % 2 ? pair.y : pair.x, unit));
-      sums[e % 4] = __fadd_rn(sums[e % 4], __fmul_rn(d, d));
+    for (int i = 0; i < 4; i += 2) {
+      const float2 value = word_to_floats<half>(__byte_perm(bytes, 0, i == 0 ? 0x1404 : 0x3424));
+      const int e = 4 * four + i;
+      float2 x;
+      if constexpr (sizeof(T) == 4) {
+        x = {__uint_as_float(words[e] & kMagnitude), __uint_as_float(words[e + 1] & kMagnitude)};
+      } else {
+        x = word_to_floats<T>(words[e / 2] & kMagnitude);
+      }
+      const float d = __fmaf_rn(-value.x, unit, x.x), next = __fmaf_rn(-value.y, unit, x.y);
+      sums[i] = __fmaf_rn(d, d, sums[i]);
+      sums[i + 1] = __fmaf_rn(next, next, sums[i + 1]);
     }
   }
   return __fadd_rn(__fadd_rn(sums[0], sums[2]), __fadd_rn(sums[1], sums[3]));

@@ -1,5 +1,5 @@
-// Twin of static_quant.cu: pieces of rows.  One scale goes by tables and is bound by memory; scales of blocks of bf16 take 26
-// instructions for 32 elements, which a Zen 4 begins in 13 cycles: a copy takes 8.
+// Twin of static_quant.cu: pieces of rows.  One scale goes by tables and is bound by memory; scales of blocks have tables of their
+// normal codes, made once for all rows of a block.
 #include <algorithm>
 #include <atomic>
 #include <vector>
@@ -14,12 +14,13 @@ namespace {
 
 constexpr int64_t kPiece = 4096;  // elements of a row
 
-// body(writer, row, first column, count) for pieces of all rows, on several threads.
+// body(writer, row, first column, count) for pieces of all rows, on several threads, which have a body each.
 template <class Body>
-void each_piece(const StaticQuantArgs& args, bool streamed, const Body& body) {
+void each_piece(const StaticQuantArgs& args, bool streamed, const Body& given) {
   const int64_t pieces = (args.width + kPiece - 1) / kPiece, grain = std::max<int64_t>(1, 4 * kPiece / args.width);
   parallel_for(args.rows * pieces, grain, [&](int64_t begin, int64_t end) {
     LineWriter writer(streamed);
+    Body body = given;
     for (int64_t k = begin; k < end; ++k) {
       const int64_t first = k % pieces * kPiece;
       body(writer, k / pieces, first, std::min(kPiece, args.width - first));
@@ -88,45 +89,84 @@ template <class T, class Code>
   });
 }
 
+// What is known of a row of scales, for all rows that have it.
+template <class T>
+class RowOfScales {
+ public:
+  RowOfScales(const StaticQuantArgs& args) : args_(args) {}
+
+  void take(int64_t row) {
+    if (row == row_) return;
+    row_ = row;
+    const int64_t groups = (args_.width + args_.group_columns - 1) / args_.group_columns;
+    factors_.clear();
+    for (int64_t g = 0; g < groups; ++g)
+      factors_.push_back(1.0f / args_.scales[row * args_.scale_row + g * args_.scale_column]);
+#if defined(__AVX512BW__)
+    tables_.clear();
+    if (kTables && args_.codes == QuantCode::kE4M3 && args_.group_rows >= kWorthTables)
+      for (float factor : factors_) tables_.emplace_back(factor);
+#endif
+  }
+  float factor(int64_t group) const { return factors_[group]; }
+
+  void encode(uint8_t* to, const T* from, int64_t n, int64_t group) const {
+#if defined(__AVX512BW__)
+    if constexpr (kTables) {
+      const float factor = factors_[group];
+      if (args_.codes == QuantCode::kE4M3 && factor > 0.0f && factor <= __FLT_MAX__) {
+        int64_t i = 0;
+        for (; !tables_.empty() && i + 2 * kPair <= n; i += 2 * kPair)
+          if (!tables_[group](to + i, from + i)) multiply_to_e4m3<false>(to + i, from + i, 2 * kPair, factor);
+        return multiply_to_e4m3<false>(to + i, from + i, n - i, factor);
+      }
+    }
+#endif
+    codes_times(args_.codes, to, from, n, factors_[group], false);
+  }
+
+ private:
+  const StaticQuantArgs& args_;
+  int64_t row_ = -1;
+  std::vector<float> factors_;
+#if defined(__AVX512BW__)
+  static constexpr bool kTables = std::is_same_v<T, bf16>;
+  static constexpr int64_t kWorthTables = 8;  // rows
+  std::vector<NormalE4M3> tables_;
+#endif
+};
+
 // A scale for each rectangle: of wide ones by stretches of a row, else by a row of factors.
 template <class T>
 void run_groups(const StaticQuantArgs& args) {
   constexpr int64_t kWide = 64;
   const bool streamed = args.rows * args.width > kWorthStreaming;
-  each_piece(args, streamed, [&](LineWriter& writer, int64_t row, int64_t first, int64_t n) {
-    const float* scales = args.scales + row / args.group_rows * args.scale_row;
-    const T* from = input_at<T>(args, row, first);
-    uint8_t to[kPiece];
-    float factors[kPiece];
-    const auto encode = [&](uint8_t* codes, const T* x, int64_t count, float factor) {
-#if defined(__AVX512BW__)
-      if constexpr (std::is_same_v<T, bf16>)
-        if (args.codes == QuantCode::kE4M3 && factor > 0.0f && factor <= __FLT_MAX__)
-          return multiply_to_e4m3<false>(codes, x, count, factor);
-#endif
-      codes_times(args.codes, codes, x, count, factor, false);
-    };
-    int64_t group = first / args.group_columns, end = (group + 1) * args.group_columns - first;
-    for (int64_t c = 0; c < n; ++group, end += args.group_columns) {
-      const int64_t last = std::min(n, end);
-      const float factor = 1.0f / scales[group * args.scale_column];
-      if (args.group_columns >= kWide) {
-        prefetch_bytes(from + c + kBytesAhead / static_cast<int64_t>(sizeof(T)),
-                       (last - c) * static_cast<int64_t>(sizeof(T)));
-        encode(to + c, from + c, last - c, factor);
-        c = last;
-      }
-      for (; c < last; ++c) factors[c] = factor;
-    }
-    if (args.group_columns < kWide) {
-      if (args.codes == QuantCode::kE4M3) {
-        multiply_each<T, e4m3>(to, from, factors, n);
-      } else {
-        multiply_each<T, e5m2>(to, from, factors, n);
-      }
-    }
-    writer.put(output_at(args, row, first), to, n);
-  });
+  each_piece(args, streamed,
+             [&args, scales = RowOfScales<T>(args)](LineWriter& writer, int64_t row, int64_t first, int64_t n) mutable {
+               scales.take(row / args.group_rows);
+               const T* from = input_at<T>(args, row, first);
+               alignas(64) uint8_t to[kPiece];
+               float factors[kPiece];
+               int64_t group = first / args.group_columns, end = (group + 1) * args.group_columns - first;
+               for (int64_t c = 0; c < n; ++group, end += args.group_columns) {
+                 const int64_t last = std::min(n, end);
+                 if (args.group_columns >= kWide) {
+                   prefetch_bytes(from + c + 2 * kBytesAhead / static_cast<int64_t>(sizeof(T)),
+                                  (last - c) * static_cast<int64_t>(sizeof(T)));
+                   scales.encode(to + c, from + c, last - c, group);
+                   c = last;
+                 }
+                 for (; c < last; ++c) factors[c] = scales.factor(group);
+               }
+               if (args.group_columns < kWide) {
+                 if (args.codes == QuantCode::kE4M3) {
+                   multiply_each<T, e4m3>(to, from, factors, n);
+                 } else {
+                   multiply_each<T, e5m2>(to, from, factors, n);
+                 }
+               }
+               writer.put(output_at(args, row, first), to, n);
+             });
 }
 
 }  // namespace

@@ -129,10 +129,29 @@ PYKV_HOST_DEVICE static inline FourWords philox(FourWords counter, uint32_t key0
   return counter;
 }
 
+// A word as a number in (0, 1).
+PYKV_HOST_DEVICE static inline float uniform_of(uint32_t word) {
+  const float u = (static_cast<float>(word) + 0.5f) * 0x1p-32f;
+  return u < 0x1.fffffep-1f ? u : 0x1.fffffep-1f;
+}
+
+// An exponentially distributed number, not below uniform_of(word).
+PYKV_HOST_DEVICE static inline float exponential_of(uint32_t word) {
+  const float u = uniform_of(word), rest = 1.0f - u;
+  return rest == 1.0f ? u : -log_of(rest) * (u / (1.0f - rest));  // -ln(1 - u), exact near 0
+}
+
 namespace {
 
-// The stream of a request's step: a word for each token, whatever else is in the batch.
+// The stream of a request's step: each token has an exponentially distributed number, whatever else is in the batch.  -ln of it is
+// of Gumbel's distribution: the token with the largest sum of its logit and that is drawn by softmax.
+//
+// The least of the numbers of a group of 16 tokens is exponentially distributed with a 16th of the mean; any token of the group has it
+// with the same probability, and what the others have beyond it is exponentially distributed as well.  So one number bounds 16
+// tokens, and where none of them can win, no more are worked out.
 struct TokenNoise {
+  static constexpr uint32_t kGroup = 16;
+
   uint32_t key0, key1, step0, step1;
 
   PYKV_HOST_DEVICE static TokenNoise of(int64_t seed, int64_t step) {
@@ -140,36 +159,38 @@ struct TokenNoise {
     const auto high = [](int64_t x) { return static_cast<uint32_t>(static_cast<uint64_t>(x) >> 32); };
     return {low(seed), high(seed), low(step), high(step)};
   }
-  // Those of tokens 4 * group to 4 * group + 3.
-  PYKV_HOST_DEVICE FourWords group(uint32_t group) const { return philox({{group, 0, step0, step1}}, key0, key1); }
-  PYKV_HOST_DEVICE uint32_t word(uint32_t token) const {
-    const FourWords words = group(token / 4);
+  // Of tokens kGroup * group and those behind it: the first word is the least number's, the first bits of the second one are the
+  // place of the token that has it.
+  PYKV_HOST_DEVICE FourWords least_of_group(uint32_t group) const {
+    return philox({{group, kCounterOfGroups, step0, step1}}, key0, key1);
+  }
+  PYKV_HOST_DEVICE static float least_number(uint32_t first_word) {
+    return exponential_of(first_word) * (1.0f / kGroup);
+  }
+  PYKV_HOST_DEVICE float operator()(uint32_t token) const {
+    const FourWords least = least_of_group(token / kGroup);
+    float number = least_number(least.w[0]);
+    if (token % kGroup != place_of_least(least.w[1])) number += exponential_of(own_word(token));
+    return -log_of(number);
+  }
+
+  static constexpr uint32_t kCounterOfGroups = 2;
+  PYKV_HOST_DEVICE static uint32_t place_of_least(uint32_t second_word) { return second_word >> 28; }
+
+ private:
+  PYKV_HOST_DEVICE uint32_t own_word(uint32_t token) const {
+    const FourWords words = philox({{token / 4, 0, step0, step1}}, key0, key1);
     return token % 4 < 2 ? (token % 4 == 0 ? words.w[0] : words.w[1]) : (token % 4 == 2 ? words.w[2] : words.w[3]);
   }
 };
 
 }  // namespace
 
-// A word as a number in (0, 1).
-PYKV_HOST_DEVICE static inline float uniform_of(uint32_t word) {
-  const float u = (static_cast<float>(word) + 0.5f) * 0x1p-32f;
-  return u < 0x1.fffffep-1f ? u : 0x1.fffffep-1f;
-}
-
-// -ln of an exponentially distributed number, which is one of Gumbel's distribution: the token with the largest sum of its
-// logit and this is drawn by softmax.
-PYKV_HOST_DEVICE static inline float gumbel_of(uint32_t word) {
-  const float u = uniform_of(word), rest = 1.0f - u;
-  const float exponential = rest == 1.0f ? u : -log_of(rest) * (u / (1.0f - rest));  // -ln(1 - u), exact near 0
-  return -log_of(exponential);
-}
-
 // What is compared: as an Entry, with the token.  -infinity is never drawn; NaN comes first, and is told from the result.
-PYKV_HOST_DEVICE static inline Entry drawn_entry(float logit, float inverse_temperature, uint32_t word,
-                                                 uint32_t token) {
+PYKV_HOST_DEVICE static inline Entry drawn_entry(float logit, float inverse_temperature, float noise, uint32_t token) {
   if (logit == -__builtin_inff()) return 0;
   if (logit != logit) return entry_of(kKeyOfNan, token);
-  return entry_of(key_of_logit(fused(logit, inverse_temperature, gumbel_of(word))), token);
+  return entry_of(key_of_logit(fused(logit, inverse_temperature, noise)), token);
 }
 
 }  // namespace pykv

@@ -51,6 +51,18 @@ class Candidates {
     for (; i < n; ++i) offer(to_float(row[first + i]), first + i);
   }
 
+  static bool any_not_below(Floats x, float bound) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask(x, splat(bound), _CMP_NLT_UQ) != 0;
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps(_mm256_cmp_ps(x, splat(bound), _CMP_NLT_UQ)) != 0;
+#else
+    bool any = false;
+    for (int i = 0; i < kWidth; ++i) any |= !(x[i] < bound);
+    return any;
+#endif
+  }
+
   int64_t count() const { return count_; }
 
   // The first k in order, or all where there were fewer.
@@ -67,18 +79,6 @@ class Candidates {
   }
 
  private:
-  static bool any_not_below(Floats x, float bound) {
-#if defined(__AVX512F__)
-    return _mm512_cmp_ps_mask(x, splat(bound), _CMP_NLT_UQ) != 0;
-#elif defined(__AVX2__)
-    return _mm256_movemask_ps(_mm256_cmp_ps(x, splat(bound), _CMP_NLT_UQ)) != 0;
-#else
-    bool any = false;
-    for (int i = 0; i < kWidth; ++i) any |= !(x[i] < bound);
-    return any;
-#endif
-  }
-
   void offer(float x, int64_t index) {
     if (x < bound_) return;
     entries_[count_++] = entry_of(key_of_logit(x), static_cast<uint32_t>(index));

@@ -4,8 +4,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "cuda/ahead.cuh"
-#include "cuda/dependent.cuh"
+#include "cuda/dependent_shared.cuh"
 #include "cuda/large_clusters.cuh"
 #include "cuda/vec.cuh"
 #include "sampling/row_exchange.cuh"
@@ -25,9 +24,9 @@ struct RowSlice {
 
   __device__ RowSlice(const T* row_, int size, int rank, int blocks) : row(row_) {
     const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kSize);
-    // Borders between blocks are borders between vectors.
+    // Borders between blocks are borders between four vectors.
     const int vectors = (size + shift + kSize - 1) / kSize;
-    const int each = (vectors + blocks - 1) / blocks;
+    const int each = ((vectors + blocks - 1) / blocks + 3) & ~3;
     first_vector = rank * each * kSize - shift;
     begin = max(first_vector, 0);
     end = max(begin, min(static_cast<int>(min(int64_t{rank + 1} * each * kSize - shift, int64_t{size})), size));
@@ -37,16 +36,6 @@ struct RowSlice {
   __device__ void prefetch_first() const {
     const int at = first_vector + static_cast<int>(threadIdx.x) * kSize;
     if (at < end) prefetch(row + max(at, 0));
-  }
-
-  // Of a pass that takes `size` columns at once and has few loads under way: what lies up to kAhead times as far comes into the L2,
-  // by one thread.  Sampling from 64 rows of 128256 floats takes 27.6 us with it on an H200, 31.2 without; passes that read several
-  // vectors at once are slower with it.
-  __device__ void bring_ahead(int column, int size, bool is_first) const {
-    constexpr int kAhead = 5;
-    if (threadIdx.x != 0) return;
-    const int from = (is_first ? 1 : kAhead) * size, count = (min(end - column, (kAhead + 1) * size) - from) / kSize;
-    if (count > 0) prefetch_row(row + column + from, static_cast<uint32_t>(count) * sizeof(Pack<T>));
   }
 
   // The vector that begins with column `at`; what lies outside is -infinity.
@@ -110,19 +99,8 @@ void launch_rows(int64_t rows, int blocks, int threads, int shared_bytes, const 
     cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), op);
     if (launch.device < kDevices) allowed[launch.device].store(shared_bytes, std::memory_order_relaxed);
   }
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>(rows * blocks);
-  config.blockDim = threads;
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream_of(launch);
-  config.attrs = attributes;
-  config.numAttrs = overlaps_kernels(launch.device) ? (blocks > 1 ? 2 : 1) : 0;
-  cuda_check(cudaLaunchKernelEx(&config, kKernel, parameters...), op);
+  launch_clusters(kKernel, dim3(static_cast<unsigned>(rows * blocks)), dim3(static_cast<unsigned>(threads)),
+                  static_cast<unsigned>(blocks), static_cast<size_t>(shared_bytes), launch, op, parameters...);
 }
 
 }  // namespace pykv

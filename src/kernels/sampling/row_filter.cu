@@ -49,7 +49,8 @@ __global__ __launch_bounds__(kSelectThreads,
   team.wait_for_blocks();
   const uint32_t key = static_cast<uint32_t>(team.reduce(key_of_logit(own_largest), Larger()));
   const float largest = logit_of_key(key);
-  const bool has_nan = key == kKeyOfNan, is_empty = !has_nan && !(largest > (kProbabilities ? 0.0f : -INFINITY));
+  const bool has_nan = key == kKeyOfNan || (kProbabilities && largest == INFINITY);  // whose share would be
+  const bool is_empty = !has_nan && !(largest > (kProbabilities ? 0.0f : -INFINITY));
   const bool is_bad = has_nan || is_empty;
   if (is_bad && team.rank() == 0 && thread == 0) row_reporter(row, has_nan ? kRowHasNan : kRowIsEmpty);
 

@@ -14,7 +14,8 @@ class RowFilter {
     row_.load_from(args.dtype, args.input, row * args.input_stride);
     row_.find_largest();
     const FilterRow r = filter_row(args, row);
-    const bool has_nan = row_.has_nan;
+    const bool has_nan =
+        row_.has_nan || (args.of_probabilities && row_.largest == __builtin_inff());  // whose share would be
     const bool is_empty = !(row_.largest > (args.of_probabilities ? 0.0f : -__builtin_inff()));
     if (has_nan || is_empty) launch.reporter(args.report)(row, has_nan ? kRowHasNan : kRowIsEmpty);
     const float nan = float_of(0x7fc00000u);

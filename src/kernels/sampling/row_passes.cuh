@@ -6,34 +6,20 @@
 
 namespace pykv {
 
-// body(column of the first, the vector's logits), for the vectors of this thread; all threads of a warp come together.
-template <int kVectors, class T, class Body>
+// body(column of the first, the vector's logits), for the vectors of this thread; all threads of a warp come together.  A pass that
+// goes backwards begins with what the one before it has left in the L2.
+template <int kVectors, bool kBackwards = false, class T, class Body>
 __device__ void each_vector(const RowSlice<T>& slice, Body body) {
-  constexpr int kSize = kPackSize<T>;
-  const int step = kSelectThreads * kSize;
-  for (int group = slice.first_vector; group < slice.end; group += kVectors * step) {
+  constexpr int kSize = kPackSize<T>, kStep = kSelectThreads * kSize, kGroup = kVectors * kStep;
+  const int groups = (slice.end - slice.first_vector + kGroup - 1) / kGroup;
+  for (int i = 0; i < groups; ++i) {
     Pack<T> raw[kVectors];
-    const int first = group + static_cast<int>(threadIdx.x) * kSize;
+    const int first =
+        slice.first_vector + (kBackwards ? groups - 1 - i : i) * kGroup + static_cast<int>(threadIdx.x) * kSize;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(first + v * step);
+    for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(first + v * kStep);
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) body(first + v * step, to_floats(raw[v]));
-  }
-}
-
-// body(column of the first, the vector), for the vectors of this thread, each asked for while the one before is worked on.
-template <class T, class Body>
-__device__ void each_vector_ahead(const RowSlice<T>& slice, Body body) {
-  constexpr int kSize = kPackSize<T>;
-  const int step = kSelectThreads * kSize;
-  Pack<T> next{};
-#pragma unroll 1
-  for (int group = slice.first_vector - step; group < slice.end; group += step) {
-    const int at = group + static_cast<int>(threadIdx.x) * kSize;
-    const Pack<T> raw = next;
-    slice.bring_ahead(group + step, step, group < slice.first_vector);
-    next = slice.load(at + step);
-    if (group >= slice.first_vector) body(at, raw);
+    for (int v = 0; v < kVectors; ++v) body(first + v * kStep, to_floats(raw[v]));
   }
 }
 
@@ -72,6 +58,51 @@ __device__ float largest_of(const Pack<T>& x) {
   }
 }
 
+// body(first column, the largest logit) for runs of 16 columns, of which each lane of a warp gets one of 32; all lanes come together,
+// and each warp comes, if to runs outside the row, where the largest is -infinity.  largest(column of the first, the vector).
+template <int kVectors, class T, class Largest, class Body>
+__device__ void each_run(const RowSlice<T>& slice, Largest largest, Body body) {
+  constexpr int kSize = kPackSize<T>, kRun = 16, kParts = kRun / kSize, kRunsOfWarp = 32;
+  static_assert(kVectors % kParts == 0 && (kParts == 2 || kParts == 4));
+  constexpr int kStep = kVectors * 32 * kSize;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  int first = slice.first_vector + warp * kStep;
+  Pack<T> raw[kVectors];
+  const auto load = [&] {
+    const bool is_inside = first >= slice.begin && first + kStep <= slice.end;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int column = first + (v * 32 + lane) * kSize;
+      raw[v] = is_inside ? load_vec_in_order<Pack<T>>(slice.row + column) : slice.load(column);
+    }
+  };
+  load();
+#pragma unroll 1
+  do {
+    float x[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) x[v] = largest(first + (v * 32 + lane) * kSize, raw[v]);
+    const int here = first;
+    first += kSelectWarps * kStep;
+    load();  // while these are worked on
+#pragma unroll
+    for (int v = 0; v < kVectors; v += kParts) {
+      // A run lies in neighbouring lanes, of which each collects that of another vector.
+#pragma unroll
+      for (int distance = kParts / 2; distance > 0; distance /= 2) {
+        const bool upper = (lane & distance) != 0;
+#pragma unroll
+        for (int i = v; i < v + distance; ++i) {
+          const float other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + distance], distance);
+          x[i] = larger_or_nan(upper ? x[i + distance] : x[i], other);
+        }
+      }
+      const int run = lane % kParts * (kRunsOfWarp / kParts) + lane / kParts;
+      body(here + v * 32 * kSize + run * kRun, x[v]);
+    }
+  } while (first < slice.end);
+}
+
 // Whether entries of a row without NaN come before another one, or are it.
 struct EntryBound {
   float logit;
@@ -96,7 +127,7 @@ __device__ Mass sum_of_shares(const RowSlice<T>& slice, Entry floor, Share share
   constexpr int kSize = kPackSize<T>;
   const EntryBound bound(floor);
   Mass sum = 0;
-  each_vector<kVectors>(slice, [&](int first, Vec<float, kSize> x) {
+  each_vector<kVectors, true>(slice, [&](int first, Vec<float, kSize> x) {
     if (floor != 0)
 #pragma unroll
       for (int i = 0; i < kSize; ++i)

@@ -8,8 +8,8 @@
 //     has the share already, all that is kept comes before the token, and one of that is drawn
 //   the rest: a pass for the largest, two for each of top_k and top_p (reach_target.cuh), and one that draws
 //
-// Passes after the first read from the second-level cache.  In the pass that draws, a token's noise is worked out only if its
-// random number is small enough for it to win; the numbers themselves are most of the work.
+// Passes after the first read from the second-level cache.  The pass that draws looks at 16 tokens together: only where the most
+// noise that one of them has might let the largest logit win, the noise of each is worked out.
 #pragma once
 
 #include "cuda/approximate.cuh"
@@ -148,7 +148,7 @@ class RowSampler {
       if (own == -INFINITY) continue;
       kept += i == 0 ? mass[0] : mass[1];
       const uint32_t token = static_cast<uint32_t>(args_.first_token) + index_of(entries_[each * thread + i]);
-      best = Larger()(best, drawn_entry(own, r_.inverse_temperature, r_.noise.word(token), token));
+      best = Larger()(best, drawn_entry(own, r_.inverse_temperature, noise_of(token), token));
     }
     if (args_.logprobs) drawn.total = team_.reduce_block(kept, Plus());
     drawn.entry = team_.reduce_block(best, Larger());
@@ -282,75 +282,80 @@ class RowSampler {
 
   // What wins among those that are searched.
   __device__ Entry best_of_row() {
+    constexpr int kGroup = TokenNoise::kGroup;
     const float least = search_.least_logit(), scale = r_.scale;
-    const uint32_t first_token = static_cast<uint32_t>(args_.first_token);
-    // Vectors begin at the same place among the four tokens of a group.
-    const uint32_t before = (first_token + static_cast<uint32_t>(slice_.first_vector)) % 4;
     Entry best = 0;
     uint32_t best_key = 0;     // of the scores that this warp knows of
-    float wanted = -INFINITY;  // what a token needs of `chance` to reach it
+    float wanted = -INFINITY;  // what a run of columns needs of `chance` to reach it
     const auto learn = [&](uint32_t key) {
       if (key <= best_key) return;
       best_key = key;
       wanted = chance_of_score(logit_of_key(key));
     };
-    const auto unit_and = [](uint32_t word) { return __uint_as_float(word >> 9 | 0x3f800000u); };
-    // A score is its logit less ln(-ln(1 - u)), and so not more than this, but for the unit: powers of 2.  NaN is not below anything.
-    const auto chance = [&](float x, uint32_t word) { return fmaf(x, scale, -logarithm_of_2(unit_and(word) - 1.0f)); };
-    each_vector_ahead(slice_, [&](int column, const Pack<T>& raw) {
-      learn(*const_cast<volatile uint32_t*>(&search_.best_key));
-      const auto x_of = [&](int i) { return value(to_float(raw[i]), column + i); };
-      float largest;
+    const auto try_column = [&](int column, bool is_tried, auto noise) {
+      Entry own = 0;
+      if (is_tried && column >= slice_.begin && column < slice_.end) {
+        const float x = adjusted_logit(column);
+        const uint32_t token = static_cast<uint32_t>(args_.first_token + column);
+        if (search_.includes(x, static_cast<uint32_t>(column)))
+          own = drawn_entry(x, r_.inverse_temperature, noise(token), token);
+      }
+      best = Larger()(best, own);
+      const uint32_t found = __reduce_max_sync(0xffffffffu, key_of(own));
+      if (found > best_key && threadIdx.x % 32 == 0) atomicMax(&search_.best_key, found);
+      learn(found);
+    };
+    const auto largest_of_vector = [&](int column, const Pack<T>& raw) {
       if constexpr (kAdjusted) {
-        largest = largest_of(values(column, to_floats(raw)));
+        return largest_of(values(column, to_floats(raw)));
       } else {
-        largest = largest_of<T>(raw);
+        return largest_of<T>(raw);
       }
-      constexpr float kMostOfNoise = 33.0f;  // of the least number there is
-      const bool can_win = !(largest < least) && !(fmaf(largest, scale, kMostOfNoise) < wanted);
-      if (!__any_sync(0xffffffffu, can_win)) return;
-      uint32_t words[kSize + 4];
-      find_words(words, column, before);
-      uint32_t least_word = words[0];
-#pragma unroll
-      for (int i = 1; i < kSize; ++i) least_word = min(least_word, words[i]);
-      if (best_key == 0) {  // nothing is known
-        float most = -INFINITY;
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          const float x = x_of(i);
-          if (words[i] >> 31 == 0 && search_.includes(x, static_cast<uint32_t>(column + i)))
-            most = fmaxf(most, fmaf(x, scale, -logarithm_of_2(unit_and(words[i]) - (1.0f - 0x1p-23f))));
+    };
+    bool is_first = true;
+    each_run<kAdjusted ? 16 / kSize : 4>(slice_, largest_of_vector, [&](int column, float largest) {
+      const auto learn_of_block = [&] { learn(*const_cast<volatile uint32_t*>(&search_.best_key)); };
+      learn_of_block();
+      constexpr float kMostOfNoise = 38.0f;  // of the least number there is, as a power of 2
+      const bool can_win =
+          !(largest == -INFINITY) && !(largest < least) && !(fmaf(largest, scale, kMostOfNoise) < wanted);
+      if (!is_first && !__any_sync(0xffffffffu, can_win)) return;
+      const int token = args_.first_token + column;
+      int group = token >> 4;  // before token 0, too
+      static_assert(kGroup == 16);
+      FourWords words = least_of_group(group);
+      if (token % kGroup != 0) {  // the run lies in two groups, and all runs of this pass do
+        const FourWords next = least_of_group(group + 1);
+        if (next.w[0] < words.w[0]) {
+          words = next;
+          ++group;
         }
-        // With u rounded up, and not above 1 / 2, a score is at most log2(2 ln 2) = 0.471 less than this.
-        most = logit_of_key(__reduce_max_sync(0xffffffffu, key_of_logit(most)));
-        wanted = most - 0.5f - fabsf(most) * 1e-5f;
       }
-      // What all of them together cannot do, no one can.
-      uint32_t undone = can_win && !(chance(largest, least_word) < wanted) ? (1u << kSize) - 1u : 0u;
-#pragma unroll 1
-      while (__any_sync(0xffffffffu, undone != 0)) {
-        float own = 0.0f, most = 0.0f;
-        uint32_t word = 0;
-        int at = -1;
-        // The most likely one of those that may win.
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          const float x = x_of(i), its = chance(x, words[i]);
-          if ((undone >> i & 1) != 0 && !(x < least) && !(its < wanted) && !(at >= 0 && its <= most)) {
-            own = x;
-            most = its;
-            word = words[i];
-            at = i;
-          }
-        }
-        undone = at < 0 ? 0 : undone & ~(1u << at);
-        const uint32_t place = static_cast<uint32_t>(column + at);
-        if (at >= 0 && search_.includes(own, place))
-          best = Larger()(best, drawn_entry(own, r_.inverse_temperature, word, first_token + place));
-        const uint32_t found = __reduce_max_sync(0xffffffffu, key_of(best));
-        if (found > best_key && threadIdx.x % 32 == 0) atomicMax(&search_.best_key, found);
-        learn(found);
+      // The score of none is above this, but for the unit: powers of 2.  NaN is not below anything.
+      const float chance =
+          fmaf(largest, scale, 4.0f - logarithm_of_2(__uint_as_float(words.w[0] >> 9 | 0x3f800000u) - 1.0f));
+      const auto may_win = [&] { return can_win && !(chance < wanted); };
+      if (__any_sync(0xffffffffu, may_win())) {  // first what has the group's least number
+        const int place = static_cast<int>(TokenNoise::place_of_least(words.w[1]));
+        try_column(group * kGroup + place - args_.first_token, may_win(),
+                   [&](uint32_t) { return -log_of(TokenNoise::least_number(words.w[0])); });
+      }
+      if (is_first) {  // what all warps have found spares them most of what follows
+        __syncthreads();
+        learn_of_block();
+        is_first = false;
+      }
+      // Then all columns of what may still win, two runs at once.
+      uint32_t undone = __ballot_sync(0xffffffffu, may_win());
+      while (undone != 0) {
+        const int one = __ffs(static_cast<int>(undone)) - 1;
+        undone &= undone - 1;
+        const int other = undone != 0 ? __ffs(static_cast<int>(undone)) - 1 : one;
+        undone &= undone - 1;
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        try_column(__shfl_sync(0xffffffffu, column, lane < kGroup ? one : other) + lane % kGroup, true,
+                   [&](uint32_t its) { return noise_of(its); });
+        undone &= __ballot_sync(0xffffffffu, may_win());
       }
     });
     return team_.reduce(best, Larger());
@@ -361,27 +366,16 @@ class RowSampler {
     return score < INFINITY ? (score - 0.01f - fabsf(score) * 1e-5f) * 1.44269504f : INFINITY;
   }
 
-  // The random words of a vector.
-  __device__ void find_words(uint32_t (&words)[kSize + 4], int column, uint32_t before) const {
-    NoiseRounds here = search_.noise;
-    asm volatile("" : "+r"(here.key0), "+r"(here.key1));  // else the keys of all rounds would stay in registers
-    const uint32_t group = (static_cast<uint32_t>(args_.first_token) + static_cast<uint32_t>(column)) / 4;
-    const auto find = [&](int quad) {
-      const FourWords found = here.group((group + quad) & 0x3fffffffu);  // before token 0, too
-#pragma unroll
-      for (int w = 0; w < 4; ++w) words[4 * quad + w] = found.w[w];
-    };
-#pragma unroll
-    for (int quad = 0; quad < kSize / 4; ++quad) find(quad);
-    if (before == 0) return;
-    find(kSize / 4);
-    if (before & 1)
-#pragma unroll
-      for (int w = 0; w < kSize + 3; ++w) words[w] = words[w + 1];
-    if (before & 2)
-#pragma unroll
-      for (int w = 0; w < kSize + 2; ++w) words[w] = words[w + 2];
+  // Keys of Philox that the compiler does not know, else those of all rounds would stay in registers.
+  template <class Noise>
+  static __device__ Noise opaque(Noise noise) {
+    asm volatile("" : "+r"(noise.key0), "+r"(noise.key1));
+    return noise;
   }
+  __device__ FourWords least_of_group(int group) const {
+    return opaque(search_.noise).least_of_group(static_cast<uint32_t>(group));
+  }
+  __device__ float noise_of(uint32_t token) const { return opaque(r_.noise)(token); }
 
   const SampleArgs& args_;
   const RowSlice<T>& slice_;

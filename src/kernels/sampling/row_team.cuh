@@ -23,7 +23,8 @@ struct Plus {
   __device__ uint64_t operator()(uint64_t a, uint64_t b) const { return a + b; }
 };
 
-// The threads of all blocks of a row.  Two sums that follow each other have different memory, as in BlockCounter.
+// The threads of all blocks of a row.  Two sums that follow each other have different memory: a thread that still reads the first
+// has not come to the barrier of the second.
 class RowTeam {
  public:
   __device__ RowTeam(RowMemory& memory, int rank, int blocks)

@@ -1,6 +1,6 @@
 // A row is one thread's.  Its adjusted logits lie in scratch memory; those that are kept are a sorted list, or all above a bound.
 //
-// The noise of a token is worked out only where it might win: a bound of it comes from the exponent of its random number.
+// The noise of a token is worked out only where it might win: a bound comes from the exponent of its group's random number.
 #include "cpu/parallel.h"
 #include "sampling/float_row_cpu.h"
 #include "sampling/sample.h"
@@ -52,40 +52,49 @@ class RowSampler {
     for (int64_t i = 0; i < kept.count; ++i) {
       const uint32_t column = index_of(kept.entries[i]), token = first_token_ + column;
       const float x = row_.values[column];
-      drawn.entry = std::max(drawn.entry, drawn_entry(x, r.inverse_temperature, r.noise.word(token), token));
+      drawn.entry = std::max(drawn.entry, drawn_entry(x, r.inverse_temperature, r.noise(token), token));
       drawn.total += mass(x);
     }
     return drawn;
   }
 
   Entry best_of_all(const SampleRow& r, float least) const {
-    constexpr int64_t kSome = 64;
+    constexpr uint32_t kGroup = TokenNoise::kGroup, kGroups = 64;
+    const uint32_t end = first_token_ + static_cast<uint32_t>(row_.size), end_group = (end + kGroup - 1) / kGroup;
     Entry best = 0;
     float bound = -__builtin_inff();  // what the best one's score is, less what may be rounded
-    uint32_t words[kSome + 4];
-    for (int64_t first = 0; first < row_.size; first += kSome) {
-      const uint32_t token = first_token_ + static_cast<uint32_t>(first), before = token % 4;
-      for (uint32_t i = 0; i < (kSome + 4) / 4; ++i) {
-        const FourWords four = r.noise.group(token / 4 + i);
-        for (int w = 0; w < 4; ++w) words[4 * i + w] = four.w[w];
-      }
-      const int64_t size = std::min(kSome, row_.size - first);
-      for (int64_t i = 0; i < size; ++i) {
-        const float x = row_.values[first + i];
-        if (x < least || fused(x, r.inverse_temperature, most_noise(words[i + before])) < bound) continue;
-        const Entry found = drawn_entry(x, r.inverse_temperature, words[i + before], token + static_cast<uint32_t>(i));
-        if (found <= best) continue;
-        best = found;
-        const float score = logit_of_key(key_of(best));
-        bound = score - (0.01f + std::abs(score) * 1e-5f);
+    uint32_t words[kGroups];
+    for (uint32_t first = first_token_ / kGroup; first < end_group; first += kGroups) {
+      for (uint32_t i = 0; i < kGroups; ++i) words[i] = r.noise.least_of_group(first + i).w[0];
+      for (uint32_t group = first; group < std::min(first + kGroups, end_group); ++group) {
+        // Below this no logit wins.
+        const auto wanted = [&] { return std::max(least, (bound - most_noise(words[group - first])) * r.temperature); };
+        const int64_t from = std::max(group * kGroup, first_token_) - first_token_,
+                      to = std::min((group + 1) * kGroup, end) - first_token_;
+        if (to - from == kGroup && !any_not_below(row_.values + from, wanted())) continue;
+        for (int64_t i = from; i < to; ++i) {
+          const float x = row_.values[i];
+          if (x < wanted()) continue;
+          const uint32_t token = first_token_ + static_cast<uint32_t>(i);
+          const Entry found = drawn_entry(x, r.inverse_temperature, r.noise(token), token);
+          if (found <= best) continue;
+          best = found;
+          const float score = logit_of_key(key_of(best));
+          bound = score - (0.01f + std::abs(score) * 1e-5f);
+        }
       }
     }
     return best;
   }
-  // What gumbel_of(word) does not exceed by more than 1e-5: -ln u, by the bits of u as if they were those of log2 u.
+  static bool any_not_below(const float* group, float bound) {
+    bool any = false;
+    for (uint32_t i = 0; i < TokenNoise::kGroup; i += kWidth) any |= Candidates::any_not_below(load(group + i), bound);
+    return any;
+  }
+  // What the noise of a group does not exceed by more than 1e-5: -ln (u / 16), by the bits of u as if they were those of log2 u.
   static float most_noise(uint32_t word) {
     const float u = float_of(word >> 9 | 0x3f800000u) - 1.0f;  // rounded down
-    return (1065353216.0f - static_cast<float>(bits_of(u))) * (0x1p-23f * 0.693147181f);
+    return (1065353216.0f + 4 * 0x1p23f - static_cast<float>(bits_of(u))) * (0x1p-23f * 0.693147181f);
   }
 
   FloatRow row_;

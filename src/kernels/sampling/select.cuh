@@ -11,37 +11,10 @@ namespace pykv {
 
 constexpr int kSelectThreads = 512, kSelectWarps = kSelectThreads / 32;
 
-// Sums of a block in one barrier each.  Two that follow each other have different memory: a thread that still reads the first
-// has not come to the barrier of the second.
-struct BlockCounter {
-  uint32_t parts[2][kSelectWarps], lows[kSelectWarps];
-
-  // The largest x, and one that `wanted` are not below, 1 to kSelectThreads: the least of all, or of what is the largest in a
-  // warp.  The next sum's use is 0.
-  __device__ void ends(uint32_t x, uint32_t wanted, uint32_t& largest, uint32_t& low) {
-    const uint32_t of_warp = __reduce_max_sync(0xffffffffu, x);
-    const uint32_t low_of_warp = wanted <= kSelectWarps ? of_warp : __reduce_min_sync(0xffffffffu, x);
-    if (threadIdx.x % 32 == 0) {
-      parts[1][threadIdx.x / 32] = of_warp;
-      lows[threadIdx.x / 32] = low_of_warp;
-    }
-    __syncthreads();
-    largest = __reduce_max_sync(0xffffffffu, parts[1][threadIdx.x % kSelectWarps]);
-    low = __reduce_min_sync(0xffffffffu, lows[threadIdx.x % kSelectWarps]);
-  }
-
-  __device__ uint32_t sum(uint32_t x, int use) {
-    x = __reduce_add_sync(0xffffffffu, x);
-    if (threadIdx.x % 32 == 0) parts[use & 1][threadIdx.x / 32] = x;
-    __syncthreads();
-    return __reduce_add_sync(0xffffffffu, threadIdx.x % 32 < kSelectWarps ? parts[use & 1][threadIdx.x % 32] : 0);
-  }
-};
-
 constexpr int kSelectBits = 10, kSelectBins = 1 << kSelectBits;  // of a step of bound_of_first
 
 struct SelectMemory {
-  BlockCounter counter;
+  uint32_t largest[kSelectWarps], least[kSelectWarps];
   Entry all[kSelectWarps], any[kSelectWarps];
   uint32_t digit, with_digit, before;
   uint32_t parts[kSelectWarps];
@@ -64,23 +37,67 @@ __device__ inline uint32_t sum_before(uint32_t x, SelectMemory& memory, uint32_t
   return __reduce_add_sync(0xffffffffu, threadIdx.x % 32 < threadIdx.x / 32 ? part : 0) + sum - x;
 }
 
-// Nearly the largest t with at least `wanted` of count(t) = how many are >= t, between such a t and one with less; a count of up to
-// `enough` ends it early, and so does a distance of 2^12.  count(t) is that of this thread.
-template <class Count>
-__device__ uint32_t largest_bound(uint32_t t, uint32_t too_large, uint32_t wanted, uint32_t enough,
-                                  BlockCounter& counter, Count count) {
-#pragma unroll 1
-  for (int step = 0; too_large - t > 1u << 12; ++step) {
-    const uint32_t middle = t + (too_large - t) / 2, total = counter.sum(count(middle), step);
-    if (total < wanted) {
-      too_large = middle;
-    } else {
-      t = middle;
-      if (total <= enough) break;
+// Which bin, from the last one on, the `missing`-th of what was counted is in; how much lies in bins behind it, and in it.
+struct CountedBin {
+  uint32_t bin, before, in_it;
+};
+__device__ inline CountedBin bin_of(uint32_t missing, SelectMemory& memory) {
+  // A thread's bins follow each other, the last ones first.
+  constexpr int kOfThread = kSelectBins / kSelectThreads;
+  const int first = kSelectBins - 1 - static_cast<int>(threadIdx.x) * kOfThread;
+  uint32_t counts[kOfThread], own = 0, total;
+#pragma unroll
+  for (int i = 0; i < kOfThread; ++i) own += counts[i] = memory.bins[first - i];
+  uint32_t before = sum_before(own, memory, total);
+#pragma unroll
+  for (int i = 0; i < kOfThread; ++i) {
+    if (before < missing && before + counts[i] >= missing) {
+      memory.digit = static_cast<uint32_t>(first - i);
+      memory.before = before;
+      memory.with_digit = counts[i];
     }
+    before += counts[i];
   }
-  __syncthreads();  // the counter may be used again
-  return t;
+  __syncthreads();
+  return {memory.digit, memory.before, memory.with_digit};
+}
+
+// Nearly the largest t that `wanted` keys of all threads are not below: more by up to a quarter, or by keys that differ from it in
+// the last 12 bits alone.
+template <int kKeys>
+__device__ uint32_t largest_bound(const uint32_t (&keys)[kKeys], uint32_t wanted, SelectMemory& memory) {
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  uint32_t own = keys[0];
+#pragma unroll
+  for (int i = 1; i < kKeys; ++i) own = max(own, keys[i]);
+  // So many keys are not below the least of what is the largest in a warp, or a thread.
+  const uint32_t of_warp = __reduce_max_sync(0xffffffffu, own);
+  const uint32_t least_of_warp = wanted <= kSelectWarps ? of_warp : __reduce_min_sync(0xffffffffu, own);
+  if (lane == 0) {
+    memory.largest[thread / 32] = of_warp;
+    memory.least[thread / 32] = least_of_warp;
+  }
+  uint32_t t = 0, too_large = 0, before = 0;
+  for (bool is_first = true;; is_first = false) {
+    for (int i = thread; i < kSelectBins; i += kSelectThreads) memory.bins[i] = 0;
+    __syncthreads();
+    if (is_first) {
+      too_large =
+          __reduce_max_sync(0xffffffffu, memory.largest[lane % kSelectWarps]) + 1;  // no key is the last integer
+      if (wanted <= kSelectThreads) t = __reduce_min_sync(0xffffffffu, memory.least[lane % kSelectWarps]);
+    }
+    const int shift = max(32 - kSelectBits - __clz(static_cast<int>(too_large - t - 1)), 0);
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i)
+      if (keys[i] >= t && keys[i] < too_large) atomicAdd(&memory.bins[(keys[i] - t) >> shift], 1u);
+    __syncthreads();
+    const CountedBin found = bin_of(wanted - before, memory);
+    t += found.bin << shift;
+    before += found.before;
+    if (before + found.in_it <= wanted + wanted / 4 || shift <= 12) return t;
+    too_large = min(too_large, t + (1u << shift));
+    __syncthreads();  // what is in memory has been read
+  }
 }
 
 // The smallest of the first `wanted` of n different entries, or a number between it and the next one.  Each step counts how many
@@ -123,25 +140,10 @@ __device__ inline Entry bound_of_first(const Entry* entries, int n, int wanted, 
       if (in_question(entry)) atomicAdd(&memory.bins[static_cast<uint32_t>(entry >> last) & mask], 1u);
     }
     __syncthreads();
-    // A thread's digits follow each other, the largest ones first.
-    constexpr int kOfThread = kSelectBins / kSelectThreads;
-    uint32_t counts[kOfThread], own = 0, total;
-#pragma unroll
-    for (int i = 0; i < kOfThread; ++i) own += counts[i] = memory.bins[kSelectBins - 1 - (thread * kOfThread + i)];
-    uint32_t before = sum_before(own, memory, total);
-#pragma unroll
-    for (int i = 0; i < kOfThread; ++i) {
-      if (before < missing && before + counts[i] >= missing) {
-        memory.digit = static_cast<uint32_t>(kSelectBins - 1 - (thread * kOfThread + i));
-        memory.before = before;
-        memory.with_digit = counts[i];
-      }
-      before += counts[i];
-    }
-    __syncthreads();
-    bound = (any >> top >> 1 << top << 1) | Entry{memory.digit} << last;
-    missing -= memory.before;
-    if (missing == memory.with_digit) return bound;
+    const CountedBin found = bin_of(missing, memory);
+    bound = (any >> top >> 1 << top << 1) | Entry{found.bin} << last;
+    missing -= found.before;
+    if (missing == found.in_it) return bound;
     known = 64 - last;
     __syncthreads();  // what is in memory has been read
   }

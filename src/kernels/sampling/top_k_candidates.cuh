@@ -75,8 +75,8 @@ struct TopKCandidates {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(column(v, 0));
       if (group == 0)
-        bound = first_bound(raw, wanted, exchange, memory.counter,
-                            [&](float x, int v, int i) { return value(x, column(v, i)); });
+        bound =
+            first_bound(raw, wanted, exchange, memory, [&](float x, int v, int i) { return value(x, column(v, i)); });
       uint32_t pending = 0;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
@@ -127,7 +127,7 @@ struct TopKCandidates {
 
   template <class Value>
   static __device__ float first_bound(const Pack<T> (&raw)[kVectors], int wanted, RowExchange& exchange,
-                                      BlockCounter& counter, Value value) {
+                                      SelectMemory& memory, Value value) {
     uint32_t largest[kMaxima];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -140,19 +140,8 @@ struct TopKCandidates {
         largest[(v * kSize + first) / kNeighbours] = m == m ? key_of_logit(m) : 0;
       }
     }
-    uint32_t own = largest[0], t, most;
-#pragma unroll
-    for (int i = 1; i < kMaxima; ++i) own = max(own, largest[i]);
-    counter.ends(own, static_cast<uint32_t>(wanted), most, t);
-    if (wanted > kSelectThreads) t = 0;
-    // Rough is enough: up to a quarter more than are wanted, and not the last bits.
-    t = largest_bound(t, most + 1, static_cast<uint32_t>(wanted), static_cast<uint32_t>(wanted + wanted / 4), counter,
-                      [&](uint32_t candidate) {
-                        uint32_t count = 0;
-#pragma unroll
-                        for (int i = 0; i < kMaxima; ++i) count += largest[i] >= candidate;
-                        return count;
-                      });
+    // Rough is enough.
+    uint32_t t = largest_bound(largest, static_cast<uint32_t>(wanted), memory);
     if (exchange.blocks() > 1)
       t = __reduce_min_sync(0xffffffffu, static_cast<uint32_t>(exchange.number_of_lane(t, ~0u)));
     return logit_of_key(t);

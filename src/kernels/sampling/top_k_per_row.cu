@@ -47,9 +47,14 @@ __global__ __launch_bounds__(kSelectThreads, 2) void top_k_per_row_kernel(const 
   int n = Candidates::find(slice, range.k, exchange, entries, room, memory, [](float x, int) { return x; });
   if (!is_first) return;
   for (int i = range.k + thread; i < args.k; i += kSelectThreads) finish(i, -1);
-  if (args.sorted) {
+  if (args.sorted || n <= kFewEntries) {
     n = first_entries(entries, n, range.k, memory);
     if (thread == 0 && key_of(entries[0]) == kKeyOfNan) reporters.nan(row, kRowHasNan);
+    if (!args.sorted) {
+      if (thread < n) entries[thread] = entry_of(0, index_of(entries[thread]));
+      __syncthreads();
+      sort_entries(entries, n);
+    }
     for (int i = thread; i < n; i += kSelectThreads) finish(i, static_cast<int>(index_of(entries[i])));
     return;
   }

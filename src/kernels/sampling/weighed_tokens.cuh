@@ -23,13 +23,15 @@ __device__ Entry best_token(const TokenNoise& noise, RowTeam& team, int vocab_si
       const int token = 4 * group + i;
       weights[i] = group < groups && token < vocab_size ? weight(token) : 0.0f;
     }
-    const FourWords words = noise.group(static_cast<uint32_t>(group));
+    const uint32_t word = noise.least_of_group(static_cast<uint32_t>(group) * 4 / TokenNoise::kGroup).w[0];
     const Entry last = best;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      // It wins if -ln(1 - u) is below weight * reach, and so only if u is.  NaN passes.
-      if (__uint_as_float(words.w[i] >> 9 | 0x3f800000u) > fmaf(weights[i], reach, 1.0000003f)) continue;
-      const Entry entry = weighed_entry(weights[i], words.w[i], static_cast<uint32_t>(4 * group + i));
+      // It wins if its number is below weight * reach, and so only if a 16th of u is.  NaN passes.
+      const float least = (__uint_as_float(word >> 9 | 0x3f800000u) - 1.0f) * (1.0f / TokenNoise::kGroup);
+      if (least > weights[i] * reach || weights[i] == 0.0f) continue;
+      const uint32_t token = static_cast<uint32_t>(4 * group + i);
+      const Entry entry = weighed_entry(weights[i], noise(token), token);
       if (entry > best && may_be_drawn(4 * group + i)) best = entry;
     }
     if (__any_sync(0xffffffffu, best != last)) {

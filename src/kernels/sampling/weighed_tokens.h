@@ -18,10 +18,10 @@ PYKV_HOST_DEVICE static inline TokenNoise noise_at(int64_t seed, int64_t step, i
 }
 
 // The token with the largest of these is drawn by its weight.
-PYKV_HOST_DEVICE static inline Entry weighed_entry(float weight, uint32_t word, uint32_t token) {
+PYKV_HOST_DEVICE static inline Entry weighed_entry(float weight, float noise, uint32_t token) {
   if (!(weight < __builtin_inff())) return entry_of(kKeyOfNan, token);
   if (weight < 0x1p-126f) return 0;
-  return entry_of(key_of_logit(log_of(weight) + gumbel_of(word)), token);
+  return entry_of(key_of_logit(log_of(weight) + noise), token);
 }
 
 }  // namespace

@@ -43,7 +43,9 @@ PYKV_API pykv_status pykv_batched_rotary_embedding(const DLTensor* positions, DL
 
 /* The same with several positions for each token (multimodal: time, height, width), which share the frequencies.
  *   positions          [num_axes, num_tokens] or [num_axes, batch, seq]; [num_tokens]: one for all axes (text)
- *   mrope_section      [num_axes]  int32 | int64, also on the host: how many of the frequencies each axis has; at most 4 axes
+ *   mrope_section      [num_axes]  int32 | int64, also on the host: how many of the frequencies each axis has; at most 4 axes.
+ *                      On the host they must add up to rotary_dim / 2; on the device they are not looked at, and a frequency
+ *                      behind the last one is of the last axis
  *   mrope_interleaved  false: axis 0 has the first mrope_section[0] frequencies, axis 1 the next, and so on.  true:
  *                      frequency i is of axis a = i % num_axes if i < num_axes * mrope_section[a], else of axis 0
  * A token with a position outside the cache is reported and left as it is. */

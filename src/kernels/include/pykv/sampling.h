@@ -90,9 +90,11 @@ PYKV_API pykv_status pykv_finish_logits_(DLTensor* logits, int64_t num_org, int6
  *   2. kept are those with at least min_p times the largest probability, of these the first top_k, of these the shortest
  *      beginning whose share of the probability reaches top_p: at least one, in the order above
  *   3. the largest x / temperature + noise wins; with temperature < 1e-5, the first x
- * The noise of a token is a function of seed, step and token alone: -ln(-ln(1 - u)), u = (w + 1/2) / 2^32, with w word token % 4
- * of Philox4x32-10 for the key seed and the counter (token / 4, 0, step).  So the result depends neither on the rest of the
- * batch nor on the device.  -infinity is never drawn.
+ * The noise of a token is a function of seed, step and token alone: -ln(e(v) / 16), where v is the first word of Philox4x32-10
+ * for the key seed and the counter (token / 16, 2, step) and token % 16 is the first four bits of the second; for the others
+ * -ln(e(v) / 16 + e(w)), where w is word token % 4 for the counter (token / 4, 0, step).  e(w) = -ln(1 - u), u = (w + 1/2) / 2^32.
+ * (e(v) / 16 is the least of 16 exponentially distributed numbers.)  So the result depends neither on the rest of the batch nor
+ * on the device.  -infinity is never drawn.
  *   out                 [num_rows]                    int32 or int64; written.  -1, reported: the row holds NaN, or nothing but
  *                       -infinity
  *   logits              [num_rows, vocab_size]        float32 | float16 | bfloat16, up to 2^23 of them
@@ -134,7 +136,7 @@ PYKV_API pykv_status pykv_top_k_top_p_mask(DLTensor* out, const DLTensor* logits
 
 /* The same of probabilities: those that are kept, divided by their sum; 0 elsewhere.  Probabilities need not have the sum 1.
  *   out, probs  [num_rows, vocab_size]  the same dtype, float32 | float16 | bfloat16; may be the same memory
- * A row with NaN, or with nothing above 0, becomes NaN and is reported.  */
+ * A row with NaN or +infinity, or with nothing above 0, becomes NaN and is reported.  */
 PYKV_API pykv_status pykv_top_k_top_p_renorm(DLTensor* out, const DLTensor* probs, const DLTensor* top_k,
                                              const DLTensor* top_p, const DLTensor* min_p, void* stream);
 
