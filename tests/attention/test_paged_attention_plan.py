@@ -36,6 +36,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "tokens_spans": {"heads": 8, "kv_heads": 1, "tokens": 2, "room": 32768},
     "tokens_either": {"seqs": 8, "tokens": 2, "room": 32768},
     "verify_line": {"seqs": 64, "tokens": 8, "room": 8192},
+    "verify_block": {"seqs": 32, "tokens": 8, "room": 2048},
     "verify_cluster": {"seqs": 8, "tokens": 8, "room": 2048},
     "verify_spans": {"heads": 4, "kv_heads": 1, "tokens": 8, "room": 32768},
     "prefill": {"tokens": 2048, "room": 2048},

@@ -33,6 +33,7 @@ constexpr const char* kNames[] = {
     "tokens_spans",
     "tokens_either",
     "verify_line",
+    "verify_block",
     "verify_cluster",
     "verify_spans",
     "prefill",

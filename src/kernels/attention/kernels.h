@@ -30,7 +30,8 @@ enum class KernelId : int {
   kTokensCluster,
   kTokensSpans,
   kTokensEither,
-  kVerifyLine,  // up to 64 rows on Hopper
+  kVerifyLine,   // up to 64 rows on Hopper
+  kVerifyBlock,  // a block without a cluster for each KV head of a sequence
   kVerifyCluster,
   kVerifySpans,
   kPrefill,  // 128 rows on Hopper

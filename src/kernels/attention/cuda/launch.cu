@@ -198,6 +198,7 @@ LaunchOf* launch_of(KernelId kernel, const PagedAttentionArgs& a) {
     case KernelId::kVerifyLine:
       return of_kind(a, launch_verify<F16>, launch_verify<BF16>, launch_verify<E4M3>, launch_verify<E5M2>,
                      launch_verify<Int8>);
+    case KernelId::kVerifyBlock:
     case KernelId::kVerifyCluster:
     case KernelId::kVerifySpans:
       return of_kind(a, launch_verify_clusters<F16>, launch_verify_clusters<BF16>, launch_verify_clusters<E4M3>);

@@ -7,8 +7,8 @@
 #include "attention/cuda/plan_sizes.h"
 #include "attention/cuda/problem.cuh"
 #include "core/launch.h"
+#include "cuda/dependent_shared.cuh"
 #include "cuda/device.h"
-#include "cuda/launch.h"
 
 namespace pykv::attention {
 
@@ -22,19 +22,8 @@ void launch_plan(const Plan& plan, const Problem& p, const Launch& launch);
 template <class... Parameters>
 void launch_after(void (*kernel)(Parameters...), const Step& s, const Launch& launch, const char* op,
                   const Parameters&... parameters) {
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(s.cluster), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(s.grid);
-  config.blockDim = dim3(s.threads);
-  config.dynamicSmemBytes = s.shared_bytes;
-  config.stream = stream_of(launch);
-  config.attrs = attributes;
-  config.numAttrs = !overlaps_kernels(launch.device) ? 0 : s.cluster > 1 ? 2 : 1;
-  cuda_check(cudaLaunchKernelEx(&config, kernel, parameters...), op);
+  pykv::launch_clusters(kernel, dim3(s.grid), dim3(s.threads), static_cast<unsigned>(s.cluster), s.shared_bytes, launch,
+                        op, parameters...);
 }
 
 // Devices for which something has been done.

@@ -87,8 +87,8 @@ Balance Planner::balance_for(int kv_heads, float blocks, int grid, float pace, i
           blocks * static_cast<float>(tokens) / Balance::kUnit};
 }
 
-// When clusters take such a call.
-Balance Planner::balance_of(const Request& r, LineOf line, int cluster) const {
+// When clusters take such a call, if an SM has so many of their blocks.
+Balance Planner::balance_of(const Request& r, LineOf line, int cluster, int blocks_per_sm) const {
   // Measured on an H100.  Arithmetic, of which one byte and 64 rows have most, is as slow for one block as for all.  Single warps are
   // slow on a line, too, which begins and ends later.
   const bool narrow = r.kind != CacheKind::k16Bits, large = r.a.head_size > 128;
@@ -101,11 +101,11 @@ Balance Planner::balance_of(const Request& r, LineOf line, int cluster) const {
   if (r.a.batch_invariant) {  // the line has a long sequence in pieces of a chunk, which take a microsecond each
     slack = std::max(slack, (narrow ? 1700 : 900) * cluster) / (large ? 4 : 1);
   }
-  return balance_for(r.num_kv_heads, static_cast<float>(cluster), d_.sms, pace, slack);
+  const float blocks = static_cast<float>(cluster) / static_cast<float>(blocks_per_sm);
+  return balance_for(r.num_kv_heads, blocks, d_.sms, pace, slack);
 }
 
-// Clusters and, if they are not for all lengths, the line beside them: of warpgroups before them, for they then add up what it
-// leaves, else after them.  Returns false if these kernels do not suit the call.
+// Clusters and, if they are not for all lengths, the line beside them: of warpgroups before them, else after them.  Returns false if these kernels do not suit the call.
 bool Planner::with_line(const Request& r, LineOf line, const Step& clusters) {
   const int count = plan_.count;
   bool done = true;
@@ -239,7 +239,7 @@ bool Planner::clusters(const Request& r, const ClusterSizes& sizes, const Cluste
   set_cluster(s, r, sizes.tokens ? r.tile_tokens * r.tile_heads : r.group, sizes.head_size / (r.folded ? 8 : 4));
   s.query_rows = r.query_rows;
   s.tile_tokens = r.tile_tokens;
-  if (r.lengths != Lengths::kAny) s.balance = balance_of(r, line, size.blocks);
+  if (r.lengths != Lengths::kAny) s.balance = balance_of(r, line, size.blocks, 1);
   if (sizes.invariant) {
     s.round_chunks = size.blocks * size.warps / kTeamWarps;
     s.exchange_bytes = invariant_exchange_bytes(sizes, r.group, size.blocks, size.warps);

@@ -172,7 +172,7 @@ constexpr MmaSizes mma_sizes(CacheKind kind, int head_size, RowClass rows) {
 // Tiles of four warps together: rows, or columns if there are up to 32 or elements have one byte.
 constexpr int kVerifyTile = 64;  // tokens
 struct VerifySizes {
-  int head_size, rows, line_bytes, cluster_bytes;
+  int head_size, rows, line_bytes, cluster_bytes, alone_bytes;  // alone: a block without a cluster
 };
 // pairs: two heads of 64 as one of 128.
 constexpr VerifySizes verify_sizes(bool narrow, int head_size, int rows, bool pairs) {
@@ -184,8 +184,10 @@ constexpr VerifySizes verify_sizes(bool narrow, int head_size, int rows, bool pa
   const int of_queries = columns ? rows * head_size * 2 + kOfColumns + kOfColumn * rows : kOfRows;
   // Those of clusters have more stages, and what their blocks send each other: [narrow][large][many].
   constexpr int kOfCluster[2][2][2] = {{{103568, 116816}, {193680, 219216}}, {{87184, 110736}, {144528, 188560}}};
+  constexpr int kOfAlone[2][2][2] = {{{79792, 75632}, {81872, 73616}}, {{55216, 60336}, {57296, 66512}}};
   const bool has_clusters = rows > 16 && !pairs;
-  return {head_size, rows, of_tiles + of_queries, has_clusters ? kOfCluster[narrow][large][many] : 0};
+  return {head_size, rows, of_tiles + of_queries, has_clusters ? kOfCluster[narrow][large][many] : 0,
+          has_clusters ? kOfAlone[narrow][large][many] : 0};
 }
 
 struct PrefillSizes {

@@ -45,7 +45,7 @@ bool Planner::tokens_clusters(const Request& given, int head_size, int columns) 
       const bool suits = size.blocks > 0 && size.warps == s.warps && r.ways == 1;
       Step* step = suits ? clusters_or_line(r, s, of_line, size, r.tile_tokens * r.tile_heads) : nullptr;
       if (step) {
-        step->balance = balance_of(r, LineOf::kDecoding, size.blocks);
+        step->balance = balance_of(r, LineOf::kDecoding, size.blocks, 1);
         return true;
       }
     }

@@ -35,23 +35,23 @@ bool Planner::verify(const Request& r, RowClass rows) {
 }
 
 // Returns false if there are more KV heads than find room at once or, where they are to share keys, too many for that.
-bool Planner::verify_cluster(const Request& r, const VerifySizes& sizes, bool may_span) {
-  constexpr int kClusterThreads = 3 * kThreads;
-  for (int blocks = kMostBlocks; blocks > 0; --blocks) {
-    const int clusters = resident_clusters(blocks, kClusterThreads, sizes.cluster_bytes, 1);
+bool Planner::verify_cluster(const Request& r, const VerifySizes& sizes, bool alone, bool may_span) {
+  const int threads = (alone ? 2 : 3) * kThreads, bytes = alone ? sizes.alone_bytes : sizes.cluster_bytes;
+  for (int blocks = alone ? 1 : kMostBlocks; blocks > 0; --blocks) {
+    const int clusters = resident_clusters(blocks, threads, bytes, alone ? 2 : 1);
     const int64_t heads = r.heads();
     if (heads > clusters) continue;
     const int spans = may_span ? static_cast<int>(std::min<int64_t>(clusters / heads, kMostSpans)) : 1;
     if (may_span && (blocks < kMostBlocks || spans < kFewestSpans)) return false;
-    const KernelId id = may_span ? KernelId::kVerifySpans : KernelId::kVerifyCluster;
+    const KernelId id = may_span ? KernelId::kVerifySpans : alone ? KernelId::kVerifyBlock : KernelId::kVerifyCluster;
     Request tiles = r;
     tiles.set_rows(sizes.rows);
-    Step s = step_of(r, {id, sizes.head_size, sizes.rows}, static_cast<int>(heads * spans * blocks), kClusterThreads,
-                     blocks, sizes.cluster_bytes);
+    Step s =
+        step_of(r, {id, sizes.head_size, sizes.rows}, static_cast<int>(heads * spans * blocks), threads, blocks, bytes);
     s.query_rows = sizes.rows;
     s.kv_tile = kVerifyTile;
     set_cluster(s, r, tiles.tile_tokens * tiles.tile_heads, 1);  // a block finishes whole rows
-    if (r.lengths != Lengths::kAny) s.balance = balance_of(r, LineOf::kVerify, blocks);
+    if (r.lengths != Lengths::kAny) s.balance = balance_of(r, LineOf::kVerify, blocks, alone ? 2 : 1);
     if (may_span) {
       constexpr float kAlone = 4608;  // keys, as quickly by one cluster as by very many; measured on an H100
       s.spans = spans;
@@ -78,8 +78,13 @@ bool Planner::verify_clusters(const Request& r) {
   if (!is_common(r.kind)) return false;
   const int rows = suits_verify_clusters(r, 32) ? 32 : suits_verify_clusters(r, 64) ? 64 : 0;
   if (rows == 0) return false;
-  const VerifySizes sizes = verify_sizes(r.kind != CacheKind::k16Bits, rounded(r.a.head_size), rows, false);
-  return verify_cluster(r, sizes, suits_spans(r));
+  const bool narrow = r.kind != CacheKind::k16Bits, many = rows > 32;
+  const VerifySizes sizes = verify_sizes(narrow, rounded(r.a.head_size), rows, false);
+  if (suits_spans(r)) return verify_cluster(r, sizes, false, true);
+  // Of 64 rows many heads over elements of one byte are quicker by the line, unless keys are few.
+  constexpr int64_t kFewKeys = 2048;
+  const bool suits_alone = !many || !narrow || r.max_seq_len <= kFewKeys;
+  return verify_cluster(r, sizes, false, false) || (suits_alone && verify_cluster(r, sizes, true, false));
 }
 
 }  // namespace pykv::attention

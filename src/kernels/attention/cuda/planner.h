@@ -42,7 +42,7 @@ class Planner {
   bool suits_spans(const Request& r) const;
   LineOf line_of(const Request& r) const;
   static Balance balance_for(int kv_heads, float blocks, int grid, float pace, int tokens);
-  Balance balance_of(const Request& r, LineOf line, int cluster) const;
+  Balance balance_of(const Request& r, LineOf line, int cluster, int blocks_per_sm) const;
   bool with_line(const Request& r, LineOf line, const Step& clusters);
   int invariant_exchange_bytes(const ClusterSizes& s, int group, int blocks, int warps) const;
   int cluster_bytes(const ClusterSizes& s, int group, int blocks, int warps) const;
@@ -60,7 +60,7 @@ class Planner {
   bool fills_verify(const Request& r) const;
   bool verify_line(const Request& r, RowClass rows, const VerifySizes& s);
   bool verify(const Request& r, RowClass rows);
-  bool verify_cluster(const Request& r, const VerifySizes& sizes, bool may_span);
+  bool verify_cluster(const Request& r, const VerifySizes& sizes, bool alone, bool may_span);
   bool suits_verify_clusters(const Request& r, int rows) const;
   bool verify_clusters(const Request& r);
 

@@ -193,7 +193,7 @@ struct alignas(16) ExactQuad {
   ExactSum<4> values;
   ExactSum<1> total;
 
-  static constexpr int kAtOnce = 2;  // as of a Quad
+  static constexpr int kAtOnce = 2, kItems = 1;  // as of a Quad
 
   static __device__ ExactQuad empty() {
     ExactQuad x;

@@ -84,7 +84,7 @@ struct Quad {
   float maximum, sum;
   float4 o;
 
-  static constexpr int kAtOnce = 8;  // that a lane asks for together
+  static constexpr int kAtOnce = 8, kItems = 4;  // that a thread asks for together: pieces of an item, or items
 
   static __device__ Quad empty() { return {-INFINITY, 0, {0, 0, 0, 0}}; }
   // Past the L1: other blocks of this kernel may have written them.
@@ -116,34 +116,52 @@ struct Quad {
 };
 
 // Adds up `count` pieces, of which slot_of(k) is the k-th's, if all are there: items `first` to `end` - 1, each four columns of a row,
-// which has `quads` of them.  kLanes neighbouring lanes share the pieces of an item.  store(item, sum)
-template <class Sum, int kLanes = 1, class Team = WholeBlock>
+// which has `quads` of them.  A thread has kItems of them at once; kLanes neighbouring lanes share the pieces of an item.
+// store(item, sum)
+template <class Sum, int kItems = 1, int kLanes = 1, class Team = WholeBlock>
 __device__ void join_pieces(const Problem& p, int count, auto&& slot_of, int quads, int first, int end, auto&& store,
                             const Team& team = {}) {
   if (!are_there(p, count, slot_of, team)) return;
-  constexpr int kAtOnce = kLanes > 1 ? 4 : Sum::kAtOnce, kStep = 32 / kLanes;
-  const int lane = kLanes == 1 ? 0 : team.thread() % kLanes;
-  const int whole = kLanes == 1 ? end : first + (end - first + kStep - 1) / kStep * kStep;  // whole warps shuffle
+  constexpr int kAtOnce = kItems * kLanes > 1 ? 4 : Sum::kAtOnce, kWarpItems = 32 / kLanes;
+  const int lane = team.thread() % kLanes, step = team.threads() / kLanes;
+  const int whole = first + (end - first + kWarpItems - 1) / kWarpItems * kWarpItems;  // whole warps shuffle
 #pragma unroll 1
-  for (int i = first + team.thread() / kLanes; i < whole; i += team.threads() / kLanes) {
-    const int item = kLanes == 1 ? i : min(i, end - 1), row = item / quads, quad = item - row * quads;
-    Sum sum = Sum::empty();
+  for (int i = first + team.thread() / kLanes; i < whole; i += kItems * step) {
+    int row[kItems], quad[kItems];
+    Sum sum[kItems];
+#pragma unroll
+    for (int x = 0; x < kItems; ++x) {
+      const int item = min(i + x * step, end - 1);
+      row[x] = item / quads;
+      quad[x] = item - row[x] * quads;
+      sum[x] = Sum::empty();
+    }
 #pragma unroll 1
     for (int k0 = lane; k0 < count; k0 += kLanes * kAtOnce) {
-      Sum piece[kAtOnce];
+      Sum piece[kItems][kAtOnce];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if (k0 + j * kLanes < count) piece[j] = Sum::load(p, slot_of(k0 + j * kLanes), row, quad);
+      for (int x = 0; x < kItems; ++x) {
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const int k = k0 + j * kLanes;
+          if (k < count && i + x * step < whole) piece[x][j] = Sum::load(p, slot_of(k), row[x], quad[x]);
+        }
       }
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if (k0 + j * kLanes < count) sum.add(piece[j]);
+      for (int x = 0; x < kItems; ++x) {
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          if (k0 + j * kLanes < count && i + x * step < whole) sum[x].add(piece[x][j]);
+        }
       }
     }
     __syncwarp();
 #pragma unroll
-    for (int m = 1; m < kLanes; m *= 2) sum.add(sum.of_lane(m));
-    if (lane == 0 && i < end) store(item, sum);
+    for (int x = 0; x < kItems; ++x) {
+#pragma unroll
+      for (int m = 1; m < kLanes; m *= 2) sum[x].add(sum[x].of_lane(m));
+      if (lane == 0 && i + x * step < end) store(i + x * step, sum[x]);
+    }
   }
   forget(p, count, slot_of, team);
 }
@@ -163,7 +181,7 @@ __device__ void end_share(const Problem& p, const LineEnds& ends, auto&& store, 
     if (of.cut.pieces == 0) continue;
     const Unit& u = of.unit;
     const int tokens = min(p.tile_tokens, u.query_len - u.query_tile * p.tile_tokens), quads = p.pitch / 4;
-    join_pieces<Sum>(
+    join_pieces<Sum, Sum::kItems>(
         p, of.cut.pieces, [&](int i) { return of.cut.slot(i); }, quads, 0, tokens * p.tile_heads * quads,
         [&](int item, const Sum& sum) {
           const Row row = row_of(p, u, item / quads);

@@ -29,7 +29,7 @@ struct PiecesOfSpans {
     if (team.thread() == 0) hand_over_pieces(p, slot(span), -1, p.ticket);
     team.sync();
     constexpr int kLanes = 4;  // each with every fourth piece
-    join_pieces<Sum, kLanes>(p, spans, slot_of, quads, first, first + count, store, team);
+    join_pieces<Sum, 1, kLanes>(p, spans, slot_of, quads, first, first + count, store, team);
   }
 };
 

@@ -4,7 +4,7 @@
 // (decode/spans.cuh): each has a stretch of them here.
 //
 // A block has an SM for itself, and in it two groups of four warps compute, for a tile each: of clusters of twice as many blocks
-// with one group a quarter would find no room.
+// with one group a quarter would find no room.  Where there are more KV heads than SMs, two such blocks without a cluster do.
 //
 // Sums travel by copies from shared memory to that of the block that finishes their row, whose barrier counts them as they
 // arrive: stores of 16 bytes (`st.async`) arrive at 8 bytes a cycle.
@@ -20,12 +20,16 @@
 
 namespace pykv::attention {
 
-template <class Shape>
+// kAlone: without a cluster, and with one group.
+template <class Shape, bool kAlone>
 struct VerifyClusterShape : Shape {
   static constexpr bool kSpans = false;
-  static constexpr int kGroups = 2, kBlock = (kGroups + 1) * kThreads, kBlocksPerSm = 1;
-  static constexpr int kComputeRegisters = 200, kCopyRegisters = 96;
-  static constexpr int kStages = kClusterStages, kRingBytes = kStages * Shape::kStageBytes;
+  static constexpr int kBlocksOfCluster = kAlone ? 1 : kMostBlocks;  // at most
+  static constexpr int kGroups = kAlone ? 1 : 2, kBlock = (kGroups + 1) * kThreads, kBlocksPerSm = kAlone ? 2 : 1;
+  static constexpr int kComputeRegisters = kAlone ? Shape::kComputeRegisters : 200;
+  static constexpr int kCopyRegisters = kAlone ? Shape::kCopyRegisters : 96;
+  static constexpr int kStages = kAlone && Shape::kD == 128 ? 2 : kMostClusterStages;
+  static constexpr int kRingBytes = kStages * Shape::kStageBytes;
   static_assert(kStages % kGroups == 0);  // so that a group waits at the barriers of its own stages, each time
 };
 
@@ -121,7 +125,7 @@ template <class S, class Softmax>
 void launch_verify_cluster(const Problem& p, const Step& s, const Launch& launch) {
   constexpr int kBytes = verify_shared_bytes<S, VerifyClusterMemory<S, Softmax>>();
   constexpr VerifySizes kSizes = verify_sizes(S::kNarrow, S::kD, S::kRows, false);
-  static_assert(kBytes == kSizes.cluster_bytes);
+  static_assert(kBytes == (S::kGroups == 1 ? kSizes.alone_bytes : kSizes.cluster_bytes));
   static_assert(S::kBlock == (S::kGroups + 1) * kThreads && S::kUnitTokens == kVerifyTile);
   launch_step<paged_attention_verify_cluster_kernel<S, Softmax>>(p, s, kBytes, launch, copies_of<S>(p));
 }

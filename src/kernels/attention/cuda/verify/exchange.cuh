@@ -19,7 +19,7 @@ struct RowSums {
 // What the blocks of a cluster send to the one that finishes these rows.
 template <class S>
 struct alignas(16) RowExchange {
-  static constexpr int kPlaces = S::kGroups * (S::kRows + kMostBlocks);
+  static constexpr int kPlaces = S::kBlocksOfCluster == 1 ? 1 : S::kGroups * (S::kRows + S::kBlocksOfCluster);
   RowSums<S> rows[kPlaces];  // [block, without this one][group][row]
   uint64_t arrived, room;    // barriers: count bytes, and blocks that have them
 };

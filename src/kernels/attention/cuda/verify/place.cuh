@@ -5,7 +5,7 @@
 
 namespace pykv::attention {
 
-constexpr int kClusterStages = 4;
+constexpr int kMostClusterStages = 4;
 
 // Where a block works.  kSpans: clusters may share the keys of a head.
 template <bool kSpans>
@@ -87,7 +87,7 @@ struct ClusterWalker {
     unit.last_key = min(extent.last_key(unit.query_tile), first_token + tiles * p.kv_tile - 1);
     unit.begins = true;
     // Each group leaves sums, if only those of no key, and all stages are the segment's in the end.
-    in_segment = max(tiles, kClusterStages);
+    in_segment = max(tiles, kMostClusterStages);
   }
 };
 
