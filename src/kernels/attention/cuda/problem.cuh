@@ -66,6 +66,17 @@ struct Problem {
   __host__ __device__ bool sees_all() const { return window == kNoWindow && !sparse; }
 };
 
+// Problem's cache views in bytes, for the copies.
+struct CacheCopies {
+  int64_t key_block, key_token, key_head, value_block, value_token, value_head;
+  int head_bytes;
+  bool key_token_fast;    // packed K: copy a chunk index's tokens side by side
+  uint32_t key_chunk;     // packed K: from one 16-byte chunk of a key to the next
+  uint32_t value_dim;     // packed V: from one dimension to the next
+  int value_chunk_shift;  // packed V: log2 of the 16-byte chunks of a dimension that lie side by side
+  int part_tokens;        // packed: whole parts of so many tokens, for DecodeLoader::load_parts_of_pages
+};
+
 struct Sequence {
   int len, query_begin, query_len;
   __device__ int context() const { return len - query_len; }  // position of the first query; negative if out of range

@@ -281,12 +281,15 @@ constexpr int cluster_shared_bytes(int warps) {
 }
 
 template <class S>
-__global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksOfSm)
-    paged_attention_cluster_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
-  extern __shared__ __align__(1024) char memory[];
-  ClusterKernel<S> kernel{p, copies, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)};
-  kernel.run();
-}
+struct ClusterBlock {
+  static constexpr int kThreadsOfBlock = S::kWarps * 32, kBlocksOfSm = S::kBlocksOfSm;
+
+  static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory) {
+    auto& exchange = *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes);
+    ClusterKernel<S> kernel{p, copies, memory, exchange};
+    kernel.run();
+  }
+};
 
 // Does a kernel of these clusters have an instance that shares keys?
 template <class S>
@@ -300,7 +303,7 @@ void launch_clusters(const Problem& p, const Step& s, const Launch& launch) {
     if (s.spans > 1) return launch_clusters<Spanned<S>>(p, s, launch);
   }
   const int most_bytes = device_info(launch.device).shared_of_block;
-  launch_step<paged_attention_cluster_kernel<S>>(p, s, most_bytes, launch, copies_of<S>(p));
+  launch_step<paged_attention_kernel<ClusterBlock<S>>>(p, s, most_bytes, launch, copies_of<S>(p));
 }
 
 }  // namespace pykv::attention

@@ -225,14 +225,15 @@ struct InvariantClusterKernel {
 };
 
 template <class S>
-__global__ void __launch_bounds__(S::kWarps * 32, 1)
-    paged_attention_invariant_cluster_kernel(const __grid_constant__ Problem p,
-                                             const __grid_constant__ CacheCopies copies) {
-  extern __shared__ __align__(1024) char memory[];
-  InvariantClusterKernel<S> kernel{p, copies, memory,
-                                   reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)};
-  kernel.run();
-}
+struct InvariantClusterBlock {
+  static constexpr int kThreadsOfBlock = S::kWarps * 32, kBlocksOfSm = 1;
+
+  static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory) {
+    auto* stats = reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes);
+    InvariantClusterKernel<S> kernel{p, copies, memory, stats};
+    kernel.run();
+  }
+};
 
 template <class S>
 void launch_invariant_clusters(const Problem& p, const Step& s, const Launch& launch) {
@@ -243,7 +244,7 @@ void launch_invariant_clusters(const Problem& p, const Step& s, const Launch& la
     if (s.spans > 1) return launch_invariant_clusters<Spanned<S>>(p, s, launch);
   }
   const int most_bytes = device_info(launch.device).shared_of_block;
-  launch_step<paged_attention_invariant_cluster_kernel<S>>(p, s, most_bytes, launch, copies_of<S>(p));
+  launch_step<paged_attention_kernel<InvariantClusterBlock<S>>>(p, s, most_bytes, launch, copies_of<S>(p));
 }
 
 }  // namespace pykv::attention

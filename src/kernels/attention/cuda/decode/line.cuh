@@ -348,19 +348,21 @@ __device__ void run_decode_line(const Problem& p, const CacheCopies& copies, cha
 }
 
 template <class S>
-__global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksPerSm)
-    paged_attention_decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
-  if constexpr (S::kManyTokens) {
-    if (!takes_call(p)) return leave_call();
+struct DecodeLineBlock {
+  static constexpr int kThreadsOfBlock = S::kWarps * 32, kBlocksOfSm = S::kBlocksPerSm;
+
+  static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory) {
+    if constexpr (S::kManyTokens) {
+      if (!takes_call(p)) return leave_call();
+    }
+    run_decode_line<S>(p, copies, memory);
   }
-  extern __shared__ __align__(1024) char memory[];
-  run_decode_line<S>(p, copies, memory);
-}
+};
 
 template <class S>
 void launch_line(const Problem& p, const Step& s, const Launch& launch) {
   static_assert(decode_shared_bytes<S>() == S::kSizes.shared_bytes());
-  launch_step<paged_attention_decode_kernel<S>>(p, s, s.shared_bytes, launch, copies_of<S>(p));
+  launch_step<paged_attention_kernel<DecodeLineBlock<S>>>(p, s, s.shared_bytes, launch, copies_of<S>(p));
 }
 
 // KV heads in pairs, if Line takes them so, or one by one; and with or without what windows need.

@@ -93,11 +93,13 @@ __device__ TokensKernel<S> tokens_kernel(const Problem& p, const CacheCopies& co
 }
 
 template <class S>
-__global__ void __launch_bounds__(S::kWarps * 32, 1)
-    paged_attention_tokens_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
-  extern __shared__ __align__(1024) char memory[];
-  tokens_kernel<S>(p, copies, memory).run(true);
-}
+struct TokensBlock {
+  static constexpr int kThreadsOfBlock = S::kWarps * 32, kBlocksOfSm = 1;
+
+  static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory) {
+    tokens_kernel<S>(p, copies, memory).run(true);
+  }
+};
 
 template <class S>
 void launch_tokens_clusters(const Problem& p, const Step& s, const Launch& launch) {
@@ -107,18 +109,19 @@ void launch_tokens_clusters(const Problem& p, const Step& s, const Launch& launc
     if (s.spans > 1) return launch_tokens_clusters<Spanned<S>>(p, s, launch);
   }
   const int most_bytes = device_info(launch.device).shared_of_block;
-  launch_step<paged_attention_tokens_kernel<S>>(p, s, most_bytes, launch, copies_of<S>(p));
+  launch_step<paged_attention_kernel<TokensBlock<S>>>(p, s, most_bytes, launch, copies_of<S>(p));
 }
 
 // In tables with room for long sequences: clusters or the line, as decode/either.cuh has it for one token.
 template <class S, class Line>
-__global__ void __launch_bounds__(S::kWarps * 32, 1)
-    paged_attention_tokens_either_kernel(const __grid_constant__ Problem p,
-                                         const __grid_constant__ CacheCopies copies) {
-  extern __shared__ __align__(1024) char memory[];
-  TokensKernel<S> clusters = tokens_kernel<S>(p, copies, memory);
-  if (!clusters.run(clusters.sequence < p.a.num_seqs)) run_decode_line<Line>(p, copies, memory);
-}
+struct TokensEitherBlock {
+  static constexpr int kThreadsOfBlock = S::kWarps * 32, kBlocksOfSm = 1;
+
+  static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory) {
+    TokensKernel<S> clusters = tokens_kernel<S>(p, copies, memory);
+    if (!clusters.run(clusters.sequence < p.a.num_seqs)) run_decode_line<Line>(p, copies, memory);
+  }
+};
 
 // Small pages: heads up to 128 in rows of tokens, up to eight in a group on the line.
 template <class Element, int kD, int kColumns>
@@ -142,7 +145,7 @@ void launch_whole_pages(const Problem& p, const Step& s, const Launch& launch) {
   if constexpr (has_either(kKindOf<Element>, kD, kColumns)) {
     using Line = LineOfClusters<DecodeShape<Element, kD, false, kColumns, false, false, true, true>, Cluster>;
     if (s.instance.kernel == KernelId::kTokensEither)
-      return launch_clusters_or_line<paged_attention_tokens_either_kernel<Cluster, Line>, Cluster, Line>(p, s, launch);
+      return launch_clusters_or_line<TokensEitherBlock<Cluster, Line>, Cluster, Line>(p, s, launch);
   }
   launch_tokens_clusters<Cluster>(p, s, launch);
 }

@@ -137,17 +137,19 @@ struct LineKernel {
 };
 
 template <class S>
-__global__ void __launch_bounds__(kThreads, S::kBlocksPerSm)
-    paged_attention_mma_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
-  extern __shared__ __align__(1024) char memory[];
-  char* after = memory + S::kRingBytes;
-  auto* scratch = reinterpret_cast<LineMemory<S>*>(after + S::kQueryBytes + S::kWaitingBytes);
-  auto* slots = reinterpret_cast<Slot<S::kTile>*>(scratch + 1);
-  LineKernel<S> kernel{
-      p,     *scratch, {p, copies},           {p, copies, *scratch, shared_address(after)}, {p, *scratch},
-      slots, memory,   after + S::kQueryBytes};
-  kernel.run();
-}
+struct MmaBlock {
+  static constexpr int kThreadsOfBlock = kThreads, kBlocksOfSm = S::kBlocksPerSm;
+
+  static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory) {
+    char* after = memory + S::kRingBytes;
+    auto* scratch = reinterpret_cast<LineMemory<S>*>(after + S::kQueryBytes + S::kWaitingBytes);
+    auto* slots = reinterpret_cast<Slot<S::kTile>*>(scratch + 1);
+    LineKernel<S> kernel{
+        p,     *scratch, {p, copies},           {p, copies, *scratch, shared_address(after)}, {p, *scratch},
+        slots, memory,   after + S::kQueryBytes};
+    kernel.run();
+  }
+};
 
 template <class Element, int kD, bool kPackedV, RowClass kRows>
 void launch_mma_kernel(const Problem& p, const Step& s, const Launch& launch) {
@@ -158,7 +160,7 @@ void launch_mma_kernel(const Problem& p, const Step& s, const Launch& launch) {
   constexpr MmaSizes kSizes = mma_sizes(kKindOf<Element>, kD, kRows);
   static_assert(kSharedBytes == kSizes.shared_bytes && S::kUnitTokens == kSizes.tile);
   static_assert(S::kRows == kSizes.rows && S::kBlocksPerSm == kSizes.blocks_of_sm);
-  launch_step<paged_attention_mma_kernel<S>>(p, s, kSharedBytes, launch, cache_copies<S>(p.a));
+  launch_step<paged_attention_kernel<MmaBlock<S>>>(p, s, kSharedBytes, launch, cache_copies<S>(p.a));
 }
 
 template <class Element, int kD, bool kPackedV>

@@ -110,16 +110,17 @@ struct VerifyClusterMemory : VerifyMemory<S, Softmax, ClusterWalker<S::kSpans>> 
 };
 
 template <class S, class Softmax>
-__global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
-    paged_attention_verify_cluster_kernel(const __grid_constant__ Problem p,
-                                          const __grid_constant__ CacheCopies copies) {
+struct VerifyClusterBlock {
+  static constexpr int kThreadsOfBlock = S::kBlock, kBlocksOfSm = S::kBlocksPerSm;
+
+  static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ __align__(1024) char memory[];
-  using Memory = VerifyClusterMemory<S, Softmax>;
-  auto& shared = *reinterpret_cast<Memory*>(memory + Memory::kBytesBefore);
-  VerifyClusterKernel<S, Softmax>{p, shared.kernel(p, copies, memory), shared.exchange}.run();
+    using Memory = VerifyClusterMemory<S, Softmax>;
+    auto& shared = *reinterpret_cast<Memory*>(memory + Memory::kBytesBefore);
+    VerifyClusterKernel<S, Softmax>{p, shared.kernel(p, copies, memory), shared.exchange}.run();
 #endif
-}
+  }
+};
 
 template <class S, class Softmax>
 void launch_verify_cluster(const Problem& p, const Step& s, const Launch& launch) {
@@ -127,7 +128,7 @@ void launch_verify_cluster(const Problem& p, const Step& s, const Launch& launch
   constexpr VerifySizes kSizes = verify_sizes(S::kNarrow, S::kD, S::kRows, false);
   static_assert(kBytes == (S::kGroups == 1 ? kSizes.alone_bytes : kSizes.cluster_bytes));
   static_assert(S::kBlock == (S::kGroups + 1) * kThreads && S::kUnitTokens == kVerifyTile);
-  launch_step<paged_attention_verify_cluster_kernel<S, Softmax>>(p, s, kBytes, launch, copies_of<S>(p));
+  launch_step<paged_attention_kernel<VerifyClusterBlock<S, Softmax>>>(p, s, kBytes, launch, copies_of<S>(p));
 }
 
 }  // namespace pykv::attention

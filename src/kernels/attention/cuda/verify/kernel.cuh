@@ -308,21 +308,23 @@ constexpr int verify_shared_bytes() {
 }
 
 template <class S, class Softmax>
-__global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
-    paged_attention_verify_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
+struct VerifyLineBlock {
+  static constexpr int kThreadsOfBlock = S::kBlock, kBlocksOfSm = S::kBlocksPerSm;
+
+  static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ __align__(1024) char memory[];
-  using Memory = VerifyMemory<S, Softmax>;
-  reinterpret_cast<Memory*>(memory + Memory::kBytesBefore)->kernel(p, copies, memory).run();
+    using Memory = VerifyMemory<S, Softmax>;
+    reinterpret_cast<Memory*>(memory + Memory::kBytesBefore)->kernel(p, copies, memory).run();
 #endif
-}
+  }
+};
 
 template <class S, class Softmax>
 void launch_verify_kernel(const Problem& p, const Step& s, const Launch& launch) {
   constexpr int kSharedBytes = verify_shared_bytes<S, VerifyMemory<S, Softmax>>();
   static_assert(S::kUnitTokens == kVerifyTile && S::kBlock == 2 * kThreads && S::kBlocksPerSm == 2);
   static_assert(kSharedBytes == verify_sizes(S::kNarrow, S::kD, S::kRows, S::kFolded).line_bytes);
-  launch_step<paged_attention_verify_kernel<S, Softmax>>(p, s, kSharedBytes, launch, copies_of<S>(p));
+  launch_step<paged_attention_kernel<VerifyLineBlock<S, Softmax>>>(p, s, kSharedBytes, launch, copies_of<S>(p));
 }
 
 }  // namespace pykv::attention
