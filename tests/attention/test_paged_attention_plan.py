@@ -42,7 +42,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "prefill": {"tokens": 2048, "room": 2048},
     "prefill_invariant": {"tokens": 2048, "room": 2048, "batch_invariant": True},
     "clear": {"tokens": 2048, "room": 2048},
-    "await": {"seqs": 64, "tokens": 17, "room": 8192},
+    "combine": {"seqs": 64, "tokens": 8, "room": 8192},
 }
 
 

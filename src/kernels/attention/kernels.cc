@@ -39,7 +39,7 @@ constexpr const char* kNames[] = {
     "prefill",
     "prefill_invariant",
     "clear",
-    "await",
+    "combine",
 };
 static_assert(std::size(kNames) == kKernels);
 

@@ -1,8 +1,10 @@
 // Paged attention on CUDA: from a plan to its launches.
 #include <random>
+#include <type_traits>
 
 #include "attention/cuda/elements.cuh"
 #include "attention/cuda/launch.cuh"
+#include "attention/cuda/merge/combine.cuh"
 #include "attention/cuda/merge/exact.cuh"
 #include "cuda/dependent.cuh"
 
@@ -18,7 +20,7 @@ uint64_t next_ticket() {
 
 namespace {
 
-static_assert(sizeof(ExactQuad) == kExactQuadBytes && sizeof(Unit) == kUnitBytes);
+static_assert(sizeof(CutUnit) == kNoteBytes && sizeof(ExactQuad) == kExactQuadBytes && sizeof(Unit) == kUnitBytes);
 
 // Nobody has taken an entry yet, and no block has ended.
 __global__ void clear_kernel(PrefillCounts* counts) {
@@ -26,12 +28,18 @@ __global__ void clear_kernel(PrefillCounts* counts) {
   *counts = {0, 0};
 }
 
-// Of a mixed batch: waits for so many blocks of prefill, which was launched before the kernel before, that did not wait for it.  They
-// were all there when that came up.  Whatever comes after this kernel comes after them, too.
-__global__ void await_kernel(const int* ended, int blocks) {
+// In a kernel of its own.  Of a mixed batch it ends when so many blocks of prefill have, which was launched before the kernel before,
+// that did not wait for it: whatever comes after this kernel comes after them, too.  They were all there when the line came up.
+__global__ void __launch_bounds__(kCombineThreads, 4)
+    combine_kernel(const __grid_constant__ LeftPieces left, const int* prefill_ended, int prefill_blocks) {
+  __shared__ JobsUpTo jobs_up_to;
+  // It lets no other come up: where the next kernel's blocks came to lie would depend on when which of these end, and what reads
+  // neighbouring heads would no longer do so at the same time.
   wait_for_previous_kernel();
-  for (int count = 0; count < blocks; __nanosleep(200)) {
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(count) : "l"(ended) : "memory");
+  if (takes_call(left.p)) combine_pieces<4>(left, jobs_up_to);
+  if (blockIdx.x > 0 || threadIdx.x > 0) return;
+  for (int count = 0; count < prefill_blocks; __nanosleep(200)) {
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(count) : "l"(prefill_ended) : "memory");
   }
 }
 
@@ -157,9 +165,19 @@ Problem problem_of(const Problem& call, const Step& s) {
   return p;
 }
 
+// What the blocks of a line leave for combine_kernel.
+LeftPieces left_pieces(const Problem& p, const Step& s) {
+  const int rows = (p.a.cu_query_lens.data ? p.tile_tokens : 1) * p.tile_heads;
+  LeftPieces left{p, s.grid, rows * (p.pitch / 4)};
+  if (s.instance.folded) left.p.a.kv_format = KvFormat::kSame;  // they have been multiplied by the scales of values
+  return left;
+}
+
 // Of these, the one for the call's kind of cache elements.
-LaunchOf* of_kind(const PagedAttentionArgs& a, LaunchOf* f16, LaunchOf* bf16, LaunchOf* e4m3 = nullptr,
-                  LaunchOf* e5m2 = nullptr, LaunchOf* int8 = nullptr, LaunchOf* nvfp4 = nullptr) {
+template <class F>
+F* of_kind(const PagedAttentionArgs& a, F* f16, std::type_identity_t<F>* bf16, std::type_identity_t<F>* e4m3 = nullptr,
+           std::type_identity_t<F>* e5m2 = nullptr, std::type_identity_t<F>* int8 = nullptr,
+           std::type_identity_t<F>* nvfp4 = nullptr) {
   switch (a.kv_format) {
     case KvFormat::kE4M3:
       return e4m3;
@@ -198,10 +216,6 @@ LaunchOf* launch_of(KernelId kernel, const PagedAttentionArgs& a) {
     case KernelId::kVerifyLine:
       return of_kind(a, launch_verify<F16>, launch_verify<BF16>, launch_verify<E4M3>, launch_verify<E5M2>,
                      launch_verify<Int8>);
-    case KernelId::kVerifyBlock:
-    case KernelId::kVerifyCluster:
-    case KernelId::kVerifySpans:
-      return of_kind(a, launch_verify_clusters<F16>, launch_verify_clusters<BF16>, launch_verify_clusters<E4M3>);
     case KernelId::kPrefill:
       return of_kind(a, launch_prefill<F16>, launch_prefill<BF16>);
     case KernelId::kPrefillInvariant:
@@ -242,14 +256,15 @@ void clear_counts(PrefillCounts* counts, const Launch& launch, const char* op) {
 }
 
 void launch_plan(const Plan& plan, const Problem& call, const Launch& launch) {
+  LeftPieces left{};
   const int* ended = nullptr;  // blocks of prefill, in a mixed batch
   int of_prefill = 0;
   for (int i = 0; i < plan.count; ++i) {
     const Step& s = plan.steps[i];
     const KernelId kernel = s.instance.kernel;
     if (kernel == KernelId::kClear) continue;  // with prefill
-    if (kernel == KernelId::kAwait) {
-      launch_after(await_kernel, s, launch, call.a.op, ended, of_prefill);
+    if (kernel == KernelId::kCombine) {
+      launch_after(combine_kernel, s, launch, call.a.op, left, ended, of_prefill);
       continue;
     }
     const Problem p = problem_of(call, s);
@@ -257,9 +272,17 @@ void launch_plan(const Plan& plan, const Problem& call, const Launch& launch) {
       ended = &prefill_counts(p, s.grid)->ended;
       of_prefill = s.grid;
     }
+    if (kernel == KernelId::kVerifyBlock || kernel == KernelId::kVerifyCluster || kernel == KernelId::kVerifySpans) {
+      LaunchAfterLine* launch_it =
+          of_kind(p.a, launch_verify_clusters<F16>, launch_verify_clusters<BF16>, launch_verify_clusters<E4M3>);
+      if (!launch_it) fail_without_instance(p, s);
+      launch_it(p, s, launch, left);
+      continue;
+    }
     LaunchOf* launch_it = kernel == KernelId::kSimple ? launch_simple : launch_of(kernel, p.a);
     if (!launch_it) fail_without_instance(p, s);
     launch_it(p, s, launch);
+    if (kernel == KernelId::kVerifyLine) left = left_pieces(p, s);
   }
 }
 

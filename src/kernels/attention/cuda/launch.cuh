@@ -52,18 +52,20 @@ void launch_step(const Problem& p, const Step& s, int most_bytes, const Launch& 
 }
 
 // What a block does, Block::run(), as a kernel: that of all engines but prefill's and the plain one.
-template <class Block>
+template <class Block, class... Given>
 __global__ void __launch_bounds__(Block::kThreadsOfBlock, Block::kBlocksOfSm)
-    paged_attention_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
+    paged_attention_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
+                           const __grid_constant__ Given... given) {
   extern __shared__ __align__(1024) char shared_memory[];
-  Block::run(p, copies, shared_memory);
+  Block::run(p, copies, shared_memory, given...);
 }
 
 // Where a plan names an instance that there is not.
 [[noreturn]] void fail_without_instance(const Problem& p, const Step& s);
 
-// Launches an instance of a family.
+// Launches an instance of a family.  left: what a line before it has left, where it adds that up.
 using LaunchOf = void(const Problem& p, const Step& s, const Launch& launch);
+using LaunchAfterLine = void(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
 
 // Each is instantiated for a kind of cache element in a file of its own, which CMake makes of instance.cu.in: tiles of mma.sync,
 template <class Element>
@@ -78,7 +80,7 @@ void launch_tokens(const Problem& p, const Step& s, const Launch& launch);
 template <class Element>
 void launch_verify(const Problem& p, const Step& s, const Launch& launch);
 template <class Element>
-void launch_verify_clusters(const Problem& p, const Step& s, const Launch& launch);
+void launch_verify_clusters(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
 // prefill on Hopper, and with batch_invariant.
 template <class Element>
 void launch_prefill(const Problem& p, const Step& s, const Launch& launch);

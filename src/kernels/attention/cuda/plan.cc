@@ -66,6 +66,7 @@ const DeviceInfo* device_called(const char* name) {
 bool Planner::rows(const Request& r, RowClass rows) {
   if (may_verify(r, rows)) {
     if (!verify(r, rows)) return false;
+    combine(r);
   } else {
     const bool has_many = has_many_rows(r.kind, r.packed());
     const RowClass tile = mma_rows(rows, r.a.head_size, has_many);
@@ -162,7 +163,7 @@ bool Planner::mixed(const Request& r) {
   steps[1].grid = grid_of(kLineBlocks);
   steps[1].pieces_at =
       workspace_places(steps[0].grid, steps[0].line.rows, steps[0].line.pitch, false).end + kCountsBytes;
-  add(step_of(r, {KernelId::kAwait}, 1, 1, 1, 0));
+  combine(few);
   return true;
 }
 

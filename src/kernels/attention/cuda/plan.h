@@ -42,10 +42,10 @@ enum class KernelId : int {
   kVerifySpans,
   kPrefill,  // 128 rows on Hopper
   kPrefillInvariant,
-  kClear,  // what kPrefill counts
-  kAwait,  // waits for kPrefill, if another kernel runs at the same time
+  kClear,    // what kPrefill counts
+  kCombine,  // adds up what kVerifyLine left
 };
-constexpr int kKernels = static_cast<int>(KernelId::kAwait) + 1;
+constexpr int kKernels = static_cast<int>(KernelId::kCombine) + 1;
 
 const char* name_of(KernelId kernel);  // ../kernels.cc
 
@@ -75,6 +75,7 @@ constexpr int kMaxGrid = 1024;                    // blocks, which bounds the pi
 constexpr int kNoWindow = 1 << 30;                // longer than any sequence
 constexpr int kMostBlocks = 8;                    // of a cluster, everywhere
 constexpr int kFewestSpans = 3, kMostSpans = 16;  // that share a sequence's keys; two draw hardly more than one
+constexpr int kCombineThreads = 256;
 
 // What a plan depends on.
 struct DeviceInfo {
@@ -167,7 +168,7 @@ int64_t workspace_bytes(int64_t num_tokens, int64_t num_seqs, int num_heads, int
 // A call that has tokens and sequences.
 void make_plan(const PagedAttentionArgs& args, const DeviceInfo& device, Plan& plan);
 
-// Where things lie in a workspace for a grid of so many blocks, which leave two pieces each; their tickets come first.
+// Where things lie in a workspace for a grid of so many blocks, which leave two pieces each; their tickets, or notes, come first.
 struct WorkspacePlaces {
   int64_t stats, partial, end;
 };

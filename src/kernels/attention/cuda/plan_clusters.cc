@@ -55,6 +55,9 @@ bool Planner::line(const Request& r, const Instance& instance, int threads, int 
   return true;
 }
 
+// What adds up what the line before leaves.
+void Planner::combine(const Request& r) { add(step_of(r, {KernelId::kCombine}, d_.sms * 4, kCombineThreads, 1, 0)); }
+
 // Of clusters of so many blocks: what their blocks finish of a tile's queries, and how many of them are there early.
 void Planner::set_cluster(Step& s, const Request& r, int queries, int quads) const {
   const int blocks = s.cluster;
@@ -105,7 +108,8 @@ Balance Planner::balance_of(const Request& r, LineOf line, int cluster, int bloc
   return balance_for(r.num_kv_heads, blocks, d_.sms, pace, slack);
 }
 
-// Clusters and, if they are not for all lengths, the line beside them: of warpgroups before them, else after them.  Returns false if these kernels do not suit the call.
+// Clusters and, if they are not for all lengths, the line beside them: of warpgroups before them, for they then add up what it
+// leaves, else after them.  Returns false if these kernels do not suit the call.
 bool Planner::with_line(const Request& r, LineOf line, const Step& clusters) {
   const int count = plan_.count;
   bool done = true;

@@ -9,7 +9,8 @@
 namespace pykv::attention {
 
 // Of structures that lie in shared memory or in the workspace.
-constexpr int kUnitBytes = 64, kWalkerBytes = 176, kLineEndsBytes = 160, kPlanBytes = 64, kLineShareBytes = 48;
+constexpr int kUnitBytes = 64, kWalkerBytes = 176, kNoteBytes = 80, kLineEndsBytes = 2 * kNoteBytes, kPlanBytes = 64,
+              kLineShareBytes = 48;
 constexpr int kPrefillBytes = 1232, kCountsBytes = 256;  // the latter with what aligns other things behind them
 constexpr int kSimpleBytes = 2800,
               kSimpleOwnBytes = 8192;  // that the plain kernel declares itself, and what is left for that

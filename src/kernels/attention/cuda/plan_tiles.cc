@@ -66,7 +66,7 @@ RowClass class_for(RowClass rows, bool batch_invariant, bool short_by_verify) {
 
 WorkspacePlaces workspace_places(int grid, int rows, int pitch, bool batch_invariant) {
   const int64_t all_rows = int64_t{2} * grid * rows, quads = all_rows * (pitch / 4);
-  const int64_t stats = align(int64_t{2} * grid * int64_t{sizeof(uint64_t)});
+  const int64_t stats = align(int64_t{grid} * kNoteBytes);
   if (batch_invariant) return {stats, stats, stats + align(quads * kExactQuadBytes)};  // with statistics of their own
   const int64_t partial = stats + align(all_rows * kStatsBytes);
   return {stats, partial, partial + align(quads * kQuadBytes)};

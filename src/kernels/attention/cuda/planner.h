@@ -38,6 +38,7 @@ class Planner {
   static Step on_line(Step s, const Tiling& tiling, int unit_tokens);
   bool line(const Request& r, const Instance& instance, int threads, int shared_bytes, int by_registers,
             int unit_tokens, const Tiling& tiling);
+  void combine(const Request& r);
   void set_cluster(Step& s, const Request& r, int queries, int quads) const;
   bool suits_spans(const Request& r) const;
   LineOf line_of(const Request& r) const;

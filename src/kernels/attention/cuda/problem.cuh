@@ -55,7 +55,7 @@ struct Problem {
   float* partial;                                 // [2 * grid][rows][pitch], not normalised; or the records of
                                                   // merge/exact.cuh, [2 * grid][rows][pitch / 4]
   float2* partial_stats;                          // [2 * grid][rows]: maximum (base 2) and sum
-  uint64_t* tickets;                              // [2 * grid]: merge/pieces.cuh
+  uint64_t* tickets;                              // [2 * grid]: merge/pieces.cuh; or notes, merge/combine.cuh
   Lengths lengths;                                // that the launch is for
   Balance balance;                                // if not for any
   uint64_t ticket;                                // of this launch
@@ -75,6 +75,13 @@ struct CacheCopies {
   uint32_t value_dim;     // packed V: from one dimension to the next
   int value_chunk_shift;  // packed V: log2 of the 16-byte chunks of a dimension that lie side by side
   int part_tokens;        // packed: whole parts of so many tokens, for DecodeLoader::load_parts_of_pages
+};
+
+// What a line leaves for the kernel after it to add up (merge/combine.cuh): so many notes, of segments of so many items,
+// four columns of a row each.
+struct LeftPieces {
+  Problem p;
+  int notes, items;
 };
 
 struct Sequence {

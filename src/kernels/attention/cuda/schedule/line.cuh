@@ -4,7 +4,7 @@
 // query token and a head).  All units of all sequences lie on one line, ordered by sequence, KV head, query tile, KV tile,
 // and the blocks take equal shares of it.  A query tile's units are a segment; it has one place more, in front, that stands
 // for the cost of beginning and ending it.  A segment cut by a border of blocks leaves partial results, at most two a
-// block, added up in a fixed order by the last of these blocks (merge/pieces.cuh): hence a grid and a
+// block, added up in a fixed order by the last of these blocks or by the next kernel (merge/): hence a grid and a
 // workspace that depend on no length, no host synchronisation, and the same bits in every run.
 //
 // Kernels may ask for a line for each KV head, which blocks go along side by side: where neighbouring heads lie together, they are
@@ -250,7 +250,7 @@ __device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBloc
   return find_share<kBarrier, kLines>(p, scratch, p.line);
 }
 
-// Where the sums of a segment go that are not all of it: to the workspace, for the last of its blocks.
+// Where the sums of a segment go that are not all of it: to the workspace.
 struct LinePieces {
   static constexpr bool kInStages = false;  // do they lie where tiles were?
   const Problem& p;

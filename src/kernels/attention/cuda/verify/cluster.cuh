@@ -16,6 +16,7 @@
 // docs/log/paged_attention/details.md.
 #pragma once
 
+#include "attention/cuda/merge/combine.cuh"
 #include "attention/cuda/verify/exchange.cuh"
 
 namespace pykv::attention {
@@ -41,6 +42,7 @@ struct VerifyClusterKernel {
   const Problem& p;
   VerifyKernel<S, Softmax, ClusterWalker<S::kSpans>> block;
   RowExchange<S>& exchange;
+  const LeftPieces& left;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __device__ void run() {
@@ -60,8 +62,10 @@ struct VerifyClusterKernel {
       raw = load_sequence(p, sequence);
       return clamp_sequence(p, raw);
     });
-    if (!takes_call(p) || at.is_left_out()) {
+    const bool is_mine = takes_call(p);
+    if (!is_mine || at.is_left_out()) {
       if (p.cluster > 1) cluster_wait();
+      if (!S::kSpans && !is_mine) combine_left_pieces(left, block.ring);
       return;
     }
     const Pieces pieces{p, exchange, reinterpret_cast<RowSums<S>*>(block.ring), at};
@@ -113,22 +117,23 @@ template <class S, class Softmax>
 struct VerifyClusterBlock {
   static constexpr int kThreadsOfBlock = S::kBlock, kBlocksOfSm = S::kBlocksPerSm;
 
-  static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory) {
+  static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory, const LeftPieces& left) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using Memory = VerifyClusterMemory<S, Softmax>;
     auto& shared = *reinterpret_cast<Memory*>(memory + Memory::kBytesBefore);
-    VerifyClusterKernel<S, Softmax>{p, shared.kernel(p, copies, memory), shared.exchange}.run();
+    VerifyClusterKernel<S, Softmax>{p, shared.kernel(p, copies, memory), shared.exchange, left}.run();
 #endif
   }
 };
 
 template <class S, class Softmax>
-void launch_verify_cluster(const Problem& p, const Step& s, const Launch& launch) {
+void launch_verify_cluster(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
   constexpr int kBytes = verify_shared_bytes<S, VerifyClusterMemory<S, Softmax>>();
   constexpr VerifySizes kSizes = verify_sizes(S::kNarrow, S::kD, S::kRows, false);
   static_assert(kBytes == (S::kGroups == 1 ? kSizes.alone_bytes : kSizes.cluster_bytes));
   static_assert(S::kBlock == (S::kGroups + 1) * kThreads && S::kUnitTokens == kVerifyTile);
-  launch_step<paged_attention_kernel<VerifyClusterBlock<S, Softmax>>>(p, s, kBytes, launch, copies_of<S>(p));
+  launch_step<paged_attention_kernel<VerifyClusterBlock<S, Softmax>, LeftPieces>>(p, s, kBytes, launch, copies_of<S>(p),
+                                                                                  left);
 }
 
 }  // namespace pykv::attention

@@ -214,7 +214,7 @@ struct VerifyCodes {
       const Row row = softmax.queries.row_of_column(u, thread);
       const float sum = softmax.sum_of_weights(thread);
       const int kv_head = Queries::kv_head_of(u, thread);
-      float factor = 1;
+      float factor = kHeads == 1 ? 1 : p.a.v_scale[kv_head];  // of a piece
       if (row.valid && u.slot >= 0) {
         pieces.leave_stats(u, Queries::row_index(p, thread), {softmax.maximum_of(thread), sum});
       } else if (row.valid) {

@@ -11,7 +11,7 @@
 #pragma once
 
 #include "attention/cuda/launch.cuh"
-#include "attention/cuda/merge/pieces.cuh"
+#include "attention/cuda/merge/combine.cuh"
 #include "attention/cuda/verify/pages.cuh"
 #include "attention/cuda/verify/shape.cuh"
 #include "cuda/dependent.cuh"
@@ -27,6 +27,7 @@ struct VerifyKernel {
   using Lookup = typename TileLoader<S>::Lookup;
   using TileSlot = typename TileLoader<S>::TileSlot;
   using State = typename Softmax::State;
+  static constexpr bool kIsLine = std::is_same_v<Way, Walker>;
   static constexpr int kStages = S::kStages;
   // Who describes tile j knows that all have left the stage of tile j - 1 - kStages, or, one tile ahead, of j - 2 - kStages; but
   // they may still read what its slot says.
@@ -75,14 +76,6 @@ struct VerifyKernel {
     } else {
       take_registers<S::kComputeRegisters>();
       compute_tiles(LinePieces{p});
-      end_share<Quad>(
-          p, notes.ends,
-          [&](const Unit& u, const Row& row, int d, const Quad& sum) {
-            // Of two KV heads taken as one each has half of the group.
-            const int heads = S::kFolded ? 2 : 1, kv_head = heads == 1 ? u.kv_head : row.head / (p.group / heads);
-            store_output<S>(p, row, d, sum.finish(p, row, kv_head));
-          },
-          ComputingThreads());
     }
   }
 
@@ -104,14 +97,6 @@ struct VerifyKernel {
       }
     }
   }
-
-  // Those of the line's one group.
-  struct ComputingThreads {
-    static __device__ int thread() { return threadIdx.x % kThreads; }
-    static __device__ int threads() { return kThreads; }
-    static __device__ void sync() { named_barrier_sync(kGroupBarrier, kThreads); }
-    static __device__ bool all(bool x) { return !named_barrier_any(kGroupBarrier, kThreads, !x); }
-  };
 
   struct Place {
     int stage = 0, parity = 1, slot = 0;  // of the stage the phase before the first counts as ended
@@ -156,6 +141,7 @@ struct VerifyKernel {
     if (lane == 0) walker.start(p, share, describes ? &notes.ends : nullptr);
     __syncwarp();
     auto ahead = pages.look_up(KeysOfSegment(walker), 0);
+    if (kIsLine && describes) note_first(p, notes.ends);  // while the pages are on their way
     Place at;
 #pragma unroll 1
     while (walker.unit.exists) {
@@ -215,6 +201,7 @@ struct VerifyKernel {
     Lookup ahead;
     if (member == kGuide) {
       notes.walkers[0].start(p, share, &notes.ends);
+      if (kIsLine) note_first(p, notes.ends);
     }
     describe(0);
     sync();
