@@ -51,13 +51,12 @@ void launch_step(const Problem& p, const Step& s, int most_bytes, const Launch& 
   launch_after(kKernel, s, launch, p.a.op, p, args...);
 }
 
-// What a block does, Block::run(), as a kernel: that of all engines but prefill's and the plain one.
-template <class Block, class... Given>
+// What a block does, Block::run(), as a kernel: that of decode, verify's line and mma.
+template <class Block>
 __global__ void __launch_bounds__(Block::kThreadsOfBlock, Block::kBlocksOfSm)
-    paged_attention_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
-                           const __grid_constant__ Given... given) {
+    paged_attention_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
   extern __shared__ __align__(1024) char shared_memory[];
-  Block::run(p, copies, shared_memory, given...);
+  Block::run(p, copies, shared_memory);
 }
 
 // Where a plan names an instance that there is not.

@@ -114,17 +114,16 @@ struct VerifyClusterMemory : VerifyMemory<S, Softmax, ClusterWalker<S::kSpans>> 
 };
 
 template <class S, class Softmax>
-struct VerifyClusterBlock {
-  static constexpr int kThreadsOfBlock = S::kBlock, kBlocksOfSm = S::kBlocksPerSm;
-
-  static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory, const LeftPieces& left) {
+__global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
+    paged_attention_verify_cluster_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
+                                          const __grid_constant__ LeftPieces left) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    using Memory = VerifyClusterMemory<S, Softmax>;
-    auto& shared = *reinterpret_cast<Memory*>(memory + Memory::kBytesBefore);
-    VerifyClusterKernel<S, Softmax>{p, shared.kernel(p, copies, memory), shared.exchange, left}.run();
+  extern __shared__ __align__(1024) char memory[];
+  using Memory = VerifyClusterMemory<S, Softmax>;
+  auto& shared = *reinterpret_cast<Memory*>(memory + Memory::kBytesBefore);
+  VerifyClusterKernel<S, Softmax>{p, shared.kernel(p, copies, memory), shared.exchange, left}.run();
 #endif
-  }
-};
+}
 
 template <class S, class Softmax>
 void launch_verify_cluster(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
@@ -132,8 +131,7 @@ void launch_verify_cluster(const Problem& p, const Step& s, const Launch& launch
   constexpr VerifySizes kSizes = verify_sizes(S::kNarrow, S::kD, S::kRows, false);
   static_assert(kBytes == (S::kGroups == 1 ? kSizes.alone_bytes : kSizes.cluster_bytes));
   static_assert(S::kBlock == (S::kGroups + 1) * kThreads && S::kUnitTokens == kVerifyTile);
-  launch_step<paged_attention_kernel<VerifyClusterBlock<S, Softmax>, LeftPieces>>(p, s, kBytes, launch, copies_of<S>(p),
-                                                                                  left);
+  launch_step<paged_attention_verify_cluster_kernel<S, Softmax>>(p, s, kBytes, launch, copies_of<S>(p), left);
 }
 
 }  // namespace pykv::attention
