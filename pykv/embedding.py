@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from pykv._schema import NoneIs, Rule, Spec, operation
 from pykv._types import Array, Stream
+from pykv.dequantization import GGUF_BLOCKS
 
 
 class VocabShard(NamedTuple):
@@ -51,6 +52,9 @@ def vocab_shard(org_vocab_size: int, num_added: int, num_ranks: int, rank: int, 
 
 def _row_for_each_id(arguments: Mapping[str, Any]) -> Spec:
     (_, width), own = arguments["weight"]
+    if arguments.get("quant_type") is not None:
+        elements, size = GGUF_BLOCKS.get(int(arguments["quant_type"]), (1, 1))  # the call itself refuses other ids
+        return Spec((*arguments["ids"].shape, width // size * elements), "float16")
     converted = arguments.get("scale", 1) != 1 or any(
         arguments.get(name) is not None for name in ("weight_scale", "positions")
     )
@@ -59,7 +63,9 @@ def _row_for_each_id(arguments: Mapping[str, Any]) -> Spec:
     return Spec((*arguments["ids"].shape, width), own)
 
 
-@operation(converters={"org_end": NoneIs(-1), "vocab_size": NoneIs(-1)}, out=Rule(_row_for_each_id))
+@operation(
+    converters={"org_end": NoneIs(-1), "vocab_size": NoneIs(-1), "quant_type": NoneIs(-1)}, out=Rule(_row_for_each_id)
+)
 def masked_embedding(
     out: Array,
     ids: Array,
@@ -75,6 +81,7 @@ def masked_embedding(
     weight_scale: Array | None = None,
     positions: Array | None = None,
     position_weight: Array | None = None,
+    quant_type: int | None = None,
     stream: Stream = None,
 ) -> None:
     """Look up rows: ``out = scale * weight_scale * weight[row of id] + position_weight[position]``.
@@ -86,13 +93,12 @@ def masked_embedding(
 
     Args:
         out: ``[..., hidden_size]`` float32, float16 or bfloat16; written.  Also any dtype, that of ``weight``, without
-            ``scale``, ``weight_scale`` and ``positions``: rows are copied as they are.  (Of a table of GGUF's blocks,
-            bytes are; :func:`ggml_dequantize` decodes them.)  The functional forms make the dtype of ``weight``, or
-            bfloat16 of codes that are scaled.
+            ``scale``, ``weight_scale``, ``positions`` and ``quant_type``: rows are copied as they are.  The functional
+            forms make the dtype of ``weight``, bfloat16 of codes that are scaled, or float16 of blocks.
         ids: ``[...]`` int32 or int64; of several dimensions: contiguous.  Ids of no shard, below 0 or from
             ``vocab_size`` on, count as rows of zeros and are reported.
         weight: ``[num_rows, hidden_size]`` float32, float16 or bfloat16, or codes: int8, float8_e4m3fn (also as uint8),
-            float8_e5m2.
+            float8_e5m2; or uint8 ``[num_rows, bytes]``, blocks of GGUF, whose rows have ``hidden_size`` elements.
         org_start, org_end, num_org_pad, added_start, added_end: what ``weight`` has rows for; by default the ids from
             0 on.
         vocab_size: of all shards; ``None``: where the ids of this one end.
@@ -100,6 +106,7 @@ def masked_embedding(
         weight_scale: float32 ``[num_rows]`` or ``[num_rows, groups]``: of each row, or of its groups of neighbours.
         positions: ``[...]`` int32 or int64, like ``ids``.  Those out of range add nothing and are reported.
         position_weight: ``[num_positions, hidden_size]`` float32, float16 or bfloat16; with ``positions``.
+        quant_type: the block format of ``weight``, as for :func:`ggml_dequantize`; ``None``: it has elements.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 
     Raises:

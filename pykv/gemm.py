@@ -149,7 +149,8 @@ def cutlass_scaled_mm(
         b: ``[k, n]``, dtype of ``a``, any strides.  Both are read fastest where neighbours of ``k`` lie side by side,
             as in ``w.T`` of a contiguous weight ``[n, k]``, and ``k`` is a multiple of 16.
         a_scales: float32, one element or ``num_rows``; or of blocks, ``[num_rows, ceil(k / 128)]`` float32 or uint8,
-            then ``2 ** (byte - 127)``.  Any strides.
+            then ``2 ** (byte - 127)``; or ``[num_rows, ceil(ceil(k / 128) / 4)]`` int32, four of these bytes, as
+            :func:`per_token_group_fp8_quant_packed` makes them.  Any strides.
         b_scales: float32, one element or ``n``; or of blocks, ``[ceil(k / 128), ceil(n / 128)]`` float32 or uint8.
         bias: ``[n]`` or ``[1, n]``, dtype of ``out``.  ``None``: none.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
@@ -227,7 +228,8 @@ def grouped_scaled_mm(
         b: ``[groups, k, n]``, dtype of ``a``, any strides; at most 512 groups.  It is read fastest as the last two
             axes of a weight ``[groups, n, k]``, exchanged.
         a_scales: float32, one element or ``[num_rows]`` (``[groups, num_rows]``); or of blocks, ``[num_rows,
-            ceil(k / 128)]`` (``[groups, num_rows, ceil(k / 128)]``) float32 or uint8.  Any strides.
+            ceil(k / 128)]`` (``[groups, num_rows, ceil(k / 128)]``) float32 or uint8, or four of these in an int32, as
+            in :func:`cutlass_scaled_mm`.  Any strides.
         b_scales: float32, ``[groups]``, ``[groups, 1]`` or ``[groups, n]``; or of blocks, ``[groups, ceil(k / 128),
             ceil(n / 128)]`` float32 or uint8.
         row_groups: ``[num_rows]``: the group of each row, which is that of the first of its 128 neighbours.  Rows of

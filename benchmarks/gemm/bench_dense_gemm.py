@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pykv
 
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from timing import Call, Case, Device, has_torch, main, on_cupys_stream
 
-ROWS = [1, 4, 8, 16, 32]
+ROWS = [1, 4, 8, 16, 17, 32, 64]
 # name -> columns, k, whether the weight is float32
 SHAPES = {
     "dsv3_fused_a_gemm": [(2112, 7168, False)],
@@ -33,10 +34,15 @@ def product(name: str, n: int, k: int, wide: bool, rows: int, dtype: str, device
 
 
 def of_torch(n: int, k: int, wide: bool, rows: int, dtype: str, device: Device) -> Call:
-    import torch
+    import torch.utils.dlpack
 
     made = "float32" if wide else dtype
-    a, w, out = (torch.as_tensor(device.random(shape, made)) for shape in ((rows, k), (n, k), (rows, n)))
+
+    def tensor(*shape: int) -> Any:  # CuPy's bfloat16 is not torch's
+        x = device.random(shape, made)
+        return torch.utils.dlpack.from_dlpack(x.view(f"i{x.itemsize}")).view(getattr(torch, made))
+
+    a, w, out = tensor(rows, k), tensor(n, k), tensor(rows, n)
     return on_cupys_stream(lambda: torch.mm(a, w.T, out=out))
 
 

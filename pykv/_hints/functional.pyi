@@ -245,6 +245,7 @@ def masked_embedding(
     weight_scale: Array | None = None,
     positions: Array | None = None,
     position_weight: Array | None = None,
+    quant_type: int | None = None,
     stream: Stream = None,
 ) -> Any: ...
 @overload

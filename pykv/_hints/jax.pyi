@@ -539,6 +539,7 @@ def masked_embedding(
     weight_scale: ArrayLike | None = None,
     positions: ArrayLike | None = None,
     position_weight: ArrayLike | None = None,
+    quant_type: int | None = None,
     out: ArrayLike | None = None,
 ) -> Array: ...
 def masked_moe_activation(

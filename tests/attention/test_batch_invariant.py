@@ -281,10 +281,11 @@ def assert_parts(attend: Attention, want: list[tuple[np.ndarray, np.ndarray]], p
 @pytest.mark.parametrize("sizes", [Sizes(8, 2, 128), Sizes(12, 1, 64, 32), Sizes(6, 2, 80), Sizes(71, 1, 128)])
 def test_prefill_of_many_chunks(array: Library, sizes: Sizes, dtype: str) -> None:
     """More of them than wait to be added up together; in tiles that are computed whole, and in shares of a line."""
-    p = prompts([(0, 2600), (7920, 8000), (3000, 3300)], sizes, dtype=dtype, layout="HND")
+    p = prompts([(0, 2600), (7920, 8000), (3000, 3300), (17_400, 17_430)], sizes, dtype=dtype, layout="HND")
     attend = Attention(array, p)
     want = attend(p.whole)
-    for pieces in ([(1, 7920, 8000)], [(0, 0, 1100), (2, 3000, 3300)], [(0, 1100, 2600)], [(2, 3001, 3050)]):
+    cuts = [[(3, 17_400, 17_420)], [(1, 7920, 8000)], [(0, 0, 1100), (2, 3000, 3300)]]
+    for pieces in (*cuts, [(0, 1100, 2600)], [(2, 3001, 3050)]):
         assert_parts(attend, want, pieces)
     assert_parts(attend, want, some_of(p, np.random.default_rng(0), 100))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from attention import inputs
 from attention.inputs import Sizes
@@ -42,6 +43,20 @@ def test_groups_that_fill_no_tile(array: Library, heads: tuple[int, int]) -> Non
 def test_options(array: Library, options: dict[str, Any]) -> None:
     b = inputs.batch(rng(), [(150, 150), (70, 500), (20, 20)], Sizes(8, 2, 128))
     check(array, b.changed(options=options))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("factor", [1, 20])
+def test_scores_that_rise(array: Library, factor: int, head_size: int, dtype: str) -> None:
+    """From tile to tile, at last by more than an exponent holds; and fall again."""
+    b = inputs.batch(rng(), [(300, 900), (70, 70), (130, 1300)], Sizes(8, 2, head_size), dtype=dtype)
+    for table, length in zip(b.block_tables, b.seq_lens, strict=True):
+        pages = table[: -(-int(length) // 16)]
+        for i, page in enumerate(pages):
+            b.key_cache[page] *= np.float32(1 + factor * min(i, len(pages) - i))
+    check(array, b)
+    check(array, b.changed(options={"window": 200}))
 
 
 @pytest.mark.parametrize("head_size", [128, 256])

@@ -3,12 +3,14 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from dequantization.reference import DECODE, FORMATS
 from embedding import reference
 from hypothesis import given
 from hypothesis import strategies as st
 from rows import FLOATS, assert_rounded_once, name_of, padded, random, turned
 
 import pykv
+import pykv.functional
 
 dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 CODES = [np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)]
@@ -150,16 +152,56 @@ def test_positions_out_of_range(array, bad):
     assert_rounded_once(array.numpy(y), expected, atol=1e-6)
 
 
-def test_bytes_of_gguf_blocks_decode_to_rows(array):
-    """A table of quantised blocks: its rows are gathered as bytes, and decoded."""
-    blocks = np.random.default_rng(0).integers(0, 256, (7, 3, 34)).astype(np.uint8)
-    blocks[..., :2] = np.float16(0.25).reshape(1).view(np.uint8)  # the scales of Q8_0
-    weight, ids = blocks.reshape(7, -1), np.array([6, 0, 6], np.int32)
-    rows = embed(array, np.zeros((3, 102), np.uint8), ids, weight)
-    out = array.output(np.zeros((3, 96), np.float32))
-    pykv.ggml_dequantize(out, array.input(rows), 8)
-    expected = blocks[..., 2:].view(np.int8).astype(np.float32).reshape(7, 96) / 4
-    np.testing.assert_array_equal(array.numpy(out), expected[ids])
+def blocks(quant_type, rows, count, seed=0):
+    """Random bytes, with scales that are infinite or NaN among them; and what they stand for."""
+    name, elements, size = FORMATS[quant_type]
+    made = np.random.default_rng(seed).integers(0, 256, (rows * count, size), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        if name in DECODE:
+            values = DECODE[name](made)
+        else:
+            gguf = pytest.importorskip("gguf", reason="has the code books")
+            values = gguf.dequantize(made, gguf.GGMLQuantizationType(quant_type))
+        return made.reshape(rows, count * size), values.astype(np.float32).reshape(rows, count * elements)
+
+
+@pytest.mark.parametrize("quant_type", FORMATS, ids=lambda i: FORMATS[i][0])
+@pytest.mark.parametrize("count", [1, 33])
+def test_blocks_of_gguf(array, quant_type, count):
+    """To the bit as they are decoded; NaN is NaN.  Ids of no row give zeros."""
+    weight, values = blocks(quant_type, 9, count)
+    ids = np.array([[8, 3, 0], [14, 3, 15]], np.int32)
+    result = embed(
+        array, np.ones((2, 3, values.shape[1]), np.float32), ids, weight, 0, 9, 0, vocab_size=20, quant_type=quant_type
+    )
+    expected = np.concatenate([values, np.zeros_like(values)])[ids]
+    np.testing.assert_array_equal(result, expected)
+
+
+@dtypes
+@pytest.mark.parametrize("padding", [0, 1, 4])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_blocks_of_gguf_in_a_shard(array, dtype, padding, offset):
+    """Scaled, with positions added, of rows that begin anywhere."""
+    weight = np.random.default_rng(0).integers(0, 256, (6, 170 + padding), dtype=np.uint8)[:, :170]
+    weight[:, [0, 34, 68, 102, 136]], weight[:, [1, 35, 69, 103, 137]] = 0, 0x34  # scales of Q8_0: 0.25
+    codes = np.ascontiguousarray(weight).reshape(6, 5, 34)[..., 2:]
+    values = codes.view(np.int8).astype(np.float32).reshape(6, 160) / 4
+    shard, ids = (4, 8, 1, 12, 13, 20), np.array([4, 12, 7, 9, 5], np.int64)
+    more = {
+        "scale": 1.5,
+        "positions": np.array([0, 2, 1, 1, 0], np.int32),
+        "position_weight": random((3, 160), FLOATS[0]),
+    }
+    out = padded(np.ones((5, 160), dtype), padding)
+    result = embed(array, out, ids, weight, *shard, offset=offset, quant_type=8, **more)
+    assert_rounded_once(result, reference.masked_embedding(ids, values, *shard, **more), atol=1e-5)
+
+
+def test_blocks_of_gguf_are_of_a_known_dtype_and_width():
+    ids, weight = np.array([1, 0], np.int32), np.zeros((3, 68), np.uint8)
+    made = pykv.functional.masked_embedding(ids, weight, quant_type=8)
+    assert (made.shape, made.dtype) == ((2, 64), np.float16)
 
 
 def test_wrong_arguments():
@@ -179,6 +221,12 @@ def test_wrong_arguments():
         ((out, ids, weight), {"vocab_size": -2}, ValueError, "vocab_size: "),
         ((out, ids, weight), {"weight_scale": np.ones(4, np.float32)}, ValueError, "weight_scale: "),
         ((out, ids, weight), {"weight_scale": np.ones((5, 3), np.float32)}, ValueError, "weight_scale: "),
+        ((out, ids, weight), {"quant_type": 8}, TypeError, "weight: "),
+        ((out, ids, weight), {"quant_type": 1}, ValueError, "quant_type: "),
+        ((out, ids, np.zeros((5, 33), np.uint8)), {"quant_type": 8}, ValueError, "weight: its rows must be whole"),
+        ((out, ids, np.zeros((5, 34), np.uint8)), {"quant_type": 8}, ValueError, "out: "),
+        ((out, ids, np.zeros((5, 34), np.uint8)), {"quant_type": 8, "weight_scale": out[:, 0]}, ValueError,
+         "weight_scale: must be None with quant_type"),
         ((out, ids, weight), {"positions": ids}, ValueError, "position_weight: "),
         ((out, ids, weight), {"position_weight": weight}, ValueError, "position_weight: "),
         ((out, ids, weight), {"positions": ids, "position_weight": weight[:, :4]}, ValueError, "position_weight: "),

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gemm.scaled import E4M3, product, spread
-from gemm.test_scaled_mm import BF16, INT8, compare, matrix, positive, powers
+from gemm.test_scaled_mm import BF16, INT8, compare, matrix, positive, powers, words
 from hypothesis import given
 from hypothesis import strategies as st
 from rows import name_of
@@ -105,6 +105,20 @@ def test_groups_apart(array, codes, form, rows):
         of_rows = scales[0] if scales[0].size == 1 else scales[0][group]
         check(out[group], a[group], b[group : group + 1], of_rows, scales[1][group : group + 1],
               np.where(np.arange(rows) < sizes[group], 0, -1))  # fmt: skip
+
+
+@codes
+@pytest.mark.parametrize("apart", [False, True])
+def test_exponents_in_words_give_the_bits_of_bytes(array, codes, apart):
+    n, k, rows = 72, 700, 30
+    sizes, b = np.array([rows, 7], np.int32), weights(2, n, k, codes)
+    shape = (2, rows) if apart else (rows + 7,)
+    a, (of_a, of_b) = matrix((60, k), codes)[: np.prod(shape)].reshape(*shape, k), scales_of(shape, 2, n, k, "powers")
+    told = {"sizes": sizes} if apart else {"begins": np.array([0, rows], np.int32), "sizes": sizes}
+    some, wanted = (multiply(array, a, b, s, of_b, **told) for s in (words(of_a), of_a))
+    np.testing.assert_array_equal(some.view(np.uint16), wanted.view(np.uint16))
+    check_group(some[0][:rows] if apart else some[:rows], a[0] if apart else a[:rows], b[0],
+                of_a[0] if apart else of_a[:rows], of_b[0])  # fmt: skip
 
 
 @codes

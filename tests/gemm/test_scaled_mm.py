@@ -36,6 +36,14 @@ def powers(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed + sum(shape)).integers(116, 124, shape).astype(np.uint8)
 
 
+def words(exponents: np.ndarray) -> np.ndarray:
+    """Four neighbours of the last axis in an int32, the first in its lowest byte; columns one after another."""
+    *lead, count = exponents.shape
+    padded_bytes = np.zeros((*lead, -(-count // 4) * 4), np.uint8)
+    padded_bytes[..., :count] = exponents
+    return np.ascontiguousarray(padded_bytes.view("<i4").astype(np.int32).swapaxes(-1, -2)).swapaxes(-1, -2)
+
+
 def multiply(array, a, b, a_scales, b_scales, bias=None, azp_adj=None, azp=None, *, dtype=BF16, out=None, offset=0):
     made = array.output(np.full((a.shape[0], b.shape[1]), np.nan, dtype) if out is None else out, offset=offset)
     a, b = (array.input(x, offset=offset) for x in (a, b))
@@ -150,6 +158,51 @@ def test_scales_of_blocks(array, codes, rows, make, column_major_scales, k):
     check_blocks(array, a, b, a_scales, b_scales, random((n,), BF16))
 
 
+@codes
+@pytest.mark.parametrize("rows", [1, 40, 130])
+@pytest.mark.parametrize("k", [100, 512, 704])
+def test_exponents_in_words_give_the_bits_of_bytes(array, codes, rows, k):
+    n, blocks = 300, -(-k // 128)
+    a, b, of_a, of_b = matrix((rows, k), codes), column_major((k, n), codes), powers(rows, blocks), powers(blocks, 3)
+    wanted = multiply(array, a, b, of_a, of_b)
+    for of_words in (words(of_a), np.ascontiguousarray(words(of_a))):
+        np.testing.assert_array_equal(multiply(array, a, b, of_words, of_b).view(np.uint16), wanted.view(np.uint16))
+    check_blocks(array, a, b, of_a, of_b)
+    some = multiply(array, a, b, words(of_a), positive(blocks, 3))
+    x, w = spread(a, b, of_a, positive(blocks, 3))
+    compare(some, x @ w, np.abs(x) @ np.abs(w), False)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_what_a_quantiser_packs_is_taken(array, rows):
+    x, w = random((rows, 640), BF16), column_major((640, 136), E4M3)
+    made = [array.output(np.zeros(s, t)) for s, t in (((rows, 640), E4M3), ((rows, 2), np.int32))]
+    pykv.per_token_group_fp8_quant_packed(array.input(x), *made)
+    a, packed = (array.numpy(y) for y in made)
+    out = multiply(array, a, w, packed, positive(5, 2))
+    scales = np.ascontiguousarray(packed).view(np.uint8)[:, :5]
+    exact, of_w = spread(a, w, scales, positive(5, 2))
+    compare(out, exact @ of_w, np.abs(exact) @ np.abs(of_w), False)
+    np.testing.assert_allclose(exact, x.astype(np.float64), rtol=0.07, atol=1e-3)
+
+
+@codes
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("n", [1, 3, 128])
+def test_one_block_has_exponents_too(array, codes, rows, n):
+    """Their shapes are those that scales of rows might have."""
+    check_blocks(array, matrix((rows, 70), codes), column_major((70, n), codes), powers(rows, 1), powers(1, 1))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 40, 130])
+def test_sums_of_int8_are_exact(array, rows):
+    """Below 2^24 in magnitude, which float32 holds."""
+    a, b = matrix((rows, 1000), INT8), column_major((1000, 264), INT8)
+    one = np.ones(1, np.float32)
+    out = multiply(array, a, b, one, one, dtype=np.dtype(np.float32))
+    np.testing.assert_array_equal(out.astype(np.int64), a.astype(np.int64) @ b.astype(np.int64))
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize("rows", [1, 40, 130])
 @pytest.mark.parametrize("of_rows", [False, True])
@@ -249,8 +302,18 @@ def test_functions_of_vllm(array, shape):
     out = vllm.cutlass_scaled_mm_azp(*given, "float16", array.input(sums), array.input(azp))
     wanted = multiply(array, a, b, *scales, None, sums, azp, dtype=np.dtype(np.float16))
     np.testing.assert_array_equal(array.numpy(out), wanted)
-    assert vllm.cutlass_scaled_mm_supports_fp8(80)
-    assert not vllm.cutlass_scaled_mm_supports_block_fp8(75)
+
+
+@pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 100, 120])
+def test_what_is_said_of_gpus(capability):
+    """All of it runs where pykv's kernels do, from 8.0 on."""
+    asked = (
+        vllm.cutlass_scaled_mm_supports_fp8,
+        vllm.cutlass_scaled_mm_supports_block_fp8,
+        vllm.cutlass_scaled_mm_supports_fp4,
+        vllm.cutlass_group_gemm_supported,
+    )
+    assert [ask(capability) for ask in asked] == [capability >= 80] * 4
 
 
 @pytest.mark.parametrize(
@@ -268,6 +331,12 @@ def test_functions_of_vllm(array, shape):
         ({"a_scales": (3, 2)}, ValueError, r"a_scales: must have 1 or num_rows = 3 elements, .*, got shape \[3, 2\]"),
         ({"a_scales": (3, 2), "b_scales": (2, 2)}, ValueError, "b_scales: dimension 1 must equal blocks of n = 1"),
         ({"a_scales": (3, 3), "b_scales": (2, 1)}, ValueError, "a_scales: dimension 1 must equal blocks of k = 2"),
+        (
+            {"a_scales": (3, 2), "a_scales_dtype": np.int32, "b_scales": (2, 1)},
+            ValueError,
+            "a_scales: .* words of four",
+        ),
+        ({"a_scales_dtype": np.uint8}, TypeError, "a_scales: dtype must be float32, got uint8"),
         ({"a_scales_dtype": np.float16}, TypeError, "a_scales: dtype must be float32, got float16"),
     ],
 )

@@ -247,6 +247,24 @@ def test_a_token_has_the_same_bits_among_any_others(array, codes, scales):
         np.testing.assert_array_equal(part.view(np.uint16), whole[some])
 
 
+@codes
+@pytest.mark.parametrize("scales", [*SCALES, "given"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_no_mul"])
+@pytest.mark.parametrize(("tokens", "kept"), [(9, 0), (9, 1), (700, 3)])
+def test_what_lies_behind_the_last_pair_is_left_alone(array, codes, scales, activation, tokens, kept):
+    """Codes end the workspace: those of pairs that are dropped are not made of what nobody has written."""
+    x, (weights, ids) = normal(0, tokens, 256, dtype=np.float16), routed(tokens, 2, 4)
+    ids[kept:] = -1
+    w1, w2 = layer(codes, "experts" if scales == "given" else scales, 4, 256, 128, activation in GATED)
+    size = fused_moe_workspace_size(tokens, 2, 4, w1.codes.shape[1], 128, 256, w8a8=True)
+    workspace = array.output(np.full(size, 0xA5, np.uint8))
+    given = {"a2_scale": np.array([0.02], np.float32)} if scales == "given" else {}
+    out = run(array, x, w1, w2, weights, ids, workspace=workspace, activation=activation, **given)
+    behind = array.numpy(workspace)[-128 * 2 * (tokens - kept) :]
+    np.testing.assert_array_equal(behind, np.full_like(behind, 0xA5))
+    np.testing.assert_array_equal(out[kept:], 0)
+
+
 def test_strides_and_workspace(array):
     x, (weights, ids) = padded(normal(0, 12, 256, dtype=np.float16), 1, 9), routed(12, 3, 5)
     w1, w2 = layer("fp8", "rows", 5, 256, 40)

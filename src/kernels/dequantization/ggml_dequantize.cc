@@ -3,6 +3,7 @@
 #include <cinttypes>
 
 #include "core/call.h"
+#include "dequantization/gguf_call.h"
 #include "pykv/dequantization.h"
 
 namespace pykv {
@@ -19,17 +20,6 @@ bool same_rows(const Tensor& a, const Tensor& b) {
   return same;
 }
 
-gguf::BlockSize block_size_of(int64_t quant_type) {
-  const auto size = quant_type == static_cast<int32_t>(quant_type)
-                        ? gguf::block_size(static_cast<gguf::Type>(static_cast<int32_t>(quant_type)))
-                        : gguf::BlockSize{0, 0};
-  if (size.elements == 0)
-    fail(PYKV_VALUE_ERROR,
-         "quant_type: must be the id of a block format of GGUF (2, 3, 6 to 23, 29, 34, 35, 39 to 41), got %" PRId64,
-         quant_type);
-  return size;
-}
-
 }  // namespace
 }  // namespace pykv
 
@@ -39,7 +29,7 @@ pykv_status pykv_ggml_dequantize(DLTensor* out, const DLTensor* W, int64_t quant
     Tensor to = call.write("out", out).dtype(kFloats).rank_between(1, Tensor::kMaxRank).contiguous_rows();
     to.no_overlap_within();
     Tensor from = call.read("W", W).dtype({DType::kUInt8}).rank_between(1, Tensor::kMaxRank).contiguous_rows();
-    const auto [elements, bytes] = block_size_of(quant_type);
+    const auto [elements, bytes] = gguf::known_block_size(quant_type);
     if (from.size(-1) % bytes != 0)
       from.fail(PYKV_VALUE_ERROR, "the last dimension must be whole blocks of %d bytes, got %" PRId64, bytes,
                 from.size(-1));

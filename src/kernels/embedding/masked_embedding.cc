@@ -4,6 +4,7 @@
 #include <cinttypes>
 
 #include "core/call.h"
+#include "dequantization/gguf_call.h"
 #include "pykv/embedding.h"
 
 using namespace pykv;
@@ -32,14 +33,26 @@ void check_range(const char* what, int64_t start, int64_t end) {
 pykv_status pykv_masked_embedding(DLTensor* out, const DLTensor* ids, const DLTensor* weight, int64_t org_start,
                                   int64_t org_end, int64_t num_org_pad, int64_t added_start, int64_t added_end,
                                   int64_t vocab_size, double scale, const DLTensor* weight_scale,
-                                  const DLTensor* positions, const DLTensor* position_weight, void* stream) {
+                                  const DLTensor* positions, const DLTensor* position_weight, int64_t quant_type,
+                                  void* stream) {
   return guarded("masked_embedding", [&](Call& call) {
     Dim rows{"num_rows"}, hidden{"hidden_size"};
     MaskedEmbeddingArgs a{};
-    Tensor w = call.read("weight", weight).shape(rows, hidden).contiguous_rows();
+    Tensor w = call.read("weight", weight).rank(2).dim(0, rows).contiguous_rows();
+    if (quant_type == -1) {
+      w.dim(1, hidden);
+    } else {
+      a.block = gguf::known_block_size(quant_type);
+      a.block_type = static_cast<gguf::Type>(quant_type);
+      const int64_t bytes = w.dtype({DType::kUInt8}).size(1), blocks = bytes / a.block.bytes;
+      if (bytes % a.block.bytes != 0)
+        w.fail(PYKV_VALUE_ERROR, "its rows must be whole blocks of %d bytes, got %" PRId64, a.block.bytes, bytes);
+      hidden.bind(std::min(blocks, INT64_MAX / a.block.elements) * a.block.elements);
+      if (weight_scale) fail(PYKV_VALUE_ERROR, "weight_scale: must be None with quant_type: blocks have their scales");
+    }
     Tensor y = call.write("out", out).rank_between(1, Tensor::kMaxRank).last_dim(hidden);
     y.contiguous_rows().no_overlap_within();
-    a.copies = y.type() == w.type() && scale == 1.0 && !weight_scale && !positions;
+    a.copies = quant_type == -1 && y.type() == w.type() && scale == 1.0 && !weight_scale && !positions;
     if (!a.copies) {
       y.dtype(kFloats);
       w.dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kInt8, DType::kFloat8E4M3, DType::kFloat8E5M2,

@@ -1,9 +1,11 @@
-// A thread has one vector of one row: 16 bytes of it where rows are copied, else eight neighbours.
+// A thread has one vector of one row: 16 bytes of it where rows are copied, else eight neighbours.  Of blocks of GGUF, which have odd
+// sizes, a thread block has a tile of one row, which it brings to shared memory as it is.
 #include "cuda/dependent.cuh"
 #include "cuda/divider.cuh"
 #include "cuda/fp8.cuh"
 #include "cuda/streaming.cuh"
 #include "cuda/vec.cuh"
+#include "dequantization/gguf_pieces.h"
 #include "embedding/masked_embedding.h"
 
 namespace pykv {
@@ -92,30 +94,12 @@ __device__ void load_values(const void* table, DType dtype, int64_t at, int coun
   }
 }
 
+// Adds the position's vector to that of the token, and rounds both to `out`.
 template <class T>
-__global__ void __launch_bounds__(kThreads) masked_embedding_kernel(const __grid_constant__ EmbeddingPlan plan) {
+__device__ void finish_vector(const EmbeddingPlan& plan, uint32_t token, uint32_t vector, int count,
+                              float (&x)[kSize]) {
   const MaskedEmbeddingArgs& a = plan.args;
-  begin_dependent();
-  const uint32_t n = blockIdx.x * kThreads + threadIdx.x;
-  if (n >= plan.num_vectors) return;
-  uint32_t vector;
-  const uint32_t token = plan.vectors_per_row(n, vector);
-  const int64_t column = int64_t{vector} * kSize, left = a.hidden_size - column;
-  const int count = left < kSize ? static_cast<int>(left) : kSize;
-  const int64_t row = row_of_token(plan, token, vector);
-  float x[kSize] = {};
-  if (row >= 0) {
-    load_values(a.weight, a.weight_dtype, row * a.weight_stride + column, count, plan.weight_aligned, x);
-    float own = 1.0f;
-    if (a.weight_scale && plan.one_scale)
-      own = a.weight_scale[row * a.scale_row + column / a.group_size * a.scale_group];
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      if (a.weight_scale && !plan.one_scale && i < count)
-        own = a.weight_scale[row * a.scale_row + (column + i) / a.group_size * a.scale_group];
-      x[i] = x[i] * own * a.scale;
-    }
-  }
+  const int64_t column = int64_t{vector} * kSize;
   if (a.positions.data) {
     const int64_t position = a.positions[token];
     if (position >= 0 && position < a.num_positions) {
@@ -141,6 +125,80 @@ __global__ void __launch_bounds__(kThreads) masked_embedding_kernel(const __grid
     } else {
       store_some(to + first, rounded, count - first);
     }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) masked_embedding_kernel(const __grid_constant__ EmbeddingPlan plan) {
+  const MaskedEmbeddingArgs& a = plan.args;
+  begin_dependent();
+  const uint32_t n = blockIdx.x * kThreads + threadIdx.x;
+  if (n >= plan.num_vectors) return;
+  uint32_t vector;
+  const uint32_t token = plan.vectors_per_row(n, vector);
+  const int64_t column = int64_t{vector} * kSize, left = a.hidden_size - column;
+  const int count = left < kSize ? static_cast<int>(left) : kSize;
+  const int64_t row = row_of_token(plan, token, vector);
+  float x[kSize] = {};
+  if (row >= 0) {
+    load_values(a.weight, a.weight_dtype, row * a.weight_stride + column, count, plan.weight_aligned, x);
+    float own = 1.0f;
+    if (a.weight_scale && plan.one_scale)
+      own = a.weight_scale[row * a.scale_row + column / a.group_size * a.scale_group];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if (a.weight_scale && !plan.one_scale && i < count)
+        own = a.weight_scale[row * a.scale_row + (column + i) / a.group_size * a.scale_group];
+      x[i] = x[i] * own * a.scale;
+    }
+  }
+  finish_vector<T>(plan, token, vector, count, x);
+}
+
+constexpr int kTile = kThreads * kSize;            // elements: whole blocks of every format
+constexpr int kMostTileBytes = kTile / 256 * 292;  // Q8_K has most an element
+
+// A kernel for all dtypes of `out`: the decoders are much code.
+__global__ void __launch_bounds__(kThreads) blocks_embedding_kernel(const __grid_constant__ EmbeddingPlan plan) {
+  __shared__ alignas(16) uint8_t tile[kMostTileBytes];
+  const MaskedEmbeddingArgs& a = plan.args;
+  begin_dependent();
+  uint32_t place;
+  const uint32_t token = plan.vectors_per_row(blockIdx.x, place);  // here tiles of a row
+  const uint32_t vector = place * kThreads + threadIdx.x;
+  const int64_t row = row_of_token(plan, token, vector), first = int64_t{place} * kTile;
+  const int elements = static_cast<int>(min(a.hidden_size - first, int64_t{kTile}));
+  if (row >= 0) {
+    const int bytes = elements / a.block.elements * a.block.bytes;
+    const uint8_t* from =
+        static_cast<const uint8_t*>(a.weight) + row * a.weight_stride + first / a.block.elements * a.block.bytes;
+    const int words = plan.weight_aligned ? bytes / 4 : 0;
+    for (int i = threadIdx.x; i < words; i += kThreads)
+      reinterpret_cast<uint32_t*>(tile)[i] = reinterpret_cast<const uint32_t*>(from)[i];
+    for (int i = 4 * words + static_cast<int>(threadIdx.x); i < bytes; i += kThreads) tile[i] = from[i];
+  }
+  __syncthreads();
+  const int piece = static_cast<int>(threadIdx.x);
+  if (piece >= elements / kSize) return;
+  float x[kSize] = {};
+  if (row >= 0) {
+    gguf::Piece y{};
+    gguf::dispatch_type(a.block_type, [&]<gguf::Type kType> {
+      constexpr gguf::BlockSize kBlock = gguf::block_size(kType);
+      constexpr int kPieces = kBlock.elements / kSize;
+      y = gguf::decode_piece<kType>(tile + piece / kPieces * kBlock.bytes, piece % kPieces);
+    });
+#pragma unroll
+    for (int i = 0; i < kSize; ++i)
+      x[i] = (y.scale * (gguf::byte_value(y.codes[i / 4], i % 4) - y.zero) - y.minimum) * a.scale;
+  }
+  switch (a.dtype) {
+    case DType::kFloat32:
+      return finish_vector<float>(plan, token, vector, kSize, x);
+    case DType::kFloat16:
+      return finish_vector<half>(plan, token, vector, kSize, x);
+    default:
+      return finish_vector<bf16>(plan, token, vector, kSize, x);
   }
 }
 
@@ -193,6 +251,15 @@ void masked_embedding_cuda(const MaskedEmbeddingArgs& args, const Launch& launch
   plan.out_aligned = eights_aligned(args.out, item, {to.stride0, to.stride1, to.stride2});
   plan.position_aligned =
       eights_aligned(args.position_weight, static_cast<int64_t>(size_of(args.position_dtype)), {args.position_stride});
+  if (args.block.elements) {
+    // A tile begins at a multiple of 4 bytes of its row: it has eight blocks or more.
+    plan.weight_aligned = is_aligned(4, args.weight, {args.weight_stride});
+    const int64_t tiles = (args.hidden_size + kTile - 1) / kTile;
+    plan.vectors_per_row = Divider(tiles);
+    launch_dependent(blocks_embedding_kernel, static_cast<uint32_t>(tiles * args.num_tokens), kThreads, launch,
+                     "masked_embedding", plan);
+    return;
+  }
   plan.one_scale = args.group_size % kSize == 0 || args.group_size >= args.hidden_size;
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
     launch_dependent(masked_embedding_kernel<T>, blocks_of(plan), kThreads, launch, "masked_embedding", plan);

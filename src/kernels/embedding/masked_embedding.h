@@ -3,12 +3,15 @@
 
 #include "core/args.h"
 #include "cpu/isa.h"
+#include "dequantization/gguf_types.h"
 
 namespace pykv {
 
 struct MaskedEmbeddingArgs {
   DType dtype, weight_dtype, position_dtype;
-  bool copies;  // rows are copied as bytes
+  bool copies;            // rows are copied as bytes
+  gguf::BlockSize block;  // of weight; no elements: it has none
+  gguf::Type block_type;
 
   void* out;
   Rows out_rows;

@@ -5,12 +5,13 @@
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
 #include "cpu/stream_copy.h"
+#include "dequantization/gguf_decode_cpu.h"
 #include "embedding/masked_embedding.h"
 
 namespace pykv::PYKV_ISA {
 namespace {
 
-constexpr int64_t kPiece = 256;  // a multiple of kWidth
+constexpr int64_t kPiece = 256;  // a multiple of kWidth, and whole blocks of every format of GGUF
 
 void load_floats(float* to, DType dtype, const void* row, int64_t first, int64_t count) {
   if (dtype == DType::kUInt8) dtype = DType::kFloat8E4M3;
@@ -41,12 +42,17 @@ void copy(void* to, const void* from, int64_t bytes, bool streamed) {
     std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
-void embed(const MaskedEmbeddingArgs& args, int64_t token, int64_t row, int64_t position) {
+void embed(const MaskedEmbeddingArgs& args, Decode decode, int64_t token, int64_t row, int64_t position) {
   for (int64_t first = 0; first < args.hidden_size; first += kPiece) {
     const int64_t count = std::min(kPiece, args.hidden_size - first);
     alignas(64) float x[kPiece] = {}, more[kPiece];
     if (row >= 0) {
-      load_floats(x, args.weight_dtype, row_at(args.weight, args.weight_dtype, row, args.weight_stride), first, count);
+      const void* from = row_at(args.weight, args.weight_dtype, row, args.weight_stride);
+      if (decode) {
+        decode(static_cast<const uint8_t*>(from) + first / args.block.elements * args.block.bytes, count, x);
+      } else {
+        load_floats(x, args.weight_dtype, from, first, count);
+      }
       scale_floats(x, args, row, first, count);
     }
     if (position >= 0) {
@@ -68,6 +74,7 @@ void masked_embedding_cpu(const MaskedEmbeddingArgs& args, const Launch& launch)
   const int64_t item = static_cast<int64_t>(size_of(args.dtype));
   const int64_t bytes = args.hidden_size * item;
   const bool streamed = args.copies && args.num_tokens * bytes > kWorthStreaming;
+  const Decode decode = args.block.elements ? decoder_of(args.block_type) : nullptr;
   parallel_for(args.num_tokens, kElementsWorthAThread / args.hidden_size + 1, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       const int64_t id = args.ids[token], row = args.row_of(id);
@@ -85,7 +92,7 @@ void masked_embedding_cpu(const MaskedEmbeddingArgs& args, const Launch& launch)
         launch.reporter("masked_embedding: positions")(position, args.num_positions);
         position = -1;
       }
-      embed(args, token, row, position);
+      embed(args, decode, token, row, position);
     }
     if (streamed) finish_streaming();
   });

@@ -55,14 +55,12 @@ class GroupedProduct {
 
   void scales(const DLTensor* of_a, const DLTensor* of_b) {
     Tensor a = call_.read("a_scales", of_a), b = call_.read("b_scales", of_b);
-    const int lead = apart_ ? 1 : 0;
     if (b.ndim() == 3) {
       Dim k_blocks{"blocks of k", args.blocks()},
           n_blocks{"blocks of n", (args.n + ScaledMmArgs::kBlock - 1) / ScaledMmArgs::kBlock};
-      a.dtype({DType::kFloat32, DType::kUInt8}).rank(2 + lead).dim(-2, m_).dim(-1, k_blocks);
       b.dtype({DType::kFloat32, DType::kUInt8}).shape(groups_, k_blocks, n_blocks);
       args.in_blocks = true;
-      args.a_scales = {a.data(), a.stride(-2), a.stride(-1), a.type() == DType::kUInt8, 0};
+      args.a_scales = scales_of_rows(a, apart_ ? &groups_ : nullptr, m_, args.blocks());
       args.b_scales = {b.data(), b.stride(2), b.stride(1), b.type() == DType::kUInt8, b.stride(0)};
     } else {
       a.dtype({DType::kFloat32});
@@ -71,10 +69,9 @@ class GroupedProduct {
       args.b_scales = {b.data(), b.ndim() == 2 && b.size(1) != 1 ? b.stride(1) : 0, 0, false, b.stride(0)};
       args.a_scales = {a.data(), 0, 0, false, 0};
       if (a.numel() == 1) return;
-      a.rank(1 + lead).dim(-1, m_);
+      a.rank(apart_ ? 2 : 1).dim(-1, m_);
       args.a_scales.along = a.stride(-1);
-    }
-    if (apart_) {
+      if (!apart_) return;
       a.dim(0, groups_);
       args.a_scales.group = a.stride(0);
     }

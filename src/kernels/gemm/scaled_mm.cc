@@ -54,7 +54,11 @@ class Product {
 
   void scales(const DLTensor* of_a, const DLTensor* of_b) {
     Tensor a = call_.read("a_scales", of_a), b = call_.read("b_scales", of_b);
-    if (is_vector(a, m) && is_vector(b, n)) {
+    // Few rows, columns or blocks may have scales of blocks that look like those of rows; exponents are always of blocks.
+    const auto are_exponents = [](const Tensor& t) {
+      return t.ndim() == 2 && (t.type() == DType::kUInt8 || t.type() == DType::kInt32);
+    };
+    if (is_vector(a, m) && is_vector(b, n) && !are_exponents(a) && !are_exponents(b)) {
       a.dtype({DType::kFloat32});
       b.dtype({DType::kFloat32});
       args.a_scales = {a.data(), stride_of_vector(a), 0, false, 0};
@@ -73,10 +77,9 @@ class Product {
     }
     Dim k_blocks{"blocks of k", args.blocks()},
         n_blocks{"blocks of n", (n + ScaledMmArgs::kBlock - 1) / ScaledMmArgs::kBlock};
-    a.dtype({DType::kFloat32, DType::kUInt8}).shape(m, k_blocks);
     b.dtype({DType::kFloat32, DType::kUInt8}).shape(k_blocks, n_blocks);
     args.in_blocks = true;
-    args.a_scales = {a.data(), a.stride(0), a.stride(1), a.type() == DType::kUInt8, 0};
+    args.a_scales = scales_of_rows(a, nullptr, m, args.blocks());
     args.b_scales = {b.data(), b.stride(1), b.stride(0), b.type() == DType::kUInt8, 0};
   }
 
@@ -117,6 +120,21 @@ class Product {
 };
 
 }  // namespace
+
+MmScales scales_of_rows(Tensor& given, Dim* groups, Dim& rows, int64_t blocks) {
+  const bool in_words = given.dtype({DType::kFloat32, DType::kUInt8, DType::kInt32}).type() == DType::kInt32;
+  Dim of_k = in_words ? Dim{"words of four blocks of k", (blocks + 3) / 4} : Dim{"blocks of k", blocks};
+  given.rank(groups ? 3 : 2).dim(-2, rows).dim(-1, of_k);
+  if (groups) given.dim(0, *groups);
+  const int64_t each = in_words ? 4 : 1;
+  return {given.data(),
+          given.stride(-2) * each,
+          given.stride(-1) * each,
+          given.type() != DType::kFloat32,
+          groups ? given.stride(0) * each : 0,
+          in_words};
+}
+
 }  // namespace pykv
 
 using namespace pykv;

@@ -11,12 +11,16 @@
 
 namespace pykv {
 
-// Scales in two dimensions.  Strides are in elements, 0 where one is for all.
+class Dim;
+class Tensor;
+
+// Scales in two dimensions.  Strides are in floats or bytes, 0 where one is for all.
 struct MmScales {
   const void* data;      // float, or bytes: 2^(byte - 127)
   int64_t along, block;  // from a row (or column, or 128 columns) to the next; from 128 of k to the next
   bool is_e8m0;
-  int64_t group;  // from a group to the next
+  int64_t group;          // from a group to the next
+  bool in_words = false;  // the bytes of four blocks lie side by side, and `block` leads to the next four
 
   // Those of a group, or from another row or column on.
   PYKV_HOST_DEVICE MmScales from(int64_t elements) const {
@@ -24,7 +28,14 @@ struct MmScales {
     s.data = static_cast<const char*>(data) + elements * (is_e8m0 ? 1 : 4);
     return s;
   }
+  // The place of one.
+  PYKV_HOST_DEVICE int64_t place(int64_t line, int64_t of_k) const {
+    return line * along + (in_words ? (of_k >> 2) * block + (of_k & 3) : of_k * block);
+  }
 };
+
+// Of blocks of rows of a, checked: [rows, blocks of k] floats or bytes, or words of four bytes; of groups' own matrices with them before.
+MmScales scales_of_rows(Tensor& given, Dim* groups, Dim& rows, int64_t blocks);
 
 struct ScaledMmArgs {
   static constexpr int kBlock = 128;  // of k; and of columns that share a scale

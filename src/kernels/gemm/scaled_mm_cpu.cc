@@ -17,7 +17,7 @@ constexpr int kColumns = 4, kTokens = kWidth == 16 ? 4 : 2;  // of a tile
 constexpr int64_t kChunk = 64;                               // rows of a that are kept unpacked
 
 float scale_at(const MmScales& s, int64_t along, int64_t block) {
-  const int64_t at = along * s.along + block * s.block;
+  const int64_t at = s.place(along, block);
   if (!s.is_e8m0) return static_cast<const float*>(s.data)[at];
   const uint32_t byte = static_cast<const uint8_t*>(s.data)[at];
   return __builtin_bit_cast(float, byte == 0 ? 0x00400000u : byte == 255 ? 0x7fc00000u : byte << 23);

@@ -16,7 +16,7 @@ inline constexpr int kLine = ScaledMmArgs::kBlock;  // bytes of a row of a tile
 __device__ inline uint32_t chunk_at(int line, int chunk) { return line * kLine + ((chunk ^ line % 8) << 4); }
 
 __device__ inline float scale_at(const MmScales& s, int64_t along, int64_t block) {
-  const int64_t at = along * s.along + block * s.block;
+  const int64_t at = s.place(along, block);
   if (!s.is_e8m0) return __ldg(static_cast<const float*>(s.data) + at);
   const uint32_t byte = __ldg(static_cast<const uint8_t*>(s.data) + at);
   return __uint_as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7fc00000u : byte << 23);

@@ -117,13 +117,8 @@ __device__ void fill_scales(const Operands& o, const Ring& ring, int mine) {
   const int blocks = static_cast<int>(args.blocks()), lane = threadIdx.x % 32;
   const int64_t column_blocks = (args.n + ScaledMmArgs::kBlock - 1) / ScaledMmArgs::kBlock;
   const bool are_floats = !args.a_scales.is_e8m0 && !args.b_scales.is_e8m0;
-  const auto put = [&](float* to, const MmScales& s, int64_t along, int64_t block) {
-    if (are_floats) {
-      cp_async_small<4>(shared_address(to), static_cast<const float*>(s.data) + along * s.along + block * s.block,
-                        true);
-    } else {
-      *to = scale_at(s, along, block);
-    }
+  const auto copy = [&](float* to, const MmScales& s, int64_t along, int64_t block) {
+    cp_async_small<4>(shared_address(to), static_cast<const float*>(s.data) + along * s.along + block * s.block, true);
   };
   Turn turn{o.stages};
   for_tiles<true>(o, ring, [&](const Tile& tile) {
@@ -136,13 +131,17 @@ __device__ void fill_scales(const Operands& o, const Ring& ring, int mine) {
       mine = kFillers - 1;
       mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
       float* const to = ring.scales + turn.stage * S::kScales;
-#pragma unroll
-      for (int line = lane; line < S::kRows; line += 32)
-        if (tile.first_row + line < tile.end_row) put(to + line, a, tile.first_row + line, block);
-      if (lane < 2) put(to + S::kRows + lane, b, column_block, block);
       if (are_floats) {
+#pragma unroll
+        for (int line = lane; line < S::kRows; line += 32)
+          if (tile.first_row + line < tile.end_row) copy(to + line, a, tile.first_row + line, block);
+        if (lane < 2) copy(to + S::kRows + lane, b, column_block, block);
         cp_async_arrive(ring.full + turn.stage * 8);
       } else {
+#pragma unroll 1
+        for (int line = lane; line < S::kRows; line += 32)
+          if (tile.first_row + line < tile.end_row) to[line] = scale_at(a, tile.first_row + line, block);
+        if (lane < 2) to[S::kRows + lane] = scale_at(b, column_block, block);
         mbarrier_arrive(ring.full + turn.stage * 8);
       }
     }

@@ -145,7 +145,8 @@ void QuantisedMoeArgs::use(void* memory) {
   const bool fused = activates_in_coder();
   set_rows(second_coder, fused ? rows : activated, fused ? 2 * inner : inner, base + layout.codes, of_activated, pairs,
            inner);
-  second_coder.groups.valid = {{taken, 0, false}, pairs, 1};
+  second_coder.groups.valid = {{taken, 0, false}, pairs, 1};  // behind them lie no pairs, and nobody has written
+  second_coder.rows.valid = second_coder.number.valid = {taken};
 
   set_records(first, base + layout.pairs, of_x);
   set_records(second, base + layout.codes, of_activated);
@@ -162,7 +163,7 @@ void QuantisedMoeArgs::use(void* memory) {
   gated.result_rows = elementwise.out_rows = elementwise.input_rows = rows_of(inner);
   gated.input_rows = rows_of(2 * inner);
   gated.num_rows = elementwise.num_rows = pairs;
-  gated.mask = elementwise.mask = {{taken, 1, false}, pairs};  // behind them lie no pairs, and nobody has written
+  gated.mask = elementwise.mask = {{taken, 1, false}, pairs};
   if (activation->is_gated())
     gated.width = gated.up = inner;
   else

@@ -99,6 +99,7 @@ __global__ __launch_bounds__(kWarp ? 32 * kWarps
       if (at(k) < width) prefetch(from + at(k));
   }
   begin_dependent();
+  if (row >= args.valid.of(args.rows)) return;
 
   Pack<T> x[kPacks];
 #pragma unroll
@@ -131,7 +132,6 @@ __global__ __launch_bounds__(kWarp ? 32 * kWarps
       for (int64_t k = kPacks; at(k) < width; ++k) high = fmaxf(high, largest_of(load(k)));
     high = __int_as_float(largest_of_row<kWarp>(__float_as_int(high), memory[0]));
   }
-  if (!there) return;
   const RowScale scale = args.scale_of(low, high, args.bounded ? float{args.bound} : INFINITY);
   if (thread == 0) {
     args.scales[row * args.scale_stride] = scale.scale;

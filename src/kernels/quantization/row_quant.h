@@ -5,6 +5,7 @@
 #include "core/args.h"
 #include "core/codes.h"
 #include "cpu/isa.h"
+#include "quantization/row_count.h"
 
 namespace pykv {
 
@@ -36,6 +37,7 @@ struct RowQuantArgs {
   Rows input_rows, out_rows;
   int64_t scale_stride, zero_stride;
   int64_t rows, width;
+  RowCount valid;  // others are neither read nor written
 
   // Of a row with these extremes; a row without numbers has 0.  Of the rules but kInt8Shifted `high` is the largest magnitude.
   PYKV_INLINE RowScale scale_of(float low, float high, float bound) const {

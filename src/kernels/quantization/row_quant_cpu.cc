@@ -57,9 +57,10 @@ void row_quant_cpu(const RowQuantArgs& args, const Launch&) {
   constexpr int64_t kElementsWorthAThread = 16384;
   const float bound = args.bounded ? float{args.bound} : INFINITY;
   const bool by_tables = args.rule == RowRule::kDivide && args.codes == QuantCode::kE4M3;
+  const int64_t rows = args.valid.of(args.rows);
   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
-    const TileEncoder<T, ByLargest, 448> tiles(by_tables ? args.rows * args.width : 0);
-    parallel_for(args.rows, std::max<int64_t>(1, kElementsWorthAThread / args.width), [&](int64_t begin, int64_t end) {
+    const TileEncoder<T, ByLargest, 448> tiles(by_tables ? rows * args.width : 0);
+    parallel_for(rows, std::max<int64_t>(1, kElementsWorthAThread / args.width), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const T* from = static_cast<const T*>(args.input) + args.input_rows.offset(row);
         float low = 0.0f, high[kWidth], inside[kWidth] = {};

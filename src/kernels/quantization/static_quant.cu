@@ -88,6 +88,14 @@ __global__ __launch_bounds__(kThreads) void static_quant_kernel(const __grid_con
     if (comes_early()) prefetch(parts[k].from);
   }
   begin_dependent();
+  uint32_t total = plan.total;
+  if (!kBlocks && args.valid.data) {
+    total = plan.packs.d * static_cast<uint32_t>(args.valid.of(args.rows));
+    if (first >= total) return;
+#pragma unroll
+    for (int k = 1; k < kVectors; ++k)
+      if (first + k * kThreads >= total) parts[k] = parts[0];
+  }
 
   Pack<T> x[kVectors];
 #pragma unroll
@@ -109,7 +117,7 @@ __global__ __launch_bounds__(kThreads) void static_quant_kernel(const __grid_con
   const ShiftedInt8 shifted(factor.inverse, args.zero_point ? *args.zero_point : args.zero);
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    if (kBlocks ? first >= plan.total || first_row + k >= args.rows : first + k * kThreads >= plan.total) break;
+    if (kBlocks ? first >= plan.total || first_row + k >= args.rows : first + k * kThreads >= total) break;
     const Part<T>& part = parts[k];
     Vec<uint8_t, kSize> codes;
     if constexpr (kWay == Way::kDivided) {
@@ -189,8 +197,8 @@ template <class T>
 void run(const StaticQuantArgs& given, const Launch& launch) {
   constexpr int64_t kItem = sizeof(T), kSize = kPackSize<T>;
   StaticQuantArgs args = given;
-  if (!args.scales && args.rows * args.width < INT32_MAX - kSize && is_one_row(args.input_rows, args.width) &&
-      is_one_row(args.out_rows, args.width))
+  if (!args.scales && !args.valid.data && args.rows * args.width < INT32_MAX - kSize &&
+      is_one_row(args.input_rows, args.width) && is_one_row(args.out_rows, args.width))
     args.width *= args.rows, args.rows = 1;
   const int64_t packs = (args.width + kSize - 1) / kSize;
   if (args.width > INT32_MAX - kSize || packs > (INT32_MAX - kThreads * kMostVectors) / args.rows)

@@ -6,6 +6,7 @@
 #include "core/args.h"
 #include "core/codes.h"
 #include "cpu/isa.h"
+#include "quantization/row_count.h"
 
 namespace pykv {
 
@@ -19,6 +20,7 @@ struct StaticQuantArgs {
   void* out;
   Rows input_rows, out_rows;
   int64_t rows, width;
+  RowCount valid;    // of one given scale: others are neither read nor written
   Parameter number;  // the one scale; or, where `scales` are given
   const float* scales;
   int64_t scale_row, scale_column;    // elements, from group to group

@@ -171,7 +171,9 @@ void run_groups(const StaticQuantArgs& args) {
 
 }  // namespace
 
-void static_quant_cpu(const StaticQuantArgs& args, const Launch&) {
+void static_quant_cpu(const StaticQuantArgs& given, const Launch&) {
+  StaticQuantArgs args = given;
+  args.rows = given.valid.of(given.rows);
   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
     if (args.from_largest) {
       *args.scale_out = largest_of_all<T>(args) / largest_code(args.codes);

@@ -56,8 +56,9 @@ PYKV_API pykv_status pykv_packed_gemm(DLTensor* out, const DLTensor* x, const DL
  *   b_scales  float32, 1 element or n
  *   bias      [n] or [1, n], dtype of out, or NULL
  * Or both scales are those of blocks: out = sum over blocks of k of a_scale b_scale (a b of the block) + bias
- *   a_scales  [num_rows, ceil(k / 128)]         float32 | uint8 (e8m0: 2^(byte - 127), 255 is NaN); any strides
- *   b_scales  [ceil(k / 128), ceil(n / 128)]    the same  */
+ *   a_scales  [num_rows, ceil(k / 128)]         float32 | uint8 (e8m0: 2^(byte - 127), 255 is NaN); any strides.  Or
+ *             [num_rows, ceil(ceil(k / 128) / 4)] int32: four of these bytes, the lowest first
+ *   b_scales  [ceil(k / 128), ceil(n / 128)]    float32 | uint8; any strides  */
 PYKV_API pykv_status pykv_cutlass_scaled_mm(DLTensor* out, const DLTensor* a, const DLTensor* b,
                                             const DLTensor* a_scales, const DLTensor* b_scales, const DLTensor* bias,
                                             void* stream);
@@ -77,7 +78,7 @@ PYKV_API pykv_status pykv_cutlass_scaled_mm_azp(DLTensor* out, const DLTensor* a
  *   a_scales   float32, 1 element, or [num_rows] ([groups, num_rows])
  *   b_scales   float32, [groups] or [groups, 1], or [groups, n]
  *              Or both are those of blocks, float32 | uint8: [num_rows, ceil(k / 128)] ([groups, num_rows, ceil(k / 128)]) and
- *              [groups, ceil(k / 128), ceil(n / 128)]
+ *              [groups, ceil(k / 128), ceil(n / 128)].  Those of a may be int32, four of the bytes, as above
  * Which rows a group has is told in one of three ways, by int32 | int64 arrays:
  *   row_groups    [num_rows]: the group of each row, one for 128 neighbours, that of the first; another, if negative: the row is skipped
  *   group_begins  [groups] or, without group_sizes, [groups + 1]: where the rows of each begin, one after another

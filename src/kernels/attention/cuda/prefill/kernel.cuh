@@ -22,6 +22,7 @@
 #include "attention/cuda/prefill/feed.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/mbarrier.cuh"
+#include "cuda/mma.cuh"
 #include "cuda/wgmma.cuh"
 
 namespace pykv::attention {
@@ -79,6 +80,25 @@ struct PrefillRows {
     wgmma_commit();
   }
 
+  // The same scores once more, of this warp alone, which the others do not wait for.
+  __device__ void compute_scores(int stage) {
+    const int row = lane % 8;
+#pragma unroll
+    for (int i = 0; i < kTile / 8; ++i) {
+      auto& sums = reinterpret_cast<float (&)[4]>(s[4 * i]);
+      for (float& x : sums) x = 0;
+#pragma unroll
+      for (int k = 0; k < kD / 16; k += 2) {
+        const int chunk = k * 2 + lane / 8;
+        uint32_t key[4];
+        ldmatrix_x4(key, keys + stage * S::kTileBytes + chunk / 8 * S::kColumnBytes + (i * 8 + row) * 128 +
+                             (chunk % 8 ^ row) * 16);
+        mma_16x8x16<T>(sums, query[k], key[0], key[1]);
+        mma_16x8x16<T>(sums, query[k + 1], key[2], key[3]);
+      }
+    }
+  }
+
   __device__ void ask_sums(int stage, bool first) {
     const uint64_t v = wgmma_matrix(values + stage * S::kTileBytes, 1024, S::kColumnBytes);
 #pragma unroll
@@ -93,8 +113,16 @@ struct PrefillRows {
     fence_async_proxy();  // cp.async writes like an ordinary store
   }
 
+  // Is something of the tile not to be seen by all rows of the warpgroup?
+  __device__ bool is_masked(int first, const uint4& valid) const {
+    return (valid.x & valid.y & valid.z & valid.w) != ~0u ||
+           hides_some(p, first, first + kTile - 1, first_position, last_position);
+  }
+
   // What this lane's rows may not see.
   __device__ void mask(int first, const uint4& valid) {
+    if (!is_masked(first, valid)) [[likely]]
+      return;
     const int column0 = lane % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -120,17 +148,40 @@ struct PrefillRows {
     }
   }
 
-  __device__ void mask_tile(const Unit& u, int tile, const uint4& valid) {
-    const int first = u.first_token + tile * kTile, last = first + kTile - 1;
-    const bool masked =
-        (valid.x & valid.y & valid.z & valid.w) != ~0u || hides_some(p, first, last, first_position, last_position);
-    if (masked) [[unlikely]]
-      mask(first, valid);
+  // Scores to weights, relative to `base`; returns their sums in this lane.
+  __device__ float2 weigh(const float (&base)[2]) {
+    const float scale = p.a.scale * kLog2e;
+    float sums[2][2] = {};  // rows, even and odd columns
+#pragma unroll
+    for (int i = 0; i < kTile / 8; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[4 * i + 2 * h + e];
+          x = power_of_2(fmaf(x, scale, -base[h]));
+          sums[h][e] += x;
+        }
+      }
+    }
+    return {sums[0][0] + sums[0][1], sums[1][0] + sums[1][1]};
   }
 
-  // Scores to weights.  Returns whether a row of the warp has another maximum: what it has so far is rescaled later, by `rescale`.
-  __device__ bool softmax(const Unit& u, int tile, const uint4& valid) {
-    mask_tile(u, tile, valid);
+  // Scores to weights relative to the maximum so far: no greater one is looked for.  That is as good unless weights are too large, or
+  // there is no maximum yet, which their sums show: then returns false, and scores are lost.
+  __device__ bool weigh_at_once() {
+    constexpr float kMost = 1 << 15;  // a half holds it
+    const float2 added = weigh(maximum);
+    if (!__all_sync(~0u, added.x <= kMost && added.y <= kMost)) [[unlikely]]
+      return false;
+    sum[0] += added.x;
+    sum[1] += added.y;
+    return true;
+  }
+
+  // Scores to weights.  The sums are kept relative to a maximum that may lag behind, and is a whole number, so that following it is
+  // rare and rounds nothing; returns whether a row of the warp does.
+  __device__ bool softmax() {
     const float scale = p.a.scale * kLog2e;
     float top[2];
 #pragma unroll
@@ -146,21 +197,10 @@ struct PrefillRows {
       rescale[h] = factor;
       sum[h] *= factor;
     });
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float base = base_of(maximum[h]);
-      float part[2] = {0, 0};
-#pragma unroll
-      for (int i = 0; i < kTile / 8; ++i) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s[4 * i + 2 * h + e];
-          x = power_of_2(fmaf(x, scale, -base));
-          part[e] += x;
-        }
-      }
-      sum[h] += part[0] + part[1];
-    }
+    const float base[2] = {base_of(maximum[0]), base_of(maximum[1])};
+    const float2 added = weigh(base);
+    sum[0] += added.x;
+    sum[1] += added.y;
     return rose;
   }
 
@@ -176,20 +216,9 @@ struct PrefillRows {
 
   __device__ uint4 valid_of(int stage) const { return *reinterpret_cast<const uint4*>(scratch.valid[stage]); }
 
-  // Four neighbouring columns of this lane, from two column tiles, for the row half h.
-  __device__ void for_each_four(int h, auto&& body) const {
-    const int c = lane % 4;
-    const bool odd = c & 1;
-#pragma unroll
-    for (int i = 0; i < kD / 8; i += 2) {
-      const float a0 = o[4 * i + 2 * h], a1 = o[4 * i + 2 * h + 1], b0 = o[4 * i + 4 + 2 * h],
-                  b1 = o[4 * i + 5 + 2 * h];
-      const float got0 = __shfl_xor_sync(~0u, odd ? a0 : b0, 1), got1 = __shfl_xor_sync(~0u, odd ? a1 : b1, 1);
-      body(i * 8 + (odd ? 8 : 0) + c / 2 * 4, odd ? float4{got0, got1, b0, b1} : float4{a0, a1, got0, got1});
-    }
-  }
-
+  // Pairs of columns are stored as they lie: to trade them for wider stores takes longer, and the products wait.
   __device__ void end_segment(const Unit& u, const float (&maximum)[2], const float (&sum)[2]) {
+    const int column0 = lane % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = row0 + h * 8;
@@ -199,16 +228,20 @@ struct PrefillRows {
       if (u.slot >= 0) {
         const int64_t at = static_cast<int64_t>(u.slot) * p.rows + r;
         if (lane % 4 == 0) p.partial_stats[at] = {maximum[h], all};
-        float* partial = p.partial + at * p.pitch;
-        for_each_four(h, [&](int d, float4 x) {
-          if (row.valid) *reinterpret_cast<float4*>(partial + d) = x;
-        });
-      } else {
-        const float f = row.valid ? finish_row(p, row, u.kv_head, maximum[h], all) : 0.f;
-        T* out = output_row<T>(p, row);
-        for_each_four(h, [&](int d, float4 x) {
-          if (row.valid) store_columns(p, out, d, float4{x.x * f, x.y * f, x.z * f, x.w * f});
-        });
+        if (!row.valid) continue;
+        float* partial = p.partial + at * p.pitch + column0;
+#pragma unroll
+        for (int i = 0; i < kD / 8; ++i) {
+          *reinterpret_cast<float2*>(partial + i * 8) = {o[4 * i + 2 * h], o[4 * i + 2 * h + 1]};
+        }
+      } else if (row.valid) {
+        const float f = finish_row(p, row, u.kv_head, maximum[h], all);
+        T* out = output_row<T>(p, row) + column0;
+#pragma unroll
+        for (int i = 0; i < kD / 8; ++i) {
+          if (i * 8 >= p.a.head_size) break;  // it is a multiple of 8
+          *reinterpret_cast<uint32_t*>(out + i * 8) = pack_pair<T>(o[4 * i + 2 * h] * f, o[4 * i + 2 * h + 1] * f);
+        }
       }
     }
   }
@@ -247,7 +280,8 @@ struct PrefillRows {
     wgmma_wait<0>();
     wgmma_pin(s);
     release_keys(0, tiles == 1);
-    softmax(segment_of(0).unit, 0, valid);
+    mask(segment_of(0).unit.first_token, valid);
+    softmax();
     round_weights();
     bool first = true;  // the tile before is the first of its segment
 #pragma unroll 1
@@ -288,8 +322,23 @@ struct PrefillRows {
       valid = valid_of(stage);
       wgmma_wait<1>();
       wgmma_pin(s);
-      release_keys(stage, j + 1 == tiles);
-      const bool rose = softmax(segment_of(n).unit, j, valid);
+      const int first_token = segment_of(n).unit.first_token + j * kTile;
+      bool rose = false;
+      if constexpr (S::kQueriesInRegisters) {
+        mask(first_token, valid);
+        if (first || !weigh_at_once()) {
+          if (!first) {
+            compute_scores(stage);
+            mask(first_token, valid);
+          }
+          rose = softmax();
+        }
+        release_keys(stage, j + 1 == tiles);
+      } else {
+        release_keys(stage, j + 1 == tiles);
+        mask(first_token, valid);
+        rose = softmax();
+      }
       // Never true: the branch keeps the compiler from putting off the weights until after the wait.
       if (fminf(sum[0], sum[1]) < 0) __nanosleep(0);
       wgmma_wait<0>();
