@@ -136,8 +136,8 @@ def cutlass_scaled_mm(
 ) -> None:
     """Multiply 8-bit matrices with scales: ``out = a_scales * (b_scales * (a @ b)) + bias``, rounded once.
 
-    Sums of int8 are exact.  Those of float8_e4m3fn are fp32 over blocks of 128 of ``k``, added in order: a row
-    of ``out`` has the same bits however many rows there are.
+    Sums of int8 are exact, in int32, which holds any up to ``k = 131071``.  Those of float8_e4m3fn are fp32 over
+    blocks of 128 of ``k``, added in order: a row of ``out`` has the same bits however many rows there are.
 
     Scales of blocks: ``out = sum(a_scales[:, i] * b_scales[i, n // 128] * (a @ b over block i)) + bias``.  Scales
     are taken for these unless they have one element, or one for each row or column.

@@ -170,6 +170,18 @@ def test_global_scale_as_array(array):
     np.testing.assert_array_equal(array.numpy(outs[0]).view(np.uint16), array.numpy(outs[1]).view(np.uint16))
 
 
+@pytest.mark.parametrize("offset", [0, 1, 8])
+@DTYPES
+def test_more_than_caches_hold(array, dtype, offset):
+    """Results that go past the caches, from any address on; and as many as tables are worth, of every scale."""
+    x, of_blocks = codes(1060, 2080), scales(9, 17)
+    fp8(array, x, of_blocks, dtype, (128, 128), offset=offset)
+    fp8(array, x, -scales(1060), dtype, (1, -1), offset=offset)
+    mx(array, "mxfp8_dequantize", x, codes(1060, 65), dtype, False, offset=offset)
+    mx(array, "mxfp4_dequantize", codes(1060, 1040), codes(1060, 65), dtype, True, offset=offset)
+    nvfp4(array, codes(1060, 1040), codes(1060, 130), 3.7, dtype, False, offset=offset)
+
+
 @pytest.mark.parametrize("shape", [(0, 32), (3, 0), (0, 4, 32), (2, 0, 32)])
 def test_empty(array, shape):
     half = np.float16

@@ -143,6 +143,19 @@ def test_a_row_has_the_same_bits_among_any_others(array, codes, blocks, n, m):
         np.testing.assert_array_equal(some.view(np.uint16), whole[part].view(np.uint16))
 
 
+@pytest.mark.parametrize("k", [1000, 1001])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_row_of_any_length_has_the_same_bits_alone(array, blocks, k):
+    m, n = 48, 136
+    a, b = matrix((m, k), E4M3), column_major((k, n), E4M3)
+    scales = (positive(m, 8), positive(8, 2)) if blocks else (positive(m), positive(n))
+    whole = multiply(array, a, b, *scales, dtype=np.dtype(np.float32))
+    for first, rows in ((0, 1), (16, 1), (5, 2), (7, 40)):
+        part = slice(first, first + rows)
+        some = multiply(array, a[part], b, scales[0][part], scales[1], dtype=np.dtype(np.float32))
+        np.testing.assert_array_equal(some.view(np.uint32), whole[part].view(np.uint32))
+
+
 @codes
 @pytest.mark.parametrize("rows", [1, 40, 130])
 @pytest.mark.parametrize("make", [positive, powers])

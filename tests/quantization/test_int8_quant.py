@@ -62,6 +62,23 @@ def test_many_rows(array, dtype):
     dynamic(array, x[:300], op="per_token_quant_int8")
 
 
+def test_more_than_caches_hold(array):
+    """Codes that go past the caches, from any address on."""
+    x = rows((1030, 4100), FLOATS[2], odd=True)
+    for azp in (False, True):
+        dynamic(array, x, azp=azp, offset=3)
+    dynamic(array, x, op="per_token_quant_int8", offset=3)
+
+
+def test_halves_and_next_to_them(array):
+    halves = np.arange(-126, 127).astype(F) + F(0.5)
+    x = np.concatenate(
+        [halves, np.nextafter(halves, F(0)), np.nextafter(halves, F(np.inf)), [F(127), F(-127), F(-0.0)]]
+    )
+    dynamic(array, x[None], op="per_token_quant_int8")
+    dynamic(array, x[None])
+
+
 @DTYPES
 def test_nan_and_infinity(array, dtype):
     x = rows((13, 48), dtype, odd=True)

@@ -8,9 +8,7 @@
 
 namespace pykv::PYKV_ISA {
 
-// An integer that is nearer to zero; |v| < 2^31.
 using Integers = int32_t __attribute__((vector_size(4 * kWidth)));
-inline Floats truncated(Floats v) { return __builtin_convertvector(__builtin_convertvector(v, Integers), Floats); }
 
 // int8 of numbers without their fractions; and of halves rounded away from zero.
 struct TruncatedInt8 {
@@ -24,9 +22,10 @@ struct AwayInt8 {
   int8_t bits;
 };
 inline Words quantised(AwayInt8, Floats v) {
-  const Floats within = within_int8(v), whole = truncated(within), rest = within - whole;
-  const Floats one = rest >= 0.5f ? splat(1.0f) : rest <= -0.5f ? splat(-1.0f) : Floats{};
-  return __builtin_bit_cast(Words, __builtin_convertvector(within_int8(whole + one), Integers));
+  // A half more without its fraction; of that half less one unit in the last place, since else the number next to a half became 1.
+  const Floats within = within_int8(v);
+  const Words half = (__builtin_bit_cast(Words, within) & 0x80000000u) | 0x3effffffu;
+  return __builtin_bit_cast(Words, __builtin_convertvector(within + __builtin_bit_cast(Floats, half), Integers));
 }
 
 // The lowest byte of a float's bits.

@@ -23,6 +23,11 @@ __device__ inline uint32_t load_shared_4(uint32_t at) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
   return v;
 }
+__device__ inline uint32_t load_shared_2(uint32_t at) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at) : "memory");
+  return v;
+}
 __device__ inline float4 load_shared_float4(uint32_t at) {
   const uint4 v = load_shared_16(at);
   return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));

@@ -9,61 +9,112 @@
 namespace pykv::PYKV_ISA {
 namespace {
 
-constexpr int64_t kRows = 32, kColumns = 256;
+constexpr int64_t kRows = 32, kColumns = 1024;
 
 struct Tile {
   int64_t row, column, rows, columns;
 };
 
-// codes[column] of one row of the tile.
-void codes_of_row(const PackedDequantizeArgs& args, const Tile& tile, int64_t row, float* codes) {
-  if (args.packing == Packing::kAwq4) {
-    const uint32_t* words = args.codes + (tile.row + row) * args.code_stride + tile.column / 8;
-    for (int64_t word = 0; word < tile.columns / 8; ++word) {
-#if defined(__AVX2__)
-      const __m256i nibbles = _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(words[word])),
-                                                _mm256_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28));
-      _mm256_storeu_ps(codes + 8 * word, _mm256_cvtepi32_ps(_mm256_and_si256(nibbles, _mm256_set1_epi32(15))));
+using Integers = int32_t __attribute__((vector_size(4 * kWidth)));
+inline Floats to_floats(Words codes) { return __builtin_convertvector(__builtin_bit_cast(Integers, codes), Floats); }
+
+// Words of eight codes, AWQ's or such as follow one another, to floats.
+template <bool kAwq>
+struct Nibbles {
+  static float at(const uint32_t* words, int64_t i) {
+    const int64_t k = i % 8;
+    return static_cast<float>(words[i / 8] >> (kAwq ? 4 * (k / 2) + 16 * (k % 2) : 4 * k) & 15u);
+  }
+  // From a column on that is a multiple of kWidth.
+  static Floats load(const uint32_t* words, int64_t i) {
+    Words lanes{};
+#if defined(__AVX512F__)
+    const __m512i two = _mm512_castsi128_si512(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(words + i / 8)));
+    const __m512i places = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    lanes = __builtin_bit_cast(Words, _mm512_maskz_permutexvar_epi32(0xffff, places, two));
 #else
-      for (int i = 0; i < 8; ++i)
-        codes[8 * word + i] = static_cast<int>(words[word] >> (4 * (i / 2) + 16 * (i % 2)) & 15u);
+    lanes += words[i / 8];
 #endif
+    Words shifts;
+    for (int k = 0; k < kWidth; ++k) {
+      const int n = static_cast<int>((kWidth < 8 ? i : 0) + k) % 8;
+      shifts[k] = kAwq ? 4 * (n / 2) + 16 * (n % 2) : 4 * n;
     }
-    return;
+    return to_floats(lanes >> shifts & 15u);
   }
-  const int bits = bits_of(args.packing), at = static_cast<int>(row) * bits, shift = at % 32;
-  const uint32_t mask = (1u << bits) - 1;
-  const uint32_t* words = args.codes + (tile.row * bits / 32 + at / 32) * args.code_stride + tile.column;
-  if (shift + bits <= 32) {
-    for (int64_t i = 0; i < tile.columns; ++i) codes[i] = static_cast<int>(words[i] >> shift & mask);
-  } else {
-    const uint32_t* next = words + args.code_stride;
-    for (int64_t i = 0; i < tile.columns; ++i)
-      codes[i] = static_cast<int>((words[i] >> shift | next[i] << (32 - shift)) & mask);
+};
+
+// One row of a tile of AWQ's codes.
+class AwqRow {
+ public:
+  AwqRow(const PackedDequantizeArgs& args, const Tile& tile, int64_t row)
+      : words_(args.codes + (tile.row + row) * args.code_stride + tile.column / 8) {}
+  Floats load(int64_t i) const { return Nibbles<true>::load(words_, i); }
+  float at(int64_t i) const { return Nibbles<true>::at(words_, i); }
+
+ private:
+  const uint32_t* words_;
+};
+
+// The same of GPTQ's: the words of a row of codes, and those behind, if codes end there.
+template <bool kSplit>
+class GptqRow {
+ public:
+  GptqRow(const PackedDequantizeArgs& args, const uint32_t* words, int shift)
+      : words_(words), next_(words + args.code_stride), shift_(shift), mask_((1u << bits_of(args.packing)) - 1) {}
+  Floats load(int64_t i) const {
+    Words codes = load_raw<Words>(words_ + i) >> static_cast<uint32_t>(shift_);
+    if (kSplit) codes |= load_raw<Words>(next_ + i) << static_cast<uint32_t>(32 - shift_);
+    return to_floats(codes & mask_);
   }
-}
+  float at(int64_t i) const {
+    return static_cast<float>((words_[i] >> shift_ | (kSplit ? next_[i] << (32 - shift_) : 0u)) & mask_);
+  }
+
+ private:
+  const uint32_t *words_, *next_;
+  int shift_;
+  uint32_t mask_;
+};
 
 void zeros_of_group(const PackedDequantizeArgs& args, const Tile& tile, int64_t group, float* zeros) {
   const uint32_t* words = args.zeros + group * args.zero_stride;
   const int64_t bits = bits_of(args.packing);
-  for (int64_t i = 0; i < tile.columns; ++i) {
-    const int64_t column = tile.column + i;
-    if (args.packing == Packing::kAwq4) {
-      zeros[i] = static_cast<int>(words[column / 8] >> (4 * (column % 8 / 2) + 16 * (column % 2)) & 15u);
-    } else {
-      const int64_t at = column * bits, shift = at % 32;
+  const auto offset = static_cast<float>(args.zero_offset);
+  int64_t i = 0;
+  if (args.packing == Packing::kAwq4) {
+    for (words += tile.column / 8; i + kWidth <= tile.columns; i += kWidth)
+      store(zeros + i, Nibbles<true>::load(words, i));
+    for (; i < tile.columns; ++i) zeros[i] = Nibbles<true>::at(words, i);
+  } else if (bits == 4) {
+    for (words += tile.column / 8; i + kWidth <= tile.columns; i += kWidth)
+      store(zeros + i, Nibbles<false>::load(words, i) + offset);
+    for (; i < tile.columns; ++i) zeros[i] = Nibbles<false>::at(words, i) + offset;
+  } else {
+    for (; i < tile.columns; ++i) {
+      const int64_t at = (tile.column + i) * bits, shift = at % 32;
       uint32_t code = words[at / 32] >> shift;
       if (shift + bits > 32) code |= words[at / 32 + 1] << (32 - shift);
-      zeros[i] = static_cast<int>((code & ((1u << bits) - 1)) + args.zero_offset);
+      zeros[i] = static_cast<float>(code & ((1u << bits) - 1)) + offset;
     }
   }
+}
+
+template <class T, class Row>
+void decode_row(T* to, const Row& row, const float* zeros, const float* scales, int64_t columns) {
+  int64_t c = 0;
+  for (; c + kWidth <= columns; c += kWidth) store(to + c, (row.load(c) - load(zeros + c)) * load(scales + c));
+  for (; c < columns; ++c) to[c] = from_float<T>((row.at(c) - zeros[c]) * scales[c]);
 }
 
 template <class T>
 void dequantise(const PackedDequantizeArgs& args, Reporter report) {
   const int64_t across = (args.columns + kColumns - 1) / kColumns, down = (args.rows + kRows - 1) / kRows;
-  parallel_for(across * down, 4, [&](int64_t begin, int64_t end) {
-    alignas(64) float codes[kColumns], zeros[kColumns], scales[kColumns];
+  const bool streamed = args.rows * args.columns * static_cast<int64_t>(sizeof(T)) > kWorthStreaming;
+  parallel_for(across * down, 1, [&](int64_t begin, int64_t end) {
+    LineWriter out(streamed);
+    alignas(64) float zeros[kColumns], scales[kColumns];
+    alignas(64) T rounded[kColumns];
     for (int64_t i = begin; i < end; ++i) {
       Tile tile{i / across * kRows, i % across * kColumns, 0, 0};
       tile.rows = std::min(kRows, args.rows - tile.row);
@@ -79,15 +130,22 @@ void dequantise(const PackedDequantizeArgs& args, Reporter report) {
         if (group != known) {
           zeros_of_group(args, tile, group, zeros);
           const T* from = static_cast<const T*>(args.scales) + group * args.scale_stride + tile.column;
-          for (int64_t c = 0; c < tile.columns; ++c) scales[c] = to_float(from[c]);
+          int64_t c = 0;
+          for (; c + kWidth <= tile.columns; c += kWidth) store(scales + c, load(from + c));
+          for (; c < tile.columns; ++c) scales[c] = to_float(from[c]);
           known = group;
         }
-        codes_of_row(args, tile, row, codes);
         T* to = static_cast<T*>(args.output) + at * args.output_stride + tile.column;
-        int64_t c = 0;
-        for (; c + kWidth <= tile.columns; c += kWidth)
-          store(to + c, (load(codes + c) - load(zeros + c)) * load(scales + c));
-        for (; c < tile.columns; ++c) to[c] = from_float<T>((codes[c] - zeros[c]) * scales[c]);
+        T* const target = streamed ? rounded : to;
+        const auto decode = [&](const auto& codes) { decode_row(target, codes, zeros, scales, tile.columns); };
+        if (args.packing == Packing::kAwq4) {
+          decode(AwqRow(args, tile, row));
+        } else {
+          const int bits = bits_of(args.packing), first = static_cast<int>(row) * bits, shift = first % 32;
+          const uint32_t* words = args.codes + (tile.row * bits / 32 + first / 32) * args.code_stride + tile.column;
+          shift + bits > 32 ? decode(GptqRow<true>(args, words, shift)) : decode(GptqRow<false>(args, words, shift));
+        }
+        if (streamed) out.put(to, target, tile.columns * static_cast<int64_t>(sizeof(T)));
       }
     }
   });

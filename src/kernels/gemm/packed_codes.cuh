@@ -17,6 +17,12 @@ __device__ uint32_t subtract_pairs(uint32_t a, uint32_t b) {
   return as_word(__hsub2(as_pair<T>(a), as_pair<T>(b)));
 }
 
+// a b + c, rounded once.
+template <class T>
+__device__ uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c) {
+  return as_word(__hfma2(as_pair<T>(a), as_pair<T>(b), as_pair<T>(c)));
+}
+
 // (x & mask) | bits in one instruction, which the compiler does not find for two constants.
 __device__ inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
   uint32_t result;
@@ -41,6 +47,16 @@ struct Codes<T, CodeKind::kUint4> {
 
   __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[1], int j, const uint32_t*) {
     fragment_less(a, words, j, {base(0) + 8 * one(0), base(1) + 8 * one(1)});
+  }
+  // ... times scales and minima more, of rows g and 8 + g, each side by side in one word.
+  __device__ static void fragment_folded(uint32_t (&a)[4], const uint4 (&words)[1], int j, uint32_t scales,
+                                         uint32_t minima) {
+    fragment(a, words, j, nullptr);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int both = i % 2 ? 0x3232 : 0x1010;
+      a[i] = fma_pairs<T>(a[i], __byte_perm(scales, scales, both), __byte_perm(minima, minima, both));
+    }
   }
   __device__ static void fragment_less(uint32_t (&a)[4], const uint4 (&words)[1], int j, const uint32_t (&zeros)[2]) {
     const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[0])[j];
@@ -260,6 +276,46 @@ __device__ void minima_of(float (&minima)[kCount][kRows], const RawFactors (&raw
       });
   }
 }
+
+// Codes of Q4_K as they are multiplied: w = unit * (s * c + m), with s and m in 16 bits and a power of two for the unit, so that they
+// are in the range of float16; of bfloat16 it is 1.  m is rounded with what c has lost in it, for so it is much less.
+template <class T>
+struct Folded {
+  float2 scale, minimum;  // of 256 columns of two rows
+
+  __device__ Folded(uint32_t supers, uint32_t lows, float global, float offset)
+      : scale(unpack_pair<half>(supers)), minimum(unpack_pair<half>(lows)), offset_(offset) {
+    scale.x *= global;
+    scale.y *= global;
+  }
+  __device__ float2 unit() const {
+    if constexpr (!kIsHalf<T>) return make_float2(1.0f, 1.0f);
+    return make_float2(power_below(scale.x, minimum.x), power_below(scale.y, minimum.y));
+  }
+  // s of both rows, or m, by two bytes of scales and two of minima.
+  __device__ uint32_t pair(uint32_t scales, uint32_t minima, bool is_minimum) const {
+    float2 s = make_float2(scale.x * static_cast<float>(scales & 0xffu), scale.y * static_cast<float>(scales >> 8));
+    if (is_minimum) {
+      s.x = fmaf(offset_, s.x, -minimum.x * static_cast<float>(minima & 0xffu));
+      s.y = fmaf(offset_, s.y, -minimum.y * static_cast<float>(minima >> 8));
+    }
+    if constexpr (kIsHalf<T>) {
+      s.x *= inverse(power_below(scale.x, minimum.x));
+      s.y *= inverse(power_below(scale.y, minimum.y));
+    }
+    return pack_pair<T>(s.x, s.y);
+  }
+
+ private:
+  float offset_;
+
+  __device__ static float power_below(float a, float b) {
+    return __uint_as_float(__float_as_uint(fmaxf(fabsf(a), fabsf(b))) & 0x7f800000u);
+  }
+  __device__ static float inverse(float power) {  // of 0: finite
+    return __uint_as_float(0x7f000000u - __float_as_uint(power));
+  }
+};
 
 // The same of one group.
 template <int kRows>

@@ -74,6 +74,15 @@ class TableCodes {
   }
 
 #if defined(__AVX512BF16__)
+  // What codes stand for, as bytes, kOffset too much: of four columns of a row each.
+  static constexpr bool kHasOctets = true;
+  static constexpr int kOffset = 8;
+  bool has_octets() const { return table_[0] == -8.0f && table_[15] == 7.0f; }
+  __m512i octets(const uint32_t* words, int half) const {
+    const auto w = load_raw<__m512i>(words);
+    return _mm512_and_si512(half ? _mm512_srli_epi32(w, 4) : w, _mm512_set1_epi8(15));
+  }
+
   __m512bh pair(Words words, int from) const {
     const __m512i index =
         _mm512_maskz_srli_epi32(0xffff, __builtin_bit_cast(__m512i, words), static_cast<unsigned>(from));
@@ -113,6 +122,17 @@ class ByteCodes {
   }
 
 #if defined(__AVX512BF16__)
+  static constexpr bool kHasOctets = kKind == CodeKind::kUint8;
+  static constexpr int kOffset = 128;
+  bool has_octets() const { return true; }
+  __m512i octets(const uint32_t* words, int half) const {
+    const auto first = load_raw<__m512i>(words), second = load_raw<__m512i>(words + 128);
+    const __m512i even = _mm512_set1_epi16(0xff);
+    constexpr int kChoose = 0xca;  // a ? b : c
+    return half ? _mm512_ternarylogic_epi32(even, _mm512_srli_epi32(first, 8), second, kChoose)
+                : _mm512_ternarylogic_epi32(even, first, _mm512_slli_epi32(second, 8), kChoose);
+  }
+
   // All numbers are exact in bf16.
   __m512bh pair(Words words, int from) const {
     if constexpr (kKind == CodeKind::kE4M3) {

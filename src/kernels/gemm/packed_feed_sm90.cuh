@@ -10,17 +10,51 @@ namespace pykv {
 namespace packed_gemm_sm90 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
-// One thread: codes and x.
+// What a lane copies of the factors of a stage where they come as they are stored: 16 bytes of scales, of minima and of those of 256
+// columns.
+class FactorCopies {
+ public:
+  __device__ FactorCopies(const Problem& p, uint32_t row_tile, int64_t shift) {
+    const PackedWeight& w = p.weight;
+    const int lane = threadIdx.x % 32;
+    const auto band = [&](int i) { return int64_t{min(static_cast<int>(row_tile) * 4 + i, p.bands - 1)}; };
+    const int64_t group = band(lane / 8) * p.groups * 32 + lane % 8 * 16;
+    scales_ = w.scales + shift + group;
+    minima_ = w.minima + shift + group;
+    of_256_ = (lane < 16 ? w.supers : w.lows) + shift + band(lane / 4 % 4) * p.blocks * 64 + lane % 4 * 16;
+  }
+  // Of stage i to where its factors lie.
+  __device__ void copy(uint32_t to, int i) const {
+    to += threadIdx.x % 32 * 16;
+    cp_async_16(to, scales_ + i * 128);
+    cp_async_16(to + 4 * kRows, minima_ + i * 128);
+    cp_async_16(to + 8 * kRows, of_256_ + i / 2 * 64);
+  }
+
+ private:
+  const uint8_t *scales_, *minima_, *of_256_;
+};
+
+// One thread: codes and x.  One warp where factors come as they are stored.
 template <class S>
 __device__ void fill(const Problem& p, const Ring& ring, uint32_t row_tile, uint32_t token_tile, int split,
-                     int32_t weight) {
+                     int32_t weight, [[maybe_unused]] int64_t shift) {
   constexpr int kCodeBytes = kRows / 16 * S::kBlockBytes;
   const int first_block = static_cast<int>(row_tile) * (kRows / 16);
   const int first_token = static_cast<int>(token_tile) * S::kTokens;
   const uint32_t bytes = kCodeBytes + (p.gathers ? 0 : 2 * S::kXBytes);
+  [[maybe_unused]] const auto factors = [&] {
+    if constexpr (S::kFolds) return FactorCopies(p, row_tile, shift);
+    else return 0;
+  }();
   for_stages<S>(p, split, [&](int i, const Turn& turn) {
     const uint32_t stage = ring.at(turn), full = ring.full + turn.stage * 8;
     mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
+    if constexpr (S::kFolds) {
+      factors.copy(stage + S::kScalesAt, i);
+      cp_async_arrive(full);
+      if (threadIdx.x % 32 != 0) return;
+    }
     cluster_expect(full, bytes);
     copy_box(stage + S::kCodesAt, p.codes, {i * 256, first_block, weight}, full);
     if (p.gathers) return;
@@ -107,6 +141,18 @@ template <class S>
 __device__ void gather(const Problem& p, const Ring& ring, int thread, uint32_t token_tile, int split, int64_t shift) {
   const Gatherer<S> gatherer(p, thread, token_tile, shift);
   for_stages<S>(p, split, [&](int i, const Turn& turn) {
+    mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
+    gatherer.copy(ring.at(turn), i * kColumns, ring.full + turn.stage * 8);
+  });
+}
+
+// Warps of few tokens, each for its places in the ring.
+template <class S>
+__device__ void gather_by_turns(const Problem& p, const Ring& ring, int warp, uint32_t token_tile, int split,
+                                int64_t shift) {
+  const Gatherer<S> gatherer(p, threadIdx.x % 32, token_tile, shift);
+  for_stages<S>(p, split, [&](int i, const Turn& turn) {
+    if (turn.stage % S::kPreparers != warp) return;
     mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
     gatherer.copy(ring.at(turn), i * kColumns, ring.full + turn.stage * 8);
   });

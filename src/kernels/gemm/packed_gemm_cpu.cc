@@ -2,6 +2,7 @@
 //
 // A vector of words holds kWidth / 4 rows times four steps of 16 columns: each lane keeps a sum of its own step, and the four
 // are added at the end.  A tile is decoded once for several tokens.
+#include <utility>
 #include <vector>
 
 #include "cpu/parallel.h"
@@ -14,6 +15,7 @@ namespace pykv::PYKV_ISA {
 namespace {
 
 constexpr int kUnit = PackedWeight::kUnit, kParts = 32 / kWidth;  // vectors of words of a tile for each c
+constexpr int kAhead = 16;  // units from where the codes of one token are read to where they are asked for
 constexpr int64_t kChunk = 64;                                    // tokens whose x is kept in the order of tiles
 
 // The lanes of each step and of those after it.
@@ -43,40 +45,171 @@ struct StepGroups {
   }
 };
 
-// x of some tokens, [token][unit][c][h], and sums of 16 columns, [token][unit][j].
+// x of some tokens, [token][unit] as a way of multiplying wants it, and sums of 16 columns, [token][unit][j].
 template <class Element>
 struct Reordered {
   std::vector<Element> x;
   std::vector<float> sums;
 };
 
+#undef PYKV_INLINE
+#define PYKV_INLINE __attribute__((always_inline))
+// with(0), with(1), ..., of which each is compiled by itself: what they index stays in registers.
+template <int kCount, class With>
+[[gnu::always_inline]] inline void unrolled(With with) {
+  [&]<int... kAt>(std::integer_sequence<int, kAt...>) __attribute__((always_inline)) {
+    (with(std::integral_constant<int, kAt>{}), ...);
+  }(std::make_integer_sequence<int, kCount>{});
+}
+
+// Sums are worked out here: GCC would move the work behind the branches of factors, and what it is done with into memory.
+[[gnu::always_inline]] inline void have_ready([[maybe_unused]] Floats& v) {
+#if defined(__AVX512F__)
+  asm volatile("" : "+v"(v));
+#endif
+}
+
+// Ways to multiply.  kSteps: how many times the words of one c are decoded, for rows of one half, until all their codes were; Sum: of
+// a unit, in lanes as those of the words.
+
 template <class Codes>
 struct InFloats {
-  using Element = float;  // [e][j]
-  static constexpr int kSize = 8;
-  static void put(Element* x, int j, int e, float v) { x[e * 4 + j] = v; }
+  using Element = float;  // [c][h][e][j]
+  static constexpr int kOfUnit = 64, kSteps = 2, kMostTokens = kWidth == 16 ? 8 : 4;
+  static void put(Element* x, const float (&v)[kUnit]) {
+    for (int i = 0; i < kUnit; ++i) x[i % 16 / 2 * 8 + i % 2 * 4 + i / 16] = v[i];
+  }
   struct Pair {
     Floats first, second;
   };
-  static Pair decode(const Codes& codes, Words words, int shift) {
-    return {codes.element(words, shift), codes.element(words, shift + 16)};
+  static Pair decode(const Codes& codes, const uint32_t* words, int half, int h) {
+    const auto tile = load_raw<Words>(words + h * (Codes::kPlanes - 1) * 128);
+    const int shift = Codes::shift(half, h);
+    return {codes.element(tile, shift), codes.element(tile, shift + 16)};
   }
-  static Floats add(Floats sum, const Pair& w, const Element* x) {
-    return w.second * repeat4(x + 4) + (w.first * repeat4(x) + sum);
+  using Sum = Floats;
+  static void begin(Sum& sum, const Element*) { sum = Sum{}; }
+  static void add(Sum& sum, const Pair& w, const Element* x, int c, int h) {
+    x += (c * 2 + h) * 8;
+    sum = w.second * repeat4(x + 4) + (w.first * repeat4(x) + sum);
   }
+  static void settle(Sum& sum) { have_ready(sum); }
+  static Floats end(const Sum& sum, const Element*) { return sum; }
 };
 
 #if defined(__AVX512BF16__)
 template <class Codes>
 struct InPairs {
-  using Element = bf16;  // [j][e]
-  static constexpr int kSize = 8;
-  static void put(Element* x, int j, int e, float v) { x[j * 2 + e] = from_float<bf16>(v); }
-  using Pair = __m512bh;
-  static Pair decode(const Codes& codes, Words words, int shift) { return codes.pair(words, shift); }
-  static Floats add(Floats sum, const Pair& w, const Element* x) {
-    const __m512i pairs = _mm512_maskz_broadcast_i32x4(0xffff, load_raw<__m128i>(x));
-    return _mm512_dpbf16_ps(sum, w, __builtin_bit_cast(__m512bh, pairs));
+  using Element = bf16;  // [c][h][j][e]
+  static constexpr int kOfUnit = 64, kSteps = 2, kMostTokens = 8;
+  static void put(Element* x, const float (&v)[kUnit]) {
+    for (int i = 0; i < kUnit; ++i) x[i % 16 / 2 * 8 + i / 16 * 2 + i % 2] = from_float<bf16>(v[i]);
+  }
+  static __m512bh decode(const Codes& codes, const uint32_t* words, int half, int h) {
+    return codes.pair(load_raw<Words>(words + h * (Codes::kPlanes - 1) * 128), Codes::shift(half, h));
+  }
+  using Sum = Floats;
+  static void begin(Sum& sum, const Element*) { sum = Sum{}; }
+  static void add(Sum& sum, __m512bh w, const Element* x, int c, int h) {
+    const __m512i pairs = _mm512_maskz_broadcast_i32x4(0xffff, load_raw<__m128i>(x + (c * 2 + h) * 8));
+    sum = _mm512_dpbf16_ps(sum, w, __builtin_bit_cast(__m512bh, pairs));
+  }
+  static void settle(Sum& sum) { have_ready(sum); }
+  static Floats end(const Sum& sum, const Element*) { return sum; }
+};
+
+// x as integers of three bytes, in units of a power of two for each 16 columns: of halves, which have 11 bits, what is not below 2^-11
+// of the largest of them is exact, and the rest to 2^-23 of that.  Products of bytes and their sums are exact.
+template <class Codes>
+struct InBytes {
+  using Element = int32_t;  // [c][byte][j] of four bytes, [byte][j] what a sum begins with, [j] what an integer is multiplied by
+  static constexpr int kBytes = 3, kBeginAt = 16 * kBytes, kUnitsAt = 20 * kBytes, kOfUnit = kUnitsAt + 4;
+  static constexpr int kSteps = 1, kMostTokens = 4;
+
+  static void put(Element* x, const float (&v)[kUnit]) {
+    for (int j = 0; j < 4; ++j) {
+      const Floats step = load(v + 16 * j);
+      const Words magnitudes = __builtin_bit_cast(Words, step) & 0x7fffffffu;
+      const uint32_t largest = _mm512_reduce_max_epu32(__builtin_bit_cast(__m512i, magnitudes));
+      float unit;
+      if (largest >= 0x7f800000u) {
+        unit = infinity_of(v + 16 * j);
+        put_step(x, j, signs_of_infinity(step));
+      } else {
+        const int wanted = static_cast<int>(largest >> 23) - kBits + 1;  // so that the largest is less than 2^kBits of them
+        const uint32_t exponent = wanted < 1 ? 1 : static_cast<uint32_t>(wanted);
+        unit = __builtin_bit_cast(float, exponent << 23);
+        const float units_of_1 = __builtin_bit_cast(float, (254 - exponent) << 23);
+        put_step(x, j, _mm512_maskz_cvtps_epi32(0xffff, step * units_of_1));
+      }
+      __builtin_memcpy(x + kUnitsAt + j, &unit, sizeof(unit));
+    }
+  }
+
+  struct Sum {
+    __m512i of[kBytes];
+  };
+  PYKV_INLINE static __m512i decode(const Codes& codes, const uint32_t* words, int half, int) {
+    return codes.octets(words, half);
+  }
+  PYKV_INLINE static void begin(Sum& sum, const Element* x) {
+    unrolled<kBytes>([&](auto byte) PYKV_INLINE { sum.of[byte] = repeat(x + kBeginAt + 4 * byte); });
+  }
+  PYKV_INLINE static void add(Sum& sum, __m512i w, const Element* x, int c, int) {
+    unrolled<kBytes>([&](auto byte) PYKV_INLINE {
+      sum.of[byte] = _mm512_dpbusd_epi32(sum.of[byte], w, repeat(x + (c * kBytes + byte) * 4));
+    });
+  }
+  PYKV_INLINE static void settle(Sum& sum) {
+    unrolled<kBytes>([&](auto byte) PYKV_INLINE { asm volatile("" : "+v"(sum.of[byte])); });
+  }
+  PYKV_INLINE static Floats end(const Sum& sum, const Element* x) {
+    const __m512i upper = _mm512_add_epi32(_mm512_maskz_slli_epi32(0xffff, sum.of[2], 8), sum.of[1]);
+    const Floats whole = converted(__builtin_bit_cast(Integers, upper)) * 256.0f +
+                         converted(__builtin_bit_cast(Integers, sum.of[0]));
+    return whole * repeat4(reinterpret_cast<const float*>(x + kUnitsAt));
+  }
+
+ private:
+  static constexpr int kBits = 8 * kBytes - 2;
+
+  PYKV_INLINE static __m512i repeat(const Element* x) {
+    return _mm512_maskz_broadcast_i32x4(0xffff, load_raw<__m128i>(x));
+  }
+
+  // The 16 columns of a step.
+  static void put_step(Element* x, int j, __m512i whole) {
+    for (int byte = 0; byte < kBytes; ++byte) {
+      alignas(64) int32_t of[16];
+      const __m512i digits = _mm512_maskz_srai_epi32(0xffff, _mm512_maskz_slli_epi32(0xffff, whole, 24), 24);
+      whole = _mm512_maskz_srai_epi32(0xffff, _mm512_sub_epi32(whole, digits), 8);
+      __builtin_memcpy(of, &digits, sizeof(of));
+      int32_t all = 0;
+      for (int c = 0; c < 4; ++c) {
+        // as the codes of a word: columns 0, 2, 1, 3
+        const int32_t* const four = of + 4 * c;
+        const uint32_t bytes = (four[0] & 0xffu) | (four[2] & 0xffu) << 8 | (four[1] & 0xffu) << 16 |
+                               static_cast<uint32_t>(four[3]) << 24;
+        x[(c * kBytes + byte) * 4 + j] = static_cast<int32_t>(bytes);
+        all += four[0] + four[1] + four[2] + four[3];
+      }
+      x[kBeginAt + byte * 4 + j] = -Codes::kOffset * all;
+    }
+  }
+
+  // What is infinite counts as its sign, and all else not at all: infinity times such a sum, NaN if there are both or there is one.
+  static float infinity_of(const float* v) {
+    constexpr float kInfinity = __builtin_inff();
+    bool has_plus = false, has_minus = false;
+    for (int i = 0; i < 16; ++i) {
+      has_plus = has_plus || !(v[i] < kInfinity);
+      has_minus = has_minus || !(v[i] > -kInfinity);
+    }
+    return has_plus && has_minus ? __builtin_nanf("") : kInfinity;
+  }
+  static __m512i signs_of_infinity(Floats v) {
+    const Integers minus = v == splat(-__builtin_inff()), plus = v == splat(__builtin_inff());
+    return __builtin_bit_cast(__m512i, minus - plus);  // a comparison gives -1
   }
 };
 
@@ -84,16 +217,21 @@ struct InPairs {
 template <class Codes>
 struct InSplitPairs : InPairs<Codes> {
   using Whole = InPairs<Codes>;
-  using Element = bf16;  // [upper, rest][j][e]
-  static constexpr int kSize = 16;
-  static void put(Element* x, int j, int e, float v) {
-    const uint32_t upper = __builtin_bit_cast(uint32_t, v) & 0xffff0000u;
-    const bool is_finite = (upper & 0x7f800000u) != 0x7f800000u;
-    Whole::put(x, j, e, __builtin_bit_cast(float, upper));
-    Whole::put(x + 8, j, e, is_finite ? v - __builtin_bit_cast(float, upper) : 0.0f);
+  using Element = bf16;  // [upper, rest] of a unit
+  static constexpr int kOfUnit = 2 * Whole::kOfUnit;
+  static void put(Element* x, const float (&v)[kUnit]) {
+    float upper[kUnit], rest[kUnit];
+    for (int i = 0; i < kUnit; ++i) {
+      const uint32_t bits = __builtin_bit_cast(uint32_t, v[i]) & 0xffff0000u;
+      upper[i] = __builtin_bit_cast(float, bits);
+      rest[i] = (bits & 0x7f800000u) != 0x7f800000u ? v[i] - upper[i] : 0.0f;
+    }
+    Whole::put(x, upper);
+    Whole::put(x + Whole::kOfUnit, rest);
   }
-  static Floats add(Floats sum, const typename Whole::Pair& w, const Element* x) {
-    return Whole::add(Whole::add(sum, w, x), w, x + 8);
+  static void add(Floats& sum, __m512bh w, const Element* x, int c, int h) {
+    Whole::add(sum, w, x, c, h);
+    Whole::add(sum, w, x + Whole::kOfUnit, c, h);
   }
 };
 #endif
@@ -114,101 +252,139 @@ void reorder(const PackedGemmArgs& args, const RowList& rows, int64_t first, int
   parallel_for(count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const T* const row = static_cast<const T*>(args.x) + rows[first + t] / top_k * args.x_stride;
-      auto* x = into.x.data() + t * w.padded_k * Way::kSize / 8;
+      auto* x = into.x.data() + t * (w.padded_k / kUnit) * Way::kOfUnit;
       float* sums = into.sums.data() + t * (w.padded_k / 16);
-      for (int64_t unit = 0; unit < w.padded_k; unit += kUnit, x += 8 * Way::kSize)
+      for (int64_t unit = 0; unit < w.padded_k; unit += kUnit, x += Way::kOfUnit) {
+        float v[kUnit];
+        for (int64_t column = unit; column < unit + kUnit; ++column) {
+          const int64_t from = w.columns ? w.columns[column] : column;
+          v[column - unit] = from >= 0 && from < w.k ? to_float(row[from * args.x_step]) : 0.0f;
+        }
+        Way::put(x, v);
         for (int j = 0; j < 4; ++j) {
           float sum = 0.0f;
-          for (int i = 0; i < 16; ++i) {
-            const int64_t at = unit + 16 * j + i, column = w.columns ? w.columns[at] : at;
-            const float v = column >= 0 && column < w.k ? to_float(row[column * args.x_step]) : 0.0f;
-            Way::put(x + (i >> 1) * Way::kSize, j, i & 1, v);
-            sum += v;
-          }
+          for (int i = 0; i < 16; ++i) sum += v[16 * j + i];
           *sums++ = sum;
         }
+      }
     }
   });
 }
 
-// kTokens rows of out times 16 of the weight: kVectors vectors from `part` on, of those with the same half.
-template <class Codes, class Way, int kVectors, int kTokens>
+// kTokens rows of out times kBlocks blocks of 16 rows of the weight, from `block` on, two of which have their factors side by side.
+// Of those with the same half, kVectors vectors at once, and kPasses of these one after another, from `part` on.
+template <class Codes, class Way, int kBlocks, int kPasses, int kVectors, int kTokens>
 class Tile {
  public:
   Tile(const PackedWeight& w, const Codes& codes, const Factors& factors, int64_t block, int part)
       : w_(w), codes_(codes), factors_(factors), block_(block), part_(part) {}
 
   void run(const typename Way::Element* x, const float* sums) {
-    const int64_t unit_words = Codes::kPlanes * 128, x_stride = w_.padded_k / 8 * Way::kSize;
-    const auto* words =
-        reinterpret_cast<const uint32_t*>(w_.codes) + block_ * (w_.padded_k / kUnit) * unit_words + part_ * kWidth;
+    const int64_t units = w_.padded_k / kUnit, x_stride = units * Way::kOfUnit, stride = units * kUnitWords;
+    const auto* words = reinterpret_cast<const uint32_t*>(w_.codes) + block_ * stride + part_ * kWidth;
+    const auto each = [&](auto&& with) PYKV_INLINE {
+      unrolled<kBlocks>([&](auto r) PYKV_INLINE {
+        unrolled<kVectors>([&](auto v) PYKV_INLINE { unrolled<2>([&](auto half) PYKV_INLINE { with(r, v, half); }); });
+      });
+    };
+    const auto each_sum = [&](auto&& with) PYKV_INLINE {
+      each([&](auto r, auto v, auto half) PYKV_INLINE { unrolled<kTokens>([&](auto t) PYKV_INLINE { with(r, v, half, t); }); });
+    };
     StepGroups groups(w_.group_size);
     for (int64_t column = 0; column < w_.padded_k;
-         column += kUnit, words += unit_words, x += 8 * Way::kSize, sums += 4) {
-      Floats sum[kVectors][2][kTokens] = {};
-      for (int c = 0; c < 4; ++c)
-        for (int h = 0; h < 2; ++h)
-          for (int v = 0; v < kVectors; ++v) {
-            const auto tile = load_raw<Words>(words + (h * (Codes::kPlanes - 1)) * 128 + c * 32 + v * kWidth);
-            for (int half = 0; half < 2; ++half) {
-              const auto pair = Way::decode(codes_, tile, Codes::shift(half, h));
-              for (int t = 0; t < kTokens; ++t)
-                sum[v][half][t] = Way::add(sum[v][half][t], pair, x + t * x_stride + (c * 2 + h) * Way::kSize);
-            }
-          }
+         column += kUnit, words += kUnitWords, x += Way::kOfUnit, sums += 4) {
+      if (kTokens == 1) ask_for(words, column, stride, w_.padded_k);
       groups.next();
-      add(column, groups, sum, sums);
-    }
-  }
-
-  // Row 8 half + g of the 16, token t.
-  float total(int half, int g, int t) const {
-    const int lane = g * 4 - part_ * kWidth;
-    const Floats v = total_[lane / kWidth][half][t];
-    const int at = lane % kWidth;
-    return (v[at] + v[at + 1]) + (v[at + 2] + v[at + 3]);
-  }
-
- private:
-  [[gnu::always_inline]] void add(int64_t column, const StepGroups& groups, const Floats (&sum)[kVectors][2][kTokens],
-                                  const float* sums) {
-    for (int v = 0; v < kVectors; ++v) {
-      Floats s[2] = {}, m[2] = {};
-      factors_of(column, groups, part_ + v, s, m);
-      for (int half = 0; half < 2; ++half)
-        for (int t = 0; t < kTokens; ++t) {
-          Floats& total = total_[v][half][t];
-          total += s[half] * sum[v][half][t];
-          if (w_.minima) total += m[half] * repeat4(sums + t * (w_.padded_k / 16));
-        }
-    }
-  }
-
-  void factors_of(int64_t column, const StepGroups& groups, int part, Floats (&s)[2], Floats (&m)[2]) const {
-    one(column, groups.of[0], part, s, m);
-    for (int j = 1; j < 4; ++j) {
-      if (groups.of[j] == groups.of[j - 1]) continue;
-      Floats step_s[2] = {}, step_m[2] = {};
-      one(column, groups.of[j], part, step_s, step_m);
-      const Words own = load_raw<Words>(kStepMasks.from[j]);
-      for (int half = 0; half < 2; ++half) {
-        s[half] = select(own, step_s[half], s[half]);
-        m[half] = select(own, step_m[half], m[half]);
+#pragma GCC unroll 1
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const auto* const from = words + pass * kVectors * kWidth;
+        typename Way::Sum sum[kBlocks][kVectors][2][kTokens];
+        each_sum([&](auto r, auto v, auto half, auto t) PYKV_INLINE { Way::begin(sum[r][v][half][t], x + t * x_stride); });
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c)
+#pragma GCC unroll 2
+          for (int step = 0; step < Way::kSteps; ++step)
+            each([&](auto r, auto v, auto half) PYKV_INLINE {
+              const auto w = Way::decode(codes_, from + r * stride + c * 32 + v * kWidth, half, step);
+              unrolled<kTokens>([&](auto t) PYKV_INLINE { Way::add(sum[r][v][half][t], w, x + t * x_stride, c, step); });
+            });
+        each_sum([&](auto r, auto v, auto half, auto t) PYKV_INLINE { Way::settle(sum[r][v][half][t]); });
+        add(column, groups, pass, sum, x, x_stride, sums);
       }
     }
   }
 
-  // Those of one group for both halves.
-  void one(int64_t column, int64_t group, int part, Floats (&s)[2], Floats (&m)[2]) const {
-    const int64_t rows32 = block_ >> 1;
-    const bool second = block_ & 1;
-    const Floats scale = factors_.scale(rows32, group, column, part);
-    s[0] = second ? spread4<2>(scale) : spread4<0>(scale);
-    s[1] = second ? spread4<3>(scale) : spread4<1>(scale);
-    if (!w_.minima) return;
-    const Floats minimum = factors_.minimum(rows32, group, column, part, scale);
-    m[0] = second ? spread4<2>(minimum) : spread4<0>(minimum);
-    m[1] = second ? spread4<3>(minimum) : spread4<1>(minimum);
+  // Row 8 half + g of block r, token t.
+  float total(int r, int half, int g, int t) const {
+    const int lane = g * 4 - part_ * kWidth, vector = lane / kWidth, at = lane % kWidth;
+    const Floats v = total_[vector / kVectors][r][vector % kVectors][half][t];
+    return (v[at] + v[at + 1]) + (v[at + 2] + v[at + 3]);
+  }
+
+ private:
+  static constexpr int64_t kUnitWords = Codes::kPlanes * 128;
+  using OfRows = Floats[kBlocks][2];  // of both halves
+
+  // For codes that are read some units later: of these blocks, or of those behind them.
+  static void ask_for(const uint32_t* words, int64_t column, int64_t stride, int64_t columns) {
+    const auto* const next =
+        words + kAhead * kUnitWords + (column + kAhead * kUnit < columns ? 0 : (kBlocks - 1) * stride);
+    for (int r = 0; r < kBlocks; ++r)
+      for (int line = 0; line < kUnitWords / 16; ++line) __builtin_prefetch(next + r * stride + line * 16, 0, 2);
+  }
+
+  [[gnu::always_inline]] void add(int64_t column, const StepGroups& groups, int pass,
+                                  const typename Way::Sum (&sum)[kBlocks][kVectors][2][kTokens],
+                                  const typename Way::Element* x, int64_t x_stride, const float* sums) {
+    unrolled<kVectors>([&](auto v) PYKV_INLINE {
+      OfRows s = {}, m = {};
+      factors_of(column, groups, part_ + pass * kVectors + v, s, m);
+      unrolled<kBlocks>([&](auto r) PYKV_INLINE {
+        unrolled<2>([&](auto half) PYKV_INLINE {
+          unrolled<kTokens>([&](auto t) PYKV_INLINE {
+            Floats& total = total_[pass][r][v][half][t];
+            total += s[r][half] * Way::end(sum[r][v][half][t], x + t * x_stride);
+            if (w_.minima) total += m[r][half] * repeat4(sums + t * (w_.padded_k / 16));
+          });
+        });
+      });
+    });
+  }
+
+  void factors_of(int64_t column, const StepGroups& groups, int part, OfRows& s, OfRows& m) const {
+    one(column, groups.of[0], part, s, m);
+    for (int j = 1; j < 4; ++j) {
+      if (groups.of[j] == groups.of[j - 1]) continue;
+      OfRows step_s = {}, step_m = {};
+      one(column, groups.of[j], part, step_s, step_m);
+      const Words own = load_raw<Words>(kStepMasks.from[j]);
+      for (int r = 0; r < kBlocks; ++r)
+        for (int half = 0; half < 2; ++half) {
+          s[r][half] = select(own, step_s[r][half], s[r][half]);
+          m[r][half] = select(own, step_m[r][half], m[r][half]);
+        }
+    }
+  }
+
+  // Those of one group.
+  void one(int64_t column, int64_t group, int part, OfRows& s, OfRows& m) const {
+    const Floats scale = factors_.scale(block_ >> 1, group, column, part);
+    spread(scale, s);
+    if (w_.minima) spread(factors_.minimum(block_ >> 1, group, column, part, scale), m);
+  }
+
+  // Of [g][r][half], for four steps.
+  void spread(Floats v, OfRows& to) const {
+    if constexpr (kBlocks == 2) {
+      to[0][0] = spread4<0>(v);
+      to[0][1] = spread4<1>(v);
+      to[1][0] = spread4<2>(v);
+      to[1][1] = spread4<3>(v);
+    } else {
+      const bool second = block_ & 1;
+      to[0][0] = second ? spread4<2>(v) : spread4<0>(v);
+      to[0][1] = second ? spread4<3>(v) : spread4<1>(v);
+    }
   }
 
   const PackedWeight& w_;
@@ -216,21 +392,23 @@ class Tile {
   const Factors& factors_;
   const int64_t block_;
   const int part_;
-  Floats total_[kVectors][2][kTokens] = {};
+  Floats total_[kPasses][kBlocks][kVectors][2][kTokens] = {};
 };
 
 // Sums of the 16 rows of a block.
 using BlockSums = float[16];
 
-template <class Codes, class Way, int kVectors, int kTokens>
+// to: of each block, and of each token
+template <class Codes, class Way, int kBlocks, int kPasses, int kVectors, int kTokens>
 void tile(const PackedWeight& w, const Codes& codes, const Factors& factors, int64_t block, int part,
-          const typename Way::Element* x, const float* sums_of_x, BlockSums* to) {
-  Tile<Codes, Way, kVectors, kTokens> tile(w, codes, factors, block, part);
+          const typename Way::Element* x, const float* sums_of_x, BlockSums (&to)[kBlocks][kTokens]) {
+  Tile<Codes, Way, kBlocks, kPasses, kVectors, kTokens> tile(w, codes, factors, block, part);
   tile.run(x, sums_of_x);
-  for (int t = 0; t < kTokens; ++t)
-    for (int half = 0; half < 2; ++half)
-      for (int g = part * kWidth / 4; g < (part + kVectors) * kWidth / 4; ++g)
-        to[t][half * 8 + g] = tile.total(half, g, t);
+  for (int r = 0; r < kBlocks; ++r)
+    for (int t = 0; t < kTokens; ++t)
+      for (int half = 0; half < 2; ++half)
+        for (int g = part * kWidth / 4; g < (part + kPasses * kVectors) * kWidth / 4; ++g)
+          to[r][t][half * 8 + g] = tile.total(r, half, g, t);
 }
 
 inline Floats activated(Gate gate, Floats a) {
@@ -283,7 +461,7 @@ template <class T>
 
 template <class T>
 void store(const PackedGemmArgs& args, const RowList& rows, int64_t block, int64_t token, int tokens, BlockSums* sums) {
-  const int64_t row = block * 16, count = args.weight.n - row < 16 ? args.weight.n - row : 16;
+  const int64_t row = block * 16, left = args.weight.n - row, count = left < 0 ? 0 : left < 16 ? left : 16;
   for (int t = 0; t < tokens; ++t) {
     const int64_t at = rows[token + t];
     if (args.epilogue.any) {
@@ -301,31 +479,31 @@ void store(const PackedGemmArgs& args, const RowList& rows, int64_t block, int64
 
 template <class T, class Codes, class Way>
 void multiply(const PackedGemmArgs& args, const RowList& rows_of, const Codes& codes, const Factors& factors) {
-  constexpr int kTokens = kWidth == 16 ? 8 : 4, kAlone = kWidth == 16 ? 2 : 4;
+  constexpr int kTokens = Way::kMostTokens, kAlone = kWidth == 16 ? 1 : 2;
   const PackedWeight& w = args.weight;
-  const int64_t rows = rows_of.count < kChunk ? rows_of.count : kChunk;
+  const int64_t rows = rows_of.count < kChunk ? rows_of.count : kChunk, units = w.padded_k / kUnit;
   Reordered<typename Way::Element> reordered;
-  reordered.x.resize(static_cast<size_t>(rows * w.padded_k / 8 * Way::kSize));
-  reordered.sums.resize(static_cast<size_t>(rows * (w.padded_k / 16)));
+  reordered.x.resize(static_cast<size_t>(rows * units * Way::kOfUnit));
+  reordered.sums.resize(static_cast<size_t>(rows * units * 4));
   for (int64_t first = 0; first < rows_of.count; first += kChunk) {
     const int64_t count = rows_of.count - first < kChunk ? rows_of.count - first : kChunk;
     reorder<T, Way>(args, rows_of, first, count, reordered);
-    parallel_for((w.n + 15) / 16, 4, [&](int64_t begin, int64_t end) {
-      for (int64_t block = begin; block < end; ++block) {
+    parallel_for((w.n + 31) / 32, 2, [&](int64_t begin, int64_t end) {
+      for (int64_t band = begin; band < end; ++band) {
         int64_t t = 0;
-        const auto x = [&] { return reordered.x.data() + t * w.padded_k / 8 * Way::kSize; };
-        const auto sums = [&] { return reordered.sums.data() + t * (w.padded_k / 16); };
-        for (; t + kTokens <= count; t += kTokens) {
-          BlockSums of_block[kTokens];
-          for (int part = 0; part < kParts; ++part)
-            tile<Codes, Way, 1, kTokens>(w, codes, factors, block, part, x(), sums(), of_block);
-          store<T>(args, rows_of, block, first + t, kTokens, of_block);
-        }
+        const auto x = [&] { return reordered.x.data() + t * units * Way::kOfUnit; };
+        const auto sums = [&] { return reordered.sums.data() + t * units * 4; };
+        for (; t + kTokens <= count; t += kTokens)
+          for (int64_t block = band * 2; block < band * 2 + 2; ++block) {
+            BlockSums of_block[1][kTokens];
+            for (int part = 0; part < kParts; ++part)
+              tile<Codes, Way, 1, 1, 1, kTokens>(w, codes, factors, block, part, x(), sums(), of_block);
+            store<T>(args, rows_of, block, first + t, kTokens, of_block[0]);
+          }
         for (; t < count; ++t) {
-          BlockSums of_block[1];
-          for (int part = 0; part < kParts; part += kAlone)
-            tile<Codes, Way, kAlone, 1>(w, codes, factors, block, part, x(), sums(), of_block);
-          store<T>(args, rows_of, block, first + t, 1, of_block);
+          BlockSums of_blocks[2][1];
+          tile<Codes, Way, 2, kParts / kAlone, kAlone, 1>(w, codes, factors, band * 2, 0, x(), sums(), of_blocks);
+          for (int r = 0; r < 2; ++r) store<T>(args, rows_of, band * 2 + r, first + t, 1, of_blocks[r]);
         }
       }
     });
@@ -336,11 +514,17 @@ template <class T, class Codes>
 void multiply(const PackedGemmArgs& args, const RowList& rows, const float (&table)[16], const Factors& factors) {
   const Codes codes(table);
 #if defined(__AVX512BF16__)
-  if constexpr (__is_same(T, bf16)) return multiply<T, Codes, InPairs<Codes>>(args, rows, codes, factors);
-  bool is_exact = Codes::kQuickPairs;  // in bf16, as all tables are but NF4's
-  for (const float entry : table) is_exact = is_exact && to_float(from_float<bf16>(entry)) == entry;
-  if constexpr (Codes::kQuickPairs)
-    if (is_exact) return multiply<T, Codes, InSplitPairs<Codes>>(args, rows, codes, factors);
+  if constexpr (__is_same(T, bf16)) {
+    return multiply<T, Codes, InPairs<Codes>>(args, rows, codes, factors);
+  } else {
+    if constexpr (Codes::kHasOctets)
+      if (codes.has_octets()) return multiply<T, Codes, InBytes<Codes>>(args, rows, codes, factors);
+    if constexpr (Codes::kQuickPairs) {
+      bool is_exact = true;  // in bf16, as all tables are but NF4's
+      for (const float entry : table) is_exact = is_exact && to_float(from_float<bf16>(entry)) == entry;
+      if (is_exact) return multiply<T, Codes, InSplitPairs<Codes>>(args, rows, codes, factors);
+    }
+  }
 #endif
   multiply<T, Codes, InFloats<Codes>>(args, rows, codes, factors);
 }

@@ -23,6 +23,7 @@
 #include "cuda/vec.cuh"
 #include "gemm/packed_epilogue.cuh"
 #include "gemm/packed_feed_sm90.cuh"
+#include "gemm/packed_gemm_few_sm90.h"
 #include "gemm/packed_gemm_many.h"
 #include "gemm/packed_multiplier_sm90.cuh"
 
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (int i = 0; i < p.stages; ++i) {
-      mbarrier_init(ring.full + i * 8, p.gathers ? 1 + S::kCopiers : 1);
+      mbarrier_init(ring.full + i * 8, 1 + (p.gathers ? S::kCopiers : 0) + (S::kFolds ? 32 : 0));
       mbarrier_init(ring.ready + i * 8, 1);
       mbarrier_init(ring.empty + i * 8, 8);  // warps of a part
     }
@@ -135,10 +136,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
       if (p.gathers) gather<S>(p, ring, threadIdx.x % 128, token_tile, split, shift);
     } else {
       if constexpr (S::kGatherers != 0) give_registers<64>();
-      if (own >= 0) {
+      if (own < 0) {
+        if (S::kFolds || threadIdx.x % 32 == 0) fill<S>(p, ring, row_tile, token_tile, split, weight, shift);
+      } else if constexpr (!S::kFolds) {
         Preparer<S>(p, ring, row_tile, token_tile, own, shift).run(split);
-      } else if (threadIdx.x % 32 == 0) {
-        fill<S>(p, ring, row_tile, token_tile, split, weight);
+      } else if constexpr (S::kGatherers == 0) {
+        if (p.gathers) gather_by_turns<S>(p, ring, own, token_tile, split, shift);
       }
     }
     if (p.splits > 1) {  // the sums of all blocks are there
@@ -254,6 +257,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   p.minima_at = S::kScalesAt + p.items * kRows * 4;
   p.sums_at = p.minima_at + (w.minima ? p.items * kRows * 4 : 0);
   p.stage_bytes = p.sums_at + (S::kAdds ? (p.items + 3) / 4 * S::kSumsBytes : 0);
+  if (S::kFolds) p.stage_bytes = S::kLowsAt + 2 * kRows;
   p.stage_bytes = (p.stage_bytes + kAlignment - 1) / kAlignment * kAlignment;
   // Sums of segments: of each that this block has, or of those so far.
   const int whole = p.each < segments ? segments / splits * S::kSumBytes : S::kTokens * kRows * 4;
@@ -307,6 +311,8 @@ void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
   if (minima == MinimumKind::kNone) return launch_tokens<T, kKind, Minima::kNone>(args, launch);
   if constexpr (kKind == CodeKind::kUint4) {
     if (minima == MinimumKind::kZero) return launch_tokens<T, kKind, Minima::kSubtracted>(args, launch);
+    if (scales == ScaleKind::kF16U8 && minima == MinimumKind::kF16U8 && args.weight.group_size == 32)
+      return launch_tokens<T, kKind, Minima::kFolded>(args, launch);
   }
   if constexpr (is_integer(kKind)) launch_tokens<T, kKind, Minima::kAdded>(args, launch);
 }
@@ -315,6 +321,9 @@ void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
 
 void packed_gemm_sm90_cuda(const PackedGemmArgs& args, const Launch& launch) {
   using packed_gemm_sm90::launch_kind;
+  const int64_t row_tiles = (args.weight.n + packed_gemm_sm90::kRows - 1) / packed_gemm_sm90::kRows;
+  const int segments = packed_gemm_sm90::segments_of(args.weight, row_tiles, num_sms(launch.device));
+  if (packed_gemm_few_sm90(args, segments, launch)) return;
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     switch (args.weight.codes_kind) {
       case CodeKind::kUint4:

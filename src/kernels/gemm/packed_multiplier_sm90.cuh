@@ -201,9 +201,11 @@ class Multiplier {
   __device__ void wait_full(const Turn& turn) const {
     mbarrier_wait(ring_.full + turn.stage * 8, turn.parity);
     if (!S::kFew && p_.gathers) fence_async_proxy();  // cp.async writes like an ordinary store
-    if (S::kSubtracts || S::kScalesCodes) wait_ready(turn);
+    if (S::kSubtracts || (S::kScalesCodes && !S::kFolds)) wait_ready(turn);
   }
-  __device__ void wait_ready(const Turn& turn) const { mbarrier_wait(ring_.ready + turn.stage * 8, turn.parity); }
+  __device__ void wait_ready(const Turn& turn) const {
+    if constexpr (!S::kFolds) mbarrier_wait(ring_.ready + turn.stage * 8, turn.parity);
+  }
 
   // Codes of a unit to fragments of its four steps.
   template <int kSteps>
@@ -221,6 +223,17 @@ class Multiplier {
         if (j % kSteps == 0)
           zeros = load_shared_8(stage + p_.minima_at + (unit * 4 + j) / kSteps * kRows * 4 + factors_at_);
         Code::fragment_less(a[j], words, j, {zeros.x, zeros.y});
+      }
+    } else if constexpr (S::kFolds) {
+      // Lanes of a row share the work: two have scales of the two groups, two minima.
+      const int lane = threadIdx.x % 32, c = lane % 4;
+      const uint32_t at = stage + S::kScalesAt + warp_ / 2 * 128 + (unit * 2 + c % 2) * 32 + place();
+      const uint32_t own = folded(stage).pair(load_shared_2(at), load_shared_2(at + S::kMinimaAt - S::kScalesAt), c >= 2);
+#pragma unroll
+      for (int group = 0; group < 2; ++group) {
+        const uint32_t s = __shfl_sync(~0u, own, (lane & 28) | group), m = __shfl_sync(~0u, own, (lane & 28) | 2 | group);
+#pragma unroll
+        for (int j = 2 * group; j < 2 * group + 2; ++j) Code::fragment_folded(a[j], words, j, s, m);
       }
     } else if constexpr (S::kScalesCodes) {
 #pragma unroll
@@ -285,6 +298,7 @@ class Multiplier {
   }
 
   __device__ float2 scales(uint32_t stage, int item) const {
+    if constexpr (S::kFolds) return folded(stage).unit();
     if constexpr (S::kScalesCodes) return make_float2(global_, global_);
     return load_shared_float2(stage + S::kScalesAt + item * kRows * 4 + factors_at_);
   }
@@ -294,6 +308,13 @@ class Multiplier {
     if constexpr (S::kAdds && !S::kFew) wgmma_pin(total);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) total[i] = fmaf(i / 2 % 2 ? scale.y : scale.x, sum_[i], total[i]);
+  }
+
+  // Of the two rows of this lane among the factors of 32.
+  __device__ int place() const { return threadIdx.x % 32 / 4 * 4 + warp_ % 2 * 2; }
+  __device__ Folded<T> folded(uint32_t stage) const {
+    const uint32_t at = stage + S::kSupersAt + (warp_ / 2 * 32 + place()) * 2;
+    return {load_shared_4(at), load_shared_4(at + S::kLowsAt - S::kSupersAt), global_, p_.weight.offset};
   }
 
   // Minima of a stage times sums of x, each as what TF32 takes of it and the rest.

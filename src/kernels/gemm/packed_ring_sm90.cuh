@@ -22,8 +22,8 @@ constexpr int kAlignment = 1024, kStatic = 3072;          // barriers, rows and 
 
 // What is done about m: nothing, it is 0; zero points are subtracted from codes of four bits as they are decoded; m is added, times
 // sums of x.  kScaled: it is 0, and codes are multiplied by s as they are decoded, since 16 bits hold that: then there are no sums
-// of groups.
-enum class Minima { kNone, kSubtracted, kAdded, kScaled };
+// of groups.  kFolded: the same of Q4_K, with m, which 16 bits do not hold: weights are rounded.
+enum class Minima { kNone, kSubtracted, kAdded, kScaled, kFolded };
 
 // kParts: of the columns, which eight warps each multiply.  Of few tokens: two, or one and two blocks on an SM, where there are
 // blocks for all of them, so that one begins and ends while the other multiplies.
@@ -44,7 +44,11 @@ struct Shape {
   static constexpr int kBlockBytes = 2 * Code::kPlanes * 512;   // of 16 rows of the weight
   static constexpr int kCodesAt = 2 * kXBytes, kScalesAt = kCodesAt + kRows / 16 * kBlockBytes;
   static constexpr bool kSubtracts = kMinima == Minima::kSubtracted, kAdds = kMinima == Minima::kAdded;
-  static constexpr bool kScalesCodes = kMinima == Minima::kScaled,
+  // Multiplying warps read factors as they are stored, of 128 rows and the four groups of a stage: scales and minima
+  // [band][group][32], and those of 256 columns [band][32].
+  static constexpr bool kFolds = kMinima == Minima::kFolded;
+  static constexpr int kMinimaAt = kScalesAt + 4 * kRows, kSupersAt = kMinimaAt + 4 * kRows, kLowsAt = kSupersAt + 2 * kRows;
+  static constexpr bool kScalesCodes = kMinima == Minima::kScaled || kFolds,
                         kHasTable = kKind == CodeKind::kTable16 && !kScalesCodes;
   static constexpr bool kMaySplit = kTokens <= 64;
   static constexpr int kSumsBytes = kTokens * 32;  // of x, over four groups

@@ -33,7 +33,8 @@ struct Lines {
         count(lines),
         stride(step),
         along_k(k_step),
-        in_chunks((k_step == 1) && is_aligned(16, from, {lines > 1 ? step : 0})) {}
+        // One line alone counts as one of many that lie without gaps: otherwise it might have other bits than among them.
+        in_chunks((k_step == 1) && is_aligned(16, from, {step})) {}
 
   // How many of 16 elements there are.
   __device__ int valid(int64_t line, int64_t column, int64_t k) const {

@@ -8,6 +8,7 @@
 // not aligned and scales in tiles to group_quant_any.cuh.
 #include <bit>
 
+#include "cuda/device.h"
 #include "quantization/group_quant_any.cuh"
 #include "quantization/group_quant_blocks.cuh"
 
@@ -19,6 +20,9 @@ constexpr int kThreads = 128;
 // Of a lane: as many packs as leave room for enough threads on an SM.
 template <class T, class Source>
 constexpr int kPacks = Source::kHalves == 2 ? 16 / kPackSize<T> : 4;
+// The same where groups fill the chip: then twice the numbers share what a thread does once, which for situ is a fifth of all.
+template <class T, class Source>
+constexpr int kMorePacks = sizeof(T) == 2 && std::is_same_v<Source, SituAndMul<T>> ? 4 : kPacks<T, Source>;
 template <class T, class Source>
 constexpr int kBlocks = sizeof(T) == 4 || std::is_same_v<Source, SituAndMul<T>> ? 8
                         : std::is_same_v<Source, Elements<T>>                   ? 10
@@ -33,11 +37,11 @@ __device__ inline uint32_t largest_of_lanes(uint32_t most, int lane_bits) {
 }
 
 // One-byte codes, their scales by strides.  kPlain: all rows are there and nothing is padded, which saves few tokens a sixth.
-template <class T, class Source, QuantCode kCodes, bool kPlain>
+template <class T, class Source, QuantCode kCodes, bool kPlain, int kCount>
 __global__ __launch_bounds__(kThreads,
                              kBlocks<T, Source>) void byte_group_kernel(const __grid_constant__ GroupQuantArgs args,
                                                                         const __grid_constant__ GroupPlan plan) {
-  constexpr int kSize = kPackSize<T>, kCount = kPacks<T, Source>;
+  constexpr int kSize = kPackSize<T>;
   const int lane_bits = plan.lane_bits, lane = static_cast<int>(threadIdx.x) & ((1 << lane_bits) - 1);
   const uint32_t n = blockIdx.x * (kThreads >> lane_bits) + (threadIdx.x >> lane_bits);
   const bool there = n < plan.total;  // others read the first group, since their warp finds its maxima with all lanes
@@ -134,7 +138,7 @@ struct Launcher {
     // not 86; silu reads two numbers for each.
     constexpr bool kNvfp4 = kScale == QuantScale::kE4M3;
     constexpr uint32_t kRows = Source::kHalves == 2 || kNvfp4 ? 1 : 2;
-    constexpr int kMinBlocks = kChoose ? 6 : kNvfp4 && Source::kHalves == 1 ? 10 : 8;
+    constexpr int kMinBlocks = kChoose ? 7 : kNvfp4 && Source::kHalves == 1 ? 10 : 8;
     const auto by_one_stride = [](const Rows& rows) { return (rows.size1 | rows.size2) == 1; };
     const int64_t groups = args.width / kSize;
     const bool tiled = args.tile_bits != 0, of_experts = args.of_experts.first.data != nullptr;
@@ -175,23 +179,38 @@ struct Launcher {
     return true;
   }
 
+  // Whether byte_group_kernel took the call, with so many packs of a lane.
+  template <class Source, int kCount>
+  bool run_groups() const {
+    constexpr int64_t kLane = kCount * kPackSize<T>;
+    const int64_t lanes = args.group_size / kLane;
+    if (!aligned || args.group_size % kLane != 0 || lanes > 32 || !std::has_single_bit(static_cast<uint64_t>(lanes)) ||
+        args.tile_bits != 0 || args.code_groups * args.group_size != args.width)
+      return false;
+    const bool plain = !args.valid.counts.data && args.zero_rows == 0 && args.scale_groups == args.code_groups;
+    const auto start = [&](auto kernel) {
+      launch_kernel(kernel, args.code_groups, lanes, kThreads);
+      return true;
+    };
+    if (args.codes == QuantCode::kE4M3 && plain)
+      return start(byte_group_kernel<T, Source, QuantCode::kE4M3, true, kCount>);
+    if constexpr (kCount == kPacks<T, Source>) {
+      if (args.codes == QuantCode::kE4M3) return start(byte_group_kernel<T, Source, QuantCode::kE4M3, false, kCount>);
+      if constexpr (!std::is_same_v<Source, SituAndMul<T>>)
+        if (plain && args.codes == QuantCode::kInt8)
+          return start(byte_group_kernel<T, Source, QuantCode::kInt8, true, kCount>);
+    }
+    return false;
+  }
+
   template <class Source>
   void run_bytes() const {
     if constexpr (sizeof(T) == 2 && std::is_same_v<Source, Elements<T>>)
       if (run_blocks<Source, QuantScale::kMx, QuantCode::kE4M3>()) return;
-    constexpr int64_t kLane = kPacks<T, Source> * kPackSize<T>;
-    const int64_t lanes = args.group_size / kLane;
-    if (aligned && args.group_size % kLane == 0 && lanes <= 32 && std::has_single_bit(static_cast<uint64_t>(lanes)) &&
-        args.tile_bits == 0 && args.code_groups * args.group_size == args.width) {
-      const auto start = [&](auto kernel) { launch_kernel(kernel, args.code_groups, lanes, kThreads); };
-      const bool plain = !args.valid.counts.data && args.zero_rows == 0 && args.scale_groups == args.code_groups;
-      if (args.codes == QuantCode::kE4M3) {
-        if (plain) return start(byte_group_kernel<T, Source, QuantCode::kE4M3, true>);
-        return start(byte_group_kernel<T, Source, QuantCode::kE4M3, false>);
-      }
-      if constexpr (!std::is_same_v<Source, SituAndMul<T>>)
-        if (plain && args.codes == QuantCode::kInt8) return start(byte_group_kernel<T, Source, QuantCode::kInt8, true>);
-    }
+    const int64_t threads = args.rows * args.width / (kMorePacks<T, Source> * kPackSize<T>);
+    if constexpr (kMorePacks<T, Source> > kPacks<T, Source>)
+      if (threads >= 1024 * num_sms(launch.device) && run_groups<Source, kMorePacks<T, Source>>()) return;
+    if (run_groups<Source, kPacks<T, Source>>()) return;
     run_any<Source, false>();
   }
 

@@ -1,9 +1,11 @@
-// Twin of row_quant.cu: a row is one thread's.
+// Twin of row_quant.cu: a row is one thread's.  While its codes are made, the next row is asked for.
 #include <algorithm>
 #include <cmath>
 
 #include "cpu/codes.h"
 #include "cpu/parallel.h"
+#include "cpu/prefetch.h"
+#include "cpu/stream_copy.h"
 #include "cpu/tile_encoder.h"
 #include "quantization/row_quant.h"
 
@@ -35,8 +37,7 @@ void find_extremes(float& low, float& high, const T* from, int64_t n) {
 }
 
 template <class T>
-void encode_row(const RowQuantArgs& args, uint8_t* to, const T* from, const RowScale& scale, bool numbers) {
-  const int64_t n = args.width;
+void encode(const RowQuantArgs& args, uint8_t* to, const T* from, int64_t n, const RowScale& scale, bool numbers) {
   switch (args.rule) {
     case RowRule::kDivide:
       if (args.codes == QuantCode::kE4M3) return divide_to_codes<e4m3>(to, from, n, Divisor(scale.scale));
@@ -60,7 +61,9 @@ void row_quant_cpu(const RowQuantArgs& args, const Launch&) {
   const int64_t rows = args.valid.of(args.rows);
   dispatch<float, f16, bf16>(args.dtype, [&]<class T>() {
     const TileEncoder<T, ByLargest, 448> tiles(by_tables ? rows * args.width : 0);
+    const bool streamed = rows * args.width > kWorthStreaming;
     parallel_for(rows, std::max<int64_t>(1, kElementsWorthAThread / args.width), [&](int64_t begin, int64_t end) {
+      LineWriter writer(streamed);
       for (int64_t row = begin; row < end; ++row) {
         const T* from = static_cast<const T*>(args.input) + args.input_rows.offset(row);
         float low = 0.0f, high[kWidth], inside[kWidth] = {};
@@ -77,7 +80,12 @@ void row_quant_cpu(const RowQuantArgs& args, const Launch&) {
         if (by_tables && finite && scale.scale == high[0] / 448.0f &&
             tiles.divide(reinterpret_cast<e4m3*>(to), from, args.width, high[0]))
           continue;
-        encode_row(args, to, from, scale, finite);
+        const T* const next =
+            static_cast<const T*>(args.input) + args.input_rows.offset(row + 1 < args.rows ? row + 1 : row);
+        writer.fill(to, args.width, [&](uint8_t* at, int64_t first, int64_t count) {
+          if (streamed) prefetch_bytes(next + first, count * static_cast<int64_t>(sizeof(T)));
+          encode(args, at, from + first, count, scale, finite);
+        });
       }
     });
   });

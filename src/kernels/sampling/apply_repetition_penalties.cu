@@ -8,17 +8,24 @@ namespace pykv {
 namespace {
 
 constexpr int kThreads = 256, kFlags = 16;  // of a thread
+constexpr uint32_t kFewBlocks = 128;
 
 template <class T, bool kAligned>
 __global__ __launch_bounds__(kThreads) void apply_repetition_penalties_kernel(
     const __grid_constant__ RepetitionPenaltiesArgs args, uint32_t blocks_per_row) {
-  begin_dependent();
   const int64_t row = blockIdx.x / blocks_per_row;
   const int64_t first = (int64_t{blockIdx.x % blocks_per_row} * kThreads + threadIdx.x) * kFlags;
-  if (first >= args.num_cols) return;
-  const int count = static_cast<int>(min(args.num_cols - first, int64_t{kFlags}));
   const uint8_t* prompt = args.prompt_mask + row * args.prompt_stride + first;
   const uint8_t* output = args.output_mask + row * args.output_stride + first;
+  T* logits = static_cast<T*>(args.logits) + row * args.logit_stride + first;
+  if (comes_early() && first < args.num_cols) {
+    prefetch(prompt);
+    prefetch(output);
+    if (gridDim.x <= kFewBlocks) prefetch(logits);  // what is not needed costs less than waiting twice
+  }
+  begin_dependent();
+  if (first >= args.num_cols) return;
+  const int count = static_cast<int>(min(args.num_cols - first, int64_t{kFlags}));
   uint8_t flags[kFlags];
   if (kAligned && count == kFlags) {
     const uint4 a = *reinterpret_cast<const uint4*>(prompt), b = *reinterpret_cast<const uint4*>(output);
@@ -30,7 +37,6 @@ __global__ __launch_bounds__(kThreads) void apply_repetition_penalties_kernel(
     for (int i = 0; i < kFlags; ++i) flags[i] = i < count ? prompt[i] | output[i] : 0;
   }
   const int64_t at = row * args.penalty_stride;
-  T* logits = static_cast<T*>(args.logits) + row * args.logit_stride + first;
   // All loads are on their way before the first one is waited for.
   T raw[kFlags];
 #pragma unroll

@@ -110,8 +110,8 @@ class RowSampler {
   }
 
   // False in blocks whose part is done.
-  __device__ bool draw_from_list(Drawn& drawn) {
-    using Candidates = TopKCandidates<T, kVectors>;
+  __device__ __noinline__ bool draw_from_list(Drawn& drawn) {
+    using Candidates = TopKCandidates<T, kAdjusted ? 1 : 4>;
     const int thread = threadIdx.x, k = r_.k;
     int n = Candidates::find(slice_, k, team_.exchange(), entries_, room_, memory_.select,
                              [&](float x, int column) { return value(x, column); });
@@ -155,7 +155,7 @@ class RowSampler {
     return true;
   }
 
-  __device__ void draw_from_row(Drawn& drawn) {
+  __device__ __noinline__ void draw_from_row(Drawn& drawn) {
     const bool by_k = r_.k != args_.num_cols, by_top_p = r_.top_p < 1.0f, tries = by_top_p && !args_.logprobs;
     const auto own_value = [&](float x, int column) { return value(x, column); };
     Entry floor = 0;
@@ -218,7 +218,7 @@ class RowSampler {
   struct Masses {
     Mass all, before;
   };
-  __device__ Masses add_masses(Entry floor, float logit, int its_column, float largest) {
+  __device__ __noinline__ Masses add_masses(Entry floor, float logit, int its_column, float largest) {
     const float scale = r_.scale, next_smaller = next_below(logit);
     const EntryBound candidates(floor);
     Masses sums{0, 0};
@@ -280,8 +280,8 @@ class RowSampler {
     return team_.reduce(first, Larger());
   }
 
-  // What wins among those that are searched.
-  __device__ Entry best_of_row() {
+  // What wins among those that are searched.  Not inlined: it wants all registers.
+  __device__ __noinline__ Entry best_of_row() {
     constexpr int kGroup = TokenNoise::kGroup;
     const float least = search_.least_logit(), scale = r_.scale;
     Entry best = 0;
@@ -313,7 +313,7 @@ class RowSampler {
       }
     };
     bool is_first = true;
-    each_run<kAdjusted ? 16 / kSize : 4>(slice_, largest_of_vector, [&](int column, float largest) {
+    each_run<16 / kSize>(slice_, largest_of_vector, [&](int column, float largest) {
       const auto learn_of_block = [&] { learn(*const_cast<volatile uint32_t*>(&search_.best_key)); };
       learn_of_block();
       constexpr float kMostOfNoise = 38.0f;  // of the least number there is, as a power of 2

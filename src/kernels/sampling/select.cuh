@@ -18,12 +18,13 @@ struct SelectMemory {
   Entry all[kSelectWarps], any[kSelectWarps];
   uint32_t digit, with_digit, before;
   uint32_t parts[kSelectWarps];
-  uint32_t bins[kSelectBins];
+  alignas(8) uint32_t bins[kSelectBins];
   uint32_t count;  // not beside the digit: loads of that take its neighbours along, while this may be set again already
+  uint32_t num_few;
 };
 
 // The sum of those of the threads before this one.  A barrier lies between two that follow each other.
-__device__ inline uint32_t sum_before(uint32_t x, SelectMemory& memory, uint32_t& total) {
+__device__ __noinline__ inline uint32_t sum_before(uint32_t x, SelectMemory& memory, uint32_t& total) {
   uint32_t sum = x;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -72,6 +73,19 @@ __device__ uint32_t largest_bound(const uint32_t (&keys)[kKeys], uint32_t wanted
   for (int i = 1; i < kKeys; ++i) own = max(own, keys[i]);
   // So many keys are not below the least of what is the largest in a warp, or a thread.
   const uint32_t of_warp = __reduce_max_sync(0xffffffffu, own);
+  if (wanted <= kSelectWarps / 2) {  // so many warps have one that is not below the last of their largest ones
+    if (lane == 0) memory.largest[thread / 32] = of_warp;
+    __syncthreads();
+    const uint32_t its = lane < kSelectWarps ? memory.largest[lane] : 0;
+    uint32_t before = 0;
+#pragma unroll
+    for (int i = 0; i < kSelectWarps; ++i) {
+      const uint32_t other = __shfl_sync(0xffffffffu, its, i);
+      before += other > its || (other == its && i < lane);
+    }
+    const uint32_t found = __ballot_sync(0xffffffffu, before == wanted - 1);
+    return __shfl_sync(0xffffffffu, its, __ffs(static_cast<int>(found)) - 1);
+  }
   const uint32_t least_of_warp = wanted <= kSelectWarps ? of_warp : __reduce_min_sync(0xffffffffu, own);
   if (lane == 0) {
     memory.largest[thread / 32] = of_warp;
@@ -102,8 +116,9 @@ __device__ uint32_t largest_bound(const uint32_t (&keys)[kKeys], uint32_t wanted
 
 // The smallest of the first `wanted` of n different entries, or a number between it and the next one.  Each step counts how many
 // entries have which of their first bits that differ, and goes on with those among which the bound lies.
-__device__ inline Entry bound_of_first(const Entry* entries, int n, int wanted, SelectMemory& memory) {
+__device__ __noinline__ inline Entry bound_of_first(const Entry* entries, int n, int wanted, SelectMemory& memory) {
   if (n <= wanted) return 0;
+  if (threadIdx.x == 0) memory.num_few = 0;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   Entry bound = 0;
   int known = 0;  // bits of it, from the highest one
@@ -144,13 +159,30 @@ __device__ inline Entry bound_of_first(const Entry* entries, int n, int wanted, 
     bound = (any >> top >> 1 << top << 1) | Entry{found.bin} << last;
     missing -= found.before;
     if (missing == found.in_it) return bound;
+    constexpr uint32_t kFew = kSelectBins * sizeof(uint32_t) / sizeof(Entry);
+    static_assert(kFew <= kSelectThreads);
+    if (found.in_it <= kFew) {  // how many of them come before each tells which it is
+      Entry* few = reinterpret_cast<Entry*>(memory.bins);
+      for (int i = thread; i < n; i += kSelectThreads)
+        if ((entries[i] ^ bound) >> last == 0) few[atomicAdd(&memory.num_few, 1u)] = entries[i];
+      __syncthreads();
+      const int num_few = static_cast<int>(found.in_it);
+      if (thread < num_few) {
+        const Entry own = few[thread];
+        uint32_t rank = 1;
+        for (int i = 0; i < num_few; ++i) rank += few[i] > own;
+        if (rank == missing) memory.all[0] = own;
+      }
+      __syncthreads();
+      return memory.all[0];
+    }
     known = 64 - last;
     __syncthreads();  // what is in memory has been read
   }
 }
 
 // Keeps entries that are not below t, in any order, and gives their number.
-__device__ inline int keep_not_below(Entry t, Entry* entries, int n, SelectMemory& memory) {
+__device__ __noinline__ inline int keep_not_below(Entry t, Entry* entries, int n, SelectMemory& memory) {
   if (threadIdx.x == 0) memory.count = 0;
   // What is kept goes to places before those that are read next.
   for (int first = 0; first < n; first += kSelectThreads) {
@@ -166,7 +198,7 @@ __device__ inline int keep_not_below(Entry t, Entry* entries, int n, SelectMemor
 constexpr int kFewEntries = 256;
 
 // Sorts n different entries, the largest first.  Up to the power of two that is not below n, `entries` has room.
-__device__ inline void sort_entries(Entry* entries, int n) {
+__device__ __noinline__ inline void sort_entries(Entry* entries, int n) {
   const int thread = threadIdx.x;
   if (n <= kFewEntries) {  // two threads find the place of each by counting those before it
     static_assert(2 * kFewEntries <= kSelectThreads);

@@ -63,59 +63,61 @@ struct TopKCandidates {
                                 Entry* entries, int room, SelectMemory& memory, Value value) {
     const int thread = threadIdx.x;
     float bound = 0.0f;
-    if (thread == 0) memory.count = 0;
     // Vectors of a group lie as far from each other as there are groups.
     constexpr int kStep = kSelectThreads * kSize;
     const int distance = groups * kStep;
+    if (thread == 0) memory.count = 0;
+    // Warps do not wait for each other.  If the list has got full all the same, once more, with a bound by what it has and a wait in
+    // each group.
 #pragma unroll 1
-    for (int group = 0; group < groups; ++group) {
-      const int first = slice.first_vector + group * kStep + thread * kSize;
-      const auto column = [&](int v, int i) { return first + v * distance + i; };
-      Pack<T> raw[kVectors];
+    for (bool waits = false;; waits = true) {
+#pragma unroll 1
+      for (int group = 0; group < groups; ++group) {
+        const int first = slice.first_vector + group * kStep + thread * kSize;
+        const auto column = [&](int v, int i) { return first + v * distance + i; };
+        Pack<T> raw[kVectors];
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(column(v, 0));
-      if (group == 0)
-        bound =
-            first_bound(raw, wanted, exchange, memory, [&](float x, int v, int i) { return value(x, column(v, i)); });
-      uint32_t pending = 0;
+        for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(column(v, 0));
+        if (group == 0 && !waits)
+          bound =
+              first_bound(raw, wanted, exchange, memory, [&](float x, int v, int i) { return value(x, column(v, i)); });
+        uint32_t pending = 0;
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const Vec<float, kSize> x = to_floats(raw[v]);
-        uint32_t bits = 0;
+        for (int v = 0; v < kVectors; ++v) {
+          const Vec<float, kSize> x = to_floats(raw[v]);
 #pragma unroll
-        for (int i = 0; i < kSize; ++i)
-          if (!(value(x[i], column(v, i)) < bound)) bits |= 1u << i;
-        const int from = min(max(slice.begin - column(v, 0), 0), kSize),
-                  to = min(max(slice.end - column(v, 0), 0), kSize);
-        pending |= (bits & ((1u << to) - 1u) & ~((1u << from) - 1u)) << (v * kSize);
-      }
-      while (true) {
-        uint32_t place = places_of_warp(static_cast<uint32_t>(__popc(pending)), memory.count);
-        for (; pending != 0 && place < static_cast<uint32_t>(room); pending &= pending - 1, ++place) {
-          const int bit = __ffs(static_cast<int>(pending)) - 1;
-          const int at = column(bit / kSize, bit % kSize);
-          entries[place] = entry_of(key_of_logit(value(to_float(slice.row[at]), at)), static_cast<uint32_t>(at));
+          for (int i = 0; i < kSize; ++i)
+            if (!(value(x[i], column(v, i)) < bound)) pending |= 1u << (v * kSize + i);
         }
-        if (!__syncthreads_or(pending != 0)) break;
-        bound = cut(k, entries, room, memory);
+        if (first < slice.begin || column(kVectors - 1, kSize) > slice.end)  // what lies outside the row is no entry
+#pragma unroll 1
+          for (int v = 0; v < kVectors; ++v) {
+            const int from = min(max(slice.begin - column(v, 0), 0), kSize),
+                      to = min(max(slice.end - column(v, 0), 0), kSize);
+            const uint32_t inside = ((1u << to) - 1u) & ~((1u << from) - 1u);
+            pending &= ~(((1u << kSize) - 1u) << (v * kSize)) | inside << (v * kSize);
+          }
+        while (true) {
+          uint32_t place = pending == 0 ? 0 : atomicAdd(&memory.count, static_cast<uint32_t>(__popc(pending)));
+#pragma unroll 1
+          for (; pending != 0 && place < static_cast<uint32_t>(room); pending &= pending - 1, ++place) {
+            const int bit = __ffs(static_cast<int>(pending)) - 1;
+            const int at = column(bit / kSize, bit % kSize);
+            entries[place] = entry_of(key_of_logit(value(to_float(slice.row[at]), at)), static_cast<uint32_t>(at));
+          }
+          if (!waits || !__syncthreads_or(pending != 0)) break;
+          bound = cut(k, entries, room, memory);
+        }
       }
+      __syncthreads();
+      const uint32_t count = memory.count;
+      if (waits || count <= static_cast<uint32_t>(room))
+        return static_cast<int>(min(count, static_cast<uint32_t>(room)));
+      bound = cut(k, entries, room, memory);
+      __syncthreads();  // all have read the count
+      if (thread == 0) memory.count = 0;
+      __syncthreads();
     }
-    return static_cast<int>(min(memory.count, static_cast<uint32_t>(room)));
-  }
-
-  // Reserves `count` places for each thread of a warp, and gives the first one.
-  static __device__ uint32_t places_of_warp(uint32_t count, uint32_t& counter) {
-    if (!__any_sync(0xffffffffu, count != 0)) return 0;
-    const int lane = threadIdx.x % 32;
-    uint32_t sum = count;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const uint32_t below = __shfl_up_sync(0xffffffffu, sum, distance);
-      if (lane >= distance) sum += below;
-    }
-    uint32_t first = 0;
-    if (lane == 31) first = atomicAdd(&counter, sum);
-    return __shfl_sync(0xffffffffu, first, 31) + sum - count;
   }
 
   // Cuts a full list to its first k, and gives the logit of the last of them.

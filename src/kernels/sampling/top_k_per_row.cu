@@ -62,6 +62,7 @@ __global__ __launch_bounds__(kSelectThreads, 2) void top_k_per_row_kernel(const 
   // In the order of their indices: a bit for each column of a window, and a window after the other.
   using Words = Vec<uint32_t, 4>;
   constexpr int kWindow = 32 * kWindowWords, kOfThread = kWindowWords / 4 / kSelectThreads;
+  static_assert(kWindowWords / 4 <= kSelectBins);
   Words* bits = reinterpret_cast<Words*>(entries + room);
   uint32_t done = 0;
   for (uint32_t window = 0; window < static_cast<uint32_t>(range.size); window += kWindow) {
@@ -75,19 +76,32 @@ __global__ __launch_bounds__(kSelectThreads, 2) void top_k_per_row_kernel(const 
       if (key_of(entry) == kKeyOfNan) reporters.nan(row, kRowHasNan);
     }
     __syncthreads();
-    Words words[kOfThread];
+    // How many come before each vector of words, and so before each entry.
     uint32_t count = 0, total;
 #pragma unroll
-    for (int i = 0; i < 4 * kOfThread; ++i) {
-      if (i % 4 == 0) words[i / 4] = bits[thread * kOfThread + i / 4];
-      count += __popc(words[i / 4][i % 4]);
-    }
-    uint32_t place = done + sum_before(count, memory, total);
+    for (int i = 0; i < 4 * kOfThread; ++i) count += __popc(bits[thread * kOfThread + i / 4][i % 4]);
+    uint32_t before = done + sum_before(count, memory, total);
 #pragma unroll
-    for (int i = 0; i < 4 * kOfThread; ++i)
-      for (uint32_t word = words[i / 4][i % 4]; word != 0; word &= word - 1)
-        finish(static_cast<int>(place++),
-               static_cast<int>(window) + (thread * 4 * kOfThread + i) * 32 + __ffs(static_cast<int>(word)) - 1);
+    for (int i = 0; i < kOfThread; ++i) {
+      const Words words = bits[thread * kOfThread + i];
+      memory.bins[thread * kOfThread + i] = before;
+      before += __popc(words[0]) + __popc(words[1]) + __popc(words[2]) + __popc(words[3]);
+    }
+    __syncthreads();
+    for (int i = thread; i < n; i += kSelectThreads) {
+      const Entry entry = entries[i];
+      const uint32_t at = index_of(entry) - window;
+      if (entry < bound || at >= kWindow) continue;
+      const Words words = bits[at / 128];
+      uint32_t place = memory.bins[at / 128];
+#pragma unroll
+      for (uint32_t w = 0; w < 4; ++w) {
+        const uint32_t lower = w < at / 32 % 4 ? ~0u : w == at / 32 % 4 ? (1u << at % 32) - 1u : 0u;
+        place += __popc(words[w] & lower);
+      }
+      finish(static_cast<int>(place), static_cast<int>(index_of(entry)));
+    }
+    __syncthreads();
     done += total;
   }
 }

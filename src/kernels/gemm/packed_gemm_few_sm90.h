@@ -1,0 +1,12 @@
+// packed_gemm of the fewest tokens on Hopper.
+#pragma once
+
+#include "gemm/packed_gemm.h"
+
+namespace pykv {
+
+// Whether it was launched: not for maps, for many tokens or for weights whose groups are no multiple of 128 columns, except Q4_K.
+// segments: of the columns, whose sums are added in order.
+bool packed_gemm_few_sm90(const PackedGemmArgs& args, int segments, const Launch& launch);
+
+}  // namespace pykv
