@@ -402,7 +402,7 @@ __device__ void run_prefill(const Problem& p, const CacheCopies& copies, const W
         },
         ComputingWarpgroups());
   }
-  if (is_mixed) {  // the one after the next waits for all blocks: await_kernel()
+  if (is_mixed) {  // the one after the next waits for all blocks: combine_kernel()
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) atomicAdd(&whole.counts->ended, 1);
