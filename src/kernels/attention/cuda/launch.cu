@@ -205,14 +205,6 @@ LaunchOf* launch_of(KernelId kernel, const PagedAttentionArgs& a) {
     case KernelId::kMmaInvariant:
       return of_kind(a, launch_mma<F16>, launch_mma<BF16>, launch_mma<E4M3>, launch_mma<E5M2>, launch_mma<Int8>,
                      launch_mma<Nvfp4>);
-    case KernelId::kTokensLine:
-    case KernelId::kTokensCluster:
-    case KernelId::kTokensSpans:
-    case KernelId::kTokensEither:
-    case KernelId::kSmallPagesLine:
-    case KernelId::kSmallPagesCluster:
-      return of_kind(a, launch_tokens<F16>, launch_tokens<BF16>, launch_tokens<E4M3>, nullptr, nullptr,
-                     launch_tokens<Nvfp4>);
     case KernelId::kVerifyLine:
       return of_kind(a, launch_verify<F16>, launch_verify<BF16>, launch_verify<E4M3>, launch_verify<E5M2>,
                      launch_verify<Int8>);
@@ -223,6 +215,27 @@ LaunchOf* launch_of(KernelId kernel, const PagedAttentionArgs& a) {
     default:
       return of_kind(a, launch_decode<F16>, launch_decode<BF16>, launch_decode<E4M3>, launch_decode<E5M2>,
                      launch_decode<Int8>, launch_decode<Nvfp4>);
+  }
+}
+
+// Of those that add up what a line before them has left, if it took the call.
+LaunchAfterLine* launch_after_line(KernelId kernel, const PagedAttentionArgs& a) {
+  switch (kernel) {
+    case KernelId::kTokensLine:
+    case KernelId::kTokensCluster:
+    case KernelId::kTokensSpans:
+    case KernelId::kTokensEither:
+    case KernelId::kSmallPagesLine:
+    case KernelId::kSmallPagesCluster:
+      return of_kind<LaunchAfterLine>(a, launch_tokens<F16>, launch_tokens<BF16>, launch_tokens<E4M3>, nullptr, nullptr,
+                                      launch_tokens<Nvfp4>);
+    case KernelId::kVerifyBlock:
+    case KernelId::kVerifyCluster:
+    case KernelId::kVerifySpans:
+      return of_kind<LaunchAfterLine>(a, launch_verify_clusters<F16>, launch_verify_clusters<BF16>,
+                                      launch_verify_clusters<E4M3>);
+    default:
+      return nullptr;
   }
 }
 
@@ -272,10 +285,7 @@ void launch_plan(const Plan& plan, const Problem& call, const Launch& launch) {
       ended = &prefill_counts(p, s.grid)->ended;
       of_prefill = s.grid;
     }
-    if (kernel == KernelId::kVerifyBlock || kernel == KernelId::kVerifyCluster || kernel == KernelId::kVerifySpans) {
-      LaunchAfterLine* launch_it =
-          of_kind(p.a, launch_verify_clusters<F16>, launch_verify_clusters<BF16>, launch_verify_clusters<E4M3>);
-      if (!launch_it) fail_without_instance(p, s);
+    if (LaunchAfterLine* launch_it = launch_after_line(kernel, p.a)) {
       launch_it(p, s, launch, left);
       continue;
     }

@@ -74,7 +74,7 @@ template <class Element>
 void launch_decode(const Problem& p, const Step& s, const Launch& launch);
 // several as columns, and pages of no whole groups,
 template <class Element>
-void launch_tokens(const Problem& p, const Step& s, const Launch& launch);
+void launch_tokens(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
 // four warps together, on Hopper,
 template <class Element>
 void launch_verify(const Problem& p, const Step& s, const Launch& launch);
