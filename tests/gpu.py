@@ -43,9 +43,9 @@ LOGS = ROOT / "build" / "gpu"
 WITHOUT_GPU = {"abi", "fuzz", "hints"}
 BESIDES = {"interop": ["test_dispatch.py"]}  # folder -> what is tested with it
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Kernels in which one lane arrives at an mbarrier for its warp, after __syncwarp: racecheck does not follow that, and reports
-# what is in order (docs/log/packed_gemm.md).
-NOT_FOR_RACECHECK = ("packed_gemm_sm90_kernel",)
+# Kernels in which one lane arrives at an mbarrier for its warp, after __syncwarp.  racecheck does not follow that, and
+# reports what is in order (docs/log/packed_gemm.md).
+NOT_FOR_RACECHECK = ["packed_gemm_sm90_kernel"]
 OTHER = "other"  # tests without an array of some library
 # folder -> parts of its tests with each library, and of its other tests
 PARTS = {"attention": (6, 2), "cache": (2, 1), "norm": (2, 1), "paged_kv_cache": (1, 3), "interop": (1, 4)}
@@ -88,9 +88,9 @@ def tests(device: str, folder: str) -> Iterator[Step]:
 
 def checks(device: str, tool: str, family: str) -> Step:
     ops = import_module(f"pykv._tools.samples.{family}").SAMPLES
-    command = ["compute-sanitizer", "--error-exitcode", "9", "--tool", tool]
-    if tool == "racecheck":
-        command += [part for name in NOT_FOR_RACECHECK for part in ("--kernel-name-exclude", f"kns={name}")]
+    left_out = NOT_FOR_RACECHECK if tool == "racecheck" else []
+    command = ["compute-sanitizer", "--error-exitcode", "9"]
+    command += [part for name in left_out for part in ("--kernel-name-exclude", f"kns={name}")] + ["--tool", tool]
     clean = r"RACECHECK SUMMARY: 0 hazards" if tool == "racecheck" else r"ERROR SUMMARY: 0 errors"
     return Step(
         tool,

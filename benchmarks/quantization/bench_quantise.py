@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from timing import Call, Case, Device, main
 
-# tokens and widths: few, so that a GPU needs half a minute
+# tokens and widths: few, so that a GPU needs some forty seconds
 SIZES = ((1, 4096), (64, 4096), (4096, 4096), (65536, 4096), (4096, 7168))
 GROUP = 128
 EXPERTS = 8
@@ -121,11 +121,21 @@ def silu_nvfp4(a: Arrays) -> Call:
     return partial(pykv.silu_and_mul_nvfp4_quant, a.codes(2), a.tiles(16), a.input, 100.0)
 
 
-def nvfp4_experts(a: Arrays) -> Call:
+def nvfp4_experts(a: Arrays, op: Callable[..., None] = pykv.scaled_fp4_experts_quant) -> Call:
     first, scales, rows = a.offsets()
-    return partial(
-        pykv.scaled_fp4_experts_quant, a.codes(2), a.tiles(16, rows), a.input, a.floats(EXPERTS) + 100, first, scales
-    )
+    return partial(op, a.codes(2), a.tiles(16, rows), a.input, a.floats(EXPERTS) + 100, first, scales)
+
+
+def mxfp4_experts(a: Arrays, op: Callable[..., None] = pykv.mxfp4_experts_quant) -> Call:
+    first, scales, rows = a.offsets()
+    return partial(op, a.codes(2), a.tiles(32, rows), a.input, first, scales, EXPERTS)
+
+
+def mxfp8_experts(a: Arrays) -> Call:
+    first, scales, rows = a.offsets()
+    sizes = np.diff(np.arange(EXPERTS + 1) * a.tokens // EXPERTS)
+    problems = a.ints(*np.stack([sizes] * 3, 1).ravel()).reshape(EXPERTS, 3)
+    return partial(pykv.mxfp8_experts_quant, a.input, problems, first[:-1], scales[:-1], a.codes(), a.tiles(32, rows))
 
 
 def mxfp4(a: Arrays, swizzled: bool = False) -> Call:
@@ -180,6 +190,20 @@ OPERATIONS: dict[str, tuple[Make, int, int, float]] = {
     "scaled_fp4_quant four over six": (partial(nvfp4, four_over_six=True), 1, 2, 1 / 16),
     "silu_and_mul_nvfp4_quant": (silu_nvfp4, 2, 2, 1 / 16),
     "scaled_fp4_experts_quant": (nvfp4_experts, 1, 2, 1 / 16),
+    "silu_and_mul_scaled_fp4_experts_quant": (
+        partial(nvfp4_experts, op=pykv.silu_and_mul_scaled_fp4_experts_quant),
+        2,
+        2,
+        1 / 16,
+    ),
+    "mxfp4_experts_quant": (mxfp4_experts, 1, 2, 1 / 32),
+    "silu_and_mul_mxfp4_experts_quant": (
+        partial(mxfp4_experts, op=pykv.silu_and_mul_mxfp4_experts_quant),
+        2,
+        2,
+        1 / 32,
+    ),
+    "mxfp8_experts_quant": (mxfp8_experts, 1, 1, 1 / 32),
     "mxfp4_quantize": (mxfp4, 1, 2, 1 / 32),
     "mxfp4_quantize swizzled": (partial(mxfp4, swizzled=True), 1, 2, 1 / 32),
     "mxfp8_quantize": (mxfp8, 1, 1, 1 / 32),

@@ -5,7 +5,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from gemm.weights import LARGE, SOURCES, Weight, awq, fp8, gguf_blocks, integers
+from gemm.weights import LARGE, OF_ANY_SIZE, SOURCES, Weight, awq, fp8, gguf_blocks, integers
 from hypothesis import given
 from hypothesis import strategies as st
 from rows import name_of, padded, random
@@ -127,6 +127,23 @@ def test_any_size_stride_and_alignment(array, dtype, rows, n, k, group_size, bit
     weight = integers(n, k, group_size, bits, zeros)
     x, out = padded(random((rows, k), dtype, k), *padding), padded(np.zeros((rows, n), dtype), *padding)
     check(array, weight, x, random((n,), dtype, 1), offset=offset, out=out)
+
+
+@given(
+    source=st.sampled_from(list(OF_ANY_SIZE)),
+    steps=st.tuples(st.integers(1, 12), st.integers(1, 9)),
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from(HALVES),
+    rows=st.integers(0, 40),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 17)),
+    offset=st.integers(0, 9),
+)
+def test_any_format_and_size(array, source, steps, seed, dtype, rows, padding, offset):
+    weight = OF_ANY_SIZE[source](*steps, seed)
+    n, k = weight[1].shape
+    x, out = padded(random((rows, k), dtype, seed), *padding), padded(np.zeros((rows, n), dtype), *padding)
+    rounded = is_rounded(array, source)
+    check(array, weight, x, random((n,), dtype, 1), offset=offset, out=out, rounded=rounded)
 
 
 GATES = {
@@ -354,6 +371,22 @@ def test_a_packed_weight_can_be_saved(array, tmp_path):
     assert (again.format, again.shape) == (w.format, (40, 256))
     x = random((3, 256), np.dtype(np.float16))
     np.testing.assert_array_equal(multiply(array, again, x), multiply(array, w, x))
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [1, 40, 300])
+def test_columns_of_a_damaged_file_lead_nowhere(array, dtype, rows):
+    w, _ = SOURCES["gptq with act-order"]()
+    x = random((rows, 256), dtype)
+    outs = []
+    for outside in (-1, -7, 256, 2**31 - 1, -(2**31)):
+        data = w.data.copy()
+        columns = data[-4 * 256 :].view(np.int32)
+        assert sorted(columns) == list(range(256))
+        columns[::5] = outside
+        outs.append(multiply(array, PackedWeight(data, w.format), x).view("u2"))
+    for out in outs[1:]:
+        np.testing.assert_array_equal(out, outs[0])
 
 
 def test_a_plain_weight_takes_no_more_bytes_than_its_codes_and_scales():

@@ -151,6 +151,14 @@ def gguf(quant_type: int, n: int = 40, k: int = 512, seed: int = 0) -> Weight:
     return gemm.pack_gguf(blocks, quant_type), decoded
 
 
+def gptq_of_steps(bits: int, a: int, b: int, seed: int) -> Weight:
+    return gptq(32 * a, 32 * b, b, bits, v2=bool(seed % 2), seed=seed)
+
+
+def gguf_of_steps(quant_type: int, a: int, b: int, seed: int) -> Weight:
+    return gguf(quant_type, 3 * a, reference.FORMATS[quant_type][1] * b, seed)
+
+
 SHARD = np.random.default_rng(7).integers(0, 3, 256)  # groups of any sizes
 
 SOURCES: dict[str, Callable[[], Weight]] = {
@@ -177,6 +185,25 @@ SOURCES: dict[str, Callable[[], Weight]] = {
     "mxfp4": lambda: mxfp4(50, 224),
     "nf4": lambda: nf4(50, 192),
     **{f"gguf {reference.FORMATS[t][0]}": partial(gguf, t) for t in HALVES},
+}
+
+# of any size: by how many steps of rows and of columns each format allows, and a seed
+OF_ANY_SIZE: dict[str, Callable[[int, int, int], Weight]] = {
+    "awq": lambda a, b, seed: awq(8 * a, 32 * b, 32, seed=seed),
+    **{f"gptq of {bits} bits": partial(gptq_of_steps, bits) for bits in (2, 3, 4, 8)},
+    "gptq with act-order": lambda a, b, seed: gptq(
+        8 * a, 32 * b, b, group_of=np.random.default_rng(seed).permutation(32 * b) // 32
+    ),
+    "gptq of a shard": lambda a, b, seed: gptq(
+        8 * a, 32 * b, 5, group_of=np.random.default_rng(seed).integers(0, 5, 32 * b)
+    ),
+    "int4": lambda a, b, seed: integers(3 * a, 7 * b, 24, zeros=False, seed=seed),
+    "fp8": lambda a, b, seed: fp8(3 * a, 7 * b, one=bool(seed % 2), seed=seed),
+    "fp8 in blocks": lambda a, b, seed: fp8(19 * a, 27 * b, (128, 128), seed=seed),
+    "nvfp4": lambda a, b, seed: nvfp4(3 * a, 16 * b, seed),
+    "mxfp4": lambda a, b, seed: mxfp4(3 * a, 32 * b, seed),
+    "nf4": lambda a, b, seed: nf4(3 * a, 64 * b, seed),
+    **{f"gguf {reference.FORMATS[t][0]}": partial(gguf_of_steps, t) for t in HALVES},
 }
 
 # for many rows of x: each kind of code, of minimum and of group

@@ -46,9 +46,9 @@ def run(array: Any, x: np.ndarray, w1: Any, w2: Any, weights: Any, ids: Any, out
     return array.numpy(made)
 
 
-def compare(out: np.ndarray, exact: np.ndarray, size: np.ndarray) -> None:
+def compare(out: np.ndarray, exact: np.ndarray, size: np.ndarray, times: int = 1) -> None:
     """What lies between the products may be rounded to a neighbour of what the reference has there."""
-    eps = float(ml_dtypes.finfo(out.dtype).eps)
+    eps = times * float(ml_dtypes.finfo(out.dtype).eps)
     error = np.abs(out.astype(np.float64) - exact)
     assert (error <= 2 * eps * size + 1e-6).all(), (error / (size * eps + 1e-30)).max()
     assert np.linalg.norm(error) <= eps * np.linalg.norm(exact) + 1e-6
@@ -195,7 +195,8 @@ def test_packed_beside_plain(array, name):
     out = run(array, x, first.data, w2, weights, ids, w1_format=first.format, activation="silu_no_mul")
     if name == "nf4":
         w1 = w1.astype(np.float16).astype(np.float64)  # more than its table is
-    compare(out, *reference.experts(x, w1, w2, weights, ids, "silu_no_mul"))
+    is_rounded = name == "gguf 12" and array.device == "cuda"  # weights are
+    compare(out, *reference.experts(x, w1, w2, weights, ids, "silu_no_mul"), times=2 if is_rounded else 1)
 
 
 @pytest.mark.parametrize("kind", ["plain", "int4"])

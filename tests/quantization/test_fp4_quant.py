@@ -151,12 +151,12 @@ def test_four_over_six_is_closer(array):
     assert errors[1].sum() < 0.95 * errors[0].sum()
 
 
-def experts(array, sizes, width, dtype, *, gated=False, gap=0):
-    """``gap``: rows behind the last expert, which are nobody's."""
+def experts(array, sizes, width, dtype, *, gated=False, gap=0, odd=False):
+    """``gap``: rows behind the last expert, which are nobody's; ``odd``: with NaN and infinities."""
     sizes = np.array(sizes)
     first = np.concatenate([[0], np.cumsum(sizes)])
     scales_first = np.concatenate([[0], np.cumsum(-(-sizes // 128) * 128)])
-    x = rows((first[-1] + gap, width * (2 if gated else 1)), dtype)
+    x = rows((first[-1] + gap, width * (2 if gated else 1)), dtype, odd=odd)
     y = silu_and_mul(array, x) if gated else x
     g = np.linspace(3, 40, len(sizes)).astype(F)
     blocks = -(-(width // 16) // 4) * 4
@@ -183,6 +183,26 @@ def experts(array, sizes, width, dtype, *, gated=False, gap=0):
 def test_experts(array, dtype, gated, sizes):
     experts(array, sizes, 64, dtype, gated=gated)
     experts(array, sizes, 208, dtype, gated=gated, gap=2)
+
+
+@DTYPES
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("count", [33, 129])
+def test_many_experts(array, dtype, gated, count):
+    """As many as a warp has lanes, as memory of a block holds, and more; some have no rows."""
+    experts(array, [i % 4 * (1 + i % 3) for i in range(count)], 128, dtype, gated=gated, gap=1, odd=True)
+
+
+@given(
+    st.lists(st.integers(0, 140) | st.integers(0, 3), min_size=1, max_size=9).filter(any),
+    st.integers(1, 12),
+    st.sampled_from(FLOATS),
+    st.booleans(),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_any_experts(sizes, blocks, dtype, gated, gap, odd):
+    experts(Numpy(), sizes, 16 * blocks, dtype, gated=gated, gap=gap, odd=odd)
 
 
 def test_scales_elsewhere_are_reported(array):

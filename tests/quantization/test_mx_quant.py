@@ -100,12 +100,12 @@ def test_alignment(array, kind, offset):
         run(array, rows((3, 96), dtype), kind, "ceil", offset=offset)
 
 
-def experts(array, sizes, width, dtype, kind, *, gated=False, gap=0, mode="ocp"):
-    """``gap``: rows between experts, which are nobody's."""
+def experts(array, sizes, width, dtype, kind, *, gated=False, gap=0, mode="ocp", odd=False):
+    """``gap``: rows between experts, which are nobody's; ``odd``: with NaN and infinities."""
     sizes = np.array(sizes)
     first = np.cumsum([0, *(sizes + gap)])
     scales_first = np.concatenate([[0], np.cumsum(-(-sizes // 128) * 128)])
-    x = rows((first[-1], width * (2 if gated else 1)), dtype)
+    x = rows((first[-1], width * (2 if gated else 1)), dtype, odd=odd)
     y = silu_and_mul(array, x) if gated else x
     blocks = -(-(width // 32) // 4) * 4
     wanted_codes = np.full((len(x), width // (2 if kind == 4 else 1)), 0x2A, np.uint8)
@@ -138,6 +138,28 @@ def test_experts(array, dtype, mode, sizes):
     experts(array, sizes, 160, dtype, 4, mode=mode, gated=True)
     experts(array, sizes, 128, dtype, E4M3, mode=mode)
     experts(array, sizes, 160, dtype, E4M3, mode=mode, gap=3)
+
+
+@DTYPES
+@pytest.mark.parametrize("count", [33, 129])
+def test_many_experts(array, dtype, count):
+    """As many as a warp has lanes, as memory of a block holds, and more; some have no rows."""
+    sizes = [i % 4 * (1 + i % 3) for i in range(count)]
+    for gated in (False, True):
+        experts(array, sizes, 128, dtype, 4, gated=gated, odd=True)
+    experts(array, sizes, 128, dtype, E4M3, gap=2, odd=True)
+
+
+@given(
+    st.lists(st.integers(0, 140) | st.integers(0, 3), min_size=1, max_size=9).filter(any),
+    st.integers(1, 6),
+    st.sampled_from(FLOATS),
+    st.sampled_from(["ceil", "ocp", "vllm"]),
+    st.booleans(),
+)
+def test_any_experts(sizes, blocks, dtype, mode, gated):
+    experts(Numpy(), sizes, 32 * blocks, dtype, 4, mode=mode, gated=gated, odd=True)
+    experts(Numpy(), sizes, 32 * blocks, dtype, E4M3, mode=mode, gap=3, odd=True)
 
 
 @given(odd_rows(st.integers(1, 8).map(lambda n: 32 * n)), st.integers(0, 3), st.booleans(), st.booleans())

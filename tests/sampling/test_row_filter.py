@@ -39,6 +39,30 @@ def test_softmax(array, dtype, shape, to_fp32):
     assert_rounded_once(array.numpy(out), reference.softmax(x, t), lost=2e-6)
 
 
+@given(
+    dtype=st.sampled_from(FLOATS),
+    rows=st.integers(0, 4),
+    cols=st.integers(1, 200) | st.integers(1, 60000),
+    padding=st.integers(0, 9),
+    offset=st.integers(0, 9),
+)
+def test_softmax_of_any_rows(array, dtype, rows, cols, padding, offset):
+    x = random((rows, cols), dtype, cols)
+    out = array.output(padded(np.zeros_like(x), padding), offset=offset)
+    pykv.softmax(out, array.input(padded(x, padding), offset=offset), 0.9)
+    assert_rounded_once(array.numpy(out), reference.softmax(x, np.full(rows, 0.9)), lost=2e-6)
+
+
+@dtypes
+@pytest.mark.parametrize("cols", [128256, 262144, 500001])
+def test_softmax_of_wide_rows_in_place(array, dtype, cols):
+    """Blocks of a row keep it in shared memory, if it is not too wide for that."""
+    x = random((3, cols), dtype)
+    out = array.output(x)
+    pykv.softmax(out, out)
+    assert_rounded_once(array.numpy(out), reference.softmax(x), lost=2e-6)
+
+
 @pytest.mark.parametrize("scale", [20, 80, 1000])
 def test_softmax_of_far_logits(array, scale):
     x = random((3, 500), np.dtype(np.float32)) * np.float32(scale)

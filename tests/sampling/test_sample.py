@@ -138,6 +138,19 @@ def test_one_adjustment(array, name):
     check(array, x, temperature=0.4, **{k: given[k] for k in {name, needs}})
 
 
+@pytest.mark.parametrize("options", [{"top_k": 50, "top_p": 0.9}, {"top_k": 1000}, {"top_p": 0.9}, {}], ids=str)
+@pytest.mark.parametrize("count", [1, 7, 300])
+def test_few_tokens_are_allowed(array, options, count):
+    """As by a grammar: fewer than top_k; by a bitmap, and of rows that hold -infinity."""
+    x, rng = random((4, 40003), np.dtype(np.float32)), np.random.default_rng(count)
+    allowed = np.zeros((4, 1251 * 32), bool)
+    for row in allowed:
+        row[rng.permutation(40003)[:count]] = True
+    bits = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+    check(array, x, allowed_bitmap=bits, **options)
+    check(array, np.where(allowed[:, :40003], x, np.float32(-np.inf)), **options)
+
+
 def test_one_bias_for_all_rows(array):
     x, bias = random((4, 100), np.dtype(np.float32)), random((1, 100), np.dtype(np.float32), 1) * 9
     tokens = np.zeros(4, np.int32)

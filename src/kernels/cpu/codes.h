@@ -8,8 +8,6 @@
 
 namespace pykv::PYKV_ISA {
 
-using Integers = int32_t __attribute__((vector_size(4 * kWidth)));
-
 // int8 of numbers without their fractions; and of halves rounded away from zero.
 struct TruncatedInt8 {
   int8_t bits;

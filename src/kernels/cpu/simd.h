@@ -24,8 +24,11 @@ inline constexpr int kWidth = 4;
 
 using Floats = float __attribute__((vector_size(4 * kWidth)));
 using Words = uint32_t __attribute__((vector_size(4 * kWidth)));
+using Integers = int32_t __attribute__((vector_size(4 * kWidth)));
 using Halfwords = uint16_t __attribute__((vector_size(2 * kWidth)));
 using Bytes = uint8_t __attribute__((vector_size(kWidth)));
+
+inline Floats converted(Integers v) { return __builtin_convertvector(v, Floats); }
 
 inline Floats splat(float v) { return v - Floats{}; }  // v + 0 would not be -0 for v = -0, and costs an addition
 inline Floats select(Words mask, Floats a, Floats b) { return mask ? a : b; }

@@ -15,8 +15,7 @@ struct Tile {
   int64_t row, column, rows, columns;
 };
 
-using Integers = int32_t __attribute__((vector_size(4 * kWidth)));
-inline Floats to_floats(Words codes) { return __builtin_convertvector(__builtin_bit_cast(Integers, codes), Floats); }
+inline Floats to_floats(Words codes) { return converted(__builtin_bit_cast(Integers, codes)); }
 
 // Words of eight codes, AWQ's or such as follow one another, to floats.
 template <bool kAwq>

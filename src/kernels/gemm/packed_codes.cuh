@@ -69,6 +69,31 @@ struct Codes<T, CodeKind::kUint4> {
   }
 };
 
+// Codes of four bits by few instructions on integers, of which an SM does half as many as of others: a byte, as the bits of a number of T,
+// is so many times the smallest of T, and so are its low four bits.  Multiplied by a large number, less another.
+template <class T>
+struct CodesOfBytes {
+  // What the numbers of rows g and 8 + g are to be multiplied by.
+  __device__ static constexpr float unit(int row) { return (kIsHalf<T> ? 512.0f : 64.0f) / (row == 0 ? 1.0f : 16.0f); }
+
+  // bytes: of two neighbours, as 16 bits each: the codes of rows g and 8 + g, of which 8 is subtracted.
+  __device__ static void fragment(uint32_t& first, uint32_t& second, uint32_t bytes) {
+    const uint32_t low = bytes & 0x000f000fu;
+    first = fma_pairs<T>(low, kLarge, kIsHalf<T> ? 0xa400a400u : 0xbe00be00u);
+    second =
+        fma_pairs<T>(bytes, kLarge, fma_pairs<T>(low, kLarge | 0x80008000u, kIsHalf<T> ? 0xb400b400u : 0xc000c000u));
+  }
+  // ... of which zero points are subtracted: zeros are added, of each row as a pair.
+  __device__ static void fragment_less(uint32_t& first, uint32_t& second, uint32_t bytes, const uint32_t (&zeros)[2]) {
+    first = fma_pairs<T>(bytes & 0x000f000fu, kLarge, zeros[0]);
+    second = fma_pairs<T>(bytes & 0x00f000f0u, kLarge, zeros[1]);
+  }
+
+ private:
+  // 2^15, 2^127: one of the smallest becomes 2^-9, 2^-6.
+  static constexpr uint32_t kLarge = kIsHalf<T> ? 0x78007800u : 0x7f007f00u;
+};
+
 template <class T>
 struct Codes<T, CodeKind::kTable16> {
   static constexpr int kPlanes = 1;
@@ -275,6 +300,12 @@ __device__ void minima_of(float (&minima)[kCount][kRows], const RawFactors (&raw
         return fmaf(scale, offset, -half_of(r.low, i) * octet);
       });
   }
+}
+
+// Whether Hopper multiplies a weight as Folded below has it: Q4_K.
+inline bool is_folded(const PackedWeight& w) {
+  return w.codes_kind == CodeKind::kUint4 && w.scales_kind == ScaleKind::kF16U8 &&
+         w.minima_kind == MinimumKind::kF16U8 && w.group_size == 32;
 }
 
 // Codes of Q4_K as they are multiplied: w = unit * (s * c + m), with s and m in 16 bits and a power of two for the unit, so that they

@@ -7,10 +7,6 @@
 
 namespace pykv::PYKV_ISA {
 
-using Integers = int32_t __attribute__((vector_size(4 * kWidth)));
-
-inline Floats converted(Integers v) { return __builtin_convertvector(v, Floats); }
-
 // Four neighbours in memory, again and again.
 inline Floats repeat4(const float* from) {
 #if defined(__AVX512F__)
@@ -80,7 +76,7 @@ class TableCodes {
   bool has_octets() const { return table_[0] == -8.0f && table_[15] == 7.0f; }
   __m512i octets(const uint32_t* words, int half) const {
     const auto w = load_raw<__m512i>(words);
-    return _mm512_and_si512(half ? _mm512_srli_epi32(w, 4) : w, _mm512_set1_epi8(15));
+    return _mm512_and_si512(half ? _mm512_maskz_srli_epi32(0xffff, w, 4) : w, _mm512_set1_epi8(15));
   }
 
   __m512bh pair(Words words, int from) const {
@@ -129,8 +125,8 @@ class ByteCodes {
     const auto first = load_raw<__m512i>(words), second = load_raw<__m512i>(words + 128);
     const __m512i even = _mm512_set1_epi16(0xff);
     constexpr int kChoose = 0xca;  // a ? b : c
-    return half ? _mm512_ternarylogic_epi32(even, _mm512_srli_epi32(first, 8), second, kChoose)
-                : _mm512_ternarylogic_epi32(even, first, _mm512_slli_epi32(second, 8), kChoose);
+    return half ? _mm512_ternarylogic_epi32(even, _mm512_maskz_srli_epi32(0xffff, first, 8), second, kChoose)
+                : _mm512_ternarylogic_epi32(even, first, _mm512_maskz_slli_epi32(0xffff, second, 8), kChoose);
   }
 
   // All numbers are exact in bf16.

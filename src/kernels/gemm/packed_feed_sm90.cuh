@@ -44,8 +44,10 @@ __device__ void fill(const Problem& p, const Ring& ring, uint32_t row_tile, uint
   const int first_token = static_cast<int>(token_tile) * S::kTokens;
   const uint32_t bytes = kCodeBytes + (p.gathers ? 0 : 2 * S::kXBytes);
   [[maybe_unused]] const auto factors = [&] {
-    if constexpr (S::kFolds) return FactorCopies(p, row_tile, shift);
-    else return 0;
+    if constexpr (S::kFolds)
+      return FactorCopies(p, row_tile, shift);
+    else
+      return 0;
   }();
   for_stages<S>(p, split, [&](int i, const Turn& turn) {
     const uint32_t stage = ring.at(turn), full = ring.full + turn.stage * 8;
@@ -229,7 +231,7 @@ class Preparer {
   __device__ void run(int split) {
     for_stages<S>(p_, split, [&](int i, const Turn& turn) {
       if (turn.stage % S::kPreparers != warp_) return;
-      constexpr int kMost = S::kGatherers == 0 ? 4 : 2;  // there are registers for
+      constexpr int kMost = S::kFew ? 4 : 2;  // there are registers for
       if (p_.items == 1) {
         make_factors<1>(i, turn);
       } else if (kMost == 2 || p_.items == 2) {
@@ -243,7 +245,7 @@ class Preparer {
         fence_async_proxy();  // wgmma reads them
       }
       __syncwarp();
-      if (lane_ == 0) mbarrier_arrive(ring_.ready + turn.stage * 8);
+      if (lane_ == 0) mbarrier_arrive((S::kJoined ? ring_.full : ring_.ready) + turn.stage * 8);
     });
   }
 
@@ -255,7 +257,7 @@ class Preparer {
     load<kCount>(raw, i, 0);
     mbarrier_wait(ring_.empty + turn.stage * 8, turn.parity ^ 1);
     const uint32_t stage = ring_.at(turn);
-    if constexpr (S::kGatherers == 0)
+    if constexpr (S::kFew)
       if (p_.gathers) gatherer_.copy(stage, i * kColumns, ring_.full + turn.stage * 8);
 #pragma unroll 1
     for (int first = 0;;) {
@@ -293,7 +295,10 @@ class Preparer {
       } else {
 #pragma unroll
         for (float& s : scales[n]) s *= global_;
-        store(at, scales[n]);
+        float of_codes[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) of_codes[i] = scales[n][i] * unit(i % 2);
+        store(at, of_codes);
       }
     }
     if constexpr (S::kSubtracts) {
@@ -312,9 +317,15 @@ class Preparer {
     }
   }
 
-  // A zero point of what a code is above the base, as what codes of a row are the bits of.
+  // What decoded numbers of row 0 or 8 of sixteen are to be multiplied by.
+  __device__ static constexpr float unit(int row) {
+    if constexpr (S::kOfBytes) return CodesOfBytes<typename S::Element>::unit(row);
+    return 1.0f;
+  }
+  // What is added to them for a zero point of what a code is above the base.
   __device__ uint32_t zero_of(int row, uint32_t octet) const {
-    return S::Code::base(row) + ((octet & 0xffu) + 8 - static_cast<int>(p_.weight.offset)) * S::Code::one(row);
+    const float zero = (p_.weight.offset - 8.0f - static_cast<float>(octet & 0xffu)) / unit(row);
+    return pack_pair<typename S::Element>(zero, zero);
   }
 
   __device__ static void store(uint32_t to, const float (&x)[4]) {

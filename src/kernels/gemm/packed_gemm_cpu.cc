@@ -2,6 +2,7 @@
 //
 // A vector of words holds kWidth / 4 rows times four steps of 16 columns: each lane keeps a sum of its own step, and the four
 // are added at the end.  A tile is decoded once for several tokens.
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -15,8 +16,8 @@ namespace pykv::PYKV_ISA {
 namespace {
 
 constexpr int kUnit = PackedWeight::kUnit, kParts = 32 / kWidth;  // vectors of words of a tile for each c
-constexpr int kAhead = 16;  // units from where the codes of one token are read to where they are asked for
-constexpr int64_t kChunk = 64;                                    // tokens whose x is kept in the order of tiles
+constexpr int kAhead = 16;      // units from where the codes of one token are read to where they are asked for
+constexpr int64_t kChunk = 64;  // tokens whose x is kept in the order of tiles
 
 // The lanes of each step and of those after it.
 struct StepMasks {
@@ -52,8 +53,9 @@ struct Reordered {
   std::vector<float> sums;
 };
 
-#undef PYKV_INLINE
-#define PYKV_INLINE __attribute__((always_inline))
+// Of a function or a lambda: where GCC calls it, sums go through memory.
+#define PYKV_ALWAYS_INLINE __attribute__((always_inline))
+
 // with(0), with(1), ..., of which each is compiled by itself: what they index stays in registers.
 template <int kCount, class With>
 [[gnu::always_inline]] inline void unrolled(With with) {
@@ -122,7 +124,8 @@ struct InPairs {
 // of the largest of them is exact, and the rest to 2^-23 of that.  Products of bytes and their sums are exact.
 template <class Codes>
 struct InBytes {
-  using Element = int32_t;  // [c][byte][j] of four bytes, [byte][j] what a sum begins with, [j] what an integer is multiplied by
+  // [c][byte][j] of four bytes, [byte][j] what a sum begins with, [j] what an integer is multiplied by
+  using Element = int32_t;
   static constexpr int kBytes = 3, kBeginAt = 16 * kBytes, kUnitsAt = 20 * kBytes, kOfUnit = kUnitsAt + 4;
   static constexpr int kSteps = 1, kMostTokens = 4;
 
@@ -130,13 +133,15 @@ struct InBytes {
     for (int j = 0; j < 4; ++j) {
       const Floats step = load(v + 16 * j);
       const Words magnitudes = __builtin_bit_cast(Words, step) & 0x7fffffffu;
-      const uint32_t largest = _mm512_reduce_max_epu32(__builtin_bit_cast(__m512i, magnitudes));
+      uint32_t largest = 0;  // GCC 12 warns of its own _mm512_reduce_max_epu32
+      for (int i = 0; i < 16; ++i) largest = std::max<uint32_t>(largest, magnitudes[i]);
       float unit;
       if (largest >= 0x7f800000u) {
         unit = infinity_of(v + 16 * j);
         put_step(x, j, signs_of_infinity(step));
       } else {
-        const int wanted = static_cast<int>(largest >> 23) - kBits + 1;  // so that the largest is less than 2^kBits of them
+        // so that the largest is less than 2^kBits of them
+        const int wanted = static_cast<int>(largest >> 23) - kBits + 1;
         const uint32_t exponent = wanted < 1 ? 1 : static_cast<uint32_t>(wanted);
         unit = __builtin_bit_cast(float, exponent << 23);
         const float units_of_1 = __builtin_bit_cast(float, (254 - exponent) << 23);
@@ -149,31 +154,31 @@ struct InBytes {
   struct Sum {
     __m512i of[kBytes];
   };
-  PYKV_INLINE static __m512i decode(const Codes& codes, const uint32_t* words, int half, int) {
+  PYKV_ALWAYS_INLINE static __m512i decode(const Codes& codes, const uint32_t* words, int half, int) {
     return codes.octets(words, half);
   }
-  PYKV_INLINE static void begin(Sum& sum, const Element* x) {
-    unrolled<kBytes>([&](auto byte) PYKV_INLINE { sum.of[byte] = repeat(x + kBeginAt + 4 * byte); });
+  PYKV_ALWAYS_INLINE static void begin(Sum& sum, const Element* x) {
+    unrolled<kBytes>([&](auto byte) PYKV_ALWAYS_INLINE { sum.of[byte] = repeat(x + kBeginAt + 4 * byte); });
   }
-  PYKV_INLINE static void add(Sum& sum, __m512i w, const Element* x, int c, int) {
-    unrolled<kBytes>([&](auto byte) PYKV_INLINE {
+  PYKV_ALWAYS_INLINE static void add(Sum& sum, __m512i w, const Element* x, int c, int) {
+    unrolled<kBytes>([&](auto byte) PYKV_ALWAYS_INLINE {
       sum.of[byte] = _mm512_dpbusd_epi32(sum.of[byte], w, repeat(x + (c * kBytes + byte) * 4));
     });
   }
-  PYKV_INLINE static void settle(Sum& sum) {
-    unrolled<kBytes>([&](auto byte) PYKV_INLINE { asm volatile("" : "+v"(sum.of[byte])); });
+  PYKV_ALWAYS_INLINE static void settle(Sum& sum) {
+    unrolled<kBytes>([&](auto byte) PYKV_ALWAYS_INLINE { asm volatile("" : "+v"(sum.of[byte])); });
   }
-  PYKV_INLINE static Floats end(const Sum& sum, const Element* x) {
+  PYKV_ALWAYS_INLINE static Floats end(const Sum& sum, const Element* x) {
     const __m512i upper = _mm512_add_epi32(_mm512_maskz_slli_epi32(0xffff, sum.of[2], 8), sum.of[1]);
-    const Floats whole = converted(__builtin_bit_cast(Integers, upper)) * 256.0f +
-                         converted(__builtin_bit_cast(Integers, sum.of[0]));
+    const Floats whole =
+        converted(__builtin_bit_cast(Integers, upper)) * 256.0f + converted(__builtin_bit_cast(Integers, sum.of[0]));
     return whole * repeat4(reinterpret_cast<const float*>(x + kUnitsAt));
   }
 
  private:
   static constexpr int kBits = 8 * kBytes - 2;
 
-  PYKV_INLINE static __m512i repeat(const Element* x) {
+  PYKV_ALWAYS_INLINE static __m512i repeat(const Element* x) {
     return _mm512_maskz_broadcast_i32x4(0xffff, load_raw<__m128i>(x));
   }
 
@@ -188,8 +193,8 @@ struct InBytes {
       for (int c = 0; c < 4; ++c) {
         // as the codes of a word: columns 0, 2, 1, 3
         const int32_t* const four = of + 4 * c;
-        const uint32_t bytes = (four[0] & 0xffu) | (four[2] & 0xffu) << 8 | (four[1] & 0xffu) << 16 |
-                               static_cast<uint32_t>(four[3]) << 24;
+        const uint32_t bytes =
+            (four[0] & 0xffu) | (four[2] & 0xffu) << 8 | (four[1] & 0xffu) << 16 | static_cast<uint32_t>(four[3]) << 24;
         x[(c * kBytes + byte) * 4 + j] = static_cast<int32_t>(bytes);
         all += four[0] + four[1] + four[2] + four[3];
       }
@@ -282,33 +287,36 @@ class Tile {
   void run(const typename Way::Element* x, const float* sums) {
     const int64_t units = w_.padded_k / kUnit, x_stride = units * Way::kOfUnit, stride = units * kUnitWords;
     const auto* words = reinterpret_cast<const uint32_t*>(w_.codes) + block_ * stride + part_ * kWidth;
-    const auto each = [&](auto&& with) PYKV_INLINE {
-      unrolled<kBlocks>([&](auto r) PYKV_INLINE {
-        unrolled<kVectors>([&](auto v) PYKV_INLINE { unrolled<2>([&](auto half) PYKV_INLINE { with(r, v, half); }); });
+    const auto each = [&](auto&& with) PYKV_ALWAYS_INLINE {
+      unrolled<kBlocks>([&](auto r) PYKV_ALWAYS_INLINE {
+        unrolled<kVectors>(
+            [&](auto v) PYKV_ALWAYS_INLINE { unrolled<2>([&](auto half) PYKV_ALWAYS_INLINE { with(r, v, half); }); });
       });
     };
-    const auto each_sum = [&](auto&& with) PYKV_INLINE {
-      each([&](auto r, auto v, auto half) PYKV_INLINE { unrolled<kTokens>([&](auto t) PYKV_INLINE { with(r, v, half, t); }); });
+    const auto each_sum = [&](auto&& with) PYKV_ALWAYS_INLINE {
+      each([&](auto r, auto v, auto half)
+               PYKV_ALWAYS_INLINE { unrolled<kTokens>([&](auto t) PYKV_ALWAYS_INLINE { with(r, v, half, t); }); });
     };
     StepGroups groups(w_.group_size);
-    for (int64_t column = 0; column < w_.padded_k;
-         column += kUnit, words += kUnitWords, x += Way::kOfUnit, sums += 4) {
+    for (int64_t column = 0; column < w_.padded_k; column += kUnit, words += kUnitWords, x += Way::kOfUnit, sums += 4) {
       if (kTokens == 1) ask_for(words, column, stride, w_.padded_k);
       groups.next();
 #pragma GCC unroll 1
       for (int pass = 0; pass < kPasses; ++pass) {
         const auto* const from = words + pass * kVectors * kWidth;
         typename Way::Sum sum[kBlocks][kVectors][2][kTokens];
-        each_sum([&](auto r, auto v, auto half, auto t) PYKV_INLINE { Way::begin(sum[r][v][half][t], x + t * x_stride); });
+        each_sum([&](auto r, auto v, auto half, auto t)
+                     PYKV_ALWAYS_INLINE { Way::begin(sum[r][v][half][t], x + t * x_stride); });
 #pragma GCC unroll 4
         for (int c = 0; c < 4; ++c)
 #pragma GCC unroll 2
           for (int step = 0; step < Way::kSteps; ++step)
-            each([&](auto r, auto v, auto half) PYKV_INLINE {
+            each([&](auto r, auto v, auto half) PYKV_ALWAYS_INLINE {
               const auto w = Way::decode(codes_, from + r * stride + c * 32 + v * kWidth, half, step);
-              unrolled<kTokens>([&](auto t) PYKV_INLINE { Way::add(sum[r][v][half][t], w, x + t * x_stride, c, step); });
+              unrolled<kTokens>([&](auto t)
+                                    PYKV_ALWAYS_INLINE { Way::add(sum[r][v][half][t], w, x + t * x_stride, c, step); });
             });
-        each_sum([&](auto r, auto v, auto half, auto t) PYKV_INLINE { Way::settle(sum[r][v][half][t]); });
+        each_sum([&](auto r, auto v, auto half, auto t) PYKV_ALWAYS_INLINE { Way::settle(sum[r][v][half][t]); });
         add(column, groups, pass, sum, x, x_stride, sums);
       }
     }
@@ -336,12 +344,12 @@ class Tile {
   [[gnu::always_inline]] void add(int64_t column, const StepGroups& groups, int pass,
                                   const typename Way::Sum (&sum)[kBlocks][kVectors][2][kTokens],
                                   const typename Way::Element* x, int64_t x_stride, const float* sums) {
-    unrolled<kVectors>([&](auto v) PYKV_INLINE {
+    unrolled<kVectors>([&](auto v) PYKV_ALWAYS_INLINE {
       OfRows s = {}, m = {};
       factors_of(column, groups, part_ + pass * kVectors + v, s, m);
-      unrolled<kBlocks>([&](auto r) PYKV_INLINE {
-        unrolled<2>([&](auto half) PYKV_INLINE {
-          unrolled<kTokens>([&](auto t) PYKV_INLINE {
+      unrolled<kBlocks>([&](auto r) PYKV_ALWAYS_INLINE {
+        unrolled<2>([&](auto half) PYKV_ALWAYS_INLINE {
+          unrolled<kTokens>([&](auto t) PYKV_ALWAYS_INLINE {
             Floats& total = total_[pass][r][v][half][t];
             total += s[r][half] * Way::end(sum[r][v][half][t], x + t * x_stride);
             if (w_.minima) total += m[r][half] * repeat4(sums + t * (w_.padded_k / 16));

@@ -8,14 +8,13 @@
 // products of a step are summed in another order of its 16 columns than packed_gemm_sm90.cu does it: the matrix units do not tell, and
 // a row of out has the same bits.
 //
-// 8192 x 8192 int4 with groups of 128, one token: 14.0 us on an H200 (14.6 by packed_gemm_sm90.cu); 4096 x 14336 12.6 (21.9).
-#include "gemm/packed_gemm_few_sm90.h"
-
+// int4 with groups of 128, one token on an H200: 4096 x 4096 6.6 us (9.1 by packed_gemm_sm90.cu), 4096 x 14336 14.9 (22.0).
 #include "cuda/cp_async.cuh"
 #include "cuda/dependent_shared.cuh"
 #include "cuda/divider.cuh"
 #include "gemm/packed_codes.cuh"
 #include "gemm/packed_epilogue.cuh"
+#include "gemm/packed_gemm_few_sm90.h"
 
 namespace pykv {
 namespace packed_gemm_few {
@@ -32,7 +31,7 @@ struct Problem {
   void* out;
   Epilogue epilogue;
   int64_t x_stride, out_stride;
-  Divider groups_by;  // columns of a group
+  Divider groups_by;                          // columns of a group
   int tokens, units, groups, blocks, stages;  // blocks: of 256 columns
   int segments, row_blocks, each;             // blocks of 16 rows; such of a block of threads
   int x_pitch;                                // bytes
@@ -304,7 +303,8 @@ bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch
   if (bytes > kShared) return false;
   if (bytes < warps * kTokens * 64) bytes = warps * kTokens * 64;
   launch_dependent_shared(packed_gemm_few_kernel<S>, dim3(static_cast<unsigned>((row_blocks + p.each - 1) / p.each)),
-                          dim3(static_cast<unsigned>(warps * 32)), static_cast<size_t>(bytes), launch, "packed_gemm", p);
+                          dim3(static_cast<unsigned>(warps * 32)), static_cast<size_t>(bytes), launch, "packed_gemm",
+                          p);
   return true;
 }
 
@@ -313,14 +313,16 @@ bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch
 bool packed_gemm_few_sm90(const PackedGemmArgs& args, int segments, const Launch& launch) {
   using namespace packed_gemm_few;
   const PackedWeight& w = args.weight;
-  const bool is_plain = args.x_step == 1 && w.k % 8 == 0 && (args.num_rows == 1 || args.x_stride % 8 == 0) && w.k > 0 && w.k < (1 << 16) &&
-                        reinterpret_cast<uintptr_t>(args.x) % 16 == 0;
-  const bool folds = w.codes_kind == CodeKind::kUint4 && w.scales_kind == ScaleKind::kF16U8 &&
-                     w.minima_kind == MinimumKind::kF16U8 && w.group_size == 32 && w.padded_k % kColumns == 0;
+  // Where packed_gemm_sm90.cu has a block for most SMs it is as quick, and with some tokens quicker: here each warp reads all of x.
+  const int64_t row_tiles = (w.n + 127) / 128, sms = num_sms(launch.device);
+  if (args.num_rows > (row_tiles * 3 <= sms ? kTokens : row_tiles * 2 > sms ? 2 : 0)) return false;
+  const bool is_plain = args.x_step == 1 && w.k % 8 == 0 && (args.num_rows == 1 || args.x_stride % 8 == 0) && w.k > 0 &&
+                        w.k < (1 << 16) && reinterpret_cast<uintptr_t>(args.x) % 16 == 0;
+  const bool folds = is_folded(w) && w.padded_k % kColumns == 0;
   const bool subtracts = w.codes_kind == CodeKind::kUint4 && w.minima_kind == MinimumKind::kZero;
-  const bool has_groups = w.group_size % kColumns == 0 && !has_supers(w.scales_kind) &&
-                          (subtracts || w.minima_kind == MinimumKind::kNone);
-  if (args.map.rows || w.columns || args.num_rows > kTokens || !is_plain || !(folds || has_groups)) return false;
+  const bool has_groups =
+      w.group_size % kColumns == 0 && !has_supers(w.scales_kind) && (subtracts || w.minima_kind == MinimumKind::kNone);
+  if (args.map.rows || w.columns || !is_plain || !(folds || has_groups)) return false;
   bool was_launched = false;
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     const auto run = [&]<CodeKind kKind, Minima kMinima>() {

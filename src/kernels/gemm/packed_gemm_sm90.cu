@@ -16,8 +16,9 @@
 // block and a second block of a cluster sum some of them; with many, a block sums all, one after another.  They are added in the same
 // order: a row of out has the same bits whatever the number of rows.
 //
-// Few tokens are bound by reading the weight: int4 with groups of 128, 8192 x 8192, 1 token takes 14.6 us on an H200, where a plain
-// copy of as many bytes takes 9.3; 64 tokens 24.  Many are bound by the matrix units: 4096 tokens take 0.94 to 1.0 ms, 550 TFLOP/s and more.
+// int4 with groups of 128, 8192 x 8192, on an H200: 16 tokens take 15.7 us, where a plain copy of as many bytes takes 9.8; 64 take 24,
+// 256 58.6.  What bounds many is how long a warp takes over its instructions, not the matrix units (docs/log/packed_gemm.md): 4096 tokens take
+// 0.91 ms, 600 TFLOP/s.
 #include "cuda/cluster.cuh"
 #include "cuda/dependent_shared.cuh"
 #include "cuda/vec.cuh"
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (int i = 0; i < p.stages; ++i) {
-      mbarrier_init(ring.full + i * 8, 1 + (p.gathers ? S::kCopiers : 0) + (S::kFolds ? 32 : 0));
+      mbarrier_init(ring.full + i * 8, 1 + (p.gathers ? S::kCopiers : 0) + (S::kFolds ? 32 : 0) + S::kJoined);
       mbarrier_init(ring.ready + i * 8, 1);
       mbarrier_init(ring.empty + i * 8, 8);  // warps of a part
     }
@@ -135,12 +136,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
       if constexpr (S::kGatherers != 0) give_registers<48>();
       if (p.gathers) gather<S>(p, ring, threadIdx.x % 128, token_tile, split, shift);
     } else {
-      if constexpr (S::kGatherers != 0) give_registers<64>();
+      if constexpr (!S::kFew) give_registers<64>();
       if (own < 0) {
         if (S::kFolds || threadIdx.x % 32 == 0) fill<S>(p, ring, row_tile, token_tile, split, weight, shift);
       } else if constexpr (!S::kFolds) {
         Preparer<S>(p, ring, row_tile, token_tile, own, shift).run(split);
-      } else if constexpr (S::kGatherers == 0) {
+      } else if constexpr (S::kFew) {
         if (p.gathers) gather_by_turns<S>(p, ring, own, token_tile, split, shift);
       }
     }
@@ -311,8 +312,7 @@ void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
   if (minima == MinimumKind::kNone) return launch_tokens<T, kKind, Minima::kNone>(args, launch);
   if constexpr (kKind == CodeKind::kUint4) {
     if (minima == MinimumKind::kZero) return launch_tokens<T, kKind, Minima::kSubtracted>(args, launch);
-    if (scales == ScaleKind::kF16U8 && minima == MinimumKind::kF16U8 && args.weight.group_size == 32)
-      return launch_tokens<T, kKind, Minima::kFolded>(args, launch);
+    if (is_folded(args.weight)) return launch_tokens<T, kKind, Minima::kFolded>(args, launch);
   }
   if constexpr (is_integer(kKind)) launch_tokens<T, kKind, Minima::kAdded>(args, launch);
 }

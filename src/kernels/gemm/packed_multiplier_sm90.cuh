@@ -14,8 +14,9 @@ template <class S>
 class Multiplier {
   using T = typename S::Element;
   using Code = typename S::Code;
-  static constexpr int kSums = S::kTokens / 2;          // of a lane
-  static constexpr int kPairs = (S::kTokens + 8) / 16;  // of eight tokens
+  using Words = uint4[S::kOfBytes ? 2 : Code::kPlanes];  // of a unit
+  static constexpr int kSums = S::kTokens / 2;           // of a lane
+  static constexpr int kPairs = (S::kTokens + 8) / 16;   // of eight tokens
 
  public:
   float total[kSums] = {};  // over a segment; in the end over all, where one block has all
@@ -28,7 +29,7 @@ class Multiplier {
     const int lane = threadIdx.x % 32, c = lane % 4;
     constexpr bool kOctets = Code::kPlanes == 2;
     codes_at_ = S::kCodesAt + warp_ * S::kBlockBytes + (8 * (c / 2) + lane / 4) * 16 + (kOctets ? c % 2 * 512 : 0);
-    selector_ = c % 2 == 0 ? 0x6240 : 0x7351;
+    selector_ = S::kOfBytes ? (c % 2 == 0 ? 0x4240 : 0x4341) : c % 2 == 0 ? 0x6240 : 0x7351;
     x_at_ = S::kTokens == 8 ? lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16
                             : (lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
     factors_at_ = (warp_ / 2 * 32 + lane / 4 * 4 + warp_ % 2 * 2) * 4;
@@ -113,7 +114,7 @@ class Multiplier {
     const uint32_t stage = ring_.at(turn);
     constexpr bool kAhead = S::kTokens == 8;  // x of a unit is loaded before any is wanted
     wait_full(turn);
-    uint4 words[2][Code::kPlanes];
+    Words words[2];
     load_codes(words[0], stage, 0);
     load_codes(words[1], stage, 1);
 #pragma unroll
@@ -204,34 +205,44 @@ class Multiplier {
     if (S::kSubtracts || (S::kScalesCodes && !S::kFolds)) wait_ready(turn);
   }
   __device__ void wait_ready(const Turn& turn) const {
-    if constexpr (!S::kFolds) mbarrier_wait(ring_.ready + turn.stage * 8, turn.parity);
+    if constexpr (!S::kFolds && !S::kJoined) mbarrier_wait(ring_.ready + turn.stage * 8, turn.parity);
   }
 
   // Codes of a unit to fragments of its four steps.
   template <int kSteps>
   __device__ void decode(uint32_t (&a)[4][4], uint32_t stage, int unit) const {
-    uint4 words[Code::kPlanes];
+    Words words;
     load_codes(words, stage, unit);
     decode<kSteps>(a, words, stage, unit);
   }
   template <int kSteps>
-  __device__ void decode(uint32_t (&a)[4][4], const uint4 (&words)[Code::kPlanes], uint32_t stage, int unit) const {
-    if constexpr (S::kSubtracts) {
+  __device__ void decode(uint32_t (&a)[4][4], const Words& words, uint32_t stage, int unit) const {
+    if constexpr (S::kOfBytes) {
       uint2 zeros;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (j % kSteps == 0)
+        if (S::kSubtracts && j % kSteps == 0)
           zeros = load_shared_8(stage + p_.minima_at + (unit * 4 + j) / kSteps * kRows * 4 + factors_at_);
-        Code::fragment_less(a[j], words, j, {zeros.x, zeros.y});
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const uint32_t bytes = __byte_perm(reinterpret_cast<const uint32_t (&)[4]>(words[h])[j], 0, selector_);
+          if constexpr (S::kSubtracts) {
+            CodesOfBytes<T>::fragment_less(a[j][2 * h], a[j][2 * h + 1], bytes, {zeros.x, zeros.y});
+          } else {
+            CodesOfBytes<T>::fragment(a[j][2 * h], a[j][2 * h + 1], bytes);
+          }
+        }
       }
     } else if constexpr (S::kFolds) {
       // Lanes of a row share the work: two have scales of the two groups, two minima.
       const int lane = threadIdx.x % 32, c = lane % 4;
       const uint32_t at = stage + S::kScalesAt + warp_ / 2 * 128 + (unit * 2 + c % 2) * 32 + place();
-      const uint32_t own = folded(stage).pair(load_shared_2(at), load_shared_2(at + S::kMinimaAt - S::kScalesAt), c >= 2);
+      const uint32_t own =
+          folded(stage).pair(load_shared_2(at), load_shared_2(at + S::kMinimaAt - S::kScalesAt), c >= 2);
 #pragma unroll
       for (int group = 0; group < 2; ++group) {
-        const uint32_t s = __shfl_sync(~0u, own, (lane & 28) | group), m = __shfl_sync(~0u, own, (lane & 28) | 2 | group);
+        const uint32_t s = __shfl_sync(~0u, own, (lane & 28) | group),
+                       m = __shfl_sync(~0u, own, (lane & 28) | 2 | group);
 #pragma unroll
         for (int j = 2 * group; j < 2 * group + 2; ++j) Code::fragment_folded(a[j], words, j, s, m);
       }
@@ -248,9 +259,9 @@ class Multiplier {
     }
   }
 
-  __device__ void load_codes(uint4 (&words)[Code::kPlanes], uint32_t stage, int unit) const {
+  __device__ void load_codes(Words& words, uint32_t stage, int unit) const {
     const uint32_t at = stage + codes_at_ + unit * Code::kPlanes * 512;
-    if constexpr (Code::kPlanes == 2) {
+    if constexpr (S::kOfBytes || Code::kPlanes == 2) {
       words[0] = load_shared_16(at);
       words[1] = load_shared_16(at + 256);
     } else {

@@ -37,19 +37,24 @@ struct Shape {
   static constexpr int kParts = kParts_, kBlocks = kFew && kParts == 1 ? 2 : 1;  // of an SM
   static constexpr int kMultipliers = 256 * kParts;
   static constexpr int kPreparers = kTokens <= 16 && kParts == 2 ? 7 : 3;  // warps
-  static constexpr int kGatherers = kFew ? 0 : 4;  // warps that copy rows of x one by one; of few tokens, preparers do
+  // Warps that copy rows of x one by one; of few tokens, preparers do.
+  static constexpr int kGatherers = kFew ? 0 : 4;
   static constexpr int kThreads = kMultipliers + 32 * (1 + kPreparers + kGatherers);
-  static constexpr int kCopiers = kFew ? 32 : 32 * kGatherers;  // threads that copy them for a stage
-  static constexpr int kXBytes = kTokens * kUnit * 2;           // of a unit
-  static constexpr int kBlockBytes = 2 * Code::kPlanes * 512;   // of 16 rows of the weight
+  static constexpr int kCopiers = kGatherers == 0 ? 32 : 32 * kGatherers;  // threads that copy them for a stage
+  static constexpr int kXBytes = kTokens * kUnit * 2;                      // of a unit
+  static constexpr int kBlockBytes = 2 * Code::kPlanes * 512;              // of 16 rows of the weight
   static constexpr int kCodesAt = 2 * kXBytes, kScalesAt = kCodesAt + kRows / 16 * kBlockBytes;
   static constexpr bool kSubtracts = kMinima == Minima::kSubtracted, kAdds = kMinima == Minima::kAdded;
   // Multiplying warps read factors as they are stored, of 128 rows and the four groups of a stage: scales and minima
   // [band][group][32], and those of 256 columns [band][32].
   static constexpr bool kFolds = kMinima == Minima::kFolded;
-  static constexpr int kMinimaAt = kScalesAt + 4 * kRows, kSupersAt = kMinimaAt + 4 * kRows, kLowsAt = kSupersAt + 2 * kRows;
+  static constexpr int kMinimaAt = kScalesAt + 4 * kRows, kSupersAt = kMinimaAt + 4 * kRows,
+                       kLowsAt = kSupersAt + 2 * kRows;
   static constexpr bool kScalesCodes = kMinima == Minima::kScaled || kFolds,
                         kHasTable = kKind == CodeKind::kTable16 && !kScalesCodes;
+  // Whoever waits for codes waits for factors too: one barrier tells of both.
+  static constexpr bool kJoined = kMinima == Minima::kNone || kSubtracts;
+  static constexpr bool kOfBytes = kKind == CodeKind::kUint4 && !kFolds;  // CodesOfBytes
   static constexpr bool kMaySplit = kTokens <= 64;
   static constexpr int kSumsBytes = kTokens * 32;  // of x, over four groups
   static constexpr int kSumBytes = kTokens * kPitch * 4;

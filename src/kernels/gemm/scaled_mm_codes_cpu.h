@@ -13,8 +13,6 @@
 
 namespace pykv::PYKV_ISA {
 
-using Integers = int32_t __attribute__((vector_size(4 * kWidth)));
-
 // float8_e4m3fn, exact in fp32.
 struct FloatCodes {
   using Element = float;
@@ -59,8 +57,6 @@ struct PairCodes : FloatCodes {
 using PairCodes = FloatCodes;
 #endif
 
-inline Floats int32_floats(Integers sum) { return __builtin_convertvector(sum, Floats); }
-
 #if defined(PYKV_MM_VNNI)
 // int8: the instruction wants a without sign, 128 more than it is.
 struct Int8Codes {
@@ -85,7 +81,7 @@ struct Int8Codes {
     return __builtin_bit_cast(
         Sum, _mm512_dpbusd_epi32(__builtin_bit_cast(__m512i, sum), load_raw<__m512i>(a), load_raw<__m512i>(b)));
   }
-  static Floats floats(Sum sum) { return int32_floats(sum); }
+  static Floats floats(Sum sum) { return converted(sum); }
 };
 #else
 // int8 in 16 bits: sums of two products at a time.
@@ -115,7 +111,7 @@ struct Int8Codes {
     return sum;
 #endif
   }
-  static Floats floats(Sum sum) { return int32_floats(sum); }
+  static Floats floats(Sum sum) { return converted(sum); }
 };
 #endif
 

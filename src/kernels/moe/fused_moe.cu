@@ -17,6 +17,7 @@ void activate(const FusedMoeArgs& a, const Launch& launch) {
 
 void run(FusedMoeArgs& a, const Launch& launch) {
   if (a.sort.num_pairs != 0) sort_pairs_cuda(a.sort, launch);
+  a.sum.numbers_are_old = a.has_products();
   if (a.has_products()) {
     const bool fused = !a.first.is_packed && a.activation->gated_cuda == silu_and_mul_cuda;
     if (fused) {

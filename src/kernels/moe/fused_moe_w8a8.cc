@@ -187,6 +187,7 @@ void run_quantised_moe(const QuantisedMoeArgs& a, const QuantisedMoeTwins& twins
     }
     run(a.second_coder, twins, launch);
     twins.multiply(a.second, launch);
+    sum.numbers_are_old = true;
   } else {
     sum.top_k =
         0;  // without experts all pairs are dropped; rows without columns have no scales that a product could read

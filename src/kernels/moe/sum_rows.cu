@@ -21,22 +21,28 @@ __global__ void __launch_bounds__(256, 2) sum_rows_kernel(const __grid_constant_
   const SumRowsArgs& a = plan.args;
   const int64_t token = plan.rows.row();
   const uint32_t vector = plan.rows.vector();
-  begin_dependent();
-  if (vector >= plan.rows.num_vectors) return;
-  const T* rows = static_cast<const T*>(a.rows) + static_cast<int64_t>(vector) * kSize;
-  const int64_t end = a.end_of_places();
-  Vec<float, kSize> sum{};
-  for (int64_t first = 0; first < a.top_k; first += kRows) {
-    // In three steps, each with all its loads under way at once.
-    int64_t numbers[kRows], begins[kRows];
-    V loaded[kRows];
-    float weights[kRows];
+  int64_t numbers[kRows];
+  float weights[kRows];
+  const auto load_numbers = [&](int64_t first) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int64_t j = first + i;
       numbers[i] = j < a.top_k ? a.number_of(token, j) : -1;
       weights[i] = a.weights && j < a.top_k ? a.weights[token * a.weights_token_stride + j * a.weights_stride] : 1.0f;
     }
+  };
+  if (a.numbers_are_old) load_numbers(0);
+  begin_dependent();
+  if (vector >= plan.rows.num_vectors) return;
+  if (!a.numbers_are_old) load_numbers(0);
+  const T* rows = static_cast<const T*>(a.rows) + static_cast<int64_t>(vector) * kSize;
+  const int64_t end = a.end_of_places();
+  Vec<float, kSize> sum{};
+  for (int64_t first = 0; first < a.top_k; first += kRows) {
+    // In three steps, each with all its loads under way at once.
+    int64_t begins[kRows];
+    V loaded[kRows];
+    if (first != 0) load_numbers(first);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) begins[i] = a.begin_of(token, first + i, numbers[i], end);
 #pragma unroll

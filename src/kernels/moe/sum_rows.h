@@ -26,6 +26,8 @@ struct SumRowsArgs {
   Index expert_map;  // or is negative by this; data null: as it is
   int64_t num_experts;
 
+  bool numbers_are_old;  // places, ids and weights: the kernel before this one has waited for them
+
   const char *report_places, *report_ids;
 
   // What says where row (t, j) is, or whether: a place or an id; 0 where there is neither.

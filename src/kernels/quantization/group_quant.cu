@@ -20,13 +20,15 @@ constexpr int kThreads = 128;
 // Of a lane: as many packs as leave room for enough threads on an SM.
 template <class T, class Source>
 constexpr int kPacks = Source::kHalves == 2 ? 16 / kPackSize<T> : 4;
-// The same where groups fill the chip: then twice the numbers share what a thread does once, which for situ is a fifth of all.
-template <class T, class Source>
-constexpr int kMorePacks = sizeof(T) == 2 && std::is_same_v<Source, SituAndMul<T>> ? 4 : kPacks<T, Source>;
-template <class T, class Source>
-constexpr int kBlocks = sizeof(T) == 4 || std::is_same_v<Source, SituAndMul<T>> ? 8
-                        : std::is_same_v<Source, Elements<T>>                   ? 10
-                                                                                : 12;  // on an SM, at least
+// The same where groups fill the chip, by blocks of half the size: then twice the numbers share what a thread does once, which for
+// situ is a fifth of all.  silu alone is quicker with less, but where it asks which rows are there.
+template <class T, class Source, bool kPlain>
+constexpr int kMorePacks =
+    sizeof(T) == 2 && std::is_same_v<Source, std::conditional_t<kPlain, SituAndMul<T>, SiluAndMul<T>>> ? 4 : 0;
+template <class T, class Source, int kCount>
+constexpr int kBlocks = sizeof(T) == 4 || std::is_same_v<Source, SituAndMul<T>> || kCount * Source::kHalves == 8 ? 8
+                        : std::is_same_v<Source, Elements<T>> ? 10
+                                                              : 12;  // on an SM, at least
 
 // Over the lanes of a group.
 __device__ inline uint32_t largest_of_lanes(uint32_t most, int lane_bits) {
@@ -38,12 +40,11 @@ __device__ inline uint32_t largest_of_lanes(uint32_t most, int lane_bits) {
 
 // One-byte codes, their scales by strides.  kPlain: all rows are there and nothing is padded, which saves few tokens a sixth.
 template <class T, class Source, QuantCode kCodes, bool kPlain, int kCount>
-__global__ __launch_bounds__(kThreads,
-                             kBlocks<T, Source>) void byte_group_kernel(const __grid_constant__ GroupQuantArgs args,
-                                                                        const __grid_constant__ GroupPlan plan) {
+__global__ __launch_bounds__(kThreads, kBlocks<T, Source, kCount>) void byte_group_kernel(
+    const __grid_constant__ GroupQuantArgs args, const __grid_constant__ GroupPlan plan) {
   constexpr int kSize = kPackSize<T>;
   const int lane_bits = plan.lane_bits, lane = static_cast<int>(threadIdx.x) & ((1 << lane_bits) - 1);
-  const uint32_t n = blockIdx.x * (kThreads >> lane_bits) + (threadIdx.x >> lane_bits);
+  const uint32_t n = blockIdx.x * (blockDim.x >> lane_bits) + (threadIdx.x >> lane_bits);
   const bool there = n < plan.total;  // others read the first group, since their warp finds its maxima with all lanes
   uint32_t group;
   const int64_t row = plan.groups(there ? n : 0, group);
@@ -188,18 +189,19 @@ struct Launcher {
         args.tile_bits != 0 || args.code_groups * args.group_size != args.width)
       return false;
     const bool plain = !args.valid.counts.data && args.zero_rows == 0 && args.scale_groups == args.code_groups;
+    constexpr bool kMore = kCount > kPacks<T, Source>;
     const auto start = [&](auto kernel) {
-      launch_kernel(kernel, args.code_groups, lanes, kThreads);
+      launch_kernel(kernel, args.code_groups, lanes, kMore ? kThreads / 2 : kThreads);
       return true;
     };
-    if (args.codes == QuantCode::kE4M3 && plain)
-      return start(byte_group_kernel<T, Source, QuantCode::kE4M3, true, kCount>);
-    if constexpr (kCount == kPacks<T, Source>) {
-      if (args.codes == QuantCode::kE4M3) return start(byte_group_kernel<T, Source, QuantCode::kE4M3, false, kCount>);
-      if constexpr (!std::is_same_v<Source, SituAndMul<T>>)
-        if (plain && args.codes == QuantCode::kInt8)
-          return start(byte_group_kernel<T, Source, QuantCode::kInt8, true, kCount>);
-    }
+    const bool e4m3 = args.codes == QuantCode::kE4M3;
+    if constexpr (!kMore || kMorePacks<T, Source, true> != 0)
+      if (e4m3 && plain) return start(byte_group_kernel<T, Source, QuantCode::kE4M3, true, kCount>);
+    if constexpr (!kMore || kMorePacks<T, Source, false> != 0)
+      if (e4m3 && !plain) return start(byte_group_kernel<T, Source, QuantCode::kE4M3, false, kCount>);
+    if constexpr (!kMore && !std::is_same_v<Source, SituAndMul<T>>)
+      if (plain && args.codes == QuantCode::kInt8)
+        return start(byte_group_kernel<T, Source, QuantCode::kInt8, true, kCount>);
     return false;
   }
 
@@ -207,9 +209,11 @@ struct Launcher {
   void run_bytes() const {
     if constexpr (sizeof(T) == 2 && std::is_same_v<Source, Elements<T>>)
       if (run_blocks<Source, QuantScale::kMx, QuantCode::kE4M3>()) return;
-    const int64_t threads = args.rows * args.width / (kMorePacks<T, Source> * kPackSize<T>);
-    if constexpr (kMorePacks<T, Source> > kPacks<T, Source>)
-      if (threads >= 1024 * num_sms(launch.device) && run_groups<Source, kMorePacks<T, Source>>()) return;
+    constexpr int kMore = kMorePacks<T, Source, true> + kMorePacks<T, Source, false>;
+    if constexpr (kMore != 0)
+      if (args.rows * args.width / (kMore * kPackSize<T>) >= 1024 * num_sms(launch.device) &&
+          run_groups<Source, kMore>())
+        return;
     if (run_groups<Source, kPacks<T, Source>>()) return;
     run_any<Source, false>();
   }

@@ -66,7 +66,14 @@ struct SituAndMul : Gated<T>, Situ<T> {
     auto x = to_floats(raw.gate);
     const auto up = to_floats(raw.up);
 #pragma unroll
-    for (int i = 0; i < kPackSize<T>; ++i) x[i] = this->product(this->activation(x[i]), up[i]);
+    for (int i = 0; i < kPackSize<T>; ++i) x[i] = this->activation(x[i]);
+    if (this->linear_beta > 0.0f) {  // asked once
+#pragma unroll
+      for (int i = 0; i < kPackSize<T>; ++i) x[i] = this->product(x[i], up[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPackSize<T>; ++i) x[i] *= up[i];
+    }
     return round_to<T>(x);
   }
 };

@@ -81,7 +81,7 @@ void row_quant_cpu(const RowQuantArgs& args, const Launch&) {
             tiles.divide(reinterpret_cast<e4m3*>(to), from, args.width, high[0]))
           continue;
         const T* const next =
-            static_cast<const T*>(args.input) + args.input_rows.offset(row + 1 < args.rows ? row + 1 : row);
+            static_cast<const T*>(args.input) + args.input_rows.offset(row + 1 < rows ? row + 1 : row);
         writer.fill(to, args.width, [&](uint8_t* at, int64_t first, int64_t count) {
           if (streamed) prefetch_bytes(next + first, count * static_cast<int64_t>(sizeof(T)));
           encode(args, at, from + first, count, scale, finite);

@@ -171,17 +171,26 @@ __global__ __launch_bounds__(kReaders) void largest_kernel(const __grid_constant
   begin_dependent();
   const uint32_t step = gridDim.x * kReaders;
   float most = 0.0f;
-  for (uint32_t base = blockIdx.x * kReaders + threadIdx.x; base < plan.total; base += step * kMostVectors) {
-    Pack<T> x[kMostVectors];
+  const auto read = [&](auto load) {
+    for (uint32_t base = blockIdx.x * kReaders + threadIdx.x; base < plan.total; base += step * kMostVectors) {
+      Pack<T> x[kMostVectors];
 #pragma unroll
-    for (int k = 0; k < kMostVectors; ++k) {
-      x[k] = {};
-      const uint32_t n = base + k * step;
-      if (n >= plan.total) continue;
-      const Part<T> part(args, plan, n);
-      x[k] = load_pack(part.from, part.count, plan.aligned);
+      for (int k = 0; k < kMostVectors; ++k) {
+        x[k] = {};
+        const uint32_t n = base + k * step;
+        if (n < plan.total) x[k] = load(n);
+      }
+      most = fmaxf(most, largest_of(x));
     }
-    most = fmaxf(most, largest_of(x));
+  };
+  if (plan.one_row && plan.aligned && args.width % kPackSize<T> == 0) {
+    const T* const from = static_cast<const T*>(args.input);
+    read([=](uint32_t n) { return load_vec_in_order<Pack<T>>(from + int64_t{n} * kPackSize<T>); });
+  } else {
+    read([&](uint32_t n) {
+      const Part<T> part(args, plan, n);
+      return load_pack(part.from, part.count, plan.aligned);
+    });
   }
   most = block_reduce<0>(most, kReaders / 32, Maximum()) / largest_code(args.codes);
   if (threadIdx.x == 0) atomicMax(reinterpret_cast<int*>(args.scale_out), __float_as_int(most));

@@ -55,7 +55,7 @@ class RowExchange {
   __device__ void set_alone(bool alone) { alone_ = alone; }
 
   // Gives a lane the number of the block that it is called after, or `otherwise`.  A block gives the same one in all threads.
-  __device__ __noinline__ uint64_t number_of_lane(uint64_t number, uint64_t otherwise) {
+  __device__ uint64_t number_of_lane(uint64_t number, uint64_t otherwise) {
     const int thread = threadIdx.x, lane = thread % 32, which = uses_ % 2, parity = uses_ / 2 % 2;
     ++uses_;  // numbers of the next exchange may come while some threads still read those of this one
     const uint32_t barrier = shared_address(&memory_.barriers[which]);

@@ -1,5 +1,5 @@
 // A pass for the largest of a row, two for each of top_k and top_p (reach_target.cuh), one for the sum where probabilities are
-// wanted, and one that writes.  Passes after the first read from the second-level cache.
+// wanted, and one that writes.  Passes after the first read from the second-level cache; softmax alone keeps rows in shared memory.
 #include "sampling/reach_target.cuh"
 #include "sampling/row_filter.h"
 #include "sampling/row_passes.cuh"
@@ -23,6 +23,26 @@ struct RowWeights {
     return bins_below(x, largest, r.scale);
   }
 };
+
+// Results for the vector that begins with column `first`, of the row that lies at `out`.
+template <class T, class Out>
+__device__ void store_results(Out* out, const RowSlice<T>& slice, int first, const Vec<float, kPackSize<T>>& y) {
+  constexpr int kSize = kPackSize<T>, kAtOnce = kPackSize<Out>;
+  const bool in_vectors = reinterpret_cast<uintptr_t>(out + slice.first_vector) % 16 == 0;
+  if (in_vectors && first >= slice.begin && first <= slice.end - kSize) {
+#pragma unroll
+    for (int i = 0; i < kSize; i += kAtOnce) {
+      Vec<float, kAtOnce> part;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) part[j] = y[i + j];
+      store_vec(out + first + i, round_to<Out>(part));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i)
+      if (first + i >= slice.begin && first + i < slice.end) out[first + i] = from_float<Out>(y[i]);
+  }
+}
 
 template <class T, bool kProbabilities>
 __global__ __launch_bounds__(kSelectThreads,
@@ -99,8 +119,6 @@ __global__ __launch_bounds__(kSelectThreads,
     const EntryBound bound(floor);
     const bool keeps_all = floor == 0;  // NaN, too
     const auto write_to = [&](auto* out, auto result, float of_others) {
-      using Out = std::remove_pointer_t<decltype(out)>;
-      const bool in_vectors = reinterpret_cast<uintptr_t>(out + slice.first_vector) % 16 == 0;
       each_vector<1>(slice, [&](int first, const Vec<float, kSize>& x) {
         Vec<float, kSize> y;
 #pragma unroll
@@ -109,20 +127,7 @@ __global__ __launch_bounds__(kSelectThreads,
 #pragma unroll
           for (int i = 0; i < kSize; ++i)
             if (!bound.includes(x[i], first + i)) y[i] = of_others;
-        if (in_vectors && first >= slice.begin && first <= slice.end - kSize) {
-          constexpr int kAtOnce = kPackSize<Out>;
-#pragma unroll
-          for (int i = 0; i < kSize; i += kAtOnce) {
-            Vec<float, kAtOnce> part;
-#pragma unroll
-            for (int j = 0; j < kAtOnce; ++j) part[j] = y[i + j];
-            store_vec(out + first + i, round_to<Out>(part));
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < kSize; ++i)
-            if (first + i >= slice.begin && first + i < slice.end) out[first + i] = from_float<Out>(y[i]);
-        }
+        store_results(out, slice, first, y);
       });
     };
     T* out = static_cast<T*>(args.out) + row * args.out_stride;
@@ -138,11 +143,118 @@ __global__ __launch_bounds__(kSelectThreads,
   }
 }
 
+// Softmax alone.  A block keeps its columns in shared memory as floats, so that a row is read once and a share worked out once; a
+// thread has vectors of its own there.
+template <class T>
+__global__ __launch_bounds__(kSelectThreads, 2) void softmax_kernel(const __grid_constant__ RowFilterArgs args,
+                                                                    int blocks,
+                                                                    const __grid_constant__ Reporter reporter) {
+  extern __shared__ __align__(16) float4 kept[];
+  __shared__ RowMemory memory;
+  constexpr int kSize = kPackSize<T>;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) / blocks;
+  const int thread = threadIdx.x;
+  RowTeam team(memory, static_cast<int>(blockIdx.x) % blocks, blocks);
+  const RowSlice<T> slice(static_cast<const T*>(args.input) + row * args.input_stride, args.num_cols, team.rank(),
+                          blocks);
+  slice.prefetch_first();
+  begin_dependent();
+  const FilterRow r = filter_row(args, row);
+  const int vectors = (slice.end - slice.first_vector + kSize - 1) / kSize;
+  const auto column_of = [&](int vector) { return slice.first_vector + vector * kSize; };
+  // Quarters of 16 bytes of neighbouring threads lie side by side.
+  const auto keep = [&](int vector, const Vec<float, kSize>& x) {
+#pragma unroll
+    for (int i = 0; i < kSize; i += 4) kept[i / 4 * vectors + vector] = {x[i], x[i + 1], x[i + 2], x[i + 3]};
+  };
+  const auto kept_at = [&](int vector) {
+    Vec<float, kSize> x;
+#pragma unroll
+    for (int i = 0; i < kSize; i += 4) {
+      const float4 four = kept[i / 4 * vectors + vector];
+      x[i] = four.x;
+      x[i + 1] = four.y;
+      x[i + 2] = four.z;
+      x[i + 3] = four.w;
+    }
+    return x;
+  };
+
+  float own_largest = -INFINITY;
+  constexpr int kAtOnce = 4;
+  for (int first = thread; first < vectors; first += kAtOnce * kSelectThreads) {
+    Pack<T> raw[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) raw[i] = slice.load(column_of(first + i * kSelectThreads));
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      own_largest = larger_or_nan(own_largest, largest_of<T>(raw[i]));
+      if (first + i * kSelectThreads < vectors) keep(first + i * kSelectThreads, to_floats(raw[i]));
+    }
+  }
+  team.wait_for_blocks();
+  const uint32_t key = static_cast<uint32_t>(team.reduce(key_of_logit(own_largest), Larger()));
+  const float largest = logit_of_key(key);
+  const bool has_nan = key == kKeyOfNan, is_bad = has_nan || largest == -INFINITY;
+  if (is_bad && team.rank() == 0 && thread == 0) reporter(row, has_nan ? kRowHasNan : kRowIsEmpty);
+
+  Mass own = 0;
+#pragma unroll 2
+  for (int vector = thread; vector < vectors; vector += kSelectThreads) {
+    Vec<float, kSize> x = kept_at(vector);
+    MassSum sum;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) sum.add(x[i] = r.template share<false>(x[i], largest));
+    own += sum.of(kSize);
+    keep(vector, x);
+  }
+  const float total = static_cast<float>(team.reduce(own, Plus())) * 0x1p-40f;
+
+  const float of_largest = is_bad ? __int_as_float(0x7fc00000) : 1.0f / total;
+#pragma unroll 2
+  for (int vector = thread; vector < vectors; vector += kSelectThreads) {
+    Vec<float, kSize> x = kept_at(vector);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) x[i] *= of_largest;
+    if (args.out_dtype == DType::kFloat32) {
+      store_results(static_cast<float*>(args.out) + row * args.out_stride, slice, column_of(vector), x);
+    } else {
+      store_results(static_cast<T*>(args.out) + row * args.out_stride, slice, column_of(vector), x);
+    }
+  }
+}
+
+// How many blocks share a row of softmax: so many that two of them find room on a multiprocessor, or at least one.  0: that is
+// not possible.
+template <class T>
+int blocks_for_softmax(const RowFilterArgs& args, const Launch& launch, int& shared_bytes) {
+  constexpr int kTwoFit = 88 << 10, kOneFits = 190 << 10;
+  int blocks = blocks_for_row<softmax_kernel<T>>(args.num_rows, args.num_cols, kMostBlocks, launch);
+  if (!overlaps_kernels(launch.device)) return 0;
+  const auto bytes_of = [&](int count) {
+    const int64_t vectors = args.num_cols / kPackSize<T> + 2;
+    return static_cast<int>(
+        std::min(((vectors + count - 1) / count + 3) * kPackSize<T> * int64_t{sizeof(float)}, int64_t{INT32_MAX}));
+  };
+  while (blocks < kPortableBlocks && bytes_of(blocks) > kTwoFit) blocks *= 2;
+  shared_bytes = bytes_of(blocks);
+  return shared_bytes <= kOneFits ? blocks : 0;
+}
+
 }  // namespace
 
 void row_filter_cuda(const RowFilterArgs& args, const Launch& launch) {
   constexpr int room = 4096;
+  const bool is_softmax = args.result == RowResult::kProbabilities && !args.of_probabilities && !args.top_k.given &&
+                          !args.top_p.given && !args.min_p.given;
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
+    if constexpr (sizeof(T) == 4) {  // 16-bit rows are bound by arithmetic, not by reading twice
+      if (int bytes = 0; is_softmax) {
+        if (const int blocks = blocks_for_softmax<T>(args, launch, bytes))
+          return launch_rows<softmax_kernel<T>>(args.num_rows, blocks, kSelectThreads, bytes, launch, "row_filter",
+                                                args, blocks, launch.reporter(args.report));
+      }
+    }
     dispatch_bool(args.of_probabilities, [&]<bool kProbabilities>() {
       const int blocks =
           blocks_for_row<row_filter_kernel<T, kProbabilities>>(args.num_rows, args.num_cols, kMostBlocks, launch);

@@ -53,7 +53,8 @@ __device__ inline float logarithm_of_2(float x) {
   return result;
 }
 
-template <class T, bool kAdjusted>
+// kPlain: nothing but temperatures is given, and so there is less code, for which registers suffice.
+template <class T, bool kAdjusted, bool kPlain>
 class RowSampler {
  public:
   __device__ RowSampler(const SampleArgs& args, const RowSlice<T>& slice, const SampleRow& r,
@@ -71,7 +72,9 @@ class RowSampler {
 
   __device__ void draw(int64_t row, const Reporter& reporter) {
     Drawn drawn{0, 0.0f, 0.0f, 0};
-    if (r_.k <= kMostListed && r_.k < args_.num_cols) {
+    if constexpr (kPlain) {
+      draw_from_all(drawn);
+    } else if (r_.k <= kMostListed && r_.k < args_.num_cols) {
       if (!draw_from_list(drawn)) return;
     } else {
       draw_from_row(drawn);
@@ -110,16 +113,18 @@ class RowSampler {
   }
 
   // False in blocks whose part is done.
-  __device__ __noinline__ bool draw_from_list(Drawn& drawn) {
+  __device__ bool draw_from_list(Drawn& drawn) {
     using Candidates = TopKCandidates<T, kAdjusted ? 1 : 4>;
     const int thread = threadIdx.x, k = r_.k;
-    int n = Candidates::find(slice_, k, team_.exchange(), entries_, room_, memory_.select,
+    constexpr float kLeastFinite = -0x1.fffffep127f;
+    int n = Candidates::find(slice_, k, kLeastFinite, team_.exchange(), entries_, room_, memory_.select,
                              [&](float x, int column) { return value(x, column); });
     if (team_.rank() != 0) return false;
+    if (n == 0) return true;  // nothing but -infinity
     n = first_entries(entries_, n, k, memory_.select);
     drawn.largest = logit_of_key(key_of(entries_[0]));
-    if (key_of(entries_[0]) == kKeyOfNan || drawn.largest == -INFINITY) {
-      drawn.entry = drawn.largest == -INFINITY ? 0 : entries_[0];
+    if (key_of(entries_[0]) == kKeyOfNan) {
+      drawn.entry = entries_[0];
       return true;
     }
     // One for each thread, or two neighbours.
@@ -155,7 +160,22 @@ class RowSampler {
     return true;
   }
 
-  __device__ __noinline__ void draw_from_row(Drawn& drawn) {
+  __device__ void draw_from_all(Drawn& drawn) {
+    if (r_.greedy) {
+      take_first(first_of_row(), drawn);
+      return;
+    }
+    if (threadIdx.x == 0) search_ = {0, {false, 0, 0.0f, r_.scale, 1.0f}, INFINITY, 0, NoiseRounds(r_.noise)};
+    __syncthreads();
+    drawn.entry = best_of_row();
+  }
+
+  // What a row with this first entry gives, if it is greedy, NaN or empty.
+  __device__ void take_first(Entry first, Drawn& drawn) const {
+    drawn.entry = first == 0 ? 0 : entry_of(key_of(first), static_cast<uint32_t>(args_.first_token) + index_of(first));
+  }
+
+  __device__ void draw_from_row(Drawn& drawn) {
     const bool by_k = r_.k != args_.num_cols, by_top_p = r_.top_p < 1.0f, tries = by_top_p && !args_.logprobs;
     const auto own_value = [&](float x, int column) { return value(x, column); };
     Entry floor = 0;
@@ -175,8 +195,7 @@ class RowSampler {
       const Entry first = first_of_row();
       drawn.largest = logit_of_key(key_of(first));
       if (r_.greedy || first == 0 || key_of(first) == kKeyOfNan) {
-        drawn.entry =
-            first == 0 ? 0 : entry_of(key_of(first), static_cast<uint32_t>(args_.first_token) + index_of(first));
+        take_first(first, drawn);
         return;
       }
       const float least = r_.least_logit(drawn.largest);
@@ -218,7 +237,7 @@ class RowSampler {
   struct Masses {
     Mass all, before;
   };
-  __device__ __noinline__ Masses add_masses(Entry floor, float logit, int its_column, float largest) {
+  __device__ Masses add_masses(Entry floor, float logit, int its_column, float largest) {
     const float scale = r_.scale, next_smaller = next_below(logit);
     const EntryBound candidates(floor);
     Masses sums{0, 0};
@@ -280,8 +299,8 @@ class RowSampler {
     return team_.reduce(first, Larger());
   }
 
-  // What wins among those that are searched.  Not inlined: it wants all registers.
-  __device__ __noinline__ Entry best_of_row() {
+  // What wins among those that are searched.
+  __device__ Entry best_of_row() {
     constexpr int kGroup = TokenNoise::kGroup;
     const float least = search_.least_logit(), scale = r_.scale;
     Entry best = 0;

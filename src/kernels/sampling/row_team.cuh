@@ -44,7 +44,7 @@ class RowTeam {
 
   // Over this block, and over all blocks, for which 0 is neutral; given to all threads.
   template <class Combine>
-  __device__ __noinline__ uint64_t reduce_block(uint64_t x, Combine combine) {
+  __device__ uint64_t reduce_block(uint64_t x, Combine combine) {
     use_ ^= 1;
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) x = combine(x, __shfl_xor_sync(0xffffffffu, x, distance));
@@ -56,7 +56,7 @@ class RowTeam {
     return x;
   }
   template <class Combine>
-  __device__ __noinline__ uint64_t reduce(uint64_t x, Combine combine) {
+  __device__ uint64_t reduce(uint64_t x, Combine combine) {
     x = reduce_block(x, combine);
     if (blocks() == 1) return x;
     x = exchange_.number_of_lane(x, 0);
@@ -73,7 +73,7 @@ class RowTeam {
     const uint64_t of_lane = exchange_.number_of_lane(total, 0);
     return sum_of_lower(of_lane, rank(), total) + before;
   }
-  __device__ __noinline__ uint64_t sum_before_in_block(uint64_t x, uint64_t& total) {
+  __device__ uint64_t sum_before_in_block(uint64_t x, uint64_t& total) {
     use_ ^= 1;
     uint64_t sum = x;
 #pragma unroll

@@ -12,7 +12,7 @@ __device__ inline void prefetch_sample_row(const SampleArgs& args, int64_t row) 
     if (list->data) prefetch(static_cast<const char*>(list->data) + row * list->stride * (list->is_int64 ? 8 : 4));
 }
 
-template <class T, bool kAdjusted>
+template <class T, bool kAdjusted, bool kPlain>
 __global__ __launch_bounds__(kSelectThreads,
                              kAdjusted ? 1 : 2) void sample_kernel(const __grid_constant__ SampleArgs args, int blocks,
                                                                    int room,
@@ -35,22 +35,26 @@ __global__ __launch_bounds__(kSelectThreads,
   }
   __syncthreads();
   team.wait_for_blocks();
-  RowSampler<T, kAdjusted>(args, slice, of_row, *reinterpret_cast<const RowAdjustments*>(adjusted), team, memory,
-                           search, entries, room)
+  RowSampler<T, kAdjusted, kPlain>(args, slice, of_row, *reinterpret_cast<const RowAdjustments*>(adjusted), team,
+                                   memory, search, entries, room)
       .draw(row, reporter);
 }
 
 }  // namespace
 
 void sample_cuda(const SampleArgs& args, const Launch& launch) {
+  const bool is_plain =
+      !args.adjustments.any() && !args.top_k.given && !args.top_p.given && !args.min_p.given && !args.logprobs;
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
-    dispatch_bool(args.adjustments.any(), [&]<bool kAdjusted>() {
-      const int blocks = blocks_for_row<sample_kernel<T, kAdjusted>>(args.num_rows, args.num_cols, kMostBlocks, launch);
-      const int room = TopKCandidates<T, 1>::room(kMostListed, blocks);
-      launch_rows<sample_kernel<T, kAdjusted>>(args.num_rows, blocks, kSelectThreads,
-                                               room * static_cast<int>(sizeof(Entry)), launch, "sample", args, blocks,
-                                               room, launch.reporter("sample: logits"));
-    });
+    const auto run = [&]<bool kAdjusted, bool kPlain>() {
+      constexpr auto kKernel = sample_kernel<T, kAdjusted, kPlain>;
+      const int blocks = blocks_for_row<kKernel>(args.num_rows, args.num_cols, kMostBlocks, launch);
+      const int room = kPlain ? 0 : TopKCandidates<T, 1>::room(kMostListed, blocks);
+      launch_rows<kKernel>(args.num_rows, blocks, kSelectThreads, room * static_cast<int>(sizeof(Entry)), launch,
+                           "sample", args, blocks, room, launch.reporter("sample: logits"));
+    };
+    if (is_plain) return run.template operator()<false, true>();
+    dispatch_bool(args.adjustments.any(), [&]<bool kAdjusted>() { run.template operator()<kAdjusted, false>(); });
   });
 }
 

@@ -24,7 +24,7 @@ struct SelectMemory {
 };
 
 // The sum of those of the threads before this one.  A barrier lies between two that follow each other.
-__device__ __noinline__ inline uint32_t sum_before(uint32_t x, SelectMemory& memory, uint32_t& total) {
+__device__ inline uint32_t sum_before(uint32_t x, SelectMemory& memory, uint32_t& total) {
   uint32_t sum = x;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -114,9 +114,18 @@ __device__ uint32_t largest_bound(const uint32_t (&keys)[kKeys], uint32_t wanted
   }
 }
 
+__device__ inline Entry and_of_warp(Entry x) {
+  return Entry{__reduce_and_sync(0xffffffffu, key_of(x))} << 32 |
+         __reduce_and_sync(0xffffffffu, static_cast<uint32_t>(x));
+}
+__device__ inline Entry or_of_warp(Entry x) {
+  return Entry{__reduce_or_sync(0xffffffffu, key_of(x))} << 32 |
+         __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(x));
+}
+
 // The smallest of the first `wanted` of n different entries, or a number between it and the next one.  Each step counts how many
 // entries have which of their first bits that differ, and goes on with those among which the bound lies.
-__device__ __noinline__ inline Entry bound_of_first(const Entry* entries, int n, int wanted, SelectMemory& memory) {
+__device__ inline Entry bound_of_first(const Entry* entries, int n, int wanted, SelectMemory& memory) {
   if (n <= wanted) return 0;
   if (threadIdx.x == 0) memory.num_few = 0;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -132,21 +141,19 @@ __device__ __noinline__ inline Entry bound_of_first(const Entry* entries, int n,
       all &= entry;
       any |= entry;
     }
-    all = Entry{__reduce_and_sync(0xffffffffu, key_of(all))} << 32 |
-          __reduce_and_sync(0xffffffffu, static_cast<uint32_t>(all));
-    any = Entry{__reduce_or_sync(0xffffffffu, key_of(any))} << 32 |
-          __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(any));
+    all = and_of_warp(all);
+    any = or_of_warp(any);
     if (lane == 0) {
       memory.all[warp] = all;
       memory.any[warp] = any;
     }
     for (int i = thread; i < kSelectBins; i += kSelectThreads) memory.bins[i] = 0;
     __syncthreads();
-#pragma unroll
-    for (int other = 0; other < kSelectWarps; ++other) {
-      all &= memory.all[other];
-      any |= memory.any[other];
-    }
+    // A lane for each warp: were each thread to read them all, that would take longer than all else.
+    all = lane < kSelectWarps ? memory.all[lane] : ~Entry{0};
+    any = lane < kSelectWarps ? memory.any[lane] : 0;
+    all = and_of_warp(all);
+    any = or_of_warp(any);
     if (all == any) return all;  // a single one
     const int top = 63 - __clzll(static_cast<long long>(all ^ any)), last = max(top - kSelectBits + 1, 0);
     const uint32_t mask = (2u << (top - last)) - 1u;
@@ -182,7 +189,7 @@ __device__ __noinline__ inline Entry bound_of_first(const Entry* entries, int n,
 }
 
 // Keeps entries that are not below t, in any order, and gives their number.
-__device__ __noinline__ inline int keep_not_below(Entry t, Entry* entries, int n, SelectMemory& memory) {
+__device__ inline int keep_not_below(Entry t, Entry* entries, int n, SelectMemory& memory) {
   if (threadIdx.x == 0) memory.count = 0;
   // What is kept goes to places before those that are read next.
   for (int first = 0; first < n; first += kSelectThreads) {
@@ -198,7 +205,7 @@ __device__ __noinline__ inline int keep_not_below(Entry t, Entry* entries, int n
 constexpr int kFewEntries = 256;
 
 // Sorts n different entries, the largest first.  Up to the power of two that is not below n, `entries` has room.
-__device__ __noinline__ inline void sort_entries(Entry* entries, int n) {
+__device__ inline void sort_entries(Entry* entries, int n) {
   const int thread = threadIdx.x;
   if (n <= kFewEntries) {  // two threads find the place of each by counting those before it
     static_assert(2 * kFewEntries <= kSelectThreads);

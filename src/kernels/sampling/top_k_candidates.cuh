@@ -24,20 +24,21 @@ struct TopKCandidates {
   static int room(int k, int blocks) { return std::max(k <= 1024 ? 4096 : 8192, blocks * k); }
   static int most_blocks(int k) { return std::min(kPortableBlocks, 16384 / k); }
 
-  // Brings the entries together in the list of the row's first block, and gives their number there, k to room; all barriers are
-  // behind, and other blocks may end.
+  // Brings the entries together in the list of the row's first block, and gives their number there, k to room, or less where `least`
+  // leaves out others; all barriers are behind, and other blocks may end.
   //   k           1 ... the row's number of logits
+  //   least       what is below it is no entry: where few tokens are allowed, lists would fill with the others
   //   value(x, column): what the logit of a column counts as
   template <class Value>
-  static __device__ int find(const RowSlice<T>& slice, int k, RowExchange& exchange, Entry* entries, int room,
-                             SelectMemory& memory, Value value) {
+  static __device__ int find(const RowSlice<T>& slice, int k, float least, RowExchange& exchange, Entry* entries,
+                             int room, SelectMemory& memory, Value value) {
     const int groups = max((slice.end - slice.first_vector + kGroup - 1) / kGroup, 1);
     const int enough = (k + exchange.blocks() - 1) / exchange.blocks(), of_group = (enough + groups - 1) / groups;
     // The number of the first k that a sample has is known within about its root.
     int wanted = min(of_group + static_cast<int>(4.0f * sqrtf(static_cast<float>(of_group))) + 4, enough);
 #pragma unroll 1
     while (true) {
-      int n = collect(slice, groups, wanted, k, exchange, entries, room, memory, value);
+      int n = collect(slice, groups, wanted, k, least, exchange, entries, room, memory, value);
       RowExchange::ListPlace place = exchange.place_of_list(n);
       if (place.total < k && wanted < enough) {
         wanted = enough;
@@ -59,8 +60,8 @@ struct TopKCandidates {
  private:
   // Gives the number of entries in this block's list.
   template <class Value>
-  static __device__ int collect(const RowSlice<T>& slice, int groups, int wanted, int k, RowExchange& exchange,
-                                Entry* entries, int room, SelectMemory& memory, Value value) {
+  static __device__ int collect(const RowSlice<T>& slice, int groups, int wanted, int k, float least,
+                                RowExchange& exchange, Entry* entries, int room, SelectMemory& memory, Value value) {
     const int thread = threadIdx.x;
     float bound = 0.0f;
     // Vectors of a group lie as far from each other as there are groups.
@@ -78,9 +79,11 @@ struct TopKCandidates {
         Pack<T> raw[kVectors];
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(column(v, 0));
-        if (group == 0 && !waits)
+        if (group == 0 && !waits) {
           bound =
               first_bound(raw, wanted, exchange, memory, [&](float x, int v, int i) { return value(x, column(v, i)); });
+          if (!(bound > least)) bound = least;
+        }
         uint32_t pending = 0;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
@@ -120,8 +123,8 @@ struct TopKCandidates {
     }
   }
 
-  // Cuts a full list to its first k, and gives the logit of the last of them.
-  static __device__ float cut(int k, Entry* entries, int n, SelectMemory& memory) {
+  // Cuts a full list to its first k, and gives the logit of the last of them.  Rare, and so not inlined.
+  static __device__ __noinline__ float cut(int k, Entry* entries, int n, SelectMemory& memory) {
     const Entry t = bound_of_first(entries, n, k, memory);
     keep_not_below(t, entries, n, memory);
     return logit_of_key(key_of(t));

@@ -44,7 +44,7 @@ __global__ __launch_bounds__(kSelectThreads, 2) void top_k_per_row_kernel(const 
     return;
   }
   using Candidates = TopKCandidates<T>;
-  int n = Candidates::find(slice, range.k, exchange, entries, room, memory, [](float x, int) { return x; });
+  int n = Candidates::find(slice, range.k, -INFINITY, exchange, entries, room, memory, [](float x, int) { return x; });
   if (!is_first) return;
   for (int i = range.k + thread; i < args.k; i += kSelectThreads) finish(i, -1);
   if (args.sorted || n <= kFewEntries) {

@@ -175,10 +175,10 @@ struct WorkspacePlaces {
 WorkspacePlaces workspace_places(int grid, int rows, int pitch, bool batch_invariant);
 
 // With batch_invariant: what a block of prefill keeps of a query tile's chunks, 64 bits for each of their columns and 32 for every
-// four, and two chunks that wait in turn.
+// four, and one chunk that waits.
 constexpr int64_t kept_bytes(int head_size) {
   const int columns = head_size <= 64 ? 64 : 128;
-  return int64_t{2} * kThreads * (columns / 4 + columns / 32 + columns / 4) * 16;
+  return int64_t{2} * kThreads * (columns / 4 + columns / 32 + columns / 8) * 16;
 }
 
 // A call's longest sequence.

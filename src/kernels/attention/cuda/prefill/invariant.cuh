@@ -10,8 +10,7 @@
 //
 // Sums of chunks are kept in memory as digits side by side in 64 bits, each thread's where it alone reads them, and become
 // the records of merge/exact.cuh when there is no more room for digits or the block's part of the segment ends.
-// Every other chunk waits in memory for the next, so that what is kept comes and goes half as often.  A pair of chunks has eight
-// tiles, and what it adds has eight pieces of columns: after each of the next tiles one, while the other warpgroup's products run.
+// Every other chunk waits in memory for the next, so that what is kept comes and goes half as often.
 //
 // Bottleneck: the matrix units, floor = 4 or, weights of bf16 having two parts, 6 * head size * visible (query, key) pairs *
 // heads / 989 TFLOP/s.
@@ -58,26 +57,10 @@ struct InvariantPrefillRows : PrefillRows<S> {
   static constexpr int kSteps = kTile / 16;  // the running maximum may follow in front of each
   static constexpr int kStages = S::kStages;
 
-  // What is used once for a pair of chunks, and would take registers from what is used for each tile.
-  struct Totals {
-    ExactSum<1> totals[2];
-    int exponents[2][2];   // of the chunks of each row that are being added
-    float4 waiting_stats;  // maximum and sum, of both rows
-  };
-
-  // One or two chunks on their way to what is kept.
-  struct Adding {
-    int piece;  // the next one
-    int place;  // of the chunk that waits
-    bool two, keeps, settles, adds, ends;
-  };
-  static constexpr int kPieces = kD / 16;
-
   float4* staged;  // this thread's, in shared memory
   int4* kept;      // and in memory
-  Totals& totals;  // and in memory
-  Adding adding;
-  int place;  // of the next chunk that waits
+  float4 waiting_stats;
+  ExactSum<1> totals[2];
 
   float odd[kTile / 2];                           // of the scores
   uint32_t rest[S::kTerms == 2 ? kSteps : 1][4];  // what rounding left of the weights
@@ -115,19 +98,15 @@ struct InvariantPrefillRows : PrefillRows<S> {
     for (int i = 0; i < kTile / 2; ++i) s[i] += odd[i];
   }
 
-  // In this lane's columns of row h, in steps `from` to `to` - 1.
+  // Of this lane's row h, in steps `from` to `to` - 1.
   __device__ float greatest(int h, int from, int to) const {
     float x[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int i = 2 * from; i < 2 * to; ++i) {
       for (int e = 0; e < 2; ++e) x[e] = fmaxf(x[e], s[4 * i + 2 * h + e]);
     }
-    return fmaxf(x[0], x[1]);
-  }
-
-  __device__ float greatest_of_row(int h, int from, int to) const {
-    const float x = greatest(h, from, to), y = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(y, __shfl_xor_sync(~0u, y, 2));
+    const float y = fmaxf(x[0], x[1]), z = fmaxf(y, __shfl_xor_sync(~0u, y, 1));
+    return fmaxf(z, __shfl_xor_sync(~0u, z, 2));
   }
 
   // Scores of step t to weights, in the order of generic/softmax.cuh.
@@ -159,8 +138,9 @@ struct InvariantPrefillRows : PrefillRows<S> {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       part_sum[h][0] = part_sum[h][1] = 0;
-      maximum[h] = ceilf(greatest_of_row(h, 0, 1) * scale);  // or -inf
-      rises = rises || greatest(h, 1, kSteps) * scale > maximum[h] + kLag;
+      maximum[h] = ceilf(greatest(h, 0, 1) * scale);     // or -inf
+      const float top = greatest(h, 1, kSteps) * scale;  // all lanes have to be there
+      rises = rises || top > maximum[h] + kLag;
     }
     rescales = false;
     if (__any_sync(~0u, rises)) [[unlikely]] {
@@ -179,7 +159,7 @@ struct InvariantPrefillRows : PrefillRows<S> {
     for (int t = 1; t < kSteps; ++t) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float top = greatest_of_row(h, t, t + 1) * scale, old = maximum[h];
+        const float top = greatest(h, t, t + 1) * scale, old = maximum[h];
         const float now = top > old + kLag ? ceilf(top) : old;
         rescale[t][h] = power_of_2(old - (now == -INFINITY ? 0.f : now));
         rescales = rescales || (now > old && old != -INFINITY);
@@ -253,9 +233,9 @@ struct InvariantPrefillRows : PrefillRows<S> {
     }
   }
 
-  // A chunk waits in memory for the next one, so that what is kept comes and goes for every second one.  There are two places in turn.
-  __device__ float4& waiting_at(int place, int i) const {
-    return reinterpret_cast<float4*>(kept)[(kD / 4 + kD / 32 + place * (kD / 8) + i) * 2 * kThreads];
+  // A chunk waits in memory for the next one, so that what is kept comes and goes for every second one.
+  __device__ float4& waiting_at(int i) const {
+    return reinterpret_cast<float4*>(kept)[(kD / 4 + kD / 32 + i) * 2 * kThreads];
   }
   __device__ float4& staged_at(int i) const { return staged[i * 2 * kThreads]; }
 
@@ -265,11 +245,11 @@ struct InvariantPrefillRows : PrefillRows<S> {
 
   __device__ void leave_chunk() {
 #pragma unroll
-    for (int i = 0; i < kD / 8; ++i) waiting_at(place, i) = of_chunk(i);
-    totals.waiting_stats = {chunk_maximum[0], chunk_sum[0], chunk_maximum[1], chunk_sum[1]};
+    for (int i = 0; i < kD / 8; ++i) waiting_at(i) = of_chunk(i);
+    waiting_stats = {chunk_maximum[0], chunk_sum[0], chunk_maximum[1], chunk_sum[1]};
   }
 
-  // Of two column tiles this lane and its neighbour have two columns each: four neighbouring ones of one tile instead, of the row half h.
+  // Four neighbouring columns of this lane, from two column tiles, for the row half h.
   __device__ float4 four(const float4 (&x)[2], int h) const {
     const bool odd = lane & 1;
     const float2 a = h ? float2{x[0].z, x[0].w} : float2{x[0].x, x[0].y};
@@ -277,7 +257,6 @@ struct InvariantPrefillRows : PrefillRows<S> {
     const float got0 = __shfl_xor_sync(~0u, odd ? a.x : b.x, 1), got1 = __shfl_xor_sync(~0u, odd ? a.y : b.y, 1);
     return odd ? float4{got0, got1, b.x, b.y} : float4{a.x, a.y, got0, got1};
   }
-  __device__ int column(int i) const { return i * 16 + lane % 2 * 8 + lane % 4 / 2 * 4; }
 
   // ---- the sum of chunks, in memory -----------------------------------------------------------------------------------
 
@@ -296,83 +275,93 @@ struct InvariantPrefillRows : PrefillRows<S> {
     float4 waiting[2]{};
   };
 
-  __device__ Piece load_piece(int i) const {
+  __device__ Piece load_piece(int i, bool two, bool keeps) const {
     Piece x;
-    if (adding.keeps) {
+    if (keeps) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) x.digits[k] = kept_at(4 * i + k);
       x.states = states_at(i);
     }
-    if (adding.two) {
-      x.waiting[0] = waiting_at(adding.place, 2 * i);
-      x.waiting[1] = waiting_at(adding.place, 2 * i + 1);
+    if (two) {
+      x.waiting[0] = waiting_at(2 * i);
+      x.waiting[1] = waiting_at(2 * i + 1);
     }
     return x;
   }
 
-  // The block's of the segment, for what settles.
-  __device__ ExactQuad& record(const Unit& u, int h, int i) const {
-    const int slot = u.slot < 0 ? 2 * blockIdx.x + 1 : u.slot;  // of a segment that is all this block's, too
-    return ExactQuad::at(p, slot, row0 + h * 8, column(i) / 4);
-  }
-
-  // From now on the chunk, and the one that waits if there are `two`, are added to what is kept, if it `keeps` any.  What `settles`
-  // goes to the record instead, after what is there if it `adds`, or, if the segment `ends` and is all this block's, to the output.
-  __device__ void begin_adding(const Unit& u, bool two, bool keeps, bool settles, bool adds, bool ends) {
-    adding = {0, place, two, keeps, settles, adds, ends};
-    place ^= 1;
+  // Adds the chunk, and the one that waits if there are `two`, to what is kept, if it `keeps` any.  By way of shared memory:
+  // a loop in registers would be code that no instruction cache holds.
+  __device__ void add_chunks(bool two, bool keeps) {
+    Piece next = load_piece(0, two, keeps);
 #pragma unroll
     for (int i = 0; i < kD / 8; ++i) staged_at(i) = of_chunk(i);
+    int exponents[2][2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float4 stats = totals.waiting_stats;
-      const float2 first = !two ? float2{-INFINITY, 0} : h ? float2{stats.z, stats.w} : float2{stats.x, stats.y};
-      totals.exponents[h][0] = exponent_of(first.x);
-      totals.exponents[h][1] = exponent_of(chunk_maximum[h]);
-      ExactSum<1>& total = totals.totals[h];
-      if (!keeps) total.clear();
-      total.add({first.y}, totals.exponents[h][0]);
-      total.add({chunk_sum[h]}, totals.exponents[h][1]);
-      if (settles && adds && row_of(p, u, row0 + h * 8).valid) total.add(record(u, h, 0).total);
+      const float2 first = !two ? float2{-INFINITY, 0}
+                           : h  ? float2{waiting_stats.z, waiting_stats.w}
+                                : float2{waiting_stats.x, waiting_stats.y};
+      exponents[h][0] = exponent_of(first.x);
+      exponents[h][1] = exponent_of(chunk_maximum[h]);
+      if (!keeps) totals[h].clear();
+      totals[h].add({first.y}, exponents[h][0]);
+      totals[h].add({chunk_sum[h]}, exponents[h][1]);
+    }
+#pragma unroll 1
+    for (int i = 0; i < kD / 16; ++i) {
+      const Piece piece = next;
+      if (i + 1 < kD / 16) next = load_piece(i + 1, two, keeps);
+      const float4 now[2] = {staged_at(2 * i), staged_at(2 * i + 1)};
+      int states[2] = {piece.states.x, piece.states.y};
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float4 a = four(piece.waiting, h), b = four(now, h);
+        const float terms[2][4] = {{a.x, a.y, a.z, a.w}, {b.x, b.y, b.z, b.w}};
+        KeptQuad quad;
+        quad.set(piece.digits[2 * h], piece.digits[2 * h + 1]);
+        quad.state = states[h];
+        quad.add(terms, exponents[h]);
+        quad.get(kept_at(4 * i + 2 * h), kept_at(4 * i + 2 * h + 1));
+        states[h] = quad.state;
+      }
+      states_at(i) = {states[0], states[1]};
     }
   }
 
-  // By way of shared memory: all pieces in registers would be code that no instruction cache holds.
-  __device__ void add_piece(const Unit& u, const Piece& piece) {
-    const int i = adding.piece++;
-    const float4 now[2] = {staged_at(2 * i), staged_at(2 * i + 1)};
-    int states[2] = {piece.states.x, piece.states.y};
+  // What is kept goes to the block's record of the segment, after what is there if `adds`, or, ended, to the output.
+  __device__ void settle(const Unit& u, bool adds, bool ends) {
+    const int slot = u.slot < 0 ? 2 * blockIdx.x + 1 : u.slot;  // of a segment that is all this block's, too
+    const Row rows[2] = {row_of(p, u, row0), row_of(p, u, row0 + 8)};
+    const auto column = [&](int i) { return i * 16 + lane % 2 * 8 + lane % 4 / 2 * 4; };
+    const auto record = [&](int h, int i) -> ExactQuad& { return ExactQuad::at(p, slot, row0 + h * 8, column(i) / 4); };
+    const bool finishes = ends && u.slot < 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float4 a = four(piece.waiting, h), b = four(now, h);
-      const float terms[2][4] = {{a.x, a.y, a.z, a.w}, {b.x, b.y, b.z, b.w}};
-      KeptQuad quad;
-      quad.set(piece.digits[2 * h], piece.digits[2 * h + 1]);
-      quad.state = states[h];
-      quad.add(terms, totals.exponents[h]);
-      states[h] = quad.state;
-      if (!adding.settles) {
-        quad.get(kept_at(4 * i + 2 * h), kept_at(4 * i + 2 * h + 1));
-        continue;
-      }
-      const Row row = row_of(p, u, row0 + h * 8);
-      if (!row.valid) continue;
-      ExactQuad all{quad.unpacked(), totals.totals[h]};
-      if (adding.adds) all.values.add(record(u, h, i).values);
-      if (adding.ends && u.slot < 0) {
-        store_columns(p, output_row<T>(p, row), column(i), all.finish(p, row, u.kv_head));
-      } else {
-        record(u, h, i) = all;
+      if (rows[h].valid && adds) totals[h].add(record(h, 0).total);
+    }
+#pragma unroll 1
+    for (int i = 0; i < kD / 16; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (!rows[h].valid) continue;
+        KeptQuad x;
+        x.set(kept_at(4 * i + 2 * h), kept_at(4 * i + 2 * h + 1));
+        x.state = h ? states_at(i).y : states_at(i).x;
+        ExactQuad all{x.unpacked(), totals[h]};
+        if (adds) all.values.add(record(h, i).values);
+        if (finishes) {
+          store_columns(p, output_row<T>(p, rows[h]), column(i), all.finish(p, rows[h], u.kv_head));
+        } else {
+          record(h, i) = all;
+        }
       }
     }
-    if (!adding.settles) states_at(i) = {states[0], states[1]};
   }
 
   // Both warpgroups have the same turns.
   __device__ void run() {
     take_registers<S::kComputeRegisters>();
     int used = 0;  // tiles
-    place = 0;
     if (group == 1) this->end_turn();
 #pragma unroll 1
     for (int n = 0;; ++n) {
@@ -383,62 +372,47 @@ struct InvariantPrefillRows : PrefillRows<S> {
       if (tiles == 0) return;
       this->begin_segment(u);
       clear_chunk();
-      adding.piece = kPieces;
-      adding.ends = false;
       int chunks = 0;  // since the last settlement
       bool waits = false, settled = false, by_steps = false;
 #pragma unroll 1
       for (int j = 0;; ++j, ++used) {
         const int stage = used % kStages, parity = used / kStages % 2;
-        const bool ends = j == tiles;
-        if (j > 0 && !ends) this->wait_full(scratch.key_full[stage], parity);
+        if (j > 0 && j < tiles) this->wait_full(scratch.key_full[stage], parity);
         if (j > 0) this->wait_full(scratch.value_full[(used - 1) % kStages], (used - 1) / kStages % 2);
         this->take_turn();
         if (j > 0) {
           add_values((used - 1) % kStages, by_steps);
           this->arrive(scratch.value_empty[(used - 1) % kStages]);
           end_part();
-          if (!ends && (u.first_token + j * kTile) % kChunkTokens == 0) {
-            if (!waits) {
+          const bool ends = j == tiles;
+          if (ends || (u.first_token + j * kTile) % kChunkTokens == 0) {
+            if (!ends && !waits) {
               leave_chunk();
+              waits = true;
             } else {
-              const bool settles = chunks + 4 > KeptQuad::kMostTerms;
-              begin_adding(u, true, chunks > 0, settles, settled, false);
-              chunks = settles ? 0 : chunks + 2;
-              settled = settled || settles;
+              this->end_turn();
+              add_chunks(waits, chunks > 0);
+              chunks += 1 + waits;
+              waits = false;
+              if (ends || chunks + 2 > KeptQuad::kMostTerms) {
+                settle(u, settled, ends);
+                settled = true;
+                chunks = 0;
+              }
+              if (ends) break;
+              this->take_turn();
             }
-            waits = !waits;
             clear_chunk();
           }
         }
-        Piece next;
-        if (ends) {
-          this->end_turn();
-          if (adding.piece < kPieces) next = load_piece(adding.piece);
-        } else {
-          ask_scores(stage);
-          this->end_turn();
-          wait_scores();
-          const uint4 valid = this->valid_of(stage);
-          this->release_keys(stage, j + 1 == tiles);
-          add_chains();
-          this->mask(u.first_token + j * kTile, valid);
-          if (adding.piece < kPieces) next = load_piece(adding.piece);
-          by_steps = make_weights();
-        }
-        // A piece, or, at the end, all of those that are left, and then those of the last chunks.
-#pragma unroll 1
-        for (bool more = true; more; more = ends && !(adding.ends && adding.piece == kPieces)) {
-          if (ends && adding.piece == kPieces) {
-            begin_adding(u, waits, chunks > 0, true, settled, true);
-            next = load_piece(0);
-          }
-          if (adding.piece == kPieces) break;
-          const Piece piece = next;
-          if (ends && adding.piece + 1 < kPieces) next = load_piece(adding.piece + 1);
-          add_piece(u, piece);
-        }
-        if (ends) break;
+        ask_scores(stage);
+        this->end_turn();
+        wait_scores();
+        const uint4 valid = this->valid_of(stage);
+        this->release_keys(stage, j + 1 == tiles);
+        add_chains();
+        this->mask(u.first_token + j * kTile, valid);
+        by_steps = make_weights();
       }
     }
   }
@@ -454,10 +428,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       p, copies, whole, [&](PrefillScratch& scratch, uint32_t queries, uint32_t keys, uint32_t values) {
         int4* mine = kept + blockIdx.x * (kept_bytes(S::kD) / 16) + threadIdx.x - kThreads;
         auto* staged = reinterpret_cast<float4*>(reinterpret_cast<char*>(&scratch) - S::kStagedBytes);
-        using Rows = InvariantPrefillRows<S>;
-        typename Rows::Totals totals;
-        asm volatile("" ::"l"(&totals) : "memory");  // in memory, not in registers
-        Rows rows{{p, scratch, queries, keys, values}, staged + threadIdx.x - kThreads, mine, totals};
+        InvariantPrefillRows<S> rows{{p, scratch, queries, keys, values}, staged + threadIdx.x - kThreads, mine};
         rows.run();
       });
 #endif

@@ -170,7 +170,7 @@ struct PrefillRows {
   // Scores to weights relative to the maximum so far: no greater one is looked for.  That is as good unless weights are too large, or
   // there is no maximum yet, which their sums show: then returns false, and scores are lost.
   __device__ bool weigh_at_once() {
-    constexpr float kMost = 1 << 15;  // a half holds it
+    constexpr float kMost = std::is_same_v<T, half> ? 0x1p15f : 0x1p40f;  // T and sums of sums hold it
     const float2 added = weigh(maximum);
     if (!__all_sync(~0u, added.x <= kMost && added.y <= kMost)) [[unlikely]]
       return false;
