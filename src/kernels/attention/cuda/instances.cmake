@@ -7,8 +7,6 @@ set(_element_e5m2 "Element8<KvFormat::kE5M2>")
 set(_element_int8 "Element8<KvFormat::kInt8>")
 set(_element_nvfp4 "ElementNvfp4")
 
-set(_more "")  # parameters
-
 # its header, its function, and the kinds of elements that it takes
 function(attention_instances _header _function)
   foreach(_kind IN LISTS ARGN)
@@ -25,9 +23,7 @@ endfunction()
 attention_instances(generic/mma.cuh launch_mma f16 bf16 e4m3 e5m2 int8 nvfp4)
 attention_instances(decode/launch.cuh launch_decode f16 bf16 e4m3 e5m2 int8 nvfp4)
 attention_instances(verify/launch.cuh launch_verify f16 bf16 e4m3 e5m2 int8)
-set(_more ", const LeftPieces&")
 attention_instances(decode/tokens.cuh launch_tokens f16 bf16 e4m3 nvfp4)
 attention_instances(verify/launch.cuh launch_verify_clusters f16 bf16 e4m3)
-set(_more "")
 attention_instances(prefill/kernel.cuh launch_prefill f16 bf16)
 attention_instances(prefill/invariant.cuh launch_prefill_invariant f16 bf16)

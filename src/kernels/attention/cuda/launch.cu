@@ -28,15 +28,16 @@ __global__ void clear_kernel(PrefillCounts* counts) {
   *counts = {0, 0};
 }
 
-// In a kernel of its own.  Of a mixed batch it ends when so many blocks of prefill have, which was launched before the kernel before,
-// that did not wait for it: whatever comes after this kernel comes after them, too.  They were all there when the line came up.
+// Of a mixed batch it ends when so many blocks of prefill have, which was launched before the kernel before, that did not wait for
+// it: whatever comes after this kernel comes after them, too.  They were all there when the line came up.
 __global__ void __launch_bounds__(kCombineThreads, 4)
     combine_kernel(const __grid_constant__ LeftPieces left, const int* prefill_ended, int prefill_blocks) {
   __shared__ JobsUpTo jobs_up_to;
+  if (!takes_call(left.p)) return leave_call();
   // It lets no other come up: where the next kernel's blocks came to lie would depend on when which of these end, and what reads
   // neighbouring heads would no longer do so at the same time.
   wait_for_previous_kernel();
-  if (takes_call(left.p)) combine_pieces<4>(left, jobs_up_to);
+  combine_pieces(left, jobs_up_to);
   if (blockIdx.x > 0 || threadIdx.x > 0) return;
   for (int count = 0; count < prefill_blocks; __nanosleep(200)) {
     asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(count) : "l"(prefill_ended) : "memory");
@@ -208,6 +209,18 @@ LaunchOf* launch_of(KernelId kernel, const PagedAttentionArgs& a) {
     case KernelId::kVerifyLine:
       return of_kind(a, launch_verify<F16>, launch_verify<BF16>, launch_verify<E4M3>, launch_verify<E5M2>,
                      launch_verify<Int8>);
+    case KernelId::kVerifyBlock:
+    case KernelId::kVerifyCluster:
+    case KernelId::kVerifySpans:
+      return of_kind(a, launch_verify_clusters<F16>, launch_verify_clusters<BF16>, launch_verify_clusters<E4M3>);
+    case KernelId::kTokensLine:
+    case KernelId::kTokensCluster:
+    case KernelId::kTokensSpans:
+    case KernelId::kTokensEither:
+    case KernelId::kSmallPagesLine:
+    case KernelId::kSmallPagesCluster:
+      return of_kind(a, launch_tokens<F16>, launch_tokens<BF16>, launch_tokens<E4M3>, nullptr, nullptr,
+                     launch_tokens<Nvfp4>);
     case KernelId::kPrefill:
       return of_kind(a, launch_prefill<F16>, launch_prefill<BF16>);
     case KernelId::kPrefillInvariant:
@@ -215,27 +228,6 @@ LaunchOf* launch_of(KernelId kernel, const PagedAttentionArgs& a) {
     default:
       return of_kind(a, launch_decode<F16>, launch_decode<BF16>, launch_decode<E4M3>, launch_decode<E5M2>,
                      launch_decode<Int8>, launch_decode<Nvfp4>);
-  }
-}
-
-// Of those that add up what a line before them has left, if it took the call.
-LaunchAfterLine* launch_after_line(KernelId kernel, const PagedAttentionArgs& a) {
-  switch (kernel) {
-    case KernelId::kTokensLine:
-    case KernelId::kTokensCluster:
-    case KernelId::kTokensSpans:
-    case KernelId::kTokensEither:
-    case KernelId::kSmallPagesLine:
-    case KernelId::kSmallPagesCluster:
-      return of_kind<LaunchAfterLine>(a, launch_tokens<F16>, launch_tokens<BF16>, launch_tokens<E4M3>, nullptr, nullptr,
-                                      launch_tokens<Nvfp4>);
-    case KernelId::kVerifyBlock:
-    case KernelId::kVerifyCluster:
-    case KernelId::kVerifySpans:
-      return of_kind<LaunchAfterLine>(a, launch_verify_clusters<F16>, launch_verify_clusters<BF16>,
-                                      launch_verify_clusters<E4M3>);
-    default:
-      return nullptr;
   }
 }
 
@@ -284,10 +276,6 @@ void launch_plan(const Plan& plan, const Problem& call, const Launch& launch) {
     if (kernel == KernelId::kPrefill && s.mixed) {
       ended = &prefill_counts(p, s.grid)->ended;
       of_prefill = s.grid;
-    }
-    if (LaunchAfterLine* launch_it = launch_after_line(kernel, p.a)) {
-      launch_it(p, s, launch, left);
-      continue;
     }
     LaunchOf* launch_it = kernel == KernelId::kSimple ? launch_simple : launch_of(kernel, p.a);
     if (!launch_it) fail_without_instance(p, s);

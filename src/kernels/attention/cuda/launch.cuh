@@ -51,7 +51,7 @@ void launch_step(const Problem& p, const Step& s, int most_bytes, const Launch& 
   launch_after(kKernel, s, launch, p.a.op, p, args...);
 }
 
-// What a block does, Block::run(), as a kernel: that of decode, verify's line and mma.
+// What a block does, Block::run(), as a kernel: that of decode, verify and mma.
 template <class Block>
 __global__ void __launch_bounds__(Block::kThreadsOfBlock, Block::kBlocksOfSm)
     paged_attention_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
@@ -62,9 +62,8 @@ __global__ void __launch_bounds__(Block::kThreadsOfBlock, Block::kBlocksOfSm)
 // Where a plan names an instance that there is not.
 [[noreturn]] void fail_without_instance(const Problem& p, const Step& s);
 
-// Launches an instance of a family.  left: what a line before it has left, where it adds that up.
+// Launches an instance of a family.
 using LaunchOf = void(const Problem& p, const Step& s, const Launch& launch);
-using LaunchAfterLine = void(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
 
 // Each is instantiated for a kind of cache element in a file of its own, which CMake makes of instance.cu.in: tiles of mma.sync,
 template <class Element>
@@ -74,12 +73,12 @@ template <class Element>
 void launch_decode(const Problem& p, const Step& s, const Launch& launch);
 // several as columns, and pages of no whole groups,
 template <class Element>
-void launch_tokens(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+void launch_tokens(const Problem& p, const Step& s, const Launch& launch);
 // four warps together, on Hopper,
 template <class Element>
 void launch_verify(const Problem& p, const Step& s, const Launch& launch);
 template <class Element>
-void launch_verify_clusters(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+void launch_verify_clusters(const Problem& p, const Step& s, const Launch& launch);
 // prefill on Hopper, and with batch_invariant.
 template <class Element>
 void launch_prefill(const Problem& p, const Step& s, const Launch& launch);

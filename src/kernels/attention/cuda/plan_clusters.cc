@@ -108,8 +108,8 @@ Balance Planner::balance_of(const Request& r, LineOf line, int cluster, int bloc
   return balance_for(r.num_kv_heads, blocks, d_.sms, pace, slack);
 }
 
-// Clusters and, if they are not for all lengths, the line beside them: of warpgroups before them, for they then add up what it
-// leaves, else after them.  Returns false if these kernels do not suit the call.
+// Clusters and, if they are not for all lengths, the line beside them: of warpgroups before them, and what adds up its pieces after
+// them, else after them.  Returns false if these kernels do not suit the call.
 bool Planner::with_line(const Request& r, LineOf line, const Step& clusters) {
   const int count = plan_.count;
   bool done = true;
@@ -121,6 +121,7 @@ bool Planner::with_line(const Request& r, LineOf line, const Step& clusters) {
     if (line == LineOf::kVerify) {
       done = verify(of_line, r.rows());
       add(clusters);
+      combine(of_line);
     } else {
       add(clusters);
       done = r.a.batch_invariant ? decode(of_line) : tokens(of_line) || rows(of_line, r.rows());

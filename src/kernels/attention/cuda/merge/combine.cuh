@@ -1,6 +1,5 @@
-// Adds up the pieces of the segments that borders of blocks cut (schedule/line.cuh), in the kernel after that of a line: one of
-// its own, or one whose clusters would have taken the call if its lengths had been for them (problem.cuh).  All of the device's SMs do:
-// pieces of 17 to 64 rows are so many that their last block alone, as in merge/pieces.cuh, takes 6 to 30 us longer.
+// Adds up the pieces of the segments that borders of blocks cut (schedule/line.cuh), in a kernel after that of a line.  All of the
+// device's SMs do: pieces of 17 to 64 rows are so many that their last block alone, as in merge/pieces.cuh, takes 6 to 30 us longer.
 //
 // Bottleneck: latency, notes and then pieces; these come from the L2.
 #pragma once
@@ -53,8 +52,8 @@ using JobsUpTo = int[kMaxGrid];  // of a block: how many jobs there are up to ea
 // Which of the line's blocks left notes, and of how many pieces, is known here alone: each block reads all notes and counts jobs,
 // which the warps take in turn.  A lane adds up four columns of a row over its part of the pieces, then the parts are added up.
 // After wait_for_previous_kernel(), by whole blocks.
-template <int kAtOnce>
-__device__ void combine_pieces(const LeftPieces& left, JobsUpTo& jobs_up_to) {
+__device__ inline void combine_pieces(const LeftPieces& left, JobsUpTo& jobs_up_to) {
+  constexpr int kAtOnce = 4;  // pieces
   const Problem& p = left.p;
   const int lane = threadIdx.x % 32, quads = p.pitch / 4, notes = left.notes;
   for (int i = threadIdx.x; i < notes; i += blockDim.x) {
@@ -119,11 +118,6 @@ __device__ void combine_pieces(const LeftPieces& left, JobsUpTo& jobs_up_to) {
       store_each<float>(p, row, quad * 4, x);
     }
   }
-}
-
-// By a kernel of clusters, of which an SM has one or two blocks: with more under way for each lane.  `memory`: of the block's stages.
-__device__ inline void combine_left_pieces(const LeftPieces& left, char* memory) {
-  combine_pieces<8>(left, *reinterpret_cast<JobsUpTo*>(memory));
 }
 
 }  // namespace pykv::attention
