@@ -44,8 +44,7 @@ struct LineSizes : ColumnSizes {
   constexpr int stage_bytes() const { return std::max(2 * tile_bytes(), columns * head_size * 4); }
   constexpr int shared_bytes() const {
     const int part_bytes = tokens ? 48 : 32;
-    return warps * (stages * (stage_bytes() + part_bytes) + columns * kStatsBytes) + kLineShareBytes +
-           (invariant ? warps * head_size * 16 : 0);
+    return warps * (stages * (stage_bytes() + part_bytes) + columns * kStatsBytes) + kLineShareBytes;
   }
 };
 

@@ -116,8 +116,7 @@ struct InvariantClusterKernel {
     }
     const int tiles = rounds * kPartTiles;
     Kept kept;
-    kept.near.clear();
-    for (ExactQuad& x : kept.far) x.clear();
+    kept.clear();
 
     const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes);
     uint32_t valid[kStages];  // of tiles i to i + stages - 1

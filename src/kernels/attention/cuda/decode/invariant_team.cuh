@@ -1,5 +1,5 @@
-// Clusters of blocks with batch_invariant: what warps make of their parts of a chunk (merge/exact.cuh), and teams of four
-// warps of what these found.
+// Decoding with batch_invariant: a team of four warps takes the parts of a chunk (merge/exact.cuh), each in sums of its own, and
+// adds them up.  On the line a block is a team, in clusters it may have several.
 #pragma once
 
 #include "attention/cuda/decode/queries.cuh"
@@ -20,6 +20,11 @@ struct InvariantTeams {
   static constexpr int kKept = (S::kColumns * kQuads + kThreads - 1) / kThreads;
   struct Kept {
     ExactQuad near, far[kKept > 1 ? kKept - 1 : 1];
+
+    __device__ void clear() {
+      near.clear();
+      for (ExactQuad& x : far) x.clear();
+    }
   };
 
   const Problem& p;

@@ -9,7 +9,7 @@
 // Floor: KV bytes / bandwidth + the chain length -> page -> tile.
 #pragma once
 
-#include "attention/cuda/decode/chunks.cuh"
+#include "attention/cuda/decode/invariant_team.cuh"
 #include "attention/cuda/decode/loader.cuh"
 #include "attention/cuda/decode/walk.cuh"
 #include "attention/cuda/launch.cuh"
@@ -24,7 +24,6 @@ struct DecodeKernel {
   using State = typename ColumnQueries<S>::State;
   using Walk = typename Line::Walk;
   using PageWords = typename DecodePages<S>::PageWords;
-  using Chunks = ChunkSums<S>;
   using Part = PartOf<S>;
   static constexpr int kD = S::kD, kTile = S::kTile, kStages = S::kStages, kHeads = S::kHeads, kQuads = Results::kQuads;
   static constexpr int kLead = Line::kLead, kPlaceUnits = Line::kPlaceUnits, kUnitTokens = Line::kUnitTokens;
@@ -35,13 +34,11 @@ struct DecodeKernel {
   Part* parts;  // the warp's
   char* rings;  // all warps' stages
   ColumnStats<S>& stats;
-  float* chunk_left;  // with batch_invariant
 
   DecodeLoader<S> loader{p, copies};
   ColumnQueries<S> queries{p};
   Results results{p};
   Line line{p, {p, copies}, share};
-  Chunks chunks{p};  // with batch_invariant
   const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
 
   // ---- the loop -----------------------------------------------------------------------------------------------------
@@ -49,8 +46,8 @@ struct DecodeKernel {
   // Of this warp's tile in a unit of the segment.
   __device__ int first_token(const Walk& w, int unit) const {
     if constexpr (S::kInvariant) {
-      static_assert(kPlaceUnits == Chunks::kPartTiles);
-      return chunks.token_in_chunk(unit / kPlaceUnits, unit % kPlaceUnits);
+      static_assert(kPlaceUnits * kTile == kPartTokens);
+      return unit / kPlaceUnits * kChunkTokens + warp * kPartTokens + unit % kPlaceUnits * kTile;
     }
     return (w.skipped + unit) * kUnitTokens + warp / kHeads * kTile;
   }
@@ -191,21 +188,21 @@ struct DecodeKernel {
         });
   }
 
-  // The same with batch_invariant; `part`: the last tile of a chunk.
-  __device__ void end_chunk(const Part& part, State& state, auto& near, auto& far) const {
-    chunks.end_chunk(state, chunk_left, stats.of, near, far);
+  // The same with batch_invariant: the warps are a team.  `part`: the last tile of a chunk, whose stage they are done with.
+  __device__ void end_chunk(const auto& team, const Part& part, int stage, State& state, auto& kept) const {
+    __syncwarp();  // all lanes have read what lay there
+    team.end_chunk(state, stage, kept);
     if (!part.ends) return;
-    chunks.for_each_kept(
-        near, far, [](int) {},
-        [&](ExactQuad& kept, int column, int d) {
-          if (part.slot >= 0) {
-            ExactQuad::at(p, part.slot, column, d / 4) = kept;
-          } else {
-            const Row row = results.row_of_column(part.sequence, part.len, part.kv_head, column);
-            store_output<S>(p, row, d, kept.finish(p, row, part.kv_head));
-          }
-        });
-    Chunks::clear_kept(near, far);
+    team.for_each_kept(kept, [&](ExactQuad& sum, int item) {
+      const int column = item / kQuads, quad = item % kQuads;
+      if (part.slot >= 0) {
+        ExactQuad::at(p, part.slot, column, quad) = sum;
+      } else {
+        const Row row = results.row_of_column(part.sequence, part.len, part.kv_head, column);
+        store_output<S>(p, row, quad * 4, sum.finish(p, row, part.kv_head));
+      }
+      sum.clear();
+    });
   }
 
   // Pages of the tiles from `first` on, as look_up_tiles() gives them.
@@ -269,11 +266,11 @@ struct DecodeKernel {
         end_segment(part, state, offset);
       });
     } else {
-      typename Chunks::Near near;
-      typename Chunks::Far far;
-      Chunks::clear_kept(near, far);
-      attend_segments(w, pages, [&](const Part& part, int, int, State& state) {
-        if (part.ends_chunk) end_chunk(part, state, near, far);
+      const InvariantTeams<S> team{p, rings, stats.of[0]};
+      typename InvariantTeams<S>::Kept kept;
+      kept.clear();
+      attend_segments(w, pages, [&](const Part& part, int, int offset, State& state) {
+        if (part.ends_chunk) end_chunk(team, part, offset / S::kStageBytes, state, kept);
       });
     }
     let_next_kernel_start();
@@ -333,7 +330,7 @@ struct DecodeKernel {
 template <class S>
 constexpr int decode_shared_bytes() {
   return S::kWarps * (S::kRingBytes + S::kStages * static_cast<int>(sizeof(PartOf<S>))) +
-         static_cast<int>(sizeof(ColumnStats<S>) + sizeof(LineShare)) + (S::kInvariant ? ChunkSums<S>::kLeftBytes : 0);
+         static_cast<int>(sizeof(ColumnStats<S>) + sizeof(LineShare));
 }
 
 template <class S>
@@ -342,8 +339,7 @@ __device__ void run_decode_line(const Problem& p, const CacheCopies& copies, cha
   auto* all_parts = reinterpret_cast<PartOf<S>*>(stats + 1);
   auto* parts = all_parts + threadIdx.x / 32 * S::kStages;
   auto* share = reinterpret_cast<LineShare*>(all_parts + S::kWarps * S::kStages);
-  auto* left = reinterpret_cast<float*>(share + 1);
-  DecodeKernel<S> kernel{p, copies, *share, parts, memory, *stats, left};
+  DecodeKernel<S> kernel{p, copies, *share, parts, memory, *stats};
   kernel.run();
 }
 
