@@ -25,7 +25,6 @@ enum class KernelId : int {
   kDecodeEither,
   kWindowCluster,  // keys that a window hides are left out
   kFoldedLine,     // two KV heads as one
-  kFoldedCluster,
   kFoldedEither,
   kSmallPagesLine,  // pages that are no groups of eight tokens
   kSmallPagesCluster,
@@ -56,8 +55,6 @@ struct Instance {
   int rows = 0;           // queries, times heads, of a tile
   bool packed = false;    // values are columns of tokens
   bool folded = false;    // two KV heads as one
-  bool wide = false;      // clusters of more warps
-  bool deep = false;      // lines of more stages, and fewer blocks
   bool single = false;    // lines take KV heads one by one
   bool sees_all = false;  // lines have neither a window nor sparsity
 };

@@ -188,7 +188,7 @@ Clusters Planner::cluster_size(const Request& r, const ClusterSizes& s) const {
   };
   for (int blocks = kMostBlocks; blocks > 0; --blocks) {
     if (heads > room(blocks)) continue;
-    const bool may_span = s.may_span() && !r.folded && blocks == kMostBlocks && r.lengths == Lengths::kAny;
+    const bool may_span = s.may_span() && blocks == kMostBlocks && r.lengths == Lengths::kAny;
     const int spans = may_span ? spans_for(s, most, blocks, room(blocks), heads) : 1;
     if (r.a.num_seqs > 1 && most > kMostOfFew && spans == 1) return {0, 0};
     constexpr int64_t kMostElements = 1 << 23;  // of a block's keys, times the blocks that are missing
@@ -207,27 +207,11 @@ Clusters Planner::cluster_size(const Request& r, const ClusterSizes& s) const {
   return {suits ? 1 : 0, half};
 }
 
-// Whether it should be one of the wide sizes, `s`, instead: twelve warps where elements are to be widened and keys are so many
-// that 64 SMs are busier with that than with waiting; or blocks of three or four warps where there are more than two for each SM: of
-// three if all of them find room at once.
-Clusters Planner::wide_size(const Request& r, const ClusterSizes& s, const Clusters& usual) const {
-  const int64_t heads = r.heads(), sms = d_.sms;
-  if (usual.warps == s.usual_warps()) {
-    const bool suits = s.narrow() && usual.spans == 1 && most_keys(r, s.tile()) > kManyKeys * usual.blocks;
-    return suits ? cluster_size(r, s) : Clusters{0, 0};
-  }
-  if (usual.blocks == 0 || heads <= 2 * sms) return {0, 0};
-  return {1, heads > 3 * sms && heads <= 4 * sms ? 3 : 4};
-}
-
 KernelId Planner::cluster_kernel(const Request& r, const ClusterSizes& s, bool spans) {
   if (s.invariant) return spans ? KernelId::kInvariantSpans : KernelId::kInvariantCluster;
   if (s.tokens)
     return spans ? KernelId::kTokensSpans : s.by_token ? KernelId::kSmallPagesCluster : KernelId::kTokensCluster;
-  return spans          ? KernelId::kDecodeSpans
-         : r.folded     ? KernelId::kFoldedCluster
-         : s.hides_keys ? KernelId::kWindowCluster
-                        : KernelId::kDecodeCluster;
+  return spans ? KernelId::kDecodeSpans : s.hides_keys ? KernelId::kWindowCluster : KernelId::kDecodeCluster;
 }
 
 // Returns false if these kernels do not suit the call.
@@ -239,9 +223,8 @@ bool Planner::clusters(const Request& r, const ClusterSizes& sizes, const Cluste
   const LineOf line = r.lengths == Lengths::kAny ? LineOf{} : line_of(r);
   const bool spans = size.spans > 1;
   Instance instance{cluster_kernel(r, sizes, spans), sizes.head_size, sizes.columns};
-  instance.wide = sizes.wide;
   Step s = step_of(r, instance, static_cast<int>(blocks), size.warps * 32, size.blocks, bytes);
-  set_cluster(s, r, sizes.tokens ? r.tile_tokens * r.tile_heads : r.group, sizes.head_size / (r.folded ? 8 : 4));
+  set_cluster(s, r, sizes.tokens ? r.tile_tokens * r.tile_heads : r.group, sizes.head_size / 4);
   s.query_rows = r.query_rows;
   s.tile_tokens = r.tile_tokens;
   if (r.lengths != Lengths::kAny) s.balance = balance_of(r, line, size.blocks, 1);
@@ -270,7 +253,6 @@ Step* Planner::clusters_or_line(const Request& r, const ClusterSizes& sizes, con
                       : r.folded   ? KernelId::kFoldedEither
                                    : KernelId::kDecodeEither;
   Instance instance{id, sizes.head_size, sizes.columns};
-  instance.wide = sizes.wide;
   instance.single = of_line.heads == 1;
   Step s = on_line(step_of(r, instance, grid, size.warps * 32, size.blocks, bytes), line_tiling(r, of_line),
                    of_line.unit_tokens());

@@ -48,10 +48,9 @@ struct LineSizes : ColumnSizes {
   }
 };
 
-// columns: 8 or 16, the heads of a group at most.  deep: two blocks on an SM with three stages, not three with two.  single: KV
-// heads are not taken in pairs.  tokens: queries are of several tokens.
+// columns: 8 or 16, the heads of a group at most.  single: KV heads are not taken in pairs.  tokens: queries are of several tokens.
 constexpr LineSizes line_sizes(CacheKind kind, int head_size, bool packed, int columns, bool invariant,
-                               bool deep = false, bool single = false, bool tokens = false) {
+                               bool single = false, bool tokens = false) {
   LineSizes s{{kind, head_size, columns}, packed, invariant, tokens, false, 1, 4, 2, 2, invariant ? 0 : 1};
   const bool widens = s.narrow() || s.raw();
   // Two blocks of six warps leave fewer pieces than three of four; but lines of packed values may be the tokens of four tiles, which
@@ -60,12 +59,12 @@ constexpr LineSizes line_sizes(CacheKind kind, int head_size, bool packed, int c
   const bool twelve_of_sm = head_size == 128 && columns <= 8 && !invariant;
   const bool three_blocks = twelve_of_sm && packed, six_or_eight = eight_warps || twelve_of_sm;
   const bool six_of_wide = head_size == 256 && columns <= 8 && !invariant;  // there is room for one such block
-  s.late = widens && (six_or_eight || (invariant && head_size == 128 && columns == 8 && !deep));
+  s.late = widens && (six_or_eight || (invariant && head_size == 128 && columns == 8));
   // Neighbours in memory are read together, and there are half as many ends.  The block of twelve warps has the units of two blocks
   // of six.  Of nvfp4, whose neighbours share lines, 64 x 8k took 330 us without it, not 247.
   s.heads = six_or_eight && s.late && !packed && !single ? 2 : 1;
   s.warps = eight_warps ? 8 * s.heads : (twelve_of_sm && !three_blocks) || six_of_wide ? 6 * s.heads : 4;
-  const bool two_blocks = deep || (columns == 16 && widens);
+  const bool two_blocks = columns == 16 && widens;
   s.blocks_of_sm = three_blocks       ? 3
                    : six_or_eight     ? 2 / s.heads
                    : head_size == 64  ? 4

@@ -17,7 +17,6 @@ struct ClusterShape : ColumnsShape<Element, kD, false, kQueries> {
   static constexpr ClusterSizes kSizes = cluster_sizes(kKindOf<Element>, kD, kQueries, kWide, kForAnyBatch, kTokens);
   static constexpr bool kInvariant = kForAnyBatch, kManyTokens = kTokens, kHidesKeys = kTokens, kSpans = false;
   static constexpr int kWarps = kSizes.warps;  // at most
-  static constexpr bool kWideBlocks = kWide;
   // For which registers leave room, at least.
   static constexpr int kBlocksOfSm = kD <= 64 && kQueries <= 8 && !kWide ? 2 : 1;
   static constexpr int kStages = kSizes.stages, kRingBytes = kSizes.ring_bytes();  // there a warp leaves its sums
@@ -224,7 +223,6 @@ struct ClusterKernel {
 
   // row(column): whose results the column has.  parity: of the phase of the barrier.
   __device__ void finish(const State& state, int parity, auto&& row_of) const {
-    constexpr bool kInLoops = S::kWideBlocks;  // the warps may be few of kWarps
     constexpr int kRing = S::kRingBytes / 4;
     static_assert(S::kRingBytes >= Results::kLeftBytes);  // the warp's copies have all come and are read
     float* left = reinterpret_cast<float*>(rings);
@@ -234,7 +232,7 @@ struct ClusterKernel {
 #pragma unroll 1
     for (int x = threadIdx.x; x < items; x += blockDim.x) {
       const int column = x / kQuads, place = sum_place<S::kD>(column, results.tile_dimension(column, x % kQuads * 4));
-      const PartSum sum = PartSum::of_parts<S::kWarps, kInLoops>(
+      const PartSum sum = PartSum::of_parts<S::kWarps>(
           block.warps, [&](int w) { return exchange.stats.of[w][column]; },
           [&](int w) { return *reinterpret_cast<const float4*>(left + w * kRing + place); });
       if (p.cluster == 1) {  // for this thread
@@ -260,7 +258,7 @@ struct ClusterKernel {
 #pragma unroll 1
     for (int i = threadIdx.x; i < own; i += blockDim.x) {
       const int x = block.rank * each + i;
-      const PartSum sum = PartSum::of_parts<kMostBlocks, kInLoops>(
+      const PartSum sum = PartSum::of_parts<kMostBlocks>(
           p.cluster, [&](int b) { return exchange.part_stats[b * each + i]; },
           [&](int b) { return exchange.parts[b * each + i]; });
       if (block.spans() > 1) {

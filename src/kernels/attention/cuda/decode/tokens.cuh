@@ -133,7 +133,7 @@ void launch_small_pages(const Problem& p, const Step& s, const Launch& launch) {
   }
   if constexpr (kColumns == 8) {
     using Line = SmallPages<DecodeShape<Element, kD, false, 8, false>>;
-    using Single = SmallPages<DecodeShape<Element, kD, false, 8, false, false, true>>;
+    using Single = SmallPages<DecodeShape<Element, kD, false, 8, false, true>>;
     return launch_lines<Line, Single>(p, s, launch);
   }
   fail_without_instance(p, s);
@@ -143,7 +143,7 @@ template <class Element, int kD, int kColumns>
 void launch_whole_pages(const Problem& p, const Step& s, const Launch& launch) {
   using Cluster = ClusterShape<Element, kD, kColumns, false, false, true>;
   if constexpr (has_either(kKindOf<Element>, kD, kColumns)) {
-    using Line = LineOfClusters<DecodeShape<Element, kD, false, kColumns, false, false, true, true>, Cluster>;
+    using Line = LineOfClusters<DecodeShape<Element, kD, false, kColumns, false, true, true>, Cluster>;
     if (s.instance.kernel == KernelId::kTokensEither)
       return launch_clusters_or_line<TokensEitherBlock<Cluster, Line>, Cluster, Line>(p, s, launch);
   }
@@ -158,8 +158,8 @@ void launch_tokens(const Problem& p, const Step& s, const Launch& launch) {
       return launch_small_pages<Element, kD, kColumns>(p, s, launch);
   }
   if constexpr (kD == 128 && kKindOf<Element> != CacheKind::k16Bits) {
-    using Line = DecodeShape<Element, 128, false, kColumns, false, false, false, true>;
-    using Single = DecodeShape<Element, 128, false, kColumns, false, false, true, true>;
+    using Line = DecodeShape<Element, 128, false, kColumns, false, false, true>;
+    using Single = DecodeShape<Element, 128, false, kColumns, false, true, true>;
     if constexpr (has_line(Line::kSizes)) {
       if (kernel == KernelId::kTokensLine) return launch_lines<Line, Single>(p, s, launch);
     }
