@@ -207,7 +207,7 @@ Clusters Planner::cluster_size(const Request& r, const ClusterSizes& s) const {
   return {suits ? 1 : 0, half};
 }
 
-KernelId Planner::cluster_kernel(const Request& r, const ClusterSizes& s, bool spans) {
+KernelId Planner::cluster_kernel(const ClusterSizes& s, bool spans) {
   if (s.invariant) return spans ? KernelId::kInvariantSpans : KernelId::kInvariantCluster;
   if (s.tokens)
     return spans ? KernelId::kTokensSpans : s.by_token ? KernelId::kSmallPagesCluster : KernelId::kTokensCluster;
@@ -222,7 +222,7 @@ bool Planner::clusters(const Request& r, const ClusterSizes& sizes, const Cluste
   if (bytes == 0) return false;
   const LineOf line = r.lengths == Lengths::kAny ? LineOf{} : line_of(r);
   const bool spans = size.spans > 1;
-  Instance instance{cluster_kernel(r, sizes, spans), sizes.head_size, sizes.columns};
+  Instance instance{cluster_kernel(sizes, spans), sizes.head_size, sizes.columns};
   Step s = step_of(r, instance, static_cast<int>(blocks), size.warps * 32, size.blocks, bytes);
   set_cluster(s, r, sizes.tokens ? r.tile_tokens * r.tile_heads : r.group, sizes.head_size / 4);
   s.query_rows = r.query_rows;

@@ -50,7 +50,7 @@ class Planner {
   int keys_alone(const ClusterSizes& s, int spans, int64_t heads, int round) const;
   int spans_for(const ClusterSizes& s, int64_t most, int blocks, int64_t room, int64_t heads) const;
   Clusters cluster_size(const Request& r, const ClusterSizes& s) const;
-  static KernelId cluster_kernel(const Request& r, const ClusterSizes& s, bool spans);
+  static KernelId cluster_kernel(const ClusterSizes& s, bool spans);
   bool clusters(const Request& r, const ClusterSizes& sizes, const Clusters& size);
   Step* clusters_or_line(const Request& r, const ClusterSizes& sizes, const LineSizes& of_line, const Clusters& size,
                          int queries);
