@@ -7,7 +7,8 @@
 
 namespace pykv::attention {
 
-template <class S>
+// kInRegisters: what a thread keeps of chunks, if that is twice four columns.
+template <class S, bool kInRegisters = false>
 struct InvariantTeams {
   using Queries = ColumnQueries<S>;
   using State = typename Queries::State;
@@ -58,8 +59,12 @@ struct InvariantTeams {
       if (item < items) body(x, item);
     };
     visit(0, kept.near);
+    if constexpr (kInRegisters && kKept == 2) {
+      visit(1, kept.far[0]);
+    } else {
 #pragma unroll 1
-    for (int j = 1; j < kKept && j * kThreads < items; ++j) visit(j, kept.far[hidden(j - 1)]);
+      for (int j = 1; j < kKept && j * kThreads < items; ++j) visit(j, kept.far[hidden(j - 1)]);
+    }
   }
 
   // A warp's sums, each lane's in four neighbouring places.

@@ -266,8 +266,9 @@ struct DecodeKernel {
         end_segment(part, state, offset);
       });
     } else {
-      const InvariantTeams<S> team{p, rings, stats.of[0]};
-      typename InvariantTeams<S>::Kept kept;
+      using Team = InvariantTeams<S, true>;  // adding to memory, which the keys drive out of the L1, would take 2 us
+      const Team team{p, rings, stats.of[0]};
+      typename Team::Kept kept;
       kept.clear();
       attend_segments(w, pages, [&](const Part& part, int, int offset, State& state) {
         if (part.ends_chunk) end_chunk(team, part, offset / S::kStageBytes, state, kept);
