@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import count
+from operator import index
 from typing import Any
 
 from pykv import _C
@@ -30,6 +31,14 @@ def check(op: Op, arguments: Mapping[str, Any]) -> None:
     op.direct(**{name: fake(name, value) for name, value in arguments.items()})
 
 
+def check_made(op: Op, made: Mapping[str, Spec], arguments: Mapping[str, Any]) -> None:
+    """:func:`check` with the outputs that a call leaves out."""
+    try:
+        check(op, {**arguments, **made})
+    except (TypeError, ValueError) as error:
+        raise of_inputs(op, made, arguments, error) from None
+
+
 def outputs(op: Op, arguments: Mapping[str, Any]) -> dict[str, Spec]:
     """The outputs that a call leaves out, where :meth:`Op.bind` had nothing to say.
 
@@ -38,19 +47,54 @@ def outputs(op: Op, arguments: Mapping[str, Any]) -> dict[str, Spec]:
     """
     try:
         made = op.infer(arguments)
-        error: Exception = ValueError("an output would have a negative size")
+        error: Exception = ValueError("an output would have a negative size, or one that is too large")
         if all(map(_is_shape, made.values())):
             return made
     except Exception as refused:
         if str(refused).startswith(f"{op.name}:"):
             raise
         error = refused
-    check(op, {name: value for name, value in (_guessed(op, arguments) | dict(arguments)).items() if value is not True})
+    guessed = _guessed(op, arguments)
+    try:
+        known = guessed | dict(arguments)
+        check(op, {name: value for name, value in known.items() if not (value is True and name in op.rules)})
+    except (TypeError, ValueError) as refused:
+        raise of_inputs(op, guessed, arguments, refused) from error
     raise ValueError(f"{op.name}: arguments do not fit each other: {error}") from error
 
 
+def of_inputs(op: Op, made: Mapping[str, Spec], arguments: Mapping[str, Any], error: Exception) -> Exception:
+    """The error itself, or where it is about an output that a call leaves out, one that says what that is made for."""
+    for name in made:
+        head = f"{op.name}: {name}: "
+        if not str(error).startswith(head):
+            continue
+        asked = _Asked({p.name: p.default for p in op.parameters} | dict(arguments))
+        with suppress(Exception):
+            op.rules[name].make(asked)
+        sources = ", ".join(p.name for p in op.parameters if p.name in asked.names and p.name in arguments)
+        return type(error)(f"{op.name}: {name}, made for {sources}: {str(error).removeprefix(head)}")
+    return error
+
+
+class _Asked(dict[str, Any]):
+    """Arguments that remember which of them were asked for."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__(arguments)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+
 def _is_shape(spec: Spec) -> bool:
-    return all(n >= 0 for n in spec.shape)
+    return all(0 <= index(n) < 1 << 63 for n in spec.shape)
 
 
 def _guessed(op: Op, arguments: Mapping[str, Any]) -> dict[str, Spec]:

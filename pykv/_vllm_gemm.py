@@ -152,9 +152,9 @@ def machete_mm(
         factor = Factor("f32", np.ones((1, n), np.float32))
         if b_group_scales is not None:
             factor = plain_scales("b_group_scales", b_group_scales)
-        zeros = None if b_group_zeros is None else float32(b_group_zeros)
+        zeros = None if b_group_zeros is None else float32("b_group_zeros", b_group_zeros)
         if b_channel_scales is not None:
-            of_channel = float32(b_channel_scales).reshape(1, n)
+            of_channel = float32("b_channel_scales", b_channel_scales).reshape(1, n)
             factor = Factor("f32", factor.in_float32() * of_channel)
             zeros = None if zeros is None else zeros * of_channel
         minima = None
@@ -181,12 +181,16 @@ def allspark_repack_weight(
     plain = host(qweight)
     padding = -plain.shape[1] % 32
 
-    def padded(of_columns: Array) -> Any:
-        values = np.pad(float32(of_columns), ((0, 0), (0, padding)))
+    def padded(name: str, of_columns: Array) -> Any:
+        values = np.pad(float32(name, of_columns), ((0, 0), (0, padding)))
         return array_like(values, spec_of(of_columns).dtype, of_columns)
 
     rows = np.ascontiguousarray(np.pad(plain, ((0, 0), (0, padding))).T)
-    return array_like(rows, "uint8", qweight), padded(scale), None if zeros is None else padded(zeros)
+    return (
+        array_like(rows, "uint8", qweight),
+        padded("scale", scale),
+        None if zeros is None else padded("zero_point", zeros),
+    )
 
 
 def allspark_w8a16_gemm(
@@ -220,7 +224,7 @@ def allspark_w8a16_gemm(
         factor = factor._replace(values=factor.values.reshape(1, -1)[:, :n].T)
         minima = None
         if has_zp:
-            zeros = float32(b_qzeros).reshape(1, -1)[:, :n].T
+            zeros = float32("b_qzeros", b_qzeros).reshape(1, -1)[:, :n].T
             minima = Factor("f32", -factor.in_float32() * (128 + zeros))
         return integers(codes, factor, minima, max(1, codes.shape[1]), 8)
 

@@ -99,7 +99,9 @@ def marlin_gemm(
             words, b_scales, b_zeros, b_q_type, size_n, size_k, is_zp_float, given(g_idx), order, bool(narrow)
         )
 
-    bias = None if b_bias is None else array_like(_reordered(float32(b_bias).reshape(1, -1), _ALONE)[0], dtype, a)
+    bias = None
+    if b_bias is not None:
+        bias = array_like(_reordered(float32("b_bias", b_bias).reshape(1, -1), _ALONE)[0], dtype, a)
     others = (b_scales, global_scale, b_zeros, g_idx, perm)
     key = (dtype, narrow, str(b_q_type), size_n, size_k, is_zp_float)
     out = multiply(a, b_q_weight, others, key, pack, bias, a_scales)
@@ -194,7 +196,7 @@ def moe_wna16_marlin_gemm(
     if out is None:
         out = empty_beside(input, (size_m * top_k, size_n), dtype)
         out[...] = 0
-    bias = None if b_bias is None else array_like(_reordered(float32(b_bias), _ALONE), dtype, input)
+    bias = None if b_bias is None else array_like(_reordered(float32("b_bias", b_bias), _ALONE), dtype, input)
     pykv.fused_moe_gemm(
         out, input, w.data, topk_weights if mul_topk_weights else None, sorted_token_ids, expert_ids,
         num_tokens_past_padded, top_k, moe_block_size, bias, w.format,
@@ -235,7 +237,7 @@ def _integers(
         rows = np.arange(k) // -(-k // groups) if of_rows is None else of_rows
         codes, of_rows = unsorted(codes, rows, order)
     if is_zp_float and zeros is not None:
-        minima = Factor("f32", -(factor.in_float32() * _reordered(float32(b_zeros), _GROUPED)).T)
+        minima = Factor("f32", -(factor.in_float32() * _reordered(float32("b_zeros", b_zeros), _GROUPED)).T)
         return integers(codes.T, factor._replace(values=factor.values.T), minima, -(-k // groups), bits)
     plain = None if centred or zeros is None else _zeros_of_marlin(zeros, n, bits, beside_int8)
     return pack_in_groups(codes, plain, factor, of_rows, bits=bits)
@@ -257,7 +259,7 @@ def _floats(words: Host, b_scales: Any, global_scale: Any, b_q_type: str, dtype:
         return assemble(codes, "t4", Factor("e8m0", values), None, group_size, table=E2M1)
     # a byte is the upper half of a float16 without its sign, 2^7 times the scale
     halves = np.ldexp((values.astype(np.uint16) << 7).view(np.float16).astype(np.float32), -7)
-    number = np.ldexp(float32(global_scale).reshape(-1)[0], 8 - bias_of_dtype)
+    number = np.ldexp(float32("global_scale", global_scale).reshape(-1)[0], 8 - bias_of_dtype)
     return assemble(codes, "t4", Factor("f32", halves), None, group_size, table=E2M1, global_scale=float(number))
 
 

@@ -320,7 +320,7 @@ def _as_array(values: Array | Sequence[int]) -> Any:
 @Rule
 def _fp8(arguments: Mapping[str, Any]) -> Spec:
     shape, dtype = arguments["input"]
-    if dtype not in ("float32", "float16", "bfloat16"):
+    if dtype == "uint8" or dtype.startswith("float8"):
         raise TypeError("convert_fp8: output: must be given where the input is fp8: it decides the dtype")
     return Spec(shape, "float8_e5m2" if arguments["kv_dtype"] == "fp8_e5m2" else "float8_e4m3fn")
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pykv._libraries import empty_beside, handed_back, spec_of
 from pykv._schema import Op, Spec, all_ops
-from pykv._shapes import outputs
+from pykv._shapes import check_made, of_inputs, outputs
 
 if TYPE_CHECKING:
     from pykv._hints.functional import *  # noqa: F403  # what is made below
@@ -33,16 +33,22 @@ def _functional(op: Op) -> Callable[..., Any]:
         specs = {k: _spec_of(op, k, v) if k in array_names else v for k, v in arguments.items()}
         beside = next(arguments[name] for name in op.inputs if isinstance(specs.get(name), Spec))
         made = outputs(op, specs)
-        for name, (shape, dtype) in made.items():
-            if _is_true(arguments.get(op.rules[name].transposed_if)):
-                arguments[name] = empty_beside(beside, shape[::-1], dtype).T
-            else:
-                arguments[name] = empty_beside(beside, shape, dtype)
+        try:
+            for name, (shape, dtype) in made.items():
+                if _is_true(arguments.get(op.rules[name].transposed_if)):
+                    arguments[name] = empty_beside(beside, shape[::-1], dtype).T
+                else:
+                    arguments[name] = empty_beside(beside, shape, dtype)
+        except Exception:
+            check_made(op, made, specs)  # what is too large to allocate is mostly wrong, too
+            raise
         try:
             op.function(**arguments)
         except RuntimeError:
             _refuse_transformed(op, arguments)
             raise
+        except (TypeError, ValueError) as error:
+            raise of_inputs(op, made, specs, error) from None
         for name in made:
             arguments[name] = handed_back(arguments[name], beside)
         results = tuple(arguments[name] for name in returned if arguments.get(name) is not None)

@@ -20,11 +20,12 @@ from pykv.packed_weight import (
     Host,
     PackedWeight,
     assemble,
+    checked,
     float32,
-    host,
     in_order_of_rows,
     integers,
     plain_scales,
+    whole,
     zero_points,
 )
 
@@ -40,6 +41,7 @@ __all__ = [
     "grouped_scaled_mm",
     "interleave_halves",
     "pack_awq",
+    "pack_compressed_tensors",
     "pack_fp8",
     "pack_gguf",
     "pack_gptq",
@@ -344,6 +346,10 @@ def fp32_router_gemm(output: Array, a: Array, b: Array, *, stream: Stream = None
     """
 
 
+_INTEGERS: Final = [f"{sign}{bits}" for sign in ("uint", "int") for bits in (8, 16, 32, 64)]
+_WORDS: Final = ["int32", "uint32"]
+
+
 def pack_integers(
     codes: Array, scales: Array, zeros: Array | None = None, *, group_size: int = -1, bits: int = 4
 ) -> PackedWeight:
@@ -355,14 +361,25 @@ def pack_integers(
         zeros: ``[n, groups]`` integers; ``None``: ``2 ** (bits - 1)``.
         group_size: columns that share a scale; -1: all.
         bits: 2 to 6, or 8.  Up to four they are stored in four, above in eight.
+
+    Raises:
+        ValueError: shapes, codes, ``group_size`` or ``bits`` do not fit.
+        TypeError: dtypes do not fit.
     """
+    bits, group_size = whole("bits", bits), whole("group_size", group_size)
     if bits not in (2, 3, 4, 5, 6, 8):
         raise ValueError(f"bits: must be 2 to 6, or 8, got {bits}")
-    q, factor = host(codes), plain_scales("scales", scales)
-    group_size = group_size if group_size > 0 else max(1, q.shape[1])
-    check_groups(q.shape, factor.values, group_size, "scales")
-    z = np.full(factor.values.shape, 1 << (bits - 1)) if zeros is None else host(zeros).astype(np.int64)
-    return integers(q, factor, zero_points(z, bits, factor), group_size, bits)
+    if group_size != -1 and group_size < 1:
+        raise ValueError(f"group_size: must be positive, or -1, got {group_size}")
+    q = checked("codes", codes, _INTEGERS, (None, None))
+    if q.size and not 0 <= int(q.min()) <= int(q.max()) < 1 << bits:
+        raise ValueError(f"codes: must be 0 to {(1 << bits) - 1}, got {q.min()} to {q.max()}")
+    if group_size == -1:
+        group_size = max(1, q.shape[1])
+    shape = (q.shape[0], -(-q.shape[1] // group_size))
+    factor = plain_scales("scales", scales, shape)
+    z = None if zeros is None else checked("zeros", zeros, _INTEGERS, shape).astype(np.int64)
+    return integers(q, factor, _minima(z, bits, factor), group_size, bits)
 
 
 def pack_awq(qweight: Array, qzeros: Array, scales: Array) -> PackedWeight:
@@ -371,13 +388,20 @@ def pack_awq(qweight: Array, qzeros: Array, scales: Array) -> PackedWeight:
     Args:
         qweight: ``[k, n / 8]`` int32, the columns of eight in the order 0, 2, 4, 6, 1, 3, 5, 7.
         qzeros: ``[groups, n / 8]`` int32.
-        scales: ``[groups, n]`` float16 or bfloat16.
+        scales: ``[groups, n]`` float16, bfloat16 or float32, where ``groups`` divides ``k``.
+
+    Raises:
+        ValueError: shapes do not fit.
+        TypeError: dtypes do not fit.
     """
-    q, z = (nibbles_of_awq(host(words)) for words in (qweight, qzeros))
-    factor = plain_scales("scales", scales)
+    words = checked("qweight", qweight, _WORDS, (None, None))
+    k, n = words.shape[0], 8 * words.shape[1]
+    factor = plain_scales("scales", scales, (None, n))
+    groups = len(factor.values)
+    size = _equal_groups(groups, k)
+    z = nibbles_of_awq(checked("qzeros", qzeros, _WORDS, (groups, n // 8))).T.astype(np.int64)
     factor = factor._replace(values=factor.values.T)
-    zeros = zero_points(z.T.astype(np.int64), 4, factor)
-    return integers(q.T, factor, zeros, -(-q.shape[0] // len(z)), 4)
+    return integers(nibbles_of_awq(words).T, factor, zero_points(z, 4, factor), size, 4)
 
 
 def pack_gptq(
@@ -388,16 +412,93 @@ def pack_gptq(
     Args:
         qweight: ``[k * bits / 32, n]`` int32, the bits of a column one after another.
         qzeros: ``[groups, n * bits / 32]`` int32; ``None``: ``2 ** (bits - 1)`` everywhere.
-        scales: ``[groups, n]`` float16 or bfloat16.
-        g_idx: ``[k]``, the group of each row, where that is not ``row // group_size``; groups of any sizes.
+        scales: ``[groups, n]`` float16, bfloat16 or float32.  Without ``g_idx``, ``groups`` divides ``k``.
+        g_idx: ``[k]`` integers, the group of each row; ``None``, or empty: ``row // (k / groups)``.
         bits: 2, 3, 4 or 8.
         v2: zeros are stored as they are, not less one.
+
+    Raises:
+        ValueError: shapes, groups or ``bits`` do not fit.
+        TypeError: dtypes do not fit.
     """
+    bits = whole("bits", bits)
     if bits not in (2, 3, 4, 8):
         raise ValueError(f"bits: must be 2, 3, 4 or 8, got {bits}")
-    q = bit_stream(host(qweight), bits)
-    z = None if qzeros is None else bit_stream(host(qzeros).T, bits).astype(np.int64) + (0 if v2 else 1)
-    return pack_in_groups(q, z, plain_scales("scales", scales), None if g_idx is None else host(g_idx), bits=bits)
+    words = checked("qweight", qweight, _WORDS, (None, None))
+    rows, n = words.shape
+    if 32 * rows % bits:
+        raise ValueError(f"qweight: dimension 0 must be a multiple of bits = {bits}, got shape {[rows, n]}")
+    k = 32 * rows // bits
+    factor = plain_scales("scales", scales, (None, n))
+    groups, z, owners = len(factor.values), None, None
+    if g_idx is not None:
+        owners = checked("g_idx", g_idx, _INTEGERS, (None,))
+    if owners is None or not len(owners):
+        _equal_groups(groups, k)
+    elif len(owners) != k:
+        raise ValueError(f"g_idx: must have a group for each of the {k} rows, got {len(owners)}")
+    elif not 0 <= int(owners.min()) <= int(owners.max()) < groups:
+        raise ValueError(f"g_idx: must be 0 to {groups - 1}, got {owners.min()} to {owners.max()}")
+    if qzeros is not None:
+        if n * bits % 32:
+            raise ValueError(f"qweight: columns must fill words of qzeros, got {n} of {bits} bits")
+        z = bit_stream(checked("qzeros", qzeros, _WORDS, (groups, n * bits // 32)).T, bits)
+        z = z.astype(np.int64) + (0 if v2 else 1)
+    return pack_in_groups(bit_stream(words, bits), z, factor, owners, bits=bits)
+
+
+def _minima(zeros: Host | None, bits: int, scales: Factor) -> Factor | None:
+    return None if zeros is None else zero_points(zeros, bits, scales)
+
+
+def _equal_groups(groups: int, k: int) -> int:
+    """Rows of each of so many groups."""
+    if k and (not groups or k % groups):
+        raise ValueError(f"scales: must have as many rows as there are equal groups of the {k} rows, got {groups}")
+    return max(1, k // max(1, groups))
+
+
+def pack_compressed_tensors(
+    weight_packed: Array,
+    weight_scale: Array,
+    weight_zero_point: Array | None = None,
+    weight_g_idx: Array | None = None,
+    *,
+    shape: tuple[int, int],
+    bits: int = 4,
+) -> PackedWeight:
+    """Pack a weight that compressed-tensors stores as ``pack-quantized``.
+
+    Args:
+        weight_packed: ``[n, ceil(k * bits / 32)]`` int32, codes of a row in order; ``2 ** (bits - 1)`` is zero.
+        weight_scale: ``[n, groups]`` float16, bfloat16 or float32; ``groups`` must divide ``k``.
+        weight_zero_point: ``[ceil(n * bits / 32), groups]`` int32, codes of a column one after another; ``None``: 0.
+        weight_g_idx: ``[k]``, the group of each column, where they are in no order; all -1 is like ``None``.
+        shape: ``(n, k)``, what the file has as ``weight_shape``.
+        bits: 4 or 8.
+    """
+    if bits not in (4, 8):
+        raise ValueError(f"bits: must be 4 or 8, got {bits}")
+    n, k = (int(size) for size in shape)
+    codes, scales = host(weight_packed), plain_scales("weight_scale", weight_scale)
+    groups = scales.values.shape[-1]
+    zeros = None if weight_zero_point is None else host(weight_zero_point)
+    group_of = None if weight_g_idx is None else host(weight_g_idx)
+    for name, found, wanted in (
+        ("weight_packed", codes, (n, -(-k * bits // 32))),
+        ("weight_scale", scales.values, (n, groups)),
+        ("weight_zero_point", zeros, (-(-n * bits // 32), groups)),
+        ("weight_g_idx", group_of, (k,)),
+    ):
+        if found is not None and found.shape != wanted:
+            raise ValueError(f"{name}: must have shape {list(wanted)}, got {list(found.shape)}")
+    if group_of is not None and (group_of == -1).all():
+        group_of = None
+    if group_of is None and (groups == 0 or k % groups):
+        raise ValueError(f"weight_scale: its {groups} groups must divide {k} columns")
+    z = None if zeros is None else bit_stream(zeros, bits)[:n].astype(np.int64)
+    factor = scales._replace(values=scales.values.T)
+    return pack_in_groups(bit_stream(codes.T, bits)[:k], z, factor, group_of, bits=bits)
 
 
 def pack_in_groups(
@@ -415,7 +516,7 @@ def pack_in_groups(
     factor = scales._replace(values=scales.values.T)
     n, groups = factor.values.shape
     z = np.full((n, groups), 1 << (bits - 1)) if zeros is None else zeros
-    group_size = -(-codes.shape[0] // groups)
+    group_size = max(1, -(-codes.shape[0] // max(1, groups)))
     if group_of is not None and len(group_of):
         owners = group_of.astype(np.int64)
         if (owners != np.arange(len(owners)) // group_size).any():
@@ -430,14 +531,22 @@ def pack_fp8(weight: Array, scale: Array | float, *, block: tuple[int, int] | No
         weight: ``[n, k]`` float8_e4m3fn, or uint8 that holds it; without NaN.
         scale: float32, float16 or bfloat16: one for all, ``[n]`` or ``[n, 1]``, or with ``block`` one for each.
         block: rows and columns that share a scale, such as ``(128, 128)``.
+
+    Raises:
+        ValueError: shapes or ``block`` do not fit, or there is NaN.
+        TypeError: dtypes do not fit.
     """
-    codes = host(weight).view(np.uint8)
+    codes = checked("weight", weight, ["float8_e4m3fn", "uint8"], (None, None))
     n, k = codes.shape
-    s = float32(scale)
+    s = float32("scale", scale)
     if block is None:
+        if s.size not in (1, n):
+            raise ValueError(f"scale: must have one element or {n}, got shape {list(s.shape)}")
         scales, group_size = np.broadcast_to(s.reshape(-1, 1), (n, 1)), max(1, k)
     else:
-        rows, group_size = block
+        rows, group_size = _pair("block", block)
+        if min(rows, group_size) < 1:
+            raise ValueError(f"block: must be positive, got {(rows, group_size)}")
         wanted = (-(-n // rows), -(-k // group_size))
         if s.shape != wanted:
             raise ValueError(f"scale: must have shape {list(wanted)} for blocks of {block}, got {list(s.shape)}")
@@ -451,13 +560,17 @@ def pack_nvfp4(weight: Array, scales: Array, global_scale: Array | float = 1.0) 
     Args:
         weight: ``[n, k / 2]`` uint8, the first of two codes in the lower bits.
         scales: ``[n, k / 16]`` float8_e4m3fn, or uint8 that holds it, in rows: not swizzled; without NaN.
-        global_scale: multiplies them.
+        global_scale: multiplies them; one number.
+
+    Raises:
+        ValueError: shapes do not fit, or there is NaN.
+        TypeError: dtypes do not fit.
     """
-    codes = _nibbles(host(weight))
-    factor = Factor("e4m3", host(scales).view(np.uint8))
-    check_groups(codes.shape, factor.values, 16, "scales")
-    number = float(float32(global_scale).reshape(-1)[0])
-    return assemble(codes, "t4", factor, None, 16, table=E2M1, global_scale=number)
+    codes, factor = _codes_of_4(weight, scales, 16, "e4m3", ["float8_e4m3fn", "uint8"])
+    number = float32("global_scale", global_scale)
+    if number.size != 1:
+        raise ValueError(f"global_scale: must have one element, got shape {list(number.shape)}")
+    return assemble(codes, "t4", factor, None, 16, table=E2M1, global_scale=float(number.reshape(())))
 
 
 def pack_mxfp4(weight: Array, scales: Array) -> PackedWeight:
@@ -465,11 +578,13 @@ def pack_mxfp4(weight: Array, scales: Array) -> PackedWeight:
 
     Args:
         weight: ``[n, k / 2]`` uint8, the first of two codes in the lower bits.
-        scales: ``[n, k / 32]`` uint8: 127 more than the exponent; not 255, which is NaN.
+        scales: ``[n, k / 32]`` uint8, or float8_e8m0fnu: 127 more than the exponent; not 255, which is NaN.
+
+    Raises:
+        ValueError: shapes do not fit, or there is NaN.
+        TypeError: dtypes do not fit.
     """
-    codes = _nibbles(host(weight))
-    factor = Factor("e8m0", host(scales).view(np.uint8))
-    check_groups(codes.shape, factor.values, 32, "scales")
+    codes, factor = _codes_of_4(weight, scales, 32, "e8m0", ["uint8", "float8_e8m0fnu"])
     return assemble(codes, "t4", factor, None, 32, table=E2M1)
 
 
@@ -477,26 +592,64 @@ def pack_nf4(weight: Array, absmax: Array, shape: tuple[int, int], *, block_size
     """Pack a weight of bitsandbytes' NF4.  Its table is rounded to the dtype of x.
 
     Args:
-        weight: uint8, ``n * k / 2`` of them, the first of two codes in the upper bits.
-        absmax: ``[n * k / block_size]`` float32, not quantised itself.
+        weight: uint8, ``n * k / 2`` of them in any shape, the first of two codes in the upper bits.
+        absmax: float32, ``n * k / block_size`` of them in any shape; not quantised itself.
         shape: ``(n, k)``; ``k`` is a multiple of ``block_size``.
         block_size: codes that share a scale.
+
+    Raises:
+        ValueError: shapes or ``block_size`` do not fit.
+        TypeError: dtypes do not fit.
     """
-    n, k = shape
+    (n, k), block_size = _pair("shape", shape), whole("block_size", block_size)
+    if min(n, k) < 0:
+        raise ValueError(f"shape: must not be negative, got {(n, k)}")
+    if block_size < 1:
+        raise ValueError(f"block_size: must be positive, got {block_size}")
     if k % block_size:
         raise ValueError(f"shape: columns must be a multiple of block_size = {block_size}, got {k}")
-    pairs = host(weight).view(np.uint8).reshape(-1)
+    pairs = _elements("weight", weight, "uint8", n * k // 2)
+    scales = _elements("absmax", absmax, "float32", n * k // block_size)
     codes = np.stack([pairs >> 4, pairs & 15], axis=-1).reshape(n, k)
-    scales = Factor("f32", float32(absmax).reshape(n, -1))
-    return assemble(codes, "t4", scales, None, block_size, table=NF4)
+    factor = Factor("f32", scales.reshape(n, k // block_size))
+    return assemble(codes, "t4", factor, None, block_size, table=NF4)
+
+
+def _codes_of_4(weight: Array, scales: Array, group_size: int, kind: str, dtypes: list[str]) -> tuple[Host, Factor]:
+    """Codes one by one, ``[n, k]``, and their scales."""
+    pairs = checked("weight", weight, ["uint8"], (None, None))
+    n, half = pairs.shape
+    values = checked("scales", scales, dtypes, (n, -(-2 * half // group_size)))
+    return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(n, 2 * half), Factor(kind, values)
+
+
+def _elements(name: str, array: Array, dtype: str, size: int) -> Host:
+    """All of them, whatever the shape."""
+    given = checked(name, array, [dtype], None)
+    if given.size != size:
+        raise ValueError(f"{name}: must have {size} elements, got shape {list(given.shape)}")
+    return given.reshape(-1)
+
+
+def _pair(name: str, pair: Sequence[int]) -> tuple[int, int]:
+    if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+        raise ValueError(f"{name}: must be two integers, got {pair!r}")
+    return whole(name, pair[0]), whole(name, pair[1])
 
 
 def interleave_halves(weight: PackedWeight) -> PackedWeight:
     """Let the rows of both halves of a weight take turns, as ``activation`` of :func:`pykv.packed_gemm` wants them.
 
+    Returns:
+        A weight in NumPy.
+
     Raises:
-        ValueError: the number of rows is odd.
+        ValueError: the number of rows is odd, or it is a stack of weights.
+        TypeError: it is no packed weight.
     """
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"weight: must be a PackedWeight, got {type(weight).__name__}")
+    checked("weight.data", weight.data, ["uint8"], (None,))
     n, _ = weight.shape
     if n % 2:
         raise ValueError(f"weight: must have an even number of rows, got {n}")
@@ -506,13 +659,19 @@ def interleave_halves(weight: PackedWeight) -> PackedWeight:
 def stack_packed(weights: Sequence[PackedWeight]) -> PackedWeight:
     """Put weights of one format, those of experts, into one array ``[E, bytes]`` for :func:`pykv.fused_moe`.
 
+    Returns:
+        A weight in NumPy.
+
     Raises:
         ValueError: there are none, or their formats differ.
+        TypeError: they are no packed weights.
     """
+    if not isinstance(weights, Sequence) or not all(isinstance(w, PackedWeight) for w in weights):
+        raise TypeError("weights: must be a sequence of PackedWeight")
     formats = sorted({w.format for w in weights})
     if len(formats) != 1:
         raise ValueError(f"weights: must be of one format, got {formats}")
-    return PackedWeight(np.stack([host(w.data) for w in weights]), formats[0])
+    return PackedWeight(np.stack([checked("weights", w.data, ["uint8"], (None,)) for w in weights]), formats[0])
 
 
 def _in_order_of_groups(
@@ -521,7 +680,7 @@ def _in_order_of_groups(
     """act-order: columns by group, each padded to a multiple of a size for which all take the fewest bytes."""
     order = np.argsort(group_of, kind="stable")
     groups, counts = np.unique(group_of, return_counts=True)
-    if len(groups) and (groups[0] < 0 or groups[-1] >= scales.values.shape[1]):
+    if groups[0] < 0 or groups[-1] >= scales.values.shape[1]:
         raise ValueError(f"g_idx: must be 0 to {scales.values.shape[1] - 1}, got {groups[0]} to {groups[-1]}")
     per_step = scales.values.itemsize + 1
 
@@ -545,18 +704,13 @@ def check_groups(shape: tuple[int, ...], values: Host, group_size: int, name: st
         raise ValueError(f"{name}: must have shape {list(wanted)}, got {list(values.shape)}")
 
 
-def _nibbles(pairs: Host) -> Host:
-    pairs = pairs.view(np.uint8)
-    return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(pairs.shape[0], -1)
-
-
 def nibbles_of_awq(words: Host) -> Host:
     shifts = (4 * np.array([0, 4, 1, 5, 2, 6, 3, 7])).astype(np.uint32)
-    return (words.view(np.uint32)[..., None] >> shifts & 15).astype(np.uint8).reshape(words.shape[0], -1)
+    return (words.view(np.uint32)[..., None] >> shifts & 15).astype(np.uint8).reshape(len(words), 8 * words.shape[1])
 
 
 def bit_stream(words: Host, bits: int) -> Host:
     """The fields of each column of words, lowest bits first."""
     octets = np.ascontiguousarray(words.T).view(np.uint8)  # [n, bytes]
-    stream = np.unpackbits(octets, axis=1, bitorder="little").reshape(len(octets), -1, bits)
+    stream = np.unpackbits(octets, axis=1, bitorder="little").reshape(len(octets), 8 * octets.shape[1] // bits, bits)
     return np.packbits(stream, axis=2, bitorder="little")[..., 0].T

@@ -23,7 +23,7 @@ import numpy as np
 from pykv import _C
 from pykv._libraries import numpy_dtype, spec_of
 from pykv._schema import Op, Parameter, Spec, all_ops
-from pykv._shapes import check, outputs
+from pykv._shapes import check_made, outputs
 
 if TYPE_CHECKING:
     from pykv._hints.jax import *  # noqa: F403  # what is made below
@@ -103,7 +103,7 @@ def _function(op: Op) -> Callable[..., Any]:
                 arguments[name] = _array_of(op, name, value)
         specs = {name: _specs(value) if name in arrays else value for name, value in arguments.items()}
         made = outputs(op, specs)
-        check(op, specs | made)
+        check_made(op, made, specs)
 
         call, values = _Call(), op.c_arguments(arguments | made)
         for p in op.parameters:

@@ -6,6 +6,7 @@ element is an entry of a table, four bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Final
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from pykv._types import Array
 from pykv.dequantization import GGUF_BLOCKS, ggml_dequantize
-from pykv.packed_weight import Factor, Host, PackedWeight, assemble, host, integers
+from pykv.packed_weight import Factor, Host, PackedWeight, assemble, checked, integers, whole
 
 E2M1: Final = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _IQ4: Final = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
@@ -40,20 +41,22 @@ def pack_gguf(weight: Array, quant_type: int) -> PackedWeight:
 
     Raises:
         ValueError: it is no such type, or rows are no whole blocks, or (NVFP4) a scale is 0xff, which e4m3 has not.
+        TypeError: dtypes do not fit.
     """
+    quant_type = whole("quant_type", quant_type)
     if quant_type not in GGUF_TYPES:
         raise ValueError(f"quant_type: must be one of {', '.join(map(str, GGUF_TYPES))}, got {quant_type}")
     _, size = GGUF_BLOCKS[quant_type]
     pack = GGUF_TYPES[quant_type]
-    rows = host(weight)
-    if rows.ndim != 2 or rows.shape[1] % size:
+    rows = checked("weight", weight, ["uint8"], (None, None))
+    if rows.shape[1] % size:
         raise ValueError(f"weight: must be [n, bytes] of whole blocks of {size} bytes, got shape {list(rows.shape)}")
-    return pack(np.ascontiguousarray(rows).reshape(rows.shape[0], -1, size))
+    return pack(np.ascontiguousarray(rows).reshape(rows.shape[0], rows.shape[1] // size, size))
 
 
 def _flat(blocks: Host) -> Host:
     """[n, blocks, ...] -> [n, all others]"""
-    return blocks.reshape(blocks.shape[0], -1)
+    return blocks.reshape(blocks.shape[0], math.prod(blocks.shape[1:]))
 
 
 def _half(b: Host, at: int) -> Host:
@@ -63,7 +66,7 @@ def _half(b: Host, at: int) -> Host:
 
 def _planes(b: Host, at: int, count: int, bits: int, run: int) -> Host:
     """Fields of some bits: the lowest ones of a run of bytes come first, then the next ones of the same bytes."""
-    octets = b[..., at : at + count * bits // 8].reshape(*b.shape[:2], -1, 1, run)
+    octets = b[..., at : at + count * bits // 8].reshape(*b.shape[:2], count * bits // 8 // run, 1, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return (octets >> shifts & np.uint8((1 << bits) - 1)).reshape(*b.shape[:2], count)
 
@@ -168,7 +171,7 @@ def _found(b: Host, quant_type: int, table: Host, scales: Factor) -> PackedWeigh
         values = np.empty(len(row), np.float32)
         ggml_dequantize(values, blocks.reshape(-1), quant_type)
         row[:] = place[(8 * values).astype(np.int8).view(np.uint8)]
-    return assemble(codes, "t4", scales, None, 256 * b.shape[1] // max(1, scales.values.shape[1]), table=table)
+    return assemble(codes, "t4", scales, None, max(1, 256 * b.shape[1] // max(1, scales.values.shape[1])), table=table)
 
 
 def _with_one(b: Host, at: int) -> Host:
@@ -196,7 +199,7 @@ def _book(
 
 
 def _two_of(octets: Host) -> Host:
-    return np.stack([octets & 15, octets >> 4], axis=-1).reshape(*octets.shape[:2], -1)
+    return np.stack([octets & 15, octets >> 4], axis=-1).reshape(*octets.shape[:2], 2 * octets.shape[2])
 
 
 def _iq1_m(b: Host) -> PackedWeight:

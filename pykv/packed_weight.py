@@ -5,14 +5,16 @@ Where what lies is said in ``src/kernels/gemm/packed_weight.h``.
 
 from __future__ import annotations
 
+import operator
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pykv._libraries import array_like
+from pykv._libraries import array_like, spec_of
 
 Bytes = npt.NDArray[np.uint8]
 Host = npt.NDArray[Any]
@@ -20,6 +22,7 @@ Host = npt.NDArray[Any]
 HEADER: Final = 256  # bytes
 _MAGIC: Final = b"pykv packed 1\n"
 _TABLE_AT, _GLOBAL_SCALE_AT, _UNIT = 128, 192, 64
+_TOO_LARGE: Final = 2.0**118  # for a scale: kernels multiply it by up to 512
 _BITS: Final = {"u2": 4, "u3": 4, "u4": 4, "u5": 8, "u6": 8, "u8": 8, "e4m3": 8, "t4": 4}  # as stored
 _BYTES: Final = {"none": 0, "zero": 1, "e4m3": 1, "e8m0": 1, "f16u8": 1, "f16i8": 1, "f16": 2, "bf16": 2, "f32": 4}
 
@@ -55,8 +58,9 @@ class PackedWeight:
 
         Raises:
             ValueError: there is no header of this version.
+            TypeError: it is no array of bytes.
         """
-        header = bytes(host(data[:HEADER]).tobytes())
+        header = bytes(checked("data", _array("data", data)[:HEADER], ["uint8"], [None]).tobytes())
         if not header.startswith(_MAGIC):
             raise ValueError("data: does not begin with the header of a packed weight")
         text = header[len(_MAGIC) : _TABLE_AT].rstrip(b"\0")
@@ -102,13 +106,22 @@ def assemble(
         global_scale: multiplies all scales.
 
     Raises:
-        ValueError: there is NaN among codes or scales of one byte, which kernels take for numbers.
+        ValueError: there is NaN among codes or scales of one byte, which kernels take for numbers; or a scale that is
+            too large for what kernels multiply it by; or there are not as many scales or minima as groups.
     """
     if (kind == "e4m3" and _has_nan_e4m3(codes)) or (scales.kind == "e4m3" and _has_nan_e4m3(scales.values)):
         raise ValueError(f"{'weight' if kind == 'e4m3' else 'scales'}: must not hold NaN")
     if scales.kind == "e8m0" and (scales.values == 0xFF).any():
         raise ValueError("scales: must not hold NaN, which 255 is")
+    if scales.kind in ("f32", "bf16"):
+        sizes = np.abs(scales.in_float32())
+        if (too_large := np.isfinite(sizes) & (sizes >= _TOO_LARGE)).any():
+            raise ValueError(f"scales: must be less than 2**118 = {_TOO_LARGE:.3g}, got {sizes[too_large].max():.3g}")
     n, k = codes.shape
+    groups = -(-(k if columns is None else len(columns)) // group_size)
+    for name, factor in (("scales", scales), ("zero points", minima)):
+        if factor and groups and factor.values.shape != (n, groups):
+            raise ValueError(f"{name}: must have {n} rows of {groups} groups, got {list(factor.values.shape)}")
     if group_size % 16 and group_size < k:  # each group padded to a multiple of 16
         step = -(-group_size // 16) * 16
         places = np.arange(-(-k // group_size))[:, None] * group_size + np.arange(step)
@@ -226,18 +239,47 @@ def host(array: Any) -> Host:
 _SMALL: Final = {"bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"}
 
 
-def dtype_name(array: Any) -> str:
-    name = getattr(array.dtype, "name", None)
-    return name if isinstance(name, str) else str(array.dtype).removeprefix("torch.")
+def checked(name: str, array: Any, dtypes: Sequence[str], shape: Sequence[int | None] | None) -> Host:
+    """:func:`host` of an array that must have one of these dtypes, and this shape.  ``None``: any shape, or size.
+
+    Raises:
+        TypeError: it is no array, or has another dtype.
+        ValueError: it has another shape.
+    """
+    array = _array(name, array)
+    given = spec_of(array)
+    if given.dtype not in dtypes:
+        others, last = ", ".join(dtypes[:-1]), dtypes[-1]
+        raise TypeError(f"{name}: dtype must be {f'{others} or {last}' if others else last}, got {given.dtype}")
+    if shape is not None and (
+        len(given.shape) != len(shape)
+        or any(wanted not in (None, size) for wanted, size in zip(shape, given.shape, strict=True))
+    ):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: must have shape [{wanted}], got {list(given.shape)}")
+    return host(array)
 
 
-def plain_scales(name: str, scales: Any) -> Factor:
+def _array(name: str, array: Any) -> Any:
+    if hasattr(array, "dtype") and hasattr(array, "shape"):
+        return array
+    if hasattr(array, "__dlpack__"):  # pykv.from_pointer
+        return np.from_dlpack(array)
+    raise TypeError(f"{name}: must be an array, got {type(array).__name__}")
+
+
+def whole(name: str, number: Any) -> int:
+    """An integer of Python or NumPy."""
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        raise TypeError(f"{name}: must be an integer, got {type(number).__name__}")
+    return operator.index(number)
+
+
+def plain_scales(name: str, scales: Any, shape: Sequence[int | None] | None = None) -> Factor:
     """Scales of float16, bfloat16 or float32 as they are."""
     kinds = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
-    kind = dtype_name(scales)
-    if kind not in kinds:
-        raise TypeError(f"{name}: dtype must be float16, bfloat16 or float32, got {kind}")
-    return Factor(kinds[kind], host(scales))
+    values = checked(name, scales, list(kinds), shape)
+    return Factor(kinds[spec_of(scales).dtype], values)
 
 
 def integers(
@@ -262,11 +304,14 @@ def zero_points(zeros: Host, bits: int, scales: Factor) -> Factor | None:
     return Factor("f32", -scales.in_float32() * zeros.astype(np.float32))
 
 
-def float32(values: Any) -> Host:
+def float32(name: str, values: Any) -> Host:
     """A number, or floats of any library and size."""
-    if isinstance(values, (int, float)):
+    if isinstance(values, (int, float)) and not isinstance(values, bool):
         return np.full(1, values, np.float32)
-    plain = host(values)
-    if dtype_name(values) == "bfloat16":
+    values = _array(name, values)
+    dtype, plain = spec_of(values).dtype, host(values)
+    if dtype == "bfloat16":
         return (plain.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype not in ("float16", "float32", "float64"):
+        raise TypeError(f"{name}: dtype must be float32, float16 or bfloat16, got {dtype}")
     return plain.astype(np.float32)

@@ -294,7 +294,8 @@ def _block_scales(dtype: str, block: int, *, per_number: int = 1, swizzled: bool
         blocks = width // (block * per_number)
         if not (swizzled or arguments["is_sf_swizzled_layout"]):
             return Spec((*rows, blocks), dtype)
-        return Spec((_padded(math.prod(rows), arguments.get("tile_rows", 128)), _padded(blocks, 4)), dtype)
+        tile_rows = max(1, arguments.get("tile_rows", 128))  # the call itself refuses others than 8 and 128
+        return Spec((_padded(math.prod(rows), tile_rows), _padded(blocks, 4)), dtype)
 
     return Rule(make)
 

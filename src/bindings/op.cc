@@ -1,6 +1,7 @@
 // Calls of Python's: how arguments become what C takes.
 #include "op.h"
 
+#include <cstring>
 #include <forward_list>
 #include <new>
 #include <string>
@@ -33,8 +34,13 @@ double number_from(PyObject* object) {
   return value;
 }
 
+// Integers and arrays of one element will do; what merely is not empty, such as "false", will not.
 bool truth_from(PyObject* object) {
-  const int truth = PyBool_Check(object) ? object == Py_True : PyObject_IsTrue(object);
+  if (PyBool_Check(object)) return object == Py_True;
+  const PyNumberMethods* const methods = Py_TYPE(object)->tp_as_number;
+  if (!methods || !methods->nb_bool || PyFloat_Check(object) || PyComplex_Check(object) || object == Py_None)
+    throw py::type_error("a bool is required, got " + std::string(Py_TYPE(object)->tp_name));
+  const int truth = PyObject_IsTrue(object);
   if (truth < 0) throw py::error_already_set();
   return truth != 0;
 }
@@ -43,8 +49,10 @@ const char* string_from(PyObject* object) {
   if (!PyUnicode_Check(object)) {
     throw py::type_error("a string is required, got " + std::string(Py_TYPE(object)->tp_name));
   }
-  const char* text = PyUnicode_AsUTF8(object);
+  Py_ssize_t length;
+  const char* text = PyUnicode_AsUTF8AndSize(object, &length);
   if (!text) throw py::error_already_set();  // half of a surrogate pair
+  if (std::strlen(text) != static_cast<size_t>(length)) throw py::value_error("must not hold a null character");
   return text;
 }
 

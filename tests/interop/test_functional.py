@@ -127,8 +127,31 @@ def test_arrays_of_one_dimension_too_many_are_told_by_the_library(name):
     arrays = [k for k, v in sample(name).items() if isinstance(v, np.ndarray) and k in op.inputs]
     values = {k: v[None] if k == arrays[0] else v for k, v in sample(name).items() if k not in op.rules}
     values[arrays[0]] = values[arrays[0]].reshape((1,) * (9 - values[arrays[0]].ndim) + values[arrays[0]].shape)
-    with pytest.raises((ValueError, TypeError), match=rf"^{name}: \w+: "):
+    with pytest.raises((ValueError, TypeError), match=rf"^{name}: \w+(, made for .*)?: "):
         getattr(functional, name)(**values)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "awq_dequantize",
+            {"scales": np.ones((2, 24), int)},
+            "out, made for qweight, scales: dtype must be float32 or",
+        ),
+        ("hadacore_transform", {"x": np.ones((2, 8))}, "out, made for x: elements of float64 are not supported"),
+        ("grouped_topk", {"topk": 1 << 40}, "topk_weights, made for scores, topk: must have at most num_experts = 12"),
+        ("grouped_topk", {"topk": np.array(2.0)}, "topk: "),
+        ("merge_top_k", {"k": 1 << 63}, "k: "),
+        ("scaled_fp4_quant", {"tile_rows": 0}, "tile_rows: must be 128 or 8, got 0"),
+        ("convert_fp8", {"input": np.ones((2, 8))}, "input: elements of float64 are not supported"),
+    ],
+)
+def test_an_error_names_what_was_given(name, change, message):
+    """An output that was left out is nothing to look for: its error says what it is made for."""
+    given = {n: v for n, v in sample(name).items() if n not in all_ops()[name].rules}
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: {message}"):
+        getattr(functional, name)(**given | change)
 
 
 def test_an_optional_output_is_asked_for_or_not():

@@ -124,3 +124,26 @@ def test_numbers_that_none_stands_for_are_refused_by_name(name, parameter, conve
     for value, error in wrong:
         with pytest.raises(error, match=f"^{name}: {parameter}: "):
             getattr(pykv, name)(**sample(name) | {parameter: value})
+
+
+BOOLS = [(op.name, p.name, p.default) for op in all_ops().values() for p in op.parameters if p.kind == "bool"]
+
+
+@pytest.mark.parametrize(("name", "parameter", "default"), BOOLS)
+def test_what_is_no_truth_value_is_refused(name, parameter, default):
+    for value in ("false", b"", [], None, float("nan"), 0.0, object()):
+        with pytest.raises(TypeError, match=f"^{name}: {parameter}: a bool is required, got {type(value).__name__}"):
+            getattr(pykv, name)(**sample(name) | {parameter: value})
+    given = sample(name).get(parameter, default)
+    for value in (int(given), np.bool_(given), np.array([given])):
+        getattr(pykv, name)(**sample(name) | {parameter: value})
+
+
+STRINGS = [(op.name, p.name) for op in all_ops().values() for p in op.parameters if p.kind == "str"]
+
+
+@pytest.mark.parametrize(("name", "parameter"), STRINGS)
+def test_a_string_does_not_end_at_a_null_character(name, parameter):
+    given = sample(name)
+    with pytest.raises(ValueError, match=f"^{name}: {parameter}: must not hold a null character"):
+        getattr(pykv, name)(**given | {parameter: f"{given.get(parameter, '')}\0x"})
