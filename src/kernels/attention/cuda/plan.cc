@@ -169,10 +169,7 @@ bool Planner::mixed(const Request& r) {
 
 bool Planner::by_tensor_cores(Request r) {
   RowClass rows;
-  constexpr int kShort = 256;  // keys
-  const bool short_by_verify =
-      r.max_seq_len <= kShort && r.kind == CacheKind::k16Bits && may_verify(r, RowClass::kMore);
-  const auto class_of = [&](RowClass x) { return class_for(x, r.a.batch_invariant, short_by_verify); };
+  const auto class_of = [&](RowClass x) { return class_for(x, r.a.batch_invariant); };
   const auto many = [&](int min_rows) {
     r.min_rows = min_rows;
     return prefill(r) || some_rows(r, class_of(RowClass::kMany));

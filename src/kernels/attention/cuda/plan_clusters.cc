@@ -223,6 +223,7 @@ bool Planner::clusters(const Request& r, const ClusterSizes& sizes, const Cluste
   const LineOf line = r.lengths == Lengths::kAny ? LineOf{} : line_of(r);
   const bool spans = size.spans > 1;
   Instance instance{cluster_kernel(sizes, spans), sizes.head_size, sizes.columns};
+  instance.wide = sizes.wide;
   Step s = step_of(r, instance, static_cast<int>(blocks), size.warps * 32, size.blocks, bytes);
   set_cluster(s, r, sizes.tokens ? r.tile_tokens * r.tile_heads : r.group, sizes.head_size / 4);
   s.query_rows = r.query_rows;

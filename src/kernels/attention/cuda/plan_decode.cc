@@ -116,6 +116,14 @@ bool Planner::decode_clusters(Request r, const LineSizes& of_line) {
       if (decode_either(r, usual, line_sizes(r.kind, head_size, false, columns, false, true))) return true;
     }
   }
+  // Where elements are to be widened and keys are so many that 64 SMs are busier with that than with waiting: twelve warps.
+  const bool may_be_wide = head_size == 128 && columns <= 8 && !invariant && usual.narrow();
+  if (may_be_wide && size.warps == usual.warps && size.spans == 1 &&
+      most_keys(r, usual.tile()) > kManyKeys * size.blocks) {
+    const ClusterSizes wide = cluster_sizes(r.kind, head_size, columns, true, false);
+    const Clusters of_wide = cluster_size(r, wide);
+    if (of_wide.blocks > 0 && clusters(r, wide, of_wide)) return true;
+  }
   return clusters(r, usual, size);
 }
 

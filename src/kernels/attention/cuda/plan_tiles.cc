@@ -56,10 +56,8 @@ bool may_be_mixed(RowClass rows, int64_t num_tokens, int64_t num_seqs) {
   return rows == RowClass::kSome && num_tokens % num_seqs != 0;
 }
 
-// With batch_invariant: tiles that all compute a row in the same steps.  Without it, where sequences are so short that they are
-// mostly waits for their queries, tiles of 64 rows do better than those of 32 if four warps multiply together.
-RowClass class_for(RowClass rows, bool batch_invariant, bool short_by_verify) {
-  if (short_by_verify && rows == RowClass::kSome) return RowClass::kMore;
+// With batch_invariant: tiles that all compute a row in the same steps.
+RowClass class_for(RowClass rows, bool batch_invariant) {
   if (!batch_invariant) return rows;
   return rows == RowClass::kFew ? RowClass::kInvariantFew : RowClass::kInvariantMore;
 }
@@ -83,10 +81,11 @@ int64_t workspace_bytes(int64_t num_tokens, int64_t num_seqs, int num_heads, int
   RowClass rows;
   const bool uniform = uniform_rows(num_tokens, num_seqs, num_heads / num_kv_heads, head_size, rows);
   if (uniform && !(warpgroups && may_be_mixed(rows, num_tokens, num_seqs))) {
-    const RowClass tiles = class_for(rows, batch_invariant, warpgroups);
+    const bool may_pair = warpgroups && rows == RowClass::kSome;  // heads of 64, which then are 64 rows
+    const RowClass tiles = may_pair ? RowClass::kMore : class_for(rows, batch_invariant);
     return std::max({simple, bytes(tiling_of(tiles, head_size)), bytes(mma_tiling(tiles, head_size))});
   }
-  const RowClass many = class_for(RowClass::kMany, batch_invariant, false);
+  const RowClass many = class_for(RowClass::kMany, batch_invariant);
   const int64_t wanted = std::max({simple, bytes(few_rows_tiling(head_size)), bytes(tiling_of(many, head_size))});
   // Prefill on Hopper has the same records in fewer, longer tiles, and keeps sums beside them.
   const bool keeps = batch_invariant && head_size <= 128 && device.has_warpgroups;
