@@ -65,7 +65,8 @@ class SixteenValues {
   // By the lower halves of sixteen bytes.
   void put(T* to, __m128i codes) const {
     if constexpr (sizeof(T) == 4) {
-      store(to, Floats(_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(codes), load(values_))));
+      const __m512i places = _mm512_maskz_cvtepu8_epi32(0xffff, codes);  // GCC 12 warns of the form without a mask
+      store(to, Floats(_mm512_maskz_permutexvar_ps(0xffff, places, load(values_))));
     } else {
       const __m256i found = _mm256_permutexvar_epi16(_mm256_cvtepu8_epi16(codes), load_raw<__m256i>(values_));
       __builtin_memcpy(to, &found, sizeof found);
