@@ -102,9 +102,10 @@ inline __m512i rounded_to_bf16(Floats a, Floats b) {
 }
 inline __m512i rounded_to_f16(Floats a, Floats b) {
   const auto rounded = [](Floats v) {
-    return _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return _mm512_maskz_broadcast_i64x4(
+        0xff, _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   };
-  return _mm512_inserti64x4(_mm512_castsi256_si512(rounded(a)), rounded(b), 1);
+  return _mm512_mask_blend_epi64(0xf0, rounded(a), rounded(b));
 }
 
 // Q4_K, of which bytes have codes of two groups of 32: the values of both are looked up in one register.
@@ -139,9 +140,11 @@ void look_q4_k_up(const uint8_t* blocks, int64_t elements, T* to) {
                    second = codes * products[2 * pair + 1] - products[9 + 2 * pair];
       if constexpr (sizeof(T) == 4) {
         for (int i = 0; i < 32; i += kWidth) {
-          const __m512i codes_of_both = _mm512_cvtepu8_epi32(load_raw<__m128i>(blocks + 16 + 32 * pair + i));
-          store(to + i, Floats(_mm512_permutexvar_ps(codes_of_both, first)));
-          store(to + 32 + i, Floats(_mm512_permutexvar_ps(_mm512_srli_epi32(codes_of_both, 4), second)));
+          const __m512i codes_of_both =
+              _mm512_maskz_cvtepu8_epi32(0xffff, load_raw<__m128i>(blocks + 16 + 32 * pair + i));
+          store(to + i, Floats(_mm512_maskz_permutexvar_ps(0xffff, codes_of_both, first)));
+          store(to + 32 + i,
+                Floats(_mm512_maskz_permutexvar_ps(0xffff, _mm512_maskz_srli_epi32(0xffff, codes_of_both, 4), second)));
         }
         continue;
       }
