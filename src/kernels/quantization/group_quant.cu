@@ -159,11 +159,10 @@ struct Launcher {
       if constexpr (!kChoose) {
         const ExpertRows& of = args.of_experts;
         const auto side_by_side = [](const Index& ids) { return !ids.is_int64 && ids.stride == 1; };
-        if (!is_aligned(16, args.scales) || args.rows > INT32_MAX - 8) return false;
-        const ExpertPlan plan{
-            Divider(fours), side_by_side(of.first) && side_by_side(of.scales_first) && of.scale_rows <= INT32_MAX,
-            static_cast<uint32_t>(of.experts < 32 ? 0 : (of.experts + 31) / 32),
-            static_cast<int32_t>(std::min<int64_t>(of.scale_rows, INT32_MAX)), static_cast<uint32_t>(args.tiles * 512)};
+        if (!is_aligned(16, args.scales) || args.rows > INT32_MAX - 8 || of.scale_rows > INT32_MAX) return false;
+        const ExpertPlan plan{Divider(fours), side_by_side(of.first) && side_by_side(of.scales_first),
+                              static_cast<uint32_t>(of.experts < 32 ? 0 : (of.experts + 31) / 32),
+                              static_cast<int32_t>(of.scale_rows), static_cast<uint32_t>(args.tiles * 512)};
         return start(expert_kernel<T, Source, kScale, kCodes, kMinBlocks>, (args.rows + 7) / 8 * fours * 32, plan,
                      launch.reporter(of.report));
       }

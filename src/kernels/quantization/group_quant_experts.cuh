@@ -11,10 +11,10 @@
 namespace pykv {
 
 struct ExpertPlan {
-  Divider across;       // fours of units of a row
-  bool by_lanes;        // ids are int32, one behind the other
-  uint32_t step;        // between experts that lanes ask for first, of more than there are lanes
-  int32_t scale_rows;   // at most INT32_MAX
+  Divider across;  // fours of units of a row
+  bool by_lanes;   // ids are int32, one behind the other
+  uint32_t step;   // between experts that lanes ask for first, of more than there are lanes
+  int32_t scale_rows;
   uint32_t tile_bytes;  // between rows of tiles
 };
 
