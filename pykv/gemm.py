@@ -41,6 +41,7 @@ __all__ = [
     "grouped_scaled_mm",
     "interleave_halves",
     "pack_awq",
+    "pack_compressed_tensors",
     "pack_fp8",
     "pack_gguf",
     "pack_gptq",
@@ -455,6 +456,49 @@ def _equal_groups(groups: int, k: int) -> int:
     if k and (not groups or k % groups):
         raise ValueError(f"scales: must have as many rows as there are equal groups of the {k} rows, got {groups}")
     return max(1, k // max(1, groups))
+
+
+def pack_compressed_tensors(
+    weight_packed: Array,
+    weight_scale: Array,
+    weight_zero_point: Array | None = None,
+    weight_g_idx: Array | None = None,
+    *,
+    shape: tuple[int, int],
+    bits: int = 4,
+) -> PackedWeight:
+    """Pack a weight that compressed-tensors stores as ``pack-quantized``.
+
+    Args:
+        weight_packed: ``[n, ceil(k * bits / 32)]`` int32, codes of a row in order; ``2 ** (bits - 1)`` is zero.
+        weight_scale: ``[n, groups]`` float16, bfloat16 or float32; ``groups`` must divide ``k``.
+        weight_zero_point: ``[ceil(n * bits / 32), groups]`` int32, codes of a column one after another; ``None``: 0.
+        weight_g_idx: ``[k]``, the group of each column, where they are in no order; all -1 is like ``None``.
+        shape: ``(n, k)``, what the file has as ``weight_shape``.
+        bits: 4 or 8.
+    """
+    if bits not in (4, 8):
+        raise ValueError(f"bits: must be 4 or 8, got {bits}")
+    n, k = (int(size) for size in shape)
+    codes, scales = host(weight_packed), plain_scales("weight_scale", weight_scale)
+    groups = scales.values.shape[-1]
+    zeros = None if weight_zero_point is None else host(weight_zero_point)
+    group_of = None if weight_g_idx is None else host(weight_g_idx)
+    for name, found, wanted in (
+        ("weight_packed", codes, (n, -(-k * bits // 32))),
+        ("weight_scale", scales.values, (n, groups)),
+        ("weight_zero_point", zeros, (-(-n * bits // 32), groups)),
+        ("weight_g_idx", group_of, (k,)),
+    ):
+        if found is not None and found.shape != wanted:
+            raise ValueError(f"{name}: must have shape {list(wanted)}, got {list(found.shape)}")
+    if group_of is not None and (group_of == -1).all():
+        group_of = None
+    if group_of is None and (groups == 0 or k % groups):
+        raise ValueError(f"weight_scale: its {groups} groups must divide {k} columns")
+    z = None if zeros is None else bit_stream(zeros, bits)[:n].astype(np.int64)
+    factor = scales._replace(values=scales.values.T)
+    return pack_in_groups(bit_stream(codes.T, bits)[:k], z, factor, group_of, bits=bits)
 
 
 def pack_in_groups(

@@ -22,6 +22,7 @@ Host = npt.NDArray[Any]
 HEADER: Final = 256  # bytes
 _MAGIC: Final = b"pykv packed 1\n"
 _TABLE_AT, _GLOBAL_SCALE_AT, _UNIT = 128, 192, 64
+_TOO_LARGE: Final = 2.0**118  # for a scale: kernels multiply it by up to 512
 _BITS: Final = {"u2": 4, "u3": 4, "u4": 4, "u5": 8, "u6": 8, "u8": 8, "e4m3": 8, "t4": 4}  # as stored
 _BYTES: Final = {"none": 0, "zero": 1, "e4m3": 1, "e8m0": 1, "f16u8": 1, "f16i8": 1, "f16": 2, "bf16": 2, "f32": 4}
 
@@ -105,13 +106,17 @@ def assemble(
         global_scale: multiplies all scales.
 
     Raises:
-        ValueError: there is NaN among codes or scales of one byte, which kernels take for numbers; or there are not as
-            many scales or minima as groups.
+        ValueError: there is NaN among codes or scales of one byte, which kernels take for numbers; or a scale that is
+            too large for what kernels multiply it by; or there are not as many scales or minima as groups.
     """
     if (kind == "e4m3" and _has_nan_e4m3(codes)) or (scales.kind == "e4m3" and _has_nan_e4m3(scales.values)):
         raise ValueError(f"{'weight' if kind == 'e4m3' else 'scales'}: must not hold NaN")
     if scales.kind == "e8m0" and (scales.values == 0xFF).any():
         raise ValueError("scales: must not hold NaN, which 255 is")
+    if scales.kind in ("f32", "bf16"):
+        sizes = np.abs(scales.in_float32())
+        if (too_large := np.isfinite(sizes) & (sizes >= _TOO_LARGE)).any():
+            raise ValueError(f"scales: must be less than 2**118 = {_TOO_LARGE:.3g}, got {sizes[too_large].max():.3g}")
     n, k = codes.shape
     groups = -(-(k if columns is None else len(columns)) // group_size)
     for name, factor in (("scales", scales), ("zero points", minima)):

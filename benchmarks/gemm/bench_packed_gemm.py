@@ -6,9 +6,11 @@ What a plain copy of as many bytes takes is the floor of few rows.
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import re
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,10 +45,49 @@ def nvfp4(n: int, k: int) -> PackedWeight:
     )
 
 
-def q4_k(n: int, k: int) -> PackedWeight:
-    blocks = np.random.default_rng(0).integers(0, 256, (n, k // 256, 144), dtype=np.uint8)
-    blocks[..., :4] = np.full(2, 0.01, np.float16).view(np.uint8)
-    return pack_gguf(blocks.reshape(n, -1), 12)
+# Quantisation types of GGUF: number, elements of a block, its bytes, and where float16 numbers lie among them.
+GGUF = {
+    "Q4_0": (2, 32, 18, [0]),
+    "Q4_1": (3, 32, 20, [0, 2]),
+    "Q5_0": (6, 32, 22, [0]),
+    "Q5_1": (7, 32, 24, [0, 2]),
+    "Q8_0": (8, 32, 34, [0]),
+    "Q2_K": (10, 256, 84, [80, 82]),
+    "Q3_K": (11, 256, 110, [108]),
+    "Q4_K": (12, 256, 144, [0, 2]),
+    "Q5_K": (13, 256, 176, [0, 2]),
+    "Q6_K": (14, 256, 210, [208]),
+    "IQ2_S": (22, 256, 82, [0]),
+    "IQ4_XS": (23, 256, 136, [0]),
+}
+
+
+def gguf(name: str, n: int, k: int) -> PackedWeight:
+    """32 rows over and over: packing all of a large weight takes longer than timing it."""
+    number, elements, size, halves = GGUF[name]
+    blocks = np.random.default_rng(0).integers(0, 256, (32, k // elements, size), dtype=np.uint8)
+    for at in halves:
+        blocks[..., at : at + 2] = np.full(1, 0.01, np.float16).view(np.uint8)
+    return repeated(pack_gguf(blocks.reshape(32, -1), number), n // 32)
+
+
+def repeated(weight: PackedWeight, times: int) -> PackedWeight:
+    """A weight of 32 rows, its rows so many times."""
+    kind, scales, minima, _, *rest = weight.format.split(".")
+    columns, group = (int(re.search(rf"\.{letter}(\d+)", weight.format)[1]) for letter in "pg")  # type: ignore[index]
+    bytes_of = {"none": 0, "f16": 2, "bf16": 2, "f32": 4}
+    sizes = [columns * (1 if kind in ("u5", "u6", "u8", "e4m3") else 0.5)]
+    for factor in (scales, minima):
+        sizes += [
+            -(-columns // group) * bytes_of.get(factor, 1),
+            -(-columns // 256) * 2 * factor.startswith("f16") * (len(factor) > 3),
+        ]
+    at, sections = 256, [weight.data[:256]]
+    for size in (round(32 * s) for s in sizes):
+        sections.append(np.tile(weight.data[at : at + size], times))
+        sections.append(np.zeros(-sections[-1].size % 256, np.uint8))
+        at += -(-size // 256) * 256
+    return PackedWeight(np.concatenate(sections), ".".join([kind, scales, minima, f"n{32 * times}", *rest]))
 
 
 class Weight(NamedTuple):
@@ -63,8 +104,9 @@ WEIGHTS = {
     "int8": Weight(partial(integers, 8, False), 8 + 16 / 128, 8192, 8192, [1, 64, 256, 4096]),
     "fp8 in blocks": Weight(fp8, 8 + 32 / 128, 8192, 8192, [1, 64, 256, 4096]),
     "nvfp4": Weight(nvfp4, 4 + 8 / 16, 8192, 8192, [1, 64, 256, 4096]),
-    "Q4_K": Weight(q4_k, 4 + 16 / 32 + 32 / 256, 14336, 4096, [1, 8, 64, 512]),
+    "Q4_K": Weight(partial(gguf, "Q4_K"), 4 + 16 / 32 + 32 / 256, 14336, 4096, [1, 8, 64, 512]),
 }
+SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192)]
 
 
 @cache
@@ -73,8 +115,13 @@ def packed(name: str) -> PackedWeight:
     return w.pack(w.n, w.k)
 
 
-def product(name: str, rows: int, dtype: str, device: Device) -> Call:
-    w = packed(name)
+@lru_cache(1)
+def packed_gguf(name: str, n: int, k: int) -> PackedWeight:
+    return gguf(name, n, k)
+
+
+def product(pack: Callable[[], PackedWeight], rows: int, dtype: str, device: Device) -> Call:
+    w = pack()
     (n, k), data = w.shape, device.array(w.data)
     out, x = device.random((rows, n), dtype), device.random((rows, k), dtype)
     return lambda: pykv.packed_gemm(out, x, data, w.format)
@@ -102,8 +149,21 @@ def cases(dtypes: list[str]) -> Iterator[Case]:
                 moved = round(w.n * w.k * w.bits / 8) + 2 * rows * (w.n + w.k)
                 size = {"n": w.n, "k": w.k, "tokens": rows}
                 yield Case(
-                    f"packed_gemm {name}", size, dtype, moved, partial(product, name, rows, dtype), 2 * rows * w.n
+                    f"packed_gemm {name}",
+                    size,
+                    dtype,
+                    moved,
+                    partial(product, partial(packed, name), rows, dtype),
+                    2 * rows * w.n,
                 )
+        for (n, k), name, rows in itertools.product(SHAPES, GGUF, [1, 8, 512]):
+            if name not in ("Q4_K", "Q6_K", "Q8_0", "IQ4_XS") and (n, k) != (14336, 4096):
+                continue
+            _, elements, block, _ = GGUF[name]
+            size = {"n": n, "k": k, "tokens": rows}
+            make = partial(product, partial(packed_gguf, name, n, k), rows, dtype)
+            moved = n * k * block // elements + 2 * rows * (n + k)
+            yield Case(f"packed_gemm GGUF {name}", size, dtype, moved, make, 2 * rows * n)
         for name in ("int4", "Q4_K") if with_torch else ():
             w = WEIGHTS[name]
             for rows in w.rows:

@@ -14,6 +14,7 @@ import pykv
 from pykv.gemm import (
     interleave_halves,
     pack_awq,
+    pack_compressed_tensors,
     pack_fp8,
     pack_gguf,
     pack_gptq,
@@ -341,6 +342,32 @@ def test_an_activation_wants_pairs(array):
         multiply(array, integers(33, 64)[0], np.zeros((3, 64), np.float16), out=out, activation="silu")
 
 
+@pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16], ids=name_of)
+@pytest.mark.parametrize("make", ["int4", "int4 with zeros", "int8", "fp8"])
+@pytest.mark.parametrize("rows", [1, 20, 100])
+def test_the_largest_and_smallest_scales(array, kind, make, rows):
+    rng = np.random.default_rng(0)
+    largest = 3.3e35 if kind == np.float32 else np.float32(2.0**118 - 2.0**110)
+    for size, of_x in ((largest, 2.0**-100), (2e-38, 2.0**100)):
+        scales = (np.float32(size) * rng.choice([-1, 1], (48, 2)).astype(np.float32)).astype(kind)
+        x = np.ldexp(random((rows, 256), HALVES[1]).astype(np.float32), round(math.log2(of_x))).astype(HALVES[1])
+        if make == "fp8":
+            codes = rng.integers(0, 0x70, (48, 256), dtype=np.uint8)
+            w = pack_fp8(codes, scales, block=(1, 128))
+            decoded = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        else:
+            bits = 8 if make == "int8" else 4
+            codes = rng.integers(0, 1 << bits, (48, 256), dtype=np.uint8)
+            zeros = rng.integers(0, 16, (48, 2)) if make == "int4 with zeros" else np.full((48, 2), 1 << (bits - 1))
+            w = pack_integers(codes, scales, zeros, group_size=128, bits=bits)
+            decoded = codes - np.repeat(zeros, 128, 1).astype(np.float64)
+        decoded *= np.repeat(scales.astype(np.float64), 128, 1)
+        out = multiply(array, w, x).astype(np.float64)
+        f = x.astype(np.float64)
+        error = np.abs(out - f @ decoded.T)
+        assert (error <= 2.0**-8 * 1.01 * np.abs(f @ decoded.T) + 4e-6 * (np.abs(f) @ np.abs(decoded).T)).all()
+
+
 @dtypes
 def test_nothing_to_sum_is_the_bias(array, dtype):
     w = pack_integers(np.zeros((40, 0), np.uint8), np.zeros((40, 0), np.float16))
@@ -427,6 +454,17 @@ def test_what_does_not_fit_is_named(array, change, error, message):
 def test_packing_refuses_what_it_cannot_hold():
     with pytest.raises(ValueError, match="bits: must be 2, 3, 4 or 8, got 5"):
         pack_gptq(np.zeros((5, 8), np.int32), None, np.zeros((1, 8), np.float16), bits=5)
+    words, scales = np.zeros((8, 2), np.int32), np.ones((8, 1), np.float16)
+    for change, message in (
+        ({"bits": 3}, "bits: must be 4 or 8, got 3"),
+        ({"shape": (8, 17)}, r"weight_packed: must have shape \[8, 3\], got \[8, 2\]"),
+        ({"weight_scale": np.ones((7, 1), np.float16)}, r"weight_scale: must have shape \[8, 1\], got \[7, 1\]"),
+        ({"weight_scale": np.ones((8, 3), np.float16)}, "weight_scale: its 3 groups must divide 16 columns"),
+        ({"weight_zero_point": words}, r"weight_zero_point: must have shape \[1, 1\], got \[8, 2\]"),
+        ({"weight_g_idx": np.zeros(15, np.int32)}, r"weight_g_idx: must have shape \[16\], got \[15\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pack_compressed_tensors(**{"weight_packed": words, "weight_scale": scales, "shape": (8, 16)} | change)
     with pytest.raises(ValueError, match="bits: must be 2 to 6, or 8, got 7"):
         pack_integers(np.zeros((8, 8), np.uint8), np.zeros((8, 1), np.float16), bits=7)
     with pytest.raises(ValueError, match=r"quant_type: must be one of 2, 3, 6, .*, got 30"):
@@ -444,6 +482,9 @@ def test_packing_refuses_what_it_cannot_hold():
             pack_nvfp4(np.zeros((8, 32), np.uint8), np.full((8, 4), nan, np.uint8))
     with pytest.raises(ValueError, match="scales: must not hold NaN, which 255 is"):
         pack_mxfp4(np.zeros((8, 32), np.uint8), np.full((8, 2), 255, np.uint8))
+    for kind in (np.float32, ml_dtypes.bfloat16):
+        with pytest.raises(ValueError, match=r"scales: must be less than 2\*\*118 = 3.32e\+35, got 3.32e\+35"):
+            pack_integers(np.zeros((8, 8), np.uint8), np.full((8, 1), -(2.0**118), kind))
     with pytest.raises(TypeError, match="scales: dtype must be float16, bfloat16 or float32, got float64"):
         pack_awq(np.zeros((64, 1), np.int32), np.zeros((1, 1), np.int32), np.zeros((1, 8)))
     with pytest.raises(ValueError, match=r"scales: must have shape \[8, 4\], got \[8, 5\]"):

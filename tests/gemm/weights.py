@@ -72,6 +72,28 @@ def gptq(
     return gemm.pack_gptq(q, z, s, given, bits=bits, v2=v2), decoded.T
 
 
+def compressed(
+    n: int, k: int, groups: int, bits: int = 4, zeros: bool = False, group_of: np.ndarray | None = None, seed: int = 0
+) -> Weight:
+    """Codes one by one into words, the lowest bits first."""
+    rng = np.random.default_rng(seed)
+    half, each = 1 << (bits - 1), 32 // bits
+    q, s = rng.integers(-half, half, (n, k)), scales_of(rng, (n, groups), ml_dtypes.bfloat16)
+    z = rng.integers(-half, half, (n, groups)) if zeros else np.zeros((n, groups), np.int64)
+
+    def in_words(values: np.ndarray) -> np.ndarray:
+        made = np.zeros((len(values), -(-values.shape[1] // each)), np.uint32)
+        for column in range(values.shape[1]):
+            made[:, column // each] |= (values[:, column] + half).astype(np.uint32) << np.uint32(bits * (column % each))
+        return made.view(np.int32)
+
+    group = groups_of(k, k // groups) if group_of is None else group_of
+    given = np.full(k, -1, np.int32) if group_of is None else group_of.astype(np.int32)
+    points = np.ascontiguousarray(in_words(z.T).T) if zeros else None
+    packed = gemm.pack_compressed_tensors(in_words(q), s, points, given, shape=(n, k), bits=bits)
+    return packed, (q - z[:, group]) * s.astype(np.float64)[:, group]
+
+
 def fp8(n: int, k: int, block: tuple[int, int] | None = None, one: bool = False, seed: int = 0) -> Weight:
     rng = np.random.default_rng(seed)
     w = rng.standard_normal((n, k)).astype(np.float32).astype(E4M3)
@@ -172,6 +194,12 @@ SOURCES: dict[str, Callable[[], Weight]] = {
     "gptq in one group": lambda: gptq(48, 320, 1),
     "gptq with act-order": lambda: gptq(40, 256, 4, group_of=np.random.default_rng(1).permutation(256) // 64),
     "gptq of a shard": lambda: gptq(40, 256, 3, group_of=SHARD),
+    "compressed-tensors": lambda: compressed(50, 204, 3),
+    "compressed-tensors of 8 bits": lambda: compressed(50, 204, 1, 8),
+    "compressed-tensors with zeros": lambda: compressed(50, 256, 4, zeros=True),
+    "compressed-tensors with act-order": lambda: compressed(
+        40, 256, 4, zeros=True, group_of=np.random.default_rng(1).permutation(256) // 64
+    ),
     "int4": lambda: integers(50, 200, 32, zeros=False),
     "int4 with zeros": lambda: integers(50, 200, 32),
     "int8": lambda: integers(50, 200, 200, 8, zeros=False, dtype=ml_dtypes.bfloat16),
@@ -196,6 +224,9 @@ OF_ANY_SIZE: dict[str, Callable[[int, int, int], Weight]] = {
     ),
     "gptq of a shard": lambda a, b, seed: gptq(
         8 * a, 32 * b, 5, group_of=np.random.default_rng(seed).integers(0, 5, 32 * b)
+    ),
+    "compressed-tensors": lambda a, b, seed: compressed(
+        3 * a, 21 * b, b, bits=4 << seed % 2, zeros=bool(seed % 3), seed=seed
     ),
     "int4": lambda a, b, seed: integers(3 * a, 7 * b, 24, zeros=False, seed=seed),
     "fp8": lambda a, b, seed: fp8(3 * a, 7 * b, one=bool(seed % 2), seed=seed),

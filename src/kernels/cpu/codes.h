@@ -202,9 +202,12 @@ inline Words larger_halfwords(Words a, Words b) {
 template <class T>
 inline Words largest_of_rows(const T* from, int64_t n) {
   Words v[kWidth];
-  for (int64_t g = 0; g < kWidth; ++g) v[g] = load_raw<Words>(from + g * n) & 0x7fff7fffu;
-  for (int64_t i = kPair; i < n; i += kPair)
-    for (int64_t g = 0; g < kWidth; ++g) v[g] = larger_halfwords(v[g], load_raw<Words>(from + g * n + i) & 0x7fff7fffu);
+  for (int64_t g = 0; g < kWidth; ++g, from += n) {
+    Words largest = load_raw<Words>(from) & 0x7fff7fffu;
+    for (int64_t i = kPair; i < n; i += kPair)
+      largest = larger_halfwords(largest, load_raw<Words>(from + i) & 0x7fff7fffu);
+    v[g] = largest;
+  }
   const Words both = reduce_each(v, larger_halfwords), low = both & 0xffffu, high = both >> 16;
   return low > high ? low : high;
 }

@@ -16,6 +16,7 @@ constexpr int64_t kTilesPerTask = 16;  // fewer are not worth another thread
 
 template <class T>
 void dequantise(const GgmlDequantizeArgs& args, Decode decode, pykv::gguf::BlockSize size) {
+  const DecodeTo<T> quick = quick_decoder_of<T>(args.type);
   const int64_t tiles = (args.row_elements + kTile - 1) / kTile, grain = std::max<int64_t>(1, kTilesPerTask / tiles);
   const bool streamed = args.num_rows * args.row_elements * static_cast<int64_t>(sizeof(T)) > kWorthStreaming;
   parallel_for(args.num_rows * tiles, tiles == 1 ? grain : kTilesPerTask, [&](int64_t begin, int64_t end) {
@@ -26,13 +27,14 @@ void dequantise(const GgmlDequantizeArgs& args, Decode decode, pykv::gguf::Block
       const int64_t row = i / tiles, first = i % tiles * kTile, n = std::min(kTile, args.row_elements - first);
       const uint8_t* blocks = static_cast<const uint8_t*>(args.blocks) + args.block_rows.offset(row);
       T* to = static_cast<T*>(args.output) + args.output_rows.offset(row) + first;
-      decode(blocks + first / size.elements * size.bytes, n, values);
-      if constexpr (sizeof(T) == 4) {
-        out.put(to, values, n * 4);
+      blocks += first / size.elements * size.bytes;
+      if (quick) {
+        quick(blocks, n, rounded);
       } else {
+        decode(blocks, n, values);
         for (int64_t e = 0; e < n; e += kWidth) store(rounded + e, load(values + e));
-        out.put(to, rounded, n * static_cast<int64_t>(sizeof(T)));
       }
+      out.put(to, rounded, n * static_cast<int64_t>(sizeof(T)));
     }
   });
 }

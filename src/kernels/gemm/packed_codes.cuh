@@ -23,6 +23,15 @@ __device__ uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c) {
   return as_word(__hfma2(as_pair<T>(a), as_pair<T>(b), as_pair<T>(c)));
 }
 
+// The first or second half of a word in both: as the compiler knows it, it is no instruction of its own.
+__device__ inline uint32_t twice(uint32_t pair, int half) {
+  uint16_t first, second;
+  uint32_t result;
+  asm("mov.b32 {%0, %1}, %2;" : "=h"(first), "=h"(second) : "r"(pair));
+  asm("mov.b32 %0, {%1, %1};" : "=r"(result) : "h"(half == 0 ? first : second));
+  return result;
+}
+
 // (x & mask) | bits in one instruction, which the compiler does not find for two constants.
 __device__ inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
   uint32_t result;
@@ -48,15 +57,19 @@ struct Codes<T, CodeKind::kUint4> {
   __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[1], int j, const uint32_t*) {
     fragment_less(a, words, j, {base(0) + 8 * one(0), base(1) + 8 * one(1)});
   }
-  // ... times scales and minima more, of rows g and 8 + g, each side by side in one word.
+  // ... times scales and minima more, of rows g and 8 + g, each side by side in one word; those of rows 8 + g are kOfSecond times what
+  // they are, for in bfloat16 a code of these is left where it lies, as the bits of a number near the smallest.
+  static constexpr float kOfSecond = kIsHalf<T> ? 1.0f : 4.0f;
   __device__ static void fragment_folded(uint32_t (&a)[4], const uint4 (&words)[1], int j, uint32_t scales,
                                          uint32_t minima) {
     fragment(a, words, j, nullptr);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int both = i % 2 ? 0x3232 : 0x1010;
-      a[i] = fma_pairs<T>(a[i], __byte_perm(scales, scales, both), __byte_perm(minima, minima, both));
+    if constexpr (!kIsHalf<T>) {
+      const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[0])[j];
+      a[1] = fma_pairs<T>(w & 0x00f000f0u, 0x7f007f00u, 0xc000c000u);  // times 2^127, less 2
+      a[3] = fma_pairs<T>(w >> 8 & 0x00f000f0u, 0x7f007f00u, 0xc000c000u);
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = fma_pairs<T>(a[i], twice(scales, i % 2), twice(minima, i % 2));
   }
   __device__ static void fragment_less(uint32_t (&a)[4], const uint4 (&words)[1], int j, const uint32_t (&zeros)[2]) {
     const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[0])[j];
@@ -334,6 +347,7 @@ struct Folded {
       s.x *= inverse(power_below(scale.x, minimum.x));
       s.y *= inverse(power_below(scale.y, minimum.y));
     }
+    if (!is_minimum) s.y *= Codes<T, CodeKind::kUint4>::kOfSecond;
     return pack_pair<T>(s.x, s.y);
   }
 

@@ -4,7 +4,7 @@
 //
 //   header    256 bytes: "pykv" and a version, the format as text, a table of 16 floats, the global scale
 //   codes     [rows / 16][columns / 64][planes][32][4] words of 32 bits
-//   scales    [rows / 32][groups][32]
+//   scales    [rows / 32][groups][32]; finite ones below 2^118, for kernels multiply them by up to 512
 //   supers    [rows / 32][columns / 256][32] float16, where scales are of two levels
 //   minima    [rows / 32][groups][32]
 //   lows      as supers, where minima are of two levels

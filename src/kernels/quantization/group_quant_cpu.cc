@@ -320,7 +320,8 @@ class Groups {
 
   // Bytes in tiles by fours, and bytes side by side, at once.
   void store_scales(int64_t row, int64_t group, int64_t count, const uint32_t* stored) const {
-    const bool bytes = args_.rule.kind == QuantScale::kMx || args_.rule.kind == QuantScale::kE4M3;
+    const bool bytes = args_.rule.kind == QuantScale::kMx || args_.rule.kind == QuantScale::kE4M3,
+               side_by_side = args_.scale_group == 1 && !args_.tile_bits && args_.rule.kind != QuantScale::kE8M0;
     uint8_t* const scales = static_cast<uint8_t*>(args_.scales);
     int64_t g = 0;
     if (bytes && args_.tile_bits && group % 4 == 0) {
@@ -329,9 +330,14 @@ class Groups {
       const Bytes all = narrow_to_bytes(load_raw<Words>(stored) & 0xffu);
       __builtin_memcpy(some, &all, sizeof all);
       for (; g + 4 <= count; g += 4, to += 4 << args_.tile_bits) __builtin_memcpy(to, some + g, 4);
-    } else if (bytes && count == kWidth && args_.scale_group == 1 && !args_.tile_bits) {
-      const Bytes all = narrow_to_bytes(load_raw<Words>(stored) & 0xffu);
-      __builtin_memcpy(scales + args_.scale_rows.offset(row) + group, &all, sizeof all);
+    } else if (count == kWidth && side_by_side) {
+      const int64_t at = args_.scale_rows.offset(row) + group;
+      if (bytes) {
+        const Bytes all = narrow_to_bytes(load_raw<Words>(stored) & 0xffu);
+        __builtin_memcpy(scales + at, &all, sizeof all);
+      } else {
+        __builtin_memcpy(scales + 4 * at, stored, sizeof(Words));
+      }
       return;
     }
     for (; g < count; ++g) args_.store_scale(row, group + g, stored[g]);
